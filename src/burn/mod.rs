@@ -1,0 +1,1 @@
+//! The layer as a burn module.

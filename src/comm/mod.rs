@@ -1,0 +1,144 @@
+//! Collectives between the ranks of a group.
+//!
+//! [`Communicator`] is the little that the dispatchers need; [`threads`] implements it between threads of one
+//! process. Every call carries a [`Tag`]: ranks that meet with different tags get an error each and exchange nothing.
+
+pub mod threads;
+
+use std::fmt;
+
+use crate::device::Device;
+use crate::dtype::DType;
+use crate::error::Result;
+use crate::tensor::{TensorMut, TensorRef};
+
+pub use threads::{ThreadComm, ThreadWorld};
+
+/// What a collective is for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct Tag {
+    /// The layer, as the caller numbers its layers.
+    pub layer: u32,
+    /// The step of the layer.
+    pub op: Op,
+    /// Which prepare of the group this belongs to (its handle's number); 0 outside handles.
+    pub sequence: u64,
+}
+
+impl fmt::Display for Tag {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "layer {}, {}, sequence {}", self.layer, self.op.name(), self.sequence)
+    }
+}
+
+/// Step of a layer that a collective belongs to.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum Op {
+    /// Comparison of configurations when a group is built.
+    Init,
+    /// Token counts before the router, where jitter needs global token numbers.
+    Count,
+    /// Exchange of the routing.
+    Prepare,
+    /// Rows to their experts.
+    Dispatch,
+    /// Rows back to their tokens.
+    Combine,
+    /// Gradient of combine.
+    CombineBwd,
+    /// Gradient of dispatch.
+    DispatchBwd,
+    /// Sums of auxiliary losses over the ranks.
+    Aux,
+    /// Sum of replicated parameters' gradients.
+    GradReduce,
+    /// Gathering weights, e.g. to save a checkpoint.
+    Weights,
+    /// The caller's own use.
+    User,
+}
+
+impl Op {
+    /// Lower-case name.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Op::Init => "init",
+            Op::Count => "count",
+            Op::Prepare => "prepare",
+            Op::Dispatch => "dispatch",
+            Op::Combine => "combine",
+            Op::CombineBwd => "combine_bwd",
+            Op::DispatchBwd => "dispatch_bwd",
+            Op::Aux => "aux",
+            Op::GradReduce => "grad_reduce",
+            Op::Weights => "weights",
+            Op::User => "user",
+        }
+    }
+}
+
+/// How an all-reduce joins values.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum ReduceOp {
+    /// Sum, in rank order 0, 1, 2, …: the same bits on every rank and in every run.
+    Sum,
+    /// Maximum; NaN wins.
+    Max,
+}
+
+/// Collectives over the ranks of a group. `&mut self`: one thread drives a rank, as NCCL demands.
+///
+/// All calls block until done or failed; they fail on every rank or on none, within the communicator's timeout.
+/// Buffers are row-major and contiguous; sizes are checked before anything is exchanged.
+pub trait Communicator<D: Device>: fmt::Debug + Send {
+    /// This rank, `0..size`.
+    fn rank(&self) -> usize;
+    /// Number of ranks.
+    fn size(&self) -> usize;
+    /// Collectives called so far on this rank (each call below counts one).
+    fn calls(&self) -> u64;
+    /// Gathers `send` of every rank, in rank order, on every rank. `recv` has `size` times the bytes of `send`,
+    /// whose size is the same on all ranks.
+    fn all_gather(&mut self, tag: Tag, send: TensorRef<'_, D>, recv: TensorMut<'_, D>) -> Result<()>;
+    /// Sums `send` (`[size, …]`) over the ranks in rank order, in `f32` for types below it, and leaves row block
+    /// `rank` in `recv` (`[…]`).
+    fn reduce_scatter(&mut self, tag: Tag, send: TensorRef<'_, D>, recv: TensorMut<'_, D>) -> Result<()>;
+    /// Joins `buffer` of every rank, in place; the result is the same on all ranks.
+    fn all_reduce(&mut self, tag: Tag, op: ReduceOp, buffer: TensorMut<'_, D>) -> Result<()>;
+    /// Sends `send_bytes[p]` bytes to each rank p and receives `recv_bytes[p]` from it. Both buffers hold the
+    /// pieces back to back in rank order; their dtype is [`DType::U8`].
+    fn all_to_all_v(&mut self, tag: Tag, exchange: Exchange<'_, D>) -> Result<()>;
+    /// Copies `buffer` of `root` to every rank.
+    fn broadcast(&mut self, tag: Tag, root: usize, buffer: TensorMut<'_, D>) -> Result<()>;
+    /// Waits for every rank.
+    fn barrier(&mut self, tag: Tag) -> Result<()>;
+}
+
+/// Arguments of [`Communicator::all_to_all_v`].
+#[derive(Debug)]
+pub struct Exchange<'a, D: Device> {
+    /// Bytes to send, back to back in rank order.
+    pub send: TensorRef<'a, D>,
+    /// Bytes for each rank.
+    pub send_bytes: &'a [usize],
+    /// Room for the bytes received, back to back in rank order.
+    pub recv: TensorMut<'a, D>,
+    /// Bytes from each rank.
+    pub recv_bytes: &'a [usize],
+}
+
+impl<D: Device> Exchange<'_, D> {
+    /// Checks that buffers and sizes agree for `size` ranks.
+    pub(crate) fn check(&self, size: usize) -> Result<()> {
+        use crate::error::Error;
+        const CALL: &str = "all_to_all_v";
+        Error::check_dtype(CALL, "send", DType::U8, self.send.dtype())?;
+        Error::check_dtype(CALL, "recv", DType::U8, self.recv.dtype())?;
+        Error::check_shape(CALL, "send_bytes", &[size], &[self.send_bytes.len()])?;
+        Error::check_shape(CALL, "recv_bytes", &[size], &[self.recv_bytes.len()])?;
+        Error::check_shape(CALL, "send", &[self.send_bytes.iter().sum()], &[self.send.count()])?;
+        Error::check_shape(CALL, "recv", &[self.recv_bytes.iter().sum()], &[self.recv.count()])
+    }
+}

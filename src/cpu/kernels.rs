@@ -1,0 +1,66 @@
+//! Entry points: the [`Kernels`] of the CPU.
+
+use std::sync::Arc;
+
+use crate::ep::{Plan, PlanRequest};
+use crate::error::Result;
+use crate::kernels::*;
+use crate::tensor::{Tensor, TensorRef};
+
+use super::{Cpu, element, experts, gemm, plan, router, rows};
+
+impl Kernels for Cpu {
+    fn linear(&self, _: &(), call: Linear<'_, Self>) -> Result<()> {
+        gemm::linear(call)
+    }
+    fn linear_bwd(&self, _: &(), call: LinearBwd<'_, Self>) -> Result<()> {
+        gemm::linear_bwd(call)
+    }
+    fn route(&self, _: &(), call: Route<'_, Self>) -> Result<()> {
+        router::route(call)
+    }
+    fn route_bwd(&self, _: &(), call: RouteBwd<'_, Self>) -> Result<()> {
+        router::route_bwd(call)
+    }
+    fn aux_sums(&self, _: &(), call: AuxSums<'_, Self>) -> Result<()> {
+        router::aux_sums(call)
+    }
+    fn keep_sum(&self, _: &(), call: KeepSum<'_, Self>) -> Result<()> {
+        router::keep_sum(call)
+    }
+    fn plan(&self, _: &(), call: PlanRequest<'_, Self>) -> Result<Plan<Self>> {
+        plan::plan(self, call)
+    }
+    fn gather_rows(&self, _: &(), call: GatherRows<'_, Self>) -> Result<()> {
+        rows::gather_rows(call)
+    }
+    fn reduce_rows(&self, _: &(), call: ReduceRows<'_, Self>) -> Result<()> {
+        rows::reduce_rows(call)
+    }
+    fn up(&self, _: &(), call: Up<'_, Self>) -> Result<()> {
+        experts::up(call)
+    }
+    fn down(&self, _: &(), call: Down<'_, Self>) -> Result<()> {
+        experts::down(call)
+    }
+    fn down_bwd(&self, _: &(), call: DownBwd<'_, Self>) -> Result<()> {
+        experts::down_bwd(call)
+    }
+    fn up_dgrad(&self, _: &(), call: UpDgrad<'_, Self>) -> Result<()> {
+        experts::up_dgrad(call)
+    }
+    fn wgrad(&self, _: &(), call: Wgrad<'_, Self>) -> Result<()> {
+        experts::wgrad(call)
+    }
+    fn sigmoid(&self, _: &(), call: Sigmoid<'_, Self>) -> Result<()> {
+        rows::sigmoid(call)
+    }
+    fn single_zone(&self, _: &(), rows: usize) -> Result<Arc<Zones<Self>>> {
+        let offsets = Tensor::from_vec(vec![0i64], &[1])?;
+        let counts = Tensor::from_vec(vec![rows as i64], &[1])?;
+        Ok(Arc::new(Zones { offsets, counts, rows }))
+    }
+    fn read(&self, _: &(), tensor: TensorRef<'_, Self>) -> Result<Vec<f64>> {
+        Ok(element::to_f64(tensor))
+    }
+}

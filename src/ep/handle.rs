@@ -1,0 +1,111 @@
+//! Routing of one prepare, owned by its caller.
+
+use std::sync::Arc;
+
+use crate::error::{Error, Result};
+use crate::kernels::{Kernels, Zones};
+use crate::tensor::{Tensor, TensorRef};
+
+use super::{DispatchSpec, Plan};
+
+/// Routing that prepare made: an owned value that backward needs again. Several may be in flight.
+#[derive(Debug)]
+pub struct Handle<D: Kernels> {
+    pub(super) spec: DispatchSpec,
+    pub(super) rank: usize,
+    /// Number of the prepare that made it, the same on all ranks.
+    pub(super) sequence: u64,
+    pub(super) agreement: Agreement,
+    pub(super) plan: Plan<D>,
+}
+
+/// Which ranks asked for backward in prepare. Backward runs its collectives only if all did.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Agreement {
+    /// Ranks that did not ask.
+    pub absent: Vec<usize>,
+}
+
+impl<D: Kernels> Handle<D> {
+    /// What the handle was made for.
+    pub fn spec(&self) -> &DispatchSpec {
+        &self.spec
+    }
+
+    /// Number of this prepare among its group's.
+    pub fn sequence(&self) -> u64 {
+        self.sequence
+    }
+
+    /// Tokens T of this rank.
+    pub fn tokens(&self) -> usize {
+        self.plan.tokens
+    }
+
+    /// Tokens of all ranks.
+    pub fn total_tokens(&self) -> usize {
+        self.plan.total_tokens
+    }
+
+    /// Number of this rank's first token among all ranks' tokens.
+    pub fn first_token(&self) -> usize {
+        self.plan.first_token
+    }
+
+    /// Where the local experts' rows lie.
+    pub fn zones(&self) -> &Arc<Zones<D>> {
+        &self.plan.zones
+    }
+
+    /// Rows N of expert-major buffers: the static capacity, or what this step needs.
+    pub fn rows(&self) -> usize {
+        self.plan.zones.rows
+    }
+
+    /// Padded rows that this rank would receive with nothing dropped for capacity.
+    pub fn needed_rows(&self) -> usize {
+        self.plan.needed_rows
+    }
+
+    /// Padded rows per local expert, after dropping.
+    pub fn padded_counts(&self) -> &[usize] {
+        &self.plan.padded_counts
+    }
+
+    /// Tokens that chose each expert, over all ranks, before dropping for capacity.
+    pub fn expert_load(&self) -> &[usize] {
+        &self.plan.expert_load
+    }
+
+    /// Choices of this rank's tokens that were dropped by a capacity.
+    pub fn dropped(&self) -> usize {
+        self.plan.dropped
+    }
+
+    /// This rank's ids after dropping, `I32 [T, K]`; −1 where dropped.
+    pub fn kept_ids(&self) -> TensorRef<'_, D> {
+        self.plan.kept_ids.view()
+    }
+
+    /// Row of a [`Received`](super::Received) for each slot, `I32 [N]`.
+    pub fn row_map(&self) -> TensorRef<'_, D> {
+        self.plan.row_map.view()
+    }
+
+    /// Whether all ranks asked for backward.
+    pub fn agreement(&self) -> &Agreement {
+        &self.agreement
+    }
+
+    /// Refuses backward where not all ranks asked for it, before any collective.
+    pub fn check_backward(&self, call: &'static str) -> Result<()> {
+        if self.agreement.absent.is_empty() {
+            return Ok(());
+        }
+        Err(Error::BackwardNotAgreed { call, rank: self.rank, absent: self.agreement.absent.clone() })
+    }
+
+    pub(crate) fn slot_tensor(&self, device: &D, dtype: crate::DType, width: usize) -> Result<Tensor<D>> {
+        Tensor::empty(device, dtype, &[self.rows(), width])
+    }
+}

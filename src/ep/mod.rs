@@ -1,0 +1,203 @@
+//! Expert parallelism: prepare → dispatch → combine, and back.
+//!
+//! R ranks hold E experts; expert e lives on rank e / L, L = E / R. A token's K choices become rows in the zones of
+//! their experts:
+//!
+//! ```text
+//! prepare       ids [T, K]            → handle (slots, zones)          1 collective
+//! dispatch      x [T, H], w [T, K]    → recv [N, H], recv_w [N]        1 collective
+//! combine       expert out [N, H]     → out [T, H]   (unweighted sum)  1 collective
+//! combine_bwd   d out [T, H]          → d expert out [N, H]            1 collective
+//! dispatch_bwd  d recv [N, H], d recv_w [N] → d x [T, H], d w [T, K]   1 collective
+//! ```
+//!
+//! Slot order inside a zone is (source rank, token, k) ascending in every dispatcher of this crate. Pad rows are
+//! zero where a caller asks for the layout, and never read. Semantics follow TransformerEngine's EP interface.
+
+mod all_gather;
+mod all_to_all;
+mod group;
+mod handle;
+mod local;
+mod plan;
+
+pub use all_gather::AllGather;
+pub use all_to_all::AllToAll;
+pub use group::{DispatcherKind, Group, GroupConfig};
+pub use handle::{Agreement, Handle};
+pub use local::Local;
+pub use plan::{Plan, PlanRequest, Transport};
+
+use std::fmt;
+
+use crate::comm::Communicator;
+use crate::config::ExpertCapacity;
+use crate::error::Result;
+use crate::kernels::{Kernels, RowSource};
+use crate::tensor::{Tensor, TensorMut, TensorRef};
+
+/// What one handle is for; may differ between handles of a group.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct DispatchSpec {
+    /// The layer's number, in tags and messages.
+    pub layer: u32,
+    /// Choices per token K.
+    pub top_k: usize,
+    /// Zones are padded to a multiple of this power of two (1: no padding).
+    pub alignment: usize,
+    /// Rows that the receiver has room for.
+    pub capacity: Capacity,
+    /// What happens past the capacity.
+    pub overflow: Overflow,
+    /// Limit per expert.
+    pub expert_capacity: Option<ExpertCapacity>,
+    /// This rank will call backward.
+    pub backward: bool,
+    /// When a bad expert id is reported.
+    pub id_errors: IdErrors,
+}
+
+impl DispatchSpec {
+    /// Eager, unpadded, with errors at once, for inference.
+    pub fn new(layer: u32, top_k: usize) -> Self {
+        Self {
+            layer,
+            top_k,
+            alignment: 1,
+            capacity: Capacity::Eager,
+            overflow: Overflow::Error,
+            expert_capacity: None,
+            backward: false,
+            id_errors: IdErrors::Immediate,
+        }
+    }
+}
+
+/// Rows of the receive layout.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Capacity {
+    /// As many as this step needs; known to the host after prepare.
+    Eager,
+    /// A fixed number per call, at most the group's reserved maximum.
+    Static(usize),
+}
+
+/// What happens to rows past a static capacity.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Overflow {
+    /// Prepare fails on every rank with [`Error::Capacity`](crate::Error::Capacity).
+    Error,
+    /// Rows whose slot is past the capacity are dropped: they contribute nothing, their gradients are zero.
+    Drop,
+}
+
+/// When an id that is out of range or doubled is reported.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum IdErrors {
+    /// Prepare fails on every rank.
+    Immediate,
+    /// The entry is treated as −1; the first error is kept and returned by [`TokenDispatcher::check`], or by the
+    /// next prepare. What a device does that cannot return at the call.
+    Deferred,
+}
+
+/// Inputs of dispatch, of this rank's tokens.
+#[derive(Debug)]
+pub struct DispatchInputs<'a, D: Kernels> {
+    /// `[T, H]`; a floating type, or U8 for opaque rows (a multiple of 16 bytes).
+    pub tokens: TensorRef<'a, D>,
+    /// `[T, K]`, accumulator type.
+    pub weights: Option<TensorRef<'a, D>>,
+    /// Quantisation scales that travel with the rows, `U8 [T, bytes]`.
+    pub scales: Option<TensorRef<'a, D>>,
+}
+
+/// Outputs of dispatch in expert-major layout; padding is zeroed, rows from the last zone's end on are not written.
+#[derive(Debug)]
+pub struct DispatchOutputs<'a, D: Kernels> {
+    /// `[N, H]`.
+    pub tokens: TensorMut<'a, D>,
+    /// `[N]`.
+    pub weights: Option<TensorMut<'a, D>>,
+    /// `U8 [N, bytes]`.
+    pub scales: Option<TensorMut<'a, D>>,
+}
+
+/// Received rows as the transport left them: slot s is row `map[s]`. Spares the copy into expert-major order
+/// where the consumer is a GEMM that gathers.
+#[derive(Debug)]
+pub struct Received<D: Kernels> {
+    /// The rows; `None`: they are the caller's own tokens.
+    pub rows: Option<Tensor<D>>,
+    /// Weights in slot order `[N]`, accumulator type; padding unspecified.
+    pub weights: Option<Tensor<D>>,
+}
+
+impl<D: Kernels> Received<D> {
+    /// The rows as a GEMM reads them; `tokens` are those given to dispatch.
+    pub fn source<'a>(&'a self, tokens: TensorRef<'a, D>, handle: &'a Handle<D>) -> RowSource<'a, D> {
+        let base = self.rows.as_ref().map_or(tokens, Tensor::view);
+        RowSource::mapped(base, handle.row_map())
+    }
+}
+
+/// Moves tokens to experts and back. One object a rank; every method is a collective of all ranks of the group in
+/// the same order, except [`check`](Self::check).
+///
+/// Routing lives in [`Handle`]s, which are owned values: any number may be in flight (1F1B), in any order that is the
+/// same on all ranks.
+pub trait TokenDispatcher<D: Kernels>: fmt::Debug + Send {
+    /// Turns choices into slots. `ids`: `[T, K]`, I32 or I64, −1 = dropped choice. `weights` (accumulator type,
+    /// `[T, K]`) are needed where an expert capacity keeps by probability.
+    ///
+    /// # Errors
+    /// Bad ids, too small capacity, different specs or dtypes between ranks: on every rank.
+    fn prepare(
+        &mut self,
+        ids: TensorRef<'_, D>,
+        weights: Option<TensorRef<'_, D>>,
+        spec: &DispatchSpec,
+    ) -> Result<Handle<D>>;
+    /// Rows to their experts, into expert-major order.
+    fn dispatch(
+        &mut self,
+        handle: &Handle<D>,
+        inputs: DispatchInputs<'_, D>,
+        outputs: DispatchOutputs<'_, D>,
+    ) -> Result<()>;
+    /// Rows to their experts, left where the transport put them.
+    fn dispatch_rows(&mut self, handle: &Handle<D>, inputs: DispatchInputs<'_, D>) -> Result<Received<D>>;
+    /// Sums each token's expert outputs, unweighted. Padding of `expert_out [N, H]` is not read.
+    fn combine(&mut self, handle: &Handle<D>, expert_out: TensorRef<'_, D>, out: TensorMut<'_, D>) -> Result<()>;
+    /// Gradient of combine into expert-major order; padding is zeroed.
+    fn combine_bwd(
+        &mut self,
+        handle: &Handle<D>,
+        grad: TensorRef<'_, D>,
+        grad_expert_out: TensorMut<'_, D>,
+    ) -> Result<()>;
+    /// Gradient of combine, left where the transport put it.
+    fn combine_bwd_rows(&mut self, handle: &Handle<D>, grad: TensorRef<'_, D>) -> Result<Received<D>>;
+    /// Gradient of dispatch. `grad_weights [N]` absent counts as zeros; `d_weights [T, K]` is written in full,
+    /// 0 for dropped choices. Padding of the inputs is not read.
+    fn dispatch_bwd(&mut self, handle: &Handle<D>, grads: DispatchGrads<'_, D>) -> Result<()>;
+    /// Returns and clears the first deferred error.
+    fn check(&mut self) -> Result<()>;
+    /// The communicator, for collectives beside the tokens' own.
+    fn communicator(&mut self) -> &mut dyn Communicator<D>;
+    /// Short name (`"local"`, `"all_to_all"`, `"all_gather"`).
+    fn name(&self) -> &'static str;
+}
+
+/// Arguments of [`TokenDispatcher::dispatch_bwd`].
+#[derive(Debug)]
+pub struct DispatchGrads<'a, D: Kernels> {
+    /// Gradient of the received rows `[N, H]`.
+    pub rows: TensorRef<'a, D>,
+    /// Gradient of the received weights `[N]`, accumulator type.
+    pub weights: Option<TensorRef<'a, D>>,
+    /// Gradient of the tokens `[T, H]`, overwritten.
+    pub d_tokens: TensorMut<'a, D>,
+    /// Gradient of the weights `[T, K]`, accumulator type, overwritten.
+    pub d_weights: Option<TensorMut<'a, D>>,
+}

@@ -1,0 +1,326 @@
+//! Typed errors. Each names the call, the tensor or field, what was expected and what was found; collective errors
+//! name ranks too.
+
+use std::time::Duration;
+
+use crate::comm::Tag;
+use crate::dtype::DType;
+
+/// Result with this crate's [`Error`].
+pub type Result<T> = std::result::Result<T, Error>;
+
+/// Everything that can go wrong.
+#[derive(Debug, Clone, thiserror::Error)]
+#[non_exhaustive]
+pub enum Error {
+    /// An argument, field or tensor is not what the call needs.
+    #[error("{call}: {name}: expected {expected}, found {found}")]
+    Invalid {
+        /// The call that refused.
+        call: &'static str,
+        /// Tensor, argument or configuration field.
+        name: String,
+        /// What the call needs.
+        expected: String,
+        /// What it was given.
+        found: String,
+    },
+    /// A tensor has the wrong shape.
+    #[error("{call}: tensor {tensor}: expected shape {expected:?}, found {found:?}")]
+    Shape {
+        /// The call that refused.
+        call: &'static str,
+        /// Name of the tensor.
+        tensor: String,
+        /// Sizes the call needs.
+        expected: Vec<usize>,
+        /// Sizes it was given.
+        found: Vec<usize>,
+    },
+    /// A tensor has the wrong element type.
+    #[error("{call}: tensor {tensor}: expected {expected}, found {found}")]
+    DType {
+        /// The call that refused.
+        call: &'static str,
+        /// Name of the tensor.
+        tensor: String,
+        /// Element type the call needs.
+        expected: DType,
+        /// Element type it was given.
+        found: DType,
+    },
+    /// An expert id is out of range, or twice in one token.
+    #[error("prepare on rank {rank}: topk_ids[{token}, {k}] = {id}: {problem}")]
+    ExpertId {
+        /// Rank whose ids these are.
+        rank: usize,
+        /// Row of the entry.
+        token: usize,
+        /// Column of the entry.
+        k: usize,
+        /// The id found.
+        id: i64,
+        /// What is wrong with it.
+        problem: IdProblem,
+    },
+    /// Routing logits hold a NaN.
+    #[error("{call}: router logits of token {token} hold a NaN (first at expert {expert})")]
+    NanLogits {
+        /// The call that refused.
+        call: &'static str,
+        /// First token affected.
+        token: usize,
+        /// First expert affected in that token.
+        expert: usize,
+    },
+    /// More rows arrive at a rank than its capacity.
+    #[error(
+        "prepare: rank {rank} would receive {needed} rows, its capacity is {capacity}; raise the capacity to at least {needed} or choose Overflow::Drop"
+    )]
+    Capacity {
+        /// The rank whose buffer is too small.
+        rank: usize,
+        /// Rows that its zones need, padding included.
+        needed: usize,
+        /// Rows reserved.
+        capacity: usize,
+    },
+    /// Another rank refused the call that this rank was part of.
+    #[error("{call} on rank {rank}: rank {peer} failed: {reason}")]
+    Peer {
+        /// The call.
+        call: &'static str,
+        /// This rank.
+        rank: usize,
+        /// The rank that failed.
+        peer: usize,
+        /// Its error, as text.
+        reason: String,
+    },
+    /// Two ranks were built with different configurations.
+    #[error("group: configuration field {field} differs: rank {rank} has {value}, rank {peer} has {peer_value}")]
+    ConfigMismatch {
+        /// Name of the first differing field.
+        field: String,
+        /// This rank.
+        rank: usize,
+        /// This rank's value.
+        value: String,
+        /// The other rank.
+        peer: usize,
+        /// Its value.
+        peer_value: String,
+    },
+    /// A collective failed.
+    #[error(transparent)]
+    Comm(#[from] CommError),
+    /// Backward was called where prepare had agreed on none.
+    #[error("{call} on rank {rank}: backward was not agreed in prepare: ranks {absent:?} do not track gradients")]
+    BackwardNotAgreed {
+        /// The call.
+        call: &'static str,
+        /// This rank.
+        rank: usize,
+        /// Ranks that asked for no backward.
+        absent: Vec<usize>,
+    },
+    /// A context was used twice, or was never made.
+    #[error("{call} on rank {rank}: the context was consumed by an earlier backward")]
+    ContextConsumed {
+        /// The call.
+        call: &'static str,
+        /// This rank.
+        rank: usize,
+    },
+    /// A checkpoint is damaged, hostile or not what its config says.
+    #[error(transparent)]
+    Checkpoint(#[from] CheckpointError),
+    /// The host framework failed.
+    #[error("{call}: {framework}: {message}")]
+    Framework {
+        /// The call.
+        call: &'static str,
+        /// `"candle"` or `"burn"`.
+        framework: &'static str,
+        /// Its message.
+        message: String,
+    },
+}
+
+impl Error {
+    /// [`Error::Invalid`] from anything printable.
+    pub(crate) fn invalid(
+        call: &'static str,
+        name: impl ToString,
+        expected: impl ToString,
+        found: impl ToString,
+    ) -> Self {
+        Error::Invalid { call, name: name.to_string(), expected: expected.to_string(), found: found.to_string() }
+    }
+
+    /// [`Error::Shape`] if the sizes differ.
+    pub(crate) fn check_shape(call: &'static str, tensor: &str, expected: &[usize], found: &[usize]) -> Result<()> {
+        if expected == found {
+            return Ok(());
+        }
+        Err(Error::Shape { call, tensor: tensor.to_string(), expected: expected.to_vec(), found: found.to_vec() })
+    }
+
+    /// [`Error::DType`] if the types differ.
+    pub(crate) fn check_dtype(call: &'static str, tensor: &str, expected: DType, found: DType) -> Result<()> {
+        if expected == found {
+            return Ok(());
+        }
+        Err(Error::DType { call, tensor: tensor.to_string(), expected, found })
+    }
+}
+
+/// What is wrong with an expert id.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum IdProblem {
+    /// Neither −1 nor in `0..num_experts`.
+    #[error("expected -1 (dropped) or an expert in 0..{num_experts}")]
+    OutOfRange {
+        /// Number of experts.
+        num_experts: usize,
+    },
+    /// The same expert at two places of one token.
+    #[error("the token already chose this expert at k = {first}")]
+    Duplicate {
+        /// First column with this id.
+        first: usize,
+    },
+}
+
+/// A collective operation failed. All ranks of a collective get an error, or none does.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum CommError {
+    /// Not every rank arrived in time. The communicator is unusable afterwards.
+    #[error("{operation} [{tag}] on rank {rank}: ranks {missing:?} did not arrive within {timeout:?}")]
+    Timeout {
+        /// The collective.
+        operation: &'static str,
+        /// What it was for.
+        tag: Tag,
+        /// This rank.
+        rank: usize,
+        /// Ranks that had not arrived.
+        missing: Vec<usize>,
+        /// The configured limit.
+        timeout: Duration,
+    },
+    /// Ranks met in one collective with different purposes; no data was exchanged and the communicator stays usable.
+    #[error("{operation} on rank {rank}: called for [{tag}], but rank {peer} called {peer_operation} for [{peer_tag}]")]
+    TagMismatch {
+        /// This rank's collective.
+        operation: &'static str,
+        /// What it was for.
+        tag: Tag,
+        /// This rank.
+        rank: usize,
+        /// A rank that disagrees.
+        peer: usize,
+        /// Its collective.
+        peer_operation: &'static str,
+        /// What its was for.
+        peer_tag: Tag,
+    },
+    /// Ranks disagree about sizes; no data was exchanged.
+    #[error("{operation} [{tag}] on rank {rank}: expected {expected} bytes from rank {peer}, it sends {found}")]
+    SizeMismatch {
+        /// The collective.
+        operation: &'static str,
+        /// What it was for.
+        tag: Tag,
+        /// This rank.
+        rank: usize,
+        /// A rank that disagrees.
+        peer: usize,
+        /// Bytes this rank expects.
+        expected: usize,
+        /// Bytes the peer sends.
+        found: usize,
+    },
+    /// A rank left: its communicator was dropped, by an early return or a panic.
+    #[error("{operation} [{tag}] on rank {rank}: rank {peer} has left the group")]
+    PeerGone {
+        /// The collective.
+        operation: &'static str,
+        /// What it was for.
+        tag: Tag,
+        /// This rank.
+        rank: usize,
+        /// The rank that left.
+        peer: usize,
+    },
+    /// The communicator failed earlier.
+    #[error("{operation} [{tag}] on rank {rank}: the communicator is unusable since: {reason}")]
+    Poisoned {
+        /// The collective.
+        operation: &'static str,
+        /// What it was for.
+        tag: Tag,
+        /// This rank.
+        rank: usize,
+        /// The first failure.
+        reason: String,
+    },
+}
+
+/// A checkpoint cannot be read, or is not what its `config.json` says.
+#[derive(Debug, Clone, thiserror::Error)]
+#[non_exhaustive]
+pub enum CheckpointError {
+    /// The file system refused.
+    #[error("{path}: {message}")]
+    Io {
+        /// File or folder.
+        path: String,
+        /// The system's message.
+        message: String,
+    },
+    /// `config.json` or the index does not parse or holds impossible values.
+    #[error("{path}: field {field}: expected {expected}, found {found}")]
+    Config {
+        /// The file.
+        path: String,
+        /// JSON key.
+        field: String,
+        /// What is needed.
+        expected: String,
+        /// What is there.
+        found: String,
+    },
+    /// `model_type` names a family this crate does not know.
+    #[error("{path}: unknown model_type {found:?}; known: {known}")]
+    UnknownFamily {
+        /// The file.
+        path: String,
+        /// The model_type found.
+        found: String,
+        /// Comma-separated known families.
+        known: String,
+    },
+    /// A safetensors header is damaged.
+    #[error("{path}: damaged safetensors header: {problem}")]
+    Header {
+        /// The file.
+        path: String,
+        /// What is wrong.
+        problem: String,
+    },
+    /// A tensor is missing, extra, or of another shape or type.
+    #[error("{path}: tensor {tensor}: expected {expected}, found {found}")]
+    Tensor {
+        /// The file or folder.
+        path: String,
+        /// Name of the tensor on disk.
+        tensor: String,
+        /// What is needed.
+        expected: String,
+        /// What is there.
+        found: String,
+    },
+}

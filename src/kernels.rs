@@ -1,0 +1,427 @@
+//! The primitives that a device supplies. The layer composes them and does no arithmetic of its own; arguments are
+//! description structs, so that a fused back-end sees everything a stage knows.
+//!
+//! Notation: T tokens of this rank, K top-k, E experts, L local experts, H hidden, I inner size, G gate factor
+//! (2 with a gate, 1 without), N slots (rows of the expert-major layout, padding included). "Accumulator type" is
+//! [`DType::accumulator`](crate::DType::accumulator) of the tokens' type.
+
+use std::sync::Arc;
+
+use crate::config::{Activation, AuxConfig, RouterConfig, WeightAt};
+use crate::device::Device;
+use crate::ep::{Plan, PlanRequest};
+use crate::error::Result;
+use crate::tensor::{Tensor, TensorMut, TensorRef};
+
+/// Expert-major layout of a rank: where each local expert's rows lie.
+///
+/// Expert j owns slots `offsets[j] .. offsets[j] + counts[j]`; the slots after them up to the next offset are
+/// padding. Padding is never computed on and never read.
+#[derive(Debug)]
+pub struct Zones<D: Device> {
+    /// First slot of each local expert, `I64 [L]`.
+    pub offsets: Tensor<D>,
+    /// Filled slots of each local expert, `I64 [L]`.
+    pub counts: Tensor<D>,
+    /// Rows N of buffers in this layout.
+    pub rows: usize,
+}
+
+/// Where a GEMM reads its rows: slot s is row `map[s]` of `base`, or row s without a map.
+#[derive(Debug)]
+pub struct RowSource<'a, D: Device> {
+    /// The rows.
+    pub base: TensorRef<'a, D>,
+    /// Row of `base` for each slot, `I32 [N]`; negative at padding.
+    pub map: Option<TensorRef<'a, D>>,
+    /// Rows of each tile that the producer has finished, where it still runs.
+    pub ready: Option<TileCounters<'a, D>>,
+}
+
+impl<D: Device> Clone for RowSource<'_, D> {
+    fn clone(&self) -> Self {
+        *self
+    }
+}
+impl<D: Device> Copy for RowSource<'_, D> {}
+
+impl<'a, D: Device> RowSource<'a, D> {
+    /// Rows in slot order, complete.
+    pub fn direct(base: TensorRef<'a, D>) -> Self {
+        Self { base, map: None, ready: None }
+    }
+
+    /// Rows behind a map, complete.
+    pub fn mapped(base: TensorRef<'a, D>, map: TensorRef<'a, D>) -> Self {
+        Self { base, map: Some(map), ready: None }
+    }
+}
+
+/// Progress per tile of `rows_per_tile` slots: counter i counts the finished rows of slots
+/// `i·rows_per_tile .. (i + 1)·rows_per_tile`, padding not counted.
+#[derive(Debug)]
+pub struct TileCounters<'a, D: Device> {
+    /// One counter a tile.
+    pub counters: &'a D::Counters,
+    /// Slots of a tile.
+    pub rows_per_tile: usize,
+}
+
+impl<D: Device> Clone for TileCounters<'_, D> {
+    fn clone(&self) -> Self {
+        *self
+    }
+}
+impl<D: Device> Copy for TileCounters<'_, D> {}
+
+/// Where a GEMM writes its rows: slot s goes to row s of `base`.
+#[derive(Debug)]
+pub struct RowDest<'a, D: Device> {
+    /// The rows; local memory, or a peer's where the device maps it.
+    pub base: TensorMut<'a, D>,
+    /// Row of `base` for each slot, `I32 [N]`, distinct; negative: the row is not written.
+    pub map: Option<TensorRef<'a, D>>,
+    /// Raised as rows are finished.
+    pub done: Option<TileCounters<'a, D>>,
+    /// Add to what `base` holds instead of overwriting it.
+    pub accumulate: bool,
+}
+
+impl<'a, D: Device> RowDest<'a, D> {
+    /// Overwrites rows in slot order.
+    pub fn direct(base: TensorMut<'a, D>) -> Self {
+        Self { base, map: None, done: None, accumulate: false }
+    }
+
+    /// Adds to rows in slot order.
+    pub fn adding(base: TensorMut<'a, D>) -> Self {
+        Self { base, map: None, done: None, accumulate: true }
+    }
+}
+
+/// Routing weight of each slot and where it applies.
+#[derive(Debug)]
+pub struct SlotWeights<'a, D: Device> {
+    /// Accumulator type, `[N]`.
+    pub values: TensorRef<'a, D>,
+    /// Where it meets the expert.
+    pub at: WeightAt,
+}
+
+impl<D: Device> Clone for SlotWeights<'_, D> {
+    fn clone(&self) -> Self {
+        *self
+    }
+}
+impl<D: Device> Copy for SlotWeights<'_, D> {}
+
+/// Up projection and activation of every local expert.
+#[derive(Debug)]
+pub struct Up<'a, D: Device> {
+    /// Received rows x, `[·, H]`.
+    pub rows: RowSource<'a, D>,
+    /// The layout.
+    pub zones: &'a Zones<D>,
+    /// `[L, G·I, H]`, gate rows first.
+    pub weight: TensorRef<'a, D>,
+    /// `[L, G·I]`.
+    pub bias: Option<TensorRef<'a, D>>,
+    /// Applied here if at [`WeightAt::Activation`] or [`WeightAt::Input`].
+    pub slot_weights: Option<SlotWeights<'a, D>>,
+    /// act in `h = act(pre)`.
+    pub activation: Activation,
+    /// Pre-activations `[N, G·I]` (`w·x·Uᵀ + b` at [`WeightAt::Input`]), where backward wants them.
+    pub pre: Option<TensorMut<'a, D>>,
+    /// h, `[N, I]`, times the weight at [`WeightAt::Activation`].
+    pub out: RowDest<'a, D>,
+}
+
+/// Down projection of every local expert.
+#[derive(Debug)]
+pub struct Down<'a, D: Device> {
+    /// h, `[N, I]`.
+    pub rows: RowSource<'a, D>,
+    /// The layout.
+    pub zones: &'a Zones<D>,
+    /// `[L, H, I]`.
+    pub weight: TensorRef<'a, D>,
+    /// `[L, H]`; times the routing weight unless that is at [`WeightAt::Input`].
+    pub bias: Option<TensorRef<'a, D>>,
+    /// Scales the product at [`WeightAt::Output`], and the bias as said there.
+    pub slot_weights: Option<SlotWeights<'a, D>>,
+    /// Expert outputs, `[N, H]`.
+    pub out: RowDest<'a, D>,
+}
+
+/// Gradient through down and the activation.
+#[derive(Debug)]
+pub struct DownBwd<'a, D: Device> {
+    /// Gradient of the expert outputs, `[·, H]`.
+    pub grad: RowSource<'a, D>,
+    /// The layout.
+    pub zones: &'a Zones<D>,
+    /// `[L, H, I]`.
+    pub weight: TensorRef<'a, D>,
+    /// `[L, H]`.
+    pub bias: Option<TensorRef<'a, D>>,
+    /// Pre-activations of forward, `[N, G·I]`.
+    pub pre: TensorRef<'a, D>,
+    /// As in forward.
+    pub slot_weights: Option<SlotWeights<'a, D>>,
+    /// act.
+    pub activation: Activation,
+    /// Gradient of the pre-activations, `[N, G·I]`.
+    pub d_pre: TensorMut<'a, D>,
+    /// h times the weight (unless at [`WeightAt::Input`]), `[N, I]`: down's right operand in [`Wgrad`].
+    pub hidden: Option<TensorMut<'a, D>>,
+    /// Gradient of the slot weights, accumulator type `[N]`; not written at [`WeightAt::Input`], nor at padding.
+    pub d_slot_weights: Option<TensorMut<'a, D>>,
+}
+
+/// Gradient through up to the received rows.
+#[derive(Debug)]
+pub struct UpDgrad<'a, D: Device> {
+    /// Gradient of the pre-activations, `[N, G·I]`.
+    pub d_pre: TensorRef<'a, D>,
+    /// The layout.
+    pub zones: &'a Zones<D>,
+    /// `[L, G·I, H]`.
+    pub weight: TensorRef<'a, D>,
+    /// Where the weight was applied to the rows.
+    pub input_weight: Option<InputWeightBwd<'a, D>>,
+    /// Gradient of the received rows, `[N, H]`.
+    pub out: RowDest<'a, D>,
+}
+
+/// Gradient of a weight applied at [`WeightAt::Input`].
+#[derive(Debug)]
+pub struct InputWeightBwd<'a, D: Device> {
+    /// Accumulator type, `[N]`.
+    pub values: TensorRef<'a, D>,
+    /// The rows x of forward.
+    pub rows: RowSource<'a, D>,
+    /// Gradient of the slot weights, accumulator type `[N]`; padding not written.
+    pub d_slot_weights: Option<TensorMut<'a, D>>,
+}
+
+/// Weight gradient of every local expert: `out[j] = Σ_s w_s · left[s] ⊗ right[s]` over its slots, zero for an
+/// expert without tokens.
+#[derive(Debug)]
+pub struct Wgrad<'a, D: Device> {
+    /// Gradient rows, `[·, M]`.
+    pub left: RowSource<'a, D>,
+    /// Input rows, `[·, P]`.
+    pub right: RowSource<'a, D>,
+    /// w in the sum; ones without it. Accumulator type, `[N]`.
+    pub slot_weights: Option<TensorRef<'a, D>>,
+    /// The layout.
+    pub zones: &'a Zones<D>,
+    /// `[L, M, P]`.
+    pub out: TensorMut<'a, D>,
+    /// Gradient of the bias.
+    pub bias: Option<BiasGrad<'a, D>>,
+    /// Add to what `out` and the bias gradient hold instead of overwriting them.
+    pub accumulate: bool,
+}
+
+/// Bias gradient `out[j] = Σ_s w_s · left[s]`.
+#[derive(Debug)]
+pub struct BiasGrad<'a, D: Device> {
+    /// w in the sum; ones without it. Accumulator type, `[N]`.
+    pub slot_weights: Option<TensorRef<'a, D>>,
+    /// `[L, M]`.
+    pub out: TensorMut<'a, D>,
+}
+
+/// A dense product with a small weight: router logits, shared gate. `out = x·Wᵀ + b` in the accumulator type.
+#[derive(Debug)]
+pub struct Linear<'a, D: Device> {
+    /// `[T, H]`.
+    pub x: TensorRef<'a, D>,
+    /// `[E, H]`; any floating type.
+    pub weight: TensorRef<'a, D>,
+    /// `[E]`; any floating type.
+    pub bias: Option<TensorRef<'a, D>>,
+    /// Accumulator type, `[T, E]`.
+    pub out: TensorMut<'a, D>,
+}
+
+/// Gradients of [`Linear`]. `d_x` is added to; `d_weight` and `d_bias` are overwritten.
+#[derive(Debug)]
+pub struct LinearBwd<'a, D: Device> {
+    /// `[T, H]`.
+    pub x: TensorRef<'a, D>,
+    /// `[E, H]`.
+    pub weight: TensorRef<'a, D>,
+    /// Accumulator type, `[T, E]`.
+    pub d_out: TensorRef<'a, D>,
+    /// `[T, H]`.
+    pub d_x: Option<TensorMut<'a, D>>,
+    /// `[E, H]`.
+    pub d_weight: Option<TensorMut<'a, D>>,
+    /// `[E]`.
+    pub d_bias: Option<TensorMut<'a, D>>,
+}
+
+/// Counter-based noise on logits: the factor of (token, expert) depends on nothing but these numbers, so results do
+/// not depend on the number of ranks.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Jitter {
+    /// The run's seed.
+    pub seed: u64,
+    /// Training step.
+    pub step: u64,
+    /// The layer's number.
+    pub layer: u32,
+    /// Number of this rank's first token among all ranks' tokens.
+    pub first_token: u64,
+}
+
+/// Logits to expert ids and weights.
+#[derive(Debug)]
+pub struct Route<'a, D: Device> {
+    /// The formula.
+    pub config: &'a RouterConfig,
+    /// Accumulator type, `[T, E]`.
+    pub logits: TensorRef<'a, D>,
+    /// `[E]`, any floating type, where the formula has it.
+    pub selection_bias: Option<TensorRef<'a, D>>,
+    /// Noise, where the formula has it and the layer trains.
+    pub jitter: Option<Jitter>,
+    /// Chosen experts, best first, `I32 [T, K]`.
+    pub ids: TensorMut<'a, D>,
+    /// Their weights, accumulator type `[T, K]`.
+    pub weights: TensorMut<'a, D>,
+}
+
+/// Gradient of [`Route`] and of the auxiliary losses.
+#[derive(Debug)]
+pub struct RouteBwd<'a, D: Device> {
+    /// The formula.
+    pub config: &'a RouterConfig,
+    /// As in forward.
+    pub logits: TensorRef<'a, D>,
+    /// As in forward.
+    pub jitter: Option<Jitter>,
+    /// The ids that [`Route`] gave (before any were dropped).
+    pub ids: TensorRef<'a, D>,
+    /// Gradient of the weights that [`Route`] gave; zero where a choice was dropped. Accumulator type, `[T, K]`.
+    pub d_weights: TensorRef<'a, D>,
+    /// Gradients of the auxiliary losses to add.
+    pub aux: Option<AuxBwd<'a, D>>,
+    /// Accumulator type, `[T, E]`; overwritten.
+    pub d_logits: TensorMut<'a, D>,
+}
+
+/// Sums from which auxiliary losses follow, over this rank's tokens.
+#[derive(Debug)]
+pub struct AuxSums<'a, D: Device> {
+    /// The formula.
+    pub config: &'a RouterConfig,
+    /// The losses.
+    pub aux: &'a AuxConfig,
+    /// Accumulator type, `[T, E]`, without noise.
+    pub logits: TensorRef<'a, D>,
+    /// The ids that [`Route`] gave.
+    pub ids: TensorRef<'a, D>,
+    /// Accumulator type, `[2·E + 4]`: choices of each expert, summed scores of each expert, number of tokens,
+    /// Σ (log Σ exp l)², sum of the sequences' losses, number of sequences.
+    pub out: TensorMut<'a, D>,
+}
+
+/// Gradient of the auxiliary losses.
+#[derive(Debug)]
+pub struct AuxBwd<'a, D: Device> {
+    /// The losses.
+    pub aux: &'a AuxConfig,
+    /// The sums of [`AuxSums`], added over the ranks where the losses are.
+    pub sums: TensorRef<'a, D>,
+    /// Gradient of the total loss with respect to the auxiliary loss.
+    pub d_loss: f64,
+}
+
+/// Copies rows: `out[i] = source[map[i]]`; a negative entry writes zeros.
+#[derive(Debug)]
+pub struct GatherRows<'a, D: Device> {
+    /// Any dtype.
+    pub source: TensorRef<'a, D>,
+    /// `I32 [n]`.
+    pub map: TensorRef<'a, D>,
+    /// `[n, …]`, rows of the source's size.
+    pub out: TensorMut<'a, D>,
+}
+
+/// Adds rows: `out[t] = Σ_k source[map[t, k]]` in the accumulator type, in the order of k, rounded once; negative
+/// entries count zero.
+#[derive(Debug)]
+pub struct ReduceRows<'a, D: Device> {
+    /// `[·, H]`.
+    pub source: TensorRef<'a, D>,
+    /// `I32 [T, K]`.
+    pub map: TensorRef<'a, D>,
+    /// `[T, H]`.
+    pub out: TensorMut<'a, D>,
+}
+
+/// Scales a token's kept weights so that their sum is again what [`Route`] gave.
+#[derive(Debug)]
+pub struct KeepSum<'a, D: Device> {
+    /// Weights of [`Route`], accumulator type `[T, K]`.
+    pub weights: TensorRef<'a, D>,
+    /// Ids after dropping, `I32 [T, K]`; −1 where dropped.
+    pub kept: TensorRef<'a, D>,
+    /// Forward: `None`. Backward: the gradient of the scaled weights.
+    pub grad: Option<TensorRef<'a, D>>,
+    /// The scaled weights, or the gradient of [`Route`]'s weights. 0 where all of a token's choices were dropped.
+    pub out: TensorMut<'a, D>,
+}
+
+/// Elementwise sigmoid, forward or backward, in the accumulator type.
+#[derive(Debug)]
+pub struct Sigmoid<'a, D: Device> {
+    /// Forward: the input. Backward: the output of forward.
+    pub value: TensorRef<'a, D>,
+    /// Forward: `None`. Backward: the gradient of the output.
+    pub grad: Option<TensorRef<'a, D>>,
+    /// The output, or the gradient of the input.
+    pub out: TensorMut<'a, D>,
+}
+
+/// Everything the layer computes. A call enqueues its work on `stream` and may return before it is done (not on the
+/// CPU, whose stream is `()`); it checks shapes and dtypes of its arguments first.
+pub trait Kernels: Device {
+    /// [`Linear`].
+    fn linear(&self, stream: &Self::Stream, call: Linear<'_, Self>) -> Result<()>;
+    /// [`LinearBwd`].
+    fn linear_bwd(&self, stream: &Self::Stream, call: LinearBwd<'_, Self>) -> Result<()>;
+    /// [`Route`]. Fails on a NaN logit.
+    fn route(&self, stream: &Self::Stream, call: Route<'_, Self>) -> Result<()>;
+    /// [`RouteBwd`].
+    fn route_bwd(&self, stream: &Self::Stream, call: RouteBwd<'_, Self>) -> Result<()>;
+    /// [`AuxSums`].
+    fn aux_sums(&self, stream: &Self::Stream, call: AuxSums<'_, Self>) -> Result<()>;
+    /// [`KeepSum`].
+    fn keep_sum(&self, stream: &Self::Stream, call: KeepSum<'_, Self>) -> Result<()>;
+    /// Slots for all ranks' choices, as seen from one rank.
+    fn plan(&self, stream: &Self::Stream, call: PlanRequest<'_, Self>) -> Result<Plan<Self>>;
+    /// [`GatherRows`].
+    fn gather_rows(&self, stream: &Self::Stream, call: GatherRows<'_, Self>) -> Result<()>;
+    /// [`ReduceRows`].
+    fn reduce_rows(&self, stream: &Self::Stream, call: ReduceRows<'_, Self>) -> Result<()>;
+    /// [`Up`].
+    fn up(&self, stream: &Self::Stream, call: Up<'_, Self>) -> Result<()>;
+    /// [`Down`].
+    fn down(&self, stream: &Self::Stream, call: Down<'_, Self>) -> Result<()>;
+    /// [`DownBwd`].
+    fn down_bwd(&self, stream: &Self::Stream, call: DownBwd<'_, Self>) -> Result<()>;
+    /// [`UpDgrad`].
+    fn up_dgrad(&self, stream: &Self::Stream, call: UpDgrad<'_, Self>) -> Result<()>;
+    /// [`Wgrad`].
+    fn wgrad(&self, stream: &Self::Stream, call: Wgrad<'_, Self>) -> Result<()>;
+    /// [`Sigmoid`].
+    fn sigmoid(&self, stream: &Self::Stream, call: Sigmoid<'_, Self>) -> Result<()>;
+    /// Layout of one expert that every one of `rows` tokens visits.
+    fn single_zone(&self, stream: &Self::Stream, rows: usize) -> Result<Arc<Zones<Self>>>;
+    /// Values of a small tensor on the host, as `f64`; waits for the stream.
+    fn read(&self, stream: &Self::Stream, tensor: TensorRef<'_, Self>) -> Result<Vec<f64>>;
+}

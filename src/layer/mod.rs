@@ -1,0 +1,297 @@
+//! The whole layer: route → prepare → dispatch → up → down → combine, and back. This is the seam that the
+//! framework adapters call; the stages below it are its default implementation.
+
+mod backward;
+mod forward;
+
+use crate::config::MoeConfig;
+use crate::dtype::DType;
+use crate::ep::{Capacity, Group, Handle, Overflow, Received};
+use crate::error::{Error, Result};
+use crate::kernels::{Jitter, Kernels};
+use crate::metrics::Load;
+use crate::tensor::{Tensor, TensorRef};
+use crate::weights::WeightSource;
+
+/// A Mixture-of-Experts layer without its parameters, which the host framework owns.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Layer {
+    config: MoeConfig,
+    number: u32,
+    dispatch: DispatchOptions,
+}
+
+/// How a layer's tokens travel.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct DispatchOptions {
+    /// Rows of the receive layout.
+    pub capacity: Capacity,
+    /// What happens past a static capacity.
+    pub overflow: Overflow,
+    /// Zones are padded to a multiple of this power of two.
+    pub alignment: usize,
+}
+
+impl Default for DispatchOptions {
+    fn default() -> Self {
+        Self { capacity: Capacity::Eager, overflow: Overflow::Error, alignment: 1 }
+    }
+}
+
+/// Parameters of this rank: replicated router and shared expert, this rank's L = E / R routed experts.
+/// G is 2 with a gate, 1 without; gate rows come first.
+#[derive(Debug, Clone, Copy)]
+pub struct Params<'a, D: Kernels> {
+    /// `[E, H]`.
+    pub router: TensorRef<'a, D>,
+    /// `[E]`, added to the logits.
+    pub router_bias: Option<TensorRef<'a, D>>,
+    /// `[E]`, added to the scores for choosing only; no gradient.
+    pub selection_bias: Option<TensorRef<'a, D>>,
+    /// `[L, G·I, H]`.
+    pub up: &'a dyn WeightSource<D>,
+    /// `[L, G·I]`.
+    pub up_bias: Option<TensorRef<'a, D>>,
+    /// `[L, H, I]`.
+    pub down: &'a dyn WeightSource<D>,
+    /// `[L, H]`.
+    pub down_bias: Option<TensorRef<'a, D>>,
+    /// `[G·S, H]`, S the shared expert's inner size.
+    pub shared_up: Option<TensorRef<'a, D>>,
+    /// `[H, S]`.
+    pub shared_down: Option<TensorRef<'a, D>>,
+    /// `[1, H]`.
+    pub shared_gate: Option<TensorRef<'a, D>>,
+}
+
+/// What a call of forward is for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct Mode {
+    /// Backward will follow: keep a context.
+    pub backward: bool,
+    /// The layer trains: apply the router's jitter with this seed and step.
+    pub noise: Option<Noise>,
+}
+
+/// Seed and step of a router's jitter.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Noise {
+    /// The run's seed.
+    pub seed: u64,
+    /// Training step.
+    pub step: u64,
+}
+
+/// Result of [`Layer::forward`].
+#[derive(Debug)]
+pub struct Forward<D: Kernels> {
+    /// `[T, H]`, tokens' dtype.
+    pub y: Tensor<D>,
+    /// Auxiliary losses, coefficients included; zeros where none is asked for.
+    pub aux: AuxValue,
+    /// The routing, as data.
+    pub routing: Routing<D>,
+    /// What backward needs; present if asked for.
+    pub context: Option<Context<D>>,
+}
+
+/// Auxiliary losses of one forward, coefficients included.
+#[derive(Debug, Clone, Copy, PartialEq, Default)]
+pub struct AuxValue {
+    /// Load-balancing loss.
+    pub balance: f64,
+    /// z-loss.
+    pub z: f64,
+}
+
+impl AuxValue {
+    /// Their sum, the value whose gradient [`Layer::backward`] takes as `d_aux`.
+    pub fn total(&self) -> f64 {
+        self.balance + self.z
+    }
+}
+
+/// Routing of this rank's tokens.
+#[derive(Debug)]
+pub struct Routing<D: Kernels> {
+    /// `[T, E]`, accumulator type.
+    pub logits: Tensor<D>,
+    /// Chosen experts, `I32 [T, K]`, before any drop.
+    pub ids: Tensor<D>,
+    /// Weights of the chosen, accumulator type `[T, K]`.
+    pub weights: Tensor<D>,
+    /// Load of the experts over all ranks.
+    pub load: Load,
+}
+
+/// What backward needs of a forward; consumed by it. The adapter keeps the inputs themselves (x and parameters).
+#[derive(Debug)]
+pub struct Context<D: Kernels> {
+    handle: Handle<D>,
+    dtype: DType,
+    logits: Tensor<D>,
+    ids: Tensor<D>,
+    weights: Tensor<D>,
+    jitter: Option<Jitter>,
+    aux_sums: Option<Tensor<D>>,
+    received: Received<D>,
+    pre: Option<Tensor<D>>,
+    shared: Option<SharedContext<D>>,
+}
+
+#[derive(Debug)]
+struct SharedContext<D: Kernels> {
+    pre: Option<Tensor<D>>,
+    gate: Option<Tensor<D>>,
+}
+
+impl<D: Kernels> Context<D> {
+    /// Bytes that the context holds.
+    pub fn bytes(&self) -> usize {
+        let of = |t: &Option<Tensor<D>>| t.as_ref().map_or(0, Tensor::bytes);
+        let shared = self.shared.as_ref().map_or(0, |s| of(&s.pre) + of(&s.gate));
+        self.logits.bytes()
+            + self.ids.bytes()
+            + self.weights.bytes()
+            + of(&self.aux_sums)
+            + of(&self.received.rows)
+            + of(&self.received.weights)
+            + of(&self.pre)
+            + shared
+    }
+
+    /// The routing that forward made.
+    pub fn handle(&self) -> &Handle<D> {
+        &self.handle
+    }
+}
+
+/// Which gradients backward shall make. Its collectives run whatever is asked for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Wanted {
+    /// Gradient of x.
+    pub x: bool,
+    /// Gradients of router weight and bias.
+    pub router: bool,
+    /// Gradients of the routed experts.
+    pub experts: bool,
+    /// Gradients of the shared expert.
+    pub shared: bool,
+}
+
+impl Wanted {
+    /// Every gradient.
+    pub const ALL: Self = Self { x: true, router: true, experts: true, shared: true };
+}
+
+/// Gradients, each of its parameter's shape and dtype. Those of replicated parameters (router, shared expert) are
+/// this rank's share: sum them over the ranks.
+#[derive(Debug)]
+#[allow(missing_docs)]
+pub struct Gradients<D: Kernels> {
+    pub x: Option<Tensor<D>>,
+    pub router: Option<Tensor<D>>,
+    pub router_bias: Option<Tensor<D>>,
+    pub up: Option<Tensor<D>>,
+    pub up_bias: Option<Tensor<D>>,
+    pub down: Option<Tensor<D>>,
+    pub down_bias: Option<Tensor<D>>,
+    pub shared_up: Option<Tensor<D>>,
+    pub shared_down: Option<Tensor<D>>,
+    pub shared_gate: Option<Tensor<D>>,
+    /// Gradient of the logits, accumulator type `[T, E]`, for inspection.
+    pub logits: Tensor<D>,
+    /// Gradient of the routing weights, accumulator type `[T, K]`, for inspection.
+    pub weights: Tensor<D>,
+}
+
+/// Cotangents of a forward.
+#[derive(Debug, Clone, Copy)]
+pub struct Cotangents<'a, D: Kernels> {
+    /// Gradient of y `[T, H]`; absent counts as zeros.
+    pub y: Option<TensorRef<'a, D>>,
+    /// Gradient of the auxiliary losses' sum.
+    pub aux: f64,
+}
+
+impl Layer {
+    /// A layer of `config`; `number` names it in tags and errors and must be the same on all ranks.
+    ///
+    /// # Errors
+    /// What [`MoeConfig::validate`] finds.
+    pub fn new(config: MoeConfig, number: u32) -> Result<Self> {
+        config.validate()?;
+        Ok(Self { config, number, dispatch: DispatchOptions::default() })
+    }
+
+    /// The same layer with other dispatch options.
+    pub fn with_dispatch(mut self, dispatch: DispatchOptions) -> Self {
+        self.dispatch = dispatch;
+        self
+    }
+
+    /// Sizes and formulas.
+    pub fn config(&self) -> &MoeConfig {
+        &self.config
+    }
+
+    /// The layer's number.
+    pub fn number(&self) -> u32 {
+        self.number
+    }
+
+    /// Forward over all ranks of the group.
+    ///
+    /// `x` is `[T, H]`; T may differ between ranks and be 0. Collectives: prepare, dispatch, combine; one more where
+    /// auxiliary losses are over ranks, and one more where jitter needs global token numbers.
+    ///
+    /// # Errors
+    /// Mis-shaped tensors, NaN logits, capacity: on every rank, with the group usable afterwards.
+    /// [`Error::Comm`] where a rank is lost.
+    pub fn forward<D: Kernels>(
+        &self,
+        group: &mut Group<D>,
+        mode: Mode,
+        x: TensorRef<'_, D>,
+        params: &Params<'_, D>,
+    ) -> Result<Forward<D>> {
+        forward::forward(self, group, mode, x, params)
+    }
+
+    /// Backward over all ranks of the group, with the same `x` and parameters as forward. Collectives:
+    /// combine_bwd, dispatch_bwd.
+    ///
+    /// # Errors
+    /// [`Error::BackwardNotAgreed`] before any collective; otherwise as forward.
+    pub fn backward<D: Kernels>(
+        &self,
+        group: &mut Group<D>,
+        context: Context<D>,
+        inputs: Inputs<'_, D>,
+        cotangents: Cotangents<'_, D>,
+        wanted: Wanted,
+    ) -> Result<Gradients<D>> {
+        backward::backward(self, group, context, inputs, cotangents, wanted)
+    }
+
+    fn check_x<D: Kernels>(&self, call: &'static str, x: TensorRef<'_, D>) -> Result<usize> {
+        match x.dims() {
+            [t, h] if *h == self.config.hidden && x.dtype().is_float() => Ok(*t),
+            dims => Err(Error::invalid(
+                call,
+                "tensor x",
+                format!("a floating [T, {}]", self.config.hidden),
+                format!("{} {dims:?}", x.dtype()),
+            )),
+        }
+    }
+}
+
+/// Inputs of a forward, given to backward again.
+#[derive(Debug, Clone, Copy)]
+pub struct Inputs<'a, D: Kernels> {
+    /// `[T, H]`.
+    pub x: TensorRef<'a, D>,
+    /// The parameters.
+    pub params: &'a Params<'a, D>,
+}

@@ -1,0 +1,28 @@
+#![doc = include_str!("../README.md")]
+
+pub mod checkpoint;
+pub mod comm;
+pub mod config;
+pub mod cpu;
+pub mod ep;
+pub mod kernels;
+pub mod layer;
+pub mod metrics;
+pub mod quant;
+pub mod weights;
+
+#[cfg(feature = "burn")]
+pub mod burn;
+#[cfg(feature = "candle")]
+pub mod candle;
+
+mod device;
+mod dtype;
+mod error;
+mod tensor;
+
+pub use config::MoeConfig;
+pub use device::Device;
+pub use dtype::DType;
+pub use error::{CheckpointError, CommError, Error, IdProblem, Result};
+pub use tensor::{Shape, Tensor, TensorMut, TensorRef};

@@ -1,0 +1,1 @@
+//! Quantised weight formats, de-quantised on load.
