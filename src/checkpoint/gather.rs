@@ -62,7 +62,7 @@ pub fn gather_blocks(shares: Vec<BlockParams>) -> Result<BlockParams> {
         if let Some(experts) = dims.first_mut().filter(|_| take > 1) {
             *experts = experts.saturating_mul(take);
         }
-        let mut whole = Tensor::<Cpu>::zeros(&Cpu::new(), one.dtype(), &dims)?;
+        let mut whole = Tensor::<Cpu>::empty(&Cpu::new(), one.dtype(), &dims)?;
         for (share, bytes) in shares[..take].iter().zip(whole.as_bytes_mut().chunks_exact_mut(one.bytes().max(1))) {
             let part = share.get(slot).ok_or_else(|| Error::invalid(CALL, name, "a tensor on every rank", "none"))?;
             Error::check_shape(CALL, name, one.dims(), part.dims())?;
@@ -87,7 +87,7 @@ pub(super) struct Planned {
 impl Planned {
     /// Makes the tensor.
     pub fn build(&self, params: &BlockParams, local: usize) -> Result<Tensor<Cpu>> {
-        let mut whole = Tensor::zeros(&Cpu::new(), self.dtype, &self.dims)?;
+        let mut whole = Tensor::empty(&Cpu::new(), self.dtype, &self.dims)?;
         for (expert, part) in &self.parts {
             let Some(tensor) = params.get(part.slot) else { continue };
             let matrix = match routed(part.slot) {

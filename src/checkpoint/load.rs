@@ -161,7 +161,7 @@ impl Checkpoint {
         for (slot, natural) in &checked.natural {
             let dtype = self.slot_dtype(*slot, *natural, options.dtype);
             let dims = slot_dims(&config, *slot, experts.len());
-            tensors.insert(*slot, Tensor::<Cpu>::zeros(&Cpu::new(), dtype, &dims)?);
+            tensors.insert(*slot, Tensor::<Cpu>::empty(&Cpu::new(), dtype, &dims)?);
         }
         let total = tensors.values().map(|t| t.bytes() as u64).sum();
         let mut done = 0;
@@ -208,14 +208,14 @@ impl Checkpoint {
         if let Form::Plain(found) = stored.form
             && found == dtype
         {
-            let mut tensor = Tensor::zeros(&Cpu::new(), dtype, &stored.dims)?;
+            let mut tensor = Tensor::empty(&Cpu::new(), dtype, &stored.dims)?;
             stored.read_plain(0, tensor.as_bytes_mut())?;
             return Ok(tensor);
         }
         if !dtype.is_float() || !natural.is_float() {
             return Err(stored.mismatch(dtype, natural).into());
         }
-        let mut tensor = Tensor::zeros(&Cpu::new(), dtype, &stored.dims)?;
+        let mut tensor = Tensor::empty(&Cpu::new(), dtype, &stored.dims)?;
         let (matrix, inn) = match stored.dims.as_slice() {
             [.., rows, columns] => (rows * columns, *columns),
             [rows] => (*rows, 1),

@@ -243,7 +243,7 @@ fn softmax_cases() -> Vec<Case> {
             router: "router.layer.weight",
             style: Style::Stacked,
             ..qwen_like(
-                json!({"model_type": "dbrx", "d_model": H, "n_layers": 3, "ffn_config": {"ffn_hidden_size": I,
+                json!({"model_type": "dbrx", "d_model": H, "n_layers": 3, "ffn_config": {"ffn_hidden_size": I, "hidden_size": 6144,
                     "moe_num_experts": E, "moe_top_k": 2, "ffn_act_fn": {"name": "silu"},
                     "moe_normalize_expert_weights": 2.0}}),
                 MODEL,
