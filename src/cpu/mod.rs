@@ -1,5 +1,6 @@
 //! The CPU: host memory, kernels on rayon's threads and the `gemm` crate's inner loops.
 
+mod activation;
 mod device;
 mod element;
 mod experts;
@@ -8,6 +9,7 @@ mod kernels;
 mod plan;
 mod router;
 mod rows;
+mod zones;
 
 pub use device::{Cpu, HostBuffer};
 pub use element::Element;
