@@ -133,9 +133,8 @@ impl ExpertParallelMoE {
     /// What [`Checkpoint::open`] and [`Checkpoint::load_block`] find.
     pub fn from_checkpoint(dir: impl AsRef<Path>, layer: usize, group: EpGroup, trainable: bool) -> Result<Self> {
         let options = LoadOptions { rank: group.rank, ranks: group.ranks, dtype: None };
-        let block = Checkpoint::open(dir)
-            .and_then(|c| c.load_block(layer, options))
-            .map_err(candle_core::Error::wrap)?;
+        let block =
+            Checkpoint::open(dir).and_then(|c| c.load_block(layer, options)).map_err(candle_core::Error::wrap)?;
         Self::from_block(block, layer as u32, group, trainable)
     }
 

@@ -72,7 +72,9 @@ impl Step {
         let d_y = d_y.map(|d| d.reshape(self.x.shape())?.contiguous()).transpose().map_err(framework(CALL))?;
         let aux = match d_aux {
             None => 0.0,
-            Some(d) => d.to_dtype(candle_core::DType::F64).and_then(|d| d.to_scalar::<f64>()).map_err(framework(CALL))?,
+            Some(d) => {
+                d.to_dtype(candle_core::DType::F64).and_then(|d| d.to_scalar::<f64>()).map_err(framework(CALL))?
+            }
         };
         let tracks = |roles: &[Role]| self.params.iter().any(|(r, t)| roles.contains(r) && t.track_op());
         let wanted = Wanted {

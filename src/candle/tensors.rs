@@ -1,10 +1,10 @@
 //! candle's host tensors as ours, and back, without a copy of what is contiguous.
 
-use candle_core::{CpuStorage, Device, Storage, Tensor};
 use crate::cpu::{Cpu, HostBuffer};
 use crate::dtype::DType;
 use crate::error::{Error, Result};
 use crate::tensor::TensorRef;
+use candle_core::{CpuStorage, Device, Storage, Tensor};
 
 /// A candle error as ours.
 pub(super) fn framework(call: &'static str) -> impl Fn(candle_core::Error) -> Error {

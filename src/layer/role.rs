@@ -127,7 +127,8 @@ impl<'a, D: Kernels> ParamViews<'a, D> {
             *slot = view(role)?;
         }
         let required = |role: Role| {
-            let missing = || Error::invalid("ParamViews::collect", format!("tensor {}", role.name()), "a tensor", "none");
+            let missing =
+                || Error::invalid("ParamViews::collect", format!("tensor {}", role.name()), "a tensor", "none");
             others[role as usize].ok_or_else(missing)
         };
         Ok(Self { router: required(Role::Router)?, up: required(Role::Up)?, down: required(Role::Down)?, others })
