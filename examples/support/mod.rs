@@ -1,0 +1,9 @@
+//! What the examples and the test suites share. Nothing here is part of the crate.
+#![allow(dead_code, reason = "every user takes a part")]
+
+pub mod compare;
+pub mod dense;
+pub mod folder;
+pub mod names;
+pub mod random;
+pub mod run_candle;
