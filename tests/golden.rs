@@ -10,7 +10,10 @@ use candle_core::{DType, Device, Result, Tensor};
 use common::support::compare::{Difference, difference, difference_of, values};
 use common::support::dense::Params;
 use common::support::folder::{Folder, tokens};
-use common::support::{names, run_candle};
+use common::support::job::{AnyError, Job, uneven, whole_block};
+use common::support::names;
+#[cfg(feature = "candle")]
+use common::support::run_candle;
 use common::{Cotangent, Outcome, Setup};
 use moebius::checkpoint::{BlockParams, Checkpoint, LoadOptions};
 use moebius::config::{BalanceKind, MoeConfig};
@@ -42,7 +45,7 @@ struct Suite {
     config: MoeConfig,
 }
 
-type AnyResult<T> = std::result::Result<T, run_candle::AnyError>;
+type AnyResult<T> = std::result::Result<T, AnyError>;
 
 impl Suite {
     fn open(dir: &Path) -> AnyResult<Self> {
@@ -74,7 +77,7 @@ impl Suite {
     fn run(&self, ranks: usize, dispatcher: DispatcherKind) -> AnyResult<(Outcome, Option<Outcome>)> {
         let (x, dy) = (self.input()?, self.output_gradient()?);
         let params = self.shares(ranks)?;
-        let mut setup = Setup::new(&self.config, &common::uneven(x.dim(0)?, ranks));
+        let mut setup = Setup::new(&self.config, &uneven(x.dim(0)?, ranks));
         setup.dispatcher = dispatcher;
         let cotangent = dy.as_ref().map(|dy| Cotangent { y: Some(dy), aux: 0.0 });
         let main = common::run(&setup, &params, &x, self.folder.dtype, cotangent)?;
@@ -171,7 +174,7 @@ impl Suite {
         let layer = disk.split('.').find_map(|p| p.parse().ok()).unwrap_or(self.layer);
         if self.checkpoint.moe_layers().contains(&layer) {
             let job = self.job(layer, &[0], reference, reference);
-            let (_, block) = run_candle::whole_block(&job, false)?;
+            let (_, block) = whole_block(&job, false)?;
             if let Some(found) = names::on_disk(disk, &self.folder.model_type, &block)? {
                 return Ok(difference(&found, reference)?);
             }
@@ -180,8 +183,8 @@ impl Suite {
         Ok(difference(&common::framework(&found), reference)?)
     }
 
-    fn job(&self, layer: usize, split: &[usize], x: &Tensor, dy: &Tensor) -> run_candle::Job {
-        run_candle::Job {
+    fn job(&self, layer: usize, split: &[usize], x: &Tensor, dy: &Tensor) -> Job {
+        Job {
             dir: self.folder.dir.clone(),
             layer,
             dtype: self.folder.dtype,
@@ -192,12 +195,13 @@ impl Suite {
         }
     }
 
+    #[cfg(feature = "candle")]
     /// The same through candle's autograd: output and the gradients that a user gets.
     fn compare_candle(&self, ranks: usize) -> AnyResult<Vec<Line>> {
         let x = self.input()?;
         let dy = self.output_gradient()?;
         let cotangent = dy.clone().map_or_else(|| x.zeros_like(), Ok)?;
-        let found = run_candle::run(&self.job(self.layer, &common::uneven(x.dim(0)?, ranks), &x, &cotangent))?;
+        let found = run_candle::run(&self.job(self.layer, &uneven(x.dim(0)?, ranks), &x, &cotangent))?;
         let mut lines = Vec::new();
         let mut line = |name: &str, found: Difference, tolerance: f64| {
             lines.push(Line { name: format!("candle: {name}"), found, tolerance });
@@ -309,6 +313,7 @@ fn check_folder(dir: &Path) -> AnyResult<(String, Vec<String>)> {
         }
     }
     let r = ranks.iter().copied().find(|r| *r == 2).unwrap_or(1);
+    #[cfg(feature = "candle")]
     judge(&format!("R = {r}"), &suite.compare_candle(r)?);
     let whole: Vec<&str> = WHOLE_MODEL.into_iter().filter(|n| suite.golden.contains_key(*n)).collect();
     let name = dir.file_name().unwrap_or_default().to_string_lossy();

@@ -4,6 +4,9 @@
 pub mod compare;
 pub mod dense;
 pub mod folder;
+pub mod job;
 pub mod names;
 pub mod random;
+#[cfg(feature = "candle")]
 pub mod run_candle;
+pub mod table;

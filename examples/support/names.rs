@@ -5,6 +5,8 @@ use std::path::Path;
 
 use candle_core::{Result, Tensor, bail};
 
+use moebius::MoeConfig;
+
 use super::dense::Params;
 
 /// Families whose fused expert tensors lie as (E, in, out).
@@ -87,6 +89,12 @@ fn interleave(t: &Tensor) -> Result<Tensor> {
     t.reshape((dims[0], 2, dims[1] / 2, rest))?.transpose(1, 2)?.contiguous()?.reshape(dims)
 }
 
+/// True where `name` is a router's weight.
+pub fn is_router(name: &str) -> bool {
+    let stem = name.strip_suffix(".weight").unwrap_or(name);
+    matches!(stem.rsplit('.').next(), Some("gate" | "router" | "layer" | "wg"))
+}
+
 /// `model_type` of a checkpoint folder, the text model's where there are several.
 pub fn model_type(dir: &Path) -> Result<String> {
     let config = config_json(dir)?;
@@ -103,4 +111,41 @@ pub fn config_json(dir: &Path) -> Result<serde_json::Value> {
     let text =
         std::fs::read_to_string(&path).map_err(|e| candle_core::Error::msg(format!("{}: {e}", path.display())))?;
     serde_json::from_str(&text).map_err(|e| candle_core::Error::msg(format!("{}: {e}", path.display())))
+}
+
+/// Names of a block's parameters one by one, each expert's matrices apart: `experts.3.gate`, `experts.3.up`, …
+pub fn pieces(config: &MoeConfig) -> Vec<String> {
+    let mut names = vec!["router.weight".to_string()];
+    let mut add = |wanted: bool, name: &str| names.extend(wanted.then(|| name.to_string()));
+    let gated = config.activation.gate_factor() == 2;
+    add(config.router.logit_bias, "router.bias");
+    for expert in 0..config.router.num_experts {
+        add(gated, &format!("experts.{expert}.gate"));
+        add(true, &format!("experts.{expert}.up"));
+        add(true, &format!("experts.{expert}.down"));
+    }
+    add(config.expert_bias, "experts.up_bias");
+    add(config.expert_bias, "experts.down_bias");
+    add(config.shared.is_some_and(|_| gated), "shared.gate_proj");
+    add(config.shared.is_some(), "shared.up_proj");
+    add(config.shared.is_some(), "shared.down_proj");
+    add(config.shared.is_some_and(|s| s.gated), "shared.gate");
+    names
+}
+
+/// The parameter (or gradient) behind a name of [`pieces`].
+pub fn piece(name: &str, block: &Params) -> Result<Tensor> {
+    let get = |field: &str| match block.get(field) {
+        Some(t) => Ok(t),
+        None => bail!("{name}: the block has no {field}"),
+    };
+    let parts: Vec<&str> = name.split('.').collect();
+    match parts.as_slice() {
+        ["experts", expert, matrix] => {
+            let e: usize = expert.parse().map_err(|_| candle_core::Error::msg(format!("{name}: no such expert")))?;
+            one_expert(&format!("{matrix}_proj"), &get("experts.up")?.get(e)?, &get("experts.down")?.get(e)?)
+        }
+        ["shared", matrix] if matrix.ends_with("_proj") => one_expert(matrix, get("shared.up")?, get("shared.down")?),
+        _ => get(name).cloned(),
+    }
 }

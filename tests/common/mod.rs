@@ -192,7 +192,7 @@ fn join(parts: &[Part]) -> Outcome {
             .collect()
     };
     let params = only(false);
-    let mut grads = support::run_candle::join_params(&params.iter().collect::<Vec<_>>()).unwrap();
+    let mut grads = support::job::join_params(&params.iter().collect::<Vec<_>>()).unwrap();
     for name in only(true)[0].keys() {
         grads.insert(name.clone(), rows(&|p: &Part| p.grads[name].clone()));
     }
@@ -251,10 +251,4 @@ pub fn shard(params: &Params, rank: usize, ranks: usize, dtype: DType) -> BlockP
         shared_down: whole("shared.down"),
         shared_gate: whole("shared.gate"),
     }
-}
-
-/// `tokens` over `ranks`, growing with the rank: uneven, and none at rank 0 where there are many ranks.
-pub fn uneven(tokens: usize, ranks: usize) -> Vec<usize> {
-    let cut = |r: usize| tokens * r * (r + 1) / (ranks * (ranks + 1));
-    (0..ranks).map(|r| cut(r + 1) - cut(r)).collect()
 }
