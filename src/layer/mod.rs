@@ -4,7 +4,10 @@
 mod backward;
 mod check;
 mod forward;
+mod role;
 mod shared;
+
+pub use role::{ParamViews, Role};
 
 use std::sync::Arc;
 
