@@ -140,7 +140,7 @@ impl AuxGrad {
         let (e, k) = (config.num_experts, config.top_k);
         aux.aux.validate()?;
         check(call, "aux.sums", A::DTYPE, &[Sums::len(e)], aux.sums.dtype(), aux.sums.dims())?;
-        let values: Vec<f64> = aux.sums.as_slice::<A>()?.iter().map(Wide::wide).collect();
+        let values: Vec<f64> = aux.sums.as_slice::<A>()?.iter().map(|v| v.as_f64()).collect();
         let sums = Sums::new(&values, e);
         if sums.tokens <= 0.0 && !ids.is_empty() {
             return Err(Error::invalid(

@@ -44,7 +44,7 @@ fn sums<A: Acc>(weights: &[A], kept: &[i32]) -> Option<(f64, f64)> {
     if kept.iter().all(|&id| id >= 0) {
         return None;
     }
-    let all: f64 = weights.iter().map(Wide::wide).sum();
+    let all: f64 = weights.iter().map(|v| v.as_f64()).sum();
     let left: f64 = weights.iter().zip(kept).filter(|(_, id)| **id >= 0).map(|(w, _)| w.as_f64()).sum();
     (left != 0.0).then_some((all, left))
 }

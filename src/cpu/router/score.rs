@@ -3,7 +3,6 @@
 use crate::config::{Renorm, RouterConfig, Score};
 use crate::cpu::element::Acc;
 
-use super::Wide;
 use super::choose::Chooser;
 
 /// exp(l − max), 1 at the maximum also where that is infinite: +∞ logits share the weight, as do all −∞ ones.
@@ -114,7 +113,7 @@ impl Divisor {
 
     pub(super) fn new<A: Acc>(renorm: &Renorm, weights: &[A]) -> Self {
         let p = renorm.p;
-        let values = || weights.iter().map(Wide::wide);
+        let values = || weights.iter().map(|v| v.as_f64());
         let norm = if p == 1.0 {
             values().sum::<f64>()
         } else {
