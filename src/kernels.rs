@@ -99,6 +99,16 @@ impl<'a, D: Device> RowDest<'a, D> {
         Self { base, map: None, done: None, accumulate: false }
     }
 
+    /// Shorter borrow.
+    pub fn reborrow(&mut self) -> RowDest<'_, D> {
+        RowDest {
+            base: self.base.reborrow(),
+            map: self.map.as_ref().map(TensorRef::borrow),
+            done: self.done,
+            accumulate: self.accumulate,
+        }
+    }
+
     /// Adds to rows in slot order.
     pub fn adding(base: TensorMut<'a, D>) -> Self {
         Self { base, map: None, done: None, accumulate: true }
@@ -441,4 +451,8 @@ pub trait Kernels: Device {
     fn write(&self, stream: &Self::Stream, values: &[f64], dtype: DType, dims: &[usize]) -> Result<Tensor<Self>>;
     /// Values of a small tensor on the host, as `f64`; waits for the stream.
     fn read(&self, stream: &Self::Stream, tensor: TensorRef<'_, Self>) -> Result<Vec<f64>>;
+    /// A tensor's bytes on the host; waits for the stream.
+    fn download(&self, stream: &Self::Stream, from: TensorRef<'_, Self>) -> Result<Vec<u8>>;
+    /// Copies bytes of the host, as many as the tensor has.
+    fn upload(&self, stream: &Self::Stream, from: &[u8], to: TensorMut<'_, Self>) -> Result<()>;
 }

@@ -16,10 +16,14 @@
 
 mod all_gather;
 mod all_to_all;
+mod carrier;
+mod core;
 mod group;
 mod handle;
 mod local;
 mod plan;
+mod record;
+mod view;
 
 pub use all_gather::AllGather;
 pub use all_to_all::AllToAll;
@@ -32,7 +36,7 @@ use std::fmt;
 
 use crate::comm::Communicator;
 use crate::config::ExpertCapacity;
-use crate::error::{Error, Result};
+use crate::error::Result;
 use crate::kernels::{Kernels, RowSource};
 use crate::tensor::{Tensor, TensorMut, TensorRef};
 
@@ -131,6 +135,8 @@ pub struct Received<D: Kernels> {
     pub rows: Option<Tensor<D>>,
     /// Weights in slot order `[N]`, accumulator type; padding unspecified.
     pub weights: Option<Tensor<D>>,
+    /// Scales beside `rows`; `None`: there are none, or they are the caller's own.
+    pub scales: Option<Tensor<D>>,
 }
 
 impl<D: Kernels> Received<D> {
@@ -158,9 +164,6 @@ pub trait TokenDispatcher<D: Kernels>: fmt::Debug + Send {
         weights: Option<TensorRef<'_, D>>,
         spec: &DispatchSpec,
     ) -> Result<Handle<D>>;
-    /// Takes part in the other ranks' prepare with a failure found before it, so that they get an error and do not
-    /// wait. Returns `reason`.
-    fn prepare_failed(&mut self, spec: &DispatchSpec, reason: Error) -> Error;
     /// Rows to their experts, into expert-major order.
     fn dispatch(
         &mut self,
