@@ -37,17 +37,21 @@
 //! - one `backward()` a step on each rank, on graphs that share no tensor.
 //!
 //! It forbids, because one rank then waits for burn's lock while its peer waits for it in a collective,
-//! - leaves shared between rank threads: a clone of a module shares its parameters' leaves, so build or
-//!   [`fork`](burn::module::Module::fork) one per rank;
+//! - leaves shared between rank threads: a clone of a module shares its parameters' leaves, so build the layers of
+//!   each rank anew, or [`fork`](burn::module::Module::fork) those that have no group;
 //! - a second, independent `backward()` on one rank while a peer may be inside one.
 //!
-//! Either ends in [`CommError::Timeout`](crate::CommError::Timeout) after the communicator's timeout, never in a hang.
+//! Either ends in a [`CommError`](crate::CommError) on each rank once the communicator's timeout is over, not in a
+//! hang.
 //! burn runs a graph by depth, so layers on parallel branches may be reached in another order on a rank whose branches
-//! are deeper; let the output of one feed the other. Ranks as processes know no such limits but the last.
+//! are deeper, which the collectives' tags turn into an error; let the output of one feed the other. Ranks as
+//! processes know no such limits but the last.
 //!
 //! # Errors in backward
 //! burn's `backward()` returns nothing, so an error unwinds: the panic's message is the error's text, and the typed
-//! error waits in [`EpGroup::take_failure`]. Peers end in typed errors by the communicator's timeout.
+//! error waits in [`EpGroup::take_failure`]. Peers end in typed errors by the communicator's timeout. A second
+//! `backward()` of the same loss is refused by burn before it reaches the layer. burn frees the nodes that a backward
+//! used: a new loss made of an old output reaches neither this layer nor any other operation before it.
 //!
 //! # Other back ends
 //! Fusion, and back ends of other memory, are refused when the program is compiled: they do not implement
