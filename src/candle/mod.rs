@@ -21,6 +21,16 @@ impl EpGroup {
         Self(Arc::new(Mutex::new(group)))
     }
 
+    /// This rank.
+    pub fn rank(&self) -> usize {
+        self.0.lock().unwrap_or_else(std::sync::PoisonError::into_inner).rank()
+    }
+
+    /// Number of ranks R.
+    pub fn ranks(&self) -> usize {
+        self.0.lock().unwrap_or_else(std::sync::PoisonError::into_inner).ranks()
+    }
+
     /// A group of one rank.
     pub fn single(config: GroupConfig) -> Result<Self> {
         let _ = config;
