@@ -31,6 +31,11 @@ impl EpGroup {
         self.0.lock().unwrap_or_else(std::sync::PoisonError::into_inner).ranks()
     }
 
+    /// The group itself, exclusively: for collectives of the caller's own.
+    pub fn lock(&self) -> std::sync::MutexGuard<'_, Group<Cpu>> {
+        self.0.lock().unwrap_or_else(std::sync::PoisonError::into_inner)
+    }
+
     /// A group of one rank.
     pub fn single(config: GroupConfig) -> Result<Self> {
         let _ = config;
