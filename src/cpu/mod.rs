@@ -1,5 +1,6 @@
 //! The CPU: host memory, kernels on rayon's threads and the `gemm` crate's inner loops.
 
+mod collective;
 mod device;
 mod element;
 mod experts;
@@ -9,5 +10,6 @@ mod plan;
 mod router;
 mod rows;
 
+pub(crate) use collective::sum_ranks;
 pub use device::{Cpu, HostBuffer};
 pub use element::Element;
