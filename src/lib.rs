@@ -16,6 +16,7 @@ pub mod burn;
 #[cfg(feature = "candle")]
 pub mod candle;
 
+mod aux_loss;
 mod device;
 mod dtype;
 mod error;

@@ -6,7 +6,6 @@ use crate::config::MoeConfig;
 use crate::cpu::Cpu;
 use crate::dtype::DType;
 use crate::error::Result;
-use crate::layer::Params;
 use crate::tensor::Tensor;
 
 /// An opened checkpoint folder.
@@ -84,28 +83,5 @@ impl Checkpoint {
     pub fn tensor(&self, name: &str, dtype: Option<DType>) -> Result<Tensor<Cpu>> {
         let _ = (name, dtype);
         todo!()
-    }
-}
-
-impl BlockParams {
-    /// Borrows the parameters for a layer. `up` and `down` are views that the caller keeps.
-    pub fn view<'a>(
-        &'a self,
-        up: &'a crate::TensorRef<'a, Cpu>,
-        down: &'a crate::TensorRef<'a, Cpu>,
-    ) -> Params<'a, Cpu> {
-        let v = |t: &'a Option<Tensor<Cpu>>| t.as_ref().map(Tensor::view);
-        Params {
-            router: self.router.view(),
-            router_bias: v(&self.router_bias),
-            selection_bias: v(&self.selection_bias),
-            up,
-            up_bias: v(&self.up_bias),
-            down,
-            down_bias: v(&self.down_bias),
-            shared_up: v(&self.shared_up),
-            shared_down: v(&self.shared_down),
-            shared_gate: v(&self.shared_gate),
-        }
     }
 }

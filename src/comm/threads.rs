@@ -81,9 +81,7 @@ impl ThreadComm {
         let message = Message { operation, tag, dtype, detail, bytes: bytes.to_vec() };
         let round = self.world.meet(rank, message, self.timeout, judge).map_err(|failure| match failure {
             Failure::Gone(peer) => CommError::PeerGone { operation, tag, rank, peer },
-            Failure::Timeout(missing) => {
-                CommError::Timeout { operation, tag, rank, missing, timeout: self.timeout }
-            }
+            Failure::Timeout(missing) => CommError::Timeout { operation, tag, rank, missing, timeout: self.timeout },
             Failure::Poisoned(missing) => CommError::Poisoned {
                 operation,
                 tag,
@@ -126,9 +124,8 @@ fn judge(messages: &[Message]) -> Verdict {
             CommError::Refused { operation: m.operation, tag: m.tag, rank: r, peer, reason }
         });
     }
-    let differing = |same: &dyn Fn(&Message, &Message) -> bool, r: usize| {
-        all.clone().find(|p| !same(&messages[r], &messages[*p]))
-    };
+    let differing =
+        |same: &dyn Fn(&Message, &Message) -> bool, r: usize| all.clone().find(|p| !same(&messages[r], &messages[*p]));
 
     let same_call = |a: &Message, b: &Message| a.operation == b.operation && a.tag == b.tag;
     if differing(&same_call, 0).is_some() {

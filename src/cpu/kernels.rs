@@ -2,6 +2,7 @@
 
 use std::sync::Arc;
 
+use crate::dtype::DType;
 use crate::ep::{Plan, PlanRequest};
 use crate::error::Result;
 use crate::kernels::*;
@@ -59,6 +60,12 @@ impl Kernels for Cpu {
         let offsets = Tensor::from_vec(vec![0i64], &[1])?;
         let counts = Tensor::from_vec(vec![rows as i64], &[1])?;
         Ok(Arc::new(Zones { offsets, counts, rows }))
+    }
+    fn wait(&self, _: &(), _: Option<&()>) -> Result<()> {
+        Ok(())
+    }
+    fn write(&self, _: &(), values: &[f64], dtype: DType, dims: &[usize]) -> Result<Tensor<Self>> {
+        element::from_f64(values, dtype, dims)
     }
     fn read(&self, _: &(), tensor: TensorRef<'_, Self>) -> Result<Vec<f64>> {
         Ok(element::to_f64(tensor))

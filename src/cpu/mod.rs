@@ -1,5 +1,6 @@
 //! The CPU: host memory, kernels on rayon's threads and the `gemm` crate's inner loops.
 
+mod activation;
 mod collective;
 mod device;
 mod element;
@@ -9,6 +10,7 @@ mod kernels;
 mod plan;
 mod router;
 mod rows;
+mod zones;
 
 pub(crate) use collective::sum_ranks;
 pub use device::{Cpu, HostBuffer};
