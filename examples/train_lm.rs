@@ -72,6 +72,8 @@ struct Args {
     batch: usize,
 }
 
+type Failure = Box<dyn Error + Send + Sync>;
+
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 enum Framework {
     /// candle
@@ -118,7 +120,7 @@ fn main() -> ExitCode {
     }
 }
 
-fn run(args: &Args) -> Result<bool, Box<dyn Error>> {
+fn run(args: &Args) -> Result<bool, Failure> {
     let settings = args.settings()?;
     let corpus = Corpus::load(args.text.as_deref())?;
     println!(

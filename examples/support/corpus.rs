@@ -13,7 +13,7 @@ pub struct Corpus {
 
 impl Corpus {
     /// Reads a file; without one, this crate's own sources, one after another.
-    pub fn load(text: Option<&Path>) -> Result<Self, Box<dyn Error>> {
+    pub fn load(text: Option<&Path>) -> Result<Self, Box<dyn Error + Send + Sync>> {
         let bytes = match text {
             Some(path) => std::fs::read(path).map_err(|e| format!("{}: {e}", path.display()))?,
             None => {

@@ -8,7 +8,7 @@ use plotters::style::register_font;
 
 use crate::lm::{Step, shares};
 
-type Fallible = Result<(), Box<dyn Error>>;
+type Fallible = Result<(), Box<dyn Error + Send + Sync>>;
 
 const SIZE: (u32, u32) = (960, 600);
 /// Steps that one point of the expert plot averages over.
