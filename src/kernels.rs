@@ -441,4 +441,8 @@ pub trait Kernels: Device {
     fn write(&self, stream: &Self::Stream, values: &[f64], dtype: DType, dims: &[usize]) -> Result<Tensor<Self>>;
     /// Values of a small tensor on the host, as `f64`; waits for the stream.
     fn read(&self, stream: &Self::Stream, tensor: TensorRef<'_, Self>) -> Result<Vec<f64>>;
+    /// A tensor's bytes on the host; waits for the stream.
+    fn download(&self, stream: &Self::Stream, from: TensorRef<'_, Self>) -> Result<Vec<u8>>;
+    /// Copies bytes of the host, as many as the tensor has.
+    fn upload(&self, stream: &Self::Stream, from: &[u8], to: TensorMut<'_, Self>) -> Result<()>;
 }

@@ -12,7 +12,7 @@ use crate::rotary::Angles;
 
 /// Queries handled at a time: scores of a block stay in the cache, and the half of the score matrix above the
 /// diagonal is never made.
-const BLOCK: usize = 256;
+const BLOCK: usize = 64;
 
 #[derive(Debug)]
 pub(crate) struct Attention {

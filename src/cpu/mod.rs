@@ -6,6 +6,7 @@ mod device;
 mod element;
 mod experts;
 mod gemm;
+mod group;
 mod kernels;
 mod plan;
 mod router;

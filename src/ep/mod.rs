@@ -16,10 +16,14 @@
 
 mod all_gather;
 mod all_to_all;
+mod carrier;
+mod core;
 mod group;
 mod handle;
 mod local;
 mod plan;
+mod record;
+mod view;
 
 pub use all_gather::AllGather;
 pub use all_to_all::AllToAll;
@@ -131,6 +135,8 @@ pub struct Received<D: Kernels> {
     pub rows: Option<Tensor<D>>,
     /// Weights in slot order `[N]`, accumulator type; padding unspecified.
     pub weights: Option<Tensor<D>>,
+    /// Scales beside `rows`; `None`: there are none, or they are the caller's own.
+    pub scales: Option<Tensor<D>>,
 }
 
 impl<D: Kernels> Received<D> {
