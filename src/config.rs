@@ -149,6 +149,10 @@ impl RouterConfig {
             if k != 2 {
                 return Err(Error::invalid(CALL, "top_k", "2 (sparsemixer)", k));
             }
+            if self.selection_bias || self.groups.is_some() {
+                let found = format!("selection_bias {}, groups {:?}", self.selection_bias, self.groups);
+                return Err(Error::invalid(CALL, "score", "neither selection_bias nor groups (sparsemixer)", found));
+            }
             if !(epsilon.is_finite() && epsilon >= 0.0) {
                 return Err(Error::invalid(CALL, "score.epsilon", "a finite number >= 0", epsilon));
             }
@@ -320,7 +324,11 @@ impl AuxConfig {
         self.balance == 0.0 && self.z == 0.0
     }
 
-    fn validate(&self) -> Result<()> {
+    /// Checks every field.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] naming the field, its bound and its value.
+    pub fn validate(&self) -> Result<()> {
         const CALL: &str = "AuxConfig::validate";
         for (name, v) in [("aux.balance", self.balance), ("aux.z", self.z)] {
             if !v.is_finite() {

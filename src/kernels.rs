@@ -99,6 +99,16 @@ impl<'a, D: Device> RowDest<'a, D> {
         Self { base, map: None, done: None, accumulate: false }
     }
 
+    /// Shorter borrow.
+    pub fn reborrow(&mut self) -> RowDest<'_, D> {
+        RowDest {
+            base: self.base.reborrow(),
+            map: self.map.as_ref().map(TensorRef::borrow),
+            done: self.done,
+            accumulate: self.accumulate,
+        }
+    }
+
     /// Adds to rows in slot order.
     pub fn adding(base: TensorMut<'a, D>) -> Self {
         Self { base, map: None, done: None, accumulate: true }

@@ -1,5 +1,6 @@
 #![doc = include_str!("../README.md")]
 
+pub mod balance;
 pub mod checkpoint;
 pub mod comm;
 pub mod config;

@@ -243,7 +243,6 @@ macro_rules! with_acc {
         }
     };
 }
-#[allow(unused_imports)] // TEMP
 pub(crate) use {with_acc, with_float};
 
 const _: fn() = || {

@@ -183,11 +183,3 @@ impl<D: Kernels> Group<D> {
         &mut *self.dispatcher
     }
 }
-
-impl Group<crate::cpu::Cpu> {
-    /// A group of one rank on the CPU.
-    pub fn single(config: GroupConfig) -> Result<Self> {
-        let comm = crate::comm::ThreadWorld::create(1, std::time::Duration::from_secs(60)).remove(0);
-        Self::new(crate::cpu::Cpu::new(), (), Box::new(comm), config)
-    }
-}

@@ -36,7 +36,7 @@ use std::fmt;
 
 use crate::comm::Communicator;
 use crate::config::ExpertCapacity;
-use crate::error::{Error, Result};
+use crate::error::Result;
 use crate::kernels::{Kernels, RowSource};
 use crate::tensor::{Tensor, TensorMut, TensorRef};
 
@@ -164,9 +164,6 @@ pub trait TokenDispatcher<D: Kernels>: fmt::Debug + Send {
         weights: Option<TensorRef<'_, D>>,
         spec: &DispatchSpec,
     ) -> Result<Handle<D>>;
-    /// Takes part in the other ranks' prepare with a failure found before it, so that they get an error and do not
-    /// wait. Returns `reason`.
-    fn prepare_failed(&mut self, spec: &DispatchSpec, reason: Error) -> Error;
     /// Rows to their experts, into expert-major order.
     fn dispatch(
         &mut self,

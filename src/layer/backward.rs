@@ -1,5 +1,6 @@
 //! Backward: the stages mirrored.
 
+use crate::comm::Op;
 use crate::config::WeightAt;
 use crate::ep::{DispatchGrads, Group, Received};
 use crate::error::{Error, Result};
@@ -9,7 +10,7 @@ use crate::kernels::{
 };
 use crate::tensor::{Tensor, TensorRef};
 
-use super::forward::{Experts, borrow};
+use super::forward::{Experts, borrow, refuse};
 use super::{Context, Cotangents, Gradients, Inputs, Layer, Wanted, check, shared};
 
 const CALL: &str = "Layer::backward";
@@ -23,25 +24,26 @@ pub(super) fn backward<D: Kernels>(
     wanted: Wanted,
 ) -> Result<Gradients<D>> {
     context.handle.check_backward(CALL)?;
-    check::inputs(layer, group, inputs.x, inputs.params)?;
+    if let Err(e) = check_inputs(layer, group, &context, &inputs, &cotangents) {
+        return Err(refuse(layer, group, Op::CombineBwd, e));
+    }
     let (device, stream) = (group.device().clone(), group.stream().clone());
     let on = (&device, &stream);
     let dims = [context.handle.tokens(), layer.config.hidden];
-    Error::check_shape(CALL, "x", &dims, inputs.x.dims())?;
     let zeros = match &cotangents.y {
         None => Some(Tensor::zeros(&device, context.dtype, &dims)?),
-        Some(y) => {
-            Error::check_shape(CALL, "gradient of y", &dims, y.dims())?;
-            Error::check_dtype(CALL, "gradient of y", context.dtype, y.dtype())?;
-            None
-        }
+        Some(_) => None,
     };
     let Some(d_y) = zeros.as_ref().map(Tensor::view).or_else(|| borrow(&cotangents.y)) else {
         return Err(Error::invalid(CALL, "gradient of y", "a tensor", "none"));
     };
 
     let d_out = group.dispatcher().combine_bwd_rows(&context.handle, d_y)?;
-    let (mut gradients, d_rows, d_slot_weights) = experts(layer, on, &context, &inputs, (&d_out, d_y), wanted.experts)?;
+    let computed = experts(layer, on, &context, &inputs, (&d_out, d_y), wanted.experts);
+    let (mut gradients, d_rows, d_slot_weights) = match computed {
+        Ok(computed) => computed,
+        Err(e) => return Err(refuse(layer, group, Op::DispatchBwd, e)),
+    };
     drop(d_out);
     let mut d_x = Tensor::empty(&device, context.dtype, &dims)?;
     let mut d_weights = Tensor::empty(&device, context.weights.dtype(), context.weights.dims())?;
@@ -62,6 +64,25 @@ pub(super) fn backward<D: Kernels>(
     }
     gradients.x = gradients.x.filter(|_| wanted.x);
     Ok(gradients)
+}
+
+/// Checks that backward gets what forward had, and a gradient of the output's shape.
+fn check_inputs<D: Kernels>(
+    layer: &Layer,
+    group: &Group<D>,
+    context: &Context<D>,
+    inputs: &Inputs<'_, D>,
+    cotangents: &Cotangents<'_, D>,
+) -> Result<()> {
+    check::inputs(layer, group, inputs.x, inputs.params)?;
+    let dims = [context.handle.tokens(), layer.config.hidden];
+    Error::check_shape(CALL, "x", &dims, inputs.x.dims())?;
+    Error::check_dtype(CALL, "x", context.dtype, inputs.x.dtype())?;
+    if let Some(y) = &cotangents.y {
+        Error::check_shape(CALL, "gradient of y", &dims, y.dims())?;
+        Error::check_dtype(CALL, "gradient of y", context.dtype, y.dtype())?;
+    }
+    Ok(())
 }
 
 /// Gradients of the routed experts; of the received rows `[N, H]`; and of the slot weights `[N]`.

@@ -7,7 +7,7 @@ use crate::comm::{Op, ReduceOp, Tag};
 use crate::config::CapacityOrder;
 use crate::dtype::DType;
 use crate::ep::{DispatchInputs, DispatchSpec, Group, Handle, IdErrors, Received};
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::kernels::{AuxSums, Down, Jitter, KeepSum, Kernels, Linear, Route, RowDest, RowSource, SlotWeights, Up};
 use crate::metrics::Load;
 use crate::tensor::{Tensor, TensorMut, TensorRef};
@@ -27,7 +27,7 @@ pub(super) fn forward<D: Kernels>(
     // What fails on this rank alone is told to the others in prepare, where they wait.
     let chosen = match choose(layer, group, x, params, jitter) {
         Ok(chosen) => chosen,
-        Err(e) => return Err(group.dispatcher().prepare_failed(&spec, e)),
+        Err(e) => return Err(refuse(layer, group, Op::Prepare, e)),
     };
     let tokens = x.rows();
     let by_weight = spec.expert_capacity.filter(|c| c.order == CapacityOrder::Probability);
@@ -39,14 +39,12 @@ pub(super) fn forward<D: Kernels>(
     let inputs = DispatchInputs { tokens: x.borrow(), weights: Some(weights.view()), scales: None };
     let received = group.dispatcher().dispatch_rows(&handle, inputs)?;
 
-    let rows = received.source(x.borrow(), &handle);
     let experts = Experts { layer, params, handle: &handle, received: &received, dtype: x.dtype() };
-    let mut pre = match mode.backward && !layer.config.recompute {
-        true => Some(handle.slot_tensor(&device, x.dtype(), layer.config.up_rows())?),
-        false => None,
+    let keep = mode.backward && !layer.config.recompute;
+    let (out, pre) = match experts.forward((&device, &stream), x.borrow(), keep) {
+        Ok(computed) => computed,
+        Err(e) => return Err(refuse(layer, group, Op::Combine, e)),
     };
-    let hidden = experts.up(&device, &stream, rows, pre.as_mut().map(Tensor::view_mut))?;
-    let out = experts.down(&device, &stream, hidden)?;
     let mut y = Tensor::empty(&device, x.dtype(), &[tokens, layer.config.hidden])?;
     group.dispatcher().combine(&handle, out.view(), y.view_mut())?;
     drop(out);
@@ -208,6 +206,22 @@ impl<D: Kernels> Experts<'_, '_, D> {
         self.received.weights.as_ref().map(|w| SlotWeights { values: w.view(), at })
     }
 
+    /// Expert outputs `[N, H]`, and pre-activations `[N, G·I]` if they are to be kept.
+    fn forward(
+        &self,
+        (device, stream): (&D, &D::Stream),
+        x: TensorRef<'_, D>,
+        keep: bool,
+    ) -> Result<(Tensor<D>, Option<Tensor<D>>)> {
+        let mut pre = match keep {
+            true => Some(self.handle.slot_tensor(device, self.dtype, self.layer.config.up_rows())?),
+            false => None,
+        };
+        let rows = self.received.source(x.borrow(), self.handle);
+        let hidden = self.up(device, stream, rows, pre.as_mut().map(Tensor::view_mut))?;
+        Ok((self.down(device, stream, hidden)?, pre))
+    }
+
     /// Activations h `[N, I]` of the received rows; pre-activations where asked for.
     pub(super) fn up(
         &self,
@@ -249,6 +263,15 @@ impl<D: Kernels> Experts<'_, '_, D> {
         device.down(stream, call)?;
         Ok(out)
     }
+}
+
+/// Meets the other ranks in the collective `op` where they wait, as a failure: they get this error's text at once.
+/// Returns the error.
+pub(super) fn refuse<D: Kernels>(layer: &Layer, group: &mut Group<D>, op: Op, error: Error) -> Error {
+    let tag = Tag { layer: layer.number, op, sequence: 0 };
+    // The rank's own error is the news, whatever becomes of the meeting.
+    let _ = group.dispatcher().communicator().refuse(tag, &error.to_string());
+    error
 }
 
 /// Shorter borrow of an optional view.
