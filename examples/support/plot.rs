@@ -48,7 +48,8 @@ pub fn loss(path: &Path, steps: &[Step], bound: f64) -> Fallible {
         .draw_series(LineSeries::new([(0, bound), (steps.len(), bound)], BLACK.mix(0.5)))?
         .label(format!("bound {bound}"))
         .legend(|(x, y)| PathElement::new([(x, y), (x + 20, y)], BLACK.mix(0.5)));
-    chart.configure_series_labels().background_style(WHITE.mix(0.8)).border_style(BLACK).draw()?;
+    let labels = SeriesLabelPosition::UpperRight;
+    chart.configure_series_labels().position(labels).background_style(WHITE.mix(0.8)).border_style(BLACK).draw()?;
     root.present()?;
     Ok(())
 }
@@ -69,7 +70,8 @@ pub fn expert_load(path: &Path, steps: &[Step], bound: f64) -> Fallible {
             .margin(12)
             .x_label_area_size(40)
             .y_label_area_size(60)
-            .build_cartesian_2d(0..steps.len().max(1), 0.0..top.max(bound))?;
+            // Room for the legend beside the lines.
+            .build_cartesian_2d(0..(steps.len() * 9 / 8).max(1), 0.0..top.max(bound))?;
         chart
             .configure_mesh()
             .x_desc("step")
