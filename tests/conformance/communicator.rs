@@ -103,7 +103,7 @@ fn disagreements() {
     each(3, |c, r| {
         let odd = r == 1;
         let mut data = tensor(DType::F32, &[r as f64], &[1]);
-        let mut check = |c: &mut dyn Communicator<Cpu>, error: moebius::Result<()>, is: fn(&CommError) -> bool| {
+        let check = |c: &mut dyn Communicator<Cpu>, error: moebius::Result<()>, is: fn(&CommError) -> bool| {
             match error {
                 Err(Error::Comm(error)) => assert!(is(&error), "{error:?}"),
                 other => panic!("{other:?}"),

@@ -382,7 +382,7 @@ fn survivors_of(s: &Setup, leave: impl Fn() + Sync) {
     let results = on_threads(s.ranks, PATIENCE, |comm| {
         let config = GroupConfig { dispatcher: s.kind, ..GroupConfig::new(s.experts(2), T) };
         let group = Group::new(Cpu::poisoning(), (), Box::new(comm), config).expect("group");
-        let mut r = Rank { rank: group.rank(), ranks: group.ranks(), group };
+        let mut r = Rank { rank: group.rank(), group };
         let h = r.prepare(&[0; T], &training(0, 1)).expect("prepare");
         if r.rank == 0 {
             return leave();

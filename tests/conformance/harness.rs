@@ -58,7 +58,7 @@ impl Setup {
         let body = |comm: ThreadComm| {
             let config = GroupConfig { dispatcher: self.kind, ..config.clone() };
             let group = Group::new(Cpu::poisoning(), (), Box::new(comm), config).expect("group");
-            body(&mut Rank { rank: group.rank(), ranks: group.ranks(), group })
+            body(&mut Rank { rank: group.rank(), group })
         };
         let results = on_threads(self.ranks, timeout, body);
         let name = self.name;
@@ -97,7 +97,6 @@ pub fn on_threads<T: Send>(
 /// A rank of the group under test.
 pub struct Rank {
     pub rank: usize,
-    pub ranks: usize,
     pub group: Group<Cpu>,
 }
 
