@@ -24,6 +24,10 @@
 //! reach the layer's output never runs its backward: its peers get a typed error after the communicator's timeout.
 //! Gradients of replicated parameters (router, shared expert) are each rank's own share; sum them over the ranks.
 //!
+//! A rank may have no tokens. candle's binary operations on empty tensors return their left operand and forget the
+//! right one, so write a residual as `moe.forward(&x)? + x`: the other way round, an empty rank would lose the layer
+//! from its graph, never run its backward, and its peers would wait for it until the timeout.
+//!
 //! On one node of the autograd graph hang all of the layer's inputs, and from it hang `y` and the auxiliary loss:
 //! candle's custom operations have at most three inputs and one output, so a chain of two-input operations gathers
 //! the inputs into a token, and the token's backward, which candle runs after those of `y` and the loss, runs the

@@ -190,10 +190,14 @@ impl ExpertParallelMoE {
     fn run(&self, x: &Tensor, mode: Mode) -> crate::Result<Forward<Cpu>> {
         let params = contiguous(&self.params)?;
         let tensors: Vec<_> = std::iter::once(x).chain(params.iter().map(|(_, t)| t)).collect();
-        with_views(CALL, &tensors, |views| {
+        let mut called = false;
+        let result = with_views(CALL, &tensors, |views| {
             let weights = views_of(&params, &views[1..])?;
+            called = true;
             self.layer.forward(&mut self.group.lock(), mode, views[0].borrow(), &weights.params())
-        })
+        });
+        // What candle's tensors alone make impossible is told to the other ranks, which are in forward.
+        result.map_err(|e| if called { e } else { self.layer.refuse_forward(&mut self.group.lock(), e) })
     }
 
     fn output(&self, x: &Tensor, flat: Tensor, forward: Forward<Cpu>) -> Result<MoeOutput> {

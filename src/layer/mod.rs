@@ -11,6 +11,7 @@ pub use role::{ParamViews, Role};
 
 use std::sync::Arc;
 
+use crate::comm::Op;
 use crate::config::MoeConfig;
 use crate::dtype::DType;
 use crate::ep::{Capacity, Group, Handle, Overflow, Received};
@@ -257,6 +258,12 @@ impl Layer {
         params: &Params<'_, D>,
     ) -> Result<Forward<D>> {
         forward::forward(self, group, mode, x, params)
+    }
+
+    /// Meets the other ranks' [`forward`](Self::forward) as a failure: for an adapter that cannot call it. They get
+    /// this error's text at once, and the group stays usable. Returns the error.
+    pub fn refuse_forward<D: Kernels>(&self, group: &mut Group<D>, error: Error) -> Error {
+        forward::refuse(self, group, Op::Prepare, error)
     }
 
     /// Backward over all ranks of the group, with the same `x` and parameters as forward. Collectives:

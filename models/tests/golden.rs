@@ -1,0 +1,234 @@
+//! The decoder against what Hugging Face transformers computed on the shipped checkpoints.
+
+use std::collections::HashMap;
+use std::path::PathBuf;
+use std::thread;
+use std::time::Duration;
+
+use candle_core::{D, DType, Device, Result as CandleResult, Tensor};
+use moebius::candle::EpGroup;
+use moebius::checkpoint::Checkpoint;
+use moebius::comm::ThreadWorld;
+use moebius::cpu::Cpu;
+use moebius::ep::{Group, GroupConfig};
+use moebius_models::{LoadOptions, Qwen3Moe};
+
+/// f32: each of some 20 chained products sums at most 64 terms (relative rounding about √64 · 2⁻²⁴ ≈ 5e-7), in
+/// another order than the reference; errors of independent products add up to about √20 · 5e-7 ≈ 2e-6, and the
+/// softmaxes and norms between them change that by small factors.
+const F32: f64 = 1e-5;
+/// Gradients go through the same chain twice.
+const F32_GRADIENT: f64 = 2e-5;
+/// bf16 keeps 8 bits: each rounding is up to 2⁻⁹ ≈ 2e-3 relative, random in sign; a residual stream that is rounded
+/// some ten times on its way gives about √10 · 2e-3 / √3 ≈ 4e-3.
+const BF16: f64 = 1e-2;
+
+fn folder(name: &str) -> PathBuf {
+    PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("../tests/golden").join(name)
+}
+
+fn golden(name: &str) -> HashMap<String, Tensor> {
+    candle_core::safetensors::load(folder(name).join("golden.safetensors"), &Device::Cpu).expect("a golden file")
+}
+
+/// Runs `work(rank, group)` on one thread a rank, results in rank order.
+fn on_ranks<T: Send>(ranks: usize, experts: usize, work: impl Fn(usize, EpGroup) -> T + Sync) -> Vec<T> {
+    let comms = ThreadWorld::create(ranks, Duration::from_secs(60));
+    thread::scope(|scope| {
+        let work = &work;
+        let threads: Vec<_> = comms
+            .into_iter()
+            .enumerate()
+            .map(|(rank, comm)| {
+                scope.spawn(move || {
+                    let config = GroupConfig::new(experts, 64);
+                    let group = Group::new(Cpu::new(), (), Box::new(comm), config).expect("a group");
+                    work(rank, EpGroup::new(group))
+                })
+            })
+            .collect();
+        threads.into_iter().map(|t| t.join().expect("a rank")).collect()
+    })
+}
+
+fn relative(a: &Tensor, b: &Tensor) -> f64 {
+    let f = |t: &Tensor| -> CandleResult<Vec<f64>> { t.to_dtype(DType::F64)?.flatten_all()?.to_vec1() };
+    assert_eq!(a.dims(), b.dims());
+    let (a, b) = (f(a).expect("values"), f(b).expect("values"));
+    let (mut error, mut norm) = (0.0, 0.0);
+    for (a, b) in a.iter().zip(&b) {
+        error += (a - b) * (a - b);
+        norm += b * b;
+    }
+    assert!(norm > 0.0, "the reference is zero");
+    (error / norm).sqrt()
+}
+
+/// Sum over positions of the cross-entropy of the next token, and the number of positions.
+fn cross_entropy(logits: &Tensor, ids: &Tensor) -> CandleResult<(Tensor, usize)> {
+    let (b, s, v) = logits.dims3()?;
+    let logits = logits.narrow(1, 0, s - 1)?.reshape((b * (s - 1), v))?.to_dtype(DType::F32)?;
+    let next = ids.narrow(1, 1, s - 1)?.flatten_all()?.unsqueeze(1)?;
+    let log_p = candle_nn::ops::log_softmax(&logits, D::Minus1)?.gather(&next, 1)?;
+    Ok((log_p.sum_all()?.neg()?, b * (s - 1)))
+}
+
+/// First row and number of rows of each rank.
+fn spans(shares: &[usize]) -> Vec<(usize, usize)> {
+    shares
+        .iter()
+        .scan(0, |start, &n| {
+            *start += n;
+            Some((*start - n, n))
+        })
+        .collect()
+}
+
+/// Rank r takes the next `shares[r]` of the golden's two sequences.
+fn check_split(name: &str, options: LoadOptions, shares: &[usize], tolerance: f64) {
+    let g = golden(name);
+    let ids = &g["input_ids"];
+    let spans = spans(shares);
+    let parts = on_ranks(shares.len(), 8, |rank, group| {
+        let checkpoint = Checkpoint::open(folder(name)).expect("a checkpoint");
+        let model = Qwen3Moe::load(&checkpoint, &group, options).expect("a model");
+        let own = ids.narrow(0, spans[rank].0, spans[rank].1).expect("rows");
+        model.forward(&own).expect("logits")
+    });
+    let logits = Tensor::cat(&parts, 0).expect("all rows");
+    let error = relative(&logits, &g["logits"]);
+    println!("{name} over {shares:?}: logits {error:.1e}");
+    assert!(error <= tolerance, "{name} over {shares:?}: logits differ by {error:e}");
+    let (sum, count) = cross_entropy(&logits, ids).expect("a loss");
+    let loss = f64::from(sum.to_scalar::<f32>().expect("a scalar")) / count as f64;
+    let expected = f64::from(g["loss"].to_dtype(DType::F32).expect("f32").to_scalar::<f32>().expect("a scalar"));
+    let error = (loss - expected).abs() / expected;
+    assert!(error <= tolerance, "{name} over {shares:?}: loss {loss}, expected {expected}");
+}
+
+fn check(name: &str, options: LoadOptions, tolerance: f64) {
+    for shares in [&[2][..], &[1, 1], &[0, 2], &[1, 0, 0, 1]] {
+        check_split(name, options, shares, tolerance);
+    }
+}
+
+#[test]
+fn logits_and_loss_f32() {
+    check("qwen3_moe", LoadOptions::default(), F32);
+}
+
+#[test]
+fn logits_and_loss_f32_by_differentiable_operations() {
+    check("qwen3_moe", LoadOptions { trainable: true, ..LoadOptions::default() }, F32);
+}
+
+#[test]
+fn logits_and_loss_bf16() {
+    check("qwen3_moe_bf16", LoadOptions::default(), BF16);
+}
+
+#[test]
+fn logits_and_loss_nvfp4() {
+    // The reference ran on de-quantised weights in f32.
+    check("qwen3_moe_nvfp4_modelopt", LoadOptions { dtype: Some(DType::F32), ..LoadOptions::default() }, F32);
+}
+
+#[test]
+fn every_rank_may_run_the_same_sequences() {
+    let g = golden("qwen3_moe");
+    let all = on_ranks(4, 8, |_, group| {
+        let checkpoint = Checkpoint::open(folder("qwen3_moe")).expect("a checkpoint");
+        let model = Qwen3Moe::load(&checkpoint, &group, LoadOptions::default()).expect("a model");
+        model.forward(&g["input_ids"]).expect("logits")
+    });
+    for (rank, logits) in all.iter().enumerate() {
+        let error = relative(logits, &g["logits"]);
+        assert!(error <= F32, "rank {rank}: logits differ by {error:e}");
+    }
+}
+
+#[test]
+fn decoding_gives_the_logits_of_forward() {
+    let g = golden("qwen3_moe");
+    let (ids, expected) = (&g["input_ids"], &g["logits"]);
+    on_ranks(2, 8, |rank, group| {
+        let checkpoint = Checkpoint::open(folder("qwen3_moe")).expect("a checkpoint");
+        let model = Qwen3Moe::load(&checkpoint, &group, LoadOptions::default()).expect("a model");
+        let (ids, expected) = (ids.narrow(0, rank, 1).expect("a row"), expected.narrow(0, rank, 1).expect("a row"));
+        let mut cache = model.cache();
+        // A prompt, a longer piece, then token by token.
+        let mut start = 0;
+        for len in [5, 4, 1, 1, 1] {
+            let logits = model.decode(&ids.narrow(1, start, len).expect("tokens"), &mut cache).expect("logits");
+            let error = relative(&logits, &expected.narrow(1, start, len).expect("positions"));
+            assert!(error <= F32, "tokens {start}..{}: logits differ by {error:e}", start + len);
+            start += len;
+            assert_eq!(cache.len(), start);
+        }
+        cache.clear();
+        assert!(cache.is_empty());
+    });
+}
+
+/// Gradient of the mean loss, through the second layer and both attentions, for the first layer's experts.
+#[test]
+fn gradients_of_the_first_block() {
+    let g = golden("qwen3_moe");
+    let ids = &g["input_ids"];
+    let expert = |e: usize, part: &str| g[&format!("grad.model.layers.0.mlp.experts.{e}.{part}_proj.weight")].clone();
+    for shares in [&[2][..], &[1, 1], &[1, 0, 0, 1]] {
+        let spans = spans(shares);
+        let local = 8 / shares.len();
+        let routers = on_ranks(shares.len(), 8, |rank, group| {
+            let checkpoint = Checkpoint::open(folder("qwen3_moe")).expect("a checkpoint");
+            let options = LoadOptions { trainable: true, ..LoadOptions::default() };
+            let model = Qwen3Moe::load(&checkpoint, &group, options).expect("a model");
+            let own = ids.narrow(0, spans[rank].0, spans[rank].1).expect("rows");
+            let logits = model.forward(&own).expect("logits");
+            let (sum, _) = cross_entropy(&logits, &own).expect("a loss");
+            // The mean is over all ranks' positions: 2 sequences of 12 tokens, the last of each without a successor.
+            let grads = (sum / 22.0).expect("a mean").backward().expect("gradients");
+            let moe = model.moe(0).expect("experts in layer 0");
+            let of = |name: &str| {
+                let (_, p) = moe.params().into_iter().find(|(n, _)| *n == name).expect("a parameter");
+                grads.get(p).expect("a gradient").clone()
+            };
+            let (up, down) = (of("experts.up"), of("experts.down"));
+            for l in 0..local {
+                let e = rank * local + l;
+                let gate_up = Tensor::cat(&[expert(e, "gate"), expert(e, "up")], 0).expect("both halves");
+                for (part, ours, theirs) in [("up", &up, gate_up), ("down", &down, expert(e, "down"))] {
+                    let error = relative(&ours.get(l).expect("an expert"), &theirs);
+                    assert!(error <= F32_GRADIENT, "{shares:?}: expert {e} {part} differs by {error:e}");
+                }
+            }
+            of("router.weight")
+        });
+        let sum = routers.iter().skip(1).fold(routers[0].clone(), |sum, d| (sum + d).expect("a sum"));
+        let error = relative(&sum, &g["grad.model.layers.0.mlp.gate.weight"]);
+        println!("gradients over {shares:?}: router {error:.1e}");
+        assert!(error <= F32_GRADIENT, "{shares:?}: router differs by {error:e}");
+    }
+}
+
+#[test]
+fn bad_calls_are_typed_errors() {
+    let checkpoint = Checkpoint::open(folder("qwen3_moe")).expect("a checkpoint");
+    on_ranks(1, 8, |_, group| {
+        let options = LoadOptions { trainable: true, ..LoadOptions::default() };
+        let model = Qwen3Moe::load(&checkpoint, &group, options).expect("a model");
+        let ids = Tensor::zeros((1, 300), DType::U32, &Device::Cpu).expect("ids");
+        let message = model.forward(&ids).expect_err("too long").to_string();
+        assert!(message.contains("300") && message.contains("256"), "{message}");
+        let message = model.forward(&ids.flatten_all().expect("flat")).expect_err("one dimension").to_string();
+        assert!(message.contains("[B, S]") && message.contains("[300]"), "{message}");
+        let token = ids.narrow(1, 0, 1).expect("a token");
+        let message = model.decode(&token, &mut model.cache()).expect_err("trainable").to_string();
+        assert!(message.contains("trainable"), "{message}");
+        let unknown = Tensor::full(97u32, (1, 1), &Device::Cpu).expect("ids");
+        assert!(model.forward(&unknown).is_err(), "97 is not in the vocabulary");
+        let integer = LoadOptions { dtype: Some(DType::U8), ..LoadOptions::default() };
+        let message = Qwen3Moe::load(&checkpoint, &group, integer).expect_err("no float").to_string();
+        assert!(message.contains("U8"), "{message}");
+    });
+}

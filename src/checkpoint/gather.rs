@@ -1,0 +1,116 @@
+//! Parameters back to tensors on disk, and ranks' shares to one.
+
+use std::collections::BTreeMap;
+
+use super::convert::Place;
+use super::layout::{Part, Slot};
+use super::load::{assemble, slot_dims};
+use super::{BlockBytes, BlockParams, Checkpoint, LoadOptions};
+use crate::config::MoeConfig;
+use crate::cpu::Cpu;
+use crate::error::{Error, Result};
+use crate::tensor::Tensor;
+
+/// Joins the ranks' shares of a block, in rank order: experts are concatenated, replicated parameters are the first
+/// rank's. Gradients of replicated parameters are each rank's share: sum them before.
+///
+/// # Errors
+/// No share, or shares of different shapes, types or sets of tensors.
+pub fn gather_blocks(shares: Vec<BlockParams>) -> Result<BlockParams> {
+    const CALL: &str = "gather_blocks";
+    let Some(first) = shares.first() else { return Err(Error::invalid(CALL, "shares", "at least one", 0)) };
+    let mut tensors = std::collections::HashMap::new();
+    for slot in Slot::ALL {
+        let name = slot.name();
+        let Some(one) = first.get(slot) else { continue };
+        let take = if !slot.is_replicated() { shares.len() } else { 1 };
+        let mut dims = one.dims().to_vec();
+        if let Some(experts) = dims.first_mut().filter(|_| take > 1) {
+            *experts = experts.saturating_mul(take);
+        }
+        let mut whole = Tensor::<Cpu>::zeros(&Cpu::new(), one.dtype(), &dims)?;
+        for (share, bytes) in shares[..take].iter().zip(whole.as_bytes_mut().chunks_exact_mut(one.bytes().max(1))) {
+            let part = share.get(slot).ok_or_else(|| Error::invalid(CALL, name, "a tensor on every rank", "none"))?;
+            Error::check_shape(CALL, name, one.dims(), part.dims())?;
+            Error::check_dtype(CALL, name, one.dtype(), part.dtype())?;
+            bytes.copy_from_slice(part.as_bytes());
+        }
+        tensors.insert(slot, whole);
+    }
+    assemble(CALL, tensors)
+}
+
+impl Checkpoint {
+    pub(super) fn scatter(
+        &self,
+        layer: usize,
+        params: &BlockParams,
+        options: LoadOptions,
+    ) -> Result<Vec<(String, Tensor<Cpu>)>> {
+        const CALL: &str = "Checkpoint::disk_tensors";
+        let config = self.block(layer)?;
+        let experts = options.experts(CALL, config.router.num_experts)?;
+        check(CALL, config, params, experts.len())?;
+        let layout = self.layout(layer, config);
+        let mut tensors: BTreeMap<String, Tensor<Cpu>> = BTreeMap::new();
+        let replicated = layout.replicated().into_iter().map(|part| (0, part));
+        let own = experts.clone().flat_map(|e| layout.expert(e).into_iter().map(move |part| (e, part)));
+        for (e, part) in replicated.chain(own) {
+            let Some(tensor) = params.get(part.slot) else { continue };
+            let matrix = match !part.slot.is_replicated() {
+                true => {
+                    let one = tensor.bytes() / experts.len();
+                    &tensor.as_bytes()[(e - experts.start) * one..][..one]
+                }
+                false => tensor.as_bytes(),
+            };
+            let slices = part.dims.iter().product::<usize>() / (part.out * part.inn).max(1);
+            if slices > 1 && options.ranks > 1 {
+                let expected = format!("all {} experts, as gather_blocks joins them: one tensor holds them", slices);
+                return Err(Error::invalid(CALL, &part.name, expected, format!("those of rank {}", options.rank)));
+            }
+            if !tensors.contains_key(&part.name) {
+                let whole = Tensor::zeros(&Cpu::new(), tensor.dtype(), &part.dims)?;
+                tensors.insert(part.name.clone(), whole);
+            }
+            if let Some(whole) = tensors.get_mut(&part.name) {
+                write_part(&part, matrix, whole);
+            }
+        }
+        Ok(tensors.into_iter().collect())
+    }
+
+    pub(super) fn measure(&self, layer: usize, options: LoadOptions) -> Result<BlockBytes> {
+        let config = self.block(layer)?;
+        let experts = options.experts("Checkpoint::block_bytes", config.router.num_experts)?;
+        let layout = self.layout(layer, config);
+        let checked = self.check_block(&layout, false)?;
+        let mut bytes = BlockBytes { experts: 0, replicated: 0, disk: 0 };
+        for (slot, natural) in &checked.natural {
+            let size = self.slot_dtype(*slot, *natural, options.dtype).size();
+            let count: usize = slot_dims(config, *slot, experts.len()).iter().product();
+            *(if !slot.is_replicated() { &mut bytes.experts } else { &mut bytes.replicated }) += (count * size) as u64;
+        }
+        bytes.disk = checked.disk[0] / options.ranks as u64 + checked.disk[1];
+        Ok(bytes)
+    }
+}
+
+fn check(call: &'static str, config: &MoeConfig, params: &BlockParams, local: usize) -> Result<()> {
+    for slot in Slot::ALL {
+        let name = slot.name();
+        if let Some(tensor) = params.get(slot) {
+            Error::check_shape(call, name, &slot_dims(config, slot, local), tensor.dims())?;
+        }
+    }
+    Ok(())
+}
+
+fn write_part(part: &Part, matrix: &[u8], whole: &mut Tensor<Cpu>) {
+    let size = whole.dtype().size();
+    let one = part.out * part.inn * size;
+    let disk = &mut whole.as_bytes_mut()[part.slice * one..][..one];
+    let columns = if part.transposed { part.out } else { part.inn };
+    let place = Place { first: 0, columns, transposed: part.transposed, rows: part.rows, inn: part.inn };
+    place.extract(matrix, disk, size);
+}
