@@ -14,7 +14,7 @@ use crate::layer::{Context, Cotangents, Inputs, Layer, Mode, ParamViews, Role, W
 use crate::metrics::Load;
 use crate::tensor::{Tensor, TensorRef};
 
-use super::group::EpGroup;
+use crate::ep::EpGroup;
 
 /// A burn back end that the layer runs on: [`Flex`](burn::backend::Flex), and
 /// [`Autodiff`](burn::backend::Autodiff) over it.

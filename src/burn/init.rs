@@ -18,8 +18,8 @@ use crate::tensor::{self, TensorMut};
 
 use super::backend::{PerRole, core_dtype, float};
 use super::config::ExpertParallelMoEConfig;
-use super::group::EpGroup;
 use super::module::{ExpertParallelMoE, Experts, Router, SharedExpert};
+use crate::ep::EpGroup;
 
 const INIT: &str = "ExpertParallelMoEConfig::init";
 const FROM_BLOCK: &str = "ExpertParallelMoE::from_block";

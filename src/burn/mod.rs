@@ -68,13 +68,12 @@ mod autodiff;
 mod backend;
 mod config;
 mod flex;
-mod group;
 mod init;
 mod module;
 
+pub use crate::ep::EpGroup;
 pub use backend::{Call, HostBackend, MoeBackend, Operands, Outputs, RoutingData};
 pub use config::ExpertParallelMoEConfig;
-pub use group::EpGroup;
 pub use module::{
     ExpertParallelMoE, ExpertParallelMoERecord, Experts, ExpertsRecord, MoeOutput, Router, RouterRecord, SharedExpert,
     SharedExpertRecord,

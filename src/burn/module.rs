@@ -15,7 +15,7 @@ use crate::metrics::Load;
 use crate::tensor::TensorMut;
 
 use super::backend::{Call, MoeBackend, Operands, core_dtype};
-use super::group::EpGroup;
+use crate::ep::EpGroup;
 
 /// A Mixture-of-Experts layer over the ranks of a group. Made by
 /// [`ExpertParallelMoEConfig::init`](super::ExpertParallelMoEConfig::init), [`from_block`](Self::from_block) or

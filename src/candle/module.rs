@@ -1,14 +1,14 @@
 //! The module itself.
 
 use std::path::Path;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex};
 
 use candle_core::{Device, Result, Shape, Tensor, Var};
 
 use crate::checkpoint::{Block, Checkpoint, LoadOptions};
 use crate::cpu::Cpu;
 use crate::dtype::DType;
-use crate::ep::{Group, GroupConfig};
+use crate::ep::EpGroup;
 use crate::layer::{Forward, Layer, Mode, Role};
 use crate::metrics::Load;
 
@@ -16,48 +16,6 @@ use super::op::{Emit, Join, Output, State, Step, contiguous, views_of};
 use super::tensors::{copy_to_candle, into_candle, into_storage, with_views};
 
 const CALL: &str = "ExpertParallelMoE";
-
-/// One rank's group, shared by its layers.
-#[derive(Debug, Clone)]
-pub struct EpGroup {
-    group: Arc<Mutex<Group<Cpu>>>,
-    rank: usize,
-    ranks: usize,
-    local: usize,
-}
-
-impl EpGroup {
-    /// Shares a group among layers of this rank.
-    pub fn new(group: Group<Cpu>) -> Self {
-        let (rank, ranks, local) = (group.rank(), group.ranks(), group.local_experts());
-        Self { group: Arc::new(Mutex::new(group)), rank, ranks, local }
-    }
-
-    /// A group of one rank.
-    ///
-    /// # Errors
-    /// What [`Group::new`] finds.
-    pub fn single(config: GroupConfig) -> Result<Self> {
-        Group::single(config).map(Self::new).map_err(candle_core::Error::wrap)
-    }
-
-    /// This rank.
-    pub fn rank(&self) -> usize {
-        self.rank
-    }
-
-    /// Number of ranks.
-    pub fn ranks(&self) -> usize {
-        self.ranks
-    }
-
-    /// The group, for collectives beside the layers' own. Not while a layer runs: it waits for it.
-    pub fn lock(&self) -> MutexGuard<'_, Group<Cpu>> {
-        // A thread that panicked inside a collective left the group usable or its communicator poisoned; both
-        // answer for themselves.
-        self.group.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-}
 
 /// A Mixture-of-Experts layer over the ranks of a group, as a candle module. See the [module](super) for use.
 #[derive(Debug, Clone)]
@@ -94,7 +52,7 @@ impl ExpertParallelMoE {
         let params = Role::ALL
             .into_iter()
             .filter_map(|role| {
-                let dims = role.dims(layer.config(), group.local)?;
+                let dims = role.dims(layer.config(), group.local_experts())?;
                 let init = match role.fan_in(layer.config()) {
                     Some(n) => {
                         let bound = 1.0 / (n as f64).sqrt();
@@ -114,10 +72,10 @@ impl ExpertParallelMoE {
     /// # Errors
     /// A configuration that does not hold together.
     pub fn from_block(block: Block, number: u32, group: EpGroup, trainable: bool) -> Result<Self> {
-        let layer = Layer::new(block.config, number).map_err(candle_core::Error::wrap)?;
+        let layer = Layer::new(block.config, number)?;
         let of = |(role, t): (Role, crate::Tensor<Cpu>)| {
             let dims = t.dims().to_vec();
-            let t = into_candle(t, &dims).map_err(candle_core::Error::wrap)?;
+            let t = into_candle(t, &dims)?;
             match trainable && role != Role::SelectionBias {
                 true => Ok((role, Var::from_tensor(&t)?.into_inner())),
                 false => Ok((role, t)),
@@ -132,9 +90,8 @@ impl ExpertParallelMoE {
     /// # Errors
     /// What [`Checkpoint::open`] and [`Checkpoint::load_block`] find.
     pub fn from_checkpoint(dir: impl AsRef<Path>, layer: usize, group: EpGroup, trainable: bool) -> Result<Self> {
-        let options = LoadOptions { rank: group.rank, ranks: group.ranks, dtype: None };
-        let block =
-            Checkpoint::open(dir).and_then(|c| c.load_block(layer, options)).map_err(candle_core::Error::wrap)?;
+        let options = LoadOptions { rank: group.rank(), ranks: group.ranks(), dtype: None };
+        let block = Checkpoint::open(dir).and_then(|c| c.load_block(layer, options))?;
         Self::from_block(block, layer as u32, group, trainable)
     }
 
@@ -183,7 +140,7 @@ impl ExpertParallelMoE {
             _ => x.contiguous()?,
         };
         let tracks = x.track_op() || self.params.iter().any(|(_, t)| t.track_op());
-        let forward = self.run(&flat, Mode { backward: tracks, ..mode }).map_err(candle_core::Error::wrap)?;
+        let forward = self.run(&flat, Mode { backward: tracks, ..mode })?;
         self.output(x, flat, forward)
     }
 
@@ -202,14 +159,13 @@ impl ExpertParallelMoE {
 
     fn output(&self, x: &Tensor, flat: Tensor, forward: Forward<Cpu>) -> Result<MoeOutput> {
         let Forward { y, aux, routing, context } = forward;
-        let wrap = candle_core::Error::wrap;
         let aux = match y.dtype() {
             DType::F64 => crate::Tensor::from_vec(vec![aux.total()], &[]),
             _ => crate::Tensor::from_vec(vec![aux.total() as f32], &[]),
         };
-        let aux = aux.map_err(wrap)?;
+        let aux = aux?;
         let (y, aux) = match context {
-            None => (into_candle(y, x.dims()).map_err(wrap)?, into_candle(aux, &[]).map_err(wrap)?),
+            None => (into_candle(y, x.dims())?, into_candle(aux, &[])?),
             Some(context) => {
                 let step = Arc::new(Step {
                     layer: self.layer.clone(),
@@ -224,7 +180,7 @@ impl ExpertParallelMoE {
                     token = token.apply_op2(t, Join { step: step.clone(), input: Some(i) })?;
                 }
                 let emit = |output, value: crate::Tensor<Cpu>, shape: &Shape| {
-                    let value = Mutex::new(Some((into_storage(value).map_err(wrap)?, shape.clone())));
+                    let value = Mutex::new(Some((into_storage(value)?, shape.clone())));
                     token.apply_op1(Emit { step: step.clone(), output, value })
                 };
                 (emit(Output::Y, y, x.shape())?, emit(Output::Aux, aux, &Shape::from(()))?)
@@ -233,9 +189,9 @@ impl ExpertParallelMoE {
         Ok(MoeOutput {
             y,
             aux,
-            logits: copy_to_candle(&routing.logits).map_err(wrap)?,
-            ids: copy_to_candle(&routing.ids).map_err(wrap)?,
-            weights: copy_to_candle(&routing.weights).map_err(wrap)?,
+            logits: copy_to_candle(&routing.logits)?,
+            ids: copy_to_candle(&routing.ids)?,
+            weights: copy_to_candle(&routing.weights)?,
             load: routing.load,
         })
     }

@@ -34,6 +34,7 @@ mod handle;
 mod local;
 mod plan;
 mod record;
+mod shared;
 mod view;
 
 pub use all_gather::AllGather;
@@ -42,6 +43,7 @@ pub use group::{DispatcherKind, Group, GroupConfig};
 pub use handle::{Agreement, Handle};
 pub use local::Local;
 pub use plan::{Plan, PlanRequest, Transport};
+pub use shared::EpGroup;
 
 use std::fmt;
 

@@ -1,10 +1,11 @@
-//! A rank's group, as modules hold it.
+//! A rank's group, as the layers of a model share it.
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use crate::cpu::Cpu;
-use crate::ep::{Group, GroupConfig};
 use crate::error::{Error, Result};
+
+use super::{Group, GroupConfig};
 
 /// One rank's group, shared by its layers.
 #[derive(Debug, Clone)]
@@ -14,6 +15,7 @@ pub struct EpGroup {
     rank: usize,
     ranks: usize,
     local: usize,
+    #[cfg(feature = "burn")]
     experts: usize,
 }
 
@@ -21,8 +23,15 @@ impl EpGroup {
     /// Shares a group among layers of this rank.
     pub fn new(group: Group<Cpu>) -> Self {
         let (rank, ranks, local) = (group.rank(), group.ranks(), group.local_experts());
-        let experts = group.config().num_experts;
-        Self { group: Arc::new(Mutex::new(group)), failure: Arc::default(), rank, ranks, local, experts }
+        Self {
+            #[cfg(feature = "burn")]
+            experts: group.config().num_experts,
+            group: Arc::new(Mutex::new(group)),
+            failure: Arc::default(),
+            rank,
+            ranks,
+            local,
+        }
     }
 
     /// A group of one rank.
@@ -55,19 +64,23 @@ impl EpGroup {
         self.group.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// The error that unwound the last failed backward, if any; forgets it.
+    /// The error that unwound the last failed backward of a host whose backward returns nothing (burn), if any;
+    /// forgets it.
     pub fn take_failure(&self) -> Option<Error> {
         self.failure.lock().unwrap_or_else(PoisonError::into_inner).take()
     }
 
-    /// Ends a burn backward, which has no other way to fail.
-    pub(super) fn unwind(&self, error: Error) -> ! {
+    /// Ends a backward that has no other way to fail.
+    #[cfg(feature = "burn")]
+    pub(crate) fn unwind(&self, error: Error) -> ! {
         let message = format!("moebius: {error}");
         *self.failure.lock().unwrap_or_else(PoisonError::into_inner) = Some(error);
         panic!("{message}")
     }
 
-    pub(super) fn check_experts(&self, call: &'static str, found: usize) -> Result<()> {
+    /// Refuses a layer of another number of experts.
+    #[cfg(feature = "burn")]
+    pub(crate) fn check_experts(&self, call: &'static str, found: usize) -> Result<()> {
         if found == self.experts {
             return Ok(());
         }
