@@ -12,6 +12,8 @@ use common::support::dense::Params;
 use common::support::folder::{Folder, tokens};
 use common::support::job::{AnyError, Job, uneven, whole_block};
 use common::support::names;
+#[cfg(feature = "burn")]
+use common::support::run_burn;
 #[cfg(feature = "candle")]
 use common::support::run_candle;
 use common::{Cotangent, Outcome, Setup};
@@ -195,16 +197,21 @@ impl Suite {
         }
     }
 
-    #[cfg(feature = "candle")]
-    /// The same through candle's autograd: output and the gradients that a user gets.
-    fn compare_candle(&self, ranks: usize) -> AnyResult<Vec<Line>> {
+    /// The same through a framework's autograd: output and the gradients that a user gets.
+    #[cfg(any(feature = "candle", feature = "burn"))]
+    fn compare_framework(
+        &self,
+        framework: &str,
+        run: fn(&Job) -> AnyResult<common::support::job::Outcome>,
+        ranks: usize,
+    ) -> AnyResult<Vec<Line>> {
         let x = self.input()?;
         let dy = self.output_gradient()?;
         let cotangent = dy.clone().map_or_else(|| x.zeros_like(), Ok)?;
-        let found = run_candle::run(&self.job(self.layer, &uneven(x.dim(0)?, ranks), &x, &cotangent))?;
+        let found = run(&self.job(self.layer, &uneven(x.dim(0)?, ranks), &x, &cotangent))?;
         let mut lines = Vec::new();
         let mut line = |name: &str, found: Difference, tolerance: f64| {
-            lines.push(Line { name: format!("candle: {name}"), found, tolerance });
+            lines.push(Line { name: format!("{framework}: {name}"), found, tolerance });
         };
         let output = tokens(self.golden.get("moe_output").ok_or("golden has no moe_output")?)?;
         line("moe_output", difference(&found.y, &output)?, self.folder.forward_tolerance());
@@ -314,7 +321,9 @@ fn check_folder(dir: &Path) -> AnyResult<(String, Vec<String>)> {
     }
     let r = ranks.iter().copied().find(|r| *r == 2).unwrap_or(1);
     #[cfg(feature = "candle")]
-    judge(&format!("R = {r}"), &suite.compare_candle(r)?);
+    judge(&format!("R = {r}"), &suite.compare_framework("candle", run_candle::run, r)?);
+    #[cfg(feature = "burn")]
+    judge(&format!("R = {r}"), &suite.compare_framework("burn", run_burn::run, r)?);
     let whole: Vec<&str> = WHOLE_MODEL.into_iter().filter(|n| suite.golden.contains_key(*n)).collect();
     let name = dir.file_name().unwrap_or_default().to_string_lossy();
     let backward = if suite.golden.contains_key("grad_moe_output") {

@@ -7,6 +7,8 @@ pub mod folder;
 pub mod job;
 pub mod names;
 pub mod random;
+#[cfg(feature = "burn")]
+pub mod run_burn;
 #[cfg(feature = "candle")]
 pub mod run_candle;
 pub mod table;

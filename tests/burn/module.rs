@@ -167,3 +167,17 @@ fn ids_come_as_data() {
     // Renormalised: a sum of three f32.
     assert!(sums.iter().all(|s| (s - 1.0).abs() < 4.0 * f32::EPSILON));
 }
+
+#[test]
+fn a_checkpoint_gives_a_rank_its_experts_in_their_type() {
+    use burn::tensor::DType;
+    let dir = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/golden/qwen3_moe_bf16");
+    on_ranks(4, LONG, |_, group| {
+        let model = ExpertParallelMoE::<B>::from_checkpoint(dir, 0, &group, &device()).unwrap();
+        let hidden = model.layer().config().hidden;
+        assert_eq!(model.experts.up.dims(), [E / 4, model.layer().config().up_rows(), hidden]);
+        assert_eq!(model.experts.up.dtype(), DType::BF16);
+        let x = Tensor::<B, 2>::zeros([1, hidden], &device()).cast(DType::BF16);
+        assert_eq!(model.forward(x).unwrap().dtype(), DType::BF16);
+    });
+}
