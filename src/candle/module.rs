@@ -6,6 +6,7 @@ use std::sync::{Arc, Mutex};
 use candle_core::{Device, Result, Shape, Tensor, Var};
 
 use crate::checkpoint::{Block, Checkpoint, LoadOptions};
+use crate::comm::{Op, Tag};
 use crate::cpu::Cpu;
 use crate::dtype::DType;
 use crate::ep::EpGroup;
@@ -13,7 +14,7 @@ use crate::layer::{Forward, Layer, Mode, Role};
 use crate::metrics::Load;
 
 use super::op::{Emit, Join, Output, State, Step, contiguous, views_of};
-use super::tensors::{copy_to_candle, into_candle, into_storage, with_views};
+use super::tensors::{copy_of, copy_to_candle, into_candle, into_storage, with_views};
 
 const CALL: &str = "ExpertParallelMoE";
 
@@ -46,8 +47,11 @@ impl ExpertParallelMoE {
     /// From variables named as [`Role::name`] says (`router.weight`, `experts.up`, …), with this rank's experts only.
     /// Missing ones are initialised: weights uniform in ±1/√fan-in, biases zero.
     ///
+    /// Over several ranks this is a collective: the parameters that all ranks hold (router, shared expert) become
+    /// rank 0's, so that every rank starts from the same router.
+    ///
     /// # Errors
-    /// A variable of another shape.
+    /// A variable of another shape; a collective's error.
     pub fn new(layer: Layer, group: EpGroup, vb: candle_nn::VarBuilder<'_>) -> Result<Self> {
         let params = Role::ALL
             .into_iter()
@@ -63,7 +67,25 @@ impl ExpertParallelMoE {
                 Some(vb.get_with_hints(dims, role.name(), init).map(|t| (role, t)))
             })
             .collect::<Result<_>>()?;
-        Ok(Self { layer, group, params })
+        let moe = Self { layer, group, params };
+        if moe.group.ranks() > 1 {
+            moe.replicate()?;
+        }
+        Ok(moe)
+    }
+
+    /// Gives every rank rank 0's replicated parameters. All ranks take part, whatever their parameters are; constants
+    /// stay as they are.
+    fn replicate(&self) -> Result<()> {
+        for (_, t) in self.params.iter().filter(|(role, _)| role.is_replicated()) {
+            let mut values = with_views(CALL, &[&t.contiguous()?], |views| copy_of(views[0]))?;
+            let tag = Tag { layer: self.layer.number(), op: Op::Weights, sequence: 0 };
+            self.group.lock().dispatcher().communicator().broadcast(tag, 0, values.view_mut())?;
+            if t.is_variable() {
+                Var::from_tensor(t)?.set(&into_candle(values, t.dims())?)?;
+            }
+        }
+        Ok(())
     }
 
     /// From a loaded block. `number` names the layer in tags and errors. Tensors become variables if `trainable`
