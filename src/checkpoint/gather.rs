@@ -8,6 +8,7 @@ use super::load::{assemble, slot_dims};
 use super::{BlockBytes, BlockParams, Checkpoint, LoadOptions};
 use crate::config::MoeConfig;
 use crate::cpu::Cpu;
+use crate::dtype::DType;
 use crate::error::{Error, Result};
 use crate::tensor::Tensor;
 
@@ -40,6 +41,35 @@ pub fn gather_blocks(shares: Vec<BlockParams>) -> Result<BlockParams> {
     assemble(CALL, tensors)
 }
 
+/// A tensor on disk that is to be made of parameters.
+#[derive(Debug)]
+pub(super) struct Planned {
+    pub name: String,
+    pub dtype: DType,
+    pub dims: Vec<usize>,
+    /// Its matrices, each with the expert they belong to, counted from the first of the parameters'.
+    parts: Vec<(usize, Part)>,
+}
+
+impl Planned {
+    /// Makes the tensor.
+    pub fn build(&self, params: &BlockParams, local: usize) -> Result<Tensor<Cpu>> {
+        let mut whole = Tensor::zeros(&Cpu::new(), self.dtype, &self.dims)?;
+        for (expert, part) in &self.parts {
+            let Some(tensor) = params.get(part.slot) else { continue };
+            let matrix = match !part.slot.is_replicated() {
+                true => {
+                    let one = tensor.bytes() / local;
+                    &tensor.as_bytes()[expert * one..][..one]
+                }
+                false => tensor.as_bytes(),
+            };
+            write_part(part, matrix, &mut whole);
+        }
+        Ok(whole)
+    }
+}
+
 impl Checkpoint {
     pub(super) fn scatter(
         &self,
@@ -48,36 +78,42 @@ impl Checkpoint {
         options: LoadOptions,
     ) -> Result<Vec<(String, Tensor<Cpu>)>> {
         const CALL: &str = "Checkpoint::disk_tensors";
+        let local = options.experts(CALL, self.block(layer)?.router.num_experts)?.len();
+        let planned = self.plan(CALL, layer, params, options)?;
+        planned.into_iter().map(|tensor| Ok((tensor.name.clone(), tensor.build(params, local)?))).collect()
+    }
+
+    /// The tensors on disk that parameters make, by name.
+    pub(super) fn plan(
+        &self,
+        call: &'static str,
+        layer: usize,
+        params: &BlockParams,
+        options: LoadOptions,
+    ) -> Result<Vec<Planned>> {
         let config = self.block(layer)?;
-        let experts = options.experts(CALL, config.router.num_experts)?;
-        check(CALL, config, params, experts.len())?;
+        let experts = options.experts(call, config.router.num_experts)?;
+        check(call, config, params, experts.len())?;
         let layout = self.layout(layer, config);
-        let mut tensors: BTreeMap<String, Tensor<Cpu>> = BTreeMap::new();
+        let mut tensors: BTreeMap<String, Planned> = BTreeMap::new();
         let replicated = layout.replicated().into_iter().map(|part| (0, part));
         let own = experts.clone().flat_map(|e| layout.expert(e).into_iter().map(move |part| (e, part)));
         for (e, part) in replicated.chain(own) {
             let Some(tensor) = params.get(part.slot) else { continue };
-            let matrix = match !part.slot.is_replicated() {
-                true => {
-                    let one = tensor.bytes() / experts.len();
-                    &tensor.as_bytes()[(e - experts.start) * one..][..one]
-                }
-                false => tensor.as_bytes(),
-            };
             let slices = part.dims.iter().product::<usize>() / (part.out * part.inn).max(1);
             if slices > 1 && options.ranks > 1 {
-                let expected = format!("all {} experts, as gather_blocks joins them: one tensor holds them", slices);
-                return Err(Error::invalid(CALL, &part.name, expected, format!("those of rank {}", options.rank)));
+                let expected = format!("all {slices} experts, as gather_blocks joins them: one tensor holds them");
+                return Err(Error::invalid(call, &part.name, expected, format!("those of rank {}", options.rank)));
             }
-            if !tensors.contains_key(&part.name) {
-                let whole = Tensor::zeros(&Cpu::new(), tensor.dtype(), &part.dims)?;
-                tensors.insert(part.name.clone(), whole);
-            }
-            if let Some(whole) = tensors.get_mut(&part.name) {
-                write_part(&part, matrix, whole);
-            }
+            let planned = tensors.entry(part.name.clone()).or_insert_with(|| Planned {
+                name: part.name.clone(),
+                dtype: tensor.dtype(),
+                dims: part.dims.clone(),
+                parts: Vec::new(),
+            });
+            planned.parts.push((e.saturating_sub(experts.start), part));
         }
-        Ok(tensors.into_iter().collect())
+        Ok(tensors.into_values().collect())
     }
 
     pub(super) fn measure(&self, layer: usize, options: LoadOptions) -> Result<BlockBytes> {

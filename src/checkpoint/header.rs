@@ -39,21 +39,28 @@ impl Keyed for TensorInfo {
 /// Reads and checks a file's header.
 pub(super) fn read(path: &Path, file: &File, file_len: u64) -> Result<Header, CheckpointError> {
     let damaged = |problem: String| CheckpointError::Header { path: path.display().to_string(), problem };
-    if file_len < LENGTH {
-        return Err(damaged(format!("the file has {file_len} bytes, fewer than a header's length takes")));
+    let read = |out: &mut [u8], at| super::reader::read_exact_at(file, out, at).map_err(|e| io_error(path, e));
+    let mut prefix = [0; LENGTH as usize];
+    if file_len >= LENGTH {
+        read(&mut prefix, 0)?;
     }
-    let mut length = [0; LENGTH as usize];
-    super::reader::read_exact_at(file, &mut length, 0).map_err(|e| io_error(path, e))?;
-    let length = u64::from_le_bytes(length);
-    if length > MAX_HEADER || length > file_len - LENGTH {
-        return Err(damaged(format!(
-            "it claims {length} bytes, the file has {} (limit {MAX_HEADER})",
-            file_len - LENGTH
-        )));
-    }
+    let length = length(prefix, file_len).map_err(damaged)?;
     let mut json = vec![0; length as usize];
-    super::reader::read_exact_at(file, &mut json, LENGTH).map_err(|e| io_error(path, e))?;
-    parse(&json, file_len - LENGTH - length).map(|tensors| Header { tensors, data: LENGTH + length }).map_err(damaged)
+    read(&mut json, LENGTH)?;
+    let tensors = parse(&json, file_len - LENGTH - length).map_err(damaged)?;
+    Ok(Header { tensors, data: LENGTH + length })
+}
+
+/// Length of the JSON, from the first bytes of a file of `file_len` bytes.
+pub(super) fn length(prefix: [u8; LENGTH as usize], file_len: u64) -> Result<u64, String> {
+    let Some(rest) = file_len.checked_sub(LENGTH) else {
+        return Err(format!("the file has {file_len} bytes, fewer than a header's length takes"));
+    };
+    let length = u64::from_le_bytes(prefix);
+    if length > MAX_HEADER || length > rest {
+        return Err(format!("it claims {length} bytes, the file has {rest} (limit {MAX_HEADER})"));
+    }
+    Ok(length)
 }
 
 /// Parses a header's JSON for a file that has `data` bytes behind it.
@@ -65,4 +72,15 @@ pub(super) fn parse(json: &[u8], data: u64) -> Result<Vec<(String, TensorInfo)>,
         return Err(format!("tensors end at byte {}, the file has {data} bytes for them", metadata.data_len()));
     }
     Ok(tensors)
+}
+
+/// Serialises a header, padded so that the tensors behind it are aligned.
+pub(super) fn write(tensors: Vec<(String, TensorInfo)>) -> Result<Vec<u8>, String> {
+    let format = HashMap::from([("format".to_string(), "pt".to_string())]);
+    let metadata = Metadata::new(Some(format), tensors).map_err(|e| e.to_string())?;
+    let mut json = serde_json::to_vec(&metadata).map_err(|e| e.to_string())?;
+    json.resize(json.len().next_multiple_of(LENGTH as usize), b' ');
+    let mut bytes = (json.len() as u64).to_le_bytes().to_vec();
+    bytes.append(&mut json);
+    Ok(bytes)
 }

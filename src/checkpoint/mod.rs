@@ -7,6 +7,8 @@
 mod convert;
 mod family;
 mod fields;
+#[doc(hidden)]
+pub mod fuzzing;
 mod gather;
 mod header;
 mod json;
@@ -14,6 +16,7 @@ mod layout;
 mod load;
 mod model;
 mod reader;
+mod save;
 mod stored;
 
 use std::path::Path;
@@ -280,6 +283,22 @@ impl Checkpoint {
         ranks: usize,
     ) -> Result<Vec<(String, Tensor<Cpu>)>> {
         self.scatter(layer, params, LoadOptions { rank, ranks, dtype: None })
+    }
+}
+
+impl Checkpoint {
+    /// Writes a checkpoint of one file, `model.safetensors` beside `config.json`: the given blocks, as
+    /// [`gather_blocks`] joins them, under their published names, everything else copied from this one.
+    ///
+    /// Each file is written under a temporary name, synced and renamed, so an interrupted save leaves what was there
+    /// before; the folder may be this checkpoint's own. Blocks are written in the types of their tensors, and
+    /// loading them gives the same bits. Where this checkpoint is quantised, everything is written de-quantised and
+    /// `config.json` loses its `quantization_config`.
+    ///
+    /// # Errors
+    /// Blocks whose tensors do not fit, or lack any; [`CheckpointError`] where reading or writing fails.
+    pub fn save(&self, dir: impl AsRef<Path>, blocks: &[(usize, &BlockParams)]) -> Result<()> {
+        self.write_all(dir.as_ref(), blocks)
     }
 }
 

@@ -180,20 +180,23 @@ pub(super) fn parse_index(json: &[u8], path: &Path) -> Result<Vec<(String, Strin
     }
 }
 
-/// A shard's path, if it is a plain file name of a file that lies in the folder itself.
+/// A shard's name, if it is no path: neither absolute, nor with `..`, nor in a folder.
+pub(super) fn plain_name(entry: &str) -> Option<&str> {
+    let mut parts = Path::new(entry).components();
+    match (parts.next(), parts.next()) {
+        (Some(Component::Normal(name)), None) if name == entry => Some(entry),
+        _ => None,
+    }
+}
+
+/// A shard's path, if its file lies in the folder itself.
 fn inside(dir: &Path, index: &Path, entry: &str, options: OpenOptions) -> Result<PathBuf, CheckpointError> {
     let outside = |problem: String| CheckpointError::OutsideFolder {
         path: index.display().to_string(),
-        entry: entry.to_string(),
+        entry: super::fields::clip(entry),
         problem,
     };
-    let mut parts = Path::new(entry).components();
-    let (Some(Component::Normal(name)), None) = (parts.next(), parts.next()) else {
-        return Err(outside("not a plain file name".to_string()));
-    };
-    if name != entry {
-        return Err(outside("not a plain file name".to_string()));
-    }
+    let name = plain_name(entry).ok_or_else(|| outside("not a plain file name".to_string()))?;
     let real = |path: &Path| path.canonicalize().map_err(|e| io_error(path, e));
     let (folder, path) = (real(dir)?, real(&dir.join(name))?);
     if !options.follow_links && path.parent() != Some(folder.as_path()) {
