@@ -45,7 +45,11 @@ struct Chain {
 impl Chain {
     fn new(vb: VarBuilder<'_>) -> Result<Self> {
         let get = |name: &str, dims| vb.get_with_hints(dims, name, Init::Uniform { lo: -0.03, up: 0.03 });
-        Ok(Self { gate: get("gate", (INNER, HIDDEN))?, up: get("up", (INNER, HIDDEN))?, down: get("down", (HIDDEN, INNER))? })
+        Ok(Self {
+            gate: get("gate", (INNER, HIDDEN))?,
+            up: get("up", (INNER, HIDDEN))?,
+            down: get("down", (HIDDEN, INNER))?,
+        })
     }
 
     fn forward(&self, x: &Tensor) -> Result<Tensor> {

@@ -33,8 +33,7 @@ impl Model {
             vars.insert(param.name.clone(), Var::from_tensor(&tensor)?);
         }
         let s = settings.context;
-        let mask: Vec<f32> =
-            (0..s * s).map(|i| if i % s > i / s { f32::NEG_INFINITY } else { 0.0 }).collect();
+        let mask: Vec<f32> = (0..s * s).map(|i| if i % s > i / s { f32::NEG_INFINITY } else { 0.0 }).collect();
         Ok(Self { settings: settings.clone(), vars, mask: Tensor::from_vec(mask, (s, s), &Device::Cpu)? })
     }
 

@@ -16,7 +16,8 @@ const WINDOW: usize = 10;
 
 /// Text needs a font, and not every machine has one: the plots bring theirs.
 fn font() -> Fallible {
-    register_font("sans-serif", FontStyle::Normal, dejavu::sans::regular()).map_err(|_| "the bundled font is damaged")?;
+    register_font("sans-serif", FontStyle::Normal, dejavu::sans::regular())
+        .map_err(|_| "the bundled font is damaged")?;
     Ok(())
 }
 

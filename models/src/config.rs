@@ -116,7 +116,11 @@ impl Config {
             return fail("head_dim", "an even number", self.head_dim().to_string());
         }
         if !self.num_attention_heads.is_multiple_of(self.num_key_value_heads) {
-            return fail("num_key_value_heads", "a divisor of num_attention_heads", self.num_key_value_heads.to_string());
+            return fail(
+                "num_key_value_heads",
+                "a divisor of num_attention_heads",
+                self.num_key_value_heads.to_string(),
+            );
         }
         if !(self.rms_norm_eps.is_finite() && self.rms_norm_eps >= 0.0) {
             return fail("rms_norm_eps", "a finite number >= 0", self.rms_norm_eps.to_string());

@@ -19,8 +19,7 @@ pub(crate) struct Angles {
 impl Rotary {
     /// `theta^(-2i/D)` for i in `0..D/2`.
     pub fn new(head_dim: usize, theta: f64) -> Result<Self> {
-        let f: Vec<f32> =
-            (0..head_dim / 2).map(|i| theta.powf(-((2 * i) as f64) / head_dim as f64) as f32).collect();
+        let f: Vec<f32> = (0..head_dim / 2).map(|i| theta.powf(-((2 * i) as f64) / head_dim as f64) as f32).collect();
         Ok(Self { inverse_frequencies: Tensor::new(f, &Device::Cpu)?.unsqueeze(0)? })
     }
 
