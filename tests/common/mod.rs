@@ -140,8 +140,8 @@ fn one_rank(
     cotangent: Option<(Option<&CoreTensor>, f64)>,
 ) -> Result<Part, Error> {
     let layer = Layer::new(setup.config.clone(), 0)?.with_dispatch(setup.dispatch);
-    let (up, down) = (params.up.view(), params.down.view());
-    let params = params.view(&up, &down);
+    let views = params.views()?;
+    let params = views.params();
     let mode = Mode { backward: cotangent.is_some(), noise: setup.noise };
     let forward = layer.forward(group, mode, x.view(), &params)?;
     let mut grads = Params::new();
