@@ -227,11 +227,11 @@ impl DecoderLayer {
         cache: Option<&mut ConcatKvCache>,
     ) -> Result<Tensor> {
         if b * s == 0 {
-            // A rank without tokens still takes part in the experts' collectives; candle's norms and softmax
-            // refuse empty tensors, and would have nothing to do.
+            // A rank without tokens still takes part in the experts' collectives, backward too. Candle's norms and
+            // softmax refuse empty tensors, and its sum `x + y` of empty tensors is `x`, without a way back to y.
             return Ok(match &self.feed_forward {
                 FeedForward::Dense(_) => x.clone(),
-                FeedForward::Experts(moe) => (x + moe.forward_full(x, Mode::default())?.y)?,
+                FeedForward::Experts(moe) => moe.forward_full(x, Mode::default())?.y,
             });
         }
         let x = (x + self.attention.forward(&self.input_norm.forward(x)?, (b, s), angles, cache)?)?;
