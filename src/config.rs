@@ -1,9 +1,11 @@
 //! What a layer is: sizes, routing formula, activation. Plain values, checked once by [`MoeConfig::validate`].
 
+use serde::{Deserialize, Serialize};
+
 use crate::error::{Error, Result};
 
 /// A Mixture-of-Experts block, independent of ranks, device and framework.
-#[derive(Debug, Clone, PartialEq)]
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub struct MoeConfig {
     /// Hidden size H of a token.
@@ -79,7 +81,7 @@ impl MoeConfig {
 
 /// How logits become expert ids and weights. One pipeline, each step optional:
 /// score → bias → group limit → top-k → renormalise → scale. Sources and formulas: `docs/routing.md`.
-#[derive(Debug, Clone, PartialEq)]
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub struct RouterConfig {
     /// Number of experts E over all ranks.
@@ -149,6 +151,10 @@ impl RouterConfig {
             if k != 2 {
                 return Err(Error::invalid(CALL, "top_k", "2 (sparsemixer)", k));
             }
+            if self.selection_bias || self.groups.is_some() {
+                let found = format!("selection_bias {}, groups {:?}", self.selection_bias, self.groups);
+                return Err(Error::invalid(CALL, "score", "neither selection_bias nor groups (sparsemixer)", found));
+            }
             if !(epsilon.is_finite() && epsilon >= 0.0) {
                 return Err(Error::invalid(CALL, "score.epsilon", "a finite number >= 0", epsilon));
             }
@@ -178,7 +184,7 @@ impl RouterConfig {
 pub const MAX_EXPERTS: usize = 1 << 16;
 
 /// Scores from logits, in the accumulator type (`f32`; `f64` for `f64` tokens).
-#[derive(Debug, Clone, Copy, PartialEq)]
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub enum Score {
     /// Softmax over all experts; weights are the chosen scores (Mixtral, Qwen, OLMoE, DeepSeek-V2).
@@ -197,7 +203,7 @@ pub enum Score {
 }
 
 /// Restricts the choice to the best groups of experts (DeepSeek).
-#[derive(Debug, Clone, Copy, PartialEq)]
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 pub struct GroupLimit {
     /// Number of equal groups.
     pub groups: usize,
@@ -208,7 +214,7 @@ pub struct GroupLimit {
 }
 
 /// How a group of experts is ranked, from the scores with selection bias.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub enum GroupScore {
     /// Its largest score; experts of other groups count as score 0 (DeepSeek-V2).
@@ -218,7 +224,7 @@ pub enum GroupScore {
 }
 
 /// Divides the chosen weights by `max((Σ wᵖ)^(1/p) + epsilon, floor)`.
-#[derive(Debug, Clone, Copy, PartialEq)]
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 pub struct Renorm {
     /// Power of the norm: 1 but in DBRX.
     pub p: f64,
@@ -230,7 +236,7 @@ pub struct Renorm {
 
 /// At most `C = ceil(factor · T · K / E)` tokens an expert, T over all ranks; the rest are dropped
 /// (id −1, weight 0, kept weights unchanged unless `renormalize`).
-#[derive(Debug, Clone, Copy, PartialEq)]
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 pub struct ExpertCapacity {
     /// Capacity factor f.
     pub factor: f64,
@@ -241,7 +247,7 @@ pub struct ExpertCapacity {
 }
 
 /// Who is kept where an expert has too many candidates.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub enum CapacityOrder {
     /// First come by (source rank, token, k).
@@ -251,7 +257,7 @@ pub enum CapacityOrder {
 }
 
 /// What happens between the up and down projections. G is the number of rows of up per inner unit.
-#[derive(Debug, Clone, Copy, PartialEq)]
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub enum Activation {
     /// silu(gate)·up (G = 2).
@@ -280,7 +286,7 @@ impl Activation {
 }
 
 /// Where the routing weight w meets the expert f(x) = down(act(up(x))).
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub enum WeightAt {
     /// down(w·act(up x)): fused into up's epilogue; a down bias is weighted too.
@@ -292,7 +298,7 @@ pub enum WeightAt {
 }
 
 /// An expert that every token visits, added to the routed output. Same activation as the routed experts'.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct SharedConfig {
     /// Its inner size.
     pub intermediate: usize,
@@ -301,7 +307,7 @@ pub struct SharedConfig {
 }
 
 /// Auxiliary losses. Values are returned beside the output; the caller adds them to the loss.
-#[derive(Debug, Clone, Copy, PartialEq, Default)]
+#[derive(Debug, Clone, Copy, PartialEq, Default, Serialize, Deserialize)]
 #[non_exhaustive]
 pub struct AuxConfig {
     /// Load-balancing loss (Switch Transformer, arXiv 2101.03961): coefficient, 0 for none.
@@ -320,7 +326,11 @@ impl AuxConfig {
         self.balance == 0.0 && self.z == 0.0
     }
 
-    fn validate(&self) -> Result<()> {
+    /// Checks every field.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] naming the field, its bound and its value.
+    pub fn validate(&self) -> Result<()> {
         const CALL: &str = "AuxConfig::validate";
         for (name, v) in [("aux.balance", self.balance), ("aux.z", self.z)] {
             if !v.is_finite() {
@@ -335,7 +345,7 @@ impl AuxConfig {
 }
 
 /// Forms of the load-balancing loss `coefficient · E · Σ_e f_e·P_e`.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[non_exhaustive]
 pub enum BalanceKind {
     /// f_e = choices of e / (T·K) (GShard, Switch).

@@ -243,6 +243,36 @@ pub enum CommError {
         /// Bytes the peer sends.
         found: usize,
     },
+    /// Ranks disagree about another argument (dtype, reduction, root); no data was exchanged.
+    #[error("{operation} [{tag}] on rank {rank}: this rank asks for {value}, rank {peer} for {peer_value}")]
+    ArgumentMismatch {
+        /// The collective.
+        operation: &'static str,
+        /// What it was for.
+        tag: Tag,
+        /// This rank.
+        rank: usize,
+        /// A rank that disagrees.
+        peer: usize,
+        /// This rank's arguments.
+        value: String,
+        /// Its arguments.
+        peer_value: String,
+    },
+    /// A rank met an error of its own before it could take part; no data was exchanged.
+    #[error("{operation} [{tag}] on rank {rank}: rank {peer} failed: {reason}")]
+    Refused {
+        /// The collective.
+        operation: &'static str,
+        /// What it was for.
+        tag: Tag,
+        /// This rank.
+        rank: usize,
+        /// The rank that failed.
+        peer: usize,
+        /// Its error, as text.
+        reason: String,
+    },
     /// A rank left: its communicator was dropped, by an early return or a panic.
     #[error("{operation} [{tag}] on rank {rank}: rank {peer} has left the group")]
     PeerGone {

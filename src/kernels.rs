@@ -3,12 +3,13 @@
 //!
 //! Notation: T tokens of this rank, K top-k, E experts, L local experts, H hidden, I inner size, G gate factor
 //! (2 with a gate, 1 without), N slots (rows of the expert-major layout, padding included). "Accumulator type" is
-//! [`DType::accumulator`](crate::DType::accumulator) of the tokens' type.
+//! [`DType::accumulator`] of the tokens' type.
 
 use std::sync::Arc;
 
 use crate::config::{Activation, AuxConfig, RouterConfig, WeightAt};
 use crate::device::Device;
+use crate::dtype::DType;
 use crate::ep::{Plan, PlanRequest};
 use crate::error::Result;
 use crate::tensor::{Tensor, TensorMut, TensorRef};
@@ -49,6 +50,11 @@ impl<'a, D: Device> RowSource<'a, D> {
     /// Rows in slot order, complete.
     pub fn direct(base: TensorRef<'a, D>) -> Self {
         Self { base, map: None, ready: None }
+    }
+
+    /// Shorter borrow, to join sources of different lifetimes in one description.
+    pub fn borrow(&self) -> RowSource<'_, D> {
+        RowSource { base: self.base.borrow(), map: self.map.as_ref().map(TensorRef::borrow), ready: self.ready }
     }
 
     /// Rows behind a map, complete.
@@ -93,6 +99,16 @@ impl<'a, D: Device> RowDest<'a, D> {
         Self { base, map: None, done: None, accumulate: false }
     }
 
+    /// Shorter borrow.
+    pub fn reborrow(&mut self) -> RowDest<'_, D> {
+        RowDest {
+            base: self.base.reborrow(),
+            map: self.map.as_ref().map(TensorRef::borrow),
+            done: self.done,
+            accumulate: self.accumulate,
+        }
+    }
+
     /// Adds to rows in slot order.
     pub fn adding(base: TensorMut<'a, D>) -> Self {
         Self { base, map: None, done: None, accumulate: true }
@@ -114,6 +130,13 @@ impl<D: Device> Clone for SlotWeights<'_, D> {
     }
 }
 impl<D: Device> Copy for SlotWeights<'_, D> {}
+
+impl<D: Device> SlotWeights<'_, D> {
+    /// Shorter borrow, to join weights and outputs in one description.
+    pub fn borrow(&self) -> SlotWeights<'_, D> {
+        SlotWeights { values: self.values.borrow(), at: self.at }
+    }
+}
 
 /// Up projection and activation of every local expert.
 #[derive(Debug)]
@@ -422,6 +445,14 @@ pub trait Kernels: Device {
     fn sigmoid(&self, stream: &Self::Stream, call: Sigmoid<'_, Self>) -> Result<()>;
     /// Layout of one expert that every one of `rows` tokens visits.
     fn single_zone(&self, stream: &Self::Stream, rows: usize) -> Result<Arc<Zones<Self>>>;
+    /// Makes later work on `stream` wait for an event.
+    fn wait(&self, stream: &Self::Stream, event: Option<&Self::Event>) -> Result<()>;
+    /// A small tensor from values on the host; integers up to 2⁵³ are exact.
+    fn write(&self, stream: &Self::Stream, values: &[f64], dtype: DType, dims: &[usize]) -> Result<Tensor<Self>>;
     /// Values of a small tensor on the host, as `f64`; waits for the stream.
     fn read(&self, stream: &Self::Stream, tensor: TensorRef<'_, Self>) -> Result<Vec<f64>>;
+    /// A tensor's bytes on the host; waits for the stream.
+    fn download(&self, stream: &Self::Stream, from: TensorRef<'_, Self>) -> Result<Vec<u8>>;
+    /// Copies bytes of the host, as many as the tensor has.
+    fn upload(&self, stream: &Self::Stream, from: &[u8], to: TensorMut<'_, Self>) -> Result<()>;
 }

@@ -1,5 +1,6 @@
 #![doc = include_str!("../README.md")]
 
+pub mod balance;
 pub mod checkpoint;
 pub mod comm;
 pub mod config;
@@ -16,6 +17,7 @@ pub mod burn;
 #[cfg(feature = "candle")]
 pub mod candle;
 
+mod aux_loss;
 mod device;
 mod dtype;
 mod error;

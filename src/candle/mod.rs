@@ -1,97 +1,48 @@
-//! The layer as a candle module.
+//! The layer as a candle module: [`ExpertParallelMoE`] behaves like any other layer of a candle model, with
+//! gradients for its input and its parameters.
+//!
+//! ```
+//! use candle_core::{DType, Device, Module, Tensor};
+//! use candle_nn::{VarBuilder, VarMap};
+//! use moebius::candle::{EpGroup, ExpertParallelMoE};
+//! use moebius::{MoeConfig, ep::GroupConfig, layer::Layer};
+//!
+//! # fn main() -> Result<(), Box<dyn std::error::Error>> {
+//! let vars = VarMap::new();
+//! let vb = VarBuilder::from_varmap(&vars, DType::F32, &Device::Cpu);
+//! let config = MoeConfig::new(64, 32, 8, 2); // hidden, intermediate, experts, top-k
+//! let group = EpGroup::single(GroupConfig::new(8, 4096))?; // one rank, up to 4096 tokens a call
+//! let moe = ExpertParallelMoE::new(Layer::new(config, 0)?, group, vb.pp("moe"))?;
+//! let x = Tensor::randn(0f32, 1., (3, 5, 64), &Device::Cpu)?;
+//! let y = moe.forward(&x)?;
+//! let gradients = y.sqr()?.mean_all()?.backward()?;
+//! assert!(moe.vars().iter().all(|v| gradients.get(v).is_some()));
+//! # Ok(()) }
+//! ```
+//!
+//! Every rank of a group calls the same layers in the same order, forward and backward. A rank whose loss does not
+//! reach the layer's output never runs its backward: its peers get a typed error after the communicator's timeout.
+//! Gradients of replicated parameters (router, shared expert) are each rank's own share; sum them over the ranks.
+//!
+//! A rank may have no tokens. candle's binary operations on empty tensors return their left operand and forget the
+//! right one, so write a residual as `moe.forward(&x)? + x`: the other way round, an empty rank would lose the layer
+//! from its graph, never run its backward, and its peers would wait for it until the timeout.
+//!
+//! On one node of the autograd graph hang all of the layer's inputs, and from it hang `y` and the auxiliary loss:
+//! candle's custom operations have at most three inputs and one output, so a chain of two-input operations gathers
+//! the inputs into a token, and the token's backward, which candle runs after those of `y` and the loss, runs the
+//! layer's backward once.
 
-use std::path::Path;
-use std::sync::{Arc, Mutex};
+mod module;
+mod op;
+mod tensors;
 
-use candle_core::{Result, Tensor, Var};
+pub use crate::ep::EpGroup;
+pub use module::{ExpertParallelMoE, MoeOutput};
 
-use crate::checkpoint::Block;
-use crate::cpu::Cpu;
-use crate::ep::{Group, GroupConfig};
-use crate::layer::{Layer, Mode};
-use crate::metrics::Load;
-
-/// One rank's group, shared by its layers.
-#[derive(Debug, Clone)]
-pub struct EpGroup(Arc<Mutex<Group<Cpu>>>);
-
-impl EpGroup {
-    /// Shares a group among layers of this rank.
-    pub fn new(group: Group<Cpu>) -> Self {
-        Self(Arc::new(Mutex::new(group)))
-    }
-
-    /// A group of one rank.
-    pub fn single(config: GroupConfig) -> Result<Self> {
-        let _ = config;
-        todo!()
-    }
-}
-
-/// A Mixture-of-Experts layer over the ranks of a group.
-#[derive(Debug, Clone)]
-pub struct ExpertParallelMoE {
-    layer: Layer,
-    group: EpGroup,
-}
-
-/// What a forward gives beside `y`.
-#[derive(Debug, Clone)]
-pub struct MoeOutput {
-    /// Same shape as the input.
-    pub y: Tensor,
-    /// Auxiliary losses' sum, a scalar in f32 (f64 for f64 tokens) that carries gradients.
-    pub aux: Tensor,
-    /// Router logits `[T, E]`, detached.
-    pub logits: Tensor,
-    /// Chosen experts `[T, K]`, U32... i64, detached.
-    pub ids: Tensor,
-    /// Routing weights `[T, K]`, detached.
-    pub weights: Tensor,
-    /// Load of the experts over all ranks.
-    pub load: Load,
-}
-
-impl ExpertParallelMoE {
-    /// From variables: `router.weight [E, H]`, `router.bias [E]`, `router.selection_bias [E]`, `experts.up [L, G·I, H]`,
-    /// `experts.up_bias`, `experts.down [L, H, I]`, `experts.down_bias`, `shared.up [G·S, H]`, `shared.down [H, S]`,
-    /// `shared.gate [1, H]`, as the configuration has them.
-    pub fn new(layer: Layer, group: EpGroup, vb: candle_nn::VarBuilder<'_>) -> Result<Self> {
-        let _ = (layer, group, vb);
-        todo!()
-    }
-
-    /// From a loaded block; its tensors become variables if `trainable`.
-    pub fn from_block(block: Block, number: u32, group: EpGroup, trainable: bool) -> Result<Self> {
-        let _ = (block, number, group, trainable);
-        todo!()
-    }
-
-    /// From layer `layer` of a checkpoint folder.
-    pub fn from_checkpoint(dir: impl AsRef<Path>, layer: usize, group: EpGroup, trainable: bool) -> Result<Self> {
-        let _ = (dir, layer, group, trainable);
-        todo!()
-    }
-
-    /// Parameters with their names (those of [`new`](Self::new)); variables where trainable.
-    pub fn params(&self) -> Vec<(&'static str, &Tensor)> {
-        todo!()
-    }
-
-    /// Trainable parameters, for an optimiser.
-    pub fn vars(&self) -> Vec<Var> {
-        todo!()
-    }
-
-    /// Forward over `[T, H]` or `[B, S, H]`. `mode.backward` is set from whether anything tracks gradients.
-    pub fn forward_full(&self, x: &Tensor, mode: Mode) -> Result<MoeOutput> {
-        let _ = (x, mode, &self.layer, &self.group);
-        todo!()
-    }
-}
-
-impl candle_core::Module for ExpertParallelMoE {
-    fn forward(&self, x: &Tensor) -> Result<Tensor> {
-        Ok(self.forward_full(x, Mode::default())?.y)
+/// So that `?` serves inside functions of candle's `Result`: the message is ours.
+impl From<crate::Error> for candle_core::Error {
+    fn from(error: crate::Error) -> Self {
+        candle_core::Error::wrap(error)
     }
 }

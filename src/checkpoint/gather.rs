@@ -12,40 +12,6 @@ use crate::dtype::DType;
 use crate::error::{Error, Result};
 use crate::tensor::Tensor;
 
-impl BlockParams {
-    pub(super) fn get(&self, slot: Slot) -> Option<&Tensor<Cpu>> {
-        match slot {
-            Slot::Router => Some(&self.router),
-            Slot::RouterBias => self.router_bias.as_ref(),
-            Slot::SelectionBias => self.selection_bias.as_ref(),
-            Slot::Up => Some(&self.up),
-            Slot::UpBias => self.up_bias.as_ref(),
-            Slot::Down => Some(&self.down),
-            Slot::DownBias => self.down_bias.as_ref(),
-            Slot::SharedUp => self.shared_up.as_ref(),
-            Slot::SharedDown => self.shared_down.as_ref(),
-            Slot::SharedGate => self.shared_gate.as_ref(),
-        }
-    }
-}
-
-const SLOTS: [(Slot, &str); 10] = [
-    (Slot::Router, "router"),
-    (Slot::RouterBias, "router_bias"),
-    (Slot::SelectionBias, "selection_bias"),
-    (Slot::Up, "up"),
-    (Slot::UpBias, "up_bias"),
-    (Slot::Down, "down"),
-    (Slot::DownBias, "down_bias"),
-    (Slot::SharedUp, "shared_up"),
-    (Slot::SharedDown, "shared_down"),
-    (Slot::SharedGate, "shared_gate"),
-];
-
-fn routed(slot: Slot) -> bool {
-    matches!(slot, Slot::Up | Slot::UpBias | Slot::Down | Slot::DownBias)
-}
-
 /// Joins the ranks' shares of a block, in rank order: experts are concatenated, replicated parameters are the first
 /// rank's. Gradients of replicated parameters are each rank's share: sum them before.
 ///
@@ -55,9 +21,10 @@ pub fn gather_blocks(shares: Vec<BlockParams>) -> Result<BlockParams> {
     const CALL: &str = "gather_blocks";
     let Some(first) = shares.first() else { return Err(Error::invalid(CALL, "shares", "at least one", 0)) };
     let mut tensors = std::collections::HashMap::new();
-    for (slot, name) in SLOTS {
+    for slot in Slot::ALL {
+        let name = slot.name();
         let Some(one) = first.get(slot) else { continue };
-        let take = if routed(slot) { shares.len() } else { 1 };
+        let take = if !slot.is_replicated() { shares.len() } else { 1 };
         let mut dims = one.dims().to_vec();
         if let Some(experts) = dims.first_mut().filter(|_| take > 1) {
             *experts = experts.saturating_mul(take);
@@ -90,7 +57,7 @@ impl Planned {
         let mut whole = Tensor::empty(&Cpu::new(), self.dtype, &self.dims)?;
         for (expert, part) in &self.parts {
             let Some(tensor) = params.get(part.slot) else { continue };
-            let matrix = match routed(part.slot) {
+            let matrix = match !part.slot.is_replicated() {
                 true => {
                     let one = tensor.bytes() / local;
                     &tensor.as_bytes()[expert * one..][..one]
@@ -158,7 +125,7 @@ impl Checkpoint {
         for (slot, natural) in &checked.natural {
             let size = self.slot_dtype(*slot, *natural, options.dtype).size();
             let count: usize = slot_dims(config, *slot, experts.len()).iter().product();
-            *(if routed(*slot) { &mut bytes.experts } else { &mut bytes.replicated }) += (count * size) as u64;
+            *(if !slot.is_replicated() { &mut bytes.experts } else { &mut bytes.replicated }) += (count * size) as u64;
         }
         bytes.disk = checked.disk[0] / options.ranks as u64 + checked.disk[1];
         Ok(bytes)
@@ -166,7 +133,8 @@ impl Checkpoint {
 }
 
 fn check(call: &'static str, config: &MoeConfig, params: &BlockParams, local: usize) -> Result<()> {
-    for (slot, name) in SLOTS {
+    for slot in Slot::ALL {
+        let name = slot.name();
         if let Some(tensor) = params.get(slot) {
             Error::check_shape(call, name, &slot_dims(config, slot, local), tensor.dims())?;
         }

@@ -3,21 +3,7 @@
 
 use super::family::{Experts, Family};
 use crate::config::MoeConfig;
-
-/// A parameter of [`BlockParams`](super::BlockParams).
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub(super) enum Slot {
-    Router,
-    RouterBias,
-    SelectionBias,
-    Up,
-    UpBias,
-    Down,
-    DownBias,
-    SharedUp,
-    SharedDown,
-    SharedGate,
-}
+pub(super) use crate::layer::Role as Slot;
 
 /// Which of the layer's rows a matrix's rows are.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -27,7 +27,6 @@ use crate::dtype::DType;
 #[cfg(doc)]
 use crate::error::CheckpointError;
 use crate::error::{Error, Result};
-use crate::layer::Params;
 use crate::tensor::Tensor;
 
 pub use gather::gather_blocks;
@@ -43,7 +42,7 @@ pub struct Checkpoint {
     moe_layers: Vec<usize>,
 }
 
-/// One rank's parameters of one block; fields as in [`Params`].
+/// One rank's parameters of one block; fields as in [`Params`](crate::layer::Params).
 #[derive(Debug)]
 #[allow(missing_docs)]
 pub struct BlockParams {
@@ -313,27 +312,4 @@ fn find_root(files: &reader::Files, model: &model::Model) -> &'static str {
         })
     };
     family::ROOTS.iter().find(there).copied().unwrap_or(family::ROOTS[0])
-}
-
-impl BlockParams {
-    /// Borrows the parameters for a layer. `up` and `down` are views that the caller keeps.
-    pub fn view<'a>(
-        &'a self,
-        up: &'a crate::TensorRef<'a, Cpu>,
-        down: &'a crate::TensorRef<'a, Cpu>,
-    ) -> Params<'a, Cpu> {
-        let v = |t: &'a Option<Tensor<Cpu>>| t.as_ref().map(Tensor::view);
-        Params {
-            router: self.router.view(),
-            router_bias: v(&self.router_bias),
-            selection_bias: v(&self.selection_bias),
-            up,
-            up_bias: v(&self.up_bias),
-            down,
-            down_bias: v(&self.down_bias),
-            shared_up: v(&self.shared_up),
-            shared_down: v(&self.shared_down),
-            shared_gate: v(&self.shared_gate),
-        }
-    }
 }

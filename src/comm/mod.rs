@@ -3,6 +3,7 @@
 //! [`Communicator`] is the little that the dispatchers need; [`threads`] implements it between threads of one
 //! process. Every call carries a [`Tag`]: ranks that meet with different tags get an error each and exchange nothing.
 
+mod rendezvous;
 pub mod threads;
 
 use std::fmt;
@@ -114,6 +115,13 @@ pub trait Communicator<D: Device>: fmt::Debug + Send {
     fn broadcast(&mut self, tag: Tag, root: usize, buffer: TensorMut<'_, D>) -> Result<()>;
     /// Waits for every rank.
     fn barrier(&mut self, tag: Tag) -> Result<()>;
+    /// Takes part in whatever collective the other ranks call next, as a failure: nothing is exchanged, each of them
+    /// gets [`CommError::Refused`](crate::CommError::Refused) with this rank and `reason` at once, and the
+    /// communicator stays usable. For a rank that meets an error of its own where the others expect it.
+    ///
+    /// # Errors
+    /// The meeting itself failed (a rank is gone, or none came).
+    fn refuse(&mut self, tag: Tag, reason: &str) -> Result<()>;
 }
 
 /// Arguments of [`Communicator::all_to_all_v`].
@@ -127,6 +135,8 @@ pub struct Exchange<'a, D: Device> {
     pub recv: TensorMut<'a, D>,
     /// Bytes from each rank.
     pub recv_bytes: &'a [usize],
+    /// What the bytes are made of; ranks must agree.
+    pub payload: DType,
 }
 
 impl<D: Device> Exchange<'_, D> {

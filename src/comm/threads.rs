@@ -1,6 +1,19 @@
 //! Ranks as threads of one process.
+//!
+//! Every collective is one meeting: each rank deposits what the call is for, its sizes and a copy of its bytes; the
+//! last to arrive compares them; then each takes what is its own. A rank that meets an error before it could take
+//! part [refuses](Communicator::refuse), so the others hear of it at once. A rank that is dropped (early return,
+//! panic) is gone for good, and its peers are told at once.
 
 use std::time::Duration;
+
+use crate::cpu::{Cpu, sum_ranks};
+use crate::dtype::DType;
+use crate::error::{CommError, Error, Result};
+use crate::tensor::{TensorMut, TensorRef};
+
+use super::rendezvous::{Arc, Failure, Rendezvous, Round};
+use super::{Communicator, Exchange, ReduceOp, Tag};
 
 /// Factory of the communicators of a group of threads.
 #[derive(Debug)]
@@ -10,11 +23,248 @@ impl ThreadWorld {
     /// Communicators of `ranks` ranks, in rank order, to be moved to one thread each; every collective ends within
     /// `timeout`.
     pub fn create(ranks: usize, timeout: Duration) -> Vec<ThreadComm> {
-        let _ = (ranks, timeout);
-        todo!()
+        let world = Arc::new(Rendezvous::new(ranks));
+        (0..ranks).map(|rank| ThreadComm { rank, size: ranks, timeout, calls: 0, world: Arc::clone(&world) }).collect()
     }
 }
 
-/// One rank's communicator between threads.
+/// One rank's communicator between threads. Dropping it tells the peers that the rank has left.
 #[derive(Debug)]
-pub struct ThreadComm;
+pub struct ThreadComm {
+    rank: usize,
+    size: usize,
+    timeout: Duration,
+    calls: u64,
+    world: Arc<Rendezvous<Message, Verdict>>,
+}
+
+impl Drop for ThreadComm {
+    fn drop(&mut self) {
+        self.world.leave(self.rank);
+    }
+}
+
+/// What a rank brings to a meeting.
+#[derive(Debug)]
+struct Message {
+    operation: &'static str,
+    tag: Tag,
+    dtype: DType,
+    detail: Detail,
+    bytes: Vec<u8>,
+}
+
+#[derive(Debug, Clone, PartialEq, Eq)]
+enum Detail {
+    Plain,
+    Reduce(ReduceOp),
+    Root(usize),
+    Pieces { send: Vec<usize>, recv: Vec<usize> },
+    Refusal(String),
+}
+
+/// One error a rank, where the messages do not fit together.
+type Verdict = Option<Vec<CommError>>;
+
+impl ThreadComm {
+    /// Meets the other ranks; fails on all of them where their messages disagree.
+    fn meet(
+        &mut self,
+        operation: &'static str,
+        tag: Tag,
+        dtype: DType,
+        detail: Detail,
+        bytes: &[u8],
+    ) -> Result<Arc<Round<Message, Verdict>>> {
+        self.calls += 1;
+        let rank = self.rank;
+        let message = Message { operation, tag, dtype, detail, bytes: bytes.to_vec() };
+        let round = self.world.meet(rank, message, self.timeout, judge).map_err(|failure| match failure {
+            Failure::Gone(peer) => CommError::PeerGone { operation, tag, rank, peer },
+            Failure::Timeout(missing) => CommError::Timeout { operation, tag, rank, missing, timeout: self.timeout },
+            Failure::Poisoned(missing) => CommError::Poisoned {
+                operation,
+                tag,
+                rank,
+                reason: format!("ranks {missing:?} did not arrive in time"),
+            },
+        })?;
+        match round.verdict.as_ref().and_then(|errors| errors.get(rank)) {
+            Some(error) => Err(error.clone().into()),
+            None => Ok(round),
+        }
+    }
+
+    /// Passes a check of this rank's arguments, or tells the others that it failed.
+    fn check(&mut self, tag: Tag, checked: Result<()>) -> Result<()> {
+        if let Err(error) = &checked {
+            // The first error is the one to report, whatever becomes of the meeting.
+            let _ = Communicator::<Cpu>::refuse(self, tag, &error.to_string());
+        }
+        checked
+    }
+}
+
+/// Compares the messages of all ranks.
+fn judge(messages: &[Message]) -> Verdict {
+    let all = 0..messages.len();
+    let each = |error: &dyn Fn(usize) -> CommError| Some(all.clone().map(error).collect());
+    // For every rank that finds no fault with a peer of its own, the fault of another pair is the news.
+    let refusing = |r: usize| {
+        let refused = |p: &usize| matches!(messages[*p].detail, Detail::Refusal(_));
+        all.clone().filter(|p| *p != r).find(refused).or_else(|| Some(r).filter(refused))
+    };
+    if refusing(0).is_some() {
+        return each(&|r| {
+            let (m, peer) = (&messages[r], refusing(r).unwrap_or(r));
+            let reason = match &messages[peer].detail {
+                Detail::Refusal(reason) => reason.clone(),
+                _ => String::new(),
+            };
+            CommError::Refused { operation: m.operation, tag: m.tag, rank: r, peer, reason }
+        });
+    }
+    let differing =
+        |same: &dyn Fn(&Message, &Message) -> bool, r: usize| all.clone().find(|p| !same(&messages[r], &messages[*p]));
+
+    let same_call = |a: &Message, b: &Message| a.operation == b.operation && a.tag == b.tag;
+    if differing(&same_call, 0).is_some() {
+        return each(&|r| {
+            let (m, peer) = (&messages[r], differing(&same_call, r).unwrap_or(r));
+            CommError::TagMismatch {
+                operation: m.operation,
+                tag: m.tag,
+                rank: r,
+                peer,
+                peer_operation: messages[peer].operation,
+                peer_tag: messages[peer].tag,
+            }
+        });
+    }
+    let same_arguments = |a: &Message, b: &Message| argument(a) == argument(b);
+    if differing(&same_arguments, 0).is_some() {
+        return each(&|r| {
+            let (m, peer) = (&messages[r], differing(&same_arguments, r).unwrap_or(r));
+            let (value, peer_value) = (argument(m), argument(&messages[peer]));
+            CommError::ArgumentMismatch { operation: m.operation, tag: m.tag, rank: r, peer, value, peer_value }
+        });
+    }
+    let wrong_size = |r: usize| all.clone().find_map(|p| sizes(messages, r, p).map(|(want, has)| (r, p, want, has)));
+    if all.clone().any(|r| wrong_size(r).is_some()) {
+        return each(&|r| {
+            let m = &messages[r];
+            let found = wrong_size(r).or_else(|| all.clone().find_map(wrong_size));
+            let (rank, peer, expected, found) = found.unwrap_or((r, r, 0, 0));
+            CommError::SizeMismatch { operation: m.operation, tag: m.tag, rank, peer, expected, found }
+        });
+    }
+    None
+}
+
+/// What ranks must agree on besides operation, tag and sizes.
+fn argument(m: &Message) -> String {
+    match &m.detail {
+        Detail::Reduce(op) => format!("{op:?} of {}", m.dtype),
+        Detail::Root(root) => format!("{} from root {root}", m.dtype),
+        _ => m.dtype.to_string(),
+    }
+}
+
+/// Bytes that rank r wants of p and bytes that p sends, where they differ.
+fn sizes(messages: &[Message], r: usize, p: usize) -> Option<(usize, usize)> {
+    let (expected, found) = match (&messages[r].detail, &messages[p].detail) {
+        (Detail::Pieces { recv, .. }, Detail::Pieces { send, .. }) => (recv[p], send[r]),
+        _ => (messages[r].bytes.len(), messages[p].bytes.len()),
+    };
+    (expected != found).then_some((expected, found))
+}
+
+impl Communicator<Cpu> for ThreadComm {
+    fn rank(&self) -> usize {
+        self.rank
+    }
+
+    fn size(&self) -> usize {
+        self.size
+    }
+
+    fn calls(&self) -> u64 {
+        self.calls
+    }
+
+    fn all_gather(&mut self, tag: Tag, send: TensorRef<'_, Cpu>, recv: TensorMut<'_, Cpu>) -> Result<()> {
+        const CALL: &str = "all_gather";
+        let checked = Error::check_dtype(CALL, "recv", send.dtype(), recv.dtype())
+            .and_then(|()| Error::check_shape(CALL, "recv", &[self.size * send.count()], &[recv.count()]));
+        self.check(tag, checked)?;
+        let round = self.meet(CALL, tag, send.dtype(), Detail::Plain, send.data())?;
+        let piece = send.data().len();
+        if piece > 0 {
+            let pieces = recv.into_data().chunks_exact_mut(piece);
+            pieces.zip(&round.deposits).for_each(|(to, from)| to.copy_from_slice(&from.bytes));
+        }
+        Ok(())
+    }
+
+    fn reduce_scatter(&mut self, tag: Tag, send: TensorRef<'_, Cpu>, recv: TensorMut<'_, Cpu>) -> Result<()> {
+        const CALL: &str = "reduce_scatter";
+        let checked = Error::check_dtype(CALL, "recv", send.dtype(), recv.dtype())
+            .and_then(|()| Error::check_shape(CALL, "send", &[self.size * recv.count()], &[send.count()]));
+        self.check(tag, checked)?;
+        let round = self.meet(CALL, tag, send.dtype(), Detail::Reduce(ReduceOp::Sum), send.data())?;
+        let (piece, dtype) = (recv.count() * recv.dtype().size(), recv.dtype());
+        let own = self.rank * piece..(self.rank + 1) * piece;
+        let parts: Vec<&[u8]> = round.deposits.iter().map(|m| &m.bytes[own.clone()]).collect();
+        sum_ranks(ReduceOp::Sum, dtype, &parts, recv.into_data());
+        Ok(())
+    }
+
+    fn all_reduce(&mut self, tag: Tag, op: ReduceOp, mut buffer: TensorMut<'_, Cpu>) -> Result<()> {
+        let dtype = buffer.dtype();
+        let round = self.meet("all_reduce", tag, dtype, Detail::Reduce(op), buffer.as_ref().data())?;
+        let parts: Vec<&[u8]> = round.deposits.iter().map(|m| &m.bytes[..]).collect();
+        sum_ranks(op, dtype, &parts, buffer.reborrow().into_data());
+        Ok(())
+    }
+
+    fn all_to_all_v(&mut self, tag: Tag, exchange: Exchange<'_, Cpu>) -> Result<()> {
+        self.check(tag, exchange.check(self.size))?;
+        let detail = Detail::Pieces { send: exchange.send_bytes.to_vec(), recv: exchange.recv_bytes.to_vec() };
+        let round = self.meet("all_to_all_v", tag, exchange.payload, detail, exchange.send.data())?;
+        let mut room = exchange.recv.into_data();
+        for (message, &bytes) in round.deposits.iter().zip(exchange.recv_bytes) {
+            let start: usize = match &message.detail {
+                Detail::Pieces { send, .. } => send[..self.rank].iter().sum(),
+                _ => 0,
+            };
+            let (piece, rest) = std::mem::take(&mut room).split_at_mut(bytes);
+            piece.copy_from_slice(&message.bytes[start..start + bytes]);
+            room = rest;
+        }
+        Ok(())
+    }
+
+    fn broadcast(&mut self, tag: Tag, root: usize, mut buffer: TensorMut<'_, Cpu>) -> Result<()> {
+        const CALL: &str = "broadcast";
+        let checked = match root < self.size {
+            true => Ok(()),
+            false => Err(Error::invalid(CALL, "root", format!("a rank below {}", self.size), root)),
+        };
+        self.check(tag, checked)?;
+        let round = self.meet(CALL, tag, buffer.dtype(), Detail::Root(root), buffer.as_ref().data())?;
+        buffer.reborrow().into_data().copy_from_slice(&round.deposits[root].bytes);
+        Ok(())
+    }
+
+    fn barrier(&mut self, tag: Tag) -> Result<()> {
+        self.meet("barrier", tag, DType::U8, Detail::Plain, &[]).map(drop)
+    }
+
+    fn refuse(&mut self, tag: Tag, reason: &str) -> Result<()> {
+        match self.meet("refuse", tag, DType::U8, Detail::Refusal(reason.to_string()), &[]) {
+            // Its own refusal, coming back.
+            Err(Error::Comm(CommError::Refused { .. })) => Ok(()),
+            other => other.map(drop),
+        }
+    }
+}

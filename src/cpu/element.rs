@@ -48,7 +48,7 @@ pub(crate) trait Float: Element {
 /// The two accumulator types.
 pub(crate) trait Acc: Float<Acc = Self> + num_traits::Float + num_traits::NumAssign + std::iter::Sum {
     fn of(value: f64) -> Self;
-    fn to_f64(self) -> f64;
+    fn as_f64(self) -> f64;
 }
 
 macro_rules! float {
@@ -70,7 +70,7 @@ impl Acc for f32 {
     fn of(value: f64) -> Self {
         value as f32
     }
-    fn to_f64(self) -> f64 {
+    fn as_f64(self) -> f64 {
         self as f64
     }
 }
@@ -78,7 +78,7 @@ impl Acc for f64 {
     fn of(value: f64) -> Self {
         value
     }
-    fn to_f64(self) -> f64 {
+    fn as_f64(self) -> f64 {
         self
     }
 }
@@ -184,6 +184,22 @@ pub(crate) fn to_f64(t: TensorRef<'_, Cpu>) -> Vec<f64> {
         DType::I64 => map::<i64>(bytes, |v| v as f64),
         DType::I32 => map::<i32>(bytes, f64::from),
         DType::U8 => map::<u8>(bytes, f64::from),
+    }
+}
+
+/// A tensor of any dtype from `f64` values, rounded to the nearest (integers truncated).
+pub(crate) fn from_f64(values: &[f64], dtype: DType, dims: &[usize]) -> Result<Tensor<Cpu>> {
+    fn make<T: Element>(values: &[f64], dims: &[usize], f: impl Fn(f64) -> T) -> Result<Tensor<Cpu>> {
+        Tensor::from_vec(values.iter().map(|&v| f(v)).collect::<Vec<T>>(), dims)
+    }
+    match dtype {
+        DType::F64 => make(values, dims, |v| v),
+        DType::F32 => make(values, dims, |v| v as f32),
+        DType::F16 => make(values, dims, f16::from_f64),
+        DType::BF16 => make(values, dims, bf16::from_f64),
+        DType::I64 => make(values, dims, |v| v as i64),
+        DType::I32 => make(values, dims, |v| v as i32),
+        DType::U8 => make(values, dims, |v| v as u8),
     }
 }
 

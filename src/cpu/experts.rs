@@ -1,19 +1,390 @@
-//! stub
-use super::Cpu;
-use crate::error::Result;
-use crate::kernels::*;
-pub(super) fn up(_call: Up<'_, Cpu>) -> Result<()> {
-    todo!()
+//! Grouped GEMMs of the experts: up, down, and their gradients.
+//!
+//! Work is cut into tiles of up to [`ROW_TILE`] slots of one expert; each tile gathers its rows, multiplies and runs
+//! its epilogue while they are in cache. Tiles own disjoint rows of the outputs, so results do not depend on the
+//! number of threads. Padding slots and experts without tokens appear in no tile.
+
+use std::ops::Range;
+
+use num_traits::Zero;
+use rayon::prelude::*;
+
+use crate::config::WeightAt;
+use crate::error::{Error, Result};
+use crate::kernels::{BiasGrad, Down, DownBwd, RowDest, SlotWeights, Up, UpDgrad, Wgrad};
+use crate::tensor::{TensorMut, TensorRef};
+
+use super::element::{Float, with_float};
+use super::gemm::{Mat, ROW_TILE, dims3, product, store, to_acc};
+use super::zones::{Rows, ZoneList};
+use super::{Cpu, activation};
+
+/// Tiles of the filled slots, in slot order, with their expert.
+fn tiles(zones: &ZoneList) -> Vec<(usize, Range<usize>)> {
+    let of_zone = |(j, z): (usize, &Range<usize>)| {
+        let z = z.clone();
+        z.clone().step_by(ROW_TILE).map(move |s| (j, s..z.end.min(s + ROW_TILE))).collect::<Vec<_>>()
+    };
+    zones.filled.iter().enumerate().flat_map(of_zone).collect()
 }
-pub(super) fn down(_call: Down<'_, Cpu>) -> Result<()> {
-    todo!()
+
+/// Cuts zone slices into the slices of [`tiles`].
+fn cut<T>(parts: Vec<&mut [T]>, width: usize) -> impl Iterator<Item = &mut [T]> {
+    parts.into_iter().flat_map(move |p| p.chunks_mut(ROW_TILE * width))
 }
-pub(super) fn down_bwd(_call: DownBwd<'_, Cpu>) -> Result<()> {
-    todo!()
+
+/// As [`cut`], of a buffer that may be absent.
+fn cut_option<'a, T>(zones: &ZoneList, buffer: Option<&'a mut [T]>, width: usize) -> Vec<Option<&'a mut [T]>> {
+    match buffer {
+        Some(b) => cut(zones.split(b, width), width).map(Some).collect(),
+        None => tiles(zones).iter().map(|_| None).collect(),
+    }
 }
-pub(super) fn up_dgrad(_call: UpDgrad<'_, Cpu>) -> Result<()> {
-    todo!()
+
+/// Rows of one stacked matrix or vector as accumulators.
+fn expert<'a, T: Float>(stack: &'a [T], j: usize, len: usize) -> std::borrow::Cow<'a, [T::Acc]> {
+    to_acc(&stack[j * len..(j + 1) * len])
 }
-pub(super) fn wgrad(_call: Wgrad<'_, Cpu>) -> Result<()> {
-    todo!()
+
+fn slot_weights<'a, A: Float>(
+    call: &'static str,
+    values: Option<TensorRef<'a, Cpu>>,
+    zones: &ZoneList,
+) -> Result<Option<&'a [A]>> {
+    let Some(values) = values else { return Ok(None) };
+    Error::check_shape(call, "slot_weights", &[zones.rows], values.dims())?;
+    values.as_slice::<A>().map(Some)
+}
+
+fn bias_of<'a, T: Float>(
+    call: &'static str,
+    bias: Option<TensorRef<'a, Cpu>>,
+    dims: [usize; 2],
+) -> Result<Option<&'a [T]>> {
+    let Some(bias) = bias else { return Ok(None) };
+    Error::check_shape(call, "bias", &dims, bias.dims())?;
+    bias.as_slice::<T>().map(Some)
+}
+
+fn out_of<'a, T: Float>(
+    call: &'static str,
+    name: &str,
+    out: Option<TensorMut<'a, Cpu>>,
+    dims: &[usize],
+) -> Result<Option<&'a mut [T]>> {
+    let Some(out) = out else { return Ok(None) };
+    Error::check_shape(call, name, dims, out.dims())?;
+    out.into_slice::<T>().map(Some)
+}
+
+/// Weight that applies at one of `places`, if any.
+fn applies<'a>(weights: &Option<SlotWeights<'a, Cpu>>, places: &[WeightAt]) -> Option<TensorRef<'a, Cpu>> {
+    weights.as_ref().filter(|w| places.contains(&w.at)).map(|w| w.values)
+}
+
+/// Runs `tile(side, expert, slots)` over all tiles, and stores the accumulators of the rows that it returns.
+///
+/// `sides` are what each tile writes beside its rows, one element a tile. A destination with a map is filled after
+/// the tiles, in slot order.
+fn write_rows<T: Float, S: Send>(
+    call: &'static str,
+    zones: &ZoneList,
+    (dest, width): (RowDest<'_, Cpu>, usize),
+    sides: Vec<S>,
+    tile: impl Fn(S, usize, Range<usize>) -> Result<Vec<T::Acc>> + Sync,
+) -> Result<()> {
+    let list = tiles(zones);
+    let done = dest.done;
+    let Some(map) = dest.map else {
+        Error::check_shape(call, "out", &[zones.rows, width], dest.base.dims())?;
+        let out = dest.base.into_slice::<T>()?;
+        let parts: Vec<_> = cut(zones.split(out, width), width).collect();
+        return list.into_par_iter().zip(parts).zip(sides).try_for_each(|(((j, slots), out), side)| {
+            store(out, &tile(side, j, slots.clone())?, dest.accumulate);
+            zones.raise(call, done, slots)
+        });
+    };
+    Error::check_shape(call, "out.map", &[zones.rows], map.dims())?;
+    let map = map.as_slice::<i32>()?;
+    let rows = dest.base.rows();
+    Error::check_shape(call, "out", &[rows, width], dest.base.dims())?;
+    let out = dest.base.into_slice::<T>()?;
+    let values: Vec<_> =
+        list.par_iter().zip(sides).map(|((j, slots), side)| tile(side, *j, slots.clone())).collect::<Result<_>>()?;
+    for ((_, slots), values) in list.into_iter().zip(&values) {
+        for (&m, row) in map[slots.clone()].iter().zip(values.chunks_exact(width)) {
+            match usize::try_from(m) {
+                Err(_) => {}
+                Ok(m) if m < rows => store(&mut out[m * width..(m + 1) * width], row, dest.accumulate),
+                Ok(m) => return Err(Error::invalid(call, "out.map", format!("rows in 0..{rows}"), m)),
+            }
+        }
+        zones.raise(call, done, slots)?;
+    }
+    Ok(())
+}
+
+pub(super) fn up(call: Up<'_, Cpu>) -> Result<()> {
+    with_float!("up", "rows", call.rows.base.dtype(), T => up_as::<T>(call))
+}
+
+fn up_as<T: Float>(call: Up<'_, Cpu>) -> Result<()> {
+    const CALL: &str = "up";
+    let [experts, n, h] = dims3(CALL, "weight", call.weight.dims())?;
+    let zones = ZoneList::new(CALL, call.zones, experts)?;
+    let inner = n / call.activation.gate_factor();
+    if n % call.activation.gate_factor() != 0 {
+        return Err(Error::invalid(CALL, "weight", "an even number of rows for a gated activation", n));
+    }
+    let rows = Rows::<T>::new(CALL, "rows", call.rows, h, &zones)?;
+    let weight = call.weight.as_slice::<T>()?;
+    let bias = bias_of::<T>(CALL, call.bias, [experts, n])?;
+    let at_input = slot_weights::<T::Acc>(CALL, applies(&call.slot_weights, &[WeightAt::Input]), &zones)?;
+    let at_activation = slot_weights::<T::Acc>(CALL, applies(&call.slot_weights, &[WeightAt::Activation]), &zones)?;
+    let pre = out_of::<T>(CALL, "pre", call.pre, &[zones.rows, n])?;
+    let pre = cut_option(&zones, pre, n);
+
+    write_rows::<T, _>(CALL, &zones, (call.out, inner), pre, |pre, j, slots| {
+        let x = rows.get(CALL, &zones, slots.clone())?;
+        let mut sums = vec![T::Acc::zero(); slots.len() * n];
+        product(&mut sums, false, Mat::rows(&x, slots.len(), h), Mat::rows(&expert(weight, j, n * h), n, h).t());
+        let bias = bias.map(|b| expert(b, j, n));
+        let mut out = vec![T::Acc::zero(); slots.len() * inner];
+        for ((s, sums), out) in slots.clone().zip(sums.chunks_exact_mut(n)).zip(out.chunks_exact_mut(inner)) {
+            if let Some(w) = at_input {
+                sums.iter_mut().for_each(|v| *v *= w[s]);
+            }
+            if let Some(bias) = &bias {
+                sums.iter_mut().zip(bias.iter()).for_each(|(v, b)| *v += *b);
+            }
+            activation::forward(call.activation, sums, out);
+            if let Some(w) = at_activation {
+                out.iter_mut().for_each(|v| *v *= w[s]);
+            }
+        }
+        if let Some(pre) = pre {
+            store(pre, &sums, false);
+        }
+        Ok(out)
+    })
+}
+
+pub(super) fn down(call: Down<'_, Cpu>) -> Result<()> {
+    with_float!("down", "rows", call.rows.base.dtype(), T => down_as::<T>(call))
+}
+
+fn down_as<T: Float>(call: Down<'_, Cpu>) -> Result<()> {
+    const CALL: &str = "down";
+    let [experts, h, inner] = dims3(CALL, "weight", call.weight.dims())?;
+    let zones = ZoneList::new(CALL, call.zones, experts)?;
+    let rows = Rows::<T>::new(CALL, "rows", call.rows, inner, &zones)?;
+    let weight = call.weight.as_slice::<T>()?;
+    let bias = bias_of::<T>(CALL, call.bias, [experts, h])?;
+    let at_output = slot_weights::<T::Acc>(CALL, applies(&call.slot_weights, &[WeightAt::Output]), &zones)?;
+    let on_bias = applies(&call.slot_weights, &[WeightAt::Output, WeightAt::Activation]);
+    let on_bias = slot_weights::<T::Acc>(CALL, on_bias, &zones)?;
+
+    let sides = vec![(); tiles(&zones).len()];
+    write_rows::<T, _>(CALL, &zones, (call.out, h), sides, |(), j, slots| {
+        let x = rows.get(CALL, &zones, slots.clone())?;
+        let mut sums = vec![T::Acc::zero(); slots.len() * h];
+        product(
+            &mut sums,
+            false,
+            Mat::rows(&x, slots.len(), inner),
+            Mat::rows(&expert(weight, j, h * inner), h, inner).t(),
+        );
+        let bias = bias.map(|b| expert(b, j, h));
+        for (s, sums) in slots.zip(sums.chunks_exact_mut(h)) {
+            if let Some(w) = at_output {
+                sums.iter_mut().for_each(|v| *v *= w[s]);
+            }
+            if let Some(bias) = &bias {
+                let w = on_bias.map_or(num_traits::One::one(), |w| w[s]);
+                sums.iter_mut().zip(bias.iter()).for_each(|(v, b)| *v += w * *b);
+            }
+        }
+        Ok(sums)
+    })
+}
+
+pub(super) fn down_bwd(call: DownBwd<'_, Cpu>) -> Result<()> {
+    with_float!("down_bwd", "grad", call.grad.base.dtype(), T => down_bwd_as::<T>(call))
+}
+
+fn down_bwd_as<T: Float>(call: DownBwd<'_, Cpu>) -> Result<()> {
+    const CALL: &str = "down_bwd";
+    let [experts, h, inner] = dims3(CALL, "weight", call.weight.dims())?;
+    let n = inner * call.activation.gate_factor();
+    let zones = ZoneList::new(CALL, call.zones, experts)?;
+    let grad = Rows::<T>::new(CALL, "grad", call.grad, h, &zones)?;
+    let weight = call.weight.as_slice::<T>()?;
+    let bias = bias_of::<T>(CALL, call.bias, [experts, h])?;
+    Error::check_shape(CALL, "pre", &[zones.rows, n], call.pre.dims())?;
+    let pre = call.pre.as_slice::<T>()?;
+    let weights = applies(&call.slot_weights, &[WeightAt::Output, WeightAt::Activation]);
+    let weights = slot_weights::<T::Acc>(CALL, weights, &zones)?;
+    let hidden = out_of::<T>(CALL, "hidden", call.hidden, &[zones.rows, inner])?;
+    let d_weights = call.d_slot_weights.filter(|_| weights.is_some());
+    let d_weights = out_of::<T::Acc>(CALL, "d_slot_weights", d_weights, &[zones.rows])?;
+    let sides = cut_option(&zones, hidden, inner).into_iter().zip(cut_option(&zones, d_weights, 1)).collect();
+
+    write_rows::<T, _>(CALL, &zones, (RowDest::direct(call.d_pre), n), sides, |(out, d_weights), j, slots| {
+        let g = grad.get(CALL, &zones, slots.clone())?;
+        let mut d_hidden = vec![T::Acc::zero(); slots.len() * inner];
+        product(
+            &mut d_hidden,
+            false,
+            Mat::rows(&g, slots.len(), h),
+            Mat::rows(&expert(weight, j, h * inner), h, inner),
+        );
+        let pre = to_acc(&pre[slots.start * n..slots.end * n]);
+        let bias = bias.map(|b| expert(b, j, h));
+        let mut hidden = vec![T::Acc::zero(); slots.len() * inner];
+        let mut d_pre = vec![T::Acc::zero(); slots.len() * n];
+        let mut dots = vec![T::Acc::zero(); slots.len()];
+        for (r, s) in slots.clone().enumerate() {
+            let w = weights.map_or(num_traits::One::one(), |w| w[s]);
+            let h_row = &mut hidden[r * inner..(r + 1) * inner];
+            dots[r] = activation::backward(
+                call.activation,
+                &pre[r * n..(r + 1) * n],
+                &d_hidden[r * inner..(r + 1) * inner],
+                w,
+                h_row,
+                &mut d_pre[r * n..(r + 1) * n],
+            );
+            h_row.iter_mut().for_each(|v| *v *= w);
+            if let Some(bias) = &bias {
+                dots[r] += g[r * h..(r + 1) * h].iter().zip(bias.iter()).map(|(g, b)| *g * *b).sum::<T::Acc>();
+            }
+        }
+        if let Some(out) = out {
+            store(out, &hidden, false);
+        }
+        if let Some(out) = d_weights {
+            out.copy_from_slice(&dots);
+        }
+        Ok(d_pre)
+    })
+}
+
+pub(super) fn up_dgrad(call: UpDgrad<'_, Cpu>) -> Result<()> {
+    with_float!("up_dgrad", "d_pre", call.d_pre.dtype(), T => up_dgrad_as::<T>(call))
+}
+
+fn up_dgrad_as<T: Float>(call: UpDgrad<'_, Cpu>) -> Result<()> {
+    const CALL: &str = "up_dgrad";
+    let [experts, n, h] = dims3(CALL, "weight", call.weight.dims())?;
+    let zones = ZoneList::new(CALL, call.zones, experts)?;
+    Error::check_shape(CALL, "d_pre", &[zones.rows, n], call.d_pre.dims())?;
+    let d_pre = call.d_pre.as_slice::<T>()?;
+    let weight = call.weight.as_slice::<T>()?;
+    let (input, d_weights) = match call.input_weight {
+        None => (None, None),
+        Some(b) => {
+            let values = slot_weights::<T::Acc>(CALL, Some(b.values), &zones)?;
+            let rows = Rows::<T>::new(CALL, "input_weight.rows", b.rows, h, &zones)?;
+            (values.map(|v| (v, rows)), out_of::<T::Acc>(CALL, "d_slot_weights", b.d_slot_weights, &[zones.rows])?)
+        }
+    };
+    let sides = cut_option(&zones, d_weights, 1);
+
+    write_rows::<T, _>(CALL, &zones, (call.out, h), sides, |d_weights, j, slots| {
+        let d = to_acc(&d_pre[slots.start * n..slots.end * n]);
+        let mut sums = vec![T::Acc::zero(); slots.len() * h];
+        product(&mut sums, false, Mat::rows(&d, slots.len(), n), Mat::rows(&expert(weight, j, n * h), n, h));
+        if let Some((w, rows)) = &input {
+            let x = rows.get(CALL, &zones, slots.clone())?;
+            let dots: Vec<T::Acc> = sums
+                .chunks_exact(h)
+                .zip(x.chunks_exact(h))
+                .map(|(d, x)| d.iter().zip(x).map(|(d, x)| *d * *x).sum())
+                .collect();
+            for (s, row) in slots.zip(sums.chunks_exact_mut(h)) {
+                row.iter_mut().for_each(|v| *v *= w[s]);
+            }
+            if let Some(out) = d_weights {
+                out.copy_from_slice(&dots);
+            }
+        }
+        Ok(sums)
+    })
+}
+
+pub(super) fn wgrad(call: Wgrad<'_, Cpu>) -> Result<()> {
+    with_float!("wgrad", "left", call.left.base.dtype(), T => wgrad_as::<T>(call))
+}
+
+/// Slots that one step of a weight gradient reads: bounds the memory of gathered rows.
+const WGRAD_SLOTS: usize = 2048;
+/// Rows of a weight gradient that one task computes.
+const WGRAD_ROWS: usize = 256;
+
+fn wgrad_as<T: Float>(call: Wgrad<'_, Cpu>) -> Result<()> {
+    const CALL: &str = "wgrad";
+    let [experts, m, p] = dims3(CALL, "out", call.out.dims())?;
+    let zones = ZoneList::new(CALL, call.zones, experts)?;
+    let left = Rows::<T>::new(CALL, "left", call.left, m, &zones)?;
+    let right = Rows::<T>::new(CALL, "right", call.right, p, &zones)?;
+    let weights = slot_weights::<T::Acc>(CALL, call.slot_weights, &zones)?;
+    let out = call.out.into_slice::<T>()?;
+    let accumulate = call.accumulate;
+    out.par_chunks_mut(m * p).enumerate().try_for_each(|(j, out)| -> Result<()> {
+        let zone = zones.filled[j].clone();
+        if zone.is_empty() {
+            if !accumulate {
+                out.fill(T::default());
+            }
+            return Ok(());
+        }
+        let mut sums = vec![T::Acc::zero(); m * p];
+        for start in zone.clone().step_by(WGRAD_SLOTS) {
+            let slots = start..zone.end.min(start + WGRAD_SLOTS);
+            let mut l = left.get(CALL, &zones, slots.clone())?;
+            let r = right.get(CALL, &zones, slots.clone())?;
+            if let Some(w) = weights {
+                for (row, s) in l.to_mut().chunks_exact_mut(m).zip(slots.clone()) {
+                    row.iter_mut().for_each(|v| *v *= w[s]);
+                }
+            }
+            let (l, r) = (Mat::rows(&l, slots.len(), m), Mat::rows(&r, slots.len(), p));
+            sums.par_chunks_mut(WGRAD_ROWS * p).enumerate().for_each(|(b, sums)| {
+                product(sums, start > zone.start, l.columns(b * WGRAD_ROWS, sums.len() / p).t(), r);
+            });
+        }
+        store(out, &sums, accumulate);
+        Ok(())
+    })?;
+    match call.bias {
+        Some(bias) => bias_grad(bias, accumulate, &left, &zones, [experts, m]),
+        None => Ok(()),
+    }
+}
+
+fn bias_grad<T: Float>(
+    bias: BiasGrad<'_, Cpu>,
+    accumulate: bool,
+    left: &Rows<'_, T>,
+    zones: &ZoneList,
+    dims: [usize; 2],
+) -> Result<()> {
+    const CALL: &str = "wgrad";
+    let weights = slot_weights::<T::Acc>(CALL, bias.slot_weights, zones)?;
+    Error::check_shape(CALL, "bias.out", &dims, bias.out.dims())?;
+    let m = dims[1];
+    bias.out.into_slice::<T>()?.par_chunks_mut(m).enumerate().try_for_each(|(j, out)| {
+        let mut sums = vec![T::Acc::zero(); m];
+        let zone = zones.filled[j].clone();
+        for start in zone.clone().step_by(WGRAD_SLOTS) {
+            let slots = start..zone.end.min(start + WGRAD_SLOTS);
+            let rows = left.get(CALL, zones, slots.clone())?;
+            for (row, s) in rows.chunks_exact(m).zip(slots) {
+                let w = weights.map_or(num_traits::One::one(), |w| w[s]);
+                sums.iter_mut().zip(row).for_each(|(sum, v)| *sum += w * *v);
+            }
+        }
+        store(out, &sums, accumulate);
+        Ok(())
+    })
 }

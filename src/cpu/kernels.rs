@@ -2,10 +2,12 @@
 
 use std::sync::Arc;
 
+use crate::device::Device;
+use crate::dtype::DType;
 use crate::ep::{Plan, PlanRequest};
 use crate::error::Result;
 use crate::kernels::*;
-use crate::tensor::{Tensor, TensorRef};
+use crate::tensor::{Tensor, TensorMut, TensorRef};
 
 use super::{Cpu, element, experts, gemm, plan, router, rows};
 
@@ -29,7 +31,7 @@ impl Kernels for Cpu {
         router::keep_sum(call)
     }
     fn plan(&self, _: &(), call: PlanRequest<'_, Self>) -> Result<Plan<Self>> {
-        plan::plan(self, call)
+        plan::plan(call)
     }
     fn gather_rows(&self, _: &(), call: GatherRows<'_, Self>) -> Result<()> {
         rows::gather_rows(call)
@@ -60,7 +62,19 @@ impl Kernels for Cpu {
         let counts = Tensor::from_vec(vec![rows as i64], &[1])?;
         Ok(Arc::new(Zones { offsets, counts, rows }))
     }
+    fn wait(&self, _: &(), _: Option<&()>) -> Result<()> {
+        Ok(())
+    }
+    fn write(&self, _: &(), values: &[f64], dtype: DType, dims: &[usize]) -> Result<Tensor<Self>> {
+        element::from_f64(values, dtype, dims)
+    }
     fn read(&self, _: &(), tensor: TensorRef<'_, Self>) -> Result<Vec<f64>> {
         Ok(element::to_f64(tensor))
+    }
+    fn download(&self, _: &(), from: TensorRef<'_, Self>) -> Result<Vec<u8>> {
+        Ok(from.data().to_vec())
+    }
+    fn upload(&self, _: &(), from: &[u8], to: TensorMut<'_, Self>) -> Result<()> {
+        self.copy(from, to.into_data())
     }
 }

@@ -1,13 +1,18 @@
 //! The CPU: host memory, kernels on rayon's threads and the `gemm` crate's inner loops.
 
+mod activation;
+mod collective;
 mod device;
 mod element;
 mod experts;
 mod gemm;
+mod group;
 mod kernels;
 mod plan;
 mod router;
 mod rows;
+mod zones;
 
+pub(crate) use collective::sum_ranks;
 pub use device::{Cpu, HostBuffer};
 pub use element::Element;

@@ -1,6 +1,297 @@
-//! stub
-use super::Cpu;
-use crate::{ep::*, error::Result};
-pub(super) fn plan(_d: &Cpu, _call: PlanRequest<'_, Cpu>) -> Result<Plan<Cpu>> {
-    todo!()
+//! Slots for all ranks' choices.
+//!
+//! Every rank walks all choices in order (source rank, token, k) and so knows, without asking, what every other rank
+//! keeps and drops.
+
+use std::sync::Arc;
+
+use crate::config::{CapacityOrder, ExpertCapacity};
+use crate::ep::{Capacity, Overflow, Plan, PlanRequest, Transport};
+use crate::error::{Error, Result};
+use crate::kernels::Zones;
+use crate::tensor::Tensor;
+
+use super::{Cpu, element};
+
+const CALL: &str = "prepare";
+
+pub(super) fn plan(call: PlanRequest<'_, Cpu>) -> Result<Plan<Cpu>> {
+    let total: usize = call.tokens.iter().sum();
+    let k = call.spec.top_k;
+    Error::check_shape(CALL, "ids of all ranks", &[total, k], call.ids.dims())?;
+    let mut ids = call.ids.as_slice::<i32>()?.to_vec();
+    let expert_load = loads(&ids, call.num_experts);
+    if let Some(limit) = &call.spec.expert_capacity {
+        let weights = call.weights.map(element::to_f64);
+        limit_experts(&mut ids, &expert_load, limit, weights.as_deref());
+    }
+    let layout = Layout::new(&call, &loads(&ids, call.num_experts))?;
+    let slots = layout.slots(&mut ids);
+
+    let first_token: usize = call.tokens[..call.rank].iter().sum();
+    let tokens = call.tokens[call.rank];
+    let own = first_token * k..(first_token + tokens) * k;
+    let before = call.ids.as_slice::<i32>()?;
+    let dropped = own.clone().filter(|i| before[*i] >= 0 && ids[*i] < 0).count();
+    let walk = Walk { call: &call, layout: &layout, ids: &ids, slots: &slots, first_token };
+    let maps = match call.transport {
+        Transport::Local | Transport::AllRows => walk.all_rows()?,
+        Transport::UniqueRows => walk.unique_rows()?,
+    };
+    let (zones, padded_counts) = layout.zones(call.rank)?;
+    Ok(Plan {
+        tokens,
+        total_tokens: total,
+        first_token,
+        zones: Arc::new(zones),
+        padded_counts,
+        needed_rows: layout.needed[call.rank],
+        expert_load,
+        dropped,
+        kept_ids: Tensor::from_vec(ids[own].to_vec(), &[tokens, k])?,
+        row_map: maps.row_map,
+        weight_map: maps.weight_map,
+        return_map: maps.return_map,
+        send_tokens: maps.send_tokens,
+        send_choices: maps.send_choices,
+        return_slots: maps.return_slots,
+        send_rows: maps.send_rows,
+        recv_rows: maps.recv_rows,
+        slots_from: maps.slots_from,
+        slots_at: maps.slots_at,
+    })
+}
+
+/// Choices of each expert.
+fn loads(ids: &[i32], experts: usize) -> Vec<usize> {
+    let mut loads = vec![0; experts];
+    ids.iter().filter_map(|id| usize::try_from(*id).ok()).for_each(|e| loads[e] += 1);
+    loads
+}
+
+/// Drops choices past C = ceil(f·T·K / E) of each expert; T·K counts dropped choices too.
+fn limit_experts(ids: &mut [i32], loads: &[usize], limit: &ExpertCapacity, weights: Option<&[f64]>) {
+    let capacity = (limit.factor * ids.len() as f64 / loads.len() as f64).ceil() as usize;
+    let mut of_expert: Vec<Vec<usize>> =
+        loads.iter().map(|n| Vec::with_capacity(if *n > capacity { *n } else { 0 })).collect();
+    for (i, id) in ids.iter().enumerate() {
+        if let Ok(e) = usize::try_from(*id)
+            && loads[e] > capacity
+        {
+            of_expert[e].push(i);
+        }
+    }
+    for mut candidates in of_expert.into_iter().filter(|c| !c.is_empty()) {
+        if let (CapacityOrder::Probability, Some(w)) = (limit.order, weights) {
+            // A NaN is nobody's favourite, on any rank. The sort is stable: ties stay in order of position.
+            let key = |i: &usize| if w[*i].is_nan() { f64::NEG_INFINITY } else { w[*i] };
+            candidates.sort_by(|a, b| key(b).total_cmp(&key(a)));
+        }
+        candidates[capacity..].iter().for_each(|i| ids[*i] = -1);
+    }
+}
+
+/// Zones of every rank.
+struct Layout {
+    local_experts: usize,
+    /// Rows past which a slot is dropped; `usize::MAX` where nothing is.
+    limit: usize,
+    /// First slot of each expert on its rank.
+    offsets: Vec<usize>,
+    /// Choices of each expert, expert capacity applied.
+    counts: Vec<usize>,
+    /// Padded rows of each rank.
+    needed: Vec<usize>,
+    capacity: Capacity,
+}
+
+impl Layout {
+    fn new(call: &PlanRequest<'_, Cpu>, counts: &[usize]) -> Result<Self> {
+        let local_experts = call.num_experts / call.ranks;
+        let mut offsets = Vec::with_capacity(call.num_experts);
+        let mut needed = Vec::with_capacity(call.ranks);
+        for of_rank in counts.chunks(local_experts) {
+            let mut end = 0usize;
+            for count in of_rank {
+                offsets.push(end);
+                let padded = count.checked_next_multiple_of(call.spec.alignment).unwrap_or(usize::MAX);
+                end = end.saturating_add(padded);
+            }
+            needed.push(end);
+        }
+        let widest = needed.iter().copied().max().unwrap_or(0).max(call.ids.count());
+        if widest > i32::MAX as usize {
+            return Err(Error::invalid(CALL, "rows", format!("at most {}", i32::MAX), widest));
+        }
+        let limit = match (call.spec.capacity, call.spec.overflow) {
+            (Capacity::Eager, _) => usize::MAX,
+            (Capacity::Static(rows), Overflow::Drop) => rows,
+            (Capacity::Static(capacity), Overflow::Error) => match needed.iter().position(|n| *n > capacity) {
+                Some(rank) => return Err(Error::Capacity { rank, needed: needed[rank], capacity }),
+                None => usize::MAX,
+            },
+        };
+        Ok(Self { local_experts, limit, offsets, counts: counts.to_vec(), needed, capacity: call.spec.capacity })
+    }
+
+    /// Slot of each choice on its expert's rank, −1 where dropped; drops in `ids` too.
+    fn slots(&self, ids: &mut [i32]) -> Vec<i32> {
+        let mut next = self.offsets.clone();
+        let slot_of = |id: &mut i32| {
+            let e = usize::try_from(*id).ok()?;
+            let slot = next[e];
+            next[e] += 1;
+            if slot >= self.limit {
+                *id = -1;
+                return None;
+            }
+            Some(slot as i32)
+        };
+        ids.iter_mut().map(slot_of).map(|s| s.unwrap_or(-1)).collect()
+    }
+
+    /// Rows N of a rank's buffers.
+    fn rows(&self, rank: usize) -> usize {
+        match self.capacity {
+            Capacity::Eager => self.needed[rank],
+            Capacity::Static(rows) => rows,
+        }
+    }
+
+    /// The rank's zones and their padded sizes, cut at the capacity.
+    fn zones(&self, rank: usize) -> Result<(Zones<Cpu>, Vec<usize>)> {
+        let rows = self.rows(rank);
+        let experts = rank * self.local_experts..(rank + 1) * self.local_experts;
+        let starts: Vec<usize> = self.offsets[experts.clone()].iter().map(|o| *o.min(&rows)).collect();
+        let ends = starts.iter().skip(1).copied().chain([self.needed[rank].min(rows)]);
+        let padded: Vec<usize> = starts.iter().zip(ends).map(|(start, end)| end - start).collect();
+        let counts = self.counts[experts].iter().zip(&starts).map(|(c, start)| *c.min(&(rows - start)) as i64);
+        let zones = Zones {
+            counts: Tensor::from_vec(counts.collect(), &[self.local_experts])?,
+            offsets: Tensor::from_vec(starts.iter().map(|s| *s as i64).collect(), &[self.local_experts])?,
+            rows,
+        };
+        Ok((zones, padded))
+    }
+}
+
+/// The maps of a [`Plan`].
+struct Maps {
+    row_map: Tensor<Cpu>,
+    weight_map: Tensor<Cpu>,
+    return_map: Tensor<Cpu>,
+    send_tokens: Option<Tensor<Cpu>>,
+    send_choices: Option<Tensor<Cpu>>,
+    return_slots: Option<Tensor<Cpu>>,
+    send_rows: Vec<usize>,
+    recv_rows: Vec<usize>,
+    slots_from: Vec<usize>,
+    slots_at: Vec<usize>,
+}
+
+struct Walk<'a, 'r> {
+    call: &'a PlanRequest<'r, Cpu>,
+    layout: &'a Layout,
+    ids: &'a [i32],
+    slots: &'a [i32],
+    first_token: usize,
+}
+
+impl Walk<'_, '_> {
+    /// Rank that choice i is kept at.
+    fn rank_of(&self, i: usize) -> Option<usize> {
+        usize::try_from(self.ids[i]).ok().map(|e| e / self.layout.local_experts)
+    }
+
+    fn all_rows(&self) -> Result<Maps> {
+        let (rows, k) = (self.layout.rows(self.call.rank), self.call.spec.top_k);
+        let mut row_map = vec![-1i32; rows];
+        let mut weight_map = vec![-1i32; rows];
+        let mut return_map = vec![-1i32; self.ids.len()];
+        for i in (0..self.ids.len()).filter(|i| self.rank_of(*i) == Some(self.call.rank)) {
+            let slot = self.slots[i] as usize;
+            row_map[slot] = (i / k) as i32;
+            weight_map[slot] = i as i32;
+            return_map[i] = slot as i32;
+        }
+        Ok(Maps {
+            row_map: Tensor::from_vec(row_map, &[rows])?,
+            weight_map: Tensor::from_vec(weight_map, &[rows])?,
+            return_map: Tensor::from_vec(return_map, &[self.call.tokens.iter().sum(), k])?,
+            send_tokens: None,
+            send_choices: None,
+            return_slots: None,
+            send_rows: Vec::new(),
+            recv_rows: Vec::new(),
+            slots_from: Vec::new(),
+            slots_at: Vec::new(),
+        })
+    }
+
+    fn unique_rows(&self) -> Result<Maps> {
+        let (rank, ranks, k) = (self.call.rank, self.call.ranks, self.call.spec.top_k);
+        let rows = self.layout.rows(rank);
+        let mut row_map = vec![-1i32; rows];
+        let mut weight_map = vec![-1i32; rows];
+        let mut return_slots = Vec::new();
+        let (mut recv_rows, mut slots_from) = (vec![0; ranks], vec![0; ranks]);
+        let (mut received, mut choice) = (0i32, 0);
+        for (source, &tokens) in self.call.tokens.iter().enumerate() {
+            for _ in 0..tokens {
+                let mut wanted = false;
+                for i in choice..choice + k {
+                    if self.rank_of(i) != Some(rank) {
+                        continue;
+                    }
+                    wanted = true;
+                    row_map[self.slots[i] as usize] = received;
+                    weight_map[self.slots[i] as usize] = return_slots.len() as i32;
+                    return_slots.push(self.slots[i]);
+                    slots_from[source] += 1;
+                }
+                choice += k;
+                received += i32::from(wanted);
+                recv_rows[source] += usize::from(wanted);
+            }
+        }
+
+        let tokens = self.call.tokens[rank];
+        let mut sent_tokens = vec![Vec::new(); ranks];
+        let mut sent_choices = vec![Vec::new(); ranks];
+        for t in 0..tokens {
+            for j in t * k..(t + 1) * k {
+                if let Some(to) = self.rank_of(self.first_token * k + j) {
+                    if sent_tokens[to].last() != Some(&(t as i32)) {
+                        sent_tokens[to].push(t as i32);
+                    }
+                    sent_choices[to].push(j as i32);
+                }
+            }
+        }
+        let (send_rows, slots_at) = (lengths(&sent_tokens), lengths(&sent_choices));
+        let send_choices = sent_choices.concat();
+        let mut return_map = vec![-1i32; tokens * k];
+        send_choices.iter().enumerate().for_each(|(i, j)| return_map[*j as usize] = i as i32);
+        Ok(Maps {
+            row_map: Tensor::from_vec(row_map, &[rows])?,
+            weight_map: Tensor::from_vec(weight_map, &[rows])?,
+            return_map: Tensor::from_vec(return_map, &[tokens, k])?,
+            send_tokens: Some(list(sent_tokens.concat())?),
+            send_choices: Some(list(send_choices)?),
+            return_slots: Some(list(return_slots)?),
+            send_rows,
+            recv_rows,
+            slots_from,
+            slots_at,
+        })
+    }
+}
+
+fn lengths(lists: &[Vec<i32>]) -> Vec<usize> {
+    lists.iter().map(Vec::len).collect()
+}
+
+fn list(values: Vec<i32>) -> Result<Tensor<Cpu>> {
+    let n = values.len();
+    Tensor::from_vec(values, &[n])
 }

@@ -1,5 +1,145 @@
-//! stub
+//! Every rank gets all tokens; sums over slots are made where the experts are and reduce-scattered.
+
+use crate::dtype::DType;
+use crate::error::Result;
 use crate::kernels::Kernels;
-/// stub
+use crate::tensor::{Tensor, TensorMut, TensorRef};
+
+use super::carrier::{Back, Carrier, Step};
+use super::core::Core;
+use super::view::{
+    Arrived, Content, Parts, byte_rows, entries, flat, gather_elements, part_mut, reduce, total, unpack,
+};
+use super::{DispatchInputs, Handle, Transport};
+
+/// Dispatcher over any communicator, best where most tokens visit most ranks. Every call is one collective, but
+/// dispatch_bwd, which is two: the tokens' gradients and the weights' have different dtypes.
+///
+/// A token's outputs are summed per rank in the tokens' dtype, then over ranks in the accumulator type: results
+/// differ from the other dispatchers' by rounding.
 #[derive(Debug)]
-pub struct AllGather<D: Kernels>(std::marker::PhantomData<D>);
+pub struct AllGather<D: Kernels> {
+    pub(super) core: Core<D>,
+}
+
+/// Rows that every rank contributes: the most tokens that any has in this step.
+fn room<D: Kernels>(handle: &Handle<D>) -> usize {
+    handle.tokens.iter().copied().max().unwrap_or(0)
+}
+
+impl<D: Kernels> AllGather<D> {
+    /// This rank's message, padded to the size that all have.
+    fn pack(&self, inputs: &DispatchInputs<'_, D>, parts: Parts, room: usize, k: usize) -> Result<Tensor<D>> {
+        let device = &self.core.device;
+        let messages = parts.messages(&[room], &[room * k]);
+        let mut buffer = Tensor::empty(device, DType::U8, &[total(&messages)])?;
+        let mut put = |t: &TensorRef<'_, D>, at: usize| {
+            let from = flat(t.borrow())?;
+            device.copy(from.data(), part_mut(buffer.view_mut(), at, 1, from.count())?.into_data())
+        };
+        for m in &messages {
+            put(&inputs.tokens, m.start)?;
+            inputs.weights.as_ref().map_or(Ok(()), |w| put(w, m.weights))?;
+            inputs.scales.as_ref().map_or(Ok(()), |s| put(s, m.scales))?;
+        }
+        Ok(buffer)
+    }
+
+    /// Sums `partial [R, room, width]` over ranks into this rank's rows.
+    fn scatter(&mut self, step: &Step<'_, D>, partial: &Tensor<D>, out: TensorMut<'_, D>) -> Result<()> {
+        let tag = Core::tag(step.handle, step.op);
+        let Core { device, comm, .. } = &mut self.core;
+        let (room, width) = (partial.dims()[1], partial.dims()[2]);
+        if out.rows() == room {
+            return comm.reduce_scatter(tag, partial.view(), out);
+        }
+        let mut sums = Tensor::empty(device, partial.dtype(), &[room, width])?;
+        comm.reduce_scatter(tag, partial.view(), sums.view_mut())?;
+        device.copy(byte_rows(sums.view(), 0..out.rows())?.data(), out.into_data())
+    }
+
+    /// Runs `fill` on each rank's block of `partial [R, room, width]` with its tokens' part of the return map, and
+    /// zeroes the rows that no token has.
+    fn fill(
+        &self,
+        handle: &Handle<D>,
+        partial: &mut Tensor<D>,
+        fill: impl Fn(TensorRef<'_, D>, TensorMut<'_, D>) -> Result<()>,
+    ) -> Result<()> {
+        let (room, width, dtype) = (partial.dims()[1], partial.dims()[2], partial.dtype());
+        let (k, row) = (handle.spec().top_k, width * dtype.size());
+        let mut first = 0;
+        for (r, &tokens) in handle.tokens.iter().enumerate() {
+            let map = entries(handle.plan.return_map.view(), first * k..(first + tokens) * k)?.reshape(&[tokens, k])?;
+            let block = part_mut(partial.view_mut(), r * room * row, tokens, row)?;
+            fill(map, TensorMut::new(block.into_data(), dtype, &[tokens, width])?)?;
+            let tail = part_mut(partial.view_mut(), (r * room + tokens) * row, room - tokens, row)?;
+            self.core.device.zero(tail.into_data())?;
+            first += tokens;
+        }
+        Ok(())
+    }
+}
+
+impl<D: Kernels> Carrier<D> for AllGather<D> {
+    const NAME: &'static str = "all_gather";
+    const TRANSPORT: Transport = Transport::AllRows;
+
+    fn core(&mut self) -> &mut Core<D> {
+        &mut self.core
+    }
+
+    fn out(&mut self, step: &Step<'_, D>, inputs: &DispatchInputs<'_, D>) -> Result<Arrived<D>> {
+        let handle = step.handle;
+        let tag = Core::tag(handle, step.op);
+        let (room, k, parts) = (room(handle), handle.spec().top_k, Parts::of(inputs));
+        let (ranks, dtype) = (self.core.ranks(), inputs.tokens.dtype());
+        let width = parts.row / dtype.size();
+        if parts.rows_only() && handle.tokens.iter().all(|t| *t == room) {
+            let Core { device, comm, .. } = &mut self.core;
+            let mut rows = Tensor::empty(device, dtype, &[ranks * room, width])?;
+            comm.all_gather(tag, inputs.tokens.borrow(), rows.view_mut())?;
+            return Ok(Arrived { rows: Some(rows), weights: None, scales: None });
+        }
+        let packed = self.pack(inputs, parts, room, k)?;
+        let messages = parts.messages(&vec![room; ranks], &vec![room * k; ranks]);
+        let Core { device, comm, .. } = &mut self.core;
+        let mut buffer = Tensor::empty(device, DType::U8, &[total(&messages)])?;
+        comm.all_gather(tag, packed.view(), buffer.view_mut())?;
+        let choices: Vec<usize> = handle.tokens.iter().map(|t| t * k).collect();
+        let weight_dtype = inputs.weights.map_or(dtype.accumulator(), |w| w.dtype());
+        let content = Content { dtype, width, weight_dtype };
+        unpack(device, buffer.view(), &messages, (&handle.tokens, &choices), parts, content)
+    }
+
+    fn back(&mut self, step: &Step<'_, D>, back: Back<'_, D>) -> Result<()> {
+        let handle = step.handle;
+        let (ranks, room, k) = (self.core.ranks(), room(handle), handle.spec().top_k);
+        let dtype = back.rows.dtype();
+        let width = back.rows.row_bytes() / dtype.size();
+        let mut partial = Tensor::empty(&self.core.device, dtype, &[ranks, room, width])?;
+        self.fill(handle, &mut partial, |map, out| {
+            let Core { device, stream, .. } = &self.core;
+            reduce(device, stream, back.rows.borrow(), map, out)
+        })?;
+        self.scatter(step, &partial, back.out)?;
+        if !back.with_weights {
+            return Ok(());
+        }
+        let mut partial = Tensor::empty(&self.core.device, dtype.accumulator(), &[ranks, room, k])?;
+        self.fill(handle, &mut partial, |map, out| {
+            let Core { device, stream, .. } = &self.core;
+            match &back.weights {
+                Some(w) => gather_elements(device, stream, w.borrow(), map, out),
+                None => device.zero(out.into_data()),
+            }
+        })?;
+        match back.out_weights {
+            Some(out) => self.scatter(step, &partial, out),
+            None => {
+                let mut unused = Tensor::empty(&self.core.device, dtype.accumulator(), &[handle.tokens(), k])?;
+                self.scatter(step, &partial, unused.view_mut())
+            }
+        }
+    }
+}

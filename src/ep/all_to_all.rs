@@ -1,5 +1,175 @@
-//! stub
+//! Each token travels once to every rank that has an expert of its; experts' outputs travel back one a choice.
+
+use std::ops::Range;
+
+use crate::comm::Exchange;
+use crate::dtype::DType;
+use crate::error::{Error, Result};
 use crate::kernels::Kernels;
-/// stub
+use crate::tensor::{Tensor, TensorRef};
+
+use super::carrier::{Back, Carrier, Step};
+use super::core::Core;
+use super::view::{
+    Arrived, Content, Message, Parts, elements, entries, flat_mut, gather, gather_elements, part_mut, reduce, total,
+    unpack,
+};
+use super::{DispatchInputs, Plan, Transport};
+
+/// Dispatcher over any communicator. Every call is one all-to-all.
+///
+/// Out, a message is `rows ++ weights ++ scales`: each (token, destination) once, the weights one a choice. Back, one
+/// row a kept choice, which the token's owner adds in the order of k: the sum has the same bits for any number of
+/// ranks, at the price of more bytes than sums made at the sender.
 #[derive(Debug)]
-pub struct AllToAll<D: Kernels>(std::marker::PhantomData<D>);
+pub struct AllToAll<D: Kernels> {
+    pub(super) core: Core<D>,
+}
+
+/// Rows, weights and scales that messages are gathered from, with the maps that say which.
+struct Sources<'a, D: Kernels> {
+    rows: TensorRef<'a, D>,
+    row_map: TensorRef<'a, D>,
+    weights: Option<TensorRef<'a, D>>,
+    weight_map: TensorRef<'a, D>,
+    scales: Option<TensorRef<'a, D>>,
+}
+
+/// Counts of rows and choices to and from each rank.
+struct Traffic<'a> {
+    send: (&'a [usize], &'a [usize]),
+    recv: (&'a [usize], &'a [usize]),
+}
+
+/// Where rank p's entries lie among all ranks'.
+fn range(counts: &[usize], p: usize) -> Range<usize> {
+    let start: usize = counts[..p].iter().sum();
+    start..start + counts[p]
+}
+
+impl<D: Kernels> AllToAll<D> {
+    fn exchange(
+        &mut self,
+        step: &Step<'_, D>,
+        parts: Parts,
+        traffic: &Traffic<'_>,
+        sources: &Sources<'_, D>,
+    ) -> Result<Arrived<D>> {
+        let send = parts.messages(traffic.send.0, traffic.send.1);
+        let recv = parts.messages(traffic.recv.0, traffic.recv.1);
+        let packed = self.pack(parts, traffic.send, &send, sources)?;
+        let dtype = sources.rows.dtype();
+        let content = Content {
+            dtype,
+            width: parts.row / dtype.size(),
+            weight_dtype: sources.weights.map_or(dtype.accumulator(), |w| w.dtype()),
+        };
+        let Core { device, comm, .. } = &mut self.core;
+        let (rows, size) = match parts.rows_only() {
+            true => (Some(Tensor::empty(device, dtype, &[traffic.recv.0.iter().sum(), content.width])?), 0),
+            false => (None, total(&recv)),
+        };
+        let mut rows = rows;
+        let mut buffer = Tensor::empty(device, DType::U8, &[size])?;
+        let lengths = |messages: &[Message]| -> Vec<usize> { messages.iter().map(|m| m.bytes).collect() };
+        let (send_bytes, recv_bytes) = (lengths(&send), lengths(&recv));
+        let exchange = Exchange {
+            send: packed.view(),
+            send_bytes: &send_bytes,
+            recv: flat_mut(rows.as_mut().unwrap_or(&mut buffer).view_mut())?,
+            recv_bytes: &recv_bytes,
+            payload: dtype,
+        };
+        comm.all_to_all_v(Core::tag(step.handle, step.op), exchange)?;
+        match rows {
+            Some(rows) => Ok(Arrived { rows: Some(rows), weights: None, scales: None }),
+            None => unpack(device, buffer.view(), &recv, traffic.recv, parts, content),
+        }
+    }
+
+    fn pack(
+        &self,
+        parts: Parts,
+        (rows, choices): (&[usize], &[usize]),
+        messages: &[Message],
+        sources: &Sources<'_, D>,
+    ) -> Result<Tensor<D>> {
+        let Core { device, stream, .. } = &self.core;
+        let mut buffer = Tensor::empty(device, DType::U8, &[total(messages)])?;
+        if parts.rows_only() {
+            let out = buffer.view_mut().reshape(&[sources.row_map.count(), parts.row])?;
+            gather(device, stream, sources.rows, sources.row_map, out)?;
+            return Ok(buffer);
+        }
+        for (p, m) in messages.iter().enumerate() {
+            let map = entries(sources.row_map, range(rows, p))?;
+            gather(device, stream, sources.rows, map, part_mut(buffer.view_mut(), m.start, rows[p], parts.row)?)?;
+            if let Some(scales) = sources.scales {
+                let out = part_mut(buffer.view_mut(), m.scales, rows[p], parts.scale)?;
+                gather(device, stream, scales, map, out)?;
+            }
+            if parts.weight > 0 {
+                let out = part_mut(buffer.view_mut(), m.weights, choices[p], parts.weight)?;
+                match sources.weights {
+                    Some(w) => gather(device, stream, w, entries(sources.weight_map, range(choices, p))?, out)?,
+                    None => device.zero(out.into_data())?,
+                }
+            }
+        }
+        Ok(buffer)
+    }
+}
+
+/// A map that plans for this transport have.
+fn map_of<'a, D: Kernels>(map: &'a Option<Tensor<D>>, name: &str) -> Result<TensorRef<'a, D>> {
+    let missing = || Error::invalid("all_to_all", format!("plan.{name}"), "a map (Transport::UniqueRows)", "none");
+    map.as_ref().map(Tensor::view).ok_or_else(missing)
+}
+
+impl<D: Kernels> Carrier<D> for AllToAll<D> {
+    const NAME: &'static str = "all_to_all";
+    const TRANSPORT: Transport = Transport::UniqueRows;
+
+    fn core(&mut self) -> &mut Core<D> {
+        &mut self.core
+    }
+
+    fn out(&mut self, step: &Step<'_, D>, inputs: &DispatchInputs<'_, D>) -> Result<Arrived<D>> {
+        let plan: &Plan<D> = &step.handle.plan;
+        let traffic = Traffic { send: (&plan.send_rows, &plan.slots_at), recv: (&plan.recv_rows, &plan.slots_from) };
+        let sources = Sources {
+            rows: inputs.tokens.borrow(),
+            row_map: map_of(&plan.send_tokens, "send_tokens")?,
+            weights: inputs.weights.as_ref().map(|w| elements(w.borrow())).transpose()?,
+            weight_map: map_of(&plan.send_choices, "send_choices")?,
+            scales: inputs.scales.as_ref().map(TensorRef::borrow),
+        };
+        self.exchange(step, Parts::of(inputs), &traffic, &sources)
+    }
+
+    fn back(&mut self, step: &Step<'_, D>, back: Back<'_, D>) -> Result<()> {
+        let plan: &Plan<D> = &step.handle.plan;
+        let acc = back.rows.dtype().accumulator();
+        let weight = if back.with_weights { acc.size() } else { 0 };
+        let parts = Parts { row: back.rows.row_bytes(), weight, scale: 0 };
+        let traffic = Traffic { send: (&plan.slots_from, &plan.slots_from), recv: (&plan.slots_at, &plan.slots_at) };
+        let slots = map_of(&plan.return_slots, "return_slots")?;
+        let sources = Sources {
+            rows: back.rows.borrow(),
+            row_map: slots,
+            weights: back.weights.as_ref().map(TensorRef::borrow),
+            weight_map: slots,
+            scales: None,
+        };
+        let arrived = self.exchange(step, parts, &traffic, &sources)?;
+        let Core { device, stream, .. } = &self.core;
+        let map = plan.return_map.view();
+        if let Some(rows) = &arrived.rows {
+            reduce(device, stream, rows.view(), map, back.out)?;
+        }
+        if let (Some(out), Some(weights)) = (back.out_weights, &arrived.weights) {
+            gather_elements(device, stream, weights.view(), map, out)?;
+        }
+        Ok(())
+    }
+}

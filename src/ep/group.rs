@@ -1,11 +1,14 @@
 //! A rank's membership in a group of ranks that share experts.
 
-use crate::comm::Communicator;
+use crate::comm::{Communicator, Op, Tag};
 use crate::config::MAX_EXPERTS;
+use crate::dtype::DType;
 use crate::error::{Error, Result};
 use crate::kernels::Kernels;
+use crate::tensor::Tensor;
 
-use super::TokenDispatcher;
+use super::core::Core;
+use super::{AllGather, AllToAll, Local, TokenDispatcher};
 
 /// What all ranks of a group must agree on.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -35,11 +38,83 @@ pub enum DispatcherKind {
     AllGather,
 }
 
+impl DispatcherKind {
+    fn name_of(number: u64) -> String {
+        let kinds = [Self::Auto, Self::Local, Self::AllToAll, Self::AllGather];
+        kinds.iter().find(|k| **k as u64 == number).map_or_else(|| number.to_string(), |k| format!("{k:?}"))
+    }
+}
+
 impl GroupConfig {
     /// Eager calls of up to `max_tokens_per_rank` tokens over `num_experts` experts.
     pub fn new(num_experts: usize, max_tokens_per_rank: usize) -> Self {
         Self { num_experts, max_tokens_per_rank, max_rows: 0, dispatcher: DispatcherKind::Auto }
     }
+}
+
+const CALL: &str = "Group::new";
+
+impl GroupConfig {
+    fn validate(&self, ranks: usize) -> Result<()> {
+        let experts = self.num_experts;
+        if !(1..=MAX_EXPERTS).contains(&experts) {
+            return Err(Error::invalid(CALL, "num_experts", format!("1..={MAX_EXPERTS}"), experts));
+        }
+        if !experts.is_multiple_of(ranks) {
+            return Err(Error::invalid(CALL, "num_experts", format!("a multiple of the {ranks} ranks"), experts));
+        }
+        let most = i32::MAX as usize / ranks;
+        if !(1..=most).contains(&self.max_tokens_per_rank) {
+            return Err(Error::invalid(CALL, "max_tokens_per_rank", format!("1..={most}"), self.max_tokens_per_rank));
+        }
+        if self.max_rows > i32::MAX as usize {
+            return Err(Error::invalid(CALL, "max_rows", format!("at most {}", i32::MAX), self.max_rows));
+        }
+        if self.dispatcher == DispatcherKind::Local && ranks != 1 {
+            return Err(Error::invalid(CALL, "dispatcher", "any but Local for more than one rank", ranks));
+        }
+        Ok(())
+    }
+
+    /// Name, number for comparison, and text of every field.
+    fn fields(&self) -> [(&'static str, u64, String); 4] {
+        let number = |name, v: usize| (name, v as u64, v.to_string());
+        [
+            number("num_experts", self.num_experts),
+            number("max_tokens_per_rank", self.max_tokens_per_rank),
+            number("max_rows", self.max_rows),
+            ("dispatcher", self.dispatcher as u64, format!("{:?}", self.dispatcher)),
+        ]
+    }
+}
+
+/// Finds the first field in which the ranks' configurations differ: one all-gather.
+fn compare<D: Kernels>(
+    device: &D,
+    stream: &D::Stream,
+    comm: &mut dyn Communicator<D>,
+    config: &GroupConfig,
+) -> Result<()> {
+    let fields = config.fields();
+    let bytes: Vec<u8> = fields.iter().flat_map(|(_, number, _)| number.to_ne_bytes()).collect();
+    let mut send = Tensor::empty(device, DType::U8, &[bytes.len()])?;
+    device.upload(stream, &bytes, send.view_mut())?;
+    let mut recv = Tensor::empty(device, DType::U8, &[comm.size(), bytes.len()])?;
+    comm.all_gather(Tag { layer: 0, op: Op::Init, sequence: 0 }, send.view(), recv.view_mut())?;
+    let all: Vec<u64> =
+        device.download(stream, recv.view())?.as_chunks().0.iter().map(|b| u64::from_ne_bytes(*b)).collect();
+    for (i, (field, number, value)) in fields.iter().enumerate() {
+        let theirs = all.iter().skip(i).step_by(fields.len());
+        if let Some((peer, other)) = theirs.enumerate().find(|(_, other)| *other != number) {
+            let peer_value = match *field {
+                "dispatcher" => DispatcherKind::name_of(*other),
+                _ => other.to_string(),
+            };
+            let (field, value) = ((*field).to_string(), value.clone());
+            return Err(Error::ConfigMismatch { field, rank: comm.rank(), value, peer, peer_value });
+        }
+    }
+    Ok(())
 }
 
 /// A rank's membership in a group. Serves any number of layers, one call at a time; owns the dispatcher and through
@@ -59,10 +134,18 @@ impl<D: Kernels> Group<D> {
     ///
     /// # Errors
     /// [`Error::ConfigMismatch`] on every rank, naming the field; E not divisible by R; a communicator's error.
-    pub fn new(device: D, stream: D::Stream, comm: Box<dyn Communicator<D>>, config: GroupConfig) -> Result<Self> {
-        let _ = (&device, &stream, &comm, MAX_EXPERTS, Error::check_dtype);
-        let _ = config;
-        todo!()
+    pub fn new(device: D, stream: D::Stream, mut comm: Box<dyn Communicator<D>>, config: GroupConfig) -> Result<Self> {
+        let (rank, ranks) = (comm.rank(), comm.size());
+        compare(&device, &stream, &mut *comm, &config)?;
+        // All ranks hold the same values from here on, so they fail alike.
+        config.validate(ranks)?;
+        let core = Core::new(device.clone(), stream.clone(), comm, config.clone());
+        let dispatcher: Box<dyn TokenDispatcher<D>> = match (config.dispatcher, ranks) {
+            (DispatcherKind::Auto | DispatcherKind::Local, 1) => Box::new(Local { core }),
+            (DispatcherKind::AllGather, _) => Box::new(AllGather { core }),
+            _ => Box::new(AllToAll { core }),
+        };
+        Ok(Self { config, device, stream, rank, ranks, dispatcher })
     }
 
     /// What was agreed on.

@@ -17,6 +17,10 @@ pub struct Handle<D: Kernels> {
     pub(super) sequence: u64,
     pub(super) agreement: Agreement,
     pub(super) plan: Plan<D>,
+    /// The group that prepared it.
+    pub(super) group: Arc<()>,
+    /// Tokens of each rank.
+    pub(super) tokens: Vec<usize>,
 }
 
 /// Which ranks asked for backward in prepare. Backward runs its collectives only if all did.
@@ -60,6 +64,11 @@ impl<D: Kernels> Handle<D> {
     /// Rows N of expert-major buffers: the static capacity, or what this step needs.
     pub fn rows(&self) -> usize {
         self.plan.zones.rows
+    }
+
+    /// End of the last zone: rows from here on are never written.
+    pub fn zone_end(&self) -> usize {
+        self.plan.padded_counts.iter().sum()
     }
 
     /// Padded rows that this rank would receive with nothing dropped for capacity.

@@ -18,7 +18,7 @@ pub struct PlanRequest<'a, D: Kernels> {
     pub num_experts: usize,
     /// Valid ids of all ranks in rank order, `I32 [Σ T, K]`; −1 = dropped.
     pub ids: TensorRef<'a, D>,
-    /// Weights in the same order, where an expert capacity keeps by probability.
+    /// Weights in the same order, any floating type, where an expert capacity keeps by probability.
     pub weights: Option<TensorRef<'a, D>>,
     /// Tokens of each rank.
     pub tokens: &'a [usize],
@@ -50,7 +50,8 @@ pub struct Plan<D: Kernels> {
     pub first_token: usize,
     /// The local experts' layout.
     pub zones: Arc<Zones<D>>,
-    /// Padded rows per local expert after dropping.
+    /// Padded rows per local expert after dropping; a multiple of the alignment but where a static capacity that is
+    /// none cuts a zone.
     pub padded_counts: Vec<usize>,
     /// Padded rows needed here before dropping for capacity.
     pub needed_rows: usize,
@@ -62,12 +63,17 @@ pub struct Plan<D: Kernels> {
     pub kept_ids: Tensor<D>,
     /// Row in the transport's order for each slot, `[N]`.
     pub row_map: Tensor<D>,
+    /// For each slot, its weight's number among the weights that the transport brings, `[N]`. Local, AllRows: all
+    /// tokens' `[Σ T, K]` flattened. UniqueRows: those of `return_slots`.
+    pub weight_map: Tensor<D>,
     /// Local, AllRows: slot here of each (token, k) of all tokens in transport order, `[Σ T, K]` (own tokens only
     /// for Local). UniqueRows: for each of this rank's (token, k), the row among all rows returned to it by combine,
     /// `[T, K]`.
     pub return_map: Tensor<D>,
     /// UniqueRows: tokens to send, by (destination, token), `[n]`.
     pub send_tokens: Option<Tensor<D>>,
+    /// UniqueRows: kept choices, numbered in `[T, K]` flattened, by (destination, token, k), `[n]`.
+    pub send_choices: Option<Tensor<D>>,
     /// UniqueRows: slots to return in combine, by (source rank, token, k), `[n]`.
     pub return_slots: Option<Tensor<D>>,
     /// UniqueRows: rows sent to each rank in dispatch.

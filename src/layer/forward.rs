@@ -1,11 +1,280 @@
-//! stub
-use super::*;
+//! Forward: the stages in order.
+
+use std::sync::Arc;
+
+use crate::aux_loss::aux_value;
+use crate::comm::{Op, ReduceOp, Tag};
+use crate::config::CapacityOrder;
+use crate::dtype::DType;
+use crate::ep::{DispatchInputs, DispatchSpec, Group, Handle, IdErrors, Received};
+use crate::error::{Error, Result};
+use crate::kernels::{AuxSums, Down, Jitter, KeepSum, Kernels, Linear, Route, RowDest, RowSource, SlotWeights, Up};
+use crate::metrics::Load;
+use crate::tensor::{Tensor, TensorMut, TensorRef};
+
+use super::{AuxValue, Context, Forward, Layer, Mode, Params, Routing, check, shared};
+
 pub(super) fn forward<D: Kernels>(
-    _l: &Layer,
-    _g: &mut Group<D>,
-    _m: Mode,
-    _x: TensorRef<'_, D>,
-    _p: &Params<'_, D>,
+    layer: &Layer,
+    group: &mut Group<D>,
+    mode: Mode,
+    x: TensorRef<'_, D>,
+    params: &Params<'_, D>,
 ) -> Result<Forward<D>> {
-    todo!()
+    let spec = spec(layer, mode);
+    let (device, stream) = (group.device().clone(), group.stream().clone());
+    let jitter = jitter(layer, group, mode, x)?;
+    // What fails on this rank alone is told to the others in prepare, where they wait.
+    let chosen = match choose(layer, group, x, params, jitter) {
+        Ok(chosen) => chosen,
+        Err(e) => return Err(refuse(layer, group, Op::Prepare, e)),
+    };
+    let tokens = x.rows();
+    let by_weight = spec.expert_capacity.filter(|c| c.order == CapacityOrder::Probability);
+    let handle = group.dispatcher().prepare(chosen.ids.view(), by_weight.map(|_| chosen.weights.view()), &spec)?;
+    let (aux, aux_sums) = aux(layer, group, &handle, &chosen)?;
+
+    let kept = kept_weights(layer, (&device, &stream), &handle, &chosen)?;
+    let weights = kept.as_ref().unwrap_or(&chosen.weights);
+    let inputs = DispatchInputs { tokens: x.borrow(), weights: Some(weights.view()), scales: None };
+    let received = group.dispatcher().dispatch_rows(&handle, inputs)?;
+
+    let experts = Experts { layer, params, handle: &handle, received: &received, dtype: x.dtype() };
+    let keep = mode.backward && !layer.config.recompute;
+    let (out, pre) = match experts.forward((&device, &stream), x.borrow(), keep) {
+        Ok(computed) => computed,
+        Err(e) => return Err(refuse(layer, group, Op::Combine, e)),
+    };
+    let mut y = Tensor::empty(&device, x.dtype(), &[tokens, layer.config.hidden])?;
+    group.dispatcher().combine(&handle, out.view(), y.view_mut())?;
+    drop(out);
+    let shared = shared::forward(layer, (&device, &stream), mode, x, params, y.view_mut())?;
+
+    let load = Load { tokens_per_expert: handle.expert_load().to_vec(), dropped: handle.dropped() };
+    let routing = chosen.routing(load);
+    let Chosen { logits, ids, weights } = chosen;
+    let dtype = x.dtype();
+    let context = mode.backward.then_some(Context {
+        handle,
+        dtype,
+        logits,
+        ids,
+        weights,
+        jitter,
+        aux_sums,
+        received,
+        pre,
+        shared,
+    });
+    Ok(Forward { y, aux, routing, context })
+}
+
+fn spec(layer: &Layer, mode: Mode) -> DispatchSpec {
+    let options = layer.dispatch;
+    DispatchSpec {
+        layer: layer.number,
+        top_k: layer.config.router.top_k,
+        alignment: options.alignment,
+        capacity: options.capacity,
+        overflow: options.overflow,
+        expert_capacity: layer.config.router.expert_capacity,
+        backward: mode.backward,
+        id_errors: IdErrors::Immediate,
+    }
+}
+
+/// Noise for this step, where the layer has it: its numbering of tokens takes a collective of its own, since the
+/// router runs before prepare.
+fn jitter<D: Kernels>(layer: &Layer, group: &mut Group<D>, mode: Mode, x: TensorRef<'_, D>) -> Result<Option<Jitter>> {
+    let Some(noise) = mode.noise.filter(|_| layer.config.router.jitter > 0.0) else { return Ok(None) };
+    let (device, stream) = (group.device().clone(), group.stream().clone());
+    let (rank, ranks) = (group.rank(), group.ranks());
+    let own = device.write(&stream, &[x.rows() as f64], DType::I64, &[1])?;
+    let mut all = Tensor::empty(&device, DType::I64, &[ranks])?;
+    let tag = Tag { layer: layer.number, op: Op::Count, sequence: noise.step };
+    group.dispatcher().communicator().all_gather(tag, own.view(), all.view_mut())?;
+    let counts = device.read(&stream, all.view())?;
+    let first_token = counts.iter().take(rank).sum::<f64>() as u64;
+    Ok(Some(Jitter { seed: noise.seed, step: noise.step, layer: layer.number, first_token }))
+}
+
+/// What the router gave; shared by the result and the context.
+struct Chosen<D: Kernels> {
+    logits: Arc<Tensor<D>>,
+    ids: Arc<Tensor<D>>,
+    weights: Arc<Tensor<D>>,
+}
+
+impl<D: Kernels> Chosen<D> {
+    fn routing(&self, load: Load) -> Routing<D> {
+        Routing { logits: self.logits.clone(), ids: self.ids.clone(), weights: self.weights.clone(), load }
+    }
+}
+
+fn choose<D: Kernels>(
+    layer: &Layer,
+    group: &Group<D>,
+    x: TensorRef<'_, D>,
+    params: &Params<'_, D>,
+    jitter: Option<Jitter>,
+) -> Result<Chosen<D>> {
+    let tokens = check::inputs(layer, group, x, params)?;
+    let (device, stream) = (group.device(), group.stream());
+    let config = &layer.config.router;
+    let acc = x.dtype().accumulator();
+    let mut logits = Tensor::empty(device, acc, &[tokens, config.num_experts])?;
+    let linear = Linear {
+        x: x.borrow(),
+        weight: params.router.borrow(),
+        bias: borrow(&params.router_bias),
+        out: logits.view_mut(),
+    };
+    device.linear(stream, linear)?;
+    let mut ids = Tensor::empty(device, DType::I32, &[tokens, config.top_k])?;
+    let mut weights = Tensor::empty(device, acc, &[tokens, config.top_k])?;
+    device.route(
+        stream,
+        Route {
+            config,
+            logits: logits.view(),
+            selection_bias: borrow(&params.selection_bias),
+            jitter,
+            ids: ids.view_mut(),
+            weights: weights.view_mut(),
+        },
+    )?;
+    Ok(Chosen { logits: Arc::new(logits), ids: Arc::new(ids), weights: Arc::new(weights) })
+}
+
+/// The weights to use where choices were dropped and the rest is to keep their sum.
+fn kept_weights<D: Kernels>(
+    layer: &Layer,
+    (device, stream): (&D, &D::Stream),
+    handle: &Handle<D>,
+    chosen: &Chosen<D>,
+) -> Result<Option<Tensor<D>>> {
+    if !layer.keeps_sum() {
+        return Ok(None);
+    }
+    let mut out = Tensor::empty(device, chosen.weights.dtype(), chosen.weights.dims())?;
+    let keep = KeepSum { weights: chosen.weights.view(), kept: handle.kept_ids(), grad: None, out: out.view_mut() };
+    device.keep_sum(stream, keep)?;
+    Ok(Some(out))
+}
+
+fn aux<D: Kernels>(
+    layer: &Layer,
+    group: &mut Group<D>,
+    handle: &Handle<D>,
+    chosen: &Chosen<D>,
+) -> Result<(AuxValue, Option<Tensor<D>>)> {
+    let config = &layer.config;
+    if config.aux.is_off() {
+        return Ok((AuxValue::default(), None));
+    }
+    let (device, stream) = (group.device().clone(), group.stream().clone());
+    let mut sums = Tensor::empty(&device, chosen.logits.dtype(), &[2 * config.router.num_experts + 4])?;
+    let call = AuxSums {
+        config: &config.router,
+        aux: &config.aux,
+        logits: chosen.logits.view(),
+        ids: chosen.ids.view(),
+        out: sums.view_mut(),
+    };
+    device.aux_sums(&stream, call)?;
+    if config.aux.over_ranks && group.ranks() > 1 {
+        let tag = Tag { layer: layer.number, op: Op::Aux, sequence: handle.sequence() };
+        group.dispatcher().communicator().all_reduce(tag, ReduceOp::Sum, sums.view_mut())?;
+    }
+    let value = aux_value(&config.router, &config.aux, &device.read(&stream, sums.view())?);
+    Ok((value, Some(sums)))
+}
+
+/// The routed experts of this rank on the rows that one handle brought.
+pub(super) struct Experts<'a, 'p, D: Kernels> {
+    pub(super) layer: &'a Layer,
+    pub(super) params: &'a Params<'p, D>,
+    pub(super) handle: &'a Handle<D>,
+    pub(super) received: &'a Received<D>,
+    pub(super) dtype: DType,
+}
+
+impl<D: Kernels> Experts<'_, '_, D> {
+    /// Routing weight of each slot.
+    pub(super) fn slot_weights(&self) -> Option<SlotWeights<'_, D>> {
+        let at = self.layer.config.weight_at;
+        self.received.weights.as_ref().map(|w| SlotWeights { values: w.view(), at })
+    }
+
+    /// Expert outputs `[N, H]`, and pre-activations `[N, G·I]` if they are to be kept.
+    fn forward(
+        &self,
+        (device, stream): (&D, &D::Stream),
+        x: TensorRef<'_, D>,
+        keep: bool,
+    ) -> Result<(Tensor<D>, Option<Tensor<D>>)> {
+        let mut pre = match keep {
+            true => Some(self.handle.slot_tensor(device, self.dtype, self.layer.config.up_rows())?),
+            false => None,
+        };
+        let rows = self.received.source(x.borrow(), self.handle);
+        let hidden = self.up(device, stream, rows, pre.as_mut().map(Tensor::view_mut))?;
+        Ok((self.down(device, stream, hidden)?, pre))
+    }
+
+    /// Activations h `[N, I]` of the received rows; pre-activations where asked for.
+    pub(super) fn up(
+        &self,
+        device: &D,
+        stream: &D::Stream,
+        rows: RowSource<'_, D>,
+        mut pre: Option<TensorMut<'_, D>>,
+    ) -> Result<Tensor<D>> {
+        let config = &self.layer.config;
+        let mut hidden = self.handle.slot_tensor(device, self.dtype, config.intermediate)?;
+        let weight = self.params.up.acquire(stream)?;
+        device.wait(stream, weight.ready.as_ref())?;
+        let call = Up {
+            rows: rows.borrow(),
+            zones: self.handle.zones(),
+            weight: weight.tensor.borrow(),
+            bias: borrow(&self.params.up_bias),
+            slot_weights: self.slot_weights(),
+            activation: config.activation,
+            pre: pre.as_mut().map(TensorMut::reborrow),
+            out: RowDest::direct(hidden.view_mut()),
+        };
+        device.up(stream, call)?;
+        Ok(hidden)
+    }
+
+    fn down(&self, device: &D, stream: &D::Stream, hidden: Tensor<D>) -> Result<Tensor<D>> {
+        let mut out = self.handle.slot_tensor(device, self.dtype, self.layer.config.hidden)?;
+        let weight = self.params.down.acquire(stream)?;
+        device.wait(stream, weight.ready.as_ref())?;
+        let call = Down {
+            rows: RowSource::direct(hidden.view()),
+            zones: self.handle.zones(),
+            weight: weight.tensor.borrow(),
+            bias: borrow(&self.params.down_bias),
+            slot_weights: self.slot_weights(),
+            out: RowDest::direct(out.view_mut()),
+        };
+        device.down(stream, call)?;
+        Ok(out)
+    }
+}
+
+/// Meets the other ranks in the collective `op` where they wait, as a failure: they get this error's text at once.
+/// Returns the error.
+pub(super) fn refuse<D: Kernels>(layer: &Layer, group: &mut Group<D>, op: Op, error: Error) -> Error {
+    let tag = Tag { layer: layer.number, op, sequence: 0 };
+    // The rank's own error is the news, whatever becomes of the meeting.
+    let _ = group.dispatcher().communicator().refuse(tag, &error.to_string());
+    error
+}
+
+/// Shorter borrow of an optional view.
+pub(super) fn borrow<'s, D: Kernels>(t: &'s Option<TensorRef<'_, D>>) -> Option<TensorRef<'s, D>> {
+    t.as_ref().map(TensorRef::borrow)
 }

@@ -2,8 +2,16 @@
 //! framework adapters call; the stages below it are its default implementation.
 
 mod backward;
+mod check;
 mod forward;
+mod role;
+mod shared;
 
+pub use role::{ParamViews, Role};
+
+use std::sync::Arc;
+
+use crate::comm::Op;
 use crate::config::MoeConfig;
 use crate::dtype::DType;
 use crate::ep::{Capacity, Group, Handle, Overflow, Received};
@@ -115,11 +123,11 @@ impl AuxValue {
 #[derive(Debug)]
 pub struct Routing<D: Kernels> {
     /// `[T, E]`, accumulator type.
-    pub logits: Tensor<D>,
+    pub logits: Arc<Tensor<D>>,
     /// Chosen experts, `I32 [T, K]`, before any drop.
-    pub ids: Tensor<D>,
+    pub ids: Arc<Tensor<D>>,
     /// Weights of the chosen, accumulator type `[T, K]`.
-    pub weights: Tensor<D>,
+    pub weights: Arc<Tensor<D>>,
     /// Load of the experts over all ranks.
     pub load: Load,
 }
@@ -129,27 +137,21 @@ pub struct Routing<D: Kernels> {
 pub struct Context<D: Kernels> {
     handle: Handle<D>,
     dtype: DType,
-    logits: Tensor<D>,
-    ids: Tensor<D>,
-    weights: Tensor<D>,
+    logits: Arc<Tensor<D>>,
+    ids: Arc<Tensor<D>>,
+    weights: Arc<Tensor<D>>,
     jitter: Option<Jitter>,
     aux_sums: Option<Tensor<D>>,
     received: Received<D>,
     pre: Option<Tensor<D>>,
-    shared: Option<SharedContext<D>>,
-}
-
-#[derive(Debug)]
-struct SharedContext<D: Kernels> {
-    pre: Option<Tensor<D>>,
-    gate: Option<Tensor<D>>,
+    shared: Option<shared::Saved<D>>,
 }
 
 impl<D: Kernels> Context<D> {
     /// Bytes that the context holds.
     pub fn bytes(&self) -> usize {
         let of = |t: &Option<Tensor<D>>| t.as_ref().map_or(0, Tensor::bytes);
-        let shared = self.shared.as_ref().map_or(0, |s| of(&s.pre) + of(&s.gate));
+        let shared = self.shared.as_ref().map_or(0, shared::Saved::bytes);
         self.logits.bytes()
             + self.ids.bytes()
             + self.weights.bytes()
@@ -258,6 +260,12 @@ impl Layer {
         forward::forward(self, group, mode, x, params)
     }
 
+    /// Meets the other ranks' [`forward`](Self::forward) as a failure: for an adapter that cannot call it. They get
+    /// this error's text at once, and the group stays usable. Returns the error.
+    pub fn refuse_forward<D: Kernels>(&self, group: &mut Group<D>, error: Error) -> Error {
+        forward::refuse(self, group, Op::Prepare, error)
+    }
+
     /// Backward over all ranks of the group, with the same `x` and parameters as forward. Collectives:
     /// combine_bwd, dispatch_bwd.
     ///
@@ -272,6 +280,11 @@ impl Layer {
         wanted: Wanted,
     ) -> Result<Gradients<D>> {
         backward::backward(self, group, context, inputs, cotangents, wanted)
+    }
+
+    /// True where kept weights are scaled to the sum they had before dropping.
+    fn keeps_sum(&self) -> bool {
+        self.config.router.expert_capacity.is_some_and(|c| c.renormalize)
     }
 
     fn check_x<D: Kernels>(&self, call: &'static str, x: TensorRef<'_, D>) -> Result<usize> {

@@ -1,0 +1,83 @@
+//! What the reference comparison prints.
+
+use std::cmp::Reverse;
+
+use super::compare::Difference;
+
+/// One result against its references.
+#[derive(Debug, Clone)]
+pub struct Row {
+    /// What it is.
+    pub name: String,
+    /// Distance from the dense reference.
+    pub dense: Option<Difference>,
+    /// Distance from the folder's golden.
+    pub golden: Option<Difference>,
+    /// Largest relative error allowed.
+    pub tolerance: f64,
+}
+
+impl Row {
+    /// True where every comparison is within the tolerance.
+    pub fn ok(&self) -> bool {
+        [self.dense, self.golden].into_iter().flatten().all(|d| d.within(self.tolerance))
+    }
+
+    /// The larger relative error.
+    fn worst(&self) -> f64 {
+        [self.dense, self.golden]
+            .into_iter()
+            .flatten()
+            .map(|d| d.relative)
+            .fold(0.0, |a: f64, b| if b.is_nan() || b > a { b } else { a })
+    }
+}
+
+/// Prints the rows in their order; past `limit`, the best ones are left out and counted.
+pub fn print_rows(rows: &[Row], limit: usize) {
+    let width = rows.iter().map(|r| r.name.chars().count()).max().unwrap_or(0).max(24);
+    println!("{:width$}  {:^21}  {:^21}", "", "against dense", "against golden");
+    println!(
+        "{:width$}  {:>10} {:>10}  {:>10} {:>10}  {:>9}",
+        "", "max abs", "relative", "max abs", "relative", "tolerance"
+    );
+    let mut by_error: Vec<usize> = (0..rows.len()).collect();
+    by_error.sort_by(|&a, &b| {
+        let key = |i: usize| (Reverse(rows[i].ok()), rows[i].worst());
+        let ((ok_a, worst_a), (ok_b, worst_b)) = (key(a), key(b));
+        ok_b.cmp(&ok_a).then(worst_b.total_cmp(&worst_a))
+    });
+    let mut shown = by_error[..limit.min(rows.len())].to_vec();
+    shown.sort_unstable();
+    let cell = |d: Option<Difference>| match d {
+        Some(d) => format!("{:>10.2e} {:>10.2e}", d.max_abs, d.relative),
+        None => format!("{:>10} {:>10}", "-", "-"),
+    };
+    for row in shown.iter().map(|&i| &rows[i]) {
+        let verdict = if row.ok() { "ok" } else { "FAIL" };
+        let (dense, golden) = (cell(row.dense), cell(row.golden));
+        println!("{:width$}  {dense}  {golden}  {:>9.0e}  {verdict}", row.name, row.tolerance);
+    }
+    if rows.len() > shown.len() {
+        println!("{} smaller errors not shown (--rows {} shows all)", rows.len() - shown.len(), rows.len());
+    }
+}
+
+/// Prints tokens per expert as bars.
+pub fn print_load(tokens_per_expert: &[usize]) {
+    const WIDTH: usize = 40;
+    let most = tokens_per_expert.iter().copied().max().unwrap_or(0).max(1);
+    for (expert, &tokens) in tokens_per_expert.iter().enumerate() {
+        println!("  expert {expert:>3} {tokens:>6} {}", "█".repeat((tokens * WIDTH).div_ceil(most)));
+    }
+    let total: usize = tokens_per_expert.iter().sum();
+    let mean = total as f64 / tokens_per_expert.len().max(1) as f64;
+    println!("  {total} choices, most/mean {:.2}", if mean > 0.0 { most as f64 / mean } else { 0.0 });
+}
+
+/// Key that sorts `experts.10` after `experts.2`.
+pub fn natural(name: &str) -> Vec<(u64, String)> {
+    name.split('.')
+        .map(|part| part.parse::<u64>().map_or((u64::MAX, part.to_string()), |n| (n, String::new())))
+        .collect()
+}

@@ -1,0 +1,175 @@
+//! The layer's place in candle's autograd graph.
+
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use candle_core::{CpuStorage, CustomOp1, CustomOp2, Layout, Result, Shape, Tensor};
+
+use crate::cpu::Cpu;
+use crate::ep::EpGroup;
+use crate::error::Error;
+use crate::layer::{Context, Cotangents, Inputs, Layer, ParamViews, Role, Wanted};
+
+use crate::tensor::TensorRef;
+
+use super::tensors::{framework, into_candle, with_views};
+
+const CALL: &str = "ExpertParallelMoE backward";
+
+/// One forward of a layer, until its backward.
+pub(super) struct Step {
+    pub(super) layer: Layer,
+    pub(super) group: EpGroup,
+    /// x as `[T, H]`, contiguous.
+    pub(super) x: Tensor,
+    pub(super) params: Vec<(Role, Tensor)>,
+    pub(super) state: Mutex<State>,
+}
+
+/// What a step still has.
+pub(super) enum State {
+    /// Forward is done; cotangents arrive.
+    Ready { context: Box<Context<Cpu>>, d_y: Option<Tensor>, d_aux: Option<Tensor> },
+    /// Backward is done: gradients of x and the parameters wait to be handed out.
+    Done { x: Option<Tensor>, params: Vec<Option<Tensor>> },
+    /// Backward failed, or is running.
+    Consumed,
+}
+
+/// Which output of the layer a cotangent belongs to.
+#[derive(Debug, Clone, Copy)]
+pub(super) enum Output {
+    Y,
+    Aux,
+}
+
+impl Step {
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn consumed(&self) -> Error {
+        Error::ContextConsumed { call: CALL, rank: self.group.rank() }
+    }
+
+    fn keep(&self, output: Output, gradient: &Tensor) -> Result<()> {
+        match (&mut *self.state(), output) {
+            (State::Ready { d_y, .. }, Output::Y) => *d_y = Some(gradient.clone()),
+            (State::Ready { d_aux, .. }, Output::Aux) => *d_aux = Some(gradient.clone()),
+            _ => return Err(self.consumed().into()),
+        }
+        Ok(())
+    }
+
+    /// Runs backward if it has not run.
+    fn run(&self) -> crate::Result<()> {
+        let mut state = self.state();
+        if matches!(*state, State::Done { .. }) {
+            return Ok(());
+        }
+        let State::Ready { context, d_y, d_aux } = std::mem::replace(&mut *state, State::Consumed) else {
+            return Err(self.consumed());
+        };
+        let d_y = d_y.map(|d| d.reshape(self.x.shape())?.contiguous()).transpose().map_err(framework(CALL))?;
+        let aux = match d_aux {
+            None => 0.0,
+            Some(d) => {
+                d.to_dtype(candle_core::DType::F64).and_then(|d| d.to_scalar::<f64>()).map_err(framework(CALL))?
+            }
+        };
+        let tracks = |roles: &[Role]| self.params.iter().any(|(r, t)| roles.contains(r) && t.track_op());
+        let wanted = Wanted {
+            x: self.x.track_op(),
+            router: tracks(&[Role::Router, Role::RouterBias]),
+            experts: tracks(&[Role::Up, Role::UpBias, Role::Down, Role::DownBias]),
+            shared: tracks(&[Role::SharedUp, Role::SharedDown, Role::SharedGate]),
+        };
+        let params = contiguous(&self.params)?;
+        let mut tensors = vec![&self.x];
+        tensors.extend(params.iter().map(|(_, t)| t));
+        tensors.extend(&d_y);
+        let mut gradients = with_views(CALL, &tensors, |views| {
+            let weights = views_of(&params, &views[1..])?;
+            let cotangents = Cotangents { y: views.get(1 + params.len()).copied(), aux };
+            let weights = weights.params();
+            let inputs = Inputs { x: views[0].borrow(), params: &weights };
+            self.layer.backward(&mut self.group.lock(), *context, inputs, cotangents, wanted)
+        })?;
+        let x = gradients.x.take().map(|g| into_candle(g, self.x.dims())).transpose()?;
+        let of = |(role, t): &(Role, Tensor)| gradients.take(*role).map(|g| into_candle(g, t.dims())).transpose();
+        let params = self.params.iter().map(of).collect::<crate::Result<_>>()?;
+        *state = State::Done { x, params };
+        Ok(())
+    }
+
+    /// Hands out one gradient: of x for `None`, of a parameter by its place.
+    fn gradient(&self, input: Option<usize>, like: &Tensor) -> Result<Tensor> {
+        self.run()?;
+        let taken = match (&mut *self.state(), input) {
+            (State::Done { x, .. }, None) => x.take(),
+            (State::Done { params, .. }, Some(i)) => params[i].take(),
+            _ => None,
+        };
+        // The selection bias has no gradient; candle wants one for whatever it tracks.
+        taken.map_or_else(|| like.zeros_like(), Ok)
+    }
+}
+
+/// The parameters in contiguous memory; as they are where they lie so.
+pub(super) fn contiguous(params: &[(Role, Tensor)]) -> crate::Result<Vec<(Role, Tensor)>> {
+    params.iter().map(|(role, t)| Ok((*role, t.contiguous().map_err(framework(CALL))?))).collect()
+}
+
+/// Views of parameters by role, given in the parameters' order.
+pub(super) fn views_of<'a>(
+    params: &[(Role, Tensor)],
+    views: &[TensorRef<'a, Cpu>],
+) -> crate::Result<ParamViews<'a, Cpu>> {
+    ParamViews::collect(|role| Ok(params.iter().position(|(r, _)| *r == role).map(|i| views[i])))
+}
+
+/// Joins one more input to the token: the first link of the chain that candle runs backwards last.
+pub(super) struct Join {
+    pub(super) step: Arc<Step>,
+    /// `None`: x; else a parameter's place.
+    pub(super) input: Option<usize>,
+}
+
+impl CustomOp2 for Join {
+    fn name(&self) -> &'static str {
+        "moebius-join"
+    }
+
+    fn cpu_fwd(&self, _: &CpuStorage, _: &Layout, _: &CpuStorage, _: &Layout) -> Result<(CpuStorage, Shape)> {
+        Ok((CpuStorage::F32(vec![0.0]), Shape::from(())))
+    }
+
+    fn bwd(&self, token: &Tensor, input: &Tensor, _: &Tensor, _: &Tensor) -> Result<(Option<Tensor>, Option<Tensor>)> {
+        // Taken whether wanted or not: the first link that candle meets runs the layer's backward.
+        let gradient = self.step.gradient(self.input, input)?;
+        let token = token.track_op().then(|| token.zeros_like()).transpose()?;
+        Ok((token, input.track_op().then_some(gradient)))
+    }
+}
+
+/// Gives an output of the layer, computed before, a place in the graph.
+pub(super) struct Emit {
+    pub(super) step: Arc<Step>,
+    pub(super) output: Output,
+    pub(super) value: Mutex<Option<(CpuStorage, Shape)>>,
+}
+
+impl CustomOp1 for Emit {
+    fn name(&self) -> &'static str {
+        "moebius-emit"
+    }
+
+    fn cpu_fwd(&self, _: &CpuStorage, _: &Layout) -> Result<(CpuStorage, Shape)> {
+        let value = self.value.lock().unwrap_or_else(PoisonError::into_inner).take();
+        value.ok_or_else(|| candle_core::Error::msg("moebius-emit ran twice"))
+    }
+
+    fn bwd(&self, token: &Tensor, _: &Tensor, gradient: &Tensor) -> Result<Option<Tensor>> {
+        self.step.keep(self.output, gradient)?;
+        Ok(Some(token.zeros_like()?))
+    }
+}

@@ -1,0 +1,58 @@
+//! Joining of ranks' values, for the communicator between threads.
+
+use half::{bf16, f16};
+
+use crate::comm::ReduceOp;
+use crate::dtype::DType;
+
+use super::element::{Acc, Float};
+
+/// Joins equally long byte strings of one dtype in order, floating types in their accumulator type.
+pub(crate) fn sum_ranks(op: ReduceOp, dtype: DType, parts: &[&[u8]], out: &mut [u8]) {
+    match dtype {
+        DType::F64 => floats::<f64>(op, parts, out),
+        DType::F32 => floats::<f32>(op, parts, out),
+        DType::F16 => floats::<f16>(op, parts, out),
+        DType::BF16 => floats::<bf16>(op, parts, out),
+        DType::I64 => integers(op, parts, out, i64::wrapping_add),
+        DType::I32 => integers(op, parts, out, i32::wrapping_add),
+        DType::U8 => integers(op, parts, out, u8::wrapping_add),
+    }
+}
+
+fn floats<T: Float>(op: ReduceOp, parts: &[&[u8]], out: &mut [u8]) {
+    match op {
+        ReduceOp::Sum => join(parts, out, T::to_acc, |a, b| a + b, T::from_acc),
+        ReduceOp::Max => join(parts, out, T::to_acc, larger, T::from_acc),
+    }
+}
+
+fn integers<T: bytemuck::Pod + Ord>(op: ReduceOp, parts: &[&[u8]], out: &mut [u8], add: impl Fn(T, T) -> T) {
+    match op {
+        ReduceOp::Sum => join(parts, out, |v: T| v, add, |v| v),
+        ReduceOp::Max => join(parts, out, |v: T| v, T::max, |v| v),
+    }
+}
+
+/// The larger of two; NaN wins.
+fn larger<A: Acc>(a: A, b: A) -> A {
+    if a.is_nan() || a >= b { a } else { b }
+}
+
+/// Bytes need not be aligned: each element is read and written by copy.
+fn join<T: bytemuck::Pod, A>(
+    parts: &[&[u8]],
+    out: &mut [u8],
+    to: impl Fn(T) -> A,
+    add: impl Fn(A, A) -> A,
+    from: impl Fn(A) -> T,
+) {
+    let size = size_of::<T>();
+    for (i, to_bytes) in out.chunks_exact_mut(size).enumerate() {
+        let mut values = parts.iter().map(|p| to(bytemuck::pod_read_unaligned(&p[i * size..(i + 1) * size])));
+        if let Some(first) = values.next() {
+            let value = from(values.fold(first, &add));
+            to_bytes.copy_from_slice(bytemuck::bytes_of(&value));
+        }
+    }
+}

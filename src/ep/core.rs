@@ -1,0 +1,317 @@
+//! What all dispatchers of this crate share: prepare, and the checks before every collective.
+//!
+//! A rank that finds an error of its own still takes part in the collective that the others wait in, as a failure:
+//! in prepare through its record, elsewhere through [`Communicator::refuse`]. It returns its error, they return
+//! [`Error::Peer`] at once, and the group works again.
+
+use std::sync::Arc;
+
+use crate::comm::{Communicator, Op, Tag};
+use crate::dtype::DType;
+use crate::error::{CommError, Error, Result};
+use crate::kernels::Kernels;
+use crate::tensor::{Tensor, TensorRef};
+
+use super::handle::{Agreement, Handle};
+use super::record::{self, BadId, Record, Sizes, Status};
+use super::{Capacity, DispatchSpec, GroupConfig, IdErrors, PlanRequest, Transport};
+
+const PREPARE: &str = "prepare";
+
+/// State of a dispatcher.
+#[derive(Debug)]
+pub(super) struct Core<D: Kernels> {
+    pub device: D,
+    pub stream: D::Stream,
+    pub comm: Box<dyn Communicator<D>>,
+    config: GroupConfig,
+    /// Says which group a handle belongs to.
+    identity: Arc<()>,
+    /// Prepares that succeeded. Whether one does is known to all ranks, so they count alike.
+    sequence: u64,
+    deferred: Option<BadId>,
+}
+
+impl<D: Kernels> Core<D> {
+    pub fn new(device: D, stream: D::Stream, comm: Box<dyn Communicator<D>>, config: GroupConfig) -> Self {
+        Self { device, stream, comm, config, identity: Arc::new(()), sequence: 0, deferred: None }
+    }
+
+    pub fn rank(&self) -> usize {
+        self.comm.rank()
+    }
+
+    pub fn ranks(&self) -> usize {
+        self.comm.size()
+    }
+
+    pub fn take_deferred(&mut self) -> Result<()> {
+        match self.deferred.take() {
+            Some(bad) => Err(bad.error(self.config.num_experts)),
+            None => Ok(()),
+        }
+    }
+
+    /// Tag of a collective that belongs to a handle.
+    pub fn tag(handle: &Handle<D>, op: Op) -> Tag {
+        Tag { layer: handle.spec.layer, op, sequence: handle.sequence }
+    }
+
+    /// Refuses a handle of another group.
+    pub fn check_handle(&self, call: &'static str, handle: &Handle<D>) -> Result<()> {
+        if Arc::ptr_eq(&self.identity, &handle.group) {
+            return Ok(());
+        }
+        Err(Error::invalid(call, "handle", "a handle that this group prepared", "one of another group"))
+    }
+
+    /// Passes this rank's checks before a collective, or tells the others that they failed.
+    pub fn agree(&mut self, tag: Tag, checked: Result<()>) -> Result<()> {
+        if let Err(error) = &checked {
+            // The rank's own error is the news, whatever becomes of the meeting.
+            let _ = self.comm.refuse(tag, &error.to_string());
+        }
+        checked
+    }
+
+    /// A collective's error, in terms of the call it served.
+    pub fn explain(&self, call: &'static str, error: Error) -> Error {
+        match error {
+            Error::Comm(CommError::Refused { peer, reason, .. }) => {
+                Error::Peer { call, rank: self.rank(), peer, reason }
+            }
+            other => other,
+        }
+    }
+
+    /// Routing of all ranks' tokens: one collective, an all-gather of a record per rank (none for
+    /// [`Transport::Local`]).
+    pub fn prepare(
+        &mut self,
+        transport: Transport,
+        ids: TensorRef<'_, D>,
+        weights: Option<TensorRef<'_, D>>,
+        spec: &DispatchSpec,
+    ) -> Result<Handle<D>> {
+        let tag = Tag { layer: spec.layer, op: Op::Prepare, sequence: self.sequence + 1 };
+        let checked = self.check_spec(spec);
+        if !(1..=self.config.num_experts).contains(&spec.top_k) {
+            // Not even the size of the record is certain.
+            self.agree(tag, checked)?;
+        } else if let Err(error) = checked {
+            return self.fail(tag, spec, error);
+        }
+        let own = match self.examine(ids, weights, spec) {
+            Ok(own) => own,
+            Err(error) => return self.fail(tag, spec, error),
+        };
+        let records = match transport {
+            Transport::Local => vec![own],
+            Transport::UniqueRows | Transport::AllRows => self.gather(tag, spec, &own)?,
+        };
+        self.judge(&records)?;
+        let handle = self.plan(transport, &records, spec)?;
+        self.sequence += 1;
+        let deferred = records.iter().find_map(|r| match r.status {
+            Status::Deferred(bad) => Some(bad),
+            _ => None,
+        });
+        self.deferred = self.deferred.or(deferred);
+        Ok(handle)
+    }
+
+    fn check_spec(&self, spec: &DispatchSpec) -> Result<()> {
+        let experts = self.config.num_experts;
+        if !(1..=experts).contains(&spec.top_k) {
+            return Err(Error::invalid(PREPARE, "spec.top_k", format!("1..={experts} (num_experts)"), spec.top_k));
+        }
+        let choices = self.ranks().saturating_mul(self.config.max_tokens_per_rank).saturating_mul(spec.top_k);
+        if choices > i32::MAX as usize {
+            let most = format!("at most {} choices over all ranks' max_tokens_per_rank", i32::MAX);
+            return Err(Error::invalid(PREPARE, "spec.top_k", most, choices));
+        }
+        if !spec.alignment.is_power_of_two() {
+            return Err(Error::invalid(PREPARE, "spec.alignment", "a power of two", spec.alignment));
+        }
+        if let Capacity::Static(rows) = spec.capacity
+            && rows > self.config.max_rows
+        {
+            let most = format!("at most {} (the group's max_rows)", self.config.max_rows);
+            return Err(Error::invalid(PREPARE, "spec.capacity", most, rows));
+        }
+        match &spec.expert_capacity {
+            Some(c) if !(c.factor.is_finite() && c.factor > 0.0) => {
+                Err(Error::invalid(PREPARE, "spec.expert_capacity.factor", "a finite number > 0", c.factor))
+            }
+            _ => Ok(()),
+        }
+    }
+
+    /// Checks this rank's choices and packs them.
+    fn examine(
+        &mut self,
+        ids: TensorRef<'_, D>,
+        weights: Option<TensorRef<'_, D>>,
+        spec: &DispatchSpec,
+    ) -> Result<Record> {
+        let k = spec.top_k;
+        let tokens = match ids.dims() {
+            [tokens, width] if *width == k => *tokens,
+            dims => return Err(Error::invalid(PREPARE, "tensor topk_ids", format!("[T, {k}]"), format!("{dims:?}"))),
+        };
+        if tokens > self.config.max_tokens_per_rank {
+            let most = format!("at most {} tokens (the group's max_tokens_per_rank)", self.config.max_tokens_per_rank);
+            return Err(Error::invalid(PREPARE, "tensor topk_ids", most, tokens));
+        }
+        let weights = match (record::needs_weights(spec), weights) {
+            (false, _) => Vec::new(),
+            (true, None) => {
+                let needed = "weights, to keep by probability";
+                return Err(Error::invalid(PREPARE, "tensor topk_weights", needed, "none"));
+            }
+            (true, Some(w)) => {
+                Error::check_shape(PREPARE, "topk_weights", &[tokens, k], w.dims())?;
+                if !w.dtype().is_float() {
+                    return Err(Error::invalid(PREPARE, "tensor topk_weights", "a floating dtype", w.dtype()));
+                }
+                self.device.read(&self.stream, w)?
+            }
+        };
+        let (ids, bad) = self.clean(ids, k)?;
+        let status = match (self.deferred.take(), bad) {
+            // A deferred error that nobody asked for comes first.
+            (Some(bad), _) => Status::BadId(bad),
+            (None, None) => Status::Ready,
+            (None, Some(bad)) if spec.id_errors == IdErrors::Deferred => Status::Deferred(bad),
+            (None, Some(bad)) => Status::BadId(bad),
+        };
+        Ok(Record { status, fields: record::fields(spec), backward: spec.backward, tokens, ids, weights })
+    }
+
+    /// Ids as i32, bad entries masked, and the first of these.
+    fn clean(&self, ids: TensorRef<'_, D>, k: usize) -> Result<(Vec<i32>, Option<BadId>)> {
+        let experts = self.config.num_experts;
+        let bytes = self.device.download(&self.stream, ids)?;
+        let wide: Vec<i64> = match ids.dtype() {
+            DType::I64 => bytes.as_chunks().0.iter().map(|b| i64::from_ne_bytes(*b)).collect(),
+            DType::I32 => bytes.as_chunks().0.iter().map(|b| i64::from(i32::from_ne_bytes(*b))).collect(),
+            other => return Err(Error::invalid(PREPARE, "tensor topk_ids", "i32 or i64", other)),
+        };
+        // Choice that named each expert last: doubled if of the same token.
+        let mut named = vec![usize::MAX; experts];
+        let mut bad = None;
+        let mut clean = Vec::with_capacity(wide.len());
+        for (i, &id) in wide.iter().enumerate() {
+            let (token, column) = (i / k, i % k);
+            let problem = |first| BadId { rank: self.rank(), token, k: column, id, first };
+            let mut kept = -1;
+            match usize::try_from(id) {
+                Ok(e) if e < experts => {
+                    let last = std::mem::replace(&mut named[e], i);
+                    if last != usize::MAX && last / k == token {
+                        bad = bad.or(Some(problem(Some(last % k))));
+                    } else {
+                        kept = e as i32;
+                    }
+                }
+                _ if id == -1 => {}
+                _ => bad = bad.or(Some(problem(None))),
+            }
+            clean.push(kept);
+        }
+        Ok((clean, bad))
+    }
+
+    fn sizes(&self, spec: &DispatchSpec) -> Sizes {
+        let weights = record::needs_weights(spec);
+        Sizes { max_tokens: self.config.max_tokens_per_rank, top_k: spec.top_k, weights }
+    }
+
+    /// Takes part as a failure and returns this rank's error.
+    fn fail<T>(&mut self, tag: Tag, spec: &DispatchSpec, error: Error) -> Result<T> {
+        if self.ranks() > 1 {
+            let _ = self.gather(tag, spec, &Record::failed(Status::Failed(error.to_string())));
+        }
+        Err(error)
+    }
+
+    /// Every rank's record, in rank order.
+    fn gather(&mut self, tag: Tag, spec: &DispatchSpec, own: &Record) -> Result<Vec<Record>> {
+        let sizes = self.sizes(spec);
+        let size = sizes.bytes();
+        let mut send = Tensor::empty(&self.device, DType::U8, &[size])?;
+        self.device.upload(&self.stream, &own.encode(sizes), send.view_mut())?;
+        let mut recv = Tensor::empty(&self.device, DType::U8, &[self.ranks(), size])?;
+        if let Err(error) = self.comm.all_gather(tag, send.view(), recv.view_mut()) {
+            return Err(match error {
+                Error::Comm(CommError::SizeMismatch { rank, peer, expected, found, .. }) => {
+                    let what = format!("a routing record of {expected} bytes (top_k = {})", spec.top_k);
+                    let field = "spec.top_k or spec.expert_capacity".to_string();
+                    let peer_value = format!("a routing record of {found} bytes");
+                    Error::ConfigMismatch { field, rank, value: what, peer, peer_value }
+                }
+                other => self.explain(PREPARE, other),
+            });
+        }
+        let bytes = self.device.download(&self.stream, recv.view())?;
+        Ok(bytes.chunks_exact(size).map(|b| Record::decode(b, sizes)).collect())
+    }
+
+    /// Whether prepare fails, from what all ranks know; each names its own problem first.
+    fn judge(&self, records: &[Record]) -> Result<()> {
+        let rank = self.rank();
+        let failure = |(peer, r): (usize, &Record)| match &r.status {
+            Status::BadId(bad) => Some(bad.error(self.config.num_experts)),
+            Status::Failed(reason) => Some(Error::Peer { call: PREPARE, rank, peer, reason: reason.clone() }),
+            Status::Ready | Status::Deferred(_) => None,
+        };
+        let own = std::iter::once((rank, &records[rank]));
+        if let Some(error) = own.chain(records.iter().enumerate()).find_map(failure) {
+            return Err(error);
+        }
+        record::disagreement(records, rank).map_or(Ok(()), Err)
+    }
+
+    fn plan(&self, transport: Transport, records: &[Record], spec: &DispatchSpec) -> Result<Handle<D>> {
+        let tokens: Vec<usize> = records.iter().map(|r| r.tokens).collect();
+        let dims = [tokens.iter().sum(), spec.top_k];
+        let ids: Vec<u8> = records.iter().flat_map(|r| &r.ids).flat_map(|id| id.to_ne_bytes()).collect();
+        let ids = self.uploaded(DType::I32, &ids, &dims)?;
+        let weights = match record::needs_weights(spec) {
+            true => {
+                let bytes: Vec<u8> = records.iter().flat_map(|r| &r.weights).flat_map(|w| w.to_ne_bytes()).collect();
+                Some(self.uploaded(DType::F64, &bytes, &dims)?)
+            }
+            false => None,
+        };
+        let plan = self.device.plan(
+            &self.stream,
+            PlanRequest {
+                rank: self.rank(),
+                ranks: self.ranks(),
+                num_experts: self.config.num_experts,
+                ids: ids.view(),
+                weights: weights.as_ref().map(Tensor::view),
+                tokens: &tokens,
+                spec,
+                transport,
+            },
+        )?;
+        let absent = (0..records.len()).filter(|r| !records[*r].backward).collect();
+        Ok(Handle {
+            spec: *spec,
+            rank: self.rank(),
+            sequence: self.sequence + 1,
+            agreement: Agreement { absent },
+            plan,
+            group: Arc::clone(&self.identity),
+            tokens,
+        })
+    }
+
+    fn uploaded(&self, dtype: DType, bytes: &[u8], dims: &[usize]) -> Result<Tensor<D>> {
+        let mut t = Tensor::empty(&self.device, dtype, dims)?;
+        self.device.upload(&self.stream, bytes, t.view_mut())?;
+        Ok(t)
+    }
+}

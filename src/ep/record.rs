@@ -1,0 +1,224 @@
+//! What a rank tells the others in prepare: one record of a size that all ranks know.
+//!
+//! ```text
+//! HEADER bytes                      numbers and, where the rank failed, its reason
+//! 1 byte, only with weights         so that a size tells whether there are any
+//! max_tokens · K · 4                ids, i32
+//! max_tokens · K · 8                weights as f64, where an expert capacity keeps by probability
+//! ```
+
+use crate::config::CapacityOrder;
+use crate::error::{Error, IdProblem};
+
+use super::{Capacity, DispatchSpec, IdErrors, Overflow};
+
+const WORDS: usize = 24;
+const TEXT: usize = 320;
+pub(super) const HEADER: usize = WORDS * 8 + TEXT;
+
+/// Numbers of a spec that all ranks must agree on; `layer` is in the tag, `backward` is each rank's own.
+const FIELDS: [&str; 8] = [
+    "spec.top_k",
+    "spec.alignment",
+    "spec.capacity",
+    "spec.overflow",
+    "spec.id_errors",
+    "spec.expert_capacity.factor",
+    "spec.expert_capacity.order",
+    "spec.expert_capacity.renormalize",
+];
+
+/// An id that is out of range or doubled.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct BadId {
+    pub rank: usize,
+    pub token: usize,
+    pub k: usize,
+    pub id: i64,
+    /// The column that has the same id, for a duplicate.
+    pub first: Option<usize>,
+}
+
+impl BadId {
+    pub fn error(self, num_experts: usize) -> Error {
+        let problem = match self.first {
+            Some(first) => IdProblem::Duplicate { first },
+            None => IdProblem::OutOfRange { num_experts },
+        };
+        Error::ExpertId { rank: self.rank, token: self.token, k: self.k, id: self.id, problem }
+    }
+}
+
+/// How a rank stands before the exchange.
+#[derive(Debug, Clone)]
+pub(super) enum Status {
+    Ready,
+    /// Ready, with a bad id masked and to be reported later.
+    Deferred(BadId),
+    /// The call fails for a bad id.
+    BadId(BadId),
+    /// The call fails for something else.
+    Failed(String),
+}
+
+/// One rank's part of prepare.
+#[derive(Debug)]
+pub(super) struct Record {
+    pub status: Status,
+    pub fields: [u64; FIELDS.len()],
+    pub backward: bool,
+    pub tokens: usize,
+    /// `[tokens, K]`.
+    pub ids: Vec<i32>,
+    /// `[tokens, K]` or empty.
+    pub weights: Vec<f64>,
+}
+
+/// Sizes that make a record.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Sizes {
+    pub max_tokens: usize,
+    pub top_k: usize,
+    pub weights: bool,
+}
+
+impl Sizes {
+    pub fn bytes(self) -> usize {
+        let choices = self.max_tokens.saturating_mul(self.top_k);
+        let extra = if self.weights { 1 + choices.saturating_mul(8) } else { 0 };
+        HEADER.saturating_add(choices.saturating_mul(4)).saturating_add(extra)
+    }
+
+    fn ids_at(self) -> usize {
+        HEADER + usize::from(self.weights)
+    }
+
+    fn weights_at(self) -> usize {
+        self.ids_at() + self.max_tokens * self.top_k * 4
+    }
+}
+
+/// Whether prepare exchanges weights.
+pub(super) fn needs_weights(spec: &DispatchSpec) -> bool {
+    spec.expert_capacity.is_some_and(|c| c.order == CapacityOrder::Probability)
+}
+
+pub(super) fn fields(spec: &DispatchSpec) -> [u64; FIELDS.len()] {
+    let capacity = match spec.capacity {
+        Capacity::Eager => 0,
+        Capacity::Static(rows) => (rows as u64).saturating_add(1),
+    };
+    let expert = spec.expert_capacity.as_ref();
+    [
+        spec.top_k as u64,
+        spec.alignment as u64,
+        capacity,
+        u64::from(spec.overflow == Overflow::Drop),
+        u64::from(spec.id_errors == IdErrors::Deferred),
+        expert.map_or(0, |c| c.factor.to_bits()),
+        u64::from(needs_weights(spec)),
+        u64::from(expert.is_some_and(|c| c.renormalize)),
+    ]
+}
+
+/// A field's value as a person would write it.
+fn show(field: &str, value: u64) -> String {
+    match (field, value) {
+        ("spec.capacity", 0) => "eager".to_string(),
+        ("spec.capacity", n) => format!("static {}", n - 1),
+        ("spec.overflow", n) => if n == 0 { "error" } else { "drop" }.to_string(),
+        ("spec.id_errors", n) => if n == 0 { "immediate" } else { "deferred" }.to_string(),
+        ("spec.expert_capacity.factor", 0) => "none".to_string(),
+        ("spec.expert_capacity.factor", bits) => f64::from_bits(bits).to_string(),
+        ("spec.expert_capacity.order", n) => if n == 0 { "position or none" } else { "probability" }.to_string(),
+        (_, n) => n.to_string(),
+    }
+}
+
+/// The first field in which the ranks differ, as an error of `rank`.
+pub(super) fn disagreement(records: &[Record], rank: usize) -> Option<Error> {
+    let own = &records[rank].fields;
+    (0..FIELDS.len()).find_map(|i| {
+        let peer = records.iter().position(|r| r.fields[i] != own[i])?;
+        Some(Error::ConfigMismatch {
+            field: FIELDS[i].to_string(),
+            rank,
+            value: show(FIELDS[i], own[i]),
+            peer,
+            peer_value: show(FIELDS[i], records[peer].fields[i]),
+        })
+    })
+}
+
+impl Record {
+    /// A record that says only that this rank failed.
+    pub fn failed(status: Status) -> Self {
+        Self { status, fields: [0; FIELDS.len()], backward: false, tokens: 0, ids: Vec::new(), weights: Vec::new() }
+    }
+
+    pub fn encode(&self, sizes: Sizes) -> Vec<u8> {
+        let mut bytes = vec![0; sizes.bytes()];
+        let (kind, bad, text) = match &self.status {
+            Status::Ready => (0, None, ""),
+            Status::Deferred(bad) => (1, Some(*bad), ""),
+            Status::BadId(bad) => (2, Some(*bad), ""),
+            Status::Failed(reason) => (3, None, clip(reason)),
+        };
+        let bad = bad.unwrap_or(BadId { rank: 0, token: 0, k: 0, id: 0, first: None });
+        let mut words = vec![kind, self.tokens as u64, u64::from(self.backward), text.len() as u64];
+        let first = bad.first.map_or(0, |f| f as u64 + 1);
+        words.extend([bad.rank as u64, bad.token as u64, bad.k as u64, bad.id as u64, first]);
+        words.extend(self.fields);
+        put(&mut bytes[..WORDS * 8], words.iter().map(|w| w.to_le_bytes()));
+        bytes[WORDS * 8..WORDS * 8 + text.len()].copy_from_slice(text.as_bytes());
+        put(&mut bytes[sizes.ids_at()..], self.ids.iter().map(|v| v.to_le_bytes()));
+        if sizes.weights {
+            put(&mut bytes[sizes.weights_at()..], self.weights.iter().map(|v| v.to_le_bytes()));
+        }
+        bytes
+    }
+
+    pub fn decode(bytes: &[u8], sizes: Sizes) -> Self {
+        let words: Vec<u64> = get(bytes, WORDS, u64::from_le_bytes);
+        let bad = BadId {
+            rank: words[4] as usize,
+            token: words[5] as usize,
+            k: words[6] as usize,
+            id: words[7] as i64,
+            first: words[8].checked_sub(1).map(|f| f as usize),
+        };
+        let status = match words[0] {
+            0 => Status::Ready,
+            1 => Status::Deferred(bad),
+            2 => Status::BadId(bad),
+            _ => {
+                let text = &bytes[WORDS * 8..WORDS * 8 + (words[3] as usize).min(TEXT)];
+                Status::Failed(String::from_utf8_lossy(text).into_owned())
+            }
+        };
+        let tokens = (words[1] as usize).min(sizes.max_tokens);
+        let mut fields = [0; FIELDS.len()];
+        fields.copy_from_slice(&words[9..9 + FIELDS.len()]);
+        let choices = tokens * sizes.top_k;
+        let weights = match sizes.weights {
+            true => get(&bytes[sizes.weights_at()..], choices, f64::from_le_bytes),
+            false => Vec::new(),
+        };
+        let ids = get(&bytes[sizes.ids_at()..], choices, i32::from_le_bytes);
+        Self { status, fields, backward: words[2] != 0, tokens, ids, weights }
+    }
+}
+
+/// As much of a text as fits, whole characters only.
+fn clip(text: &str) -> &str {
+    let end = (0..=TEXT.min(text.len())).rev().find(|i| text.is_char_boundary(*i)).unwrap_or(0);
+    &text[..end]
+}
+
+fn put<const N: usize>(bytes: &mut [u8], values: impl Iterator<Item = [u8; N]>) {
+    bytes.chunks_exact_mut(N).zip(values).for_each(|(to, from)| to.copy_from_slice(&from));
+}
+
+fn get<T, const N: usize>(bytes: &[u8], count: usize, of: impl Fn([u8; N]) -> T) -> Vec<T> {
+    bytes.as_chunks::<N>().0.iter().take(count).map(|c| of(*c)).collect()
+}

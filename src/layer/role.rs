@@ -1,0 +1,193 @@
+//! The parameters by role, so that adapters can list, name and shape them without knowing what they are for.
+
+use crate::config::MoeConfig;
+use crate::cpu::Cpu;
+use crate::error::{Error, Result};
+use crate::kernels::Kernels;
+use crate::tensor::{Tensor, TensorRef};
+
+use super::{Gradients, Params};
+
+/// One parameter of a layer.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+#[allow(missing_docs)]
+pub enum Role {
+    Router,
+    RouterBias,
+    SelectionBias,
+    Up,
+    UpBias,
+    Down,
+    DownBias,
+    SharedUp,
+    SharedDown,
+    SharedGate,
+}
+
+impl Role {
+    /// Every role, in the order in which adapters list parameters.
+    pub const ALL: [Role; 10] = [
+        Role::Router,
+        Role::RouterBias,
+        Role::SelectionBias,
+        Role::Up,
+        Role::UpBias,
+        Role::Down,
+        Role::DownBias,
+        Role::SharedUp,
+        Role::SharedDown,
+        Role::SharedGate,
+    ];
+
+    /// Dotted name in a host framework's parameter tree.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Role::Router => "router.weight",
+            Role::RouterBias => "router.bias",
+            Role::SelectionBias => "router.selection_bias",
+            Role::Up => "experts.up",
+            Role::UpBias => "experts.up_bias",
+            Role::Down => "experts.down",
+            Role::DownBias => "experts.down_bias",
+            Role::SharedUp => "shared.up",
+            Role::SharedDown => "shared.down",
+            Role::SharedGate => "shared.gate",
+        }
+    }
+
+    /// Sizes for `local` experts on this rank; `None` where the configuration has no such parameter.
+    pub fn dims(self, config: &MoeConfig, local: usize) -> Option<Vec<usize>> {
+        let (e, h, i, n) = (config.router.num_experts, config.hidden, config.intermediate, config.up_rows());
+        let shared = config.shared;
+        match self {
+            Role::Router => Some(vec![e, h]),
+            Role::RouterBias => config.router.logit_bias.then(|| vec![e]),
+            Role::SelectionBias => config.router.selection_bias.then(|| vec![e]),
+            Role::Up => Some(vec![local, n, h]),
+            Role::UpBias => config.expert_bias.then(|| vec![local, n]),
+            Role::Down => Some(vec![local, h, i]),
+            Role::DownBias => config.expert_bias.then(|| vec![local, h]),
+            Role::SharedUp => shared.map(|s| vec![config.activation.gate_factor() * s.intermediate, h]),
+            Role::SharedDown => shared.map(|s| vec![h, s.intermediate]),
+            Role::SharedGate => shared.filter(|s| s.gated).map(|_| vec![1, h]),
+        }
+    }
+
+    /// Inputs that one output of this weight sums over; `None` for biases.
+    pub fn fan_in(self, config: &MoeConfig) -> Option<usize> {
+        match self {
+            Role::Router | Role::Up | Role::SharedUp | Role::SharedGate => Some(config.hidden),
+            Role::Down => Some(config.intermediate),
+            Role::SharedDown => config.shared.map(|s| s.intermediate),
+            Role::RouterBias | Role::SelectionBias | Role::UpBias | Role::DownBias => None,
+        }
+    }
+
+    /// True where every rank holds the same values (and gradients are to be summed over the ranks).
+    pub const fn is_replicated(self) -> bool {
+        !matches!(self, Role::Up | Role::UpBias | Role::Down | Role::DownBias)
+    }
+}
+
+impl<D: Kernels> Gradients<D> {
+    /// Takes a parameter's gradient out. The selection bias has none.
+    pub fn take(&mut self, role: Role) -> Option<Tensor<D>> {
+        match role {
+            Role::Router => self.router.take(),
+            Role::RouterBias => self.router_bias.take(),
+            Role::SelectionBias => None,
+            Role::Up => self.up.take(),
+            Role::UpBias => self.up_bias.take(),
+            Role::Down => self.down.take(),
+            Role::DownBias => self.down_bias.take(),
+            Role::SharedUp => self.shared_up.take(),
+            Role::SharedDown => self.shared_down.take(),
+            Role::SharedGate => self.shared_gate.take(),
+        }
+    }
+}
+
+/// Views of plain parameters by role: what an adapter collects from its framework's tensors.
+#[derive(Debug)]
+pub struct ParamViews<'a, D: Kernels> {
+    router: TensorRef<'a, D>,
+    up: TensorRef<'a, D>,
+    down: TensorRef<'a, D>,
+    others: [Option<TensorRef<'a, D>>; 10],
+}
+
+impl<'a, D: Kernels> ParamViews<'a, D> {
+    /// Asks for each role's view.
+    ///
+    /// # Errors
+    /// No router, up or down.
+    pub fn collect(mut view: impl FnMut(Role) -> Result<Option<TensorRef<'a, D>>>) -> Result<Self> {
+        let mut others = [None; 10];
+        for (slot, role) in others.iter_mut().zip(Role::ALL) {
+            *slot = view(role)?;
+        }
+        let required = |role: Role| {
+            let missing =
+                || Error::invalid("ParamViews::collect", format!("tensor {}", role.name()), "a tensor", "none");
+            others[role as usize].ok_or_else(missing)
+        };
+        Ok(Self { router: required(Role::Router)?, up: required(Role::Up)?, down: required(Role::Down)?, others })
+    }
+
+    /// The parameters as a layer takes them.
+    pub fn params(&self) -> Params<'_, D> {
+        let of = |role: Role| self.others[role as usize].as_ref().map(TensorRef::borrow);
+        Params {
+            router: self.router.borrow(),
+            router_bias: of(Role::RouterBias),
+            selection_bias: of(Role::SelectionBias),
+            up: &self.up,
+            up_bias: of(Role::UpBias),
+            down: &self.down,
+            down_bias: of(Role::DownBias),
+            shared_up: of(Role::SharedUp),
+            shared_down: of(Role::SharedDown),
+            shared_gate: of(Role::SharedGate),
+        }
+    }
+}
+
+impl crate::checkpoint::BlockParams {
+    /// One parameter.
+    pub fn get(&self, role: Role) -> Option<&Tensor<Cpu>> {
+        match role {
+            Role::Router => Some(&self.router),
+            Role::RouterBias => self.router_bias.as_ref(),
+            Role::SelectionBias => self.selection_bias.as_ref(),
+            Role::Up => Some(&self.up),
+            Role::UpBias => self.up_bias.as_ref(),
+            Role::Down => Some(&self.down),
+            Role::DownBias => self.down_bias.as_ref(),
+            Role::SharedUp => self.shared_up.as_ref(),
+            Role::SharedDown => self.shared_down.as_ref(),
+            Role::SharedGate => self.shared_gate.as_ref(),
+        }
+    }
+
+    /// The parameters that are there, by role.
+    pub fn into_roles(self) -> impl Iterator<Item = (Role, Tensor<Cpu>)> {
+        let all = [
+            Some(self.router),
+            self.router_bias,
+            self.selection_bias,
+            Some(self.up),
+            self.up_bias,
+            Some(self.down),
+            self.down_bias,
+            self.shared_up,
+            self.shared_down,
+            self.shared_gate,
+        ];
+        Role::ALL.into_iter().zip(all).filter_map(|(role, t)| Some((role, t?)))
+    }
+
+    /// Views for a layer.
+    pub fn views(&self) -> Result<ParamViews<'_, Cpu>> {
+        ParamViews::collect(|role| Ok(self.get(role).map(Tensor::view)))
+    }
+}
