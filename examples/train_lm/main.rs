@@ -4,16 +4,15 @@
 //! Attention, embeddings and router are replicated and see the rank's own sequences; their gradients are summed over
 //! the ranks. Experts live on one rank each, and their gradients are whole where they are.
 
-#[path = "support/corpus.rs"]
+#[cfg(feature = "burn")]
+mod burn;
+mod candle;
 mod corpus;
-#[path = "support/lm.rs"]
+mod dense;
 mod lm;
-#[path = "support/lm_candle.rs"]
-mod lm_candle;
-#[path = "support/plot.rs"]
 mod plot;
-#[path = "support/train_candle.rs"]
-mod train_candle;
+mod ranks;
+mod twin;
 
 use std::error::Error;
 use std::path::PathBuf;
@@ -78,6 +77,9 @@ type Failure = Box<dyn Error + Send + Sync>;
 enum Framework {
     /// candle
     Candle,
+    /// burn; the dense twin stays in candle
+    #[cfg(feature = "burn")]
+    Burn,
 }
 
 impl Args {
@@ -146,7 +148,15 @@ fn run(args: &Args) -> Result<bool, Failure> {
         Ok(())
     };
     match args.framework {
-        Framework::Candle => train_candle::train(&settings, args.check_every, &corpus, on_step)?,
+        Framework::Candle => {
+            let make = |params: &[_], comm, rank| candle::Rank::new(&settings, params, comm, rank);
+            ranks::train(&settings, args.check_every, &corpus, make, on_step)?;
+        }
+        #[cfg(feature = "burn")]
+        Framework::Burn => {
+            let make = |params: &[_], comm, rank| burn::Rank::new(&settings, params, comm, rank);
+            ranks::train(&settings, args.check_every, &corpus, make, on_step)?;
+        }
     }
     bar.finish_and_clear();
     println!("{} steps in {:.1} s", steps.len(), started.elapsed().as_secs_f64());
