@@ -489,6 +489,34 @@ fn names_map_to_positions() {
     }
 }
 
+/// The golden suite's own reading of names gives what lies on disk, in every family: it could not compare otherwise.
+#[test]
+fn golden_suite_knows_the_names() {
+    use crate::reference::{compare, dense::Params, names};
+    for case in softmax_cases().into_iter().chain(sigmoid_cases()).chain(topk_cases()) {
+        let tensors = tensors(&case);
+        let dir = folder(&case.config, &tensors);
+        let model_type = names::model_type(dir.path()).unwrap();
+        let checkpoint = Checkpoint::open(dir.path()).unwrap();
+        let layer = case.layers[0];
+        let block = checkpoint.load_block(layer, options(0, 1, None)).unwrap();
+        let framework = |t: &moebius::Tensor<moebius::cpu::Cpu>| {
+            candle_core::Tensor::from_vec(t.to_f64(), t.dims(), &candle_core::Device::Cpu).unwrap()
+        };
+        let params: Params =
+            block.params.into_roles().map(|(role, t)| (role.name().to_string(), framework(&t))).collect();
+        let prefix = format!("{}{layer}.", case.root);
+        for (name, raw) in tensors.iter().filter(|(name, _)| name.starts_with(&prefix)) {
+            let found =
+                names::on_disk(name, &model_type, &params).unwrap_or_else(|e| panic!("{model_type}: {name}: {e}"));
+            let found = found.unwrap_or_else(|| panic!("{model_type}: {name} is not known"));
+            assert_eq!(found.dims(), raw.shape, "{model_type}: {name}");
+            let expected: Vec<f64> = raw.values().into_iter().map(f64::from).collect();
+            assert_eq!(compare::values(&found).unwrap(), expected, "{model_type}: {name}");
+        }
+    }
+}
+
 /// The known list names every family that is documented, and each of them opens.
 #[test]
 fn known_families() {
