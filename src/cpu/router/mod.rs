@@ -35,6 +35,9 @@ pub(super) fn route(call: Route<'_, Cpu>) -> Result<()> {
     with_acc!("route", "tensor logits", call.logits.dtype(), A => route_as::<A>(call))
 }
 
+/// Logits, ids and weights of a block of tokens.
+type Block<'a, A> = (&'a [A], (&'a mut [i32], &'a mut [A]));
+
 fn route_as<A: Acc>(call: Route<'_, Cpu>) -> Result<()> {
     const CALL: &str = "route";
     let config = call.config;
@@ -51,7 +54,7 @@ fn route_as<A: Acc>(call: Route<'_, Cpu>) -> Result<()> {
     }
 
     let noise = Noise::new(config, call.jitter);
-    let block = |(b, (logits, (ids, weights))): (usize, (&[A], (&mut [i32], &mut [A])))| {
+    let block = |(b, (logits, (ids, weights))): (usize, Block<'_, A>)| {
         let mut chooser = Chooser::new(config, bias.as_deref());
         let rows = logits.chunks_exact(e).zip(ids.chunks_exact_mut(k).zip(weights.chunks_exact_mut(k)));
         for (i, (logits, (ids, weights))) in rows.enumerate() {
