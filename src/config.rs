@@ -3,6 +3,7 @@
 use serde::{Deserialize, Serialize};
 
 use crate::error::{Error, Result};
+use crate::tensor::Shape;
 
 /// A Mixture-of-Experts block, independent of ranks, device and framework.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -55,14 +56,14 @@ impl MoeConfig {
     /// [`Error::Invalid`] naming the field, its bound and its value.
     pub fn validate(&self) -> Result<()> {
         const CALL: &str = "MoeConfig::validate";
-        let positive = |name: &str, v: usize| match v {
-            0 => Err(Error::invalid(CALL, name, "at least 1", v)),
-            _ => Ok(()),
+        let width = |name: &str, v: usize| match v {
+            1..=MAX_WIDTH => Ok(()),
+            _ => Err(Error::invalid(CALL, name, format!("1..={MAX_WIDTH}"), v)),
         };
-        positive("hidden", self.hidden)?;
-        positive("intermediate", self.intermediate)?;
+        width("hidden", self.hidden)?;
+        width("intermediate", self.intermediate)?;
         if let Some(shared) = &self.shared {
-            positive("shared.intermediate", shared.intermediate)?;
+            width("shared.intermediate", shared.intermediate)?;
         }
         if let Activation::ClampedGlu { alpha, limit } = self.activation
             && !(alpha.is_finite() && limit.is_finite() && limit > 0.0)
@@ -75,6 +76,11 @@ impl MoeConfig {
             ));
         }
         self.router.validate()?;
+        let largest = [self.router.num_experts, self.up_rows(), self.hidden];
+        if Shape::new(&largest).is_err() {
+            let name = "num_experts, intermediate, hidden";
+            return Err(Error::invalid(CALL, name, "experts.up to fit the address space", format!("{largest:?}")));
+        }
         self.aux.validate()
     }
 }
@@ -160,9 +166,9 @@ impl RouterConfig {
             }
         }
         if let Some(n) = &self.renorm
-            && !(n.p > 0.0 && n.p.is_finite() && n.epsilon >= 0.0 && n.floor >= 0.0)
+            && !(n.p > 0.0 && n.epsilon >= 0.0 && n.floor >= 0.0 && (n.p + n.epsilon + n.floor).is_finite())
         {
-            return Err(Error::invalid(CALL, "renorm", "p > 0, epsilon >= 0, floor >= 0", format!("{n:?}")));
+            return Err(Error::invalid(CALL, "renorm", "finite p > 0, epsilon >= 0, floor >= 0", format!("{n:?}")));
         }
         if !self.scale.is_finite() {
             return Err(Error::invalid(CALL, "scale", "a finite number", self.scale));
@@ -182,6 +188,9 @@ impl RouterConfig {
 /// Upper bound on experts: far above any published model, low enough that E² work cannot stall a reader of
 /// untrusted configurations.
 pub const MAX_EXPERTS: usize = 1 << 16;
+
+/// Upper bound on hidden and inner sizes: far above any published model, and no product of two of them overflows.
+pub const MAX_WIDTH: usize = 1 << 24;
 
 /// Scores from logits, in the accumulator type (`f32`; `f64` for `f64` tokens).
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]

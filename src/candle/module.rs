@@ -66,7 +66,12 @@ impl ExpertParallelMoE {
                 };
                 Some(vb.get_with_hints(dims, role.name(), init).map(|t| (role, t)))
             })
-            .collect::<Result<_>>()?;
+            .collect::<Result<_>>();
+        let params = params.inspect_err(|e| {
+            // The other ranks are in the collectives below: they are told, and the group stays usable.
+            let tag = Tag { layer: layer.number(), op: Op::Weights, sequence: 0 };
+            let _ = group.lock().dispatcher().communicator().refuse(tag, &e.to_string());
+        })?;
         let moe = Self { layer, group, params };
         if moe.group.ranks() > 1 {
             moe.replicate()?;
