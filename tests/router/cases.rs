@@ -347,6 +347,10 @@ fn wrong_arguments() {
     let no_tokens = [0.0f32; 12];
     let r = route_bwd(&c, &l, &[0, 1, 2, 3], &[0.0; 4], None, Some((&aux, &no_tokens, 1.0)));
     assert!(r.unwrap_err().to_string().contains("aux.sums"));
+    let no_sequences = [1.0f32, 1.0, 1.0, 1.0, 0.5, 0.5, 0.5, 0.5, 2.0, 1.0, 0.0, 0.0];
+    let sequences = balance(BalanceKind::Sequence { length: 2 }, 1.0, 0.0);
+    let r = route_bwd(&c, &l, &[0, 1, 2, 3], &[0.0; 4], None, Some((&sequences, &no_sequences, 1.0)));
+    assert!(r.unwrap_err().to_string().contains("no sequences"));
     let r = route_bwd(&c, &l, &[0, 1, 2, 3], &[0.0; 4], None, Some((&aux, &no_tokens[1..], 1.0)));
     assert!(r.unwrap_err().to_string().contains("aux.sums"));
 
