@@ -1,7 +1,5 @@
 //! What the reference comparison prints.
 
-use std::cmp::Reverse;
-
 use super::compare::Difference;
 
 /// One result against its references.
@@ -44,10 +42,10 @@ pub fn print_rows(rows: &[Row], limit: usize, always: usize) {
     );
     let always = always.min(rows.len());
     let mut by_error: Vec<usize> = (always..rows.len()).collect();
+    // Failures first, then by error.
     by_error.sort_by(|&a, &b| {
-        let key = |i: usize| (Reverse(rows[i].ok()), rows[i].worst());
-        let ((ok_a, worst_a), (ok_b, worst_b)) = (key(a), key(b));
-        ok_b.cmp(&ok_a).then(worst_b.total_cmp(&worst_a))
+        let (a, b) = (&rows[a], &rows[b]);
+        a.ok().cmp(&b.ok()).then(b.worst().total_cmp(&a.worst()))
     });
     by_error.truncate(limit);
     let mut shown: Vec<usize> = (0..always).chain(by_error).collect();
