@@ -6,12 +6,17 @@ struct Glu {
     float value, by_gate, by_up;
 };
 
-__device__ __forceinline__ float logistic(float x) { return 1.0f / (1.0f + expf(-x)); }
+// FAST: to a few units in the last place of f32, for results that are rounded to 16 bits.
+template <bool FAST>
+__device__ __forceinline__ float logistic(float x) {
+    return FAST ? __fdividef(1.0f, 1.0f + __expf(-x)) : 1.0f / (1.0f + expf(-x));
+}
 
 // Value and derivatives by gate and by up; without a gate, `g` is the only input and `by_up` unused.
+template <bool FAST = false>
 __device__ __forceinline__ Glu activate(int activation, float alpha, float limit, float g, float u) {
     if (activation == ACT_SILU) {
-        float s = logistic(g), silu = g * s;
+        float s = logistic<FAST>(g), silu = g * s;
         return {silu * u, u * (s + silu * (1.0f - s)), silu};
     }
     if (activation == ACT_GELU) {
@@ -26,7 +31,7 @@ __device__ __forceinline__ Glu activate(int activation, float alpha, float limit
         // Not fminf and fmaxf, which would turn a NaN into the limit.
         g = g > limit ? limit : g;
         u = u > limit ? limit : u < -limit ? -limit : u;
-        float s = logistic(alpha * g), swish = g * s;
+        float s = logistic<FAST>(alpha * g), swish = g * s;
         float by_gate = (u + 1.0f) * (s + alpha * swish * (1.0f - s));
         return {(u + 1.0f) * swish, inside_g ? by_gate : 0.0f, inside_u ? swish : 0.0f};
     }

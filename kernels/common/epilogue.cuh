@@ -6,6 +6,13 @@
 
 enum Kind { UP, DOWN, DOWN_BWD, UP_DGRAD, LINEAR, LINEAR_DX, WGRAD, LINEAR_DW };
 
+// How the operands of a kind are stored.
+template <int KIND>
+struct Stored {
+    static constexpr bool a_by_k = KIND == WGRAD || KIND == LINEAR_DW;                     // A is [k, m]
+    static constexpr bool b_by_k = a_by_k || KIND == DOWN_BWD || KIND == UP_DGRAD || KIND == LINEAR_DX;  // B is [k, n]
+};
+
 struct Tile {
     int64_t group;
     int64_t slot;    // first slot; first row of the output for weight gradients

@@ -4,13 +4,6 @@
 #pragma once
 #include "epilogue.cuh"
 
-// How the operands of a kind are stored.
-template <int KIND>
-struct Stored {
-    static constexpr bool a_by_k = KIND == WGRAD || KIND == LINEAR_DW;                     // A is [k, m]
-    static constexpr bool b_by_k = a_by_k || KIND == DOWN_BWD || KIND == UP_DGRAD || KIND == LINEAR_DX;  // B is [k, n]
-};
-
 // Tile of a block, and the slots that its sum runs over (weight gradients). False: nothing to do.
 template <int KIND, int BM>
 __device__ bool tile_of_block(const Gemm& p, Tile& t, int64_t& k_first, int64_t& k_count) {
@@ -100,6 +93,7 @@ constexpr int LD_K = BK + 8, LD_MN = BM + 8;
 constexpr int OPERAND = BM * LD_K > BK * LD_MN ? BM * LD_K : BK * LD_MN;
 constexpr int SHARED = STAGES * 2 * OPERAND * 2 > BM * LD_C * 4 ? STAGES * 2 * OPERAND * 2 : BM * LD_C * 4;
 static_assert(BM == BN, "one operand layout");
+static_assert(SHARED == 81920, "src/cuda/launch.rs reserves as much");
 
 // Eight elements to shared memory: `valid` of them, the rest zeros, scaled where asked for.
 template <class T>
@@ -255,6 +249,7 @@ __device__ void run(const Gemm& p) {
 namespace scalar {
 constexpr int BM = 64, BN = 64, BK = 16, THREADS = 256, LD = BM + 4;
 constexpr int SHARED = BM * LD * 4;
+static_assert(SHARED == 17408, "src/cuda/launch.rs asks for as much");
 static_assert(BM == BN && SHARED >= 2 * BK * LD * 4, "one operand layout, and room for both");
 
 // T is the type of the epilogue's tensors; those of the operands are values.

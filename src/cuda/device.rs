@@ -22,12 +22,16 @@ const LEAST_BYTES: usize = 16;
 pub struct Cuda {
     pub(super) inner: Arc<Inner>,
     poison: bool,
+    portable: bool,
 }
 
+// Fields are dropped in order: modules go before the context that holds them.
 pub(super) struct Inner {
-    pub(super) context: Arc<CudaContext>,
-    pub(super) stream: Arc<CudaStream>,
     pub(super) functions: Functions,
+    pub(super) stream: Arc<CudaStream>,
+    pub(super) context: Arc<CudaContext>,
+    /// Multiprocessors: blocks of a persistent kernel.
+    pub(super) processors: usize,
     /// Fault word and first NaN logit.
     pub(super) status: CUdeviceptr,
     pool: sys::CUmemoryPool,
@@ -100,13 +104,21 @@ impl Cuda {
         context.bind_to_thread().map_err(driver(CALL, "bind the context"))?;
         let (major, minor) = context.compute_capability().map_err(driver(CALL, "ask for the compute capability"))?;
         let functions = Functions::load((major as u32, minor as u32))?;
+        let processors = context
+            .attribute(sys::CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)
+            .map_err(driver(CALL, "ask for the number of multiprocessors"))?;
+        let processors = usize::try_from(processors).unwrap_or(1);
         let pool = pool(&context)?;
         let status = {
             // SAFETY: pool and stream are alive; the 16 bytes are written before anything reads them.
             unsafe { result::mem_pool::alloc_async(pool, LEAST_BYTES, stream.cu_stream()) }
         }
         .map_err(driver(CALL, "allocate the status words"))?;
-        let cuda = Self { inner: Arc::new(Inner { context, stream, functions, status, pool }), poison: false };
+        let cuda = Self {
+            inner: Arc::new(Inner { functions, stream, context, processors, status, pool }),
+            poison: false,
+            portable: false,
+        };
         cuda.reset_status(CALL)?;
         Ok(cuda)
     }
@@ -115,6 +127,16 @@ impl Cuda {
     /// the integer types. For tests.
     pub fn poisoning(&self) -> Self {
         Self { poison: true, ..self.clone() }
+    }
+
+    /// The same device without the kernels that one architecture alone has: what other GPUs run.
+    pub fn portable(&self) -> Self {
+        Self { portable: true, ..self.clone() }
+    }
+
+    /// Whether calls may take the Hopper kernels.
+    pub(super) fn hopper(&self) -> bool {
+        self.inner.functions.hopper() && !self.portable
     }
 
     /// The stream of all work on this device.

@@ -10,7 +10,7 @@ use crate::kernels::{BiasGrad, Down, DownBwd, RowSource, SlotWeights, Up, UpDgra
 use crate::tensor::{Tensor, TensorRef};
 
 use super::device::Cuda;
-use super::launch::{Grid, SCALAR, Shape, TENSOR};
+use super::launch::{Grid, HOPPER, HOPPER_COLUMNS, SCALAR, Shape, TENSOR};
 use super::params::{self, activation_code, type_code};
 use super::zones::{Dest, Source, Tiles, aligned, check_zones, input, optional, optional_output, output, pointer};
 
@@ -48,6 +48,18 @@ fn applies(
         Some(w) => input(call, "slot_weights", &w.values, DType::F32, &[slots]),
         None => Ok(0),
     }
+}
+
+/// Whether the Hopper kernels can serve a product: 16-bit types, everything in whole 16-byte words.
+fn hopper_serves(device: &Cuda, dtype: DType, p: &params::Gemm) -> bool {
+    let words = [p.a, p.b, p.out, p.pre, p.pre_out, p.hidden].iter().all(|at| at.is_multiple_of(16));
+    device.hopper()
+        && matches!(dtype, DType::BF16 | DType::F16)
+        && words
+        && p.vector_a == 1
+        && p.vector_b == 1
+        && p.n % 8 == 0
+        && p.k % 8 == 0
 }
 
 /// A product of a layout's rows, before its epilogue is described.
@@ -109,12 +121,25 @@ impl<'a> RowsGemm<'a> {
         })
     }
 
-    fn launch(&self, name: &str, p: &params::Gemm) -> Result<()> {
+    /// Chooses the kernels: Hopper's where they can serve, with tiles of `columns`. True for those.
+    fn choose(&self, p: &mut params::Gemm, columns: usize, possible: bool) -> bool {
+        let hopper = possible && hopper_serves(self.device, self.dtype, p);
+        if hopper {
+            p.n_tiles = (p.n as usize).div_ceil(columns) as i64;
+        }
+        hopper
+    }
+
+    fn launch(&self, name: &str, hopper: bool, p: &params::Gemm) -> Result<()> {
         let blocks = (p.m_tiles as usize).saturating_mul(p.n_tiles as usize);
-        let grid = Grid { shared: self.shape.shared, ..Grid::new(blocks, self.shape.threads) };
+        let (prefix, shape, blocks) = match hopper {
+            true => ("hopper_", HOPPER, blocks.min(self.device.inner.processors)),
+            false => ("", self.shape, blocks),
+        };
+        let grid = Grid { shared: shape.shared, ..Grid::new(blocks, shape.threads) };
         // SAFETY: callers have checked every tensor in `p` against the sizes in `p`; maps and zones, which only the
         // device knows, are checked by the kernel.
-        unsafe { self.device.launch(self.call, &format!("{name}_{}", self.suffix), grid, p) }
+        unsafe { self.device.launch(self.call, &format!("{prefix}{name}_{}", self.suffix), grid, p) }
     }
 
     /// Room for one dot a slot and column tile.
@@ -161,7 +186,8 @@ pub(super) fn up(device: &Cuda, call: Up<'_, Cuda>) -> Result<()> {
     let out = Dest::new(CALL, call.out, (dtype, inner, gemm.slots))?;
     (p.out, p.out_map, p.out_rows, p.accumulate) = (out.base, out.map, out.rows, out.accumulate);
     (p.activation, p.alpha, p.limit) = activation_code(call.activation);
-    gemm.launch("up", &p)
+    let hopper = gemm.choose(&mut p, HOPPER_COLUMNS / factor, factor == 2);
+    gemm.launch("up", hopper, &p)
 }
 
 pub(super) fn down(device: &Cuda, call: Down<'_, Cuda>) -> Result<()> {
@@ -176,7 +202,8 @@ pub(super) fn down(device: &Cuda, call: Down<'_, Cuda>) -> Result<()> {
     p.bias_scale = applies(CALL, &call.slot_weights, &[WeightAt::Output, WeightAt::Activation], gemm.slots)?;
     let out = Dest::new(CALL, call.out, (dtype, h, gemm.slots))?;
     (p.out, p.out_map, p.out_rows, p.accumulate) = (out.base, out.map, out.rows, out.accumulate);
-    gemm.launch("down", &p)
+    let hopper = gemm.choose(&mut p, HOPPER_COLUMNS, true);
+    gemm.launch("down", hopper, &p)
 }
 
 pub(super) fn down_bwd(device: &Cuda, call: DownBwd<'_, Cuda>) -> Result<()> {
@@ -192,14 +219,15 @@ pub(super) fn down_bwd(device: &Cuda, call: DownBwd<'_, Cuda>) -> Result<()> {
     p.out = output(CALL, "d_pre", call.d_pre, dtype, &[gemm.slots, wide])?;
     p.hidden = optional_output(CALL, "hidden", call.hidden, dtype, &[gemm.slots, inner])?;
     (p.activation, p.alpha, p.limit) = activation_code(call.activation);
+    let hopper = gemm.choose(&mut p, HOPPER_COLUMNS, call.activation.gate_factor() == 2);
     let d_weights = call.d_slot_weights.filter(|_| p.scale != 0);
     let d_weights = optional_output(CALL, "d_slot_weights", d_weights, DType::F32, &[gemm.slots])?;
     if d_weights == 0 {
-        return gemm.launch("down_bwd", &p);
+        return gemm.launch("down_bwd", hopper, &p);
     }
     let partial = gemm.partial(p.n_tiles)?;
     p.partial = partial.view().data().ptr;
-    gemm.launch("down_bwd", &p)?;
+    gemm.launch("down_bwd", hopper, &p)?;
     gemm.slot_dots(&partial, d_weights, (bias != 0).then_some((bias, &grad, h)))
 }
 
@@ -212,17 +240,20 @@ pub(super) fn up_dgrad(device: &Cuda, call: UpDgrad<'_, Cuda>) -> Result<()> {
     let mut p = gemm.params(&d_pre, call.weight, (h, wide), gemm.shape.tile)?;
     let out = Dest::new(CALL, call.out, (dtype, h, gemm.slots))?;
     (p.out, p.out_map, p.out_rows, p.accumulate) = (out.base, out.map, out.rows, out.accumulate);
-    let Some(at_input) = call.input_weight else { return gemm.launch("up_dgrad", &p) };
+    let Some(at_input) = call.input_weight else {
+        let hopper = gemm.choose(&mut p, HOPPER_COLUMNS, true);
+        return gemm.launch("up_dgrad", hopper, &p);
+    };
     p.scale = input(CALL, "slot_weights", &at_input.values, DType::F32, &[gemm.slots])?;
     let x = gemm.source("input_weight.rows", &at_input.rows, h)?;
     (p.x, p.x_map, p.x_rows) = (x.base, x.map, x.rows);
     let d_weights = optional_output(CALL, "d_slot_weights", at_input.d_slot_weights, DType::F32, &[gemm.slots])?;
     if d_weights == 0 {
-        return gemm.launch("up_dgrad", &p);
+        return gemm.launch("up_dgrad", false, &p);
     }
     let partial = gemm.partial(p.n_tiles)?;
     p.partial = partial.view().data().ptr;
-    gemm.launch("up_dgrad", &p)?;
+    gemm.launch("up_dgrad", false, &p)?;
     gemm.slot_dots(&partial, d_weights, None)
 }
 
@@ -237,7 +268,7 @@ pub(super) fn wgrad(device: &Cuda, call: Wgrad<'_, Cuda>) -> Result<()> {
     let left = Source::new(CALL, "left", &call.left, (dtype, m, zones.rows))?;
     let right = Source::new(CALL, "right", &call.right, (dtype, n, zones.rows))?;
     let (m_tiles, n_tiles) = (m.div_ceil(shape.tile), n.div_ceil(shape.tile));
-    let p = params::Gemm {
+    let mut p = params::Gemm {
         a: left.base,
         a_map: left.map,
         a_rows: left.rows,
@@ -264,10 +295,17 @@ pub(super) fn wgrad(device: &Cuda, call: Wgrad<'_, Cuda>) -> Result<()> {
         split: 1,
         ..Default::default()
     };
-    let blocks = experts.saturating_mul(m_tiles).saturating_mul(n_tiles);
+    // K is the number of slots here, which need no alignment.
+    let hopper = p.scale == 0 && m % 8 == 0 && hopper_serves(device, dtype, &params::Gemm { k: 0, ..p });
+    let (prefix, shape) = if hopper { ("hopper_", HOPPER) } else { ("", shape) };
+    if hopper {
+        p.n_tiles = n.div_ceil(HOPPER_COLUMNS) as i64;
+    }
+    let blocks = experts.saturating_mul(m_tiles).saturating_mul(p.n_tiles as usize);
+    let blocks = if hopper { blocks.min(device.inner.processors) } else { blocks };
     let grid = Grid { shared: shape.shared, ..Grid::new(blocks, shape.threads) };
     // SAFETY: all tensors were checked against the sizes in `p`; the kernel checks maps and zones.
-    unsafe { device.launch(CALL, &format!("wgrad_{suffix}"), grid, &p) }?;
+    unsafe { device.launch(CALL, &format!("{prefix}wgrad_{suffix}"), grid, &p) }?;
     let Some(bias) = call.bias else { return Ok(()) };
     bias_grad(device, bias, (&left, dtype, m), zones, call.accumulate)
 }

@@ -10,8 +10,8 @@ use crate::error::{Error, Result};
 use super::cubins::{self, CUBINS};
 use super::device::{Cuda, driver};
 
-/// Kernels of each stage, with the dynamic shared memory that they need above the usual limit.
-const STAGES: [(&str, &[&str]); 7] = [
+/// Kernels of each stage.
+const STAGES: [(&str, &[&str]); 8] = [
     ("aux", &["aux_scores", "aux_chunks", "aux_totals", "aux_finish", "aux_coefficients"]),
     (
         "grouped_gemm",
@@ -30,6 +30,21 @@ const STAGES: [(&str, &[&str]); 7] = [
             "up_dgrad_f32",
         ],
     ),
+    (
+        "hopper_gemm",
+        &[
+            "hopper_up_bf16",
+            "hopper_up_f16",
+            "hopper_down_bf16",
+            "hopper_down_f16",
+            "hopper_down_bwd_bf16",
+            "hopper_down_bwd_f16",
+            "hopper_up_dgrad_bf16",
+            "hopper_up_dgrad_f16",
+            "hopper_wgrad_bf16",
+            "hopper_wgrad_f16",
+        ],
+    ),
     ("linear", &["linear_bf16", "linear_f16", "linear_any", "linear_d_x", "linear_d_weight", "sum_parts"]),
     ("permute", &["gather_rows", "reduce_rows", "slot_dots", "sigmoid"]),
     ("prepare", &["schedule"]),
@@ -41,6 +56,13 @@ const STAGES: [(&str, &[&str]); 7] = [
 pub(super) const TENSOR: Shape = Shape { tile: 128, threads: 256, shared: 81920 };
 /// Tile of the multiply-add kernels, and their shared memory (`scalar` there).
 pub(super) const SCALAR: Shape = Shape { tile: 64, threads: 256, shared: 17408 };
+
+/// Tile rows of the Hopper kernels, and their shared memory (`hopper` in `kernels/common/hopper.cuh`).
+pub(super) const HOPPER: Shape = Shape { tile: 128, threads: 384, shared: 216_128 };
+/// Columns of their tiles.
+pub(super) const HOPPER_COLUMNS: usize = 256;
+/// The stage that exists for sm_90a alone.
+const HOPPER_STAGE: &str = "hopper_gemm";
 
 /// Constants that a family of kernels was compiled with.
 #[derive(Debug, Clone, Copy)]
@@ -64,7 +86,8 @@ impl Functions {
         const CALL: &str = "Cuda::on";
         let arch = cubins::choose(CUBINS.iter().map(|c| c.arch), capability)?;
         let mut loaded = Self { arch, table: HashMap::new(), modules: Vec::new() };
-        for (stage, names) in STAGES {
+        let hopper = loaded.hopper();
+        for (stage, names) in STAGES.into_iter().filter(|(stage, _)| hopper || *stage != HOPPER_STAGE) {
             let cubin = CUBINS.iter().find(|c| c.stage == stage && c.arch == arch);
             let cubin = cubin.ok_or_else(|| Error::Device {
                 call: CALL,
@@ -81,16 +104,25 @@ impl Functions {
                 let function = unsafe { result::module::get_function(module, text) }
                     .map_err(driver(CALL, &format!("find kernel {name}")))?;
                 loaded.table.insert(name, function);
-                let tensor = ["grouped_gemm", "linear", "wgrad"].contains(&stage) && name.ends_with("f16");
-                if tensor {
+                let shared = match stage {
+                    HOPPER_STAGE => HOPPER.shared,
+                    "grouped_gemm" | "linear" | "wgrad" if name.ends_with("f16") => TENSOR.shared,
+                    _ => 0,
+                };
+                if shared > 0 {
                     let limit = sys::CUfunction_attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
                     // SAFETY: the function was just found.
-                    unsafe { result::function::set_function_attribute(function, limit, TENSOR.shared as i32) }
+                    unsafe { result::function::set_function_attribute(function, limit, shared as i32) }
                         .map_err(driver(CALL, &format!("reserve shared memory for kernel {name}")))?;
                 }
             }
         }
         Ok(loaded)
+    }
+
+    /// Whether the kernels for Hopper are among them.
+    pub(super) fn hopper(&self) -> bool {
+        self.arch == "90a"
     }
 }
 

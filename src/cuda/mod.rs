@@ -23,4 +23,7 @@ mod router;
 mod rows;
 mod zones;
 
+/// The driver bindings whose streams [`Cuda::on`] takes.
+pub use cudarc;
+
 pub use device::{Cuda, DeviceBuffer, DeviceMut, DeviceRef, Event, NoCounters, Stream};

@@ -194,9 +194,15 @@ pub fn compare(name: &str, case: &Case, cuda: &Cuda) {
     let data = Data::new(case).expect("inputs");
     let cpu = on_cpu(case, &data).unwrap_or_else(|e| panic!("{name} on the CPU: {e}"));
     let gpu = on_gpu(case, &data, cuda).unwrap_or_else(|e| panic!("{name} on the GPU: {e}"));
+    check(name, case, &cpu, &gpu);
+    let portable = on_gpu(case, &data, &cuda.portable()).unwrap_or_else(|e| panic!("{name}, portable: {e}"));
+    check(&format!("{name}, portable"), case, &cpu, &portable);
+}
+
+fn check(name: &str, case: &Case, cpu: &Results, gpu: &Results) {
     assert_eq!(cpu.len(), gpu.len());
     let mut worst = (0.0, String::new());
-    for ((key, a), (other, b)) in gpu.iter().zip(&cpu) {
+    for ((key, a), (other, b)) in gpu.iter().zip(cpu) {
         assert_eq!(key, other);
         if key == "ids" || key == "dropped" {
             assert_eq!(a, b, "{name}: {key}");
