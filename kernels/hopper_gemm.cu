@@ -4,7 +4,9 @@
 #include "common/hopper.cuh"
 
 #define HOPPER(name, T, KIND) \
-    extern "C" __global__ void __launch_bounds__(hopper::THREADS, 1) name(const __grid_constant__ Gemm p) { hopper::run<T, KIND>(p); }
+    extern "C" __global__ void __launch_bounds__(hopper::THREADS, 1) name(const __grid_constant__ Gemm p, const __grid_constant__ CUtensorMap a, const __grid_constant__ CUtensorMap b) { \
+        hopper::run<T, KIND>(p, a, b);                                                                                 \
+    }
 
 HOPPER(hopper_up_bf16, bf16, UP)
 HOPPER(hopper_up_f16, f16, UP)

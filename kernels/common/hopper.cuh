@@ -2,6 +2,7 @@
 // memory, and two that multiply with wgmma, 64 rows each of a tile of 128 x 256. Operands are read where they lie, through row maps, in
 // either orientation; rows past a group's end are zeros and are never stored. Notes: kernels/NOTES.md.
 #pragma once
+#include <cuda.h>
 #include "epilogue.cuh"
 #include "wgmma.cuh"
 
@@ -37,6 +38,23 @@ __device__ __forceinline__ void barrier_wait(uint32_t bar, uint32_t parity) {
 // 16 bytes, or zeros where `valid` is false.
 __device__ __forceinline__ void copy(uint32_t to, const void* from, bool valid) {
     asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;\n" ::"r"(to), "l"(from), "r"(valid ? 16 : 0));
+}
+
+// What the copy engine is to bring in this phase, beside the threads' own copies.
+__device__ __forceinline__ void barrier_expect(uint32_t bar, uint32_t bytes) {
+    asm volatile("mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [%0], %1;\n" ::"r"(bar), "r"(bytes) : "memory");
+}
+__device__ __forceinline__ void bulk(uint32_t to, const CUtensorMap& map, uint32_t bar, int64_t x, int64_t y) {
+    asm volatile(
+        "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4}], [%2];\n" ::"r"(to),
+        "l"(&map), "r"(bar), "r"(static_cast<int>(x)), "r"(static_cast<int>(y))
+        : "memory");
+}
+__device__ __forceinline__ void bulk(uint32_t to, const CUtensorMap& map, uint32_t bar, int64_t x, int64_t y, int64_t z) {
+    asm volatile(
+        "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5}], [%2];\n" ::"r"(to),
+        "l"(&map), "r"(bar), "r"(static_cast<int>(x)), "r"(static_cast<int>(y)), "r"(static_cast<int>(z))
+        : "memory");
 }
 
 // Operand in shared memory, swizzled by 128 bytes. K-major: rows of 64 k. MN-major: blocks of 64 columns, rows of one k.
@@ -119,69 +137,98 @@ __device__ __forceinline__ void load_by_k(uint32_t to, const char* base, int64_t
     }
 }
 
+// Rows behind a map come by copies of 16 bytes a thread, which can follow it; everything else by the copy engine: weights
+// always, rows in slot order too. The copy engine would bring the next zone's rows past the end of a sum over slots (and
+// padding may hold anything), so the last, partial step of such a sum comes by threads again, with zeros.
 template <int KIND>
-__device__ __forceinline__ void produce(const Gemm& p, uint32_t stages, Ring ring, int64_t m_tiles) {
+__device__ __forceinline__ void produce(const Gemm& p, const CUtensorMap& a_tensor, const CUtensorMap& b_tensor, uint32_t stages, Ring ring, int64_t m_tiles) {
     constexpr bool A_BY_K = Stored<KIND>::a_by_k, B_BY_K = Stored<KIND>::b_by_k;
     const int r = threadIdx.x % 128 / 8, c = threadIdx.x % 8;
+    const bool leader = threadIdx.x % 128 == 0, a_direct = !p.a_map, b_direct = KIND != WGRAD || !p.b_map;
     Tile t;
     int64_t k_first, k_count;
     for (int64_t id = blockIdx.x; tile_at<KIND>(p, id, m_tiles, t, k_first, k_count); id += gridDim.x) {
-        const int64_t steps = (k_count + BK - 1) / BK, column = t.n_tile * BN;
-        int a_row[8];
-        uint32_t a_live = 0, b_live = 0;
-        const char* b_base = static_cast<const char*>(p.b);
-        const char* b_first = nullptr;
-        if constexpr (KIND != WGRAD) {
-            b_base += t.group * (KIND == UP ? 2 * p.n : p.n) * p.k * 2;
+        const int steps = static_cast<int>((k_count + BK - 1) / BK);
+        const int64_t column = t.n_tile * (KIND == UP ? BN / 2 : BN);
+        const char* a_row[8];
+        uint32_t a_live = 0;
+        if constexpr (!A_BY_K) {
+            if (!a_direct) {
 #pragma unroll
-            for (int i = 0; i < 8; i++) {
-                const int row = i * 16 + r;
-                const int64_t from = row < t.rows ? mapped_row(p.a_map, t.slot + row, p.a_rows, p.fault) : -1;
-                a_row[i] = from < 0 ? 0 : static_cast<int>(from);
-                a_live |= static_cast<uint32_t>(from >= 0) << i;
-            }
-            if constexpr (!B_BY_K) {
-#pragma unroll
-                for (int i = 0; i < 16; i++) {
-                    b_live |= static_cast<uint32_t>(tile_column(p, KIND, BN, t.n_tile, i * 16 + r) >= 0) << i;
+                for (int i = 0; i < 8; i++) {
+                    const int row = i * 16 + r;
+                    const int64_t from = row < t.rows ? mapped_row(p.a_map, t.slot + row, p.a_rows, p.fault) : -1;
+                    a_row[i] = static_cast<const char*>(p.a) + (from < 0 ? 0 : from * p.k * 2) + c * 16;
+                    a_live |= static_cast<uint32_t>(from >= 0) << i;
                 }
-                b_first = b_base + (t.n_tile * (KIND == UP ? BN / 2 : BN) + r) * p.k * 2 + c * 16;
             }
         }
         int64_t a_next[4], b_next[4];
-        auto rows_of = [&](int64_t step, const int32_t* map, int64_t rows, int64_t (&out)[4]) {
+        auto rows_of = [&](int step, const int32_t* map, int64_t rows, int64_t (&out)[4]) {
 #pragma unroll
             for (int i = 0; i < 4; i++) {
-                const int64_t k = step * BK + i * 16 + r;
+                const int64_t k = static_cast<int64_t>(step) * BK + i * 16 + r;
                 out[i] = k < k_count ? mapped_row(map, k_first + k, rows, p.fault) : -1;
             }
         };
-        if constexpr (A_BY_K) rows_of(0, p.a_map, p.a_rows, a_next);
-        if constexpr (KIND == WGRAD) rows_of(0, p.b_map, p.b_rows, b_next);
-        for (int64_t step = 0; step < steps; step++) {
+        if constexpr (A_BY_K) {
+            if (!a_direct) rows_of(0, p.a_map, p.a_rows, a_next);
+        }
+        if constexpr (KIND == WGRAD) {
+            if (!b_direct) rows_of(0, p.b_map, p.b_rows, b_next);
+        }
+        for (int step = 0; step < steps; step++) {
             barrier_wait(ring.empty + ring.stage * 8, ring.parity ^ 1);
-            const uint32_t to = stages + ring.stage * STAGE_BYTES;
-            const bool inside = step * BK + c * 8 < k_count;
-            if constexpr (A_BY_K) load_by_k<2>(to, static_cast<const char*>(p.a), p.m * 2, a_next, t.slot, p.m);
-            else load_by_row<8>(to, [&](int i) { return static_cast<const char*>(p.a) + c * 16 + a_row[i] * (p.k * 2); }, a_live, step * (BK * 2), inside);
-            if constexpr (KIND == WGRAD) {
-                load_by_k<4>(to + A_BYTES, b_base, p.n * 2, b_next, column, p.n);
-            } else if constexpr (B_BY_K) {
-                int64_t rows[4];
+            const uint32_t to = stages + ring.stage * STAGE_BYTES, to_b = to + A_BYTES, full = ring.full + ring.stage * 8;
+            const int64_t k = static_cast<int64_t>(step) * BK;
+            const bool whole = KIND != WGRAD || k + BK <= k_count;
+            const bool a_bulk = a_direct && whole, b_bulk = b_direct && whole;
+            if (leader && (a_bulk || b_bulk)) {
+                barrier_expect(full, (a_bulk ? A_BYTES : 0) + (b_bulk ? B_BYTES : 0));
+                if (b_bulk) {
+                    if constexpr (KIND == WGRAD) {
 #pragma unroll
-                for (int i = 0; i < 4; i++) rows[i] = step * BK + i * 16 + r < k_count ? step * BK + i * 16 + r : -1;
-                load_by_k<4>(to + A_BYTES, b_base, p.n * 2, rows, column, p.n);
-            } else {
-                // Up's rows lie p.n rows behind gate's; rows that do not exist read the first one's address, as zeros.
-                const int64_t up = KIND == UP ? (p.n - BN / 2) * p.k * 2 : 0;
-                auto row = [&](int i) { return b_live >> i & 1 ? b_first + i * (32 * p.k) + (i >= 8 ? up : 0) : b_base; };
-                load_by_row<16>(to + A_BYTES, row, b_live, step * (BK * 2), inside);
+                        for (int b = 0; b < 4; b++) bulk(to_b + b * 8192, b_tensor, full, column + b * 64, k_first + k);
+                    } else if constexpr (B_BY_K) {
+#pragma unroll
+                        for (int b = 0; b < 4; b++) bulk(to_b + b * 8192, b_tensor, full, column + b * 64, k, t.group);
+                    } else {
+                        bulk(to_b, b_tensor, full, k, column, t.group);
+                        bulk(to_b + 16384, b_tensor, full, k, KIND == UP ? p.n + column : column + 128, t.group);
+                    }
+                }
+                if (a_bulk) {
+                    if constexpr (A_BY_K) {
+                        bulk(to, a_tensor, full, t.slot, k_first + k);
+                        bulk(to + 8192, a_tensor, full, t.slot + 64, k_first + k);
+                    } else {
+                        bulk(to, a_tensor, full, k, t.slot);
+                    }
+                }
             }
-            barrier_arrive_after_copies(ring.full + ring.stage * 8);
+            if (!a_bulk) {
+                if constexpr (A_BY_K) {
+                    if (a_direct) rows_of(step, nullptr, p.a_rows, a_next);
+                    load_by_k<2>(to, static_cast<const char*>(p.a), p.m * 2, a_next, t.slot, p.m);
+                } else {
+                    load_by_row<8>(to, [&](int i) { return a_row[i]; }, a_live, k * 2, k + c * 8 < k_count);
+                }
+            }
+            if constexpr (KIND == WGRAD) {
+                if (!b_bulk) {
+                    if (b_direct) rows_of(step, nullptr, p.b_rows, b_next);
+                    load_by_k<4>(to_b, static_cast<const char*>(p.b), p.n * 2, b_next, column, p.n);
+                }
+            }
+            barrier_arrive_after_copies(full);
             ring.next();
             // The next rows' numbers are on their way while this waits for room.
-            if constexpr (A_BY_K) rows_of(step + 1, p.a_map, p.a_rows, a_next);
-            if constexpr (KIND == WGRAD) rows_of(step + 1, p.b_map, p.b_rows, b_next);
+            if constexpr (A_BY_K) {
+                if (!a_direct) rows_of(step + 1, p.a_map, p.a_rows, a_next);
+            }
+            if constexpr (KIND == WGRAD) {
+                if (!b_direct) rows_of(step + 1, p.b_map, p.b_rows, b_next);
+            }
         }
     }
     // Copies must not outlive the block's shared memory.
@@ -204,13 +251,21 @@ struct Slice {
     __device__ __forceinline__ uint32_t* word(int half, int j) {
         return reinterpret_cast<uint32_t*>(buffer + (lane / 4 + half * 8) * LD_OUT + j * 8 + lane % 4 * 2);
     }
-    // `v` are 32 values in the order of the accumulators of 64 columns.
+    static __device__ __forceinline__ float2 unpack(uint32_t word) {
+        T v[2];
+        memcpy(v, &word, 4);
+        return {to_float(v[0]), to_float(v[1])};
+    }
+    // `v` are 32 values in the order of the accumulators of 64 columns; word i of 16 holds values 2 i and 2 i + 1.
     __device__ __forceinline__ void store(T* base, int64_t ld, int64_t column, int64_t columns, const float* v) {
+        uint32_t words[16];
 #pragma unroll
-        for (int j = 0; j < 8; j++) {
-            *word(0, j) = pack(v[j * 4], v[j * 4 + 1]);
-            *word(1, j) = pack(v[j * 4 + 2], v[j * 4 + 3]);
-        }
+        for (int i = 0; i < 16; i++) words[i] = pack(v[2 * i], v[2 * i + 1]);
+        store(base, ld, column, columns, words);
+    }
+    __device__ __forceinline__ void store(T* base, int64_t ld, int64_t column, int64_t columns, const uint32_t (&words)[16]) {
+#pragma unroll
+        for (int i = 0; i < 16; i++) *word(i % 2, i / 2) = words[i];
         __syncwarp();
         const int64_t at = column + lane % 8 * 8;
 #pragma unroll
@@ -220,7 +275,7 @@ struct Slice {
         }
         __syncwarp();
     }
-    __device__ __forceinline__ void load(const T* base, int64_t ld, int64_t column, int64_t columns, float* v) {
+    __device__ __forceinline__ void load(const T* base, int64_t ld, int64_t column, int64_t columns, uint32_t (&words)[16]) {
         const int64_t at = column + lane % 8 * 8;
 #pragma unroll
         for (int i = 0; i < 4; i++) {
@@ -230,15 +285,18 @@ struct Slice {
         }
         __syncwarp();
 #pragma unroll
-        for (int j = 0; j < 8; j++) {
-#pragma unroll
-            for (int half = 0; half < 2; half++) {
-                T pair[2];
-                memcpy(pair, word(half, j), 4);
-                v[j * 4 + half * 2] = to_float(pair[0]), v[j * 4 + half * 2 + 1] = to_float(pair[1]);
-            }
-        }
+        for (int i = 0; i < 16; i++) words[i] = *word(i % 2, i / 2);
         __syncwarp();
+    }
+    // Adds what memory holds to 32 values.
+    __device__ __forceinline__ void add(const T* base, int64_t ld, int64_t column, int64_t columns, float* v) {
+        uint32_t words[16];
+        load(base, ld, column, columns, words);
+#pragma unroll
+        for (int i = 0; i < 16; i++) {
+            const float2 old = unpack(words[i]);
+            v[2 * i] += old.x, v[2 * i + 1] += old.y;
+        }
     }
 };
 
@@ -283,11 +341,7 @@ __device__ __forceinline__ void finish(const Gemm& p, const Tile& t, float (&acc
             }
 #pragma unroll
             for (int i = 0; i < 32; i++) g[i] = activate<true>(act, alpha, limit, g[i], u[i]).value * after[i / 2 % 2];
-            if (p.accumulate) {
-                out.load(static_cast<const T*>(p.out), p.n, at, p.n, u);
-#pragma unroll
-                for (int i = 0; i < 32; i++) g[i] += u[i];
-            }
+            if (p.accumulate) out.add(static_cast<const T*>(p.out), p.n, at, p.n, g);
             out.store(static_cast<T*>(p.out), p.n, at, p.n, g);
         }
     } else if constexpr (KIND == DOWN_BWD) {
@@ -297,17 +351,19 @@ __device__ __forceinline__ void finish(const Gemm& p, const Tile& t, float (&acc
         for (int s = 0; s < 4; s++) {
             const int64_t at = t.n_tile * BN + s * 64;
             float* d = acc + s * 32;
-            float g[32], u[32];
+            uint32_t g[16], u[16];
             in.load(static_cast<const T*>(p.pre), 2 * p.n, at, p.n, g);
             in.load(static_cast<const T*>(p.pre) + p.n, 2 * p.n, at, p.n, u);
 #pragma unroll
-            for (int i = 0; i < 32; i++) {
-                const Glu f = activate<true>(act, alpha, limit, g[i], u[i]);
+            for (int i = 0; i < 16; i++) {
+                const float2 gate = Slice<T>::unpack(g[i]), up = Slice<T>::unpack(u[i]);
+                const Glu x = activate<true>(act, alpha, limit, gate.x, up.x), y = activate<true>(act, alpha, limit, gate.y, up.y);
+                const float scale = w[i % 2], dx = d[2 * i], dy = d[2 * i + 1];
                 // Columns past the end hold zeros in d, rows past the end are not stored.
-                dot[i / 2 % 2] += d[i] * f.value;
-                const float dw = d[i] * w[i / 2 % 2];
-                d[i] = f.value * w[i / 2 % 2];
-                g[i] = f.by_gate * dw, u[i] = f.by_up * dw;
+                dot[i % 2] += dx * x.value + dy * y.value;
+                g[i] = Slice<T>::pack(x.by_gate * dx * scale, y.by_gate * dy * scale);
+                u[i] = Slice<T>::pack(x.by_up * dx * scale, y.by_up * dy * scale);
+                d[2 * i] = x.value * scale, d[2 * i + 1] = y.value * scale;
             }
             in.store(static_cast<T*>(p.out), 2 * p.n, at, p.n, g);
             in.store(static_cast<T*>(p.out) + p.n, 2 * p.n, at, p.n, u);
@@ -338,12 +394,7 @@ __device__ __forceinline__ void finish(const Gemm& p, const Tile& t, float (&acc
                     if (p.bias && n < p.n) v[i] += on_bias[i / 2 % 2] * to_float(bias[n]);
                 }
             }
-            if (p.accumulate) {
-                float old[32];
-                out.load(base, p.n, at, p.n, old);
-#pragma unroll
-                for (int i = 0; i < 32; i++) v[i] += old[i];
-            }
+            if (p.accumulate) out.add(base, p.n, at, p.n, v);
             out.store(base, p.n, at, p.n, v);
         }
     }
@@ -393,7 +444,7 @@ __device__ __forceinline__ void multiply(const Gemm& p, uint32_t stages, Ring ri
 }
 
 template <class T, int KIND>
-__device__ __forceinline__ void run(const Gemm& p) {
+__device__ __forceinline__ void run(const Gemm& p, const CUtensorMap& a_tensor, const CUtensorMap& b_tensor) {
     extern __shared__ char raw[];
     const uint32_t base = (address(raw) + 1023) / 1024 * 1024;
     char* start = raw + (base - address(raw));
@@ -411,7 +462,7 @@ __device__ __forceinline__ void run(const Gemm& p) {
     const int role = __shfl_sync(~0u, threadIdx.x / 128, 0);
     if (role == 2) {
         asm volatile("setmaxnreg.dec.sync.aligned.u32 56;\n");
-        produce<KIND>(p, base, ring, m_tiles);
+        produce<KIND>(p, a_tensor, b_tensor, base, ring, m_tiles);
     } else {
         asm volatile("setmaxnreg.inc.sync.aligned.u32 224;\n");
         T* buffer = reinterpret_cast<T*>(start + STAGES * STAGE_BYTES + threadIdx.x / 32 * WARP_OUT);

@@ -10,7 +10,8 @@ use crate::kernels::{BiasGrad, Down, DownBwd, RowSource, SlotWeights, Up, UpDgra
 use crate::tensor::{Tensor, TensorRef};
 
 use super::device::Cuda;
-use super::launch::{Grid, HOPPER, HOPPER_COLUMNS, SCALAR, Shape, TENSOR};
+use super::hopper::{self, Product};
+use super::launch::{Grid, HOPPER_COLUMNS, SCALAR, Shape, TENSOR};
 use super::params::{self, activation_code, type_code};
 use super::zones::{Dest, Source, Tiles, aligned, check_zones, input, optional, optional_output, output, pointer};
 
@@ -48,18 +49,6 @@ fn applies(
         Some(w) => input(call, "slot_weights", &w.values, DType::F32, &[slots]),
         None => Ok(0),
     }
-}
-
-/// Whether the Hopper kernels can serve a product: 16-bit types, everything in whole 16-byte words.
-fn hopper_serves(device: &Cuda, dtype: DType, p: &params::Gemm) -> bool {
-    let words = [p.a, p.b, p.out, p.pre, p.pre_out, p.hidden].iter().all(|at| at.is_multiple_of(16));
-    device.hopper()
-        && matches!(dtype, DType::BF16 | DType::F16)
-        && words
-        && p.vector_a == 1
-        && p.vector_b == 1
-        && p.n % 8 == 0
-        && p.k % 8 == 0
 }
 
 /// A product of a layout's rows, before its epilogue is described.
@@ -121,25 +110,32 @@ impl<'a> RowsGemm<'a> {
         })
     }
 
-    /// Chooses the kernels: Hopper's where they can serve, with tiles of `columns`. True for those.
-    fn choose(&self, p: &mut params::Gemm, columns: usize, possible: bool) -> bool {
-        let hopper = possible && hopper_serves(self.device, self.dtype, p);
+    /// Chooses the kernels: Hopper's where they can serve, with tiles of `columns`.
+    fn choose(&self, p: &mut params::Gemm, columns: usize, product: Option<Product>) -> Option<Product> {
+        let hopper = product.is_some() && hopper::serves(self.device, self.dtype, p);
         if hopper {
             p.n_tiles = (p.n as usize).div_ceil(columns) as i64;
         }
-        hopper
+        product.filter(|_| hopper)
     }
 
-    fn launch(&self, name: &str, hopper: bool, p: &params::Gemm) -> Result<()> {
+    fn launch(&self, name: &str, hopper: Option<Product>, p: &params::Gemm) -> Result<()> {
         let blocks = (p.m_tiles as usize).saturating_mul(p.n_tiles as usize);
-        let (prefix, shape, blocks) = match hopper {
-            true => ("hopper_", HOPPER, blocks.min(self.device.inner.processors)),
-            false => ("", self.shape, blocks),
-        };
-        let grid = Grid { shared: shape.shared, ..Grid::new(blocks, shape.threads) };
-        // SAFETY: callers have checked every tensor in `p` against the sizes in `p`; maps and zones, which only the
-        // device knows, are checked by the kernel.
-        unsafe { self.device.launch(self.call, &format!("{prefix}{name}_{}", self.suffix), grid, p) }
+        let kernel = format!("{name}_{}", self.suffix);
+        // SAFETY, both: callers have checked every tensor in `p` against the sizes in `p`; maps and zones, which only
+        // the device knows, are checked by the kernel.
+        match hopper {
+            // SAFETY: as above.
+            Some(product) => unsafe {
+                let kernel = format!("hopper_{kernel}");
+                hopper::launch(self.device, self.call, &kernel, (product, self.dtype, blocks), p)
+            },
+            None => {
+                let grid = Grid { shared: self.shape.shared, ..Grid::new(blocks, self.shape.threads) };
+                // SAFETY: as above.
+                unsafe { self.device.launch(self.call, &kernel, grid, p) }
+            }
+        }
     }
 
     /// Room for one dot a slot and column tile.
@@ -186,7 +182,7 @@ pub(super) fn up(device: &Cuda, call: Up<'_, Cuda>) -> Result<()> {
     let out = Dest::new(CALL, call.out, (dtype, inner, gemm.slots))?;
     (p.out, p.out_map, p.out_rows, p.accumulate) = (out.base, out.map, out.rows, out.accumulate);
     (p.activation, p.alpha, p.limit) = activation_code(call.activation);
-    let hopper = gemm.choose(&mut p, HOPPER_COLUMNS / factor, factor == 2);
+    let hopper = gemm.choose(&mut p, HOPPER_COLUMNS / factor, (factor == 2).then_some(Product::Up));
     gemm.launch("up", hopper, &p)
 }
 
@@ -202,7 +198,7 @@ pub(super) fn down(device: &Cuda, call: Down<'_, Cuda>) -> Result<()> {
     p.bias_scale = applies(CALL, &call.slot_weights, &[WeightAt::Output, WeightAt::Activation], gemm.slots)?;
     let out = Dest::new(CALL, call.out, (dtype, h, gemm.slots))?;
     (p.out, p.out_map, p.out_rows, p.accumulate) = (out.base, out.map, out.rows, out.accumulate);
-    let hopper = gemm.choose(&mut p, HOPPER_COLUMNS, true);
+    let hopper = gemm.choose(&mut p, HOPPER_COLUMNS, Some(Product::Down));
     gemm.launch("down", hopper, &p)
 }
 
@@ -219,7 +215,7 @@ pub(super) fn down_bwd(device: &Cuda, call: DownBwd<'_, Cuda>) -> Result<()> {
     p.out = output(CALL, "d_pre", call.d_pre, dtype, &[gemm.slots, wide])?;
     p.hidden = optional_output(CALL, "hidden", call.hidden, dtype, &[gemm.slots, inner])?;
     (p.activation, p.alpha, p.limit) = activation_code(call.activation);
-    let hopper = gemm.choose(&mut p, HOPPER_COLUMNS, call.activation.gate_factor() == 2);
+    let hopper = gemm.choose(&mut p, HOPPER_COLUMNS, (call.activation.gate_factor() == 2).then_some(Product::Dgrad));
     let d_weights = call.d_slot_weights.filter(|_| p.scale != 0);
     let d_weights = optional_output(CALL, "d_slot_weights", d_weights, DType::F32, &[gemm.slots])?;
     if d_weights == 0 {
@@ -241,7 +237,7 @@ pub(super) fn up_dgrad(device: &Cuda, call: UpDgrad<'_, Cuda>) -> Result<()> {
     let out = Dest::new(CALL, call.out, (dtype, h, gemm.slots))?;
     (p.out, p.out_map, p.out_rows, p.accumulate) = (out.base, out.map, out.rows, out.accumulate);
     let Some(at_input) = call.input_weight else {
-        let hopper = gemm.choose(&mut p, HOPPER_COLUMNS, true);
+        let hopper = gemm.choose(&mut p, HOPPER_COLUMNS, Some(Product::Dgrad));
         return gemm.launch("up_dgrad", hopper, &p);
     };
     p.scale = input(CALL, "slot_weights", &at_input.values, DType::F32, &[gemm.slots])?;
@@ -249,11 +245,11 @@ pub(super) fn up_dgrad(device: &Cuda, call: UpDgrad<'_, Cuda>) -> Result<()> {
     (p.x, p.x_map, p.x_rows) = (x.base, x.map, x.rows);
     let d_weights = optional_output(CALL, "d_slot_weights", at_input.d_slot_weights, DType::F32, &[gemm.slots])?;
     if d_weights == 0 {
-        return gemm.launch("up_dgrad", false, &p);
+        return gemm.launch("up_dgrad", None, &p);
     }
     let partial = gemm.partial(p.n_tiles)?;
     p.partial = partial.view().data().ptr;
-    gemm.launch("up_dgrad", false, &p)?;
+    gemm.launch("up_dgrad", None, &p)?;
     gemm.slot_dots(&partial, d_weights, None)
 }
 
@@ -296,16 +292,20 @@ pub(super) fn wgrad(device: &Cuda, call: Wgrad<'_, Cuda>) -> Result<()> {
         ..Default::default()
     };
     // K is the number of slots here, which need no alignment.
-    let hopper = p.scale == 0 && m % 8 == 0 && hopper_serves(device, dtype, &params::Gemm { k: 0, ..p });
-    let (prefix, shape) = if hopper { ("hopper_", HOPPER) } else { ("", shape) };
+    let hopper = p.scale == 0 && m % 8 == 0 && hopper::serves(device, dtype, &params::Gemm { k: 0, ..p });
+    // SAFETY, both: all tensors were checked against the sizes in `p`; the kernel checks maps and zones.
     if hopper {
         p.n_tiles = n.div_ceil(HOPPER_COLUMNS) as i64;
+        let blocks = experts.saturating_mul(m_tiles).saturating_mul(p.n_tiles as usize);
+        let kernel = format!("hopper_wgrad_{suffix}");
+        // SAFETY: as above.
+        unsafe { hopper::launch(device, CALL, &kernel, (Product::Wgrad, dtype, blocks), &p) }?;
+    } else {
+        let blocks = experts.saturating_mul(m_tiles).saturating_mul(n_tiles);
+        let grid = Grid { shared: shape.shared, ..Grid::new(blocks, shape.threads) };
+        // SAFETY: as above.
+        unsafe { device.launch(CALL, &format!("wgrad_{suffix}"), grid, &p) }?;
     }
-    let blocks = experts.saturating_mul(m_tiles).saturating_mul(p.n_tiles as usize);
-    let blocks = if hopper { blocks.min(device.inner.processors) } else { blocks };
-    let grid = Grid { shared: shape.shared, ..Grid::new(blocks, shape.threads) };
-    // SAFETY: all tensors were checked against the sizes in `p`; the kernel checks maps and zones.
-    unsafe { device.launch(CALL, &format!("{prefix}wgrad_{suffix}"), grid, &p) }?;
     let Some(bias) = call.bias else { return Ok(()) };
     bias_grad(device, bias, (&left, dtype, m), zones, call.accumulate)
 }

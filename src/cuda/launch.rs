@@ -1,7 +1,7 @@
 //! Loaded kernels, and their launch.
 
 use std::collections::HashMap;
-use std::ffi::CString;
+use std::ffi::{CString, c_void};
 
 use cudarc::driver::{result, sys};
 
@@ -152,11 +152,26 @@ impl Grid {
 }
 
 impl Cuda {
-    /// Enqueues a kernel. Nothing is launched for no blocks.
+    /// Enqueues a kernel of one parameter. Nothing is launched for no blocks.
     ///
     /// # Safety
     /// `params` is the struct that the kernel takes, and its pointers are valid for what the kernel does with them.
     pub(super) unsafe fn launch<P>(&self, call: &'static str, kernel: &str, grid: Grid, params: &P) -> Result<()> {
+        // SAFETY: as the caller promises.
+        unsafe { self.launch_with(call, kernel, grid, &mut [(&raw const *params).cast_mut().cast()]) }
+    }
+
+    /// Enqueues a kernel. Nothing is launched for no blocks.
+    ///
+    /// # Safety
+    /// `arguments` point to the kernel's parameters, in order, and pointers among these are valid for what it does.
+    pub(super) unsafe fn launch_with(
+        &self,
+        call: &'static str,
+        kernel: &str,
+        grid: Grid,
+        arguments: &mut [*mut c_void],
+    ) -> Result<()> {
         let (x, y) = grid.blocks;
         if x == 0 || y == 0 {
             return Ok(());
@@ -175,9 +190,8 @@ impl Cuda {
             message: "no such kernel".to_string(),
         })?;
         self.bind(call)?;
-        let mut arguments = [(&raw const *params).cast_mut().cast()];
-        // SAFETY: the function belongs to this context; its one argument is copied before the call returns; the rest
-        // is the caller's promise.
+        // SAFETY: the function belongs to this context; its arguments are copied before the call returns; the rest is
+        // the caller's promise.
         unsafe {
             result::launch_kernel(
                 function,
@@ -185,7 +199,7 @@ impl Cuda {
                 (grid.threads, 1, 1),
                 grid.shared,
                 self.inner.stream.cu_stream(),
-                &mut arguments,
+                arguments,
             )
         }
         .map_err(driver(call, &format!("launch {kernel}")))

@@ -15,6 +15,7 @@ mod cubins;
 mod dense;
 mod device;
 mod experts;
+mod hopper;
 mod kernels;
 mod launch;
 mod params;
