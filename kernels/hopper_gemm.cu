@@ -3,9 +3,11 @@
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL) || !defined(__CUDA_ARCH__)
 #include "common/hopper.cuh"
 
-#define HOPPER(name, T, KIND) \
-    extern "C" __global__ void __launch_bounds__(hopper::THREADS, 1) name(const __grid_constant__ Gemm p, const __grid_constant__ CUtensorMap a, const __grid_constant__ CUtensorMap b) { \
-        hopper::run<T, KIND>(p, a, b);                                                                                 \
+#define HOPPER(name, T, KIND)                                                                                 \
+    extern "C" __global__ void __launch_bounds__(hopper::THREADS, 1)                                          \
+        name(const __grid_constant__ Gemm p, const __grid_constant__ CUtensorMap a,                           \
+             const __grid_constant__ CUtensorMap b, const __grid_constant__ CUtensorMap pre) {                \
+        hopper::run<T, KIND>(p, a, b, pre);                                                                   \
     }
 
 HOPPER(hopper_up_bf16, bf16, UP)

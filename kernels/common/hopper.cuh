@@ -12,6 +12,8 @@ constexpr int BM = 128, BN = 256, BK = 64, STAGES = 4, THREADS = 384;
 constexpr int A_BYTES = BM * BK * 2, B_BYTES = BN * BK * 2, STAGE_BYTES = A_BYTES + B_BYTES;
 // Staging of 16 rows of 64 columns a warp; 16 bytes of padding a row keep it free of bank conflicts.
 constexpr int LD_OUT = 72, WARP_OUT = 16 * LD_OUT * 2;
+// 128 rows of 64 columns.
+constexpr int PRE_BYTES = 128 * 128;
 constexpr int BARRIERS = 2 * STAGES * 8;
 constexpr int SHARED = 1024 + STAGES * STAGE_BYTES + 8 * WARP_OUT + BARRIERS;
 static_assert(SHARED == 216128 && SHARED <= 232448, "src/cuda/launch.rs reserves as much");
@@ -121,27 +123,50 @@ __device__ __forceinline__ void load_by_row(uint32_t to, Row&& row, uint32_t liv
     }
 }
 
-// One k a row of 64 columns: the producer's part of an MN-major operand. `row` are four rows, -1 for zeros.
+// One k a row of 64 columns: the producer's part of an MN-major operand. `row` are the addresses of the thread's four
+// rows at its first column, `live` says which exist, `columns` which of the blocks of 64 columns do.
 template <int BLOCKS>
-__device__ __forceinline__ void load_by_k(uint32_t to, const char* base, int64_t ld_bytes, const int64_t (&row)[4], int64_t column, int64_t columns) {
+__device__ __forceinline__ void load_by_k(uint32_t to, const char* const (&row)[4], uint32_t live, uint32_t columns) {
     const int r = threadIdx.x % 128 / 8, c = threadIdx.x % 8;
+    to += r * 128 + ((c ^ (r & 7)) << 4);
 #pragma unroll
     for (int i = 0; i < 4; i++) {
-        const char* from = base + (row[i] < 0 ? 0 : row[i]) * ld_bytes;
+        const uint32_t here = live >> i & 1 ? columns : 0;
 #pragma unroll
-        for (int b = 0; b < BLOCKS; b++) {
-            const int64_t at = column + b * 64 + c * 8;
-            const bool valid = row[i] >= 0 && at < columns;
-            copy(to + b * (BK * 128) + (i * 16 + r) * 128 + ((c ^ (r & 7)) << 4), valid ? from + at * 2 : base, valid);
-        }
+        for (int b = 0; b < BLOCKS; b++) copy(to + b * (BK * 128) + i * 2048, row[i] + b * 128, here >> b & 1);
     }
 }
+
+// Rows of a sum over slots, a step ahead of their use.
+struct SlotRows {
+    const char* row[4];
+    uint32_t live, columns;
+
+    // `first` is the operand's address at the thread's first column; blocks from there on exist while below `end`.
+    template <int BLOCKS>
+    __device__ __forceinline__ void of_tile(int64_t column, int64_t end) {
+        columns = 0;
+#pragma unroll
+        for (int b = 0; b < BLOCKS; b++) columns |= static_cast<uint32_t>(column + b * 64 + threadIdx.x % 8 * 8 < end) << b;
+    }
+    __device__ __forceinline__ void of_step(const Gemm& p, const char* first, int64_t ld_bytes, const int32_t* map, int64_t rows, int64_t slot, int64_t left) {
+        live = 0;
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            const int k = i * 16 + threadIdx.x % 128 / 8;
+            int64_t from = -1;
+            if (k < left) from = mapped_row(map, slot + k, rows, p.fault);
+            row[i] = first + (from < 0 ? 0 : from * ld_bytes);
+            live |= static_cast<uint32_t>(from >= 0) << i;
+        }
+    }
+};
 
 // Rows behind a map come by copies of 16 bytes a thread, which can follow it; everything else by the copy engine: weights
 // always, rows in slot order too. The copy engine would bring the next zone's rows past the end of a sum over slots (and
 // padding may hold anything), so the last, partial step of such a sum comes by threads again, with zeros.
 template <int KIND>
-__device__ __forceinline__ void produce(const Gemm& p, const CUtensorMap& a_tensor, const CUtensorMap& b_tensor, uint32_t stages, Ring ring, int64_t m_tiles) {
+__device__ __forceinline__ void produce(const Gemm& p, const CUtensorMap& a_tensor, const CUtensorMap& b_tensor, const CUtensorMap& pre_tensor, uint32_t stages, Ring ring, int64_t m_tiles) {
     constexpr bool A_BY_K = Stored<KIND>::a_by_k, B_BY_K = Stored<KIND>::b_by_k;
     const int r = threadIdx.x % 128 / 8, c = threadIdx.x % 8;
     const bool leader = threadIdx.x % 128 == 0, a_direct = !p.a_map, b_direct = KIND != WGRAD || !p.b_map;
@@ -163,19 +188,16 @@ __device__ __forceinline__ void produce(const Gemm& p, const CUtensorMap& a_tens
                 }
             }
         }
-        int64_t a_next[4], b_next[4];
-        auto rows_of = [&](int step, const int32_t* map, int64_t rows, int64_t (&out)[4]) {
-#pragma unroll
-            for (int i = 0; i < 4; i++) {
-                const int64_t k = static_cast<int64_t>(step) * BK + i * 16 + r;
-                out[i] = k < k_count ? mapped_row(map, k_first + k, rows, p.fault) : -1;
-            }
-        };
-        if constexpr (A_BY_K) {
-            if (!a_direct) rows_of(0, p.a_map, p.a_rows, a_next);
-        }
+        SlotRows a_next, b_next;
+        const char* a_first = static_cast<const char*>(p.a) + (t.slot + c * 8) * 2;
+        const char* b_first = static_cast<const char*>(p.b) + (column + c * 8) * 2;
+        auto a_rows = [&](int64_t k) { a_next.of_step(p, a_first, p.m * 2, p.a_map, p.a_rows, k_first + k, k_count - k); };
+        auto b_rows = [&](int64_t k) { b_next.of_step(p, b_first, p.n * 2, p.b_map, p.b_rows, k_first + k, k_count - k); };
         if constexpr (KIND == WGRAD) {
-            if (!b_direct) rows_of(0, p.b_map, p.b_rows, b_next);
+            a_next.of_tile<2>(t.slot, p.m);
+            b_next.of_tile<4>(column, p.n);
+            if (!a_direct) a_rows(0);
+            if (!b_direct) b_rows(0);
         }
         for (int step = 0; step < steps; step++) {
             barrier_wait(ring.empty + ring.stage * 8, ring.parity ^ 1);
@@ -208,26 +230,38 @@ __device__ __forceinline__ void produce(const Gemm& p, const CUtensorMap& a_tens
             }
             if (!a_bulk) {
                 if constexpr (A_BY_K) {
-                    if (a_direct) rows_of(step, nullptr, p.a_rows, a_next);
-                    load_by_k<2>(to, static_cast<const char*>(p.a), p.m * 2, a_next, t.slot, p.m);
+                    if (a_direct) a_rows(k);
+                    load_by_k<2>(to, a_next.row, a_next.live, a_next.columns);
                 } else {
                     load_by_row<8>(to, [&](int i) { return a_row[i]; }, a_live, k * 2, k + c * 8 < k_count);
                 }
             }
             if constexpr (KIND == WGRAD) {
                 if (!b_bulk) {
-                    if (b_direct) rows_of(step, nullptr, p.b_rows, b_next);
-                    load_by_k<4>(to_b, static_cast<const char*>(p.b), p.n * 2, b_next, column, p.n);
+                    if (b_direct) b_rows(k);
+                    load_by_k<4>(to_b, b_next.row, b_next.live, b_next.columns);
                 }
             }
             barrier_arrive_after_copies(full);
             ring.next();
             // The next rows' numbers are on their way while this waits for room.
-            if constexpr (A_BY_K) {
-                if (!a_direct) rows_of(step + 1, p.a_map, p.a_rows, a_next);
-            }
             if constexpr (KIND == WGRAD) {
-                if (!b_direct) rows_of(step + 1, p.b_map, p.b_rows, b_next);
+                if (!a_direct) a_rows(k + BK);
+                if (!b_direct) b_rows(k + BK);
+            }
+        }
+        if constexpr (KIND == DOWN_BWD) {
+            // Pre-activations of the tile, 64 columns of gate and of up at a time, behind the operands in the ring.
+            for (int s = 0; s < BN / 64; s++) {
+                barrier_wait(ring.empty + ring.stage * 8, ring.parity ^ 1);
+                const uint32_t to = stages + ring.stage * STAGE_BYTES, full = ring.full + ring.stage * 8;
+                if (leader) {
+                    barrier_expect(full, 2 * PRE_BYTES);
+                    bulk(to, pre_tensor, full, column + s * 64, t.slot);
+                    bulk(to + PRE_BYTES, pre_tensor, full, p.n + column + s * 64, t.slot);
+                }
+                barrier_arrive(full);
+                ring.next();
             }
         }
     }
@@ -301,10 +335,11 @@ struct Slice {
 };
 
 template <class T, int KIND>
-__device__ __forceinline__ void finish(const Gemm& p, const Tile& t, float (&acc)[128], T* buffer) {
+__device__ __forceinline__ void finish(const Gemm& p, const Tile& t, float (&acc)[128], T* buffer, uint32_t stages, Ring& ring) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const int first = warp * 16;  // the warp's rows within the tile
-    if (first >= t.rows) return;
+    // A warp without rows still takes its turns in the ring.
+    if (KIND != DOWN_BWD && first >= t.rows) return;
     const int act = static_cast<int>(p.activation);
     const float alpha = static_cast<float>(p.alpha), limit = static_cast<float>(p.limit);
     Slice<T> in{buffer, lane}, out{buffer, lane};
@@ -339,8 +374,10 @@ __device__ __forceinline__ void finish(const Gemm& p, const Tile& t, float (&acc
                 in.store(static_cast<T*>(p.pre_out), 2 * p.n, at, p.n, g);
                 in.store(static_cast<T*>(p.pre_out) + p.n, 2 * p.n, at, p.n, u);
             }
+            with_gate(act, [&](auto kind) {
 #pragma unroll
-            for (int i = 0; i < 32; i++) g[i] = activate<true>(act, alpha, limit, g[i], u[i]).value * after[i / 2 % 2];
+                for (int i = 0; i < 32; i++) g[i] = activate<true>(kind.value, alpha, limit, g[i], u[i]).value * after[i / 2 % 2];
+            });
             if (p.accumulate) out.add(static_cast<const T*>(p.out), p.n, at, p.n, g);
             out.store(static_cast<T*>(p.out), p.n, at, p.n, g);
         }
@@ -352,19 +389,31 @@ __device__ __forceinline__ void finish(const Gemm& p, const Tile& t, float (&acc
             const int64_t at = t.n_tile * BN + s * 64;
             float* d = acc + s * 32;
             uint32_t g[16], u[16];
-            in.load(static_cast<const T*>(p.pre), 2 * p.n, at, p.n, g);
-            in.load(static_cast<const T*>(p.pre) + p.n, 2 * p.n, at, p.n, u);
+            barrier_wait(ring.full + ring.stage * 8, ring.parity);
+            const uint32_t from = stages + ring.stage * STAGE_BYTES;
 #pragma unroll
             for (int i = 0; i < 16; i++) {
-                const float2 gate = Slice<T>::unpack(g[i]), up = Slice<T>::unpack(u[i]);
-                const Glu x = activate<true>(act, alpha, limit, gate.x, up.x), y = activate<true>(act, alpha, limit, gate.y, up.y);
-                const float scale = w[i % 2], dx = d[2 * i], dy = d[2 * i + 1];
-                // Columns past the end hold zeros in d, rows past the end are not stored.
-                dot[i % 2] += dx * x.value + dy * y.value;
-                g[i] = Slice<T>::pack(x.by_gate * dx * scale, y.by_gate * dy * scale);
-                u[i] = Slice<T>::pack(x.by_up * dx * scale, y.by_up * dy * scale);
-                d[2 * i] = x.value * scale, d[2 * i + 1] = y.value * scale;
+                const int row = own[i % 2];
+                const uint32_t at_word = from + row * 128 + ((i / 2 ^ (row & 7)) << 4) + lane % 4 * 4;
+                asm volatile("ld.shared.u32 %0, [%1];\n" : "=r"(g[i]) : "r"(at_word) : "memory");
+                asm volatile("ld.shared.u32 %0, [%1];\n" : "=r"(u[i]) : "r"(at_word + PRE_BYTES) : "memory");
             }
+            __syncwarp();
+            if (lane == 0) barrier_arrive(ring.empty + ring.stage * 8);
+            ring.next();
+            with_gate(act, [&](auto kind) {
+#pragma unroll
+                for (int i = 0; i < 16; i++) {
+                    const float2 gate = Slice<T>::unpack(g[i]), up = Slice<T>::unpack(u[i]);
+                    const Glu x = activate<true>(kind.value, alpha, limit, gate.x, up.x), y = activate<true>(kind.value, alpha, limit, gate.y, up.y);
+                    const float scale = w[i % 2], dx = d[2 * i], dy = d[2 * i + 1];
+                    // Rows past the end are not stored, columns past it not counted.
+                    if (at + i / 2 * 8 < p.n) dot[i % 2] += dx * x.value + dy * y.value;
+                    g[i] = Slice<T>::pack(x.by_gate * dx * scale, y.by_gate * dy * scale);
+                    u[i] = Slice<T>::pack(x.by_up * dx * scale, y.by_up * dy * scale);
+                    d[2 * i] = x.value * scale, d[2 * i + 1] = y.value * scale;
+                }
+            });
             in.store(static_cast<T*>(p.out), 2 * p.n, at, p.n, g);
             in.store(static_cast<T*>(p.out) + p.n, 2 * p.n, at, p.n, u);
             if (p.hidden) in.store(static_cast<T*>(p.hidden), p.n, at, p.n, d);
@@ -439,12 +488,12 @@ __device__ __forceinline__ void multiply(const Gemm& p, uint32_t stages, Ring ri
 #pragma unroll
         for (int i = 0; i < 128; i++) asm volatile("" : "+f"(acc[i])::"memory");
         if (steps > 0 && lane == 0) barrier_arrive(ring.empty + before * 8);
-        finish<T, KIND>(p, t, acc, buffer);
+        finish<T, KIND>(p, t, acc, buffer, stages, ring);
     }
 }
 
 template <class T, int KIND>
-__device__ __forceinline__ void run(const Gemm& p, const CUtensorMap& a_tensor, const CUtensorMap& b_tensor) {
+__device__ __forceinline__ void run(const Gemm& p, const CUtensorMap& a_tensor, const CUtensorMap& b_tensor, const CUtensorMap& pre_tensor) {
     extern __shared__ char raw[];
     const uint32_t base = (address(raw) + 1023) / 1024 * 1024;
     char* start = raw + (base - address(raw));
@@ -462,7 +511,7 @@ __device__ __forceinline__ void run(const Gemm& p, const CUtensorMap& a_tensor, 
     const int role = __shfl_sync(~0u, threadIdx.x / 128, 0);
     if (role == 2) {
         asm volatile("setmaxnreg.dec.sync.aligned.u32 56;\n");
-        produce<KIND>(p, a_tensor, b_tensor, base, ring, m_tiles);
+        produce<KIND>(p, a_tensor, b_tensor, pre_tensor, base, ring, m_tiles);
     } else {
         asm volatile("setmaxnreg.inc.sync.aligned.u32 224;\n");
         T* buffer = reinterpret_cast<T*>(start + STAGES * STAGE_BYTES + threadIdx.x / 32 * WARP_OUT);

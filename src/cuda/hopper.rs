@@ -57,11 +57,20 @@ pub(super) unsafe fn launch(
         Product::Dgrad => (map(p.a, &[k, p.a_rows as u64], 128)?, map(p.b, &[n, k, groups], 64)?),
         Product::Wgrad => (map(p.a, &[p.m as u64, p.a_rows as u64], 64)?, map(p.b, &[n, p.b_rows as u64], 64)?),
     };
+    // Read by the gradient through the activation alone.
+    let pre = match p.pre {
+        0 => b,
+        pre => map(pre, &[2 * n, p.m as u64], 128)?,
+    };
     let blocks = blocks.min(device.inner.processors);
     let grid = Grid { shared: HOPPER.shared, ..Grid::new(blocks, HOPPER.threads) };
-    let mut arguments =
-        [(&raw const *p).cast_mut().cast(), (&raw const a).cast_mut().cast(), (&raw const b).cast_mut().cast()];
-    // SAFETY: the kernels take these three; the rest is the caller's promise.
+    let mut arguments = [
+        (&raw const *p).cast_mut().cast(),
+        (&raw const a).cast_mut().cast(),
+        (&raw const b).cast_mut().cast(),
+        (&raw const pre).cast_mut().cast(),
+    ];
+    // SAFETY: the kernels take these four; the rest is the caller's promise.
     unsafe { device.launch_with(call, kernel, grid, &mut arguments) }
 }
 
