@@ -9,7 +9,7 @@ use moebius::config::{Activation, MoeConfig, WeightAt};
 use moebius::cpu::Cpu;
 use moebius::cuda::Cuda;
 use moebius::cuda::cudarc::driver::sys::CUevent_flags;
-use moebius::ep::{Group, GroupConfig};
+use moebius::ep::GroupConfig;
 use moebius::kernels::*;
 use moebius::layer::{Cotangents, Inputs, Layer, Mode, Params, Wanted};
 use moebius::{DType, Error, Result, Tensor, TensorRef};
@@ -256,7 +256,7 @@ impl<'a> Bench<'a> {
         let cuda = self.cuda;
         let router = self.random(&[self.e, self.h], (self.h as f64).powf(-0.5), 4)?;
         let layer = Layer::new(MoeConfig::new(self.h, self.i, self.e, self.k), 0)?;
-        let mut group = Group::<Cuda>::single(cuda, GroupConfig::new(self.e, self.t))?;
+        let mut group = cuda.group(GroupConfig::new(self.e, self.t))?;
         let (up, down) = (up.view(), down.view());
         let params = Params {
             router: router.view(),

@@ -1,9 +1,12 @@
 //! What a layer is: sizes, routing formula, activation. Plain values, checked once by [`MoeConfig::validate`].
 
+use serde::{Deserialize, Serialize};
+
 use crate::error::{Error, Result};
+use crate::tensor::Shape;
 
 /// A Mixture-of-Experts block, independent of ranks, device and framework.
-#[derive(Debug, Clone, PartialEq)]
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub struct MoeConfig {
     /// Hidden size H of a token.
@@ -53,14 +56,14 @@ impl MoeConfig {
     /// [`Error::Invalid`] naming the field, its bound and its value.
     pub fn validate(&self) -> Result<()> {
         const CALL: &str = "MoeConfig::validate";
-        let positive = |name: &str, v: usize| match v {
-            0 => Err(Error::invalid(CALL, name, "at least 1", v)),
-            _ => Ok(()),
+        let width = |name: &str, v: usize| match v {
+            1..=MAX_WIDTH => Ok(()),
+            _ => Err(Error::invalid(CALL, name, format!("1..={MAX_WIDTH}"), v)),
         };
-        positive("hidden", self.hidden)?;
-        positive("intermediate", self.intermediate)?;
+        width("hidden", self.hidden)?;
+        width("intermediate", self.intermediate)?;
         if let Some(shared) = &self.shared {
-            positive("shared.intermediate", shared.intermediate)?;
+            width("shared.intermediate", shared.intermediate)?;
         }
         if let Activation::ClampedGlu { alpha, limit } = self.activation
             && !(alpha.is_finite() && limit.is_finite() && limit > 0.0)
@@ -73,13 +76,18 @@ impl MoeConfig {
             ));
         }
         self.router.validate()?;
+        let largest = [self.router.num_experts, self.up_rows(), self.hidden];
+        if Shape::new(&largest).is_err() {
+            let name = "num_experts, intermediate, hidden";
+            return Err(Error::invalid(CALL, name, "experts.up to fit the address space", format!("{largest:?}")));
+        }
         self.aux.validate()
     }
 }
 
 /// How logits become expert ids and weights. One pipeline, each step optional:
 /// score → bias → group limit → top-k → renormalise → scale. Sources and formulas: `docs/routing.md`.
-#[derive(Debug, Clone, PartialEq)]
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub struct RouterConfig {
     /// Number of experts E over all ranks.
@@ -158,9 +166,9 @@ impl RouterConfig {
             }
         }
         if let Some(n) = &self.renorm
-            && !(n.p > 0.0 && n.p.is_finite() && n.epsilon >= 0.0 && n.floor >= 0.0)
+            && !(n.p > 0.0 && n.epsilon >= 0.0 && n.floor >= 0.0 && (n.p + n.epsilon + n.floor).is_finite())
         {
-            return Err(Error::invalid(CALL, "renorm", "p > 0, epsilon >= 0, floor >= 0", format!("{n:?}")));
+            return Err(Error::invalid(CALL, "renorm", "finite p > 0, epsilon >= 0, floor >= 0", format!("{n:?}")));
         }
         if !self.scale.is_finite() {
             return Err(Error::invalid(CALL, "scale", "a finite number", self.scale));
@@ -181,8 +189,11 @@ impl RouterConfig {
 /// untrusted configurations.
 pub const MAX_EXPERTS: usize = 1 << 16;
 
+/// Upper bound on hidden and inner sizes: far above any published model, and no product of two of them overflows.
+pub const MAX_WIDTH: usize = 1 << 24;
+
 /// Scores from logits, in the accumulator type (`f32`; `f64` for `f64` tokens).
-#[derive(Debug, Clone, Copy, PartialEq)]
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub enum Score {
     /// Softmax over all experts; weights are the chosen scores (Mixtral, Qwen, OLMoE, DeepSeek-V2).
@@ -201,7 +212,7 @@ pub enum Score {
 }
 
 /// Restricts the choice to the best groups of experts (DeepSeek).
-#[derive(Debug, Clone, Copy, PartialEq)]
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 pub struct GroupLimit {
     /// Number of equal groups.
     pub groups: usize,
@@ -212,7 +223,7 @@ pub struct GroupLimit {
 }
 
 /// How a group of experts is ranked, from the scores with selection bias.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub enum GroupScore {
     /// Its largest score; experts of other groups count as score 0 (DeepSeek-V2).
@@ -222,7 +233,7 @@ pub enum GroupScore {
 }
 
 /// Divides the chosen weights by `max((Σ wᵖ)^(1/p) + epsilon, floor)`.
-#[derive(Debug, Clone, Copy, PartialEq)]
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 pub struct Renorm {
     /// Power of the norm: 1 but in DBRX.
     pub p: f64,
@@ -234,7 +245,7 @@ pub struct Renorm {
 
 /// At most `C = ceil(factor · T · K / E)` tokens an expert, T over all ranks; the rest are dropped
 /// (id −1, weight 0, kept weights unchanged unless `renormalize`).
-#[derive(Debug, Clone, Copy, PartialEq)]
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 pub struct ExpertCapacity {
     /// Capacity factor f.
     pub factor: f64,
@@ -245,7 +256,7 @@ pub struct ExpertCapacity {
 }
 
 /// Who is kept where an expert has too many candidates.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub enum CapacityOrder {
     /// First come by (source rank, token, k).
@@ -255,7 +266,7 @@ pub enum CapacityOrder {
 }
 
 /// What happens between the up and down projections. G is the number of rows of up per inner unit.
-#[derive(Debug, Clone, Copy, PartialEq)]
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub enum Activation {
     /// silu(gate)·up (G = 2).
@@ -284,7 +295,7 @@ impl Activation {
 }
 
 /// Where the routing weight w meets the expert f(x) = down(act(up(x))).
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub enum WeightAt {
     /// down(w·act(up x)): fused into up's epilogue; a down bias is weighted too.
@@ -296,7 +307,7 @@ pub enum WeightAt {
 }
 
 /// An expert that every token visits, added to the routed output. Same activation as the routed experts'.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct SharedConfig {
     /// Its inner size.
     pub intermediate: usize,
@@ -305,7 +316,7 @@ pub struct SharedConfig {
 }
 
 /// Auxiliary losses. Values are returned beside the output; the caller adds them to the loss.
-#[derive(Debug, Clone, Copy, PartialEq, Default)]
+#[derive(Debug, Clone, Copy, PartialEq, Default, Serialize, Deserialize)]
 #[non_exhaustive]
 pub struct AuxConfig {
     /// Load-balancing loss (Switch Transformer, arXiv 2101.03961): coefficient, 0 for none.
@@ -343,7 +354,7 @@ impl AuxConfig {
 }
 
 /// Forms of the load-balancing loss `coefficient · E · Σ_e f_e·P_e`.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[non_exhaustive]
 pub enum BalanceKind {
     /// f_e = choices of e / (T·K) (GShard, Switch).

@@ -20,14 +20,15 @@ impl Shape {
     /// Shape of up to four dimensions.
     ///
     /// # Errors
-    /// More than four dimensions, or an element count that overflows `usize`.
+    /// More than four dimensions, or sizes whose product (zeros left out) does not fit the address space.
     pub fn new(dims: &[usize]) -> Result<Self> {
         if dims.len() > MAX_DIMS {
             return Err(Error::invalid("Shape::new", "dims", "at most 4 dimensions", dims.len()));
         }
         let mut count = 1usize;
         for &d in dims {
-            count = count.checked_mul(d).filter(|c| *c <= isize::MAX as usize / 8).ok_or_else(|| {
+            // A zero must not hide sizes that overflow in products without it, such as a row's.
+            count = count.checked_mul(d.max(1)).filter(|c| *c <= isize::MAX as usize / 8).ok_or_else(|| {
                 Error::invalid(
                     "Shape::new",
                     "dims",

@@ -251,16 +251,36 @@ fn adamw_trains_it_inside_a_model() -> AnyResult<()> {
 }
 
 #[test]
+fn fresh_variables_agree_where_ranks_share_them() -> AnyResult<()> {
+    let results = ranks(3 + 1, Duration::from_secs(20), |group| {
+        let vb = VarBuilder::from_varmap(&VarMap::new(), DType::F32, &Device::Cpu);
+        let mut shared = config();
+        shared.shared = Some(moebius::config::SharedConfig { intermediate: 8, gated: true });
+        let moe = ExpertParallelMoE::new(Layer::new(shared, 0)?, group, vb)?;
+        let of = |t: &Tensor| -> AnyResult<Vec<f32>> { Ok(t.flatten_all()?.to_vec1()?) };
+        let all = Role::ALL.into_iter().filter_map(|r| moe.param(r).map(|t| (r, t)));
+        all.map(|(r, t)| Ok((r, of(t)?))).collect::<AnyResult<Vec<_>>>()
+    });
+    let results = results.into_iter().collect::<AnyResult<Vec<_>>>()?;
+    for other in &results[1..] {
+        for ((role, first), (_, second)) in results[0].iter().zip(other) {
+            assert_eq!(first == second, role.is_replicated(), "{role:?}");
+        }
+    }
+    Ok(())
+}
+
+#[test]
 fn backward_is_refused_where_a_rank_does_not_track() -> AnyResult<()> {
     let results = ranks(2, Duration::from_secs(20), |group| {
         let rank = group.rank();
         let moe = seeded(group, config())?;
         let x = tokens(0..4)?;
+        let detached = moe.params().into_iter().map(|(n, t)| (n.to_string(), t.detach())).collect();
+        let vb = VarBuilder::from_tensors(detached, DType::F32, &Device::Cpu);
+        let frozen = ExpertParallelMoE::new(moe.layer().clone(), moe.group().clone(), vb)?;
         if rank == 1 {
-            let detached = moe.params().into_iter().map(|(n, t)| (n.to_string(), t.detach())).collect();
-            let vb = VarBuilder::from_tensors(detached, DType::F32, &Device::Cpu);
-            let moe = ExpertParallelMoE::new(moe.layer().clone(), moe.group().clone(), vb)?;
-            moe.forward(&x.detach())?;
+            frozen.forward(&x.detach())?;
             return Ok(None);
         }
         let error = moe.forward(&x)?.sum_all()?.backward().err().map(|e| e.to_string());

@@ -1,1 +1,80 @@
 //! The layer as a burn module.
+//!
+//! [`ExpertParallelMoE`] is a [`Module`](burn::module::Module) on burn's CPU back end, `Flex`, and on
+//! `Autodiff<Flex>`, where one custom operation carries forward and backward. It holds no arithmetic: it hands burn's
+//! memory to [`Layer`](crate::layer::Layer), without a copy where a tensor is contiguous, and wraps what comes back.
+//!
+//! ```
+//! use burn::backend::{Autodiff, Flex};
+//! use burn::tensor::{Distribution, Tensor};
+//! use moebius::burn::{EpGroup, ExpertParallelMoEConfig};
+//! use moebius::ep::GroupConfig;
+//!
+//! # fn main() -> moebius::Result<()> {
+//! type B = Autodiff<Flex>;
+//! let device = Default::default();
+//! let group = EpGroup::single(GroupConfig::new(8, 64))?;
+//! // hidden 16, intermediate 32, 8 experts, 2 per token
+//! let moe = ExpertParallelMoEConfig::new(16, 32, 8, 2).init::<B>(0, &group, &device)?;
+//! let x = Tensor::<B, 3>::random([2, 5, 16], Distribution::Default, &device);
+//! let y = moe.forward(x)?;
+//! let gradients = y.powi_scalar(2).mean().backward();
+//! assert_eq!(moe.experts.up.grad(&gradients).map(|g| g.dims()), Some([8, 64, 16]));
+//! # Ok(())
+//! # }
+//! ```
+//!
+//! # Ranks
+//! A rank is a thread (or a process) with its own [`EpGroup`] and its own module; the module's parameters are this
+//! rank's share, so a record is one rank's too. The group is not part of the record: it is given to
+//! [`init`](ExpertParallelMoEConfig::init), and [`load_record`](burn::module::Module::load_record) keeps it.
+//! Parameters that every rank holds (router, shared expert) get this rank's share of the gradient:
+//! [`ExpertParallelMoE::reduce_gradients`] sums it over the ranks before an optimiser's step.
+//!
+//! # Threads as ranks, and burn's graph lock
+//! `backward()` of burn 0.21 holds the lock of its autodiff graph throughout, and at its end takes the lock of every
+//! graph of the process. Between ranks that are threads of one process this allows
+//! - one `backward()` a step on each rank, on graphs that share no tensor.
+//!
+//! It forbids, because one rank then waits for burn's lock while its peer waits for it in a collective,
+//! - leaves shared between rank threads: a clone of a module shares its parameters' leaves, so build the layers of
+//!   each rank anew, or [`fork`](burn::module::Module::fork) those that have no group;
+//! - a second, independent `backward()` on one rank while a peer may be inside one.
+//!
+//! Either ends in a [`CommError`](crate::CommError) on each rank once the communicator's timeout is over, not in a
+//! hang.
+//! burn runs a graph by depth, so layers on parallel branches may be reached in another order on a rank whose branches
+//! are deeper, which the collectives' tags turn into an error; let the output of one feed the other. Ranks as
+//! processes know no such limits but the last.
+//!
+//! # Errors in backward
+//! burn's `backward()` returns nothing, so an error unwinds: the panic's message is the error's text, and the typed
+//! error waits in [`EpGroup::take_failure`]. Peers end in typed errors by the communicator's timeout. A second
+//! `backward()` of the same loss is refused by burn before it reaches the layer. burn frees the nodes that a backward
+//! used: a new loss made of an old output reaches neither this layer nor any other operation before it.
+//!
+//! # Other back ends
+//! Fusion, and back ends of other memory, are refused when the program is compiled: they do not implement
+//! [`MoeBackend`]. A fused graph runs later than it is built, so a collective inside it could run in another order on
+//! every rank. Neither can gradients of gradients be had:
+//!
+//! ```compile_fail
+//! use burn::backend::{Autodiff, Flex};
+//! fn layer_runs_on<B: moebius::burn::MoeBackend>() {}
+//! layer_runs_on::<Autodiff<Autodiff<Flex>>>();
+//! ```
+
+mod autodiff;
+mod backend;
+mod config;
+mod flex;
+mod init;
+mod module;
+
+pub use crate::ep::EpGroup;
+pub use backend::{Call, HostBackend, MoeBackend, Operands, Outputs, RoutingData};
+pub use config::ExpertParallelMoEConfig;
+pub use module::{
+    ExpertParallelMoE, ExpertParallelMoERecord, Experts, ExpertsRecord, MoeOutput, Router, RouterRecord, SharedExpert,
+    SharedExpertRecord,
+};

@@ -37,4 +37,12 @@ mod module;
 mod op;
 mod tensors;
 
-pub use module::{EpGroup, ExpertParallelMoE, MoeOutput};
+pub use crate::ep::EpGroup;
+pub use module::{ExpertParallelMoE, MoeOutput};
+
+/// So that `?` serves inside functions of candle's `Result`: the message is ours.
+impl From<crate::Error> for candle_core::Error {
+    fn from(error: crate::Error) -> Self {
+        candle_core::Error::wrap(error)
+    }
+}

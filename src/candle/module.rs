@@ -1,63 +1,22 @@
 //! The module itself.
 
 use std::path::Path;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex};
 
 use candle_core::{Device, Result, Shape, Tensor, Var};
 
 use crate::checkpoint::{Block, Checkpoint, LoadOptions};
+use crate::comm::{Op, Tag};
 use crate::cpu::Cpu;
 use crate::dtype::DType;
-use crate::ep::{Group, GroupConfig};
+use crate::ep::EpGroup;
 use crate::layer::{Forward, Layer, Mode, Role};
 use crate::metrics::Load;
 
 use super::op::{Emit, Join, Output, State, Step, contiguous, views_of};
-use super::tensors::{copy_to_candle, into_candle, into_storage, with_views};
+use super::tensors::{copy_of, copy_to_candle, into_candle, into_storage, with_views};
 
 const CALL: &str = "ExpertParallelMoE";
-
-/// One rank's group, shared by its layers.
-#[derive(Debug, Clone)]
-pub struct EpGroup {
-    group: Arc<Mutex<Group<Cpu>>>,
-    rank: usize,
-    ranks: usize,
-    local: usize,
-}
-
-impl EpGroup {
-    /// Shares a group among layers of this rank.
-    pub fn new(group: Group<Cpu>) -> Self {
-        let (rank, ranks, local) = (group.rank(), group.ranks(), group.local_experts());
-        Self { group: Arc::new(Mutex::new(group)), rank, ranks, local }
-    }
-
-    /// A group of one rank.
-    ///
-    /// # Errors
-    /// What [`Group::new`] finds.
-    pub fn single(config: GroupConfig) -> Result<Self> {
-        Group::single(config).map(Self::new).map_err(candle_core::Error::wrap)
-    }
-
-    /// This rank.
-    pub fn rank(&self) -> usize {
-        self.rank
-    }
-
-    /// Number of ranks.
-    pub fn ranks(&self) -> usize {
-        self.ranks
-    }
-
-    /// The group, for collectives beside the layers' own. Not while a layer runs: it waits for it.
-    pub fn lock(&self) -> MutexGuard<'_, Group<Cpu>> {
-        // A thread that panicked inside a collective left the group usable or its communicator poisoned; both
-        // answer for themselves.
-        self.group.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-}
 
 /// A Mixture-of-Experts layer over the ranks of a group, as a candle module. See the [module](super) for use.
 #[derive(Debug, Clone)]
@@ -88,13 +47,16 @@ impl ExpertParallelMoE {
     /// From variables named as [`Role::name`] says (`router.weight`, `experts.up`, …), with this rank's experts only.
     /// Missing ones are initialised: weights uniform in ±1/√fan-in, biases zero.
     ///
+    /// Over several ranks this is a collective: the parameters that all ranks hold (router, shared expert) become
+    /// rank 0's, so that every rank starts from the same router.
+    ///
     /// # Errors
-    /// A variable of another shape.
+    /// A variable of another shape; a collective's error.
     pub fn new(layer: Layer, group: EpGroup, vb: candle_nn::VarBuilder<'_>) -> Result<Self> {
         let params = Role::ALL
             .into_iter()
             .filter_map(|role| {
-                let dims = role.dims(layer.config(), group.local)?;
+                let dims = role.dims(layer.config(), group.local_experts())?;
                 let init = match role.fan_in(layer.config()) {
                     Some(n) => {
                         let bound = 1.0 / (n as f64).sqrt();
@@ -104,8 +66,31 @@ impl ExpertParallelMoE {
                 };
                 Some(vb.get_with_hints(dims, role.name(), init).map(|t| (role, t)))
             })
-            .collect::<Result<_>>()?;
-        Ok(Self { layer, group, params })
+            .collect::<Result<_>>();
+        let params = params.inspect_err(|e| {
+            // The other ranks are in the collectives below: they are told, and the group stays usable.
+            let tag = Tag { layer: layer.number(), op: Op::Weights, sequence: 0 };
+            let _ = group.lock().dispatcher().communicator().refuse(tag, &e.to_string());
+        })?;
+        let moe = Self { layer, group, params };
+        if moe.group.ranks() > 1 {
+            moe.replicate()?;
+        }
+        Ok(moe)
+    }
+
+    /// Gives every rank rank 0's replicated parameters. All ranks take part, whatever their parameters are; constants
+    /// stay as they are.
+    fn replicate(&self) -> Result<()> {
+        for (_, t) in self.params.iter().filter(|(role, _)| role.is_replicated()) {
+            let mut values = with_views(CALL, &[&t.contiguous()?], |views| copy_of(views[0]))?;
+            let tag = Tag { layer: self.layer.number(), op: Op::Weights, sequence: 0 };
+            self.group.lock().dispatcher().communicator().broadcast(tag, 0, values.view_mut())?;
+            if t.is_variable() {
+                Var::from_tensor(t)?.set(&into_candle(values, t.dims())?)?;
+            }
+        }
+        Ok(())
     }
 
     /// From a loaded block. `number` names the layer in tags and errors. Tensors become variables if `trainable`
@@ -114,10 +99,10 @@ impl ExpertParallelMoE {
     /// # Errors
     /// A configuration that does not hold together.
     pub fn from_block(block: Block, number: u32, group: EpGroup, trainable: bool) -> Result<Self> {
-        let layer = Layer::new(block.config, number).map_err(candle_core::Error::wrap)?;
+        let layer = Layer::new(block.config, number)?;
         let of = |(role, t): (Role, crate::Tensor<Cpu>)| {
             let dims = t.dims().to_vec();
-            let t = into_candle(t, &dims).map_err(candle_core::Error::wrap)?;
+            let t = into_candle(t, &dims)?;
             match trainable && role != Role::SelectionBias {
                 true => Ok((role, Var::from_tensor(&t)?.into_inner())),
                 false => Ok((role, t)),
@@ -132,9 +117,8 @@ impl ExpertParallelMoE {
     /// # Errors
     /// What [`Checkpoint::open`] and [`Checkpoint::load_block`] find.
     pub fn from_checkpoint(dir: impl AsRef<Path>, layer: usize, group: EpGroup, trainable: bool) -> Result<Self> {
-        let options = LoadOptions { rank: group.rank, ranks: group.ranks, dtype: None };
-        let block =
-            Checkpoint::open(dir).and_then(|c| c.load_block(layer, options)).map_err(candle_core::Error::wrap)?;
+        let options = LoadOptions { rank: group.rank(), ranks: group.ranks(), dtype: None };
+        let block = Checkpoint::open(dir).and_then(|c| c.load_block(layer, options))?;
         Self::from_block(block, layer as u32, group, trainable)
     }
 
@@ -183,7 +167,7 @@ impl ExpertParallelMoE {
             _ => x.contiguous()?,
         };
         let tracks = x.track_op() || self.params.iter().any(|(_, t)| t.track_op());
-        let forward = self.run(&flat, Mode { backward: tracks, ..mode }).map_err(candle_core::Error::wrap)?;
+        let forward = self.run(&flat, Mode { backward: tracks, ..mode })?;
         self.output(x, flat, forward)
     }
 
@@ -202,14 +186,13 @@ impl ExpertParallelMoE {
 
     fn output(&self, x: &Tensor, flat: Tensor, forward: Forward<Cpu>) -> Result<MoeOutput> {
         let Forward { y, aux, routing, context } = forward;
-        let wrap = candle_core::Error::wrap;
         let aux = match y.dtype() {
             DType::F64 => crate::Tensor::from_vec(vec![aux.total()], &[]),
             _ => crate::Tensor::from_vec(vec![aux.total() as f32], &[]),
         };
-        let aux = aux.map_err(wrap)?;
+        let aux = aux?;
         let (y, aux) = match context {
-            None => (into_candle(y, x.dims()).map_err(wrap)?, into_candle(aux, &[]).map_err(wrap)?),
+            None => (into_candle(y, x.dims())?, into_candle(aux, &[])?),
             Some(context) => {
                 let step = Arc::new(Step {
                     layer: self.layer.clone(),
@@ -224,7 +207,7 @@ impl ExpertParallelMoE {
                     token = token.apply_op2(t, Join { step: step.clone(), input: Some(i) })?;
                 }
                 let emit = |output, value: crate::Tensor<Cpu>, shape: &Shape| {
-                    let value = Mutex::new(Some((into_storage(value).map_err(wrap)?, shape.clone())));
+                    let value = Mutex::new(Some((into_storage(value)?, shape.clone())));
                     token.apply_op1(Emit { step: step.clone(), output, value })
                 };
                 (emit(Output::Y, y, x.shape())?, emit(Output::Aux, aux, &Shape::from(()))?)
@@ -233,9 +216,9 @@ impl ExpertParallelMoE {
         Ok(MoeOutput {
             y,
             aux,
-            logits: copy_to_candle(&routing.logits).map_err(wrap)?,
-            ids: copy_to_candle(&routing.ids).map_err(wrap)?,
-            weights: copy_to_candle(&routing.weights).map_err(wrap)?,
+            logits: copy_to_candle(&routing.logits)?,
+            ids: copy_to_candle(&routing.ids)?,
+            weights: copy_to_candle(&routing.weights)?,
             load: routing.load,
         })
     }

@@ -5,12 +5,12 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use candle_core::{CpuStorage, CustomOp1, CustomOp2, Layout, Result, Shape, Tensor};
 
 use crate::cpu::Cpu;
+use crate::ep::EpGroup;
 use crate::error::Error;
 use crate::layer::{Context, Cotangents, Inputs, Layer, ParamViews, Role, Wanted};
 
 use crate::tensor::TensorRef;
 
-use super::module::EpGroup;
 use super::tensors::{framework, into_candle, with_views};
 
 const CALL: &str = "ExpertParallelMoE backward";
@@ -55,7 +55,7 @@ impl Step {
         match (&mut *self.state(), output) {
             (State::Ready { d_y, .. }, Output::Y) => *d_y = Some(gradient.clone()),
             (State::Ready { d_aux, .. }, Output::Aux) => *d_aux = Some(gradient.clone()),
-            _ => return Err(candle_core::Error::wrap(self.consumed())),
+            _ => return Err(self.consumed().into()),
         }
         Ok(())
     }
@@ -103,7 +103,7 @@ impl Step {
 
     /// Hands out one gradient: of x for `None`, of a parameter by its place.
     fn gradient(&self, input: Option<usize>, like: &Tensor) -> Result<Tensor> {
-        self.run().map_err(candle_core::Error::wrap)?;
+        self.run()?;
         let taken = match (&mut *self.state(), input) {
             (State::Done { x, .. }, None) => x.take(),
             (State::Done { params, .. }, Some(i)) => params[i].take(),

@@ -40,6 +40,13 @@ pub(super) fn with_views<R>(
     f(&views)
 }
 
+/// Our own copy of a view.
+pub(super) fn copy_of(view: TensorRef<'_, Cpu>) -> Result<crate::Tensor<Cpu>> {
+    let mut copy = crate::Tensor::empty(&Cpu::new(), view.dtype(), view.dims())?;
+    copy.as_bytes_mut().copy_from_slice(view.data());
+    Ok(copy)
+}
+
 fn dtype(storage: &CpuStorage) -> candle_core::DType {
     use candle_core::backend::BackendStorage;
     storage.dtype()

@@ -1,20 +1,48 @@
 //! Published safetensors checkpoints: a rank's share of a Mixture-of-Experts block, and back.
+//!
+//! [`Checkpoint::open`] reads `config.json` and the headers of the tensor files; [`Checkpoint::load_block`] then reads
+//! the bytes of one rank's experts and no others. Checkpoints are untrusted: every size is checked against the file
+//! before anything is allocated, and what is wrong is a [`CheckpointError`] that names file and tensor.
 
-use std::path::{Path, PathBuf};
+mod convert;
+mod family;
+mod fields;
+#[doc(hidden)]
+pub mod fuzzing;
+mod gather;
+mod header;
+mod json;
+mod layout;
+mod load;
+mod model;
+mod reader;
+mod save;
+mod stored;
+
+use std::path::Path;
 
 use crate::config::MoeConfig;
 use crate::cpu::Cpu;
 use crate::dtype::DType;
-use crate::error::Result;
+#[cfg(doc)]
+use crate::error::CheckpointError;
+use crate::error::{Error, Result};
 use crate::tensor::Tensor;
+
+pub use gather::gather_blocks;
+pub use stored::Form;
 
 /// An opened checkpoint folder.
 #[derive(Debug)]
 pub struct Checkpoint {
-    dir: PathBuf,
+    files: reader::Files,
+    model: model::Model,
+    /// Prefix of a layer's number in tensor names.
+    root: &'static str,
+    moe_layers: Vec<usize>,
 }
 
-/// One rank's parameters of one block; fields as in [`Params`].
+/// One rank's parameters of one block; fields as in [`Params`](crate::layer::Params).
 #[derive(Debug)]
 #[allow(missing_docs)]
 pub struct BlockParams {
@@ -46,42 +74,242 @@ pub struct LoadOptions {
     pub rank: usize,
     /// Ranks that share the experts.
     pub ranks: usize,
-    /// Convert to this floating type; `None`: as stored (de-quantised forms: BF16 checkpoints' `torch_dtype`, else F32).
+    /// Convert to this floating type; `None`: as stored (de-quantised weights: BF16 or F16 where `config.json` names
+    /// it as the model's type, else F32).
+    ///
+    /// What decides routing keeps its precision: the selection bias, and the router of families that publish it in
+    /// F32 (Ernie, Hunyuan), get this type's [accumulator](DType::accumulator).
     pub dtype: Option<DType>,
+}
+
+/// How to open a folder.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[non_exhaustive]
+pub struct OpenOptions {
+    /// Let an index name links that leave the folder, as those of the Hugging Face cache do. Off by default: a
+    /// checkpoint from a stranger could name any file.
+    pub follow_links: bool,
+}
+
+/// How far a load has come; given after each tensor.
+#[derive(Debug, Clone, Copy)]
+pub struct Progress<'a> {
+    /// The layer.
+    pub layer: usize,
+    /// The tensor just read, by its name on disk.
+    pub tensor: &'a str,
+    /// Bytes of memory filled.
+    pub done: u64,
+    /// Bytes of memory to fill.
+    pub total: u64,
+}
+
+/// Sizes of one rank's share of a block, in bytes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct BlockBytes {
+    /// This rank's experts in memory.
+    pub experts: u64,
+    /// Router and shared expert in memory, the same on every rank.
+    pub replicated: u64,
+    /// What this rank reads of the files.
+    pub disk: u64,
 }
 
 impl Checkpoint {
     /// Opens a folder: reads `config.json` and the headers of its safetensors files.
+    ///
+    /// # Errors
+    /// [`CheckpointError`], for anything that is damaged, hostile or unknown.
     pub fn open(dir: impl AsRef<Path>) -> Result<Self> {
-        let _ = dir;
-        todo!()
+        Self::open_with(dir, OpenOptions::default())
+    }
+
+    /// As [`open`](Self::open), with options.
+    ///
+    /// # Errors
+    /// As [`open`](Self::open).
+    pub fn open_with(dir: impl AsRef<Path>, options: OpenOptions) -> Result<Self> {
+        let dir = dir.as_ref();
+        let path = dir.join("config.json");
+        let model = model::Model::parse(&json::read_limited(&path, json::MAX_CONFIG)?, &path)?;
+        let files = reader::Files::open(dir, options)?;
+        let moe_layers: Vec<usize> = model.blocks.iter().map(|(layer, _)| *layer).collect();
+        let root = find_root(&files, &model);
+        Ok(Self { files, model, root, moe_layers })
     }
 
     /// Folder.
     pub fn dir(&self) -> &Path {
-        &self.dir
+        self.files.dir()
+    }
+
+    /// The `model_type` of the (text) model.
+    pub fn family(&self) -> &str {
+        &self.model.model_type
+    }
+
+    /// Every known `model_type`.
+    pub fn families() -> impl Iterator<Item = &'static str> {
+        family::FAMILIES.iter().flat_map(|family| family.types).copied()
+    }
+
+    /// `config.json`.
+    pub fn config(&self) -> &serde_json::Value {
+        &self.model.json
+    }
+
+    /// The model's type, as `config.json` has it.
+    pub fn model_dtype(&self) -> Option<DType> {
+        self.model.dtype
+    }
+
+    /// Layers of the model, of any kind.
+    pub fn num_layers(&self) -> usize {
+        self.model.layers
     }
 
     /// Layers with a Mixture-of-Experts block.
     pub fn moe_layers(&self) -> &[usize] {
-        todo!()
+        &self.moe_layers
+    }
+
+    /// Names of all tensors on disk, sorted; quantised ones with their scales, by the names they have there.
+    pub fn names(&self) -> impl Iterator<Item = &str> {
+        self.files.iter().map(|(name, _)| name)
+    }
+
+    /// True if there is a tensor of this name, in whatever form ([`tensor`](Self::tensor) finds it).
+    pub fn has(&self, name: &str) -> bool {
+        !matches!(self.stored(name), Ok(None))
+    }
+
+    /// Start of the names of a layer's block (`model.layers.3.mlp.`). A shared expert may lie outside (Granite's).
+    ///
+    /// # Errors
+    /// A layer without a block.
+    pub fn block_prefix(&self, layer: usize) -> Result<String> {
+        let config = self.block(layer)?;
+        let prefixes = self.layout(layer, config).prefixes();
+        Ok(prefixes.into_iter().next().unwrap_or_default())
+    }
+
+    /// Start of the names of a layer (`model.layers.3.`).
+    pub fn layer_prefix(&self, layer: usize) -> String {
+        format!("{}{layer}.", self.root)
     }
 
     /// Sizes and formulas of a layer's block.
+    ///
+    /// # Errors
+    /// A layer without a block.
     pub fn block_config(&self, layer: usize) -> Result<MoeConfig> {
-        let _ = layer;
-        todo!()
+        self.block(layer).cloned()
+    }
+
+    fn block(&self, layer: usize) -> Result<&MoeConfig> {
+        let found = self.model.blocks.binary_search_by_key(&layer, |(layer, _)| *layer);
+        match found {
+            Ok(index) => Ok(&self.model.blocks[index].1),
+            Err(_) => Err(Error::invalid("Checkpoint::block_config", "layer", "a layer with a block", layer)),
+        }
+    }
+
+    fn layout<'a>(&self, layer: usize, config: &'a MoeConfig) -> layout::Layout<'a> {
+        let has = |name: &str| self.has(name);
+        layout::Layout::find(self.model.family, config, self.layer_prefix(layer), &has)
     }
 
     /// Loads one rank's share of a block.
+    ///
+    /// Reads the bytes of this rank's experts and of the replicated parameters only, straight into the parameters or
+    /// through about a mebibyte of scratch.
+    ///
+    /// # Errors
+    /// [`CheckpointError`] for missing, extra, mis-shaped or wrongly typed tensors of the block (of any rank's
+    /// experts), before anything is allocated; [`Error::Invalid`] for ranks that do not divide the experts.
     pub fn load_block(&self, layer: usize, options: LoadOptions) -> Result<Block> {
-        let _ = (layer, options);
-        todo!()
+        self.load(layer, options, &mut |_| {})
     }
 
-    /// Any tensor by its name on disk, de-quantised.
-    pub fn tensor(&self, name: &str, dtype: Option<DType>) -> Result<Tensor<Cpu>> {
-        let _ = (name, dtype);
-        todo!()
+    /// As [`load_block`](Self::load_block), telling how far it has come.
+    ///
+    /// # Errors
+    /// As [`load_block`](Self::load_block).
+    pub fn load_block_with(
+        &self,
+        layer: usize,
+        options: LoadOptions,
+        progress: &mut dyn FnMut(Progress<'_>),
+    ) -> Result<Block> {
+        self.load(layer, options, progress)
     }
+
+    /// Form in which the routed experts of a block are stored.
+    ///
+    /// # Errors
+    /// As [`load_block`](Self::load_block).
+    pub fn block_form(&self, layer: usize) -> Result<Form> {
+        let config = self.block(layer)?;
+        Ok(self.check_block(&self.layout(layer, config), false)?.form)
+    }
+
+    /// Sizes of one rank's share of a block.
+    ///
+    /// # Errors
+    /// As [`load_block`](Self::load_block).
+    pub fn block_bytes(&self, layer: usize, options: LoadOptions) -> Result<BlockBytes> {
+        self.measure(layer, options)
+    }
+
+    /// Any tensor by its name on disk, de-quantised; `dtype` as in [`LoadOptions`].
+    ///
+    /// # Errors
+    /// [`CheckpointError`] for a missing tensor, or one that cannot be converted.
+    pub fn tensor(&self, name: &str, dtype: Option<DType>) -> Result<Tensor<Cpu>> {
+        self.load_tensor(name, dtype)
+    }
+
+    /// One rank's parameters, or their gradients, as named tensors of the published layout: the inverse of
+    /// [`load_block`](Self::load_block), bit for bit. Absent optional tensors are left out.
+    ///
+    /// # Errors
+    /// Tensors that do not fit the block. Families that keep all experts in one tensor need all experts: see
+    /// [`gather_blocks`].
+    pub fn disk_tensors(
+        &self,
+        layer: usize,
+        params: &BlockParams,
+        rank: usize,
+        ranks: usize,
+    ) -> Result<Vec<(String, Tensor<Cpu>)>> {
+        self.scatter(layer, params, LoadOptions { rank, ranks, dtype: None })
+    }
+}
+
+impl Checkpoint {
+    /// Writes a checkpoint of one file, `model.safetensors` beside `config.json`: the given blocks, as
+    /// [`gather_blocks`] joins them, under their published names, everything else copied from this one.
+    ///
+    /// Each file is written under a temporary name, synced and renamed, so an interrupted save leaves what was there
+    /// before; the folder may be this checkpoint's own. Blocks are written in the types of their tensors, and
+    /// loading them gives the same bits. Where this checkpoint is quantised, everything is written de-quantised and
+    /// `config.json` loses its `quantization_config`.
+    ///
+    /// # Errors
+    /// Blocks whose tensors do not fit, or lack any; [`CheckpointError`] where reading or writing fails.
+    pub fn save(&self, dir: impl AsRef<Path>, blocks: &[(usize, &BlockParams)]) -> Result<()> {
+        self.write_all(dir.as_ref(), blocks)
+    }
+}
+
+/// The prefix under which the first block's router is found; the family's usual one if none is.
+fn find_root(files: &reader::Files, model: &model::Model) -> &'static str {
+    let Some((layer, _)) = model.blocks.first() else { return family::ROOTS[0] };
+    let there = |root: &&&'static str| {
+        model.family.blocks.iter().any(|block| {
+            let prefix = format!("{root}{layer}.{block}.");
+            files.with_prefix(&prefix).next().is_some()
+        })
+    };
+    family::ROOTS.iter().find(there).copied().unwrap_or(family::ROOTS[0])
 }

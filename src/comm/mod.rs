@@ -150,7 +150,8 @@ impl<D: Device> Exchange<'_, D> {
         Error::check_dtype(CALL, "recv", DType::U8, self.recv.dtype())?;
         Error::check_shape(CALL, "send_bytes", &[size], &[self.send_bytes.len()])?;
         Error::check_shape(CALL, "recv_bytes", &[size], &[self.recv_bytes.len()])?;
-        Error::check_shape(CALL, "send", &[self.send_bytes.iter().sum()], &[self.send.count()])?;
-        Error::check_shape(CALL, "recv", &[self.recv_bytes.iter().sum()], &[self.recv.count()])
+        let total = |bytes: &[usize]| bytes.iter().fold(0, |sum: usize, b| sum.saturating_add(*b));
+        Error::check_shape(CALL, "send", &[total(self.send_bytes)], &[self.send.count()])?;
+        Error::check_shape(CALL, "recv", &[total(self.recv_bytes)], &[self.recv.count()])
     }
 }

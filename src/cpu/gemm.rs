@@ -123,7 +123,7 @@ fn narrow<A: Acc>(call: &'static str, name: &str, values: &[A], out: TensorMut<'
 pub(super) fn linear(call: Linear<'_, Cpu>) -> Result<()> {
     const CALL: &str = "linear";
     let [t, h] = dims2(CALL, "x", call.x.dims())?;
-    let [e, _] = dims2(CALL, "weight", call.weight.dims())?;
+    let [e, _] = weight_dims(CALL, call.weight.dims())?;
     Error::check_shape(CALL, "weight", &[e, h], call.weight.dims())?;
     Error::check_shape(CALL, "out", &[t, e], call.out.dims())?;
     if let Some(bias) = &call.bias {
@@ -139,7 +139,7 @@ fn linear_as<T: Float>(call: Linear<'_, Cpu>, h: usize, e: usize) -> Result<()> 
     let x = call.x.as_slice::<T>()?;
     let out = call.out.into_slice::<T::Acc>()?;
     let tile = ROW_TILE;
-    out.par_chunks_mut((tile * e).max(1)).zip(x.par_chunks((tile * h).max(1))).for_each(|(out, x)| {
+    out.par_chunks_mut(tile * e).zip(x.par_chunks(tile * h)).for_each(|(out, x)| {
         let rows = x.len() / h;
         product(out, false, Mat::rows(&to_acc(x), rows, h), Mat::rows(&weight, e, h).t());
         if let Some(bias) = &bias {
@@ -152,7 +152,7 @@ fn linear_as<T: Float>(call: Linear<'_, Cpu>, h: usize, e: usize) -> Result<()> 
 pub(super) fn linear_bwd(call: LinearBwd<'_, Cpu>) -> Result<()> {
     const CALL: &str = "linear_bwd";
     let [t, h] = dims2(CALL, "x", call.x.dims())?;
-    let [e, _] = dims2(CALL, "weight", call.weight.dims())?;
+    let [e, _] = weight_dims(CALL, call.weight.dims())?;
     Error::check_shape(CALL, "weight", &[e, h], call.weight.dims())?;
     Error::check_shape(CALL, "d_out", &[t, e], call.d_out.dims())?;
     Error::check_dtype(CALL, "d_out", call.x.dtype().accumulator(), call.d_out.dtype())?;
@@ -197,8 +197,16 @@ fn linear_bwd_as<T: Float>(call: LinearBwd<'_, Cpu>, h: usize, e: usize) -> Resu
     Ok(())
 }
 
+/// The sizes of a weight, neither of them zero.
+fn weight_dims(call: &'static str, dims: &[usize]) -> Result<[usize; 2]> {
+    match dims2(call, "weight", dims)? {
+        [0, _] => Err(Error::invalid(call, "tensor weight", "at least one row", format!("{dims:?}"))),
+        sizes => Ok(sizes),
+    }
+}
+
 /// The sizes of a matrix with at least one column.
-pub(super) fn dims2(call: &'static str, name: &str, dims: &[usize]) -> Result<[usize; 2]> {
+fn dims2(call: &'static str, name: &str, dims: &[usize]) -> Result<[usize; 2]> {
     match dims {
         [rows, cols] if *cols > 0 => Ok([*rows, *cols]),
         _ => Err(Error::invalid(

@@ -18,7 +18,7 @@ const CALL: &str = "prepare";
 pub(super) fn plan(call: PlanRequest<'_, Cpu>) -> Result<Plan<Cpu>> {
     let total: usize = call.tokens.iter().sum();
     let k = call.spec.top_k;
-    Error::check_shape(CALL, "ids of all ranks", &[total, k], call.ids.dims())?;
+    check(&call, total)?;
     let mut ids = call.ids.as_slice::<i32>()?.to_vec();
     let expert_load = loads(&ids, call.num_experts);
     if let Some(limit) = &call.spec.expert_capacity {
@@ -60,6 +60,31 @@ pub(super) fn plan(call: PlanRequest<'_, Cpu>) -> Result<Plan<Cpu>> {
         slots_from: maps.slots_from,
         slots_at: maps.slots_at,
     })
+}
+
+/// Checks what the maps below index by.
+fn check(call: &PlanRequest<'_, Cpu>, total: usize) -> Result<()> {
+    let (ranks, experts, k) = (call.ranks, call.num_experts, call.spec.top_k);
+    Error::check_shape(CALL, "tokens of each rank", &[ranks], &[call.tokens.len()])?;
+    if call.rank >= ranks {
+        return Err(Error::invalid(CALL, "rank", format!("a rank below {ranks}"), call.rank));
+    }
+    if experts == 0 || !experts.is_multiple_of(ranks) {
+        return Err(Error::invalid(CALL, "num_experts", format!("a multiple of the {ranks} ranks"), experts));
+    }
+    if k == 0 || (call.transport == Transport::Local && ranks != 1) {
+        let found = format!("{k}, {:?} of {ranks} ranks", call.transport);
+        return Err(Error::invalid(CALL, "top_k, transport", "at least 1, Local for one rank only", found));
+    }
+    Error::check_shape(CALL, "ids of all ranks", &[total, k], call.ids.dims())?;
+    if let Some(weights) = &call.weights {
+        Error::check_shape(CALL, "weights of all ranks", &[total, k], weights.dims())?;
+    }
+    let absent = |id: &&i32| **id != -1 && usize::try_from(**id).map_or(true, |e| e >= experts);
+    match call.ids.as_slice::<i32>()?.iter().find(absent) {
+        Some(id) => Err(Error::invalid(CALL, "ids of all ranks", format!("-1 or below {experts}"), id)),
+        None => Ok(()),
+    }
 }
 
 /// Choices of each expert.

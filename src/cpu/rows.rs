@@ -42,7 +42,7 @@ pub(super) fn reduce_rows(call: ReduceRows<'_, Cpu>) -> Result<()> {
     Error::check_shape(CALL, "map", &[tokens], &[call.map.rows()])?;
     Error::check_shape(CALL, "source", &[row], &[call.source.row_bytes()])?;
     let map = row_map(CALL, call.map, call.source.rows())?;
-    let width = if tokens == 0 { 0 } else { map.len() / tokens };
+    let width = map.len().checked_div(tokens).unwrap_or(0);
     with_float!(CALL, "source", call.source.dtype(), T => {
         let source = call.source.as_slice::<T>()?;
         let h = row / size_of::<T>();

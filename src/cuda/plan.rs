@@ -35,15 +35,13 @@ impl Cuda {
         to.as_bytes_mut().copy_from_slice(&bytes);
         Ok(to)
     }
-}
 
-impl Group<Cuda> {
-    /// A group of one rank on a GPU.
+    /// A group of one rank on this GPU.
     ///
     /// # Errors
     /// As [`Group::new`].
-    pub fn single(device: &Cuda, config: GroupConfig) -> Result<Self> {
-        Group::new(device.clone(), device.stream(), Box::new(Solo::new(device.clone())), config)
+    pub fn group(&self, config: GroupConfig) -> Result<Group<Cuda>> {
+        Group::new(self.clone(), self.stream(), Box::new(Solo::new(self.clone())), config)
     }
 }
 

@@ -15,7 +15,8 @@ use super::{AllGather, AllToAll, Local, TokenDispatcher};
 pub struct GroupConfig {
     /// Experts E over all ranks; a multiple of the number of ranks.
     pub num_experts: usize,
-    /// Most tokens that one rank may bring to a call.
+    /// Most tokens that one rank may bring to a call. Reserve no more than needed: prepare ships this many rows of K
+    /// ids whatever a step has, 4 bytes an id (12 where an expert capacity keeps by probability), to every rank.
     pub max_tokens_per_rank: usize,
     /// Largest static capacity in rows; 0: eager calls only.
     pub max_rows: usize,
@@ -145,6 +146,7 @@ impl<D: Kernels> Group<D> {
             (DispatcherKind::AllGather, _) => Box::new(AllGather { core }),
             _ => Box::new(AllToAll { core }),
         };
+        tracing::info!(rank, ranks, dispatcher = dispatcher.name(), requested = ?config.dispatcher, "joined a group");
         Ok(Self { config, device, stream, rank, ranks, dispatcher })
     }
 

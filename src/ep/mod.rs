@@ -11,6 +11,17 @@
 //! dispatch_bwd  d recv [N, H], d recv_w [N] → d x [T, H], d w [T, K]   1 collective
 //! ```
 //!
+//! That is what [`AllToAll`] does; [`AllGather`] needs two collectives for dispatch_bwd, [`Local`] none for anything.
+//!
+//! Errors: a rank that finds one of its own (a bad id, a wrong shape) still takes part in the collective that the
+//! others wait in, as a failure. It returns its error, every other rank returns [`Error::Peer`](crate::Error::Peer)
+//! naming it at once, and the group works again. Code between the calls does the same with
+//! [`Communicator::refuse`].
+//!
+//! Bits: [`Local`] and [`AllToAll`] add a token's expert outputs in the order of k at the token's rank, so results do
+//! not depend on the number of ranks; [`AllGather`] adds per rank first and differs by rounding. All are the same in
+//! every run.
+//!
 //! Slot order inside a zone is (source rank, token, k) ascending in every dispatcher of this crate. Pad rows are
 //! zero where a caller asks for the layout, and never read. Semantics follow TransformerEngine's EP interface.
 
@@ -23,6 +34,7 @@ mod handle;
 mod local;
 mod plan;
 mod record;
+mod shared;
 mod view;
 
 pub use all_gather::AllGather;
@@ -31,6 +43,7 @@ pub use group::{DispatcherKind, Group, GroupConfig};
 pub use handle::{Agreement, Handle};
 pub use local::Local;
 pub use plan::{Plan, PlanRequest, Transport};
+pub use shared::EpGroup;
 
 use std::fmt;
 
@@ -108,11 +121,12 @@ pub enum IdErrors {
 /// Inputs of dispatch, of this rank's tokens.
 #[derive(Debug)]
 pub struct DispatchInputs<'a, D: Kernels> {
-    /// `[T, H]`; a floating type, or U8 for opaque rows (a multiple of 16 bytes).
+    /// `[T, H]`; a floating type, or U8 for opaque rows (a multiple of 16 bytes, whatever the device, as all
+    /// transports of opaque rows want; floating rows may have any size here).
     pub tokens: TensorRef<'a, D>,
     /// `[T, K]`, accumulator type.
     pub weights: Option<TensorRef<'a, D>>,
-    /// Quantisation scales that travel with the rows, `U8 [T, bytes]`.
+    /// Quantisation scales that travel with the rows, `U8 [T, bytes]`, a multiple of 16 bytes each.
     pub scales: Option<TensorRef<'a, D>>,
 }
 

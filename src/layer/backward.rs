@@ -75,6 +75,10 @@ fn check_inputs<D: Kernels>(
     cotangents: &Cotangents<'_, D>,
 ) -> Result<()> {
     check::inputs(layer, group, inputs.x, inputs.params)?;
+    let (own, found) = (layer.number(), context.handle.spec().layer);
+    if own != found {
+        return Err(Error::invalid(CALL, "context", format!("one of layer {own}"), format!("one of layer {found}")));
+    }
     let dims = [context.handle.tokens(), layer.config.hidden];
     Error::check_shape(CALL, "x", &dims, inputs.x.dims())?;
     Error::check_dtype(CALL, "x", context.dtype, inputs.x.dtype())?;

@@ -164,7 +164,7 @@ fn copy(t: &Tensor<Cpu>) -> moebius::cpu::HostBuffer {
 }
 
 pub fn on_gpu(case: &Case, data: &Data, cuda: &Cuda) -> Result<Results> {
-    let results = run(case, data, cuda, &mut Group::<Cuda>::single(cuda, group_config(case))?, &|t| cuda.tensor(t))?;
+    let results = run(case, data, cuda, &mut cuda.group(group_config(case))?, &|t| cuda.tensor(t))?;
     cuda.check()?;
     Ok(results)
 }

@@ -51,7 +51,7 @@ fn route_as<A: Acc>(call: Route<'_, Cpu>) -> Result<()> {
     }
 
     let noise = Noise::new(config, call.jitter);
-    let block = |(b, (logits, (ids, weights))): (usize, (&[A], (&mut [i32], &mut [A])))| {
+    let block = |b: usize, logits: &[A], ids: &mut [i32], weights: &mut [A]| {
         let mut chooser = Chooser::new(config, bias.as_deref());
         let rows = logits.chunks_exact(e).zip(ids.chunks_exact_mut(k).zip(weights.chunks_exact_mut(k)));
         for (i, (logits, (ids, weights))) in rows.enumerate() {
@@ -64,13 +64,13 @@ fn route_as<A: Acc>(call: Route<'_, Cpu>) -> Result<()> {
         }
     };
     if t <= BLOCK {
-        block((0, (logits, (ids, weights))));
+        block(0, logits, ids, weights);
     } else {
         logits
             .par_chunks(BLOCK * e)
             .zip(ids.par_chunks_mut(BLOCK * k).zip(weights.par_chunks_mut(BLOCK * k)))
             .enumerate()
-            .for_each(block);
+            .for_each(|(b, (logits, (ids, weights)))| block(b, logits, ids, weights));
     }
     Ok(())
 }

@@ -1,0 +1,283 @@
+//! The crate's main job, checked: one Mixture-of-Experts block of a checkpoint over several ranks, forward and
+//! backward through a framework's autograd, against a dense reference and the checkpoint's golden.
+//!
+//! ```text
+//! cargo run --release --example dense_reference
+//! cargo run --release --example dense_reference -- --checkpoint tests/golden/gpt_oss --ranks 8
+//! ```
+
+mod support;
+
+use std::path::PathBuf;
+use std::process::ExitCode;
+use std::time::Duration;
+
+use candle_core::{Tensor, Var};
+use clap::{Parser, ValueEnum};
+use moebius::MoeConfig;
+use moebius::checkpoint::Checkpoint;
+use support::compare::{Difference, difference};
+use support::dense::{Dense, DenseOutput, Params, choice_scores, choose};
+use support::folder::{Folder, tokens};
+use support::job::{AnyError, Clock, Job, Outcome, uneven, whole_block};
+use support::names;
+use support::random::Random;
+use support::table::{Row, natural, print_load, print_rows};
+
+/// Runs one Mixture-of-Experts block of a checkpoint folder over R ranks of this process, one thread a rank, forward
+/// and backward through the framework's autograd, and compares the results with
+///
+///   (a) a dense reference that runs every expert on every token with plain candle operations in f64, and
+///
+///   (b) the folder's golden.safetensors, where there is one.
+///
+/// Prints, for the output and for the gradients of input, router and every expert weight, the largest absolute error
+/// and the relative error ‖a−b‖/‖b‖; then tokens per expert and the time of each stage. Gradients of parameters that
+/// every rank has are summed over the ranks, those of experts are put side by side.
+///
+/// Exit code: 0 where everything is within tolerance, 1 where something is not, 2 where the run failed.
+#[derive(Debug, Parser)]
+#[command(verbatim_doc_comment)]
+struct Args {
+    /// Checkpoint folder: config.json and safetensors files, in any of the families that the crate loads.
+    #[arg(long, value_name = "DIR", default_value = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/golden/qwen3_moe"))]
+    checkpoint: PathBuf,
+    /// Ranks that share the experts; must divide their number. Tokens are split unevenly.
+    #[arg(long, value_name = "R", default_value_t = 4)]
+    ranks: usize,
+    /// Whose module and autograd run the layer.
+    #[arg(long, value_enum, default_value_t = Framework::Candle)]
+    framework: Framework,
+    /// Layer of the checkpoint; the first with a Mixture-of-Experts block if absent.
+    #[arg(long, value_name = "L")]
+    layer: Option<usize>,
+    /// Random tokens instead of the golden's; 64 where the folder has no golden for the layer.
+    #[arg(long, value_name = "T")]
+    tokens: Option<usize>,
+    /// Seed of random tokens and of a random gradient of the output.
+    #[arg(long, value_name = "S", default_value_t = 1)]
+    seed: u64,
+    /// Rows of the table for weights; past it, only those with the largest errors are shown.
+    #[arg(long, value_name = "N", default_value_t = 64)]
+    rows: usize,
+    /// Longest wait of a rank for another, in seconds.
+    #[arg(long, value_name = "SECONDS", default_value_t = 60)]
+    timeout: u64,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+enum Framework {
+    /// moebius::candle
+    Candle,
+    /// moebius::burn (a build with --features burn)
+    Burn,
+}
+
+fn main() -> ExitCode {
+    match compare(&Args::parse()) {
+        Ok(true) => ExitCode::SUCCESS,
+        Ok(false) => ExitCode::from(1),
+        Err(e) => {
+            eprintln!("dense_reference: {e}");
+            ExitCode::from(2)
+        }
+    }
+}
+
+/// Runs the layer and its references; true where all results agree.
+fn compare(args: &Args) -> Result<bool, AnyError> {
+    if !args.checkpoint.join("config.json").is_file() {
+        let dir = args.checkpoint.display();
+        return Err(format!("{dir}: no checkpoint folder (no config.json); name one with --checkpoint DIR").into());
+    }
+    let folder = Folder::open(&args.checkpoint)?;
+    let checkpoint = Checkpoint::open(&args.checkpoint)?;
+    let first = checkpoint.moe_layers().first().copied();
+    let layer = args.layer.or(first).ok_or("the checkpoint has no Mixture-of-Experts layer")?;
+    let config = checkpoint.block_config(layer)?;
+    let golden = folder.golden.as_ref().filter(|_| args.tokens.is_none() && Some(layer) == first);
+    let experts = config.router.num_experts;
+    if args.ranks == 0 || !experts.is_multiple_of(args.ranks) {
+        return Err(format!("--ranks: expected a divisor of {experts} experts, found {}", args.ranks).into());
+    }
+    let job = job(args, &folder, layer, config.hidden, golden)?;
+    print_header(&folder, &config, &job);
+
+    let found = match args.framework {
+        #[cfg(feature = "candle")]
+        Framework::Candle => support::run_candle::run(&job)?,
+        #[cfg(feature = "burn")]
+        Framework::Burn => support::run_burn::run(&job)?,
+        #[allow(unreachable_patterns, reason = "reachable where a framework is not built in")]
+        other => return Err(format!("this build has no {other:?}: add --features {other:?}").to_lowercase().into()),
+    };
+    let mut clock = Clock::start();
+    let reference = Reference::run(&job, &found)?;
+    clock.lap("dense reference");
+
+    let rows = rows(&folder, &config, golden, &found, &reference)?;
+    print_rows(&rows, args.rows, ALWAYS_SHOWN);
+    if reference.near_ties > 0 {
+        println!(
+            "{} tokens' routing is tied within {NEAR_TIE:.0e}: the reference follows the layer",
+            reference.near_ties
+        );
+    }
+    println!("\ntokens per expert");
+    print_load(&found.tokens_per_expert);
+    println!("\ntime (slowest rank)");
+    for (stage, time) in found.times.iter().chain(&clock.laps) {
+        println!("  {stage:16} {:>10.3} ms", time.as_secs_f64() * 1e3);
+    }
+    let failed = rows.iter().filter(|r| !r.ok()).count();
+    match failed {
+        0 => println!("\nall {} results within tolerance", rows.len()),
+        _ => println!("\n{failed} of {} results over tolerance", rows.len()),
+    }
+    Ok(failed == 0)
+}
+
+/// Tokens and the gradient of the output: the golden's where it has them, else random.
+fn job(args: &Args, folder: &Folder, layer: usize, hidden: usize, golden: Option<&Params>) -> Result<Job, AnyError> {
+    let mut random = Random::new(args.seed);
+    let x = match golden.and_then(|g| g.get("moe_input")) {
+        Some(x) => tokens(x)?,
+        None => random.tensor(&[args.tokens.unwrap_or(64).max(1), hidden], 1.0)?,
+    };
+    let dy = match golden.and_then(|g| g.get("grad_moe_output")) {
+        Some(dy) => tokens(dy)?,
+        None => random.tensor(x.dims(), 1.0)?,
+    };
+    // Rounded once, so that the reference sees the very numbers that the layer gets.
+    let rounded = |t: Tensor| t.to_dtype(support::job::candle_dtype(folder.dtype)?)?.to_dtype(candle_core::DType::F64);
+    Ok(Job {
+        dir: args.checkpoint.clone(),
+        layer,
+        dtype: folder.dtype,
+        split: uneven(x.dim(0)?, args.ranks),
+        x: rounded(x)?,
+        dy: rounded(dy)?,
+        timeout: Duration::from_secs(args.timeout),
+    })
+}
+
+fn print_header(folder: &Folder, config: &MoeConfig, job: &Job) {
+    let r = &config.router;
+    let shared = config.shared.map_or(String::new(), |s| {
+        format!(", shared expert {}{}", s.intermediate, if s.gated { " (gated)" } else { "" })
+    });
+    println!("{} ({}), layer {}, {}", job.dir.display(), folder.model_type, job.layer, folder.dtype);
+    println!("hidden {}, {} experts of {}, top {}{shared}", config.hidden, r.num_experts, config.intermediate, r.top_k);
+    println!("routing {:?}, activation {:?}", r.score, config.activation);
+    println!("{} ranks, tokens {:?}\n", job.split.len(), job.split);
+}
+
+/// Output, gradient of the input and of the router's weight.
+const ALWAYS_SHOWN: usize = 3;
+
+/// Scores closer than this decide nothing: f32 logits differ from f64 ones by some 1e-7.
+const NEAR_TIE: f64 = 1e-5;
+
+/// The dense reference's results.
+struct Reference {
+    output: DenseOutput,
+    dx: Tensor,
+    grads: Params,
+    near_ties: usize,
+}
+
+impl Reference {
+    fn run(job: &Job, found: &Outcome) -> Result<Self, AnyError> {
+        let (config, params) = whole_block(job, true)?;
+        let dense = Dense { config: &config, params: &params };
+        let x = Var::from_tensor(&job.x)?;
+        let (ids, near_ties) = agree_on_ties(&config, &params, &x, &found.ids)?;
+        let output = dense.forward(&x, Some(&ids))?;
+        let grads = (&output.y * &job.dy)?.sum_all()?.backward()?;
+        let gradient = |t: &Tensor| grads.get(t).cloned().map_or_else(|| t.zeros_like(), Ok);
+        Ok(Self {
+            dx: gradient(&x)?,
+            grads: params.iter().map(|(n, t)| Ok((n.clone(), gradient(t)?))).collect::<candle_core::Result<_>>()?,
+            output,
+            near_ties,
+        })
+    }
+}
+
+/// The reference's own choice of experts, but the layer's where the two differ by a near tie; and how many those are.
+fn agree_on_ties(
+    config: &MoeConfig,
+    params: &Params,
+    x: &Tensor,
+    found: &[Vec<usize>],
+) -> Result<(Vec<Vec<usize>>, usize), AnyError> {
+    let bias = params.get("router.selection_bias").map(|b| b.to_vec1::<f64>()).transpose()?;
+    let mut logits = x.matmul(&params["router.weight"].t()?)?;
+    if let Some(b) = params.get("router.bias") {
+        logits = logits.broadcast_add(b)?;
+    }
+    let (mut ids, mut ties) = (Vec::new(), 0);
+    for (row, found) in logits.detach().to_vec2::<f64>()?.iter().zip(found) {
+        let own = choose(&config.router, row, bias.as_deref());
+        let scores = choice_scores(&config.router, row, bias.as_deref());
+        let only = |a: &[usize], b: &[usize]| -> Vec<f64> {
+            a.iter().filter(|e| !b.contains(e)).map(|&e| scores[e]).collect()
+        };
+        let least = only(&own, found).into_iter().fold(f64::INFINITY, f64::min);
+        let most = only(found, &own).into_iter().fold(f64::NEG_INFINITY, f64::max);
+        let tie = least.is_finite() && least - most <= NEAR_TIE;
+        ties += usize::from(tie);
+        ids.push(if tie { found.clone() } else { own });
+    }
+    Ok((ids, ties))
+}
+
+/// Every result against its references.
+fn rows(
+    folder: &Folder,
+    config: &MoeConfig,
+    golden: Option<&Params>,
+    found: &Outcome,
+    reference: &Reference,
+) -> Result<Vec<Row>, AnyError> {
+    let (forward, backward) = (folder.forward_tolerance(), folder.backward_tolerance());
+    let of_golden = |name: &str, found: &Tensor| -> Result<Option<Difference>, AnyError> {
+        Ok(match golden.and_then(|g| g.get(name)) {
+            Some(g) => Some(difference(found, &g.reshape(found.dims())?)?),
+            None => None,
+        })
+    };
+    let mut rows = Vec::new();
+    let mut push = |name: &str, dense: Difference, golden: Option<Difference>, tolerance: f64| {
+        rows.push(Row { name: name.to_string(), dense: Some(dense), golden, tolerance });
+    };
+    let y = &found.y;
+    push("output", difference(y, &reference.output.y)?, of_golden("moe_output", y)?, forward);
+    push("d input", difference(&found.dx, &reference.dx)?, of_golden("grad_moe_input", &found.dx)?, backward);
+
+    let mut on_disk: Vec<&String> = golden.iter().flat_map(|g| g.keys()).filter(|n| n.starts_with("grad.")).collect();
+    on_disk.sort_by_key(|n| (!names::is_router(n), natural(n)));
+    for name in on_disk.iter().map(|n| &n["grad.".len()..]) {
+        let part = |block: &Params| -> Result<Tensor, AnyError> {
+            names::on_disk(name, &folder.model_type, block)?
+                .ok_or_else(|| format!("golden.safetensors: {name} is no tensor of the block").into())
+        };
+        let own = part(&found.grads)?;
+        let golden = of_golden(&format!("grad.{name}"), &own)?;
+        push(&label(name), difference(&own, &part(&reference.grads)?)?, golden, backward);
+    }
+    if on_disk.is_empty() {
+        for name in names::pieces(config) {
+            let (own, dense) = (names::piece(&name, &found.grads)?, names::piece(&name, &reference.grads)?);
+            push(&format!("d {name}"), difference(&own, &dense)?, None, backward);
+        }
+    }
+    Ok(rows)
+}
+
+/// The name on disk without its layer; a router's weight is called that too, families name it differently.
+fn label(name: &str) -> String {
+    let short = name.split('.').skip_while(|p| p.parse::<usize>().is_err()).skip(1).collect::<Vec<_>>().join(".");
+    let short = if short.is_empty() { name } else { &short };
+    if names::is_router(name) { format!("d router ({short})") } else { format!("d {short}") }
+}

@@ -1,0 +1,14 @@
+//! What the examples and the test suites share. Nothing here is part of the crate.
+#![allow(dead_code, reason = "every user takes a part")]
+
+pub mod compare;
+pub mod dense;
+pub mod folder;
+pub mod job;
+pub mod names;
+pub mod random;
+#[cfg(feature = "burn")]
+pub mod run_burn;
+#[cfg(feature = "candle")]
+pub mod run_candle;
+pub mod table;

@@ -1,0 +1,104 @@
+//! One step of `moebius::burn::ExpertParallelMoE`.
+
+use burn::backend::{Autodiff, Flex};
+use burn::module::{Module, ModuleVisitor, Param};
+use burn::tensor::backend::{AutodiffBackend, Backend};
+use burn::tensor::{DType, Tensor, TensorData};
+use moebius::burn::{EpGroup, ExpertParallelMoE};
+use moebius::checkpoint::{Checkpoint, LoadOptions};
+use moebius::comm::ThreadComm;
+use moebius::cpu::Cpu;
+use moebius::ep::{Group, GroupConfig};
+use moebius::layer::Mode;
+
+use super::dense::Params;
+use super::job::{AnyError, Clock, Job, Outcome, RankOutcome, on_threads, share};
+
+type B = Autodiff<Flex>;
+
+/// Runs a job through burn's autograd.
+///
+/// # Errors
+/// The first rank's error.
+pub fn run(job: &Job) -> Result<Outcome, AnyError> {
+    on_threads(job, one_rank)
+}
+
+fn one_rank(job: &Job, rank: usize, comm: ThreadComm) -> Result<RankOutcome, AnyError> {
+    let mut clock = Clock::start();
+    let checkpoint = Checkpoint::open(&job.dir)?;
+    let options = LoadOptions { rank, ranks: job.split.len(), dtype: Some(job.dtype) };
+    let block = checkpoint.load_block(job.layer, options)?;
+    clock.lap("load");
+    let most = job.split.iter().copied().max().unwrap_or(0);
+    let group = Group::new(Cpu::new(), (), Box::new(comm), GroupConfig::new(block.config.router.num_experts, most))?;
+    let device = Default::default();
+    let moe = ExpertParallelMoE::<B>::from_block(block, job.layer as u32, &EpGroup::new(group), &device)?;
+    let rows = |t| from_candle(&share(t, &job.split, rank, candle_core::DType::F64)?, job.dtype);
+    let (x, dy) = (rows(&job.x)?.require_grad(), rows(&job.dy)?);
+    clock.lap("build");
+    let out = moe.forward_full(x.clone(), Mode::default())?;
+    clock.lap("forward");
+    let gradients = (out.y.clone() * dy).sum().backward();
+    clock.lap("backward");
+    let mut collect = Collect { gradients: &gradients, path: Vec::new(), found: Ok(Params::new()) };
+    moe.visit(&mut collect);
+    let ids = out.ids.into_data().convert::<i64>().into_vec::<i64>().map_err(|e| format!("{e:?}"))?;
+    let top_k = moe.layer().config().router.top_k;
+    Ok(RankOutcome {
+        y: to_candle(out.y.inner())?,
+        dx: to_candle(x.grad(&gradients).ok_or("x has no gradient")?)?,
+        grads: collect.found?,
+        ids: ids.chunks(top_k).map(|row| row.iter().map(|&id| id as usize).collect()).collect(),
+        tokens_per_expert: out.load.tokens_per_expert,
+        times: clock.laps,
+    })
+}
+
+/// Gradients of a module's parameters by path, zeros where there is none.
+struct Collect<'a> {
+    gradients: &'a <B as AutodiffBackend>::Gradients,
+    path: Vec<String>,
+    found: Result<Params, AnyError>,
+}
+
+impl ModuleVisitor<B> for Collect<'_> {
+    fn enter_module(&mut self, name: &str, _container: &str) {
+        self.path.push(name.to_string());
+    }
+
+    fn exit_module(&mut self, _name: &str, _container: &str) {
+        self.path.pop();
+    }
+
+    fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<B, D>>) {
+        let gradient = param.grad(self.gradients).unwrap_or_else(|| param.val().inner().zeros_like());
+        match (&mut self.found, to_candle(gradient)) {
+            (Ok(found), Ok(gradient)) => {
+                found.insert(self.path.join("."), gradient);
+            }
+            (found @ Ok(_), Err(e)) => *found = Err(e),
+            (Err(_), _) => {}
+        }
+    }
+}
+
+/// The examples compare results as candle tensors in F64.
+fn to_candle<Bk: Backend, const D: usize>(t: Tensor<Bk, D>) -> Result<candle_core::Tensor, AnyError> {
+    let dims = t.dims();
+    let values = t.into_data().convert::<f64>().into_vec::<f64>().map_err(|e| format!("{e:?}"))?;
+    Ok(candle_core::Tensor::from_vec(values, &dims[..], &candle_core::Device::Cpu)?)
+}
+
+fn from_candle(t: &candle_core::Tensor, dtype: moebius::DType) -> Result<Tensor<B, 2>, AnyError> {
+    let (rows, columns) = t.dims2()?;
+    let data = TensorData::new(t.flatten_all()?.to_vec1::<f64>()?, [rows, columns]);
+    let dtype = match dtype {
+        moebius::DType::F64 => DType::F64,
+        moebius::DType::F32 => DType::F32,
+        moebius::DType::F16 => DType::F16,
+        moebius::DType::BF16 => DType::BF16,
+        other => return Err(format!("{other} is no floating type").into()),
+    };
+    Ok(Tensor::from_data(data.convert_dtype(dtype), (&Default::default(), dtype)))
+}

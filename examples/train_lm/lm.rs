@@ -1,0 +1,141 @@
+//! What is common to the frameworks' language models: sizes, first weights, what a step reports.
+
+use rand::SeedableRng;
+use rand::rngs::StdRng;
+use rand_distr::{Distribution, Normal};
+
+/// Tokens are bytes.
+pub const VOCABULARY: usize = 256;
+
+/// Sizes of the model and its training.
+#[derive(Debug, Clone)]
+pub struct Settings {
+    pub ranks: usize,
+    pub steps: usize,
+    pub seed: u64,
+    /// Sequences of a step, over all ranks.
+    pub batch: usize,
+    /// Tokens of a sequence.
+    pub context: usize,
+    pub hidden: usize,
+    pub heads: usize,
+    pub layers: usize,
+    pub experts: usize,
+    pub top_k: usize,
+    /// Inner size of an expert.
+    pub intermediate: usize,
+    /// Coefficient of the load-balancing loss.
+    pub balance: f64,
+    pub learning_rate: f64,
+}
+
+impl Settings {
+    /// First sequence and number of sequences of a rank; counts differ by at most one.
+    pub fn rows_of(&self, rank: usize) -> (usize, usize) {
+        let (each, more) = (self.batch / self.ranks, self.batch % self.ranks);
+        (rank * each + rank.min(more), each + usize::from(rank < more))
+    }
+
+    /// Rises over the first steps, then falls to a tenth along half a cosine.
+    pub fn learning_rate_at(&self, step: usize) -> f64 {
+        let warm = ((step + 1) as f64 / 20.0).min(1.0);
+        let done = step as f64 / self.steps.max(1) as f64;
+        self.learning_rate * warm * (0.1 + 0.9 * 0.5 * (1.0 + (std::f64::consts::PI * done).cos()))
+    }
+}
+
+/// One parameter of the whole model, as it starts.
+#[derive(Debug, Clone)]
+pub struct Param {
+    pub name: String,
+    pub dims: Vec<usize>,
+    pub values: Vec<f32>,
+}
+
+/// Whether a parameter's first dimension counts experts: each rank holds its share only, and has the whole gradient of
+/// it. Of all others every rank holds the whole, and has a share of the gradient.
+pub fn is_share(name: &str) -> bool {
+    name.contains(".experts.")
+}
+
+impl Param {
+    /// The share of a rank.
+    pub fn share(&self, rank: usize, ranks: usize) -> (Vec<usize>, &[f32]) {
+        if !is_share(&self.name) {
+            return (self.dims.clone(), &self.values);
+        }
+        let local = self.dims[0] / ranks;
+        let row = self.values.len() / self.dims[0];
+        let mut dims = self.dims.clone();
+        dims[0] = local;
+        (dims, &self.values[rank * local * row..(rank + 1) * local * row])
+    }
+}
+
+/// The parameters of the whole model. Weights are `[out, in]`; those of the experts have the names and shapes of
+/// the layer's own parameters behind `layers.{l}.moe.`.
+pub fn initial(s: &Settings) -> Vec<Param> {
+    let mut rng = StdRng::seed_from_u64(s.seed);
+    let mut params = Vec::new();
+    let (h, i, e) = (s.hidden, s.intermediate, s.experts);
+    // None: ones.
+    let mut add = |name: String, dims: &[usize], deviation: Option<f64>| {
+        let count = dims.iter().product();
+        let values = match deviation.and_then(|d| Normal::new(0.0, d).ok()) {
+            Some(normal) => normal.sample_iter(&mut rng).take(count).map(|v| v as f32).collect(),
+            None => vec![1.0; count],
+        };
+        params.push(Param { name, dims: dims.to_vec(), values });
+    };
+    let by = |inputs: usize| Some((inputs as f64).powf(-0.5));
+    add("embedding".into(), &[VOCABULARY, h], Some(0.5));
+    add("positions".into(), &[s.context, h], Some(0.1));
+    for l in 0..s.layers {
+        let name = |part: &str| format!("layers.{l}.{part}");
+        add(name("attention_norm"), &[h], None);
+        add(name("qkv"), &[3 * h, h], by(h));
+        add(name("out"), &[h, h], by(h));
+        add(name("moe_norm"), &[h], None);
+        add(name("moe.router.weight"), &[e, h], by(h));
+        add(name("moe.experts.up"), &[e, 2 * i, h], by(h));
+        add(name("moe.experts.down"), &[e, h, i], by(i));
+    }
+    add("norm".into(), &[h], None);
+    add("head".into(), &[VOCABULARY, h], by(h));
+    params
+}
+
+/// What one step showed.
+#[derive(Debug, Clone)]
+pub struct Step {
+    pub step: usize,
+    /// Mean cross-entropy of the next byte, in nats, over all ranks.
+    pub loss: f64,
+    /// Tokens per expert over all ranks, by layer.
+    pub load: Vec<Vec<usize>>,
+    /// Comparison with the dense twin, at the steps that make one.
+    pub twin: Option<TwinCheck>,
+}
+
+/// The dense twin's step from equal weights, against the ranks'.
+#[derive(Debug, Clone)]
+pub struct TwinCheck {
+    pub loss: f64,
+    /// Largest ‖a − b‖ / ‖b‖ over the gradients of all parameters, b the twin's.
+    pub error: f64,
+    /// The parameter it occurred at.
+    pub worst: String,
+}
+
+/// Shares of the experts in one step or several, by layer.
+pub fn shares(steps: &[Step], layer: usize) -> Vec<f64> {
+    let experts = steps.first().map_or(0, |s| s.load[layer].len());
+    let mut sums = vec![0usize; experts];
+    for step in steps {
+        for (sum, n) in sums.iter_mut().zip(&step.load[layer]) {
+            *sum += n;
+        }
+    }
+    let total = sums.iter().sum::<usize>().max(1) as f64;
+    sums.iter().map(|n| *n as f64 / total).collect()
+}

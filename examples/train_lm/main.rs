@@ -1,0 +1,214 @@
+//! Trains a small byte-level Mixture-of-Experts language model over the ranks of one process, beside a twin that
+//! computes every expert on every token on one rank, and sets their gradients against each other.
+//!
+//! Attention, embeddings and router are replicated and see the rank's own sequences; their gradients are summed over
+//! the ranks. Experts live on one rank each, and their gradients are whole where they are.
+
+#[cfg(feature = "burn")]
+mod burn;
+mod candle;
+mod corpus;
+mod dense;
+mod lm;
+mod plot;
+mod ranks;
+mod twin;
+
+use std::error::Error;
+use std::path::PathBuf;
+use std::process::ExitCode;
+use std::time::Instant;
+
+use clap::{Parser, ValueEnum};
+use indicatif::{ProgressBar, ProgressStyle};
+
+use corpus::Corpus;
+use lm::{Settings, Step, shares};
+
+/// Largest relative difference between the gradients of the ranks and of the twin: rounding in f32 over a backward
+/// pass of some ten layers, whose sums are over up to 1024 tokens in different orders (√1024 · 2⁻²⁴ ≈ 2e-6 each).
+const TOLERANCE: f64 = 1e-5;
+/// Least share of the choices that any expert may get at the end.
+const LEAST_SHARE: f64 = 0.01;
+/// Steps at the end over which loss and shares are taken.
+const TAIL: usize = 20;
+
+/// Trains a small byte-level Mixture-of-Experts language model over ranks in one process.
+///
+/// Fails where a gradient differs from the dense twin's by more than 1e-5, the loss does not fall below --max-loss,
+/// or an expert ends with less than 1 % of the load.
+#[derive(Debug, Parser)]
+struct Args {
+    /// Host framework.
+    #[arg(long, value_enum, default_value = "candle")]
+    framework: Framework,
+    /// Ranks, one thread each; a divisor of --experts.
+    #[arg(long, default_value_t = 2)]
+    ranks: usize,
+    /// Training steps.
+    #[arg(long, default_value_t = 500)]
+    steps: usize,
+    /// Text to train on [default: this crate's own sources].
+    #[arg(long)]
+    text: Option<PathBuf>,
+    /// Folder for loss.png and expert-load.png.
+    #[arg(long, default_value = "target/train_lm")]
+    out: PathBuf,
+    /// Seed of the first weights and of the batches.
+    #[arg(long, default_value_t = 1)]
+    seed: u64,
+    /// The mean loss of the last 20 steps must be below this (nats per byte; a uniform guess has 5.55).
+    #[arg(long, default_value_t = 2.4)]
+    max_loss: f64,
+    /// Steps from one comparison with the twin to the next.
+    #[arg(long, default_value_t = 1)]
+    check_every: usize,
+    /// Experts of each layer, over all ranks.
+    #[arg(long, default_value_t = 8)]
+    experts: usize,
+    /// Sequences of a step, over all ranks.
+    #[arg(long, default_value_t = 8)]
+    batch: usize,
+}
+
+type Failure = Box<dyn Error + Send + Sync>;
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+enum Framework {
+    /// candle
+    Candle,
+    /// burn; the dense twin stays in candle
+    #[cfg(feature = "burn")]
+    Burn,
+}
+
+impl Args {
+    fn settings(&self) -> Result<Settings, String> {
+        if self.ranks == 0 || !self.experts.is_multiple_of(self.ranks) {
+            return Err(format!("--ranks {} does not divide --experts {}", self.ranks, self.experts));
+        }
+        if self.batch < self.ranks {
+            return Err(format!("--batch {} is less than --ranks {}", self.batch, self.ranks));
+        }
+        if self.experts < 2 || self.check_every == 0 || self.steps == 0 {
+            return Err("--experts must be at least 2, --check-every and --steps at least 1".into());
+        }
+        Ok(Settings {
+            ranks: self.ranks,
+            steps: self.steps,
+            seed: self.seed,
+            batch: self.batch,
+            context: 64,
+            hidden: 64,
+            heads: 4,
+            layers: 2,
+            experts: self.experts,
+            top_k: 2,
+            intermediate: 64,
+            balance: 0.01,
+            learning_rate: 4e-3,
+        })
+    }
+}
+
+/// Lets each of candle's matrix products run on the thread that asks for it. They are small here, and the ranks
+/// already fill the cores: threads that help would spin for each other most of the time. This crate's kernels share
+/// rayon's pool as ever.
+fn limit_threads() {
+    if std::env::var_os("RAYON_NUM_THREADS").is_some() {
+        return;
+    }
+    // SAFETY: this is the process's only thread so far.
+    unsafe { std::env::set_var("RAYON_NUM_THREADS", "1") };
+    let cores = std::thread::available_parallelism().map_or(1, usize::from);
+    // It fails where there is a pool already, which is as good.
+    let _ = rayon::ThreadPoolBuilder::new().num_threads(cores).build_global();
+}
+
+fn main() -> ExitCode {
+    limit_threads();
+    match run(&Args::parse()) {
+        Ok(true) => ExitCode::SUCCESS,
+        Ok(false) => ExitCode::FAILURE,
+        Err(e) => {
+            eprintln!("error: {e}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+fn run(args: &Args) -> Result<bool, Failure> {
+    let settings = args.settings()?;
+    let corpus = Corpus::load(args.text.as_deref())?;
+    println!(
+        "{} bytes of text; {} layers, hidden {}, {} experts top-{}, {} ranks, {} sequences of {} bytes a step",
+        corpus.len(),
+        settings.layers,
+        settings.hidden,
+        settings.experts,
+        settings.top_k,
+        settings.ranks,
+        settings.batch,
+        settings.context
+    );
+    let bar = ProgressBar::new(settings.steps as u64)
+        .with_style(ProgressStyle::with_template("{bar:40} {pos}/{len} {elapsed} {msg}")?);
+    let started = Instant::now();
+    let mut steps: Vec<Step> = Vec::new();
+    let on_step = |step: Step| {
+        let error = step.twin.as_ref().map_or(String::new(), |t| format!(", gradients within {:.1e}", t.error));
+        bar.set_message(format!("loss {:.3}{error}", step.loss));
+        bar.inc(1);
+        steps.push(step);
+        Ok(())
+    };
+    match args.framework {
+        Framework::Candle => {
+            let make = |params: &[_], comm, rank| candle::Rank::new(&settings, params, comm, rank);
+            ranks::train(&settings, args.check_every, &corpus, make, on_step)?;
+        }
+        #[cfg(feature = "burn")]
+        Framework::Burn => {
+            let make = |params: &[_], comm, rank| burn::Rank::new(&settings, params, comm, rank);
+            ranks::train(&settings, args.check_every, &corpus, make, on_step)?;
+        }
+    }
+    bar.finish_and_clear();
+    println!("{} steps in {:.1} s", steps.len(), started.elapsed().as_secs_f64());
+    std::fs::create_dir_all(&args.out).map_err(|e| format!("{}: {e}", args.out.display()))?;
+    plot::loss(&args.out.join("loss.png"), &steps, args.max_loss)?;
+    plot::expert_load(&args.out.join("expert-load.png"), &steps, LEAST_SHARE)?;
+    println!("plots: {0}/loss.png, {0}/expert-load.png", args.out.display());
+    Ok(verdict(args, &settings, &steps))
+}
+
+/// Prints each demand with what was found; true if all are met.
+fn verdict(args: &Args, settings: &Settings, steps: &[Step]) -> bool {
+    let tail = &steps[steps.len().saturating_sub(TAIL)..];
+    let mut good = true;
+    let mut line = |met: bool, text: String| {
+        good &= met;
+        println!("{} {text}", if met { "ok    " } else { "FAILED" });
+    };
+    let checks = || steps.iter().filter_map(|s| Some((s.step, s.twin.as_ref()?)));
+    let worst = checks().max_by(|a, b| a.1.error.total_cmp(&b.1.error));
+    if let Some((step, worst)) = worst {
+        let text = format!(
+            "gradients equal the dense twin's within {TOLERANCE:e} in {} comparisons: worst {:.2e} ({}, step {step})",
+            checks().count(),
+            worst.error,
+            worst.worst
+        );
+        line(worst.error <= TOLERANCE, text);
+    }
+    let loss = tail.iter().map(|s| s.loss).sum::<f64>() / tail.len().max(1) as f64;
+    let first = steps.first().map_or(f64::NAN, |s| s.loss);
+    line(loss < args.max_loss, format!("loss fell from {first:.3} to {loss:.3}; bound {}", args.max_loss));
+    for layer in 0..settings.layers {
+        let shares = shares(tail, layer);
+        let least = shares.iter().copied().fold(f64::INFINITY, f64::min);
+        let listed: Vec<String> = shares.iter().map(|s| format!("{:.1}", s * 100.0)).collect();
+        line(least >= LEAST_SHARE, format!("layer {layer}: load of the experts in %: {}", listed.join(" ")));
+    }
+    good
+}

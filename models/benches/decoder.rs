@@ -1,0 +1,142 @@
+//! The one-layer Qwen3-MoE decoder's forward against candle-transformers' on the same weights.
+
+#[path = "../../benches/support/pair.rs"]
+mod pair;
+
+use std::collections::HashMap;
+use std::error::Error;
+use std::hint::black_box;
+use std::path::Path;
+
+use candle_core::{DType, Device, Tensor};
+use candle_nn::VarBuilder;
+use candle_transformers::models::qwen3_moe;
+use criterion::Criterion;
+use moebius::candle::EpGroup;
+use moebius::checkpoint::Checkpoint;
+use moebius::ep::GroupConfig;
+use moebius_models::{LoadOptions, Qwen3Moe};
+
+use pair::{Case, Subject, compare};
+
+const TOKENS: usize = 2048;
+const HIDDEN: usize = 1024;
+const INNER: usize = 512;
+const EXPERTS: usize = 32;
+const TOP_K: usize = 4;
+const HEADS: usize = 16;
+const KV_HEADS: usize = 4;
+const HEAD_DIM: usize = 64;
+const VOCABULARY: usize = 1024;
+
+/// Experts' three products, attention's four projections, and its two products under the diagonal.
+const FLOPS: f64 = (2 * TOKENS * TOP_K * 3 * HIDDEN * INNER
+    + 2 * TOKENS * HIDDEN * HEAD_DIM * (2 * HEADS + 2 * KV_HEADS)
+    + 2 * TOKENS * TOKENS * HEADS * HEAD_DIM) as f64;
+
+fn config() -> serde_json::Value {
+    serde_json::json!({
+        "model_type": "qwen3_moe",
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "torch_dtype": "float32",
+        "vocab_size": VOCABULARY,
+        "hidden_size": HIDDEN,
+        "intermediate_size": INNER,
+        "num_hidden_layers": 1,
+        "num_attention_heads": HEADS,
+        "head_dim": HEAD_DIM,
+        "attention_bias": false,
+        "num_key_value_heads": KV_HEADS,
+        "max_position_embeddings": TOKENS,
+        "sliding_window": null,
+        "max_window_layers": 1,
+        "tie_word_embeddings": false,
+        "rope_theta": 1e6,
+        "rms_norm_eps": 1e-6,
+        "use_sliding_window": false,
+        "hidden_act": "silu",
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        "moe_intermediate_size": INNER,
+        "num_experts_per_tok": TOP_K,
+        "num_experts": EXPERTS,
+        "norm_topk_prob": true
+    })
+}
+
+fn weights() -> candle_core::Result<HashMap<String, Tensor>> {
+    let mut all = HashMap::new();
+    let mut add = |name: &str, dims: &[usize]| {
+        let t = match dims {
+            [n] => Tensor::ones(*n, DType::F32, &Device::Cpu)?,
+            _ => Tensor::randn(0f32, (dims[1] as f32).powf(-0.5), dims, &Device::Cpu)?,
+        };
+        all.insert(format!("{name}.weight"), t);
+        candle_core::Result::Ok(())
+    };
+    add("model.embed_tokens", &[VOCABULARY, HIDDEN])?;
+    add("model.norm", &[HIDDEN])?;
+    add("lm_head", &[VOCABULARY, HIDDEN])?;
+    let layer = "model.layers.0";
+    add(&format!("{layer}.input_layernorm"), &[HIDDEN])?;
+    add(&format!("{layer}.post_attention_layernorm"), &[HIDDEN])?;
+    for (name, out, inputs) in [
+        ("q_proj", HEADS * HEAD_DIM, HIDDEN),
+        ("k_proj", KV_HEADS * HEAD_DIM, HIDDEN),
+        ("v_proj", KV_HEADS * HEAD_DIM, HIDDEN),
+        ("o_proj", HIDDEN, HEADS * HEAD_DIM),
+    ] {
+        add(&format!("{layer}.self_attn.{name}"), &[out, inputs])?;
+    }
+    add(&format!("{layer}.self_attn.q_norm"), &[HEAD_DIM])?;
+    add(&format!("{layer}.self_attn.k_norm"), &[HEAD_DIM])?;
+    add(&format!("{layer}.mlp.gate"), &[EXPERTS, HIDDEN])?;
+    for e in 0..EXPERTS {
+        add(&format!("{layer}.mlp.experts.{e}.gate_proj"), &[INNER, HIDDEN])?;
+        add(&format!("{layer}.mlp.experts.{e}.up_proj"), &[INNER, HIDDEN])?;
+        add(&format!("{layer}.mlp.experts.{e}.down_proj"), &[HIDDEN, INNER])?;
+    }
+    Ok(all)
+}
+
+fn load(dir: &Path) -> Result<(Qwen3Moe, qwen3_moe::Model), Box<dyn Error>> {
+    let weights = weights()?;
+    let config = config();
+    std::fs::write(dir.join("config.json"), config.to_string())?;
+    candle_core::safetensors::save(&weights, dir.join("model.safetensors"))?;
+    let group = EpGroup::single(GroupConfig::new(EXPERTS, TOKENS))?;
+    let ours = Qwen3Moe::load(&Checkpoint::open(dir)?, &group, LoadOptions::default())?;
+    let config: qwen3_moe::Config = serde_json::from_value(config)?;
+    let theirs = qwen3_moe::Model::new(&config, VarBuilder::from_tensors(weights, DType::F32, &Device::Cpu))?;
+    Ok((ours, theirs))
+}
+
+fn main() -> Result<(), Box<dyn Error>> {
+    let dir = tempfile::tempdir()?;
+    let (ours, theirs) = load(dir.path())?;
+    let ids: Vec<u32> = (0..TOKENS as u32).map(|i| i * 7919 % VOCABULARY as u32).collect();
+    let ids = Tensor::from_vec(ids, (1, TOKENS), &Device::Cpu)?;
+
+    // A faster wrong answer is none. A token whose choice of experts hangs on a rounding may differ.
+    let (a, b) = (ours.hidden(&ids)?, theirs.clone().forward(&ids, 0)?);
+    let error = ((a - &b)?.sqr()?.sum_all()?.to_scalar::<f32>()? / b.sqr()?.sum_all()?.to_scalar::<f32>()?).sqrt();
+    if error.is_nan() || error >= 1e-2 {
+        return Err(format!("the two decoders differ by {error:e}").into());
+    }
+
+    let mut c = Criterion::default().configure_from_args();
+    let mut run_ours = || drop(black_box(ours.hidden(&ids).expect("a forward")));
+    // A clone shares the weights and starts with an empty cache, which cannot be cleared otherwise.
+    let mut run_theirs = || drop(black_box(theirs.clone().forward(&ids, 0).expect("a forward")));
+    let row = compare(
+        &mut c,
+        Case { name: "decoder forward", flops: FLOPS, bar: 1.5 },
+        Subject { name: "moebius", run: &mut run_ours },
+        Subject { name: "candle-transformers", run: &mut run_theirs },
+    );
+    println!("\none layer, one sequence of {TOKENS}, H={HIDDEN}, I={INNER}, E={EXPERTS}, K={TOP_K}, f32, R=1");
+    println!("outputs differ by {error:.1e} (relative)\n\n{}", pair::HEADER);
+    row.into_iter().for_each(|row| println!("{row}"));
+    c.final_summary();
+    Ok(())
+}

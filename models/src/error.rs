@@ -1,0 +1,48 @@
+//! Typed errors of loading and running a decoder.
+
+/// Result with this crate's [`enum@Error`].
+pub type Result<T> = std::result::Result<T, Error>;
+
+/// Everything that can go wrong.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum Error {
+    /// `config.json` cannot be read, or holds what this decoder does not do.
+    #[error("{path}: field {field}: expected {expected}, found {found}")]
+    Config {
+        /// The file.
+        path: String,
+        /// JSON key.
+        field: &'static str,
+        /// What the decoder needs.
+        expected: String,
+        /// What is there.
+        found: String,
+    },
+    /// A tensor or argument has the wrong shape.
+    #[error("{call}: tensor {tensor}: expected shape {expected}, found {found:?}")]
+    Shape {
+        /// The call that refused.
+        call: &'static str,
+        /// Name of the tensor, on disk for weights.
+        tensor: String,
+        /// Sizes the call needs.
+        expected: String,
+        /// Sizes it was given.
+        found: Vec<usize>,
+    },
+    /// The call cannot be made on this model.
+    #[error("{call}: {problem}")]
+    Usage {
+        /// The call that refused.
+        call: &'static str,
+        /// What is wrong, and what to do.
+        problem: String,
+    },
+    /// The checkpoint or the layer failed.
+    #[error(transparent)]
+    Moebius(#[from] moebius::Error),
+    /// Candle failed.
+    #[error(transparent)]
+    Candle(#[from] candle_core::Error),
+}

@@ -1,0 +1,187 @@
+//! The layer as an operation of burn's autodiff.
+//!
+//! burn's operations have one output each, the layer has two that carry gradients (y and the auxiliary loss) and must
+//! run its backward once. So the layer itself is a node [`Run`] whose parents are x and the parameters and whose own
+//! value means nothing; y and the auxiliary loss are its children. burn runs nodes by depth, so in backward the
+//! children that the loss reaches come first: each leaves its gradient in the shared [`Pending`], and `Run` takes
+//! both, an absent one as zeros.
+
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use burn::backend::Autodiff;
+use burn::backend::autodiff::NodeId;
+use burn::backend::autodiff::checkpoint::base::Checkpointer;
+use burn::backend::autodiff::checkpoint::strategy::CheckpointStrategy;
+use burn::backend::autodiff::grads::Gradients;
+use burn::backend::autodiff::ops::{Backward, Ops, OpsKind};
+use burn::tensor::Shape;
+use burn::tensor::TensorMetadata;
+use burn::tensor::backend::AutodiffBackend;
+use burn::tensor::ops::FloatTensor;
+
+use crate::cpu::Cpu;
+use crate::error::{Error, Result};
+use crate::layer::{Context, Role, Wanted};
+
+use super::backend::{
+    Call, HostBackend, MoeBackend, Operands, Outputs, PerRole, RoutingData, run_backward, run_forward,
+};
+
+const CALL: &str = "ExpertParallelMoE::backward";
+
+/// What passes between the three nodes of one forward.
+#[derive(Debug)]
+struct Pending<B: HostBackend> {
+    /// Taken by the first backward.
+    context: Option<Context<Cpu>>,
+    dy: Option<FloatTensor<B>>,
+    d_aux: Option<FloatTensor<B>>,
+}
+
+type Shared<B> = Arc<Mutex<Pending<B>>>;
+
+fn locked<B: HostBackend>(pending: &Shared<B>) -> MutexGuard<'_, Pending<B>> {
+    // Every holder leaves the fields whole, so a panic elsewhere does not matter.
+    pending.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+fn consumed(call: &Call) -> Error {
+    Error::ContextConsumed { call: CALL, rank: call.group.rank() }
+}
+
+/// Parents of a [`Run`]: x and a place for each role.
+const PARENTS: usize = 1 + Role::ALL.len();
+
+/// The layer: its parents are x and the parameters.
+#[derive(Debug)]
+struct Run;
+
+#[derive(Debug, Clone)]
+struct RunState<B: HostBackend> {
+    call: Call,
+    /// x lies with burn's checkpointer, which may recompute it.
+    x: NodeId,
+    params: PerRole<FloatTensor<B>>,
+    pending: Shared<B>,
+}
+
+impl<B: HostBackend> Backward<B, PARENTS> for Run {
+    type State = RunState<B>;
+
+    fn backward(self, ops: Ops<RunState<B>, PARENTS>, grads: &mut Gradients, checkpointer: &mut Checkpointer) {
+        let RunState { call, x, params, pending } = ops.state;
+        let x = B::contiguous(checkpointer.retrieve_node_output::<FloatTensor<B>>(x));
+        let (context, cotangents) = {
+            let mut pending = locked(&pending);
+            (pending.context.take(), (pending.dy.take(), pending.d_aux.take()))
+        };
+        let Some(context) = context else { call.group.unwind(consumed(&call)) };
+        let tracked = |roles: &[Role]| roles.iter().any(|&role| ops.parents[1 + role as usize].is_some());
+        let wanted = Wanted {
+            x: ops.parents[0].is_some(),
+            router: tracked(&[Role::Router, Role::RouterBias]),
+            experts: tracked(&[Role::Up, Role::UpBias, Role::Down, Role::DownBias]),
+            shared: tracked(&[Role::SharedUp, Role::SharedDown, Role::SharedGate]),
+        };
+        let cotangents = (cotangents.0.map(B::contiguous), cotangents.1.map(B::contiguous));
+        match run_backward::<B>(&call, &Operands { x, params }, context, cotangents, wanted) {
+            Err(error) => call.group.unwind(error),
+            Ok(gradients) => {
+                let gradients = std::iter::once(gradients.x).chain(gradients.params);
+                for (parent, gradient) in ops.parents.into_iter().zip(gradients) {
+                    if let (Some(parent), Some(gradient)) = (parent, gradient) {
+                        grads.register::<B>(parent.id, gradient);
+                    }
+                }
+            }
+        }
+    }
+}
+
+/// An output of the layer: a child of [`Run`].
+#[derive(Debug, Clone, Copy)]
+enum Output {
+    Y,
+    Aux,
+}
+
+#[derive(Debug, Clone)]
+struct OutputState<B: HostBackend> {
+    call: Call,
+    pending: Shared<B>,
+}
+
+impl<B: HostBackend> Backward<B, 1> for Output {
+    type State = OutputState<B>;
+
+    fn backward(self, ops: Ops<OutputState<B>, 1>, grads: &mut Gradients, _checkpointer: &mut Checkpointer) {
+        let OutputState { call, pending } = ops.state;
+        let gradient = grads.consume::<B>(&ops.node);
+        let alive = {
+            let mut pending = locked(&pending);
+            match self {
+                Output::Y => pending.dy = Some(gradient),
+                Output::Aux => pending.d_aux = Some(gradient),
+            }
+            pending.context.is_some()
+        };
+        if !alive {
+            // burn has dropped `Run` with the backward that ran it: it would never be reached.
+            call.group.unwind(consumed(&call));
+        }
+    }
+}
+
+impl<B: HostBackend, C: CheckpointStrategy> MoeBackend for Autodiff<B, C> {
+    fn moe_forward(call: &Call, operands: Operands<FloatTensor<Self>>) -> Result<Outputs<Self>> {
+        let device = B::float_device(&operands.x.primitive);
+        // Stands for operands that the layer has not, so that the number of parents is fixed.
+        let zero = B::float_zeros(Shape::new([1]), &device, operands.x.dtype().into());
+        let absent = <Self as AutodiffBackend>::from_inner(zero);
+        let nodes = std::array::from_fn(|i| match i {
+            0 => operands.x.node.clone(),
+            _ => operands.params[i - 1].as_ref().unwrap_or(&absent).node.clone(),
+        });
+        let inner = |operands: Operands<FloatTensor<Self>>| operands.map(|t| B::contiguous(t.primitive));
+
+        let mut run = match Backward::<B, PARENTS>::prepare::<C>(Run, nodes).compute_bound().stateful() {
+            OpsKind::UnTracked(_) => {
+                let (out, _) = run_forward::<B>(call, &inner(operands), false)?;
+                let (y, aux) =
+                    (<Self as AutodiffBackend>::from_inner(out.y), <Self as AutodiffBackend>::from_inner(out.aux));
+                return Ok(Outputs { y, aux, routing: detached(out.routing) });
+            }
+            OpsKind::Tracked(run) => run,
+        };
+        let x = run.checkpoint(&operands.x);
+        let operands = inner(operands);
+        let (out, context) = run_forward::<B>(call, &operands, true)?;
+        let pending = Arc::new(Mutex::new(Pending { context, dy: None, d_aux: None }));
+        let state = RunState { call: call.clone(), x, params: operands.params, pending: pending.clone() };
+        let root = run.finish(state, absent.primitive);
+
+        let child = |output: Output, value| {
+            let prepared = Backward::<B, 1>::prepare::<C>(output, [root.node.clone()]).compute_bound().stateful();
+            match prepared {
+                OpsKind::Tracked(p) => p.finish(OutputState { call: call.clone(), pending: pending.clone() }, value),
+                OpsKind::UnTracked(p) => p.finish(value),
+            }
+        };
+        let y = child(Output::Y, out.y);
+        // Without auxiliary losses the zero is a constant.
+        let aux = match call.layer.config().aux.is_off() {
+            true => <Self as AutodiffBackend>::from_inner(out.aux),
+            false => child(Output::Aux, out.aux),
+        };
+        Ok(Outputs { y, aux, routing: detached(out.routing) })
+    }
+}
+
+fn detached<B: HostBackend, C: CheckpointStrategy>(routing: RoutingData<B>) -> RoutingData<Autodiff<B, C>> {
+    RoutingData {
+        logits: <Autodiff<B, C> as AutodiffBackend>::from_inner(routing.logits),
+        ids: routing.ids,
+        weights: <Autodiff<B, C> as AutodiffBackend>::from_inner(routing.weights),
+        load: routing.load,
+    }
+}

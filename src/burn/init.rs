@@ -1,0 +1,194 @@
+//! Where a module's parameters come from: drawn, or a checkpoint.
+
+use std::path::Path;
+use std::sync::Arc;
+
+use burn::module::{Param, ParamId};
+use burn::tensor::backend::Backend;
+use burn::tensor::ops::FloatTensor;
+use burn::tensor::{Shape, Tensor, TensorData, TensorPrimitive};
+
+use crate::checkpoint::{Block, Checkpoint, LoadOptions};
+use crate::comm::{Op, Tag};
+use crate::config::MoeConfig;
+use crate::cpu::Cpu;
+use crate::error::{Error, Result};
+use crate::layer::{Layer, Role};
+use crate::tensor::{self, TensorMut};
+
+use super::backend::{PerRole, core_dtype, float};
+use super::config::ExpertParallelMoEConfig;
+use super::module::{ExpertParallelMoE, Experts, Router, SharedExpert};
+use crate::ep::EpGroup;
+
+const INIT: &str = "ExpertParallelMoEConfig::init";
+const FROM_BLOCK: &str = "ExpertParallelMoE::from_block";
+
+impl ExpertParallelMoEConfig {
+    /// A module with new parameters. A collective of all ranks: rank 0 draws router, shared expert and all E experts
+    /// from its back end's generator and sends them, so the ranks agree on what they share, and the same
+    /// [`Backend::seed`] gives the same model whatever the number of ranks.
+    ///
+    /// `number` names the layer in tags and errors: the same on all ranks, another for each layer of a model.
+    ///
+    /// # Errors
+    /// What [`MoeConfig::validate`] finds; another number of experts than the group's; a communicator's error.
+    pub fn init<B: Backend>(&self, number: u32, group: &EpGroup, device: &B::Device) -> Result<ExpertParallelMoE<B>> {
+        group.check_experts(INIT, self.num_experts)?;
+        let layer = Layer::new(MoeConfig::from(self), number)?;
+        assemble(&mut Draw::<B> { config: self, number, group, device }, layer, group)
+    }
+}
+
+impl<B: Backend> ExpertParallelMoE<B> {
+    /// A module with the parameters of a checkpoint's block, in their types; trainable but for the selection bias
+    /// ([`no_grad`](burn::module::Module::no_grad) freezes it). `number` as in
+    /// [`init`](ExpertParallelMoEConfig::init).
+    ///
+    /// # Errors
+    /// What [`MoeConfig::validate`] finds; another number of experts than the group's; missing, extra or mis-shaped
+    /// parameters.
+    pub fn from_block(block: Block, number: u32, group: &EpGroup, device: &B::Device) -> Result<Self> {
+        group.check_experts(FROM_BLOCK, block.config.router.num_experts)?;
+        let layer = Layer::new(block.config, number)?;
+        let mut source = Loaded::<B> { params: Role::ALL.map(|_| None), device };
+        for (role, tensor) in block.params.into_roles() {
+            source.params[role as usize] = Some(tensor);
+        }
+        let module = assemble(&mut source, layer, group)?;
+        match Role::ALL.into_iter().find(|&role| source.params[role as usize].is_some()) {
+            None => Ok(module),
+            Some(extra) => Err(Error::invalid(FROM_BLOCK, format!("tensor {}", extra.name()), "none", "a tensor")),
+        }
+    }
+
+    /// From layer `layer` of a checkpoint folder: reads this rank's experts only.
+    ///
+    /// # Errors
+    /// What [`Checkpoint::open`], [`Checkpoint::load_block`] and [`from_block`](Self::from_block) find.
+    pub fn from_checkpoint(dir: impl AsRef<Path>, layer: usize, group: &EpGroup, device: &B::Device) -> Result<Self> {
+        let options = LoadOptions { rank: group.rank(), ranks: group.ranks(), dtype: None };
+        Self::from_block(Checkpoint::open(dir)?.load_block(layer, options)?, layer as u32, group, device)
+    }
+}
+
+/// Gives a parameter of known sizes.
+trait Source<B: Backend> {
+    fn load(&mut self, role: Role, dims: &[usize]) -> Result<FloatTensor<B>>;
+}
+
+fn assemble<B: Backend>(source: &mut impl Source<B>, layer: Layer, group: &EpGroup) -> Result<ExpertParallelMoE<B>> {
+    let mut params =
+        Parts { source, config: layer.config(), local: group.local_experts(), backend: Default::default() };
+    let router = Router {
+        weight: params.required(Role::Router)?,
+        bias: params.get(Role::RouterBias)?,
+        selection_bias: params.get(Role::SelectionBias)?,
+    };
+    let experts = Experts {
+        up: params.required(Role::Up)?,
+        up_bias: params.get(Role::UpBias)?,
+        down: params.required(Role::Down)?,
+        down_bias: params.get(Role::DownBias)?,
+    };
+    let shared = match layer.config().shared {
+        None => None,
+        Some(_) => Some(SharedExpert {
+            up: params.required(Role::SharedUp)?,
+            down: params.required(Role::SharedDown)?,
+            gate: params.get(Role::SharedGate)?,
+        }),
+    };
+    Ok(ExpertParallelMoE { router, experts, shared, layer: Arc::new(layer), group: group.clone() })
+}
+
+/// Parameters as the module holds them.
+struct Parts<'a, B, S> {
+    source: &'a mut S,
+    config: &'a MoeConfig,
+    local: usize,
+    backend: std::marker::PhantomData<B>,
+}
+
+impl<B: Backend, S: Source<B>> Parts<'_, B, S> {
+    fn get<const D: usize>(&mut self, role: Role) -> Result<Option<Param<Tensor<B, D>>>> {
+        let Some(dims) = role.dims(self.config, self.local) else { return Ok(None) };
+        let tensor = Tensor::from_primitive(TensorPrimitive::Float(self.source.load(role, &dims)?));
+        Ok(Some(match role {
+            // Has no gradient, so optimisers shall not see it.
+            Role::SelectionBias => Param::initialized(ParamId::new(), tensor),
+            _ => Param::from_tensor(tensor),
+        }))
+    }
+
+    fn required<const D: usize>(&mut self, role: Role) -> Result<Param<Tensor<B, D>>> {
+        self.get(role)?.ok_or_else(|| Error::invalid(INIT, format!("tensor {}", role.name()), "a tensor", "none"))
+    }
+}
+
+/// Parameters of a block.
+struct Loaded<'a, B: Backend> {
+    params: PerRole<tensor::Tensor<Cpu>>,
+    device: &'a B::Device,
+}
+
+impl<B: Backend> Source<B> for Loaded<'_, B> {
+    fn load(&mut self, role: Role, dims: &[usize]) -> Result<FloatTensor<B>> {
+        let Some(tensor) = self.params[role as usize].take() else {
+            return Err(Error::invalid(FROM_BLOCK, format!("tensor {}", role.name()), format!("{dims:?}"), "none"));
+        };
+        Error::check_shape(FROM_BLOCK, role.name(), dims, tensor.dims())?;
+        float::<B>(tensor, self.device)
+    }
+}
+
+/// Weights that rank 0 draws and sends to the others; biases of zero.
+struct Draw<'a, B: Backend> {
+    config: &'a ExpertParallelMoEConfig,
+    number: u32,
+    group: &'a EpGroup,
+    device: &'a B::Device,
+}
+
+impl<B: Backend> Source<B> for Draw<'_, B> {
+    fn load(&mut self, role: Role, dims: &[usize]) -> Result<FloatTensor<B>> {
+        let tensor = match *dims {
+            [rows, columns] if role.is_replicated() => self.matrix([rows, columns])?.into_primitive(),
+            [local, rows, columns] => {
+                let first = self.group.rank() * local;
+                let mut own = Vec::with_capacity(local);
+                // One expert travels at a time, so that no rank holds them all.
+                for expert in 0..self.config.num_experts {
+                    let weight = self.matrix([rows, columns])?;
+                    if (first..first + local).contains(&expert) {
+                        own.push(weight);
+                    }
+                }
+                Tensor::stack::<3>(own, 0).into_primitive()
+            }
+            _ => Tensor::<B, 1>::zeros([dims.iter().product::<usize>()], self.device).into_primitive(),
+        };
+        Ok(B::float_reshape(tensor.tensor(), Shape::from(dims.to_vec())))
+    }
+}
+
+impl<B: Backend> Draw<'_, B> {
+    fn matrix(&self, [rows, columns]: [usize; 2]) -> Result<Tensor<B, 2>> {
+        let weight = match self.group.rank() {
+            0 => {
+                let initializer = &self.config.initializer;
+                initializer.init_with::<B, 2, _>([rows, columns], Some(columns), Some(rows), self.device).into_value()
+            }
+            _ => Tensor::zeros([rows, columns], self.device),
+        };
+        let mut data: TensorData = weight.into_data();
+        if self.group.ranks() > 1 {
+            let dtype = core_dtype(INIT, "weight", data.dtype)?;
+            let tag = Tag { layer: self.number, op: Op::Weights, sequence: 0 };
+            let buffer = TensorMut::new(&mut data.bytes[..], dtype, &[rows, columns])?;
+            self.group.lock().dispatcher().communicator().broadcast(tag, 0, buffer)?;
+        }
+        let dtype = data.dtype;
+        Ok(Tensor::from_data(data, (self.device, dtype)))
+    }
+}

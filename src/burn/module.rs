@@ -1,0 +1,211 @@
+//! The module.
+
+use std::sync::Arc;
+
+use burn::module::{Module, Param};
+use burn::optim::GradientsParams;
+use burn::tensor::backend::{AutodiffBackend, Backend};
+use burn::tensor::ops::FloatTensor;
+use burn::tensor::{Int, Shape, Tensor, TensorPrimitive};
+
+use crate::comm::{Op, ReduceOp, Tag};
+use crate::error::{Error, Result};
+use crate::layer::{Layer, Mode, Role};
+use crate::metrics::Load;
+use crate::tensor::TensorMut;
+
+use super::backend::{Call, MoeBackend, Operands, core_dtype};
+use crate::ep::EpGroup;
+
+/// A Mixture-of-Experts layer over the ranks of a group. Made by
+/// [`ExpertParallelMoEConfig::init`](super::ExpertParallelMoEConfig::init), [`from_block`](Self::from_block) or
+/// [`from_checkpoint`](Self::from_checkpoint).
+///
+/// The parameters are this rank's: router and shared expert whole, and L = E / R routed experts. G is 2 with a gate,
+/// 1 without; gate rows come first. Their paths in a record are [`Role::name`]'s.
+#[derive(Module, Debug)]
+pub struct ExpertParallelMoE<B: Backend> {
+    /// Chooses experts.
+    pub router: Router<B>,
+    /// This rank's routed experts.
+    pub experts: Experts<B>,
+    /// The expert that every token visits.
+    pub shared: Option<SharedExpert<B>>,
+    #[module(skip)]
+    pub(super) layer: Arc<Layer>,
+    #[module(skip)]
+    pub(super) group: EpGroup,
+}
+
+/// Parameters of the router.
+#[derive(Module, Debug)]
+pub struct Router<B: Backend> {
+    /// `[E, H]`.
+    pub weight: Param<Tensor<B, 2>>,
+    /// `[E]`, added to the logits.
+    pub bias: Option<Param<Tensor<B, 1>>>,
+    /// `[E]`, added to the scores for choosing only; has no gradient.
+    pub selection_bias: Option<Param<Tensor<B, 1>>>,
+}
+
+/// Parameters of a rank's routed experts.
+#[derive(Module, Debug)]
+pub struct Experts<B: Backend> {
+    /// `[L, G·I, H]`.
+    pub up: Param<Tensor<B, 3>>,
+    /// `[L, G·I]`.
+    pub up_bias: Option<Param<Tensor<B, 2>>>,
+    /// `[L, H, I]`.
+    pub down: Param<Tensor<B, 3>>,
+    /// `[L, H]`.
+    pub down_bias: Option<Param<Tensor<B, 2>>>,
+}
+
+/// Parameters of the shared expert, of inner size S.
+#[derive(Module, Debug)]
+pub struct SharedExpert<B: Backend> {
+    /// `[G·S, H]`.
+    pub up: Param<Tensor<B, 2>>,
+    /// `[H, S]`.
+    pub down: Param<Tensor<B, 2>>,
+    /// `[1, H]`.
+    pub gate: Option<Param<Tensor<B, 2>>>,
+}
+
+/// What a forward gives.
+#[derive(Debug, Clone)]
+pub struct MoeOutput<B: Backend, const D: usize> {
+    /// Same shape and type as the input.
+    pub y: Tensor<B, D>,
+    /// Auxiliary losses' sum, `[1]` in f32 (f64 for f64 tokens), which carries gradients: add it to the loss.
+    pub aux: Tensor<B, 1>,
+    /// Router logits `[T, E]`, f32 (f64 for f64 tokens), detached.
+    pub logits: Tensor<B, 2>,
+    /// Chosen experts `[T, K]`, i32, before any drop.
+    pub ids: Tensor<B, 2, Int>,
+    /// Routing weights `[T, K]`, f32 (f64 for f64 tokens), detached.
+    pub weights: Tensor<B, 2>,
+    /// Load of the experts over all ranks.
+    pub load: Load,
+}
+
+impl<B: Backend> ExpertParallelMoE<B> {
+    /// The layer that the module runs.
+    pub fn layer(&self) -> &Layer {
+        &self.layer
+    }
+
+    /// This rank's group.
+    pub fn group(&self) -> &EpGroup {
+        &self.group
+    }
+
+    /// The same parameters under another layer: other dispatch options, auxiliary losses or the like.
+    pub fn with_layer(mut self, layer: Layer) -> Self {
+        self.layer = Arc::new(layer);
+        self
+    }
+}
+
+impl<B: MoeBackend> ExpertParallelMoE<B> {
+    /// Output for `[T, H]` or `[B, S, H]` (any leading dimensions); the number of tokens may differ between ranks and
+    /// be 0. A collective of all ranks. Applies no jitter; leaves auxiliary losses out.
+    ///
+    /// # Errors
+    /// As [`Layer::forward`].
+    pub fn forward<const D: usize>(&self, x: Tensor<B, D>) -> Result<Tensor<B, D>> {
+        Ok(self.forward_full(x, Mode::default())?.y)
+    }
+
+    /// As [`forward`](Self::forward), with everything that the layer knows. `mode.backward` is set from whether
+    /// anything tracks gradients; nothing is kept for backward where nothing does.
+    ///
+    /// # Errors
+    /// As [`Layer::forward`].
+    pub fn forward_full<const D: usize>(&self, x: Tensor<B, D>, mode: Mode) -> Result<MoeOutput<B, D>> {
+        let dims: [usize; D] = x.dims();
+        let Some((&hidden, leading)) = dims.split_last() else {
+            return Err(Error::invalid("ExpertParallelMoE::forward", "tensor x", "[.., H]", "a scalar"));
+        };
+        // Not `Tensor::reshape`, which reads a 0 as "as before".
+        let tokens = B::float_reshape(primitive(x), Shape::from(vec![leading.iter().product(), hidden]));
+        let call = Call { layer: self.layer.clone(), group: self.group.clone(), mode };
+        let out = B::moe_forward(&call, Operands::new(tokens, |role| self.param(role)))?;
+        Ok(MoeOutput {
+            y: float(B::float_reshape(out.y, Shape::from(dims.to_vec()))),
+            aux: float(out.aux),
+            logits: float(out.routing.logits),
+            ids: Tensor::from_primitive(out.routing.ids),
+            weights: float(out.routing.weights),
+            load: out.routing.load,
+        })
+    }
+
+    fn param(&self, role: Role) -> Option<FloatTensor<B>> {
+        let (router, experts, shared) = (&self.router, &self.experts, self.shared.as_ref());
+        match role {
+            Role::Router => Some(value(&router.weight)),
+            Role::RouterBias => router.bias.as_ref().map(value),
+            Role::SelectionBias => router.selection_bias.as_ref().map(value),
+            Role::Up => Some(value(&experts.up)),
+            Role::UpBias => experts.up_bias.as_ref().map(value),
+            Role::Down => Some(value(&experts.down)),
+            Role::DownBias => experts.down_bias.as_ref().map(value),
+            Role::SharedUp => shared.map(|s| value(&s.up)),
+            Role::SharedDown => shared.map(|s| value(&s.down)),
+            Role::SharedGate => shared.and_then(|s| s.gate.as_ref()).map(value),
+        }
+    }
+}
+
+impl<B: AutodiffBackend> ExpertParallelMoE<B> {
+    /// Sums the gradients of the parameters that every rank holds (router, shared expert) over the ranks, one
+    /// collective each; an absent gradient counts as zeros. Call it on every rank before the optimiser's step.
+    ///
+    /// # Errors
+    /// A communicator's error.
+    pub fn reduce_gradients(&self, gradients: &mut GradientsParams) -> Result<()> {
+        self.reduce(gradients, &self.router.weight)?;
+        if let Some(bias) = &self.router.bias {
+            self.reduce(gradients, bias)?;
+        }
+        if let Some(shared) = &self.shared {
+            for weight in [Some(&shared.up), Some(&shared.down), shared.gate.as_ref()].into_iter().flatten() {
+                self.reduce(gradients, weight)?;
+            }
+        }
+        Ok(())
+    }
+
+    fn reduce<const D: usize>(&self, gradients: &mut GradientsParams, param: &Param<Tensor<B, D>>) -> Result<()> {
+        const CALL: &str = "ExpertParallelMoE::reduce_gradients";
+        if !param.is_require_grad() {
+            return Ok(());
+        }
+        let device = param.device();
+        let gradient = match gradients.remove::<B::InnerBackend, D>(param.id) {
+            Some(gradient) => gradient,
+            None => Tensor::zeros(param.dims(), (&device, param.dtype())),
+        };
+        let mut data = gradient.into_data();
+        let dtype = core_dtype(CALL, "gradient", data.dtype)?;
+        let tag = Tag { layer: self.layer.number(), op: Op::GradReduce, sequence: 0 };
+        let buffer = TensorMut::new(&mut data.bytes[..], dtype, &data.shape)?;
+        self.group.lock().dispatcher().communicator().all_reduce(tag, ReduceOp::Sum, buffer)?;
+        let dtype = data.dtype;
+        gradients.register::<B::InnerBackend, D>(param.id, Tensor::from_data(data, (&device, dtype)));
+        Ok(())
+    }
+}
+
+fn value<B: Backend, const D: usize>(param: &Param<Tensor<B, D>>) -> FloatTensor<B> {
+    primitive(param.val())
+}
+
+fn primitive<B: Backend, const D: usize>(tensor: Tensor<B, D>) -> FloatTensor<B> {
+    tensor.into_primitive().tensor()
+}
+
+fn float<B: Backend, const D: usize>(primitive: FloatTensor<B>) -> Tensor<B, D> {
+    Tensor::from_primitive(TensorPrimitive::Float(primitive))
+}

@@ -1,0 +1,157 @@
+//! Parameters back to tensors on disk, and ranks' shares to one.
+
+use std::collections::BTreeMap;
+
+use super::convert::Place;
+use super::layout::Part;
+use super::load::assemble;
+use super::{BlockBytes, BlockParams, Checkpoint, LoadOptions};
+use crate::config::MoeConfig;
+use crate::cpu::Cpu;
+use crate::dtype::DType;
+use crate::error::{Error, Result};
+use crate::layer::Role;
+use crate::tensor::Tensor;
+
+/// Joins the ranks' shares of a block, in rank order: experts are concatenated, replicated parameters are the first
+/// rank's. Gradients of replicated parameters are each rank's share: sum them before.
+///
+/// # Errors
+/// No share, or shares of different shapes, types or sets of tensors.
+pub fn gather_blocks(shares: Vec<BlockParams>) -> Result<BlockParams> {
+    const CALL: &str = "gather_blocks";
+    let Some(first) = shares.first() else { return Err(Error::invalid(CALL, "shares", "at least one", 0)) };
+    let mut tensors = std::collections::HashMap::new();
+    for role in Role::ALL {
+        let name = role.name();
+        let Some(one) = first.get(role) else { continue };
+        let take = if !role.is_replicated() { shares.len() } else { 1 };
+        let mut dims = one.dims().to_vec();
+        if let Some(experts) = dims.first_mut().filter(|_| take > 1) {
+            *experts = experts.saturating_mul(take);
+        }
+        let mut whole = Tensor::<Cpu>::empty(&Cpu::new(), one.dtype(), &dims)?;
+        for (share, bytes) in shares[..take].iter().zip(whole.as_bytes_mut().chunks_exact_mut(one.bytes().max(1))) {
+            let part = share.get(role).ok_or_else(|| Error::invalid(CALL, name, "a tensor on every rank", "none"))?;
+            Error::check_shape(CALL, name, one.dims(), part.dims())?;
+            Error::check_dtype(CALL, name, one.dtype(), part.dtype())?;
+            bytes.copy_from_slice(part.as_bytes());
+        }
+        tensors.insert(role, whole);
+    }
+    assemble(CALL, tensors)
+}
+
+/// A tensor on disk that is to be made of parameters.
+#[derive(Debug)]
+pub(super) struct Planned {
+    pub name: String,
+    pub dtype: DType,
+    pub dims: Vec<usize>,
+    /// Its matrices, each with the expert they belong to, counted from the first of the parameters'.
+    parts: Vec<(usize, Part)>,
+}
+
+impl Planned {
+    /// Makes the tensor.
+    pub fn build(&self, params: &BlockParams, local: usize) -> Result<Tensor<Cpu>> {
+        let mut whole = Tensor::empty(&Cpu::new(), self.dtype, &self.dims)?;
+        for (expert, part) in &self.parts {
+            let Some(tensor) = params.get(part.role) else { continue };
+            let matrix = match !part.role.is_replicated() {
+                true => {
+                    let one = tensor.bytes() / local;
+                    &tensor.as_bytes()[expert * one..][..one]
+                }
+                false => tensor.as_bytes(),
+            };
+            write_part(part, matrix, &mut whole);
+        }
+        Ok(whole)
+    }
+}
+
+impl Checkpoint {
+    pub(super) fn scatter(
+        &self,
+        layer: usize,
+        params: &BlockParams,
+        options: LoadOptions,
+    ) -> Result<Vec<(String, Tensor<Cpu>)>> {
+        const CALL: &str = "Checkpoint::disk_tensors";
+        let local = options.experts(CALL, self.block(layer)?.router.num_experts)?.len();
+        let planned = self.plan(CALL, layer, params, options)?;
+        planned.into_iter().map(|tensor| Ok((tensor.name.clone(), tensor.build(params, local)?))).collect()
+    }
+
+    /// The tensors on disk that parameters make, by name.
+    pub(super) fn plan(
+        &self,
+        call: &'static str,
+        layer: usize,
+        params: &BlockParams,
+        options: LoadOptions,
+    ) -> Result<Vec<Planned>> {
+        let config = self.block(layer)?;
+        let experts = options.experts(call, config.router.num_experts)?;
+        check(call, config, params, experts.len())?;
+        let layout = self.layout(layer, config);
+        let mut tensors: BTreeMap<String, Planned> = BTreeMap::new();
+        let replicated = layout.replicated().into_iter().map(|part| (0, part));
+        let own = experts.clone().flat_map(|e| layout.expert(e).into_iter().map(move |part| (e, part)));
+        for (e, part) in replicated.chain(own) {
+            let Some(tensor) = params.get(part.role) else { continue };
+            let slices = part.dims.iter().product::<usize>() / (part.out * part.inn).max(1);
+            if slices > 1 && options.ranks > 1 {
+                let expected = format!("all {slices} experts, as gather_blocks joins them: one tensor holds them");
+                return Err(Error::invalid(call, &part.name, expected, format!("those of rank {}", options.rank)));
+            }
+            let planned = tensors.entry(part.name.clone()).or_insert_with(|| Planned {
+                name: part.name.clone(),
+                dtype: tensor.dtype(),
+                dims: part.dims.clone(),
+                parts: Vec::new(),
+            });
+            planned.parts.push((e.saturating_sub(experts.start), part));
+        }
+        Ok(tensors.into_values().collect())
+    }
+
+    pub(super) fn measure(&self, layer: usize, options: LoadOptions) -> Result<BlockBytes> {
+        let config = self.block(layer)?;
+        let experts = options.experts("Checkpoint::block_bytes", config.router.num_experts)?;
+        let layout = self.layout(layer, config);
+        let checked = self.check_block(&layout, false)?;
+        let mut bytes = BlockBytes { experts: 0, replicated: 0, disk: 0 };
+        for (role, natural) in &checked.natural {
+            let size = self.role_dtype(*role, *natural, options.dtype).size();
+            let count: usize = role.dims(config, experts.len()).map_or(0, |dims| dims.iter().product());
+            *(if role.is_replicated() { &mut bytes.replicated } else { &mut bytes.experts }) += (count * size) as u64;
+        }
+        bytes.disk = checked.disk[0] / options.ranks as u64 + checked.disk[1];
+        Ok(bytes)
+    }
+}
+
+fn check(call: &'static str, config: &MoeConfig, params: &BlockParams, local: usize) -> Result<()> {
+    for role in Role::ALL {
+        let name = role.name();
+        match (params.get(role), role.dims(config, local)) {
+            (Some(tensor), Some(dims)) => Error::check_shape(call, name, &dims, tensor.dims())?,
+            (Some(tensor), None) => {
+                return Err(Error::invalid(call, name, "none, by the configuration", format!("{:?}", tensor.dims())));
+            }
+            (None, _) => {}
+        }
+    }
+    Ok(())
+}
+
+fn write_part(part: &Part, matrix: &[u8], whole: &mut Tensor<Cpu>) {
+    let size = whole.dtype().size();
+    let one = part.out * part.inn * size;
+    let disk = &mut whole.as_bytes_mut()[part.slice * one..][..one];
+    let columns = if part.transposed { part.out } else { part.inn };
+    let place = Place { first: 0, columns, transposed: part.transposed, rows: part.rows, inn: part.inn };
+    place.extract(matrix, disk, size);
+}

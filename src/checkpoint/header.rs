@@ -1,0 +1,86 @@
+//! The header of one safetensors file.
+//!
+//! Format: eight bytes of little-endian length, that many bytes of JSON, then the tensors without gaps
+//! (<https://github.com/huggingface/safetensors>). The crate `safetensors` validates types, shapes and offsets; the
+//! duplicate names that its map would swallow are refused here.
+
+use std::collections::HashMap;
+use std::fs::File;
+use std::path::Path;
+
+use safetensors::tensor::{Metadata, TensorInfo};
+use serde::de::MapAccess;
+
+use super::json::{Keyed, Unique, io_error};
+use crate::error::CheckpointError;
+
+/// Most bytes of a header: the format's own limit.
+const MAX_HEADER: u64 = 100_000_000;
+const LENGTH: u64 = 8;
+
+/// What a header says, checked against the file's length.
+#[derive(Debug)]
+pub(super) struct Header {
+    /// Names and places; offsets are relative to `data`.
+    pub tensors: Vec<(String, TensorInfo)>,
+    /// Offset of the first tensor's bytes in the file.
+    pub data: u64,
+}
+
+impl Keyed for TensorInfo {
+    fn read<'de, A: MapAccess<'de>>(key: &str, map: &mut A) -> Result<Option<Self>, A::Error> {
+        match key {
+            "__metadata__" => map.next_value::<HashMap<String, String>>().map(|_| None),
+            _ => map.next_value().map(Some),
+        }
+    }
+}
+
+/// Reads and checks a file's header.
+pub(super) fn read(path: &Path, file: &File, file_len: u64) -> Result<Header, CheckpointError> {
+    let damaged = |problem: String| CheckpointError::Header { path: path.display().to_string(), problem };
+    let read = |out: &mut [u8], at| super::reader::read_exact_at(file, out, at).map_err(|e| io_error(path, e));
+    let mut prefix = [0; LENGTH as usize];
+    if file_len >= LENGTH {
+        read(&mut prefix, 0)?;
+    }
+    let length = length(prefix, file_len).map_err(damaged)?;
+    let mut json = vec![0; length as usize];
+    read(&mut json, LENGTH)?;
+    let tensors = parse(&json, file_len - LENGTH - length).map_err(damaged)?;
+    Ok(Header { tensors, data: LENGTH + length })
+}
+
+/// Length of the JSON, from the first bytes of a file of `file_len` bytes.
+pub(super) fn length(prefix: [u8; LENGTH as usize], file_len: u64) -> Result<u64, String> {
+    let Some(rest) = file_len.checked_sub(LENGTH) else {
+        return Err(format!("the file has {file_len} bytes, fewer than a header's length takes"));
+    };
+    let length = u64::from_le_bytes(prefix);
+    if length > MAX_HEADER || length > rest {
+        return Err(format!("it claims {length} bytes, the file has {rest} (limit {MAX_HEADER})"));
+    }
+    Ok(length)
+}
+
+/// Parses a header's JSON for a file that has `data` bytes behind it.
+pub(super) fn parse(json: &[u8], data: u64) -> Result<Vec<(String, TensorInfo)>, String> {
+    let Unique(mut tensors) = serde_json::from_slice::<Unique<TensorInfo>>(json).map_err(|e| e.to_string())?;
+    tensors.sort_by_key(|(_, info)| info.data_offsets);
+    let metadata = Metadata::new(None, tensors.clone()).map_err(|e| e.to_string())?;
+    if metadata.data_len() as u64 != data {
+        return Err(format!("tensors end at byte {}, the file has {data} bytes for them", metadata.data_len()));
+    }
+    Ok(tensors)
+}
+
+/// Serialises a header, padded so that the tensors behind it are aligned.
+pub(super) fn write(tensors: Vec<(String, TensorInfo)>) -> Result<Vec<u8>, String> {
+    let format = HashMap::from([("format".to_string(), "pt".to_string())]);
+    let metadata = Metadata::new(Some(format), tensors).map_err(|e| e.to_string())?;
+    let mut json = serde_json::to_vec(&metadata).map_err(|e| e.to_string())?;
+    json.resize(json.len().next_multiple_of(LENGTH as usize), b' ');
+    let mut bytes = (json.len() as u64).to_le_bytes().to_vec();
+    bytes.append(&mut json);
+    Ok(bytes)
+}

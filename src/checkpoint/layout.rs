@@ -1,0 +1,211 @@
+//! Where the pieces of a block's parameters lie on disk: names, shapes, and the map between a tensor on disk and the
+//! layer's own layout, used in both directions.
+
+use super::family::{Experts, Family};
+use crate::config::MoeConfig;
+use crate::layer::Role;
+
+/// Which of the layer's rows a matrix's rows are.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Rows {
+    /// Consecutive, from here on.
+    From(usize),
+    /// Alternately of the first and the second half; the number is half the rows.
+    Alternate(usize),
+}
+
+impl Rows {
+    /// The layer's row of row `out`.
+    pub fn map(self, out: usize) -> usize {
+        match self {
+            Rows::From(first) => first + out,
+            Rows::Alternate(half) => (out % 2) * half + out / 2,
+        }
+    }
+}
+
+/// A matrix on disk: a whole tensor, or one of several equal slices of it.
+#[derive(Debug, Clone)]
+pub(super) struct Part {
+    pub role: Role,
+    /// Tensor on disk.
+    pub name: String,
+    /// Its shape, before quantisation.
+    pub dims: Vec<usize>,
+    /// This matrix's place among the tensor's slices.
+    pub slice: usize,
+    /// Rows of the matrix, as y = W·x has them.
+    pub out: usize,
+    /// Columns.
+    pub inn: usize,
+    /// It lies (in, out) on disk.
+    pub transposed: bool,
+    pub rows: Rows,
+}
+
+impl Part {
+    fn new(role: Role, name: String, [out, inn]: [usize; 2]) -> Self {
+        Self { role, name, dims: vec![out, inn], slice: 0, out, inn, transposed: false, rows: Rows::From(0) }
+    }
+
+    fn dims(self, dims: &[usize]) -> Self {
+        Self { dims: dims.to_vec(), ..self }
+    }
+
+    fn slice(self, slice: usize) -> Self {
+        Self { slice, ..self }
+    }
+
+    fn transposed(self, transposed: bool) -> Self {
+        Self { transposed, ..self }
+    }
+
+    fn rows(self, rows: Rows) -> Self {
+        Self { rows, ..self }
+    }
+}
+
+/// Names of one layer's block.
+#[derive(Debug)]
+pub(super) struct Layout<'a> {
+    pub family: &'static Family,
+    pub config: &'a MoeConfig,
+    /// `model.layers.3.`
+    pub layer: String,
+    /// `mlp`
+    pub block: &'static str,
+    /// `gate.weight`
+    pub router: &'static str,
+    pub selection_bias: usize,
+    pub experts: &'static Experts,
+}
+
+impl<'a> Layout<'a> {
+    /// The published names, or those of a re-saved model where `has` finds them.
+    pub fn find(family: &'static Family, config: &'a MoeConfig, layer: String, has: &dyn Fn(&str) -> bool) -> Self {
+        // Without any of a kind the published name stays: the error then asks for it.
+        let block =
+            family.blocks.iter().find(|block| family.routers.iter().any(|r| has(&format!("{layer}{block}.{r}"))));
+        let block = block.unwrap_or(&family.blocks[0]);
+        let router = family.routers.iter().find(|r| has(&format!("{layer}{block}.{r}")));
+        let bias = family.selection_bias.iter().position(|bias| has(&format!("{layer}{block}.{}", bias.name)));
+        let mut layout = Layout {
+            family,
+            config,
+            block,
+            router: router.unwrap_or(&family.routers[0]),
+            selection_bias: bias.unwrap_or(0),
+            experts: &family.experts[0],
+            layer,
+        };
+        for experts in family.experts {
+            layout.experts = experts;
+            if layout.expert(0).iter().any(|part| has(&part.name)) {
+                return layout;
+            }
+        }
+        layout.experts = &family.experts[0];
+        layout
+    }
+
+    fn name(&self, name: &str) -> String {
+        format!("{}{}.{name}", self.layer, self.block)
+    }
+
+    /// Prefixes whose every tensor belongs to the block.
+    pub fn prefixes(&self) -> Vec<String> {
+        let mut prefixes = vec![self.name("")];
+        if let Some(shared) = &self.family.shared
+            && shared.in_layer
+        {
+            prefixes.push(format!("{}{}.", self.layer, shared.name));
+        }
+        prefixes
+    }
+
+    /// Matrices of the replicated parameters.
+    pub fn replicated(&self) -> Vec<Part> {
+        let (hidden, experts) = (self.config.hidden, self.config.router.num_experts);
+        let mut parts = vec![Part::new(Role::Router, self.name(self.router), [experts, hidden])];
+        if self.config.router.logit_bias {
+            let name = self.name(&self.router.replace("weight", "bias"));
+            parts.push(Part::new(Role::RouterBias, name, [experts, 1]).dims(&[experts]));
+        }
+        if self.config.router.selection_bias
+            && let Some(bias) = self.family.selection_bias.get(self.selection_bias)
+        {
+            let dims: &[usize] = if bias.row { &[1, experts] } else { &[experts] };
+            parts.push(Part::new(Role::SelectionBias, self.name(bias.name), [experts, 1]).dims(dims));
+        }
+        self.shared(&mut parts);
+        parts
+    }
+
+    fn shared(&self, parts: &mut Vec<Part>) {
+        let (Some(shared), Some(config)) = (&self.family.shared, &self.config.shared) else { return };
+        let (hidden, size) = (self.config.hidden, config.intermediate);
+        let name = match shared.in_layer {
+            true => format!("{}{}", self.layer, shared.name),
+            false => self.name(shared.name),
+        };
+        let gates = self.config.activation.gate_factor();
+        if shared.linear {
+            let up = format!("{name}.input_linear.weight");
+            parts.push(Part::new(Role::SharedUp, up, [gates * size, hidden]));
+            parts.push(Part::new(Role::SharedDown, format!("{name}.output_linear.weight"), [hidden, size]));
+        } else {
+            if gates == 2 {
+                parts.push(Part::new(Role::SharedUp, format!("{name}.gate_proj.weight"), [size, hidden]));
+            }
+            let up = Part::new(Role::SharedUp, format!("{name}.up_proj.weight"), [size, hidden]);
+            parts.push(up.rows(Rows::From((gates - 1) * size)));
+            parts.push(Part::new(Role::SharedDown, format!("{name}.down_proj.weight"), [hidden, size]));
+        }
+        if let Some(gate) = shared.gate {
+            parts.push(Part::new(Role::SharedGate, self.name(gate), [1, hidden]));
+        }
+    }
+
+    /// Matrices of one routed expert.
+    pub fn expert(&self, e: usize) -> Vec<Part> {
+        let (h, i, n) = (self.config.hidden, self.config.intermediate, self.config.router.num_experts);
+        let gates = self.config.activation.gate_factor();
+        let up_rows = gates * i;
+        let mut parts = Vec::with_capacity(6);
+        match self.experts {
+            Experts::Each { gate, up, down } => {
+                let name = |name: &str| self.name(&format!("experts.{e}.{name}.weight"));
+                if gates == 2 {
+                    parts.push(Part::new(Role::Up, name(gate), [i, h]));
+                }
+                parts.push(Part::new(Role::Up, name(up), [i, h]).rows(Rows::From((gates - 1) * i)));
+                parts.push(Part::new(Role::Down, name(down), [h, i]));
+            }
+            Experts::Fused { up, down, transposed, interleaved } => {
+                let rows = if *interleaved { Rows::Alternate(i) } else { Rows::From(0) };
+                let dims = |out, inn| if *transposed { [n, inn, out] } else { [n, out, inn] };
+                let matrix = |role, name: &str, out, inn| {
+                    let part = Part::new(role, self.name(name), [out, inn]).dims(&dims(out, inn));
+                    part.slice(e).transposed(*transposed)
+                };
+                parts.push(matrix(Role::Up, up, up_rows, h).rows(rows));
+                parts.push(matrix(Role::Down, down, h, i));
+                if self.config.expert_bias {
+                    let vector = |role, name: &str, len| {
+                        Part::new(role, self.name(&format!("{name}_bias")), [len, 1]).dims(&[n, len]).slice(e)
+                    };
+                    parts.push(vector(Role::UpBias, up, up_rows).rows(rows));
+                    parts.push(vector(Role::DownBias, down, h));
+                }
+            }
+            Experts::Stacked { gate, up, down } => {
+                let stacked =
+                    |role, name: &str, matrix| Part::new(role, self.name(name), matrix).dims(&[n * i, h]).slice(e);
+                parts.push(stacked(Role::Up, gate, [i, h]));
+                parts.push(stacked(Role::Up, up, [i, h]).rows(Rows::From(i)));
+                parts.push(stacked(Role::Down, down, [h, i]).transposed(true));
+            }
+        }
+        parts
+    }
+}

@@ -1,0 +1,268 @@
+//! Reads a rank's share of a block: all names, shapes and types are checked before anything is allocated.
+
+use std::collections::{HashMap, HashSet};
+
+use super::convert::Place;
+use super::layout::{Layout, Part};
+use super::stored::{Form, Scratch, Stored};
+use super::{Block, BlockParams, Checkpoint, LoadOptions, Progress};
+use crate::cpu::Cpu;
+use crate::dtype::DType;
+use crate::error::{CheckpointError, Error, Result};
+use crate::layer::Role;
+use crate::tensor::Tensor;
+
+/// Bytes of one read, unless a row is longer: large enough to be fast, small beside any expert.
+const CHUNK: usize = 1 << 20;
+
+/// What checking a block finds.
+#[derive(Debug)]
+pub(super) struct Checked {
+    /// Type of each parameter as stored, or that de-quantised weights get.
+    pub natural: HashMap<Role, DType>,
+    /// Form of the routed experts.
+    pub form: Form,
+    /// Every tensor that belongs to the block.
+    pub names: HashSet<String>,
+    /// Bytes on disk of the routed experts, and of the rest.
+    pub disk: [u64; 2],
+}
+
+impl LoadOptions {
+    /// This rank's experts.
+    pub(super) fn experts(&self, call: &'static str, experts: usize) -> Result<std::ops::Range<usize>> {
+        if self.ranks == 0 || !experts.is_multiple_of(self.ranks) {
+            return Err(Error::invalid(call, "ranks", format!("a divisor of {experts} experts"), self.ranks));
+        }
+        if self.rank >= self.ranks {
+            return Err(Error::invalid(call, "rank", format!("0..{}", self.ranks), self.rank));
+        }
+        let local = experts / self.ranks;
+        Ok(self.rank * local..(self.rank + 1) * local)
+    }
+}
+
+impl Checkpoint {
+    pub(super) fn stored(&self, name: &str) -> Result<Option<Stored<'_>>> {
+        Ok(Stored::find(&self.files, name, self.model.fp8_block)?)
+    }
+
+    /// Type that a tensor of this form gets where none is asked for.
+    pub(super) fn natural(&self, form: Form) -> DType {
+        match (form, self.model.dtype) {
+            (Form::Plain(dtype), _) => dtype,
+            (_, Some(dtype @ (DType::BF16 | DType::F16))) => dtype,
+            _ => DType::F32,
+        }
+    }
+
+    fn missing(&self, part: &Part) -> CheckpointError {
+        CheckpointError::Missing {
+            path: self.files.dir().display().to_string(),
+            tensor: part.name.clone(),
+            expected: format!("shape {:?}", part.dims),
+        }
+    }
+
+    /// Checks every tensor of a block, of all ranks: a damaged checkpoint fails on all of them alike.
+    pub(super) fn check_block(&self, layout: &Layout<'_>, uniform: bool) -> Result<Checked> {
+        let mut checked =
+            Checked { natural: HashMap::new(), form: Form::Plain(DType::F32), names: HashSet::new(), disk: [0; 2] };
+        for part in layout.replicated() {
+            self.check_part(&part, uniform, &mut checked)?;
+        }
+        for e in 0..layout.config.router.num_experts {
+            for part in layout.expert(e) {
+                self.check_part(&part, uniform, &mut checked)?;
+            }
+        }
+        for prefix in layout.prefixes() {
+            for (name, entry) in self.files.with_prefix(&prefix) {
+                if !checked.names.contains(name) {
+                    return Err(CheckpointError::Unexpected {
+                        path: self.files.path_of(entry),
+                        tensor: name.to_string(),
+                        found: format!("{} {:?}", entry.dtype, entry.shape),
+                        family: self.model.model_type.clone(),
+                    }
+                    .into());
+                }
+            }
+        }
+        Ok(checked)
+    }
+
+    fn check_part(&self, part: &Part, uniform: bool, checked: &mut Checked) -> Result<()> {
+        // The slices of one tensor come as parts of its name.
+        if part.slice > 0 && checked.names.contains(&part.name) {
+            return Ok(());
+        }
+        let stored = self.stored(&part.name)?.ok_or_else(|| self.missing(part))?;
+        if stored.dims != part.dims {
+            return Err(stored.mismatch(format!("shape {:?}", part.dims), format!("shape {:?}", stored.dims)).into());
+        }
+        if let Form::Plain(dtype) = stored.form
+            && !dtype.is_float()
+        {
+            let found = stored.entry().dtype;
+            return Err(stored.mismatch("a floating-point type or a quantised form", found).into());
+        }
+        let natural = self.natural(stored.form);
+        let first = *checked.natural.entry(part.role).or_insert(natural);
+        if uniform && first != natural {
+            return Err(stored.mismatch(format!("{first}, as the tensors before it"), natural).into());
+        }
+        let routed = !part.role.is_replicated();
+        if part.role == Role::Down {
+            checked.form = stored.form;
+        }
+        checked.disk[usize::from(!routed)] += stored.bytes();
+        checked.names.extend(stored.names().map(str::to_string));
+        // Quantised tensors need not hold the name itself.
+        checked.names.insert(part.name.clone());
+        Ok(())
+    }
+
+    pub(super) fn load(
+        &self,
+        layer: usize,
+        options: LoadOptions,
+        progress: &mut dyn FnMut(Progress<'_>),
+    ) -> Result<Block> {
+        const CALL: &str = "Checkpoint::load_block";
+        let config = self.block_config(layer)?;
+        let experts = options.experts(CALL, config.router.num_experts)?;
+        if let Some(dtype) = options.dtype
+            && !dtype.is_float()
+        {
+            return Err(Error::invalid(CALL, "dtype", "a floating-point type", dtype));
+        }
+        let layout = self.layout(layer, &config);
+        let checked = self.check_block(&layout, options.dtype.is_none())?;
+        let mut tensors = HashMap::new();
+        for (role, natural) in &checked.natural {
+            let dtype = self.role_dtype(*role, *natural, options.dtype);
+            let dims = role.dims(&config, experts.len()).unwrap_or_default();
+            tensors.insert(*role, Tensor::<Cpu>::empty(&Cpu::new(), dtype, &dims)?);
+        }
+        let total = tensors.values().map(|t| t.bytes() as u64).sum();
+        let mut done = 0;
+        let mut scratch = Scratch::default();
+        let shared = layout.replicated().into_iter().map(|part| (0, part));
+        let routed = experts.clone().flat_map(|e| layout.expert(e).into_iter().map(move |part| (e, part)));
+        for (e, part) in shared.chain(routed) {
+            let Some(tensor) = tensors.get_mut(&part.role) else { continue };
+            let dtype = tensor.dtype();
+            let matrix = match part.role.is_replicated() {
+                false => {
+                    let bytes = tensor.as_bytes_mut();
+                    let one = bytes.len() / experts.len();
+                    &mut bytes[(e - experts.start) * one..][..one]
+                }
+                true => tensor.as_bytes_mut(),
+            };
+            let stored = self.stored(&part.name)?.ok_or_else(|| self.missing(&part))?;
+            read_part(&stored, &part, matrix, dtype, &mut scratch)?;
+            done += (part.out * part.inn * dtype.size()) as u64;
+            progress(Progress { layer, tensor: &part.name, done, total });
+        }
+        Ok(Block { params: assemble(CALL, tensors)?, config })
+    }
+
+    /// The type a parameter gets: what decides routing keeps its precision.
+    pub(super) fn role_dtype(&self, role: Role, natural: DType, wanted: Option<DType>) -> DType {
+        match (role, wanted) {
+            (_, None) => natural,
+            (Role::SelectionBias, Some(dtype)) => dtype.accumulator(),
+            (Role::Router | Role::RouterBias, Some(dtype)) if self.model.family.router_f32 => dtype.accumulator(),
+            (_, Some(dtype)) => dtype,
+        }
+    }
+
+    pub(super) fn load_tensor(&self, name: &str, dtype: Option<DType>) -> Result<Tensor<Cpu>> {
+        let stored = self.stored(name)?.ok_or_else(|| CheckpointError::Missing {
+            path: self.files.dir().display().to_string(),
+            tensor: name.to_string(),
+            expected: "it".to_string(),
+        })?;
+        let natural = self.natural(stored.form);
+        let dtype = dtype.unwrap_or(natural);
+        if let Form::Plain(found) = stored.form
+            && found == dtype
+        {
+            let mut tensor = Tensor::empty(&Cpu::new(), dtype, &stored.dims)?;
+            stored.read_plain(0, tensor.as_bytes_mut())?;
+            return Ok(tensor);
+        }
+        if !dtype.is_float() || !natural.is_float() {
+            return Err(stored.mismatch(dtype, natural).into());
+        }
+        let mut tensor = Tensor::empty(&Cpu::new(), dtype, &stored.dims)?;
+        let (matrix, inn) = match stored.dims.as_slice() {
+            [.., rows, columns] => (rows * columns, *columns),
+            [rows] => (*rows, 1),
+            [] => (1, 1),
+        };
+        let mut scratch = Scratch::default();
+        if matrix == 0 {
+            return Ok(tensor);
+        }
+        for (slice, bytes) in tensor.as_bytes_mut().chunks_exact_mut(matrix * dtype.size()).enumerate() {
+            let part = Part {
+                role: Role::Router,
+                name: name.to_string(),
+                dims: stored.dims.clone(),
+                slice,
+                out: matrix / inn,
+                inn,
+                transposed: false,
+                rows: super::layout::Rows::From(0),
+            };
+            read_part(&stored, &part, bytes, dtype, &mut scratch)?;
+        }
+        Ok(tensor)
+    }
+}
+
+/// Reads one matrix into its place, piece by piece.
+fn read_part(stored: &Stored<'_>, part: &Part, matrix: &mut [u8], dtype: DType, scratch: &mut Scratch) -> Result<()> {
+    let transposed = part.transposed != stored.flipped;
+    let (rows, columns) = if transposed { (part.inn, part.out) } else { (part.out, part.inn) };
+    let origin = part.slice * rows;
+    if let (Form::Plain(found), false, super::layout::Rows::From(first)) = (stored.form, transposed, part.rows)
+        && found == dtype
+    {
+        let row = columns * dtype.size();
+        let bytes = &mut matrix[first * row..(first + rows) * row];
+        return Ok(stored.read_plain((origin * row) as u64, bytes)?);
+    }
+    // Even, for tensors whose codes are packed two rows a byte.
+    let step = (CHUNK / 4 / columns.max(1) / 2 * 2).max(2);
+    for first in (0..rows).step_by(step) {
+        let last = (first + step).min(rows);
+        let chunk = stored.read(origin + first..origin + last, columns, scratch)?;
+        let place = Place { first, columns, transposed, rows: part.rows, inn: part.inn };
+        place.store(&chunk, matrix, dtype);
+    }
+    Ok(())
+}
+
+/// Parameters from their tensors.
+pub(super) fn assemble(call: &'static str, mut tensors: HashMap<Role, Tensor<Cpu>>) -> Result<BlockParams> {
+    let mut take = |role| tensors.remove(&role);
+    let required = |tensor: Option<Tensor<Cpu>>, name: &str| {
+        tensor.ok_or_else(|| Error::invalid(call, name, "a tensor", "nothing"))
+    };
+    Ok(BlockParams {
+        router: required(take(Role::Router), "router")?,
+        router_bias: take(Role::RouterBias),
+        selection_bias: take(Role::SelectionBias),
+        up: required(take(Role::Up), "up")?,
+        up_bias: take(Role::UpBias),
+        down: required(take(Role::Down), "down")?,
+        down_bias: take(Role::DownBias),
+        shared_up: take(Role::SharedUp),
+        shared_down: take(Role::SharedDown),
+        shared_gate: take(Role::SharedGate),
+    })
+}

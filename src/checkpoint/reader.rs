@@ -1,0 +1,227 @@
+//! The files of a checkpoint folder and the tensors in them.
+//!
+//! Everything is read by position into memory of a size that the headers fixed, not mapped: a file that shrinks
+//! while it is read is an error here and would be a signal there.
+
+use std::collections::{BTreeMap, HashMap};
+use std::fs::File;
+use std::path::{Component, Path, PathBuf};
+
+use safetensors::Dtype;
+use serde::de::{IgnoredAny, MapAccess};
+
+use super::OpenOptions;
+use super::header;
+use super::json::{Keyed, MAX_INDEX, Unique, config_error, io_error, open_file, read_limited};
+use crate::error::CheckpointError;
+
+const SINGLE: &str = "model.safetensors";
+const INDEX: &str = "model.safetensors.index.json";
+/// Most files of a checkpoint; DeepSeek-V3 has 163.
+const MAX_SHARDS: usize = 4096;
+
+#[cfg(target_endian = "big")]
+compile_error!("safetensors are little-endian and are read without conversion");
+
+/// One file, kept open: replacing it does not change what is read.
+#[derive(Debug)]
+struct Shard {
+    path: PathBuf,
+    file: File,
+}
+
+/// Where a tensor lies.
+#[derive(Debug, Clone)]
+pub(super) struct Entry {
+    shard: u32,
+    /// Type on disk.
+    pub dtype: Dtype,
+    /// Shape on disk.
+    pub shape: Vec<usize>,
+    start: u64,
+    /// Bytes on disk.
+    pub bytes: u64,
+}
+
+/// All tensors of a folder.
+#[derive(Debug)]
+pub(super) struct Files {
+    dir: PathBuf,
+    shards: Vec<Shard>,
+    tensors: BTreeMap<String, Entry>,
+}
+
+impl Files {
+    /// Opens `model.safetensors`, or the shards that `model.safetensors.index.json` names.
+    pub fn open(dir: &Path, options: OpenOptions) -> Result<Self, CheckpointError> {
+        let mut files = Self { dir: dir.to_path_buf(), shards: Vec::new(), tensors: BTreeMap::new() };
+        let single = dir.join(SINGLE);
+        if single.exists() {
+            for (name, entry) in files.add(&single)? {
+                files.tensors.insert(name, entry);
+            }
+            return Ok(files);
+        }
+        let index = dir.join(INDEX);
+        if !index.exists() {
+            return Err(io_error(dir, format_args!("holds neither {SINGLE} nor {INDEX}")));
+        }
+        files.open_index(&index, options)?;
+        Ok(files)
+    }
+
+    fn open_index(&mut self, index: &Path, options: OpenOptions) -> Result<(), CheckpointError> {
+        let map = parse_index(&read_limited(index, MAX_INDEX)?, index)?;
+        let mut shards: BTreeMap<&str, HashMap<String, Entry>> = BTreeMap::new();
+        for (name, file) in &map {
+            if !shards.contains_key(file.as_str()) {
+                if shards.len() == MAX_SHARDS {
+                    return Err(config_error(index, "weight_map", format!("at most {MAX_SHARDS} files"), "more"));
+                }
+                let path = inside(&self.dir, index, file, options)?;
+                shards.insert(file, self.add(&path)?.into_iter().collect());
+            }
+            let entry = shards.get_mut(file.as_str()).and_then(|tensors| tensors.remove(name));
+            let entry = entry.ok_or_else(|| CheckpointError::Missing {
+                path: self.dir.join(file).display().to_string(),
+                tensor: name.clone(),
+                expected: format!("it in this file, as {INDEX} says"),
+            })?;
+            self.tensors.insert(name.clone(), entry);
+        }
+        Ok(())
+    }
+
+    fn add(&mut self, path: &Path) -> Result<Vec<(String, Entry)>, CheckpointError> {
+        let (file, len) = open_file(path)?;
+        let header = header::read(path, &file, len)?;
+        let shard = self.shards.len() as u32;
+        self.shards.push(Shard { path: path.to_path_buf(), file });
+        let entry = |info: safetensors::tensor::TensorInfo| Entry {
+            shard,
+            dtype: info.dtype,
+            shape: info.shape,
+            start: header.data + info.data_offsets.0 as u64,
+            bytes: (info.data_offsets.1 - info.data_offsets.0) as u64,
+        };
+        Ok(header.tensors.into_iter().map(|(name, info)| (name, entry(info))).collect())
+    }
+
+    /// Folder.
+    pub fn dir(&self) -> &Path {
+        &self.dir
+    }
+
+    /// A tensor's place.
+    pub fn get(&self, name: &str) -> Option<&Entry> {
+        self.tensors.get(name)
+    }
+
+    /// All tensors by name.
+    pub fn iter(&self) -> impl Iterator<Item = (&str, &Entry)> {
+        self.tensors.iter().map(|(name, entry)| (name.as_str(), entry))
+    }
+
+    /// Tensors whose name starts with `prefix`.
+    pub fn with_prefix<'a>(&'a self, prefix: &'a str) -> impl Iterator<Item = (&'a str, &'a Entry)> {
+        self.tensors
+            .range::<str, _>((std::ops::Bound::Included(prefix), std::ops::Bound::Unbounded))
+            .take_while(move |(name, _)| name.starts_with(prefix))
+            .map(|(name, entry)| (name.as_str(), entry))
+    }
+
+    /// File that holds a tensor, for messages.
+    pub fn path_of(&self, entry: &Entry) -> String {
+        self.shards[entry.shard as usize].path.display().to_string()
+    }
+
+    /// Fills `out` from byte `offset` of a tensor.
+    pub fn read(&self, name: &str, entry: &Entry, offset: u64, out: &mut [u8]) -> Result<(), CheckpointError> {
+        let shard = &self.shards[entry.shard as usize];
+        let end = offset.checked_add(out.len() as u64).filter(|end| *end <= entry.bytes);
+        if end.is_none() {
+            return Err(CheckpointError::Tensor {
+                path: self.path_of(entry),
+                tensor: name.to_string(),
+                expected: format!("{} bytes at {offset}", out.len()),
+                found: format!("{} bytes in all", entry.bytes),
+            });
+        }
+        read_exact_at(&shard.file, out, entry.start + offset).map_err(|e| match e.kind() {
+            std::io::ErrorKind::UnexpectedEof => CheckpointError::Truncated {
+                path: self.path_of(entry),
+                tensor: name.to_string(),
+                offset: entry.start + offset,
+                expected: out.len(),
+            },
+            _ => io_error(&shard.path, e),
+        })
+    }
+}
+
+struct WeightMap(Vec<(String, String)>);
+
+impl Keyed for WeightMap {
+    fn read<'de, A: MapAccess<'de>>(key: &str, map: &mut A) -> Result<Option<Self>, A::Error> {
+        match key {
+            "weight_map" => map.next_value::<Unique<String>>().map(|Unique(pairs)| Some(Self(pairs))),
+            _ => map.next_value::<IgnoredAny>().map(|_| None),
+        }
+    }
+}
+
+/// Tensor names and file names of an index.
+pub(super) fn parse_index(json: &[u8], path: &Path) -> Result<Vec<(String, String)>, CheckpointError> {
+    let Unique(mut fields) = serde_json::from_slice::<Unique<WeightMap>>(json)
+        .map_err(|e| config_error(path, "weight_map", "tensor names with file names", e))?;
+    match fields.pop() {
+        Some((_, WeightMap(pairs))) => Ok(pairs),
+        None => Err(config_error(path, "weight_map", "tensor names with file names", "nothing")),
+    }
+}
+
+/// A shard's name, if it is no path: neither absolute, nor with `..`, nor in a folder.
+pub(super) fn plain_name(entry: &str) -> Option<&str> {
+    let mut parts = Path::new(entry).components();
+    match (parts.next(), parts.next()) {
+        (Some(Component::Normal(name)), None) if name == entry => Some(entry),
+        _ => None,
+    }
+}
+
+/// A shard's path, if its file lies in the folder itself.
+fn inside(dir: &Path, index: &Path, entry: &str, options: OpenOptions) -> Result<PathBuf, CheckpointError> {
+    let outside = |problem: String| CheckpointError::OutsideFolder {
+        path: index.display().to_string(),
+        entry: super::fields::clip(entry),
+        problem,
+    };
+    let name = plain_name(entry).ok_or_else(|| outside("not a plain file name".to_string()))?;
+    let real = |path: &Path| path.canonicalize().map_err(|e| io_error(path, e));
+    let (folder, path) = (real(dir)?, real(&dir.join(name))?);
+    if !options.follow_links && path.parent() != Some(folder.as_path()) {
+        return Err(outside(format!("a link to {}, outside the folder", path.display())));
+    }
+    Ok(path)
+}
+
+/// Reads by position, without moving a cursor that threads would share.
+#[cfg(unix)]
+pub(super) fn read_exact_at(file: &File, out: &mut [u8], offset: u64) -> std::io::Result<()> {
+    std::os::unix::fs::FileExt::read_exact_at(file, out, offset)
+}
+
+/// Reads by position.
+#[cfg(windows)]
+pub(super) fn read_exact_at(file: &File, mut out: &mut [u8], mut offset: u64) -> std::io::Result<()> {
+    while !out.is_empty() {
+        match std::os::windows::fs::FileExt::seek_read(file, out, offset)? {
+            0 => return Err(std::io::ErrorKind::UnexpectedEof.into()),
+            n => {
+                out = &mut out[n..];
+                offset += n as u64;
+            }
+        }
+    }
+    Ok(())
+}

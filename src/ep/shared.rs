@@ -1,0 +1,89 @@
+//! A rank's group, as the layers of a model share it.
+
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use crate::cpu::Cpu;
+use crate::error::{Error, Result};
+
+use super::{Group, GroupConfig};
+
+/// One rank's group, shared by its layers.
+#[derive(Debug, Clone)]
+pub struct EpGroup {
+    group: Arc<Mutex<Group<Cpu>>>,
+    failure: Arc<Mutex<Option<Error>>>,
+    rank: usize,
+    ranks: usize,
+    local: usize,
+    #[cfg(feature = "burn")]
+    experts: usize,
+}
+
+impl EpGroup {
+    /// Shares a group among layers of this rank.
+    pub fn new(group: Group<Cpu>) -> Self {
+        let (rank, ranks, local) = (group.rank(), group.ranks(), group.local_experts());
+        Self {
+            #[cfg(feature = "burn")]
+            experts: group.config().num_experts,
+            group: Arc::new(Mutex::new(group)),
+            failure: Arc::default(),
+            rank,
+            ranks,
+            local,
+        }
+    }
+
+    /// A group of one rank.
+    ///
+    /// # Errors
+    /// What [`Group::new`] finds.
+    pub fn single(config: GroupConfig) -> Result<Self> {
+        Group::single(config).map(Self::new)
+    }
+
+    /// This rank.
+    pub fn rank(&self) -> usize {
+        self.rank
+    }
+
+    /// Number of ranks.
+    pub fn ranks(&self) -> usize {
+        self.ranks
+    }
+
+    /// Experts of this rank, L = E / R.
+    pub fn local_experts(&self) -> usize {
+        self.local
+    }
+
+    /// The group, for collectives beside the layers' own. Not while a layer runs: it waits for it.
+    pub fn lock(&self) -> MutexGuard<'_, Group<Cpu>> {
+        // A thread that panicked inside a collective left the group usable or its communicator poisoned; both
+        // answer for themselves.
+        self.group.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The error that unwound the last failed backward of a host whose backward returns nothing (burn), if any;
+    /// forgets it.
+    pub fn take_failure(&self) -> Option<Error> {
+        self.failure.lock().unwrap_or_else(PoisonError::into_inner).take()
+    }
+
+    /// Ends a backward that has no other way to fail.
+    #[cfg(feature = "burn")]
+    pub(crate) fn unwind(&self, error: Error) -> ! {
+        let message = format!("moebius: {error}");
+        *self.failure.lock().unwrap_or_else(PoisonError::into_inner) = Some(error);
+        panic!("{message}")
+    }
+
+    /// Refuses a layer of another number of experts.
+    #[cfg(feature = "burn")]
+    pub(crate) fn check_experts(&self, call: &'static str, found: usize) -> Result<()> {
+        if found == self.experts {
+            return Ok(());
+        }
+        Err(Error::invalid(call, "num_experts", format!("the group's {}", self.experts), found))
+    }
+}

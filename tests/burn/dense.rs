@@ -1,0 +1,142 @@
+//! Forward and gradients against a model that runs every expert on every token.
+
+use burn::tensor::Tensor;
+use burn::tensor::activation::{sigmoid, silu, softmax};
+use moebius::MoeConfig;
+use moebius::layer::{Mode, Role};
+
+use super::support::*;
+
+/// The same of a model that runs every expert on every token with burn's operations and shares no code with the
+/// crate: one entry per rank, parameter gradients summed over the ranks' losses.
+fn dense(config: &MoeConfig, ranks: usize) -> (Vec<Found>, Vec<(&'static str, Vec<f32>)>) {
+    let param = |role| whole(role, config).unwrap();
+    fn leaf<const D: usize>((values, dims): (Vec<f32>, Vec<usize>)) -> Tensor<B, D> {
+        tensor(values, dims.try_into().unwrap()).require_grad()
+    }
+    let (router, router_bias) = (leaf::<2>(param(Role::Router)), leaf::<1>(param(Role::RouterBias)));
+    let (up, up_bias) = (leaf::<3>(param(Role::Up)), leaf::<2>(param(Role::UpBias)));
+    let (down, down_bias) = (leaf::<3>(param(Role::Down)), leaf::<2>(param(Role::DownBias)));
+    let (s_up, s_down) = (leaf::<2>(param(Role::SharedUp)), leaf::<2>(param(Role::SharedDown)));
+    let s_gate = leaf::<2>(param(Role::SharedGate));
+    let glu = |h: Tensor<B, 2>| {
+        let [t, n] = h.dims();
+        let (gate, value) = (h.clone().slice([0..t, 0..n / 2]), h.slice([0..t, n / 2..n]));
+        silu(gate) * value
+    };
+    let (mut found, mut losses) = (vec![], vec![]);
+    let mut xs = vec![];
+    for (rank, &t) in TOKENS.iter().enumerate().take(ranks) {
+        if t == 0 {
+            xs.push(None);
+            found.push(Found { y: vec![], aux: 0.0, dx: vec![], params: vec![] });
+            continue;
+        }
+        let (x, c) = inputs(rank);
+        let x = tensor::<B, 2>(x, [t, H]).require_grad();
+        let logits = x.clone().matmul(router.clone().transpose()) + router_bias.clone().unsqueeze();
+        let scores = softmax(logits.clone(), 1);
+        let chosen = scores.clone().topk_with_indices(K, 1).1;
+        let mask = Tensor::<B, 2>::zeros([t, E], &device()).scatter(
+            1,
+            chosen.clone(),
+            Tensor::ones([t, K], &device()),
+            burn::tensor::IndexingUpdateOp::Add,
+        );
+        let kept = scores.clone() * mask.clone();
+        let weights = kept.clone() / kept.sum_dim(1);
+        let mut y = Tensor::<B, 2>::zeros([t, H], &device());
+        for e in 0..E {
+            let of = |w: &Tensor<B, 3>| w.clone().narrow(0, e, 1).squeeze_dim::<2>(0);
+            let bias = |b: &Tensor<B, 2>| b.clone().narrow(0, e, 1);
+            let inner = glu(x.clone().matmul(of(&up).transpose()) + bias(&up_bias));
+            let w = weights.clone().slice([0..t, e..e + 1]);
+            // WeightAt::Activation weighs what enters down, and its bias.
+            y = y + (inner.matmul(of(&down).transpose()) + bias(&down_bias)) * w;
+        }
+        let shared = glu(x.clone().matmul(s_up.clone().transpose())).matmul(s_down.clone().transpose());
+        let y = y + shared * sigmoid(x.clone().matmul(s_gate.clone().transpose()));
+        // Switch: coefficient · E · Σ (choices / (T·K)) · mean score.
+        let f = mask.sum_dim(0).mul_scalar(1.0 / (t * K) as f64).detach();
+        let p = scores.mean_dim(0);
+        let balance = (f * p).sum().mul_scalar(config.aux.balance * E as f64);
+        let log_z = logits.exp().sum_dim(1).log();
+        let aux = balance + log_z.powi_scalar(2).mean().mul_scalar(config.aux.z);
+        found.push(Found { y: floats(y.clone()), aux: floats(aux.clone())[0], dx: vec![], params: vec![] });
+        losses.push((y * tensor::<B, 2>(c, [t, H])).sum() + aux);
+        xs.push(Some(x));
+    }
+    let gradients = losses.into_iter().reduce(|a, b| a + b).unwrap().backward();
+    for (rank, x) in found.iter_mut().zip(&xs) {
+        rank.dx = x.as_ref().map_or(vec![], |x| floats(x.grad(&gradients).unwrap()));
+    }
+    let params = vec![
+        (Role::Router.name(), floats(router.grad(&gradients).unwrap())),
+        (Role::RouterBias.name(), floats(router_bias.grad(&gradients).unwrap())),
+        (Role::Up.name(), floats(up.grad(&gradients).unwrap())),
+        (Role::UpBias.name(), floats(up_bias.grad(&gradients).unwrap())),
+        (Role::Down.name(), floats(down.grad(&gradients).unwrap())),
+        (Role::DownBias.name(), floats(down_bias.grad(&gradients).unwrap())),
+        (Role::SharedUp.name(), floats(s_up.grad(&gradients).unwrap())),
+        (Role::SharedDown.name(), floats(s_down.grad(&gradients).unwrap())),
+        (Role::SharedGate.name(), floats(s_gate.grad(&gradients).unwrap())),
+    ];
+    (found, params)
+}
+
+/// Sums replicated gradients over the ranks, joins those of experts.
+fn joined(found: &[Found], name: &str) -> Vec<f32> {
+    let of = |rank: &Found| rank.params.iter().find(|(n, _)| n == name).unwrap_or_else(|| panic!("{name}")).1.clone();
+    if name.starts_with("experts") {
+        return found.iter().flat_map(of).collect();
+    }
+    found.iter().map(of).reduce(|a, b| a.iter().zip(&b).map(|(x, y)| x + y).collect()).unwrap()
+}
+
+#[test]
+fn forward_and_gradients_match_a_dense_model_over_1_2_and_4_ranks() {
+    let config = MoeConfig::from(&config());
+    for ranks in [1, 2, 4] {
+        // Rank 2 of 4 brings no token.
+        let found = on_ranks(ranks, LONG, |rank, group| run_rank(&module(&config, &group), rank));
+        let (reference, params) = dense(&config, ranks);
+        for (rank, (a, b)) in found.iter().zip(&reference).enumerate() {
+            close(&format!("y, rank {rank} of {ranks}"), &a.y, &b.y, FORWARD);
+            close(&format!("aux, rank {rank} of {ranks}"), &[a.aux], &[b.aux], FORWARD);
+            close(&format!("dx, rank {rank} of {ranks}"), &a.dx, &b.dx, BACKWARD);
+            assert_eq!(a.params.len(), params.len(), "a gradient for every parameter");
+        }
+        for (name, gradient) in &params {
+            close(&format!("d {name}, R = {ranks}"), &joined(&found, name), gradient, BACKWARD);
+        }
+    }
+}
+
+#[test]
+fn each_output_alone_gives_its_part_of_the_gradients() {
+    let config = MoeConfig::from(&config());
+    let parts = |with_y: bool, with_aux: bool| {
+        on_ranks(2, LONG, |rank, group| {
+            let model = module::<B>(&config, &group);
+            let (x, c) = inputs(rank);
+            let x = tensor::<B, 2>(x, [TOKENS[rank], H]).require_grad();
+            let out = model.forward_full(x.clone(), Mode::default()).unwrap();
+            let y = (out.y * tensor(c, [TOKENS[rank], H])).sum();
+            let loss = match (with_y, with_aux) {
+                (true, true) => y + out.aux,
+                (true, false) => y,
+                _ => out.aux,
+            };
+            let gradients = loss.backward();
+            let mut all = floats(x.grad(&gradients).unwrap());
+            all.extend(gradients_of(&model, &gradients).into_iter().flat_map(|(_, g)| g));
+            all
+        })
+    };
+    let (y, aux, both) = (parts(true, false), parts(false, true), parts(true, true));
+    for rank in 0..2 {
+        let sum: Vec<f32> = y[rank].iter().zip(&aux[rank]).map(|(a, b)| a + b).collect();
+        assert!(aux[rank].iter().any(|&g| g != 0.0));
+        close("gradients of both outputs", &both[rank], &sum, BACKWARD);
+    }
+}

@@ -1,0 +1,162 @@
+//! What is refused, and how failures inside burn's backward end.
+
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::{Barrier, mpsc};
+use std::thread;
+use std::time::Duration;
+
+use burn::backend::Flex;
+use burn::module::Module;
+use burn::tensor::{DType, Tensor};
+use moebius::burn::{ExpertParallelMoE, ExpertParallelMoEConfig};
+use moebius::layer::Mode;
+use moebius::{CommError, Error, MoeConfig};
+
+use super::support::*;
+
+fn message(panic: Box<dyn std::any::Any + Send>) -> String {
+    panic.downcast_ref::<String>().cloned().or_else(|| panic.downcast_ref::<&str>().map(|s| s.to_string())).unwrap()
+}
+
+#[test]
+fn backward_against_a_rank_that_tracks_nothing_is_refused_before_any_collective() {
+    let config = MoeConfig::from(&config());
+    on_ranks(2, LONG, |rank, group| {
+        let model = module::<B>(&config, &group);
+        let x = tensor::<B, 2>(inputs(rank).0, [TOKENS[rank], H]);
+        if rank == 0 {
+            model.clone().no_grad().forward(x.clone()).unwrap();
+        } else {
+            let out = model.forward_full(x.clone(), Mode::default()).unwrap();
+            let loss = out.y.sum();
+            let panic = catch_unwind(AssertUnwindSafe(|| loss.backward())).err().unwrap();
+            assert!(message(panic).contains("not agreed"), "the error's text");
+            let failure = group.take_failure();
+            assert!(
+                matches!(failure, Some(Error::BackwardNotAgreed { ref absent, .. }) if *absent == [0]),
+                "{failure:?}"
+            );
+        }
+        // The group still works.
+        model.forward(x).unwrap();
+    });
+}
+
+#[test]
+fn a_second_backward_is_refused_before_any_collective() {
+    let config = MoeConfig::from(&config());
+    on_ranks(2, LONG, |rank, group| {
+        let model = module::<B>(&config, &group);
+        let x = tensor::<B, 2>(inputs(rank).0, [TOKENS[rank], H]);
+        let out = model.forward_full(x.clone(), Mode::default()).unwrap();
+        let loss = out.y.sum();
+        loss.backward();
+        // burn itself refuses the same loss, and what else hangs on the nodes it consumed. Only on one rank: a
+        // collective would wait for the other.
+        if rank == 0 {
+            for again in [loss, out.aux] {
+                let panic = catch_unwind(AssertUnwindSafe(|| again.backward())).err().unwrap();
+                assert!(message(panic).contains("step registered"));
+            }
+            assert!(group.take_failure().is_none());
+        }
+        model.forward(x).unwrap();
+    });
+}
+
+/// Long enough for a loaded machine to bring both ranks to a collective.
+const SHORT: Duration = Duration::from_secs(3);
+
+#[test]
+fn a_backward_that_never_comes_is_a_typed_timeout() {
+    let config = MoeConfig::from(&config());
+    let finished = Barrier::new(2);
+    let failures = on_ranks(2, SHORT, |rank, group| {
+        let model = module::<B>(&config, &group);
+        let y = model.forward(tensor::<B, 2>(inputs(rank).0, [TOKENS[rank], H])).unwrap();
+        if rank == 0 {
+            assert!(catch_unwind(AssertUnwindSafe(|| y.sum().backward())).is_err());
+        }
+        finished.wait();
+        group.take_failure()
+    });
+    assert!(matches!(failures[0], Some(Error::Comm(CommError::Timeout { .. }))), "{:?}", failures[0]);
+}
+
+/// Each rank's error of its backward; `before` is what rank 1 does meanwhile.
+fn locked_out(shared: bool, before: fn()) {
+    let config = MoeConfig::from(&config());
+    let (done, finished) = mpsc::channel();
+    thread::spawn(move || {
+        let leaf = tensor::<B, 1>(vec![1.5], [1]).require_grad();
+        let failures = on_ranks(2, SHORT, |rank, group| {
+            let model = module::<B>(&config, &group);
+            let mut x = tensor::<B, 2>(inputs(rank).0, [TOKENS[rank], H]);
+            if shared {
+                x = x * leaf.clone().unsqueeze();
+            }
+            let y = model.forward(x).unwrap();
+            if rank == 1 {
+                // Until rank 0 is inside its backward.
+                thread::sleep(SHORT / 3);
+                before();
+            }
+            let result = catch_unwind(AssertUnwindSafe(|| y.sum().backward()));
+            (result.is_err(), group.take_failure())
+        });
+        done.send(failures).unwrap();
+    });
+    for (unwound, failure) in finished.recv_timeout(Duration::from_secs(60)).expect("a hang") {
+        assert!(unwound && matches!(failure, Some(Error::Comm(_))), "{failure:?}");
+    }
+}
+
+/// What the module's documentation forbids: the end of rank 1's own backward waits for rank 0's graph, and rank 0 for
+/// rank 1 in a collective.
+#[test]
+fn an_independent_backward_beside_a_peers_ends_in_typed_errors_and_not_in_a_hang() {
+    locked_out(false, || {
+        let other = tensor::<B, 1>(vec![1.0], [1]).require_grad();
+        other.mul_scalar(2.0).backward();
+    });
+}
+
+/// The other: one graph of both ranks, whose lock rank 0 holds.
+#[test]
+fn a_leaf_shared_between_ranks_ends_in_typed_errors_and_not_in_a_hang() {
+    locked_out(true, || {});
+}
+
+#[test]
+fn bad_input_is_a_typed_error() {
+    let config = config();
+    let group = single();
+    let other = ExpertParallelMoEConfig::new(H, I, E * 2, K).init::<Flex>(0, &group, &device());
+    assert!(matches!(other, Err(Error::Invalid { ref name, .. }) if name == "num_experts"), "{other:?}");
+    let too_many = ExpertParallelMoEConfig::new(H, I, E, E + 1).init::<Flex>(0, &group, &device());
+    assert!(matches!(too_many, Err(Error::Invalid { ref name, .. }) if name == "top_k"), "{too_many:?}");
+
+    let config = MoeConfig::from(&config);
+    let mut missing = block(&config, 0, 1);
+    missing.params.shared_down = None;
+    let found = ExpertParallelMoE::<Flex>::from_block(missing, 0, &group, &device());
+    assert!(found.is_err_and(|e| e.to_string().contains("shared.down")));
+    let mut extra = block(&config, 0, 1);
+    extra.params.selection_bias = Some(CoreTensor::from_vec(vec![0f32; E], &[E]).unwrap());
+    let found = ExpertParallelMoE::<Flex>::from_block(extra, 0, &group, &device());
+    assert!(found.is_err_and(|e| e.to_string().contains("selection_bias")));
+    let mut shape = block(&config, 0, 1);
+    shape.params.down = CoreTensor::from_vec(vec![0f32; E * I * H], &[E, I, H]).unwrap();
+    let found = ExpertParallelMoE::<Flex>::from_block(shape, 0, &group, &device());
+    assert!(matches!(found, Err(Error::Shape { .. })));
+
+    let model = module::<Flex>(&config, &group);
+    let found = model.forward(Tensor::<Flex, 2>::zeros([4, H + 1], &device()));
+    assert!(found.is_err_and(|e| e.to_string().contains("tensor x")));
+    let nan = tensor::<Flex, 2>(vec![f32::NAN; H], [1, H]);
+    assert!(matches!(model.forward(nan), Err(Error::NanLogits { .. })));
+    let mixed = Tensor::<Flex, 2>::zeros([4, H], &device()).cast(DType::F64);
+    assert!(model.forward(mixed).is_err());
+    // And the layer works on.
+    model.forward(Tensor::<Flex, 2>::zeros([4, H], &device())).unwrap();
+}

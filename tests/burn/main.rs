@@ -1,0 +1,9 @@
+//! The layer as a burn module: against a dense reference of burn operations, and as a citizen of burn's autodiff,
+//! records and optimisers.
+#![cfg(feature = "burn")]
+
+mod dense;
+mod exact;
+mod faults;
+mod module;
+mod support;

@@ -1,0 +1,204 @@
+//! A block with every part that has a gradient, its values, and ranks to run it on.
+
+use std::thread;
+use std::time::Duration;
+
+use burn::backend::flex::FlexDevice;
+use burn::backend::{Autodiff, Flex};
+use burn::module::{Module, ModuleVisitor, Param};
+use burn::tensor::backend::{AutodiffBackend, Backend};
+use burn::tensor::{Tensor, TensorData};
+use moebius::MoeConfig;
+use moebius::burn::{EpGroup, ExpertParallelMoE, ExpertParallelMoEConfig};
+use moebius::checkpoint::{Block, BlockParams};
+use moebius::comm::ThreadWorld;
+use moebius::config::{AuxConfig, SharedConfig};
+use moebius::cpu::Cpu;
+use moebius::ep::{Group, GroupConfig};
+use moebius::layer::{Mode, Role};
+
+pub type B = Autodiff<Flex>;
+pub type CoreTensor = moebius::Tensor<Cpu>;
+
+pub const H: usize = 12;
+pub const I: usize = 10;
+pub const E: usize = 8;
+pub const K: usize = 3;
+pub const TOKENS: [usize; 4] = [5, 3, 0, 6];
+
+/// Sums of at most a few hundred f32 products of values below 4: a few units of 2⁻²⁴ relative to the result's norm.
+pub const FORWARD: f64 = 2e-6;
+pub const BACKWARD: f64 = 1e-5;
+
+pub fn device() -> FlexDevice {
+    FlexDevice
+}
+
+/// Every part that has a gradient: router bias, expert biases, gated shared expert, both auxiliary losses per rank.
+pub fn config() -> ExpertParallelMoEConfig {
+    let mut aux = AuxConfig::default();
+    (aux.balance, aux.z) = (0.02, 0.01);
+    ExpertParallelMoEConfig::new(H, I, E, K)
+        .with_logit_bias(true)
+        .with_expert_bias(true)
+        .with_shared(Some(SharedConfig { intermediate: 6, gated: true }))
+        .with_aux(aux)
+}
+
+/// Reproducible values in ±scale, another sequence for each seed.
+pub fn values(seed: u64, count: usize, scale: f32) -> Vec<f32> {
+    let mut state = seed.wrapping_mul(0x9E37_79B9_7F4A_7C15) | 1;
+    let mut next = || {
+        state ^= state << 13;
+        state ^= state >> 7;
+        state ^= state << 17;
+        ((state >> 40) as f32 / (1u64 << 23) as f32 - 1.0) * scale
+    };
+    (0..count).map(|_| next()).collect()
+}
+
+/// Values of a parameter over all ranks (L = E).
+pub fn whole(role: Role, config: &MoeConfig) -> Option<(Vec<f32>, Vec<usize>)> {
+    let dims = role.dims(config, config.router.num_experts)?;
+    Some((values(role as u64 + 10, dims.iter().product(), 0.5), dims))
+}
+
+/// One rank's share of it.
+fn share(role: Role, config: &MoeConfig, rank: usize, ranks: usize) -> Option<CoreTensor> {
+    let (values, dims) = whole(role, config)?;
+    if role.is_replicated() {
+        return Some(CoreTensor::from_vec(values, &dims).unwrap());
+    }
+    let mut own = dims;
+    own[0] /= ranks;
+    let count: usize = own.iter().product();
+    Some(CoreTensor::from_vec(values[rank * count..][..count].to_vec(), &own).unwrap())
+}
+
+pub fn block(config: &MoeConfig, rank: usize, ranks: usize) -> Block {
+    let of = |role| share(role, config, rank, ranks);
+    let params = BlockParams {
+        router: of(Role::Router).unwrap(),
+        router_bias: of(Role::RouterBias),
+        selection_bias: of(Role::SelectionBias),
+        up: of(Role::Up).unwrap(),
+        up_bias: of(Role::UpBias),
+        down: of(Role::Down).unwrap(),
+        down_bias: of(Role::DownBias),
+        shared_up: of(Role::SharedUp),
+        shared_down: of(Role::SharedDown),
+        shared_gate: of(Role::SharedGate),
+    };
+    Block { config: config.clone(), params }
+}
+
+/// This rank's x, and what the loss multiplies y with.
+pub fn inputs(rank: usize) -> (Vec<f32>, Vec<f32>) {
+    let count = TOKENS[rank] * H;
+    (values(100 + rank as u64, count, 1.0), values(200 + rank as u64, count, 1.0))
+}
+
+pub fn tensor<Bk: Backend, const D: usize>(values: Vec<f32>, dims: [usize; D]) -> Tensor<Bk, D> {
+    Tensor::from_data(TensorData::new(values, dims), &Default::default())
+}
+
+pub fn floats<Bk: Backend, const D: usize>(t: Tensor<Bk, D>) -> Vec<f32> {
+    t.into_data().into_vec().unwrap()
+}
+
+/// ‖a − b‖ / ‖b‖; a zero reference wants exact zero.
+fn relative(a: &[f32], b: &[f32]) -> f64 {
+    assert_eq!(a.len(), b.len());
+    let norm = |v: &mut dyn Iterator<Item = f64>| v.map(|x| x * x).sum::<f64>().sqrt();
+    let reference = norm(&mut b.iter().map(|&x| f64::from(x)));
+    let error = norm(&mut a.iter().zip(b).map(|(&x, &y)| f64::from(x) - f64::from(y)));
+    if reference == 0.0 { if error == 0.0 { 0.0 } else { f64::INFINITY } } else { error / reference }
+}
+
+#[track_caller]
+pub fn close(name: &str, a: &[f32], b: &[f32], tolerance: f64) {
+    let error = relative(a, b);
+    assert!(error <= tolerance, "{name}: relative error {error:e} over {tolerance:e}");
+}
+
+/// Runs `rank` on a thread for each of R ranks with its group; results in rank order.
+pub fn on_ranks<T: Send>(ranks: usize, timeout: Duration, rank: impl Fn(usize, EpGroup) -> T + Sync) -> Vec<T> {
+    let comms = ThreadWorld::create(ranks, timeout);
+    thread::scope(|s| {
+        let run = &rank;
+        let threads: Vec<_> = comms
+            .into_iter()
+            .enumerate()
+            .map(|(r, comm)| {
+                s.spawn(move || {
+                    let group = Group::new(Cpu::new(), (), Box::new(comm), GroupConfig::new(E, 64)).unwrap();
+                    run(r, EpGroup::new(group))
+                })
+            })
+            .collect();
+        threads.into_iter().map(|t| t.join().unwrap()).collect()
+    })
+}
+
+pub const LONG: Duration = Duration::from_secs(60);
+
+pub fn module<Bk: Backend>(config: &MoeConfig, group: &EpGroup) -> ExpertParallelMoE<Bk> {
+    let block = block(config, group.rank(), group.ranks());
+    ExpertParallelMoE::from_block(block, 3, group, &Default::default()).unwrap()
+}
+
+/// y, aux, gradient of x and of every parameter, of one rank.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Found {
+    pub y: Vec<f32>,
+    pub aux: f32,
+    pub dx: Vec<f32>,
+    pub params: Vec<(String, Vec<f32>)>,
+}
+
+/// Gradients of a module's parameters by path.
+struct Collect<'a> {
+    gradients: &'a <B as AutodiffBackend>::Gradients,
+    path: Vec<String>,
+    found: Vec<(String, Vec<f32>)>,
+}
+
+impl ModuleVisitor<B> for Collect<'_> {
+    fn enter_module(&mut self, name: &str, _: &str) {
+        self.path.push(name.to_string());
+    }
+    fn exit_module(&mut self, _: &str, _: &str) {
+        self.path.pop();
+    }
+    fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<B, D>>) {
+        if let Some(gradient) = param.grad(self.gradients) {
+            self.found.push((self.path.join("."), floats(gradient)));
+        }
+    }
+}
+
+pub fn gradients_of(
+    model: &ExpertParallelMoE<B>,
+    gradients: &<B as AutodiffBackend>::Gradients,
+) -> Vec<(String, Vec<f32>)> {
+    let mut collect = Collect { gradients, path: vec![], found: vec![] };
+    model.visit(&mut collect);
+    collect.found
+}
+
+/// The loss Σ y·c + aux of one rank.
+pub fn run_rank(model: &ExpertParallelMoE<B>, rank: usize) -> Found {
+    let (x, c) = inputs(rank);
+    let x = tensor::<B, 2>(x, [TOKENS[rank], H]).require_grad();
+    let c = tensor::<B, 2>(c, [TOKENS[rank], H]);
+    let out = model.forward_full(x.clone(), Mode::default()).unwrap();
+    let (y, aux) = (floats(out.y.clone()), floats(out.aux.clone())[0]);
+    let gradients = ((out.y * c).sum() + out.aux).backward();
+    let dx = floats(x.grad(&gradients).unwrap());
+    Found { y, aux, dx, params: gradients_of(model, &gradients) }
+}
+
+/// A group of one rank.
+pub fn single() -> EpGroup {
+    EpGroup::single(GroupConfig::new(E, 64)).unwrap()
+}

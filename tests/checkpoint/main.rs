@@ -1,0 +1,11 @@
+//! Checkpoints: every shipped folder, both on-disk forms, families without a folder, damaged files, and back to disk.
+
+mod damage;
+mod families;
+mod forms;
+mod golden;
+mod support;
+
+/// The references' own reading of names on disk.
+#[path = "../../examples/support/mod.rs"]
+mod reference;

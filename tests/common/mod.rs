@@ -1,0 +1,254 @@
+//! Runs whole layers over rank threads through the crate's core interface.
+#![allow(dead_code, reason = "every suite takes a part")]
+
+#[path = "../../examples/support/mod.rs"]
+pub mod support;
+
+use std::thread;
+use std::time::Duration;
+
+use candle_core::{Device, Tensor};
+use moebius::checkpoint::BlockParams;
+use moebius::comm::ThreadWorld;
+use moebius::config::MoeConfig;
+use moebius::cpu::Cpu;
+use moebius::ep::{DispatcherKind, Group, GroupConfig};
+use moebius::layer::{Cotangents, DispatchOptions, Inputs, Layer, Mode, Noise, Wanted};
+use moebius::{DType, Error};
+
+use support::dense::Params;
+
+pub type CoreTensor = moebius::Tensor<Cpu>;
+
+/// How a block is run.
+#[derive(Debug, Clone)]
+pub struct Setup {
+    pub config: MoeConfig,
+    /// Tokens of each rank.
+    pub split: Vec<usize>,
+    pub dispatcher: DispatcherKind,
+    pub dispatch: DispatchOptions,
+    pub noise: Option<Noise>,
+}
+
+impl Setup {
+    pub fn new(config: &MoeConfig, split: &[usize]) -> Self {
+        Self {
+            config: config.clone(),
+            split: split.to_vec(),
+            dispatcher: DispatcherKind::Auto,
+            dispatch: DispatchOptions::default(),
+            noise: None,
+        }
+    }
+}
+
+/// Gradients that a loss has at a layer's outputs.
+#[derive(Debug, Clone, Copy)]
+pub struct Cotangent<'a> {
+    /// `[T, H]` of all ranks; `None`: the loss does not see y.
+    pub y: Option<&'a Tensor>,
+    pub aux: f64,
+}
+
+/// Results over all ranks, F64.
+#[derive(Debug, Clone)]
+pub struct Outcome {
+    /// `[T, H]`.
+    pub y: Tensor,
+    /// `[T, E]`.
+    pub logits: Tensor,
+    /// `[T, K]`.
+    pub ids: Vec<Vec<usize>>,
+    /// `[T, K]`.
+    pub weights: Tensor,
+    /// Auxiliary loss of each rank.
+    pub aux: Vec<f64>,
+    /// Tokens that chose each expert, as each rank was told.
+    pub load: Vec<Vec<usize>>,
+    /// As [`Params`], and `x`, `logits`, `weights`: joined over the ranks. Empty without a cotangent.
+    pub grads: Params,
+}
+
+impl Outcome {
+    /// Every number, as bits.
+    pub fn bits(&self) -> Vec<u64> {
+        let mut all: Vec<u64> = self.aux.iter().map(|v| v.to_bits()).collect();
+        all.extend(self.ids.iter().flatten().map(|&id| id as u64));
+        for t in [&self.y, &self.logits, &self.weights].into_iter().chain(self.grads.values()) {
+            all.extend(support::compare::values(t).unwrap().iter().map(|v| v.to_bits()));
+        }
+        all
+    }
+}
+
+/// One rank's part of an [`Outcome`].
+struct Part {
+    y: Tensor,
+    logits: Tensor,
+    ids: Vec<Vec<usize>>,
+    weights: Tensor,
+    aux: f64,
+    load: Vec<usize>,
+    grads: Params,
+}
+
+/// Runs forward, and backward where a cotangent is given, of one block on one thread a rank. `params` has a share for
+/// each rank, in the type that `x` is converted to.
+pub fn run(
+    setup: &Setup,
+    params: &[BlockParams],
+    x: &Tensor,
+    dtype: DType,
+    cotangent: Option<Cotangent<'_>>,
+) -> Result<Outcome, Error> {
+    assert_eq!(setup.split.len(), params.len(), "a share of the parameters for each rank");
+    assert_eq!(setup.split.iter().sum::<usize>(), x.dims()[0], "the split has all tokens");
+    let comms = ThreadWorld::create(params.len(), Duration::from_secs(60));
+    let parts: Vec<Result<Part, Error>> = thread::scope(|scope| {
+        let threads: Vec<_> = comms
+            .into_iter()
+            .enumerate()
+            .map(|(rank, comm)| {
+                scope.spawn(move || {
+                    let most = setup.split.iter().copied().max().unwrap_or(0);
+                    let mut config = GroupConfig::new(setup.config.router.num_experts, most);
+                    config.dispatcher = setup.dispatcher;
+                    if let moebius::ep::Capacity::Static(rows) = setup.dispatch.capacity {
+                        config.max_rows = rows;
+                    }
+                    // A poisoning device: whatever reads memory that nobody wrote turns the result into NaN.
+                    let mut group = Group::new(Cpu::poisoning(), (), Box::new(comm), config)?;
+                    let rows = |t: &Tensor| rank_rows(t, &setup.split, rank, dtype);
+                    let dy = cotangent.and_then(|c| c.y).map(rows);
+                    let aux = cotangent.map(|c| c.aux);
+                    one_rank(setup, &mut group, &params[rank], &rows(x), aux.map(|aux| (dy.as_ref(), aux)))
+                })
+            })
+            .collect();
+        threads.into_iter().map(|t| t.join().expect("a rank's thread panicked")).collect()
+    });
+    let parts = parts.into_iter().collect::<Result<Vec<_>, _>>()?;
+    Ok(join(&parts))
+}
+
+fn one_rank(
+    setup: &Setup,
+    group: &mut Group<Cpu>,
+    params: &BlockParams,
+    x: &CoreTensor,
+    cotangent: Option<(Option<&CoreTensor>, f64)>,
+) -> Result<Part, Error> {
+    let layer = Layer::new(setup.config.clone(), 0)?.with_dispatch(setup.dispatch);
+    let views = params.views()?;
+    let params = views.params();
+    let mode = Mode { backward: cotangent.is_some(), noise: setup.noise };
+    let forward = layer.forward(group, mode, x.view(), &params)?;
+    let mut grads = Params::new();
+    if let Some((dy, aux)) = cotangent {
+        let context = forward.context.expect("forward keeps a context where backward follows");
+        let inputs = Inputs { x: x.view(), params: &params };
+        let cotangents = Cotangents { y: dy.map(|t| t.view()), aux };
+        let g = layer.backward(group, context, inputs, cotangents, Wanted::ALL)?;
+        let named = [
+            ("x", g.x),
+            ("router.weight", g.router),
+            ("router.bias", g.router_bias),
+            ("experts.up", g.up),
+            ("experts.up_bias", g.up_bias),
+            ("experts.down", g.down),
+            ("experts.down_bias", g.down_bias),
+            ("shared.up", g.shared_up),
+            ("shared.down", g.shared_down),
+            ("shared.gate", g.shared_gate),
+            ("logits", Some(g.logits)),
+            ("weights", Some(g.weights)),
+        ];
+        grads.extend(named.into_iter().filter_map(|(n, t)| Some((n.to_string(), framework(&t?)))));
+    }
+    let k = setup.config.router.top_k;
+    let ids: Vec<usize> = forward.routing.ids.to_f64().iter().map(|&id| id as usize).collect();
+    Ok(Part {
+        y: framework(&forward.y),
+        logits: framework(&forward.routing.logits),
+        ids: ids.chunks(k).map(<[usize]>::to_vec).collect(),
+        weights: framework(&forward.routing.weights),
+        aux: forward.aux.total(),
+        load: forward.routing.load.tokens_per_expert,
+        grads,
+    })
+}
+
+fn join(parts: &[Part]) -> Outcome {
+    let rows = |f: &dyn Fn(&Part) -> Tensor| {
+        let parts: Vec<Tensor> = parts.iter().map(f).filter(|t| t.dims()[0] > 0).collect();
+        Tensor::cat(&parts, 0).unwrap()
+    };
+    let is_rows = |name: &str| matches!(name, "x" | "logits" | "weights");
+    let only = |rows: bool| -> Vec<Params> {
+        parts
+            .iter()
+            .map(|p| p.grads.iter().filter(|(n, _)| is_rows(n) == rows).map(|(n, t)| (n.clone(), t.clone())).collect())
+            .collect()
+    };
+    let params = only(false);
+    let mut grads = support::job::join_params(&params.iter().collect::<Vec<_>>()).unwrap();
+    for name in only(true)[0].keys() {
+        grads.insert(name.clone(), rows(&|p: &Part| p.grads[name].clone()));
+    }
+    Outcome {
+        y: rows(&|p| p.y.clone()),
+        logits: rows(&|p| p.logits.clone()),
+        ids: parts.iter().flat_map(|p| p.ids.clone()).collect(),
+        weights: rows(&|p| p.weights.clone()),
+        aux: parts.iter().map(|p| p.aux).collect(),
+        load: parts.iter().map(|p| p.load.clone()).collect(),
+        grads,
+    }
+}
+
+/// A core tensor as candle's, F64.
+pub fn framework(t: &CoreTensor) -> Tensor {
+    Tensor::from_vec(t.to_f64(), t.dims(), &Device::Cpu).unwrap()
+}
+
+/// candle's tensor as a core tensor of some floating type.
+pub fn core(t: &Tensor, dtype: DType) -> CoreTensor {
+    let values = support::compare::values(t).unwrap();
+    let dims = t.dims();
+    match dtype {
+        DType::F64 => CoreTensor::from_vec(values, dims),
+        DType::F32 => CoreTensor::from_vec(values.iter().map(|&v| v as f32).collect::<Vec<_>>(), dims),
+        DType::BF16 => CoreTensor::from_vec(values.iter().map(|&v| half::bf16::from_f64(v)).collect::<Vec<_>>(), dims),
+        DType::F16 => CoreTensor::from_vec(values.iter().map(|&v| half::f16::from_f64(v)).collect::<Vec<_>>(), dims),
+        other => panic!("{other} is no floating type"),
+    }
+    .unwrap()
+}
+
+fn rank_rows(t: &Tensor, split: &[usize], rank: usize, dtype: DType) -> CoreTensor {
+    core(&t.narrow(0, split[..rank].iter().sum(), split[rank]).unwrap(), dtype)
+}
+
+/// A rank's share of a whole block's parameters.
+pub fn shard(params: &Params, rank: usize, ranks: usize, dtype: DType) -> BlockParams {
+    let whole = |name: &str| params.get(name).map(|t| core(t, dtype));
+    let part = |name: &str| {
+        params.get(name).map(|t| {
+            let local = t.dims()[0] / ranks;
+            core(&t.narrow(0, rank * local, local).unwrap(), dtype)
+        })
+    };
+    BlockParams {
+        router: whole("router.weight").unwrap(),
+        router_bias: whole("router.bias"),
+        selection_bias: whole("router.selection_bias"),
+        up: part("experts.up").unwrap(),
+        up_bias: part("experts.up_bias"),
+        down: part("experts.down").unwrap(),
+        down_bias: part("experts.down_bias"),
+        shared_up: whole("shared.up"),
+        shared_down: whole("shared.down"),
+        shared_gate: whole("shared.gate"),
+    }
+}

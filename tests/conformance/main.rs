@@ -1,0 +1,48 @@
+//! One suite over every dispatcher: closed forms, edge cases, faults, then random cases against straight-line
+//! arithmetic. Every device poisons what it allocates (NaN), so memory that is read before it is written shows.
+
+mod closed_forms;
+mod communicator;
+mod edges;
+mod faults;
+mod harness;
+mod random;
+mod reference;
+mod routing;
+
+use std::io::Write;
+
+use harness::{Case, Setup};
+use moebius::ep::DispatcherKind;
+
+/// Runs every case that applies at every number of ranks.
+fn suite(kind: DispatcherKind, ranks: &[usize]) {
+    let cases: Vec<Case> = [closed_forms::CASES, routing::CASES, edges::CASES, faults::CASES, random::CASES].concat();
+    let (mut runs, most) = (0, ranks.iter().copied().max().unwrap_or(1));
+    let applicable = cases.iter().filter(|c| c.min_ranks <= most).count();
+    for &ranks in ranks {
+        for case in cases.iter().filter(|c| c.min_ranks <= ranks) {
+            let setup = Setup { kind, ranks, name: case.name };
+            (case.run)(&setup);
+            runs += 1;
+        }
+    }
+    // Straight to stderr: the count is to be seen without --nocapture.
+    let line = format!("conformance {kind:?}: {applicable} cases, {runs} runs at R = {ranks:?}\n");
+    std::io::stderr().write_all(line.as_bytes()).expect("stderr");
+}
+
+#[test]
+fn local() {
+    suite(DispatcherKind::Local, &[1]);
+}
+
+#[test]
+fn all_to_all() {
+    suite(DispatcherKind::AllToAll, &[1, 2, 4, 8]);
+}
+
+#[test]
+fn all_gather() {
+    suite(DispatcherKind::AllGather, &[1, 2, 4, 8]);
+}

@@ -1,0 +1,272 @@
+//! Sizing, capacities and drops.
+
+use moebius::config::{CapacityOrder, ExpertCapacity};
+use moebius::ep::{Capacity, DispatchSpec, GroupConfig, Overflow};
+use moebius::{Error, Tensor};
+
+use crate::harness::*;
+
+pub const CASES: &[Case] = &[
+    case!(eager_sizes),
+    case!(overflow_is_an_error_on_every_rank),
+    case!(overflow_drops_and_counts),
+    case!(aligned_drop_leaves_canaries),
+    case!(capacity_is_per_call),
+    case!(expert_capacity_by_position),
+    case!(expert_capacity_by_probability),
+    case!(i32_and_i64_ids),
+    case!(minus_one),
+    case!(all_to_one_expert),
+    case!(ranks_that_receive_nothing, 2),
+];
+
+const T: usize = 8;
+
+fn eager_sizes(s: &Setup) {
+    let k = 2;
+    for alignment in [1, 4, 16] {
+        let filled = s.run(GroupConfig::new(s.experts(2), T), |r| {
+            let spec = DispatchSpec { alignment, ..DispatchSpec::new(0, k) };
+            let h = r.prepare(&round_robin(r.rank, T, k, s.experts(2)), &spec).expect("prepare");
+            let (zones, padded) = (zones(&h), h.padded_counts().to_vec());
+            assert_eq!(h.rows(), padded.iter().sum::<usize>());
+            assert_eq!((h.rows(), h.needed_rows()), (h.zone_end(), h.zone_end()));
+            for ((first, count), padded) in zones.iter().zip(&padded) {
+                assert_eq!(first % alignment, 0);
+                assert_eq!(*padded, count.next_multiple_of(alignment));
+            }
+            assert_eq!((h.tokens(), h.total_tokens(), h.first_token()), (T, T * s.ranks, T * r.rank));
+            assert_eq!(h.expert_load(), vec![T * k / 2; s.experts(2)]);
+            zones.iter().map(|(_, count)| count).sum::<usize>()
+        });
+        assert_eq!(filled.iter().sum::<usize>(), s.ranks * T * k);
+    }
+}
+
+/// Every rank's choices go to expert 0 first, to expert 1 next.
+fn to_first(tokens: usize, k: usize) -> Vec<i64> {
+    (0..tokens * k).map(|i| (i % k) as i64).collect()
+}
+
+fn overflow_is_an_error_on_every_rank(s: &Setup) {
+    let config = GroupConfig { max_rows: 64, ..GroupConfig::new(s.experts(2), T) };
+    s.run(config, |r| {
+        let capacity = s.ranks * T - 1;
+        let spec = DispatchSpec { capacity: Capacity::Static(capacity), ..DispatchSpec::new(0, 1) };
+        match r.prepare(&to_first(T, 1), &spec) {
+            Err(Error::Capacity { rank: 0, needed, capacity: c }) => assert_eq!((needed, c), (s.ranks * T, capacity)),
+            other => panic!("{other:?}"),
+        }
+        let spec = DispatchSpec { capacity: Capacity::Static(capacity + 1), ..spec };
+        assert_eq!(r.prepare(&to_first(T, 1), &spec).expect("fits").rows(), capacity + 1);
+        r.works();
+    });
+}
+
+/// Half of what arrives fits: slots are kept in order (source rank, token, k), the rest counted and without effect.
+fn overflow_drops_and_counts(s: &Setup) {
+    let needed = s.ranks * T;
+    let capacity = needed / 2;
+    let config = GroupConfig { max_rows: needed, ..GroupConfig::new(s.experts(2), T) };
+    s.run(config, |r| {
+        let spec = DispatchSpec { capacity: Capacity::Static(capacity), overflow: Overflow::Drop, ..training(0, 1) };
+        let h = r.prepare(&to_first(T, 1), &spec).expect("prepare");
+        let here = if r.rank == 0 { (needed, capacity) } else { (0, 0) };
+        assert_eq!((h.needed_rows(), zones(&h)[0].1), here);
+        assert_eq!((h.rows(), h.expert_load()[0]), (capacity, needed));
+        let me = r.rank;
+        let kept_here = |t: usize| me * T + t < capacity;
+        let expected: Vec<i64> = (0..T).map(|t| if kept_here(t) { 0 } else { -1 }).collect();
+        assert_eq!(kept(&h), expected);
+        assert_eq!(h.dropped(), expected.iter().filter(|id| **id < 0).count());
+
+        let x = x(r.rank, T, 2);
+        let mut recv = r.dispatch(&h, F32(2), &x, Some(&[2.0; T])).expect("dispatch");
+        poison_padding(&h, 2, &mut recv.rows);
+        let expected: Vec<f64> = x
+            .chunks(2)
+            .enumerate()
+            .flat_map(|(t, row)| row.iter().map(move |v| if kept_here(t) { *v } else { 0.0 }))
+            .collect();
+        assert_eq!(r.combine(&h, F32(2), &recv.rows).expect("combine"), expected);
+        let d = r.dispatch_bwd(&h, F32(2), &recv.rows, Some(&recv.weights)).expect("dispatch_bwd");
+        assert_eq!(d.tokens, expected);
+        assert_eq!(d.weights, (0..T).map(|t| if kept_here(t) { 2.0 } else { 0.0 }).collect::<Vec<_>>());
+    });
+}
+
+/// Drop with alignment writes zones and their padding, nothing past them and nothing past the capacity.
+fn aligned_drop_leaves_canaries(s: &Setup) {
+    // (capacity, alignment): room to spare, none, and a capacity that cuts a zone's padding.
+    for (capacity, alignment) in [(16 + 64, 16), (16, 16), (8, 4), (10, 4), (3, 8)] {
+        let config = GroupConfig { max_rows: capacity, ..GroupConfig::new(s.experts(2), T) };
+        s.run(config, |r| {
+            let spec = DispatchSpec {
+                capacity: Capacity::Static(capacity),
+                overflow: Overflow::Drop,
+                alignment,
+                ..training(0, 2)
+            };
+            // Rank 0 brings all of its five tokens to experts 0 and 1.
+            let tokens = if r.rank == 0 { 5 } else { 0 };
+            let h = r.prepare(&to_first(tokens, 2), &spec).expect("prepare");
+            let x = x(r.rank, tokens, 2);
+            let recv = r.dispatch(&h, F32(2), &x, Some(&vec![1.0; tokens * 2])).expect("dispatch");
+            let d_eo = r.combine_bwd(&h, F32(2), &x).expect("combine_bwd");
+            let (filled, end) = (filled(&h), h.zone_end());
+            assert!(end <= capacity);
+            if r.rank == 0 {
+                assert_eq!(h.needed_rows(), 2 * 5usize.next_multiple_of(alignment));
+                assert_eq!(h.dropped(), 10 - filled.len());
+                assert_eq!(end, capacity.min(h.needed_rows()));
+            }
+            for slot in 0..capacity {
+                let row = (&recv.rows[slot * 2..slot * 2 + 2], recv.weights[slot], &d_eo[slot * 2..slot * 2 + 2]);
+                match (slot < end, filled.contains(&slot)) {
+                    (true, true) => assert!(row.0 == row.2 && row.1 == 1.0),
+                    (true, false) => assert_eq!(row, (&[0.0; 2][..], 0.0, &[0.0; 2][..])),
+                    (false, _) => assert_eq!(row, (&[CANARY; 2][..], CANARY, &[CANARY; 2][..])),
+                }
+            }
+        });
+    }
+}
+
+fn capacity_is_per_call(s: &Setup) {
+    let most = s.ranks * T;
+    let config = GroupConfig { max_rows: most, ..GroupConfig::new(s.experts(2), T) };
+    s.run(config, |r| {
+        let ids = round_robin(r.rank, T, 1, s.experts(2));
+        for capacity in [Capacity::Static(most), Capacity::Eager, Capacity::Static(T), Capacity::Static(most)] {
+            let h = r.prepare(&ids, &DispatchSpec { capacity, ..DispatchSpec::new(0, 1) }).expect("prepare");
+            assert_eq!(h.rows(), if let Capacity::Static(n) = capacity { n } else { T });
+            let x = x(r.rank, T, 1);
+            let recv = r.dispatch(&h, F32(1), &x, None).expect("dispatch");
+            assert_eq!(r.combine(&h, F32(1), &recv.rows).expect("combine"), x);
+        }
+        let spec = DispatchSpec { capacity: Capacity::Static(most + 1), ..DispatchSpec::new(0, 1) };
+        match r.prepare(&ids, &spec) {
+            Err(Error::Invalid { name, .. }) => assert_eq!(name, "spec.capacity"),
+            other => panic!("{other:?}"),
+        }
+        r.works();
+    });
+}
+
+fn limited(order: CapacityOrder, factor: f64) -> DispatchSpec {
+    let expert_capacity = Some(ExpertCapacity { factor, order, renormalize: false });
+    DispatchSpec { expert_capacity, ..training(0, 1) }
+}
+
+/// Three quarters of all tokens choose expert 0; C = ceil(f·T·K/E) of them stay, the first ones of the group.
+fn expert_capacity_by_position(s: &Setup) {
+    s.run(GroupConfig::new(s.experts(2), T), |r| {
+        let last = s.experts(2) as i64 - 1;
+        let ids: Vec<i64> = (0..T as i64).map(|t| if t % 4 == 3 { last } else { 0 }).collect();
+        let h = r.prepare(&ids, &limited(CapacityOrder::Position, 1.0)).expect("prepare");
+        let c = (s.ranks * T).div_ceil(s.experts(2));
+        assert_eq!(h.expert_load()[0], s.ranks * T * 3 / 4);
+        let mut before = r.rank * T * 3 / 4;
+        let mut before_last = r.rank * T / 4;
+        let mut expected = Vec::new();
+        for id in &ids {
+            let seen = if *id == 0 { &mut before } else { &mut before_last };
+            expected.push(if *seen < c { *id } else { -1 });
+            *seen += 1;
+        }
+        assert_eq!(kept(&h), expected);
+        assert_eq!(h.dropped(), expected.iter().filter(|id| **id < 0).count());
+    });
+}
+
+/// Weights rise with the token and fall with the rank; equal weights stay in order of position.
+fn expert_capacity_by_probability(s: &Setup) {
+    s.run(GroupConfig::new(s.experts(2), T), |r| {
+        // C = ceil(0.5·T·R / (2·R)) = 2: of all tokens, expert 0 keeps the two with the largest weights.
+        let weights: Vec<f64> = (0..T).map(|t| (t / 2) as f64 - r.rank as f64).collect();
+        let spec = limited(CapacityOrder::Probability, 0.5);
+        let h = r.prepare_weighted(&[0; T], &weights, &spec).expect("prepare");
+        let mut expected = [-1; T];
+        if r.rank == 0 {
+            expected[T - 2..].fill(0);
+        }
+        assert_eq!(kept(&h), expected);
+        // All weights equal: the first two by position.
+        let h = r.prepare_weighted(&[0; T], &[0.5; T], &spec).expect("prepare");
+        let mut expected = [-1; T];
+        if r.rank == 0 {
+            expected[..2].fill(0);
+        }
+        assert_eq!(kept(&h), expected);
+        match r.prepare(&[0; T], &spec) {
+            Err(Error::Invalid { name, .. }) => assert_eq!(name, "tensor topk_weights"),
+            other => panic!("{other:?}"),
+        }
+        r.works();
+    });
+}
+
+fn i32_and_i64_ids(s: &Setup) {
+    s.run(GroupConfig::new(s.experts(2), T), |r| {
+        let mut wide = round_robin(r.rank, T, 2, s.experts(2));
+        wide[3] = -1;
+        let narrow: Vec<i32> = wide.iter().map(|id| *id as i32).collect();
+        let narrow = Tensor::from_vec(narrow, &[T, 2]).expect("ids");
+        let spec = DispatchSpec::new(0, 2);
+        let a = r.prepare(&wide, &spec).expect("i64");
+        let b = r.group.dispatcher().prepare(narrow.view(), None, &spec).expect("i32");
+        assert_eq!((kept(&a), values(a.row_map())), (kept(&b), values(b.row_map())));
+        assert_eq!(zones(&a), zones(&b));
+        let floats = Tensor::from_vec(vec![0f32; T * 2], &[T, 2]).expect("ids");
+        let error = r.group.dispatcher().prepare(floats.view(), None, &spec);
+        assert!(matches!(error, Err(Error::Invalid { name, .. }) if name == "tensor topk_ids"));
+        r.works();
+    });
+}
+
+/// −1 has no slot, adds nothing, and its weight gradient is 0; a token of nothing else gets zeros.
+fn minus_one(s: &Setup) {
+    s.run(GroupConfig::new(s.experts(2), T), |r| {
+        let ids: Vec<i64> =
+            (0..T as i64).flat_map(|t| [if t % 2 == 0 { 1 } else { -1 }, if t % 4 == 3 { -1 } else { 0 }]).collect();
+        let h = r.prepare(&ids, &training(0, 2)).expect("prepare");
+        assert_eq!(h.dropped(), 0, "-1 is no drop");
+        assert_eq!(h.expert_load().iter().sum::<usize>(), s.ranks * ids.iter().filter(|id| **id >= 0).count());
+        let recv = r.dispatch(&h, F32(1), &[1.0; T], Some(&[1.0; T * 2])).expect("dispatch");
+        let expected: Vec<f64> = ids.chunks(2).map(|t| t.iter().filter(|id| **id >= 0).count() as f64).collect();
+        assert_eq!(r.combine(&h, F32(1), &recv.rows).expect("combine"), expected);
+        let d = r.dispatch_bwd(&h, F32(1), &recv.rows, Some(&recv.weights)).expect("dispatch_bwd");
+        assert_eq!(d.tokens, expected);
+        assert_eq!(d.weights, ids.iter().map(|id| if *id >= 0 { 1.0 } else { 0.0 }).collect::<Vec<_>>());
+    });
+}
+
+fn all_to_one_expert(s: &Setup) {
+    s.run(GroupConfig::new(s.experts(2), T), |r| {
+        let target = s.experts(2) - 1;
+        let h = r.prepare(&[target as i64; T], &training(0, 1)).expect("prepare");
+        assert_eq!(h.rows(), if r.rank == s.ranks - 1 { s.ranks * T } else { 0 });
+        let x = x(r.rank, T, 4);
+        let recv = r.dispatch(&h, F32(4), &x, None).expect("dispatch");
+        assert_eq!(r.combine(&h, F32(4), &recv.rows).expect("combine"), x);
+        // Slot order: source rank, then token.
+        if r.rank == s.ranks - 1 {
+            let all: Vec<f64> = (0..s.ranks).flat_map(|rank| crate::harness::x(rank, T, 4)).collect();
+            assert_eq!(recv.rows, all);
+        }
+    });
+}
+
+fn ranks_that_receive_nothing(s: &Setup) {
+    s.run(GroupConfig::new(s.experts(2), T), |r| {
+        let h = r.prepare(&to_first(T, 2), &training(0, 2)).expect("prepare");
+        assert_eq!(h.rows(), if r.rank == 0 { s.ranks * T * 2 } else { 0 });
+        let x = x(r.rank, T, 4);
+        let recv = r.dispatch(&h, F32(4), &x, Some(&[0.5; T * 2])).expect("dispatch");
+        let halves: Vec<f64> = recv.rows.iter().map(|v| v / 2.0).collect();
+        assert_eq!(r.combine(&h, F32(4), &halves).expect("combine"), x);
+        let d_eo = r.combine_bwd(&h, F32(4), &x).expect("combine_bwd");
+        let halves: Vec<f64> = d_eo.iter().map(|v| v / 2.0).collect();
+        assert_eq!(r.dispatch_bwd(&h, F32(4), &halves, None).expect("dispatch_bwd").tokens, x);
+    });
+}

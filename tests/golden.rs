@@ -1,0 +1,395 @@
+//! Every checkpoint folder with a golden: each tensor of `golden.safetensors` against the layer's, over 1, 2, 4 and 8
+//! ranks. `MOEBIUS_GOLDEN` names another folder of such folders than the shipped one.
+
+mod common;
+
+use std::io::Write;
+use std::path::{Path, PathBuf};
+
+use candle_core::{DType, Device, Result, Tensor};
+use common::support::compare::{Difference, difference, difference_of, values};
+use common::support::dense::Params;
+use common::support::folder::{Folder, tokens};
+use common::support::job::{AnyError, Job, uneven, whole_block};
+use common::support::names;
+#[cfg(feature = "burn")]
+use common::support::run_burn;
+#[cfg(feature = "candle")]
+use common::support::run_candle;
+use common::{Cotangent, Outcome, Setup};
+use moebius::checkpoint::{BlockParams, Checkpoint, LoadOptions};
+use moebius::config::{BalanceKind, MoeConfig};
+use moebius::ep::DispatcherKind;
+
+/// Tensors that a block alone cannot give.
+const WHOLE_MODEL: [&str; 3] = ["input_ids", "logits", "loss"];
+
+/// One tensor of a golden, compared.
+#[derive(Debug)]
+struct Line {
+    name: String,
+    found: Difference,
+    tolerance: f64,
+}
+
+impl Line {
+    fn ok(&self) -> bool {
+        self.found.within(self.tolerance)
+    }
+}
+
+/// A folder and its first Mixture-of-Experts block.
+struct Suite {
+    folder: Folder,
+    golden: Params,
+    checkpoint: Checkpoint,
+    layer: usize,
+    config: MoeConfig,
+}
+
+type AnyResult<T> = std::result::Result<T, AnyError>;
+
+impl Suite {
+    fn open(dir: &Path) -> AnyResult<Self> {
+        let folder = Folder::open(dir)?;
+        let golden = folder.golden.clone().ok_or("no golden.safetensors")?;
+        let checkpoint = Checkpoint::open(dir)?;
+        let layer = *checkpoint.moe_layers().first().ok_or("no Mixture-of-Experts layer")?;
+        let config = checkpoint.block_config(layer)?;
+        Ok(Self { folder, golden, checkpoint, layer, config })
+    }
+
+    fn input(&self) -> AnyResult<Tensor> {
+        Ok(tokens(self.golden.get("moe_input").ok_or("golden has no moe_input")?)?)
+    }
+
+    fn output_gradient(&self) -> AnyResult<Option<Tensor>> {
+        Ok(self.golden.get("grad_moe_output").map(tokens).transpose()?)
+    }
+
+    fn shares(&self, ranks: usize) -> AnyResult<Vec<BlockParams>> {
+        let load = |rank| {
+            let options = LoadOptions { rank, ranks, dtype: Some(self.folder.dtype) };
+            Ok(self.checkpoint.load_block(self.layer, options)?.params)
+        };
+        (0..ranks).map(load).collect()
+    }
+
+    /// Runs the block as the golden ran it, twice, and its auxiliary loss where the golden has one.
+    fn run(&self, ranks: usize, dispatcher: DispatcherKind) -> AnyResult<(Outcome, Option<Outcome>)> {
+        let (x, dy) = (self.input()?, self.output_gradient()?);
+        let params = self.shares(ranks)?;
+        let mut setup = Setup::new(&self.config, &uneven(x.dim(0)?, ranks));
+        setup.dispatcher = dispatcher;
+        let cotangent = dy.as_ref().map(|dy| Cotangent { y: Some(dy), aux: 0.0 });
+        let main = common::run(&setup, &params, &x, self.folder.dtype, cotangent)?;
+        let again = common::run(&setup, &params, &x, self.folder.dtype, cotangent)?;
+        if main.bits() != again.bits() {
+            return Err(format!("R = {ranks}: two runs differ in their bits").into());
+        }
+        if !self.golden.contains_key("aux_loss") {
+            return Ok((main, None));
+        }
+        setup.config.aux.balance = 1.0;
+        setup.config.aux.balance_kind = BalanceKind::HuggingFace;
+        setup.config.aux.over_ranks = true;
+        let cotangent = Some(Cotangent { y: None, aux: 1.0 });
+        Ok((main, Some(common::run(&setup, &params, &x, self.folder.dtype, cotangent)?)))
+    }
+
+    /// Compares every tensor of `golden` but the whole model's.
+    fn compare(&self, golden: &Params, main: &Outcome, aux: Option<&Outcome>) -> AnyResult<Vec<Line>> {
+        let mut lines = Vec::new();
+        for (name, reference) in golden {
+            if WHOLE_MODEL.contains(&name.as_str()) {
+                continue;
+            }
+            let backward = name.contains("grad");
+            let tolerance = match () {
+                _ if name.starts_with("dequant.") || name == "topk_ids" => 0.0,
+                _ if backward => self.folder.backward_tolerance(),
+                _ => self.folder.forward_tolerance(),
+            };
+            let found = self
+                .compare_one(name, reference, golden, main, aux)
+                .map_err(|e| format!("{name}: {e}"))?
+                .ok_or_else(|| format!("golden tensor {name} is not compared"))?;
+            lines.push(Line { name: name.clone(), found, tolerance });
+        }
+        Ok(lines)
+    }
+
+    fn compare_one(
+        &self,
+        name: &str,
+        reference: &Tensor,
+        golden: &Params,
+        main: &Outcome,
+        aux: Option<&Outcome>,
+    ) -> AnyResult<Option<Difference>> {
+        let gradient = |name: &str| main.grads.get(name).ok_or("backward gave no such gradient");
+        let ids = || golden.get("topk_ids").ok_or("golden has no topk_ids");
+        Ok(Some(match name {
+            // What the run was given.
+            "moe_input" => difference(&self.input()?, &tokens(reference)?)?,
+            "grad_moe_output" => difference(&self.output_gradient()?.ok_or("absent")?, &tokens(reference)?)?,
+            "moe_output" => difference(&main.y, &tokens(reference)?)?,
+            "router_logits" => difference(&main.logits, reference)?,
+            "topk_ids" => same_sets(&main.ids, reference)?,
+            "topk_weights" => difference(&by_id(&main.weights, &main.ids, ids()?)?, reference)?,
+            "routing_dense" => difference(&scatter(&main.weights, &main.ids, reference.dim(1)?)?, reference)?,
+            "grad_moe_input" => difference(gradient("x")?, &tokens(reference)?)?,
+            "grad_router_logits" => difference(gradient("logits")?, reference)?,
+            "grad_topk_weights" => difference(&by_id(gradient("weights")?, &main.ids, ids()?)?, reference)?,
+            "aux_loss" => {
+                let aux = &aux.ok_or("no auxiliary loss was computed")?.aux;
+                let reference = values(reference)?;
+                aux.iter().map(|&a| difference_of(&[a], &reference)).fold(Difference::NONE, Difference::worst)
+            }
+            "aux_grad_router_logits" => {
+                let aux = aux.ok_or("no auxiliary loss was computed")?;
+                difference(aux.grads.get("logits").ok_or("no gradient of the logits")?, reference)?
+            }
+            _ => match (name.strip_prefix("grad."), name.strip_prefix("dequant.")) {
+                (Some(disk), _) => match names::on_disk(disk, &self.folder.model_type, &self.gradients(main)?)? {
+                    Some(found) => difference(&found, reference)?,
+                    None => return Ok(None),
+                },
+                (_, Some(disk)) => self.dequantised(disk, reference)?,
+                _ => return Ok(None),
+            },
+        }))
+    }
+
+    /// Gradients by name, with the zeros that a selection bias has by definition.
+    fn gradients(&self, main: &Outcome) -> Result<Params> {
+        let mut grads = main.grads.clone();
+        if self.config.router.selection_bias {
+            let zeros = Tensor::zeros(self.config.router.num_experts, DType::F64, &Device::Cpu)?;
+            grads.insert("router.selection_bias".to_string(), zeros);
+        }
+        Ok(grads)
+    }
+
+    /// A de-quantised weight, as the layer got it.
+    fn dequantised(&self, disk: &str, reference: &Tensor) -> AnyResult<Difference> {
+        let layer = disk.split('.').find_map(|p| p.parse().ok()).unwrap_or(self.layer);
+        if self.checkpoint.moe_layers().contains(&layer) {
+            let job = self.job(layer, &[0], reference, reference);
+            let (_, block) = whole_block(&job, false)?;
+            if let Some(found) = names::on_disk(disk, &self.folder.model_type, &block)? {
+                return Ok(difference(&found, reference)?);
+            }
+        }
+        let found = self.checkpoint.tensor(disk, Some(moebius::DType::F32))?;
+        Ok(difference(&common::framework(&found), reference)?)
+    }
+
+    fn job(&self, layer: usize, split: &[usize], x: &Tensor, dy: &Tensor) -> Job {
+        Job {
+            dir: self.folder.dir.clone(),
+            layer,
+            dtype: self.folder.dtype,
+            split: split.to_vec(),
+            x: x.clone(),
+            dy: dy.clone(),
+            timeout: std::time::Duration::from_secs(60),
+        }
+    }
+
+    /// The same through a framework's autograd: output and the gradients that a user gets.
+    #[cfg(any(feature = "candle", feature = "burn"))]
+    fn compare_framework(
+        &self,
+        framework: &str,
+        run: fn(&Job) -> AnyResult<common::support::job::Outcome>,
+        ranks: usize,
+    ) -> AnyResult<Vec<Line>> {
+        let x = self.input()?;
+        let dy = self.output_gradient()?;
+        let cotangent = dy.clone().map_or_else(|| x.zeros_like(), Ok)?;
+        let found = run(&self.job(self.layer, &uneven(x.dim(0)?, ranks), &x, &cotangent))?;
+        let mut lines = Vec::new();
+        let mut line = |name: &str, found: Difference, tolerance: f64| {
+            lines.push(Line { name: format!("{framework}: {name}"), found, tolerance });
+        };
+        let output = tokens(self.golden.get("moe_output").ok_or("golden has no moe_output")?)?;
+        line("moe_output", difference(&found.y, &output)?, self.folder.forward_tolerance());
+        if let Some(reference) = self.golden.get("grad_moe_input").filter(|_| dy.is_some()) {
+            let reference = tokens(reference)?;
+            line("grad_moe_input", difference(&found.dx, &reference)?, self.folder.backward_tolerance());
+        }
+        for (name, reference) in &self.golden {
+            if let Some(disk) = name.strip_prefix("grad.") {
+                let found = names::on_disk(disk, &self.folder.model_type, &found.grads)?
+                    .ok_or_else(|| format!("golden tensor {name} is not compared"))?;
+                line(name, difference(&found, reference)?, self.folder.backward_tolerance());
+            }
+        }
+        Ok(lines)
+    }
+}
+
+/// Zero where each token has the same experts, in any order.
+fn same_sets(found: &[Vec<usize>], reference: &Tensor) -> Result<Difference> {
+    let flat = |ids: &mut dyn Iterator<Item = Vec<usize>>| -> Vec<f64> {
+        ids.flat_map(|mut row| {
+            row.sort_unstable();
+            row.into_iter().map(|id| id as f64)
+        })
+        .collect()
+    };
+    let found = flat(&mut found.iter().cloned());
+    let reference = flat(&mut ids_of(reference)?.into_iter());
+    if found.len() != reference.len() {
+        return Ok(Difference { max_abs: f64::INFINITY, relative: f64::INFINITY });
+    }
+    Ok(difference_of(&found, &reference))
+}
+
+/// `[T, K]` reordered within each token as the golden's ids are; NaN where an id is missing.
+fn by_id(values: &Tensor, ids: &[Vec<usize>], order: &Tensor) -> Result<Tensor> {
+    let rows: Vec<Vec<f64>> = values.to_vec2()?;
+    let mut out = Vec::with_capacity(values.elem_count());
+    for ((row, ids), wanted) in rows.iter().zip(ids).zip(ids_of(order)?) {
+        out.extend(wanted.iter().map(|id| ids.iter().position(|i| i == id).map_or(f64::NAN, |k| row[k])));
+    }
+    Tensor::from_vec(out, values.dims(), &Device::Cpu)
+}
+
+/// `[T, K]` as `[T, E]`.
+fn scatter(values: &Tensor, ids: &[Vec<usize>], experts: usize) -> Result<Tensor> {
+    let rows: Vec<Vec<f64>> = values.to_vec2()?;
+    let mut out = vec![0.0; rows.len() * experts];
+    for (t, (row, ids)) in rows.iter().zip(ids).enumerate() {
+        for (w, id) in row.iter().zip(ids) {
+            out[t * experts + id] = *w;
+        }
+    }
+    Tensor::from_vec(out, (rows.len(), experts), &Device::Cpu)
+}
+
+fn ids_of(t: &Tensor) -> Result<Vec<Vec<usize>>> {
+    let rows: Vec<Vec<i64>> = t.to_dtype(DType::I64)?.to_vec2()?;
+    Ok(rows.into_iter().map(|row| row.into_iter().map(|id| id as usize).collect()).collect())
+}
+
+fn shipped() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden")
+}
+
+/// Folders with a `config.json`, in order of name.
+fn folders() -> Vec<PathBuf> {
+    let root = std::env::var_os("MOEBIUS_GOLDEN").map_or_else(shipped, PathBuf::from);
+    let entries = std::fs::read_dir(&root).unwrap_or_else(|e| panic!("{}: {e}", root.display()));
+    let mut found: Vec<PathBuf> =
+        entries.map(|e| e.unwrap().path()).filter(|p| p.join("config.json").is_file()).collect();
+    found.sort();
+    assert!(!found.is_empty(), "{}: no folder with a config.json", root.display());
+    found
+}
+
+/// Checks one folder and describes what was found in a line; the errors are in the second part.
+fn check_folder(dir: &Path) -> AnyResult<(String, Vec<String>)> {
+    let suite = Suite::open(dir)?;
+    let (e, k) = (suite.config.router.num_experts, suite.config.router.top_k);
+    let mut wrong = Vec::new();
+    let (mut forward, mut backward) = (Difference::NONE, Difference::NONE);
+    let mut judge = |at: &str, lines: &[Line]| {
+        for line in lines {
+            let worst = if line.name.contains("grad") { &mut backward } else { &mut forward };
+            *worst = worst.worst(line.found);
+            if !line.ok() {
+                let Difference { max_abs, relative } = line.found;
+                let tolerance = line.tolerance;
+                wrong
+                    .push(format!("{at}: {}: relative {relative:.2e} > {tolerance:.0e}, max {max_abs:.2e}", line.name));
+            }
+        }
+    };
+    let ranks: Vec<usize> = [1, 2, 4, 8].into_iter().filter(|r| e.is_multiple_of(*r)).collect();
+    let mut compared = 0;
+    for &r in &ranks {
+        let dispatchers: &[_] =
+            if r == 1 { &[DispatcherKind::Local] } else { &[DispatcherKind::AllToAll, DispatcherKind::AllGather] };
+        for &dispatcher in dispatchers {
+            let (main, aux) = suite.run(r, dispatcher)?;
+            let lines = suite.compare(&suite.golden, &main, aux.as_ref())?;
+            compared = lines.len();
+            judge(&format!("R = {r}, {dispatcher:?}"), &lines);
+        }
+    }
+    let r = ranks.iter().copied().find(|r| *r == 2).unwrap_or(1);
+    #[cfg(feature = "candle")]
+    judge(&format!("R = {r}"), &suite.compare_framework("candle", run_candle::run, r)?);
+    #[cfg(feature = "burn")]
+    judge(&format!("R = {r}"), &suite.compare_framework("burn", run_burn::run, r)?);
+    let whole: Vec<&str> = WHOLE_MODEL.into_iter().filter(|n| suite.golden.contains_key(*n)).collect();
+    let name = dir.file_name().unwrap_or_default().to_string_lossy();
+    let backward = if suite.golden.contains_key("grad_moe_output") {
+        format!("backward {:.1e}", backward.relative)
+    } else {
+        "forward only".to_string()
+    };
+    let line = format!(
+        "{name:26} {:4} layer {} E {e:<3} K {k}  R {ranks:?}: {compared} tensors, forward {:.1e}, {backward}; \
+         whole model: needs models/: {}",
+        suite.folder.dtype.name(),
+        suite.layer,
+        forward.relative,
+        whole.join(" "),
+    );
+    Ok((line, wrong))
+}
+
+/// Prints past the test harness, which keeps the output of tests that pass to itself.
+fn say(line: &str) {
+    let _ = writeln!(std::io::stdout().lock(), "{line}");
+}
+
+#[test]
+fn every_folder_matches_its_golden() {
+    let mut failures = Vec::new();
+    for dir in folders() {
+        match check_folder(&dir) {
+            Ok((line, wrong)) => {
+                say(&format!("{line}  {}", if wrong.is_empty() { "ok" } else { "FAIL" }));
+                failures.extend(wrong.into_iter().map(|w| format!("{}: {w}", dir.display())));
+            }
+            Err(e) => {
+                say(&format!("{:26} FAIL: {e}", dir.file_name().unwrap_or_default().to_string_lossy()));
+                failures.push(format!("{}: {e}", dir.display()));
+            }
+        }
+    }
+    assert!(failures.is_empty(), "{} failures:\n{}", failures.len(), failures.join("\n"));
+}
+
+/// The suite can fail: a golden that is wrong by three tolerances in any one tensor is found, and so is a tensor that
+/// nothing is compared with.
+#[test]
+fn a_wrong_golden_is_found() {
+    for name in ["qwen3_moe", "gpt_oss", "deepseek_v3_fp8"] {
+        let suite = Suite::open(&shipped().join(name)).unwrap();
+        let (main, aux) = suite.run(1, DispatcherKind::Local).unwrap();
+        for (tensor, value) in &suite.golden {
+            if WHOLE_MODEL.contains(&tensor.as_str()) {
+                continue;
+            }
+            let wrong = match value.dtype() {
+                // Expert 0 becomes 1 where it is not there, and the other way round.
+                DType::I64 => (value.ones_like().unwrap() - value).unwrap().abs().unwrap(),
+                _ => value.affine(1.0 + 3.0 * suite.folder.backward_tolerance(), 0.0).unwrap(),
+            };
+            let mut golden = suite.golden.clone();
+            golden.insert(tensor.clone(), wrong);
+            let lines = suite.compare(&golden, &main, aux.as_ref()).unwrap();
+            assert!(lines.iter().any(|l| l.name == *tensor && !l.ok()), "{name}: a wrong {tensor} was not found");
+        }
+        for unknown in ["something", "grad.model.layers.0.mlp.something.weight"] {
+            let mut golden = suite.golden.clone();
+            golden.insert(unknown.to_string(), suite.golden["moe_output"].clone());
+            assert!(suite.compare(&golden, &main, aux.as_ref()).is_err(), "{name}: {unknown} was passed over");
+        }
+    }
+}
