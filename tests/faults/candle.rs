@@ -114,7 +114,8 @@ fn a_backward_that_never_comes() {
 
 #[test]
 fn bad_input_on_one_rank_leaves_the_group_usable() {
-    let bad: [(&str, fn(Tensor) -> candle_core::Result<Tensor>); 4] = [
+    type Spoil = fn(Tensor) -> candle_core::Result<Tensor>;
+    let bad: [(&str, Spoil); 4] = [
         ("NaN", |x| x * f64::NAN),
         ("tensor x", |x| x.narrow(1, 0, HIDDEN - 1)?.contiguous()),
         ("u32", |x| x.to_dtype(DType::U32)),
