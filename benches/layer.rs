@@ -1,8 +1,8 @@
 //! The layer on one rank against one dense chain of matrix products of the same FLOPs through candle.
 //!
 //! The chain gets what the experts get in sum: T·K rows through up and gate [H → I each], silu-GLU, and down [I → H].
-//! It has no router, no permutation and no sum over a token's experts: its rate is the bound for any such layer built on the
-//! same products.
+//! It has no router, no permutation and no sum over a token's experts: its rate is the bound for any such layer built
+//! on the same products.
 
 #[path = "support/pair.rs"]
 mod pair;

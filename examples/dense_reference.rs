@@ -57,7 +57,7 @@ struct Args {
     /// Seed of random tokens and of a random gradient of the output.
     #[arg(long, value_name = "S", default_value_t = 1)]
     seed: u64,
-    /// Rows of the table; past it, only the largest errors are shown.
+    /// Rows of the table for weights; past it, only those with the largest errors are shown.
     #[arg(long, value_name = "N", default_value_t = 64)]
     rows: usize,
     /// Longest wait of a rank for another, in seconds.
@@ -96,6 +96,10 @@ fn compare(args: &Args) -> Result<bool, AnyError> {
     let layer = args.layer.or(first).ok_or("the checkpoint has no Mixture-of-Experts layer")?;
     let config = checkpoint.block_config(layer)?;
     let golden = folder.golden.as_ref().filter(|_| args.tokens.is_none() && Some(layer) == first);
+    let experts = config.router.num_experts;
+    if args.ranks == 0 || !experts.is_multiple_of(args.ranks) {
+        return Err(format!("--ranks: expected a divisor of {experts} experts, found {}", args.ranks).into());
+    }
     let job = job(args, &folder, layer, config.hidden, golden)?;
     print_header(&folder, &config, &job);
 
@@ -112,7 +116,7 @@ fn compare(args: &Args) -> Result<bool, AnyError> {
     clock.lap("dense reference");
 
     let rows = rows(&folder, &config, golden, &found, &reference)?;
-    print_rows(&rows, args.rows);
+    print_rows(&rows, args.rows, ALWAYS_SHOWN);
     if reference.near_ties > 0 {
         println!(
             "{} tokens' routing is tied within {NEAR_TIE:.0e}: the reference follows the layer",
@@ -135,9 +139,6 @@ fn compare(args: &Args) -> Result<bool, AnyError> {
 
 /// Tokens and the gradient of the output: the golden's where it has them, else random.
 fn job(args: &Args, folder: &Folder, layer: usize, hidden: usize, golden: Option<&Params>) -> Result<Job, AnyError> {
-    if args.ranks == 0 {
-        return Err("--ranks: at least 1".into());
-    }
     let mut random = Random::new(args.seed);
     let x = match golden.and_then(|g| g.get("moe_input")) {
         Some(x) => tokens(x)?,
@@ -170,6 +171,9 @@ fn print_header(folder: &Folder, config: &MoeConfig, job: &Job) {
     println!("routing {:?}, activation {:?}", r.score, config.activation);
     println!("{} ranks, tokens {:?}\n", job.split.len(), job.split);
 }
+
+/// Output, gradient of the input and of the router's weight.
+const ALWAYS_SHOWN: usize = 3;
 
 /// Scores closer than this decide nothing: f32 logits differ from f64 ones by some 1e-7.
 const NEAR_TIE: f64 = 1e-5;
@@ -252,7 +256,7 @@ fn rows(
     push("d input", difference(&found.dx, &reference.dx)?, of_golden("grad_moe_input", &found.dx)?, backward);
 
     let mut on_disk: Vec<&String> = golden.iter().flat_map(|g| g.keys()).filter(|n| n.starts_with("grad.")).collect();
-    on_disk.sort_by_key(|n| (n.contains("expert"), natural(n)));
+    on_disk.sort_by_key(|n| (!names::is_router(n), natural(n)));
     for name in on_disk.iter().map(|n| &n["grad.".len()..]) {
         let part = |block: &Params| -> Result<Tensor, AnyError> {
             names::on_disk(name, &folder.model_type, block)?

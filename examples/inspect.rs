@@ -85,7 +85,7 @@ fn run(arguments: &Arguments) -> Result<()> {
     }
     println!();
     for (form, count) in of_form {
-        line("stored as", format!("{} ({count} blocks)", name_of(form)));
+        line("stored as", format!("{} ({count} of the blocks)", name_of(form)));
     }
     let Some(config) = previous else { return Ok(()) };
     let local = config.router.num_experts / arguments.ranks;

@@ -56,3 +56,47 @@ pub(crate) fn aux_value(config: &RouterConfig, aux: &AuxConfig, sums: &[f64]) ->
     };
     AuxValue { balance: weighted(aux.balance, loss), z: weighted(aux.z, s.z / s.tokens) }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::config::Score;
+
+    /// Two experts, K = 1, two tokens: one choice each, scores 0.75 and 1.25, Σ z = 10, two sequences of losses 2.2.
+    const SUMS: [f64; 8] = [1.0, 1.0, 0.75, 1.25, 2.0, 10.0, 2.2, 2.0];
+
+    fn value(kind: BalanceKind, top_k: usize, coefficients: (f64, f64), sums: &[f64]) -> AuxValue {
+        let mut config = RouterConfig::new(2, top_k);
+        config.score = Score::Softmax;
+        let (balance, z) = coefficients;
+        aux_value(&config, &AuxConfig { balance, balance_kind: kind, z, over_ranks: false }, sums)
+    }
+
+    #[test]
+    fn by_hand() {
+        // E·Σ f·P = 2·(1/2·3/8 + 1/2·5/8) = 1, and z is 10/2.
+        assert_eq!(value(BalanceKind::Switch, 1, (0.5, 0.1), &SUMS), AuxValue { balance: 0.5, z: 0.5 });
+        assert_eq!(value(BalanceKind::Switch, 1, (0.5, 0.1), &SUMS).total(), 1.0);
+        assert_eq!(value(BalanceKind::HuggingFace, 1, (0.5, 0.0), &SUMS), AuxValue { balance: 0.5, z: 0.0 });
+        let sequence = BalanceKind::Sequence { length: 1 };
+        assert_eq!(value(sequence, 1, (2.0, 0.0), &SUMS), AuxValue { balance: 2.2, z: 0.0 });
+    }
+
+    /// With K = 2 both experts are chosen by both tokens: Switch's is 1, Hugging Face's K.
+    #[test]
+    fn hugging_face_leaves_out_k() {
+        let sums = [2.0, 2.0, 0.75, 1.25, 2.0, 0.0, 0.0, 0.0];
+        assert_eq!(value(BalanceKind::Switch, 2, (1.0, 1.0), &sums).balance, 1.0);
+        assert_eq!(value(BalanceKind::HuggingFace, 2, (1.0, 1.0), &sums).balance, 2.0);
+    }
+
+    #[test]
+    fn nothing_to_add() {
+        for kind in [BalanceKind::Switch, BalanceKind::HuggingFace, BalanceKind::Sequence { length: 4 }] {
+            assert_eq!(value(kind, 1, (1.0, 1.0), &[0.0; 8]), AuxValue::default());
+            let mut infinite = SUMS;
+            infinite[5] = f64::INFINITY;
+            assert_eq!(value(kind, 1, (0.0, 0.0), &infinite), AuxValue::default());
+        }
+    }
+}

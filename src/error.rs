@@ -135,6 +135,16 @@ pub enum Error {
     /// A checkpoint is damaged, hostile or not what its config says.
     #[error(transparent)]
     Checkpoint(#[from] CheckpointError),
+    /// A driver call failed, or this machine or build has nothing to run on.
+    #[error("{call}: {operation}: {message}")]
+    Device {
+        /// The call.
+        call: &'static str,
+        /// What was asked of the driver.
+        operation: String,
+        /// Its message.
+        message: String,
+    },
     /// The host framework failed.
     #[error("{call}: {framework}: {message}")]
     Framework {

@@ -16,6 +16,8 @@ pub mod weights;
 pub mod burn;
 #[cfg(feature = "candle")]
 pub mod candle;
+#[cfg(feature = "cuda")]
+pub mod cuda;
 
 mod aux_loss;
 mod device;

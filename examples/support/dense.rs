@@ -160,7 +160,12 @@ impl Dense<'_> {
         let gate = pre.narrow(1, 0, inner)?;
         match self.config.activation {
             Activation::SiluGlu => gate.silu()? * up,
-            Activation::GeluGlu => gate.gelu()? * up,
+            // Written out: the constants of candle's own gelu backward have six digits.
+            Activation::GeluGlu => {
+                let cubic = (gate.sqr()? * &gate)?;
+                let inner = ((&gate + (cubic * 0.044715)?)? * (2.0 / std::f64::consts::PI).sqrt())?;
+                ((&gate * (inner.tanh()? + 1.0)?)? * 0.5)? * up
+            }
             Activation::ClampedGlu { alpha, limit } => {
                 let (g, u) = (gate.minimum(limit)?, up.minimum(limit)?.maximum(-limit)?);
                 ((u + 1.0)? * &g)? * candle_nn::ops::sigmoid(&(g * alpha)?)?

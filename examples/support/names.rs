@@ -22,8 +22,10 @@ pub fn on_disk(name: &str, model_type: &str, block: &Params) -> Result<Option<Te
     let stem = name.strip_suffix(".weight").unwrap_or(name);
     let last = stem.rsplit('.').next().unwrap_or(stem);
     let has = |part: &str| stem.split('.').any(|p| p == part);
-    if stem.ends_with("e_score_correction_bias") || last == "expert_bias" {
-        return get("router.selection_bias").cloned().map(Some);
+    if last == "e_score_correction_bias" || last == "expert_bias" {
+        let bias = get("router.selection_bias")?;
+        // Ernie's has a row for each modality.
+        return if has("moe_statics") { bias.unsqueeze(0) } else { Ok(bias.clone()) }.map(Some);
     }
     if has("shared_expert") || has("shared_experts") || has("shared_mlp") {
         return shared(last, get("shared.up")?, get("shared.down")?).map(Some);

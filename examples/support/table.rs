@@ -1,7 +1,5 @@
 //! What the reference comparison prints.
 
-use std::cmp::Reverse;
-
 use super::compare::Difference;
 
 /// One result against its references.
@@ -33,21 +31,24 @@ impl Row {
     }
 }
 
-/// Prints the rows in their order; past `limit`, the best ones are left out and counted.
-pub fn print_rows(rows: &[Row], limit: usize) {
+/// Prints the rows in their order. Of those after the first `always`, `limit` are shown, the best ones left out and
+/// counted.
+pub fn print_rows(rows: &[Row], limit: usize, always: usize) {
     let width = rows.iter().map(|r| r.name.chars().count()).max().unwrap_or(0).max(24);
     println!("{:width$}  {:^21}  {:^21}", "", "against dense", "against golden");
     println!(
         "{:width$}  {:>10} {:>10}  {:>10} {:>10}  {:>9}",
         "", "max abs", "relative", "max abs", "relative", "tolerance"
     );
-    let mut by_error: Vec<usize> = (0..rows.len()).collect();
+    let always = always.min(rows.len());
+    let mut by_error: Vec<usize> = (always..rows.len()).collect();
+    // Failures first, then by error.
     by_error.sort_by(|&a, &b| {
-        let key = |i: usize| (Reverse(rows[i].ok()), rows[i].worst());
-        let ((ok_a, worst_a), (ok_b, worst_b)) = (key(a), key(b));
-        ok_b.cmp(&ok_a).then(worst_b.total_cmp(&worst_a))
+        let (a, b) = (&rows[a], &rows[b]);
+        a.ok().cmp(&b.ok()).then(b.worst().total_cmp(&a.worst()))
     });
-    let mut shown = by_error[..limit.min(rows.len())].to_vec();
+    by_error.truncate(limit);
+    let mut shown: Vec<usize> = (0..always).chain(by_error).collect();
     shown.sort_unstable();
     let cell = |d: Option<Difference>| match d {
         Some(d) => format!("{:>10.2e} {:>10.2e}", d.max_abs, d.relative),

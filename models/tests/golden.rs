@@ -68,7 +68,9 @@ impl Golden {
     }
 
     fn all() -> Vec<Self> {
-        let root = std::env::var_os("MOEBIUS_GOLDEN").map_or_else(shipped, PathBuf::from);
+        // Relative paths count from the repository's root, as for the other suites.
+        let root = std::env::var_os("MOEBIUS_GOLDEN")
+            .map_or_else(shipped, |root| PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("..").join(root));
         let mut dirs: Vec<PathBuf> =
             std::fs::read_dir(&root).expect("the folder of folders").map(|e| e.expect("an entry").path()).collect();
         dirs.sort();
@@ -184,7 +186,8 @@ fn spans(shares: &[usize]) -> Vec<(usize, usize)> {
 #[test]
 fn logits_and_loss() {
     let folders = Golden::all();
-    assert!(!folders.is_empty(), "no qwen3_moe folder");
+    // Another folder of folders may hold other families only.
+    assert!(!folders.is_empty() || std::env::var_os("MOEBIUS_GOLDEN").is_some(), "no qwen3_moe folder");
     for golden in folders {
         for shares in golden.splits() {
             golden.check(golden.options(), &shares);

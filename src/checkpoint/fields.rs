@@ -28,6 +28,11 @@ impl<'a> Fields<'a> {
         Self { path, scopes: [nested.and_then(|key| root.get(key)), Some(root)] }
     }
 
+    /// Without the nested object, whose keys may have other meanings (DBRX's `ffn_config.hidden_size`).
+    pub fn root(self) -> Self {
+        Self { scopes: [None, self.scopes[1]], ..self }
+    }
+
     /// [`CheckpointError::Config`] for a key.
     pub fn error(&self, key: &str, expected: impl ToString, found: impl ToString) -> CheckpointError {
         CheckpointError::Config {

@@ -3,13 +3,14 @@
 use std::collections::BTreeMap;
 
 use super::convert::Place;
-use super::layout::{Part, Slot};
-use super::load::{assemble, slot_dims};
+use super::layout::Part;
+use super::load::assemble;
 use super::{BlockBytes, BlockParams, Checkpoint, LoadOptions};
 use crate::config::MoeConfig;
 use crate::cpu::Cpu;
 use crate::dtype::DType;
 use crate::error::{Error, Result};
+use crate::layer::Role;
 use crate::tensor::Tensor;
 
 /// Joins the ranks' shares of a block, in rank order: experts are concatenated, replicated parameters are the first
@@ -21,22 +22,22 @@ pub fn gather_blocks(shares: Vec<BlockParams>) -> Result<BlockParams> {
     const CALL: &str = "gather_blocks";
     let Some(first) = shares.first() else { return Err(Error::invalid(CALL, "shares", "at least one", 0)) };
     let mut tensors = std::collections::HashMap::new();
-    for slot in Slot::ALL {
-        let name = slot.name();
-        let Some(one) = first.get(slot) else { continue };
-        let take = if !slot.is_replicated() { shares.len() } else { 1 };
+    for role in Role::ALL {
+        let name = role.name();
+        let Some(one) = first.get(role) else { continue };
+        let take = if !role.is_replicated() { shares.len() } else { 1 };
         let mut dims = one.dims().to_vec();
         if let Some(experts) = dims.first_mut().filter(|_| take > 1) {
             *experts = experts.saturating_mul(take);
         }
-        let mut whole = Tensor::<Cpu>::zeros(&Cpu::new(), one.dtype(), &dims)?;
+        let mut whole = Tensor::<Cpu>::empty(&Cpu::new(), one.dtype(), &dims)?;
         for (share, bytes) in shares[..take].iter().zip(whole.as_bytes_mut().chunks_exact_mut(one.bytes().max(1))) {
-            let part = share.get(slot).ok_or_else(|| Error::invalid(CALL, name, "a tensor on every rank", "none"))?;
+            let part = share.get(role).ok_or_else(|| Error::invalid(CALL, name, "a tensor on every rank", "none"))?;
             Error::check_shape(CALL, name, one.dims(), part.dims())?;
             Error::check_dtype(CALL, name, one.dtype(), part.dtype())?;
             bytes.copy_from_slice(part.as_bytes());
         }
-        tensors.insert(slot, whole);
+        tensors.insert(role, whole);
     }
     assemble(CALL, tensors)
 }
@@ -54,10 +55,10 @@ pub(super) struct Planned {
 impl Planned {
     /// Makes the tensor.
     pub fn build(&self, params: &BlockParams, local: usize) -> Result<Tensor<Cpu>> {
-        let mut whole = Tensor::zeros(&Cpu::new(), self.dtype, &self.dims)?;
+        let mut whole = Tensor::empty(&Cpu::new(), self.dtype, &self.dims)?;
         for (expert, part) in &self.parts {
-            let Some(tensor) = params.get(part.slot) else { continue };
-            let matrix = match !part.slot.is_replicated() {
+            let Some(tensor) = params.get(part.role) else { continue };
+            let matrix = match !part.role.is_replicated() {
                 true => {
                     let one = tensor.bytes() / local;
                     &tensor.as_bytes()[expert * one..][..one]
@@ -99,7 +100,7 @@ impl Checkpoint {
         let replicated = layout.replicated().into_iter().map(|part| (0, part));
         let own = experts.clone().flat_map(|e| layout.expert(e).into_iter().map(move |part| (e, part)));
         for (e, part) in replicated.chain(own) {
-            let Some(tensor) = params.get(part.slot) else { continue };
+            let Some(tensor) = params.get(part.role) else { continue };
             let slices = part.dims.iter().product::<usize>() / (part.out * part.inn).max(1);
             if slices > 1 && options.ranks > 1 {
                 let expected = format!("all {slices} experts, as gather_blocks joins them: one tensor holds them");
@@ -122,10 +123,10 @@ impl Checkpoint {
         let layout = self.layout(layer, config);
         let checked = self.check_block(&layout, false)?;
         let mut bytes = BlockBytes { experts: 0, replicated: 0, disk: 0 };
-        for (slot, natural) in &checked.natural {
-            let size = self.slot_dtype(*slot, *natural, options.dtype).size();
-            let count: usize = slot_dims(config, *slot, experts.len()).iter().product();
-            *(if !slot.is_replicated() { &mut bytes.experts } else { &mut bytes.replicated }) += (count * size) as u64;
+        for (role, natural) in &checked.natural {
+            let size = self.role_dtype(*role, *natural, options.dtype).size();
+            let count: usize = role.dims(config, experts.len()).map_or(0, |dims| dims.iter().product());
+            *(if role.is_replicated() { &mut bytes.replicated } else { &mut bytes.experts }) += (count * size) as u64;
         }
         bytes.disk = checked.disk[0] / options.ranks as u64 + checked.disk[1];
         Ok(bytes)
@@ -133,10 +134,14 @@ impl Checkpoint {
 }
 
 fn check(call: &'static str, config: &MoeConfig, params: &BlockParams, local: usize) -> Result<()> {
-    for slot in Slot::ALL {
-        let name = slot.name();
-        if let Some(tensor) = params.get(slot) {
-            Error::check_shape(call, name, &slot_dims(config, slot, local), tensor.dims())?;
+    for role in Role::ALL {
+        let name = role.name();
+        match (params.get(role), role.dims(config, local)) {
+            (Some(tensor), Some(dims)) => Error::check_shape(call, name, &dims, tensor.dims())?,
+            (Some(tensor), None) => {
+                return Err(Error::invalid(call, name, "none, by the configuration", format!("{:?}", tensor.dims())));
+            }
+            (None, _) => {}
         }
     }
     Ok(())

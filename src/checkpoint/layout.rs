@@ -3,7 +3,7 @@
 
 use super::family::{Experts, Family};
 use crate::config::MoeConfig;
-pub(super) use crate::layer::Role as Slot;
+use crate::layer::Role;
 
 /// Which of the layer's rows a matrix's rows are.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -27,7 +27,7 @@ impl Rows {
 /// A matrix on disk: a whole tensor, or one of several equal slices of it.
 #[derive(Debug, Clone)]
 pub(super) struct Part {
-    pub slot: Slot,
+    pub role: Role,
     /// Tensor on disk.
     pub name: String,
     /// Its shape, before quantisation.
@@ -44,8 +44,8 @@ pub(super) struct Part {
 }
 
 impl Part {
-    fn new(slot: Slot, name: String, [out, inn]: [usize; 2]) -> Self {
-        Self { slot, name, dims: vec![out, inn], slice: 0, out, inn, transposed: false, rows: Rows::From(0) }
+    fn new(role: Role, name: String, [out, inn]: [usize; 2]) -> Self {
+        Self { role, name, dims: vec![out, inn], slice: 0, out, inn, transposed: false, rows: Rows::From(0) }
     }
 
     fn dims(self, dims: &[usize]) -> Self {
@@ -126,16 +126,16 @@ impl<'a> Layout<'a> {
     /// Matrices of the replicated parameters.
     pub fn replicated(&self) -> Vec<Part> {
         let (hidden, experts) = (self.config.hidden, self.config.router.num_experts);
-        let mut parts = vec![Part::new(Slot::Router, self.name(self.router), [experts, hidden])];
+        let mut parts = vec![Part::new(Role::Router, self.name(self.router), [experts, hidden])];
         if self.config.router.logit_bias {
             let name = self.name(&self.router.replace("weight", "bias"));
-            parts.push(Part::new(Slot::RouterBias, name, [experts, 1]).dims(&[experts]));
+            parts.push(Part::new(Role::RouterBias, name, [experts, 1]).dims(&[experts]));
         }
         if self.config.router.selection_bias
             && let Some(bias) = self.family.selection_bias.get(self.selection_bias)
         {
             let dims: &[usize] = if bias.row { &[1, experts] } else { &[experts] };
-            parts.push(Part::new(Slot::SelectionBias, self.name(bias.name), [experts, 1]).dims(dims));
+            parts.push(Part::new(Role::SelectionBias, self.name(bias.name), [experts, 1]).dims(dims));
         }
         self.shared(&mut parts);
         parts
@@ -151,18 +151,18 @@ impl<'a> Layout<'a> {
         let gates = self.config.activation.gate_factor();
         if shared.linear {
             let up = format!("{name}.input_linear.weight");
-            parts.push(Part::new(Slot::SharedUp, up, [gates * size, hidden]));
-            parts.push(Part::new(Slot::SharedDown, format!("{name}.output_linear.weight"), [hidden, size]));
+            parts.push(Part::new(Role::SharedUp, up, [gates * size, hidden]));
+            parts.push(Part::new(Role::SharedDown, format!("{name}.output_linear.weight"), [hidden, size]));
         } else {
             if gates == 2 {
-                parts.push(Part::new(Slot::SharedUp, format!("{name}.gate_proj.weight"), [size, hidden]));
+                parts.push(Part::new(Role::SharedUp, format!("{name}.gate_proj.weight"), [size, hidden]));
             }
-            let up = Part::new(Slot::SharedUp, format!("{name}.up_proj.weight"), [size, hidden]);
+            let up = Part::new(Role::SharedUp, format!("{name}.up_proj.weight"), [size, hidden]);
             parts.push(up.rows(Rows::From((gates - 1) * size)));
-            parts.push(Part::new(Slot::SharedDown, format!("{name}.down_proj.weight"), [hidden, size]));
+            parts.push(Part::new(Role::SharedDown, format!("{name}.down_proj.weight"), [hidden, size]));
         }
         if let Some(gate) = shared.gate {
-            parts.push(Part::new(Slot::SharedGate, self.name(gate), [1, hidden]));
+            parts.push(Part::new(Role::SharedGate, self.name(gate), [1, hidden]));
         }
     }
 
@@ -176,34 +176,34 @@ impl<'a> Layout<'a> {
             Experts::Each { gate, up, down } => {
                 let name = |name: &str| self.name(&format!("experts.{e}.{name}.weight"));
                 if gates == 2 {
-                    parts.push(Part::new(Slot::Up, name(gate), [i, h]));
+                    parts.push(Part::new(Role::Up, name(gate), [i, h]));
                 }
-                parts.push(Part::new(Slot::Up, name(up), [i, h]).rows(Rows::From((gates - 1) * i)));
-                parts.push(Part::new(Slot::Down, name(down), [h, i]));
+                parts.push(Part::new(Role::Up, name(up), [i, h]).rows(Rows::From((gates - 1) * i)));
+                parts.push(Part::new(Role::Down, name(down), [h, i]));
             }
             Experts::Fused { up, down, transposed, interleaved } => {
                 let rows = if *interleaved { Rows::Alternate(i) } else { Rows::From(0) };
                 let dims = |out, inn| if *transposed { [n, inn, out] } else { [n, out, inn] };
-                let matrix = |slot, name: &str, out, inn| {
-                    let part = Part::new(slot, self.name(name), [out, inn]).dims(&dims(out, inn));
+                let matrix = |role, name: &str, out, inn| {
+                    let part = Part::new(role, self.name(name), [out, inn]).dims(&dims(out, inn));
                     part.slice(e).transposed(*transposed)
                 };
-                parts.push(matrix(Slot::Up, up, up_rows, h).rows(rows));
-                parts.push(matrix(Slot::Down, down, h, i));
+                parts.push(matrix(Role::Up, up, up_rows, h).rows(rows));
+                parts.push(matrix(Role::Down, down, h, i));
                 if self.config.expert_bias {
-                    let vector = |slot, name: &str, len| {
-                        Part::new(slot, self.name(&format!("{name}_bias")), [len, 1]).dims(&[n, len]).slice(e)
+                    let vector = |role, name: &str, len| {
+                        Part::new(role, self.name(&format!("{name}_bias")), [len, 1]).dims(&[n, len]).slice(e)
                     };
-                    parts.push(vector(Slot::UpBias, up, up_rows).rows(rows));
-                    parts.push(vector(Slot::DownBias, down, h));
+                    parts.push(vector(Role::UpBias, up, up_rows).rows(rows));
+                    parts.push(vector(Role::DownBias, down, h));
                 }
             }
             Experts::Stacked { gate, up, down } => {
                 let stacked =
-                    |slot, name: &str, matrix| Part::new(slot, self.name(name), matrix).dims(&[n * i, h]).slice(e);
-                parts.push(stacked(Slot::Up, gate, [i, h]));
-                parts.push(stacked(Slot::Up, up, [i, h]).rows(Rows::From(i)));
-                parts.push(stacked(Slot::Down, down, [h, i]).transposed(true));
+                    |role, name: &str, matrix| Part::new(role, self.name(name), matrix).dims(&[n * i, h]).slice(e);
+                parts.push(stacked(Role::Up, gate, [i, h]));
+                parts.push(stacked(Role::Up, up, [i, h]).rows(Rows::From(i)));
+                parts.push(stacked(Role::Down, down, [h, i]).transposed(true));
             }
         }
         parts

@@ -3,13 +3,13 @@
 use std::collections::{HashMap, HashSet};
 
 use super::convert::Place;
-use super::layout::{Layout, Part, Slot};
+use super::layout::{Layout, Part};
 use super::stored::{Form, Scratch, Stored};
 use super::{Block, BlockParams, Checkpoint, LoadOptions, Progress};
-use crate::config::MoeConfig;
 use crate::cpu::Cpu;
 use crate::dtype::DType;
 use crate::error::{CheckpointError, Error, Result};
+use crate::layer::Role;
 use crate::tensor::Tensor;
 
 /// Bytes of one read, unless a row is longer: large enough to be fast, small beside any expert.
@@ -19,7 +19,7 @@ const CHUNK: usize = 1 << 20;
 #[derive(Debug)]
 pub(super) struct Checked {
     /// Type of each parameter as stored, or that de-quantised weights get.
-    pub natural: HashMap<Slot, DType>,
+    pub natural: HashMap<Role, DType>,
     /// Form of the routed experts.
     pub form: Form,
     /// Every tensor that belongs to the block.
@@ -39,24 +39,6 @@ impl LoadOptions {
         }
         let local = experts / self.ranks;
         Ok(self.rank * local..(self.rank + 1) * local)
-    }
-}
-
-/// Shape of a parameter that holds `local` experts.
-pub(super) fn slot_dims(config: &MoeConfig, slot: Slot, local: usize) -> Vec<usize> {
-    let (h, i, e) = (config.hidden, config.intermediate, config.router.num_experts);
-    let gates = config.activation.gate_factor();
-    let s = config.shared.map_or(0, |shared| shared.intermediate);
-    match slot {
-        Slot::Router => vec![e, h],
-        Slot::RouterBias | Slot::SelectionBias => vec![e],
-        Slot::Up => vec![local, gates * i, h],
-        Slot::UpBias => vec![local, gates * i],
-        Slot::Down => vec![local, h, i],
-        Slot::DownBias => vec![local, h],
-        Slot::SharedUp => vec![gates * s, h],
-        Slot::SharedDown => vec![h, s],
-        Slot::SharedGate => vec![1, h],
     }
 }
 
@@ -126,12 +108,12 @@ impl Checkpoint {
             return Err(stored.mismatch("a floating-point type or a quantised form", found).into());
         }
         let natural = self.natural(stored.form);
-        let first = *checked.natural.entry(part.slot).or_insert(natural);
+        let first = *checked.natural.entry(part.role).or_insert(natural);
         if uniform && first != natural {
             return Err(stored.mismatch(format!("{first}, as the tensors before it"), natural).into());
         }
-        let routed = matches!(part.slot, Slot::Up | Slot::UpBias | Slot::Down | Slot::DownBias);
-        if part.slot == Slot::Down {
+        let routed = !part.role.is_replicated();
+        if part.role == Role::Down {
             checked.form = stored.form;
         }
         checked.disk[usize::from(!routed)] += stored.bytes();
@@ -158,10 +140,10 @@ impl Checkpoint {
         let layout = self.layout(layer, &config);
         let checked = self.check_block(&layout, options.dtype.is_none())?;
         let mut tensors = HashMap::new();
-        for (slot, natural) in &checked.natural {
-            let dtype = self.slot_dtype(*slot, *natural, options.dtype);
-            let dims = slot_dims(&config, *slot, experts.len());
-            tensors.insert(*slot, Tensor::<Cpu>::zeros(&Cpu::new(), dtype, &dims)?);
+        for (role, natural) in &checked.natural {
+            let dtype = self.role_dtype(*role, *natural, options.dtype);
+            let dims = role.dims(&config, experts.len()).unwrap_or_default();
+            tensors.insert(*role, Tensor::<Cpu>::empty(&Cpu::new(), dtype, &dims)?);
         }
         let total = tensors.values().map(|t| t.bytes() as u64).sum();
         let mut done = 0;
@@ -169,15 +151,15 @@ impl Checkpoint {
         let shared = layout.replicated().into_iter().map(|part| (0, part));
         let routed = experts.clone().flat_map(|e| layout.expert(e).into_iter().map(move |part| (e, part)));
         for (e, part) in shared.chain(routed) {
-            let Some(tensor) = tensors.get_mut(&part.slot) else { continue };
+            let Some(tensor) = tensors.get_mut(&part.role) else { continue };
             let dtype = tensor.dtype();
-            let matrix = match part.slot {
-                Slot::Up | Slot::UpBias | Slot::Down | Slot::DownBias => {
+            let matrix = match part.role.is_replicated() {
+                false => {
                     let bytes = tensor.as_bytes_mut();
                     let one = bytes.len() / experts.len();
                     &mut bytes[(e - experts.start) * one..][..one]
                 }
-                _ => tensor.as_bytes_mut(),
+                true => tensor.as_bytes_mut(),
             };
             let stored = self.stored(&part.name)?.ok_or_else(|| self.missing(&part))?;
             read_part(&stored, &part, matrix, dtype, &mut scratch)?;
@@ -188,11 +170,11 @@ impl Checkpoint {
     }
 
     /// The type a parameter gets: what decides routing keeps its precision.
-    pub(super) fn slot_dtype(&self, slot: Slot, natural: DType, wanted: Option<DType>) -> DType {
-        match (slot, wanted) {
+    pub(super) fn role_dtype(&self, role: Role, natural: DType, wanted: Option<DType>) -> DType {
+        match (role, wanted) {
             (_, None) => natural,
-            (Slot::SelectionBias, Some(dtype)) => dtype.accumulator(),
-            (Slot::Router | Slot::RouterBias, Some(dtype)) if self.model.family.router_f32 => dtype.accumulator(),
+            (Role::SelectionBias, Some(dtype)) => dtype.accumulator(),
+            (Role::Router | Role::RouterBias, Some(dtype)) if self.model.family.router_f32 => dtype.accumulator(),
             (_, Some(dtype)) => dtype,
         }
     }
@@ -208,14 +190,14 @@ impl Checkpoint {
         if let Form::Plain(found) = stored.form
             && found == dtype
         {
-            let mut tensor = Tensor::zeros(&Cpu::new(), dtype, &stored.dims)?;
+            let mut tensor = Tensor::empty(&Cpu::new(), dtype, &stored.dims)?;
             stored.read_plain(0, tensor.as_bytes_mut())?;
             return Ok(tensor);
         }
         if !dtype.is_float() || !natural.is_float() {
             return Err(stored.mismatch(dtype, natural).into());
         }
-        let mut tensor = Tensor::zeros(&Cpu::new(), dtype, &stored.dims)?;
+        let mut tensor = Tensor::empty(&Cpu::new(), dtype, &stored.dims)?;
         let (matrix, inn) = match stored.dims.as_slice() {
             [.., rows, columns] => (rows * columns, *columns),
             [rows] => (*rows, 1),
@@ -227,7 +209,7 @@ impl Checkpoint {
         }
         for (slice, bytes) in tensor.as_bytes_mut().chunks_exact_mut(matrix * dtype.size()).enumerate() {
             let part = Part {
-                slot: Slot::Router,
+                role: Role::Router,
                 name: name.to_string(),
                 dims: stored.dims.clone(),
                 slice,
@@ -266,21 +248,21 @@ fn read_part(stored: &Stored<'_>, part: &Part, matrix: &mut [u8], dtype: DType, 
 }
 
 /// Parameters from their tensors.
-pub(super) fn assemble(call: &'static str, mut tensors: HashMap<Slot, Tensor<Cpu>>) -> Result<BlockParams> {
-    let mut take = |slot| tensors.remove(&slot);
+pub(super) fn assemble(call: &'static str, mut tensors: HashMap<Role, Tensor<Cpu>>) -> Result<BlockParams> {
+    let mut take = |role| tensors.remove(&role);
     let required = |tensor: Option<Tensor<Cpu>>, name: &str| {
         tensor.ok_or_else(|| Error::invalid(call, name, "a tensor", "nothing"))
     };
     Ok(BlockParams {
-        router: required(take(Slot::Router), "router")?,
-        router_bias: take(Slot::RouterBias),
-        selection_bias: take(Slot::SelectionBias),
-        up: required(take(Slot::Up), "up")?,
-        up_bias: take(Slot::UpBias),
-        down: required(take(Slot::Down), "down")?,
-        down_bias: take(Slot::DownBias),
-        shared_up: take(Slot::SharedUp),
-        shared_down: take(Slot::SharedDown),
-        shared_gate: take(Slot::SharedGate),
+        router: required(take(Role::Router), "router")?,
+        router_bias: take(Role::RouterBias),
+        selection_bias: take(Role::SelectionBias),
+        up: required(take(Role::Up), "up")?,
+        up_bias: take(Role::UpBias),
+        down: required(take(Role::Down), "down")?,
+        down_bias: take(Role::DownBias),
+        shared_up: take(Role::SharedUp),
+        shared_down: take(Role::SharedDown),
+        shared_gate: take(Role::SharedGate),
     })
 }

@@ -52,7 +52,7 @@ impl Model {
         };
         let nested = matches!(family.formula, Formula::SoftmaxPower).then_some("ffn_config");
         let fields = Fields::new(&name, text, nested);
-        let layers = fields.size(&["num_hidden_layers", "n_layers"], MAX_LAYERS)?;
+        let layers = inner.size(&["num_hidden_layers", "n_layers"], MAX_LAYERS)?;
         let mut blocks = Vec::new();
         for layer in moe_layers(family.layers, &fields, layers)? {
             blocks.push((layer, block(family, &fields, layer)?));
@@ -182,7 +182,7 @@ fn pattern(fields: &Fields<'_>, layers: usize) -> Result<Vec<usize>> {
 }
 
 fn block(family: &Family, fields: &Fields<'_>, layer: usize) -> Result<MoeConfig> {
-    let hidden = fields.size(&["hidden_size", "d_model"], MAX_HIDDEN)?;
+    let hidden = fields.root().size(&["hidden_size", "d_model"], MAX_HIDDEN)?;
     let experts = fields.size(family::EXPERTS, MAX_EXPERTS)?;
     let required = |keys: &[&'static str], value: Option<usize>, max: usize| match value {
         Some(value) if value > 0 => Ok(value),

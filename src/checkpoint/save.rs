@@ -67,8 +67,8 @@ impl Checkpoint {
                 return Err(Error::invalid(CALL, "blocks", "each layer once", format!("layer {layer} twice")));
             }
             let checked = self.check_block(&self.layout(*layer, self.block(*layer)?), false)?;
-            if let Some(slot) = checked.natural.keys().find(|slot| params.get(**slot).is_none()) {
-                return Err(Error::invalid(CALL, format!("layer {layer}: {slot:?}"), "a tensor", "none"));
+            if let Some(role) = checked.natural.keys().find(|role| params.get(**role).is_none()) {
+                return Err(Error::invalid(CALL, format!("layer {layer}: {role:?}"), "a tensor", "none"));
             }
             let all = LoadOptions { rank: 0, ranks: 1, dtype: None };
             let planned = self.plan(CALL, *layer, params, all)?;

@@ -4,6 +4,7 @@
 //! process. Every call carries a [`Tag`]: ranks that meet with different tags get an error each and exchange nothing.
 
 mod rendezvous;
+mod solo;
 pub mod threads;
 
 use std::fmt;
@@ -13,6 +14,7 @@ use crate::dtype::DType;
 use crate::error::Result;
 use crate::tensor::{TensorMut, TensorRef};
 
+pub use solo::Solo;
 pub use threads::{ThreadComm, ThreadWorld};
 
 /// What a collective is for.

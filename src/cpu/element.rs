@@ -2,7 +2,6 @@
 
 use half::{bf16, f16};
 
-use crate::device::Device;
 use crate::dtype::DType;
 use crate::error::{Error, Result};
 use crate::tensor::{Tensor, TensorMut, TensorRef};
@@ -244,8 +243,3 @@ macro_rules! with_acc {
     };
 }
 pub(crate) use {with_acc, with_float};
-
-const _: fn() = || {
-    fn device<D: Device>() {}
-    device::<Cpu>();
-};

@@ -146,6 +146,7 @@ impl<D: Kernels> Group<D> {
             (DispatcherKind::AllGather, _) => Box::new(AllGather { core }),
             _ => Box::new(AllToAll { core }),
         };
+        tracing::info!(rank, ranks, dispatcher = dispatcher.name(), requested = ?config.dispatcher, "joined a group");
         Ok(Self { config, device, stream, rank, ranks, dispatcher })
     }
 

@@ -243,7 +243,7 @@ fn softmax_cases() -> Vec<Case> {
             router: "router.layer.weight",
             style: Style::Stacked,
             ..qwen_like(
-                json!({"model_type": "dbrx", "d_model": H, "n_layers": 3, "ffn_config": {"ffn_hidden_size": I,
+                json!({"model_type": "dbrx", "d_model": H, "n_layers": 3, "ffn_config": {"ffn_hidden_size": I, "hidden_size": 6144,
                     "moe_num_experts": E, "moe_top_k": 2, "ffn_act_fn": {"name": "silu"},
                     "moe_normalize_expert_weights": 2.0}}),
                 MODEL,
@@ -489,6 +489,34 @@ fn names_map_to_positions() {
     }
 }
 
+/// The golden suite's own reading of names gives what lies on disk, in every family: it could not compare otherwise.
+#[test]
+fn golden_suite_knows_the_names() {
+    use crate::reference::{compare, dense::Params, names};
+    for case in softmax_cases().into_iter().chain(sigmoid_cases()).chain(topk_cases()) {
+        let tensors = tensors(&case);
+        let dir = folder(&case.config, &tensors);
+        let model_type = names::model_type(dir.path()).unwrap();
+        let checkpoint = Checkpoint::open(dir.path()).unwrap();
+        let layer = case.layers[0];
+        let block = checkpoint.load_block(layer, options(0, 1, None)).unwrap();
+        let framework = |t: &moebius::Tensor<moebius::cpu::Cpu>| {
+            candle_core::Tensor::from_vec(t.to_f64(), t.dims(), &candle_core::Device::Cpu).unwrap()
+        };
+        let params: Params =
+            block.params.into_roles().map(|(role, t)| (role.name().to_string(), framework(&t))).collect();
+        let prefix = format!("{}{layer}.", case.root);
+        for (name, raw) in tensors.iter().filter(|(name, _)| name.starts_with(&prefix)) {
+            let found =
+                names::on_disk(name, &model_type, &params).unwrap_or_else(|e| panic!("{model_type}: {name}: {e}"));
+            let found = found.unwrap_or_else(|| panic!("{model_type}: {name} is not known"));
+            assert_eq!(found.dims(), raw.shape, "{model_type}: {name}");
+            let expected: Vec<f64> = raw.values().into_iter().map(f64::from).collect();
+            assert_eq!(compare::values(&found).unwrap(), expected, "{model_type}: {name}");
+        }
+    }
+}
+
 /// The known list names every family that is documented, and each of them opens.
 #[test]
 fn known_families() {
@@ -519,4 +547,32 @@ fn known_families() {
     unique.sort_unstable();
     unique.dedup();
     assert_eq!(unique.len(), known.len(), "a model_type names one family");
+}
+
+/// gpt-oss, whose gate and up rows alternate: the layer has them one after the other, biases too.
+#[test]
+fn gpt_oss_rows_are_separated() {
+    let tensors = raw(&fixture("gpt_oss").join("model.safetensors"));
+    let checkpoint = Checkpoint::open(fixture("gpt_oss")).unwrap();
+    let block = checkpoint.load_block(1, options(1, 2, None)).unwrap();
+    let (h, i) = (block.config.hidden, block.config.intermediate);
+    assert!(block.config.expert_bias && block.config.router.logit_bias);
+    let disk = |name: &str| tensors[&format!("model.layers.1.mlp.{name}")].values();
+    let (up, down) = (disk("experts.gate_up_proj"), disk("experts.down_proj"));
+    let (up_bias, down_bias) = (disk("experts.gate_up_proj_bias"), disk("experts.down_proj_bias"));
+    let local = block.config.router.num_experts / 2;
+    let p = &block.params;
+    for (n, found) in p.up.as_slice::<f32>().unwrap().iter().enumerate() {
+        let (e, row, column) = (local + n / (2 * i * h), n / h % (2 * i), n % h);
+        // Gate rows are the even ones on disk, up rows the odd ones; disk is (in, out).
+        let out = if row < i { 2 * row } else { 2 * (row - i) + 1 };
+        assert_eq!(*found, up[(e * h + column) * 2 * i + out], "up[{n}]");
+        assert_eq!(p.up_bias.as_ref().unwrap().as_slice::<f32>().unwrap()[n / h], up_bias[e * 2 * i + out]);
+    }
+    for (n, found) in p.down.as_slice::<f32>().unwrap().iter().enumerate() {
+        let (e, row, column) = (local + n / (h * i), n / i % h, n % i);
+        assert_eq!(*found, down[(e * i + column) * h + row], "down[{n}]");
+    }
+    assert_eq!(p.down_bias.as_ref().unwrap().as_slice::<f32>().unwrap(), &down_bias[local * h..]);
+    assert_eq!(p.router_bias.as_ref().unwrap().as_slice::<f32>().unwrap(), disk("router.bias"));
 }

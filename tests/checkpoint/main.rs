@@ -5,3 +5,7 @@ mod families;
 mod forms;
 mod golden;
 mod support;
+
+/// The references' own reading of names on disk.
+#[path = "../../examples/support/mod.rs"]
+mod reference;

@@ -151,6 +151,9 @@ impl AuxGrad {
             ));
         }
         let kind = aux.aux.balance_kind;
+        if matches!(kind, BalanceKind::Sequence { .. }) && sums.sequences <= 0.0 && !ids.is_empty() {
+            return Err(Error::invalid(call, "tensor aux.sums", "the sums of a loss over sequences", "no sequences"));
+        }
         let weight = aux.d_loss * aux.aux.balance * e as f64;
         let row = |counts: &[f64], picks: f64, tokens: f64, weight: f64| -> Vec<f64> {
             counts.iter().map(|c| weight * c / picks / tokens).collect()

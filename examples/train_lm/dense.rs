@@ -1,4 +1,5 @@
-//! The language model in candle, apart from where its experts are computed; and the dense computation of them.
+//! The language model in plain candle operations, apart from where its experts are computed; and the dense
+//! computation of them.
 
 use std::collections::BTreeMap;
 

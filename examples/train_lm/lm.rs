@@ -50,14 +50,18 @@ pub struct Param {
     pub name: String,
     pub dims: Vec<usize>,
     pub values: Vec<f32>,
-    /// The first dimension counts experts: each rank holds its share only.
-    pub experts: bool,
+}
+
+/// Whether a parameter's first dimension counts experts: each rank holds its share only, and has the whole gradient of
+/// it. Of all others every rank holds the whole, and has a share of the gradient.
+pub fn is_share(name: &str) -> bool {
+    name.contains(".experts.")
 }
 
 impl Param {
     /// The share of a rank.
     pub fn share(&self, rank: usize, ranks: usize) -> (Vec<usize>, &[f32]) {
-        if !self.experts {
+        if !is_share(&self.name) {
             return (self.dims.clone(), &self.values);
         }
         let local = self.dims[0] / ranks;
@@ -75,29 +79,29 @@ pub fn initial(s: &Settings) -> Vec<Param> {
     let mut params = Vec::new();
     let (h, i, e) = (s.hidden, s.intermediate, s.experts);
     // None: ones.
-    let mut add = |name: String, dims: &[usize], deviation: Option<f64>, experts: bool| {
+    let mut add = |name: String, dims: &[usize], deviation: Option<f64>| {
         let count = dims.iter().product();
         let values = match deviation.and_then(|d| Normal::new(0.0, d).ok()) {
             Some(normal) => normal.sample_iter(&mut rng).take(count).map(|v| v as f32).collect(),
             None => vec![1.0; count],
         };
-        params.push(Param { name, dims: dims.to_vec(), values, experts });
+        params.push(Param { name, dims: dims.to_vec(), values });
     };
     let by = |inputs: usize| Some((inputs as f64).powf(-0.5));
-    add("embedding".into(), &[VOCABULARY, h], Some(0.5), false);
-    add("positions".into(), &[s.context, h], Some(0.1), false);
+    add("embedding".into(), &[VOCABULARY, h], Some(0.5));
+    add("positions".into(), &[s.context, h], Some(0.1));
     for l in 0..s.layers {
         let name = |part: &str| format!("layers.{l}.{part}");
-        add(name("attention_norm"), &[h], None, false);
-        add(name("qkv"), &[3 * h, h], by(h), false);
-        add(name("out"), &[h, h], by(h), false);
-        add(name("moe_norm"), &[h], None, false);
-        add(name("moe.router.weight"), &[e, h], by(h), false);
-        add(name("moe.experts.up"), &[e, 2 * i, h], by(h), true);
-        add(name("moe.experts.down"), &[e, h, i], by(i), true);
+        add(name("attention_norm"), &[h], None);
+        add(name("qkv"), &[3 * h, h], by(h));
+        add(name("out"), &[h, h], by(h));
+        add(name("moe_norm"), &[h], None);
+        add(name("moe.router.weight"), &[e, h], by(h));
+        add(name("moe.experts.up"), &[e, 2 * i, h], by(h));
+        add(name("moe.experts.down"), &[e, h, i], by(i));
     }
-    add("norm".into(), &[h], None, false);
-    add("head".into(), &[VOCABULARY, h], by(h), false);
+    add("norm".into(), &[h], None);
+    add("head".into(), &[VOCABULARY, h], by(h));
     params
 }
 

@@ -1,0 +1,264 @@
+//! Compiles `kernels/*.cu` for the `cuda` feature; does nothing without it.
+//!
+//! nvcc: `NVCC` (a path), else `CUDA_HOME/bin`, `CUDA_PATH/bin`, `PATH`, `/usr/local/cuda/bin`; 12.0 or later.
+//! Architectures: `CUDA_COMPUTE_CAP`, a list of compute capabilities such as `80,90a` or `8.0 100f`, or `native`; else
+//! the GPU of this machine; else 80 and 90a. `90` means `90a`, as Hopper's own instructions need the suffix.
+//!
+//! Each stage becomes one cubin an architecture, embedded in the library and loaded through the driver.
+
+use std::fmt::Write as _;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+const OLDEST_NVCC: (u32, u32) = (12, 0);
+const DEFAULT_ARCHITECTURES: [&str; 2] = ["80", "90a"];
+const NVCC_VARIABLES: [&str; 3] = ["NVCC", "CUDA_HOME", "CUDA_PATH"];
+
+fn main() {
+    println!("cargo:rerun-if-changed=build.rs");
+    if std::env::var_os("CARGO_FEATURE_CUDA").is_none() {
+        return;
+    }
+    println!("cargo:rerun-if-changed=kernels");
+    println!("cargo:rerun-if-env-changed=CUDA_COMPUTE_CAP");
+    NVCC_VARIABLES.iter().for_each(|v| println!("cargo:rerun-if-env-changed={v}"));
+    if let Err(problem) = build() {
+        eprintln!("\nmoebius, feature cuda: {problem}\n");
+        std::process::exit(1);
+    }
+}
+
+fn build() -> Result<(), String> {
+    let out = PathBuf::from(std::env::var_os("OUT_DIR").ok_or("OUT_DIR is not set (run by cargo)")?);
+    let mut table = String::from("pub(super) static CUBINS: &[Cubin] = &[\n");
+    // Documentation is built without a toolkit.
+    if std::env::var_os("DOCS_RS").is_none() {
+        let nvcc = find_nvcc()?;
+        check_version(&nvcc)?;
+        let architectures = architectures(&nvcc)?;
+        let jobs: Vec<Job> = stages()?
+            .into_iter()
+            .flat_map(|stage| architectures.iter().map(move |arch| (stage.clone(), arch.clone())))
+            .map(|((stage, source), arch)| {
+                let cubin = out.join(format!("{stage}.sm_{arch}.cubin"));
+                Job { stage, source, arch, cubin }
+            })
+            .collect();
+        compile(&nvcc, &jobs)?;
+        for j in &jobs {
+            let Job { stage, arch, cubin, .. } = j;
+            writeln!(table, "    Cubin {{ stage: {stage:?}, arch: {arch:?}, image: include_bytes!({cubin:?}) }},")
+                .map_err(|e| e.to_string())?;
+        }
+    }
+    table.push_str("];\n");
+    let file = out.join("cubins.rs");
+    std::fs::write(&file, table).map_err(|e| format!("{}: {e}", file.display()))
+}
+
+/// One run of nvcc.
+struct Job {
+    stage: String,
+    source: PathBuf,
+    arch: String,
+    cubin: PathBuf,
+}
+
+/// Names and files of the stages.
+fn stages() -> Result<Vec<(String, PathBuf)>, String> {
+    let folder = Path::new("kernels");
+    let list = std::fs::read_dir(folder).map_err(|e| format!("{}: {e}", folder.display()))?;
+    let mut found = Vec::new();
+    for entry in list {
+        let path = entry.map_err(|e| format!("{}: {e}", folder.display()))?.path();
+        if path.extension().is_some_and(|e| e == "cu")
+            && let Some(stem) = path.file_stem().and_then(|s| s.to_str())
+        {
+            found.push((stem.to_string(), path.clone()));
+        }
+    }
+    found.sort();
+    Ok(found)
+}
+
+/// Runs nvcc over all jobs, as many at a time as cargo allows.
+fn compile(nvcc: &Path, jobs: &[Job]) -> Result<(), String> {
+    let width = std::env::var("NUM_JOBS").ok().and_then(|n| n.parse().ok()).unwrap_or(1usize).max(1);
+    let next = std::sync::atomic::AtomicUsize::new(0);
+    let work = || -> Result<(), String> {
+        while let Some(job) = jobs.get(next.fetch_add(1, std::sync::atomic::Ordering::Relaxed)) {
+            compile_one(nvcc, job)?;
+        }
+        Ok(())
+    };
+    std::thread::scope(|scope| {
+        let threads: Vec<_> = (0..width.min(jobs.len())).map(|_| scope.spawn(work)).collect();
+        threads.into_iter().try_for_each(|t| t.join().map_err(|_| "a compiling thread panicked".to_string())?)
+    })
+}
+
+fn compile_one(nvcc: &Path, job: &Job) -> Result<(), String> {
+    let mut command = Command::new(nvcc);
+    // `-gencode` and not `-arch`: the shorthand adds a pass without the suffix, which Hopper's instructions fail in.
+    command
+        .arg(format!("-gencode=arch=compute_{0},code=sm_{0}", job.arch))
+        .args([
+            "-cubin",
+            "-std=c++17",
+            "-O3",
+            "-lineinfo",
+            "--extra-device-vectorization",
+            "-Xptxas",
+            "-v,-warn-spills",
+        ])
+        .args(["-Ikernels", "-o"])
+        .arg(&job.cubin)
+        .arg(&job.source);
+    let shown = format!("{command:?}");
+    let output = command.output().map_err(|e| format!("could not run {}: {e}", nvcc.display()))?;
+    let log = format!("{}{}", String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
+    if !output.status.success() {
+        return Err(format!(
+            "nvcc failed on {} for sm_{} ({}):\n{shown}\n{log}",
+            job.source.display(),
+            job.arch,
+            output.status
+        ));
+    }
+    // Kept beside the cubin: registers, spills, stack frames.
+    let file = job.cubin.with_extension("log");
+    std::fs::write(&file, log).map_err(|e| format!("{}: {e}", file.display()))
+}
+
+fn find_nvcc() -> Result<PathBuf, String> {
+    let given = |name: &str| std::env::var_os(name).filter(|v| !v.is_empty()).map(PathBuf::from);
+    if let Some(path) = given("NVCC") {
+        return match path.is_file() {
+            true => Ok(path),
+            false => Err(format!("NVCC names {}, which is not a file; unset it or give nvcc's path", path.display())),
+        };
+    }
+    let mut tried = Vec::new();
+    for name in ["CUDA_HOME", "CUDA_PATH"] {
+        if let Some(home) = given(name) {
+            let path = home.join("bin/nvcc");
+            if path.is_file() {
+                return Ok(path);
+            }
+            return Err(format!(
+                "{name} is {}, but there is no {}; unset it or give a CUDA toolkit's folder",
+                home.display(),
+                path.display()
+            ));
+        }
+        tried.push(format!("{name} (not set)"));
+    }
+    let folders = std::env::var_os("PATH").map(|p| std::env::split_paths(&p).collect::<Vec<_>>()).unwrap_or_default();
+    if let Some(path) = folders.iter().map(|d| d.join("nvcc")).find(|p| p.is_file()) {
+        return Ok(path);
+    }
+    tried.push(format!("the {} folders of PATH", folders.len()));
+    let usual = PathBuf::from("/usr/local/cuda/bin/nvcc");
+    if usual.is_file() {
+        return Ok(usual);
+    }
+    tried.push(usual.display().to_string());
+    Err(format!(
+        "no nvcc. Looked at: NVCC (not set), {}. Install CUDA {}.{} or later and set CUDA_HOME to its folder, or NVCC to \
+         nvcc itself; `scripts/cuda-kit DIR` gets a toolkit from PyPI",
+        tried.join(", "),
+        OLDEST_NVCC.0,
+        OLDEST_NVCC.1
+    ))
+}
+
+fn check_version(nvcc: &Path) -> Result<(), String> {
+    let output = Command::new(nvcc)
+        .arg("--version")
+        .output()
+        .map_err(|e| format!("could not run {} --version: {e}", nvcc.display()))?;
+    let text = String::from_utf8_lossy(&output.stdout);
+    let version = text.split("release ").nth(1).and_then(|t| t.split(',').next());
+    let parsed = version.and_then(|v| {
+        let (major, minor) = v.trim().split_once('.')?;
+        Some((major.parse::<u32>().ok()?, minor.parse::<u32>().ok()?))
+    });
+    match parsed {
+        Some(v) if v >= OLDEST_NVCC => Ok(()),
+        Some((major, minor)) => Err(format!(
+            "{} is release {major}.{minor}; {}.{} or later is needed. Set NVCC or CUDA_HOME to a newer toolkit",
+            nvcc.display(),
+            OLDEST_NVCC.0,
+            OLDEST_NVCC.1
+        )),
+        None => Err(format!("{} --version says no release, but: {}", nvcc.display(), text.trim())),
+    }
+}
+
+fn architectures(nvcc: &Path) -> Result<Vec<String>, String> {
+    let asked = std::env::var("CUDA_COMPUTE_CAP").ok().filter(|v| !v.trim().is_empty());
+    let words: Vec<String> = match asked.as_deref().map(str::trim) {
+        Some("native") => {
+            let found = gpus();
+            if found.is_empty() {
+                return Err(
+                    "CUDA_COMPUTE_CAP is native, but nvidia-smi found no GPU; give capabilities such as 80,90a"
+                        .to_string(),
+                );
+            }
+            found
+        }
+        Some(list) => list.split([',', ';', ' ']).filter(|w| !w.is_empty()).map(str::to_string).collect(),
+        None => match gpus() {
+            found if found.is_empty() => DEFAULT_ARCHITECTURES.map(str::to_string).to_vec(),
+            found => found,
+        },
+    };
+    let mut list: Vec<String> = words.iter().map(|w| architecture(w)).collect::<Result<_, _>>()?;
+    list.sort();
+    list.dedup();
+    if let Some(known) = known(nvcc)
+        && let Some(bad) = list.iter().find(|a| !known.iter().any(|k| k == a.trim_end_matches(['a', 'f'])))
+    {
+        return Err(format!(
+            "{} does not know sm_{bad} (from CUDA_COMPUTE_CAP or this machine's GPU); it knows {}",
+            nvcc.display(),
+            known.join(", ")
+        ));
+    }
+    Ok(list)
+}
+
+/// `8.0`, `80`, `90a`, `sm_100f` … without dot and prefix.
+fn architecture(word: &str) -> Result<String, String> {
+    let plain = word.trim_start_matches("sm_").trim_start_matches("compute_").replace('.', "");
+    let digits = plain.trim_end_matches(['a', 'f']);
+    match digits.parse::<u32>() {
+        Ok(n) if n >= 80 && plain.len() - digits.len() <= 1 => Ok(if plain == "90" { "90a".into() } else { plain }),
+        Ok(n) if n < 80 => Err(format!(
+            "CUDA_COMPUTE_CAP: {word} is not supported: the kernels need compute capability 8.0 or later (bf16)"
+        )),
+        _ => Err(format!("CUDA_COMPUTE_CAP: {word:?} is no compute capability; give a list such as 80,90a, or native")),
+    }
+}
+
+/// Compute capabilities of this machine's GPUs.
+fn gpus() -> Vec<String> {
+    let output = Command::new("nvidia-smi").args(["--query-gpu=compute_cap", "--format=csv,noheader"]).output();
+    let Ok(output) = output else { return Vec::new() };
+    if !output.status.success() {
+        return Vec::new();
+    }
+    String::from_utf8_lossy(&output.stdout).lines().map(|l| l.trim().to_string()).filter(|l| !l.is_empty()).collect()
+}
+
+/// Architectures that this nvcc compiles for; `None` where it does not say.
+fn known(nvcc: &Path) -> Option<Vec<String>> {
+    let output = Command::new(nvcc).arg("--list-gpu-code").output().ok()?;
+    let list: Vec<String> = String::from_utf8_lossy(&output.stdout)
+        .lines()
+        .filter_map(|l| l.trim().strip_prefix("sm_"))
+        .map(str::to_string)
+        .collect();
+    (output.status.success() && !list.is_empty()).then_some(list)
+}

@@ -1,0 +1,272 @@
+//! A rank's training in burn. Every module of a rank is made on that rank's thread, so that ranks share no leaf, and
+//! there is one backward a step: more, burn's graph lock does not allow between threads.
+
+use std::collections::BTreeMap;
+
+use burn::backend::{Autodiff, Flex};
+use burn::module::{Module, ModuleMapper, ModuleVisitor, Param as BurnParam};
+use burn::optim::adaptor::OptimizerAdaptor;
+use burn::optim::{AdamW, AdamWConfig, GradientsParams, Optimizer};
+use burn::tensor::activation::{log_softmax, softmax};
+use burn::tensor::backend::Backend;
+use burn::tensor::{Int, Tensor, TensorData};
+use moebius::burn::{ExpertParallelMoE, ExpertParallelMoEConfig, MoeBackend};
+use moebius::comm::ThreadComm;
+use moebius::ep::EpGroup;
+use moebius::layer::Mode;
+
+use crate::Failure;
+use crate::lm::{Param, Settings, VOCABULARY, is_share};
+use crate::ranks::{Check, Report, Values, Worker, join, moe_config, sum_over_ranks};
+
+type Inner = Flex;
+type Host = Autodiff<Inner>;
+
+/// A decoder of pre-norm attention and expert layers over bytes, with learned positions. Parameters' paths are their
+/// names.
+#[derive(Module, Debug)]
+struct Model<B: Backend> {
+    embedding: BurnParam<Tensor<B, 2>>,
+    positions: BurnParam<Tensor<B, 2>>,
+    layers: Vec<DecoderLayer<B>>,
+    norm: BurnParam<Tensor<B, 1>>,
+    head: BurnParam<Tensor<B, 2>>,
+}
+
+#[derive(Module, Debug)]
+struct DecoderLayer<B: Backend> {
+    attention_norm: BurnParam<Tensor<B, 1>>,
+    qkv: BurnParam<Tensor<B, 2>>,
+    out: BurnParam<Tensor<B, 2>>,
+    moe_norm: BurnParam<Tensor<B, 1>>,
+    moe: ExpertParallelMoE<B>,
+}
+
+/// Loss of some sequences, and how they were routed.
+struct Loss<B: Backend> {
+    /// Sum over positions of the cross-entropy of the next byte.
+    sum: Tensor<B, 1>,
+    /// Sum over layers of the auxiliary losses.
+    aux: Tensor<B, 1>,
+    load: Vec<Vec<usize>>,
+    /// Choices `[T, K]` by layer.
+    ids: Vec<Tensor<B, 2, Int>>,
+}
+
+impl<B: MoeBackend> Model<B> {
+    /// A model of zeros, but for what the layers start from.
+    fn new(settings: &Settings, group: &EpGroup, device: &B::Device) -> Result<Self, Failure> {
+        let h = settings.hidden;
+        let matrix = |rows, columns| BurnParam::from_tensor(Tensor::zeros([rows, columns], device));
+        let vector = || BurnParam::from_tensor(Tensor::zeros([h], device));
+        let config = ExpertParallelMoEConfig::from(&moe_config(settings));
+        let layer = |number| -> Result<_, Failure> {
+            Ok(DecoderLayer {
+                attention_norm: vector(),
+                qkv: matrix(3 * h, h),
+                out: matrix(h, h),
+                moe_norm: vector(),
+                moe: config.init(number as u32, group, device)?,
+            })
+        };
+        Ok(Self {
+            embedding: matrix(VOCABULARY, h),
+            positions: matrix(settings.context, h),
+            layers: (0..settings.layers).map(layer).collect::<Result<_, _>>()?,
+            norm: vector(),
+            head: matrix(VOCABULARY, h),
+        })
+    }
+
+    fn loss(&self, settings: &Settings, bytes: &[u8], rows: usize) -> Result<Loss<B>, Failure> {
+        let (s, h, device) = (settings.context, settings.hidden, self.embedding.device());
+        let ids: Vec<i32> = bytes.iter().map(|b| i32::from(*b)).collect();
+        let ids = Tensor::<B, 2, Int>::from_data(TensorData::new(ids, [rows, s + 1]), &device);
+        let input = ids.clone().slice([0..rows, 0..s]).reshape([rows * s]);
+        let next = ids.slice([0..rows, 1..s + 1]).reshape([rows * s, 1]);
+        let x = self.embedding.val().select(0, input).reshape([rows, s, h]);
+        let mut x = (x + self.positions.val().unsqueeze::<3>()).reshape([rows * s, h]);
+        let (mut aux, mut load, mut ids) = (Tensor::zeros([1], &device), Vec::new(), Vec::new());
+        for layer in &self.layers {
+            x = x.clone() + layer.attention(settings, x, rows);
+            let out = layer.moe.forward_full(norm(x.clone(), &layer.moe_norm), Mode::default())?;
+            x = x + out.y;
+            aux = aux + out.aux;
+            load.push(out.load.tokens_per_expert);
+            ids.push(out.ids);
+        }
+        let logits = norm(x, &self.norm).matmul(self.head.val().transpose());
+        let sum = log_softmax(logits, 1).gather(1, next).sum().neg();
+        Ok(Loss { sum, aux, load, ids })
+    }
+}
+
+impl<B: Backend> DecoderLayer<B> {
+    fn attention(&self, settings: &Settings, x: Tensor<B, 2>, rows: usize) -> Tensor<B, 2> {
+        let (s, h, heads) = (settings.context, settings.hidden, settings.heads);
+        let qkv = norm(x, &self.attention_norm).matmul(self.qkv.val().transpose());
+        let qkv = qkv.reshape([rows, s, 3, heads, h / heads]).permute([2, 0, 3, 1, 4]);
+        let part = |i: usize| {
+            qkv.clone().slice([i..i + 1, 0..rows, 0..heads, 0..s, 0..h / heads]).reshape([rows, heads, s, h / heads])
+        };
+        let scores = part(0).matmul(part(1).transpose()).mul_scalar(((h / heads) as f32).powf(-0.5));
+        // True where it masks: above the diagonal.
+        let above = Tensor::<B, 2, burn::tensor::Bool>::tril_mask([s, s], 0, &scores.device());
+        let p = softmax(scores.mask_fill(above.unsqueeze::<4>().expand([rows, heads, s, s]), f32::NEG_INFINITY), 3);
+        p.matmul(part(2)).swap_dims(1, 2).reshape([rows * s, h]).matmul(self.out.val().transpose())
+    }
+}
+
+fn norm<B: Backend>(x: Tensor<B, 2>, weight: &BurnParam<Tensor<B, 1>>) -> Tensor<B, 2> {
+    let mean = x.clone().powi_scalar(2).mean_dim(1);
+    x / (mean + 1e-6).sqrt() * weight.val().unsqueeze::<2>()
+}
+
+/// Names of the parameters on the way through a module.
+#[derive(Default)]
+struct Path(Vec<String>);
+
+impl Path {
+    fn name(&self) -> String {
+        self.0.join(".")
+    }
+}
+
+/// Gives every parameter its first values.
+struct Fill<'a> {
+    path: Path,
+    params: &'a [Param],
+    rank: usize,
+    ranks: usize,
+    missing: Vec<String>,
+}
+
+impl<B: Backend> ModuleMapper<B> for Fill<'_> {
+    fn enter_module(&mut self, name: &str, _: &str) {
+        self.path.0.push(name.into());
+    }
+    fn exit_module(&mut self, _: &str, _: &str) {
+        self.path.0.pop();
+    }
+    fn map_float<const D: usize>(&mut self, param: BurnParam<Tensor<B, D>>) -> BurnParam<Tensor<B, D>> {
+        let name = self.path.name();
+        let Some(first) = self.params.iter().find(|p| p.name == name) else {
+            self.missing.push(name);
+            return param;
+        };
+        let (dims, values) = first.share(self.rank, self.ranks);
+        let values = values.to_vec();
+        param.map(|old| Tensor::from_data(TensorData::new(values, dims), &old.device()).require_grad())
+    }
+}
+
+/// Gradients of parameters that all ranks hold, one behind the other; then back from there.
+struct Flat<'a> {
+    path: Path,
+    gradients: &'a mut GradientsParams,
+    values: Vec<f32>,
+    /// Where to read the next parameter's sum; `None` while gathering.
+    next: Option<usize>,
+}
+
+impl ModuleVisitor<Host> for Flat<'_> {
+    fn enter_module(&mut self, name: &str, _: &str) {
+        self.path.0.push(name.into());
+    }
+    fn exit_module(&mut self, _: &str, _: &str) {
+        self.path.0.pop();
+    }
+    fn visit_float<const D: usize>(&mut self, param: &BurnParam<Tensor<Host, D>>) {
+        if is_share(&self.path.name()) {
+            return;
+        }
+        let (dims, device) = (param.dims(), param.device());
+        let count = dims.iter().product::<usize>();
+        match &mut self.next {
+            None => match self.gradients.get::<Inner, D>(param.id) {
+                Some(gradient) => self.values.extend(gradient.into_data().iter::<f32>()),
+                None => self.values.resize(self.values.len() + count, 0.0),
+            },
+            Some(next) => {
+                let sum = self.values[*next..*next + count].to_vec();
+                *next += count;
+                self.gradients.remove::<Inner, D>(param.id);
+                let sum = Tensor::<Inner, D>::from_data(TensorData::new(sum, dims), &device);
+                self.gradients.register::<Inner, D>(param.id, sum);
+            }
+        }
+    }
+}
+
+/// Copies weights and gradients for the twin.
+struct Snapshot<'a> {
+    path: Path,
+    gradients: &'a GradientsParams,
+    params: BTreeMap<String, Values>,
+}
+
+impl ModuleVisitor<Host> for Snapshot<'_> {
+    fn enter_module(&mut self, name: &str, _: &str) {
+        self.path.0.push(name.into());
+    }
+    fn exit_module(&mut self, _: &str, _: &str) {
+        self.path.0.pop();
+    }
+    fn visit_float<const D: usize>(&mut self, param: &BurnParam<Tensor<Host, D>>) {
+        let flat = |t: Tensor<Inner, D>| t.into_data().iter::<f32>().collect::<Vec<_>>();
+        let gradient = self.gradients.get::<Inner, D>(param.id).map(flat).unwrap_or_default();
+        self.params.insert(self.path.name(), Values { weight: flat(param.val().inner()), gradient });
+    }
+}
+
+/// A rank.
+pub struct Rank {
+    settings: Settings,
+    group: EpGroup,
+    /// Taken while the optimiser has it.
+    model: Option<Model<Host>>,
+    optimiser: OptimizerAdaptor<AdamW, Model<Host>, Host>,
+}
+
+impl Rank {
+    pub fn new(settings: &Settings, params: &[Param], comm: ThreadComm, rank: usize) -> Result<Self, Failure> {
+        let group = join(settings, comm)?;
+        let mut fill = Fill { path: Path::default(), params, rank, ranks: settings.ranks, missing: Vec::new() };
+        let model = Model::<Host>::new(settings, &group, &Default::default())?.map(&mut fill);
+        if !fill.missing.is_empty() {
+            return Err(format!("no first values for {:?}", fill.missing).into());
+        }
+        // As candle's AdamW has them.
+        let optimiser = AdamWConfig::new().with_weight_decay(0.01).with_epsilon(1e-8).init();
+        Ok(Self { settings: settings.clone(), group, model: Some(model), optimiser })
+    }
+}
+
+impl Worker for Rank {
+    fn step(&mut self, step: usize, bytes: &[u8], rows: usize, check: bool) -> Result<Report, Failure> {
+        let model = self.model.take().ok_or("an earlier step failed")?;
+        let Loss { sum, aux, load, ids } = model.loss(&self.settings, bytes, rows)?;
+        let mean = sum.div_scalar((self.settings.batch * self.settings.context) as f32);
+        let loss = f64::from(mean.clone().inner().into_scalar());
+        // burn's backward returns nothing: a collective's error unwinds, and ends this rank's thread.
+        let mut gradients = GradientsParams::from_grads((mean + aux).backward(), &model);
+        let mut flat = Flat { path: Path::default(), gradients: &mut gradients, values: Vec::new(), next: None };
+        model.visit(&mut flat);
+        sum_over_ranks(&self.group, step, &mut flat.values)?;
+        flat.next = Some(0);
+        model.visit(&mut flat);
+        let check = check.then(|| {
+            let mut snapshot = Snapshot { path: Path::default(), gradients: &gradients, params: BTreeMap::new() };
+            model.visit(&mut snapshot);
+            Check { params: snapshot.params, ids: ids.into_iter().map(rows_of).collect() }
+        });
+        self.model = Some(self.optimiser.step(self.settings.learning_rate_at(step), model, gradients));
+        Ok(Report { loss, load, check })
+    }
+}
+
+fn rows_of(ids: Tensor<Host, 2, Int>) -> Vec<Vec<u32>> {
+    let k = ids.dims()[1];
+    let flat: Vec<u32> = ids.into_data().iter::<i64>().map(|id| id as u32).collect();
+    flat.chunks(k).map(<[u32]>::to_vec).collect()
+}

@@ -1,0 +1,172 @@
+//! One thread a rank, whatever the host framework, and the dense twin on the calling thread.
+
+use std::collections::BTreeMap;
+use std::error::Error;
+use std::fmt;
+use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
+use std::thread;
+use std::time::Duration;
+
+use moebius::comm::{Op, ReduceOp, Tag, ThreadComm, ThreadWorld};
+use moebius::cpu::Cpu;
+use moebius::ep::{EpGroup, Group, GroupConfig};
+use moebius::{DType, MoeConfig, TensorMut};
+
+use crate::Failure;
+use crate::corpus::Corpus;
+use crate::lm::{Param, Settings, Step, initial};
+use crate::twin::Twin;
+
+/// How long a rank waits for its peers.
+const TIMEOUT: Duration = Duration::from_secs(60);
+
+/// A rank's model and optimiser.
+pub trait Worker {
+    /// Trains on `rows` sequences of context + 1 bytes; with `check`, tells the twin what it needs.
+    fn step(&mut self, step: usize, bytes: &[u8], rows: usize, check: bool) -> Result<Report, Failure>;
+}
+
+/// What a rank tells of a step.
+pub struct Report {
+    /// This rank's share of the mean cross-entropy.
+    pub loss: f64,
+    /// Tokens per expert over all ranks, by layer.
+    pub load: Vec<Vec<usize>>,
+    pub check: Option<Check>,
+}
+
+/// What the twin needs of a rank.
+pub struct Check {
+    /// By name, before the optimiser's step; gradients of parameters that all ranks hold are summed over the ranks.
+    pub params: BTreeMap<String, Values>,
+    /// This rank's choices by layer and token.
+    pub ids: Vec<Vec<Vec<u32>>>,
+}
+
+/// A parameter and its gradient.
+pub struct Values {
+    pub weight: Vec<f32>,
+    pub gradient: Vec<f32>,
+}
+
+/// This rank's membership in the group of all ranks.
+pub fn join(settings: &Settings, comm: ThreadComm) -> Result<EpGroup, Failure> {
+    let tokens = settings.rows_of(0).1 * settings.context;
+    let config = GroupConfig::new(settings.experts, tokens);
+    Ok(EpGroup::new(Group::new(Cpu::new(), (), Box::new(comm), config)?))
+}
+
+/// The expert layers' configuration.
+pub fn moe_config(settings: &Settings) -> MoeConfig {
+    let mut moe = MoeConfig::new(settings.hidden, settings.intermediate, settings.experts, settings.top_k);
+    moe.aux.balance = settings.balance;
+    moe.aux.over_ranks = true;
+    moe
+}
+
+/// Sums `values` over the ranks, in rank order, so that all ranks get the same bits.
+pub fn sum_over_ranks(group: &EpGroup, step: usize, values: &mut [f32]) -> Result<(), Failure> {
+    let tag = Tag { layer: 0, op: Op::GradReduce, sequence: step as u64 };
+    let dims = [values.len()];
+    let buffer = TensorMut::new(bytemuck::cast_slice_mut(values), DType::F32, &dims)?;
+    group.lock().dispatcher().communicator().all_reduce(tag, ReduceOp::Sum, buffer)?;
+    Ok(())
+}
+
+/// Trains, and calls `on_step` after each step. `make` builds a rank's worker, on its thread. Every `check_every` steps
+/// the twin computes the same step from the same weights.
+pub fn train<W: Worker>(
+    settings: &Settings,
+    check_every: usize,
+    corpus: &Corpus,
+    make: impl Fn(&[Param], ThreadComm, usize) -> Result<W, Failure> + Sync,
+    mut on_step: impl FnMut(Step) -> Result<(), Failure>,
+) -> Result<(), Failure> {
+    let params = initial(settings);
+    let twin = Twin::new(settings, &params)?;
+    let comms = ThreadWorld::create(settings.ranks, TIMEOUT);
+    thread::scope(|scope| {
+        let (mut reports, mut threads) = (Vec::new(), Vec::new());
+        for (rank, comm) in comms.into_iter().enumerate() {
+            // A rank may run ahead of the twin by one step.
+            let (sender, receiver) = sync_channel(1);
+            reports.push(receiver);
+            let (params, make) = (&params, &make);
+            threads.push(scope.spawn(move || {
+                let mut worker = make(params, comm, rank)?;
+                work(&mut worker, settings, check_every, corpus, rank, &sender)
+            }));
+        }
+        let result = follow(settings, corpus, &twin, &reports, &mut on_step);
+        // Ranks that still run stop at their next report.
+        drop(reports);
+        let mut failures = Vec::new();
+        for (rank, thread) in threads.into_iter().enumerate() {
+            match thread.join() {
+                Ok(Ok(())) => {}
+                Ok(Err(e)) => failures.push(format!("rank {rank}: {e}")),
+                Err(_) => failures.push(format!("rank {rank} panicked")),
+            }
+        }
+        match result {
+            Err(e) if e.is::<RankEnded>() => Err(failures.join("; ").into()),
+            other => other,
+        }
+    })
+}
+
+fn work(
+    worker: &mut impl Worker,
+    settings: &Settings,
+    check_every: usize,
+    corpus: &Corpus,
+    rank: usize,
+    reports: &SyncSender<Report>,
+) -> Result<(), Failure> {
+    let length = settings.context + 1;
+    let (first, rows) = settings.rows_of(rank);
+    for step in 0..settings.steps {
+        let bytes = corpus.batch(settings.seed, step, settings.batch, length)?;
+        let own = &bytes[first * length..(first + rows) * length];
+        let report = worker.step(step, own, rows, step.is_multiple_of(check_every))?;
+        if reports.send(report).is_err() {
+            // Nobody listens any more.
+            break;
+        }
+    }
+    Ok(())
+}
+
+/// Joins the ranks' reports of each step, and runs the twin.
+fn follow(
+    settings: &Settings,
+    corpus: &Corpus,
+    twin: &Twin,
+    reports: &[Receiver<Report>],
+    on_step: &mut impl FnMut(Step) -> Result<(), Failure>,
+) -> Result<(), Failure> {
+    for step in 0..settings.steps {
+        let mut of_step = Vec::new();
+        for receiver in reports {
+            of_step.push(receiver.recv().map_err(|_| RankEnded)?);
+        }
+        let loss = of_step.iter().map(|r| r.loss).sum();
+        let load = of_step.first().map(|r| r.load.clone()).unwrap_or_default();
+        let checks: Option<Vec<Check>> = of_step.into_iter().map(|r| r.check).collect();
+        let bytes = corpus.batch(settings.seed, step, settings.batch, settings.context + 1)?;
+        let twin = checks.map(|c| twin.compare(&bytes, &c)).transpose()?;
+        on_step(Step { step, loss, load, twin })?;
+    }
+    Ok(())
+}
+
+/// A rank's thread ended early; its own error says why.
+#[derive(Debug)]
+struct RankEnded;
+
+impl fmt::Display for RankEnded {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("a rank ended")
+    }
+}
+impl Error for RankEnded {}

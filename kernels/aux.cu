@@ -1,0 +1,140 @@
+// Sums from which auxiliary losses follow, and the coefficients of their gradients. Sums run over chunks of 64 tokens
+// and then over chunks, in order: no atomics. Formulas: src/cpu/router/aux.rs and src/aux_loss.rs.
+#include "common/common.cuh"
+
+#define EACH(i, n) for (int64_t i = lane; i < (n); i += 32)
+
+namespace {
+constexpr int64_t CHUNK = 64;
+
+__device__ float sigmoid_of(float l) {
+    const float small = expf(-fabsf(l));
+    return l < 0.0f ? small / (1.0f + small) : 1.0f / (1.0f + small);
+}
+}  // namespace
+
+// Scores of each token, its z term and, for Hugging Face's loss, its choice by softmax. A warp a token.
+extern "C" __global__ void aux_scores(const __grid_constant__ Aux p) {
+    const int lane = threadIdx.x % 32, of_block = blockDim.x / 32;
+    for (int64_t t = static_cast<int64_t>(blockIdx.x) * of_block + threadIdx.x / 32; t < p.tokens; t += static_cast<int64_t>(gridDim.x) * of_block) {
+        const float* l = p.logits + t * p.experts;
+        float* s = p.scores + t * p.experts;
+        float max = -INFINITY;
+        EACH(e, p.experts) max = fmaxf(max, l[e]);
+        max = warp_max(max);
+        double sum = 0.0;
+        EACH(e, p.experts) {
+            s[e] = l[e] == max ? 1.0f : expf(l[e] - max);
+            sum += s[e];
+        }
+        sum = warp_sum(sum);
+        const double log_sum = max + log(sum);
+        if (lane == 0) p.z_terms[t] = log_sum * log_sum;
+        EACH(e, p.experts) {
+            s[e] /= static_cast<float>(sum);
+            if (p.hugging_face && isnan(s[e])) s[e] = 0.0f;
+        }
+        __syncwarp();
+        for (int64_t j = 0; p.hugging_face && j < p.top_k; j++) {
+            // The best of those after the previous pick, in the order (score descending, index ascending).
+            const int64_t last = j ? p.picks[t * p.top_k + j - 1] : -1;
+            const float bound = j ? s[last] : INFINITY;
+            float best = -1.0f;
+            long long at = p.experts;
+            EACH(e, p.experts) {
+                const bool after = j == 0 || s[e] < bound || (s[e] == bound && e > last);
+                if (after && s[e] > best) best = s[e], at = e;
+            }
+            for (int d = 16; d > 0; d /= 2) {
+                const float v = __shfl_xor_sync(~0u, best, d);
+                const long long i = __shfl_xor_sync(~0u, at, d);
+                if (v > best || (v == best && i < at)) best = v, at = i;
+            }
+            if (lane == 0) p.picks[t * p.top_k + j] = static_cast<int32_t>(at);
+            __syncwarp();
+        }
+        if (p.sigmoids) {
+            double total = 0.0;
+            EACH(e, p.experts) {
+                s[e] = sigmoid_of(l[e]);
+                total += s[e];
+            }
+            total = warp_sum(total);
+            EACH(e, p.experts) if (total > 0.0) s[e] /= static_cast<float>(total);
+        }
+    }
+}
+
+// Counts, scores and z of each chunk: block (chunk, sequence), threads over experts.
+extern "C" __global__ void aux_chunks(const __grid_constant__ Aux p) {
+    const int64_t chunk = blockIdx.x, sequence = blockIdx.y, width = 2 * p.experts + 1;
+    const int64_t end_of = (sequence + 1) * p.sequence < p.tokens ? (sequence + 1) * p.sequence : p.tokens;
+    const int64_t first = sequence * p.sequence + chunk * CHUNK;
+    const int64_t last = first + CHUNK < end_of ? first + CHUNK : end_of;
+    double* out = p.partial + (sequence * p.chunks + chunk) * width;
+    const int32_t* ids = p.hugging_face ? p.picks : p.ids;
+    for (int64_t e = threadIdx.x; e < p.experts; e += blockDim.x) {
+        int count = 0;
+        for (int64_t i = first * p.top_k; i < last * p.top_k; i++) count += ids[i] == e;
+        double score = 0.0;
+        for (int64_t t = first; p.scores && t < last; t++) score += p.scores[t * p.experts + e];
+        out[e] = count, out[p.experts + e] = score;
+    }
+    if (threadIdx.x == 0) {
+        double z = 0.0;
+        for (int64_t t = first; p.z_terms && t < last; t++) z += p.z_terms[t];
+        out[2 * p.experts] = z;
+    }
+}
+
+// Sums over the chunks of each sequence.
+extern "C" __global__ void aux_totals(const __grid_constant__ Aux p) {
+    const int64_t width = 2 * p.experts + 1, sequence = blockIdx.y;
+    const int64_t i = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
+    if (i >= width) return;
+    double sum = 0.0;
+    for (int64_t c = 0; c < p.chunks; c++) sum += p.partial[(sequence * p.chunks + c) * width + i];
+    p.totals[sequence * width + i] = sum;
+}
+
+// The sums over sequences. One block; sequence losses are summed by one warp in a fixed order.
+extern "C" __global__ void aux_finish(const __grid_constant__ Aux p) {
+    const int64_t e = p.experts, width = 2 * e + 1;
+    for (int64_t i = threadIdx.x; i < width; i += blockDim.x) {
+        double sum = 0.0;
+        for (int64_t s = 0; s < p.sequences; s++) sum += p.totals[s * width + i];
+        p.out[i < 2 * e ? i : 2 * e + 1] = static_cast<float>(sum);
+    }
+    if (threadIdx.x >= 32) return;
+    const int lane = threadIdx.x;
+    double losses = 0.0;
+    for (int64_t s = 0; p.by_sequence && s < p.sequences; s++) {
+        const double tokens = static_cast<double>((s + 1) * p.sequence < p.tokens ? p.sequence : p.tokens - s * p.sequence);
+        double dot = 0.0;
+        EACH(i, e) dot += p.totals[s * width + i] * p.totals[s * width + e + i];
+        losses += e * warp_sum(dot) / (tokens * p.top_k) / tokens;
+    }
+    if (lane == 0) {
+        p.out[2 * e] = static_cast<float>(p.tokens);
+        p.out[2 * e + 2] = static_cast<float>(losses);
+        p.out[2 * e + 3] = p.by_sequence ? static_cast<float>(p.sequences) : 0.0f;
+    }
+}
+
+// Coefficients of the losses' gradient with respect to a token's scores.
+extern "C" __global__ void aux_coefficients(const __grid_constant__ Aux p) {
+    const int64_t e = p.experts, i = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x, s = blockIdx.y;
+    const double all = p.sums[2 * e];
+    if (i == 0 && s == 0) {
+        if (all <= 0.0) raise_fault(p.fault, FAULT_SUMS, 0);
+        *p.z_coef = p.z / all;
+    }
+    if (i >= e || !p.coef) return;
+    const double weight = p.balance * static_cast<double>(e);
+    if (p.by_sequence) {
+        const double tokens = static_cast<double>((s + 1) * p.sequence < p.tokens ? p.sequence : p.tokens - s * p.sequence);
+        p.coef[s * e + i] = weight / p.sums[2 * e + 3] * p.totals[s * (2 * e + 1) + i] / (tokens * p.top_k) / tokens;
+    } else {
+        p.coef[i] = weight * p.sums[i] / (p.hugging_face ? all : all * p.top_k) / all;
+    }
+}

@@ -1,0 +1,67 @@
+// Conversions, faults and the instructions that all stages share.
+#pragma once
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include "params.h"
+
+using bf16 = __nv_bfloat16;
+using f16 = __half;
+
+// Errors that a kernel finds, in the first word of the status; the second is the first NaN logit. The largest code
+// wins, so that the word does not depend on the order of threads.
+enum Fault : unsigned long long { FAULT_ZONE = 1, FAULT_MAP = 2, FAULT_OUT_MAP = 3, FAULT_ID = 4, FAULT_SUMS = 5 };
+
+__device__ inline void raise_fault(unsigned long long* fault, Fault code, long long detail) {
+    atomicMax(fault, (static_cast<unsigned long long>(code) << 48) | (detail & 0xffffffffffffull));
+}
+
+__device__ __forceinline__ float to_float(float v) { return v; }
+__device__ __forceinline__ float to_float(f16 v) { return __half2float(v); }
+__device__ __forceinline__ float to_float(bf16 v) { return __bfloat162float(v); }
+
+template <class T>
+__device__ __forceinline__ T from_float(float v);
+template <>
+__device__ __forceinline__ float from_float<float>(float v) { return v; }
+template <>
+__device__ __forceinline__ f16 from_float<f16>(float v) { return __float2half_rn(v); }
+template <>
+__device__ __forceinline__ bf16 from_float<bf16>(float v) { return __float2bfloat16_rn(v); }
+
+// Element i of a tensor whose type is a value.
+__device__ __forceinline__ float load_any(const void* base, int64_t type, int64_t i) {
+    if (type == TYPE_F32) return static_cast<const float*>(base)[i];
+    if (type == TYPE_F16) return to_float(static_cast<const f16*>(base)[i]);
+    return to_float(static_cast<const bf16*>(base)[i]);
+}
+__device__ __forceinline__ void store_any(void* base, int64_t type, int64_t i, float v) {
+    if (type == TYPE_F32) static_cast<float*>(base)[i] = v;
+    else if (type == TYPE_F16) static_cast<f16*>(base)[i] = from_float<f16>(v);
+    else static_cast<bf16*>(base)[i] = from_float<bf16>(v);
+}
+
+// Row of a mapped tensor; -1 (and a fault) where the map points outside.
+__device__ __forceinline__ int64_t mapped_row(const int32_t* map, int64_t slot, int64_t rows, unsigned long long* fault) {
+    int64_t row = map ? map[slot] : slot;
+    if (row < 0 || row >= rows) {
+        raise_fault(fault, FAULT_MAP, slot);
+        return -1;
+    }
+    return row;
+}
+
+__device__ __forceinline__ float warp_sum(float v) {
+#pragma unroll
+    for (int d = 16; d > 0; d /= 2) v += __shfl_xor_sync(~0u, v, d);
+    return v;
+}
+__device__ __forceinline__ double warp_sum(double v) {
+#pragma unroll
+    for (int d = 16; d > 0; d /= 2) v += __shfl_xor_sync(~0u, v, d);
+    return v;
+}
+__device__ __forceinline__ float warp_max(float v) {
+#pragma unroll
+    for (int d = 16; d > 0; d /= 2) v = fmaxf(v, __shfl_xor_sync(~0u, v, d));
+    return v;
+}

@@ -1,0 +1,212 @@
+// Descriptions that the host passes to kernels by value. src/cuda/params.rs holds the same structs; both sides assert
+// sizes and offsets. Every field is 8 bytes wide, so field i lies at 8*i and no compiler has padding to disagree on.
+#pragma once
+#include <cstddef>
+#include <cstdint>
+
+#define MOEBIUS_FIELD(type, field, index) static_assert(offsetof(type, field) == 8 * (index), #type "." #field)
+#define MOEBIUS_SIZE(type, fields) static_assert(sizeof(type) == 8 * (fields), #type)
+
+// Element types, as src/cuda/params.rs numbers them.
+enum : int64_t { TYPE_F32 = 0, TYPE_F16 = 1, TYPE_BF16 = 2 };
+// Activations.
+enum : int64_t { ACT_SILU = 0, ACT_GELU = 1, ACT_CLAMPED = 2, ACT_RELU2 = 3 };
+
+// A matrix product over groups of rows, with its epilogue. Null pointers mean "none".
+struct Gemm {
+    const void* a;             // rows of A
+    const int32_t* a_map;      // row of A for each slot
+    int64_t a_rows;            // rows that A has
+    int64_t a_type;
+    const void* b;             // weights of all groups, or the right rows of a weight gradient
+    const int32_t* b_map;
+    int64_t b_rows;
+    int64_t b_type;
+    const int4* tiles;         // (group, first slot, rows, -) of each row tile; null: one group of m rows
+    const int32_t* tile_count;
+    const int64_t* offsets;    // zones, for weight gradients
+    const int64_t* counts;
+    int64_t m;                 // slots; rows of a weight gradient
+    int64_t n;                 // columns of the output (of the gate alone, with a gate)
+    int64_t k;
+    int64_t groups;
+    const void* bias;
+    int64_t bias_type;
+    const float* scale;        // by slot, on the product
+    const float* bias_scale;   // by slot, on the bias
+    const float* out_scale;    // by slot, on the activation
+    const void* pre;
+    void* pre_out;
+    void* out;
+    const int32_t* out_map;
+    int64_t out_rows;
+    int64_t out_type;
+    int64_t accumulate;
+    void* hidden;
+    float* partial;            // [slots, n tiles] dots of a row
+    const void* x;             // rows that the product is dotted with
+    const int32_t* x_map;
+    int64_t x_rows;
+    int64_t activation;
+    double alpha;
+    double limit;
+    unsigned long long* fault;
+    int64_t vector_a;          // rows of A start at multiples of 16 bytes
+    int64_t vector_b;
+    int64_t m_tiles;           // upper bound
+    int64_t n_tiles;
+    int64_t split;             // parts that k is cut into
+};
+MOEBIUS_SIZE(Gemm, 42);
+MOEBIUS_FIELD(Gemm, tiles, 8);
+MOEBIUS_FIELD(Gemm, bias, 16);
+MOEBIUS_FIELD(Gemm, out, 23);
+MOEBIUS_FIELD(Gemm, activation, 33);
+MOEBIUS_FIELD(Gemm, split, 41);
+
+// Row tiles of a layout.
+struct Schedule {
+    const int64_t* offsets;
+    const int64_t* counts;
+    int64_t groups;
+    int64_t rows;
+    int64_t tile_rows;
+    int4* tiles;
+    int32_t* tile_count;
+    int64_t max_tiles;         // room in `tiles`
+    unsigned long long* fault;
+};
+MOEBIUS_SIZE(Schedule, 9);
+MOEBIUS_FIELD(Schedule, fault, 8);
+
+// Moving and adding rows; elementwise functions.
+struct Rows {
+    const void* source;
+    const int32_t* map;
+    void* out;
+    int64_t source_rows;
+    int64_t out_rows;
+    int64_t width;             // bytes of a row (gather), elements of a row (reduce), elements (elementwise)
+    int64_t fan;               // map entries of an output row
+    int64_t type;
+    int64_t word;              // bytes that rows are moved in: 16, 4 or 1
+    const float* grad;
+    unsigned long long* fault;
+};
+MOEBIUS_SIZE(Rows, 11);
+MOEBIUS_FIELD(Rows, fault, 10);
+
+// Sums of a slot's dots: partial sums over tiles, and a bias' dot with the gradient row.
+struct SlotDots {
+    const float* partial;
+    int64_t parts;
+    const void* grad;
+    const int32_t* grad_map;
+    int64_t grad_rows;
+    const void* bias;
+    int64_t type;
+    int64_t width;
+    const int4* tiles;
+    const int32_t* tile_count;
+    float* out;
+    unsigned long long* fault;
+};
+MOEBIUS_SIZE(SlotDots, 12);
+MOEBIUS_FIELD(SlotDots, fault, 11);
+
+// Sums of rows over each group: gradients of biases.
+struct ColumnSums {
+    const void* rows;
+    const int32_t* map;
+    int64_t base_rows;
+    int64_t type;
+    const float* scale;
+    const int64_t* offsets;    // null: one group of all slots
+    const int64_t* counts;
+    int64_t slots;
+    int64_t groups;
+    int64_t width;
+    void* out;
+    int64_t out_type;
+    int64_t accumulate;
+    unsigned long long* fault;
+};
+MOEBIUS_SIZE(ColumnSums, 14);
+MOEBIUS_FIELD(ColumnSums, fault, 13);
+
+// Routing formula and tensors.
+struct Router {
+    const float* logits;
+    const void* bias;
+    int64_t bias_type;
+    int32_t* ids;
+    float* weights;
+    const float* d_weights;
+    float* d_logits;
+    float* scratch;            // 5 E floats a warp, where they do not fit shared memory
+    int64_t tokens;
+    int64_t experts;
+    int64_t top_k;
+    int64_t score;
+    double epsilon;            // sparsemixer
+    int64_t groups;            // 0: no group limit
+    int64_t keep;
+    int64_t rank_by;
+    int64_t renorm;            // 1: divide by the norm
+    double p;
+    double norm_epsilon;
+    double floor;
+    double scale;
+    double jitter;             // 0: none
+    unsigned long long key;
+    unsigned long long first_token;
+    const double* aux_coef;    // [sequences, E], null: no balance loss
+    int64_t sequence;          // tokens of a sequence
+    int64_t aux_sigmoid;
+    const double* aux_z;       // one number, null: no z-loss
+    unsigned long long* fault;
+};
+MOEBIUS_SIZE(Router, 29);
+MOEBIUS_FIELD(Router, score, 11);
+MOEBIUS_FIELD(Router, key, 22);
+MOEBIUS_FIELD(Router, fault, 28);
+
+// Sums for auxiliary losses and their coefficients.
+struct Aux {
+    const float* logits;
+    const int32_t* ids;
+    float* scores;             // [T, E] scratch
+    int32_t* picks;            // [T, K] scratch: choices by softmax
+    double* z_terms;           // [T] scratch
+    double* partial;           // [sequences, chunks, 2 E + 1] scratch
+    double* totals;            // [sequences, 2 E + 1] scratch
+    float* out;                // [2 E + 4]
+    const float* sums;
+    double* coef;              // [sequences, E]
+    double* z_coef;
+    int64_t tokens;
+    int64_t experts;
+    int64_t top_k;
+    int64_t sequence;
+    int64_t sequences;
+    int64_t chunks;            // of 64 tokens in a sequence
+    int64_t by_sequence;
+    int64_t hugging_face;
+    int64_t sigmoids;
+    double balance;            // gradient of the loss times the coefficient
+    double z;
+    unsigned long long* fault;
+};
+MOEBIUS_SIZE(Aux, 23);
+MOEBIUS_FIELD(Aux, fault, 22);
+
+// Weights of tokens with dropped choices.
+struct Keep {
+    const float* weights;
+    const int32_t* kept;
+    const float* grad;
+    float* out;
+    int64_t tokens;
+    int64_t top_k;
+};
+MOEBIUS_SIZE(Keep, 6);

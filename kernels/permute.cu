@@ -1,0 +1,86 @@
+// Moving rows, adding a token's rows in a fixed order, and sums over a slot's parts.
+#include "common/common.cuh"
+
+template <class W>
+__device__ void gather(const Rows& p) {
+    const int64_t words = p.width / static_cast<int64_t>(sizeof(W));
+    const W* source = static_cast<const W*>(p.source);
+    W* out = static_cast<W*>(p.out);
+    const int64_t step = static_cast<int64_t>(gridDim.x) * blockDim.x;
+    for (int64_t i = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x; i < p.out_rows * words; i += step) {
+        const int64_t row = i / words, from = p.map[row];
+        if (from >= p.source_rows) raise_fault(p.fault, FAULT_MAP, row);
+        W value;
+        memset(&value, 0, sizeof(W));
+        if (from >= 0 && from < p.source_rows) value = source[from * words + (i - row * words)];
+        out[i] = value;
+    }
+}
+
+extern "C" __global__ void gather_rows(const __grid_constant__ Rows p) {
+    if (p.word == 16) gather<uint4>(p);
+    else if (p.word == 4) gather<uint32_t>(p);
+    else gather<uint8_t>(p);
+}
+
+// One block a row of the output; eight elements a thread where rows allow it.
+template <class T, int N>
+__device__ void reduce(const Rows& p) {
+    struct alignas(sizeof(T) * N) Pack {
+        T v[N];
+    };
+    for (int64_t row = blockIdx.x; row < p.out_rows; row += gridDim.x) {
+        const int32_t* map = p.map + row * p.fan;
+        for (int64_t c = static_cast<int64_t>(threadIdx.x) * N; c < p.width; c += static_cast<int64_t>(blockDim.x) * N) {
+            float sum[N] = {};
+            for (int64_t k = 0; k < p.fan; k++) {
+                const int64_t from = map[k];
+                if (from >= p.source_rows) raise_fault(p.fault, FAULT_MAP, row * p.fan + k);
+                if (from < 0 || from >= p.source_rows) continue;
+                const Pack pack = *reinterpret_cast<const Pack*>(static_cast<const T*>(p.source) + from * p.width + c);
+#pragma unroll
+                for (int i = 0; i < N; i++) sum[i] += to_float(pack.v[i]);
+            }
+            Pack pack;
+#pragma unroll
+            for (int i = 0; i < N; i++) pack.v[i] = from_float<T>(sum[i]);
+            *reinterpret_cast<Pack*>(static_cast<T*>(p.out) + row * p.width + c) = pack;
+        }
+    }
+}
+
+extern "C" __global__ void reduce_rows(const __grid_constant__ Rows p) {
+    const bool wide = p.word == 16;
+    if (p.type == TYPE_F32) wide ? reduce<float, 4>(p) : reduce<float, 1>(p);
+    else if (p.type == TYPE_F16) wide ? reduce<f16, 8>(p) : reduce<f16, 1>(p);
+    else wide ? reduce<bf16, 8>(p) : reduce<bf16, 1>(p);
+}
+
+// Gradient of each slot's weight from the parts that the tiles left, a warp a slot.
+extern "C" __global__ void slot_dots(const __grid_constant__ SlotDots p) {
+    const int64_t tile = blockIdx.x;
+    if (tile >= *p.tile_count) return;
+    const int4 t = p.tiles[tile];
+    const int lane = threadIdx.x % 32, warps = blockDim.x / 32;
+    for (int r = threadIdx.x / 32; r < t.z; r += warps) {
+        const int64_t slot = t.y + r;
+        float sum = 0.0f;
+        for (int64_t i = lane; i < p.parts; i += 32) sum += p.partial[slot * p.parts + i];
+        if (p.bias) {
+            const int64_t row = mapped_row(p.grad_map, slot, p.grad_rows, p.fault);
+            for (int64_t i = lane; row >= 0 && i < p.width; i += 32) {
+                sum += load_any(p.grad, p.type, row * p.width + i) * load_any(p.bias, p.type, t.x * p.width + i);
+            }
+        }
+        sum = warp_sum(sum);
+        if (lane == 0) p.out[slot] = sum;
+    }
+}
+
+// Logistic function of f32 values, or its gradient from its output.
+extern "C" __global__ void sigmoid(const __grid_constant__ Rows p) {
+    const int64_t i = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
+    if (i >= p.width) return;
+    const float v = static_cast<const float*>(p.source)[i];
+    static_cast<float*>(p.out)[i] = p.grad ? p.grad[i] * v * (1.0f - v) : 1.0f / (1.0f + expf(-v));
+}

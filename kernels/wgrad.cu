@@ -1,0 +1,33 @@
+// Weight gradients: sums over each expert's rows of left times right. Portable path.
+#include "common/gemm.cuh"
+
+extern "C" __global__ void __launch_bounds__(tensor::THREADS, 2) wgrad_bf16(const __grid_constant__ Gemm p) { tensor::run<bf16, WGRAD>(p); }
+extern "C" __global__ void __launch_bounds__(tensor::THREADS, 2) wgrad_f16(const __grid_constant__ Gemm p) { tensor::run<f16, WGRAD>(p); }
+extern "C" __global__ void __launch_bounds__(scalar::THREADS) wgrad_f32(const __grid_constant__ Gemm p) { scalar::run<float, WGRAD>(p); }
+
+// Gradient of a bias: rows of a group summed, scaled where asked for. A block takes 32 columns of a group; its warps
+// take every eighth slot, and their sums are added in the order of the warps.
+extern "C" __global__ void column_sums(const __grid_constant__ ColumnSums p) {
+    __shared__ float sums[8][32];
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    const int64_t column = static_cast<int64_t>(blockIdx.x) * 32 + lane, group = blockIdx.y;
+    int64_t offset = p.offsets ? p.offsets[group] : 0, count = p.counts ? p.counts[group] : p.slots;
+    if (offset < 0 || count < 0 || offset > p.slots - count) {
+        if (threadIdx.x == 0 && count != 0) raise_fault(p.fault, FAULT_ZONE, group);
+        count = 0;
+    }
+    float sum = 0.0f;
+    for (int64_t i = warp; i < count; i += 8) {
+        const int64_t slot = offset + i, row = mapped_row(p.map, slot, p.base_rows, p.fault);
+        if (row < 0 || column >= p.width) continue;
+        const float v = load_any(p.rows, p.type, row * p.width + column);
+        sum += p.scale ? p.scale[slot] * v : v;
+    }
+    sums[warp][lane] = sum;
+    __syncthreads();
+    if (warp != 0 || column >= p.width) return;
+    float total = 0.0f;
+    for (int w = 0; w < 8; w++) total += sums[w][lane];
+    const int64_t at = group * p.width + column;
+    store_any(p.out, p.out_type, at, p.accumulate ? load_any(p.out, p.out_type, at) + total : total);
+}

@@ -1,0 +1,78 @@
+//! A group of one rank, on any device.
+
+use crate::device::Device;
+use crate::error::{Error, Result};
+use crate::tensor::{TensorMut, TensorRef};
+
+use super::{Communicator, Exchange, ReduceOp, Tag};
+
+/// The communicator of a rank that is alone: what it sends is what it receives.
+#[derive(Debug)]
+pub struct Solo<D: Device> {
+    device: D,
+    calls: u64,
+}
+
+impl<D: Device> Solo<D> {
+    /// A communicator of one rank.
+    pub fn new(device: D) -> Self {
+        Self { device, calls: 0 }
+    }
+
+    fn copy(&mut self, call: &'static str, send: TensorRef<'_, D>, recv: TensorMut<'_, D>) -> Result<()> {
+        self.calls += 1;
+        let (from, to) = (D::len(send.data()), recv.count() * recv.dtype().size());
+        Error::check_shape(call, "recv", &[from], &[to])?;
+        self.device.copy(send.data(), recv.into_data())
+    }
+}
+
+impl<D: Device> Communicator<D> for Solo<D> {
+    fn rank(&self) -> usize {
+        0
+    }
+
+    fn size(&self) -> usize {
+        1
+    }
+
+    fn calls(&self) -> u64 {
+        self.calls
+    }
+
+    fn all_gather(&mut self, _: Tag, send: TensorRef<'_, D>, recv: TensorMut<'_, D>) -> Result<()> {
+        self.copy("all_gather", send, recv)
+    }
+
+    fn reduce_scatter(&mut self, _: Tag, send: TensorRef<'_, D>, recv: TensorMut<'_, D>) -> Result<()> {
+        self.copy("reduce_scatter", send, recv)
+    }
+
+    fn all_reduce(&mut self, _: Tag, _: ReduceOp, _: TensorMut<'_, D>) -> Result<()> {
+        self.calls += 1;
+        Ok(())
+    }
+
+    fn all_to_all_v(&mut self, _: Tag, exchange: Exchange<'_, D>) -> Result<()> {
+        exchange.check(1)?;
+        self.copy("all_to_all_v", exchange.send, exchange.recv)
+    }
+
+    fn broadcast(&mut self, _: Tag, root: usize, _: TensorMut<'_, D>) -> Result<()> {
+        self.calls += 1;
+        match root {
+            0 => Ok(()),
+            _ => Err(Error::invalid("broadcast", "root", "0 (the only rank)", root)),
+        }
+    }
+
+    fn barrier(&mut self, _: Tag) -> Result<()> {
+        self.calls += 1;
+        Ok(())
+    }
+
+    fn refuse(&mut self, _: Tag, _: &str) -> Result<()> {
+        self.calls += 1;
+        Ok(())
+    }
+}

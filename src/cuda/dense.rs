@@ -1,0 +1,186 @@
+//! Dense products with a small weight, and the elementwise sigmoid.
+
+use crate::dtype::DType;
+use crate::error::{Error, Result};
+use crate::kernels::{Linear, LinearBwd, Sigmoid};
+use crate::tensor::{Tensor, TensorMut, TensorRef};
+
+use super::device::Cuda;
+use super::launch::{Grid, SCALAR, TENSOR};
+use super::params::{self, type_code};
+use super::zones::{aligned, input, output, pointer};
+
+/// Blocks that a sum over tokens is cut into at least, as far as there are tokens: a number of its own, so that
+/// results do not depend on the GPU's size.
+const SPLIT_BLOCKS: usize = 528;
+/// Fewest tokens of a part.
+const SPLIT_TOKENS: usize = 256;
+
+/// The sizes of a matrix with at least one column.
+fn dims2(call: &'static str, name: &str, dims: &[usize]) -> Result<[usize; 2]> {
+    match dims {
+        [rows, cols] if *cols > 0 => Ok([*rows, *cols]),
+        _ => Err(Error::invalid(
+            call,
+            format!("tensor {name}"),
+            "two dimensions, the second at least 1",
+            format!("{dims:?}"),
+        )),
+    }
+}
+
+/// A tensor of any type that kernels compute in.
+fn any(call: &'static str, name: &str, t: TensorRef<'_, Cuda>, dims: &[usize]) -> Result<(u64, i64)> {
+    Error::check_shape(call, name, dims, t.dims())?;
+    Ok((t.data().ptr, type_code(call, name, t.dtype())?))
+}
+
+fn any_mut(call: &'static str, name: &str, t: TensorMut<'_, Cuda>, dims: &[usize]) -> Result<(u64, i64)> {
+    Error::check_shape(call, name, dims, t.dims())?;
+    let code = type_code(call, name, t.dtype())?;
+    Ok((t.into_data().ptr, code))
+}
+
+pub(super) fn linear(device: &Cuda, call: Linear<'_, Cuda>) -> Result<()> {
+    const CALL: &str = "linear";
+    let [t, h] = dims2(CALL, "x", call.x.dims())?;
+    let [e, _] = dims2(CALL, "weight", call.weight.dims())?;
+    let (a, a_type) = any(CALL, "x", call.x, &[t, h])?;
+    let (b, b_type) = any(CALL, "weight", call.weight, &[e, h])?;
+    let (bias, bias_type) = call.bias.map_or(Ok((0, 0)), |bias| any(CALL, "bias", bias, &[e]))?;
+    let dtype = call.x.dtype();
+    let (kernel, shape) = match dtype {
+        _ if dtype != call.weight.dtype() => ("linear_any", SCALAR),
+        DType::BF16 => ("linear_bf16", TENSOR),
+        DType::F16 => ("linear_f16", TENSOR),
+        _ => ("linear_any", SCALAR),
+    };
+    let (m_tiles, n_tiles) = (t.div_ceil(shape.tile), e.div_ceil(shape.tile));
+    let p = params::Gemm {
+        a,
+        a_rows: t as i64,
+        a_type,
+        b,
+        b_type,
+        m: t as i64,
+        n: e as i64,
+        k: h as i64,
+        groups: 1,
+        bias,
+        bias_type,
+        out: output(CALL, "out", call.out, DType::F32, &[t, e])?,
+        fault: device.inner.status,
+        vector_a: i64::from(aligned(call.x, h)),
+        vector_b: i64::from(aligned(call.weight, h)),
+        m_tiles: m_tiles as i64,
+        n_tiles: n_tiles as i64,
+        split: 1,
+        ..Default::default()
+    };
+    let grid = Grid { shared: shape.shared, ..Grid::new(m_tiles.saturating_mul(n_tiles), shape.threads) };
+    // SAFETY: all tensors were checked against the sizes in `p`.
+    unsafe { device.launch(CALL, kernel, grid, &p) }
+}
+
+pub(super) fn linear_bwd(device: &Cuda, call: LinearBwd<'_, Cuda>) -> Result<()> {
+    const CALL: &str = "linear_bwd";
+    let [t, h] = dims2(CALL, "x", call.x.dims())?;
+    let [e, _] = dims2(CALL, "weight", call.weight.dims())?;
+    let (x, x_type) = any(CALL, "x", call.x, &[t, h])?;
+    let (weight, weight_type) = any(CALL, "weight", call.weight, &[e, h])?;
+    let d_out = input(CALL, "d_out", &call.d_out, DType::F32, &[t, e])?;
+    let base = params::Gemm {
+        a: d_out,
+        a_rows: t as i64,
+        a_type: type_code(CALL, "d_out", DType::F32)?,
+        groups: 1,
+        fault: device.inner.status,
+        split: 1,
+        ..Default::default()
+    };
+    let grid = |blocks| Grid { shared: SCALAR.shared, ..Grid::new(blocks, SCALAR.threads) };
+    if let Some(d_x) = call.d_x {
+        let (out, out_type) = any_mut(CALL, "d_x", d_x, &[t, h])?;
+        let (m_tiles, n_tiles) = (t.div_ceil(SCALAR.tile), h.div_ceil(SCALAR.tile));
+        let p = params::Gemm {
+            b: weight,
+            b_type: weight_type,
+            m: t as i64,
+            n: h as i64,
+            k: e as i64,
+            out,
+            out_type,
+            accumulate: 1,
+            m_tiles: m_tiles as i64,
+            n_tiles: n_tiles as i64,
+            ..base
+        };
+        // SAFETY: all tensors were checked against the sizes in `p`.
+        unsafe { device.launch(CALL, "linear_d_x", grid(m_tiles.saturating_mul(n_tiles)), &p) }?;
+    }
+    if let Some(d_weight) = call.d_weight {
+        let (out, out_type) = any_mut(CALL, "d_weight", d_weight, &[e, h])?;
+        let (m_tiles, n_tiles) = (e.div_ceil(SCALAR.tile), h.div_ceil(SCALAR.tile));
+        let tiles = m_tiles.saturating_mul(n_tiles).max(1);
+        let split = SPLIT_BLOCKS.div_ceil(tiles).min(t.div_ceil(SPLIT_TOKENS)).max(1);
+        let mut parts = Tensor::empty(device, DType::F32, &[split, e, h])?;
+        let p = params::Gemm {
+            b: x,
+            b_rows: t as i64,
+            b_type: x_type,
+            m: e as i64,
+            n: h as i64,
+            k: t as i64,
+            out,
+            out_type,
+            partial: parts.view_mut().into_data().ptr,
+            m_tiles: m_tiles as i64,
+            n_tiles: n_tiles as i64,
+            split: split as i64,
+            ..base
+        };
+        // SAFETY: as above; `parts` has `split` matrices.
+        unsafe { device.launch(CALL, "linear_d_weight", grid(tiles.saturating_mul(split)), &p) }?;
+        // SAFETY: as above.
+        unsafe { device.launch(CALL, "sum_parts", Grid::new((e * h).div_ceil(256), 256), &p) }?;
+    }
+    if let Some(d_bias) = call.d_bias {
+        let (out, out_type) = any_mut(CALL, "d_bias", d_bias, &[e])?;
+        let p = params::ColumnSums {
+            rows: d_out,
+            base_rows: t as i64,
+            slots: t as i64,
+            groups: 1,
+            width: e as i64,
+            out,
+            out_type,
+            fault: device.inner.status,
+            ..Default::default()
+        };
+        // SAFETY: `d_out` is `[t, e]` in f32 (type 0), `out` has e elements.
+        unsafe { device.launch(CALL, "column_sums", Grid::new(e.div_ceil(32), 256), &p) }?;
+    }
+    Ok(())
+}
+
+pub(super) fn sigmoid(device: &Cuda, call: Sigmoid<'_, Cuda>) -> Result<()> {
+    const CALL: &str = "sigmoid";
+    let n = call.value.count();
+    Error::check_dtype(CALL, "value", DType::F32, call.value.dtype())?;
+    Error::check_dtype(CALL, "out", DType::F32, call.out.dtype())?;
+    Error::check_shape(CALL, "out", &[n], &[call.out.count()])?;
+    if let Some(grad) = &call.grad {
+        Error::check_dtype(CALL, "grad", DType::F32, grad.dtype())?;
+        Error::check_shape(CALL, "grad", &[n], &[grad.count()])?;
+    }
+    let p = params::Rows {
+        source: call.value.data().ptr,
+        grad: pointer(&call.grad),
+        out: call.out.into_data().ptr,
+        width: n as i64,
+        fault: device.inner.status,
+        ..Default::default()
+    };
+    // SAFETY: all three have n elements of f32.
+    unsafe { device.launch(CALL, "sigmoid", Grid::new(n.div_ceil(256), 256), &p) }
+}

@@ -1,0 +1,110 @@
+//! Launch of the Hopper kernels: which calls they serve, and the descriptors of the copy engine.
+
+use cudarc::driver::sys::{self, CUtensorMap};
+
+use crate::dtype::DType;
+use crate::error::Result;
+
+use super::device::{Cuda, driver};
+use super::launch::{Grid, HOPPER};
+use super::params;
+
+/// Which product a kernel makes, as far as its operands' layout depends on it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Product {
+    /// Gate and up rows of `[E, 2 n, k]`.
+    Up,
+    /// Rows of `[E, n, k]`.
+    Down,
+    /// Columns of `[E, k, n]`.
+    Dgrad,
+    /// Sums over slots.
+    Wgrad,
+}
+
+/// Whether the Hopper kernels can serve a product: 16-bit types, everything in whole 16-byte words.
+pub(super) fn serves(device: &Cuda, dtype: DType, p: &params::Gemm) -> bool {
+    let words = [p.a, p.b, p.out, p.pre, p.pre_out, p.hidden].iter().all(|at| at.is_multiple_of(16));
+    device.hopper()
+        && matches!(dtype, DType::BF16 | DType::F16)
+        && words
+        && p.vector_a == 1
+        && p.vector_b == 1
+        && p.n % 8 == 0
+        && p.k % 8 == 0
+}
+
+/// Launches a kernel of blocks that stay, at most one a multiprocessor.
+///
+/// # Safety
+/// As [`Cuda::launch`], for the kernel of `product`.
+pub(super) unsafe fn launch(
+    device: &Cuda,
+    call: &'static str,
+    kernel: &str,
+    (product, dtype, blocks): (Product, DType, usize),
+    p: &params::Gemm,
+) -> Result<()> {
+    if blocks == 0 {
+        return Ok(());
+    }
+    let (n, k, groups) = (p.n as u64, p.k as u64, p.groups as u64);
+    let map = |base, dims: &[u64], rows| tensor_map(call, dtype, base, dims, rows);
+    // Boxes: 64 columns (128 bytes) by as many rows as one load brings.
+    let (a, b) = match product {
+        Product::Up => (map(p.a, &[k, p.a_rows as u64], 128)?, map(p.b, &[k, 2 * n, groups], 128)?),
+        Product::Down => (map(p.a, &[k, p.a_rows as u64], 128)?, map(p.b, &[k, n, groups], 128)?),
+        Product::Dgrad => (map(p.a, &[k, p.a_rows as u64], 128)?, map(p.b, &[n, k, groups], 64)?),
+        Product::Wgrad => (map(p.a, &[p.m as u64, p.a_rows as u64], 64)?, map(p.b, &[n, p.b_rows as u64], 64)?),
+    };
+    // Read by the gradient through the activation alone.
+    let pre = match p.pre {
+        0 => b,
+        pre => map(pre, &[2 * n, p.m as u64], 128)?,
+    };
+    let blocks = blocks.min(device.inner.processors);
+    let grid = Grid { shared: HOPPER.shared, ..Grid::new(blocks, HOPPER.threads) };
+    let mut arguments = [
+        (&raw const *p).cast_mut().cast(),
+        (&raw const a).cast_mut().cast(),
+        (&raw const b).cast_mut().cast(),
+        (&raw const pre).cast_mut().cast(),
+    ];
+    // SAFETY: the kernels take these four; the rest is the caller's promise.
+    unsafe { device.launch_with(call, kernel, grid, &mut arguments) }
+}
+
+/// Descriptor of a matrix or a stack of them, innermost size first, for boxes of 64 columns and `rows` rows.
+fn tensor_map(call: &'static str, dtype: DType, base: u64, sizes: &[u64], rows: u32) -> Result<CUtensorMap> {
+    let mut dims = [1u64; 3];
+    // An empty tensor is described as one row, and never read.
+    dims.iter_mut().zip(sizes).for_each(|(d, size)| *d = (*size).max(1));
+    let strides = [dims[0] * 2, dims[0] * dims[1] * 2];
+    let (shape, steps) = ([64, rows, 1], [1, 1, 1]);
+    let kind = match dtype {
+        DType::BF16 => sys::CUtensorMapDataType::CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
+        _ => sys::CUtensorMapDataType::CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
+    };
+    let mut map = std::mem::MaybeUninit::<CUtensorMap>::zeroed();
+    // SAFETY: the arrays have at least as many entries as `sizes` (strides one fewer); the map is written in full on success, and
+    // is plain words besides.
+    unsafe {
+        sys::cuTensorMapEncodeTiled(
+            map.as_mut_ptr(),
+            kind,
+            sizes.len() as u32,
+            base as *mut _,
+            dims.as_ptr(),
+            strides.as_ptr(),
+            shape.as_ptr(),
+            steps.as_ptr(),
+            sys::CUtensorMapInterleave::CU_TENSOR_MAP_INTERLEAVE_NONE,
+            sys::CUtensorMapSwizzle::CU_TENSOR_MAP_SWIZZLE_128B,
+            sys::CUtensorMapL2promotion::CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+            sys::CUtensorMapFloatOOBfill::CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
+        )
+        .result()
+        .map_err(driver(call, "describe a tensor to the copy engine"))?;
+        Ok(map.assume_init())
+    }
+}

@@ -1,0 +1,113 @@
+//! Entry points: the [`Kernels`] of a GPU.
+
+use std::sync::Arc;
+
+use crate::cpu::Cpu;
+use crate::device::Device;
+use crate::dtype::DType;
+use crate::ep::{Plan, PlanRequest};
+use crate::error::{Error, Result};
+use crate::kernels::*;
+use crate::tensor::{Tensor, TensorMut, TensorRef};
+
+use super::device::{Cuda, Event, Stream, driver};
+use super::{dense, experts, plan, router, rows};
+
+impl Kernels for Cuda {
+    fn linear(&self, stream: &Stream, call: Linear<'_, Self>) -> Result<()> {
+        self.on_stream("linear", stream)?;
+        dense::linear(self, call)
+    }
+    fn linear_bwd(&self, stream: &Stream, call: LinearBwd<'_, Self>) -> Result<()> {
+        self.on_stream("linear_bwd", stream)?;
+        dense::linear_bwd(self, call)
+    }
+    fn route(&self, stream: &Stream, call: Route<'_, Self>) -> Result<()> {
+        self.on_stream("route", stream)?;
+        router::route(self, call)
+    }
+    fn route_bwd(&self, stream: &Stream, call: RouteBwd<'_, Self>) -> Result<()> {
+        self.on_stream("route_bwd", stream)?;
+        router::route_bwd(self, call)
+    }
+    fn aux_sums(&self, stream: &Stream, call: AuxSums<'_, Self>) -> Result<()> {
+        self.on_stream("aux_sums", stream)?;
+        router::aux_sums(self, call)
+    }
+    fn keep_sum(&self, stream: &Stream, call: KeepSum<'_, Self>) -> Result<()> {
+        self.on_stream("keep_sum", stream)?;
+        router::keep_sum(self, call)
+    }
+    fn plan(&self, stream: &Stream, call: PlanRequest<'_, Self>) -> Result<Plan<Self>> {
+        self.on_stream("plan", stream)?;
+        plan::plan(self, call)
+    }
+    fn gather_rows(&self, stream: &Stream, call: GatherRows<'_, Self>) -> Result<()> {
+        self.on_stream("gather_rows", stream)?;
+        rows::gather_rows(self, call)
+    }
+    fn reduce_rows(&self, stream: &Stream, call: ReduceRows<'_, Self>) -> Result<()> {
+        self.on_stream("reduce_rows", stream)?;
+        rows::reduce_rows(self, call)
+    }
+    fn up(&self, stream: &Stream, call: Up<'_, Self>) -> Result<()> {
+        self.on_stream("up", stream)?;
+        experts::up(self, call)
+    }
+    fn down(&self, stream: &Stream, call: Down<'_, Self>) -> Result<()> {
+        self.on_stream("down", stream)?;
+        experts::down(self, call)
+    }
+    fn down_bwd(&self, stream: &Stream, call: DownBwd<'_, Self>) -> Result<()> {
+        self.on_stream("down_bwd", stream)?;
+        experts::down_bwd(self, call)
+    }
+    fn up_dgrad(&self, stream: &Stream, call: UpDgrad<'_, Self>) -> Result<()> {
+        self.on_stream("up_dgrad", stream)?;
+        experts::up_dgrad(self, call)
+    }
+    fn wgrad(&self, stream: &Stream, call: Wgrad<'_, Self>) -> Result<()> {
+        self.on_stream("wgrad", stream)?;
+        experts::wgrad(self, call)
+    }
+    fn sigmoid(&self, stream: &Stream, call: Sigmoid<'_, Self>) -> Result<()> {
+        self.on_stream("sigmoid", stream)?;
+        dense::sigmoid(self, call)
+    }
+    fn single_zone(&self, stream: &Stream, rows: usize) -> Result<Arc<Zones<Self>>> {
+        self.on_stream("single_zone", stream)?;
+        let offsets = self.tensor(&Tensor::from_vec(vec![0i64], &[1])?)?;
+        let counts = self.tensor(&Tensor::from_vec(vec![rows as i64], &[1])?)?;
+        Ok(Arc::new(Zones { offsets, counts, rows }))
+    }
+    fn wait(&self, stream: &Stream, event: Option<&Event>) -> Result<()> {
+        self.on_stream("wait", stream)?;
+        event.map_or(Ok(()), |e| self.inner.stream.wait(&e.0).map_err(driver("wait", "wait for an event")))
+    }
+    fn write(&self, stream: &Stream, values: &[f64], dtype: DType, dims: &[usize]) -> Result<Tensor<Self>> {
+        self.on_stream("write", stream)?;
+        self.tensor(&Cpu::new().write(&(), values, dtype, dims)?)
+    }
+    fn read(&self, stream: &Stream, tensor: TensorRef<'_, Self>) -> Result<Vec<f64>> {
+        self.on_stream("read", stream)?;
+        Ok(self.to_host(tensor)?.to_f64())
+    }
+    fn download(&self, stream: &Stream, from: TensorRef<'_, Self>) -> Result<Vec<u8>> {
+        const CALL: &str = "download";
+        self.on_stream(CALL, stream)?;
+        let mut bytes = vec![0; <Self as Device>::len(from.data())];
+        self.read_bytes(CALL, from.data().ptr, &mut bytes)?;
+        self.faults(CALL)?;
+        Ok(bytes)
+    }
+    fn upload(&self, stream: &Stream, from: &[u8], to: TensorMut<'_, Self>) -> Result<()> {
+        const CALL: &str = "upload";
+        self.on_stream(CALL, stream)?;
+        let to = to.into_data();
+        Error::check_shape(CALL, "to", &[from.len()], &[<Self as Device>::len_mut(&to)])?;
+        match from.is_empty() {
+            true => Ok(()),
+            false => self.write_bytes(CALL, to.ptr, from),
+        }
+    }
+}

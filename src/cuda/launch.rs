@@ -1,0 +1,207 @@
+//! Loaded kernels, and their launch.
+
+use std::collections::HashMap;
+use std::ffi::{CString, c_void};
+
+use cudarc::driver::{result, sys};
+
+use crate::error::{Error, Result};
+
+use super::cubins::{self, CUBINS};
+use super::device::{Cuda, driver};
+
+/// Kernels of each stage.
+const STAGES: [(&str, &[&str]); 8] = [
+    ("aux", &["aux_scores", "aux_chunks", "aux_totals", "aux_finish", "aux_coefficients"]),
+    (
+        "grouped_gemm",
+        &[
+            "up_bf16",
+            "up_f16",
+            "up_f32",
+            "down_bf16",
+            "down_f16",
+            "down_f32",
+            "down_bwd_bf16",
+            "down_bwd_f16",
+            "down_bwd_f32",
+            "up_dgrad_bf16",
+            "up_dgrad_f16",
+            "up_dgrad_f32",
+        ],
+    ),
+    (
+        "hopper_gemm",
+        &[
+            "hopper_up_bf16",
+            "hopper_up_f16",
+            "hopper_down_bf16",
+            "hopper_down_f16",
+            "hopper_down_bwd_bf16",
+            "hopper_down_bwd_f16",
+            "hopper_up_dgrad_bf16",
+            "hopper_up_dgrad_f16",
+            "hopper_wgrad_bf16",
+            "hopper_wgrad_f16",
+        ],
+    ),
+    ("linear", &["linear_bf16", "linear_f16", "linear_any", "linear_d_x", "linear_d_weight", "sum_parts"]),
+    ("permute", &["gather_rows", "reduce_rows", "slot_dots", "sigmoid"]),
+    ("prepare", &["schedule"]),
+    ("router", &["route", "route_bwd", "keep_sum"]),
+    ("wgrad", &["wgrad_bf16", "wgrad_f16", "wgrad_f32", "column_sums"]),
+];
+
+/// Tile of the mma kernels, and their shared memory (`tensor` in `kernels/common/gemm.cuh`).
+pub(super) const TENSOR: Shape = Shape { tile: 128, threads: 256, shared: 81920 };
+/// Tile of the multiply-add kernels, and their shared memory (`scalar` there).
+pub(super) const SCALAR: Shape = Shape { tile: 64, threads: 256, shared: 17408 };
+
+/// Tile rows of the Hopper kernels, and their shared memory (`hopper` in `kernels/common/hopper.cuh`).
+pub(super) const HOPPER: Shape = Shape { tile: 128, threads: 384, shared: 216_128 };
+/// Columns of their tiles.
+pub(super) const HOPPER_COLUMNS: usize = 256;
+/// The stage that exists for sm_90a alone.
+const HOPPER_STAGE: &str = "hopper_gemm";
+
+/// Constants that a family of kernels was compiled with.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Shape {
+    /// Rows and columns of a tile.
+    pub(super) tile: usize,
+    pub(super) threads: u32,
+    pub(super) shared: u32,
+}
+
+/// The kernels of one context.
+pub(super) struct Functions {
+    pub(super) arch: &'static str,
+    table: HashMap<&'static str, sys::CUfunction>,
+    modules: Vec<sys::CUmodule>,
+}
+
+impl Functions {
+    /// Loads every stage into the current context.
+    pub(super) fn load(capability: (u32, u32)) -> Result<Self> {
+        const CALL: &str = "Cuda::on";
+        let arch = cubins::choose(CUBINS.iter().map(|c| c.arch), capability)?;
+        let mut loaded = Self { arch, table: HashMap::new(), modules: Vec::new() };
+        let hopper = loaded.hopper();
+        for (stage, names) in STAGES.into_iter().filter(|(stage, _)| hopper || *stage != HOPPER_STAGE) {
+            let cubin = CUBINS.iter().find(|c| c.stage == stage && c.arch == arch);
+            let cubin = cubin.ok_or_else(|| Error::Device {
+                call: CALL,
+                operation: format!("find kernels/{stage}.cu for sm_{arch}"),
+                message: "not in this build".to_string(),
+            })?;
+            // SAFETY: the image is a whole cubin, as nvcc wrote it.
+            let module = unsafe { result::module::load_data(cubin.image.as_ptr().cast()) }
+                .map_err(driver(CALL, &format!("load kernels/{stage}.cu for sm_{arch}")))?;
+            loaded.modules.push(module);
+            for name in names {
+                let text = CString::new(*name).map_err(|e| Error::invalid(CALL, "kernel", "a name", e))?;
+                // SAFETY: the module was just loaded and is unloaded with `self` only.
+                let function = unsafe { result::module::get_function(module, text) }
+                    .map_err(driver(CALL, &format!("find kernel {name}")))?;
+                loaded.table.insert(name, function);
+                let shared = match stage {
+                    HOPPER_STAGE => HOPPER.shared,
+                    "grouped_gemm" | "linear" | "wgrad" if name.ends_with("f16") => TENSOR.shared,
+                    _ => 0,
+                };
+                if shared > 0 {
+                    let limit = sys::CUfunction_attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
+                    // SAFETY: the function was just found.
+                    unsafe { result::function::set_function_attribute(function, limit, shared as i32) }
+                        .map_err(driver(CALL, &format!("reserve shared memory for kernel {name}")))?;
+                }
+            }
+        }
+        Ok(loaded)
+    }
+
+    /// Whether the kernels for Hopper are among them.
+    pub(super) fn hopper(&self) -> bool {
+        self.arch == "90a"
+    }
+}
+
+impl Drop for Functions {
+    fn drop(&mut self) {
+        for module in &self.modules {
+            // SAFETY: loaded once by `load`; the owner has waited for the stream. A context that is gone has unloaded
+            // them itself, which the driver answers with an error.
+            let _ = unsafe { result::module::unload(*module) };
+        }
+    }
+}
+
+/// Blocks and threads of a launch.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Grid {
+    pub(super) blocks: (usize, usize),
+    pub(super) threads: u32,
+    pub(super) shared: u32,
+}
+
+impl Grid {
+    /// So many blocks of so many threads.
+    pub(super) fn new(blocks: usize, threads: u32) -> Self {
+        Self { blocks: (blocks, 1), threads, shared: 0 }
+    }
+}
+
+impl Cuda {
+    /// Enqueues a kernel of one parameter. Nothing is launched for no blocks.
+    ///
+    /// # Safety
+    /// `params` is the struct that the kernel takes, and its pointers are valid for what the kernel does with them.
+    pub(super) unsafe fn launch<P>(&self, call: &'static str, kernel: &str, grid: Grid, params: &P) -> Result<()> {
+        // SAFETY: as the caller promises.
+        unsafe { self.launch_with(call, kernel, grid, &mut [(&raw const *params).cast_mut().cast()]) }
+    }
+
+    /// Enqueues a kernel. Nothing is launched for no blocks.
+    ///
+    /// # Safety
+    /// `arguments` point to the kernel's parameters, in order, and pointers among these are valid for what it does.
+    pub(super) unsafe fn launch_with(
+        &self,
+        call: &'static str,
+        kernel: &str,
+        grid: Grid,
+        arguments: &mut [*mut c_void],
+    ) -> Result<()> {
+        let (x, y) = grid.blocks;
+        if x == 0 || y == 0 {
+            return Ok(());
+        }
+        let (Ok(x), Ok(y)) = (i32::try_from(x), u16::try_from(y)) else {
+            return Err(Error::invalid(
+                call,
+                "size",
+                "a grid of at most 2^31 - 1 by 65535 blocks",
+                format!("{x} x {y}"),
+            ));
+        };
+        let function = self.inner.functions.table.get(kernel).copied().ok_or_else(|| Error::Device {
+            call,
+            operation: format!("launch {kernel}"),
+            message: "no such kernel".to_string(),
+        })?;
+        self.bind(call)?;
+        // SAFETY: the function belongs to this context; its arguments are copied before the call returns; the rest is
+        // the caller's promise.
+        unsafe {
+            result::launch_kernel(
+                function,
+                (x as u32, u32::from(y), 1),
+                (grid.threads, 1, 1),
+                grid.shared,
+                self.inner.stream.cu_stream(),
+                arguments,
+            )
+        }
+        .map_err(driver(call, &format!("launch {kernel}")))
+    }
+}

@@ -1,0 +1,30 @@
+//! NVIDIA GPUs: this crate's own kernels, compiled ahead by `build.rs`, loaded through the driver.
+//!
+//! A [`Cuda`] is one stream of one context, its own or the host framework's. All its work (kernels, copies,
+//! allocations and frees) is ordered on that stream, which is what makes borrowed views safe: memory that a kernel
+//! still uses can be given back only behind it. [`Kernels`](crate::kernels::Kernels) calls take the stream and refuse
+//! any other.
+//!
+//! Types: bf16 and f16 with sums in f32, and f32; `F64` is for the CPU. Results are the same bits in every run: no
+//! kernel adds floats with atomics.
+//!
+//! A kernel cannot return an error. It raises a fault word, which the next call that waits for the GPU anyway
+//! ([`Cuda::check`], `read`, `download`, `route`) returns.
+
+mod cubins;
+mod dense;
+mod device;
+mod experts;
+mod hopper;
+mod kernels;
+mod launch;
+mod params;
+mod plan;
+mod router;
+mod rows;
+mod zones;
+
+/// The driver bindings whose streams [`Cuda::on`] takes.
+pub use cudarc;
+
+pub use device::{Cuda, DeviceBuffer, DeviceMut, DeviceRef, Event, NoCounters, Stream};

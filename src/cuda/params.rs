@@ -1,0 +1,84 @@
+//! Descriptions that kernels take by value; `kernels/common/params.h` holds the same structs, documented there. Every
+//! field is 8 bytes wide; sizes and offsets are asserted on both sides.
+
+use crate::config::Activation;
+use crate::dtype::DType;
+use crate::error::{Error, Result};
+
+macro_rules! description {
+    ($name:ident, $fields:literal: $($field:ident: $type:ty),* $(,)?; $($check:ident @ $index:literal),*) => {
+        #[repr(C)]
+        #[derive(Debug, Clone, Copy, Default)]
+        pub(super) struct $name {
+            $(pub(super) $field: $type,)*
+        }
+        const _: () = assert!(size_of::<$name>() == 8 * $fields);
+        $(const _: () = assert!(std::mem::offset_of!($name, $check) == 8 * $index);)*
+    };
+}
+
+description!(Gemm, 42:
+    a: u64, a_map: u64, a_rows: i64, a_type: i64, b: u64, b_map: u64, b_rows: i64, b_type: i64,
+    tiles: u64, tile_count: u64, offsets: u64, counts: u64, m: i64, n: i64, k: i64, groups: i64,
+    bias: u64, bias_type: i64, scale: u64, bias_scale: u64, out_scale: u64, pre: u64, pre_out: u64,
+    out: u64, out_map: u64, out_rows: i64, out_type: i64, accumulate: i64, hidden: u64, partial: u64,
+    x: u64, x_map: u64, x_rows: i64, activation: i64, alpha: f64, limit: f64, fault: u64,
+    vector_a: i64, vector_b: i64, m_tiles: i64, n_tiles: i64, split: i64;
+    tiles @ 8, bias @ 16, out @ 23, activation @ 33, split @ 41);
+
+description!(Schedule, 9:
+    offsets: u64, counts: u64, groups: i64, rows: i64, tile_rows: i64, tiles: u64, tile_count: u64, max_tiles: i64,
+    fault: u64;
+    fault @ 8);
+
+description!(Rows, 11:
+    source: u64, map: u64, out: u64, source_rows: i64, out_rows: i64, width: i64, fan: i64, kind: i64, word: i64,
+    grad: u64, fault: u64;
+    fault @ 10);
+
+description!(SlotDots, 12:
+    partial: u64, parts: i64, grad: u64, grad_map: u64, grad_rows: i64, bias: u64, kind: i64, width: i64, tiles: u64,
+    tile_count: u64, out: u64, fault: u64;
+    fault @ 11);
+
+description!(ColumnSums, 14:
+    rows: u64, map: u64, base_rows: i64, kind: i64, scale: u64, offsets: u64, counts: u64, slots: i64, groups: i64,
+    width: i64, out: u64, out_type: i64, accumulate: i64, fault: u64;
+    fault @ 13);
+
+description!(Router, 29:
+    logits: u64, bias: u64, bias_type: i64, ids: u64, weights: u64, d_weights: u64, d_logits: u64, scratch: u64,
+    tokens: i64, experts: i64, top_k: i64, score: i64, epsilon: f64, groups: i64, keep: i64, rank_by: i64,
+    renorm: i64, p: f64, norm_epsilon: f64, floor: f64, scale: f64, jitter: f64, key: u64, first_token: u64,
+    aux_coef: u64, sequence: i64, aux_sigmoid: i64, aux_z: u64, fault: u64;
+    score @ 11, key @ 22, fault @ 28);
+
+description!(Aux, 23:
+    logits: u64, ids: u64, scores: u64, picks: u64, z_terms: u64, partial: u64, totals: u64, out: u64, sums: u64,
+    coef: u64, z_coef: u64, tokens: i64, experts: i64, top_k: i64, sequence: i64, sequences: i64, chunks: i64,
+    by_sequence: i64, hugging_face: i64, sigmoids: i64, balance: f64, z: f64, fault: u64;
+    fault @ 22);
+
+description!(Keep, 6:
+    weights: u64, kept: u64, grad: u64, out: u64, tokens: i64, top_k: i64;
+    top_k @ 5);
+
+/// Number of a type that kernels compute in.
+pub(super) fn type_code(call: &'static str, tensor: &str, dtype: DType) -> Result<i64> {
+    match dtype {
+        DType::F32 => Ok(0),
+        DType::F16 => Ok(1),
+        DType::BF16 => Ok(2),
+        other => Err(Error::invalid(call, format!("tensor {tensor}"), "f32, f16 or bf16 (on CUDA)", other)),
+    }
+}
+
+/// Number, alpha and limit of an activation.
+pub(super) fn activation_code(activation: Activation) -> (i64, f64, f64) {
+    match activation {
+        Activation::SiluGlu => (0, 0.0, 0.0),
+        Activation::GeluGlu => (1, 0.0, 0.0),
+        Activation::ClampedGlu { alpha, limit } => (2, alpha, limit),
+        Activation::Relu2 => (3, 0.0, 0.0),
+    }
+}

@@ -1,0 +1,291 @@
+//! Routing, auxiliary losses, weights of partly dropped tokens.
+
+use crate::config::{AuxConfig, BalanceKind, GroupScore, RouterConfig, Score};
+use crate::dtype::DType;
+use crate::error::{Error, Result};
+use crate::kernels::{AuxBwd, AuxSums, Jitter, KeepSum, Route, RouteBwd};
+use crate::tensor::{Tensor, TensorRef};
+
+use super::device::Cuda;
+use super::launch::Grid;
+use super::params::{self, type_code};
+use super::zones::{input, output};
+
+/// Tokens that `aux_chunks` sums at a time.
+const CHUNK: usize = 64;
+/// Shared memory that a block of the router takes at most.
+const SHARED: usize = 48 << 10;
+/// Rows of E floats that a token works on.
+const WORK_ROWS: usize = 5;
+/// Blocks of one warp where the working rows do not fit shared memory.
+const SCRATCH_BLOCKS: usize = 264;
+
+/// T of logits `[T, E]`.
+fn tokens(call: &'static str, config: &RouterConfig, logits: &TensorRef<'_, Cuda>) -> Result<usize> {
+    let t = logits.rows();
+    input(call, "logits", logits, DType::F32, &[t, config.num_experts])?;
+    Ok(t)
+}
+
+/// The formula.
+fn formula(config: &RouterConfig, jitter: Option<Jitter>) -> params::Router {
+    let (score, epsilon) = match config.score {
+        Score::Softmax => (0, 0.0),
+        Score::Sigmoid => (1, 0.0),
+        Score::TopkSoftmax => (2, 0.0),
+        Score::TopkSigmoid => (3, 0.0),
+        Score::SparseMixer { epsilon } => (4, epsilon),
+    };
+    let mut p = params::Router {
+        experts: config.num_experts as i64,
+        top_k: config.top_k as i64,
+        score,
+        epsilon,
+        scale: config.scale,
+        ..Default::default()
+    };
+    if let Some(limit) = &config.groups {
+        (p.groups, p.keep) = (limit.groups as i64, limit.keep as i64);
+        p.rank_by = i64::from(limit.rank_by == GroupScore::Top2Sum);
+    }
+    if let Some(renorm) = &config.renorm {
+        (p.renorm, p.p, p.norm_epsilon, p.floor) = (1, renorm.p, renorm.epsilon, renorm.floor);
+    }
+    if let Some(jitter) = jitter.filter(|_| config.jitter > 0.0) {
+        p.jitter = config.jitter;
+        p.key = [jitter.seed, jitter.step, u64::from(jitter.layer)].into_iter().fold(0, absorb);
+        p.first_token = jitter.first_token;
+    }
+    p
+}
+
+/// The generator of `src/cpu/router/jitter.rs`.
+fn absorb(h: u64, word: u64) -> u64 {
+    let mut z = (h ^ word).wrapping_add(0x9e37_79b9_7f4a_7c15);
+    z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+    z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+    z ^ (z >> 31)
+}
+
+/// Launches a kernel of a warp a token, with its working rows in shared memory where they fit.
+fn launch(device: &Cuda, call: &'static str, kernel: &str, mut p: params::Router) -> Result<()> {
+    let (t, row) = (p.tokens as usize, WORK_ROWS * 4 * p.experts as usize);
+    let warps = [8, 4, 2, 1].into_iter().find(|w| w * row <= SHARED);
+    let scratch;
+    let grid = match warps {
+        Some(warps) => Grid { shared: (warps * row) as u32, ..Grid::new(t.div_ceil(warps), 32 * warps as u32) },
+        None => {
+            let blocks = t.min(SCRATCH_BLOCKS);
+            scratch = Tensor::empty(device, DType::U8, &[blocks, row])?;
+            p.scratch = scratch.view().data().ptr;
+            Grid::new(blocks, 32)
+        }
+    };
+    // SAFETY: callers have checked the tensors in `p`; a warp has its working rows in either place.
+    unsafe { device.launch(call, kernel, grid, &p) }
+}
+
+pub(super) fn route(device: &Cuda, call: Route<'_, Cuda>) -> Result<()> {
+    const CALL: &str = "route";
+    let config = call.config;
+    config.validate()?;
+    let (t, k, e) = (tokens(CALL, config, &call.logits)?, config.top_k, config.num_experts);
+    let mut p = formula(config, call.jitter);
+    p.tokens = t as i64;
+    p.logits = call.logits.data().ptr;
+    p.ids = output(CALL, "ids", call.ids, DType::I32, &[t, k])?;
+    p.weights = output(CALL, "weights", call.weights, DType::F32, &[t, k])?;
+    match (config.selection_bias, call.selection_bias) {
+        (false, None) => {}
+        (true, Some(bias)) => {
+            Error::check_shape(CALL, "selection_bias", &[e], bias.dims())?;
+            p.bias = bias.data().ptr;
+            p.bias_type = type_code(CALL, "selection_bias", bias.dtype())?;
+        }
+        (true, None) => {
+            return Err(Error::invalid(CALL, "tensor selection_bias", "a tensor (the formula has it)", "none"));
+        }
+        (false, Some(_)) => {
+            return Err(Error::invalid(CALL, "tensor selection_bias", "none (the formula has none)", "a tensor"));
+        }
+    }
+    p.fault = device.inner.status;
+    launch(device, CALL, "route", p)?;
+    match device.faults(CALL)? {
+        None => Ok(()),
+        Some(at) => Err(Error::NanLogits { call: CALL, token: at as usize / e, expert: at as usize % e }),
+    }
+}
+
+pub(super) fn route_bwd(device: &Cuda, call: RouteBwd<'_, Cuda>) -> Result<()> {
+    const CALL: &str = "route_bwd";
+    let config = call.config;
+    config.validate()?;
+    let (t, k, e) = (tokens(CALL, config, &call.logits)?, config.top_k, config.num_experts);
+    let mut p = formula(config, call.jitter);
+    p.tokens = t as i64;
+    p.logits = call.logits.data().ptr;
+    p.ids = input(CALL, "ids", &call.ids, DType::I32, &[t, k])?;
+    p.d_weights = input(CALL, "d_weights", &call.d_weights, DType::F32, &[t, k])?;
+    p.d_logits = output(CALL, "d_logits", call.d_logits, DType::F32, &[t, e])?;
+    p.fault = device.inner.status;
+    // Whether the groups zero scores depends on there being a selection bias, which backward does not get otherwise.
+    p.bias = if config.selection_bias { p.logits } else { 0 };
+    let aux = call.aux.map(|aux| AuxGrad::new(device, config, &aux, (t, p.logits, p.ids))).transpose()?;
+    if let Some(aux) = aux.as_ref().filter(|_| t > 0) {
+        p.aux_coef = aux.coef.as_ref().map_or(0, |c| c.view().data().ptr);
+        p.aux_z = aux.z.view().data().ptr;
+        p.sequence = aux.sequence as i64;
+        p.aux_sigmoid = i64::from(aux.sigmoids);
+    }
+    launch(device, CALL, "route_bwd", p)
+}
+
+/// Sizes of the sums over a rank's tokens.
+struct Cut {
+    /// Tokens of a sequence: all of them where the loss is not over sequences.
+    sequence: usize,
+    sequences: usize,
+    /// Chunks of a sequence.
+    chunks: usize,
+}
+
+impl Cut {
+    fn new(kind: BalanceKind, tokens: usize) -> Self {
+        let sequence = match kind {
+            BalanceKind::Sequence { length } => length.min(tokens.max(1)),
+            BalanceKind::Switch | BalanceKind::HuggingFace => tokens.max(1),
+        };
+        Self { sequence, sequences: tokens.div_ceil(sequence), chunks: sequence.div_ceil(CHUNK) }
+    }
+}
+
+/// Hugging Face's loss takes the softmax whatever the router's scores are.
+fn sigmoids(config: &RouterConfig, kind: BalanceKind) -> bool {
+    kind != BalanceKind::HuggingFace && matches!(config.score, Score::Sigmoid | Score::TopkSigmoid)
+}
+
+fn aux_params(device: &Cuda, config: &RouterConfig, aux: &AuxConfig, t: usize) -> (params::Aux, Cut) {
+    let cut = Cut::new(aux.balance_kind, t);
+    let p = params::Aux {
+        tokens: t as i64,
+        experts: config.num_experts as i64,
+        top_k: config.top_k as i64,
+        sequence: cut.sequence as i64,
+        sequences: cut.sequences as i64,
+        chunks: cut.chunks as i64,
+        by_sequence: i64::from(matches!(aux.balance_kind, BalanceKind::Sequence { .. })),
+        hugging_face: i64::from(aux.balance_kind == BalanceKind::HuggingFace),
+        sigmoids: i64::from(sigmoids(config, aux.balance_kind)),
+        fault: device.inner.status,
+        ..Default::default()
+    };
+    (p, cut)
+}
+
+/// Sums over chunks and sequences: `totals [sequences, 2 E + 1]`, kept alive with the chunks' own.
+fn totals(device: &Cuda, call: &'static str, p: &mut params::Aux, cut: &Cut) -> Result<[Tensor<Cuda>; 2]> {
+    const F64_BYTES: usize = 8;
+    let width = 2 * p.experts as usize + 1;
+    let partial = Tensor::empty(device, DType::U8, &[cut.sequences * cut.chunks, width * F64_BYTES])?;
+    let totals = Tensor::empty(device, DType::U8, &[cut.sequences, width * F64_BYTES])?;
+    p.partial = partial.view().data().ptr;
+    p.totals = totals.view().data().ptr;
+    let threads = (p.experts as usize).next_multiple_of(32).clamp(32, 256) as u32;
+    let grid = Grid { blocks: (cut.chunks, cut.sequences), threads, shared: 0 };
+    // SAFETY: sizes as allocated above; logits, ids and scratch were checked or made by the callers.
+    unsafe { device.launch(call, "aux_chunks", grid, p) }?;
+    let grid = Grid { blocks: (width.div_ceil(128), cut.sequences), threads: 128, shared: 0 };
+    // SAFETY: as above.
+    unsafe { device.launch(call, "aux_totals", grid, p) }?;
+    Ok([partial, totals])
+}
+
+pub(super) fn aux_sums(device: &Cuda, call: AuxSums<'_, Cuda>) -> Result<()> {
+    const CALL: &str = "aux_sums";
+    let config = call.config;
+    config.validate()?;
+    call.aux.validate()?;
+    let (t, k, e) = (tokens(CALL, config, &call.logits)?, config.top_k, config.num_experts);
+    let (mut p, cut) = aux_params(device, config, call.aux, t);
+    p.logits = call.logits.data().ptr;
+    p.ids = input(CALL, "ids", &call.ids, DType::I32, &[t, k])?;
+    p.out = output(CALL, "out", call.out, DType::F32, &[2 * e + 4])?;
+    let scores = Tensor::empty(device, DType::F32, &[t, e])?;
+    let picks = Tensor::empty(device, DType::I32, &[if p.hugging_face == 1 { t } else { 0 }, k])?;
+    let z_terms = Tensor::empty(device, DType::U8, &[t, 8])?;
+    p.scores = scores.view().data().ptr;
+    p.picks = picks.view().data().ptr;
+    p.z_terms = z_terms.view().data().ptr;
+    // SAFETY: logits are `[t, e]`, the scratch was made for that.
+    unsafe { device.launch(CALL, "aux_scores", Grid::new(t.div_ceil(8), 256), &p) }?;
+    let scratch = totals(device, CALL, &mut p, &cut)?;
+    // SAFETY: `out` has 2 E + 4 elements.
+    unsafe { device.launch(CALL, "aux_finish", Grid::new(1, 256), &p) }?;
+    drop(scratch);
+    Ok(())
+}
+
+/// Coefficients of the losses' gradient.
+struct AuxGrad {
+    /// `[sequences, E]` of f64.
+    coef: Option<Tensor<Cuda>>,
+    z: Tensor<Cuda>,
+    sequence: usize,
+    sigmoids: bool,
+}
+
+impl AuxGrad {
+    fn new(
+        device: &Cuda,
+        config: &RouterConfig,
+        aux: &AuxBwd<'_, Cuda>,
+        (t, logits, ids): (usize, u64, u64),
+    ) -> Result<Self> {
+        const CALL: &str = "route_bwd";
+        aux.aux.validate()?;
+        let e = config.num_experts;
+        let (mut p, cut) = aux_params(device, config, aux.aux, t);
+        p.sums = input(CALL, "aux.sums", &aux.sums, DType::F32, &[2 * e + 4])?;
+        (p.logits, p.ids) = (logits, ids);
+        p.balance = aux.d_loss * aux.aux.balance;
+        p.z = aux.d_loss * aux.aux.z;
+        let z = Tensor::empty(device, DType::U8, &[8])?;
+        p.z_coef = z.view().data().ptr;
+        let coef = match aux.aux.balance != 0.0 {
+            true => Some(Tensor::empty(device, DType::U8, &[cut.sequences, e * 8])?),
+            false => None,
+        };
+        p.coef = coef.as_ref().map_or(0, |c| c.view().data().ptr);
+        let mut scratch = None;
+        if p.by_sequence == 1 && coef.is_some() {
+            // Counts of this rank's own sequences, from the ids: scores and z are not needed.
+            p.hugging_face = 0;
+            scratch = Some(totals(device, CALL, &mut p, &cut)?);
+        }
+        let grid = Grid { blocks: (e.div_ceil(128), cut.sequences), threads: 128, shared: 0 };
+        // SAFETY: sums have 2 E + 4 elements, coefficients E a sequence; totals where the loss is over sequences.
+        unsafe { device.launch(CALL, "aux_coefficients", grid, &p) }?;
+        drop(scratch);
+        Ok(Self { coef, z, sequence: cut.sequence, sigmoids: sigmoids(config, aux.aux.balance_kind) })
+    }
+}
+
+pub(super) fn keep_sum(device: &Cuda, call: KeepSum<'_, Cuda>) -> Result<()> {
+    const CALL: &str = "keep_sum";
+    let [t, k] = match call.weights.dims() {
+        [t, k] => [*t, *k],
+        dims => return Err(Error::invalid(CALL, "tensor weights", "shape [T, K]", format!("{dims:?}"))),
+    };
+    let grad = call.grad.as_ref().map_or(Ok(0), |g| input(CALL, "grad", g, DType::F32, &[t, k]))?;
+    let p = params::Keep {
+        weights: input(CALL, "weights", &call.weights, DType::F32, &[t, k])?,
+        kept: input(CALL, "kept", &call.kept, DType::I32, &[t, k])?,
+        grad,
+        out: output(CALL, "out", call.out, DType::F32, &[t, k])?,
+        tokens: t as i64,
+        top_k: k as i64,
+    };
+    // SAFETY: all are `[t, k]`.
+    unsafe { device.launch(CALL, "keep_sum", Grid::new(t.div_ceil(128), 128), &p) }
+}

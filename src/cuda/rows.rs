@@ -1,0 +1,69 @@
+//! Moving and adding rows.
+
+use crate::dtype::DType;
+use crate::error::{Error, Result};
+use crate::kernels::{GatherRows, ReduceRows};
+
+use super::device::Cuda;
+use super::launch::Grid;
+use super::params::{self, type_code};
+
+/// Blocks of a loop over a whole tensor.
+const LOOP_BLOCKS: usize = 2048;
+
+pub(super) fn gather_rows(device: &Cuda, call: GatherRows<'_, Cuda>) -> Result<()> {
+    const CALL: &str = "gather_rows";
+    let row = call.source.row_bytes();
+    Error::check_dtype(CALL, "out", call.source.dtype(), call.out.dtype())?;
+    Error::check_dtype(CALL, "map", DType::I32, call.map.dtype())?;
+    Error::check_shape(CALL, "out", &[call.map.count(), row], &[call.out.rows(), call.out.row_bytes()])?;
+    let (rows, source_rows) = (call.out.rows(), call.source.rows());
+    let (source, out) = (call.source.data().ptr, call.out.into_data().ptr);
+    let word = [16u64, 4, 1].into_iter().find(|w| (source | out | row as u64).is_multiple_of(*w)).unwrap_or(1);
+    let p = params::Rows {
+        source,
+        map: call.map.data().ptr,
+        out,
+        source_rows: source_rows as i64,
+        out_rows: rows as i64,
+        width: row as i64,
+        word: word as i64,
+        fault: device.inner.status,
+        ..Default::default()
+    };
+    let blocks = (rows * row).div_ceil(256 * word as usize).min(LOOP_BLOCKS);
+    // SAFETY: `out` has a row for each entry of the map; the kernel checks its entries against the source's rows.
+    unsafe { device.launch(CALL, "gather_rows", Grid::new(blocks, 256), &p) }
+}
+
+pub(super) fn reduce_rows(device: &Cuda, call: ReduceRows<'_, Cuda>) -> Result<()> {
+    const CALL: &str = "reduce_rows";
+    Error::check_dtype(CALL, "out", call.source.dtype(), call.out.dtype())?;
+    Error::check_dtype(CALL, "map", DType::I32, call.map.dtype())?;
+    let (tokens, row) = (call.out.rows(), call.out.row_bytes());
+    Error::check_shape(CALL, "map", &[tokens], &[call.map.rows()])?;
+    Error::check_shape(CALL, "source", &[row], &[call.source.row_bytes()])?;
+    let fan = call.map.count().checked_div(tokens).unwrap_or(0);
+    let kind = type_code(CALL, "source", call.source.dtype())?;
+    let width = row / call.source.dtype().size();
+    let source_rows = call.source.rows();
+    let (source, out) = (call.source.data().ptr, call.out.into_data().ptr);
+    let wide = (source | out | row as u64).is_multiple_of(16);
+    let p = params::Rows {
+        source,
+        map: call.map.data().ptr,
+        out,
+        source_rows: source_rows as i64,
+        out_rows: tokens as i64,
+        width: width as i64,
+        fan: fan as i64,
+        kind,
+        word: if wide { 16 } else { 1 },
+        fault: device.inner.status,
+        ..Default::default()
+    };
+    let lanes = if wide { row / 16 } else { width };
+    let threads = lanes.next_multiple_of(32).clamp(32, 256) as u32;
+    // SAFETY: `out` has a row for each line of the map; the kernel checks its entries against the source's rows.
+    unsafe { device.launch(CALL, "reduce_rows", Grid::new(tokens, threads), &p) }
+}

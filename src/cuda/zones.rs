@@ -1,0 +1,183 @@
+//! Layouts, row sources and destinations, checked and as kernels take them.
+
+use crate::dtype::DType;
+use crate::error::{Error, Result};
+use crate::kernels::{RowDest, RowSource, Zones};
+use crate::tensor::{Tensor, TensorMut, TensorRef};
+
+use super::device::Cuda;
+use super::launch::Grid;
+use super::params;
+
+/// Pointer of a view that may be absent.
+pub(super) fn pointer(t: &Option<TensorRef<'_, Cuda>>) -> u64 {
+    t.as_ref().map_or(0, |t| t.data().ptr)
+}
+
+/// Whether rows of `width` elements from here on start at multiples of 16 bytes.
+pub(super) fn aligned(t: TensorRef<'_, Cuda>, width: usize) -> bool {
+    t.data().ptr.is_multiple_of(16) && (width * t.dtype().size()).is_multiple_of(16)
+}
+
+/// Checks a layout of `experts` zones.
+pub(super) fn check_zones(call: &'static str, zones: &Zones<Cuda>, experts: usize) -> Result<()> {
+    for (name, t) in [("zones.offsets", &zones.offsets), ("zones.counts", &zones.counts)] {
+        Error::check_shape(call, name, &[experts], t.dims())?;
+        Error::check_dtype(call, name, DType::I64, t.dtype())?;
+    }
+    match i32::try_from(zones.rows) {
+        Ok(_) => Ok(()),
+        Err(_) => Err(Error::invalid(call, "zones.rows", format!("at most {}", i32::MAX), zones.rows)),
+    }
+}
+
+/// A checked source of rows.
+pub(super) struct Source {
+    pub(super) base: u64,
+    pub(super) map: u64,
+    pub(super) rows: i64,
+    pub(super) vector: bool,
+}
+
+impl Source {
+    pub(super) fn new(
+        call: &'static str,
+        name: &str,
+        source: &RowSource<'_, Cuda>,
+        (dtype, width, slots): (DType, usize, usize),
+    ) -> Result<Self> {
+        Error::check_dtype(call, name, dtype, source.base.dtype())?;
+        let rows = source.base.rows();
+        Error::check_shape(call, name, &[rows, width], source.base.dims())?;
+        match &source.map {
+            None => Error::check_shape(call, name, &[slots, width], &[rows, width])?,
+            Some(map) => {
+                Error::check_shape(call, &format!("{name}.map"), &[slots], map.dims())?;
+                Error::check_dtype(call, &format!("{name}.map"), DType::I32, map.dtype())?;
+            }
+        }
+        Ok(Self {
+            base: source.base.data().ptr,
+            map: pointer(&source.map),
+            rows: rows as i64,
+            vector: aligned(source.base, width),
+        })
+    }
+}
+
+/// A checked destination of rows.
+pub(super) struct Dest {
+    pub(super) base: u64,
+    pub(super) map: u64,
+    pub(super) rows: i64,
+    pub(super) accumulate: i64,
+}
+
+impl Dest {
+    pub(super) fn new(
+        call: &'static str,
+        dest: RowDest<'_, Cuda>,
+        (dtype, width, slots): (DType, usize, usize),
+    ) -> Result<Self> {
+        Error::check_dtype(call, "out", dtype, dest.base.dtype())?;
+        let rows = dest.base.rows();
+        match &dest.map {
+            None => Error::check_shape(call, "out", &[slots, width], dest.base.dims())?,
+            Some(map) => {
+                Error::check_shape(call, "out", &[rows, width], dest.base.dims())?;
+                Error::check_shape(call, "out.map", &[slots], map.dims())?;
+                Error::check_dtype(call, "out.map", DType::I32, map.dtype())?;
+            }
+        }
+        let map = pointer(&dest.map);
+        Ok(Self { base: dest.base.into_data().ptr, map, rows: rows as i64, accumulate: i64::from(dest.accumulate) })
+    }
+}
+
+/// A checked tensor of a known shape and type.
+pub(super) fn input(
+    call: &'static str,
+    name: &str,
+    t: &TensorRef<'_, Cuda>,
+    dtype: DType,
+    dims: &[usize],
+) -> Result<u64> {
+    Error::check_dtype(call, name, dtype, t.dtype())?;
+    Error::check_shape(call, name, dims, t.dims())?;
+    Ok(t.data().ptr)
+}
+
+/// As [`input`], where it may be absent.
+pub(super) fn optional(
+    call: &'static str,
+    name: &str,
+    t: &Option<TensorRef<'_, Cuda>>,
+    dtype: DType,
+    dims: &[usize],
+) -> Result<u64> {
+    t.as_ref().map_or(Ok(0), |t| input(call, name, t, dtype, dims))
+}
+
+/// A checked output.
+pub(super) fn output(
+    call: &'static str,
+    name: &str,
+    t: TensorMut<'_, Cuda>,
+    dtype: DType,
+    dims: &[usize],
+) -> Result<u64> {
+    Error::check_dtype(call, name, dtype, t.dtype())?;
+    Error::check_shape(call, name, dims, t.dims())?;
+    Ok(t.into_data().ptr)
+}
+
+/// As [`output`], where it may be absent.
+pub(super) fn optional_output(
+    call: &'static str,
+    name: &str,
+    t: Option<TensorMut<'_, Cuda>>,
+    dtype: DType,
+    dims: &[usize],
+) -> Result<u64> {
+    t.map_or(Ok(0), |t| output(call, name, t, dtype, dims))
+}
+
+/// Row tiles of a layout, listed on the device.
+pub(super) struct Tiles {
+    pub(super) list: Tensor<Cuda>,
+    pub(super) count: Tensor<Cuda>,
+    /// Most tiles that there can be.
+    pub(super) most: usize,
+}
+
+impl Tiles {
+    pub(super) fn new(call: &'static str, device: &Cuda, zones: &Zones<Cuda>, tile: usize) -> Result<Self> {
+        let groups = zones.offsets.dims()[0];
+        // Every filled zone has one tile that may not be full.
+        let most = zones.rows / tile + groups.min(zones.rows);
+        let mut list = Tensor::empty(device, DType::I32, &[most, 4])?;
+        let mut count = Tensor::empty(device, DType::I32, &[1])?;
+        let call_params = params::Schedule {
+            offsets: zones.offsets.view().data().ptr,
+            counts: zones.counts.view().data().ptr,
+            groups: groups as i64,
+            rows: zones.rows as i64,
+            tile_rows: tile as i64,
+            tiles: list.view_mut().into_data().ptr,
+            tile_count: count.view_mut().into_data().ptr,
+            max_tiles: most as i64,
+            fault: device.inner.status,
+        };
+        // SAFETY: offsets and counts have `groups` entries, the list `most`; the kernel writes no more.
+        unsafe { device.launch(call, "schedule", Grid::new(1, 256), &call_params) }?;
+        Ok(Self { list, count, most })
+    }
+
+    pub(super) fn list(&self) -> u64 {
+        self.list.view().data().ptr
+    }
+
+    pub(super) fn count(&self) -> u64 {
+        self.count.view().data().ptr
+    }
+}

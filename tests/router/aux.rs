@@ -1,0 +1,129 @@
+//! Auxiliary losses: their sums, and the losses written out.
+
+use super::*;
+
+/// The formulas over the logits of all ranks, token by token.
+pub fn loss(c: &RouterConfig, aux: &AuxConfig, ranks: &[Vec<f64>]) -> f64 {
+    let (e, k) = (c.num_experts, c.top_k);
+    let exp_sum = |l: &[f64]| l.iter().map(|l| l.exp()).sum::<f64>();
+    let softmax = |l: &[f64]| -> Vec<f64> { l.iter().map(|x| x.exp() / exp_sum(l)).collect() };
+    let sigmoids = |l: &[f64]| -> Vec<f64> {
+        let s: Vec<f64> = l.iter().map(|l| 1.0 / (1.0 + (-l).exp())).collect();
+        s.iter().map(|x| x / s.iter().sum::<f64>()).collect()
+    };
+    let of_sigmoid = matches!(c.score, Score::Sigmoid | Score::TopkSigmoid);
+    // E·Σ f·P over some tokens; all formulas used here choose the largest logits.
+    let over = |l: &[f64], scores: &dyn Fn(&[f64]) -> Vec<f64>, per_token: f64| -> f64 {
+        let t = (l.len() / e) as f64;
+        let (mut f, mut p) = (vec![0.0; e], vec![0.0; e]);
+        for row in l.chunks(e) {
+            let mut order: Vec<usize> = (0..e).collect();
+            order.sort_by(|&a, &b| row[b].total_cmp(&row[a]));
+            order[..k].iter().for_each(|&e| f[e] += 1.0 / (t * per_token));
+            scores(row).iter().zip(&mut p).for_each(|(s, p)| *p += s / t);
+        }
+        e as f64 * f.iter().zip(&p).map(|(f, p)| f * p).sum::<f64>()
+    };
+    let scores: &dyn Fn(&[f64]) -> Vec<f64> = if of_sigmoid { &sigmoids } else { &softmax };
+    let all = ranks.concat();
+    let balance = match aux.balance_kind {
+        BalanceKind::Switch => over(&all, scores, k as f64),
+        BalanceKind::HuggingFace => over(&all, &softmax, 1.0),
+        BalanceKind::Sequence { length } => {
+            let each: Vec<f64> =
+                ranks.iter().flat_map(|l| l.chunks(length * e)).map(|l| over(l, scores, k as f64)).collect();
+            each.iter().sum::<f64>() / each.len() as f64
+        }
+        other => panic!("{other:?} has no formula here"),
+    };
+    let rows = all.chunks(e).map(|l| exp_sum(l).ln().powi(2));
+    aux.balance * balance + aux.z * rows.sum::<f64>() / (all.len() / e) as f64
+}
+
+/// By hand: two tokens, E = 2, K = 1, logits (0, ln 3) and (0, 0).
+#[test]
+fn sums_by_hand() {
+    let logits = [0.0, 3f64.ln(), 0.0, 0.0];
+    let z = 4f64.ln().powi(2) + 2f64.ln().powi(2);
+    for score in [Score::Softmax, Score::TopkSoftmax] {
+        let c = router(2, 1, score);
+        let (ids, _) = route(&c, &logits, None, None).unwrap();
+        assert_eq!(ids, [1, 0]);
+        let sums = aux_sums(&c, &balance(BalanceKind::Switch, 1.0, 1.0), &logits, &ids).unwrap();
+        close("switch", &sums, &[1.0, 1.0, 0.75, 1.25, 2.0, z, 0.0, 0.0], 1e-15);
+    }
+    // Sigmoids (1/2, 3/4), (1/2, 1/2) over their sums: (2/5, 3/5), (1/2, 1/2).
+    let c = router(2, 1, Score::Sigmoid);
+    let sums = aux_sums(&c, &balance(BalanceKind::Switch, 1.0, 1.0), &logits, &[1, 0]).unwrap();
+    close("sigmoid", &sums, &[1.0, 1.0, 0.9, 1.1, 2.0, z, 0.0, 0.0], 1e-15);
+    // One token a sequence: 2·(3/5) and 2·(1/2).
+    let kind = BalanceKind::Sequence { length: 1 };
+    let sums = aux_sums(&c, &balance(kind, 1.0, 1.0), &logits, &[1, 0]).unwrap();
+    close("sequence", &sums, &[1.0, 1.0, 0.9, 1.1, 2.0, z, 2.2, 2.0], 1e-15);
+    // Hugging Face's takes softmax, whatever was chosen.
+    let kind = BalanceKind::HuggingFace;
+    let sums = aux_sums(&c, &balance(kind, 1.0, 1.0), &logits, &[0, 0]).unwrap();
+    close("hugging face", &sums, &[1.0, 1.0, 0.75, 1.25, 2.0, z, 0.0, 0.0], 1e-15);
+}
+
+/// The sums of ranks add up to those of one rank, for every kind (sequences do not cross ranks).
+#[test]
+fn ranks_add_up() {
+    for kind in [BalanceKind::Switch, BalanceKind::HuggingFace, BalanceKind::Sequence { length: 50 }] {
+        let c = router(8, 3, Score::Softmax);
+        let aux = balance(kind, 1.0, 1.0);
+        let logits = Numbers(1).logits(300 * 8);
+        let (ids, _) = route(&c, &logits, None, None).unwrap();
+        let whole = aux_sums(&c, &aux, &logits, &ids).unwrap();
+        let mut parts = vec![0.0; whole.len()];
+        for (l, ids) in logits.chunks(100 * 8).zip(ids.chunks(100 * 3)) {
+            aux_sums(&c, &aux, l, ids).unwrap().iter().zip(&mut parts).for_each(|(s, p)| *p += s);
+        }
+        // Sums of 300 terms of about 1, in f64.
+        close("parts", &parts, &whole, 1e-11);
+        let from_sums = match kind {
+            BalanceKind::Sequence { .. } => whole[18] / whole[19],
+            _ => {
+                let per_token = if kind == BalanceKind::Switch { 3.0 } else { 1.0 };
+                8.0 * (0..8).map(|e| whole[e] * whole[8 + e]).sum::<f64>() / (300.0 * 300.0 * per_token)
+            }
+        };
+        let without_z = balance(kind, 1.0, 0.0);
+        close("loss", &[from_sums], &[loss(&c, &without_z, &[logits])], 1e-13);
+    }
+}
+
+/// An even load has the loss 1 (Switch) or K (Hugging Face), everything on one expert up to E.
+#[test]
+fn extremes() {
+    let even = [5.0, 0.0, 0.0, 5.0];
+    let c = router(2, 1, Score::Softmax);
+    assert!((loss(&c, &balance(BalanceKind::Switch, 1.0, 0.0), &[even.to_vec()]) - 1.0).abs() < 1e-15);
+    let one = [40.0, 0.0, 40.0, 0.0];
+    let sums = aux_sums(&c, &balance(BalanceKind::Switch, 1.0, 0.0), &one, &[0, 0]).unwrap();
+    close("one expert", &sums[..5], &[2.0, 0.0, 2.0, 0.0, 2.0], 1e-15);
+}
+
+#[test]
+fn no_tokens() {
+    for kind in [BalanceKind::Switch, BalanceKind::HuggingFace, BalanceKind::Sequence { length: 4 }] {
+        let (c, aux) = (router(4, 2, Score::Softmax), balance(kind, 1.0, 1.0));
+        let sums = aux_sums::<f64>(&c, &aux, &[], &[]).unwrap();
+        assert_eq!(sums, [0.0; 12]);
+        assert!(route_bwd::<f64>(&c, &[], &[], &[], None, Some((&aux, &sums, 1.0))).unwrap().is_empty());
+    }
+}
+
+#[test]
+fn the_same_bits_every_time() {
+    let c = router(16, 4, Score::Sigmoid);
+    let logits: Vec<f32> = Numbers(3).logits(5000 * 16).iter().map(|&l| l as f32).collect();
+    let (ids, _) = route(&c, &logits, None, None).unwrap();
+    let aux = balance(BalanceKind::Switch, 1.0, 1.0);
+    let bits = || aux_sums(&c, &aux, &logits, &ids).unwrap().iter().map(|v| v.to_bits()).collect::<Vec<_>>();
+    let first = bits();
+    for _ in 0..20 {
+        assert_eq!(bits(), first);
+    }
+    assert_eq!(f32::from_bits(first[32]), 5000.0);
+}
