@@ -31,7 +31,8 @@ struct State<T, V> {
     finished: Option<Arc<Round<T, V>>>,
     /// Ranks that have yet to pick it up.
     readers: usize,
-    gone: Vec<bool>,
+    /// The first rank that left, for good: it is the cause, others that leave after it are consequences.
+    gone: Option<usize>,
     /// Ranks that were missing when a round timed out; final.
     timed_out: Option<Vec<usize>>,
 }
@@ -69,7 +70,7 @@ impl<T, V> Rendezvous<T, V> {
             deposits: (0..size).map(|_| None).collect(),
             finished: None,
             readers: 0,
-            gone: vec![false; size],
+            gone: None,
             timed_out: None,
         };
         Self { state: Mutex::new(state), changed: Condvar::new() }
@@ -88,7 +89,7 @@ impl<T, V> Rendezvous<T, V> {
         if let Some(missing) = &state.timed_out {
             return Err(Failure::Poisoned(missing.clone()));
         }
-        if let Some(peer) = state.first_gone() {
+        if let Some(peer) = state.gone {
             return Err(Failure::Gone(peer));
         }
         let round = state.round;
@@ -106,7 +107,7 @@ impl<T, V> Rendezvous<T, V> {
             if let Some(missing) = &state.timed_out {
                 return Err(Failure::Timeout(missing.clone()));
             }
-            if let Some(peer) = state.first_gone() {
+            if let Some(peer) = state.gone {
                 state.deposits[rank] = None;
                 return Err(Failure::Gone(peer));
             }
@@ -127,9 +128,7 @@ impl<T, V> Rendezvous<T, V> {
     /// Marks a rank as gone for good: whoever waits or comes later is told at once.
     pub fn leave(&self, rank: usize) {
         let mut state = self.lock();
-        if let Some(gone) = state.gone.get_mut(rank) {
-            *gone = true;
-        }
+        state.gone.get_or_insert(rank);
         drop(state);
         self.changed.notify_all();
     }
@@ -152,10 +151,6 @@ impl<T, V> Rendezvous<T, V> {
 }
 
 impl<T, V> State<T, V> {
-    fn first_gone(&self) -> Option<usize> {
-        self.gone.iter().position(|g| *g)
-    }
-
     fn finish(&mut self, judge: impl FnOnce(&[T]) -> V) -> Arc<Round<T, V>> {
         let deposits: Vec<T> = self.deposits.iter_mut().filter_map(Option::take).collect();
         let verdict = judge(&deposits);

@@ -1,0 +1,206 @@
+//! Bad input on one rank: an error on every rank, and the same group goes on.
+
+use std::time::Instant;
+
+use moebius::comm::ThreadWorld;
+use moebius::cpu::Cpu;
+use moebius::ep::{Capacity, DispatcherKind, Overflow};
+use moebius::layer::{DispatchOptions, Layer};
+use moebius::{DType, Error, Result, Tensor};
+
+use crate::support::*;
+
+/// One fault: its name, and what the step with it gives on a rank.
+type Fault = (&'static str, fn(&mut Rank) -> Result<()>);
+
+fn forward_with(r: &mut Rank, x: &Tensor<Cpu>) -> Result<()> {
+    let own = params(r.rank, RANKS);
+    r.forward(x.view(), &own.views()?.params()).map(drop)
+}
+
+/// This rank's tokens, or `bad` on the culprit.
+fn tokens(r: &Rank, bad: impl FnOnce() -> Tensor<Cpu>) -> Tensor<Cpu> {
+    if r.is_culprit() { bad() } else { r.x() }
+}
+
+const FORWARD: &[Fault] = &[
+    ("NaN", |r| {
+        let x = tokens(r, || Tensor::from_vec(vec![f64::NAN; HIDDEN], &[1, HIDDEN]).expect("x"));
+        forward_with(r, &x)
+    }),
+    ("router", |r| {
+        let mut own = params(r.rank, RANKS);
+        if r.is_culprit() {
+            own.router = tensor(1, 0, &[EXPERTS + 1, HIDDEN]);
+        }
+        let x = r.x();
+        r.forward(x.view(), &own.views()?.params()).map(drop)
+    }),
+    ("tensor x", |r| {
+        let x = tokens(r, || tensor(4, 0, &[TOKENS, HIDDEN + 1]));
+        forward_with(r, &x)
+    }),
+    ("tensor x", |r| {
+        let x = tokens(r, || Tensor::zeros(&Cpu::new(), DType::I32, &[TOKENS, HIDDEN]).expect("x"));
+        forward_with(r, &x)
+    }),
+    ("max_tokens_per_rank", |r| {
+        let x = tokens(r, || tensor(4, 0, &[4 * TOKENS + 1, HIDDEN]));
+        forward_with(r, &x)
+    }),
+    ("up", |r| {
+        let mut own = params(r.rank, RANKS);
+        if r.is_culprit() {
+            own.up = tensor(2, 0, &[1, 2 * INNER, HIDDEN]);
+        }
+        let x = r.x();
+        r.forward(x.view(), &own.views()?.params()).map(drop)
+    }),
+    ("router_bias", |r| {
+        let mut own = params(r.rank, RANKS);
+        own.router_bias = r.is_culprit().then(|| tensor(6, 0, &[EXPERTS]));
+        let x = r.x();
+        r.forward(x.view(), &own.views()?.params()).map(drop)
+    }),
+    // A parameter's type is met where it is used, after dispatch.
+    ("f32", |r| {
+        let mut own = params(r.rank, RANKS);
+        if r.is_culprit() {
+            own.down = Tensor::zeros(&Cpu::new(), DType::F32, own.down.dims()).expect("down");
+        }
+        let x = r.x();
+        r.forward(x.view(), &own.views()?.params()).map(drop)
+    }),
+    ("no weight", |r| {
+        let own = params(r.rank, RANKS);
+        let views = own.views()?;
+        let mut params = views.params();
+        let up = Troubled::new(own.up.view(), r.is_culprit(), Trouble::Fail);
+        params.up = &up;
+        let x = r.x();
+        r.forward(x.view(), &params).map(drop)
+    }),
+];
+
+/// A good forward, and a backward that the culprit spoils by `spoil(x, d y)`.
+fn backward_with(r: &mut Rank, spoil: fn(&mut Tensor<Cpu>, &mut Tensor<Cpu>)) -> Result<()> {
+    let own = params(r.rank, RANKS);
+    let views = own.views()?;
+    let (mut x, mut d_y) = (r.x(), r.x());
+    let (_, context) = r.forward(x.view(), &views.params())?;
+    if r.is_culprit() {
+        spoil(&mut x, &mut d_y);
+    }
+    r.backward(context, &x, &views.params(), &d_y).map(drop)
+}
+
+const BACKWARD: &[Fault] = &[
+    ("gradient of y", |r| backward_with(r, |_, d_y| *d_y = tensor(4, 0, &[TOKENS + 1, HIDDEN]))),
+    ("gradient of y", |r| {
+        backward_with(r, |_, d_y| *d_y = Tensor::zeros(&Cpu::new(), DType::F32, &[TOKENS, HIDDEN]).expect("d y"))
+    }),
+    ("tensor x", |r| backward_with(r, |x, _| *x = tensor(4, 0, &[TOKENS - 1, HIDDEN]))),
+    ("context", |r| {
+        let own = params(r.rank, RANKS);
+        let views = own.views()?;
+        let x = r.x();
+        let (_, context) = r.forward(x.view(), &views.params())?;
+        let right = r.layer.clone();
+        if r.is_culprit() {
+            r.layer = Layer::new(config(), 6)?;
+        }
+        let result = r.backward(context, &x, &views.params(), &x);
+        r.layer = right;
+        result.map(drop)
+    }),
+    ("no weight", |r| {
+        let own = params(r.rank, RANKS);
+        let views = own.views()?;
+        let mut params = views.params();
+        let up = Troubled::new(own.up.view(), false, Trouble::Fail);
+        params.up = &up;
+        let x = r.x();
+        let (_, context) = r.forward(x.view(), &params)?;
+        if r.is_culprit() {
+            up.arm();
+        }
+        r.backward(context, &x, &params, &x).map(drop)
+    }),
+];
+
+#[test]
+fn bad_input_on_one_rank_is_an_error_on_all_and_the_group_goes_on() {
+    let alone = alone();
+    for kind in KINDS {
+        let results = on_ranks(PATIENCE, |comm| {
+            let mut r = Rank::new(comm, kind);
+            for (name, fault) in FORWARD.iter().chain(BACKWARD) {
+                let start = Instant::now();
+                let error = fault(&mut r).expect_err(name);
+                match &error {
+                    Error::Peer { rank, peer, reason, .. } => {
+                        assert_eq!((*rank, *peer, r.is_culprit()), (r.rank, CULPRIT, false), "{name}: {error}");
+                        assert!(reason.contains(name), "{name}: {error}");
+                    }
+                    own => {
+                        assert!(r.is_culprit(), "{name}: {own} on rank {}", r.rank);
+                        assert!(own.to_string().contains(name), "{name}: {own}");
+                    }
+                }
+                assert!(start.elapsed() < AT_ONCE, "{name}");
+                r.works(&alone);
+            }
+        });
+        all_well("bad input", results);
+    }
+}
+
+/// Tokens of another type on one rank, each fine by itself: found where rows meet.
+#[test]
+fn another_dtype_on_one_rank_is_an_error_on_all_and_the_group_goes_on() {
+    let alone = alone();
+    for kind in KINDS {
+        let results = on_ranks(PATIENCE, |comm| {
+            let mut r = Rank::new(comm, kind);
+            let x = tokens(&r, || Tensor::zeros(&Cpu::new(), DType::F32, &[TOKENS, HIDDEN]).expect("x"));
+            let error = forward_with(&mut r, &x).expect_err("dtypes differ");
+            assert!(matches!(error, Error::Comm(_) | Error::Peer { .. } | Error::DType { .. }), "{error:?}");
+            let lost = ["did not arrive", "has left", "unusable"];
+            assert!(lost.iter().all(|l| !error.to_string().contains(l)), "{error}");
+            r.works(&alone);
+        });
+        all_well("dtypes", results);
+    }
+}
+
+/// All ranks learn which rank overflows and by how much; the next call may have more room.
+#[test]
+fn an_overflowing_capacity_is_an_error_on_all_and_the_group_goes_on() {
+    let alone = alone();
+    for kind in KINDS {
+        let results = on_ranks(PATIENCE, |comm| {
+            let mut r = Rank::new(comm, kind);
+            let roomy = r.layer.clone();
+            let capacity = DispatchOptions { capacity: Capacity::Static(1), overflow: Overflow::Error, alignment: 1 };
+            r.layer = roomy.clone().with_dispatch(capacity);
+            let x = r.x();
+            match forward_with(&mut r, &x) {
+                Err(Error::Capacity { rank, needed, capacity: 1 }) => assert!(rank < RANKS && needed > 1),
+                other => panic!("{other:?}"),
+            }
+            r.layer = roomy;
+            r.works(&alone);
+        });
+        all_well("capacity", results);
+    }
+}
+
+/// What the tests above check with finds a step that is off by a little.
+#[test]
+#[should_panic(expected = "after a fault")]
+fn a_wrong_step_is_found() {
+    let mut wrong = alone();
+    wrong.d_x[0] += 1e-9;
+    let comm = ThreadWorld::create(1, PATIENCE).pop().expect("one rank");
+    Rank::new(comm, DispatcherKind::Local).works(&wrong);
+}

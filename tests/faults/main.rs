@@ -1,0 +1,9 @@
+//! Faults over the whole layer at R = 4: a rank that is lost, or brings bad input, is a typed error on every rank in
+//! time, and where the communicator survives the same group then makes a correct step.
+
+#[cfg(feature = "candle")]
+mod candle;
+mod config;
+mod input;
+mod lost;
+mod support;
