@@ -22,6 +22,7 @@ use support::folder::{Folder, tokens};
 use support::job::{AnyError, Clock, Job, Outcome, uneven, whole_block};
 use support::names;
 use support::random::Random;
+use support::stages::Stages;
 use support::table::{Row, natural, print_load, print_rows};
 
 /// Runs one Mixture-of-Experts block of a checkpoint folder over R ranks of this process, one thread a rank, forward
@@ -103,6 +104,8 @@ fn compare(args: &Args) -> Result<bool, AnyError> {
     let job = job(args, &folder, layer, config.hidden, golden)?;
     print_header(&folder, &config, &job);
 
+    let stages = Stages::default();
+    tracing::subscriber::set_global_default(stages.clone())?;
     let found = match args.framework {
         #[cfg(feature = "candle")]
         Framework::Candle => support::run_candle::run(&job)?,
@@ -127,7 +130,11 @@ fn compare(args: &Args) -> Result<bool, AnyError> {
     print_load(&found.tokens_per_expert);
     println!("\ntime (slowest rank)");
     for (stage, time) in found.times.iter().chain(&clock.laps) {
-        println!("  {stage:16} {:>10.3} ms", time.as_secs_f64() * 1e3);
+        println!("  {stage:20} {:>10.3} ms", time.as_secs_f64() * 1e3);
+    }
+    println!("of forward and backward, waiting for other ranks included");
+    for (stage, time) in stages.slowest() {
+        println!("  {stage:20} {:>10.3} ms", time.as_secs_f64() * 1e3);
     }
     let failed = rows.iter().filter(|r| !r.ok()).count();
     match failed {

@@ -11,4 +11,5 @@ pub mod random;
 pub mod run_burn;
 #[cfg(feature = "candle")]
 pub mod run_candle;
+pub mod stages;
 pub mod table;

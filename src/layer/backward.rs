@@ -1,5 +1,7 @@
 //! Backward: the stages mirrored.
 
+use tracing::trace_span;
+
 use crate::comm::Op;
 use crate::config::WeightAt;
 use crate::ep::{DispatchGrads, Group, Received};
@@ -38,8 +40,9 @@ pub(super) fn backward<D: Kernels>(
         return Err(Error::invalid(CALL, "gradient of y", "a tensor", "none"));
     };
 
-    let d_out = group.dispatcher().combine_bwd_rows(&context.handle, d_y)?;
-    let computed = experts(layer, on, &context, &inputs, (&d_out, d_y), wanted.experts);
+    let d_out = trace_span!("combine_bwd").in_scope(|| group.dispatcher().combine_bwd_rows(&context.handle, d_y))?;
+    let computed =
+        trace_span!("experts_bwd").in_scope(|| experts(layer, on, &context, &inputs, (&d_out, d_y), wanted.experts));
     let (mut gradients, d_rows, d_slot_weights) = match computed {
         Ok(computed) => computed,
         Err(e) => return Err(refuse(layer, group, Op::DispatchBwd, e)),
@@ -53,14 +56,16 @@ pub(super) fn backward<D: Kernels>(
         d_tokens: d_x.view_mut(),
         d_weights: Some(d_weights.view_mut()),
     };
-    group.dispatcher().dispatch_bwd(&context.handle, grads)?;
+    trace_span!("dispatch_bwd").in_scope(|| group.dispatcher().dispatch_bwd(&context.handle, grads))?;
     drop((d_rows, d_slot_weights));
 
     gradients.x = Some(d_x);
     gradients.weights = d_weights;
-    router(layer, on, &context, &inputs, (&mut gradients, wanted.router), cotangents.aux)?;
+    trace_span!("route_bwd")
+        .in_scope(|| router(layer, on, &context, &inputs, (&mut gradients, wanted.router), cotangents.aux))?;
     if let Some(saved) = context.shared {
-        shared::backward(layer, on, saved, &inputs, d_y, (&mut gradients, wanted.shared))?;
+        trace_span!("shared expert_bwd")
+            .in_scope(|| shared::backward(layer, on, saved, &inputs, d_y, (&mut gradients, wanted.shared)))?;
     }
     gradients.x = gradients.x.filter(|_| wanted.x);
     Ok(gradients)

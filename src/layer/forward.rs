@@ -2,6 +2,8 @@
 
 use std::sync::Arc;
 
+use tracing::trace_span;
+
 use crate::aux_loss::aux_value;
 use crate::comm::{Op, ReduceOp, Tag};
 use crate::config::CapacityOrder;
@@ -25,19 +27,20 @@ pub(super) fn forward<D: Kernels>(
     let (device, stream) = (group.device().clone(), group.stream().clone());
     let jitter = jitter(layer, group, mode, x)?;
     // What fails on this rank alone is told to the others in prepare, where they wait.
-    let chosen = match choose(layer, group, x, params, jitter) {
+    let chosen = match trace_span!("route").in_scope(|| choose(layer, group, x, params, jitter)) {
         Ok(chosen) => chosen,
         Err(e) => return Err(refuse(layer, group, Op::Prepare, e)),
     };
     let tokens = x.rows();
     let by_weight = spec.expert_capacity.filter(|c| c.order == CapacityOrder::Probability);
-    let handle = group.dispatcher().prepare(chosen.ids.view(), by_weight.map(|_| chosen.weights.view()), &spec)?;
+    let handle = trace_span!("prepare")
+        .in_scope(|| group.dispatcher().prepare(chosen.ids.view(), by_weight.map(|_| chosen.weights.view()), &spec))?;
     let (aux, aux_sums) = aux(layer, group, &handle, &chosen)?;
 
     let kept = kept_weights(layer, (&device, &stream), &handle, &chosen)?;
     let weights = kept.as_ref().unwrap_or(&chosen.weights);
     let inputs = DispatchInputs { tokens: x.borrow(), weights: Some(weights.view()), scales: None };
-    let received = group.dispatcher().dispatch_rows(&handle, inputs)?;
+    let received = trace_span!("dispatch").in_scope(|| group.dispatcher().dispatch_rows(&handle, inputs))?;
 
     let experts = Experts { layer, params, handle: &handle, received: &received, dtype: x.dtype() };
     let keep = mode.backward && !layer.config.recompute;
@@ -46,9 +49,10 @@ pub(super) fn forward<D: Kernels>(
         Err(e) => return Err(refuse(layer, group, Op::Combine, e)),
     };
     let mut y = Tensor::empty(&device, x.dtype(), &[tokens, layer.config.hidden])?;
-    group.dispatcher().combine(&handle, out.view(), y.view_mut())?;
+    trace_span!("combine").in_scope(|| group.dispatcher().combine(&handle, out.view(), y.view_mut()))?;
     drop(out);
-    let shared = shared::forward(layer, (&device, &stream), mode, x, params, y.view_mut())?;
+    let shared = trace_span!("shared expert")
+        .in_scope(|| shared::forward(layer, (&device, &stream), mode, x, params, y.view_mut()))?;
 
     let load = Load { tokens_per_expert: handle.expert_load().to_vec(), dropped: handle.dropped() };
     let routing = chosen.routing(load);
@@ -218,8 +222,9 @@ impl<D: Kernels> Experts<'_, '_, D> {
             false => None,
         };
         let rows = self.received.source(x.borrow(), self.handle);
-        let hidden = self.up(device, stream, rows, pre.as_mut().map(Tensor::view_mut))?;
-        Ok((self.down(device, stream, hidden)?, pre))
+        let hidden =
+            trace_span!("up").in_scope(|| self.up(device, stream, rows, pre.as_mut().map(Tensor::view_mut)))?;
+        Ok((trace_span!("down").in_scope(|| self.down(device, stream, hidden))?, pre))
     }
 
     /// Activations h `[N, I]` of the received rows; pre-activations where asked for.

@@ -1,5 +1,6 @@
 //! The whole layer: route → prepare → dispatch → up → down → combine, and back. This is the seam that the
-//! framework adapters call; the stages below it are its default implementation.
+//! framework adapters call; the stages below it are its default implementation. Each stage is a `tracing` span at trace
+//! level, named as in the picture (`route`, `prepare`, …, `dispatch_bwd`, `route_bwd`).
 
 mod backward;
 mod check;
