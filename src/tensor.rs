@@ -289,6 +289,19 @@ impl<'a, D: Device> TensorMut<'a, D> {
     }
 }
 
+/// The sizes of a matrix with at least one column.
+pub(crate) fn dims2(call: &'static str, name: &str, dims: &[usize]) -> Result<[usize; 2]> {
+    match dims {
+        [rows, cols] if *cols > 0 => Ok([*rows, *cols]),
+        _ => Err(Error::invalid(
+            call,
+            format!("tensor {name}"),
+            "two dimensions, the second at least 1",
+            format!("{dims:?}"),
+        )),
+    }
+}
+
 fn check_len(call: &'static str, bytes: usize, dtype: DType, shape: Shape) -> Result<()> {
     let expected = shape.count() * dtype.size();
     if bytes == expected {

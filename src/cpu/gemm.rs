@@ -6,7 +6,7 @@ use rayon::prelude::*;
 
 use crate::error::{Error, Result};
 use crate::kernels::{Linear, LinearBwd};
-use crate::tensor::{TensorMut, TensorRef};
+use crate::tensor::{TensorMut, TensorRef, dims2};
 
 use super::Cpu;
 use super::element::{Acc, Float, with_float};
@@ -202,19 +202,6 @@ fn weight_dims(call: &'static str, dims: &[usize]) -> Result<[usize; 2]> {
     match dims2(call, "weight", dims)? {
         [0, _] => Err(Error::invalid(call, "tensor weight", "at least one row", format!("{dims:?}"))),
         sizes => Ok(sizes),
-    }
-}
-
-/// The sizes of a matrix with at least one column.
-fn dims2(call: &'static str, name: &str, dims: &[usize]) -> Result<[usize; 2]> {
-    match dims {
-        [rows, cols] if *cols > 0 => Ok([*rows, *cols]),
-        _ => Err(Error::invalid(
-            call,
-            format!("tensor {name}"),
-            "two dimensions, the second at least 1",
-            format!("{dims:?}"),
-        )),
     }
 }
 

@@ -3,7 +3,7 @@
 use crate::dtype::DType;
 use crate::error::{Error, Result};
 use crate::kernels::{Linear, LinearBwd, Sigmoid};
-use crate::tensor::{Tensor, TensorMut, TensorRef};
+use crate::tensor::{Tensor, TensorMut, TensorRef, dims2};
 
 use super::device::Cuda;
 use super::launch::{Grid, SCALAR, TENSOR};
@@ -15,19 +15,6 @@ use super::zones::{aligned, input, output, pointer};
 const SPLIT_BLOCKS: usize = 528;
 /// Fewest tokens of a part.
 const SPLIT_TOKENS: usize = 256;
-
-/// The sizes of a matrix with at least one column.
-fn dims2(call: &'static str, name: &str, dims: &[usize]) -> Result<[usize; 2]> {
-    match dims {
-        [rows, cols] if *cols > 0 => Ok([*rows, *cols]),
-        _ => Err(Error::invalid(
-            call,
-            format!("tensor {name}"),
-            "two dimensions, the second at least 1",
-            format!("{dims:?}"),
-        )),
-    }
-}
 
 /// A tensor of any type that kernels compute in.
 fn any(call: &'static str, name: &str, t: TensorRef<'_, Cuda>, dims: &[usize]) -> Result<(u64, i64)> {
