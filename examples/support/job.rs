@@ -8,8 +8,10 @@ use std::time::{Duration, Instant};
 
 use candle_core::{DType, Device, Tensor, Var};
 use moebius::DType as MoebiusDType;
-use moebius::checkpoint::{Checkpoint, LoadOptions};
+use moebius::checkpoint::{Block, Checkpoint, LoadOptions};
 use moebius::comm::{ThreadComm, ThreadWorld};
+use moebius::cpu::Cpu;
+use moebius::ep::{Group, GroupConfig};
 
 use super::dense::Params;
 
@@ -201,4 +203,18 @@ pub fn candle_dtype(dtype: MoebiusDType) -> candle_core::Result<DType> {
         MoebiusDType::F16 => DType::F16,
         other => candle_core::bail!("{other} is no floating type"),
     })
+}
+
+/// A rank's share of the job's block, and its place in the group.
+///
+/// # Errors
+/// What loading or joining finds.
+pub fn enter(job: &Job, rank: usize, comm: ThreadComm, clock: &mut Clock) -> Result<(Block, Group<Cpu>), AnyError> {
+    let checkpoint = Checkpoint::open(&job.dir)?;
+    let options = LoadOptions { rank, ranks: job.split.len(), dtype: Some(job.dtype) };
+    let block = checkpoint.load_block(job.layer, options)?;
+    clock.lap("load");
+    let most = job.split.iter().copied().max().unwrap_or(0);
+    let group = Group::new(Cpu::new(), (), Box::new(comm), GroupConfig::new(block.config.router.num_experts, most))?;
+    Ok((block, group))
 }

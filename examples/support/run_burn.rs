@@ -5,14 +5,11 @@ use burn::module::{Module, ModuleVisitor, Param};
 use burn::tensor::backend::{AutodiffBackend, Backend};
 use burn::tensor::{DType, Tensor, TensorData};
 use moebius::burn::{EpGroup, ExpertParallelMoE};
-use moebius::checkpoint::{Checkpoint, LoadOptions};
 use moebius::comm::ThreadComm;
-use moebius::cpu::Cpu;
-use moebius::ep::{Group, GroupConfig};
 use moebius::layer::Mode;
 
 use super::dense::Params;
-use super::job::{AnyError, Clock, Job, Outcome, RankOutcome, on_threads, share};
+use super::job::{AnyError, Clock, Job, Outcome, RankOutcome, enter, on_threads, share};
 
 type B = Autodiff<Flex>;
 
@@ -26,12 +23,7 @@ pub fn run(job: &Job) -> Result<Outcome, AnyError> {
 
 fn one_rank(job: &Job, rank: usize, comm: ThreadComm) -> Result<RankOutcome, AnyError> {
     let mut clock = Clock::start();
-    let checkpoint = Checkpoint::open(&job.dir)?;
-    let options = LoadOptions { rank, ranks: job.split.len(), dtype: Some(job.dtype) };
-    let block = checkpoint.load_block(job.layer, options)?;
-    clock.lap("load");
-    let most = job.split.iter().copied().max().unwrap_or(0);
-    let group = Group::new(Cpu::new(), (), Box::new(comm), GroupConfig::new(block.config.router.num_experts, most))?;
+    let (block, group) = enter(job, rank, comm, &mut clock)?;
     let device = Default::default();
     let moe = ExpertParallelMoE::<B>::from_block(block, job.layer as u32, &EpGroup::new(group), &device)?;
     let rows = |t| from_candle(&share(t, &job.split, rank, candle_core::DType::F64)?, job.dtype);

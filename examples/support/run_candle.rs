@@ -2,13 +2,10 @@
 
 use candle_core::{DType, Tensor, Var};
 use moebius::candle::{EpGroup, ExpertParallelMoE};
-use moebius::checkpoint::{Checkpoint, LoadOptions};
 use moebius::comm::ThreadComm;
-use moebius::cpu::Cpu;
-use moebius::ep::{Group, GroupConfig};
 use moebius::layer::Mode;
 
-use super::job::{AnyError, Clock, Job, Outcome, RankOutcome, candle_dtype, on_threads, share};
+use super::job::{AnyError, Clock, Job, Outcome, RankOutcome, candle_dtype, enter, on_threads, share};
 
 /// Runs a job through candle's autograd.
 ///
@@ -20,12 +17,7 @@ pub fn run(job: &Job) -> Result<Outcome, AnyError> {
 
 fn one_rank(job: &Job, rank: usize, comm: ThreadComm) -> Result<RankOutcome, AnyError> {
     let mut clock = Clock::start();
-    let checkpoint = Checkpoint::open(&job.dir)?;
-    let options = LoadOptions { rank, ranks: job.split.len(), dtype: Some(job.dtype) };
-    let block = checkpoint.load_block(job.layer, options)?;
-    clock.lap("load");
-    let most = job.split.iter().copied().max().unwrap_or(0);
-    let group = Group::new(Cpu::new(), (), Box::new(comm), GroupConfig::new(block.config.router.num_experts, most))?;
+    let (block, group) = enter(job, rank, comm, &mut clock)?;
     let moe = ExpertParallelMoE::from_block(block, job.layer as u32, EpGroup::new(group), true)?;
     let dtype = candle_dtype(job.dtype)?;
     let (x, dy) =
