@@ -2,8 +2,8 @@
 // memory, and two that multiply with wgmma, 64 rows each of a tile of 128 x 256. Operands are read where they lie, through row maps, in
 // either orientation; rows past a group's end are zeros and are never stored. Notes: kernels/NOTES.md.
 #pragma once
-#include <cuda.h>
 #include "epilogue.cuh"
+#include "pipeline.cuh"
 #include "wgmma.cuh"
 
 namespace hopper {
@@ -17,47 +17,6 @@ constexpr int PRE_BYTES = 128 * 128;
 constexpr int BARRIERS = 2 * STAGES * 8;
 constexpr int SHARED = 1024 + STAGES * STAGE_BYTES + 8 * WARP_OUT + BARRIERS;
 static_assert(SHARED == 216128 && SHARED <= 232448, "src/cuda/launch.rs reserves as much");
-
-__device__ __forceinline__ uint32_t address(const void* p) { return static_cast<uint32_t>(__cvta_generic_to_shared(p)); }
-
-__device__ __forceinline__ void barrier_init(uint32_t bar, int count) {
-    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;\n" ::"r"(bar), "r"(count));
-}
-__device__ __forceinline__ void barrier_arrive(uint32_t bar) {
-    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];\n" ::"r"(bar) : "memory");
-}
-__device__ __forceinline__ void barrier_arrive_after_copies(uint32_t bar) {
-    asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];\n" ::"r"(bar) : "memory");
-}
-__device__ __forceinline__ void barrier_wait(uint32_t bar, uint32_t parity) {
-    asm volatile(
-        "{\n.reg .pred p;\nWAIT:\n"
-        "mbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1;\n"
-        "@p bra DONE;\nbra WAIT;\nDONE:\n}\n" ::"r"(bar), "r"(parity)
-        : "memory");
-}
-
-// 16 bytes, or zeros where `valid` is false.
-__device__ __forceinline__ void copy(uint32_t to, const void* from, bool valid) {
-    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;\n" ::"r"(to), "l"(from), "r"(valid ? 16 : 0));
-}
-
-// What the copy engine is to bring in this phase, beside the threads' own copies.
-__device__ __forceinline__ void barrier_expect(uint32_t bar, uint32_t bytes) {
-    asm volatile("mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [%0], %1;\n" ::"r"(bar), "r"(bytes) : "memory");
-}
-__device__ __forceinline__ void bulk(uint32_t to, const CUtensorMap& map, uint32_t bar, int64_t x, int64_t y) {
-    asm volatile(
-        "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4}], [%2];\n" ::"r"(to),
-        "l"(&map), "r"(bar), "r"(static_cast<int>(x)), "r"(static_cast<int>(y))
-        : "memory");
-}
-__device__ __forceinline__ void bulk(uint32_t to, const CUtensorMap& map, uint32_t bar, int64_t x, int64_t y, int64_t z) {
-    asm volatile(
-        "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5}], [%2];\n" ::"r"(to),
-        "l"(&map), "r"(bar), "r"(static_cast<int>(x)), "r"(static_cast<int>(y)), "r"(static_cast<int>(z))
-        : "memory");
-}
 
 // Operand in shared memory, swizzled by 128 bytes. K-major: rows of 64 k. MN-major: blocks of 64 columns, rows of one k.
 template <bool BY_K>
