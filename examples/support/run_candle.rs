@@ -43,7 +43,7 @@ fn one_rank(job: &Job, rank: usize, comm: ThreadComm) -> Result<RankOutcome, Any
             .map(|(n, t)| Ok((n.to_string(), gradient(t)?)))
             .collect::<candle_core::Result<_>>()?,
         ids: ids.into_iter().map(|row| row.into_iter().map(|id| id as usize).collect()).collect(),
-        tokens_per_expert: out.load.tokens_per_expert.clone(),
+        tokens_per_expert: out.load.get()?.tokens_per_expert.clone(),
         times: clock.laps,
     })
 }

@@ -11,6 +11,7 @@ use crate::cpu::Cpu;
 use crate::dtype::DType;
 use crate::ep::EpGroup;
 use crate::layer::{Forward, Layer, Mode, Role};
+use crate::lazy::Lazy;
 use crate::metrics::Load;
 
 use super::op::{Emit, Join, Output, State, Step, contiguous, views_of};
@@ -40,7 +41,7 @@ pub struct MoeOutput {
     /// Routing weights `[T, K]`, detached.
     pub weights: Tensor,
     /// Load of the experts over all ranks.
-    pub load: Load,
+    pub load: Lazy<Load>,
 }
 
 impl ExpertParallelMoE {
@@ -186,9 +187,10 @@ impl ExpertParallelMoE {
 
     fn output(&self, x: &Tensor, flat: Tensor, forward: Forward<Cpu>) -> Result<MoeOutput> {
         let Forward { y, aux, routing, context } = forward;
+        let total = aux.get()?.total();
         let aux = match y.dtype() {
-            DType::F64 => crate::Tensor::from_vec(vec![aux.total()], &[]),
-            _ => crate::Tensor::from_vec(vec![aux.total() as f32], &[]),
+            DType::F64 => crate::Tensor::from_vec(vec![total], &[]),
+            _ => crate::Tensor::from_vec(vec![total as f32], &[]),
         };
         let aux = aux?;
         let (y, aux) = match context {

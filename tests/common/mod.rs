@@ -181,8 +181,8 @@ fn one_rank<D: Target>(
         logits: shown(&forward.routing.logits),
         ids: ids.chunks(k).map(<[usize]>::to_vec).collect(),
         weights: shown(&forward.routing.weights),
-        aux: forward.aux.total(),
-        load: forward.routing.load.tokens_per_expert,
+        aux: forward.aux.get()?.total(),
+        load: forward.routing.load.get()?.tokens_per_expert.clone(),
         grads,
     })
 }

@@ -11,12 +11,27 @@ use moebius::{DType, Error, Result, Tensor};
 /// A test of the GPU.
 pub type Test = Box<dyn Fn(&Cuda) + Send>;
 
+/// What a test returns.
+pub trait Outcome {
+    fn must_hold(self);
+}
+
+impl Outcome for () {
+    fn must_hold(self) {}
+}
+
+impl Outcome for Result<()> {
+    fn must_hold(self) {
+        self.unwrap_or_else(|e| panic!("{e}"));
+    }
+}
+
 /// Lists a file's tests, each a `fn name(cuda: &Cuda)`.
 macro_rules! tests {
     ($($name:ident),+ $(,)?) => {
         /// The tests by name.
         pub fn cases() -> Vec<(&'static str, fn(&moebius::cuda::Cuda))> {
-            vec![$((stringify!($name), $name)),+]
+            vec![$((stringify!($name), |cuda| $crate::harness::Outcome::must_hold($name(cuda)))),+]
         }
     };
 }
@@ -133,8 +148,9 @@ pub fn run<D: Kernels>(
     keep("logits", &forward.routing.logits)?;
     keep("weights", &forward.routing.weights)?;
     keep("y", &forward.y)?;
-    let aux = vec![forward.aux.balance, forward.aux.z];
-    let dropped = vec![forward.routing.load.dropped as f64];
+    let aux = forward.aux.get()?;
+    let aux = vec![aux.balance, aux.z];
+    let dropped = vec![forward.routing.load.get()?.dropped as f64];
     let Some(context) = forward.context else {
         return Err(Error::Device { call: "run", operation: "context".into(), message: "none".into() });
     };

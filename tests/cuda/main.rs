@@ -19,6 +19,7 @@ mod kernels;
 #[allow(dead_code, unused_imports, reason = "a suite has parts for the CPU alone")]
 mod router;
 
+mod behind;
 mod faults;
 mod harness;
 mod large;
@@ -44,6 +45,7 @@ fn tests() -> Vec<(String, Test)> {
     shared("gradients", gradients::cases());
     shared("golden", golden::cases());
     shared("layer", layer::cases());
+    shared("behind", behind::cases());
     shared("faults", faults::cases());
     shared("large::memory", memory::cases());
     shared("repeat", repeat::cases());

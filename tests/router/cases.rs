@@ -393,6 +393,7 @@ fn wrong_arguments<D: Target>(device: &D) {
             logits: l.view(),
             selection_bias: None,
             jitter: None,
+            reporting: Reporting::Immediate,
             ids: ids.view_mut(),
             weights: weights.view_mut(),
         };

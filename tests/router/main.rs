@@ -9,6 +9,7 @@ mod reference;
 mod target;
 
 use moebius::config::{AuxConfig, BalanceKind, GroupLimit, GroupScore, Renorm, RouterConfig, Score};
+use moebius::ep::Reporting;
 use moebius::kernels::{AuxBwd, AuxSums, Jitter, KeepSum, Route, RouteBwd};
 use moebius::{DType, Result, Tensor};
 use target::Target;
@@ -89,6 +90,7 @@ impl<D: Target> On<D> {
             logits: logits.view(),
             selection_bias: bias.as_ref().map(Tensor::view),
             jitter,
+            reporting: Reporting::Immediate,
             ids: ids.view_mut(),
             weights: weights.view_mut(),
         };
