@@ -31,6 +31,8 @@ impl Place {
                 Err(format!("--device cuda: one GPU is one rank; give --ranks 1 instead of {ranks}").into())
             }
             Place::Cuda => Device::new_cuda_with_stream(0).map_err(|e| {
+                // The rest is a backtrace.
+                let e = e.to_string().lines().next().unwrap_or_default().to_string();
                 format!("--device cuda: no GPU can be used: {e}; `nvidia-smi` lists this machine's").into()
             }),
         }

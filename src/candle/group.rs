@@ -88,6 +88,12 @@ impl From<EpGroup<Cpu>> for DeviceGroup {
     }
 }
 
+impl From<&EpGroup<Cpu>> for DeviceGroup {
+    fn from(group: &EpGroup<Cpu>) -> Self {
+        group.clone().into()
+    }
+}
+
 impl From<&DeviceGroup> for DeviceGroup {
     fn from(group: &DeviceGroup) -> Self {
         group.clone()
