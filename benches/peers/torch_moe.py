@@ -4,7 +4,8 @@ usage: torch_moe.py WORKLOADS [--compile SECONDS] [--sonic]
 
 WORKLOADS is a file of JSON lines, as `cuda --workloads` prints them. One JSON line a measurement goes to stdout.
 Workloads are compiled in turn until SECONDS are spent (0: none). SonicMoE runs where it is installed and asked for.
-Timed as ours is: calls queued one behind the other, each between two events, three input sets in turn, median of 15.
+Timed as ours is: 60 ms of warm-up, then calls queued one behind the other for 120 ms (15 to 60 of them), each between
+two events, three input sets in turn, the median.
 """
 import argparse
 import json
@@ -15,7 +16,7 @@ import time
 import torch
 import torch.nn.functional as F
 
-SETS, WARM_UP, REPEATS = 3, 4, 15
+SETS = 3
 DEVICE, DTYPE = "cuda", torch.bfloat16
 
 
@@ -24,11 +25,16 @@ def normal(*dims, deviation=1.0):
 
 
 def median_ms(call):
-    for repeat in range(WARM_UP):
-        call(repeat % SETS)
+    call(0)  # compiles, allocates
     torch.cuda.synchronize()
+    begin, calls = time.monotonic(), 0
+    while calls < 4 or time.monotonic() < begin + 0.06:
+        call(calls % SETS)
+        torch.cuda.synchronize()
+        calls += 1
+    one = (time.monotonic() - begin) / calls
     spans = []
-    for repeat in range(REPEATS):
+    for repeat in range(min(60, max(15, int(0.12 / one)))):
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         start.record()
         call(repeat % SETS)
@@ -169,11 +175,14 @@ def main():
         products(s, module, sets)
         if compiling < arguments.compile:
             start = time.monotonic()
+            # What was compiled for other sizes does not count against this module's.
+            torch._dynamo.reset()
             try:
                 layer("torch-compile", s, module, torch.compile(module, dynamic=False), sets)
             except Exception as e:  # noqa: BLE001: whatever a compiler meets, the others are still measured
                 note(f"torch-compile, {s.name}: {e!r}"[:300])
             compiling += time.monotonic() - start
+            note(f"torch-compile, {s.name}: {time.monotonic() - start:.0f} s with its compilation")
         elif arguments.compile > 0:
             note(f"torch-compile, {s.name}: not run, {compiling:.0f} s spent on others")
         if arguments.sonic:

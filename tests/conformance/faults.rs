@@ -72,6 +72,8 @@ fn deferred_ids_are_masked_and_reported<D: Target>(s: &Setup<D>) {
         Err(Error::ExpertId { rank: 0, token: 1, k: 1, id: 1, problem }) => {
             assert_eq!(problem, IdProblem::Duplicate { first: 0 });
         }
+        // What a GPU alone has seen has no more to say.
+        Err(Error::Invalid { name, .. }) if !D::has_f64() => assert!(name.contains("choice 3"), "{name}"),
         other => panic!("{other:?}"),
     };
     s.run(GroupConfig::new(s.experts(2), T), |r| {
@@ -80,22 +82,22 @@ fn deferred_ids_are_masked_and_reported<D: Target>(s: &Setup<D>) {
             (ids[2], ids[3]) = (1, 1);
             ids[5] = 1000;
         }
-        for ask in [true, false] {
-            let h = r.prepare(&ids, &spec).expect("masked");
-            if r.rank == 0 {
-                assert_eq!(r.kept(&h), [0, 1, 1, -1, 0, -1, 0, 1]);
-            }
-            let recv = r.dispatch(&h, F32(1), &[1.0; T], None).expect("dispatch");
-            let out = r.combine(&h, F32(1), &recv.rows).expect("combine");
-            assert_eq!(out, if r.rank == 0 { [2.0, 1.0, 1.0, 2.0] } else { [2.0; T] });
-            if ask {
-                is_it(r.group.dispatcher().check());
-                r.group.dispatcher().check().expect("told once");
-            } else {
-                is_it(r.prepare(&[0, 1], &spec).map(drop));
-            }
-            r.works();
+        let h = r.prepare(&ids, &spec).expect("masked");
+        // A device behind the host tells whoever waits for it first, so this comes before any read.
+        is_it(r.group.dispatcher().check());
+        r.group.dispatcher().check().expect("told once");
+        if r.rank == 0 {
+            assert_eq!(r.kept(&h), [0, 1, 1, -1, 0, -1, 0, 1]);
         }
+        let recv = r.dispatch(&h, F32(1), &[1.0; T], None).expect("dispatch");
+        let out = r.combine(&h, F32(1), &recv.rows).expect("combine");
+        assert_eq!(out, if r.rank == 0 { [2.0, 1.0, 1.0, 2.0] } else { [2.0; T] });
+        r.works();
+
+        r.prepare(&ids, &spec).expect("masked");
+        s.device.wait_for_news();
+        is_it(r.prepare(&[0, 1], &spec).map(drop));
+        r.works();
     });
 }
 

@@ -34,6 +34,9 @@ pub trait Target: Kernels {
     /// What came of the work enqueued so far, where a call may return before it knows.
     fn settled(&self, result: Result<()>) -> Result<()>;
 
+    /// Waits until the host could know what the device has seen, without asking.
+    fn wait_for_news(&self);
+
     /// A tensor of these values, rounded to the type.
     fn put(&self, dtype: DType, values: &[f64], dims: &[usize]) -> Tensor<Self> {
         self.write(&self.order(), values, dtype, dims).expect("a tensor")
@@ -87,6 +90,8 @@ impl Target for Cpu {
     fn settled(&self, result: Result<()>) -> Result<()> {
         result
     }
+
+    fn wait_for_news(&self) {}
 }
 
 #[cfg(feature = "cuda")]
@@ -104,6 +109,10 @@ impl Target for moebius::cuda::Cuda {
     fn settled(&self, result: Result<()>) -> Result<()> {
         let seen = self.check();
         result.and(seen)
+    }
+
+    fn wait_for_news(&self) {
+        self.stream().raw().synchronize().expect("the stream");
     }
 }
 
