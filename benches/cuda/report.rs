@@ -1,6 +1,6 @@
 //! Timing, and its lines.
 
-use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use moebius::cuda::Cuda;
 use moebius::cuda::cudarc::driver::sys::CUevent_flags;
@@ -8,12 +8,11 @@ use moebius::{Error, Result};
 
 use crate::Workload;
 
-/// Calls before the first that counts, and the time that they take at least: every input set is seen, and the clocks
-/// have settled.
-const WARM_UP: (usize, Duration) = (4, Duration::from_millis(60));
-/// Calls that count, and the time that they are to take, where more are needed for that.
-const REPEATS: (usize, Duration) = (15, Duration::from_millis(120));
-const MOST_REPEATS: usize = 60;
+/// Idle time before each phase, so that none starts at the lower clocks that another's heat has left.
+const PAUSE: Duration = Duration::from_millis(100);
+/// Calls before the first that counts: every input set is seen.
+const WARM_UP: usize = 5;
+const REPEATS: usize = 20;
 /// Input sets, taken in turn.
 pub const SETS: usize = 3;
 
@@ -35,16 +34,13 @@ impl Report {
         let failed = |e| Error::Device { call: "bench", operation: "event".into(), message: format!("{e:?}") };
         let stream = self.cuda.stream();
         let event = || stream.raw().record_event(Some(CUevent_flags::CU_EVENT_DEFAULT)).map_err(failed);
-        let (begin, mut calls) = (Instant::now(), 0);
-        while calls < WARM_UP.0 || begin.elapsed() < WARM_UP.1 {
-            call(calls % SETS)?;
-            calls += 1;
-            self.cuda.check()?;
+        self.cuda.check()?;
+        std::thread::sleep(PAUSE);
+        for repeat in 0..WARM_UP {
+            call(repeat % SETS)?;
         }
-        let one = begin.elapsed() / calls as u32;
-        let repeats = (REPEATS.1.as_nanos() / one.as_nanos().max(1)) as usize;
         let mut spans = Vec::new();
-        for repeat in 0..repeats.clamp(REPEATS.0, MOST_REPEATS) {
+        for repeat in 0..REPEATS {
             let start = event()?;
             call(repeat % SETS)?;
             spans.push((start, event()?));

@@ -4,8 +4,8 @@ usage: torch_moe.py WORKLOADS [--compile SECONDS] [--sonic]
 
 WORKLOADS is a file of JSON lines, as `cuda --workloads` prints them. One JSON line a measurement goes to stdout.
 Workloads are compiled in turn until SECONDS are spent (0: none). SonicMoE runs where it is installed and asked for.
-Timed as ours is: 60 ms of warm-up, then calls queued one behind the other for 120 ms (15 to 60 of them), each between
-two events, three input sets in turn, the median.
+Timed as ours is: 100 ms idle, 5 calls to warm up, then 20 calls queued one behind the other, each between two events,
+three input sets in turn, the median. (A longer burst reads the power limit: after 100 ms the dense rate falls by a tenth.)
 """
 import argparse
 import json
@@ -16,7 +16,7 @@ import time
 import torch
 import torch.nn.functional as F
 
-SETS = 3
+SETS, PAUSE, WARM_UP, REPEATS = 3, 0.1, 5, 20
 DEVICE, DTYPE = "cuda", torch.bfloat16
 
 
@@ -27,14 +27,11 @@ def normal(*dims, deviation=1.0):
 def median_ms(call):
     call(0)  # compiles, allocates
     torch.cuda.synchronize()
-    begin, calls = time.monotonic(), 0
-    while calls < 4 or time.monotonic() < begin + 0.06:
-        call(calls % SETS)
-        torch.cuda.synchronize()
-        calls += 1
-    one = (time.monotonic() - begin) / calls
+    time.sleep(PAUSE)
+    for repeat in range(WARM_UP):
+        call(repeat % SETS)
     spans = []
-    for repeat in range(min(60, max(15, int(0.12 / one)))):
+    for repeat in range(REPEATS):
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         start.record()
         call(repeat % SETS)

@@ -6,6 +6,9 @@
 #[path = "../conformance/main.rs"]
 #[allow(dead_code, unused_imports, reason = "a suite has parts for the CPU alone")]
 mod conformance;
+#[path = "../faults/main.rs"]
+#[allow(dead_code, unused_imports, reason = "a suite has parts for the CPU alone")]
+mod faults;
 #[path = "../golden.rs"]
 #[allow(dead_code, unused_imports, reason = "a suite has parts for the CPU alone")]
 mod golden;
@@ -20,11 +23,11 @@ mod kernels;
 mod router;
 
 mod behind;
-mod faults;
 mod harness;
 mod large;
 mod layer;
 mod memory;
+mod refused;
 mod repeat;
 
 use std::process::ExitCode;
@@ -46,6 +49,7 @@ fn tests() -> Vec<(String, Test)> {
     shared("golden", golden::cases());
     shared("layer", layer::cases());
     shared("behind", behind::cases());
+    shared("refused", refused::cases());
     shared("faults", faults::cases());
     shared("large::memory", memory::cases());
     shared("repeat", repeat::cases());
