@@ -10,7 +10,7 @@ use std::sync::Arc;
 use crate::config::{Activation, AuxConfig, RouterConfig, WeightAt};
 use crate::device::Device;
 use crate::dtype::DType;
-use crate::ep::{Plan, PlanRequest};
+use crate::ep::{Plan, PlanRequest, Reporting};
 use crate::error::Result;
 use crate::tensor::{Tensor, TensorMut, TensorRef};
 
@@ -311,6 +311,8 @@ pub struct Route<'a, D: Device> {
     pub selection_bias: Option<TensorRef<'a, D>>,
     /// Noise, where the formula has it and the layer trains.
     pub jitter: Option<Jitter>,
+    /// When a NaN is reported; deferred, the token's experts are any, and its weights NaN where they depend on it.
+    pub reporting: Reporting,
     /// Chosen experts, best first, `I32 [T, K]`.
     pub ids: TensorMut<'a, D>,
     /// Their weights, accumulator type `[T, K]`.
@@ -413,11 +415,13 @@ pub struct Sigmoid<'a, D: Device> {
 /// Everything the layer computes. A call enqueues its work on `stream` and may return before it is done (not on the
 /// CPU, whose stream is `()`); it checks shapes and dtypes of its arguments first.
 pub trait Kernels: Device {
+    /// How a layer has what only the device sees reported, unless told otherwise.
+    const REPORTING: Reporting = Reporting::Immediate;
     /// [`Linear`].
     fn linear(&self, stream: &Self::Stream, call: Linear<'_, Self>) -> Result<()>;
     /// [`LinearBwd`].
     fn linear_bwd(&self, stream: &Self::Stream, call: LinearBwd<'_, Self>) -> Result<()>;
-    /// [`Route`]. Fails on a NaN logit.
+    /// [`Route`]. Fails on a NaN logit, at once or as [`Route::reporting`] says.
     fn route(&self, stream: &Self::Stream, call: Route<'_, Self>) -> Result<()>;
     /// [`RouteBwd`].
     fn route_bwd(&self, stream: &Self::Stream, call: RouteBwd<'_, Self>) -> Result<()>;
@@ -427,6 +431,18 @@ pub trait Kernels: Device {
     fn keep_sum(&self, stream: &Self::Stream, call: KeepSum<'_, Self>) -> Result<()>;
     /// Slots for all ranks' choices, as seen from one rank.
     fn plan(&self, stream: &Self::Stream, call: PlanRequest<'_, Self>) -> Result<Plan<Self>>;
+    /// The plan of a group of one rank ([`Transport::Local`](crate::ep::Transport::Local)) from ids `[T, K]` (I32 or
+    /// I64) that nobody has checked, without waiting for the stream: bad ids count as −1, and [`check`](Self::check)
+    /// tells of them. `None`: the device cannot, or not for this request. May return an error of an earlier call.
+    fn plan_behind(&self, stream: &Self::Stream, call: PlanRequest<'_, Self>) -> Result<Option<Plan<Self>>> {
+        let _ = (stream, call);
+        Ok(None)
+    }
+    /// Waits for the stream, and returns and clears the first error that kernels have met since the last call.
+    fn check(&self, stream: &Self::Stream) -> Result<()> {
+        let _ = stream;
+        Ok(())
+    }
     /// [`GatherRows`].
     fn gather_rows(&self, stream: &Self::Stream, call: GatherRows<'_, Self>) -> Result<()>;
     /// [`ReduceRows`].

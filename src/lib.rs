@@ -23,10 +23,12 @@ mod aux_loss;
 mod device;
 mod dtype;
 mod error;
+mod lazy;
 mod tensor;
 
 pub use config::MoeConfig;
 pub use device::Device;
 pub use dtype::DType;
 pub use error::{CheckpointError, CommError, Error, IdProblem, Result};
+pub use lazy::Lazy;
 pub use tensor::{Shape, Tensor, TensorMut, TensorRef};

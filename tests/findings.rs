@@ -70,7 +70,7 @@ fn a_waiting_group_does_not_hold_up_another() {
         on_ranks(2, |comm| {
             let mut g = group(comm, GroupConfig::new(2, 1));
             let h = g.dispatcher().prepare(ids(&[1], 1).view(), None, &DispatchSpec::new(0, 1));
-            assert_eq!(h.expect("prepare").expert_load(), [0, 2]);
+            assert_eq!(h.expect("prepare").stats().expect("stats").expert_load, [0, 2]);
         });
         over.wait();
     });
@@ -226,7 +226,7 @@ fn impossible_plans_are_errors() {
             transport: c.transport,
         };
         match (c.name, Cpu::new().plan(&(), request)) {
-            ("", Ok(plan)) => assert_eq!(plan.needed_rows, 1),
+            ("", Ok(plan)) => assert_eq!(plan.stats.get().expect("stats").needed_rows, 1),
             (name, Err(Error::Invalid { name: found, .. })) if !name.is_empty() => assert_eq!(name, found),
             (name, Err(Error::Shape { tensor, .. })) if !name.is_empty() => assert_eq!(name, tensor),
             (name, other) => panic!("{name:?}: {other:?}"),

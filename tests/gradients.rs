@@ -385,7 +385,7 @@ fn drops_noise_and_static_capacity() {
             _ => 6,
         };
         let (capacity, overflow) = (Capacity::Static(rows), Overflow::Drop);
-        case.setup.dispatch = DispatchOptions { capacity, overflow, alignment: 4 };
+        case.setup.dispatch = DispatchOptions { capacity, overflow, alignment: 4, ..Default::default() };
         case.check_differences(2);
         case.setup.dispatch = DispatchOptions { alignment: 16, ..DispatchOptions::default() };
         case.check_differences(1);

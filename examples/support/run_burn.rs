@@ -42,7 +42,7 @@ fn one_rank(job: &Job, rank: usize, comm: ThreadComm) -> Result<RankOutcome, Any
         dx: to_candle(x.grad(&gradients).ok_or("x has no gradient")?)?,
         grads: collect.found?,
         ids: ids.chunks(top_k).map(|row| row.iter().map(|&id| id as usize).collect()).collect(),
-        tokens_per_expert: out.load.tokens_per_expert,
+        tokens_per_expert: out.load.get()?.tokens_per_expert.clone(),
         times: clock.laps,
     })
 }

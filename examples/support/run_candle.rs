@@ -71,7 +71,7 @@ fn step(
             .map(|(n, t)| Ok((n.to_string(), gradient(t)?)))
             .collect::<candle_core::Result<_>>()?,
         ids: ids.into_iter().map(|row| row.into_iter().map(|id| id as usize).collect()).collect(),
-        tokens_per_expert: out.load.tokens_per_expert.clone(),
+        tokens_per_expert: out.load.get()?.tokens_per_expert.clone(),
         times: clock.laps,
     })
 }

@@ -92,7 +92,7 @@ impl<B: MoeBackend> Model<B> {
             let out = layer.moe.forward_full(norm(x.clone(), &layer.moe_norm), Mode::default())?;
             x = x + out.y;
             aux = aux + out.aux;
-            load.push(out.load.tokens_per_expert);
+            load.push(out.load.get()?.tokens_per_expert.clone());
             ids.push(out.ids);
         }
         let logits = norm(x, &self.norm).matmul(self.head.val().transpose());

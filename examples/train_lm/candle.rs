@@ -95,7 +95,7 @@ impl Worker for Rank {
         let (mut load, mut ids) = (Vec::new(), Vec::new());
         let Loss { sum, aux } = self.model.loss(bytes, rows, |layer, x| {
             let out = self.layers[layer].forward_full(x, Mode::default())?;
-            load.push(out.load.tokens_per_expert);
+            load.push(out.load.get()?.tokens_per_expert.clone());
             if check {
                 ids.push(out.ids.to_device(&Device::Cpu)?.to_dtype(DType::U32)?.to_vec2::<u32>()?);
             }

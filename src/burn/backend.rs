@@ -11,6 +11,7 @@ use crate::dtype::DType;
 use crate::error::{Error, Result};
 use crate::kernels::Kernels;
 use crate::layer::{Context, Cotangents, Inputs, Layer, Mode, ParamViews, Role, Wanted};
+use crate::lazy::Lazy;
 use crate::metrics::Load;
 use crate::tensor::{Tensor, TensorRef};
 
@@ -105,7 +106,7 @@ pub struct RoutingData<B: Backend> {
     /// Weights of the chosen `[T, K]`, accumulator type.
     pub weights: FloatTensor<B>,
     /// Load of the experts over all ranks.
-    pub load: Load,
+    pub load: Lazy<Load>,
 }
 
 /// Forward through the core over contiguous operands; with a context if `backward` will follow.
@@ -118,9 +119,10 @@ pub(super) fn run_forward<B: HostBackend>(
     let views = views::<B>(&operands.params)?;
     let mode = Mode { backward, ..call.mode };
     let out = call.layer.forward(&mut call.group.lock(), mode, B::view(&operands.x)?, &views.params())?;
+    let total = out.aux.get()?.total();
     let aux = match out.y.dtype() {
-        DType::F64 => Tensor::from_vec(vec![out.aux.total()], &[1])?,
-        _ => Tensor::from_vec(vec![out.aux.total() as f32], &[1])?,
+        DType::F64 => Tensor::from_vec(vec![total], &[1])?,
+        _ => Tensor::from_vec(vec![total as f32], &[1])?,
     };
     let (routing, context) = (out.routing, out.context);
     let outputs = Outputs {

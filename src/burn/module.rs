@@ -11,6 +11,7 @@ use burn::tensor::{Int, Shape, Tensor, TensorPrimitive};
 use crate::comm::{Op, ReduceOp, Tag};
 use crate::error::{Error, Result};
 use crate::layer::{Layer, Mode, Role};
+use crate::lazy::Lazy;
 use crate::metrics::Load;
 use crate::tensor::TensorMut;
 
@@ -86,7 +87,7 @@ pub struct MoeOutput<B: Backend, const D: usize> {
     /// Routing weights `[T, K]`, f32 (f64 for f64 tokens), detached.
     pub weights: Tensor<B, 2>,
     /// Load of the experts over all ranks.
-    pub load: Load,
+    pub load: Lazy<Load>,
 }
 
 impl<B: Backend> ExpertParallelMoE<B> {

@@ -35,6 +35,21 @@ impl Host for Cuda {
         device.as_cuda_device().is_ok_and(|d| self.is_on(&d.cuda_stream()))
     }
 
+    /// A graph would outlive candle's tensors, which it cannot hold.
+    fn ready(&self, call: &'static str) -> Result<()> {
+        match self.is_capturing()? {
+            false => Ok(()),
+            true => Err(Error::Device {
+                call,
+                operation: "record into a CUDA graph".to_string(),
+                message:
+                    "candle frees its tensors while the graph lives; record Layer::forward_into and backward_into \
+                          over moebius tensors instead (Cuda::capture)"
+                        .to_string(),
+            }),
+        }
+    }
+
     fn view<'a>(&'a self, part: Part<'a>) -> Result<(TensorRef<'a, Self>, SyncOnDrop<'a>)> {
         let Storage::Cuda(storage) = part.storage else { return Err(part.elsewhere(EXPECTED)) };
         match part.storage.dtype() {

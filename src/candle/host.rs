@@ -19,6 +19,13 @@ pub trait Host: Kernels {
     #[doc(hidden)]
     fn is(&self, device: &Device) -> bool;
 
+    /// Refuses work that cannot be done now.
+    #[doc(hidden)]
+    fn ready(&self, call: &'static str) -> Result<()> {
+        let _ = call;
+        Ok(())
+    }
+
     /// Elements of candle's storage as a tensor.
     #[doc(hidden)]
     fn view<'a>(&'a self, part: Part<'a>) -> Result<(TensorRef<'a, Self>, Self::Hold<'a>)>;
@@ -80,6 +87,7 @@ pub(super) fn with_views<D: Host, R>(
     tensors: &[(&str, &Tensor)],
     f: impl FnOnce(&[TensorRef<'_, D>]) -> Result<R>,
 ) -> Result<R> {
+    device.ready(call)?;
     let guards: Vec<_> = tensors.iter().map(|(_, t)| t.storage_and_layout()).collect();
     let (mut views, mut holds) = (Vec::new(), Vec::new());
     for ((name, _), (storage, layout)) in tensors.iter().zip(&guards) {

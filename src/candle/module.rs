@@ -7,6 +7,7 @@ use candle_core::{Device, Result, Tensor, Var};
 use crate::checkpoint::{Block, Checkpoint, LoadOptions};
 use crate::cpu::Cpu;
 use crate::layer::{Layer, Mode, Role};
+use crate::lazy::Lazy;
 use crate::metrics::Load;
 
 use super::group::DeviceGroup;
@@ -35,7 +36,7 @@ pub struct MoeOutput {
     /// Routing weights `[T, K]`, detached.
     pub weights: Tensor,
     /// Load of the experts over all ranks.
-    pub load: Load,
+    pub load: Lazy<Load>,
 }
 
 impl ExpertParallelMoE {

@@ -31,7 +31,7 @@ pub(super) fn forward<D: Host>(on: &On<D>, call: &Call<'_>, mode: Mode) -> Resul
         (group.device().clone(), group.stream().clone())
     };
     let wide = if y.dtype() == DType::F64 { DType::F64 } else { DType::F32 };
-    let aux = device.write(&stream, &[aux.total()], wide, &[])?;
+    let aux = device.write(&stream, &[aux.get()?.total()], wide, &[])?;
     let (y, aux) = match context {
         None => (into_candle(y, call.shape.dims(), &on.device)?, into_candle(aux, &[], &on.device)?),
         Some(context) => {

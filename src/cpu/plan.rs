@@ -6,9 +6,10 @@
 use std::sync::Arc;
 
 use crate::config::{CapacityOrder, ExpertCapacity};
-use crate::ep::{Capacity, Overflow, Plan, PlanRequest, Transport};
+use crate::ep::{Capacity, Overflow, Plan, PlanRequest, Stats, Transport};
 use crate::error::{Error, Result};
 use crate::kernels::Zones;
+use crate::lazy::Lazy;
 use crate::tensor::Tensor;
 
 use super::{Cpu, element};
@@ -44,10 +45,7 @@ pub(super) fn plan(call: PlanRequest<'_, Cpu>) -> Result<Plan<Cpu>> {
         total_tokens: total,
         first_token,
         zones: Arc::new(zones),
-        padded_counts,
-        needed_rows: layout.needed[call.rank],
-        expert_load,
-        dropped,
+        stats: Lazy::ready(Stats { padded_counts, needed_rows: layout.needed[call.rank], expert_load, dropped }),
         kept_ids: Tensor::from_vec(ids[own].to_vec(), &[tokens, k])?,
         row_map: maps.row_map,
         weight_map: maps.weight_map,
@@ -94,9 +92,9 @@ fn loads(ids: &[i32], experts: usize) -> Vec<usize> {
     loads
 }
 
-/// Drops choices past C = ceil(f·T·K / E) of each expert; T·K counts dropped choices too.
+/// Drops choices past the limit of each expert.
 fn limit_experts(ids: &mut [i32], loads: &[usize], limit: &ExpertCapacity, weights: Option<&[f64]>) {
-    let capacity = (limit.factor * ids.len() as f64 / loads.len() as f64).ceil() as usize;
+    let capacity = limit.limit(ids.len(), loads.len());
     let mut of_expert: Vec<Vec<usize>> =
         loads.iter().map(|n| Vec::with_capacity(if *n > capacity { *n } else { 0 })).collect();
     for (i, id) in ids.iter().enumerate() {

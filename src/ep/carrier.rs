@@ -10,7 +10,7 @@ use crate::tensor::{Tensor, TensorMut, TensorRef};
 use super::core::Core;
 use super::view::{Arrived, byte_rows_mut, entries, gather};
 use super::{
-    DispatchGrads, DispatchInputs, DispatchOutputs, DispatchSpec, Handle, Received, TokenDispatcher, Transport,
+    DispatchGrads, DispatchInputs, DispatchOutputs, DispatchSpec, Handle, Received, Stats, TokenDispatcher, Transport,
 };
 
 /// One call over one handle.
@@ -90,7 +90,7 @@ impl<D: Kernels, C: Carrier<D>> TokenDispatcher<D> for C {
         checked(self, &step, arguments)?;
         let arrived = send_out(self, &step, &inputs)?;
         let core = self.core();
-        let end = handle.zone_end();
+        let end = written(handle);
         let fill = |source: Option<TensorRef<'_, D>>, map: TensorRef<'_, D>, out: Option<TensorMut<'_, D>>| match (
             source, out,
         ) {
@@ -148,7 +148,7 @@ impl<D: Kernels, C: Carrier<D>> TokenDispatcher<D> for C {
         checked(self, &step, arguments)?;
         let arrived = send_out(self, &step, &inputs)?;
         let core = self.core();
-        let end = handle.zone_end();
+        let end = written(handle);
         let rows = arrived.rows.as_ref().map_or(grad.borrow(), Tensor::view);
         let out = byte_rows_mut(grad_expert_out, 0..end)?;
         gather(&core.device, &core.stream, rows, entries(handle.row_map(), 0..end)?, out)
@@ -185,6 +185,11 @@ impl<D: Kernels, C: Carrier<D>> TokenDispatcher<D> for C {
     fn name(&self) -> &'static str {
         C::NAME
     }
+}
+
+/// Rows that dispatch writes: to the last zone's end, or all where only the device knows that.
+fn written<D: Kernels>(handle: &Handle<D>) -> usize {
+    handle.plan.stats.known().map_or(handle.rows(), Stats::zone_end)
 }
 
 /// Refuses a backward that was not agreed on. All ranks know, so nobody waits; a handle of another group is

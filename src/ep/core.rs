@@ -14,7 +14,7 @@ use crate::tensor::{Tensor, TensorRef};
 
 use super::handle::{Agreement, Handle};
 use super::record::{self, BadId, Record, Sizes, Status};
-use super::{Capacity, DispatchSpec, GroupConfig, IdErrors, PlanRequest, Transport};
+use super::{Capacity, DispatchSpec, GroupConfig, Plan, PlanRequest, Reporting, Transport};
 
 const PREPARE: &str = "prepare";
 
@@ -48,7 +48,7 @@ impl<D: Kernels> Core<D> {
     pub fn take_deferred(&mut self) -> Result<()> {
         match self.deferred.take() {
             Some(bad) => Err(bad.error(self.config.num_experts)),
-            None => Ok(()),
+            None => self.device.check(&self.stream),
         }
     }
 
@@ -101,6 +101,13 @@ impl<D: Kernels> Core<D> {
         } else if let Err(error) = checked {
             return self.fail(tag, spec, error);
         }
+        if transport == Transport::Local
+            && spec.reporting == Reporting::Deferred
+            && let Some(handle) = self.plan_behind(ids, spec)?
+        {
+            self.sequence += 1;
+            return Ok(handle);
+        }
         let own = match self.examine(ids, weights, spec) {
             Ok(own) => own,
             Err(error) => return self.fail(tag, spec, error),
@@ -147,14 +154,8 @@ impl<D: Kernels> Core<D> {
         }
     }
 
-    /// Checks this rank's choices and packs them.
-    fn examine(
-        &mut self,
-        ids: TensorRef<'_, D>,
-        weights: Option<TensorRef<'_, D>>,
-        spec: &DispatchSpec,
-    ) -> Result<Record> {
-        let k = spec.top_k;
+    /// T of this rank's choices `[T, K]`.
+    fn check_ids(&self, ids: TensorRef<'_, D>, k: usize) -> Result<usize> {
         let tokens = match ids.dims() {
             [tokens, width] if *width == k => *tokens,
             dims => return Err(Error::invalid(PREPARE, "tensor topk_ids", format!("[T, {k}]"), format!("{dims:?}"))),
@@ -163,6 +164,47 @@ impl<D: Kernels> Core<D> {
             let most = format!("at most {} tokens (the group's max_tokens_per_rank)", self.config.max_tokens_per_rank);
             return Err(Error::invalid(PREPARE, "tensor topk_ids", most, tokens));
         }
+        Ok(tokens)
+    }
+
+    /// The only rank's plan without waiting for the device, where that can make it.
+    fn plan_behind(&self, ids: TensorRef<'_, D>, spec: &DispatchSpec) -> Result<Option<Handle<D>>> {
+        let tokens = vec![self.check_ids(ids, spec.top_k)?];
+        let request = PlanRequest {
+            rank: 0,
+            ranks: 1,
+            num_experts: self.config.num_experts,
+            ids: ids.borrow(),
+            weights: None,
+            tokens: &tokens,
+            spec,
+            transport: Transport::Local,
+        };
+        let plan = self.device.plan_behind(&self.stream, request)?;
+        Ok(plan.map(|plan| self.handle(spec, plan, if spec.backward { Vec::new() } else { vec![0] }, tokens)))
+    }
+
+    fn handle(&self, spec: &DispatchSpec, plan: Plan<D>, absent: Vec<usize>, tokens: Vec<usize>) -> Handle<D> {
+        Handle {
+            spec: *spec,
+            rank: self.rank(),
+            sequence: self.sequence + 1,
+            agreement: Agreement { absent },
+            plan,
+            group: Arc::clone(&self.identity),
+            tokens,
+        }
+    }
+
+    /// Checks this rank's choices and packs them.
+    fn examine(
+        &mut self,
+        ids: TensorRef<'_, D>,
+        weights: Option<TensorRef<'_, D>>,
+        spec: &DispatchSpec,
+    ) -> Result<Record> {
+        let k = spec.top_k;
+        let tokens = self.check_ids(ids, k)?;
         let weights = match (record::needs_weights(spec), weights) {
             (false, _) => Vec::new(),
             (true, None) => {
@@ -182,7 +224,7 @@ impl<D: Kernels> Core<D> {
             // A deferred error that nobody asked for comes first.
             (Some(bad), _) => Status::BadId(bad),
             (None, None) => Status::Ready,
-            (None, Some(bad)) if spec.id_errors == IdErrors::Deferred => Status::Deferred(bad),
+            (None, Some(bad)) if spec.reporting == Reporting::Deferred => Status::Deferred(bad),
             (None, Some(bad)) => Status::BadId(bad),
         };
         Ok(Record { status, fields: record::fields(spec), backward: spec.backward, tokens, ids, weights })
@@ -298,15 +340,7 @@ impl<D: Kernels> Core<D> {
             },
         )?;
         let absent = (0..records.len()).filter(|r| !records[*r].backward).collect();
-        Ok(Handle {
-            spec: *spec,
-            rank: self.rank(),
-            sequence: self.sequence + 1,
-            agreement: Agreement { absent },
-            plan,
-            group: Arc::clone(&self.identity),
-            tokens,
-        })
+        Ok(self.handle(spec, plan, absent, tokens))
     }
 
     fn uploaded(&self, dtype: DType, bytes: &[u8], dims: &[usize]) -> Result<Tensor<D>> {

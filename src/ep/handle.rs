@@ -4,9 +4,11 @@ use std::sync::Arc;
 
 use crate::error::{Error, Result};
 use crate::kernels::{Kernels, Zones};
+use crate::lazy::Lazy;
+use crate::metrics::Load;
 use crate::tensor::{Tensor, TensorRef};
 
-use super::{DispatchSpec, Plan};
+use super::{DispatchSpec, Plan, Stats};
 
 /// Routing that prepare made: an owned value that backward needs again. Several may be in flight.
 #[derive(Debug)]
@@ -61,34 +63,24 @@ impl<D: Kernels> Handle<D> {
         &self.plan.zones
     }
 
-    /// Rows N of expert-major buffers: the static capacity, or what this step needs.
+    /// Rows N of expert-major buffers: the static capacity, or what this step needs (at most, see
+    /// [`Capacity::Eager`](super::Capacity::Eager)).
     pub fn rows(&self) -> usize {
         self.plan.zones.rows
     }
 
-    /// End of the last zone: rows from here on are never written.
-    pub fn zone_end(&self) -> usize {
-        self.plan.padded_counts.iter().sum()
+    /// Counts, as data. Waits for the device where it made the plan itself.
+    ///
+    /// # Errors
+    /// As [`Lazy::get`].
+    pub fn stats(&self) -> Result<&Stats> {
+        self.plan.stats.get()
     }
 
-    /// Padded rows that this rank would receive with nothing dropped for capacity.
-    pub fn needed_rows(&self) -> usize {
-        self.plan.needed_rows
-    }
-
-    /// Padded rows per local expert, after dropping.
-    pub fn padded_counts(&self) -> &[usize] {
-        &self.plan.padded_counts
-    }
-
-    /// Tokens that chose each expert, over all ranks, before dropping for capacity.
-    pub fn expert_load(&self) -> &[usize] {
-        &self.plan.expert_load
-    }
-
-    /// Choices of this rank's tokens that were dropped by a capacity.
-    pub fn dropped(&self) -> usize {
-        self.plan.dropped
+    /// Load of the experts over all ranks, to be read later.
+    pub(crate) fn load(&self) -> Lazy<Load> {
+        let stats = self.plan.stats.clone();
+        Lazy::later(move || stats.get().map(|s| Load::new(s.expert_load.clone(), s.dropped)))
     }
 
     /// This rank's ids after dropping, `I32 [T, K]`; −1 where dropped.

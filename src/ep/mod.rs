@@ -35,6 +35,7 @@ mod local;
 mod plan;
 mod record;
 mod shared;
+mod stats;
 mod view;
 
 pub use all_gather::AllGather;
@@ -44,6 +45,7 @@ pub use handle::{Agreement, Handle};
 pub use local::Local;
 pub use plan::{Plan, PlanRequest, Transport};
 pub use shared::EpGroup;
+pub use stats::Stats;
 
 use std::fmt;
 
@@ -70,8 +72,8 @@ pub struct DispatchSpec {
     pub expert_capacity: Option<ExpertCapacity>,
     /// This rank will call backward.
     pub backward: bool,
-    /// When a bad expert id is reported.
-    pub id_errors: IdErrors,
+    /// When what only the device sees is reported.
+    pub reporting: Reporting,
 }
 
 impl DispatchSpec {
@@ -85,7 +87,7 @@ impl DispatchSpec {
             overflow: Overflow::Error,
             expert_capacity: None,
             backward: false,
-            id_errors: IdErrors::Immediate,
+            reporting: Reporting::Immediate,
         }
     }
 }
@@ -93,7 +95,8 @@ impl DispatchSpec {
 /// Rows of the receive layout.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Capacity {
-    /// As many as this step needs; known to the host after prepare.
+    /// As many as this step needs, known to the host after prepare; where prepare does not wait for the device
+    /// ([`Reporting::Deferred`], one rank) as many as it may need at most.
     Eager,
     /// A fixed number per call, at most the group's reserved maximum.
     Static(usize),
@@ -108,13 +111,14 @@ pub enum Overflow {
     Drop,
 }
 
-/// When an id that is out of range or doubled is reported.
+/// When what only the device sees is reported: an id that is out of range or doubled, a NaN logit, rows past a static
+/// capacity.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum IdErrors {
-    /// Prepare fails on every rank.
+pub enum Reporting {
+    /// The call fails, on every rank. A device that runs behind the host is waited for.
     Immediate,
-    /// The entry is treated as −1; the first error is kept and returned by [`TokenDispatcher::check`], or by the
-    /// next prepare. What a device does that cannot return at the call.
+    /// A bad id is treated as −1, a row past the capacity as dropped, a NaN goes its way. The first error is kept and
+    /// returned by [`TokenDispatcher::check`], or by a later prepare. With one rank nothing waits for the device.
     Deferred,
 }
 
@@ -130,7 +134,8 @@ pub struct DispatchInputs<'a, D: Kernels> {
     pub scales: Option<TensorRef<'a, D>>,
 }
 
-/// Outputs of dispatch in expert-major layout; padding is zeroed, rows from the last zone's end on are not written.
+/// Outputs of dispatch in expert-major layout; padding is zeroed, rows from the last zone's end on are not
+/// written (where only the device knows that end: zeroed).
 #[derive(Debug)]
 pub struct DispatchOutputs<'a, D: Kernels> {
     /// `[N, H]`.

@@ -3,9 +3,10 @@
 use std::sync::Arc;
 
 use crate::kernels::{Kernels, Zones};
+use crate::lazy::Lazy;
 use crate::tensor::{Tensor, TensorRef};
 
-use super::DispatchSpec;
+use super::{DispatchSpec, Stats};
 
 /// All ranks' choices, and for whom the plan is.
 #[derive(Debug)]
@@ -50,15 +51,8 @@ pub struct Plan<D: Kernels> {
     pub first_token: usize,
     /// The local experts' layout.
     pub zones: Arc<Zones<D>>,
-    /// Padded rows per local expert after dropping; a multiple of the alignment but where a static capacity that is
-    /// none cuts a zone.
-    pub padded_counts: Vec<usize>,
-    /// Padded rows needed here before dropping for capacity.
-    pub needed_rows: usize,
-    /// Tokens that chose each expert over all ranks, before dropping.
-    pub expert_load: Vec<usize>,
-    /// Dropped choices of this rank's tokens.
-    pub dropped: usize,
+    /// Counts, as data.
+    pub stats: Lazy<Stats>,
     /// This rank's ids after dropping, `[T, K]`.
     pub kept_ids: Tensor<D>,
     /// Row in the transport's order for each slot, `[N]`.

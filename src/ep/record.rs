@@ -10,7 +10,7 @@
 use crate::config::CapacityOrder;
 use crate::error::{Error, IdProblem};
 
-use super::{Capacity, DispatchSpec, IdErrors, Overflow};
+use super::{Capacity, DispatchSpec, Overflow, Reporting};
 
 const WORDS: usize = 24;
 const TEXT: usize = 320;
@@ -22,7 +22,7 @@ const FIELDS: [&str; 8] = [
     "spec.alignment",
     "spec.capacity",
     "spec.overflow",
-    "spec.id_errors",
+    "spec.reporting",
     "spec.expert_capacity.factor",
     "spec.expert_capacity.order",
     "spec.expert_capacity.renormalize",
@@ -114,7 +114,7 @@ pub(super) fn fields(spec: &DispatchSpec) -> [u64; FIELDS.len()] {
         spec.alignment as u64,
         capacity,
         u64::from(spec.overflow == Overflow::Drop),
-        u64::from(spec.id_errors == IdErrors::Deferred),
+        u64::from(spec.reporting == Reporting::Deferred),
         expert.map_or(0, |c| c.factor.to_bits()),
         u64::from(needs_weights(spec)),
         u64::from(expert.is_some_and(|c| c.renormalize)),
@@ -127,7 +127,7 @@ fn show(field: &str, value: u64) -> String {
         ("spec.capacity", 0) => "eager".to_string(),
         ("spec.capacity", n) => format!("static {}", n - 1),
         ("spec.overflow", n) => if n == 0 { "error" } else { "drop" }.to_string(),
-        ("spec.id_errors", n) => if n == 0 { "immediate" } else { "deferred" }.to_string(),
+        ("spec.reporting", n) => if n == 0 { "immediate" } else { "deferred" }.to_string(),
         ("spec.expert_capacity.factor", 0) => "none".to_string(),
         ("spec.expert_capacity.factor", bits) => f64::from_bits(bits).to_string(),
         ("spec.expert_capacity.order", n) => if n == 0 { "position or none" } else { "probability" }.to_string(),

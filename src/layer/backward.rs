@@ -4,18 +4,24 @@ use tracing::trace_span;
 
 use crate::comm::Op;
 use crate::config::WeightAt;
-use crate::ep::{DispatchGrads, Group, Received};
+use crate::ep::{DispatchGrads, Group, Handle, Received};
 use crate::error::{Error, Result};
 use crate::kernels::{
     AuxBwd, BiasGrad, DownBwd, InputWeightBwd, KeepSum, Kernels, LinearBwd, RouteBwd, RowDest, RowSource, SlotWeights,
     UpDgrad, Wgrad,
 };
-use crate::tensor::{Tensor, TensorRef};
+use crate::tensor::{Tensor, TensorMut, TensorRef};
 
 use super::forward::{Experts, borrow, refuse};
-use super::{Context, Cotangents, Gradients, Inputs, Layer, Wanted, check, shared};
+use super::{Context, Cotangents, Gradients, GradientsMut, Inputs, Layer, Wanted, check, shared};
 
 const CALL: &str = "Layer::backward";
+
+/// Gradients on the way from the routing weights to the router.
+pub(super) struct RouterGrads<D: Kernels> {
+    logits: Tensor<D>,
+    weights: Tensor<D>,
+}
 
 pub(super) fn backward<D: Kernels>(
     layer: &Layer,
@@ -26,7 +32,28 @@ pub(super) fn backward<D: Kernels>(
     wanted: Wanted,
 ) -> Result<Gradients<D>> {
     context.handle.check_backward(CALL)?;
-    if let Err(e) = check_inputs(layer, group, &context, &inputs, &cotangents) {
+    let mut gradients = match check_inputs(layer, group, &context, &inputs, &cotangents)
+        .and_then(|()| Gradients::empty(layer, group, &inputs, wanted))
+    {
+        Ok(gradients) => gradients,
+        Err(e) => return Err(refuse(layer, group, Op::CombineBwd, e)),
+    };
+    let router = backward_into(layer, group, context, (inputs, cotangents), gradients.view_mut())?;
+    (gradients.logits, gradients.weights) = (router.logits, router.weights);
+    Ok(gradients)
+}
+
+pub(super) fn backward_into<D: Kernels>(
+    layer: &Layer,
+    group: &mut Group<D>,
+    context: Context<D>,
+    (inputs, cotangents): (Inputs<'_, D>, Cotangents<'_, D>),
+    mut into: GradientsMut<'_, D>,
+) -> Result<RouterGrads<D>> {
+    context.handle.check_backward(CALL)?;
+    let checked = check_inputs(layer, group, &context, &inputs, &cotangents)
+        .and_then(|()| check::gradients(CALL, layer, group, &inputs, &into));
+    if let Err(e) = checked {
         return Err(refuse(layer, group, Op::CombineBwd, e));
     }
     let (device, stream) = (group.device().clone(), group.stream().clone());
@@ -42,33 +69,41 @@ pub(super) fn backward<D: Kernels>(
 
     let d_out = trace_span!("combine_bwd").in_scope(|| group.dispatcher().combine_bwd_rows(&context.handle, d_y))?;
     let computed =
-        trace_span!("experts_bwd").in_scope(|| experts(layer, on, &context, &inputs, (&d_out, d_y), wanted.experts));
-    let (mut gradients, d_rows, d_slot_weights) = match computed {
+        trace_span!("experts_bwd").in_scope(|| experts(layer, on, &context, &inputs, (&d_out, d_y), &mut into));
+    let (d_rows, d_slot_weights) = match computed {
         Ok(computed) => computed,
         Err(e) => return Err(refuse(layer, group, Op::DispatchBwd, e)),
     };
     drop(d_out);
-    let mut d_x = Tensor::empty(&device, context.dtype, &dims)?;
+    // Router and shared expert add to the gradient of x, so it is made also where nobody wants it.
+    let mut unwanted = match &into.x {
+        Some(_) => None,
+        None => Some(Tensor::empty(&device, context.dtype, &dims)?),
+    };
+    let mut given = into.x.take();
+    let d_x = given.as_mut().map(TensorMut::reborrow).or(unwanted.as_mut().map(Tensor::view_mut));
+    let Some(mut d_x) = d_x else {
+        return Err(Error::invalid(CALL, "gradient of x", "a tensor", "none"));
+    };
     let mut d_weights = Tensor::empty(&device, context.weights.dtype(), context.weights.dims())?;
     let grads = DispatchGrads {
         rows: d_rows.view(),
         weights: Some(d_slot_weights.view()),
-        d_tokens: d_x.view_mut(),
+        d_tokens: d_x.reborrow(),
         d_weights: Some(d_weights.view_mut()),
     };
     trace_span!("dispatch_bwd").in_scope(|| group.dispatcher().dispatch_bwd(&context.handle, grads))?;
     drop((d_rows, d_slot_weights));
 
-    gradients.x = Some(d_x);
-    gradients.weights = d_weights;
-    trace_span!("route_bwd")
-        .in_scope(|| router(layer, on, &context, &inputs, (&mut gradients, wanted.router), cotangents.aux))?;
+    let router = trace_span!("route_bwd").in_scope(|| {
+        let grads = (d_weights, d_x.reborrow());
+        router(layer, on, &context, &inputs, grads, (&mut into, cotangents.aux))
+    })?;
     if let Some(saved) = context.shared {
         trace_span!("shared expert_bwd")
-            .in_scope(|| shared::backward(layer, on, saved, &inputs, d_y, (&mut gradients, wanted.shared)))?;
+            .in_scope(|| shared::backward(layer, on, saved, &inputs, (d_y, d_x), &mut into))?;
     }
-    gradients.x = gradients.x.filter(|_| wanted.x);
-    Ok(gradients)
+    Ok(router)
 }
 
 /// Checks that backward gets what forward had, and a gradient of the output's shape.
@@ -94,15 +129,15 @@ fn check_inputs<D: Kernels>(
     Ok(())
 }
 
-/// Gradients of the routed experts; of the received rows `[N, H]`; and of the slot weights `[N]`.
+/// Gradients of the routed experts into `into`; gives those of the received rows `[N, H]` and the slot weights `[N]`.
 fn experts<D: Kernels>(
     layer: &Layer,
     (device, stream): (&D, &D::Stream),
     context: &Context<D>,
     inputs: &Inputs<'_, D>,
     (d_out, d_y): (&Received<D>, TensorRef<'_, D>),
-    wanted: bool,
-) -> Result<(Gradients<D>, Tensor<D>, Tensor<D>)> {
+    into: &mut GradientsMut<'_, D>,
+) -> Result<(Tensor<D>, Tensor<D>)> {
     let (config, params, handle) = (&layer.config, inputs.params, &context.handle);
     let stage = Experts { layer, params, handle, received: &context.received, dtype: context.dtype };
     let x = inputs.x.borrow();
@@ -128,7 +163,7 @@ fn experts<D: Kernels>(
     };
 
     let mut d_pre = handle.slot_tensor(device, context.dtype, config.up_rows())?;
-    let mut hidden = match wanted {
+    let mut hidden = match into.down.is_some() {
         true => Some(handle.slot_tensor(device, context.dtype, config.intermediate)?),
         false => None,
     };
@@ -168,72 +203,52 @@ fn experts<D: Kernels>(
     device.up_dgrad(stream, call)?;
     drop(weight);
 
-    let mut gradients = empty(device, context)?;
-    if let Some(hidden) = &hidden {
-        let weights = ExpertGrads { device, stream, handle, biased: config.expert_bias };
-        let down = weights.wgrad(grad, RowSource::direct(hidden.view()), (None, on_bias))?;
-        let up = weights.wgrad(RowSource::direct(d_pre.view()), rows, (on_rows, None))?;
-        (gradients.down, gradients.down_bias) = (Some(down.0), down.1);
-        (gradients.up, gradients.up_bias) = (Some(up.0), up.1);
+    let grads = ExpertGrads { device, stream, handle, accumulate: into.accumulate };
+    if let (Some(weight), Some(hidden)) = (&mut into.down, &hidden) {
+        let weights = SumWeights { on_weight: None, on_bias };
+        grads.wgrad(grad, RowSource::direct(hidden.view()), weights, (weight, into.down_bias.as_mut()))?;
     }
-    Ok((gradients, d_rows, d_slot_weights))
+    if let Some(weight) = &mut into.up {
+        let weights = SumWeights { on_weight: on_rows, on_bias: None };
+        grads.wgrad(RowSource::direct(d_pre.view()), rows, weights, (weight, into.up_bias.as_mut()))?;
+    }
+    Ok((d_rows, d_slot_weights))
+}
+
+/// Weights of the slots in the sums over them.
+struct SumWeights<'a, D: Kernels> {
+    on_weight: Option<TensorRef<'a, D>>,
+    on_bias: Option<TensorRef<'a, D>>,
 }
 
 /// Weight gradients in one handle's layout.
 struct ExpertGrads<'a, D: Kernels> {
     device: &'a D,
     stream: &'a D::Stream,
-    handle: &'a crate::ep::Handle<D>,
-    biased: bool,
+    handle: &'a Handle<D>,
+    accumulate: bool,
 }
 
 impl<D: Kernels> ExpertGrads<'_, D> {
-    /// Gradient of a weight and of its bias, with the slot weights of each.
-    #[allow(clippy::type_complexity)]
+    /// Gradients of a weight and of its bias.
     fn wgrad(
         &self,
         left: RowSource<'_, D>,
         right: RowSource<'_, D>,
-        (on_weight, on_bias): (Option<TensorRef<'_, D>>, Option<TensorRef<'_, D>>),
-    ) -> Result<(Tensor<D>, Option<Tensor<D>>)> {
-        let zones = self.handle.zones();
-        let experts = zones.offsets.dims()[0];
-        let (m, p, dtype) = (left.base.dims()[1], right.base.dims()[1], left.base.dtype());
-        let mut out = Tensor::empty(self.device, dtype, &[experts, m, p])?;
-        let mut bias = match self.biased {
-            true => Some(Tensor::empty(self.device, dtype, &[experts, m])?),
-            false => None,
-        };
+        weights: SumWeights<'_, D>,
+        (out, bias): (&mut TensorMut<'_, D>, Option<&mut TensorMut<'_, D>>),
+    ) -> Result<()> {
         let call = Wgrad {
             left: left.borrow(),
             right: right.borrow(),
-            slot_weights: borrow(&on_weight),
-            zones,
-            out: out.view_mut(),
-            bias: bias.as_mut().map(|b| BiasGrad { slot_weights: borrow(&on_bias), out: b.view_mut() }),
-            accumulate: false,
+            slot_weights: borrow(&weights.on_weight),
+            zones: self.handle.zones(),
+            out: out.reborrow(),
+            bias: bias.map(|out| BiasGrad { slot_weights: borrow(&weights.on_bias), out: out.reborrow() }),
+            accumulate: self.accumulate,
         };
-        self.device.wgrad(self.stream, call)?;
-        Ok((out, bias))
+        self.device.wgrad(self.stream, call)
     }
-}
-
-/// Gradients with nothing but room for the router's.
-fn empty<D: Kernels>(device: &D, context: &Context<D>) -> Result<Gradients<D>> {
-    Ok(Gradients {
-        x: None,
-        router: None,
-        router_bias: None,
-        up: None,
-        up_bias: None,
-        down: None,
-        down_bias: None,
-        shared_up: None,
-        shared_down: None,
-        shared_gate: None,
-        logits: Tensor::empty(device, context.logits.dtype(), context.logits.dims())?,
-        weights: Tensor::empty(device, context.weights.dtype(), &[0, 0])?,
-    })
 }
 
 /// From the routing weights' gradient to logits, router and x.
@@ -242,45 +257,41 @@ fn router<D: Kernels>(
     (device, stream): (&D, &D::Stream),
     context: &Context<D>,
     inputs: &Inputs<'_, D>,
-    (gradients, wanted): (&mut Gradients<D>, bool),
-    d_aux: f64,
-) -> Result<()> {
+    (mut weights, mut d_x): (Tensor<D>, TensorMut<'_, D>),
+    (into, d_aux): (&mut GradientsMut<'_, D>, f64),
+) -> Result<RouterGrads<D>> {
     let (config, params) = (&layer.config, inputs.params);
     if layer.keeps_sum() {
-        let mut d_weights = Tensor::empty(device, gradients.weights.dtype(), gradients.weights.dims())?;
+        let mut d_weights = Tensor::empty(device, weights.dtype(), weights.dims())?;
         let keep = KeepSum {
             weights: context.weights.view(),
             kept: context.handle.kept_ids(),
-            grad: Some(gradients.weights.view()),
+            grad: Some(weights.view()),
             out: d_weights.view_mut(),
         };
         device.keep_sum(stream, keep)?;
-        gradients.weights = d_weights;
+        weights = d_weights;
     }
+    let mut logits = Tensor::empty(device, context.logits.dtype(), context.logits.dims())?;
     let aux = context.aux_sums.as_ref().map(|sums| AuxBwd { aux: &config.aux, sums: sums.view(), d_loss: d_aux });
     let call = RouteBwd {
         config: &config.router,
         logits: context.logits.view(),
         jitter: context.jitter,
         ids: context.ids.view(),
-        d_weights: gradients.weights.view(),
+        d_weights: weights.view(),
         aux,
-        d_logits: gradients.logits.view_mut(),
+        d_logits: logits.view_mut(),
     };
     device.route_bwd(stream, call)?;
-    let of = |t: TensorRef<'_, D>| Tensor::empty(device, t.dtype(), t.dims());
-    let mut d_router = of(params.router)?;
-    let mut d_bias = params.router_bias.map(of).transpose()?;
     let linear = LinearBwd {
         x: inputs.x.borrow(),
         weight: params.router.borrow(),
-        d_out: gradients.logits.view(),
-        d_x: gradients.x.as_mut().map(Tensor::view_mut),
-        d_weight: wanted.then(|| d_router.view_mut()),
-        d_bias: d_bias.as_mut().filter(|_| wanted).map(Tensor::view_mut),
+        d_out: logits.view(),
+        d_x: Some(d_x.reborrow()),
+        d_weight: into.router.as_mut().map(TensorMut::reborrow),
+        d_bias: into.router_bias.as_mut().map(TensorMut::reborrow),
     };
     device.linear_bwd(stream, linear)?;
-    gradients.router = wanted.then_some(d_router);
-    gradients.router_bias = d_bias.filter(|_| wanted);
-    Ok(())
+    Ok(RouterGrads { logits, weights })
 }

@@ -3,9 +3,9 @@
 use crate::ep::Group;
 use crate::error::{Error, Result};
 use crate::kernels::Kernels;
-use crate::tensor::TensorRef;
+use crate::tensor::{TensorMut, TensorRef};
 
-use super::{Layer, Params};
+use super::{GradientsMut, Inputs, Layer, Params, Role};
 
 const CALL: &str = "Layer::forward";
 
@@ -48,4 +48,43 @@ pub(super) fn inputs<D: Kernels>(
     typed("shared_up", params.shared_up)?;
     typed("shared_down", params.shared_down)?;
     Ok(tokens)
+}
+
+/// Checks memory for y.
+pub(super) fn output<D: Kernels>(
+    layer: &Layer,
+    x: TensorRef<'_, D>,
+    tokens: usize,
+    y: &TensorMut<'_, D>,
+) -> Result<()> {
+    Error::check_shape(CALL, "y", &[tokens, layer.config().hidden], y.dims())?;
+    Error::check_dtype(CALL, "y", x.dtype(), y.dtype())
+}
+
+/// Checks memory for gradients: each of its parameter's shape. Types of the routed experts' are the device's to check,
+/// which may add to wider ones.
+pub(super) fn gradients<D: Kernels>(
+    call: &'static str,
+    layer: &Layer,
+    group: &Group<D>,
+    inputs: &Inputs<'_, D>,
+    into: &GradientsMut<'_, D>,
+) -> Result<()> {
+    if let Some(x) = &into.x {
+        Error::check_shape(call, "gradient of x", inputs.x.dims(), x.dims())?;
+        Error::check_dtype(call, "gradient of x", inputs.x.dtype(), x.dtype())?;
+    }
+    for role in Role::ALL {
+        let Some(out) = into.get(role) else { continue };
+        let name = format!("gradient of {}", role.name());
+        match role.dims(layer.config(), group.local_experts()) {
+            Some(dims) => Error::check_shape(call, &name, &dims, out.dims())?,
+            None => return Err(Error::invalid(call, name, "none, by the configuration", "one")),
+        }
+    }
+    let alone = |bias: &Option<TensorMut<'_, D>>, weight: &Option<TensorMut<'_, D>>| bias.is_some() && weight.is_none();
+    if alone(&into.up_bias, &into.up) || alone(&into.down_bias, &into.down) {
+        return Err(Error::invalid(call, "gradients", "a bias with its weight", "a bias alone"));
+    }
+    Ok(())
 }

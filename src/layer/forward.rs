@@ -8,13 +8,14 @@ use crate::aux_loss::aux_value;
 use crate::comm::{Op, ReduceOp, Tag};
 use crate::config::CapacityOrder;
 use crate::dtype::DType;
-use crate::ep::{DispatchInputs, DispatchSpec, Group, Handle, IdErrors, Received};
+use crate::ep::{DispatchInputs, DispatchSpec, Group, Handle, Received};
 use crate::error::{Error, Result};
 use crate::kernels::{AuxSums, Down, Jitter, KeepSum, Kernels, Linear, Route, RowDest, RowSource, SlotWeights, Up};
+use crate::lazy::Lazy;
 use crate::metrics::Load;
 use crate::tensor::{Tensor, TensorMut, TensorRef};
 
-use super::{AuxValue, Context, Forward, Layer, Mode, Params, Routing, check, shared};
+use super::{AuxValue, Context, Forward, Layer, Made, Mode, Params, Routing, check, shared};
 
 pub(super) fn forward<D: Kernels>(
     layer: &Layer,
@@ -23,15 +24,33 @@ pub(super) fn forward<D: Kernels>(
     x: TensorRef<'_, D>,
     params: &Params<'_, D>,
 ) -> Result<Forward<D>> {
-    let spec = spec(layer, mode);
+    let y = check::inputs(layer, group, x, params)
+        .and_then(|tokens| Tensor::empty(group.device(), x.dtype(), &[tokens, layer.config.hidden]));
+    let mut y = match y {
+        Ok(y) => y,
+        Err(e) => return Err(refuse(layer, group, Op::Prepare, e)),
+    };
+    let Made { aux, routing, context } = forward_into(layer, group, mode, (x, params), y.view_mut())?;
+    Ok(Forward { y, aux, routing, context })
+}
+
+pub(super) fn forward_into<D: Kernels>(
+    layer: &Layer,
+    group: &mut Group<D>,
+    mode: Mode,
+    (x, params): (TensorRef<'_, D>, &Params<'_, D>),
+    mut y: TensorMut<'_, D>,
+) -> Result<Made<D>> {
+    let spec = spec::<D>(layer, mode);
     let (device, stream) = (group.device().clone(), group.stream().clone());
     let jitter = jitter(layer, group, mode, x)?;
     // What fails on this rank alone is told to the others in prepare, where they wait.
-    let chosen = match trace_span!("route").in_scope(|| choose(layer, group, x, params, jitter)) {
+    let checked = check::inputs(layer, group, x, params).and_then(|tokens| check::output(layer, x, tokens, &y));
+    let chosen = match checked.and_then(|()| trace_span!("route").in_scope(|| choose(layer, group, x, params, jitter)))
+    {
         Ok(chosen) => chosen,
         Err(e) => return Err(refuse(layer, group, Op::Prepare, e)),
     };
-    let tokens = x.rows();
     let by_weight = spec.expert_capacity.filter(|c| c.order == CapacityOrder::Probability);
     let handle = trace_span!("prepare")
         .in_scope(|| group.dispatcher().prepare(chosen.ids.view(), by_weight.map(|_| chosen.weights.view()), &spec))?;
@@ -48,14 +67,12 @@ pub(super) fn forward<D: Kernels>(
         Ok(computed) => computed,
         Err(e) => return Err(refuse(layer, group, Op::Combine, e)),
     };
-    let mut y = Tensor::empty(&device, x.dtype(), &[tokens, layer.config.hidden])?;
-    trace_span!("combine").in_scope(|| group.dispatcher().combine(&handle, out.view(), y.view_mut()))?;
+    trace_span!("combine").in_scope(|| group.dispatcher().combine(&handle, out.view(), y.reborrow()))?;
     drop(out);
     let shared = trace_span!("shared expert")
-        .in_scope(|| shared::forward(layer, (&device, &stream), mode, x, params, y.view_mut()))?;
+        .in_scope(|| shared::forward(layer, (&device, &stream), mode, x, params, y.reborrow()))?;
 
-    let load = Load { tokens_per_expert: handle.expert_load().to_vec(), dropped: handle.dropped() };
-    let routing = chosen.routing(load);
+    let routing = chosen.routing(handle.load());
     let Chosen { logits, ids, weights } = chosen;
     let dtype = x.dtype();
     let context = mode.backward.then_some(Context {
@@ -70,10 +87,10 @@ pub(super) fn forward<D: Kernels>(
         pre,
         shared,
     });
-    Ok(Forward { y, aux, routing, context })
+    Ok(Made { aux, routing, context })
 }
 
-fn spec(layer: &Layer, mode: Mode) -> DispatchSpec {
+fn spec<D: Kernels>(layer: &Layer, mode: Mode) -> DispatchSpec {
     let options = layer.dispatch;
     DispatchSpec {
         layer: layer.number,
@@ -83,7 +100,7 @@ fn spec(layer: &Layer, mode: Mode) -> DispatchSpec {
         overflow: options.overflow,
         expert_capacity: layer.config.router.expert_capacity,
         backward: mode.backward,
-        id_errors: IdErrors::Immediate,
+        reporting: options.reporting.unwrap_or(D::REPORTING),
     }
 }
 
@@ -93,6 +110,9 @@ fn jitter<D: Kernels>(layer: &Layer, group: &mut Group<D>, mode: Mode, x: Tensor
     let Some(noise) = mode.noise.filter(|_| layer.config.router.jitter > 0.0) else { return Ok(None) };
     let (device, stream) = (group.device().clone(), group.stream().clone());
     let (rank, ranks) = (group.rank(), group.ranks());
+    if ranks == 1 {
+        return Ok(Some(Jitter { seed: noise.seed, step: noise.step, layer: layer.number, first_token: 0 }));
+    }
     let own = device.write(&stream, &[x.rows() as f64], DType::I64, &[1])?;
     let mut all = Tensor::empty(&device, DType::I64, &[ranks])?;
     let tag = Tag { layer: layer.number, op: Op::Count, sequence: noise.step };
@@ -110,7 +130,7 @@ struct Chosen<D: Kernels> {
 }
 
 impl<D: Kernels> Chosen<D> {
-    fn routing(&self, load: Load) -> Routing<D> {
+    fn routing(&self, load: Lazy<Load>) -> Routing<D> {
         Routing { logits: self.logits.clone(), ids: self.ids.clone(), weights: self.weights.clone(), load }
     }
 }
@@ -122,7 +142,7 @@ fn choose<D: Kernels>(
     params: &Params<'_, D>,
     jitter: Option<Jitter>,
 ) -> Result<Chosen<D>> {
-    let tokens = check::inputs(layer, group, x, params)?;
+    let tokens = x.rows();
     let (device, stream) = (group.device(), group.stream());
     let config = &layer.config.router;
     let acc = x.dtype().accumulator();
@@ -143,6 +163,7 @@ fn choose<D: Kernels>(
             logits: logits.view(),
             selection_bias: borrow(&params.selection_bias),
             jitter,
+            reporting: layer.dispatch.reporting.unwrap_or(D::REPORTING),
             ids: ids.view_mut(),
             weights: weights.view_mut(),
         },
@@ -166,15 +187,13 @@ fn kept_weights<D: Kernels>(
     Ok(Some(out))
 }
 
-fn aux<D: Kernels>(
-    layer: &Layer,
-    group: &mut Group<D>,
-    handle: &Handle<D>,
-    chosen: &Chosen<D>,
-) -> Result<(AuxValue, Option<Tensor<D>>)> {
+/// The losses, and the sums that their gradient needs.
+type Aux<D> = (Lazy<AuxValue>, Option<Arc<Tensor<D>>>);
+
+fn aux<D: Kernels>(layer: &Layer, group: &mut Group<D>, handle: &Handle<D>, chosen: &Chosen<D>) -> Result<Aux<D>> {
     let config = &layer.config;
     if config.aux.is_off() {
-        return Ok((AuxValue::default(), None));
+        return Ok((Lazy::ready(AuxValue::default()), None));
     }
     let (device, stream) = (group.device().clone(), group.stream().clone());
     let mut sums = Tensor::empty(&device, chosen.logits.dtype(), &[2 * config.router.num_experts + 4])?;
@@ -190,7 +209,11 @@ fn aux<D: Kernels>(
         let tag = Tag { layer: layer.number, op: Op::Aux, sequence: handle.sequence() };
         group.dispatcher().communicator().all_reduce(tag, ReduceOp::Sum, sums.view_mut())?;
     }
-    let value = aux_value(&config.router, &config.aux, &device.read(&stream, sums.view())?);
+    let (sums, config) = (Arc::new(sums), config.clone());
+    let value = {
+        let sums = Arc::clone(&sums);
+        Lazy::later(move || Ok(aux_value(&config.router, &config.aux, &device.read(&stream, sums.view())?)))
+    };
     Ok((value, Some(sums)))
 }
 

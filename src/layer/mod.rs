@@ -15,11 +15,12 @@ use std::sync::Arc;
 use crate::comm::Op;
 use crate::config::MoeConfig;
 use crate::dtype::DType;
-use crate::ep::{Capacity, Group, Handle, Overflow, Received};
+use crate::ep::{Capacity, Group, Handle, Overflow, Received, Reporting};
 use crate::error::{Error, Result};
 use crate::kernels::{Jitter, Kernels};
+use crate::lazy::Lazy;
 use crate::metrics::Load;
-use crate::tensor::{Tensor, TensorRef};
+use crate::tensor::{Tensor, TensorMut, TensorRef};
 use crate::weights::WeightSource;
 
 /// A Mixture-of-Experts layer without its parameters, which the host framework owns.
@@ -39,11 +40,14 @@ pub struct DispatchOptions {
     pub overflow: Overflow,
     /// Zones are padded to a multiple of this power of two.
     pub alignment: usize,
+    /// When what only the device sees is reported; `None`: as suits the device ([`Kernels::REPORTING`]: at once on
+    /// the CPU, later on a GPU).
+    pub reporting: Option<Reporting>,
 }
 
 impl Default for DispatchOptions {
     fn default() -> Self {
-        Self { capacity: Capacity::Eager, overflow: Overflow::Error, alignment: 1 }
+        Self { capacity: Capacity::Eager, overflow: Overflow::Error, alignment: 1, reporting: None }
     }
 }
 
@@ -97,7 +101,18 @@ pub struct Forward<D: Kernels> {
     /// `[T, H]`, tokens' dtype.
     pub y: Tensor<D>,
     /// Auxiliary losses, coefficients included; zeros where none is asked for.
-    pub aux: AuxValue,
+    pub aux: Lazy<AuxValue>,
+    /// The routing, as data.
+    pub routing: Routing<D>,
+    /// What backward needs; present if asked for.
+    pub context: Option<Context<D>>,
+}
+
+/// Result of [`Layer::forward_into`]: a [`Forward`] whose output is the caller's.
+#[derive(Debug)]
+pub struct Made<D: Kernels> {
+    /// Auxiliary losses, coefficients included; zeros where none is asked for.
+    pub aux: Lazy<AuxValue>,
     /// The routing, as data.
     pub routing: Routing<D>,
     /// What backward needs; present if asked for.
@@ -130,7 +145,7 @@ pub struct Routing<D: Kernels> {
     /// Weights of the chosen, accumulator type `[T, K]`.
     pub weights: Arc<Tensor<D>>,
     /// Load of the experts over all ranks.
-    pub load: Load,
+    pub load: Lazy<Load>,
 }
 
 /// What backward needs of a forward; consumed by it. The adapter keeps the inputs themselves (x and parameters).
@@ -142,7 +157,7 @@ pub struct Context<D: Kernels> {
     ids: Arc<Tensor<D>>,
     weights: Arc<Tensor<D>>,
     jitter: Option<Jitter>,
-    aux_sums: Option<Tensor<D>>,
+    aux_sums: Option<Arc<Tensor<D>>>,
     received: Received<D>,
     pre: Option<Tensor<D>>,
     shared: Option<shared::Saved<D>>,
@@ -156,7 +171,7 @@ impl<D: Kernels> Context<D> {
         self.logits.bytes()
             + self.ids.bytes()
             + self.weights.bytes()
-            + of(&self.aux_sums)
+            + self.aux_sums.as_ref().map_or(0, |t| t.bytes())
             + of(&self.received.rows)
             + of(&self.received.weights)
             + of(&self.pre)
@@ -206,6 +221,27 @@ pub struct Gradients<D: Kernels> {
     pub logits: Tensor<D>,
     /// Gradient of the routing weights, accumulator type `[T, K]`, for inspection.
     pub weights: Tensor<D>,
+}
+
+/// The caller's memory for gradients, each of its parameter's shape; what is absent is not computed (its collectives
+/// run all the same). Types are the parameters' own; on a GPU, those of the routed experts' weights may be F32.
+#[derive(Debug)]
+#[allow(missing_docs)]
+pub struct GradientsMut<'a, D: Kernels> {
+    pub x: Option<TensorMut<'a, D>>,
+    pub router: Option<TensorMut<'a, D>>,
+    pub router_bias: Option<TensorMut<'a, D>>,
+    pub up: Option<TensorMut<'a, D>>,
+    /// Only beside `up`.
+    pub up_bias: Option<TensorMut<'a, D>>,
+    pub down: Option<TensorMut<'a, D>>,
+    /// Only beside `down`.
+    pub down_bias: Option<TensorMut<'a, D>>,
+    pub shared_up: Option<TensorMut<'a, D>>,
+    pub shared_down: Option<TensorMut<'a, D>>,
+    pub shared_gate: Option<TensorMut<'a, D>>,
+    /// Add to what the routed experts' gradients (`up`, `down` and their biases) hold; all others are overwritten.
+    pub accumulate: bool,
 }
 
 /// Cotangents of a forward.
@@ -261,6 +297,23 @@ impl Layer {
         forward::forward(self, group, mode, x, params)
     }
 
+    /// [`forward`](Self::forward) into memory of the caller: `y` is `[T, H]` of x's type, overwritten.
+    ///
+    /// On a GPU with one rank, nothing is allocated and nothing waits for the device once calls of these sizes have
+    /// been seen (`Cuda::memory` counts), so the call can be captured into a graph (`Cuda::capture`).
+    ///
+    /// # Errors
+    /// As [`forward`](Self::forward).
+    pub fn forward_into<D: Kernels>(
+        &self,
+        group: &mut Group<D>,
+        mode: Mode,
+        (x, params): (TensorRef<'_, D>, &Params<'_, D>),
+        y: TensorMut<'_, D>,
+    ) -> Result<Made<D>> {
+        forward::forward_into(self, group, mode, (x, params), y)
+    }
+
     /// Meets the other ranks' [`forward`](Self::forward) as a failure: for an adapter that cannot call it. They get
     /// this error's text at once, and the group stays usable. Returns the error.
     pub fn refuse_forward<D: Kernels>(&self, group: &mut Group<D>, error: Error) -> Error {
@@ -281,6 +334,20 @@ impl Layer {
         wanted: Wanted,
     ) -> Result<Gradients<D>> {
         backward::backward(self, group, context, inputs, cotangents, wanted)
+    }
+
+    /// [`backward`](Self::backward) into memory of the caller; see [`forward_into`](Self::forward_into).
+    ///
+    /// # Errors
+    /// As [`backward`](Self::backward).
+    pub fn backward_into<D: Kernels>(
+        &self,
+        group: &mut Group<D>,
+        context: Context<D>,
+        (inputs, cotangents): (Inputs<'_, D>, Cotangents<'_, D>),
+        into: GradientsMut<'_, D>,
+    ) -> Result<()> {
+        backward::backward_into(self, group, context, (inputs, cotangents), into).map(drop)
     }
 
     /// True where kept weights are scaled to the sum they had before dropping.

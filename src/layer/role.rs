@@ -2,11 +2,12 @@
 
 use crate::config::MoeConfig;
 use crate::cpu::Cpu;
+use crate::ep::Group;
 use crate::error::{Error, Result};
 use crate::kernels::Kernels;
-use crate::tensor::{Tensor, TensorRef};
+use crate::tensor::{Tensor, TensorMut, TensorRef};
 
-use super::{Gradients, Params};
+use super::{Gradients, GradientsMut, Inputs, Layer, Params, Wanted};
 
 /// One parameter of a layer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -103,6 +104,100 @@ impl<D: Kernels> Gradients<D> {
             Role::SharedUp => self.shared_up.take(),
             Role::SharedDown => self.shared_down.take(),
             Role::SharedGate => self.shared_gate.take(),
+        }
+    }
+}
+
+impl<D: Kernels> Gradients<D> {
+    /// Room for the gradients that are wanted, and none yet for those of logits and routing weights.
+    pub(super) fn empty(layer: &Layer, group: &Group<D>, inputs: &Inputs<'_, D>, wanted: Wanted) -> Result<Self> {
+        let device = group.device();
+        let like = |t: TensorRef<'_, D>| Tensor::empty(device, t.dtype(), t.dims());
+        let of = |role: Role| {
+            let wanted = match role {
+                Role::Router | Role::RouterBias => wanted.router,
+                Role::SelectionBias => false,
+                Role::Up | Role::UpBias | Role::Down | Role::DownBias => wanted.experts,
+                Role::SharedUp | Role::SharedDown | Role::SharedGate => wanted.shared,
+            };
+            let dims = role.dims(layer.config(), group.local_experts()).filter(|_| wanted);
+            let dtype = match role {
+                Role::Router => inputs.params.router.dtype(),
+                Role::RouterBias => inputs.params.router_bias.map_or(inputs.x.dtype(), |t| t.dtype()),
+                Role::SharedGate => inputs.params.shared_gate.map_or(inputs.x.dtype(), |t| t.dtype()),
+                _ => inputs.x.dtype(),
+            };
+            dims.map(|dims| Tensor::empty(device, dtype, &dims)).transpose()
+        };
+        let none = || Tensor::empty(device, inputs.x.dtype().accumulator(), &[0, 0]);
+        Ok(Self {
+            x: if wanted.x { Some(like(inputs.x.borrow())?) } else { None },
+            router: of(Role::Router)?,
+            router_bias: of(Role::RouterBias)?,
+            up: of(Role::Up)?,
+            up_bias: of(Role::UpBias)?,
+            down: of(Role::Down)?,
+            down_bias: of(Role::DownBias)?,
+            shared_up: of(Role::SharedUp)?,
+            shared_down: of(Role::SharedDown)?,
+            shared_gate: of(Role::SharedGate)?,
+            logits: none()?,
+            weights: none()?,
+        })
+    }
+
+    /// Borrows them to be overwritten.
+    pub(super) fn view_mut(&mut self) -> GradientsMut<'_, D> {
+        fn of<D: Kernels>(t: &mut Option<Tensor<D>>) -> Option<TensorMut<'_, D>> {
+            t.as_mut().map(Tensor::view_mut)
+        }
+        GradientsMut {
+            x: of(&mut self.x),
+            router: of(&mut self.router),
+            router_bias: of(&mut self.router_bias),
+            up: of(&mut self.up),
+            up_bias: of(&mut self.up_bias),
+            down: of(&mut self.down),
+            down_bias: of(&mut self.down_bias),
+            shared_up: of(&mut self.shared_up),
+            shared_down: of(&mut self.shared_down),
+            shared_gate: of(&mut self.shared_gate),
+            accumulate: false,
+        }
+    }
+}
+
+impl<'a, D: Kernels> GradientsMut<'a, D> {
+    /// Memory for no gradient.
+    pub fn none() -> Self {
+        Self {
+            x: None,
+            router: None,
+            router_bias: None,
+            up: None,
+            up_bias: None,
+            down: None,
+            down_bias: None,
+            shared_up: None,
+            shared_down: None,
+            shared_gate: None,
+            accumulate: false,
+        }
+    }
+
+    /// Memory for a parameter's gradient. The selection bias has none.
+    pub fn get(&self, role: Role) -> Option<&TensorMut<'a, D>> {
+        match role {
+            Role::Router => self.router.as_ref(),
+            Role::RouterBias => self.router_bias.as_ref(),
+            Role::SelectionBias => None,
+            Role::Up => self.up.as_ref(),
+            Role::UpBias => self.up_bias.as_ref(),
+            Role::Down => self.down.as_ref(),
+            Role::DownBias => self.down_bias.as_ref(),
+            Role::SharedUp => self.shared_up.as_ref(),
+            Role::SharedDown => self.shared_down.as_ref(),
+            Role::SharedGate => self.shared_gate.as_ref(),
         }
     }
 }

@@ -9,7 +9,7 @@ use crate::kernels::{
 };
 use crate::tensor::{Tensor, TensorMut, TensorRef};
 
-use super::{Gradients, Inputs, Layer, Mode, Params};
+use super::{GradientsMut, Inputs, Layer, Mode, Params};
 
 /// What backward needs of the shared expert.
 #[derive(Debug)]
@@ -118,14 +118,14 @@ pub(super) fn forward<D: Kernels>(
     Ok(mode.backward.then_some(saved))
 }
 
-/// Adds the shared expert's gradient to `d_x`, and its parameters' to `gradients` if `wanted`.
+/// Adds the shared expert's gradient to `d_x`; writes its parameters' where they are wanted.
 pub(super) fn backward<D: Kernels>(
     layer: &Layer,
     (device, stream): (&D, &D::Stream),
     saved: Saved<D>,
     inputs: &Inputs<'_, D>,
-    d_y: TensorRef<'_, D>,
-    (gradients, wanted): (&mut Gradients<D>, bool),
+    (d_y, mut d_x): (TensorRef<'_, D>, TensorMut<'_, D>),
+    into: &mut GradientsMut<'_, D>,
 ) -> Result<()> {
     let Some(shared) = Shared::of(layer, inputs.params)? else { return Ok(()) };
     let x = inputs.x;
@@ -153,18 +153,19 @@ pub(super) fn backward<D: Kernels>(
         d_slot_weights: Some(d_gate.view_mut()),
     };
     device.down_bwd(stream, call)?;
-    let Some(d_x) = &mut gradients.x else { return Ok(()) };
     let dgrad = UpDgrad {
         d_pre: d_pre.view(),
         zones: &zones,
         weight: shared.up.borrow(),
         input_weight: None,
-        out: RowDest::adding(d_x.view_mut()),
+        out: RowDest::adding(d_x.reborrow()),
     };
     device.up_dgrad(stream, dgrad)?;
-    if wanted {
-        gradients.shared_up = Some(wgrad((device, stream), &zones, d_pre.view(), x)?);
-        gradients.shared_down = Some(wgrad((device, stream), &zones, d_y, hidden.view())?);
+    if let Some(out) = &mut into.shared_up {
+        wgrad((device, stream), &zones, (d_pre.view(), x), out.reborrow())?;
+    }
+    if let Some(out) = &mut into.shared_down {
+        wgrad((device, stream), &zones, (d_y, hidden.view()), out.reborrow())?;
     }
     match (&saved.gate, &inputs.params.shared_gate) {
         (Some(gate), Some(weight)) => {
@@ -172,18 +173,15 @@ pub(super) fn backward<D: Kernels>(
             let d_gate = d_gate.reshape(&[tokens, 1])?;
             let sigmoid = Sigmoid { value: gate.view(), grad: Some(d_gate.view()), out: d_logit.view_mut() };
             device.sigmoid(stream, sigmoid)?;
-            let mut d_weight = Tensor::empty(device, weight.dtype(), weight.dims())?;
             let linear = LinearBwd {
                 x: x.borrow(),
                 weight: weight.borrow(),
                 d_out: d_logit.view(),
-                d_x: Some(d_x.view_mut()),
-                d_weight: wanted.then(|| d_weight.view_mut()),
+                d_x: Some(d_x.reborrow()),
+                d_weight: into.shared_gate.as_mut().map(TensorMut::reborrow),
                 d_bias: None,
             };
-            device.linear_bwd(stream, linear)?;
-            gradients.shared_gate = wanted.then_some(d_weight);
-            Ok(())
+            device.linear_bwd(stream, linear)
         }
         _ => Ok(()),
     }
@@ -193,20 +191,18 @@ pub(super) fn backward<D: Kernels>(
 fn wgrad<D: Kernels>(
     (device, stream): (&D, &D::Stream),
     zones: &Zones<D>,
-    left: TensorRef<'_, D>,
-    right: TensorRef<'_, D>,
-) -> Result<Tensor<D>> {
-    let (m, p) = (left.dims()[1], right.dims()[1]);
-    let mut out = Tensor::empty(device, left.dtype(), &[1, m, p])?;
+    (left, right): (TensorRef<'_, D>, TensorRef<'_, D>),
+    out: TensorMut<'_, D>,
+) -> Result<()> {
+    let mut out = out.reshape(&[1, left.dims()[1], right.dims()[1]])?;
     let call = Wgrad {
         left: RowSource::direct(left.borrow()),
         right: RowSource::direct(right.borrow()),
         slot_weights: None,
         zones,
-        out: out.view_mut(),
+        out: out.reborrow(),
         bias: None,
         accumulate: false,
     };
-    device.wgrad(stream, call)?;
-    out.reshape(&[m, p])
+    device.wgrad(stream, call)
 }

@@ -47,7 +47,7 @@ fn results_are_the_cores_bit_for_bit() {
             assert_eq!(out.logits.into_data().as_bytes(), core.routing.logits.as_bytes());
             assert_eq!(out.weights.into_data().as_bytes(), core.routing.weights.as_bytes());
             assert_eq!(out.ids.into_data().as_bytes(), core.routing.ids.as_bytes());
-            assert_eq!(out.load, core.routing.load);
+            assert_eq!(out.load.get().unwrap(), core.routing.load.get().unwrap());
             let accumulator = if dtype == moebius::DType::F64 { DType::F64 } else { DType::F32 };
             assert_eq!(out.aux.dtype(), accumulator);
             // The aux loss is f32 beside bf16 tokens: the user's loss is too.

@@ -162,7 +162,7 @@ fn ids_come_as_data() {
     let ids: Tensor<Flex, 2, Int> = out.ids;
     assert_eq!(ids.dims(), [TOKENS[0], K]);
     assert_eq!(out.logits.dims(), [TOKENS[0], E]);
-    assert_eq!(out.load.tokens_per_expert.iter().sum::<usize>(), TOKENS[0] * K);
+    assert_eq!(out.load.get().unwrap().tokens_per_expert.iter().sum::<usize>(), TOKENS[0] * K);
     let sums = floats(out.weights.sum_dim(1));
     // Renormalised: a sum of three f32.
     assert!(sums.iter().all(|s| (s - 1.0).abs() < 4.0 * f32::EPSILON));

@@ -173,8 +173,8 @@ fn one_rank(
         logits: framework(&forward.routing.logits),
         ids: ids.chunks(k).map(<[usize]>::to_vec).collect(),
         weights: framework(&forward.routing.weights),
-        aux: forward.aux.total(),
-        load: forward.routing.load.tokens_per_expert,
+        aux: forward.aux.get().unwrap().total(),
+        load: forward.routing.load.get().unwrap().tokens_per_expert.clone(),
         grads,
     })
 }

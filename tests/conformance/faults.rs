@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 use moebius::comm::Op;
 use moebius::config::{CapacityOrder, ExpertCapacity};
 use moebius::cpu::Cpu;
-use moebius::ep::{Capacity, DispatchSpec, DispatcherKind, Group, GroupConfig, Handle, IdErrors};
+use moebius::ep::{Capacity, DispatchSpec, DispatcherKind, Group, GroupConfig, Handle, Reporting};
 use moebius::{CommError, Error, IdProblem, Result};
 
 use crate::harness::*;
@@ -65,7 +65,7 @@ fn bad_ids_are_named_on_every_rank(s: &Setup) {
 
 /// The entry counts as −1; every rank can ask for the error, once, or gets it from the next prepare.
 fn deferred_ids_are_masked_and_reported(s: &Setup) {
-    let spec = DispatchSpec { id_errors: IdErrors::Deferred, ..training(0, 2) };
+    let spec = DispatchSpec { reporting: Reporting::Deferred, ..training(0, 2) };
     let is_it = |result: Result<()>| match result {
         Err(Error::ExpertId { rank: 0, token: 1, k: 1, id: 1, problem }) => {
             assert_eq!(problem, IdProblem::Duplicate { first: 0 });
@@ -164,7 +164,7 @@ fn specs_that_differ(s: &Setup) {
         ("spec.alignment", DispatchSpec { alignment: 2, ..good }),
         ("spec.capacity", DispatchSpec { capacity: Capacity::Static(64), ..good }),
         ("spec.overflow", DispatchSpec { overflow: moebius::ep::Overflow::Drop, ..good }),
-        ("spec.id_errors", DispatchSpec { id_errors: IdErrors::Deferred, ..good }),
+        ("spec.reporting", DispatchSpec { reporting: Reporting::Deferred, ..good }),
         ("spec.expert_capacity.factor", DispatchSpec { expert_capacity: limit(CapacityOrder::Position), ..good }),
     ];
     let config = GroupConfig { max_rows: 64, ..GroupConfig::new(s.experts(2), T) };

@@ -113,17 +113,21 @@ fn check(s: &Setup, scenario: &Scenario) {
         let x: Vec<f64> = (0..tokens * hidden).map(|i| value(me, i / hidden, i % hidden)).collect();
         let h = rank.prepare_weighted(&p.ids[me], &p.weights[me], &spec).expect("prepare");
         assert_eq!(kept(&h), expected.kept[me]);
-        assert_eq!(h.expert_load(), expected.load);
-        assert_eq!((h.dropped(), h.needed_rows()), (expected.dropped[me], expected.needed[me]));
-        assert_eq!(h.zone_end(), expected.slots[me].len());
+        assert_eq!(h.stats().expect("stats").expert_load, expected.load);
+        assert_eq!(
+            (h.stats().expect("stats").dropped, h.stats().expect("stats").needed_rows),
+            (expected.dropped[me], expected.needed[me])
+        );
+        assert_eq!(h.stats().expect("stats").zone_end(), expected.slots[me].len());
         assert_eq!(h.rows(), p.capacity.unwrap_or(expected.needed[me]));
-        let full: Vec<usize> = (0..h.zone_end()).filter(|i| expected.slots[me][*i].is_some()).collect();
+        let full: Vec<usize> =
+            (0..h.stats().expect("stats").zone_end()).filter(|i| expected.slots[me][*i].is_some()).collect();
         assert_eq!(filled(&h), full);
 
         // Rows to experts. From the last zone's end on nothing may be written.
         let sent = expected.scattered(me, hidden, |r, t, _, h| value(r, t, h));
         let sent_weights = expected.scattered(me, 1, |r, t, j, _| weight(r, t, j));
-        let (end, tail) = (h.zone_end(), h.rows() - h.zone_end());
+        let (end, tail) = (h.stats().expect("stats").zone_end(), h.rows() - h.stats().expect("stats").zone_end());
         let recv = match scenario.rows_api {
             true => rank.dispatch_rows(&h, rows, &x, Some(&p.weights[me])).expect("dispatch_rows"),
             false => rank.dispatch(&h, rows, &x, Some(&p.weights[me])).expect("dispatch"),

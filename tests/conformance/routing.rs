@@ -28,15 +28,18 @@ fn eager_sizes(s: &Setup) {
         let filled = s.run(GroupConfig::new(s.experts(2), T), |r| {
             let spec = DispatchSpec { alignment, ..DispatchSpec::new(0, k) };
             let h = r.prepare(&round_robin(r.rank, T, k, s.experts(2)), &spec).expect("prepare");
-            let (zones, padded) = (zones(&h), h.padded_counts().to_vec());
+            let (zones, padded) = (zones(&h), h.stats().expect("stats").padded_counts.clone());
             assert_eq!(h.rows(), padded.iter().sum::<usize>());
-            assert_eq!((h.rows(), h.needed_rows()), (h.zone_end(), h.zone_end()));
+            assert_eq!(
+                (h.rows(), h.stats().expect("stats").needed_rows),
+                (h.stats().expect("stats").zone_end(), h.stats().expect("stats").zone_end())
+            );
             for ((first, count), padded) in zones.iter().zip(&padded) {
                 assert_eq!(first % alignment, 0);
                 assert_eq!(*padded, count.next_multiple_of(alignment));
             }
             assert_eq!((h.tokens(), h.total_tokens(), h.first_token()), (T, T * s.ranks, T * r.rank));
-            assert_eq!(h.expert_load(), vec![T * k / 2; s.experts(2)]);
+            assert_eq!(h.stats().expect("stats").expert_load, vec![T * k / 2; s.experts(2)]);
             zones.iter().map(|(_, count)| count).sum::<usize>()
         });
         assert_eq!(filled.iter().sum::<usize>(), s.ranks * T * k);
@@ -72,13 +75,13 @@ fn overflow_drops_and_counts(s: &Setup) {
         let spec = DispatchSpec { capacity: Capacity::Static(capacity), overflow: Overflow::Drop, ..training(0, 1) };
         let h = r.prepare(&to_first(T, 1), &spec).expect("prepare");
         let here = if r.rank == 0 { (needed, capacity) } else { (0, 0) };
-        assert_eq!((h.needed_rows(), zones(&h)[0].1), here);
-        assert_eq!((h.rows(), h.expert_load()[0]), (capacity, needed));
+        assert_eq!((h.stats().expect("stats").needed_rows, zones(&h)[0].1), here);
+        assert_eq!((h.rows(), h.stats().expect("stats").expert_load[0]), (capacity, needed));
         let me = r.rank;
         let kept_here = |t: usize| me * T + t < capacity;
         let expected: Vec<i64> = (0..T).map(|t| if kept_here(t) { 0 } else { -1 }).collect();
         assert_eq!(kept(&h), expected);
-        assert_eq!(h.dropped(), expected.iter().filter(|id| **id < 0).count());
+        assert_eq!(h.stats().expect("stats").dropped, expected.iter().filter(|id| **id < 0).count());
 
         let x = x(r.rank, T, 2);
         let mut recv = r.dispatch(&h, F32(2), &x, Some(&[2.0; T])).expect("dispatch");
@@ -113,12 +116,12 @@ fn aligned_drop_leaves_canaries(s: &Setup) {
             let x = x(r.rank, tokens, 2);
             let recv = r.dispatch(&h, F32(2), &x, Some(&vec![1.0; tokens * 2])).expect("dispatch");
             let d_eo = r.combine_bwd(&h, F32(2), &x).expect("combine_bwd");
-            let (filled, end) = (filled(&h), h.zone_end());
+            let (filled, end) = (filled(&h), h.stats().expect("stats").zone_end());
             assert!(end <= capacity);
             if r.rank == 0 {
-                assert_eq!(h.needed_rows(), 2 * 5usize.next_multiple_of(alignment));
-                assert_eq!(h.dropped(), 10 - filled.len());
-                assert_eq!(end, capacity.min(h.needed_rows()));
+                assert_eq!(h.stats().expect("stats").needed_rows, 2 * 5usize.next_multiple_of(alignment));
+                assert_eq!(h.stats().expect("stats").dropped, 10 - filled.len());
+                assert_eq!(end, capacity.min(h.stats().expect("stats").needed_rows));
             }
             for slot in 0..capacity {
                 let row = (&recv.rows[slot * 2..slot * 2 + 2], recv.weights[slot], &d_eo[slot * 2..slot * 2 + 2]);
@@ -165,7 +168,7 @@ fn expert_capacity_by_position(s: &Setup) {
         let ids: Vec<i64> = (0..T as i64).map(|t| if t % 4 == 3 { last } else { 0 }).collect();
         let h = r.prepare(&ids, &limited(CapacityOrder::Position, 1.0)).expect("prepare");
         let c = (s.ranks * T).div_ceil(s.experts(2));
-        assert_eq!(h.expert_load()[0], s.ranks * T * 3 / 4);
+        assert_eq!(h.stats().expect("stats").expert_load[0], s.ranks * T * 3 / 4);
         let mut before = r.rank * T * 3 / 4;
         let mut before_last = r.rank * T / 4;
         let mut expected = Vec::new();
@@ -175,7 +178,7 @@ fn expert_capacity_by_position(s: &Setup) {
             *seen += 1;
         }
         assert_eq!(kept(&h), expected);
-        assert_eq!(h.dropped(), expected.iter().filter(|id| **id < 0).count());
+        assert_eq!(h.stats().expect("stats").dropped, expected.iter().filter(|id| **id < 0).count());
     });
 }
 
@@ -230,8 +233,11 @@ fn minus_one(s: &Setup) {
         let ids: Vec<i64> =
             (0..T as i64).flat_map(|t| [if t % 2 == 0 { 1 } else { -1 }, if t % 4 == 3 { -1 } else { 0 }]).collect();
         let h = r.prepare(&ids, &training(0, 2)).expect("prepare");
-        assert_eq!(h.dropped(), 0, "-1 is no drop");
-        assert_eq!(h.expert_load().iter().sum::<usize>(), s.ranks * ids.iter().filter(|id| **id >= 0).count());
+        assert_eq!(h.stats().expect("stats").dropped, 0, "-1 is no drop");
+        assert_eq!(
+            h.stats().expect("stats").expert_load.iter().sum::<usize>(),
+            s.ranks * ids.iter().filter(|id| **id >= 0).count()
+        );
         let recv = r.dispatch(&h, F32(1), &[1.0; T], Some(&[1.0; T * 2])).expect("dispatch");
         let expected: Vec<f64> = ids.chunks(2).map(|t| t.iter().filter(|id| **id >= 0).count() as f64).collect();
         assert_eq!(r.combine(&h, F32(1), &recv.rows).expect("combine"), expected);

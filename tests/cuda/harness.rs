@@ -122,8 +122,9 @@ pub fn run<D: Kernels>(
     keep("logits", &forward.routing.logits)?;
     keep("weights", &forward.routing.weights)?;
     keep("y", &forward.y)?;
-    let aux = vec![forward.aux.balance, forward.aux.z];
-    let dropped = vec![forward.routing.load.dropped as f64];
+    let aux = forward.aux.get()?;
+    let aux = vec![aux.balance, aux.z];
+    let dropped = vec![forward.routing.load.get()?.dropped as f64];
     let Some(context) = forward.context else {
         return Err(Error::Device { call: "run", operation: "context".into(), message: "none".into() });
     };

@@ -176,6 +176,11 @@ fn capacities() {
             all_types(&format!("{order:?}, renormalize {renormalize}"), &Case::new(config, 200, DType::F32));
         }
     }
-    let dispatch = DispatchOptions { capacity: Capacity::Static(250), overflow: Overflow::Drop, alignment: 16 };
+    let dispatch = DispatchOptions {
+        capacity: Capacity::Static(250),
+        overflow: Overflow::Drop,
+        alignment: 16,
+        ..Default::default()
+    };
     all_types("static", &Case { dispatch, ..Case::new(MoeConfig::new(64, 40, 8, 2), 200, DType::F32) });
 }

@@ -181,7 +181,8 @@ fn an_overflowing_capacity_is_an_error_on_all_and_the_group_goes_on() {
         let results = on_ranks(PATIENCE, |comm| {
             let mut r = Rank::new(comm, kind);
             let roomy = r.layer.clone();
-            let capacity = DispatchOptions { capacity: Capacity::Static(1), overflow: Overflow::Error, alignment: 1 };
+            let capacity =
+                DispatchOptions { capacity: Capacity::Static(1), overflow: Overflow::Error, ..Default::default() };
             r.layer = roomy.clone().with_dispatch(capacity);
             let x = r.x();
             match forward_with(&mut r, &x) {

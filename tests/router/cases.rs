@@ -360,6 +360,7 @@ fn wrong_arguments() {
         logits: TensorRef::from_slice(&l, &[2, 4]).unwrap(),
         selection_bias: None,
         jitter: None,
+        reporting: moebius::ep::Reporting::Immediate,
         ids: TensorMut::from_slice(&mut ids, &[4, 1]).unwrap(),
         weights: TensorMut::from_slice(&mut weights, &[2, 2]).unwrap(),
     };
@@ -370,6 +371,7 @@ fn wrong_arguments() {
         logits: TensorRef::from_slice(&l, &[2, 4]).unwrap(),
         selection_bias: None,
         jitter: None,
+        reporting: moebius::ep::Reporting::Immediate,
         ids: TensorMut::from_slice(&mut ids, &[2, 2]).unwrap(),
         weights: TensorMut::from_slice(&mut wide, &[2, 2]).unwrap(),
     };

@@ -43,6 +43,7 @@ fn route<T: Element>(
         logits: TensorRef::from_slice(logits, &[t, e])?,
         selection_bias: bias.map(|b| TensorRef::from_slice(b, &[b.len()])).transpose()?,
         jitter,
+        reporting: moebius::ep::Reporting::Immediate,
         ids: TensorMut::from_slice(&mut ids, &[t, k])?,
         weights: TensorMut::from_slice(&mut weights, &[t, k])?,
     };
