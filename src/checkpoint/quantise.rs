@@ -122,7 +122,7 @@ impl Checkpoint {
         for (name, weight) in names.iter().zip(&weights) {
             // ModelOpt's formulas turn the whole matrix into NaN for one such value.
             if let Some([i, j]) = cpu.first_non_finite(&(), Matrix::new(weight.view())?)? {
-                return Err(Error::invalid(CALL, name, "finite weights", format!("none at [{i}, {j}]")));
+                return Err(Error::invalid(CALL, name, "finite weights", format!("NaN or infinity at [{i}, {j}]")));
             }
         }
         // Of zeros alone the formulas make NaN; under any other amax they stay zeros.

@@ -8,7 +8,7 @@ use super::NVFP4_BLOCK;
 /// The transform `out[j] = bf16(Σ_k v[k] · g[k] · H[k][j] / 4)`, `H[k][j] = (−1)^popcount(k & j)` (Sylvester's H₁₆).
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Hadamard {
-    /// Bit k is set where g[k] is −1.
+    /// Bit k is set where `g[k]` is −1.
     pub signs: u16,
 }
 

@@ -5,7 +5,7 @@ use moebius::cpu::Cpu;
 use moebius::quant::*;
 use moebius::{DType, Tensor};
 
-use crate::support::{files, fixture, options, raw};
+use crate::support::{config, files, fixture, folder, options, raw};
 
 fn second_scale(tensors: &crate::support::Tensors, name: &str) -> f32 {
     f32::from_le_bytes(tensors[&format!("{name}.weight_scale_2")].data[..].try_into().unwrap())
@@ -133,4 +133,29 @@ fn refuses_what_it_cannot_write() {
         assert!(error.starts_with("Checkpoint::save_nvfp4: layer ") && error.contains(reason), "{error}");
         assert_eq!(files(dir.path()), [""; 0], "{folder}");
     }
+}
+
+/// An expert of zeros stays one, though the formulas would make NaN of it; one with an infinity is refused by name.
+#[test]
+fn zeros_and_infinities() {
+    let mut tensors = raw(&fixture("qwen3_moe").join("model.safetensors"));
+    let name = "model.layers.1.mlp.experts.3.down_proj.weight";
+    tensors.get_mut(name).unwrap().data.fill(0);
+    let source = folder(&config("qwen3_moe"), &tensors);
+    let dir = tempfile::tempdir().unwrap();
+    let report = Checkpoint::open(source.path()).unwrap().save_nvfp4(dir.path()).unwrap();
+    assert_eq!(report.iter().find(|line| line.name == name).unwrap().error, 0.0);
+    let read = Checkpoint::open(dir.path()).unwrap().tensor(name, Some(DType::F32)).unwrap();
+    assert!(read.to_f64().iter().all(|v| *v == 0.0));
+
+    // Row 2, column 5 of 32.
+    tensors.get_mut(name).unwrap().data[(2 * 32 + 5) * 4..][..4].copy_from_slice(&f32::INFINITY.to_le_bytes());
+    let source = folder(&config("qwen3_moe"), &tensors);
+    let dir = tempfile::tempdir().unwrap();
+    let error = Checkpoint::open(source.path()).unwrap().save_nvfp4(dir.path()).unwrap_err().to_string();
+    assert_eq!(
+        error,
+        format!("Checkpoint::save_nvfp4: {name}: expected finite weights, found NaN or infinity at [2, 5]")
+    );
+    assert_eq!(files(dir.path()), [""; 0]);
 }

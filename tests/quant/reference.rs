@@ -132,13 +132,7 @@ pub fn nvfp4(lines: &[Vec<f32>], kind: Kind, bits: Option<Bits>) -> Expected {
                     scale,
                     Box::new(move |x| {
                         let y = f(x * e);
-                        if y > 6.0 {
-                            6.0
-                        } else if y < -6.0 {
-                            -6.0
-                        } else {
-                            y
-                        }
+                        y.clamp(-6.0, 6.0)
                     }),
                 )
             };
