@@ -57,10 +57,12 @@ fn e2m1_sign(y: f32) -> u8 {
 
 /// Value to E2M1 code: to nearest, ties to the even code, saturating at ±6; NaN is 7.
 pub fn e2m1_nearest(y: f32) -> u8 {
+    if y.is_nan() { 7 } else { e2m1_compared(y) }
+}
+
+/// As [`e2m1_nearest`], but NaN is 0, as it passes no comparison.
+pub(super) fn e2m1_compared(y: f32) -> u8 {
     let a = y.abs();
-    if a.is_nan() {
-        return 7;
-    }
     // The code is the number of midpoints passed; a tie passes where that makes the code even.
     let passed = [a > 0.25, a >= 0.75, a > 1.25, a >= 1.75, a > 2.5, a >= 3.5, a > 5.0];
     passed.into_iter().map(u8::from).sum::<u8>() | e2m1_sign(y)

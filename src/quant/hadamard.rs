@@ -23,19 +23,28 @@ impl Hadamard {
     /// The terms are exact (bf16 times ±¼), and added in binary32 in the order of k, so a fused multiply-add gives
     /// the same bits.
     pub fn apply(self, block: &mut [f32; NVFP4_BLOCK]) {
-        let terms: [f32; NVFP4_BLOCK] = std::array::from_fn(|k| match self.signs >> k & 1 {
-            0 => block[k] * 0.25,
-            _ => block[k] * -0.25,
-        });
-        for (j, out) in block.iter_mut().enumerate() {
-            let signed = terms.iter().enumerate().map(|(k, term)| match (k & j).count_ones() % 2 {
-                0 => *term,
-                _ => -term,
-            });
-            *out = bf16::from_f32(signed.fold(0.0, |sum, term| sum + term)).to_f32();
+        let mut sums = [0.0f32; NVFP4_BLOCK];
+        for (k, v) in block.iter().enumerate() {
+            let term = v * if self.signs >> k & 1 == 0 { 0.25 } else { -0.25 };
+            for (sum, sign) in sums.iter_mut().zip(SIGN_BITS[k]) {
+                *sum += f32::from_bits(term.to_bits() ^ sign);
+            }
         }
+        *block = sums.map(|sum| bf16::from_f32(sum).to_f32());
     }
 }
+
+/// Sign bit of `H[k][j]`.
+static SIGN_BITS: [[u32; NVFP4_BLOCK]; NVFP4_BLOCK] = {
+    let mut bits = [[0; NVFP4_BLOCK]; NVFP4_BLOCK];
+    let mut place = 0;
+    while place < NVFP4_BLOCK * NVFP4_BLOCK {
+        let (k, j) = (place / NVFP4_BLOCK, place % NVFP4_BLOCK);
+        bits[k][j] = (k & j).count_ones() % 2 << 31;
+        place += 1;
+    }
+    bits
+};
 
 #[cfg(test)]
 mod tests {

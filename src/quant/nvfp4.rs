@@ -1,7 +1,8 @@
 //! NVFP4's arithmetic on one block, in binary32 with one rounding an operation and no fused multiply-add, in the
 //! order in which the two references have it.
 
-use super::element::{E2M1_MAX, E4M3, E4M3_MAX, e2m1_nearest, e2m1_stochastic, e4m3_nearest};
+use super::NVFP4_BLOCK as BLOCK;
+use super::element::{E2M1_MAX, E4M3, E4M3_MAX, e2m1_compared, e2m1_nearest, e2m1_stochastic, e4m3_nearest};
 use super::format::{Direction, Random, Recipe};
 use super::philox::philox4x32;
 use crate::error::{Error, Result};
@@ -21,7 +22,8 @@ pub(super) fn max_nan(left: f32, right: f32) -> f32 {
 
 /// max |x|, NaN if any is.
 pub(super) fn magnitude(values: &[f32]) -> f32 {
-    let max = values.iter().fold(0.0, |max, v| max_nan(max, v.abs()));
+    // Magnitudes are ordered as their bits are, NaN above infinity.
+    let max = f32::from_bits(values.iter().fold(0, |max, v| max.max(v.abs().to_bits())));
     // One NaN, whatever those of the input were.
     if max.is_nan() { f32::NAN } else { max }
 }
@@ -77,22 +79,20 @@ impl Factors {
     /// Codes of a block's elements, two a byte; `random` holds a byte for each element, if any.
     ///
     /// `packed` may be shorter than the block: the rest is cropped.
-    pub(super) fn encode(self, values: &[f32], scale: u8, random: Option<[u8; 16]>, packed: &mut [u8]) {
+    pub(super) fn encode(self, values: &[f32; BLOCK], scale: u8, random: Option<[u8; BLOCK]>, packed: &mut [u8]) {
         let range = self.range(scale);
-        let code = |k: usize| {
-            let y = match range {
-                Range::Times(factor) => (values[k] * factor).clamp(-E2M1_MAX, E2M1_MAX),
-                Range::Over(divisor) => values[k] / divisor,
-            };
-            match random {
-                Some(random) => e2m1_stochastic(y, random[k]),
-                // TransformerEngine's comparisons are all false for NaN, ModelOpt's search passes every bound.
-                None if y.is_nan() && matches!(range, Range::Times(_)) => 0,
-                None => e2m1_nearest(y),
-            }
+        let y = match range {
+            Range::Times(factor) => values.map(|x| (x * factor).clamp(-E2M1_MAX, E2M1_MAX)),
+            Range::Over(divisor) => values.map(|x| x / divisor),
         };
-        for (byte, pair) in packed.iter_mut().zip(0..values.len() / 2) {
-            *byte = code(2 * pair) | code(2 * pair + 1) << 4;
+        let codes = match (random, range) {
+            (Some(random), _) => std::array::from_fn(|k| e2m1_stochastic(y[k], random[k])),
+            // TransformerEngine's comparisons are all false for NaN, ModelOpt's search passes every bound.
+            (None, Range::Times(_)) => y.map(e2m1_compared),
+            (None, Range::Over(_)) => y.map(e2m1_nearest),
+        };
+        for (byte, [even, odd]) in packed.iter_mut().zip(codes.as_chunks().0) {
+            *byte = even | odd << 4;
         }
     }
 }
@@ -127,7 +127,7 @@ impl Bits {
         let refuse = |expected: &str| Err(Error::invalid(call, "first_row", expected, first));
         let (first_line, first_block) = match direction {
             Direction::Rows => (first, 0),
-            Direction::Columns if first.is_multiple_of(super::NVFP4_BLOCK) => (0, first / super::NVFP4_BLOCK),
+            Direction::Columns if first.is_multiple_of(BLOCK) => (0, first / BLOCK),
             Direction::Columns => return refuse("a multiple of 16 where columns are quantised"),
         };
         let fits = |first: usize, count: usize| first.checked_add(count).is_some_and(|end| end as u64 <= 1 << 32);
@@ -139,7 +139,7 @@ impl Bits {
     }
 
     /// A byte for each element of a block: one Philox call, its words' bytes from the lowest.
-    pub(super) fn of(&self, line: usize, block: usize) -> [u8; 16] {
+    pub(super) fn of(&self, line: usize, block: usize) -> [u8; BLOCK] {
         let side = match self.direction {
             Direction::Rows => 0,
             Direction::Columns => 1,

@@ -28,11 +28,16 @@ pub(super) fn amax(name: &'static str, calls: Vec<Amax<'_, Cpu>>) -> Result<()> 
                 columns.into_slice::<f32>()?.copy_from_slice(rows);
             }
             (rows, columns) => {
+                // Where one is as good as the other, the rows, which usually are what lies together.
+                let columns_as = match format.scope == AmaxScope::Matrix && format.hadamard.is_none() {
+                    true => Direction::Rows,
+                    false => Direction::Columns,
+                };
                 if let Some(rows) = rows {
                     amax_of(format, matrix, Direction::Rows, rows)?;
                 }
                 if let Some(columns) = columns {
-                    amax_of(format, matrix, Direction::Columns, columns)?;
+                    amax_of(format, matrix, columns_as, columns)?;
                 }
             }
         }
@@ -154,7 +159,7 @@ impl<'a> Cast<'a> {
             {
                 let line = index * PANEL + line;
                 let factors = Factors::new(format.recipe, if amax.len() == 1 { amax[0] } else { amax[line] });
-                let parts = values.chunks_exact(NVFP4_BLOCK).zip(codes.chunks_mut(NVFP4_BLOCK / 2)).zip(scales);
+                let parts = values.as_chunks().0.iter().zip(codes.chunks_mut(NVFP4_BLOCK / 2)).zip(scales);
                 for (block, ((values, codes), scale)) in parts.enumerate() {
                     *scale = factors.scale(tiles.as_ref().map_or_else(|| magnitude(values), |tiles| tiles[block]));
                     factors.encode(values, *scale, bits.map(|bits| bits.of(line, block)), codes);
