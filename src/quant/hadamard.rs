@@ -40,7 +40,7 @@ static SIGN_BITS: [[u32; NVFP4_BLOCK]; NVFP4_BLOCK] = {
     let mut place = 0;
     while place < NVFP4_BLOCK * NVFP4_BLOCK {
         let (k, j) = (place / NVFP4_BLOCK, place % NVFP4_BLOCK);
-        bits[k][j] = (k & j).count_ones() % 2 << 31;
+        bits[k][j] = ((k & j).count_ones() % 2) << 31;
         place += 1;
     }
     bits
