@@ -18,6 +18,4 @@ HOPPER(hopper_down_bwd_bf16, bf16, DOWN_BWD)
 HOPPER(hopper_down_bwd_f16, f16, DOWN_BWD)
 HOPPER(hopper_up_dgrad_bf16, bf16, UP_DGRAD)
 HOPPER(hopper_up_dgrad_f16, f16, UP_DGRAD)
-HOPPER(hopper_wgrad_bf16, bf16, WGRAD)
-HOPPER(hopper_wgrad_f16, f16, WGRAD)
 #endif

@@ -18,8 +18,6 @@ pub(super) enum Product {
     Down,
     /// Columns of `[E, k, n]`.
     Dgrad,
-    /// Sums over slots.
-    Wgrad,
 }
 
 /// Whether the Hopper kernels can serve a product: 16-bit types, everything in whole 16-byte words.
@@ -55,7 +53,6 @@ pub(super) unsafe fn launch(
         Product::Up => (map(p.a, &[k, p.a_rows as u64], 128)?, map(p.b, &[k, 2 * n, groups], 128)?),
         Product::Down => (map(p.a, &[k, p.a_rows as u64], 128)?, map(p.b, &[k, n, groups], 128)?),
         Product::Dgrad => (map(p.a, &[k, p.a_rows as u64], 128)?, map(p.b, &[n, k, groups], 64)?),
-        Product::Wgrad => (map(p.a, &[p.m as u64, p.a_rows as u64], 64)?, map(p.b, &[n, p.b_rows as u64], 64)?),
     };
     // Read by the gradient through the activation alone.
     let pre = match p.pre {

@@ -22,6 +22,8 @@ mod params;
 mod plan;
 mod router;
 mod rows;
+mod tensor_map;
+mod wgrad;
 mod zones;
 
 /// The driver bindings whose streams [`Cuda::on`] takes.

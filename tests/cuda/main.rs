@@ -6,3 +6,4 @@ mod faults;
 mod harness;
 mod layer;
 mod repeat;
+mod wgrad;
