@@ -1,7 +1,6 @@
 // Grouped GEMMs for Hopper (sm_90a): gated activations, 16-bit types, rows of a multiple of 16 bytes. Everything else,
 // and every other architecture, takes the portable kernels. Empty where the architecture is another.
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL) || !defined(__CUDA_ARCH__)
-#include "common/hopper.cuh"
 #include "common/rows_epilogue.cuh"
 
 #define ROWS(name, T, KIND)                                                                            \
@@ -19,14 +18,4 @@ ROWS(hopper_down_bwd_bf16, bf16, DOWN_BWD)
 ROWS(hopper_down_bwd_f16, f16, DOWN_BWD)
 ROWS(hopper_up_dgrad_bf16, bf16, UP_DGRAD)
 ROWS(hopper_up_dgrad_f16, f16, UP_DGRAD)
-
-#define HOPPER(name, T)                                                                                \
-    extern "C" __global__ void __launch_bounds__(hopper::THREADS, 1)                                   \
-        name(const __grid_constant__ Gemm p, const __grid_constant__ CUtensorMap a,                    \
-             const __grid_constant__ CUtensorMap b, const __grid_constant__ CUtensorMap pre) {         \
-        hopper::run<T, WGRAD>(p, a, b, pre);                                                           \
-    }
-
-HOPPER(hopper_wgrad_bf16, bf16)
-HOPPER(hopper_wgrad_f16, f16)
 #endif

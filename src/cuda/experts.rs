@@ -1,4 +1,4 @@
-//! Grouped GEMMs of the experts: up, down, and their gradients.
+//! Grouped GEMMs of the experts: up, down, and the gradients with respect to rows.
 //!
 //! Every call lists the row tiles of its layout on the device and launches as many blocks as there can be; those
 //! without a tile return at once. No count is read back.
@@ -6,19 +6,17 @@
 use crate::config::WeightAt;
 use crate::dtype::DType;
 use crate::error::{Error, Result};
-use crate::kernels::{BiasGrad, Down, DownBwd, RowSource, SlotWeights, Up, UpDgrad, Wgrad, Zones};
+use crate::kernels::{Down, DownBwd, RowSource, SlotWeights, Up, UpDgrad, Zones};
 use crate::tensor::{Tensor, TensorRef};
 
 use super::device::Cuda;
 use super::hopper::{self, Product};
-use super::launch::{Grid, HOPPER_COLUMNS, ROWS, ROWS_COLUMNS, SCALAR, Shape, TENSOR};
+use super::launch::{Grid, ROWS, ROWS_COLUMNS, SCALAR, Shape, TENSOR};
 use super::params::{self, activation_code, type_code};
-use super::zones::{
-    Dest, Source, TileOrder, Tiles, aligned, check_zones, input, optional, optional_output, output, pointer,
-};
+use super::zones::{Dest, Source, TileOrder, Tiles, aligned, check_zones, input, optional, optional_output, output};
 
 /// The sizes of a stack of matrices, none of them empty but the stack.
-fn dims3(call: &'static str, name: &str, dims: &[usize]) -> Result<[usize; 3]> {
+pub(super) fn dims3(call: &'static str, name: &str, dims: &[usize]) -> Result<[usize; 3]> {
     match dims {
         [stack, rows, cols] if rows * cols > 0 => Ok([*stack, *rows, *cols]),
         _ => Err(Error::invalid(
@@ -31,7 +29,7 @@ fn dims3(call: &'static str, name: &str, dims: &[usize]) -> Result<[usize; 3]> {
 }
 
 /// Kernels for a type: name suffix and tile.
-fn family(call: &'static str, tensor: &str, dtype: DType) -> Result<(&'static str, Shape)> {
+pub(super) fn family(call: &'static str, tensor: &str, dtype: DType) -> Result<(&'static str, Shape)> {
     type_code(call, tensor, dtype)?;
     Ok(match dtype {
         DType::BF16 => ("bf16", TENSOR),
@@ -259,95 +257,4 @@ pub(super) fn up_dgrad(device: &Cuda, call: UpDgrad<'_, Cuda>) -> Result<()> {
     p.partial = partial.view().data().ptr;
     gemm.launch("up_dgrad", &choice, &p)?;
     gemm.slot_dots((&partial, &choice.tiles), d_weights, None)
-}
-
-pub(super) fn wgrad(device: &Cuda, call: Wgrad<'_, Cuda>) -> Result<()> {
-    const CALL: &str = "wgrad";
-    let [experts, m, n] = dims3(CALL, "out", call.out.dims())?;
-    let dtype = call.left.base.dtype();
-    let (suffix, shape) = family(CALL, "left", dtype)?;
-    let code = type_code(CALL, "left", dtype)?;
-    let zones = call.zones;
-    check_zones(CALL, zones, experts)?;
-    let left = Source::new(CALL, "left", &call.left, (dtype, m, zones.rows))?;
-    let right = Source::new(CALL, "right", &call.right, (dtype, n, zones.rows))?;
-    let (m_tiles, n_tiles) = (m.div_ceil(shape.tile), n.div_ceil(shape.tile));
-    let mut p = params::Gemm {
-        a: left.base,
-        a_map: left.map,
-        a_rows: left.rows,
-        a_type: code,
-        b: right.base,
-        b_map: right.map,
-        b_rows: right.rows,
-        b_type: code,
-        offsets: zones.offsets.view().data().ptr,
-        counts: zones.counts.view().data().ptr,
-        m: m as i64,
-        n: n as i64,
-        k: zones.rows as i64,
-        groups: experts as i64,
-        scale: optional(CALL, "slot_weights", &call.slot_weights, DType::F32, &[zones.rows])?,
-        out: output(CALL, "out", call.out, dtype, &[experts, m, n])?,
-        out_type: code,
-        accumulate: i64::from(call.accumulate),
-        fault: device.inner.status,
-        vector_a: i64::from(left.vector),
-        vector_b: i64::from(right.vector),
-        m_tiles: m_tiles as i64,
-        n_tiles: n_tiles as i64,
-        split: 1,
-        ..Default::default()
-    };
-    // K is the number of slots here, which need no alignment.
-    let hopper = p.scale == 0 && m % 8 == 0 && hopper::serves(device, dtype, &params::Gemm { k: 0, ..p });
-    // SAFETY, both: all tensors were checked against the sizes in `p`; the kernel checks maps and zones.
-    if hopper {
-        p.n_tiles = n.div_ceil(HOPPER_COLUMNS) as i64;
-        let blocks = experts.saturating_mul(m_tiles).saturating_mul(p.n_tiles as usize);
-        let kernel = format!("hopper_wgrad_{suffix}");
-        // SAFETY: as above.
-        unsafe { hopper::launch(device, CALL, &kernel, (Product::Wgrad, dtype, blocks), &p) }?;
-    } else {
-        let blocks = experts.saturating_mul(m_tiles).saturating_mul(n_tiles);
-        let grid = Grid { shared: shape.shared, ..Grid::new(blocks, shape.threads) };
-        // SAFETY: as above.
-        unsafe { device.launch(CALL, &format!("wgrad_{suffix}"), grid, &p) }?;
-    }
-    let Some(bias) = call.bias else { return Ok(()) };
-    bias_grad(device, bias, (&left, dtype, m), zones, call.accumulate)
-}
-
-fn bias_grad(
-    device: &Cuda,
-    bias: BiasGrad<'_, Cuda>,
-    (left, dtype, m): (&Source, DType, usize),
-    zones: &Zones<Cuda>,
-    accumulate: bool,
-) -> Result<()> {
-    const CALL: &str = "wgrad";
-    let experts = zones.offsets.dims()[0];
-    let code = type_code(CALL, "left", dtype)?;
-    if let Some(w) = &bias.slot_weights {
-        input(CALL, "bias.slot_weights", w, DType::F32, &[zones.rows])?;
-    }
-    let p = params::ColumnSums {
-        rows: left.base,
-        map: left.map,
-        base_rows: left.rows,
-        kind: code,
-        scale: pointer(&bias.slot_weights),
-        offsets: zones.offsets.view().data().ptr,
-        counts: zones.counts.view().data().ptr,
-        slots: zones.rows as i64,
-        groups: experts as i64,
-        width: m as i64,
-        out: output(CALL, "bias.out", bias.out, dtype, &[experts, m])?,
-        out_type: code,
-        accumulate: i64::from(accumulate),
-        fault: device.inner.status,
-    };
-    let grid = Grid { blocks: (m.div_ceil(32), experts), threads: 256, shared: 0 };
-    // SAFETY: as for the weight gradient.
-    unsafe { device.launch(CALL, "column_sums", grid, &p) }
 }

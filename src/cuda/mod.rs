@@ -30,6 +30,8 @@ mod plan;
 mod router;
 mod rows;
 mod status;
+mod tensor_map;
+mod wgrad;
 mod zones;
 
 /// The driver bindings whose streams [`Cuda::on`] takes.

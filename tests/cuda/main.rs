@@ -29,6 +29,7 @@ mod layer;
 mod memory;
 mod refused;
 mod repeat;
+mod wgrad;
 
 use std::process::ExitCode;
 
@@ -52,6 +53,7 @@ fn tests() -> Vec<(String, Test)> {
     shared("refused", refused::cases());
     shared("faults", faults::cases());
     shared("large::memory", memory::cases());
+    shared("wgrad", wgrad::cases());
     shared("repeat", repeat::cases());
     shared("large", large::cases());
     all.extend(conformance::cases().into_iter().filter(|(_, case)| case.min_ranks == 1).map(|(file, case)| {
