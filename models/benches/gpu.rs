@@ -138,8 +138,8 @@ fn agree(
     println!(
         "{{\"workload\":\"qwen3-30b-a3b, {LAYERS} layers\",\"phase\":\"f32 prefill {PREFILL}\",\"differ\":{error:.1e}}}"
     );
-    // One near tie of 32768 choices would show as 1e-3.
-    if error <= 2e-3 { Ok(()) } else { Err(format!("in f32 the two decoders differ by {error:e}").into()) }
+    // Rounding gives 1e-6; each token of the 4096 whose choice is a near tie gives 0.1 / √4096 more. A few may.
+    if error <= 5e-3 { Ok(()) } else { Err(format!("in f32 the two decoders differ by {error:e}").into()) }
 }
 
 fn ids(sequences: usize, tokens: usize, device: &Device) -> candle_core::Result<Tensor> {
