@@ -67,13 +67,19 @@
 mod autodiff;
 mod backend;
 mod config;
+#[cfg(feature = "burn-cuda")]
+mod cuda;
 mod flex;
+mod group;
 mod init;
 mod module;
 
 pub use crate::ep::EpGroup;
-pub use backend::{Call, HostBackend, MoeBackend, Operands, Outputs, RoutingData};
+pub use backend::{Call, MoeBackend, Named, NativeBackend, Operands, Outputs, Place, RoutingData};
 pub use config::ExpertParallelMoEConfig;
+#[cfg(feature = "burn-cuda")]
+pub use cuda::{CudaOutput, cuda};
+pub use group::{DeviceGroup, Waits};
 pub use module::{
     ExpertParallelMoE, ExpertParallelMoERecord, Experts, ExpertsRecord, MoeOutput, Router, RouterRecord, SharedExpert,
     SharedExpertRecord,

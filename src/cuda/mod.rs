@@ -18,6 +18,7 @@ mod experts;
 mod hopper;
 mod kernels;
 mod launch;
+mod order;
 mod params;
 mod plan;
 mod router;
