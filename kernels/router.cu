@@ -236,8 +236,8 @@ extern "C" __global__ void __launch_bounds__(256) route(const __grid_constant__ 
         int32_t* ids = p.ids + t * p.top_k;
         float* weights = p.weights + t * p.top_k;
         EACH(i, token.e) {
-            const int64_t at = t * p.experts + i;
-            if (isnan(p.logits[at])) atomicMin(p.fault + 1, static_cast<unsigned long long>(at));
+            // Token, and expert in the last 24 bits.
+            if (isnan(p.logits[t * p.experts + i])) atomicMin(p.fault + 1, static_cast<unsigned long long>(t) << 24 | i);
         }
         token.load(t);
         token.choose(ids);

@@ -255,6 +255,13 @@ pub struct ExpertCapacity {
     pub renormalize: bool,
 }
 
+impl ExpertCapacity {
+    /// Choices that each of E experts keeps, C = ceil(f·T·K / E); T·K counts dropped choices too.
+    pub fn limit(&self, choices: usize, num_experts: usize) -> usize {
+        (self.factor * choices as f64 / num_experts as f64).ceil() as usize
+    }
+}
+
 /// Who is kept where an expert has too many candidates.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[non_exhaustive]

@@ -79,6 +79,33 @@ struct Schedule {
 MOEBIUS_SIZE(Schedule, 9);
 MOEBIUS_FIELD(Schedule, fault, 8);
 
+// The plan of a group of one rank: choices to slots.
+struct Plan {
+    const void* ids;           // [T, K], int64 or int32
+    int64_t wide;              // 1: int64
+    int64_t choices;           // T K
+    int64_t top_k;
+    int64_t experts;
+    int64_t alignment;
+    int64_t expert_limit;      // choices that an expert keeps
+    int64_t rows;              // N
+    int64_t may_drop;          // 0: slots from N on are an error
+    int64_t chunk;             // choices that a warp walks
+    int64_t chunks;
+    int32_t* before;           // [E, chunks] scratch: choices of each expert in chunks before
+    int64_t* offsets;          // [E]
+    int64_t* counts;           // [E]
+    int64_t* stats;            // [2 E + 2]: choices of each expert, padded rows of each, rows needed, choices dropped
+    int32_t* kept;             // [T, K]
+    int32_t* row_map;          // [N], filled with -1
+    int32_t* weight_map;       // [N], filled with -1
+    int32_t* return_map;       // [T, K]
+    unsigned long long* fault;
+};
+MOEBIUS_SIZE(Plan, 20);
+MOEBIUS_FIELD(Plan, rows, 7);
+MOEBIUS_FIELD(Plan, fault, 19);
+
 // Moving and adding rows; elementwise functions.
 struct Rows {
     const void* source;

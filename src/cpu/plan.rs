@@ -92,9 +92,9 @@ fn loads(ids: &[i32], experts: usize) -> Vec<usize> {
     loads
 }
 
-/// Drops choices past C = ceil(f·T·K / E) of each expert; T·K counts dropped choices too.
+/// Drops choices past the limit of each expert.
 fn limit_experts(ids: &mut [i32], loads: &[usize], limit: &ExpertCapacity, weights: Option<&[f64]>) {
-    let capacity = (limit.factor * ids.len() as f64 / loads.len() as f64).ceil() as usize;
+    let capacity = limit.limit(ids.len(), loads.len());
     let mut of_expert: Vec<Vec<usize>> =
         loads.iter().map(|n| Vec::with_capacity(if *n > capacity { *n } else { 0 })).collect();
     for (i, id) in ids.iter().enumerate() {

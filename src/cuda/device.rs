@@ -3,7 +3,8 @@
 use std::fmt;
 use std::marker::PhantomData;
 use std::ops::Range;
-use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
+use std::sync::{Arc, PoisonError, RwLock};
 
 use cudarc::driver::sys::{self, CUdeviceptr};
 use cudarc::driver::{CudaContext, CudaEvent, CudaStream, DriverError, result};
@@ -11,11 +12,11 @@ use cudarc::driver::{CudaContext, CudaEvent, CudaStream, DriverError, result};
 use crate::device::{Device, sealed::Sealed};
 use crate::dtype::DType;
 use crate::error::{Error, Result};
+use crate::tensor::TensorMut;
 
 use super::launch::Functions;
-
-/// Every allocation has at least this size, so that no tensor has a null pointer, which kernels read as "none".
-const LEAST_BYTES: usize = 16;
+use super::memory::{Arena, Block, Memory};
+use super::status::Status;
 
 /// A stream of a GPU with this crate's kernels loaded.
 #[derive(Clone)]
@@ -32,28 +33,37 @@ pub(super) struct Inner {
     pub(super) context: Arc<CudaContext>,
     /// Multiprocessors: blocks of a persistent kernel.
     pub(super) processors: usize,
-    /// Fault word and first NaN logit.
+    /// Words that kernels raise errors in (`report`'s).
     pub(super) status: CUdeviceptr,
-    pool: sys::CUmemoryPool,
+    pub(super) report: Status,
+    /// Where buffers come from: the workspace, or a graph's own while one is recorded.
+    arena: RwLock<Arc<Arena>>,
+    /// A graph is being recorded.
+    pub(super) capturing: AtomicBool,
 }
 
-// SAFETY: the pool and the functions are handles that the driver lets any thread use; the context is bound to the
+impl Inner {
+    pub(super) fn arena(&self) -> Arc<Arena> {
+        Arc::clone(&self.arena.read().unwrap_or_else(PoisonError::into_inner))
+    }
+
+    pub(super) fn exchange_arena(&self, arena: Arc<Arena>) {
+        *self.arena.write().unwrap_or_else(PoisonError::into_inner) = arena;
+    }
+}
+
+// SAFETY: the functions are handles that the driver lets any thread use; the context is bound to the
 // calling thread before each use; what happens on the stream is ordered by the driver.
 unsafe impl Send for Inner {}
-// SAFETY: as above; no field changes after construction.
+// SAFETY: as above; what changes after construction is behind locks.
 unsafe impl Sync for Inner {}
 
 impl Drop for Inner {
     fn drop(&mut self) {
         // Nothing can be reported from here; a context that is gone has freed everything itself.
         if self.context.bind_to_thread().is_ok() {
-            // SAFETY: every buffer holds an `Arc` of this, so all have been freed on the stream; `status` came from
-            // the pool and is freed once.
-            unsafe {
-                let _ = result::free_async(self.status, self.stream.cu_stream());
-                let _ = result::stream::synchronize(self.stream.cu_stream());
-                let _ = result::mem_pool::destroy(self.pool);
-            }
+            // SAFETY: the stream is alive; kernels must not run on when their modules are unloaded.
+            let _ = unsafe { result::stream::synchronize(self.stream.cu_stream()) };
         }
     }
 }
@@ -108,17 +118,11 @@ impl Cuda {
             .attribute(sys::CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)
             .map_err(driver(CALL, "ask for the number of multiprocessors"))?;
         let processors = usize::try_from(processors).unwrap_or(1);
-        let pool = pool(&context)?;
-        let status = {
-            // SAFETY: pool and stream are alive; the 16 bytes are written before anything reads them.
-            unsafe { result::mem_pool::alloc_async(pool, LEAST_BYTES, stream.cu_stream()) }
-        }
-        .map_err(driver(CALL, "allocate the status words"))?;
-        let cuda = Self {
-            inner: Arc::new(Inner { functions, stream, context, processors, status, pool }),
-            poison: false,
-            portable: false,
-        };
+        let report = Status::new(&stream)?;
+        let arena = RwLock::new(Arena::new(&stream)?);
+        let (status, capturing) = (report.words, AtomicBool::new(false));
+        let inner = Inner { functions, stream, context, processors, status, report, arena, capturing };
+        let cuda = Self { inner: Arc::new(inner), poison: false, portable: false };
         cuda.reset_status(CALL)?;
         Ok(cuda)
     }
@@ -157,7 +161,22 @@ impl Cuda {
     /// # Errors
     /// The fault; a driver's error.
     pub fn check(&self) -> Result<()> {
-        self.faults("Cuda::check").map(drop)
+        self.faults("Cuda::check")
+    }
+
+    /// Memory that this device has taken: the workspace that its groups' layers share.
+    pub fn memory(&self) -> Memory {
+        self.inner.arena().memory()
+    }
+
+    /// Counts [`Memory::peak`] from what is in use now.
+    pub fn reset_peak(&self) {
+        self.inner.arena().reset_peak();
+    }
+
+    /// Gives memory that no tensor is in back to the driver.
+    pub fn trim(&self) {
+        self.inner.arena().trim();
     }
 
     /// Marks the end of the work enqueued so far.
@@ -181,32 +200,36 @@ impl Cuda {
         Err(Error::invalid(call, "stream", "the device's own (Cuda::stream)", "another"))
     }
 
-    pub(super) fn reset_status(&self, call: &'static str) -> Result<()> {
-        self.write_bytes(call, self.inner.status, &[0u64.to_ne_bytes(), u64::MAX.to_ne_bytes()].concat())
+    /// Sets every byte.
+    pub(super) fn fill_bytes(&self, to: TensorMut<'_, Cuda>, byte: u8) -> Result<()> {
+        const CALL: &str = "fill";
+        let to = to.into_data();
+        if to.len == 0 {
+            return Ok(());
+        }
+        self.bind(CALL)?;
+        // SAFETY: the view has that many bytes, exclusively.
+        unsafe { result::memset_d8_async(to.ptr, byte, to.len, self.inner.stream.cu_stream()) }
+            .map_err(driver(CALL, "fill"))
     }
 
-    /// Waits for the stream; returns the position of the first NaN logit, or the fault as an error.
-    pub(super) fn faults(&self, call: &'static str) -> Result<Option<u64>> {
-        let mut bytes = [0u8; 16];
-        self.read_bytes(call, self.inner.status, &mut bytes)?;
-        let words: Vec<u64> = bytes.as_chunks().0.iter().map(|b| u64::from_ne_bytes(*b)).collect();
-        let (fault, nan) = (words[0], words[1]);
-        if fault != 0 || nan != u64::MAX {
-            self.reset_status(call)?;
+    /// Sets every 8 bytes to a number.
+    pub(super) fn fill_word(&self, to: TensorMut<'_, Cuda>, word: u64) -> Result<()> {
+        const CALL: &str = "fill";
+        let to = to.into_data();
+        self.bind(CALL)?;
+        for (half, value) in [word as u32, (word >> 32) as u32].into_iter().enumerate() {
+            let stream = self.inner.stream.cu_stream();
+            // SAFETY: a column of 4 bytes, 8 apart, inside the view's words.
+            unsafe { sys::cuMemsetD2D32Async(to.ptr + 4 * half as u64, 8, value, 1, to.len / 8, stream) }
+                .result()
+                .map_err(driver(CALL, "fill"))?;
         }
-        let detail = fault & 0xffff_ffff_ffff;
-        let (name, expected, found) = match fault >> 48 {
-            0 => return Ok((nan != u64::MAX).then_some(nan)),
-            1 => (format!("zone {detail}"), "slots inside the layout, behind the zone before", "others"),
-            2 => (format!("map[{detail}]"), "a row of the tensor behind it", "none of its rows"),
-            3 => (format!("out.map[{detail}]"), "a row of the output, or a negative entry", "none of its rows"),
-            4 => (format!("tensor ids, token {detail}"), "experts, as `route` gave them", "another number"),
-            _ => ("tensor aux.sums".to_string(), "the sums of at least this rank's tokens", "no tokens"),
-        };
-        Err(Error::invalid(call, format!("{name} (seen by a kernel)"), expected, found))
+        Ok(())
     }
 
     pub(super) fn write_bytes(&self, call: &'static str, to: CUdeviceptr, from: &[u8]) -> Result<()> {
+        self.not_captured(call, "copy from the host")?;
         self.bind(call)?;
         // SAFETY: callers give a pointer of at least `from.len()` bytes; pageable memory is staged before the call
         // returns, so `from` may go.
@@ -216,6 +239,7 @@ impl Cuda {
 
     /// Copies to the host and waits for the stream.
     pub(super) fn read_bytes(&self, call: &'static str, from: CUdeviceptr, to: &mut [u8]) -> Result<()> {
+        self.not_captured(call, "wait for the device")?;
         self.bind(call)?;
         let stream = self.inner.stream.cu_stream();
         if !to.is_empty() {
@@ -227,34 +251,11 @@ impl Cuda {
     }
 }
 
-/// A memory pool of this crate's own: it keeps freed memory for the next allocation, which the context's default pool
-/// does not, and whose setting is the host framework's.
-fn pool(context: &CudaContext) -> Result<sys::CUmemoryPool> {
-    const CALL: &str = "Cuda::on";
-    // SAFETY: a plain C struct of integers, enums with a zero value and a pointer; its reserved bytes must be zero.
-    let mut props: sys::CUmemPoolProps = unsafe { std::mem::zeroed() };
-    props.allocType = sys::CUmemAllocationType::CU_MEM_ALLOCATION_TYPE_PINNED;
-    let location = [sys::CUmemLocationType::CU_MEM_LOCATION_TYPE_DEVICE as i32, context.cu_device()];
-    // SAFETY: a location is the type and then the device's number, two ints, in every version of CUDA; newer bindings
-    // wrap the second in a union, which is why it is not set by name.
-    unsafe { (&raw mut props.location).cast::<[i32; 2]>().write(location) };
-    let mut keep = u64::MAX;
-    // SAFETY: `props` is initialised as the driver documents it.
-    let pool = unsafe { result::mem_pool::create(&props) }.map_err(driver(CALL, "create a memory pool"))?;
-    // SAFETY: the attribute is a u64, which `keep` is; the pool was just made.
-    let set = unsafe {
-        let threshold = sys::CUmemPool_attribute::CU_MEMPOOL_ATTR_RELEASE_THRESHOLD;
-        result::mem_pool::set_attribute(pool, threshold, (&raw mut keep).cast())
-    };
-    set.map_err(driver(CALL, "configure the memory pool"))?;
-    Ok(pool)
-}
-
 /// Owned memory of a GPU, given back in the order of its stream.
 pub struct DeviceBuffer {
-    ptr: CUdeviceptr,
+    block: Block,
     bytes: usize,
-    owner: Arc<Inner>,
+    arena: Arc<Arena>,
 }
 
 impl fmt::Debug for DeviceBuffer {
@@ -265,12 +266,7 @@ impl fmt::Debug for DeviceBuffer {
 
 impl Drop for DeviceBuffer {
     fn drop(&mut self) {
-        // Nothing can be reported from here; a context that is gone has freed everything itself.
-        if self.owner.context.bind_to_thread().is_ok() {
-            // SAFETY: the pointer came from this crate's pool and is freed once; kernels that use it are earlier on
-            // the stream.
-            let _ = unsafe { result::free_async(self.ptr, self.owner.stream.cu_stream()) };
-        }
+        self.arena.free(self.block);
     }
 }
 
@@ -287,8 +283,9 @@ impl DeviceRef<'_> {
     ///
     /// # Safety
     /// They stay allocated and unwritten for the lifetime, on the stream of the [`Cuda`] that uses them: its kernels
-    /// may still read after the last call returned, so memory may be freed or written only behind them. `ptr` is not
-    /// null and a multiple of the element's size.
+    /// may still read after the last call returned, so memory may be freed or written only behind them; where the calls
+    /// are recorded ([`Cuda::capture`]), only when the graph is gone. `ptr` is not null and a multiple of the element's
+    /// size.
     pub unsafe fn from_raw(ptr: u64, len: usize) -> Self {
         Self { ptr, len, owner: PhantomData }
     }
@@ -347,24 +344,23 @@ impl Device for Cuda {
             .checked_mul(dtype.size())
             .ok_or_else(|| Error::invalid(CALL, "count", "a size that fits the address space", count))?;
         self.bind(CALL)?;
-        let stream = self.inner.stream.cu_stream();
-        // SAFETY: pool and stream are alive; the content is unspecified by contract.
-        let ptr = unsafe { result::mem_pool::alloc_async(self.inner.pool, bytes.max(LEAST_BYTES), stream) }
-            .map_err(driver(CALL, &format!("allocate {bytes} bytes")))?;
-        let buffer = DeviceBuffer { ptr, bytes, owner: Arc::clone(&self.inner) };
+        let arena = self.inner.arena();
+        let block = arena.alloc(CALL, bytes)?;
+        let buffer = DeviceBuffer { block, bytes, arena };
         if self.poison && bytes > 0 {
             // SAFETY: the buffer has that many bytes.
-            unsafe { result::memset_d8_async(ptr, 0xff, bytes, stream) }.map_err(driver(CALL, "poison a buffer"))?;
+            unsafe { result::memset_d8_async(block.ptr, 0xff, bytes, self.inner.stream.cu_stream()) }
+                .map_err(driver(CALL, "poison a buffer"))?;
         }
         Ok(buffer)
     }
 
     fn view(buffer: &DeviceBuffer) -> DeviceRef<'_> {
-        DeviceRef { ptr: buffer.ptr, len: buffer.bytes, owner: PhantomData }
+        DeviceRef { ptr: buffer.block.ptr, len: buffer.bytes, owner: PhantomData }
     }
 
     fn view_mut(buffer: &mut DeviceBuffer) -> DeviceMut<'_> {
-        DeviceMut { ptr: buffer.ptr, len: buffer.bytes, owner: PhantomData }
+        DeviceMut { ptr: buffer.block.ptr, len: buffer.bytes, owner: PhantomData }
     }
 
     fn len(view: DeviceRef<'_>) -> usize {

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use crate::cpu::Cpu;
 use crate::device::Device;
 use crate::dtype::DType;
-use crate::ep::{Plan, PlanRequest};
+use crate::ep::{Plan, PlanRequest, Reporting};
 use crate::error::{Error, Result};
 use crate::kernels::*;
 use crate::tensor::{Tensor, TensorMut, TensorRef};
@@ -14,6 +14,8 @@ use super::device::{Cuda, Event, Stream, driver};
 use super::{dense, experts, plan, router, rows};
 
 impl Kernels for Cuda {
+    const REPORTING: Reporting = Reporting::Deferred;
+
     fn linear(&self, stream: &Stream, call: Linear<'_, Self>) -> Result<()> {
         self.on_stream("linear", stream)?;
         dense::linear(self, call)
@@ -41,6 +43,14 @@ impl Kernels for Cuda {
     fn plan(&self, stream: &Stream, call: PlanRequest<'_, Self>) -> Result<Plan<Self>> {
         self.on_stream("plan", stream)?;
         plan::plan(self, call)
+    }
+    fn plan_behind(&self, stream: &Stream, call: PlanRequest<'_, Self>) -> Result<Option<Plan<Self>>> {
+        self.on_stream("plan_behind", stream)?;
+        plan::plan_behind(self, call)
+    }
+    fn check(&self, stream: &Stream) -> Result<()> {
+        self.on_stream("check", stream)?;
+        self.faults("check")
     }
     fn gather_rows(&self, stream: &Stream, call: GatherRows<'_, Self>) -> Result<()> {
         self.on_stream("gather_rows", stream)?;
@@ -76,8 +86,9 @@ impl Kernels for Cuda {
     }
     fn single_zone(&self, stream: &Stream, rows: usize) -> Result<Arc<Zones<Self>>> {
         self.on_stream("single_zone", stream)?;
-        let offsets = self.tensor(&Tensor::from_vec(vec![0i64], &[1])?)?;
-        let counts = self.tensor(&Tensor::from_vec(vec![rows as i64], &[1])?)?;
+        let offsets = Tensor::zeros(self, DType::I64, &[1])?;
+        let mut counts = Tensor::empty(self, DType::I64, &[1])?;
+        self.fill_word(counts.view_mut(), rows as u64)?;
         Ok(Arc::new(Zones { offsets, counts, rows }))
     }
     fn wait(&self, stream: &Stream, event: Option<&Event>) -> Result<()> {

@@ -9,23 +9,33 @@
 //! kernel adds floats with atomics.
 //!
 //! A kernel cannot return an error. It raises a fault word, which the next call that waits for the GPU anyway
-//! ([`Cuda::check`], `read`, `download`, `route`) returns.
+//! ([`Cuda::check`], `read`, `download`) returns, or a prepare that finds it has reached the host.
+//!
+//! With one rank, forward and backward of a layer wait for nothing and, once they have seen their sizes, ask the driver
+//! for no memory ([`Cuda::memory`]); so they can be recorded ([`Cuda::capture`]). What does wait: reading a load or an
+//! auxiliary loss, an expert capacity that keeps by probability (planned on the host), and
+//! [`Reporting::Immediate`](crate::ep::Reporting::Immediate).
 
 mod cubins;
 mod dense;
 mod device;
 mod experts;
+mod graph;
 mod hopper;
 mod kernels;
 mod launch;
+mod memory;
 mod order;
 mod params;
 mod plan;
 mod router;
 mod rows;
+mod status;
 mod zones;
 
 /// The driver bindings whose streams [`Cuda::on`] takes.
 pub use cudarc;
 
 pub use device::{Cuda, DeviceBuffer, DeviceMut, DeviceRef, Event, NoCounters, Stream};
+pub use graph::Captured;
+pub use memory::Memory;

@@ -40,12 +40,14 @@ impl Cuda {
     }
 
     /// Makes later work of this device wait for everything that has been enqueued in the context so far, on whatever
-    /// stream. No stream of the context may be under capture.
+    /// stream. Refused while this device is under capture; no other stream of
+    /// the context may be either.
     ///
     /// # Errors
     /// A driver's error.
     pub fn follow_context(&self) -> Result<Waited> {
         const CALL: &str = "Cuda::follow_context";
+        self.not_captured(CALL, "wait for streams outside the graph")?;
         self.bind(CALL)?;
         let context = self.inner.context.cu_ctx();
         let Some(record) = find(c"cuCtxRecordEvent") else {
@@ -60,12 +62,14 @@ impl Cuda {
     }
 
     /// Makes everything that is enqueued in the context from now on, on whatever stream, wait for this device's work so
-    /// far. No stream of the context may be under capture.
+    /// far. Refused while this device is under capture; no other stream of
+    /// the context may be either.
     ///
     /// # Errors
     /// A driver's error.
     pub fn lead_context(&self) -> Result<Waited> {
         const CALL: &str = "Cuda::lead_context";
+        self.not_captured(CALL, "make streams outside the graph wait")?;
         self.bind(CALL)?;
         let context = self.inner.context.cu_ctx();
         let Some(wait) = find(c"cuCtxWaitEvent") else {

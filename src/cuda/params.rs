@@ -31,6 +31,12 @@ description!(Schedule, 9:
     fault: u64;
     fault @ 8);
 
+description!(Plan, 20:
+    ids: u64, wide: i64, choices: i64, top_k: i64, experts: i64, alignment: i64, expert_limit: i64, rows: i64,
+    may_drop: i64, chunk: i64, chunks: i64, before: u64, offsets: u64, counts: u64, stats: u64, kept: u64,
+    row_map: u64, weight_map: u64, return_map: u64, fault: u64;
+    rows @ 7, fault @ 19);
+
 description!(Rows, 11:
     source: u64, map: u64, out: u64, source_rows: i64, out_rows: i64, width: i64, fan: i64, kind: i64, word: i64,
     grad: u64, fault: u64;

@@ -1,18 +1,25 @@
 //! Layouts: the plan of a step, and groups of one rank.
 //!
-//! Prepare has the ids on the host already, to check them, and an eager layout's size is the host's to know; so the
-//! plan is made there, by the CPU's code, and its maps are copied over.
+//! A group of one rank plans on the GPU ([`plan_behind`], `kernels/prepare.cu`): an eager layout gets as many rows as it may
+//! need, since its size would be the GPU's to know. Everything else is planned on the host, which has all ranks' ids
+//! then, by the CPU's code, and the maps are copied over.
 
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 
 use crate::comm::Solo;
+use crate::config::CapacityOrder;
 use crate::cpu::Cpu;
-use crate::ep::{Group, GroupConfig, Plan, PlanRequest};
-use crate::error::Result;
+use crate::dtype::DType;
+use crate::ep::{Capacity, DispatchSpec, Group, GroupConfig, Overflow, Plan, PlanRequest, Stats};
+use crate::error::{Error, Result};
 use crate::kernels::{Kernels, Zones};
+use crate::lazy::Lazy;
 use crate::tensor::{Tensor, TensorRef};
 
 use super::device::Cuda;
+use super::launch::Grid;
+use super::params;
 
 impl Cuda {
     /// A host tensor on the GPU.
@@ -45,6 +52,125 @@ impl Cuda {
     }
 }
 
+/// Choices that a warp walks at least.
+const CHUNK: usize = 256;
+/// Chunks that they are cut into at most.
+const CHUNKS: usize = 1024;
+/// Experts whose counts fit a block's shared memory without asking for more.
+const MOST_EXPERTS: usize = (48 << 10) / 4;
+
+/// Rows of a layout and whether slots past them are dropped.
+fn rows(spec: &DispatchSpec, choices: usize, experts: usize) -> Result<(usize, bool)> {
+    match spec.capacity {
+        Capacity::Static(rows) => Ok((rows, spec.overflow == Overflow::Drop)),
+        Capacity::Eager => {
+            // Every expert that is chosen may have `alignment - 1` rows of padding.
+            let padding = choices.min(experts).checked_mul(spec.alignment - 1);
+            let rows = padding.and_then(|p| p.checked_add(choices)).filter(|n| i32::try_from(*n).is_ok());
+            let rows =
+                rows.ok_or_else(|| Error::invalid("prepare", "rows", format!("at most {}", i32::MAX), "more"))?;
+            Ok((rows, false))
+        }
+    }
+}
+
+pub(super) fn plan_behind(device: &Cuda, call: PlanRequest<'_, Cuda>) -> Result<Option<Plan<Cuda>>> {
+    const CALL: &str = "prepare";
+    let (spec, experts, k) = (call.spec, call.num_experts, call.spec.top_k);
+    let by_weight = spec.expert_capacity.is_some_and(|c| c.order == CapacityOrder::Probability);
+    if by_weight || experts > MOST_EXPERTS {
+        return Ok(None);
+    }
+    if device.inner.report.raised() && !device.inner.capturing.load(Ordering::SeqCst) {
+        device.faults(CALL)?;
+    }
+    let (tokens, choices) = (call.ids.rows(), call.ids.count());
+    let wide = match call.ids.dtype() {
+        DType::I64 => 1,
+        DType::I32 => 0,
+        other => return Err(Error::invalid(CALL, "tensor topk_ids", "i32 or i64", other)),
+    };
+    let (rows, may_drop) = rows(spec, choices, experts)?;
+    let limit = spec.expert_capacity.map_or(i64::MAX, |c| c.limit(choices, experts) as i64);
+    let chunk = choices.div_ceil(CHUNKS).next_multiple_of(32).max(CHUNK);
+    let chunks = choices.div_ceil(chunk);
+    let of = |dtype, dims: &[usize]| Tensor::empty(device, dtype, dims);
+    let mut before = of(DType::I32, &[experts, chunks])?;
+    let (mut offsets, mut counts) = (of(DType::I64, &[experts])?, of(DType::I64, &[experts])?);
+    let mut stats = of(DType::I64, &[2 * experts + 2])?;
+    let (mut kept_ids, mut return_map) = (of(DType::I32, &[tokens, k])?, of(DType::I32, &[tokens, k])?);
+    let (mut row_map, mut weight_map) = (of(DType::I32, &[rows])?, of(DType::I32, &[rows])?);
+    for map in [&mut row_map, &mut weight_map] {
+        device.fill_bytes(map.view_mut(), 0xff)?;
+    }
+    let at = |t: &mut Tensor<Cuda>| t.view_mut().into_data().ptr;
+    let p = params::Plan {
+        ids: call.ids.data().ptr,
+        wide,
+        choices: choices as i64,
+        top_k: k as i64,
+        experts: experts as i64,
+        alignment: spec.alignment as i64,
+        expert_limit: limit,
+        rows: rows as i64,
+        may_drop: i64::from(may_drop),
+        chunk: chunk as i64,
+        chunks: chunks as i64,
+        before: at(&mut before),
+        offsets: at(&mut offsets),
+        counts: at(&mut counts),
+        stats: at(&mut stats),
+        kept: at(&mut kept_ids),
+        row_map: at(&mut row_map),
+        weight_map: at(&mut weight_map),
+        return_map: at(&mut return_map),
+        fault: device.inner.status,
+    };
+    let walk = Grid { shared: (experts * 4) as u32, ..Grid::new(chunks, 32) };
+    // SAFETY: every tensor has the size that `params.h` states for it; the kernels check the ids.
+    unsafe {
+        device.launch(CALL, "plan_count", walk, &p)?;
+        device.launch(CALL, "plan_scan", Grid::new(experts.div_ceil(8), 256), &p)?;
+        device.launch(CALL, "plan_zones", Grid::new(1, 1024), &p)?;
+        device.launch(CALL, "plan_slots", walk, &p)?;
+    }
+    device.inner.report.report(CALL)?;
+    let none = Vec::new;
+    Ok(Some(Plan {
+        tokens,
+        total_tokens: tokens,
+        first_token: 0,
+        zones: Arc::new(Zones { offsets, counts, rows }),
+        stats: read_later(device, stats, experts),
+        kept_ids,
+        row_map,
+        weight_map,
+        return_map,
+        send_tokens: None,
+        send_choices: None,
+        return_slots: None,
+        send_rows: none(),
+        recv_rows: none(),
+        slots_from: none(),
+        slots_at: none(),
+    }))
+}
+
+/// Counts as the kernels leave them.
+fn read_later(device: &Cuda, stats: Tensor<Cuda>, experts: usize) -> Lazy<Stats> {
+    let device = device.clone();
+    Lazy::later(move || {
+        let values: Vec<usize> =
+            device.to_host(stats.view())?.as_slice::<i64>()?.iter().map(|n| usize::try_from(*n).unwrap_or(0)).collect();
+        Ok(Stats {
+            expert_load: values[..experts].to_vec(),
+            padded_counts: values[experts..2 * experts].to_vec(),
+            needed_rows: values[2 * experts],
+            dropped: values[2 * experts + 1],
+        })
+    })
+}
+
 pub(super) fn plan(device: &Cuda, call: PlanRequest<'_, Cuda>) -> Result<Plan<Cuda>> {
     let ids = device.to_host(call.ids)?;
     let weights = call.weights.map(|w| device.to_host(w)).transpose()?;
@@ -71,10 +197,7 @@ pub(super) fn plan(device: &Cuda, call: PlanRequest<'_, Cuda>) -> Result<Plan<Cu
             counts: device.tensor(&plan.zones.counts)?,
             rows: plan.zones.rows,
         }),
-        padded_counts: plan.padded_counts,
-        needed_rows: plan.needed_rows,
-        expert_load: plan.expert_load,
-        dropped: plan.dropped,
+        stats: plan.stats,
         kept_ids: device.tensor(&plan.kept_ids)?,
         row_map: device.tensor(&plan.row_map)?,
         weight_map: device.tensor(&plan.weight_map)?,

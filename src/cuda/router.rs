@@ -2,6 +2,7 @@
 
 use crate::config::{AuxConfig, BalanceKind, GroupScore, RouterConfig, Score};
 use crate::dtype::DType;
+use crate::ep::Reporting;
 use crate::error::{Error, Result};
 use crate::kernels::{AuxBwd, AuxSums, Jitter, KeepSum, Route, RouteBwd};
 use crate::tensor::{Tensor, TensorRef};
@@ -111,9 +112,9 @@ pub(super) fn route(device: &Cuda, call: Route<'_, Cuda>) -> Result<()> {
     }
     p.fault = device.inner.status;
     launch(device, CALL, "route", p)?;
-    match device.faults(CALL)? {
-        None => Ok(()),
-        Some(at) => Err(Error::NanLogits { call: CALL, token: at as usize / e, expert: at as usize % e }),
+    match call.reporting {
+        Reporting::Immediate => device.faults(CALL),
+        Reporting::Deferred => Ok(()),
     }
 }
 

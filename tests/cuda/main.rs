@@ -2,6 +2,7 @@
 //! "skipped: no GPU" and passes.
 #![cfg(feature = "cuda")]
 
+mod behind;
 mod faults;
 mod harness;
 mod layer;

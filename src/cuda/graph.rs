@@ -1,0 +1,154 @@
+//! CUDA graphs: a sequence of calls, recorded once and replayed without the host.
+
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+
+use cudarc::driver::{result, sys};
+
+use crate::error::{Error, Result};
+
+use super::device::{Cuda, driver};
+use super::memory::Arena;
+
+/// A recorded sequence of calls with everything that it touches: the memory that it allocated, and a hold on every tensor
+/// of its [`Cuda`] that was alive when it was recorded, so that none of that memory is given to anything else
+/// while the graph lives. `T` is what the calls returned.
+///
+/// Tensors read by the graph may be written between replays (with [`Kernels::upload`](crate::kernels::Kernels::upload),
+/// say): the next replay computes with what they hold then. Numbers that were arguments stay as they were recorded.
+#[derive(Debug)]
+pub struct Captured<T> {
+    exec: sys::CUgraphExec,
+    output: T,
+    cuda: Cuda,
+    /// Blocks of the graph itself; tensors in `output` are among them.
+    arena: Arc<Arena>,
+    _hold: Hold,
+}
+
+/// Keeps the blocks that were in use in an arena when it was made from changing hands.
+#[derive(Debug)]
+struct Hold {
+    arena: Arc<Arena>,
+    id: u64,
+}
+
+impl Hold {
+    fn new(arena: &Arc<Arena>) -> Self {
+        Self { arena: Arc::clone(arena), id: arena.hold() }
+    }
+}
+
+impl Drop for Hold {
+    fn drop(&mut self) {
+        self.arena.release(self.id);
+    }
+}
+
+// SAFETY: an executable graph is a handle that any thread may use, one at a time: `replay` and `drop` take `&mut self`.
+unsafe impl<T: Send> Send for Captured<T> {}
+// SAFETY: as above; `&self` gives the output alone.
+unsafe impl<T: Sync> Sync for Captured<T> {}
+
+impl Cuda {
+    /// Records what `calls` enqueues, without running it. Run them once before, so that what happens at a first use is
+    /// behind.
+    ///
+    /// Until it returns, nothing else may use this device's stream.
+    ///
+    /// # Errors
+    /// What `calls` returns; [`Error::Device`] where one of them waits for the device or copies from the host, which
+    /// cannot be recorded.
+    pub fn capture<T>(&self, calls: impl FnOnce() -> Result<T>) -> Result<Captured<T>> {
+        const CALL: &str = "Cuda::capture";
+        self.bind(CALL)?;
+        if self.inner.capturing.swap(true, Ordering::SeqCst) {
+            return Err(Error::invalid(CALL, "device", "no capture under way", "one"));
+        }
+        let shared = self.inner.arena();
+        // From here on, so that what the calls themselves free stays as it is too.
+        let hold = Hold::new(&shared);
+        let arena = shared.private();
+        self.inner.exchange_arena(Arc::clone(&arena));
+        let recorded = self.record_calls(calls);
+        self.inner.exchange_arena(shared);
+        self.inner.capturing.store(false, Ordering::SeqCst);
+        let (exec, output) = recorded?;
+        Ok(Captured { exec, output, cuda: self.clone(), arena, _hold: hold })
+    }
+
+    fn record_calls<T>(&self, calls: impl FnOnce() -> Result<T>) -> Result<(sys::CUgraphExec, T)> {
+        const CALL: &str = "Cuda::capture";
+        let stream = self.inner.stream.cu_stream();
+        let mode = sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_RELAXED;
+        // SAFETY: the stream is alive.
+        unsafe { result::stream::begin_capture(stream, mode) }.map_err(driver(CALL, "begin recording"))?;
+        let output = calls();
+        // SAFETY: recording was begun on this stream.
+        let graph = unsafe { result::stream::end_capture(stream) };
+        let output = output?;
+        let graph = graph.map_err(driver(CALL, "end recording"))?;
+        // SAFETY: the graph was just recorded.
+        let exec = unsafe { result::graph::instantiate(graph, sys::CUgraphInstantiate_flags(0)) };
+        // SAFETY: as above; it is destroyed once, when the executable one has been made of it.
+        let _ = unsafe { result::graph::destroy(graph) };
+        Ok((exec.map_err(driver(CALL, "make the graph executable"))?, output))
+    }
+
+    /// Whether a graph is being recorded on the stream, by this crate or the host framework.
+    ///
+    /// # Errors
+    /// A driver's error.
+    pub fn is_capturing(&self) -> Result<bool> {
+        // SAFETY: the stream is alive.
+        let status = unsafe { result::stream::is_capturing(self.inner.stream.cu_stream()) };
+        let status = status.map_err(driver("Cuda::is_capturing", "ask the stream"))?;
+        Ok(status != sys::CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE)
+    }
+
+    /// Refuses what cannot be recorded.
+    pub(super) fn not_captured(&self, call: &'static str, operation: &str) -> Result<()> {
+        match self.inner.capturing.load(Ordering::SeqCst) {
+            false => Ok(()),
+            true => Err(Error::Device {
+                call,
+                operation: operation.to_string(),
+                message: "cannot be recorded into a graph (Cuda::capture)".to_string(),
+            }),
+        }
+    }
+}
+
+impl<T> Captured<T> {
+    /// Enqueues the recorded calls.
+    ///
+    /// # Errors
+    /// A driver's error.
+    pub fn replay(&mut self) -> Result<()> {
+        const CALL: &str = "Captured::replay";
+        self.cuda.bind(CALL)?;
+        // SAFETY: the graph is executable and what it touches is held by `self`.
+        unsafe { result::graph::launch(self.exec, self.cuda.inner.stream.cu_stream()) }
+            .map_err(driver(CALL, "launch the graph"))
+    }
+
+    /// What the recorded calls returned: tensors in it hold the results of the last replay.
+    pub fn output(&self) -> &T {
+        &self.output
+    }
+
+    /// Bytes that the graph has taken for itself, and all other memory of its device.
+    pub fn memory(&self) -> super::Memory {
+        self.arena.memory()
+    }
+}
+
+impl<T> Drop for Captured<T> {
+    fn drop(&mut self) {
+        // Nothing can be reported from here.
+        if self.cuda.bind("Captured::drop").is_ok() {
+            // SAFETY: made once by `capture`. The driver lets a replay that is under way finish first.
+            let _ = unsafe { result::graph::exec_destroy(self.exec) };
+        }
+    }
+}

@@ -1,0 +1,251 @@
+//! Memory of a GPU: blocks that are asked of the driver once and then change hands in the order of one stream.
+//!
+//! A freed block may be written again by whatever is enqueued next, since everything runs on the same stream; so a
+//! step whose sizes were seen before asks the driver for nothing. All layers on a [`Cuda`](super::Cuda) share these
+//! blocks: together they are the workspace. A captured graph has blocks of its own ([`Arena::private`]), and keeps those
+//! that were in use when it was captured from changing hands ([`Arena::hold`]).
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::fmt;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use cudarc::driver::sys::{self, CUdeviceptr};
+use cudarc::driver::{CudaContext, CudaStream, DriverError, result};
+
+use crate::error::Result;
+
+use super::device::driver;
+
+/// Every block has at least this size and is a multiple of it, so that no tensor has a null pointer, which kernels read as "none".
+const GRAIN: usize = 512;
+/// A free block serves a request that it exceeds by at most one part in so many.
+const SLACK: usize = 8;
+
+/// Memory that a [`Cuda`](super::Cuda) has taken, in bytes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct Memory {
+    /// Taken from the driver: the size of the workspace.
+    pub reserved: usize,
+    /// In tensors that are alive.
+    pub in_use: usize,
+    /// Most that was ever in tensors, since [`Cuda::reset_peak`](super::Cuda::reset_peak).
+    pub peak: usize,
+    /// Requests to the driver so far.
+    pub allocations: usize,
+}
+
+/// The driver's pool, and the count of what was taken from it.
+struct Pool {
+    handle: sys::CUmemoryPool,
+    stream: Arc<CudaStream>,
+    /// Where blocks for a graph are asked for: a request on the stream that is being captured would become part of it.
+    side: Arc<CudaStream>,
+    context: Arc<CudaContext>,
+    memory: Mutex<Memory>,
+}
+
+// SAFETY: the pool is a handle that the driver lets any thread use; the context is bound before each use.
+unsafe impl Send for Pool {}
+// SAFETY: as above; counts are behind a lock.
+unsafe impl Sync for Pool {}
+
+impl Drop for Pool {
+    fn drop(&mut self) {
+        // Nothing can be reported from here; a context that is gone has freed everything itself.
+        if self.context.bind_to_thread().is_ok() {
+            // SAFETY: every arena, and so every block, holds an `Arc` of this: all have been freed on the stream.
+            unsafe {
+                let _ = result::stream::synchronize(self.stream.cu_stream());
+                let _ = result::mem_pool::destroy(self.handle);
+            }
+        }
+    }
+}
+
+/// Where a block lies, and which hand-out of its arena it is.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Block {
+    pub(super) ptr: CUdeviceptr,
+    size: usize,
+    serial: u64,
+}
+
+/// Blocks that change hands among the tensors of one stream.
+pub(super) struct Arena {
+    pool: Arc<Pool>,
+    captured: bool,
+    state: Mutex<State>,
+}
+
+#[derive(Default)]
+struct State {
+    free: BTreeSet<(usize, CUdeviceptr)>,
+    /// Freed while a graph that may touch them was alive.
+    limbo: Vec<Block>,
+    /// For each graph alive, the first serial number that it does not know.
+    holds: BTreeMap<u64, u64>,
+    next: u64,
+}
+
+impl fmt::Debug for Arena {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.pool.counts().fmt(f)
+    }
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+impl Pool {
+    fn counts(&self) -> MutexGuard<'_, Memory> {
+        lock(&self.memory)
+    }
+
+    fn take(&self, size: usize, captured: bool) -> std::result::Result<CUdeviceptr, DriverError> {
+        let stream = if captured { self.side.cu_stream() } else { self.stream.cu_stream() };
+        // SAFETY: pool and streams are alive.
+        let ptr = unsafe { result::mem_pool::alloc_async(self.handle, size, stream) }?;
+        if captured {
+            // SAFETY: as above. What runs on the other stream may use the block from here on.
+            unsafe { result::stream::synchronize(stream) }?;
+        }
+        let mut memory = self.counts();
+        memory.reserved += size;
+        memory.allocations += 1;
+        Ok(ptr)
+    }
+
+    fn give_back(&self, blocks: impl Iterator<Item = (usize, CUdeviceptr)>) {
+        // Also called from `drop`: a context that is gone has freed everything itself.
+        if self.context.bind_to_thread().is_err() {
+            return;
+        }
+        for (size, ptr) in blocks {
+            // SAFETY: the block came from the pool and is freed once; what uses it is earlier on the stream.
+            let _ = unsafe { result::free_async(ptr, self.stream.cu_stream()) };
+            self.counts().reserved -= size;
+        }
+    }
+}
+
+impl Arena {
+    /// An arena over a pool of its own: one that keeps freed memory, which the context's default pool does not, and
+    /// whose setting is the host framework's.
+    pub(super) fn new(stream: &Arc<CudaStream>) -> Result<Arc<Self>> {
+        const CALL: &str = "Cuda::on";
+        let context = Arc::clone(stream.context());
+        let side = context.new_stream().map_err(driver(CALL, "create a stream"))?;
+        let handle = create_pool(&context)?;
+        let pool = Pool { handle, stream: Arc::clone(stream), side, context, memory: Mutex::default() };
+        Ok(Arc::new(Self { pool: Arc::new(pool), captured: false, state: Mutex::default() }))
+    }
+
+    /// An arena for one graph, over the same pool.
+    pub(super) fn private(&self) -> Arc<Self> {
+        Arc::new(Self { pool: Arc::clone(&self.pool), captured: true, state: Mutex::default() })
+    }
+
+    pub(super) fn memory(&self) -> Memory {
+        *self.pool.counts()
+    }
+
+    pub(super) fn reset_peak(&self) {
+        let mut memory = self.pool.counts();
+        memory.peak = memory.in_use;
+    }
+
+    /// Gives free blocks back to the driver.
+    pub(super) fn trim(&self) {
+        let free = std::mem::take(&mut lock(&self.state).free);
+        self.pool.give_back(free.into_iter());
+    }
+
+    pub(super) fn alloc(&self, call: &'static str, bytes: usize) -> Result<Block> {
+        let size = bytes.max(1).checked_next_multiple_of(GRAIN).unwrap_or(bytes);
+        let mut state = lock(&self.state);
+        let most = size.saturating_add(size / SLACK);
+        let found = state.free.range((size, 0)..=(most, CUdeviceptr::MAX)).next().copied();
+        let (size, ptr) = match found {
+            Some(block) => {
+                state.free.remove(&block);
+                block
+            }
+            None => match self.pool.take(size, self.captured) {
+                Ok(ptr) => (size, ptr),
+                Err(_) => {
+                    // What lies free in other sizes may be what is missing.
+                    let free = std::mem::take(&mut state.free);
+                    self.pool.give_back(free.into_iter());
+                    let again = self.pool.take(size, self.captured);
+                    (size, again.map_err(driver(call, &format!("allocate {bytes} bytes")))?)
+                }
+            },
+        };
+        state.next += 1;
+        let mut memory = self.pool.counts();
+        memory.in_use += size;
+        memory.peak = memory.peak.max(memory.in_use);
+        Ok(Block { ptr, size, serial: state.next })
+    }
+
+    pub(super) fn free(&self, block: Block) {
+        let mut state = lock(&self.state);
+        self.pool.counts().in_use -= block.size;
+        match state.holds.values().any(|end| block.serial < *end) {
+            true => state.limbo.push(block),
+            false => drop(state.free.insert((block.size, block.ptr))),
+        }
+    }
+
+    /// Keeps every block that is in use now from being written by anything else, until [`release`](Self::release).
+    pub(super) fn hold(&self) -> u64 {
+        let mut state = lock(&self.state);
+        state.next += 1;
+        let id = state.next;
+        state.holds.insert(id, id);
+        id
+    }
+
+    pub(super) fn release(&self, id: u64) {
+        let mut state = lock(&self.state);
+        state.holds.remove(&id);
+        let State { limbo, holds, free, .. } = &mut *state;
+        limbo.retain(|block| {
+            let held = holds.values().any(|end| block.serial < *end);
+            if !held {
+                free.insert((block.size, block.ptr));
+            }
+            held
+        });
+    }
+}
+
+impl Drop for Arena {
+    fn drop(&mut self) {
+        let state = std::mem::take(self.state.get_mut().unwrap_or_else(PoisonError::into_inner));
+        let limbo = state.limbo.into_iter().map(|b| (b.size, b.ptr));
+        self.pool.give_back(state.free.into_iter().chain(limbo));
+    }
+}
+
+fn create_pool(context: &CudaContext) -> Result<sys::CUmemoryPool> {
+    const CALL: &str = "Cuda::on";
+    // SAFETY: a plain C struct of integers, enums with a zero value and a pointer; its reserved bytes must be zero.
+    let mut props: sys::CUmemPoolProps = unsafe { std::mem::zeroed() };
+    props.allocType = sys::CUmemAllocationType::CU_MEM_ALLOCATION_TYPE_PINNED;
+    let location = [sys::CUmemLocationType::CU_MEM_LOCATION_TYPE_DEVICE as i32, context.cu_device()];
+    // SAFETY: a location is the type and then the device's number, two ints, in every version of CUDA; newer bindings
+    // wrap the second in a union, which is why it is not set by name.
+    unsafe { (&raw mut props.location).cast::<[i32; 2]>().write(location) };
+    let mut keep = u64::MAX;
+    // SAFETY: `props` is initialised as the driver documents it.
+    let pool = unsafe { result::mem_pool::create(&props) }.map_err(driver(CALL, "create a memory pool"))?;
+    // SAFETY: the attribute is a u64, which `keep` is; the pool was just made.
+    let set = unsafe {
+        let threshold = sys::CUmemPool_attribute::CU_MEMPOOL_ATTR_RELEASE_THRESHOLD;
+        result::mem_pool::set_attribute(pool, threshold, (&raw mut keep).cast())
+    };
+    set.map_err(driver(CALL, "configure the memory pool"))?;
+    Ok(pool)
+}
