@@ -5,5 +5,7 @@
 mod dense;
 mod exact;
 mod faults;
+#[cfg(feature = "burn-cuda")]
+mod gpu;
 mod module;
 mod support;

@@ -6,4 +6,5 @@ mod behind;
 mod faults;
 mod harness;
 mod layer;
+mod order;
 mod repeat;
