@@ -10,9 +10,30 @@ use crate::error::Result;
 use crate::params::Params;
 use crate::rotary::Angles;
 
-/// Queries handled at a time: scores of a block stay in the cache, and the half of the score matrix above the
+/// Queries handled at a time: scores of a block stay in a CPU's cache, and the half of the score matrix above the
 /// diagonal is never made.
-const BLOCK: usize = 64;
+fn block(device: &Device) -> usize {
+    if device.is_cuda() { 512 } else { 64 }
+}
+
+/// What queries of each block may not see: `[rows, end]`, −∞ above the diagonal of the last `rows` columns, else 0.
+/// Made once for all layers.
+#[derive(Debug)]
+pub(crate) struct Masks(Vec<Tensor>);
+
+impl Masks {
+    /// Masks of `len` positions after `past` others.
+    pub fn new(past: usize, len: usize, dtype: DType, device: &Device) -> candle_core::Result<Self> {
+        let block = block(device);
+        let of = |start: usize| mask(start + past, block.min(len - start), dtype, device);
+        // A single position sees all.
+        if len > 1 {
+            (0..len).step_by(block).map(of).collect::<candle_core::Result<_>>().map(Self)
+        } else {
+            Ok(Self(vec![]))
+        }
+    }
+}
 
 #[derive(Debug)]
 pub(crate) struct Attention {
@@ -47,12 +68,12 @@ impl Attention {
         })
     }
 
-    /// `x` is `[B·S, H]`; `angles` are those of the S positions after what the cache holds.
+    /// `x` is `[B·S, H]`; angles and masks are those of the S positions after what the cache holds.
     pub fn forward(
         &self,
         x: &Tensor,
         (b, s): (usize, usize),
-        angles: &Angles,
+        (angles, masks): (&Angles, &Masks),
         cache: Option<&mut ConcatKvCache>,
     ) -> Result<Tensor> {
         let split = |y: Tensor, heads: usize| y.reshape((b, s, heads, self.head_dim))?.transpose(1, 2);
@@ -69,26 +90,30 @@ impl Attention {
             Some(cache) => cache.append(&k, &v)?,
             None => (k, v),
         };
-        let y = self.attend(&q, &k, &v)?;
+        let y = self.attend(&q, &k, &v, masks)?;
         Ok(self.o_proj.forward(&y.reshape((b * s, self.heads * self.head_dim))?)?)
     }
 
     /// Causal attention of `q [B, heads, S, D]`, scaled, to the N ≥ S keys of which the last S are its own
     /// positions; gives `[B, S, heads, D]`.
-    fn attend(&self, q: &Tensor, k: &Tensor, v: &Tensor) -> Result<Tensor> {
+    fn attend(&self, q: &Tensor, k: &Tensor, v: &Tensor, masks: &Masks) -> Result<Tensor> {
         let (b, _, s, d) = q.dims4()?;
         let past = k.dim(2)? - s;
         let groups = self.heads / self.kv_heads;
         let q = q.reshape((b, self.kv_heads, groups, s, d))?;
-        let mut blocks = Vec::with_capacity(s.div_ceil(BLOCK));
-        for start in (0..s).step_by(BLOCK) {
-            let rows = BLOCK.min(s - start);
+        let block = block(q.device());
+        let mut blocks = Vec::with_capacity(s.div_ceil(block));
+        for (i, start) in (0..s).step_by(block).enumerate() {
+            let rows = block.min(s - start);
             let end = past + start + rows;
             // Queries that share a key head become rows of one product.
             let q = q.narrow(3, start, rows)?.contiguous()?.reshape((b, self.kv_heads, groups * rows, d))?;
             let scores = q.matmul(&k.narrow(2, 0, end)?.transpose(2, 3)?)?;
             let scores = scores.reshape((b, self.kv_heads, groups, rows, end))?;
-            let scores = if rows == 1 { scores } else { scores.broadcast_add(&mask(rows, end, scores.dtype())?)? };
+            let scores = match masks.0.get(i) {
+                Some(mask) => scores.broadcast_add(mask)?,
+                None => scores,
+            };
             let y = self.softmax(&scores)?.reshape((b, self.kv_heads, groups * rows, end))?;
             let y = y.matmul(&v.narrow(2, 0, end)?)?.reshape((b, self.heads, rows, d))?;
             blocks.push(y.transpose(1, 2)?);
@@ -112,9 +137,11 @@ impl Attention {
     }
 }
 
-/// `[rows, end]`: −∞ above the diagonal of the last `rows` columns, else 0.
-fn mask(rows: usize, end: usize, dtype: DType) -> candle_core::Result<Tensor> {
-    let first = end - rows;
-    let values = (0..rows).flat_map(|r| (0..end).map(move |c| if c > first + r { f32::NEG_INFINITY } else { 0.0 }));
-    Tensor::from_vec(values.collect::<Vec<f32>>(), (rows, end), &Device::Cpu)?.to_dtype(dtype)
+/// The mask of `rows` positions after `first` others.
+fn mask(first: usize, rows: usize, dtype: DType, device: &Device) -> candle_core::Result<Tensor> {
+    let end = first + rows;
+    let row = Tensor::arange(first as u32, end as u32, device)?.unsqueeze(1)?;
+    let later = Tensor::arange(0, end as u32, device)?.unsqueeze(0)?.broadcast_gt(&row)?;
+    let fill = |value: f32| Tensor::full(value, (rows, end), device);
+    later.where_cond(&fill(f32::NEG_INFINITY)?, &fill(0.0)?)?.to_dtype(dtype)
 }

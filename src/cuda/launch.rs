@@ -47,7 +47,7 @@ const STAGES: [(&str, &[&str]); 8] = [
     ),
     ("linear", &["linear_bf16", "linear_f16", "linear_any", "linear_d_x", "linear_d_weight", "sum_parts"]),
     ("permute", &["gather_rows", "reduce_rows", "slot_dots", "sigmoid"]),
-    ("prepare", &["plan_count", "plan_scan", "plan_zones", "plan_slots", "schedule"]),
+    ("prepare", &["plan_count", "plan_scan", "plan_zones", "plan_slots", "plan_small", "schedule"]),
     ("router", &["route", "route_bwd", "keep_sum"]),
     ("wgrad", &["wgrad_bf16", "wgrad_f16", "wgrad_f32", "column_sums"]),
 ];

@@ -79,7 +79,16 @@ fn choices(random: &mut Random, (tokens, k, experts): (usize, usize, usize)) -> 
 fn plans_are_the_cpus() -> Result<()> {
     let Some(cuda) = gpu() else { return Ok(()) };
     let mut random = Random(5);
-    for (tokens, k, experts) in [(0, 2, 4), (1, 1, 1), (7, 3, 5), (300, 8, 128), (5000, 2, 1000), (70_000, 4, 64)] {
+    for (tokens, k, experts) in [
+        (0, 2, 4),
+        (1, 1, 1),
+        (7, 3, 5),
+        (300, 8, 128),
+        (1000, 7, 300),
+        (5000, 2, 1000),
+        (9000, 6, 90),
+        (70_000, 4, 64),
+    ] {
         let ids = choices(&mut random, (tokens, k, experts));
         let narrow = Tensor::from_vec(ids.iter().map(|id| *id as i32).collect(), &[tokens, k])?;
         let wide = Tensor::from_vec(ids, &[tokens, k])?;
