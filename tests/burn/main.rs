@@ -8,4 +8,6 @@ mod faults;
 #[cfg(feature = "burn-cuda")]
 mod gpu;
 mod module;
+#[cfg(feature = "burn-cuda")]
+mod order;
 mod support;

@@ -6,5 +6,4 @@ mod behind;
 mod faults;
 mod harness;
 mod layer;
-mod order;
 mod repeat;

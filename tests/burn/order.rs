@@ -1,10 +1,10 @@
-//! Order with streams that the crate does not know: another device's of the same context stands for a framework's.
+//! Order with streams that the crate does not know: another device's of the same context stands for burn's.
 
 use moebius::cuda::Cuda;
 use moebius::kernels::Kernels;
 use moebius::{DType, Device, Result, Tensor, Waited};
 
-use crate::harness::gpu;
+use super::gpu::gpu;
 
 /// Keeps a device busy for some milliseconds.
 fn work(device: &Cuda, big: &mut [Tensor<Cuda>; 2]) -> Result<()> {
@@ -17,8 +17,8 @@ fn work(device: &Cuda, big: &mut [Tensor<Cuda>; 2]) -> Result<()> {
 
 #[test]
 fn a_device_follows_and_leads_streams_that_it_does_not_know() -> Result<()> {
-    let Some(ours) = gpu() else { return Ok(()) };
-    let theirs = Cuda::new(0)?;
+    let Some(_alone) = gpu() else { return Ok(()) };
+    let (ours, theirs) = (Cuda::new(0)?, Cuda::new(0)?);
     let values: Vec<f32> = (0..1024).map(|i| i as f32).collect();
     let expected: Vec<f64> = values.iter().map(|v| f64::from(*v)).collect();
     let source = theirs.tensor(&Tensor::from_vec(values, &[1024])?)?;
