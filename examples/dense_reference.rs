@@ -97,7 +97,11 @@ fn compare(args: &Args) -> Result<bool, AnyError> {
         return Err(format!("{dir}: no checkpoint folder (no config.json); name one with --checkpoint DIR").into());
     }
     let ranks = args.ranks.unwrap_or(if args.device == Place::Cpu { 4 } else { 1 });
-    let device = args.device.open(ranks)?;
+    // burn opens its own.
+    let device = match args.framework {
+        Framework::Candle => args.device.open(ranks)?,
+        Framework::Burn => candle_core::Device::Cpu,
+    };
     let folder = Folder::open(&args.checkpoint)?;
     let checkpoint = Checkpoint::open(&args.checkpoint)?;
     let first = checkpoint.moe_layers().first().copied();
@@ -119,11 +123,11 @@ fn compare(args: &Args) -> Result<bool, AnyError> {
         #[cfg(feature = "candle")]
         Framework::Candle => support::run_candle::run_on(&job, &device)?,
         #[cfg(feature = "burn")]
-        Framework::Burn if device.is_cpu() => support::run_burn::run(&job)?,
-        #[cfg(feature = "burn")]
-        Framework::Burn => {
-            return Err("--device cuda: give --framework candle; this example runs burn on the CPU".into());
-        }
+        Framework::Burn if args.device == Place::Cpu => support::run_burn::run(&job)?,
+        #[cfg(feature = "burn-cuda")]
+        Framework::Burn => support::run_burn::run_on_gpu(&job)?,
+        #[cfg(all(feature = "burn", not(feature = "burn-cuda")))]
+        Framework::Burn => return Err("--device cuda --framework burn: build with --features burn-cuda".into()),
         #[allow(unreachable_patterns, reason = "reachable where a framework is not built in")]
         other => return Err(format!("this build has no {other:?}: add --features {other:?}").to_lowercase().into()),
     };

@@ -12,6 +12,17 @@ pub(crate) mod sealed {
     pub trait Sealed {}
 }
 
+/// How an order between streams came about.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Waited {
+    /// Nothing had to wait.
+    Nothing,
+    /// The GPU will wait; the host went on.
+    Device,
+    /// The host waited for the GPU.
+    Host,
+}
+
 /// A kind of memory and the order of work on it. Sealed: [`Cpu`](crate::cpu::Cpu) now, CUDA beside it.
 ///
 /// Buffers and views are untyped bytes; [`TensorRef`](crate::TensorRef) and [`TensorMut`](crate::TensorMut) give

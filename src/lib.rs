@@ -27,7 +27,7 @@ mod lazy;
 mod tensor;
 
 pub use config::MoeConfig;
-pub use device::Device;
+pub use device::{Device, Waited};
 pub use dtype::DType;
 pub use error::{CheckpointError, CommError, Error, IdProblem, Result};
 pub use lazy::Lazy;

@@ -19,28 +19,29 @@ use burn::tensor::TensorMetadata;
 use burn::tensor::backend::AutodiffBackend;
 use burn::tensor::ops::FloatTensor;
 
-use crate::cpu::Cpu;
+use crate::ep::GroupConfig;
 use crate::error::{Error, Result};
-use crate::layer::{Context, Role, Wanted};
+use crate::layer::{Context, Role};
 
 use super::backend::{
-    Call, HostBackend, MoeBackend, Operands, Outputs, PerRole, RoutingData, run_backward, run_forward,
+    Call, MoeBackend, NativeBackend, Operands, Outputs, PerRole, RoutingData, Tracked, run_backward, run_forward,
 };
+use super::group::DeviceGroup;
 
 const CALL: &str = "ExpertParallelMoE::backward";
 
 /// What passes between the three nodes of one forward.
 #[derive(Debug)]
-struct Pending<B: HostBackend> {
+struct Pending<B: NativeBackend> {
     /// Taken by the first backward.
-    context: Option<Context<Cpu>>,
+    context: Option<Context<B::Core>>,
     dy: Option<FloatTensor<B>>,
     d_aux: Option<FloatTensor<B>>,
 }
 
 type Shared<B> = Arc<Mutex<Pending<B>>>;
 
-fn locked<B: HostBackend>(pending: &Shared<B>) -> MutexGuard<'_, Pending<B>> {
+fn locked<B: NativeBackend>(pending: &Shared<B>) -> MutexGuard<'_, Pending<B>> {
     // Every holder leaves the fields whole, so a panic elsewhere does not matter.
     pending.lock().unwrap_or_else(PoisonError::into_inner)
 }
@@ -57,7 +58,7 @@ const PARENTS: usize = 1 + Role::ALL.len();
 struct Run;
 
 #[derive(Debug, Clone)]
-struct RunState<B: HostBackend> {
+struct RunState<B: NativeBackend> {
     call: Call,
     /// x lies with burn's checkpointer, which may recompute it.
     x: NodeId,
@@ -65,7 +66,7 @@ struct RunState<B: HostBackend> {
     pending: Shared<B>,
 }
 
-impl<B: HostBackend> Backward<B, PARENTS> for Run {
+impl<B: NativeBackend> Backward<B, PARENTS> for Run {
     type State = RunState<B>;
 
     fn backward(self, ops: Ops<RunState<B>, PARENTS>, grads: &mut Gradients, checkpointer: &mut Checkpointer) {
@@ -76,15 +77,10 @@ impl<B: HostBackend> Backward<B, PARENTS> for Run {
             (pending.context.take(), (pending.dy.take(), pending.d_aux.take()))
         };
         let Some(context) = context else { call.group.unwind(consumed(&call)) };
-        let tracked = |roles: &[Role]| roles.iter().any(|&role| ops.parents[1 + role as usize].is_some());
-        let wanted = Wanted {
-            x: ops.parents[0].is_some(),
-            router: tracked(&[Role::Router, Role::RouterBias]),
-            experts: tracked(&[Role::Up, Role::UpBias, Role::Down, Role::DownBias]),
-            shared: tracked(&[Role::SharedUp, Role::SharedDown, Role::SharedGate]),
-        };
+        let tracked =
+            Tracked { x: ops.parents[0].is_some(), params: std::array::from_fn(|i| ops.parents[1 + i].is_some()) };
         let cotangents = (cotangents.0.map(B::contiguous), cotangents.1.map(B::contiguous));
-        match run_backward::<B>(&call, &Operands { x, params }, context, cotangents, wanted) {
+        match run_backward::<B>(&call, &Operands { x, params }, context, cotangents, tracked) {
             Err(error) => call.group.unwind(error),
             Ok(gradients) => {
                 let gradients = std::iter::once(gradients.x).chain(gradients.params);
@@ -106,12 +102,12 @@ enum Output {
 }
 
 #[derive(Debug, Clone)]
-struct OutputState<B: HostBackend> {
+struct OutputState<B: NativeBackend> {
     call: Call,
     pending: Shared<B>,
 }
 
-impl<B: HostBackend> Backward<B, 1> for Output {
+impl<B: NativeBackend> Backward<B, 1> for Output {
     type State = OutputState<B>;
 
     fn backward(self, ops: Ops<OutputState<B>, 1>, grads: &mut Gradients, _checkpointer: &mut Checkpointer) {
@@ -132,7 +128,7 @@ impl<B: HostBackend> Backward<B, 1> for Output {
     }
 }
 
-impl<B: HostBackend, C: CheckpointStrategy> MoeBackend for Autodiff<B, C> {
+impl<B: NativeBackend + MoeBackend, C: CheckpointStrategy> MoeBackend for Autodiff<B, C> {
     fn moe_forward(call: &Call, operands: Operands<FloatTensor<Self>>) -> Result<Outputs<Self>> {
         let device = B::float_device(&operands.x.primitive);
         // Stands for operands that the layer has not, so that the number of parents is fixed.
@@ -175,9 +171,13 @@ impl<B: HostBackend, C: CheckpointStrategy> MoeBackend for Autodiff<B, C> {
         };
         Ok(Outputs { y, aux, routing: detached(out.routing) })
     }
+
+    fn group_of_one(config: GroupConfig, device: &Self::Device) -> Result<DeviceGroup> {
+        B::group_of_one(config, device)
+    }
 }
 
-fn detached<B: HostBackend, C: CheckpointStrategy>(routing: RoutingData<B>) -> RoutingData<Autodiff<B, C>> {
+fn detached<B: NativeBackend, C: CheckpointStrategy>(routing: RoutingData<B>) -> RoutingData<Autodiff<B, C>> {
     RoutingData {
         logits: <Autodiff<B, C> as AutodiffBackend>::from_inner(routing.logits),
         ids: routing.ids,

@@ -4,47 +4,122 @@ use std::sync::Arc;
 
 use burn::tensor::backend::Backend;
 use burn::tensor::ops::{FloatTensor, IntTensor};
-use burn::tensor::{Shape, TensorData};
+use burn::tensor::{Shape, TensorData, TensorMetadata};
 
 use crate::cpu::{Cpu, Element};
+use crate::device::{Device, Waited};
 use crate::dtype::DType;
+use crate::ep::GroupConfig;
 use crate::error::{Error, Result};
 use crate::kernels::Kernels;
-use crate::layer::{Context, Cotangents, Inputs, Layer, Mode, ParamViews, Role, Wanted};
+use crate::layer::{Context, Cotangents, GradientsMut, Inputs, Layer, Mode, ParamViews, Role};
 use crate::lazy::Lazy;
 use crate::metrics::Load;
-use crate::tensor::{Tensor, TensorRef};
+use crate::tensor::{Tensor, TensorMut, TensorRef};
 
-use crate::ep::EpGroup;
+use super::group::DeviceGroup;
 
-/// A burn back end that the layer runs on: [`Flex`](burn::backend::Flex), and
-/// [`Autodiff`](burn::backend::Autodiff) over it.
+const FORWARD: &str = "ExpertParallelMoE::forward";
+const BACKWARD: &str = "ExpertParallelMoE::backward";
+
+/// A burn back end that the layer runs on: [`Flex`](burn::backend::Flex), with the `burn-cuda` feature burn's CUDA back
+/// end without fusion, and [`Autodiff`](burn::backend::Autodiff) over either.
 #[diagnostic::on_unimplemented(
     message = "moebius' layer does not run on the burn back end `{Self}`",
-    note = "it runs on `Flex` and `Autodiff<Flex>`; `Fusion` and back ends of other memory are not supported"
+    note = "it runs on `Flex`, on `CubeBackend<CudaRuntime, ..>` (burn's `Cuda` without its `fusion` feature) where \
+            moebius has its `burn-cuda` feature, and on `Autodiff` over either; `Fusion` and others are not supported"
 )]
 pub trait MoeBackend: Backend {
     /// Forward over all ranks; keeps what backward needs where an operand tracks gradients.
     ///
     /// # Errors
-    /// As [`Layer::forward`].
+    /// As [`Layer::forward`]; a group of another device.
     fn moe_forward(call: &Call, operands: Operands<FloatTensor<Self>>) -> Result<Outputs<Self>>;
+
+    /// A group of one rank on a device.
+    ///
+    /// # Errors
+    /// No such device; what [`Group::new`](crate::ep::Group::new) finds.
+    fn group_of_one(config: GroupConfig, device: &Self::Device) -> Result<DeviceGroup>;
 }
 
-/// A back end whose tensors lie in host memory, where the core reads them in place.
+/// A back end whose tensors lie in memory of a device of the core, which works on them in place.
 #[diagnostic::on_unimplemented(
-    message = "moebius cannot read tensors of the burn back end `{Self}` in place",
-    note = "it reads those of `Flex`; `Fusion`, nested `Autodiff` and back ends of other memory are not supported"
+    message = "moebius cannot work on tensors of the burn back end `{Self}` in place",
+    note = "it works on those of `Flex` and, with the `burn-cuda` feature, of `CubeBackend<CudaRuntime, ..>`; \
+            `Fusion`, nested `Autodiff` and other back ends are not supported"
 )]
-pub trait HostBackend: Backend {
+pub trait NativeBackend: Backend {
+    /// The core's device.
+    type Core: Kernels;
+    /// Memory of the back end that the core fills.
+    type Output;
+
     /// The tensor with its elements in row-major order: itself where they are so already, else a copy.
     fn contiguous(tensor: FloatTensor<Self>) -> FloatTensor<Self>;
 
     /// Borrows a contiguous tensor.
     ///
     /// # Errors
-    /// An element type that the core has not.
-    fn view(tensor: &FloatTensor<Self>) -> Result<TensorRef<'_, Cpu>>;
+    /// Another device; an element type that the core has not.
+    fn view<'a>(core: &Self::Core, tensor: Named<'a, FloatTensor<Self>>) -> Result<TensorRef<'a, Self::Core>>;
+
+    /// Allocates a result where `beside` lies.
+    ///
+    /// # Errors
+    /// No memory.
+    fn output(core: &Self::Core, beside: &FloatTensor<Self>, place: Place<'_>) -> Result<Self::Output>;
+
+    /// Borrows a result to fill it.
+    ///
+    /// # Errors
+    /// None that the back end itself does not cause.
+    fn view_mut(output: &mut Self::Output) -> Result<TensorMut<'_, Self::Core>>;
+
+    /// The result as a tensor.
+    ///
+    /// # Errors
+    /// A type that is not floating.
+    fn float(output: Self::Output) -> Result<FloatTensor<Self>>;
+
+    /// The result as a tensor of integers.
+    ///
+    /// # Errors
+    /// A type that is no integer.
+    fn int(output: Self::Output) -> Result<IntTensor<Self>>;
+
+    /// Puts the core's later work behind the back end's so far.
+    ///
+    /// # Errors
+    /// A device's error.
+    fn begin(core: &Self::Core) -> Result<Waited>;
+
+    /// Puts the back end's later work behind the core's so far.
+    ///
+    /// # Errors
+    /// A device's error.
+    fn end(core: &Self::Core) -> Result<Waited>;
+
+    /// What reading a value of the device takes.
+    fn reads() -> Waited;
+}
+
+/// A tensor and its name in errors.
+#[derive(Debug, Clone, Copy)]
+pub struct Named<'a, T> {
+    /// The name.
+    pub name: &'a str,
+    /// The tensor.
+    pub tensor: &'a T,
+}
+
+/// Type and sizes of a result.
+#[derive(Debug, Clone, Copy)]
+pub struct Place<'a> {
+    /// Element type.
+    pub dtype: DType,
+    /// Sizes, outermost first.
+    pub dims: &'a [usize],
 }
 
 /// One call of a layer, apart from its tensors.
@@ -53,7 +128,7 @@ pub struct Call {
     /// The layer.
     pub layer: Arc<Layer>,
     /// This rank's group.
-    pub group: EpGroup,
+    pub group: DeviceGroup,
     /// What the call is for; `backward` is set by the back end.
     pub mode: Mode,
 }
@@ -109,33 +184,89 @@ pub struct RoutingData<B: Backend> {
     pub load: Lazy<Load>,
 }
 
+/// What forward writes, in the back end's memory.
+struct Results<B: NativeBackend> {
+    y: B::Output,
+    logits: B::Output,
+    ids: B::Output,
+    weights: B::Output,
+}
+
+impl<B: NativeBackend> Results<B> {
+    fn allocate(call: &Call, core: &B::Core, x: &FloatTensor<B>) -> Result<Self> {
+        let dtype = core_dtype(FORWARD, "x", x.dtype())?;
+        let shape = x.shape();
+        let (tokens, router) = (shape.first().copied().unwrap_or(0), &call.layer.config().router);
+        let of = |dtype: DType, dims: &[usize]| B::output(core, x, Place { dtype, dims });
+        Ok(Self {
+            y: of(dtype, &shape)?,
+            logits: of(dtype.accumulator(), &[tokens, router.num_experts])?,
+            ids: of(DType::I32, &[tokens, router.top_k])?,
+            weights: of(dtype.accumulator(), &[tokens, router.top_k])?,
+        })
+    }
+}
+
+/// Runs the core's work between the back end's: what it reads was enqueued before, what reads its results comes behind.
+fn ordered<B: NativeBackend, R>(call: &Call, core: &B::Core, work: impl FnOnce() -> Result<R>) -> Result<R> {
+    call.group.count(B::begin(core)?);
+    let done = work();
+    // Also behind a failure: what it enqueued may still use the back end's memory.
+    call.group.count(B::end(core)?);
+    done
+}
+
 /// Forward through the core over contiguous operands; with a context if `backward` will follow.
-pub(super) fn run_forward<B: HostBackend>(
+pub(super) fn run_forward<B: NativeBackend>(
     call: &Call,
     operands: &Operands<FloatTensor<B>>,
     backward: bool,
-) -> Result<(Outputs<B>, Option<Context<Cpu>>)> {
+) -> Result<(Outputs<B>, Option<Context<B::Core>>)> {
     let device = B::float_device(&operands.x);
-    let views = views::<B>(&operands.params)?;
+    let mut group = call.group.expect::<B, B::Core>(FORWARD, &device)?.lock();
+    let core = group.device().clone();
     let mode = Mode { backward, ..call.mode };
-    let out = call.layer.forward(&mut call.group.lock(), mode, B::view(&operands.x)?, &views.params())?;
-    let total = out.aux.get()?.total();
-    let aux = match out.y.dtype() {
+    let prepared = Views::<B>::new(&core, operands)
+        .and_then(|views| Ok((views, Results::<B>::allocate(call, &core, &operands.x)?)));
+    let (views, mut results) = match prepared {
+        Ok(prepared) => prepared,
+        // The other ranks are told: they are in forward.
+        Err(error) => return Err(call.layer.refuse_forward(&mut group, error)),
+    };
+    let made = ordered::<B, _>(call, &core, || {
+        let y = B::view_mut(&mut results.y)?;
+        let made = call.layer.forward_into(&mut group, mode, (views.x, &views.params.params()), y)?;
+        for (from, to) in [
+            (&made.routing.logits, &mut results.logits),
+            (&made.routing.ids, &mut results.ids),
+            (&made.routing.weights, &mut results.weights),
+        ] {
+            core.copy(from.view().data(), B::view_mut(to)?.into_data())?;
+        }
+        Ok(made)
+    })?;
+    let total = match call.layer.config().aux.is_off() {
+        true => 0.0,
+        false => {
+            call.group.count(B::reads());
+            made.aux.get()?.total()
+        }
+    };
+    let aux = match views.x.dtype() {
         DType::F64 => Tensor::from_vec(vec![total], &[1])?,
         _ => Tensor::from_vec(vec![total as f32], &[1])?,
     };
-    let (routing, context) = (out.routing, out.context);
     let outputs = Outputs {
-        y: float::<B>(out.y, &device)?,
+        y: B::float(results.y)?,
         aux: float::<B>(aux, &device)?,
         routing: RoutingData {
-            logits: B::float_from_data(copied(&routing.logits)?, &device),
-            ids: B::int_from_data(copied(&routing.ids)?, &device),
-            weights: B::float_from_data(copied(&routing.weights)?, &device),
-            load: routing.load,
+            logits: B::float(results.logits)?,
+            ids: B::int(results.ids)?,
+            weights: B::float(results.weights)?,
+            load: made.routing.load,
         },
     };
-    Ok((outputs, context))
+    Ok((outputs, made.context))
 }
 
 /// Gradients of one backward.
@@ -144,63 +275,128 @@ pub(super) struct Gradients<T> {
     pub(super) params: PerRole<T>,
 }
 
+impl<T> Gradients<T> {
+    fn try_map<U>(self, mut f: impl FnMut(T) -> Result<U>) -> Result<Gradients<U>> {
+        let mut out = Gradients { x: self.x.map(&mut f).transpose()?, params: [const { None }; Role::ALL.len()] };
+        for (to, from) in out.params.iter_mut().zip(self.params) {
+            *to = from.map(&mut f).transpose()?;
+        }
+        Ok(out)
+    }
+}
+
+/// Gradients that somebody tracks.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Tracked {
+    pub(super) x: bool,
+    pub(super) params: [bool; Role::ALL.len()],
+}
+
+impl Tracked {
+    /// Whether the core shall make a parameter's gradient: a bias's comes beside its weight's only.
+    fn makes(&self, role: Role) -> bool {
+        let tracked = |role: Role| self.params[role as usize];
+        tracked(role)
+            || match role {
+                Role::Up => tracked(Role::UpBias),
+                Role::Down => tracked(Role::DownBias),
+                _ => false,
+            }
+    }
+}
+
 /// Backward through the core over contiguous operands and cotangents.
-pub(super) fn run_backward<B: HostBackend>(
+pub(super) fn run_backward<B: NativeBackend>(
     call: &Call,
     operands: &Operands<FloatTensor<B>>,
-    context: Context<Cpu>,
+    context: Context<B::Core>,
     (dy, d_aux): (Option<FloatTensor<B>>, Option<FloatTensor<B>>),
-    wanted: Wanted,
+    tracked: Tracked,
 ) -> Result<Gradients<FloatTensor<B>>> {
     let device = B::float_device(&operands.x);
-    let views = views::<B>(&operands.params)?;
-    let params = views.params();
-    let aux = match &d_aux {
-        Some(d) => Cpu::new().read(&(), B::view(d)?)?.into_iter().sum(),
-        None => 0.0,
+    let mut group = call.group.expect::<B, B::Core>(BACKWARD, &device)?.lock();
+    let (core, stream) = (group.device().clone(), group.stream().clone());
+    let views = Views::<B>::new(&core, operands)?;
+    let y = dy.as_ref().map(|tensor| B::view(&core, Named { name: "gradient of y", tensor })).transpose()?;
+    let d_aux = d_aux.as_ref().map(|tensor| B::view(&core, Named { name: "gradient of aux", tensor })).transpose()?;
+    let like = |tensor: TensorRef<'_, B::Core>| {
+        B::output(&core, &operands.x, Place { dtype: tensor.dtype(), dims: tensor.dims() })
     };
-    let cotangents = Cotangents { y: dy.as_ref().map(B::view).transpose()?, aux };
-    let inputs = Inputs { x: B::view(&operands.x)?, params: &params };
-    let mut gradients = call.layer.backward(&mut call.group.lock(), context, inputs, cotangents, wanted)?;
-    let mut out = Gradients { x: None, params: [const { None }; Role::ALL.len()] };
-    out.x = gradients.x.take().map(|g| float::<B>(g, &device)).transpose()?;
-    for role in Role::ALL {
-        out.params[role as usize] = gradients.take(role).map(|g| float::<B>(g, &device)).transpose()?;
+    let mut made = Gradients { x: None, params: [const { None }; Role::ALL.len()] };
+    if tracked.x {
+        made.x = Some(like(views.x)?);
     }
-    Ok(out)
+    for role in Role::ALL.into_iter().filter(|&role| tracked.makes(role)) {
+        made.params[role as usize] = views.of(role).map(like).transpose()?;
+    }
+    ordered::<B, _>(call, &core, || {
+        let aux = match d_aux {
+            Some(d) => {
+                call.group.count(B::reads());
+                core.read(&stream, d)?.into_iter().sum()
+            }
+            None => 0.0,
+        };
+        let mut into = GradientsMut::none();
+        into.x = made.x.as_mut().map(B::view_mut).transpose()?;
+        for (role, output) in Role::ALL.into_iter().zip(&mut made.params) {
+            if let Some(output) = output {
+                into.set(role, B::view_mut(output)?);
+            }
+        }
+        let params = views.params.params();
+        let inputs = Inputs { x: views.x.borrow(), params: &params };
+        call.layer.backward_into(&mut group, context, (inputs, Cotangents { y, aux }), into)
+    })?;
+    made.try_map(B::float)
 }
 
-fn views<B: HostBackend>(params: &PerRole<FloatTensor<B>>) -> Result<ParamViews<'_, Cpu>> {
-    ParamViews::collect(|role| params[role as usize].as_ref().map(B::view).transpose())
+/// Views of one call's tensors.
+struct Views<'a, B: NativeBackend> {
+    x: TensorRef<'a, B::Core>,
+    params: ParamViews<'a, B::Core>,
 }
 
-/// Hands a tensor of the core to burn, without a copy on back ends of host memory.
-pub(super) fn float<B: Backend>(tensor: Tensor<Cpu>, device: &B::Device) -> Result<FloatTensor<B>> {
+impl<'a, B: NativeBackend> Views<'a, B> {
+    fn new(core: &B::Core, operands: &'a Operands<FloatTensor<B>>) -> Result<Self> {
+        let view = |name, tensor| B::view(core, Named { name, tensor });
+        Ok(Self {
+            x: view("x", &operands.x)?,
+            params: ParamViews::collect(|role| operands.param(role).map(|t| view(role.name(), t)).transpose())?,
+        })
+    }
+
+    fn of(&self, role: Role) -> Option<TensorRef<'a, B::Core>> {
+        self.params.get(role)
+    }
+}
+
+/// A tensor of the core on the host as burn's data, without a copy.
+pub(super) fn data(tensor: Tensor<Cpu>) -> Result<TensorData> {
     fn data<T: Element + burn::tensor::Element>(tensor: Tensor<Cpu>) -> Result<TensorData> {
         let shape = Shape::from(tensor.dims().to_vec());
         Ok(TensorData::new(tensor.into_vec::<T>()?, shape))
     }
-    let data = match tensor.dtype() {
+    match tensor.dtype() {
         DType::F64 => data::<f64>(tensor),
         DType::F32 => data::<f32>(tensor),
         DType::F16 => data::<half::f16>(tensor),
         DType::BF16 => data::<half::bf16>(tensor),
-        other => Err(Error::invalid("ExpertParallelMoE", "tensor", "a floating type", other)),
-    };
-    Ok(B::float_from_data(data?, device))
+        DType::I32 => data::<i32>(tensor),
+        other => Err(Error::invalid("ExpertParallelMoE", "tensor", "a floating type or i32", other)),
+    }
 }
 
-/// Copies a tensor that the context may share.
-fn copied(tensor: &Tensor<Cpu>) -> Result<TensorData> {
-    fn data<T: Element + burn::tensor::Element>(tensor: &Tensor<Cpu>) -> Result<TensorData> {
-        Ok(TensorData::new(tensor.as_slice::<T>()?.to_vec(), Shape::from(tensor.dims().to_vec())))
+/// Hands a floating tensor of the host to burn, without a copy on back ends of host memory.
+pub(super) fn float<B: Backend>(tensor: Tensor<Cpu>, device: &B::Device) -> Result<FloatTensor<B>> {
+    if !tensor.dtype().is_float() {
+        return Err(Error::invalid("ExpertParallelMoE", "tensor", "a floating type", tensor.dtype()));
     }
-    match tensor.dtype() {
-        DType::F64 => data::<f64>(tensor),
-        DType::F32 => data::<f32>(tensor),
-        DType::I32 => data::<i32>(tensor),
-        other => Err(Error::invalid("ExpertParallelMoE", "routing", "f64, f32 or i32", other)),
-    }
+    let data = data(tensor)?;
+    // Back ends may pad rows, which the core would not read in place: a single row is none too short.
+    let shape = Shape::from(data.shape.to_vec());
+    let flat = TensorData { shape: [shape.num_elements()].into(), ..data };
+    Ok(B::float_reshape(B::float_from_data(flat, device), shape))
 }
 
 /// The core's name of a burn element type.

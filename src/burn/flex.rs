@@ -1,47 +1,86 @@
 //! Flex, burn's CPU back end.
 
 use burn::backend::Flex;
-use burn::backend::flex::FlexTensor;
-use burn::tensor::DType;
-use burn::tensor::TensorMetadata;
+use burn::backend::flex::{FlexDevice, FlexTensor};
+use burn::tensor::ops::{IntTensor, IntTensorOps};
+use burn::tensor::{DType, TensorMetadata};
 
 use crate::cpu::{Cpu, Element};
+use crate::device::Waited;
+use crate::ep::{EpGroup, GroupConfig};
 use crate::error::{Error, Result};
-use crate::tensor::TensorRef;
+use crate::tensor::{Tensor, TensorMut, TensorRef};
 
-use super::backend::{Call, HostBackend, MoeBackend, Operands, Outputs, core_dtype, run_forward};
+use super::backend::{
+    Call, MoeBackend, Named, NativeBackend, Operands, Outputs, Place, core_dtype, data, float, run_forward,
+};
+use super::group::DeviceGroup;
 
 const CALL: &str = "ExpertParallelMoE";
 
-impl HostBackend for Flex {
+impl NativeBackend for Flex {
+    type Core = Cpu;
+    type Output = Tensor<Cpu>;
+
     fn contiguous(tensor: FlexTensor) -> FlexTensor {
         if tensor.is_contiguous() { tensor } else { tensor.to_contiguous() }
     }
 
-    fn view(tensor: &FlexTensor) -> Result<TensorRef<'_, Cpu>> {
+    fn view<'a>(_: &Cpu, Named { name, tensor }: Named<'a, FlexTensor>) -> Result<TensorRef<'a, Cpu>> {
         match tensor.dtype() {
-            DType::F64 => slice::<f64>(tensor),
-            DType::F32 => slice::<f32>(tensor),
-            DType::F16 => slice::<half::f16>(tensor),
-            DType::BF16 => slice::<half::bf16>(tensor),
-            other => Err(core_dtype(CALL, "input", other).err().unwrap_or_else(not_contiguous)),
+            DType::F64 => slice::<f64>(name, tensor),
+            DType::F32 => slice::<f32>(name, tensor),
+            DType::F16 => slice::<half::f16>(name, tensor),
+            DType::BF16 => slice::<half::bf16>(name, tensor),
+            other => Err(core_dtype(CALL, name, other).err().unwrap_or_else(|| not_contiguous(name))),
         }
+    }
+
+    fn output(core: &Cpu, _: &FlexTensor, Place { dtype, dims }: Place<'_>) -> Result<Tensor<Cpu>> {
+        Tensor::empty(core, dtype, dims)
+    }
+
+    fn view_mut(output: &mut Tensor<Cpu>) -> Result<TensorMut<'_, Cpu>> {
+        Ok(output.view_mut())
+    }
+
+    fn float(output: Tensor<Cpu>) -> Result<FlexTensor> {
+        float::<Self>(output, &FlexDevice)
+    }
+
+    fn int(output: Tensor<Cpu>) -> Result<IntTensor<Self>> {
+        Ok(Self::int_from_data(data(output)?, &FlexDevice))
+    }
+
+    fn begin(_: &Cpu) -> Result<Waited> {
+        Ok(Waited::Nothing)
+    }
+
+    fn end(_: &Cpu) -> Result<Waited> {
+        Ok(Waited::Nothing)
+    }
+
+    fn reads() -> Waited {
+        Waited::Nothing
     }
 }
 
-fn slice<T: Element + burn::tensor::Element>(tensor: &FlexTensor) -> Result<TensorRef<'_, Cpu>> {
-    let values = tensor.as_slice::<T>().ok_or_else(not_contiguous)?;
+fn slice<'a, T: Element + burn::tensor::Element>(name: &str, tensor: &'a FlexTensor) -> Result<TensorRef<'a, Cpu>> {
+    let values = tensor.as_slice::<T>().ok_or_else(|| not_contiguous(name))?;
     TensorRef::from_slice(values, &tensor.shape())
 }
 
-fn not_contiguous() -> Error {
-    Error::invalid(CALL, "input", "a contiguous tensor", "a strided one")
+fn not_contiguous(name: &str) -> Error {
+    Error::invalid(CALL, format!("tensor {name}"), "a contiguous tensor", "a strided one")
 }
 
 impl MoeBackend for Flex {
     fn moe_forward(call: &Call, operands: Operands<FlexTensor>) -> Result<Outputs<Self>> {
-        let operands = operands.map(Self::contiguous);
         // Nothing tracks gradients here, so nothing is kept.
-        Ok(run_forward::<Self>(call, &operands, false)?.0)
+        Ok(run_forward::<Self>(call, &operands.map(Self::contiguous), false)?.0)
+    }
+
+    fn group_of_one(config: GroupConfig, _: &Self::Device) -> Result<DeviceGroup> {
+        Ok(EpGroup::single(config)?.into())
     }
 }

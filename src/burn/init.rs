@@ -14,12 +14,12 @@ use crate::config::MoeConfig;
 use crate::cpu::Cpu;
 use crate::error::{Error, Result};
 use crate::layer::{Layer, Role};
-use crate::tensor::{self, TensorMut};
+use crate::tensor;
 
 use super::backend::{PerRole, core_dtype, float};
 use super::config::ExpertParallelMoEConfig;
+use super::group::{DeviceGroup, Exchange, HostTensor};
 use super::module::{ExpertParallelMoE, Experts, Router, SharedExpert};
-use crate::ep::EpGroup;
 
 const INIT: &str = "ExpertParallelMoEConfig::init";
 const FROM_BLOCK: &str = "ExpertParallelMoE::from_block";
@@ -33,10 +33,16 @@ impl ExpertParallelMoEConfig {
     ///
     /// # Errors
     /// What [`MoeConfig::validate`] finds; another number of experts than the group's; a communicator's error.
-    pub fn init<B: Backend>(&self, number: u32, group: &EpGroup, device: &B::Device) -> Result<ExpertParallelMoE<B>> {
+    pub fn init<B: Backend>(
+        &self,
+        number: u32,
+        group: impl Into<DeviceGroup>,
+        device: &B::Device,
+    ) -> Result<ExpertParallelMoE<B>> {
+        let group = group.into();
         group.check_experts(INIT, self.num_experts)?;
         let layer = Layer::new(MoeConfig::from(self), number)?;
-        assemble(&mut Draw::<B> { config: self, number, group, device }, layer, group)
+        assemble(&mut Draw::<B> { config: self, number, group: &group, device }, layer, &group)
     }
 }
 
@@ -48,14 +54,15 @@ impl<B: Backend> ExpertParallelMoE<B> {
     /// # Errors
     /// What [`MoeConfig::validate`] finds; another number of experts than the group's; missing, extra or mis-shaped
     /// parameters.
-    pub fn from_block(block: Block, number: u32, group: &EpGroup, device: &B::Device) -> Result<Self> {
+    pub fn from_block(block: Block, number: u32, group: impl Into<DeviceGroup>, device: &B::Device) -> Result<Self> {
+        let group = group.into();
         group.check_experts(FROM_BLOCK, block.config.router.num_experts)?;
         let layer = Layer::new(block.config, number)?;
         let mut source = Loaded::<B> { params: Role::ALL.map(|_| None), device };
         for (role, tensor) in block.params.into_roles() {
             source.params[role as usize] = Some(tensor);
         }
-        let module = assemble(&mut source, layer, group)?;
+        let module = assemble(&mut source, layer, &group)?;
         match Role::ALL.into_iter().find(|&role| source.params[role as usize].is_some()) {
             None => Ok(module),
             Some(extra) => Err(Error::invalid(FROM_BLOCK, format!("tensor {}", extra.name()), "none", "a tensor")),
@@ -66,7 +73,13 @@ impl<B: Backend> ExpertParallelMoE<B> {
     ///
     /// # Errors
     /// What [`Checkpoint::open`], [`Checkpoint::load_block`] and [`from_block`](Self::from_block) find.
-    pub fn from_checkpoint(dir: impl AsRef<Path>, layer: usize, group: &EpGroup, device: &B::Device) -> Result<Self> {
+    pub fn from_checkpoint(
+        dir: impl AsRef<Path>,
+        layer: usize,
+        group: impl Into<DeviceGroup>,
+        device: &B::Device,
+    ) -> Result<Self> {
+        let group = group.into();
         let options = LoadOptions { rank: group.rank(), ranks: group.ranks(), dtype: None };
         Self::from_block(Checkpoint::open(dir)?.load_block(layer, options)?, layer as u32, group, device)
     }
@@ -77,7 +90,11 @@ trait Source<B: Backend> {
     fn load(&mut self, role: Role, dims: &[usize]) -> Result<FloatTensor<B>>;
 }
 
-fn assemble<B: Backend>(source: &mut impl Source<B>, layer: Layer, group: &EpGroup) -> Result<ExpertParallelMoE<B>> {
+fn assemble<B: Backend>(
+    source: &mut impl Source<B>,
+    layer: Layer,
+    group: &DeviceGroup,
+) -> Result<ExpertParallelMoE<B>> {
     let mut params =
         Parts { source, config: layer.config(), local: group.local_experts(), backend: Default::default() };
     let router = Router {
@@ -146,7 +163,7 @@ impl<B: Backend> Source<B> for Loaded<'_, B> {
 struct Draw<'a, B: Backend> {
     config: &'a ExpertParallelMoEConfig,
     number: u32,
-    group: &'a EpGroup,
+    group: &'a DeviceGroup,
     device: &'a B::Device,
 }
 
@@ -181,13 +198,14 @@ impl<B: Backend> Draw<'_, B> {
             }
             _ => Tensor::zeros([rows, columns], self.device),
         };
-        let mut data: TensorData = weight.into_data();
-        if self.group.ranks() > 1 {
-            let dtype = core_dtype(INIT, "weight", data.dtype)?;
-            let tag = Tag { layer: self.number, op: Op::Weights, sequence: 0 };
-            let buffer = TensorMut::new(&mut data.bytes[..], dtype, &[rows, columns])?;
-            self.group.lock().dispatcher().communicator().broadcast(tag, 0, buffer)?;
+        if self.group.ranks() == 1 {
+            return Ok(weight);
         }
+        let mut data: TensorData = weight.into_data();
+        let dtype = core_dtype(INIT, "weight", data.dtype)?;
+        let tag = Tag { layer: self.number, op: Op::Weights, sequence: 0 };
+        let on = HostTensor { bytes: &mut data.bytes[..], dtype, dims: &[rows, columns] };
+        self.group.exchange(Exchange::Broadcast(tag), on)?;
         let dtype = data.dtype;
         Ok(Tensor::from_data(data, (self.device, dtype)))
     }

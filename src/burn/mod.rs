@@ -1,8 +1,9 @@
 //! The layer as a burn module.
 //!
-//! [`ExpertParallelMoE`] is a [`Module`](burn::module::Module) on burn's CPU back end, `Flex`, and on
-//! `Autodiff<Flex>`, where one custom operation carries forward and backward. It holds no arithmetic: it hands burn's
-//! memory to [`Layer`](crate::layer::Layer), without a copy where a tensor is contiguous, and wraps what comes back.
+//! [`ExpertParallelMoE`] is a [`Module`](burn::module::Module) on burn's CPU back end, `Flex`, on its CUDA back end, and
+//! on `Autodiff` over either, where one custom operation carries forward and backward. It holds no arithmetic: it hands
+//! burn's memory to [`Layer`](crate::layer::Layer), without a copy where a tensor is contiguous, and has the layer write
+//! into memory of burn's.
 //!
 //! ```
 //! use burn::backend::{Autodiff, Flex};
@@ -23,6 +24,32 @@
 //! # Ok(())
 //! # }
 //! ```
+//!
+//! # On a GPU
+//! With the `burn-cuda` feature the layer runs on burn's CUDA back end, through this crate's kernels: on
+//! `CubeBackend<CudaRuntime, ..>`, which is what burn calls `Cuda` without its `fusion` feature. The group comes from
+//! [`DeviceGroup::single`], or from an [`EpGroup`] over [`cuda()`]:
+//!
+//! ```ignore
+//! type B = Autodiff<burn::backend::Cuda>;
+//! let device = Default::default();
+//! let group = DeviceGroup::single::<B>(GroupConfig::new(128, 16384), &device)?;
+//! let moe = ExpertParallelMoEConfig::new(2048, 768, 128, 8).init::<B>(0, &group, &device)?;
+//! ```
+//!
+//! burn hides its stream, so the kernels have one of their own, in the same context. A call puts its work behind all
+//! that the context holds, and all that comes later behind its work; the GPU does the waiting, the host goes on
+//! ([`DeviceGroup::waits`] counts). Drivers before CUDA 12.5 leave both waits to the host. What burn has done with its
+//! own memory is in order either way; other programs' streams in the same context are held up for as long, and none of
+//! them may be recorded into a graph meanwhile. A call cannot be recorded itself.
+//!
+//! Results lie in burn's memory, without a copy; what forward keeps for backward, and the workspace, lie in the
+//! crate's ([`Cuda::memory`](crate::cuda::Cuda::memory)). burn pads rows of some sizes (those that are not a multiple
+//! of a power of two of bytes, up to 512): a tensor so padded is copied at each call, also a parameter. Parameters made
+//! here are not padded, but those that burn computes anew, as an optimiser's step does, may be.
+//!
+//! NaN logits and the like are seen by kernels and told at the next wait: by [`Lazy::get`](crate::Lazy::get) of the
+//! load, or a later call.
 //!
 //! # Ranks
 //! A rank is a thread (or a process) with its own [`EpGroup`] and its own module; the module's parameters are this
@@ -49,12 +76,12 @@
 //!
 //! # Errors in backward
 //! burn's `backward()` returns nothing, so an error unwinds: the panic's message is the error's text, and the typed
-//! error waits in [`EpGroup::take_failure`]. Peers end in typed errors by the communicator's timeout. A second
+//! error waits in [`DeviceGroup::take_failure`]. Peers end in typed errors by the communicator's timeout. A second
 //! `backward()` of the same loss is refused by burn before it reaches the layer. burn frees the nodes that a backward
 //! used: a new loss made of an old output reaches neither this layer nor any other operation before it.
 //!
 //! # Other back ends
-//! Fusion, and back ends of other memory, are refused when the program is compiled: they do not implement
+//! Fusion, and back ends of other devices, are refused when the program is compiled: they do not implement
 //! [`MoeBackend`]. A fused graph runs later than it is built, so a collective inside it could run in another order on
 //! every rank. Neither can gradients of gradients be had:
 //!
@@ -67,13 +94,19 @@
 mod autodiff;
 mod backend;
 mod config;
+#[cfg(feature = "burn-cuda")]
+mod cuda;
 mod flex;
+mod group;
 mod init;
 mod module;
 
 pub use crate::ep::EpGroup;
-pub use backend::{Call, HostBackend, MoeBackend, Operands, Outputs, RoutingData};
+pub use backend::{Call, MoeBackend, Named, NativeBackend, Operands, Outputs, Place, RoutingData};
 pub use config::ExpertParallelMoEConfig;
+#[cfg(feature = "burn-cuda")]
+pub use cuda::{CudaOutput, cuda};
+pub use group::{DeviceGroup, Waits};
 pub use module::{
     ExpertParallelMoE, ExpertParallelMoERecord, Experts, ExpertsRecord, MoeOutput, Router, RouterRecord, SharedExpert,
     SharedExpertRecord,

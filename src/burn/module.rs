@@ -8,15 +8,14 @@ use burn::tensor::backend::{AutodiffBackend, Backend};
 use burn::tensor::ops::FloatTensor;
 use burn::tensor::{Int, Shape, Tensor, TensorPrimitive};
 
-use crate::comm::{Op, ReduceOp, Tag};
+use crate::comm::{Op, Tag};
 use crate::error::{Error, Result};
 use crate::layer::{Layer, Mode, Role};
 use crate::lazy::Lazy;
 use crate::metrics::Load;
-use crate::tensor::TensorMut;
 
 use super::backend::{Call, MoeBackend, Operands, core_dtype};
-use crate::ep::EpGroup;
+use super::group::{DeviceGroup, Exchange, HostTensor};
 
 /// A Mixture-of-Experts layer over the ranks of a group. Made by
 /// [`ExpertParallelMoEConfig::init`](super::ExpertParallelMoEConfig::init), [`from_block`](Self::from_block) or
@@ -35,7 +34,7 @@ pub struct ExpertParallelMoE<B: Backend> {
     #[module(skip)]
     pub(super) layer: Arc<Layer>,
     #[module(skip)]
-    pub(super) group: EpGroup,
+    pub(super) group: DeviceGroup,
 }
 
 /// Parameters of the router.
@@ -97,7 +96,7 @@ impl<B: Backend> ExpertParallelMoE<B> {
     }
 
     /// This rank's group.
-    pub fn group(&self) -> &EpGroup {
+    pub fn group(&self) -> &DeviceGroup {
         &self.group
     }
 
@@ -188,11 +187,15 @@ impl<B: AutodiffBackend> ExpertParallelMoE<B> {
             Some(gradient) => gradient,
             None => Tensor::zeros(param.dims(), (&device, param.dtype())),
         };
+        if self.group.ranks() == 1 {
+            gradients.register::<B::InnerBackend, D>(param.id, gradient);
+            return Ok(());
+        }
         let mut data = gradient.into_data();
         let dtype = core_dtype(CALL, "gradient", data.dtype)?;
         let tag = Tag { layer: self.layer.number(), op: Op::GradReduce, sequence: 0 };
-        let buffer = TensorMut::new(&mut data.bytes[..], dtype, &data.shape)?;
-        self.group.lock().dispatcher().communicator().all_reduce(tag, ReduceOp::Sum, buffer)?;
+        let on = HostTensor { bytes: &mut data.bytes[..], dtype, dims: &data.shape };
+        self.group.exchange(Exchange::Sum(tag), on)?;
         let dtype = data.dtype;
         gradients.register::<B::InnerBackend, D>(param.id, Tensor::from_data(data, (&device, dtype)));
         Ok(())

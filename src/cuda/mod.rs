@@ -25,6 +25,7 @@ mod hopper;
 mod kernels;
 mod launch;
 mod memory;
+mod order;
 mod params;
 mod plan;
 mod router;

@@ -185,6 +185,23 @@ impl<'a, D: Kernels> GradientsMut<'a, D> {
         }
     }
 
+    /// Gives memory for a parameter's gradient. The selection bias has none.
+    pub fn set(&mut self, role: Role, memory: TensorMut<'a, D>) {
+        let place = match role {
+            Role::Router => &mut self.router,
+            Role::RouterBias => &mut self.router_bias,
+            Role::SelectionBias => return,
+            Role::Up => &mut self.up,
+            Role::UpBias => &mut self.up_bias,
+            Role::Down => &mut self.down,
+            Role::DownBias => &mut self.down_bias,
+            Role::SharedUp => &mut self.shared_up,
+            Role::SharedDown => &mut self.shared_down,
+            Role::SharedGate => &mut self.shared_gate,
+        };
+        *place = Some(memory);
+    }
+
     /// Memory for a parameter's gradient. The selection bias has none.
     pub fn get(&self, role: Role) -> Option<&TensorMut<'a, D>> {
         match role {
@@ -227,6 +244,11 @@ impl<'a, D: Kernels> ParamViews<'a, D> {
             others[role as usize].ok_or_else(missing)
         };
         Ok(Self { router: required(Role::Router)?, up: required(Role::Up)?, down: required(Role::Down)?, others })
+    }
+
+    /// A parameter's view.
+    pub fn get(&self, role: Role) -> Option<TensorRef<'a, D>> {
+        self.others[role as usize]
     }
 
     /// The parameters as a layer takes them.

@@ -1,5 +1,6 @@
 //! Forward and gradients against a model that runs every expert on every token.
 
+use burn::backend::{Autodiff, Flex};
 use burn::tensor::Tensor;
 use burn::tensor::activation::{sigmoid, silu, softmax};
 use moebius::MoeConfig;
@@ -93,12 +94,11 @@ fn joined(found: &[Found], name: &str) -> Vec<f32> {
     found.iter().map(of).reduce(|a, b| a.iter().zip(&b).map(|(x, y)| x + y).collect()).unwrap()
 }
 
-#[test]
-fn forward_and_gradients_match_a_dense_model_over_1_2_and_4_ranks() {
+pub fn matches_a_dense_model<S: Subject>() {
     let config = MoeConfig::from(&config());
-    for ranks in [1, 2, 4] {
+    for &ranks in S::RANKS {
         // Rank 2 of 4 brings no token.
-        let found = on_ranks(ranks, LONG, |rank, group| run_rank(&module(&config, &group), rank));
+        let found = S::on_ranks(ranks, |rank, group| run_rank::<S>(&module(&config, &group), rank));
         let (reference, params) = dense(&config, ranks);
         for (rank, (a, b)) in found.iter().zip(&reference).enumerate() {
             close(&format!("y, rank {rank} of {ranks}"), &a.y, &b.y, FORWARD);
@@ -113,13 +113,17 @@ fn forward_and_gradients_match_a_dense_model_over_1_2_and_4_ranks() {
 }
 
 #[test]
-fn each_output_alone_gives_its_part_of_the_gradients() {
+fn forward_and_gradients_match_a_dense_model_over_1_2_and_4_ranks() {
+    matches_a_dense_model::<Flex>();
+}
+
+pub fn each_output_alone<S: Subject>(ranks: usize) {
     let config = MoeConfig::from(&config());
     let parts = |with_y: bool, with_aux: bool| {
-        on_ranks(2, LONG, |rank, group| {
-            let model = module::<B>(&config, &group);
+        S::on_ranks(ranks, |rank, group| {
+            let model = module::<Autodiff<S>>(&config, &group);
             let (x, c) = inputs(rank);
-            let x = tensor::<B, 2>(x, [TOKENS[rank], H]).require_grad();
+            let x = tensor::<Autodiff<S>, 2>(x, [TOKENS[rank], H]).require_grad();
             let out = model.forward_full(x.clone(), Mode::default()).unwrap();
             let y = (out.y * tensor(c, [TOKENS[rank], H])).sum();
             let loss = match (with_y, with_aux) {
@@ -134,9 +138,14 @@ fn each_output_alone_gives_its_part_of_the_gradients() {
         })
     };
     let (y, aux, both) = (parts(true, false), parts(false, true), parts(true, true));
-    for rank in 0..2 {
+    for rank in 0..ranks {
         let sum: Vec<f32> = y[rank].iter().zip(&aux[rank]).map(|(a, b)| a + b).collect();
         assert!(aux[rank].iter().any(|&g| g != 0.0));
         close("gradients of both outputs", &both[rank], &sum, BACKWARD);
     }
+}
+
+#[test]
+fn each_output_alone_gives_its_part_of_the_gradients() {
+    each_output_alone::<Flex>(2);
 }

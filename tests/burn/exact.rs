@@ -101,35 +101,39 @@ fn burn_tensor<const D: usize>(t: &CoreTensor) -> Tensor<B, D> {
     Tensor::from_data(data, (&device(), dtype))
 }
 
-#[test]
-fn any_leading_dimensions_and_strides() {
+pub fn leading_dimensions_and_strides<S: Subject>() {
     let config = MoeConfig::from(&config());
-    let group = single();
-    let model = module::<Flex>(&config, &group);
-    let x = tensor::<Flex, 2>(values(1, 6 * H, 1.0), [6, H]);
+    let group = S::alone();
+    let model = module::<S>(&config, &group);
+    let x = tensor::<S, 2>(values(1, 6 * H, 1.0), [6, H]);
     let y = floats(model.forward(x.clone()).unwrap());
     let cube = model.forward(x.clone().reshape([2, 3, H])).unwrap();
     assert_eq!(cube.dims(), [2, 3, H]);
     assert_eq!(floats(cube), y);
     // The same values under other strides, and as the middle of a larger tensor.
-    let transposed = tensor::<Flex, 2>(floats(x.clone().transpose()), [H, 6]).transpose();
+    let transposed = tensor::<S, 2>(floats(x.clone().transpose()), [H, 6]).transpose();
     assert_eq!(floats(model.forward(transposed).unwrap()), y);
     let wide = Tensor::cat(vec![x.clone(), x.clone(), x.clone()], 0);
     assert_eq!(floats(model.forward(wide.narrow(0, 6, 6)).unwrap()), y);
     for dims in [[0, 3, H], [2, 0, H]] {
-        assert_eq!(model.forward(Tensor::<Flex, 3>::zeros(dims, &device())).unwrap().dims(), dims);
+        let zeros = Tensor::<S, 3>::zeros(dims, &Default::default());
+        assert_eq!(model.forward(zeros).unwrap().dims(), dims);
     }
 }
 
 #[test]
-fn a_gradient_that_is_not_contiguous_is_read_right() {
+fn any_leading_dimensions_and_strides() {
+    leading_dimensions_and_strides::<Flex>();
+}
+
+pub fn strided_gradient<S: Subject>() {
     let config = MoeConfig::from(&config());
-    let group = single();
-    let model = module::<B>(&config, &group);
+    let group = S::alone();
+    let model = module::<Autodiff<S>>(&config, &group);
     let run = |transpose: bool| {
-        let x = tensor::<B, 2>(values(1, 6 * H, 1.0), [6, H]).require_grad();
+        let x = tensor::<Autodiff<S>, 2>(values(1, 6 * H, 1.0), [6, H]).require_grad();
         let y = model.forward(x.clone()).unwrap();
-        let c = tensor::<B, 2>(values(2, 6 * H, 1.0), [6, H]);
+        let c = tensor::<Autodiff<S>, 2>(values(2, 6 * H, 1.0), [6, H]);
         let loss = if transpose { (y.transpose() * c.transpose()).sum() } else { (y * c).sum() };
         floats(x.grad(&loss.backward()).unwrap())
     };
@@ -137,20 +141,27 @@ fn a_gradient_that_is_not_contiguous_is_read_right() {
 }
 
 #[test]
-fn recomputed_input_gives_the_same_gradients() {
-    fn run<C: CheckpointStrategy>(config: &MoeConfig) -> Vec<f32> {
-        let group = single();
-        let block = block(config, 0, 1);
-        let model = ExpertParallelMoE::<Autodiff<Flex, C>>::from_block(block, 0, &group, &device()).unwrap();
-        let leaf = tensor::<Autodiff<Flex, C>, 2>(values(1, 6 * H, 1.0), [6, H]).require_grad();
+fn a_gradient_that_is_not_contiguous_is_read_right() {
+    strided_gradient::<Flex>();
+}
+
+pub fn recomputed_input<S: Subject>() {
+    fn run<S: Subject, C: CheckpointStrategy>(config: &MoeConfig) -> Vec<f32> {
+        let model = module::<Autodiff<S, C>>(config, S::alone());
+        let leaf = tensor::<Autodiff<S, C>, 2>(values(1, 6 * H, 1.0), [6, H]).require_grad();
         // Memory-bound operations, which burn recomputes under this strategy.
         let x = leaf.clone().mul_scalar(2.0).add_scalar(0.5);
         let y = model.forward(x.clone()).unwrap() + x;
         floats(leaf.grad(&y.powi_scalar(2).sum().backward()).unwrap())
     }
     let config = MoeConfig::from(&config());
-    let plain = run::<NoCheckpointing>(&config);
-    assert_eq!(run::<BalancedCheckpointing>(&config), plain);
+    let plain = run::<S, NoCheckpointing>(&config);
+    assert_eq!(run::<S, BalancedCheckpointing>(&config), plain);
+}
+
+#[test]
+fn recomputed_input_gives_the_same_gradients() {
+    recomputed_input::<Flex>();
 }
 
 #[test]

@@ -5,7 +5,7 @@ use std::sync::{Barrier, mpsc};
 use std::thread;
 use std::time::Duration;
 
-use burn::backend::Flex;
+use burn::backend::{Autodiff, Flex};
 use burn::module::Module;
 use burn::tensor::{DType, Tensor};
 use moebius::burn::{ExpertParallelMoE, ExpertParallelMoEConfig};
@@ -62,6 +62,23 @@ fn a_second_backward_is_refused_before_any_collective() {
         }
         model.forward(x).unwrap();
     });
+}
+
+pub fn second_backward<S: Subject>() {
+    let config = MoeConfig::from(&config());
+    let model = module::<Autodiff<S>>(&config, S::alone());
+    let out = model.forward_full(tensor::<Autodiff<S>, 2>(inputs(0).0, [TOKENS[0], H]), Mode::default()).unwrap();
+    let loss = out.y.sum();
+    loss.backward();
+    for again in [loss, out.aux] {
+        let panic = catch_unwind(AssertUnwindSafe(|| again.backward())).err().unwrap();
+        assert!(message(panic).contains("step registered"));
+    }
+}
+
+#[test]
+fn a_second_backward_of_one_rank_is_refused() {
+    second_backward::<Flex>();
 }
 
 /// Long enough for a loaded machine to bring both ranks to a collective.
@@ -151,12 +168,19 @@ fn bad_input_is_a_typed_error() {
     assert!(matches!(found, Err(Error::Shape { .. })));
 
     let model = module::<Flex>(&config, &group);
-    let found = model.forward(Tensor::<Flex, 2>::zeros([4, H + 1], &device()));
-    assert!(found.is_err_and(|e| e.to_string().contains("tensor x")));
     let nan = tensor::<Flex, 2>(vec![f32::NAN; H], [1, H]);
     assert!(matches!(model.forward(nan), Err(Error::NanLogits { .. })));
-    let mixed = Tensor::<Flex, 2>::zeros([4, H], &device()).cast(DType::F64);
+    bad_tokens::<Flex>();
+}
+
+pub fn bad_tokens<S: Subject>() {
+    let config = MoeConfig::from(&config());
+    let device = Default::default();
+    let model = module::<S>(&config, S::alone());
+    let found = model.forward(Tensor::<S, 2>::zeros([4, H + 1], &device));
+    assert!(found.is_err_and(|e| e.to_string().contains("tensor x")));
+    let mixed = Tensor::<S, 2>::zeros([4, H], &device).cast(DType::F16);
     assert!(model.forward(mixed).is_err());
     // And the layer works on.
-    model.forward(Tensor::<Flex, 2>::zeros([4, H], &device())).unwrap();
+    model.forward(Tensor::<S, 2>::zeros([4, H], &device)).unwrap();
 }

@@ -5,5 +5,9 @@
 mod dense;
 mod exact;
 mod faults;
+#[cfg(feature = "burn-cuda")]
+mod gpu;
 mod module;
+#[cfg(feature = "burn-cuda")]
+mod order;
 mod support;

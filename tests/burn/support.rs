@@ -9,7 +9,7 @@ use burn::module::{Module, ModuleVisitor, Param};
 use burn::tensor::backend::{AutodiffBackend, Backend};
 use burn::tensor::{Tensor, TensorData};
 use moebius::MoeConfig;
-use moebius::burn::{EpGroup, ExpertParallelMoE, ExpertParallelMoEConfig};
+use moebius::burn::{DeviceGroup, EpGroup, ExpertParallelMoE, ExpertParallelMoEConfig, MoeBackend, NativeBackend};
 use moebius::checkpoint::{Block, BlockParams};
 use moebius::comm::ThreadWorld;
 use moebius::config::{AuxConfig, SharedConfig};
@@ -18,6 +18,28 @@ use moebius::ep::{Group, GroupConfig};
 use moebius::layer::{Mode, Role};
 
 pub type B = Autodiff<Flex>;
+
+/// A back end that the suite runs on.
+pub trait Subject: MoeBackend + NativeBackend {
+    /// Numbers of ranks that it can have in one process.
+    const RANKS: &'static [usize];
+
+    /// Runs `rank` for each of R ranks with its group; results in rank order.
+    fn on_ranks<T: Send>(ranks: usize, rank: impl Fn(usize, DeviceGroup) -> T + Sync) -> Vec<T>;
+
+    /// A group of one rank.
+    fn alone() -> DeviceGroup {
+        DeviceGroup::single::<Self>(GroupConfig::new(E, 64), &Default::default()).unwrap()
+    }
+}
+
+impl Subject for Flex {
+    const RANKS: &'static [usize] = &[1, 2, 4];
+
+    fn on_ranks<T: Send>(ranks: usize, rank: impl Fn(usize, DeviceGroup) -> T + Sync) -> Vec<T> {
+        on_ranks(ranks, LONG, |r, group| rank(r, group.into()))
+    }
+}
 pub type CoreTensor = moebius::Tensor<Cpu>;
 
 pub const H: usize = 12;
@@ -103,7 +125,7 @@ pub fn tensor<Bk: Backend, const D: usize>(values: Vec<f32>, dims: [usize; D]) -
 }
 
 pub fn floats<Bk: Backend, const D: usize>(t: Tensor<Bk, D>) -> Vec<f32> {
-    t.into_data().into_vec().unwrap()
+    t.into_data().convert::<f32>().into_vec().unwrap()
 }
 
 /// ‖a − b‖ / ‖b‖; a zero reference wants exact zero.
@@ -142,7 +164,8 @@ pub fn on_ranks<T: Send>(ranks: usize, timeout: Duration, rank: impl Fn(usize, E
 
 pub const LONG: Duration = Duration::from_secs(60);
 
-pub fn module<Bk: Backend>(config: &MoeConfig, group: &EpGroup) -> ExpertParallelMoE<Bk> {
+pub fn module<Bk: Backend>(config: &MoeConfig, group: impl Into<DeviceGroup>) -> ExpertParallelMoE<Bk> {
+    let group = group.into();
     let block = block(config, group.rank(), group.ranks());
     ExpertParallelMoE::from_block(block, 3, group, &Default::default()).unwrap()
 }
@@ -157,40 +180,40 @@ pub struct Found {
 }
 
 /// Gradients of a module's parameters by path.
-struct Collect<'a> {
-    gradients: &'a <B as AutodiffBackend>::Gradients,
+struct Collect<'a, A: AutodiffBackend> {
+    gradients: &'a A::Gradients,
     path: Vec<String>,
     found: Vec<(String, Vec<f32>)>,
 }
 
-impl ModuleVisitor<B> for Collect<'_> {
+impl<A: AutodiffBackend> ModuleVisitor<A> for Collect<'_, A> {
     fn enter_module(&mut self, name: &str, _: &str) {
         self.path.push(name.to_string());
     }
     fn exit_module(&mut self, _: &str, _: &str) {
         self.path.pop();
     }
-    fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<B, D>>) {
+    fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<A, D>>) {
         if let Some(gradient) = param.grad(self.gradients) {
             self.found.push((self.path.join("."), floats(gradient)));
         }
     }
 }
 
-pub fn gradients_of(
-    model: &ExpertParallelMoE<B>,
-    gradients: &<B as AutodiffBackend>::Gradients,
+pub fn gradients_of<A: AutodiffBackend>(
+    model: &ExpertParallelMoE<A>,
+    gradients: &A::Gradients,
 ) -> Vec<(String, Vec<f32>)> {
-    let mut collect = Collect { gradients, path: vec![], found: vec![] };
+    let mut collect = Collect::<A> { gradients, path: vec![], found: vec![] };
     model.visit(&mut collect);
     collect.found
 }
 
 /// The loss Σ y·c + aux of one rank.
-pub fn run_rank(model: &ExpertParallelMoE<B>, rank: usize) -> Found {
+pub fn run_rank<S: Subject>(model: &ExpertParallelMoE<Autodiff<S>>, rank: usize) -> Found {
     let (x, c) = inputs(rank);
-    let x = tensor::<B, 2>(x, [TOKENS[rank], H]).require_grad();
-    let c = tensor::<B, 2>(c, [TOKENS[rank], H]);
+    let x = tensor::<Autodiff<S>, 2>(x, [TOKENS[rank], H]).require_grad();
+    let c = tensor::<Autodiff<S>, 2>(c, [TOKENS[rank], H]);
     let out = model.forward_full(x.clone(), Mode::default()).unwrap();
     let (y, aux) = (floats(out.y.clone()), floats(out.aux.clone())[0]);
     let gradients = ((out.y * c).sum() + out.aux).backward();

@@ -1,0 +1,152 @@
+//! burn's CUDA back end, without fusion.
+//!
+//! burn keeps its stream to itself. A tensor's address is asked of burn's client, which has enqueued all that was asked
+//! of it before it answers; the order of burn's work and this crate's is then made on the GPU through the context that
+//! both share ([`Cuda::follow_context`], [`Cuda::lead_context`]). Results are written into memory of burn's pool.
+
+use burn::tensor::ops::{FloatTensor, IntTensor};
+use burn::tensor::{Shape, TensorMetadata};
+use burn_cubecl::cubecl::cuda::{CudaDevice, CudaRuntime};
+use burn_cubecl::tensor::CubeTensor;
+use burn_cubecl::{BoolElement, CubeBackend, FloatElement, IntElement, kernel};
+
+use crate::cuda::{Cuda, DeviceMut, DeviceRef};
+use crate::device::Waited;
+use crate::dtype::DType;
+use crate::ep::{EpGroup, GroupConfig};
+use crate::error::{Error, Result};
+use crate::tensor::{TensorMut, TensorRef};
+
+use super::backend::{Call, MoeBackend, Named, NativeBackend, Operands, Outputs, Place, core_dtype, run_forward};
+use super::group::DeviceGroup;
+
+const CALL: &str = "ExpertParallelMoE";
+
+/// Address of a tensor without elements: nothing reads it, and null means "none" to kernels.
+const NOWHERE: u64 = 256;
+/// burn's allocations have at least this size here.
+const LEAST_BYTES: usize = 16;
+
+type Primitive = CubeTensor<CudaRuntime>;
+
+/// This crate's kernels on burn's GPU, with a stream of their own in burn's context.
+///
+/// # Errors
+/// [`Error::Device`]: no driver, no such GPU, or no kernels for it in this build.
+pub fn cuda(device: &CudaDevice) -> Result<Cuda> {
+    Cuda::new(device.index)
+}
+
+/// A tensor in memory of burn's pool that this crate fills.
+#[derive(Debug)]
+pub struct CudaOutput {
+    tensor: Primitive,
+    ptr: u64,
+    dtype: DType,
+    dims: Vec<usize>,
+}
+
+/// Address of a tensor's first element, once burn has enqueued all that was asked of it before.
+fn address(name: &str, tensor: &Primitive, bytes: usize) -> Result<u64> {
+    if bytes == 0 {
+        return Ok(NOWHERE);
+    }
+    let named = |expected: String, found: String| Error::invalid(CALL, format!("tensor {name}"), expected, found);
+    let resource = tensor
+        .client
+        .get_resource(tensor.handle.clone())
+        .map_err(|e| named("memory that burn's client knows".to_string(), e.to_string()))?;
+    // The allocation stays while the tensor holds its handle.
+    let (ptr, size) = (resource.resource().ptr, resource.resource().size);
+    match usize::try_from(size).is_ok_and(|size| size >= bytes) {
+        true => Ok(ptr),
+        false => Err(named(format!("{bytes} bytes"), format!("{size} bytes"))),
+    }
+}
+
+impl<F: FloatElement, I: IntElement, T: BoolElement> NativeBackend for CubeBackend<CudaRuntime, F, I, T> {
+    type Core = Cuda;
+    type Output = CudaOutput;
+
+    fn contiguous(tensor: Primitive) -> Primitive {
+        kernel::into_contiguous(tensor)
+    }
+
+    fn view<'a>(core: &Cuda, Named { name, tensor }: Named<'a, Primitive>) -> Result<TensorRef<'a, Cuda>> {
+        let named = |expected: &str, found: String| Error::invalid(CALL, format!("tensor {name}"), expected, found);
+        if tensor.device.index != core.ordinal() {
+            let expected = format!("one on the group's GPU {}", core.ordinal());
+            return Err(named(&expected, format!("one on GPU {}", tensor.device.index)));
+        }
+        if !tensor.is_contiguous() {
+            return Err(named("a contiguous tensor", "a strided one".to_string()));
+        }
+        let dtype = core_dtype(CALL, name, tensor.dtype)?;
+        let shape = tensor.shape();
+        let bytes = shape.num_elements() * dtype.size();
+        let ptr = address(name, tensor, bytes)?;
+        // SAFETY: the memory has that many bytes from `ptr` on and stays burn's tensor's for 'a; between `begin` and
+        // `end` nothing else writes it, and burn frees and reuses it behind the work before `end`.
+        let data = unsafe { DeviceRef::from_raw(ptr, bytes) };
+        TensorRef::new(data, dtype, &shape)
+    }
+
+    fn output(_: &Cuda, beside: &Primitive, Place { dtype, dims }: Place<'_>) -> Result<CudaOutput> {
+        let shape = Shape::from(dims.to_vec());
+        let bytes = shape.num_elements() * dtype.size();
+        let handle = beside.client.empty(bytes.max(LEAST_BYTES));
+        let (client, device) = (beside.client.clone(), beside.device.clone());
+        let tensor = CubeTensor::new_contiguous(client, device, shape, handle, burn_dtype(dtype)?);
+        let ptr = address("for a result", &tensor, bytes)?;
+        Ok(CudaOutput { tensor, ptr, dtype, dims: dims.to_vec() })
+    }
+
+    fn view_mut(output: &mut CudaOutput) -> Result<TensorMut<'_, Cuda>> {
+        let bytes = output.dims.iter().product::<usize>() * output.dtype.size();
+        // SAFETY: `output` allocated that many bytes at `ptr`, which nobody else knows before `float` or `int` hands
+        // them over; what used the memory before is burn's work from before `begin`.
+        let data = unsafe { DeviceMut::from_raw(output.ptr, bytes) };
+        TensorMut::new(data, output.dtype, &output.dims)
+    }
+
+    fn float(output: CudaOutput) -> Result<FloatTensor<Self>> {
+        Ok(output.tensor)
+    }
+
+    fn int(output: CudaOutput) -> Result<IntTensor<Self>> {
+        Ok(output.tensor)
+    }
+
+    fn begin(core: &Cuda) -> Result<Waited> {
+        core.follow_context()
+    }
+
+    fn end(core: &Cuda) -> Result<Waited> {
+        core.lead_context()
+    }
+
+    fn reads() -> Waited {
+        Waited::Host
+    }
+}
+
+impl<F: FloatElement, I: IntElement, T: BoolElement> MoeBackend for CubeBackend<CudaRuntime, F, I, T> {
+    fn moe_forward(call: &Call, operands: Operands<Primitive>) -> Result<Outputs<Self>> {
+        // Nothing tracks gradients here, so nothing is kept.
+        Ok(run_forward::<Self>(call, &operands.map(Self::contiguous), false)?.0)
+    }
+
+    fn group_of_one(config: GroupConfig, device: &CudaDevice) -> Result<DeviceGroup> {
+        Ok(EpGroup::new(cuda(device)?.group(config)?).into())
+    }
+}
+
+fn burn_dtype(dtype: DType) -> Result<burn::tensor::DType> {
+    match dtype {
+        DType::F32 => Ok(burn::tensor::DType::F32),
+        DType::F16 => Ok(burn::tensor::DType::F16),
+        DType::BF16 => Ok(burn::tensor::DType::BF16),
+        DType::I32 => Ok(burn::tensor::DType::I32),
+        other => Err(Error::invalid(CALL, "result", "f32, f16, bf16 or i32", other)),
+    }
+}

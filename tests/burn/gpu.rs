@@ -1,0 +1,318 @@
+//! The suite's cases on burn's CUDA back end, and what is the GPU's own: order, waits, whose memory, which device.
+//! Without a GPU every test prints that it is skipped.
+
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+use burn::backend::cuda::CudaDevice;
+use burn::backend::{Autodiff, Flex};
+use burn::module::Param;
+use burn::tensor::backend::Backend;
+use burn::tensor::{DType, Distribution, Tensor, TensorData};
+use moebius::burn::{DeviceGroup, EpGroup, ExpertParallelMoE, NativeBackend, Waits, cuda};
+use moebius::config::AuxConfig;
+use moebius::cuda::Cuda;
+use moebius::ep::GroupConfig;
+use moebius::layer::{Mode, Role};
+use moebius::{Error, MoeConfig, Waited};
+
+use super::support::*;
+use super::{dense, exact, faults};
+
+type Gpu = burn::backend::Cuda<f32, i32>;
+type A = Autodiff<Gpu>;
+
+/// The GPU for one test alone, as a call is ordered with all of the context's work, also other tests'; or `None` with a
+/// note where there is none.
+pub fn gpu() -> Option<MutexGuard<'static, ()>> {
+    static ALONE: Mutex<()> = Mutex::new(());
+    match Cuda::new(0) {
+        Ok(_) => Some(ALONE.lock().unwrap_or_else(PoisonError::into_inner)),
+        Err(e) => {
+            println!("skipped: no GPU ({e})");
+            // A machine with a GPU on which the crate cannot start must not look like one without.
+            assert!(std::env::var_os("MOEBIUS_NEEDS_GPU").is_none(), "{e}");
+            None
+        }
+    }
+}
+
+fn group(config: GroupConfig) -> DeviceGroup {
+    EpGroup::new(cuda(&CudaDevice::default()).unwrap().poisoning().group(config).unwrap()).into()
+}
+
+impl Subject for Gpu {
+    const RANKS: &'static [usize] = &[1];
+
+    fn on_ranks<T: Send>(ranks: usize, rank: impl Fn(usize, DeviceGroup) -> T + Sync) -> Vec<T> {
+        assert_eq!(ranks, 1, "one GPU, one rank");
+        vec![rank(0, Self::alone())]
+    }
+
+    /// Every buffer of the crate's own starts as NaN.
+    fn alone() -> DeviceGroup {
+        group(GroupConfig::new(E, 64))
+    }
+}
+
+fn device_of(group: &DeviceGroup) -> Cuda {
+    group.on::<Cuda>().unwrap().lock().device().clone()
+}
+
+#[test]
+fn the_suites_cases() {
+    let Some(_alone) = gpu() else { return };
+    dense::matches_a_dense_model::<Gpu>();
+    dense::each_output_alone::<Gpu>(1);
+    exact::leading_dimensions_and_strides::<Gpu>();
+    exact::strided_gradient::<Gpu>();
+    exact::recomputed_input::<Gpu>();
+    faults::second_backward::<Gpu>();
+    faults::bad_tokens::<Gpu>();
+}
+
+/// x, the gradient of y and the parameters of a case, rounded to its type.
+struct Case {
+    config: MoeConfig,
+    tokens: usize,
+    dtype: DType,
+}
+
+impl Case {
+    fn leaf<Bk: Backend, const D: usize>(&self, values: Vec<f32>, dims: [usize; D]) -> Tensor<Bk, D> {
+        let data = TensorData::new(values, dims).convert_dtype(self.dtype);
+        Tensor::from_data(data, (&Default::default(), self.dtype))
+    }
+
+    /// y, aux and all gradients, by name.
+    fn run<S: Subject>(&self, group: DeviceGroup) -> Vec<(String, Vec<f32>)> {
+        let mut model = module::<Autodiff<S>>(&self.config, group);
+        let e = self.config.router.num_experts;
+        fn cast<S: Subject, const D: usize>(case: &Case, role: Role, param: &mut Param<Tensor<Autodiff<S>, D>>) {
+            let Some((values, dims)) = whole(role, &case.config) else { return };
+            let scale = role.fan_in(&case.config).map_or(0.3, |n| 2.0 / (n as f32).sqrt());
+            let values = values.into_iter().map(|v| v * scale).collect();
+            *param = Param::from_tensor(case.leaf(values, dims.try_into().unwrap()));
+        }
+        cast::<S, 2>(self, Role::Router, &mut model.router.weight);
+        cast::<S, 3>(self, Role::Up, &mut model.experts.up);
+        cast::<S, 3>(self, Role::Down, &mut model.experts.down);
+        let (t, h) = (self.tokens, self.config.hidden);
+        let x = self.leaf::<Autodiff<S>, 2>(values(1, t * h, 1.0), [t, h]).require_grad();
+        let c = self.leaf::<Autodiff<S>, 2>(values(2, t * h, 1.0), [t, h]);
+        let out = model.forward_full(x.clone(), Mode::default()).unwrap();
+        assert_eq!(out.load.get().unwrap().tokens_per_expert.len(), e);
+        let mut found = vec![
+            ("y".to_string(), floats(out.y.clone())),
+            ("logits".to_string(), floats(out.logits)),
+            ("ids".to_string(), out.ids.into_data().convert::<f32>().into_vec().unwrap()),
+            ("weights".to_string(), floats(out.weights)),
+        ];
+        let loss = (out.y.cast(DType::F32) * c.cast(DType::F32)).sum();
+        let gradients = match self.config.aux.is_off() {
+            true => loss,
+            false => {
+                found.push(("aux".to_string(), floats(out.aux.clone())));
+                loss + out.aux
+            }
+        }
+        .backward();
+        found.push(("dx".to_string(), floats(x.grad(&gradients).unwrap())));
+        found.extend(gradients_of(&model, &gradients));
+        found
+    }
+}
+
+/// What two runs of the same arithmetic in another order may differ by: a rounding to the type at each of the layer's
+/// stores (2⁻⁹ in bf16, 2⁻¹² in f16, of which a few add up), and sums in f32 otherwise.
+const TOLERANCES: [(DType, f64); 3] = [(DType::F32, 1e-5), (DType::BF16, 4e-3), (DType::F16, 1e-3)];
+
+#[test]
+fn results_are_the_cpus_within_rounding() {
+    let Some(_alone) = gpu() else { return };
+    let mut aux = AuxConfig::default();
+    (aux.balance, aux.z) = (0.02, 0.01);
+    // Rows that burn pads and such that it does not, tiles cut and whole, an empty share and none.
+    for (h, i, e, k, tokens) in [(12, 10, 8, 3, 6), (136, 200, 8, 2, 300), (256, 128, 16, 4, 513), (64, 64, 4, 2, 1)] {
+        for (dtype, tolerance) in TOLERANCES {
+            for aux in [AuxConfig::default(), aux.clone()] {
+                let mut config = MoeConfig::new(h, i, e, k);
+                config.aux = aux;
+                let case = Case { config, tokens, dtype };
+                let limits = GroupConfig::new(e, tokens);
+                let on_cpu = case.run::<Flex>(EpGroup::single(limits.clone()).unwrap().into());
+                let on_gpu = case.run::<Gpu>(group(limits));
+                assert_eq!(on_cpu.len(), on_gpu.len());
+                for ((name, a), (other, b)) in on_gpu.iter().zip(&on_cpu) {
+                    assert_eq!(name, other);
+                    close(&format!("{name}, H {h} T {tokens} {dtype:?}"), a, b, tolerance);
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn a_step_repeats_to_the_bit() {
+    let Some(_alone) = gpu() else { return };
+    let case = Case { config: MoeConfig::new(256, 128, 16, 4), tokens: 513, dtype: DType::BF16 };
+    let first = case.run::<Gpu>(group(GroupConfig::new(16, 513)));
+    for _ in 0..20 {
+        assert_eq!(case.run::<Gpu>(group(GroupConfig::new(16, 513))), first);
+    }
+}
+
+#[test]
+fn a_group_of_another_device_is_refused() {
+    let Some(_alone) = gpu() else { return };
+    let config = MoeConfig::from(&config());
+    let x = tensor::<Gpu, 2>(inputs(0).0, [TOKENS[0], H]);
+    let error = module::<Gpu>(&config, single()).forward(x).unwrap_err();
+    assert!(matches!(&error, Error::Invalid { name, .. } if name == "group"), "{error}");
+    let x = tensor::<Flex, 2>(inputs(0).0, [TOKENS[0], H]);
+    let error = module::<Flex>(&config, Gpu::alone()).forward(x).unwrap_err();
+    assert!(matches!(&error, Error::Invalid { name, .. } if name == "group"), "{error}");
+}
+
+#[test]
+fn a_call_waits_on_the_gpu_alone() {
+    let Some(_alone) = gpu() else { return };
+    let step = |config: &MoeConfig| {
+        let group = Gpu::alone();
+        let model = module::<A>(config, &group);
+        let x = tensor::<A, 2>(inputs(0).0, [TOKENS[0], H]).require_grad();
+        let out = model.forward_full(x, Mode::default()).unwrap();
+        let forward = group.waits();
+        (out.y.sum() + out.aux).backward();
+        (forward, group.waits())
+    };
+    // Drivers before CUDA 12.5 leave it to the host.
+    let on_gpu = device_of(&Gpu::alone()).follow_context().unwrap() == Waited::Device;
+    let waits = |order: u64, values: u64| match on_gpu {
+        true => Waits { device: order, host: values },
+        false => Waits { device: 0, host: order + values },
+    };
+    let mut plain = MoeConfig::from(&config());
+    plain.aux = AuxConfig::default();
+    assert_eq!(step(&plain), (waits(2, 0), waits(4, 0)), "no auxiliary loss");
+    assert_eq!(step(&MoeConfig::from(&config())), (waits(2, 1), waits(4, 2)), "its value, and its gradient");
+    let inference = Gpu::alone();
+    let model = module::<Gpu>(&plain, &inference);
+    model.forward(tensor::<Gpu, 2>(inputs(0).0, [TOKENS[0], H])).unwrap();
+    assert_eq!(inference.waits(), waits(2, 0), "inference");
+}
+
+/// Work of burn that takes long, whose result is `x` to the bit.
+fn late(x: &Tensor<Gpu, 2>) -> Tensor<Gpu, 2> {
+    let n = 2048;
+    let mut slow = Tensor::<Gpu, 2>::zeros([n, n], &x.device());
+    for _ in 0..4 {
+        slow = slow.clone().matmul(slow);
+    }
+    x.clone() + slow.slice([0..1, 0..1]).expand(x.dims())
+}
+
+#[test]
+fn work_before_and_after_a_call_is_in_order() {
+    let Some(_alone) = gpu() else { return };
+    let (h, t) = (512, 1024);
+    let config = MoeConfig::new(h, 256, 8, 2);
+    let group = group(GroupConfig::new(8, t));
+    let model = module::<Gpu>(&config, &group);
+    let device = CudaDevice::default();
+    let x = Tensor::<Gpu, 2>::random([t, h], Distribution::Normal(0.0, 1.0), &device);
+    Gpu::sync(&device).unwrap();
+    let expected = floats(model.forward(x.clone()).unwrap());
+    for _ in 0..10 {
+        // The memory that the pool hands out next holds NaN, written late.
+        let junk = late(&x).mul_scalar(f32::NAN);
+        drop(junk);
+        // Neither side waits on the host: the call reads what is not yet written, and what it writes is overwritten.
+        let x = late(&x);
+        let y = model.forward(x.clone()).unwrap();
+        drop(x);
+        let copy = y.add_scalar(0.0);
+        let _overwrites = Tensor::<Gpu, 2>::ones([t, h], &device);
+        assert_eq!(floats(copy), expected);
+    }
+}
+
+#[test]
+fn results_lie_in_burns_memory_and_workspace_is_given_back() {
+    let Some(_alone) = gpu() else { return };
+    let (h, t) = (256, 512);
+    let config = MoeConfig::new(h, 512, 8, 2);
+    let group = group(GroupConfig::new(8, t));
+    let core = device_of(&group);
+    let model = module::<A>(&config, &group);
+    let before = core.memory().in_use;
+    let x = tensor::<A, 2>(values(1, t * h, 1.0), [t, h]).require_grad();
+    let y = model.forward(x.clone()).unwrap();
+    assert!(core.memory().in_use > before, "the context is the crate's");
+    let gradients = y.clone().sum().backward();
+    let up = model.experts.up.grad(&gradients).unwrap();
+    assert!(core.memory().peak > before + t * h * 4);
+    assert_eq!(core.memory().in_use, before, "nothing but burn's tensors is left");
+    assert!(floats(up).iter().chain(&floats(y)).all(|v| v.is_finite()));
+    let requests = core.memory().allocations;
+    let again = model.forward(x).unwrap();
+    again.sum().backward();
+    assert_eq!(core.memory().allocations, requests, "a step of known sizes asks the driver for nothing");
+}
+
+#[test]
+fn a_nan_is_reported_at_the_next_wait() {
+    let Some(_alone) = gpu() else { return };
+    let config = MoeConfig::from(&config());
+    let group = Gpu::alone();
+    let model = module::<Gpu>(&config, &group);
+    let nan = tensor::<Gpu, 2>(vec![f32::NAN; H], [1, H]);
+    let at_once = model.forward(nan).err();
+    let found = at_once.or_else(|| device_of(&group).check().err());
+    assert!(matches!(found, Some(Error::NanLogits { .. })), "{found:?}");
+    model.forward(tensor::<Gpu, 2>(inputs(0).0, [TOKENS[0], H])).unwrap();
+}
+
+#[test]
+fn a_capture_of_burns_layer_is_refused() {
+    let Some(_alone) = gpu() else { return };
+    let mut config = MoeConfig::from(&config());
+    config.aux = AuxConfig::default();
+    let group = Gpu::alone();
+    let (model, core) = (module::<Gpu>(&config, &group), device_of(&group));
+    let x = tensor::<Gpu, 2>(inputs(0).0, [TOKENS[0], H]);
+    let y = floats(model.forward(x.clone()).unwrap());
+    let refused = core.capture(|| model.forward(x.clone()).map(drop)).err().map(|e| e.to_string());
+    assert!(refused.as_ref().is_some_and(|e| e.contains("cannot be recorded")), "{refused:?}");
+    assert_eq!(floats(model.forward(x).unwrap()), y, "and the layer works on");
+}
+
+#[test]
+fn a_tensor_of_another_gpu_is_refused() {
+    let Some(_alone) = gpu() else { return };
+    if Cuda::new(1).is_err() {
+        println!("skipped: one GPU");
+        return;
+    }
+    let core = cuda(&CudaDevice::new(1)).unwrap();
+    let x = tensor::<Gpu, 2>(inputs(0).0, [TOKENS[0], H]).into_primitive().tensor();
+    let named = moebius::burn::Named { name: "x", tensor: &x };
+    assert!(<Gpu as NativeBackend>::view(&core, named).is_err());
+}
+
+#[test]
+fn a_bf16_back_end_runs_it_too() {
+    let Some(_alone) = gpu() else { return };
+    type Half = burn::backend::Cuda<half::bf16, i32>;
+    let config = MoeConfig::new(64, 32, 8, 2);
+    let group = DeviceGroup::single::<Autodiff<Half>>(GroupConfig::new(8, 16), &CudaDevice::default()).unwrap();
+    let moe = moebius::burn::ExpertParallelMoEConfig::from(&config)
+        .init::<Autodiff<Half>>(0, &group, &CudaDevice::default())
+        .unwrap();
+    let x = Tensor::<Autodiff<Half>, 2>::random([16, 64], Distribution::Default, &CudaDevice::default());
+    let y = moe.forward(x).unwrap();
+    assert_eq!(y.dtype(), DType::BF16);
+    let gradients = y.sum().backward();
+    let up = floats(moe.experts.up.grad(&gradients).unwrap());
+    assert!(up.iter().all(|v| v.is_finite()) && up.iter().any(|&v| v != 0.0));
+    let _: &ExpertParallelMoE<Autodiff<Half>> = &moe;
+}
