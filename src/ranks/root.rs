@@ -181,7 +181,7 @@ impl Hall<'_> {
             Ok(hello) if hello.rank as usize >= self.job.world => Err(Refusal::OutOfRange(hello.rank)),
             // Rank 0 is here itself.
             Ok(Hello { rank: 0, .. }) => Err(Refusal::Duplicate(0)),
-            Ok(hello) if self.ranks[hello.rank as usize - 1].is_some() => Err(Refusal::Duplicate(hello.rank)),
+            Ok(hello) if self.present(hello.rank as usize) => Err(Refusal::Duplicate(hello.rank)),
             Ok(hello) => Ok(hello.rank as usize),
         };
         match verdict {
@@ -197,19 +197,24 @@ impl Hall<'_> {
 
     /// Frees the places of ranks that have left, so that they can come again.
     fn watch(&mut self) {
-        for (place, slot) in self.ranks.iter_mut().enumerate() {
-            let Some(stream) = slot else { continue };
-            match stream.read(&mut [0]) {
-                Err(error) if matches!(error.kind(), ErrorKind::WouldBlock | ErrorKind::Interrupted) => {}
-                // Closed, broken, or says more than there is to say.
-                _ => {
-                    *slot = None;
-                    if self.notes.len() < MOST_NOTES {
-                        self.notes.push(format!("rank {} left", place + 1));
-                    }
-                }
-            }
+        for rank in 1..self.job.world {
+            self.present(rank);
         }
+    }
+
+    /// Whether a rank has come and is still there; if not, its place is free.
+    fn present(&mut self, rank: usize) -> bool {
+        let slot = &mut self.ranks[rank - 1];
+        let Some(stream) = slot else { return false };
+        match stream.read(&mut [0]) {
+            Err(error) if matches!(error.kind(), ErrorKind::WouldBlock | ErrorKind::Interrupted) => return true,
+            // Closed, broken, or says more than there is to say.
+            _ => *slot = None,
+        }
+        if self.notes.len() < MOST_NOTES {
+            self.notes.push(format!("rank {rank} left"));
+        }
+        false
     }
 
     fn missing(&self) -> Vec<usize> {

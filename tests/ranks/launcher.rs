@@ -141,10 +141,20 @@ fn nothing_of_the_job_stays() {
     until("the rest is gone", || !runs(&left[4..]));
 }
 
+/// A process that ends with the test, however that ends.
+struct Bystander(Child);
+
+impl Drop for Bystander {
+    fn drop(&mut self) {
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
+
 #[test]
 fn signals_reach_the_group_and_no_one_else() {
     // In the launcher's own group: it would get what is sent to the wrong one.
-    let mut bystander = Command::new("sleep").arg("600").spawn().unwrap();
+    let mut bystander = Bystander(Command::new("sleep").arg("600").stdout(Stdio::null()).spawn().unwrap());
     let script = "trap 'echo usr1' USR1; trap 'echo term; exit 0' TERM; echo ready; while :; do sleep 0.05; done";
     let mut running = Running::start(&["-n", "2"], script);
     let both = |what: &str| BTreeSet::from([format!("[0] {what}"), format!("[1] {what}")]);
@@ -153,10 +163,10 @@ fn signals_reach_the_group_and_no_one_else() {
     assert_eq!(running.lines(2), both("usr1"));
     send("TERM", running.child.id());
     let (status, rest, errors) = running.end();
-    assert_eq!((status.code(), rest, errors.as_str()), (Some(0), both("term").into_iter().collect(), ""));
-    assert!(bystander.try_wait().unwrap().is_none(), "the bystander was signalled");
-    bystander.kill().unwrap();
-    bystander.wait().unwrap();
+    assert_eq!((status.code(), rest), (Some(0), both("term").into_iter().collect()));
+    // The shells may tell of their sleeps; the launcher has nothing to tell.
+    assert!(!errors.contains("moebius-run"), "{errors}");
+    assert!(bystander.0.try_wait().unwrap().is_none(), "the bystander was signalled");
     // Ranks that do not handle it die of it, and so says the status.
     let mut running = Running::start(&["-n", "2"], "echo ready; exec sleep 600");
     running.lines(2);
