@@ -5,7 +5,7 @@ use std::fmt;
 
 use super::MAX_WORLD;
 use super::error::RankError;
-use super::join::is_address;
+use super::join;
 use super::nodes::first_host;
 use crate::error::{Error, Result};
 
@@ -54,7 +54,7 @@ pub struct Identity {
     pub world: usize,
     /// Its number among the ranks of its host: which GPU it takes.
     pub local_rank: usize,
-    /// `host:port` where rank 0 can be met, if the launcher tells.
+    /// `host:port` where rank 0 can be met, if the launcher tells. (A port alone may be given: one of 127.0.0.1.)
     pub address: Option<String>,
     /// Who told.
     pub launcher: Launcher,
@@ -115,10 +115,11 @@ impl Identity {
                 return Err(Error::invalid(CALL, name, format!("0..{world}"), value));
             }
         }
-        if let Some(address) = address.filter(|address| !is_address(address)) {
-            return Err(Error::invalid(CALL, "address", "host:port", address));
-        }
-        let address = address.map(str::to_string);
+        let address = match address.map(|text| join::address(text).ok_or(text)) {
+            None => None,
+            Some(Ok(address)) => Some(address),
+            Some(Err(text)) => return Err(Error::invalid(CALL, "address", "host:port, or a port of 127.0.0.1", text)),
+        };
         Ok(Self { rank, world, local_rank, address, launcher: Launcher::Explicit })
     }
 
@@ -155,8 +156,10 @@ impl Environment<'_> {
             None => self.innermost()?,
         };
         let address = match self.text("MOEBIUS_ADDRESS")? {
-            Some(address) if is_address(&address) => Some(address),
-            Some(found) => return Err(variable("MOEBIUS_ADDRESS", "host:port", found)),
+            Some(text) => {
+                let address = join::address(&text);
+                Some(address.ok_or_else(|| variable("MOEBIUS_ADDRESS", "host:port, or a port of 127.0.0.1", text))?)
+            }
             None => self.address(launcher)?,
         };
         Ok(Identity { rank: found.rank, world: found.world, local_rank: local, address, launcher })
@@ -277,7 +280,7 @@ impl Environment<'_> {
             return Err(variable("MASTER_PORT", "a port, with one more after it for torchrun", port));
         }
         let address = if host.contains(':') { format!("[{host}]:{port}") } else { format!("{host}:{port}") };
-        if is_address(&address) { Ok(Some(address)) } else { Err(variable("MASTER_ADDR", "a host", host)) }
+        join::address(&address).map(Some).ok_or_else(|| variable("MASTER_ADDR", "a host", host))
     }
 
     /// The step's first host, and a port below the ones that systems give to connections, by the numbers of job and

@@ -129,12 +129,13 @@ fn resolve(address: &str, deadline: Deadline) -> Result<Vec<SocketAddr>, String>
     }
 }
 
-/// Whether text is `host:port` with a name, an IPv4 address or an IPv6 address in brackets.
-pub(super) fn is_address(text: &str) -> bool {
-    let Some((host, port)) = text.rsplit_once(':') else { return false };
+/// `host:port` with a name, an IPv4 address or an IPv6 address in brackets; a port alone is one on loopback.
+pub(super) fn address(text: &str) -> Option<String> {
+    let (host, port) = text.rsplit_once(':').unwrap_or(("127.0.0.1", text));
     let host_ok = match host.strip_prefix('[').and_then(|host| host.strip_suffix(']')) {
         Some(v6) => matches!(IpAddr::from_str(v6), Ok(IpAddr::V6(_))),
         None => !host.is_empty() && host.bytes().all(|b| b.is_ascii_alphanumeric() || matches!(b, b'.' | b'-' | b'_')),
     };
-    host_ok && port.bytes().all(|b| b.is_ascii_digit()) && port.parse::<u16>().is_ok_and(|port| port > 0)
+    let port_ok = port.bytes().all(|b| b.is_ascii_digit()) && port.parse::<u16>().is_ok_and(|port| port > 0);
+    (host_ok && port_ok).then(|| format!("{host}:{port}"))
 }

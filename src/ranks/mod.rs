@@ -33,6 +33,11 @@ pub use message::UniqueId;
 pub use root::Root;
 pub use token::Token;
 
+/// The page's example compiles.
+#[cfg(doctest)]
+#[doc = include_str!("../../docs/ranks.md")]
+struct Page;
+
 /// More ranks than any job has; keeps what a wrong number can reserve small.
 pub(crate) const MAX_WORLD: usize = 1 << 16;
 
@@ -54,9 +59,6 @@ pub struct Bootstrap {
 }
 
 impl Bootstrap {
-    /// Address of a world on one host that is given none: loopback.
-    pub const DEFAULT_HOST: &'static str = "127.0.0.1";
-
     /// Round 0 for a rank that was launched: its identity and `MOEBIUS_TOKEN` from the environment.
     ///
     /// # Errors

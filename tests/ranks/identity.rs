@@ -72,6 +72,7 @@ fn given() {
     let me = Identity::new(3, 8, 1, Some("[::1]:29500")).unwrap();
     assert_eq!((me.rank, me.world, me.local_rank, me.launcher), (3, 8, 1, Launcher::Explicit));
     assert_eq!(me.address.as_deref(), Some("[::1]:29500"));
+    assert_eq!(Identity::new(0, 2, 0, Some("29500")).unwrap().address.as_deref(), Some("127.0.0.1:29500"));
     for (rank, world, local, address, field) in [
         (0, 0, 0, None, "world"),
         (0, 65537, 0, None, "world"),
@@ -80,6 +81,8 @@ fn given() {
         (0, 8, 0, Some("nohost"), "address"),
         (0, 8, 0, Some(":1"), "address"),
         (0, 8, 0, Some("host:0"), "address"),
+        (0, 8, 0, Some(""), "address"),
+        (0, 8, 0, Some("0"), "address"),
         (0, 8, 0, Some("host:65536"), "address"),
         (0, 8, 0, Some("host:+1"), "address"),
         (0, 8, 0, Some("::1:5"), "address"),

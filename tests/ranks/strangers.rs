@@ -4,7 +4,6 @@
 use std::io::{Read, Write};
 use std::net::{TcpListener, TcpStream};
 use std::thread;
-use std::time::Duration;
 
 use moebius::ranks::{Bootstrap, RankError, Token};
 
@@ -74,7 +73,7 @@ fn each_refusal() {
 
 #[test]
 fn refusals_are_told_of_on_timeout() {
-    let mut job = Job::new(2, Duration::from_secs(1));
+    let mut job = Job::new(2, SHORT);
     let address = job.template.address.clone();
     let root = job.serve();
     let stranger = Bootstrap { rank: 1, token: Token::random().unwrap(), ..job.template.clone() };

@@ -50,6 +50,7 @@ pub fn run(options: &Options) -> Result<u8, RunError> {
         None => free_address(&token)?,
     };
     let world = options.world.unwrap_or(options.ranks);
+    // The ranks would refuse a bad address too, each with a message of its own.
     Identity::new(options.first, world, 0, Some(&address))?;
     let mut group = Group::start(options.first, options.ranks, signals.before(), |rank| {
         let mut command = Command::new(&options.program);
