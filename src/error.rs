@@ -5,6 +5,7 @@ use std::time::Duration;
 
 use crate::comm::Tag;
 use crate::dtype::DType;
+use crate::ranks::RankError;
 
 /// Result with this crate's [`Error`].
 pub type Result<T> = std::result::Result<T, Error>;
@@ -114,6 +115,9 @@ pub enum Error {
     /// A collective failed.
     #[error(transparent)]
     Comm(#[from] CommError),
+    /// A process does not know its rank, or the ranks did not find each other.
+    #[error(transparent)]
+    Rank(#[from] RankError),
     /// Backward was called where prepare had agreed on none.
     #[error("{call} on rank {rank}: backward was not agreed in prepare: ranks {absent:?} do not track gradients")]
     BackwardNotAgreed {

@@ -10,6 +10,7 @@ pub mod kernels;
 pub mod layer;
 pub mod metrics;
 pub mod quant;
+pub mod ranks;
 pub mod weights;
 
 #[cfg(feature = "burn")]
