@@ -33,11 +33,13 @@
 //! the inputs into a token, and the token's backward, which candle runs after those of `y` and the loss, runs the
 //! layer's backward once.
 
+mod etp;
 mod module;
 mod op;
 mod tensors;
 
 pub use crate::ep::EpGroup;
+pub use etp::{VarShard, finish_sharded};
 pub use module::{ExpertParallelMoE, MoeOutput};
 
 /// So that `?` serves inside functions of candle's `Result`: the message is ours.

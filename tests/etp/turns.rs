@@ -1,12 +1,13 @@
 //! States, order of use, what is in memory when, and errors of one rank's own.
 
-use std::sync::Arc;
+use std::sync::mpsc::{Sender, channel};
+use std::sync::{Arc, Mutex};
 
-use moebius::Error;
 use moebius::comm::Solo;
 use moebius::cpu::Cpu;
 use moebius::etp::{Chain, Comms, EtpOptions, Phase, Shard, ShardSource, State, WeightSpec};
 use moebius::weights::WeightSource;
+use moebius::{Error, Result, TensorRef};
 
 use crate::rig::{COUNT, DIMS, MINUTE, ON, Rig, holds, ranks, tensor, value};
 
@@ -48,6 +49,63 @@ fn gathers_run_one_step_ahead_in_both_directions() {
         // Three weights of one shape, two in memory: as many buffers, of 2 · 8 rows each.
         assert_eq!((traffic.allocations, rig.chain.memory().gathered), (2, 2 * 16 * 2 * 4));
         assert_eq!(traffic.gathered_bytes, 9 * 16 * 2 * 4);
+    });
+}
+
+/// Tells when it is read, and only then lets the reader go on.
+#[derive(Debug)]
+struct Telling(Shard<Cpu>, Mutex<Sender<()>>);
+
+impl ShardSource<Cpu> for Telling {
+    fn read(&self, visit: &mut dyn FnMut(TensorRef<'_, Cpu>) -> Result<()>) -> Result<()> {
+        let read = self.0.read(visit);
+        self.1.lock().unwrap().send(()).unwrap();
+        read
+    }
+}
+
+/// The next weight arrives while the rank's own thread is busy with the present one: nobody waits for it yet.
+#[test]
+fn a_gather_needs_no_help_of_the_thread_that_computes() {
+    ranks(2, MINUTE, |rank, comms| {
+        let rig = Rig::new(comms, ON, 2, false).unwrap();
+        let (sender, read) = channel();
+        let shard = rig.chain.shards(&DIMS).unwrap().cut(&Cpu::new(), tensor(value(1)).view(), rank).unwrap();
+        rig.chain.replace(rig.ids[1], Arc::new(Telling(Shard::new(shard), Mutex::new(sender)))).unwrap();
+        while read.try_recv().is_ok() {}
+        rig.pass(Phase::Forward, &[0, 1]).unwrap();
+        read.recv_timeout(MINUTE).unwrap();
+        rig.chain.begin(Phase::Forward).unwrap();
+        let source = rig.chain.source(rig.ids[0]).unwrap();
+        let guard = source.acquire(&()).unwrap();
+        read.recv_timeout(MINUTE).expect("the gather of w1 is done");
+        assert_eq!(rig.chain.states(rig.ids[1]).0, State::AsyncWait);
+        drop(guard);
+        rig.read(1).unwrap();
+        rig.chain.end().unwrap();
+    });
+}
+
+/// A step in bf16 moves 2 bytes of each element in forward, 2 in backward, and 2 of its gradient.
+#[test]
+fn six_bytes_an_element_in_bf16() {
+    ranks(2, MINUTE, |_, comms| {
+        let chain = Chain::new(Cpu::new(), (), comms, EtpOptions { pad: 0, ..ON }).unwrap();
+        let cut = chain.shards(&DIMS).unwrap();
+        let shard = moebius::Tensor::zeros(&Cpu::new(), moebius::DType::BF16, &cut.shard_dims()).unwrap();
+        let spec = WeightSpec::new("w", 0, &DIMS, moebius::DType::BF16);
+        let id = chain.add(spec, Arc::new(Shard::new(shard))).unwrap();
+        for phase in [Phase::Forward, Phase::Backward] {
+            chain.begin(phase).unwrap();
+            drop(chain.source(id).unwrap().acquire(&()).unwrap());
+            chain.end().unwrap();
+        }
+        let mut room = chain.room(id).unwrap();
+        room.view_mut().unwrap().into_data().fill(0);
+        chain.submit(room).unwrap();
+        chain.drain().unwrap();
+        let traffic = chain.traffic();
+        assert_eq!(traffic.gathered_bytes + traffic.reduced_bytes, 6 * COUNT as u64);
     });
 }
 

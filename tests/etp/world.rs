@@ -341,6 +341,7 @@ impl Rank {
             gradients.push(gradient.as_slice::<f32>()?.to_vec());
             Ok(())
         })?;
+        self.check_memory(chain);
         let n = self.run.etp;
         for (i, (gradient, shard)) in gradients.iter().zip(shards.iter().flatten()).enumerate() {
             optimisers[i].step(step, gradient);
@@ -359,6 +360,30 @@ impl Rank {
             out.gradients.push(whole);
         }
         Ok(())
+    }
+}
+
+impl Rank {
+    /// The table of docs/etp.md.
+    fn check_memory(&self, chain: &Chain<Cpu>) {
+        let run = &self.run;
+        let size = run.dtype.size();
+        let [u, d] = run.dims().map(|dims| {
+            let [rows, width] = chain.shards(&dims).unwrap().gathered_dims();
+            rows * width
+        });
+        let memory = chain.memory();
+        assert_eq!(memory.main, run.layers * (u + d) * 4 / run.etp);
+        if run.dims()[0] == run.dims()[1] {
+            // One shape: two buffers, three with recomputation; a layer's gradients and one more.
+            let buffers = if run.config.recompute { 3 } else { 2 };
+            assert_eq!((memory.gathered, memory.gradients), (buffers * u * size, 3 * u * size));
+            return;
+        }
+        let gathered = if run.config.recompute { 2 * u + d } else { u + d };
+        assert_eq!((memory.gathered, memory.gradients), (gathered * size, (2 * u + d) * size));
+        let shares = if run.options.reduction == moebius::etp::Reduction::Pairwise { 1 } else { run.etp };
+        assert_eq!(memory.reduced, (u + d) * size / shares);
     }
 }
 
