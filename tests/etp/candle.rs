@@ -13,7 +13,7 @@ use moebius::weights::WeightSource;
 use crate::rig::{COUNT, DIMS, MINUTE, ON, holds, ranks, tensor, value};
 
 const STEPS: usize = 3;
-const LARGEST_NORM: f64 = 50.0;
+const LARGEST_NORM: f64 = 10.0;
 
 /// Integers, so that sums and squares are exact in whatever order.
 fn gradient(rank: usize, step: usize) -> Vec<f32> {
