@@ -4,6 +4,7 @@
 //! ```text
 //! cargo run --release --example dense_reference
 //! cargo run --release --example dense_reference -- --checkpoint tests/golden/gpt_oss --ranks 8
+//! cargo run --release --features cuda --example dense_reference -- --device cuda
 //! ```
 
 mod support;
@@ -18,6 +19,7 @@ use moebius::MoeConfig;
 use moebius::checkpoint::Checkpoint;
 use support::compare::{Difference, difference};
 use support::dense::{Dense, DenseOutput, Params, choice_scores, choose};
+use support::device::Place;
 use support::folder::{Folder, tokens};
 use support::job::{AnyError, Clock, Job, Outcome, uneven, whole_block};
 use support::names;
@@ -43,9 +45,12 @@ struct Args {
     /// Checkpoint folder: config.json and safetensors files, in any of the families that the crate loads.
     #[arg(long, value_name = "DIR", default_value = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/golden/qwen3_moe"))]
     checkpoint: PathBuf,
-    /// Ranks that share the experts; must divide their number. Tokens are split unevenly.
-    #[arg(long, value_name = "R", default_value_t = 4)]
-    ranks: usize,
+    /// Ranks that share the experts; must divide their number. Tokens are split unevenly. 4 if absent; 1 on a GPU.
+    #[arg(long, value_name = "R")]
+    ranks: Option<usize>,
+    /// Where the layer runs; the references run on the CPU.
+    #[arg(long, value_enum, default_value_t = Place::Cpu)]
+    device: Place,
     /// Whose module and autograd run the layer.
     #[arg(long, value_enum, default_value_t = Framework::Candle)]
     framework: Framework,
@@ -91,6 +96,8 @@ fn compare(args: &Args) -> Result<bool, AnyError> {
         let dir = args.checkpoint.display();
         return Err(format!("{dir}: no checkpoint folder (no config.json); name one with --checkpoint DIR").into());
     }
+    let ranks = args.ranks.unwrap_or(if args.device == Place::Cpu { 4 } else { 1 });
+    let device = args.device.open(ranks)?;
     let folder = Folder::open(&args.checkpoint)?;
     let checkpoint = Checkpoint::open(&args.checkpoint)?;
     let first = checkpoint.moe_layers().first().copied();
@@ -98,19 +105,25 @@ fn compare(args: &Args) -> Result<bool, AnyError> {
     let config = checkpoint.block_config(layer)?;
     let golden = folder.golden.as_ref().filter(|_| args.tokens.is_none() && Some(layer) == first);
     let experts = config.router.num_experts;
-    if args.ranks == 0 || !experts.is_multiple_of(args.ranks) {
-        return Err(format!("--ranks: expected a divisor of {experts} experts, found {}", args.ranks).into());
+    if ranks == 0 || !experts.is_multiple_of(ranks) {
+        return Err(format!("--ranks: expected a divisor of {experts} experts, found {ranks}").into());
     }
-    let job = job(args, &folder, layer, config.hidden, golden)?;
+    let job = job(args, (&folder, ranks), layer, config.hidden, golden)?;
     print_header(&folder, &config, &job);
 
     let stages = Stages::default();
     tracing::subscriber::set_global_default(stages.clone())?;
     let found = match args.framework {
         #[cfg(feature = "candle")]
-        Framework::Candle => support::run_candle::run(&job)?,
+        Framework::Candle if device.is_cpu() => support::run_candle::run(&job)?,
+        #[cfg(feature = "candle")]
+        Framework::Candle => support::run_candle::run_on(&job, &device)?,
         #[cfg(feature = "burn")]
-        Framework::Burn => support::run_burn::run(&job)?,
+        Framework::Burn if device.is_cpu() => support::run_burn::run(&job)?,
+        #[cfg(feature = "burn")]
+        Framework::Burn => {
+            return Err("--device cuda: give --framework candle; this example runs burn on the CPU".into());
+        }
         #[allow(unreachable_patterns, reason = "reachable where a framework is not built in")]
         other => return Err(format!("this build has no {other:?}: add --features {other:?}").to_lowercase().into()),
     };
@@ -145,7 +158,13 @@ fn compare(args: &Args) -> Result<bool, AnyError> {
 }
 
 /// Tokens and the gradient of the output: the golden's where it has them, else random.
-fn job(args: &Args, folder: &Folder, layer: usize, hidden: usize, golden: Option<&Params>) -> Result<Job, AnyError> {
+fn job(
+    args: &Args,
+    (folder, ranks): (&Folder, usize),
+    layer: usize,
+    hidden: usize,
+    golden: Option<&Params>,
+) -> Result<Job, AnyError> {
     let mut random = Random::new(args.seed);
     let x = match golden.and_then(|g| g.get("moe_input")) {
         Some(x) => tokens(x)?,
@@ -161,7 +180,7 @@ fn job(args: &Args, folder: &Folder, layer: usize, hidden: usize, golden: Option
         dir: args.checkpoint.clone(),
         layer,
         dtype: folder.dtype,
-        split: uneven(x.dim(0)?, args.ranks),
+        split: uneven(x.dim(0)?, ranks),
         x: rounded(x)?,
         dy: rounded(dy)?,
         timeout: Duration::from_secs(args.timeout),

@@ -2,39 +2,111 @@
 //
 // A slot is its expert's first slot plus the number of earlier choices of that expert, in the order (token, k). Choices
 // are cut into chunks of one warp each: `plan_count` counts each expert's choices in each chunk, `plan_scan` adds up
-// the chunks before, `plan_zones` lays the experts out, `plan_slots` walks the chunks again and numbers. Warps number
-// their choices by comparing ids, so no result depends on the order of threads.
+// the chunks before, `plan_zones` lays the experts out, `plan_slots` walks the chunks again and numbers. `plan_small` is
+// all of these in one block. Warps number their choices by comparing ids, so no result depends on the order of threads.
 #include "common/common.cuh"
 
 namespace {
 
-// Expert of a choice, -1 for none; a bad id counts as none and raises the fault.
-__device__ __forceinline__ int expert_of(const Plan& p, int64_t i) {
-    auto id = [&](int64_t at) { return p.wide ? static_cast<const int64_t*>(p.ids)[at] : static_cast<const int32_t*>(p.ids)[at]; };
-    if (i >= p.choices) return -1;
-    const int64_t own = id(i);
-    bool bad = own < -1 || own >= p.experts;
-    for (int64_t other = i - i % p.top_k; own >= 0 && other < i; other++) bad = bad || id(other) == own;
-    if (bad) raise_fault(p.fault, FAULT_CHOICE, i);
-    return bad ? -1 : static_cast<int>(own);
+__device__ __forceinline__ int64_t id_of(const Plan& p, int64_t i) {
+    return p.wide ? static_cast<const int64_t*>(p.ids)[i] : static_cast<const int32_t*>(p.ids)[i];
 }
 
-// Visits a chunk's choices in order, 32 at a time: `visit(choice, expert, rank)` with the number of choices of the
-// same expert before it in this chunk. `count` is E numbers of shared memory.
+// Visits the choices [first, last) in order, 32 at a time: `visit(choice, expert, rank)` with the number of choices of
+// the same expert before it in `count`, E numbers that it raises. A bad id counts as none (-1) and raises the fault.
 template <class Visit>
-__device__ __forceinline__ void walk(const Plan& p, int32_t* count, Visit&& visit) {
-    const int lane = threadIdx.x;
-    const int64_t first = static_cast<int64_t>(blockIdx.x) * p.chunk;
-    const int64_t last = first + p.chunk < p.choices ? first + p.chunk : p.choices;
+__device__ __forceinline__ void walk(const Plan& p, int64_t first, int64_t last, int32_t* count, Visit&& visit) {
+    const int lane = threadIdx.x % 32;
+    const uint32_t below = (1u << lane) - 1;
+    int64_t next = first + lane < last ? id_of(p, first + lane) : -1;
     for (int64_t at = first; at < last; at += 32) {
-        const int64_t i = at + lane;
-        const int e = i < last ? expert_of(p, i) : -1;
+        const int64_t i = at + lane, id = next;
+        next = i + 32 < last ? id_of(p, i + 32) : -1;
+        const bool real = id >= 0 && id < p.experts;
+        const int64_t token = i / p.top_k;
+        // Twice in a token: among these 32, or where the token began before them.
+        const unsigned long long key = real ? static_cast<unsigned long long>(token) << 20 | id : ~0ull - lane;
+        const uint32_t twins = __match_any_sync(~0u, key) & below;  // by all lanes, whatever their ids
+        bool bad = id < -1 || id >= p.experts || twins != 0;
+        if (real && token * p.top_k < at) {
+            for (int64_t other = token * p.top_k; other < at; other++) bad = bad || id_of(p, other) == id;
+        }
+        if (bad) raise_fault(p.fault, FAULT_CHOICE, i);
+        const int e = real && !bad ? static_cast<int>(id) : -1;
         const uint32_t same = __match_any_sync(~0u, e);
-        const int ahead = __popc(same & ((1u << lane) - 1));
+        const int ahead = __popc(same & below);
         if (i < last) visit(i, e, e >= 0 ? count[e] + ahead : 0);
         __syncwarp();
         if (e >= 0 && ahead == 0) count[e] += __popc(same);
         __syncwarp();
+    }
+}
+
+struct Number {
+    const Plan& p;
+    __device__ void operator()(int64_t i, int e, int rank) const {
+        const int64_t slot = e >= 0 && rank < p.counts[e] ? p.offsets[e] + rank : -1;
+        p.kept[i] = slot >= 0 ? e : -1;
+        p.return_map[i] = static_cast<int32_t>(slot);
+        if (slot < 0) return;
+        p.row_map[slot] = static_cast<int32_t>(i / p.top_k);
+        p.weight_map[slot] = static_cast<int32_t>(i);
+    }
+};
+
+__device__ __forceinline__ int64_t end_of(const Plan& p, int64_t first, int64_t chunk) {
+    return first + chunk < p.choices ? first + chunk : p.choices;
+}
+
+// Inclusive sum over a block of 1024 threads; `total` gets the sum of all.
+__device__ int64_t block_sum(int64_t own, int64_t& total) {
+    __shared__ int64_t sums[32];
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    auto scan = [&](int64_t v) {
+        for (int d = 1; d < 32; d *= 2) {
+            const int64_t other = __shfl_up_sync(~0u, v, d);
+            if (lane >= d) v += other;
+        }
+        return v;
+    };
+    const int64_t within = scan(own);
+    if (lane == 31) sums[warp] = within;
+    __syncthreads();
+    if (warp == 0) sums[lane] = scan(sums[lane]);
+    __syncthreads();
+    total = sums[31];
+    const int64_t result = within + (warp > 0 ? sums[warp - 1] : 0);
+    __syncthreads();
+    return result;
+}
+
+// Lays the experts out behind each other, from their numbers of choices in `stats`. A block of 1024 threads, each with
+// a run of experts.
+__device__ void lay_out(const Plan& p) {
+    const int64_t per = (p.experts + blockDim.x - 1) / blockDim.x;
+    const int64_t first = threadIdx.x * per, last = first + per < p.experts ? first + per : p.experts;
+    auto kept = [&](int64_t e) { return p.stats[e] < p.expert_limit ? p.stats[e] : p.expert_limit; };
+    auto padded = [&](int64_t e) { return (kept(e) + p.alignment - 1) / p.alignment * p.alignment; };
+    auto inside = [&](int64_t slot) { return slot < p.rows ? slot : p.rows; };
+    int64_t own = 0, needed, dropped = 0, all_dropped;
+    for (int64_t e = first; e < last; e++) own += padded(e);
+    int64_t end = block_sum(own, needed) - own;
+    for (int64_t e = first; e < last; e++) {
+        const int64_t start = inside(end), room = p.rows - start;
+        end += padded(e);
+        const int64_t count = kept(e) < room ? kept(e) : room;
+        p.offsets[e] = start;
+        p.counts[e] = count;
+        p.stats[p.experts + e] = inside(end) - start;
+        dropped += p.stats[e] - count;
+    }
+    block_sum(dropped, all_dropped);
+    if (threadIdx.x != 0) return;
+    p.stats[2 * p.experts] = needed;
+    p.stats[2 * p.experts + 1] = all_dropped;
+    if (needed > p.rows && !p.may_drop) {
+        raise_fault(p.fault, FAULT_CAPACITY, p.rows);
+        atomicMax(p.fault + 2, static_cast<unsigned long long>(needed));
     }
 }
 
@@ -44,7 +116,8 @@ extern "C" __global__ void __launch_bounds__(32) plan_count(const __grid_constan
     extern __shared__ int32_t count[];
     for (int e = threadIdx.x; e < p.experts; e += 32) count[e] = 0;
     __syncwarp();
-    walk(p, count, [](int64_t, int, int) {});
+    const int64_t first = blockIdx.x * p.chunk;
+    walk(p, first, end_of(p, first, p.chunk), count, [](int64_t, int, int) {});
     for (int e = threadIdx.x; e < p.experts; e += 32) p.before[e * p.chunks + blockIdx.x] = count[e];
 }
 
@@ -68,69 +141,49 @@ extern "C" __global__ void __launch_bounds__(256) plan_scan(const __grid_constan
     if (lane == 0) p.stats[e] = total;
 }
 
-// One block. Each thread lays out a run of experts; runs are joined by a scan over the block.
-extern "C" __global__ void __launch_bounds__(1024) plan_zones(const __grid_constant__ Plan p) {
-    __shared__ int64_t ends[1024];
-    const int64_t per = (p.experts + blockDim.x - 1) / blockDim.x;
-    const int64_t first = threadIdx.x * per, last = first + per < p.experts ? first + per : p.experts;
-    auto kept = [&](int64_t e) { return p.stats[e] < p.expert_limit ? p.stats[e] : p.expert_limit; };
-    auto padded = [&](int64_t e) { return (kept(e) + p.alignment - 1) / p.alignment * p.alignment; };
-    int64_t own = 0;
-    for (int64_t e = first; e < last; e++) own += padded(e);
-    ends[threadIdx.x] = own;
-    __syncthreads();
-    for (int d = 1; d < blockDim.x; d *= 2) {
-        const int64_t other = threadIdx.x >= d ? ends[threadIdx.x - d] : 0;
-        __syncthreads();
-        ends[threadIdx.x] += other;
-        __syncthreads();
-    }
-    const int64_t needed = ends[blockDim.x - 1];
-    int64_t end = ends[threadIdx.x] - own;
-    auto inside = [&](int64_t slot) { return slot < p.rows ? slot : p.rows; };
-    int64_t dropped = 0;
-    for (int64_t e = first; e < last; e++) {
-        const int64_t start = inside(end), room = p.rows - start;
-        end += padded(e);
-        const int64_t count = kept(e) < room ? kept(e) : room;
-        p.offsets[e] = start;
-        p.counts[e] = count;
-        p.stats[p.experts + e] = inside(end) - start;
-        dropped += p.stats[e] - count;
-    }
-    __syncthreads();
-    ends[threadIdx.x] = dropped;
-    __syncthreads();
-    for (int d = blockDim.x / 2; d > 0; d /= 2) {
-        if (threadIdx.x < d) ends[threadIdx.x] += ends[threadIdx.x + d];
-        __syncthreads();
-    }
-    if (threadIdx.x != 0) return;
-    p.stats[2 * p.experts] = needed;
-    p.stats[2 * p.experts + 1] = ends[0];
-    if (needed > p.rows && !p.may_drop) {
-        raise_fault(p.fault, FAULT_CAPACITY, p.rows);
-        atomicMax(p.fault + 2, static_cast<unsigned long long>(needed));
-    }
-}
+extern "C" __global__ void __launch_bounds__(1024) plan_zones(const __grid_constant__ Plan p) { lay_out(p); }
 
 extern "C" __global__ void __launch_bounds__(32) plan_slots(const __grid_constant__ Plan p) {
     extern __shared__ int32_t count[];
     for (int e = threadIdx.x; e < p.experts; e += 32) count[e] = p.before[e * p.chunks + blockIdx.x];
     __syncwarp();
-    walk(p, count, [&](int64_t i, int e, int rank) {
-        const int64_t slot = e >= 0 && rank < p.counts[e] ? p.offsets[e] + rank : -1;
-        p.kept[i] = slot >= 0 ? e : -1;
-        p.return_map[i] = static_cast<int32_t>(slot);
-        if (slot < 0) return;
-        p.row_map[slot] = static_cast<int32_t>(i / p.top_k);
-        p.weight_map[slot] = static_cast<int32_t>(i);
-    });
+    const int64_t first = blockIdx.x * p.chunk;
+    walk(p, first, end_of(p, first, p.chunk), count, Number{p});
+}
+
+// One block, a warp a chunk; [chunks, E] counts in shared memory.
+extern "C" __global__ void __launch_bounds__(1024) plan_small(const __grid_constant__ Plan p) {
+    extern __shared__ int32_t count[];
+    const int warps = blockDim.x / 32, warp = threadIdx.x / 32;
+    int32_t* own = count + warp * p.experts;
+    for (int i = threadIdx.x; i < warps * p.experts; i += blockDim.x) count[i] = 0;
+    __syncthreads();
+    const int64_t first = warp * p.chunk, last = end_of(p, first, p.chunk);
+    walk(p, first, last, own, [](int64_t, int, int) {});
+    __syncthreads();
+    for (int e = threadIdx.x; e < p.experts; e += blockDim.x) {
+        int32_t total = 0;
+        for (int w = 0; w < warps; w++) {
+            const int32_t here = count[w * p.experts + e];
+            count[w * p.experts + e] = total;
+            total += here;
+        }
+        p.stats[e] = total;
+    }
+    __syncthreads();
+    lay_out(p);
+    __syncthreads();
+    walk(p, first, last, own, Number{p});
 }
 
 // One block. Each thread takes a run of groups; runs are joined by a scan over the block, so the list is in slot order.
 // Filled zones must be ascending, apart and inside the layout; one that is not gets no tiles and raises the fault.
-extern "C" __global__ void __launch_bounds__(256) schedule(const __grid_constant__ Schedule p) {
+//
+// PAIRED: for kernels whose blocks work on tiles 2 i and 2 i + 1 together. Both are of one group where possible: a
+// group's odd tile at the end is put together with that of the next group that has one. Should one be left over, its
+// partner is a tile of no rows.
+template <bool PAIRED>
+__device__ void list_tiles(const Schedule& p) {
     __shared__ int64_t before[256];
     const int64_t per = (p.groups + blockDim.x - 1) / blockDim.x;
     const int64_t first = threadIdx.x * per, last = first + per < p.groups ? first + per : p.groups;
@@ -175,16 +228,50 @@ extern "C" __global__ void __launch_bounds__(256) schedule(const __grid_constant
             visit(g);
         }
     };
-    int64_t tiles = 0;
-    walk([&](int64_t g) { tiles += (p.counts[g] + p.tile_rows - 1) / p.tile_rows; });
-    const int64_t upto = inclusive(tiles, false);
-    if (threadIdx.x == blockDim.x - 1) *p.tile_count = static_cast<int32_t>(upto < p.max_tiles ? upto : p.max_tiles);
-    int64_t at = upto - tiles;
+    auto tiles_of = [&](int64_t g) { return (p.counts[g] + p.tile_rows - 1) / p.tile_rows; };
+    auto put = [&](int64_t at, int64_t g, int64_t tile, bool empty = false) {
+        if (at >= p.max_tiles) return;
+        const int64_t s = tile * p.tile_rows, left = p.counts[g] - s, rows = left < p.tile_rows ? left : p.tile_rows;
+        p.tiles[at] = make_int4(static_cast<int>(g), static_cast<int>(p.offsets[g] + s), empty ? 0 : static_cast<int>(rows), 0);
+    };
+    int64_t tiles = 0, odd = 0, last_odd = 0;  // the last group with an odd number of tiles, plus one
     walk([&](int64_t g) {
-        for (int64_t s = 0; s < p.counts[g]; s += p.tile_rows, at++) {
-            const int64_t rows = p.counts[g] - s < p.tile_rows ? p.counts[g] - s : p.tile_rows;
-            if (at >= p.max_tiles) break;
-            p.tiles[at] = make_int4(static_cast<int>(g), static_cast<int>(p.offsets[g] + s), static_cast<int>(rows), 0);
-        }
+        const int64_t n = tiles_of(g);
+        tiles += n;
+        if (PAIRED && n % 2 != 0) odd++, last_odd = g + 1;
     });
+    const int64_t upto = inclusive(tiles, false);
+    if (!PAIRED) {
+        if (threadIdx.x == blockDim.x - 1) *p.tile_count = static_cast<int32_t>(upto < p.max_tiles ? upto : p.max_tiles);
+        int64_t at = upto - tiles;
+        walk([&](int64_t g) {
+            for (int64_t i = 0; i < tiles_of(g); i++, at++) put(at, g, i);
+        });
+        return;
+    }
+    const int64_t odd_upto = inclusive(odd, false);
+    inclusive(last_odd, true);
+    ends[threadIdx.x] = before[threadIdx.x];
+    __syncthreads();
+    // A tile without its partner yet waits: what lies before it is written.
+    int64_t odds = odd_upto - odd, at = upto - tiles - odds % 2, waiting = threadIdx.x ? ends[threadIdx.x - 1] : 0;
+    walk([&](int64_t g) {
+        const int64_t n = tiles_of(g), even = n / 2 * 2;
+        for (int64_t i = 0; i < even; i++, at++) put(at, g, i);
+        if (n % 2 == 0) return;
+        if (odds++ % 2 != 0) {
+            put(at++, waiting - 1, tiles_of(waiting - 1) - 1);
+            put(at++, g, even);
+        }
+        waiting = g + 1;
+    });
+    if (threadIdx.x != blockDim.x - 1) return;
+    if (odds % 2 != 0) {
+        put(at++, waiting - 1, tiles_of(waiting - 1) - 1);
+        put(at++, waiting - 1, tiles_of(waiting - 1) - 1, true);
+    }
+    *p.tile_count = static_cast<int32_t>(at < p.max_tiles ? at : p.max_tiles);
 }
+
+extern "C" __global__ void __launch_bounds__(256) schedule(const __grid_constant__ Schedule p) { list_tiles<false>(p); }
+extern "C" __global__ void __launch_bounds__(256) schedule_pairs(const __grid_constant__ Schedule p) { list_tiles<true>(p); }

@@ -88,7 +88,7 @@ impl Dense<'_> {
         let z = (log_sum_exp(l)?.sqr()?.mean_all()? * aux.z)?;
         let p = match (aux.balance_kind, router.score) {
             (BalanceKind::Switch | BalanceKind::Sequence { .. }, Score::Sigmoid | Score::TopkSigmoid) => {
-                let s = candle_nn::ops::sigmoid(l)?;
+                let s = sigmoid(l)?;
                 s.broadcast_div(&s.sum_keepdim(D::Minus1)?)?
             }
             _ => softmax(l)?,
@@ -136,7 +136,7 @@ impl Dense<'_> {
         let router = &self.config.router;
         let mut w = match router.score {
             Score::Softmax => (softmax(l)? * mask)?,
-            Score::Sigmoid | Score::TopkSigmoid => (candle_nn::ops::sigmoid(l)? * mask)?,
+            Score::Sigmoid | Score::TopkSigmoid => (sigmoid(l)? * mask)?,
             Score::TopkSoftmax => masked_softmax(l, mask)?,
             Score::SparseMixer { epsilon } => sparse_mixer(l, rows, ids, epsilon)?,
             other => bail!("the dense reference does not know {other:?}"),
@@ -168,7 +168,7 @@ impl Dense<'_> {
             }
             Activation::ClampedGlu { alpha, limit } => {
                 let (g, u) = (gate.minimum(limit)?, up.minimum(limit)?.maximum(-limit)?);
-                ((u + 1.0)? * &g)? * candle_nn::ops::sigmoid(&(g * alpha)?)?
+                ((u + 1.0)? * &g)? * sigmoid(&(g * alpha)?)?
             }
             Activation::Relu2 => up.relu()?.sqr(),
             other => bail!("the dense reference does not know {other:?}"),
@@ -179,7 +179,7 @@ impl Dense<'_> {
         let pre = x.matmul(&self.get("shared.up")?.t()?)?;
         let y = self.activate(&pre)?.matmul(&self.get("shared.down")?.t()?)?;
         match self.params.get("shared.gate") {
-            Some(gate) => y.broadcast_mul(&candle_nn::ops::sigmoid(&x.matmul(&gate.t()?)?)?),
+            Some(gate) => y.broadcast_mul(&sigmoid(&x.matmul(&gate.t()?)?)?),
             None => Ok(y),
         }
     }
@@ -259,6 +259,10 @@ fn masked_softmax(l: &Tensor, mask: &Tensor) -> Result<Tensor> {
 fn softmax(l: &Tensor) -> Result<Tensor> {
     let e = exp_shifted(l)?;
     e.broadcast_div(&e.sum_keepdim(D::Minus1)?)
+}
+
+fn sigmoid(l: &Tensor) -> Result<Tensor> {
+    (l.neg()?.exp()? + 1.0)?.recip()
 }
 
 fn log_sum_exp(l: &Tensor) -> Result<Tensor> {

@@ -3,6 +3,7 @@
 
 pub mod compare;
 pub mod dense;
+pub mod device;
 pub mod folder;
 pub mod job;
 pub mod names;

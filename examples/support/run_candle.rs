@@ -1,11 +1,13 @@
 //! One step of `moebius::candle::ExpertParallelMoE`.
 
-use candle_core::{DType, Tensor, Var};
-use moebius::candle::{EpGroup, ExpertParallelMoE};
+use candle_core::{DType, Device, Tensor, Var};
+use moebius::candle::{DeviceGroup, EpGroup, ExpertParallelMoE};
+use moebius::checkpoint::{Block, Checkpoint, LoadOptions};
 use moebius::comm::ThreadComm;
+use moebius::ep::GroupConfig;
 use moebius::layer::Mode;
 
-use super::job::{AnyError, Clock, Job, Outcome, RankOutcome, candle_dtype, enter, on_threads, share};
+use super::job::{AnyError, Clock, Job, Outcome, RankOutcome, candle_dtype, enter, join, on_threads, share};
 
 /// Runs a job through candle's autograd.
 ///
@@ -15,27 +17,53 @@ pub fn run(job: &Job) -> Result<Outcome, AnyError> {
     on_threads(job, one_rank)
 }
 
+/// Runs a job of one rank on a device of candle's.
+///
+/// # Errors
+/// The rank's error.
+pub fn run_on(job: &Job, device: &Device) -> Result<Outcome, AnyError> {
+    let mut clock = Clock::start();
+    let options = LoadOptions { rank: 0, ranks: 1, dtype: Some(job.dtype) };
+    let block = Checkpoint::open(&job.dir)?.load_block(job.layer, options)?;
+    clock.lap("load");
+    let tokens = job.x.dim(0)?;
+    let group = DeviceGroup::single(GroupConfig::new(block.config.router.num_experts, tokens), device)?;
+    join(vec![step(job, 0, (block, group), clock)?])
+}
+
 fn one_rank(job: &Job, rank: usize, comm: ThreadComm) -> Result<RankOutcome, AnyError> {
     let mut clock = Clock::start();
     let (block, group) = enter(job, rank, comm, &mut clock)?;
-    let moe = ExpertParallelMoE::from_block(block, job.layer as u32, EpGroup::new(group), true)?;
+    step(job, rank, (block, EpGroup::new(group).into()), clock)
+}
+
+fn step(
+    job: &Job,
+    rank: usize,
+    (block, group): (Block, DeviceGroup),
+    mut clock: Clock,
+) -> Result<RankOutcome, AnyError> {
+    let moe = ExpertParallelMoE::from_block(block, job.layer as u32, &group, true)?;
     let dtype = candle_dtype(job.dtype)?;
-    let (x, dy) =
-        (Var::from_tensor(&share(&job.x, &job.split, rank, dtype)?)?, share(&job.dy, &job.split, rank, dtype)?);
+    let own = |t: &Tensor| share(t, &job.split, rank, dtype)?.to_device(group.device());
+    let (x, dy) = (Var::from_tensor(&own(&job.x)?)?, own(&job.dy)?);
     clock.lap("build");
     let out = moe.forward_full(&x, Mode::default())?;
+    group.device().synchronize()?;
     clock.lap("forward");
     let grads = (&out.y * &dy)?.sum_all()?.backward()?;
+    group.device().synchronize()?;
     clock.lap("backward");
+    let host = |t: &Tensor| t.to_device(&Device::Cpu)?.to_dtype(DType::F64);
     let gradient = |t: &Tensor| -> candle_core::Result<Tensor> {
         match grads.get(t) {
-            Some(g) => g.to_dtype(DType::F64),
-            None => t.zeros_like()?.to_dtype(DType::F64),
+            Some(g) => host(g),
+            None => host(t)?.zeros_like(),
         }
     };
-    let ids: Vec<Vec<i64>> = out.ids.to_dtype(DType::I64)?.to_vec2()?;
+    let ids: Vec<Vec<i64>> = out.ids.to_device(&Device::Cpu)?.to_dtype(DType::I64)?.to_vec2()?;
     Ok(RankOutcome {
-        y: out.y.detach().to_dtype(DType::F64)?,
+        y: host(&out.y.detach())?,
         dx: gradient(&x)?,
         grads: moe
             .params()

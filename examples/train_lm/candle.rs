@@ -6,7 +6,7 @@ use candle_core::backprop::GradStore;
 use candle_core::{DType, Device, Tensor, Var};
 use candle_nn::optim::{AdamW, Optimizer, ParamsAdamW};
 use candle_nn::{VarBuilder, VarMap};
-use moebius::candle::ExpertParallelMoE;
+use moebius::candle::{DeviceGroup, ExpertParallelMoE};
 use moebius::comm::ThreadComm;
 use moebius::ep::EpGroup;
 use moebius::layer::{Layer, Mode};
@@ -26,17 +26,27 @@ pub struct Rank {
 }
 
 impl Rank {
-    pub fn new(settings: &Settings, params: &[Param], comm: ThreadComm, rank: usize) -> Result<Self, Failure> {
+    /// On a GPU there is one rank; its layers' group works there, and `comm` has nobody to talk to.
+    pub fn new(
+        settings: &Settings,
+        params: &[Param],
+        (comm, rank): (ThreadComm, usize),
+        device: &Device,
+    ) -> Result<Self, Failure> {
         let group = join(settings, comm)?;
-        let model = Model::new(settings, params, rank, settings.ranks)?;
+        let on = match device {
+            Device::Cpu => DeviceGroup::from(group.clone()),
+            device => DeviceGroup::single(group.lock().config().clone(), device)?,
+        };
+        let model = Model::new(settings, params, (rank, settings.ranks), device)?;
         // The layers find their parameters under their own names, and share them with the model.
         let map = VarMap::new();
         map.data().lock().map_err(|e| e.to_string())?.extend(model.vars().clone());
-        let vb = VarBuilder::from_varmap(&map, DType::F32, &Device::Cpu);
+        let vb = VarBuilder::from_varmap(&map, DType::F32, device);
         let mut layers = Vec::new();
         for number in 0..settings.layers {
             let layer = Layer::new(moe_config(settings), number as u32)?;
-            layers.push(ExpertParallelMoE::new(layer, group.clone(), vb.pp(format!("layers.{number}.moe")))?);
+            layers.push(ExpertParallelMoE::new(layer, &on, vb.pp(format!("layers.{number}.moe")))?);
         }
         let vars = model.vars().values().cloned().collect();
         let optimiser = AdamW::new(vars, ParamsAdamW { lr: settings.learning_rate, ..ParamsAdamW::default() })?;
@@ -49,6 +59,9 @@ impl Rank {
 
     /// Sums the gradients of parameters that all ranks hold, in one collective.
     fn reduce(&self, step: usize, grads: &mut GradStore) -> Result<(), Failure> {
+        if self.group.ranks() == 1 {
+            return Ok(());
+        }
         let mut flat = Vec::new();
         for var in self.replicated() {
             match grads.get(var) {
@@ -84,7 +97,7 @@ impl Worker for Rank {
             let out = self.layers[layer].forward_full(x, Mode::default())?;
             load.push(out.load.get()?.tokens_per_expert.clone());
             if check {
-                ids.push(out.ids.to_dtype(DType::U32)?.to_vec2::<u32>()?);
+                ids.push(out.ids.to_device(&Device::Cpu)?.to_dtype(DType::U32)?.to_vec2::<u32>()?);
             }
             Ok((out.y, out.aux))
         })?;

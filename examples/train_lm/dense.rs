@@ -26,16 +26,16 @@ pub struct Loss {
 
 impl Model {
     /// The share of one rank; the whole model where `ranks` is 1.
-    pub fn new(settings: &Settings, params: &[Param], rank: usize, ranks: usize) -> Result<Self> {
+    pub fn new(settings: &Settings, params: &[Param], (rank, ranks): (usize, usize), device: &Device) -> Result<Self> {
         let mut vars = BTreeMap::new();
         for param in params {
             let (dims, values) = param.share(rank, ranks);
-            let tensor = Tensor::from_slice(values, dims, &Device::Cpu)?;
+            let tensor = Tensor::from_slice(values, dims, device)?;
             vars.insert(param.name.clone(), Var::from_tensor(&tensor)?);
         }
         let s = settings.context;
         let mask: Vec<f32> = (0..s * s).map(|i| if i % s > i / s { f32::NEG_INFINITY } else { 0.0 }).collect();
-        Ok(Self { settings: settings.clone(), vars, mask: Tensor::from_vec(mask, (s, s), &Device::Cpu)? })
+        Ok(Self { settings: settings.clone(), vars, mask: Tensor::from_vec(mask, (s, s), device)? })
     }
 
     /// The parameters by name, in an order that is the same everywhere.
@@ -61,11 +61,11 @@ impl Model {
     ) -> Result<Loss> {
         let (s, h) = (self.settings.context, self.settings.hidden);
         let ids: Vec<u32> = bytes.iter().map(|b| u32::from(*b)).collect();
-        let ids = Tensor::from_vec(ids, (rows, s + 1), &Device::Cpu)?;
+        let ids = Tensor::from_vec(ids, (rows, s + 1), self.mask.device())?;
         let (input, next) = (ids.narrow(1, 0, s)?, ids.narrow(1, 1, s)?);
         let x = self.get("embedding")?.index_select(&input.flatten_all()?, 0)?.reshape((rows, s, h))?;
         let mut x = x.broadcast_add(self.get("positions")?)?.reshape((rows * s, h))?;
-        let mut aux = Tensor::zeros((), DType::F32, &Device::Cpu)?;
+        let mut aux = Tensor::zeros((), DType::F32, self.mask.device())?;
         for layer in 0..self.settings.layers {
             x = (&x + self.attention(layer, &x, rows)?)?;
             let normed = norm(&x, self.get(&format!("layers.{layer}.moe_norm"))?)?;

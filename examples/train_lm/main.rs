@@ -9,6 +9,8 @@ mod burn;
 mod candle;
 mod corpus;
 mod dense;
+#[path = "../support/device.rs"]
+mod device;
 mod lm;
 mod plot;
 mod ranks;
@@ -23,6 +25,7 @@ use clap::{Parser, ValueEnum};
 use indicatif::{ProgressBar, ProgressStyle};
 
 use corpus::Corpus;
+use device::Place;
 use lm::{Settings, Step, shares};
 
 /// Largest relative difference between the gradients of the ranks and of the twin: rounding in f32 over a backward
@@ -42,9 +45,12 @@ struct Args {
     /// Host framework.
     #[arg(long, value_enum, default_value = "candle")]
     framework: Framework,
-    /// Ranks, one thread each; a divisor of --experts.
-    #[arg(long, default_value_t = 2)]
-    ranks: usize,
+    /// Ranks, one thread each; a divisor of --experts [default: 2; 1 on a GPU].
+    #[arg(long)]
+    ranks: Option<usize>,
+    /// Where the ranks train; the twin stays on the CPU.
+    #[arg(long, value_enum, default_value = "cpu")]
+    device: Place,
     /// Training steps.
     #[arg(long, default_value_t = 500)]
     steps: usize,
@@ -83,18 +89,23 @@ enum Framework {
 }
 
 impl Args {
+    fn ranks(&self) -> usize {
+        self.ranks.unwrap_or(if self.device == Place::Cpu { 2 } else { 1 })
+    }
+
     fn settings(&self) -> Result<Settings, String> {
-        if self.ranks == 0 || !self.experts.is_multiple_of(self.ranks) {
-            return Err(format!("--ranks {} does not divide --experts {}", self.ranks, self.experts));
+        let ranks = self.ranks();
+        if ranks == 0 || !self.experts.is_multiple_of(ranks) {
+            return Err(format!("--ranks {ranks} does not divide --experts {}", self.experts));
         }
-        if self.batch < self.ranks {
-            return Err(format!("--batch {} is less than --ranks {}", self.batch, self.ranks));
+        if self.batch < ranks {
+            return Err(format!("--batch {} is less than --ranks {ranks}", self.batch));
         }
         if self.experts < 2 || self.check_every == 0 || self.steps == 0 {
             return Err("--experts must be at least 2, --check-every and --steps at least 1".into());
         }
         Ok(Settings {
-            ranks: self.ranks,
+            ranks,
             steps: self.steps,
             seed: self.seed,
             batch: self.batch,
@@ -139,6 +150,7 @@ fn main() -> ExitCode {
 
 fn run(args: &Args) -> Result<bool, Failure> {
     let settings = args.settings()?;
+    let device = args.device.open(settings.ranks)?;
     let corpus = Corpus::load(args.text.as_deref())?;
     println!(
         "{} bytes of text; {} layers, hidden {}, {} experts top-{}, {} ranks, {} sequences of {} bytes a step",
@@ -164,11 +176,14 @@ fn run(args: &Args) -> Result<bool, Failure> {
     };
     match args.framework {
         Framework::Candle => {
-            let make = |params: &[_], comm, rank| candle::Rank::new(&settings, params, comm, rank);
+            let make = |params: &[_], comm, rank| candle::Rank::new(&settings, params, (comm, rank), &device);
             ranks::train(&settings, args.check_every, &corpus, make, on_step)?;
         }
         #[cfg(feature = "burn")]
         Framework::Burn => {
+            if !device.is_cpu() {
+                return Err("--device cuda: give --framework candle; this example runs burn on the CPU".into());
+            }
             let make = |params: &[_], comm, rank| burn::Rank::new(&settings, params, comm, rank);
             ranks::train(&settings, args.check_every, &corpus, make, on_step)?;
         }

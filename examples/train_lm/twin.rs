@@ -18,7 +18,7 @@ pub struct Twin {
 
 impl Twin {
     pub fn new(settings: &Settings, params: &[Param]) -> Result<Self, Failure> {
-        Ok(Self { settings: settings.clone(), model: Model::new(settings, params, 0, 1)? })
+        Ok(Self { settings: settings.clone(), model: Model::new(settings, params, (0, 1), &Device::Cpu)? })
     }
 
     /// Computes a step from the ranks' weights, and compares the gradients.

@@ -1,7 +1,8 @@
 //! Whole decoders around [`moebius`]'s Mixture-of-Experts layer, on candle.
 //!
-//! [`Qwen3Moe`] is Qwen3-MoE: everything but the experts is replicated on every rank of an
-//! [`EpGroup`](moebius::candle::EpGroup), and each rank runs sequences of its own.
+//! [`Qwen3Moe`] is Qwen3-MoE: everything but the experts is replicated on every rank of a
+//! group, and each rank runs sequences of its own. The group's device, a CPU or a GPU, is where the decoder lives
+//! ([`DeviceGroup`](moebius::candle::DeviceGroup)).
 
 mod attention;
 mod blocks;

@@ -38,12 +38,13 @@ impl LoadOptions {
 pub(crate) struct Params<'a> {
     checkpoint: &'a Checkpoint,
     options: LoadOptions,
+    device: Device,
     vars: Vec<(String, Var)>,
 }
 
 impl<'a> Params<'a> {
-    pub fn new(checkpoint: &'a Checkpoint, options: LoadOptions) -> Self {
-        Self { checkpoint, options, vars: Vec::new() }
+    pub fn new(checkpoint: &'a Checkpoint, options: LoadOptions, device: Device) -> Self {
+        Self { checkpoint, options, device, vars: Vec::new() }
     }
 
     pub fn checkpoint(&self) -> &'a Checkpoint {
@@ -68,6 +69,7 @@ impl<'a> Params<'a> {
                 found: tensor.dims().to_vec(),
             });
         }
+        let tensor = tensor.to_device(&self.device)?;
         if !self.options.trainable {
             return Ok(tensor);
         }

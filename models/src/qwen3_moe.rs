@@ -3,11 +3,11 @@
 use candle_core::{DType, Module, Tensor, Var};
 use candle_nn::kv_cache::ConcatKvCache;
 use candle_nn::{Embedding, Linear};
-use moebius::candle::{EpGroup, ExpertParallelMoE};
+use moebius::candle::{DeviceGroup, ExpertParallelMoE};
 use moebius::checkpoint::{self, Checkpoint};
 use moebius::layer::Mode;
 
-use crate::attention::Attention;
+use crate::attention::{Attention, Mask};
 use crate::blocks::{Mlp, Norm, linear};
 use crate::config::Config;
 use crate::error::{Error, Result};
@@ -67,13 +67,14 @@ impl Cache {
 }
 
 impl Qwen3Moe {
-    /// Loads this rank's part of a checkpoint. No collective; every rank of `group` loads for itself.
+    /// Loads this rank's part of a checkpoint to the group's device. No collective; every rank loads for itself.
     ///
     /// # Errors
     /// A configuration that this decoder does not do, missing or mis-shaped tensors.
-    pub fn load(checkpoint: &Checkpoint, group: &EpGroup, options: LoadOptions) -> Result<Self> {
+    pub fn load(checkpoint: &Checkpoint, group: impl Into<DeviceGroup>, options: LoadOptions) -> Result<Self> {
         let config = Config::read(checkpoint.dir())?;
-        let mut p = Params::new(checkpoint, options);
+        let group = &group.into();
+        let mut p = Params::new(checkpoint, options, group.device().clone());
         let (vocab, hidden, eps) = (config.vocab_size, config.hidden_size, config.rms_norm_eps);
         let embeddings = p.get("model.embed_tokens.weight", &[vocab, hidden])?;
         // Not reserved ahead: the number of layers is the checkpoint's claim until its tensors are there.
@@ -92,7 +93,7 @@ impl Qwen3Moe {
             layers,
             norm,
             lm_head,
-            rotary: Rotary::new(config.head_dim(), config.rope_theta())?,
+            rotary: Rotary::new(config.head_dim(), config.rope_theta(), group.device())?,
             vars: p.into_vars(),
             trainable: options.trainable,
             config,
@@ -133,6 +134,14 @@ impl Qwen3Moe {
     /// As [`forward`](Self::forward); a trainable model, because a cache cuts the gradient's way. After an error the
     /// cache must be cleared.
     pub fn decode(&self, ids: &Tensor, cache: &mut Cache) -> Result<Tensor> {
+        self.logits(self.decode_hidden(ids, cache)?)
+    }
+
+    /// What [`decode`](Self::decode) projects to logits: the normalised last hidden states `[B, S, H]`.
+    ///
+    /// # Errors
+    /// As [`decode`](Self::decode).
+    pub fn decode_hidden(&self, ids: &Tensor, cache: &mut Cache) -> Result<Tensor> {
         const CALL: &str = "Qwen3Moe::decode";
         if self.trainable {
             return Err(Error::Usage { call: CALL, problem: "the model was loaded as trainable; load another".into() });
@@ -141,7 +150,7 @@ impl Qwen3Moe {
             let problem = format!("the cache has {} layers, the model {}", cache.layers.len(), self.layers.len());
             return Err(Error::Usage { call: CALL, problem });
         }
-        self.logits(self.run(ids, Some(cache))?)
+        self.run(ids, Some(cache))
     }
 
     /// Replicated parameters with their names on disk, where the model is trainable. Their gradients are this
@@ -179,12 +188,13 @@ impl Qwen3Moe {
         let ids = ids.to_dtype(DType::U32)?.flatten_all()?;
         let mut x = self.embedding.forward(&ids)?;
         let angles = self.rotary.angles(past, s, x.dtype())?;
+        let mask = Mask::new(s, x.dtype(), x.device())?;
         let mut caches = cache.map(|c| {
             c.len += s;
             c.layers.iter_mut()
         });
         for layer in &self.layers {
-            x = layer.forward(&x, (b, s), &angles, caches.as_mut().and_then(Iterator::next))?;
+            x = layer.forward(&x, (b, s), (&angles, &mask), caches.as_mut().and_then(Iterator::next))?;
         }
         if b * s > 0 {
             x = self.norm.forward(&x)?;
@@ -199,14 +209,14 @@ impl Qwen3Moe {
 }
 
 impl DecoderLayer {
-    fn load(p: &mut Params<'_>, number: usize, config: &Config, group: &EpGroup) -> Result<Self> {
+    fn load(p: &mut Params<'_>, number: usize, config: &Config, group: &DeviceGroup) -> Result<Self> {
         let prefix = format!("model.layers.{number}");
         let (hidden, eps) = (config.hidden_size, config.rms_norm_eps);
         let feed_forward = if p.checkpoint().moe_layers().contains(&number) {
             let options =
                 checkpoint::LoadOptions { rank: group.rank(), ranks: group.ranks(), dtype: p.options().moe_dtype()? };
             let block = p.checkpoint().load_block(number, options)?;
-            let moe = ExpertParallelMoE::from_block(block, number as u32, group.clone(), p.trainable())?;
+            let moe = ExpertParallelMoE::from_block(block, number as u32, group, p.trainable())?;
             FeedForward::Experts(Box::new(moe))
         } else {
             FeedForward::Dense(Mlp::load(p, &format!("{prefix}.mlp"), hidden, config.intermediate_size)?)
@@ -223,7 +233,7 @@ impl DecoderLayer {
         &self,
         x: &Tensor,
         (b, s): (usize, usize),
-        angles: &Angles,
+        positions: (&Angles, &Mask),
         cache: Option<&mut ConcatKvCache>,
     ) -> Result<Tensor> {
         if b * s == 0 {
@@ -234,7 +244,7 @@ impl DecoderLayer {
                 FeedForward::Experts(moe) => moe.forward_full(x, Mode::default())?.y,
             });
         }
-        let x = (x + self.attention.forward(&self.input_norm.forward(x)?, (b, s), angles, cache)?)?;
+        let x = (x + self.attention.forward(&self.input_norm.forward(x)?, (b, s), positions, cache)?)?;
         let h = self.post_attention_norm.forward(&x)?;
         let y = match &self.feed_forward {
             FeedForward::Dense(mlp) => mlp.forward(&h)?,

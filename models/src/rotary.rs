@@ -18,16 +18,17 @@ pub(crate) struct Angles {
 
 impl Rotary {
     /// `theta^(-2i/D)` for i in `0..D/2`.
-    pub fn new(head_dim: usize, theta: f64) -> Result<Self> {
+    pub fn new(head_dim: usize, theta: f64, device: &Device) -> Result<Self> {
         let f: Vec<f32> = (0..head_dim / 2).map(|i| theta.powf(-((2 * i) as f64) / head_dim as f64) as f32).collect();
-        Ok(Self { inverse_frequencies: Tensor::new(f, &Device::Cpu)?.unsqueeze(0)? })
+        Ok(Self { inverse_frequencies: Tensor::new(f, device)?.unsqueeze(0)? })
     }
 
     /// Angles of positions `start..start + len`. They are made for each forward: their cost is that of one row of
     /// one head, and no table need be as long as the longest sequence that the configuration allows.
     pub fn angles(&self, start: usize, len: usize, dtype: DType) -> Result<Angles> {
         let positions: Vec<f32> = (start..start + len).map(|p| p as f32).collect();
-        let angles = Tensor::from_vec(positions, (len, 1), &Device::Cpu)?.matmul(&self.inverse_frequencies)?;
+        let positions = Tensor::from_vec(positions, (len, 1), self.inverse_frequencies.device())?;
+        let angles = positions.matmul(&self.inverse_frequencies)?;
         Ok(Angles { cos: angles.cos()?.to_dtype(dtype)?, sin: angles.sin()?.to_dtype(dtype)? })
     }
 }

@@ -7,8 +7,9 @@ use std::path::Path;
 use candle_core::{DType, Device, Result, Tensor};
 use candle_nn::VarBuilder;
 use candle_transformers::models::qwen3_moe;
+use moebius::candle::DeviceGroup;
 use moebius::checkpoint::Checkpoint;
-use moebius::ep::{EpGroup, GroupConfig};
+use moebius::ep::GroupConfig;
 use moebius_models::{LoadOptions, Qwen3Moe};
 use serde_json::{Value, json};
 
@@ -95,10 +96,35 @@ fn weights(tied: bool) -> Result<HashMap<String, Tensor>> {
     Ok(w.0)
 }
 
-fn ours(dir: &Path, trainable: bool) -> Qwen3Moe {
-    let group = EpGroup::single(GroupConfig::new(EXPERTS, TOKENS)).expect("a group");
-    let options = LoadOptions { trainable, ..LoadOptions::default() };
+fn ours(dir: &Path, device: &Device, options: LoadOptions) -> Qwen3Moe {
+    let group = DeviceGroup::single(GroupConfig::new(EXPERTS, TOKENS), device).expect("a group");
     Qwen3Moe::load(&Checkpoint::open(dir).expect("a checkpoint"), &group, options).expect("a model")
+}
+
+fn train() -> LoadOptions {
+    LoadOptions { trainable: true, ..LoadOptions::default() }
+}
+
+/// Writes a checkpoint.
+fn write(dir: &Path, tied: bool) -> Result<HashMap<String, Tensor>> {
+    let weights = weights(tied)?;
+    std::fs::write(dir.join("config.json"), config(tied).to_string())?;
+    candle_core::safetensors::save(&weights, dir.join("model.safetensors"))?;
+    Ok(weights)
+}
+
+fn ids(device: &Device) -> Result<Tensor> {
+    let ids: Vec<u32> = (0..TOKENS as u32).map(|i| i * i % VOCABULARY as u32).collect();
+    Tensor::from_vec(ids, (1, TOKENS), device)
+}
+
+/// Logits of the whole sequence, given in two pieces: blocks of queries begin elsewhere.
+fn pieces(model: &Qwen3Moe, ids: &Tensor) -> Tensor {
+    let mut cache = model.cache();
+    let part = |start: usize, len: usize| ids.narrow(1, start, len).expect("tokens");
+    let first = model.decode(&part(0, 70), &mut cache).expect("logits");
+    let second = model.decode(&part(70, TOKENS - 70), &mut cache).expect("logits");
+    Tensor::cat(&[first, second], 1).expect("logits")
 }
 
 fn relative(a: &Tensor, b: &Tensor) -> Result<f64> {
@@ -110,32 +136,74 @@ fn relative(a: &Tensor, b: &Tensor) -> Result<f64> {
 fn last_logits_equal_those_of_candle_transformers() -> Result<()> {
     for tied in [false, true] {
         let dir = tempfile::tempdir()?;
-        let (config, weights) = (config(tied), weights(tied)?);
-        std::fs::write(dir.path().join("config.json"), config.to_string())?;
-        candle_core::safetensors::save(&weights, dir.path().join("model.safetensors"))?;
-        let config: qwen3_moe::Config = serde_json::from_value(config).expect("their config");
+        let weights = write(dir.path(), tied)?;
+        let config: qwen3_moe::Config = serde_json::from_value(config(tied)).expect("their config");
         let vb = VarBuilder::from_tensors(weights, DType::F32, &Device::Cpu);
         let mut theirs = qwen3_moe::ModelForCausalLM::new(&config, vb)?;
-        let ids: Vec<u32> = (0..TOKENS as u32).map(|i| i * i % VOCABULARY as u32).collect();
-        let ids = Tensor::from_vec(ids, (1, TOKENS), &Device::Cpu)?;
+        let ids = ids(&Device::Cpu)?;
         let expected = theirs.forward(&ids, 0)?;
 
-        let (inference, training) = (ours(dir.path(), false), ours(dir.path(), true));
+        let on = |options| ours(dir.path(), &Device::Cpu, options);
+        let (inference, training) = (on(LoadOptions::default()), on(train()));
         assert!(inference.moe(0).is_none() && inference.moe(1).is_some() && inference.moe(2).is_none());
         let last = |logits: Tensor| logits.narrow(1, logits.dim(1)? - 1, 1);
-        // In pieces, blocks of queries begin elsewhere.
-        let mut cache = inference.cache();
-        inference.decode(&ids.narrow(1, 0, 70).expect("tokens"), &mut cache).expect("logits");
-        let pieces = inference.decode(&ids.narrow(1, 70, TOKENS - 70).expect("tokens"), &mut cache).expect("logits");
         for (how, logits) in [
             ("inference", inference.forward(&ids).expect("logits")),
             ("training", training.forward(&ids).expect("logits")),
-            ("pieces", pieces),
+            ("pieces", pieces(&inference, &ids)),
         ] {
             let error = relative(&last(logits)?, &expected)?;
             println!("tied {tied}, {how}: {error:.1e}");
             assert!(error <= TOLERANCE, "tied {tied}, {how}: logits differ by {error:e}");
         }
+    }
+    Ok(())
+}
+
+/// The decoder on a GPU against the decoder on the CPU: logits, and gradients where it trains.
+#[cfg(feature = "cuda")]
+#[test]
+fn a_gpu_gives_what_the_cpu_gives() -> Result<()> {
+    let device = match Device::new_cuda_with_stream(0) {
+        Ok(device) => device,
+        Err(e) => {
+            println!("skipped: no GPU ({e})");
+            assert!(std::env::var_os("MOEBIUS_NEEDS_GPU").is_none(), "{e}");
+            return Ok(());
+        }
+    };
+    let dir = tempfile::tempdir()?;
+    write(dir.path(), false)?;
+    let host = |t: Tensor| t.to_device(&Device::Cpu)?.to_dtype(DType::F32);
+    // f32 sums in another order: 1e-5. bf16: three layers of some ten roundings of 2^-9 each, which add up by their
+    // squares: 2^-9 * sqrt(30).
+    for (dtype, bound) in [(DType::F32, 1e-5), (DType::BF16, 1.1e-2)] {
+        let options = LoadOptions { dtype: Some(dtype), trainable: false };
+        let expected = host(ours(dir.path(), &Device::Cpu, options).forward(&ids(&Device::Cpu)?).expect("logits"))?;
+        let model = ours(dir.path(), &device, options);
+        let ids = ids(&device)?;
+        for (how, logits) in [("whole", model.forward(&ids).expect("logits")), ("pieces", pieces(&model, &ids))] {
+            let error = relative(&host(logits)?, &expected)?;
+            println!("{dtype:?}, {how}: {error:.1e}");
+            assert!(error <= bound, "{dtype:?}, {how}: logits differ by {error:e}");
+        }
+    }
+    let gradients = |device: &Device| -> Result<Vec<(String, Tensor)>> {
+        let model = ours(dir.path(), device, train());
+        let logits = model.forward(&ids(device)?).expect("logits");
+        let gradients = logits.sqr()?.mean_all()?.backward()?;
+        let moe = model.moe(1).expect("experts");
+        let own = model.vars().iter().map(|(name, var)| (name.clone(), var.as_tensor()));
+        let all = own.chain(moe.params().into_iter().map(|(name, t)| (name.to_string(), t)));
+        all.map(|(name, t)| Ok((name, host(gradients.get(t).expect("a gradient").clone())?))).collect()
+    };
+    for ((name, expected), (_, found)) in gradients(&Device::Cpu)?.iter().zip(gradients(&device)?) {
+        // A key's bias shifts all scores of a query alike, which softmax undoes: its gradient is rounding alone.
+        if name.ends_with("k_proj.bias") {
+            continue;
+        }
+        let error = relative(&found, expected)?;
+        assert!(error <= 5e-5, "gradient of {name} differs by {error:e}");
     }
     Ok(())
 }

@@ -1,7 +1,7 @@
 //! Sharded weights whose shards are candle's variables.
 
-use candle_core::Var;
 use candle_core::backprop::GradStore;
+use candle_core::{Device, Var};
 
 use crate::comm::Communicator;
 use crate::cpu::Cpu;
@@ -9,7 +9,7 @@ use crate::error::Result;
 use crate::etp::{Chain, ShardSource, WeightId};
 use crate::tensor::TensorRef;
 
-use super::tensors::{copy_of, framework, into_candle, with_views};
+use super::host::{copy_of, framework, into_candle, with_views};
 
 /// A variable `[S, C]` as a rank's shard: a gather reads what the optimiser has left in it.
 #[derive(Debug, Clone)]
@@ -24,7 +24,7 @@ impl VarShard {
 
 impl ShardSource<Cpu> for VarShard {
     fn read(&self, visit: &mut dyn FnMut(TensorRef<'_, Cpu>) -> Result<()>) -> Result<()> {
-        with_views("VarShard", &[self.0.as_tensor()], |views| visit(views[0].borrow()))
+        with_views(&Cpu::new(), "VarShard", &[("shard", self.0.as_tensor())], |views| visit(views[0].borrow()))
     }
 }
 
@@ -43,7 +43,7 @@ pub fn finish_sharded(
     chain.finish(replicas, |id, gradient| {
         let Some((_, var)) = vars.iter().find(|(other, _)| *other == id) else { return Ok(()) };
         crate::Error::check_shape(CALL, "variable", gradient.dims(), var.dims())?;
-        let own = into_candle(copy_of(gradient)?, gradient.dims())?;
+        let own = into_candle(copy_of(&Cpu::new(), gradient)?, gradient.dims(), &Device::Cpu)?;
         let own = own.to_dtype(var.dtype()).map_err(framework(CALL))?;
         gradients.insert(var, own);
         Ok(())

@@ -33,13 +33,22 @@
 //! the inputs into a token, and the token's backward, which candle runs after those of `y` and the loss, runs the
 //! layer's backward once.
 
+mod cpu;
+#[cfg(feature = "cuda")]
+mod cuda;
 mod etp;
+mod group;
+mod host;
 mod module;
 mod op;
-mod tensors;
+mod run;
 
 pub use crate::ep::EpGroup;
+#[cfg(feature = "cuda")]
+pub use cuda::cuda;
 pub use etp::{VarShard, finish_sharded};
+pub use group::DeviceGroup;
+pub use host::Host;
 pub use module::{ExpertParallelMoE, MoeOutput};
 
 /// So that `?` serves inside functions of candle's `Result`: the message is ours.

@@ -2,33 +2,34 @@
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use candle_core::{CpuStorage, CustomOp1, CustomOp2, Layout, Result, Shape, Tensor};
+use candle_core::backend::BackendStorage;
+use candle_core::{CpuStorage, CudaStorage, CustomOp1, CustomOp2, Device, Layout, Result, Shape, Storage, Tensor};
 
-use crate::cpu::Cpu;
 use crate::ep::EpGroup;
 use crate::error::Error;
 use crate::layer::{Context, Cotangents, Inputs, Layer, ParamViews, Role, Wanted};
-
 use crate::tensor::TensorRef;
 
-use super::tensors::{framework, into_candle, with_views};
+use super::group::contiguous;
+use super::host::{Host, framework, into_candle, with_views};
 
 const CALL: &str = "ExpertParallelMoE backward";
 
 /// One forward of a layer, until its backward.
-pub(super) struct Step {
+pub(super) struct Step<D: Host> {
     pub(super) layer: Layer,
-    pub(super) group: EpGroup,
+    pub(super) group: EpGroup<D>,
+    pub(super) device: Device,
     /// x as `[T, H]`, contiguous.
     pub(super) x: Tensor,
     pub(super) params: Vec<(Role, Tensor)>,
-    pub(super) state: Mutex<State>,
+    pub(super) state: Mutex<State<D>>,
 }
 
 /// What a step still has.
-pub(super) enum State {
+pub(super) enum State<D: Host> {
     /// Forward is done; cotangents arrive.
-    Ready { context: Box<Context<Cpu>>, d_y: Option<Tensor>, d_aux: Option<Tensor> },
+    Ready { context: Box<Context<D>>, d_y: Option<Tensor>, d_aux: Option<Tensor> },
     /// Backward is done: gradients of x and the parameters wait to be handed out.
     Done { x: Option<Tensor>, params: Vec<Option<Tensor>> },
     /// Backward failed, or is running.
@@ -42,8 +43,8 @@ pub(super) enum Output {
     Aux,
 }
 
-impl Step {
-    fn state(&self) -> MutexGuard<'_, State> {
+impl<D: Host> Step<D> {
+    fn state(&self) -> MutexGuard<'_, State<D>> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -83,19 +84,19 @@ impl Step {
             experts: tracks(&[Role::Up, Role::UpBias, Role::Down, Role::DownBias]),
             shared: tracks(&[Role::SharedUp, Role::SharedDown, Role::SharedGate]),
         };
-        let params = contiguous(&self.params)?;
-        let mut tensors = vec![&self.x];
-        tensors.extend(params.iter().map(|(_, t)| t));
-        tensors.extend(&d_y);
-        let mut gradients = with_views(CALL, &tensors, |views| {
+        let params = contiguous(CALL, &self.params)?;
+        let mut group = self.group.lock();
+        let device = group.device().clone();
+        let mut gradients = with_views(&device, CALL, &named(&self.x, &params, d_y.as_ref()), |views| {
             let weights = views_of(&params, &views[1..])?;
             let cotangents = Cotangents { y: views.get(1 + params.len()).copied(), aux };
             let weights = weights.params();
             let inputs = Inputs { x: views[0].borrow(), params: &weights };
-            self.layer.backward(&mut self.group.lock(), *context, inputs, cotangents, wanted)
+            self.layer.backward(&mut group, *context, inputs, cotangents, wanted)
         })?;
-        let x = gradients.x.take().map(|g| into_candle(g, self.x.dims())).transpose()?;
-        let of = |(role, t): &(Role, Tensor)| gradients.take(*role).map(|g| into_candle(g, t.dims())).transpose();
+        let own = |g, like: &Tensor| into_candle(g, like.dims(), &self.device);
+        let x = gradients.x.take().map(|g| own(g, &self.x)).transpose()?;
+        let of = |(role, t): &(Role, Tensor)| gradients.take(*role).map(|g| own(g, t)).transpose();
         let params = self.params.iter().map(of).collect::<crate::Result<_>>()?;
         *state = State::Done { x, params };
         Ok(())
@@ -114,33 +115,42 @@ impl Step {
     }
 }
 
-/// The parameters in contiguous memory; as they are where they lie so.
-pub(super) fn contiguous(params: &[(Role, Tensor)]) -> crate::Result<Vec<(Role, Tensor)>> {
-    params.iter().map(|(role, t)| Ok((*role, t.contiguous().map_err(framework(CALL))?))).collect()
+/// x, the parameters and, if there is one, the gradient of y, with their names.
+pub(super) fn named<'a>(
+    x: &'a Tensor,
+    params: &'a [(Role, Tensor)],
+    d_y: Option<&'a Tensor>,
+) -> Vec<(&'static str, &'a Tensor)> {
+    let params = params.iter().map(|(role, t)| (role.name(), t));
+    std::iter::once(("x", x)).chain(params).chain(d_y.map(|d| ("gradient of y", d))).collect()
 }
 
 /// Views of parameters by role, given in the parameters' order.
-pub(super) fn views_of<'a>(
+pub(super) fn views_of<'a, D: Host>(
     params: &[(Role, Tensor)],
-    views: &[TensorRef<'a, Cpu>],
-) -> crate::Result<ParamViews<'a, Cpu>> {
+    views: &[TensorRef<'a, D>],
+) -> crate::Result<ParamViews<'a, D>> {
     ParamViews::collect(|role| Ok(params.iter().position(|(r, _)| *r == role).map(|i| views[i])))
 }
 
 /// Joins one more input to the token: the first link of the chain that candle runs backwards last.
-pub(super) struct Join {
-    pub(super) step: Arc<Step>,
+pub(super) struct Join<D: Host> {
+    pub(super) step: Arc<Step<D>>,
     /// `None`: x; else a parameter's place.
     pub(super) input: Option<usize>,
 }
 
-impl CustomOp2 for Join {
+impl<D: Host> CustomOp2 for Join<D> {
     fn name(&self) -> &'static str {
         "moebius-join"
     }
 
-    fn cpu_fwd(&self, _: &CpuStorage, _: &Layout, _: &CpuStorage, _: &Layout) -> Result<(CpuStorage, Shape)> {
-        Ok((CpuStorage::F32(vec![0.0]), Shape::from(())))
+    fn cpu_fwd(&self, token: &CpuStorage, at: &Layout, _: &CpuStorage, _: &Layout) -> Result<(CpuStorage, Shape)> {
+        Ok((token.try_clone(at)?, Shape::from(())))
+    }
+
+    fn cuda_fwd(&self, token: &CudaStorage, at: &Layout, _: &CudaStorage, _: &Layout) -> Result<(CudaStorage, Shape)> {
+        Ok((token.try_clone(at)?, Shape::from(())))
     }
 
     fn bwd(&self, token: &Tensor, input: &Tensor, _: &Tensor, _: &Tensor) -> Result<(Option<Tensor>, Option<Tensor>)> {
@@ -152,20 +162,37 @@ impl CustomOp2 for Join {
 }
 
 /// Gives an output of the layer, computed before, a place in the graph.
-pub(super) struct Emit {
-    pub(super) step: Arc<Step>,
+pub(super) struct Emit<D: Host> {
+    pub(super) step: Arc<Step<D>>,
     pub(super) output: Output,
-    pub(super) value: Mutex<Option<(CpuStorage, Shape)>>,
+    pub(super) value: Mutex<Option<(Storage, Shape)>>,
 }
 
-impl CustomOp1 for Emit {
+impl<D: Host> Emit<D> {
+    fn take(&self) -> Option<(Storage, Shape)> {
+        self.value.lock().unwrap_or_else(PoisonError::into_inner).take()
+    }
+}
+
+const TWICE: &str = "moebius-emit ran twice";
+
+impl<D: Host> CustomOp1 for Emit<D> {
     fn name(&self) -> &'static str {
         "moebius-emit"
     }
 
     fn cpu_fwd(&self, _: &CpuStorage, _: &Layout) -> Result<(CpuStorage, Shape)> {
-        let value = self.value.lock().unwrap_or_else(PoisonError::into_inner).take();
-        value.ok_or_else(|| candle_core::Error::msg("moebius-emit ran twice"))
+        match self.take() {
+            Some((Storage::Cpu(value), shape)) => Ok((value, shape)),
+            _ => Err(candle_core::Error::msg(TWICE)),
+        }
+    }
+
+    fn cuda_fwd(&self, _: &CudaStorage, _: &Layout) -> Result<(CudaStorage, Shape)> {
+        match self.take() {
+            Some((Storage::Cuda(value), shape)) => Ok((value, shape)),
+            _ => Err(candle_core::Error::msg(TWICE)),
+        }
     }
 
     fn bwd(&self, token: &Tensor, _: &Tensor, gradient: &Tensor) -> Result<Option<Tensor>> {

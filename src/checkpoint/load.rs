@@ -244,7 +244,13 @@ impl Checkpoint {
 }
 
 /// Reads one matrix into its place, piece by piece.
-pub(super) fn read_part(stored: &Stored<'_>, part: &Part, matrix: &mut [u8], dtype: DType, scratch: &mut Scratch) -> Result<()> {
+pub(super) fn read_part(
+    stored: &Stored<'_>,
+    part: &Part,
+    matrix: &mut [u8],
+    dtype: DType,
+    scratch: &mut Scratch,
+) -> Result<()> {
     let transposed = part.transposed != stored.flipped;
     let (rows, columns) = if transposed { (part.inn, part.out) } else { (part.out, part.inn) };
     let origin = part.slice * rows;

@@ -40,8 +40,13 @@ pub(super) fn read_window<'s>(
             let last = (at + step).min(from.end);
             let origin = part.slice * part.out;
             let chunk = stored.read(origin + at..origin + last, part.inn, scratch)?;
-            let place =
-                Place { first: at - from.start, columns: part.inn, transposed: false, rows: Rows::From(0), inn: part.inn };
+            let place = Place {
+                first: at - from.start,
+                columns: part.inn,
+                transposed: false,
+                rows: Rows::From(0),
+                inn: part.inn,
+            };
             place.store(&chunk, to, dtype);
         }
         return Ok(to.len());

@@ -16,3 +16,4 @@ mod zones;
 pub(crate) use collective::{add_pairwise, sum_ranks};
 pub use device::{Cpu, HostBuffer};
 pub use element::Element;
+pub(crate) use element::Float;

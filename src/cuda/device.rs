@@ -8,6 +8,8 @@ use std::sync::{Arc, PoisonError, RwLock};
 
 use cudarc::driver::sys::{self, CUdeviceptr};
 use cudarc::driver::{CudaContext, CudaEvent, CudaStream, DriverError, result};
+#[cfg(feature = "candle")]
+use cudarc::driver::{CudaSlice, DevicePtrMut};
 
 use crate::device::{Device, sealed::Sealed};
 use crate::dtype::DType;
@@ -17,6 +19,9 @@ use crate::tensor::TensorMut;
 use super::launch::Functions;
 use super::memory::{Arena, Block, Memory};
 use super::status::Status;
+
+/// `CU_STREAM_PER_THREAD`. Buffers freed on another thread than the one that last used them would not be behind its work.
+const PER_THREAD: sys::CUstream = 0x2 as sys::CUstream;
 
 /// A stream of a GPU with this crate's kernels loaded.
 #[derive(Clone)]
@@ -110,6 +115,15 @@ impl Cuda {
     /// [`Error::Device`]: no kernels for the GPU in this build, or one without memory pools.
     pub fn on(stream: Arc<CudaStream>) -> Result<Self> {
         const CALL: &str = "Cuda::on";
+        if stream.cu_stream() == PER_THREAD {
+            let found = "the per-thread default stream, which is another one on every thread";
+            return Err(Error::invalid(
+                CALL,
+                "stream",
+                "a stream of its own (candle: Device::new_cuda_with_stream)",
+                found,
+            ));
+        }
         let context = Arc::clone(stream.context());
         context.bind_to_thread().map_err(driver(CALL, "bind the context"))?;
         let (major, minor) = context.compute_capability().map_err(driver(CALL, "ask for the compute capability"))?;
@@ -136,6 +150,18 @@ impl Cuda {
     /// The same device without the kernels that one architecture alone has: what other GPUs run.
     pub fn portable(&self) -> Self {
         Self { portable: true, ..self.clone() }
+    }
+
+    /// Whether work on `stream` is in the order of this device's.
+    #[cfg(feature = "candle")]
+    pub(crate) fn is_on(&self, stream: &CudaStream) -> bool {
+        stream.cu_stream() == self.inner.stream.cu_stream() && stream.context() == &self.inner.context
+    }
+
+    /// The stream of all work on this device, borrowed.
+    #[cfg(feature = "candle")]
+    pub(crate) fn raw_stream(&self) -> &CudaStream {
+        &self.inner.stream
     }
 
     /// Whether calls may take the Hopper kernels.
@@ -261,6 +287,22 @@ pub struct DeviceBuffer {
 impl fmt::Debug for DeviceBuffer {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "DeviceBuffer {{ bytes: {} }}", self.bytes)
+    }
+}
+
+impl DeviceBuffer {
+    /// The memory as the driver bindings' own: it leaves the workspace, and whoever holds it gives it back to the driver, in
+    /// the order of the stream. `T` is the element type that the buffer was allocated for.
+    #[cfg(feature = "candle")]
+    pub(crate) fn into_slice<T: cudarc::driver::DeviceRepr>(mut self) -> CudaSlice<T> {
+        let stream = Arc::clone(self.arena.stream());
+        let ptr = self.arena.give_away(&mut self.block);
+        // SAFETY: the block has that many bytes and is the arena's no longer; the slice frees it with
+        // `cuMemFreeAsync` on the arena's stream. A pool that is destroyed before stays until then.
+        let mut slice = unsafe { stream.upgrade_device_ptr(ptr, self.bytes / size_of::<T>()) };
+        // Records the work that fills the memory, for readers on other streams.
+        drop(slice.device_ptr_mut(&stream));
+        slice
     }
 }
 

@@ -6,7 +6,7 @@ use crate::dtype::DType;
 use crate::error::Result;
 
 use super::device::{Cuda, driver};
-use super::launch::{Grid, HOPPER};
+use super::launch::{Grid, HOPPER, ROWS};
 use super::params;
 
 /// Which product a kernel makes, as far as its operands' layout depends on it.
@@ -50,27 +50,25 @@ pub(super) unsafe fn launch(
     }
     let (n, k, groups) = (p.n as u64, p.k as u64, p.groups as u64);
     let map = |base, dims: &[u64], rows| tensor_map(call, dtype, base, dims, rows);
-    // Boxes: 64 columns (128 bytes) by as many rows as one load brings.
+    // Boxes: 64 columns (128 bytes) by as many rows as one load brings. Those of weights are 32 rows high.
     let (a, b) = match product {
-        Product::Up => (map(p.a, &[k, p.a_rows as u64], 128)?, map(p.b, &[k, 2 * n, groups], 128)?),
-        Product::Down => (map(p.a, &[k, p.a_rows as u64], 128)?, map(p.b, &[k, n, groups], 128)?),
-        Product::Dgrad => (map(p.a, &[k, p.a_rows as u64], 128)?, map(p.b, &[n, k, groups], 64)?),
+        Product::Up => (map(p.a, &[k, p.a_rows as u64], 128)?, map(p.b, &[k, 2 * n, groups], 32)?),
+        Product::Down => (map(p.a, &[k, p.a_rows as u64], 128)?, map(p.b, &[k, n, groups], 32)?),
+        Product::Dgrad => (map(p.a, &[k, p.a_rows as u64], 128)?, map(p.b, &[n, k, groups], 32)?),
         Product::Wgrad => (map(p.a, &[p.m as u64, p.a_rows as u64], 64)?, map(p.b, &[n, p.b_rows as u64], 64)?),
     };
-    // Read by the gradient through the activation alone.
-    let pre = match p.pre {
-        0 => b,
-        pre => map(pre, &[2 * n, p.m as u64], 128)?,
-    };
-    let blocks = blocks.min(device.inner.processors);
-    let grid = Grid { shared: HOPPER.shared, ..Grid::new(blocks, HOPPER.threads) };
+    // Those over rows work in clusters of two.
+    let (shape, multiple) = if product == Product::Wgrad { (HOPPER, 1) } else { (ROWS, 2) };
+    let blocks = blocks.min(device.inner.processors / multiple * multiple).next_multiple_of(multiple);
+    let grid = Grid { shared: shape.shared, ..Grid::new(blocks, shape.threads) };
     let mut arguments = [
         (&raw const *p).cast_mut().cast(),
         (&raw const a).cast_mut().cast(),
         (&raw const b).cast_mut().cast(),
-        (&raw const pre).cast_mut().cast(),
+        // Read by no kernel.
+        (&raw const b).cast_mut().cast(),
     ];
-    // SAFETY: the kernels take these four; the rest is the caller's promise.
+    // SAFETY: the kernels take at most these four; the rest is the caller's promise.
     unsafe { device.launch_with(call, kernel, grid, &mut arguments) }
 }
 

@@ -47,7 +47,7 @@ const STAGES: [(&str, &[&str]); 8] = [
     ),
     ("linear", &["linear_bf16", "linear_f16", "linear_any", "linear_d_x", "linear_d_weight", "sum_parts"]),
     ("permute", &["gather_rows", "reduce_rows", "slot_dots", "sigmoid"]),
-    ("prepare", &["plan_count", "plan_scan", "plan_zones", "plan_slots", "schedule"]),
+    ("prepare", &["plan_count", "plan_scan", "plan_zones", "plan_slots", "plan_small", "schedule", "schedule_pairs"]),
     ("router", &["route", "route_bwd", "keep_sum"]),
     ("wgrad", &["wgrad_bf16", "wgrad_f16", "wgrad_f32", "column_sums"]),
 ];
@@ -57,7 +57,11 @@ pub(super) const TENSOR: Shape = Shape { tile: 128, threads: 256, shared: 81920 
 /// Tile of the multiply-add kernels, and their shared memory (`scalar` there).
 pub(super) const SCALAR: Shape = Shape { tile: 64, threads: 256, shared: 17408 };
 
-/// Tile rows of the Hopper kernels, and their shared memory (`hopper` in `kernels/common/hopper.cuh`).
+/// Tile rows of the Hopper kernels over rows, and their shared memory (`kernels/common/rows.cuh`).
+pub(super) const ROWS: Shape = Shape { tile: 128, threads: 384, shared: 226_496 };
+/// Columns of their tiles.
+pub(super) const ROWS_COLUMNS: usize = 192;
+/// Tile rows of Hopper's weight gradients, and their shared memory (`kernels/common/hopper.cuh`).
 pub(super) const HOPPER: Shape = Shape { tile: 128, threads: 384, shared: 216_128 };
 /// Columns of their tiles.
 pub(super) const HOPPER_COLUMNS: usize = 256;
@@ -105,7 +109,8 @@ impl Functions {
                     .map_err(driver(CALL, &format!("find kernel {name}")))?;
                 loaded.table.insert(name, function);
                 let shared = match stage {
-                    HOPPER_STAGE => HOPPER.shared,
+                    HOPPER_STAGE if name.starts_with("hopper_wgrad") => HOPPER.shared,
+                    HOPPER_STAGE => ROWS.shared,
                     "grouped_gemm" | "linear" | "wgrad" if name.ends_with("f16") => TENSOR.shared,
                     _ => 0,
                 };

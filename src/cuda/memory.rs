@@ -189,7 +189,24 @@ impl Arena {
         Ok(Block { ptr, size, serial: state.next })
     }
 
+    #[cfg(feature = "candle")]
+    pub(super) fn stream(&self) -> &Arc<CudaStream> {
+        &self.pool.stream
+    }
+
+    /// Leaves a block to somebody else, who gives it back to the driver.
+    #[cfg(feature = "candle")]
+    pub(super) fn give_away(&self, block: &mut Block) -> CUdeviceptr {
+        let mut memory = self.pool.counts();
+        memory.in_use -= block.size;
+        memory.reserved -= std::mem::take(&mut block.size);
+        block.ptr
+    }
+
     pub(super) fn free(&self, block: Block) {
+        if block.size == 0 {
+            return; // given away
+        }
         let mut state = lock(&self.state);
         self.pool.counts().in_use -= block.size;
         match state.holds.values().any(|end| block.serial < *end) {

@@ -52,12 +52,14 @@ impl Cuda {
     }
 }
 
-/// Choices that a warp walks at least.
-const CHUNK: usize = 256;
-/// Chunks that they are cut into at most.
+/// Chunks that choices are cut into at most, one a warp; a chunk is a multiple of a warp.
 const CHUNKS: usize = 1024;
-/// Experts whose counts fit a block's shared memory without asking for more.
-const MOST_EXPERTS: usize = (48 << 10) / 4;
+/// As many in one block.
+const WARPS: usize = 32;
+/// Choices that one block plans.
+const SMALL: usize = 8192;
+/// Counts that fit a block's shared memory without asking for more.
+const COUNTS: usize = (48 << 10) / 4;
 
 /// Rows of a layout and whether slots past them are dropped.
 fn rows(spec: &DispatchSpec, choices: usize, experts: usize) -> Result<(usize, bool)> {
@@ -78,7 +80,7 @@ pub(super) fn plan_behind(device: &Cuda, call: PlanRequest<'_, Cuda>) -> Result<
     const CALL: &str = "prepare";
     let (spec, experts, k) = (call.spec, call.num_experts, call.spec.top_k);
     let by_weight = spec.expert_capacity.is_some_and(|c| c.order == CapacityOrder::Probability);
-    if by_weight || experts > MOST_EXPERTS {
+    if by_weight || experts > COUNTS {
         return Ok(None);
     }
     if device.inner.report.raised() && !device.inner.capturing.load(Ordering::SeqCst) {
@@ -92,8 +94,9 @@ pub(super) fn plan_behind(device: &Cuda, call: PlanRequest<'_, Cuda>) -> Result<
     };
     let (rows, may_drop) = rows(spec, choices, experts)?;
     let limit = spec.expert_capacity.map_or(i64::MAX, |c| c.limit(choices, experts) as i64);
-    let chunk = choices.div_ceil(CHUNKS).next_multiple_of(32).max(CHUNK);
-    let chunks = choices.div_ceil(chunk);
+    let small = choices <= SMALL && experts * WARPS <= COUNTS;
+    let chunk = choices.div_ceil(if small { WARPS } else { CHUNKS }).next_multiple_of(32).max(32);
+    let chunks = if small { WARPS } else { choices.div_ceil(chunk) };
     let of = |dtype, dims: &[usize]| Tensor::empty(device, dtype, dims);
     let mut before = of(DType::I32, &[experts, chunks])?;
     let (mut offsets, mut counts) = (of(DType::I64, &[experts])?, of(DType::I64, &[experts])?);
@@ -126,13 +129,19 @@ pub(super) fn plan_behind(device: &Cuda, call: PlanRequest<'_, Cuda>) -> Result<
         return_map: at(&mut return_map),
         fault: device.inner.status,
     };
-    let walk = Grid { shared: (experts * 4) as u32, ..Grid::new(chunks, 32) };
+    let shared = (experts * 4) as u32;
+    let walk = Grid { shared, ..Grid::new(chunks, 32) };
+    let one = Grid::new(1, WARPS as u32 * 32);
     // SAFETY: every tensor has the size that `params.h` states for it; the kernels check the ids.
     unsafe {
-        device.launch(CALL, "plan_count", walk, &p)?;
-        device.launch(CALL, "plan_scan", Grid::new(experts.div_ceil(8), 256), &p)?;
-        device.launch(CALL, "plan_zones", Grid::new(1, 1024), &p)?;
-        device.launch(CALL, "plan_slots", walk, &p)?;
+        if small {
+            device.launch(CALL, "plan_small", Grid { shared: shared * WARPS as u32, ..one }, &p)?;
+        } else {
+            device.launch(CALL, "plan_count", walk, &p)?;
+            device.launch(CALL, "plan_scan", Grid::new(experts.div_ceil(8), 256), &p)?;
+            device.launch(CALL, "plan_zones", one, &p)?;
+            device.launch(CALL, "plan_slots", walk, &p)?;
+        }
     }
     device.inner.report.report(CALL)?;
     let none = Vec::new;

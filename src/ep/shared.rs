@@ -4,13 +4,14 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use crate::cpu::Cpu;
 use crate::error::{Error, Result};
+use crate::kernels::Kernels;
 
 use super::{Group, GroupConfig};
 
 /// One rank's group, shared by its layers.
-#[derive(Debug, Clone)]
-pub struct EpGroup {
-    group: Arc<Mutex<Group<Cpu>>>,
+#[derive(Debug)]
+pub struct EpGroup<D: Kernels = Cpu> {
+    group: Arc<Mutex<Group<D>>>,
     failure: Arc<Mutex<Option<Error>>>,
     rank: usize,
     ranks: usize,
@@ -19,9 +20,25 @@ pub struct EpGroup {
     experts: usize,
 }
 
+impl<D: Kernels> Clone for EpGroup<D> {
+    fn clone(&self) -> Self {
+        Self { group: self.group.clone(), failure: self.failure.clone(), ..*self }
+    }
+}
+
 impl EpGroup {
+    /// A group of one rank on the CPU.
+    ///
+    /// # Errors
+    /// What [`Group::new`] finds.
+    pub fn single(config: GroupConfig) -> Result<Self> {
+        Group::single(config).map(Self::new)
+    }
+}
+
+impl<D: Kernels> EpGroup<D> {
     /// Shares a group among layers of this rank.
-    pub fn new(group: Group<Cpu>) -> Self {
+    pub fn new(group: Group<D>) -> Self {
         let (rank, ranks, local) = (group.rank(), group.ranks(), group.local_experts());
         Self {
             #[cfg(feature = "burn")]
@@ -32,14 +49,6 @@ impl EpGroup {
             ranks,
             local,
         }
-    }
-
-    /// A group of one rank.
-    ///
-    /// # Errors
-    /// What [`Group::new`] finds.
-    pub fn single(config: GroupConfig) -> Result<Self> {
-        Group::single(config).map(Self::new)
     }
 
     /// This rank.
@@ -58,7 +67,7 @@ impl EpGroup {
     }
 
     /// The group, for collectives beside the layers' own. Not while a layer runs: it waits for it.
-    pub fn lock(&self) -> MutexGuard<'_, Group<Cpu>> {
+    pub fn lock(&self) -> MutexGuard<'_, Group<D>> {
         // A thread that panicked inside a collective left the group usable or its communicator poisoned; both
         // answer for themselves.
         self.group.lock().unwrap_or_else(PoisonError::into_inner)

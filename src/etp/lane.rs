@@ -181,9 +181,9 @@ fn recover<D: Device>(comm: &mut dyn Communicator<D>, tag: Tag, reason: Option<S
     };
     loop {
         match met {
-            Err(Error::Comm(
-                Refused { .. } | TagMismatch { .. } | SizeMismatch { .. } | ArgumentMismatch { .. },
-            )) => met = comm.barrier(tag),
+            Err(Error::Comm(Refused { .. } | TagMismatch { .. } | SizeMismatch { .. } | ArgumentMismatch { .. })) => {
+                met = comm.barrier(tag)
+            }
             other => return other,
         }
     }

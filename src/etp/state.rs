@@ -63,8 +63,13 @@ mod tests {
     fn only_the_five_edges_are_allowed() {
         use State::*;
         let all = [None, AsyncWait, DataReady, DataReadySync];
-        let edges =
-            [(None, AsyncWait), (AsyncWait, DataReady), (DataReady, None), (None, DataReadySync), (DataReadySync, None)];
+        let edges = [
+            (None, AsyncWait),
+            (AsyncWait, DataReady),
+            (DataReady, None),
+            (None, DataReadySync),
+            (DataReadySync, None),
+        ];
         for from in all {
             for to in all {
                 let mut machine = Machine(from);

@@ -30,7 +30,8 @@ fn shards_join_to_the_block() {
         for (ep, n, pad, dtype) in [(1, 1, 16, None), (2, 2, 16, None), (1, 4, 0, Some(DType::F32)), (1, 3, 1, None)] {
             let options = LoadOptions { rank: ep - 1, ranks: ep, dtype };
             let whole = checkpoint.load_block(layer, options).unwrap().params;
-            let load = |rank| checkpoint.load_shard(layer, options, ShardOptions { rank, ranks: n, pad }).unwrap().params;
+            let load =
+                |rank| checkpoint.load_shard(layer, options, ShardOptions { rank, ranks: n, pad }).unwrap().params;
             let parts: Vec<BlockParams> = (0..n).map(load).collect();
             for role in Role::ALL {
                 let Some(expected) = whole.get(role) else { continue };

@@ -169,7 +169,11 @@ fn params<'a>(
 
 impl Rank {
     /// Calls `f` with the parameters of a layer.
-    fn with<R>(&mut self, l: usize, f: impl FnOnce(&Layer, &mut Group<Cpu>, &Params<'_, Cpu>) -> Result<R>) -> Result<R> {
+    fn with<R>(
+        &mut self,
+        l: usize,
+        f: impl FnOnce(&Layer, &mut Group<Cpu>, &Params<'_, Cpu>) -> Result<R>,
+    ) -> Result<R> {
         let router = self.routers[l].view();
         match &self.weights {
             Weights::Whole(all) => {
@@ -321,8 +325,7 @@ impl Rank {
                     }
                 }
             }
-            let sum: Vec<f32> =
-                (0..count).map(|at| tree(&groups.iter().map(|g| g[at]).collect::<Vec<_>>())).collect();
+            let sum: Vec<f32> = (0..count).map(|at| tree(&groups.iter().map(|g| g[at]).collect::<Vec<_>>())).collect();
             optimiser.step(step, &sum);
             out.gradients.push(sum.iter().map(|v| v.to_bits()).collect());
             if let Weights::Whole(all) = &mut self.weights {

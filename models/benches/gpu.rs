@@ -1,0 +1,223 @@
+//! Two layers of Qwen3-30B-A3B in bf16 on one GPU, against candle-transformers' decoder on the same weights: prefill of
+//! 4096 tokens, and decoding of 64 sequences. One JSON line a measurement: the median of several, by turns, and the
+//! ratio of the two.
+//!
+//! ```text
+//! cargo bench --features cuda --bench gpu     # candle-transformers with its loop over the experts
+//! cargo bench --features fused --bench gpu    # … with its fused kernels
+//! ```
+//!
+//! Both give hidden states: the projection to the vocabulary is the same product in either. Beside the times are the
+//! relative differences of both from the same weights in f32: of 128 experts some are near ties, and a token whose choice
+//! hangs on a rounding differs by an expert, so that neither decoder is near the other in bf16.
+
+use std::collections::HashMap;
+use std::error::Error;
+use std::path::Path;
+use std::time::Instant;
+
+use candle_core::{DType, Device, Tensor};
+use candle_nn::VarBuilder;
+use candle_transformers::models::qwen3_moe;
+use moebius::candle::DeviceGroup;
+use moebius::checkpoint::Checkpoint;
+use moebius::ep::GroupConfig;
+use moebius_models::{Cache, LoadOptions, Qwen3Moe};
+
+const LAYERS: usize = 2;
+const HIDDEN: usize = 2048;
+const INNER: usize = 768;
+const EXPERTS: usize = 128;
+const HEADS: usize = 32;
+const KV_HEADS: usize = 4;
+const HEAD_DIM: usize = 128;
+/// Of 151936: the projection is left out.
+const VOCABULARY: usize = 1024;
+
+/// Tokens of the prefill.
+const PREFILL: usize = 4096;
+/// Sequences that decode together, and how long they are already.
+const SEQUENCES: usize = 64;
+const CONTEXT: usize = 128;
+const WARM_UP: usize = 2;
+const REPEATS: usize = 7;
+
+type Result<T> = std::result::Result<T, Box<dyn Error>>;
+
+fn config() -> serde_json::Value {
+    serde_json::json!({
+        "model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"], "torch_dtype": "bfloat16",
+        "vocab_size": VOCABULARY, "hidden_size": HIDDEN, "intermediate_size": 6144, "num_hidden_layers": LAYERS,
+        "num_attention_heads": HEADS, "head_dim": HEAD_DIM, "attention_bias": false,
+        "num_key_value_heads": KV_HEADS, "max_position_embeddings": PREFILL, "sliding_window": null,
+        "max_window_layers": LAYERS, "tie_word_embeddings": false, "rope_theta": 1e6, "rms_norm_eps": 1e-6,
+        "use_sliding_window": false, "hidden_act": "silu", "decoder_sparse_step": 1, "mlp_only_layers": [],
+        "moe_intermediate_size": INNER, "num_experts_per_tok": 8, "num_experts": EXPERTS, "norm_topk_prob": true
+    })
+}
+
+/// Random weights, on the GPU; candle's generator starts from a seed of its own.
+fn weights(device: &Device) -> candle_core::Result<HashMap<String, Tensor>> {
+    let mut all = HashMap::new();
+    let mut add = |name: &str, dims: &[usize]| {
+        let t = match dims {
+            [n] => Tensor::ones(*n, DType::F32, device)?,
+            _ => Tensor::randn(0f32, (dims[1] as f32).powf(-0.5), dims, device)?,
+        };
+        all.insert(format!("{name}.weight"), t.to_dtype(DType::BF16)?);
+        candle_core::Result::Ok(())
+    };
+    add("model.embed_tokens", &[VOCABULARY, HIDDEN])?;
+    add("model.norm", &[HIDDEN])?;
+    add("lm_head", &[VOCABULARY, HIDDEN])?;
+    for layer in (0..LAYERS).map(|l| format!("model.layers.{l}")) {
+        add(&format!("{layer}.input_layernorm"), &[HIDDEN])?;
+        add(&format!("{layer}.post_attention_layernorm"), &[HIDDEN])?;
+        for (name, out, inputs) in [
+            ("q_proj", HEADS * HEAD_DIM, HIDDEN),
+            ("k_proj", KV_HEADS * HEAD_DIM, HIDDEN),
+            ("v_proj", KV_HEADS * HEAD_DIM, HIDDEN),
+            ("o_proj", HIDDEN, HEADS * HEAD_DIM),
+        ] {
+            add(&format!("{layer}.self_attn.{name}"), &[out, inputs])?;
+        }
+        add(&format!("{layer}.self_attn.q_norm"), &[HEAD_DIM])?;
+        add(&format!("{layer}.self_attn.k_norm"), &[HEAD_DIM])?;
+        add(&format!("{layer}.mlp.gate"), &[EXPERTS, HIDDEN])?;
+        for expert in (0..EXPERTS).map(|e| format!("{layer}.mlp.experts.{e}")) {
+            add(&format!("{expert}.gate_proj"), &[INNER, HIDDEN])?;
+            add(&format!("{expert}.up_proj"), &[INNER, HIDDEN])?;
+            add(&format!("{expert}.down_proj"), &[HIDDEN, INNER])?;
+        }
+    }
+    Ok(all)
+}
+
+/// The decoders, and ours in f32.
+struct Decoders {
+    ours: Qwen3Moe,
+    theirs: qwen3_moe::Model,
+    reference: Qwen3Moe,
+}
+
+fn load(dir: &Path, device: &Device) -> Result<Decoders> {
+    let weights = weights(device)?;
+    std::fs::write(dir.join("config.json"), config().to_string())?;
+    let on_host = weights.iter().map(|(name, t)| Ok((name.clone(), t.to_device(&Device::Cpu)?)));
+    let on_host = on_host.collect::<candle_core::Result<HashMap<_, _>>>()?;
+    candle_core::safetensors::save(&on_host, dir.join("model.safetensors"))?;
+    drop(on_host);
+    let group = DeviceGroup::single(GroupConfig::new(EXPERTS, SEQUENCES * CONTEXT), device)?;
+    let ours = |dtype| {
+        let options = LoadOptions { dtype: Some(dtype), trainable: false };
+        Qwen3Moe::load(&Checkpoint::open(dir)?, &group, options).map_err(Box::<dyn Error>::from)
+    };
+    let (ours, reference) = (ours(DType::BF16)?, ours(DType::F32)?);
+    let config: qwen3_moe::Config = serde_json::from_value(config())?;
+    let theirs = qwen3_moe::Model::new(&config, VarBuilder::from_tensors(weights, DType::BF16, device))?;
+    Ok(Decoders { ours, theirs, reference })
+}
+
+fn ids(sequences: usize, tokens: usize, device: &Device) -> candle_core::Result<Tensor> {
+    let ids: Vec<u32> = (0..(sequences * tokens) as u32).map(|i| i.wrapping_mul(7919) % VOCABULARY as u32).collect();
+    Tensor::from_vec(ids, (sequences, tokens), device)
+}
+
+/// Milliseconds of a call and all the work that it enqueues.
+fn time(device: &Device, call: impl FnOnce() -> Result<Tensor>) -> Result<(f64, Tensor)> {
+    device.synchronize()?;
+    let start = Instant::now();
+    let out = call()?;
+    device.synchronize()?;
+    Ok((start.elapsed().as_secs_f64() * 1e3, out))
+}
+
+/// ‖a − b‖ / ‖b‖.
+fn relative(a: &Tensor, b: &Tensor) -> candle_core::Result<f64> {
+    let norm = |t: Tensor| t.sqr()?.sum_all()?.to_scalar::<f32>().map(f64::from);
+    let (a, b) = (a.to_dtype(DType::F32)?, b.to_dtype(DType::F32)?);
+    Ok((norm((a - &b)?)? / norm(b)?).sqrt())
+}
+
+/// Times of one phase, by turns, and the last outputs.
+#[derive(Default)]
+struct Turns {
+    times: Vec<(f64, f64)>,
+    errors: (f64, f64),
+}
+
+impl Turns {
+    fn take(&mut self, turn: usize, ours: (f64, Tensor), theirs: (f64, Tensor), expected: &Tensor) -> Result<()> {
+        if turn >= WARM_UP {
+            self.times.push((ours.0, theirs.0));
+        }
+        self.errors = (relative(&ours.1, expected)?, relative(&theirs.1, expected)?);
+        Ok(())
+    }
+
+    /// Prints a line; fails where ours is the worse decoder.
+    fn report(&self, phase: &str) -> Result<()> {
+        let theirs = if cfg!(feature = "fused") { "candle-transformers, fused" } else { "candle-transformers" };
+        let of = |pick: &dyn Fn(&(f64, f64)) -> f64| {
+            let mut values: Vec<f64> = self.times.iter().map(pick).collect();
+            values.sort_by(f64::total_cmp);
+            values[values.len() / 2]
+        };
+        let (a, b, ratio) = (of(&|t| t.0), of(&|t| t.1), of(&|t| t.1 / t.0));
+        let (error, their_error) = self.errors;
+        println!(
+            "{{\"workload\":\"qwen3-30b-a3b, {LAYERS} layers\",\"phase\":\"{phase}\",\"moebius_ms\":{a:.3},\"against\":\
+             \"{theirs}\",\"their_ms\":{b:.3},\"ratio\":{ratio:.2},\"error\":{error:.1e},\"their_error\":{their_error:.1e}}}"
+        );
+        match error <= 1.05 * their_error {
+            true => Ok(()),
+            false => Err(format!("{phase}: off by {error:e}, candle-transformers by {their_error:e}").into()),
+        }
+    }
+}
+
+fn prefill(d: &Decoders, device: &Device) -> Result<()> {
+    let ids = ids(1, PREFILL, device)?;
+    let expected = d.reference.hidden(&ids)?;
+    let mut turns = Turns::default();
+    for turn in 0..WARM_UP + REPEATS {
+        let ours = time(device, || Ok(d.ours.hidden(&ids)?))?;
+        // A clone shares the weights and starts with an empty cache, which cannot be cleared otherwise.
+        let mut theirs = d.theirs.clone();
+        let theirs = time(device, || Ok(theirs.forward(&ids, 0)?))?;
+        turns.take(turn, ours, theirs, &expected)?;
+    }
+    turns.report(&format!("prefill {PREFILL}"))
+}
+
+fn decode(d: &Decoders, device: &Device) -> Result<()> {
+    let start = ids(SEQUENCES, CONTEXT, device)?;
+    let (mut cache, mut their, mut reference): (Cache, _, Cache) =
+        (d.ours.cache(), d.theirs.clone(), d.reference.cache());
+    d.ours.decode_hidden(&start, &mut cache)?;
+    their.forward(&start, 0)?;
+    d.reference.decode_hidden(&start, &mut reference)?;
+    let next = ids(SEQUENCES, 1, device)?;
+    let mut turns = Turns::default();
+    for turn in 0..WARM_UP + REPEATS {
+        let expected = d.reference.decode_hidden(&next, &mut reference)?;
+        let ours = time(device, || Ok(d.ours.decode_hidden(&next, &mut cache)?))?;
+        let theirs = time(device, || Ok(their.forward(&next, CONTEXT + turn)?))?;
+        turns.take(turn, ours, theirs, &expected)?;
+    }
+    turns.report(&format!("decode {SEQUENCES} sequences of {CONTEXT}"))
+}
+
+fn main() -> Result<()> {
+    let device = match Device::new_cuda_with_stream(0) {
+        Ok(device) => device,
+        Err(e) => {
+            println!("skipped: no GPU ({})", e.to_string().lines().next().unwrap_or_default());
+            return Ok(());
+        }
+    };
+    let dir = tempfile::tempdir()?;
+    let decoders = load(dir.path(), &device)?;
+    prefill(&decoders, &device)?;
+    decode(&decoders, &device)
+}

@@ -1,0 +1,42 @@
+//! candle's host tensors as ours, and back.
+
+use candle_core::{CpuStorage, Device, Storage};
+
+use crate::cpu::{Cpu, HostBuffer};
+use crate::error::Result;
+use crate::tensor::TensorRef;
+
+use super::host::{Host, Part};
+
+impl Host for Cpu {
+    type Hold<'a> = ();
+
+    fn is(&self, device: &Device) -> bool {
+        device.is_cpu()
+    }
+
+    fn view<'a>(&'a self, part: Part<'a>) -> Result<(TensorRef<'a, Self>, ())> {
+        let Storage::Cpu(storage) = part.storage else { return Err(part.elsewhere("one on the CPU, as the group")) };
+        let (range, dims) = (part.range(), part.dims);
+        let view = match storage {
+            CpuStorage::F32(v) => TensorRef::from_slice(&v[range], dims),
+            CpuStorage::F64(v) => TensorRef::from_slice(&v[range], dims),
+            CpuStorage::BF16(v) => TensorRef::from_slice(&v[range], dims),
+            CpuStorage::F16(v) => TensorRef::from_slice(&v[range], dims),
+            _ => Err(part.unfit("f32, f64, bf16 or f16")),
+        };
+        Ok((view?, ()))
+    }
+
+    fn storage(tensor: crate::Tensor<Self>, _: &Device) -> Result<Storage> {
+        Ok(Storage::Cpu(match tensor.into_buffer() {
+            HostBuffer::F32(v) => CpuStorage::F32(v),
+            HostBuffer::F64(v) => CpuStorage::F64(v),
+            HostBuffer::BF16(v) => CpuStorage::BF16(v),
+            HostBuffer::F16(v) => CpuStorage::F16(v),
+            HostBuffer::I64(v) => CpuStorage::I64(v),
+            HostBuffer::I32(v) => CpuStorage::I32(v),
+            HostBuffer::U8(v) => CpuStorage::U8(v),
+        }))
+    }
+}

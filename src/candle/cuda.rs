@@ -1,0 +1,114 @@
+//! candle's tensors on a GPU as ours, and back: one context, one stream, the same memory.
+
+use candle_core::cuda_backend::{CudaDType, CudaDevice};
+use candle_core::{CudaStorage, Device, Storage};
+use cudarc::driver::{DevicePtr, DeviceRepr, SyncOnDrop};
+use half::{bf16, f16};
+
+use crate::cuda::{Cuda, DeviceBuffer, DeviceRef};
+use crate::dtype::DType;
+use crate::error::{Error, Result};
+use crate::tensor::TensorRef;
+
+use super::host::{Host, Part, framework};
+
+/// Where a tensor without elements lies: no kernel reads it, and null means "none" to some.
+const NOWHERE: u64 = 256;
+
+/// This crate's kernels on candle's stream.
+///
+/// # Errors
+/// A candle device that is no GPU, or one of `Device::new_cuda`, whose stream is another one on every thread; what
+/// [`Cuda::on`] finds.
+pub fn cuda(device: &Device) -> Result<Cuda> {
+    const CALL: &str = "candle::cuda";
+    match device.as_cuda_device() {
+        Ok(device) => Cuda::on(device.cuda_stream()),
+        Err(_) => Err(Error::invalid(CALL, "device", "a CUDA device", super::host::location(device))),
+    }
+}
+
+impl Host for Cuda {
+    type Hold<'a> = SyncOnDrop<'a>;
+
+    fn is(&self, device: &Device) -> bool {
+        device.as_cuda_device().is_ok_and(|d| self.is_on(&d.cuda_stream()))
+    }
+
+    /// A graph would outlive candle's tensors, which it cannot hold.
+    fn ready(&self, call: &'static str) -> Result<()> {
+        match self.is_capturing()? {
+            false => Ok(()),
+            true => Err(Error::Device {
+                call,
+                operation: "record into a CUDA graph".to_string(),
+                message:
+                    "candle frees its tensors while the graph lives; record Layer::forward_into and backward_into \
+                          over moebius tensors instead (Cuda::capture)"
+                        .to_string(),
+            }),
+        }
+    }
+
+    fn view<'a>(&'a self, part: Part<'a>) -> Result<(TensorRef<'a, Self>, SyncOnDrop<'a>)> {
+        let Storage::Cuda(storage) = part.storage else { return Err(part.elsewhere(EXPECTED)) };
+        match part.storage.dtype() {
+            candle_core::DType::F32 => view::<f32>(self, DType::F32, storage, part),
+            candle_core::DType::F64 => view::<f64>(self, DType::F64, storage, part),
+            candle_core::DType::BF16 => view::<bf16>(self, DType::BF16, storage, part),
+            candle_core::DType::F16 => view::<f16>(self, DType::F16, storage, part),
+            _ => Err(part.unfit("f32, bf16 or f16")),
+        }
+    }
+
+    fn storage(tensor: crate::Tensor<Self>, device: &Device) -> Result<Storage> {
+        let device = device.as_cuda_device().map_err(framework("candle::cuda"))?;
+        let dtype = tensor.dtype();
+        let buffer = tensor.into_buffer();
+        Ok(Storage::Cuda(match dtype {
+            DType::F32 => storage::<f32>(buffer, device),
+            DType::F64 => storage::<f64>(buffer, device),
+            DType::BF16 => storage::<bf16>(buffer, device),
+            DType::F16 => storage::<f16>(buffer, device),
+            DType::I64 => storage::<i64>(buffer, device),
+            DType::I32 => storage::<i32>(buffer, device),
+            DType::U8 => storage::<u8>(buffer, device),
+        }))
+    }
+}
+
+const EXPECTED: &str = "one of the group's CUDA device";
+
+fn view<'a, T: CudaDType + DeviceRepr + 'a>(
+    cuda: &'a Cuda,
+    dtype: DType,
+    storage: &'a CudaStorage,
+    part: Part<'a>,
+) -> Result<(TensorRef<'a, Cuda>, SyncOnDrop<'a>)> {
+    let slice = storage.as_cuda_slice::<T>().map_err(framework(part.call))?;
+    if !cuda.is_on(slice.stream()) {
+        return Err(part.elsewhere(EXPECTED));
+    }
+    let range = part.range();
+    let (ptr, hold) = slice.device_ptr(cuda.raw_stream());
+    let (ptr, bytes) = match range.len() * size_of::<T>() {
+        0 => (NOWHERE, 0),
+        bytes => (ptr + (range.start * size_of::<T>()) as u64, bytes),
+    };
+    if range.end > slice.len() {
+        return Err(Error::invalid(
+            part.call,
+            format!("tensor {}", part.name),
+            "a layout inside its storage",
+            range.end,
+        ));
+    }
+    // SAFETY: the range is inside the slice, whose storage stays locked for reading for 'a; candle frees and writes it
+    // on the slice's own stream, which is this device's, so behind the kernels that read it.
+    let data = unsafe { DeviceRef::from_raw(ptr, bytes) };
+    Ok((TensorRef::new(data, dtype, part.dims)?, hold))
+}
+
+fn storage<T: CudaDType + DeviceRepr>(buffer: DeviceBuffer, device: &CudaDevice) -> CudaStorage {
+    CudaStorage::wrap_cuda_slice(buffer.into_slice::<T>(), device.clone())
+}

@@ -1,0 +1,117 @@
+//! What the adapter needs of a device: candle's tensors as ours and back, without a copy of what is contiguous. One
+//! file a device implements it.
+
+use candle_core::op::BackpropOp;
+use candle_core::{Device, DeviceLocation, Storage, Tensor};
+
+use crate::error::{Error, Result};
+use crate::kernels::Kernels;
+use crate::tensor::TensorRef;
+
+/// A device whose memory candle and this crate share: [`Cpu`](crate::cpu::Cpu), and with the `cuda` feature
+/// [`Cuda`](crate::cuda::Cuda).
+pub trait Host: Kernels {
+    /// What must live until the work that reads a view is enqueued.
+    #[doc(hidden)]
+    type Hold<'a>;
+
+    /// Says whether candle's device is this one.
+    #[doc(hidden)]
+    fn is(&self, device: &Device) -> bool;
+
+    /// Refuses work that cannot be done now.
+    #[doc(hidden)]
+    fn ready(&self, call: &'static str) -> Result<()> {
+        let _ = call;
+        Ok(())
+    }
+
+    /// Elements of candle's storage as a tensor.
+    #[doc(hidden)]
+    fn view<'a>(&'a self, part: Part<'a>) -> Result<(TensorRef<'a, Self>, Self::Hold<'a>)>;
+
+    /// Our tensor as candle's storage on `device`, which is this one; the memory moves over.
+    #[doc(hidden)]
+    fn storage(tensor: crate::Tensor<Self>, device: &Device) -> Result<Storage>;
+}
+
+/// Elements of a storage, one behind the other.
+#[doc(hidden)]
+#[derive(Debug, Clone, Copy)]
+pub struct Part<'a> {
+    pub(super) call: &'static str,
+    /// The tensor, for errors.
+    pub(super) name: &'a str,
+    pub(super) storage: &'a Storage,
+    pub(super) start: usize,
+    pub(super) dims: &'a [usize],
+}
+
+impl Part<'_> {
+    /// The elements.
+    pub(super) fn range(&self) -> std::ops::Range<usize> {
+        self.start..self.start + self.dims.iter().product::<usize>()
+    }
+
+    /// Refuses a tensor that is not on the group's device.
+    pub(super) fn elsewhere(&self, expected: &str) -> Error {
+        let found = location(&self.storage.device());
+        Error::invalid(self.call, format!("tensor {}", self.name), expected, format!("one on {found}"))
+    }
+
+    /// Refuses a tensor of a type that the layer has no use for.
+    pub(super) fn unfit(&self, expected: &str) -> Error {
+        let found = self.storage.dtype().as_str();
+        Error::invalid(self.call, format!("tensor {}", self.name), expected, found)
+    }
+}
+
+/// A candle device in words.
+pub(super) fn location(device: &Device) -> String {
+    match device.location() {
+        DeviceLocation::Cpu => "the CPU".to_string(),
+        DeviceLocation::Cuda { gpu_id } => format!("GPU {gpu_id}, another CUDA device of candle than the group's"),
+        DeviceLocation::Metal { gpu_id } => format!("Metal GPU {gpu_id}"),
+    }
+}
+
+/// A candle error as ours.
+pub(super) fn framework(call: &'static str) -> impl Fn(candle_core::Error) -> Error {
+    move |e| Error::Framework { call, framework: "candle", message: e.to_string() }
+}
+
+/// Runs `f` with views of named tensors, whose storages stay locked for reading meanwhile.
+pub(super) fn with_views<D: Host, R>(
+    device: &D,
+    call: &'static str,
+    tensors: &[(&str, &Tensor)],
+    f: impl FnOnce(&[TensorRef<'_, D>]) -> Result<R>,
+) -> Result<R> {
+    device.ready(call)?;
+    let guards: Vec<_> = tensors.iter().map(|(_, t)| t.storage_and_layout()).collect();
+    let (mut views, mut holds) = (Vec::new(), Vec::new());
+    for ((name, _), (storage, layout)) in tensors.iter().zip(&guards) {
+        let Some((start, _)) = layout.contiguous_offsets() else {
+            return Err(Error::invalid(call, format!("tensor {name}"), "contiguous memory", format!("{layout:?}")));
+        };
+        let (view, hold) = device.view(Part { call, name, storage, start, dims: layout.dims() })?;
+        views.push(view);
+        holds.push(hold);
+    }
+    let result = f(&views);
+    drop(holds);
+    result
+}
+
+/// Our tensor as candle's, in another shape of as many elements; the memory moves over.
+pub(super) fn into_candle<D: Host>(t: crate::Tensor<D>, shape: &[usize], device: &Device) -> Result<Tensor> {
+    let t = t.reshape(shape)?;
+    Ok(Tensor::from_storage(D::storage(t, device)?, shape, BackpropOp::none(), false))
+}
+
+/// Our own copy of a view.
+pub(super) fn copy_of<D: Host>(device: &D, view: TensorRef<'_, D>) -> Result<crate::Tensor<D>> {
+    let mut copy = crate::Tensor::empty(device, view.dtype(), view.dims())?;
+    device.copy(view.data(), copy.view_mut().into_data())?;
+    Ok(copy)
+}

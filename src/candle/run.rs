@@ -1,0 +1,86 @@
+//! A layer's forward on one device, and its outputs' place in candle's graph.
+
+use std::sync::{Arc, Mutex};
+
+use candle_core::{Result, Shape, Tensor};
+
+use crate::dtype::DType;
+use crate::layer::{Forward, Layer, Mode, Role};
+
+use super::group::{On, contiguous};
+use super::host::{Host, copy_of, into_candle, with_views};
+use super::module::MoeOutput;
+use super::op::{Emit, Join, Output, State, Step, named, views_of};
+
+const CALL: &str = "ExpertParallelMoE";
+
+/// What a forward is of.
+pub(super) struct Call<'a> {
+    pub(super) layer: &'a Layer,
+    pub(super) params: &'a [(Role, Tensor)],
+    /// x as `[T, H]`, contiguous.
+    pub(super) flat: &'a Tensor,
+    /// x's own shape.
+    pub(super) shape: &'a Shape,
+}
+
+pub(super) fn forward<D: Host>(on: &On<D>, call: &Call<'_>, mode: Mode) -> Result<MoeOutput> {
+    let Forward { y, aux, routing, context } = layer(on, call, mode)?;
+    let (device, stream) = {
+        let group = on.group.lock();
+        (group.device().clone(), group.stream().clone())
+    };
+    let wide = if y.dtype() == DType::F64 { DType::F64 } else { DType::F32 };
+    let aux = device.write(&stream, &[aux.get()?.total()], wide, &[])?;
+    let (y, aux) = match context {
+        None => (into_candle(y, call.shape.dims(), &on.device)?, into_candle(aux, &[], &on.device)?),
+        Some(context) => {
+            let step = Arc::new(Step {
+                layer: call.layer.clone(),
+                group: on.group.clone(),
+                device: on.device.clone(),
+                x: call.flat.clone(),
+                params: call.params.to_vec(),
+                state: Mutex::new(State::Ready { context: Box::new(context), d_y: None, d_aux: None }),
+            });
+            let mut token = Tensor::zeros((), candle_core::DType::F32, &on.device)?;
+            token = token.apply_op2(call.flat, Join { step: step.clone(), input: None })?;
+            for (i, (_, t)) in call.params.iter().enumerate() {
+                token = token.apply_op2(t, Join { step: step.clone(), input: Some(i) })?;
+            }
+            let emit = |output, value: crate::Tensor<D>, shape: &Shape| {
+                let value = Mutex::new(Some((D::storage(value, &on.device)?, shape.clone())));
+                token.apply_op1(Emit { step: step.clone(), output, value })
+            };
+            (emit(Output::Y, y, call.shape)?, emit(Output::Aux, aux, &Shape::from(()))?)
+        }
+    };
+    // The context may hold the routing too; what nobody else holds moves over.
+    let data = |t: Arc<crate::Tensor<D>>| {
+        let dims = t.dims().to_vec();
+        let own = Arc::try_unwrap(t).or_else(|shared| copy_of(&device, shared.view()))?;
+        into_candle(own, &dims, &on.device)
+    };
+    Ok(MoeOutput {
+        y,
+        aux,
+        logits: data(routing.logits)?,
+        ids: data(routing.ids)?,
+        weights: data(routing.weights)?,
+        load: routing.load,
+    })
+}
+
+fn layer<D: Host>(on: &On<D>, call: &Call<'_>, mode: Mode) -> crate::Result<Forward<D>> {
+    let mut group = on.group.lock();
+    let device = group.device().clone();
+    let params = contiguous(CALL, call.params)?;
+    let mut called = false;
+    let result = with_views(&device, CALL, &named(call.flat, &params, None), |views| {
+        let weights = views_of(&params, &views[1..])?;
+        called = true;
+        call.layer.forward(&mut group, mode, views[0].borrow(), &weights.params())
+    });
+    // What candle's tensors alone make impossible is told to the other ranks, which are in forward.
+    result.map_err(|e| if called { e } else { call.layer.refuse_forward(&mut group, e) })
+}

@@ -1,0 +1,152 @@
+//! Several ranks, one thread each, on the CPU.
+
+use std::time::Duration;
+
+use candle_core::{DType, Device, Module, Tensor};
+use candle_nn::{VarBuilder, VarMap};
+use moebius::candle::ExpertParallelMoE;
+use moebius::comm::ThreadWorld;
+use moebius::cpu::Cpu;
+use moebius::ep::{EpGroup, Group, GroupConfig};
+use moebius::layer::{Layer, Role};
+
+use crate::support::{AnyResult, EXPERTS, H, Part, close, config, seeded, step, tokens};
+
+/// Runs one closure a rank, each on its own thread, and returns what they give in rank order.
+fn ranks<R: Send>(count: usize, timeout: Duration, run: impl Fn(EpGroup) -> AnyResult<R> + Sync) -> Vec<AnyResult<R>> {
+    std::thread::scope(|scope| {
+        let threads: Vec<_> = ThreadWorld::create(count, timeout)
+            .into_iter()
+            .map(|comm| {
+                let run = &run;
+                scope.spawn(move || {
+                    let group = Group::new(Cpu::new(), (), Box::new(comm), GroupConfig::new(EXPERTS, 1024))?;
+                    run(EpGroup::new(group))
+                })
+            })
+            .collect();
+        let results: Vec<_> = threads.into_iter().map(|t| t.join().expect("a rank panicked")).collect();
+        for (rank, error) in results.iter().enumerate().filter_map(|(r, e)| Some((r, e.as_ref().err()?))) {
+            eprintln!("rank {rank}: {error}");
+        }
+        results
+    })
+}
+
+#[test]
+fn a_second_backward_is_an_error_before_any_collective() -> AnyResult<()> {
+    let results = ranks(2, Duration::from_secs(20), |group| {
+        let moe = seeded(group.clone(), config())?;
+        let loss = moe.forward(tokens(0..3, &Device::Cpu)?.as_tensor())?.sqr()?.sum_all()?;
+        loss.backward()?;
+        let calls = || group.lock().dispatcher().communicator().calls();
+        let before = calls();
+        let error = loss.backward().err().map(|e| e.to_string()).unwrap_or_default();
+        assert_eq!(calls(), before);
+        // The group works on.
+        moe.forward(tokens(0..3, &Device::Cpu)?.as_tensor())?.sum_all()?.backward()?;
+        Ok(error)
+    });
+    for (rank, error) in results.into_iter().enumerate() {
+        let error = error?;
+        assert!(error.contains("consumed") && error.contains(&format!("rank {rank}")), "{error}");
+    }
+    Ok(())
+}
+
+#[test]
+fn ranks_share_the_work_of_one() -> AnyResult<()> {
+    let mut full = config();
+    full.shared = Some(moebius::config::SharedConfig { intermediate: 8, gated: true });
+    full.expert_bias = true;
+    full.router.logit_bias = true;
+    let total = 13;
+    let whole = ranks(1, Duration::from_secs(20), |g| step(&seeded(g, full.clone())?, 0..total)).remove(0)?;
+    // Uneven shares; the last rank of four has no tokens.
+    for cuts in [vec![0, 5, 13], vec![0, 6, 7, 13, 13]] {
+        let parts = ranks(cuts.len() - 1, Duration::from_secs(20), |g| {
+            let rank = g.rank();
+            step(&seeded(g, full.clone())?, cuts[rank]..cuts[rank + 1])
+        });
+        let parts = parts.into_iter().collect::<AnyResult<Vec<_>>>()?;
+        let join = |f: &dyn Fn(&Part) -> &Vec<f32>| parts.iter().flat_map(|p| f(p).clone()).collect::<Vec<_>>();
+        close("y", &join(&|p| &p.0), &whole.0);
+        close("d x", &join(&|p| &p.1), &whole.1);
+        for (i, (role, expected)) in whole.2.iter().enumerate() {
+            let found = match role.is_replicated() {
+                false => join(&|p| &p.2[i].1),
+                true => (0..expected.len()).map(|j| parts.iter().map(|p| p.2[i].1[j]).sum()).collect(),
+            };
+            close(role.name(), &found, expected);
+        }
+    }
+    Ok(())
+}
+
+#[test]
+fn fresh_variables_agree_where_ranks_share_them() -> AnyResult<()> {
+    let results = ranks(3 + 1, Duration::from_secs(20), |group| {
+        let vb = VarBuilder::from_varmap(&VarMap::new(), DType::F32, &Device::Cpu);
+        let mut shared = config();
+        shared.shared = Some(moebius::config::SharedConfig { intermediate: 8, gated: true });
+        let moe = ExpertParallelMoE::new(Layer::new(shared, 0)?, group, vb)?;
+        let of = |t: &Tensor| -> AnyResult<Vec<f32>> { Ok(t.flatten_all()?.to_vec1()?) };
+        let all = Role::ALL.into_iter().filter_map(|r| moe.param(r).map(|t| (r, t)));
+        all.map(|(r, t)| Ok((r, of(t)?))).collect::<AnyResult<Vec<_>>>()
+    });
+    let results = results.into_iter().collect::<AnyResult<Vec<_>>>()?;
+    for other in &results[1..] {
+        for ((role, first), (_, second)) in results[0].iter().zip(other) {
+            assert_eq!(first == second, role.is_replicated(), "{role:?}");
+        }
+    }
+    Ok(())
+}
+
+#[test]
+fn backward_is_refused_where_a_rank_does_not_track() -> AnyResult<()> {
+    let results = ranks(2, Duration::from_secs(20), |group| {
+        let rank = group.rank();
+        let moe = seeded(group, config())?;
+        let x = tokens(0..4, &Device::Cpu)?;
+        let detached = moe.params().into_iter().map(|(n, t)| (n.to_string(), t.detach())).collect();
+        let vb = VarBuilder::from_tensors(detached, DType::F32, &Device::Cpu);
+        let frozen = ExpertParallelMoE::new(moe.layer().clone(), moe.group().clone(), vb)?;
+        if rank == 1 {
+            frozen.forward(&x.detach())?;
+            return Ok(None);
+        }
+        let error = moe.forward(&x)?.sum_all()?.backward().err().map(|e| e.to_string());
+        Ok(Some(error.unwrap_or_default()))
+    });
+    let errors: Vec<_> = results.into_iter().collect::<AnyResult<_>>()?;
+    let error = errors[0].clone().unwrap_or_default();
+    assert!(error.contains("not agreed") && error.contains("[1]"), "{error}");
+    Ok(())
+}
+
+#[test]
+fn wrong_inputs_are_errors_on_every_rank() -> AnyResult<()> {
+    for bad in ["width", "dtype", "integer", "scalar", "nan"] {
+        let results = ranks(2, Duration::from_secs(20), |group| {
+            let rank = group.rank();
+            let moe = seeded(group, config())?;
+            let good = tokens(0..4, &Device::Cpu)?;
+            let x = match (rank, bad) {
+                (1, "width") => Tensor::zeros((4, H + 1), DType::F32, &Device::Cpu)?,
+                (1, "dtype") => good.to_dtype(DType::F64)?,
+                (1, "integer") => good.to_dtype(DType::U32)?,
+                (1, "scalar") => Tensor::new(1f32, &Device::Cpu)?,
+                (1, "nan") => (good.as_tensor() * f64::NAN)?,
+                _ => good.as_tensor().clone(),
+            };
+            let error = moe.forward(&x).err().map(|e| e.to_string()).unwrap_or_default();
+            moe.forward(&good)?;
+            Ok(error)
+        });
+        let errors: Vec<_> = results.into_iter().collect::<AnyResult<_>>()?;
+        assert!(errors[0].contains("rank 1"), "{bad}: the peer's error names the rank: {:?}", errors[0]);
+        assert!(!errors[1].is_empty(), "{bad}");
+    }
+    Ok(())
+}
