@@ -136,6 +136,18 @@ pub enum Error {
         /// This rank.
         rank: usize,
     },
+    /// A sharded weight was used out of turn, or read when its memory no longer held it.
+    #[error("{call}: weight {weight}: expected {expected}, found {found}")]
+    WeightState {
+        /// The call that refused.
+        call: &'static str,
+        /// Name of the weight.
+        weight: String,
+        /// What the call needs.
+        expected: String,
+        /// How things stand.
+        found: String,
+    },
     /// A checkpoint is damaged, hostile or not what its config says.
     #[error(transparent)]
     Checkpoint(#[from] CheckpointError),

@@ -6,6 +6,7 @@ pub mod comm;
 pub mod config;
 pub mod cpu;
 pub mod ep;
+pub mod etp;
 pub mod kernels;
 pub mod layer;
 pub mod metrics;

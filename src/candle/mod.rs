@@ -42,6 +42,7 @@
 mod cpu;
 #[cfg(feature = "cuda")]
 mod cuda;
+mod etp;
 mod group;
 mod host;
 mod module;
@@ -51,6 +52,7 @@ mod run;
 pub use crate::ep::EpGroup;
 #[cfg(feature = "cuda")]
 pub use cuda::cuda;
+pub use etp::{VarShard, finish_sharded};
 pub use group::DeviceGroup;
 pub use host::Host;
 pub use module::{ExpertParallelMoE, MoeOutput};

@@ -19,6 +19,7 @@ mod quantise;
 mod reader;
 mod save;
 mod stored;
+mod window;
 
 use std::path::Path;
 
@@ -28,6 +29,7 @@ use crate::dtype::DType;
 #[cfg(doc)]
 use crate::error::CheckpointError;
 use crate::error::{Error, Result};
+use crate::etp::Shards;
 use crate::tensor::Tensor;
 
 pub use gather::gather_blocks;
@@ -81,6 +83,30 @@ pub struct LoadOptions {
     /// What decides routing keeps its precision: the selection bias, and the router of families that publish it in
     /// F32 (Ernie, Hunyuan), get this type's [accumulator](DType::accumulator).
     pub dtype: Option<DType>,
+}
+
+/// Which shard of the routed experts' weights to load; see [`etp`](crate::etp).
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct ShardOptions {
+    /// This rank, among those that hold the same experts.
+    pub rank: usize,
+    /// Ranks that hold the same experts.
+    pub ranks: usize,
+    /// As [`EtpOptions::pad`](crate::etp::EtpOptions::pad).
+    pub pad: usize,
+}
+
+impl ShardOptions {
+    /// The cut of a weight.
+    ///
+    /// # Errors
+    /// As [`Shards::new`]; a rank that there is not.
+    pub fn shards(&self, dims: &[usize]) -> Result<Shards> {
+        if self.rank >= self.ranks {
+            return Err(Error::invalid("ShardOptions", "rank", format!("0..{}", self.ranks), self.rank));
+        }
+        Shards::new(dims, self.ranks, self.pad)
+    }
 }
 
 /// How to open a folder.
@@ -229,7 +255,7 @@ impl Checkpoint {
     /// [`CheckpointError`] for missing, extra, mis-shaped or wrongly typed tensors of the block (of any rank's
     /// experts), before anything is allocated; [`Error::Invalid`] for ranks that do not divide the experts.
     pub fn load_block(&self, layer: usize, options: LoadOptions) -> Result<Block> {
-        self.load(layer, options, &mut |_| {})
+        self.load(layer, (options, None), &mut |_| {})
     }
 
     /// As [`load_block`](Self::load_block), telling how far it has come.
@@ -242,7 +268,17 @@ impl Checkpoint {
         options: LoadOptions,
         progress: &mut dyn FnMut(Progress<'_>),
     ) -> Result<Block> {
-        self.load(layer, options, progress)
+        self.load(layer, (options, None), progress)
+    }
+
+    /// As [`load_block`](Self::load_block), but of `up` and `down` this rank's shard only (`[S, C]`, padding zeros):
+    /// of weights that lie (out, in) on disk it reads these rows, of others the experts that they are of. Everything
+    /// else is whole. To save, join the shards with [`Chain::whole`](crate::etp::Chain::whole).
+    ///
+    /// # Errors
+    /// As [`load_block`](Self::load_block) and [`Shards::new`].
+    pub fn load_shard(&self, layer: usize, options: LoadOptions, shard: ShardOptions) -> Result<Block> {
+        self.load(layer, (options, Some(&shard)), &mut |_| {})
     }
 
     /// Form in which the routed experts of a block are stored.
