@@ -2,8 +2,8 @@
 // architecture, and what src/cuda/wgrad.rs says, takes the portable kernels. Empty where the architecture is another.
 //
 // The output of an expert is cut into tiles of 128 by 256. The narrow side is the operand that may lie behind a map: a
-// warpgroup of producers gathers it with copies of 16 bytes a thread, as the copy engine cannot follow a map. The wide
-// side lies in slot order and comes by the copy engine. Two warpgroups multiply, 64 columns of the narrow side each.
+// warpgroup of producers gathers it with copies of 16 bytes a thread, as the copy engine (TMA) cannot follow a map. The
+// wide side lies in slot order and comes by the copy engine. Two warpgroups multiply, 64 columns of the narrow side each.
 // Sums leave through shared memory as they are or transposed, so that the mapped operand may be the left or the right
 // one. Notes: kernels/NOTES.md.
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL) || !defined(__CUDA_ARCH__)
@@ -103,7 +103,7 @@ struct Gather {
     const char* column;  // the thread's first column in row 0
     int64_t pitch;       // bytes of a row
     const int32_t* map;  // of the zone, from the lane's first entry on
-    int slot;            // that entry
+    int slot;            // that entry, within the zone
     uint32_t live;       // which of the two blocks have the thread's columns
     int32_t ahead[3];    // rows of two steps each: a lane holds one, and all the warp's 16 of both are among the lanes
 
@@ -130,7 +130,7 @@ struct Gather {
             int from = __shfl_sync(~0u, ahead[0], second * 16 + i * 4 + lane / 8);
             bool valid = row + i * 16 < count - k;
             if (static_cast<unsigned>(from) >= p.mapped_rows) {
-                if (valid) raise_fault(p.fault, FAULT_MAP, map - p.map + k);
+                if (valid) raise_fault(p.fault, FAULT_MAP, map - p.map - slot + k + row + i * 16);
                 valid = false, from = 0;
             }
             const char* source = column + from * pitch;

@@ -13,7 +13,8 @@ __device__ void gather(const Rows& p) {
         W value;
         memset(&value, 0, sizeof(W));
         if (from >= 0 && from < p.source_rows) value = source[from * words + (i - row * words)];
-        out[i] = value;
+        // Not kept in L2, where the source's rows are wanted again.
+        __stcs(out + i, value);
     }
 }
 

@@ -30,6 +30,7 @@ mod memory;
 mod refused;
 mod repeat;
 mod wgrad;
+mod wide;
 
 use std::process::ExitCode;
 
@@ -54,6 +55,7 @@ fn tests() -> Vec<(String, Test)> {
     shared("faults", faults::cases());
     shared("large::memory", memory::cases());
     shared("wgrad", wgrad::cases());
+    shared("wide", wide::cases());
     shared("repeat", repeat::cases());
     shared("large", large::cases());
     all.extend(conformance::cases().into_iter().filter(|(_, case)| case.min_ranks == 1).map(|(file, case)| {
