@@ -11,9 +11,11 @@ use crate::tensor::{Tensor, TensorRef};
 
 use super::device::Cuda;
 use super::hopper::{self, Product};
-use super::launch::{Grid, HOPPER_COLUMNS, ROWS, ROWS_COLUMNS, SCALAR, Shape, TENSOR};
+use super::launch::{Grid, HOPPER_COLUMNS, ROWS, ROWS_COLUMNS, SCALAR, Shape, TENSOR, UP_COLUMNS};
 use super::params::{self, activation_code, type_code};
-use super::zones::{Dest, Source, TileOrder, Tiles, aligned, check_zones, input, optional, optional_output, output, pointer};
+use super::zones::{
+    Dest, Source, TileOrder, Tiles, aligned, check_zones, input, optional, optional_output, output, pointer,
+};
 
 /// The sizes of a stack of matrices, none of them empty but the stack.
 fn dims3(call: &'static str, name: &str, dims: &[usize]) -> Result<[usize; 3]> {
@@ -69,13 +71,7 @@ struct Choice {
 }
 
 impl<'a> RowsGemm<'a> {
-    fn new(
-        call: &'static str,
-        device: &'a Cuda,
-        zones: &'a Zones<Cuda>,
-        experts: usize,
-        dtype: DType,
-    ) -> Result<Self> {
+    fn new(call: &'static str, device: &'a Cuda, zones: &'a Zones<Cuda>, experts: usize, dtype: DType) -> Result<Self> {
         let (suffix, shape) = family(call, "rows", dtype)?;
         check_zones(call, zones, experts)?;
         Ok(Self { call, device, dtype, suffix, shape, zones, slots: zones.rows })
@@ -116,6 +112,7 @@ impl<'a> RowsGemm<'a> {
     fn choose(&self, p: &mut params::Gemm, product: Option<Product>, factor: usize) -> Result<Choice> {
         let hopper = product.filter(|_| hopper::serves(self.device, self.dtype, p));
         let (rows, order, columns) = match hopper {
+            Some(Product::Up) => (ROWS.tile, TileOrder::Pairs, UP_COLUMNS),
             Some(_) => (ROWS.tile, TileOrder::Pairs, ROWS_COLUMNS),
             None => (self.shape.tile, TileOrder::Slots, self.shape.tile),
         };

@@ -49,13 +49,20 @@ pub(super) unsafe fn launch(
         return Ok(());
     }
     let (n, k, groups) = (p.n as u64, p.k as u64, p.groups as u64);
-    let map = |base, dims: &[u64], rows| tensor_map(call, dtype, base, dims, rows);
+    let map = |base, dims: &[u64], rows| tensor_map(call, dtype, (base, dims), Piece::of_rows(rows));
     // Boxes: 64 columns (128 bytes) by as many rows as one load brings. Those of weights are 32 rows high.
     let (a, b) = match product {
         Product::Up => (map(p.a, &[k, p.a_rows as u64], 128)?, map(p.b, &[k, 2 * n, groups], 32)?),
         Product::Down => (map(p.a, &[k, p.a_rows as u64], 128)?, map(p.b, &[k, n, groups], 32)?),
         Product::Dgrad => (map(p.a, &[k, p.a_rows as u64], 128)?, map(p.b, &[n, k, groups], 32)?),
         Product::Wgrad => (map(p.a, &[p.m as u64, p.a_rows as u64], 64)?, map(p.b, &[n, p.b_rows as u64], 64)?),
+    };
+    // The epilogue of the gradient through the activation: gate and up are planes of a row, so that a box over the last
+    // column of one does not reach into the other. No other kernel reads these.
+    let planes = |base, planes| tensor_map(call, dtype, (base, &[n, planes, p.m as u64]), Piece::EPILOGUE);
+    let (pre, d_pre, hidden) = match p.pre {
+        0 => (b, b, b),
+        pre => (planes(pre, 2)?, planes(p.out, 2)?, if p.hidden == 0 { b } else { planes(p.hidden, 1)? }),
     };
     // Those over rows work in clusters of two.
     let (shape, multiple) = if product == Product::Wgrad { (HOPPER, 1) } else { (ROWS, 2) };
@@ -65,20 +72,37 @@ pub(super) unsafe fn launch(
         (&raw const *p).cast_mut().cast(),
         (&raw const a).cast_mut().cast(),
         (&raw const b).cast_mut().cast(),
-        // Read by no kernel.
-        (&raw const b).cast_mut().cast(),
+        (&raw const pre).cast_mut().cast(),
+        (&raw const d_pre).cast_mut().cast(),
+        (&raw const hidden).cast_mut().cast(),
     ];
-    // SAFETY: the kernels take at most these four; the rest is the caller's promise.
+    // SAFETY: the kernels take at most these six, in this order; the rest is the caller's promise.
     unsafe { device.launch_with(call, kernel, grid, &mut arguments) }
 }
 
-/// Descriptor of a matrix or a stack of them, innermost size first, for boxes of 64 columns and `rows` rows.
-fn tensor_map(call: &'static str, dtype: DType, base: u64, sizes: &[u64], rows: u32) -> Result<CUtensorMap> {
+/// What one load or store of the copy engine moves.
+struct Piece {
+    shape: [u32; 3],
+    swizzle: sys::CUtensorMapSwizzle,
+}
+
+impl Piece {
+    /// 16 rows of 32 columns of one plane.
+    const EPILOGUE: Self = Self { shape: [32, 1, 16], swizzle: sys::CUtensorMapSwizzle::CU_TENSOR_MAP_SWIZZLE_64B };
+
+    /// Rows of 64 columns.
+    fn of_rows(rows: u32) -> Self {
+        Self { shape: [64, rows, 1], swizzle: sys::CUtensorMapSwizzle::CU_TENSOR_MAP_SWIZZLE_128B }
+    }
+}
+
+/// Descriptor of a matrix or a stack of them, innermost size first.
+fn tensor_map(call: &'static str, dtype: DType, (base, sizes): (u64, &[u64]), moved: Piece) -> Result<CUtensorMap> {
     let mut dims = [1u64; 3];
     // An empty tensor is described as one row, and never read.
     dims.iter_mut().zip(sizes).for_each(|(d, size)| *d = (*size).max(1));
     let strides = [dims[0] * 2, dims[0] * dims[1] * 2];
-    let (shape, steps) = ([64, rows, 1], [1, 1, 1]);
+    let steps = [1, 1, 1];
     let kind = match dtype {
         DType::BF16 => sys::CUtensorMapDataType::CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
         _ => sys::CUtensorMapDataType::CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
@@ -94,10 +118,10 @@ fn tensor_map(call: &'static str, dtype: DType, base: u64, sizes: &[u64], rows: 
             base as *mut _,
             dims.as_ptr(),
             strides.as_ptr(),
-            shape.as_ptr(),
+            moved.shape.as_ptr(),
             steps.as_ptr(),
             sys::CUtensorMapInterleave::CU_TENSOR_MAP_INTERLEAVE_NONE,
-            sys::CUtensorMapSwizzle::CU_TENSOR_MAP_SWIZZLE_128B,
+            moved.swizzle,
             sys::CUtensorMapL2promotion::CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
             sys::CUtensorMapFloatOOBfill::CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
         )

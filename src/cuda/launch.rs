@@ -58,9 +58,10 @@ pub(super) const TENSOR: Shape = Shape { tile: 128, threads: 256, shared: 81920 
 pub(super) const SCALAR: Shape = Shape { tile: 64, threads: 256, shared: 17408 };
 
 /// Tile rows of the Hopper kernels over rows, and their shared memory (`kernels/common/rows.cuh`).
-pub(super) const ROWS: Shape = Shape { tile: 128, threads: 384, shared: 226_496 };
-/// Columns of their tiles.
+pub(super) const ROWS: Shape = Shape { tile: 128, threads: 384, shared: 231_616 };
+/// Columns of their tiles; of the up projection's, of gate and up together.
 pub(super) const ROWS_COLUMNS: usize = 192;
+pub(super) const UP_COLUMNS: usize = 256;
 /// Tile rows of Hopper's weight gradients, and their shared memory (`kernels/common/hopper.cuh`).
 pub(super) const HOPPER: Shape = Shape { tile: 128, threads: 384, shared: 216_128 };
 /// Columns of their tiles.
