@@ -24,6 +24,9 @@ __device__ __forceinline__ void barrier_wait(uint32_t bar, uint32_t parity) {
         : "memory");
 }
 
+__device__ __forceinline__ void copy(uint32_t to, const void* from) {
+    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;\n" ::"r"(to), "l"(from));
+}
 // 16 bytes, or zeros where `valid` is false.
 __device__ __forceinline__ void copy(uint32_t to, const void* from, bool valid) {
     asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;\n" ::"r"(to), "l"(from), "r"(valid ? 16 : 0));
@@ -75,6 +78,10 @@ __device__ __forceinline__ void bulk_both(uint32_t to, const CUtensorMap& map, u
 // A run of bytes from shared memory to memory; both ends and the size are multiples of 16.
 __device__ __forceinline__ void bulk_store(void* to, uint32_t from, uint32_t bytes) {
     asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;\n" ::"l"(to), "r"(from), "r"(bytes) : "memory");
+}
+__device__ __forceinline__ void bulk_store(const CUtensorMap& map, uint32_t from, int x, int y, int z) {
+    asm volatile("cp.async.bulk.tensor.3d.global.shared::cta.tile.bulk_group [%0, {%2, %3, %4}], [%1];\n" ::"l"(&map), "r"(from), "r"(x), "r"(y), "r"(z)
+                 : "memory");
 }
 __device__ __forceinline__ void bulk_commit() { asm volatile("cp.async.bulk.commit_group;\n" ::: "memory"); }
 // Until this thread's bulk stores have read shared memory.

@@ -1,13 +1,15 @@
 // Products of a layout's rows with their experts' weights on Hopper.
 //
 // A block stays on its multiprocessor and walks through tiles of 128 x 192. One warpgroup brings operands into a ring of
-// four stages of 64 k; two multiply, taking turns: each makes whole tiles, so that one's epilogue runs under the other's
+// stages of 64 k; two multiply, taking turns: each makes whole tiles, so that one's epilogue runs under the other's
 // products ("pingpong"). In the ring, one tile's stages follow the other's. A warpgroup looks at its first stage only when
 // told that all stages before have come: a stage's barrier tells odd from even uses, not how many there were.
 //
 //   tile:           0             1             2             3
 //   warpgroup 0:    [ products ][ epilogue  ]   [ products ][ epilogue  ]
 //   warpgroup 1:                [ products ][ epilogue  ]   [ products ] ...
+//
+// The up projection, whose rows are gathered, is made otherwise: see TOGETHER.
 //
 // Two blocks make a cluster, which works on two row tiles, of one expert where the schedule could pair them. They share
 // the weights: each block asks for half of a stage's and the copy engine delivers it to both. Hence a stage is free when
@@ -23,21 +25,39 @@
 namespace rows {
 using namespace hopper;
 
-constexpr int BM = 128, BN = 192, BK = 64, STAGES = 4, THREADS = 384;
+constexpr int BM = 128, BK = 64, THREADS = 384;
+
+// Rows that are gathered arrive slowly, about 15 bytes a cycle. So the product that gathers and has a short epilogue makes
+// wider tiles, of which each row is used more: both warpgroups together, 64 rows and all columns each.
+template <int KIND>
+constexpr bool TOGETHER = KIND == UP;
+template <int KIND>
+constexpr int BN = TOGETHER<KIND> ? 256 : 192;
+// Columns of the output that a tile makes.
+template <int KIND>
+constexpr int COLUMNS = KIND == UP ? BN<KIND> / 2 : BN<KIND>;
+
 // Weights come in boxes of 32 rows of 64 k, or of 32 k of 64 columns. A pair of boxes is 64 columns of a tile; each block
 // of the cluster brings one of the two.
-constexpr int BOX = 4096, PAIRS = BN / 64;
-constexpr int A_BYTES = BM * BK * 2, STAGE_BYTES = A_BYTES + PAIRS * 2 * BOX;
-// Tiles described ahead. The producer is at most four stages, so as many tiles, ahead.
-constexpr int WORKS = 8;
-// Of a warp, for results on their way out.
-constexpr int STAGING = 7680;
-constexpr int SHARED = 1024 + STAGES * STAGE_BYTES + 8 * STAGING + WORKS * 16 + 2 * STAGES * 8;
-static_assert(SHARED == 226496 && SHARED <= 232448, "src/cuda/launch.rs reserves as much");
-
-// Columns of the output that a tile makes; a pair of boxes makes a third of them.
+constexpr int BOX = 4096, A_BYTES = BM * BK * 2;
 template <int KIND>
-constexpr int COLUMNS = KIND == UP ? BN / 2 : BN;
+constexpr int PAIRS = BN<KIND> / 64;
+// Tiles described ahead. The producer is at most a ring, so as many tiles, ahead.
+constexpr int WORKS = 8;
+
+// Shared memory: the ring, a staging buffer a warp for results on their way out, descriptions of tiles, barriers. The
+// gradient through the activation needs more room for its epilogue.
+template <int KIND>
+struct Layout {
+    static constexpr int STAGES = 4, STAGE_BYTES = A_BYTES + PAIRS<KIND> * 2 * BOX;
+    // 16 bytes between the rows of a staging buffer keep them on different banks.
+    static constexpr int PITCH = COLUMNS<KIND> * 2 + 16, STAGING = KIND == DOWN_BWD ? 8192 : 16 * PITCH;
+    static constexpr int STAGED = STAGES * STAGE_BYTES, DESCRIBED = STAGED + 8 * STAGING, BARRIERS = DESCRIBED + WORKS * 16;
+    static constexpr int PRIVATE = BARRIERS + 2 * STAGES * 8;  // barriers of each warp
+    static constexpr int BYTES = PRIVATE + (KIND == DOWN_BWD ? 8 * 3 * 8 : 0);
+};
+constexpr int SHARED = 231616;
+static_assert(Layout<UP>::BYTES <= SHARED && Layout<DOWN_BWD>::BYTES <= SHARED && SHARED <= 232448, "src/cuda/launch.rs reserves as much");
 
 // One tile: `rows` of group `group` from slot `slot` on, and the columns from `column` on.
 struct Work {
@@ -69,12 +89,16 @@ struct Walk {
     }
 };
 
-// What all roles share of a block: the ring by position. Position i is stage i % 4, used for the (i / 4)-th time.
+// What all roles share of a block: the ring by position. Position i is stage i % STAGES, used for the (i / STAGES)-th
+// time.
+template <int KIND>
 struct Ring {
-    uint32_t stages, full, empty, works;  // addresses
-    __device__ __forceinline__ uint32_t stage(uint32_t at) const { return stages + at % STAGES * STAGE_BYTES; }
-    __device__ __forceinline__ uint32_t full_at(uint32_t at) const { return full + at % STAGES * 8; }
-    __device__ __forceinline__ uint32_t empty_at(uint32_t at) const { return empty + at % STAGES * 8; }
+    static constexpr uint32_t STAGES = Layout<KIND>::STAGES;
+    uint32_t base;  // address of the shared memory
+    __device__ __forceinline__ uint32_t stage(uint32_t at) const { return base + at % STAGES * Layout<KIND>::STAGE_BYTES; }
+    __device__ __forceinline__ uint32_t full_at(uint32_t at) const { return base + Layout<KIND>::BARRIERS + at % STAGES * 8; }
+    __device__ __forceinline__ uint32_t empty_at(uint32_t at) const { return full_at(at) + STAGES * 8; }
+    __device__ __forceinline__ uint32_t work(uint32_t i) const { return base + Layout<KIND>::DESCRIBED + i % WORKS * 16; }
     __device__ __forceinline__ void wait_full(uint32_t at) const { barrier_wait(full_at(at), at / STAGES & 1); }
     __device__ __forceinline__ void wait_empty(uint32_t at) const { barrier_wait(empty_at(at), (at / STAGES & 1) ^ 1); }
     // By one lane of each reading warp.
@@ -89,13 +113,13 @@ template <int KIND>
 struct Engine {
     const Gemm& p;
     const CUtensorMap &a, &b;
-    const Ring& ring;
+    const Ring<KIND>& ring;
     bool direct;  // A comes this way too
 
     __device__ __forceinline__ void box(const Work& w, uint32_t at, int k, int pair, int half) const {
         constexpr bool BY_K = Stored<KIND>::b_by_k;
         const uint32_t to = ring.stage(at) + A_BYTES + (2 * pair + half) * BOX;
-        const int column = w.column + pair * (COLUMNS<KIND> / PAIRS);
+        const int column = w.column + pair * (COLUMNS<KIND> / PAIRS<KIND>);
         const int x = BY_K ? column : k;
         const int y = BY_K ? k + half * 32 : column + (KIND == UP ? half * static_cast<int>(p.n) : half * 32);
         if (w.shared) bulk_both(to, b, ring.full_at(at), x, y, w.group);
@@ -116,77 +140,104 @@ struct Engine {
     }
 };
 
-// Whether a tile is so near the last column that two pairs of boxes hold it.
+// Whether a tile is so near the last column that two of its three pairs of boxes hold it.
 template <int KIND>
 __device__ __forceinline__ bool narrow(const Gemm& p, int column) {
-    return KIND != DOWN_BWD && p.n - column <= COLUMNS<KIND> / PAIRS * 2;
+    return (KIND == DOWN || KIND == UP_DGRAD) && p.n - column <= COLUMNS<KIND> / PAIRS<KIND> * 2;
+}
+template <int KIND>
+__device__ __forceinline__ int pairs(const Gemm& p, int column) {
+    return narrow<KIND>(p, column) ? 2 : PAIRS<KIND>;
 }
 
-__device__ __forceinline__ void describe(const Ring& ring, int i, const Work& w) {
-    asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};\n" ::"r"(ring.works + i % WORKS * 16), "r"(w.group), "r"(w.slot), "r"(w.rows), "r"(w.column)
+template <int KIND>
+__device__ __forceinline__ void describe(const Ring<KIND>& ring, int i, const Work& w) {
+    asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};\n" ::"r"(ring.work(i)), "r"(w.group), "r"(w.slot), "r"(w.rows), "r"(w.column)
                  : "memory");
 }
 
 // Producer where the copy engine brings everything: one thread.
 template <int KIND>
-__device__ __forceinline__ void produce(const Gemm& p, const CUtensorMap& a, const CUtensorMap& b, const Ring& ring) {
+__device__ __forceinline__ void produce(const Gemm& p, const CUtensorMap& a, const CUtensorMap& b, const Ring<KIND>& ring) {
     const Walk walk(p);
     const Engine<KIND> engine{p, a, b, ring, true};
     const int steps = static_cast<int>((p.k + BK - 1) / BK), count = walk.count();
     uint32_t at = 0;
     for (int i = 0; i < count; i++) {
         const Work w = walk.at(i, COLUMNS<KIND>);
-        const int pairs = narrow<KIND>(p, w.column) ? 2 : 3;
         for (int step = 0; step < steps; step++, at++) {
             ring.wait_empty(at);
             if (step == 0) describe(ring, i, w);
-            engine.bring(w, at, step * BK, pairs);
+            engine.bring(w, at, step * BK, pairs<KIND>(p, w.column));
         }
     }
 }
 
+// p += 128 (with `one` a 1 that the compiler cannot see): a single instruction on a pair of registers. An addition would
+// be two, of registers that the compiler parts, and joins again, in the same pair for all, before each copy.
+__device__ __forceinline__ void step_on(const char*& p, uint32_t one) {
+    asm("mad.wide.u32 %0, %1, 128, %0;\n" : "+l"(p) : "r"(one));
+}
+
 // Producer of rows behind a map: all four warps, eight threads a row. Each lane looks up one row of a tile, a tile ahead
 // of its use, and gives it to the lanes that copy it.
+//
+// A copy's registers are read late, when the memory unit takes it: eight copies from the same pair of registers would
+// wait for one another. Hence eight pointers, which step on between the stages.
 template <int KIND>
-__device__ __forceinline__ void gather(const Gemm& p, const CUtensorMap& a, const CUtensorMap& b, const Ring& ring) {
+__device__ __forceinline__ void gather(const Gemm& p, const CUtensorMap& a, const CUtensorMap& b, const Ring<KIND>& ring) {
     const Walk walk(p);
     const Engine<KIND> engine{p, a, b, ring, false};
     const int thread = threadIdx.x % 128, lane = thread % 32, r = thread / 8, c = thread % 8;
     const int steps = static_cast<int>((p.k + BK - 1) / BK), count = walk.count();
     const int looked_up = thread / 32 * 4 + lane % 4 + lane / 4 * 16;
-    auto look_up = [&](const Work& w) {
-        return looked_up < w.rows ? static_cast<int>(mapped_row(p.a_map, w.slot + looked_up, p.a_rows, p.fault)) : -1;
+    // Row 0 in place of none: its products are not stored.
+    auto look_up = [&](int slot, int rows) {
+        const int64_t row = looked_up < rows ? mapped_row(p.a_map, slot + looked_up, p.a_rows, p.fault) : 0;
+        return static_cast<int>(row < 0 ? 0 : row);
     };
-    const uint32_t words = static_cast<uint32_t>(p.k / 8);
     const uint32_t into = r * 128 + ((c ^ (r & 7)) << 4);
-    int next_row = count > 0 ? look_up(walk.at(0, COLUMNS<KIND>)) : -1;
+    int slot = 0, rows = 0, row = 0;  // of the next tile
+    auto look_ahead = [&](int i) {
+        const Work w = walk.at(i, COLUMNS<KIND>);
+        slot = w.slot, rows = w.rows;
+    };
+    if (count > 0) {
+        look_ahead(0);
+        row = look_up(slot, rows);
+    }
+    const uint32_t one = gridDim.y;
     uint32_t at = 0;
     for (int i = 0; i < count; i++) {
         const Work w = walk.at(i, COLUMNS<KIND>);
-        const int pairs = narrow<KIND>(p, w.column) ? 2 : 3;
-        uint32_t offset[8], live = 0;
+        const char* from[8];
 #pragma unroll
         for (int j = 0; j < 8; j++) {
-            const int row = __shfl_sync(~0u, next_row, j * 4 + lane / 8);
-            offset[j] = row < 0 ? 0 : row * words;
-            live |= static_cast<uint32_t>(row >= 0) << j;
+            from[j] = static_cast<const char*>(p.a) + __shfl_sync(~0u, row, j * 4 + lane / 8) * p.k * 2 + c * 16;
         }
-        const char* from = static_cast<const char*>(p.a) + c * 16;
         for (int step = 0; step < steps; step++, at++) {
             ring.wait_empty(at);
             if (thread == 0) {
                 if (step == 0) describe(ring, i, w);
-                engine.bring(w, at, step * BK, pairs);
+                engine.bring(w, at, step * BK, pairs<KIND>(p, w.column));
             }
             const uint32_t to = ring.stage(at) + into;
-            // Past the last k: zeros, read from the row's start.
-            const bool inside = step * BK + c * 8 < p.k;
-            const uint32_t valid = inside ? live : 0;
-            const char* source = from + (inside ? step * (BK * 2) : 0);
+            if ((step + 1) * BK <= p.k) {
 #pragma unroll
-            for (int j = 0; j < 8; j++) copy(to + j * 2048, source + static_cast<uint64_t>(offset[j]) * 16, valid >> j & 1);
+                for (int j = 0; j < 8; j++) copy(to + j * 2048, from[j]);
+            } else {
+                // Past the last k: zeros, read from the row's start.
+                const bool inside = step * BK + c * 8 < p.k;
+#pragma unroll
+                for (int j = 0; j < 8; j++) copy(to + j * 2048, from[j] - (inside ? 0 : step * (BK * 2)), inside);
+            }
             barrier_arrive_after_copies(ring.full_at(at));
-            if (step == 0 && i + 1 < count) next_row = look_up(walk.at(i + 1, COLUMNS<KIND>));
+#pragma unroll
+            for (int j = 0; j < 8; j++) step_on(from[j], one);
+            // The next tile's number, and when that has come its rows.
+            if (i + 1 == count) continue;
+            if (step == 0) look_ahead(i + 1);
+            if (step == min(1, steps - 1)) row = look_up(slot, rows);
         }
     }
     // Copies must not outlive the block's shared memory.
@@ -200,41 +251,45 @@ __device__ __forceinline__ uint64_t operand(uint32_t at) {
     return ((at & 0x3ffff) >> 4) | (leading >> 4 << 16) | (stride >> 4 << 32) | (1ull << 62);
 }
 
-using Sums = float[2][96];
+// Accumulators of a thread: both halves of 64 rows, or its own.
+template <int KIND>
+constexpr int HALVES = TOGETHER<KIND> ? 1 : 2;
+template <int KIND>
+using Sums = float[HALVES<KIND>][BN<KIND> / 2];
 
 // Keeps the compiler from moving accumulators while the matrix unit owns them.
-template <int HALVES>
-__device__ __forceinline__ void pin(Sums& acc) {
+template <int N>
+__device__ __forceinline__ void pin(float (&v)[N]) {
 #pragma unroll
-    for (int h = 0; h < HALVES; h++) {
-#pragma unroll
-        for (int i = 0; i < 96; i++) asm volatile("" : "+f"(acc[h][i])::"memory");
-    }
+    for (int i = 0; i < N; i++) asm volatile("" : "+f"(v[i])::"memory");
 }
 
 // The turn of warpgroup `group`, given by the other one.
 __device__ __forceinline__ void take_turn(int group) { asm volatile("bar.sync %0, 256;\n" ::"r"(1 + group) : "memory"); }
 __device__ __forceinline__ void give_turn(int group) { asm volatile("bar.arrive %0, 256;\n" ::"r"(1 + group) : "memory"); }
 
-// Products of a tile: the first 64 rows or both 64 rows, and 192 or 128 columns. One step's stay in flight.
-template <class T, int KIND, int HALVES, bool NARROW>
-__device__ __forceinline__ void products(Sums& acc, const Ring& ring, uint32_t at, int steps, bool gathered, bool more) {
+// Products of a tile: its first COUNT halves, or the warpgroup's own, and all columns or 128. One step's stay in flight.
+template <class T, int KIND, int COUNT, bool NARROW>
+__device__ __forceinline__ void products(Sums<KIND>& acc, const Ring<KIND>& ring, uint32_t at, int steps, bool gathered, bool more) {
     constexpr bool B_BY_K = Stored<KIND>::b_by_k;
     const bool releases = threadIdx.x % 32 == 0;
+    const int first = TOGETHER<KIND> ? threadIdx.x / 128 : 0;
     for (int step = 0; step < steps; step++) {
         ring.wait_full(at + step);
-        if (more && step == steps - 1) give_turn(1 - threadIdx.x / 128);
+        if (!TOGETHER<KIND> && more && step == steps - 1) give_turn(1 - threadIdx.x / 128);
         // The copies were ordinary writes; wgmma reads through another proxy.
         if (gathered) fence_proxy();
-        const uint64_t a = operand<false>(ring.stage(at + step)), b = operand<B_BY_K>(ring.stage(at + step) + A_BYTES);
-        pin<HALVES>(acc);
+        const uint64_t a = operand<false>(ring.stage(at + step)) + first * 512, b = operand<B_BY_K>(ring.stage(at + step) + A_BYTES);
+#pragma unroll
+        for (int h = 0; h < COUNT; h++) pin(acc[h]);
         asm volatile("wgmma.fence.sync.aligned;\n" ::: "memory");
 #pragma unroll
         for (int k = 0; k < BK / 16; k++) {
 #pragma unroll
-            for (int h = 0; h < HALVES; h++) {
+            for (int h = 0; h < COUNT; h++) {
                 const uint64_t da = a + h * 512 + k * 2, db = b + k * (B_BY_K ? 128 : 2);
-                if constexpr (NARROW) wgmma_128<0, B_BY_K>(acc[h], da, db, step > 0 || k > 0, T{});
+                if constexpr (TOGETHER<KIND>) wgmma<0, B_BY_K>(acc[h], da, db, step > 0 || k > 0, T{});
+                else if constexpr (NARROW) wgmma_128<0, B_BY_K>(acc[h], da, db, step > 0 || k > 0, T{});
                 else wgmma_192<0, B_BY_K>(acc[h], da, db, step > 0 || k > 0, T{});
             }
         }
@@ -243,8 +298,18 @@ __device__ __forceinline__ void products(Sums& acc, const Ring& ring, uint32_t a
         if (step > 0 && releases) ring.release(at + step - 1);
     }
     asm volatile("wgmma.wait_group.sync.aligned 0;\n" ::: "memory");
-    pin<HALVES>(acc);
+#pragma unroll
+    for (int h = 0; h < COUNT; h++) pin(acc[h]);
     if (releases) ring.release(at + steps - 1);
+}
+
+// A tile in which the warpgroup has no rows.
+template <int KIND>
+__device__ __forceinline__ void pass(const Ring<KIND>& ring, uint32_t at, int steps) {
+    for (int step = 0; step < steps; step++) {
+        ring.wait_full(at + step);
+        if (threadIdx.x % 32 == 0) ring.release(at + step);
+    }
 }
 
 }  // namespace rows

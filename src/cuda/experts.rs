@@ -11,7 +11,7 @@ use crate::tensor::{Tensor, TensorRef};
 
 use super::device::Cuda;
 use super::hopper::{self, Product};
-use super::launch::{Grid, ROWS, ROWS_COLUMNS, SCALAR, Shape, TENSOR};
+use super::launch::{Grid, ROWS, ROWS_COLUMNS, SCALAR, Shape, TENSOR, UP_COLUMNS};
 use super::params::{self, activation_code, type_code};
 use super::zones::{Dest, Source, TileOrder, Tiles, aligned, check_zones, input, optional, optional_output, output};
 
@@ -110,6 +110,7 @@ impl<'a> RowsGemm<'a> {
     fn choose(&self, p: &mut params::Gemm, product: Option<Product>, factor: usize) -> Result<Choice> {
         let hopper = product.filter(|_| hopper::serves(self.device, self.dtype, p));
         let (rows, order, columns) = match hopper {
+            Some(Product::Up) => (ROWS.tile, TileOrder::Pairs, UP_COLUMNS),
             Some(_) => (ROWS.tile, TileOrder::Pairs, ROWS_COLUMNS),
             None => (self.shape.tile, TileOrder::Slots, self.shape.tile),
         };

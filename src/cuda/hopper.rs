@@ -53,11 +53,24 @@ pub(super) unsafe fn launch(
         Product::Down => (map(p.a, &[k, p.a_rows as u64], 128)?, map(p.b, &[k, n, groups], 32)?),
         Product::Dgrad => (map(p.a, &[k, p.a_rows as u64], 128)?, map(p.b, &[n, k, groups], 32)?),
     };
+    // The epilogue of the gradient through the activation: gate and up are planes of a row, so that a box over the last
+    // column of one does not reach into the other. No other kernel reads these.
+    let planes = |base, planes| Matrices { call, dtype, base, sizes: &[n, planes, p.m as u64] }.plane_boxes();
+    let (pre, d_pre, hidden) = match p.pre {
+        0 => (b, b, b),
+        pre => (planes(pre, 2)?, planes(p.out, 2)?, if p.hidden == 0 { b } else { planes(p.hidden, 1)? }),
+    };
     // Blocks work in pairs.
     let blocks = blocks.min(device.inner.processors / 2 * 2).next_multiple_of(2);
     let grid = Grid { shared: ROWS.shared, ..Grid::new(blocks, ROWS.threads) };
-    let mut arguments =
-        [(&raw const *p).cast_mut().cast(), (&raw const a).cast_mut().cast(), (&raw const b).cast_mut().cast()];
-    // SAFETY: the kernels take these three; the rest is the caller's promise.
+    let mut arguments = [
+        (&raw const *p).cast_mut().cast(),
+        (&raw const a).cast_mut().cast(),
+        (&raw const b).cast_mut().cast(),
+        (&raw const pre).cast_mut().cast(),
+        (&raw const d_pre).cast_mut().cast(),
+        (&raw const hidden).cast_mut().cast(),
+    ];
+    // SAFETY: the kernels take at most these six, in this order; the rest is the caller's promise.
     unsafe { device.launch_with(call, kernel, grid, &mut arguments) }
 }

@@ -74,9 +74,10 @@ pub(super) const SCALAR: Shape = Shape { tile: 64, threads: 256, shared: 17408 }
 pub(super) const TF32: Shape = Shape { tile: 128, threads: 256, shared: 87552 };
 
 /// Tile rows of the Hopper kernels over rows, and their shared memory (`kernels/common/rows.cuh`).
-pub(super) const ROWS: Shape = Shape { tile: 128, threads: 384, shared: 226_496 };
-/// Columns of their tiles.
+pub(super) const ROWS: Shape = Shape { tile: 128, threads: 384, shared: 231_616 };
+/// Columns of their tiles; of the up projection's, of gate and up together.
 pub(super) const ROWS_COLUMNS: usize = 192;
+pub(super) const UP_COLUMNS: usize = 256;
 /// Columns of a narrow operand that a block of the weight gradients' kernel takes, and its shared memory
 /// (`kernels/hopper_wgrad.cu`).
 pub(super) const HOPPER_WGRAD: Shape = Shape { tile: 128, threads: 384, shared: 230_464 };

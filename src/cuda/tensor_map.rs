@@ -20,6 +20,15 @@ impl Matrices<'_> {
     /// Boxes of 128 bytes by `rows`, with the chunks of 16 bytes of a row permuted in shared memory (swizzle of 128
     /// bytes). What lies outside the matrix is read as zeros and not written.
     pub(super) fn boxes(&self, rows: u32) -> Result<CUtensorMap> {
+        self.describe(|bytes| [128 / bytes, rows, 1], sys::CUtensorMapSwizzle::CU_TENSOR_MAP_SWIZZLE_128B)
+    }
+
+    /// Boxes of 64 bytes of one row in each of 16 matrices, permuted likewise (swizzle of 64 bytes).
+    pub(super) fn plane_boxes(&self) -> Result<CUtensorMap> {
+        self.describe(|bytes| [64 / bytes, 1, 16], sys::CUtensorMapSwizzle::CU_TENSOR_MAP_SWIZZLE_64B)
+    }
+
+    fn describe(&self, shape: impl Fn(u32) -> [u32; 3], swizzle: sys::CUtensorMapSwizzle) -> Result<CUtensorMap> {
         use sys::CUtensorMapDataType as Kind;
         let (kind, bytes) = match self.dtype {
             DType::BF16 => (Kind::CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 2),
@@ -31,7 +40,7 @@ impl Matrices<'_> {
         // An empty tensor is described as one row, and never touched.
         dims.iter_mut().zip(self.sizes).for_each(|(d, size)| *d = (*size).max(1));
         let strides = [dims[0] * bytes, dims[0] * dims[1] * bytes];
-        let (shape, steps) = ([128 / bytes as u32, rows, 1], [1u32; 3]);
+        let (shape, steps) = (shape(bytes as u32), [1u32; 3]);
         let mut map = std::mem::MaybeUninit::<CUtensorMap>::zeroed();
         // SAFETY: the arrays have at least as many entries as there are sizes (three at most, strides one fewer); the
         // map is written in full on success, and is plain words besides.
@@ -46,7 +55,7 @@ impl Matrices<'_> {
                 shape.as_ptr(),
                 steps.as_ptr(),
                 sys::CUtensorMapInterleave::CU_TENSOR_MAP_INTERLEAVE_NONE,
-                sys::CUtensorMapSwizzle::CU_TENSOR_MAP_SWIZZLE_128B,
+                swizzle,
                 sys::CUtensorMapL2promotion::CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
                 sys::CUtensorMapFloatOOBfill::CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
             )
