@@ -15,6 +15,7 @@ mod json;
 mod layout;
 mod load;
 mod model;
+mod quantise;
 mod reader;
 mod save;
 mod stored;
@@ -299,6 +300,32 @@ impl Checkpoint {
     /// Blocks whose tensors do not fit, or lack any; [`CheckpointError`] where reading or writing fails.
     pub fn save(&self, dir: impl AsRef<Path>, blocks: &[(usize, &BlockParams)]) -> Result<()> {
         self.write_all(dir.as_ref(), blocks)
+    }
+}
+
+/// A matrix that [`Checkpoint::save_nvfp4`] quantised.
+#[derive(Debug, Clone, PartialEq)]
+pub struct QuantizedTensor {
+    /// Its name on disk.
+    pub name: String,
+    /// Rows and columns.
+    pub dims: [usize; 2],
+    /// The largest magnitude of those that share its second-level scale.
+    pub amax: f32,
+    /// ‖de-quantised − original‖ / ‖original‖, 0 of a zero matrix.
+    pub error: f64,
+}
+
+impl Checkpoint {
+    /// Writes this checkpoint with the routed experts of every block in NVFP4, in ModelOpt's form without scales of
+    /// activations, and everything else as it is: `model.safetensors`, `config.json` and `hf_quant_config.json`,
+    /// each complete before it takes its name. Gate and up of an expert share their second-level scale.
+    ///
+    /// # Errors
+    /// Blocks whose experts are fused, already quantised, not finite, or of columns that are no multiple of 16;
+    /// [`CheckpointError`] where reading or writing fails.
+    pub fn save_nvfp4(&self, dir: impl AsRef<Path>) -> Result<Vec<QuantizedTensor>> {
+        self.write_nvfp4(dir.as_ref())
     }
 }
 

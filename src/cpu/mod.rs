@@ -16,3 +16,4 @@ mod zones;
 pub(crate) use collective::sum_ranks;
 pub use device::{Cpu, HostBuffer};
 pub use element::Element;
+pub(crate) use element::Float;
