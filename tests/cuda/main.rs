@@ -1,6 +1,6 @@
 //! The GPU suite: the CPU suites' own bodies, the layer against the CPU's from the same inputs, and what only a GPU can
-//! get wrong. Without a GPU every test is ignored, and none passes. `large::` in a name: seconds and gigabytes; leave those
-//! out under a sanitizer (`--skip large`).
+//! get wrong. Without a GPU every test is ignored, and none passes. `large::` in a name: seconds and gigabytes; `small::`: for
+//! sanitizers (`scripts/sanitize-gpu`).
 
 // Finite differences and rank threads of the shared files stay the CPU's.
 #[path = "../conformance/main.rs"]
@@ -29,6 +29,7 @@ mod layer;
 mod memory;
 mod refused;
 mod repeat;
+mod small;
 mod wgrad;
 mod wide;
 
@@ -49,6 +50,7 @@ fn tests() -> Vec<(String, Test)> {
     shared("router", router::cases());
     shared("gradients", gradients::cases());
     shared("golden", golden::cases());
+    shared("small", small::cases());
     shared("layer", layer::cases());
     shared("behind", behind::cases());
     shared("refused", refused::cases());
