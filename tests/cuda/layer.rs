@@ -65,6 +65,13 @@ fn many_tokens() {
 }
 
 #[test]
+fn many_tiles_a_block() {
+    // More row tiles than blocks, each of a few steps: blocks walk through several, and share some across experts.
+    let Some(cuda) = gpu() else { return };
+    compare("256 experts", &Case::new(MoeConfig::new(200, 264, 256, 4), 300, DType::BF16), &cuda);
+}
+
+#[test]
 fn activations() {
     for activation in [Activation::GeluGlu, Activation::ClampedGlu { alpha: 1.702, limit: 0.5 }, Activation::Relu2] {
         let mut config = MoeConfig::new(96, 72, 6, 2);
