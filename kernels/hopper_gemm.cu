@@ -1,14 +1,14 @@
 // Grouped GEMMs for Hopper (sm_90a): gated activations, 16-bit types, rows of a multiple of 16 bytes. Everything else,
 // and every other architecture, takes the portable kernels. Empty where the architecture is another.
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL) || !defined(__CUDA_ARCH__)
-#include "common/rows_epilogue.cuh"
+#include "common/rows_run.cuh"
 
-#define ROWS(name, T, KIND)                                                                            \
-    extern "C" __global__ void __launch_bounds__(rows::THREADS, 1) __cluster_dims__(2, 1, 1)           \
-        name(const __grid_constant__ Gemm p, const __grid_constant__ CUtensorMap a,                    \
-             const __grid_constant__ CUtensorMap b, const __grid_constant__ CUtensorMap pre,  \
-             const __grid_constant__ CUtensorMap d_pre, const __grid_constant__ CUtensorMap hidden) {      \
-        rows::run<T, KIND>(p, a, b, {pre, d_pre, hidden});                                                                   \
+#define ROWS(name, T, KIND)                                                                                        \
+    extern "C" __global__ void __launch_bounds__(rows::THREADS, 1) __cluster_dims__(2, 1, 1)                       \
+        name(const __grid_constant__ Gemm p, const __grid_constant__ CUtensorMap a,                                \
+             const __grid_constant__ CUtensorMap b, const __grid_constant__ CUtensorMap pre,                       \
+             const __grid_constant__ CUtensorMap d_pre, const __grid_constant__ CUtensorMap hidden) {              \
+        rows::run<T, KIND>(p, a, b, {pre, d_pre, hidden});                                                         \
     }
 
 ROWS(hopper_up_bf16, bf16, UP)

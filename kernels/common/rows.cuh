@@ -173,17 +173,8 @@ __device__ __forceinline__ void produce(const Gemm& p, const CUtensorMap& a, con
     }
 }
 
-// p += 128 (with `one` a 1 that the compiler cannot see): a single instruction on a pair of registers. An addition would
-// be two, of registers that the compiler parts, and joins again, in the same pair for all, before each copy.
-__device__ __forceinline__ void step_on(const char*& p, uint32_t one) {
-    asm("mad.wide.u32 %0, %1, 128, %0;\n" : "+l"(p) : "r"(one));
-}
-
 // Producer of rows behind a map: all four warps, eight threads a row. Each lane looks up one row of a tile, a tile ahead
 // of its use, and gives it to the lanes that copy it.
-//
-// A copy's registers are read late, when the memory unit takes it: eight copies from the same pair of registers would
-// wait for one another. Hence eight pointers, which step on between the stages.
 template <int KIND>
 __device__ __forceinline__ void gather(const Gemm& p, const CUtensorMap& a, const CUtensorMap& b, const Ring<KIND>& ring) {
     const Walk walk(p);
@@ -206,7 +197,6 @@ __device__ __forceinline__ void gather(const Gemm& p, const CUtensorMap& a, cons
         look_ahead(0);
         row = look_up(slot, rows);
     }
-    const uint32_t one = gridDim.y;
     uint32_t at = 0;
     for (int i = 0; i < count; i++) {
         const Work w = walk.at(i, COLUMNS<KIND>);
@@ -233,7 +223,7 @@ __device__ __forceinline__ void gather(const Gemm& p, const CUtensorMap& a, cons
             }
             barrier_arrive_after_copies(ring.full_at(at));
 #pragma unroll
-            for (int j = 0; j < 8; j++) step_on(from[j], one);
+            for (int j = 0; j < 8; j++) from[j] += BK * 2;
             // The next tile's number, and when that has come its rows.
             if (i + 1 == count) continue;
             if (step == 0) look_ahead(i + 1);

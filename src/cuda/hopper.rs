@@ -27,6 +27,8 @@ pub(super) fn serves(device: &Cuda, dtype: DType, p: &params::Gemm) -> bool {
         && words
         && p.vector_a == 1
         && p.vector_b == 1
+        // A row past a tile's end is read as row 0.
+        && p.a_rows > 0
         && p.n % 8 == 0
         && p.k % 8 == 0
 }

@@ -9,6 +9,7 @@ use moebius::layer::{DispatchOptions, Noise};
 use crate::harness::{Case, Random, compare, tests};
 
 tests!(
+    many_tiles_a_block,
     few_tokens,
     multiples_of_8_but_not_of_a_tile,
     sizes_without_alignment,
@@ -74,6 +75,11 @@ fn one_hot_expert_and_empty_ones(cuda: &Cuda) {
     config.router.logit_bias = true;
     all_types(cuda, "hot expert", &Case { hot: 30.0, ..Case::new(config.clone(), 500, DType::F32) });
     all_types(cuda, "empty experts", &Case::new(config, 9, DType::F32));
+}
+
+fn many_tiles_a_block(cuda: &Cuda) {
+    // More row tiles than blocks, each of a few steps: blocks walk through several, and share some across experts.
+    compare("256 experts", &Case::new(MoeConfig::new(200, 264, 256, 4), 300, DType::BF16), cuda);
 }
 
 fn activations(cuda: &Cuda) {
