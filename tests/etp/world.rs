@@ -106,7 +106,7 @@ pub fn mesh(world: usize, place: impl Fn(usize) -> (usize, usize), timeout: Dura
 /// Where a layer's weights are.
 enum Weights {
     Whole(Vec<[Tensor; 2]>),
-    Sharded { chain: Chain<Cpu>, ids: Vec<[WeightId; 2]>, shards: Vec<[Arc<Shard<Cpu>>; 2]> },
+    Sharded { chain: Arc<Chain<Cpu>>, ids: Vec<[WeightId; 2]>, shards: Vec<[Arc<Shard<Cpu>>; 2]> },
 }
 
 /// AdamW with values of its own in f32, element by element.
@@ -423,7 +423,7 @@ fn sharded(run: &Run, p: usize, comms: Comms<Cpu>) -> Result<Weights> {
         ids.push([up.0, down.0]);
         shards.push([up.1, down.1]);
     }
-    Ok(Weights::Sharded { chain, ids, shards })
+    Ok(Weights::Sharded { chain: Arc::new(chain), ids, shards })
 }
 
 /// Trains on one thread a rank, with whole weights or sharded ones.
