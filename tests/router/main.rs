@@ -15,7 +15,7 @@ use moebius::{DType, Result, Tensor};
 use target::Target;
 
 /// Every body of the suite.
-pub fn cases<D: Target>() -> Vec<(&'static str, fn(&D))> {
+pub fn cases<D: Target>() -> target::Cases<D> {
     [cases::cases(), aux::cases(), reference::cases(), gradient::cases(), golden::cases()].concat()
 }
 

@@ -15,6 +15,9 @@ pub fn golden() -> PathBuf {
         .map_or_else(|| Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden"), PathBuf::from)
 }
 
+/// Tests by name.
+pub type Cases<D> = Vec<(&'static str, fn(&D))>;
+
 /// A device under test. Each of its buffers starts as NaN (−1 in integer types).
 pub trait Target: Kernels {
     /// The floating types it computes in, the widest first.
