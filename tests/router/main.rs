@@ -15,6 +15,7 @@ use moebius::{DType, Result, Tensor};
 use target::Target;
 
 /// Every body of the suite.
+#[allow(clippy::type_complexity, reason = "names and functions, no more")]
 pub fn cases<D: Target>() -> Vec<(&'static str, fn(&D))> {
     [cases::cases(), aux::cases(), reference::cases(), gradient::cases(), golden::cases()].concat()
 }
