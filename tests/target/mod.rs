@@ -123,6 +123,7 @@ impl Target for moebius::cuda::Cuda {
 macro_rules! cases {
     ($($name:ident),+ $(,)?) => {
         /// The suite's bodies by name.
+        #[allow(clippy::type_complexity, reason = "names and functions, no more")]
         pub fn cases<D: Target>() -> Vec<(&'static str, fn(&D))> {
             vec![$((stringify!($name), $name::<D>)),+]
         }
