@@ -103,11 +103,10 @@ impl<D: ShardDevice> Chain<D> {
             inner.tickets.put(gradient);
             return Err(error);
         }
-        inner.reduce(room.id.0, gradient, self.options.reduction)?;
-        if self.options.prefetch {
-            return Ok(());
-        }
-        inner.settle(self)
+        let ahead = self.options.prefetch;
+        let state = if ahead { State::AsyncWait } else { State::DataReadySync };
+        inner.reduce(room.id.0, gradient, (self.options.reduction, state))?;
+        if ahead { Ok(()) } else { inner.settle(self) }
     }
 
     /// Ends the accumulation: adds what is under way, sums main gradients over the replicas where there are any, calls
@@ -153,8 +152,12 @@ impl<D: ShardDevice> Chain<D> {
 }
 
 impl<D: ShardDevice> Inner<D> {
-    fn reduce(&mut self, index: usize, gradient: Loan<D>, how: Reduction) -> Result<()> {
-        let weight = &self.weights[index];
+    fn reduce(&mut self, index: usize, gradient: Loan<D>, (how, state): (Reduction, State)) -> Result<()> {
+        let weight = &mut self.weights[index];
+        if let Err(error) = weight.reduce.go(state, &weight.spec.name) {
+            self.tickets.put(gradient);
+            return Err(error);
+        }
         let dims = match how {
             Reduction::Native => weight.shards.shard_dims(),
             Reduction::Pairwise => weight.shards.gathered_dims(),
@@ -166,11 +169,10 @@ impl<D: ShardDevice> Inner<D> {
             Ok(into) => into,
             Err(error) => {
                 self.tickets.put(gradient);
+                self.weights[index].reduce.reset();
                 return Err(error);
             }
         };
-        let weight = &mut self.weights[index];
-        weight.reduce.go(State::AsyncWait, &weight.spec.name)?;
         self.reduced += 1;
         self.traffic.reductions += 1;
         self.traffic.reduced_bytes += bytes as u64;
@@ -188,8 +190,11 @@ impl<D: ShardDevice> Inner<D> {
         let landed = self.land_gradient(reducing);
         let weight = &mut self.weights[index];
         let added = landed.and_then(|reduced| {
-            weight.reduce.go(State::DataReady, &weight.spec.name)?;
-            let added = add(chain, weight, reduced.tensor.view());
+            let moved = match weight.reduce.state() {
+                State::AsyncWait => weight.reduce.go(State::DataReady, &weight.spec.name),
+                _ => Ok(()),
+            };
+            let added = moved.and_then(|()| add(chain, weight, reduced.tensor.view()));
             self.tickets.put(reduced);
             added
         });
