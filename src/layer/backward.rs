@@ -185,6 +185,18 @@ fn experts<D: Kernels>(
     device.down_bwd(stream, call)?;
     drop(weight);
 
+    // Before the rows' gradient takes its room: a device may need as much for the sums.
+    let grads = ExpertGrads { device, stream, handle, accumulate: into.accumulate };
+    if let (Some(weight), Some(hidden)) = (&mut into.down, &hidden) {
+        let weights = SumWeights { on_weight: None, on_bias };
+        grads.wgrad(grad, RowSource::direct(hidden.view()), weights, (weight, into.down_bias.as_mut()))?;
+    }
+    if let Some(weight) = &mut into.up {
+        let weights = SumWeights { on_weight: borrow(&on_rows), on_bias: None };
+        grads.wgrad(RowSource::direct(d_pre.view()), rows.borrow(), weights, (weight, into.up_bias.as_mut()))?;
+    }
+    drop(hidden);
+
     let mut d_rows = handle.slot_tensor(device, context.dtype, config.hidden)?;
     let weight = params.up.acquire(stream)?;
     device.wait(stream, weight.ready.as_ref())?;
@@ -202,16 +214,6 @@ fn experts<D: Kernels>(
     };
     device.up_dgrad(stream, call)?;
     drop(weight);
-
-    let grads = ExpertGrads { device, stream, handle, accumulate: into.accumulate };
-    if let (Some(weight), Some(hidden)) = (&mut into.down, &hidden) {
-        let weights = SumWeights { on_weight: None, on_bias };
-        grads.wgrad(grad, RowSource::direct(hidden.view()), weights, (weight, into.down_bias.as_mut()))?;
-    }
-    if let Some(weight) = &mut into.up {
-        let weights = SumWeights { on_weight: on_rows, on_bias: None };
-        grads.wgrad(RowSource::direct(d_pre.view()), rows, weights, (weight, into.up_bias.as_mut()))?;
-    }
     Ok((d_rows, d_slot_weights))
 }
 
