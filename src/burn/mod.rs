@@ -100,6 +100,7 @@ mod flex;
 mod group;
 mod init;
 mod module;
+mod run;
 
 pub use crate::ep::EpGroup;
 pub use backend::{Call, MoeBackend, Named, NativeBackend, Operands, Outputs, Place, RoutingData};
