@@ -1,8 +1,10 @@
 //! Compiles `kernels/*.cu` for the `cuda` feature; does nothing without it.
 //!
 //! nvcc: `NVCC` (a path), else `CUDA_HOME/bin`, `CUDA_PATH/bin`, `PATH`, `/usr/local/cuda/bin`; 12.0 or later.
-//! Architectures: `CUDA_COMPUTE_CAP`, a list of compute capabilities such as `80,90a` or `8.0 100f`, or `native`; else
-//! the GPU of this machine; else 80 and 90a. `90` means `90a`, as Hopper's own instructions need the suffix.
+//! Architectures: `MOEBIUS_CUDA_ARCHS`, else `CUDA_COMPUTE_CAP`: a list of compute capabilities such as `80,90a` or
+//! `8.0 100f`, or `native`; else the GPU of this machine; else 80 and 90a. `90` means `90a`, as Hopper's own instructions
+//! need the suffix. The first variable is for builds with candle, whose own kernels read the second and take a single
+//! capability there.
 //!
 //! Each stage becomes one cubin an architecture, embedded in the library and loaded through the driver.
 
@@ -12,6 +14,7 @@ use std::process::Command;
 
 const OLDEST_NVCC: (u32, u32) = (12, 0);
 const DEFAULT_ARCHITECTURES: [&str; 2] = ["80", "90a"];
+const ARCHITECTURE_VARIABLES: [&str; 2] = ["MOEBIUS_CUDA_ARCHS", "CUDA_COMPUTE_CAP"];
 const NVCC_VARIABLES: [&str; 3] = ["NVCC", "CUDA_HOME", "CUDA_PATH"];
 
 fn main() {
@@ -20,8 +23,7 @@ fn main() {
         return;
     }
     println!("cargo:rerun-if-changed=kernels");
-    println!("cargo:rerun-if-env-changed=CUDA_COMPUTE_CAP");
-    NVCC_VARIABLES.iter().for_each(|v| println!("cargo:rerun-if-env-changed={v}"));
+    ARCHITECTURE_VARIABLES.iter().chain(&NVCC_VARIABLES).for_each(|v| println!("cargo:rerun-if-env-changed={v}"));
     if let Err(problem) = build() {
         eprintln!("\nmoebius, feature cuda: {problem}\n");
         std::process::exit(1);
@@ -196,15 +198,15 @@ fn check_version(nvcc: &Path) -> Result<(), String> {
 }
 
 fn architectures(nvcc: &Path) -> Result<Vec<String>, String> {
-    let asked = std::env::var("CUDA_COMPUTE_CAP").ok().filter(|v| !v.trim().is_empty());
-    let words: Vec<String> = match asked.as_deref().map(str::trim) {
+    let value = |name: &&str| std::env::var(name).ok().filter(|v| !v.trim().is_empty());
+    let variable = ARCHITECTURE_VARIABLES.into_iter().find(|v| value(v).is_some()).unwrap_or(ARCHITECTURE_VARIABLES[1]);
+    let words: Vec<String> = match value(&variable).as_deref().map(str::trim) {
         Some("native") => {
             let found = gpus();
             if found.is_empty() {
-                return Err(
-                    "CUDA_COMPUTE_CAP is native, but nvidia-smi found no GPU; give capabilities such as 80,90a"
-                        .to_string(),
-                );
+                return Err(format!(
+                    "{variable} is native, but nvidia-smi found no GPU; give capabilities such as 80,90a"
+                ));
             }
             found
         }
@@ -214,14 +216,14 @@ fn architectures(nvcc: &Path) -> Result<Vec<String>, String> {
             found => found,
         },
     };
-    let mut list: Vec<String> = words.iter().map(|w| architecture(w)).collect::<Result<_, _>>()?;
+    let mut list: Vec<String> = words.iter().map(|w| architecture(variable, w)).collect::<Result<_, _>>()?;
     list.sort();
     list.dedup();
     if let Some(known) = known(nvcc)
         && let Some(bad) = list.iter().find(|a| !known.iter().any(|k| k == a.trim_end_matches(['a', 'f'])))
     {
         return Err(format!(
-            "{} does not know sm_{bad} (from CUDA_COMPUTE_CAP or this machine's GPU); it knows {}",
+            "{} does not know sm_{bad} (from {variable} or this machine's GPU); it knows {}",
             nvcc.display(),
             known.join(", ")
         ));
@@ -230,15 +232,15 @@ fn architectures(nvcc: &Path) -> Result<Vec<String>, String> {
 }
 
 /// `8.0`, `80`, `90a`, `sm_100f` … without dot and prefix.
-fn architecture(word: &str) -> Result<String, String> {
+fn architecture(variable: &str, word: &str) -> Result<String, String> {
     let plain = word.trim_start_matches("sm_").trim_start_matches("compute_").replace('.', "");
     let digits = plain.trim_end_matches(['a', 'f']);
     match digits.parse::<u32>() {
         Ok(n) if n >= 80 && plain.len() - digits.len() <= 1 => Ok(if plain == "90" { "90a".into() } else { plain }),
-        Ok(n) if n < 80 => Err(format!(
-            "CUDA_COMPUTE_CAP: {word} is not supported: the kernels need compute capability 8.0 or later (bf16)"
-        )),
-        _ => Err(format!("CUDA_COMPUTE_CAP: {word:?} is no compute capability; give a list such as 80,90a, or native")),
+        Ok(n) if n < 80 => {
+            Err(format!("{variable}: {word} is not supported: the kernels need compute capability 8.0 or later (bf16)"))
+        }
+        _ => Err(format!("{variable}: {word:?} is no compute capability; give a list such as 80,90a, or native")),
     }
 }
 

@@ -126,7 +126,7 @@ extern "C" __global__ void aux_coefficients(const __grid_constant__ Aux p) {
     const int64_t e = p.experts, i = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x, s = blockIdx.y;
     const double all = p.sums[2 * e];
     if (i == 0 && s == 0) {
-        if (all <= 0.0) raise_fault(p.fault, FAULT_SUMS, 0);
+        if (all <= 0.0 || (p.by_sequence && p.sums[2 * e + 3] <= 0.0)) raise_fault(p.fault, FAULT_SUMS, 0);
         *p.z_coef = p.z / all;
     }
     if (i >= e || !p.coef) return;

@@ -1,23 +1,22 @@
 // Grouped GEMMs for Hopper (sm_90a): gated activations, 16-bit types, rows of a multiple of 16 bytes. Everything else,
 // and every other architecture, takes the portable kernels. Empty where the architecture is another.
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL) || !defined(__CUDA_ARCH__)
-#include "common/hopper.cuh"
+#include "common/rows_run.cuh"
 
-#define HOPPER(name, T, KIND)                                                                                 \
-    extern "C" __global__ void __launch_bounds__(hopper::THREADS, 1)                                          \
-        name(const __grid_constant__ Gemm p, const __grid_constant__ CUtensorMap a,                           \
-             const __grid_constant__ CUtensorMap b, const __grid_constant__ CUtensorMap pre) {                \
-        hopper::run<T, KIND>(p, a, b, pre);                                                                   \
+#define ROWS(name, T, KIND)                                                                                        \
+    extern "C" __global__ void __launch_bounds__(rows::THREADS, 1) __cluster_dims__(2, 1, 1)                       \
+        name(const __grid_constant__ Gemm p, const __grid_constant__ CUtensorMap a,                                \
+             const __grid_constant__ CUtensorMap b, const __grid_constant__ CUtensorMap pre,                       \
+             const __grid_constant__ CUtensorMap d_pre, const __grid_constant__ CUtensorMap hidden) {              \
+        rows::run<T, KIND>(p, a, b, {pre, d_pre, hidden});                                                         \
     }
 
-HOPPER(hopper_up_bf16, bf16, UP)
-HOPPER(hopper_up_f16, f16, UP)
-HOPPER(hopper_down_bf16, bf16, DOWN)
-HOPPER(hopper_down_f16, f16, DOWN)
-HOPPER(hopper_down_bwd_bf16, bf16, DOWN_BWD)
-HOPPER(hopper_down_bwd_f16, f16, DOWN_BWD)
-HOPPER(hopper_up_dgrad_bf16, bf16, UP_DGRAD)
-HOPPER(hopper_up_dgrad_f16, f16, UP_DGRAD)
-HOPPER(hopper_wgrad_bf16, bf16, WGRAD)
-HOPPER(hopper_wgrad_f16, f16, WGRAD)
+ROWS(hopper_up_bf16, bf16, UP)
+ROWS(hopper_up_f16, f16, UP)
+ROWS(hopper_down_bf16, bf16, DOWN)
+ROWS(hopper_down_f16, f16, DOWN)
+ROWS(hopper_down_bwd_bf16, bf16, DOWN_BWD)
+ROWS(hopper_down_bwd_f16, f16, DOWN_BWD)
+ROWS(hopper_up_dgrad_bf16, bf16, UP_DGRAD)
+ROWS(hopper_up_dgrad_f16, f16, UP_DGRAD)
 #endif

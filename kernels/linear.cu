@@ -1,17 +1,29 @@
 // Dense products with a small weight: router logits and shared gate, forward and backward.
-#include "common/gemm.cuh"
+#include "common/linear.cuh"
 
-extern "C" __global__ void __launch_bounds__(tensor::THREADS, 2) linear_bf16(const __grid_constant__ Gemm p) { tensor::run<bf16, LINEAR>(p); }
-extern "C" __global__ void __launch_bounds__(tensor::THREADS, 2) linear_f16(const __grid_constant__ Gemm p) { tensor::run<f16, LINEAR>(p); }
-extern "C" __global__ void __launch_bounds__(scalar::THREADS) linear_any(const __grid_constant__ Gemm p) { scalar::run<float, LINEAR>(p); }
-extern "C" __global__ void __launch_bounds__(scalar::THREADS) linear_d_x(const __grid_constant__ Gemm p) { scalar::run<float, LINEAR_DX>(p); }
-extern "C" __global__ void __launch_bounds__(scalar::THREADS) linear_d_weight(const __grid_constant__ Gemm p) { scalar::run<float, LINEAR_DW>(p); }
+#define TENSOR(name, T) \
+    extern "C" __global__ void __launch_bounds__(tensor::THREADS, 2) name(const __grid_constant__ Gemm p) { tensor::run<T, LINEAR>(p); }
+#define TF32(name, T, KIND) \
+    extern "C" __global__ void __launch_bounds__(tf32::THREADS, 2) name(const __grid_constant__ Gemm p) { tf32::run<T, KIND>(p); }
+#define SCALAR(name, KIND) \
+    extern "C" __global__ void __launch_bounds__(scalar::THREADS, 2) name(const __grid_constant__ Gemm p) { scalar::run<float, KIND>(p); }
 
-// Adds the parts that `linear_d_weight` cut its sum into, in their order.
+TENSOR(linear_bf16, bf16)
+TENSOR(linear_f16, f16)
+SCALAR(linear_any, LINEAR)
+TF32(linear_d_x_bf16, bf16, LINEAR_DX)
+TF32(linear_d_x_f16, f16, LINEAR_DX)
+SCALAR(linear_d_x_any, LINEAR_DX)
+TF32(linear_d_weight_bf16, bf16, LINEAR_DW)
+TF32(linear_d_weight_f16, f16, LINEAR_DW)
+SCALAR(linear_d_weight_any, LINEAR_DW)
+
+// Adds the parts that a sum was cut into, in their order, and a bias of a value a column where there is one.
 extern "C" __global__ void sum_parts(const __grid_constant__ Gemm p) {
     const int64_t i = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
     if (i >= p.m * p.n) return;
     float sum = 0.0f;
     for (int64_t s = 0; s < p.split; s++) sum += p.partial[s * p.m * p.n + i];
+    if (p.bias) sum += load_any(p.bias, p.bias_type, i % p.n);
     store_any(p.out, p.out_type, i, sum);
 }

@@ -13,7 +13,8 @@ __device__ void gather(const Rows& p) {
         W value;
         memset(&value, 0, sizeof(W));
         if (from >= 0 && from < p.source_rows) value = source[from * words + (i - row * words)];
-        out[i] = value;
+        // Not kept in L2, where the source's rows are wanted again.
+        __stcs(out + i, value);
     }
 }
 
@@ -56,21 +57,28 @@ extern "C" __global__ void reduce_rows(const __grid_constant__ Rows p) {
     else wide ? reduce<bf16, 8>(p) : reduce<bf16, 1>(p);
 }
 
-// Gradient of each slot's weight from the parts that the tiles left, a warp a slot.
+// Gradient of each slot's weight from the parts that the tiles left: a thread a slot or, with a bias, a warp.
 extern "C" __global__ void slot_dots(const __grid_constant__ SlotDots p) {
     const int64_t tile = blockIdx.x;
     if (tile >= *p.tile_count) return;
     const int4 t = p.tiles[tile];
+    if (!p.bias) {
+        for (int r = threadIdx.x; r < t.z; r += blockDim.x) {
+            const float* parts = p.partial + (t.y + r) * p.parts;
+            float sum = 0.0f;
+            for (int64_t i = 0; i < p.parts; i++) sum += parts[i];
+            p.out[t.y + r] = sum;
+        }
+        return;
+    }
     const int lane = threadIdx.x % 32, warps = blockDim.x / 32;
     for (int r = threadIdx.x / 32; r < t.z; r += warps) {
         const int64_t slot = t.y + r;
         float sum = 0.0f;
         for (int64_t i = lane; i < p.parts; i += 32) sum += p.partial[slot * p.parts + i];
-        if (p.bias) {
-            const int64_t row = mapped_row(p.grad_map, slot, p.grad_rows, p.fault);
-            for (int64_t i = lane; row >= 0 && i < p.width; i += 32) {
-                sum += load_any(p.grad, p.type, row * p.width + i) * load_any(p.bias, p.type, t.x * p.width + i);
-            }
+        const int64_t row = mapped_row(p.grad_map, slot, p.grad_rows, p.fault);
+        for (int64_t i = lane; row >= 0 && i < p.width; i += 32) {
+            sum += load_any(p.grad, p.type, row * p.width + i) * load_any(p.bias, p.type, t.x * p.width + i);
         }
         sum = warp_sum(sum);
         if (lane == 0) p.out[slot] = sum;

@@ -31,11 +31,13 @@ struct Token {
     const Router& p;
     int lane, e, k;
     float *logits, *scores, *ranking, *extra, *grad;
+    int32_t* chosen;
     unsigned long long key;
 
     __device__ Token(const Router& p, float* memory) : p(p), lane(threadIdx.x % 32) {
         e = static_cast<int>(p.experts), k = static_cast<int>(p.top_k);
         logits = memory, scores = memory + e, ranking = memory + 2 * e, extra = memory + 3 * e, grad = memory + 4 * e;
+        chosen = reinterpret_cast<int32_t*>(memory + 5 * e);
     }
 
     __device__ double noise(int expert) const {
@@ -81,10 +83,15 @@ struct Token {
         __syncwarp();
     }
 
-    __device__ void load(int64_t t) {
+    // `checked`: the first NaN of all tokens is noted.
+    __device__ void load(int64_t t, bool checked) {
         const float* from = p.logits + t * e;
         key = absorb(p.key, p.first_token + t);
-        EACH(i, e) logits[i] = p.jitter > 0.0 ? from[i] * static_cast<float>(noise(i)) : from[i];
+        EACH(i, e) {
+            const float l = from[i];
+            if (checked && isnan(l)) atomicMin(p.fault + 1, static_cast<unsigned long long>(t) << 24 | i); // token, and expert in the last 24 bits
+            logits[i] = p.jitter > 0.0 ? l * static_cast<float>(noise(i)) : l;
+        }
         __syncwarp();
         if (p.score == SCORE_SOFTMAX) softmax(logits, scores);
         if (p.score == SCORE_SIGMOID) EACH(i, e) scores[i] = sigmoid_of(logits[i]);
@@ -114,8 +121,15 @@ struct Token {
         __syncwarp();
     }
 
-    // Writes the best K experts, best first, the lower index first among equals. NaN in `ranking`: not a candidate.
-    __device__ void choose(int32_t* ids) {
+    // A number that is greater for a greater rank, and equal for 0 and -0; 0 for a NaN, which is no candidate.
+    static __device__ unsigned order(float rank) {
+        if (isnan(rank)) return 0;
+        const unsigned bits = __float_as_uint(rank + 0.0f);
+        return bits >> 31 ? ~bits : bits | 1u << 31;
+    }
+
+    // Writes the best K experts to `chosen`, best first, the lower index first among equals; E where none is left.
+    __device__ void choose() {
         EACH(i, e) {
             float r = scored() ? scores[i] : logits[i];
             if (p.bias) r += load_any(p.bias, p.bias_type, i);
@@ -133,28 +147,32 @@ struct Token {
             }
             __syncwarp();
         }
-        for (int j = 0; j < k; j++) {
-            float best = NAN;
-            int at = e;
+        // The best of the lane's own; only the lane whose best was taken looks again.
+        unsigned best;
+        int at;
+        auto look = [&] {
+            best = 0, at = e;
             EACH(i, e) {
-                const float r = ranking[i];
-                if (!isnan(r) && (at == e || r > best)) best = r, at = i;
+                const unsigned o = order(ranking[i]);
+                if (o > best) best = o, at = i;
             }
-            for (int d = 16; d > 0; d /= 2) {
-                const float r = __shfl_xor_sync(~0u, best, d);
-                const int i = __shfl_xor_sync(~0u, at, d);
-                if (i < e && (at == e || r > best || (r == best && i < at))) best = r, at = i;
+        };
+        look();
+        for (int j = 0; j < k; j++) {
+            const unsigned most = __reduce_max_sync(~0u, best);
+            const int taken = __reduce_min_sync(~0u, best == most && most != 0 ? at : e);
+            if (lane == 0) chosen[j] = taken;
+            if (taken == at && at < e) {
+                ranking[at] = NAN;
+                look();
             }
-            if (lane == 0) {
-                ids[j] = at;
-                if (at < e) ranking[at] = NAN;
-            }
-            __syncwarp();
         }
+        __syncwarp();
     }
 
     // Weights of the chosen before renormalisation, to `out[K]`.
-    __device__ void raw_weights(const int32_t* ids, float* out) {
+    __device__ void raw_weights(float* out) {
+        const int32_t* ids = chosen;
         if (p.score == SCORE_SPARSEMIXER) {
             int without = -1;
             for (int j = 0; j < k; j++) {
@@ -223,49 +241,51 @@ struct Divisor {
 __device__ float* memory_of_warp(const Router& p) {
     extern __shared__ float shared[];
     const int64_t warp = threadIdx.x / 32, of_block = blockDim.x / 32;
-    if (p.scratch) return p.scratch + (blockIdx.x * of_block + warp) * 5 * p.experts;
-    return shared + warp * 5 * p.experts;
+    if (p.scratch) return p.scratch + (blockIdx.x * of_block + warp) * 6 * p.experts;
+    return shared + warp * 6 * p.experts;
 }
 
 }  // namespace
 
-extern "C" __global__ void __launch_bounds__(256) route(const __grid_constant__ Router p) {
+extern "C" __global__ void __launch_bounds__(256, 3) route(const __grid_constant__ Router p) {
     Token token(p, memory_of_warp(p));
     const int lane = token.lane, of_block = blockDim.x / 32;
     for (int64_t t = static_cast<int64_t>(blockIdx.x) * of_block + threadIdx.x / 32; t < p.tokens; t += static_cast<int64_t>(gridDim.x) * of_block) {
-        int32_t* ids = p.ids + t * p.top_k;
-        float* weights = p.weights + t * p.top_k;
-        EACH(i, token.e) {
-            // Token, and expert in the last 24 bits.
-            if (isnan(p.logits[t * p.experts + i])) atomicMin(p.fault + 1, static_cast<unsigned long long>(t) << 24 | i);
-        }
-        token.load(t);
-        token.choose(ids);
+        token.load(t, true);
+        token.choose();
         // Indices past the end come of NaN logits alone, which fail the call; keep reads inside.
-        EACH(j, token.k) if (ids[j] >= token.e) ids[j] = 0;
+        EACH(j, token.k) if (token.chosen[j] >= token.e) token.chosen[j] = 0;
         __syncwarp();
-        token.raw_weights(ids, weights);
+        float* weights = token.extra;
+        token.raw_weights(weights);
         const Divisor divisor(token, weights);
-        EACH(j, token.k) weights[j] = static_cast<float>(divisor.divide(weights[j]) * p.scale);
+        EACH(j, token.k) {
+            p.ids[t * token.k + j] = token.chosen[j];
+            p.weights[t * token.k + j] = static_cast<float>(divisor.divide(weights[j]) * p.scale);
+        }
         __syncwarp();
     }
 }
 
 // Gradient with respect to the logits, from that of the weights and of the auxiliary losses.
-extern "C" __global__ void __launch_bounds__(256) route_bwd(const __grid_constant__ Router p) {
+extern "C" __global__ void __launch_bounds__(256, 3) route_bwd(const __grid_constant__ Router p) {
     Token token(p, memory_of_warp(p));
     const int lane = token.lane, of_block = blockDim.x / 32, e = token.e, k = token.k;
     for (int64_t t = static_cast<int64_t>(blockIdx.x) * of_block + threadIdx.x / 32; t < p.tokens; t += static_cast<int64_t>(gridDim.x) * of_block) {
-        const int32_t* ids = p.ids + t * k;
+        const int32_t* ids = token.chosen;
         float* out = p.d_logits + t * e;
         bool bad = false;
-        EACH(j, k) bad = bad || ids[j] < 0 || ids[j] >= e;
+        EACH(j, k) {
+            const int32_t id = p.ids[t * k + j];
+            bad = bad || id < 0 || id >= e;
+            token.chosen[j] = id;
+        }
         if (__any_sync(~0u, bad)) {
             if (bad) raise_fault(p.fault, FAULT_ID, t);
             EACH(i, e) out[i] = 0.0f;
             continue;
         }
-        token.load(t);
+        token.load(t, false);
         if (p.groups && token.zeroes_scores()) {
             EACH(i, e) token.ranking[i] = token.scores[i];
             __syncwarp();
@@ -277,7 +297,7 @@ extern "C" __global__ void __launch_bounds__(256) route_bwd(const __grid_constan
         float* w = token.ranking;
         float* g = token.extra;
         float* d = token.grad;
-        token.raw_weights(ids, w);
+        token.raw_weights(w);
         EACH(j, k) g[j] = static_cast<float>(p.d_weights[t * k + j] * p.scale);
         __syncwarp();
         if (p.renorm) {

@@ -5,6 +5,7 @@ use std::time::Duration;
 
 use crate::comm::Tag;
 use crate::dtype::DType;
+use crate::ranks::RankError;
 
 /// Result with this crate's [`Error`].
 pub type Result<T> = std::result::Result<T, Error>;
@@ -114,6 +115,9 @@ pub enum Error {
     /// A collective failed.
     #[error(transparent)]
     Comm(#[from] CommError),
+    /// A process does not know its rank, or the ranks did not find each other.
+    #[error(transparent)]
+    Rank(#[from] RankError),
     /// Backward was called where prepare had agreed on none.
     #[error("{call} on rank {rank}: backward was not agreed in prepare: ranks {absent:?} do not track gradients")]
     BackwardNotAgreed {
@@ -131,6 +135,18 @@ pub enum Error {
         call: &'static str,
         /// This rank.
         rank: usize,
+    },
+    /// A sharded weight was used out of turn, or read when its memory no longer held it.
+    #[error("{call}: weight {weight}: expected {expected}, found {found}")]
+    WeightState {
+        /// The call that refused.
+        call: &'static str,
+        /// Name of the weight.
+        weight: String,
+        /// What the call needs.
+        expected: String,
+        /// How things stand.
+        found: String,
     },
     /// A checkpoint is damaged, hostile or not what its config says.
     #[error(transparent)]

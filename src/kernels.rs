@@ -239,7 +239,7 @@ pub struct Wgrad<'a, D: Device> {
     pub slot_weights: Option<TensorRef<'a, D>>,
     /// The layout.
     pub zones: &'a Zones<D>,
-    /// `[L, M, P]`.
+    /// `[L, M, P]`, of the operands' type or, on devices that say so, F32.
     pub out: TensorMut<'a, D>,
     /// Gradient of the bias.
     pub bias: Option<BiasGrad<'a, D>>,

@@ -6,10 +6,12 @@ pub mod comm;
 pub mod config;
 pub mod cpu;
 pub mod ep;
+pub mod etp;
 pub mod kernels;
 pub mod layer;
 pub mod metrics;
 pub mod quant;
+pub mod ranks;
 pub mod weights;
 
 #[cfg(feature = "burn")]

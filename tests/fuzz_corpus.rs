@@ -3,6 +3,7 @@
 use std::path::Path;
 
 use moebius::checkpoint::fuzzing;
+use moebius::ranks::fuzzing as messages;
 
 fn replay(target: &str, parse: fn(&[u8]) -> bool) {
     let dir = Path::new(env!("CARGO_MANIFEST_DIR")).join("fuzz/corpus").join(target);
@@ -39,4 +40,14 @@ fn index() {
 #[test]
 fn config() {
     replay("config", fuzzing::config);
+}
+
+#[test]
+fn hello() {
+    replay("hello", messages::hello);
+}
+
+#[test]
+fn reply() {
+    replay("reply", messages::reply);
 }

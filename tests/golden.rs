@@ -1,5 +1,5 @@
-//! Every checkpoint folder with a golden: each tensor of `golden.safetensors` against the layer's, over 1, 2, 4 and 8
-//! ranks. `MOEBIUS_GOLDEN` names another folder of such folders than the shipped one.
+//! Every checkpoint folder with a golden: each tensor of `golden.safetensors` against the layer's, on the CPU over 1, 2,
+//! 4 and 8 ranks. `MOEBIUS_GOLDEN` names another folder of such folders than the shipped one.
 
 mod common;
 
@@ -16,10 +16,15 @@ use common::support::names;
 use common::support::run_burn;
 #[cfg(feature = "candle")]
 use common::support::run_candle;
+use common::target::{self, Target, cases};
 use common::{Cotangent, Outcome, Setup};
 use moebius::checkpoint::{BlockParams, Checkpoint, LoadOptions};
 use moebius::config::{BalanceKind, MoeConfig};
+use moebius::cpu::Cpu;
 use moebius::ep::DispatcherKind;
+use moebius::layer::Role;
+
+cases!(every_folder_matches_its_golden, bf16_is_near_f64);
 
 /// Tensors that a block alone cannot give.
 const WHOLE_MODEL: [&str; 3] = ["input_ids", "logits", "loss"];
@@ -67,23 +72,28 @@ impl Suite {
         Ok(self.golden.get("grad_moe_output").map(tokens).transpose()?)
     }
 
-    fn shares(&self, ranks: usize) -> AnyResult<Vec<BlockParams>> {
+    fn shares(&self, ranks: usize, dtype: moebius::DType) -> AnyResult<Vec<BlockParams>> {
         let load = |rank| {
-            let options = LoadOptions { rank, ranks, dtype: Some(self.folder.dtype) };
+            let options = LoadOptions { rank, ranks, dtype: Some(dtype) };
             Ok(self.checkpoint.load_block(self.layer, options)?.params)
         };
         (0..ranks).map(load).collect()
     }
 
     /// Runs the block as the golden ran it, twice, and its auxiliary loss where the golden has one.
-    fn run(&self, ranks: usize, dispatcher: DispatcherKind) -> AnyResult<(Outcome, Option<Outcome>)> {
+    fn run<D: Target>(
+        &self,
+        device: &D,
+        ranks: usize,
+        dispatcher: DispatcherKind,
+    ) -> AnyResult<(Outcome, Option<Outcome>)> {
         let (x, dy) = (self.input()?, self.output_gradient()?);
-        let params = self.shares(ranks)?;
+        let params = self.shares(ranks, self.folder.dtype)?;
         let mut setup = Setup::new(&self.config, &uneven(x.dim(0)?, ranks));
         setup.dispatcher = dispatcher;
         let cotangent = dy.as_ref().map(|dy| Cotangent { y: Some(dy), aux: 0.0 });
-        let main = common::run(&setup, &params, &x, self.folder.dtype, cotangent)?;
-        let again = common::run(&setup, &params, &x, self.folder.dtype, cotangent)?;
+        let main = common::run_on(device, &setup, &params, &x, self.folder.dtype, cotangent)?;
+        let again = common::run_on(device, &setup, &params, &x, self.folder.dtype, cotangent)?;
         if main.bits() != again.bits() {
             return Err(format!("R = {ranks}: two runs differ in their bits").into());
         }
@@ -94,7 +104,7 @@ impl Suite {
         setup.config.aux.balance_kind = BalanceKind::HuggingFace;
         setup.config.aux.over_ranks = true;
         let cotangent = Some(Cotangent { y: None, aux: 1.0 });
-        Ok((main, Some(common::run(&setup, &params, &x, self.folder.dtype, cotangent)?)))
+        Ok((main, Some(common::run_on(device, &setup, &params, &x, self.folder.dtype, cotangent)?)))
     }
 
     /// Compares every tensor of `golden` but the whole model's.
@@ -274,13 +284,9 @@ fn ids_of(t: &Tensor) -> Result<Vec<Vec<usize>>> {
     Ok(rows.into_iter().map(|row| row.into_iter().map(|id| id as usize).collect()).collect())
 }
 
-fn shipped() -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden")
-}
-
 /// Folders with a `config.json`, in order of name.
 fn folders() -> Vec<PathBuf> {
-    let root = std::env::var_os("MOEBIUS_GOLDEN").map_or_else(shipped, PathBuf::from);
+    let root = target::golden();
     let entries = std::fs::read_dir(&root).unwrap_or_else(|e| panic!("{}: {e}", root.display()));
     let mut found: Vec<PathBuf> =
         entries.map(|e| e.unwrap().path()).filter(|p| p.join("config.json").is_file()).collect();
@@ -290,7 +296,7 @@ fn folders() -> Vec<PathBuf> {
 }
 
 /// Checks one folder and describes what was found in a line; the errors are in the second part.
-fn check_folder(dir: &Path) -> AnyResult<(String, Vec<String>)> {
+fn check_folder<D: Target>(device: &D, dir: &Path) -> AnyResult<(String, Vec<String>)> {
     let suite = Suite::open(dir)?;
     let (e, k) = (suite.config.router.num_experts, suite.config.router.top_k);
     let mut wrong = Vec::new();
@@ -307,23 +313,26 @@ fn check_folder(dir: &Path) -> AnyResult<(String, Vec<String>)> {
             }
         }
     };
-    let ranks: Vec<usize> = [1, 2, 4, 8].into_iter().filter(|r| e.is_multiple_of(*r)).collect();
+    let on_cpu = D::has_f64();
+    let ranks: Vec<usize> = [1, 2, 4, 8].into_iter().filter(|r| *r == 1 || (on_cpu && e.is_multiple_of(*r))).collect();
     let mut compared = 0;
     for &r in &ranks {
         let dispatchers: &[_] =
             if r == 1 { &[DispatcherKind::Local] } else { &[DispatcherKind::AllToAll, DispatcherKind::AllGather] };
         for &dispatcher in dispatchers {
-            let (main, aux) = suite.run(r, dispatcher)?;
+            let (main, aux) = suite.run(device, r, dispatcher)?;
             let lines = suite.compare(&suite.golden, &main, aux.as_ref())?;
             compared = lines.len();
             judge(&format!("R = {r}, {dispatcher:?}"), &lines);
         }
     }
     let r = ranks.iter().copied().find(|r| *r == 2).unwrap_or(1);
-    #[cfg(feature = "candle")]
-    judge(&format!("R = {r}"), &suite.compare_framework("candle", run_candle::run, r)?);
-    #[cfg(feature = "burn")]
-    judge(&format!("R = {r}"), &suite.compare_framework("burn", run_burn::run, r)?);
+    if on_cpu {
+        #[cfg(feature = "candle")]
+        judge(&format!("R = {r}"), &suite.compare_framework("candle", run_candle::run, r)?);
+        #[cfg(feature = "burn")]
+        judge(&format!("R = {r}"), &suite.compare_framework("burn", run_burn::run, r)?);
+    }
     let whole: Vec<&str> = WHOLE_MODEL.into_iter().filter(|n| suite.golden.contains_key(*n)).collect();
     let name = dir.file_name().unwrap_or_default().to_string_lossy();
     let backward = if suite.golden.contains_key("grad_moe_output") {
@@ -347,11 +356,72 @@ fn say(line: &str) {
     let _ = writeln!(std::io::stdout().lock(), "{line}");
 }
 
-#[test]
-fn every_folder_matches_its_golden() {
+fn every_folder_matches_its_golden<D: Target>(device: &D) {
+    every_folder(|dir| check_folder(device, dir));
+}
+
+/// Everything in bf16 but sums, against f64 from the same bf16 weights and inputs. A rounding is 2⁻⁹ at most: up to four
+/// of them (pre-activation, inner, expert's, result) make √4·2⁻⁹ = 3.9e-3, and the nine of a gradient's longest chain
+/// √9·2⁻⁹ = 5.9e-3.
+const BF16_FORWARD: f64 = 4e-3;
+const BF16_BACKWARD: f64 = 6e-3;
+
+fn bf16_is_near_f64<D: Target>(device: &D) {
+    every_folder(|dir| {
+        let suite = Suite::open(dir)?;
+        let bf16 = moebius::DType::BF16;
+        let rounded = |t: &Tensor| common::framework(&common::core(t, bf16));
+        let (x, dy) = (rounded(&suite.input()?), suite.output_gradient()?.as_ref().map(rounded));
+        let setup = Setup::new(&suite.config, &[x.dim(0)?]);
+        let cotangent = dy.as_ref().map(|dy| Cotangent { y: Some(dy), aux: 0.0 });
+        let params = suite.shares(1, bf16)?;
+        let found = common::run_on(device, &setup, &params, &x, bf16, cotangent)?;
+        let exact: Vec<BlockParams> = params.iter().map(in_f64).collect();
+        let reference = common::run(&setup, &exact, &x, moebius::DType::F64, cotangent)?;
+        let (mut worst, mut wrong) = (Difference::NONE, Vec::new());
+        if found.ids != reference.ids {
+            wrong.push("experts differ".to_string());
+        }
+        let own = [("y", &found.y, &reference.y), ("weights", &found.weights, &reference.weights)];
+        let own = own.map(|(name, a, b)| (name, a, b, BF16_FORWARD));
+        let grads = found.grads.iter().map(|(name, t)| (&name[..], t, &reference.grads[name], BF16_BACKWARD));
+        for (name, found, reference, tolerance) in own.into_iter().chain(grads) {
+            let d = difference(found, reference)?;
+            worst = worst.worst(d);
+            if !d.within(tolerance) {
+                wrong.push(format!("{name}: relative {:.2e} > {tolerance:.0e}, max {:.2e}", d.relative, d.max_abs));
+            }
+        }
+        let name = dir.file_name().unwrap_or_default().to_string_lossy();
+        Ok((format!("{name:26} bf16 against f64: {:.1e}", worst.relative), wrong))
+    });
+}
+
+/// The same values in f64.
+fn in_f64(params: &BlockParams) -> BlockParams {
+    let wide = |role: Role| {
+        let t = params.get(role)?;
+        Some(common::CoreTensor::from_vec(t.to_f64(), t.dims()).expect("the same shape"))
+    };
+    BlockParams {
+        router: wide(Role::Router).expect("a router"),
+        router_bias: wide(Role::RouterBias),
+        selection_bias: wide(Role::SelectionBias),
+        up: wide(Role::Up).expect("up"),
+        up_bias: wide(Role::UpBias),
+        down: wide(Role::Down).expect("down"),
+        down_bias: wide(Role::DownBias),
+        shared_up: wide(Role::SharedUp),
+        shared_down: wide(Role::SharedDown),
+        shared_gate: wide(Role::SharedGate),
+    }
+}
+
+/// Prints a line a folder and fails for all of them at the end.
+fn every_folder(check: impl Fn(&Path) -> AnyResult<(String, Vec<String>)>) {
     let mut failures = Vec::new();
     for dir in folders() {
-        match check_folder(&dir) {
+        match check(&dir) {
             Ok((line, wrong)) => {
                 say(&format!("{line}  {}", if wrong.is_empty() { "ok" } else { "FAIL" }));
                 failures.extend(wrong.into_iter().map(|w| format!("{}: {w}", dir.display())));
@@ -370,8 +440,8 @@ fn every_folder_matches_its_golden() {
 #[test]
 fn a_wrong_golden_is_found() {
     for name in ["qwen3_moe", "gpt_oss", "deepseek_v3_fp8"] {
-        let suite = Suite::open(&shipped().join(name)).unwrap();
-        let (main, aux) = suite.run(1, DispatcherKind::Local).unwrap();
+        let suite = Suite::open(&target::golden().join(name)).unwrap();
+        let (main, aux) = suite.run(&Cpu::poisoning(), 1, DispatcherKind::Local).unwrap();
         for (tensor, value) in &suite.golden {
             if WHOLE_MODEL.contains(&tensor.as_str()) {
                 continue;

@@ -1,5 +1,6 @@
-//! Gradients of the whole layer in f64: against central finite differences, and against candle's autograd over a dense
-//! reference, for every activation, score, place of the weight and loss, over one rank and several.
+//! A device's gradients of the whole layer: against central finite differences of the CPU's forward in f64, and against
+//! candle's autograd over a dense reference, for every activation, score, place of the weight and loss; on the CPU over
+//! one rank and several.
 
 mod common;
 
@@ -8,14 +9,26 @@ use common::support::compare::{Difference, difference, values};
 use common::support::dense::{Dense, Params};
 use common::support::job::uneven;
 use common::support::random::Random;
+use common::target::{Target, cases};
 use common::{Cotangent, Outcome, Setup};
-use moebius::DType;
 use moebius::config::{
     Activation, BalanceKind, CapacityOrder, ExpertCapacity, GroupLimit, GroupScore, MoeConfig, Renorm, Score,
     SharedConfig, WeightAt,
 };
+use moebius::cpu::Cpu;
 use moebius::ep::{Capacity, Overflow};
 use moebius::layer::{DispatchOptions, Noise};
+
+cases!(
+    activations_and_places_of_the_weight_with_biases,
+    shared_experts,
+    scores,
+    groups_of_experts,
+    auxiliary_losses,
+    drops_noise_and_static_capacity,
+    recomputing_changes_no_bit,
+    every_entry,
+);
 
 const HIDDEN: usize = 6;
 const INNER: usize = 5;
@@ -29,6 +42,9 @@ const STEP: f64 = 1e-5;
 const TOLERANCE: f64 = 1e-7;
 /// Same formulas, other order of sums: some hundred roundings of 2⁻⁵³ at most.
 const DENSE_TOLERANCE: f64 = 1e-12;
+/// Without f64: a chain of some ten products and sums of up to 15 terms, each a rounding of 2⁻²⁴ of values that
+/// gradients, at most, cancel to a tenth: 10·15·6e-8/√(10·15)·10 ≈ 7e-6.
+const F32_TOLERANCE: f64 = 1e-5;
 
 /// A layer, its parameters and a loss `Σ y·c + a·aux`.
 struct Case {
@@ -59,11 +75,22 @@ impl Case {
         self.setup.split.len()
     }
 
-    fn run(&self, params: &Params, x: &Tensor, backward: bool) -> Outcome {
-        let shares: Vec<_> =
-            (0..self.ranks()).map(|rank| common::shard(params, rank, self.ranks(), DType::F64)).collect();
+    fn run_on<D: Target>(&self, device: &D, params: &Params, x: &Tensor, backward: bool) -> Outcome {
+        let dtype = D::wide();
+        let shares: Vec<_> = (0..self.ranks()).map(|rank| common::shard(params, rank, self.ranks(), dtype)).collect();
         let cotangent = backward.then_some(Cotangent { y: self.c.as_ref(), aux: self.a });
-        common::run(&self.setup, &shares, x, DType::F64, cotangent).unwrap_or_else(|e| panic!("{}: {e}", self.name))
+        common::run_on(device, &self.setup, &shares, x, dtype, cotangent)
+            .unwrap_or_else(|e| panic!("{}: {e}", self.name))
+    }
+
+    /// Forward in f64, for the differences.
+    fn run(&self, params: &Params, x: &Tensor) -> Outcome {
+        self.run_on(&Cpu::poisoning(), params, x, false)
+    }
+
+    /// What the device gives.
+    fn step<D: Target>(&self, device: &D) -> Outcome {
+        self.run_on(device, &self.params, &self.x, true)
     }
 
     fn loss(&self, out: &Outcome) -> f64 {
@@ -85,15 +112,15 @@ impl Case {
                 "x" => x = (x + step).unwrap(),
                 _ => params.insert(name.to_string(), (&self.params[name] + step).unwrap()).map(drop).unwrap(),
             }
-            let out = self.run(&params, &x, false);
+            let out = self.run(&params, &x);
             (out.ids == base.ids).then(|| self.loss(&out))
         };
         Some((at(STEP)? - at(-STEP)?) / (2.0 * STEP))
     }
 
     /// Checks every gradient along `count` random directions of each tensor.
-    fn check_differences(&self, count: usize) {
-        let base = self.run(&self.params, &self.x, true);
+    fn check_differences<D: Target>(&self, device: &D, count: usize) {
+        let base = self.step(device);
         let mut random = Random::new(self.seed ^ 0xd1ff);
         for (name, gradient) in base.grads.iter().filter(|(n, _)| !matches!(n.as_str(), "logits" | "weights")) {
             let mut checked = 0;
@@ -102,7 +129,7 @@ impl Case {
                 let Some(found) = self.difference(name, &direction, &base) else { continue };
                 let expected = dot(gradient, &direction);
                 assert!(
-                    agree(found, expected, gradient),
+                    agree::<D>(found, expected, gradient),
                     "{}: d {name}: differences give {found:e}, backward {expected:e}",
                     self.name
                 );
@@ -119,8 +146,8 @@ impl Case {
     }
 
     /// Compares output, loss and gradients with the dense reference's.
-    fn check_dense(&self) {
-        let base = self.run(&self.params, &self.x, true);
+    fn check_dense<D: Target>(&self, device: &D) {
+        let base = self.step(device);
         let var = |t: &Tensor| Var::from_tensor(t).unwrap().into_inner();
         let params: Params = self.params.iter().map(|(n, t)| (n.clone(), var(t))).collect();
         let x = var(&self.x);
@@ -135,7 +162,8 @@ impl Case {
         let check = |name: &str, found: &Tensor, reference: &Tensor| {
             let d = difference(found, reference).unwrap_or_else(|e| panic!("{}: {name}: {e}", self.name));
             // A gradient that is zero but for rounding has no relative error.
-            assert!(d.within(DENSE_TOLERANCE) || d.max_abs < 1e-15, "{}: {name}: {d:?}", self.name);
+            let (tolerance, zero) = (D::bound(DENSE_TOLERANCE, F32_TOLERANCE), D::bound(1e-15, 1e-6));
+            assert!(d.within(tolerance) || d.max_abs < zero, "{}: {name}: {d:?}", self.name);
         };
         assert_eq!(base.ids, out.ids, "{}: experts", self.name);
         check("y", &base.y, &out.y);
@@ -143,7 +171,11 @@ impl Case {
         for found in &base.aux {
             let reference: f64 = aux.to_scalar().unwrap();
             let error = (found - reference).abs();
-            assert!(error <= 1e-13 * reference.abs(), "{}: aux {found} instead of {reference}", self.name);
+            assert!(
+                error <= D::bound(1e-13, 1e-6) * reference.abs(),
+                "{}: aux {found} instead of {reference}",
+                self.name
+            );
         }
         for (name, found) in base.grads.iter().filter(|(n, _)| !matches!(n.as_str(), "logits" | "weights")) {
             let of = if name == "x" { &x } else { &params[name] };
@@ -153,8 +185,8 @@ impl Case {
     }
 }
 
-fn agree(found: f64, expected: f64, gradient: &Tensor) -> bool {
-    (found - expected).abs() <= TOLERANCE * (1.0 + norm(gradient))
+fn agree<D: Target>(found: f64, expected: f64, gradient: &Tensor) -> bool {
+    (found - expected).abs() <= D::bound(TOLERANCE, F32_TOLERANCE) * (1.0 + norm(gradient))
 }
 
 fn norm(t: &Tensor) -> f64 {
@@ -206,19 +238,22 @@ fn with(change: impl FnOnce(&mut MoeConfig)) -> MoeConfig {
 
 const ONE: [usize; 1] = [TOKENS];
 
-/// Splits of the tokens over 1, 2 and 4 ranks; at 2 and at 4, a rank without tokens.
-fn splits() -> Vec<Vec<usize>> {
-    vec![ONE.to_vec(), vec![4, 5], vec![TOKENS, 0], uneven(TOKENS, 4)]
+/// Splits of the tokens over 1, 2 and 4 ranks; at 2 and at 4, a rank without tokens. A GPU is one rank.
+fn splits<D: Target>() -> Vec<Vec<usize>> {
+    match D::has_f64() {
+        true => vec![ONE.to_vec(), vec![4, 5], vec![TOKENS, 0], uneven(TOKENS, 4)],
+        false => vec![ONE.to_vec()],
+    }
 }
 
 /// Differences at every split, the dense reference too, and the same output whatever the split.
-fn check(name: &str, config: &MoeConfig) {
+fn check<D: Target>(device: &D, name: &str, config: &MoeConfig) {
     let mut first: Option<Tensor> = None;
-    for split in splits() {
+    for split in splits::<D>() {
         let case = Case::new(name, config, &split);
-        case.check_differences(2);
-        case.check_dense();
-        let y = case.run(&case.params, &case.x, false).y;
+        case.check_differences(device, 2);
+        case.check_dense(device);
+        let y = case.run(&case.params, &case.x).y;
         let d = first.as_ref().map_or(Difference::NONE, |first| difference(&y, first).unwrap());
         assert!(d.within(DENSE_TOLERANCE), "{}: differs from one rank: {d:?}", case.name);
         first.get_or_insert(y);
@@ -233,8 +268,7 @@ const ACTIVATIONS: [(&str, Activation); 4] = [
     ("relu2", Activation::Relu2),
 ];
 
-#[test]
-fn activations_and_places_of_the_weight_with_biases() {
+fn activations_and_places_of_the_weight_with_biases<D: Target>(device: &D) {
     for (name, activation) in ACTIVATIONS {
         for at in [WeightAt::Activation, WeightAt::Output, WeightAt::Input] {
             for bias in [false, true] {
@@ -243,27 +277,25 @@ fn activations_and_places_of_the_weight_with_biases() {
                     c.weight_at = at;
                     c.expert_bias = bias;
                 });
-                check(&format!("{name} {at:?} bias {bias}"), &config);
+                check(device, &format!("{name} {at:?} bias {bias}"), &config);
             }
         }
     }
 }
 
-#[test]
-fn shared_experts() {
+fn shared_experts<D: Target>(device: &D) {
     for (name, activation) in ACTIVATIONS {
         for gated in [false, true] {
             let config = with(|c| {
                 c.activation = activation;
                 c.shared = Some(SharedConfig { intermediate: 7, gated });
             });
-            check(&format!("shared {name} gated {gated}"), &config);
+            check(device, &format!("shared {name} gated {gated}"), &config);
         }
     }
 }
 
-#[test]
-fn scores() {
+fn scores<D: Target>(device: &D) {
     let renorm = |p, epsilon, floor| Some(Renorm { p, epsilon, floor });
     for (name, score, k) in [
         ("softmax", Score::Softmax, 3),
@@ -278,11 +310,11 @@ fn scores() {
             c.router.top_k = k;
             c.router.renorm = None;
         });
-        check(name, &base);
+        check(device, name, &base);
         let mut config = base.clone();
         config.router.logit_bias = true;
         config.router.scale = 2.5;
-        check(&format!("{name}, bias and scale"), &config);
+        check(device, &format!("{name}, bias and scale"), &config);
         if matches!(score, Score::SparseMixer { .. }) {
             continue;
         }
@@ -295,13 +327,12 @@ fn scores() {
         ] {
             config.router.renorm = renorm;
             config.router.selection_bias = matches!(score, Score::Softmax | Score::Sigmoid);
-            check(&format!("{name}, {label}"), &config);
+            check(device, &format!("{name}, {label}"), &config);
         }
     }
 }
 
-#[test]
-fn groups_of_experts() {
+fn groups_of_experts<D: Target>(device: &D) {
     for (score, rank_by) in [(Score::Softmax, GroupScore::Max), (Score::Sigmoid, GroupScore::Top2Sum)] {
         let config = with(|c| {
             c.router.score = score;
@@ -309,12 +340,11 @@ fn groups_of_experts() {
             c.router.selection_bias = rank_by == GroupScore::Top2Sum;
             c.router.scale = 1.5;
         });
-        check(&format!("groups by {rank_by:?}"), &config);
+        check(device, &format!("groups by {rank_by:?}"), &config);
     }
 }
 
-#[test]
-fn auxiliary_losses() {
+fn auxiliary_losses<D: Target>(device: &D) {
     let kinds = [BalanceKind::Switch, BalanceKind::HuggingFace, BalanceKind::Sequence { length: 4 }];
     for score in [Score::Softmax, Score::Sigmoid, Score::TopkSoftmax, Score::TopkSigmoid] {
         for (kind, (balance, z), over_ranks) in kinds
@@ -329,17 +359,17 @@ fn auxiliary_losses() {
                 c.aux.z = z;
                 c.aux.over_ranks = over_ranks;
             });
-            for split in splits() {
+            for split in splits::<D>() {
                 let name = format!("{score:?} {kind:?} balance {balance} z {z} over ranks {over_ranks}");
                 let mut case = Case::new(&name, &config, &split);
-                case.check_differences(1);
+                case.check_differences(device, 1);
                 let sequences = matches!(kind, BalanceKind::Sequence { .. });
                 if case.ranks() == 1 || (over_ranks && !sequences) {
-                    case.check_dense();
+                    case.check_dense(device);
                     // The loss alone: y has no cotangent.
                     case.c = None;
-                    case.check_dense();
-                    case.check_differences(1);
+                    case.check_dense(device);
+                    case.check_differences(device, 1);
                 }
             }
         }
@@ -347,35 +377,31 @@ fn auxiliary_losses() {
 }
 
 /// What the dense reference cannot do: dropped tokens, noise, static capacities. Differences only.
-#[test]
-fn drops_noise_and_static_capacity() {
+fn drops_noise_and_static_capacity<D: Target>(device: &D) {
     let noise = Some(Noise { seed: 3, step: 5 });
-    for split in splits() {
+    for split in splits::<D>() {
         for order in [CapacityOrder::Position, CapacityOrder::Probability] {
             for renormalize in [false, true] {
                 let config = with(|c| {
                     c.router.expert_capacity = Some(ExpertCapacity { factor: 0.7, order, renormalize });
                 });
                 let case = Case::new(&format!("expert capacity {order:?} renormalize {renormalize}"), &config, &split);
-                case.check_differences(2);
+                case.check_differences(device, 2);
                 let whole = Case::new(&case.name, &self::config(), &split);
                 assert!(
-                    !difference(
-                        &case.run(&whole.params, &whole.x, false).y,
-                        &whole.run(&whole.params, &whole.x, false).y
-                    )
-                    .unwrap()
-                    .within(1e-3),
+                    !difference(&case.run(&whole.params, &whole.x).y, &whole.run(&whole.params, &whole.x).y)
+                        .unwrap()
+                        .within(1e-3),
                     "{}: nothing was dropped",
                     case.name
                 );
             }
         }
         let mut case = Case::new("noise", &with(|c| c.router.jitter = 0.3), &split);
-        let quiet = case.run(&case.params, &case.x, false).y;
+        let quiet = case.run(&case.params, &case.x).y;
         case.setup.noise = noise;
-        assert!(!difference(&case.run(&case.params, &case.x, false).y, &quiet).unwrap().within(1e-3), "no noise");
-        case.check_differences(2);
+        assert!(!difference(&case.run(&case.params, &case.x).y, &quiet).unwrap().within(1e-3), "no noise");
+        case.check_differences(device, 2);
 
         // Alignment 4 over 8 experts needs 32 rows or more on one rank; fewer are there, and the rest is dropped.
         let mut case = Case::new("static capacity", &config(), &split);
@@ -386,17 +412,16 @@ fn drops_noise_and_static_capacity() {
         };
         let (capacity, overflow) = (Capacity::Static(rows), Overflow::Drop);
         case.setup.dispatch = DispatchOptions { capacity, overflow, alignment: 4, ..Default::default() };
-        case.check_differences(2);
+        case.check_differences(device, 2);
         case.setup.dispatch = DispatchOptions { alignment: 16, ..DispatchOptions::default() };
-        case.check_differences(1);
-        case.check_dense();
+        case.check_differences(device, 1);
+        case.check_dense(device);
     }
 }
 
-#[test]
-fn recomputing_changes_no_bit() {
+fn recomputing_changes_no_bit<D: Target>(device: &D) {
     for (name, activation) in ACTIVATIONS {
-        for split in splits() {
+        for split in splits::<D>() {
             let mut case = Case::new(
                 name,
                 &with(|c| {
@@ -406,31 +431,30 @@ fn recomputing_changes_no_bit() {
                 }),
                 &split,
             );
-            let kept = case.run(&case.params, &case.x, true);
+            let kept = case.step(device);
             case.setup.config.recompute = true;
-            assert_eq!(kept.bits(), case.run(&case.params, &case.x, true).bits(), "{}", case.name);
-            case.check_differences(1);
+            assert_eq!(kept.bits(), case.step(device).bits(), "{}", case.name);
+            case.check_differences(device, 1);
         }
     }
 }
 
 /// Entry by entry, on one configuration.
-#[test]
-fn every_entry() {
-    for split in [vec![TOKENS], vec![4, 5]] {
+fn every_entry<D: Target>(device: &D) {
+    for split in splits::<D>().into_iter().take(2) {
         let config = with(|c| {
             c.expert_bias = true;
             c.shared = Some(SharedConfig { intermediate: 3, gated: true });
         });
         let case = Case::new("every entry", &config, &split);
-        let base = case.run(&case.params, &case.x, true);
+        let base = case.step(device);
         for (name, gradient) in base.grads.iter().filter(|(n, _)| !matches!(n.as_str(), "logits" | "weights")) {
             for (i, expected) in values(gradient).unwrap().into_iter().enumerate() {
                 let mut direction = vec![0.0; gradient.elem_count()];
                 direction[i] = 1.0;
                 let direction = Tensor::from_vec(direction, gradient.dims(), gradient.device()).unwrap();
                 let found = case.difference(name, &direction, &base).expect("no near ties with this seed");
-                assert!(agree(found, expected, gradient), "{}: d {name}[{i}]: {found:e}, {expected:e}", case.name);
+                assert!(agree::<D>(found, expected, gradient), "{}: d {name}[{i}]: {found:e}, {expected:e}", case.name);
             }
         }
     }
@@ -440,7 +464,7 @@ fn every_entry() {
 #[test]
 fn a_wrong_gradient_is_found() {
     let case = Case::new("a wrong gradient", &config(), &[4, 5]);
-    let base = case.run(&case.params, &case.x, true);
+    let base = case.step(&Cpu::poisoning());
     let mut random = Random::new(11);
     for name in ["x", "router.weight", "experts.up", "experts.down"] {
         let gradient = &base.grads[name];
@@ -450,7 +474,7 @@ fn a_wrong_gradient_is_found() {
         let caught = (0..4).any(|_| {
             let direction = unit(&random.tensor(gradient.dims(), 1.0).unwrap());
             let found = case.difference(name, &direction, &base);
-            found.is_some_and(|found| !agree(found, dot(&wrong, &direction), gradient))
+            found.is_some_and(|found| !agree::<Cpu>(found, dot(&wrong, &direction), gradient))
         });
         assert!(caught, "a wrong gradient of {name} passed");
     }

@@ -1,161 +1,198 @@
 //! The seam that fused back-ends override: row maps, tile counters, destinations that add, padding, typed errors.
 //! Values are small integers, so every sum is exact in f32 and results are compared for equality.
 
+mod target;
+
 use std::sync::atomic::{AtomicU32, Ordering};
 
 use moebius::config::{Activation, WeightAt};
 use moebius::cpu::Cpu;
 use moebius::kernels::*;
-use moebius::{DType, Error, Tensor, TensorMut, TensorRef};
+use moebius::{DType, Error, Tensor};
+
+use target::{Target, cases};
+
+cases!(
+    padding_is_neither_read_nor_written,
+    rows_come_from_where_the_map_says,
+    rows_go_where_the_map_says_and_add,
+    weight_gradients_sum_over_filled_slots_only_and_add,
+    wrong_arguments_are_errors,
+    zones_outside_are_errors,
+    weights_at_activation_and_output_agree_and_input_differs,
+    half_types_accumulate_in_f32,
+);
 
 const H: usize = 8;
 const I: usize = 4;
 const EXPERTS: usize = 3;
 
+fn zones_of<D: Target>(device: &D, offsets: [i64; EXPERTS], counts: [i64; EXPERTS]) -> Zones<D> {
+    let put = |v: [i64; EXPERTS]| device.host(&Tensor::from_vec(v.to_vec(), &[EXPERTS]).expect("zones"));
+    Zones { offsets: put(offsets), counts: put(counts), rows: 8 }
+}
+
 /// Zones of 3, 0 and 2 filled slots, padded to 4: slots 3, 6 and 7 are padding.
-fn zones() -> Zones<Cpu> {
-    Zones {
-        offsets: Tensor::from_vec(vec![0i64, 4, 4], &[EXPERTS]).unwrap(),
-        counts: Tensor::from_vec(vec![3i64, 0, 2], &[EXPERTS]).unwrap(),
-        rows: 8,
-    }
+fn zones<D: Target>(device: &D) -> Zones<D> {
+    zones_of(device, [0, 4, 4], [3, 0, 2])
 }
 
 const FILLED: [(usize, usize); 5] = [(0, 0), (1, 0), (2, 0), (4, 2), (5, 2)];
+const PADDING: [usize; 3] = [3, 6, 7];
 
-fn integers(count: usize, seed: u64) -> Vec<f32> {
+fn integers(count: usize, seed: u64) -> Vec<f64> {
     let mut state = seed;
     let mut next = || {
         state = state.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
-        ((state >> 33) % 7) as f32 - 3.0
+        ((state >> 33) % 7) as f64 - 3.0
     };
     (0..count).map(|_| next()).collect()
 }
 
+fn with_nan_padding(mut rows: Vec<f64>, width: usize) -> Vec<f64> {
+    for pad in PADDING {
+        rows[pad * width..(pad + 1) * width].fill(f64::NAN);
+    }
+    rows
+}
+
 /// relu² without gate keeps integers integers.
-fn up_reference(x: &[f32], weight: &[f32], expert: usize) -> Vec<f32> {
+fn up_reference(x: &[f64], weight: &[f64], expert: usize) -> Vec<f64> {
     (0..I)
         .map(|i| {
             let row = &weight[(expert * I + i) * H..][..H];
-            let sum: f32 = row.iter().zip(x).map(|(w, x)| w * x).sum();
+            let sum: f64 = row.iter().zip(x).map(|(w, x)| w * x).sum();
             sum.max(0.0) * sum.max(0.0)
         })
         .collect()
 }
 
-struct UpCase {
-    x: Vec<f32>,
-    weight: Vec<f32>,
+fn f32s<D: Target>(device: &D, values: &[f64], dims: &[usize]) -> Tensor<D> {
+    device.put(DType::F32, values, dims)
 }
 
-impl UpCase {
-    fn new() -> Self {
-        Self { x: integers(8 * H, 1), weight: integers(EXPERTS * I * H, 2) }
+fn map<D: Target>(device: &D, entries: &[i32]) -> Tensor<D> {
+    device.host(&Tensor::from_vec(entries.to_vec(), &[entries.len()]).expect("map"))
+}
+
+struct UpCase<'a, D: Target> {
+    device: &'a D,
+    x: Vec<f64>,
+    weight: Vec<f64>,
+}
+
+impl<'a, D: Target> UpCase<'a, D> {
+    fn new(device: &'a D) -> Self {
+        Self { device, x: integers(8 * H, 1), weight: integers(EXPERTS * I * H, 2) }
     }
 
-    fn run(&self, rows: RowSource<'_, Cpu>, mut out: RowDest<'_, Cpu>) -> moebius::Result<()> {
-        let zones = zones();
-        let weight = TensorRef::from_slice(&self.weight, &[EXPERTS, I, H])?;
+    fn run(&self, rows: RowSource<'_, D>, out: RowDest<'_, D>) -> moebius::Result<()> {
+        self.run_in(&zones(self.device), rows, out)
+    }
+
+    fn run_in(&self, zones: &Zones<D>, rows: RowSource<'_, D>, mut out: RowDest<'_, D>) -> moebius::Result<()> {
+        let weight = f32s(self.device, &self.weight, &[EXPERTS, I, H]);
         let call = Up {
             rows: rows.borrow(),
-            zones: &zones,
-            weight,
+            zones,
+            weight: weight.view(),
             bias: None,
             slot_weights: None,
             activation: Activation::Relu2,
             pre: None,
             out: out.reborrow(),
         };
-        Cpu::new().up(&(), call)
+        self.device.settled(self.device.up(&self.device.order(), call))
     }
 }
 
-#[test]
-fn padding_is_neither_read_nor_written() {
-    let case = UpCase::new();
-    let mut x = case.x.clone();
-    for pad in [3, 6, 7] {
-        x[pad * H..(pad + 1) * H].fill(f32::NAN);
-    }
-    let mut out = vec![-7.0f32; 8 * I];
-    let rows = RowSource::direct(TensorRef::from_slice(&x, &[8, H]).unwrap());
-    case.run(rows, RowDest::direct(TensorMut::from_slice(&mut out, &[8, I]).unwrap())).unwrap();
+fn padding_is_neither_read_nor_written<D: Target>(device: &D) {
+    let case = UpCase::new(device);
+    let x = f32s(device, &with_nan_padding(case.x.clone(), H), &[8, H]);
+    let mut out = f32s(device, &[-7.0; 8 * I], &[8, I]);
+    case.run(RowSource::direct(x.view()), RowDest::direct(out.view_mut())).unwrap();
+    let out = device.values(out.view());
     for (slot, expert) in FILLED {
-        assert_eq!(out[slot * I..][..I], up_reference(&x[slot * H..][..H], &case.weight, expert), "slot {slot}");
+        assert_eq!(out[slot * I..][..I], up_reference(&case.x[slot * H..][..H], &case.weight, expert), "slot {slot}");
     }
-    for pad in [3, 6, 7] {
+    for pad in PADDING {
         assert_eq!(out[pad * I..][..I], [-7.0; I], "padding slot {pad}");
     }
 }
 
-#[test]
-fn rows_come_from_where_the_map_says() {
-    let case = UpCase::new();
-    let map = [7i32, 0, 0, -1, 2, 5, -1, -1];
-    let mut out = vec![0f32; 8 * I];
-    let base = TensorRef::from_slice(&case.x, &[8, H]).unwrap();
-    let rows = RowSource::mapped(base.borrow(), TensorRef::from_slice(&map, &[8]).unwrap());
-    case.run(rows, RowDest::direct(TensorMut::from_slice(&mut out, &[8, I]).unwrap())).unwrap();
+fn rows_come_from_where_the_map_says<D: Target>(device: &D) {
+    let case = UpCase::new(device);
+    let entries = [7i32, 0, 0, -1, 2, 5, -1, -1];
+    let (x, map) = (f32s(device, &case.x, &[8, H]), map(device, &entries));
+    let mut out = f32s(device, &[0.0; 8 * I], &[8, I]);
+    case.run(RowSource::mapped(x.view(), map.view()), RowDest::direct(out.view_mut())).unwrap();
+    let out = device.values(out.view());
     for (slot, expert) in FILLED {
-        let row = map[slot] as usize;
+        let row = entries[slot] as usize;
         assert_eq!(out[slot * I..][..I], up_reference(&case.x[row * H..][..H], &case.weight, expert), "slot {slot}");
     }
 }
 
-#[test]
-fn rows_go_where_the_map_says_and_add() {
-    let case = UpCase::new();
-    let map = [1i32, -1, 0, -1, 3, 2, -1, -1];
-    let mut out = vec![10.0f32; 4 * I];
-    let zones_done: Vec<AtomicU32> = (0..4).map(|_| AtomicU32::new(0)).collect();
-    let rows = RowSource::direct(TensorRef::from_slice(&case.x, &[8, H]).unwrap());
-    let dest = RowDest {
-        base: TensorMut::from_slice(&mut out, &[4, I]).unwrap(),
-        map: Some(TensorRef::from_slice(&map, &[8]).unwrap()),
-        done: Some(TileCounters { counters: &zones_done, rows_per_tile: 2 }),
-        accumulate: true,
-    };
-    case.run(rows, dest).unwrap();
+const SCATTER: [i32; 8] = [1, -1, 0, -1, 3, 2, -1, -1];
+
+/// Four rows of tens, and what [`SCATTER`] adds to them.
+fn scattered<D: Target>(device: &D, done: Option<TileCounters<'_, D>>) {
+    let case = UpCase::new(device);
+    let (x, map) = (f32s(device, &case.x, &[8, H]), map(device, &SCATTER));
+    let mut out = f32s(device, &[10.0; 4 * I], &[4, I]);
+    let dest = RowDest { base: out.view_mut(), map: Some(map.view()), done, accumulate: true };
+    case.run(RowSource::direct(x.view()), dest).unwrap();
+    let out = device.values(out.view());
     for (slot, expert) in FILLED {
-        let Ok(row) = usize::try_from(map[slot]) else { continue };
-        let expected: Vec<f32> =
+        let Ok(row) = usize::try_from(SCATTER[slot]) else { continue };
+        let expected: Vec<f64> =
             up_reference(&case.x[slot * H..][..H], &case.weight, expert).iter().map(|v| v + 10.0).collect();
         assert_eq!(out[row * I..][..I], expected, "slot {slot}");
     }
-    let done: Vec<u32> = zones_done.iter().map(|c| c.load(Ordering::Acquire)).collect();
+}
+
+fn rows_go_where_the_map_says_and_add<D: Target>(device: &D) {
+    scattered(device, None);
+}
+
+/// Counters are the CPU's alone so far, here and below.
+#[test]
+fn finished_rows_are_counted() {
+    let counters: Vec<AtomicU32> = (0..4).map(|_| AtomicU32::new(0)).collect();
+    scattered(&Cpu::poisoning(), Some(TileCounters { counters: &counters, rows_per_tile: 2 }));
+    let done: Vec<u32> = counters.iter().map(|c| c.load(Ordering::Acquire)).collect();
     assert_eq!(done, [2, 1, 2, 0], "filled slots of each tile of two");
 }
 
 #[test]
 fn a_gemm_waits_for_the_rows_of_its_producer() {
-    let case = UpCase::new();
-    let zones = zones();
+    let device = &Cpu::poisoning();
+    let case = UpCase::new(device);
+    let zones = zones(device);
     let down = integers(EXPERTS * H * I, 3);
     let ready: Vec<AtomicU32> = (0..4).map(|_| AtomicU32::new(0)).collect();
-    let hidden: Vec<f32> =
-        FILLED.iter().flat_map(|(s, e)| up_reference(&case.x[s * H..][..H], &case.weight, *e)).collect();
-    let mut slots = vec![f32::NAN; 8 * I];
-    for (i, (slot, _)) in FILLED.iter().enumerate() {
-        slots[slot * I..][..I].copy_from_slice(&hidden[i * I..][..I]);
+    let mut slots = vec![f64::NAN; 8 * I];
+    for (slot, expert) in FILLED {
+        slots[slot * I..][..I].copy_from_slice(&up_reference(&case.x[slot * H..][..H], &case.weight, expert));
     }
-    let mut out = vec![0f32; 8 * H];
+    let (hidden, weight) = (f32s(device, &slots, &[8, I]), f32s(device, &down, &[EXPERTS, H, I]));
+    let mut out = f32s(device, &[0.0; 8 * H], &[8, H]);
     std::thread::scope(|scope| {
-        let (ready, slots, down, zones, out) = (&ready, &slots, &down, &zones, &mut out);
+        let (ready, hidden, weight, zones, out) = (&ready, &hidden, &weight, &zones, &mut out);
         let consumer = scope.spawn(move || {
-            let base = TensorRef::from_slice(slots, &[8, I]).unwrap();
             let rows = RowSource {
                 ready: Some(TileCounters { counters: ready.as_slice(), rows_per_tile: 2 }),
-                ..RowSource::direct(base)
+                ..RowSource::direct(hidden.view())
             };
             let call = Down {
                 rows,
                 zones,
-                weight: TensorRef::from_slice(down, &[EXPERTS, H, I]).unwrap(),
+                weight: weight.view(),
                 bias: None,
                 slot_weights: None,
-                out: RowDest::direct(TensorMut::from_slice(out, &[8, H]).unwrap()),
+                out: RowDest::direct(out.view_mut()),
             };
-            Cpu::new().down(&(), call).unwrap();
+            device.down(&(), call).unwrap();
         });
         for (tile, rows) in [(2, 2), (0, 2), (1, 1)] {
             std::thread::sleep(std::time::Duration::from_millis(20));
@@ -163,41 +200,39 @@ fn a_gemm_waits_for_the_rows_of_its_producer() {
             ready[tile].fetch_add(rows, Ordering::Release);
         }
     });
+    let out = device.values(out.view());
     for (slot, expert) in FILLED {
         let x = &slots[slot * I..][..I];
-        let expected: Vec<f32> =
+        let expected: Vec<f64> =
             (0..H).map(|h| down[(expert * H + h) * I..][..I].iter().zip(x).map(|(w, x)| w * x).sum()).collect();
         assert_eq!(out[slot * H..][..H], expected, "slot {slot}");
     }
 }
 
-#[test]
-fn weight_gradients_sum_over_filled_slots_only_and_add() {
-    let mut left = integers(8 * I, 4);
-    let mut right = integers(8 * H, 5);
-    for pad in [3, 6, 7] {
-        left[pad * I..(pad + 1) * I].fill(f32::NAN);
-        right[pad * H..(pad + 1) * H].fill(f32::NAN);
-    }
-    let zones = zones();
+fn weight_gradients_sum_over_filled_slots_only_and_add<D: Target>(device: &D) {
+    let left = with_nan_padding(integers(8 * I, 4), I);
+    let right = with_nan_padding(integers(8 * H, 5), H);
+    let (left_rows, right_rows) = (f32s(device, &left, &[8, I]), f32s(device, &right, &[8, H]));
+    let zones = zones(device);
     for accumulate in [false, true] {
-        let mut out = vec![5.0f32; EXPERTS * I * H];
-        let mut bias = vec![5.0f32; EXPERTS * I];
+        let mut out = f32s(device, &[5.0; EXPERTS * I * H], &[EXPERTS, I, H]);
+        let mut bias = f32s(device, &[5.0; EXPERTS * I], &[EXPERTS, I]);
         let call = Wgrad {
-            left: RowSource::direct(TensorRef::from_slice(&left, &[8, I]).unwrap()),
-            right: RowSource::direct(TensorRef::from_slice(&right, &[8, H]).unwrap()),
+            left: RowSource::direct(left_rows.view()),
+            right: RowSource::direct(right_rows.view()),
             slot_weights: None,
             zones: &zones,
-            out: TensorMut::from_slice(&mut out, &[EXPERTS, I, H]).unwrap(),
-            bias: Some(BiasGrad { slot_weights: None, out: TensorMut::from_slice(&mut bias, &[EXPERTS, I]).unwrap() }),
+            out: out.view_mut(),
+            bias: Some(BiasGrad { slot_weights: None, out: bias.view_mut() }),
             accumulate,
         };
-        Cpu::new().wgrad(&(), call).unwrap();
+        device.settled(device.wgrad(&device.order(), call)).unwrap();
+        let (out, bias) = (device.values(out.view()), device.values(bias.view()));
         let start = if accumulate { 5.0 } else { 0.0 };
         for e in 0..EXPERTS {
             for i in 0..I {
-                let of = |f: &dyn Fn(usize) -> f32| -> f32 {
-                    FILLED.iter().filter(|(_, owner)| *owner == e).map(|(s, _)| f(*s)).sum::<f32>() + start
+                let of = |f: &dyn Fn(usize) -> f64| -> f64 {
+                    FILLED.iter().filter(|(_, owner)| *owner == e).map(|(s, _)| f(*s)).sum::<f64>() + start
                 };
                 assert_eq!(bias[e * I + i], of(&|s| left[s * I + i]), "bias of expert {e}");
                 for h in 0..H {
@@ -209,78 +244,74 @@ fn weight_gradients_sum_over_filled_slots_only_and_add() {
     }
 }
 
-#[test]
-fn wrong_arguments_are_errors() {
-    let case = UpCase::new();
-    let base = TensorRef::from_slice(&case.x, &[8, H]).unwrap();
-    let mut out = vec![0f32; 8 * I];
-    let run = |rows: RowSource<'_, Cpu>, out: &mut [f32], dims: &[usize]| {
-        case.run(rows.borrow(), RowDest::direct(TensorMut::from_slice(out, dims).unwrap()))
+fn wrong_arguments_are_errors<D: Target>(device: &D) {
+    let case = UpCase::new(device);
+    let run = |rows: RowSource<'_, D>, dims: &[usize]| {
+        let mut out = f32s(device, &[0.0; 8 * I], dims);
+        case.run(rows.borrow(), RowDest::direct(out.view_mut()))
     };
-    let narrow = TensorRef::from_slice(&case.x, &[16, H / 2]).unwrap();
-    assert!(matches!(run(RowSource::direct(narrow), &mut out, &[8, I]), Err(Error::Shape { .. })));
-    assert!(matches!(run(RowSource::direct(base), &mut out, &[16, I / 2]), Err(Error::Shape { .. })));
+    let base = f32s(device, &case.x, &[8, H]);
+    let narrow = f32s(device, &case.x, &[16, H / 2]);
+    assert!(matches!(run(RowSource::direct(narrow.view()), &[8, I]), Err(Error::Shape { .. })));
+    assert!(matches!(run(RowSource::direct(base.view()), &[16, I / 2]), Err(Error::Shape { .. })));
     for bad in [8, -1] {
-        let map = [bad, 0, 0, -1, 2, 5, -1, -1];
-        let rows = RowSource::mapped(base.borrow(), TensorRef::from_slice(&map, &[8]).unwrap());
-        let error = run(rows, &mut out, &[8, I]).unwrap_err();
-        assert!(error.to_string().contains("rows.map"), "{error}");
+        let map = map(device, &[bad, 0, 0, -1, 2, 5, -1, -1]);
+        let error = run(RowSource::mapped(base.view(), map.view()), &[8, I]).unwrap_err();
+        assert!(error.to_string().contains("map"), "{error}");
     }
-    let wide: Vec<f64> = case.x.iter().map(|v| f64::from(*v)).collect();
-    let rows = RowSource::direct(TensorRef::from_slice(&wide, &[8, H]).unwrap());
-    assert!(matches!(run(rows, &mut out, &[8, I]), Err(Error::DType { .. })));
+    let other = device.put(DType::I32, &case.x, &[8, H]);
+    let error = run(RowSource::direct(other.view()), &[8, I]).unwrap_err();
+    assert!(matches!(error, Error::DType { .. } | Error::Invalid { .. }), "{error:?}");
+}
 
-    for (offsets, counts) in [([0i64, 2, 4], [3i64, 0, 2]), ([0, 4, 7], [3, 0, 2]), ([0, 4, 4], [3, 0, -1])] {
-        let zones = Zones::<Cpu> {
-            offsets: Tensor::from_vec(offsets.to_vec(), &[3]).unwrap(),
-            counts: Tensor::from_vec(counts.to_vec(), &[3]).unwrap(),
-            rows: 8,
-        };
-        let overlapping = offsets[1] < 3 && counts[1] == 0;
-        let call = Up {
-            rows: RowSource::direct(base.borrow()),
-            zones: &zones,
-            weight: TensorRef::from_slice(&case.weight, &[EXPERTS, I, H]).unwrap(),
-            bias: None,
-            slot_weights: None,
-            activation: Activation::Relu2,
-            pre: None,
-            out: RowDest::direct(TensorMut::from_slice(&mut out, &[8, I]).unwrap()),
-        };
-        // An empty zone may lie anywhere; filled ones must be in order, apart and inside.
-        assert_eq!(Cpu::new().up(&(), call).is_ok(), overlapping, "{offsets:?} {counts:?}");
+/// An empty zone may lie anywhere; filled ones must be in order, apart and inside.
+fn zones_outside_are_errors<D: Target>(device: &D) {
+    let case = UpCase::new(device);
+    let x = f32s(device, &case.x, &[8, H]);
+    for (offsets, counts, good) in [
+        ([0i64, 4, 4], [3i64, 0, 2], true),
+        ([0, 2, 4], [3, 0, 2], true),
+        ([0, 2, 4], [3, 1, 2], false),
+        ([0, 4, 7], [3, 0, 2], false),
+        ([0, 4, 4], [3, 0, -1], false),
+    ] {
+        let mut out = f32s(device, &[0.0; 8 * I], &[8, I]);
+        let zones = zones_of(device, offsets, counts);
+        let result = case.run_in(&zones, RowSource::direct(x.view()), RowDest::direct(out.view_mut()));
+        assert_eq!(result.is_ok(), good, "{offsets:?} {counts:?}: {result:?}");
     }
 }
 
-#[test]
-fn weights_at_activation_and_output_agree_and_input_differs() {
-    let weights = [0.5f32, 2.0, -1.0, f32::NAN, 0.25, 4.0, f32::NAN, f32::NAN];
-    let (zones, case) = (zones(), UpCase::new());
-    let down = integers(EXPERTS * H * I, 6);
+fn weights_at_activation_and_output_agree_and_input_differs<D: Target>(device: &D) {
+    let weights = f32s(device, &[0.5, 2.0, -1.0, f64::NAN, 0.25, 4.0, f64::NAN, f64::NAN], &[8]);
+    let (zones, case) = (zones(device), UpCase::new(device));
+    let x = f32s(device, &case.x, &[8, H]);
+    let up_weight = f32s(device, &case.weight, &[EXPERTS, I, H]);
+    let down_weight = f32s(device, &integers(EXPERTS * H * I, 6), &[EXPERTS, H, I]);
     let run = |at: WeightAt| {
-        let values = TensorRef::from_slice(&weights, &[8]).unwrap();
-        let mut hidden = vec![0f32; 8 * I];
-        let mut out = vec![0f32; 8 * H];
+        let mut hidden = f32s(device, &[0.0; 8 * I], &[8, I]);
+        let mut out = f32s(device, &[0.0; 8 * H], &[8, H]);
         let up = Up {
-            rows: RowSource::direct(TensorRef::from_slice(&case.x, &[8, H]).unwrap()),
+            rows: RowSource::direct(x.view()),
             zones: &zones,
-            weight: TensorRef::from_slice(&case.weight, &[EXPERTS, I, H]).unwrap(),
+            weight: up_weight.view(),
             bias: None,
-            slot_weights: Some(SlotWeights { values: values.borrow(), at }),
+            slot_weights: Some(SlotWeights { values: weights.view(), at }),
             activation: Activation::Relu2,
             pre: None,
-            out: RowDest::direct(TensorMut::from_slice(&mut hidden, &[8, I]).unwrap()),
+            out: RowDest::direct(hidden.view_mut()),
         };
-        Cpu::new().up(&(), up).unwrap();
+        device.up(&device.order(), up).unwrap();
         let down = Down {
-            rows: RowSource::direct(TensorRef::from_slice(&hidden, &[8, I]).unwrap()),
+            rows: RowSource::direct(hidden.view()),
             zones: &zones,
-            weight: TensorRef::from_slice(&down, &[EXPERTS, H, I]).unwrap(),
+            weight: down_weight.view(),
             bias: None,
-            slot_weights: Some(SlotWeights { values: values.borrow(), at }),
-            out: RowDest::direct(TensorMut::from_slice(&mut out, &[8, H]).unwrap()),
+            slot_weights: Some(SlotWeights { values: weights.view(), at }),
+            out: RowDest::direct(out.view_mut()),
         };
-        Cpu::new().down(&(), down).unwrap();
+        device.settled(device.down(&device.order(), down)).unwrap();
+        let out = device.values(out.view());
         FILLED.iter().flat_map(|(s, _)| out[s * H..][..H].to_vec()).collect::<Vec<_>>()
     };
     let (activation, output, input) = (run(WeightAt::Activation), run(WeightAt::Output), run(WeightAt::Input));
@@ -289,20 +320,13 @@ fn weights_at_activation_and_output_agree_and_input_differs() {
     assert_ne!(activation, input, "relu² is not linear");
 }
 
-#[test]
-fn half_types_accumulate_in_f32() {
+fn half_types_accumulate_in_f32<D: Target>(device: &D) {
     // 4096 ones times ones: in a bf16 accumulator the sum would stick at 256.
     let long = 4096;
-    let one = half::bf16::from_f32(1.0);
-    let (x, weight) = (vec![one; long], vec![one; long]);
-    let mut out = vec![0f32; 1];
-    let call = Linear {
-        x: TensorRef::<Cpu>::from_slice(&x, &[1, long]).unwrap(),
-        weight: TensorRef::from_slice(&weight, &[1, long]).unwrap(),
-        bias: None,
-        out: TensorMut::from_slice(&mut out, &[1, 1]).unwrap(),
-    };
-    Cpu::new().linear(&(), call).unwrap();
-    assert_eq!(out, [4096.0]);
+    let ones = device.put(DType::BF16, &vec![1.0; long], &[1, long]);
+    let mut out = f32s(device, &[0.0], &[1, 1]);
+    let call = Linear { x: ones.view(), weight: ones.view(), bias: None, out: out.view_mut() };
+    device.settled(device.linear(&device.order(), call)).unwrap();
+    assert_eq!(device.values(out.view()), [4096.0]);
     assert_eq!(DType::BF16.accumulator(), DType::F32);
 }

@@ -129,9 +129,9 @@ __device__ void epilogue(const Gemm& p, const float* tile, int ld, const Tile& t
                 put(static_cast<T*>(p.out), row * p.n + n0 + j, p.scale ? c[j] * scale : c[j], p.accumulate);
             }
         } else if constexpr (KIND == LINEAR) {
-            float* out = static_cast<float*>(p.out) + slot * p.n;
+            float* out = (p.partial ? p.partial + t.split * p.m * p.n : static_cast<float*>(p.out)) + slot * p.n;
             for (int j = lane; j < valid; j += 32) {
-                out[n0 + j] = p.bias ? c[j] + load_any(p.bias, p.bias_type, n0 + j) : c[j];
+                out[n0 + j] = p.bias && !p.partial ? c[j] + load_any(p.bias, p.bias_type, n0 + j) : c[j];
             }
         } else if constexpr (KIND == LINEAR_DX) {
             for (int j = lane; j < valid; j += 32) {
@@ -140,8 +140,11 @@ __device__ void epilogue(const Gemm& p, const float* tile, int ld, const Tile& t
                 store_any(p.out, p.out_type, at, v);
             }
         } else if constexpr (KIND == WGRAD) {
-            T* out = static_cast<T*>(p.out) + (t.group * p.m + slot) * p.n;
-            for (int j = lane; j < valid; j += 32) put(out, n0 + j, c[j], p.accumulate);
+            const int64_t out = (t.group * p.m + slot) * p.n + n0;
+            for (int j = lane; j < valid; j += 32) {
+                const float old = p.accumulate ? load_any(p.out, p.out_type, out + j) : 0.0f;
+                store_any(p.out, p.out_type, out + j, p.accumulate ? old + c[j] : c[j]);
+            }
         } else {
             // One of the parts that the slots are cut into; `sum_parts` adds them in order.
             float* out = p.partial + (t.split * p.m + slot) * p.n;

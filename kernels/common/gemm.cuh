@@ -29,14 +29,17 @@ __device__ bool tile_of_block(const Gemm& p, Tile& t, int64_t& k_first, int64_t&
         k_count = k_count < 0 ? 0 : k_count < part ? k_count : part;
         return true;
     } else {
+        // Parts of whole stages: where a part starts does not depend on the number of rows.
+        t.split = block % p.split;
+        block /= p.split;
+        const int64_t part = ((p.k + p.split - 1) / p.split + 31) / 32 * 32;
+        k_first = t.split * part < p.k ? t.split * part : p.k;
+        k_count = p.k - k_first < part ? p.k - k_first : part;
         const int64_t per = GROUP * p.m_tiles, first = block / per * GROUP;
         const int64_t wide = p.n_tiles - first < GROUP ? p.n_tiles - first : GROUP;
         block %= per;
         t.n_tile = first + block % wide;
         const int64_t m_tile = block / wide;
-        t.split = 0;
-        k_first = 0;
-        k_count = p.k;
         if (!p.tiles) {
             t.group = 0;
             t.slot = m_tile * BM;
@@ -166,7 +169,7 @@ __device__ void run(const Gemm& p) {
     } else {
         const int64_t wide = KIND == UP && p.activation != ACT_RELU2 ? 2 * p.n : p.n;
         b.base = static_cast<const T*>(p.b) + t.group * wide * p.k, b.map = nullptr, b.rows = p.k;
-        b.ld = B_BY_K ? wide : p.k, b.first = 0, b.count = p.k;
+        b.ld = B_BY_K ? wide : p.k, b.first = 0, b.count = k_count;
     }
 #pragma unroll
     for (int i = 0; i < 2; i++) {
@@ -177,14 +180,14 @@ __device__ void run(const Gemm& p) {
         } else {
             const int r = id / (BK / 8);
             const int64_t from = r < t.rows ? mapped_row(p.a_map, t.slot + r, p.a_rows, p.fault) : -1;
-            a.row[i] = from < 0 ? nullptr : a.base + from * p.k;
+            a.row[i] = from < 0 ? nullptr : a.base + from * p.k + k_first;
         }
         if constexpr (B_BY_K) {
             const int64_t c = t.n_tile * BN + id % (BN / 8) * 8;
             b.column[i] = c < p.n ? c : -1, b.left[i] = p.n - c;
         } else {
             const int64_t n = tile_column(p, KIND, BN, t.n_tile, id / (BK / 8));
-            b.row[i] = n < 0 ? nullptr : b.base + n * p.k;
+            b.row[i] = n < 0 ? nullptr : b.base + n * p.k + k_first;
         }
     }
 

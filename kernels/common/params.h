@@ -64,6 +64,25 @@ MOEBIUS_FIELD(Gemm, out, 23);
 MOEBIUS_FIELD(Gemm, activation, 33);
 MOEBIUS_FIELD(Gemm, split, 41);
 
+// A weight gradient on Hopper. Null pointers mean "none".
+struct WeightGrad {
+    const void* mapped;        // [mapped rows, narrow], the operand that may lie behind a map
+    const int32_t* map;        // its row for each slot; null: slot order
+    int64_t mapped_rows;
+    int64_t narrow;
+    int64_t wide;              // columns of the other operand, which lies in slot order
+    const int64_t* offsets;
+    const int64_t* counts;
+    int64_t slots;
+    int64_t groups;
+    int64_t transposed;        // the output is [groups, wide, narrow] instead of [groups, narrow, wide]
+    int64_t out_type;          // the operands' type, or f32
+    int64_t accumulate;
+    unsigned long long* fault;
+};
+MOEBIUS_SIZE(WeightGrad, 13);
+MOEBIUS_FIELD(WeightGrad, fault, 12);
+
 // Row tiles of a layout.
 struct Schedule {
     const int64_t* offsets;
@@ -170,7 +189,7 @@ struct Router {
     float* weights;
     const float* d_weights;
     float* d_logits;
-    float* scratch;            // 5 E floats a warp, where they do not fit shared memory
+    float* scratch;            // 6 E words a warp, where they do not fit shared memory
     int64_t tokens;
     int64_t experts;
     int64_t top_k;

@@ -24,6 +24,9 @@ __device__ __forceinline__ void barrier_wait(uint32_t bar, uint32_t parity) {
         : "memory");
 }
 
+__device__ __forceinline__ void copy(uint32_t to, const void* from) {
+    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;\n" ::"r"(to), "l"(from));
+}
 // 16 bytes, or zeros where `valid` is false.
 __device__ __forceinline__ void copy(uint32_t to, const void* from, bool valid) {
     asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;\n" ::"r"(to), "l"(from), "r"(valid ? 16 : 0));
@@ -44,6 +47,58 @@ __device__ __forceinline__ void bulk(uint32_t to, const CUtensorMap& map, uint32
         "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5}], [%2];\n" ::"r"(to),
         "l"(&map), "r"(bar), "r"(static_cast<int>(x)), "r"(static_cast<int>(y)), "r"(static_cast<int>(z))
         : "memory");
+}
+
+// Clusters of two blocks: each reads and signals the other's shared memory.
+
+__device__ __forceinline__ void cluster_sync() {
+    asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;\n" ::: "memory");
+}
+// Arrives once and says what the copy engine is to bring in this phase; what was written before is seen by the waiting.
+__device__ __forceinline__ void barrier_arrive_expect(uint32_t bar, uint32_t bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;\n" ::"r"(bar), "r"(bytes) : "memory");
+}
+// Arrives at the same barrier of block `rank` of the cluster. Not at the cluster's scope, which would wait for all of the
+// thread's memory accesses: what a stage's readers have read, they have read when they arrive.
+__device__ __forceinline__ void barrier_arrive_at(uint32_t bar, uint32_t rank) {
+    asm volatile(
+        "{\n.reg .b32 remote;\nmapa.shared::cluster.u32 remote, %0, %1;\n"
+        "mbarrier.arrive.shared::cluster.b64 _, [remote];\n}\n" ::"r"(bar), "r"(rank)
+        : "memory");
+}
+// As `bulk`, into both blocks of the cluster and onto both barriers.
+__device__ __forceinline__ void bulk_both(uint32_t to, const CUtensorMap& map, uint32_t bar, int x, int y, int z) {
+    asm volatile(
+        "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster "
+        "[%0], [%1, {%3, %4, %5}], [%2], %6;\n" ::"r"(to),
+        "l"(&map), "r"(bar), "r"(x), "r"(y), "r"(z), "h"(static_cast<uint16_t>(3))
+        : "memory");
+}
+
+// A run of bytes from shared memory to memory; both ends and the size are multiples of 16.
+__device__ __forceinline__ void bulk_store(void* to, uint32_t from, uint32_t bytes) {
+    asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;\n" ::"l"(to), "r"(from), "r"(bytes) : "memory");
+}
+__device__ __forceinline__ void bulk_store(const CUtensorMap& map, uint32_t from, int x, int y, int z) {
+    asm volatile("cp.async.bulk.tensor.3d.global.shared::cta.tile.bulk_group [%0, {%2, %3, %4}], [%1];\n" ::"l"(&map), "r"(from), "r"(x), "r"(y), "r"(z)
+                 : "memory");
+}
+__device__ __forceinline__ void bulk_commit() { asm volatile("cp.async.bulk.commit_group;\n" ::: "memory"); }
+// Until this thread's bulk stores have read shared memory.
+__device__ __forceinline__ void bulk_wait_read() { asm volatile("cp.async.bulk.wait_group.read 0;\n" ::: "memory"); }
+// Ordinary writes of shared memory before this are seen by the copy engine and wgmma after it.
+__device__ __forceinline__ void fence_proxy() { asm volatile("fence.proxy.async.shared::cta;\n" ::: "memory"); }
+
+// Four 8 x 8 matrices of 16-bit values between registers and shared memory; lane l gives row l % 8 of matrix l / 8.
+__device__ __forceinline__ void store_matrices(uint32_t to, const uint32_t (&v)[4]) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};\n" ::"r"(to), "r"(v[0]), "r"(v[1]), "r"(v[2]), "r"(v[3])
+                 : "memory");
+}
+__device__ __forceinline__ void load_matrices(uint32_t from, uint32_t (&v)[4]) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];\n"
+                 : "=r"(v[0]), "=r"(v[1]), "=r"(v[2]), "=r"(v[3])
+                 : "r"(from)
+                 : "memory");
 }
 
 }  // namespace hopper

@@ -16,22 +16,16 @@ fn block(device: &Device) -> usize {
     if device.is_cuda() { 512 } else { 64 }
 }
 
-/// What queries of each block may not see: `[rows, end]`, −∞ above the diagonal of the last `rows` columns, else 0.
-/// Made once for all layers.
+/// `[n, n]` for the first n positions of a block: −∞ above the diagonal, else 0. Earlier positions are seen by all.
 #[derive(Debug)]
-pub(crate) struct Masks(Vec<Tensor>);
+pub(crate) struct Mask(Tensor);
 
-impl Masks {
-    /// Masks of `len` positions after `past` others.
-    pub fn new(past: usize, len: usize, dtype: DType, device: &Device) -> candle_core::Result<Self> {
-        let block = block(device);
-        let of = |start: usize| mask(start + past, block.min(len - start), dtype, device);
-        // A single position sees all.
-        if len > 1 {
-            (0..len).step_by(block).map(of).collect::<candle_core::Result<_>>().map(Self)
-        } else {
-            Ok(Self(vec![]))
-        }
+impl Mask {
+    /// For calls of `len` positions.
+    pub fn new(len: usize, dtype: DType, device: &Device) -> candle_core::Result<Self> {
+        let n = block(device).min(len);
+        let values = (0..n * n).map(|i| if i % n > i / n { f32::NEG_INFINITY } else { 0.0 });
+        Tensor::from_vec(values.collect::<Vec<f32>>(), (n, n), device)?.to_dtype(dtype).map(Self)
     }
 }
 
@@ -68,12 +62,12 @@ impl Attention {
         })
     }
 
-    /// `x` is `[B·S, H]`; angles and masks are those of the S positions after what the cache holds.
+    /// `x` is `[B·S, H]`; the angles are those of the S positions after what the cache holds.
     pub fn forward(
         &self,
         x: &Tensor,
         (b, s): (usize, usize),
-        (angles, masks): (&Angles, &Masks),
+        (angles, mask): (&Angles, &Mask),
         cache: Option<&mut ConcatKvCache>,
     ) -> Result<Tensor> {
         let split = |y: Tensor, heads: usize| y.reshape((b, s, heads, self.head_dim))?.transpose(1, 2);
@@ -90,33 +84,36 @@ impl Attention {
             Some(cache) => cache.append(&k, &v)?,
             None => (k, v),
         };
-        let y = self.attend(&q, &k, &v, masks)?;
+        let y = self.attend(&q, &k, &v, mask)?;
         Ok(self.o_proj.forward(&y.reshape((b * s, self.heads * self.head_dim))?)?)
     }
 
     /// Causal attention of `q [B, heads, S, D]`, scaled, to the N ≥ S keys of which the last S are its own
     /// positions; gives `[B, S, heads, D]`.
-    fn attend(&self, q: &Tensor, k: &Tensor, v: &Tensor, masks: &Masks) -> Result<Tensor> {
+    fn attend(&self, q: &Tensor, k: &Tensor, v: &Tensor, mask: &Mask) -> Result<Tensor> {
         let (b, _, s, d) = q.dims4()?;
         let past = k.dim(2)? - s;
         let groups = self.heads / self.kv_heads;
         let q = q.reshape((b, self.kv_heads, groups, s, d))?;
         let block = block(q.device());
         let mut blocks = Vec::with_capacity(s.div_ceil(block));
-        for (i, start) in (0..s).step_by(block).enumerate() {
+        for start in (0..s).step_by(block) {
             let rows = block.min(s - start);
-            let end = past + start + rows;
+            let (own, end) = (past + start, past + start + rows);
             // Queries that share a key head become rows of one product.
             let q = q.narrow(3, start, rows)?.contiguous()?.reshape((b, self.kv_heads, groups * rows, d))?;
-            let scores = q.matmul(&k.narrow(2, 0, end)?.transpose(2, 3)?)?;
-            let scores = scores.reshape((b, self.kv_heads, groups, rows, end))?;
-            let scores = match masks.0.get(i) {
-                Some(mask) => scores.broadcast_add(mask)?,
-                None => scores,
+            let scores = |first: usize, len: usize| q.matmul(&k.narrow(2, first, len)?.transpose(2, 3)?);
+            let scores = match rows {
+                1 => scores(0, end)?,
+                _ => {
+                    let mask = mask.0.narrow(0, 0, rows)?.narrow(1, 0, rows)?;
+                    let last = scores(own, rows)?.reshape((b, self.kv_heads, groups, rows, rows))?;
+                    let last = last.broadcast_add(&mask)?.reshape((b, self.kv_heads, groups * rows, rows))?;
+                    if own == 0 { last } else { Tensor::cat(&[scores(0, own)?, last], 3)? }
+                }
             };
-            let y = self.softmax(&scores)?.reshape((b, self.kv_heads, groups * rows, end))?;
-            let y = y.matmul(&v.narrow(2, 0, end)?)?.reshape((b, self.heads, rows, d))?;
-            blocks.push(y.transpose(1, 2)?);
+            let y = self.softmax(&scores)?.matmul(&v.narrow(2, 0, end)?)?;
+            blocks.push(y.reshape((b, self.heads, rows, d))?.transpose(1, 2)?);
         }
         Ok(match &blocks[..] {
             [one] => one.contiguous()?,
@@ -125,7 +122,8 @@ impl Attention {
     }
 
     /// Softmax over the last dimension, in f32 for types below it, as transformers' plain attention does: with that,
-    /// a bf16 decoder's first hidden states equal transformers' bit for bit.
+    /// a bf16 decoder's first hidden states equal transformers' bit for bit. candle's own on a GPU rounds the exponents
+    /// to bf16, which costs percents.
     fn softmax(&self, scores: &Tensor) -> candle_core::Result<Tensor> {
         let dtype = scores.dtype();
         let wide = if dtype == DType::F64 { scores.clone() } else { scores.to_dtype(DType::F32)? };
@@ -135,13 +133,4 @@ impl Attention {
         };
         p?.to_dtype(dtype)
     }
-}
-
-/// The mask of `rows` positions after `first` others.
-fn mask(first: usize, rows: usize, dtype: DType, device: &Device) -> candle_core::Result<Tensor> {
-    let end = first + rows;
-    let row = Tensor::arange(first as u32, end as u32, device)?.unsqueeze(1)?;
-    let later = Tensor::arange(0, end as u32, device)?.unsqueeze(0)?.broadcast_gt(&row)?;
-    let fill = |value: f32| Tensor::full(value, (rows, end), device);
-    later.where_cond(&fill(f32::NEG_INFINITY)?, &fill(0.0)?)?.to_dtype(dtype)
 }

@@ -7,7 +7,7 @@ use moebius::candle::{DeviceGroup, ExpertParallelMoE};
 use moebius::checkpoint::{self, Checkpoint};
 use moebius::layer::Mode;
 
-use crate::attention::{Attention, Masks};
+use crate::attention::{Attention, Mask};
 use crate::blocks::{Mlp, Norm, linear};
 use crate::config::Config;
 use crate::error::{Error, Result};
@@ -188,13 +188,13 @@ impl Qwen3Moe {
         let ids = ids.to_dtype(DType::U32)?.flatten_all()?;
         let mut x = self.embedding.forward(&ids)?;
         let angles = self.rotary.angles(past, s, x.dtype())?;
-        let masks = Masks::new(past, s, x.dtype(), x.device())?;
+        let mask = Mask::new(s, x.dtype(), x.device())?;
         let mut caches = cache.map(|c| {
             c.len += s;
             c.layers.iter_mut()
         });
         for layer in &self.layers {
-            x = layer.forward(&x, (b, s), (&angles, &masks), caches.as_mut().and_then(Iterator::next))?;
+            x = layer.forward(&x, (b, s), (&angles, &mask), caches.as_mut().and_then(Iterator::next))?;
         }
         if b * s > 0 {
             x = self.norm.forward(&x)?;
@@ -233,7 +233,7 @@ impl DecoderLayer {
         &self,
         x: &Tensor,
         (b, s): (usize, usize),
-        positions: (&Angles, &Masks),
+        positions: (&Angles, &Mask),
         cache: Option<&mut ConcatKvCache>,
     ) -> Result<Tensor> {
         if b * s == 0 {

@@ -8,8 +8,7 @@ use crate::error::{Error, Result};
 use crate::kernels::Kernels;
 use crate::tensor::TensorRef;
 
-/// A device whose memory candle and this crate share: [`Cpu`](crate::cpu::Cpu), and with the `cuda` feature
-/// [`Cuda`](crate::cuda::Cuda).
+/// A device whose memory candle and this crate share: [`Cpu`](crate::cpu::Cpu), and with the `cuda` feature `Cuda`.
 pub trait Host: Kernels {
     /// What must live until the work that reads a view is enqueued.
     #[doc(hidden)]

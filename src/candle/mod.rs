@@ -20,6 +20,12 @@
 //! # Ok(()) }
 //! ```
 //!
+//! On a GPU (the `cuda` feature) the group is made with candle's device, [`DeviceGroup::single`], and nothing else differs:
+//! the layer works in the device's context and stream, reads candle's memory where it lies, and its outputs and gradients
+//! become candle's without a copy. All tensors of a module are of that one candle device. The forward does not wait for the
+//! GPU, so that a NaN logit is told later, by whoever waits next; see
+//! [`Reporting`](crate::ep::Reporting). Auxiliary losses are read on the host, which waits.
+//!
 //! Every rank of a group calls the same layers in the same order, forward and backward. A rank whose loss does not
 //! reach the layer's output never runs its backward: its peers get a typed error after the communicator's timeout.
 //! Gradients of replicated parameters (router, shared expert) are each rank's own share; sum them over the ranks.
@@ -36,6 +42,7 @@
 mod cpu;
 #[cfg(feature = "cuda")]
 mod cuda;
+mod etp;
 mod group;
 mod host;
 mod module;
@@ -45,6 +52,7 @@ mod run;
 pub use crate::ep::EpGroup;
 #[cfg(feature = "cuda")]
 pub use cuda::cuda;
+pub use etp::{VarShard, finish_sharded};
 pub use group::DeviceGroup;
 pub use host::Host;
 pub use module::{ExpertParallelMoE, MoeOutput};

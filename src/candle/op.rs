@@ -71,7 +71,8 @@ impl<D: Host> Step<D> {
             return Err(self.consumed());
         };
         let d_y = d_y.map(|d| d.reshape(self.x.shape())?.contiguous()).transpose().map_err(framework(CALL))?;
-        let aux = match d_aux {
+        // Reading it waits for the device.
+        let aux = match d_aux.filter(|_| !self.layer.config().aux.is_off()) {
             None => 0.0,
             Some(d) => {
                 d.to_dtype(candle_core::DType::F64).and_then(|d| d.to_scalar::<f64>()).map_err(framework(CALL))?

@@ -31,7 +31,11 @@ pub(super) fn forward<D: Host>(on: &On<D>, call: &Call<'_>, mode: Mode) -> Resul
         (group.device().clone(), group.stream().clone())
     };
     let wide = if y.dtype() == DType::F64 { DType::F64 } else { DType::F32 };
-    let aux = device.write(&stream, &[aux.get()?.total()], wide, &[])?;
+    // A loss that is not asked for is not waited for.
+    let aux = match call.layer.config().aux.is_off() {
+        true => crate::Tensor::zeros(&device, wide, &[])?,
+        false => device.write(&stream, &[aux.get()?.total()], wide, &[])?,
+    };
     let (y, aux) = match context {
         None => (into_candle(y, call.shape.dims(), &on.device)?, into_candle(aux, &[], &on.device)?),
         Some(context) => {

@@ -5,7 +5,8 @@ use std::collections::{HashMap, HashSet};
 use super::convert::Place;
 use super::layout::{Layout, Part};
 use super::stored::{Form, Scratch, Stored};
-use super::{Block, BlockParams, Checkpoint, LoadOptions, Progress};
+use super::window::read_window;
+use super::{Block, BlockParams, Checkpoint, LoadOptions, Progress, ShardOptions};
 use crate::cpu::Cpu;
 use crate::dtype::DType;
 use crate::error::{CheckpointError, Error, Result};
@@ -13,7 +14,7 @@ use crate::layer::Role;
 use crate::tensor::Tensor;
 
 /// Bytes of one read, unless a row is longer: large enough to be fast, small beside any expert.
-const CHUNK: usize = 1 << 20;
+pub(super) const CHUNK: usize = 1 << 20;
 
 /// What checking a block finds.
 #[derive(Debug)]
@@ -123,10 +124,11 @@ impl Checkpoint {
         Ok(())
     }
 
+    /// Loads a block; with a cut, of the routed experts' weights this rank's shards only.
     pub(super) fn load(
         &self,
         layer: usize,
-        options: LoadOptions,
+        (options, cut): (LoadOptions, Option<&ShardOptions>),
         progress: &mut dyn FnMut(Progress<'_>),
     ) -> Result<Block> {
         const CALL: &str = "Checkpoint::load_block";
@@ -139,11 +141,20 @@ impl Checkpoint {
         }
         let layout = self.layout(layer, &config);
         let checked = self.check_block(&layout, options.dtype.is_none())?;
-        let mut tensors = HashMap::new();
+        let (mut tensors, mut cuts) = (HashMap::new(), HashMap::new());
         for (role, natural) in &checked.natural {
             let dtype = self.role_dtype(*role, *natural, options.dtype);
             let dims = role.dims(&config, experts.len()).unwrap_or_default();
-            tensors.insert(*role, Tensor::<Cpu>::empty(&Cpu::new(), dtype, &dims)?);
+            let tensor = match cut.filter(|_| matches!(role, Role::Up | Role::Down)) {
+                None => Tensor::<Cpu>::empty(&Cpu::new(), dtype, &dims)?,
+                Some(cut) => {
+                    let shards = cut.shards(&dims)?;
+                    let tensor = Tensor::<Cpu>::zeros(&Cpu::new(), dtype, &shards.shard_dims())?;
+                    cuts.insert(*role, (shards.rows_of(cut.rank), dims[1]));
+                    tensor
+                }
+            };
+            tensors.insert(*role, tensor);
         }
         let total = tensors.values().map(|t| t.bytes() as u64).sum();
         let mut done = 0;
@@ -153,6 +164,14 @@ impl Checkpoint {
         for (e, part) in shared.chain(routed) {
             let Some(tensor) = tensors.get_mut(&part.role) else { continue };
             let dtype = tensor.dtype();
+            if let Some((own, rows)) = cuts.get(&part.role) {
+                let first = (e - experts.start) * rows;
+                let bytes = tensor.as_bytes_mut();
+                let find = || self.stored(&part.name)?.ok_or_else(|| self.missing(&part).into());
+                done += read_window(&find, &part, (first, own.clone(), bytes), dtype, &mut scratch)? as u64;
+                progress(Progress { layer, tensor: &part.name, done, total });
+                continue;
+            }
             let matrix = match part.role.is_replicated() {
                 false => {
                     let bytes = tensor.as_bytes_mut();
@@ -225,7 +244,13 @@ impl Checkpoint {
 }
 
 /// Reads one matrix into its place, piece by piece.
-fn read_part(stored: &Stored<'_>, part: &Part, matrix: &mut [u8], dtype: DType, scratch: &mut Scratch) -> Result<()> {
+pub(super) fn read_part(
+    stored: &Stored<'_>,
+    part: &Part,
+    matrix: &mut [u8],
+    dtype: DType,
+    scratch: &mut Scratch,
+) -> Result<()> {
     let transposed = part.transposed != stored.flipped;
     let (rows, columns) = if transposed { (part.inn, part.out) } else { (part.out, part.inn) };
     let origin = part.slice * rows;

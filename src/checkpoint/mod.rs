@@ -15,9 +15,11 @@ mod json;
 mod layout;
 mod load;
 mod model;
+mod quantise;
 mod reader;
 mod save;
 mod stored;
+mod window;
 
 use std::path::Path;
 
@@ -27,6 +29,7 @@ use crate::dtype::DType;
 #[cfg(doc)]
 use crate::error::CheckpointError;
 use crate::error::{Error, Result};
+use crate::etp::Shards;
 use crate::tensor::Tensor;
 
 pub use gather::gather_blocks;
@@ -80,6 +83,30 @@ pub struct LoadOptions {
     /// What decides routing keeps its precision: the selection bias, and the router of families that publish it in
     /// F32 (Ernie, Hunyuan), get this type's [accumulator](DType::accumulator).
     pub dtype: Option<DType>,
+}
+
+/// Which shard of the routed experts' weights to load; see [`etp`](crate::etp).
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct ShardOptions {
+    /// This rank, among those that hold the same experts.
+    pub rank: usize,
+    /// Ranks that hold the same experts.
+    pub ranks: usize,
+    /// As [`EtpOptions::pad`](crate::etp::EtpOptions::pad).
+    pub pad: usize,
+}
+
+impl ShardOptions {
+    /// The cut of a weight.
+    ///
+    /// # Errors
+    /// As [`Shards::new`]; a rank that there is not.
+    pub fn shards(&self, dims: &[usize]) -> Result<Shards> {
+        if self.rank >= self.ranks {
+            return Err(Error::invalid("ShardOptions", "rank", format!("0..{}", self.ranks), self.rank));
+        }
+        Shards::new(dims, self.ranks, self.pad)
+    }
 }
 
 /// How to open a folder.
@@ -228,7 +255,7 @@ impl Checkpoint {
     /// [`CheckpointError`] for missing, extra, mis-shaped or wrongly typed tensors of the block (of any rank's
     /// experts), before anything is allocated; [`Error::Invalid`] for ranks that do not divide the experts.
     pub fn load_block(&self, layer: usize, options: LoadOptions) -> Result<Block> {
-        self.load(layer, options, &mut |_| {})
+        self.load(layer, (options, None), &mut |_| {})
     }
 
     /// As [`load_block`](Self::load_block), telling how far it has come.
@@ -241,7 +268,17 @@ impl Checkpoint {
         options: LoadOptions,
         progress: &mut dyn FnMut(Progress<'_>),
     ) -> Result<Block> {
-        self.load(layer, options, progress)
+        self.load(layer, (options, None), progress)
+    }
+
+    /// As [`load_block`](Self::load_block), but of `up` and `down` this rank's shard only (`[S, C]`, padding zeros):
+    /// of weights that lie (out, in) on disk it reads these rows, of others the experts that they are of. Everything
+    /// else is whole. To save, join the shards with [`Chain::whole`](crate::etp::Chain::whole).
+    ///
+    /// # Errors
+    /// As [`load_block`](Self::load_block) and [`Shards::new`].
+    pub fn load_shard(&self, layer: usize, options: LoadOptions, shard: ShardOptions) -> Result<Block> {
+        self.load(layer, (options, Some(&shard)), &mut |_| {})
     }
 
     /// Form in which the routed experts of a block are stored.
@@ -299,6 +336,32 @@ impl Checkpoint {
     /// Blocks whose tensors do not fit, or lack any; [`CheckpointError`] where reading or writing fails.
     pub fn save(&self, dir: impl AsRef<Path>, blocks: &[(usize, &BlockParams)]) -> Result<()> {
         self.write_all(dir.as_ref(), blocks)
+    }
+}
+
+/// A matrix that [`Checkpoint::save_nvfp4`] quantised.
+#[derive(Debug, Clone, PartialEq)]
+pub struct QuantizedTensor {
+    /// Its name on disk.
+    pub name: String,
+    /// Rows and columns.
+    pub dims: [usize; 2],
+    /// The largest magnitude of those that share its second-level scale.
+    pub amax: f32,
+    /// ‖de-quantised − original‖ / ‖original‖, 0 of a zero matrix.
+    pub error: f64,
+}
+
+impl Checkpoint {
+    /// Writes this checkpoint with the routed experts of every block in NVFP4, in ModelOpt's form without scales of
+    /// activations, and everything else as it is: `model.safetensors`, `config.json` and `hf_quant_config.json`,
+    /// each complete before it takes its name. Gate and up of an expert share their second-level scale.
+    ///
+    /// # Errors
+    /// Blocks whose experts are fused, already quantised, not finite, or of columns that are no multiple of 16;
+    /// [`CheckpointError`] where reading or writing fails.
+    pub fn save_nvfp4(&self, dir: impl AsRef<Path>) -> Result<Vec<QuantizedTensor>> {
+        self.write_nvfp4(dir.as_ref())
     }
 }
 

@@ -11,6 +11,7 @@ use tempfile::NamedTempFile;
 
 use super::gather::Planned;
 use super::json::{MAX_CONFIG, io_error, read_limited};
+use super::quantise::{Nvfp4Item, Nvfp4Part};
 use super::stored::{Stored, on_disk};
 use super::{BlockParams, Checkpoint, LoadOptions, header};
 use crate::error::{CheckpointError, Error, Result};
@@ -19,18 +20,32 @@ const CALL: &str = "Checkpoint::save";
 const CHUNK: usize = 1 << 20;
 
 /// One tensor of the new file.
-enum Item<'a> {
+pub(super) enum Item<'a> {
     /// Made of the parameters of the block with this index.
     Block(usize, Planned),
     /// Copied as it is.
     Copy(&'a str),
     /// De-quantised.
     Plain(String, Stored<'a>),
+    /// Quantised.
+    Nvfp4(Nvfp4Item),
 }
 
 impl Checkpoint {
     pub(super) fn write_all(&self, dir: &Path, blocks: &[(usize, &BlockParams)]) -> Result<()> {
         let (items, dequantised) = self.items(blocks)?;
+        let config = self.config_text(dequantised)?;
+        self.write_files(dir, items, blocks, vec![("config.json", config)])
+    }
+
+    /// Writes `model.safetensors` of `items`, then the other files.
+    pub(super) fn write_files(
+        &self,
+        dir: &Path,
+        items: Vec<Item<'_>>,
+        blocks: &[(usize, &BlockParams)],
+        others: Vec<(&str, Vec<u8>)>,
+    ) -> Result<()> {
         let mut items = items.into_iter().map(|item| Ok((self.info(&item)?, item))).collect::<Result<Vec<_>>>()?;
         // Wide types first, so that every tensor is aligned to its type.
         items.sort_by(|((a, left), _), ((b, right), _)| (right.dtype, a).cmp(&(left.dtype, b)));
@@ -44,13 +59,15 @@ impl Checkpoint {
         let header = header::write(items.iter().map(|(info, _)| info.clone()).collect())
             .map_err(|problem| CheckpointError::Header { path: dir.display().to_string(), problem })?;
         std::fs::create_dir_all(dir).map_err(|e| io_error(dir, e))?;
-        let config = self.config_text(dequantised)?;
         let model = temporary(dir, |out| {
             write(dir, out, &header)?;
             items.iter().try_for_each(|(_, item)| self.write_item(dir, out, item, blocks))
         })?;
-        let config = temporary(dir, |out| write(dir, out, &config))?;
-        for (file, name) in [(model, "model.safetensors"), (config, "config.json")] {
+        let mut files = vec![(model, "model.safetensors")];
+        for (name, content) in others {
+            files.push((temporary(dir, |out| write(dir, out, &content))?, name));
+        }
+        for (file, name) in files {
             let path = dir.join(name);
             file.persist(&path).map_err(|e| io_error(&path, e.error))?;
         }
@@ -98,6 +115,14 @@ impl Checkpoint {
         let (name, dtype, shape) = match item {
             Item::Block(_, tensor) => (tensor.name.clone(), on_disk(tensor.dtype), tensor.dims.clone()),
             Item::Plain(name, stored) => (name.clone(), on_disk(self.natural(stored.form)), stored.dims.clone()),
+            Item::Nvfp4(item) => {
+                let dtype = match item.part {
+                    Nvfp4Part::Codes => Dtype::U8,
+                    Nvfp4Part::Scales => Dtype::F8_E4M3,
+                    Nvfp4Part::Second => Dtype::F32,
+                };
+                (item.name(), dtype, item.shape())
+            }
             Item::Copy(name) => {
                 let entry = self.files.get(name).ok_or_else(|| Error::invalid(CALL, *name, "a tensor", "none"))?;
                 (name.to_string(), entry.dtype, entry.shape.clone())
@@ -125,6 +150,7 @@ impl Checkpoint {
                 let tensor = self.tensor(name, Some(self.natural(stored.form)))?;
                 write(dir, out, tensor.as_bytes())
             }
+            Item::Nvfp4(item) => write(dir, out, &self.nvfp4_bytes(item)?),
             Item::Copy(name) => {
                 let Some(entry) = self.files.get(name) else { return Ok(()) };
                 let mut buffer = vec![0; CHUNK.min(entry.bytes as usize)];

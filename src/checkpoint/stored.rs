@@ -106,7 +106,7 @@ pub(super) fn on_disk(dtype: DType) -> Dtype {
 }
 
 /// `X.weight` to `X.{name}`, `X` to `X_{name}`.
-fn sibling(name: &str, suffix: &str) -> String {
+pub(super) fn sibling(name: &str, suffix: &str) -> String {
     match name.strip_suffix(".weight") {
         Some(base) => format!("{base}.{suffix}"),
         None => format!("{name}_{suffix}"),

@@ -1,5 +1,7 @@
 //! Joining of ranks' values, for the communicator between threads.
 
+use std::ops::Range;
+
 use half::{bf16, f16};
 
 use crate::comm::ReduceOp;
@@ -31,6 +33,37 @@ fn integers<T: bytemuck::Pod + Ord>(op: ReduceOp, parts: &[&[u8]], out: &mut [u8
     match op {
         ReduceOp::Sum => join(parts, out, |v: T| v, add, |v| v),
         ReduceOp::Max => join(parts, out, |v: T| v, T::max, |v| v),
+    }
+}
+
+/// Adds `scale` times the sum of `parts`, joined in pairs as ((0 + 1) + (2 + 3)) + …, to `main`, which is of the parts'
+/// accumulator type. A tree over 2N parts is a tree over the sums of N pairs: the same bits wherever it is cut.
+pub(crate) fn add_pairwise(dtype: DType, parts: &[&[u8]], scale: f64, main: &mut [u8]) {
+    fn run<T: Float>(parts: &[&[u8]], scale: f64, main: &mut [u8]) {
+        let (size, scale) = (size_of::<T>(), T::Acc::of(scale));
+        for (i, bytes) in main.chunks_exact_mut(size_of::<T::Acc>()).enumerate() {
+            let sum = tree::<T>(parts, i * size..(i + 1) * size);
+            let value = bytemuck::pod_read_unaligned::<T::Acc>(bytes) + scale * sum;
+            bytes.copy_from_slice(bytemuck::bytes_of(&value));
+        }
+    }
+    match dtype {
+        DType::F64 => run::<f64>(parts, scale, main),
+        DType::F32 => run::<f32>(parts, scale, main),
+        DType::F16 => run::<f16>(parts, scale, main),
+        DType::BF16 => run::<bf16>(parts, scale, main),
+        DType::I64 | DType::I32 | DType::U8 => {}
+    }
+}
+
+fn tree<T: Float>(parts: &[&[u8]], at: Range<usize>) -> T::Acc {
+    match parts {
+        [] => T::Acc::of(0.0),
+        [part] => bytemuck::pod_read_unaligned::<T>(&part[at]).to_acc(),
+        _ => {
+            let (left, right) = parts.split_at(parts.len().next_power_of_two() / 2);
+            tree::<T>(left, at.clone()) + tree::<T>(right, at)
+        }
     }
 }
 

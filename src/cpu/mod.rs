@@ -13,6 +13,7 @@ mod router;
 mod rows;
 mod zones;
 
-pub(crate) use collective::sum_ranks;
+pub(crate) use collective::{add_pairwise, sum_ranks};
 pub use device::{Cpu, HostBuffer};
 pub use element::Element;
+pub(crate) use element::Float;

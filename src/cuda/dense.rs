@@ -6,15 +6,18 @@ use crate::kernels::{Linear, LinearBwd, Sigmoid};
 use crate::tensor::{Tensor, TensorMut, TensorRef, dims2};
 
 use super::device::Cuda;
-use super::launch::{Grid, SCALAR, TENSOR};
+use super::launch::{Grid, SCALAR, TENSOR, TF32};
 use super::params::{self, type_code};
 use super::zones::{aligned, input, output, pointer};
 
 /// Blocks that a sum over tokens is cut into at least, as far as there are tokens: a number of its own, so that
 /// results do not depend on the GPU's size.
-const SPLIT_BLOCKS: usize = 528;
+const SPLIT_BLOCKS: usize = 264;
 /// Fewest tokens of a part.
 const SPLIT_TOKENS: usize = 256;
+/// Hidden elements of a part of a logit, where there are at least four such parts: few tokens make few blocks. The cut
+/// does not depend on the number of tokens, so a token's logits do not either.
+const SPLIT_HIDDEN: usize = 1024;
 
 /// A tensor of any type that kernels compute in.
 fn any(call: &'static str, name: &str, t: TensorRef<'_, Cuda>, dims: &[usize]) -> Result<(u64, i64)> {
@@ -43,6 +46,8 @@ pub(super) fn linear(device: &Cuda, call: Linear<'_, Cuda>) -> Result<()> {
         _ => ("linear_any", SCALAR),
     };
     let (m_tiles, n_tiles) = (t.div_ceil(shape.tile), e.div_ceil(shape.tile));
+    let split = if kernel == "linear_any" || h < 4 * SPLIT_HIDDEN { 1 } else { h.div_ceil(SPLIT_HIDDEN) };
+    let mut parts = Tensor::empty(device, DType::F32, &[if split > 1 { split } else { 0 }, t, e])?;
     let p = params::Gemm {
         a,
         a_rows: t as i64,
@@ -61,12 +66,25 @@ pub(super) fn linear(device: &Cuda, call: Linear<'_, Cuda>) -> Result<()> {
         vector_b: i64::from(aligned(call.weight, h)),
         m_tiles: m_tiles as i64,
         n_tiles: n_tiles as i64,
-        split: 1,
+        partial: if split > 1 { parts.view_mut().into_data().ptr } else { 0 },
+        split: split as i64,
         ..Default::default()
     };
-    let grid = Grid { shared: shape.shared, ..Grid::new(m_tiles.saturating_mul(n_tiles), shape.threads) };
-    // SAFETY: all tensors were checked against the sizes in `p`.
-    unsafe { device.launch(CALL, kernel, grid, &p) }
+    let blocks = m_tiles.saturating_mul(n_tiles).saturating_mul(split);
+    let grid = Grid { shared: shape.shared, ..Grid::new(blocks, shape.threads) };
+    // SAFETY: all tensors were checked against the sizes in `p`; `parts` has `split` matrices.
+    unsafe { device.launch(CALL, kernel, grid, &p) }?;
+    if split > 1 {
+        sum_parts(device, CALL, &p)?;
+    }
+    Ok(())
+}
+
+/// Adds the parts of a sum, in order.
+fn sum_parts(device: &Cuda, call: &'static str, p: &params::Gemm) -> Result<()> {
+    let count = (p.m as usize).saturating_mul(p.n as usize);
+    // SAFETY: `partial` has `split` matrices of the output's size, as the caller made it.
+    unsafe { device.launch(call, "sum_parts", Grid::new(count.div_ceil(256), 256), p) }
 }
 
 pub(super) fn linear_bwd(device: &Cuda, call: LinearBwd<'_, Cuda>) -> Result<()> {
@@ -85,10 +103,17 @@ pub(super) fn linear_bwd(device: &Cuda, call: LinearBwd<'_, Cuda>) -> Result<()>
         split: 1,
         ..Default::default()
     };
-    let grid = |blocks| Grid { shared: SCALAR.shared, ..Grid::new(blocks, SCALAR.threads) };
+    // On tensor cores where operands of the model's 16-bit type and the gradients come in whole 16-byte words.
+    let dtype = call.x.dtype();
+    let words = aligned(call.x, h) && aligned(call.weight, h) && aligned(call.d_out, e);
+    let tensor = [("bf16", DType::BF16), ("f16", DType::F16)].into_iter().find(|(_, of)| *of == dtype);
+    let tensor = tensor.filter(|_| words && dtype == call.weight.dtype());
+    let (suffix, shape) = tensor.map_or(("any", SCALAR), |(suffix, _)| (suffix, TF32));
+    let grid = |blocks| Grid { shared: shape.shared, ..Grid::new(blocks, shape.threads) };
     if let Some(d_x) = call.d_x {
+        Error::check_dtype(CALL, "d_x", dtype, d_x.dtype())?;
         let (out, out_type) = any_mut(CALL, "d_x", d_x, &[t, h])?;
-        let (m_tiles, n_tiles) = (t.div_ceil(SCALAR.tile), h.div_ceil(SCALAR.tile));
+        let (m_tiles, n_tiles) = (t.div_ceil(shape.tile), h.div_ceil(shape.tile));
         let p = params::Gemm {
             b: weight,
             b_type: weight_type,
@@ -103,11 +128,11 @@ pub(super) fn linear_bwd(device: &Cuda, call: LinearBwd<'_, Cuda>) -> Result<()>
             ..base
         };
         // SAFETY: all tensors were checked against the sizes in `p`.
-        unsafe { device.launch(CALL, "linear_d_x", grid(m_tiles.saturating_mul(n_tiles)), &p) }?;
+        unsafe { device.launch(CALL, &format!("linear_d_x_{suffix}"), grid(m_tiles.saturating_mul(n_tiles)), &p) }?;
     }
     if let Some(d_weight) = call.d_weight {
         let (out, out_type) = any_mut(CALL, "d_weight", d_weight, &[e, h])?;
-        let (m_tiles, n_tiles) = (e.div_ceil(SCALAR.tile), h.div_ceil(SCALAR.tile));
+        let (m_tiles, n_tiles) = (e.div_ceil(shape.tile), h.div_ceil(shape.tile));
         let tiles = m_tiles.saturating_mul(n_tiles).max(1);
         let split = SPLIT_BLOCKS.div_ceil(tiles).min(t.div_ceil(SPLIT_TOKENS)).max(1);
         let mut parts = Tensor::empty(device, DType::F32, &[split, e, h])?;
@@ -127,9 +152,8 @@ pub(super) fn linear_bwd(device: &Cuda, call: LinearBwd<'_, Cuda>) -> Result<()>
             ..base
         };
         // SAFETY: as above; `parts` has `split` matrices.
-        unsafe { device.launch(CALL, "linear_d_weight", grid(tiles.saturating_mul(split)), &p) }?;
-        // SAFETY: as above.
-        unsafe { device.launch(CALL, "sum_parts", Grid::new((e * h).div_ceil(256), 256), &p) }?;
+        unsafe { device.launch(CALL, &format!("linear_d_weight_{suffix}"), grid(tiles.saturating_mul(split)), &p) }?;
+        sum_parts(device, CALL, &p)?;
     }
     if let Some(d_bias) = call.d_bias {
         let (out, out_type) = any_mut(CALL, "d_bias", d_bias, &[e])?;

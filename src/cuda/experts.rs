@@ -1,4 +1,4 @@
-//! Grouped GEMMs of the experts: up, down, and their gradients.
+//! Grouped GEMMs of the experts: up, down, and the gradients with respect to rows.
 //!
 //! Every call lists the row tiles of its layout on the device and launches as many blocks as there can be; those
 //! without a tile return at once. No count is read back.
@@ -6,17 +6,17 @@
 use crate::config::WeightAt;
 use crate::dtype::DType;
 use crate::error::{Error, Result};
-use crate::kernels::{BiasGrad, Down, DownBwd, RowSource, SlotWeights, Up, UpDgrad, Wgrad, Zones};
+use crate::kernels::{Down, DownBwd, RowSource, SlotWeights, Up, UpDgrad, Zones};
 use crate::tensor::{Tensor, TensorRef};
 
 use super::device::Cuda;
 use super::hopper::{self, Product};
-use super::launch::{Grid, HOPPER_COLUMNS, SCALAR, Shape, TENSOR};
+use super::launch::{Grid, ROWS, ROWS_COLUMNS, SCALAR, Shape, TENSOR, UP_COLUMNS};
 use super::params::{self, activation_code, type_code};
-use super::zones::{Dest, Source, Tiles, aligned, check_zones, input, optional, optional_output, output, pointer};
+use super::zones::{Dest, Source, TileOrder, Tiles, aligned, check_zones, input, optional, optional_output, output};
 
 /// The sizes of a stack of matrices, none of them empty but the stack.
-fn dims3(call: &'static str, name: &str, dims: &[usize]) -> Result<[usize; 3]> {
+pub(super) fn dims3(call: &'static str, name: &str, dims: &[usize]) -> Result<[usize; 3]> {
     match dims {
         [stack, rows, cols] if rows * cols > 0 => Ok([*stack, *rows, *cols]),
         _ => Err(Error::invalid(
@@ -29,7 +29,7 @@ fn dims3(call: &'static str, name: &str, dims: &[usize]) -> Result<[usize; 3]> {
 }
 
 /// Kernels for a type: name suffix and tile.
-fn family(call: &'static str, tensor: &str, dtype: DType) -> Result<(&'static str, Shape)> {
+pub(super) fn family(call: &'static str, tensor: &str, dtype: DType) -> Result<(&'static str, Shape)> {
     type_code(call, tensor, dtype)?;
     Ok(match dtype {
         DType::BF16 => ("bf16", TENSOR),
@@ -58,30 +58,29 @@ struct RowsGemm<'a> {
     dtype: DType,
     suffix: &'static str,
     shape: Shape,
-    tiles: Tiles,
+    zones: &'a Zones<Cuda>,
     slots: usize,
 }
 
+/// The kernels that make a product, and the tiles that they walk through.
+struct Choice {
+    hopper: Option<Product>,
+    tiles: Tiles,
+}
+
 impl<'a> RowsGemm<'a> {
-    fn new(call: &'static str, device: &'a Cuda, zones: &Zones<Cuda>, experts: usize, dtype: DType) -> Result<Self> {
+    fn new(call: &'static str, device: &'a Cuda, zones: &'a Zones<Cuda>, experts: usize, dtype: DType) -> Result<Self> {
         let (suffix, shape) = family(call, "rows", dtype)?;
         check_zones(call, zones, experts)?;
-        let tiles = Tiles::new(call, device, zones, shape.tile)?;
-        Ok(Self { call, device, dtype, suffix, shape, tiles, slots: zones.rows })
+        Ok(Self { call, device, dtype, suffix, shape, zones, slots: zones.rows })
     }
 
     fn source(&self, name: &str, source: &RowSource<'_, Cuda>, width: usize) -> Result<Source> {
         Source::new(self.call, name, source, (self.dtype, width, self.slots))
     }
 
-    /// Operands and tiles; `n` columns of which `columns` make a tile.
-    fn params(
-        &self,
-        a: &Source,
-        b: TensorRef<'_, Cuda>,
-        (n, k): (usize, usize),
-        columns: usize,
-    ) -> Result<params::Gemm> {
+    /// Operands of a product of `n` columns.
+    fn params(&self, a: &Source, b: TensorRef<'_, Cuda>, (n, k): (usize, usize)) -> Result<params::Gemm> {
         let code = type_code(self.call, "rows", self.dtype)?;
         let inner = b.dims().last().copied().unwrap_or(1);
         Error::check_dtype(self.call, "weight", self.dtype, b.dtype())?;
@@ -92,8 +91,6 @@ impl<'a> RowsGemm<'a> {
             a_type: code,
             b: b.data().ptr,
             b_type: code,
-            tiles: self.tiles.list(),
-            tile_count: self.tiles.count(),
             m: self.slots as i64,
             n: n as i64,
             k: k as i64,
@@ -103,28 +100,32 @@ impl<'a> RowsGemm<'a> {
             fault: self.device.inner.status,
             vector_a: i64::from(a.vector),
             vector_b: i64::from(aligned(b, inner)),
-            m_tiles: self.tiles.most as i64,
-            n_tiles: n.div_ceil(columns) as i64,
             split: 1,
             ..Default::default()
         })
     }
 
-    /// Chooses the kernels: Hopper's where they can serve, with tiles of `columns`.
-    fn choose(&self, p: &mut params::Gemm, columns: usize, product: Option<Product>) -> Option<Product> {
-        let hopper = product.is_some() && hopper::serves(self.device, self.dtype, p);
-        if hopper {
-            p.n_tiles = (p.n as usize).div_ceil(columns) as i64;
-        }
-        product.filter(|_| hopper)
+    /// Chooses the kernels, Hopper's for `product` where they can serve, and lists the tiles. A tile's columns are
+    /// divided by `factor`.
+    fn choose(&self, p: &mut params::Gemm, product: Option<Product>, factor: usize) -> Result<Choice> {
+        let hopper = product.filter(|_| hopper::serves(self.device, self.dtype, p));
+        let (rows, order, columns) = match hopper {
+            Some(Product::Up) => (ROWS.tile, TileOrder::Pairs, UP_COLUMNS),
+            Some(_) => (ROWS.tile, TileOrder::Pairs, ROWS_COLUMNS),
+            None => (self.shape.tile, TileOrder::Slots, self.shape.tile),
+        };
+        let tiles = Tiles::new(self.call, self.device, self.zones, (rows, order))?;
+        (p.tiles, p.tile_count, p.m_tiles) = (tiles.list(), tiles.count(), tiles.most as i64);
+        p.n_tiles = (p.n as usize).div_ceil(columns / factor) as i64;
+        Ok(Choice { hopper, tiles })
     }
 
-    fn launch(&self, name: &str, hopper: Option<Product>, p: &params::Gemm) -> Result<()> {
+    fn launch(&self, name: &str, choice: &Choice, p: &params::Gemm) -> Result<()> {
         let blocks = (p.m_tiles as usize).saturating_mul(p.n_tiles as usize);
         let kernel = format!("{name}_{}", self.suffix);
         // SAFETY, both: callers have checked every tensor in `p` against the sizes in `p`; maps and zones, which only
         // the device knows, are checked by the kernel.
-        match hopper {
+        match choice.hopper {
             // SAFETY: as above.
             Some(product) => unsafe {
                 let kernel = format!("hopper_{kernel}");
@@ -144,13 +145,18 @@ impl<'a> RowsGemm<'a> {
     }
 
     /// Sums those dots, and adds the gradient's dot with a bias.
-    fn slot_dots(&self, partial: &Tensor<Cuda>, out: u64, bias: Option<(u64, &Source, usize)>) -> Result<()> {
+    fn slot_dots(
+        &self,
+        (partial, tiles): (&Tensor<Cuda>, &Tiles),
+        out: u64,
+        bias: Option<(u64, &Source, usize)>,
+    ) -> Result<()> {
         let mut p = params::SlotDots {
             partial: partial.view().data().ptr,
             parts: partial.dims()[1] as i64,
             kind: type_code(self.call, "rows", self.dtype)?,
-            tiles: self.tiles.list(),
-            tile_count: self.tiles.count(),
+            tiles: tiles.list(),
+            tile_count: tiles.count(),
             out,
             fault: self.device.inner.status,
             ..Default::default()
@@ -160,7 +166,7 @@ impl<'a> RowsGemm<'a> {
             (p.grad, p.grad_map, p.grad_rows) = (grad.base, grad.map, grad.rows);
         }
         // SAFETY: `out` has a value for each slot, `partial` the parts of each; bias and gradient were checked.
-        unsafe { self.device.launch(self.call, "slot_dots", Grid::new(self.tiles.most, 256), &p) }
+        unsafe { self.device.launch(self.call, "slot_dots", Grid::new(tiles.most, 256), &p) }
     }
 }
 
@@ -174,7 +180,7 @@ pub(super) fn up(device: &Cuda, call: Up<'_, Cuda>) -> Result<()> {
     let (inner, dtype) = (wide / factor, call.rows.base.dtype());
     let gemm = RowsGemm::new(CALL, device, call.zones, experts, dtype)?;
     let rows = gemm.source("rows", &call.rows, h)?;
-    let mut p = gemm.params(&rows, call.weight, (inner, h), gemm.shape.tile / factor)?;
+    let mut p = gemm.params(&rows, call.weight, (inner, h))?;
     p.bias = optional(CALL, "bias", &call.bias, dtype, &[experts, wide])?;
     p.scale = applies(CALL, &call.slot_weights, &[WeightAt::Input], gemm.slots)?;
     p.out_scale = applies(CALL, &call.slot_weights, &[WeightAt::Activation], gemm.slots)?;
@@ -182,8 +188,8 @@ pub(super) fn up(device: &Cuda, call: Up<'_, Cuda>) -> Result<()> {
     let out = Dest::new(CALL, call.out, (dtype, inner, gemm.slots))?;
     (p.out, p.out_map, p.out_rows, p.accumulate) = (out.base, out.map, out.rows, out.accumulate);
     (p.activation, p.alpha, p.limit) = activation_code(call.activation);
-    let hopper = gemm.choose(&mut p, HOPPER_COLUMNS / factor, (factor == 2).then_some(Product::Up));
-    gemm.launch("up", hopper, &p)
+    let choice = gemm.choose(&mut p, (factor == 2).then_some(Product::Up), factor)?;
+    gemm.launch("up", &choice, &p)
 }
 
 pub(super) fn down(device: &Cuda, call: Down<'_, Cuda>) -> Result<()> {
@@ -192,14 +198,14 @@ pub(super) fn down(device: &Cuda, call: Down<'_, Cuda>) -> Result<()> {
     let dtype = call.rows.base.dtype();
     let gemm = RowsGemm::new(CALL, device, call.zones, experts, dtype)?;
     let rows = gemm.source("rows", &call.rows, inner)?;
-    let mut p = gemm.params(&rows, call.weight, (h, inner), gemm.shape.tile)?;
+    let mut p = gemm.params(&rows, call.weight, (h, inner))?;
     p.bias = optional(CALL, "bias", &call.bias, dtype, &[experts, h])?;
     p.scale = applies(CALL, &call.slot_weights, &[WeightAt::Output], gemm.slots)?;
     p.bias_scale = applies(CALL, &call.slot_weights, &[WeightAt::Output, WeightAt::Activation], gemm.slots)?;
     let out = Dest::new(CALL, call.out, (dtype, h, gemm.slots))?;
     (p.out, p.out_map, p.out_rows, p.accumulate) = (out.base, out.map, out.rows, out.accumulate);
-    let hopper = gemm.choose(&mut p, HOPPER_COLUMNS, Some(Product::Down));
-    gemm.launch("down", hopper, &p)
+    let choice = gemm.choose(&mut p, Some(Product::Down), 1)?;
+    gemm.launch("down", &choice, &p)
 }
 
 pub(super) fn down_bwd(device: &Cuda, call: DownBwd<'_, Cuda>) -> Result<()> {
@@ -208,23 +214,23 @@ pub(super) fn down_bwd(device: &Cuda, call: DownBwd<'_, Cuda>) -> Result<()> {
     let (wide, dtype) = (inner * call.activation.gate_factor(), call.grad.base.dtype());
     let gemm = RowsGemm::new(CALL, device, call.zones, experts, dtype)?;
     let grad = gemm.source("grad", &call.grad, h)?;
-    let mut p = gemm.params(&grad, call.weight, (inner, h), gemm.shape.tile)?;
+    let mut p = gemm.params(&grad, call.weight, (inner, h))?;
     let bias = optional(CALL, "bias", &call.bias, dtype, &[experts, h])?;
     p.pre = input(CALL, "pre", &call.pre, dtype, &[gemm.slots, wide])?;
     p.scale = applies(CALL, &call.slot_weights, &[WeightAt::Output, WeightAt::Activation], gemm.slots)?;
     p.out = output(CALL, "d_pre", call.d_pre, dtype, &[gemm.slots, wide])?;
     p.hidden = optional_output(CALL, "hidden", call.hidden, dtype, &[gemm.slots, inner])?;
     (p.activation, p.alpha, p.limit) = activation_code(call.activation);
-    let hopper = gemm.choose(&mut p, HOPPER_COLUMNS, (call.activation.gate_factor() == 2).then_some(Product::Dgrad));
+    let choice = gemm.choose(&mut p, (call.activation.gate_factor() == 2).then_some(Product::Dgrad), 1)?;
     let d_weights = call.d_slot_weights.filter(|_| p.scale != 0);
     let d_weights = optional_output(CALL, "d_slot_weights", d_weights, DType::F32, &[gemm.slots])?;
     if d_weights == 0 {
-        return gemm.launch("down_bwd", hopper, &p);
+        return gemm.launch("down_bwd", &choice, &p);
     }
     let partial = gemm.partial(p.n_tiles)?;
     p.partial = partial.view().data().ptr;
-    gemm.launch("down_bwd", hopper, &p)?;
-    gemm.slot_dots(&partial, d_weights, (bias != 0).then_some((bias, &grad, h)))
+    gemm.launch("down_bwd", &choice, &p)?;
+    gemm.slot_dots((&partial, &choice.tiles), d_weights, (bias != 0).then_some((bias, &grad, h)))
 }
 
 pub(super) fn up_dgrad(device: &Cuda, call: UpDgrad<'_, Cuda>) -> Result<()> {
@@ -233,113 +239,23 @@ pub(super) fn up_dgrad(device: &Cuda, call: UpDgrad<'_, Cuda>) -> Result<()> {
     let dtype = call.d_pre.dtype();
     let gemm = RowsGemm::new(CALL, device, call.zones, experts, dtype)?;
     let d_pre = gemm.source("d_pre", &RowSource::direct(call.d_pre), wide)?;
-    let mut p = gemm.params(&d_pre, call.weight, (h, wide), gemm.shape.tile)?;
+    let mut p = gemm.params(&d_pre, call.weight, (h, wide))?;
     let out = Dest::new(CALL, call.out, (dtype, h, gemm.slots))?;
     (p.out, p.out_map, p.out_rows, p.accumulate) = (out.base, out.map, out.rows, out.accumulate);
     let Some(at_input) = call.input_weight else {
-        let hopper = gemm.choose(&mut p, HOPPER_COLUMNS, Some(Product::Dgrad));
-        return gemm.launch("up_dgrad", hopper, &p);
+        let choice = gemm.choose(&mut p, Some(Product::Dgrad), 1)?;
+        return gemm.launch("up_dgrad", &choice, &p);
     };
     p.scale = input(CALL, "slot_weights", &at_input.values, DType::F32, &[gemm.slots])?;
     let x = gemm.source("input_weight.rows", &at_input.rows, h)?;
     (p.x, p.x_map, p.x_rows) = (x.base, x.map, x.rows);
     let d_weights = optional_output(CALL, "d_slot_weights", at_input.d_slot_weights, DType::F32, &[gemm.slots])?;
+    let choice = gemm.choose(&mut p, None, 1)?;
     if d_weights == 0 {
-        return gemm.launch("up_dgrad", None, &p);
+        return gemm.launch("up_dgrad", &choice, &p);
     }
     let partial = gemm.partial(p.n_tiles)?;
     p.partial = partial.view().data().ptr;
-    gemm.launch("up_dgrad", None, &p)?;
-    gemm.slot_dots(&partial, d_weights, None)
-}
-
-pub(super) fn wgrad(device: &Cuda, call: Wgrad<'_, Cuda>) -> Result<()> {
-    const CALL: &str = "wgrad";
-    let [experts, m, n] = dims3(CALL, "out", call.out.dims())?;
-    let dtype = call.left.base.dtype();
-    let (suffix, shape) = family(CALL, "left", dtype)?;
-    let code = type_code(CALL, "left", dtype)?;
-    let zones = call.zones;
-    check_zones(CALL, zones, experts)?;
-    let left = Source::new(CALL, "left", &call.left, (dtype, m, zones.rows))?;
-    let right = Source::new(CALL, "right", &call.right, (dtype, n, zones.rows))?;
-    let (m_tiles, n_tiles) = (m.div_ceil(shape.tile), n.div_ceil(shape.tile));
-    let mut p = params::Gemm {
-        a: left.base,
-        a_map: left.map,
-        a_rows: left.rows,
-        a_type: code,
-        b: right.base,
-        b_map: right.map,
-        b_rows: right.rows,
-        b_type: code,
-        offsets: zones.offsets.view().data().ptr,
-        counts: zones.counts.view().data().ptr,
-        m: m as i64,
-        n: n as i64,
-        k: zones.rows as i64,
-        groups: experts as i64,
-        scale: optional(CALL, "slot_weights", &call.slot_weights, DType::F32, &[zones.rows])?,
-        out: output(CALL, "out", call.out, dtype, &[experts, m, n])?,
-        out_type: code,
-        accumulate: i64::from(call.accumulate),
-        fault: device.inner.status,
-        vector_a: i64::from(left.vector),
-        vector_b: i64::from(right.vector),
-        m_tiles: m_tiles as i64,
-        n_tiles: n_tiles as i64,
-        split: 1,
-        ..Default::default()
-    };
-    // K is the number of slots here, which need no alignment.
-    let hopper = p.scale == 0 && m % 8 == 0 && hopper::serves(device, dtype, &params::Gemm { k: 0, ..p });
-    // SAFETY, both: all tensors were checked against the sizes in `p`; the kernel checks maps and zones.
-    if hopper {
-        p.n_tiles = n.div_ceil(HOPPER_COLUMNS) as i64;
-        let blocks = experts.saturating_mul(m_tiles).saturating_mul(p.n_tiles as usize);
-        let kernel = format!("hopper_wgrad_{suffix}");
-        // SAFETY: as above.
-        unsafe { hopper::launch(device, CALL, &kernel, (Product::Wgrad, dtype, blocks), &p) }?;
-    } else {
-        let blocks = experts.saturating_mul(m_tiles).saturating_mul(n_tiles);
-        let grid = Grid { shared: shape.shared, ..Grid::new(blocks, shape.threads) };
-        // SAFETY: as above.
-        unsafe { device.launch(CALL, &format!("wgrad_{suffix}"), grid, &p) }?;
-    }
-    let Some(bias) = call.bias else { return Ok(()) };
-    bias_grad(device, bias, (&left, dtype, m), zones, call.accumulate)
-}
-
-fn bias_grad(
-    device: &Cuda,
-    bias: BiasGrad<'_, Cuda>,
-    (left, dtype, m): (&Source, DType, usize),
-    zones: &Zones<Cuda>,
-    accumulate: bool,
-) -> Result<()> {
-    const CALL: &str = "wgrad";
-    let experts = zones.offsets.dims()[0];
-    let code = type_code(CALL, "left", dtype)?;
-    if let Some(w) = &bias.slot_weights {
-        input(CALL, "bias.slot_weights", w, DType::F32, &[zones.rows])?;
-    }
-    let p = params::ColumnSums {
-        rows: left.base,
-        map: left.map,
-        base_rows: left.rows,
-        kind: code,
-        scale: pointer(&bias.slot_weights),
-        offsets: zones.offsets.view().data().ptr,
-        counts: zones.counts.view().data().ptr,
-        slots: zones.rows as i64,
-        groups: experts as i64,
-        width: m as i64,
-        out: output(CALL, "bias.out", bias.out, dtype, &[experts, m])?,
-        out_type: code,
-        accumulate: i64::from(accumulate),
-        fault: device.inner.status,
-    };
-    let grid = Grid { blocks: (m.div_ceil(32), experts), threads: 256, shared: 0 };
-    // SAFETY: as for the weight gradient.
-    unsafe { device.launch(CALL, "column_sums", grid, &p) }
+    gemm.launch("up_dgrad", &choice, &p)?;
+    gemm.slot_dots((&partial, &choice.tiles), d_weights, None)
 }

@@ -1,13 +1,12 @@
-//! Launch of the Hopper kernels: which calls they serve, and the descriptors of the copy engine.
-
-use cudarc::driver::sys::{self, CUtensorMap};
+//! Launch of Hopper's row GEMMs, and which calls they serve.
 
 use crate::dtype::DType;
 use crate::error::Result;
 
-use super::device::{Cuda, driver};
-use super::launch::{Grid, HOPPER};
+use super::device::Cuda;
+use super::launch::{Grid, ROWS};
 use super::params;
+use super::tensor_map::Matrices;
 
 /// Which product a kernel makes, as far as its operands' layout depends on it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -18,8 +17,6 @@ pub(super) enum Product {
     Down,
     /// Columns of `[E, k, n]`.
     Dgrad,
-    /// Sums over slots.
-    Wgrad,
 }
 
 /// Whether the Hopper kernels can serve a product: 16-bit types, everything in whole 16-byte words.
@@ -30,6 +27,8 @@ pub(super) fn serves(device: &Cuda, dtype: DType, p: &params::Gemm) -> bool {
         && words
         && p.vector_a == 1
         && p.vector_b == 1
+        // A row past a tile's end is read as row 0.
+        && p.a_rows > 0
         && p.n % 8 == 0
         && p.k % 8 == 0
 }
@@ -49,62 +48,31 @@ pub(super) unsafe fn launch(
         return Ok(());
     }
     let (n, k, groups) = (p.n as u64, p.k as u64, p.groups as u64);
-    let map = |base, dims: &[u64], rows| tensor_map(call, dtype, base, dims, rows);
-    // Boxes: 64 columns (128 bytes) by as many rows as one load brings.
+    let map = |base, sizes: &[u64], rows| Matrices { call, dtype, base, sizes }.boxes(rows);
+    // Boxes: 64 columns (128 bytes) by as many rows as one load brings. Those of weights are 32 rows high.
     let (a, b) = match product {
-        Product::Up => (map(p.a, &[k, p.a_rows as u64], 128)?, map(p.b, &[k, 2 * n, groups], 128)?),
-        Product::Down => (map(p.a, &[k, p.a_rows as u64], 128)?, map(p.b, &[k, n, groups], 128)?),
-        Product::Dgrad => (map(p.a, &[k, p.a_rows as u64], 128)?, map(p.b, &[n, k, groups], 64)?),
-        Product::Wgrad => (map(p.a, &[p.m as u64, p.a_rows as u64], 64)?, map(p.b, &[n, p.b_rows as u64], 64)?),
+        Product::Up => (map(p.a, &[k, p.a_rows as u64], 128)?, map(p.b, &[k, 2 * n, groups], 32)?),
+        Product::Down => (map(p.a, &[k, p.a_rows as u64], 128)?, map(p.b, &[k, n, groups], 32)?),
+        Product::Dgrad => (map(p.a, &[k, p.a_rows as u64], 128)?, map(p.b, &[n, k, groups], 32)?),
     };
-    // Read by the gradient through the activation alone.
-    let pre = match p.pre {
-        0 => b,
-        pre => map(pre, &[2 * n, p.m as u64], 128)?,
+    // The epilogue of the gradient through the activation: gate and up are planes of a row, so that a box over the last
+    // column of one does not reach into the other. No other kernel reads these.
+    let planes = |base, planes| Matrices { call, dtype, base, sizes: &[n, planes, p.m as u64] }.plane_boxes();
+    let (pre, d_pre, hidden) = match p.pre {
+        0 => (b, b, b),
+        pre => (planes(pre, 2)?, planes(p.out, 2)?, if p.hidden == 0 { b } else { planes(p.hidden, 1)? }),
     };
-    let blocks = blocks.min(device.inner.processors);
-    let grid = Grid { shared: HOPPER.shared, ..Grid::new(blocks, HOPPER.threads) };
+    // Blocks work in pairs.
+    let blocks = blocks.min(device.inner.processors / 2 * 2).next_multiple_of(2);
+    let grid = Grid { shared: ROWS.shared, ..Grid::new(blocks, ROWS.threads) };
     let mut arguments = [
         (&raw const *p).cast_mut().cast(),
         (&raw const a).cast_mut().cast(),
         (&raw const b).cast_mut().cast(),
         (&raw const pre).cast_mut().cast(),
+        (&raw const d_pre).cast_mut().cast(),
+        (&raw const hidden).cast_mut().cast(),
     ];
-    // SAFETY: the kernels take these four; the rest is the caller's promise.
+    // SAFETY: the kernels take at most these six, in this order; the rest is the caller's promise.
     unsafe { device.launch_with(call, kernel, grid, &mut arguments) }
-}
-
-/// Descriptor of a matrix or a stack of them, innermost size first, for boxes of 64 columns and `rows` rows.
-fn tensor_map(call: &'static str, dtype: DType, base: u64, sizes: &[u64], rows: u32) -> Result<CUtensorMap> {
-    let mut dims = [1u64; 3];
-    // An empty tensor is described as one row, and never read.
-    dims.iter_mut().zip(sizes).for_each(|(d, size)| *d = (*size).max(1));
-    let strides = [dims[0] * 2, dims[0] * dims[1] * 2];
-    let (shape, steps) = ([64, rows, 1], [1, 1, 1]);
-    let kind = match dtype {
-        DType::BF16 => sys::CUtensorMapDataType::CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
-        _ => sys::CUtensorMapDataType::CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
-    };
-    let mut map = std::mem::MaybeUninit::<CUtensorMap>::zeroed();
-    // SAFETY: the arrays have at least as many entries as `sizes` (strides one fewer); the map is written in full on success, and
-    // is plain words besides.
-    unsafe {
-        sys::cuTensorMapEncodeTiled(
-            map.as_mut_ptr(),
-            kind,
-            sizes.len() as u32,
-            base as *mut _,
-            dims.as_ptr(),
-            strides.as_ptr(),
-            shape.as_ptr(),
-            steps.as_ptr(),
-            sys::CUtensorMapInterleave::CU_TENSOR_MAP_INTERLEAVE_NONE,
-            sys::CUtensorMapSwizzle::CU_TENSOR_MAP_SWIZZLE_128B,
-            sys::CUtensorMapL2promotion::CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-            sys::CUtensorMapFloatOOBfill::CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
-        )
-        .result()
-        .map_err(driver(call, "describe a tensor to the copy engine"))?;
-        Ok(map.assume_init())
-    }
 }

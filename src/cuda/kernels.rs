@@ -11,7 +11,7 @@ use crate::kernels::*;
 use crate::tensor::{Tensor, TensorMut, TensorRef};
 
 use super::device::{Cuda, Event, Stream, driver};
-use super::{dense, experts, plan, router, rows};
+use super::{dense, experts, plan, router, rows, wgrad};
 
 impl Kernels for Cuda {
     const REPORTING: Reporting = Reporting::Deferred;
@@ -78,7 +78,7 @@ impl Kernels for Cuda {
     }
     fn wgrad(&self, stream: &Stream, call: Wgrad<'_, Self>) -> Result<()> {
         self.on_stream("wgrad", stream)?;
-        experts::wgrad(self, call)
+        wgrad::wgrad(self, call)
     }
     fn sigmoid(&self, stream: &Stream, call: Sigmoid<'_, Self>) -> Result<()> {
         self.on_stream("sigmoid", stream)?;

@@ -11,7 +11,7 @@ use super::cubins::{self, CUBINS};
 use super::device::{Cuda, driver};
 
 /// Kernels of each stage.
-const STAGES: [(&str, &[&str]); 8] = [
+const STAGES: [(&str, &[&str]); 9] = [
     ("aux", &["aux_scores", "aux_chunks", "aux_totals", "aux_finish", "aux_coefficients"]),
     (
         "grouped_gemm",
@@ -41,13 +41,26 @@ const STAGES: [(&str, &[&str]); 8] = [
             "hopper_down_bwd_f16",
             "hopper_up_dgrad_bf16",
             "hopper_up_dgrad_f16",
-            "hopper_wgrad_bf16",
-            "hopper_wgrad_f16",
         ],
     ),
-    ("linear", &["linear_bf16", "linear_f16", "linear_any", "linear_d_x", "linear_d_weight", "sum_parts"]),
+    ("hopper_wgrad", &["hopper_wgrad_bf16", "hopper_wgrad_f16"]),
+    (
+        "linear",
+        &[
+            "linear_bf16",
+            "linear_f16",
+            "linear_any",
+            "linear_d_x_bf16",
+            "linear_d_x_f16",
+            "linear_d_x_any",
+            "linear_d_weight_bf16",
+            "linear_d_weight_f16",
+            "linear_d_weight_any",
+            "sum_parts",
+        ],
+    ),
     ("permute", &["gather_rows", "reduce_rows", "slot_dots", "sigmoid"]),
-    ("prepare", &["plan_count", "plan_scan", "plan_zones", "plan_slots", "plan_small", "schedule"]),
+    ("prepare", &["plan_count", "plan_scan", "plan_zones", "plan_slots", "plan_small", "schedule", "schedule_pairs"]),
     ("router", &["route", "route_bwd", "keep_sum"]),
     ("wgrad", &["wgrad_bf16", "wgrad_f16", "wgrad_f32", "column_sums"]),
 ];
@@ -57,12 +70,19 @@ pub(super) const TENSOR: Shape = Shape { tile: 128, threads: 256, shared: 81920 
 /// Tile of the multiply-add kernels, and their shared memory (`scalar` there).
 pub(super) const SCALAR: Shape = Shape { tile: 64, threads: 256, shared: 17408 };
 
-/// Tile rows of the Hopper kernels, and their shared memory (`hopper` in `kernels/common/hopper.cuh`).
-pub(super) const HOPPER: Shape = Shape { tile: 128, threads: 384, shared: 216_128 };
-/// Columns of their tiles.
-pub(super) const HOPPER_COLUMNS: usize = 256;
-/// The stage that exists for sm_90a alone.
-const HOPPER_STAGE: &str = "hopper_gemm";
+/// Tile of the tf32 kernels, and their shared memory (`tf32` in `kernels/common/linear.cuh`).
+pub(super) const TF32: Shape = Shape { tile: 128, threads: 256, shared: 87552 };
+
+/// Tile rows of the Hopper kernels over rows, and their shared memory (`kernels/common/rows.cuh`).
+pub(super) const ROWS: Shape = Shape { tile: 128, threads: 384, shared: 231_616 };
+/// Columns of their tiles; of the up projection's, of gate and up together.
+pub(super) const ROWS_COLUMNS: usize = 192;
+pub(super) const UP_COLUMNS: usize = 256;
+/// Columns of a narrow operand that a block of the weight gradients' kernel takes, and its shared memory
+/// (`kernels/hopper_wgrad.cu`).
+pub(super) const HOPPER_WGRAD: Shape = Shape { tile: 128, threads: 384, shared: 230_464 };
+/// What the stages begin with that exist for sm_90a alone.
+const HOPPER_STAGES: &str = "hopper_";
 
 /// Constants that a family of kernels was compiled with.
 #[derive(Debug, Clone, Copy)]
@@ -87,7 +107,7 @@ impl Functions {
         let arch = cubins::choose(CUBINS.iter().map(|c| c.arch), capability)?;
         let mut loaded = Self { arch, table: HashMap::new(), modules: Vec::new() };
         let hopper = loaded.hopper();
-        for (stage, names) in STAGES.into_iter().filter(|(stage, _)| hopper || *stage != HOPPER_STAGE) {
+        for (stage, names) in STAGES.into_iter().filter(|(stage, _)| hopper || !stage.starts_with(HOPPER_STAGES)) {
             let cubin = CUBINS.iter().find(|c| c.stage == stage && c.arch == arch);
             let cubin = cubin.ok_or_else(|| Error::Device {
                 call: CALL,
@@ -105,7 +125,9 @@ impl Functions {
                     .map_err(driver(CALL, &format!("find kernel {name}")))?;
                 loaded.table.insert(name, function);
                 let shared = match stage {
-                    HOPPER_STAGE => HOPPER.shared,
+                    "hopper_gemm" => ROWS.shared,
+                    "hopper_wgrad" => HOPPER_WGRAD.shared,
+                    "linear" if name.starts_with("linear_d_") && name.ends_with("f16") => TF32.shared,
                     "grouped_gemm" | "linear" | "wgrad" if name.ends_with("f16") => TENSOR.shared,
                     _ => 0,
                 };

@@ -5,8 +5,8 @@
 //! still uses can be given back only behind it. [`Kernels`](crate::kernels::Kernels) calls take the stream and refuse
 //! any other.
 //!
-//! Types: bf16 and f16 with sums in f32, and f32; `F64` is for the CPU. Results are the same bits in every run: no
-//! kernel adds floats with atomics.
+//! Types: bf16 and f16 with sums in f32, and f32; `F64` is for the CPU. Gradients of weights may be f32 where rows are
+//! 16-bit. Results are the same bits in every run: no kernel adds floats with atomics.
 //!
 //! A kernel cannot return an error. It raises a fault word, which the next call that waits for the GPU anyway
 //! ([`Cuda::check`], `read`, `download`) returns, or a prepare that finds it has reached the host.
@@ -31,6 +31,8 @@ mod plan;
 mod router;
 mod rows;
 mod status;
+mod tensor_map;
+mod wgrad;
 mod zones;
 
 /// The driver bindings whose streams [`Cuda::on`] takes.

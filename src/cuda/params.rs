@@ -26,6 +26,11 @@ description!(Gemm, 42:
     vector_a: i64, vector_b: i64, m_tiles: i64, n_tiles: i64, split: i64;
     tiles @ 8, bias @ 16, out @ 23, activation @ 33, split @ 41);
 
+description!(WeightGrad, 13:
+    mapped: u64, map: u64, mapped_rows: i64, narrow: i64, wide: i64, offsets: u64, counts: u64, slots: i64, groups: i64,
+    transposed: i64, out_type: i64, accumulate: i64, fault: u64;
+    fault @ 12);
+
 description!(Schedule, 9:
     offsets: u64, counts: u64, groups: i64, rows: i64, tile_rows: i64, tiles: u64, tile_count: u64, max_tiles: i64,
     fault: u64;

@@ -16,8 +16,8 @@ use super::zones::{input, output};
 const CHUNK: usize = 64;
 /// Shared memory that a block of the router takes at most.
 const SHARED: usize = 48 << 10;
-/// Rows of E floats that a token works on.
-const WORK_ROWS: usize = 5;
+/// Rows of E words that a token works on.
+const WORK_ROWS: usize = 6;
 /// Blocks of one warp where the working rows do not fit shared memory.
 const SCRATCH_BLOCKS: usize = 264;
 

@@ -3,10 +3,12 @@
 use crate::dtype::DType;
 use crate::error::{Error, Result};
 use crate::kernels::{GatherRows, ReduceRows};
+use crate::tensor::Tensor;
 
 use super::device::Cuda;
 use super::launch::Grid;
 use super::params::{self, type_code};
+use super::zones::Source;
 
 /// Blocks of a loop over a whole tensor.
 const LOOP_BLOCKS: usize = 2048;
@@ -34,6 +36,31 @@ pub(super) fn gather_rows(device: &Cuda, call: GatherRows<'_, Cuda>) -> Result<(
     let blocks = (rows * row).div_ceil(256 * word as usize).min(LOOP_BLOCKS);
     // SAFETY: `out` has a row for each entry of the map; the kernel checks its entries against the source's rows.
     unsafe { device.launch(CALL, "gather_rows", Grid::new(blocks, 256), &p) }
+}
+
+/// The rows of a source in slot order; zeros at padding.
+pub(super) fn to_slots(
+    device: &Cuda,
+    call: &'static str,
+    source: &Source,
+    (slots, width, dtype): (usize, usize, DType),
+) -> Result<Tensor<Cuda>> {
+    let mut out = Tensor::empty(device, dtype, &[slots, width])?;
+    let row = width * dtype.size();
+    let p = params::Rows {
+        source: source.base,
+        map: source.map,
+        out: out.view_mut().into_data().ptr,
+        source_rows: source.rows,
+        out_rows: slots as i64,
+        width: row as i64,
+        word: if source.vector { 16 } else { 1 },
+        fault: device.inner.status,
+        ..Default::default()
+    };
+    // SAFETY: `out` has a row for each slot, and the source's map an entry; the kernel checks these.
+    unsafe { device.launch(call, "gather_rows", Grid::new((slots * row).div_ceil(4096).min(LOOP_BLOCKS), 256), &p) }?;
+    Ok(out)
 }
 
 pub(super) fn reduce_rows(device: &Cuda, call: ReduceRows<'_, Cuda>) -> Result<()> {

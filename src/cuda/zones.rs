@@ -150,11 +150,29 @@ pub(super) struct Tiles {
     pub(super) most: usize,
 }
 
+/// The order of row tiles.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum TileOrder {
+    /// That of the slots.
+    Slots,
+    /// Tiles 2 i and 2 i + 1 are of one expert where possible, for pairs of blocks.
+    Pairs,
+}
+
 impl Tiles {
-    pub(super) fn new(call: &'static str, device: &Cuda, zones: &Zones<Cuda>, tile: usize) -> Result<Self> {
+    pub(super) fn new(
+        call: &'static str,
+        device: &Cuda,
+        zones: &Zones<Cuda>,
+        (tile, order): (usize, TileOrder),
+    ) -> Result<Self> {
         let groups = zones.offsets.dims()[0];
-        // Every filled zone has one tile that may not be full.
-        let most = zones.rows / tile + groups.min(zones.rows);
+        // Every filled zone has one tile that may not be full; a last pair may want a tile of no rows.
+        let (kernel, spare) = match order {
+            TileOrder::Slots => ("schedule", 0),
+            TileOrder::Pairs => ("schedule_pairs", 1),
+        };
+        let most = zones.rows / tile + groups.min(zones.rows) + spare;
         let mut list = Tensor::empty(device, DType::I32, &[most, 4])?;
         let mut count = Tensor::empty(device, DType::I32, &[1])?;
         let call_params = params::Schedule {
@@ -169,7 +187,7 @@ impl Tiles {
             fault: device.inner.status,
         };
         // SAFETY: offsets and counts have `groups` entries, the list `most`; the kernel writes no more.
-        unsafe { device.launch(call, "schedule", Grid::new(1, 256), &call_params) }?;
+        unsafe { device.launch(call, kernel, Grid::new(1, 256), &call_params) }?;
         Ok(Self { list, count, most })
     }
 

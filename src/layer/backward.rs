@@ -173,7 +173,7 @@ fn experts<D: Kernels>(
     let call = DownBwd {
         grad: grad.borrow(),
         zones: handle.zones(),
-        weight: weight.tensor.borrow(),
+        weight: weight.tensor()?,
         bias: borrow(&params.down_bias),
         pre: pre.view(),
         slot_weights: slot_weights.as_ref().map(SlotWeights::borrow),
@@ -196,7 +196,7 @@ fn experts<D: Kernels>(
     let call = UpDgrad {
         d_pre: d_pre.view(),
         zones: handle.zones(),
-        weight: weight.tensor.borrow(),
+        weight: weight.tensor()?,
         input_weight,
         out: RowDest::direct(d_rows.view_mut()),
     };

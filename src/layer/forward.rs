@@ -265,7 +265,7 @@ impl<D: Kernels> Experts<'_, '_, D> {
         let call = Up {
             rows: rows.borrow(),
             zones: self.handle.zones(),
-            weight: weight.tensor.borrow(),
+            weight: weight.tensor()?,
             bias: borrow(&self.params.up_bias),
             slot_weights: self.slot_weights(),
             activation: config.activation,
@@ -283,7 +283,7 @@ impl<D: Kernels> Experts<'_, '_, D> {
         let call = Down {
             rows: RowSource::direct(hidden.view()),
             zones: self.handle.zones(),
-            weight: weight.tensor.borrow(),
+            weight: weight.tensor()?,
             bias: borrow(&self.params.down_bias),
             slot_weights: self.slot_weights(),
             out: RowDest::direct(out.view_mut()),

@@ -6,11 +6,11 @@ use moebius::MoeConfig;
 use moebius::candle::{DeviceGroup, ExpertParallelMoE, cuda};
 use moebius::config::{SharedConfig, WeightAt};
 use moebius::cuda::Cuda;
-use moebius::ep::{EpGroup, GroupConfig};
-use moebius::layer::{Mode, Role};
+use moebius::ep::{EpGroup, GroupConfig, Reporting};
+use moebius::layer::{DispatchOptions, Mode, Role};
 
 use crate::support::{
-    AnyResult, EXPERTS, close, config, distance, flat, gpu, group, of_type, seeded, step, tokens, wide_tokens,
+    AnyError, AnyResult, EXPERTS, close, config, distance, flat, gpu, group, of_type, seeded, step, tokens, wide_tokens,
 };
 
 /// A group on the GPU whose buffers start as NaN.
@@ -181,7 +181,6 @@ fn wrong_tensors_are_named() -> AnyResult<()> {
         (good.to_dtype(DType::F64)?, ["f64", "expected", "found"]),
         (good.narrow(1, 0, 8)?.contiguous()?, ["tensor x", "16]", "8]"]),
         (Tensor::new(1f32, &device)?, ["tensor x", "16]", "[]"]),
-        ((good.as_tensor() * f64::NAN)?, ["NaN", "token 0", "router logits"]),
     ];
     for (x, words) in bad {
         let text = error(&moe, &x);
@@ -195,6 +194,28 @@ fn wrong_tensors_are_named() -> AnyResult<()> {
     let cpu = seeded(group(&Device::Cpu)?, config())?;
     let text = error(&cpu, &good);
     assert!(text.contains("tensor x") && text.contains("GPU 0"), "{text}");
+    Ok(())
+}
+
+#[test]
+fn nan_logits_are_told_at_once_or_later() -> AnyResult<()> {
+    let Some(device) = gpu() else { return Ok(()) };
+    let moe = seeded(group(&device)?, config())?;
+    let good = tokens(0..4, &device)?;
+    let expected = flat(&moe.forward(&good)?)?;
+    let bad = (good.as_tensor() * f64::NAN)?;
+    let check = || moe.group().on::<Cuda>().ok_or("no GPU")?.lock().device().check().map_err(AnyError::from);
+    let named = |text: String| assert!(text.contains("token 0") && text.contains("NaN"), "{text}");
+    // The forward does not wait for the GPU; whoever does is told.
+    moe.forward(&bad)?;
+    named(check().expect_err("a NaN").to_string());
+    check()?;
+    assert!(flat(&moe.forward(&good)?)? == expected);
+    let at_once = DispatchOptions { reporting: Some(Reporting::Immediate), ..DispatchOptions::default() };
+    let layer = moe.layer().clone().with_dispatch(at_once);
+    let moe = moe.clone().with_layer(layer);
+    named(error(&moe, &bad));
+    assert!(flat(&moe.forward(&good)?)? == expected);
     Ok(())
 }
 

@@ -9,7 +9,8 @@ use moebius::candle::{DeviceGroup, ExpertParallelMoE};
 use moebius::ep::GroupConfig;
 use moebius::layer::{Layer, Role};
 
-pub type AnyResult<T> = Result<T, Box<dyn std::error::Error + Send + Sync>>;
+pub type AnyError = Box<dyn std::error::Error + Send + Sync>;
+pub type AnyResult<T> = Result<T, AnyError>;
 
 pub const H: usize = 16;
 pub const EXPERTS: usize = 8;

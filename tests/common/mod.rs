@@ -3,6 +3,8 @@
 
 #[path = "../../examples/support/mod.rs"]
 pub mod support;
+#[path = "../target/mod.rs"]
+pub mod target;
 
 use std::thread;
 use std::time::Duration;
@@ -13,10 +15,11 @@ use moebius::comm::ThreadWorld;
 use moebius::config::MoeConfig;
 use moebius::cpu::Cpu;
 use moebius::ep::{DispatcherKind, Group, GroupConfig};
-use moebius::layer::{Cotangents, DispatchOptions, Inputs, Layer, Mode, Noise, Wanted};
+use moebius::layer::{Cotangents, DispatchOptions, Inputs, Layer, Mode, Noise, ParamViews, Role, Wanted};
 use moebius::{DType, Error};
 
 use support::dense::Params;
+use target::Target;
 
 pub type CoreTensor = moebius::Tensor<Cpu>;
 
@@ -102,6 +105,19 @@ pub fn run(
     dtype: DType,
     cotangent: Option<Cotangent<'_>>,
 ) -> Result<Outcome, Error> {
+    // A poisoning device: whatever reads memory that nobody wrote turns the result into NaN.
+    run_on(&Cpu::poisoning(), setup, params, x, dtype, cotangent)
+}
+
+/// The same on any device. Several ranks are for the CPU.
+pub fn run_on<D: Target>(
+    device: &D,
+    setup: &Setup,
+    params: &[BlockParams],
+    x: &Tensor,
+    dtype: DType,
+    cotangent: Option<Cotangent<'_>>,
+) -> Result<Outcome, Error> {
     assert_eq!(setup.split.len(), params.len(), "a share of the parameters for each rank");
     assert_eq!(setup.split.iter().sum::<usize>(), x.dims()[0], "the split has all tokens");
     let comms = ThreadWorld::create(params.len(), Duration::from_secs(60));
@@ -117,9 +133,8 @@ pub fn run(
                     if let moebius::ep::Capacity::Static(rows) = setup.dispatch.capacity {
                         config.max_rows = rows;
                     }
-                    // A poisoning device: whatever reads memory that nobody wrote turns the result into NaN.
-                    let mut group = Group::new(Cpu::poisoning(), (), Box::new(comm), config)?;
-                    let rows = |t: &Tensor| rank_rows(t, &setup.split, rank, dtype);
+                    let mut group = device.join(comm, config)?;
+                    let rows = |t: &Tensor| device.host(&rank_rows(t, &setup.split, rank, dtype));
                     let dy = cotangent.and_then(|c| c.y).map(rows);
                     let aux = cotangent.map(|c| c.aux);
                     one_rank(setup, &mut group, &params[rank], &rows(x), aux.map(|aux| (dy.as_ref(), aux)))
@@ -132,15 +147,19 @@ pub fn run(
     Ok(join(&parts))
 }
 
-fn one_rank(
+fn one_rank<D: Target>(
     setup: &Setup,
-    group: &mut Group<Cpu>,
+    group: &mut Group<D>,
     params: &BlockParams,
-    x: &CoreTensor,
-    cotangent: Option<(Option<&CoreTensor>, f64)>,
+    x: &moebius::Tensor<D>,
+    cotangent: Option<(Option<&moebius::Tensor<D>>, f64)>,
 ) -> Result<Part, Error> {
+    let device = group.device().clone();
+    let shown = |t: &moebius::Tensor<D>| framework(&device.to_cpu(t));
     let layer = Layer::new(setup.config.clone(), 0)?.with_dispatch(setup.dispatch);
-    let views = params.views()?;
+    let own: Vec<Option<moebius::Tensor<D>>> =
+        Role::ALL.into_iter().map(|role| params.get(role).map(|t| device.host(t))).collect();
+    let views = ParamViews::collect(|role| Ok(own[role as usize].as_ref().map(|t| t.view())))?;
     let params = views.params();
     let mode = Mode { backward: cotangent.is_some(), noise: setup.noise };
     let forward = layer.forward(group, mode, x.view(), &params)?;
@@ -149,32 +168,21 @@ fn one_rank(
         let context = forward.context.expect("forward keeps a context where backward follows");
         let inputs = Inputs { x: x.view(), params: &params };
         let cotangents = Cotangents { y: dy.map(|t| t.view()), aux };
-        let g = layer.backward(group, context, inputs, cotangents, Wanted::ALL)?;
-        let named = [
-            ("x", g.x),
-            ("router.weight", g.router),
-            ("router.bias", g.router_bias),
-            ("experts.up", g.up),
-            ("experts.up_bias", g.up_bias),
-            ("experts.down", g.down),
-            ("experts.down_bias", g.down_bias),
-            ("shared.up", g.shared_up),
-            ("shared.down", g.shared_down),
-            ("shared.gate", g.shared_gate),
-            ("logits", Some(g.logits)),
-            ("weights", Some(g.weights)),
-        ];
-        grads.extend(named.into_iter().filter_map(|(n, t)| Some((n.to_string(), framework(&t?)))));
+        let mut g = layer.backward(group, context, inputs, cotangents, Wanted::ALL)?;
+        let of_params = Role::ALL.into_iter().map(|role| (role.name(), g.take(role))).collect::<Vec<_>>();
+        let others = [("x", g.x), ("logits", Some(g.logits)), ("weights", Some(g.weights))];
+        let named = of_params.into_iter().chain(others);
+        grads.extend(named.filter_map(|(n, t)| Some((n.to_string(), shown(&t?)))));
     }
     let k = setup.config.router.top_k;
-    let ids: Vec<usize> = forward.routing.ids.to_f64().iter().map(|&id| id as usize).collect();
+    let ids: Vec<usize> = device.values(forward.routing.ids.view()).iter().map(|&id| id as usize).collect();
     Ok(Part {
-        y: framework(&forward.y),
-        logits: framework(&forward.routing.logits),
+        y: shown(&forward.y),
+        logits: shown(&forward.routing.logits),
         ids: ids.chunks(k).map(<[usize]>::to_vec).collect(),
-        weights: framework(&forward.routing.weights),
-        aux: forward.aux.get().unwrap().total(),
-        load: forward.routing.load.get().unwrap().tokens_per_expert.clone(),
+        weights: shown(&forward.routing.weights),
+        aux: forward.aux.get()?.total(),
+        load: forward.routing.load.get()?.tokens_per_expert.clone(),
         grads,
     })
 }

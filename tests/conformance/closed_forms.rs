@@ -1,27 +1,28 @@
 //! Results that are known without computing them. All values are exact in their dtype, so comparisons are too.
 
-use moebius::DType;
 use moebius::ep::GroupConfig;
 
-use crate::harness::*;
+use super::harness::*;
 
-pub const CASES: &[Case] = &[
-    case!(identity_with_equal_weights),
-    case!(unweighted_identity),
-    case!(square_of_received),
-    case!(constant_gradient),
-    case!(weight_gradients_per_k),
-    case!(absent_weight_gradients_are_zeros),
-    case!(payload_dtypes),
-    case!(same_bits_for_any_number_of_ranks),
-    case!(same_bits_in_repeated_runs),
-];
+pub fn cases<D: Target>() -> Vec<Case<D>> {
+    vec![
+        case!(identity_with_equal_weights),
+        case!(unweighted_identity),
+        case!(square_of_received),
+        case!(constant_gradient),
+        case!(weight_gradients_per_k),
+        case!(absent_weight_gradients_are_zeros),
+        case!(payload_dtypes),
+        case!(same_bits_for_any_number_of_ranks),
+        case!(same_bits_in_repeated_runs),
+    ]
+}
 
 const T: usize = 6;
 const H: usize = 8;
 
 /// Identity expert with w = 1/K: out = x, and the gradient of ½‖out‖² is x.
-fn identity_with_equal_weights(s: &Setup) {
+fn identity_with_equal_weights<D: Target>(s: &Setup<D>) {
     for k in [1, 2, 4] {
         s.run(GroupConfig::new(s.experts(4), T), |r| {
             let x = x(r.rank, T, H);
@@ -41,7 +42,7 @@ fn identity_with_equal_weights(s: &Setup) {
 }
 
 /// Unweighted identity: out = K·x.
-fn unweighted_identity(s: &Setup) {
+fn unweighted_identity<D: Target>(s: &Setup<D>) {
     for k in [1, 3, 4] {
         s.run(GroupConfig::new(s.experts(4), T), |r| {
             let x = x(r.rank, T, H);
@@ -54,7 +55,7 @@ fn unweighted_identity(s: &Setup) {
 }
 
 /// Loss ½‖recv‖²: dx = K·x.
-fn square_of_received(s: &Setup) {
+fn square_of_received<D: Target>(s: &Setup<D>) {
     let k = 3;
     s.run(GroupConfig::new(s.experts(2) * 2, T), |r| {
         let x = x(r.rank, T, H);
@@ -66,13 +67,13 @@ fn square_of_received(s: &Setup) {
 }
 
 /// combine_bwd of a constant fills every slot with it, zeros the padding, and dispatch_bwd gives K times it.
-fn constant_gradient(s: &Setup) {
+fn constant_gradient<D: Target>(s: &Setup<D>) {
     let k = 2;
     s.run(GroupConfig::new(s.experts(4), T), |r| {
         let spec = moebius::ep::DispatchSpec { alignment: 4, ..training(0, k) };
         let h = r.prepare(&round_robin(r.rank, T, k, s.experts(4)), &spec).expect("prepare");
         let d_eo = r.combine_bwd(&h, F32(H), &[0.5; T * H]).expect("combine_bwd");
-        let filled = filled(&h);
+        let filled = r.filled(&h);
         for (slot, row) in d_eo.chunks(H).enumerate() {
             let expected = if filled.contains(&slot) { 0.5 } else { 0.0 };
             assert_eq!(row, [expected; H], "slot {slot}");
@@ -83,7 +84,7 @@ fn constant_gradient(s: &Setup) {
 }
 
 /// Weight gradients belong to one (t, k) each; they are never averaged over k.
-fn weight_gradients_per_k(s: &Setup) {
+fn weight_gradients_per_k<D: Target>(s: &Setup<D>) {
     let k = 2;
     s.run(GroupConfig::new(s.experts(2), T), |r| {
         let h = r.prepare(&round_robin(r.rank, T, k, s.experts(2)), &training(0, k)).expect("prepare");
@@ -97,7 +98,7 @@ fn weight_gradients_per_k(s: &Setup) {
     });
 }
 
-fn absent_weight_gradients_are_zeros(s: &Setup) {
+fn absent_weight_gradients_are_zeros<D: Target>(s: &Setup<D>) {
     s.run(GroupConfig::new(s.experts(2), T), |r| {
         let h = r.prepare(&round_robin(r.rank, T, 2, s.experts(2)), &training(0, 2)).expect("prepare");
         // Present on rank 0 alone: presence may differ between ranks.
@@ -109,8 +110,8 @@ fn absent_weight_gradients_are_zeros(s: &Setup) {
     });
 }
 
-fn payload_dtypes(s: &Setup) {
-    for dtype in [DType::F64, DType::F32, DType::F16, DType::BF16] {
+fn payload_dtypes<D: Target>(s: &Setup<D>) {
+    for &dtype in D::FLOATS {
         s.run(GroupConfig::new(s.experts(2), T), |r| {
             let rows = Rows { dtype, hidden: 4 };
             // Below 2⁸ in steps of 1: exact in bf16, and so are sums of two halves.
@@ -141,7 +142,7 @@ fn noise(seed: u64, n: usize) -> Vec<f64> {
 }
 
 /// Forward and backward of 16 tokens over 8 experts, K = 3, spread over the ranks; in global token order.
-fn step(s: &Setup) -> Vec<f64> {
+fn step<D: Target>(s: &Setup<D>) -> Vec<f64> {
     let (total, experts, k) = (16, 8, 3);
     let t = total / s.ranks;
     let parts = s.run(GroupConfig::new(experts, total), |r| {
@@ -152,7 +153,8 @@ fn step(s: &Setup) -> Vec<f64> {
         let ids: Vec<i64> = ids.chunks(k).flat_map(distinct).collect();
         let h = r.prepare(&ids, &training(0, k)).expect("prepare");
         let recv = r.dispatch(&h, F32(H), &x, None).expect("dispatch");
-        let factor: Vec<f64> = zones(&h)
+        let factor: Vec<f64> = r
+            .zones(&h)
             .iter()
             .enumerate()
             .flat_map(|(e, (_, n))| vec![0.1 + (r.rank * 8 / s.ranks + e) as f64; *n])
@@ -175,8 +177,8 @@ fn distinct(ids: &[i64]) -> Vec<i64> {
 
 /// Sums run in the order of k at the token's owner, so the number of ranks does not change a bit. All-gather sums
 /// per rank first: |error| <= (K + R)·2⁻²⁴·Σ|terms|, terms below 8·½, K = 3, R <= 8.
-fn same_bits_for_any_number_of_ranks(s: &Setup) {
-    let one = step(&Setup { kind: moebius::ep::DispatcherKind::Local, ranks: 1, name: s.name });
+fn same_bits_for_any_number_of_ranks<D: Target>(s: &Setup<D>) {
+    let one = step(&Setup { kind: moebius::ep::DispatcherKind::Local, ranks: 1, ..s.clone() });
     let many = step(s);
     assert!(one.iter().any(|v| *v != 0.0));
     match s.kind {
@@ -188,7 +190,7 @@ fn same_bits_for_any_number_of_ranks(s: &Setup) {
     }
 }
 
-fn same_bits_in_repeated_runs(s: &Setup) {
+fn same_bits_in_repeated_runs<D: Target>(s: &Setup<D>) {
     let first = step(s);
     for _ in 0..4 {
         assert_eq!(step(s), first);

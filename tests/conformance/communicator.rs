@@ -7,9 +7,13 @@ use moebius::comm::{Communicator, Exchange, Op, ReduceOp, Tag, ThreadComm, Threa
 use moebius::cpu::Cpu;
 use moebius::{CommError, DType, Error, Tensor};
 
-use crate::harness::{PATIENCE, on_threads, tensor};
+use super::harness::{PATIENCE, Target, on_threads};
 
 const FLOATS: [DType; 4] = [DType::F64, DType::F32, DType::F16, DType::BF16];
+
+fn tensor(dtype: DType, values: &[f64], dims: &[usize]) -> Tensor<Cpu> {
+    Cpu::new().put(dtype, values, dims)
+}
 
 fn tag(sequence: u64) -> Tag {
     Tag { layer: 7, op: Op::User, sequence }

@@ -1,28 +1,29 @@
 //! Several handles in flight, uneven tokens, padding that nobody reads, opaque rows, counted collectives.
 
-use moebius::cpu::Cpu;
-use moebius::ep::{DispatchInputs, DispatchOutputs, DispatchSpec, Group, GroupConfig, Handle};
+use moebius::ep::{DispatchInputs, DispatchOutputs, DispatchSpec, GroupConfig, Handle};
 use moebius::{DType, Error, Result, Tensor};
 
-use crate::harness::*;
+use super::harness::*;
 
-pub const CASES: &[Case] = &[
-    case!(fewer_tokens_after_more),
-    case!(one_f_one_b_with_three_handles),
-    case!(layers_with_other_k_and_alignment),
-    case!(padding_is_never_read),
-    case!(uneven_and_zero_tokens),
-    case!(no_tokens_anywhere),
-    case!(opaque_rows_with_scales),
-    case!(sixteen_byte_rule),
-    case!(collectives_are_counted),
-    case!(one_rank_without_a_communicator_of_ones_own),
-];
+pub fn cases<D: Target>() -> Vec<Case<D>> {
+    vec![
+        case!(fewer_tokens_after_more),
+        case!(one_f_one_b_with_three_handles),
+        case!(layers_with_other_k_and_alignment),
+        case!(padding_is_never_read),
+        case!(uneven_and_zero_tokens),
+        case!(no_tokens_anywhere),
+        case!(opaque_rows_with_scales),
+        case!(sixteen_byte_rule),
+        case!(collectives_are_counted),
+        case!(one_rank_without_a_communicator_of_ones_own),
+    ]
+}
 
 const H: usize = 4;
 
 /// One forward with w = 1: the rows that came, for backward.
-fn forward(r: &mut Rank, h: &Handle<Cpu>, x: &[f64]) -> Vec<f64> {
+fn forward<D: Target>(r: &mut Rank<D>, h: &Handle<D>, x: &[f64]) -> Vec<f64> {
     let recv = r.dispatch(h, F32(H), x, None).expect("dispatch").rows;
     let out = r.combine(h, F32(H), &recv).expect("combine");
     let k = h.spec().top_k as f64;
@@ -31,14 +32,14 @@ fn forward(r: &mut Rank, h: &Handle<Cpu>, x: &[f64]) -> Vec<f64> {
 }
 
 /// Loss ½‖recv‖²: dx = K·x.
-fn backward(r: &mut Rank, h: &Handle<Cpu>, x: &[f64], recv: &[f64]) {
+fn backward<D: Target>(r: &mut Rank<D>, h: &Handle<D>, x: &[f64], recv: &[f64]) {
     let d = r.dispatch_bwd(h, F32(H), recv, None).expect("dispatch_bwd");
     let k = h.spec().top_k as f64;
     assert_eq!(d.tokens, x.iter().map(|v| k * v).collect::<Vec<_>>());
 }
 
 /// Nothing of a larger step is left in a smaller one.
-fn fewer_tokens_after_more(s: &Setup) {
+fn fewer_tokens_after_more<D: Target>(s: &Setup<D>) {
     s.run(GroupConfig::new(s.experts(2), 4), |r| {
         for tokens in [4, 1, 3, 0, 4] {
             let h = r.prepare(&vec![0; tokens], &training(0, 1)).expect("prepare");
@@ -50,7 +51,7 @@ fn fewer_tokens_after_more(s: &Setup) {
     });
 }
 
-fn one_f_one_b_with_three_handles(s: &Setup) {
+fn one_f_one_b_with_three_handles<D: Target>(s: &Setup<D>) {
     s.run(GroupConfig::new(s.experts(4), 6), |r| {
         let me = r.rank;
         let batch = |m: usize| x(me * 8 + m, 6 - m, H);
@@ -71,7 +72,7 @@ fn one_f_one_b_with_three_handles(s: &Setup) {
     });
 }
 
-fn layers_with_other_k_and_alignment(s: &Setup) {
+fn layers_with_other_k_and_alignment<D: Target>(s: &Setup<D>) {
     s.run(GroupConfig::new(s.experts(4), 5), |r| {
         let mut open = Vec::new();
         for (layer, k, alignment) in [(0, 1, 1), (1, 4, 8), (2, 2, 16), (3, 3, 1)] {
@@ -90,15 +91,15 @@ fn layers_with_other_k_and_alignment(s: &Setup) {
 }
 
 /// NaN in pad rows of everything that combine and dispatch_bwd are given.
-fn padding_is_never_read(s: &Setup) {
+fn padding_is_never_read<D: Target>(s: &Setup<D>) {
     s.run(GroupConfig::new(s.experts(2), 5), |r| {
         let spec = DispatchSpec { alignment: 8, ..training(0, 2) };
         let h = r.prepare(&round_robin(r.rank, 5, 2, s.experts(2)), &spec).expect("prepare");
         let x = x(r.rank, 5, H);
         let mut recv = r.dispatch(&h, F32(H), &x, Some(&[1.0; 10])).expect("dispatch");
-        assert!(filled(&h).len() < h.rows(), "there is padding");
-        poison_padding(&h, H, &mut recv.rows);
-        poison_padding(&h, 1, &mut recv.weights);
+        assert!(r.filled(&h).len() < h.rows(), "there is padding");
+        r.poison_padding(&h, H, &mut recv.rows);
+        r.poison_padding(&h, 1, &mut recv.weights);
         let twice: Vec<f64> = x.iter().map(|v| 2.0 * v).collect();
         assert_eq!(r.combine(&h, F32(H), &recv.rows).expect("combine"), twice);
         let d = r.dispatch_bwd(&h, F32(H), &recv.rows, Some(&recv.weights)).expect("dispatch_bwd");
@@ -106,7 +107,7 @@ fn padding_is_never_read(s: &Setup) {
     });
 }
 
-fn uneven_and_zero_tokens(s: &Setup) {
+fn uneven_and_zero_tokens<D: Target>(s: &Setup<D>) {
     // Rank 0 has none, then as many as its number; and the other way round.
     for turn in [false, true] {
         s.run(GroupConfig::new(s.experts(2), 8), |r| {
@@ -122,7 +123,7 @@ fn uneven_and_zero_tokens(s: &Setup) {
     }
 }
 
-fn no_tokens_anywhere(s: &Setup) {
+fn no_tokens_anywhere<D: Target>(s: &Setup<D>) {
     s.run(GroupConfig::new(s.experts(2), 8), |r| {
         let h = r.prepare(&[], &DispatchSpec { alignment: 4, ..training(0, 2) }).expect("prepare");
         assert_eq!((h.rows(), h.total_tokens()), (0, 0));
@@ -134,14 +135,14 @@ fn no_tokens_anywhere(s: &Setup) {
 }
 
 /// Dispatches bytes: rows, weights and scales of token t say whose they are.
-fn dispatch_bytes(r: &mut Rank, h: &Handle<Cpu>, row: usize, scale: usize) -> Result<[Vec<u8>; 2]> {
+fn dispatch_bytes<D: Target>(r: &mut Rank<D>, h: &Handle<D>, row: usize, scale: usize) -> Result<[Vec<u8>; 2]> {
     let t = h.tokens();
     let mark = |size: usize, add: usize| {
-        let bytes = (0..t * size).map(|i| (r.rank * 16 + i / size + add) as u8).collect();
-        Tensor::<Cpu>::from_vec(bytes, &[t, size])
+        let bytes: Vec<f64> = (0..t * size).map(|i| (r.rank * 16 + i / size + add) as f64).collect();
+        r.put(DType::U8, &bytes, &[t, size])
     };
-    let (tokens, scales) = (mark(row, 0)?, mark(scale, 128)?);
-    let weights = tensor(DType::F32, &vec![0.5; t * h.spec().top_k], &[t, h.spec().top_k]);
+    let (tokens, scales) = (mark(row, 0), mark(scale, 128));
+    let weights = r.put(DType::F32, &vec![0.5; t * h.spec().top_k], &[t, h.spec().top_k]);
     let mut recv = Tensor::empty(r.group.device(), DType::U8, &[h.rows(), row])?;
     let mut recv_weights = Tensor::empty(r.group.device(), DType::F32, &[h.rows()])?;
     let mut recv_scales = Tensor::empty(r.group.device(), DType::U8, &[h.rows(), scale])?;
@@ -152,19 +153,21 @@ fn dispatch_bytes(r: &mut Rank, h: &Handle<Cpu>, row: usize, scale: usize) -> Re
         scales: Some(recv_scales.view_mut()),
     };
     r.group.dispatcher().dispatch(h, inputs, outputs)?;
-    assert!(filled(h).iter().all(|slot| recv_weights.to_f64()[*slot] == 0.5));
-    Ok([recv.into_vec()?, recv_scales.into_vec()?])
+    let weights = r.values(recv_weights.view());
+    assert!(r.filled(h).iter().all(|slot| weights[*slot] == 0.5));
+    let bytes = |t: &Tensor<D>| r.values(t.view()).into_iter().map(|v| v as u8).collect();
+    Ok([bytes(&recv), bytes(&recv_scales)])
 }
 
 /// Scales move in lock-step with their rows, in every layout of sections.
-fn opaque_rows_with_scales(s: &Setup) {
+fn opaque_rows_with_scales<D: Target>(s: &Setup<D>) {
     s.run(GroupConfig::new(s.experts(2), 5), |r| {
         let spec = DispatchSpec { alignment: 4, ..DispatchSpec::new(0, 2) };
         let tokens = 5 - r.rank % 3;
         let h = r.prepare(&round_robin(r.rank, tokens, 2, s.experts(2)), &spec).expect("prepare");
         for (row, scale) in [(16, 16), (48, 16), (16, 32)] {
             let [rows, scales] = dispatch_bytes(r, &h, row, scale).expect("dispatch");
-            let filled = filled(&h);
+            let filled = r.filled(&h);
             for slot in 0..h.rows() {
                 let (row, scale) = (&rows[slot * row..(slot + 1) * row], &scales[slot * scale..(slot + 1) * scale]);
                 let (a, b) = if filled.contains(&slot) { (row[0], row[0] + 128) } else { (0, 0) };
@@ -174,7 +177,7 @@ fn opaque_rows_with_scales(s: &Setup) {
     });
 }
 
-fn sixteen_byte_rule(s: &Setup) {
+fn sixteen_byte_rule<D: Target>(s: &Setup<D>) {
     s.run(GroupConfig::new(s.experts(2), 5), |r| {
         let h = r.prepare(&round_robin(r.rank, 5, 2, s.experts(2)), &DispatchSpec::new(0, 2)).expect("prepare");
         for (row, scale, tensor) in [(24, 16, "tensor tokens"), (16, 8, "tensor scales")] {
@@ -192,13 +195,13 @@ fn sixteen_byte_rule(s: &Setup) {
     });
 }
 
-fn collectives_are_counted(s: &Setup) {
+fn collectives_are_counted<D: Target>(s: &Setup<D>) {
     let expected = s.collectives();
     s.run(GroupConfig::new(s.experts(2), 5), |r| {
         let mut last = r.calls();
         assert_eq!(last, 1, "the comparison of configurations");
         let mut counts = Vec::new();
-        let mut count = |r: &mut Rank| {
+        let mut count = |r: &mut Rank<D>| {
             counts.push(r.calls() - last);
             last = r.calls();
         };
@@ -220,7 +223,7 @@ fn collectives_are_counted(s: &Setup) {
     });
 }
 
-fn one_rank_without_a_communicator_of_ones_own(_: &Setup) {
-    let group = Group::single(GroupConfig::new(4, 8)).expect("group");
+fn one_rank_without_a_communicator_of_ones_own<D: Target>(s: &Setup<D>) {
+    let group = s.device.alone(GroupConfig::new(4, 8)).expect("group");
     Rank { rank: group.rank(), group }.works();
 }

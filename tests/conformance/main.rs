@@ -9,20 +9,41 @@ mod harness;
 mod random;
 mod reference;
 mod routing;
+#[path = "../target/mod.rs"]
+mod target;
 
 use std::io::Write;
 
 use harness::{Case, Setup};
+use moebius::cpu::Cpu;
 use moebius::ep::DispatcherKind;
+use target::Target;
+
+/// Every case, with the name of its file.
+pub fn cases<D: Target>() -> Vec<(&'static str, Case<D>)> {
+    let files = [
+        ("closed_forms", closed_forms::cases()),
+        ("routing", routing::cases()),
+        ("edges", edges::cases()),
+        ("faults", faults::cases()),
+        ("random", random::cases()),
+    ];
+    files.into_iter().flat_map(|(file, cases)| cases.into_iter().map(move |c| (file, c))).collect()
+}
+
+/// A device's own dispatcher, alone.
+pub fn alone<D: Target>(device: &D, name: &'static str) -> Setup<D> {
+    Setup { device: device.clone(), kind: DispatcherKind::Local, ranks: 1, name }
+}
 
 /// Runs every case that applies at every number of ranks.
 fn suite(kind: DispatcherKind, ranks: &[usize]) {
-    let cases: Vec<Case> = [closed_forms::CASES, routing::CASES, edges::CASES, faults::CASES, random::CASES].concat();
+    let cases: Vec<Case<Cpu>> = cases().into_iter().map(|(_, case)| case).collect();
     let (mut runs, most) = (0, ranks.iter().copied().max().unwrap_or(1));
     let applicable = cases.iter().filter(|c| c.min_ranks <= most).count();
     for &ranks in ranks {
         for case in cases.iter().filter(|c| c.min_ranks <= ranks) {
-            let setup = Setup { kind, ranks, name: case.name };
+            let setup = Setup { device: Cpu::poisoning(), kind, ranks, name: case.name };
             (case.run)(&setup);
             runs += 1;
         }

@@ -8,10 +8,12 @@ use moebius::ep::{Capacity, DispatchSpec, GroupConfig, Overflow};
 use proptest::prelude::*;
 use proptest::test_runner::{Config, RngAlgorithm, TestRng, TestRunner};
 
-use crate::harness::*;
-use crate::reference::Problem;
+use super::harness::*;
+use super::reference::Problem;
 
-pub const CASES: &[Case] = &[case!(random_steps)];
+pub fn cases<D: Target>() -> Vec<Case<D>> {
+    vec![case!(random_steps)]
+}
 
 /// Cases per dispatcher and number of ranks.
 const CASES_EACH: u32 = 48;
@@ -39,7 +41,7 @@ fn ids(tokens: usize, k: usize, experts: usize, skew: u32, absent: f64) -> impl 
     })
 }
 
-fn scenarios(ranks: usize) -> impl Strategy<Value = Scenario> {
+fn scenarios(ranks: usize, floats: &'static [DType]) -> impl Strategy<Value = Scenario> {
     let sizes =
         (1..=4usize, prop::collection::vec(0..=7usize, ranks), 0..=4u32, prop::sample::select(vec![0.0, 0.3, 1.0]));
     let spec = (
@@ -47,7 +49,7 @@ fn scenarios(ranks: usize) -> impl Strategy<Value = Scenario> {
         prop::option::of(0..=40usize),
         prop::option::of((0.3..2.0f64, any::<bool>())),
     );
-    let dtypes = prop::sample::select(vec![DType::F64, DType::F32, DType::F16, DType::BF16]);
+    let dtypes = prop::sample::select(floats);
     (sizes, spec, dtypes, 1..=9usize, any::<bool>(), 1..=8usize).prop_flat_map(
         move |((local, tokens, skew, absent), (alignment, capacity, limit), dtype, hidden, rows_api, k)| {
             let experts = local * ranks;
@@ -78,12 +80,12 @@ fn factor(expert: i64) -> f64 {
     (expert % 2 + 1) as f64
 }
 
-fn random_steps(s: &Setup) {
+fn random_steps<D: Target>(s: &Setup<D>) {
     // A fixed seed: the same cases everywhere, and a failure can be met again.
     let rng = TestRng::from_seed(RngAlgorithm::ChaCha, &[s.ranks as u8 + 1; 32]);
     let config = Config { cases: CASES_EACH, failure_persistence: None, ..Config::default() };
     let mut runner = TestRunner::new_with_rng(config, rng);
-    let outcome = runner.run(&scenarios(s.ranks), |scenario| {
+    let outcome = runner.run(&scenarios(s.ranks, D::FLOATS), |scenario| {
         check(s, &scenario);
         Ok(())
     });
@@ -92,7 +94,7 @@ fn random_steps(s: &Setup) {
     }
 }
 
-fn check(s: &Setup, scenario: &Scenario) {
+fn check<D: Target>(s: &Setup<D>, scenario: &Scenario) {
     let p = &scenario.problem;
     let expected = p.solve();
     let (k, hidden) = (p.k, scenario.hidden);
@@ -112,7 +114,7 @@ fn check(s: &Setup, scenario: &Scenario) {
         let tokens = p.tokens(me);
         let x: Vec<f64> = (0..tokens * hidden).map(|i| value(me, i / hidden, i % hidden)).collect();
         let h = rank.prepare_weighted(&p.ids[me], &p.weights[me], &spec).expect("prepare");
-        assert_eq!(kept(&h), expected.kept[me]);
+        assert_eq!(rank.kept(&h), expected.kept[me]);
         assert_eq!(h.stats().expect("stats").expert_load, expected.load);
         assert_eq!(
             (h.stats().expect("stats").dropped, h.stats().expect("stats").needed_rows),
@@ -122,7 +124,7 @@ fn check(s: &Setup, scenario: &Scenario) {
         assert_eq!(h.rows(), p.capacity.unwrap_or(expected.needed[me]));
         let full: Vec<usize> =
             (0..h.stats().expect("stats").zone_end()).filter(|i| expected.slots[me][*i].is_some()).collect();
-        assert_eq!(filled(&h), full);
+        assert_eq!(rank.filled(&h), full);
 
         // Rows to experts. From the last zone's end on nothing may be written.
         let sent = expected.scattered(me, hidden, |r, t, _, h| value(r, t, h));
@@ -140,12 +142,12 @@ fn check(s: &Setup, scenario: &Scenario) {
 
         // Expert outputs back: w·f·x, with NaN wherever nobody may read.
         let output = |r: usize, t: usize, j: usize, h: usize| weight(r, t, j) * expert(r, t, j) * value(r, t, h);
-        let with_tail = |mut rows: Vec<f64>, width: usize| {
+        let with_tail = |rank: &Rank<D>, mut rows: Vec<f64>, width: usize| {
             rows.resize(h.rows() * width, f64::NAN);
-            poison_padding(&h, width, &mut rows);
+            rank.poison_padding(&h, width, &mut rows);
             rows
         };
-        let eo = with_tail(expected.scattered(me, hidden, output), hidden);
+        let eo = with_tail(rank, expected.scattered(me, hidden, output), hidden);
         let out = rank.combine(&h, rows, &eo).expect("combine");
         assert_eq!(out, expected.summed(me, tokens, hidden, output));
 
@@ -161,8 +163,8 @@ fn check(s: &Setup, scenario: &Scenario) {
         // Gradients back to tokens and weights.
         let d_row = |r: usize, t: usize, j: usize, h: usize| -output(r, t, j, h);
         let d_weight = |r: usize, t: usize, j: usize| (r * 50 + t * 8 + j + 1) as f64;
-        let g_rows = with_tail(expected.scattered(me, hidden, d_row), hidden);
-        let g_weights = with_tail(expected.scattered(me, 1, |r, t, j, _| d_weight(r, t, j)), 1);
+        let g_rows = with_tail(rank, expected.scattered(me, hidden, d_row), hidden);
+        let g_weights = with_tail(rank, expected.scattered(me, 1, |r, t, j, _| d_weight(r, t, j)), 1);
         let d = rank.dispatch_bwd(&h, rows, &g_rows, Some(&g_weights)).expect("dispatch_bwd");
         assert_eq!(d.tokens, expected.summed(me, tokens, hidden, d_row));
         let kept_one = |i: usize| expected.kept[me][i] >= 0;

@@ -2,33 +2,35 @@
 
 use moebius::config::{CapacityOrder, ExpertCapacity};
 use moebius::ep::{Capacity, DispatchSpec, GroupConfig, Overflow};
-use moebius::{Error, Tensor};
+use moebius::{DType, Error};
 
-use crate::harness::*;
+use super::harness::*;
 
-pub const CASES: &[Case] = &[
-    case!(eager_sizes),
-    case!(overflow_is_an_error_on_every_rank),
-    case!(overflow_drops_and_counts),
-    case!(aligned_drop_leaves_canaries),
-    case!(capacity_is_per_call),
-    case!(expert_capacity_by_position),
-    case!(expert_capacity_by_probability),
-    case!(i32_and_i64_ids),
-    case!(minus_one),
-    case!(all_to_one_expert),
-    case!(ranks_that_receive_nothing, 2),
-];
+pub fn cases<D: Target>() -> Vec<Case<D>> {
+    vec![
+        case!(eager_sizes),
+        case!(overflow_is_an_error_on_every_rank),
+        case!(overflow_drops_and_counts),
+        case!(aligned_drop_leaves_canaries),
+        case!(capacity_is_per_call),
+        case!(expert_capacity_by_position),
+        case!(expert_capacity_by_probability),
+        case!(i32_and_i64_ids),
+        case!(minus_one),
+        case!(all_to_one_expert),
+        case!(ranks_that_receive_nothing, 2),
+    ]
+}
 
 const T: usize = 8;
 
-fn eager_sizes(s: &Setup) {
+fn eager_sizes<D: Target>(s: &Setup<D>) {
     let k = 2;
     for alignment in [1, 4, 16] {
         let filled = s.run(GroupConfig::new(s.experts(2), T), |r| {
             let spec = DispatchSpec { alignment, ..DispatchSpec::new(0, k) };
             let h = r.prepare(&round_robin(r.rank, T, k, s.experts(2)), &spec).expect("prepare");
-            let (zones, padded) = (zones(&h), h.stats().expect("stats").padded_counts.clone());
+            let (zones, padded) = (r.zones(&h), h.stats().expect("stats").padded_counts.clone());
             assert_eq!(h.rows(), padded.iter().sum::<usize>());
             assert_eq!(
                 (h.rows(), h.stats().expect("stats").needed_rows),
@@ -51,7 +53,7 @@ fn to_first(tokens: usize, k: usize) -> Vec<i64> {
     (0..tokens * k).map(|i| (i % k) as i64).collect()
 }
 
-fn overflow_is_an_error_on_every_rank(s: &Setup) {
+fn overflow_is_an_error_on_every_rank<D: Target>(s: &Setup<D>) {
     let config = GroupConfig { max_rows: 64, ..GroupConfig::new(s.experts(2), T) };
     s.run(config, |r| {
         let capacity = s.ranks * T - 1;
@@ -67,7 +69,7 @@ fn overflow_is_an_error_on_every_rank(s: &Setup) {
 }
 
 /// Half of what arrives fits: slots are kept in order (source rank, token, k), the rest counted and without effect.
-fn overflow_drops_and_counts(s: &Setup) {
+fn overflow_drops_and_counts<D: Target>(s: &Setup<D>) {
     let needed = s.ranks * T;
     let capacity = needed / 2;
     let config = GroupConfig { max_rows: needed, ..GroupConfig::new(s.experts(2), T) };
@@ -75,17 +77,17 @@ fn overflow_drops_and_counts(s: &Setup) {
         let spec = DispatchSpec { capacity: Capacity::Static(capacity), overflow: Overflow::Drop, ..training(0, 1) };
         let h = r.prepare(&to_first(T, 1), &spec).expect("prepare");
         let here = if r.rank == 0 { (needed, capacity) } else { (0, 0) };
-        assert_eq!((h.stats().expect("stats").needed_rows, zones(&h)[0].1), here);
+        assert_eq!((h.stats().expect("stats").needed_rows, r.zones(&h)[0].1), here);
         assert_eq!((h.rows(), h.stats().expect("stats").expert_load[0]), (capacity, needed));
         let me = r.rank;
         let kept_here = |t: usize| me * T + t < capacity;
         let expected: Vec<i64> = (0..T).map(|t| if kept_here(t) { 0 } else { -1 }).collect();
-        assert_eq!(kept(&h), expected);
+        assert_eq!(r.kept(&h), expected);
         assert_eq!(h.stats().expect("stats").dropped, expected.iter().filter(|id| **id < 0).count());
 
         let x = x(r.rank, T, 2);
         let mut recv = r.dispatch(&h, F32(2), &x, Some(&[2.0; T])).expect("dispatch");
-        poison_padding(&h, 2, &mut recv.rows);
+        r.poison_padding(&h, 2, &mut recv.rows);
         let expected: Vec<f64> = x
             .chunks(2)
             .enumerate()
@@ -99,7 +101,7 @@ fn overflow_drops_and_counts(s: &Setup) {
 }
 
 /// Drop with alignment writes zones and their padding, nothing past them and nothing past the capacity.
-fn aligned_drop_leaves_canaries(s: &Setup) {
+fn aligned_drop_leaves_canaries<D: Target>(s: &Setup<D>) {
     // (capacity, alignment): room to spare, none, and a capacity that cuts a zone's padding.
     for (capacity, alignment) in [(16 + 64, 16), (16, 16), (8, 4), (10, 4), (3, 8)] {
         let config = GroupConfig { max_rows: capacity, ..GroupConfig::new(s.experts(2), T) };
@@ -116,7 +118,7 @@ fn aligned_drop_leaves_canaries(s: &Setup) {
             let x = x(r.rank, tokens, 2);
             let recv = r.dispatch(&h, F32(2), &x, Some(&vec![1.0; tokens * 2])).expect("dispatch");
             let d_eo = r.combine_bwd(&h, F32(2), &x).expect("combine_bwd");
-            let (filled, end) = (filled(&h), h.stats().expect("stats").zone_end());
+            let (filled, end) = (r.filled(&h), h.stats().expect("stats").zone_end());
             assert!(end <= capacity);
             if r.rank == 0 {
                 assert_eq!(h.stats().expect("stats").needed_rows, 2 * 5usize.next_multiple_of(alignment));
@@ -135,7 +137,7 @@ fn aligned_drop_leaves_canaries(s: &Setup) {
     }
 }
 
-fn capacity_is_per_call(s: &Setup) {
+fn capacity_is_per_call<D: Target>(s: &Setup<D>) {
     let most = s.ranks * T;
     let config = GroupConfig { max_rows: most, ..GroupConfig::new(s.experts(2), T) };
     s.run(config, |r| {
@@ -162,7 +164,7 @@ fn limited(order: CapacityOrder, factor: f64) -> DispatchSpec {
 }
 
 /// Three quarters of all tokens choose expert 0; C = ceil(f·T·K/E) of them stay, the first ones of the group.
-fn expert_capacity_by_position(s: &Setup) {
+fn expert_capacity_by_position<D: Target>(s: &Setup<D>) {
     s.run(GroupConfig::new(s.experts(2), T), |r| {
         let last = s.experts(2) as i64 - 1;
         let ids: Vec<i64> = (0..T as i64).map(|t| if t % 4 == 3 { last } else { 0 }).collect();
@@ -177,13 +179,13 @@ fn expert_capacity_by_position(s: &Setup) {
             expected.push(if *seen < c { *id } else { -1 });
             *seen += 1;
         }
-        assert_eq!(kept(&h), expected);
+        assert_eq!(r.kept(&h), expected);
         assert_eq!(h.stats().expect("stats").dropped, expected.iter().filter(|id| **id < 0).count());
     });
 }
 
 /// Weights rise with the token and fall with the rank; equal weights stay in order of position.
-fn expert_capacity_by_probability(s: &Setup) {
+fn expert_capacity_by_probability<D: Target>(s: &Setup<D>) {
     s.run(GroupConfig::new(s.experts(2), T), |r| {
         // C = ceil(0.5·T·R / (2·R)) = 2: of all tokens, expert 0 keeps the two with the largest weights.
         let weights: Vec<f64> = (0..T).map(|t| (t / 2) as f64 - r.rank as f64).collect();
@@ -193,14 +195,14 @@ fn expert_capacity_by_probability(s: &Setup) {
         if r.rank == 0 {
             expected[T - 2..].fill(0);
         }
-        assert_eq!(kept(&h), expected);
+        assert_eq!(r.kept(&h), expected);
         // All weights equal: the first two by position.
         let h = r.prepare_weighted(&[0; T], &[0.5; T], &spec).expect("prepare");
         let mut expected = [-1; T];
         if r.rank == 0 {
             expected[..2].fill(0);
         }
-        assert_eq!(kept(&h), expected);
+        assert_eq!(r.kept(&h), expected);
         match r.prepare(&[0; T], &spec) {
             Err(Error::Invalid { name, .. }) => assert_eq!(name, "tensor topk_weights"),
             other => panic!("{other:?}"),
@@ -209,18 +211,18 @@ fn expert_capacity_by_probability(s: &Setup) {
     });
 }
 
-fn i32_and_i64_ids(s: &Setup) {
+fn i32_and_i64_ids<D: Target>(s: &Setup<D>) {
     s.run(GroupConfig::new(s.experts(2), T), |r| {
         let mut wide = round_robin(r.rank, T, 2, s.experts(2));
         wide[3] = -1;
-        let narrow: Vec<i32> = wide.iter().map(|id| *id as i32).collect();
-        let narrow = Tensor::from_vec(narrow, &[T, 2]).expect("ids");
+        let narrow: Vec<f64> = wide.iter().map(|id| *id as f64).collect();
+        let narrow = r.put(DType::I32, &narrow, &[T, 2]);
         let spec = DispatchSpec::new(0, 2);
         let a = r.prepare(&wide, &spec).expect("i64");
         let b = r.group.dispatcher().prepare(narrow.view(), None, &spec).expect("i32");
-        assert_eq!((kept(&a), values(a.row_map())), (kept(&b), values(b.row_map())));
-        assert_eq!(zones(&a), zones(&b));
-        let floats = Tensor::from_vec(vec![0f32; T * 2], &[T, 2]).expect("ids");
+        assert_eq!((r.kept(&a), r.values(a.row_map())), (r.kept(&b), r.values(b.row_map())));
+        assert_eq!(r.zones(&a), r.zones(&b));
+        let floats = r.put(DType::F32, &[0.0; T * 2], &[T, 2]);
         let error = r.group.dispatcher().prepare(floats.view(), None, &spec);
         assert!(matches!(error, Err(Error::Invalid { name, .. }) if name == "tensor topk_ids"));
         r.works();
@@ -228,7 +230,7 @@ fn i32_and_i64_ids(s: &Setup) {
 }
 
 /// −1 has no slot, adds nothing, and its weight gradient is 0; a token of nothing else gets zeros.
-fn minus_one(s: &Setup) {
+fn minus_one<D: Target>(s: &Setup<D>) {
     s.run(GroupConfig::new(s.experts(2), T), |r| {
         let ids: Vec<i64> =
             (0..T as i64).flat_map(|t| [if t % 2 == 0 { 1 } else { -1 }, if t % 4 == 3 { -1 } else { 0 }]).collect();
@@ -247,7 +249,7 @@ fn minus_one(s: &Setup) {
     });
 }
 
-fn all_to_one_expert(s: &Setup) {
+fn all_to_one_expert<D: Target>(s: &Setup<D>) {
     s.run(GroupConfig::new(s.experts(2), T), |r| {
         let target = s.experts(2) - 1;
         let h = r.prepare(&[target as i64; T], &training(0, 1)).expect("prepare");
@@ -257,13 +259,13 @@ fn all_to_one_expert(s: &Setup) {
         assert_eq!(r.combine(&h, F32(4), &recv.rows).expect("combine"), x);
         // Slot order: source rank, then token.
         if r.rank == s.ranks - 1 {
-            let all: Vec<f64> = (0..s.ranks).flat_map(|rank| crate::harness::x(rank, T, 4)).collect();
+            let all: Vec<f64> = (0..s.ranks).flat_map(|rank| super::harness::x(rank, T, 4)).collect();
             assert_eq!(recv.rows, all);
         }
     });
 }
 
-fn ranks_that_receive_nothing(s: &Setup) {
+fn ranks_that_receive_nothing<D: Target>(s: &Setup<D>) {
     s.run(GroupConfig::new(s.experts(2), T), |r| {
         let h = r.prepare(&to_first(T, 2), &training(0, 2)).expect("prepare");
         assert_eq!(h.rows(), if r.rank == 0 { s.ranks * T * 2 } else { 0 });

@@ -9,7 +9,17 @@ use moebius::kernels::Kernels;
 use moebius::layer::{Cotangents, GradientsMut, Inputs, Layer, Mode, ParamViews, Role};
 use moebius::{DType, Error, MoeConfig, Result, Tensor, TensorRef};
 
-use crate::harness::{Case, Data, Random, gpu};
+use crate::harness::{Case, Data, Random, tests};
+
+tests!(
+    plans_are_the_cpus,
+    bad_ids_are_masked_and_told_later,
+    too_small_a_capacity_is_told_later,
+    a_seen_step_asks_the_driver_for_nothing,
+    graphs_replay_the_bits_of_eager_steps,
+    memory_that_a_graph_reads_stays_while_it_lives,
+    what_waits_for_the_gpu_cannot_be_recorded,
+);
 
 /// What a plan says, as far as anybody can see.
 struct Seen {
@@ -75,9 +85,7 @@ fn choices(random: &mut Random, (tokens, k, experts): (usize, usize, usize)) -> 
     ids
 }
 
-#[test]
-fn plans_are_the_cpus() -> Result<()> {
-    let Some(cuda) = gpu() else { return Ok(()) };
+fn plans_are_the_cpus(cuda: &Cuda) -> Result<()> {
     let mut random = Random(5);
     for (tokens, k, experts) in [
         (0, 2, 4),
@@ -102,19 +110,17 @@ fn plans_are_the_cpus() -> Result<()> {
             ("static", DispatchSpec { capacity: half, overflow: Overflow::Drop, alignment: 8, ..plain }),
         ] {
             let name = format!("{name}, T {tokens} K {k} E {experts}");
-            same(&name, &cuda, &narrow, experts, &spec);
-            same(&format!("{name}, i64"), &cuda, &wide, experts, &spec);
+            same(&name, cuda, &narrow, experts, &spec);
+            same(&format!("{name}, i64"), cuda, &wide, experts, &spec);
         }
     }
     Ok(())
 }
 
-#[test]
-fn bad_ids_are_masked_and_told_later() -> Result<()> {
-    let Some(cuda) = gpu() else { return Ok(()) };
+fn bad_ids_are_masked_and_told_later(cuda: &Cuda) -> Result<()> {
     for bad in [vec![0i32, 1, 4, 2], vec![0, 1, -2, 3], vec![2, 2, 0, 1]] {
         let ids = Tensor::from_vec(bad, &[2, 2])?;
-        same("a bad id", &cuda, &ids, 4, &DispatchSpec::new(0, 2));
+        same("a bad id", cuda, &ids, 4, &DispatchSpec::new(0, 2));
     }
     // Without a check in between, a later prepare tells, once the news has reached the host.
     let mut group = cuda.group(GroupConfig::new(4, 2))?;
@@ -127,9 +133,7 @@ fn bad_ids_are_masked_and_told_later() -> Result<()> {
     cuda.check()
 }
 
-#[test]
-fn too_small_a_capacity_is_told_later() -> Result<()> {
-    let Some(cuda) = gpu() else { return Ok(()) };
+fn too_small_a_capacity_is_told_later(cuda: &Cuda) -> Result<()> {
     let mut config = GroupConfig::new(4, 8);
     config.max_rows = 16;
     let mut group = cuda.group(config)?;
@@ -213,7 +217,7 @@ impl Steps {
     }
 }
 
-fn cases() -> Vec<Case> {
+fn layers() -> Vec<Case> {
     let mut with_aux = MoeConfig::new(64, 40, 16, 4);
     (with_aux.aux.balance, with_aux.aux.z) = (0.1, 0.01);
     let mut shared = MoeConfig::new(128, 64, 8, 2);
@@ -227,11 +231,9 @@ fn cases() -> Vec<Case> {
     ]
 }
 
-#[test]
-fn a_seen_step_asks_the_driver_for_nothing() -> Result<()> {
-    let Some(cuda) = gpu() else { return Ok(()) };
-    for case in cases() {
-        let mut steps = Steps::new(&cuda, &case)?;
+fn a_seen_step_asks_the_driver_for_nothing(cuda: &Cuda) -> Result<()> {
+    for case in layers() {
+        let mut steps = Steps::new(cuda, &case)?;
         steps.step()?;
         steps.step()?;
         let before = cuda.memory();
@@ -244,15 +246,13 @@ fn a_seen_step_asks_the_driver_for_nothing() -> Result<()> {
     Ok(())
 }
 
-#[test]
-fn graphs_replay_the_bits_of_eager_steps() -> Result<()> {
-    let Some(cuda) = gpu() else { return Ok(()) };
-    for case in cases() {
+fn graphs_replay_the_bits_of_eager_steps(cuda: &Cuda) -> Result<()> {
+    for case in layers() {
         let mut random = Random(77);
         let inputs: Vec<_> = (0..5)
             .map(|_| random.tensor(&[case.tokens, case.config.hidden], case.dtype, 1.0))
             .collect::<Result<_>>()?;
-        let mut steps = Steps::new(&cuda, &case)?;
+        let mut steps = Steps::new(cuda, &case)?;
         let mut eager = Vec::new();
         for x in &inputs {
             steps.set_x(x)?;
@@ -282,11 +282,9 @@ fn graphs_replay_the_bits_of_eager_steps() -> Result<()> {
     Ok(())
 }
 
-#[test]
-fn memory_that_a_graph_reads_stays_while_it_lives() -> Result<()> {
-    let Some(cuda) = gpu() else { return Ok(()) };
-    let case = &cases()[0];
-    let mut steps = Steps::new(&cuda, case)?;
+fn memory_that_a_graph_reads_stays_while_it_lives(cuda: &Cuda) -> Result<()> {
+    let case = &layers()[0];
+    let mut steps = Steps::new(cuda, case)?;
     steps.step()?;
     let expected = steps.results()?;
     let mut graph = cuda.capture(|| steps.step())?;
@@ -294,7 +292,7 @@ fn memory_that_a_graph_reads_stays_while_it_lives() -> Result<()> {
     let Steps { x, params, d_y, y, .. } = steps;
     let bytes = x.bytes();
     drop((x, params, d_y));
-    let zeros: Vec<_> = (0..64).map(|_| Tensor::zeros(&cuda, DType::U8, &[bytes])).collect::<Result<_>>()?;
+    let zeros: Vec<_> = (0..64).map(|_| Tensor::zeros(cuda, DType::U8, &[bytes])).collect::<Result<_>>()?;
     graph.replay()?;
     assert!(cuda.download(&cuda.stream(), y.view())? == expected[0]);
     for t in &zeros {
@@ -303,10 +301,8 @@ fn memory_that_a_graph_reads_stays_while_it_lives() -> Result<()> {
     Ok(())
 }
 
-#[test]
-fn what_waits_for_the_gpu_cannot_be_recorded() -> Result<()> {
-    let Some(cuda) = gpu() else { return Ok(()) };
-    let t = Tensor::zeros(&cuda, DType::F32, &[4])?;
+fn what_waits_for_the_gpu_cannot_be_recorded(cuda: &Cuda) -> Result<()> {
+    let t = Tensor::zeros(cuda, DType::F32, &[4])?;
     let error = cuda.capture(|| cuda.read(&cuda.stream(), t.view())).err().map(|e| e.to_string());
     assert!(error.as_ref().is_some_and(|e| e.contains("recorded into a graph")), "{error:?}");
     let nested = cuda.capture(|| cuda.capture(|| Ok(())).map(drop)).err().map(|e| e.to_string());
@@ -317,7 +313,7 @@ fn what_waits_for_the_gpu_cannot_be_recorded() -> Result<()> {
     let mut config = MoeConfig::new(64, 40, 16, 4);
     config.router.expert_capacity =
         Some(ExpertCapacity { factor: 0.9, order: CapacityOrder::Probability, renormalize: false });
-    let mut steps = Steps::new(&cuda, &Case::new(config, 100, DType::F32))?;
+    let mut steps = Steps::new(cuda, &Case::new(config, 100, DType::F32))?;
     steps.step()?;
     assert!(cuda.capture(|| steps.step()).is_err(), "a plan on the host");
     steps.step()

@@ -8,17 +8,43 @@ use moebius::kernels::Kernels;
 use moebius::layer::{Cotangents, DispatchOptions, Inputs, Layer, Mode, Noise, ParamViews, Role, Wanted};
 use moebius::{DType, Error, Result, Tensor};
 
-/// The GPU, or `None` with a note where there is none. Every buffer starts as NaN.
-pub fn gpu() -> Option<Cuda> {
-    match Cuda::new(0) {
-        Ok(cuda) => Some(cuda.poisoning()),
-        Err(e) => {
-            println!("skipped: no GPU ({e})");
-            // A machine with a GPU on which the crate cannot start must not look like one without.
-            assert!(std::env::var_os("MOEBIUS_NEEDS_GPU").is_none(), "{e}");
-            None
-        }
+/// A test of the GPU.
+pub type Test = Box<dyn Fn(&Cuda) + Send>;
+
+/// What a test returns.
+pub trait Outcome {
+    fn must_hold(self);
+}
+
+impl Outcome for () {
+    fn must_hold(self) {}
+}
+
+impl Outcome for Result<()> {
+    fn must_hold(self) {
+        self.unwrap_or_else(|e| panic!("{e}"));
     }
+}
+
+/// Lists a file's tests, each a `fn name(cuda: &Cuda)`.
+macro_rules! tests {
+    ($($name:ident),+ $(,)?) => {
+        /// The tests by name.
+        pub fn cases() -> Vec<(&'static str, fn(&moebius::cuda::Cuda))> {
+            vec![$((stringify!($name), |cuda| $crate::harness::Outcome::must_hold($name(cuda)))),+]
+        }
+    };
+}
+pub(crate) use tests;
+
+/// The GPU, or why there is none. Every buffer starts as NaN.
+pub fn gpu() -> std::result::Result<Cuda, String> {
+    let found = Cuda::new(0).map(|cuda| cuda.poisoning()).map_err(|e| e.to_string());
+    // A machine with a GPU on which the crate cannot start must not look like one without.
+    if let (Err(e), Some(_)) = (&found, std::env::var_os("MOEBIUS_NEEDS_GPU")) {
+        panic!("{e}");
+    }
+    found
 }
 
 /// Seeded numbers (SplitMix64, sum of four uniforms: close enough to normal).

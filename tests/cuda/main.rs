@@ -1,9 +1,93 @@
-//! The layer on a GPU against the layer on the CPU, from the same inputs. Without a GPU every test prints
-//! "skipped: no GPU" and passes.
-#![cfg(feature = "cuda")]
+//! The GPU suite: the CPU suites' own bodies, the layer against the CPU's from the same inputs, and what only a GPU can
+//! get wrong. Without a GPU every test is ignored, and none passes. `large::` in a name: seconds and gigabytes; `small::`: for
+//! sanitizers (`scripts/sanitize-gpu`).
+#![allow(clippy::duplicate_mod, reason = "each shared suite brings its helpers")]
+#![allow(clippy::type_complexity, reason = "names and functions, no more")]
+
+// Finite differences and rank threads of the shared files stay the CPU's.
+#[path = "../conformance/main.rs"]
+#[allow(dead_code, unused_imports, reason = "a suite has parts for the CPU alone")]
+mod conformance;
+#[path = "../faults/main.rs"]
+#[allow(dead_code, unused_imports, reason = "a suite has parts for the CPU alone")]
+mod faults;
+#[path = "../golden.rs"]
+#[allow(dead_code, unused_imports, reason = "a suite has parts for the CPU alone")]
+mod golden;
+#[path = "../gradients.rs"]
+#[allow(dead_code, unused_imports, reason = "a suite has parts for the CPU alone")]
+mod gradients;
+#[path = "../kernels.rs"]
+#[allow(dead_code, unused_imports, reason = "a suite has parts for the CPU alone")]
+mod kernels;
+#[path = "../router/main.rs"]
+#[allow(dead_code, unused_imports, reason = "a suite has parts for the CPU alone")]
+mod router;
 
 mod behind;
-mod faults;
 mod harness;
+mod large;
 mod layer;
+mod memory;
+mod refused;
 mod repeat;
+mod small;
+mod wgrad;
+mod wide;
+
+use std::process::ExitCode;
+
+use libtest_mimic::{Arguments, Completion, Trial};
+use moebius::cuda::Cuda;
+
+use harness::Test;
+
+/// Every test, by name.
+fn tests() -> Vec<(String, Test)> {
+    let mut all = Vec::new();
+    let mut shared = |suite: &str, cases: Vec<(&'static str, fn(&Cuda))>| {
+        all.extend(cases.into_iter().map(|(name, body)| (format!("{suite}::{name}"), Box::new(body) as Test)));
+    };
+    shared("kernels", kernels::cases());
+    shared("router", router::cases());
+    shared("gradients", gradients::cases());
+    shared("golden", golden::cases());
+    shared("small", small::cases());
+    shared("layer", layer::cases());
+    shared("behind", behind::cases());
+    shared("refused", refused::cases());
+    shared("faults", faults::cases());
+    shared("large::memory", memory::cases());
+    shared("wgrad", wgrad::cases());
+    shared("wide", wide::cases());
+    shared("repeat", repeat::cases());
+    shared("large", large::cases());
+    all.extend(conformance::cases().into_iter().filter(|(_, case)| case.min_ranks == 1).map(|(file, case)| {
+        let body = move |cuda: &Cuda| (case.run)(&conformance::alone(cuda, case.name));
+        (format!("conformance::{file}::{}", case.name), Box::new(body) as Test)
+    }));
+    all
+}
+
+fn main() -> ExitCode {
+    let mut arguments = Arguments::from_args();
+    // One device, whose fault word the tests share.
+    arguments.test_threads = Some(1);
+    let gpu = harness::gpu();
+    let trials = tests().into_iter().map(|(name, body)| {
+        let gpu = gpu.clone();
+        Trial::ignorable_test(name, move || {
+            let Ok(cuda) = gpu else { return Ok(Completion::ignored_with("skipped: no GPU")) };
+            // What an earlier test left is not this one's.
+            let _ = cuda.check();
+            body(&cuda);
+            cuda.check().map_err(|e| format!("a kernel's fault was left: {e}"))?;
+            Ok(Completion::Completed)
+        })
+    });
+    let conclusion = libtest_mimic::run(&arguments, trials.collect());
+    if let Err(reason) = &gpu {
+        println!("{} tests skipped: no GPU ({reason})", conclusion.num_ignored);
+    }
+    conclusion.exit_code()
+}

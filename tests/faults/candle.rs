@@ -12,7 +12,7 @@ use moebius::cpu::Cpu;
 use moebius::ep::{Group, GroupConfig};
 use moebius::layer::{Layer, Role};
 
-use crate::support::{AT_ONCE, CULPRIT, EXPERTS, HIDDEN, PATIENCE, RANKS, TOKENS, all_well, config, on_ranks, values};
+use super::support::{AT_ONCE, CULPRIT, EXPERTS, HIDDEN, PATIENCE, RANKS, TOKENS, all_well, config, on_ranks, values};
 
 fn group(comm: ThreadComm) -> EpGroup {
     EpGroup::new(Group::new(Cpu::poisoning(), (), Box::new(comm), GroupConfig::new(EXPERTS, 64)).expect("group"))

@@ -8,7 +8,7 @@ use moebius::ep::{Group, GroupConfig};
 use moebius::layer::Layer;
 use moebius::{Error, MoeConfig};
 
-use crate::support::*;
+use super::support::*;
 
 #[test]
 fn absurd_configurations_name_their_field() {

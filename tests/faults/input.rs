@@ -2,157 +2,157 @@
 
 use std::time::Instant;
 
+use moebius::checkpoint::BlockParams;
 use moebius::comm::ThreadWorld;
 use moebius::cpu::Cpu;
 use moebius::ep::{Capacity, DispatcherKind, Overflow};
-use moebius::layer::{DispatchOptions, Layer};
+use moebius::layer::{DispatchOptions, Layer, Role};
 use moebius::{DType, Error, Result, Tensor};
 
-use crate::support::*;
+use super::support::*;
+use super::target::cases;
+
+cases!(
+    bad_input_on_one_rank_is_an_error_on_all_and_the_group_goes_on,
+    an_overflowing_capacity_is_an_error_on_all_and_the_group_goes_on,
+);
 
 /// One fault: its name, and what the step with it gives on a rank.
-type Fault = (&'static str, fn(&mut Rank) -> Result<()>);
+type Fault<D> = (&'static str, fn(&mut Rank<D>) -> Result<()>);
 
-fn forward_with(r: &mut Rank, x: &Tensor<Cpu>) -> Result<()> {
-    let own = params(r.rank, RANKS);
+fn forward_with<D: Target>(r: &mut Rank<D>, x: &Tensor<Cpu>) -> Result<()> {
+    forward_of(r, x, |_| ())
+}
+
+/// A forward of this rank's tokens, with parameters that the culprit spoils.
+fn forward_without<D: Target>(r: &mut Rank<D>, spoil: fn(&mut BlockParams)) -> Result<()> {
+    let x = r.x();
+    forward_of(r, &x, spoil)
+}
+
+fn forward_of<D: Target>(r: &mut Rank<D>, x: &Tensor<Cpu>, spoil: fn(&mut BlockParams)) -> Result<()> {
+    let mut params = params(r.rank, r.group.ranks());
+    if r.is_culprit() {
+        spoil(&mut params);
+    }
+    let (own, x) = (r.own(&params), r.put(x));
     r.forward(x.view(), &own.views()?.params()).map(drop)
 }
 
 /// This rank's tokens, or `bad` on the culprit.
-fn tokens(r: &Rank, bad: impl FnOnce() -> Tensor<Cpu>) -> Tensor<Cpu> {
+fn tokens<D: Target>(r: &Rank<D>, bad: impl FnOnce() -> Tensor<Cpu>) -> Tensor<Cpu> {
     if r.is_culprit() { bad() } else { r.x() }
 }
 
-const FORWARD: &[Fault] = &[
-    ("NaN", |r| {
-        let x = tokens(r, || Tensor::from_vec(vec![f64::NAN; HIDDEN], &[1, HIDDEN]).expect("x"));
-        forward_with(r, &x)
-    }),
-    ("router", |r| {
-        let mut own = params(r.rank, RANKS);
-        if r.is_culprit() {
-            own.router = tensor(1, 0, &[EXPERTS + 1, HIDDEN]);
-        }
-        let x = r.x();
-        r.forward(x.view(), &own.views()?.params()).map(drop)
-    }),
-    ("tensor x", |r| {
-        let x = tokens(r, || tensor(4, 0, &[TOKENS, HIDDEN + 1]));
-        forward_with(r, &x)
-    }),
-    ("tensor x", |r| {
-        let x = tokens(r, || Tensor::zeros(&Cpu::new(), DType::I32, &[TOKENS, HIDDEN]).expect("x"));
-        forward_with(r, &x)
-    }),
-    ("max_tokens_per_rank", |r| {
-        let x = tokens(r, || tensor(4, 0, &[4 * TOKENS + 1, HIDDEN]));
-        forward_with(r, &x)
-    }),
-    ("up", |r| {
-        let mut own = params(r.rank, RANKS);
-        if r.is_culprit() {
-            own.up = tensor(2, 0, &[1, 2 * INNER, HIDDEN]);
-        }
-        let x = r.x();
-        r.forward(x.view(), &own.views()?.params()).map(drop)
-    }),
-    ("router_bias", |r| {
-        let mut own = params(r.rank, RANKS);
-        own.router_bias = r.is_culprit().then(|| tensor(6, 0, &[EXPERTS]));
-        let x = r.x();
-        r.forward(x.view(), &own.views()?.params()).map(drop)
-    }),
-    // A parameter's type is met where it is used, after dispatch.
-    ("f32", |r| {
-        let mut own = params(r.rank, RANKS);
-        if r.is_culprit() {
-            own.down = Tensor::zeros(&Cpu::new(), DType::F32, own.down.dims()).expect("down");
-        }
-        let x = r.x();
-        r.forward(x.view(), &own.views()?.params()).map(drop)
-    }),
-    ("no weight", |r| {
-        let own = params(r.rank, RANKS);
-        let views = own.views()?;
-        let mut params = views.params();
-        let up = Troubled::new(own.up.view(), r.is_culprit(), Trouble::Fail);
-        params.up = &up;
-        let x = r.x();
-        r.forward(x.view(), &params).map(drop)
-    }),
-];
+fn forward_faults<D: Target>() -> Vec<Fault<D>> {
+    vec![
+        ("NaN", |r| {
+            let x = tokens(r, || Tensor::from_vec(vec![f64::NAN; HIDDEN], &[1, HIDDEN]).expect("x"));
+            forward_with(r, &x)
+        }),
+        ("router", |r| forward_without(r, |own| own.router = tensor(1, 0, &[EXPERTS + 1, HIDDEN]))),
+        ("tensor x", |r| {
+            let x = tokens(r, || tensor(4, 0, &[TOKENS, HIDDEN + 1]));
+            forward_with(r, &x)
+        }),
+        ("tensor x", |r| {
+            let x = tokens(r, || Tensor::zeros(&Cpu::new(), DType::I32, &[TOKENS, HIDDEN]).expect("x"));
+            forward_with(r, &x)
+        }),
+        ("max_tokens_per_rank", |r| {
+            let x = tokens(r, || tensor(4, 0, &[4 * TOKENS + 1, HIDDEN]));
+            forward_with(r, &x)
+        }),
+        ("up", |r| forward_without(r, |own| own.up = tensor(2, 0, &[1, 2 * INNER, HIDDEN]))),
+        ("router_bias", |r| forward_without(r, |own| own.router_bias = Some(tensor(6, 0, &[EXPERTS])))),
+        // A parameter's type is met where it is used, after dispatch.
+        ("f16", |r| {
+            forward_without(r, |own| {
+                own.down = Tensor::zeros(&Cpu::new(), DType::F16, own.down.dims()).expect("down");
+            })
+        }),
+        ("no weight", |r| {
+            let own = r.own(&params(r.rank, r.group.ranks()));
+            let views = own.views()?;
+            let mut params = views.params();
+            let up = Troubled::new(own.get(Role::Up).expect("up"), r.is_culprit(), Trouble::Fail);
+            params.up = &up;
+            let x = r.put(&r.x());
+            r.forward(x.view(), &params).map(drop)
+        }),
+    ]
+}
 
 /// A good forward, and a backward that the culprit spoils by `spoil(x, d y)`.
-fn backward_with(r: &mut Rank, spoil: fn(&mut Tensor<Cpu>, &mut Tensor<Cpu>)) -> Result<()> {
-    let own = params(r.rank, RANKS);
+fn backward_with<D: Target>(r: &mut Rank<D>, spoil: fn(&mut Tensor<Cpu>, &mut Tensor<Cpu>)) -> Result<()> {
+    let own = r.own(&params(r.rank, r.group.ranks()));
     let views = own.views()?;
     let (mut x, mut d_y) = (r.x(), r.x());
-    let (_, context) = r.forward(x.view(), &views.params())?;
+    let good = r.put(&x);
+    let (_, context) = r.forward(good.view(), &views.params())?;
     if r.is_culprit() {
         spoil(&mut x, &mut d_y);
     }
+    let (x, d_y) = (r.put(&x), r.put(&d_y));
     r.backward(context, &x, &views.params(), &d_y).map(drop)
 }
 
-const BACKWARD: &[Fault] = &[
-    ("gradient of y", |r| backward_with(r, |_, d_y| *d_y = tensor(4, 0, &[TOKENS + 1, HIDDEN]))),
-    ("gradient of y", |r| {
-        backward_with(r, |_, d_y| *d_y = Tensor::zeros(&Cpu::new(), DType::F32, &[TOKENS, HIDDEN]).expect("d y"))
-    }),
-    ("tensor x", |r| backward_with(r, |x, _| *x = tensor(4, 0, &[TOKENS - 1, HIDDEN]))),
-    ("context", |r| {
-        let own = params(r.rank, RANKS);
-        let views = own.views()?;
-        let x = r.x();
-        let (_, context) = r.forward(x.view(), &views.params())?;
-        let right = r.layer.clone();
-        if r.is_culprit() {
-            r.layer = Layer::new(config(), 6)?;
-        }
-        let result = r.backward(context, &x, &views.params(), &x);
-        r.layer = right;
-        result.map(drop)
-    }),
-    ("no weight", |r| {
-        let own = params(r.rank, RANKS);
-        let views = own.views()?;
-        let mut params = views.params();
-        let up = Troubled::new(own.up.view(), false, Trouble::Fail);
-        params.up = &up;
-        let x = r.x();
-        let (_, context) = r.forward(x.view(), &params)?;
-        if r.is_culprit() {
-            up.arm();
-        }
-        r.backward(context, &x, &params, &x).map(drop)
-    }),
-];
-
-#[test]
-fn bad_input_on_one_rank_is_an_error_on_all_and_the_group_goes_on() {
-    let alone = alone();
-    for kind in KINDS {
-        let results = on_ranks(PATIENCE, |comm| {
-            let mut r = Rank::new(comm, kind);
-            for (name, fault) in FORWARD.iter().chain(BACKWARD) {
-                let start = Instant::now();
-                let error = fault(&mut r).expect_err(name);
-                match &error {
-                    Error::Peer { rank, peer, reason, .. } => {
-                        assert_eq!((*rank, *peer, r.is_culprit()), (r.rank, CULPRIT, false), "{name}: {error}");
-                        assert!(reason.contains(name), "{name}: {error}");
-                    }
-                    own => {
-                        assert!(r.is_culprit(), "{name}: {own} on rank {}", r.rank);
-                        assert!(own.to_string().contains(name), "{name}: {own}");
-                    }
-                }
-                assert!(start.elapsed() < AT_ONCE, "{name}");
-                r.works(&alone);
+fn backward_faults<D: Target>() -> Vec<Fault<D>> {
+    vec![
+        ("gradient of y", |r| backward_with(r, |_, d_y| *d_y = tensor(4, 0, &[TOKENS + 1, HIDDEN]))),
+        ("gradient of y", |r| {
+            backward_with(r, |_, d_y| *d_y = Tensor::zeros(&Cpu::new(), DType::F16, d_y.dims()).expect("d y"))
+        }),
+        ("tensor x", |r| backward_with(r, |x, _| *x = tensor(4, 0, &[TOKENS - 1, HIDDEN]))),
+        ("context", |r| {
+            let own = r.own(&params(r.rank, r.group.ranks()));
+            let views = own.views()?;
+            let x = r.put(&r.x());
+            let (_, context) = r.forward(x.view(), &views.params())?;
+            let right = r.layer.clone();
+            if r.is_culprit() {
+                r.layer = Layer::new(config(), 6)?;
             }
-        });
-        all_well("bad input", results);
-    }
+            let result = r.backward(context, &x, &views.params(), &x);
+            r.layer = right;
+            result.map(drop)
+        }),
+        ("no weight", |r| {
+            let own = r.own(&params(r.rank, r.group.ranks()));
+            let views = own.views()?;
+            let mut params = views.params();
+            let up = Troubled::new(own.get(Role::Up).expect("up"), false, Trouble::Fail);
+            params.up = &up;
+            let x = r.put(&r.x());
+            let (_, context) = r.forward(x.view(), &params)?;
+            if r.is_culprit() {
+                up.arm();
+            }
+            r.backward(context, &x, &params, &x).map(drop)
+        }),
+    ]
+}
+
+fn bad_input_on_one_rank_is_an_error_on_all_and_the_group_goes_on<D: Target>(device: &D) {
+    let alone = alone();
+    each_kind(device, "bad input", |r| {
+        for (name, fault) in forward_faults().into_iter().chain(backward_faults()) {
+            let start = Instant::now();
+            let error = fault(r).expect_err(name);
+            match &error {
+                Error::Peer { rank, peer, reason, .. } => {
+                    assert_eq!((*rank, *peer, r.is_culprit()), (r.rank, CULPRIT, false), "{name}: {error}");
+                    assert!(reason.contains(name), "{name}: {error}");
+                }
+                own => {
+                    assert!(r.is_culprit(), "{name}: {own} on rank {}", r.rank);
+                    assert!(own.to_string().contains(name), "{name}: {own}");
+                }
+            }
+            assert!(start.elapsed() < AT_ONCE, "{name}");
+            r.works(&alone);
+        }
+    });
 }
 
 /// Tokens of another type on one rank, each fine by itself: found where rows meet.
@@ -174,26 +174,21 @@ fn another_dtype_on_one_rank_is_an_error_on_all_and_the_group_goes_on() {
 }
 
 /// All ranks learn which rank overflows and by how much; the next call may have more room.
-#[test]
-fn an_overflowing_capacity_is_an_error_on_all_and_the_group_goes_on() {
+fn an_overflowing_capacity_is_an_error_on_all_and_the_group_goes_on<D: Target>(device: &D) {
     let alone = alone();
-    for kind in KINDS {
-        let results = on_ranks(PATIENCE, |comm| {
-            let mut r = Rank::new(comm, kind);
-            let roomy = r.layer.clone();
-            let capacity =
-                DispatchOptions { capacity: Capacity::Static(1), overflow: Overflow::Error, ..Default::default() };
-            r.layer = roomy.clone().with_dispatch(capacity);
-            let x = r.x();
-            match forward_with(&mut r, &x) {
-                Err(Error::Capacity { rank, needed, capacity: 1 }) => assert!(rank < RANKS && needed > 1),
-                other => panic!("{other:?}"),
-            }
-            r.layer = roomy;
-            r.works(&alone);
-        });
-        all_well("capacity", results);
-    }
+    each_kind(device, "capacity", |r| {
+        let roomy = r.layer.clone();
+        let capacity =
+            DispatchOptions { capacity: Capacity::Static(1), overflow: Overflow::Error, ..Default::default() };
+        r.layer = roomy.clone().with_dispatch(capacity);
+        let x = r.x();
+        match forward_with(r, &x) {
+            Err(Error::Capacity { rank, needed, capacity: 1 }) => assert!(rank < RANKS && needed > 1),
+            other => panic!("{other:?}"),
+        }
+        r.layer = roomy;
+        r.works(&alone);
+    });
 }
 
 /// What the tests above check with finds a step that is off by a little.

@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 use moebius::comm::Op;
 use moebius::{CommError, Error, Result};
 
-use crate::support::*;
+use super::support::*;
 
 /// Where rank [`CULPRIT`] is lost.
 #[derive(Debug, Clone, Copy, PartialEq)]

@@ -7,3 +7,7 @@ mod config;
 mod input;
 mod lost;
 mod support;
+#[path = "../target/mod.rs"]
+mod target;
+
+pub use input::cases;

@@ -1,4 +1,4 @@
-//! Ranks as threads, each with a group, a layer and its parameters, in f64.
+//! Ranks as threads, each with a group, a layer and its parameters, in the widest type; a GPU is a rank alone.
 
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -9,16 +9,18 @@ use moebius::checkpoint::BlockParams;
 use moebius::comm::{ThreadComm, ThreadWorld};
 use moebius::cpu::Cpu;
 use moebius::ep::{DispatcherKind, Group, GroupConfig};
-use moebius::layer::{Context, Cotangents, Gradients, Inputs, Layer, Mode, Params, Wanted};
+use moebius::layer::{Context, Cotangents, Gradients, Inputs, Layer, Mode, ParamViews, Params, Role, Wanted};
 use moebius::weights::{WeightGuard, WeightSource};
-use moebius::{Error, MoeConfig, Result, Tensor, TensorRef};
+use moebius::{DType, Error, MoeConfig, Result, Tensor, TensorRef};
+
+pub use super::target::Target;
 
 pub const RANKS: usize = 4;
 pub const EXPERTS: usize = 8;
 pub const HIDDEN: usize = 8;
 pub const INNER: usize = 4;
 pub const TOKENS: usize = 3;
-/// The rank that every fault is on.
+/// The rank that every fault is on; a rank alone is its own.
 pub const CULPRIT: usize = 2;
 pub const KINDS: [DispatcherKind; 2] = [DispatcherKind::AllToAll, DispatcherKind::AllGather];
 /// Long enough for a loaded machine; what is told at once is told well within it.
@@ -56,10 +58,23 @@ pub fn params(rank: usize, ranks: usize) -> BlockParams {
     }
 }
 
-pub struct Rank {
+pub struct Rank<D: Target = Cpu> {
     pub rank: usize,
-    pub group: Group<Cpu>,
+    pub group: Group<D>,
     pub layer: Layer,
+}
+
+/// Parameters on a device.
+pub struct Own<D: Target>(Vec<Option<Tensor<D>>>);
+
+impl<D: Target> Own<D> {
+    pub fn views(&self) -> Result<ParamViews<'_, D>> {
+        ParamViews::collect(|role| Ok(self.get(role)))
+    }
+
+    pub fn get(&self, role: Role) -> Option<TensorRef<'_, D>> {
+        self.0[role as usize].as_ref().map(Tensor::view)
+    }
 }
 
 /// A forward and its backward.
@@ -70,13 +85,32 @@ pub struct Step {
 
 impl Rank {
     pub fn new(comm: ThreadComm, kind: DispatcherKind) -> Self {
+        Self::on(&Cpu::poisoning(), comm, kind)
+    }
+}
+
+impl<D: Target> Rank<D> {
+    pub fn on(device: &D, comm: ThreadComm, kind: DispatcherKind) -> Self {
         let config = GroupConfig { dispatcher: kind, max_rows: 64, ..GroupConfig::new(EXPERTS, 4 * TOKENS) };
-        let group = Group::new(Cpu::poisoning(), (), Box::new(comm), config).expect("group");
+        let group = device.join(comm, config).expect("group");
         Self { rank: group.rank(), group, layer: Layer::new(self::config(), 5).expect("layer") }
     }
 
     pub fn is_culprit(&self) -> bool {
-        self.rank == CULPRIT
+        self.rank == CULPRIT % self.group.ranks()
+    }
+
+    /// A tensor of the host: f64 in the device's widest type, others as they are.
+    pub fn put(&self, t: &Tensor<Cpu>) -> Tensor<D> {
+        match t.dtype() {
+            DType::F64 => self.group.device().put(D::wide(), &t.to_f64(), t.dims()),
+            _ => self.group.device().host(t),
+        }
+    }
+
+    /// Parameters of the host likewise.
+    pub fn own(&self, params: &BlockParams) -> Own<D> {
+        Own(Role::ALL.into_iter().map(|role| params.get(role).map(|t| self.put(t))).collect())
     }
 
     /// This rank's tokens.
@@ -84,34 +118,39 @@ impl Rank {
         tensor(4, self.rank, &[TOKENS * RANKS / self.group.ranks(), HIDDEN])
     }
 
-    pub fn forward(&mut self, x: TensorRef<'_, Cpu>, params: &Params<'_, Cpu>) -> Result<(Vec<f64>, Context<Cpu>)> {
+    fn read(&self, t: &Tensor<D>) -> Vec<f64> {
+        self.group.device().values(t.view())
+    }
+
+    pub fn forward(&mut self, x: TensorRef<'_, D>, params: &Params<'_, D>) -> Result<(Vec<f64>, Context<D>)> {
         let mode = Mode { backward: true, noise: None };
         let forward = self.layer.forward(&mut self.group, mode, x, params)?;
-        Ok((forward.y.to_f64(), forward.context.expect("a context")))
+        self.group.device().settled(Ok(()))?;
+        Ok((self.read(&forward.y), forward.context.expect("a context")))
     }
 
     pub fn backward<'a>(
         &mut self,
-        context: Context<Cpu>,
-        x: &'a Tensor<Cpu>,
-        params: &'a Params<'a, Cpu>,
-        d_y: &Tensor<Cpu>,
-    ) -> Result<Gradients<Cpu>> {
+        context: Context<D>,
+        x: &'a Tensor<D>,
+        params: &'a Params<'a, D>,
+        d_y: &Tensor<D>,
+    ) -> Result<Gradients<D>> {
         let (inputs, cotangents) = (Inputs { x: x.view(), params }, Cotangents { y: Some(d_y.view()), aux: 0.0 });
         self.layer.backward(&mut self.group, context, inputs, cotangents, Wanted::ALL)
     }
 
     /// A whole step with good input, whose gradient of y is the tokens.
     pub fn step(&mut self) -> Result<Step> {
-        let own = params(self.rank, self.group.ranks());
+        let own = self.own(&params(self.rank, self.group.ranks()));
         let views = own.views()?;
-        let x = self.x();
+        let x = self.put(&self.x());
         let (y, context) = self.forward(x.view(), &views.params())?;
         let gradients = self.backward(context, &x, &views.params(), &x)?;
-        Ok(Step { y, d_x: gradients.x.expect("asked for").to_f64() })
+        Ok(Step { y, d_x: self.read(gradients.x.as_ref().expect("asked for")) })
     }
 
-    /// The group works: a step gives what one rank alone gives, to the rounding of f64 sums of up to 16 terms.
+    /// The group works: a step gives what one rank alone gives on the CPU, to the rounding of sums of up to 16 terms.
     pub fn works(&mut self, alone: &Step) {
         let found = self.step().expect("a step after a fault");
         let count = found.y.len();
@@ -119,7 +158,7 @@ impl Rank {
         for (found, expected) in [(found.y, &alone.y[own.clone()]), (found.d_x, &alone.d_x[own.clone()])] {
             assert_eq!(found.len(), expected.len());
             for (a, b) in found.iter().zip(expected) {
-                assert!((a - b).abs() <= 1e-13, "{a} after a fault, {b} alone");
+                assert!((a - b).abs() <= D::bound(1e-13, 1e-6), "{a} after a fault, {b} alone");
             }
         }
     }
@@ -133,10 +172,22 @@ pub fn alone() -> Step {
 
 /// Runs `body` on every rank; a rank's panic is its result.
 pub fn on_ranks<T: Send>(timeout: Duration, body: impl Fn(ThreadComm) -> T + Sync) -> Vec<thread::Result<T>> {
+    on(RANKS, timeout, body)
+}
+
+/// Runs `body` over each way to travel that the device has: several ranks on the CPU, a GPU alone.
+pub fn each_kind<D: Target>(device: &D, name: &str, body: impl Fn(&mut Rank<D>) + Sync) {
+    let (kinds, ranks) = if D::has_f64() { (&KINDS[..], RANKS) } else { (&[DispatcherKind::Local][..], 1) };
+    for &kind in kinds {
+        all_well(name, on(ranks, PATIENCE, |comm| body(&mut Rank::on(device, comm, kind))));
+    }
+}
+
+fn on<T: Send>(ranks: usize, timeout: Duration, body: impl Fn(ThreadComm) -> T + Sync) -> Vec<thread::Result<T>> {
     let body = &body;
     thread::scope(|scope| {
         let spawn = |comm| scope.spawn(move || body(comm));
-        let threads: Vec<_> = ThreadWorld::create(RANKS, timeout).into_iter().map(spawn).collect();
+        let threads: Vec<_> = ThreadWorld::create(ranks, timeout).into_iter().map(spawn).collect();
         threads.into_iter().map(|t| t.join()).collect()
     })
 }
@@ -155,14 +206,14 @@ pub enum Trouble {
 
 /// A weight that makes trouble once told to.
 #[derive(Debug)]
-pub struct Troubled<'a> {
-    pub tensor: TensorRef<'a, Cpu>,
+pub struct Troubled<'a, D: Target = Cpu> {
+    pub tensor: TensorRef<'a, D>,
     pub armed: AtomicBool,
     pub trouble: Mutex<Trouble>,
 }
 
-impl<'a> Troubled<'a> {
-    pub fn new(tensor: TensorRef<'a, Cpu>, armed: bool, trouble: Trouble) -> Self {
+impl<'a, D: Target> Troubled<'a, D> {
+    pub fn new(tensor: TensorRef<'a, D>, armed: bool, trouble: Trouble) -> Self {
         Self { tensor, armed: AtomicBool::new(armed), trouble: Mutex::new(trouble) }
     }
 
@@ -171,12 +222,12 @@ impl<'a> Troubled<'a> {
     }
 }
 
-impl WeightSource<Cpu> for Troubled<'_> {
+impl<D: Target> WeightSource<D> for Troubled<'_, D> {
     fn dims(&self) -> &[usize] {
         self.tensor.dims()
     }
 
-    fn acquire(&self, stream: &()) -> Result<WeightGuard<'_, Cpu>> {
+    fn acquire(&self, stream: &D::Stream) -> Result<WeightGuard<'_, D>> {
         if !self.armed.load(Ordering::SeqCst) {
             return self.tensor.acquire(stream);
         }

@@ -1,6 +1,9 @@
 //! Auxiliary losses: their sums, and the losses written out.
 
+use super::target::cases;
 use super::*;
+
+cases!(sums_by_hand, ranks_add_up, extremes, no_tokens, the_same_bits_every_time,);
 
 /// The formulas over the logits of all ranks, token by token.
 pub fn loss(c: &RouterConfig, aux: &AuxConfig, ranks: &[Vec<f64>]) -> f64 {
@@ -41,46 +44,48 @@ pub fn loss(c: &RouterConfig, aux: &AuxConfig, ranks: &[Vec<f64>]) -> f64 {
 }
 
 /// By hand: two tokens, E = 2, K = 1, logits (0, ln 3) and (0, 0).
-#[test]
-fn sums_by_hand() {
+fn sums_by_hand<D: Target>(device: &D) {
+    let d = On::wide(device);
     let logits = [0.0, 3f64.ln(), 0.0, 0.0];
+    // Two or three roundings of values up to 2.4.
+    let exact = D::bound(1e-15, 5e-7);
     let z = 4f64.ln().powi(2) + 2f64.ln().powi(2);
     for score in [Score::Softmax, Score::TopkSoftmax] {
         let c = router(2, 1, score);
-        let (ids, _) = route(&c, &logits, None, None).unwrap();
+        let (ids, _) = d.route(&c, &logits, None, None).unwrap();
         assert_eq!(ids, [1, 0]);
-        let sums = aux_sums(&c, &balance(BalanceKind::Switch, 1.0, 1.0), &logits, &ids).unwrap();
-        close("switch", &sums, &[1.0, 1.0, 0.75, 1.25, 2.0, z, 0.0, 0.0], 1e-15);
+        let sums = d.aux_sums(&c, &balance(BalanceKind::Switch, 1.0, 1.0), &logits, &ids).unwrap();
+        close("switch", &sums, &[1.0, 1.0, 0.75, 1.25, 2.0, z, 0.0, 0.0], exact);
     }
     // Sigmoids (1/2, 3/4), (1/2, 1/2) over their sums: (2/5, 3/5), (1/2, 1/2).
     let c = router(2, 1, Score::Sigmoid);
-    let sums = aux_sums(&c, &balance(BalanceKind::Switch, 1.0, 1.0), &logits, &[1, 0]).unwrap();
-    close("sigmoid", &sums, &[1.0, 1.0, 0.9, 1.1, 2.0, z, 0.0, 0.0], 1e-15);
+    let sums = d.aux_sums(&c, &balance(BalanceKind::Switch, 1.0, 1.0), &logits, &[1, 0]).unwrap();
+    close("sigmoid", &sums, &[1.0, 1.0, 0.9, 1.1, 2.0, z, 0.0, 0.0], exact);
     // One token a sequence: 2·(3/5) and 2·(1/2).
     let kind = BalanceKind::Sequence { length: 1 };
-    let sums = aux_sums(&c, &balance(kind, 1.0, 1.0), &logits, &[1, 0]).unwrap();
-    close("sequence", &sums, &[1.0, 1.0, 0.9, 1.1, 2.0, z, 2.2, 2.0], 1e-15);
+    let sums = d.aux_sums(&c, &balance(kind, 1.0, 1.0), &logits, &[1, 0]).unwrap();
+    close("sequence", &sums, &[1.0, 1.0, 0.9, 1.1, 2.0, z, 2.2, 2.0], exact);
     // Hugging Face's takes softmax, whatever was chosen.
     let kind = BalanceKind::HuggingFace;
-    let sums = aux_sums(&c, &balance(kind, 1.0, 1.0), &logits, &[0, 0]).unwrap();
-    close("hugging face", &sums, &[1.0, 1.0, 0.75, 1.25, 2.0, z, 0.0, 0.0], 1e-15);
+    let sums = d.aux_sums(&c, &balance(kind, 1.0, 1.0), &logits, &[0, 0]).unwrap();
+    close("hugging face", &sums, &[1.0, 1.0, 0.75, 1.25, 2.0, z, 0.0, 0.0], exact);
 }
 
 /// The sums of ranks add up to those of one rank, for every kind (sequences do not cross ranks).
-#[test]
-fn ranks_add_up() {
+fn ranks_add_up<D: Target>(device: &D) {
+    let d = On::wide(device);
     for kind in [BalanceKind::Switch, BalanceKind::HuggingFace, BalanceKind::Sequence { length: 50 }] {
         let c = router(8, 3, Score::Softmax);
         let aux = balance(kind, 1.0, 1.0);
         let logits = Numbers(1).logits(300 * 8);
-        let (ids, _) = route(&c, &logits, None, None).unwrap();
-        let whole = aux_sums(&c, &aux, &logits, &ids).unwrap();
+        let (ids, _) = d.route(&c, &logits, None, None).unwrap();
+        let whole = d.aux_sums(&c, &aux, &logits, &ids).unwrap();
         let mut parts = vec![0.0; whole.len()];
         for (l, ids) in logits.chunks(100 * 8).zip(ids.chunks(100 * 3)) {
-            aux_sums(&c, &aux, l, ids).unwrap().iter().zip(&mut parts).for_each(|(s, p)| *p += s);
+            d.aux_sums(&c, &aux, l, ids).unwrap().iter().zip(&mut parts).for_each(|(s, p)| *p += s);
         }
-        // Sums of 300 terms of about 1, in f64.
-        close("parts", &parts, &whole, 1e-11);
+        // Sums of 300 terms of about 1: 300²/2 roundings of at most 2⁻⁵³, or of 2⁻²⁴ in random directions.
+        close("parts", &parts, &whole, D::bound(1e-11, 1e-3));
         let from_sums = match kind {
             BalanceKind::Sequence { .. } => whole[18] / whole[19],
             _ => {
@@ -89,41 +94,41 @@ fn ranks_add_up() {
             }
         };
         let without_z = balance(kind, 1.0, 0.0);
-        close("loss", &[from_sums], &[loss(&c, &without_z, &[logits])], 1e-13);
+        close("loss", &[from_sums], &[loss(&c, &without_z, &[logits])], D::bound(1e-13, 1e-5));
     }
 }
 
 /// An even load has the loss 1 (Switch) or K (Hugging Face), everything on one expert up to E.
-#[test]
-fn extremes() {
+fn extremes<D: Target>(device: &D) {
+    let d = On::wide(device);
     let even = [5.0, 0.0, 0.0, 5.0];
     let c = router(2, 1, Score::Softmax);
     assert!((loss(&c, &balance(BalanceKind::Switch, 1.0, 0.0), &[even.to_vec()]) - 1.0).abs() < 1e-15);
     let one = [40.0, 0.0, 40.0, 0.0];
-    let sums = aux_sums(&c, &balance(BalanceKind::Switch, 1.0, 0.0), &one, &[0, 0]).unwrap();
+    let sums = d.aux_sums(&c, &balance(BalanceKind::Switch, 1.0, 0.0), &one, &[0, 0]).unwrap();
     close("one expert", &sums[..5], &[2.0, 0.0, 2.0, 0.0, 2.0], 1e-15);
 }
 
-#[test]
-fn no_tokens() {
+fn no_tokens<D: Target>(device: &D) {
+    let d = On::wide(device);
     for kind in [BalanceKind::Switch, BalanceKind::HuggingFace, BalanceKind::Sequence { length: 4 }] {
         let (c, aux) = (router(4, 2, Score::Softmax), balance(kind, 1.0, 1.0));
-        let sums = aux_sums::<f64>(&c, &aux, &[], &[]).unwrap();
+        let sums = d.aux_sums(&c, &aux, &[], &[]).unwrap();
         assert_eq!(sums, [0.0; 12]);
-        assert!(route_bwd::<f64>(&c, &[], &[], &[], None, Some((&aux, &sums, 1.0))).unwrap().is_empty());
+        assert!(d.route_bwd(&c, &[], &[], &[], None, Some((&aux, &sums, 1.0))).unwrap().is_empty());
     }
 }
 
-#[test]
-fn the_same_bits_every_time() {
+fn the_same_bits_every_time<D: Target>(device: &D) {
+    let d = On::f32(device);
     let c = router(16, 4, Score::Sigmoid);
-    let logits: Vec<f32> = Numbers(3).logits(5000 * 16).iter().map(|&l| l as f32).collect();
-    let (ids, _) = route(&c, &logits, None, None).unwrap();
+    let logits = Numbers(3).logits(5000 * 16);
+    let (ids, _) = d.route(&c, &logits, None, None).unwrap();
     let aux = balance(BalanceKind::Switch, 1.0, 1.0);
-    let bits = || aux_sums(&c, &aux, &logits, &ids).unwrap().iter().map(|v| v.to_bits()).collect::<Vec<_>>();
+    let bits = || d.aux_sums(&c, &aux, &logits, &ids).unwrap().iter().map(|v| v.to_bits()).collect::<Vec<_>>();
     let first = bits();
     for _ in 0..20 {
         assert_eq!(bits(), first);
     }
-    assert_eq!(f32::from_bits(first[32]), 5000.0);
+    assert_eq!(f64::from_bits(first[32]), 5000.0);
 }

@@ -1,12 +1,35 @@
-//! Gradients against central differences in f64.
+//! A device's gradients against central differences of the CPU's forward in f64.
+
+use moebius::cpu::Cpu;
 
 use super::reference::{Case, FAMILIES};
+use super::target::cases;
 use super::*;
+
+cases!(
+    every_formula,
+    jitter_multiplies_the_gradient_too,
+    other_combinations,
+    kept_sum,
+    dropped_choices,
+    auxiliary_losses,
+    weights_and_losses_together,
+);
 
 /// Step of the differences, and what they are good for: h² from the cut-off, 2⁻⁵²/h ≈ 2e-10 from rounding, on losses
 /// of about 10.
 const H: f64 = 1e-6;
 const TOLERANCE: f64 = 1e-8;
+
+/// Some ten roundings of 2⁻²⁴ on gradients up to about 5 are added where the device has no f64.
+fn tolerance<D: Target>() -> f64 {
+    D::bound(TOLERANCE, 5e-6)
+}
+
+/// Where losses are computed.
+fn exact() -> On<Cpu> {
+    On::wide(&Cpu::poisoning())
+}
 
 /// Central differences of a function of the logits.
 fn differences(logits: &[f64], mut loss: impl FnMut(&[f64]) -> f64) -> Vec<f64> {
@@ -28,43 +51,43 @@ fn bias(case: &Case) -> Option<&[f64]> {
     case.family.has_bias().then_some(&case.bias[..])
 }
 
-fn check(case: &Case, jitter: Option<Jitter>, seed: u64) {
+fn check<D: Target>(d: &On<D>, case: &Case, jitter: Option<Jitter>, seed: u64) {
     let c = &case.config;
-    let (ids, _) = route(c, &case.logits, bias(case), jitter).unwrap();
+    let (ids, _) = d.route(c, &case.logits, bias(case), jitter).unwrap();
     let mut n = Numbers(seed);
     let cotangent: Vec<f64> = ids.iter().map(|_| n.unit()).collect();
     let loss = |l: &[f64]| {
-        let (now, w) = route(c, l, bias(case), jitter).unwrap();
+        let (now, w) = exact().route(c, l, bias(case), jitter).unwrap();
         assert_eq!(now, ids, "the step changed the choice");
         w.iter().zip(&cotangent).map(|(w, c)| w * c).sum()
     };
     let want = differences(&case.logits, loss);
-    let got = route_bwd(c, &case.logits, &ids, &cotangent, jitter, None).unwrap();
-    close(&format!("{case:?}"), &got, &want, TOLERANCE);
+    let got = d.route_bwd(c, &case.logits, &ids, &cotangent, jitter, None).unwrap();
+    close(&format!("{case:?}"), &got, &want, tolerance::<D>());
 }
 
-#[test]
-fn every_formula() {
+fn every_formula<D: Target>(device: &D) {
+    let d = On::wide(device);
     for family in FAMILIES {
         for seed in 0..12 {
-            check(&Case::new(family, 5, seed, false), None, seed);
+            check(&d, &Case::new(family, 5, seed, false), None, seed);
         }
     }
 }
 
-#[test]
-fn jitter_multiplies_the_gradient_too() {
+fn jitter_multiplies_the_gradient_too<D: Target>(device: &D) {
+    let d = On::wide(device);
     for family in FAMILIES {
         let mut case = Case::new(family, 5, 3, false);
         case.config.jitter = 0.2;
         let jitter = Jitter { seed: 1, step: 2, layer: 3, first_token: 4 };
-        check(&case, Some(jitter), 3);
+        check(&d, &case, Some(jitter), 3);
     }
 }
 
 /// Formulas no family has, but the pipeline allows.
-#[test]
-fn other_combinations() {
+fn other_combinations<D: Target>(device: &D) {
+    let d = On::wide(device);
     let norms = [
         Renorm { p: 1.0, epsilon: 0.1, floor: 0.0 },
         Renorm { p: 3.0, epsilon: 0.0, floor: 0.0 },
@@ -88,68 +111,68 @@ fn other_combinations() {
                     (case.config.selection_bias, case.config.scale) = (biased, 1.7);
                     case.logits = n.logits(4 * 12);
                     let bias: Vec<f64> = (0..12).map(|_| 0.2 * n.unit()).collect();
-                    check_with_bias(&case, biased.then_some(&bias[..]));
+                    check_with_bias(&d, &case, biased.then_some(&bias[..]));
                 }
             }
         }
     }
 }
 
-fn check_with_bias(case: &Case, bias: Option<&[f64]>) {
+fn check_with_bias<D: Target>(d: &On<D>, case: &Case, bias: Option<&[f64]>) {
     let c = &case.config;
-    let (ids, weights) = route(c, &case.logits, bias, None).unwrap();
+    let (ids, weights) = d.route(c, &case.logits, bias, None).unwrap();
     let loss = |l: &[f64]| {
-        let (now, w) = route(c, l, bias, None).unwrap();
+        let (now, w) = exact().route(c, l, bias, None).unwrap();
         assert_eq!(now, ids, "the step changed the choice");
         w.iter().enumerate().map(|(i, w)| w * (i as f64).cos()).sum()
     };
     let want = differences(&case.logits, loss);
     assert!(weights.iter().all(|w| w.is_finite()));
     let cotangent: Vec<f64> = (0..ids.len()).map(|i| (i as f64).cos()).collect();
-    let got = route_bwd(c, &case.logits, &ids, &cotangent, None, None).unwrap();
-    close(&format!("{c:?}"), &got, &want, TOLERANCE);
+    let got = d.route_bwd(c, &case.logits, &ids, &cotangent, None, None).unwrap();
+    close(&format!("{c:?}"), &got, &want, tolerance::<D>());
 }
 
 /// Weights scaled after a drop: through `keep_sum` and the router.
-#[test]
-fn kept_sum() {
+fn kept_sum<D: Target>(device: &D) {
+    let d = On::wide(device);
     for family in FAMILIES {
         for seed in 20..26 {
             let case = Case::new(family, 6, seed, false);
             let (c, k) = (&case.config, case.config.top_k);
-            let (ids, _) = route(c, &case.logits, bias(&case), None).unwrap();
+            let (ids, _) = d.route(c, &case.logits, bias(&case), None).unwrap();
             let mut n = Numbers(seed);
             let kept: Vec<i32> = ids.iter().map(|&id| if n.below(3) == 0 { -1 } else { id }).collect();
             let cotangent: Vec<f64> = ids.iter().map(|_| n.unit()).collect();
             let loss = |l: &[f64]| {
-                let w = route(c, l, bias(&case), None).unwrap().1;
-                keep_sum(k, &w, &kept, None).unwrap().iter().zip(&cotangent).map(|(w, c)| w * c).sum()
+                let w = exact().route(c, l, bias(&case), None).unwrap().1;
+                exact().keep_sum(k, &w, &kept, None).unwrap().iter().zip(&cotangent).map(|(w, c)| w * c).sum()
             };
             let want = differences(&case.logits, loss);
-            let weights = route(c, &case.logits, bias(&case), None).unwrap().1;
-            let d_weights = keep_sum(k, &weights, &kept, Some(&cotangent)).unwrap();
-            let got = route_bwd(c, &case.logits, &ids, &d_weights, None, None).unwrap();
-            close(&format!("{case:?}"), &got, &want, 10.0 * TOLERANCE); // ratios of sums enlarge the loss
+            let weights = d.route(c, &case.logits, bias(&case), None).unwrap().1;
+            let d_weights = d.keep_sum(k, &weights, &kept, Some(&cotangent)).unwrap();
+            let got = d.route_bwd(c, &case.logits, &ids, &d_weights, None, None).unwrap();
+            close(&format!("{case:?}"), &got, &want, 10.0 * tolerance::<D>()); // ratios of sums enlarge the loss
         }
     }
 }
 
 /// A dropped choice has a zero gradient; the token's other choices keep theirs, through the renormalisation too.
-#[test]
-fn dropped_choices() {
+fn dropped_choices<D: Target>(device: &D) {
+    let d = On::wide(device);
     let case = Case::new(FAMILIES[0], 4, 1, false);
     let c = &case.config;
-    let (ids, _) = route(c, &case.logits, None, None).unwrap();
+    let (ids, _) = d.route(c, &case.logits, None, None).unwrap();
     let cotangent: Vec<f64> = (0..ids.len()).map(|i| if i % 2 == 0 { 0.0 } else { 1.0 + i as f64 }).collect();
     let want = differences(&case.logits, |l| {
-        route(c, l, None, None).unwrap().1.iter().zip(&cotangent).map(|(w, c)| w * c).sum()
+        exact().route(c, l, None, None).unwrap().1.iter().zip(&cotangent).map(|(w, c)| w * c).sum()
     });
-    close("dropped", &route_bwd(c, &case.logits, &ids, &cotangent, None, None).unwrap(), &want, TOLERANCE);
+    close("dropped", &d.route_bwd(c, &case.logits, &ids, &cotangent, None, None).unwrap(), &want, tolerance::<D>());
 }
 
 /// Differences of the losses themselves, written out, over one rank and two.
-#[test]
-fn auxiliary_losses() {
+fn auxiliary_losses<D: Target>(device: &D) {
+    let d = On::wide(device);
     let kinds = [BalanceKind::Switch, BalanceKind::HuggingFace, BalanceKind::Sequence { length: 3 }];
     let scores = [Score::Softmax, Score::Sigmoid, Score::TopkSoftmax, Score::TopkSigmoid];
     for kind in kinds {
@@ -160,19 +183,19 @@ fn auxiliary_losses() {
                 let ranks = [n.logits(7 * 6), n.logits(4 * 6)];
                 let mut aux = balance(kind, a, z);
                 aux.over_ranks = true;
-                check_aux(&c, &aux, &ranks, 1.3);
+                check_aux(&d, &c, &aux, &ranks, 1.3);
                 aux.over_ranks = false;
-                check_aux(&c, &aux, &ranks[..1], -0.4);
+                check_aux(&d, &c, &aux, &ranks[..1], -0.4);
             }
         }
     }
 }
 
-fn check_aux(c: &RouterConfig, aux: &AuxConfig, ranks: &[Vec<f64>], d_loss: f64) {
-    let ids: Vec<Vec<i32>> = ranks.iter().map(|l| route(c, l, None, None).unwrap().0).collect();
+fn check_aux<D: Target>(d: &On<D>, c: &RouterConfig, aux: &AuxConfig, ranks: &[Vec<f64>], d_loss: f64) {
+    let ids: Vec<Vec<i32>> = ranks.iter().map(|l| d.route(c, l, None, None).unwrap().0).collect();
     let mut sums = vec![0.0; 2 * c.num_experts + 4];
     for (l, ids) in ranks.iter().zip(&ids) {
-        aux_sums(c, aux, l, ids).unwrap().iter().zip(&mut sums).for_each(|(s, sum)| *sum += s);
+        d.aux_sums(c, aux, l, ids).unwrap().iter().zip(&mut sums).for_each(|(s, sum)| *sum += s);
     }
     for r in 0..ranks.len() {
         let want = differences(&ranks[r], |l| {
@@ -181,28 +204,28 @@ fn check_aux(c: &RouterConfig, aux: &AuxConfig, ranks: &[Vec<f64>], d_loss: f64)
             d_loss * super::aux::loss(c, aux, &all)
         });
         let zeros = vec![0.0; ids[r].len()];
-        let got = route_bwd(c, &ranks[r], &ids[r], &zeros, None, Some((aux, &sums, d_loss))).unwrap();
-        close(&format!("{aux:?} {:?} rank {r}", c.score), &got, &want, TOLERANCE);
+        let got = d.route_bwd(c, &ranks[r], &ids[r], &zeros, None, Some((aux, &sums, d_loss))).unwrap();
+        close(&format!("{aux:?} {:?} rank {r}", c.score), &got, &want, tolerance::<D>());
     }
 }
 
 /// Both gradients in one call add up, and noise acts on that of the weights alone.
-#[test]
-fn weights_and_losses_together() {
+fn weights_and_losses_together<D: Target>(device: &D) {
+    let d = On::wide(device);
     let mut c = router(6, 2, Score::Softmax);
     (c.renorm, c.jitter) = (renorm(0.0), 0.3);
     let aux = balance(BalanceKind::Switch, 0.5, 0.1);
     let jitter = Some(Jitter { seed: 5, step: 0, layer: 1, first_token: 100 });
     let mut n = Numbers(4);
     let logits = n.logits(100 * 6);
-    let (ids, _) = route(&c, &logits, None, jitter).unwrap();
+    let (ids, _) = d.route(&c, &logits, None, jitter).unwrap();
     let d_weights: Vec<f64> = ids.iter().map(|_| n.unit()).collect();
     let zeros = vec![0.0; ids.len()];
-    let sums = aux_sums(&c, &aux, &logits, &ids).unwrap();
-    let of_weights = route_bwd(&c, &logits, &ids, &d_weights, jitter, None).unwrap();
-    let of_losses = route_bwd(&c, &logits, &ids, &zeros, None, Some((&aux, &sums, 2.0))).unwrap();
-    let both = route_bwd(&c, &logits, &ids, &d_weights, jitter, Some((&aux, &sums, 2.0))).unwrap();
+    let sums = d.aux_sums(&c, &aux, &logits, &ids).unwrap();
+    let of_weights = d.route_bwd(&c, &logits, &ids, &d_weights, jitter, None).unwrap();
+    let of_losses = d.route_bwd(&c, &logits, &ids, &zeros, None, Some((&aux, &sums, 2.0))).unwrap();
+    let both = d.route_bwd(&c, &logits, &ids, &d_weights, jitter, Some((&aux, &sums, 2.0))).unwrap();
     let want: Vec<f64> = of_weights.iter().zip(&of_losses).map(|(a, b)| a + b).collect();
-    close("sum", &both, &want, 1e-15);
+    close("sum", &both, &want, D::bound(1e-15, 1e-6));
     assert!(of_losses.iter().any(|d| d.abs() > 1e-4) && of_weights.iter().any(|d| d.abs() > 1e-4));
 }

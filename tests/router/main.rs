@@ -1,16 +1,23 @@
-//! Routing on the CPU: closed forms, a straight-line reference, finite differences and the goldens.
+//! Routing: closed forms, a straight-line reference, finite differences and the goldens.
 
 mod aux;
 mod cases;
 mod golden;
 mod gradient;
 mod reference;
+#[path = "../target/mod.rs"]
+mod target;
 
-use moebius::Result;
 use moebius::config::{AuxConfig, BalanceKind, GroupLimit, GroupScore, Renorm, RouterConfig, Score};
-use moebius::cpu::{Cpu, Element};
-use moebius::kernels::{AuxBwd, AuxSums, Jitter, KeepSum, Kernels, Route, RouteBwd};
-use moebius::{TensorMut, TensorRef};
+use moebius::ep::Reporting;
+use moebius::kernels::{AuxBwd, AuxSums, Jitter, KeepSum, Route, RouteBwd};
+use moebius::{DType, Result, Tensor};
+use target::Target;
+
+/// Every body of the suite.
+pub fn cases<D: Target>() -> target::Cases<D> {
+    [cases::cases(), aux::cases(), reference::cases(), gradient::cases(), golden::cases()].concat()
+}
 
 /// A router of `experts` choosing `top_k`, without renormalisation.
 fn router(experts: usize, top_k: usize, score: Score) -> RouterConfig {
@@ -28,86 +35,120 @@ fn groups(groups: usize, keep: usize, rank_by: GroupScore) -> Option<GroupLimit>
     Some(GroupLimit { groups, keep, rank_by })
 }
 
-/// Ids and weights, `[T, K]`.
-fn route<T: Element>(
-    c: &RouterConfig,
-    logits: &[T],
-    bias: Option<&[T]>,
-    jitter: Option<Jitter>,
-) -> Result<(Vec<i32>, Vec<T>)> {
-    let (e, k) = (c.num_experts, c.top_k);
-    let t = logits.len() / e;
-    let (mut ids, mut weights) = (vec![-7; t * k], vec![T::default(); t * k]);
-    let call = Route {
-        config: c,
-        logits: TensorRef::from_slice(logits, &[t, e])?,
-        selection_bias: bias.map(|b| TensorRef::from_slice(b, &[b.len()])).transpose()?,
-        jitter,
-        reporting: moebius::ep::Reporting::Immediate,
-        ids: TensorMut::from_slice(&mut ids, &[t, k])?,
-        weights: TensorMut::from_slice(&mut weights, &[t, k])?,
-    };
-    Cpu::new().route(&(), call)?;
-    Ok((ids, weights))
+/// A device and the type to route in. Values are f64 at this interface, which holds every type exactly.
+struct On<D: Target> {
+    device: D,
+    dtype: DType,
 }
 
-/// Gradient of the logits, `[T, E]`.
-fn route_bwd<T: Element>(
-    c: &RouterConfig,
-    logits: &[T],
-    ids: &[i32],
-    d_weights: &[T],
-    jitter: Option<Jitter>,
-    aux: Option<(&AuxConfig, &[T], f64)>,
-) -> Result<Vec<T>> {
-    let (e, k) = (c.num_experts, c.top_k);
-    let t = logits.len() / e;
-    let mut d_logits = vec![T::default(); t * e];
-    let call = RouteBwd {
-        config: c,
-        logits: TensorRef::from_slice(logits, &[t, e])?,
-        jitter,
-        ids: TensorRef::from_slice(ids, &[t, k])?,
-        d_weights: TensorRef::from_slice(d_weights, &[t, k])?,
-        aux: match aux {
-            None => None,
-            Some((aux, sums, d_loss)) => {
-                Some(AuxBwd { aux, sums: TensorRef::from_slice(sums, &[sums.len()])?, d_loss })
-            }
-        },
-        d_logits: TensorMut::from_slice(&mut d_logits, &[t, e])?,
-    };
-    Cpu::new().route_bwd(&(), call)?;
-    Ok(d_logits)
-}
+/// Sums of the auxiliary losses that a gradient needs: the losses, the sums, the loss's own gradient.
+type AuxGrad<'a> = Option<(&'a AuxConfig, &'a [f64], f64)>;
 
-/// The sums, `[2·E + 4]`.
-fn aux_sums<T: Element>(c: &RouterConfig, aux: &AuxConfig, logits: &[T], ids: &[i32]) -> Result<Vec<T>> {
-    let (e, k) = (c.num_experts, c.top_k);
-    let t = logits.len() / e;
-    let mut out = vec![T::default(); 2 * e + 4];
-    let call = AuxSums {
-        config: c,
-        aux,
-        logits: TensorRef::from_slice(logits, &[t, e])?,
-        ids: TensorRef::from_slice(ids, &[t, k])?,
-        out: TensorMut::from_slice(&mut out, &[2 * e + 4])?,
-    };
-    Cpu::new().aux_sums(&(), call)?;
-    Ok(out)
-}
+impl<D: Target> On<D> {
+    /// The device's widest type.
+    fn wide(device: &D) -> Self {
+        Self { device: device.clone(), dtype: D::wide() }
+    }
 
-fn keep_sum<T: Element>(k: usize, weights: &[T], kept: &[i32], grad: Option<&[T]>) -> Result<Vec<T>> {
-    let dims = [weights.len() / k, k];
-    let mut out = vec![T::default(); weights.len()];
-    let call = KeepSum {
-        weights: TensorRef::from_slice(weights, &dims)?,
-        kept: TensorRef::from_slice(kept, &dims)?,
-        grad: grad.map(|g| TensorRef::from_slice(g, &dims)).transpose()?,
-        out: TensorMut::from_slice(&mut out, &dims)?,
-    };
-    Cpu::new().keep_sum(&(), call)?;
-    Ok(out)
+    fn f32(device: &D) -> Self {
+        Self { device: device.clone(), dtype: DType::F32 }
+    }
+
+    fn put(&self, values: &[f64], dims: &[usize]) -> Result<Tensor<D>> {
+        self.device.write(&self.device.order(), values, self.dtype, dims)
+    }
+
+    fn ids(&self, ids: &[i32], dims: &[usize]) -> Result<Tensor<D>> {
+        Ok(self.device.host(&Tensor::from_vec(ids.to_vec(), dims)?))
+    }
+
+    fn empty(&self, dims: &[usize]) -> Result<Tensor<D>> {
+        Tensor::empty(&self.device, self.dtype, dims)
+    }
+
+    fn done(&self, result: Result<()>, out: &Tensor<D>) -> Result<Vec<f64>> {
+        self.device.settled(result)?;
+        Ok(self.device.values(out.view()))
+    }
+
+    /// Ids and weights, `[T, K]`.
+    fn route(
+        &self,
+        c: &RouterConfig,
+        logits: &[f64],
+        bias: Option<&[f64]>,
+        jitter: Option<Jitter>,
+    ) -> Result<(Vec<i32>, Vec<f64>)> {
+        let (e, k) = (c.num_experts, c.top_k);
+        let t = logits.len() / e;
+        let logits = self.put(logits, &[t, e])?;
+        let bias = bias.map(|b| self.put(b, &[b.len()])).transpose()?;
+        let mut ids = Tensor::empty(&self.device, DType::I32, &[t, k])?;
+        let mut weights = self.empty(&[t, k])?;
+        let call = Route {
+            config: c,
+            logits: logits.view(),
+            selection_bias: bias.as_ref().map(Tensor::view),
+            jitter,
+            reporting: Reporting::Immediate,
+            ids: ids.view_mut(),
+            weights: weights.view_mut(),
+        };
+        let weights = self.done(self.device.route(&self.device.order(), call), &weights)?;
+        Ok((self.device.values(ids.view()).into_iter().map(|id| id as i32).collect(), weights))
+    }
+
+    /// Gradient of the logits, `[T, E]`.
+    fn route_bwd(
+        &self,
+        c: &RouterConfig,
+        logits: &[f64],
+        ids: &[i32],
+        d_weights: &[f64],
+        jitter: Option<Jitter>,
+        aux: AuxGrad<'_>,
+    ) -> Result<Vec<f64>> {
+        let (e, k) = (c.num_experts, c.top_k);
+        let t = logits.len() / e;
+        let (logits, ids) = (self.put(logits, &[t, e])?, self.ids(ids, &[t, k])?);
+        let d_weights = self.put(d_weights, &[t, k])?;
+        let sums = aux.map(|(_, sums, _)| self.put(sums, &[sums.len()])).transpose()?;
+        let mut d_logits = self.empty(&[t, e])?;
+        let call = RouteBwd {
+            config: c,
+            logits: logits.view(),
+            jitter,
+            ids: ids.view(),
+            d_weights: d_weights.view(),
+            aux: aux.zip(sums.as_ref()).map(|((aux, _, d_loss), sums)| AuxBwd { aux, sums: sums.view(), d_loss }),
+            d_logits: d_logits.view_mut(),
+        };
+        self.done(self.device.route_bwd(&self.device.order(), call), &d_logits)
+    }
+
+    /// The sums, `[2·E + 4]`.
+    fn aux_sums(&self, c: &RouterConfig, aux: &AuxConfig, logits: &[f64], ids: &[i32]) -> Result<Vec<f64>> {
+        let (e, k) = (c.num_experts, c.top_k);
+        let t = logits.len() / e;
+        let (logits, ids) = (self.put(logits, &[t, e])?, self.ids(ids, &[t, k])?);
+        let mut out = self.empty(&[2 * e + 4])?;
+        let call = AuxSums { config: c, aux, logits: logits.view(), ids: ids.view(), out: out.view_mut() };
+        self.done(self.device.aux_sums(&self.device.order(), call), &out)
+    }
+
+    fn keep_sum(&self, k: usize, weights: &[f64], kept: &[i32], grad: Option<&[f64]>) -> Result<Vec<f64>> {
+        let dims = [weights.len() / k, k];
+        let (weights, kept) = (self.put(weights, &dims)?, self.ids(kept, &dims)?);
+        let grad = grad.map(|g| self.put(g, &dims)).transpose()?;
+        let mut out = self.empty(&dims)?;
+        let call = KeepSum {
+            weights: weights.view(),
+            kept: kept.view(),
+            grad: grad.as_ref().map(Tensor::view),
+            out: out.view_mut(),
+        };
+        self.done(self.device.keep_sum(&self.device.order(), call), &out)
+    }
 }
 
 fn balance(kind: BalanceKind, balance: f64, z: f64) -> AuxConfig {
@@ -150,8 +191,4 @@ fn relative(a: &[f64], b: &[f64]) -> f64 {
     assert_eq!(a.len(), b.len());
     let norm = |v: &mut dyn Iterator<Item = f64>| v.map(|x| x * x).sum::<f64>().sqrt();
     norm(&mut a.iter().zip(b).map(|(a, b)| a - b)) / norm(&mut b.iter().copied())
-}
-
-fn widen(v: &[f32]) -> Vec<f64> {
-    v.iter().map(|&x| f64::from(x)).collect()
 }

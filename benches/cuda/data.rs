@@ -1,0 +1,70 @@
+//! Random inputs. The host makes a few rows of normal values, and the GPU repeats them in random order: its matrix units
+//! see random bits everywhere, and the host is not the slowest part.
+
+use moebius::cpu::Cpu;
+use moebius::cuda::Cuda;
+use moebius::kernels::{GatherRows, Kernels, Zones};
+use moebius::{DType, Result, Tensor};
+
+use crate::Workload;
+
+/// SplitMix64.
+pub struct Random(pub u64);
+
+impl Random {
+    fn next(&mut self) -> u64 {
+        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let mut z = self.0;
+        z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        z ^ (z >> 31)
+    }
+
+    /// Sum of four uniforms, scaled to variance 1.
+    fn normal(&mut self) -> f64 {
+        let sum: f64 = (0..4).map(|_| (self.next() >> 11) as f64 / (1u64 << 53) as f64).sum();
+        (sum - 2.0) * 3f64.sqrt()
+    }
+
+    /// A bf16 tensor of normal values of this deviation.
+    pub fn tensor(&mut self, cuda: &Cuda, dims: &[usize], deviation: f64) -> Result<Tensor<Cuda>> {
+        const ROWS: usize = 257;
+        let width = dims[dims.len() - 1];
+        let rows: usize = dims[..dims.len() - 1].iter().product();
+        let values: Vec<f64> = (0..ROWS * width).map(|_| self.normal() * deviation).collect();
+        let source = cuda.tensor(&Cpu::new().write(&(), &values, DType::BF16, &[ROWS, width])?)?;
+        let map: Vec<i32> = (0..rows).map(|_| (self.next() % ROWS as u64) as i32).collect();
+        let map = cuda.tensor(&Tensor::from_vec(map, &[rows])?)?;
+        let mut out = Tensor::empty(cuda, DType::BF16, &[rows, width])?;
+        cuda.gather_rows(&cuda.stream(), GatherRows { source: source.view(), map: map.view(), out: out.view_mut() })?;
+        out.reshape(dims)
+    }
+
+    /// Distinct experts of each token, uniform.
+    pub fn experts(&mut self, w: &Workload) -> Vec<i32> {
+        let mut ids = Vec::with_capacity(w.slots());
+        for _ in 0..w.tokens {
+            let first = ids.len();
+            while ids.len() < first + w.top_k {
+                let e = (self.next() % w.experts as u64) as i32;
+                if !ids[first..].contains(&e) {
+                    ids.push(e);
+                }
+            }
+        }
+        ids
+    }
+}
+
+/// Slots of a routing: its zones, and the token of each slot.
+pub fn slots(cuda: &Cuda, w: &Workload, ids: &[i32]) -> Result<(Zones<Cuda>, Tensor<Cuda>)> {
+    let mut of_expert = vec![Vec::new(); w.experts];
+    for (choice, e) in ids.iter().enumerate() {
+        of_expert[*e as usize].push((choice / w.top_k) as i32);
+    }
+    let counts: Vec<i64> = of_expert.iter().map(|l| l.len() as i64).collect();
+    let offsets: Vec<i64> = counts.iter().scan(0, |sum, c| Some(std::mem::replace(sum, *sum + c))).collect();
+    let put = |v: Vec<i64>| cuda.tensor(&Tensor::from_vec(v, &[w.experts])?);
+    let zones = Zones { offsets: put(offsets)?, counts: put(counts)?, rows: w.slots() };
+    Ok((zones, cuda.tensor(&Tensor::from_vec(of_expert.concat(), &[w.slots()])?)?))
+}

@@ -1,0 +1,167 @@
+//! Each grouped GEMM alone, with what is fused into it.
+
+use moebius::config::{Activation, WeightAt};
+use moebius::cuda::Cuda;
+use moebius::kernels::*;
+use moebius::{DType, Result, Tensor};
+
+use crate::Workload;
+use crate::data::{Random, slots};
+use crate::report::{Report, SETS};
+
+/// Rows in and out of the experts, of one routing.
+struct Set {
+    x: Tensor<Cuda>,
+    zones: Zones<Cuda>,
+    map: Tensor<Cuda>,
+    pre: Tensor<Cuda>,
+    hidden: Tensor<Cuda>,
+    out: Tensor<Cuda>,
+}
+
+struct Gemms<'a> {
+    cuda: &'a Cuda,
+    report: &'a Report,
+    w: &'a Workload,
+    sets: Vec<Set>,
+    weights: Tensor<Cuda>,
+}
+
+pub fn run(cuda: &Cuda, report: &Report, w: &Workload) -> Result<()> {
+    let mut random = Random(1);
+    let n = w.slots();
+    let sets = (0..SETS)
+        .map(|_| {
+            let (zones, map) = slots(cuda, w, &random.experts(w))?;
+            Ok(Set {
+                x: random.tensor(cuda, &[w.tokens, w.hidden], 1.0)?,
+                zones,
+                map,
+                pre: random.tensor(cuda, &[n, 2 * w.inner], 1.0)?,
+                hidden: random.tensor(cuda, &[n, w.inner], 0.5)?,
+                out: Tensor::empty(cuda, DType::BF16, &[n, w.hidden])?,
+            })
+        })
+        .collect::<Result<_>>()?;
+    let weights = cuda.tensor(&Tensor::from_vec(vec![1.0 / w.top_k as f32; n], &[n])?)?;
+    let up = random.tensor(cuda, &[w.experts, 2 * w.inner, w.hidden], (w.hidden as f64).powf(-0.5))?;
+    let down = random.tensor(cuda, &[w.experts, w.hidden, w.inner], (w.inner as f64).powf(-0.5))?;
+    let mut gemms = Gemms { cuda, report, w, sets, weights };
+    gemms.forward(&up, &down)?;
+    gemms.backward(&up, &down)?;
+    gemms.weight_gradients(&up, &down)
+}
+
+impl Gemms<'_> {
+    fn time(
+        &mut self,
+        phase: &str,
+        flop: f64,
+        mut call: impl FnMut(&mut Set, &Tensor<Cuda>) -> Result<()>,
+    ) -> Result<()> {
+        let Self { report, sets, weights, .. } = self;
+        let ms = report.time(|set| call(&mut sets[set], weights))?;
+        self.report.line(self.w, phase, ms, flop);
+        Ok(())
+    }
+
+    fn forward(&mut self, up: &Tensor<Cuda>, down: &Tensor<Cuda>) -> Result<()> {
+        let (cuda, flop) = (self.cuda, self.w.flop_down());
+        for (phase, keep) in [("gemm1", false), ("gemm1+pre", true)] {
+            self.time(phase, 2.0 * flop, |set, weights| {
+                let call = Up {
+                    rows: RowSource::mapped(set.x.view(), set.map.view()),
+                    zones: &set.zones,
+                    weight: up.view(),
+                    bias: None,
+                    slot_weights: Some(SlotWeights { values: weights.view(), at: WeightAt::Activation }),
+                    activation: Activation::SiluGlu,
+                    pre: keep.then(|| set.pre.view_mut()),
+                    out: RowDest::direct(set.hidden.view_mut()),
+                };
+                cuda.up(&cuda.stream(), call)
+            })?;
+        }
+        self.time("gemm2", flop, |set, weights| {
+            let call = Down {
+                rows: RowSource::direct(set.hidden.view()),
+                zones: &set.zones,
+                weight: down.view(),
+                bias: None,
+                slot_weights: Some(SlotWeights { values: weights.view(), at: WeightAt::Activation }),
+                out: RowDest::direct(set.out.view_mut()),
+            };
+            cuda.down(&cuda.stream(), call)
+        })
+    }
+
+    fn backward(&mut self, up: &Tensor<Cuda>, down: &Tensor<Cuda>) -> Result<()> {
+        let (cuda, n) = (self.cuda, self.w.slots());
+        let mut d_pre = Tensor::empty(cuda, DType::BF16, &[n, 2 * self.w.inner])?;
+        let mut d_weights = Tensor::empty(cuda, DType::F32, &[n])?;
+        let flop = self.w.flop_down();
+        self.time("dgrad2", flop, |set, weights| {
+            let call = DownBwd {
+                grad: RowSource::mapped(set.x.view(), set.map.view()),
+                zones: &set.zones,
+                weight: down.view(),
+                bias: None,
+                pre: set.pre.view(),
+                slot_weights: Some(SlotWeights { values: weights.view(), at: WeightAt::Activation }),
+                activation: Activation::SiluGlu,
+                d_pre: d_pre.view_mut(),
+                hidden: Some(set.hidden.view_mut()),
+                d_slot_weights: Some(d_weights.view_mut()),
+            };
+            cuda.down_bwd(&cuda.stream(), call)
+        })?;
+        self.time("dgrad1", 2.0 * flop, |set, _| {
+            let call = UpDgrad {
+                d_pre: d_pre.view(),
+                zones: &set.zones,
+                weight: up.view(),
+                input_weight: None,
+                out: RowDest::direct(set.out.view_mut()),
+            };
+            cuda.up_dgrad(&cuda.stream(), call)
+        })
+    }
+
+    /// In bf16, overwritten; then added to f32 where the kernels can.
+    fn weight_gradients(&mut self, up: &Tensor<Cuda>, down: &Tensor<Cuda>) -> Result<()> {
+        let (cuda, flop) = (self.cuda, self.w.flop_down());
+        for (dtype, accumulate, suffix) in [(DType::BF16, false, ""), (DType::F32, true, "-f32-add")] {
+            let (mut d_up, mut d_down) =
+                (Tensor::zeros(cuda, dtype, up.dims())?, Tensor::zeros(cuda, dtype, down.dims())?);
+            let up = self.time(&format!("wgrad1{suffix}"), 2.0 * flop, |set, _| {
+                let call = Wgrad {
+                    left: RowSource::direct(set.pre.view()),
+                    right: RowSource::mapped(set.x.view(), set.map.view()),
+                    slot_weights: None,
+                    zones: &set.zones,
+                    out: d_up.view_mut(),
+                    bias: None,
+                    accumulate,
+                };
+                cuda.wgrad(&cuda.stream(), call)
+            });
+            let down = self.time(&format!("wgrad2{suffix}"), flop, |set, _| {
+                let call = Wgrad {
+                    left: RowSource::mapped(set.x.view(), set.map.view()),
+                    right: RowSource::direct(set.hidden.view()),
+                    slot_weights: None,
+                    zones: &set.zones,
+                    out: d_down.view_mut(),
+                    bias: None,
+                    accumulate,
+                };
+                cuda.wgrad(&cuda.stream(), call)
+            });
+            match up.and(down) {
+                Err(e) if accumulate => eprintln!("{}: no gradients in f32: {e}", self.w.name),
+                done => done?,
+            }
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,93 @@
+//! Timing, and its lines.
+
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
+
+use moebius::cuda::Cuda;
+use moebius::cuda::cudarc::driver::sys::CUevent_flags;
+use moebius::{Error, Result};
+
+use crate::Workload;
+
+/// Idle time before each phase, so that none starts at the lower clocks that another's heat has left.
+const PAUSE: Duration = Duration::from_millis(100);
+/// Calls before the first that counts: every input set is seen.
+const WARM_UP: usize = 5;
+const REPEATS: usize = 20;
+/// Input sets, taken in turn.
+pub const SETS: usize = 3;
+
+pub struct Report {
+    cuda: Cuda,
+    gpu: String,
+    date: String,
+}
+
+impl Report {
+    pub fn new(cuda: &Cuda) -> Result<Self> {
+        let seconds = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |d| d.as_secs());
+        Ok(Self { cuda: cuda.clone(), gpu: cuda.name()?, date: date(seconds / 86_400) })
+    }
+
+    /// Median milliseconds of a call, which is given the number of its input set. Calls are queued one behind the
+    /// other, each between two events, and waited for at the end.
+    pub fn time(&self, mut call: impl FnMut(usize) -> Result<()>) -> Result<f64> {
+        let failed = |e| Error::Device { call: "bench", operation: "event".into(), message: format!("{e:?}") };
+        let stream = self.cuda.stream();
+        let event = || stream.raw().record_event(Some(CUevent_flags::CU_EVENT_DEFAULT)).map_err(failed);
+        self.cuda.check()?;
+        std::thread::sleep(PAUSE);
+        for repeat in 0..WARM_UP {
+            call(repeat % SETS)?;
+        }
+        let mut spans = Vec::new();
+        for repeat in 0..REPEATS {
+            let start = event()?;
+            call(repeat % SETS)?;
+            spans.push((start, event()?));
+        }
+        self.cuda.check()?;
+        let mut times: Vec<f32> =
+            spans.iter().map(|(start, end)| start.elapsed_ms(end).map_err(failed)).collect::<Result<_>>()?;
+        times.sort_by(f32::total_cmp);
+        Ok(f64::from(times[times.len() / 2]))
+    }
+
+    pub fn line(&self, workload: &Workload, phase: &str, ms: f64, flop: f64) {
+        self.print("moebius", workload.name, phase, ms, &format!("\"tflops\":{:.1}", flop / ms / 1e9));
+    }
+
+    /// A line of a phase that reads each used expert's weights: how many bytes.
+    pub fn reading(&self, workload: &Workload, phase: &str, ms: f64, bytes: usize) {
+        let tflops = workload.flop() / ms / 1e9;
+        self.print("moebius", workload.name, phase, ms, &format!("\"tflops\":{tflops:.1},\"bytes\":{bytes}"));
+    }
+
+    pub fn copy(&self, ms: f64, bytes: usize) {
+        self.print("copy", "copy", "copy", ms, &format!("\"gb_s\":{:.0}", bytes as f64 / ms / 1e6));
+    }
+
+    fn print(&self, name: &str, workload: &str, phase: &str, ms: f64, rest: &str) {
+        let Self { gpu, date, .. } = self;
+        println!(
+            "{{\"impl\":\"{name}\",\"workload\":\"{workload}\",\"phase\":\"{phase}\",\"ms\":{ms:.4},{rest},\
+             \"gpu\":\"{gpu}\",\"date\":\"{date}\"}}"
+        );
+    }
+}
+
+/// Year, month and day of a number of days since 1970.
+fn date(days: u64) -> String {
+    let leap = |y: u64| y.is_multiple_of(4) && (!y.is_multiple_of(100) || y.is_multiple_of(400));
+    let (mut year, mut left) = (1970, days);
+    while left >= 365 + u64::from(leap(year)) {
+        left -= 365 + u64::from(leap(year));
+        year += 1;
+    }
+    let months = [31, 28 + u64::from(leap(year)), 31, 30, 31, 30, 31, 31, 30, 31, 30, 31];
+    let mut month = 0;
+    while left >= months[month] {
+        left -= months[month];
+        month += 1;
+    }
+    format!("{year}-{:02}-{:02}", month + 1, left + 1)
+}

@@ -1,0 +1,136 @@
+"""Joins the lines of one run of ours and the peers: ratios, a table, a plot.
+
+usage: join.py LINES OUT
+
+LINES is a file of JSON lines. Writes OUT.jsonl (ours and the peers', with ratios), OUT.md and OUT.svg.
+
+ratio_best_peer: our time over the best peer's, the faster of the same run's peers and SonicMoE's tabled time, which is
+scaled by the dense rate then over the dense rate now. Below 1, ours is faster.
+ratio_cublas: the rate over that of a dense product of the same run.
+"""
+import json
+import statistics
+import sys
+
+# SonicMoE 0.1.2, whole layer with its router, on an H200 whose dense rate was 794 TFLOP/s; ms.
+SONIC_DENSE = 794.0
+SONIC = {
+    "qwen3-30b-a3b": {"fwd": 2.67, "fwd+bwd": 7.23},
+    "olmoe-7b": {"fwd": 3.51, "fwd+bwd": 9.26},
+    "mixtral-8x7b": {"fwd": 9.99, "fwd+bwd": 29.7},
+}
+# Which of the peers' phases ours is beside.
+SAME = {
+    "gemm1+pre": "gemm1",
+    "fwd-no-router": "fwd",
+    "fwd-graph": "fwd",
+    "fwd+bwd-no-router": "fwd+bwd",
+    "fwd+bwd-graph": "fwd+bwd",
+    "fwd+bwd-f32-add": "fwd+bwd",
+    "wgrad1-f32-add": "wgrad1",
+    "wgrad2-f32-add": "wgrad2",
+}
+
+
+def best_peer(lines, dense, workload, phase):
+    """(ms, whose) of the fastest peer, or None."""
+    found = [
+        (line["ms"], line["impl"])
+        for line in lines
+        if line["workload"] == workload and line["phase"] == phase and line["impl"] not in ("moebius", "cublas", "copy")
+    ]
+    tabled = SONIC.get(workload, {}).get(phase)
+    if tabled and dense and not any(impl == "sonicmoe" for _, impl in found):
+        found.append((tabled * SONIC_DENSE / dense, "sonicmoe (tabled)"))
+    return min(found, default=None)
+
+
+def rated(lines):
+    """The lines with their ratios."""
+    rates = [line["tflops"] for line in lines if line["impl"] == "cublas"]
+    dense = statistics.mean(rates) if rates else None
+    copies = [line["gb_s"] for line in lines if line["impl"] == "copy"]
+    copy = max(copies, default=None)
+    dates = [line["date"] for line in lines if "date" in line]
+    for line in lines:
+        line.setdefault("date", dates[0] if dates else None)
+        line["ratio_cublas"] = round(line["tflops"] / dense, 3) if dense and "tflops" in line else None
+        line["ratio_best_peer"] = None
+        if line["impl"] != "moebius":
+            continue
+        best = best_peer(lines, dense, line["workload"], SAME.get(line["phase"], line["phase"]))
+        if best:
+            line["ratio_best_peer"] = round(line["ms"] / best[0], 3)
+            line["best_peer"], line["best_peer_ms"] = best[1], round(best[0], 4)
+        if copy and "bytes" in line:
+            line["floor_bytes_ms"] = round(line["bytes"] / copy / 1e6, 4)
+            line["ratio_floor_bytes"] = round(line["ms"] / line["floor_bytes_ms"], 2)
+    return dense, copy
+
+
+def table(lines, dense, copy):
+    ours = [line for line in lines if line["impl"] == "moebius"]
+    gpu, date = (ours[0]["gpu"], ours[0]["date"]) if ours else ("?", "?")
+    shown = lambda value, form: "–" if value is None else format(value, form)  # noqa: E731
+    out = [f"{gpu}, {date}; dense cuBLAS {shown(dense, '.0f')} TFLOP/s, copy {shown(copy, '.0f')} GB/s\n"]
+    out.append("| workload | phase | ms | TFLOP/s | of cuBLAS | best peer | its ms | ours / best |")
+    out.append("|---|---|---|---|---|---|---|---|")
+    for line in ours:
+        cells = [line["workload"], line["phase"], f"{line['ms']:.3f}", f"{line['tflops']:.0f}"]
+        cells += [shown(line["ratio_cublas"], ".2f"), line.get("best_peer", "–")]
+        cells += [shown(line.get("best_peer_ms"), ".3f"), shown(line["ratio_best_peer"], ".2f")]
+        out.append("| " + " | ".join(cells) + " |")
+    for line in ours:
+        # Where weights are read for few tokens each, the memory bounds the time.
+        if line.get("ratio_floor_bytes") and line["workload"].startswith("decode"):
+            out.append(
+                f"\n{line['workload']}, {line['phase']}: {line['bytes'] / 1e9:.3f} GB of used experts' weights, "
+                f"{line['floor_bytes_ms']:.3f} ms at the copy rate; {line['ratio_floor_bytes']:.2f} times that."
+            )
+    return "\n".join(out) + "\n"
+
+
+def plot(lines, dense):
+    """Bars of forward, and both, for each workload: ours, the best peer, the floor at the dense rate."""
+    ours = [line for line in lines if line["impl"] == "moebius" and line["phase"] in ("fwd", "fwd+bwd")]
+    ours = [line for line in ours if line["ratio_best_peer"]]
+    width, left, top, bar = 900, 210, 40, 14
+    height = top + len(ours) * (3 * bar + 14) + 10
+    colours = {"ours": "#0b6e4f", "best peer": "#c5a880", "at the dense rate": "#b8b8b8"}
+    svg = [f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" font-family="sans-serif" font-size="12">']
+    svg.append(f'<rect width="{width}" height="{height}" fill="white"/>')
+    for i, (name, colour) in enumerate(colours.items()):
+        svg.append(f'<rect x="{left + 170 * i}" y="12" width="12" height="12" fill="{colour}"/>')
+        svg.append(f'<text x="{left + 170 * i + 18}" y="22">{name}</text>')
+    for row, line in enumerate(ours):
+        floor = line["ms"] * line["ratio_cublas"] if line["ratio_cublas"] else 0.0
+        times = [("ours", line["ms"]), ("best peer", line["best_peer_ms"]), ("at the dense rate", floor)]
+        # Each row has a scale of its own: ratios are what counts.
+        scale = (width - left - 150) / max(time for _, time in times)
+        y = top + row * (3 * bar + 14)
+        svg.append(f'<text x="{left - 10}" y="{y + 1.7 * bar}" text-anchor="end">{line["workload"]}, {line["phase"]}</text>')
+        for i, (name, time) in enumerate(times):
+            label = f"{time:.2f} ms" + (f" ({line['best_peer']})" if name == "best peer" else "")
+            svg.append(f'<rect x="{left}" y="{y + i * bar}" width="{time * scale:.1f}" height="{bar - 2}" fill="{colours[name]}"/>')
+            svg.append(f'<text x="{left + time * scale + 5:.1f}" y="{y + (i + 0.8) * bar}" font-size="11">{label}</text>')
+    svg.append("</svg>")
+    return "\n".join(svg) + "\n"
+
+
+def main():
+    source, out = sys.argv[1:3]
+    with open(source) as file:
+        lines = [json.loads(line) for line in file if line.startswith("{")]
+    dense, copy = rated(lines)
+    with open(out + ".jsonl", "w") as file:
+        file.writelines(json.dumps(line) + "\n" for line in lines)
+    shown = table(lines, dense, copy)
+    with open(out + ".md", "w") as file:
+        file.write(shown)
+    with open(out + ".svg", "w") as file:
+        file.write(plot(lines, dense))
+    print(shown)
+
+
+if __name__ == "__main__":
+    main()

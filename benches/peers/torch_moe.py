@@ -1,0 +1,193 @@
+"""PyTorch beside ours: a layer on torch._grouped_mm, eager and compiled; the grouped products alone; the dense rate.
+
+usage: torch_moe.py WORKLOADS [--compile SECONDS] [--sonic]
+
+WORKLOADS is a file of JSON lines, as `cuda --workloads` prints them. One JSON line a measurement goes to stdout.
+Workloads are compiled in turn until SECONDS are spent (0: none). SonicMoE runs where it is installed and asked for.
+Timed as ours is: 100 ms idle, 5 calls to warm up, then 20 calls queued one behind the other, each between two events,
+three input sets in turn, the median. (A longer burst reads the power limit: after 100 ms the dense rate falls by a tenth.)
+"""
+import argparse
+import json
+import statistics
+import sys
+import time
+
+import torch
+import torch.nn.functional as F
+
+SETS, PAUSE, WARM_UP, REPEATS = 3, 0.1, 5, 20
+DEVICE, DTYPE = "cuda", torch.bfloat16
+
+
+def normal(*dims, deviation=1.0):
+    return torch.randn(*dims, device=DEVICE, dtype=DTYPE) * deviation
+
+
+def median_ms(call):
+    call(0)  # compiles, allocates
+    torch.cuda.synchronize()
+    time.sleep(PAUSE)
+    for repeat in range(WARM_UP):
+        call(repeat % SETS)
+    spans = []
+    for repeat in range(REPEATS):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        call(repeat % SETS)
+        end.record()
+        spans.append((start, end))
+    torch.cuda.synchronize()
+    return statistics.median(start.elapsed_time(end) for start, end in spans)
+
+
+def report(impl, workload, phase, ms, flop):
+    line = {"impl": impl, "workload": workload, "phase": phase, "ms": round(ms, 4), "tflops": round(flop / ms / 1e9, 1)}
+    print(json.dumps(line | {"gpu": torch.cuda.get_device_name()}), flush=True)
+
+
+def note(text):
+    print(text, file=sys.stderr, flush=True)
+
+
+class Sizes:
+    """A workload, and the operations of its parts."""
+
+    def __init__(self, line):
+        self.name = line["workload"]
+        self.tokens, self.hidden, self.inner = line["tokens"], line["hidden"], line["inner"]
+        self.experts, self.top_k = line["experts"], line["top_k"]
+        self.rows = self.tokens * self.top_k
+        self.flop_down = 2 * self.rows * self.hidden * self.inner
+        self.trains = self.tokens > 1000
+
+
+class Experts(torch.nn.Module):
+    """Routed experts with SiLU gates; ids and weights are given."""
+
+    def __init__(self, s):
+        super().__init__()
+        self.up = torch.nn.Parameter(normal(s.experts, s.hidden, 2 * s.inner, deviation=s.hidden**-0.5))
+        self.down = torch.nn.Parameter(normal(s.experts, s.inner, s.hidden, deviation=s.inner**-0.5))
+
+    def forward(self, x, ids, weights):
+        experts, k = self.up.shape[0], ids.shape[1]
+        choices = ids.flatten()
+        order = choices.argsort(stable=True)
+        ends = torch.bincount(choices, minlength=experts).cumsum(0).to(torch.int32)
+        token = order // k
+        gate, linear = torch._grouped_mm(x[token], self.up, offs=ends).chunk(2, dim=-1)
+        out = torch._grouped_mm(F.silu(gate) * linear, self.down, offs=ends)
+        out = out * weights.flatten()[order].unsqueeze(1).to(out.dtype)
+        return torch.zeros_like(x).index_add(0, token, out)
+
+
+class Inputs:
+    """One input set: uniform random choices."""
+
+    def __init__(self, s):
+        self.x = normal(s.tokens, s.hidden).requires_grad_()
+        self.d_y = normal(s.tokens, s.hidden)
+        scores = torch.rand(s.tokens, s.experts, device=DEVICE).softmax(-1)
+        weights, self.ids = scores.topk(s.top_k, dim=-1)
+        self.weights = weights.detach().requires_grad_()
+        self.ends = torch.bincount(self.ids.flatten(), minlength=s.experts).cumsum(0).to(torch.int32)
+
+
+def layer(impl, s, module, call, sets):
+    """Forward, and both."""
+
+    def forward(number):
+        i = sets[number]
+        with torch.no_grad():
+            call(i.x, i.ids, i.weights)
+
+    def both(number):
+        i = sets[number]
+        module.zero_grad(set_to_none=True)
+        i.x.grad = i.weights.grad = None
+        call(i.x, i.ids, i.weights).backward(i.d_y)
+
+    report(impl, s.name, "fwd", median_ms(forward), 3 * s.flop_down)
+    if s.trains:
+        report(impl, s.name, "fwd+bwd", median_ms(both), 9 * s.flop_down)
+
+
+def products(s, module, sets):
+    """The grouped products alone, on rows that lie in order already."""
+    up, down = module.up.detach(), module.down.detach()
+    rows = normal(s.rows, s.hidden)
+    pre, hidden = normal(s.rows, 2 * s.inner), normal(s.rows, s.inner)
+    calls = {
+        "gemm1": (2, lambda ends: torch._grouped_mm(rows, up, offs=ends)),
+        "gemm2": (1, lambda ends: torch._grouped_mm(hidden, down, offs=ends)),
+        "dgrad2": (1, lambda ends: torch._grouped_mm(rows, down.transpose(1, 2), offs=ends)),
+        "dgrad1": (2, lambda ends: torch._grouped_mm(pre, up.transpose(1, 2), offs=ends)),
+        "wgrad1": (2, lambda ends: torch._grouped_mm(rows.t(), pre, offs=ends)),
+        "wgrad2": (1, lambda ends: torch._grouped_mm(hidden.t(), rows, offs=ends)),
+    }
+    for phase, (part, call) in calls.items():
+        with torch.no_grad():
+            ms = median_ms(lambda number: call(sets[number].ends))
+        report("torch-grouped-mm", s.name, phase, ms, part * s.flop_down)
+
+
+def dense():
+    a, b = normal(SETS, 8192, 8192), normal(8192, 8192)
+    report("cublas", "dense-8192", "gemm", median_ms(lambda number: a[number] @ b), 2 * 8192**3)
+
+
+def sonic(s, sets):
+    try:
+        from sonicmoe import KernelBackendMoE, MoE
+        from sonicmoe.enums import ActivationType
+    except ImportError as e:
+        note(f"sonicmoe: not installed ({e})")
+        return
+    module = MoE(
+        num_experts=s.experts, num_experts_per_tok=s.top_k, hidden_size=s.hidden, intermediate_size=s.inner,
+        activation_function=ActivationType.SWIGLU, add_bias=False, std=0.02,
+    ).to(device=DEVICE, dtype=DTYPE)
+
+    def call(x, *_, **options):
+        return module(x, kernel_backend_moe=KernelBackendMoE.sonicmoe, **options)[0]
+
+    layer("sonicmoe", s, module, call, sets)
+
+
+def main():
+    arguments = argparse.ArgumentParser()
+    arguments.add_argument("workloads")
+    arguments.add_argument("--compile", type=float, default=0.0)
+    arguments.add_argument("--sonic", action="store_true")
+    arguments = arguments.parse_args()
+    torch.manual_seed(0)
+    dense()
+    compiling = 0.0
+    with open(arguments.workloads) as lines:
+        workloads = [Sizes(json.loads(line)) for line in lines if line.strip()]
+    for s in workloads:
+        module, sets = Experts(s), [Inputs(s) for _ in range(SETS)]
+        layer("torch-eager", s, module, module, sets)
+        products(s, module, sets)
+        if compiling < arguments.compile:
+            start = time.monotonic()
+            # What was compiled for other sizes does not count against this module's.
+            torch._dynamo.reset()
+            try:
+                layer("torch-compile", s, module, torch.compile(module, dynamic=False), sets)
+            except Exception as e:  # noqa: BLE001: whatever a compiler meets, the others are still measured
+                note(f"torch-compile, {s.name}: {e!r}"[:300])
+            compiling += time.monotonic() - start
+            note(f"torch-compile, {s.name}: {time.monotonic() - start:.0f} s with its compilation")
+        elif arguments.compile > 0:
+            note(f"torch-compile, {s.name}: not run, {compiling:.0f} s spent on others")
+        if arguments.sonic:
+            sonic(s, sets)
+        del module, sets
+        torch.cuda.empty_cache()
+    dense()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,305 @@
+// Products of a layout's rows with their experts' weights on Hopper.
+//
+// A block stays on its multiprocessor and walks through tiles of 128 x 192. One warpgroup brings operands into a ring of
+// stages of 64 k; two multiply, taking turns: each makes whole tiles, so that one's epilogue runs under the other's
+// products ("pingpong"). In the ring, one tile's stages follow the other's. A warpgroup looks at its first stage only when
+// told that all stages before have come: a stage's barrier tells odd from even uses, not how many there were.
+//
+//   tile:           0             1             2             3
+//   warpgroup 0:    [ products ][ epilogue  ]   [ products ][ epilogue  ]
+//   warpgroup 1:                [ products ][ epilogue  ]   [ products ] ...
+//
+// The up projection, whose rows are gathered, is made otherwise: see TOGETHER.
+//
+// Two blocks make a cluster, which works on two row tiles, of one expert where the schedule could pair them. They share
+// the weights: each block asks for half of a stage's and the copy engine delivers it to both. Hence a stage is free when
+// the readers of both blocks have released it, whether it was shared or not.
+//
+// Rows in slot order and weights come by the copy engine; rows behind a map by copies of 16 bytes a thread, which can
+// follow it. Rows past a tile's end are zeros or the next zone's; their products are never stored.
+#pragma once
+#include "epilogue.cuh"
+#include "pipeline.cuh"
+#include "wgmma.cuh"
+
+namespace rows {
+using namespace hopper;
+
+constexpr int BM = 128, BK = 64, THREADS = 384;
+
+// Rows that are gathered arrive slowly, about 15 bytes a cycle. So the product that gathers and has a short epilogue makes
+// wider tiles, of which each row is used more: both warpgroups together, 64 rows and all columns each.
+template <int KIND>
+constexpr bool TOGETHER = KIND == UP;
+template <int KIND>
+constexpr int BN = TOGETHER<KIND> ? 256 : 192;
+// Columns of the output that a tile makes.
+template <int KIND>
+constexpr int COLUMNS = KIND == UP ? BN<KIND> / 2 : BN<KIND>;
+
+// Weights come in boxes of 32 rows of 64 k, or of 32 k of 64 columns. A pair of boxes is 64 columns of a tile; each block
+// of the cluster brings one of the two.
+constexpr int BOX = 4096, A_BYTES = BM * BK * 2;
+template <int KIND>
+constexpr int PAIRS = BN<KIND> / 64;
+// Tiles described ahead. The producer is at most a ring, so as many tiles, ahead.
+constexpr int WORKS = 8;
+
+// Shared memory: the ring, a staging buffer a warp for results on their way out, descriptions of tiles, barriers. The
+// gradient through the activation needs more room for its epilogue.
+template <int KIND>
+struct Layout {
+    static constexpr int STAGES = 4, STAGE_BYTES = A_BYTES + PAIRS<KIND> * 2 * BOX;
+    // 16 bytes between the rows of a staging buffer keep them on different banks.
+    static constexpr int PITCH = COLUMNS<KIND> * 2 + 16, STAGING = KIND == DOWN_BWD ? 8192 : 16 * PITCH;
+    static constexpr int STAGED = STAGES * STAGE_BYTES, DESCRIBED = STAGED + 8 * STAGING, BARRIERS = DESCRIBED + WORKS * 16;
+    static constexpr int PRIVATE = BARRIERS + 2 * STAGES * 8;  // barriers of each warp
+    static constexpr int BYTES = PRIVATE + (KIND == DOWN_BWD ? 8 * 3 * 8 : 0);
+};
+constexpr int SHARED = 231616;
+static_assert(Layout<UP>::BYTES <= SHARED && Layout<DOWN_BWD>::BYTES <= SHARED && SHARED <= 232448, "src/cuda/launch.rs reserves as much");
+
+// One tile: `rows` of group `group` from slot `slot` on, and the columns from `column` on.
+struct Work {
+    int group, slot, rows, column;
+    bool shared;  // the other block needs the same weights
+};
+
+// The tiles of this block, in order.
+struct Walk {
+    const Gemm& p;
+    const uint32_t units;  // pairs of row tiles
+
+    __device__ __forceinline__ explicit Walk(const Gemm& p) : p(p), units(*p.tile_count / 2) {}
+    // How many.
+    __device__ __forceinline__ uint32_t count() const {
+        const uint32_t all = units * static_cast<uint32_t>(p.n_tiles), cluster = blockIdx.x / 2, clusters = gridDim.x / 2;
+        return all > cluster ? (all - cluster - 1) / clusters + 1 : 0;
+    }
+    // Eight column tiles pass over all rows before the next eight: their weights stay in L2.
+    __device__ __forceinline__ Work at(uint32_t i, int columns) const {
+        constexpr uint32_t GROUP = 8;
+        const uint32_t id = blockIdx.x / 2 + i * (gridDim.x / 2);
+        const uint32_t first = id / (GROUP * units) * GROUP;
+        const uint32_t wide = min(GROUP, static_cast<uint32_t>(p.n_tiles) - first), rest = id - first * units;
+        const uint32_t unit = rest / wide, n = first + rest % wide;
+        const int4* tile = p.tiles + 2 * unit;
+        const int4 own = tile[blockIdx.x % 2];
+        return {own.x, own.y, own.z, static_cast<int>(n) * columns, own.x == tile[1 - blockIdx.x % 2].x};
+    }
+};
+
+// What all roles share of a block: the ring by position. Position i is stage i % STAGES, used for the (i / STAGES)-th
+// time.
+template <int KIND>
+struct Ring {
+    static constexpr uint32_t STAGES = Layout<KIND>::STAGES;
+    uint32_t base;  // address of the shared memory
+    __device__ __forceinline__ uint32_t stage(uint32_t at) const { return base + at % STAGES * Layout<KIND>::STAGE_BYTES; }
+    __device__ __forceinline__ uint32_t full_at(uint32_t at) const { return base + Layout<KIND>::BARRIERS + at % STAGES * 8; }
+    __device__ __forceinline__ uint32_t empty_at(uint32_t at) const { return full_at(at) + STAGES * 8; }
+    __device__ __forceinline__ uint32_t work(uint32_t i) const { return base + Layout<KIND>::DESCRIBED + i % WORKS * 16; }
+    __device__ __forceinline__ void wait_full(uint32_t at) const { barrier_wait(full_at(at), at / STAGES & 1); }
+    __device__ __forceinline__ void wait_empty(uint32_t at) const { barrier_wait(empty_at(at), (at / STAGES & 1) ^ 1); }
+    // By one lane of each reading warp.
+    __device__ __forceinline__ void release(uint32_t at) const {
+        barrier_arrive_at(empty_at(at), 0);
+        barrier_arrive_at(empty_at(at), 1);
+    }
+};
+
+// The copy engine's share of a stage.
+template <int KIND>
+struct Engine {
+    const Gemm& p;
+    const CUtensorMap &a, &b;
+    const Ring<KIND>& ring;
+    bool direct;  // A comes this way too
+
+    __device__ __forceinline__ void box(const Work& w, uint32_t at, int k, int pair, int half) const {
+        constexpr bool BY_K = Stored<KIND>::b_by_k;
+        const uint32_t to = ring.stage(at) + A_BYTES + (2 * pair + half) * BOX;
+        const int column = w.column + pair * (COLUMNS<KIND> / PAIRS<KIND>);
+        const int x = BY_K ? column : k;
+        const int y = BY_K ? k + half * 32 : column + (KIND == UP ? half * static_cast<int>(p.n) : half * 32);
+        if (w.shared) bulk_both(to, b, ring.full_at(at), x, y, w.group);
+        else bulk(to, b, ring.full_at(at), x, y, w.group);
+    }
+    // `pairs` pairs of boxes, and this thread's arrival.
+    __device__ __forceinline__ void bring(const Work& w, uint32_t at, int k, int pairs) const {
+        barrier_arrive_expect(ring.full_at(at), pairs * 2 * BOX + (direct ? A_BYTES : 0));
+        for (int pair = 0; pair < pairs; pair++) {
+            if (w.shared) {
+                box(w, at, k, pair, blockIdx.x % 2);
+            } else {
+                box(w, at, k, pair, 0);
+                box(w, at, k, pair, 1);
+            }
+        }
+        if (direct) bulk(ring.stage(at), a, ring.full_at(at), k, w.slot);
+    }
+};
+
+// Whether a tile is so near the last column that two of its three pairs of boxes hold it.
+template <int KIND>
+__device__ __forceinline__ bool narrow(const Gemm& p, int column) {
+    return (KIND == DOWN || KIND == UP_DGRAD) && p.n - column <= COLUMNS<KIND> / PAIRS<KIND> * 2;
+}
+template <int KIND>
+__device__ __forceinline__ int pairs(const Gemm& p, int column) {
+    return narrow<KIND>(p, column) ? 2 : PAIRS<KIND>;
+}
+
+template <int KIND>
+__device__ __forceinline__ void describe(const Ring<KIND>& ring, int i, const Work& w) {
+    asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};\n" ::"r"(ring.work(i)), "r"(w.group), "r"(w.slot), "r"(w.rows), "r"(w.column)
+                 : "memory");
+}
+
+// Producer where the copy engine brings everything: one thread.
+template <int KIND>
+__device__ __forceinline__ void produce(const Gemm& p, const CUtensorMap& a, const CUtensorMap& b, const Ring<KIND>& ring) {
+    const Walk walk(p);
+    const Engine<KIND> engine{p, a, b, ring, true};
+    const int steps = static_cast<int>((p.k + BK - 1) / BK), count = walk.count();
+    uint32_t at = 0;
+    for (int i = 0; i < count; i++) {
+        const Work w = walk.at(i, COLUMNS<KIND>);
+        for (int step = 0; step < steps; step++, at++) {
+            ring.wait_empty(at);
+            if (step == 0) describe(ring, i, w);
+            engine.bring(w, at, step * BK, pairs<KIND>(p, w.column));
+        }
+    }
+}
+
+// Producer of rows behind a map: all four warps, eight threads a row. Each lane looks up one row of a tile, a tile ahead
+// of its use, and gives it to the lanes that copy it.
+template <int KIND>
+__device__ __forceinline__ void gather(const Gemm& p, const CUtensorMap& a, const CUtensorMap& b, const Ring<KIND>& ring) {
+    const Walk walk(p);
+    const Engine<KIND> engine{p, a, b, ring, false};
+    const int thread = threadIdx.x % 128, lane = thread % 32, r = thread / 8, c = thread % 8;
+    const int steps = static_cast<int>((p.k + BK - 1) / BK), count = walk.count();
+    const int looked_up = thread / 32 * 4 + lane % 4 + lane / 4 * 16;
+    // Row 0 in place of none: its products are not stored.
+    auto look_up = [&](int slot, int rows) {
+        const int64_t row = looked_up < rows ? mapped_row(p.a_map, slot + looked_up, p.a_rows, p.fault) : 0;
+        return static_cast<int>(row < 0 ? 0 : row);
+    };
+    const uint32_t into = r * 128 + ((c ^ (r & 7)) << 4);
+    int slot = 0, rows = 0, row = 0;  // of the next tile
+    auto look_ahead = [&](int i) {
+        const Work w = walk.at(i, COLUMNS<KIND>);
+        slot = w.slot, rows = w.rows;
+    };
+    if (count > 0) {
+        look_ahead(0);
+        row = look_up(slot, rows);
+    }
+    uint32_t at = 0;
+    for (int i = 0; i < count; i++) {
+        const Work w = walk.at(i, COLUMNS<KIND>);
+        const char* from[8];
+#pragma unroll
+        for (int j = 0; j < 8; j++) {
+            from[j] = static_cast<const char*>(p.a) + __shfl_sync(~0u, row, j * 4 + lane / 8) * p.k * 2 + c * 16;
+        }
+        for (int step = 0; step < steps; step++, at++) {
+            ring.wait_empty(at);
+            if (thread == 0) {
+                if (step == 0) describe(ring, i, w);
+                engine.bring(w, at, step * BK, pairs<KIND>(p, w.column));
+            }
+            const uint32_t to = ring.stage(at) + into;
+            if ((step + 1) * BK <= p.k) {
+#pragma unroll
+                for (int j = 0; j < 8; j++) copy(to + j * 2048, from[j]);
+            } else {
+                // Past the last k: zeros, read from the row's start.
+                const bool inside = step * BK + c * 8 < p.k;
+#pragma unroll
+                for (int j = 0; j < 8; j++) copy(to + j * 2048, from[j] - (inside ? 0 : step * (BK * 2)), inside);
+            }
+            barrier_arrive_after_copies(ring.full_at(at));
+#pragma unroll
+            for (int j = 0; j < 8; j++) from[j] += BK * 2;
+            // The next tile's number, and when that has come its rows.
+            if (i + 1 == count) continue;
+            if (step == 0) look_ahead(i + 1);
+            if (step == min(1, steps - 1)) row = look_up(slot, rows);
+        }
+    }
+    // Copies must not outlive the block's shared memory.
+    asm volatile("cp.async.wait_all;\n" ::: "memory");
+}
+
+// Operand in shared memory, swizzled by 128 bytes. By rows of 64 k, or in blocks of 64 columns with rows of one k.
+template <bool BY_K>
+__device__ __forceinline__ uint64_t operand(uint32_t at) {
+    const uint64_t leading = BY_K ? BK * 128 : 16, stride = 1024;
+    return ((at & 0x3ffff) >> 4) | (leading >> 4 << 16) | (stride >> 4 << 32) | (1ull << 62);
+}
+
+// Accumulators of a thread: both halves of 64 rows, or its own.
+template <int KIND>
+constexpr int HALVES = TOGETHER<KIND> ? 1 : 2;
+template <int KIND>
+using Sums = float[HALVES<KIND>][BN<KIND> / 2];
+
+// Keeps the compiler from moving accumulators while the matrix unit owns them.
+template <int N>
+__device__ __forceinline__ void pin(float (&v)[N]) {
+#pragma unroll
+    for (int i = 0; i < N; i++) asm volatile("" : "+f"(v[i])::"memory");
+}
+
+// The turn of warpgroup `group`, given by the other one.
+__device__ __forceinline__ void take_turn(int group) { asm volatile("bar.sync %0, 256;\n" ::"r"(1 + group) : "memory"); }
+__device__ __forceinline__ void give_turn(int group) { asm volatile("bar.arrive %0, 256;\n" ::"r"(1 + group) : "memory"); }
+
+// Products of a tile: its first COUNT halves, or the warpgroup's own, and all columns or 128. One step's stay in flight.
+template <class T, int KIND, int COUNT, bool NARROW>
+__device__ __forceinline__ void products(Sums<KIND>& acc, const Ring<KIND>& ring, uint32_t at, int steps, bool gathered, bool more) {
+    constexpr bool B_BY_K = Stored<KIND>::b_by_k;
+    const bool releases = threadIdx.x % 32 == 0;
+    const int first = TOGETHER<KIND> ? threadIdx.x / 128 : 0;
+    for (int step = 0; step < steps; step++) {
+        ring.wait_full(at + step);
+        if (!TOGETHER<KIND> && more && step == steps - 1) give_turn(1 - threadIdx.x / 128);
+        // The copies were ordinary writes; wgmma reads through another proxy.
+        if (gathered) fence_proxy();
+        const uint64_t a = operand<false>(ring.stage(at + step)) + first * 512, b = operand<B_BY_K>(ring.stage(at + step) + A_BYTES);
+#pragma unroll
+        for (int h = 0; h < COUNT; h++) pin(acc[h]);
+        asm volatile("wgmma.fence.sync.aligned;\n" ::: "memory");
+#pragma unroll
+        for (int k = 0; k < BK / 16; k++) {
+#pragma unroll
+            for (int h = 0; h < COUNT; h++) {
+                const uint64_t da = a + h * 512 + k * 2, db = b + k * (B_BY_K ? 128 : 2);
+                if constexpr (TOGETHER<KIND>) wgmma<0, B_BY_K>(acc[h], da, db, step > 0 || k > 0, T{});
+                else if constexpr (NARROW) wgmma_128<0, B_BY_K>(acc[h], da, db, step > 0 || k > 0, T{});
+                else wgmma_192<0, B_BY_K>(acc[h], da, db, step > 0 || k > 0, T{});
+            }
+        }
+        asm volatile("wgmma.commit_group.sync.aligned;\n" ::: "memory");
+        asm volatile("wgmma.wait_group.sync.aligned 1;\n" ::: "memory");
+        if (step > 0 && releases) ring.release(at + step - 1);
+    }
+    asm volatile("wgmma.wait_group.sync.aligned 0;\n" ::: "memory");
+#pragma unroll
+    for (int h = 0; h < COUNT; h++) pin(acc[h]);
+    if (releases) ring.release(at + steps - 1);
+}
+
+// A tile in which the warpgroup has no rows.
+template <int KIND>
+__device__ __forceinline__ void pass(const Ring<KIND>& ring, uint32_t at, int steps) {
+    for (int step = 0; step < steps; step++) {
+        ring.wait_full(at + step);
+        if (threadIdx.x % 32 == 0) ring.release(at + step);
+    }
+}
+
+}  // namespace rows

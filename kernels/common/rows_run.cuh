@@ -1,0 +1,108 @@
+// The roles of a block over rows (see rows.cuh): start, producer, the two warpgroups that multiply, end.
+#pragma once
+#include "rows_gradient.cuh"
+
+namespace rows {
+
+// What a tile's describer wrote.
+template <int KIND>
+__device__ __forceinline__ Work described(const Ring<KIND>& ring, int i) {
+    Work w;
+    asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];\n" : "=r"(w.group), "=r"(w.slot), "=r"(w.rows), "=r"(w.column) : "r"(ring.work(i)) : "memory");
+    return w;
+}
+
+// Both warpgroups: 64 rows each of every tile.
+template <class T>
+__device__ __forceinline__ void multiply_together(const Gemm& p, const Ring<UP>& ring) {
+    const Walk walk(p);
+    const int group = threadIdx.x / 128, warp = threadIdx.x / 32;
+    const int steps = static_cast<int>((p.k + BK - 1) / BK), count = walk.count();
+    Rows rows{static_cast<int>(threadIdx.x % 32), warp * 16, 0, 0, ring.base + Layout<UP>::STAGED + warp * Layout<UP>::STAGING};
+    for (int i = 0; i < count; i++) {
+        const uint32_t at = static_cast<uint32_t>(i) * steps;
+        ring.wait_full(at);
+        const Work w = described(ring, i);
+        rows.live = w.rows, rows.slot = w.slot;
+        if (group * 64 >= w.rows) {
+            pass(ring, at, steps);
+            continue;
+        }
+        Sums<UP> acc;
+        products<T, UP, 1, false>(acc, ring, at, steps, p.a_map, false);
+        finish_up<T>(p, rows, w, acc);
+    }
+}
+
+// One of the two warpgroups: every second tile.
+template <class T, int KIND>
+__device__ __forceinline__ void multiply_in_turns(const Gemm& p, const Tensors& tensors, const Ring<KIND>& ring) {
+    const Walk walk(p);
+    const int group = threadIdx.x / 128, warp = threadIdx.x / 32;
+    const int steps = static_cast<int>((p.k + BK - 1) / BK), count = walk.count();
+    const uint32_t staging = ring.base + Layout<KIND>::STAGED + warp * Layout<KIND>::STAGING;
+    Rows rows{static_cast<int>(threadIdx.x % 32), warp % 4 * 16, 0, 0, staging};
+    uint32_t number = 0;
+    for (int i = group; i < count; i += 2) {
+        const uint32_t at = static_cast<uint32_t>(i) * steps;
+        if (i > 0) take_turn(group);
+        ring.wait_full(at);
+        const Work w = described(ring, i);
+        rows.live = w.rows, rows.slot = w.slot;
+        const Chunks<T> chunks{p, tensors, rows, w.column, ring.base + Layout<KIND>::PRIVATE + warp * 24};
+        if constexpr (KIND == DOWN_BWD) {
+            if (rows.lane == 0 && chunk_count(rows) > 0) {
+                bulk_wait_read();
+                chunks.load(0, number);
+                chunks.load(1, number + 1);
+            }
+        }
+        // The accumulators of each case are its own: the compiler must see one owner.
+        auto tile = [&](auto halves, auto is_narrow) {
+            constexpr int COUNT = halves.value, WIDTH = is_narrow.value ? 64 : 96;
+            Sums<KIND> acc;
+            products<T, KIND, COUNT, is_narrow.value>(acc, ring, at, steps, p.a_map, i + 1 < count);
+            if constexpr (KIND == DOWN_BWD) finish_down_bwd<T, COUNT>(chunks, w, acc, number);
+            else finish_plain<T, KIND, COUNT, WIDTH>(p, rows, w, acc);
+        };
+        // Gradients through the activation, whose code is long, have no case for the last columns.
+        if (KIND != DOWN_BWD && narrow<KIND>(p, w.column)) tile(Constant<2>{}, Constant<KIND != DOWN_BWD>{});
+        else if (w.rows > 64) tile(Constant<2>{}, Constant<0>{});
+        else tile(Constant<1>{}, Constant<0>{});
+    }
+    bulk_wait_read();
+}
+
+template <class T, int KIND>
+__device__ __forceinline__ void run(const Gemm& p, const CUtensorMap& a, const CUtensorMap& b, const Tensors& tensors) {
+    extern __shared__ __align__(1024) char raw[];
+    const Ring<KIND> ring{address(raw)};
+    if (threadIdx.x == 0) {
+        for (int s = 0; s < Layout<KIND>::STAGES; s++) {
+            // The copy engine's thread, and all that gather.
+            barrier_init(ring.full_at(s), p.a_map ? 129 : 1);
+            // Four warps of each block read a stage, or all eight.
+            barrier_init(ring.empty_at(s), TOGETHER<KIND> ? 16 : 8);
+        }
+        for (int at = Layout<KIND>::PRIVATE; at < Layout<KIND>::BYTES; at += 8) barrier_init(ring.base + at, 1);
+        asm volatile("fence.mbarrier_init.release.cluster;\n" ::: "memory");
+    }
+    cluster_sync();
+    const int role = __shfl_sync(~0u, threadIdx.x / 128, 0);
+    if (role == 2) {
+        if (TOGETHER<KIND>) asm volatile("setmaxnreg.dec.sync.aligned.u32 56;\n");
+        else asm volatile("setmaxnreg.dec.sync.aligned.u32 40;\n");
+        if (p.a_map) gather<KIND>(p, a, b, ring);
+        else if (threadIdx.x % 128 == 0) produce<KIND>(p, a, b, ring);
+        __syncwarp();
+    } else {
+        if (TOGETHER<KIND>) asm volatile("setmaxnreg.inc.sync.aligned.u32 224;\n");
+        else asm volatile("setmaxnreg.inc.sync.aligned.u32 232;\n");
+        if constexpr (TOGETHER<KIND>) multiply_together<T>(p, ring);
+        else multiply_in_turns<T, KIND>(p, tensors, ring);
+    }
+    // No block leaves while the other may still signal it.
+    cluster_sync();
+}
+
+}  // namespace rows

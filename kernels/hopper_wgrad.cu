@@ -1,0 +1,371 @@
+// Weight gradients on Hopper (sm_90a): for each expert, the sum over its slots of one row times another. Every other
+// architecture, and what src/cuda/wgrad.rs says, takes the portable kernels. Empty where the architecture is another.
+//
+// The output of an expert is cut into tiles of 128 by 256. The narrow side is the operand that may lie behind a map: a
+// warpgroup of producers gathers it with copies of 16 bytes a thread, as the copy engine (TMA) cannot follow a map. The
+// wide side lies in slot order and comes by the copy engine. Two warpgroups multiply, 64 columns of the narrow side each.
+// Sums leave through shared memory as they are or transposed, so that the mapped operand may be the left or the right
+// one. Notes: kernels/NOTES.md.
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL) || !defined(__CUDA_ARCH__)
+#include "common/common.cuh"
+#include "common/pipeline.cuh"
+#include "common/wgmma.cuh"
+
+namespace {
+using namespace hopper;
+
+constexpr int NARROW = 128, WIDE = 256, BK = 64, STAGES = 4, THREADS = 384;
+// Operands lie in blocks of 64 columns: a row of 128 bytes for each slot, swizzled.
+constexpr int BLOCK = BK * 128, A_BYTES = NARROW / 64 * BLOCK, B_BYTES = WIDE / 64 * BLOCK, STAGE = A_BYTES + B_BYTES;
+// Sums leave 64 rows of 128 bytes at a time; each multiplying warpgroup has two such slices.
+constexpr int SLICE = 64 * 128, SLICES = 2;
+constexpr int SHARED = 1024 + STAGES * STAGE + 2 * SLICES * SLICE + 2 * STAGES * 8;
+static_assert(SHARED == 230464 && SHARED <= 232448, "src/cuda/launch.rs reserves as much");
+
+// A box of the output, of which the part outside the matrix is dropped.
+__device__ __forceinline__ void bulk_store(const CUtensorMap& map, uint32_t from, int x, int y, int z, bool add) {
+    if (add) {
+        asm volatile("cp.reduce.async.bulk.tensor.3d.global.shared::cta.add.tile.bulk_group [%0, {%2, %3, %4}], [%1];\n" ::"l"(&map),
+                     "r"(from), "r"(x), "r"(y), "r"(z)
+                     : "memory");
+    } else {
+        asm volatile("cp.async.bulk.tensor.3d.global.shared::cta.tile.bulk_group [%0, {%2, %3, %4}], [%1];\n" ::"l"(&map), "r"(from),
+                     "r"(x), "r"(y), "r"(z)
+                     : "memory");
+    }
+}
+__device__ __forceinline__ void proxy_fence() { asm volatile("fence.proxy.async.shared::cta;\n" ::: "memory"); }
+__device__ __forceinline__ void named_barrier(int id, int threads) { asm volatile("bar.sync %0, %1;\n" ::"r"(id), "r"(threads) : "memory"); }
+
+// ------------------------------------------------------------------------------------------ the order of tiles
+
+struct Tile {
+    int group;
+    int narrow, wide;  // first column of either side
+    int first, count;  // slots
+};
+
+// The tiles of this block, an expert after the other; within one, along the narrow side first: blocks that run side by
+// side then read the same columns of the wide one. Zones are read a tile ahead of their use.
+struct Walk {
+    const WeightGrad& p;
+    unsigned id, narrow_tiles, per_group, total;
+    long long offset, count;
+
+    __device__ explicit Walk(const WeightGrad& p) : p(p), id(blockIdx.x), offset(0), count(0) {
+        narrow_tiles = static_cast<unsigned>((p.narrow + NARROW - 1) / NARROW);
+        per_group = narrow_tiles * static_cast<unsigned>((p.wide + WIDE - 1) / WIDE);
+        total = per_group * static_cast<unsigned>(p.groups);
+        read_ahead();
+    }
+    __device__ __forceinline__ void read_ahead() {
+        if (id >= total) return;
+        const unsigned group = id / per_group;
+        // Volatile, or the compiler would wait with the load until the numbers are needed.
+        asm volatile("ld.global.nc.s64 %0, [%1];\n" : "=l"(offset) : "l"(p.offsets + group));
+        asm volatile("ld.global.nc.s64 %0, [%1];\n" : "=l"(count) : "l"(p.counts + group));
+    }
+    __device__ __forceinline__ bool next(Tile& t) {
+        if (id >= total) return false;
+        t.group = static_cast<int>(id / per_group);
+        const unsigned within = id % per_group;
+        t.narrow = static_cast<int>(within % narrow_tiles * NARROW);
+        t.wide = static_cast<int>(within / narrow_tiles * WIDE);
+        t.first = static_cast<int>(offset), t.count = static_cast<int>(count);
+        if (offset < 0 || count < 0 || offset > p.slots - count) {
+            if (threadIdx.x == 0 && count != 0) raise_fault(p.fault, FAULT_ZONE, t.group);
+            t.first = t.count = 0;
+        }
+        id += gridDim.x;
+        read_ahead();
+        return true;
+    }
+};
+
+// Stages in shared memory: `full` counts 128 producers and the copy engine's bytes, `empty` the 8 multiplying warps.
+struct Ring {
+    uint32_t stages, full, empty;
+    int stage = 0;
+    uint32_t parity = 0;
+    __device__ void next() {
+        if (++stage == STAGES) stage = 0, parity ^= 1;
+    }
+    __device__ uint32_t at() const { return stages + stage * STAGE; }
+    __device__ uint32_t full_barrier() const { return full + stage * 8; }
+    __device__ uint32_t empty_barrier() const { return empty + stage * 8; }
+};
+
+// ------------------------------------------------------------------------------------------ producers
+
+// The part of a producer in the gathered operand: in each step four rows, 16 bytes in each of two blocks of columns.
+struct Gather {
+    const WeightGrad& p;
+    const char* column;  // the thread's first column in row 0
+    int64_t pitch;       // bytes of a row
+    const int32_t* map;  // of the zone, from the lane's first entry on
+    int slot;            // that entry, within the zone
+    uint32_t live;       // which of the two blocks have the thread's columns
+    int32_t ahead[3];    // rows of two steps each: a lane holds one, and all the warp's 16 of both are among the lanes
+
+    __device__ Gather(const WeightGrad& p, const Tile& t) : p(p), pitch(p.narrow * 2) {
+        const int lane = threadIdx.x % 32, warp = threadIdx.x % 128 / 32, at = t.narrow + lane % 8 * 8;
+        column = static_cast<const char*>(p.mapped) + static_cast<int64_t>(at) * 2;
+        live = (at < p.narrow ? 1 : 0) | (at + 64 < p.narrow ? 2 : 0);
+        slot = lane / 16 * 64 + lane % 16 / 4 * 16 + warp * 4 + lane % 4;
+        map = p.map + t.first + slot;
+#pragma unroll
+        for (int i = 0; i < 3; i++) ahead[i] = read(i * 2 * BK, t.count);
+    }
+    __device__ __forceinline__ int32_t read(int k, int count) const {
+        int32_t row = -1;
+        if (slot + k < count) asm volatile("ld.global.nc.s32 %0, [%1];\n" : "=r"(row) : "l"(map + k));
+        return row;
+    }
+    // Zeros where there is no slot, and where the map points outside.
+    __device__ __forceinline__ void copy_rows(uint32_t to, int k, int count) {
+        const int lane = threadIdx.x % 32, row = threadIdx.x % 128 / 8, chunk = lane % 8, second = k / BK % 2;
+        to += row * 128 + ((chunk ^ (row & 7)) << 4);
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            int from = __shfl_sync(~0u, ahead[0], second * 16 + i * 4 + lane / 8);
+            bool valid = row + i * 16 < count - k;
+            if (static_cast<unsigned>(from) >= p.mapped_rows) {
+                if (valid) raise_fault(p.fault, FAULT_MAP, map - p.map - slot + k + row + i * 16);
+                valid = false, from = 0;
+            }
+            const char* source = column + from * pitch;
+            copy(to + i * 2048, source, valid && live & 1);
+            copy(to + i * 2048 + BLOCK, live & 2 ? source + 128 : source, valid && live & 2);
+        }
+        if (second) {
+            ahead[0] = ahead[1], ahead[1] = ahead[2];
+            ahead[2] = read(k + 5 * BK, count);
+        }
+    }
+};
+
+__device__ __forceinline__ void produce(const WeightGrad& p, const CUtensorMap& narrow, const CUtensorMap& wide, Ring ring) {
+    const bool leader = threadIdx.x % 128 == 0, gathers = p.map != nullptr;
+    Walk walk(p);
+    Tile t;
+    while (walk.next(t)) {
+        Gather gather(p, gathers ? t : Tile{});
+        for (int k = 0; k < t.count; k += BK) {
+            barrier_wait(ring.empty_barrier(), ring.parity ^ 1);
+            const uint32_t full = ring.full_barrier();
+            if (leader) {
+                barrier_expect(full, B_BYTES + (gathers ? 0 : A_BYTES));
+#pragma unroll
+                for (int b = 0; b < WIDE / 64; b++) bulk(ring.at() + A_BYTES + b * BLOCK, wide, full, t.wide + b * 64, t.first + k);
+                for (int b = 0; b < NARROW / 64 && !gathers; b++) bulk(ring.at() + b * BLOCK, narrow, full, t.narrow + b * 64, t.first + k);
+            }
+            if (gathers) gather.copy_rows(ring.at(), k, t.count);
+            barrier_arrive_after_copies(full);
+            ring.next();
+        }
+    }
+}
+
+// ------------------------------------------------------------------------------------------ sums
+
+// Operand of which a row is one slot: 64-column blocks follow each other, eight slots are 1024 bytes.
+__device__ __forceinline__ uint64_t descriptor(uint32_t at) {
+    const uint64_t leading = BLOCK, stride = 1024;
+    return ((at & 0x3ffff) >> 4) | (leading >> 4 << 16) | (stride >> 4 << 32) | (1ull << 62);
+}
+
+// The last step of a zone: the copy engine has brought rows of the next one, or padding, which may be NaN and would
+// spoil the sum even against zeros. Those within the last 16 become zeros; the others are not multiplied.
+__device__ __forceinline__ void blank_rows(uint32_t at, int blocks, int live) {
+    const int dead = (16 - live % 16) % 16;
+    for (int i = threadIdx.x; i < blocks * dead * 8; i += 256) {
+        const uint32_t to = at + i / (dead * 8) * BLOCK + live * 128 + i % (dead * 8) * 16;
+        asm volatile("st.shared.v4.u32 [%0], {%1, %1, %1, %1};\n" ::"r"(to), "r"(0) : "memory");
+    }
+}
+
+// A slice's 32 sums of each thread to 64 rows of 128 bytes, swizzled, in the order of the output. Slice s of 16-bit sums
+// holds columns 64 s of the wide side on.
+template <class T>
+__device__ __forceinline__ void stage_half(uint32_t to, const float* v, bool transposed) {
+    const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32, half = lane / 8 % 2;
+#pragma unroll
+    for (int j = 0; j < 8; j += 2) {
+        uint32_t w[4];
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            T pair[2] = {from_float<T>(v[4 * j + 2 * i]), from_float<T>(v[4 * j + 2 * i + 1])};
+            memcpy(&w[i], pair, 4);
+        }
+        // Matrices of 8 x 8: rows 0 and 8 of columns 8 j, then of 8 (j + 1). This lane addresses a row of one of them.
+        const int block = j + lane / 16, other = warp * 2 + half;
+        const int row = transposed ? block * 8 + lane % 8 : other * 8 + lane % 8, chunk = transposed ? other : block;
+        const uint32_t at = to + row * 128 + ((chunk ^ (row & 7)) << 4);
+        if (transposed) {
+            asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};\n" ::"r"(at), "r"(w[0]), "r"(w[1]), "r"(w[2]), "r"(w[3]) : "memory");
+        } else {
+            asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};\n" ::"r"(at), "r"(w[0]), "r"(w[1]), "r"(w[2]), "r"(w[3]) : "memory");
+        }
+    }
+}
+
+// The same in f32, 16 sums of each thread: 32 columns of the wide side, in two boxes of 32 by 32.
+__device__ __forceinline__ void stage_full(uint32_t to, const float* v, bool transposed) {
+    const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
+#pragma unroll
+    for (int i = 0; i < 16; i++) {
+        const int n = warp * 16 + lane / 4 + i / 2 % 2 * 8, w = i / 4 * 8 + lane % 4 * 2 + i % 2;
+        const int row = transposed ? n / 32 * 32 + w : n, x = transposed ? n % 32 : w;
+        const uint32_t at = to + row * 128 + ((x / 4 ^ (row & 7)) << 4) + x % 4 * 4;
+        asm volatile("st.shared.f32 [%0], %1;\n" ::"r"(at), "f"(v[i]) : "memory");
+    }
+}
+
+template <class T>
+__device__ __forceinline__ void finish(const WeightGrad& p, const CUtensorMap& out, const Tile& t, const float (&acc)[128], uint32_t slices) {
+    const int group = threadIdx.x / 128;
+    const bool issues = threadIdx.x % 128 == 0, transposed = p.transposed, full = p.out_type == TYPE_F32;
+    const int narrow = t.narrow + group * 64;
+    auto slice = [&](int s, auto&& stage, auto&& store) {
+        const uint32_t at = slices + (group * SLICES + s % SLICES) * SLICE;
+        if (issues) asm volatile("cp.async.bulk.wait_group.read %0;\n" ::"n"(SLICES - 1) : "memory");
+        named_barrier(1 + group, 128);
+        stage(at);
+        proxy_fence();
+        named_barrier(1 + group, 128);
+        if (issues) {
+            store(at);
+            asm volatile("cp.async.bulk.commit_group;\n" ::: "memory");
+        }
+    };
+    if (full) {
+#pragma unroll
+        for (int s = 0; s < 8; s++) {
+            const int wide = t.wide + s * 32;
+            slice(s, [&](uint32_t at) { stage_full(at, acc + 16 * s, transposed); },
+                  [&](uint32_t at) {
+                      for (int b = 0; b < 2; b++) {
+                          const int x = transposed ? narrow + b * 32 : wide, y = transposed ? wide : narrow + b * 32;
+                          bulk_store(out, at + b * 4096, x, y, t.group, p.accumulate);
+                      }
+                  });
+        }
+    } else {
+#pragma unroll
+        for (int s = 0; s < 4; s++) {
+            const int wide = t.wide + s * 64;
+            slice(s, [&](uint32_t at) { stage_half<T>(at, acc + 32 * s, transposed); },
+                  [&](uint32_t at) { bulk_store(out, at, transposed ? narrow : wide, transposed ? wide : narrow, t.group, p.accumulate); });
+        }
+    }
+}
+
+// Keeps the compiler from moving what touches the sums across matrix instructions.
+__device__ __forceinline__ void hold(float (&acc)[128]) {
+#pragma unroll
+    for (int i = 0; i < 128; i++) asm volatile("" : "+f"(acc[i])::"memory");
+}
+__device__ __forceinline__ void begin(float (&acc)[128]) {
+    hold(acc);
+    asm volatile("wgmma.fence.sync.aligned;\n" ::: "memory");
+}
+__device__ __forceinline__ void commit() { asm volatile("wgmma.commit_group.sync.aligned;\n" ::: "memory"); }
+
+template <class T>
+__device__ __forceinline__ void multiply(const WeightGrad& p, const CUtensorMap& out, Ring ring, uint32_t slices) {
+    const uint32_t own = threadIdx.x / 128 * BLOCK;
+    const int lane = threadIdx.x % 32;
+    auto release = [&](int stage) {
+        if (lane == 0) barrier_arrive(ring.empty + stage * 8);
+    };
+    Walk walk(p);
+    Tile t;
+    float acc[128];
+    while (walk.next(t)) {
+        if (t.count == 0) {
+#pragma unroll
+            for (int i = 0; i < 128; i++) acc[i] = 0.0f;
+        }
+        int before = -1, k = 0;
+        for (; k + BK <= t.count; k += BK) {
+            barrier_wait(ring.full_barrier(), ring.parity);
+            // The gathering copies were ordinary writes; wgmma reads through another proxy.
+            proxy_fence();
+            const uint64_t a = descriptor(ring.at() + own), b = descriptor(ring.at() + A_BYTES);
+            begin(acc);
+#pragma unroll
+            for (int i = 0; i < BK / 16; i++) wgmma<1, 1>(acc, a + i * 128, b + i * 128, k + i > 0, T{});
+            commit();
+            asm volatile("wgmma.wait_group.sync.aligned 1;\n" ::: "memory");
+            if (before >= 0) release(before);
+            before = ring.stage;
+            ring.next();
+        }
+        asm volatile("wgmma.wait_group.sync.aligned 0;\n" ::: "memory");
+        hold(acc);
+        if (before >= 0) release(before);
+        if (k < t.count) {
+            const int live = t.count - k;
+            barrier_wait(ring.full_barrier(), ring.parity);
+            if (live % 16 != 0) {
+                blank_rows(ring.at() + A_BYTES, WIDE / 64, live);
+                if (!p.map) blank_rows(ring.at(), NARROW / 64, live);
+                proxy_fence();
+                named_barrier(3, 256);
+            }
+            proxy_fence();
+            const uint64_t a = descriptor(ring.at() + own), b = descriptor(ring.at() + A_BYTES);
+#pragma unroll 1
+            for (int i = 0; i * 16 < live; i++) {
+                begin(acc);
+                wgmma<1, 1>(acc, a + i * 128, b + i * 128, k + i > 0, T{});
+                commit();
+                asm volatile("wgmma.wait_group.sync.aligned 0;\n" ::: "memory");
+                hold(acc);
+            }
+            release(ring.stage);
+            ring.next();
+        }
+        finish<T>(p, out, t, acc, slices);
+    }
+    // The copy engine must have read the last slices before their memory goes.
+    if (threadIdx.x % 128 == 0) asm volatile("cp.async.bulk.wait_group.read 0;\n" ::: "memory");
+}
+
+template <class T>
+__device__ __forceinline__ void run(const WeightGrad& p, const CUtensorMap& narrow, const CUtensorMap& wide, const CUtensorMap& out) {
+    extern __shared__ char raw[];
+    const uint32_t base = (address(raw) + 1023) / 1024 * 1024, slices = base + STAGES * STAGE;
+    const uint32_t barriers = slices + 2 * SLICES * SLICE;
+    const Ring ring{base, barriers, barriers + STAGES * 8};
+    if (threadIdx.x == 0) {
+        for (int s = 0; s < STAGES; s++) {
+            barrier_init(ring.full + s * 8, 128);
+            barrier_init(ring.empty + s * 8, 8);
+        }
+        asm volatile("fence.mbarrier_init.release.cluster;\n" ::: "memory");
+    }
+    __syncthreads();
+    const int role = __shfl_sync(~0u, threadIdx.x / 128, 0);
+    if (role == 2) {
+        asm volatile("setmaxnreg.dec.sync.aligned.u32 72;\n");
+        produce(p, narrow, wide, ring);
+    } else {
+        asm volatile("setmaxnreg.inc.sync.aligned.u32 216;\n");
+        multiply<T>(p, out, ring, slices);
+    }
+    // Copies must not outlive the block's shared memory.
+    asm volatile("cp.async.wait_all;\n" ::: "memory");
+}
+}  // namespace
+
+#define WGRAD(name, T)                                                                            \
+    extern "C" __global__ void __launch_bounds__(THREADS, 1)                                      \
+        name(const __grid_constant__ WeightGrad p, const __grid_constant__ CUtensorMap narrow,    \
+             const __grid_constant__ CUtensorMap wide, const __grid_constant__ CUtensorMap out) { \
+        run<T>(p, narrow, wide, out);                                                             \
+    }
+
+WGRAD(hopper_wgrad_bf16, bf16)
+WGRAD(hopper_wgrad_f16, f16)
+#endif

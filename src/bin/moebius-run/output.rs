@@ -1,0 +1,148 @@
+//! What the ranks print, line by line with the rank before it.
+
+use std::io::{self, Read, Write};
+use std::os::fd::{AsRawFd, OwnedFd};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread::JoinHandle;
+
+use super::group::Group;
+
+/// A longer line is broken up.
+const LONGEST_LINE: usize = 64 << 10;
+/// How often the thread looks whether the ranks have ended, in milliseconds.
+const LOOK: i32 = 100;
+/// What is still read from a pipe once they have: more than a pipe holds comes from a process that left the group.
+const MOST_AFTER_END: usize = 1 << 20;
+
+pub struct Output {
+    ended: Arc<AtomicBool>,
+    thread: JoinHandle<()>,
+}
+
+impl Output {
+    /// Takes the ranks' pipes to a thread of its own.
+    pub fn of(group: &mut Group) -> io::Result<Self> {
+        let mut streams = Vec::new();
+        for rank in group.ranks() {
+            let pipes = [
+                (rank.child.stdout.take().map(OwnedFd::from), Sink::Out),
+                (rank.child.stderr.take().map(OwnedFd::from), Sink::Err),
+            ];
+            for (pipe, sink) in pipes {
+                let Some(pipe) = pipe else { continue };
+                let prefix = format!("[{}] ", rank.rank).into_bytes();
+                streams.push(Stream { pipe: pipe.into(), sink, prefix, line: Vec::new(), after_end: 0 });
+            }
+        }
+        let ended = Arc::new(AtomicBool::new(false));
+        let told = Arc::clone(&ended);
+        let thread = std::thread::Builder::new().name("output".to_string()).spawn(move || pump(streams, &told))?;
+        Ok(Self { ended, thread })
+    }
+
+    /// After the ranks have ended: returns once all they printed is written.
+    pub fn finish(self) {
+        self.ended.store(true, Ordering::Release);
+        let _ = self.thread.join();
+    }
+}
+
+#[derive(Clone, Copy)]
+enum Sink {
+    Out,
+    Err,
+}
+
+struct Stream {
+    pipe: std::fs::File,
+    sink: Sink,
+    prefix: Vec<u8>,
+    /// The start of a line whose end has not come.
+    line: Vec<u8>,
+    after_end: usize,
+}
+
+fn pump(mut streams: Vec<Stream>, ended: &AtomicBool) {
+    let mut buffer = vec![0; 64 << 10];
+    while !streams.is_empty() {
+        let over = ended.load(Ordering::Acquire);
+        let mut polled: Vec<libc::pollfd> = streams
+            .iter()
+            .map(|stream| libc::pollfd { fd: stream.pipe.as_raw_fd(), events: libc::POLLIN, revents: 0 })
+            .collect();
+        // SAFETY: pointer and length are those of one live vector; its descriptors are open.
+        let ready = unsafe { libc::poll(polled.as_mut_ptr(), polled.len() as libc::nfds_t, LOOK) };
+        if ready == 0 && over {
+            // A pipe that is open and empty is held by a process that has left the group.
+            break;
+        }
+        if ready <= 0 {
+            continue;
+        }
+        let mut polled = polled.iter();
+        streams.retain_mut(|stream| {
+            let readable = polled.next().is_some_and(|polled| polled.revents != 0);
+            !readable || stream.read(&mut buffer, over)
+        });
+    }
+    streams.iter_mut().for_each(Stream::end);
+}
+
+impl Stream {
+    /// Reads once, which does not block; false at the end.
+    fn read(&mut self, buffer: &mut [u8], over: bool) -> bool {
+        match self.pipe.read(buffer) {
+            Ok(0) => {}
+            Ok(count) => {
+                self.take(&buffer[..count]);
+                self.after_end += if over { count } else { 0 };
+                if self.after_end < MOST_AFTER_END {
+                    return true;
+                }
+            }
+            Err(error) if error.kind() == io::ErrorKind::Interrupted => return true,
+            Err(_) => {}
+        }
+        self.end();
+        false
+    }
+
+    fn take(&mut self, bytes: &[u8]) {
+        let mut text = Vec::with_capacity(bytes.len() + 16 * self.prefix.len());
+        for part in bytes.split_inclusive(|byte| *byte == b'\n') {
+            self.line.extend_from_slice(part);
+            if self.line.ends_with(b"\n") || self.line.len() >= LONGEST_LINE {
+                self.flush_line(&mut text);
+            }
+        }
+        self.write(&text);
+    }
+
+    fn end(&mut self) {
+        let mut text = Vec::new();
+        if !self.line.is_empty() {
+            self.flush_line(&mut text);
+        }
+        self.write(&text);
+    }
+
+    fn flush_line(&mut self, text: &mut Vec<u8>) {
+        text.extend_from_slice(&self.prefix);
+        text.append(&mut self.line);
+        if !text.ends_with(b"\n") {
+            text.push(b'\n');
+        }
+    }
+
+    /// Whole lines at once. If nobody reads them any more the ranks are still drained, or they would stand still.
+    fn write(&self, text: &[u8]) {
+        let _ = match self.sink {
+            Sink::Out => {
+                let mut out = io::stdout().lock();
+                out.write_all(text).and_then(|()| out.flush())
+            }
+            Sink::Err => io::stderr().lock().write_all(text),
+        };
+    }
+}

@@ -1,0 +1,125 @@
+//! One job: start, wait, end.
+
+use std::net::TcpListener;
+use std::process::Command;
+use std::time::{Duration, Instant};
+
+use moebius::ranks::{Identity, Token, VARIABLES};
+
+use super::args::Options;
+use super::group::Group;
+use super::output::Output;
+use super::say;
+use super::signals::{Event, Signals};
+
+/// Longest time between two looks at the ranks: SIGCHLD tells sooner.
+const LOOK: Duration = Duration::from_millis(200);
+/// Ports to choose from: below those that Linux gives to connections, which could take one before rank 0 does.
+const PORTS: std::ops::Range<u16> = 20_000..32_000;
+
+#[derive(Debug, thiserror::Error)]
+pub enum RunError {
+    #[error("{0}")]
+    Rank(#[from] moebius::Error),
+    #[error("{program}: {error}")]
+    Start { program: String, error: std::io::Error },
+    #[error("{operation}: {error}")]
+    System { operation: &'static str, error: std::io::Error },
+    #[error("no free port in {PORTS:?} on 127.0.0.1; give --address")]
+    NoPort,
+}
+
+impl RunError {
+    pub fn status(&self) -> u8 {
+        match self {
+            RunError::Start { error, .. } if error.kind() == std::io::ErrorKind::NotFound => 127,
+            RunError::Start { .. } => 126,
+            _ => 1,
+        }
+    }
+}
+
+/// Runs the job and returns its status.
+pub fn run(options: &Options) -> Result<u8, RunError> {
+    // Before any thread, so that all of them have the signals blocked.
+    let signals = Signals::block().map_err(|error| RunError::System { operation: "block signals", error })?;
+    // Several hosts share one from outside; a host of its own needs nobody else's.
+    let token = if options.world.is_some() { Token::from_env()? } else { Token::random()? };
+    let address = match &options.address {
+        Some(address) => address.clone(),
+        None => free_address(&token)?,
+    };
+    let world = options.world.unwrap_or(options.ranks);
+    // The ranks would refuse a bad address too, each with a message of its own.
+    Identity::new(options.first, world, 0, Some(&address))?;
+    let mut group = Group::start(options.first, options.ranks, signals.before(), |rank| {
+        let mut command = Command::new(&options.program);
+        command.args(&options.args);
+        for name in VARIABLES {
+            command.env_remove(name);
+        }
+        command
+            .env("MOEBIUS_RANK", rank.to_string())
+            .env("MOEBIUS_WORLD", world.to_string())
+            .env("MOEBIUS_LOCAL_RANK", (rank - options.first).to_string())
+            .env("MOEBIUS_ADDRESS", &address)
+            .env("MOEBIUS_TOKEN", token.to_hex());
+        command
+    })
+    .map_err(|error| RunError::Start { program: options.program.to_string_lossy().into_owned(), error })?;
+    let output = match Output::of(&mut group) {
+        Ok(output) => output,
+        Err(error) => {
+            group.finish();
+            return Err(RunError::System { operation: "start a thread", error });
+        }
+    };
+    let status = watch(&mut group, &signals, options.grace);
+    group.finish();
+    output.finish();
+    Ok(status)
+}
+
+/// Waits until all ranks have ended; the status is the first failed one's.
+fn watch(group: &mut Group, signals: &Signals, grace: Duration) -> u8 {
+    let mut status = 0;
+    let mut kill_at = None;
+    loop {
+        for (rank, ended) in group.newly_ended() {
+            if ended.status() == 0 || status != 0 {
+                continue;
+            }
+            status = ended.status();
+            kill_at = Some(Instant::now() + grace);
+            let others = if group.all_ended() { "" } else { "; ending the others" };
+            say(&format!("rank {rank} {ended}{others}"));
+            group.signal(libc::SIGTERM);
+        }
+        if group.all_ended() {
+            return status;
+        }
+        let mut wait = LOOK;
+        if let Some(at) = kill_at {
+            wait = wait.min(at.saturating_duration_since(Instant::now()));
+            if wait.is_zero() {
+                group.signal(libc::SIGKILL);
+                kill_at = None;
+                wait = LOOK;
+            }
+        }
+        if let Event::Signal(signal) = signals.next(wait) {
+            group.signal(signal);
+        }
+    }
+}
+
+/// A free port on loopback. Rank 0 binds it a moment later; should another process be faster, it fails and says so.
+fn free_address(token: &Token) -> Result<String, RunError> {
+    let random = token.to_hex().bytes().fold(0u32, |sum, byte| sum.wrapping_mul(31).wrapping_add(u32::from(byte)));
+    let count = u32::from(PORTS.end - PORTS.start);
+    (0..count)
+        .map(|i| PORTS.start + (random.wrapping_add(i) % count) as u16)
+        .find(|port| TcpListener::bind(("127.0.0.1", *port)).is_ok())
+        .map(|port| format!("127.0.0.1:{port}"))
+        .ok_or(RunError::NoPort)
+}

@@ -1,0 +1,215 @@
+//! Gradients of the experts' weights and biases: sums over the slots of each expert.
+//!
+//! The sums may be in f32 where the operands are 16-bit, for gradients that many steps add to.
+
+use std::ffi::c_void;
+
+use crate::dtype::DType;
+use crate::error::Result;
+use crate::kernels::{BiasGrad, Wgrad, Zones};
+use crate::tensor::TensorMut;
+
+use super::device::Cuda;
+use super::experts::{dims3, family};
+use super::launch::{Grid, HOPPER_WGRAD};
+use super::params::{self, type_code};
+use super::rows::to_slots;
+use super::tensor_map::Matrices;
+use super::zones::{Source, check_zones, input, optional, output, pointer};
+
+const CALL: &str = "wgrad";
+/// Columns of a Hopper tile's wide side.
+const WIDE: usize = 256;
+
+/// Columns of the wide side from which rows behind a map are brought into slot order first: each is then read so often
+/// that the copy engine, which follows no map, makes up for it.
+const GATHER_FIRST: usize = 2048;
+
+/// A sum over slots, checked.
+struct Sums<'a> {
+    device: &'a Cuda,
+    dtype: DType,
+    left: Source,
+    right: Source,
+    /// Experts, columns of the left rows, of the right rows.
+    sizes: [usize; 3],
+    zones: &'a Zones<Cuda>,
+    slot_weights: u64,
+    out: u64,
+    out_type: DType,
+    accumulate: bool,
+}
+
+pub(super) fn wgrad(device: &Cuda, call: Wgrad<'_, Cuda>) -> Result<()> {
+    let [experts, m, n] = dims3(CALL, "out", call.out.dims())?;
+    let dtype = call.left.base.dtype();
+    type_code(CALL, "left", dtype)?;
+    let zones = call.zones;
+    check_zones(CALL, zones, experts)?;
+    let out_type = gradient_type(dtype, &call.out);
+    let sums = Sums {
+        device,
+        dtype,
+        left: Source::new(CALL, "left", &call.left, (dtype, m, zones.rows))?,
+        right: Source::new(CALL, "right", &call.right, (dtype, n, zones.rows))?,
+        sizes: [experts, m, n],
+        zones,
+        slot_weights: optional(CALL, "slot_weights", &call.slot_weights, DType::F32, &[zones.rows])?,
+        out: output(CALL, "out", call.out, out_type, &[experts, m, n])?,
+        out_type,
+        accumulate: call.accumulate,
+    };
+    match sums.hopper_serves() {
+        true => sums.hopper()?,
+        false => sums.portable()?,
+    }
+    call.bias.map_or(Ok(()), |bias| sums.bias(bias))
+}
+
+/// f32 where the caller's gradient is that, else the operands' type.
+fn gradient_type(operands: DType, out: &TensorMut<'_, Cuda>) -> DType {
+    if out.dtype() == DType::F32 { DType::F32 } else { operands }
+}
+
+impl Sums<'_> {
+    /// 16-bit types in whole 16-byte words, one operand at least in slot order, no weights in the sum.
+    fn hopper_serves(&self) -> bool {
+        let [experts, m, n] = self.sizes;
+        let narrow = HOPPER_WGRAD.tile;
+        let tiles = m.div_ceil(narrow) as u64 * n.div_ceil(narrow) as u64;
+        self.device.hopper()
+            && matches!(self.dtype, DType::BF16 | DType::F16)
+            && self.left.vector
+            && self.right.vector
+            && self.out.is_multiple_of(16)
+            && (self.left.map == 0 || self.right.map == 0)
+            && self.slot_weights == 0
+            && i32::try_from(tiles.saturating_mul(experts as u64)).is_ok()
+    }
+
+    fn hopper(&self) -> Result<()> {
+        let [experts, m, n] = self.sizes;
+        // The operand that may lie behind a map is the narrow one.
+        let transposed = self.right.map != 0;
+        let ((narrow, columns), (wide, wide_columns)) =
+            if transposed { ((&self.right, n), (&self.left, m)) } else { ((&self.left, m), (&self.right, n)) };
+        let gathered = match narrow.map != 0 && wide_columns >= GATHER_FIRST {
+            true => Some(to_slots(self.device, CALL, narrow, (self.zones.rows, columns, self.dtype))?),
+            false => None,
+        };
+        let in_order = gathered.as_ref().map(|rows| Source {
+            base: rows.view().data().ptr,
+            map: 0,
+            rows: self.zones.rows as i64,
+            vector: true,
+        });
+        let narrow = in_order.as_ref().unwrap_or(narrow);
+        let p = params::WeightGrad {
+            mapped: narrow.base,
+            map: narrow.map,
+            mapped_rows: narrow.rows,
+            narrow: columns as i64,
+            wide: wide_columns as i64,
+            offsets: self.zones.offsets.view().data().ptr,
+            counts: self.zones.counts.view().data().ptr,
+            slots: self.zones.rows as i64,
+            groups: experts as i64,
+            transposed: i64::from(transposed),
+            out_type: type_code(CALL, "out", self.out_type)?,
+            accumulate: i64::from(self.accumulate),
+            fault: self.device.inner.status,
+        };
+        let rows = |source: &Source, columns: usize| {
+            let sizes = [columns as u64, source.rows as u64];
+            Matrices { call: CALL, dtype: self.dtype, base: source.base, sizes: &sizes }.boxes(64)
+        };
+        let sizes = [n as u64, m as u64, experts as u64];
+        let out = Matrices { call: CALL, dtype: self.out_type, base: self.out, sizes: &sizes };
+        // Operands come 64 rows at a time, sums leave in squares of 64 or, in f32, 32.
+        let maps = [
+            rows(narrow, columns)?,
+            rows(wide, wide_columns)?,
+            out.boxes(if self.out_type == DType::F32 { 32 } else { 64 })?,
+        ];
+        let tiles = experts * columns.div_ceil(HOPPER_WGRAD.tile) * wide_columns.div_ceil(WIDE);
+        let blocks = tiles.min(self.device.inner.processors);
+        let grid = Grid { shared: HOPPER_WGRAD.shared, ..Grid::new(blocks, HOPPER_WGRAD.threads) };
+        let kernel = if self.dtype == DType::BF16 { "hopper_wgrad_bf16" } else { "hopper_wgrad_f16" };
+        let [a, b, c] = &maps;
+        let mut arguments: [*mut c_void; 4] = [
+            (&raw const p).cast_mut().cast(),
+            (&raw const *a).cast_mut().cast(),
+            (&raw const *b).cast_mut().cast(),
+            (&raw const *c).cast_mut().cast(),
+        ];
+        // SAFETY: all tensors were checked against the sizes in `p`; maps and zones, which only the device knows, are
+        // checked by the kernel. It takes these four arguments.
+        unsafe { self.device.launch_with(CALL, kernel, grid, &mut arguments) }
+    }
+
+    fn portable(&self) -> Result<()> {
+        let [experts, m, n] = self.sizes;
+        let (suffix, shape) = family(CALL, "left", self.dtype)?;
+        let code = type_code(CALL, "left", self.dtype)?;
+        let (m_tiles, n_tiles) = (m.div_ceil(shape.tile), n.div_ceil(shape.tile));
+        let p = params::Gemm {
+            a: self.left.base,
+            a_map: self.left.map,
+            a_rows: self.left.rows,
+            a_type: code,
+            b: self.right.base,
+            b_map: self.right.map,
+            b_rows: self.right.rows,
+            b_type: code,
+            offsets: self.zones.offsets.view().data().ptr,
+            counts: self.zones.counts.view().data().ptr,
+            m: m as i64,
+            n: n as i64,
+            k: self.zones.rows as i64,
+            groups: experts as i64,
+            scale: self.slot_weights,
+            out: self.out,
+            out_type: type_code(CALL, "out", self.out_type)?,
+            accumulate: i64::from(self.accumulate),
+            fault: self.device.inner.status,
+            vector_a: i64::from(self.left.vector),
+            vector_b: i64::from(self.right.vector),
+            m_tiles: m_tiles as i64,
+            n_tiles: n_tiles as i64,
+            split: 1,
+            ..Default::default()
+        };
+        let blocks = experts.saturating_mul(m_tiles).saturating_mul(n_tiles);
+        let grid = Grid { shared: shape.shared, ..Grid::new(blocks, shape.threads) };
+        // SAFETY: as for Hopper's kernels.
+        unsafe { self.device.launch(CALL, &format!("wgrad_{suffix}"), grid, &p) }
+    }
+
+    /// Gradient of the bias: the left rows alone, summed.
+    fn bias(&self, bias: BiasGrad<'_, Cuda>) -> Result<()> {
+        let [experts, m, _] = self.sizes;
+        if let Some(w) = &bias.slot_weights {
+            input(CALL, "bias.slot_weights", w, DType::F32, &[self.zones.rows])?;
+        }
+        let out_type = gradient_type(self.dtype, &bias.out);
+        let p = params::ColumnSums {
+            rows: self.left.base,
+            map: self.left.map,
+            base_rows: self.left.rows,
+            kind: type_code(CALL, "left", self.dtype)?,
+            scale: pointer(&bias.slot_weights),
+            offsets: self.zones.offsets.view().data().ptr,
+            counts: self.zones.counts.view().data().ptr,
+            slots: self.zones.rows as i64,
+            groups: experts as i64,
+            width: m as i64,
+            out: output(CALL, "bias.out", bias.out, out_type, &[experts, m])?,
+            out_type: type_code(CALL, "bias.out", out_type)?,
+            accumulate: i64::from(self.accumulate),
+            fault: self.device.inner.status,
+        };
+        let grid = Grid { blocks: (m.div_ceil(32), experts), threads: 256, shared: 0 };
+        // SAFETY: as for the weight gradient.
+        unsafe { self.device.launch(CALL, "column_sums", grid, &p) }
+    }
+}

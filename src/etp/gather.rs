@@ -1,0 +1,295 @@
+//! Weights in: gathers, started one step ahead, and the memory that holds them.
+
+use std::fmt;
+use std::sync::Arc;
+
+use crate::comm::{Op, Tag};
+use crate::error::{Error, Result};
+use crate::tensor::{Tensor, TensorRef};
+use crate::weights::{Lease, WeightGuard, WeightSource};
+
+use super::chain::{Active, CALL, Chain, Inner, Node};
+use super::lane::{Job, Pending};
+use super::links::Step;
+use super::state::{Machine, State};
+use super::tickets::{Loan, Ticket, Usage};
+use super::{ShardDevice, Shards, WeightId};
+
+/// A gather under way.
+pub(super) struct Flight<D: ShardDevice> {
+    pending: Pending<D>,
+    ticket: Ticket,
+    /// The pass it is for.
+    serial: u64,
+}
+
+/// A sharded weight as a layer takes it: gathered when it is acquired, let go when the guard is dropped.
+pub struct Gathered<'a, D: ShardDevice> {
+    chain: &'a Chain<D>,
+    id: WeightId,
+    shards: Arc<Shards>,
+}
+
+impl<D: ShardDevice> fmt::Debug for Gathered<'_, D> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Gathered<{:?} {:?}>", self.id, self.shards.dims())
+    }
+}
+
+impl<D: ShardDevice> WeightSource<D> for Gathered<'_, D> {
+    fn dims(&self) -> &[usize] {
+        self.shards.dims()
+    }
+
+    fn acquire(&self, _stream: &D::Stream) -> Result<WeightGuard<'_, D>> {
+        let mut inner = self.chain.lock();
+        let (loan, step, serial) = inner.acquire(self.id, self.chain.options.prefetch)?;
+        let shards = Arc::clone(&self.shards);
+        let hold = Hold { chain: self.chain, loan: Some(loan), shards, step, serial };
+        Ok(WeightGuard::leased(Box::new(hold), None))
+    }
+}
+
+/// A gathered weight in use.
+struct Hold<'a, D: ShardDevice> {
+    chain: &'a Chain<D>,
+    loan: Option<Loan<D>>,
+    shards: Arc<Shards>,
+    step: Step,
+    serial: u64,
+}
+
+impl<D: ShardDevice> fmt::Debug for Hold<'_, D> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Hold<{:?}>", self.step)
+    }
+}
+
+impl<D: ShardDevice> Lease<D> for Hold<'_, D> {
+    fn tensor(&self) -> Result<TensorRef<'_, D>> {
+        let inner = self.chain.lock();
+        let now = inner.active.map(|active| active.serial);
+        match &self.loan {
+            Some(loan) if now == Some(self.serial) => self.shards.strip(loan.tensor.view()),
+            _ => {
+                let now = now.map_or("after it".to_string(), |now| format!("in pass {now}"));
+                let weight = inner.nodes.get(self.step.node).map_or(0, |node| node.weight);
+                let name = inner.weights.get(weight).map_or("", |weight| &weight.spec.name);
+                Err(inner.trouble(name, &format!("a read in pass {}, which gathered it", self.serial), &now))
+            }
+        }
+    }
+}
+
+impl<D: ShardDevice> Drop for Hold<'_, D> {
+    fn drop(&mut self) {
+        if let Some(loan) = self.loan.take() {
+            self.chain.lock().release(loan, self.step, self.serial);
+        }
+    }
+}
+
+impl<D: ShardDevice> Chain<D> {
+    /// A weight as a layer takes it.
+    ///
+    /// # Errors
+    /// A weight that there is not.
+    pub fn source(&self, id: WeightId) -> Result<Gathered<'_, D>> {
+        let shards = Arc::clone(&self.lock().weight(id)?.shards);
+        Ok(Gathered { chain: self, id, shards })
+    }
+
+    /// The whole weight, to be saved (collective), between passes.
+    ///
+    /// # Errors
+    /// A pass that runs; the collective's.
+    pub fn whole(&self, id: WeightId) -> Result<Tensor<D>> {
+        let mut inner = self.lock();
+        let weight = inner.weight(id)?;
+        let (shards, dtype) = (Arc::clone(&weight.shards), weight.spec.dtype);
+        if inner.active.is_some() {
+            return Err(inner.trouble(&weight.spec.name, "to be read whole between passes", "a pass that runs"));
+        }
+        let key = inner.key(id.0, Usage::Gathered, 0);
+        let ticket = inner.tickets.reserve(key);
+        let flight = inner.start(id.0, ticket, (u64::MAX - 1 - id.0 as u64, 0))?;
+        let loan = inner.land(flight)?;
+        let copied = shards.strip(loan.tensor.view()).and_then(|view| {
+            let mut whole = Tensor::empty(&self.device, dtype, shards.dims())?;
+            self.device.copy(view.data(), whole.view_mut().into_data())?;
+            Ok(whole)
+        });
+        inner.tickets.put(loan);
+        copied
+    }
+}
+
+impl<D: ShardDevice> Inner<D> {
+    /// The buffer of the pass's next weight, gathered, and its step; starts the gather of the one after.
+    fn acquire(&mut self, id: WeightId, prefetch: bool) -> Result<(Loan<D>, Step, u64)> {
+        let name = self.weight(id)?.spec.name.clone();
+        let Some(active) = self.active else {
+            return Err(self.trouble(&name, "a pass", "none"));
+        };
+        if !self.is_linked() {
+            let node = self.meet(id.0);
+            let loan = self.gather_now(node, active)?;
+            self.hold(node, active);
+            return Ok((loan, Step { node, fetch: true, keep: false }, active.serial));
+        }
+        let steps = &self.steps[active.phase as usize];
+        let (step, next) = (steps.get(active.cursor).copied(), steps.get(active.cursor + 1).copied());
+        let expected = step.map(|step| self.nodes[step.node].weight);
+        let (Some(step), true) = (step, expected == Some(id.0)) else {
+            let expected = expected.map_or("the end of the pass", |weight| &self.weights[weight].spec.name);
+            let expected = format!("{expected} next, as the first forward had it");
+            return Err(self.trouble(&name, &expected, "another order"));
+        };
+        let loan = self.arrive(step, active)?;
+        self.hold(step.node, active);
+        if let Some(next) = next.filter(|next| prefetch && next.fetch) {
+            self.ahead(next.node, active);
+        }
+        Ok((loan, step, active.serial))
+    }
+
+    /// The pass is one acquisition further.
+    fn hold(&mut self, node: usize, active: Active) {
+        self.nodes[node].holder = active.serial;
+        if let Some(active) = &mut self.active {
+            active.cursor += 1;
+        }
+    }
+
+    /// One more use in the first forward.
+    fn meet(&mut self, weight: usize) -> usize {
+        // Nothing is known of what follows, so any free buffer will do.
+        let mut parity = 0;
+        let ticket = loop {
+            let key = self.key(weight, Usage::Gathered, parity);
+            let ticket = self.tickets.reserve(key);
+            if self.tickets.is_free(ticket) {
+                break ticket;
+            }
+            parity += 1;
+        };
+        self.nodes.push(Node { weight, state: Machine::default(), ticket, flight: None, kept: None, holder: 0 });
+        self.nodes.len() - 1
+    }
+
+    /// The buffer that a step reads: one that is kept, one under way, or one gathered now.
+    fn arrive(&mut self, step: Step, active: Active) -> Result<Loan<D>> {
+        let node = &mut self.nodes[step.node];
+        if let Some(loan) = node.kept.take() {
+            return Ok(loan);
+        }
+        let Some(flight) = node.flight.take() else { return self.gather_now(step.node, active) };
+        let serial = flight.serial;
+        let landed = self.land(flight);
+        let (node, weights) = (&mut self.nodes[step.node], &self.weights);
+        let name = &weights[node.weight].spec.name;
+        let loan = landed.inspect_err(|_| node.state.reset())?;
+        node.state.go(State::DataReady, name)?;
+        if serial == active.serial {
+            return Ok(loan);
+        }
+        node.state.reset();
+        let found = self.trouble(name, &format!("a gather for pass {}", active.serial), &format!("pass {serial}"));
+        self.tickets.put(loan);
+        Err(found)
+    }
+
+    fn gather_now(&mut self, node: usize, active: Active) -> Result<Loan<D>> {
+        let weight = self.nodes[node].weight;
+        // Checked first: a weight that is still in use must not be gathered over.
+        let (at, name) = (&mut self.nodes[node], &self.weights[weight].spec.name);
+        at.state.go(State::DataReadySync, name)?;
+        let gathered = self.begin(node, active).and_then(|flight| self.land(flight));
+        gathered.inspect_err(|_| self.nodes[node].state.reset())
+    }
+
+    /// Starts the next step's gather. Where it cannot start, the step itself gathers, and reports what is wrong.
+    fn ahead(&mut self, node: usize, active: Active) {
+        let at = &self.nodes[node];
+        if at.state.state() != State::None || !self.tickets.is_free(at.ticket) {
+            return;
+        }
+        let Ok(flight) = self.begin(node, active) else { return };
+        self.traffic.ahead += 1;
+        let (node, weights) = (&mut self.nodes[node], &self.weights);
+        node.flight = Some(flight);
+        // The state is None, as just seen.
+        let moved = node.state.go(State::AsyncWait, &weights[node.weight].spec.name);
+        debug_assert!(moved.is_ok());
+    }
+
+    fn begin(&mut self, node: usize, active: Active) -> Result<Flight<D>> {
+        let sequence = active.number << 32 | node as u64;
+        let at = &self.nodes[node];
+        self.start(at.weight, at.ticket, (sequence, active.serial))
+    }
+
+    fn start(&mut self, weight: usize, ticket: Ticket, (sequence, serial): (u64, u64)) -> Result<Flight<D>> {
+        let into = self.tickets.take(ticket)?;
+        let weight = &self.weights[weight];
+        self.traffic.gathers += 1;
+        self.traffic.gathered_bytes += into.tensor.bytes() as u64;
+        let tag = Tag { layer: weight.spec.layer, op: Op::Weights, sequence };
+        let (shard, payload) = (Arc::clone(&weight.source), weight.spec.payload);
+        let pending = self.gathers.give(Job::Gather { tag, shard, payload, into });
+        Ok(Flight { pending, ticket, serial })
+    }
+
+    /// Waits for a gather.
+    fn land(&mut self, flight: Flight<D>) -> Result<Loan<D>> {
+        let mut done = flight.pending.wait();
+        match (done.loans.pop(), done.outcome) {
+            (Some(loan), Ok(())) => Ok(loan),
+            (Some(loan), Err(error)) => {
+                self.tickets.put(loan);
+                Err(error)
+            }
+            (None, outcome) => {
+                self.tickets.forget(flight.ticket);
+                Err(outcome.err().unwrap_or_else(|| Error::invalid(CALL, "gather", "its buffer", "none")))
+            }
+        }
+    }
+
+    /// A guard is dropped: the buffer stays for a later step, or is free.
+    fn release(&mut self, loan: Loan<D>, step: Step, serial: u64) {
+        let current = self.active.is_some_and(|active| active.serial == serial);
+        // The order may have been forgotten meanwhile, and learnt anew.
+        let node = self.nodes.get_mut(step.node).filter(|node| node.holder == serial);
+        match node {
+            Some(node) if current && step.keep => node.kept = Some(loan),
+            node => {
+                if let Some(node) = node {
+                    node.state.reset();
+                }
+                self.tickets.put(loan);
+            }
+        }
+    }
+
+    /// Waits for gathers under way and gives up what they bring, and what steps have kept.
+    pub fn drop_gathers(&mut self) -> Result<()> {
+        let mut outcome = Ok(());
+        for i in 0..self.nodes.len() {
+            let node = &mut self.nodes[i];
+            let (flight, kept) = (node.flight.take(), node.kept.take());
+            if flight.is_some() || kept.is_some() {
+                node.state.reset();
+            }
+            if let Some(loan) = kept {
+                self.tickets.put(loan);
+            }
+            match flight.map(|flight| self.land(flight)) {
+                Some(Ok(loan)) => self.tickets.put(loan),
+                Some(Err(error)) => outcome = outcome.and(Err(error)),
+                None => {}
+            }
+        }
+        outcome
+    }
+}

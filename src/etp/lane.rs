@@ -1,0 +1,190 @@
+//! Collectives beside the computation: a helper thread with a communicator of its own runs one job after another.
+//!
+//! A rank has two lanes, one for gathers and one for reductions, so neither waits behind the other. Every rank gives
+//! its lanes the same jobs in the same order. A job owns its buffers, so nobody can touch them while it runs; on a
+//! device with streams, a lane would enqueue on a side stream and [`Pending::wait`] would wait for the job's event.
+
+use std::fmt;
+use std::sync::Arc;
+use std::sync::mpsc::{Receiver, Sender, SyncSender, channel, sync_channel};
+use std::thread;
+
+use crate::comm::{Communicator, Exchange, Tag};
+use crate::device::Device;
+use crate::dtype::DType;
+use crate::error::{CommError, Error, Result};
+use crate::tensor::{TensorMut, TensorRef};
+
+use super::source::ShardSource;
+use super::tickets::Loan;
+use super::{Payload, Reduction};
+
+/// One collective.
+#[derive(Debug)]
+pub(super) enum Job<D: Device> {
+    /// All ranks' shards to `into`.
+    Gather { tag: Tag, shard: Arc<dyn ShardSource<D>>, payload: Payload, into: Loan<D> },
+    /// `gradient`, padded, to this rank's rows: their sum, or the ranks' shares of it where the caller adds them.
+    Reduce { tag: Tag, how: Reduction, gradient: Loan<D>, into: Loan<D> },
+    /// Meets the other ranks after a failure: whatever they have in their lanes fails, until all meet here.
+    Recover { tag: Tag, reason: Option<String> },
+}
+
+/// A finished job: its buffers, in the job's order, and what became of it.
+#[derive(Debug)]
+pub(super) struct Done<D: Device> {
+    pub loans: Vec<Loan<D>>,
+    pub outcome: Result<()>,
+}
+
+/// A job under way.
+#[derive(Debug)]
+pub(super) struct Pending<D: Device> {
+    lane: &'static str,
+    reply: Receiver<Done<D>>,
+}
+
+impl<D: Device> Pending<D> {
+    /// Waits for the end of the job; nothing of it is left afterwards.
+    pub fn wait(self) -> Done<D> {
+        self.reply.recv().unwrap_or_else(|_| Done { loans: Vec::new(), outcome: Err(ended(self.lane)) })
+    }
+}
+
+fn ended(lane: &'static str) -> Error {
+    Error::Device { call: "etp", operation: format!("{lane} lane"), message: "its thread has ended".to_string() }
+}
+
+/// A job and where its outcome goes.
+type Order<D> = (Job<D>, SyncSender<Done<D>>);
+
+/// A helper thread with its communicator.
+pub(super) struct Lane<D: Device> {
+    name: &'static str,
+    jobs: Sender<Order<D>>,
+}
+
+impl<D: Device> fmt::Debug for Lane<D> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Lane<{}>", self.name)
+    }
+}
+
+impl<D: Device> Lane<D> {
+    /// Starts the thread. It ends, and its communicator with it, after the lane is dropped and the job that then runs
+    /// is done; it is not joined, since that job may wait for other ranks.
+    pub fn start(name: &'static str, mut comm: Box<dyn Communicator<D>>) -> Result<Self> {
+        let (jobs, orders) = channel::<Order<D>>();
+        let work = move || {
+            for (job, reply) in orders {
+                // Whoever asked may be gone.
+                let _ = reply.send(job.run(&mut *comm));
+            }
+        };
+        let thread = thread::Builder::new().name(format!("etp {name}"));
+        thread.spawn(work).map_err(|e| Error::Device {
+            call: "Chain::new",
+            operation: format!("{name} lane"),
+            message: e.to_string(),
+        })?;
+        Ok(Self { name, jobs })
+    }
+
+    /// Queues a job.
+    pub fn give(&self, job: Job<D>) -> Pending<D> {
+        let (reply, receiver) = sync_channel(1);
+        if let Err(refused) = self.jobs.send((job, reply)) {
+            let (job, reply) = refused.0;
+            let _ = reply.send(Done { loans: job.loans(), outcome: Err(ended(self.name)) });
+        }
+        Pending { lane: self.name, reply: receiver }
+    }
+}
+
+impl<D: Device> Job<D> {
+    fn loans(self) -> Vec<Loan<D>> {
+        match self {
+            Job::Gather { into, .. } => vec![into],
+            Job::Reduce { gradient, into, .. } => vec![gradient, into],
+            Job::Recover { .. } => Vec::new(),
+        }
+    }
+
+    fn run(mut self, comm: &mut dyn Communicator<D>) -> Done<D> {
+        let outcome = match &mut self {
+            Job::Gather { tag, shard, payload: Payload::Plain, into } => {
+                let mut met = false;
+                let gathered = shard.read(&mut |shard| {
+                    met = true;
+                    gather(comm, *tag, shard, into.tensor.view_mut())
+                });
+                if let (false, Err(error)) = (met, &gathered) {
+                    // The others are in the gather: they are told why this rank is not.
+                    let _ = comm.refuse(*tag, &error.to_string());
+                }
+                gathered
+            }
+            Job::Reduce { tag, how, gradient, into } => {
+                reduce(comm, *tag, *how, (gradient.tensor.view(), into.tensor.view_mut()))
+            }
+            Job::Recover { tag, reason } => recover(comm, *tag, reason.take()),
+        };
+        Done { loans: self.loans(), outcome }
+    }
+}
+
+/// A shard of another size is told to the other ranks, and exchanged with nobody.
+fn gather<D: Device>(
+    comm: &mut dyn Communicator<D>,
+    tag: Tag,
+    shard: TensorRef<'_, D>,
+    into: TensorMut<'_, D>,
+) -> Result<()> {
+    let expected = [into.dims()[0] / comm.size().max(1), into.dims()[1]];
+    let checked = Error::check_shape("etp gather", "shard", &expected, shard.dims())
+        .and_then(|()| Error::check_dtype("etp gather", "shard", into.dtype(), shard.dtype()));
+    if let Err(error) = checked {
+        let _ = comm.refuse(tag, &error.to_string());
+        return Err(error);
+    }
+    comm.all_gather(tag, shard, into)
+}
+
+fn reduce<D: Device>(
+    comm: &mut dyn Communicator<D>,
+    tag: Tag,
+    how: Reduction,
+    (gradient, mut into): (TensorRef<'_, D>, TensorMut<'_, D>),
+) -> Result<()> {
+    if how == Reduction::Native {
+        return comm.reduce_scatter(tag, gradient, into);
+    }
+    let bytes = gradient.count() * gradient.dtype().size();
+    let each = vec![bytes / comm.size().max(1); comm.size()];
+    let exchange = Exchange {
+        payload: gradient.dtype(),
+        send: TensorRef::new(D::shorten(gradient.data()), DType::U8, &[bytes])?,
+        send_bytes: &each,
+        recv: TensorMut::new(into.reborrow().into_data(), DType::U8, &[bytes])?,
+        recv_bytes: &each,
+    };
+    comm.all_to_all_v(tag, exchange)
+}
+
+/// Ranks that are still in an earlier collective meet this as a mismatch, and are one job further. After as many
+/// meetings as the longest lane has jobs, all ranks are here.
+fn recover<D: Device>(comm: &mut dyn Communicator<D>, tag: Tag, reason: Option<String>) -> Result<()> {
+    use CommError::{ArgumentMismatch, Refused, SizeMismatch, TagMismatch};
+    let mut met = match reason {
+        Some(reason) => comm.refuse(tag, &reason).and_then(|()| comm.barrier(tag)),
+        None => comm.barrier(tag),
+    };
+    loop {
+        match met {
+            Err(Error::Comm(Refused { .. } | TagMismatch { .. } | SizeMismatch { .. } | ArgumentMismatch { .. })) => {
+                met = comm.barrier(tag)
+            }
+            other => return other,
+        }
+    }
+}

@@ -1,0 +1,161 @@
+//! Expert weights that are sharded over the ranks that hold the same experts.
+//!
+//! Each weight is cut along its rows ([`Shards`]). A rank keeps one shard of it, of its main gradient and of the
+//! optimiser's state; the whole weight is gathered just before its GEMM, and its gradient is reduce-scattered after.
+//! This is no split of the GEMM: every rank multiplies its own tokens by whole weights. It goes with expert
+//! parallelism: a mesh has ranks that share experts among them, and ranks that hold the same ones.
+//!
+//! A [`Chain`] owns this for a model: it learns the order of the weights in the first forward, and from then on has
+//! the next weight gathered while the present one is in use (in backward the previous), and each gradient
+//! reduce-scattered while the next is computed. [`Chain::source`] is a [`WeightSource`](crate::weights::WeightSource),
+//! so a layer takes it in place of a tensor:
+//!
+//! ```text
+//! chain.begin(Phase::Forward)?;    layers' forward with chain.source(up), chain.source(down)    chain.end()?;
+//! chain.begin(Phase::Backward)?;   per layer: chain.room(up) … backward_into … chain.submit(…)  chain.end()?;
+//! chain.finish(replicas, |weight, gradient| …)?;             the optimiser steps on shards
+//! ```
+//!
+//! `docs/etp.md` says when it pays and what it needs of memory.
+
+mod chain;
+mod cpu;
+mod gather;
+mod lane;
+mod links;
+mod reduce;
+mod shards;
+mod source;
+mod state;
+mod tickets;
+
+use crate::comm::Communicator;
+use crate::dtype::DType;
+use crate::error::Result;
+use crate::kernels::Kernels;
+use crate::tensor::{TensorMut, TensorRef};
+
+pub use chain::{Chain, Memory, Traffic};
+pub use gather::Gathered;
+pub use reduce::Room;
+pub use shards::Shards;
+pub use source::{Shard, ShardSource};
+pub use state::State;
+
+/// What a device needs beside its kernels.
+pub trait ShardDevice: Kernels {
+    /// Adds `scale` times the sum of `shares` to `main` (the shares' accumulator type): `shares` holds as many equal
+    /// blocks as its size has main's, and they are joined in pairs, ((0 + 1) + (2 + 3)) + ….
+    ///
+    /// # Errors
+    /// Sizes or types that do not fit.
+    fn add_shares(
+        &self,
+        stream: &Self::Stream,
+        shares: TensorRef<'_, Self>,
+        main: TensorMut<'_, Self>,
+        scale: f64,
+    ) -> Result<()>;
+}
+
+/// How a chain works; the same on all ranks.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct EtpOptions {
+    /// Shards are padded to a multiple of this many rows: 16 keeps the tiles of block-quantised forms whole. 0: no
+    /// padding, rows must divide.
+    pub pad: usize,
+    /// Gather the next weight while the present one is in use, and reduce-scatter a gradient while the next is
+    /// computed. Off: every collective when its result is asked for. The results are the same to the bit.
+    pub prefetch: bool,
+    /// How gradients are added over the ranks.
+    pub reduction: Reduction,
+    /// What the ranks' gradients become.
+    pub scale: Scale,
+    /// Groups that hold copies of the same shards (data parallelism around the chain): 1 if there is none. The ranks of
+    /// [`Chain::finish`]'s communicator.
+    pub replicas: usize,
+}
+
+impl Default for EtpOptions {
+    fn default() -> Self {
+        Self { pad: 16, prefetch: true, reduction: Reduction::Native, scale: Scale::Sum, replicas: 1 }
+    }
+}
+
+/// How gradients are added over the ranks.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum Reduction {
+    /// The communicator's reduce-scatter; the sum is rounded to the gradient's type before it reaches the main
+    /// gradient.
+    Native,
+    /// An exchange of the ranks' shares, added in pairs ((0 + 1) + (2 + 3)) in the accumulator type, without rounding
+    /// between: exact sums of bf16 gradients, and the same bits however ranks are divided among shards and replicas.
+    /// Costs a buffer of a whole gradient.
+    Pairwise,
+}
+
+/// What the ranks' gradients become.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Scale {
+    /// Their sum: each rank's loss is its part of the whole.
+    Sum,
+    /// Their mean over ranks and replicas: each rank's loss is a mean of its own.
+    Mean,
+}
+
+/// In which form a shard travels.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[non_exhaustive]
+pub enum Payload {
+    /// As it is.
+    #[default]
+    Plain,
+}
+
+/// Direction of a pass over the model.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Phase {
+    /// Weights in the model's order.
+    Forward,
+    /// Weights in reverse.
+    Backward,
+}
+
+/// A weight of a chain.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct WeightId(pub(crate) usize);
+
+/// What a chain needs to know of a weight; the same on all ranks.
+#[derive(Debug, Clone)]
+pub struct WeightSpec {
+    /// For errors.
+    pub name: String,
+    /// Number of its layer. Weights of a layer follow each other, and their gradients are made together.
+    pub layer: u32,
+    /// Sizes of the whole weight, such as `[L, G·I, H]`.
+    pub dims: Vec<usize>,
+    /// Its type, which its shard and its gradient have too.
+    pub dtype: DType,
+    /// Backward reads it twice: first to recompute what forward did not keep, before the layer's other weights. It is
+    /// gathered once and kept between.
+    pub recompute: bool,
+    /// How it travels.
+    pub payload: Payload,
+}
+
+impl WeightSpec {
+    /// A weight that travels as it is and is read once a pass.
+    pub fn new(name: impl Into<String>, layer: u32, dims: &[usize], dtype: DType) -> Self {
+        Self { name: name.into(), layer, dims: dims.to_vec(), dtype, recompute: false, payload: Payload::Plain }
+    }
+}
+
+/// Two communicators over the ranks that hold the same experts, one for each of a chain's helper threads.
+#[derive(Debug)]
+pub struct Comms<D: Kernels> {
+    /// Carries gathers.
+    pub gather: Box<dyn Communicator<D>>,
+    /// Carries reductions.
+    pub reduce: Box<dyn Communicator<D>>,
+}

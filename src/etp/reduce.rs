@@ -1,0 +1,249 @@
+//! Gradients out: reduce-scatters that end one step late, and the main gradients that they add to.
+
+use std::fmt;
+use std::sync::Arc;
+
+use crate::comm::{Communicator, Op, ReduceOp, Tag};
+use crate::error::{Error, Result};
+use crate::tensor::{Tensor, TensorMut, TensorRef};
+
+use super::chain::{CALL, Chain, Inner};
+use super::lane::{Job, Pending};
+use super::state::State;
+use super::tickets::{Key, Loan, Ticket, Usage};
+use super::{Reduction, ShardDevice, Shards, WeightId};
+
+/// A reduce-scatter under way.
+pub(super) struct Reducing<D: ShardDevice> {
+    weight: usize,
+    pending: Pending<D>,
+    tickets: [Ticket; 2],
+}
+
+/// Room for the gradient of a whole weight, until it is [submitted](Chain::submit).
+pub struct Room<'a, D: ShardDevice> {
+    chain: &'a Chain<D>,
+    id: WeightId,
+    shards: Arc<Shards>,
+    loan: Option<Loan<D>>,
+}
+
+impl<D: ShardDevice> fmt::Debug for Room<'_, D> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Room<{:?} {:?}>", self.id, self.shards.dims())
+    }
+}
+
+impl<D: ShardDevice> Room<'_, D> {
+    /// The memory, of the weight's sizes and type; its content is unspecified.
+    ///
+    /// # Errors
+    /// None that a caller can cause.
+    pub fn view_mut(&mut self) -> Result<TensorMut<'_, D>> {
+        let missing = || Error::invalid(CALL, "room", "a buffer", "none");
+        let tensor = &mut self.loan.as_mut().ok_or_else(missing)?.tensor;
+        let dtype = tensor.dtype();
+        let bytes = self.shards.dims().iter().product::<usize>() * dtype.size();
+        TensorMut::new(D::slice_mut(tensor.view_mut().into_data(), 0..bytes), dtype, self.shards.dims())
+    }
+}
+
+impl<D: ShardDevice> Drop for Room<'_, D> {
+    fn drop(&mut self) {
+        if let Some(loan) = self.loan.take() {
+            self.chain.lock().tickets.put(loan);
+        }
+    }
+}
+
+impl<D: ShardDevice> Chain<D> {
+    /// Room for a weight's gradient on this rank's tokens.
+    ///
+    /// # Errors
+    /// Room that was asked for before and not submitted; no forward before; the collective's, where an earlier gradient
+    /// has to leave first.
+    pub fn room(&self, id: WeightId) -> Result<Room<'_, D>> {
+        let mut inner = self.lock();
+        let weight = inner.weight(id)?;
+        let shards = Arc::clone(&weight.shards);
+        let Some(ticket) = weight.gradient else {
+            return Err(inner.trouble(&weight.spec.name, "a forward before its gradient", "none"));
+        };
+        if !inner.tickets.is_free(ticket) {
+            // The order of a backward keeps its buffers apart; another order waits here.
+            inner.settle(self)?;
+        }
+        let mut loan = inner.tickets.take(ticket)?;
+        drop(inner);
+        let bytes = loan.tensor.bytes();
+        let padding = shards.padding() * loan.tensor.view().row_bytes();
+        let tail = D::slice_mut(loan.tensor.view_mut().into_data(), bytes - padding..bytes);
+        let zeroed = self.device.zero(tail);
+        let room = Room { chain: self, id, shards, loan: Some(loan) };
+        zeroed.map(|()| room)
+    }
+
+    /// Hands a gradient in: its reduce-scatter starts, and the one before it reaches its main gradient. Every rank
+    /// submits the same weights in the same order, one gradient for each backward.
+    ///
+    /// # Errors
+    /// Those of the reduce-scatter before it, and of this one where nothing runs ahead.
+    pub fn submit(&self, mut room: Room<'_, D>) -> Result<()> {
+        let mut inner = self.lock();
+        if !std::ptr::eq(room.chain, self) {
+            let own = inner.trouble("(chain)", "room of this chain", "another chain's");
+            // The room's own chain takes it back without this one's lock.
+            drop(inner);
+            drop(room);
+            return Err(own);
+        }
+        let Some(gradient) = room.loan.take() else { return Ok(()) };
+        // Its result would wait behind the earlier one in any case, and one buffer serves for both.
+        if let Err(error) = inner.settle(self) {
+            inner.tickets.put(gradient);
+            return Err(error);
+        }
+        let ahead = self.options.prefetch;
+        let state = if ahead { State::AsyncWait } else { State::DataReadySync };
+        inner.reduce(room.id.0, gradient, (self.options.reduction, state))?;
+        if ahead { Ok(()) } else { inner.settle(self) }
+    }
+
+    /// Ends the accumulation: adds what is under way, sums main gradients over the replicas where there are any, calls
+    /// `give` with each weight's gradient (`[S, C]`, accumulator type, padding zeros) in the order of registration, and
+    /// starts the next step's from zero. Weights that have had no gradient yet are left out.
+    ///
+    /// # Errors
+    /// Those of the collectives and of `give`; a communicator of another size than
+    /// [`EtpOptions::replicas`](super::EtpOptions::replicas).
+    pub fn finish(
+        &self,
+        mut replicas: Option<&mut dyn Communicator<D>>,
+        mut give: impl FnMut(WeightId, TensorRef<'_, D>) -> Result<()>,
+    ) -> Result<()> {
+        let size = replicas.as_ref().map_or(1, |comm| comm.size());
+        if size != self.options.replicas {
+            return Err(Error::invalid("Chain::finish", "replicas", self.options.replicas, size));
+        }
+        let mut inner = self.lock();
+        inner.settle(self)?;
+        for (i, weight) in inner.weights.iter_mut().enumerate() {
+            let Some(main) = &mut weight.main else { continue };
+            if let Some(comm) = replicas.as_deref_mut().filter(|comm| comm.size() > 1) {
+                let tag = Tag { layer: weight.spec.layer, op: Op::GradReduce, sequence: u64::MAX - 1 - i as u64 };
+                self.over_replicas(comm, tag, main)?;
+            }
+            give(WeightId(i), main.view())?;
+            self.device.zero(main.view_mut().into_data())?;
+        }
+        Ok(())
+    }
+
+    fn over_replicas(&self, comm: &mut dyn Communicator<D>, tag: Tag, main: &mut Tensor<D>) -> Result<()> {
+        if self.options.reduction == Reduction::Native {
+            return comm.all_reduce(tag, ReduceOp::Sum, main.view_mut());
+        }
+        let [rows, width] = [main.view().rows(), main.dims()[1]];
+        let mut shares = Tensor::empty(&self.device, main.dtype(), &[comm.size() * rows, width])?;
+        comm.all_gather(tag, main.view(), shares.view_mut())?;
+        self.device.zero(main.view_mut().into_data())?;
+        self.device.add_shares(&self.stream, shares.view(), main.view_mut(), 1.0)
+    }
+}
+
+impl<D: ShardDevice> Inner<D> {
+    fn reduce(&mut self, index: usize, gradient: Loan<D>, (how, state): (Reduction, State)) -> Result<()> {
+        let weight = &mut self.weights[index];
+        if let Err(error) = weight.reduce.go(state, &weight.spec.name) {
+            self.tickets.put(gradient);
+            return Err(error);
+        }
+        let dims = match how {
+            Reduction::Native => weight.shards.shard_dims(),
+            Reduction::Pairwise => weight.shards.gathered_dims(),
+        };
+        let key = Key { dims: dims.to_vec(), dtype: weight.spec.dtype, usage: Usage::Reduced, parity: 0 };
+        let (bytes, from) = (gradient.tensor.bytes(), gradient.ticket());
+        let ticket = self.tickets.reserve(key);
+        let into = match self.tickets.take(ticket) {
+            Ok(into) => into,
+            Err(error) => {
+                self.tickets.put(gradient);
+                self.weights[index].reduce.reset();
+                return Err(error);
+            }
+        };
+        self.reduced += 1;
+        self.traffic.reductions += 1;
+        self.traffic.reduced_bytes += bytes as u64;
+        let sequence = self.reduced << 32 | index as u64;
+        let tag = Tag { layer: weight.spec.layer, op: Op::GradReduce, sequence };
+        let pending = self.reductions.give(Job::Reduce { tag, how, gradient, into });
+        self.reducing = Some(Reducing { weight: index, pending, tickets: [from, ticket] });
+        Ok(())
+    }
+
+    /// Waits for the gradient under way, if there is one, and adds it.
+    pub fn settle(&mut self, chain: &Chain<D>) -> Result<()> {
+        let Some(reducing) = self.reducing.take() else { return Ok(()) };
+        let index = reducing.weight;
+        let landed = self.land_gradient(reducing);
+        let weight = &mut self.weights[index];
+        let added = landed.and_then(|reduced| {
+            let moved = match weight.reduce.state() {
+                State::AsyncWait => weight.reduce.go(State::DataReady, &weight.spec.name),
+                _ => Ok(()),
+            };
+            let added = moved.and_then(|()| add(chain, weight, reduced.tensor.view()));
+            self.tickets.put(reduced);
+            added
+        });
+        self.weights[index].reduce.reset();
+        added
+    }
+
+    fn land_gradient(&mut self, reducing: Reducing<D>) -> Result<Loan<D>> {
+        let mut done = reducing.pending.wait();
+        let (reduced, gradient) = (done.loans.pop(), done.loans.pop());
+        let (Some(reduced), Some(gradient)) = (reduced, gradient) else {
+            reducing.tickets.into_iter().for_each(|ticket| self.tickets.forget(ticket));
+            return Err(done.outcome.err().unwrap_or_else(|| Error::invalid(CALL, "reduction", "buffers", "none")));
+        };
+        self.tickets.put(gradient);
+        match done.outcome {
+            Ok(()) => Ok(reduced),
+            Err(error) => {
+                self.tickets.put(reduced);
+                Err(error)
+            }
+        }
+    }
+
+    /// Forgets the gradient under way and the main gradients.
+    pub fn give_up_gradients(&mut self) {
+        if let Some(reducing) = self.reducing.take() {
+            let index = reducing.weight;
+            if let Ok(reduced) = self.land_gradient(reducing) {
+                self.tickets.put(reduced);
+            }
+            self.weights[index].reduce.reset();
+        }
+        self.weights.iter_mut().for_each(|weight| weight.main = None);
+    }
+}
+
+/// Adds a weight's reduced gradient to its main gradient.
+fn add<D: ShardDevice>(
+    chain: &Chain<D>,
+    weight: &mut super::chain::Weight<D>,
+    reduced: TensorRef<'_, D>,
+) -> Result<()> {
+    let main = match &mut weight.main {
+        Some(main) => main,
+        empty => {
+            let dims = weight.shards.shard_dims();
+            empty.insert(Tensor::zeros(&chain.device, weight.spec.dtype.accumulator(), &dims)?)
+        }
+    };
+    chain.device.add_shares(&chain.stream, reduced, main.view_mut(), chain.factor())
+}

@@ -1,0 +1,47 @@
+//! Where a rank keeps its shard.
+
+use std::fmt::Debug;
+use std::sync::{PoisonError, RwLock};
+
+use crate::device::Device;
+use crate::error::{Error, Result};
+use crate::tensor::{Tensor, TensorRef};
+
+/// A rank's shard of a weight, `[S, C]`, wherever the optimiser keeps it. A gather reads it from a thread of its own.
+pub trait ShardSource<D: Device>: Debug + Send + Sync {
+    /// Calls `visit` once with the shard as it is now; whoever writes it waits until the call is over.
+    ///
+    /// # Errors
+    /// Those of `visit`; that the shard cannot be read.
+    fn read(&self, visit: &mut dyn FnMut(TensorRef<'_, D>) -> Result<()>) -> Result<()>;
+}
+
+/// A shard in memory of this crate.
+#[derive(Debug)]
+pub struct Shard<D: Device>(RwLock<Tensor<D>>);
+
+impl<D: Device> Shard<D> {
+    /// Takes the shard over.
+    pub fn new(tensor: Tensor<D>) -> Self {
+        Self(RwLock::new(tensor))
+    }
+
+    /// Changes the values, between passes: a step of an optimiser.
+    ///
+    /// # Errors
+    /// Those of `change`; a tensor of another shape or type left behind.
+    pub fn update<R>(&self, change: impl FnOnce(&mut Tensor<D>) -> Result<R>) -> Result<R> {
+        let mut tensor = self.0.write().unwrap_or_else(PoisonError::into_inner);
+        let (dims, dtype) = (tensor.dims().to_vec(), tensor.dtype());
+        let result = change(&mut tensor)?;
+        Error::check_shape("Shard::update", "shard", &dims, tensor.dims())?;
+        Error::check_dtype("Shard::update", "shard", dtype, tensor.dtype())?;
+        Ok(result)
+    }
+}
+
+impl<D: Device> ShardSource<D> for Shard<D> {
+    fn read(&self, visit: &mut dyn FnMut(TensorRef<'_, D>) -> Result<()>) -> Result<()> {
+        visit(self.0.read().unwrap_or_else(PoisonError::into_inner).view())
+    }
+}

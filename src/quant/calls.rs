@@ -1,0 +1,206 @@
+//! Descriptions of quantisation calls, and the trait a device implements.
+
+use super::check;
+use super::format::{Direction, Mxfp8, Nvfp4};
+use super::matrix::Matrix;
+use crate::device::Device;
+use crate::dtype::DType;
+use crate::error::Result;
+use crate::tensor::{Tensor, TensorMut, TensorRef};
+
+/// Largest magnitude of a matrix, or of each of its lines, for [`Nvfp4`].
+#[derive(Debug)]
+pub struct Amax<'a, D: Device> {
+    /// The format it is for.
+    pub format: &'a Nvfp4,
+    /// The matrix.
+    pub matrix: Matrix<'a, D>,
+    /// For the row-wise form, `F32 [1]` or, with an amax a row, `F32 [rows]`.
+    pub rows: Option<TensorMut<'a, D>>,
+    /// For the column-wise form, `F32 [1]` or `F32 [columns]`; of the transformed values, where there is a transform.
+    pub columns: Option<TensorMut<'a, D>>,
+}
+
+/// A matrix to NVFP4, in one or both directions; both from the matrix itself, never one from the other.
+#[derive(Debug)]
+pub struct Quantize<'a, D: Device> {
+    /// The format.
+    pub format: &'a Nvfp4,
+    /// The matrix.
+    pub matrix: Matrix<'a, D>,
+    /// Its row-wise form.
+    pub rows: Option<Nvfp4Mut<'a, D>>,
+    /// Its column-wise form: that of its transpose.
+    pub columns: Option<Nvfp4Mut<'a, D>>,
+}
+
+/// One direction of an NVFP4 matrix, to write; shapes as [`Nvfp4::sizes`] has them.
+#[derive(Debug)]
+pub struct Nvfp4Mut<'a, D: Device> {
+    /// `U8`: two codes a byte, the even element in the low nibble.
+    pub codes: TensorMut<'a, D>,
+    /// `U8`: E4M3, row-major, not swizzled, not padded.
+    pub scales: TensorMut<'a, D>,
+    /// `F32`: read by [`Codec::quantize_cast_only`], written by [`Codec::quantize`].
+    pub amax: TensorMut<'a, D>,
+}
+
+/// An NVFP4 matrix to floating point: `out = value(code) · second-level scale of its block`.
+#[derive(Debug)]
+pub struct Dequantize<'a, D: Device> {
+    /// The format; only recipe and scope of the amax count.
+    pub format: &'a Nvfp4,
+    /// As in [`Nvfp4Mut`].
+    pub codes: TensorRef<'a, D>,
+    /// As in [`Nvfp4Mut`].
+    pub scales: TensorRef<'a, D>,
+    /// As in [`Nvfp4Mut`].
+    pub amax: TensorRef<'a, D>,
+    /// F32, BF16 or F16, `[lines, len]`: from a column-wise form comes the transpose.
+    pub out: TensorMut<'a, D>,
+}
+
+/// A matrix to MXFP8, in one or both directions.
+#[derive(Debug)]
+pub struct QuantizeMxfp8<'a, D: Device> {
+    /// The format.
+    pub format: Mxfp8,
+    /// The matrix.
+    pub matrix: Matrix<'a, D>,
+    /// Blocks along rows.
+    pub rows: Option<Mxfp8Mut<'a, D>>,
+    /// Blocks along columns; codes are not transposed.
+    pub columns: Option<Mxfp8Mut<'a, D>>,
+}
+
+/// One direction of an MXFP8 matrix, to write.
+#[derive(Debug)]
+pub struct Mxfp8Mut<'a, D: Device> {
+    /// `U8`: E4M3, of the matrix's shape.
+    pub codes: TensorMut<'a, D>,
+    /// `U8`: E8M0, of [`Mxfp8::scale_dims`].
+    pub scales: TensorMut<'a, D>,
+}
+
+/// An MXFP8 matrix to floating point.
+#[derive(Debug)]
+pub struct DequantizeMxfp8<'a, D: Device> {
+    /// Which way its blocks run.
+    pub direction: Direction,
+    /// As in [`Mxfp8Mut`].
+    pub codes: TensorRef<'a, D>,
+    /// As in [`Mxfp8Mut`].
+    pub scales: TensorRef<'a, D>,
+    /// F32, BF16 or F16, of the codes' shape.
+    pub out: TensorMut<'a, D>,
+}
+
+/// Block scales to the order in which tensor cores read them, or back.
+#[derive(Debug)]
+pub struct Swizzle<'a, D: Device> {
+    /// `U8 [rows, columns]` of scales; back: `U8 [swizzled_len(rows, columns)]`.
+    pub from: TensorRef<'a, D>,
+    /// The other of the two. Padding of the swizzled form is written 0, and dropped on the way back.
+    pub to: TensorMut<'a, D>,
+}
+
+/// Quantisation on a device. A call enqueues its work on `stream`; shapes, dtypes and formats are checked first.
+///
+/// [`quantize`](Self::quantize) is [`compute_amax`](Self::compute_amax) and
+/// [`quantize_cast_only`](Self::quantize_cast_only), to the bit. A matrix whose shards lie on several ranks takes the
+/// maximum of the amaxes between the two.
+pub trait Codec: Device {
+    /// [`Amax`]. NaN where there is a NaN, 0 of no elements.
+    fn compute_amax(&self, stream: &Self::Stream, call: Amax<'_, Self>) -> Result<()>;
+    /// [`Amax`] of many matrices at once. Nothing is written if any is refused.
+    fn multi_compute_amax(&self, stream: &Self::Stream, calls: Vec<Amax<'_, Self>>) -> Result<()>;
+    /// [`Quantize`] with the amaxes given.
+    fn quantize_cast_only(&self, stream: &Self::Stream, call: Quantize<'_, Self>) -> Result<()>;
+    /// [`Quantize`].
+    fn quantize(&self, stream: &Self::Stream, call: Quantize<'_, Self>) -> Result<()> {
+        // All of it, so that a call refused for its second phase has not written its first.
+        check::quantize("quantize", &call)?;
+        let Quantize { format, matrix, mut rows, mut columns } = call;
+        let amax = Amax {
+            format,
+            matrix: matrix.borrow(),
+            rows: rows.as_mut().map(|side| side.amax.reborrow()),
+            columns: columns.as_mut().map(|side| side.amax.reborrow()),
+        };
+        self.compute_amax(stream, amax)?;
+        self.quantize_cast_only(stream, Quantize { format, matrix, rows, columns })
+    }
+    /// [`Dequantize`].
+    fn dequantize(&self, stream: &Self::Stream, call: Dequantize<'_, Self>) -> Result<()>;
+    /// [`QuantizeMxfp8`].
+    fn quantize_mxfp8(&self, stream: &Self::Stream, call: QuantizeMxfp8<'_, Self>) -> Result<()>;
+    /// [`DequantizeMxfp8`].
+    fn dequantize_mxfp8(&self, stream: &Self::Stream, call: DequantizeMxfp8<'_, Self>) -> Result<()>;
+    /// [`Swizzle`].
+    fn swizzle(&self, stream: &Self::Stream, call: Swizzle<'_, Self>) -> Result<()>;
+    /// [`Swizzle`], back.
+    fn unswizzle(&self, stream: &Self::Stream, call: Swizzle<'_, Self>) -> Result<()>;
+    /// Row and column of a matrix's first NaN or infinity, in row-major order: the check to make before quantising
+    /// where such a value should be an error. Waits for the stream.
+    fn first_non_finite(&self, stream: &Self::Stream, matrix: Matrix<'_, Self>) -> Result<Option<[usize; 2]>>;
+}
+
+/// Owned memory of one direction of an NVFP4 matrix.
+#[derive(Debug)]
+#[allow(missing_docs)]
+pub struct Nvfp4Tensors<D: Device> {
+    pub codes: Tensor<D>,
+    pub scales: Tensor<D>,
+    pub amax: Tensor<D>,
+}
+
+impl<D: Device> Nvfp4Tensors<D> {
+    /// Memory for one direction of a `[rows, columns]` matrix, of unspecified content.
+    ///
+    /// # Errors
+    /// As [`Nvfp4::sizes`], and where there is no memory.
+    pub fn empty(device: &D, format: &Nvfp4, dims: [usize; 2], direction: Direction) -> Result<Self> {
+        let sizes = format.sizes(dims, direction)?;
+        Ok(Self {
+            codes: Tensor::empty(device, DType::U8, &sizes.codes)?,
+            scales: Tensor::empty(device, DType::U8, &sizes.scales)?,
+            amax: Tensor::empty(device, DType::F32, &[sizes.amax])?,
+        })
+    }
+
+    /// To write.
+    pub fn view_mut(&mut self) -> Nvfp4Mut<'_, D> {
+        Nvfp4Mut { codes: self.codes.view_mut(), scales: self.scales.view_mut(), amax: self.amax.view_mut() }
+    }
+
+    /// To de-quantise into `out`.
+    pub fn dequantize<'a>(&'a self, format: &'a Nvfp4, out: TensorMut<'a, D>) -> Dequantize<'a, D> {
+        Dequantize { format, codes: self.codes.view(), scales: self.scales.view(), amax: self.amax.view(), out }
+    }
+}
+
+/// Owned memory of one direction of an MXFP8 matrix.
+#[derive(Debug)]
+#[allow(missing_docs)]
+pub struct Mxfp8Tensors<D: Device> {
+    pub codes: Tensor<D>,
+    pub scales: Tensor<D>,
+}
+
+impl<D: Device> Mxfp8Tensors<D> {
+    /// Memory for one direction of a `[rows, columns]` matrix, of unspecified content.
+    ///
+    /// # Errors
+    /// Where there is no memory.
+    pub fn empty(device: &D, dims: [usize; 2], direction: Direction) -> Result<Self> {
+        Ok(Self {
+            codes: Tensor::empty(device, DType::U8, &dims)?,
+            scales: Tensor::empty(device, DType::U8, &Mxfp8::scale_dims(dims, direction))?,
+        })
+    }
+
+    /// To write.
+    pub fn view_mut(&mut self) -> Mxfp8Mut<'_, D> {
+        Mxfp8Mut { codes: self.codes.view_mut(), scales: self.scales.view_mut() }
+    }
+}

@@ -1,0 +1,42 @@
+//! [`Codec`] of the CPU. Work is cut into panels of whole blocks, one task each; what a panel gives depends on nothing
+//! outside it, so results are the same on any number of threads.
+
+mod lines;
+mod mxfp8;
+mod nvfp4;
+mod swizzle;
+
+use super::calls::{Amax, Codec, Dequantize, DequantizeMxfp8, Quantize, QuantizeMxfp8, Swizzle};
+use super::matrix::Matrix;
+use crate::cpu::Cpu;
+use crate::error::Result;
+
+impl Codec for Cpu {
+    fn compute_amax(&self, _: &(), call: Amax<'_, Self>) -> Result<()> {
+        nvfp4::amax("compute_amax", vec![call])
+    }
+    fn multi_compute_amax(&self, _: &(), calls: Vec<Amax<'_, Self>>) -> Result<()> {
+        nvfp4::amax("multi_compute_amax", calls)
+    }
+    fn quantize_cast_only(&self, _: &(), call: Quantize<'_, Self>) -> Result<()> {
+        nvfp4::cast(call)
+    }
+    fn dequantize(&self, _: &(), call: Dequantize<'_, Self>) -> Result<()> {
+        nvfp4::dequantize(call)
+    }
+    fn quantize_mxfp8(&self, _: &(), call: QuantizeMxfp8<'_, Self>) -> Result<()> {
+        mxfp8::quantize(call)
+    }
+    fn dequantize_mxfp8(&self, _: &(), call: DequantizeMxfp8<'_, Self>) -> Result<()> {
+        mxfp8::dequantize(call)
+    }
+    fn swizzle(&self, _: &(), call: Swizzle<'_, Self>) -> Result<()> {
+        swizzle::swizzle(call)
+    }
+    fn unswizzle(&self, _: &(), call: Swizzle<'_, Self>) -> Result<()> {
+        swizzle::unswizzle(call)
+    }
+    fn first_non_finite(&self, _: &(), matrix: Matrix<'_, Self>) -> Result<Option<[usize; 2]>> {
+        lines::first_non_finite(matrix)
+    }
+}

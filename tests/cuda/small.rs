@@ -1,0 +1,55 @@
+//! The layer at sizes small enough for any sanitizer: between them these reach every kernel, on both paths, in every type.
+
+use moebius::DType;
+use moebius::config::*;
+use moebius::cuda::Cuda;
+use moebius::ep::{Capacity, Overflow};
+use moebius::layer::{DispatchOptions, Noise};
+
+use crate::harness::{Case, compare, tests};
+
+tests!(plain, everything, dropped_and_recomputed, input_weights_and_groups);
+
+fn all_types(cuda: &Cuda, name: &str, case: &Case) {
+    for dtype in [DType::BF16, DType::F16, DType::F32] {
+        compare(name, &Case { dtype, ..case.clone() }, cuda);
+    }
+}
+
+/// More than a tile in every direction, and not a multiple of one.
+fn plain(cuda: &Cuda) {
+    all_types(cuda, "plain", &Case::new(MoeConfig::new(136, 72, 5, 2), 150, DType::F32));
+}
+
+fn everything(cuda: &Cuda) {
+    let mut config = MoeConfig::new(72, 40, 6, 3);
+    config.shared = Some(SharedConfig { intermediate: 24, gated: true });
+    (config.expert_bias, config.router.logit_bias, config.router.jitter) = (true, true, 0.1);
+    (config.aux.balance, config.aux.z) = (0.1, 0.01);
+    let noise = Some(Noise { seed: 5, step: 17 });
+    all_types(cuda, "everything", &Case { noise, hot: 3.0, ..Case::new(config, 40, DType::F32) });
+}
+
+fn dropped_and_recomputed(cuda: &Cuda) {
+    let mut config = MoeConfig::new(40, 24, 4, 2);
+    (config.activation, config.weight_at, config.recompute) = (Activation::Relu2, WeightAt::Output, true);
+    let order = CapacityOrder::Probability;
+    config.router.expert_capacity = Some(ExpertCapacity { factor: 0.8, order, renormalize: true });
+    config.aux.balance = 0.1;
+    config.aux.balance_kind = BalanceKind::Sequence { length: 16 };
+    let dispatch = DispatchOptions {
+        capacity: Capacity::Static(64),
+        overflow: Overflow::Drop,
+        alignment: 8,
+        ..Default::default()
+    };
+    all_types(cuda, "dropped", &Case { dispatch, ..Case::new(config, 50, DType::F32) });
+}
+
+fn input_weights_and_groups(cuda: &Cuda) {
+    let mut config = MoeConfig::new(33, 20, 8, 2);
+    (config.activation, config.weight_at) = (Activation::GeluGlu, WeightAt::Input);
+    (config.router.score, config.router.selection_bias, config.router.scale) = (Score::Sigmoid, true, 2.5);
+    config.router.groups = Some(GroupLimit { groups: 4, keep: 2, rank_by: GroupScore::Top2Sum });
+    all_types(cuda, "groups", &Case::new(config, 20, DType::F32));
+}

@@ -1,0 +1,95 @@
+//! Shards as candle's variables, under candle's optimiser.
+
+use std::sync::Arc;
+
+use candle_core::{Device, Tensor, Var};
+use candle_nn::optim::{AdamW, Optimizer, ParamsAdamW};
+use moebius::DType;
+use moebius::candle::{VarShard, finish_sharded};
+use moebius::cpu::Cpu;
+use moebius::etp::{Chain, Phase, WeightSpec};
+use moebius::weights::WeightSource;
+
+use crate::rig::{COUNT, DIMS, MINUTE, ON, holds, ranks, tensor, value};
+
+const STEPS: usize = 3;
+const LARGEST_NORM: f64 = 10.0;
+
+/// Integers, so that sums and squares are exact in whatever order.
+fn gradient(rank: usize, step: usize) -> Vec<f32> {
+    (0..COUNT).map(|at| ((at * 7 + rank * 5 + step * 3) % 11) as f32 - 5.0).collect()
+}
+
+fn flat(t: &Tensor) -> Vec<f32> {
+    t.flatten_all().unwrap().to_vec1().unwrap()
+}
+
+fn squares(t: &Tensor) -> f64 {
+    flat(t).iter().map(|v| f64::from(*v).powi(2)).sum()
+}
+
+fn optimiser(var: &Var) -> AdamW {
+    AdamW::new(vec![var.clone()], ParamsAdamW { lr: 0.1, ..ParamsAdamW::default() }).unwrap()
+}
+
+/// The gradients of a loss that has none but a variable of no account.
+fn store() -> candle_core::backprop::GradStore {
+    Var::zeros((), candle_core::DType::F32, &Device::Cpu).unwrap().backward().unwrap()
+}
+
+fn clipped(gradient: &Tensor, squares: f64) -> Tensor {
+    (gradient * (LARGEST_NORM / squares.sqrt()).min(1.0)).unwrap()
+}
+
+#[test]
+fn adamw_on_shards_is_adamw_on_the_whole() {
+    // One variable, the sum of both ranks' gradients.
+    let whole = Var::from_vec(value(0), &DIMS, &Device::Cpu).unwrap();
+    let mut adam = optimiser(&whole);
+    let mut norms = Vec::new();
+    for step in 0..STEPS {
+        let sum: Vec<f32> = gradient(0, step).iter().zip(gradient(1, step)).map(|(a, b)| a + b).collect();
+        let sum = Tensor::from_vec(sum, &DIMS, &Device::Cpu).unwrap();
+        norms.push(squares(&sum));
+        let mut gradients = store();
+        gradients.insert(&whole, clipped(&sum, norms[step]));
+        adam.step(&gradients).unwrap();
+    }
+    assert!(norms.iter().any(|n| n.sqrt() > LARGEST_NORM), "clipped somewhere: {norms:?}");
+    let expected = flat(&whole);
+    assert_ne!(expected, value(0));
+
+    let squares_of_shards = std::sync::Mutex::new(vec![0.0; STEPS]);
+    let met = std::sync::Barrier::new(2);
+    ranks(2, MINUTE, |rank, comms| {
+        let chain = Chain::new(Cpu::poisoning(), (), comms, ON).unwrap();
+        let cut = chain.shards(&DIMS).unwrap();
+        let shard = cut.cut(&Cpu::new(), tensor(value(0)).view(), rank).unwrap();
+        let var = Var::from_slice(shard.as_slice::<f32>().unwrap(), &cut.shard_dims(), &Device::Cpu).unwrap();
+        let spec = WeightSpec::new("w", 0, &DIMS, DType::F32);
+        let id = chain.add(spec, Arc::new(VarShard::new(&var))).unwrap();
+        let mut adam = optimiser(&var);
+        for (step, norm) in norms.iter().enumerate() {
+            chain.begin(Phase::Forward).unwrap();
+            drop(chain.source(id).unwrap().acquire(&()).unwrap());
+            chain.end().unwrap();
+            let mut room = chain.room(id).unwrap();
+            let own = gradient(rank, step);
+            room.view_mut().unwrap().into_data().copy_from_slice(bytemuck::cast_slice(&own));
+            chain.submit(room).unwrap();
+            let mut gradients = store();
+            finish_sharded(&chain, None, &[(id, var.clone())], &mut gradients).unwrap();
+            let own = gradients.get(&var).unwrap().clone();
+            squares_of_shards.lock().unwrap()[step] += squares(&own);
+            // Clipping by the global norm needs the squares of all shards.
+            met.wait();
+            let all = squares_of_shards.lock().unwrap()[step];
+            assert_eq!(all, *norm, "padding adds nothing");
+            gradients.insert(&var, clipped(&own, all));
+            adam.step(&gradients).unwrap();
+        }
+        chain.begin(Phase::Forward).unwrap();
+        holds(&chain.source(id).unwrap().acquire(&()).unwrap(), &expected);
+        chain.end().unwrap();
+    });
+}

@@ -1,0 +1,218 @@
+//! Ranks that fail, disagree or leave.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
+
+use moebius::cpu::Cpu;
+use moebius::etp::{Chain, EtpOptions, Phase, Reduction, Shard, ShardSource, WeightSpec};
+use moebius::{CommError, DType, Error, Result, Tensor, TensorRef};
+
+use crate::rig::{DIMS, MINUTE, ON, Rig, ranks, tensor, value};
+
+fn broken() -> Error {
+    Error::Framework { call: "test", framework: "test", message: "out of luck".into() }
+}
+
+/// A rank that fails tells the others, wherever they are, and all go on afterwards.
+#[test]
+fn one_rank_fails_and_all_recover() {
+    for prefetch in [true, false] {
+        // Rank 1 stops before its n-th weight of a forward, or its n-th gradient of a backward.
+        for (phase, at) in [(0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (1, 2), (2, 0), (2, 1), (2, 2)] {
+            let outcomes = ranks(3, MINUTE, |rank, comms| -> Result<()> {
+                let rig = Rig::new(comms, EtpOptions { prefetch, ..ON }, 3, false)?;
+                if phase > 0 {
+                    rig.pass(Phase::Forward, &[0, 1, 2])?;
+                }
+                let failing = |n: usize| if rank == 1 && n == at { Err(broken()) } else { Ok(()) };
+                let step = || -> Result<()> {
+                    rig.chain.begin(if phase == 2 { Phase::Backward } else { Phase::Forward })?;
+                    let order = if phase == 2 { [2, 1, 0] } else { [0, 1, 2] };
+                    for (n, i) in order.into_iter().enumerate() {
+                        failing(n)?;
+                        rig.read(i)?;
+                        if phase == 2 {
+                            rig.gradient(i, 1.0)?;
+                        }
+                    }
+                    rig.chain.end()?;
+                    // In backward the failing rank owes at least one gradient.
+                    if phase == 2 { rig.finish(&[306.0, 306.0, 306.0]) } else { Ok(()) }
+                };
+                match step() {
+                    Err(Error::Framework { .. }) if rank == 1 => {}
+                    Err(Error::Comm(CommError::Refused { peer: 1, reason, .. })) => {
+                        assert!(reason.contains("out of luck"), "{reason}");
+                    }
+                    // A rank may also learn it from a peer that is on its way to recovery.
+                    Err(Error::Comm(CommError::TagMismatch { .. })) if rank != 1 => {}
+                    // Its last gather was under way when it failed.
+                    Ok(()) if rank != 1 && prefetch && (phase, at) == (1, 2) => {}
+                    other => panic!("rank {rank}, phase {phase}, at {at}: {other:?}"),
+                }
+                rig.chain.recover((rank == 1).then(broken).as_ref())?;
+                rig.pass(Phase::Forward, &[0, 1, 2])?;
+                rig.chain.begin(Phase::Backward)?;
+                for i in [2, 1, 0] {
+                    rig.read(i)?;
+                    rig.gradient(i, i as f32)?;
+                }
+                rig.chain.end()?;
+                // Nothing is left of the failed step.
+                rig.finish(&[300.0, 303.0, 306.0])
+            });
+            outcomes.into_iter().for_each(|outcome| outcome.unwrap());
+        }
+    }
+}
+
+#[test]
+fn a_rank_that_leaves() {
+    for submit in [false, true] {
+        let outcomes = ranks(3, MINUTE, |rank, comms| -> Result<()> {
+            let rig = Rig::new(comms, EtpOptions::default(), 3, false)?;
+            rig.pass(Phase::Forward, &[0, 1, 2])?;
+            rig.chain.begin(Phase::Backward)?;
+            rig.read(2)?;
+            if submit {
+                rig.gradient(2, 0.0)?;
+            }
+            if rank == 2 {
+                return Ok(());
+            }
+            rig.read(1)?;
+            rig.gradient(1, 0.0)?;
+            rig.read(0)?;
+            rig.finish(&[])
+        });
+        assert!(outcomes[2].is_ok());
+        for outcome in &outcomes[..2] {
+            assert!(matches!(outcome, Err(Error::Comm(CommError::PeerGone { peer: 2, .. }))), "{outcome:?}");
+        }
+    }
+}
+
+#[test]
+fn a_rank_that_never_comes() {
+    let limit = Duration::from_millis(200);
+    let (done, wait) = std::sync::mpsc::channel();
+    let wait = std::sync::Mutex::new(wait);
+    let outcomes = ranks(2, limit, move |rank, comms| -> Result<()> {
+        let rig = Rig::new(comms, EtpOptions::default(), 2, false)?;
+        if rank == 1 {
+            // Its chain lives until the other has given up.
+            let _ = wait.lock().unwrap().recv();
+            return Ok(());
+        }
+        let read = rig.pass(Phase::Forward, &[0]);
+        done.send(()).unwrap();
+        read
+    });
+    let lost = matches!(&outcomes[0], Err(Error::Comm(CommError::Timeout { missing, .. })) if missing == &[1]);
+    assert!(lost, "{:?}", outcomes[0]);
+}
+
+/// A shard that changes its size behind the chain's back.
+#[derive(Debug)]
+struct Shrinking {
+    whole: Tensor<Cpu>,
+    small: Tensor<Cpu>,
+    shrunk: AtomicBool,
+}
+
+impl ShardSource<Cpu> for Shrinking {
+    fn read(&self, visit: &mut dyn FnMut(TensorRef<'_, Cpu>) -> Result<()>) -> Result<()> {
+        visit(if self.shrunk.load(Ordering::SeqCst) { self.small.view() } else { self.whole.view() })
+    }
+}
+
+#[test]
+fn shards_of_wrong_size() {
+    let outcomes = ranks(2, MINUTE, |rank, comms| -> Result<String> {
+        let rig = Rig::new(comms, EtpOptions::default(), 1, false)?;
+        let cut = rig.chain.shards(&DIMS)?;
+        let whole = cut.cut(&Cpu::new(), tensor(value(0)).view(), rank)?;
+        let small = Tensor::from_vec(vec![0f32; 2], &[1, 2])?;
+        let shard = Arc::new(Shrinking { whole, small, shrunk: AtomicBool::new(false) });
+        rig.chain.replace(rig.ids[0], Arc::clone(&shard) as Arc<dyn ShardSource<Cpu>>)?;
+        rig.pass(Phase::Forward, &[0])?;
+        shard.shrunk.store(rank == 1, Ordering::SeqCst);
+        let error = rig.pass(Phase::Forward, &[0]).unwrap_err();
+        match (&error, rank) {
+            (Error::Shape { .. }, 1) | (Error::Comm(CommError::Refused { peer: 1, .. }), 0) => {}
+            other => panic!("{other:?}"),
+        }
+        shard.shrunk.store(false, Ordering::SeqCst);
+        rig.chain.recover(None)?;
+        rig.pass(Phase::Forward, &[0])?;
+        Ok(error.to_string())
+    });
+    for outcome in outcomes {
+        let text = outcome.unwrap();
+        assert!(text.contains("[16, 2]") && text.contains("[1, 2]"), "{text}");
+    }
+}
+
+/// Ranks whose weights are of different sizes: nobody's fault alone, so all hear of both sizes.
+#[test]
+fn weights_that_differ_between_ranks() {
+    let outcomes = ranks(2, MINUTE, |rank, comms| -> Result<()> {
+        let chain = Chain::new(Cpu::new(), (), comms, EtpOptions::default())?;
+        let dims = [4, 2 + rank];
+        let shard = Shard::new(Tensor::zeros(&Cpu::new(), DType::F32, &[16, 2 + rank])?);
+        let id = chain.add(WeightSpec::new("w", 0, &dims, DType::F32), Arc::new(shard))?;
+        chain.whole(id).map(drop)
+    });
+    for outcome in outcomes {
+        assert!(matches!(outcome, Err(Error::Comm(CommError::SizeMismatch { .. }))), "{outcome:?}");
+    }
+}
+
+#[test]
+fn options_that_differ_between_ranks() {
+    let others = [
+        ("pad", EtpOptions { pad: 32, ..EtpOptions::default() }),
+        ("reduction", EtpOptions { reduction: Reduction::Pairwise, ..EtpOptions::default() }),
+        ("scale", EtpOptions { scale: moebius::etp::Scale::Mean, ..EtpOptions::default() }),
+        ("replicas", EtpOptions { replicas: 2, ..EtpOptions::default() }),
+    ];
+    for (name, other) in others {
+        let outcomes = ranks(2, MINUTE, |rank, comms| {
+            let options = if rank == 1 { other } else { EtpOptions::default() };
+            Chain::<Cpu>::new(Cpu::new(), (), comms, options).map(drop)
+        });
+        for outcome in outcomes {
+            assert!(matches!(&outcome, Err(Error::ConfigMismatch { field, .. }) if field == name), "{outcome:?}");
+        }
+    }
+}
+
+/// A shard whose reading panics takes its helper thread along: an error here, a rank that has left there.
+#[derive(Debug)]
+struct Panicking(AtomicBool, Shard<Cpu>);
+
+impl ShardSource<Cpu> for Panicking {
+    fn read(&self, visit: &mut dyn FnMut(TensorRef<'_, Cpu>) -> Result<()>) -> Result<()> {
+        if self.0.load(Ordering::SeqCst) {
+            // Unwinds without the hook's noise.
+            std::panic::resume_unwind(Box::new("a shard's own trouble"));
+        }
+        self.1.read(visit)
+    }
+}
+
+#[test]
+fn a_shard_that_panics() {
+    let outcomes = ranks(2, MINUTE, |rank, comms| -> Result<()> {
+        let rig = Rig::new(comms, EtpOptions::default(), 1, false)?;
+        let shard = rig.chain.shards(&DIMS)?.cut(&Cpu::new(), tensor(value(0)).view(), rank)?;
+        let shard = Arc::new(Panicking(AtomicBool::new(false), Shard::new(shard)));
+        rig.chain.replace(rig.ids[0], Arc::clone(&shard) as Arc<dyn ShardSource<Cpu>>)?;
+        shard.0.store(rank == 1, Ordering::SeqCst);
+        rig.pass(Phase::Forward, &[0])
+    });
+    assert!(matches!(outcomes[0], Err(Error::Comm(CommError::PeerGone { peer: 1, .. }))), "{:?}", outcomes[0]);
+    let text = outcomes[1].as_ref().unwrap_err().to_string();
+    assert!(text.contains("gather lane") && text.contains("has ended"), "{text}");
+}

@@ -1,0 +1,364 @@
+//! States, order of use, what is in memory when, and errors of one rank's own.
+
+use std::sync::mpsc::{Sender, channel};
+use std::sync::{Arc, Mutex};
+
+use moebius::comm::Solo;
+use moebius::cpu::Cpu;
+use moebius::etp::{Chain, Comms, EtpOptions, Phase, Shard, ShardSource, State, WeightSpec};
+use moebius::weights::WeightSource;
+use moebius::{Error, Result, TensorRef};
+
+use crate::rig::{COUNT, DIMS, MINUTE, ON, Rig, holds, ranks, tensor, value};
+
+const OFF: EtpOptions = EtpOptions { prefetch: false, ..ON };
+
+fn text(error: Error) -> String {
+    assert!(matches!(error, Error::WeightState { .. }), "{error}");
+    error.to_string()
+}
+
+#[test]
+fn gathers_run_one_step_ahead_in_both_directions() {
+    ranks(2, MINUTE, |_, comms| {
+        let rig = Rig::new(comms, ON, 3, false).unwrap();
+        let gather = |i: usize| rig.chain.states(rig.ids[i]).0;
+        // The first forward knows no order.
+        rig.pass(Phase::Forward, &[0, 1, 2]).unwrap();
+        assert_eq!((rig.chain.traffic().gathers, rig.chain.traffic().ahead), (3, 0));
+        assert_eq!(rig.chain.order(), rig.ids);
+        for (phase, order) in [(Phase::Forward, [0, 1, 2]), (Phase::Backward, [2, 1, 0])] {
+            rig.chain.begin(phase).unwrap();
+            let mut ready = State::DataReadySync;
+            for (at, i) in order.into_iter().enumerate() {
+                let source = rig.chain.source(rig.ids[i]).unwrap();
+                let guard = source.acquire(&()).unwrap();
+                holds(&guard, &value(i));
+                assert_eq!(gather(i), ready, "{phase:?} {i}");
+                if let Some(next) = order.get(at + 1) {
+                    assert_eq!(gather(*next), State::AsyncWait, "{phase:?} {next}");
+                }
+                drop(guard);
+                assert_eq!(gather(i), State::None, "{phase:?} {i} after use");
+                ready = State::DataReady;
+            }
+            rig.chain.end().unwrap();
+        }
+        let traffic = rig.chain.traffic();
+        assert_eq!((traffic.gathers, traffic.ahead), (9, 4));
+        // Three weights of one shape, two in memory: as many buffers, of 2 · 8 rows each.
+        assert_eq!((traffic.allocations, rig.chain.memory().gathered), (2, 2 * 16 * 2 * 4));
+        assert_eq!(traffic.gathered_bytes, 9 * 16 * 2 * 4);
+    });
+}
+
+/// Tells when it is read, and only then lets the reader go on.
+#[derive(Debug)]
+struct Telling(Shard<Cpu>, Mutex<Sender<()>>);
+
+impl ShardSource<Cpu> for Telling {
+    fn read(&self, visit: &mut dyn FnMut(TensorRef<'_, Cpu>) -> Result<()>) -> Result<()> {
+        let read = self.0.read(visit);
+        self.1.lock().unwrap().send(()).unwrap();
+        read
+    }
+}
+
+/// The next weight arrives while the rank's own thread is busy with the present one: nobody waits for it yet.
+#[test]
+fn a_gather_needs_no_help_of_the_thread_that_computes() {
+    ranks(2, MINUTE, |rank, comms| {
+        let rig = Rig::new(comms, ON, 2, false).unwrap();
+        let (sender, read) = channel();
+        let shard = rig.chain.shards(&DIMS).unwrap().cut(&Cpu::new(), tensor(value(1)).view(), rank).unwrap();
+        rig.chain.replace(rig.ids[1], Arc::new(Telling(Shard::new(shard), Mutex::new(sender)))).unwrap();
+        while read.try_recv().is_ok() {}
+        rig.pass(Phase::Forward, &[0, 1]).unwrap();
+        read.recv_timeout(MINUTE).unwrap();
+        rig.chain.begin(Phase::Forward).unwrap();
+        let source = rig.chain.source(rig.ids[0]).unwrap();
+        let guard = source.acquire(&()).unwrap();
+        read.recv_timeout(MINUTE).expect("the gather of w1 is done");
+        assert_eq!(rig.chain.states(rig.ids[1]).0, State::AsyncWait);
+        drop(guard);
+        rig.read(1).unwrap();
+        rig.chain.end().unwrap();
+    });
+}
+
+/// A step in bf16 moves 2 bytes of each element in forward, 2 in backward, and 2 of its gradient.
+#[test]
+fn six_bytes_an_element_in_bf16() {
+    ranks(2, MINUTE, |_, comms| {
+        let chain = Chain::new(Cpu::new(), (), comms, EtpOptions { pad: 0, ..ON }).unwrap();
+        let cut = chain.shards(&DIMS).unwrap();
+        let shard = moebius::Tensor::zeros(&Cpu::new(), moebius::DType::BF16, &cut.shard_dims()).unwrap();
+        let spec = WeightSpec::new("w", 0, &DIMS, moebius::DType::BF16);
+        let id = chain.add(spec, Arc::new(Shard::new(shard))).unwrap();
+        for phase in [Phase::Forward, Phase::Backward] {
+            chain.begin(phase).unwrap();
+            drop(chain.source(id).unwrap().acquire(&()).unwrap());
+            chain.end().unwrap();
+        }
+        let mut room = chain.room(id).unwrap();
+        room.view_mut().unwrap().into_data().fill(0);
+        chain.submit(room).unwrap();
+        chain.drain().unwrap();
+        let traffic = chain.traffic();
+        assert_eq!(traffic.gathered_bytes + traffic.reduced_bytes, 6 * COUNT as u64);
+    });
+}
+
+#[test]
+fn without_prefetch_every_gather_is_waited_for() {
+    ranks(2, MINUTE, |_, comms| {
+        let rig = Rig::new(comms, OFF, 3, false).unwrap();
+        for _ in 0..3 {
+            rig.pass(Phase::Forward, &[0, 1, 2]).unwrap();
+        }
+        assert_eq!(rig.chain.traffic().ahead, 0);
+        rig.chain.begin(Phase::Backward).unwrap();
+        let source = rig.chain.source(rig.ids[2]).unwrap();
+        let guard = source.acquire(&()).unwrap();
+        assert_eq!(rig.chain.states(rig.ids[2]).0, State::DataReadySync);
+        assert_eq!(rig.chain.states(rig.ids[1]).0, State::None);
+        drop(guard);
+        rig.gradient(2, 1.0).unwrap();
+        assert_eq!(rig.chain.states(rig.ids[2]).1, State::None, "nothing is under way");
+        rig.finish(&[102.0]).unwrap();
+    });
+}
+
+#[test]
+fn a_gradient_arrives_one_step_late() {
+    ranks(4, MINUTE, |_, comms| {
+        let rig = Rig::new(comms, ON, 3, false).unwrap();
+        let reduce = |i: usize| rig.chain.states(rig.ids[i]).1;
+        rig.pass(Phase::Forward, &[0, 1, 2]).unwrap();
+        rig.gradient(2, 2.0).unwrap();
+        assert_eq!((reduce(2), reduce(1)), (State::AsyncWait, State::None));
+        assert_eq!(rig.chain.memory().main, 0, "nothing has arrived");
+        rig.gradient(1, 1.0).unwrap();
+        assert_eq!((reduce(2), reduce(1)), (State::None, State::AsyncWait));
+        assert_eq!(rig.chain.memory().main, 4 * 2 * 4, "one weight's shard");
+        rig.gradient(1, 5.0).unwrap();
+        // 0 + 100 + 200 + 300 of the ranks, and each one's own four times. Weight 0 has had none.
+        rig.finish(&[600.0 + 4.0 + 600.0 + 20.0, 600.0 + 8.0]).unwrap();
+        assert_eq!(reduce(1), State::None);
+        // The next step's start from zero.
+        rig.gradient(0, 0.0).unwrap();
+        rig.finish(&[600.0, 0.0, 0.0]).unwrap();
+    });
+}
+
+#[test]
+fn draining_in_every_state() {
+    ranks(2, MINUTE, |_, comms| {
+        let rig = Rig::new(comms, ON, 4, true).unwrap();
+        let states = |i: usize| rig.chain.states(rig.ids[i]);
+        rig.chain.drain().unwrap();
+        rig.pass(Phase::Forward, &[0, 1, 2, 3]).unwrap();
+        rig.chain.drain().unwrap();
+        rig.chain.begin(Phase::Forward).unwrap();
+        rig.read(0).unwrap();
+        assert_eq!(states(1).0, State::AsyncWait);
+        rig.chain.drain().unwrap();
+        assert_eq!(states(1).0, State::None);
+        // Gathered anew; and while it is in use, with the next under way.
+        let source = rig.chain.source(rig.ids[1]).unwrap();
+        let guard = source.acquire(&()).unwrap();
+        assert_eq!((states(1).0, states(2).0), (State::DataReadySync, State::AsyncWait));
+        rig.chain.drain().unwrap();
+        holds(&guard, &value(1));
+        drop(guard);
+        let source = rig.chain.source(rig.ids[2]).unwrap();
+        drop(source.acquire(&()).unwrap());
+        let source = rig.chain.source(rig.ids[3]).unwrap();
+        let guard = source.acquire(&()).unwrap();
+        assert_eq!(states(3).0, State::DataReady);
+        rig.chain.drain().unwrap();
+        holds(&guard, &value(3));
+        drop(guard);
+        rig.chain.end().unwrap();
+        // A weight that is kept from its recomputation on is gathered again.
+        rig.chain.begin(Phase::Backward).unwrap();
+        rig.read(2).unwrap();
+        assert_ne!(states(2).0, State::None, "kept");
+        rig.chain.drain().unwrap();
+        assert_eq!(states(2).0, State::None);
+        for i in [3, 2, 0, 1, 0] {
+            rig.read(i).unwrap();
+        }
+        rig.chain.end().unwrap();
+        rig.gradient(3, 0.0).unwrap();
+        assert_eq!(states(3).1, State::AsyncWait);
+        rig.chain.drain().unwrap();
+        assert_eq!((states(3).1, rig.chain.memory().main), (State::None, 8 * 2 * 4));
+        rig.chain.drain().unwrap();
+        rig.finish(&[100.0]).unwrap();
+        // The cache forgets its memory, not its tickets.
+        rig.chain.clear();
+        assert_eq!(rig.chain.memory().gathered, 0);
+        rig.pass(Phase::Forward, &[0, 1, 2, 3]).unwrap();
+    });
+}
+
+#[test]
+fn a_recomputed_weight_is_gathered_once_a_backward() {
+    ranks(2, MINUTE, |_, comms| {
+        let rig = Rig::new(comms, ON, 4, true).unwrap();
+        rig.pass(Phase::Forward, &[0, 1, 2, 3]).unwrap();
+        let before = rig.chain.traffic().gathers;
+        rig.pass(Phase::Backward, &[2, 3, 2, 0, 1, 0]).unwrap();
+        assert_eq!(rig.chain.traffic().gathers - before, 4);
+    });
+}
+
+#[test]
+fn a_weight_used_twice_in_a_pass() {
+    for options in [ON, OFF] {
+        ranks(2, MINUTE, |_, comms| {
+            let rig = Rig::new(comms, options, 3, false).unwrap();
+            let order = [0, 1, 0, 0, 2];
+            rig.pass(Phase::Forward, &order).unwrap();
+            for _ in 0..2 {
+                rig.pass(Phase::Forward, &order).unwrap();
+                rig.pass(Phase::Backward, &[2, 0, 0, 1, 0]).unwrap();
+                for i in [2, 0, 0, 1, 0] {
+                    rig.gradient(i, 1.0).unwrap();
+                }
+            }
+            rig.finish(&[6.0 * 102.0, 2.0 * 102.0, 2.0 * 102.0]).unwrap();
+        });
+    }
+}
+
+#[test]
+fn a_step_of_the_optimiser_shows_in_the_next_pass() {
+    ranks(2, MINUTE, |_, comms| {
+        let rig = Rig::new(comms, ON, 2, false).unwrap();
+        rig.pass(Phase::Forward, &[0, 1]).unwrap();
+        let changed: Vec<f32> = value(1).iter().map(|v| -v).collect();
+        let cut = rig.chain.shards(&DIMS).unwrap();
+        let shard = cut.cut(&Cpu::new(), tensor(changed.clone()).view(), rig.chain.rank()).unwrap();
+        rig.shards[1]
+            .update(|t| {
+                *t = shard;
+                Ok(())
+            })
+            .unwrap();
+        rig.chain.begin(Phase::Forward).unwrap();
+        rig.read(0).unwrap();
+        let source = rig.chain.source(rig.ids[1]).unwrap();
+        holds(&source.acquire(&()).unwrap(), &changed);
+        rig.chain.end().unwrap();
+        assert_eq!(rig.chain.whole(rig.ids[1]).unwrap().as_slice::<f32>().unwrap(), changed);
+        // Another object in its place.
+        let shard = cut.cut(&Cpu::new(), tensor(value(7)).view(), rig.chain.rank()).unwrap();
+        rig.chain.replace(rig.ids[1], Arc::new(Shard::new(shard))).unwrap();
+        rig.chain.begin(Phase::Backward).unwrap();
+        holds(&source.acquire(&()).unwrap(), &value(7));
+        rig.read(0).unwrap();
+        rig.chain.end().unwrap();
+    });
+}
+
+#[test]
+fn what_was_gathered_for_another_pass_is_not_read() {
+    ranks(2, MINUTE, |_, comms| {
+        let rig = Rig::new(comms, ON, 2, false).unwrap();
+        rig.pass(Phase::Forward, &[0, 1]).unwrap();
+        rig.chain.begin(Phase::Forward).unwrap();
+        rig.read(0).unwrap();
+        let source = rig.chain.source(rig.ids[1]).unwrap();
+        let guard = source.acquire(&()).unwrap();
+        holds(&guard, &value(1));
+        rig.chain.end().unwrap();
+        let error = text(guard.tensor().unwrap_err());
+        assert!(error.contains("w1") && error.contains("pass 2"), "{error}");
+        // Nor is its memory gathered over while somebody holds it.
+        rig.chain.begin(Phase::Backward).unwrap();
+        assert!(text(guard.tensor().unwrap_err()).contains("in pass 3"));
+        assert!(text(source.acquire(&()).unwrap_err()).contains("DataReady"));
+        drop(guard);
+        rig.read(1).unwrap();
+        rig.read(0).unwrap();
+        rig.chain.end().unwrap();
+    });
+}
+
+#[test]
+fn weights_out_of_turn_are_errors() {
+    ranks(1, MINUTE, |_, comms| {
+        let rig = Rig::new(comms, ON, 3, false).unwrap();
+        let read = |i: usize| text(rig.read(i).unwrap_err());
+        assert!(read(0).contains("expected a pass, found none"));
+        assert!(text(rig.chain.end().unwrap_err()).contains("expected a pass"));
+        assert!(text(rig.chain.begin(Phase::Backward).unwrap_err()).contains("a forward before a backward"));
+        assert!(text(rig.gradient(0, 0.0).unwrap_err()).contains("a forward before its gradient"));
+        rig.pass(Phase::Forward, &[0, 1, 2]).unwrap();
+        rig.chain.begin(Phase::Forward).unwrap();
+        assert!(text(rig.chain.begin(Phase::Forward).unwrap_err()).contains("not ended"));
+        rig.read(0).unwrap();
+        let error = read(2);
+        assert!(error.contains("w2") && error.contains("w1 next"), "{error}");
+        assert!(text(rig.chain.end().unwrap_err()).contains("1 of 3"));
+        assert!(text(rig.chain.whole(rig.ids[0]).unwrap_err()).contains("between passes"));
+        assert!(text(rig.chain.relink().unwrap_err()).contains("one that runs"));
+        rig.read(1).unwrap();
+        rig.read(2).unwrap();
+        assert!(read(0).contains("the end of the pass next"));
+        rig.chain.end().unwrap();
+        let shard = Arc::new(Shard::new(moebius::Tensor::from_vec(vec![0f32; COUNT], &[12, 2]).unwrap()));
+        let spec = WeightSpec::new("late", 0, &DIMS, moebius::DType::F32);
+        assert!(text(rig.chain.add(spec, shard).unwrap_err()).contains("before the first forward"));
+        // A changed model links anew.
+        rig.chain.relink().unwrap();
+        rig.pass(Phase::Forward, &[2, 0]).unwrap();
+        rig.pass(Phase::Backward, &[0, 2]).unwrap();
+        assert_eq!(rig.chain.order(), [rig.ids[2], rig.ids[0]]);
+    });
+}
+
+#[test]
+fn rooms() {
+    ranks(1, MINUTE, |_, comms| {
+        let rig = Rig::new(comms, ON, 2, false).unwrap();
+        rig.pass(Phase::Forward, &[0, 1]).unwrap();
+        let room = rig.chain.room(rig.ids[0]).unwrap();
+        assert!(rig.chain.room(rig.ids[0]).is_err(), "its buffer is out");
+        drop(room);
+        let room = rig.chain.room(rig.ids[0]).unwrap();
+        // Two models of one process do not meet.
+        let solo = || Comms::<Cpu> { gather: Box::new(Solo::new(Cpu::new())), reduce: Box::new(Solo::new(Cpu::new())) };
+        let other = Rig::new(solo(), ON, 2, false).unwrap();
+        assert!(text(other.chain.submit(room).unwrap_err()).contains("another chain's"));
+        other.pass(Phase::Forward, &[1, 0]).unwrap();
+        other.gradient(1, 3.0).unwrap();
+        rig.gradient(0, 4.0).unwrap();
+        other.finish(&[3.0]).unwrap();
+        rig.finish(&[4.0]).unwrap();
+        assert_eq!((other.chain.order()[0], rig.chain.order()[0]), (other.ids[1], rig.ids[0]));
+    });
+}
+
+#[test]
+fn wrong_arguments() {
+    ranks(1, MINUTE, |_, comms| {
+        let chain: Chain<Cpu> = Chain::new(Cpu::new(), (), comms, ON).unwrap();
+        let shard = |dims: &[usize]| -> Arc<dyn ShardSource<Cpu>> {
+            Arc::new(Shard::new(moebius::Tensor::from_vec(vec![0f32; dims.iter().product()], dims).unwrap()))
+        };
+        let spec = |dims: &[usize], dtype| WeightSpec::new("w", 0, dims, dtype);
+        let float = moebius::DType::F32;
+        assert!(matches!(chain.add(spec(&DIMS, float), shard(&[11, 2])), Err(Error::Shape { .. })));
+        assert!(matches!(chain.add(spec(&DIMS, moebius::DType::BF16), shard(&[12, 2])), Err(Error::DType { .. })));
+        assert!(chain.add(spec(&DIMS, moebius::DType::I32), shard(&[12, 2])).is_err());
+        assert!(chain.add(spec(&[24], float), shard(&[12, 2])).is_err());
+        let id = chain.add(spec(&DIMS, float), shard(&[12, 2])).unwrap();
+        assert!(matches!(chain.replace(id, shard(&[13, 2])), Err(Error::Shape { .. })));
+        let mut two = moebius::comm::ThreadWorld::create(2, MINUTE);
+        let error = chain.finish(Some(&mut two[0]), |_, _| Ok(())).unwrap_err().to_string();
+        assert!(error.contains("replicas") && error.contains("expected 1, found 2"), "{error}");
+    });
+}

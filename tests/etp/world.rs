@@ -1,0 +1,465 @@
+//! A stack of layers trained over a mesh of rank threads, with whole weights and with a chain of sharded ones.
+
+use std::sync::Arc;
+use std::thread;
+use std::time::Duration;
+
+use moebius::comm::{Communicator, Op, Tag, ThreadComm, ThreadWorld};
+use moebius::cpu::Cpu;
+use moebius::ep::{Group, GroupConfig};
+use moebius::etp::{Chain, Comms, EtpOptions, Phase, Scale, Shard, ShardSource, Shards, WeightId, WeightSpec};
+use moebius::layer::{Context, Cotangents, GradientsMut, Inputs, Layer, Mode, Params};
+use moebius::weights::WeightSource;
+use moebius::{DType, MoeConfig, Result, TensorRef};
+
+use crate::random::Random;
+
+pub type Tensor = moebius::Tensor<Cpu>;
+
+/// What is trained, and how it is spread. Rank w has experts of `w % ep`; of the ranks with the same, `etp` in a row
+/// share a shard group.
+#[derive(Debug, Clone)]
+pub struct Run {
+    pub world: usize,
+    pub ep: usize,
+    pub etp: usize,
+    pub layers: usize,
+    pub steps: usize,
+    pub microbatches: usize,
+    pub dtype: DType,
+    pub config: MoeConfig,
+    pub options: EtpOptions,
+}
+
+impl Run {
+    pub fn new(ep: usize, etp: usize) -> Self {
+        let options = EtpOptions { reduction: moebius::etp::Reduction::Pairwise, ..EtpOptions::default() };
+        let config = MoeConfig::new(8, 6, 4, 2);
+        Self { world: 4, ep, etp, layers: 3, steps: 2, microbatches: 1, dtype: DType::F32, config, options }
+    }
+
+    pub fn replicas(&self) -> usize {
+        self.world / self.ep / self.etp
+    }
+
+    fn tokens(&self, rank: usize) -> usize {
+        5 + rank
+    }
+
+    /// Sizes of one layer's weights on one rank.
+    pub fn dims(&self) -> [[usize; 3]; 2] {
+        let (local, h, i) = (self.config.router.num_experts / self.ep, self.config.hidden, self.config.intermediate);
+        [[local, self.config.up_rows(), h], [local, h, i]]
+    }
+
+    /// A tensor that depends on `what` alone.
+    fn tensor(&self, what: [usize; 4], dims: &[usize], deviation: f64) -> Tensor {
+        let seed = what.iter().fold(7u64, |s, v| s.wrapping_mul(0x1000_0000_01b3).wrapping_add(*v as u64));
+        let mut random = Random::new(seed);
+        let values = (0..dims.iter().product()).map(|_| (deviation * random.normal()) as f32).collect();
+        of_type(self.dtype, values, dims)
+    }
+
+    /// First values of the experts of EP rank `p`.
+    pub fn weight(&self, p: usize, layer: usize, which: usize) -> Tensor {
+        let dims = self.dims()[which];
+        let (e, each) = (self.config.router.num_experts, dims[1] * dims[2]);
+        let all = self.tensor([1, layer, which, 0], &[e, dims[1], dims[2]], 1.0).to_f64();
+        let own = &all[p * dims[0] * each..][..dims[0] * each];
+        of_type(self.dtype, own.iter().map(|v| *v as f32).collect(), &dims)
+    }
+}
+
+pub fn of_type(dtype: DType, values: Vec<f32>, dims: &[usize]) -> Tensor {
+    match dtype {
+        DType::F32 => Tensor::from_vec(values, dims),
+        DType::BF16 => Tensor::from_vec(values.into_iter().map(half::bf16::from_f32).collect::<Vec<_>>(), dims),
+        other => panic!("no test in {other}"),
+    }
+    .unwrap()
+}
+
+/// What a rank saw.
+#[derive(Debug, Clone, PartialEq, Default)]
+pub struct Outcome {
+    /// Bytes of outputs and gradients of x, per microbatch.
+    pub values: Vec<Vec<u8>>,
+    /// Bits of whole gradients by step and weight.
+    pub gradients: Vec<Vec<u32>>,
+    /// Whole weights at the end, bytes.
+    pub weights: Vec<Vec<u8>>,
+}
+
+/// Communicators of ranks `0..world` to the group that `place` names, at their place in it.
+pub fn mesh(world: usize, place: impl Fn(usize) -> (usize, usize), timeout: Duration) -> Vec<ThreadComm> {
+    let mut places: Vec<(usize, usize, usize)> = (0..world).map(|w| (place(w).0, place(w).1, w)).collect();
+    places.sort_unstable();
+    let mut all: Vec<Option<ThreadComm>> = (0..world).map(|_| None).collect();
+    for group in places.chunk_by(|a, b| a.0 == b.0) {
+        for ((_, _, w), comm) in group.iter().zip(ThreadWorld::create(group.len(), timeout)) {
+            all[*w] = Some(comm);
+        }
+    }
+    all.into_iter().flatten().collect()
+}
+
+/// Where a layer's weights are.
+enum Weights {
+    Whole(Vec<[Tensor; 2]>),
+    Sharded { chain: Arc<Chain<Cpu>>, ids: Vec<[WeightId; 2]>, shards: Vec<[Arc<Shard<Cpu>>; 2]> },
+}
+
+/// AdamW with values of its own in f32, element by element.
+struct Adam {
+    value: Vec<f32>,
+    m: Vec<f32>,
+    v: Vec<f32>,
+}
+
+impl Adam {
+    fn new(value: &[f64]) -> Self {
+        let value: Vec<f32> = value.iter().map(|v| *v as f32).collect();
+        Self { m: vec![0.0; value.len()], v: vec![0.0; value.len()], value }
+    }
+
+    fn step(&mut self, t: usize, gradient: &[f32]) {
+        let (b1, b2) = (0.9f32, 0.99f32);
+        let (c1, c2) = (1.0 - b1.powi(t as i32 + 1), 1.0 - b2.powi(t as i32 + 1));
+        for (i, g) in gradient.iter().enumerate() {
+            self.m[i] = b1 * self.m[i] + (1.0 - b1) * g;
+            self.v[i] = b2 * self.v[i] + (1.0 - b2) * g * g;
+            let change = self.m[i] / c1 / ((self.v[i] / c2).sqrt() + 1e-6);
+            self.value[i] -= 0.05 * (change + 0.01 * self.value[i]);
+        }
+    }
+}
+
+/// One rank.
+struct Rank {
+    run: Run,
+    w: usize,
+    group: Group<Cpu>,
+    layers: Vec<Layer>,
+    routers: Vec<Tensor>,
+    weights: Weights,
+    /// Ranks with the same experts.
+    data: ThreadComm,
+    /// Ranks with the same shard.
+    replicas: ThreadComm,
+}
+
+fn params<'a>(
+    router: TensorRef<'a, Cpu>,
+    up: &'a dyn WeightSource<Cpu>,
+    down: &'a dyn WeightSource<Cpu>,
+) -> Params<'a, Cpu> {
+    Params {
+        router,
+        router_bias: None,
+        selection_bias: None,
+        up,
+        up_bias: None,
+        down,
+        down_bias: None,
+        shared_up: None,
+        shared_down: None,
+        shared_gate: None,
+    }
+}
+
+impl Rank {
+    /// Calls `f` with the parameters of a layer.
+    fn with<R>(
+        &mut self,
+        l: usize,
+        f: impl FnOnce(&Layer, &mut Group<Cpu>, &Params<'_, Cpu>) -> Result<R>,
+    ) -> Result<R> {
+        let router = self.routers[l].view();
+        match &self.weights {
+            Weights::Whole(all) => {
+                let (up, down) = (all[l][0].view(), all[l][1].view());
+                f(&self.layers[l], &mut self.group, &params(router, &up, &down))
+            }
+            Weights::Sharded { chain, ids, .. } => {
+                let (up, down) = (chain.source(ids[l][0])?, chain.source(ids[l][1])?);
+                f(&self.layers[l], &mut self.group, &params(router, &up, &down))
+            }
+        }
+    }
+
+    fn chain(&self) -> Option<&Chain<Cpu>> {
+        match &self.weights {
+            Weights::Whole(_) => None,
+            Weights::Sharded { chain, .. } => Some(chain),
+        }
+    }
+
+    /// Forward and backward of a microbatch; whole gradients where weights are whole.
+    fn microbatch(&mut self, step: usize, batch: usize, out: &mut Outcome) -> Result<Vec<Vec<f32>>> {
+        let h = self.run.config.hidden;
+        let dims = [self.run.tokens(self.w), h];
+        let mut xs = vec![self.run.tensor([2, step, batch, self.w], &dims, 1.0)];
+        let mut contexts: Vec<Context<Cpu>> = Vec::new();
+        self.chain().map_or(Ok(()), |chain| chain.begin(Phase::Forward))?;
+        for l in 0..self.run.layers {
+            let x = xs.last().unwrap();
+            let x = of_type(x.dtype(), x.to_f64().iter().map(|v| *v as f32).collect(), x.dims());
+            let mode = Mode { backward: true, noise: None };
+            let forward = self.with(l, |layer, group, params| layer.forward(group, mode, x.view(), params))?;
+            out.values.push(forward.y.as_bytes().to_vec());
+            contexts.push(forward.context.unwrap());
+            xs.push(forward.y);
+        }
+        self.chain().map_or(Ok(()), Chain::end)?;
+        self.chain().map_or(Ok(()), |chain| chain.begin(Phase::Backward))?;
+        let mut d = self.run.tensor([3, step, batch, self.w], &dims, 1.0);
+        let mut gradients = Vec::new();
+        for l in (0..self.run.layers).rev() {
+            let mut d_x = Tensor::empty(&Cpu::poisoning(), self.run.dtype, &dims)?;
+            let context = contexts.pop().unwrap();
+            let (x, y) = (&xs[l], Some(d.view()));
+            let none = GradientsMut::none;
+            let router = self.routers[l].view();
+            let cotangents = Cotangents { y, aux: 0.0 };
+            match &self.weights {
+                Weights::Sharded { chain, ids, .. } => {
+                    let [up, down] = ids[l];
+                    let (mut d_up, mut d_down) = (chain.room(up)?, chain.room(down)?);
+                    let sources = (chain.source(up)?, chain.source(down)?);
+                    let params = params(router, &sources.0, &sources.1);
+                    let inputs = (Inputs { x: x.view(), params: &params }, cotangents);
+                    let into = GradientsMut {
+                        x: Some(d_x.view_mut()),
+                        up: Some(d_up.view_mut()?),
+                        down: Some(d_down.view_mut()?),
+                        ..none()
+                    };
+                    self.layers[l].backward_into(&mut self.group, context, inputs, into)?;
+                    chain.submit(d_down)?;
+                    chain.submit(d_up)?;
+                }
+                Weights::Whole(all) => {
+                    let [up, down] = self.run.dims();
+                    let mut d_up = Tensor::empty(&Cpu::poisoning(), self.run.dtype, &up)?;
+                    let mut d_down = Tensor::empty(&Cpu::poisoning(), self.run.dtype, &down)?;
+                    let sources = (all[l][0].view(), all[l][1].view());
+                    let params = params(router, &sources.0, &sources.1);
+                    let inputs = (Inputs { x: x.view(), params: &params }, cotangents);
+                    let into = GradientsMut {
+                        x: Some(d_x.view_mut()),
+                        up: Some(d_up.view_mut()),
+                        down: Some(d_down.view_mut()),
+                        ..none()
+                    };
+                    self.layers[l].backward_into(&mut self.group, context, inputs, into)?;
+                    let values = |t: &Tensor| t.to_f64().iter().map(|v| *v as f32).collect::<Vec<f32>>();
+                    gradients.splice(0..0, [values(&d_up), values(&d_down)]);
+                }
+            }
+            d = d_x;
+        }
+        self.chain().map_or(Ok(()), Chain::end)?;
+        out.values.push(d.as_bytes().to_vec());
+        Ok(gradients)
+    }
+
+    /// All ranks' values, by rank.
+    fn gather(comm: &mut ThreadComm, sequence: usize, own: &[f32]) -> Result<Vec<Vec<f32>>> {
+        let tag = Tag { layer: 9, op: Op::User, sequence: sequence as u64 };
+        let mut all = vec![0f32; own.len() * Communicator::<Cpu>::size(comm)];
+        let dims = [all.len()];
+        let recv = moebius::TensorMut::<Cpu>::from_slice(&mut all, &dims)?;
+        comm.all_gather(tag, TensorRef::from_slice(own, &[own.len()])?, recv)?;
+        Ok(all.chunks(own.len()).map(<[f32]>::to_vec).collect())
+    }
+
+    fn train(mut self) -> Result<Outcome> {
+        let mut out = Outcome::default();
+        let mut optimisers: Vec<Adam> = match &self.weights {
+            Weights::Whole(all) => all.iter().flatten().map(|t| Adam::new(&t.to_f64())).collect(),
+            Weights::Sharded { shards, .. } => {
+                let values = |shard: &Arc<Shard<Cpu>>| shard.update(|t| Ok(t.to_f64())).unwrap();
+                shards.iter().flatten().map(|s| Adam::new(&values(s))).collect()
+            }
+        };
+        for step in 0..self.run.steps {
+            let mut local = Vec::new();
+            for batch in 0..self.run.microbatches {
+                local.push(self.microbatch(step, batch, &mut out)?);
+            }
+            match &self.weights {
+                Weights::Whole(_) => self.step_whole(step, &local, &mut optimisers, &mut out)?,
+                Weights::Sharded { .. } => self.step_shards(step, &mut optimisers, &mut out)?,
+            }
+        }
+        out.weights = match &self.weights {
+            Weights::Whole(all) => all.iter().flatten().map(|t| t.as_bytes().to_vec()).collect(),
+            Weights::Sharded { chain, ids, .. } => {
+                ids.iter().flatten().map(|id| Ok(chain.whole(*id)?.as_bytes().to_vec())).collect::<Result<_>>()?
+            }
+        };
+        Ok(out)
+    }
+
+    /// The sum that sharded weights must have to the bit, computed without them.
+    fn step_whole(
+        &mut self,
+        step: usize,
+        local: &[Vec<Vec<f32>>],
+        optimisers: &mut [Adam],
+        out: &mut Outcome,
+    ) -> Result<()> {
+        let (n, replicas) = (self.run.etp, self.run.replicas());
+        let factor = match self.run.options.scale {
+            Scale::Sum => 1.0,
+            Scale::Mean => 1.0 / (n * replicas) as f32,
+        };
+        for (i, optimiser) in optimisers.iter_mut().enumerate() {
+            let count = local[0][i].len();
+            let mut groups = vec![vec![0f32; count]; replicas];
+            for batch in local {
+                let all = Self::gather(&mut self.data, step, &batch[i])?;
+                for (group, main) in all.chunks(n).zip(&mut groups) {
+                    for (at, main) in main.iter_mut().enumerate() {
+                        *main += factor * tree(&group.iter().map(|g| g[at]).collect::<Vec<_>>());
+                    }
+                }
+            }
+            let sum: Vec<f32> = (0..count).map(|at| tree(&groups.iter().map(|g| g[at]).collect::<Vec<_>>())).collect();
+            optimiser.step(step, &sum);
+            out.gradients.push(sum.iter().map(|v| v.to_bits()).collect());
+            if let Weights::Whole(all) = &mut self.weights {
+                let dims = all[i / 2][i % 2].dims().to_vec();
+                all[i / 2][i % 2] = of_type(self.run.dtype, optimiser.value.clone(), &dims);
+            }
+        }
+        Ok(())
+    }
+
+    fn step_shards(&mut self, step: usize, optimisers: &mut [Adam], out: &mut Outcome) -> Result<()> {
+        let Weights::Sharded { chain, shards, .. } = &self.weights else { return Ok(()) };
+        let mut gradients: Vec<Vec<f32>> = Vec::new();
+        chain.finish(Some(&mut self.replicas), |id, gradient| {
+            assert_eq!(id_number(id), gradients.len(), "in order of registration");
+            gradients.push(gradient.as_slice::<f32>()?.to_vec());
+            Ok(())
+        })?;
+        self.check_memory(chain);
+        let n = self.run.etp;
+        for (i, (gradient, shard)) in gradients.iter().zip(shards.iter().flatten()).enumerate() {
+            optimisers[i].step(step, gradient);
+            shard.update(|t| {
+                let dims = t.dims().to_vec();
+                *t = of_type(self.run.dtype, optimisers[i].value.clone(), &dims);
+                Ok(())
+            })?;
+            // The whole gradient, for comparison.
+            let all = Self::gather(&mut self.data, step, gradient)?;
+            let cut = chain.shards(&self.run.dims()[i % 2])?;
+            let mut whole: Vec<u32> = all[..n].concat().iter().map(|v| v.to_bits()).collect();
+            let count = cut.dims().iter().product();
+            assert!(whole[count..].iter().all(|bits| *bits << 1 == 0), "padding has no gradient");
+            whole.truncate(count);
+            out.gradients.push(whole);
+        }
+        Ok(())
+    }
+}
+
+impl Rank {
+    /// The table of docs/etp.md.
+    fn check_memory(&self, chain: &Chain<Cpu>) {
+        let run = &self.run;
+        let size = run.dtype.size();
+        let [u, d] = run.dims().map(|dims| {
+            let [rows, width] = chain.shards(&dims).unwrap().gathered_dims();
+            rows * width
+        });
+        let memory = chain.memory();
+        assert_eq!(memory.main, run.layers * (u + d) * 4 / run.etp);
+        if run.dims()[0] == run.dims()[1] {
+            // One shape: two buffers, three with recomputation; a layer's gradients and one more.
+            let buffers = if run.config.recompute { 3 } else { 2 };
+            assert_eq!((memory.gathered, memory.gradients), (buffers * u * size, 3 * u * size));
+            return;
+        }
+        let gathered = if run.config.recompute { 2 * u + d } else { u + d };
+        assert_eq!((memory.gathered, memory.gradients), (gathered * size, (2 * u + d) * size));
+        let shares = if run.options.reduction == moebius::etp::Reduction::Pairwise { 1 } else { run.etp };
+        assert_eq!(memory.reduced, (u + d) * size / shares);
+    }
+}
+
+fn id_number(id: WeightId) -> usize {
+    format!("{id:?}").trim_matches(|c: char| !c.is_ascii_digit()).parse().unwrap()
+}
+
+/// ((0 + 1) + (2 + 3)), written for the three sizes that the tests have.
+fn tree(values: &[f32]) -> f32 {
+    match values {
+        [a] => *a,
+        [a, b] => a + b,
+        [a, b, c, d] => (a + b) + (c + d),
+        other => panic!("{} values", other.len()),
+    }
+}
+
+/// A chain with the first weights of a run.
+fn sharded(run: &Run, p: usize, comms: Comms<Cpu>) -> Result<Weights> {
+    let options = EtpOptions { replicas: run.replicas(), ..run.options };
+    let chain = Chain::new(Cpu::poisoning(), (), comms, options)?;
+    let (mut ids, mut shards) = (Vec::new(), Vec::new());
+    for l in 0..run.layers {
+        let add = |which: usize| -> Result<(WeightId, Arc<Shard<Cpu>>)> {
+            let whole = run.weight(p, l, which);
+            let cut: Shards = chain.shards(whole.dims())?;
+            let shard = Arc::new(Shard::new(cut.cut(&Cpu::poisoning(), whole.view(), chain.rank())?));
+            let name = format!("layers.{l}.{}", ["up", "down"][which]);
+            let mut spec = WeightSpec::new(name, l as u32, whole.dims(), run.dtype);
+            spec.recompute = run.config.recompute && which == 0;
+            Ok((chain.add(spec, Arc::clone(&shard) as Arc<dyn ShardSource<Cpu>>)?, shard))
+        };
+        let (up, down) = (add(0)?, add(1)?);
+        ids.push([up.0, down.0]);
+        shards.push([up.1, down.1]);
+    }
+    Ok(Weights::Sharded { chain: Arc::new(chain), ids, shards })
+}
+
+/// Trains on one thread a rank, with whole weights or sharded ones.
+pub fn train(run: &Run, shard: bool) -> Vec<Outcome> {
+    let (world, ep, n) = (run.world, run.ep, run.etp);
+    let limit = Duration::from_secs(60);
+    let experts = mesh(world, |w| (w / ep, w % ep), limit);
+    let data = mesh(world, |w| (w % ep, w / ep), limit);
+    // Ranks with the same experts: `etp` in a row make a shard group, those at the same place in them are replicas.
+    let in_group = |w: usize| (w / ep / n * ep + w % ep, w / ep % n);
+    let gathers = mesh(world, in_group, limit);
+    let reductions = mesh(world, in_group, limit);
+    let replicas = mesh(world, |w| (w % (ep * n), w / (ep * n)), limit);
+    let comms = experts.into_iter().zip(data).zip(gathers.into_iter().zip(reductions)).zip(replicas);
+    thread::scope(|scope| {
+        let threads: Vec<_> = comms
+            .enumerate()
+            .map(|(w, (((experts, data), (gather, reduce)), replicas))| {
+                scope.spawn(move || -> Result<Outcome> {
+                    let e = run.config.router.num_experts;
+                    let most = run.tokens(world);
+                    let group = Group::new(Cpu::poisoning(), (), Box::new(experts), GroupConfig::new(e, most))?;
+                    let weights = match shard {
+                        true => sharded(run, w % ep, Comms { gather: Box::new(gather), reduce: Box::new(reduce) })?,
+                        false => Weights::Whole(
+                            (0..run.layers).map(|l| [run.weight(w % ep, l, 0), run.weight(w % ep, l, 1)]).collect(),
+                        ),
+                    };
+                    let layer = |l| Layer::new(run.config.clone(), l as u32);
+                    let layers = (0..run.layers).map(layer).collect::<Result<_>>()?;
+                    let router = |l| run.tensor([0, l, 0, 0], &[e, run.config.hidden], 1.0);
+                    let routers = (0..run.layers).map(router).collect();
+                    Rank { run: run.clone(), w, group, layers, routers, weights, data, replicas }.train()
+                })
+            })
+            .collect();
+        threads.into_iter().map(|t| t.join().expect("a rank panicked").expect("a rank failed")).collect()
+    })
+}

@@ -1,0 +1,136 @@
+//! What a suite runs on: its bodies are the same for the CPU and for a GPU.
+#![allow(dead_code, unused_macros, unused_imports, reason = "every suite takes a part")]
+
+use std::path::{Path, PathBuf};
+
+use moebius::comm::{Solo, ThreadComm};
+use moebius::cpu::Cpu;
+use moebius::ep::{Group, GroupConfig};
+use moebius::kernels::Kernels;
+use moebius::{DType, Result, Tensor, TensorRef};
+
+/// The folders of goldens: the shipped ones, or `MOEBIUS_GOLDEN`, as a program away from its sources needs.
+pub fn golden() -> PathBuf {
+    std::env::var_os("MOEBIUS_GOLDEN")
+        .map_or_else(|| Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden"), PathBuf::from)
+}
+
+/// Tests by name.
+pub type Cases<D> = Vec<(&'static str, fn(&D))>;
+
+/// A device under test. Each of its buffers starts as NaN (−1 in integer types).
+pub trait Target: Kernels {
+    /// The floating types it computes in, the widest first.
+    const FLOATS: &'static [DType];
+
+    /// The stream that all its work is on.
+    fn order(&self) -> Self::Stream;
+
+    /// A rank's group. Several ranks are for the CPU.
+    fn join(&self, comm: ThreadComm, config: GroupConfig) -> Result<Group<Self>>;
+
+    /// The group of a rank alone.
+    fn alone(&self, config: GroupConfig) -> Result<Group<Self>> {
+        Group::new(self.clone(), self.order(), Box::new(Solo::new(self.clone())), config)
+    }
+
+    /// What came of the work enqueued so far, where a call may return before it knows.
+    fn settled(&self, result: Result<()>) -> Result<()>;
+
+    /// Waits until the host could know what the device has seen, without asking.
+    fn wait_for_news(&self);
+
+    /// A tensor of these values, rounded to the type.
+    fn put(&self, dtype: DType, values: &[f64], dims: &[usize]) -> Tensor<Self> {
+        self.write(&self.order(), values, dtype, dims).expect("a tensor")
+    }
+
+    /// A host tensor on the device.
+    fn host(&self, t: &Tensor<Cpu>) -> Tensor<Self> {
+        let mut to = Tensor::empty(self, t.dtype(), t.dims()).expect("room");
+        self.upload(&self.order(), t.as_bytes(), to.view_mut()).expect("an upload");
+        to
+    }
+
+    /// A tensor's elements.
+    fn values(&self, t: TensorRef<'_, Self>) -> Vec<f64> {
+        self.read(&self.order(), t).expect("a read")
+    }
+
+    /// A tensor on the host.
+    fn to_cpu(&self, t: &Tensor<Self>) -> Tensor<Cpu> {
+        let bytes = self.download(&self.order(), t.view()).expect("a download");
+        let mut to = Tensor::empty(&Cpu::new(), t.dtype(), t.dims()).expect("room");
+        to.as_bytes_mut().copy_from_slice(&bytes);
+        to
+    }
+
+    /// The widest floating type.
+    fn wide() -> DType {
+        Self::FLOATS[0]
+    }
+
+    /// True where finite differences mean something.
+    fn has_f64() -> bool {
+        Self::wide() == DType::F64
+    }
+
+    /// A bound for the widest type: `f64` there, else `f32`.
+    fn bound(f64: f64, f32: f64) -> f64 {
+        if Self::has_f64() { f64 } else { f32 }
+    }
+}
+
+impl Target for Cpu {
+    const FLOATS: &'static [DType] = &[DType::F64, DType::F32, DType::F16, DType::BF16];
+
+    fn order(&self) {}
+
+    fn join(&self, comm: ThreadComm, config: GroupConfig) -> Result<Group<Self>> {
+        Group::new(*self, (), Box::new(comm), config)
+    }
+
+    fn settled(&self, result: Result<()>) -> Result<()> {
+        result
+    }
+
+    fn wait_for_news(&self) {}
+}
+
+#[cfg(feature = "cuda")]
+impl Target for moebius::cuda::Cuda {
+    const FLOATS: &'static [DType] = &[DType::F32, DType::F16, DType::BF16];
+
+    fn order(&self) -> Self::Stream {
+        self.stream()
+    }
+
+    fn join(&self, _: ThreadComm, config: GroupConfig) -> Result<Group<Self>> {
+        self.alone(config)
+    }
+
+    fn settled(&self, result: Result<()>) -> Result<()> {
+        let seen = self.check();
+        result.and(seen)
+    }
+
+    fn wait_for_news(&self) {
+        self.stream().raw().synchronize().expect("the stream");
+    }
+}
+
+/// Lists a suite's bodies, each a `fn name<D: Target>(device: &D)`: tests of the CPU here, and a list for any device.
+macro_rules! cases {
+    ($($name:ident),+ $(,)?) => {
+        /// The suite's bodies by name.
+        #[allow(clippy::type_complexity, reason = "names and functions, no more")]
+        pub fn cases<D: Target>() -> Vec<(&'static str, fn(&D))> {
+            vec![$((stringify!($name), $name::<D>)),+]
+        }
+
+        mod on_cpu {
+            $(#[test] fn $name() { super::$name(&moebius::cpu::Cpu::poisoning()); })+
+        }
+    };
+}
+pub(crate) use cases;
