@@ -97,11 +97,6 @@ fn compare(args: &Args) -> Result<bool, AnyError> {
         return Err(format!("{dir}: no checkpoint folder (no config.json); name one with --checkpoint DIR").into());
     }
     let ranks = args.ranks.unwrap_or(if args.device == Place::Cpu { 4 } else { 1 });
-    // burn opens its own.
-    let device = match args.framework {
-        Framework::Candle => args.device.open(ranks)?,
-        Framework::Burn => candle_core::Device::Cpu,
-    };
     let folder = Folder::open(&args.checkpoint)?;
     let checkpoint = Checkpoint::open(&args.checkpoint)?;
     let first = checkpoint.moe_layers().first().copied();
@@ -119,9 +114,10 @@ fn compare(args: &Args) -> Result<bool, AnyError> {
     tracing::subscriber::set_global_default(stages.clone())?;
     let found = match args.framework {
         #[cfg(feature = "candle")]
-        Framework::Candle if device.is_cpu() => support::run_candle::run(&job)?,
-        #[cfg(feature = "candle")]
-        Framework::Candle => support::run_candle::run_on(&job, &device)?,
+        Framework::Candle => match args.device.open(ranks)? {
+            candle_core::Device::Cpu => support::run_candle::run(&job)?,
+            gpu => support::run_candle::run_on(&job, &gpu)?,
+        },
         #[cfg(feature = "burn")]
         Framework::Burn if args.device == Place::Cpu => support::run_burn::run(&job)?,
         #[cfg(feature = "burn-cuda")]

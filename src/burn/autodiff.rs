@@ -23,10 +23,9 @@ use crate::ep::GroupConfig;
 use crate::error::{Error, Result};
 use crate::layer::{Context, Role};
 
-use super::backend::{
-    Call, MoeBackend, NativeBackend, Operands, Outputs, PerRole, RoutingData, Tracked, run_backward, run_forward,
-};
+use super::backend::{Call, MoeBackend, NativeBackend, Operands, Outputs, PerRole, RoutingData};
 use super::group::DeviceGroup;
+use super::run::{Tracked, run_backward, run_forward};
 
 const CALL: &str = "ExpertParallelMoE::backward";
 

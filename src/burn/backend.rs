@@ -4,23 +4,20 @@ use std::sync::Arc;
 
 use burn::tensor::backend::Backend;
 use burn::tensor::ops::{FloatTensor, IntTensor};
-use burn::tensor::{Shape, TensorData, TensorMetadata};
+use burn::tensor::{Shape, TensorData};
 
 use crate::cpu::{Cpu, Element};
-use crate::device::{Device, Waited};
+use crate::device::Waited;
 use crate::dtype::DType;
 use crate::ep::GroupConfig;
 use crate::error::{Error, Result};
 use crate::kernels::Kernels;
-use crate::layer::{Context, Cotangents, GradientsMut, Inputs, Layer, Mode, ParamViews, Role};
+use crate::layer::{Layer, Mode, Role};
 use crate::lazy::Lazy;
 use crate::metrics::Load;
 use crate::tensor::{Tensor, TensorMut, TensorRef};
 
 use super::group::DeviceGroup;
-
-const FORWARD: &str = "ExpertParallelMoE::forward";
-const BACKWARD: &str = "ExpertParallelMoE::backward";
 
 /// A burn back end that the layer runs on: [`Flex`](burn::backend::Flex), with the `burn-cuda` feature burn's CUDA back
 /// end without fusion, and [`Autodiff`](burn::backend::Autodiff) over either.
@@ -182,193 +179,6 @@ pub struct RoutingData<B: Backend> {
     pub weights: FloatTensor<B>,
     /// Load of the experts over all ranks.
     pub load: Lazy<Load>,
-}
-
-/// What forward writes, in the back end's memory.
-struct Results<B: NativeBackend> {
-    y: B::Output,
-    logits: B::Output,
-    ids: B::Output,
-    weights: B::Output,
-}
-
-impl<B: NativeBackend> Results<B> {
-    fn allocate(call: &Call, core: &B::Core, x: &FloatTensor<B>) -> Result<Self> {
-        let dtype = core_dtype(FORWARD, "x", x.dtype())?;
-        let shape = x.shape();
-        let (tokens, router) = (shape.first().copied().unwrap_or(0), &call.layer.config().router);
-        let of = |dtype: DType, dims: &[usize]| B::output(core, x, Place { dtype, dims });
-        Ok(Self {
-            y: of(dtype, &shape)?,
-            logits: of(dtype.accumulator(), &[tokens, router.num_experts])?,
-            ids: of(DType::I32, &[tokens, router.top_k])?,
-            weights: of(dtype.accumulator(), &[tokens, router.top_k])?,
-        })
-    }
-}
-
-/// Runs the core's work between the back end's: what it reads was enqueued before, what reads its results comes behind.
-fn ordered<B: NativeBackend, R>(call: &Call, core: &B::Core, work: impl FnOnce() -> Result<R>) -> Result<R> {
-    call.group.count(B::begin(core)?);
-    let done = work();
-    // Also behind a failure: what it enqueued may still use the back end's memory.
-    call.group.count(B::end(core)?);
-    done
-}
-
-/// Forward through the core over contiguous operands; with a context if `backward` will follow.
-pub(super) fn run_forward<B: NativeBackend>(
-    call: &Call,
-    operands: &Operands<FloatTensor<B>>,
-    backward: bool,
-) -> Result<(Outputs<B>, Option<Context<B::Core>>)> {
-    let device = B::float_device(&operands.x);
-    let mut group = call.group.expect::<B, B::Core>(FORWARD, &device)?.lock();
-    let core = group.device().clone();
-    let mode = Mode { backward, ..call.mode };
-    let prepared = Views::<B>::new(&core, operands)
-        .and_then(|views| Ok((views, Results::<B>::allocate(call, &core, &operands.x)?)));
-    let (views, mut results) = match prepared {
-        Ok(prepared) => prepared,
-        // The other ranks are told: they are in forward.
-        Err(error) => return Err(call.layer.refuse_forward(&mut group, error)),
-    };
-    let made = ordered::<B, _>(call, &core, || {
-        let y = B::view_mut(&mut results.y)?;
-        let made = call.layer.forward_into(&mut group, mode, (views.x, &views.params.params()), y)?;
-        for (from, to) in [
-            (&made.routing.logits, &mut results.logits),
-            (&made.routing.ids, &mut results.ids),
-            (&made.routing.weights, &mut results.weights),
-        ] {
-            core.copy(from.view().data(), B::view_mut(to)?.into_data())?;
-        }
-        Ok(made)
-    })?;
-    let total = match call.layer.config().aux.is_off() {
-        true => 0.0,
-        false => {
-            call.group.count(B::reads());
-            made.aux.get()?.total()
-        }
-    };
-    let aux = match views.x.dtype() {
-        DType::F64 => Tensor::from_vec(vec![total], &[1])?,
-        _ => Tensor::from_vec(vec![total as f32], &[1])?,
-    };
-    let outputs = Outputs {
-        y: B::float(results.y)?,
-        aux: float::<B>(aux, &device)?,
-        routing: RoutingData {
-            logits: B::float(results.logits)?,
-            ids: B::int(results.ids)?,
-            weights: B::float(results.weights)?,
-            load: made.routing.load,
-        },
-    };
-    Ok((outputs, made.context))
-}
-
-/// Gradients of one backward.
-pub(super) struct Gradients<T> {
-    pub(super) x: Option<T>,
-    pub(super) params: PerRole<T>,
-}
-
-impl<T> Gradients<T> {
-    fn try_map<U>(self, mut f: impl FnMut(T) -> Result<U>) -> Result<Gradients<U>> {
-        let mut out = Gradients { x: self.x.map(&mut f).transpose()?, params: [const { None }; Role::ALL.len()] };
-        for (to, from) in out.params.iter_mut().zip(self.params) {
-            *to = from.map(&mut f).transpose()?;
-        }
-        Ok(out)
-    }
-}
-
-/// Gradients that somebody tracks.
-#[derive(Debug, Clone, Copy)]
-pub(super) struct Tracked {
-    pub(super) x: bool,
-    pub(super) params: [bool; Role::ALL.len()],
-}
-
-impl Tracked {
-    /// Whether the core shall make a parameter's gradient: a bias's comes beside its weight's only.
-    fn makes(&self, role: Role) -> bool {
-        let tracked = |role: Role| self.params[role as usize];
-        tracked(role)
-            || match role {
-                Role::Up => tracked(Role::UpBias),
-                Role::Down => tracked(Role::DownBias),
-                _ => false,
-            }
-    }
-}
-
-/// Backward through the core over contiguous operands and cotangents.
-pub(super) fn run_backward<B: NativeBackend>(
-    call: &Call,
-    operands: &Operands<FloatTensor<B>>,
-    context: Context<B::Core>,
-    (dy, d_aux): (Option<FloatTensor<B>>, Option<FloatTensor<B>>),
-    tracked: Tracked,
-) -> Result<Gradients<FloatTensor<B>>> {
-    let device = B::float_device(&operands.x);
-    let mut group = call.group.expect::<B, B::Core>(BACKWARD, &device)?.lock();
-    let (core, stream) = (group.device().clone(), group.stream().clone());
-    let views = Views::<B>::new(&core, operands)?;
-    let y = dy.as_ref().map(|tensor| B::view(&core, Named { name: "gradient of y", tensor })).transpose()?;
-    let d_aux = d_aux.as_ref().map(|tensor| B::view(&core, Named { name: "gradient of aux", tensor })).transpose()?;
-    let like = |tensor: TensorRef<'_, B::Core>| {
-        B::output(&core, &operands.x, Place { dtype: tensor.dtype(), dims: tensor.dims() })
-    };
-    let mut made = Gradients { x: None, params: [const { None }; Role::ALL.len()] };
-    if tracked.x {
-        made.x = Some(like(views.x)?);
-    }
-    for role in Role::ALL.into_iter().filter(|&role| tracked.makes(role)) {
-        made.params[role as usize] = views.of(role).map(like).transpose()?;
-    }
-    ordered::<B, _>(call, &core, || {
-        let aux = match d_aux {
-            Some(d) => {
-                call.group.count(B::reads());
-                core.read(&stream, d)?.into_iter().sum()
-            }
-            None => 0.0,
-        };
-        let mut into = GradientsMut::none();
-        into.x = made.x.as_mut().map(B::view_mut).transpose()?;
-        for (role, output) in Role::ALL.into_iter().zip(&mut made.params) {
-            if let Some(output) = output {
-                into.set(role, B::view_mut(output)?);
-            }
-        }
-        let params = views.params.params();
-        let inputs = Inputs { x: views.x.borrow(), params: &params };
-        call.layer.backward_into(&mut group, context, (inputs, Cotangents { y, aux }), into)
-    })?;
-    made.try_map(B::float)
-}
-
-/// Views of one call's tensors.
-struct Views<'a, B: NativeBackend> {
-    x: TensorRef<'a, B::Core>,
-    params: ParamViews<'a, B::Core>,
-}
-
-impl<'a, B: NativeBackend> Views<'a, B> {
-    fn new(core: &B::Core, operands: &'a Operands<FloatTensor<B>>) -> Result<Self> {
-        let view = |name, tensor| B::view(core, Named { name, tensor });
-        Ok(Self {
-            x: view("x", &operands.x)?,
-            params: ParamViews::collect(|role| operands.param(role).map(|t| view(role.name(), t)).transpose())?,
-        })
-    }
-
-    fn of(&self, role: Role) -> Option<TensorRef<'a, B::Core>> {
-        self.params.get(role)
-    }
 }
 
 /// A tensor of the core on the host as burn's data, without a copy.

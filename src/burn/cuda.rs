@@ -17,8 +17,9 @@ use crate::ep::{EpGroup, GroupConfig};
 use crate::error::{Error, Result};
 use crate::tensor::{TensorMut, TensorRef};
 
-use super::backend::{Call, MoeBackend, Named, NativeBackend, Operands, Outputs, Place, core_dtype, run_forward};
+use super::backend::{Call, MoeBackend, Named, NativeBackend, Operands, Outputs, Place, core_dtype};
 use super::group::DeviceGroup;
+use super::run::run_forward;
 
 const CALL: &str = "ExpertParallelMoE";
 

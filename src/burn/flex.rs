@@ -11,10 +11,9 @@ use crate::ep::{EpGroup, GroupConfig};
 use crate::error::{Error, Result};
 use crate::tensor::{Tensor, TensorMut, TensorRef};
 
-use super::backend::{
-    Call, MoeBackend, Named, NativeBackend, Operands, Outputs, Place, core_dtype, data, float, run_forward,
-};
+use super::backend::{Call, MoeBackend, Named, NativeBackend, Operands, Outputs, Place, core_dtype, data, float};
 use super::group::DeviceGroup;
+use super::run::run_forward;
 
 const CALL: &str = "ExpertParallelMoE";
 

@@ -28,7 +28,7 @@
 //! # On a GPU
 //! With the `burn-cuda` feature the layer runs on burn's CUDA back end, through this crate's kernels: on
 //! `CubeBackend<CudaRuntime, ..>`, which is what burn calls `Cuda` without its `fusion` feature. The group comes from
-//! [`DeviceGroup::single`], or from an [`EpGroup`] over [`cuda()`]:
+//! [`DeviceGroup::single`], or from an [`EpGroup`] over `moebius::burn::cuda`:
 //!
 //! ```ignore
 //! type B = Autodiff<burn::backend::Cuda>;
@@ -44,7 +44,7 @@
 //! them may be recorded into a graph meanwhile. A call cannot be recorded itself.
 //!
 //! Results lie in burn's memory, without a copy; what forward keeps for backward, and the workspace, lie in the
-//! crate's ([`Cuda::memory`](crate::cuda::Cuda::memory)). burn pads rows of some sizes (those that are not a multiple
+//! crate's (`Cuda::memory`). burn pads rows of some sizes (those that are not a multiple
 //! of a power of two of bytes, up to 512): a tensor so padded is copied at each call, also a parameter. Parameters made
 //! here are not padded, but those that burn computes anew, as an optimiser's step does, may be.
 //!
@@ -100,6 +100,7 @@ mod flex;
 mod group;
 mod init;
 mod module;
+mod run;
 
 pub use crate::ep::EpGroup;
 pub use backend::{Call, MoeBackend, Named, NativeBackend, Operands, Outputs, Place, RoutingData};

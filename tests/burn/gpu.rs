@@ -134,7 +134,7 @@ fn results_are_the_cpus_within_rounding() {
     // Rows that burn pads and such that it does not, tiles cut and whole, an empty share and none.
     for (h, i, e, k, tokens) in [(12, 10, 8, 3, 6), (136, 200, 8, 2, 300), (256, 128, 16, 4, 513), (64, 64, 4, 2, 1)] {
         for (dtype, tolerance) in TOLERANCES {
-            for aux in [AuxConfig::default(), aux.clone()] {
+            for aux in [AuxConfig::default(), aux] {
                 let mut config = MoeConfig::new(h, i, e, k);
                 config.aux = aux;
                 let case = Case { config, tokens, dtype };
