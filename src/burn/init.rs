@@ -199,7 +199,8 @@ impl<B: Backend> Draw<'_, B> {
             _ => Tensor::zeros([rows, columns], self.device),
         };
         if self.group.ranks() == 1 {
-            return Ok(weight);
+            // burn's initialisers track what they draw; a parameter must be a leaf.
+            return Ok(weight.set_require_grad(false));
         }
         let mut data: TensorData = weight.into_data();
         let dtype = core_dtype(INIT, "weight", data.dtype)?;
