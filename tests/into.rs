@@ -1,0 +1,148 @@
+//! Outputs and gradients in the caller's memory: the bits of the owned ones, only what was asked for, added where asked.
+
+use moebius::cpu::Cpu;
+use moebius::ep::{Group, GroupConfig};
+use moebius::kernels::Kernels;
+use moebius::layer::{Cotangents, GradientsMut, Inputs, Layer, Mode, ParamViews, Role, Wanted};
+use moebius::{DType, Error, MoeConfig, Result, Tensor};
+use rand::{Rng, SeedableRng, rngs::StdRng};
+
+const T: usize = 11;
+const BACKWARD: Mode = Mode { backward: true, noise: None };
+
+struct Setup {
+    layer: Layer,
+    group: Group<Cpu>,
+    params: Vec<(Role, Tensor<Cpu>)>,
+    x: Tensor<Cpu>,
+    d_y: Tensor<Cpu>,
+}
+
+fn random(rng: &mut StdRng, dims: &[usize]) -> Result<Tensor<Cpu>> {
+    let values = (0..dims.iter().product()).map(|_| rng.random_range(-0.5f32..0.5)).collect();
+    Tensor::from_vec(values, dims)
+}
+
+impl Setup {
+    fn new() -> Result<Self> {
+        let mut config = MoeConfig::new(12, 8, 6, 2);
+        config.expert_bias = true;
+        config.router.logit_bias = true;
+        let rng = &mut StdRng::seed_from_u64(3);
+        let (x, d_y) = (random(rng, &[T, 12])?, random(rng, &[T, 12])?);
+        let params = Role::ALL
+            .into_iter()
+            .filter_map(|role| Some((role, role.dims(&config, 6)?)))
+            .map(|(role, dims)| Ok((role, random(rng, &dims)?)))
+            .collect::<Result<_>>()?;
+        let group = Group::<Cpu>::single(GroupConfig::new(6, T))?;
+        Ok(Self { layer: Layer::new(config, 0)?, group, params, x, d_y })
+    }
+
+    /// Runs a backward behind a forward.
+    fn backward<R>(
+        &mut self,
+        run: impl FnOnce(&Layer, &mut Group<Cpu>, moebius::layer::Context<Cpu>, (Inputs<'_, Cpu>, Cotangents<'_, Cpu>)) -> R,
+    ) -> Result<R> {
+        let views =
+            ParamViews::collect(|role| Ok(self.params.iter().find(|(r, _)| *r == role).map(|(_, t)| t.view())))?;
+        let params = views.params();
+        let forward = self.layer.forward(&mut self.group, BACKWARD, self.x.view(), &params)?;
+        let context = forward.context.expect("backward was asked for");
+        let inputs = Inputs { x: self.x.view(), params: &params };
+        let cotangents = Cotangents { y: Some(self.d_y.view()), aux: 0.0 };
+        Ok(run(&self.layer, &mut self.group, context, (inputs, cotangents)))
+    }
+}
+
+fn poisoned(dims: &[usize]) -> Result<Tensor<Cpu>> {
+    Tensor::empty(&Cpu::poisoning(), DType::F32, dims)
+}
+
+#[test]
+fn forward_into_writes_the_bits_of_forward() -> Result<()> {
+    let mut s = Setup::new()?;
+    let views = ParamViews::collect(|role| Ok(s.params.iter().find(|(r, _)| *r == role).map(|(_, t)| t.view())))?;
+    let params = views.params();
+    let owned = s.layer.forward(&mut s.group, Mode::default(), s.x.view(), &params)?;
+    let mut y = poisoned(&[T, 12])?;
+    let made = s.layer.forward_into(&mut s.group, Mode::default(), (s.x.view(), &params), y.view_mut())?;
+    assert_eq!(y.as_bytes(), owned.y.as_bytes());
+    assert_eq!(made.routing.load.get()?, owned.routing.load.get()?);
+    assert!(made.context.is_none());
+    let mut short = poisoned(&[T - 1, 12])?;
+    let error = s.layer.forward_into(&mut s.group, Mode::default(), (s.x.view(), &params), short.view_mut());
+    assert!(matches!(error, Err(Error::Shape { ref tensor, .. }) if tensor == "y"), "{error:?}");
+    let mut wide = Tensor::empty(&Cpu::new(), DType::F64, &[T, 12])?;
+    let error = s.layer.forward_into(&mut s.group, Mode::default(), (s.x.view(), &params), wide.view_mut());
+    assert!(matches!(error, Err(Error::DType { ref tensor, .. }) if tensor == "y"), "{error:?}");
+    Ok(())
+}
+
+#[test]
+fn backward_into_writes_what_it_is_given_room_for() -> Result<()> {
+    let mut s = Setup::new()?;
+    let owned = s.backward(|l, g, c, (i, d)| l.backward(g, c, i, d, Wanted::ALL))??;
+    let of = |t: &Option<Tensor<Cpu>>| t.as_ref().map(|t| t.as_bytes().to_vec());
+    let (mut x, mut router) = (poisoned(&[T, 12])?, poisoned(&[6, 12])?);
+    let (mut up, mut up_bias) = (poisoned(&[6, 16, 12])?, poisoned(&[6, 16])?);
+    let into = GradientsMut {
+        x: Some(x.view_mut()),
+        router: Some(router.view_mut()),
+        up: Some(up.view_mut()),
+        up_bias: Some(up_bias.view_mut()),
+        ..GradientsMut::none()
+    };
+    s.backward(|l, g, c, i| l.backward_into(g, c, i, into))??;
+    let found = [&x, &router, &up, &up_bias].map(|t| Some(t.as_bytes().to_vec()));
+    assert_eq!(found, [of(&owned.x), of(&owned.router), of(&owned.up), of(&owned.up_bias)]);
+    // Room for nothing: everything still runs.
+    s.backward(|l, g, c, i| l.backward_into(g, c, i, GradientsMut::none()))?
+}
+
+#[test]
+fn experts_gradients_are_added_where_asked() -> Result<()> {
+    let mut s = Setup::new()?;
+    let owned = s.backward(|l, g, c, (i, d)| l.backward(g, c, i, d, Wanted::ALL))??;
+    let zeros = |dims: &[usize]| Tensor::zeros(&Cpu::new(), DType::F32, dims);
+    // The router's is overwritten each time, also where NaN was.
+    let (mut up, mut down, mut router) = (zeros(&[6, 16, 12])?, zeros(&[6, 12, 8])?, poisoned(&[6, 12])?);
+    for _ in 0..2 {
+        let into = GradientsMut {
+            up: Some(up.view_mut()),
+            down: Some(down.view_mut()),
+            router: Some(router.view_mut()),
+            accumulate: true,
+            ..GradientsMut::none()
+        };
+        s.backward(|l, g, c, i| l.backward_into(g, c, i, into))??;
+    }
+    let cpu = Cpu::new();
+    for (found, once) in [(&up, &owned.up), (&down, &owned.down)] {
+        let once = cpu.read(&(), once.as_ref().expect("a gradient").view())?;
+        // g + g is exact.
+        let twice: Vec<f64> = once.iter().map(|g| 2.0 * g).collect();
+        assert_eq!(cpu.read(&(), found.view())?, twice);
+    }
+    assert_eq!(router.as_bytes(), owned.router.as_ref().expect("a gradient").as_bytes());
+    Ok(())
+}
+
+#[test]
+fn wrong_room_is_an_error_that_names_it() -> Result<()> {
+    let mut s = Setup::new()?;
+    let mut wrong = poisoned(&[6, 12, 16])?;
+    let into = GradientsMut { up: Some(wrong.view_mut()), ..GradientsMut::none() };
+    let error = s.backward(|l, g, c, i| l.backward_into(g, c, i, into))?;
+    assert!(matches!(error, Err(Error::Shape { ref tensor, .. }) if tensor.contains("experts.up")), "{error:?}");
+    let mut bias = poisoned(&[6, 16])?;
+    let into = GradientsMut { up_bias: Some(bias.view_mut()), ..GradientsMut::none() };
+    let error = s.backward(|l, g, c, i| l.backward_into(g, c, i, into))?.err().map(|e| e.to_string());
+    assert!(error.as_ref().is_some_and(|e| e.contains("a bias alone")), "{error:?}");
+    let mut none = poisoned(&[8, 12])?;
+    let into = GradientsMut { shared_up: Some(none.view_mut()), ..GradientsMut::none() };
+    let error = s.backward(|l, g, c, i| l.backward_into(g, c, i, into))?.err().map(|e| e.to_string());
+    assert!(error.as_ref().is_some_and(|e| e.contains("shared.up")), "{error:?}");
+    // The group works on.
+    s.backward(|l, g, c, i| l.backward_into(g, c, i, GradientsMut::none()))?
+}
