@@ -186,6 +186,19 @@ pub(crate) fn to_f64(t: TensorRef<'_, Cpu>) -> Vec<f64> {
     }
 }
 
+/// Rounds to odd: what lies between two numbers becomes the one with an odd last bit, so that rounding the result to 16
+/// bits is as one rounding. (`from_f64` of `half` leaves out the last 32 bits before it rounds.)
+fn to_odd(v: f64) -> f32 {
+    let nearest = v as f32;
+    let back = f64::from(nearest);
+    if back == v || !nearest.is_finite() {
+        return nearest;
+    }
+    // Towards zero, then the last bit set.
+    let down = if back.abs() > v.abs() { nearest.to_bits() - 1 } else { nearest.to_bits() };
+    f32::from_bits(down | 1)
+}
+
 /// A tensor of any dtype from `f64` values, rounded to the nearest (integers truncated).
 pub(crate) fn from_f64(values: &[f64], dtype: DType, dims: &[usize]) -> Result<Tensor<Cpu>> {
     fn make<T: Element>(values: &[f64], dims: &[usize], f: impl Fn(f64) -> T) -> Result<Tensor<Cpu>> {
@@ -194,8 +207,8 @@ pub(crate) fn from_f64(values: &[f64], dtype: DType, dims: &[usize]) -> Result<T
     match dtype {
         DType::F64 => make(values, dims, |v| v),
         DType::F32 => make(values, dims, |v| v as f32),
-        DType::F16 => make(values, dims, f16::from_f64),
-        DType::BF16 => make(values, dims, bf16::from_f64),
+        DType::F16 => make(values, dims, |v| f16::from_f32(to_odd(v))),
+        DType::BF16 => make(values, dims, |v| bf16::from_f32(to_odd(v))),
         DType::I64 => make(values, dims, |v| v as i64),
         DType::I32 => make(values, dims, |v| v as i32),
         DType::U8 => make(values, dims, |v| v as u8),
@@ -243,3 +256,32 @@ macro_rules! with_acc {
     };
 }
 pub(crate) use {with_acc, with_float};
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn halves_are_rounded_once() -> Result<()> {
+        let (tie, hair) = (1.0 + 2f64.powi(-8), 2f64.powi(-40));
+        for (v, expected) in [
+            (tie, 1.0),
+            (tie + hair, 1.0 + 2f64.powi(-7)),
+            (tie - hair, 1.0),
+            (-tie - hair, -1.0 - 2f64.powi(-7)),
+            (1.0 + 3.0 * 2f64.powi(-8), 1.0 + 2f64.powi(-6)),
+            (1.0 + 3.0 * 2f64.powi(-8) - hair, 1.0 + 2f64.powi(-7)),
+            (2f64.powi(-150), 0.0),
+            (1e300, f64::INFINITY),
+            (0.0, 0.0),
+        ] {
+            assert_eq!(to_f64(from_f64(&[v], DType::BF16, &[1])?.view()), [expected], "{v:e}");
+        }
+        let (tie, hair) = (1.0 + 2f64.powi(-11), 2f64.powi(-45));
+        for (v, expected) in [(tie, 1.0), (tie + hair, 1.0 + 2f64.powi(-10)), (-70000.0, f64::NEG_INFINITY)] {
+            assert_eq!(to_f64(from_f64(&[v], DType::F16, &[1])?.view()), [expected], "{v:e}");
+        }
+        assert!(to_f64(from_f64(&[f64::NAN], DType::BF16, &[1])?.view())[0].is_nan());
+        Ok(())
+    }
+}
