@@ -70,6 +70,8 @@ pub struct DispatchSpec {
     pub overflow: Overflow,
     /// Limit per expert.
     pub expert_capacity: Option<ExpertCapacity>,
+    /// What else all ranks must agree on, as one number: a layer's fingerprint of its configuration.
+    pub formula: u64,
     /// This rank will call backward.
     pub backward: bool,
     /// When what only the device sees is reported.
@@ -86,6 +88,7 @@ impl DispatchSpec {
             capacity: Capacity::Eager,
             overflow: Overflow::Error,
             expert_capacity: None,
+            formula: 0,
             backward: false,
             reporting: Reporting::Immediate,
         }

@@ -17,7 +17,7 @@ const TEXT: usize = 320;
 pub(super) const HEADER: usize = WORDS * 8 + TEXT;
 
 /// Numbers of a spec that all ranks must agree on; `layer` is in the tag, `backward` is each rank's own.
-const FIELDS: [&str; 8] = [
+const FIELDS: [&str; 9] = [
     "spec.top_k",
     "spec.alignment",
     "spec.capacity",
@@ -26,6 +26,7 @@ const FIELDS: [&str; 8] = [
     "spec.expert_capacity.factor",
     "spec.expert_capacity.order",
     "spec.expert_capacity.renormalize",
+    "spec.formula",
 ];
 
 /// An id that is out of range or doubled.
@@ -118,6 +119,7 @@ pub(super) fn fields(spec: &DispatchSpec) -> [u64; FIELDS.len()] {
         expert.map_or(0, |c| c.factor.to_bits()),
         u64::from(needs_weights(spec)),
         u64::from(expert.is_some_and(|c| c.renormalize)),
+        spec.formula,
     ]
 }
 
@@ -131,6 +133,7 @@ fn show(field: &str, value: u64) -> String {
         ("spec.expert_capacity.factor", 0) => "none".to_string(),
         ("spec.expert_capacity.factor", bits) => f64::from_bits(bits).to_string(),
         ("spec.expert_capacity.order", n) => if n == 0 { "position or none" } else { "probability" }.to_string(),
+        ("spec.formula", n) => format!("a layer configuration of fingerprint {n:016x}"),
         (_, n) => n.to_string(),
     }
 }

@@ -99,6 +99,7 @@ fn spec<D: Kernels>(layer: &Layer, mode: Mode) -> DispatchSpec {
         capacity: options.capacity,
         overflow: options.overflow,
         expert_capacity: layer.config.router.expert_capacity,
+        formula: layer.fingerprint,
         backward: mode.backward,
         reporting: options.reporting.unwrap_or(D::REPORTING),
     }

@@ -29,6 +29,8 @@ pub struct Layer {
     config: MoeConfig,
     number: u32,
     dispatch: DispatchOptions,
+    /// Of the configuration, to be compared over the ranks.
+    fingerprint: u64,
 }
 
 /// How a layer's tokens travel.
@@ -260,7 +262,8 @@ impl Layer {
     /// What [`MoeConfig::validate`] finds.
     pub fn new(config: MoeConfig, number: u32) -> Result<Self> {
         config.validate()?;
-        Ok(Self { config, number, dispatch: DispatchOptions::default() })
+        let fingerprint = config.fingerprint();
+        Ok(Self { config, number, dispatch: DispatchOptions::default(), fingerprint })
     }
 
     /// The same layer with other dispatch options.

@@ -174,6 +174,7 @@ fn specs_that_differ<D: Target>(s: &Setup<D>) {
         ("spec.overflow", DispatchSpec { overflow: moebius::ep::Overflow::Drop, ..good }),
         ("spec.reporting", DispatchSpec { reporting: Reporting::Deferred, ..good }),
         ("spec.expert_capacity.factor", DispatchSpec { expert_capacity: limit(CapacityOrder::Position), ..good }),
+        ("spec.formula", DispatchSpec { formula: 7, ..good }),
     ];
     let config = GroupConfig { max_rows: 64, ..GroupConfig::new(s.experts(2), T) };
     s.run(config, |r| {

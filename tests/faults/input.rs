@@ -173,6 +173,43 @@ fn another_dtype_on_one_rank_is_an_error_on_all_and_the_group_goes_on() {
     }
 }
 
+/// A layer of another formula on one rank, of the same shapes: nothing else would notice.
+#[test]
+fn a_formula_that_differs_is_an_error_on_all() {
+    let alone = alone();
+    for kind in KINDS {
+        let results = on_ranks(PATIENCE, |comm| {
+            let mut r = Rank::new(comm, kind);
+            let own = r.layer.clone();
+            let changes: [fn(&mut moebius::MoeConfig); 3] =
+                [|c| c.activation = moebius::config::Activation::GeluGlu, |c| c.router.scale = 2.0, |c| c.aux.z = 0.5];
+            for change in changes {
+                let mut config = own.config().clone();
+                if r.is_culprit() {
+                    change(&mut config);
+                }
+                r.layer = Layer::new(config, own.number()).expect("a layer");
+                let x = r.x();
+                match forward_with(&mut r, &x) {
+                    Err(Error::ConfigMismatch { field, value, peer_value, .. }) => {
+                        assert_eq!(field, "spec.formula");
+                        assert_ne!(value, peer_value);
+                    }
+                    other => panic!("{other:?}"),
+                }
+                r.layer = own.clone();
+                r.works(&alone);
+            }
+            // How a rank saves memory is its own affair.
+            let mut config = own.config().clone();
+            config.recompute = r.is_culprit();
+            r.layer = Layer::new(config, own.number()).expect("a layer");
+            r.works(&alone);
+        });
+        all_well("formulas", results);
+    }
+}
+
 /// All ranks learn which rank overflows and by how much; the next call may have more room.
 fn an_overflowing_capacity_is_an_error_on_all_and_the_group_goes_on<D: Target>(device: &D) {
     let alone = alone();
