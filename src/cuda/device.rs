@@ -227,16 +227,14 @@ impl Cuda {
     }
 
     /// Sets every byte.
-    pub(super) fn fill_bytes(&self, to: TensorMut<'_, Cuda>, byte: u8) -> Result<()> {
-        const CALL: &str = "fill";
-        let to = to.into_data();
+    pub(super) fn fill_bytes(&self, call: &'static str, to: DeviceMut<'_>, byte: u8) -> Result<()> {
         if to.len == 0 {
             return Ok(());
         }
-        self.bind(CALL)?;
+        self.bind(call)?;
         // SAFETY: the view has that many bytes, exclusively.
         unsafe { result::memset_d8_async(to.ptr, byte, to.len, self.inner.stream.cu_stream()) }
-            .map_err(driver(CALL, "fill"))
+            .map_err(driver(call, &format!("fill with {byte:#04x}")))
     }
 
     /// Sets every 8 bytes to a number.
@@ -388,11 +386,9 @@ impl Device for Cuda {
         self.bind(CALL)?;
         let arena = self.inner.arena();
         let block = arena.alloc(CALL, bytes)?;
-        let buffer = DeviceBuffer { block, bytes, arena };
-        if self.poison && bytes > 0 {
-            // SAFETY: the buffer has that many bytes.
-            unsafe { result::memset_d8_async(block.ptr, 0xff, bytes, self.inner.stream.cu_stream()) }
-                .map_err(driver(CALL, "poison a buffer"))?;
+        let mut buffer = DeviceBuffer { block, bytes, arena };
+        if self.poison {
+            self.fill_bytes(CALL, Self::view_mut(&mut buffer), 0xff)?;
         }
         Ok(buffer)
     }
@@ -436,14 +432,7 @@ impl Device for Cuda {
     }
 
     fn zero(&self, view: DeviceMut<'_>) -> Result<()> {
-        const CALL: &str = "Cuda::zero";
-        if view.len == 0 {
-            return Ok(());
-        }
-        self.bind(CALL)?;
-        // SAFETY: the view has that many bytes, exclusively.
-        unsafe { result::memset_d8_async(view.ptr, 0, view.len, self.inner.stream.cu_stream()) }
-            .map_err(driver(CALL, "fill with zeros"))
+        self.fill_bytes("Cuda::zero", view, 0)
     }
 
     fn copy(&self, from: DeviceRef<'_>, to: DeviceMut<'_>) -> Result<()> {

@@ -104,7 +104,7 @@ pub(super) fn plan_behind(device: &Cuda, call: PlanRequest<'_, Cuda>) -> Result<
     let (mut kept_ids, mut return_map) = (of(DType::I32, &[tokens, k])?, of(DType::I32, &[tokens, k])?);
     let (mut row_map, mut weight_map) = (of(DType::I32, &[rows])?, of(DType::I32, &[rows])?);
     for map in [&mut row_map, &mut weight_map] {
-        device.fill_bytes(map.view_mut(), 0xff)?;
+        device.fill_bytes(CALL, map.view_mut().into_data(), 0xff)?;
     }
     let at = |t: &mut Tensor<Cuda>| t.view_mut().into_data().ptr;
     let p = params::Plan {

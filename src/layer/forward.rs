@@ -24,8 +24,8 @@ pub(super) fn forward<D: Kernels>(
     x: TensorRef<'_, D>,
     params: &Params<'_, D>,
 ) -> Result<Forward<D>> {
-    let y = check::inputs(layer, group, x, params)
-        .and_then(|tokens| Tensor::empty(group.device(), x.dtype(), &[tokens, layer.config.hidden]));
+    // Shapes are checked below, where the other ranks are told.
+    let y = Tensor::empty(group.device(), x.dtype(), &[x.rows(), layer.config.hidden]);
     let mut y = match y {
         Ok(y) => y,
         Err(e) => return Err(refuse(layer, group, Op::Prepare, e)),
