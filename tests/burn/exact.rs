@@ -116,8 +116,9 @@ pub fn leading_dimensions_and_strides<S: Subject>() {
     let wide = Tensor::cat(vec![x.clone(), x.clone(), x.clone()], 0);
     assert_eq!(floats(model.forward(wide.narrow(0, 6, 6)).unwrap()), y);
     for dims in [[0, 3, H], [2, 0, H]] {
-        let zeros = Tensor::<S, 3>::zeros(dims, &Default::default());
-        assert_eq!(model.forward(zeros).unwrap().dims(), dims);
+        // Not `zeros`: burn's CUDA back end launches its fill over no block, which the driver refuses.
+        let nothing = Tensor::<S, 3>::empty(dims, &Default::default());
+        assert_eq!(model.forward(nothing).unwrap().dims(), dims);
     }
 }
 

@@ -59,14 +59,44 @@ fn device_of(group: &DeviceGroup) -> Cuda {
 }
 
 #[test]
-fn the_suites_cases() {
+fn matches_a_dense_model() {
     let Some(_alone) = gpu() else { return };
     dense::matches_a_dense_model::<Gpu>();
+}
+
+#[test]
+fn each_output_alone_gives_its_part() {
+    let Some(_alone) = gpu() else { return };
     dense::each_output_alone::<Gpu>(1);
+}
+
+#[test]
+fn any_leading_dimensions_and_strides() {
+    let Some(_alone) = gpu() else { return };
     exact::leading_dimensions_and_strides::<Gpu>();
+}
+
+#[test]
+fn a_gradient_that_is_not_contiguous() {
+    let Some(_alone) = gpu() else { return };
     exact::strided_gradient::<Gpu>();
+}
+
+#[test]
+fn recomputed_input() {
+    let Some(_alone) = gpu() else { return };
     exact::recomputed_input::<Gpu>();
+}
+
+#[test]
+fn a_second_backward_is_refused() {
+    let Some(_alone) = gpu() else { return };
     faults::second_backward::<Gpu>();
+}
+
+#[test]
+fn bad_tokens_are_refused() {
+    let Some(_alone) = gpu() else { return };
     faults::bad_tokens::<Gpu>();
 }
 
