@@ -60,15 +60,14 @@ impl Drop for Pool {
             // those that were given away.
             unsafe {
                 let _ = result::stream::synchronize(self.stream.cu_stream());
-                match self.lent.load(Ordering::Relaxed) {
-                    false => drop(result::mem_pool::destroy(self.handle)),
+                if self.lent.load(Ordering::Relaxed) {
                     // The driver may be told to destroy it before the last of its memory is freed, and then releases it
                     // behind the back of a `cuCtxSynchronize` on another thread, which crashes (driver 580). So it stays, a
                     // handle without memory: what is freed from here on goes back to the system at the next wait.
-                    true => {
-                        let _ = keep(self.handle, 0);
-                        let _ = result::mem_pool::trim_to(self.handle, 0);
-                    }
+                    let _ = keep(self.handle, 0);
+                    let _ = result::mem_pool::trim_to(self.handle, 0);
+                } else {
+                    let _ = result::mem_pool::destroy(self.handle);
                 }
             }
         }
