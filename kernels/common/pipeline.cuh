@@ -75,6 +75,14 @@ __device__ __forceinline__ void bulk_both(uint32_t to, const CUtensorMap& map, u
         : "memory");
 }
 
+__device__ __forceinline__ void bulk_both(uint32_t to, const CUtensorMap& map, uint32_t bar, int x, int y) {
+    asm volatile(
+        "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster "
+        "[%0], [%1, {%3, %4}], [%2], %5;\n" ::"r"(to),
+        "l"(&map), "r"(bar), "r"(x), "r"(y), "h"(static_cast<uint16_t>(3))
+        : "memory");
+}
+
 // A run of bytes from shared memory to memory; both ends and the size are multiples of 16.
 __device__ __forceinline__ void bulk_store(void* to, uint32_t from, uint32_t bytes) {
     asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;\n" ::"l"(to), "r"(from), "r"(bytes) : "memory");
