@@ -102,6 +102,10 @@ __device__ __forceinline__ void store_matrices(uint32_t to, const uint32_t (&v)[
     asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};\n" ::"r"(to), "r"(v[0]), "r"(v[1]), "r"(v[2]), "r"(v[3])
                  : "memory");
 }
+// Two of them, by the first 16 lanes.
+__device__ __forceinline__ void store_matrices(uint32_t to, const uint32_t (&v)[2]) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x2.shared.b16 [%0], {%1, %2};\n" ::"r"(to), "r"(v[0]), "r"(v[1]) : "memory");
+}
 __device__ __forceinline__ void load_matrices(uint32_t from, uint32_t (&v)[4]) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];\n"
                  : "=r"(v[0]), "=r"(v[1]), "=r"(v[2]), "=r"(v[3])

@@ -143,7 +143,7 @@ struct Engine {
 // Whether a tile is so near the last column that two of its three pairs of boxes hold it.
 template <int KIND>
 __device__ __forceinline__ bool narrow(const Gemm& p, int column) {
-    return (KIND == DOWN || KIND == UP_DGRAD) && p.n - column <= COLUMNS<KIND> / PAIRS<KIND> * 2;
+    return !TOGETHER<KIND> && p.n - column <= COLUMNS<KIND> / PAIRS<KIND> * 2;
 }
 template <int KIND>
 __device__ __forceinline__ int pairs(const Gemm& p, int column) {

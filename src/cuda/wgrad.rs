@@ -76,7 +76,7 @@ impl Sums<'_> {
     fn hopper_serves(&self) -> bool {
         let [experts, m, n] = self.sizes;
         let narrow = HOPPER_WGRAD.tile;
-        let tiles = m.div_ceil(narrow) as u64 * n.div_ceil(narrow) as u64;
+        let tiles = (m.div_ceil(narrow) + 1) as u64 * (n.div_ceil(narrow) + 1) as u64;
         self.device.hopper()
             && matches!(self.dtype, DType::BF16 | DType::F16)
             && self.left.vector
@@ -131,8 +131,9 @@ impl Sums<'_> {
             rows(wide, wide_columns)?,
             out.boxes(if self.out_type == DType::F32 { 32 } else { 64 })?,
         ];
-        let tiles = experts * columns.div_ceil(HOPPER_WGRAD.tile) * wide_columns.div_ceil(WIDE);
-        let blocks = tiles.min(self.device.inner.processors);
+        // Blocks work in pairs, on neighbouring tiles of the narrow side.
+        let pairs = experts * columns.div_ceil(2 * HOPPER_WGRAD.tile) * wide_columns.div_ceil(WIDE);
+        let blocks = 2 * pairs.min(self.device.inner.processors / 2);
         let grid = Grid { shared: HOPPER_WGRAD.shared, ..Grid::new(blocks, HOPPER_WGRAD.threads) };
         let kernel = if self.dtype == DType::BF16 { "hopper_wgrad_bf16" } else { "hopper_wgrad_f16" };
         let [a, b, c] = &maps;
