@@ -25,6 +25,11 @@ const WIDE: usize = 256;
 /// that the copy engine, which follows no map, makes up for it.
 const GATHER_FIRST: usize = 2048;
 
+/// Whether a weight gradient of so many columns of the wide side brings mapped rows into order.
+pub(super) fn orders_rows(device: &Cuda, dtype: DType, columns: usize) -> bool {
+    device.hopper() && matches!(dtype, DType::BF16 | DType::F16) && columns >= GATHER_FIRST
+}
+
 /// A sum over slots, checked.
 struct Sums<'a> {
     device: &'a Cuda,
@@ -93,7 +98,7 @@ impl Sums<'_> {
         let transposed = self.right.map != 0;
         let ((narrow, columns), (wide, wide_columns)) =
             if transposed { ((&self.right, n), (&self.left, m)) } else { ((&self.left, m), (&self.right, n)) };
-        let gathered = match narrow.map != 0 && wide_columns >= GATHER_FIRST {
+        let gathered = match narrow.map != 0 && orders_rows(self.device, self.dtype, wide_columns) {
             true => Some(to_slots(self.device, CALL, narrow, (self.zones.rows, columns, self.dtype))?),
             false => None,
         };
