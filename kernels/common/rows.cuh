@@ -143,7 +143,7 @@ struct Engine {
 // Whether a tile is so near the last column that two of its three pairs of boxes hold it.
 template <int KIND>
 __device__ __forceinline__ bool narrow(const Gemm& p, int column) {
-    return (KIND == DOWN || KIND == UP_DGRAD) && p.n - column <= COLUMNS<KIND> / PAIRS<KIND> * 2;
+    return !TOGETHER<KIND> && p.n - column <= COLUMNS<KIND> / PAIRS<KIND> * 2;
 }
 template <int KIND>
 __device__ __forceinline__ int pairs(const Gemm& p, int column) {
@@ -182,9 +182,9 @@ __device__ __forceinline__ void gather(const Gemm& p, const CUtensorMap& a, cons
     const int thread = threadIdx.x % 128, lane = thread % 32, r = thread / 8, c = thread % 8;
     const int steps = static_cast<int>((p.k + BK - 1) / BK), count = walk.count();
     const int looked_up = thread / 32 * 4 + lane % 4 + lane / 4 * 16;
-    // Row 0 in place of none: its products are not stored.
+    // The tile's first row in place of none: its products are not stored, and no other block asks for it as often.
     auto look_up = [&](int slot, int rows) {
-        const int64_t row = looked_up < rows ? mapped_row(p.a_map, slot + looked_up, p.a_rows, p.fault) : 0;
+        const int64_t row = mapped_row(p.a_map, slot + (looked_up < rows ? looked_up : 0), p.a_rows, p.fault);
         return static_cast<int>(row < 0 ? 0 : row);
     };
     const uint32_t into = r * 128 + ((c ^ (r & 7)) << 4);
@@ -200,6 +200,7 @@ __device__ __forceinline__ void gather(const Gemm& p, const CUtensorMap& a, cons
     uint32_t at = 0;
     for (int i = 0; i < count; i++) {
         const Work w = walk.at(i, COLUMNS<KIND>);
+        const int passes = (w.rows + 15) / 16;  // 16 rows each; what later ones would bring is not stored either
         const char* from[8];
 #pragma unroll
         for (int j = 0; j < 8; j++) {
@@ -214,12 +215,16 @@ __device__ __forceinline__ void gather(const Gemm& p, const CUtensorMap& a, cons
             const uint32_t to = ring.stage(at) + into;
             if ((step + 1) * BK <= p.k) {
 #pragma unroll
-                for (int j = 0; j < 8; j++) copy(to + j * 2048, from[j]);
+                for (int j = 0; j < 8; j++) {
+                    if (j < passes) copy(to + j * 2048, from[j]);
+                }
             } else {
                 // Past the last k: zeros, read from the row's start.
                 const bool inside = step * BK + c * 8 < p.k;
 #pragma unroll
-                for (int j = 0; j < 8; j++) copy(to + j * 2048, from[j] - (inside ? 0 : step * (BK * 2)), inside);
+                for (int j = 0; j < 8; j++) {
+                    if (j < passes) copy(to + j * 2048, from[j] - (inside ? 0 : step * (BK * 2)), inside);
+                }
             }
             barrier_arrive_after_copies(ring.full_at(at));
 #pragma unroll

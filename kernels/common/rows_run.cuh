@@ -51,10 +51,9 @@ __device__ __forceinline__ void multiply_in_turns(const Gemm& p, const Tensors& 
         rows.live = w.rows, rows.slot = w.slot;
         const Chunks<T> chunks{p, tensors, rows, w.column, ring.base + Layout<KIND>::PRIVATE + warp * 24};
         if constexpr (KIND == DOWN_BWD) {
-            if (rows.lane == 0 && chunk_count(rows) > 0) {
+            if (rows.lane == 0) {
                 bulk_wait_read();
-                chunks.load(0, number);
-                chunks.load(1, number + 1);
+                for (int q = 0; q < min(2, chunks.count()); q++) chunks.load(q, number + q);
             }
         }
         // The accumulators of each case are its own: the compiler must see one owner.
@@ -62,11 +61,10 @@ __device__ __forceinline__ void multiply_in_turns(const Gemm& p, const Tensors& 
             constexpr int COUNT = halves.value, WIDTH = is_narrow.value ? 64 : 96;
             Sums<KIND> acc;
             products<T, KIND, COUNT, is_narrow.value>(acc, ring, at, steps, p.a_map, i + 1 < count);
-            if constexpr (KIND == DOWN_BWD) finish_down_bwd<T, COUNT>(chunks, w, acc, number);
+            if constexpr (KIND == DOWN_BWD) finish_down_bwd<T, COUNT>(chunks, acc, number);
             else finish_plain<T, KIND, COUNT, WIDTH>(p, rows, w, acc);
         };
-        // Gradients through the activation, whose code is long, have no case for the last columns.
-        if (KIND != DOWN_BWD && narrow<KIND>(p, w.column)) tile(Constant<2>{}, Constant<KIND != DOWN_BWD>{});
+        if (narrow<KIND>(p, w.column)) tile(Constant<2>{}, Constant<1>{});
         else if (w.rows > 64) tile(Constant<2>{}, Constant<0>{});
         else tile(Constant<1>{}, Constant<0>{});
     }
