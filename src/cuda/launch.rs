@@ -11,7 +11,7 @@ use super::cubins::{self, CUBINS};
 use super::device::{Cuda, driver};
 
 /// Kernels of each stage.
-const STAGES: [(&str, &[&str]); 9] = [
+const STAGES: [(&str, &[&str]); 13] = [
     ("aux", &["aux_scores", "aux_chunks", "aux_totals", "aux_finish", "aux_coefficients"]),
     (
         "grouped_gemm",
@@ -59,8 +59,28 @@ const STAGES: [(&str, &[&str]); 9] = [
             "sum_parts",
         ],
     ),
+    ("mxfp8_cast", &["mxfp8_bf16", "mxfp8_f16", "mxfp8_f32", "mxfp8_tiled_bf16", "mxfp8_tiled_f16", "mxfp8_tiled_f32"]),
+    (
+        "nvfp4_cast",
+        &[
+            "nvfp4_te_bf16",
+            "nvfp4_te_f16",
+            "nvfp4_te_f32",
+            "nvfp4_stochastic_bf16",
+            "nvfp4_stochastic_f16",
+            "nvfp4_stochastic_f32",
+            "nvfp4_tiled_bf16",
+            "nvfp4_tiled_f16",
+            "nvfp4_tiled_f32",
+            "nvfp4_modelopt_bf16",
+            "nvfp4_modelopt_f16",
+            "nvfp4_modelopt_f32",
+        ],
+    ),
     ("permute", &["gather_rows", "reduce_rows", "slot_dots", "sigmoid"]),
     ("prepare", &["plan_count", "plan_scan", "plan_zones", "plan_slots", "plan_small", "schedule", "schedule_pairs"]),
+    ("quant_amax", &["amax", "amax_zero", "amax_lines", "amax_transformed", "first_non_finite"]),
+    ("quant_back", &["nvfp4_back", "mxfp8_back", "swizzle"]),
     ("router", &["route", "route_bwd", "keep_sum"]),
     ("wgrad", &["wgrad_bf16", "wgrad_f16", "wgrad_f32", "column_sums"]),
 ];

@@ -28,6 +28,7 @@ mod memory;
 mod order;
 mod params;
 mod plan;
+mod quant;
 mod router;
 mod rows;
 mod status;
