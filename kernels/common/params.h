@@ -335,3 +335,20 @@ struct QuantBack {
 };
 MOEBIUS_SIZE(QuantBack, 12);
 MOEBIUS_FIELD(QuantBack, back, 11);
+
+// Quantised weights of all groups, [groups, rows, columns] as numbers. Blocks run along columns.
+struct QuantWeight {
+    const uint8_t* codes;      // rows of `code_bytes`
+    const void* scales;        // FP4: rows of `blocks` bytes; FP8: f32, a number a block of 128 x 128
+    const float* factors;      // `parts` a group, each for as many rows; null: ones
+    int64_t format;
+    int64_t rows;
+    int64_t columns;
+    int64_t code_bytes;
+    int64_t blocks;            // scales of a row (of blocks)
+    int64_t parts;
+};
+MOEBIUS_SIZE(QuantWeight, 9);
+MOEBIUS_FIELD(QuantWeight, parts, 8);
+// Formats of weights: E2M1 with an E4M3 scale each 16; E2M1 with an E8M0 scale each 32; E4M3 with f32 scales.
+enum : int64_t { WEIGHT_NVFP4 = 0, WEIGHT_MXFP4 = 1, WEIGHT_FP8 = 2 };

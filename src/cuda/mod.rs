@@ -33,6 +33,7 @@ mod router;
 mod rows;
 mod status;
 mod tensor_map;
+mod w4a16;
 mod wgrad;
 mod zones;
 

@@ -106,6 +106,10 @@ description!(QuantBack, 12:
     by_line: i64, modelopt: i64, back: i64;
     back @ 11);
 
+description!(QuantWeight, 9:
+    codes: u64, scales: u64, factors: u64, format: i64, rows: i64, columns: i64, code_bytes: i64, blocks: i64, parts: i64;
+    parts @ 8);
+
 /// Number of a type that kernels compute in.
 pub(super) fn type_code(call: &'static str, tensor: &str, dtype: DType) -> Result<i64> {
     match dtype {

@@ -58,7 +58,9 @@ fn phases<D: Target>(
     let mut made = [Direction::Rows, Direction::Columns].map(|d| Nvfp4Tensors::empty(device, format, dims, d).unwrap());
     let [rows, columns] = &mut made;
     let (rows_amax, columns_amax) = (Some(rows.amax.view_mut()), Some(columns.amax.view_mut()));
-    device.compute_amax(&order, Amax { format, matrix: whole.borrow(), rows: rows_amax, columns: columns_amax }).unwrap();
+    device
+        .compute_amax(&order, Amax { format, matrix: whole.borrow(), rows: rows_amax, columns: columns_amax })
+        .unwrap();
     for (side, direction) in [(&mut *rows, Direction::Rows), (&mut *columns, Direction::Columns)] {
         let mut amax = device.to_cpu(&side.amax);
         reduce(direction, amax.view_mut().into_slice().unwrap());
