@@ -53,9 +53,10 @@ __device__ __forceinline__ void along_rows(const QuantCast& p, const Panel<T>& p
         float v[16];
         panel.along(v, i / WIDE, i % WIDE * 16);
         if (p.by_line) factors = Factors<MODE>(side.amax[line]);
-        const unsigned scale = factors.scale(MODE == TILED ? __uint_as_float(s.tiles[i / WIDE / 16][i % WIDE]) : magnitude(v));
+        const float most = MODE == TILED ? __uint_as_float(s.tiles[i / WIDE / 16][i % WIDE]) : magnitude(v);
+        const unsigned scale = factors.scale(most);
         const uint4 random = MODE == STOCHASTIC ? random_of(p, side, line, block, 0) : make_uint4(0, 0, 0, 0);
-        const uint2 codes = factors.encode(v, scale, random);
+        const uint2 codes = factors.template encode<sizeof(T) == 2>(v, most, scale, random);
         side.scales[line * side.blocks + block] = static_cast<uint8_t>(scale);
         store8(side.codes + line * side.code_bytes + block * 8, codes, side.code_bytes - block * 8, aligned);
     }
@@ -78,9 +79,10 @@ __device__ __forceinline__ void down_columns(const QuantCast& p, const Panel<T>&
             if constexpr (sizeof(T) == 2 && (MODE == TE || MODE == STOCHASTIC)) {
                 if (p.signs >= 0) hadamard(v[c], static_cast<unsigned>(p.signs));
             }
-            const unsigned scale = factors.scale(MODE == TILED ? __uint_as_float(s.tiles[high][(first + c) / 16]) : magnitude(v[c]));
+            const float most = MODE == TILED ? __uint_as_float(s.tiles[high][(first + c) / 16]) : magnitude(v[c]);
+            const unsigned scale = factors.scale(most);
             const uint4 random = MODE == STOCHASTIC ? random_of(p, side, line, block, 1) : make_uint4(0, 0, 0, 0);
-            *reinterpret_cast<uint2*>(s.codes + (first + c) * CODES + high * 8) = factors.encode(v[c], scale, random);
+            *reinterpret_cast<uint2*>(s.codes + (first + c) * CODES + high * 8) = factors.template encode<sizeof(T) == 2>(v[c], most, scale, random);
             s.scales[(first + c) * SCALES + high] = static_cast<uint8_t>(scale);
         }
     }
@@ -113,15 +115,52 @@ __device__ __forceinline__ void cast(const QuantCast& p) {
     if (p.columns.codes) down_columns<T, MODE>(p, panel, s, row, column);
 }
 
+// Rows alone, of a matrix without gaps whose rows are whole blocks, with one amax: a block's place follows from its number.
+template <class T, int MODE>
+__device__ __forceinline__ void cast_rows(const QuantCast& p) {
+    constexpr int EACH = 8 / sizeof(T), THREADS = 256;
+    const QuantSide& side = p.rows;
+    const int64_t all = p.matrix.rows * side.blocks, first = static_cast<int64_t>(blockIdx.x) * EACH * THREADS + threadIdx.x;
+    Block<T> blocks[EACH];
+#pragma unroll
+    for (int j = 0; j < EACH; j++) {
+        const int64_t i = first + j * THREADS;
+        if (i < all) blocks[j].load(static_cast<const T*>(p.matrix.base) + i * 16);
+    }
+    const Factors<MODE> factors(*side.amax);
+#pragma unroll
+    for (int j = 0; j < EACH; j++) {
+        const int64_t i = first + j * THREADS;
+        if (i >= all) return;
+        float v[16];
+        blocks[j].widen(v);
+        const float most = blocks[j].magnitude();
+        const unsigned scale = factors.scale(most);
+        uint4 random = make_uint4(0, 0, 0, 0);
+        if (MODE == STOCHASTIC) {
+            // As 32-bit numbers: the host knows that they are.
+            const unsigned line = static_cast<unsigned>(i) / static_cast<unsigned>(side.blocks);
+            random = random_of(p, side, line, static_cast<unsigned>(i) - line * static_cast<unsigned>(side.blocks), 0);
+        }
+        *reinterpret_cast<uint2*>(side.codes + i * 8) = factors.template encode<sizeof(T) == 2>(v, most, scale, random);
+        side.scales[i] = static_cast<uint8_t>(scale);
+    }
+}
+
 }  // namespace
 
+#define CAST_ROWS(name, T, MODE) \
+    extern "C" __global__ void __launch_bounds__(256) name(const __grid_constant__ QuantCast p) { cast_rows<T, MODE>(p); }
 #define CAST(name, T, MODE) \
     extern "C" __global__ void __launch_bounds__(256) name(const __grid_constant__ QuantCast p) { cast<T, MODE>(p); }
 #define CASTS(type, T)                            \
     CAST(nvfp4_te_##type, T, TE)                  \
     CAST(nvfp4_stochastic_##type, T, STOCHASTIC)  \
     CAST(nvfp4_tiled_##type, T, TILED)            \
-    CAST(nvfp4_modelopt_##type, T, MODELOPT)
+    CAST(nvfp4_modelopt_##type, T, MODELOPT)      \
+    CAST_ROWS(nvfp4_rows_te_##type, T, TE)        \
+    CAST_ROWS(nvfp4_rows_stochastic_##type, T, STOCHASTIC) \
+    CAST_ROWS(nvfp4_rows_modelopt_##type, T, MODELOPT)
 
 CASTS(bf16, bf16)
 CASTS(f16, f16)

@@ -6,6 +6,11 @@ using namespace quant;
 
 constexpr int THREADS = 256;
 
+// Of 32 bits where that is enough: a division of 64 is a hundred instructions.
+__device__ __forceinline__ int64_t quotient(int64_t a, int64_t b) {
+    return (a | b) >> 32 ? a / b : static_cast<unsigned>(a) / static_cast<unsigned>(b);
+}
+
 // Elements of a run to an output of any type.
 template <int N>
 __device__ __forceinline__ void put(const QuantBack& p, int64_t at, const float (&v)[N], int count) {
@@ -46,7 +51,7 @@ __device__ __forceinline__ void put(const QuantBack& p, int64_t at, const float 
 extern "C" __global__ void __launch_bounds__(THREADS) nvfp4_back(const __grid_constant__ QuantBack p) {
     const int64_t i = static_cast<int64_t>(blockIdx.x) * THREADS + threadIdx.x;
     if (i >= p.lines * p.blocks) return;
-    const int64_t line = i / p.blocks, block = i - line * p.blocks;
+    const int64_t line = quotient(i, p.blocks), block = i - line * p.blocks;
     const float amax = p.amax[p.by_line ? line : 0], scale = e4m3_value(p.scales[i]);
     const float factor = p.modelopt ? __fmul_rn(scale, __fdiv_rn(amax, BOUND)) : __fmul_rn(__fmul_rn(scale, amax), 1.0f / BOUND);
     const uint8_t* from = p.codes + line * p.code_bytes + block * 8;
@@ -69,7 +74,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) nvfp4_back(const __grid_co
 extern "C" __global__ void __launch_bounds__(THREADS) mxfp8_back(const __grid_constant__ QuantBack p) {
     const int64_t wide = (p.len + 7) / 8, i = static_cast<int64_t>(blockIdx.x) * THREADS + threadIdx.x;
     if (i >= p.lines * wide) return;
-    const int64_t line = i / wide, column = (i - line * wide) * 8, left = p.len - column;
+    const int64_t line = quotient(i, wide), column = (i - line * wide) * 8, left = p.len - column;
     const uint8_t* from = p.codes + line * p.len + column;
     float v[8];
 #pragma unroll

@@ -53,7 +53,9 @@ __device__ __forceinline__ float e8m0_value(unsigned byte) {
 
 // Eight E2M1 codes, the first in the low nibble. A magnitude's code is the least of three sums that round it to each of
 // the format's steps: 2^23 as a summand makes the addition round to an integer, ties to even, and the step's own first
-// code, added with it, keeps its parity. What is above 7 is 7, as is NaN (not in recipe `te`, whose caller knows).
+// code, added with it, keeps its parity. What is above 7 is 7, as is NaN (not in recipe `te`, whose caller knows); without
+// CAPPED the caller knows that nothing is.
+template <bool CAPPED = true>
 __device__ __forceinline__ unsigned e2m1_nearest8(const float (&y)[8]) {
 #if defined(__CUDA_ARCH_FEAT_SM100_ALL) || defined(__CUDA_ARCH_FEAT_SM101_ALL) || defined(__CUDA_ARCH_FEAT_SM103_ALL) || defined(__CUDA_ARCH_FEAT_SM120_ALL)
     unsigned word = 0;
@@ -73,7 +75,8 @@ __device__ __forceinline__ unsigned e2m1_nearest8(const float (&y)[8]) {
         const float a = fabsf(y[k]);
         const int halves = __float_as_int(__fmaf_rn(a, 2.0f, 8388608.0f)), ones = __float_as_int(__fadd_rn(a, 8388610.0f)),
                   twos = __float_as_int(__fmaf_rn(a, 0.5f, 8388612.0f));
-        const int least = min(__vimin3_s32(halves, ones, twos), 0x4b000007);
+        int least = __vimin3_s32(halves, ones, twos);
+        if (CAPPED) least = min(least, 0x4b000007);
         float negative;
         asm("set.lt.f32.f32 %0, %1, 0f00000000;\n" : "=f"(negative) : "f"(y[k]));
         word = word * 16 + __float_as_uint(__fmaf_rn(negative, 8.0f, __int_as_float(least)));
@@ -134,7 +137,7 @@ struct Factors {
         float encode = cap(__fdiv_rn(BOUND, amax), FMAX);
         if (encode == 0.0f) encode = 1.0f;
         first = __fmul_rn(encode, 1.0f / E2M1_MAX);
-        decode = __fdiv_rn(1.0f, encode);
+        decode = __frcp_rn(encode);
     }
     // E4M3 scale of a block with this largest magnitude.
     __device__ __forceinline__ unsigned scale(float block) const {
@@ -145,20 +148,34 @@ struct Factors {
         }
         return e4m3(cap(__fmul_rn(block, first), E4M3_MAX));
     }
-    // Codes of a block; `random` counts in mode STOCHASTIC.
-    __device__ __forceinline__ uint2 encode(const float (&v)[16], unsigned scale, uint4 random) const {
+    // Codes of a block whose largest magnitude is at most `most`; `random` counts in mode STOCHASTIC. NARROW: of elements of
+    // 16 bits.
+    template <bool NARROW>
+    __device__ __forceinline__ uint2 encode(const float (&v)[16], float most, unsigned scale, uint4 random) const {
         float y[2][8];
         if (MODE == MODELOPT) {
             const float divisor = __fmul_rn(e4m3_value(scale), first);
+            // A quotient from a reciprocal and its remainder is rounded right where nothing underflows, which it cannot
+            // for elements of 16 bits.
+            if (NARROW && divisor > 7.9e-31f && divisor < 65536.0f) {
+                const float reciprocal = __frcp_rn(divisor);
+#pragma unroll
+                for (int k = 0; k < 16; k++) {
+                    const float q = __fmul_rn(v[k], reciprocal);
+                    y[k / 8][k % 8] = __fmaf_rn(__fmaf_rn(-q, divisor, v[k]), reciprocal, q);
+                }
+                return make_uint2(e2m1_nearest8(y[0]), e2m1_nearest8(y[1]));
+            }
 #pragma unroll
             for (int k = 0; k < 16; k++) y[k / 8][k % 8] = __fdiv_rn(v[k], divisor);
             return make_uint2(e2m1_nearest8(y[0]), e2m1_nearest8(y[1]));
         }
         // A NaN in the block or above it: no comparison of the reference's holds, but its stochastic code is 7.
         if ((scale & 0x7fu) == 0x7fu) return MODE == STOCHASTIC ? make_uint2(0x77777777u, 0x77777777u) : make_uint2(0, 0);
-        const float factor = cap(__fdiv_rn(1.0f, __fmul_rn(e4m3_value(scale), decode)), FMAX);
+        const float factor = cap(__frcp_rn(__fmul_rn(e4m3_value(scale), decode)), FMAX);
 #pragma unroll
         for (int k = 0; k < 16; k++) y[k / 8][k % 8] = __fmul_rn(v[k], factor);
+        if (MODE != STOCHASTIC && __fmul_rn(most, factor) < 7.0f) return make_uint2(e2m1_nearest8<false>(y[0]), e2m1_nearest8<false>(y[1]));
         if (MODE == STOCHASTIC) {
             return make_uint2(e2m1_stochastic8(y[0], random.x, random.y), e2m1_stochastic8(y[1], random.z, random.w));
         }
@@ -192,6 +209,41 @@ __device__ __forceinline__ float magnitude(const float (&v)[N]) {
     for (int k = 0; k < N; k++) most = max(most, __float_as_uint(v[k]) & 0x7fffffffu);
     return __uint_as_float(most);
 }
+
+// A block of 16 elements that lie together, as it is stored.
+template <class T>
+struct Block {
+    static constexpr int WORDS = sizeof(T);  // of 16 bytes
+    uint4 words[WORDS];
+
+    __device__ __forceinline__ void load(const void* from) {
+#pragma unroll
+        for (int i = 0; i < WORDS; i++) words[i] = __ldcs(static_cast<const uint4*>(from) + i);
+    }
+    __device__ __forceinline__ void widen(float (&v)[16]) const {
+        const T* values = reinterpret_cast<const T*>(words);
+#pragma unroll
+        for (int k = 0; k < 16; k++) v[k] = to_float(values[k]);
+    }
+    // Two at a time where two are in a word, as integers.
+    __device__ __forceinline__ float magnitude() const {
+        unsigned most = 0;
+#pragma unroll
+        for (int i = 0; i < WORDS; i++) {
+            const uint4 w = words[i];
+            if constexpr (sizeof(T) == 2) {
+                most = __vimax3_u16x2(most, w.x & 0x7fff7fffu, w.y & 0x7fff7fffu);
+                most = __vimax3_u16x2(most, w.z & 0x7fff7fffu, w.w & 0x7fff7fffu);
+            } else {
+                most = __vimax3_u32(most, w.x & 0x7fffffffu, w.y & 0x7fffffffu);
+                most = __vimax3_u32(most, w.z & 0x7fffffffu, w.w & 0x7fffffffu);
+            }
+        }
+        if constexpr (sizeof(T) == 4) return __uint_as_float(most);
+        const unsigned short half = static_cast<unsigned short>(max(most & 0xffffu, most >> 16));
+        return to_float(*reinterpret_cast<const T*>(&half));
+    }
+};
 
 // A part of a matrix in shared memory, as it is stored: 128 rows of 256 bytes. Rows are 16 bytes apart from a multiple of
 // 128, so that words of 16 bytes one below another lie on different banks.

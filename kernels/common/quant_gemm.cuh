@@ -17,9 +17,11 @@ template <int FORMAT>
 __device__ __forceinline__ Eight bring(const QuantWeight& w, int64_t group, int64_t row, int64_t column) {
     const int64_t line = group * w.rows + row;
     if constexpr (FORMAT == WEIGHT_FP8) {
-        const int64_t high = (w.rows + 127) / 128;
+        // Blocks begin anew with each part.
+        const int64_t each = w.rows / w.parts, high = (each + 127) / 128;
+        const int64_t block = (group * w.parts + row / each) * high + row % each / 128;
         const uint2 codes = *reinterpret_cast<const uint2*>(w.codes + line * w.code_bytes + column);
-        return {codes, static_cast<const float*>(w.scales)[(group * high + row / 128) * w.blocks + column / 128]};
+        return {codes, static_cast<const float*>(w.scales)[block * w.blocks + column / 128]};
     } else {
         constexpr int BLOCK = FORMAT == WEIGHT_NVFP4 ? 16 : 32;
         const unsigned codes = *reinterpret_cast<const unsigned*>(w.codes + line * w.code_bytes + column / 2);

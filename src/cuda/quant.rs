@@ -183,8 +183,25 @@ impl Cuda {
         if let Some(columns) = columns {
             p.columns = params::QuantSide { first_block: first_row / NVFP4_BLOCK as i64, ..side(columns) };
         }
-        let kernel = format!("nvfp4_{mode}_{}", suffix(matrix.dtype()));
-        let grid = Grid { shared, ..Grid::new(panels(&matrix), THREADS) };
+        let (size, type_name) = (matrix.dtype().size(), suffix(matrix.dtype()));
+        // Whole blocks without gaps, numbered in 32 bits.
+        let blocks = matrix.dims()[0] * matrix.dims()[1] / NVFP4_BLOCK;
+        let plain = p.columns.codes == 0
+            && mode != "tiled"
+            && p.by_line == 0
+            && p.matrix.vector == 1
+            && p.matrix.row_stride == p.matrix.columns
+            && matrix.dims()[1].is_multiple_of(NVFP4_BLOCK)
+            && p.rows.codes.is_multiple_of(8)
+            && u32::try_from(blocks).is_ok();
+        let (kernel, grid) = match plain {
+            // A thread takes four blocks of 16-bit elements, or two (`kernels/nvfp4_cast.cu`).
+            true => {
+                let of_block = THREADS as usize * 8 / size;
+                (format!("nvfp4_rows_{mode}_{type_name}"), Grid::new(blocks.div_ceil(of_block), THREADS))
+            }
+            false => (format!("nvfp4_{mode}_{type_name}"), Grid { shared, ..Grid::new(panels(&matrix), THREADS) }),
+        };
         // SAFETY: sides have the sizes that the format gives for this matrix, as was checked; the kernel writes no more.
         unsafe { self.launch(call, &kernel, grid, &p) }
     }

@@ -53,8 +53,8 @@ impl Quantised {
             rows: rows as i64,
             columns: columns as i64,
             code_bytes: weight.format.code_dims(weight.dims)[2] as i64,
-            blocks: weight.format.scales(weight.dims).1[2] as i64,
-            parts: weight.parts() as i64,
+            blocks: weight.format.scales(weight.dims, weight.parts).1[2] as i64,
+            parts: weight.parts as i64,
         };
         Ok(Self { format: weight.format, params })
     }

@@ -21,7 +21,7 @@ pub enum WeightFormat {
     /// E2M1 in blocks of 32 with an E8M0 scale each: codes `[L, out, in / 2]`, scales `[L, out, in / 32]`.
     Mxfp4,
     /// E4M3 in blocks of 128×128, ragged at the edges, with an F32 scale each: codes `[L, out, in]`, scales
-    /// `[L, ⌈out / 128⌉, ⌈in / 128⌉]`.
+    /// `[L, P·⌈out / P / 128⌉, ⌈in / 128⌉]`: of gate and up apart (P = 2), blocks begin anew with up.
     Fp8Block,
 }
 
@@ -43,12 +43,12 @@ impl WeightFormat {
         }
     }
 
-    /// Type and shape of the scales of a stack.
-    pub const fn scales(self, [stack, rows, columns]: [usize; 3]) -> (DType, [usize; 3]) {
+    /// Type and shape of the scales of a stack whose rows come in `parts`.
+    pub const fn scales(self, [stack, rows, columns]: [usize; 3], parts: usize) -> (DType, [usize; 3]) {
         let blocks = columns.div_ceil(self.block());
         match self {
             WeightFormat::Nvfp4 | WeightFormat::Mxfp4 => (DType::U8, [stack, rows, blocks]),
-            WeightFormat::Fp8Block => (DType::F32, [stack, rows.div_ceil(FP8_BLOCK), blocks]),
+            WeightFormat::Fp8Block => (DType::F32, [stack, parts * (rows / parts).div_ceil(FP8_BLOCK), blocks]),
         }
     }
 }
@@ -60,11 +60,13 @@ pub struct QuantisedRef<'a, D: Device> {
     pub format: WeightFormat,
     /// `[L, out, in]`, as numbers.
     pub dims: [usize; 3],
+    /// P: matrices that an expert's is made of, one below the other (2: gate and up), a divisor of `out`.
+    pub parts: usize,
     /// `U8`, of [`WeightFormat::code_dims`].
     pub codes: TensorRef<'a, D>,
     /// Of [`WeightFormat::scales`].
     pub scales: TensorRef<'a, D>,
-    /// Second-level scales, `F32 [L, P]`: each of `out / P` rows. Ones where absent.
+    /// Second-level scales, `F32 [L, P]`. Ones where absent.
     pub factors: Option<TensorRef<'a, D>>,
 }
 
@@ -81,15 +83,11 @@ impl<D: Device> QuantisedRef<'_, D> {
         QuantisedRef {
             format: self.format,
             dims: self.dims,
+            parts: self.parts,
             codes: self.codes.borrow(),
             scales: self.scales.borrow(),
             factors: self.factors.as_ref().map(TensorRef::borrow),
         }
-    }
-
-    /// Parts of an expert's rows that have a factor of their own.
-    pub(crate) fn parts(&self) -> usize {
-        self.factors.as_ref().map_or(1, |f| f.dims()[1])
     }
 
     /// Checks parts against each other.
@@ -105,20 +103,17 @@ impl<D: Device> QuantisedRef<'_, D> {
             let expected = format!("[L, out, in], in a multiple of {}", self.format.block());
             return Err(Error::invalid(call, "weight", expected, format!("{:?}", self.dims)));
         }
+        if self.parts == 0 || !rows.is_multiple_of(self.parts) {
+            return Err(Error::invalid(call, "weight.parts", format!("a divisor of {rows}"), self.parts));
+        }
         Error::check_dtype(call, "weight.codes", DType::U8, self.codes.dtype())?;
         Error::check_shape(call, "weight.codes", &self.format.code_dims(self.dims), self.codes.dims())?;
-        let (dtype, dims) = self.format.scales(self.dims);
+        let (dtype, dims) = self.format.scales(self.dims, self.parts);
         Error::check_dtype(call, "weight.scales", dtype, self.scales.dtype())?;
         Error::check_shape(call, "weight.scales", &dims, self.scales.dims())?;
         let Some(factors) = &self.factors else { return Ok(()) };
         Error::check_dtype(call, "weight.factors", DType::F32, factors.dtype())?;
-        match factors.dims() {
-            [found, parts] if *found == stack && *parts > 0 && rows.is_multiple_of(*parts) => Ok(()),
-            found => {
-                let expected = format!("[{stack}, P], P a divisor of {rows}");
-                Err(Error::invalid(call, "tensor weight.factors", expected, format!("{found:?}")))
-            }
-        }
+        Error::check_shape(call, "weight.factors", &[stack, self.parts], factors.dims())
     }
 }
 
@@ -135,17 +130,18 @@ impl QuantisedRef<'_, Cpu> {
             return Err(Error::invalid(CALL, "index", format!("0..{stack}"), index));
         }
         let factors = self.factors.map(|f| f.as_slice::<f32>()).transpose()?;
-        let parts = self.parts();
-        let of_row = |row: usize| factors.map_or(1.0, |f| f[index * parts + row / (rows / parts)]);
+        let (parts, each) = (self.parts, rows / self.parts);
+        let of_row = |row: usize| factors.map_or(1.0, |f| f[index * parts + row / each]);
         let bytes = self.codes.row_bytes() / rows;
         let codes = &self.codes.data()[index * rows * bytes..][..rows * bytes];
         let mut out = vec![0.0; rows * columns];
         let lines = out.chunks_exact_mut(columns).zip(codes.chunks_exact(bytes)).enumerate();
         if self.format == WeightFormat::Fp8Block {
             let scales = self.scales.as_slice::<f32>()?;
-            let [_, high, wide] = self.format.scales(self.dims).1;
+            let [_, high, wide] = self.format.scales(self.dims, parts).1;
             for (row, (line, codes)) in lines {
-                let scales = &scales[(index * high + row / FP8_BLOCK) * wide..][..wide];
+                let block = row / each * (high / parts) + row % each / FP8_BLOCK;
+                let scales = &scales[(index * high + block) * wide..][..wide];
                 for (j, (value, code)) in line.iter_mut().zip(codes).enumerate() {
                     *value = E4M3[*code as usize] * scales[j / FP8_BLOCK] * of_row(row);
                 }
@@ -170,6 +166,7 @@ impl QuantisedRef<'_, Cpu> {
 pub struct Quantised<D: Device> {
     format: WeightFormat,
     dims: [usize; 3],
+    parts: usize,
     codes: Tensor<D>,
     scales: Tensor<D>,
     factors: Option<Tensor<D>>,
@@ -182,10 +179,10 @@ impl<D: Device> Quantised<D> {
     /// Parts that do not fit.
     pub fn new(
         format: WeightFormat,
-        dims: [usize; 3],
+        (dims, parts): ([usize; 3], usize),
         (codes, scales, factors): (Tensor<D>, Tensor<D>, Option<Tensor<D>>),
     ) -> Result<Self> {
-        let made = Self { format, dims, codes, scales, factors };
+        let made = Self { format, dims, parts, codes, scales, factors };
         made.view().check("Quantised::new")?;
         Ok(made)
     }
@@ -195,6 +192,7 @@ impl<D: Device> Quantised<D> {
         QuantisedRef {
             format: self.format,
             dims: self.dims,
+            parts: self.parts,
             codes: self.codes.view(),
             scales: self.scales.view(),
             factors: self.factors.as_ref().map(Tensor::view),
@@ -231,6 +229,7 @@ impl Quantised<Cpu> {
         Ok(Quantised {
             format: self.format,
             dims: self.dims,
+            parts: self.parts,
             codes: put(&self.codes)?,
             scales: put(&self.scales)?,
             factors: self.factors.as_ref().map(put).transpose()?,

@@ -23,6 +23,9 @@ mod kernels;
 #[path = "../quant/main.rs"]
 #[allow(dead_code, unused_imports, reason = "a suite has parts for the CPU alone")]
 mod quant;
+#[path = "../quantised.rs"]
+#[allow(dead_code, unused_imports, reason = "a suite has parts for the CPU alone")]
+mod quantised;
 #[path = "../router/main.rs"]
 #[allow(dead_code, unused_imports, reason = "a suite has parts for the CPU alone")]
 mod router;
@@ -53,6 +56,7 @@ fn tests() -> Vec<(String, Test)> {
     };
     shared("kernels", kernels::cases());
     shared("quant", quant::cases());
+    shared("quantised", quantised::cases());
     shared("router", router::cases());
     shared("gradients", gradients::cases());
     shared("golden", golden::cases());
