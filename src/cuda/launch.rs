@@ -11,7 +11,7 @@ use super::cubins::{self, CUBINS};
 use super::device::{Cuda, driver};
 
 /// Kernels of each stage.
-const STAGES: [(&str, &[&str]); 9] = [
+const STAGES: [(&str, &[&str]); 10] = [
     ("aux", &["aux_scores", "aux_chunks", "aux_totals", "aux_finish", "aux_coefficients"]),
     (
         "grouped_gemm",
@@ -43,6 +43,7 @@ const STAGES: [(&str, &[&str]); 9] = [
             "hopper_up_dgrad_f16",
         ],
     ),
+    ("hopper_linear", &["hopper_linear_bf16", "hopper_linear_f16", "hopper_linear_d_x", "hopper_linear_d_weight"]),
     ("hopper_wgrad", &["hopper_wgrad_bf16", "hopper_wgrad_f16"]),
     (
         "linear",
@@ -60,7 +61,10 @@ const STAGES: [(&str, &[&str]); 9] = [
         ],
     ),
     ("permute", &["gather_rows", "reduce_rows", "slot_dots", "sigmoid"]),
-    ("prepare", &["plan_count", "plan_scan", "plan_zones", "plan_slots", "plan_small", "schedule", "schedule_pairs"]),
+    (
+        "prepare",
+        &["plan_count", "plan_scan", "plan_zones", "plan_slots", "plan_small", "report", "schedule", "schedule_pairs"],
+    ),
     ("router", &["route", "route_bwd", "keep_sum"]),
     ("wgrad", &["wgrad_bf16", "wgrad_f16", "wgrad_f32", "column_sums"]),
 ];
@@ -81,6 +85,10 @@ pub(super) const UP_COLUMNS: usize = 256;
 /// Columns of a narrow operand that a block of the weight gradients' kernel takes, and its shared memory
 /// (`kernels/hopper_wgrad.cu`).
 pub(super) const HOPPER_WGRAD: Shape = Shape { tile: 128, threads: 384, shared: 230_464 };
+/// Tiles of the router's products on Hopper (`kernels/hopper_linear.cu`): of tokens or experts, and shared memory.
+pub(super) const HOPPER_LINEAR: Shape = Shape { tile: 64, threads: 160, shared: 99_424 };
+/// The same of the tokens' gradient.
+pub(super) const HOPPER_LINEAR_D_X: Shape = Shape { tile: 64, threads: 128, shared: 66_576 };
 /// What the stages begin with that exist for sm_90a alone.
 const HOPPER_STAGES: &str = "hopper_";
 
@@ -126,6 +134,7 @@ impl Functions {
                 loaded.table.insert(name, function);
                 let shared = match stage {
                     "hopper_gemm" => ROWS.shared,
+                    "hopper_linear" => HOPPER_LINEAR.shared,
                     "hopper_wgrad" => HOPPER_WGRAD.shared,
                     "linear" if name.starts_with("linear_d_") && name.ends_with("f16") => TF32.shared,
                     "grouped_gemm" | "linear" | "wgrad" if name.ends_with("f16") => TENSOR.shared,

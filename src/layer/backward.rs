@@ -7,8 +7,8 @@ use crate::config::WeightAt;
 use crate::ep::{DispatchGrads, Group, Handle, Received};
 use crate::error::{Error, Result};
 use crate::kernels::{
-    AuxBwd, BiasGrad, DownBwd, GatherRows, InputWeightBwd, KeepSum, Kernels, LinearBwd, RouteBwd, RowDest, RowSource, SlotWeights,
-    UpDgrad, Wgrad,
+    AuxBwd, BiasGrad, DownBwd, GatherRows, InputWeightBwd, KeepSum, Kernels, LinearBwd, RouteBwd, RowDest, RowSource,
+    SlotWeights, UpDgrad, Wgrad,
 };
 use crate::tensor::{Tensor, TensorMut, TensorRef};
 
