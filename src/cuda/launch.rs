@@ -37,10 +37,14 @@ const STAGES: [(&str, &[&str]); 10] = [
             "hopper_up_f16",
             "hopper_down_bf16",
             "hopper_down_f16",
+            "hopper_down_wide_bf16",
+            "hopper_down_wide_f16",
             "hopper_down_bwd_bf16",
             "hopper_down_bwd_f16",
             "hopper_up_dgrad_bf16",
             "hopper_up_dgrad_f16",
+            "hopper_up_dgrad_wide_bf16",
+            "hopper_up_dgrad_wide_f16",
         ],
     ),
     ("hopper_linear", &["hopper_linear_bf16", "hopper_linear_f16", "hopper_linear_d_x", "hopper_linear_d_weight"]),
@@ -79,9 +83,6 @@ pub(super) const TF32: Shape = Shape { tile: 128, threads: 256, shared: 87552 };
 
 /// Tile rows of the Hopper kernels over rows, and their shared memory (`kernels/common/rows.cuh`).
 pub(super) const ROWS: Shape = Shape { tile: 128, threads: 384, shared: 231_616 };
-/// Columns of their tiles; of the up projection's, of gate and up together.
-pub(super) const ROWS_COLUMNS: usize = 192;
-pub(super) const UP_COLUMNS: usize = 256;
 /// Columns of a narrow operand that a block of the weight gradients' kernel takes, and its shared memory
 /// (`kernels/hopper_wgrad.cu`).
 pub(super) const HOPPER_WGRAD: Shape = Shape { tile: 128, threads: 384, shared: 230_464 };
