@@ -17,8 +17,8 @@ constexpr int BK = 64, STAGES = 6, STAGE = 16384, THREADS = 160;
 constexpr int SHARED = 1024 + STAGES * STAGE + 2 * STAGES * 8;
 // Columns of the tokens' gradient that a block makes, 128 at a time, and the most experts that it takes.
 constexpr int DX_COLUMNS = 256, DX_EXPERTS = 128, DX_THREADS = 128;
-constexpr int DX_SHARED = 1024 + DX_COLUMNS * DX_EXPERTS * 2 + 16;
-static_assert(SHARED == 99424 && DX_SHARED == 66576, "src/cuda/launch.rs reserves as much");
+constexpr int DX_SHARED = 1024 + DX_COLUMNS * DX_EXPERTS * 2 + DX_COLUMNS * 128 + 16;
+static_assert(SHARED == 99424 && DX_SHARED == 99344, "src/cuda/launch.rs reserves as much");
 
 struct Ring {
     uint32_t base, barriers;
@@ -117,18 +117,23 @@ __device__ void forward(const Gemm& p, const CUtensorMap& x, const CUtensorMap& 
     }
 }
 
-// Adds to the tokens' gradient: 64 tokens by 256 columns a block, the whole weight of these columns at once.
-__device__ void gradient_of_x(const Gemm& p, const CUtensorMap& weight) {
-    const uint32_t base = aligned_base(), barriers = base + DX_COLUMNS * DX_EXPERTS * 2;
+// Adds to the tokens' gradient: 64 tokens by 256 columns a block, the whole weight of these columns at once. What is there
+// comes and the sum leaves by the copy engine.
+__device__ void gradient_of_x(const Gemm& p, const CUtensorMap& weight, const CUtensorMap& out) {
+    const uint32_t base = aligned_base(), old = base + DX_COLUMNS * DX_EXPERTS * 2, barriers = old + DX_COLUMNS * 128;
     const int lane = threadIdx.x % 32, steps = static_cast<int>((p.k + 15) / 16), block = steps * 16 * 128;
     const int column = static_cast<int>(blockIdx.x % p.n_tiles) * DX_COLUMNS;
-    const int64_t row = blockIdx.x / p.n_tiles * 64 + threadIdx.x / 32 * 16 + lane / 4;
+    const int row_of_block = static_cast<int>(blockIdx.x / p.n_tiles) * 64;
+    const int64_t row = row_of_block + threadIdx.x / 32 * 16 + lane / 4;
     if (threadIdx.x == 0) {
         for (int i = 0; i < 2; i++) barrier_init(barriers + i * 8, 1);
         asm volatile("fence.mbarrier_init.release.cluster;\n" ::: "memory");
         for (int i = 0; i < 2; i++) {
-            barrier_arrive_expect(barriers + i * 8, 2 * block);
-            for (int j = 2 * i; j < 2 * i + 2; j++) bulk(base + j * block, weight, barriers + i * 8, column + j * 64, 0);
+            barrier_arrive_expect(barriers + i * 8, 2 * (block + 8192));
+            for (int j = 2 * i; j < 2 * i + 2; j++) {
+                bulk(base + j * block, weight, barriers + i * 8, column + j * 64, 0);
+                bulk(old + j * 8192, out, barriers + i * 8, column + j * 64, row_of_block, 0);
+            }
         }
     }
     __syncthreads();
@@ -146,15 +151,9 @@ __device__ void gradient_of_x(const Gemm& p, const CUtensorMap& weight) {
             high[k][i] = split.high, low[k][i] = split.low;
         }
     }
+    const int warp = threadIdx.x / 32;
+#pragma unroll 1
     for (int part = 0; part < 2; part++) {
-        const int64_t first = column + part * 128 + lane % 4 * 2;
-        bf16* out = static_cast<bf16*>(p.out) + row * p.n + first;
-        __nv_bfloat162 old[32];
-#pragma unroll
-        for (int i = 0; i < 32; i++) {
-            const bool inside = row + i % 2 * 8 < p.m && first + i / 2 * 8 < p.n;
-            if (inside) old[i] = *reinterpret_cast<const __nv_bfloat162*>(out + i % 2 * 8 * p.n + i / 2 * 8);
-        }
         float acc[64] = {};
         barrier_wait(barriers + part * 8, 0);
         const uint64_t b = operand(base + part * 2 * block, block);
@@ -168,13 +167,30 @@ __device__ void gradient_of_x(const Gemm& p, const CUtensorMap& weight) {
         }
         commit();
         finish<0>(acc);
+        // Added to what was there, 16 columns at a time, each warp in its own rows.
 #pragma unroll
-        for (int i = 0; i < 32; i++) {
-            const bool inside = row + i % 2 * 8 < p.m && first + i / 2 * 8 < p.n;
-            const float x = acc[2 * i] + __low2float(old[i]), y = acc[2 * i + 1] + __high2float(old[i]);
-            if (inside) *reinterpret_cast<__nv_bfloat162*>(out + i % 2 * 8 * p.n + i / 2 * 8) = __floats2bfloat162_rn(x, y);
+        for (int j = 0; j < 8; j++) {
+            const int r = warp * 16 + lane % 16, word = j % 4 * 2 + lane / 16;
+            const uint32_t at = old + (part * 2 + j / 4) * 8192 + r * 128 + ((word ^ (r & 7)) << 4);
+            uint32_t v[4];
+            load_matrices(at, v);
+#pragma unroll
+            for (int i = 0; i < 4; i++) {
+                __nv_bfloat162 pair;
+                memcpy(&pair, &v[i], 4);
+                pair = __floats2bfloat162_rn(acc[8 * j + 2 * i] + __low2float(pair), acc[8 * j + 2 * i + 1] + __high2float(pair));
+                memcpy(&v[i], &pair, 4);
+            }
+            store_matrices(at, v);
+        }
+        fence_proxy();
+        __syncthreads();
+        if (threadIdx.x == 0) {
+            for (int j = 2 * part; j < 2 * part + 2; j++) bulk_store(out, old + j * 8192, column + j * 64, row_of_block, 0);
+            bulk_commit();
         }
     }
+    if (threadIdx.x == 0) bulk_wait_read();
 }
 
 // One of the parts, over tokens, of the weight's gradient: 64 experts by 128 columns a block. `sum_parts` adds them.
@@ -252,8 +268,9 @@ FORWARD(hopper_linear_bf16, bf16)
 FORWARD(hopper_linear_f16, f16)
 
 extern "C" __global__ void __launch_bounds__(DX_THREADS, 2)
-    hopper_linear_d_x(const __grid_constant__ Gemm p, const __grid_constant__ CUtensorMap weight) {
-    gradient_of_x(p, weight);
+    hopper_linear_d_x(const __grid_constant__ Gemm p, const __grid_constant__ CUtensorMap weight,
+                      const __grid_constant__ CUtensorMap out) {
+    gradient_of_x(p, weight, out);
 }
 extern "C" __global__ void __launch_bounds__(THREADS, 2)
     hopper_linear_d_weight(const __grid_constant__ Gemm p, const __grid_constant__ CUtensorMap x) {

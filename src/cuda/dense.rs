@@ -152,6 +152,8 @@ pub(super) fn linear_bwd(device: &Cuda, call: LinearBwd<'_, Cuda>) -> Result<()>
     let map = |base, rows: usize, high: usize| {
         Matrices { call: CALL, dtype, base, sizes: &[h as u64, rows as u64] }.boxes(high as u32)
     };
+    // The copy engine writes to stacks.
+    let stack = |base, rows: usize| Matrices { call: CALL, dtype, base, sizes: &[h as u64, rows as u64, 1] }.boxes(64);
     if let Some(d_x) = call.d_x {
         Error::check_dtype(CALL, "d_x", dtype, d_x.dtype())?;
         let (out, out_type) = any_mut(CALL, "d_x", d_x, &[t, h])?;
@@ -176,7 +178,8 @@ pub(super) fn linear_bwd(device: &Cuda, call: LinearBwd<'_, Cuda>) -> Result<()>
         let blocks = m_tiles.saturating_mul(n_tiles);
         // SAFETY, both: all tensors were checked against the sizes in `p`.
         if hopper {
-            let (grid, maps) = (grid(HOPPER_LINEAR_D_X, blocks), [map(weight, e, e.next_multiple_of(16))?]);
+            let (grid, maps) =
+                (grid(HOPPER_LINEAR_D_X, blocks), [map(weight, e, e.next_multiple_of(16))?, stack(out, t)?]);
             // SAFETY: as above.
             unsafe { launch_mapped(device, CALL, ("hopper_linear_d_x", grid), &p, &maps) }?;
         } else {
@@ -191,7 +194,9 @@ pub(super) fn linear_bwd(device: &Cuda, call: LinearBwd<'_, Cuda>) -> Result<()>
             false => (e.div_ceil(shape.tile), h.div_ceil(shape.tile)),
         };
         let tiles = m_tiles.saturating_mul(n_tiles).max(1);
-        let split = SPLIT_BLOCKS.div_ceil(tiles).min(t.div_ceil(SPLIT_TOKENS)).max(1);
+        // Two of Hopper's blocks share a multiprocessor: one more than all of them hold would double the time.
+        let parts = if hopper { SPLIT_BLOCKS / tiles } else { SPLIT_BLOCKS.div_ceil(tiles) };
+        let split = parts.min(t.div_ceil(SPLIT_TOKENS)).max(1);
         let mut parts = Tensor::empty(device, DType::F32, &[split, e, h])?;
         let p = params::Gemm {
             b: x,

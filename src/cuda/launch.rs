@@ -89,7 +89,7 @@ pub(super) const HOPPER_WGRAD: Shape = Shape { tile: 128, threads: 384, shared: 
 /// Tiles of the router's products on Hopper (`kernels/hopper_linear.cu`): of tokens or experts, and shared memory.
 pub(super) const HOPPER_LINEAR: Shape = Shape { tile: 64, threads: 160, shared: 99_424 };
 /// The same of the tokens' gradient.
-pub(super) const HOPPER_LINEAR_D_X: Shape = Shape { tile: 64, threads: 128, shared: 66_576 };
+pub(super) const HOPPER_LINEAR_D_X: Shape = Shape { tile: 64, threads: 128, shared: 99_344 };
 /// What the stages begin with that exist for sm_90a alone.
 const HOPPER_STAGES: &str = "hopper_";
 
