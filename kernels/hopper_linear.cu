@@ -15,9 +15,11 @@ using namespace hopper;
 // A ring of stages of 16 KiB; one warp has them filled, four multiply.
 constexpr int BK = 64, STAGES = 6, STAGE = 16384, THREADS = 160;
 constexpr int SHARED = 1024 + STAGES * STAGE + 2 * STAGES * 8;
-// Columns of the tokens' gradient that a block makes, 128 at a time, and the most experts that it takes.
-constexpr int DX_COLUMNS = 256, DX_EXPERTS = 128, DX_THREADS = 128;
-constexpr int DX_SHARED = 1024 + DX_COLUMNS * DX_EXPERTS * 2 + DX_COLUMNS * 128 + 16;
+// The tokens' gradient: columns that a block makes, 128 at a time, the most experts that it takes, and the memory of one such
+// part: the weight's, and that of what is added to. Two are under way.
+constexpr int DX_PARTS = 4, DX_COLUMNS = DX_PARTS * 128, DX_EXPERTS = 128, DX_THREADS = 128;
+constexpr int DX_OLD = 128 * DX_EXPERTS * 2, DX_PART = DX_OLD + 128 * 64 * 2;
+constexpr int DX_SHARED = 1024 + 2 * DX_PART + 16;
 static_assert(SHARED == 99424 && DX_SHARED == 99344, "src/cuda/launch.rs reserves as much");
 
 struct Ring {
@@ -117,24 +119,27 @@ __device__ void forward(const Gemm& p, const CUtensorMap& x, const CUtensorMap& 
     }
 }
 
-// Adds to the tokens' gradient: 64 tokens by 256 columns a block, the whole weight of these columns at once. What is there
-// comes and the sum leaves by the copy engine.
+// Adds to the tokens' gradient: 64 tokens by 512 columns a block. What is there comes and the sum leaves by the copy engine.
 __device__ void gradient_of_x(const Gemm& p, const CUtensorMap& weight, const CUtensorMap& out) {
-    const uint32_t base = aligned_base(), old = base + DX_COLUMNS * DX_EXPERTS * 2, barriers = old + DX_COLUMNS * 128;
+    const uint32_t base = aligned_base(), barriers = base + 2 * DX_PART;
     const int lane = threadIdx.x % 32, steps = static_cast<int>((p.k + 15) / 16), block = steps * 16 * 128;
     const int column = static_cast<int>(blockIdx.x % p.n_tiles) * DX_COLUMNS;
+    const int parts = static_cast<int>(min(static_cast<int64_t>(DX_PARTS), (p.n - column + 127) / 128));
     const int row_of_block = static_cast<int>(blockIdx.x / p.n_tiles) * 64;
     const int64_t row = row_of_block + threadIdx.x / 32 * 16 + lane / 4;
+    auto load = [&](int part) {
+        const uint32_t to = base + part % 2 * DX_PART, bar = barriers + part % 2 * 8;
+        barrier_arrive_expect(bar, 2 * (block + 8192));
+        for (int j = 0; j < 2; j++) {
+            const int x = column + part * 128 + j * 64;
+            bulk(to + j * block, weight, bar, x, 0);
+            bulk(to + DX_OLD + j * 8192, out, bar, x, row_of_block, 0);
+        }
+    };
     if (threadIdx.x == 0) {
         for (int i = 0; i < 2; i++) barrier_init(barriers + i * 8, 1);
         asm volatile("fence.mbarrier_init.release.cluster;\n" ::: "memory");
-        for (int i = 0; i < 2; i++) {
-            barrier_arrive_expect(barriers + i * 8, 2 * (block + 8192));
-            for (int j = 2 * i; j < 2 * i + 2; j++) {
-                bulk(base + j * block, weight, barriers + i * 8, column + j * 64, 0);
-                bulk(old + j * 8192, out, barriers + i * 8, column + j * 64, row_of_block, 0);
-            }
-        }
+        for (int part = 0; part < min(2, parts); part++) load(part);
     }
     __syncthreads();
     // Rows past the last are read in its place, and not stored.
@@ -153,10 +158,11 @@ __device__ void gradient_of_x(const Gemm& p, const CUtensorMap& weight, const CU
     }
     const int warp = threadIdx.x / 32;
 #pragma unroll 1
-    for (int part = 0; part < 2; part++) {
+    for (int part = 0; part < parts; part++) {
         float acc[64] = {};
-        barrier_wait(barriers + part * 8, 0);
-        const uint64_t b = operand(base + part * 2 * block, block);
+        const uint32_t at_part = base + part % 2 * DX_PART;
+        barrier_wait(barriers + part % 2 * 8, part / 2 & 1);
+        const uint64_t b = operand(at_part, block);
         ready(high), ready(low);
         begin(acc);
 #pragma unroll
@@ -171,7 +177,7 @@ __device__ void gradient_of_x(const Gemm& p, const CUtensorMap& weight, const CU
 #pragma unroll
         for (int j = 0; j < 8; j++) {
             const int r = warp * 16 + lane % 16, word = j % 4 * 2 + lane / 16;
-            const uint32_t at = old + (part * 2 + j / 4) * 8192 + r * 128 + ((word ^ (r & 7)) << 4);
+            const uint32_t at = at_part + DX_OLD + j / 4 * 8192 + r * 128 + ((word ^ (r & 7)) << 4);
             uint32_t v[4];
             load_matrices(at, v);
 #pragma unroll
@@ -186,11 +192,12 @@ __device__ void gradient_of_x(const Gemm& p, const CUtensorMap& weight, const CU
         fence_proxy();
         __syncthreads();
         if (threadIdx.x == 0) {
-            for (int j = 2 * part; j < 2 * part + 2; j++) bulk_store(out, old + j * 8192, column + j * 64, row_of_block, 0);
+            for (int j = 0; j < 2; j++) bulk_store(out, at_part + DX_OLD + j * 8192, column + part * 128 + j * 64, row_of_block, 0);
             bulk_commit();
+            bulk_wait_read();
+            if (part + 2 < parts) load(part + 2);
         }
     }
-    if (threadIdx.x == 0) bulk_wait_read();
 }
 
 // One of the parts, over tokens, of the weight's gradient: 64 experts by 128 columns a block. `sum_parts` adds them.

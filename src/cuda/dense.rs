@@ -24,10 +24,11 @@ const SPLIT_TOKENS: usize = 256;
 /// does not depend on the number of tokens, so a token's logits do not either.
 const SPLIT_HIDDEN: usize = 1024;
 
-/// Experts of which Hopper's kernel makes the tokens' gradient at most, and columns of its tiles; the weight's gradient has
-/// half as many.
+/// Experts of which Hopper's kernel makes the tokens' gradient at most, and columns of its tiles; those of the weight's
+/// gradient.
 const HOPPER_EXPERTS: usize = 128;
-const HOPPER_COLUMNS: usize = 256;
+const HOPPER_COLUMNS: usize = 512;
+const HOPPER_WEIGHT_COLUMNS: usize = 128;
 
 /// A tensor of any type that kernels compute in.
 fn any(call: &'static str, name: &str, t: TensorRef<'_, Cuda>, dims: &[usize]) -> Result<(u64, i64)> {
@@ -190,7 +191,7 @@ pub(super) fn linear_bwd(device: &Cuda, call: LinearBwd<'_, Cuda>) -> Result<()>
     if let Some(d_weight) = call.d_weight {
         let (out, out_type) = any_mut(CALL, "d_weight", d_weight, &[e, h])?;
         let (m_tiles, n_tiles) = match hopper {
-            true => (e.div_ceil(HOPPER_LINEAR.tile), h.div_ceil(HOPPER_COLUMNS / 2)),
+            true => (e.div_ceil(HOPPER_LINEAR.tile), h.div_ceil(HOPPER_WEIGHT_COLUMNS)),
             false => (e.div_ceil(shape.tile), h.div_ceil(shape.tile)),
         };
         let tiles = m_tiles.saturating_mul(n_tiles).max(1);

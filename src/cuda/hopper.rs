@@ -23,7 +23,7 @@ pub(super) enum Product {
 
 /// Length of a sum from which down and the rows' gradient are made in wider tiles: what follows the sum, which these do
 /// not hide, is then a small part.
-const WIDE_SUM: usize = 4096;
+const WIDE_SUM: usize = 8192;
 
 impl Product {
     fn wide(self, k: usize) -> bool {
