@@ -13,12 +13,12 @@ __device__ __forceinline__ Work described(const Ring<KIND>& ring, int i) {
 }
 
 // Both warpgroups: 64 rows each of every tile.
-template <class T>
-__device__ __forceinline__ void multiply_together(const Gemm& p, const Ring<UP>& ring) {
+template <class T, int KIND>
+__device__ __forceinline__ void multiply_together(const Gemm& p, const Ring<KIND>& ring) {
     const Walk walk(p);
     const int group = threadIdx.x / 128, warp = threadIdx.x / 32;
     const int steps = static_cast<int>((p.k + BK - 1) / BK), count = walk.count();
-    Rows rows{static_cast<int>(threadIdx.x % 32), warp * 16, 0, 0, ring.base + Layout<UP>::STAGED + warp * Layout<UP>::STAGING};
+    Rows rows{static_cast<int>(threadIdx.x % 32), warp * 16, 0, 0, ring.base + Layout<KIND>::STAGED + warp * Layout<KIND>::STAGING};
     for (int i = 0; i < count; i++) {
         const uint32_t at = static_cast<uint32_t>(i) * steps;
         ring.wait_full(at);
@@ -28,9 +28,10 @@ __device__ __forceinline__ void multiply_together(const Gemm& p, const Ring<UP>&
             pass(ring, at, steps);
             continue;
         }
-        Sums<UP> acc;
-        products<T, UP, 1, false>(acc, ring, at, steps, p.a_map, false);
-        finish_up<T>(p, rows, w, acc);
+        Sums<KIND> acc;
+        products<T, KIND, 1, false>(acc, ring, at, steps, p.a_map, false);
+        if constexpr (KIND == UP) finish_up<T>(p, rows, w, acc);
+        else finish_plain<T, KIND, 1, BN<KIND> / 2>(p, rows, w, acc);
     }
 }
 
@@ -96,7 +97,7 @@ __device__ __forceinline__ void run(const Gemm& p, const CUtensorMap& a, const C
     } else {
         if (TOGETHER<KIND>) asm volatile("setmaxnreg.inc.sync.aligned.u32 224;\n");
         else asm volatile("setmaxnreg.inc.sync.aligned.u32 232;\n");
-        if constexpr (TOGETHER<KIND>) multiply_together<T>(p, ring);
+        if constexpr (TOGETHER<KIND>) multiply_together<T, KIND>(p, ring);
         else multiply_in_turns<T, KIND>(p, tensors, ring);
     }
     // No block leaves while the other may still signal it.

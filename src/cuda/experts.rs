@@ -12,7 +12,7 @@ use crate::weights::Weight;
 
 use super::device::Cuda;
 use super::hopper::{self, Product};
-use super::launch::{Grid, ROWS, ROWS_COLUMNS, SCALAR, Shape, TENSOR, UP_COLUMNS};
+use super::launch::{Grid, ROWS, SCALAR, Shape, TENSOR};
 use super::params::{self, activation_code, type_code};
 use super::rows::to_slots;
 use super::w4a16::Quantised;
@@ -154,8 +154,7 @@ impl<'a> RowsGemm<'a> {
         let dense = self.quantised.is_none();
         let hopper = product.filter(|_| dense && hopper::serves(self.device, self.dtype, p));
         let (rows, order, columns) = match hopper {
-            Some(Product::Up) => (ROWS.tile, TileOrder::Pairs, UP_COLUMNS),
-            Some(_) => (ROWS.tile, TileOrder::Pairs, ROWS_COLUMNS),
+            Some(product) => (ROWS.tile, TileOrder::Pairs, product.columns(p.k as usize)),
             None => (self.shape.tile, TileOrder::Slots, self.shape.tile),
         };
         let tiles = Tiles::new(self.call, self.device, self.zones, (rows, order))?;
@@ -170,19 +169,18 @@ impl<'a> RowsGemm<'a> {
             let grid = Grid { shared: self.shape.shared, ..Grid::new(blocks, self.shape.threads) };
             return weight.launch((self.device, self.call), (name, self.suffix), (grid, choice.decode), p);
         }
-        let kernel = format!("{name}_{}", self.suffix);
         // SAFETY, both: callers have checked every tensor in `p` against the sizes in `p`; maps and zones, which only
         // the device knows, are checked by the kernel.
         match choice.hopper {
             // SAFETY: as above.
             Some(product) => unsafe {
-                let kernel = format!("hopper_{kernel}");
+                let kernel = product.kernel(name, self.suffix, p.k as usize);
                 hopper::launch(self.device, self.call, &kernel, (product, self.dtype, blocks), p)
             },
             None => {
                 let grid = Grid { shared: self.shape.shared, ..Grid::new(blocks, self.shape.threads) };
                 // SAFETY: as above.
-                unsafe { self.device.launch(self.call, &kernel, grid, p) }
+                unsafe { self.device.launch(self.call, &format!("{name}_{}", self.suffix), grid, p) }
             }
         }
     }
@@ -272,7 +270,7 @@ pub(super) fn down_bwd(device: &Cuda, call: DownBwd<'_, Cuda>) -> Result<()> {
     p.out = output(CALL, "d_pre", call.d_pre, dtype, &[gemm.slots, wide])?;
     p.hidden = optional_output(CALL, "hidden", call.hidden, dtype, &[gemm.slots, inner])?;
     (p.activation, p.alpha, p.limit) = activation_code(call.activation);
-    let choice = gemm.choose(&mut p, (call.activation.gate_factor() == 2).then_some(Product::Dgrad), 1)?;
+    let choice = gemm.choose(&mut p, (call.activation.gate_factor() == 2).then_some(Product::DownBwd), 1)?;
     let in_order = if choice.hopper.is_some() { gemm.in_order(&mut p)? } else { None };
     let d_weights = call.d_slot_weights.filter(|_| p.scale != 0);
     let d_weights = optional_output(CALL, "d_slot_weights", d_weights, DType::F32, &[gemm.slots])?;
