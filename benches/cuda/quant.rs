@@ -52,14 +52,13 @@ pub fn codec(cuda: &Cuda, report: &Report) -> Result<()> {
     for (name, format) in formats {
         let mut rows = Nvfp4Tensors::empty(cuda, &format, dims, Direction::Rows)?;
         let mut columns = Nvfp4Tensors::empty(cuda, &format, dims, Direction::Columns)?;
-        let matrix = |set: usize| Matrix::new(sets[set].view());
         let ms = report.time(|set| {
-            let matrix = matrix(set)?;
+            let matrix = Matrix::new(sets[set].view())?;
             cuda.quantize(&stream, Quantize { format: &format, matrix, rows: Some(rows.view_mut()), columns: None })
         })?;
         line(&format!("quantize-{name}"), ms, 2.0 * WIDE + NARROW);
         let ms = report.time(|set| {
-            let (matrix, rows) = (matrix(set)?, Some(rows.view_mut()));
+            let (matrix, rows) = (Matrix::new(sets[set].view())?, Some(rows.view_mut()));
             cuda.quantize_cast_only(&stream, Quantize { format: &format, matrix, rows, columns: None })
         })?;
         line(&format!("cast-{name}"), ms, WIDE + NARROW);
@@ -68,7 +67,10 @@ pub fn codec(cuda: &Cuda, report: &Report) -> Result<()> {
         }
         let ms = report.time(|set| {
             let (rows, columns) = (Some(rows.view_mut()), Some(columns.view_mut()));
-            cuda.quantize_cast_only(&stream, Quantize { format: &format, matrix: matrix(set)?, rows, columns })
+            cuda.quantize_cast_only(
+                &stream,
+                Quantize { format: &format, matrix: Matrix::new(sets[set].view())?, rows, columns },
+            )
         })?;
         line(&format!("cast-both-{name}"), ms, WIDE + 2.0 * NARROW);
     }
