@@ -3,7 +3,8 @@
 //! [`Communicator`] is the little that the dispatchers need; [`threads`] implements it between threads of one
 //! process. Every call carries a [`Tag`]: ranks that meet with different tags get an error each and exchange nothing.
 
-mod rendezvous;
+pub(crate) mod agree;
+pub(crate) mod rendezvous;
 mod solo;
 pub mod threads;
 

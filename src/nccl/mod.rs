@@ -2,15 +2,22 @@
 //!
 //! NCCL is found at run time ([`NcclLibrary`]); a build needs nothing of it.
 
+mod board;
 mod comm;
 mod error;
+mod lane;
 mod library;
 mod link;
+mod notices;
+mod sums;
 pub mod sys;
+mod watch;
+mod world;
 
 pub use comm::{NcclComm, Raw};
 pub use error::NcclError;
 pub use library::{NcclLibrary, VARIABLE};
+pub use world::NcclWorld;
 
 use crate::error::Error;
 
