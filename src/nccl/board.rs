@@ -100,6 +100,12 @@ impl Board {
         }
     }
 
+    /// The same of a rank that aborts its communicator.
+    pub(super) fn give_up(&self, rank: usize, last: u64) {
+        self.notices().abort(rank);
+        self.leave(rank, last);
+    }
+
     /// The board of a part of this communicator: which split, its colour, and its ranks as they are numbered here.
     pub(super) fn part(&self, key: (u64, usize), ranks: &[usize]) -> Self {
         match self {

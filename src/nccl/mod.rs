@@ -11,6 +11,8 @@ mod link;
 mod notices;
 mod sums;
 pub mod sys;
+#[cfg(test)]
+mod tests;
 mod watch;
 mod world;
 

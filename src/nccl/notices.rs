@@ -17,6 +17,8 @@ struct State {
     left: BTreeMap<usize, u64>,
     /// The refusals by the number of the collective.
     refused: BTreeMap<u64, Refusal>,
+    /// A rank that has aborted its communicator.
+    aborted: Option<usize>,
 }
 
 #[derive(Debug, Clone)]
@@ -45,6 +47,16 @@ impl Notices {
         let mut state = self.lock();
         let known = state.left.entry(rank).or_insert(last);
         *known = last.min(*known);
+    }
+
+    /// A rank aborts its communicator.
+    pub(super) fn abort(&self, rank: usize) {
+        self.lock().aborted.get_or_insert(rank);
+    }
+
+    /// The first rank that has: what it has aborted the others cannot end in order.
+    pub(super) fn aborted(&self) -> Option<usize> {
+        self.lock().aborted
     }
 
     /// A rank fails in this collective.
