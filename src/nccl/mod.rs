@@ -8,12 +8,14 @@ mod error;
 mod lane;
 mod library;
 mod link;
+mod notice;
 mod notices;
 mod sums;
 pub mod sys;
 #[cfg(test)]
 mod tests;
 mod watch;
+mod wire;
 mod world;
 
 pub use comm::{NcclComm, Raw};

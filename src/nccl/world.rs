@@ -11,10 +11,11 @@ use crate::kernels::Kernels;
 use crate::ranks::{Axis, Bootstrap, Mesh, UniqueId};
 use crate::tensor::Tensor;
 
-use super::board::{Board, Hall};
+use super::board::{Board, Hall, Mail};
 use super::lane::{Lane, Piece};
 use super::link::{Joining, Link, Place};
 use super::sys::Reduction;
+use super::wire::Wire;
 use super::{NcclComm, NcclLibrary};
 
 fn joined(joining: Joining, timeout: Duration) -> Result<Arc<Link>> {
@@ -128,16 +129,21 @@ impl NcclComm {
     }
 
     /// Joins the communicator of a job's ranks, on this GPU. The id travels through the bootstrap, whose timeout is the
-    /// collectives' too.
+    /// collectives' too, and whose connections stay open: a process that dies, or refuses, is heard of at once.
     ///
     /// # Errors
     /// [`NcclError`](super::NcclError); [`RankError`](crate::ranks::RankError) where the ranks do not find each other.
     pub fn join(library: &NcclLibrary, job: &Bootstrap, cuda: &Cuda) -> Result<Self> {
-        let id = job.exchange(|| library.unique_id())?;
-        Self::from_id(library, (id, job.rank, job.world), cuda, job.timeout)
+        let (id, streams) = job.connect(|| library.unique_id())?;
+        let wire = Wire::new(job.rank, streams)?;
+        let mail = Mail::new(&wire, 0, (0..job.world).collect());
+        let place = Place { rank: job.rank, size: job.world };
+        let link = joined(start(library, id, place, cuda)?, job.timeout)?;
+        Self::new(link, cuda, Board::Mail(mail), job.timeout)
     }
 
-    /// Joins a communicator whose id has reached every rank by other ways: `(id, rank, ranks)`.
+    /// Joins a communicator whose id has reached every rank by other ways: `(id, rank, ranks)`. Ranks hear nothing of each
+    /// other beside NCCL: one that dies or refuses is a [`CommError::Timeout`] to the others.
     ///
     /// # Errors
     /// [`NcclError`](super::NcclError).
