@@ -151,6 +151,10 @@ pub enum Error {
     /// A checkpoint is damaged, hostile or not what its config says.
     #[error(transparent)]
     Checkpoint(#[from] CheckpointError),
+    /// NCCL is not there, is not usable, or refused a call.
+    #[cfg(feature = "nccl")]
+    #[error(transparent)]
+    Nccl(#[from] crate::nccl::NcclError),
     /// A driver call failed, or this machine or build has nothing to run on.
     #[error("{call}: {operation}: {message}")]
     Device {

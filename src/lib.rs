@@ -20,6 +20,8 @@ pub mod burn;
 pub mod candle;
 #[cfg(feature = "cuda")]
 pub mod cuda;
+#[cfg(feature = "nccl")]
+pub mod nccl;
 
 mod aux_loss;
 mod device;

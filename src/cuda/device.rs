@@ -214,7 +214,7 @@ impl Cuda {
         Ok(Event(event))
     }
 
-    pub(super) fn bind(&self, call: &'static str) -> Result<()> {
+    pub(crate) fn bind(&self, call: &'static str) -> Result<()> {
         self.inner.context.bind_to_thread().map_err(driver(call, "bind the context"))
     }
 
@@ -319,6 +319,11 @@ pub struct DeviceRef<'a> {
 }
 
 impl DeviceRef<'_> {
+    /// Address of the first byte.
+    pub fn address(&self) -> u64 {
+        self.ptr
+    }
+
     /// `len` bytes of device memory.
     ///
     /// # Safety
@@ -340,6 +345,11 @@ pub struct DeviceMut<'a> {
 }
 
 impl DeviceMut<'_> {
+    /// Address of the first byte.
+    pub fn address(&self) -> u64 {
+        self.ptr
+    }
+
     /// `len` bytes of device memory.
     ///
     /// # Safety

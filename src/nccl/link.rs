@@ -1,0 +1,229 @@
+//! A rank's `ncclComm_t`: every call of it passes here, so that it is never used while or after it is freed.
+
+use std::fmt;
+use std::sync::atomic::{AtomicPtr, Ordering};
+use std::sync::{Mutex, MutexGuard, PoisonError, TryLockError, mpsc};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use crate::error::{CommError, Result};
+use crate::ranks::UniqueId;
+
+use super::sys::{CommPtr, Config, Functions, RawComm, RawUniqueId, Status};
+use super::{NcclError, NcclLibrary};
+
+/// How long the end of a communicator waits for a call that is under way, before it ends that from outside.
+const GRACE: Duration = Duration::from_millis(200);
+/// Pause between two looks.
+const PAUSE: Duration = Duration::from_millis(1);
+
+/// One rank's communicator as the library has it.
+pub(super) struct Link {
+    library: NcclLibrary,
+    pub(super) rank: usize,
+    pub(super) size: usize,
+    /// Held during every call: `Some` while the communicator lives.
+    gate: Mutex<Option<Alive>>,
+    /// The same pointer, for the one call that may be made while another is stuck.
+    shared: AtomicPtr<RawComm>,
+    /// The first failure.
+    failure: Mutex<Option<CommError>>,
+}
+
+/// A pointer that the gate guards.
+#[derive(Debug, Clone, Copy)]
+struct Alive(CommPtr);
+
+// SAFETY: NCCL lets any thread use a communicator, one at a time, which the gate sees to.
+unsafe impl Send for Alive {}
+
+impl fmt::Debug for Link {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { rank, size, .. } = self;
+        write!(f, "Link {{ rank: {rank}, size: {size}, failure: {:?} }}", self.failure())
+    }
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// A rank of a communicator to be.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Place {
+    pub(super) rank: usize,
+    pub(super) size: usize,
+}
+
+/// A rank on its way into a communicator.
+pub(super) struct Joining {
+    library: NcclLibrary,
+    place: Place,
+    joined: mpsc::Receiver<Result<(Alive, Status)>>,
+}
+
+impl Joining {
+    /// Waits until all ranks have joined. An attempt that does not end in time is left behind with the thread it runs
+    /// on: NCCL has no way to call it off.
+    pub(super) fn finish(self, timeout: Duration) -> Result<Link> {
+        let Self { library, place, joined } = self;
+        let Place { rank, size } = place;
+        match joined.recv_timeout(timeout) {
+            Ok(joined) => {
+                let (Alive(comm), status) = joined?;
+                library.check("ncclCommInitRankConfig", std::ptr::null_mut(), status)?;
+                Ok(Link::new(library, place, comm))
+            }
+            Err(_) => Err(NcclError::Init { rank, size, timeout }.into()),
+        }
+    }
+}
+
+impl Link {
+    /// Begins to join a communicator. `bind` makes the rank's GPU the calling thread's.
+    pub(super) fn start(
+        library: &NcclLibrary,
+        id: UniqueId,
+        place: Place,
+        bind: impl FnOnce() -> Result<()> + Send + 'static,
+    ) -> Result<Joining> {
+        let Place { rank, size } = place;
+        let (functions, id) = (*library.functions(), RawUniqueId { internal: id.map(|byte| byte as _) });
+        let (send, joined) = mpsc::channel();
+        let attempt = move || {
+            let joined = bind().map(|()| {
+                let (mut comm, mut config) = (std::ptr::null_mut(), Config::blocking());
+                // SAFETY: the result and the configuration are locals that outlive the call, which blocks.
+                let status = unsafe {
+                    (functions.comm_init_rank_config)(&raw mut comm, size as i32, id, rank as i32, &raw mut config)
+                };
+                (Alive(comm), settle(&functions, comm, status))
+            });
+            // Nobody listens any more where time is up.
+            let _ = send.send(joined);
+        };
+        thread::Builder::new()
+            .name(format!("nccl-init-{rank}"))
+            .spawn(attempt)
+            .map_err(|e| super::system("thread", e))?;
+        Ok(Joining { library: library.clone(), place, joined })
+    }
+
+    /// Takes over a communicator.
+    pub(super) fn new(library: NcclLibrary, Place { rank, size }: Place, comm: CommPtr) -> Self {
+        let (gate, shared) = (Mutex::new(Some(Alive(comm))), AtomicPtr::new(comm));
+        Self { library, rank, size, gate, shared, failure: Mutex::new(None) }
+    }
+
+    pub(super) fn library(&self) -> &NcclLibrary {
+        &self.library
+    }
+
+    /// The first failure, if any.
+    pub(super) fn failure(&self) -> Option<CommError> {
+        lock(&self.failure).clone()
+    }
+
+    /// Keeps a failure if it is the first; returns the first.
+    pub(super) fn fail(&self, error: CommError) -> CommError {
+        lock(&self.failure).get_or_insert(error).clone()
+    }
+
+    /// Runs calls of the library with the communicator, while nobody frees it. `None`: it has been freed.
+    pub(super) fn with<T>(&self, calls: impl FnOnce(&Functions, CommPtr) -> T) -> Option<T> {
+        let gate = lock(&self.gate);
+        gate.map(|Alive(comm)| calls(self.library.functions(), comm))
+    }
+
+    /// One call that returns a status. `None`: the communicator has been freed.
+    pub(super) fn call(
+        &self,
+        function: &'static str,
+        call: impl FnOnce(&Functions, CommPtr) -> Status,
+    ) -> Option<std::result::Result<(), NcclError>> {
+        self.with(|functions, comm| {
+            let status = call(functions, comm);
+            self.library.check(function, comm, settle(functions, comm, status))
+        })
+    }
+
+    /// What the library has found wrong since the last look; `None` where nothing, or where another call is under way.
+    pub(super) fn asynchronous(&self) -> Option<NcclError> {
+        let gate = match self.gate.try_lock() {
+            Ok(gate) => gate,
+            Err(TryLockError::Poisoned(e)) => e.into_inner(),
+            Err(TryLockError::WouldBlock) => return None,
+        };
+        let Alive(comm) = (*gate)?;
+        let mut found = Status::SUCCESS;
+        // SAFETY: the communicator lives while the gate is held; the result is a local.
+        let status = unsafe { (self.library.functions().comm_get_async_error)(comm, &raw mut found) };
+        let found = if status == Status::SUCCESS { found } else { status };
+        if found == Status::IN_PROGRESS {
+            return None;
+        }
+        self.library.check("ncclCommGetAsyncError", comm, found).err()
+    }
+
+    /// Ends what runs and frees the communicator. A call that is stuck is ended first.
+    pub(super) fn abort(&self) {
+        let mut gate = match self.lock_within(GRACE) {
+            Some(gate) => gate,
+            None => {
+                let comm = self.shared.load(Ordering::SeqCst);
+                match self.library.functions().comm_revoke {
+                    // SAFETY: the communicator is freed by who holds the gate only, and nobody who does frees it: the
+                    // holder is inside a call. NCCL allows this one beside another.
+                    Some(revoke) if !comm.is_null() => drop(unsafe { revoke(comm, 0) }),
+                    _ => {}
+                }
+                lock(&self.gate)
+            }
+        };
+        if let Some(Alive(comm)) = gate.take() {
+            self.shared.store(std::ptr::null_mut(), Ordering::SeqCst);
+            // SAFETY: the communicator lives, and with `gate` emptied nobody uses it again.
+            let _ = unsafe { (self.library.functions().comm_abort)(comm) };
+        }
+    }
+
+    fn lock_within(&self, limit: Duration) -> Option<MutexGuard<'_, Option<Alive>>> {
+        let until = Instant::now() + limit;
+        loop {
+            match self.gate.try_lock() {
+                Ok(gate) => return Some(gate),
+                Err(TryLockError::Poisoned(e)) => return Some(e.into_inner()),
+                Err(TryLockError::WouldBlock) if Instant::now() >= until => return None,
+                Err(TryLockError::WouldBlock) => thread::sleep(PAUSE),
+            }
+        }
+    }
+}
+
+/// The status of a call when it is over. An environment that makes communicators return at once (NCCL_COMM_BLOCKING)
+/// is waited for here.
+fn settle(functions: &Functions, comm: CommPtr, status: Status) -> Status {
+    let mut status = status;
+    while status == Status::IN_PROGRESS && !comm.is_null() {
+        thread::sleep(PAUSE / 20);
+        // SAFETY: the communicator is the caller's; the result is a local.
+        let asked = unsafe { (functions.comm_get_async_error)(comm, &raw mut status) };
+        if asked != Status::SUCCESS {
+            return asked;
+        }
+    }
+    status
+}
+
+impl Drop for Link {
+    fn drop(&mut self) {
+        let failed = self.failure().is_some();
+        if let Some(Alive(comm)) = lock(&self.gate).take() {
+            let functions = self.library.functions();
+            // Work that a peer will never join in is not waited for.
+            let end = if failed { functions.comm_abort } else { functions.comm_destroy };
+            // SAFETY: the communicator lives and nobody else can use it any more. Nothing can be reported from here.
+            let _ = unsafe { end(comm) };
+        }
+    }
+}
