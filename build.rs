@@ -1,4 +1,4 @@
-//! Compiles `kernels/*.cu` for the `cuda` feature; does nothing without it.
+//! Compiles `kernels/*.cu` for the `cuda` feature, and a shim for `nccl-ep`; does nothing without them.
 //!
 //! nvcc: `NVCC` (a path), else `CUDA_HOME/bin`, `CUDA_PATH/bin`, `PATH`, `/usr/local/cuda/bin`; 12.0 or later.
 //! Architectures: `MOEBIUS_CUDA_ARCHS`, else `CUDA_COMPUTE_CAP`: a list of compute capabilities such as `80,90a` or
@@ -28,6 +28,26 @@ fn main() {
         eprintln!("\nmoebius, feature cuda: {problem}\n");
         std::process::exit(1);
     }
+    #[cfg(feature = "nccl-ep")]
+    if let Err(problem) = shim() {
+        eprintln!("\nmoebius, feature nccl-ep: {problem}\n");
+        std::process::exit(1);
+    }
+}
+
+/// Compiles the functions that keep C++ exceptions out of Rust.
+#[cfg(feature = "nccl-ep")]
+fn shim() -> Result<(), String> {
+    const SOURCE: &str = "src/nccl_ep/shim.cpp";
+    println!("cargo:rerun-if-changed={SOURCE}");
+    if std::env::var_os("DOCS_RS").is_some() {
+        return Ok(());
+    }
+    let mut build = cc::Build::new();
+    build.cpp(true).std("c++17").file(SOURCE).warnings(true).extra_warnings(true);
+    build.try_compile("moebius_nccl_ep").map_err(|e| {
+        format!("{SOURCE} needs a C++ compiler (g++, or what CXX names; Debian: apt-get install g++): {e}")
+    })
 }
 
 fn build() -> Result<(), String> {

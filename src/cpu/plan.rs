@@ -38,6 +38,7 @@ pub(super) fn plan(call: PlanRequest<'_, Cpu>) -> Result<Plan<Cpu>> {
     let maps = match call.transport {
         Transport::Local | Transport::AllRows => walk.all_rows()?,
         Transport::UniqueRows => walk.unique_rows()?,
+        Transport::Slots => walk.slots_only()?,
     };
     let (zones, padded_counts) = layout.zones(call.rank)?;
     Ok(Plan {
@@ -241,6 +242,26 @@ impl Walk<'_, '_> {
             row_map: Tensor::from_vec(row_map, &[rows])?,
             weight_map: Tensor::from_vec(weight_map, &[rows])?,
             return_map: Tensor::from_vec(return_map, &[self.call.tokens.iter().sum(), k])?,
+            send_tokens: None,
+            send_choices: None,
+            return_slots: None,
+            send_rows: Vec::new(),
+            recv_rows: Vec::new(),
+            slots_from: Vec::new(),
+            slots_at: Vec::new(),
+        })
+    }
+
+    fn slots_only(&self) -> Result<Maps> {
+        let rows = self.layout.rows(self.call.rank);
+        let mut row_map = vec![-1i32; rows];
+        for i in (0..self.ids.len()).filter(|i| self.rank_of(*i) == Some(self.call.rank)) {
+            row_map[self.slots[i] as usize] = self.slots[i];
+        }
+        Ok(Maps {
+            weight_map: Tensor::from_vec(row_map.clone(), &[rows])?,
+            row_map: Tensor::from_vec(row_map, &[rows])?,
+            return_map: Tensor::from_vec(Vec::<i32>::new(), &[0, self.call.spec.top_k])?,
             send_tokens: None,
             send_choices: None,
             return_slots: None,

@@ -12,7 +12,7 @@ use crate::error::{CommError, Error, Result};
 use crate::kernels::Kernels;
 use crate::tensor::{Tensor, TensorRef};
 
-use super::handle::{Agreement, Handle};
+use super::handle::{Agreement, Carried, Handle};
 use super::record::{self, BadId, Record, Sizes, Status};
 use super::{Capacity, DispatchSpec, GroupConfig, Plan, PlanRequest, Reporting, Transport};
 
@@ -20,11 +20,11 @@ const PREPARE: &str = "prepare";
 
 /// State of a dispatcher.
 #[derive(Debug)]
-pub(super) struct Core<D: Kernels> {
+pub(crate) struct Core<D: Kernels> {
     pub device: D,
     pub stream: D::Stream,
     pub comm: Box<dyn Communicator<D>>,
-    config: GroupConfig,
+    pub config: GroupConfig,
     /// Says which group a handle belongs to.
     identity: Arc<()>,
     /// Prepares that succeeded. Whether one does is known to all ranks, so they count alike.
@@ -85,16 +85,16 @@ impl<D: Kernels> Core<D> {
     }
 
     /// Routing of all ranks' tokens: one collective, an all-gather of a record per rank (none for
-    /// [`Transport::Local`]).
+    /// [`Transport::Local`]). `rules`: what the transport itself thinks of the spec.
     pub fn prepare(
         &mut self,
-        transport: Transport,
+        (transport, rules): (Transport, Result<()>),
         ids: TensorRef<'_, D>,
         weights: Option<TensorRef<'_, D>>,
         spec: &DispatchSpec,
     ) -> Result<Handle<D>> {
         let tag = Tag { layer: spec.layer, op: Op::Prepare, sequence: self.sequence + 1 };
-        let checked = self.check_spec(spec);
+        let checked = self.check_spec(spec).and(rules);
         if !(1..=self.config.num_experts).contains(&spec.top_k) {
             // Not even the size of the record is certain.
             self.agree(tag, checked)?;
@@ -114,7 +114,7 @@ impl<D: Kernels> Core<D> {
         };
         let records = match transport {
             Transport::Local => vec![own],
-            Transport::UniqueRows | Transport::AllRows => self.gather(tag, spec, &own)?,
+            Transport::UniqueRows | Transport::AllRows | Transport::Slots => self.gather(tag, spec, &own)?,
         };
         self.judge(&records)?;
         let handle = self.plan(transport, &records, spec)?;
@@ -193,6 +193,8 @@ impl<D: Kernels> Core<D> {
             plan,
             group: Arc::clone(&self.identity),
             tokens,
+            in_slots: false,
+            carried: Carried::default(),
         }
     }
 
@@ -340,7 +342,7 @@ impl<D: Kernels> Core<D> {
             },
         )?;
         let absent = (0..records.len()).filter(|r| !records[*r].backward).collect();
-        Ok(self.handle(spec, plan, absent, tokens))
+        Ok(Handle { in_slots: transport == Transport::Slots, ..self.handle(spec, plan, absent, tokens) })
     }
 
     fn uploaded(&self, dtype: DType, bytes: &[u8], dims: &[usize]) -> Result<Tensor<D>> {

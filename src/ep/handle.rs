@@ -1,5 +1,7 @@
 //! Routing of one prepare, owned by its caller.
 
+use std::any::Any;
+use std::fmt;
 use std::sync::Arc;
 
 use crate::error::{Error, Result};
@@ -23,6 +25,20 @@ pub struct Handle<D: Kernels> {
     pub(super) group: Arc<()>,
     /// Tokens of each rank.
     pub(super) tokens: Vec<usize>,
+    /// Received rows lie in slots.
+    pub(crate) in_slots: bool,
+    /// What the dispatcher itself keeps of this routing.
+    pub(crate) carried: Carried,
+}
+
+/// A dispatcher's own state.
+#[derive(Default)]
+pub(crate) struct Carried(pub(crate) Option<Box<dyn Any + Send + Sync>>);
+
+impl fmt::Debug for Carried {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Carried({})", self.0.is_some())
+    }
 }
 
 /// Which ranks asked for backward in prepare. Backward runs its collectives only if all did.

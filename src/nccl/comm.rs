@@ -30,6 +30,24 @@ pub struct Raw<'a> {
     pub stream: StreamPtr,
 }
 
+/// A communicator that is shared with what is built on it: freed with its last user.
+#[derive(Debug, Clone)]
+#[cfg(feature = "nccl-ep")]
+pub(crate) struct Shared(Arc<Link>);
+
+#[cfg(feature = "nccl-ep")]
+impl Shared {
+    /// Ranks.
+    pub(crate) fn size(&self) -> usize {
+        self.0.size
+    }
+
+    /// Runs calls while nobody frees the communicator. `None`: it has been freed.
+    pub(crate) fn with<T>(&self, calls: impl FnOnce(CommPtr) -> T) -> Option<T> {
+        self.0.with(|_, comm| calls(comm))
+    }
+}
+
 fn start(library: &NcclLibrary, id: UniqueId, place: Place, cuda: &Cuda) -> Result<Joining> {
     let cuda = cuda.clone();
     Link::start(library, id, place, move || cuda.bind("NcclComm::join"))
@@ -99,6 +117,12 @@ impl NcclComm {
             Some(result) => result,
             None => Err(self.ended()),
         }
+    }
+
+    /// The communicator, for what is built on it.
+    #[cfg(feature = "nccl-ep")]
+    pub(crate) fn shared(&self) -> Shared {
+        Shared(Arc::clone(&self.link))
     }
 
     fn ended(&self) -> Error {

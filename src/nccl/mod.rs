@@ -8,6 +8,8 @@ mod library;
 mod link;
 pub mod sys;
 
+#[cfg(feature = "nccl-ep")]
+pub(crate) use comm::Shared;
 pub use comm::{NcclComm, Raw};
 pub use error::NcclError;
 pub use library::{NcclLibrary, VARIABLE};

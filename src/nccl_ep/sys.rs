@@ -587,32 +587,32 @@ impl Library {
         P: AsRef<::std::ffi::OsStr>,
     {
         let path = path.as_ref();
-        let library = ::libloading::Library::new(path)?;
-        Self::from_library(library)
+        let library = unsafe { ::libloading::Library::new(path) }?;
+        unsafe { Self::from_library(library) }
     }
     pub unsafe fn from_library<L>(library: L) -> Result<Self, ::libloading::Error>
     where
         L: Into<::libloading::Library>,
     {
         let __library = library.into();
-        let ncclEpGetVersion = __library.get(b"ncclEpGetVersion\0").map(|sym| *sym)?;
-        let ncclEpTensorAlloc = __library.get(b"ncclEpTensorAlloc\0").map(|sym| *sym)?;
-        let ncclEpTensorDestroy = __library.get(b"ncclEpTensorDestroy\0").map(|sym| *sym)?;
-        let ncclEpCreateGroup = __library.get(b"ncclEpCreateGroup\0").map(|sym| *sym)?;
-        let ncclEpGroupDestroy = __library.get(b"ncclEpGroupDestroy\0").map(|sym| *sym)?;
-        let ncclEpHandleMemSize = __library.get(b"ncclEpHandleMemSize\0").map(|sym| *sym)?;
-        let ncclEpInitHandle = __library.get(b"ncclEpInitHandle\0").map(|sym| *sym)?;
-        let ncclEpUpdateHandle = __library.get(b"ncclEpUpdateHandle\0").map(|sym| *sym)?;
-        let ncclEpCreateHandle = __library.get(b"ncclEpCreateHandle\0").map(|sym| *sym)?;
-        let ncclEpHandleDestroy = __library.get(b"ncclEpHandleDestroy\0").map(|sym| *sym)?;
-        let ncclEpDispatch = __library.get(b"ncclEpDispatch\0").map(|sym| *sym)?;
-        let ncclEpCombine = __library.get(b"ncclEpCombine\0").map(|sym| *sym)?;
-        let ncclEpComplete = __library.get(b"ncclEpComplete\0").map(|sym| *sym)?;
-        let ncclEpMaskQuery = __library.get(b"ncclEpMaskQuery\0").map(|sym| *sym)?;
-        let ncclEpMaskUpdate = __library.get(b"ncclEpMaskUpdate\0").map(|sym| *sym)?;
-        let ncclEpMaskClean = __library.get(b"ncclEpMaskClean\0").map(|sym| *sym)?;
-        let ncclEpGetAsyncError = __library.get(b"ncclEpGetAsyncError\0").map(|sym| *sym)?;
-        let ncclEpErrorClear = __library.get(b"ncclEpErrorClear\0").map(|sym| *sym)?;
+        let ncclEpGetVersion = unsafe { __library.get(b"ncclEpGetVersion\0") }.map(|sym| *sym)?;
+        let ncclEpTensorAlloc = unsafe { __library.get(b"ncclEpTensorAlloc\0") }.map(|sym| *sym)?;
+        let ncclEpTensorDestroy = unsafe { __library.get(b"ncclEpTensorDestroy\0") }.map(|sym| *sym)?;
+        let ncclEpCreateGroup = unsafe { __library.get(b"ncclEpCreateGroup\0") }.map(|sym| *sym)?;
+        let ncclEpGroupDestroy = unsafe { __library.get(b"ncclEpGroupDestroy\0") }.map(|sym| *sym)?;
+        let ncclEpHandleMemSize = unsafe { __library.get(b"ncclEpHandleMemSize\0") }.map(|sym| *sym)?;
+        let ncclEpInitHandle = unsafe { __library.get(b"ncclEpInitHandle\0") }.map(|sym| *sym)?;
+        let ncclEpUpdateHandle = unsafe { __library.get(b"ncclEpUpdateHandle\0") }.map(|sym| *sym)?;
+        let ncclEpCreateHandle = unsafe { __library.get(b"ncclEpCreateHandle\0") }.map(|sym| *sym)?;
+        let ncclEpHandleDestroy = unsafe { __library.get(b"ncclEpHandleDestroy\0") }.map(|sym| *sym)?;
+        let ncclEpDispatch = unsafe { __library.get(b"ncclEpDispatch\0") }.map(|sym| *sym)?;
+        let ncclEpCombine = unsafe { __library.get(b"ncclEpCombine\0") }.map(|sym| *sym)?;
+        let ncclEpComplete = unsafe { __library.get(b"ncclEpComplete\0") }.map(|sym| *sym)?;
+        let ncclEpMaskQuery = unsafe { __library.get(b"ncclEpMaskQuery\0") }.map(|sym| *sym)?;
+        let ncclEpMaskUpdate = unsafe { __library.get(b"ncclEpMaskUpdate\0") }.map(|sym| *sym)?;
+        let ncclEpMaskClean = unsafe { __library.get(b"ncclEpMaskClean\0") }.map(|sym| *sym)?;
+        let ncclEpGetAsyncError = unsafe { __library.get(b"ncclEpGetAsyncError\0") }.map(|sym| *sym)?;
+        let ncclEpErrorClear = unsafe { __library.get(b"ncclEpErrorClear\0") }.map(|sym| *sym)?;
         Ok(Library {
             __library,
             ncclEpGetVersion,
@@ -636,7 +636,7 @@ impl Library {
         })
     }
     pub unsafe fn ncclEpGetVersion(&self, version: *mut ::core::ffi::c_int) -> ncclResult_t {
-        (self.ncclEpGetVersion)(version)
+        unsafe { (self.ncclEpGetVersion)(version) }
     }
     pub unsafe fn ncclEpTensorAlloc(
         &self,
@@ -646,10 +646,10 @@ impl Library {
         sizes: *const usize,
         config: *const ncclEpTensorAllocConfig_t,
     ) -> ncclResult_t {
-        (self.ncclEpTensorAlloc)(tensor, ndim, datatype, sizes, config)
+        unsafe { (self.ncclEpTensorAlloc)(tensor, ndim, datatype, sizes, config) }
     }
     pub unsafe fn ncclEpTensorDestroy(&self, tensor: *mut ncclEpTensor_t) -> ncclResult_t {
-        (self.ncclEpTensorDestroy)(tensor)
+        unsafe { (self.ncclEpTensorDestroy)(tensor) }
     }
     pub unsafe fn ncclEpCreateGroup(
         &self,
@@ -657,10 +657,10 @@ impl Library {
         comm: ncclComm_t,
         config: *const ncclEpGroupConfig_t,
     ) -> ncclResult_t {
-        (self.ncclEpCreateGroup)(ep_group, comm, config)
+        unsafe { (self.ncclEpCreateGroup)(ep_group, comm, config) }
     }
     pub unsafe fn ncclEpGroupDestroy(&self, ep_group: ncclEpGroup_t) -> ncclResult_t {
-        (self.ncclEpGroupDestroy)(ep_group)
+        unsafe { (self.ncclEpGroupDestroy)(ep_group) }
     }
     pub unsafe fn ncclEpHandleMemSize(
         &self,
@@ -670,7 +670,7 @@ impl Library {
         size_out: *mut usize,
         num_topk: ::core::ffi::c_int,
     ) -> ncclResult_t {
-        (self.ncclEpHandleMemSize)(ep_group, layout, config, size_out, num_topk)
+        unsafe { (self.ncclEpHandleMemSize)(ep_group, layout, config, size_out, num_topk) }
     }
     pub unsafe fn ncclEpInitHandle(
         &self,
@@ -681,7 +681,7 @@ impl Library {
         num_topk: ::core::ffi::c_int,
         handle_mem: *const ncclEpTensor_t,
     ) -> ncclResult_t {
-        (self.ncclEpInitHandle)(handle, ep_group, layout, config, num_topk, handle_mem)
+        unsafe { (self.ncclEpInitHandle)(handle, ep_group, layout, config, num_topk, handle_mem) }
     }
     pub unsafe fn ncclEpUpdateHandle(
         &self,
@@ -690,7 +690,7 @@ impl Library {
         layout_info: *const ncclEpLayoutInfo_t,
         stream: cudaStream_t,
     ) -> ncclResult_t {
-        (self.ncclEpUpdateHandle)(handle, topk_idx, layout_info, stream)
+        unsafe { (self.ncclEpUpdateHandle)(handle, topk_idx, layout_info, stream) }
     }
     pub unsafe fn ncclEpCreateHandle(
         &self,
@@ -702,10 +702,10 @@ impl Library {
         config: *const ncclEpHandleConfig_t,
         stream: cudaStream_t,
     ) -> ncclResult_t {
-        (self.ncclEpCreateHandle)(handle, ep_group, layout, topk_idx, layout_info, config, stream)
+        unsafe { (self.ncclEpCreateHandle)(handle, ep_group, layout, topk_idx, layout_info, config, stream) }
     }
     pub unsafe fn ncclEpHandleDestroy(&self, handle: ncclEpHandle_t) -> ncclResult_t {
-        (self.ncclEpHandleDestroy)(handle)
+        unsafe { (self.ncclEpHandleDestroy)(handle) }
     }
     pub unsafe fn ncclEpDispatch(
         &self,
@@ -716,7 +716,7 @@ impl Library {
         config: *const ncclEpDispatchConfig_t,
         stream: cudaStream_t,
     ) -> ncclResult_t {
-        (self.ncclEpDispatch)(handle, inputs, outputs, layout_info, config, stream)
+        unsafe { (self.ncclEpDispatch)(handle, inputs, outputs, layout_info, config, stream) }
     }
     pub unsafe fn ncclEpCombine(
         &self,
@@ -726,7 +726,7 @@ impl Library {
         config: *const ncclEpCombineConfig_t,
         stream: cudaStream_t,
     ) -> ncclResult_t {
-        (self.ncclEpCombine)(handle, inputs, outputs, config, stream)
+        unsafe { (self.ncclEpCombine)(handle, inputs, outputs, config, stream) }
     }
     pub unsafe fn ncclEpComplete(
         &self,
@@ -734,7 +734,7 @@ impl Library {
         config: *const ncclEpCompleteConfig_t,
         stream: cudaStream_t,
     ) -> ncclResult_t {
-        (self.ncclEpComplete)(handle, config, stream)
+        unsafe { (self.ncclEpComplete)(handle, config, stream) }
     }
     pub unsafe fn ncclEpMaskQuery(
         &self,
@@ -742,7 +742,7 @@ impl Library {
         mask_status: *mut ::core::ffi::c_int,
         stream: cudaStream_t,
     ) -> ncclResult_t {
-        (self.ncclEpMaskQuery)(ep_group, mask_status, stream)
+        unsafe { (self.ncclEpMaskQuery)(ep_group, mask_status, stream) }
     }
     pub unsafe fn ncclEpMaskUpdate(
         &self,
@@ -750,19 +750,19 @@ impl Library {
         mask: *const ::core::ffi::c_int,
         stream: cudaStream_t,
     ) -> ncclResult_t {
-        (self.ncclEpMaskUpdate)(ep_group, mask, stream)
+        unsafe { (self.ncclEpMaskUpdate)(ep_group, mask, stream) }
     }
     pub unsafe fn ncclEpMaskClean(&self, ep_group: ncclEpGroup_t, stream: cudaStream_t) -> ncclResult_t {
-        (self.ncclEpMaskClean)(ep_group, stream)
+        unsafe { (self.ncclEpMaskClean)(ep_group, stream) }
     }
     pub unsafe fn ncclEpGetAsyncError(
         &self,
         ep_group: ncclEpGroup_t,
         error_out: *mut ::core::ffi::c_int,
     ) -> ncclResult_t {
-        (self.ncclEpGetAsyncError)(ep_group, error_out)
+        unsafe { (self.ncclEpGetAsyncError)(ep_group, error_out) }
     }
     pub unsafe fn ncclEpErrorClear(&self, ep_group: ncclEpGroup_t) -> ncclResult_t {
-        (self.ncclEpErrorClear)(ep_group)
+        unsafe { (self.ncclEpErrorClear)(ep_group) }
     }
 }

@@ -1,0 +1,386 @@
+//! The dispatcher's calls over the library's.
+
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+use crate::comm::{Communicator, Op, Tag};
+use crate::cuda::Cuda;
+use crate::dtype::DType;
+use crate::ep::carrier::{check_float, check_grads, check_inputs, check_outputs, check_slots, check_tokens};
+use crate::ep::core::Core;
+use crate::ep::{
+    Capacity, DispatchGrads, DispatchInputs, DispatchOutputs, DispatchSpec, Handle, Received, TokenDispatcher,
+    Transport,
+};
+use crate::error::{Error, Result};
+use crate::kernels::Kernels;
+use crate::nccl::{NcclComm, Shared};
+use crate::tensor::{Tensor, TensorMut, TensorRef};
+
+use super::group::{check_experts, check_gpu};
+use super::handle::{Counters, Direction, HandleOptions, RowsBack, RowsOut};
+use super::{EpError, EpLibrary, Group, GroupOptions};
+
+/// Most bytes of a reason that ranks tell each other.
+const REASON: usize = 512;
+
+/// Dispatcher over NCCL EP, high throughput: rows arrive in the order of experts, and sums are made on the way back.
+///
+/// Slots are planned as by the other dispatchers, who drops what a capacity does not hold; the library gets what is
+/// kept, so it never drops. Its order of slots inside a zone is its own. A library's group is made for a capacity, a
+/// number of choices and bytes of a row when they are first met, outside graphs, and lives as long as the dispatcher.
+///
+/// A rank that fails alone after prepare cannot tell its peers, which wait on the GPU: the communicator's owner ends
+/// them.
+#[derive(Debug)]
+pub struct NcclEp {
+    // Before the communicator, which they are built on.
+    groups: Vec<Group>,
+    library: EpLibrary,
+    shared: Shared,
+    core: Core<Cuda>,
+}
+
+/// What a handle of the layer keeps: the library's, made when the size of its rows is known.
+type Kept = Mutex<Option<super::Handle>>;
+
+/// The dispatcher, or the state it was to have and the reason why not; the same on all ranks.
+type Possible = std::result::Result<NcclEp, (Core<Cuda>, Error)>;
+
+impl NcclEp {
+    /// Checks the library, the GPUs and the experts on every rank (one collective).
+    ///
+    /// # Errors
+    /// The ranks could not be asked.
+    pub(crate) fn new(mut core: Core<Cuda>) -> Result<Possible> {
+        let found = examine(&core);
+        let reason = found.as_ref().err().map(ToString::to_string).unwrap_or_default();
+        let refusals = told(&mut core, &reason)?;
+        Ok(match found {
+            Err(error) => Err((core, error)),
+            Ok((library, shared)) => match refusals.into_iter().enumerate().find(|(_, r)| !r.is_empty()) {
+                None => Ok(Self { groups: Vec::new(), library, shared, core }),
+                Some((peer, reason)) => {
+                    let error = Error::Peer { call: "Group::new", rank: core.rank(), peer, reason };
+                    Err((core, error))
+                }
+            },
+        })
+    }
+
+    /// What the library would not do.
+    fn rules(&self, spec: &DispatchSpec) -> Result<()> {
+        let Capacity::Static(found) = spec.capacity else { return Ok(()) };
+        let tokens = self.core.config.max_tokens_per_rank;
+        if found < tokens || !found.is_multiple_of(spec.alignment.max(1)) {
+            let expected = format!("a multiple of the alignment {} and at least {tokens}", spec.alignment);
+            return Err(EpError::Capacity { expected, found }.into());
+        }
+        Ok(())
+    }
+
+    /// The group for rows of so many bytes; a new one is compared over the ranks first.
+    fn group(&mut self, spec: &DispatchSpec, row_bytes: usize) -> Result<Group> {
+        let capacity = match spec.capacity {
+            Capacity::Eager => None,
+            Capacity::Static(rows) => Some(rows),
+        };
+        let fits = |o: &GroupOptions| {
+            o.capacity == capacity && o.max_row_bytes >= row_bytes && o.max_top_k >= spec.top_k
+        };
+        if let Some(group) = self.groups.iter().rev().find(|g| fits(g.options())) {
+            return Ok(group.clone());
+        }
+        self.core.device.not_captured("prepare", "create an EP group")?;
+        let known = |of: fn(&GroupOptions) -> usize| self.groups.iter().map(|g| of(g.options())).max().unwrap_or(0);
+        let options = GroupOptions {
+            num_experts: self.core.config.num_experts,
+            max_tokens: self.core.config.max_tokens_per_rank,
+            capacity,
+            max_row_bytes: row_bytes.max(known(|o| o.max_row_bytes)),
+            max_top_k: spec.top_k.max(known(|o| o.max_top_k)),
+            trap: false,
+        };
+        self.compare(spec, &options)?;
+        let group = Group::on(&self.library, (self.core.device.clone(), self.shared.clone()), options)?;
+        self.groups.push(group.clone());
+        Ok(group)
+    }
+
+    /// Refuses options in which the ranks differ: the library does not look.
+    fn compare(&mut self, spec: &DispatchSpec, options: &GroupOptions) -> Result<()> {
+        let own = format!("{:?} bytes, top_k {}", options.max_row_bytes, options.max_top_k);
+        let checked = options.check(self.core.ranks()).err().map(|e| e.to_string());
+        let all = told(&mut self.core, checked.as_ref().unwrap_or(&own))?;
+        options.check(self.core.ranks())?;
+        match all.iter().position(|theirs| *theirs != own) {
+            None => Ok(()),
+            Some(peer) => Err(Error::ConfigMismatch {
+                field: format!("rows of layer {}", spec.layer),
+                rank: self.core.rank(),
+                value: own,
+                peer,
+                peer_value: all[peer].clone(),
+            }),
+        }
+    }
+
+    /// The library's handle of this routing, for rows of so many bytes: made and told the routing where it is not yet.
+    fn routed<'h>(
+        &mut self,
+        call: &'static str,
+        handle: &'h Handle<Cuda>,
+        row_bytes: usize,
+    ) -> Result<MutexGuard<'h, Option<super::Handle>>> {
+        self.core.check_handle(call, handle)?;
+        let kept = handle.carried.0.as_ref().and_then(|kept| kept.downcast_ref::<Kept>());
+        let Some(kept) = kept else {
+            return Err(Error::invalid(call, "handle", "one that NCCL EP prepared", "another dispatcher's"));
+        };
+        if !row_bytes.is_multiple_of(16) || row_bytes == 0 {
+            return Err(EpError::RowBytes { what: "a row", bytes: row_bytes }.into());
+        }
+        let mut guard = kept.lock().unwrap_or_else(PoisonError::into_inner);
+        if guard.as_ref().is_some_and(|h| h.group().options().max_row_bytes >= row_bytes) {
+            return Ok(guard);
+        }
+        let spec = handle.spec();
+        let group = self.group(spec, row_bytes)?;
+        let options = HandleOptions { top_k: spec.top_k, alignment: spec.alignment };
+        let mut routed = super::Handle::new(&group, options)?;
+        let (device, local) = (&self.core.device, group.local_experts());
+        let of = |size| Tensor::empty(device, DType::I64, &[size]);
+        let (mut counts, mut offsets, mut total) = (of(local)?, of(local)?, of(1)?);
+        // The plan has these already.
+        let counters =
+            Counters { counts: counts.view_mut(), offsets: offsets.view_mut(), total: total.view_mut() };
+        routed.update(handle.kept_ids(), counters)?;
+        *guard = Some(routed);
+        Ok(guard)
+    }
+
+    fn empty(&self, dtype: DType, dims: &[usize]) -> Result<Tensor<Cuda>> {
+        Tensor::empty(&self.core.device, dtype, dims)
+    }
+
+    /// Forward, into slots.
+    fn send(
+        &mut self,
+        call: &'static str,
+        handle: &Handle<Cuda>,
+        inputs: DispatchInputs<'_, Cuda>,
+        mut outputs: DispatchOutputs<'_, Cuda>,
+    ) -> Result<()> {
+        let scale_bytes = inputs.scales.as_ref().map_or(0, |s| s.row_bytes());
+        let mut guard = self.routed(call, handle, inputs.tokens.row_bytes() + scale_bytes)?;
+        // The library wants weights forward, whoever needs them.
+        let zeros = match &inputs.weights {
+            None => Some(Tensor::zeros(&self.core.device, DType::F32, &[handle.tokens(), handle.spec().top_k])?),
+            Some(_) => None,
+        };
+        let mut unused = match &outputs.weights {
+            None => Some(self.empty(DType::F32, &[handle.rows()])?),
+            Some(_) => None,
+        };
+        let given = outputs.weights.as_mut().map(TensorMut::reborrow);
+        let rows = RowsOut {
+            tokens: inputs.tokens.borrow(),
+            weights: inputs.weights.as_ref().map(TensorRef::borrow).or(zeros.as_ref().map(Tensor::view)),
+            scales: inputs.scales.as_ref().map(TensorRef::borrow),
+            out: outputs.tokens.reborrow(),
+            out_weights: given.or(unused.as_mut().map(Tensor::view_mut)),
+            out_scales: outputs.scales.as_mut().map(TensorMut::reborrow),
+        };
+        match guard.as_mut() {
+            Some(routed) => routed.dispatch(Direction::Forward, rows),
+            None => Err(Error::invalid(call, "handle", "a routing", "none")),
+        }
+    }
+
+    /// The output's gradient, into slots.
+    fn send_grad(
+        &mut self,
+        call: &'static str,
+        handle: &Handle<Cuda>,
+        (grad, mut out): (TensorRef<'_, Cuda>, TensorMut<'_, Cuda>),
+    ) -> Result<()> {
+        let mut guard = self.routed(call, handle, grad.row_bytes())?;
+        let (tokens, out) = (grad.borrow(), out.reborrow());
+        let rows = RowsOut { tokens, weights: None, scales: None, out, out_weights: None, out_scales: None };
+        match guard.as_mut() {
+            Some(routed) => routed.dispatch(Direction::Backward, rows),
+            None => Err(Error::invalid(call, "handle", "a routing", "none")),
+        }
+    }
+}
+
+/// The library and the communicator, where this rank can have them.
+fn examine(core: &Core<Cuda>) -> Result<(EpLibrary, Shared)> {
+    let Some(comm) = core.comm.as_any().and_then(|comm| comm.downcast_ref::<NcclComm>()) else {
+        return Err(EpError::Communicator { found: "another".to_string() }.into());
+    };
+    check_experts(core.config.num_experts, core.ranks())?;
+    check_gpu(&core.device)?;
+    let shared = comm.shared();
+    super::group::check_domain(&shared, core.config.num_experts)?;
+    Ok((EpLibrary::open(comm.library())?, shared))
+}
+
+/// What every rank says.
+fn told(core: &mut Core<Cuda>, text: &str) -> Result<Vec<String>> {
+    let mut bytes = [0; REASON];
+    let end = (0..=text.len().min(REASON)).rev().find(|i| text.is_char_boundary(*i)).unwrap_or(0);
+    bytes[..end].copy_from_slice(&text.as_bytes()[..end]);
+    let mut send = Tensor::empty(&core.device, DType::U8, &[REASON])?;
+    core.device.upload(&core.stream, &bytes, send.view_mut())?;
+    let mut recv = Tensor::empty(&core.device, DType::U8, &[core.ranks(), REASON])?;
+    core.comm.all_gather(Tag { layer: 0, op: Op::Init, sequence: 0 }, send.view(), recv.view_mut())?;
+    let all = core.device.download(&core.stream, recv.view())?;
+    let one = |bytes: &[u8]| String::from_utf8_lossy(bytes).trim_end_matches('\0').to_string();
+    Ok(all.chunks_exact(REASON).map(one).collect())
+}
+
+impl TokenDispatcher<Cuda> for NcclEp {
+    fn prepare(
+        &mut self,
+        ids: TensorRef<'_, Cuda>,
+        weights: Option<TensorRef<'_, Cuda>>,
+        spec: &DispatchSpec,
+    ) -> Result<Handle<Cuda>> {
+        let rules = self.rules(spec);
+        let mut handle = self.core.prepare((Transport::Slots, rules), ids, weights, spec)?;
+        handle.carried.0 = Some(Box::new(Kept::default()));
+        // The rows' size is the first dispatch's to know; from then on it is taken to stay.
+        if let Some(bytes) = self.groups.last().map(|g| g.options().max_row_bytes) {
+            drop(self.routed("prepare", &handle, bytes)?);
+        }
+        Ok(handle)
+    }
+
+    fn dispatch(
+        &mut self,
+        handle: &Handle<Cuda>,
+        inputs: DispatchInputs<'_, Cuda>,
+        outputs: DispatchOutputs<'_, Cuda>,
+    ) -> Result<()> {
+        const CALL: &str = "dispatch";
+        check_inputs(CALL, handle, &inputs)?;
+        check_outputs(CALL, handle, &inputs, &outputs)?;
+        self.send(CALL, handle, inputs, outputs)
+    }
+
+    fn dispatch_rows(&mut self, handle: &Handle<Cuda>, inputs: DispatchInputs<'_, Cuda>) -> Result<Received<Cuda>> {
+        const CALL: &str = "dispatch_rows";
+        check_inputs(CALL, handle, &inputs)?;
+        let (n, tokens) = (handle.rows(), inputs.tokens);
+        let mut rows = self.empty(tokens.dtype(), &[n, tokens.row_bytes() / tokens.dtype().size()])?;
+        let mut weights = inputs.weights.map(|w| self.empty(w.dtype(), &[n])).transpose()?;
+        let mut scales = inputs.scales.map(|s| self.empty(s.dtype(), &[n, s.row_bytes()])).transpose()?;
+        let outputs = DispatchOutputs {
+            tokens: rows.view_mut(),
+            weights: weights.as_mut().map(Tensor::view_mut),
+            scales: scales.as_mut().map(Tensor::view_mut),
+        };
+        self.send(CALL, handle, inputs, outputs)?;
+        Ok(Received { rows: Some(rows), weights, scales })
+    }
+
+    fn combine(
+        &mut self,
+        handle: &Handle<Cuda>,
+        expert_out: TensorRef<'_, Cuda>,
+        mut out: TensorMut<'_, Cuda>,
+    ) -> Result<()> {
+        const CALL: &str = "combine";
+        check_slots(CALL, "expert_out", handle, expert_out)?;
+        check_tokens(CALL, "out", handle, expert_out, &out)?;
+        let mut guard = self.routed(CALL, handle, expert_out.row_bytes())?;
+        let rows = RowsBack { rows: expert_out.borrow(), weights: None, out: out.reborrow(), out_weights: None };
+        match guard.as_mut() {
+            Some(routed) => routed.combine(Direction::Forward, rows),
+            None => Err(Error::invalid(CALL, "handle", "a routing", "none")),
+        }
+    }
+
+    fn combine_bwd(
+        &mut self,
+        handle: &Handle<Cuda>,
+        grad: TensorRef<'_, Cuda>,
+        grad_expert_out: TensorMut<'_, Cuda>,
+    ) -> Result<()> {
+        const CALL: &str = "combine_bwd";
+        handle.check_backward(CALL)?;
+        check_float(CALL, "grad", grad)?;
+        check_tokens_of(CALL, handle, grad)?;
+        Error::check_dtype(CALL, "grad_expert_out", grad.dtype(), grad_expert_out.dtype())?;
+        let expected = [handle.rows(), grad.row_bytes() / grad.dtype().size()];
+        Error::check_shape(CALL, "grad_expert_out", &expected, grad_expert_out.dims())?;
+        self.send_grad(CALL, handle, (grad, grad_expert_out))
+    }
+
+    fn combine_bwd_rows(&mut self, handle: &Handle<Cuda>, grad: TensorRef<'_, Cuda>) -> Result<Received<Cuda>> {
+        const CALL: &str = "combine_bwd_rows";
+        handle.check_backward(CALL)?;
+        check_float(CALL, "grad", grad)?;
+        check_tokens_of(CALL, handle, grad)?;
+        let mut rows = self.empty(grad.dtype(), &[handle.rows(), grad.row_bytes() / grad.dtype().size()])?;
+        self.send_grad(CALL, handle, (grad, rows.view_mut()))?;
+        Ok(Received { rows: Some(rows), weights: None, scales: None })
+    }
+
+    fn dispatch_bwd(&mut self, handle: &Handle<Cuda>, grads: DispatchGrads<'_, Cuda>) -> Result<()> {
+        const CALL: &str = "dispatch_bwd";
+        handle.check_backward(CALL)?;
+        check_grads(CALL, handle, &grads)?;
+        let DispatchGrads { rows, weights, mut d_tokens, mut d_weights } = grads;
+        let mut guard = self.routed(CALL, handle, rows.row_bytes())?;
+        let device = &self.core.device;
+        let zeros = match weights {
+            None => Some(Tensor::zeros(device, DType::F32, &[handle.rows()])?),
+            Some(_) => None,
+        };
+        let mut unused = match d_weights {
+            None => Some(self.empty(DType::F32, &[handle.tokens(), handle.spec().top_k])?),
+            Some(_) => None,
+        };
+        let given = d_weights.as_mut().map(TensorMut::reborrow);
+        let rows = RowsBack {
+            rows: rows.borrow(),
+            weights: weights.as_ref().map(TensorRef::borrow).or(zeros.as_ref().map(Tensor::view)),
+            out: d_tokens.reborrow(),
+            out_weights: given.or(unused.as_mut().map(Tensor::view_mut)),
+        };
+        match guard.as_mut() {
+            Some(routed) => routed.combine(Direction::Backward, rows),
+            None => Err(Error::invalid(CALL, "handle", "a routing", "none")),
+        }
+    }
+
+    fn check(&mut self) -> Result<()> {
+        self.core.take_deferred()
+    }
+
+    fn communicator(&mut self) -> &mut dyn Communicator<Cuda> {
+        &mut *self.core.comm
+    }
+
+    fn name(&self) -> &'static str {
+        "nccl_ep"
+    }
+}
+
+/// `[T, H]`.
+fn check_tokens_of(call: &'static str, handle: &Handle<Cuda>, t: TensorRef<'_, Cuda>) -> Result<()> {
+    let inputs = DispatchInputs { tokens: t, weights: None, scales: None };
+    check_inputs(call, handle, &inputs)
+}
+
+impl Drop for NcclEp {
+    fn drop(&mut self) {
+        if self.groups.is_empty() {
+            return;
+        }
+        // Peers may still read what this rank's groups hold. Nothing can be reported from here.
+        let _ = self.core.device.check();
+        let _ = self.core.comm.barrier(Tag { layer: 0, op: Op::Init, sequence: 0 });
+    }
+}

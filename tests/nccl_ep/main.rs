@@ -1,0 +1,2 @@
+//! NCCL EP.
+fn main() {}
