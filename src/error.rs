@@ -232,7 +232,7 @@ pub enum IdProblem {
 #[non_exhaustive]
 pub enum CommError {
     /// Not every rank arrived in time. The communicator is unusable afterwards.
-    #[error("{operation} [{tag}] on rank {rank}: ranks {missing:?} did not arrive within {timeout:?}")]
+    #[error("{operation} [{tag}] on rank {rank}: {} did not arrive within {timeout:?}", late(missing))]
     Timeout {
         /// The collective.
         operation: &'static str,
@@ -240,7 +240,7 @@ pub enum CommError {
         tag: Tag,
         /// This rank.
         rank: usize,
-        /// Ranks that had not arrived.
+        /// Ranks that had not arrived; empty where that cannot be known.
         missing: Vec<usize>,
         /// The configured limit.
         timeout: Duration,
@@ -319,6 +319,18 @@ pub enum CommError {
         /// The rank that left.
         peer: usize,
     },
+    /// What carries the bytes failed: a GPU, the library between them, or the network.
+    #[error("{operation} [{tag}] on rank {rank}: {reason}")]
+    Transport {
+        /// The collective.
+        operation: &'static str,
+        /// What it was for.
+        tag: Tag,
+        /// This rank.
+        rank: usize,
+        /// What is known of it.
+        reason: String,
+    },
     /// The communicator failed earlier.
     #[error("{operation} [{tag}] on rank {rank}: the communicator is unusable since: {reason}")]
     Poisoned {
@@ -331,6 +343,10 @@ pub enum CommError {
         /// The first failure.
         reason: String,
     },
+}
+
+fn late(missing: &[usize]) -> String {
+    if missing.is_empty() { "some rank".to_string() } else { format!("ranks {missing:?}") }
 }
 
 /// A checkpoint cannot be read, or is not what its `config.json` says.

@@ -3,7 +3,8 @@
 //! [`Communicator`] is the little that the dispatchers need; [`threads`] implements it between threads of one
 //! process. Every call carries a [`Tag`]: ranks that meet with different tags get an error each and exchange nothing.
 
-mod rendezvous;
+pub(crate) mod agree;
+pub(crate) mod rendezvous;
 mod solo;
 pub mod threads;
 
@@ -125,7 +126,7 @@ pub trait Communicator<D: Device>: fmt::Debug + Send {
     /// The meeting itself failed (a rank is gone, or none came).
     fn refuse(&mut self, tag: Tag, reason: &str) -> Result<()>;
     /// The communicator as its own type, for dispatchers that need one kind of it.
-    fn as_any(&self) -> Option<&dyn std::any::Any> {
+    fn as_any(&mut self) -> Option<&mut dyn std::any::Any> {
         None
     }
 }

@@ -4,7 +4,7 @@ use std::fmt;
 use std::marker::PhantomData;
 use std::ops::Range;
 use std::sync::atomic::AtomicBool;
-use std::sync::{Arc, PoisonError, RwLock};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock, Weak};
 
 use cudarc::driver::sys::{self, CUdeviceptr};
 use cudarc::driver::{CudaContext, CudaEvent, CudaStream, DriverError, result};
@@ -45,9 +45,22 @@ pub(super) struct Inner {
     arena: RwLock<Arc<Arena>>,
     /// A graph is being recorded.
     pub(super) capturing: AtomicBool,
+    /// What may spoil the work on the stream from outside.
+    guards: Mutex<Vec<Weak<dyn Guard>>>,
+}
+
+/// Something outside the stream that its work depends on, a peer for instance. When it has failed, the stream goes on
+/// with memory that nobody has written.
+pub(crate) trait Guard: Send + Sync {
+    /// Why what the stream computes is worth nothing.
+    fn failure(&self) -> Option<Error>;
 }
 
 impl Inner {
+    fn guards(&self) -> MutexGuard<'_, Vec<Weak<dyn Guard>>> {
+        self.guards.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
     pub(super) fn arena(&self) -> Arc<Arena> {
         Arc::clone(&self.arena.read().unwrap_or_else(PoisonError::into_inner))
     }
@@ -135,7 +148,8 @@ impl Cuda {
         let report = Status::new(&stream)?;
         let arena = RwLock::new(Arena::new(&stream)?);
         let (status, capturing) = (report.words, AtomicBool::new(false));
-        let inner = Inner { functions, stream, context, processors, status, report, arena, capturing };
+        let guards = Mutex::default();
+        let inner = Inner { functions, stream, context, processors, status, report, arena, capturing, guards };
         let cuda = Self { inner: Arc::new(inner), poison: false, portable: false };
         cuda.reset_status(CALL)?;
         Ok(cuda)
@@ -279,7 +293,28 @@ impl Cuda {
             unsafe { result::memcpy_dtoh_async(to, from, stream) }.map_err(driver(call, "copy from the GPU"))?;
         }
         // SAFETY: the stream lives as long as `self`.
-        unsafe { result::stream::synchronize(stream) }.map_err(driver(call, "wait for the stream"))
+        let waited = unsafe { result::stream::synchronize(stream) }.map_err(driver(call, "wait for the stream"));
+        // Why it came to an end matters more than how.
+        self.guarded().and(waited)
+    }
+
+    /// Waits for the stream.
+    #[cfg(feature = "nccl")]
+    pub(crate) fn finish(&self, call: &'static str) -> Result<()> {
+        self.read_bytes(call, 0, &mut [])
+    }
+
+    /// Has every wait return what this finds, for as long as it lives.
+    #[cfg(feature = "nccl")]
+    pub(crate) fn guard(&self, guard: &Arc<dyn Guard>) {
+        let mut guards = self.inner.guards();
+        guards.retain(|g| g.strong_count() > 0);
+        guards.push(Arc::downgrade(guard));
+    }
+
+    fn guarded(&self) -> Result<()> {
+        let failure = self.inner.guards().iter().filter_map(Weak::upgrade).find_map(|g| g.failure());
+        failure.map_or(Ok(()), Err)
     }
 }
 
@@ -381,6 +416,16 @@ impl Stream {
 /// Completion of work on a [`Cuda`].
 #[derive(Debug)]
 pub struct Event(pub(super) CudaEvent);
+
+impl Event {
+    /// Whether the work has ended. Does not wait.
+    ///
+    /// # Errors
+    /// A driver's error, also of that work.
+    pub fn is_done(&self) -> Result<bool> {
+        self.0.try_is_complete().map_err(driver("Event::is_done", "ask the event"))
+    }
+}
 
 /// Tile counters do not exist on this device: kernels of one stream run one after another.
 #[derive(Debug, Clone, Copy)]

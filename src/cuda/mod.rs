@@ -38,6 +38,8 @@ mod zones;
 /// The driver bindings whose streams [`Cuda::on`] takes.
 pub use cudarc;
 
+#[cfg(feature = "nccl")]
+pub(crate) use device::Guard;
 pub use device::{Cuda, DeviceBuffer, DeviceMut, DeviceRef, Event, NoCounters, Stream};
 pub use graph::Captured;
 pub use memory::Memory;

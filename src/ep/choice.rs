@@ -45,22 +45,25 @@ pub(super) fn dispatcher<D: Kernels>(core: Core<D>) -> Result<Chosen<D>> {
         (DispatcherKind::AllGather, _) => (Box::new(AllGather { core }), reason("asked for")),
         (DispatcherKind::NcclEp, _) => match nccl_ep(core)? {
             Ok(dispatcher) => (dispatcher, reason("asked for")),
-            Err((_, refusal)) => return Err(refusal),
+            Err(refused) => return Err(refused.1),
         },
         (DispatcherKind::Auto, _) => match nccl_ep(core)? {
             Ok(dispatcher) => (dispatcher, reason("NCCL EP's checks pass on every rank")),
-            Err((core, refusal)) => (Box::new(AllToAll { core }), format!("not NCCL EP: {refusal}")),
+            Err(refused) => {
+                let (core, refusal) = *refused;
+                (Box::new(AllToAll { core }), format!("not NCCL EP: {refusal}"))
+            }
         },
     })
 }
 
 /// NCCL EP, or why not, the same on all ranks.
-type Possible<D> = std::result::Result<Box<dyn TokenDispatcher<D>>, (Core<D>, Error)>;
+type Possible<D> = std::result::Result<Box<dyn TokenDispatcher<D>>, Box<(Core<D>, Error)>>;
 
 #[cfg(not(feature = "nccl-ep"))]
 fn nccl_ep<D: Kernels>(core: Core<D>) -> Result<Possible<D>> {
     let refusal = Error::invalid(CALL, "dispatcher", "one that this build has", "NcclEp (feature nccl-ep)");
-    Ok(Err((core, refusal)))
+    Ok(Err(Box::new((core, refusal))))
 }
 
 #[cfg(feature = "nccl-ep")]
@@ -75,7 +78,7 @@ fn nccl_ep<D: Kernels>(core: Core<D>) -> Result<Possible<D>> {
     let Some(own) = own else {
         let found = type_name::<D>().rsplit("::").next().unwrap_or_default();
         let refusal = EpError::Communicator { found: format!("one of the device {found}") };
-        return core.map(|core| Err((core, refusal.into()))).ok_or_else(gone);
+        return core.map(|core| Err(Box::new((core, refusal.into())))).ok_or_else(gone);
     };
     let mut possible: Option<Possible<Cuda>> = Some(match NcclEp::new(own)? {
         Ok(dispatcher) => Ok(Box::new(dispatcher)),

@@ -2,11 +2,12 @@
 
 use std::fmt;
 use std::sync::atomic::{AtomicPtr, Ordering};
-use std::sync::{Mutex, MutexGuard, PoisonError, TryLockError, mpsc};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError, mpsc};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use crate::error::{CommError, Result};
+use crate::cuda::Guard;
+use crate::error::{CommError, Error, Result};
 use crate::ranks::UniqueId;
 
 use super::sys::{CommPtr, Config, Functions, RawComm, RawUniqueId, Status};
@@ -55,24 +56,45 @@ pub(super) struct Place {
     pub(super) size: usize,
 }
 
+/// What an attempt to join came to; `None` where the parent has ended.
+type Joined = Result<Option<(Alive, Status)>>;
+
 /// A rank on its way into a communicator.
 pub(super) struct Joining {
     library: NcclLibrary,
+    function: &'static str,
     place: Place,
-    joined: mpsc::Receiver<Result<(Alive, Status)>>,
+    joined: mpsc::Receiver<Joined>,
 }
 
 impl Joining {
-    /// Waits until all ranks have joined. An attempt that does not end in time is left behind with the thread it runs
-    /// on: NCCL has no way to call it off.
-    pub(super) fn finish(self, timeout: Duration) -> Result<Link> {
-        let Self { library, place, joined } = self;
+    /// Runs a call that blocks until the peers make it too, on a thread of its own.
+    fn start(
+        library: NcclLibrary,
+        (function, place): (&'static str, Place),
+        bind: impl FnOnce() -> Result<()> + Send + 'static,
+        make: impl FnOnce() -> Option<(Alive, Status)> + Send + 'static,
+    ) -> Result<Self> {
+        let (send, joined) = mpsc::channel();
+        let name = format!("nccl-init-{}", place.rank);
+        // Nobody listens any more where time is up.
+        let attempt = move || drop(send.send(bind().map(|()| make())));
+        thread::Builder::new().name(name).spawn(attempt).map_err(|e| super::system("start a thread", e))?;
+        Ok(Self { library, function, place, joined })
+    }
+
+    /// Waits until all ranks have joined; `None` where this one is to be in no part. An attempt that does not end in
+    /// time is left behind with the thread it runs on: NCCL has no way to call it off.
+    pub(super) fn finish(self, timeout: Duration) -> Result<Option<Link>> {
+        let Self { library, function, place, joined } = self;
         let Place { rank, size } = place;
         match joined.recv_timeout(timeout) {
             Ok(joined) => {
-                let (Alive(comm), status) = joined?;
-                library.check("ncclCommInitRankConfig", std::ptr::null_mut(), status)?;
-                Ok(Link::new(library, place, comm))
+                let Some((Alive(comm), status)) = joined? else {
+                    return Err(NcclError::Init { rank, size, timeout }.into());
+                };
+                library.check(function, std::ptr::null_mut(), status)?;
+                Ok((!comm.is_null()).then(|| Link::new(library, place, comm)))
             }
             Err(_) => Err(NcclError::Init { rank, size, timeout }.into()),
         }
@@ -89,24 +111,35 @@ impl Link {
     ) -> Result<Joining> {
         let Place { rank, size } = place;
         let (functions, id) = (*library.functions(), RawUniqueId { internal: id.map(|byte| byte as _) });
-        let (send, joined) = mpsc::channel();
-        let attempt = move || {
-            let joined = bind().map(|()| {
-                let (mut comm, mut config) = (std::ptr::null_mut(), Config::blocking());
-                // SAFETY: the result and the configuration are locals that outlive the call, which blocks.
-                let status = unsafe {
-                    (functions.comm_init_rank_config)(&raw mut comm, size as i32, id, rank as i32, &raw mut config)
-                };
-                (Alive(comm), settle(&functions, comm, status))
-            });
-            // Nobody listens any more where time is up.
-            let _ = send.send(joined);
+        let make = move || {
+            let (mut comm, mut config) = (std::ptr::null_mut(), Config::blocking());
+            // SAFETY: the result and the configuration are locals that outlive the call, which blocks.
+            let status = unsafe {
+                (functions.comm_init_rank_config)(&raw mut comm, size as i32, id, rank as i32, &raw mut config)
+            };
+            Some((Alive(comm), settle(&functions, comm, status)))
         };
-        thread::Builder::new()
-            .name(format!("nccl-init-{rank}"))
-            .spawn(attempt)
-            .map_err(|e| super::system("thread", e))?;
-        Ok(Joining { library: library.clone(), place, joined })
+        Joining::start(library.clone(), ("ncclCommInitRankConfig", place), bind, make)
+    }
+
+    /// Begins to join the part of this communicator that has a colour, or none.
+    pub(super) fn split(
+        self: &Arc<Self>,
+        place: Place,
+        (colour, key): (i32, i32),
+        bind: impl FnOnce() -> Result<()> + Send + 'static,
+    ) -> Result<Joining> {
+        let parent = Arc::clone(self);
+        let make = move || {
+            parent.with(|functions, comm| {
+                let mut child = std::ptr::null_mut();
+                // SAFETY: the communicator lives while the gate is held; the result is a local; no configuration means
+                // the parent's.
+                let status = unsafe { (functions.comm_split)(comm, colour, key, &raw mut child, std::ptr::null_mut()) };
+                (Alive(child), settle(functions, child, status))
+            })
+        };
+        Joining::start(self.library.clone(), ("ncclCommSplit", place), bind, make)
     }
 
     /// Takes over a communicator.
@@ -213,6 +246,12 @@ fn settle(functions: &Functions, comm: CommPtr, status: Status) -> Status {
         }
     }
     status
+}
+
+impl Guard for Link {
+    fn failure(&self) -> Option<Error> {
+        Link::failure(self).map(Error::from)
+    }
 }
 
 impl Drop for Link {

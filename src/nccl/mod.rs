@@ -2,17 +2,26 @@
 //!
 //! NCCL is found at run time ([`NcclLibrary`]); a build needs nothing of it.
 
+mod board;
+#[cfg(feature = "nccl-ep")]
+mod built;
 mod comm;
 mod error;
+mod lane;
 mod library;
 mod link;
+mod notices;
+mod sums;
 pub mod sys;
+mod watch;
+mod world;
 
 #[cfg(feature = "nccl-ep")]
-pub(crate) use comm::Shared;
+pub(crate) use built::Shared;
 pub use comm::{NcclComm, Raw};
 pub use error::NcclError;
 pub use library::{NcclLibrary, VARIABLE};
+pub use world::NcclWorld;
 
 use crate::error::Error;
 

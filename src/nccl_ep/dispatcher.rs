@@ -16,7 +16,7 @@ use crate::kernels::Kernels;
 use crate::nccl::{NcclComm, Shared};
 use crate::tensor::{Tensor, TensorMut, TensorRef};
 
-use super::group::{check_experts, check_gpu};
+use super::group::{check_domain, check_experts, check_gpu};
 use super::handle::{Counters, Direction, HandleOptions, RowsBack, RowsOut};
 use super::{EpError, EpLibrary, Group, GroupOptions};
 
@@ -29,8 +29,8 @@ const REASON: usize = 512;
 /// kept, so it never drops. Its order of slots inside a zone is its own. A library's group is made for a capacity, a
 /// number of choices and bytes of a row when they are first met, outside graphs, and lives as long as the dispatcher.
 ///
-/// A rank that fails alone after prepare cannot tell its peers, which wait on the GPU: the communicator's owner ends
-/// them.
+/// Every collective passes the communicator's meeting and watchdog: a rank that cannot take part tells the others
+/// before they begin, where the ranks are threads; where they are processes it ends the communicator.
 #[derive(Debug)]
 pub struct NcclEp {
     // Before the communicator, which they are built on.
@@ -44,7 +44,7 @@ pub struct NcclEp {
 type Kept = Mutex<Option<super::Handle>>;
 
 /// The dispatcher, or the state it was to have and the reason why not; the same on all ranks.
-type Possible = std::result::Result<NcclEp, (Core<Cuda>, Error)>;
+type Possible = std::result::Result<NcclEp, Box<(Core<Cuda>, Error)>>;
 
 impl NcclEp {
     /// Checks the library, the GPUs and the experts on every rank (one collective).
@@ -52,16 +52,16 @@ impl NcclEp {
     /// # Errors
     /// The ranks could not be asked.
     pub(crate) fn new(mut core: Core<Cuda>) -> Result<Possible> {
-        let found = examine(&core);
+        let found = examine(&mut core);
         let reason = found.as_ref().err().map(ToString::to_string).unwrap_or_default();
         let refusals = told(&mut core, &reason)?;
         Ok(match found {
-            Err(error) => Err((core, error)),
+            Err(error) => Err(Box::new((core, error))),
             Ok((library, shared)) => match refusals.into_iter().enumerate().find(|(_, r)| !r.is_empty()) {
                 None => Ok(Self { groups: Vec::new(), library, shared, core }),
                 Some((peer, reason)) => {
                     let error = Error::Peer { call: "Group::new", rank: core.rank(), peer, reason };
-                    Err((core, error))
+                    Err(Box::new((core, error)))
                 }
             },
         })
@@ -101,7 +101,9 @@ impl NcclEp {
             trap: false,
         };
         self.compare(spec, &options)?;
-        let group = Group::on(&self.library, (self.core.device.clone(), self.shared.clone()), options)?;
+        let (library, on) = (self.library.clone(), (self.core.device.clone(), self.shared.clone()));
+        let tag = Tag { layer: spec.layer, op: Op::Init, sequence: self.groups.len() as u64 };
+        let group = around(&mut self.core, ("nccl_ep_group", row_bytes), tag, || Group::on(&library, on, options))?;
         self.groups.push(group.clone());
         Ok(group)
     }
@@ -131,14 +133,10 @@ impl NcclEp {
         handle: &'h Handle<Cuda>,
         row_bytes: usize,
     ) -> Result<MutexGuard<'h, Option<super::Handle>>> {
-        self.core.check_handle(call, handle)?;
         let kept = handle.carried.0.as_ref().and_then(|kept| kept.downcast_ref::<Kept>());
         let Some(kept) = kept else {
             return Err(Error::invalid(call, "handle", "one that NCCL EP prepared", "another dispatcher's"));
         };
-        if !row_bytes.is_multiple_of(16) || row_bytes == 0 {
-            return Err(EpError::RowBytes { what: "a row", bytes: row_bytes }.into());
-        }
         let mut guard = kept.lock().unwrap_or_else(PoisonError::into_inner);
         if guard.as_ref().is_some_and(|h| h.group().options().max_row_bytes >= row_bytes) {
             return Ok(guard);
@@ -146,16 +144,51 @@ impl NcclEp {
         let spec = handle.spec();
         let group = self.group(spec, row_bytes)?;
         let options = HandleOptions { top_k: spec.top_k, alignment: spec.alignment };
-        let mut routed = super::Handle::new(&group, options)?;
-        let (device, local) = (&self.core.device, group.local_experts());
-        let of = |size| Tensor::empty(device, DType::I64, &[size]);
-        let (mut counts, mut offsets, mut total) = (of(local)?, of(local)?, of(1)?);
-        // The plan has these already.
-        let counters =
-            Counters { counts: counts.view_mut(), offsets: offsets.view_mut(), total: total.view_mut() };
-        routed.update(handle.kept_ids(), counters)?;
+        let (device, ids) = (self.core.device.clone(), handle.kept_ids());
+        let tag = Core::tag(handle, Op::Prepare);
+        let routed = around(&mut self.core, ("nccl_ep_update", row_bytes), tag, || {
+            let mut routed = super::Handle::new(&group, options)?;
+            let of = |size| Tensor::empty(&device, DType::I64, &[size]);
+            let local = group.local_experts();
+            // The plan has these already.
+            let (mut counts, mut offsets, mut total) = (of(local)?, of(local)?, of(1)?);
+            let counters =
+                Counters { counts: counts.view_mut(), offsets: offsets.view_mut(), total: total.view_mut() };
+            routed.update(ids, counters)?;
+            Ok(routed)
+        })?;
         *guard = Some(routed);
         Ok(guard)
+    }
+
+    /// Passes this rank's checks before a collective, or tells the others that they failed.
+    fn agree(&mut self, (call, op): Step, handle: &Handle<Cuda>, checked: Result<()>) -> Result<()> {
+        let all = self.core.check_handle(call, handle).and(checked);
+        self.core.agree(Core::tag(handle, op), all)
+    }
+
+    /// Refuses a backward that was not agreed on. All ranks know, so nobody waits; a handle of another group is
+    /// [`agree`](Self::agree)'s to report.
+    fn agreed_backward(&self, call: &'static str, handle: &Handle<Cuda>) -> Result<()> {
+        match self.core.check_handle(call, handle) {
+            Ok(()) => handle.check_backward(call),
+            Err(_) => Ok(()),
+        }
+    }
+
+    /// One call of the library's handle, as a collective.
+    fn collective(
+        &mut self,
+        (call, op): Step,
+        (handle, row_bytes): (&Handle<Cuda>, usize),
+        calls: impl FnOnce(&mut super::Handle) -> Result<()>,
+    ) -> Result<()> {
+        let mut guard = self.routed(call, handle, row_bytes)?;
+        let done = around(&mut self.core, (call, row_bytes), Core::tag(handle, op), || match guard.as_mut() {
+            Some(routed) => calls(routed),
+            None => Err(Error::invalid(call, "handle", "a routing", "none")),
+        });
+        done.map_err(|e| self.core.explain(call, e))
     }
 
     fn empty(&self, dtype: DType, dims: &[usize]) -> Result<Tensor<Cuda>> {
@@ -165,13 +198,11 @@ impl NcclEp {
     /// Forward, into slots.
     fn send(
         &mut self,
-        call: &'static str,
+        step: Step,
         handle: &Handle<Cuda>,
-        inputs: DispatchInputs<'_, Cuda>,
+        inputs: &DispatchInputs<'_, Cuda>,
         mut outputs: DispatchOutputs<'_, Cuda>,
     ) -> Result<()> {
-        let scale_bytes = inputs.scales.as_ref().map_or(0, |s| s.row_bytes());
-        let mut guard = self.routed(call, handle, inputs.tokens.row_bytes() + scale_bytes)?;
         // The library wants weights forward, whoever needs them.
         let zeros = match &inputs.weights {
             None => Some(Tensor::zeros(&self.core.device, DType::F32, &[handle.tokens(), handle.spec().top_k])?),
@@ -190,38 +221,60 @@ impl NcclEp {
             out_weights: given.or(unused.as_mut().map(Tensor::view_mut)),
             out_scales: outputs.scales.as_mut().map(TensorMut::reborrow),
         };
-        match guard.as_mut() {
-            Some(routed) => routed.dispatch(Direction::Forward, rows),
-            None => Err(Error::invalid(call, "handle", "a routing", "none")),
-        }
+        self.collective(step, (handle, row_bytes(inputs)), |routed| routed.dispatch(Direction::Forward, rows))
     }
 
     /// The output's gradient, into slots.
     fn send_grad(
         &mut self,
-        call: &'static str,
+        step: Step,
         handle: &Handle<Cuda>,
         (grad, mut out): (TensorRef<'_, Cuda>, TensorMut<'_, Cuda>),
     ) -> Result<()> {
-        let mut guard = self.routed(call, handle, grad.row_bytes())?;
         let (tokens, out) = (grad.borrow(), out.reborrow());
         let rows = RowsOut { tokens, weights: None, scales: None, out, out_weights: None, out_scales: None };
-        match guard.as_mut() {
-            Some(routed) => routed.dispatch(Direction::Backward, rows),
-            None => Err(Error::invalid(call, "handle", "a routing", "none")),
-        }
+        self.collective(step, (handle, grad.row_bytes()), |routed| routed.dispatch(Direction::Backward, rows))
+    }
+}
+
+/// A call and what it is for.
+type Step = (&'static str, Op);
+
+/// Bytes of a token and its scales.
+fn row_bytes(inputs: &DispatchInputs<'_, Cuda>) -> usize {
+    inputs.tokens.row_bytes() + inputs.scales.as_ref().map_or(0, |s| s.row_bytes())
+}
+
+/// The library moves rows in 16-byte words.
+fn check_words(bytes: usize) -> Result<()> {
+    match bytes > 0 && bytes.is_multiple_of(16) {
+        true => Ok(()),
+        false => Err(EpError::RowBytes { what: "a row", bytes }.into()),
+    }
+}
+
+/// A collective of the library, met and watched as one of the communicator.
+fn around<T>(
+    core: &mut Core<Cuda>,
+    named: (&'static str, usize),
+    tag: Tag,
+    calls: impl FnOnce() -> Result<T>,
+) -> Result<T> {
+    match core.comm.as_any().and_then(|comm| comm.downcast_mut::<NcclComm>()) {
+        Some(comm) => comm.around(named, tag, calls),
+        None => Err(EpError::Communicator { found: "another".to_string() }.into()),
     }
 }
 
 /// The library and the communicator, where this rank can have them.
-fn examine(core: &Core<Cuda>) -> Result<(EpLibrary, Shared)> {
-    let Some(comm) = core.comm.as_any().and_then(|comm| comm.downcast_ref::<NcclComm>()) else {
-        return Err(EpError::Communicator { found: "another".to_string() }.into());
-    };
+fn examine(core: &mut Core<Cuda>) -> Result<(EpLibrary, Shared)> {
     check_experts(core.config.num_experts, core.ranks())?;
     check_gpu(&core.device)?;
+    let Some(comm) = core.comm.as_any().and_then(|comm| comm.downcast_mut::<NcclComm>()) else {
+        return Err(EpError::Communicator { found: "another".to_string() }.into());
+    };
     let shared = comm.shared();
-    super::group::check_domain(&shared, core.config.num_experts)?;
+    check_domain(&shared, core.config.num_experts)?;
     Ok((EpLibrary::open(comm.library())?, shared))
 }
 
@@ -262,15 +315,18 @@ impl TokenDispatcher<Cuda> for NcclEp {
         inputs: DispatchInputs<'_, Cuda>,
         outputs: DispatchOutputs<'_, Cuda>,
     ) -> Result<()> {
-        const CALL: &str = "dispatch";
-        check_inputs(CALL, handle, &inputs)?;
-        check_outputs(CALL, handle, &inputs, &outputs)?;
-        self.send(CALL, handle, inputs, outputs)
+        const STEP: Step = ("dispatch", Op::Dispatch);
+        let checked = check_inputs(STEP.0, handle, &inputs)
+            .and_then(|()| check_outputs(STEP.0, handle, &inputs, &outputs))
+            .and_then(|()| check_words(row_bytes(&inputs)));
+        self.agree(STEP, handle, checked)?;
+        self.send(STEP, handle, &inputs, outputs)
     }
 
     fn dispatch_rows(&mut self, handle: &Handle<Cuda>, inputs: DispatchInputs<'_, Cuda>) -> Result<Received<Cuda>> {
-        const CALL: &str = "dispatch_rows";
-        check_inputs(CALL, handle, &inputs)?;
+        const STEP: Step = ("dispatch_rows", Op::Dispatch);
+        let checked = check_inputs(STEP.0, handle, &inputs).and_then(|()| check_words(row_bytes(&inputs)));
+        self.agree(STEP, handle, checked)?;
         let (n, tokens) = (handle.rows(), inputs.tokens);
         let mut rows = self.empty(tokens.dtype(), &[n, tokens.row_bytes() / tokens.dtype().size()])?;
         let mut weights = inputs.weights.map(|w| self.empty(w.dtype(), &[n])).transpose()?;
@@ -280,7 +336,7 @@ impl TokenDispatcher<Cuda> for NcclEp {
             weights: weights.as_mut().map(Tensor::view_mut),
             scales: scales.as_mut().map(Tensor::view_mut),
         };
-        self.send(CALL, handle, inputs, outputs)?;
+        self.send(STEP, handle, &inputs, outputs)?;
         Ok(Received { rows: Some(rows), weights, scales })
     }
 
@@ -290,15 +346,14 @@ impl TokenDispatcher<Cuda> for NcclEp {
         expert_out: TensorRef<'_, Cuda>,
         mut out: TensorMut<'_, Cuda>,
     ) -> Result<()> {
-        const CALL: &str = "combine";
-        check_slots(CALL, "expert_out", handle, expert_out)?;
-        check_tokens(CALL, "out", handle, expert_out, &out)?;
-        let mut guard = self.routed(CALL, handle, expert_out.row_bytes())?;
+        const STEP: Step = ("combine", Op::Combine);
+        let bytes = expert_out.row_bytes();
+        let checked = check_slots(STEP.0, "expert_out", handle, expert_out)
+            .and_then(|()| check_tokens(STEP.0, "out", handle, expert_out, &out))
+            .and_then(|()| check_words(bytes));
+        self.agree(STEP, handle, checked)?;
         let rows = RowsBack { rows: expert_out.borrow(), weights: None, out: out.reborrow(), out_weights: None };
-        match guard.as_mut() {
-            Some(routed) => routed.combine(Direction::Forward, rows),
-            None => Err(Error::invalid(CALL, "handle", "a routing", "none")),
-        }
+        self.collective(STEP, (handle, bytes), |routed| routed.combine(Direction::Forward, rows))
     }
 
     fn combine_bwd(
@@ -307,35 +362,34 @@ impl TokenDispatcher<Cuda> for NcclEp {
         grad: TensorRef<'_, Cuda>,
         grad_expert_out: TensorMut<'_, Cuda>,
     ) -> Result<()> {
-        const CALL: &str = "combine_bwd";
-        handle.check_backward(CALL)?;
-        check_float(CALL, "grad", grad)?;
-        check_tokens_of(CALL, handle, grad)?;
-        Error::check_dtype(CALL, "grad_expert_out", grad.dtype(), grad_expert_out.dtype())?;
+        const STEP: Step = ("combine_bwd", Op::CombineBwd);
+        self.agreed_backward(STEP.0, handle)?;
         let expected = [handle.rows(), grad.row_bytes() / grad.dtype().size()];
-        Error::check_shape(CALL, "grad_expert_out", &expected, grad_expert_out.dims())?;
-        self.send_grad(CALL, handle, (grad, grad_expert_out))
+        let checked = check_grad(STEP.0, handle, grad)
+            .and_then(|()| Error::check_dtype(STEP.0, "grad_expert_out", grad.dtype(), grad_expert_out.dtype()))
+            .and_then(|()| Error::check_shape(STEP.0, "grad_expert_out", &expected, grad_expert_out.dims()));
+        self.agree(STEP, handle, checked)?;
+        self.send_grad(STEP, handle, (grad, grad_expert_out))
     }
 
     fn combine_bwd_rows(&mut self, handle: &Handle<Cuda>, grad: TensorRef<'_, Cuda>) -> Result<Received<Cuda>> {
-        const CALL: &str = "combine_bwd_rows";
-        handle.check_backward(CALL)?;
-        check_float(CALL, "grad", grad)?;
-        check_tokens_of(CALL, handle, grad)?;
+        const STEP: Step = ("combine_bwd_rows", Op::CombineBwd);
+        self.agreed_backward(STEP.0, handle)?;
+        self.agree(STEP, handle, check_grad(STEP.0, handle, grad))?;
         let mut rows = self.empty(grad.dtype(), &[handle.rows(), grad.row_bytes() / grad.dtype().size()])?;
-        self.send_grad(CALL, handle, (grad, rows.view_mut()))?;
+        self.send_grad(STEP, handle, (grad, rows.view_mut()))?;
         Ok(Received { rows: Some(rows), weights: None, scales: None })
     }
 
     fn dispatch_bwd(&mut self, handle: &Handle<Cuda>, grads: DispatchGrads<'_, Cuda>) -> Result<()> {
-        const CALL: &str = "dispatch_bwd";
-        handle.check_backward(CALL)?;
-        check_grads(CALL, handle, &grads)?;
+        const STEP: Step = ("dispatch_bwd", Op::DispatchBwd);
+        self.agreed_backward(STEP.0, handle)?;
+        let bytes = grads.rows.row_bytes();
+        let checked = check_grads(STEP.0, handle, &grads).and_then(|()| check_words(bytes));
+        self.agree(STEP, handle, checked)?;
         let DispatchGrads { rows, weights, mut d_tokens, mut d_weights } = grads;
-        let mut guard = self.routed(CALL, handle, rows.row_bytes())?;
-        let device = &self.core.device;
         let zeros = match weights {
-            None => Some(Tensor::zeros(device, DType::F32, &[handle.rows()])?),
+            None => Some(Tensor::zeros(&self.core.device, DType::F32, &[handle.rows()])?),
             Some(_) => None,
         };
         let mut unused = match d_weights {
@@ -349,10 +403,7 @@ impl TokenDispatcher<Cuda> for NcclEp {
             out: d_tokens.reborrow(),
             out_weights: given.or(unused.as_mut().map(Tensor::view_mut)),
         };
-        match guard.as_mut() {
-            Some(routed) => routed.combine(Direction::Backward, rows),
-            None => Err(Error::invalid(CALL, "handle", "a routing", "none")),
-        }
+        self.collective(STEP, (handle, bytes), |routed| routed.combine(Direction::Backward, rows))
     }
 
     fn check(&mut self) -> Result<()> {
@@ -368,10 +419,12 @@ impl TokenDispatcher<Cuda> for NcclEp {
     }
 }
 
-/// `[T, H]`.
-fn check_tokens_of(call: &'static str, handle: &Handle<Cuda>, t: TensorRef<'_, Cuda>) -> Result<()> {
-    let inputs = DispatchInputs { tokens: t, weights: None, scales: None };
-    check_inputs(call, handle, &inputs)
+/// A gradient `[T, H]` of the output.
+fn check_grad(call: &'static str, handle: &Handle<Cuda>, grad: TensorRef<'_, Cuda>) -> Result<()> {
+    let inputs = DispatchInputs { tokens: grad.borrow(), weights: None, scales: None };
+    check_float(call, "grad", grad)?;
+    check_inputs(call, handle, &inputs)?;
+    check_words(grad.row_bytes())
 }
 
 impl Drop for NcclEp {

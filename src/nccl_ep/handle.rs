@@ -188,9 +188,9 @@ impl Handle {
         info.expert_offsets = offsets.pointer();
         info.recv_total_counter = total.pointer();
         let (raw, ids) = (self.raw, ids.pointer());
+        let told = (ids, &raw const info);
         // SAFETY: the handle lives; shapes were checked; the tensors' memory is given back in the order of the stream.
-        self.group
-            .with(CALL, |library, stream| unsafe { result::update_handle(library, raw, (ids, &raw const info), stream) })?;
+        self.group.with(CALL, |library, stream| unsafe { result::update_handle(library, raw, told, stream) })?;
         self.tokens = Some(tokens);
         Ok(())
     }
@@ -268,15 +268,9 @@ impl Handle {
             _ => return Err(Error::invalid(CALL, "scales", "on both sides or on none", "on one")),
         }
 
-        let (dtype, row_bytes) = (tokens.dtype(), tokens.row_bytes());
-        let wire = |t: Described<'_>| match (dtype, scale_bytes) {
-            // With scales, bytes are what the library calls fp8; without, it moves them as 16-bit elements.
-            (DType::U8, 0) => t.retyped(sys::ncclDataType_t::ncclBfloat16, row_bytes / 2),
-            (DType::U8, _) => t.retyped(sys::ncclDataType_t::ncclFloat8e4m3, row_bytes),
-            _ => t,
-        };
-        let mut tokens = wire_of(tokens, wire)?;
-        let mut out = wire_of_mut(out, wire)?;
+        let wire = (tokens.dtype(), tokens.row_bytes(), scale_bytes);
+        let mut tokens = on_wire(Described::of(CALL, tokens)?, wire);
+        let mut out = on_wire(Described::of_mut(CALL, out)?, wire);
         let mut weights = weights.map(|w| Described::of(CALL, w)).transpose()?;
         let mut out_weights = out_weights.map(|w| Described::of_mut(CALL, w)).transpose()?;
         let mut scales = scales.map(|s| Described::of(CALL, s)).transpose()?;
@@ -345,12 +339,13 @@ fn pass(direction: Direction) -> sys::ncclEpPassDir_t {
     }
 }
 
-fn wire_of<'a>(t: TensorRef<'a, Cuda>, wire: impl Fn(Described<'a>) -> Described<'a>) -> Result<Described<'a>> {
-    Described::of("Handle::dispatch", t).map(wire)
-}
-
-fn wire_of_mut<'a>(t: TensorMut<'a, Cuda>, wire: impl Fn(Described<'a>) -> Described<'a>) -> Result<Described<'a>> {
-    Described::of_mut("Handle::dispatch", t).map(wire)
+/// Rows as the library moves them: bytes with scales are what it calls fp8, without it moves them as 16-bit elements.
+fn on_wire<'a>(t: Described<'a>, (dtype, bytes, scale): (DType, usize, usize)) -> Described<'a> {
+    match (dtype, scale) {
+        (DType::U8, 0) => t.retyped(sys::ncclDataType_t::ncclBfloat16, bytes / 2),
+        (DType::U8, _) => t.retyped(sys::ncclDataType_t::ncclFloat8e4m3, bytes),
+        _ => t,
+    }
 }
 
 fn check(call: &'static str, name: &str, expected: (DType, &[usize]), found: (DType, &[usize])) -> Result<()> {

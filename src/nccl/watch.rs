@@ -1,0 +1,149 @@
+//! A communicator's watchdog: one thread that sees every collective end, or ends the communicator.
+//!
+//! A collective whose peer is gone never ends by itself, and the host may be waiting for it inside the driver. So the
+//! thread looks at the oldest collective that has not ended: its time, what the library reports, what other ranks have
+//! posted. The first failure is kept in the [`Link`], for every later call and every wait of the device, before the
+//! communicator is aborted, which lets the waits return.
+
+use std::collections::VecDeque;
+use std::fmt;
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::thread::{self, JoinHandle};
+use std::time::{Duration, Instant};
+
+use crate::error::{CommError, Result};
+
+use super::link::Link;
+use super::notices::{Notices, Subject};
+
+/// Pause between two looks at a collective that runs.
+const LOOK: Duration = Duration::from_millis(2);
+
+/// Work that was enqueued.
+pub(super) trait Work: Send {
+    /// Whether it has ended; an error where the device has failed.
+    fn ended(&self) -> std::result::Result<bool, String>;
+}
+
+/// One collective that runs.
+struct Running {
+    subject: Subject,
+    timeout: Duration,
+    /// When it was enqueued, or became the oldest: what is behind another does not run yet.
+    since: Instant,
+    work: Box<dyn Work>,
+}
+
+struct Shared {
+    link: Arc<Link>,
+    notices: Arc<Notices>,
+    queue: Mutex<Queue>,
+    changed: Condvar,
+}
+
+#[derive(Default)]
+struct Queue {
+    running: VecDeque<Running>,
+    closed: bool,
+}
+
+/// The watchdog's handle. Dropping it waits until every collective has ended, one way or the other.
+pub(super) struct Watch {
+    shared: Arc<Shared>,
+    thread: Option<JoinHandle<()>>,
+}
+
+impl fmt::Debug for Watch {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Watch {{ running: {} }}", self.shared.lock().running.len())
+    }
+}
+
+impl Watch {
+    pub(super) fn start(link: Arc<Link>, notices: Arc<Notices>) -> Result<Self> {
+        let name = format!("nccl-watch-{}", link.rank);
+        let shared = Arc::new(Shared { link, notices, queue: Mutex::default(), changed: Condvar::new() });
+        let own = Arc::clone(&shared);
+        let thread = thread::Builder::new().name(name).spawn(move || own.run());
+        Ok(Self { shared, thread: Some(thread.map_err(|e| super::system("start a thread", e))?) })
+    }
+
+    /// Watches a collective from now on.
+    pub(super) fn add(&self, subject: Subject, timeout: Duration, work: Box<dyn Work>) {
+        let mut queue = self.shared.lock();
+        queue.running.push_back(Running { subject, timeout, since: Instant::now(), work });
+        drop(queue);
+        self.shared.changed.notify_one();
+    }
+}
+
+impl Drop for Watch {
+    fn drop(&mut self) {
+        self.shared.lock().closed = true;
+        self.shared.changed.notify_one();
+        if let Some(thread) = self.thread.take() {
+            // A panic of it has been reported; nothing can be done about it here.
+            let _ = thread.join();
+        }
+    }
+}
+
+impl Shared {
+    fn lock(&self) -> MutexGuard<'_, Queue> {
+        self.queue.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn run(&self) {
+        let mut queue = self.lock();
+        loop {
+            match self.look(&mut queue) {
+                Some(failure) => {
+                    // First the reason, then what lets the waits return.
+                    let failure = self.link.fail(failure);
+                    tracing::error!(rank = self.link.rank, %failure, "communicator aborted");
+                    queue.running.clear();
+                    drop(queue);
+                    self.link.abort();
+                    return;
+                }
+                None if queue.running.is_empty() && queue.closed => return,
+                None => {}
+            }
+            // A poisoned lock carries no information: the queue is whole between statements.
+            queue = match queue.running.is_empty() {
+                true => self.changed.wait(queue).unwrap_or_else(PoisonError::into_inner),
+                false => self.changed.wait_timeout(queue, LOOK).unwrap_or_else(PoisonError::into_inner).0,
+            };
+        }
+    }
+
+    /// Forgets what has ended; says why the oldest that has not will not.
+    fn look(&self, queue: &mut Queue) -> Option<CommError> {
+        while let Some(oldest) = queue.running.front() {
+            let Subject { rank, operation, tag, .. } = oldest.subject;
+            match oldest.work.ended() {
+                Ok(true) => {
+                    queue.running.pop_front();
+                    if let Some(next) = queue.running.front_mut() {
+                        next.since = Instant::now();
+                    }
+                    continue;
+                }
+                Ok(false) => {}
+                Err(reason) => return Some(CommError::Transport { operation, tag, rank, reason }),
+            }
+            if let Some(fault) = self.notices.fault(oldest.subject) {
+                return Some(fault);
+            }
+            if let Some(error) = self.link.asynchronous() {
+                return Some(CommError::Transport { operation, tag, rank, reason: error.to_string() });
+            }
+            if oldest.since.elapsed() >= oldest.timeout {
+                let timeout = oldest.timeout;
+                return Some(CommError::Timeout { operation, tag, rank, missing: Vec::new(), timeout });
+            }
+            return None;
+        }
+        None
+    }
+}
