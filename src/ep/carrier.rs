@@ -221,7 +221,11 @@ pub(crate) fn check_float<D: Kernels>(call: &'static str, name: &str, t: TensorR
 
 /// `[T, H]` tokens, `[T, K]` weights, `[T, bytes]` scales. Opaque rows and scales travel as 16-byte words on devices,
 /// so they must be whole ones here too; floating rows may have any size.
-pub(crate) fn check_inputs<D: Kernels>(call: &'static str, handle: &Handle<D>, inputs: &DispatchInputs<'_, D>) -> Result<()> {
+pub(crate) fn check_inputs<D: Kernels>(
+    call: &'static str,
+    handle: &Handle<D>,
+    inputs: &DispatchInputs<'_, D>,
+) -> Result<()> {
     let words = |name: &str, t: TensorRef<'_, D>| {
         let row = t.row_bytes();
         match row > 0 && row.is_multiple_of(16) {
@@ -279,7 +283,12 @@ pub(crate) fn check_outputs<D: Kernels>(
 }
 
 /// A floating `[N, H]`.
-pub(crate) fn check_slots<D: Kernels>(call: &'static str, name: &str, handle: &Handle<D>, t: TensorRef<'_, D>) -> Result<()> {
+pub(crate) fn check_slots<D: Kernels>(
+    call: &'static str,
+    name: &str,
+    handle: &Handle<D>,
+    t: TensorRef<'_, D>,
+) -> Result<()> {
     check_float(call, name, t)?;
     match t.dims() {
         [n, _] if *n == handle.rows() => Ok(()),
@@ -303,7 +312,11 @@ pub(crate) fn check_tokens<D: Kernels>(
     Error::check_shape(call, name, &[handle.tokens(), width], t.dims())
 }
 
-pub(crate) fn check_grads<D: Kernels>(call: &'static str, handle: &Handle<D>, grads: &DispatchGrads<'_, D>) -> Result<()> {
+pub(crate) fn check_grads<D: Kernels>(
+    call: &'static str,
+    handle: &Handle<D>,
+    grads: &DispatchGrads<'_, D>,
+) -> Result<()> {
     check_slots(call, "grad rows", handle, grads.rows)?;
     check_tokens(call, "d_tokens", handle, grads.rows, &grads.d_tokens)?;
     let acc = grads.rows.dtype().accumulator();

@@ -84,9 +84,8 @@ impl NcclEp {
             Capacity::Eager => None,
             Capacity::Static(rows) => Some(rows),
         };
-        let fits = |o: &GroupOptions| {
-            o.capacity == capacity && o.max_row_bytes >= row_bytes && o.max_top_k >= spec.top_k
-        };
+        let fits =
+            |o: &GroupOptions| o.capacity == capacity && o.max_row_bytes >= row_bytes && o.max_top_k >= spec.top_k;
         if let Some(group) = self.groups.iter().rev().find(|g| fits(g.options())) {
             return Ok(group.clone());
         }
@@ -152,8 +151,7 @@ impl NcclEp {
             let local = group.local_experts();
             // The plan has these already.
             let (mut counts, mut offsets, mut total) = (of(local)?, of(local)?, of(1)?);
-            let counters =
-                Counters { counts: counts.view_mut(), offsets: offsets.view_mut(), total: total.view_mut() };
+            let counters = Counters { counts: counts.view_mut(), offsets: offsets.view_mut(), total: total.view_mut() };
             routed.update(ids, counters)?;
             Ok(routed)
         })?;

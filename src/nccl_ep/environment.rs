@@ -94,8 +94,7 @@ impl Compiler {
 
     fn find_with(library: &Path, get: Env<'_>) -> Result<Self, EpError> {
         let usual = PathBuf::from("/usr/local/cuda");
-        let search: Vec<PathBuf> =
-            get("PATH").map(|p| std::env::split_paths(&p).collect()).unwrap_or_default();
+        let search: Vec<PathBuf> = get("PATH").map(|p| std::env::split_paths(&p).collect()).unwrap_or_default();
         let on_path = search.iter().map(|folder| folder.join("nvcc")).find(|p| p.is_file());
         let nvcc = Places::new()
             .variable(get, NVCC, "")

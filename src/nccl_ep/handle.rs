@@ -188,7 +188,7 @@ impl Handle {
         info.expert_offsets = offsets.pointer();
         info.recv_total_counter = total.pointer();
         let (raw, ids) = (self.raw, ids.pointer());
-        let told = (ids, &raw const info);
+        let told = (ids.cast_const(), &raw const info);
         // SAFETY: the handle lives; shapes were checked; the tensors' memory is given back in the order of the stream.
         self.group.with(CALL, |library, stream| unsafe { result::update_handle(library, raw, told, stream) })?;
         self.tokens = Some(tokens);
@@ -224,7 +224,8 @@ impl Handle {
         }
         let most = self.group.options().max_row_bytes;
         if row == 0 || row + scale > most {
-            let (expected, found) = (format!("1..={most} bytes (the group's max_row_bytes)"), (row + scale).to_string());
+            let (expected, found) =
+                (format!("1..={most} bytes (the group's max_row_bytes)"), (row + scale).to_string());
             return Err(EpError::Argument { call: "dispatch", name: "row", expected, found }.into());
         }
         Ok(())

@@ -54,9 +54,7 @@ const SIZES: [(&str, usize, u32); 11] = [
 fn check_sizes(sizes: &[(&'static str, usize, u32)]) -> Result<(), EpError> {
     match sizes.iter().find(|(_, found, stated)| *found != *stated as usize) {
         None => Ok(()),
-        Some((name, found, stated)) => {
-            Err(EpError::StructSize { name, expected: *stated as usize, found: *found })
-        }
+        Some((name, found, stated)) => Err(EpError::StructSize { name, expected: *stated as usize, found: *found }),
     }
 }
 
@@ -94,8 +92,7 @@ impl EpLibrary {
             return Err(EpError::NcclVersion { path: nccl.path().to_string(), found: nccl.version() });
         }
         let name = path.to_string_lossy().into_owned();
-        let refused =
-            |e: &libloading::Error| EpError::Load { path: name.clone(), source_of_path, message: reason(e) };
+        let refused = |e: &libloading::Error| EpError::Load { path: name.clone(), source_of_path, message: reason(e) };
         // SAFETY: its initialisers only prepare its own state. What else a caller names by a path of theirs is, as with
         // any library path, code that they trust.
         let library = unsafe { Library::open(Some(&path), RTLD_NOW | RTLD_LOCAL) }.map_err(|e| refused(&e))?;
