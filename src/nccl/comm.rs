@@ -38,6 +38,8 @@ pub struct NcclComm {
     pub(super) timeout: Duration,
     pub(super) board: Board,
     pub(super) calls: u64,
+    /// The last collective that was enqueued.
+    entered: u64,
     pub(super) sums: Sums,
     /// Ends before the link.
     watch: Option<Watch>,
@@ -46,7 +48,7 @@ pub struct NcclComm {
 
 impl Drop for NcclComm {
     fn drop(&mut self) {
-        self.board.leave(self.link.rank, self.calls);
+        self.board.leave(self.link.rank, self.entered);
         self.watch = None;
     }
 }
@@ -79,7 +81,16 @@ impl NcclComm {
         let watch = Watch::start(Arc::clone(&link), Arc::clone(board.notices()))?;
         let guard: Arc<dyn crate::cuda::Guard> = link.clone();
         cuda.guard(&guard);
-        Ok(Self { cuda: cuda.clone(), timeout, board, calls: 0, sums: Sums::default(), watch: Some(watch), link })
+        Ok(Self {
+            cuda: cuda.clone(),
+            timeout,
+            board,
+            calls: 0,
+            entered: 0,
+            sums: Sums::default(),
+            watch: Some(watch),
+            link,
+        })
     }
 
     /// The GPU and its stream.
@@ -224,8 +235,15 @@ impl NcclComm {
         }
     }
 
+    /// A collective without any bytes, on all ranks.
+    fn nothing(&mut self, subject: Subject) -> Result<()> {
+        self.entered = subject.number;
+        Ok(())
+    }
+
     /// Watches what has been enqueued; not inside a recording, which runs later and any number of times.
     pub(super) fn watched(&mut self, subject: Subject) -> Result<()> {
+        self.entered = subject.number;
         if self.cuda.is_capturing()? {
             return Ok(());
         }
@@ -323,7 +341,7 @@ impl Communicator<Cuda> for NcclComm {
         let subject = self.begin(Call { operation: CALL, tag, dtype: send.dtype(), detail, bytes })?;
         let (from, to) = (send.data().address(), recv.into_data().address());
         if bytes == 0 {
-            return Ok(());
+            return self.nothing(subject);
         }
         // SAFETY: `recv` has `size` times the bytes of `send`; both are given back in the stream's order.
         self.enqueue(subject, |lane| unsafe { lane.all_gather(from, to, bytes) })
@@ -338,7 +356,7 @@ impl Communicator<Cuda> for NcclComm {
         let detail = Detail::Reduce(ReduceOp::Sum);
         let subject = self.begin(Call { operation: CALL, tag, dtype, detail, bytes })?;
         match bytes {
-            0 => Ok(()),
+            0 => self.nothing(subject),
             _ => self.sum_blocks(subject, send, recv),
         }
     }
@@ -348,7 +366,7 @@ impl Communicator<Cuda> for NcclComm {
         let call = Call { operation: "all_reduce", tag, dtype, detail: Detail::Reduce(op), bytes };
         let subject = self.begin(call)?;
         match bytes {
-            0 => Ok(()),
+            0 => self.nothing(subject),
             _ => self.join_all(subject, op, buffer),
         }
     }
@@ -373,7 +391,7 @@ impl Communicator<Cuda> for NcclComm {
         let subject = self.begin(Call { operation: CALL, tag, dtype, detail: Detail::Root(root), bytes })?;
         let address = buffer.into_data().address();
         if bytes == 0 {
-            return Ok(());
+            return self.nothing(subject);
         }
         // SAFETY: the view has those bytes, and memory it is of is given back in the stream's order.
         self.enqueue(subject, |lane| unsafe { lane.broadcast(address, bytes, root) })

@@ -11,7 +11,6 @@ use std::time::Duration;
 
 use candle_core::{Device, Tensor};
 use moebius::checkpoint::BlockParams;
-use moebius::comm::ThreadWorld;
 use moebius::config::MoeConfig;
 use moebius::cpu::Cpu;
 use moebius::ep::{DispatcherKind, Group, GroupConfig};
@@ -86,7 +85,7 @@ impl Outcome {
 }
 
 /// One rank's part of an [`Outcome`].
-struct Part {
+pub struct Part {
     y: Tensor,
     logits: Tensor,
     ids: Vec<Vec<usize>>,
@@ -109,7 +108,7 @@ pub fn run(
     run_on(&Cpu::poisoning(), setup, params, x, dtype, cotangent)
 }
 
-/// The same on any device. Several ranks are for the CPU.
+/// The same on any device; several GPUs want NCCL.
 pub fn run_on<D: Target>(
     device: &D,
     setup: &Setup,
@@ -120,12 +119,12 @@ pub fn run_on<D: Target>(
 ) -> Result<Outcome, Error> {
     assert_eq!(setup.split.len(), params.len(), "a share of the parameters for each rank");
     assert_eq!(setup.split.iter().sum::<usize>(), x.dims()[0], "the split has all tokens");
-    let comms = ThreadWorld::create(params.len(), Duration::from_secs(60));
+    let seats = device.seats(params.len(), Duration::from_secs(60));
     let parts: Vec<Result<Part, Error>> = thread::scope(|scope| {
-        let threads: Vec<_> = comms
+        let threads: Vec<_> = seats
             .into_iter()
             .enumerate()
-            .map(|(rank, comm)| {
+            .map(|(rank, seat)| {
                 scope.spawn(move || {
                     let most = setup.split.iter().copied().max().unwrap_or(0);
                     let mut config = GroupConfig::new(setup.config.router.num_experts, most);
@@ -133,7 +132,8 @@ pub fn run_on<D: Target>(
                     if let moebius::ep::Capacity::Static(rows) = setup.dispatch.capacity {
                         config.max_rows = rows;
                     }
-                    let mut group = device.join(comm, config)?;
+                    let mut group = seat.join(config)?;
+                    let device = group.device().clone();
                     let rows = |t: &Tensor| device.host(&rank_rows(t, &setup.split, rank, dtype));
                     let dy = cotangent.and_then(|c| c.y).map(rows);
                     let aux = cotangent.map(|c| c.aux);
