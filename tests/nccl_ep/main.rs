@@ -1,6 +1,7 @@
 //! NCCL EP on several GPUs: the conformance suite and whole layers from the sources of the other dispatchers, and what is
 //! its own: routing on the GPU, opaque rows, refusals. Ignored where there are not as many GPUs; what needs no GPU (finding
 //! the library) runs everywhere. `bench`: times as JSON lines instead.
+#![allow(clippy::type_complexity, reason = "names and functions, no more")]
 #![allow(clippy::duplicate_mod, reason = "each shared suite brings its helpers")]
 
 #[path = "../common/mod.rs"]
@@ -73,10 +74,13 @@ fn over_ranks(ranks: usize) -> Vec<(String, Body)> {
         all.push((format!("layer::{name}"), shared(move |cuda| run(cuda, ranks))));
     }
     for (name, run) in raw::cases() {
-        all.push((format!("raw::{name}"), Box::new(move |_| {
-            run(ranks);
-            None
-        })));
+        all.push((
+            format!("raw::{name}"),
+            Box::new(move |_| {
+                run(ranks);
+                None
+            }),
+        ));
     }
     all
 }

@@ -15,6 +15,7 @@ use moebius::{DType, Error, Result, Tensor};
 
 use crate::gpus;
 
+#[allow(clippy::type_complexity, reason = "names and functions, no more")]
 pub fn cases() -> Vec<(&'static str, fn(usize))> {
     vec![
         ("rows_and_weights_go_there_and_back", rows_and_weights_go_there_and_back),
@@ -162,7 +163,7 @@ impl Step {
 /// A value that tells source rank, token and column apart, exact in 8 bits of mantissa.
 fn value(rank: usize, token: usize, column: usize) -> f64 {
     let base = ((rank * 37 + token) % 120 + 1) as f64;
-    if column % 2 == 0 { base } else { -base }
+    if column.is_multiple_of(2) { base } else { -base }
 }
 
 fn group(seat: &Seat, trip: &Trip) -> Result<Group> {
@@ -238,7 +239,9 @@ fn there_and_back(seat: &mut Seat, trip: &Trip, step: &Step) -> Result<()> {
         for slot in zone.clone() {
             let whole = got[slot * h..(slot + 1) * h].iter().enumerate();
             let base = got[slot * h];
-            whole.for_each(|(c, v)| assert_eq!(*v, if c % 2 == 0 { base } else { -base }, "{trip:?}: slot {slot}"));
+            whole.for_each(|(c, v)| {
+                assert_eq!(*v, if c.is_multiple_of(2) { base } else { -base }, "{trip:?}: slot {slot}")
+            });
         }
         let mut found: Vec<(f64, f64)> = zone.map(|slot| (got_w[slot], got[slot * h])).collect();
         found.sort_by(|a, b| a.0.total_cmp(&b.0));
@@ -275,21 +278,13 @@ fn there_and_back(seat: &mut Seat, trip: &Trip, step: &Step) -> Result<()> {
     };
     handle.combine(Direction::Backward, back)?;
     check_sums(seat, &sums, (rank, h), &kept)?;
-    let expected: Vec<f64> = own
-        .iter()
-        .enumerate()
-        .map(|(i, id)| if *id >= 0 { (rank * 1000 + i) as f64 + 0.5 } else { 0.0 })
-        .collect();
+    let expected: Vec<f64> =
+        own.iter().enumerate().map(|(i, id)| if *id >= 0 { (rank * 1000 + i) as f64 + 0.5 } else { 0.0 }).collect();
     assert_eq!(seat.get(&d_w)?, expected, "{trip:?}: weights");
     Ok(())
 }
 
-fn check_sums(
-    seat: &Seat,
-    sums: &Tensor<Cuda>,
-    (rank, h): (usize, usize),
-    times: &dyn Fn(usize) -> f64,
-) -> Result<()> {
+fn check_sums(seat: &Seat, sums: &Tensor<Cuda>, (rank, h): (usize, usize), times: &dyn Fn(usize) -> f64) -> Result<()> {
     for (i, found) in seat.get(sums)?.iter().enumerate() {
         let (exact, f) = (times(i / h) * value(rank, i / h, i % h), *found);
         // Up to 5 × 120: above 256 a bf16 is a multiple of 2 or 4, and partial sums round too.
