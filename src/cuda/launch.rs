@@ -60,7 +60,19 @@ const STAGES: [(&str, &[&str]); 9] = [
         ],
     ),
     ("permute", &["gather_rows", "reduce_rows", "slot_dots", "sigmoid"]),
-    ("prepare", &["plan_count", "plan_scan", "plan_zones", "plan_slots", "plan_small", "schedule", "schedule_pairs"]),
+    (
+        "prepare",
+        &[
+            "plan_count",
+            "plan_scan",
+            "plan_zones",
+            "plan_slots",
+            "plan_small",
+            "plan_received",
+            "schedule",
+            "schedule_pairs",
+        ],
+    ),
     ("router", &["route", "route_bwd", "keep_sum"]),
     ("wgrad", &["wgrad_bf16", "wgrad_f16", "wgrad_f32", "column_sums"]),
 ];

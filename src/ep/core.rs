@@ -127,6 +127,29 @@ impl<D: Kernels> Core<D> {
         Ok(handle)
     }
 
+    /// A handle of a plan that was made without the ranks' records.
+    #[cfg(feature = "nccl-ep")]
+    pub fn accept(&mut self, spec: &DispatchSpec, plan: Plan<D>) -> Handle<D> {
+        let absent = if spec.backward { Vec::new() } else { vec![self.rank()] };
+        let tokens = vec![plan.tokens];
+        let handle = Handle { in_slots: true, ..self.handle(spec, plan, absent, tokens) };
+        self.sequence += 1;
+        handle
+    }
+
+    /// The number of the next prepare.
+    #[cfg(feature = "nccl-ep")]
+    pub fn next(&self) -> u64 {
+        self.sequence + 1
+    }
+
+    /// What a prepare of this rank's choices breaks.
+    #[cfg(feature = "nccl-ep")]
+    pub fn check_call(&self, ids: TensorRef<'_, D>, spec: &DispatchSpec) -> Result<()> {
+        self.check_spec(spec)?;
+        self.check_ids(ids, spec.top_k).map(|_| ())
+    }
+
     fn check_spec(&self, spec: &DispatchSpec) -> Result<()> {
         let experts = self.config.num_experts;
         if !(1..=experts).contains(&spec.top_k) {

@@ -64,12 +64,14 @@ impl<D: Kernels> Handle<D> {
         self.plan.tokens
     }
 
-    /// Tokens of all ranks.
+    /// Tokens of all ranks; of this one alone where prepare did not wait (NCCL EP, [`Reporting::Deferred`]).
+    ///
+    /// [`Reporting::Deferred`]: super::Reporting::Deferred
     pub fn total_tokens(&self) -> usize {
         self.plan.total_tokens
     }
 
-    /// Number of this rank's first token among all ranks' tokens.
+    /// Number of this rank's first token among all ranks' tokens; 0 where prepare did not wait, as above.
     pub fn first_token(&self) -> usize {
         self.plan.first_token
     }

@@ -35,7 +35,7 @@ mod group;
 pub(crate) mod handle;
 mod local;
 mod plan;
-mod record;
+pub(crate) mod record;
 mod shared;
 mod stats;
 mod view;

@@ -1,18 +1,22 @@
 //! The dispatcher's calls over the library's.
 
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use crate::comm::{Communicator, Op, Tag};
+use crate::comm::{Communicator, Op, ReduceOp, Tag};
 use crate::cuda::Cuda;
+use crate::cuda::plan::{self, Foreign};
+use crate::device::Device;
 use crate::dtype::DType;
 use crate::ep::carrier::{check_float, check_grads, check_inputs, check_outputs, check_slots, check_tokens};
 use crate::ep::core::Core;
+use crate::ep::record;
 use crate::ep::{
-    Capacity, DispatchGrads, DispatchInputs, DispatchOutputs, DispatchSpec, Handle, Received, TokenDispatcher,
-    Transport,
+    Capacity, DispatchGrads, DispatchInputs, DispatchOutputs, DispatchSpec, Handle, Overflow, Plan, Received,
+    Reporting, Stats, TokenDispatcher, Transport,
 };
 use crate::error::{Error, Result};
 use crate::kernels::Kernels;
+use crate::lazy::Lazy;
 use crate::nccl::{NcclComm, Shared};
 use crate::tensor::{Tensor, TensorMut, TensorRef};
 
@@ -25,8 +29,10 @@ const REASON: usize = 512;
 
 /// Dispatcher over NCCL EP, high throughput: rows arrive in the order of experts, and sums are made on the way back.
 ///
-/// Slots are planned as by the other dispatchers, who drops what a capacity does not hold; the library gets what is
-/// kept, so it never drops. Its order of slots inside a zone is its own. A library's group is made for a capacity, a
+/// A spec's first prepare is compared over the ranks and planned on the host, as every one is that reports at once, drops,
+/// or limits experts: the library gets what is kept, so it drops nothing. The others are planned by the library on the
+/// GPUs; rows past a static capacity, which it drops, are an error that is reported later. Its order of slots inside a
+/// zone is its own. A library's group is made for a capacity, a
 /// number of choices and bytes of a row when they are first met, outside graphs, and lives as long as the dispatcher.
 ///
 /// Every collective passes the communicator's meeting and watchdog: a rank that cannot take part tells the others
@@ -37,6 +43,8 @@ pub struct NcclEp {
     groups: Vec<Group>,
     library: EpLibrary,
     shared: Shared,
+    /// Layers and specs that all ranks have met with.
+    agreed: Vec<(u32, record::Fields)>,
     core: Core<Cuda>,
 }
 
@@ -58,7 +66,7 @@ impl NcclEp {
         Ok(match found {
             Err(error) => Err(Box::new((core, error))),
             Ok((library, shared)) => match refusals.into_iter().enumerate().find(|(_, r)| !r.is_empty()) {
-                None => Ok(Self { groups: Vec::new(), library, shared, core }),
+                None => Ok(Self { groups: Vec::new(), library, shared, agreed: Vec::new(), core }),
                 Some((peer, reason)) => {
                     let error = Error::Peer { call: "Group::new", rank: core.rank(), peer, reason };
                     Err(Box::new((core, error)))
@@ -69,21 +77,94 @@ impl NcclEp {
 
     /// What the library would not do.
     fn rules(&self, spec: &DispatchSpec) -> Result<()> {
-        let Capacity::Static(found) = spec.capacity else { return Ok(()) };
-        let tokens = self.core.config.max_tokens_per_rank;
-        if found < tokens || !found.is_multiple_of(spec.alignment.max(1)) {
-            let expected = format!("a multiple of the alignment {} and at least {tokens}", spec.alignment);
-            return Err(EpError::Capacity { expected, found }.into());
+        match spec.capacity {
+            Capacity::Static(found) if !found.is_multiple_of(spec.alignment.max(1)) => {
+                let expected = format!("a multiple of the alignment {}", spec.alignment);
+                Err(EpError::Capacity { expected, found }.into())
+            }
+            _ => Ok(()),
         }
-        Ok(())
+    }
+
+    /// The capacity of the library's group. It has none below the tokens of a rank: what the host has planned to fit there
+    /// goes through a group that is open.
+    fn fixed(&self, spec: &DispatchSpec) -> Option<usize> {
+        match spec.capacity {
+            Capacity::Static(rows) => Some(rows).filter(|rows| *rows >= self.core.config.max_tokens_per_rank),
+            Capacity::Eager => None,
+        }
+    }
+
+    /// Routing that the GPUs make among themselves: nothing waits for them, but for the number of rows where the capacity
+    /// is open. For specs that all ranks have met with before, where what only the device sees is reported later; `None`
+    /// where the host has to plan.
+    fn prepare_behind(&mut self, ids: TensorRef<'_, Cuda>, spec: &DispatchSpec) -> Result<Option<Handle<Cuda>>> {
+        const CALL: &str = "prepare";
+        let open = spec.capacity == Capacity::Eager;
+        let drops = !open && (spec.overflow == Overflow::Drop || self.fixed(spec).is_none());
+        let Some(bytes) = self.groups.last().map(|g| g.options().max_row_bytes) else { return Ok(None) };
+        if spec.reporting != Reporting::Deferred || spec.expert_capacity.is_some() || drops {
+            return Ok(None);
+        }
+        let (device, experts) = (self.core.device.clone(), self.core.config.num_experts);
+        let tag = Tag { layer: spec.layer, op: Op::Prepare, sequence: self.core.next() };
+        let checked = self.core.check_call(ids, spec);
+        let examined = checked.and_then(|()| plan::examined(&device, ids, (spec, experts)));
+        let (kept_ids, mut loads) = match examined {
+            Ok(Some(found)) => found,
+            Ok(None) => return Ok(None),
+            Err(error) => {
+                self.core.agree(tag, Err(error))?;
+                return Ok(None);
+            }
+        };
+        self.core.comm.all_reduce(tag, ReduceOp::Sum, loads.view_mut()).map_err(|e| self.core.explain(CALL, e))?;
+        let group = self.group(spec, bytes)?;
+        let options = HandleOptions { top_k: spec.top_k, alignment: spec.alignment };
+        let local = group.local_experts();
+        let of = |size| Tensor::empty(&device, DType::I64, &[size]);
+        let (mut padded, mut starts, mut total) = (of(local)?, of(local)?, of(1)?);
+        let routed = around(&mut self.core, ("nccl_ep_update", bytes), tag, || {
+            let mut routed = super::Handle::new(&group, options)?;
+            let counters = Counters { counts: padded.view_mut(), offsets: starts.view_mut(), total: total.view_mut() };
+            routed.update(kept_ids.view(), counters)?;
+            Ok(routed)
+        })
+        .map_err(|e| self.core.explain(CALL, e))?;
+        let rows = match spec.capacity {
+            Capacity::Static(rows) => rows,
+            Capacity::Eager => device.read(&self.core.stream, total.view())?.first().map_or(0, |n| *n as usize),
+        };
+        let from = Foreign { loads: &loads, starts: &starts, total: &total, rank: self.core.rank(), rows };
+        let (zones, row_map) = plan::received(&device, &from)?;
+        let tokens = kept_ids.view().rows();
+        let stats = stats_later(&device, [loads, padded, total], rows);
+        let plan = Plan {
+            tokens,
+            total_tokens: tokens,
+            first_token: 0,
+            zones: Arc::new(zones),
+            stats,
+            kept_ids,
+            weight_map: of_slots(&device, &row_map)?,
+            row_map,
+            return_map: Tensor::empty(&device, DType::I32, &[0, spec.top_k])?,
+            send_tokens: None,
+            send_choices: None,
+            return_slots: None,
+            send_rows: Vec::new(),
+            recv_rows: Vec::new(),
+            slots_from: Vec::new(),
+            slots_at: Vec::new(),
+        };
+        let mut handle = self.core.accept(spec, plan);
+        handle.carried.0 = Some(Box::new(Kept::new(Some(routed))));
+        Ok(Some(handle))
     }
 
     /// The group for rows of so many bytes; a new one is compared over the ranks first.
     fn group(&mut self, spec: &DispatchSpec, row_bytes: usize) -> Result<Group> {
-        let capacity = match spec.capacity {
-            Capacity::Eager => None,
-            Capacity::Static(rows) => Some(rows),
-        };
+        let capacity = self.fixed(spec);
         let fits =
             |o: &GroupOptions| o.capacity == capacity && o.max_row_bytes >= row_bytes && o.max_top_k >= spec.top_k;
         if let Some(group) = self.groups.iter().rev().find(|g| fits(g.options())) {
@@ -264,6 +345,33 @@ fn around<T>(
     }
 }
 
+/// A map of slots to themselves, for weights as for rows.
+fn of_slots(device: &Cuda, row_map: &Tensor<Cuda>) -> Result<Tensor<Cuda>> {
+    let mut map = Tensor::empty(device, row_map.dtype(), row_map.dims())?;
+    device.copy(row_map.view().data(), map.view_mut().into_data())?;
+    Ok(map)
+}
+
+/// Counts as the library left them: choices of all experts, padded rows of this rank's, and their sum with nothing
+/// dropped.
+fn stats_later(device: &Cuda, [loads, padded, total]: [Tensor<Cuda>; 3], rows: usize) -> Lazy<Stats> {
+    let device = device.clone();
+    Lazy::later(move || {
+        let whole = |t: &Tensor<Cuda>| -> Result<Vec<usize>> {
+            Ok(device.read(&device.stream(), t.view())?.iter().map(|n| *n as usize).collect())
+        };
+        let needed_rows = whole(&total)?.first().copied().unwrap_or(0);
+        let mut end = 0;
+        let inside = |n: &usize| {
+            let start = end;
+            end = rows.min(end + n);
+            end - start
+        };
+        let padded_counts = whole(&padded)?.iter().map(inside).collect();
+        Ok(Stats { padded_counts, needed_rows, expert_load: whole(&loads)?, dropped: 0 })
+    })
+}
+
 /// The library and the communicator, where this rank can have them.
 fn examine(core: &mut Core<Cuda>) -> Result<(EpLibrary, Shared)> {
     check_experts(core.config.num_experts, core.ranks())?;
@@ -297,12 +405,22 @@ impl TokenDispatcher<Cuda> for NcclEp {
         weights: Option<TensorRef<'_, Cuda>>,
         spec: &DispatchSpec,
     ) -> Result<Handle<Cuda>> {
+        let known = (spec.layer, record::fields(spec));
+        if self.agreed.contains(&known)
+            && let Some(handle) = self.prepare_behind(ids, spec)?
+        {
+            return Ok(handle);
+        }
         let rules = self.rules(spec);
         let mut handle = self.core.prepare((Transport::Slots, rules), ids, weights, spec)?;
         handle.carried.0 = Some(Box::new(Kept::default()));
         // The rows' size is the first dispatch's to know; from then on it is taken to stay.
         if let Some(bytes) = self.groups.last().map(|g| g.options().max_row_bytes) {
             drop(self.routed("prepare", &handle, bytes)?);
+        }
+        // All ranks have the same now, and each finds it again.
+        if !self.agreed.contains(&known) {
+            self.agreed.push(known);
         }
         Ok(handle)
     }

@@ -48,7 +48,9 @@ impl Places {
     /// A variable's value, and below it.
     fn variable(mut self, get: Env<'_>, name: &str, below: &str) -> Self {
         if let Some(value) = get(name).filter(|v| !v.is_empty()) {
-            self.0.push((name.to_string(), Path::new(&value).join(below)));
+            let path = PathBuf::from(value);
+            // Joining nothing would leave a slash behind a file's name.
+            self.0.push((name.to_string(), if below.is_empty() { path } else { path.join(below) }));
         }
         self
     }
@@ -114,7 +116,7 @@ impl Compiler {
         let nccl = Places::new()
             .variable(get, NCCL_HEADERS, "")
             .variable(get, "NCCL_HOME", "include")
-            .path("beside NCCL EP's", above(&sources, 1, ""))
+            .path("beside NCCL EP's", sources.parent().map(Path::to_path_buf))
             // The wheels' folders: nccl/ep/include/nccl_ep and nvidia/nccl/include.
             .path("the wheel beside it", above(&sources, 4, "nvidia/nccl/include"))
             .path("usual place", Some(PathBuf::from("/usr/include")))

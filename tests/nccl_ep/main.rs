@@ -14,6 +14,7 @@ mod conformance;
 mod layer;
 
 mod bench;
+mod graph;
 mod library;
 mod raw;
 
@@ -73,9 +74,10 @@ fn over_ranks(ranks: usize) -> Vec<(String, Body)> {
     for (name, run) in layer::cases() {
         all.push((format!("layer::{name}"), shared(move |cuda| run(cuda, ranks))));
     }
-    for (name, run) in raw::cases() {
+    let own = raw::cases().into_iter().map(|case| ("raw", case));
+    for (file, (name, run)) in own.chain(graph::cases().into_iter().map(|case| ("graph", case))) {
         all.push((
-            format!("raw::{name}"),
+            format!("{file}::{name}"),
             Box::new(move |_| {
                 run(ranks);
                 None
