@@ -217,6 +217,16 @@ impl Cuda {
         self.inner.arena().memory()
     }
 
+    /// Bytes of the GPU that nobody has taken, as the driver counts.
+    ///
+    /// # Errors
+    /// A driver's error.
+    pub fn free_memory(&self) -> Result<usize> {
+        const CALL: &str = "Cuda::free_memory";
+        self.bind(CALL)?;
+        result::mem_get_info().map(|(free, _)| free).map_err(driver(CALL, "ask for free memory"))
+    }
+
     /// Counts [`Memory::peak`] from what is in use now.
     pub fn reset_peak(&self) {
         self.inner.arena().reset_peak();

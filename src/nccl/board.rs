@@ -13,7 +13,9 @@ use crate::comm::agree::{Call, Detail, Verdict, failed, judge};
 use crate::comm::rendezvous::Rendezvous;
 use crate::error::CommError;
 
+use super::notice::{Kind, Of};
 use super::notices::{Notices, Subject};
+use super::wire::Wire;
 
 /// Meeting place of the threads of one communicator.
 #[derive(Debug)]
@@ -36,11 +38,36 @@ impl Hall {
     }
 }
 
+/// What processes have.
+#[derive(Debug, Clone)]
+pub(super) struct Mail {
+    notices: Arc<Notices>,
+    wire: Arc<Wire>,
+    /// The communicator's number.
+    id: u64,
+    /// Its ranks, as the world numbers them.
+    ranks: Vec<usize>,
+}
+
+impl Mail {
+    pub(super) fn new(wire: &Arc<Wire>, id: u64, ranks: Vec<usize>) -> Self {
+        let notices = Arc::<Notices>::default();
+        wire.register(id, ranks.clone(), &notices);
+        Self { notices, wire: Arc::clone(wire), id, ranks }
+    }
+
+    fn of(&self, number: u64) -> Of {
+        Of { communicator: self.id, number }
+    }
+}
+
 /// One rank's access.
 #[derive(Debug, Clone)]
 pub(super) enum Board {
     /// Threads of one process.
     Hall(Arc<Hall>),
+    /// Processes.
+    Mail(Mail),
     /// Nobody but this rank reads it.
     Alone(Arc<Notices>),
 }
@@ -49,6 +76,7 @@ impl Board {
     pub(super) fn notices(&self) -> &Arc<Notices> {
         match self {
             Board::Hall(hall) => &hall.notices,
+            Board::Mail(mail) => &mail.notices,
             Board::Alone(notices) => notices,
         }
     }
@@ -90,20 +118,39 @@ impl Board {
     /// Tells the others that a collective will not end, after they have begun it.
     pub(super) fn post_refusal(&self, subject: Subject, reason: &str) {
         self.notices().refuse(subject.rank, subject.number, reason);
+        if let Board::Mail(mail) = self {
+            mail.wire.post(Kind::Refused(mail.of(subject.number), reason.to_string()));
+        }
     }
 
     /// Tells the others that this rank takes part in nothing after its `last` collective.
     pub(super) fn leave(&self, rank: usize, last: u64) {
         self.notices().leave(rank, last);
-        if let Board::Hall(hall) = self {
-            hall.meeting.leave(rank);
+        match self {
+            Board::Hall(hall) => hall.meeting.leave(rank),
+            Board::Mail(mail) => mail.wire.post(Kind::Left(mail.of(last))),
+            Board::Alone(_) => {}
         }
+    }
+
+    /// The same of a rank that aborts its communicator.
+    pub(super) fn give_up(&self, rank: usize, last: u64) {
+        self.notices().abort(rank);
+        if let Board::Mail(mail) = self {
+            mail.wire.post(Kind::Aborted(mail.of(last)));
+        }
+        self.leave(rank, last);
     }
 
     /// The board of a part of this communicator: which split, its colour, and its ranks as they are numbered here.
     pub(super) fn part(&self, key: (u64, usize), ranks: &[usize]) -> Self {
         match self {
             Board::Hall(hall) => Board::Hall(hall.part(key, ranks.len())),
+            Board::Mail(mail) => {
+                // Parts of one split have ranks apart, so its number and the colour name each for all who are in it.
+                let id = mail.id.wrapping_mul(1 << 20).wrapping_add(key.0 << 32).wrapping_add(key.1 as u64 + 1);
+                Board::Mail(Mail::new(&mail.wire, id, ranks.iter().map(|r| mail.ranks[*r]).collect()))
+            }
             Board::Alone(_) => Board::Alone(Arc::default()),
         }
     }

@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use crate::comm::agree::{Call, Detail};
-use crate::comm::{Communicator, Exchange, ReduceOp, Tag};
+use crate::comm::{Communicator, Exchange, Op, ReduceOp, Tag};
 use crate::cuda::{Cuda, DeviceRef, Event};
 use crate::device::Device;
 use crate::dtype::DType;
@@ -49,7 +49,14 @@ pub struct NcclComm {
 impl Drop for NcclComm {
     fn drop(&mut self) {
         self.board.leave(self.link.rank, self.entered);
-        self.watch = None;
+        if let Some(watch) = self.watch.take() {
+            // A panic inside NCCL's call has enqueued nothing.
+            watch.entered(None);
+        }
+        if let Some(peer) = self.board.notices().aborted() {
+            let tag = Tag { layer: 0, op: Op::User, sequence: 0 };
+            self.link.fail(CommError::PeerGone { operation: "drop", tag, rank: self.link.rank, peer });
+        }
     }
 }
 
@@ -78,7 +85,9 @@ impl Work for Until {
 
 impl NcclComm {
     pub(super) fn new(link: Arc<Link>, cuda: &Cuda, board: Board, timeout: Duration) -> Result<Self> {
-        let watch = Watch::start(Arc::clone(&link), Arc::clone(board.notices()))?;
+        let (rank, farewell) = (link.rank, board.clone());
+        let farewell = Box::new(move |last| farewell.give_up(rank, last));
+        let watch = Watch::start(Arc::clone(&link), Arc::clone(board.notices()), farewell)?;
         let guard: Arc<dyn crate::cuda::Guard> = link.clone();
         cuda.guard(&guard);
         Ok(Self {
@@ -123,7 +132,7 @@ impl NcclComm {
         let stream = self.stream();
         match self.link.with(|functions, comm| calls(Raw { functions, comm, stream })) {
             Some(result) => result,
-            None => Err(self.ended("with_raw", Tag { layer: 0, op: crate::comm::Op::User, sequence: 0 })),
+            None => Err(self.ended("with_raw", Tag { layer: 0, op: Op::User, sequence: 0 })),
         }
     }
 
@@ -140,13 +149,11 @@ impl NcclComm {
         let subject = self.begin(Call { operation, tag, dtype: DType::U8, detail: Detail::Plain, bytes: 0 })?;
         self.cuda.bind(operation)?;
         let stream = self.stream();
-        let result = match self.link.with(|functions, comm| calls(Raw { functions, comm, stream })) {
-            Some(result) => result,
-            None => return Err(self.ended(operation, tag)),
-        };
-        match result {
-            Ok(value) => self.watched(subject).map(|()| value),
-            Err(error) => Err(self.broken(subject, error)),
+        self.enter(subject);
+        match self.link.with(|functions, comm| calls(Raw { functions, comm, stream })) {
+            Some(Ok(value)) => self.watched(subject).map(|()| value),
+            Some(Err(error)) => Err(self.broken(subject, error)),
+            None => Err(self.ended(operation, tag)),
         }
     }
 
@@ -228,6 +235,7 @@ impl NcclComm {
         calls: impl FnOnce(&Lane<'_>) -> std::result::Result<(), Refused>,
     ) -> Result<()> {
         self.cuda.bind(subject.operation)?;
+        self.enter(subject);
         match calls(&Lane { link: &self.link, stream: self.stream() }) {
             Ok(()) => self.watched(subject),
             Err(None) => Err(self.ended(subject.operation, subject.tag)),
@@ -241,15 +249,21 @@ impl NcclComm {
         Ok(())
     }
 
+    fn enter(&self, subject: Subject) {
+        if let Some(watch) = &self.watch {
+            watch.enter(subject, self.timeout);
+        }
+    }
+
     /// Watches what has been enqueued; not inside a recording, which runs later and any number of times.
     pub(super) fn watched(&mut self, subject: Subject) -> Result<()> {
         self.entered = subject.number;
-        if self.cuda.is_capturing()? {
-            return Ok(());
-        }
-        let event = self.cuda.record()?;
+        let work: Option<Box<dyn Work>> = match self.cuda.is_capturing()? {
+            true => None,
+            false => Some(Box::new(Until { event: self.cuda.record()?, cuda: self.cuda.clone() })),
+        };
         if let Some(watch) = &self.watch {
-            watch.add(subject, self.timeout, Box::new(Until { cuda: self.cuda.clone(), event }));
+            watch.entered(work);
         }
         Ok(())
     }
@@ -257,6 +271,10 @@ impl NcclComm {
     /// The others may have begun a collective that this rank could not: it ends the communicator.
     pub(super) fn broken(&mut self, subject: Subject, error: Error) -> Error {
         let Subject { rank, operation, tag, .. } = subject;
+        if let Some(failure) = self.link.failure() {
+            // The watchdog's work: the call was ended from outside.
+            return failure.into();
+        }
         self.board.post_refusal(subject, &error.to_string());
         self.end(CommError::Transport { operation, tag, rank, reason: error.to_string() });
         error
@@ -264,6 +282,10 @@ impl NcclComm {
 
     pub(super) fn end(&self, error: CommError) -> Error {
         let first = self.link.fail(error);
+        if let Some(watch) = &self.watch {
+            watch.entered(None);
+        }
+        self.board.give_up(self.link.rank, self.calls);
         self.link.abort();
         first.into()
     }

@@ -64,6 +64,12 @@ pub enum NcclError {
         /// The configured limit.
         timeout: Duration,
     },
+    /// The communicator has been aborted.
+    #[error("NCCL: rank {rank}: the communicator has ended")]
+    Ended {
+        /// This rank.
+        rank: usize,
+    },
     /// The library has no such function.
     #[error("NCCL: version {found} has no {function}")]
     Missing {

@@ -78,26 +78,26 @@ impl NcclLibrary {
             needed: OLDEST_TEXT,
         })?;
         std::mem::forget(library);
-        let loaded = Self::of(functions, path.clone())?;
-        if loaded.0.version < OLDEST {
-            let (found, needed) = (loaded.version(), OLDEST_TEXT);
-            let reason = "ncclCommSplit, for groups of a mesh";
-            return Err(NcclError::Version { path, source_of_path, found, needed, reason }.into());
-        }
+        let loaded = Self::of(functions, path, source_of_path)?;
         tracing::debug!(path = loaded.0.path, version = loaded.version(), "loaded NCCL");
         Ok(loaded)
     }
 
     /// A library of these functions.
-    pub(super) fn of(functions: Functions, path: String) -> Result<Self> {
-        let mut library = Inner { functions, path, version: 0 };
+    pub(super) fn of(functions: Functions, path: String, source_of_path: &'static str) -> Result<Self> {
         let mut version = 0;
         // SAFETY: the result is written to a local.
         let status = unsafe { (functions.get_version)(&raw mut version) };
-        library.version = version;
-        let library = Self(Arc::new(library));
-        library.check("ncclGetVersion", std::ptr::null_mut(), status)?;
-        Ok(library)
+        if status != Status::SUCCESS {
+            // Not asked for a text: what cannot tell its version is hardly NCCL.
+            let (name, detail) = (path, String::new());
+            return Err(NcclError::Call { function: "ncclGetVersion", code: status.0, name, detail }.into());
+        }
+        if version < OLDEST {
+            let (found, needed, reason) = (text_of(version), OLDEST_TEXT, "ncclCommSplit, for groups of a mesh");
+            return Err(NcclError::Version { path, source_of_path, found, needed, reason }.into());
+        }
+        Ok(Self(Arc::new(Inner { functions, path, version })))
     }
 
     /// The functions, for callers that go beyond this crate's.
@@ -117,8 +117,7 @@ impl NcclLibrary {
 
     /// Version as text.
     pub fn version(&self) -> String {
-        let code = self.0.version;
-        format!("{}.{}.{}", code / 10_000, code / 100 % 100, code % 100)
+        text_of(self.0.version)
     }
 
     /// A new id, for the ranks of one communicator.
@@ -155,6 +154,12 @@ impl NcclLibrary {
     pub(super) fn newer<F: Copy>(&self, function: &'static str, found: Option<F>) -> Result<F> {
         Ok(found.ok_or_else(|| NcclError::Missing { function, found: self.version() })?)
     }
+}
+
+/// A version as text. Up to 2.8 NCCL counted in thousands.
+fn text_of(code: i32) -> String {
+    let major = if code < 10_000 { 1000 } else { 10_000 };
+    format!("{}.{}.{}", code / major, code % major / 100, code % 100)
 }
 
 /// The loader's own words, which the error wraps.

@@ -56,58 +56,60 @@ pub(super) struct Place {
     pub(super) size: usize,
 }
 
-/// What an attempt to join came to; `None` where the parent has ended.
-type Joined = Result<Option<(Alive, Status)>>;
+/// What an attempt to join came to; `None` where this rank is to be in no part.
+type Joined = Result<Option<Link>>;
 
 /// A rank on its way into a communicator.
 pub(super) struct Joining {
-    library: NcclLibrary,
-    function: &'static str,
     place: Place,
     joined: mpsc::Receiver<Joined>,
 }
 
 impl Joining {
-    /// Runs a call that blocks until the peers make it too, on a thread of its own.
+    /// Runs a call that blocks until the peers make it too, and `ready` with what it made, on a thread of its own.
     fn start(
         library: NcclLibrary,
         (function, place): (&'static str, Place),
         bind: impl FnOnce() -> Result<()> + Send + 'static,
         make: impl FnOnce() -> Option<(Alive, Status)> + Send + 'static,
+        ready: impl FnOnce(&Link) -> Result<()> + Send + 'static,
     ) -> Result<Self> {
         let (send, joined) = mpsc::channel();
         let name = format!("nccl-init-{}", place.rank);
+        let attempt = move || {
+            bind()?;
+            let Some((Alive(comm), status)) = make() else {
+                return Err(NcclError::Ended { rank: place.rank }.into());
+            };
+            library.check(function, std::ptr::null_mut(), status)?;
+            // No communicator: this rank is to be in no part.
+            let link = (!comm.is_null()).then(|| Link::new(library, place, comm));
+            link.as_ref().map_or(Ok(()), ready)?;
+            Ok(link)
+        };
         // Nobody listens any more where time is up.
-        let attempt = move || drop(send.send(bind().map(|()| make())));
-        thread::Builder::new().name(name).spawn(attempt).map_err(|e| super::system("start a thread", e))?;
-        Ok(Self { library, function, place, joined })
+        let run = move || drop(send.send(attempt()));
+        thread::Builder::new().name(name).spawn(run).map_err(|e| super::system("start a thread", e))?;
+        Ok(Self { place, joined })
     }
 
     /// Waits until all ranks have joined; `None` where this one is to be in no part. An attempt that does not end in
     /// time is left behind with the thread it runs on: NCCL has no way to call it off.
     pub(super) fn finish(self, timeout: Duration) -> Result<Option<Link>> {
-        let Self { library, function, place, joined } = self;
-        let Place { rank, size } = place;
-        match joined.recv_timeout(timeout) {
-            Ok(joined) => {
-                let Some((Alive(comm), status)) = joined? else {
-                    return Err(NcclError::Init { rank, size, timeout }.into());
-                };
-                library.check(function, std::ptr::null_mut(), status)?;
-                Ok((!comm.is_null()).then(|| Link::new(library, place, comm)))
-            }
-            Err(_) => Err(NcclError::Init { rank, size, timeout }.into()),
-        }
+        let Place { rank, size } = self.place;
+        let late = |_| Err(NcclError::Init { rank, size, timeout }.into());
+        self.joined.recv_timeout(timeout).unwrap_or_else(late)
     }
 }
 
 impl Link {
-    /// Begins to join a communicator. `bind` makes the rank's GPU the calling thread's.
+    /// Begins to join a communicator. `bind` makes the rank's GPU the calling thread's; `ready` is the first user.
     pub(super) fn start(
         library: &NcclLibrary,
         id: UniqueId,
         place: Place,
         bind: impl FnOnce() -> Result<()> + Send + 'static,
+        ready: impl FnOnce(&Link) -> Result<()> + Send + 'static,
     ) -> Result<Joining> {
         let Place { rank, size } = place;
         let (functions, id) = (*library.functions(), RawUniqueId { internal: id.map(|byte| byte as _) });
@@ -119,7 +121,7 @@ impl Link {
             };
             Some((Alive(comm), settle(&functions, comm, status)))
         };
-        Joining::start(library.clone(), ("ncclCommInitRankConfig", place), bind, make)
+        Joining::start(library.clone(), ("ncclCommInitRankConfig", place), bind, make, ready)
     }
 
     /// Begins to join the part of this communicator that has a colour, or none.
@@ -128,6 +130,7 @@ impl Link {
         place: Place,
         (colour, key): (i32, i32),
         bind: impl FnOnce() -> Result<()> + Send + 'static,
+        ready: impl FnOnce(&Link) -> Result<()> + Send + 'static,
     ) -> Result<Joining> {
         let parent = Arc::clone(self);
         let make = move || {
@@ -139,7 +142,7 @@ impl Link {
                 (Alive(child), settle(functions, child, status))
             })
         };
-        Joining::start(self.library.clone(), ("ncclCommSplit", place), bind, make)
+        Joining::start(self.library.clone(), ("ncclCommSplit", place), bind, make, ready)
     }
 
     /// Takes over a communicator.

@@ -10,10 +10,14 @@ mod error;
 mod lane;
 mod library;
 mod link;
+mod notice;
 mod notices;
 mod sums;
 pub mod sys;
+#[cfg(test)]
+mod tests;
 mod watch;
+mod wire;
 mod world;
 
 #[cfg(feature = "nccl-ep")]

@@ -3,9 +3,14 @@
 
 use std::collections::BTreeMap;
 use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
 
 use crate::comm::Tag;
 use crate::error::CommError;
+
+/// How long a collective goes on after a process is gone: one that exits without dropping its communicator may have done
+/// its part.
+const GRACE: Duration = Duration::from_millis(300);
 
 /// The notices of one communicator.
 #[derive(Debug, Default)]
@@ -15,8 +20,12 @@ pub(super) struct Notices(Mutex<State>);
 struct State {
     /// Ranks that left, and the last collective that each took part in.
     left: BTreeMap<usize, u64>,
+    /// Ranks whose processes are gone without a word, and since when.
+    lost: BTreeMap<usize, Instant>,
     /// The refusals by the number of the collective.
     refused: BTreeMap<u64, Refusal>,
+    /// A rank that has aborted its communicator.
+    aborted: Option<usize>,
 }
 
 #[derive(Debug, Clone)]
@@ -47,6 +56,23 @@ impl Notices {
         *known = last.min(*known);
     }
 
+    /// A rank's process is gone; nobody knows what it took part in.
+    pub(super) fn lose(&self, rank: usize) {
+        let mut state = self.lock();
+        state.lost.entry(rank).or_insert_with(Instant::now);
+        state.aborted.get_or_insert(rank);
+    }
+
+    /// A rank aborts its communicator.
+    pub(super) fn abort(&self, rank: usize) {
+        self.lock().aborted.get_or_insert(rank);
+    }
+
+    /// The first rank that has: what it has aborted the others cannot end in order.
+    pub(super) fn aborted(&self) -> Option<usize> {
+        self.lock().aborted
+    }
+
     /// A rank fails in this collective.
     pub(super) fn refuse(&self, peer: usize, number: u64, reason: &str) {
         self.lock().refused.entry(number).or_insert_with(|| Refusal { peer, reason: reason.to_string() });
@@ -60,7 +86,9 @@ impl Notices {
         if let Some((_, Refusal { peer, reason })) = state.refused.range(..=number).next() {
             return Some(CommError::Refused { operation, tag, rank, peer: *peer, reason: reason.clone() });
         }
-        let (peer, _) = state.left.iter().find(|(peer, last)| **last < number && **peer != rank)?;
+        let left = state.left.iter().find(|(peer, last)| **last < number && **peer != rank).map(|(peer, _)| peer);
+        let lost = || state.lost.iter().find(|(_, since)| since.elapsed() >= GRACE).map(|(peer, _)| peer);
+        let peer = left.or_else(lost)?;
         Some(CommError::PeerGone { operation, tag, rank, peer: *peer })
     }
 }

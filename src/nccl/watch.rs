@@ -1,8 +1,8 @@
 //! A communicator's watchdog: one thread that sees every collective end, or ends the communicator.
 //!
-//! A collective whose peer is gone never ends by itself, and the host may be waiting for it inside the driver. So the
-//! thread looks at the oldest collective that has not ended: its time, what the library reports, what other ranks have
-//! posted. The first failure is kept in the [`Link`], for every later call and every wait of the device, before the
+//! A collective whose peer is gone never ends by itself, and the host may be waiting for it inside the driver, or inside
+//! NCCL, which connects ranks at the first use of a way between them. So the thread looks at the oldest collective that
+//! has not ended: its time, what the library reports, what other ranks have posted. The first failure is kept in the [`Link`], for every later call and every wait of the device, before the
 //! communicator is aborted, which lets the waits return.
 
 use std::collections::VecDeque;
@@ -31,14 +31,19 @@ struct Running {
     timeout: Duration,
     /// When it was enqueued, or became the oldest: what is behind another does not run yet.
     since: Instant,
-    work: Box<dyn Work>,
+    /// `None` while the host is inside NCCL.
+    work: Option<Box<dyn Work>>,
 }
+
+/// What tells the other ranks that this one takes part in nothing after a collective of this number.
+pub(super) type Farewell = Box<dyn Fn(u64) + Send>;
 
 struct Shared {
     link: Arc<Link>,
     notices: Arc<Notices>,
     queue: Mutex<Queue>,
     changed: Condvar,
+    farewell: Mutex<Farewell>,
 }
 
 #[derive(Default)]
@@ -60,20 +65,31 @@ impl fmt::Debug for Watch {
 }
 
 impl Watch {
-    pub(super) fn start(link: Arc<Link>, notices: Arc<Notices>) -> Result<Self> {
+    pub(super) fn start(link: Arc<Link>, notices: Arc<Notices>, farewell: Farewell) -> Result<Self> {
         let name = format!("nccl-watch-{}", link.rank);
-        let shared = Arc::new(Shared { link, notices, queue: Mutex::default(), changed: Condvar::new() });
+        let (queue, changed, farewell) = (Mutex::default(), Condvar::new(), Mutex::new(farewell));
+        let shared = Arc::new(Shared { link, notices, queue, changed, farewell });
         let own = Arc::clone(&shared);
         let thread = thread::Builder::new().name(name).spawn(move || own.run());
         Ok(Self { shared, thread: Some(thread.map_err(|e| super::system("start a thread", e))?) })
     }
 
-    /// Watches a collective from now on.
-    pub(super) fn add(&self, subject: Subject, timeout: Duration, work: Box<dyn Work>) {
+    /// The host is about to enter NCCL for a collective.
+    pub(super) fn enter(&self, subject: Subject, timeout: Duration) {
         let mut queue = self.shared.lock();
-        queue.running.push_back(Running { subject, timeout, since: Instant::now(), work });
+        queue.running.push_back(Running { subject, timeout, since: Instant::now(), work: None });
         drop(queue);
         self.shared.changed.notify_one();
+    }
+
+    /// The host is out again, and has enqueued this; `None`: nothing that is to be watched.
+    pub(super) fn entered(&self, work: Option<Box<dyn Work>>) {
+        let mut queue = self.shared.lock();
+        match (queue.running.back_mut(), &work) {
+            (Some(last), Some(_)) => last.work = work,
+            (Some(last), None) if last.work.is_none() => drop(queue.running.pop_back()),
+            _ => {}
+        }
     }
 }
 
@@ -101,8 +117,10 @@ impl Shared {
                     // First the reason, then what lets the waits return.
                     let failure = self.link.fail(failure);
                     tracing::error!(rank = self.link.rank, %failure, "communicator aborted");
+                    let last = queue.running.back().map_or(0, |last| last.subject.number);
                     queue.running.clear();
                     drop(queue);
+                    self.farewell.lock().unwrap_or_else(PoisonError::into_inner)(last);
                     self.link.abort();
                     return;
                 }
@@ -121,7 +139,7 @@ impl Shared {
     fn look(&self, queue: &mut Queue) -> Option<CommError> {
         while let Some(oldest) = queue.running.front() {
             let Subject { rank, operation, tag, .. } = oldest.subject;
-            match oldest.work.ended() {
+            match oldest.work.as_ref().map_or(Ok(false), |work| work.ended()) {
                 Ok(true) => {
                     queue.running.pop_front();
                     if let Some(next) = queue.running.front_mut() {

@@ -11,8 +11,11 @@ use crate::kernels::Kernels;
 use crate::ranks::{Axis, Bootstrap, Mesh, UniqueId};
 use crate::tensor::Tensor;
 
-use super::board::{Board, Hall};
+use super::board::{Board, Hall, Mail};
+use super::lane::{Lane, Piece};
 use super::link::{Joining, Link, Place};
+use super::sys::Reduction;
+use super::wire::Wire;
 use super::{NcclComm, NcclLibrary};
 
 fn joined(joining: Joining, timeout: Duration) -> Result<Arc<Link>> {
@@ -28,9 +31,36 @@ pub struct NcclWorld {
     seats: Vec<(Arc<Link>, Cuda)>,
 }
 
+/// Begins to join, and to make the connections that this crate's collectives use: NCCL makes each at the first use, where
+/// the host waits for the peers.
 fn start(library: &NcclLibrary, id: UniqueId, place: Place, cuda: &Cuda) -> Result<Joining> {
-    let cuda = cuda.clone();
-    Link::start(library, id, place, move || cuda.bind("NcclComm"))
+    let (bound, cuda) = (cuda.clone(), cuda.clone());
+    Link::start(library, id, place, move || bound.bind("NcclComm"), move |link| connect(link, &cuda))
+}
+
+fn connect(link: &Link, cuda: &Cuda) -> Result<()> {
+    const CALL: &str = "NcclComm";
+    const BYTES: usize = 16;
+    let (rank, size) = (link.rank, link.size);
+    let (own, mut all) = (Tensor::zeros(cuda, DType::U8, &[BYTES])?, Tensor::zeros(cuda, DType::U8, &[size, BYTES])?);
+    let (from, to) = (own.view().data().address(), all.view_mut().into_data().address());
+    let lane = Lane { link, stream: cuda.stream().raw().cu_stream().cast() };
+    let peers = || (0..size).filter(|peer| *peer != rank);
+    let sends: Vec<Piece> = peers().map(|peer| Piece { peer, address: from, bytes: BYTES }).collect();
+    let place = |peer| to + (peer * BYTES) as u64;
+    let receives: Vec<Piece> = peers().map(|peer| Piece { peer, address: place(peer), bytes: BYTES }).collect();
+    // SAFETY: both tensors have those bytes and live until the stream has been waited for.
+    let done = unsafe {
+        lane.all_gather(from, to, BYTES)
+            .and_then(|()| lane.exchange(&sends, &receives))
+            .and_then(|()| lane.all_reduce(to, BYTES, DType::U8, Reduction::SUM))
+            .and_then(|()| lane.broadcast(to, BYTES, 0))
+    };
+    match done {
+        Ok(()) => cuda.finish(CALL),
+        Err(Some(error)) => Err(error.into()),
+        Err(None) => Err(Error::invalid(CALL, "communicator", "one in use", "one that has ended")),
+    }
 }
 
 impl NcclWorld {
@@ -79,6 +109,15 @@ impl NcclWorld {
     }
 }
 
+impl Drop for NcclWorld {
+    fn drop(&mut self) {
+        // What one rank has aborted the others must abort too: their peers' part of an orderly end will not come.
+        if let Some(failure) = self.seats.iter().find_map(|(link, _)| link.failure()) {
+            self.seats.iter().for_each(|(link, _)| drop(link.fail(failure.clone())));
+        }
+    }
+}
+
 impl NcclComm {
     /// Communicators of ranks that are threads of this process, one a GPU, in rank order, to be moved to one thread
     /// each. Every collective, and their making, ends within `timeout`.
@@ -90,16 +129,21 @@ impl NcclComm {
     }
 
     /// Joins the communicator of a job's ranks, on this GPU. The id travels through the bootstrap, whose timeout is the
-    /// collectives' too.
+    /// collectives' too, and whose connections stay open: a process that dies, or refuses, is heard of at once.
     ///
     /// # Errors
     /// [`NcclError`](super::NcclError); [`RankError`](crate::ranks::RankError) where the ranks do not find each other.
     pub fn join(library: &NcclLibrary, job: &Bootstrap, cuda: &Cuda) -> Result<Self> {
-        let id = job.exchange(|| library.unique_id())?;
-        Self::from_id(library, (id, job.rank, job.world), cuda, job.timeout)
+        let (id, streams) = job.connect(|| library.unique_id())?;
+        let wire = Wire::new(job.rank, streams)?;
+        let mail = Mail::new(&wire, 0, (0..job.world).collect());
+        let place = Place { rank: job.rank, size: job.world };
+        let link = joined(start(library, id, place, cuda)?, job.timeout)?;
+        Self::new(link, cuda, Board::Mail(mail), job.timeout)
     }
 
-    /// Joins a communicator whose id has reached every rank by other ways: `(id, rank, ranks)`.
+    /// Joins a communicator whose id has reached every rank by other ways: `(id, rank, ranks)`. Ranks hear nothing of each
+    /// other beside NCCL: one that dies or refuses is a [`CommError::Timeout`] to the others.
     ///
     /// # Errors
     /// [`NcclError`](super::NcclError).
@@ -139,7 +183,9 @@ impl NcclComm {
         let rank = members.iter().position(|(_, rank)| *rank == self.link.rank).unwrap_or(0);
         let place = Place { rank, size: members.len() };
         let cuda = self.cuda.clone();
-        let joining = self.link.split(place, (own as i32, key as i32), move || cuda.bind(CALL))?;
+        let (bound, place_of) = (self.cuda.clone(), (own as i32, key as i32));
+        let ready = move |link: &Link| connect(link, &cuda);
+        let joining = self.link.split(place, place_of, move || bound.bind(CALL), ready)?;
         let link = match joining.finish(self.timeout) {
             Ok(link) => link,
             Err(error) => {

@@ -95,6 +95,19 @@ pub struct Part {
     grads: Params,
 }
 
+impl Part {
+    /// What must be equal: experts, and tokens that chose each.
+    pub fn counts(&self) -> (&[Vec<usize>], &[usize]) {
+        (&self.ids, &self.load)
+    }
+
+    /// What may differ by rounding, by name.
+    pub fn tensors(&self) -> Vec<(&str, &Tensor)> {
+        let own = [("y", &self.y), ("logits", &self.logits), ("weights", &self.weights)];
+        own.into_iter().chain(self.grads.iter().map(|(name, t)| (&name[..], t))).collect()
+    }
+}
+
 /// Runs forward, and backward where a cotangent is given, of one block on one thread a rank. `params` has a share for
 /// each rank, in the type that `x` is converted to.
 pub fn run(
@@ -117,34 +130,53 @@ pub fn run_on<D: Target>(
     dtype: DType,
     cotangent: Option<Cotangent<'_>>,
 ) -> Result<Outcome, Error> {
+    Ok(join(&run_parts(device, setup, params, x, dtype, cotangent)?))
+}
+
+/// The same, each rank's part by itself.
+pub fn run_parts<D: Target>(
+    device: &D,
+    setup: &Setup,
+    params: &[BlockParams],
+    x: &Tensor,
+    dtype: DType,
+    cotangent: Option<Cotangent<'_>>,
+) -> Result<Vec<Part>, Error> {
     assert_eq!(setup.split.len(), params.len(), "a share of the parameters for each rank");
     assert_eq!(setup.split.iter().sum::<usize>(), x.dims()[0], "the split has all tokens");
     let seats = device.seats(params.len(), Duration::from_secs(60));
     let parts: Vec<Result<Part, Error>> = thread::scope(|scope| {
         let threads: Vec<_> = seats
             .into_iter()
-            .enumerate()
-            .map(|(rank, seat)| {
-                scope.spawn(move || {
-                    let most = setup.split.iter().copied().max().unwrap_or(0);
-                    let mut config = GroupConfig::new(setup.config.router.num_experts, most);
-                    config.dispatcher = setup.dispatcher;
-                    if let moebius::ep::Capacity::Static(rows) = setup.dispatch.capacity {
-                        config.max_rows = rows;
-                    }
-                    let mut group = seat.join(config)?;
-                    let device = group.device().clone();
-                    let rows = |t: &Tensor| device.host(&rank_rows(t, &setup.split, rank, dtype));
-                    let dy = cotangent.and_then(|c| c.y).map(rows);
-                    let aux = cotangent.map(|c| c.aux);
-                    one_rank(setup, &mut group, &params[rank], &rows(x), aux.map(|aux| (dy.as_ref(), aux)))
-                })
-            })
+            .zip(params)
+            .map(|(seat, params)| scope.spawn(move || run_rank(seat, setup, params, x, dtype, cotangent)))
             .collect();
         threads.into_iter().map(|t| t.join().expect("a rank's thread panicked")).collect()
     });
-    let parts = parts.into_iter().collect::<Result<Vec<_>, _>>()?;
-    Ok(join(&parts))
+    parts.into_iter().collect()
+}
+
+/// One rank of the same.
+pub fn run_rank<D: Target>(
+    seat: target::Seat<D>,
+    setup: &Setup,
+    params: &BlockParams,
+    x: &Tensor,
+    dtype: DType,
+    cotangent: Option<Cotangent<'_>>,
+) -> Result<Part, Error> {
+    let most = setup.split.iter().copied().max().unwrap_or(0);
+    let mut config = GroupConfig::new(setup.config.router.num_experts, most);
+    config.dispatcher = setup.dispatcher;
+    if let moebius::ep::Capacity::Static(rows) = setup.dispatch.capacity {
+        config.max_rows = rows;
+    }
+    let mut group = seat.join(config)?;
+    let (device, rank) = (group.device().clone(), group.rank());
+    let rows = |t: &Tensor| device.host(&rank_rows(t, &setup.split, rank, dtype));
+    let dy = cotangent.and_then(|c| c.y).map(rows);
+    let aux = cotangent.map(|c| c.aux);
+    one_rank(setup, &mut group, params, &rows(x), aux.map(|aux| (dy.as_ref(), aux)))
 }
 
 fn one_rank<D: Target>(

@@ -2,18 +2,21 @@
 
 use candle_core::{Device, Tensor};
 use moebius::checkpoint::BlockParams;
+use moebius::comm::Communicator;
 use moebius::config::{CapacityOrder, ExpertCapacity, MoeConfig, SharedConfig};
 use moebius::cpu::Cpu;
 use moebius::cuda::Cuda;
 use moebius::ep::{Capacity, DispatcherKind, Overflow};
+use moebius::nccl::NcclComm;
 use moebius::{DType, Error};
 
 use crate::common::support::compare::values;
 use crate::common::support::dense::Params;
-use crate::common::{Cotangent, Outcome, Setup, run_on, shard};
-use crate::{KINDS, conformance::over};
+use crate::common::target::Seat;
+use crate::common::{Cotangent, Outcome, Setup, run_on, run_parts, run_rank, shard};
+use crate::{KINDS, Run, conformance::over};
 
-pub fn cases() -> Vec<(&'static str, fn(&Cuda, usize))> {
+pub fn cases() -> Vec<(&'static str, Run)> {
     vec![
         ("same_as_cpu_ranks", same_as_cpu_ranks),
         ("same_bits_in_a_hundred_steps", same_bits_in_a_hundred_steps),
@@ -55,7 +58,7 @@ fn params(config: &MoeConfig) -> Params {
 }
 
 /// A block, its input and the gradient at its output.
-struct Problem {
+pub struct Problem {
     setup: Setup,
     dtype: DType,
     x: Tensor,
@@ -64,7 +67,7 @@ struct Problem {
 }
 
 impl Problem {
-    fn new(config: &MoeConfig, split: &[usize], kind: DispatcherKind, dtype: DType) -> Self {
+    pub fn new(config: &MoeConfig, split: &[usize], kind: DispatcherKind, dtype: DType) -> Self {
         let mut setup = Setup::new(config, split);
         setup.dispatcher = kind;
         let dims = [split.iter().sum(), config.hidden];
@@ -80,6 +83,22 @@ impl Problem {
         let Self { dtype, x, d_y, params, .. } = self;
         let (x, d_y, params) = (x.clone(), d_y.clone(), params.clone());
         Self { setup, dtype: *dtype, x, d_y, params }.on(&Cpu::poisoning())
+    }
+
+    /// This process's rank over NCCL, compared with the same rank on the CPU.
+    pub fn as_one_rank(&self, name: &str, comm: NcclComm) {
+        let (rank, ranks) = (comm.rank(), self.setup.split.len());
+        let parts: Vec<BlockParams> = (0..ranks).map(|r| shard(&self.params, r, ranks, self.dtype)).collect();
+        let cotangent = Some(Cotangent { y: Some(&self.d_y), aux: 0.3 });
+        let cpu = run_parts(&Cpu::poisoning(), &self.setup, &parts, &self.x, self.dtype, cotangent).expect("the CPU");
+        let seat = Seat { device: comm.cuda().clone(), comm: Box::new(comm) };
+        let own = run_rank(seat, &self.setup, &parts[rank], &self.x, self.dtype, cotangent);
+        let own = own.unwrap_or_else(|e| panic!("{name}: {e}"));
+        assert_eq!(own.counts(), cpu[rank].counts(), "{name}");
+        for ((what, a), (_, b)) in own.tensors().into_iter().zip(cpu[rank].tensors()) {
+            let d = distance(a, b);
+            assert!(d <= tolerance(self.dtype), "{name}: {what} is off by {d:e}");
+        }
     }
 
     fn on<D: crate::common::target::Target>(&self, device: &D) -> Result<Outcome, Error> {

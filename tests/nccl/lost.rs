@@ -10,9 +10,10 @@ use moebius::kernels::Kernels;
 use moebius::nccl::NcclComm;
 use moebius::{CommError, DType, Error, Result, Tensor};
 
+use crate::Run;
 use crate::conformance::gpus;
 
-pub fn cases() -> Vec<(&'static str, fn(&Cuda, usize))> {
+pub fn cases() -> Vec<(&'static str, Run)> {
     vec![
         ("never_enters", never_enters),
         ("fails_inside", fails_inside),

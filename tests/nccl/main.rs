@@ -13,6 +13,7 @@ mod conformance;
 mod layer;
 mod library;
 mod lost;
+mod processes;
 
 use std::process::ExitCode;
 
@@ -25,6 +26,9 @@ use conformance::{gpus, over};
 /// Numbers of ranks.
 const RANKS: [usize; 2] = [2, 4];
 const KINDS: [DispatcherKind; 2] = [DispatcherKind::AllToAll, DispatcherKind::AllGather];
+
+/// A body for any number of ranks.
+type Run = fn(&Cuda, usize);
 
 /// A test over some ranks, given the first GPU.
 type Body = Box<dyn Fn(&Cuda) + Send>;
@@ -41,9 +45,10 @@ fn over_ranks(ranks: usize) -> Vec<(String, Body)> {
     for body in conformance::communicator_bodies().into_iter().filter(|body| (body.ranks)(ranks)) {
         all.push((format!("communicator::{}", body.name), Box::new(move |cuda: &Cuda| (body.run)(cuda, ranks))));
     }
-    let own = layer::cases().into_iter().map(|(name, run)| (format!("layer::{name}"), run));
-    for (name, run) in own.chain(lost::cases().into_iter().map(|(name, run)| (format!("lost::{name}"), run))) {
-        all.push((name, Box::new(move |cuda: &Cuda| run(cuda, ranks))));
+    for (file, cases) in [("layer", layer::cases()), ("lost", lost::cases()), ("processes", processes::cases())] {
+        for (name, run) in cases {
+            all.push((format!("{file}::{name}"), Box::new(move |cuda: &Cuda| run(cuda, ranks))));
+        }
     }
     all
 }
@@ -78,6 +83,10 @@ fn trials(available: &Result<usize, String>) -> Vec<Trial> {
 fn main() -> ExitCode {
     if std::env::var_os(library::CHILD).is_some() {
         library::child();
+        return ExitCode::SUCCESS;
+    }
+    if let Ok(body) = std::env::var(processes::CHILD) {
+        processes::child(&body);
         return ExitCode::SUCCESS;
     }
     let mut arguments = Arguments::from_args();

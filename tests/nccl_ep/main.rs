@@ -11,6 +11,7 @@ mod common;
 #[allow(dead_code, unused_imports, reason = "a suite has parts for the CPU alone")]
 mod conformance;
 #[path = "../nccl/layer.rs"]
+#[allow(dead_code, reason = "a part is for ranks that are processes")]
 mod layer;
 
 mod bench;
@@ -34,6 +35,8 @@ const KINDS: [DispatcherKind; 1] = [DispatcherKind::NcclEp];
 /// Rules of the library that cases of the shared suites break, as its errors say them.
 const RULES: [&str; 2] = ["must be a multiple of 4, found", "expected a multiple of 16 bytes"];
 
+/// A shared test over some ranks, given the first GPU.
+type Run = fn(&Cuda, usize);
 /// A test over some ranks, given the first GPU. Returns why it is not for this dispatcher, if it is not.
 type Body = Box<dyn Fn(&Cuda) -> Option<String> + Send>;
 
