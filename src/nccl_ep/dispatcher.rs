@@ -86,11 +86,16 @@ impl NcclEp {
         }
     }
 
+    /// Most tokens of a rank, as the library takes them: by fours.
+    fn max_tokens(&self) -> usize {
+        self.core.config.max_tokens_per_rank.next_multiple_of(4)
+    }
+
     /// The capacity of the library's group. It has none below the tokens of a rank: what the host has planned to fit there
     /// goes through a group that is open.
     fn fixed(&self, spec: &DispatchSpec) -> Option<usize> {
         match spec.capacity {
-            Capacity::Static(rows) => Some(rows).filter(|rows| *rows >= self.core.config.max_tokens_per_rank),
+            Capacity::Static(rows) => Some(rows).filter(|rows| *rows >= self.max_tokens()),
             Capacity::Eager => None,
         }
     }
@@ -174,7 +179,7 @@ impl NcclEp {
         let known = |of: fn(&GroupOptions) -> usize| self.groups.iter().map(|g| of(g.options())).max().unwrap_or(0);
         let options = GroupOptions {
             num_experts: self.core.config.num_experts,
-            max_tokens: self.core.config.max_tokens_per_rank,
+            max_tokens: self.max_tokens(),
             capacity,
             max_row_bytes: row_bytes.max(known(|o| o.max_row_bytes)),
             max_top_k: spec.top_k.max(known(|o| o.max_top_k)),
@@ -324,11 +329,15 @@ fn row_bytes(inputs: &DispatchInputs<'_, Cuda>) -> usize {
     inputs.tokens.row_bytes() + inputs.scales.as_ref().map_or(0, |s| s.row_bytes())
 }
 
-/// The library moves rows in 16-byte words.
-fn check_words(bytes: usize) -> Result<()> {
-    match bytes > 0 && bytes.is_multiple_of(16) {
+/// The library moves rows in 16-byte words, and sums numbers by 8.
+fn check_words(dtype: DType, bytes: usize) -> Result<()> {
+    let width = bytes / dtype.size();
+    if bytes == 0 || !bytes.is_multiple_of(16) {
+        return Err(EpError::RowBytes { what: "a row", bytes }.into());
+    }
+    match dtype == DType::U8 || width.is_multiple_of(8) {
         true => Ok(()),
-        false => Err(EpError::RowBytes { what: "a row", bytes }.into()),
+        false => Err(EpError::Width { width }.into()),
     }
 }
 
@@ -375,6 +384,7 @@ fn stats_later(device: &Cuda, [loads, padded, total]: [Tensor<Cuda>; 3], rows: u
 /// The library and the communicator, where this rank can have them.
 fn examine(core: &mut Core<Cuda>) -> Result<(EpLibrary, Shared)> {
     check_experts(core.config.num_experts, core.ranks())?;
+    super::group::check_tokens(core.config.max_tokens_per_rank.next_multiple_of(4))?;
     check_gpu(&core.device)?;
     let Some(comm) = core.comm.as_any().and_then(|comm| comm.downcast_mut::<NcclComm>()) else {
         return Err(EpError::Communicator { found: "another".to_string() }.into());
@@ -434,14 +444,15 @@ impl TokenDispatcher<Cuda> for NcclEp {
         const STEP: Step = ("dispatch", Op::Dispatch);
         let checked = check_inputs(STEP.0, handle, &inputs)
             .and_then(|()| check_outputs(STEP.0, handle, &inputs, &outputs))
-            .and_then(|()| check_words(row_bytes(&inputs)));
+            .and_then(|()| check_words(inputs.tokens.dtype(), row_bytes(&inputs)));
         self.agree(STEP, handle, checked)?;
         self.send(STEP, handle, &inputs, outputs)
     }
 
     fn dispatch_rows(&mut self, handle: &Handle<Cuda>, inputs: DispatchInputs<'_, Cuda>) -> Result<Received<Cuda>> {
         const STEP: Step = ("dispatch_rows", Op::Dispatch);
-        let checked = check_inputs(STEP.0, handle, &inputs).and_then(|()| check_words(row_bytes(&inputs)));
+        let checked =
+            check_inputs(STEP.0, handle, &inputs).and_then(|()| check_words(inputs.tokens.dtype(), row_bytes(&inputs)));
         self.agree(STEP, handle, checked)?;
         let (n, tokens) = (handle.rows(), inputs.tokens);
         let mut rows = self.empty(tokens.dtype(), &[n, tokens.row_bytes() / tokens.dtype().size()])?;
@@ -466,7 +477,7 @@ impl TokenDispatcher<Cuda> for NcclEp {
         let bytes = expert_out.row_bytes();
         let checked = check_slots(STEP.0, "expert_out", handle, expert_out)
             .and_then(|()| check_tokens(STEP.0, "out", handle, expert_out, &out))
-            .and_then(|()| check_words(bytes));
+            .and_then(|()| check_words(expert_out.dtype(), bytes));
         self.agree(STEP, handle, checked)?;
         let rows = RowsBack { rows: expert_out.borrow(), weights: None, out: out.reborrow(), out_weights: None };
         self.collective(STEP, (handle, bytes), |routed| routed.combine(Direction::Forward, rows))
@@ -501,7 +512,7 @@ impl TokenDispatcher<Cuda> for NcclEp {
         const STEP: Step = ("dispatch_bwd", Op::DispatchBwd);
         self.agreed_backward(STEP.0, handle)?;
         let bytes = grads.rows.row_bytes();
-        let checked = check_grads(STEP.0, handle, &grads).and_then(|()| check_words(bytes));
+        let checked = check_grads(STEP.0, handle, &grads).and_then(|()| check_words(grads.rows.dtype(), bytes));
         self.agree(STEP, handle, checked)?;
         let DispatchGrads { rows, weights, mut d_tokens, mut d_weights } = grads;
         let zeros = match weights {
@@ -540,7 +551,7 @@ fn check_grad(call: &'static str, handle: &Handle<Cuda>, grad: TensorRef<'_, Cud
     let inputs = DispatchInputs { tokens: grad.borrow(), weights: None, scales: None };
     check_float(call, "grad", grad)?;
     check_inputs(call, handle, &inputs)?;
-    check_words(grad.row_bytes())
+    check_words(grad.dtype(), grad.row_bytes())
 }
 
 impl Drop for NcclEp {

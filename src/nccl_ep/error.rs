@@ -86,6 +86,14 @@ pub enum EpError {
         /// How many.
         bytes: usize,
     },
+    /// A row of numbers that its sums are not compiled for.
+    #[error(
+        "NCCL EP: rows of numbers: expected a multiple of 8 numbers, found {width}; choose another dispatcher for such rows"
+    )]
+    Width {
+        /// Numbers of a row.
+        width: usize,
+    },
     /// Zones must begin at multiples of a power of two.
     #[error("NCCL EP: alignment: expected a power of two, found {found}")]
     Alignment {
@@ -99,6 +107,19 @@ pub enum EpError {
         expected: String,
         /// What was asked for.
         found: usize,
+    },
+    /// Rows too long for what its kernels keep of them on chip; the library would end the process.
+    #[error(
+        "NCCL EP: {stages} stages of {bytes} bytes do not fit the {limit} bytes of shared memory; set \
+         NCCL_EP_DISPATCH_NUM_STAGES and NCCL_EP_COMBINE_NUM_STAGES_G2S lower, or choose another dispatcher"
+    )]
+    Shared {
+        /// Rows in flight in a block.
+        stages: usize,
+        /// Bytes of a row.
+        bytes: usize,
+        /// What a block can have.
+        limit: usize,
     },
     /// A number that the library does not take.
     #[error("NCCL EP: {call}: {name}: expected {expected}, found {found}")]

@@ -12,19 +12,27 @@ use super::{EpError, EpLibrary, result, sys};
 /// A result of this module alone.
 type Checked<T> = std::result::Result<T, EpError>;
 
+/// What the library's kernels are made for.
+pub(super) const MOST_TOKENS: usize = 8192;
+const MOST_CHOICES: usize = 32;
+/// Rows that its kernels keep in shared memory, unless a variable says otherwise, and what a block of the GPU can have.
+const STAGES: usize = 12;
+const STAGE_VARIABLES: [&str; 2] = ["NCCL_EP_DISPATCH_NUM_STAGES", "NCCL_EP_COMBINE_NUM_STAGES_G2S"];
+const SHARED: usize = 227 << 10;
+
 /// What a group is made for; the same on all ranks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct GroupOptions {
     /// Experts E over all ranks.
     pub num_experts: usize,
-    /// Most tokens of a rank in a call.
+    /// Most tokens of a rank in a call; a multiple of 4, at most 8192.
     pub max_tokens: usize,
     /// Rows that every receive buffer has, for calls that wait for nothing and can be recorded; `None`: as many as the
     /// step needs, which dispatch waits for.
     pub capacity: Option<usize>,
     /// Most bytes of a row, with its scales; a multiple of 16.
     pub max_row_bytes: usize,
-    /// Most choices of a token.
+    /// Most choices of a token, at most 32.
     pub max_top_k: usize,
     /// A row past the capacity ends the process with a message, instead of being dropped.
     pub trap: bool,
@@ -66,6 +74,15 @@ fn narrow(name: &'static str, value: usize) -> Checked<u32> {
 }
 
 impl GroupOptions {
+    /// Whether the rows that a block has in flight fit its shared memory; `set` reads a variable.
+    fn check_shared(&self, set: impl Fn(&str) -> Option<usize>) -> Checked<()> {
+        let stages = STAGE_VARIABLES.map(|name| set(name).unwrap_or(STAGES)).into_iter().max().unwrap_or(STAGES);
+        match stages.saturating_mul(self.max_row_bytes) <= SHARED {
+            true => Ok(()),
+            false => Err(EpError::Shared { stages, bytes: self.max_row_bytes, limit: SHARED }),
+        }
+    }
+
     /// What the library would end the process for, or find out too late.
     pub(super) fn check(&self, ranks: usize) -> Checked<()> {
         let positive = [
@@ -86,6 +103,12 @@ impl GroupOptions {
         if !self.max_row_bytes.is_multiple_of(16) {
             return Err(EpError::RowBytes { what: "max_row_bytes", bytes: self.max_row_bytes });
         }
+        check_tokens(self.max_tokens)?;
+        if self.max_top_k > MOST_CHOICES {
+            let (expected, found) = (format!("at most {MOST_CHOICES}"), self.max_top_k.to_string());
+            return Err(EpError::Argument { call: "Group::new", name: "max_top_k", expected, found });
+        }
+        self.check_shared(|name| std::env::var(name).ok().and_then(|v| v.trim().parse().ok()))?;
         match self.capacity {
             Some(found) if found < self.max_tokens => {
                 let expected = format!("at least {} rows (max_tokens)", self.max_tokens);
@@ -94,6 +117,15 @@ impl GroupOptions {
             _ => Ok(()),
         }
     }
+}
+
+/// The rule for tokens of a rank.
+pub(super) fn check_tokens(tokens: usize) -> Checked<()> {
+    if tokens.is_multiple_of(4) && tokens <= MOST_TOKENS {
+        return Ok(());
+    }
+    let (expected, found) = (format!("a multiple of 4, at most {MOST_TOKENS}"), tokens.to_string());
+    Err(EpError::Argument { call: "Group::new", name: "max_tokens", expected, found })
 }
 
 /// The rules for experts and ranks.
@@ -245,5 +277,52 @@ impl Drop for Inner {
         if let Some(Err(error)) = ended {
             tracing::warn!(%error, "an EP group was not destroyed");
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn good() -> GroupOptions {
+        GroupOptions {
+            num_experts: 8,
+            max_tokens: 32,
+            capacity: Some(64),
+            max_row_bytes: 14_336,
+            max_top_k: 2,
+            trap: false,
+        }
+    }
+
+    #[test]
+    fn each_rule_has_its_own_error() {
+        assert_eq!(good().check(2), Ok(()));
+        assert_eq!(good().check(1), Err(EpError::Ranks { found: 1 }));
+        assert_eq!(good().check(3), Err(EpError::Experts { experts: 8, ranks: 3 }));
+        let bytes = EpError::RowBytes { what: "max_row_bytes", bytes: 24 };
+        assert_eq!(GroupOptions { max_row_bytes: 24, ..good() }.check(2), Err(bytes));
+        let named = |options: GroupOptions| match options.check(2) {
+            Err(EpError::Argument { name, .. }) => name,
+            other => panic!("{options:?}: {other:?}"),
+        };
+        assert_eq!(named(GroupOptions { max_tokens: 30, ..good() }), "max_tokens");
+        assert_eq!(named(GroupOptions { max_tokens: 8196, capacity: None, ..good() }), "max_tokens");
+        assert_eq!(named(GroupOptions { max_tokens: 0, ..good() }), "max_tokens");
+        assert_eq!(named(GroupOptions { max_top_k: 9, ..good() }), "max_top_k");
+        assert_eq!(named(GroupOptions { num_experts: 64, max_top_k: 33, ..good() }), "max_top_k");
+        let small = EpError::Capacity { expected: "at least 32 rows (max_tokens)".into(), found: 28 };
+        assert_eq!(GroupOptions { capacity: Some(28), ..good() }.check(2), Err(small));
+    }
+
+    #[test]
+    fn rows_in_flight_must_fit_unless_a_variable_lowers_their_number() {
+        let long = GroupOptions { max_row_bytes: 28_672, ..good() };
+        let error = EpError::Shared { stages: 12, bytes: 28_672, limit: SHARED };
+        assert_eq!(long.check_shared(|_| None), Err(error));
+        assert_eq!(long.check_shared(|_| Some(6)), Ok(()));
+        // One of the two kernels still has too many.
+        let one = |name: &str| (name == STAGE_VARIABLES[0]).then_some(6);
+        assert!(long.check_shared(one).is_err());
     }
 }

@@ -304,6 +304,10 @@ impl Handle {
         if !matches!(rows.dtype(), DType::BF16 | DType::F16 | DType::F32) {
             return Err(Error::invalid(CALL, "tensor rows", "bf16, f16 or f32", rows.dtype()));
         }
+        let width = out.dims()[1];
+        if !width.is_multiple_of(8) {
+            return Err(EpError::Width { width }.into());
+        }
         let (t, n, k) = (out.dims()[0], rows.rows(), self.options.top_k);
         let backward = direction == Direction::Backward;
         for (name, present) in [("weights", weights.is_some()), ("out_weights", out_weights.is_some())] {

@@ -2,6 +2,7 @@
 //! JSON lines on stdout. Bytes are counted once per (token, rank) and once per (token, expert), a rank's own apart.
 
 use std::ffi::c_void;
+use std::sync::Barrier;
 use std::time::Instant;
 
 use cudarc::driver::CudaEvent;
@@ -249,7 +250,9 @@ struct Times {
 }
 
 impl Times {
-    fn of(&mut self, cuda: &Cuda, call: impl FnOnce() -> Result<()>) -> Result<()> {
+    fn of(&mut self, (cuda, together): (&Cuda, &Barrier), call: impl FnOnce() -> Result<()>) -> Result<()> {
+        // All ranks stand before the call with idle GPUs.
+        together.wait();
         let stream = cuda.stream();
         let event = || {
             let flags = Some(CUevent_flags::CU_EVENT_DEFAULT);
@@ -292,10 +295,10 @@ fn traffic(run: &Run, rank: usize, ranks: usize) -> [usize; 4] {
     [rows, own, choices, own_choices]
 }
 
-fn measure(seat: &mut Seat, run: &Run) -> Result<()> {
+fn measure(seat: &mut Seat<'_>, run: &Run) -> Result<()> {
     let (rank, ranks) = (seat.comm.rank(), seat.comm.size());
     let Shape { name, hidden, experts, k } = run.shape;
-    let cuda = seat.cuda().clone();
+    let (cuda, together) = (seat.cuda().clone(), seat.together);
     let free =
         || cuda.stream().raw().context().mem_get_info().map(|(free, _)| free).map_err(|e| problem(&e.to_string()));
     let before = free()?;
@@ -336,8 +339,8 @@ fn measure(seat: &mut Seat, run: &Run) -> Result<()> {
         for round in 0..2 * (WARM + ROUNDS) {
             // In turns, so that a drift is shared.
             match round % 2 {
-                0 => times[0].of(&cuda, || step.safe(phase, &mut handle))?,
-                _ => times[1].of(&cuda, || {
+                0 => times[0].of((&cuda, together), || step.safe(phase, &mut handle))?,
+                _ => times[1].of((&cuda, together), || {
                     step.raw(phase, &handle, stream);
                     Ok(())
                 })?,

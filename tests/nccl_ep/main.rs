@@ -32,8 +32,15 @@ use conformance::{gpus, over};
 /// Numbers of ranks.
 const RANKS: [usize; 2] = [2, 4];
 const KINDS: [DispatcherKind; 1] = [DispatcherKind::NcclEp];
-/// Rules of the library that cases of the shared suites break, as its errors say them.
-const RULES: [&str; 2] = ["must be a multiple of 4, found", "expected a multiple of 16 bytes"];
+/// Rules of the library that cases of the shared suites break, as its errors say them and as `expect` shows them.
+const RULES: [&str; 6] = [
+    "must be a multiple of 4, found",
+    "expected a multiple of 16 bytes",
+    "expected a multiple of 8 numbers",
+    "NcclEp(Fours",
+    "NcclEp(RowBytes",
+    "NcclEp(Width",
+];
 
 /// A shared test over some ranks, given the first GPU.
 type Run = fn(&Cuda, usize);

@@ -1,5 +1,6 @@
 //! The library's own calls through this crate's safe layer: closed forms that need no reference.
 
+use std::sync::Barrier;
 use std::thread;
 use std::time::Duration;
 
@@ -29,12 +30,13 @@ pub fn cases() -> Vec<(&'static str, fn(usize))> {
 const PATIENCE: Duration = Duration::from_secs(60);
 
 /// One rank of a test.
-pub struct Seat {
+pub struct Seat<'a> {
     pub library: EpLibrary,
     pub comm: NcclComm,
+    pub together: &'a Barrier,
 }
 
-impl Seat {
+impl Seat<'_> {
     pub fn cuda(&self) -> &Cuda {
         self.comm.cuda()
     }
@@ -57,15 +59,15 @@ impl Seat {
 }
 
 /// Every rank's body on a thread.
-pub fn each(ranks: usize, body: impl Fn(&mut Seat) -> Result<()> + Sync) {
+pub fn each(ranks: usize, body: impl Fn(&mut Seat<'_>) -> Result<()> + Sync) {
     let (nccl, _) = gpus::first(1);
     let library = EpLibrary::open(&nccl).expect("NCCL EP");
-    let body = &body;
+    let (body, together) = (&body, &Barrier::new(ranks));
     thread::scope(|scope| {
         let threads: Vec<_> = gpus::communicators(ranks, PATIENCE)
             .into_iter()
             .map(|comm| {
-                let mut seat = Seat { library: library.clone(), comm };
+                let mut seat = Seat { library: library.clone(), comm, together };
                 scope.spawn(move || {
                     let done = body(&mut seat);
                     // Groups are gone on every rank before the communicator goes.
@@ -166,7 +168,7 @@ fn value(rank: usize, token: usize, column: usize) -> f64 {
     if column.is_multiple_of(2) { base } else { -base }
 }
 
-fn group(seat: &Seat, trip: &Trip) -> Result<Group> {
+fn group(seat: &Seat<'_>, trip: &Trip) -> Result<Group> {
     let options = GroupOptions {
         num_experts: trip.experts,
         max_tokens: 32,
@@ -179,7 +181,7 @@ fn group(seat: &Seat, trip: &Trip) -> Result<Group> {
 }
 
 /// Counts, offsets and total of an update.
-fn updated(seat: &Seat, handle: &mut Handle, ids: &Tensor<Cuda>) -> Result<[Vec<usize>; 3]> {
+fn updated(seat: &Seat<'_>, handle: &mut Handle, ids: &Tensor<Cuda>) -> Result<[Vec<usize>; 3]> {
     let local = handle.group().local_experts();
     let of = |n: usize| Tensor::<Cuda>::empty(seat.cuda(), DType::I64, &[n]);
     let (mut counts, mut offsets, mut total) = (of(local)?, of(local)?, of(1)?);
@@ -199,7 +201,7 @@ fn rows_and_weights_go_there_and_back(ranks: usize) {
     }
 }
 
-fn there_and_back(seat: &mut Seat, trip: &Trip, step: &Step) -> Result<()> {
+fn there_and_back(seat: &mut Seat<'_>, trip: &Trip, step: &Step) -> Result<()> {
     let (rank, ranks, k, h) = (seat.comm.rank(), seat.comm.size(), trip.k, trip.hidden);
     let local = trip.experts / ranks;
     let group = group(seat, trip)?;
@@ -284,7 +286,12 @@ fn there_and_back(seat: &mut Seat, trip: &Trip, step: &Step) -> Result<()> {
     Ok(())
 }
 
-fn check_sums(seat: &Seat, sums: &Tensor<Cuda>, (rank, h): (usize, usize), times: &dyn Fn(usize) -> f64) -> Result<()> {
+fn check_sums(
+    seat: &Seat<'_>,
+    sums: &Tensor<Cuda>,
+    (rank, h): (usize, usize),
+    times: &dyn Fn(usize) -> f64,
+) -> Result<()> {
     for (i, found) in seat.get(sums)?.iter().enumerate() {
         let (exact, f) = (times(i / h) * value(rank, i / h, i % h), *found);
         // Up to 5 × 120: above 256 a bf16 is a multiple of 2 or 4, and partial sums round too.
@@ -340,7 +347,7 @@ fn opaque_rows_with_scales(ranks: usize) {
     }
 }
 
-fn opaque(seat: &mut Seat, (row, scale): (usize, usize), trip: &Trip, step: &Step) -> Result<()> {
+fn opaque(seat: &mut Seat<'_>, (row, scale): (usize, usize), trip: &Trip, step: &Step) -> Result<()> {
     let (rank, k) = (seat.comm.rank(), trip.k);
     let group = group(seat, trip)?;
     let mut handle = Handle::new(&group, HandleOptions { top_k: k, alignment: 1 })?;
@@ -449,6 +456,8 @@ fn rules_are_checked_before_the_library_is_called(ranks: usize) {
             refused(GroupOptions { max_row_bytes: 40, ..good }),
             EpError::RowBytes { what: "max_row_bytes", bytes: 40 }
         );
+        let odd = refused(GroupOptions { max_tokens: 33, ..good });
+        assert!(matches!(odd, EpError::Argument { name: "max_tokens", .. }), "{odd}");
         let small = refused(GroupOptions { capacity: Some(31), ..good });
         assert_eq!(small, EpError::Capacity { expected: "at least 32 rows (max_tokens)".into(), found: 31 });
         if ranks == 2 {
