@@ -7,37 +7,29 @@ use candle_core::{DType, Device, Tensor, Var};
 use candle_nn::optim::{AdamW, Optimizer, ParamsAdamW};
 use candle_nn::{VarBuilder, VarMap};
 use moebius::candle::{DeviceGroup, ExpertParallelMoE};
-use moebius::comm::ThreadComm;
-use moebius::ep::EpGroup;
+use moebius::cpu::Cpu;
 use moebius::layer::{Layer, Mode};
 
 use crate::Failure;
 use crate::dense::{Loss, Model};
+use crate::device::Seat;
 use crate::lm::{Param, Settings, is_share};
-use crate::ranks::{Check, Report, Values, Worker, join, moe_config, sum_over_ranks};
+use crate::ranks::{Check, Report, Values, Worker, group_config, moe_config, sum_over_ranks};
 
 /// A rank: the model of plain operations, with the experts' layers in it.
 pub struct Rank {
     settings: Settings,
-    group: EpGroup,
+    group: DeviceGroup,
     model: Model,
     layers: Vec<ExpertParallelMoE>,
     optimiser: AdamW,
 }
 
 impl Rank {
-    /// On a GPU there is one rank; its layers' group works there, and `comm` has nobody to talk to.
-    pub fn new(
-        settings: &Settings,
-        params: &[Param],
-        (comm, rank): (ThreadComm, usize),
-        device: &Device,
-    ) -> Result<Self, Failure> {
-        let group = join(settings, comm)?;
-        let on = match device {
-            Device::Cpu => DeviceGroup::from(group.clone()),
-            device => DeviceGroup::single(group.lock().config().clone(), device)?,
-        };
+    /// Joins the group of all ranks, on the rank's thread.
+    pub fn new(settings: &Settings, params: &[Param], (seat, rank): (Seat, usize)) -> Result<Self, Failure> {
+        let group = seat.join(group_config(settings))?;
+        let device = &group.device().clone();
         let model = Model::new(settings, params, (rank, settings.ranks), device)?;
         // The layers find their parameters under their own names, and share them with the model.
         let map = VarMap::new();
@@ -46,7 +38,7 @@ impl Rank {
         let mut layers = Vec::new();
         for number in 0..settings.layers {
             let layer = Layer::new(moe_config(settings), number as u32)?;
-            layers.push(ExpertParallelMoE::new(layer, &on, vb.pp(format!("layers.{number}.moe")))?);
+            layers.push(ExpertParallelMoE::new(layer, &group, vb.pp(format!("layers.{number}.moe")))?);
         }
         let vars = model.vars().values().cloned().collect();
         let optimiser = AdamW::new(vars, ParamsAdamW { lr: settings.learning_rate, ..ParamsAdamW::default() })?;
@@ -69,12 +61,29 @@ impl Rank {
                 None => flat.resize(flat.len() + var.elem_count(), 0.0),
             }
         }
-        sum_over_ranks(&self.group, step, &mut flat)?;
+        self.sum(step, &mut flat)?;
         let mut rest = &flat[..];
         for var in self.replicated() {
             let (own, others) = rest.split_at(var.elem_count());
             grads.insert(var, Tensor::from_slice(own, var.shape(), var.device())?);
             rest = others;
+        }
+        Ok(())
+    }
+
+    /// Sums values over the ranks, where the group works.
+    fn sum(&self, step: usize, flat: &mut Vec<f32>) -> Result<(), Failure> {
+        if let Some(group) = self.group.on::<Cpu>() {
+            return sum_over_ranks(group, step, flat);
+        }
+        #[cfg(feature = "nccl")]
+        if let Some(group) = self.group.on::<moebius::cuda::Cuda>() {
+            let mut group = group.lock();
+            let (cuda, count) = (group.device().clone(), flat.len());
+            let mut values = cuda.tensor(&moebius::Tensor::from_vec(std::mem::take(flat), &[count])?)?;
+            let sum = moebius::comm::ReduceOp::Sum;
+            group.dispatcher().communicator().all_reduce(crate::ranks::gradients(step), sum, values.view_mut())?;
+            *flat = cuda.to_host(values.view())?.as_slice::<f32>()?.to_vec();
         }
         Ok(())
     }

@@ -150,7 +150,7 @@ fn main() -> ExitCode {
 
 fn run(args: &Args) -> Result<bool, Failure> {
     let settings = args.settings()?;
-    let device = args.device.open(settings.ranks)?;
+    let devices = args.device.open(settings.ranks)?;
     let corpus = Corpus::load(args.text.as_deref())?;
     println!(
         "{} bytes of text; {} layers, hidden {}, {} experts top-{}, {} ranks, {} sequences of {} bytes a step",
@@ -176,16 +176,18 @@ fn run(args: &Args) -> Result<bool, Failure> {
     };
     match args.framework {
         Framework::Candle => {
-            let make = |params: &[_], comm, rank| candle::Rank::new(&settings, params, (comm, rank), &device);
-            ranks::train(&settings, args.check_every, &corpus, make, on_step)?;
+            let seats = device::seats(&devices, ranks::TIMEOUT)?;
+            let make = |params: &[_], seat, rank| candle::Rank::new(&settings, params, (seat, rank));
+            ranks::train(&settings, (seats, args.check_every), &corpus, make, on_step)?;
         }
         #[cfg(feature = "burn")]
         Framework::Burn => {
-            if !device.is_cpu() {
+            if args.device != Place::Cpu {
                 return Err("--device cuda: give --framework candle; this example runs burn on the CPU".into());
             }
+            let comms = moebius::comm::ThreadWorld::create(settings.ranks, ranks::TIMEOUT);
             let make = |params: &[_], comm, rank| burn::Rank::new(&settings, params, comm, rank);
-            ranks::train(&settings, args.check_every, &corpus, make, on_step)?;
+            ranks::train(&settings, (comms, args.check_every), &corpus, make, on_step)?;
         }
     }
     bar.finish_and_clear();

@@ -298,14 +298,21 @@ impl Cuda {
         self.not_captured(call, "wait for the device")?;
         self.bind(call)?;
         let stream = self.inner.stream.cu_stream();
-        if !to.is_empty() {
-            // SAFETY: callers give a pointer of at least `to.len()` bytes; `to` lives past the wait below.
-            unsafe { result::memcpy_dtoh_async(to, from, stream) }.map_err(driver(call, "copy from the GPU"))?;
-        }
         // SAFETY: the stream lives as long as `self`.
-        let waited = unsafe { result::stream::synchronize(stream) }.map_err(driver(call, "wait for the stream"));
-        // Why it came to an end matters more than how.
-        self.guarded().and(waited)
+        let wait = || unsafe { result::stream::synchronize(stream) }.map_err(driver(call, "wait for the stream"));
+        if !self.inner.guards().is_empty() {
+            // A copy to pageable memory waits for the stream inside the driver, under a lock that the thread which would
+            // abort what the stream hangs in needs; this wait does not. Why it came to an end matters more than how.
+            let waited = wait();
+            self.guarded()?;
+            waited?;
+        }
+        if to.is_empty() {
+            return wait();
+        }
+        // SAFETY: callers give a pointer of at least `to.len()` bytes; `to` lives past the wait below.
+        unsafe { result::memcpy_dtoh_async(to, from, stream) }.map_err(driver(call, "copy from the GPU"))?;
+        wait()
     }
 
     /// Waits for the stream.

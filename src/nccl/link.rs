@@ -15,6 +15,8 @@ use super::{NcclError, NcclLibrary};
 
 /// How long the end of a communicator waits for a call that is under way, before it ends that from outside.
 const GRACE: Duration = Duration::from_millis(200);
+/// Longest wait for the end itself.
+const END: Duration = Duration::from_secs(10);
 /// Pause between two looks.
 const PAUSE: Duration = Duration::from_millis(1);
 
@@ -207,19 +209,21 @@ impl Link {
             Some(gate) => gate,
             None => {
                 let comm = self.shared.load(Ordering::SeqCst);
-                match self.library.functions().comm_revoke {
-                    // SAFETY: the communicator is freed by who holds the gate only, and nobody who does frees it: the
-                    // holder is inside a call. NCCL allows this one beside another.
-                    Some(revoke) if !comm.is_null() => drop(unsafe { revoke(comm, 0) }),
-                    _ => {}
+                if let Some(revoke) = self.library.functions().comm_revoke.filter(|_| !comm.is_null()) {
+                    // SAFETY: who frees the communicator holds the gate, and its holder is inside a call. NCCL allows this
+                    // one beside another; it does not free.
+                    unsafe { end(Alive(comm), move |comm| revoke(comm, 0)) };
                 }
                 lock(&self.gate)
             }
         };
-        if let Some(Alive(comm)) = gate.take() {
+        let alive = gate.take();
+        drop(gate);
+        if let Some(alive) = alive {
             self.shared.store(std::ptr::null_mut(), Ordering::SeqCst);
+            let abort = self.library.functions().comm_abort;
             // SAFETY: the communicator lives, and with `gate` emptied nobody uses it again.
-            let _ = unsafe { (self.library.functions().comm_abort)(comm) };
+            unsafe { end(alive, move |comm| abort(comm)) };
         }
     }
 
@@ -233,6 +237,24 @@ impl Link {
                 Err(TryLockError::WouldBlock) => thread::sleep(PAUSE),
             }
         }
+    }
+}
+
+/// Ends a communicator. What peers have left behind can hold up NCCL's own end: then it is left to itself. Nothing can be
+/// reported from here.
+///
+/// # Safety
+/// `how` may be called with the communicator, now and later.
+unsafe fn end(comm: Alive, how: impl FnOnce(CommPtr) -> Status + Send + 'static) {
+    let (send, ended) = mpsc::channel();
+    let run = move || {
+        let Alive(comm) = { comm };
+        let _ = how(comm);
+        // Nobody listens any more where time is up.
+        let _ = send.send(());
+    };
+    if thread::Builder::new().name("nccl-end".to_string()).spawn(run).is_ok() {
+        let _ = ended.recv_timeout(END);
     }
 }
 
@@ -260,12 +282,13 @@ impl Guard for Link {
 impl Drop for Link {
     fn drop(&mut self) {
         let failed = self.failure().is_some();
-        if let Some(Alive(comm)) = lock(&self.gate).take() {
+        let alive = lock(&self.gate).take();
+        if let Some(alive) = alive {
             let functions = self.library.functions();
             // Work that a peer will never join in is not waited for.
-            let end = if failed { functions.comm_abort } else { functions.comm_destroy };
-            // SAFETY: the communicator lives and nobody else can use it any more. Nothing can be reported from here.
-            let _ = unsafe { end(comm) };
+            let how = if failed { functions.comm_abort } else { functions.comm_destroy };
+            // SAFETY: the communicator lives and nobody else can use it any more.
+            unsafe { end(alive, move |comm| how(comm)) };
         }
     }
 }

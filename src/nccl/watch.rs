@@ -49,6 +49,9 @@ struct Shared {
 #[derive(Default)]
 struct Queue {
     running: VecDeque<Running>,
+    /// Work that has ended, for the rank's own thread to drop: the driver frees an event under a lock that a thread which
+    /// waits for the GPU may hold, and this one must not wait for that.
+    spent: Vec<Box<dyn Work>>,
     closed: bool,
 }
 
@@ -78,8 +81,10 @@ impl Watch {
     pub(super) fn enter(&self, subject: Subject, timeout: Duration) {
         let mut queue = self.shared.lock();
         queue.running.push_back(Running { subject, timeout, since: Instant::now(), work: None });
+        let spent = std::mem::take(&mut queue.spent);
         drop(queue);
         self.shared.changed.notify_one();
+        drop(spent);
     }
 
     /// The host is out again, and has enqueued this; `None`: nothing that is to be watched.
@@ -118,7 +123,8 @@ impl Shared {
                     let failure = self.link.fail(failure);
                     tracing::error!(rank = self.link.rank, %failure, "communicator aborted");
                     let last = queue.running.back().map_or(0, |last| last.subject.number);
-                    queue.running.clear();
+                    let Queue { running, spent, .. } = &mut *queue;
+                    spent.extend(running.drain(..).filter_map(|r| r.work));
                     drop(queue);
                     self.farewell.lock().unwrap_or_else(PoisonError::into_inner)(last);
                     self.link.abort();
@@ -141,7 +147,8 @@ impl Shared {
             let Subject { rank, operation, tag, .. } = oldest.subject;
             match oldest.work.as_ref().map_or(Ok(false), |work| work.ended()) {
                 Ok(true) => {
-                    queue.running.pop_front();
+                    let ended = queue.running.pop_front();
+                    queue.spent.extend(ended.and_then(|r| r.work));
                     if let Some(next) = queue.running.front_mut() {
                         next.since = Instant::now();
                     }

@@ -225,3 +225,133 @@ impl Desk {
         known || notice.kind == Kind::Bye
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::comm::{Op, Tag};
+    use crate::error::CommError;
+    use crate::nccl::notice::Of;
+    use crate::nccl::notices::Subject;
+    use crate::ranks::{Bootstrap, Token};
+    use std::net::TcpListener;
+    use std::time::Instant;
+
+    const PATIENCE: Duration = Duration::from_secs(20);
+
+    /// Three processes' ends, each with the notices of communicator 0.
+    fn three() -> Vec<(Arc<Wire>, Arc<Notices>)> {
+        let port = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
+        let token = Token::random().unwrap();
+        let job = |rank| Bootstrap {
+            rank,
+            world: 3,
+            address: format!("127.0.0.1:{port}"),
+            token: token.clone(),
+            timeout: PATIENCE,
+            round: 0,
+        };
+        thread::scope(|scope| {
+            let join = |rank| {
+                let job = job(rank);
+                scope.spawn(move || {
+                    let (_, streams) = job.connect(|| Ok([0; 128])).unwrap();
+                    let (wire, notices) = (Wire::new(rank, streams).unwrap(), Arc::<Notices>::default());
+                    wire.register(0, vec![0, 1, 2], &notices);
+                    (wire, notices)
+                })
+            };
+            let ranks: Vec<_> = (0..3).map(join).collect();
+            ranks.into_iter().map(|r| r.join().unwrap()).collect()
+        })
+    }
+
+    fn fault(notices: &Notices, rank: usize, number: u64) -> Option<CommError> {
+        let tag = Tag { layer: 0, op: Op::User, sequence: 0 };
+        notices.fault(Subject { rank, number, operation: "test", tag })
+    }
+
+    fn told(notices: &Notices, rank: usize, number: u64) -> CommError {
+        let start = Instant::now();
+        loop {
+            if let Some(fault) = fault(notices, rank, number) {
+                return fault;
+            }
+            assert!(start.elapsed() < PATIENCE, "rank {rank} was not told");
+            thread::sleep(Duration::from_millis(1));
+        }
+    }
+
+    fn of(communicator: u64, number: u64) -> Of {
+        Of { communicator, number }
+    }
+
+    #[test]
+    fn refusals_reach_all_others() {
+        let ends = three();
+        // From a rank that rank 0 passes it on for, and from rank 0.
+        for (culprit, number) in [(2, 5), (0, 3)] {
+            ends[culprit].0.post(Kind::Refused(of(0, number), format!("rank {culprit} has no room")));
+            for (rank, (_, notices)) in ends.iter().enumerate().filter(|(rank, _)| *rank != culprit) {
+                match told(notices, rank, number) {
+                    CommError::Refused { peer, reason, .. } => {
+                        assert_eq!((peer, reason), (culprit, format!("rank {culprit} has no room")));
+                    }
+                    other => panic!("{other:?}"),
+                }
+                assert_eq!(fault(notices, rank, number - 1), None, "what was before goes on");
+            }
+        }
+    }
+
+    #[test]
+    fn a_process_that_dies_is_missed_and_one_that_ends_is_not() {
+        let mut ends = three();
+        // Rank 1 ends in order, after four collectives.
+        let (wire, notices) = ends.remove(1);
+        wire.post(Kind::Left(of(0, 4)));
+        drop((wire, notices));
+        assert!(matches!(told(&ends[0].1, 0, 5), CommError::PeerGone { peer: 1, .. }));
+        assert!(matches!(told(&ends[1].1, 2, 5), CommError::PeerGone { peer: 1, .. }));
+        thread::sleep(Duration::from_millis(400));
+        assert_eq!(fault(&ends[0].1, 0, 4), None, "it took part in this one");
+        assert_eq!(fault(&ends[1].1, 2, 4), None, "it took part in this one");
+        // Rank 2 dies.
+        for line in lock(&ends[1].0.shared.lines).iter() {
+            line.stream.as_ref().unwrap().shutdown(Shutdown::Both).unwrap();
+        }
+        assert!(matches!(told(&ends[0].1, 0, 1), CommError::PeerGone { peer: 2, .. }));
+    }
+
+    #[test]
+    fn rank_zero_dies() {
+        let ends = three();
+        for line in lock(&ends[0].0.shared.lines).iter() {
+            line.stream.as_ref().unwrap().shutdown(Shutdown::Both).unwrap();
+        }
+        for rank in [1, 2] {
+            assert!(matches!(told(&ends[rank].1, rank, 1), CommError::PeerGone { peer: 0, .. }));
+        }
+    }
+
+    #[test]
+    fn notices_wait_for_their_communicator() {
+        let ends = three();
+        // Rank 2 refuses in a part of ranks 1 and 2 before rank 1 has made it.
+        ends[2].0.post(Kind::Refused(of(77, 1), "early".into()));
+        thread::sleep(Duration::from_millis(100));
+        let part = Arc::<Notices>::default();
+        ends[1].0.register(77, vec![2, 1], &part);
+        assert!(matches!(told(&part, 1, 1), CommError::Refused { peer: 0, .. }), "rank 2 is the part's first");
+        assert_eq!(fault(&ends[1].1, 1, 9), None, "the whole goes on");
+    }
+
+    #[test]
+    fn a_rank_speaks_for_itself_only() {
+        let ends = three();
+        let forged = Notice { rank: 0, kind: Kind::Refused(of(0, 1), "forged".into()) };
+        ends[2].0.shared.send(&forged, 2);
+        // Its line is closed, as one that does not keep to the protocol.
+        assert!(matches!(told(&ends[1].1, 1, 1), CommError::PeerGone { peer: 2, .. }));
+    }
+}
