@@ -339,3 +339,31 @@ fn list(values: Vec<i32>) -> Result<Tensor<Cpu>> {
     let n = values.len();
     Tensor::from_vec(values, &[n])
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::ep::DispatchSpec;
+
+    #[test]
+    fn a_transport_into_slots_maps_filled_slots_to_themselves() -> Result<()> {
+        let ids = Tensor::from_vec(vec![2, 3, 2, -1, 0, 2], &[3, 2])?;
+        let spec = DispatchSpec { alignment: 4, ..DispatchSpec::new(0, 2) };
+        let call = PlanRequest {
+            rank: 1,
+            ranks: 2,
+            num_experts: 4,
+            ids: ids.view(),
+            weights: None,
+            tokens: &[2, 1],
+            spec: &spec,
+            transport: Transport::Slots,
+        };
+        let plan = plan(call)?;
+        // Expert 2 has three rows and a pad, expert 3 one and three.
+        assert_eq!(plan.row_map.view().as_slice::<i32>()?, [0, 1, 2, -1, 4, -1, -1, -1]);
+        assert_eq!(plan.weight_map.view().as_slice::<i32>()?, plan.row_map.view().as_slice::<i32>()?);
+        assert_eq!(plan.return_map.dims(), [0, 2]);
+        Ok(())
+    }
+}

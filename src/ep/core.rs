@@ -12,7 +12,9 @@ use crate::error::{CommError, Error, Result};
 use crate::kernels::Kernels;
 use crate::tensor::{Tensor, TensorRef};
 
-use super::handle::{Agreement, Carried, Handle};
+#[cfg(feature = "nccl-ep")]
+use super::handle::Carried;
+use super::handle::{Agreement, Handle};
 use super::record::{self, BadId, Record, Sizes, Status};
 use super::{Capacity, DispatchSpec, GroupConfig, Plan, PlanRequest, Reporting, Transport};
 
@@ -217,6 +219,7 @@ impl<D: Kernels> Core<D> {
             group: Arc::clone(&self.identity),
             tokens,
             in_slots: false,
+            #[cfg(feature = "nccl-ep")]
             carried: Carried::default(),
         }
     }

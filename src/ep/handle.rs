@@ -1,6 +1,8 @@
 //! Routing of one prepare, owned by its caller.
 
+#[cfg(feature = "nccl-ep")]
 use std::any::Any;
+#[cfg(feature = "nccl-ep")]
 use std::fmt;
 use std::sync::Arc;
 
@@ -28,13 +30,16 @@ pub struct Handle<D: Kernels> {
     /// Received rows lie in slots.
     pub(crate) in_slots: bool,
     /// What the dispatcher itself keeps of this routing.
+    #[cfg(feature = "nccl-ep")]
     pub(crate) carried: Carried,
 }
 
 /// A dispatcher's own state.
+#[cfg(feature = "nccl-ep")]
 #[derive(Default)]
 pub(crate) struct Carried(pub(crate) Option<Box<dyn Any + Send + Sync>>);
 
+#[cfg(feature = "nccl-ep")]
 impl fmt::Debug for Carried {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "Carried({})", self.0.is_some())
