@@ -183,6 +183,35 @@ extern "C" __global__ void __launch_bounds__(32) report(const __grid_constant__ 
     static_cast<volatile unsigned long long*>(p.out)[threadIdx.x] = from[threadIdx.x];
 }
 
+// Zones and slots of a layout that another library made: filled slots, which it does not tell apart from padding, are the
+// expert's choices. More rows than there is room for raise the fault.
+extern "C" __global__ void __launch_bounds__(256) plan_received(const __grid_constant__ Received p) {
+    const int64_t at = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
+    auto inside = [&](int64_t slot) { return slot < p.rows ? slot : p.rows; };
+    auto filled = [&](int64_t j) {
+        const int64_t start = inside(p.starts[j]);
+        const int64_t end = inside(j + 1 < p.groups ? p.starts[j + 1] : *p.total);
+        const int64_t load = p.loads[p.first + j];
+        return load < end - start ? load : end - start;
+    };
+    if (at < p.groups) {
+        p.offsets[at] = inside(p.starts[at]);
+        p.counts[at] = filled(at);
+    }
+    if (at == 0 && *p.total > p.rows) {
+        raise_fault(p.fault, FAULT_CAPACITY, p.rows);
+        atomicMax(p.fault + 2, static_cast<unsigned long long>(*p.total));
+    }
+    if (at >= p.rows) return;
+    // The last zone that starts at or before the slot.
+    int64_t low = 0, high = p.groups;
+    while (high - low > 1) {
+        const int64_t middle = (low + high) / 2;
+        (p.starts[middle] <= at ? low : high) = middle;
+    }
+    p.row_map[at] = at - p.starts[low] < filled(low) ? static_cast<int32_t>(at) : -1;
+}
+
 // One block. Each thread takes a run of groups; runs are joined by a scan over the block, so the list is in slot order.
 // Filled zones must be ascending, apart and inside the layout; one that is not gets no tiles and raises the fault.
 //

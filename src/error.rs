@@ -155,6 +155,10 @@ pub enum Error {
     #[cfg(feature = "nccl")]
     #[error(transparent)]
     Nccl(#[from] crate::nccl::NcclError),
+    /// NCCL EP is not there, is not usable for what was asked, or refused a call.
+    #[cfg(feature = "nccl-ep")]
+    #[error(transparent)]
+    NcclEp(#[from] crate::nccl_ep::EpError),
     /// A driver call failed, or this machine or build has nothing to run on.
     #[error("{call}: {operation}: {message}")]
     Device {

@@ -22,6 +22,8 @@ pub mod candle;
 pub mod cuda;
 #[cfg(feature = "nccl")]
 pub mod nccl;
+#[cfg(feature = "nccl-ep")]
+pub mod nccl_ep;
 
 mod aux_loss;
 mod device;

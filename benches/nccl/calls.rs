@@ -21,7 +21,7 @@ type Phase = (&'static str, Vec<f64>, Vec<f64>);
 
 pub fn run(world: &NcclWorld, report: &Report, workload: Workload, only: Option<&String>) -> Result<()> {
     for routing in ROUTINGS.into_iter().filter(|r| only.is_none_or(|only| only == r)) {
-        for dispatcher in DISPATCHERS {
+        for dispatcher in DISPATCHERS.iter().copied() {
             let parts = on_ranks(world, |rank, comm| measure(rank, Timed::new(comm), (workload, dispatcher, routing)))?;
             let subject = Subject { workload, dispatcher, routing };
             lines(report, subject, &parts);

@@ -19,7 +19,7 @@ const REPEATS: usize = 15;
 type Times = [Vec<f64>; 4];
 
 pub fn run(world: &NcclWorld, report: &Report, workload: Workload) -> Result<()> {
-    for dispatcher in DISPATCHERS {
+    for dispatcher in DISPATCHERS.iter().copied() {
         let parts = on_ranks(world, |rank, comm| measure(rank, Timed::new(comm), (workload, dispatcher)))?;
         let of = |i: usize| -> Vec<Vec<f64>> { parts.iter().map(|p| p[i].clone()).collect() };
         let subject = Subject { workload, dispatcher, routing: "router" };

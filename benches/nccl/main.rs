@@ -68,9 +68,11 @@ fn over(comm: Timed, config: GroupConfig, dispatcher: DispatcherKind) -> Result<
 }
 
 /// Every dispatcher that is measured.
-const DISPATCHERS: [Dispatcher; 2] = [
+const DISPATCHERS: &[Dispatcher] = &[
     Dispatcher { name: "all_to_all", mode: "nccl", make: |comm, c| over(comm, c, DispatcherKind::AllToAll) },
     Dispatcher { name: "all_gather", mode: "nccl", make: |comm, c| over(comm, c, DispatcherKind::AllGather) },
+    #[cfg(feature = "nccl-ep")]
+    Dispatcher { name: "nccl_ep", mode: "ht", make: |comm, c| over(comm, c, DispatcherKind::NcclEp) },
 ];
 
 /// One rank's thread.

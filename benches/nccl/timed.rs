@@ -69,6 +69,9 @@ impl Communicator<Cuda> for Timed {
     fn calls(&self) -> u64 {
         self.inner.calls()
     }
+    fn as_any(&mut self) -> Option<&mut dyn std::any::Any> {
+        self.inner.as_any()
+    }
     fn all_gather(&mut self, tag: Tag, send: TensorRef<'_, Cuda>, recv: TensorMut<'_, Cuda>) -> Result<()> {
         self.spanned(|c| c.all_gather(tag, send, recv))
     }

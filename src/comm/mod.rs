@@ -127,6 +127,10 @@ pub trait Communicator<D: Device>: fmt::Debug + Send {
     /// # Errors
     /// The meeting itself failed (a rank is gone, or none came).
     fn refuse(&mut self, tag: Tag, reason: &str) -> Result<()>;
+    /// The communicator as its own type, for dispatchers that need one kind of it.
+    fn as_any(&mut self) -> Option<&mut dyn std::any::Any> {
+        None
+    }
 }
 
 /// Arguments of [`Communicator::all_to_all_v`].

@@ -188,6 +188,14 @@ impl Cuda {
         Stream(Arc::clone(&self.inner.stream))
     }
 
+    /// Compute capability of the GPU.
+    #[cfg(feature = "nccl-ep")]
+    pub(crate) fn capability(&self) -> Result<(u32, u32)> {
+        let found = self.inner.context.compute_capability();
+        let (major, minor) = found.map_err(driver("Cuda::capability", "ask for the compute capability"))?;
+        Ok((major as u32, minor as u32))
+    }
+
     /// Name of the GPU.
     ///
     /// # Errors

@@ -27,7 +27,7 @@ mod launch;
 mod memory;
 mod order;
 mod params;
-mod plan;
+pub(crate) mod plan;
 mod quant;
 mod router;
 mod rows;

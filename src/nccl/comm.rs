@@ -256,7 +256,7 @@ impl NcclComm {
     }
 
     /// Watches what has been enqueued; not inside a recording, which runs later and any number of times.
-    fn watched(&mut self, subject: Subject) -> Result<()> {
+    pub(super) fn watched(&mut self, subject: Subject) -> Result<()> {
         self.entered = subject.number;
         let work: Option<Box<dyn Work>> = match self.cuda.is_capturing()? {
             true => None,
@@ -269,7 +269,7 @@ impl NcclComm {
     }
 
     /// The others may have begun a collective that this rank could not: it ends the communicator.
-    fn broken(&mut self, subject: Subject, error: Error) -> Error {
+    pub(super) fn broken(&mut self, subject: Subject, error: Error) -> Error {
         let Subject { rank, operation, tag, .. } = subject;
         if let Some(failure) = self.link.failure() {
             // The watchdog's work: the call was ended from outside.
@@ -347,6 +347,10 @@ impl Communicator<Cuda> for NcclComm {
 
     fn calls(&self) -> u64 {
         self.calls
+    }
+
+    fn as_any(&mut self) -> Option<&mut dyn std::any::Any> {
+        Some(self)
     }
 
     fn all_gather(&mut self, tag: Tag, send: TensorRef<'_, Cuda>, recv: TensorMut<'_, Cuda>) -> Result<()> {

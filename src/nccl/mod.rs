@@ -8,6 +8,8 @@
 //! Collectives are enqueued. What goes wrong later, a watchdog finds; see [`NcclComm`]. `docs/nccl.md` is the guide.
 
 mod board;
+#[cfg(feature = "nccl-ep")]
+mod built;
 mod comm;
 mod error;
 mod lane;
@@ -23,6 +25,8 @@ mod watch;
 mod wire;
 mod world;
 
+#[cfg(feature = "nccl-ep")]
+pub(crate) use built::Shared;
 pub use comm::{NcclComm, Raw};
 pub use error::NcclError;
 pub use library::{NcclLibrary, VARIABLE};

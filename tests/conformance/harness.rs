@@ -79,11 +79,19 @@ impl<D: Target> Setup<D> {
         self.ranks * per_rank
     }
 
+    /// Collectives of joining a group.
+    pub fn joining(&self) -> u64 {
+        // What each rank thinks of the library.
+        if self.kind == DispatcherKind::NcclEp { 2 } else { 1 }
+    }
+
     /// Collectives of prepare, dispatch, combine, combine_bwd, dispatch_bwd.
     pub fn collectives(&self) -> [u64; 5] {
         match self.kind {
             DispatcherKind::Local => [0; 5],
             DispatcherKind::AllGather => [1, 1, 1, 1, 2],
+            // The first dispatch also compares the rows' size, makes the library's group, and tells it the routing.
+            DispatcherKind::NcclEp => [1, 4, 1, 1, 1],
             _ => [1; 5],
         }
     }
