@@ -296,7 +296,7 @@ impl DeviceBuffer {
         let stream = Arc::clone(self.arena.stream());
         let ptr = self.arena.give_away(&mut self.block);
         // SAFETY: the block has that many bytes and is the arena's no longer; the slice frees it with
-        // `cuMemFreeAsync` on the arena's stream. A pool that is destroyed before stays until then.
+        // `cuMemFreeAsync` on the arena's stream. A pool whose arena is dropped before stays.
         let mut slice = unsafe { stream.upgrade_device_ptr(ptr, self.bytes / size_of::<T>()) };
         // Records the work that fills the memory, for readers on other streams.
         drop(slice.device_ptr_mut(&stream));

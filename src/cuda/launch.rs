@@ -11,7 +11,7 @@ use super::cubins::{self, CUBINS};
 use super::device::{Cuda, driver};
 
 /// Kernels of each stage.
-const STAGES: [(&str, &[&str]); 15] = [
+const STAGES: [(&str, &[&str]); 16] = [
     ("aux", &["aux_scores", "aux_chunks", "aux_totals", "aux_finish", "aux_coefficients"]),
     (
         "grouped_gemm",
@@ -37,12 +37,17 @@ const STAGES: [(&str, &[&str]); 15] = [
             "hopper_up_f16",
             "hopper_down_bf16",
             "hopper_down_f16",
+            "hopper_down_wide_bf16",
+            "hopper_down_wide_f16",
             "hopper_down_bwd_bf16",
             "hopper_down_bwd_f16",
             "hopper_up_dgrad_bf16",
             "hopper_up_dgrad_f16",
+            "hopper_up_dgrad_wide_bf16",
+            "hopper_up_dgrad_wide_f16",
         ],
     ),
+    ("hopper_linear", &["hopper_linear_bf16", "hopper_linear_f16", "hopper_linear_d_x", "hopper_linear_d_weight"]),
     ("hopper_wgrad", &["hopper_wgrad_bf16", "hopper_wgrad_f16"]),
     (
         "linear",
@@ -87,9 +92,12 @@ const STAGES: [(&str, &[&str]); 15] = [
         ],
     ),
     ("permute", &["gather_rows", "reduce_rows", "slot_dots", "sigmoid"]),
-    ("prepare", &["plan_count", "plan_scan", "plan_zones", "plan_slots", "plan_small", "schedule", "schedule_pairs"]),
     ("quant_amax", &["amax", "amax_zero", "amax_lines", "amax_transformed", "first_non_finite"]),
     ("quant_back", &["nvfp4_back", "mxfp8_back", "swizzle"]),
+    (
+        "prepare",
+        &["plan_count", "plan_scan", "plan_zones", "plan_slots", "plan_small", "report", "schedule", "schedule_pairs"],
+    ),
     ("router", &["route", "route_bwd", "keep_sum"]),
     (
         "w4a16",
@@ -146,14 +154,15 @@ pub(super) const TF32: Shape = Shape { tile: 128, threads: 256, shared: 87552 };
 
 /// Tile rows of the Hopper kernels over rows, and their shared memory (`kernels/common/rows.cuh`).
 pub(super) const ROWS: Shape = Shape { tile: 128, threads: 384, shared: 231_616 };
-/// Columns of their tiles; of the up projection's, of gate and up together.
-pub(super) const ROWS_COLUMNS: usize = 192;
-pub(super) const UP_COLUMNS: usize = 256;
 /// Columns of a narrow operand that a block of the weight gradients' kernel takes, and its shared memory
 /// (`kernels/hopper_wgrad.cu`).
 pub(super) const HOPPER_WGRAD: Shape = Shape { tile: 128, threads: 384, shared: 230_464 };
 /// Most shared memory that the kernels of few rows with quantised weights take, which leaves room for another block.
 pub(super) const DECODE_SHARED: u32 = 115_712;
+/// Tiles of the router's products on Hopper (`kernels/hopper_linear.cu`): of tokens or experts, and shared memory.
+pub(super) const HOPPER_LINEAR: Shape = Shape { tile: 64, threads: 160, shared: 99_424 };
+/// The same of the tokens' gradient.
+pub(super) const HOPPER_LINEAR_D_X: Shape = Shape { tile: 64, threads: 128, shared: 99_344 };
 /// What the stages begin with that exist for sm_90a alone.
 const HOPPER_STAGES: &str = "hopper_";
 
@@ -199,6 +208,7 @@ impl Functions {
                 loaded.table.insert(name, function);
                 let shared = match stage {
                     "hopper_gemm" => ROWS.shared,
+                    "hopper_linear" => HOPPER_LINEAR.shared,
                     "hopper_wgrad" => HOPPER_WGRAD.shared,
                     "linear" if name.starts_with("linear_d_") && name.ends_with("f16") => TF32.shared,
                     "w4a16_decode" => DECODE_SHARED,

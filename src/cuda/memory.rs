@@ -7,6 +7,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use cudarc::driver::sys::{self, CUdeviceptr};
@@ -42,6 +43,8 @@ struct Pool {
     side: Arc<CudaStream>,
     context: Arc<CudaContext>,
     memory: Mutex<Memory>,
+    /// Some of its memory is the host framework's now.
+    lent: AtomicBool,
 }
 
 // SAFETY: the pool is a handle that the driver lets any thread use; the context is bound before each use.
@@ -53,13 +56,32 @@ impl Drop for Pool {
     fn drop(&mut self) {
         // Nothing can be reported from here; a context that is gone has freed everything itself.
         if self.context.bind_to_thread().is_ok() {
-            // SAFETY: every arena, and so every block, holds an `Arc` of this: all have been freed on the stream.
+            // SAFETY: every arena, and so every block, holds an `Arc` of this: all have been freed on the stream, but for
+            // those that were given away.
             unsafe {
                 let _ = result::stream::synchronize(self.stream.cu_stream());
-                let _ = result::mem_pool::destroy(self.handle);
+                if self.lent.load(Ordering::Relaxed) {
+                    // The driver may be told to destroy it before the last of its memory is freed, and then releases it
+                    // behind the back of a `cuCtxSynchronize` on another thread, which crashes (driver 580). So it stays, a
+                    // handle without memory: what is freed from here on goes back to the system at the next wait.
+                    let _ = keep(self.handle, 0);
+                    let _ = result::mem_pool::trim_to(self.handle, 0);
+                } else {
+                    let _ = result::mem_pool::destroy(self.handle);
+                }
             }
         }
     }
+}
+
+/// Sets how many free bytes a pool keeps when a stream is waited for.
+///
+/// # Safety
+/// The pool is alive.
+unsafe fn keep(pool: sys::CUmemoryPool, mut bytes: u64) -> std::result::Result<(), DriverError> {
+    let threshold = sys::CUmemPool_attribute::CU_MEMPOOL_ATTR_RELEASE_THRESHOLD;
+    // SAFETY: the attribute is a u64, which `bytes` is; the caller vouches for the pool.
+    unsafe { result::mem_pool::set_attribute(pool, threshold, (&raw mut bytes).cast()) }
 }
 
 /// Where a block lies, and which hand-out of its arena it is.
@@ -137,7 +159,8 @@ impl Arena {
         let context = Arc::clone(stream.context());
         let side = context.new_stream().map_err(driver(CALL, "create a stream"))?;
         let handle = create_pool(&context)?;
-        let pool = Pool { handle, stream: Arc::clone(stream), side, context, memory: Mutex::default() };
+        let pool =
+            Pool { handle, stream: Arc::clone(stream), side, context, memory: Mutex::default(), lent: false.into() };
         Ok(Arc::new(Self { pool: Arc::new(pool), captured: false, state: Mutex::default() }))
     }
 
@@ -197,6 +220,7 @@ impl Arena {
     /// Leaves a block to somebody else, who gives it back to the driver.
     #[cfg(feature = "candle")]
     pub(super) fn give_away(&self, block: &mut Block) -> CUdeviceptr {
+        self.pool.lent.store(true, Ordering::Relaxed);
         let mut memory = self.pool.counts();
         memory.in_use -= block.size;
         memory.reserved -= std::mem::take(&mut block.size);
@@ -255,14 +279,9 @@ fn create_pool(context: &CudaContext) -> Result<sys::CUmemoryPool> {
     // SAFETY: a location is the type and then the device's number, two ints, in every version of CUDA; newer bindings
     // wrap the second in a union, which is why it is not set by name.
     unsafe { (&raw mut props.location).cast::<[i32; 2]>().write(location) };
-    let mut keep = u64::MAX;
     // SAFETY: `props` is initialised as the driver documents it.
     let pool = unsafe { result::mem_pool::create(&props) }.map_err(driver(CALL, "create a memory pool"))?;
-    // SAFETY: the attribute is a u64, which `keep` is; the pool was just made.
-    let set = unsafe {
-        let threshold = sys::CUmemPool_attribute::CU_MEMPOOL_ATTR_RELEASE_THRESHOLD;
-        result::mem_pool::set_attribute(pool, threshold, (&raw mut keep).cast())
-    };
-    set.map_err(driver(CALL, "configure the memory pool"))?;
+    // SAFETY: the pool was just made.
+    unsafe { keep(pool, u64::MAX) }.map_err(driver(CALL, "configure the memory pool"))?;
     Ok(pool)
 }

@@ -143,7 +143,7 @@ pub(super) fn plan_behind(device: &Cuda, call: PlanRequest<'_, Cuda>) -> Result<
             device.launch(CALL, "plan_slots", walk, &p)?;
         }
     }
-    device.inner.report.report(CALL)?;
+    device.report(CALL)?;
     let none = Vec::new;
     Ok(Some(Plan {
         tokens,

@@ -69,6 +69,16 @@ impl<D: Kernels> Handle<D> {
         self.plan.zones.rows
     }
 
+    /// Rows that dispatch brings here: tokens of all ranks that chose an expert of this one, or all tokens where all are
+    /// gathered; none where they stay.
+    pub fn arriving_rows(&self) -> usize {
+        match (&self.plan.send_tokens, self.tokens.len()) {
+            (Some(_), _) => self.plan.recv_rows.iter().sum(),
+            (None, 1) => 0,
+            (None, _) => self.plan.total_tokens,
+        }
+    }
+
     /// Counts, as data. Waits for the device where it made the plan itself.
     ///
     /// # Errors

@@ -7,6 +7,7 @@ use moebius::MoeConfig;
 use moebius::layer::{Mode, Role};
 
 use super::support::*;
+use crate::trials::tests;
 
 /// The same of a model that runs every expert on every token with burn's operations and shares no code with the
 /// crate: one entry per rank, parameter gradients summed over the ranks' losses.
@@ -112,7 +113,6 @@ pub fn matches_a_dense_model<S: Subject>() {
     }
 }
 
-#[test]
 fn forward_and_gradients_match_a_dense_model_over_1_2_and_4_ranks() {
     matches_a_dense_model::<Flex>();
 }
@@ -145,7 +145,12 @@ pub fn each_output_alone<S: Subject>(ranks: usize) {
     }
 }
 
-#[test]
 fn each_output_alone_gives_its_part_of_the_gradients() {
     each_output_alone::<Flex>(2);
+}
+
+tests! {
+    fn();
+    forward_and_gradients_match_a_dense_model_over_1_2_and_4_ranks,
+    each_output_alone_gives_its_part_of_the_gradients,
 }

@@ -10,8 +10,8 @@ use moebius::checkpoint::BlockParams;
 use moebius::layer::{Cotangents, Inputs, Layer, Mode, Wanted};
 
 use super::support::*;
+use crate::trials::tests;
 
-#[test]
 fn results_are_the_cores_bit_for_bit() {
     let config = MoeConfig::from(&config());
     for dtype in [moebius::DType::F32, moebius::DType::BF16, moebius::DType::F16, moebius::DType::F64] {
@@ -116,12 +116,12 @@ pub fn leading_dimensions_and_strides<S: Subject>() {
     let wide = Tensor::cat(vec![x.clone(), x.clone(), x.clone()], 0);
     assert_eq!(floats(model.forward(wide.narrow(0, 6, 6)).unwrap()), y);
     for dims in [[0, 3, H], [2, 0, H]] {
-        let zeros = Tensor::<S, 3>::zeros(dims, &Default::default());
-        assert_eq!(model.forward(zeros).unwrap().dims(), dims);
+        // Not `zeros`: burn's CUDA back end launches its fill over no block, which the driver refuses.
+        let nothing = Tensor::<S, 3>::empty(dims, &Default::default());
+        assert_eq!(model.forward(nothing).unwrap().dims(), dims);
     }
 }
 
-#[test]
 fn any_leading_dimensions_and_strides() {
     leading_dimensions_and_strides::<Flex>();
 }
@@ -140,7 +140,6 @@ pub fn strided_gradient<S: Subject>() {
     assert_eq!(run(true), run(false));
 }
 
-#[test]
 fn a_gradient_that_is_not_contiguous_is_read_right() {
     strided_gradient::<Flex>();
 }
@@ -159,12 +158,10 @@ pub fn recomputed_input<S: Subject>() {
     assert_eq!(run::<S, BalancedCheckpointing>(&config), plain);
 }
 
-#[test]
 fn recomputed_input_gives_the_same_gradients() {
     recomputed_input::<Flex>();
 }
 
-#[test]
 fn nothing_is_kept_where_nothing_tracks() {
     let config = MoeConfig::from(&config());
     let group = single();
@@ -186,4 +183,13 @@ fn nothing_is_kept_where_nothing_tracks() {
     let y = valid.forward(x.clone()).unwrap();
     let tracked = tracking.forward(Tensor::from_inner(x)).unwrap();
     assert_eq!(floats(tracked), floats(y), "with and without autodiff, the same bits");
+}
+
+tests! {
+    fn();
+    results_are_the_cores_bit_for_bit,
+    any_leading_dimensions_and_strides,
+    a_gradient_that_is_not_contiguous_is_read_right,
+    recomputed_input_gives_the_same_gradients,
+    nothing_is_kept_where_nothing_tracks,
 }

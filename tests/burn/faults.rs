@@ -13,12 +13,12 @@ use moebius::layer::Mode;
 use moebius::{CommError, Error, MoeConfig};
 
 use super::support::*;
+use crate::trials::tests;
 
 fn message(panic: Box<dyn std::any::Any + Send>) -> String {
     panic.downcast_ref::<String>().cloned().or_else(|| panic.downcast_ref::<&str>().map(|s| s.to_string())).unwrap()
 }
 
-#[test]
 fn backward_against_a_rank_that_tracks_nothing_is_refused_before_any_collective() {
     let config = MoeConfig::from(&config());
     on_ranks(2, LONG, |rank, group| {
@@ -42,7 +42,6 @@ fn backward_against_a_rank_that_tracks_nothing_is_refused_before_any_collective(
     });
 }
 
-#[test]
 fn a_second_backward_is_refused_before_any_collective() {
     let config = MoeConfig::from(&config());
     on_ranks(2, LONG, |rank, group| {
@@ -76,7 +75,6 @@ pub fn second_backward<S: Subject>() {
     }
 }
 
-#[test]
 fn a_second_backward_of_one_rank_is_refused() {
     second_backward::<Flex>();
 }
@@ -84,7 +82,6 @@ fn a_second_backward_of_one_rank_is_refused() {
 /// Long enough for a loaded machine to bring both ranks to a collective.
 const SHORT: Duration = Duration::from_secs(3);
 
-#[test]
 fn a_backward_that_never_comes_is_a_typed_timeout() {
     let config = MoeConfig::from(&config());
     let finished = Barrier::new(2);
@@ -130,7 +127,6 @@ fn locked_out(shared: bool, before: fn()) {
 
 /// What the module's documentation forbids: the end of rank 1's own backward waits for rank 0's graph, and rank 0 for
 /// rank 1 in a collective.
-#[test]
 fn an_independent_backward_beside_a_peers_ends_in_typed_errors_and_not_in_a_hang() {
     locked_out(false, || {
         let other = tensor::<B, 1>(vec![1.0], [1]).require_grad();
@@ -139,12 +135,10 @@ fn an_independent_backward_beside_a_peers_ends_in_typed_errors_and_not_in_a_hang
 }
 
 /// The other: one graph of both ranks, whose lock rank 0 holds.
-#[test]
 fn a_leaf_shared_between_ranks_ends_in_typed_errors_and_not_in_a_hang() {
     locked_out(true, || {});
 }
 
-#[test]
 fn bad_input_is_a_typed_error() {
     let config = config();
     let group = single();
@@ -183,4 +177,15 @@ pub fn bad_tokens<S: Subject>() {
     assert!(model.forward(mixed).is_err());
     // And the layer works on.
     model.forward(Tensor::<S, 2>::zeros([4, H], &device)).unwrap();
+}
+
+tests! {
+    fn();
+    backward_against_a_rank_that_tracks_nothing_is_refused_before_any_collective,
+    a_second_backward_is_refused_before_any_collective,
+    a_second_backward_of_one_rank_is_refused,
+    a_backward_that_never_comes_is_a_typed_timeout,
+    an_independent_backward_beside_a_peers_ends_in_typed_errors_and_not_in_a_hang,
+    a_leaf_shared_between_ranks_ends_in_typed_errors_and_not_in_a_hang,
+    bad_input_is_a_typed_error,
 }

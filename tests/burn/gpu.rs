@@ -1,5 +1,4 @@
 //! The suite's cases on burn's CUDA back end, and what is the GPU's own: order, waits, whose memory, which device.
-//! Without a GPU every test prints that it is skipped.
 
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
@@ -17,23 +16,15 @@ use moebius::{Error, MoeConfig, Waited};
 
 use super::support::*;
 use super::{dense, exact, faults};
+use crate::trials::tests;
 
 type Gpu = burn::backend::Cuda<f32, i32>;
 type A = Autodiff<Gpu>;
 
-/// The GPU for one test alone, as a call is ordered with all of the context's work, also other tests'; or `None` with a
-/// note where there is none.
-pub fn gpu() -> Option<MutexGuard<'static, ()>> {
+/// The GPU for one test alone, as a call is ordered with all of the context's work, also other tests'.
+pub fn gpu() -> MutexGuard<'static, ()> {
     static ALONE: Mutex<()> = Mutex::new(());
-    match Cuda::new(0) {
-        Ok(_) => Some(ALONE.lock().unwrap_or_else(PoisonError::into_inner)),
-        Err(e) => {
-            println!("skipped: no GPU ({e})");
-            // A machine with a GPU on which the crate cannot start must not look like one without.
-            assert!(std::env::var_os("MOEBIUS_NEEDS_GPU").is_none(), "{e}");
-            None
-        }
-    }
+    ALONE.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 fn group(config: GroupConfig) -> DeviceGroup {
@@ -58,15 +49,38 @@ fn device_of(group: &DeviceGroup) -> Cuda {
     group.on::<Cuda>().unwrap().lock().device().clone()
 }
 
-#[test]
-fn the_suites_cases() {
-    let Some(_alone) = gpu() else { return };
+fn matches_a_dense_model() {
+    let _alone = gpu();
     dense::matches_a_dense_model::<Gpu>();
+}
+
+fn each_output_alone_gives_its_part() {
+    let _alone = gpu();
     dense::each_output_alone::<Gpu>(1);
+}
+
+fn any_leading_dimensions_and_strides() {
+    let _alone = gpu();
     exact::leading_dimensions_and_strides::<Gpu>();
+}
+
+fn a_gradient_that_is_not_contiguous() {
+    let _alone = gpu();
     exact::strided_gradient::<Gpu>();
+}
+
+fn recomputed_input() {
+    let _alone = gpu();
     exact::recomputed_input::<Gpu>();
+}
+
+fn a_second_backward_is_refused() {
+    let _alone = gpu();
     faults::second_backward::<Gpu>();
+}
+
+fn bad_tokens_are_refused() {
+    let _alone = gpu();
     faults::bad_tokens::<Gpu>();
 }
 
@@ -126,9 +140,8 @@ impl Case {
 /// stores (2⁻⁹ in bf16, 2⁻¹² in f16, of which a few add up), and sums in f32 otherwise.
 const TOLERANCES: [(DType, f64); 3] = [(DType::F32, 1e-5), (DType::BF16, 4e-3), (DType::F16, 1e-3)];
 
-#[test]
 fn results_are_the_cpus_within_rounding() {
-    let Some(_alone) = gpu() else { return };
+    let _alone = gpu();
     let mut aux = AuxConfig::default();
     (aux.balance, aux.z) = (0.02, 0.01);
     // Rows that burn pads and such that it does not, tiles cut and whole, an empty share and none.
@@ -151,9 +164,8 @@ fn results_are_the_cpus_within_rounding() {
     }
 }
 
-#[test]
 fn a_step_repeats_to_the_bit() {
-    let Some(_alone) = gpu() else { return };
+    let _alone = gpu();
     let case = Case { config: MoeConfig::new(256, 128, 16, 4), tokens: 513, dtype: DType::BF16 };
     let first = case.run::<Gpu>(group(GroupConfig::new(16, 513)));
     for _ in 0..20 {
@@ -161,9 +173,8 @@ fn a_step_repeats_to_the_bit() {
     }
 }
 
-#[test]
 fn a_group_of_another_device_is_refused() {
-    let Some(_alone) = gpu() else { return };
+    let _alone = gpu();
     let config = MoeConfig::from(&config());
     let x = tensor::<Gpu, 2>(inputs(0).0, [TOKENS[0], H]);
     let error = module::<Gpu>(&config, single()).forward(x).unwrap_err();
@@ -173,9 +184,8 @@ fn a_group_of_another_device_is_refused() {
     assert!(matches!(&error, Error::Invalid { name, .. } if name == "group"), "{error}");
 }
 
-#[test]
 fn a_call_waits_on_the_gpu_alone() {
-    let Some(_alone) = gpu() else { return };
+    let _alone = gpu();
     let step = |config: &MoeConfig| {
         let group = Gpu::alone();
         let model = module::<A>(config, &group);
@@ -211,9 +221,8 @@ fn late(x: &Tensor<Gpu, 2>) -> Tensor<Gpu, 2> {
     x.clone() + slow.slice([0..1, 0..1]).expand(x.dims())
 }
 
-#[test]
 fn work_before_and_after_a_call_is_in_order() {
-    let Some(_alone) = gpu() else { return };
+    let _alone = gpu();
     let (h, t) = (512, 1024);
     let config = MoeConfig::new(h, 256, 8, 2);
     let group = group(GroupConfig::new(8, t));
@@ -236,9 +245,8 @@ fn work_before_and_after_a_call_is_in_order() {
     }
 }
 
-#[test]
 fn results_lie_in_burns_memory_and_workspace_is_given_back() {
-    let Some(_alone) = gpu() else { return };
+    let _alone = gpu();
     let (h, t) = (256, 512);
     let config = MoeConfig::new(h, 512, 8, 2);
     let group = group(GroupConfig::new(8, t));
@@ -259,9 +267,8 @@ fn results_lie_in_burns_memory_and_workspace_is_given_back() {
     assert_eq!(core.memory().allocations, requests, "a step of known sizes asks the driver for nothing");
 }
 
-#[test]
 fn a_nan_is_reported_at_the_next_wait() {
-    let Some(_alone) = gpu() else { return };
+    let _alone = gpu();
     let config = MoeConfig::from(&config());
     let group = Gpu::alone();
     let model = module::<Gpu>(&config, &group);
@@ -272,9 +279,8 @@ fn a_nan_is_reported_at_the_next_wait() {
     model.forward(tensor::<Gpu, 2>(inputs(0).0, [TOKENS[0], H])).unwrap();
 }
 
-#[test]
 fn a_capture_of_burns_layer_is_refused() {
-    let Some(_alone) = gpu() else { return };
+    let _alone = gpu();
     let mut config = MoeConfig::from(&config());
     config.aux = AuxConfig::default();
     let group = Gpu::alone();
@@ -286,9 +292,8 @@ fn a_capture_of_burns_layer_is_refused() {
     assert_eq!(floats(model.forward(x).unwrap()), y, "and the layer works on");
 }
 
-#[test]
 fn a_tensor_of_another_gpu_is_refused() {
-    let Some(_alone) = gpu() else { return };
+    let _alone = gpu();
     if Cuda::new(1).is_err() {
         println!("skipped: one GPU");
         return;
@@ -299,9 +304,8 @@ fn a_tensor_of_another_gpu_is_refused() {
     assert!(<Gpu as NativeBackend>::view(&core, named).is_err());
 }
 
-#[test]
 fn a_bf16_back_end_runs_it_too() {
-    let Some(_alone) = gpu() else { return };
+    let _alone = gpu();
     // burn keeps one default type a device and process, the first that is asked for: a process of its own.
     let program = std::env::current_exe().unwrap();
     let arguments = ["--exact", "gpu::a_bf16_back_end_alone", "--ignored"];
@@ -310,9 +314,8 @@ fn a_bf16_back_end_runs_it_too() {
     assert!(done.status.success() && said.contains("1 passed"), "{said}");
 }
 
-#[test]
-#[ignore = "run by a_bf16_back_end_runs_it_too"]
-fn a_bf16_back_end_alone() {
+/// Run by [`a_bf16_back_end_runs_it_too`].
+pub fn a_bf16_back_end_alone() {
     type Half = burn::backend::Cuda<half::bf16, i32>;
     let config = MoeConfig::new(64, 32, 8, 2);
     let group = DeviceGroup::single::<Autodiff<Half>>(GroupConfig::new(8, 16), &CudaDevice::default()).unwrap();
@@ -326,4 +329,25 @@ fn a_bf16_back_end_alone() {
     let up = floats(moe.experts.up.grad(&gradients).unwrap());
     assert!(up.iter().all(|v| v.is_finite()) && up.iter().any(|&v| v != 0.0));
     let _: &ExpertParallelMoE<Autodiff<Half>> = &moe;
+}
+
+tests! {
+    fn();
+    matches_a_dense_model,
+    each_output_alone_gives_its_part,
+    any_leading_dimensions_and_strides,
+    a_gradient_that_is_not_contiguous,
+    recomputed_input,
+    a_second_backward_is_refused,
+    bad_tokens_are_refused,
+    results_are_the_cpus_within_rounding,
+    a_step_repeats_to_the_bit,
+    a_group_of_another_device_is_refused,
+    a_call_waits_on_the_gpu_alone,
+    work_before_and_after_a_call_is_in_order,
+    results_lie_in_burns_memory_and_workspace_is_given_back,
+    a_nan_is_reported_at_the_next_wait,
+    a_capture_of_burns_layer_is_refused,
+    a_tensor_of_another_gpu_is_refused,
+    a_bf16_back_end_runs_it_too,
 }

@@ -15,6 +15,7 @@ use moebius::layer::{Mode, Role};
 use moebius::{MoeConfig, TensorMut};
 
 use super::support::*;
+use crate::trials::tests;
 
 /// The back end's generator is the process's: who draws from it does so alone.
 fn generator() -> MutexGuard<'static, ()> {
@@ -22,7 +23,6 @@ fn generator() -> MutexGuard<'static, ()> {
     ALONE.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-#[test]
 fn a_record_holds_the_parameters_under_the_crates_names() {
     let _alone = generator();
     let config = MoeConfig::from(&config().with_selection_bias(true));
@@ -65,7 +65,6 @@ fn a_record_holds_the_parameters_under_the_crates_names() {
     });
 }
 
-#[test]
 fn the_configuration_survives_a_file_and_the_cores_form() {
     let config = config().with_selection_bias(true).with_scale(2.5).with_renorm(None).with_recompute(true);
     let folder = tempfile::tempdir().unwrap();
@@ -76,7 +75,6 @@ fn the_configuration_survives_a_file_and_the_cores_form() {
     assert_eq!(MoeConfig::from(&ExpertParallelMoEConfig::new(H, I, E, K)), MoeConfig::new(H, I, E, K));
 }
 
-#[test]
 fn training_lowers_the_loss_and_keeps_the_ranks_together() {
     let _alone = generator();
     #[derive(Module, Debug)]
@@ -135,7 +133,6 @@ fn all_reduce(group: &EpGroup, gradients: &mut GradientsParams, param: &Param<Te
     gradients.register::<Flex, 2>(param.id, Tensor::from_data(data, &device()));
 }
 
-#[test]
 fn an_absent_gradient_of_a_replicated_parameter_counts_as_zeros() {
     let config = MoeConfig::from(&config());
     let sums = on_ranks(2, LONG, |rank, group| {
@@ -153,7 +150,6 @@ fn an_absent_gradient_of_a_replicated_parameter_counts_as_zeros() {
     assert_eq!(sums[0].1, sums[1].1);
 }
 
-#[test]
 fn ids_come_as_data() {
     let config = MoeConfig::from(&config());
     let group = single();
@@ -168,7 +164,6 @@ fn ids_come_as_data() {
     assert!(sums.iter().all(|s| (s - 1.0).abs() < 4.0 * f32::EPSILON));
 }
 
-#[test]
 fn a_checkpoint_gives_a_rank_its_experts_in_their_type() {
     use burn::tensor::DType;
     let dir = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/golden/qwen3_moe_bf16");
@@ -180,4 +175,14 @@ fn a_checkpoint_gives_a_rank_its_experts_in_their_type() {
         let x = Tensor::<B, 2>::zeros([1, hidden], &device()).cast(DType::BF16);
         assert_eq!(model.forward(x).unwrap().dtype(), DType::BF16);
     });
+}
+
+tests! {
+    fn();
+    a_record_holds_the_parameters_under_the_crates_names,
+    the_configuration_survives_a_file_and_the_cores_form,
+    training_lowers_the_loss_and_keeps_the_ranks_together,
+    an_absent_gradient_of_a_replicated_parameter_counts_as_zeros,
+    ids_come_as_data,
+    a_checkpoint_gives_a_rank_its_experts_in_their_type,
 }

@@ -5,6 +5,7 @@ use moebius::kernels::Kernels;
 use moebius::{DType, Device, Result, Tensor, Waited};
 
 use super::gpu::gpu;
+use crate::trials::tests;
 
 /// Keeps a device busy for some milliseconds.
 fn work(device: &Cuda, big: &mut [Tensor<Cuda>; 2]) -> Result<()> {
@@ -15,9 +16,8 @@ fn work(device: &Cuda, big: &mut [Tensor<Cuda>; 2]) -> Result<()> {
     Ok(())
 }
 
-#[test]
 fn a_device_follows_and_leads_streams_that_it_does_not_know() -> Result<()> {
-    let Some(_alone) = gpu() else { return Ok(()) };
+    let _alone = gpu();
     let (ours, theirs) = (Cuda::new(0)?, Cuda::new(0)?);
     let values: Vec<f32> = (0..1024).map(|i| i as f32).collect();
     let expected: Vec<f64> = values.iter().map(|v| f64::from(*v)).collect();
@@ -51,4 +51,9 @@ fn a_device_follows_and_leads_streams_that_it_does_not_know() -> Result<()> {
         assert_eq!(ours.read(&ours.stream(), own.view())?, expected);
     }
     Ok(())
+}
+
+tests! {
+    fn() -> Result<()>;
+    a_device_follows_and_leads_streams_that_it_does_not_know,
 }

@@ -10,8 +10,9 @@ use moebius::ep::{EpGroup, GroupConfig, Reporting};
 use moebius::layer::{DispatchOptions, Mode, Role};
 
 use crate::support::{
-    AnyError, AnyResult, EXPERTS, close, config, distance, flat, gpu, group, of_type, seeded, step, tokens, wide_tokens,
+    AnyError, AnyResult, EXPERTS, close, config, distance, flat, group, of_type, seeded, step, tokens, wide_tokens,
 };
+use crate::trials::tests;
 
 /// A group on the GPU whose buffers start as NaN.
 fn poisoned(device: &Device, tokens: usize) -> AnyResult<DeviceGroup> {
@@ -59,15 +60,13 @@ fn layers() -> Vec<(&'static str, MoeConfig, usize)> {
     ]
 }
 
-#[test]
-fn a_gpu_gives_what_the_cpu_gives() -> AnyResult<()> {
-    let Some(device) = gpu() else { return Ok(()) };
+fn a_gpu_gives_what_the_cpu_gives(device: &Device) -> AnyResult<()> {
     // Roundings to the type at each of the layer's stores (2⁻⁹ in bf16, 2⁻¹² in f16), of which a few add up, and sums
     // in f32 in another order.
     for (dtype, bound) in [(DType::F32, 1e-5), (DType::BF16, 4e-3), (DType::F16, 1e-3)] {
         for (name, config, tokens) in layers() {
             let on_cpu = results(&of_type(group(&Device::Cpu)?, config.clone(), dtype)?, tokens, dtype)?;
-            let on_gpu = results(&of_type(poisoned(&device, tokens)?, config, dtype)?, tokens, dtype)?;
+            let on_gpu = results(&of_type(poisoned(device, tokens)?, config, dtype)?, tokens, dtype)?;
             assert_eq!(on_cpu.len(), on_gpu.len());
             let mut worst = (0.0, "");
             for ((key, expected), (_, found)) in on_cpu.iter().zip(&on_gpu) {
@@ -82,11 +81,9 @@ fn a_gpu_gives_what_the_cpu_gives() -> AnyResult<()> {
     Ok(())
 }
 
-#[test]
-fn two_calls_among_ordinary_operations() -> AnyResult<()> {
-    let Some(device) = gpu() else { return Ok(()) };
+fn two_calls_among_ordinary_operations(device: &Device) -> AnyResult<()> {
     let expected = step(&seeded(group(&Device::Cpu)?, config())?, 0..13)?;
-    let found = step(&seeded(poisoned(&device, 16)?, config())?, 0..13)?;
+    let found = step(&seeded(poisoned(device, 16)?, config())?, 0..13)?;
     close("y", &found.0, &expected.0);
     close("d x", &found.1, &expected.1);
     for ((role, found), (_, expected)) in found.2.iter().zip(&expected.2) {
@@ -95,9 +92,7 @@ fn two_calls_among_ordinary_operations() -> AnyResult<()> {
     Ok(())
 }
 
-#[test]
-fn steps_of_an_optimiser_follow_the_cpu() -> AnyResult<()> {
-    let Some(device) = gpu() else { return Ok(()) };
+fn steps_of_an_optimiser_follow_the_cpu(device: &Device) -> AnyResult<()> {
     let train = |moe: &ExpertParallelMoE| -> AnyResult<Vec<(Role, Vec<f32>)>> {
         let x = tokens(0..40, moe.group().device())?;
         let mut adam = AdamW::new(moe.vars(), ParamsAdamW { lr: 1e-3, ..Default::default() })?;
@@ -107,7 +102,7 @@ fn steps_of_an_optimiser_follow_the_cpu() -> AnyResult<()> {
         Role::ALL.into_iter().filter_map(|r| Some((r, moe.param(r)?))).map(|(r, t)| Ok((r, flat(t)?))).collect()
     };
     let expected = train(&seeded(group(&Device::Cpu)?, config())?)?;
-    let found = train(&seeded(poisoned(&device, 64)?, config())?)?;
+    let found = train(&seeded(poisoned(device, 64)?, config())?)?;
     for ((role, found), (_, expected)) in found.iter().zip(&expected) {
         // Adam divides a gradient by its own size: near 0, where f32 sums differ by 1e-7 of their terms, a step's
         // direction is the rounding's. Five steps of 1e-3 on weights of 0.1, a percent of them undecided.
@@ -117,10 +112,8 @@ fn steps_of_an_optimiser_follow_the_cpu() -> AnyResult<()> {
     Ok(())
 }
 
-#[test]
-fn steps_are_bit_identical_and_reuse_memory() -> AnyResult<()> {
-    let Some(device) = gpu() else { return Ok(()) };
-    let moe = of_type(poisoned(&device, 300)?, MoeConfig::new(136, 104, EXPERTS, 2), DType::BF16)?;
+fn steps_are_bit_identical_and_reuse_memory(device: &Device) -> AnyResult<()> {
+    let moe = of_type(poisoned(device, 300)?, MoeConfig::new(136, 104, EXPERTS, 2), DType::BF16)?;
     let bits = || -> AnyResult<Vec<Vec<u32>>> {
         let all = results(&moe, 300, DType::BF16)?;
         Ok(all.into_iter().map(|(_, v)| v.into_iter().map(f32::to_bits).collect()).collect())
@@ -128,20 +121,18 @@ fn steps_are_bit_identical_and_reuse_memory() -> AnyResult<()> {
     let first = bits()?;
     for step in 1..50 {
         // Other tensors come and go between: what candle frees is reused at once.
-        let noise = Tensor::randn(0f32, 1., (300, 136), &device)?;
+        let noise = Tensor::randn(0f32, 1., (300, 136), device)?;
         drop(noise.matmul(&noise.t()?)?);
         assert!(bits()? == first, "step {step} differs");
     }
     Ok(())
 }
 
-#[test]
-fn outputs_outlive_group_and_module() -> AnyResult<()> {
-    let Some(device) = gpu() else { return Ok(()) };
+fn outputs_outlive_group_and_module(device: &Device) -> AnyResult<()> {
     let expected = flat(&seeded(group(&Device::Cpu)?, config())?.forward(tokens(0..13, &Device::Cpu)?.as_tensor())?)?;
-    let y = seeded(group(&device)?, config())?.forward(tokens(0..13, &device)?.as_tensor())?.detach();
+    let y = seeded(group(device)?, config())?.forward(tokens(0..13, device)?.as_tensor())?.detach();
     // Another group's memory, while the first one's pool is gone.
-    let other = seeded(group(&device)?, config())?.forward(tokens(20..33, &device)?.as_tensor())?.detach();
+    let other = seeded(group(device)?, config())?.forward(tokens(20..33, device)?.as_tensor())?.detach();
     close("y", &flat(&y)?, &expected);
     drop(other);
     close("y", &flat(&y)?, &expected);
@@ -150,14 +141,12 @@ fn outputs_outlive_group_and_module() -> AnyResult<()> {
     Ok(())
 }
 
-#[test]
-fn backward_on_another_thread() -> AnyResult<()> {
-    let Some(device) = gpu() else { return Ok(()) };
-    let moe = seeded(group(&device)?, config())?;
+fn backward_on_another_thread(device: &Device) -> AnyResult<()> {
+    let moe = seeded(group(device)?, config())?;
     let expected = step(&moe, 0..13)?;
     let found = std::thread::scope(|scope| scope.spawn(|| step(&moe, 0..13)).join().expect("a thread"))?;
     assert!(found == expected, "threads differ");
-    let loss = moe.forward(tokens(0..13, &device)?.as_tensor())?.sqr()?.sum_all()?;
+    let loss = moe.forward(tokens(0..13, device)?.as_tensor())?.sqr()?.sum_all()?;
     let gradients = std::thread::scope(|scope| scope.spawn(|| loss.backward()).join().expect("a thread"))?;
     assert!(moe.vars().iter().all(|v| gradients.get(v).is_some()));
     Ok(())
@@ -168,11 +157,9 @@ fn error(moe: &ExpertParallelMoE, x: &Tensor) -> String {
     moe.forward(x).err().map(|e| e.to_string()).unwrap_or_default()
 }
 
-#[test]
-fn wrong_tensors_are_named() -> AnyResult<()> {
-    let Some(device) = gpu() else { return Ok(()) };
-    let moe = seeded(group(&device)?, config())?;
-    let good = tokens(0..4, &device)?;
+fn wrong_tensors_are_named(device: &Device) -> AnyResult<()> {
+    let moe = seeded(group(device)?, config())?;
+    let good = tokens(0..4, device)?;
     let another = Device::new_cuda_with_stream(0)?;
     let bad = [
         (tokens(0..4, &Device::Cpu)?.as_tensor().clone(), ["tensor x", "CUDA device", "the CPU"]),
@@ -180,7 +167,7 @@ fn wrong_tensors_are_named() -> AnyResult<()> {
         (good.to_dtype(DType::U32)?, ["tensor x", "f32, bf16 or f16", "u32"]),
         (good.to_dtype(DType::F64)?, ["f64", "expected", "found"]),
         (good.narrow(1, 0, 8)?.contiguous()?, ["tensor x", "16]", "8]"]),
-        (Tensor::new(1f32, &device)?, ["tensor x", "16]", "[]"]),
+        (Tensor::new(1f32, device)?, ["tensor x", "16]", "[]"]),
     ];
     for (x, words) in bad {
         let text = error(&moe, &x);
@@ -197,11 +184,9 @@ fn wrong_tensors_are_named() -> AnyResult<()> {
     Ok(())
 }
 
-#[test]
-fn nan_logits_are_told_at_once_or_later() -> AnyResult<()> {
-    let Some(device) = gpu() else { return Ok(()) };
-    let moe = seeded(group(&device)?, config())?;
-    let good = tokens(0..4, &device)?;
+fn nan_logits_are_told_at_once_or_later(device: &Device) -> AnyResult<()> {
+    let moe = seeded(group(device)?, config())?;
+    let good = tokens(0..4, device)?;
     let expected = flat(&moe.forward(&good)?)?;
     let bad = (good.as_tensor() * f64::NAN)?;
     let check = || moe.group().on::<Cuda>().ok_or("no GPU")?.lock().device().check().map_err(AnyError::from);
@@ -219,9 +204,7 @@ fn nan_logits_are_told_at_once_or_later() -> AnyResult<()> {
     Ok(())
 }
 
-#[test]
-fn wrong_devices_are_refused() -> AnyResult<()> {
-    let Some(device) = gpu() else { return Ok(()) };
+fn wrong_devices_are_refused(device: &Device) -> AnyResult<()> {
     let config = || GroupConfig::new(EXPERTS, 64);
     // Its stream is another one on every thread.
     let shared = Device::new_cuda(0)?;
@@ -230,11 +213,41 @@ fn wrong_devices_are_refused() -> AnyResult<()> {
     let text = cuda(&Device::Cpu).map(drop).expect_err("no GPU").to_string();
     assert!(text.contains("expected a CUDA device") && text.contains("the CPU"), "{text}");
     let other = || -> AnyResult<EpGroup<Cuda>> { Ok(EpGroup::new(Cuda::new(0)?.group(config())?)) };
-    for wrong in [&device, &Device::Cpu] {
+    for wrong in [device, &Device::Cpu] {
         let text = DeviceGroup::new(other()?, wrong).map(drop).expect_err("another stream").to_string();
         assert!(text.contains("the group's own"), "{text}");
     }
-    assert!(group(&device)?.on::<Cuda>().is_some());
-    assert!(group(&device)?.on::<moebius::cpu::Cpu>().is_none());
+    assert!(group(device)?.on::<Cuda>().is_some());
+    assert!(group(device)?.on::<moebius::cpu::Cpu>().is_none());
     Ok(())
+}
+
+fn a_capture_is_refused(device: &Device) -> AnyResult<()> {
+    let moe = seeded(group(device)?, config())?;
+    let x = tokens(0..4, device)?;
+    let expected = flat(&moe.forward(&x)?)?;
+    let own = moe.group().on::<Cuda>().ok_or("no GPU")?.lock().device().clone();
+    let failed = |e: candle_core::Error| moebius::Error::Device {
+        call: "test",
+        operation: "forward".to_string(),
+        message: e.to_string(),
+    };
+    let text = own.capture(|| moe.forward(&x).map(drop).map_err(failed)).map(drop).expect_err("a capture").to_string();
+    assert!(text.contains("record Layer::forward_into"), "{text}");
+    assert!(flat(&moe.forward(&x)?)? == expected, "and the layer works on");
+    Ok(())
+}
+
+tests! {
+    fn(&Device) -> AnyResult<()>;
+    a_gpu_gives_what_the_cpu_gives,
+    two_calls_among_ordinary_operations,
+    steps_of_an_optimiser_follow_the_cpu,
+    steps_are_bit_identical_and_reuse_memory,
+    outputs_outlive_group_and_module,
+    backward_on_another_thread,
+    wrong_tensors_are_named,
+    nan_logits_are_told_at_once_or_later,
+    wrong_devices_are_refused,
+    a_capture_is_refused,
 }

@@ -1,9 +1,37 @@
-//! The layer as a candle user meets it: inside a model, trained, with odd shapes, and used wrongly. What one rank does
-//! is done on every device: the CPU, and with the `cuda` feature a GPU where there is one ("skipped: no GPU" else).
-#![cfg(feature = "candle")]
+//! The layer as a candle user meets it: inside a model, trained, with odd shapes, and used wrongly. What one rank does is
+//! done on every device: the CPU, and with the `cuda` feature a GPU.
 
 #[cfg(feature = "cuda")]
 mod gpu;
 mod module;
 mod ranks;
 mod support;
+#[path = "../common/trials.rs"]
+mod trials;
+
+use std::process::ExitCode;
+
+use candle_core::Device;
+use trials::Trials;
+
+fn main() -> ExitCode {
+    #[cfg(feature = "cuda")]
+    let device = Device::new_cuda_with_stream(0);
+    #[cfg(not(feature = "cuda"))]
+    let device: Result<Device, &str> = Err("built without the feature `cuda`");
+    let mut trials = Trials::new(device.as_ref().map(drop));
+    for (name, body) in ranks::cases() {
+        trials.add(format!("ranks::{name}"), body);
+    }
+    for (name, body) in module::cases() {
+        trials.add(format!("module::{name}"), move || body(&Device::Cpu));
+    }
+    #[cfg(feature = "cuda")]
+    for (file, cases) in [("module", module::cases()), ("gpu", gpu::cases())] {
+        for (name, body) in cases {
+            // A device of its own for each: they run side by side.
+            trials.add_gpu(format!("{file}::{name}, GPU"), move || body(&Device::new_cuda_with_stream(0)?));
+        }
+    }
+    trials.run()
+}

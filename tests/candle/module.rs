@@ -1,149 +1,142 @@
 //! One rank, on every device.
 
-use candle_core::{D, DType, Module, Tensor, Var};
+use candle_core::{D, DType, Device, Module, Tensor, Var};
 use candle_nn::{AdamW, Optimizer, ParamsAdamW, VarBuilder, VarMap};
 use moebius::DType as OurDType;
 use moebius::candle::ExpertParallelMoE;
 use moebius::config::{AuxConfig, BalanceKind};
 use moebius::layer::{Layer, Mode, Role};
 
-use crate::support::{AnyResult, H, config, devices, group, seeded, single, tokens};
+use crate::support::{AnyResult, H, config, group, seeded, single, tokens};
+use crate::trials::tests;
 
-#[test]
-fn any_leading_dimensions_and_layouts() -> AnyResult<()> {
-    for device in devices() {
-        let moe = single(config(), DType::F32, &device)?;
-        let x = Tensor::randn(0f32, 1., (6, H), &device)?;
-        let flat = moe.forward(&x)?.to_vec2::<f32>()?;
-        let cube = moe.forward(&x.reshape((2, 3, H))?)?;
-        assert_eq!(cube.dims(), [2, 3, H]);
-        assert_eq!(cube.reshape((6, H))?.to_vec2::<f32>()?, flat);
-        let strided = x.t()?.contiguous()?.t()?;
-        assert!(!strided.is_contiguous());
-        assert_eq!(moe.forward(&strided)?.to_vec2::<f32>()?, flat);
-        // A part of a larger storage.
-        assert_eq!(moe.forward(&x.narrow(0, 2, 3)?)?.to_vec2::<f32>()?, flat[2..5]);
-        assert_eq!(moe.forward(&x.narrow(0, 0, 0)?)?.dims(), [0, H]);
-    }
+fn any_leading_dimensions_and_layouts(device: &Device) -> AnyResult<()> {
+    let moe = single(config(), DType::F32, device)?;
+    let x = Tensor::randn(0f32, 1., (6, H), device)?;
+    let flat = moe.forward(&x)?.to_vec2::<f32>()?;
+    let cube = moe.forward(&x.reshape((2, 3, H))?)?;
+    assert_eq!(cube.dims(), [2, 3, H]);
+    assert_eq!(cube.reshape((6, H))?.to_vec2::<f32>()?, flat);
+    let strided = x.t()?.contiguous()?.t()?;
+    assert!(!strided.is_contiguous());
+    assert_eq!(moe.forward(&strided)?.to_vec2::<f32>()?, flat);
+    // A part of a larger storage.
+    assert_eq!(moe.forward(&x.narrow(0, 2, 3)?)?.to_vec2::<f32>()?, flat[2..5]);
+    assert_eq!(moe.forward(&x.narrow(0, 0, 0)?)?.dims(), [0, H]);
     Ok(())
 }
 
-#[test]
-fn nothing_is_kept_where_nothing_tracks() -> AnyResult<()> {
-    for device in devices() {
-        let trained = single(config(), DType::F32, &device)?;
-        let x = Tensor::randn(0f32, 1., (6, H), &device)?;
-        assert!(trained.forward(&x)?.track_op(), "parameters are variables");
-        let frozen = trained.params().into_iter().map(|(n, t)| (n.to_string(), t.detach())).collect();
-        let vb = VarBuilder::from_tensors(frozen, DType::F32, &device);
-        let frozen = ExpertParallelMoE::new(trained.layer().clone(), group(&device)?, vb)?;
-        let y = frozen.forward(&x)?;
-        assert!(!y.track_op(), "no operation, so no context, hangs on the output");
-        assert_eq!(y.to_vec2::<f32>()?, trained.forward(&x)?.to_vec2::<f32>()?);
-        // x alone tracks: its gradient and nothing else.
-        let x = Var::from_tensor(&x)?;
-        let gradients = frozen.forward(&x)?.sum_all()?.backward()?;
-        assert!(gradients.get(&x).is_some());
-        assert!(frozen.vars().is_empty());
-    }
+fn nothing_is_kept_where_nothing_tracks(device: &Device) -> AnyResult<()> {
+    let trained = single(config(), DType::F32, device)?;
+    let x = Tensor::randn(0f32, 1., (6, H), device)?;
+    assert!(trained.forward(&x)?.track_op(), "parameters are variables");
+    let frozen = trained.params().into_iter().map(|(n, t)| (n.to_string(), t.detach())).collect();
+    let vb = VarBuilder::from_tensors(frozen, DType::F32, device);
+    let frozen = ExpertParallelMoE::new(trained.layer().clone(), group(device)?, vb)?;
+    let y = frozen.forward(&x)?;
+    assert!(!y.track_op(), "no operation, so no context, hangs on the output");
+    assert_eq!(y.to_vec2::<f32>()?, trained.forward(&x)?.to_vec2::<f32>()?);
+    // x alone tracks: its gradient and nothing else.
+    let x = Var::from_tensor(&x)?;
+    let gradients = frozen.forward(&x)?.sum_all()?.backward()?;
+    assert!(gradients.get(&x).is_some());
+    assert!(frozen.vars().is_empty());
     Ok(())
 }
 
-#[test]
-fn a_second_backward_is_an_error() -> AnyResult<()> {
-    for device in devices() {
-        let moe = seeded(group(&device)?, config())?;
-        let loss = moe.forward(tokens(0..3, &device)?.as_tensor())?.sqr()?.sum_all()?;
-        loss.backward()?;
-        let error = loss.backward().err().map(|e| e.to_string()).unwrap_or_default();
-        assert!(error.contains("consumed") && error.contains("rank 0"), "{error}");
-        moe.forward(tokens(0..3, &device)?.as_tensor())?.sum_all()?.backward()?;
-    }
+fn a_second_backward_is_an_error(device: &Device) -> AnyResult<()> {
+    let moe = seeded(group(device)?, config())?;
+    let loss = moe.forward(tokens(0..3, device)?.as_tensor())?.sqr()?.sum_all()?;
+    loss.backward()?;
+    let error = loss.backward().err().map(|e| e.to_string()).unwrap_or_default();
+    assert!(error.contains("consumed") && error.contains("rank 0"), "{error}");
+    moe.forward(tokens(0..3, device)?.as_tensor())?.sum_all()?.backward()?;
     Ok(())
 }
 
-#[test]
-fn an_absent_gradient_counts_as_zeros() -> AnyResult<()> {
-    for device in devices() {
-        // GPUs have no f64 here. Both bounds are some hundred roundings of their type.
-        let (dtype, bound) = if device.is_cpu() { (DType::F64, 1e-13) } else { (DType::F32, 2e-5) };
-        let mut with_aux = config();
-        with_aux.aux = AuxConfig::default();
-        with_aux.aux.balance = 0.5;
-        with_aux.aux.z = 0.25;
-        let moe = single(with_aux, dtype, &device)?;
-        let x = Var::from_tensor(&Tensor::randn(0f64, 1., (12, H), &device)?.to_dtype(dtype)?)?;
-        // Only the auxiliary loss is used: experts' gradients are exact zeros, the router's are not.
-        let gradients = moe.forward_full(&x, Mode::default())?.aux.backward()?;
-        let number = |t: &Tensor| -> AnyResult<f64> { Ok(t.to_dtype(DType::F64)?.to_scalar::<f64>()?) };
-        let norm = |role: Role| -> AnyResult<f64> {
-            let param = moe.param(role).ok_or("no such parameter")?;
-            number(&gradients.get(param).ok_or("no gradient")?.abs()?.sum_all()?)
-        };
-        assert_eq!(norm(Role::Up)?, 0.0);
-        assert_eq!(norm(Role::Down)?, 0.0);
-        assert!(norm(Role::Router)? > 0.0);
-        // Both outputs: the gradients add. Linear in the cotangents, so the sums agree to rounding.
-        let both = moe.forward_full(&x, Mode::default())?;
-        let both = both.y.sum_all()?.add(&(both.aux * 3.0)?)?.backward()?;
-        let y_only = moe.forward(&x)?.sum_all()?.backward()?;
-        let router = moe.param(Role::Router).ok_or("no router")?;
-        let of = |g: &candle_core::backprop::GradStore| g.get(router).cloned().ok_or("no gradient");
-        let expected = (of(&y_only)? + (of(&gradients)? * 3.0)?)?;
-        let error = number(&(of(&both)? - &expected)?.abs()?.max_all()?)?;
-        let scale = number(&expected.abs()?.max_all()?)?;
-        assert!(error <= bound * scale, "{error} of {scale} on {device:?}");
-    }
+fn an_absent_gradient_counts_as_zeros(device: &Device) -> AnyResult<()> {
+    // GPUs have no f64 here. Both bounds are some hundred roundings of their type.
+    let (dtype, bound) = if device.is_cpu() { (DType::F64, 1e-13) } else { (DType::F32, 2e-5) };
+    let mut with_aux = config();
+    with_aux.aux = AuxConfig::default();
+    with_aux.aux.balance = 0.5;
+    with_aux.aux.z = 0.25;
+    let moe = single(with_aux, dtype, device)?;
+    let x = Var::from_tensor(&Tensor::randn(0f64, 1., (12, H), device)?.to_dtype(dtype)?)?;
+    // Only the auxiliary loss is used: experts' gradients are exact zeros, the router's are not.
+    let gradients = moe.forward_full(&x, Mode::default())?.aux.backward()?;
+    let number = |t: &Tensor| -> AnyResult<f64> { Ok(t.to_dtype(DType::F64)?.to_scalar::<f64>()?) };
+    let norm = |role: Role| -> AnyResult<f64> {
+        let param = moe.param(role).ok_or("no such parameter")?;
+        number(&gradients.get(param).ok_or("no gradient")?.abs()?.sum_all()?)
+    };
+    assert_eq!(norm(Role::Up)?, 0.0);
+    assert_eq!(norm(Role::Down)?, 0.0);
+    assert!(norm(Role::Router)? > 0.0);
+    // Both outputs: the gradients add. Linear in the cotangents, so the sums agree to rounding.
+    let both = moe.forward_full(&x, Mode::default())?;
+    let both = both.y.sum_all()?.add(&(both.aux * 3.0)?)?.backward()?;
+    let y_only = moe.forward(&x)?.sum_all()?.backward()?;
+    let router = moe.param(Role::Router).ok_or("no router")?;
+    let of = |g: &candle_core::backprop::GradStore| g.get(router).cloned().ok_or("no gradient");
+    let expected = (of(&y_only)? + (of(&gradients)? * 3.0)?)?;
+    let error = number(&(of(&both)? - &expected)?.abs()?.max_all()?)?;
+    let scale = number(&expected.abs()?.max_all()?)?;
+    assert!(error <= bound * scale, "{error} of {scale} on {device:?}");
     Ok(())
 }
 
-#[test]
-fn adamw_trains_it_inside_a_model() -> AnyResult<()> {
-    for device in devices() {
-        let vars = VarMap::new();
-        let vb = VarBuilder::from_varmap(&vars, DType::F32, &device);
-        let mut with_aux = config();
-        with_aux.aux.balance = 0.01;
-        with_aux.aux.balance_kind = BalanceKind::HuggingFace;
-        let first = candle_nn::linear(4, H, vb.pp("first"))?;
-        let moe = ExpertParallelMoE::new(Layer::new(with_aux, 0)?, group(&device)?, vb.pp("moe"))?;
-        let last = candle_nn::linear(H, 1, vb.pp("last"))?;
-        let values: Vec<f32> = (0..256).map(|i| ((i * 7919) % 127) as f32 / 63.5 - 1.0).collect();
-        let x = Tensor::from_vec(values, (64, 4), &device)?;
-        let target = (x.narrow(1, 0, 1)? * x.narrow(1, 1, 1)?)?;
-        let mut adam = AdamW::new(vars.all_vars(), ParamsAdamW { lr: 0.01, ..Default::default() })?;
-        let mut losses = Vec::new();
-        for _ in 0..150 {
-            let out = moe.forward_full(&first.forward(&x)?, Mode::default())?;
-            let error = (last.forward(&out.y)? - &target)?.sqr()?.mean_all()?;
-            losses.push(error.to_scalar::<f32>()?);
-            adam.backward_step(&(error + out.aux)?)?;
-        }
-        let (start, end) = (losses[0], losses[losses.len() - 1]);
-        assert!(end < 0.2 * start, "the loss went from {start} to {end} on {device:?}");
+fn adamw_trains_it_inside_a_model(device: &Device) -> AnyResult<()> {
+    let vars = VarMap::new();
+    let vb = VarBuilder::from_varmap(&vars, DType::F32, device);
+    let mut with_aux = config();
+    with_aux.aux.balance = 0.01;
+    with_aux.aux.balance_kind = BalanceKind::HuggingFace;
+    let first = candle_nn::linear(4, H, vb.pp("first"))?;
+    let moe = ExpertParallelMoE::new(Layer::new(with_aux, 0)?, group(device)?, vb.pp("moe"))?;
+    let last = candle_nn::linear(H, 1, vb.pp("last"))?;
+    let values: Vec<f32> = (0..256).map(|i| ((i * 7919) % 127) as f32 / 63.5 - 1.0).collect();
+    let x = Tensor::from_vec(values, (64, 4), device)?;
+    let target = (x.narrow(1, 0, 1)? * x.narrow(1, 1, 1)?)?;
+    let mut adam = AdamW::new(vars.all_vars(), ParamsAdamW { lr: 0.01, ..Default::default() })?;
+    let mut losses = Vec::new();
+    for _ in 0..150 {
+        let out = moe.forward_full(&first.forward(&x)?, Mode::default())?;
+        let error = (last.forward(&out.y)? - &target)?.sqr()?.mean_all()?;
+        losses.push(error.to_scalar::<f32>()?);
+        adam.backward_step(&(error + out.aux)?)?;
     }
+    let (start, end) = (losses[0], losses[losses.len() - 1]);
+    assert!(end < 0.2 * start, "the loss went from {start} to {end} on {device:?}");
     Ok(())
 }
 
-#[test]
-fn half_types_stay_near_f32() -> AnyResult<()> {
-    for device in devices() {
-        // One rounding to 8 (11) bits at each of four stored tensors: 4 half-ulps of relative size 2^-9 (2^-12).
-        for (dtype, bound) in [(DType::BF16, 4.0 / 512.0), (DType::F16, 4.0 / 4096.0)] {
-            let moe = single(config(), dtype, &device)?;
-            let x = Tensor::randn(0f32, 1., (32, H), &device)?.to_dtype(dtype)?;
-            let y = moe.forward(&x)?;
-            assert_eq!(y.dtype(), dtype);
-            let wide = moe.params().into_iter().map(|(n, t)| Ok((n.to_string(), t.to_dtype(DType::F32)?)));
-            let wide = wide.collect::<candle_core::Result<_>>()?;
-            let vb = VarBuilder::from_tensors(wide, DType::F32, &device);
-            let reference = ExpertParallelMoE::new(moe.layer().clone(), group(&device)?, vb)?;
-            let reference = reference.forward(&x.to_dtype(DType::F32)?)?;
-            let error = (y.to_dtype(DType::F32)? - &reference)?.sqr()?.sum(D::Minus1)?.sum_all()?.sqrt()?;
-            let error = error.to_scalar::<f32>()? / reference.sqr()?.sum_all()?.sqrt()?.to_scalar::<f32>()?;
-            assert!(f64::from(error) <= bound, "{dtype:?} on {device:?}: {error}");
-        }
+fn half_types_stay_near_f32(device: &Device) -> AnyResult<()> {
+    // One rounding to 8 (11) bits at each of four stored tensors: 4 half-ulps of relative size 2^-9 (2^-12).
+    for (dtype, bound) in [(DType::BF16, 4.0 / 512.0), (DType::F16, 4.0 / 4096.0)] {
+        let moe = single(config(), dtype, device)?;
+        let x = Tensor::randn(0f32, 1., (32, H), device)?.to_dtype(dtype)?;
+        let y = moe.forward(&x)?;
+        assert_eq!(y.dtype(), dtype);
+        let wide = moe.params().into_iter().map(|(n, t)| Ok((n.to_string(), t.to_dtype(DType::F32)?)));
+        let wide = wide.collect::<candle_core::Result<_>>()?;
+        let vb = VarBuilder::from_tensors(wide, DType::F32, device);
+        let reference = ExpertParallelMoE::new(moe.layer().clone(), group(device)?, vb)?;
+        let reference = reference.forward(&x.to_dtype(DType::F32)?)?;
+        let error = (y.to_dtype(DType::F32)? - &reference)?.sqr()?.sum(D::Minus1)?.sum_all()?.sqrt()?;
+        let error = error.to_scalar::<f32>()? / reference.sqr()?.sum_all()?.sqrt()?.to_scalar::<f32>()?;
+        assert!(f64::from(error) <= bound, "{dtype:?} on {device:?}: {error}");
     }
     assert_eq!(OurDType::BF16.size(), 2);
     Ok(())
+}
+
+tests! {
+    fn(&Device) -> AnyResult<()>;
+    any_leading_dimensions_and_layouts,
+    nothing_is_kept_where_nothing_tracks,
+    a_second_backward_is_an_error,
+    an_absent_gradient_counts_as_zeros,
+    adamw_trains_it_inside_a_model,
+    half_types_stay_near_f32,
 }

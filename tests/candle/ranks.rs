@@ -11,6 +11,7 @@ use moebius::ep::{EpGroup, Group, GroupConfig};
 use moebius::layer::{Layer, Role};
 
 use crate::support::{AnyResult, EXPERTS, H, Part, close, config, seeded, step, tokens};
+use crate::trials::tests;
 
 /// Runs one closure a rank, each on its own thread, and returns what they give in rank order.
 fn ranks<R: Send>(count: usize, timeout: Duration, run: impl Fn(EpGroup) -> AnyResult<R> + Sync) -> Vec<AnyResult<R>> {
@@ -33,7 +34,6 @@ fn ranks<R: Send>(count: usize, timeout: Duration, run: impl Fn(EpGroup) -> AnyR
     })
 }
 
-#[test]
 fn a_second_backward_is_an_error_before_any_collective() -> AnyResult<()> {
     let results = ranks(2, Duration::from_secs(20), |group| {
         let moe = seeded(group.clone(), config())?;
@@ -54,7 +54,6 @@ fn a_second_backward_is_an_error_before_any_collective() -> AnyResult<()> {
     Ok(())
 }
 
-#[test]
 fn ranks_share_the_work_of_one() -> AnyResult<()> {
     let mut full = config();
     full.shared = Some(moebius::config::SharedConfig { intermediate: 8, gated: true });
@@ -83,7 +82,6 @@ fn ranks_share_the_work_of_one() -> AnyResult<()> {
     Ok(())
 }
 
-#[test]
 fn fresh_variables_agree_where_ranks_share_them() -> AnyResult<()> {
     let results = ranks(3 + 1, Duration::from_secs(20), |group| {
         let vb = VarBuilder::from_varmap(&VarMap::new(), DType::F32, &Device::Cpu);
@@ -103,7 +101,6 @@ fn fresh_variables_agree_where_ranks_share_them() -> AnyResult<()> {
     Ok(())
 }
 
-#[test]
 fn backward_is_refused_where_a_rank_does_not_track() -> AnyResult<()> {
     let results = ranks(2, Duration::from_secs(20), |group| {
         let rank = group.rank();
@@ -125,7 +122,6 @@ fn backward_is_refused_where_a_rank_does_not_track() -> AnyResult<()> {
     Ok(())
 }
 
-#[test]
 fn wrong_inputs_are_errors_on_every_rank() -> AnyResult<()> {
     for bad in ["width", "dtype", "integer", "scalar", "nan"] {
         let results = ranks(2, Duration::from_secs(20), |group| {
@@ -149,4 +145,13 @@ fn wrong_inputs_are_errors_on_every_rank() -> AnyResult<()> {
         assert!(!errors[1].is_empty(), "{bad}");
     }
     Ok(())
+}
+
+tests! {
+    fn() -> AnyResult<()>;
+    a_second_backward_is_an_error_before_any_collective,
+    ranks_share_the_work_of_one,
+    fresh_variables_agree_where_ranks_share_them,
+    backward_is_refused_where_a_rank_does_not_track,
+    wrong_inputs_are_errors_on_every_rank,
 }

@@ -19,28 +19,6 @@ pub fn config() -> MoeConfig {
     MoeConfig::new(H, 24, EXPERTS, 2)
 }
 
-/// A GPU as candle has it, or `None` with a note where there is none.
-#[cfg(feature = "cuda")]
-pub fn gpu() -> Option<Device> {
-    match Device::new_cuda_with_stream(0) {
-        Ok(device) => Some(device),
-        Err(e) => {
-            println!("skipped: no GPU ({e})");
-            // A machine with a GPU on which candle cannot start must not look like one without.
-            assert!(std::env::var_os("MOEBIUS_NEEDS_GPU").is_none(), "{e}");
-            None
-        }
-    }
-}
-
-/// Every device of this machine that this build serves.
-pub fn devices() -> Vec<Device> {
-    #[cfg(feature = "cuda")]
-    return std::iter::once(Device::Cpu).chain(gpu()).collect();
-    #[cfg(not(feature = "cuda"))]
-    vec![Device::Cpu]
-}
-
 pub fn group(device: &Device) -> AnyResult<DeviceGroup> {
     Ok(DeviceGroup::single(GroupConfig::new(EXPERTS, 1024), device)?)
 }

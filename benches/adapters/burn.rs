@@ -1,0 +1,54 @@
+//! On burn's CUDA back end.
+
+use burn::backend::Autodiff;
+use burn::backend::cuda::CudaDevice;
+use burn::module::{Module, Param};
+use burn::tensor::backend::Backend;
+use burn::tensor::{DType, Distribution, Shape, Tensor};
+use moebius::burn::{DeviceGroup, ExpertParallelMoE, ExpertParallelMoEConfig, cuda};
+use moebius::ep::{EpGroup, GroupConfig};
+
+use super::{Result, Workload, time};
+
+type Inner = burn::backend::Cuda<f32, i32>;
+type B = Autodiff<Inner>;
+
+/// Random values in bf16, in rows that burn does not pad.
+fn random<const D: usize>(dims: [usize; D], scale: usize) -> Tensor<Inner, D> {
+    let spread = Distribution::Normal(0.0, (scale as f64).powf(-0.5));
+    let device = CudaDevice::default();
+    let flat = Tensor::<Inner, 1>::random([dims.iter().product::<usize>()], spread, (&device, DType::BF16));
+    flat.reshape(Shape::from(dims))
+}
+
+fn sync() -> Result<()> {
+    Inner::sync(&CudaDevice::default()).map_err(|e| format!("{e:?}").into())
+}
+
+pub fn run(workload: &Workload, gpu: &str) -> Result<()> {
+    let Workload { tokens: t, hidden: h, intermediate: i, experts: e, top_k: k, .. } = *workload;
+    let device = CudaDevice::default();
+    let core = cuda(&device)?;
+    let group = DeviceGroup::from(EpGroup::new(core.group(GroupConfig::new(e, t))?));
+    let leaf2 = |dims, scale| Param::from_tensor(Tensor::<B, 2>::from_inner(random::<2>(dims, scale)));
+    let leaf3 = |dims, scale| Param::from_tensor(Tensor::<B, 3>::from_inner(random::<3>(dims, scale)));
+    // Drawn on the GPU below: the configuration's own way goes expert by expert.
+    let small = ExpertParallelMoEConfig::new(h, i, e, k).with_initializer(burn::nn::Initializer::Zeros);
+    let mut moe: ExpertParallelMoE<B> = small.init(0, &group, &device)?;
+    moe.router.weight = leaf2([e, h], h);
+    moe.experts.up = leaf3([e, 2 * i, h], h);
+    moe.experts.down = leaf3([e, h, i], i);
+    let (x, c) = (random::<2>([t, h], 1), random::<2>([t, h], 1));
+    let frozen = moe.clone().no_grad();
+    let input = Tensor::<B, 2>::from_inner(x.clone());
+    let fwd = time(sync, || Ok(drop(frozen.forward(input.clone())?)))?;
+    workload.report("moebius-burn", "fwd", fwd, gpu);
+    let c = Tensor::<B, 2>::from_inner(c);
+    let step = time(sync, || {
+        let x = Tensor::<B, 2>::from_inner(x.clone()).require_grad();
+        drop((moe.forward(x)? * c.clone()).sum().backward());
+        Ok(())
+    })?;
+    workload.report("moebius-burn", "fwd+bwd", step, gpu);
+    Ok(core.check()?)
+}

@@ -1,0 +1,99 @@
+//! Times of the layer as a framework's module on one GPU: wall clock from an idle GPU to an idle GPU, warm, median,
+//! random data, uniform random routing. One JSON line a measurement, keys as `benches/cuda`. Programs built for one
+//! framework and for the other are comparable within a run: the same shapes, the same loss Σ y ∘ c.
+//!
+//! ```text
+//! cargo bench --no-default-features --features candle,cuda --bench adapters -- [WORKLOAD …]
+//! cargo bench --no-default-features --features burn-cuda --bench adapters -- [WORKLOAD …]
+//! ```
+
+#![cfg_attr(
+    not(any(feature = "candle", feature = "burn-cuda")),
+    allow(dead_code, unused_variables, reason = "built for neither framework")
+)]
+
+#[cfg(feature = "burn-cuda")]
+mod burn;
+#[cfg(feature = "candle")]
+mod candle;
+
+use std::error::Error;
+use std::time::Instant;
+
+use moebius::cuda::Cuda;
+
+type Result<T> = std::result::Result<T, Box<dyn Error>>;
+
+/// Shape of a layer and its batch.
+#[derive(Debug, Clone, Copy)]
+pub struct Workload {
+    name: &'static str,
+    tokens: usize,
+    hidden: usize,
+    intermediate: usize,
+    experts: usize,
+    top_k: usize,
+}
+
+const fn workload(name: &'static str, [tokens, hidden, intermediate, experts, top_k]: [usize; 5]) -> Workload {
+    Workload { name, tokens, hidden, intermediate, experts, top_k }
+}
+
+const WORKLOADS: [Workload; 5] = [
+    workload("qwen3-30b-a3b", [16384, 2048, 768, 128, 8]),
+    workload("olmoe-7b", [16384, 2048, 1024, 64, 8]),
+    workload("mixtral-8x7b", [8192, 4096, 14336, 8, 2]),
+    workload("dsv3-ep8-rank", [4096, 7168, 2048, 32, 8]),
+    workload("decode-qwen3", [64, 2048, 768, 128, 8]),
+];
+const WARM_UP: usize = 3;
+const REPEATS: usize = 15;
+
+/// Median milliseconds of a call between two waits for the GPU.
+fn time(sync: impl Fn() -> Result<()>, mut call: impl FnMut() -> Result<()>) -> Result<f64> {
+    let mut times = Vec::with_capacity(REPEATS);
+    for repeat in 0..WARM_UP + REPEATS {
+        sync()?;
+        let start = Instant::now();
+        call()?;
+        sync()?;
+        if repeat >= WARM_UP {
+            times.push(start.elapsed().as_secs_f64() * 1e3);
+        }
+    }
+    times.sort_by(f64::total_cmp);
+    Ok(times[times.len() / 2])
+}
+
+impl Workload {
+    fn report(&self, who: &str, phase: &str, ms: f64, gpu: &str) {
+        let Self { name, tokens, hidden, intermediate, top_k, .. } = *self;
+        let passes = if phase == "fwd" { 1.0 } else { 3.0 };
+        let flop = passes * 6.0 * (tokens * top_k) as f64 * hidden as f64 * intermediate as f64;
+        println!(
+            "{{\"impl\":\"{who}\",\"workload\":\"{name}\",\"phase\":\"{phase}\",\"ms\":{ms:.4},\"tflops\":{:.1},\
+             \"gpu\":\"{gpu}\"}}",
+            flop / ms / 1e9,
+        );
+    }
+}
+
+fn main() -> Result<()> {
+    let wanted: Vec<String> = std::env::args().skip(1).filter(|a| !a.starts_with("--")).collect();
+    let gpu = match Cuda::new(0).and_then(|device| device.name()) {
+        Ok(name) => name,
+        Err(e) => {
+            println!("skipped: no GPU ({e})");
+            return Ok(());
+        }
+    };
+    for workload in WORKLOADS {
+        if wanted.is_empty() || wanted.iter().any(|w| w == workload.name) {
+            #[cfg(feature = "candle")]
+            candle::run(&workload, &gpu)?;
+            #[cfg(feature = "burn-cuda")]
+            burn::run(&workload, &gpu)?;
+        }
+    }
+    Ok(())
+}
