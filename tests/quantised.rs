@@ -134,14 +134,18 @@ impl Case {
         let x = put(&[40, h], 1.0);
         let (bias, down_bias) = (put(&[3, wide], 0.5), put(&[3, h], 0.5));
         let (d_y, rows, pre_given) = (put(&[n, h], 1.0), put(&[n, i], 1.0), put(&[n, wide], 2.0));
-        let d_pre_given = put(&[n, wide], 1.0);
+        let (d_pre_given, mut y) = (put(&[n, wide], 1.0), put(&[n, h], 4.0));
         let weights =
             device.put(dtype.accumulator(), &(0..n).map(|s| 0.5 + (s % 5) as f64 / 4.0).collect::<Vec<_>>(), &[n]);
         let map: Vec<i32> = (0..n as i32).map(|s| (s * 7) % 40).collect();
         let map = device.host(&Tensor::from_vec(map, &[n]).unwrap());
+        // Down's results are added to what is there, in another order; padding goes nowhere.
+        let filled = self.filled();
+        let to = (0..n).map(|s| if filled.contains(&s) { (n - 1 - s) as i32 } else { -1 }).collect();
+        let to = device.host(&Tensor::from_vec(to, &[n]).unwrap());
         let slot_weights = |at| Some(SlotWeights { values: weights.view(), at });
         let empty = |dims: &[usize]| Tensor::empty(device, dtype, dims).unwrap();
-        let (mut pre, mut hidden, mut y) = (empty(&[n, wide]), empty(&[n, i]), empty(&[n, h]));
+        let (mut pre, mut hidden) = (empty(&[n, wide]), empty(&[n, i]));
         let (mut d_pre, mut again, mut d_x) = (empty(&[n, wide]), empty(&[n, i]), empty(&[n, h]));
         let mut d_weights = Tensor::empty(device, dtype.accumulator(), &[n]).unwrap();
         let call = Up {
@@ -161,7 +165,7 @@ impl Case {
             weight: down.borrow(),
             bias: Some(down_bias.view()),
             slot_weights: slot_weights(WeightAt::Output),
-            out: RowDest::direct(y.view_mut()),
+            out: RowDest { base: y.view_mut(), map: Some(to.view()), done: None, accumulate: true },
         };
         device.down(&order, call).unwrap();
         let call = DownBwd {
@@ -185,20 +189,14 @@ impl Case {
             out: RowDest::direct(d_x.view_mut()),
         };
         device.up_dgrad(&order, call).unwrap();
-        let filled = self.filled();
         let rows = |t: &Tensor<D>| {
             let all = device.values(t.view());
             filled.iter().flat_map(|s| all[s * all.len() / n..(s + 1) * all.len() / n].to_vec()).collect()
         };
-        let all = [
-            ("pre", &pre),
-            ("hidden", &hidden),
-            ("y", &y),
-            ("d_pre", &d_pre),
-            ("d_weights", &d_weights),
-            ("d_x", &d_x),
-        ];
-        all.map(|(name, t)| (name, rows(t))).to_vec()
+        let all = [("pre", &pre), ("hidden", &hidden), ("d_pre", &d_pre), ("d_weights", &d_weights), ("d_x", &d_x)];
+        let mut made = all.map(|(name, t)| (name, rows(t))).to_vec();
+        made.push(("y", device.values(y.view())));
+        made
     }
 
     fn compare<D: Target>(&self, device: &D, dtype: DType) {
@@ -242,9 +240,13 @@ fn products_are_those_of_the_values<D: Target>(device: &D) {
 fn few_and_many_rows_and_ragged_sizes<D: Target>(device: &D) {
     let clamped = Activation::ClampedGlu { alpha: 1.7, limit: 7.0 };
     for format in FORMATS {
-        for (hidden, inner, counts) in
-            [(320, 96, [1, 17, 0]), (192, 320, [40, 3, 8]), (320, 192, [130, 0, 9]), (64, 32, [33, 65, 1])]
-        {
+        for (hidden, inner, counts) in [
+            (512, 128, [2, 0, 7]),
+            (320, 96, [1, 17, 0]),
+            (192, 320, [40, 3, 8]),
+            (320, 192, [130, 0, 9]),
+            (64, 32, [33, 65, 1]),
+        ] {
             Case { format, hidden, inner, counts, activation: clamped }.compare(device, *D::FLOATS.last().unwrap());
         }
     }

@@ -46,7 +46,7 @@ fn cut_option<'a, T>(zones: &ZoneList, buffer: Option<&'a mut [T]>, width: usize
 /// A stack of weights.
 enum Stack<'a, T> {
     Dense(&'a [T]),
-    Quantised(QuantisedRef<'a, Cpu>),
+    Quantised(Box<QuantisedRef<'a, Cpu>>),
 }
 
 impl<'a, T: Float> Stack<'a, T> {
@@ -55,7 +55,7 @@ impl<'a, T: Float> Stack<'a, T> {
             Weight::Dense(weight) => Ok(Stack::Dense(weight.as_slice()?)),
             Weight::Quantised(weight) => {
                 weight.check(call)?;
-                Ok(Stack::Quantised(weight))
+                Ok(Stack::Quantised(Box::new(weight)))
             }
         }
     }
