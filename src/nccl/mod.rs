@@ -16,6 +16,7 @@ mod link;
 mod notice;
 mod notices;
 mod sums;
+mod symmetric;
 pub mod sys;
 #[cfg(test)]
 mod tests;
@@ -26,6 +27,7 @@ mod world;
 pub use comm::{NcclComm, Raw};
 pub use error::NcclError;
 pub use library::{NcclLibrary, VARIABLE};
+pub use symmetric::NcclWindow;
 pub use world::NcclWorld;
 
 use crate::error::Error;
