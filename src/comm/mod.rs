@@ -6,6 +6,8 @@
 pub(crate) mod agree;
 pub(crate) mod rendezvous;
 mod solo;
+#[cfg(not(loom))]
+pub(crate) mod symmetric;
 pub mod threads;
 
 use std::fmt;
@@ -16,6 +18,8 @@ use crate::error::Result;
 use crate::tensor::{TensorMut, TensorRef};
 
 pub use solo::Solo;
+#[cfg(not(loom))]
+pub use symmetric::{Put, Span, SymmetricMemory, ThreadWindow};
 pub use threads::{ThreadComm, ThreadWorld};
 
 /// What a collective is for.

@@ -18,6 +18,7 @@ mod link;
 mod notice;
 mod notices;
 mod sums;
+mod symmetric;
 pub mod sys;
 #[cfg(test)]
 mod tests;
@@ -30,6 +31,7 @@ pub(crate) use built::Shared;
 pub use comm::{NcclComm, Raw};
 pub use error::NcclError;
 pub use library::{NcclLibrary, VARIABLE};
+pub use symmetric::NcclWindow;
 pub use world::NcclWorld;
 
 use crate::error::Error;
