@@ -139,6 +139,12 @@ impl<D: Kernels> Core<D> {
         handle
     }
 
+    /// Whether an error that all ranks know of waits to be returned.
+    #[cfg(feature = "nccl-ep")]
+    pub fn has_deferred(&self) -> bool {
+        self.deferred.is_some()
+    }
+
     /// The number of the next prepare.
     #[cfg(feature = "nccl-ep")]
     pub fn next(&self) -> u64 {

@@ -33,15 +33,15 @@ impl NcclComm {
         Shared(Arc::clone(&self.link))
     }
 
-    /// A collective of another library, of `bytes` a row: counted, compared over the ranks where they are threads, and
+    /// A collective of another library, of rows of `bytes`: counted, compared over the ranks where they are threads, and
     /// watched. As [`NcclComm::collective_raw`], for calls that reach the communicator through [`Shared`].
     pub(crate) fn around<T>(
         &mut self,
-        (operation, bytes): (&'static str, usize),
+        (operation, dtype, bytes): (&'static str, DType, usize),
         tag: Tag,
         calls: impl FnOnce() -> Result<T>,
     ) -> Result<T> {
-        let subject = self.begin(Call { operation, tag, dtype: DType::U8, detail: Detail::Plain, bytes })?;
+        let subject = self.begin(Call { operation, tag, dtype, detail: Detail::Plain, bytes })?;
         match calls() {
             Ok(value) => self.watched(subject).map(|()| value),
             Err(error) => Err(self.broken(subject, error)),

@@ -106,9 +106,9 @@ impl NcclEp {
     fn prepare_behind(&mut self, ids: TensorRef<'_, Cuda>, spec: &DispatchSpec) -> Result<Option<Handle<Cuda>>> {
         const CALL: &str = "prepare";
         let open = spec.capacity == Capacity::Eager;
-        let drops = !open && (spec.overflow == Overflow::Drop || self.fixed(spec).is_none());
+        let small = !open && self.fixed(spec).is_none();
         let Some(bytes) = self.groups.last().map(|g| g.options().max_row_bytes) else { return Ok(None) };
-        if spec.reporting != Reporting::Deferred || spec.expert_capacity.is_some() || drops {
+        if !planned_behind(spec) || small {
             return Ok(None);
         }
         let (device, experts) = (self.core.device.clone(), self.core.config.num_experts);
@@ -129,7 +129,7 @@ impl NcclEp {
         let local = group.local_experts();
         let of = |size| Tensor::empty(&device, DType::I64, &[size]);
         let (mut padded, mut starts, mut total) = (of(local)?, of(local)?, of(1)?);
-        let routed = around(&mut self.core, ("nccl_ep_update", bytes), tag, || {
+        let routed = around(&mut self.core, ("nccl_ep_update", DType::U8, bytes), tag, || {
             let mut routed = super::Handle::new(&group, options)?;
             let counters = Counters { counts: padded.view_mut(), offsets: starts.view_mut(), total: total.view_mut() };
             routed.update(kept_ids.view(), counters)?;
@@ -170,8 +170,12 @@ impl NcclEp {
     /// The group for rows of so many bytes; a new one is compared over the ranks first.
     fn group(&mut self, spec: &DispatchSpec, row_bytes: usize) -> Result<Group> {
         let capacity = self.fixed(spec);
-        let fits =
-            |o: &GroupOptions| o.capacity == capacity && o.max_row_bytes >= row_bytes && o.max_top_k >= spec.top_k;
+        // What the host has planned fits, so the library need not look for rows to drop, nor clear room for them.
+        let trap = !planned_behind(spec);
+        let fits = |o: &GroupOptions| {
+            let policy = capacity.is_none() || o.trap == trap;
+            o.capacity == capacity && policy && o.max_row_bytes >= row_bytes && o.max_top_k >= spec.top_k
+        };
         if let Some(group) = self.groups.iter().rev().find(|g| fits(g.options())) {
             return Ok(group.clone());
         }
@@ -183,12 +187,13 @@ impl NcclEp {
             capacity,
             max_row_bytes: row_bytes.max(known(|o| o.max_row_bytes)),
             max_top_k: spec.top_k.max(known(|o| o.max_top_k)),
-            trap: false,
+            trap,
         };
         self.compare(spec, &options)?;
         let (library, on) = (self.library.clone(), (self.core.device.clone(), self.shared.clone()));
         let tag = Tag { layer: spec.layer, op: Op::Init, sequence: self.groups.len() as u64 };
-        let group = around(&mut self.core, ("nccl_ep_group", row_bytes), tag, || Group::on(&library, on, options))?;
+        let group =
+            around(&mut self.core, ("nccl_ep_group", DType::U8, row_bytes), tag, || Group::on(&library, on, options))?;
         self.groups.push(group.clone());
         Ok(group)
     }
@@ -211,27 +216,14 @@ impl NcclEp {
         }
     }
 
-    /// The library's handle of this routing, for rows of so many bytes: made and told the routing where it is not yet.
-    fn routed<'h>(
-        &mut self,
-        call: &'static str,
-        handle: &'h Handle<Cuda>,
-        row_bytes: usize,
-    ) -> Result<MutexGuard<'h, Option<super::Handle>>> {
-        let kept = handle.carried.0.as_ref().and_then(|kept| kept.downcast_ref::<Kept>());
-        let Some(kept) = kept else {
-            return Err(Error::invalid(call, "handle", "one that NCCL EP prepared", "another dispatcher's"));
-        };
-        let mut guard = kept.lock().unwrap_or_else(PoisonError::into_inner);
-        if guard.as_ref().is_some_and(|h| h.group().options().max_row_bytes >= row_bytes) {
-            return Ok(guard);
-        }
+    /// The library's handle of a planned routing, for rows of so many bytes.
+    fn route(&mut self, handle: &Handle<Cuda>, row_bytes: usize) -> Result<super::Handle> {
         let spec = handle.spec();
         let group = self.group(spec, row_bytes)?;
         let options = HandleOptions { top_k: spec.top_k, alignment: spec.alignment };
         let (device, ids) = (self.core.device.clone(), handle.kept_ids());
         let tag = Core::tag(handle, Op::Prepare);
-        let routed = around(&mut self.core, ("nccl_ep_update", row_bytes), tag, || {
+        around(&mut self.core, ("nccl_ep_update", DType::U8, row_bytes), tag, || {
             let mut routed = super::Handle::new(&group, options)?;
             let of = |size| Tensor::empty(&device, DType::I64, &[size]);
             let local = group.local_experts();
@@ -240,9 +232,7 @@ impl NcclEp {
             let counters = Counters { counts: counts.view_mut(), offsets: offsets.view_mut(), total: total.view_mut() };
             routed.update(ids, counters)?;
             Ok(routed)
-        })?;
-        *guard = Some(routed);
-        Ok(guard)
+        })
     }
 
     /// Passes this rank's checks before a collective, or tells the others that they failed.
@@ -264,11 +254,18 @@ impl NcclEp {
     fn collective(
         &mut self,
         (call, op): Step,
-        (handle, row_bytes): (&Handle<Cuda>, usize),
+        (handle, rows): (&Handle<Cuda>, Rows),
         calls: impl FnOnce(&mut super::Handle) -> Result<()>,
     ) -> Result<()> {
-        let mut guard = self.routed(call, handle, row_bytes)?;
-        let done = around(&mut self.core, (call, row_bytes), Core::tag(handle, op), || match guard.as_mut() {
+        let (named, tag) = ((call, rows.dtype, rows.bytes), Core::tag(handle, op));
+        let mut guard = kept(call, handle)?;
+        if !serves(&guard, rows.bytes) {
+            // The ranks' calls are compared before what they bring about.
+            around(&mut self.core, named, tag, || Ok(())).map_err(|e| self.core.explain(call, e))?;
+            let routed = self.route(handle, rows.bytes);
+            *guard = Some(routed.map_err(|e| self.core.explain(call, e))?);
+        }
+        let done = around(&mut self.core, named, tag, || match guard.as_mut() {
             Some(routed) => calls(routed),
             None => Err(Error::invalid(call, "handle", "a routing", "none")),
         });
@@ -305,7 +302,8 @@ impl NcclEp {
             out_weights: given.or(unused.as_mut().map(Tensor::view_mut)),
             out_scales: outputs.scales.as_mut().map(TensorMut::reborrow),
         };
-        self.collective(step, (handle, row_bytes(inputs)), |routed| routed.dispatch(Direction::Forward, rows))
+        let moved = Rows { dtype: inputs.tokens.dtype(), bytes: row_bytes(inputs) };
+        self.collective(step, (handle, moved), |routed| routed.dispatch(Direction::Forward, rows))
     }
 
     /// The output's gradient, into slots.
@@ -317,12 +315,38 @@ impl NcclEp {
     ) -> Result<()> {
         let (tokens, out) = (grad.borrow(), out.reborrow());
         let rows = RowsOut { tokens, weights: None, scales: None, out, out_weights: None, out_scales: None };
-        self.collective(step, (handle, grad.row_bytes()), |routed| routed.dispatch(Direction::Backward, rows))
+        self.collective(step, (handle, Rows::of(grad)), |routed| routed.dispatch(Direction::Backward, rows))
     }
 }
 
 /// A call and what it is for.
 type Step = (&'static str, Op);
+
+/// What a call moves; the same on all ranks.
+#[derive(Clone, Copy)]
+struct Rows {
+    dtype: DType,
+    /// Of a row and its scales.
+    bytes: usize,
+}
+
+impl Rows {
+    fn of(t: TensorRef<'_, Cuda>) -> Self {
+        Self { dtype: t.dtype(), bytes: t.row_bytes() }
+    }
+}
+
+/// What the dispatcher keeps of a handle's routing.
+fn kept<'h>(call: &'static str, handle: &'h Handle<Cuda>) -> Result<MutexGuard<'h, Option<super::Handle>>> {
+    let kept = handle.carried.0.as_ref().and_then(|kept| kept.downcast_ref::<Kept>());
+    let foreign = || Error::invalid(call, "handle", "one that NCCL EP prepared", "another dispatcher's");
+    kept.map(|kept| kept.lock().unwrap_or_else(PoisonError::into_inner)).ok_or_else(foreign)
+}
+
+/// Whether the routing is the library's already, for such rows.
+fn serves(routed: &Option<super::Handle>, row_bytes: usize) -> bool {
+    routed.as_ref().is_some_and(|h| h.group().options().max_row_bytes >= row_bytes)
+}
 
 /// Bytes of a token and its scales.
 fn row_bytes(inputs: &DispatchInputs<'_, Cuda>) -> usize {
@@ -344,7 +368,7 @@ fn check_words(dtype: DType, bytes: usize) -> Result<()> {
 /// A collective of the library, met and watched as one of the communicator.
 fn around<T>(
     core: &mut Core<Cuda>,
-    named: (&'static str, usize),
+    named: (&'static str, DType, usize),
     tag: Tag,
     calls: impl FnOnce() -> Result<T>,
 ) -> Result<T> {
@@ -352,6 +376,12 @@ fn around<T>(
         Some(comm) => comm.around(named, tag, calls),
         None => Err(EpError::Communicator { found: "another".to_string() }.into()),
     }
+}
+
+/// Whether the host leaves the plan to the library, once all ranks have met with the spec.
+fn planned_behind(spec: &DispatchSpec) -> bool {
+    let drops = spec.capacity != Capacity::Eager && spec.overflow == Overflow::Drop;
+    spec.reporting == Reporting::Deferred && spec.expert_capacity.is_none() && !drops
 }
 
 /// A map of slots to themselves, for weights as for rows.
@@ -416,7 +446,9 @@ impl TokenDispatcher<Cuda> for NcclEp {
         spec: &DispatchSpec,
     ) -> Result<Handle<Cuda>> {
         let known = (spec.layer, record::fields(spec));
+        // What a prepare with records has deferred is for another one to return.
         if self.agreed.contains(&known)
+            && !self.core.has_deferred()
             && let Some(handle) = self.prepare_behind(ids, spec)?
         {
             return Ok(handle);
@@ -426,7 +458,8 @@ impl TokenDispatcher<Cuda> for NcclEp {
         handle.carried.0 = Some(Box::new(Kept::default()));
         // The rows' size is the first dispatch's to know; from then on it is taken to stay.
         if let Some(bytes) = self.groups.last().map(|g| g.options().max_row_bytes) {
-            drop(self.routed("prepare", &handle, bytes)?);
+            let routed = self.route(&handle, bytes).map_err(|e| self.core.explain("prepare", e))?;
+            handle.carried.0 = Some(Box::new(Kept::new(Some(routed))));
         }
         // All ranks have the same now, and each finds it again.
         if !self.agreed.contains(&known) {
@@ -480,7 +513,7 @@ impl TokenDispatcher<Cuda> for NcclEp {
             .and_then(|()| check_words(expert_out.dtype(), bytes));
         self.agree(STEP, handle, checked)?;
         let rows = RowsBack { rows: expert_out.borrow(), weights: None, out: out.reborrow(), out_weights: None };
-        self.collective(STEP, (handle, bytes), |routed| routed.combine(Direction::Forward, rows))
+        self.collective(STEP, (handle, Rows::of(expert_out)), |routed| routed.combine(Direction::Forward, rows))
     }
 
     fn combine_bwd(
@@ -523,14 +556,14 @@ impl TokenDispatcher<Cuda> for NcclEp {
             None => Some(self.empty(DType::F32, &[handle.tokens(), handle.spec().top_k])?),
             Some(_) => None,
         };
-        let given = d_weights.as_mut().map(TensorMut::reborrow);
+        let (moved, given) = (Rows::of(rows), d_weights.as_mut().map(TensorMut::reborrow));
         let rows = RowsBack {
             rows: rows.borrow(),
             weights: weights.as_ref().map(TensorRef::borrow).or(zeros.as_ref().map(Tensor::view)),
             out: d_tokens.reborrow(),
             out_weights: given.or(unused.as_mut().map(Tensor::view_mut)),
         };
-        self.collective(STEP, (handle, bytes), |routed| routed.combine(Direction::Backward, rows))
+        self.collective(STEP, (handle, moved), |routed| routed.combine(Direction::Backward, rows))
     }
 
     fn check(&mut self) -> Result<()> {

@@ -71,7 +71,8 @@ impl<D: Target> Setup<D> {
     /// Joins a group.
     pub fn rank(&self, seat: Seat<D>, config: GroupConfig) -> Result<Rank<D>> {
         let group = seat.join(config)?;
-        Ok(Rank { rank: group.rank(), group })
+        let columns = if self.kind == DispatcherKind::NcclEp { 8 } else { 1 };
+        Ok(Rank { rank: group.rank(), group, columns })
     }
 
     /// Experts for `per_rank` of each rank.
@@ -90,8 +91,8 @@ impl<D: Target> Setup<D> {
         match self.kind {
             DispatcherKind::Local => [0; 5],
             DispatcherKind::AllGather => [1, 1, 1, 1, 2],
-            // The first dispatch also compares the rows' size, makes the library's group, and tells it the routing.
-            DispatcherKind::NcclEp => [1, 4, 1, 1, 1],
+            // The first dispatch also meets before it compares the rows' size, makes the library's group, and tells it the routing.
+            DispatcherKind::NcclEp => [1, 5, 1, 1, 1],
             _ => [1; 5],
         }
     }
@@ -114,6 +115,8 @@ pub fn on_threads<D: Target, T: Send>(
 pub struct Rank<D: Target> {
     pub rank: usize,
     pub group: Group<D>,
+    /// Rows are widened to a multiple of this, with zeros that no case sees.
+    pub columns: usize,
 }
 
 /// Rows and weights in expert-major order.
@@ -152,6 +155,31 @@ impl<D: Target> Rank<D> {
         self.group.device().values(t)
     }
 
+    /// Rows as they travel.
+    fn put_rows(&self, rows: Rows, values: &[f64], count: usize) -> Tensor<D> {
+        let wide = self.width(rows);
+        if values.len() != count * rows.hidden || wide == rows.hidden {
+            return self.put(rows.dtype, values, &[count, rows.hidden]);
+        }
+        let mut all = vec![0.0; count * wide];
+        for (to, from) in all.chunks_mut(wide).zip(values.chunks(rows.hidden)) {
+            to[..rows.hidden].copy_from_slice(from);
+        }
+        self.put(rows.dtype, &all, &[count, wide])
+    }
+
+    fn width(&self, rows: Rows) -> usize {
+        rows.hidden.next_multiple_of(self.columns)
+    }
+
+    /// Rows as the cases see them.
+    fn narrow(&self, rows: Rows, wide: Vec<f64>) -> Vec<f64> {
+        match rows.hidden == self.width(rows) {
+            true => wide,
+            false => wide.chunks(self.width(rows)).flat_map(|row| row[..rows.hidden].to_vec()).collect(),
+        }
+    }
+
     /// Expert ids as the caller gives them.
     pub fn ids(&self, ids: &[i64], k: usize) -> Result<Tensor<D>> {
         Ok(self.group.device().host(&Tensor::from_vec(ids.to_vec(), &[ids.len().checked_div(k).unwrap_or(0), k])?))
@@ -178,9 +206,9 @@ impl<D: Target> Rank<D> {
     ) -> Result<Slots> {
         let n = handle.rows();
         let acc = rows.dtype.accumulator();
-        let tokens = self.put(rows.dtype, tokens, &[handle.tokens(), rows.hidden]);
+        let tokens = self.put_rows(rows, tokens, handle.tokens());
         let weights = weights.map(|w| self.put(acc, w, &[handle.tokens(), handle.spec().top_k]));
-        let mut recv = self.put(rows.dtype, &vec![CANARY; n * rows.hidden], &[n, rows.hidden]);
+        let mut recv = self.put(rows.dtype, &vec![CANARY; n * self.width(rows)], &[n, self.width(rows)]);
         let mut recv_weights = self.put(acc, &vec![CANARY; n], &[n]);
         let outputs = DispatchOutputs {
             tokens: recv.view_mut(),
@@ -189,7 +217,8 @@ impl<D: Target> Rank<D> {
         };
         let inputs = inputs(&tokens, &weights);
         self.group.dispatcher().dispatch(handle, inputs, outputs)?;
-        Ok(Slots { rows: self.values(recv.view()), weights: self.values(recv_weights.view()) })
+        let rows = self.narrow(rows, self.values(recv.view()));
+        Ok(Slots { rows, weights: self.values(recv_weights.view()) })
     }
 
     /// Dispatch that leaves the rows where they arrived, brought into slot order here; padding becomes zero.
@@ -201,34 +230,35 @@ impl<D: Target> Rank<D> {
         weights: Option<&[f64]>,
     ) -> Result<Slots> {
         let acc = rows.dtype.accumulator();
-        let tokens = self.put(rows.dtype, tokens, &[handle.tokens(), rows.hidden]);
+        let tokens = self.put_rows(rows, tokens, handle.tokens());
         let weights = weights.map(|w| self.put(acc, w, &[handle.tokens(), handle.spec().top_k]));
         let received = self.group.dispatcher().dispatch_rows(handle, inputs(&tokens, &weights))?;
         let weights = received.weights.as_ref().map(|w| self.values(w.view())).unwrap_or_default();
-        Ok(Slots { rows: self.gathered(received.source(tokens.view(), handle).base, handle), weights })
+        let all = self.gathered(received.source(tokens.view(), handle).base, handle);
+        Ok(Slots { rows: self.narrow(rows, all), weights })
     }
 
     pub fn combine(&mut self, handle: &Handle<D>, rows: Rows, expert_out: &[f64]) -> Result<Vec<f64>> {
-        let expert_out = self.put(rows.dtype, expert_out, &[handle.rows(), rows.hidden]);
-        let mut out = Tensor::empty(self.group.device(), rows.dtype, &[handle.tokens(), rows.hidden])?;
+        let expert_out = self.put_rows(rows, expert_out, handle.rows());
+        let mut out = Tensor::empty(self.group.device(), rows.dtype, &[handle.tokens(), self.width(rows)])?;
         self.group.dispatcher().combine(handle, expert_out.view(), out.view_mut())?;
-        Ok(self.values(out.view()))
+        Ok(self.narrow(rows, self.values(out.view())))
     }
 
     /// Into an output full of [`CANARY`].
     pub fn combine_bwd(&mut self, handle: &Handle<D>, rows: Rows, grad: &[f64]) -> Result<Vec<f64>> {
-        let grad = self.put(rows.dtype, grad, &[handle.tokens(), rows.hidden]);
+        let grad = self.put_rows(rows, grad, handle.tokens());
         let n = handle.rows();
-        let mut out = self.put(rows.dtype, &vec![CANARY; n * rows.hidden], &[n, rows.hidden]);
+        let mut out = self.put(rows.dtype, &vec![CANARY; n * self.width(rows)], &[n, self.width(rows)]);
         self.group.dispatcher().combine_bwd(handle, grad.view(), out.view_mut())?;
-        Ok(self.values(out.view()))
+        Ok(self.narrow(rows, self.values(out.view())))
     }
 
     /// In slot order; padding becomes zero.
     pub fn combine_bwd_rows(&mut self, handle: &Handle<D>, rows: Rows, grad: &[f64]) -> Result<Vec<f64>> {
-        let grad = self.put(rows.dtype, grad, &[handle.tokens(), rows.hidden]);
+        let grad = self.put_rows(rows, grad, handle.tokens());
         let received = self.group.dispatcher().combine_bwd_rows(handle, grad.view())?;
-        Ok(self.gathered(received.source(grad.view(), handle).base, handle))
+        Ok(self.narrow(rows, self.gathered(received.source(grad.view(), handle).base, handle)))
     }
 
     pub fn dispatch_bwd(
@@ -239,9 +269,9 @@ impl<D: Target> Rank<D> {
         grad_weights: Option<&[f64]>,
     ) -> Result<TokenGrads> {
         let (n, t, acc) = (handle.rows(), handle.tokens(), rows.dtype.accumulator());
-        let grad = self.put(rows.dtype, grad, &[n, rows.hidden]);
+        let grad = self.put_rows(rows, grad, n);
         let grad_weights = grad_weights.map(|w| self.put(acc, w, &[n]));
-        let mut d_tokens = Tensor::empty(self.group.device(), rows.dtype, &[t, rows.hidden])?;
+        let mut d_tokens = Tensor::empty(self.group.device(), rows.dtype, &[t, self.width(rows)])?;
         let mut d_weights = Tensor::empty(self.group.device(), acc, &[t, handle.spec().top_k])?;
         let grads = DispatchGrads {
             rows: grad.view(),
@@ -250,7 +280,8 @@ impl<D: Target> Rank<D> {
             d_weights: Some(d_weights.view_mut()),
         };
         self.group.dispatcher().dispatch_bwd(handle, grads)?;
-        Ok(TokenGrads { tokens: self.values(d_tokens.view()), weights: self.values(d_weights.view()) })
+        let tokens = self.narrow(rows, self.values(d_tokens.view()));
+        Ok(TokenGrads { tokens, weights: self.values(d_weights.view()) })
     }
 
     pub fn calls(&mut self) -> u64 {

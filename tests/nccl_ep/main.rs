@@ -33,13 +33,14 @@ use conformance::{gpus, over};
 const RANKS: [usize; 2] = [2, 4];
 const KINDS: [DispatcherKind; 1] = [DispatcherKind::NcclEp];
 /// Rules of the library that cases of the shared suites break, as its errors say them and as `expect` shows them.
-const RULES: [&str; 6] = [
+const RULES: [&str; 7] = [
     "must be a multiple of 4, found",
     "expected a multiple of 16 bytes",
     "expected a multiple of 8 numbers",
     "NcclEp(Fours",
     "NcclEp(RowBytes",
     "NcclEp(Width",
+    "NcclEp(Capacity",
 ];
 
 /// A shared test over some ranks, given the first GPU.
