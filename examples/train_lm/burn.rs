@@ -17,6 +17,7 @@ use moebius::layer::Mode;
 
 use crate::Failure;
 use crate::lm::{Param, Settings, VOCABULARY, is_share};
+use crate::mesh::Comms;
 use crate::ranks::{Check, Report, Values, Worker, join, moe_config, sum_over_ranks};
 
 type Inner = Flex;
@@ -222,23 +223,23 @@ impl ModuleVisitor<Host> for Snapshot<'_> {
 /// A rank.
 pub struct Rank {
     settings: Settings,
-    group: EpGroup,
+    world: ThreadComm,
     /// Taken while the optimiser has it.
     model: Option<Model<Host>>,
     optimiser: OptimizerAdaptor<AdamW, Model<Host>, Host>,
 }
 
 impl Rank {
-    pub fn new(settings: &Settings, params: &[Param], comm: ThreadComm, rank: usize) -> Result<Self, Failure> {
-        let group = join(settings, comm)?;
-        let mut fill = Fill { path: Path::default(), params, rank, ranks: settings.ranks, missing: Vec::new() };
+    pub fn new(settings: &Settings, params: &[Param], comms: Comms, rank: usize) -> Result<Self, Failure> {
+        let group = join(settings, comms.experts)?;
+        let mut fill = Fill { path: Path::default(), params, rank, ranks: settings.mesh.ranks, missing: Vec::new() };
         let model = Model::<Host>::new(settings, &group, &Default::default())?.map(&mut fill);
         if !fill.missing.is_empty() {
             return Err(format!("no first values for {:?}", fill.missing).into());
         }
         // As candle's AdamW has them.
         let optimiser = AdamWConfig::new().with_weight_decay(0.01).with_epsilon(1e-8).init();
-        Ok(Self { settings: settings.clone(), group, model: Some(model), optimiser })
+        Ok(Self { settings: settings.clone(), world: comms.world, model: Some(model), optimiser })
     }
 }
 
@@ -252,7 +253,7 @@ impl Worker for Rank {
         let mut gradients = GradientsParams::from_grads((mean + aux).backward(), &model);
         let mut flat = Flat { path: Path::default(), gradients: &mut gradients, values: Vec::new(), next: None };
         model.visit(&mut flat);
-        sum_over_ranks(&self.group, step, &mut flat.values)?;
+        sum_over_ranks(&mut self.world, step, &mut flat.values)?;
         flat.next = Some(0);
         model.visit(&mut flat);
         let check = check.then(|| {
@@ -261,7 +262,7 @@ impl Worker for Rank {
             Check { params: snapshot.params, ids: ids.into_iter().map(rows_of).collect() }
         });
         self.model = Some(self.optimiser.step(self.settings.learning_rate_at(step), model, gradients));
-        Ok(Report { loss, load, check })
+        Ok(Report { loss, load, norm: None, cost: None, check })
     }
 }
 

@@ -7,7 +7,7 @@ use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 use std::thread;
 use std::time::Duration;
 
-use moebius::comm::{Op, ReduceOp, Tag, ThreadComm, ThreadWorld};
+use moebius::comm::{Communicator, Op, ReduceOp, Tag, ThreadComm};
 use moebius::cpu::Cpu;
 use moebius::ep::{EpGroup, Group, GroupConfig};
 use moebius::{DType, MoeConfig, TensorMut};
@@ -15,6 +15,8 @@ use moebius::{DType, MoeConfig, TensorMut};
 use crate::Failure;
 use crate::corpus::Corpus;
 use crate::lm::{Param, Settings, Step, initial};
+use crate::mesh::Comms;
+use crate::sharded::Cost;
 use crate::twin::Twin;
 
 /// How long a rank waits for its peers.
@@ -30,8 +32,12 @@ pub trait Worker {
 pub struct Report {
     /// This rank's share of the mean cross-entropy.
     pub loss: f64,
-    /// Tokens per expert over all ranks, by layer.
+    /// Tokens per expert over the ranks of its EP group, by layer.
     pub load: Vec<Vec<usize>>,
+    /// Norm of all ranks' gradients, where they are clipped.
+    pub norm: Option<f64>,
+    /// Where experts are sharded.
+    pub cost: Option<Cost>,
     pub check: Option<Check>,
 }
 
@@ -49,7 +55,7 @@ pub struct Values {
     pub gradient: Vec<f32>,
 }
 
-/// This rank's membership in the group of all ranks.
+/// This rank's membership in its EP group.
 pub fn join(settings: &Settings, comm: ThreadComm) -> Result<EpGroup, Failure> {
     let tokens = settings.rows_of(0).1 * settings.context;
     let config = GroupConfig::new(settings.experts, tokens);
@@ -59,32 +65,33 @@ pub fn join(settings: &Settings, comm: ThreadComm) -> Result<EpGroup, Failure> {
 /// The expert layers' configuration.
 pub fn moe_config(settings: &Settings) -> MoeConfig {
     let mut moe = MoeConfig::new(settings.hidden, settings.intermediate, settings.experts, settings.top_k);
-    moe.aux.balance = settings.balance;
+    // The mean over the EP groups.
+    moe.aux.balance = settings.balance / settings.mesh.groups() as f64;
     moe.aux.over_ranks = true;
     moe
 }
 
 /// Sums `values` over the ranks, in rank order, so that all ranks get the same bits.
-pub fn sum_over_ranks(group: &EpGroup, step: usize, values: &mut [f32]) -> Result<(), Failure> {
+pub fn sum_over_ranks(world: &mut ThreadComm, step: usize, values: &mut [f32]) -> Result<(), Failure> {
     let tag = Tag { layer: 0, op: Op::GradReduce, sequence: step as u64 };
     let dims = [values.len()];
-    let buffer = TensorMut::new(bytemuck::cast_slice_mut(values), DType::F32, &dims)?;
-    group.lock().dispatcher().communicator().all_reduce(tag, ReduceOp::Sum, buffer)?;
+    let buffer = TensorMut::<Cpu>::new(bytemuck::cast_slice_mut(values), DType::F32, &dims)?;
+    world.all_reduce(tag, ReduceOp::Sum, buffer)?;
     Ok(())
 }
 
 /// Trains, and calls `on_step` after each step. `make` builds a rank's worker, on its thread. Every `check_every` steps
-/// the twin computes the same step from the same weights.
+/// the twin computes the same step from the same weights; 0: never.
 pub fn train<W: Worker>(
     settings: &Settings,
     check_every: usize,
     corpus: &Corpus,
-    make: impl Fn(&[Param], ThreadComm, usize) -> Result<W, Failure> + Sync,
+    make: impl Fn(&[Param], Comms, usize) -> Result<W, Failure> + Sync,
     mut on_step: impl FnMut(Step) -> Result<(), Failure>,
 ) -> Result<(), Failure> {
     let params = initial(settings);
     let twin = Twin::new(settings, &params)?;
-    let comms = ThreadWorld::create(settings.ranks, TIMEOUT);
+    let comms = Comms::create(settings.mesh, TIMEOUT);
     thread::scope(|scope| {
         let (mut reports, mut threads) = (Vec::new(), Vec::new());
         for (rank, comm) in comms.into_iter().enumerate() {
@@ -128,7 +135,7 @@ fn work(
     for step in 0..settings.steps {
         let bytes = corpus.batch(settings.seed, step, settings.batch, length)?;
         let own = &bytes[first * length..(first + rows) * length];
-        let report = worker.step(step, own, rows, step.is_multiple_of(check_every))?;
+        let report = worker.step(step, own, rows, check_every != 0 && step.is_multiple_of(check_every))?;
         if reports.send(report).is_err() {
             // Nobody listens any more.
             break;
@@ -151,11 +158,15 @@ fn follow(
             of_step.push(receiver.recv().map_err(|_| RankEnded)?);
         }
         let loss = of_step.iter().map(|r| r.loss).sum();
-        let load = of_step.first().map(|r| r.load.clone()).unwrap_or_default();
+        let groups: Vec<&Report> = of_step.iter().step_by(settings.mesh.ep).collect();
+        let sum = |layer: usize, expert: usize| groups.iter().map(|r| r.load[layer][expert]).sum();
+        let load = (0..settings.layers).map(|l| (0..settings.experts).map(|e| sum(l, e)).collect()).collect();
+        let norm = of_step.first().and_then(|r| r.norm);
+        let costs = of_step.iter().filter_map(|r| r.cost).collect();
         let checks: Option<Vec<Check>> = of_step.into_iter().map(|r| r.check).collect();
         let bytes = corpus.batch(settings.seed, step, settings.batch, settings.context + 1)?;
         let twin = checks.map(|c| twin.compare(&bytes, &c)).transpose()?;
-        on_step(Step { step, loss, load, twin })?;
+        on_step(Step { step, loss, load, norm, costs, twin })?;
     }
     Ok(())
 }
