@@ -13,6 +13,7 @@ use crate::dtype::DType;
 use crate::ep::{Plan, PlanRequest, Reporting};
 use crate::error::Result;
 use crate::tensor::{Tensor, TensorMut, TensorRef};
+use crate::weights::Weight;
 
 /// Expert-major layout of a rank: where each local expert's rows lie.
 ///
@@ -146,7 +147,7 @@ pub struct Up<'a, D: Device> {
     /// The layout.
     pub zones: &'a Zones<D>,
     /// `[L, G·I, H]`, gate rows first.
-    pub weight: TensorRef<'a, D>,
+    pub weight: Weight<'a, D>,
     /// `[L, G·I]`.
     pub bias: Option<TensorRef<'a, D>>,
     /// Applied here if at [`WeightAt::Activation`] or [`WeightAt::Input`].
@@ -167,7 +168,7 @@ pub struct Down<'a, D: Device> {
     /// The layout.
     pub zones: &'a Zones<D>,
     /// `[L, H, I]`.
-    pub weight: TensorRef<'a, D>,
+    pub weight: Weight<'a, D>,
     /// `[L, H]`; times the routing weight unless that is at [`WeightAt::Input`].
     pub bias: Option<TensorRef<'a, D>>,
     /// Scales the product at [`WeightAt::Output`], and the bias as said there.
@@ -184,7 +185,7 @@ pub struct DownBwd<'a, D: Device> {
     /// The layout.
     pub zones: &'a Zones<D>,
     /// `[L, H, I]`.
-    pub weight: TensorRef<'a, D>,
+    pub weight: Weight<'a, D>,
     /// `[L, H]`.
     pub bias: Option<TensorRef<'a, D>>,
     /// Pre-activations of forward, `[N, G·I]`.
@@ -209,7 +210,7 @@ pub struct UpDgrad<'a, D: Device> {
     /// The layout.
     pub zones: &'a Zones<D>,
     /// `[L, G·I, H]`.
-    pub weight: TensorRef<'a, D>,
+    pub weight: Weight<'a, D>,
     /// Where the weight was applied to the rows.
     pub input_weight: Option<InputWeightBwd<'a, D>>,
     /// Gradient of the received rows, `[N, H]`.

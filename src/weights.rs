@@ -1,11 +1,58 @@
-//! Where expert weights come from: a tensor at hand, one that is [gathered](crate::etp) just before use, or later one
-//! that is de-quantised then.
+//! Where expert weights come from: a tensor at hand, one that is [gathered](crate::etp) just before use, or one that
+//! stays [quantised](crate::quant::Quantised) and is de-quantised as it is multiplied.
 
 use std::fmt::Debug;
 
 use crate::device::Device;
-use crate::error::Result;
+use crate::error::{Error, Result};
+use crate::quant::{Quantised, QuantisedRef};
 use crate::tensor::TensorRef;
+
+/// A stack of expert weights, as a product takes it.
+#[derive(Debug)]
+pub enum Weight<'a, D: Device> {
+    /// Of the rows' own type.
+    Dense(TensorRef<'a, D>),
+    /// De-quantised as it is read.
+    Quantised(QuantisedRef<'a, D>),
+}
+
+impl<D: Device> Clone for Weight<'_, D> {
+    fn clone(&self) -> Self {
+        *self
+    }
+}
+impl<D: Device> Copy for Weight<'_, D> {}
+
+impl<'a, D: Device> From<TensorRef<'a, D>> for Weight<'a, D> {
+    fn from(tensor: TensorRef<'a, D>) -> Self {
+        Weight::Dense(tensor)
+    }
+}
+
+impl<'a, D: Device> From<QuantisedRef<'a, D>> for Weight<'a, D> {
+    fn from(weight: QuantisedRef<'a, D>) -> Self {
+        Weight::Quantised(weight)
+    }
+}
+
+impl<D: Device> Weight<'_, D> {
+    /// Sizes, as numbers.
+    pub fn dims(&self) -> &[usize] {
+        match self {
+            Weight::Dense(tensor) => tensor.dims(),
+            Weight::Quantised(weight) => &weight.dims,
+        }
+    }
+
+    /// Shorter borrow.
+    pub fn borrow(&self) -> Weight<'_, D> {
+        match self {
+            Weight::Dense(tensor) => Weight::Dense(tensor.borrow()),
+            Weight::Quantised(weight) => Weight::Quantised(weight.borrow()),
+        }
+    }
+}
 
 /// A weight that becomes readable when it is acquired, and may vanish again when the guard is dropped.
 pub trait WeightSource<D: Device>: Debug {
@@ -16,6 +63,10 @@ pub trait WeightSource<D: Device>: Debug {
     /// # Errors
     /// Whatever gathering or de-quantising can meet.
     fn acquire(&self, stream: &D::Stream) -> Result<WeightGuard<'_, D>>;
+    /// True of a weight that has no gradient.
+    fn frozen(&self) -> bool {
+        false
+    }
 }
 
 /// A readable weight.
@@ -29,7 +80,7 @@ pub struct WeightGuard<'a, D: Device> {
 
 #[derive(Debug)]
 enum Held<'a, D: Device> {
-    Borrowed(TensorRef<'a, D>),
+    Borrowed(Weight<'a, D>),
     Leased(Box<dyn Lease<D> + 'a>),
 }
 
@@ -44,8 +95,8 @@ pub trait Lease<D: Device>: Debug {
 
 impl<'a, D: Device> WeightGuard<'a, D> {
     /// A weight that outlives its guard.
-    pub fn borrowed(tensor: TensorRef<'a, D>, ready: Option<D::Event>) -> Self {
-        Self { held: Held::Borrowed(tensor), ready }
+    pub fn borrowed(weight: impl Into<Weight<'a, D>>, ready: Option<D::Event>) -> Self {
+        Self { held: Held::Borrowed(weight.into()), ready }
     }
 
     /// A weight that lives as long as its guard.
@@ -57,9 +108,24 @@ impl<'a, D: Device> WeightGuard<'a, D> {
     ///
     /// # Errors
     /// As [`Lease::tensor`].
+    pub fn weight(&self) -> Result<Weight<'_, D>> {
+        match &self.held {
+            Held::Borrowed(weight) => Ok(weight.borrow()),
+            Held::Leased(lease) => lease.tensor().map(Weight::Dense),
+        }
+    }
+
+    /// The weight, where it is not quantised.
+    ///
+    /// # Errors
+    /// As [`Lease::tensor`]; a quantised weight.
     pub fn tensor(&self) -> Result<TensorRef<'_, D>> {
         match &self.held {
-            Held::Borrowed(tensor) => Ok(tensor.borrow()),
+            Held::Borrowed(Weight::Dense(tensor)) => Ok(tensor.borrow()),
+            Held::Borrowed(Weight::Quantised(weight)) => {
+                let found = format!("one in {:?}", weight.format);
+                Err(Error::invalid("WeightGuard::tensor", "weight", "one of floating type", found))
+            }
             Held::Leased(lease) => lease.tensor(),
         }
     }
@@ -72,5 +138,33 @@ impl<D: Device> WeightSource<D> for TensorRef<'_, D> {
 
     fn acquire(&self, _stream: &D::Stream) -> Result<WeightGuard<'_, D>> {
         Ok(WeightGuard::borrowed(self.borrow(), None))
+    }
+}
+
+impl<D: Device> WeightSource<D> for QuantisedRef<'_, D> {
+    fn dims(&self) -> &[usize] {
+        &self.dims
+    }
+
+    fn acquire(&self, _stream: &D::Stream) -> Result<WeightGuard<'_, D>> {
+        Ok(WeightGuard::borrowed(self.borrow(), None))
+    }
+
+    fn frozen(&self) -> bool {
+        true
+    }
+}
+
+impl<D: Device> WeightSource<D> for Quantised<D> {
+    fn dims(&self) -> &[usize] {
+        self.dims()
+    }
+
+    fn acquire(&self, _stream: &D::Stream) -> Result<WeightGuard<'_, D>> {
+        Ok(WeightGuard::borrowed(self.view(), None))
+    }
+
+    fn frozen(&self) -> bool {
+        true
     }
 }

@@ -95,7 +95,7 @@ impl<'a, D: Target> UpCase<'a, D> {
         let call = Up {
             rows: rows.borrow(),
             zones,
-            weight: weight.view(),
+            weight: weight.view().into(),
             bias: None,
             slot_weights: None,
             activation: Activation::Relu2,
@@ -187,7 +187,7 @@ fn a_gemm_waits_for_the_rows_of_its_producer() {
             let call = Down {
                 rows,
                 zones,
-                weight: weight.view(),
+                weight: weight.view().into(),
                 bias: None,
                 slot_weights: None,
                 out: RowDest::direct(out.view_mut()),
@@ -294,7 +294,7 @@ fn weights_at_activation_and_output_agree_and_input_differs<D: Target>(device: &
         let up = Up {
             rows: RowSource::direct(x.view()),
             zones: &zones,
-            weight: up_weight.view(),
+            weight: up_weight.view().into(),
             bias: None,
             slot_weights: Some(SlotWeights { values: weights.view(), at }),
             activation: Activation::Relu2,
@@ -305,7 +305,7 @@ fn weights_at_activation_and_output_agree_and_input_differs<D: Target>(device: &
         let down = Down {
             rows: RowSource::direct(hidden.view()),
             zones: &zones,
-            weight: down_weight.view(),
+            weight: down_weight.view().into(),
             bias: None,
             slot_weights: Some(SlotWeights { values: weights.view(), at }),
             out: RowDest::direct(out.view_mut()),

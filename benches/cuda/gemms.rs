@@ -72,7 +72,7 @@ impl Gemms<'_> {
                 let call = Up {
                     rows: RowSource::mapped(set.x.view(), set.map.view()),
                     zones: &set.zones,
-                    weight: up.view(),
+                    weight: up.view().into(),
                     bias: None,
                     slot_weights: Some(SlotWeights { values: weights.view(), at: WeightAt::Activation }),
                     activation: Activation::SiluGlu,
@@ -86,7 +86,7 @@ impl Gemms<'_> {
             let call = Down {
                 rows: RowSource::direct(set.hidden.view()),
                 zones: &set.zones,
-                weight: down.view(),
+                weight: down.view().into(),
                 bias: None,
                 slot_weights: Some(SlotWeights { values: weights.view(), at: WeightAt::Activation }),
                 out: RowDest::direct(set.out.view_mut()),
@@ -104,7 +104,7 @@ impl Gemms<'_> {
             let call = DownBwd {
                 grad: RowSource::mapped(set.x.view(), set.map.view()),
                 zones: &set.zones,
-                weight: down.view(),
+                weight: down.view().into(),
                 bias: None,
                 pre: set.pre.view(),
                 slot_weights: Some(SlotWeights { values: weights.view(), at: WeightAt::Activation }),
@@ -119,7 +119,7 @@ impl Gemms<'_> {
             let call = UpDgrad {
                 d_pre: d_pre.view(),
                 zones: &set.zones,
-                weight: up.view(),
+                weight: up.view().into(),
                 input_weight: None,
                 out: RowDest::direct(set.out.view_mut()),
             };

@@ -2,14 +2,16 @@
 //! turn. One JSON line a measurement; `benches/peers/run` runs the peers beside it and makes a table of both.
 //!
 //! ```text
-//! cargo bench --features cuda --bench cuda -- [--portable] [--workloads] [WORKLOAD …]
+//! cargo bench --features cuda --bench cuda -- [--portable] [--quant] [--workloads] [WORKLOAD …]
 //! ```
 //!
+//! `--quant` measures quantisation and products with quantised weights, and nothing else.
 //! `--workloads` prints the workloads, for the peers, and measures nothing.
 
 mod data;
 mod gemms;
 mod layer;
+mod quant;
 mod report;
 mod routed;
 
@@ -89,7 +91,15 @@ fn main() -> Result<()> {
     let cuda = if asked("--portable") { cuda.portable() } else { cuda };
     let report = Report::new(&cuda)?;
     copy_rate(&cuda, &report)?;
+    if asked("--quant") {
+        quant::codec(&cuda, &report)?;
+    }
     for workload in workloads {
+        if asked("--quant") {
+            quant::products(&cuda, &report, &workload)?;
+            cuda.trim();
+            continue;
+        }
         gemms::run(&cuda, &report, &workload)?;
         layer::run(&cuda, &report, &workload)?;
         cuda.trim();

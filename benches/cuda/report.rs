@@ -62,6 +62,12 @@ impl Report {
         self.print("moebius", workload.name, phase, ms, &format!("\"tflops\":{tflops:.1},\"bytes\":{bytes}"));
     }
 
+    /// A line of a phase that moves so many bytes.
+    pub fn bytes(&self, workload: &str, phase: &str, ms: f64, bytes: f64) {
+        let rate = bytes / ms / 1e6;
+        self.print("moebius", workload, phase, ms, &format!("\"gb_s\":{rate:.0},\"bytes\":{bytes:.0}"));
+    }
+
     pub fn copy(&self, ms: f64, bytes: usize) {
         self.print("copy", "copy", "copy", ms, &format!("\"gb_s\":{:.0}", bytes as f64 / ms / 1e6));
     }

@@ -70,7 +70,7 @@ impl<'a> Routed<'a> {
         let up = Up {
             rows: received.source(set.x.view(), &handle),
             zones: handle.zones(),
-            weight: self.weights.up.view(),
+            weight: self.weights.up.view().into(),
             bias: None,
             slot_weights: scaled(&received),
             activation: Activation::SiluGlu,
@@ -82,7 +82,7 @@ impl<'a> Routed<'a> {
         let down = Down {
             rows: RowSource::direct(hidden.view()),
             zones: handle.zones(),
-            weight: self.weights.down.view(),
+            weight: self.weights.down.view().into(),
             bias: None,
             slot_weights: scaled(&received),
             out: RowDest::direct(out.view_mut()),
@@ -103,7 +103,7 @@ impl<'a> Routed<'a> {
         let down = DownBwd {
             grad: d_out.source(set.d_y.view(), &handle),
             zones: handle.zones(),
-            weight: self.weights.down.view(),
+            weight: self.weights.down.view().into(),
             bias: None,
             pre: pre.view(),
             slot_weights: scaled(&received),
@@ -117,7 +117,7 @@ impl<'a> Routed<'a> {
         let up = UpDgrad {
             d_pre: d_pre.view(),
             zones: handle.zones(),
-            weight: self.weights.up.view(),
+            weight: self.weights.up.view().into(),
             input_weight: None,
             out: RowDest::direct(d_rows.view_mut()),
         };

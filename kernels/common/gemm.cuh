@@ -149,8 +149,44 @@ struct Loader {
     }
 };
 
+// The right operand as it is stored. `load` begins to bring a stage, `store` ends it.
 template <class T, int KIND>
-__device__ void run(const Gemm& p) {
+struct Dense {
+    static constexpr bool BY_K = Stored<KIND>::b_by_k;
+    Loader<T, BY_K> b;
+    int64_t at;
+
+    __device__ __forceinline__ Dense(const Gemm& p, const Tile& t, int64_t k_first, int64_t k_count) {
+        b.fault = p.fault, b.vector = p.vector_b, b.scale = nullptr;
+        if constexpr (KIND == WGRAD) {
+            b.base = static_cast<const T*>(p.b), b.map = p.b_map, b.rows = p.b_rows;
+            b.ld = p.n, b.first = k_first, b.count = k_count;
+        } else {
+            const int64_t wide = KIND == UP && p.activation != ACT_RELU2 ? 2 * p.n : p.n;
+            b.base = static_cast<const T*>(p.b) + t.group * wide * p.k, b.map = nullptr, b.rows = p.k;
+            b.ld = BY_K ? wide : p.k, b.first = 0, b.count = k_count;
+        }
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+            const int id = threadIdx.x + i * THREADS;
+            if constexpr (BY_K) {
+                const int64_t c = t.n_tile * BN + id % (BN / 8) * 8;
+                b.column[i] = c < p.n ? c : -1, b.left[i] = p.n - c;
+            } else {
+                const int64_t n = tile_column(p, KIND, BN, t.n_tile, id / (BK / 8));
+                b.row[i] = n < 0 ? nullptr : b.base + n * p.k + k_first;
+            }
+        }
+    }
+    __device__ __forceinline__ void load(int64_t k0) { at = k0; }
+    __device__ __forceinline__ void store(T* shared) { b.load(shared, at); }
+    // What the sums of a column are multiplied by.
+    __device__ __forceinline__ float factor(int) const { return 1.0f; }
+};
+
+// B makes the right operand from its own description, if it has one.
+template <class T, int KIND, class B = Dense<T, KIND>, class... Own>
+__device__ void run(const Gemm& p, const Own&... own) {
     constexpr bool A_BY_K = Stored<KIND>::a_by_k, B_BY_K = Stored<KIND>::b_by_k;
     extern __shared__ __align__(16) char shared[];
     T* stages = reinterpret_cast<T*>(shared);
@@ -159,18 +195,9 @@ __device__ void run(const Gemm& p) {
     if (!tile_of_block<KIND, BM>(p, t, k_first, k_count)) return;
 
     Loader<T, A_BY_K> a;
-    Loader<T, B_BY_K> b;
+    B b(p, t, k_first, k_count, own...);
     a.base = static_cast<const T*>(p.a), a.map = p.a_map, a.rows = p.a_rows, a.fault = p.fault, a.vector = p.vector_a;
     a.ld = A_BY_K ? p.m : p.k, a.first = k_first, a.count = k_count, a.scale = KIND == WGRAD ? p.scale : nullptr;
-    b.fault = p.fault, b.vector = p.vector_b, b.scale = nullptr;
-    if constexpr (KIND == WGRAD) {
-        b.base = static_cast<const T*>(p.b), b.map = p.b_map, b.rows = p.b_rows;
-        b.ld = p.n, b.first = k_first, b.count = k_count;
-    } else {
-        const int64_t wide = KIND == UP && p.activation != ACT_RELU2 ? 2 * p.n : p.n;
-        b.base = static_cast<const T*>(p.b) + t.group * wide * p.k, b.map = nullptr, b.rows = p.k;
-        b.ld = B_BY_K ? wide : p.k, b.first = 0, b.count = k_count;
-    }
 #pragma unroll
     for (int i = 0; i < 2; i++) {
         const int id = threadIdx.x + i * THREADS;
@@ -182,13 +209,6 @@ __device__ void run(const Gemm& p) {
             const int64_t from = r < t.rows ? mapped_row(p.a_map, t.slot + r, p.a_rows, p.fault) : -1;
             a.row[i] = from < 0 ? nullptr : a.base + from * p.k + k_first;
         }
-        if constexpr (B_BY_K) {
-            const int64_t c = t.n_tile * BN + id % (BN / 8) * 8;
-            b.column[i] = c < p.n ? c : -1, b.left[i] = p.n - c;
-        } else {
-            const int64_t n = tile_column(p, KIND, BN, t.n_tile, id / (BK / 8));
-            b.row[i] = n < 0 ? nullptr : b.base + n * p.k + k_first;
-        }
     }
 
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -199,10 +219,12 @@ __device__ void run(const Gemm& p) {
     auto fetch = [&](int64_t step) {
         if (step < steps) {
             a.load(stage(step), step * BK);
-            b.load(stage(step) + OPERAND, step * BK);
+            b.store(stage(step) + OPERAND);
         }
         asm volatile("cp.async.commit_group;\n");
+        if (step + 1 < steps) b.load((step + 1) * BK);
     };
+    if (steps > 0) b.load(0);
 #pragma unroll
     for (int s = 0; s < STAGES - 1; s++) fetch(s);
     for (int64_t step = 0; step < steps; step++) {
@@ -239,8 +261,10 @@ __device__ void run(const Gemm& p) {
 #pragma unroll
         for (int j = 0; j < 4; j++) {
             float* c = tile + (wm + i * 16 + lane / 4) * LD_C + wn + j * 8 + lane % 4 * 2;
-            c[0] = acc[i][j][0], c[1] = acc[i][j][1];
-            c[8 * LD_C] = acc[i][j][2], c[8 * LD_C + 1] = acc[i][j][3];
+            const int column = wn + j * 8 + lane % 4 * 2;
+            const float first = b.factor(column), second = b.factor(column + 1);
+            c[0] = acc[i][j][0] * first, c[1] = acc[i][j][1] * second;
+            c[8 * LD_C] = acc[i][j][2] * first, c[8 * LD_C + 1] = acc[i][j][3] * second;
         }
     __syncthreads();
     epilogue<T, KIND, BN>(p, tile, LD_C, t);
@@ -255,9 +279,22 @@ constexpr int SHARED = BM * LD * 4;
 static_assert(SHARED == 17408, "src/cuda/launch.rs asks for as much");
 static_assert(BM == BN && SHARED >= 2 * BK * LD * 4, "one operand layout, and room for both");
 
-// T is the type of the epilogue's tensors; those of the operands are values.
-template <class T, int KIND>
-__device__ void run(const Gemm& p) {
+// Elements of a right operand that is not a weight gradient's: k, and a column of it.
+template <int KIND>
+struct Dense {
+    const Gemm& p;
+    const int64_t wide, group;
+
+    __device__ __forceinline__ Dense(const Gemm& p, const Tile& t)
+        : p(p), wide(KIND == UP && p.activation != ACT_RELU2 ? 2 * p.n : p.n), group(KIND == LINEAR_DW ? 0 : t.group * wide * p.k) {}
+    __device__ __forceinline__ float at(int64_t k, int64_t n) const {
+        return load_any(p.b, p.b_type, group + (Stored<KIND>::b_by_k ? k * wide + n : n * p.k + k));
+    }
+};
+
+// T is the type of the epilogue's tensors; those of the operands are values. B as above.
+template <class T, int KIND, class B = Dense<KIND>, class... Own>
+__device__ void run(const Gemm& p, const Own&... own) {
     constexpr bool A_BY_K = Stored<KIND>::a_by_k, B_BY_K = Stored<KIND>::b_by_k;
     extern __shared__ __align__(16) char shared[];
     float* as = reinterpret_cast<float*>(shared);
@@ -265,8 +302,7 @@ __device__ void run(const Gemm& p) {
     Tile t;
     int64_t k_first, k_count;
     if (!tile_of_block<KIND, BM>(p, t, k_first, k_count)) return;
-    const int64_t wide = KIND == UP && p.activation != ACT_RELU2 ? 2 * p.n : p.n;
-    const int64_t b_group = KIND == WGRAD || KIND == LINEAR_DW ? 0 : t.group * wide * p.k;
+    const B b(p, t, own...);
     float acc[4][4] = {};
     const int tm = threadIdx.x / 16 * 4, tn = threadIdx.x % 16 * 4;
     for (int64_t k0 = 0; k0 < k_count; k0 += BK) {
@@ -291,7 +327,7 @@ __device__ void run(const Gemm& p) {
                     const int64_t row = mapped_row(p.b_map, k_first + k0 + k, p.b_rows, p.fault);
                     if (row >= 0) v = load_any(p.b, p.b_type, row * p.n + n);
                 } else {
-                    v = load_any(p.b, p.b_type, b_group + (B_BY_K ? (k0 + k) * wide + n : n * p.k + k0 + k));
+                    v = b.at(k0 + k, n);
                 }
             }
             bs[k * LD + c] = v;

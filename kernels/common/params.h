@@ -256,3 +256,99 @@ struct Keep {
     int64_t top_k;
 };
 MOEBIUS_SIZE(Keep, 6);
+
+// A matrix to quantise: element (i, j) is `base[i row_stride + j column_stride]`, in elements of its type.
+struct Strided {
+    const void* base;
+    int64_t rows;
+    int64_t columns;
+    int64_t row_stride;
+    int64_t column_stride;
+    int64_t vector;            // columns lie together, in whole aligned words of 16 bytes a row
+};
+MOEBIUS_SIZE(Strided, 6);
+
+// One matrix's amax among many.
+struct AmaxJob {
+    Strided matrix;
+    int64_t type;
+    unsigned* out;             // bits of the amax
+    unsigned* other;           // a second place for it; null: none
+    int64_t first_block;       // of the launch's
+};
+struct AmaxJobs {
+    AmaxJob jobs[40];
+    int64_t count;
+};
+MOEBIUS_SIZE(AmaxJob, 10);
+MOEBIUS_SIZE(AmaxJobs, 401);
+
+// Amaxes of lines, or of a transformed matrix.
+struct AmaxLines {
+    Strided matrix;            // lines are its rows
+    int64_t type;
+    unsigned* out;             // one a line, or one
+    int64_t signs;             // of the transform
+};
+MOEBIUS_SIZE(AmaxLines, 9);
+
+// One direction of a quantised matrix. Null codes: not wanted.
+struct QuantSide {
+    uint8_t* codes;
+    uint8_t* scales;
+    const float* amax;
+    int64_t code_bytes;        // of a line
+    int64_t blocks;            // of a line
+    int64_t first_line;        // for random bits
+    int64_t first_block;
+};
+// A matrix to NVFP4 (codes, scales and amax of each side) or to MXFP8 (codes and scales).
+struct QuantCast {
+    Strided matrix;
+    QuantSide rows;
+    QuantSide columns;
+    int64_t by_line;           // an amax a line
+    unsigned long long seed;
+    int64_t stream;
+    int64_t signs;             // of the transform of columns; -1: none
+    int64_t floor;             // MXFP8: scales rounded down
+};
+MOEBIUS_SIZE(QuantSide, 7);
+MOEBIUS_SIZE(QuantCast, 25);
+MOEBIUS_FIELD(QuantCast, columns, 13);
+MOEBIUS_FIELD(QuantCast, signs, 23);
+
+// Back to floating point, or scales to another order.
+struct QuantBack {
+    const uint8_t* codes;
+    const uint8_t* scales;
+    const float* amax;
+    void* out;
+    int64_t out_type;
+    int64_t lines;
+    int64_t len;
+    int64_t code_bytes;        // of a line
+    int64_t blocks;            // scales of a line
+    int64_t by_line;           // an amax a line; MXFP8: blocks along columns
+    int64_t modelopt;
+    int64_t back;              // swizzles: to row-major
+};
+MOEBIUS_SIZE(QuantBack, 12);
+MOEBIUS_FIELD(QuantBack, back, 11);
+
+// Quantised weights of all groups, [groups, rows, columns] as numbers. Blocks run along columns.
+struct QuantWeight {
+    const uint8_t* codes;      // rows of `code_bytes`
+    const void* scales;        // FP4: rows of `blocks` bytes; FP8: f32, a number a block of 128 x 128
+    const float* factors;      // `parts` a group, each for as many rows; null: ones
+    int64_t format;
+    int64_t rows;
+    int64_t columns;
+    int64_t code_bytes;
+    int64_t blocks;            // scales of a row (of blocks)
+    int64_t parts;
+};
+MOEBIUS_SIZE(QuantWeight, 9);
+MOEBIUS_FIELD(QuantWeight, parts, 8);
+// Formats of weights: E2M1 with an E4M3 scale each 16; E2M1 with an E8M0 scale each 32; E4M3 with f32 scales.
+enum : int64_t { WEIGHT_NVFP4 = 0, WEIGHT_MXFP4 = 1, WEIGHT_FP8 = 2 };

@@ -57,7 +57,7 @@ impl Checkpoint {
         }
     }
 
-    fn missing(&self, part: &Part) -> CheckpointError {
+    pub(super) fn missing(&self, part: &Part) -> CheckpointError {
         CheckpointError::Missing {
             path: self.files.dir().display().to_string(),
             tensor: part.name.clone(),

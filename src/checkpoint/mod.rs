@@ -16,6 +16,7 @@ mod layout;
 mod load;
 mod model;
 mod quantise;
+mod quantised;
 mod reader;
 mod save;
 mod stored;
@@ -33,6 +34,7 @@ use crate::etp::Shards;
 use crate::tensor::Tensor;
 
 pub use gather::gather_blocks;
+pub use quantised::QuantisedBlock;
 pub use stored::Form;
 
 /// An opened checkpoint folder.
@@ -256,6 +258,17 @@ impl Checkpoint {
     /// experts), before anything is allocated; [`Error::Invalid`] for ranks that do not divide the experts.
     pub fn load_block(&self, layer: usize, options: LoadOptions) -> Result<Block> {
         self.load(layer, (options, None), &mut |_| {})
+    }
+
+    /// Loads one rank's share of a block whose routed experts are quantised, and leaves them so.
+    ///
+    /// NVFP4 (ModelOpt's, compressed-tensors'), MXFP4 and fp8 in blocks of 128×128 stay as they are; all else is as
+    /// [`load_block`](Self::load_block) has it.
+    ///
+    /// # Errors
+    /// As [`load_block`](Self::load_block); experts that are stored otherwise.
+    pub fn load_quantised(&self, layer: usize, options: LoadOptions) -> Result<QuantisedBlock<Cpu>> {
+        self.load_as_stored(layer, options)
     }
 
     /// As [`load_block`](Self::load_block), telling how far it has come.

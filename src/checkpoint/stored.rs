@@ -7,7 +7,7 @@ use safetensors::Dtype;
 use super::reader::{Entry, Files};
 use crate::dtype::DType;
 use crate::error::CheckpointError;
-use crate::quant::{E4M3, MXFP4_BLOCK, NVFP4_BLOCK, decode_fp4, e8m0};
+use crate::quant::{E4M3, FP8_BLOCK, MXFP4_BLOCK, NVFP4_BLOCK, WeightFormat, decode_fp4, e8m0};
 
 type Result<T> = std::result::Result<T, CheckpointError>;
 
@@ -440,6 +440,43 @@ impl<'a> Stored<'a> {
             _ => scratch.scales.extend(bytes.iter().map(|b| e8m0(*b))),
         }
         Ok(())
+    }
+
+    /// How a product can read the matrix as it is stored, rows being outputs; `None` where none can.
+    pub fn weight_format(&self) -> Option<WeightFormat> {
+        match self.form {
+            Form::Nvfp4ModelOpt | Form::Nvfp4CompressedTensors if !self.packed_rows => Some(WeightFormat::Nvfp4),
+            Form::Mxfp4 => Some(WeightFormat::Mxfp4),
+            Form::Fp8Block if self.block == [FP8_BLOCK, FP8_BLOCK] => Some(WeightFormat::Fp8Block),
+            _ => None,
+        }
+    }
+
+    /// Fills `codes` with bytes of the codes from `offset` on.
+    pub fn read_codes(&self, offset: usize, codes: &mut [u8]) -> Result<()> {
+        self.files.read(&self.data.0, self.data.1, offset as u64, codes)
+    }
+
+    /// Fills `scales` with block scales from number `first` on, as bytes where they are bytes, else as F32; without the
+    /// second-level scale.
+    pub fn read_block_scales(&self, first: usize, scales: &mut [u8], scratch: &mut Scratch) -> Result<()> {
+        if self.form == Form::Fp8Block {
+            self.read_scales(first, scales.len() / 4, scratch)?;
+            scales.copy_from_slice(bytemuck::cast_slice(&scratch.scales));
+            return Ok(());
+        }
+        let Some((name, entry)) = &self.scales else { return Ok(()) };
+        self.files.read(name, entry, first as u64, scales)
+    }
+
+    /// The second-level scale as a factor; `None` where the form has none.
+    pub fn factor(&self) -> Result<Option<f32>> {
+        let global = self.read_global()?;
+        Ok(match self.form {
+            Form::Nvfp4ModelOpt => Some(global),
+            Form::Nvfp4CompressedTensors => Some(1.0 / global),
+            _ => None,
+        })
     }
 
     fn read_global(&self) -> Result<f32> {

@@ -12,9 +12,11 @@ use rayon::prelude::*;
 use crate::config::WeightAt;
 use crate::error::{Error, Result};
 use crate::kernels::{BiasGrad, Down, DownBwd, RowDest, SlotWeights, Up, UpDgrad, Wgrad};
+use crate::quant::QuantisedRef;
 use crate::tensor::{TensorMut, TensorRef};
+use crate::weights::Weight;
 
-use super::element::{Float, with_float};
+use super::element::{Acc, Float, with_float};
 use super::gemm::{Mat, ROW_TILE, dims3, product, store, to_acc};
 use super::zones::{Rows, ZoneList};
 use super::{Cpu, activation};
@@ -38,6 +40,34 @@ fn cut_option<'a, T>(zones: &ZoneList, buffer: Option<&'a mut [T]>, width: usize
     match buffer {
         Some(b) => cut(zones.split(b, width), width).map(Some).collect(),
         None => tiles(zones).iter().map(|_| None).collect(),
+    }
+}
+
+/// A stack of weights.
+enum Stack<'a, T> {
+    Dense(&'a [T]),
+    Quantised(QuantisedRef<'a, Cpu>),
+}
+
+impl<'a, T: Float> Stack<'a, T> {
+    fn new(call: &'static str, weight: Weight<'a, Cpu>) -> Result<Self> {
+        match weight {
+            Weight::Dense(weight) => Ok(Stack::Dense(weight.as_slice()?)),
+            Weight::Quantised(weight) => {
+                weight.check(call)?;
+                Ok(Stack::Quantised(weight))
+            }
+        }
+    }
+
+    /// One matrix of `len` elements as accumulators; of a quantised stack, for as long as a tile needs it.
+    fn expert(&self, j: usize, len: usize) -> Result<std::borrow::Cow<'a, [T::Acc]>> {
+        match self {
+            Stack::Dense(stack) => Ok(expert(stack, j, len)),
+            Stack::Quantised(weight) => {
+                Ok(weight.dequantise(j)?.into_iter().map(|v| T::Acc::of(f64::from(v))).collect::<Vec<_>>().into())
+            }
+        }
     }
 }
 
@@ -137,7 +167,7 @@ fn up_as<T: Float>(call: Up<'_, Cpu>) -> Result<()> {
         return Err(Error::invalid(CALL, "weight", "an even number of rows for a gated activation", n));
     }
     let rows = Rows::<T>::new(CALL, "rows", call.rows, h, &zones)?;
-    let weight = call.weight.as_slice::<T>()?;
+    let weight = Stack::<T>::new(CALL, call.weight)?;
     let bias = bias_of::<T>(CALL, call.bias, [experts, n])?;
     let at_input = slot_weights::<T::Acc>(CALL, applies(&call.slot_weights, &[WeightAt::Input]), &zones)?;
     let at_activation = slot_weights::<T::Acc>(CALL, applies(&call.slot_weights, &[WeightAt::Activation]), &zones)?;
@@ -147,7 +177,7 @@ fn up_as<T: Float>(call: Up<'_, Cpu>) -> Result<()> {
     write_rows::<T, _>(CALL, &zones, (call.out, inner), pre, |pre, j, slots| {
         let x = rows.get(CALL, &zones, slots.clone())?;
         let mut sums = vec![T::Acc::zero(); slots.len() * n];
-        product(&mut sums, false, Mat::rows(&x, slots.len(), h), Mat::rows(&expert(weight, j, n * h), n, h).t());
+        product(&mut sums, false, Mat::rows(&x, slots.len(), h), Mat::rows(&weight.expert(j, n * h)?, n, h).t());
         let bias = bias.map(|b| expert(b, j, n));
         let mut out = vec![T::Acc::zero(); slots.len() * inner];
         for ((s, sums), out) in slots.clone().zip(sums.chunks_exact_mut(n)).zip(out.chunks_exact_mut(inner)) {
@@ -178,7 +208,7 @@ fn down_as<T: Float>(call: Down<'_, Cpu>) -> Result<()> {
     let [experts, h, inner] = dims3(CALL, "weight", call.weight.dims())?;
     let zones = ZoneList::new(CALL, call.zones, experts)?;
     let rows = Rows::<T>::new(CALL, "rows", call.rows, inner, &zones)?;
-    let weight = call.weight.as_slice::<T>()?;
+    let weight = Stack::<T>::new(CALL, call.weight)?;
     let bias = bias_of::<T>(CALL, call.bias, [experts, h])?;
     let at_output = slot_weights::<T::Acc>(CALL, applies(&call.slot_weights, &[WeightAt::Output]), &zones)?;
     let on_bias = applies(&call.slot_weights, &[WeightAt::Output, WeightAt::Activation]);
@@ -192,7 +222,7 @@ fn down_as<T: Float>(call: Down<'_, Cpu>) -> Result<()> {
             &mut sums,
             false,
             Mat::rows(&x, slots.len(), inner),
-            Mat::rows(&expert(weight, j, h * inner), h, inner).t(),
+            Mat::rows(&weight.expert(j, h * inner)?, h, inner).t(),
         );
         let bias = bias.map(|b| expert(b, j, h));
         for (s, sums) in slots.zip(sums.chunks_exact_mut(h)) {
@@ -218,7 +248,7 @@ fn down_bwd_as<T: Float>(call: DownBwd<'_, Cpu>) -> Result<()> {
     let n = inner * call.activation.gate_factor();
     let zones = ZoneList::new(CALL, call.zones, experts)?;
     let grad = Rows::<T>::new(CALL, "grad", call.grad, h, &zones)?;
-    let weight = call.weight.as_slice::<T>()?;
+    let weight = Stack::<T>::new(CALL, call.weight)?;
     let bias = bias_of::<T>(CALL, call.bias, [experts, h])?;
     Error::check_shape(CALL, "pre", &[zones.rows, n], call.pre.dims())?;
     let pre = call.pre.as_slice::<T>()?;
@@ -236,7 +266,7 @@ fn down_bwd_as<T: Float>(call: DownBwd<'_, Cpu>) -> Result<()> {
             &mut d_hidden,
             false,
             Mat::rows(&g, slots.len(), h),
-            Mat::rows(&expert(weight, j, h * inner), h, inner),
+            Mat::rows(&weight.expert(j, h * inner)?, h, inner),
         );
         let pre = to_acc(&pre[slots.start * n..slots.end * n]);
         let bias = bias.map(|b| expert(b, j, h));
@@ -279,7 +309,7 @@ fn up_dgrad_as<T: Float>(call: UpDgrad<'_, Cpu>) -> Result<()> {
     let zones = ZoneList::new(CALL, call.zones, experts)?;
     Error::check_shape(CALL, "d_pre", &[zones.rows, n], call.d_pre.dims())?;
     let d_pre = call.d_pre.as_slice::<T>()?;
-    let weight = call.weight.as_slice::<T>()?;
+    let weight = Stack::<T>::new(CALL, call.weight)?;
     let (input, d_weights) = match call.input_weight {
         None => (None, None),
         Some(b) => {
@@ -293,7 +323,7 @@ fn up_dgrad_as<T: Float>(call: UpDgrad<'_, Cpu>) -> Result<()> {
     write_rows::<T, _>(CALL, &zones, (call.out, h), sides, |d_weights, j, slots| {
         let d = to_acc(&d_pre[slots.start * n..slots.end * n]);
         let mut sums = vec![T::Acc::zero(); slots.len() * h];
-        product(&mut sums, false, Mat::rows(&d, slots.len(), n), Mat::rows(&expert(weight, j, n * h), n, h));
+        product(&mut sums, false, Mat::rows(&d, slots.len(), n), Mat::rows(&weight.expert(j, n * h)?, n, h));
         if let Some((w, rows)) = &input {
             let x = rows.get(CALL, &zones, slots.clone())?;
             let dots: Vec<T::Acc> = sums

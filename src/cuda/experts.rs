@@ -7,12 +7,14 @@ use crate::config::WeightAt;
 use crate::dtype::DType;
 use crate::error::{Error, Result};
 use crate::kernels::{Down, DownBwd, RowSource, SlotWeights, Up, UpDgrad, Zones};
-use crate::tensor::{Tensor, TensorRef};
+use crate::tensor::Tensor;
+use crate::weights::Weight;
 
 use super::device::Cuda;
 use super::hopper::{self, Product};
 use super::launch::{Grid, ROWS, ROWS_COLUMNS, SCALAR, Shape, TENSOR, UP_COLUMNS};
 use super::params::{self, activation_code, type_code};
+use super::w4a16::Quantised;
 use super::zones::{Dest, Source, TileOrder, Tiles, aligned, check_zones, input, optional, optional_output, output};
 
 /// The sizes of a stack of matrices, none of them empty but the stack.
@@ -60,19 +62,31 @@ struct RowsGemm<'a> {
     shape: Shape,
     zones: &'a Zones<Cuda>,
     slots: usize,
+    quantised: Option<Quantised>,
 }
 
 /// The kernels that make a product, and the tiles that they walk through.
 struct Choice {
     hopper: Option<Product>,
     tiles: Tiles,
+    /// Of few rows with quantised weights: shared memory of the kernel for these.
+    decode: Option<u32>,
 }
 
 impl<'a> RowsGemm<'a> {
     fn new(call: &'static str, device: &'a Cuda, zones: &'a Zones<Cuda>, experts: usize, dtype: DType) -> Result<Self> {
         let (suffix, shape) = family(call, "rows", dtype)?;
         check_zones(call, zones, experts)?;
-        Ok(Self { call, device, dtype, suffix, shape, zones, slots: zones.rows })
+        Ok(Self { call, device, dtype, suffix, shape, zones, slots: zones.rows, quantised: None })
+    }
+
+    /// With these weights.
+    fn of(self, weight: &Weight<'_, Cuda>) -> Result<Self> {
+        let quantised = match weight {
+            Weight::Dense(_) => None,
+            Weight::Quantised(weight) => Some(Quantised::new(self.call, weight)?),
+        };
+        Ok(Self { quantised, ..self })
     }
 
     fn source(&self, name: &str, source: &RowSource<'_, Cuda>, width: usize) -> Result<Source> {
@@ -80,26 +94,32 @@ impl<'a> RowsGemm<'a> {
     }
 
     /// Operands of a product of `n` columns.
-    fn params(&self, a: &Source, b: TensorRef<'_, Cuda>, (n, k): (usize, usize)) -> Result<params::Gemm> {
+    fn params(&self, a: &Source, weight: Weight<'_, Cuda>, (n, k): (usize, usize)) -> Result<params::Gemm> {
         let code = type_code(self.call, "rows", self.dtype)?;
-        let inner = b.dims().last().copied().unwrap_or(1);
-        Error::check_dtype(self.call, "weight", self.dtype, b.dtype())?;
+        let groups = weight.dims().first().copied().unwrap_or(0) as i64;
+        let (b, vector_b) = match weight {
+            Weight::Dense(b) => {
+                Error::check_dtype(self.call, "weight", self.dtype, b.dtype())?;
+                (b.data().ptr, aligned(b, b.dims().last().copied().unwrap_or(1)))
+            }
+            Weight::Quantised(_) => (0, false),
+        };
         Ok(params::Gemm {
             a: a.base,
             a_map: a.map,
             a_rows: a.rows,
             a_type: code,
-            b: b.data().ptr,
+            b,
             b_type: code,
             m: self.slots as i64,
             n: n as i64,
             k: k as i64,
-            groups: b.dims().first().copied().unwrap_or(0) as i64,
+            groups,
             bias_type: code,
             out_type: code,
             fault: self.device.inner.status,
             vector_a: i64::from(a.vector),
-            vector_b: i64::from(aligned(b, inner)),
+            vector_b: i64::from(vector_b),
             split: 1,
             ..Default::default()
         })
@@ -108,7 +128,14 @@ impl<'a> RowsGemm<'a> {
     /// Chooses the kernels, Hopper's for `product` where they can serve, and lists the tiles. A tile's columns are
     /// divided by `factor`.
     fn choose(&self, p: &mut params::Gemm, product: Option<Product>, factor: usize) -> Result<Choice> {
-        let hopper = product.filter(|_| hopper::serves(self.device, self.dtype, p));
+        if let Some(few) = self.quantised.as_ref().and_then(|q| q.few_rows(self.dtype, p, (product, factor))) {
+            let tiles = Tiles::new(self.call, self.device, self.zones, (few.rows, TileOrder::Slots))?;
+            (p.tiles, p.tile_count, p.m_tiles) = (tiles.list(), tiles.count(), tiles.most as i64);
+            p.n_tiles = (p.n as usize).div_ceil(few.columns) as i64;
+            return Ok(Choice { hopper: None, tiles, decode: Some(few.shared) });
+        }
+        let dense = self.quantised.is_none();
+        let hopper = product.filter(|_| dense && hopper::serves(self.device, self.dtype, p));
         let (rows, order, columns) = match hopper {
             Some(Product::Up) => (ROWS.tile, TileOrder::Pairs, UP_COLUMNS),
             Some(_) => (ROWS.tile, TileOrder::Pairs, ROWS_COLUMNS),
@@ -117,11 +144,15 @@ impl<'a> RowsGemm<'a> {
         let tiles = Tiles::new(self.call, self.device, self.zones, (rows, order))?;
         (p.tiles, p.tile_count, p.m_tiles) = (tiles.list(), tiles.count(), tiles.most as i64);
         p.n_tiles = (p.n as usize).div_ceil(columns / factor) as i64;
-        Ok(Choice { hopper, tiles })
+        Ok(Choice { hopper, tiles, decode: None })
     }
 
     fn launch(&self, name: &str, choice: &Choice, p: &params::Gemm) -> Result<()> {
         let blocks = (p.m_tiles as usize).saturating_mul(p.n_tiles as usize);
+        if let Some(weight) = &self.quantised {
+            let grid = Grid { shared: self.shape.shared, ..Grid::new(blocks, self.shape.threads) };
+            return weight.launch((self.device, self.call), (name, self.suffix), (grid, choice.decode), p);
+        }
         let kernel = format!("{name}_{}", self.suffix);
         // SAFETY, both: callers have checked every tensor in `p` against the sizes in `p`; maps and zones, which only
         // the device knows, are checked by the kernel.
@@ -178,7 +209,7 @@ pub(super) fn up(device: &Cuda, call: Up<'_, Cuda>) -> Result<()> {
         return Err(Error::invalid(CALL, "weight", "an even number of rows for a gated activation", wide));
     }
     let (inner, dtype) = (wide / factor, call.rows.base.dtype());
-    let gemm = RowsGemm::new(CALL, device, call.zones, experts, dtype)?;
+    let gemm = RowsGemm::new(CALL, device, call.zones, experts, dtype)?.of(&call.weight)?;
     let rows = gemm.source("rows", &call.rows, h)?;
     let mut p = gemm.params(&rows, call.weight, (inner, h))?;
     p.bias = optional(CALL, "bias", &call.bias, dtype, &[experts, wide])?;
@@ -196,7 +227,7 @@ pub(super) fn down(device: &Cuda, call: Down<'_, Cuda>) -> Result<()> {
     const CALL: &str = "down";
     let [experts, h, inner] = dims3(CALL, "weight", call.weight.dims())?;
     let dtype = call.rows.base.dtype();
-    let gemm = RowsGemm::new(CALL, device, call.zones, experts, dtype)?;
+    let gemm = RowsGemm::new(CALL, device, call.zones, experts, dtype)?.of(&call.weight)?;
     let rows = gemm.source("rows", &call.rows, inner)?;
     let mut p = gemm.params(&rows, call.weight, (h, inner))?;
     p.bias = optional(CALL, "bias", &call.bias, dtype, &[experts, h])?;
@@ -212,7 +243,7 @@ pub(super) fn down_bwd(device: &Cuda, call: DownBwd<'_, Cuda>) -> Result<()> {
     const CALL: &str = "down_bwd";
     let [experts, h, inner] = dims3(CALL, "weight", call.weight.dims())?;
     let (wide, dtype) = (inner * call.activation.gate_factor(), call.grad.base.dtype());
-    let gemm = RowsGemm::new(CALL, device, call.zones, experts, dtype)?;
+    let gemm = RowsGemm::new(CALL, device, call.zones, experts, dtype)?.of(&call.weight)?;
     let grad = gemm.source("grad", &call.grad, h)?;
     let mut p = gemm.params(&grad, call.weight, (inner, h))?;
     let bias = optional(CALL, "bias", &call.bias, dtype, &[experts, h])?;
@@ -237,7 +268,7 @@ pub(super) fn up_dgrad(device: &Cuda, call: UpDgrad<'_, Cuda>) -> Result<()> {
     const CALL: &str = "up_dgrad";
     let [experts, wide, h] = dims3(CALL, "weight", call.weight.dims())?;
     let dtype = call.d_pre.dtype();
-    let gemm = RowsGemm::new(CALL, device, call.zones, experts, dtype)?;
+    let gemm = RowsGemm::new(CALL, device, call.zones, experts, dtype)?.of(&call.weight)?;
     let d_pre = gemm.source("d_pre", &RowSource::direct(call.d_pre), wide)?;
     let mut p = gemm.params(&d_pre, call.weight, (h, wide))?;
     let out = Dest::new(CALL, call.out, (dtype, h, gemm.slots))?;

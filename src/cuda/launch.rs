@@ -11,7 +11,7 @@ use super::cubins::{self, CUBINS};
 use super::device::{Cuda, driver};
 
 /// Kernels of each stage.
-const STAGES: [(&str, &[&str]); 9] = [
+const STAGES: [(&str, &[&str]); 15] = [
     ("aux", &["aux_scores", "aux_chunks", "aux_totals", "aux_finish", "aux_coefficients"]),
     (
         "grouped_gemm",
@@ -59,9 +59,80 @@ const STAGES: [(&str, &[&str]); 9] = [
             "sum_parts",
         ],
     ),
+    ("mxfp8_cast", &["mxfp8_bf16", "mxfp8_f16", "mxfp8_f32", "mxfp8_tiled_bf16", "mxfp8_tiled_f16", "mxfp8_tiled_f32"]),
+    (
+        "nvfp4_cast",
+        &[
+            "nvfp4_te_bf16",
+            "nvfp4_te_f16",
+            "nvfp4_te_f32",
+            "nvfp4_stochastic_bf16",
+            "nvfp4_stochastic_f16",
+            "nvfp4_stochastic_f32",
+            "nvfp4_tiled_bf16",
+            "nvfp4_tiled_f16",
+            "nvfp4_tiled_f32",
+            "nvfp4_modelopt_bf16",
+            "nvfp4_modelopt_f16",
+            "nvfp4_modelopt_f32",
+            "nvfp4_rows_te_bf16",
+            "nvfp4_rows_te_f16",
+            "nvfp4_rows_te_f32",
+            "nvfp4_rows_stochastic_bf16",
+            "nvfp4_rows_stochastic_f16",
+            "nvfp4_rows_stochastic_f32",
+            "nvfp4_rows_modelopt_bf16",
+            "nvfp4_rows_modelopt_f16",
+            "nvfp4_rows_modelopt_f32",
+        ],
+    ),
     ("permute", &["gather_rows", "reduce_rows", "slot_dots", "sigmoid"]),
     ("prepare", &["plan_count", "plan_scan", "plan_zones", "plan_slots", "plan_small", "schedule", "schedule_pairs"]),
+    ("quant_amax", &["amax", "amax_zero", "amax_lines", "amax_transformed", "first_non_finite"]),
+    ("quant_back", &["nvfp4_back", "mxfp8_back", "swizzle"]),
     ("router", &["route", "route_bwd", "keep_sum"]),
+    (
+        "w4a16",
+        &[
+            "up_nvfp4_bf16",
+            "up_nvfp4_f16",
+            "up_nvfp4_f32",
+            "down_nvfp4_bf16",
+            "down_nvfp4_f16",
+            "down_nvfp4_f32",
+            "down_bwd_nvfp4_bf16",
+            "down_bwd_nvfp4_f16",
+            "down_bwd_nvfp4_f32",
+            "up_dgrad_nvfp4_bf16",
+            "up_dgrad_nvfp4_f16",
+            "up_dgrad_nvfp4_f32",
+            "up_mxfp4_bf16",
+            "up_mxfp4_f16",
+            "up_mxfp4_f32",
+            "down_mxfp4_bf16",
+            "down_mxfp4_f16",
+            "down_mxfp4_f32",
+            "down_bwd_mxfp4_bf16",
+            "down_bwd_mxfp4_f16",
+            "down_bwd_mxfp4_f32",
+            "up_dgrad_mxfp4_bf16",
+            "up_dgrad_mxfp4_f16",
+            "up_dgrad_mxfp4_f32",
+            "up_fp8_bf16",
+            "up_fp8_f16",
+            "up_fp8_f32",
+            "down_fp8_bf16",
+            "down_fp8_f16",
+            "down_fp8_f32",
+            "down_bwd_fp8_bf16",
+            "down_bwd_fp8_f16",
+            "down_bwd_fp8_f32",
+            "up_dgrad_fp8_bf16",
+            "up_dgrad_fp8_f16",
+            "up_dgrad_fp8_f32",
+        ],
+    ),
+    ("w4a16_decode", &["decode_up_nvfp4", "decode_down_nvfp4", "decode_up_mxfp4", "decode_down_mxfp4"]),
     ("wgrad", &["wgrad_bf16", "wgrad_f16", "wgrad_f32", "column_sums"]),
 ];
 
@@ -81,6 +152,8 @@ pub(super) const UP_COLUMNS: usize = 256;
 /// Columns of a narrow operand that a block of the weight gradients' kernel takes, and its shared memory
 /// (`kernels/hopper_wgrad.cu`).
 pub(super) const HOPPER_WGRAD: Shape = Shape { tile: 128, threads: 384, shared: 230_464 };
+/// Most shared memory that the kernels of few rows with quantised weights take, which leaves room for another block.
+pub(super) const DECODE_SHARED: u32 = 115_712;
 /// What the stages begin with that exist for sm_90a alone.
 const HOPPER_STAGES: &str = "hopper_";
 
@@ -128,7 +201,8 @@ impl Functions {
                     "hopper_gemm" => ROWS.shared,
                     "hopper_wgrad" => HOPPER_WGRAD.shared,
                     "linear" if name.starts_with("linear_d_") && name.ends_with("f16") => TF32.shared,
-                    "grouped_gemm" | "linear" | "wgrad" if name.ends_with("f16") => TENSOR.shared,
+                    "w4a16_decode" => DECODE_SHARED,
+                    "grouped_gemm" | "linear" | "w4a16" | "wgrad" if name.ends_with("f16") => TENSOR.shared,
                     _ => 0,
                 };
                 if shared > 0 {

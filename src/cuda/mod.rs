@@ -28,10 +28,12 @@ mod memory;
 mod order;
 mod params;
 mod plan;
+mod quant;
 mod router;
 mod rows;
 mod status;
 mod tensor_map;
+mod w4a16;
 mod wgrad;
 mod zones;
 

@@ -74,6 +74,42 @@ description!(Keep, 6:
     weights: u64, kept: u64, grad: u64, out: u64, tokens: i64, top_k: i64;
     top_k @ 5);
 
+description!(Strided, 6:
+    base: u64, rows: i64, columns: i64, row_stride: i64, column_stride: i64, vector: i64;
+    vector @ 5);
+
+description!(AmaxJob, 10: matrix: Strided, kind: i64, out: u64, other: u64, first_block: i64; first_block @ 9);
+
+/// Matrices that one launch takes the amaxes of.
+pub(super) const AMAX_JOBS: usize = 40;
+
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+pub(super) struct AmaxJobs {
+    pub(super) jobs: [AmaxJob; AMAX_JOBS],
+    pub(super) count: i64,
+}
+const _: () = assert!(size_of::<AmaxJobs>() == 8 * 401);
+
+description!(AmaxLines, 9: matrix: Strided, kind: i64, out: u64, signs: i64; signs @ 8);
+
+description!(QuantSide, 7:
+    codes: u64, scales: u64, amax: u64, code_bytes: i64, blocks: i64, first_line: i64, first_block: i64;
+    first_block @ 6);
+
+description!(QuantCast, 25:
+    matrix: Strided, rows: QuantSide, columns: QuantSide, by_line: i64, seed: u64, stream: i64, signs: i64, floor: i64;
+    columns @ 13, signs @ 23);
+
+description!(QuantBack, 12:
+    codes: u64, scales: u64, amax: u64, out: u64, out_type: i64, lines: i64, len: i64, code_bytes: i64, blocks: i64,
+    by_line: i64, modelopt: i64, back: i64;
+    back @ 11);
+
+description!(QuantWeight, 9:
+    codes: u64, scales: u64, factors: u64, format: i64, rows: i64, columns: i64, code_bytes: i64, blocks: i64, parts: i64;
+    parts @ 8);
+
 /// Number of a type that kernels compute in.
 pub(super) fn type_code(call: &'static str, tensor: &str, dtype: DType) -> Result<i64> {
     match dtype {

@@ -178,7 +178,7 @@ fn experts<D: Kernels>(
     let call = DownBwd {
         grad: grad.borrow(),
         zones: handle.zones(),
-        weight: weight.tensor()?,
+        weight: weight.weight()?,
         bias: borrow(&params.down_bias),
         pre: pre.view(),
         slot_weights: slot_weights.as_ref().map(SlotWeights::borrow),
@@ -213,7 +213,7 @@ fn experts<D: Kernels>(
     let call = UpDgrad {
         d_pre: d_pre.view(),
         zones: handle.zones(),
-        weight: weight.tensor()?,
+        weight: weight.weight()?,
         input_weight,
         out: RowDest::direct(d_rows.view_mut()),
     };

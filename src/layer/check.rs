@@ -82,6 +82,13 @@ pub(super) fn gradients<D: Kernels>(
             None => return Err(Error::invalid(call, name, "none, by the configuration", "one")),
         }
     }
+    let params = inputs.params;
+    for (out, source, role) in [(&into.up, params.up, Role::Up), (&into.down, params.down, Role::Down)] {
+        if out.is_some() && source.frozen() {
+            let name = format!("gradient of {}", role.name());
+            return Err(Error::invalid(call, name, "none, as the weight is quantised", "one"));
+        }
+    }
     let alone = |bias: &Option<TensorMut<'_, D>>, weight: &Option<TensorMut<'_, D>>| bias.is_some() && weight.is_none();
     if alone(&into.up_bias, &into.up) || alone(&into.down_bias, &into.down) {
         return Err(Error::invalid(call, "gradients", "a bias with its weight", "a bias alone"));

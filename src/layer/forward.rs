@@ -266,7 +266,7 @@ impl<D: Kernels> Experts<'_, '_, D> {
         let call = Up {
             rows: rows.borrow(),
             zones: self.handle.zones(),
-            weight: weight.tensor()?,
+            weight: weight.weight()?,
             bias: borrow(&self.params.up_bias),
             slot_weights: self.slot_weights(),
             activation: config.activation,
@@ -284,7 +284,7 @@ impl<D: Kernels> Experts<'_, '_, D> {
         let call = Down {
             rows: RowSource::direct(hidden.view()),
             zones: self.handle.zones(),
-            weight: weight.tensor()?,
+            weight: weight.weight()?,
             bias: borrow(&self.params.down_bias),
             slot_weights: self.slot_weights(),
             out: RowDest::direct(out.view_mut()),

@@ -69,7 +69,7 @@ impl<'a, D: Kernels> Shared<'a, D> {
         let call = Up {
             rows: RowSource::direct(x.borrow()),
             zones: &zones,
-            weight: self.up.borrow(),
+            weight: self.up.borrow().into(),
             bias: None,
             slot_weights: None,
             activation: layer.config.activation,
@@ -109,7 +109,7 @@ pub(super) fn forward<D: Kernels>(
     let call = Down {
         rows: RowSource::direct(hidden.view()),
         zones: &zones,
-        weight: shared.down.borrow(),
+        weight: shared.down.borrow().into(),
         bias: None,
         slot_weights: saved.slot_weights()?,
         out: RowDest::adding(y.reborrow()),
@@ -143,7 +143,7 @@ pub(super) fn backward<D: Kernels>(
     let call = DownBwd {
         grad: RowSource::direct(d_y.borrow()),
         zones: &zones,
-        weight: shared.down.borrow(),
+        weight: shared.down.borrow().into(),
         bias: None,
         pre: pre.view(),
         slot_weights: saved.slot_weights()?,
@@ -156,7 +156,7 @@ pub(super) fn backward<D: Kernels>(
     let dgrad = UpDgrad {
         d_pre: d_pre.view(),
         zones: &zones,
-        weight: shared.up.borrow(),
+        weight: shared.up.borrow().into(),
         input_weight: None,
         out: RowDest::adding(d_x.reborrow()),
     };

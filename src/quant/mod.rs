@@ -34,6 +34,7 @@ mod matrix;
 mod nvfp4;
 mod philox;
 mod swizzle;
+mod weight;
 
 pub use calls::{
     Amax, Codec, Dequantize, DequantizeMxfp8, Mxfp8Mut, Mxfp8Tensors, Nvfp4Mut, Nvfp4Tensors, Quantize, QuantizeMxfp8,
@@ -48,6 +49,7 @@ pub use hadamard::Hadamard;
 pub use matrix::{Layout, Matrix};
 pub use philox::philox4x32;
 pub use swizzle::{TILE_COLUMNS, TILE_ROWS, swizzled_index, swizzled_len};
+pub use weight::{FP8_BLOCK, Quantised, QuantisedRef, WeightFormat};
 
 /// Elements of one NVFP4 block, which share an E4M3 scale.
 pub const NVFP4_BLOCK: usize = 16;

@@ -20,6 +20,12 @@ mod gradients;
 #[path = "../kernels.rs"]
 #[allow(dead_code, unused_imports, reason = "a suite has parts for the CPU alone")]
 mod kernels;
+#[path = "../quant/main.rs"]
+#[allow(dead_code, unused_imports, reason = "a suite has parts for the CPU alone")]
+mod quant;
+#[path = "../quantised.rs"]
+#[allow(dead_code, unused_imports, reason = "a suite has parts for the CPU alone")]
+mod quantised;
 #[path = "../router/main.rs"]
 #[allow(dead_code, unused_imports, reason = "a suite has parts for the CPU alone")]
 mod router;
@@ -49,6 +55,8 @@ fn tests() -> Vec<(String, Test)> {
         all.extend(cases.into_iter().map(|(name, body)| (format!("{suite}::{name}"), Box::new(body) as Test)));
     };
     shared("kernels", kernels::cases());
+    shared("quant", quant::cases());
+    shared("quantised", quantised::cases());
     shared("router", router::cases());
     shared("gradients", gradients::cases());
     shared("golden", golden::cases());

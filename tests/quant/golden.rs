@@ -1,7 +1,6 @@
 //! Every field of `tests/golden-quant`, made with third-party references.
 
 use std::collections::BTreeSet;
-use std::path::Path;
 
 use half::bf16;
 use moebius::cpu::Cpu;
@@ -9,7 +8,10 @@ use moebius::quant::*;
 use moebius::{DType, Tensor};
 use safetensors::{Dtype, SafeTensors};
 
-use super::support::{CpuTensor, bits, dequantize, one_nan, quantize, quantize_mxfp8};
+use super::support::{CpuTensor, bits, dequantize, one_nan, quantize, quantize_mxfp8, there};
+use super::target::{Target, cases, golden};
+
+cases!(te_nvfp4, modelopt_nvfp4, mxfp8, swizzle);
 
 /// A file of vectors, and which of its fields have not been compared yet.
 struct Vectors<'a> {
@@ -20,7 +22,7 @@ struct Vectors<'a> {
 }
 
 fn read(file: &str) -> Vec<u8> {
-    std::fs::read(Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden-quant").join(file)).unwrap()
+    std::fs::read(golden().with_file_name("golden-quant").join(file)).unwrap()
 }
 
 impl<'a> Vectors<'a> {
@@ -92,8 +94,7 @@ fn hashed(case: &str) -> CpuTensor {
     Tensor::from_vec((0..rows * columns).map(value).collect(), &[rows, columns]).unwrap()
 }
 
-#[test]
-fn te_nvfp4() {
+fn te_nvfp4<D: Target>(device: &D) {
     let file = read("te_nvfp4.safetensors");
     let mut vectors = Vectors::new(&file);
     let cases: Vec<(String, String)> = serde_json::from_value(vectors.cases.clone()).unwrap();
@@ -111,13 +112,13 @@ fn te_nvfp4() {
         for (prefix, direction) in [("row", Direction::Rows), ("col", Direction::Columns)] {
             let field = |name: &str| format!("{case}.{variant}.{prefix}_{name}");
             let Some(codes) = vectors.take(&field("codes")) else { continue };
-            let found = quantize(&format, matrix, direction);
+            let found = quantize(device, &format, matrix, direction);
             assert_eq!(Some(&found.scales), vectors.e4m3(&field("scales")).as_ref(), "{case} {variant} {prefix}");
             let amax = vectors.floats(&format!("{case}.{variant}.amax_{prefix}"));
             assert_eq!(Some(&found.amax), amax.as_ref(), "{case} {variant} {prefix}");
             assert_eq!(found.codes, codes, "{case} {variant} {prefix}");
             if let Some(values) = vectors.floats(&format!("{case}.{variant}.dequant_{prefix}")) {
-                let back = dequantize(&format, &found, matrix.dims());
+                let back = dequantize(device, &format, &found, matrix.dims());
                 assert_eq!(back.into_iter().map(bits).collect::<Vec<_>>(), values, "{case} {variant}");
             }
         }
@@ -126,14 +127,13 @@ fn te_nvfp4() {
     vectors.finish(780);
 }
 
-#[test]
-fn modelopt_nvfp4() {
+fn modelopt_nvfp4<D: Target>(device: &D) {
     let file = read("modelopt_nvfp4.safetensors");
     let mut vectors = Vectors::new(&file);
     for case in vectors.names() {
         let input = vectors.input(&case);
         let matrix = Matrix::new(input.view()).unwrap();
-        let found = quantize(&Nvfp4::MODELOPT, matrix, Direction::Rows);
+        let found = quantize(device, &Nvfp4::MODELOPT, matrix, Direction::Rows);
         let field = |name: &str| format!("{case}.{name}");
         assert_eq!(Some(&found.scales), vectors.e4m3(&field("weight_scale")).as_ref(), "{case}");
         let second = found.amax.iter().map(|amax| bits(Nvfp4::second_scale(f32::from_bits(*amax)))).collect();
@@ -142,15 +142,14 @@ fn modelopt_nvfp4() {
         if let Some(values) = vectors.floats(&field("dequant")) {
             // The reference leaves the padding of a last, partial block in place.
             let [rows, columns] = matrix.dims();
-            let back = dequantize(&Nvfp4::MODELOPT, &found, [rows, columns.next_multiple_of(NVFP4_BLOCK)]);
+            let back = dequantize(device, &Nvfp4::MODELOPT, &found, [rows, columns.next_multiple_of(NVFP4_BLOCK)]);
             assert_eq!(back.into_iter().map(bits).collect::<Vec<_>>(), values, "{case}");
         }
     }
     vectors.finish(155);
 }
 
-#[test]
-fn mxfp8() {
+fn mxfp8<D: Target>(device: &D) {
     let file = read("mxfp8.safetensors");
     let mut vectors = Vectors::new(&file);
     for case in vectors.names() {
@@ -164,12 +163,12 @@ fn mxfp8() {
             for (prefix, direction) in [("row", Direction::Rows), ("col", Direction::Columns)] {
                 let field = |name: &str| format!("{case}.{variant}.{prefix}_{name}");
                 let Some(scales) = vectors.take(&field("scales")) else { continue };
-                let found = quantize_mxfp8(Mxfp8 { scale, blocks }, matrix, direction);
+                let found = quantize_mxfp8(device, Mxfp8 { scale, blocks }, matrix, direction);
                 assert_eq!(found.1, scales, "{case} {variant} {prefix}");
                 // In 32x32 blocks one set of codes serves both directions; it is stored once.
                 let codes = match vectors.e4m3(&field("codes")) {
                     Some(codes) => codes,
-                    None => quantize_mxfp8(Mxfp8 { scale, blocks }, matrix, Direction::Rows).0,
+                    None => quantize_mxfp8(device, Mxfp8 { scale, blocks }, matrix, Direction::Rows).0,
                 };
                 assert_eq!(found.0, codes, "{case} {variant} {prefix}");
             }
@@ -178,11 +177,10 @@ fn mxfp8() {
     vectors.finish(279);
 }
 
-#[test]
-fn swizzle() {
+fn swizzle<D: Target>(device: &D) {
     let file = read("swizzle.safetensors");
     let mut vectors = Vectors::new(&file);
-    let cpu = Cpu::poisoning();
+    let order = device.order();
     for case in vectors.names() {
         let view = vectors.tensors.tensor(&format!("{case}.scales")).unwrap();
         let (rows, columns) = (view.shape()[0], view.shape()[1]);
@@ -195,12 +193,14 @@ fn swizzle() {
             }
         };
         let plain = Tensor::<Cpu>::from_vec(scales, &dims).unwrap();
-        let mut tiled = Tensor::empty(&cpu, DType::U8, &[swizzled_len(dims[0], dims[1])]).unwrap();
-        cpu.swizzle(&(), Swizzle { from: plain.view(), to: tiled.view_mut() }).unwrap();
-        assert_eq!(Some(tiled.as_bytes()), vectors.take(&format!("{case}.swizzled")).as_deref(), "{case}");
-        let mut back = Tensor::empty(&cpu, DType::U8, &dims).unwrap();
-        cpu.unswizzle(&(), Swizzle { from: tiled.view(), to: back.view_mut() }).unwrap();
-        assert_eq!(back.as_bytes(), plain.as_bytes(), "{case}");
+        let own = there(device, plain.view());
+        let mut tiled = Tensor::empty(device, DType::U8, &[swizzled_len(dims[0], dims[1])]).unwrap();
+        device.swizzle(&order, Swizzle { from: own.view(), to: tiled.view_mut() }).unwrap();
+        let expected = vectors.take(&format!("{case}.swizzled"));
+        assert_eq!(Some(device.to_cpu(&tiled).as_bytes()), expected.as_deref(), "{case}");
+        let mut back = Tensor::empty(device, DType::U8, &dims).unwrap();
+        device.unswizzle(&order, Swizzle { from: tiled.view(), to: back.view_mut() }).unwrap();
+        assert_eq!(device.to_cpu(&back).as_bytes(), plain.as_bytes(), "{case}");
     }
     vectors.finish(14);
 }

@@ -7,3 +7,10 @@ mod properties;
 mod random;
 mod reference;
 mod support;
+#[path = "../target/mod.rs"]
+mod target;
+
+/// Every body of the suite that is for any device.
+pub fn cases<D: target::Target>() -> target::Cases<D> {
+    [golden::cases(), random::cases(), properties::cases()].concat()
+}

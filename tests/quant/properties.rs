@@ -3,12 +3,27 @@
 use half::bf16;
 use moebius::cpu::Cpu;
 use moebius::quant::*;
-use moebius::{DType, Tensor, TensorMut, TensorRef};
+use moebius::{DType, Tensor, TensorRef};
 use rand::rngs::StdRng;
 use rand::{Rng, SeedableRng};
 use rand_distr::StandardNormal;
 
-use super::support::{CpuTensor, Side, bits, dequantize, quantize, quantize_mxfp8, side, tensor};
+use super::support::{CpuTensor, Side, bits, dequantize, here, matrix, quantize, quantize_mxfp8, tensor, there};
+use super::target::{Target, cases};
+
+cases!(
+    one_call_is_the_phases,
+    shards_are_parts_of_the_whole,
+    many_amaxes_at_once,
+    tiles_are_their_transpose,
+    mean_of_stochastic_roundings,
+    stochastic_rounding_is_seeded,
+    exact_values_survive,
+    mxfp8_round_trip,
+    cropped_or_whole_blocks,
+    empty_matrices,
+    finds_what_is_not_finite
+);
 
 const RANDOM: Random = Random { seed: 11, stream: 3, first_row: 0 };
 
@@ -31,42 +46,46 @@ fn formats() -> Vec<Nvfp4> {
 }
 
 /// Both directions of a matrix by the phases; `reduce` sees each amax between them.
-fn phases(format: &Nvfp4, x: &CpuTensor, reduce: impl Fn(Direction, &mut [f32])) -> [Side; 2] {
-    let cpu = Cpu::poisoning();
+fn phases<D: Target>(
+    device: &D,
+    (format, x): (&Nvfp4, &CpuTensor),
+    reduce: impl Fn(Direction, &mut [f32]),
+) -> [Side; 2] {
+    let (order, base) = (device.order(), there(device, x.view()));
+    let whole = Matrix::new(x.view()).unwrap();
+    let whole = matrix(&base, whole);
     let dims = [x.dims()[0], x.dims()[1]];
-    let mut made = [Direction::Rows, Direction::Columns].map(|d| Nvfp4Tensors::empty(&cpu, format, dims, d).unwrap());
+    let mut made = [Direction::Rows, Direction::Columns].map(|d| Nvfp4Tensors::empty(device, format, dims, d).unwrap());
     let [rows, columns] = &mut made;
     let (rows_amax, columns_amax) = (Some(rows.amax.view_mut()), Some(columns.amax.view_mut()));
-    cpu.compute_amax(
-        &(),
-        Amax { format, matrix: Matrix::new(x.view()).unwrap(), rows: rows_amax, columns: columns_amax },
-    )
-    .unwrap();
+    device
+        .compute_amax(&order, Amax { format, matrix: whole.borrow(), rows: rows_amax, columns: columns_amax })
+        .unwrap();
     for (side, direction) in [(&mut *rows, Direction::Rows), (&mut *columns, Direction::Columns)] {
-        reduce(direction, side.amax.view_mut().into_slice().unwrap());
+        let mut amax = device.to_cpu(&side.amax);
+        reduce(direction, amax.view_mut().into_slice().unwrap());
+        device.upload(&order, amax.as_bytes(), side.amax.view_mut()).unwrap();
     }
     let (rows, columns) = (Some(rows.view_mut()), Some(columns.view_mut()));
-    cpu.quantize_cast_only(&(), Quantize { format, matrix: Matrix::new(x.view()).unwrap(), rows, columns }).unwrap();
-    made.map(side)
+    device.quantize_cast_only(&order, Quantize { format, matrix: whole.borrow(), rows, columns }).unwrap();
+    made.map(|tensors| here(device, &tensors))
 }
 
-#[test]
-fn one_call_is_the_phases() {
+fn one_call_is_the_phases<D: Target>(device: &D) {
     for dims in [[32, 48], [16, 70], [160, 32]] {
         let x = normal(dims, 1, DType::BF16);
         for format in formats() {
             let matrix = Matrix::new(x.view()).unwrap();
-            let [rows, columns] = phases(&format, &x, |_, _| {});
-            assert_eq!(rows, quantize(&format, matrix, Direction::Rows), "{format:?}");
-            assert_eq!(columns, quantize(&format, matrix, Direction::Columns), "{format:?}");
+            let [rows, columns] = phases(device, (&format, &x), |_, _| {});
+            assert_eq!(rows, quantize(device, &format, matrix, Direction::Rows), "{format:?}");
+            assert_eq!(columns, quantize(device, &format, matrix, Direction::Columns), "{format:?}");
         }
     }
 }
 
 /// Row shards, their amaxes joined by the maximum, make the whole matrix: what a gather of quantised shards relies
 /// on. Rows concatenate; columns (and their scales) interleave by shard.
-#[test]
-fn shards_are_parts_of_the_whole() {
+fn shards_are_parts_of_the_whole<D: Target>(device: &D) {
     let (rows, columns, shards) = (96, 80, 3);
     let x = normal([rows, columns], 2, DType::BF16);
     let height = rows / shards;
@@ -74,7 +93,7 @@ fn shards_are_parts_of_the_whole() {
         if format.scope() == AmaxScope::Line {
             continue;
         }
-        let whole = phases(&format, &x, |_, _| {});
+        let whole = phases(device, (&format, &x), |_, _| {});
         let parts: Vec<[Side; 2]> = (0..shards)
             .map(|shard| {
                 let format = match format.rounding() {
@@ -86,7 +105,7 @@ fn shards_are_parts_of_the_whole() {
                 let values: Vec<bf16> = data.as_chunks().0.iter().map(|b| bf16::from_le_bytes(*b)).collect();
                 let part = Tensor::from_vec(values, &[height, columns]).unwrap();
                 // The maximum over the ranks is the whole's.
-                phases(&format, &part, |direction, amax| {
+                phases(device, (&format, &part), |direction, amax| {
                     let whole = f32::from_bits(whole[usize::from(direction == Direction::Columns)].amax[0]);
                     assert!(amax[0] <= whole);
                     amax[0] = whole;
@@ -106,35 +125,35 @@ fn shards_are_parts_of_the_whole() {
     }
 }
 
-#[test]
-fn many_amaxes_at_once() {
-    let cpu = Cpu::poisoning();
-    let tensors: Vec<CpuTensor> = (1..6).map(|i| normal([16 * i, 8 * i + 2], i as u64, DType::F32)).collect();
+fn many_amaxes_at_once<D: Target>(device: &D) {
+    // More than a device may take in one launch, of all types, some unaligned.
+    let dtype = |i: usize| [DType::F32, DType::BF16, DType::F16][i % 3];
+    let tensors: Vec<CpuTensor> = (1..50).map(|i| normal([16 * i, 8 * i + 2 * (i % 5)], i as u64, dtype(i))).collect();
     let format = Nvfp4::TE;
-    let mut found = vec![[f32::NAN; 2]; tensors.len()];
-    let calls = tensors.iter().zip(&mut found).map(|(x, out)| {
-        let [rows, columns] = out;
-        let view = |v| Some(TensorMut::from_slice(std::slice::from_mut(v), &[1]).unwrap());
-        Amax { format: &format, matrix: Matrix::new(x.view()).unwrap(), rows: view(rows), columns: view(columns) }
+    let own: Vec<Tensor<D>> = tensors.iter().map(|x| there(device, x.view())).collect();
+    let mut found: Vec<[Tensor<D>; 2]> =
+        own.iter().map(|_| [0, 1].map(|_| Tensor::empty(device, DType::F32, &[1]).unwrap())).collect();
+    let calls = own.iter().zip(&mut found).map(|(x, [rows, columns])| {
+        let [rows, columns] = [rows, columns].map(|t| Some(t.view_mut()));
+        Amax { format: &format, matrix: Matrix::new(x.view()).unwrap(), rows, columns }
     });
-    cpu.multi_compute_amax(&(), calls.collect()).unwrap();
+    device.multi_compute_amax(&device.order(), calls.collect()).unwrap();
     for (x, found) in tensors.iter().zip(found) {
-        let expected = x.to_f64().into_iter().fold(0.0f64, |m, v| m.max(v.abs())) as f32;
-        assert_eq!(found, [expected; 2]);
+        let expected = x.to_f64().into_iter().fold(0.0f64, |m, v| m.max(v.abs()));
+        assert_eq!(found.map(|t| device.values(t.view())), [[expected]; 2]);
     }
 }
 
 /// Blocks of 16x16 hold the same values in both directions.
-#[test]
-fn tiles_are_their_transpose() {
+fn tiles_are_their_transpose<D: Target>(device: &D) {
     for dims in [[48, 64], [22, 36]] {
         let x = normal(dims, 3, DType::F32);
         let matrix = Matrix::new(x.view()).unwrap();
         let format = Nvfp4::TE.tiled();
-        let rows = quantize(&format, matrix, Direction::Rows);
-        let columns = quantize(&format, matrix, Direction::Columns);
-        let rows = dequantize(&format, &rows, dims);
-        let columns = dequantize(&format, &columns, [dims[1], dims[0]]);
+        let rows = quantize(device, &format, matrix, Direction::Rows);
+        let columns = quantize(device, &format, matrix, Direction::Columns);
+        let rows = dequantize(device, &format, &rows, dims);
+        let columns = dequantize(device, &format, &columns, [dims[1], dims[0]]);
         for (i, value) in rows.iter().enumerate() {
             let (row, column) = (i / dims[1], i % dims[1]);
             assert_eq!(value.to_bits(), columns[column * dims[0] + row].to_bits());
@@ -151,8 +170,7 @@ fn error(values: &[f64], x: &[f64]) -> f64 {
 /// Over values spread evenly in their steps, RN's error is √(1/12) of a step in the mean square, one stochastic
 /// rounding's √(1/6), the mean of 50's √(1/300), and 8 random bits leave a bias of 1/512 on average: a ratio of 0.2,
 /// with 0.1 for what is not spread evenly. Random bits that repeated over the 50 would leave it at √2.
-#[test]
-fn mean_of_stochastic_roundings() {
+fn mean_of_stochastic_roundings<D: Target>(device: &D) {
     let dims = [64, 96];
     let x = normal(dims, 4, DType::BF16);
     let matrix = Matrix::new(x.view()).unwrap();
@@ -176,8 +194,8 @@ fn mean_of_stochastic_roundings() {
                 exact = all.map(f64::from).collect();
             }
             let back = |format: &Nvfp4| -> Vec<f64> {
-                let side = quantize(format, matrix, direction);
-                dequantize(format, &side, lines).into_iter().map(f64::from).collect()
+                let side = quantize(device, format, matrix, direction);
+                dequantize(device, format, &side, lines).into_iter().map(f64::from).collect()
             };
             let nearest = error(&back(&format), &exact);
             let mut mean = vec![0.0; exact.len()];
@@ -192,11 +210,10 @@ fn mean_of_stochastic_roundings() {
 }
 
 /// Bits come from seed, stream and place, and from nothing else.
-#[test]
-fn stochastic_rounding_is_seeded() {
+fn stochastic_rounding_is_seeded<D: Target>(device: &D) {
     let x = normal([32, 32], 5, DType::F32);
     let matrix = Matrix::new(x.view()).unwrap();
-    let codes = |random| quantize(&Nvfp4::TE.stochastic(random), matrix, Direction::Rows).codes;
+    let codes = |random| quantize(device, &Nvfp4::TE.stochastic(random), matrix, Direction::Rows).codes;
     assert_eq!(codes(RANDOM), codes(RANDOM));
     let others = [
         Random { seed: RANDOM.seed + 1, ..RANDOM },
@@ -212,53 +229,54 @@ fn stochastic_rounding_is_seeded() {
     let x = tensor(&symmetric, DType::F32, &[32, 32]);
     let matrix = Matrix::new(x.view()).unwrap();
     let format = Nvfp4::TE.stochastic(RANDOM);
-    assert_ne!(quantize(&format, matrix, Direction::Rows), quantize(&format, matrix, Direction::Columns));
+    assert_ne!(
+        quantize(device, &format, matrix, Direction::Rows),
+        quantize(device, &format, matrix, Direction::Columns)
+    );
 }
 
 /// Values that the format holds come back exactly, in every output type that holds them.
-#[test]
-fn exact_values_survive() {
+fn exact_values_survive<D: Target>(device: &D) {
     // An amax of 2688 makes the second-level factor 1; every block has its 6·448.
     let values: Vec<f32> = (0..64).map(|i| E2M1[i * 5 % 16] * if i % 16 == 0 { 0.0 } else { 448.0 }).collect();
     let values: Vec<f32> = values.iter().enumerate().map(|(i, v)| if i % 16 == 0 { 2688.0 } else { *v }).collect();
-    let cpu = Cpu::poisoning();
+    let order = device.order();
     for format in [Nvfp4::TE, Nvfp4::MODELOPT, Nvfp4::TE.row_scaled()] {
-        let x = tensor(&values, DType::F32, &[2, 32]);
-        let mut made = Nvfp4Tensors::empty(&cpu, &format, [2, 32], Direction::Rows).unwrap();
+        let x = there(device, tensor(&values, DType::F32, &[2, 32]).view());
+        let mut made = Nvfp4Tensors::empty(device, &format, [2, 32], Direction::Rows).unwrap();
         let matrix = Matrix::new(x.view()).unwrap();
-        cpu.quantize(&(), Quantize { format: &format, matrix, rows: Some(made.view_mut()), columns: None }).unwrap();
+        let call = Quantize { format: &format, matrix, rows: Some(made.view_mut()), columns: None };
+        device.quantize(&order, call).unwrap();
         for dtype in [DType::F32, DType::BF16, DType::F16] {
-            let mut out = Tensor::empty(&cpu, dtype, &[2, 32]).unwrap();
-            cpu.dequantize(&(), made.dequantize(&format, out.view_mut())).unwrap();
+            let mut out = Tensor::empty(device, dtype, &[2, 32]).unwrap();
+            device.dequantize(&order, made.dequantize(&format, out.view_mut())).unwrap();
             let expected: Vec<f64> = values.iter().map(|v| f64::from(*v)).collect();
-            assert_eq!(out.to_f64(), expected, "{format:?} {dtype}");
+            assert_eq!(device.values(out.view()), expected, "{format:?} {dtype}");
         }
     }
 }
 
 /// MXFP8 there and back: within half a step of E4M3 of every value, a step being 2⁻³ of its power of two (or of
 /// 2⁻⁶ of the block's scale), and equal for values that it holds. Scales rounded up saturate nothing.
-#[test]
-fn mxfp8_round_trip() {
+fn mxfp8_round_trip<D: Target>(device: &D) {
     let dims = [70, 90];
     let x = normal(dims, 6, DType::F32);
-    let cpu = Cpu::poisoning();
     for blocks in [Blocks::Line, Blocks::Tile] {
         for direction in [Direction::Rows, Direction::Columns] {
             let format = Mxfp8 { scale: MxScale::Ceil, blocks };
-            let (codes, scales) = quantize_mxfp8(format, Matrix::new(x.view()).unwrap(), direction);
+            let (codes, scales) = quantize_mxfp8(device, format, Matrix::new(x.view()).unwrap(), direction);
             let scale_dims = Mxfp8::scale_dims(dims, direction);
-            let codes = Tensor::<Cpu>::from_vec(codes, &dims).unwrap();
-            let scales = Tensor::<Cpu>::from_vec(scales, &scale_dims).unwrap();
-            let mut out = Tensor::empty(&cpu, DType::F32, &dims).unwrap();
-            let call = DequantizeMxfp8 { direction, codes: codes.view(), scales: scales.view(), out: out.view_mut() };
-            cpu.dequantize_mxfp8(&(), call).unwrap();
+            let codes = there(device, Tensor::<Cpu>::from_vec(codes, &dims).unwrap().view());
+            let own = there(device, Tensor::<Cpu>::from_vec(scales.clone(), &scale_dims).unwrap().view());
+            let mut out = Tensor::empty(device, DType::F32, &dims).unwrap();
+            let call = DequantizeMxfp8 { direction, codes: codes.view(), scales: own.view(), out: out.view_mut() };
+            device.dequantize_mxfp8(&device.order(), call).unwrap();
             let place = |i: usize| match direction {
                 Direction::Rows => i / dims[1] * scale_dims[1] + i % dims[1] / 32,
                 Direction::Columns => i / dims[1] / 32 * scale_dims[1] + i % dims[1],
             };
-            for (i, (x, y)) in x.to_f64().into_iter().zip(out.to_f64()).enumerate() {
-                let least = 2f64.powi(-6) * f64::from(e8m0(scales.as_bytes()[place(i)]));
+            for (i, (x, y)) in x.to_f64().into_iter().zip(device.values(out.view())).enumerate() {
+                let least = 2f64.powi(-6) * f64::from(e8m0(scales[place(i)]));
                 let half_step = x.abs().max(least).log2().floor().exp2() / 16.0;
                 assert!((x - y).abs() <= half_step, "{x} {y}");
             }
@@ -267,43 +285,40 @@ fn mxfp8_round_trip() {
 }
 
 /// Codes that were cropped and codes of whole blocks de-quantise alike.
-#[test]
-fn cropped_or_whole_blocks() {
+fn cropped_or_whole_blocks<D: Target>(device: &D) {
     let x = normal([3, 24], 7, DType::F32);
-    let cropped = quantize(&Nvfp4::TE, Matrix::new(x.view()).unwrap(), Direction::Rows);
+    let cropped = quantize(device, &Nvfp4::TE, Matrix::new(x.view()).unwrap(), Direction::Rows);
     assert_eq!((cropped.codes.len(), cropped.scales.len()), (3 * 12, 3 * 2));
     let mut whole = cropped.clone();
     whole.codes = cropped.codes.chunks(12).flat_map(|row| [row, &[0; 4]].concat()).collect();
-    let back = dequantize(&Nvfp4::TE, &cropped, [3, 24]);
-    assert_eq!(back, dequantize(&Nvfp4::TE, &whole, [3, 24]));
+    let back = dequantize(device, &Nvfp4::TE, &cropped, [3, 24]);
+    assert_eq!(back, dequantize(device, &Nvfp4::TE, &whole, [3, 24]));
     let largest = x.to_f64().into_iter().fold(0.0f64, |m, v| m.max(v.abs())) as f32;
     // Half the widest step of a code times the largest block scale, and an E4M3 rounding of that scale.
     let bound = largest / 6.0 * (1.0 + 1.0 / 8.0);
     assert!(back.iter().zip(x.as_slice::<f32>().unwrap()).all(|(b, x)| (b - x).abs() <= bound));
 }
 
-#[test]
-fn empty_matrices() {
-    let cpu = Cpu::poisoning();
+fn empty_matrices<D: Target>(device: &D) {
     for dims in [[0, 32], [32, 0]] {
         let x = Tensor::<Cpu>::from_vec(Vec::<f32>::new(), &dims).unwrap();
         let matrix = Matrix::new(x.view()).unwrap();
         for direction in [Direction::Rows, Direction::Columns] {
-            let found = quantize(&Nvfp4::TE, matrix, direction);
+            let found = quantize(device, &Nvfp4::TE, matrix, direction);
             assert_eq!(found, Side { codes: vec![], scales: vec![], amax: vec![bits(0.0)] });
-            quantize_mxfp8(Mxfp8::TE, matrix, direction);
+            quantize_mxfp8(device, Mxfp8::TE, matrix, direction);
         }
-        assert_eq!(cpu.first_non_finite(&(), matrix).unwrap(), None);
+        let own = there(device, x.view());
+        assert_eq!(device.first_non_finite(&device.order(), Matrix::new(own.view()).unwrap()).unwrap(), None);
     }
 }
 
-#[test]
-fn finds_what_is_not_finite() {
+fn finds_what_is_not_finite<D: Target>(device: &D) {
     let mut values = vec![1.0f32; 6 * 40];
-    let cpu = Cpu::new();
     let find = |values: &[f32]| {
-        let matrix = Matrix::new(TensorRef::from_slice(values, &[6, 40]).unwrap()).unwrap();
-        [matrix, matrix.transposed()].map(|m| cpu.first_non_finite(&(), m).unwrap())
+        let own = there(device, TensorRef::from_slice(values, &[6, 40]).unwrap());
+        let matrix = Matrix::new(own.view()).unwrap();
+        [matrix, matrix.transposed()].map(|m| device.first_non_finite(&device.order(), m).unwrap())
     };
     assert_eq!(find(&values), [None; 2]);
     values[3 * 40 + 7] = f32::NAN;

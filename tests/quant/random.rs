@@ -9,6 +9,9 @@ use rand::{Rng, SeedableRng};
 
 use super::reference::{self, Bits, Expected, Kind};
 use super::support::{CpuTensor, Side, bits, one_nan, quantize, quantize_mxfp8, same, tensor};
+use super::target::{Target, cases};
+
+cases!(nvfp4_to_nearest, nvfp4_stochastic, nvfp4_transformed, mxfp8, leading_dimensions_are_rows);
 
 /// How a matrix's values are drawn.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -133,8 +136,7 @@ fn compare(found: Side, expected: Expected, name: &str) {
     same(&found.codes, &expected.codes, format!("{name} codes"));
 }
 
-#[test]
-fn nvfp4_to_nearest() {
+fn nvfp4_to_nearest<D: Target>(device: &D) {
     let mut compared = 0;
     each_case(1, |case, name| {
         for (format, kind) in [
@@ -150,7 +152,7 @@ fn nvfp4_to_nearest() {
                 }
                 let expected = reference::nvfp4(&lines, kind, None);
                 compare(
-                    quantize(&format, case.matrix(), direction),
+                    quantize(device, &format, case.matrix(), direction),
                     expected,
                     &format!("{name} {kind:?} {direction:?}"),
                 );
@@ -162,8 +164,7 @@ fn nvfp4_to_nearest() {
     assert_eq!(compared, 588 * 8 - 3 * 84 * 3);
 }
 
-#[test]
-fn nvfp4_stochastic() {
+fn nvfp4_stochastic<D: Target>(device: &D) {
     let random = Random { seed: 0x0123_4567_89ab_cdef, stream: 77, first_row: 48 };
     each_case(2, |case, name| {
         for direction in DIRECTIONS {
@@ -174,13 +175,12 @@ fn nvfp4_stochastic() {
             let columns = direction == Direction::Columns;
             let expected = reference::nvfp4(&lines, Kind::Te, Some(Bits { random, columns }));
             let format = Nvfp4::TE.stochastic(random);
-            compare(quantize(&format, case.matrix(), direction), expected, &format!("{name} {direction:?}"));
+            compare(quantize(device, &format, case.matrix(), direction), expected, &format!("{name} {direction:?}"));
         }
     });
 }
 
-#[test]
-fn nvfp4_transformed() {
+fn nvfp4_transformed<D: Target>(device: &D) {
     let mut compared = 0;
     let random = Random { seed: 5, stream: 6, first_row: 0 };
     each_case(3, |case, name| {
@@ -192,27 +192,26 @@ fn nvfp4_transformed() {
             let lines: Vec<_> = lines.iter().map(|line| reference::hadamard(line, transform.signs)).collect();
             let format = Nvfp4::TE.hadamard(transform);
             let expected = reference::nvfp4(&lines, Kind::Te, None);
-            compare(quantize(&format, case.matrix(), Direction::Columns), expected, name);
+            compare(quantize(device, &format, case.matrix(), Direction::Columns), expected, name);
             let expected = reference::nvfp4(&lines, Kind::Te, Some(Bits { random, columns: true }));
-            compare(quantize(&format.stochastic(random), case.matrix(), Direction::Columns), expected, name);
+            compare(quantize(device, &format.stochastic(random), case.matrix(), Direction::Columns), expected, name);
             // Rows are not transformed.
-            let plain = quantize(&Nvfp4::TE, case.matrix(), Direction::Rows);
-            assert_eq!(quantize(&format, case.matrix(), Direction::Rows), plain, "{name}");
+            let plain = quantize(device, &Nvfp4::TE, case.matrix(), Direction::Rows);
+            assert_eq!(quantize(device, &format, case.matrix(), Direction::Rows), plain, "{name}");
             compared += 1;
         }
     });
     assert_eq!(compared, 3 * 7 * 4 * 3);
 }
 
-#[test]
-fn mxfp8() {
+fn mxfp8<D: Target>(device: &D) {
     each_case(4, |case, name| {
         let [m, n] = case.layout.dims;
         for scale in [MxScale::Ceil, MxScale::Floor] {
             for (blocks, direction) in
                 [Blocks::Line, Blocks::Tile].into_iter().flat_map(|b| DIRECTIONS.map(|direction| (b, direction)))
             {
-                let found = quantize_mxfp8(Mxfp8 { scale, blocks }, case.matrix(), direction);
+                let found = quantize_mxfp8(device, Mxfp8 { scale, blocks }, case.matrix(), direction);
                 let (mut codes, mut scales) = (vec![0; m * n], vec![0; found.1.len()]);
                 let [high, wide] = match (blocks, direction) {
                     (Blocks::Tile, _) => [32, 32],
@@ -242,13 +241,12 @@ fn mxfp8() {
 }
 
 /// A leading dimension more is the same matrix.
-#[test]
-fn leading_dimensions_are_rows() {
+fn leading_dimensions_are_rows<D: Target>(device: &D) {
     let values: Vec<f32> = (0..2 * 8 * 32).map(|i| ((i * 37) % 101) as f32 - 50.0).collect();
     let three = Tensor::<Cpu>::from_vec(values.clone(), &[2, 8, 32]).unwrap();
     let two = Tensor::<Cpu>::from_vec(values, &[16, 32]).unwrap();
     let (three, two) = (Matrix::new(three.view()).unwrap(), Matrix::new(two.view()).unwrap());
     for direction in DIRECTIONS {
-        assert_eq!(quantize(&Nvfp4::TE, three, direction), quantize(&Nvfp4::TE, two, direction));
+        assert_eq!(quantize(device, &Nvfp4::TE, three, direction), quantize(device, &Nvfp4::TE, two, direction));
     }
 }

@@ -5,6 +5,8 @@ use moebius::cpu::Cpu;
 use moebius::quant::*;
 use moebius::{DType, Tensor, TensorRef};
 
+use super::target::Target;
+
 pub type CpuTensor = Tensor<Cpu>;
 
 /// One direction of a quantised matrix.
@@ -42,42 +44,66 @@ pub fn tensor(values: &[f32], dtype: DType, dims: &[usize]) -> CpuTensor {
     .unwrap()
 }
 
+/// A view of the host as a tensor of the device.
+pub fn there<D: Target>(device: &D, t: TensorRef<'_, Cpu>) -> Tensor<D> {
+    let mut to = Tensor::empty(device, t.dtype(), t.dims()).unwrap();
+    device.upload(&device.order(), t.data(), to.view_mut()).unwrap();
+    to
+}
+
+/// A matrix of the host's elements on the device, laid out as it is.
+pub fn matrix<'a, D: Target>(base: &'a Tensor<D>, from: Matrix<'_, Cpu>) -> Matrix<'a, D> {
+    Matrix::strided(base.view(), from.layout()).unwrap()
+}
+
+/// One direction of a device's on the host.
+pub fn here<D: Target>(device: &D, tensors: &Nvfp4Tensors<D>) -> Side {
+    let [codes, scales, amax] = [&tensors.codes, &tensors.scales, &tensors.amax].map(|t| device.to_cpu(t));
+    side(Nvfp4Tensors { codes, scales, amax })
+}
+
 /// Quantises in one direction.
-pub fn quantize(format: &Nvfp4, matrix: Matrix<'_, Cpu>, direction: Direction) -> Side {
-    let cpu = Cpu::poisoning();
-    let mut tensors = Nvfp4Tensors::empty(&cpu, format, matrix.dims(), direction).unwrap();
+pub fn quantize<D: Target>(device: &D, format: &Nvfp4, from: Matrix<'_, Cpu>, direction: Direction) -> Side {
+    let base = there(device, from.base());
+    let matrix = matrix(&base, from);
+    let mut tensors = Nvfp4Tensors::empty(device, format, matrix.dims(), direction).unwrap();
     let (rows, columns) = match direction {
         Direction::Rows => (Some(tensors.view_mut()), None),
         Direction::Columns => (None, Some(tensors.view_mut())),
     };
-    cpu.quantize(&(), Quantize { format, matrix: matrix.borrow(), rows, columns }).unwrap();
-    side(tensors)
+    device.quantize(&device.order(), Quantize { format, matrix, rows, columns }).unwrap();
+    here(device, &tensors)
 }
 
 /// Quantises to MXFP8 in one direction: codes and scales.
-pub fn quantize_mxfp8(format: Mxfp8, matrix: Matrix<'_, Cpu>, direction: Direction) -> (Vec<u8>, Vec<u8>) {
-    let cpu = Cpu::poisoning();
-    let mut tensors = Mxfp8Tensors::empty(&cpu, matrix.dims(), direction).unwrap();
+pub fn quantize_mxfp8<D: Target>(
+    device: &D,
+    format: Mxfp8,
+    from: Matrix<'_, Cpu>,
+    direction: Direction,
+) -> (Vec<u8>, Vec<u8>) {
+    let base = there(device, from.base());
+    let matrix = matrix(&base, from);
+    let mut tensors = Mxfp8Tensors::empty(device, matrix.dims(), direction).unwrap();
     let (rows, columns) = match direction {
         Direction::Rows => (Some(tensors.view_mut()), None),
         Direction::Columns => (None, Some(tensors.view_mut())),
     };
-    cpu.quantize_mxfp8(&(), QuantizeMxfp8 { format, matrix: matrix.borrow(), rows, columns }).unwrap();
-    let codes = tensors.codes.as_bytes().iter().map(|b| one_nan(*b)).collect();
-    (codes, tensors.scales.as_bytes().to_vec())
+    device.quantize_mxfp8(&device.order(), QuantizeMxfp8 { format, matrix, rows, columns }).unwrap();
+    let codes = device.to_cpu(&tensors.codes).as_bytes().iter().map(|b| one_nan(*b)).collect();
+    (codes, device.to_cpu(&tensors.scales).as_bytes().to_vec())
 }
 
 /// De-quantises to F32 `[lines, len]`.
-pub fn dequantize(format: &Nvfp4, side: &Side, [lines, len]: [usize; 2]) -> Vec<f32> {
-    let cpu = Cpu::poisoning();
+pub fn dequantize<D: Target>(device: &D, format: &Nvfp4, side: &Side, [lines, len]: [usize; 2]) -> Vec<f32> {
     let amax: Vec<f32> = side.amax.iter().map(|b| f32::from_bits(*b)).collect();
     let bytes = |data: &[u8]| Tensor::<Cpu>::from_vec(data.to_vec(), &[lines, data.len() / lines]).unwrap();
-    let (codes, scales) = (bytes(&side.codes), bytes(&side.scales));
-    let mut out = Tensor::empty(&cpu, DType::F32, &[lines, len]).unwrap();
-    let amax = TensorRef::from_slice(&amax, &[amax.len()]).unwrap();
-    let call = Dequantize { format, codes: codes.view(), scales: scales.view(), amax, out: out.view_mut() };
-    cpu.dequantize(&(), call).unwrap();
-    out.into_vec().unwrap()
+    let (codes, scales) = (there(device, bytes(&side.codes).view()), there(device, bytes(&side.scales).view()));
+    let amax = there(device, TensorRef::from_slice(&amax, &[amax.len()]).unwrap());
+    let mut out = Tensor::empty(device, DType::F32, &[lines, len]).unwrap();
+    let (codes, scales, amax) = (codes.view(), scales.view(), amax.view());
+    device.dequantize(&device.order(), Dequantize { format, codes, scales, amax, out: out.view_mut() }).unwrap();
+    device.to_cpu(&out).into_vec().unwrap()
 }
 
 /// Equal vectors, or a panic that says where they first differ.

@@ -7,6 +7,7 @@ use moebius::comm::{Solo, ThreadComm};
 use moebius::cpu::Cpu;
 use moebius::ep::{Group, GroupConfig};
 use moebius::kernels::Kernels;
+use moebius::quant::Codec;
 use moebius::{DType, Result, Tensor, TensorRef};
 
 /// The folders of goldens: the shipped ones, or `MOEBIUS_GOLDEN`, as a program away from its sources needs.
@@ -19,7 +20,7 @@ pub fn golden() -> PathBuf {
 pub type Cases<D> = Vec<(&'static str, fn(&D))>;
 
 /// A device under test. Each of its buffers starts as NaN (−1 in integer types).
-pub trait Target: Kernels {
+pub trait Target: Kernels + Codec {
     /// The floating types it computes in, the widest first.
     const FLOATS: &'static [DType];
 

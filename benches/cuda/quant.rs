@@ -1,0 +1,151 @@
+//! Quantisation, and products with weights that stay quantised.
+
+use moebius::config::Activation;
+use moebius::cuda::Cuda;
+use moebius::kernels::*;
+use moebius::quant::*;
+use moebius::weights::Weight;
+use moebius::{DType, Result, Tensor};
+
+use crate::Workload;
+use crate::data::{Random, slots};
+use crate::report::{Report, SETS};
+
+/// A matrix of 512 MiB in bf16, larger than any cache, as 64 experts' or as one.
+const ROWS: usize = 1 << 17;
+const COLUMNS: usize = 1 << 11;
+const MATRICES: usize = 64;
+
+/// Bytes of a bf16 element, and of one in NVFP4 with its share of a scale.
+const WIDE: f64 = 2.0;
+const NARROW: f64 = 9.0 / 16.0;
+
+/// Amaxes and casts: the share of the copy rate is bytes read and written by it.
+pub fn codec(cuda: &Cuda, report: &Report) -> Result<()> {
+    let (mut random, stream) = (Random(3), cuda.stream());
+    let dims = [ROWS, COLUMNS];
+    let sets = (0..SETS).map(|_| random.tensor(cuda, &dims, 1.0)).collect::<Result<Vec<_>>>()?;
+    let elements = (ROWS * COLUMNS) as f64;
+    let line = |phase: &str, ms: f64, bytes: f64| report.bytes("512MB", phase, ms, elements * bytes);
+
+    let mut amaxes = (0..MATRICES).map(|_| Tensor::empty(cuda, DType::F32, &[1])).collect::<Result<Vec<_>>>()?;
+    let format = Nvfp4::TE;
+    let ms = report.time(|set| {
+        let base = sets[set].view();
+        let height = ROWS / MATRICES;
+        let calls = amaxes.iter_mut().enumerate().map(|(i, amax)| {
+            let layout = Layout { offset: i * height * COLUMNS, dims: [height, COLUMNS], strides: [COLUMNS, 1] };
+            let matrix = Matrix::strided(base, layout)?;
+            Ok(Amax { format: &format, matrix, rows: Some(amax.view_mut()), columns: None })
+        });
+        cuda.multi_compute_amax(&stream, calls.collect::<Result<_>>()?)
+    })?;
+    line("multi_amax", ms, WIDE);
+
+    let random_bits = moebius::quant::Random { seed: 1, ..Default::default() };
+    let formats = [
+        ("te", Nvfp4::TE),
+        ("te-stochastic", Nvfp4::TE.stochastic(random_bits)),
+        ("modelopt", Nvfp4::MODELOPT),
+        ("te-tiled", Nvfp4::TE.tiled()),
+    ];
+    for (name, format) in formats {
+        let mut rows = Nvfp4Tensors::empty(cuda, &format, dims, Direction::Rows)?;
+        let mut columns = Nvfp4Tensors::empty(cuda, &format, dims, Direction::Columns)?;
+        let ms = report.time(|set| {
+            let matrix = Matrix::new(sets[set].view())?;
+            cuda.quantize(&stream, Quantize { format: &format, matrix, rows: Some(rows.view_mut()), columns: None })
+        })?;
+        line(&format!("quantize-{name}"), ms, 2.0 * WIDE + NARROW);
+        let ms = report.time(|set| {
+            let (matrix, rows) = (Matrix::new(sets[set].view())?, Some(rows.view_mut()));
+            cuda.quantize_cast_only(&stream, Quantize { format: &format, matrix, rows, columns: None })
+        })?;
+        line(&format!("cast-{name}"), ms, WIDE + NARROW);
+        if name == "modelopt" {
+            continue;
+        }
+        let ms = report.time(|set| {
+            let (rows, columns) = (Some(rows.view_mut()), Some(columns.view_mut()));
+            cuda.quantize_cast_only(
+                &stream,
+                Quantize { format: &format, matrix: Matrix::new(sets[set].view())?, rows, columns },
+            )
+        })?;
+        line(&format!("cast-both-{name}"), ms, WIDE + 2.0 * NARROW);
+    }
+    let mut made = Mxfp8Tensors::empty(cuda, dims, Direction::Rows)?;
+    let ms = report.time(|set| {
+        let matrix = Matrix::new(sets[set].view())?;
+        let call = QuantizeMxfp8 { format: Mxfp8::TE, matrix, rows: Some(made.view_mut()), columns: None };
+        cuda.quantize_mxfp8(&stream, call)
+    })?;
+    line("cast-mxfp8", ms, WIDE + 33.0 / 32.0);
+    cuda.check()
+}
+
+/// A stack in NVFP4 by the codec, one factor for all.
+fn quantised(cuda: &Cuda, dense: &Tensor<Cuda>) -> Result<Quantised<Cuda>> {
+    let stream = cuda.stream();
+    let dims = dense.dims();
+    let (stack, rows, columns) = (dims[0], dims[1], dims[2]);
+    let matrix = Matrix::new(dense.view())?;
+    let mut made = Nvfp4Tensors::empty(cuda, &Nvfp4::MODELOPT, matrix.dims(), Direction::Rows)?;
+    let call = Quantize { format: &Nvfp4::MODELOPT, matrix, rows: Some(made.view_mut()), columns: None };
+    cuda.quantize(&stream, call)?;
+    let factor = Nvfp4::second_scale(cuda.read(&stream, made.amax.view())?[0] as f32);
+    let factors = cuda.tensor(&Tensor::from_vec(vec![factor; stack], &[stack, 1])?)?;
+    let parts = (made.codes.reshape(&[stack, rows, columns / 2])?, made.scales.reshape(&[stack, rows, columns / 16])?);
+    Quantised::new(WeightFormat::Nvfp4, ([stack, rows, columns], 1), (parts.0, parts.1, Some(factors)))
+}
+
+/// The two products of a forward with weights in bf16 and in NVFP4. Sets of weights take turns where they would fit a
+/// cache.
+pub fn products(cuda: &Cuda, report: &Report, w: &Workload) -> Result<()> {
+    let (mut random, stream) = (Random(1), cuda.stream());
+    let n = w.slots();
+    let up = random.tensor(cuda, &[w.experts, 2 * w.inner, w.hidden], (w.hidden as f64).powf(-0.5))?;
+    let down = random.tensor(cuda, &[w.experts, w.hidden, w.inner], (w.inner as f64).powf(-0.5))?;
+    let (up_codes, down_codes) = (quantised(cuda, &up)?, quantised(cuda, &down)?);
+    let ids = random.experts(w);
+    let used = (0..w.experts as i32).filter(|e| ids.contains(e)).count();
+    let (zones, map) = slots(cuda, w, &ids)?;
+    let xs = (0..SETS).map(|_| random.tensor(cuda, &[w.tokens, w.hidden], 1.0)).collect::<Result<Vec<_>>>()?;
+    let mut hidden = Tensor::empty(cuda, DType::BF16, &[n, w.inner])?;
+    let mut out = Tensor::empty(cuda, DType::BF16, &[n, w.hidden])?;
+    let bytes = (used * w.hidden * w.inner) as f64;
+    for (suffix, up, down, each) in [
+        ("", Weight::Dense(up.view()), Weight::Dense(down.view()), WIDE),
+        ("-w4a16", Weight::Quantised(up_codes.view()), Weight::Quantised(down_codes.view()), NARROW),
+    ] {
+        let mut first = |set: usize| {
+            let call = Up {
+                rows: RowSource::mapped(xs[set].view(), map.view()),
+                zones: &zones,
+                weight: up.borrow(),
+                bias: None,
+                slot_weights: None,
+                activation: Activation::SiluGlu,
+                pre: None,
+                out: RowDest::direct(hidden.view_mut()),
+            };
+            cuda.up(&stream, call)
+        };
+        let ms = report.time(&mut first)?;
+        report.bytes(w.name, &format!("up{suffix}"), ms, 2.0 * bytes * each);
+        let mut second = |_| {
+            let call = Down {
+                rows: RowSource::direct(hidden.view()),
+                zones: &zones,
+                weight: down.borrow(),
+                bias: None,
+                slot_weights: None,
+                out: RowDest::direct(out.view_mut()),
+            };
+            cuda.down(&stream, call)
+        };
+        let ms = report.time(&mut second)?;
+        report.bytes(w.name, &format!("down{suffix}"), ms, bytes * each);
+    }
+    cuda.check()
+}

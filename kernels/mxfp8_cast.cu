@@ -1,0 +1,157 @@
+// A matrix to MXFP8: E4M3 in blocks of 32 along rows, down columns, or 32 x 32, with an E8M0 scale each. Codes keep the
+// matrix's shape in both directions.
+#include "common/quant.cuh"
+
+namespace {
+using namespace quant;
+
+// Largest magnitude's bits; `ceil` skips NaN, which is above infinity.
+__device__ __forceinline__ unsigned join(unsigned most, float v, bool floor) {
+    const unsigned bits = __float_as_uint(v) & 0x7fffffffu;
+    return max(most, floor || bits <= 0x7f800000u ? bits : 0u);
+}
+
+__device__ __forceinline__ unsigned scale_of(unsigned most, bool floor) {
+    if (floor) {
+        if (most == 0x7f800000u) return 247;  // as if the largest exponent were 128
+        return __float_as_uint(__fmul_rn(__uint_as_float(most), 0.00390625f)) >> 23 & 0xffu;
+    }
+    const unsigned bits = __float_as_uint(__fmul_rn(__uint_as_float(most), 1.0f / E4M3_MAX));
+    const unsigned exponent = bits >> 23, mantissa = bits & 0x7fffffu;
+    if (exponent >= 254) return 254;
+    if (exponent == 0) return mantissa > 0x400000u;
+    return exponent + (mantissa > 0);
+}
+
+// What elements are multiplied by, or with `floor` divided by (a power of two, so that either is exact where the other is).
+__device__ __forceinline__ float factor_of(unsigned scale, bool floor) {
+    if (!floor) return e8m0_value(254 - min(scale, 254u));
+    return scale == 255 ? __uint_as_float(0x7f800000u) : fmaxf(e8m0_value(scale), 1.17549435e-38f);
+}
+__device__ __forceinline__ float scaled(float v, float factor, bool floor) {
+    return floor ? __fdiv_rn(v, factor) : __fmul_rn(v, factor);
+}
+
+struct Shared {
+    unsigned char panel[Panel<bf16>::BYTES];
+    unsigned tiles[4][4];
+};
+
+// Largest magnitude of each 32 x 32 tile: a warp row by row.
+template <class T>
+__device__ __forceinline__ void measure(const Panel<T>& panel, Shared& s, bool floor) {
+    constexpr int WIDE = Panel<T>::COLUMNS / 32;
+    for (int tile = threadIdx.x / 32; tile < WIDE * 4; tile += Panel<T>::THREADS / 32) {
+        unsigned most = 0;
+        for (int r = 0; r < 32; r++) most = join(most, to_float(*panel.element(tile / WIDE * 32 + r, tile % WIDE * 32 + threadIdx.x % 32)), floor);
+        most = __reduce_max_sync(~0u, most);
+        if (threadIdx.x % 32 == 0) s.tiles[tile / WIDE][tile % WIDE] = most;
+    }
+}
+
+// Half a block a thread.
+template <class T, bool TILED>
+__device__ __forceinline__ void along_rows(const QuantCast& p, const Panel<T>& panel, Shared& s, int64_t row, int64_t column) {
+    constexpr int WIDE = Panel<T>::COLUMNS / 16;
+    const QuantSide& side = p.rows;
+    const bool floor = p.floor, aligned = side.code_bytes % 8 == 0;
+    for (int i = threadIdx.x; i < Panel<T>::ROWS * WIDE; i += Panel<T>::THREADS) {
+        const int r = i / WIDE, half = i % WIDE;
+        const int64_t line = row + r, at = column + half * 16;
+        float v[16];
+        panel.along(v, r, half * 16);
+        unsigned most = 0;
+#pragma unroll
+        for (int k = 0; k < 16; k++) most = join(most, v[k], floor);
+        most = max(most, __shfl_xor_sync(~0u, most, 1));
+        if (TILED) most = s.tiles[r / 32][half / 2];
+        const unsigned scale = scale_of(most, floor);
+        const float factor = factor_of(scale, floor);
+        unsigned words[4];
+#pragma unroll
+        for (int k = 0; k < 4; k++) {
+            words[k] = e4m3_pair(scaled(v[4 * k], factor, floor), scaled(v[4 * k + 1], factor, floor)) |
+                       e4m3_pair(scaled(v[4 * k + 2], factor, floor), scaled(v[4 * k + 3], factor, floor)) << 16;
+        }
+        if (line >= p.matrix.rows || at >= p.matrix.columns) continue;
+        uint8_t* to = side.codes + line * side.code_bytes + at;
+        store8(to, make_uint2(words[0], words[1]), side.code_bytes - at, aligned);
+        store8(to + 8, make_uint2(words[2], words[3]), side.code_bytes - at - 8, aligned);
+        if (half % 2 == 0) side.scales[line * side.blocks + at / 32] = static_cast<uint8_t>(scale);
+    }
+}
+
+template <class T, bool TILED>
+__device__ __forceinline__ void down_columns(const QuantCast& p, const Panel<T>& panel, Shared& s, int64_t row, int64_t column) {
+    constexpr int EACH = Panel<T>::EACH, WORDS = Panel<T>::COLUMNS / EACH;
+    const QuantSide& side = p.columns;
+    const bool floor = p.floor;
+    for (int i = threadIdx.x; i < WORDS * 4; i += Panel<T>::THREADS) {
+        const int first = i % WORDS * EACH, high = i / WORDS;
+        float v[EACH][32];
+        panel.down(v, high * 32, first);
+        unsigned codes[EACH][8], scales[EACH];
+#pragma unroll
+        for (int c = 0; c < EACH; c++) {
+            unsigned most = 0;
+#pragma unroll
+            for (int k = 0; k < 32; k++) most = join(most, v[c][k], floor);
+            if (TILED) most = s.tiles[high][(first + c) / 32];
+            scales[c] = scale_of(most, floor);
+            const float factor = factor_of(scales[c], floor);
+#pragma unroll
+            for (int k = 0; k < 8; k++) {
+                codes[c][k] = e4m3_pair(scaled(v[c][4 * k], factor, floor), scaled(v[c][4 * k + 1], factor, floor)) |
+                              e4m3_pair(scaled(v[c][4 * k + 2], factor, floor), scaled(v[c][4 * k + 3], factor, floor)) << 16;
+            }
+        }
+#pragma unroll
+        for (int c = 0; c < EACH; c++) {
+            const int64_t j = column + first + c;
+            if (j >= p.matrix.columns || row + high * 32 >= p.matrix.rows) continue;
+            side.scales[(row / 32 + high) * p.matrix.columns + j] = static_cast<uint8_t>(scales[c]);
+        }
+        const int64_t j = column + first, top = row + high * 32;
+        const bool pair = EACH == 2 && side.code_bytes % 2 == 0 && j + 1 < p.matrix.columns;
+#pragma unroll
+        for (int k = 0; k < 32; k++) {
+            if (top + k >= p.matrix.rows) break;
+            uint8_t* to = side.codes + (top + k) * side.code_bytes + j;
+            if (pair) {
+                *reinterpret_cast<unsigned short*>(to) =
+                    static_cast<unsigned short>((codes[0][k / 4] >> 8 * (k % 4) & 0xffu) | (codes[EACH - 1][k / 4] >> 8 * (k % 4) & 0xffu) << 8);
+                continue;
+            }
+#pragma unroll
+            for (int c = 0; c < EACH; c++) if (j + c < p.matrix.columns) to[c] = static_cast<uint8_t>(codes[c][k / 4] >> 8 * (k % 4));
+        }
+    }
+}
+
+template <class T, bool TILED>
+__device__ __forceinline__ void cast(const QuantCast& p) {
+    __shared__ __align__(16) Shared s;
+    const Panel<T> panel{s.panel};
+    int64_t row, column;
+    place<T>(p.matrix, row, column);
+    panel.load(p.matrix, row, column);
+    __syncthreads();
+    if (TILED) {
+        measure(panel, s, p.floor);
+        __syncthreads();
+    }
+    if (p.rows.codes) along_rows<T, TILED>(p, panel, s, row, column);
+    if (p.columns.codes) down_columns<T, TILED>(p, panel, s, row, column);
+}
+
+}  // namespace
+
+#define CAST(name, T, TILED) \
+    extern "C" __global__ void __launch_bounds__(256) name(const __grid_constant__ QuantCast p) { cast<T, TILED>(p); }
+
+CAST(mxfp8_bf16, bf16, false)
+CAST(mxfp8_f16, f16, false)
+CAST(mxfp8_f32, float, false)
+CAST(mxfp8_tiled_bf16, bf16, true)
+CAST(mxfp8_tiled_f16, f16, true)
+CAST(mxfp8_tiled_f32, float, true)

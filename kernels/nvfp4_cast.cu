@@ -1,0 +1,169 @@
+// A matrix to NVFP4 with its amaxes given, in one or both directions: a block brings a panel of it to shared memory once,
+// and its threads take blocks of 16 along rows, then down columns.
+#include "common/quant.cuh"
+
+namespace {
+using namespace quant;
+
+// Codes and scales of columns, on their way out: a column's lie together in memory, and are written from here.
+constexpr int CODES = Panel<bf16>::ROWS / 2 + 16, SCALES = Panel<bf16>::ROWS / 16;
+
+struct Shared {
+    unsigned char panel[Panel<bf16>::BYTES];
+    unsigned tiles[8][8];
+    // From here on only where columns are wanted.
+    alignas(16) unsigned char codes[128 * CODES];
+    unsigned char scales[128 * SCALES];
+};
+
+__device__ __forceinline__ uint4 random_of(const QuantCast& p, const QuantSide& side, int64_t line, int64_t block, unsigned direction) {
+    const uint4 counter = make_uint4(static_cast<unsigned>(side.first_block + block), static_cast<unsigned>(side.first_line + line),
+                                     direction, static_cast<unsigned>(p.stream));
+    return philox(counter, static_cast<unsigned>(p.seed), static_cast<unsigned>(p.seed >> 32));
+}
+
+// Largest magnitude of each 16 x 16 tile of the panel: four threads a tile.
+template <class T>
+__device__ __forceinline__ void measure(const Panel<T>& panel, Shared& s) {
+    constexpr int WIDE = Panel<T>::COLUMNS / 16;
+    const int tile = threadIdx.x / 4;
+    if (tile >= WIDE * 8) return;  // whole warps
+    unsigned most = 0;
+#pragma unroll
+    for (int r = 0; r < 4; r++) {
+        float v[16];
+        panel.along(v, tile / WIDE * 16 + threadIdx.x % 4 * 4 + r, tile % WIDE * 16);
+        most = max(most, __float_as_uint(magnitude(v)));
+    }
+    most = max(most, __shfl_xor_sync(~0u, most, 1));
+    most = max(most, __shfl_xor_sync(~0u, most, 2));
+    if (threadIdx.x % 4 == 0) s.tiles[tile / WIDE][tile % WIDE] = most;
+}
+
+template <class T, int MODE>
+__device__ __forceinline__ void along_rows(const QuantCast& p, const Panel<T>& panel, Shared& s, int64_t row, int64_t column) {
+    constexpr int WIDE = Panel<T>::COLUMNS / 16;
+    const QuantSide& side = p.rows;
+    const bool aligned = side.code_bytes % 8 == 0;
+    Factors<MODE> factors(p.by_line ? 0.0f : *side.amax);
+#pragma unroll 1
+    for (int i = threadIdx.x; i < Panel<T>::ROWS * WIDE; i += Panel<T>::THREADS) {
+        const int64_t line = row + i / WIDE, block = column / 16 + i % WIDE;
+        if (line >= p.matrix.rows || block >= side.blocks) continue;
+        float v[16];
+        panel.along(v, i / WIDE, i % WIDE * 16);
+        if (p.by_line) factors = Factors<MODE>(side.amax[line]);
+        const float most = MODE == TILED ? __uint_as_float(s.tiles[i / WIDE / 16][i % WIDE]) : magnitude(v);
+        const unsigned scale = factors.scale(most);
+        const uint4 random = MODE == STOCHASTIC ? random_of(p, side, line, block, 0) : make_uint4(0, 0, 0, 0);
+        const uint2 codes = factors.template encode<sizeof(T) == 2>(v, most, scale, random);
+        side.scales[line * side.blocks + block] = static_cast<uint8_t>(scale);
+        store8(side.codes + line * side.code_bytes + block * 8, codes, side.code_bytes - block * 8, aligned);
+    }
+}
+
+template <class T, int MODE>
+__device__ __forceinline__ void down_columns(const QuantCast& p, const Panel<T>& panel, Shared& s, int64_t row, int64_t column) {
+    constexpr int WORDS = Panel<T>::COLUMNS / Panel<T>::EACH, HIGH = Panel<T>::ROWS / 16;
+    const QuantSide& side = p.columns;
+    Factors<MODE> factors(p.by_line ? 0.0f : *side.amax);
+#pragma unroll 1
+    for (int i = threadIdx.x; i < WORDS * HIGH; i += Panel<T>::THREADS) {
+        const int first = i % WORDS * Panel<T>::EACH, high = i / WORDS;
+        float v[Panel<T>::EACH][16];
+        panel.down(v, high * 16, first);
+#pragma unroll
+        for (int c = 0; c < Panel<T>::EACH; c++) {
+            const int64_t line = column + first + c, block = row / 16 + high;
+            if (p.by_line) factors = Factors<MODE>(line < p.matrix.columns ? side.amax[line] : 0.0f);
+            if constexpr (sizeof(T) == 2 && (MODE == TE || MODE == STOCHASTIC)) {
+                if (p.signs >= 0) hadamard(v[c], static_cast<unsigned>(p.signs));
+            }
+            const float most = MODE == TILED ? __uint_as_float(s.tiles[high][(first + c) / 16]) : magnitude(v[c]);
+            const unsigned scale = factors.scale(most);
+            const uint4 random = MODE == STOCHASTIC ? random_of(p, side, line, block, 1) : make_uint4(0, 0, 0, 0);
+            *reinterpret_cast<uint2*>(s.codes + (first + c) * CODES + high * 8) = factors.template encode<sizeof(T) == 2>(v[c], most, scale, random);
+            s.scales[(first + c) * SCALES + high] = static_cast<uint8_t>(scale);
+        }
+    }
+    __syncthreads();
+    // Out: pieces of 8 bytes, those of a column by neighbouring threads.
+    const bool aligned = side.code_bytes % 8 == 0;
+    for (int i = threadIdx.x; i < Panel<T>::COLUMNS * HIGH; i += Panel<T>::THREADS) {
+        const int64_t line = column + i / HIGH, block = row / 16 + i % HIGH;
+        if (line >= p.matrix.columns || block >= side.blocks) continue;
+        const uint2 word = *reinterpret_cast<const uint2*>(s.codes + i / HIGH * CODES + i % HIGH * 8);
+        store8(side.codes + line * side.code_bytes + block * 8, word, side.code_bytes - block * 8, aligned);
+        side.scales[line * side.blocks + block] = s.scales[i / HIGH * SCALES + i % HIGH];
+    }
+}
+
+template <class T, int MODE>
+__device__ __forceinline__ void cast(const QuantCast& p) {
+    extern __shared__ __align__(16) unsigned char memory[];
+    Shared& s = *reinterpret_cast<Shared*>(memory);
+    const Panel<T> panel{s.panel};
+    int64_t row, column;
+    place<T>(p.matrix, row, column);
+    panel.load(p.matrix, row, column);
+    __syncthreads();
+    if (MODE == TILED) {
+        measure(panel, s);
+        __syncthreads();
+    }
+    if (p.rows.codes) along_rows<T, MODE>(p, panel, s, row, column);
+    if (p.columns.codes) down_columns<T, MODE>(p, panel, s, row, column);
+}
+
+// Rows alone, of a matrix without gaps whose rows are whole blocks, with one amax: a block's place follows from its number.
+template <class T, int MODE>
+__device__ __forceinline__ void cast_rows(const QuantCast& p) {
+    constexpr int EACH = 8 / sizeof(T), THREADS = 256;
+    const QuantSide& side = p.rows;
+    const int64_t all = p.matrix.rows * side.blocks, first = static_cast<int64_t>(blockIdx.x) * EACH * THREADS + threadIdx.x;
+    Block<T> blocks[EACH];
+#pragma unroll
+    for (int j = 0; j < EACH; j++) {
+        const int64_t i = first + j * THREADS;
+        if (i < all) blocks[j].load(static_cast<const T*>(p.matrix.base) + i * 16);
+    }
+    const Factors<MODE> factors(*side.amax);
+#pragma unroll
+    for (int j = 0; j < EACH; j++) {
+        const int64_t i = first + j * THREADS;
+        if (i >= all) return;
+        float v[16];
+        blocks[j].widen(v);
+        const float most = blocks[j].magnitude();
+        const unsigned scale = factors.scale(most);
+        uint4 random = make_uint4(0, 0, 0, 0);
+        if (MODE == STOCHASTIC) {
+            // As 32-bit numbers: the host knows that they are.
+            const unsigned line = static_cast<unsigned>(i) / static_cast<unsigned>(side.blocks);
+            random = random_of(p, side, line, static_cast<unsigned>(i) - line * static_cast<unsigned>(side.blocks), 0);
+        }
+        *reinterpret_cast<uint2*>(side.codes + i * 8) = factors.template encode<sizeof(T) == 2>(v, most, scale, random);
+        side.scales[i] = static_cast<uint8_t>(scale);
+    }
+}
+
+}  // namespace
+
+#define CAST_ROWS(name, T, MODE) \
+    extern "C" __global__ void __launch_bounds__(256) name(const __grid_constant__ QuantCast p) { cast_rows<T, MODE>(p); }
+#define CAST(name, T, MODE) \
+    extern "C" __global__ void __launch_bounds__(256) name(const __grid_constant__ QuantCast p) { cast<T, MODE>(p); }
+#define CASTS(type, T)                            \
+    CAST(nvfp4_te_##type, T, TE)                  \
+    CAST(nvfp4_stochastic_##type, T, STOCHASTIC)  \
+    CAST(nvfp4_tiled_##type, T, TILED)            \
+    CAST(nvfp4_modelopt_##type, T, MODELOPT)      \
+    CAST_ROWS(nvfp4_rows_te_##type, T, TE)        \
+    CAST_ROWS(nvfp4_rows_stochastic_##type, T, STOCHASTIC) \
+    CAST_ROWS(nvfp4_rows_modelopt_##type, T, MODELOPT)
+
+CASTS(bf16, bf16)
+CASTS(f16, f16)
+CASTS(f32, float)
+
+static_assert(sizeof(Shared) == 46336 && offsetof(Shared, codes) == 35072, "src/cuda/quant.rs asks for as much");

@@ -1,0 +1,266 @@
+// Products of few rows with FP4 weights: up and down, bf16. Memory bound, so weights are read once, by the threads that
+// multiply, straight into registers, and become bf16 there.
+//
+// Weights are the left operand of m16n8k16, rows the right one (16 columns of the output by 8 rows). The order of k within
+// a product is free as long as both operands have the same: a thread takes 64 neighbouring codes of a weight row, and rows
+// lie in shared memory so that the matching numbers are 16 bytes. A code word's pairs are its nibbles i and i + 4.
+//
+// E2M1 times E4M3 is exact in bf16; what is above the blocks is applied to the f32 sums.
+#include "common/epilogue.cuh"
+#include "common/gemm.cuh"
+
+namespace {
+
+constexpr int WARPS = 8, THREADS = WARPS * 32, STEP = 256;
+
+__device__ __forceinline__ uint32_t multiply(uint32_t a, uint32_t b) {
+    uint32_t d;
+    // A product alone is for sm_90 and later.
+    asm("fma.rn.bf16x2 %0, %1, %2, %3;\n" : "=r"(d) : "r"(a), "r"(b), "r"(0x80008000u));
+    return d;
+}
+__host__ __device__ constexpr uint32_t pair_of(int exponent) { return static_cast<uint32_t>((exponent + 127) << 7) * 0x10001u; }
+
+// A thread's share of a step of one weight row: 64 codes and their scales.
+template <int FORMAT>
+struct Share {
+    uint4 codes[2];
+    uint32_t scales;
+};
+
+template <int FORMAT>
+struct Format;
+template <>
+struct Format<WEIGHT_NVFP4> {
+    // Scales times 2^119, so that a code's bits in the place of bf16's, which are its value times 2^-126, come out times 2^-7.
+    static constexpr float LEFT = 128.0f;
+    static __device__ __forceinline__ uint32_t load(const uint8_t* row, int64_t k) {
+        return __ldcs(reinterpret_cast<const uint32_t*>(row + k / 16));
+    }
+    // Both halves hold the scale of words 2 i and 2 i + 1.
+    static __device__ __forceinline__ void expand(uint32_t (&to)[4], uint32_t scales) {
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+            const uint32_t bits = __byte_perm(scales, 0, i ? 0x3424 : 0x1404) >> 4 & 0x07f007f0u;
+            const uint32_t v = multiply(multiply(bits, pair_of(120)), pair_of(119));
+            to[2 * i] = __byte_perm(v, v, 0x1010), to[2 * i + 1] = __byte_perm(v, v, 0x3232);
+        }
+    }
+    static __device__ __forceinline__ uint32_t value(uint32_t bits, uint32_t scale) { return multiply(bits, scale); }
+};
+template <>
+struct Format<WEIGHT_MXFP4> {
+    static constexpr float LEFT = 1.0f;
+    static __device__ __forceinline__ uint32_t load(const uint8_t* row, int64_t k) {
+        return __ldcs(reinterpret_cast<const unsigned short*>(row + k / 32));
+    }
+    static __device__ __forceinline__ void expand(uint32_t (&to)[4], uint32_t scales) {
+        // 2^-127 is a subnormal.
+        const uint32_t v = __vmaxu2(__byte_perm(scales, 0, 0x1404) >> 1 & 0x7f807f80u, 0x00400040u);
+        to[0] = to[1] = __byte_perm(v, v, 0x1010), to[2] = to[3] = __byte_perm(v, v, 0x3232);
+    }
+    static __device__ __forceinline__ uint32_t value(uint32_t bits, uint32_t scale) {
+        return multiply(multiply(bits, pair_of(126)), scale);
+    }
+};
+
+// Four pairs of a code word: bits of a nibble to sign, exponent and mantissa of bf16 by a product, which copies them to two
+// places of which one is masked away.
+template <int FORMAT>
+__device__ __forceinline__ void decode(uint32_t (&to)[4], uint32_t word, uint32_t scale) {
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        const uint32_t from = i < 2 ? word : word >> 8;
+        const uint32_t bits = (i % 2 ? (from & 0x00f000f0u) * 260u : (from & 0x000f000fu) * 4160u) & 0x81c081c0u;
+        to[i] = Format<FORMAT>::value(bits, scale);
+    }
+}
+
+template <int FORMAT>
+struct Rows {
+    const uint8_t* codes[4];   // of weight rows g and g + 8 of both tiles, from this thread's first code on
+    const uint8_t* scales[4];
+    int64_t columns;
+    int first;                 // this thread's first k in a step
+
+    __device__ __forceinline__ void load(Share<FORMAT> (&to)[4], int64_t k0) const {
+        const bool inside = k0 + first < columns;
+#pragma unroll
+        for (int r = 0; r < 4; r++) {
+            to[r].codes[0] = to[r].codes[1] = make_uint4(0, 0, 0, 0);
+            to[r].scales = 0;
+            if (!inside) continue;
+            const uint4* from = reinterpret_cast<const uint4*>(codes[r] + k0 / 2);
+            to[r].codes[0] = __ldcs(from), to[r].codes[1] = __ldcs(from + 1);
+            to[r].scales = Format<FORMAT>::load(scales[r], k0 + first);
+        }
+    }
+};
+
+// Word i of a share.
+__device__ __forceinline__ uint32_t word_of(const uint4 (&codes)[2], int i) {
+    const uint4& v = codes[i / 4];
+    return i % 4 == 0 ? v.x : i % 4 == 1 ? v.y : i % 4 == 2 ? v.z : v.w;
+}
+
+// Chunk of 8 k in a row of shared memory: threads of a quad read chunks 8 apart.
+__device__ __forceinline__ int place(int chunk) { return chunk ^ (chunk >> 3 & 3); }
+
+template <int FORMAT, int NT>
+__device__ __forceinline__ void products(float (&acc)[2][NT][4], const Rows<FORMAT>& rows, Share<FORMAT> (&now)[4], const uint4* x, int pitch, int steps) {
+    const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+    Share<FORMAT> next[4];
+#pragma unroll 1
+    for (int step = 0; step < steps; step++) {
+        if (step + 1 < steps) rows.load(next, static_cast<int64_t>(step + 1) * STEP);
+        uint32_t scales[4][4];
+#pragma unroll
+        for (int r = 0; r < 4; r++) Format<FORMAT>::expand(scales[r], now[r].scales);
+#pragma unroll
+        for (int i = 0; i < 8; i++) {
+            uint4 b[NT];
+#pragma unroll
+            for (int n = 0; n < NT; n++) b[n] = x[(n * 8 + g) * pitch + step * (STEP / 8) + t * 8 + (i ^ t)];
+#pragma unroll
+            for (int m = 0; m < 2; m++) {
+                uint32_t low[4], high[4];
+                decode<FORMAT>(low, word_of(now[2 * m].codes, i), scales[2 * m][i / 2]);
+                decode<FORMAT>(high, word_of(now[2 * m + 1].codes, i), scales[2 * m + 1][i / 2]);
+#pragma unroll
+                for (int n = 0; n < NT; n++) {
+                    mma<bf16>(acc[m][n], {low[0], high[0], low[1], high[1]}, b[n].x, b[n].y);
+                    mma<bf16>(acc[m][n], {low[2], high[2], low[3], high[3]}, b[n].z, b[n].w);
+                }
+            }
+        }
+#pragma unroll
+        for (int r = 0; r < 4; r++) now[r] = next[r];
+    }
+}
+
+// One element of the output of an up projection, with gate and up.
+template <int ACT>
+__device__ __forceinline__ void finish_up(const Gemm& p, int64_t group, int64_t slot, int64_t column, float g, float u) {
+    const bool gated = ACT != ACT_RELU2;
+    const int64_t wide = gated ? 2 * p.n : p.n;
+    if (p.scale) g *= p.scale[slot], u *= p.scale[slot];
+    if (p.bias) {
+        const bf16* bias = static_cast<const bf16*>(p.bias) + group * wide + column;
+        g += to_float(bias[0]);
+        if (gated) u += to_float(bias[p.n]);
+    }
+    if (p.pre_out) {
+        bf16* pre = static_cast<bf16*>(p.pre_out) + slot * wide + column;
+        pre[0] = from_float<bf16>(g);
+        if (gated) pre[p.n] = from_float<bf16>(u);
+    }
+    float v = activate<true>(ACT, static_cast<float>(p.alpha), static_cast<float>(p.limit), g, u).value;
+    if (p.out_scale) v *= p.out_scale[slot];
+    const int64_t row = out_row(p, slot, 0);
+    if (row >= 0) put(static_cast<bf16*>(p.out), row * p.n + column, v, p.accumulate);
+}
+
+template <int FORMAT, int KIND, int NT>
+__device__ __forceinline__ void tile(const Gemm& p, const QuantWeight& w, const int4& t, int64_t block, uint4* x, int pitch) {
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4;
+    const bool gated = KIND == UP && p.activation != ACT_RELU2;
+    // First output columns of the two tiles of 16: of gate and up, or next to each other.
+    const int64_t first = (block * WARPS + warp) * (gated ? 16 : 32), second = gated ? first : first + 16;
+    const int steps = static_cast<int>((p.k + STEP - 1) / STEP);
+    Rows<FORMAT> rows;
+    rows.columns = p.k, rows.first = lane % 4 * 64;
+#pragma unroll
+    for (int r = 0; r < 4; r++) {
+        // Past the last column: that one again, not stored.
+        const int64_t column = (r < 2 ? first : second) + g + r % 2 * 8, inside = column < p.n ? column : p.n - 1;
+        const int64_t row = t.x * w.rows + inside + (gated && r >= 2 ? p.n : 0);
+        rows.codes[r] = w.codes + row * w.code_bytes + rows.first / 2;
+        rows.scales[r] = static_cast<const uint8_t*>(w.scales) + row * w.blocks;
+    }
+    Share<FORMAT> share[4];
+    rows.load(share, 0);
+
+    // Rows, the numbers of a chunk in the order of code pairs.
+    const int chunks = steps * (STEP / 8);
+    for (int i = threadIdx.x; i < NT * 8 * chunks; i += THREADS) {
+        const int r = i / chunks, c = i % chunks;
+        uint4 v = make_uint4(0, 0, 0, 0);
+        if (r < t.z && c * 8 < p.k) {
+            const int64_t row = mapped_row(p.a_map, t.y + r, p.a_rows, p.fault);
+            if (row >= 0) v = *reinterpret_cast<const uint4*>(static_cast<const bf16*>(p.a) + row * p.k + c * 8);
+        }
+        x[r * pitch + place(c)] = make_uint4(__byte_perm(v.x, v.z, 0x5410), __byte_perm(v.x, v.z, 0x7632),
+                                             __byte_perm(v.y, v.w, 0x5410), __byte_perm(v.y, v.w, 0x7632));
+    }
+    __syncthreads();
+
+    float acc[2][NT][4] = {};
+    products<FORMAT, NT>(acc, rows, share, x, pitch, steps);
+
+    float factor[2];
+#pragma unroll
+    for (int m = 0; m < 2; m++) {
+        const int64_t part = w.parts == 2 ? ((m ? second : first) + (gated && m ? p.n : 0)) / (w.rows / 2) : 0;
+        factor[m] = Format<FORMAT>::LEFT * (w.factors ? w.factors[t.x * w.parts + (part < w.parts ? part : 0)] : 1.0f);
+    }
+    auto each = [&](auto&& visit) {
+#pragma unroll
+        for (int n = 0; n < NT; n++)
+#pragma unroll
+            for (int i = 0; i < 4; i++) {
+                const int r = n * 8 + lane % 4 * 2 + i % 2;
+                if (r < t.z) visit(t.y + r, g + i / 2 * 8, acc[0][n][i] * factor[0], acc[1][n][i] * factor[1]);
+            }
+    };
+    if constexpr (KIND == UP) {
+        if (gated) {
+            with_gate(static_cast<int>(p.activation), [&](auto kind) {
+                each([&](int64_t slot, int j, float gate, float up) {
+                    if (first + j < p.n) finish_up<kind.value>(p, t.x, slot, first + j, gate, up);
+                });
+            });
+        } else {
+            each([&](int64_t slot, int j, float one, float two) {
+                if (first + j < p.n) finish_up<ACT_RELU2>(p, t.x, slot, first + j, one, 0.0f);
+                if (second + j < p.n) finish_up<ACT_RELU2>(p, t.x, slot, second + j, two, 0.0f);
+            });
+        }
+    } else {
+        const bf16* bias = static_cast<const bf16*>(p.bias) + t.x * p.n;
+        each([&](int64_t slot, int j, float one, float two) {
+            const int64_t row = out_row(p, slot, 0);
+            const float scale = p.scale ? p.scale[slot] : 1.0f, on_bias = p.bias_scale ? p.bias_scale[slot] : 1.0f;
+#pragma unroll
+            for (int m = 0; m < 2; m++) {
+                const int64_t column = (m ? second : first) + j;
+                if (row < 0 || column >= p.n) continue;
+                float v = (m ? two : one) * scale;
+                if (p.bias) v += on_bias * to_float(bias[column]);
+                put(static_cast<bf16*>(p.out), row * p.n + column, v, p.accumulate);
+            }
+        });
+    }
+}
+
+template <int FORMAT, int KIND>
+__device__ __forceinline__ void run(const Gemm& p, const QuantWeight& w) {
+    extern __shared__ __align__(16) uint4 x[];
+    const int64_t at = blockIdx.x / p.n_tiles;
+    if (at >= *p.tile_count) return;
+    const int4 t = p.tiles[at];
+    const int pitch = static_cast<int>((p.k + STEP - 1) / STEP * (STEP / 8)) + 4;
+    if (t.z <= 8) tile<FORMAT, KIND, 1>(p, w, t, blockIdx.x % p.n_tiles, x, pitch);
+    else tile<FORMAT, KIND, 2>(p, w, t, blockIdx.x % p.n_tiles, x, pitch);
+}
+
+}  // namespace
+
+#define DECODE(name, FORMAT, KIND)                                                                                           \
+    extern "C" __global__ void __launch_bounds__(THREADS, 2) name(const __grid_constant__ Gemm p, const __grid_constant__ QuantWeight w) { \
+        run<FORMAT, KIND>(p, w);                                                                                             \
+    }
+
+DECODE(decode_up_nvfp4, WEIGHT_NVFP4, UP)
+DECODE(decode_down_nvfp4, WEIGHT_NVFP4, DOWN)
+DECODE(decode_up_mxfp4, WEIGHT_MXFP4, UP)
+DECODE(decode_down_mxfp4, WEIGHT_MXFP4, DOWN)

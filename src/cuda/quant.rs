@@ -1,0 +1,329 @@
+//! The codec of a GPU.
+
+use crate::device::Device;
+use crate::dtype::DType;
+use crate::error::Result;
+use crate::quant::check;
+use crate::quant::{
+    Amax, AmaxScope, Blocks, Codec, Dequantize, DequantizeMxfp8, Direction, Matrix, MxScale, Mxfp8, Mxfp8Mut,
+    NVFP4_BLOCK, Nvfp4, Nvfp4Mut, Quantize, QuantizeMxfp8, Recipe, Rounding, Swizzle, TILE_ROWS,
+};
+use crate::tensor::{Tensor, TensorMut};
+
+use super::device::{Cuda, Stream};
+use super::launch::Grid;
+use super::params::{self, AMAX_JOBS, type_code};
+
+const THREADS: u32 = 256;
+/// Bytes of a matrix that a block takes the maximum of (`kernels/quant_amax.cu`).
+const SPAN: usize = 1 << 17;
+/// Rows of a panel, and bytes of one (`kernels/common/quant.cuh`).
+const PANEL: [usize; 2] = [128, 256];
+/// Shared memory of the NVFP4 kernels, without and with columns (`kernels/nvfp4_cast.cu`).
+const CAST_SHARED: [u32; 2] = [35_072, 46_336];
+
+/// What follows a kernel's name for a type.
+fn suffix(dtype: DType) -> &'static str {
+    match dtype {
+        DType::BF16 => "bf16",
+        DType::F16 => "f16",
+        _ => "f32",
+    }
+}
+
+/// A matrix as kernels take it.
+fn strided(matrix: &Matrix<'_, Cuda>) -> params::Strided {
+    let layout = matrix.layout();
+    let size = matrix.dtype().size();
+    // Of an empty matrix nothing is read, and its offset may be anywhere.
+    let empty = layout.dims.contains(&0);
+    let offset = if empty { 0 } else { (layout.offset * size) as u64 };
+    let base = matrix.base().data().ptr + offset;
+    let words = |bytes: usize| bytes.is_multiple_of(16);
+    let vector = layout.strides[1] == 1
+        && base.is_multiple_of(16)
+        && words(layout.dims[1] * size)
+        && (words(layout.strides[0] * size) || layout.dims[0] <= 1);
+    params::Strided {
+        base,
+        rows: layout.dims[0] as i64,
+        columns: layout.dims[1] as i64,
+        row_stride: layout.strides[0] as i64,
+        column_stride: layout.strides[1] as i64,
+        vector: i64::from(vector),
+    }
+}
+
+/// Blocks that cover a matrix with panels.
+fn panels(matrix: &Matrix<'_, Cuda>) -> usize {
+    let [rows, columns] = matrix.dims();
+    rows.div_ceil(PANEL[0]) * columns.div_ceil(PANEL[1] / matrix.dtype().size())
+}
+
+/// The same elements, in an order that is read fast: for what does not depend on it.
+fn any_order<'a>(matrix: Matrix<'a, Cuda>) -> params::Strided {
+    let layout = matrix.layout();
+    let matrix = if layout.strides[1] > layout.strides[0] { matrix.transposed() } else { matrix };
+    let mut plain = strided(&matrix);
+    if plain.vector == 1 && plain.row_stride == plain.columns {
+        (plain.columns, plain.row_stride) = (plain.rows * plain.columns, plain.rows * plain.columns);
+        plain.rows = 1;
+    }
+    plain
+}
+
+impl Cuda {
+    /// Amaxes of whole matrices, as many as fit a launch at a time.
+    fn amaxes(&self, call: &'static str, jobs: &[params::AmaxJob]) -> Result<()> {
+        for jobs in jobs.chunks(AMAX_JOBS) {
+            let mut p = params::AmaxJobs { jobs: [params::AmaxJob::default(); AMAX_JOBS], count: jobs.len() as i64 };
+            let mut blocks = 0;
+            for (to, from) in p.jobs.iter_mut().zip(jobs) {
+                *to = params::AmaxJob { first_block: blocks as i64, ..*from };
+                let size = if from.kind == 0 { 4 } else { 2 };
+                blocks += (from.matrix.rows * from.matrix.columns) as usize * size / SPAN + 1;
+            }
+            // SAFETY: each job's outputs hold a number, and its matrix lies in its tensor.
+            unsafe { self.launch(call, "amax_zero", Grid::new(1, 64), &p) }?;
+            // SAFETY: as above.
+            unsafe { self.launch(call, "amax", Grid::new(blocks, THREADS), &p) }?;
+        }
+        Ok(())
+    }
+
+    /// Amaxes of the lines of a matrix, or one of its transformed lines.
+    fn amax_lines(
+        &self,
+        call: &'static str,
+        (format, lines): (&Nvfp4, Matrix<'_, Cuda>),
+        out: TensorMut<'_, Cuda>,
+        columns: bool,
+    ) -> Result<()> {
+        let kind = type_code(call, "matrix", lines.dtype())?;
+        let to = out.as_ref().data().ptr;
+        self.zero(out.into_data())?;
+        let [count, len] = lines.dims();
+        if count == 0 || len == 0 {
+            return Ok(());
+        }
+        if let Some(transform) = format.transform().filter(|_| columns) {
+            // Row by row of the matrix itself.
+            let matrix = lines.transposed();
+            let p = params::AmaxLines { matrix: strided(&matrix), kind, out: to, signs: i64::from(transform.signs) };
+            let blocks = len.div_ceil(64) * count.div_ceil(THREADS as usize);
+            // SAFETY: `out` holds one number; rows come in sixteens, as was checked.
+            return unsafe { self.launch(call, "amax_transformed", Grid::new(blocks, THREADS), &p) };
+        }
+        let p = params::AmaxLines { matrix: strided(&lines), kind, out: to, signs: 0 };
+        let blocks = match p.matrix.column_stride {
+            1 => count.div_ceil(THREADS as usize / 32),
+            _ => count.div_ceil(THREADS as usize) * len.div_ceil(256),
+        };
+        // SAFETY: `out` holds a number a line.
+        unsafe { self.launch(call, "amax_lines", Grid::new(blocks, THREADS), &p) }
+    }
+
+    fn amax(&self, call: &'static str, calls: Vec<Amax<'_, Self>>) -> Result<()> {
+        calls.iter().try_for_each(|c| check::amax(call, c))?;
+        let mut jobs = Vec::new();
+        for Amax { format, matrix, mut rows, mut columns } in calls {
+            let whole = format.scope() == AmaxScope::Matrix;
+            let mut plain = [None, None];
+            if whole {
+                plain[0] = rows.take();
+                plain[1] = columns.take_if(|_| format.transform().is_none());
+            }
+            let [first, second] = plain.map(|out| out.map(|out| out.into_data().ptr));
+            if let Some(out) = first.or(second) {
+                let other = first.and(second).unwrap_or(0);
+                let kind = type_code(call, "matrix", matrix.dtype())?;
+                jobs.push(params::AmaxJob { matrix: any_order(matrix), kind, out, other, first_block: 0 });
+            }
+            if let Some(rows) = rows {
+                self.amax_lines(call, (format, matrix), rows, false)?;
+            }
+            if let Some(columns) = columns {
+                self.amax_lines(call, (format, matrix.transposed()), columns, true)?;
+            }
+        }
+        self.amaxes(call, &jobs)
+    }
+
+    fn cast(&self, call: &'static str, quantize: Quantize<'_, Self>) -> Result<()> {
+        check::quantize(call, &quantize)?;
+        let Quantize { format, matrix, rows, columns } = quantize;
+        if matrix.dims().contains(&0) {
+            return Ok(());
+        }
+        let mut p = params::QuantCast {
+            matrix: strided(&matrix),
+            by_line: i64::from(format.scope() == AmaxScope::Line),
+            signs: format.transform().map_or(-1, |t| i64::from(t.signs)),
+            ..Default::default()
+        };
+        let mut first_row = 0;
+        let mode = match (format.recipe(), format.rounding(), format.blocks()) {
+            (Recipe::ModelOpt, ..) => "modelopt",
+            (_, Rounding::Stochastic(random), _) => {
+                (p.seed, p.stream, first_row) = (random.seed, i64::from(random.stream), random.first_row as i64);
+                "stochastic"
+            }
+            (.., Blocks::Tile) => "tiled",
+            _ => "te",
+        };
+        let side = |side: Nvfp4Mut<'_, Cuda>| {
+            let (code_bytes, blocks) = (side.codes.row_bytes() as i64, side.scales.row_bytes() as i64);
+            let [codes, scales, amax] = [side.codes, side.scales, side.amax].map(|t| t.into_data().ptr);
+            params::QuantSide { codes, scales, amax, code_bytes, blocks, ..Default::default() }
+        };
+        let shared = CAST_SHARED[usize::from(columns.is_some())];
+        if let Some(rows) = rows {
+            p.rows = params::QuantSide { first_line: first_row, ..side(rows) };
+        }
+        if let Some(columns) = columns {
+            p.columns = params::QuantSide { first_block: first_row / NVFP4_BLOCK as i64, ..side(columns) };
+        }
+        let (size, type_name) = (matrix.dtype().size(), suffix(matrix.dtype()));
+        // Whole blocks without gaps, numbered in 32 bits.
+        let blocks = matrix.dims()[0] * matrix.dims()[1] / NVFP4_BLOCK;
+        let plain = p.columns.codes == 0
+            && mode != "tiled"
+            && p.by_line == 0
+            && p.matrix.vector == 1
+            && p.matrix.row_stride == p.matrix.columns
+            && matrix.dims()[1].is_multiple_of(NVFP4_BLOCK)
+            && p.rows.codes.is_multiple_of(8)
+            && u32::try_from(blocks).is_ok();
+        let (kernel, grid) = match plain {
+            // A thread takes four blocks of 16-bit elements, or two (`kernels/nvfp4_cast.cu`).
+            true => {
+                let of_block = THREADS as usize * 8 / size;
+                (format!("nvfp4_rows_{mode}_{type_name}"), Grid::new(blocks.div_ceil(of_block), THREADS))
+            }
+            false => (format!("nvfp4_{mode}_{type_name}"), Grid { shared, ..Grid::new(panels(&matrix), THREADS) }),
+        };
+        // SAFETY: sides have the sizes that the format gives for this matrix, as was checked; the kernel writes no more.
+        unsafe { self.launch(call, &kernel, grid, &p) }
+    }
+}
+
+/// Fields of an output of `[lines, len]`.
+fn back(call: &'static str, out: TensorMut<'_, Cuda>, [lines, len]: [usize; 2]) -> Result<params::QuantBack> {
+    let out_type = type_code(call, "out", out.dtype())?;
+    let out = out.into_data().ptr;
+    Ok(params::QuantBack { out, out_type, lines: lines as i64, len: len as i64, ..Default::default() })
+}
+
+fn reorder(device: &Cuda, call: &'static str, swizzle: Swizzle<'_, Cuda>, back: bool) -> Result<()> {
+    let [lines, blocks] = check::swizzle(call, &swizzle, back)?;
+    let p = params::QuantBack {
+        scales: swizzle.from.data().ptr,
+        out: swizzle.to.into_data().ptr,
+        lines: lines as i64,
+        blocks: blocks as i64,
+        back: i64::from(back),
+        ..Default::default()
+    };
+    let words = lines.next_multiple_of(TILE_ROWS) * blocks.div_ceil(4);
+    // SAFETY: both sides have the sizes that were checked.
+    unsafe { device.launch(call, "swizzle", Grid::new(words.div_ceil(THREADS as usize), THREADS), &p) }
+}
+
+impl Codec for Cuda {
+    fn compute_amax(&self, stream: &Stream, call: Amax<'_, Self>) -> Result<()> {
+        self.on_stream("compute_amax", stream)?;
+        self.amax("compute_amax", vec![call])
+    }
+    fn multi_compute_amax(&self, stream: &Stream, calls: Vec<Amax<'_, Self>>) -> Result<()> {
+        self.on_stream("multi_compute_amax", stream)?;
+        self.amax("multi_compute_amax", calls)
+    }
+    fn quantize_cast_only(&self, stream: &Stream, call: Quantize<'_, Self>) -> Result<()> {
+        self.on_stream("quantize_cast_only", stream)?;
+        self.cast("quantize_cast_only", call)
+    }
+    fn dequantize(&self, stream: &Stream, call: Dequantize<'_, Self>) -> Result<()> {
+        const CALL: &str = "dequantize";
+        self.on_stream(CALL, stream)?;
+        let dims = check::dequantize(CALL, &call)?;
+        let blocks = dims[1].div_ceil(NVFP4_BLOCK);
+        let p = params::QuantBack {
+            codes: call.codes.data().ptr,
+            scales: call.scales.data().ptr,
+            amax: call.amax.data().ptr,
+            code_bytes: call.codes.row_bytes() as i64,
+            blocks: blocks as i64,
+            by_line: i64::from(call.format.scope() == AmaxScope::Line),
+            modelopt: i64::from(call.format.recipe() == Recipe::ModelOpt),
+            ..back(CALL, call.out, dims)?
+        };
+        let grid = Grid::new((dims[0] * blocks).div_ceil(THREADS as usize), THREADS);
+        // SAFETY: codes, scales and amaxes have the sizes that the format gives for the output.
+        unsafe { self.launch(CALL, "nvfp4_back", grid, &p) }
+    }
+    fn quantize_mxfp8(&self, stream: &Stream, call: QuantizeMxfp8<'_, Self>) -> Result<()> {
+        const CALL: &str = "quantize_mxfp8";
+        self.on_stream(CALL, stream)?;
+        check::quantize_mxfp8(CALL, &call)?;
+        let QuantizeMxfp8 { format, matrix, rows, columns } = call;
+        if matrix.dims().contains(&0) {
+            return Ok(());
+        }
+        let side = |side: Mxfp8Mut<'_, Cuda>| {
+            let (code_bytes, blocks) = (side.codes.row_bytes() as i64, side.scales.row_bytes() as i64);
+            let [codes, scales] = [side.codes, side.scales].map(|t| t.into_data().ptr);
+            params::QuantSide { codes, scales, code_bytes, blocks, ..Default::default() }
+        };
+        let p = params::QuantCast {
+            matrix: strided(&matrix),
+            rows: rows.map(side).unwrap_or_default(),
+            columns: columns.map(side).unwrap_or_default(),
+            floor: i64::from(format.scale == MxScale::Floor),
+            ..Default::default()
+        };
+        let tiled = if format.blocks == Blocks::Tile { "tiled_" } else { "" };
+        let kernel = format!("mxfp8_{tiled}{}", suffix(matrix.dtype()));
+        // SAFETY: sides have the sizes that the format gives for this matrix, as was checked.
+        unsafe { self.launch(CALL, &kernel, Grid::new(panels(&matrix), THREADS), &p) }
+    }
+    fn dequantize_mxfp8(&self, stream: &Stream, call: DequantizeMxfp8<'_, Self>) -> Result<()> {
+        const CALL: &str = "dequantize_mxfp8";
+        self.on_stream(CALL, stream)?;
+        let dims = check::dequantize_mxfp8(CALL, &call)?;
+        let p = params::QuantBack {
+            codes: call.codes.data().ptr,
+            scales: call.scales.data().ptr,
+            blocks: Mxfp8::scale_dims(dims, Direction::Rows)[1] as i64,
+            by_line: i64::from(call.direction == Direction::Columns),
+            ..back(CALL, call.out, dims)?
+        };
+        let grid = Grid::new((dims[0] * dims[1].div_ceil(8)).div_ceil(THREADS as usize), THREADS);
+        // SAFETY: codes and scales have the sizes that the format gives for the output.
+        unsafe { self.launch(CALL, "mxfp8_back", grid, &p) }
+    }
+    fn swizzle(&self, stream: &Stream, call: Swizzle<'_, Self>) -> Result<()> {
+        self.on_stream("swizzle", stream)?;
+        reorder(self, "swizzle", call, false)
+    }
+    fn unswizzle(&self, stream: &Stream, call: Swizzle<'_, Self>) -> Result<()> {
+        self.on_stream("unswizzle", stream)?;
+        reorder(self, "unswizzle", call, true)
+    }
+    fn first_non_finite(&self, stream: &Stream, matrix: Matrix<'_, Self>) -> Result<Option<[usize; 2]>> {
+        const CALL: &str = "first_non_finite";
+        self.on_stream(CALL, stream)?;
+        let [rows, columns] = matrix.dims();
+        let mut place = Tensor::empty(self, DType::I64, &[1])?;
+        self.fill_bytes(CALL, place.view_mut().into_data(), 0xff)?;
+        let out = place.view().data().ptr;
+        let kind = type_code(CALL, "matrix", matrix.dtype())?;
+        let p = params::AmaxLines { matrix: strided(&matrix), kind, out, signs: 0 };
+        let blocks = (rows * columns).div_ceil(THREADS as usize).min(16 * self.inner.processors);
+        // SAFETY: `out` holds a number of 8 bytes.
+        unsafe { self.launch(CALL, CALL, Grid::new(blocks, THREADS), &p) }?;
+        let mut bytes = [0; 8];
+        self.read_bytes(CALL, out, &mut bytes)?;
+        let at = u64::from_ne_bytes(bytes);
+        Ok((at != u64::MAX).then(|| [at as usize / columns, at as usize % columns]))
+    }
+}

@@ -1,0 +1,238 @@
+//! Quantised expert weights: what a product reads in place of a floating-point stack of matrices.
+
+use super::element::{E4M3, e8m0};
+use super::{E2M1, MXFP4_BLOCK, NVFP4_BLOCK};
+use crate::cpu::Cpu;
+use crate::device::Device;
+use crate::dtype::DType;
+use crate::error::{Error, Result};
+use crate::kernels::Kernels;
+use crate::tensor::{Tensor, TensorRef};
+
+/// Rows and columns that share a scale in [`WeightFormat::Fp8Block`].
+pub const FP8_BLOCK: usize = 128;
+
+/// How a stack of weight matrices `[L, out, in]` is quantised. Blocks run along `in`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum WeightFormat {
+    /// E2M1 in blocks of 16 with an E4M3 scale each: codes `[L, out, in / 2]`, scales `[L, out, in / 16]`. An E4M3
+    /// NaN among the scales counts as 480 where a device multiplies without de-quantising first.
+    Nvfp4,
+    /// E2M1 in blocks of 32 with an E8M0 scale each: codes `[L, out, in / 2]`, scales `[L, out, in / 32]`.
+    Mxfp4,
+    /// E4M3 in blocks of 128×128, ragged at the edges, with an F32 scale each: codes `[L, out, in]`, scales
+    /// `[L, P·⌈out / P / 128⌉, ⌈in / 128⌉]`: of gate and up apart (P = 2), blocks begin anew with up.
+    Fp8Block,
+}
+
+impl WeightFormat {
+    /// Elements along a row that share a scale.
+    pub const fn block(self) -> usize {
+        match self {
+            WeightFormat::Nvfp4 => NVFP4_BLOCK,
+            WeightFormat::Mxfp4 => MXFP4_BLOCK,
+            WeightFormat::Fp8Block => FP8_BLOCK,
+        }
+    }
+
+    /// Shape of the codes of a stack.
+    pub const fn code_dims(self, [stack, rows, columns]: [usize; 3]) -> [usize; 3] {
+        match self {
+            WeightFormat::Nvfp4 | WeightFormat::Mxfp4 => [stack, rows, columns / 2],
+            WeightFormat::Fp8Block => [stack, rows, columns],
+        }
+    }
+
+    /// Type and shape of the scales of a stack whose rows come in `parts`.
+    pub const fn scales(self, [stack, rows, columns]: [usize; 3], parts: usize) -> (DType, [usize; 3]) {
+        let blocks = columns.div_ceil(self.block());
+        match self {
+            WeightFormat::Nvfp4 | WeightFormat::Mxfp4 => (DType::U8, [stack, rows, blocks]),
+            WeightFormat::Fp8Block => (DType::F32, [stack, parts * (rows / parts).div_ceil(FP8_BLOCK), blocks]),
+        }
+    }
+}
+
+/// A quantised stack, borrowed: element `code · scale · factor`.
+#[derive(Debug)]
+pub struct QuantisedRef<'a, D: Device> {
+    /// The format.
+    pub format: WeightFormat,
+    /// `[L, out, in]`, as numbers.
+    pub dims: [usize; 3],
+    /// P: matrices that an expert's is made of, one below the other (2: gate and up), a divisor of `out`.
+    pub parts: usize,
+    /// `U8`, of [`WeightFormat::code_dims`].
+    pub codes: TensorRef<'a, D>,
+    /// Of [`WeightFormat::scales`].
+    pub scales: TensorRef<'a, D>,
+    /// Second-level scales, `F32 [L, P]`. Ones where absent.
+    pub factors: Option<TensorRef<'a, D>>,
+}
+
+impl<D: Device> Clone for QuantisedRef<'_, D> {
+    fn clone(&self) -> Self {
+        *self
+    }
+}
+impl<D: Device> Copy for QuantisedRef<'_, D> {}
+
+impl<D: Device> QuantisedRef<'_, D> {
+    /// Shorter borrow.
+    pub fn borrow(&self) -> QuantisedRef<'_, D> {
+        QuantisedRef {
+            format: self.format,
+            dims: self.dims,
+            parts: self.parts,
+            codes: self.codes.borrow(),
+            scales: self.scales.borrow(),
+            factors: self.factors.as_ref().map(TensorRef::borrow),
+        }
+    }
+
+    /// Checks parts against each other.
+    ///
+    /// # Errors
+    /// What does not fit, by its name.
+    pub fn check(&self, call: &'static str) -> Result<()> {
+        let [stack, rows, columns] = self.dims;
+        if rows == 0
+            || columns == 0
+            || !columns.is_multiple_of(self.format.block()) && self.format != WeightFormat::Fp8Block
+        {
+            let expected = format!("[L, out, in], in a multiple of {}", self.format.block());
+            return Err(Error::invalid(call, "weight", expected, format!("{:?}", self.dims)));
+        }
+        if self.parts == 0 || !rows.is_multiple_of(self.parts) {
+            return Err(Error::invalid(call, "weight.parts", format!("a divisor of {rows}"), self.parts));
+        }
+        Error::check_dtype(call, "weight.codes", DType::U8, self.codes.dtype())?;
+        Error::check_shape(call, "weight.codes", &self.format.code_dims(self.dims), self.codes.dims())?;
+        let (dtype, dims) = self.format.scales(self.dims, self.parts);
+        Error::check_dtype(call, "weight.scales", dtype, self.scales.dtype())?;
+        Error::check_shape(call, "weight.scales", &dims, self.scales.dims())?;
+        let Some(factors) = &self.factors else { return Ok(()) };
+        Error::check_dtype(call, "weight.factors", DType::F32, factors.dtype())?;
+        Error::check_shape(call, "weight.factors", &[stack, self.parts], factors.dims())
+    }
+}
+
+impl QuantisedRef<'_, Cpu> {
+    /// De-quantises one matrix of the stack: `(code · scale) · factor`, the first product exact.
+    ///
+    /// # Errors
+    /// As [`check`](Self::check).
+    pub fn dequantise(&self, index: usize) -> Result<Vec<f32>> {
+        const CALL: &str = "QuantisedRef::dequantise";
+        self.check(CALL)?;
+        let [stack, rows, columns] = self.dims;
+        if index >= stack {
+            return Err(Error::invalid(CALL, "index", format!("0..{stack}"), index));
+        }
+        let factors = self.factors.map(|f| f.as_slice::<f32>()).transpose()?;
+        let (parts, each) = (self.parts, rows / self.parts);
+        let of_row = |row: usize| factors.map_or(1.0, |f| f[index * parts + row / each]);
+        let bytes = self.codes.row_bytes() / rows;
+        let codes = &self.codes.data()[index * rows * bytes..][..rows * bytes];
+        let mut out = vec![0.0; rows * columns];
+        let lines = out.chunks_exact_mut(columns).zip(codes.chunks_exact(bytes)).enumerate();
+        if self.format == WeightFormat::Fp8Block {
+            let scales = self.scales.as_slice::<f32>()?;
+            let [_, high, wide] = self.format.scales(self.dims, parts).1;
+            for (row, (line, codes)) in lines {
+                let block = row / each * (high / parts) + row % each / FP8_BLOCK;
+                let scales = &scales[(index * high + block) * wide..][..wide];
+                for (j, (value, code)) in line.iter_mut().zip(codes).enumerate() {
+                    *value = E4M3[*code as usize] * scales[j / FP8_BLOCK] * of_row(row);
+                }
+            }
+            return Ok(out);
+        }
+        let (block, blocks) = (self.format.block(), columns / self.format.block());
+        let scales = &self.scales.data()[index * rows * blocks..][..rows * blocks];
+        for (row, (line, codes)) in lines {
+            for (j, value) in line.iter_mut().enumerate() {
+                let scale = scales[row * blocks + j / block];
+                let scale = if self.format == WeightFormat::Nvfp4 { E4M3[scale as usize] } else { e8m0(scale) };
+                *value = E2M1[(codes[j / 2] >> (j % 2 * 4) & 15) as usize] * scale * of_row(row);
+            }
+        }
+        Ok(out)
+    }
+}
+
+/// A quantised stack of expert weights. Frozen: it has no gradient, but gradients pass through it to the rows.
+#[derive(Debug)]
+pub struct Quantised<D: Device> {
+    format: WeightFormat,
+    dims: [usize; 3],
+    parts: usize,
+    codes: Tensor<D>,
+    scales: Tensor<D>,
+    factors: Option<Tensor<D>>,
+}
+
+impl<D: Device> Quantised<D> {
+    /// A stack of these parts; see [`QuantisedRef`] for what they are.
+    ///
+    /// # Errors
+    /// Parts that do not fit.
+    pub fn new(
+        format: WeightFormat,
+        (dims, parts): ([usize; 3], usize),
+        (codes, scales, factors): (Tensor<D>, Tensor<D>, Option<Tensor<D>>),
+    ) -> Result<Self> {
+        let made = Self { format, dims, parts, codes, scales, factors };
+        made.view().check("Quantised::new")?;
+        Ok(made)
+    }
+
+    /// Borrows the stack.
+    pub fn view(&self) -> QuantisedRef<'_, D> {
+        QuantisedRef {
+            format: self.format,
+            dims: self.dims,
+            parts: self.parts,
+            codes: self.codes.view(),
+            scales: self.scales.view(),
+            factors: self.factors.as_ref().map(Tensor::view),
+        }
+    }
+
+    /// `[L, out, in]`, as numbers.
+    pub fn dims(&self) -> &[usize; 3] {
+        &self.dims
+    }
+
+    /// The format.
+    pub fn format(&self) -> WeightFormat {
+        self.format
+    }
+
+    /// Bytes of codes, scales and factors.
+    pub fn bytes(&self) -> usize {
+        self.codes.bytes() + self.scales.bytes() + self.factors.as_ref().map_or(0, Tensor::bytes)
+    }
+}
+
+impl Quantised<Cpu> {
+    /// The same stack on another device.
+    ///
+    /// # Errors
+    /// Where there is no memory, or a driver's error.
+    pub fn to<D: Kernels>(&self, device: &D, stream: &D::Stream) -> Result<Quantised<D>> {
+        let put = |t: &Tensor<Cpu>| -> Result<Tensor<D>> {
+            let mut to = Tensor::empty(device, t.dtype(), t.dims())?;
+            device.upload(stream, t.as_bytes(), to.view_mut())?;
+            Ok(to)
+        };
+        Ok(Quantised {
+            format: self.format,
+            dims: self.dims,
+            parts: self.parts,
+            codes: put(&self.codes)?,
+            scales: put(&self.scales)?,
+            factors: self.factors.as_ref().map(put).transpose()?,
+        })
+    }
+}
