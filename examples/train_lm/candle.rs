@@ -64,7 +64,7 @@ impl Rank {
             let layer = Layer::new(moe_config(settings), number as u32)?;
             let vb = vb.pp(format!("layers.{number}.moe"));
             layers.push(match &sharded {
-                Some(sharded) => ExpertParallelMoE::sharded(layer, &on, vb, &sharded.chain)?,
+                Some(sharded) => ExpertParallelMoE::sharded(layer, &on, vb, (&sharded.chain, settings.payload))?,
                 None => ExpertParallelMoE::new(layer, &on, vb)?,
             });
         }

@@ -1,5 +1,6 @@
 //! What is common to the frameworks' language models: sizes, first weights, what a step reports.
 
+use moebius::etp::Payload;
 use rand::SeedableRng;
 use rand::rngs::StdRng;
 use rand_distr::{Distribution, Normal};
@@ -14,6 +15,8 @@ pub const VOCABULARY: usize = 256;
 #[derive(Debug, Clone)]
 pub struct Settings {
     pub mesh: Mesh,
+    /// How shards travel.
+    pub payload: Payload,
     /// Parts of a rank's sequences, one forward and backward each, whose gradients are added.
     pub microbatches: usize,
     /// Largest norm of all gradients.

@@ -34,6 +34,7 @@ use corpus::Corpus;
 use device::Place;
 use lm::{Settings, Step, fingerprint, shares};
 use mesh::Mesh;
+use moebius::etp::Payload;
 
 /// Largest relative difference between the gradients of the ranks and of the twin: rounding in f32 over a backward
 /// pass of some ten layers, whose sums are over up to 1024 tokens in different orders (√1024 · 2⁻²⁴ ≈ 2e-6 each).
@@ -62,6 +63,9 @@ struct Args {
     /// Ranks among which the experts are divided [default: 1 with --etp, else --ranks].
     #[arg(long, requires = "etp")]
     ep: Option<usize>,
+    /// In what form shards travel; weights that the layers see are then what it stands for, in the twin too.
+    #[arg(long, value_enum, default_value = "plain", requires = "etp")]
+    payload: Form,
     /// Forwards and backwards a step; a rank's sequences are divided among them (candle).
     #[arg(long, default_value_t = 1)]
     microbatches: usize,
@@ -108,6 +112,16 @@ enum Framework {
     Burn,
 }
 
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+enum Form {
+    /// as they are
+    Plain,
+    /// quantised, 0.5625 bytes an element
+    Nvfp4,
+    /// quantised, 1.03125 bytes an element
+    Mxfp8,
+}
+
 impl Args {
     fn mesh(&self) -> Result<Mesh, String> {
         let default = match (self.device, self.etp) {
@@ -148,6 +162,11 @@ impl Args {
         }
         Ok(Settings {
             mesh,
+            payload: match self.payload {
+                Form::Plain => Payload::Plain,
+                Form::Nvfp4 => Payload::Nvfp4,
+                Form::Mxfp8 => Payload::Mxfp8,
+            },
             microbatches: self.microbatches,
             clip: self.clip,
             steps: self.steps,

@@ -90,15 +90,16 @@ pub struct Cost {
 /// Prints a table of the ranks' costs.
 pub fn print(costs: &[Cost]) {
     println!("memory of the expert weights in KiB, and bytes moved per element and microbatch");
-    println!("rank  shards  AdamW  main gradients  gathered  gradients  reduced  total  bytes/element");
+    println!("rank  shards  AdamW  main gradients  quantised  gathered  gradients  reduced  total  bytes/element");
     for (rank, cost) in costs.iter().enumerate() {
         let m = &cost.memory;
         // Two moments in the shards' own type.
-        let parts = [cost.shards, 2 * cost.shards, m.main, m.gathered, m.gradients, m.reduced];
+        let quantised = m.quantised + m.arrived;
+        let parts = [cost.shards, 2 * cost.shards, m.main, quantised, m.gathered, m.gradients, m.reduced];
         let total = parts.iter().sum::<usize>();
-        let [shards, adam, main, gathered, gradients, reduced] = parts.map(|bytes| bytes as f64 / 1024.0);
+        let [shards, adam, main, quantised, gathered, gradients, reduced] = parts.map(|bytes| bytes as f64 / 1024.0);
         println!(
-            "{rank:>4} {shards:>7.0} {adam:>6.0} {main:>15.0} {gathered:>9.0} {gradients:>10.0} {reduced:>8.0} \
+            "{rank:>4} {shards:>7.0} {adam:>6.0} {main:>15.0} {quantised:>10.0} {gathered:>9.0} {gradients:>10.0} {reduced:>8.0} \
              {:>6.0} {:>14.3}",
             total as f64 / 1024.0,
             cost.moved

@@ -1,6 +1,7 @@
 //! Sharded training beside whole weights, to the bit.
 
 use candle_core::Device;
+use moebius::etp::Payload;
 
 use crate::corpus::Corpus;
 use crate::lm::{Settings, Step};
@@ -10,6 +11,7 @@ use crate::{TOLERANCE, candle, ranks};
 fn settings(ep: usize, etp: Option<usize>) -> Settings {
     Settings {
         mesh: Mesh { ranks: 4, ep, etp },
+        payload: Payload::Plain,
         microbatches: 1,
         clip: None,
         steps: 4,
@@ -21,8 +23,8 @@ fn settings(ep: usize, etp: Option<usize>) -> Settings {
         layers: 2,
         experts: 4,
         top_k: 2,
-        // 4 x 48 and 4 x 16 rows of experts: those of four shards are padded.
-        intermediate: 24,
+        // 160 rows of `up`, which four shards pad to 192, and 64 of `down`.
+        intermediate: 20,
         balance: 0.01,
         learning_rate: 4e-3,
     }
@@ -65,6 +67,21 @@ fn losses_and_weights_do_not_depend_on_the_number_of_shards() {
     }
 }
 
+/// The twin computes with experts that were quantised whole.
+#[test]
+fn shards_that_travel_quantised() {
+    for (payload, [up, down]) in [(Payload::Nvfp4, [9.0, 12.0]), (Payload::Mxfp8, [17.0, 21.0])] {
+        let runs = [1, 2, 4].map(|n| train(&Settings { payload, ..settings(1, Some(n)) }));
+        assert_eq!(bits(&runs[0]), bits(&runs[1]), "{payload:?}");
+        assert_eq!(bits(&runs[0]), bits(&runs[2]), "{payload:?}");
+        assert_ne!(bits(&runs[0]), bits(&train(&settings(1, Some(1)))), "{payload:?}");
+        // Bytes of a row of `up` (16 elements) and of `down` (20) twice, and four bytes an element of the gradient.
+        let moved = 4.0 + 2.0 * (160.0 * up + 64.0 * down) / (160.0 * 16.0 + 64.0 * 20.0);
+        let last = runs[0].last().unwrap();
+        assert!(last.costs.iter().all(|cost| (cost.moved - moved).abs() < 1e-12), "{payload:?}: {:?}", last.costs);
+    }
+}
+
 /// Whole weights over four EP ranks and sharded ones add gradients in other orders: their losses agree to rounding, and
 /// each agrees with the twin.
 #[test]
@@ -90,7 +107,7 @@ fn memory_and_traffic() {
         assert_eq!(last.costs.len(), 4);
         // Rows of `up` and `down` of a layer, and their widths.
         let pad = |rows: usize| if n == 1 { rows } else { rows.next_multiple_of(16 * n) };
-        let (up, down) = (pad(4 * 48) * 16, pad(4 * 16) * 24);
+        let (up, down) = (pad(160) * 16, pad(64) * 20);
         for cost in &last.costs {
             let m = cost.memory;
             assert_eq!((cost.shards, m.main), (2 * (up + down) * 4 / n, 2 * (up + down) * 4 / n));

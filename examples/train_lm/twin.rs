@@ -6,6 +6,13 @@ use std::collections::BTreeMap;
 
 use candle_core::{Device, Tensor, Var};
 
+use moebius::TensorMut;
+use moebius::cpu::Cpu;
+use moebius::etp::Payload;
+use moebius::quant::{
+    Codec, DequantizeMxfp8, Direction, Matrix, Mxfp8, Mxfp8Tensors, Nvfp4, Nvfp4Tensors, Quantize, QuantizeMxfp8,
+};
+
 use crate::Failure;
 use crate::dense::{DenseExperts, Loss, Model};
 use crate::lm::{Param, Settings, TwinCheck, fingerprint, is_share};
@@ -36,6 +43,10 @@ impl Twin {
         for (name, var) in self.model.vars() {
             let weight = self.whole(ranks, (name, var), |v| &v.weight)?;
             hashes.push(fingerprint(weight.iter().map(|v| u64::from(v.to_bits()))));
+            let weight = match is_share(name) {
+                true => travelled(self.settings.payload, weight.into_owned(), var.dims())?,
+                false => weight.into_owned(),
+            };
             var.set(&Tensor::from_slice(&weight, var.shape(), &Device::Cpu)?)?;
         }
         let settings = &self.settings;
@@ -99,6 +110,33 @@ impl Twin {
         }
         Ok(Cow::Owned(whole))
     }
+}
+
+/// What the ranks' layers see of a stack of experts: each expert as it comes out of the form in which shards travel.
+fn travelled(payload: Payload, mut values: Vec<f32>, dims: &[usize]) -> Result<Vec<f32>, Failure> {
+    let (cpu, dims) = (Cpu::new(), [dims[1], dims[2]]);
+    for expert in values.chunks_mut(dims[0] * dims[1]) {
+        let own = moebius::Tensor::<Cpu>::from_vec(expert.to_vec(), &dims)?;
+        let (matrix, out) = (Matrix::new(own.view())?, TensorMut::from_slice(expert, &dims)?);
+        match payload {
+            Payload::Nvfp4 => {
+                let format = Nvfp4::TE;
+                let mut form = Nvfp4Tensors::empty(&cpu, &format, dims, Direction::Rows)?;
+                let call = Quantize { format: &format, matrix, rows: Some(form.view_mut()), columns: None };
+                cpu.quantize(&(), call)?;
+                cpu.dequantize(&(), form.dequantize(&format, out))?;
+            }
+            Payload::Mxfp8 => {
+                let mut form = Mxfp8Tensors::empty(&cpu, dims, Direction::Rows)?;
+                let rows = Some(form.view_mut());
+                cpu.quantize_mxfp8(&(), QuantizeMxfp8 { format: Mxfp8::TE, matrix, rows, columns: None })?;
+                let (codes, scales) = (form.codes.view(), form.scales.view());
+                cpu.dequantize_mxfp8(&(), DequantizeMxfp8 { direction: Direction::Rows, codes, scales, out })?;
+            }
+            _ => {}
+        }
+    }
+    Ok(values)
 }
 
 /// ‖a − b‖ / ‖b‖ in f64.

@@ -8,7 +8,7 @@ use candle_core::{Device, Result, Tensor, Var};
 use crate::checkpoint::{Block, Checkpoint, LoadOptions};
 use crate::cpu::Cpu;
 use crate::error::Error;
-use crate::etp::{Chain, WeightId};
+use crate::etp::{Chain, Payload, WeightId};
 use crate::layer::{Layer, Mode, Role};
 use crate::lazy::Lazy;
 use crate::metrics::Load;
@@ -60,7 +60,7 @@ impl ExpertParallelMoE {
 
     /// [`new`](Self::new) with `experts.up` and `experts.down` sharded over the ranks of `chain`, to which they are
     /// added: their variables are this rank's shards, `[S, C]` as [`Chain::shards`] cuts `[L, G·I, H]` and
-    /// `[L, H, I]`. A forward runs in a [`Phase::Forward`](crate::etp::Phase) of the chain, a backward in a
+    /// `[L, H, I]`; the [`Payload`] says how they travel. A forward runs in a [`Phase::Forward`](crate::etp::Phase) of the chain, a backward in a
     /// [`Phase::Backward`](crate::etp::Phase); the shards' gradients are not among backward's, but come with
     /// [`finish_sharded`](super::finish_sharded). A pass is one forward, or one backward, of the whole model: the chain
     /// has learnt the order of the layers in the first.
@@ -73,7 +73,7 @@ impl ExpertParallelMoE {
     /// use moebius::candle::{EpGroup, ExpertParallelMoE, finish_sharded};
     /// use moebius::comm::Solo;
     /// use moebius::cpu::Cpu;
-    /// use moebius::etp::{Chain, Comms, EtpOptions, Phase};
+    /// use moebius::etp::{Chain, Comms, EtpOptions, Payload, Phase};
     /// use moebius::layer::{Layer, Mode};
     /// use moebius::{MoeConfig, ep::GroupConfig};
     ///
@@ -85,7 +85,7 @@ impl ExpertParallelMoE {
     /// let vb = VarBuilder::from_varmap(&vars, DType::F32, &Device::Cpu);
     /// let layer = Layer::new(MoeConfig::new(64, 32, 8, 2), 0)?;
     /// let group = EpGroup::single(GroupConfig::new(8, 4096))?;
-    /// let moe = ExpertParallelMoE::sharded(layer, group, vb, &chain)?;
+    /// let moe = ExpertParallelMoE::sharded(layer, group, vb, (&chain, Payload::Plain))?;
     /// let mut adam = AdamW::new(moe.vars(), ParamsAdamW::default())?;
     /// for _microbatch_and_step in 0..2 {
     ///     let x = Tensor::randn(0f32, 1., (5, 64), &Device::Cpu)?;
@@ -108,22 +108,22 @@ impl ExpertParallelMoE {
         layer: Layer,
         group: impl Into<DeviceGroup>,
         vb: candle_nn::VarBuilder<'_>,
-        chain: &Arc<Chain<Cpu>>,
+        (chain, payload): (&Arc<Chain<Cpu>>, Payload),
     ) -> Result<Self> {
-        Self::build((layer, group.into()), vb, Some(chain))
+        Self::build((layer, group.into()), vb, Some((chain, payload)))
     }
 
     fn build(
         (layer, group): (Layer, DeviceGroup),
         vb: candle_nn::VarBuilder<'_>,
-        chain: Option<&Arc<Chain<Cpu>>>,
+        chain: Option<(&Arc<Chain<Cpu>>, Payload)>,
     ) -> Result<Self> {
         let params = Role::ALL
             .into_iter()
             .filter_map(|role| {
                 let dims = role.dims(layer.config(), group.local_experts())?;
                 let dims = match chain.filter(|_| matches!(role, Role::Up | Role::Down)) {
-                    Some(chain) => match chain.shards(&dims) {
+                    Some((chain, _)) => match chain.shards(&dims) {
                         Ok(cut) => cut.shard_dims().to_vec(),
                         Err(e) => return Some(Err(e.into())),
                     },

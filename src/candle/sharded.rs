@@ -9,7 +9,7 @@ use candle_core::Tensor;
 use crate::cpu::Cpu;
 use crate::ep::Group;
 use crate::error::{Error, Result};
-use crate::etp::{Chain, Room, WeightId, WeightSpec};
+use crate::etp::{Chain, Payload, Room, WeightId, WeightSpec};
 use crate::layer::{Context, Cotangents, Gradients, Inputs, Layer, ParamViews, Params, Role, Wanted};
 use crate::tensor::{TensorMut, TensorRef};
 use crate::weights::WeightSource;
@@ -53,7 +53,7 @@ impl Debug for Sharded {
 impl Sharded {
     /// Adds a layer's shards to a chain.
     pub(super) fn new(
-        chain: &Arc<Chain<Cpu>>,
+        (chain, payload): (&Arc<Chain<Cpu>>, Payload),
         layer: &Layer,
         local: usize,
         shards: [(Role, &Tensor); 2],
@@ -66,6 +66,7 @@ impl Sharded {
             let name = format!("layer {} {}", layer.number(), role.name());
             let mut spec = WeightSpec::new(name, layer.number(), &dims, source.dtype()?);
             spec.recompute = role == Role::Up && layer.config().recompute;
+            spec.payload = payload;
             sources.push((spec, Arc::new(source)));
         }
         let ids: Vec<WeightId> =

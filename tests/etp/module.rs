@@ -10,7 +10,7 @@ use moebius::comm::{Communicator, Op, Tag, ThreadComm};
 use moebius::config::SharedConfig;
 use moebius::cpu::Cpu;
 use moebius::ep::{Group, GroupConfig};
-use moebius::etp::{Chain, Comms, EtpOptions, Phase, Reduction};
+use moebius::etp::{Chain, Comms, EtpOptions, Payload, Phase, Reduction};
 use moebius::layer::{Layer, Mode, Role};
 use moebius::{Error, MoeConfig, TensorMut, TensorRef};
 
@@ -75,7 +75,7 @@ fn module(
     let vb = VarBuilder::from_tensors(tensors, candle_core::DType::F32, &Device::Cpu);
     let layer = Layer::new(config.clone(), number)?;
     Ok(match chain {
-        Some(chain) => ExpertParallelMoE::sharded(layer, group, vb, chain)?,
+        Some(chain) => ExpertParallelMoE::sharded(layer, group, vb, (chain, Payload::Plain))?,
         None => ExpertParallelMoE::new(layer, group, vb)?,
     })
 }
@@ -206,7 +206,7 @@ fn frozen_shards_and_passes() {
         let vb = VarBuilder::from_tensors(constants, candle_core::DType::F32, &Device::Cpu);
         let chain = &rank.chain;
         let layer = Layer::new(config(false), 1)?;
-        let moe = ExpertParallelMoE::sharded(layer, &rank.group, vb, chain)?;
+        let moe = ExpertParallelMoE::sharded(layer, &rank.group, vb, (chain, Payload::Plain))?;
         assert!(moe.shards().is_empty() && moe.vars().is_empty());
         let x = Var::from_slice(&values(rank.w as u64, 2 * H), (2, H), &Device::Cpu)?;
         let error = moe.forward_full(&x, Mode::default()).unwrap_err().to_string();
