@@ -287,7 +287,7 @@ fn verdict(args: &Args, settings: &Settings, steps: &[Step]) -> bool {
     }
     let losses = fingerprint(steps.iter().map(|s| s.loss.to_bits()));
     let weights =
-        checks().last().map(|(step, twin)| format!(", of the weights before step {step} {:016x}", twin.weights));
+        checks().next_back().map(|(step, twin)| format!(", of the weights before step {step} {:016x}", twin.weights));
     println!("       fingerprint of the losses {losses:016x}{}", weights.unwrap_or_default());
     if let Some(most) = settings.clip {
         let norms = || steps.iter().filter_map(|s| s.norm);

@@ -150,7 +150,13 @@ fn one_cast_a_step() {
                 pass(Phase::Backward, 1.0);
             }
             assert_eq!(chain.traffic().casts, 1, "microbatches share it");
-            let change = |sign: f32| held.update(|t| Ok(*t = shard(sign))).unwrap();
+            let change = |sign: f32| {
+                let new = |t: &mut moebius::Tensor<Cpu>| {
+                    *t = shard(sign);
+                    Ok(())
+                };
+                held.update(new).unwrap();
+            };
             change(-1.0);
             chain.finish(None, |_, _| Ok(())).unwrap();
             pass(Phase::Forward, -1.0);
