@@ -225,37 +225,58 @@ fn frozen_shards_and_passes() {
     results.into_iter().for_each(|r| r.unwrap());
 }
 
+/// Where rank 1 fails in a step.
+#[derive(Debug, Clone, Copy, PartialEq)]
+enum Fault {
+    /// Layer 1 gets tokens of another width.
+    Forward,
+    /// The gradient of a weight of layer 0 has no room.
+    Room,
+    /// Its backward is not announced to the chain.
+    Pass,
+}
+
 /// A rank that fails in the middle of a step tells the others, and all go on after `recover`.
 #[test]
 fn all_ranks_hear_of_one_ranks_error_and_recover() {
-    let results = ranks(2, true, |rank| {
-        let config = config(false);
-        let layers: Vec<_> =
-            (0..LAYERS as u32).map(|l| module(&config, l, &rank.group, Some(&rank.chain))).collect::<Result<_, _>>()?;
-        let shards: Vec<_> = layers.iter().flat_map(ExpertParallelMoE::shards).collect();
-        let step = |fails: bool| -> CandleResult<Vec<u32>> {
-            let x = Var::from_slice(&values(rank.w as u64, 2 * H), (2, H), &Device::Cpu)?;
-            rank.chain.begin(Phase::Forward)?;
-            let once = layers[0].forward_full(&x, Mode::default())?;
-            let x = if fails { once.y.narrow(1, 0, 3)? } else { once.y };
-            let y = layers[1].forward_full(&x, Mode::default())?.y;
-            rank.chain.end()?;
-            rank.chain.begin(Phase::Backward)?;
-            let mut gradients = y.sqr()?.sum_all()?.backward()?;
-            rank.chain.end()?;
-            finish_sharded(&rank.chain, None, &shards, &mut gradients)?;
-            Ok(shards.iter().flat_map(|(_, shard)| bits(&flat(gradients.get(shard).unwrap()))).collect())
+    for fault in [Fault::Forward, Fault::Room, Fault::Pass] {
+        let results = ranks(2, true, |rank| {
+            let config = config(false);
+            let layer = |l| module(&config, l, &rank.group, Some(&rank.chain));
+            let layers: Vec<_> = (0..LAYERS as u32).map(layer).collect::<Result<_, _>>()?;
+            let shards: Vec<_> = layers.iter().flat_map(ExpertParallelMoE::shards).collect();
+            let step = |fault: Option<Fault>| -> CandleResult<Vec<u32>> {
+                let x = Var::from_slice(&values(rank.w as u64, 2 * H), (2, H), &Device::Cpu)?;
+                rank.chain.begin(Phase::Forward)?;
+                let once = layers[0].forward_full(&x, Mode::default())?;
+                let x = if fault == Some(Fault::Forward) { once.y.narrow(1, 0, 3)? } else { once.y };
+                let y = layers[1].forward_full(&x, Mode::default())?.y;
+                rank.chain.end()?;
+                if fault != Some(Fault::Pass) {
+                    rank.chain.begin(Phase::Backward)?;
+                }
+                let taken = if fault == Some(Fault::Room) { Some(rank.chain.room(shards[0].0)?) } else { None };
+                let mut gradients = y.sqr()?.sum_all()?.backward()?;
+                drop(taken);
+                rank.chain.end()?;
+                finish_sharded(&rank.chain, None, &shards, &mut gradients)?;
+                Ok(shards.iter().flat_map(|(_, shard)| bits(&flat(gradients.get(shard).unwrap()))).collect())
+            };
+            let expected = step(None)?;
+            let error = step((rank.w == 1).then_some(fault)).unwrap_err();
+            let reason = Error::Framework { call: "step", framework: "candle", message: error.to_string() };
+            rank.chain.recover(Some(&reason))?;
+            assert_eq!(step(None)?, expected, "{fault:?}: nothing is left of the failed step");
+            Ok(error.to_string())
+        });
+        let errors: Vec<String> = results.into_iter().map(|r| r.unwrap()).collect();
+        let own = match fault {
+            Fault::Forward => "tensor x",
+            Fault::Room => "not in use",
+            Fault::Pass => "expected a pass",
         };
-        let expected = step(false)?;
-        let error = step(rank.w == 1).unwrap_err();
-        let reason = Error::Framework { call: "step", framework: "candle", message: error.to_string() };
-        rank.chain.recover(Some(&reason))?;
-        assert_eq!(step(false)?, expected);
-        Ok(error.to_string())
-    });
-    for (w, result) in results.into_iter().enumerate() {
-        let error = result.unwrap();
-        let told = if w == 1 { "tensor x" } else { "rank 1" };
-        assert!(error.contains(told) || w > 1, "rank {w}: {error}");
+        // Rank 0 shares rank 1's tokens.
+        assert!(errors[1].contains(own), "{fault:?}: {errors:?}");
+        assert!(errors[0].contains("rank 1") && errors[0].contains(own), "{fault:?}: {errors:?}");
     }
 }
