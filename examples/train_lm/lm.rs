@@ -167,9 +167,10 @@ pub struct TwinCheck {
     pub worst: String,
 }
 
-/// FNV-1a over bits.
+/// FNV-1a over the numbers' bytes.
 pub fn fingerprint(bits: impl Iterator<Item = u64>) -> u64 {
-    bits.fold(0xcbf2_9ce4_8422_2325, |hash, bits| (hash ^ bits).wrapping_mul(0x0100_0000_01b3))
+    let byte = |hash: u64, byte: u8| (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3);
+    bits.fold(0xcbf2_9ce4_8422_2325, |hash, bits| bits.to_le_bytes().into_iter().fold(hash, byte))
 }
 
 /// Shares of the experts in one step or several, by layer.
