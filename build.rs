@@ -1,4 +1,4 @@
-//! Compiles `kernels/*.cu` for the `cuda` feature; does nothing without it.
+//! Compiles `kernels/*.cu` for the `cuda` feature, and a shim for `nccl-ep`; does nothing without them.
 //!
 //! nvcc: `NVCC` (a path), else `CUDA_HOME/bin`, `CUDA_PATH/bin`, `PATH`, `/usr/local/cuda/bin`; 12.0 or later.
 //! Architectures: `MOEBIUS_CUDA_ARCHS`, else `CUDA_COMPUTE_CAP`: a list of compute capabilities such as `80,90a` or
@@ -28,6 +28,26 @@ fn main() {
         eprintln!("\nmoebius, feature cuda: {problem}\n");
         std::process::exit(1);
     }
+    #[cfg(feature = "nccl-ep")]
+    if let Err(problem) = shim() {
+        eprintln!("\nmoebius, feature nccl-ep: {problem}\n");
+        std::process::exit(1);
+    }
+}
+
+/// Compiles the functions that keep C++ exceptions out of Rust.
+#[cfg(feature = "nccl-ep")]
+fn shim() -> Result<(), String> {
+    const SOURCE: &str = "src/nccl_ep/shim.cpp";
+    println!("cargo:rerun-if-changed={SOURCE}");
+    if std::env::var_os("DOCS_RS").is_some() {
+        return Ok(());
+    }
+    let mut build = cc::Build::new();
+    build.cpp(true).std("c++17").file(SOURCE).warnings(true).extra_warnings(true);
+    build.try_compile("moebius_nccl_ep").map_err(|e| {
+        format!("{SOURCE} needs a C++ compiler (g++, or what CXX names; Debian: apt-get install g++): {e}")
+    })
 }
 
 fn build() -> Result<(), String> {
@@ -49,7 +69,9 @@ fn build() -> Result<(), String> {
         compile(&nvcc, &jobs)?;
         for j in &jobs {
             let Job { stage, arch, cubin, .. } = j;
-            writeln!(table, "    Cubin {{ stage: {stage:?}, arch: {arch:?}, image: include_bytes!({cubin:?}) }},")
+            let kernels = kernels(cubin)?;
+            let image = format!("include_bytes!({cubin:?})");
+            writeln!(table, "    Cubin {{ stage: {stage:?}, arch: {arch:?}, kernels: &{kernels:?}, image: {image} }},")
                 .map_err(|e| e.to_string())?;
         }
     }
@@ -80,6 +102,22 @@ fn stages() -> Result<Vec<(String, PathBuf)>, String> {
         }
     }
     found.sort();
+    Ok(found)
+}
+
+/// Names of the kernels in a cubin, an ELF file in which each has a section for its parameters.
+fn kernels(cubin: &Path) -> Result<Vec<String>, String> {
+    const SECTION: &[u8] = b"\0.nv.constant0.";
+    let image = std::fs::read(cubin).map_err(|e| format!("{}: {e}", cubin.display()))?;
+    let starts = image.windows(SECTION.len()).enumerate().filter(|(_, w)| *w == SECTION);
+    let mut found: Vec<String> = starts
+        .map(|(i, _)| &image[i + SECTION.len()..])
+        .map(|rest| {
+            rest.iter().take_while(|b| b.is_ascii_alphanumeric() || **b == b'_').map(|b| char::from(*b)).collect()
+        })
+        .collect();
+    found.sort();
+    found.dedup();
     Ok(found)
 }
 

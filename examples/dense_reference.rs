@@ -5,6 +5,7 @@
 //! cargo run --release --example dense_reference
 //! cargo run --release --example dense_reference -- --checkpoint tests/golden/gpt_oss --ranks 8
 //! cargo run --release --features cuda --example dense_reference -- --device cuda
+//! cargo run --release --features nccl --example dense_reference -- --device cuda --ranks 2
 //! ```
 
 mod support;
@@ -114,10 +115,7 @@ fn compare(args: &Args) -> Result<bool, AnyError> {
     tracing::subscriber::set_global_default(stages.clone())?;
     let found = match args.framework {
         #[cfg(feature = "candle")]
-        Framework::Candle => match args.device.open(ranks)? {
-            candle_core::Device::Cpu => support::run_candle::run(&job)?,
-            gpu => support::run_candle::run_on(&job, &gpu)?,
-        },
+        Framework::Candle => support::run_candle::run_on(&job, &args.device.open(ranks)?)?,
         #[cfg(feature = "burn")]
         Framework::Burn if args.device == Place::Cpu => support::run_burn::run(&job)?,
         #[cfg(feature = "burn-cuda")]

@@ -10,6 +10,8 @@ use std::process::ExitCode;
 use clap::Parser;
 use moebius::checkpoint::{BlockBytes, Checkpoint, Form, LoadOptions, OpenOptions};
 use moebius::config::{Activation, GroupScore, MoeConfig, RouterConfig, Score, WeightAt};
+use moebius::ep::DispatcherKind;
+use moebius::layer::StepSizes;
 use moebius::{DType, Result};
 
 /// Prints a checkpoint's family, routing formula and shapes, and what each rank would load.
@@ -28,6 +30,12 @@ struct Arguments {
     /// Floating type to load as; by default as stored (bf16 or f32 for quantised weights).
     #[arg(short, long, value_name = "TYPE", value_parser = ["f64", "f32", "f16", "bf16"])]
     dtype: Option<String>,
+    /// Also plan the memory of a step with so many tokens on each rank.
+    #[arg(short, long, value_name = "T")]
+    tokens: Option<usize>,
+    /// How tokens travel in that step.
+    #[arg(long, default_value = "all-to-all", value_parser = ["all-to-all", "all-gather"])]
+    dispatcher: String,
     /// List the tensors of this layer's block.
     #[arg(short, long, value_name = "L")]
     layer: Option<usize>,
@@ -96,7 +104,40 @@ fn run(arguments: &Arguments) -> Result<()> {
     line("  experts", format!("{} in memory", size(total.experts)));
     line("  replicated", format!("{} in memory (router, shared expert)", size(total.replicated)));
     line("  read", format!("{} of the files", size(total.disk)));
+    if let Some(tokens) = arguments.tokens {
+        plan(arguments, tokens, &config, dtype.or(checkpoint.model_dtype()).unwrap_or(DType::BF16), layers.len());
+    }
     arguments.layer.map_or(Ok(()), |layer| list(&checkpoint, layer))
+}
+
+/// What a step takes, evenly routed and at worst.
+fn plan(arguments: &Arguments, tokens: usize, config: &MoeConfig, dtype: DType, layers: usize) {
+    let kind = match arguments.dispatcher.as_str() {
+        "all-gather" => DispatcherKind::AllGather,
+        _ => DispatcherKind::AllToAll,
+    };
+    let shape = (tokens, arguments.ranks);
+    let cases = [
+        ("even routing", StepSizes::even(config, shape, dtype, kind)),
+        ("all choices here", StepSizes::worst(config, shape, dtype, kind)),
+    ];
+    println!("\na step of {tokens} {dtype} tokens a rank, on one rank");
+    println!("  {:<18} {:>10} {:>10} {:>18} {:>10} {:>10}", "", "slots", "rows", "kept a layer", "passing", "routing");
+    for (name, sizes) in cases {
+        let of = sizes.memory(config);
+        println!(
+            "  {name:<18} {:>10} {:>10} {:>18} {:>10} {:>10}",
+            sizes.slots,
+            sizes.rows,
+            format!("{} x {layers}", size(of.kept as u64)),
+            size(of.passing as u64),
+            size(of.routing as u64)
+        );
+    }
+    println!(
+        "  slots: rows of this rank's experts (a static capacity is a bound on them); rows: those that travel here;"
+    );
+    println!("  kept: from forward to backward; passing: at once beside that, for all layers together");
 }
 
 fn describe(config: &MoeConfig) {

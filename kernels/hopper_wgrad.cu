@@ -46,15 +46,16 @@ struct Tile {
 };
 
 // The tiles of this block, an expert after the other; within one, along the narrow side first: blocks that run side by
-// side then read the same columns of the wide one. Zones are read a tile ahead of their use.
+// side then read the same columns of the wide one. Two blocks make a cluster and take neighbouring tiles of the narrow
+// side (the last may lie outside); either brings half of the wide one, for both. Zones are read a tile ahead of their use.
 struct Walk {
     const WeightGrad& p;
-    unsigned id, narrow_tiles, per_group, total;
+    unsigned id, pairs, per_group, total;
     long long offset, count;
 
-    __device__ explicit Walk(const WeightGrad& p) : p(p), id(blockIdx.x), offset(0), count(0) {
-        narrow_tiles = static_cast<unsigned>((p.narrow + NARROW - 1) / NARROW);
-        per_group = narrow_tiles * static_cast<unsigned>((p.wide + WIDE - 1) / WIDE);
+    __device__ explicit Walk(const WeightGrad& p) : p(p), id(blockIdx.x / 2), offset(0), count(0) {
+        pairs = static_cast<unsigned>((p.narrow + 2 * NARROW - 1) / (2 * NARROW));
+        per_group = pairs * static_cast<unsigned>((p.wide + WIDE - 1) / WIDE);
         total = per_group * static_cast<unsigned>(p.groups);
         read_ahead();
     }
@@ -69,20 +70,21 @@ struct Walk {
         if (id >= total) return false;
         t.group = static_cast<int>(id / per_group);
         const unsigned within = id % per_group;
-        t.narrow = static_cast<int>(within % narrow_tiles * NARROW);
-        t.wide = static_cast<int>(within / narrow_tiles * WIDE);
+        t.narrow = static_cast<int>((within % pairs * 2 + blockIdx.x % 2) * NARROW);
+        t.wide = static_cast<int>(within / pairs * WIDE);
         t.first = static_cast<int>(offset), t.count = static_cast<int>(count);
         if (offset < 0 || count < 0 || offset > p.slots - count) {
             if (threadIdx.x == 0 && count != 0) raise_fault(p.fault, FAULT_ZONE, t.group);
             t.first = t.count = 0;
         }
-        id += gridDim.x;
+        id += gridDim.x / 2;
         read_ahead();
         return true;
     }
 };
 
-// Stages in shared memory: `full` counts 128 producers and the copy engine's bytes, `empty` the 8 multiplying warps.
+// Stages in shared memory: `full` counts 128 producers and the copy engine's bytes, `empty` the 8 multiplying warps of
+// either block.
 struct Ring {
     uint32_t stages, full, empty;
     int stage = 0;
@@ -156,7 +158,10 @@ __device__ __forceinline__ void produce(const WeightGrad& p, const CUtensorMap& 
             if (leader) {
                 barrier_expect(full, B_BYTES + (gathers ? 0 : A_BYTES));
 #pragma unroll
-                for (int b = 0; b < WIDE / 64; b++) bulk(ring.at() + A_BYTES + b * BLOCK, wide, full, t.wide + b * 64, t.first + k);
+                for (int i = 0; i < WIDE / 128; i++) {
+                    const int b = blockIdx.x % 2 * (WIDE / 128) + i;
+                    bulk_both(ring.at() + A_BYTES + b * BLOCK, wide, full, t.wide + b * 64, t.first + k);
+                }
                 for (int b = 0; b < NARROW / 64 && !gathers; b++) bulk(ring.at() + b * BLOCK, narrow, full, t.narrow + b * 64, t.first + k);
             }
             if (gathers) gather.copy_rows(ring.at(), k, t.count);
@@ -276,7 +281,7 @@ __device__ __forceinline__ void multiply(const WeightGrad& p, const CUtensorMap&
     const uint32_t own = threadIdx.x / 128 * BLOCK;
     const int lane = threadIdx.x % 32;
     auto release = [&](int stage) {
-        if (lane == 0) barrier_arrive(ring.empty + stage * 8);
+        if (lane < 2) barrier_arrive_at(ring.empty + stage * 8, lane);
     };
     Walk walk(p);
     Tile t;
@@ -341,11 +346,11 @@ __device__ __forceinline__ void run(const WeightGrad& p, const CUtensorMap& narr
     if (threadIdx.x == 0) {
         for (int s = 0; s < STAGES; s++) {
             barrier_init(ring.full + s * 8, 128);
-            barrier_init(ring.empty + s * 8, 8);
+            barrier_init(ring.empty + s * 8, 16);
         }
         asm volatile("fence.mbarrier_init.release.cluster;\n" ::: "memory");
     }
-    __syncthreads();
+    cluster_sync();
     const int role = __shfl_sync(~0u, threadIdx.x / 128, 0);
     if (role == 2) {
         asm volatile("setmaxnreg.dec.sync.aligned.u32 72;\n");
@@ -356,11 +361,14 @@ __device__ __forceinline__ void run(const WeightGrad& p, const CUtensorMap& narr
     }
     // Copies must not outlive the block's shared memory.
     asm volatile("cp.async.wait_all;\n" ::: "memory");
+    // Nor may a block leave while the other still signals it.
+    __syncwarp();
+    cluster_sync();
 }
 }  // namespace
 
 #define WGRAD(name, T)                                                                            \
-    extern "C" __global__ void __launch_bounds__(THREADS, 1)                                      \
+    extern "C" __global__ void __launch_bounds__(THREADS, 1) __cluster_dims__(2, 1, 1)             \
         name(const __grid_constant__ WeightGrad p, const __grid_constant__ CUtensorMap narrow,    \
              const __grid_constant__ CUtensorMap wide, const __grid_constant__ CUtensorMap out) { \
         run<T>(p, narrow, wide, out);                                                             \

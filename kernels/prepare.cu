@@ -176,6 +176,42 @@ extern "C" __global__ void __launch_bounds__(1024) plan_small(const __grid_const
     walk(p, first, last, own, Number{p});
 }
 
+// Status words to memory of the host.
+extern "C" __global__ void __launch_bounds__(32) report(const __grid_constant__ Rows p) {
+    if (threadIdx.x >= p.width) return;
+    const auto* from = static_cast<const volatile unsigned long long*>(p.source);
+    static_cast<volatile unsigned long long*>(p.out)[threadIdx.x] = from[threadIdx.x];
+}
+
+// Zones and slots of a layout that another library made: filled slots, which it does not tell apart from padding, are the
+// expert's choices. More rows than there is room for raise the fault.
+extern "C" __global__ void __launch_bounds__(256) plan_received(const __grid_constant__ Received p) {
+    const int64_t at = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
+    auto inside = [&](int64_t slot) { return slot < p.rows ? slot : p.rows; };
+    auto filled = [&](int64_t j) {
+        const int64_t start = inside(p.starts[j]);
+        const int64_t end = inside(j + 1 < p.groups ? p.starts[j + 1] : *p.total);
+        const int64_t load = p.loads[p.first + j];
+        return load < end - start ? load : end - start;
+    };
+    if (at < p.groups) {
+        p.offsets[at] = inside(p.starts[at]);
+        p.counts[at] = filled(at);
+    }
+    if (at == 0 && *p.total > p.rows) {
+        raise_fault(p.fault, FAULT_CAPACITY, p.rows);
+        atomicMax(p.fault + 2, static_cast<unsigned long long>(*p.total));
+    }
+    if (at >= p.rows) return;
+    // The last zone that starts at or before the slot.
+    int64_t low = 0, high = p.groups;
+    while (high - low > 1) {
+        const int64_t middle = (low + high) / 2;
+        (p.starts[middle] <= at ? low : high) = middle;
+    }
+    p.row_map[at] = at - p.starts[low] < filled(low) ? static_cast<int32_t>(at) : -1;
+}
+
 // One block. Each thread takes a run of groups; runs are joined by a scan over the block, so the list is in slot order.
 // Filled zones must be ascending, apart and inside the layout; one that is not gets no tiles and raises the fault.
 //
@@ -184,22 +220,27 @@ extern "C" __global__ void __launch_bounds__(1024) plan_small(const __grid_const
 // partner is a tile of no rows.
 template <bool PAIRED>
 __device__ void list_tiles(const Schedule& p) {
-    __shared__ int64_t before[256];
+    __shared__ int64_t totals[8];
     const int64_t per = (p.groups + blockDim.x - 1) / blockDim.x;
     const int64_t first = threadIdx.x * per, last = first + per < p.groups ? first + per : p.groups;
-    auto inclusive = [&](int64_t own, bool most) {
-        before[threadIdx.x] = own;
-        __syncthreads();
-        for (int d = 1; d < blockDim.x; d *= 2) {
-            const int64_t other = threadIdx.x >= d ? before[threadIdx.x - d] : 0;
-            __syncthreads();
-            const int64_t mine = before[threadIdx.x];
-            before[threadIdx.x] = most ? (other > mine ? other : mine) : other + mine;
-            __syncthreads();
+    // Sum or largest, none below zero, of the threads before this one, and with its own.
+    struct Upto {
+        int64_t before, own;
+    };
+    auto scan = [&](int64_t own, bool most) {
+        const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+        auto join = [&](int64_t a, int64_t b) { return most ? (a > b ? a : b) : a + b; };
+        for (int d = 1; d < 32; d *= 2) {
+            const int64_t other = __shfl_up_sync(~0u, own, d);
+            if (lane >= d) own = join(other, own);
         }
-        const int64_t result = before[threadIdx.x];
+        int64_t before = __shfl_up_sync(~0u, own, 1);
+        if (lane == 0) before = 0;
+        __syncthreads();  // the last scan's totals have been read
+        if (lane == 31) totals[warp] = own;
         __syncthreads();
-        return result;
+        for (int w = 0; w < warp; w++) before = join(totals[w], before), own = join(totals[w], own);
+        return Upto{before, own};
     };
     auto inside = [&](int64_t g) {
         return p.counts[g] > 0 && p.offsets[g] >= 0 && p.offsets[g] <= p.rows - p.counts[g];
@@ -210,12 +251,7 @@ __device__ void list_tiles(const Schedule& p) {
         const int64_t e = p.offsets[g] + p.counts[g];
         end = e > end ? e : end;
     }
-    inclusive(end, true);
-    // `inclusive` left the array as it was before its last barrier: read the run before this one.
-    __shared__ int64_t ends[256];
-    ends[threadIdx.x] = before[threadIdx.x];
-    __syncthreads();
-    const int64_t floor = threadIdx.x ? ends[threadIdx.x - 1] : 0;
+    const int64_t floor = scan(end, true).before;
     auto walk = [&](auto&& visit) {
         int64_t end = floor;
         for (int64_t g = first; g < last; g++) {
@@ -240,21 +276,17 @@ __device__ void list_tiles(const Schedule& p) {
         tiles += n;
         if (PAIRED && n % 2 != 0) odd++, last_odd = g + 1;
     });
-    const int64_t upto = inclusive(tiles, false);
+    const Upto upto = scan(tiles, false);
     if (!PAIRED) {
-        if (threadIdx.x == blockDim.x - 1) *p.tile_count = static_cast<int32_t>(upto < p.max_tiles ? upto : p.max_tiles);
-        int64_t at = upto - tiles;
+        if (threadIdx.x == blockDim.x - 1) *p.tile_count = static_cast<int32_t>(upto.own < p.max_tiles ? upto.own : p.max_tiles);
+        int64_t at = upto.before;
         walk([&](int64_t g) {
             for (int64_t i = 0; i < tiles_of(g); i++, at++) put(at, g, i);
         });
         return;
     }
-    const int64_t odd_upto = inclusive(odd, false);
-    inclusive(last_odd, true);
-    ends[threadIdx.x] = before[threadIdx.x];
-    __syncthreads();
     // A tile without its partner yet waits: what lies before it is written.
-    int64_t odds = odd_upto - odd, at = upto - tiles - odds % 2, waiting = threadIdx.x ? ends[threadIdx.x - 1] : 0;
+    int64_t odds = scan(odd, false).before, at = upto.before - odds % 2, waiting = scan(last_odd, true).before;
     walk([&](int64_t g) {
         const int64_t n = tiles_of(g), even = n / 2 * 2;
         for (int64_t i = 0; i < even; i++, at++) put(at, g, i);

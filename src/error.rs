@@ -151,6 +151,14 @@ pub enum Error {
     /// A checkpoint is damaged, hostile or not what its config says.
     #[error(transparent)]
     Checkpoint(#[from] CheckpointError),
+    /// NCCL is not there, is not usable, or refused a call.
+    #[cfg(feature = "nccl")]
+    #[error(transparent)]
+    Nccl(#[from] crate::nccl::NcclError),
+    /// NCCL EP is not there, is not usable for what was asked, or refused a call.
+    #[cfg(feature = "nccl-ep")]
+    #[error(transparent)]
+    NcclEp(#[from] crate::nccl_ep::EpError),
     /// A driver call failed, or this machine or build has nothing to run on.
     #[error("{call}: {operation}: {message}")]
     Device {
@@ -224,7 +232,7 @@ pub enum IdProblem {
 #[non_exhaustive]
 pub enum CommError {
     /// Not every rank arrived in time. The communicator is unusable afterwards.
-    #[error("{operation} [{tag}] on rank {rank}: ranks {missing:?} did not arrive within {timeout:?}")]
+    #[error("{operation} [{tag}] on rank {rank}: {} did not arrive within {timeout:?}", late(missing))]
     Timeout {
         /// The collective.
         operation: &'static str,
@@ -232,7 +240,7 @@ pub enum CommError {
         tag: Tag,
         /// This rank.
         rank: usize,
-        /// Ranks that had not arrived.
+        /// Ranks that had not arrived; empty where that cannot be known.
         missing: Vec<usize>,
         /// The configured limit.
         timeout: Duration,
@@ -311,6 +319,18 @@ pub enum CommError {
         /// The rank that left.
         peer: usize,
     },
+    /// What carries the bytes failed: a GPU, the library between them, or the network.
+    #[error("{operation} [{tag}] on rank {rank}: {reason}")]
+    Transport {
+        /// The collective.
+        operation: &'static str,
+        /// What it was for.
+        tag: Tag,
+        /// This rank.
+        rank: usize,
+        /// What is known of it.
+        reason: String,
+    },
     /// The communicator failed earlier.
     #[error("{operation} [{tag}] on rank {rank}: the communicator is unusable since: {reason}")]
     Poisoned {
@@ -323,6 +343,10 @@ pub enum CommError {
         /// The first failure.
         reason: String,
     },
+}
+
+fn late(missing: &[usize]) -> String {
+    if missing.is_empty() { "some rank".to_string() } else { format!("ranks {missing:?}") }
 }
 
 /// A checkpoint cannot be read, or is not what its `config.json` says.

@@ -444,6 +444,12 @@ pub trait Kernels: Device {
         let _ = stream;
         Ok(())
     }
+    /// Whether rows behind a map, which several products read, had better be brought into slot order once: `columns` is
+    /// the fewest that one of these products makes of a row.
+    fn orders_rows(&self, dtype: DType, columns: usize) -> bool {
+        let _ = (dtype, columns);
+        false
+    }
     /// [`GatherRows`].
     fn gather_rows(&self, stream: &Self::Stream, call: GatherRows<'_, Self>) -> Result<()>;
     /// [`ReduceRows`].

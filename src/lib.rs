@@ -20,6 +20,10 @@ pub mod burn;
 pub mod candle;
 #[cfg(feature = "cuda")]
 pub mod cuda;
+#[cfg(feature = "nccl")]
+pub mod nccl;
+#[cfg(feature = "nccl-ep")]
+pub mod nccl_ep;
 
 mod aux_loss;
 mod device;

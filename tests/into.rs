@@ -1,9 +1,13 @@
 //! Outputs and gradients in the caller's memory: the bits of the owned ones, only what was asked for, added where asked.
 
+use std::time::Duration;
+
+use moebius::comm::ThreadWorld;
+use moebius::config::SharedConfig;
 use moebius::cpu::Cpu;
-use moebius::ep::{Group, GroupConfig};
+use moebius::ep::{DispatcherKind, Group, GroupConfig};
 use moebius::kernels::Kernels;
-use moebius::layer::{Cotangents, GradientsMut, Inputs, Layer, Mode, ParamViews, Role, Wanted};
+use moebius::layer::{Cotangents, GradientsMut, Inputs, Layer, Mode, ParamViews, Role, StepSizes, Wanted};
 use moebius::{DType, Error, MoeConfig, Result, Tensor};
 use rand::{Rng, SeedableRng, rngs::StdRng};
 
@@ -145,4 +149,65 @@ fn wrong_room_is_an_error_that_names_it() -> Result<()> {
     assert!(error.as_ref().is_some_and(|e| e.contains("shared.up")), "{error:?}");
     // The group works on.
     s.backward(|l, g, c, i| l.backward_into(g, c, i, GradientsMut::none()))?
+}
+
+#[test]
+fn what_is_kept_is_known_before() -> Result<()> {
+    let config = |change: fn(&mut MoeConfig)| {
+        let mut config = MoeConfig::new(12, 8, 8, 3);
+        change(&mut config);
+        config
+    };
+    let configs = [
+        config(|_| {}),
+        config(|c| c.recompute = true),
+        config(|c| (c.aux.balance, c.shared) = (0.1, Some(SharedConfig { intermediate: 10, gated: true }))),
+    ];
+    for ranks in [1, 2, 4] {
+        for kind in [DispatcherKind::Auto, DispatcherKind::AllGather].into_iter().take(ranks) {
+            for config in &configs {
+                let mut limits = GroupConfig::new(8, T);
+                limits.dispatcher = kind;
+                let one = |comm| {
+                    let mut group = Group::new(Cpu::new(), (), Box::new(comm), limits.clone())?;
+                    kept_of(config, &mut group)
+                };
+                let found: Result<Vec<_>> = std::thread::scope(|scope| {
+                    let comms = ThreadWorld::create(ranks, Duration::from_secs(60));
+                    let threads: Vec<_> = comms.into_iter().map(|comm| scope.spawn(|| one(comm))).collect();
+                    threads.into_iter().map(|t| t.join().expect("no panic")).collect()
+                });
+                for (sizes, bytes) in found? {
+                    assert_eq!(sizes.memory(config).kept, bytes, "R = {ranks}, {kind:?}, {config:?}");
+                    let worst = StepSizes::worst(config, (T, ranks), DType::F32, kind);
+                    assert!(sizes.slots <= worst.slots && sizes.rows <= worst.rows, "{sizes:?}, {worst:?}");
+                }
+            }
+        }
+    }
+    Ok(())
+}
+
+/// What one forward brought, and what it kept.
+fn kept_of(config: &MoeConfig, group: &mut Group<Cpu>) -> Result<(StepSizes, usize)> {
+    let rng = &mut StdRng::seed_from_u64(group.rank() as u64);
+    let local = group.local_experts();
+    let params: Vec<(Role, Tensor<Cpu>)> = Role::ALL
+        .into_iter()
+        .filter_map(|role| Some((role, role.dims(config, local)?)))
+        .map(|(role, dims)| Ok((role, random(&mut StdRng::seed_from_u64(9), &dims)?)))
+        .collect::<Result<_>>()?;
+    let views = ParamViews::collect(|role| Ok(params.iter().find(|(r, _)| *r == role).map(|(_, t)| t.view())))?;
+    let x = random(rng, &[T, 12])?;
+    let forward = Layer::new(config.clone(), 0)?.forward(group, BACKWARD, x.view(), &views.params())?;
+    let context = forward.context.expect("backward was asked for");
+    let handle = context.handle();
+    let sizes = StepSizes {
+        tokens: T,
+        slots: handle.rows(),
+        rows: handle.arriving_rows(),
+        ranks: group.ranks(),
+        dtype: DType::F32,
+    };
+    Ok((sizes, context.bytes()))
 }

@@ -7,6 +7,11 @@
 //! cargo bench --no-default-features --features burn-cuda --bench adapters -- [WORKLOAD …]
 //! ```
 
+#![cfg_attr(
+    not(any(feature = "candle", feature = "burn-cuda")),
+    allow(dead_code, unused_variables, reason = "built for neither framework")
+)]
+
 #[cfg(feature = "burn-cuda")]
 mod burn;
 #[cfg(feature = "candle")]

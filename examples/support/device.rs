@@ -10,31 +10,103 @@ use clap::ValueEnum;
 pub enum Place {
     /// This machine's cores; ranks are threads
     Cpu,
-    /// The first NVIDIA GPU, one rank (a build with --features cuda)
+    /// NVIDIA GPUs, one a rank, ranks are threads (a build with --features cuda; several: --features nccl)
     Cuda,
 }
 
 impl Place {
-    /// candle's device.
+    /// candle's devices, one a rank.
     ///
     /// # Errors
-    /// A build or a machine without CUDA; several ranks on one GPU.
-    pub fn open(self, ranks: usize) -> Result<Device, Box<dyn Error + Send + Sync>> {
+    /// A build or a machine without CUDA; fewer GPUs than ranks.
+    pub fn open(self, ranks: usize) -> Result<Vec<Device>, Box<dyn Error + Send + Sync>> {
         match self {
-            Place::Cpu => Ok(Device::Cpu),
+            Place::Cpu => Ok(vec![Device::Cpu; ranks]),
             Place::Cuda if !cfg!(feature = "cuda") => {
                 Err("--device cuda: this build has no CUDA; build with --features \
                 cuda, which needs nvcc (CUDA 12.0 or later) and CUDA_COMPUTE_CAP or a GPU to ask"
                     .into())
             }
-            Place::Cuda if ranks != 1 => {
-                Err(format!("--device cuda: one GPU is one rank; give --ranks 1 instead of {ranks}").into())
+            Place::Cuda if ranks != 1 && !cfg!(feature = "nccl") => {
+                Err(format!("--device cuda: {ranks} ranks are {ranks} GPUs, which want a build with --features nccl")
+                    .into())
             }
-            Place::Cuda => Device::new_cuda_with_stream(0).map_err(|e| {
-                // The rest is a backtrace.
-                let e = e.to_string().lines().next().unwrap_or_default().to_string();
-                format!("--device cuda: no GPU can be used: {e}; `nvidia-smi` lists this machine's").into()
-            }),
+            Place::Cuda => (0..ranks).map(gpu).collect(),
+        }
+    }
+}
+
+fn gpu(ordinal: usize) -> Result<Device, Box<dyn Error + Send + Sync>> {
+    Device::new_cuda_with_stream(ordinal).map_err(|e| {
+        // The rest is a backtrace.
+        let e = e.to_string().lines().next().unwrap_or_default().to_string();
+        format!("--device cuda: GPU {ordinal} cannot be used: {e}; `nvidia-smi` lists this machine's").into()
+    })
+}
+
+#[cfg(feature = "candle")]
+pub use seats::{Seat, seats};
+
+#[cfg(feature = "candle")]
+mod seats {
+    use std::error::Error;
+    use std::time::Duration;
+
+    use candle_core::Device;
+    use moebius::candle::{DeviceGroup, EpGroup};
+    use moebius::comm::{ThreadComm, ThreadWorld};
+    use moebius::cpu::Cpu;
+    use moebius::ep::{Group, GroupConfig};
+
+    type AnyError = Box<dyn Error + Send + Sync>;
+
+    /// How a rank reaches the others, from a device of candle's.
+    pub enum Seat {
+        /// Threads on the CPU.
+        Cpu(ThreadComm),
+        /// A GPU alone.
+        Gpu(Device),
+        /// One GPU of several.
+        #[cfg(feature = "nccl")]
+        Gpus(Device, moebius::nccl::NcclComm),
+    }
+
+    impl Seat {
+        /// Joins the group of all ranks.
+        ///
+        /// # Errors
+        /// What joining finds.
+        pub fn join(self, config: GroupConfig) -> Result<DeviceGroup, AnyError> {
+            Ok(match self {
+                Seat::Cpu(comm) => EpGroup::new(Group::new(Cpu::new(), (), Box::new(comm), config)?).into(),
+                Seat::Gpu(device) => DeviceGroup::single(config, &device)?,
+                #[cfg(feature = "nccl")]
+                Seat::Gpus(device, comm) => {
+                    let cuda = comm.cuda().clone();
+                    let group = Group::new(cuda.clone(), cuda.stream(), Box::new(comm), config)?;
+                    DeviceGroup::new(EpGroup::new(group), &device)?
+                }
+            })
+        }
+    }
+
+    /// A seat for each rank, to be moved to its thread.
+    ///
+    /// # Errors
+    /// GPUs that cannot be used, or cannot reach each other.
+    pub fn seats(devices: &[Device], timeout: Duration) -> Result<Vec<Seat>, AnyError> {
+        match devices {
+            [Device::Cpu, ..] => Ok(ThreadWorld::create(devices.len(), timeout).into_iter().map(Seat::Cpu).collect()),
+            [one] => Ok(vec![Seat::Gpu(one.clone())]),
+            #[cfg(feature = "nccl")]
+            several => {
+                let library = moebius::nccl::NcclLibrary::open()?;
+                let gpus = several.iter().map(moebius::candle::cuda).collect::<moebius::Result<Vec<_>>>()?;
+                let comms = moebius::nccl::NcclComm::threads(&library, &gpus, timeout)?;
+                Ok(several.iter().cloned().zip(comms).map(|(device, comm)| Seat::Gpus(device, comm)).collect())
+            }
+            #[cfg(not(feature = "nccl"))]
+            several => Err(format!("{} GPUs want a build with --features nccl", several.len()).into()),
         }
     }
 }

@@ -80,12 +80,24 @@ pub fn on_threads(
     one_rank: fn(&Job, usize, ThreadComm) -> Result<RankOutcome, AnyError>,
 ) -> Result<Outcome, AnyError> {
     let comms = ThreadWorld::create(job.split.len(), job.timeout);
+    join(on_ranks(comms, |rank, comm| one_rank(job, rank, comm))?)
+}
+
+/// Runs `one_rank(rank, seat)` on a thread a rank.
+///
+/// # Errors
+/// The first rank's error, a panic of a rank as an error.
+pub fn on_ranks<S: Send>(
+    seats: Vec<S>,
+    one_rank: impl Fn(usize, S) -> Result<RankOutcome, AnyError> + Sync,
+) -> Result<Vec<RankOutcome>, AnyError> {
+    let one_rank = &one_rank;
     let ranks: Vec<Result<RankOutcome, AnyError>> = thread::scope(|scope| {
-        let threads: Vec<_> =
-            comms.into_iter().enumerate().map(|(rank, comm)| scope.spawn(move || one_rank(job, rank, comm))).collect();
+        let spawn = |(rank, seat)| scope.spawn(move || one_rank(rank, seat));
+        let threads: Vec<_> = seats.into_iter().enumerate().map(spawn).collect();
         threads.into_iter().map(|t| t.join().unwrap_or_else(|_| Err("a rank's thread panicked".into()))).collect()
     });
-    join(ranks.into_iter().collect::<Result<_, _>>()?)
+    ranks.into_iter().collect()
 }
 
 /// Rank `rank`'s rows of a tensor of all ranks' rows.

@@ -1,40 +1,38 @@
 //! One step of `moebius::candle::ExpertParallelMoE`.
 
 use candle_core::{DType, Device, Tensor, Var};
-use moebius::candle::{DeviceGroup, EpGroup, ExpertParallelMoE};
+use moebius::candle::{DeviceGroup, ExpertParallelMoE};
 use moebius::checkpoint::{Block, Checkpoint, LoadOptions};
-use moebius::comm::ThreadComm;
 use moebius::ep::GroupConfig;
 use moebius::layer::Mode;
 
-use super::job::{AnyError, Clock, Job, Outcome, RankOutcome, candle_dtype, enter, join, on_threads, share};
+use super::device::{Seat, seats};
+use super::job::{AnyError, Clock, Job, Outcome, RankOutcome, candle_dtype, join, on_ranks, share};
 
-/// Runs a job through candle's autograd.
+/// Runs a job through candle's autograd, ranks as threads on the CPU.
 ///
 /// # Errors
 /// The first rank's error.
 pub fn run(job: &Job) -> Result<Outcome, AnyError> {
-    on_threads(job, one_rank)
+    run_on(job, &vec![Device::Cpu; job.split.len()])
 }
 
-/// Runs a job of one rank on a device of candle's.
+/// Runs a job on devices of candle's, one a rank.
 ///
 /// # Errors
-/// The rank's error.
-pub fn run_on(job: &Job, device: &Device) -> Result<Outcome, AnyError> {
-    let mut clock = Clock::start();
-    let options = LoadOptions { rank: 0, ranks: 1, dtype: Some(job.dtype) };
-    let block = Checkpoint::open(&job.dir)?.load_block(job.layer, options)?;
-    clock.lap("load");
-    let tokens = job.x.dim(0)?;
-    let group = DeviceGroup::single(GroupConfig::new(block.config.router.num_experts, tokens), device)?;
-    join(vec![step(job, 0, (block, group), clock)?])
+/// The first rank's error; devices that cannot reach each other.
+pub fn run_on(job: &Job, devices: &[Device]) -> Result<Outcome, AnyError> {
+    join(on_ranks(seats(devices, job.timeout)?, |rank, seat| one_rank(job, rank, seat))?)
 }
 
-fn one_rank(job: &Job, rank: usize, comm: ThreadComm) -> Result<RankOutcome, AnyError> {
+fn one_rank(job: &Job, rank: usize, seat: Seat) -> Result<RankOutcome, AnyError> {
     let mut clock = Clock::start();
-    let (block, group) = enter(job, rank, comm, &mut clock)?;
-    step(job, rank, (block, EpGroup::new(group).into()), clock)
+    let options = LoadOptions { rank, ranks: job.split.len(), dtype: Some(job.dtype) };
+    let block = Checkpoint::open(&job.dir)?.load_block(job.layer, options)?;
+    clock.lap("load");
+    let most = job.split.iter().copied().max().unwrap_or(0);
+    let group = seat.join(GroupConfig::new(block.config.router.num_experts, most))?;
+    step(job, rank, (block, group), clock)
 }
 
 fn step(

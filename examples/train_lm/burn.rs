@@ -17,7 +17,6 @@ use moebius::layer::Mode;
 
 use crate::Failure;
 use crate::lm::{Param, Settings, VOCABULARY, is_share};
-use crate::mesh::Comms;
 use crate::ranks::{Check, Report, Values, Worker, join, moe_config, sum_over_ranks};
 
 type Inner = Flex;
@@ -223,15 +222,15 @@ impl ModuleVisitor<Host> for Snapshot<'_> {
 /// A rank.
 pub struct Rank {
     settings: Settings,
-    world: ThreadComm,
+    group: EpGroup,
     /// Taken while the optimiser has it.
     model: Option<Model<Host>>,
     optimiser: OptimizerAdaptor<AdamW, Model<Host>, Host>,
 }
 
 impl Rank {
-    pub fn new(settings: &Settings, params: &[Param], comms: Comms, rank: usize) -> Result<Self, Failure> {
-        let group = join(settings, comms.experts)?;
+    pub fn new(settings: &Settings, params: &[Param], comm: ThreadComm, rank: usize) -> Result<Self, Failure> {
+        let group = join(settings, comm)?;
         let mut fill = Fill { path: Path::default(), params, rank, ranks: settings.mesh.ranks, missing: Vec::new() };
         let model = Model::<Host>::new(settings, &group, &Default::default())?.map(&mut fill);
         if !fill.missing.is_empty() {
@@ -239,7 +238,7 @@ impl Rank {
         }
         // As candle's AdamW has them.
         let optimiser = AdamWConfig::new().with_weight_decay(0.01).with_epsilon(1e-8).init();
-        Ok(Self { settings: settings.clone(), world: comms.world, model: Some(model), optimiser })
+        Ok(Self { settings: settings.clone(), group, model: Some(model), optimiser })
     }
 }
 
@@ -253,7 +252,7 @@ impl Worker for Rank {
         let mut gradients = GradientsParams::from_grads((mean + aux).backward(), &model);
         let mut flat = Flat { path: Path::default(), gradients: &mut gradients, values: Vec::new(), next: None };
         model.visit(&mut flat);
-        sum_over_ranks(&mut self.world, step, &mut flat.values)?;
+        sum_over_ranks(&self.group, step, &mut flat.values)?;
         flat.next = Some(0);
         model.visit(&mut flat);
         let check = check.then(|| {

@@ -6,8 +6,7 @@ use candle_core::backprop::GradStore;
 use candle_core::{DType, Device, Tensor, Var};
 use candle_nn::optim::{AdamW, Optimizer, ParamsAdamW};
 use candle_nn::{VarBuilder, VarMap};
-use moebius::candle::{DeviceGroup, ExpertParallelMoE};
-use moebius::comm::ThreadComm;
+use moebius::candle::ExpertParallelMoE;
 use moebius::etp::Phase;
 use moebius::layer::{Layer, Mode};
 
@@ -15,14 +14,15 @@ use crate::Failure;
 use crate::clip::Gradients;
 use crate::dense::{Loss, Model};
 use crate::lm::{Param, Settings, is_share};
-use crate::mesh::Comms;
-use crate::ranks::{Check, Report, Values, Worker, join, moe_config, sum_over_ranks};
+use crate::mesh::{Comms, Place};
+use crate::ranks::{Check, Report, Values, Worker, group_config, moe_config};
 use crate::sharded::Sharded;
+use crate::world::World;
 
 /// A rank: the model of plain operations, with the experts' layers in it.
 pub struct Rank {
     settings: Settings,
-    world: ThreadComm,
+    world: World,
     model: Model,
     layers: Vec<ExpertParallelMoE>,
     sharded: Option<Sharded>,
@@ -30,20 +30,17 @@ pub struct Rank {
 }
 
 impl Rank {
-    /// On a GPU there is one rank; its layers' group works there, and `comms` have nobody to talk to.
-    pub fn new(
-        settings: &Settings,
-        params: &[Param],
-        (comms, rank): (Comms, usize),
-        device: &Device,
-    ) -> Result<Self, Failure> {
+    /// Joins the other ranks, on the rank's thread.
+    pub fn new(settings: &Settings, params: &[Param], (place, rank): (Place, usize)) -> Result<Self, Failure> {
         let mesh = settings.mesh;
-        let group = join(settings, comms.experts)?;
-        let on = match device {
-            Device::Cpu => DeviceGroup::from(group),
-            device => DeviceGroup::single(group.lock().config().clone(), device)?,
+        let group = place.experts.join(group_config(settings))?;
+        let device = &group.device().clone();
+        let (world, mut sharded) = match place.sharded {
+            Some(Comms { world, shards, replicas }) => {
+                (World::Threads(world), Some(Sharded::new(mesh, shards, replicas)?))
+            }
+            None => (World::Group(group.clone()), None),
         };
-        let mut sharded = mesh.etp.map(|_| Sharded::new(mesh, comms.shards, comms.replicas)).transpose()?;
         let mut vars = BTreeMap::new();
         for param in params {
             let (dims, values) = param.share(rank % mesh.ep, mesh.ep);
@@ -64,8 +61,8 @@ impl Rank {
             let layer = Layer::new(moe_config(settings), number as u32)?;
             let vb = vb.pp(format!("layers.{number}.moe"));
             layers.push(match &sharded {
-                Some(sharded) => ExpertParallelMoE::sharded(layer, &on, vb, (&sharded.chain, settings.payload))?,
-                None => ExpertParallelMoE::new(layer, &on, vb)?,
+                Some(sharded) => ExpertParallelMoE::sharded(layer, &group, vb, (&sharded.chain, settings.payload))?,
+                None => ExpertParallelMoE::new(layer, &group, vb)?,
             });
         }
         if let Some(sharded) = &mut sharded {
@@ -73,7 +70,7 @@ impl Rank {
         }
         let vars = model.vars().values().cloned().collect();
         let optimiser = AdamW::new(vars, ParamsAdamW { lr: settings.learning_rate, ..ParamsAdamW::default() })?;
-        Ok(Self { settings: settings.clone(), world: comms.world, model, layers, sharded, optimiser })
+        Ok(Self { settings: settings.clone(), world, model, layers, sharded, optimiser })
     }
 
     /// Forward and backward of a part of a step's sequences.
@@ -133,7 +130,7 @@ impl Rank {
                 None => flat.resize(flat.len() + var.elem_count(), 0.0),
             }
         }
-        sum_over_ranks(&mut self.world, step, &mut flat)?;
+        self.world.sum(step, &mut flat)?;
         let mut rest = &flat[..];
         for var in replicated() {
             let (own, others) = rest.split_at(var.elem_count());

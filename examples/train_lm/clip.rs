@@ -2,12 +2,11 @@
 
 use candle_core::backprop::GradStore;
 use candle_core::{Tensor, Var};
-use moebius::comm::{Communicator, Op, Tag, ThreadComm};
-use moebius::cpu::Cpu;
-use moebius::{TensorMut, TensorRef};
+use moebius::comm::{Op, Tag};
 
 use crate::Failure;
 use crate::mesh::Mesh;
+use crate::world::World;
 
 /// Parameters of a rank.
 pub struct Gradients<'a> {
@@ -32,18 +31,15 @@ impl Gradients<'_> {
 
     /// The norm of all ranks' gradients: rows are added in the order in which the whole weights have them, whoever
     /// holds them. Padding adds zeros at the end.
-    pub fn norm(&self, world: &mut ThreadComm, mesh: Mesh, step: usize) -> Result<f64, Failure> {
+    pub fn norm(&self, world: &mut World, mesh: Mesh, step: usize) -> Result<f64, Failure> {
         let mut squares = 0.0;
         for var in &self.replicated {
             squares += self.get(var)?.iter().sum::<f64>();
         }
         for (number, var) in self.shares.iter().enumerate() {
             let own = self.get(var)?;
-            let mut all = vec![0f64; own.len() * mesh.ranks];
-            let dims = [all.len()];
             let tag = Tag { layer: number as u32, op: Op::User, sequence: step as u64 };
-            let recv = TensorMut::<Cpu>::from_slice(&mut all, &dims)?;
-            world.all_gather(tag, TensorRef::from_slice(&own, &[own.len()])?, recv)?;
+            let all = world.gather(tag, &own)?;
             for p in 0..mesh.ep {
                 for n in 0..mesh.shards() {
                     let first = mesh.rank(p, n, 0) * own.len();

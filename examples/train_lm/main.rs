@@ -21,6 +21,7 @@ mod sharded;
 #[cfg(test)]
 mod tests;
 mod twin;
+mod world;
 
 use std::error::Error;
 use std::path::PathBuf;
@@ -154,6 +155,9 @@ impl Args {
         if self.etp.is_some() && self.device != Place::Cpu {
             return Err("--etp: give --device cpu".into());
         }
+        if self.clip.is_some() && self.device != Place::Cpu && mesh.ranks > 1 {
+            return Err("--clip: give --device cpu, or --ranks 1".into());
+        }
         if self.clip.is_some_and(|norm| norm.is_nan() || norm <= 0.0) {
             return Err("--clip must be above 0".into());
         }
@@ -213,7 +217,7 @@ fn main() -> ExitCode {
 
 fn run(args: &Args) -> Result<bool, Failure> {
     let settings = args.settings()?;
-    let (mesh, device) = (settings.mesh, args.device.open(settings.mesh.ranks)?);
+    let (mesh, devices) = (settings.mesh, args.device.open(settings.mesh.ranks)?);
     let corpus = Corpus::load(args.text.as_deref())?;
     println!(
         "{} bytes of text; {} layers, hidden {}, {} experts top-{}, {} ranks, {} sequences of {} bytes a step",
@@ -242,16 +246,18 @@ fn run(args: &Args) -> Result<bool, Failure> {
     };
     match args.framework {
         Framework::Candle => {
-            let make = |params: &[_], comms, rank| candle::Rank::new(&settings, params, (comms, rank), &device);
-            ranks::train(&settings, args.check_every, &corpus, make, on_step)?;
+            let places = mesh::places(mesh, &devices, ranks::TIMEOUT)?;
+            let make = |params: &[_], place, rank| candle::Rank::new(&settings, params, (place, rank));
+            ranks::train(&settings, (places, args.check_every), &corpus, make, on_step)?;
         }
         #[cfg(feature = "burn")]
         Framework::Burn => {
-            if !device.is_cpu() {
+            if args.device != Place::Cpu {
                 return Err("--device cuda: give --framework candle; this example runs burn on the CPU".into());
             }
-            let make = |params: &[_], comms, rank| burn::Rank::new(&settings, params, comms, rank);
-            ranks::train(&settings, args.check_every, &corpus, make, on_step)?;
+            let comms = moebius::comm::ThreadWorld::create(mesh.ranks, ranks::TIMEOUT);
+            let make = |params: &[_], comm, rank| burn::Rank::new(&settings, params, comm, rank);
+            ranks::train(&settings, (comms, args.check_every), &corpus, make, on_step)?;
         }
     }
     bar.finish_and_clear();

@@ -2,7 +2,11 @@
 
 use std::time::Duration;
 
+use candle_core::Device;
 use moebius::comm::{ThreadComm, ThreadWorld};
+
+use crate::Failure;
+use crate::device::{Seat, seats};
 
 /// Rank w has the experts of EP rank `w % ep`. Of the ranks with the same experts, `etp` in a row share the shards of
 /// each weight; those at the same place among these are replicas.
@@ -37,35 +41,38 @@ impl Mesh {
     }
 }
 
-/// A rank's communicators.
+/// How a rank reaches the others.
+pub struct Place {
+    /// Those of its EP group.
+    pub experts: Seat,
+    /// Where experts are sharded.
+    pub sharded: Option<Comms>,
+}
+
+/// Communicators of a rank with sharded experts.
 #[derive(Debug)]
 pub struct Comms {
     pub world: ThreadComm,
-    /// The ranks of its EP group.
-    pub experts: ThreadComm,
     /// The ranks that share its shards: one for gathers, one for reductions.
     pub shards: [ThreadComm; 2],
     /// The ranks with the same shard.
     pub replicas: ThreadComm,
 }
 
-impl Comms {
-    /// Those of every rank.
-    pub fn create(mesh: Mesh, timeout: Duration) -> Vec<Self> {
-        let (ep, n) = (mesh.ep, mesh.shards());
-        let shards = || split(mesh.ranks, |w| (w / ep / n * ep + w % ep, w / ep % n), timeout);
-        let world = ThreadWorld::create(mesh.ranks, timeout).into_iter();
-        let experts = split(mesh.ranks, |w| (w / ep, w % ep), timeout);
-        let replicas = split(mesh.ranks, |w| (w % (ep * n), w / (ep * n)), timeout);
-        let all = world.zip(experts).zip(shards()).zip(shards()).zip(replicas);
-        all.map(|((((world, experts), gather), reduce), replicas)| Self {
-            world,
-            experts,
-            shards: [gather, reduce],
-            replicas,
-        })
-        .collect()
+/// Each rank's place; `devices` has as many as there are ranks.
+pub fn places(mesh: Mesh, devices: &[Device], timeout: Duration) -> Result<Vec<Place>, Failure> {
+    let whole = |experts| Place { experts, sharded: None };
+    if mesh.etp.is_none() {
+        return Ok(seats(devices, timeout)?.into_iter().map(whole).collect());
     }
+    let (ep, n) = (mesh.ep, mesh.shards());
+    let experts = split(mesh.ranks, |w| (w / ep, w % ep), timeout).into_iter().map(Seat::Cpu);
+    let shards = || split(mesh.ranks, |w| (w / ep / n * ep + w % ep, w / ep % n), timeout);
+    let world = ThreadWorld::create(mesh.ranks, timeout);
+    let replicas = split(mesh.ranks, |w| (w % (ep * n), w / (ep * n)), timeout);
+    let comms = world.into_iter().zip(shards()).zip(shards()).zip(replicas);
+    let comms = comms.map(|(((world, gather), reduce), replicas)| Comms { world, shards: [gather, reduce], replicas });
+    Ok(experts.zip(comms).map(|(experts, comms)| Place { experts, sharded: Some(comms) }).collect())
 }
 
 /// A communicator for each rank, over the group that `place` names, at its place in it.

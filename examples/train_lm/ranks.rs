@@ -7,20 +7,18 @@ use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 use std::thread;
 use std::time::Duration;
 
-use moebius::comm::{Communicator, Op, ReduceOp, Tag, ThreadComm};
-use moebius::cpu::Cpu;
-use moebius::ep::{EpGroup, Group, GroupConfig};
+use moebius::comm::{Op, ReduceOp, Tag};
+use moebius::ep::{EpGroup, GroupConfig};
 use moebius::{DType, MoeConfig, TensorMut};
 
 use crate::Failure;
 use crate::corpus::Corpus;
 use crate::lm::{Param, Settings, Step, initial};
-use crate::mesh::Comms;
 use crate::sharded::Cost;
 use crate::twin::Twin;
 
 /// How long a rank waits for its peers.
-const TIMEOUT: Duration = Duration::from_secs(60);
+pub const TIMEOUT: Duration = Duration::from_secs(60);
 
 /// A rank's model and optimiser.
 pub trait Worker {
@@ -55,11 +53,15 @@ pub struct Values {
     pub gradient: Vec<f32>,
 }
 
-/// This rank's membership in its EP group.
-pub fn join(settings: &Settings, comm: ThreadComm) -> Result<EpGroup, Failure> {
-    let tokens = settings.rows_of(0).1 * settings.context;
-    let config = GroupConfig::new(settings.experts, tokens);
-    Ok(EpGroup::new(Group::new(Cpu::new(), (), Box::new(comm), config)?))
+/// What an EP group agrees on.
+pub fn group_config(settings: &Settings) -> GroupConfig {
+    GroupConfig::new(settings.experts, settings.rows_of(0).1 * settings.context)
+}
+
+/// This rank's membership in the group of all ranks, on the CPU.
+#[cfg(feature = "burn")]
+pub fn join(settings: &Settings, comm: moebius::comm::ThreadComm) -> Result<EpGroup, Failure> {
+    Ok(EpGroup::new(moebius::ep::Group::new(moebius::cpu::Cpu::new(), (), Box::new(comm), group_config(settings))?))
 }
 
 /// The expert layers' configuration.
@@ -71,36 +73,40 @@ pub fn moe_config(settings: &Settings) -> MoeConfig {
     moe
 }
 
+/// Tag of the sum of replicated parameters' gradients.
+pub fn gradients(step: usize) -> Tag {
+    Tag { layer: 0, op: Op::GradReduce, sequence: step as u64 }
+}
+
 /// Sums `values` over the ranks, in rank order, so that all ranks get the same bits.
-pub fn sum_over_ranks(world: &mut ThreadComm, step: usize, values: &mut [f32]) -> Result<(), Failure> {
-    let tag = Tag { layer: 0, op: Op::GradReduce, sequence: step as u64 };
+pub fn sum_over_ranks(group: &EpGroup, step: usize, values: &mut [f32]) -> Result<(), Failure> {
+    let tag = gradients(step);
     let dims = [values.len()];
-    let buffer = TensorMut::<Cpu>::new(bytemuck::cast_slice_mut(values), DType::F32, &dims)?;
-    world.all_reduce(tag, ReduceOp::Sum, buffer)?;
+    let buffer = TensorMut::new(bytemuck::cast_slice_mut(values), DType::F32, &dims)?;
+    group.lock().dispatcher().communicator().all_reduce(tag, ReduceOp::Sum, buffer)?;
     Ok(())
 }
 
-/// Trains, and calls `on_step` after each step. `make` builds a rank's worker, on its thread. Every `check_every` steps
-/// the twin computes the same step from the same weights; 0: never.
-pub fn train<W: Worker>(
+/// Trains, and calls `on_step` after each step. `make` builds a rank's worker from its seat, on its thread. Every
+/// `check_every` steps the twin computes the same step from the same weights.
+pub fn train<S: Send, W: Worker>(
     settings: &Settings,
-    check_every: usize,
+    (seats, check_every): (Vec<S>, usize),
     corpus: &Corpus,
-    make: impl Fn(&[Param], Comms, usize) -> Result<W, Failure> + Sync,
+    make: impl Fn(&[Param], S, usize) -> Result<W, Failure> + Sync,
     mut on_step: impl FnMut(Step) -> Result<(), Failure>,
 ) -> Result<(), Failure> {
     let params = initial(settings);
     let twin = Twin::new(settings, &params)?;
-    let comms = Comms::create(settings.mesh, TIMEOUT);
     thread::scope(|scope| {
         let (mut reports, mut threads) = (Vec::new(), Vec::new());
-        for (rank, comm) in comms.into_iter().enumerate() {
+        for (rank, seat) in seats.into_iter().enumerate() {
             // A rank may run ahead of the twin by one step.
             let (sender, receiver) = sync_channel(1);
             reports.push(receiver);
             let (params, make) = (&params, &make);
             threads.push(scope.spawn(move || {
-                let mut worker = make(params, comm, rank)?;
+                let mut worker = make(params, seat, rank)?;
                 work(&mut worker, settings, check_every, corpus, rank, &sender)
             }));
         }
@@ -135,7 +141,7 @@ fn work(
     for step in 0..settings.steps {
         let bytes = corpus.batch(settings.seed, step, settings.batch, length)?;
         let own = &bytes[first * length..(first + rows) * length];
-        let report = worker.step(step, own, rows, check_every != 0 && step.is_multiple_of(check_every))?;
+        let report = worker.step(step, own, rows, step.is_multiple_of(check_every))?;
         if reports.send(report).is_err() {
             // Nobody listens any more.
             break;

@@ -5,7 +5,7 @@ use moebius::etp::Payload;
 
 use crate::corpus::Corpus;
 use crate::lm::{Settings, Step};
-use crate::mesh::Mesh;
+use crate::mesh::{self, Mesh};
 use crate::{TOLERANCE, candle, ranks};
 
 fn settings(ep: usize, etp: Option<usize>) -> Settings {
@@ -34,14 +34,15 @@ fn settings(ep: usize, etp: Option<usize>) -> Settings {
 fn train(settings: &Settings) -> Vec<Step> {
     let corpus = Corpus::load(None).unwrap();
     let mut steps = Vec::new();
-    let make = |params: &[_], comms, rank| candle::Rank::new(settings, params, (comms, rank), &Device::Cpu);
+    let places = mesh::places(settings.mesh, &vec![Device::Cpu; settings.mesh.ranks], ranks::TIMEOUT).unwrap();
+    let make = |params: &[_], place, rank| candle::Rank::new(settings, params, (place, rank));
     let on_step = |step: Step| {
         let twin = step.twin.as_ref().unwrap();
         assert!(twin.error <= TOLERANCE, "step {}: {} at {}", step.step, twin.error, twin.worst);
         steps.push(step);
         Ok(())
     };
-    ranks::train(settings, 1, &corpus, make, on_step).unwrap();
+    ranks::train(settings, (places, 1), &corpus, make, on_step).unwrap();
     steps
 }
 

@@ -125,6 +125,23 @@ MOEBIUS_SIZE(Plan, 20);
 MOEBIUS_FIELD(Plan, rows, 7);
 MOEBIUS_FIELD(Plan, fault, 19);
 
+// The layout that another library made of all ranks' choices.
+struct Received {
+    const int64_t* loads;      // [E] choices of each expert over all ranks
+    const int64_t* starts;     // [L] first slot of each local expert
+    const int64_t* total;      // padded rows with nothing dropped
+    int64_t first;             // the first local expert
+    int64_t groups;            // L
+    int64_t rows;              // N
+    int64_t* offsets;          // [L]
+    int64_t* counts;           // [L] filled slots
+    int32_t* row_map;          // [N]
+    unsigned long long* fault;
+};
+MOEBIUS_SIZE(Received, 10);
+MOEBIUS_FIELD(Received, rows, 5);
+MOEBIUS_FIELD(Received, fault, 9);
+
 // Moving and adding rows; elementwise functions.
 struct Rows {
     const void* source;

@@ -75,6 +75,14 @@ __device__ __forceinline__ void bulk_both(uint32_t to, const CUtensorMap& map, u
         : "memory");
 }
 
+__device__ __forceinline__ void bulk_both(uint32_t to, const CUtensorMap& map, uint32_t bar, int x, int y) {
+    asm volatile(
+        "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster "
+        "[%0], [%1, {%3, %4}], [%2], %5;\n" ::"r"(to),
+        "l"(&map), "r"(bar), "r"(x), "r"(y), "h"(static_cast<uint16_t>(3))
+        : "memory");
+}
+
 // A run of bytes from shared memory to memory; both ends and the size are multiples of 16.
 __device__ __forceinline__ void bulk_store(void* to, uint32_t from, uint32_t bytes) {
     asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;\n" ::"l"(to), "r"(from), "r"(bytes) : "memory");
@@ -93,6 +101,10 @@ __device__ __forceinline__ void fence_proxy() { asm volatile("fence.proxy.async.
 __device__ __forceinline__ void store_matrices(uint32_t to, const uint32_t (&v)[4]) {
     asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};\n" ::"r"(to), "r"(v[0]), "r"(v[1]), "r"(v[2]), "r"(v[3])
                  : "memory");
+}
+// Two of them, by the first 16 lanes.
+__device__ __forceinline__ void store_matrices(uint32_t to, const uint32_t (&v)[2]) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x2.shared.b16 [%0], {%1, %2};\n" ::"r"(to), "r"(v[0]), "r"(v[1]) : "memory");
 }
 __device__ __forceinline__ void load_matrices(uint32_t from, uint32_t (&v)[4]) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];\n"

@@ -29,8 +29,10 @@ constexpr int BM = 128, BK = 64, THREADS = 384;
 
 // Rows that are gathered arrive slowly, about 15 bytes a cycle. So the product that gathers and has a short epilogue makes
 // wider tiles, of which each row is used more: both warpgroups together, 64 rows and all columns each.
+// So does, with WIDE, a product whose K is long: its epilogue is a small part of it, and a wider tile reads less.
+constexpr int WIDE = 16;
 template <int KIND>
-constexpr bool TOGETHER = KIND == UP;
+constexpr bool TOGETHER = KIND == UP || KIND >= WIDE;
 template <int KIND>
 constexpr int BN = TOGETHER<KIND> ? 256 : 192;
 // Columns of the output that a tile makes.
@@ -50,14 +52,14 @@ constexpr int WORKS = 8;
 template <int KIND>
 struct Layout {
     static constexpr int STAGES = 4, STAGE_BYTES = A_BYTES + PAIRS<KIND> * 2 * BOX;
-    // 16 bytes between the rows of a staging buffer keep them on different banks.
-    static constexpr int PITCH = COLUMNS<KIND> * 2 + 16, STAGING = KIND == DOWN_BWD ? 8192 : 16 * PITCH;
+    // Columns that are on their way out at once. 16 bytes between the rows of a staging buffer keep them on different banks.
+    static constexpr int LEAVING = TOGETHER<KIND> ? 128 : COLUMNS<KIND>, PITCH = LEAVING * 2 + 16, STAGING = KIND == DOWN_BWD ? 8192 : 16 * PITCH;
     static constexpr int STAGED = STAGES * STAGE_BYTES, DESCRIBED = STAGED + 8 * STAGING, BARRIERS = DESCRIBED + WORKS * 16;
     static constexpr int PRIVATE = BARRIERS + 2 * STAGES * 8;  // barriers of each warp
     static constexpr int BYTES = PRIVATE + (KIND == DOWN_BWD ? 8 * 3 * 8 : 0);
 };
 constexpr int SHARED = 231616;
-static_assert(Layout<UP>::BYTES <= SHARED && Layout<DOWN_BWD>::BYTES <= SHARED && SHARED <= 232448, "src/cuda/launch.rs reserves as much");
+static_assert(Layout<UP>::BYTES <= SHARED && Layout<DOWN + WIDE>::BYTES <= SHARED && Layout<DOWN_BWD>::BYTES <= SHARED && SHARED <= 232448, "src/cuda/launch.rs reserves as much");
 
 // One tile: `rows` of group `group` from slot `slot` on, and the columns from `column` on.
 struct Work {
@@ -117,7 +119,7 @@ struct Engine {
     bool direct;  // A comes this way too
 
     __device__ __forceinline__ void box(const Work& w, uint32_t at, int k, int pair, int half) const {
-        constexpr bool BY_K = Stored<KIND>::b_by_k;
+        constexpr bool BY_K = Stored<KIND % WIDE>::b_by_k;
         const uint32_t to = ring.stage(at) + A_BYTES + (2 * pair + half) * BOX;
         const int column = w.column + pair * (COLUMNS<KIND> / PAIRS<KIND>);
         const int x = BY_K ? column : k;
@@ -143,7 +145,7 @@ struct Engine {
 // Whether a tile is so near the last column that two of its three pairs of boxes hold it.
 template <int KIND>
 __device__ __forceinline__ bool narrow(const Gemm& p, int column) {
-    return (KIND == DOWN || KIND == UP_DGRAD) && p.n - column <= COLUMNS<KIND> / PAIRS<KIND> * 2;
+    return !TOGETHER<KIND> && p.n - column <= COLUMNS<KIND> / PAIRS<KIND> * 2;
 }
 template <int KIND>
 __device__ __forceinline__ int pairs(const Gemm& p, int column) {
@@ -182,9 +184,9 @@ __device__ __forceinline__ void gather(const Gemm& p, const CUtensorMap& a, cons
     const int thread = threadIdx.x % 128, lane = thread % 32, r = thread / 8, c = thread % 8;
     const int steps = static_cast<int>((p.k + BK - 1) / BK), count = walk.count();
     const int looked_up = thread / 32 * 4 + lane % 4 + lane / 4 * 16;
-    // Row 0 in place of none: its products are not stored.
+    // The tile's first row in place of none: its products are not stored, and no other block asks for it as often.
     auto look_up = [&](int slot, int rows) {
-        const int64_t row = looked_up < rows ? mapped_row(p.a_map, slot + looked_up, p.a_rows, p.fault) : 0;
+        const int64_t row = mapped_row(p.a_map, slot + (looked_up < rows ? looked_up : 0), p.a_rows, p.fault);
         return static_cast<int>(row < 0 ? 0 : row);
     };
     const uint32_t into = r * 128 + ((c ^ (r & 7)) << 4);
@@ -200,6 +202,7 @@ __device__ __forceinline__ void gather(const Gemm& p, const CUtensorMap& a, cons
     uint32_t at = 0;
     for (int i = 0; i < count; i++) {
         const Work w = walk.at(i, COLUMNS<KIND>);
+        const int passes = (w.rows + 15) / 16;  // 16 rows each; what later ones would bring is not stored either
         const char* from[8];
 #pragma unroll
         for (int j = 0; j < 8; j++) {
@@ -214,12 +217,16 @@ __device__ __forceinline__ void gather(const Gemm& p, const CUtensorMap& a, cons
             const uint32_t to = ring.stage(at) + into;
             if ((step + 1) * BK <= p.k) {
 #pragma unroll
-                for (int j = 0; j < 8; j++) copy(to + j * 2048, from[j]);
+                for (int j = 0; j < 8; j++) {
+                    if (j < passes) copy(to + j * 2048, from[j]);
+                }
             } else {
                 // Past the last k: zeros, read from the row's start.
                 const bool inside = step * BK + c * 8 < p.k;
 #pragma unroll
-                for (int j = 0; j < 8; j++) copy(to + j * 2048, from[j] - (inside ? 0 : step * (BK * 2)), inside);
+                for (int j = 0; j < 8; j++) {
+                    if (j < passes) copy(to + j * 2048, from[j] - (inside ? 0 : step * (BK * 2)), inside);
+                }
             }
             barrier_arrive_after_copies(ring.full_at(at));
 #pragma unroll
@@ -261,7 +268,7 @@ __device__ __forceinline__ void give_turn(int group) { asm volatile("bar.arrive 
 // Products of a tile: its first COUNT halves, or the warpgroup's own, and all columns or 128. One step's stay in flight.
 template <class T, int KIND, int COUNT, bool NARROW>
 __device__ __forceinline__ void products(Sums<KIND>& acc, const Ring<KIND>& ring, uint32_t at, int steps, bool gathered, bool more) {
-    constexpr bool B_BY_K = Stored<KIND>::b_by_k;
+    constexpr bool B_BY_K = Stored<KIND % WIDE>::b_by_k;
     const bool releases = threadIdx.x % 32 == 0;
     const int first = TOGETHER<KIND> ? threadIdx.x / 128 : 0;
     for (int step = 0; step < steps; step++) {

@@ -91,7 +91,7 @@ __device__ __forceinline__ void add_old(const Rows& rows, float (&v)[N], int hal
 // Down's and the input gradient's: weights, bias, then out.
 template <class T, int KIND, int COUNT, int WIDTH>
 __device__ __forceinline__ void finish_plain(const Gemm& p, const Rows& rows, const Work& w, Sums<KIND>& acc) {
-    constexpr int PITCH = Layout<KIND>::PITCH;
+    constexpr int PITCH = Layout<KIND>::PITCH, LEAVING = Layout<KIND>::LEAVING, PART = WIDTH < LEAVING / 2 ? WIDTH : LEAVING / 2;
     const int own = rows.own();
     const int to = own < rows.live ? static_cast<int>(out_row(p, rows.slot + own, 0)) : -1;
     auto column = [&](int j) { return w.column + j * 8; };
@@ -100,17 +100,21 @@ __device__ __forceinline__ void finish_plain(const Gemm& p, const Rows& rows, co
     for (int half = 0; half < COUNT; half++) {
         if (half * 64 + rows.first >= rows.live) continue;
         if (p.scale) scale_by<WIDTH>(rows, acc[half], half, rows.value(p.scale));
-        if (KIND == DOWN && p.bias) {
+        if (KIND % WIDE == DOWN && p.bias) {
             const T* bias = static_cast<const T*>(p.bias) + w.group * p.n;
             add_bias<T, WIDTH>(rows, acc[half], half, bias, rows.value(p.bias_scale), column, p.n);
         }
         if (p.accumulate) add_old<T, WIDTH>(rows, acc[half], half, static_cast<const T*>(p.out), p.n, to, column);
         const int row = __shfl_sync(~0u, to, half * 16 + rows.lane % 16);
         T* at = rows.lane < 16 && row >= 0 ? static_cast<T*>(p.out) + row * p.n + w.column : nullptr;
-        sent();
 #pragma unroll
-        for (int j = 0; j < WIDTH / 8; j++) stage<T>(rows.matrices(PITCH, j * 16), acc[half] + j * 8, acc[half] + j * 8 + 4);
-        send(rows.staging, PITCH, at, bytes);
+        for (int part = 0; part < WIDTH / PART; part++) {
+            const float* from = acc[half] + part * PART;
+            sent();
+#pragma unroll
+            for (int j = 0; j < PART / 8; j++) stage<T>(rows.matrices(PITCH, j * 16), from + j * 8, from + j * 8 + 4);
+            send(rows.staging, PITCH, at ? at + part * LEAVING : nullptr, min(bytes - part * LEAVING * 2, LEAVING * 2));
+        }
     }
     sent();
 }

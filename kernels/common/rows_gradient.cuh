@@ -23,138 +23,143 @@ struct Chunks {
     int column;
     uint32_t barriers;  // of the warp
 
-    __device__ __forceinline__ uint32_t gate(int q) const { return rows.staging + q % AHEAD * 2 * BUFFER; }
-    __device__ __forceinline__ uint32_t hidden(int q) const { return rows.staging + (2 * AHEAD + q % 2) * BUFFER; }
-    // Chunk q is columns 32 (q % 6) and on, of half q / 6.
-    __device__ __forceinline__ int first_column(int q) const { return column + q % 6 * 32; }
-    __device__ __forceinline__ int first_row(int q) const { return rows.slot + q / 6 * 64 + rows.first; }
+    // Buffers of the `number`-th chunk of the warp.
+    __device__ __forceinline__ uint32_t gate(uint32_t number) const { return rows.staging + number % AHEAD * 2 * BUFFER; }
+    __device__ __forceinline__ uint32_t hidden(uint32_t number) const { return rows.staging + (2 * AHEAD + number % 2) * BUFFER; }
+    // Chunks of a half of the warp's rows: one for every 32 columns that exist.
+    __device__ __forceinline__ int per_half() const {
+        return static_cast<int>(min(static_cast<int64_t>(COLUMNS<DOWN_BWD>), p.n - column) + 31) / 32;
+    }
+    // Those of its tile: none for a half without rows.
+    __device__ __forceinline__ int count() const {
+        return per_half() * (64 + rows.first < rows.live ? 2 : rows.first < rows.live ? 1 : 0);
+    }
+    // Chunk q is of the first half, or of the second behind it.
+    __device__ __forceinline__ int first_column(int q) const { return column + (q < per_half() ? q : q - per_half()) * 32; }
+    __device__ __forceinline__ int first_row(int q) const { return rows.slot + (q < per_half() ? 0 : 64) + rows.first; }
     // By one lane; the `number`-th chunk of the warp goes by way of barrier `number` % AHEAD.
     __device__ __forceinline__ void load(int q, uint32_t number) const {
         const uint32_t bar = barriers + number % AHEAD * 8;
         barrier_arrive_expect(bar, 2 * BUFFER);
-        bulk(gate(q), tensors.pre, bar, first_column(q), 0, first_row(q));
-        bulk(gate(q) + BUFFER, tensors.pre, bar, first_column(q), 1, first_row(q));
+        bulk(gate(number), tensors.pre, bar, first_column(q), 0, first_row(q));
+        bulk(gate(number) + BUFFER, tensors.pre, bar, first_column(q), 1, first_row(q));
     }
     __device__ __forceinline__ void wait(uint32_t number) const { barrier_wait(barriers + number % AHEAD * 8, number / AHEAD & 1); }
     // Sends gate, up and the activation. Boxes would run over the last row of a tile: that warp's go word by word.
-    __device__ __forceinline__ void store(int q) const {
+    __device__ __forceinline__ void store(int q, uint32_t number) const {
         fence_proxy();
         __syncwarp();
-        if (q / 6 * 64 + rows.first + 16 <= rows.live) {
+        if (first_row(q) - rows.slot + 16 <= rows.live) {
             if (rows.lane == 0) {
-                bulk_store(tensors.d_pre, gate(q), first_column(q), 0, first_row(q));
-                bulk_store(tensors.d_pre, gate(q) + BUFFER, first_column(q), 1, first_row(q));
-                if (p.hidden) bulk_store(tensors.hidden, hidden(q), first_column(q), 0, first_row(q));
+                bulk_store(tensors.d_pre, gate(number), first_column(q), 0, first_row(q));
+                bulk_store(tensors.d_pre, gate(number) + BUFFER, first_column(q), 1, first_row(q));
+                if (p.hidden) bulk_store(tensors.hidden, hidden(number), first_column(q), 0, first_row(q));
             }
         } else {
-            words(q, gate(q), static_cast<T*>(p.out), 2 * p.n);
-            words(q, gate(q) + BUFFER, static_cast<T*>(p.out) + p.n, 2 * p.n);
-            if (p.hidden) words(q, hidden(q), static_cast<T*>(p.hidden), p.n);
+            words(q, gate(number), static_cast<T*>(p.out), 2 * p.n);
+            words(q, gate(number) + BUFFER, static_cast<T*>(p.out) + p.n, 2 * p.n);
+            if (p.hidden) words(q, hidden(number), static_cast<T*>(p.hidden), p.n);
         }
         bulk_commit();
     }
     __device__ __forceinline__ void words(int q, uint32_t from, T* base, int64_t ld) const {
-#pragma unroll
+#pragma unroll 1
         for (int i = 0; i < 2; i++) {
-            const int row = i * 8 + rows.lane / 4, c = rows.lane % 4;
+            const int row = first_row(q) + i * 8 + rows.lane / 4, c = rows.lane % 4;
             const int64_t n = first_column(q) + c * 8;
             uint4 v;
-            asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];\n" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(from + swizzled(row, c)) : "memory");
-            if (q / 6 * 64 + rows.first + row < rows.live && n < p.n) *reinterpret_cast<uint4*>(base + (static_cast<int64_t>(first_row(q)) + row) * ld + n) = v;
+            asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];\n" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(from + swizzled(i * 8 + rows.lane / 4, c)) : "memory");
+            if (row - rows.slot < rows.live && n < p.n) *reinterpret_cast<uint4*>(base + static_cast<int64_t>(row) * ld + n) = v;
         }
     }
     // Rows of 64 bytes, as the copy engine lays them out.
     static __device__ __forceinline__ uint32_t swizzled(int row, int word) { return row * 64 + ((word ^ (row / 2 & 3)) << 4); }
-    // Where this lane's row of matrices is, for columns 16 part and on.
-    __device__ __forceinline__ uint32_t matrices(int part) const {
-        return swizzled(rows.lane / 8 % 2 * 8 + rows.lane % 8, part * 2 + rows.lane / 16);
-    }
+    // This lane's row of the matrices of block `block` of eight columns: of gate by the first 16 lanes, of up by the others.
+    __device__ __forceinline__ uint32_t matrices(int block) const { return rows.lane / 16 * BUFFER + swizzled(rows.lane % 16, block); }
 };
 
-// Eight accumulators of the 16 columns from 16 c on, of a half: a loop over c in place of as many copies of its body,
-// which would not fit the instruction cache. In assembly, as the compiler would put the array into memory.
-template <int COUNT>
-__device__ __forceinline__ void pick(const Sums<DOWN_BWD>& acc, int half, int c, float (&d)[8]) {
+// The four accumulators of block c of eight columns: a loop over c in place of as many copies of its body, which would
+// not fit the instruction cache. The moves are in assembly, as the compiler would put the array into memory.
+template <int FIRST, int COUNT>
+__device__ __forceinline__ void pick(const float (&acc)[96], int c, float (&d)[4]) {
+    if constexpr (COUNT == 1) {
+        const float* v = acc + FIRST * 4;
+        asm volatile("mov.f32 %0, %4;\nmov.f32 %1, %5;\nmov.f32 %2, %6;\nmov.f32 %3, %7;\n"
+                     : "=f"(d[0]), "=f"(d[1]), "=f"(d[2]), "=f"(d[3])
+                     : "f"(v[0]), "f"(v[1]), "f"(v[2]), "f"(v[3]));
+    } else {
+        if (c < FIRST + COUNT / 2) pick<FIRST, COUNT / 2>(acc, c, d);
+        else pick<FIRST + COUNT / 2, COUNT - COUNT / 2>(acc, c, d);
+    }
+}
+
+// One half of a tile. `number` counts the chunks of the warp, of which this half's begin at `first` of `count`; two are on
+// their way.
+template <class T>
+__device__ __forceinline__ void finish_half(const Chunks<T>& chunks, const float (&acc)[96], int half, int count, uint32_t& number) {
+    const Gemm& p = chunks.p;
+    const Rows& rows = chunks.rows;
+    const int act = static_cast<int>(p.activation), per_half = chunks.per_half(), first = half * per_half;
+    const float alpha = static_cast<float>(p.alpha), limit = static_cast<float>(p.limit);
+    const float scale = rows.value(p.scale);
+    const float factor[2] = {rows.of(scale, half, 0), rows.of(scale, half, 2)};
+    const int blocks = static_cast<int>(p.n - chunks.column) / 8;  // columns past the end are not counted
+    float dot[2] = {0.0f, 0.0f};
+#pragma unroll 1
+    for (int c = 0; c < per_half * 4; c++) {
+        const int q = first + c / 4;
+        if (c % 4 == 0) {
+            chunks.wait(number);
+        } else if (c % 4 == 2 && rows.lane == 0) {
+            // Where the chunk after the next goes, the one before has left.
+            bulk_wait_read();
+            if (q + 2 < count) chunks.load(q + 2, number + 2);
+        }
+        __syncwarp();
+        const uint32_t at = chunks.gate(number) + chunks.matrices(c % 4);
+        uint32_t v[4];  // gate of rows 0 and 8, then up
+        load_matrices(at, v);
+        float d[4];
+        pick<0, 24>(acc, c, d);
+        uint32_t h[2];
+        with_gate(act, [&](auto kind) {
 #pragma unroll
-    for (int h = 0; h < COUNT; h++) {
-        if (half != h) continue;
+            for (int i = 0; i < 2; i++) {
+                const float2 a = unpack<T>(v[i]), b = unpack<T>(v[i + 2]);
+                const Glu x = activate<true>(kind.value, alpha, limit, a.x, b.x), y = activate<true>(kind.value, alpha, limit, a.y, b.y);
+                const float f = factor[i], dx = d[2 * i], dy = d[2 * i + 1];
+                if (c < blocks) dot[i] += dx * x.value + dy * y.value;
+                v[i] = pack<T>(x.by_gate * (dx * f), y.by_gate * (dy * f));
+                v[i + 2] = pack<T>(x.by_up * (dx * f), y.by_up * (dy * f));
+                h[i] = pack<T>(x.value * f, y.value * f);
+            }
+        });
+        store_matrices(at, v);
+        store_matrices(chunks.hidden(number) + Chunks<T>::swizzled(rows.lane % 16, c % 4), h);
+        if (c % 4 != 3) continue;
+        chunks.store(q, number);
+        number++;
+    }
+    if (!p.partial) return;
 #pragma unroll
-        for (int i = 0; i < 12; i++) {
-            const float* v = acc[h] + i * 8;
-            asm volatile(
-                "{\n.reg .pred other;\nsetp.ne.s32 other, %8, %9;\n@other bra NEXT;\n"
-                "mov.f32 %0, %10;\nmov.f32 %1, %11;\nmov.f32 %2, %12;\nmov.f32 %3, %13;\n"
-                "mov.f32 %4, %14;\nmov.f32 %5, %15;\nmov.f32 %6, %16;\nmov.f32 %7, %17;\nNEXT:\n}\n"
-                : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7])
-                : "r"(c), "r"(i), "f"(v[0]), "f"(v[1]), "f"(v[2]), "f"(v[3]), "f"(v[4]), "f"(v[5]), "f"(v[6]), "f"(v[7]));
+    for (int h = 0; h < 2; h++) {
+        dot[h] += __shfl_xor_sync(~0u, dot[h], 1);
+        dot[h] += __shfl_xor_sync(~0u, dot[h], 2);
+        const int row = half * 64 + rows.first + rows.lane / 4 + h * 8;
+        // Rows past the end are not stored.
+        if (rows.lane % 4 == 0 && row < rows.live) {
+            p.partial[(static_cast<int64_t>(rows.slot) + row) * p.n_tiles + chunks.column / BN<DOWN_BWD>] = dot[h];
         }
     }
 }
 
-// Chunks of a warp: none for a half without rows.
-__device__ __forceinline__ int chunk_count(const Rows& rows) {
-    return 64 + rows.first < rows.live ? 12 : rows.first < rows.live ? 6 : 0;
-}
-
-// `number` counts the chunks of the warp; the first two of the tile are on their way.
+// A half after the other, so that the first one's accumulators make room for the second.
 template <class T, int COUNT>
-__device__ __forceinline__ void finish_down_bwd(const Chunks<T>& chunks, const Work& w, Sums<DOWN_BWD>& acc, uint32_t& number) {
-    const Gemm& p = chunks.p;
-    const Rows& rows = chunks.rows;
-    const int act = static_cast<int>(p.activation), count = chunk_count(rows);
-    const float alpha = static_cast<float>(p.alpha), limit = static_cast<float>(p.limit);
-    const float scale = rows.value(p.scale);
-#pragma unroll 1
-    for (int half = 0; half < count / 6; half++) {
-        float dot[2] = {0.0f, 0.0f};
-#pragma unroll 1
-        for (int c = 0; c < 12; c++) {
-            const int q = half * 6 + c / 2;
-            if (c % 2 == 0) {
-                chunks.wait(number);
-            } else if (rows.lane == 0) {
-                // Where the chunk after the next goes, the one before has left.
-                bulk_wait_read();
-                if (q + 2 < count) chunks.load(q + 2, number + 2);
-            }
-            __syncwarp();
-            float d[8] = {};
-            pick<COUNT>(acc, half, c, d);
-            const uint32_t at = chunks.matrices(c % 2);
-            uint32_t g[4], u[4];
-            load_matrices(chunks.gate(q) + at, g);
-            load_matrices(chunks.gate(q) + Chunks<T>::BUFFER + at, u);
-            const float factor[2] = {rows.of(scale, half, 0), rows.of(scale, half, 2)};
-            with_gate(act, [&](auto kind) {
-#pragma unroll
-                for (int i = 0; i < 4; i++) {
-                    const float2 a = unpack<T>(g[i]), b = unpack<T>(u[i]);
-                    const Glu x = activate<true>(kind.value, alpha, limit, a.x, b.x), y = activate<true>(kind.value, alpha, limit, a.y, b.y);
-                    const float f = factor[i % 2], dx = d[2 * i], dy = d[2 * i + 1];
-                    // Rows past the end are not stored, columns past it not counted.
-                    if (w.column + c * 16 + i / 2 * 8 < p.n) dot[i % 2] += dx * x.value + dy * y.value;
-                    g[i] = pack<T>(x.by_gate * dx * f, y.by_gate * dy * f);
-                    u[i] = pack<T>(x.by_up * dx * f, y.by_up * dy * f);
-                    d[2 * i] = x.value * f, d[2 * i + 1] = y.value * f;
-                }
-            });
-            store_matrices(chunks.gate(q) + at, g);
-            store_matrices(chunks.gate(q) + Chunks<T>::BUFFER + at, u);
-            stage<T>(chunks.hidden(q) + at, d, d + 4);
-            if (c % 2 == 0) continue;
-            chunks.store(q);
-            number++;
-        }
-        if (!p.partial) continue;
-#pragma unroll
-        for (int h = 0; h < 2; h++) {
-            dot[h] += __shfl_xor_sync(~0u, dot[h], 1);
-            dot[h] += __shfl_xor_sync(~0u, dot[h], 2);
-            const int row = half * 64 + rows.first + rows.lane / 4 + h * 8;
-            if (rows.lane % 4 == 0 && row < rows.live) {
-                p.partial[(static_cast<int64_t>(rows.slot) + row) * p.n_tiles + w.column / BN<DOWN_BWD>] = dot[h];
-            }
-        }
+__device__ __forceinline__ void finish_down_bwd(const Chunks<T>& chunks, Sums<DOWN_BWD>& acc, uint32_t& number) {
+    const int count = chunks.count();
+    if (count > 0) finish_half<T>(chunks, acc[0], 0, count, number);
+    if constexpr (COUNT == 2) {
+        if (count > chunks.per_half()) finish_half<T>(chunks, acc[1], 1, count, number);
     }
 }
 

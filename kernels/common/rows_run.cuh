@@ -13,12 +13,12 @@ __device__ __forceinline__ Work described(const Ring<KIND>& ring, int i) {
 }
 
 // Both warpgroups: 64 rows each of every tile.
-template <class T>
-__device__ __forceinline__ void multiply_together(const Gemm& p, const Ring<UP>& ring) {
+template <class T, int KIND>
+__device__ __forceinline__ void multiply_together(const Gemm& p, const Ring<KIND>& ring) {
     const Walk walk(p);
     const int group = threadIdx.x / 128, warp = threadIdx.x / 32;
     const int steps = static_cast<int>((p.k + BK - 1) / BK), count = walk.count();
-    Rows rows{static_cast<int>(threadIdx.x % 32), warp * 16, 0, 0, ring.base + Layout<UP>::STAGED + warp * Layout<UP>::STAGING};
+    Rows rows{static_cast<int>(threadIdx.x % 32), warp * 16, 0, 0, ring.base + Layout<KIND>::STAGED + warp * Layout<KIND>::STAGING};
     for (int i = 0; i < count; i++) {
         const uint32_t at = static_cast<uint32_t>(i) * steps;
         ring.wait_full(at);
@@ -28,9 +28,10 @@ __device__ __forceinline__ void multiply_together(const Gemm& p, const Ring<UP>&
             pass(ring, at, steps);
             continue;
         }
-        Sums<UP> acc;
-        products<T, UP, 1, false>(acc, ring, at, steps, p.a_map, false);
-        finish_up<T>(p, rows, w, acc);
+        Sums<KIND> acc;
+        products<T, KIND, 1, false>(acc, ring, at, steps, p.a_map, false);
+        if constexpr (KIND == UP) finish_up<T>(p, rows, w, acc);
+        else finish_plain<T, KIND, 1, BN<KIND> / 2>(p, rows, w, acc);
     }
 }
 
@@ -51,10 +52,9 @@ __device__ __forceinline__ void multiply_in_turns(const Gemm& p, const Tensors& 
         rows.live = w.rows, rows.slot = w.slot;
         const Chunks<T> chunks{p, tensors, rows, w.column, ring.base + Layout<KIND>::PRIVATE + warp * 24};
         if constexpr (KIND == DOWN_BWD) {
-            if (rows.lane == 0 && chunk_count(rows) > 0) {
+            if (rows.lane == 0) {
                 bulk_wait_read();
-                chunks.load(0, number);
-                chunks.load(1, number + 1);
+                for (int q = 0; q < min(2, chunks.count()); q++) chunks.load(q, number + q);
             }
         }
         // The accumulators of each case are its own: the compiler must see one owner.
@@ -62,11 +62,10 @@ __device__ __forceinline__ void multiply_in_turns(const Gemm& p, const Tensors& 
             constexpr int COUNT = halves.value, WIDTH = is_narrow.value ? 64 : 96;
             Sums<KIND> acc;
             products<T, KIND, COUNT, is_narrow.value>(acc, ring, at, steps, p.a_map, i + 1 < count);
-            if constexpr (KIND == DOWN_BWD) finish_down_bwd<T, COUNT>(chunks, w, acc, number);
+            if constexpr (KIND == DOWN_BWD) finish_down_bwd<T, COUNT>(chunks, acc, number);
             else finish_plain<T, KIND, COUNT, WIDTH>(p, rows, w, acc);
         };
-        // Gradients through the activation, whose code is long, have no case for the last columns.
-        if (KIND != DOWN_BWD && narrow<KIND>(p, w.column)) tile(Constant<2>{}, Constant<KIND != DOWN_BWD>{});
+        if (narrow<KIND>(p, w.column)) tile(Constant<2>{}, Constant<1>{});
         else if (w.rows > 64) tile(Constant<2>{}, Constant<0>{});
         else tile(Constant<1>{}, Constant<0>{});
     }
@@ -98,7 +97,7 @@ __device__ __forceinline__ void run(const Gemm& p, const CUtensorMap& a, const C
     } else {
         if (TOGETHER<KIND>) asm volatile("setmaxnreg.inc.sync.aligned.u32 224;\n");
         else asm volatile("setmaxnreg.inc.sync.aligned.u32 232;\n");
-        if constexpr (TOGETHER<KIND>) multiply_together<T>(p, ring);
+        if constexpr (TOGETHER<KIND>) multiply_together<T, KIND>(p, ring);
         else multiply_in_turns<T, KIND>(p, tensors, ring);
     }
     // No block leaves while the other may still signal it.

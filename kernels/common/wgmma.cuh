@@ -1,6 +1,6 @@
-// Matrix instructions of a warpgroup: 64 x N x 16 for N of 256, 192 and 128. Accumulators 4 j .. 4 j + 3 of thread t are, in
+// Matrix instructions of a warpgroup: 64 x N x 16 for N of 256, 192, 128 and 64. Accumulators 4 j .. 4 j + 3 of thread t are, in
 // columns 8 j + 2 (t % 4) and the one after, row t / 4 and then row t / 4 + 8 (of the warp's 16). TA and TB: 1 for an operand
-// stored [k, m or n]. A tag chooses the type. The narrowest leaves the rest of `d` alone.
+// stored [k, m or n]. A tag chooses the type. `wgmma_128` of 96 leaves the rest of `d` alone.
 #pragma once
 #include "common.cuh"
 
@@ -55,6 +55,24 @@ __device__ __forceinline__ void wgmma_128(float (&d)[96], uint64_t a, uint64_t b
 template <int TA, int TB>
 __device__ __forceinline__ void wgmma_128(float (&d)[96], uint64_t a, uint64_t b, int add, f16) {
     WGMMA_128("f16");
+}
+
+template <int TA, int TB>
+__device__ __forceinline__ void wgmma_64(float (&d)[32], uint64_t a, uint64_t b, int add, bf16) {
+    WGMMA("64", "bf16", REGISTERS_0, OUT_32, "%32", "%33", "%34", "%35", "%36");
+}
+template <int TA, int TB>
+__device__ __forceinline__ void wgmma_64(float (&d)[32], uint64_t a, uint64_t b, int add, f16) {
+    WGMMA("64", "f16", REGISTERS_0, OUT_32, "%32", "%33", "%34", "%35", "%36");
+}
+// A from registers: of rows t / 4 and t / 4 + 8 the k of 2 (t % 4) and the one after, then the same 8 further on. B is
+// stored [k, n].
+__device__ __forceinline__ void wgmma_128(float (&d)[64], const uint32_t (&a)[4], uint64_t b, int add) {
+    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %69, 0;\n"
+                 "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {" REGISTERS_0 ", " REGISTERS_1 "}, "
+                 "{%64, %65, %66, %67}, %68, p, 1, 1, 1;\n}\n"
+                 : OUT_64(0)
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add));
 }
 
 #undef WGMMA_128

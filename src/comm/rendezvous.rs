@@ -12,12 +12,12 @@ use loom::sync::{Condvar, Mutex, MutexGuard};
 use std::sync::{Condvar, Mutex, MutexGuard};
 
 #[cfg(loom)]
-pub(super) use loom::sync::Arc;
+pub(crate) use loom::sync::Arc;
 #[cfg(not(loom))]
-pub(super) use std::sync::Arc;
+pub(crate) use std::sync::Arc;
 
 /// Where ranks `0..size` meet, round after round.
-pub(super) struct Rendezvous<T, V> {
+pub(crate) struct Rendezvous<T, V> {
     state: Mutex<State<T, V>>,
     changed: Condvar,
 }
@@ -39,7 +39,7 @@ struct State<T, V> {
 
 /// A finished round.
 #[derive(Debug)]
-pub(super) struct Round<T, V> {
+pub(crate) struct Round<T, V> {
     /// Deposits in rank order.
     pub deposits: Vec<T>,
     /// What the last rank to arrive found about them.
@@ -48,7 +48,7 @@ pub(super) struct Round<T, V> {
 
 /// Why a round did not finish.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(super) enum Failure {
+pub(crate) enum Failure {
     /// This rank has left for good.
     Gone(usize),
     /// These ranks did not arrive in time.

@@ -12,7 +12,8 @@ use crate::dtype::DType;
 use crate::error::{CommError, Error, Result};
 use crate::tensor::{TensorMut, TensorRef};
 
-use super::rendezvous::{Arc, Failure, Rendezvous, Round};
+use super::agree::{Call, Detail, Verdict, failed, judge};
+use super::rendezvous::{Arc, Rendezvous, Round};
 use super::{Communicator, Exchange, ReduceOp, Tag};
 
 /// Factory of the communicators of a group of threads.
@@ -47,24 +48,9 @@ impl Drop for ThreadComm {
 /// What a rank brings to a meeting.
 #[derive(Debug)]
 struct Message {
-    operation: &'static str,
-    tag: Tag,
-    dtype: DType,
-    detail: Detail,
+    call: Call,
     bytes: Vec<u8>,
 }
-
-#[derive(Debug, Clone, PartialEq, Eq)]
-enum Detail {
-    Plain,
-    Reduce(ReduceOp),
-    Root(usize),
-    Pieces { send: Vec<usize>, recv: Vec<usize> },
-    Refusal(String),
-}
-
-/// One error a rank, where the messages do not fit together.
-type Verdict = Option<Vec<CommError>>;
 
 impl ThreadComm {
     /// Meets the other ranks; fails on all of them where their messages disagree.
@@ -77,18 +63,13 @@ impl ThreadComm {
         bytes: &[u8],
     ) -> Result<Arc<Round<Message, Verdict>>> {
         self.calls += 1;
-        let rank = self.rank;
-        let message = Message { operation, tag, dtype, detail, bytes: bytes.to_vec() };
-        let round = self.world.meet(rank, message, self.timeout, judge).map_err(|failure| match failure {
-            Failure::Gone(peer) => CommError::PeerGone { operation, tag, rank, peer },
-            Failure::Timeout(missing) => CommError::Timeout { operation, tag, rank, missing, timeout: self.timeout },
-            Failure::Poisoned(missing) => CommError::Poisoned {
-                operation,
-                tag,
-                rank,
-                reason: format!("ranks {missing:?} did not arrive in time"),
-            },
-        })?;
+        let (rank, timeout) = (self.rank, self.timeout);
+        let call = Call { operation, tag, dtype, detail, bytes: bytes.len() };
+        let message = Message { call: call.clone(), bytes: bytes.to_vec() };
+        let round = self
+            .world
+            .meet(rank, message, timeout, |all| judge(all.iter().map(|m| &m.call)))
+            .map_err(|failure| failed(&call, rank, timeout, failure))?;
         match round.verdict.as_ref().and_then(|errors| errors.get(rank)) {
             Some(error) => Err(error.clone().into()),
             None => Ok(round),
@@ -103,80 +84,6 @@ impl ThreadComm {
         }
         checked
     }
-}
-
-/// Compares the messages of all ranks.
-fn judge(messages: &[Message]) -> Verdict {
-    let all = 0..messages.len();
-    let each = |error: &dyn Fn(usize) -> CommError| Some(all.clone().map(error).collect());
-    // For every rank that finds no fault with a peer of its own, the fault of another pair is the news.
-    let refusing = |r: usize| {
-        let refused = |p: &usize| matches!(messages[*p].detail, Detail::Refusal(_));
-        all.clone().filter(|p| *p != r).find(refused).or_else(|| Some(r).filter(refused))
-    };
-    if refusing(0).is_some() {
-        return each(&|r| {
-            let (m, peer) = (&messages[r], refusing(r).unwrap_or(r));
-            let reason = match &messages[peer].detail {
-                Detail::Refusal(reason) => reason.clone(),
-                _ => String::new(),
-            };
-            CommError::Refused { operation: m.operation, tag: m.tag, rank: r, peer, reason }
-        });
-    }
-    let differing =
-        |same: &dyn Fn(&Message, &Message) -> bool, r: usize| all.clone().find(|p| !same(&messages[r], &messages[*p]));
-
-    let same_call = |a: &Message, b: &Message| a.operation == b.operation && a.tag == b.tag;
-    if differing(&same_call, 0).is_some() {
-        return each(&|r| {
-            let (m, peer) = (&messages[r], differing(&same_call, r).unwrap_or(r));
-            CommError::TagMismatch {
-                operation: m.operation,
-                tag: m.tag,
-                rank: r,
-                peer,
-                peer_operation: messages[peer].operation,
-                peer_tag: messages[peer].tag,
-            }
-        });
-    }
-    let same_arguments = |a: &Message, b: &Message| argument(a) == argument(b);
-    if differing(&same_arguments, 0).is_some() {
-        return each(&|r| {
-            let (m, peer) = (&messages[r], differing(&same_arguments, r).unwrap_or(r));
-            let (value, peer_value) = (argument(m), argument(&messages[peer]));
-            CommError::ArgumentMismatch { operation: m.operation, tag: m.tag, rank: r, peer, value, peer_value }
-        });
-    }
-    let wrong_size = |r: usize| all.clone().find_map(|p| sizes(messages, r, p).map(|(want, has)| (r, p, want, has)));
-    if all.clone().any(|r| wrong_size(r).is_some()) {
-        return each(&|r| {
-            let m = &messages[r];
-            let found = wrong_size(r).or_else(|| all.clone().find_map(wrong_size));
-            let (rank, peer, expected, found) = found.unwrap_or((r, r, 0, 0));
-            CommError::SizeMismatch { operation: m.operation, tag: m.tag, rank, peer, expected, found }
-        });
-    }
-    None
-}
-
-/// What ranks must agree on besides operation, tag and sizes.
-fn argument(m: &Message) -> String {
-    match &m.detail {
-        Detail::Reduce(op) => format!("{op:?} of {}", m.dtype),
-        Detail::Root(root) => format!("{} from root {root}", m.dtype),
-        _ => m.dtype.to_string(),
-    }
-}
-
-/// Bytes that rank r wants of p and bytes that p sends, where they differ.
-fn sizes(messages: &[Message], r: usize, p: usize) -> Option<(usize, usize)> {
-    let (expected, found) = match (&messages[r].detail, &messages[p].detail) {
-        (Detail::Pieces { recv, .. }, Detail::Pieces { send, .. }) => (recv[p], send[r]),
-        _ => (messages[r].bytes.len(), messages[p].bytes.len()),
-    };
-    (expected != found).then_some((expected, found))
 }
 
 impl Communicator<Cpu> for ThreadComm {
@@ -233,7 +140,7 @@ impl Communicator<Cpu> for ThreadComm {
         let round = self.meet("all_to_all_v", tag, exchange.payload, detail, exchange.send.data())?;
         let mut room = exchange.recv.into_data();
         for (message, &bytes) in round.deposits.iter().zip(exchange.recv_bytes) {
-            let start: usize = match &message.detail {
+            let start: usize = match &message.call.detail {
                 Detail::Pieces { send, .. } => send[..self.rank].iter().sum(),
                 _ => 0,
             };

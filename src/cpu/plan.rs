@@ -38,6 +38,7 @@ pub(super) fn plan(call: PlanRequest<'_, Cpu>) -> Result<Plan<Cpu>> {
     let maps = match call.transport {
         Transport::Local | Transport::AllRows => walk.all_rows()?,
         Transport::UniqueRows => walk.unique_rows()?,
+        Transport::Slots => walk.slots_only()?,
     };
     let (zones, padded_counts) = layout.zones(call.rank)?;
     Ok(Plan {
@@ -251,6 +252,26 @@ impl Walk<'_, '_> {
         })
     }
 
+    fn slots_only(&self) -> Result<Maps> {
+        let rows = self.layout.rows(self.call.rank);
+        let mut row_map = vec![-1i32; rows];
+        for i in (0..self.ids.len()).filter(|i| self.rank_of(*i) == Some(self.call.rank)) {
+            row_map[self.slots[i] as usize] = self.slots[i];
+        }
+        Ok(Maps {
+            weight_map: Tensor::from_vec(row_map.clone(), &[rows])?,
+            row_map: Tensor::from_vec(row_map, &[rows])?,
+            return_map: Tensor::from_vec(Vec::<i32>::new(), &[0, self.call.spec.top_k])?,
+            send_tokens: None,
+            send_choices: None,
+            return_slots: None,
+            send_rows: Vec::new(),
+            recv_rows: Vec::new(),
+            slots_from: Vec::new(),
+            slots_at: Vec::new(),
+        })
+    }
+
     fn unique_rows(&self) -> Result<Maps> {
         let (rank, ranks, k) = (self.call.rank, self.call.ranks, self.call.spec.top_k);
         let rows = self.layout.rows(rank);
@@ -317,4 +338,32 @@ fn lengths(lists: &[Vec<i32>]) -> Vec<usize> {
 fn list(values: Vec<i32>) -> Result<Tensor<Cpu>> {
     let n = values.len();
     Tensor::from_vec(values, &[n])
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::ep::DispatchSpec;
+
+    #[test]
+    fn a_transport_into_slots_maps_filled_slots_to_themselves() -> Result<()> {
+        let ids = Tensor::from_vec(vec![2, 3, 2, -1, 0, 2], &[3, 2])?;
+        let spec = DispatchSpec { alignment: 4, ..DispatchSpec::new(0, 2) };
+        let call = PlanRequest {
+            rank: 1,
+            ranks: 2,
+            num_experts: 4,
+            ids: ids.view(),
+            weights: None,
+            tokens: &[2, 1],
+            spec: &spec,
+            transport: Transport::Slots,
+        };
+        let plan = plan(call)?;
+        // Expert 2 has three rows and a pad, expert 3 one and three.
+        assert_eq!(plan.row_map.view().as_slice::<i32>()?, [0, 1, 2, -1, 4, -1, -1, -1]);
+        assert_eq!(plan.weight_map.view().as_slice::<i32>()?, plan.row_map.view().as_slice::<i32>()?);
+        assert_eq!(plan.return_map.dims(), [0, 2]);
+        Ok(())
+    }
 }

@@ -7,6 +7,8 @@ pub(super) struct Cubin {
     pub(super) stage: &'static str,
     /// `"80"`, `"90a"`, `"100f"` …
     pub(super) arch: &'static str,
+    /// Names of its kernels.
+    pub(super) kernels: &'static [&'static str],
     pub(super) image: &'static [u8],
 }
 
@@ -51,6 +53,17 @@ pub(super) fn choose<'a>(built: impl Iterator<Item = &'a str> + Clone, capabilit
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn every_kernel_has_a_name_of_its_own() {
+        let mut seen = std::collections::BTreeSet::new();
+        for cubin in CUBINS {
+            assert!(!cubin.kernels.is_empty(), "{} for sm_{}", cubin.stage, cubin.arch);
+            for kernel in cubin.kernels {
+                assert!(seen.insert((cubin.arch, kernel)), "{kernel} twice for sm_{}", cubin.arch);
+            }
+        }
+    }
 
     #[test]
     fn the_closest_architecture_wins() -> Result<()> {

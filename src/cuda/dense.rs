@@ -1,13 +1,18 @@
 //! Dense products with a small weight, and the elementwise sigmoid.
 
+use std::ffi::c_void;
+
+use cudarc::driver::sys::CUtensorMap;
+
 use crate::dtype::DType;
 use crate::error::{Error, Result};
 use crate::kernels::{Linear, LinearBwd, Sigmoid};
 use crate::tensor::{Tensor, TensorMut, TensorRef, dims2};
 
 use super::device::Cuda;
-use super::launch::{Grid, SCALAR, TENSOR, TF32};
+use super::launch::{Grid, HOPPER_LINEAR, HOPPER_LINEAR_D_X, SCALAR, Shape, TENSOR, TF32};
 use super::params::{self, type_code};
+use super::tensor_map::Matrices;
 use super::zones::{aligned, input, output, pointer};
 
 /// Blocks that a sum over tokens is cut into at least, as far as there are tokens: a number of its own, so that
@@ -18,6 +23,12 @@ const SPLIT_TOKENS: usize = 256;
 /// Hidden elements of a part of a logit, where there are at least four such parts: few tokens make few blocks. The cut
 /// does not depend on the number of tokens, so a token's logits do not either.
 const SPLIT_HIDDEN: usize = 1024;
+
+/// Experts of which Hopper's kernel makes the tokens' gradient at most, and columns of its tiles; those of the weight's
+/// gradient.
+const HOPPER_EXPERTS: usize = 128;
+const HOPPER_COLUMNS: usize = 512;
+const HOPPER_WEIGHT_COLUMNS: usize = 128;
 
 /// A tensor of any type that kernels compute in.
 fn any(call: &'static str, name: &str, t: TensorRef<'_, Cuda>, dims: &[usize]) -> Result<(u64, i64)> {
@@ -45,8 +56,12 @@ pub(super) fn linear(device: &Cuda, call: Linear<'_, Cuda>) -> Result<()> {
         DType::F16 => ("linear_f16", TENSOR),
         _ => ("linear_any", SCALAR),
     };
+    let out = output(CALL, "out", call.out, DType::F32, &[t, e])?;
+    let vector = [aligned(call.x, h), aligned(call.weight, h)];
+    let hopper = device.hopper() && kernel != "linear_any" && vector == [true; 2] && t > 0;
+    let shape = if hopper { HOPPER_LINEAR } else { shape };
     let (m_tiles, n_tiles) = (t.div_ceil(shape.tile), e.div_ceil(shape.tile));
-    let split = if kernel == "linear_any" || h < 4 * SPLIT_HIDDEN { 1 } else { h.div_ceil(SPLIT_HIDDEN) };
+    let split = if hopper || kernel == "linear_any" || h < 4 * SPLIT_HIDDEN { 1 } else { h.div_ceil(SPLIT_HIDDEN) };
     let mut parts = Tensor::empty(device, DType::F32, &[if split > 1 { split } else { 0 }, t, e])?;
     let p = params::Gemm {
         a,
@@ -60,10 +75,10 @@ pub(super) fn linear(device: &Cuda, call: Linear<'_, Cuda>) -> Result<()> {
         groups: 1,
         bias,
         bias_type,
-        out: output(CALL, "out", call.out, DType::F32, &[t, e])?,
+        out,
         fault: device.inner.status,
-        vector_a: i64::from(aligned(call.x, h)),
-        vector_b: i64::from(aligned(call.weight, h)),
+        vector_a: i64::from(vector[0]),
+        vector_b: i64::from(vector[1]),
         m_tiles: m_tiles as i64,
         n_tiles: n_tiles as i64,
         partial: if split > 1 { parts.view_mut().into_data().ptr } else { 0 },
@@ -72,12 +87,35 @@ pub(super) fn linear(device: &Cuda, call: Linear<'_, Cuda>) -> Result<()> {
     };
     let blocks = m_tiles.saturating_mul(n_tiles).saturating_mul(split);
     let grid = Grid { shared: shape.shared, ..Grid::new(blocks, shape.threads) };
+    if hopper {
+        let map = |base, rows| Matrices { call: CALL, dtype, base, sizes: &[h as u64, rows as u64] }.boxes(64);
+        let maps = [map(a, t)?, map(b, e)?];
+        // SAFETY: all tensors were checked against the sizes in `p`.
+        return unsafe { launch_mapped(device, CALL, (&format!("hopper_{kernel}"), grid), &p, &maps) };
+    }
     // SAFETY: all tensors were checked against the sizes in `p`; `parts` has `split` matrices.
     unsafe { device.launch(CALL, kernel, grid, &p) }?;
     if split > 1 {
         sum_parts(device, CALL, &p)?;
     }
     Ok(())
+}
+
+/// Launches a kernel that takes `p` and then the maps.
+///
+/// # Safety
+/// As [`Cuda::launch`].
+unsafe fn launch_mapped(
+    device: &Cuda,
+    call: &'static str,
+    (kernel, grid): (&str, Grid),
+    p: &params::Gemm,
+    maps: &[CUtensorMap],
+) -> Result<()> {
+    let mut arguments: Vec<*mut c_void> = vec![(&raw const *p).cast_mut().cast()];
+    arguments.extend(maps.iter().map(|map| (&raw const *map).cast_mut().cast::<c_void>()));
+    // SAFETY: the caller's promise.
+    unsafe { device.launch_with(call, kernel, grid, &mut arguments) }
 }
 
 /// Adds the parts of a sum, in order.
@@ -109,11 +147,22 @@ pub(super) fn linear_bwd(device: &Cuda, call: LinearBwd<'_, Cuda>) -> Result<()>
     let tensor = [("bf16", DType::BF16), ("f16", DType::F16)].into_iter().find(|(_, of)| *of == dtype);
     let tensor = tensor.filter(|_| words && dtype == call.weight.dtype());
     let (suffix, shape) = tensor.map_or(("any", SCALAR), |(suffix, _)| (suffix, TF32));
-    let grid = |blocks| Grid { shared: shape.shared, ..Grid::new(blocks, shape.threads) };
+    let grid = |shape: Shape, blocks| Grid { shared: shape.shared, ..Grid::new(blocks, shape.threads) };
+    // Hopper's are for bf16: gradients are small, and f16 holds small numbers badly.
+    let hopper = device.hopper() && suffix == "bf16" && t > 0;
+    let map = |base, rows: usize, high: usize| {
+        Matrices { call: CALL, dtype, base, sizes: &[h as u64, rows as u64] }.boxes(high as u32)
+    };
+    // The copy engine writes to stacks.
+    let stack = |base, rows: usize| Matrices { call: CALL, dtype, base, sizes: &[h as u64, rows as u64, 1] }.boxes(64);
     if let Some(d_x) = call.d_x {
         Error::check_dtype(CALL, "d_x", dtype, d_x.dtype())?;
         let (out, out_type) = any_mut(CALL, "d_x", d_x, &[t, h])?;
-        let (m_tiles, n_tiles) = (t.div_ceil(shape.tile), h.div_ceil(shape.tile));
+        let hopper = hopper && e <= HOPPER_EXPERTS && out.is_multiple_of(16);
+        let (m_tiles, n_tiles) = match hopper {
+            true => (t.div_ceil(HOPPER_LINEAR_D_X.tile), h.div_ceil(HOPPER_COLUMNS)),
+            false => (t.div_ceil(shape.tile), h.div_ceil(shape.tile)),
+        };
         let p = params::Gemm {
             b: weight,
             b_type: weight_type,
@@ -127,14 +176,28 @@ pub(super) fn linear_bwd(device: &Cuda, call: LinearBwd<'_, Cuda>) -> Result<()>
             n_tiles: n_tiles as i64,
             ..base
         };
-        // SAFETY: all tensors were checked against the sizes in `p`.
-        unsafe { device.launch(CALL, &format!("linear_d_x_{suffix}"), grid(m_tiles.saturating_mul(n_tiles)), &p) }?;
+        let blocks = m_tiles.saturating_mul(n_tiles);
+        // SAFETY, both: all tensors were checked against the sizes in `p`.
+        if hopper {
+            let (grid, maps) =
+                (grid(HOPPER_LINEAR_D_X, blocks), [map(weight, e, e.next_multiple_of(16))?, stack(out, t)?]);
+            // SAFETY: as above.
+            unsafe { launch_mapped(device, CALL, ("hopper_linear_d_x", grid), &p, &maps) }?;
+        } else {
+            // SAFETY: as above.
+            unsafe { device.launch(CALL, &format!("linear_d_x_{suffix}"), grid(shape, blocks), &p) }?;
+        }
     }
     if let Some(d_weight) = call.d_weight {
         let (out, out_type) = any_mut(CALL, "d_weight", d_weight, &[e, h])?;
-        let (m_tiles, n_tiles) = (e.div_ceil(shape.tile), h.div_ceil(shape.tile));
+        let (m_tiles, n_tiles) = match hopper {
+            true => (e.div_ceil(HOPPER_LINEAR.tile), h.div_ceil(HOPPER_WEIGHT_COLUMNS)),
+            false => (e.div_ceil(shape.tile), h.div_ceil(shape.tile)),
+        };
         let tiles = m_tiles.saturating_mul(n_tiles).max(1);
-        let split = SPLIT_BLOCKS.div_ceil(tiles).min(t.div_ceil(SPLIT_TOKENS)).max(1);
+        // Two of Hopper's blocks share a multiprocessor: one more than all of them hold would double the time.
+        let parts = if hopper { SPLIT_BLOCKS / tiles } else { SPLIT_BLOCKS.div_ceil(tiles) };
+        let split = parts.min(t.div_ceil(SPLIT_TOKENS)).max(1);
         let mut parts = Tensor::empty(device, DType::F32, &[split, e, h])?;
         let p = params::Gemm {
             b: x,
@@ -151,8 +214,16 @@ pub(super) fn linear_bwd(device: &Cuda, call: LinearBwd<'_, Cuda>) -> Result<()>
             split: split as i64,
             ..base
         };
-        // SAFETY: as above; `parts` has `split` matrices.
-        unsafe { device.launch(CALL, &format!("linear_d_weight_{suffix}"), grid(tiles.saturating_mul(split)), &p) }?;
+        let blocks = tiles.saturating_mul(split);
+        // SAFETY, both: as above; `parts` has `split` matrices.
+        if hopper {
+            let (grid, maps) = (grid(HOPPER_LINEAR, blocks), [map(x, t, HOPPER_LINEAR.tile)?]);
+            // SAFETY: as above.
+            unsafe { launch_mapped(device, CALL, ("hopper_linear_d_weight", grid), &p, &maps) }?;
+        } else {
+            // SAFETY: as above.
+            unsafe { device.launch(CALL, &format!("linear_d_weight_{suffix}"), grid(shape, blocks), &p) }?;
+        }
         sum_parts(device, CALL, &p)?;
     }
     if let Some(d_bias) = call.d_bias {

@@ -4,7 +4,7 @@ use std::fmt;
 use std::marker::PhantomData;
 use std::ops::Range;
 use std::sync::atomic::AtomicBool;
-use std::sync::{Arc, PoisonError, RwLock};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock, Weak};
 
 use cudarc::driver::sys::{self, CUdeviceptr};
 use cudarc::driver::{CudaContext, CudaEvent, CudaStream, DriverError, result};
@@ -45,9 +45,22 @@ pub(super) struct Inner {
     arena: RwLock<Arc<Arena>>,
     /// A graph is being recorded.
     pub(super) capturing: AtomicBool,
+    /// What may spoil the work on the stream from outside.
+    guards: Mutex<Vec<Weak<dyn Guard>>>,
+}
+
+/// Something outside the stream that its work depends on, a peer for instance. When it has failed, the stream goes on
+/// with memory that nobody has written.
+pub(crate) trait Guard: Send + Sync {
+    /// Why what the stream computes is worth nothing.
+    fn failure(&self) -> Option<Error>;
 }
 
 impl Inner {
+    fn guards(&self) -> MutexGuard<'_, Vec<Weak<dyn Guard>>> {
+        self.guards.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
     pub(super) fn arena(&self) -> Arc<Arena> {
         Arc::clone(&self.arena.read().unwrap_or_else(PoisonError::into_inner))
     }
@@ -135,7 +148,8 @@ impl Cuda {
         let report = Status::new(&stream)?;
         let arena = RwLock::new(Arena::new(&stream)?);
         let (status, capturing) = (report.words, AtomicBool::new(false));
-        let inner = Inner { functions, stream, context, processors, status, report, arena, capturing };
+        let guards = Mutex::default();
+        let inner = Inner { functions, stream, context, processors, status, report, arena, capturing, guards };
         let cuda = Self { inner: Arc::new(inner), poison: false, portable: false };
         cuda.reset_status(CALL)?;
         Ok(cuda)
@@ -174,6 +188,14 @@ impl Cuda {
         Stream(Arc::clone(&self.inner.stream))
     }
 
+    /// Compute capability of the GPU.
+    #[cfg(feature = "nccl-ep")]
+    pub(crate) fn capability(&self) -> Result<(u32, u32)> {
+        let found = self.inner.context.compute_capability();
+        let (major, minor) = found.map_err(driver("Cuda::capability", "ask for the compute capability"))?;
+        Ok((major as u32, minor as u32))
+    }
+
     /// Name of the GPU.
     ///
     /// # Errors
@@ -195,6 +217,16 @@ impl Cuda {
         self.inner.arena().memory()
     }
 
+    /// Bytes of the GPU that nobody has taken, as the driver counts.
+    ///
+    /// # Errors
+    /// A driver's error.
+    pub fn free_memory(&self) -> Result<usize> {
+        const CALL: &str = "Cuda::free_memory";
+        self.bind(CALL)?;
+        result::mem_get_info().map(|(free, _)| free).map_err(driver(CALL, "ask for free memory"))
+    }
+
     /// Counts [`Memory::peak`] from what is in use now.
     pub fn reset_peak(&self) {
         self.inner.arena().reset_peak();
@@ -214,7 +246,7 @@ impl Cuda {
         Ok(Event(event))
     }
 
-    pub(super) fn bind(&self, call: &'static str) -> Result<()> {
+    pub(crate) fn bind(&self, call: &'static str) -> Result<()> {
         self.inner.context.bind_to_thread().map_err(driver(call, "bind the context"))
     }
 
@@ -266,12 +298,40 @@ impl Cuda {
         self.not_captured(call, "wait for the device")?;
         self.bind(call)?;
         let stream = self.inner.stream.cu_stream();
-        if !to.is_empty() {
-            // SAFETY: callers give a pointer of at least `to.len()` bytes; `to` lives past the wait below.
-            unsafe { result::memcpy_dtoh_async(to, from, stream) }.map_err(driver(call, "copy from the GPU"))?;
-        }
         // SAFETY: the stream lives as long as `self`.
-        unsafe { result::stream::synchronize(stream) }.map_err(driver(call, "wait for the stream"))
+        let wait = || unsafe { result::stream::synchronize(stream) }.map_err(driver(call, "wait for the stream"));
+        if !self.inner.guards().is_empty() {
+            // A copy to pageable memory waits for the stream inside the driver, under a lock that the thread which would
+            // abort what the stream hangs in needs; this wait does not. Why it came to an end matters more than how.
+            let waited = wait();
+            self.guarded()?;
+            waited?;
+        }
+        if to.is_empty() {
+            return wait();
+        }
+        // SAFETY: callers give a pointer of at least `to.len()` bytes; `to` lives past the wait below.
+        unsafe { result::memcpy_dtoh_async(to, from, stream) }.map_err(driver(call, "copy from the GPU"))?;
+        wait()
+    }
+
+    /// Waits for the stream.
+    #[cfg(feature = "nccl")]
+    pub(crate) fn finish(&self, call: &'static str) -> Result<()> {
+        self.read_bytes(call, 0, &mut [])
+    }
+
+    /// Has every wait return what this finds, for as long as it lives.
+    #[cfg(feature = "nccl")]
+    pub(crate) fn guard(&self, guard: &Arc<dyn Guard>) {
+        let mut guards = self.inner.guards();
+        guards.retain(|g| g.strong_count() > 0);
+        guards.push(Arc::downgrade(guard));
+    }
+
+    fn guarded(&self) -> Result<()> {
+        let failure = self.inner.guards().iter().filter_map(Weak::upgrade).find_map(|g| g.failure());
+        failure.map_or(Ok(()), Err)
     }
 }
 
@@ -319,6 +379,11 @@ pub struct DeviceRef<'a> {
 }
 
 impl DeviceRef<'_> {
+    /// Address of the first byte.
+    pub fn address(&self) -> u64 {
+        self.ptr
+    }
+
     /// `len` bytes of device memory.
     ///
     /// # Safety
@@ -340,6 +405,11 @@ pub struct DeviceMut<'a> {
 }
 
 impl DeviceMut<'_> {
+    /// Address of the first byte.
+    pub fn address(&self) -> u64 {
+        self.ptr
+    }
+
     /// `len` bytes of device memory.
     ///
     /// # Safety
@@ -363,6 +433,16 @@ impl Stream {
 /// Completion of work on a [`Cuda`].
 #[derive(Debug)]
 pub struct Event(pub(super) CudaEvent);
+
+impl Event {
+    /// Whether the work has ended. Does not wait.
+    ///
+    /// # Errors
+    /// A driver's error, also of that work.
+    pub fn is_done(&self) -> Result<bool> {
+        self.0.try_is_complete().map_err(driver("Event::is_done", "ask the event"))
+    }
+}
 
 /// Tile counters do not exist on this device: kernels of one stream run one after another.
 #[derive(Debug, Clone, Copy)]

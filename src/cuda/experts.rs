@@ -12,10 +12,15 @@ use crate::weights::Weight;
 
 use super::device::Cuda;
 use super::hopper::{self, Product};
-use super::launch::{Grid, ROWS, ROWS_COLUMNS, SCALAR, Shape, TENSOR, UP_COLUMNS};
+use super::launch::{Grid, ROWS, SCALAR, Shape, TENSOR};
 use super::params::{self, activation_code, type_code};
+use super::rows::to_slots;
 use super::w4a16::Quantised;
 use super::zones::{Dest, Source, TileOrder, Tiles, aligned, check_zones, input, optional, optional_output, output};
+
+/// Columns of gate (and as many of up), or of a gradient through the activation, from which mapped rows are brought into
+/// order first.
+const ORDER_FIRST: usize = 8192;
 
 /// The sizes of a stack of matrices, none of them empty but the stack.
 pub(super) fn dims3(call: &'static str, name: &str, dims: &[usize]) -> Result<[usize; 3]> {
@@ -93,6 +98,18 @@ impl<'a> RowsGemm<'a> {
         Source::new(self.call, name, source, (self.dtype, width, self.slots))
     }
 
+    /// Brings rows behind a map into slot order where so many columns are made of them that the copy engine, which
+    /// follows no map, makes up for it. The tensor is to live until the product has been launched.
+    fn in_order(&self, p: &mut params::Gemm) -> Result<Option<Tensor<Cuda>>> {
+        if p.a_map == 0 || (p.n as usize) < ORDER_FIRST {
+            return Ok(None);
+        }
+        let rows = Source { base: p.a, map: p.a_map, rows: p.a_rows, vector: true };
+        let rows = to_slots(self.device, self.call, &rows, (self.slots, p.k as usize, self.dtype))?;
+        (p.a, p.a_map, p.a_rows) = (rows.view().data().ptr, 0, self.slots as i64);
+        Ok(Some(rows))
+    }
+
     /// Operands of a product of `n` columns.
     fn params(&self, a: &Source, weight: Weight<'_, Cuda>, (n, k): (usize, usize)) -> Result<params::Gemm> {
         let code = type_code(self.call, "rows", self.dtype)?;
@@ -137,8 +154,7 @@ impl<'a> RowsGemm<'a> {
         let dense = self.quantised.is_none();
         let hopper = product.filter(|_| dense && hopper::serves(self.device, self.dtype, p));
         let (rows, order, columns) = match hopper {
-            Some(Product::Up) => (ROWS.tile, TileOrder::Pairs, UP_COLUMNS),
-            Some(_) => (ROWS.tile, TileOrder::Pairs, ROWS_COLUMNS),
+            Some(product) => (ROWS.tile, TileOrder::Pairs, product.columns(p.k as usize)),
             None => (self.shape.tile, TileOrder::Slots, self.shape.tile),
         };
         let tiles = Tiles::new(self.call, self.device, self.zones, (rows, order))?;
@@ -153,19 +169,18 @@ impl<'a> RowsGemm<'a> {
             let grid = Grid { shared: self.shape.shared, ..Grid::new(blocks, self.shape.threads) };
             return weight.launch((self.device, self.call), (name, self.suffix), (grid, choice.decode), p);
         }
-        let kernel = format!("{name}_{}", self.suffix);
         // SAFETY, both: callers have checked every tensor in `p` against the sizes in `p`; maps and zones, which only
         // the device knows, are checked by the kernel.
         match choice.hopper {
             // SAFETY: as above.
             Some(product) => unsafe {
-                let kernel = format!("hopper_{kernel}");
+                let kernel = product.kernel(name, self.suffix, p.k as usize);
                 hopper::launch(self.device, self.call, &kernel, (product, self.dtype, blocks), p)
             },
             None => {
                 let grid = Grid { shared: self.shape.shared, ..Grid::new(blocks, self.shape.threads) };
                 // SAFETY: as above.
-                unsafe { self.device.launch(self.call, &kernel, grid, p) }
+                unsafe { self.device.launch(self.call, &format!("{name}_{}", self.suffix), grid, p) }
             }
         }
     }
@@ -220,7 +235,10 @@ pub(super) fn up(device: &Cuda, call: Up<'_, Cuda>) -> Result<()> {
     (p.out, p.out_map, p.out_rows, p.accumulate) = (out.base, out.map, out.rows, out.accumulate);
     (p.activation, p.alpha, p.limit) = activation_code(call.activation);
     let choice = gemm.choose(&mut p, (factor == 2).then_some(Product::Up), factor)?;
-    gemm.launch("up", &choice, &p)
+    let in_order = if choice.hopper.is_some() { gemm.in_order(&mut p)? } else { None };
+    gemm.launch("up", &choice, &p)?;
+    drop(in_order);
+    Ok(())
 }
 
 pub(super) fn down(device: &Cuda, call: Down<'_, Cuda>) -> Result<()> {
@@ -252,7 +270,8 @@ pub(super) fn down_bwd(device: &Cuda, call: DownBwd<'_, Cuda>) -> Result<()> {
     p.out = output(CALL, "d_pre", call.d_pre, dtype, &[gemm.slots, wide])?;
     p.hidden = optional_output(CALL, "hidden", call.hidden, dtype, &[gemm.slots, inner])?;
     (p.activation, p.alpha, p.limit) = activation_code(call.activation);
-    let choice = gemm.choose(&mut p, (call.activation.gate_factor() == 2).then_some(Product::Dgrad), 1)?;
+    let choice = gemm.choose(&mut p, (call.activation.gate_factor() == 2).then_some(Product::DownBwd), 1)?;
+    let in_order = if choice.hopper.is_some() { gemm.in_order(&mut p)? } else { None };
     let d_weights = call.d_slot_weights.filter(|_| p.scale != 0);
     let d_weights = optional_output(CALL, "d_slot_weights", d_weights, DType::F32, &[gemm.slots])?;
     if d_weights == 0 {
@@ -261,6 +280,7 @@ pub(super) fn down_bwd(device: &Cuda, call: DownBwd<'_, Cuda>) -> Result<()> {
     let partial = gemm.partial(p.n_tiles)?;
     p.partial = partial.view().data().ptr;
     gemm.launch("down_bwd", &choice, &p)?;
+    drop(in_order);
     gemm.slot_dots((&partial, &choice.tiles), d_weights, (bias != 0).then_some((bias, &grad, h)))
 }
 

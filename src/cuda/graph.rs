@@ -107,7 +107,7 @@ impl Cuda {
     }
 
     /// Refuses what cannot be recorded.
-    pub(super) fn not_captured(&self, call: &'static str, operation: &str) -> Result<()> {
+    pub(crate) fn not_captured(&self, call: &'static str, operation: &str) -> Result<()> {
         match self.inner.capturing.load(Ordering::SeqCst) {
             false => Ok(()),
             true => Err(Error::Device {

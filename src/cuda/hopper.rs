@@ -17,6 +17,32 @@ pub(super) enum Product {
     Down,
     /// Columns of `[E, k, n]`.
     Dgrad,
+    /// The same, and the gradient of the activation.
+    DownBwd,
+}
+
+/// Length of a sum from which down and the rows' gradient are made in wider tiles: what follows the sum, which these do
+/// not hide, is then a small part.
+const WIDE_SUM: usize = 8192;
+
+impl Product {
+    fn wide(self, k: usize) -> bool {
+        matches!(self, Self::Down | Self::Dgrad) && k >= WIDE_SUM
+    }
+
+    /// Columns of weights in a tile of a sum of `k` (`kernels/common/rows.cuh`).
+    pub(super) fn columns(self, k: usize) -> usize {
+        match self {
+            Self::Up => 256,
+            _ if self.wide(k) => 256,
+            _ => 192,
+        }
+    }
+
+    /// The kernel: `name` is what it is called beside the portable ones.
+    pub(super) fn kernel(self, name: &str, suffix: &str, k: usize) -> String {
+        format!("hopper_{name}{}_{suffix}", if self.wide(k) { "_wide" } else { "" })
+    }
 }
 
 /// Whether the Hopper kernels can serve a product: 16-bit types, everything in whole 16-byte words.
@@ -53,7 +79,7 @@ pub(super) unsafe fn launch(
     let (a, b) = match product {
         Product::Up => (map(p.a, &[k, p.a_rows as u64], 128)?, map(p.b, &[k, 2 * n, groups], 32)?),
         Product::Down => (map(p.a, &[k, p.a_rows as u64], 128)?, map(p.b, &[k, n, groups], 32)?),
-        Product::Dgrad => (map(p.a, &[k, p.a_rows as u64], 128)?, map(p.b, &[n, k, groups], 32)?),
+        Product::Dgrad | Product::DownBwd => (map(p.a, &[k, p.a_rows as u64], 128)?, map(p.b, &[n, k, groups], 32)?),
     };
     // The epilogue of the gradient through the activation: gate and up are planes of a row, so that a box over the last
     // column of one does not reach into the other. No other kernel reads these.

@@ -52,6 +52,9 @@ impl Kernels for Cuda {
         self.on_stream("check", stream)?;
         self.faults("check")
     }
+    fn orders_rows(&self, dtype: DType, columns: usize) -> bool {
+        wgrad::orders_rows(self, dtype, columns)
+    }
     fn gather_rows(&self, stream: &Stream, call: GatherRows<'_, Self>) -> Result<()> {
         self.on_stream("gather_rows", stream)?;
         rows::gather_rows(self, call)

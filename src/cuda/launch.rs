@@ -7,134 +7,8 @@ use cudarc::driver::{result, sys};
 
 use crate::error::{Error, Result};
 
-use super::cubins::{self, CUBINS};
+use super::cubins::{self, CUBINS, Cubin};
 use super::device::{Cuda, driver};
-
-/// Kernels of each stage.
-const STAGES: [(&str, &[&str]); 15] = [
-    ("aux", &["aux_scores", "aux_chunks", "aux_totals", "aux_finish", "aux_coefficients"]),
-    (
-        "grouped_gemm",
-        &[
-            "up_bf16",
-            "up_f16",
-            "up_f32",
-            "down_bf16",
-            "down_f16",
-            "down_f32",
-            "down_bwd_bf16",
-            "down_bwd_f16",
-            "down_bwd_f32",
-            "up_dgrad_bf16",
-            "up_dgrad_f16",
-            "up_dgrad_f32",
-        ],
-    ),
-    (
-        "hopper_gemm",
-        &[
-            "hopper_up_bf16",
-            "hopper_up_f16",
-            "hopper_down_bf16",
-            "hopper_down_f16",
-            "hopper_down_bwd_bf16",
-            "hopper_down_bwd_f16",
-            "hopper_up_dgrad_bf16",
-            "hopper_up_dgrad_f16",
-        ],
-    ),
-    ("hopper_wgrad", &["hopper_wgrad_bf16", "hopper_wgrad_f16"]),
-    (
-        "linear",
-        &[
-            "linear_bf16",
-            "linear_f16",
-            "linear_any",
-            "linear_d_x_bf16",
-            "linear_d_x_f16",
-            "linear_d_x_any",
-            "linear_d_weight_bf16",
-            "linear_d_weight_f16",
-            "linear_d_weight_any",
-            "sum_parts",
-        ],
-    ),
-    ("mxfp8_cast", &["mxfp8_bf16", "mxfp8_f16", "mxfp8_f32", "mxfp8_tiled_bf16", "mxfp8_tiled_f16", "mxfp8_tiled_f32"]),
-    (
-        "nvfp4_cast",
-        &[
-            "nvfp4_te_bf16",
-            "nvfp4_te_f16",
-            "nvfp4_te_f32",
-            "nvfp4_stochastic_bf16",
-            "nvfp4_stochastic_f16",
-            "nvfp4_stochastic_f32",
-            "nvfp4_tiled_bf16",
-            "nvfp4_tiled_f16",
-            "nvfp4_tiled_f32",
-            "nvfp4_modelopt_bf16",
-            "nvfp4_modelopt_f16",
-            "nvfp4_modelopt_f32",
-            "nvfp4_rows_te_bf16",
-            "nvfp4_rows_te_f16",
-            "nvfp4_rows_te_f32",
-            "nvfp4_rows_stochastic_bf16",
-            "nvfp4_rows_stochastic_f16",
-            "nvfp4_rows_stochastic_f32",
-            "nvfp4_rows_modelopt_bf16",
-            "nvfp4_rows_modelopt_f16",
-            "nvfp4_rows_modelopt_f32",
-        ],
-    ),
-    ("permute", &["gather_rows", "reduce_rows", "slot_dots", "sigmoid"]),
-    ("prepare", &["plan_count", "plan_scan", "plan_zones", "plan_slots", "plan_small", "schedule", "schedule_pairs"]),
-    ("quant_amax", &["amax", "amax_zero", "amax_lines", "amax_transformed", "first_non_finite"]),
-    ("quant_back", &["nvfp4_back", "mxfp8_back", "swizzle"]),
-    ("router", &["route", "route_bwd", "keep_sum"]),
-    (
-        "w4a16",
-        &[
-            "up_nvfp4_bf16",
-            "up_nvfp4_f16",
-            "up_nvfp4_f32",
-            "down_nvfp4_bf16",
-            "down_nvfp4_f16",
-            "down_nvfp4_f32",
-            "down_bwd_nvfp4_bf16",
-            "down_bwd_nvfp4_f16",
-            "down_bwd_nvfp4_f32",
-            "up_dgrad_nvfp4_bf16",
-            "up_dgrad_nvfp4_f16",
-            "up_dgrad_nvfp4_f32",
-            "up_mxfp4_bf16",
-            "up_mxfp4_f16",
-            "up_mxfp4_f32",
-            "down_mxfp4_bf16",
-            "down_mxfp4_f16",
-            "down_mxfp4_f32",
-            "down_bwd_mxfp4_bf16",
-            "down_bwd_mxfp4_f16",
-            "down_bwd_mxfp4_f32",
-            "up_dgrad_mxfp4_bf16",
-            "up_dgrad_mxfp4_f16",
-            "up_dgrad_mxfp4_f32",
-            "up_fp8_bf16",
-            "up_fp8_f16",
-            "up_fp8_f32",
-            "down_fp8_bf16",
-            "down_fp8_f16",
-            "down_fp8_f32",
-            "down_bwd_fp8_bf16",
-            "down_bwd_fp8_f16",
-            "down_bwd_fp8_f32",
-            "up_dgrad_fp8_bf16",
-            "up_dgrad_fp8_f16",
-            "up_dgrad_fp8_f32",
-        ],
-    ),
-    ("w4a16_decode", &["decode_up_nvfp4", "decode_down_nvfp4", "decode_up_mxfp4", "decode_down_mxfp4"]),
-    ("wgrad", &["wgrad_bf16", "wgrad_f16", "wgrad_f32", "column_sums"]),
-];
 
 /// Tile of the mma kernels, and their shared memory (`tensor` in `kernels/common/gemm.cuh`).
 pub(super) const TENSOR: Shape = Shape { tile: 128, threads: 256, shared: 81920 };
@@ -146,14 +20,15 @@ pub(super) const TF32: Shape = Shape { tile: 128, threads: 256, shared: 87552 };
 
 /// Tile rows of the Hopper kernels over rows, and their shared memory (`kernels/common/rows.cuh`).
 pub(super) const ROWS: Shape = Shape { tile: 128, threads: 384, shared: 231_616 };
-/// Columns of their tiles; of the up projection's, of gate and up together.
-pub(super) const ROWS_COLUMNS: usize = 192;
-pub(super) const UP_COLUMNS: usize = 256;
 /// Columns of a narrow operand that a block of the weight gradients' kernel takes, and its shared memory
 /// (`kernels/hopper_wgrad.cu`).
 pub(super) const HOPPER_WGRAD: Shape = Shape { tile: 128, threads: 384, shared: 230_464 };
 /// Most shared memory that the kernels of few rows with quantised weights take, which leaves room for another block.
 pub(super) const DECODE_SHARED: u32 = 115_712;
+/// Tiles of the router's products on Hopper (`kernels/hopper_linear.cu`): of tokens or experts, and shared memory.
+pub(super) const HOPPER_LINEAR: Shape = Shape { tile: 64, threads: 160, shared: 99_424 };
+/// The same of the tokens' gradient.
+pub(super) const HOPPER_LINEAR_D_X: Shape = Shape { tile: 64, threads: 128, shared: 99_344 };
 /// What the stages begin with that exist for sm_90a alone.
 const HOPPER_STAGES: &str = "hopper_";
 
@@ -180,25 +55,21 @@ impl Functions {
         let arch = cubins::choose(CUBINS.iter().map(|c| c.arch), capability)?;
         let mut loaded = Self { arch, table: HashMap::new(), modules: Vec::new() };
         let hopper = loaded.hopper();
-        for (stage, names) in STAGES.into_iter().filter(|(stage, _)| hopper || !stage.starts_with(HOPPER_STAGES)) {
-            let cubin = CUBINS.iter().find(|c| c.stage == stage && c.arch == arch);
-            let cubin = cubin.ok_or_else(|| Error::Device {
-                call: CALL,
-                operation: format!("find kernels/{stage}.cu for sm_{arch}"),
-                message: "not in this build".to_string(),
-            })?;
+        let serves = |c: &&Cubin| c.arch == arch && (hopper || !c.stage.starts_with(HOPPER_STAGES));
+        for Cubin { stage, kernels, image, .. } in CUBINS.iter().filter(serves) {
             // SAFETY: the image is a whole cubin, as nvcc wrote it.
-            let module = unsafe { result::module::load_data(cubin.image.as_ptr().cast()) }
+            let module = unsafe { result::module::load_data(image.as_ptr().cast()) }
                 .map_err(driver(CALL, &format!("load kernels/{stage}.cu for sm_{arch}")))?;
             loaded.modules.push(module);
-            for name in names {
+            for name in *kernels {
                 let text = CString::new(*name).map_err(|e| Error::invalid(CALL, "kernel", "a name", e))?;
                 // SAFETY: the module was just loaded and is unloaded with `self` only.
                 let function = unsafe { result::module::get_function(module, text) }
                     .map_err(driver(CALL, &format!("find kernel {name}")))?;
                 loaded.table.insert(name, function);
-                let shared = match stage {
+                let shared = match *stage {
                     "hopper_gemm" => ROWS.shared,
+                    "hopper_linear" => HOPPER_LINEAR.shared,
                     "hopper_wgrad" => HOPPER_WGRAD.shared,
                     "linear" if name.starts_with("linear_d_") && name.ends_with("f16") => TF32.shared,
                     "w4a16_decode" => DECODE_SHARED,

@@ -27,7 +27,7 @@ mod launch;
 mod memory;
 mod order;
 mod params;
-mod plan;
+pub(crate) mod plan;
 mod quant;
 mod router;
 mod rows;
@@ -40,6 +40,8 @@ mod zones;
 /// The driver bindings whose streams [`Cuda::on`] takes.
 pub use cudarc;
 
+#[cfg(feature = "nccl")]
+pub(crate) use device::Guard;
 pub use device::{Cuda, DeviceBuffer, DeviceMut, DeviceRef, Event, NoCounters, Stream};
 pub use graph::Captured;
 pub use memory::Memory;

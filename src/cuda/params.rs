@@ -42,6 +42,12 @@ description!(Plan, 20:
     row_map: u64, weight_map: u64, return_map: u64, fault: u64;
     rows @ 7, fault @ 19);
 
+#[cfg(feature = "nccl-ep")]
+description!(Received, 10:
+    loads: u64, starts: u64, total: u64, first: i64, groups: i64, rows: i64, offsets: u64, counts: u64, row_map: u64,
+    fault: u64;
+    rows @ 5, fault @ 9);
+
 description!(Rows, 11:
     source: u64, map: u64, out: u64, source_rows: i64, out_rows: i64, width: i64, fan: i64, kind: i64, word: i64,
     grad: u64, fault: u64;

@@ -10,6 +10,8 @@ use std::sync::atomic::Ordering;
 use crate::comm::Solo;
 use crate::config::CapacityOrder;
 use crate::cpu::Cpu;
+#[cfg(feature = "nccl-ep")]
+use crate::device::Device;
 use crate::dtype::DType;
 use crate::ep::{Capacity, DispatchSpec, Group, GroupConfig, Overflow, Plan, PlanRequest, Stats};
 use crate::error::{Error, Result};
@@ -77,6 +79,84 @@ fn rows(spec: &DispatchSpec, choices: usize, experts: usize) -> Result<(usize, b
 }
 
 pub(super) fn plan_behind(device: &Cuda, call: PlanRequest<'_, Cuda>) -> Result<Option<Plan<Cuda>>> {
+    let experts = call.num_experts;
+    let planned = plan_on_gpu(device, call)?;
+    Ok(planned.map(|(plan, stats)| Plan { stats: read_later(device, stats, experts), ..plan }))
+}
+
+/// Ids that a rank may send elsewhere: `[T, K]`, bad ones masked, and how many chose each expert, `I64 [E]`. `None`: the
+/// GPU cannot plan so many experts.
+#[cfg(feature = "nccl-ep")]
+pub(crate) fn examined(
+    device: &Cuda,
+    ids: TensorRef<'_, Cuda>,
+    (spec, experts): (&DispatchSpec, usize),
+) -> Result<Option<(Tensor<Cuda>, Tensor<Cuda>)>> {
+    let tokens = [ids.rows()];
+    let spec = DispatchSpec { alignment: 1, capacity: Capacity::Eager, expert_capacity: None, ..*spec };
+    let call = PlanRequest {
+        rank: 0,
+        ranks: 1,
+        num_experts: experts,
+        ids: ids.borrow(),
+        weights: None,
+        tokens: &tokens,
+        spec: &spec,
+        transport: crate::ep::Transport::Local,
+    };
+    let Some((plan, stats)) = plan_on_gpu(device, call)? else { return Ok(None) };
+    let mut loads = Tensor::empty(device, DType::I64, &[experts])?;
+    let bytes = experts * DType::I64.size();
+    device.copy(Cuda::slice(stats.view().data(), 0..bytes), loads.view_mut().into_data())?;
+    Ok(Some((plan.kept_ids, loads)))
+}
+
+/// What another library says of all ranks' choices.
+#[cfg(feature = "nccl-ep")]
+pub(crate) struct Foreign<'a> {
+    /// Choices of each expert over all ranks, `I64 [E]`.
+    pub(crate) loads: &'a Tensor<Cuda>,
+    /// First slot of each local expert, `I64 [L]`.
+    pub(crate) starts: &'a Tensor<Cuda>,
+    /// Padded rows with nothing dropped, `I64 [1]`.
+    pub(crate) total: &'a Tensor<Cuda>,
+    pub(crate) rank: usize,
+    /// Rows N of the layout.
+    pub(crate) rows: usize,
+}
+
+/// The layout of another library's plan: zones, and the map of filled slots to themselves.
+#[cfg(feature = "nccl-ep")]
+pub(crate) fn received(device: &Cuda, from: &Foreign<'_>) -> Result<(Zones<Cuda>, Tensor<Cuda>)> {
+    const CALL: &str = "prepare";
+    let groups = from.starts.view().count();
+    let mut offsets = Tensor::empty(device, DType::I64, &[groups])?;
+    let mut counts = Tensor::empty(device, DType::I64, &[groups])?;
+    let mut row_map = Tensor::empty(device, DType::I32, &[from.rows])?;
+    let at = |t: &mut Tensor<Cuda>| t.view_mut().into_data().ptr;
+    let p = params::Received {
+        loads: from.loads.view().data().ptr,
+        starts: from.starts.view().data().ptr,
+        total: from.total.view().data().ptr,
+        first: (from.rank * groups) as i64,
+        groups: groups as i64,
+        rows: from.rows as i64,
+        offsets: at(&mut offsets),
+        counts: at(&mut counts),
+        row_map: at(&mut row_map),
+        fault: device.inner.status,
+    };
+    let blocks = from.rows.max(groups).max(1).div_ceil(256);
+    // SAFETY: every tensor has the size that `params.h` states for it.
+    unsafe { device.launch(CALL, "plan_received", Grid::new(blocks, 256), &p) }?;
+    device.report(CALL)?;
+    Ok((Zones { offsets, counts, rows: from.rows }, row_map))
+}
+
+/// A plan, but for its statistics, and these as kernels leave them.
+type Planned = (Plan<Cuda>, Tensor<Cuda>);
+
+fn plan_on_gpu(device: &Cuda, call: PlanRequest<'_, Cuda>) -> Result<Option<Planned>> {
     const CALL: &str = "prepare";
     let (spec, experts, k) = (call.spec, call.num_experts, call.spec.top_k);
     let by_weight = spec.expert_capacity.is_some_and(|c| c.order == CapacityOrder::Probability);
@@ -143,14 +223,15 @@ pub(super) fn plan_behind(device: &Cuda, call: PlanRequest<'_, Cuda>) -> Result<
             device.launch(CALL, "plan_slots", walk, &p)?;
         }
     }
-    device.inner.report.report(CALL)?;
+    device.report(CALL)?;
     let none = Vec::new;
-    Ok(Some(Plan {
+    let unread = Lazy::later(|| Err(Error::invalid(CALL, "stats", "a plan's", "none yet")));
+    let plan = Plan {
         tokens,
         total_tokens: tokens,
         first_token: 0,
         zones: Arc::new(Zones { offsets, counts, rows }),
-        stats: read_later(device, stats, experts),
+        stats: unread,
         kept_ids,
         row_map,
         weight_map,
@@ -162,7 +243,8 @@ pub(super) fn plan_behind(device: &Cuda, call: PlanRequest<'_, Cuda>) -> Result<
         recv_rows: none(),
         slots_from: none(),
         slots_at: none(),
-    }))
+    };
+    Ok(Some((plan, stats)))
 }
 
 /// Counts as the kernels leave them.

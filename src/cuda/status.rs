@@ -9,6 +9,8 @@ use cudarc::driver::{CudaContext, CudaStream, result};
 use crate::error::{Error, Result};
 
 use super::device::{Cuda, driver};
+use super::launch::Grid;
+use super::params;
 
 /// Fault; first NaN logit; rows that would have been needed.
 const WORDS: usize = 4;
@@ -22,7 +24,7 @@ const DETAIL: u64 = (1 << 48) - 1;
 /// The words, and their copy in memory that the GPU writes and the host reads.
 pub(super) struct Status {
     pub(super) words: CUdeviceptr,
-    /// Page-locked: copies to it are asynchronous.
+    /// Page-locked, so that kernels can write it.
     mirror: *mut AtomicU64,
     stream: Arc<CudaStream>,
     context: Arc<CudaContext>,
@@ -74,19 +76,22 @@ impl Status {
     pub(super) fn raised(&self) -> bool {
         self.word(0).load(Ordering::Relaxed) != CLEAR[0] || self.word(1).load(Ordering::Relaxed) != CLEAR[1]
     }
-
-    /// Has the words copied to the host when the stream gets there.
-    pub(super) fn report(&self, call: &'static str) -> Result<()> {
-        // SAFETY: the mirror has that many bytes and lives until the stream has been waited for; the host reads it
-        // through atomics.
-        let to = unsafe { std::slice::from_raw_parts_mut(self.mirror.cast::<u8>(), BYTES) };
-        // SAFETY: as above, and `words` has as many.
-        unsafe { result::memcpy_dtoh_async(to, self.words, self.stream.cu_stream()) }
-            .map_err(driver(call, "copy the status words"))
-    }
 }
 
 impl Cuda {
+    /// Has the words copied to the host when the stream gets there: by a kernel, as a copy's start takes longer.
+    pub(super) fn report(&self, call: &'static str) -> Result<()> {
+        let p = params::Rows {
+            source: self.inner.status,
+            out: self.inner.report.mirror as u64,
+            width: WORDS as i64,
+            ..Default::default()
+        };
+        // SAFETY: page-locked memory has one address for the host and the GPU; the words and their mirror live until the
+        // stream has been waited for, and the host reads through atomics.
+        unsafe { self.launch(call, "report", Grid::new(1, 32), &p) }
+    }
+
     pub(super) fn reset_status(&self, call: &'static str) -> Result<()> {
         let bytes: Vec<u8> = CLEAR.iter().flat_map(|w| w.to_ne_bytes()).collect();
         self.write_bytes(call, self.inner.status, &bytes)

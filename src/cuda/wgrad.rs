@@ -25,6 +25,11 @@ const WIDE: usize = 256;
 /// that the copy engine, which follows no map, makes up for it.
 const GATHER_FIRST: usize = 2048;
 
+/// Whether a weight gradient of so many columns of the wide side brings mapped rows into order.
+pub(super) fn orders_rows(device: &Cuda, dtype: DType, columns: usize) -> bool {
+    device.hopper() && matches!(dtype, DType::BF16 | DType::F16) && columns >= GATHER_FIRST
+}
+
 /// A sum over slots, checked.
 struct Sums<'a> {
     device: &'a Cuda,
@@ -76,7 +81,7 @@ impl Sums<'_> {
     fn hopper_serves(&self) -> bool {
         let [experts, m, n] = self.sizes;
         let narrow = HOPPER_WGRAD.tile;
-        let tiles = m.div_ceil(narrow) as u64 * n.div_ceil(narrow) as u64;
+        let tiles = (m.div_ceil(narrow) + 1) as u64 * (n.div_ceil(narrow) + 1) as u64;
         self.device.hopper()
             && matches!(self.dtype, DType::BF16 | DType::F16)
             && self.left.vector
@@ -93,7 +98,7 @@ impl Sums<'_> {
         let transposed = self.right.map != 0;
         let ((narrow, columns), (wide, wide_columns)) =
             if transposed { ((&self.right, n), (&self.left, m)) } else { ((&self.left, m), (&self.right, n)) };
-        let gathered = match narrow.map != 0 && wide_columns >= GATHER_FIRST {
+        let gathered = match narrow.map != 0 && orders_rows(self.device, self.dtype, wide_columns) {
             true => Some(to_slots(self.device, CALL, narrow, (self.zones.rows, columns, self.dtype))?),
             false => None,
         };
@@ -131,8 +136,9 @@ impl Sums<'_> {
             rows(wide, wide_columns)?,
             out.boxes(if self.out_type == DType::F32 { 32 } else { 64 })?,
         ];
-        let tiles = experts * columns.div_ceil(HOPPER_WGRAD.tile) * wide_columns.div_ceil(WIDE);
-        let blocks = tiles.min(self.device.inner.processors);
+        // Blocks work in pairs, on neighbouring tiles of the narrow side.
+        let pairs = experts * columns.div_ceil(2 * HOPPER_WGRAD.tile) * wide_columns.div_ceil(WIDE);
+        let blocks = 2 * pairs.min(self.device.inner.processors / 2);
         let grid = Grid { shared: HOPPER_WGRAD.shared, ..Grid::new(blocks, HOPPER_WGRAD.threads) };
         let kernel = if self.dtype == DType::BF16 { "hopper_wgrad_bf16" } else { "hopper_wgrad_f16" };
         let [a, b, c] = &maps;

@@ -75,7 +75,7 @@ impl<D: Kernels, C: Carrier<D>> TokenDispatcher<D> for C {
         weights: Option<TensorRef<'_, D>>,
         spec: &DispatchSpec,
     ) -> Result<Handle<D>> {
-        self.core().prepare(C::TRANSPORT, ids, weights, spec)
+        self.core().prepare((C::TRANSPORT, Ok(())), ids, weights, spec)
     }
 
     fn dispatch(
@@ -212,7 +212,7 @@ fn weights_of<'a, D: Kernels>(
     }
 }
 
-fn check_float<D: Kernels>(call: &'static str, name: &str, t: TensorRef<'_, D>) -> Result<()> {
+pub(crate) fn check_float<D: Kernels>(call: &'static str, name: &str, t: TensorRef<'_, D>) -> Result<()> {
     match t.dtype().is_float() {
         true => Ok(()),
         false => Err(Error::invalid(call, format!("tensor {name}"), "a floating dtype", t.dtype())),
@@ -221,7 +221,11 @@ fn check_float<D: Kernels>(call: &'static str, name: &str, t: TensorRef<'_, D>) 
 
 /// `[T, H]` tokens, `[T, K]` weights, `[T, bytes]` scales. Opaque rows and scales travel as 16-byte words on devices,
 /// so they must be whole ones here too; floating rows may have any size.
-fn check_inputs<D: Kernels>(call: &'static str, handle: &Handle<D>, inputs: &DispatchInputs<'_, D>) -> Result<()> {
+pub(crate) fn check_inputs<D: Kernels>(
+    call: &'static str,
+    handle: &Handle<D>,
+    inputs: &DispatchInputs<'_, D>,
+) -> Result<()> {
     let words = |name: &str, t: TensorRef<'_, D>| {
         let row = t.row_bytes();
         match row > 0 && row.is_multiple_of(16) {
@@ -254,7 +258,7 @@ fn check_inputs<D: Kernels>(call: &'static str, handle: &Handle<D>, inputs: &Dis
     Ok(())
 }
 
-fn check_outputs<D: Kernels>(
+pub(crate) fn check_outputs<D: Kernels>(
     call: &'static str,
     handle: &Handle<D>,
     inputs: &DispatchInputs<'_, D>,
@@ -279,7 +283,12 @@ fn check_outputs<D: Kernels>(
 }
 
 /// A floating `[N, H]`.
-fn check_slots<D: Kernels>(call: &'static str, name: &str, handle: &Handle<D>, t: TensorRef<'_, D>) -> Result<()> {
+pub(crate) fn check_slots<D: Kernels>(
+    call: &'static str,
+    name: &str,
+    handle: &Handle<D>,
+    t: TensorRef<'_, D>,
+) -> Result<()> {
     check_float(call, name, t)?;
     match t.dims() {
         [n, _] if *n == handle.rows() => Ok(()),
@@ -291,7 +300,7 @@ fn check_slots<D: Kernels>(call: &'static str, name: &str, handle: &Handle<D>, t
 }
 
 /// `[T, H]` of the slots' H and dtype.
-fn check_tokens<D: Kernels>(
+pub(crate) fn check_tokens<D: Kernels>(
     call: &'static str,
     name: &str,
     handle: &Handle<D>,
@@ -303,7 +312,11 @@ fn check_tokens<D: Kernels>(
     Error::check_shape(call, name, &[handle.tokens(), width], t.dims())
 }
 
-fn check_grads<D: Kernels>(call: &'static str, handle: &Handle<D>, grads: &DispatchGrads<'_, D>) -> Result<()> {
+pub(crate) fn check_grads<D: Kernels>(
+    call: &'static str,
+    handle: &Handle<D>,
+    grads: &DispatchGrads<'_, D>,
+) -> Result<()> {
     check_slots(call, "grad rows", handle, grads.rows)?;
     check_tokens(call, "d_tokens", handle, grads.rows, &grads.d_tokens)?;
     let acc = grads.rows.dtype().accumulator();

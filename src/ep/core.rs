@@ -12,6 +12,8 @@ use crate::error::{CommError, Error, Result};
 use crate::kernels::Kernels;
 use crate::tensor::{Tensor, TensorRef};
 
+#[cfg(feature = "nccl-ep")]
+use super::handle::Carried;
 use super::handle::{Agreement, Handle};
 use super::record::{self, BadId, Record, Sizes, Status};
 use super::{Capacity, DispatchSpec, GroupConfig, Plan, PlanRequest, Reporting, Transport};
@@ -20,11 +22,11 @@ const PREPARE: &str = "prepare";
 
 /// State of a dispatcher.
 #[derive(Debug)]
-pub(super) struct Core<D: Kernels> {
+pub(crate) struct Core<D: Kernels> {
     pub device: D,
     pub stream: D::Stream,
     pub comm: Box<dyn Communicator<D>>,
-    config: GroupConfig,
+    pub config: GroupConfig,
     /// Says which group a handle belongs to.
     identity: Arc<()>,
     /// Prepares that succeeded. Whether one does is known to all ranks, so they count alike.
@@ -85,16 +87,16 @@ impl<D: Kernels> Core<D> {
     }
 
     /// Routing of all ranks' tokens: one collective, an all-gather of a record per rank (none for
-    /// [`Transport::Local`]).
+    /// [`Transport::Local`]). `rules`: what the transport itself thinks of the spec.
     pub fn prepare(
         &mut self,
-        transport: Transport,
+        (transport, rules): (Transport, Result<()>),
         ids: TensorRef<'_, D>,
         weights: Option<TensorRef<'_, D>>,
         spec: &DispatchSpec,
     ) -> Result<Handle<D>> {
         let tag = Tag { layer: spec.layer, op: Op::Prepare, sequence: self.sequence + 1 };
-        let checked = self.check_spec(spec);
+        let checked = self.check_spec(spec).and(rules);
         if !(1..=self.config.num_experts).contains(&spec.top_k) {
             // Not even the size of the record is certain.
             self.agree(tag, checked)?;
@@ -114,7 +116,7 @@ impl<D: Kernels> Core<D> {
         };
         let records = match transport {
             Transport::Local => vec![own],
-            Transport::UniqueRows | Transport::AllRows => self.gather(tag, spec, &own)?,
+            Transport::UniqueRows | Transport::AllRows | Transport::Slots => self.gather(tag, spec, &own)?,
         };
         self.judge(&records)?;
         let handle = self.plan(transport, &records, spec)?;
@@ -125,6 +127,29 @@ impl<D: Kernels> Core<D> {
         });
         self.deferred = self.deferred.or(deferred);
         Ok(handle)
+    }
+
+    /// A handle of a plan that was made without the ranks' records.
+    #[cfg(feature = "nccl-ep")]
+    pub fn accept(&mut self, spec: &DispatchSpec, plan: Plan<D>) -> Handle<D> {
+        let absent = if spec.backward { Vec::new() } else { vec![self.rank()] };
+        let tokens = vec![plan.tokens];
+        let handle = Handle { in_slots: true, ..self.handle(spec, plan, absent, tokens) };
+        self.sequence += 1;
+        handle
+    }
+
+    /// The number of the next prepare.
+    #[cfg(feature = "nccl-ep")]
+    pub fn next(&self) -> u64 {
+        self.sequence + 1
+    }
+
+    /// What a prepare of this rank's choices breaks.
+    #[cfg(feature = "nccl-ep")]
+    pub fn check_call(&self, ids: TensorRef<'_, D>, spec: &DispatchSpec) -> Result<()> {
+        self.check_spec(spec)?;
+        self.check_ids(ids, spec.top_k).map(|_| ())
     }
 
     fn check_spec(&self, spec: &DispatchSpec) -> Result<()> {
@@ -193,6 +218,9 @@ impl<D: Kernels> Core<D> {
             plan,
             group: Arc::clone(&self.identity),
             tokens,
+            in_slots: false,
+            #[cfg(feature = "nccl-ep")]
+            carried: Carried::default(),
         }
     }
 
@@ -340,7 +368,7 @@ impl<D: Kernels> Core<D> {
             },
         )?;
         let absent = (0..records.len()).filter(|r| !records[*r].backward).collect();
-        Ok(self.handle(spec, plan, absent, tokens))
+        Ok(Handle { in_slots: transport == Transport::Slots, ..self.handle(spec, plan, absent, tokens) })
     }
 
     fn uploaded(&self, dtype: DType, bytes: &[u8], dims: &[usize]) -> Result<Tensor<D>> {

@@ -8,7 +8,7 @@ use crate::kernels::Kernels;
 use crate::tensor::Tensor;
 
 use super::core::Core;
-use super::{AllGather, AllToAll, Local, TokenDispatcher};
+use super::{TokenDispatcher, choice};
 
 /// What all ranks of a group must agree on.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -28,7 +28,8 @@ pub struct GroupConfig {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 #[non_exhaustive]
 pub enum DispatcherKind {
-    /// Local for one rank, else all-to-all.
+    /// What `MOEBIUS_EP` names ([`VARIABLE`](super::VARIABLE)); where that is not set, local for one rank, NCCL EP where
+    /// it is built in and its checks pass on every rank, else all-to-all.
     #[default]
     Auto,
     /// One rank: tokens stay where they are.
@@ -37,11 +38,14 @@ pub enum DispatcherKind {
     AllToAll,
     /// Every rank gets all tokens, and sums are reduce-scattered.
     AllGather,
+    /// NVIDIA's NCCL EP, high throughput (feature `nccl-ep`): each (token, destination rank) travels once, and rows
+    /// arrive in the order of experts.
+    NcclEp,
 }
 
 impl DispatcherKind {
     fn name_of(number: u64) -> String {
-        let kinds = [Self::Auto, Self::Local, Self::AllToAll, Self::AllGather];
+        let kinds = [Self::Auto, Self::Local, Self::AllToAll, Self::AllGather, Self::NcclEp];
         kinds.iter().find(|k| **k as u64 == number).map_or_else(|| number.to_string(), |k| format!("{k:?}"))
     }
 }
@@ -135,18 +139,25 @@ impl<D: Kernels> Group<D> {
     ///
     /// # Errors
     /// [`Error::ConfigMismatch`] on every rank, naming the field; E not divisible by R; a communicator's error.
-    pub fn new(device: D, stream: D::Stream, mut comm: Box<dyn Communicator<D>>, config: GroupConfig) -> Result<Self> {
+    pub fn new(
+        device: D,
+        stream: D::Stream,
+        mut comm: Box<dyn Communicator<D>>,
+        mut config: GroupConfig,
+    ) -> Result<Self> {
         let (rank, ranks) = (comm.rank(), comm.size());
-        compare(&device, &stream, &mut *comm, &config)?;
+        let requested = config.dispatcher;
+        // A bad value of the variable fails below, when the other ranks have met this one.
+        let named = choice::named(requested, std::env::var_os(choice::VARIABLE).as_deref());
+        config.dispatcher = *named.as_ref().unwrap_or(&requested);
+        let compared = compare(&device, &stream, &mut *comm, &config);
+        named?;
+        compared?;
         // All ranks hold the same values from here on, so they fail alike.
         config.validate(ranks)?;
         let core = Core::new(device.clone(), stream.clone(), comm, config.clone());
-        let dispatcher: Box<dyn TokenDispatcher<D>> = match (config.dispatcher, ranks) {
-            (DispatcherKind::Auto | DispatcherKind::Local, 1) => Box::new(Local { core }),
-            (DispatcherKind::AllGather, _) => Box::new(AllGather { core }),
-            _ => Box::new(AllToAll { core }),
-        };
-        tracing::info!(rank, ranks, dispatcher = dispatcher.name(), requested = ?config.dispatcher, "joined a group");
+        let (dispatcher, reason) = choice::dispatcher(core)?;
+        tracing::info!(rank, ranks, dispatcher = dispatcher.name(), ?requested, reason, "joined a group");
         Ok(Self { config, device, stream, rank, ranks, dispatcher })
     }
 

@@ -1,5 +1,9 @@
 //! Routing of one prepare, owned by its caller.
 
+#[cfg(feature = "nccl-ep")]
+use std::any::Any;
+#[cfg(feature = "nccl-ep")]
+use std::fmt;
 use std::sync::Arc;
 
 use crate::error::{Error, Result};
@@ -23,6 +27,23 @@ pub struct Handle<D: Kernels> {
     pub(super) group: Arc<()>,
     /// Tokens of each rank.
     pub(super) tokens: Vec<usize>,
+    /// Received rows lie in slots.
+    pub(crate) in_slots: bool,
+    /// What the dispatcher itself keeps of this routing.
+    #[cfg(feature = "nccl-ep")]
+    pub(crate) carried: Carried,
+}
+
+/// A dispatcher's own state.
+#[cfg(feature = "nccl-ep")]
+#[derive(Default)]
+pub(crate) struct Carried(pub(crate) Option<Box<dyn Any + Send + Sync>>);
+
+#[cfg(feature = "nccl-ep")]
+impl fmt::Debug for Carried {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Carried({})", self.0.is_some())
+    }
 }
 
 /// Which ranks asked for backward in prepare. Backward runs its collectives only if all did.
@@ -48,12 +69,14 @@ impl<D: Kernels> Handle<D> {
         self.plan.tokens
     }
 
-    /// Tokens of all ranks.
+    /// Tokens of all ranks; of this one alone where prepare did not wait (NCCL EP, [`Reporting::Deferred`]).
+    ///
+    /// [`Reporting::Deferred`]: super::Reporting::Deferred
     pub fn total_tokens(&self) -> usize {
         self.plan.total_tokens
     }
 
-    /// Number of this rank's first token among all ranks' tokens.
+    /// Number of this rank's first token among all ranks' tokens; 0 where prepare did not wait, as above.
     pub fn first_token(&self) -> usize {
         self.plan.first_token
     }
@@ -67,6 +90,16 @@ impl<D: Kernels> Handle<D> {
     /// [`Capacity::Eager`](super::Capacity::Eager)).
     pub fn rows(&self) -> usize {
         self.plan.zones.rows
+    }
+
+    /// Rows that dispatch brings here: tokens of all ranks that chose an expert of this one, or all tokens where all are
+    /// gathered; none where they stay.
+    pub fn arriving_rows(&self) -> usize {
+        match (&self.plan.send_tokens, self.tokens.len()) {
+            (Some(_), _) => self.plan.recv_rows.iter().sum(),
+            (None, 1) => 0,
+            (None, _) => self.plan.total_tokens,
+        }
     }
 
     /// Counts, as data. Waits for the device where it made the plan itself.

@@ -22,24 +22,27 @@
 //! not depend on the number of ranks; [`AllGather`] adds per rank first and differs by rounding. All are the same in
 //! every run.
 //!
-//! Slot order inside a zone is (source rank, token, k) ascending in every dispatcher of this crate. Pad rows are
+//! Slot order inside a zone is (source rank, token, k) ascending in every dispatcher of this crate's own; NCCL EP has its
+//! library's. Pad rows are
 //! zero where a caller asks for the layout, and never read. Semantics follow TransformerEngine's EP interface.
 
 mod all_gather;
 mod all_to_all;
-mod carrier;
-mod core;
+pub(crate) mod carrier;
+mod choice;
+pub(crate) mod core;
 mod group;
-mod handle;
+pub(crate) mod handle;
 mod local;
 mod plan;
-mod record;
+pub(crate) mod record;
 mod shared;
 mod stats;
 mod view;
 
 pub use all_gather::AllGather;
 pub use all_to_all::AllToAll;
+pub use choice::VARIABLE;
 pub use group::{DispatcherKind, Group, GroupConfig};
 pub use handle::{Agreement, Handle};
 pub use local::Local;
@@ -164,8 +167,10 @@ pub struct Received<D: Kernels> {
 impl<D: Kernels> Received<D> {
     /// The rows as a GEMM reads them; `tokens` are those given to dispatch.
     pub fn source<'a>(&'a self, tokens: TensorRef<'a, D>, handle: &'a Handle<D>) -> RowSource<'a, D> {
-        let base = self.rows.as_ref().map_or(tokens, Tensor::view);
-        RowSource::mapped(base, handle.row_map())
+        match &self.rows {
+            Some(rows) if handle.in_slots => RowSource::direct(rows.view()),
+            rows => RowSource::mapped(rows.as_ref().map_or(tokens, Tensor::view), handle.row_map()),
+        }
     }
 }
 
@@ -213,7 +218,7 @@ pub trait TokenDispatcher<D: Kernels>: fmt::Debug + Send {
     fn check(&mut self) -> Result<()>;
     /// The communicator, for collectives beside the tokens' own.
     fn communicator(&mut self) -> &mut dyn Communicator<D>;
-    /// Short name (`"local"`, `"all_to_all"`, `"all_gather"`).
+    /// Short name (`"local"`, `"all_to_all"`, `"all_gather"`, `"nccl_ep"`).
     fn name(&self) -> &'static str;
 }
 

@@ -38,6 +38,8 @@ pub enum Transport {
     UniqueRows,
     /// All ranks' tokens, in rank order.
     AllRows,
+    /// A copy for each slot, in slots.
+    Slots,
 }
 
 /// Who sends what where. All maps are `I32`; −1 means none.
@@ -58,11 +60,11 @@ pub struct Plan<D: Kernels> {
     /// Row in the transport's order for each slot, `[N]`.
     pub row_map: Tensor<D>,
     /// For each slot, its weight's number among the weights that the transport brings, `[N]`. Local, AllRows: all
-    /// tokens' `[Σ T, K]` flattened. UniqueRows: those of `return_slots`.
+    /// tokens' `[Σ T, K]` flattened. UniqueRows: those of `return_slots`. Slots: its own.
     pub weight_map: Tensor<D>,
     /// Local, AllRows: slot here of each (token, k) of all tokens in transport order, `[Σ T, K]` (own tokens only
     /// for Local). UniqueRows: for each of this rank's (token, k), the row among all rows returned to it by combine,
-    /// `[T, K]`.
+    /// `[T, K]`. Slots: `[0, K]`, since the transport finds its own way back.
     pub return_map: Tensor<D>,
     /// UniqueRows: tokens to send, by (destination, token), `[n]`.
     pub send_tokens: Option<Tensor<D>>,

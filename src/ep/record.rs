@@ -104,7 +104,10 @@ pub(super) fn needs_weights(spec: &DispatchSpec) -> bool {
     spec.expert_capacity.is_some_and(|c| c.order == CapacityOrder::Probability)
 }
 
-pub(super) fn fields(spec: &DispatchSpec) -> [u64; FIELDS.len()] {
+/// The numbers of a spec, for comparison.
+pub(crate) type Fields = [u64; FIELDS.len()];
+
+pub(crate) fn fields(spec: &DispatchSpec) -> Fields {
     let capacity = match spec.capacity {
         Capacity::Eager => 0,
         Capacity::Static(rows) => (rows as u64).saturating_add(1),

@@ -7,8 +7,8 @@ use crate::config::WeightAt;
 use crate::ep::{DispatchGrads, Group, Handle, Received};
 use crate::error::{Error, Result};
 use crate::kernels::{
-    AuxBwd, BiasGrad, DownBwd, InputWeightBwd, KeepSum, Kernels, LinearBwd, RouteBwd, RowDest, RowSource, SlotWeights,
-    UpDgrad, Wgrad,
+    AuxBwd, BiasGrad, DownBwd, GatherRows, InputWeightBwd, KeepSum, Kernels, LinearBwd, RouteBwd, RowDest, RowSource,
+    SlotWeights, UpDgrad, Wgrad,
 };
 use crate::tensor::{Tensor, TensorMut, TensorRef};
 
@@ -148,6 +148,17 @@ fn experts<D: Kernels>(
     let x = inputs.x.borrow();
     let rows = context.received.source(x, handle);
     let grad = d_out.source(d_y.borrow(), handle);
+    // Two products read these rows.
+    let in_order = match &grad.map {
+        Some(map) if device.orders_rows(context.dtype, config.intermediate) => {
+            let mut rows = handle.slot_tensor(device, context.dtype, config.hidden)?;
+            let call = GatherRows { source: grad.base.borrow(), map: map.borrow(), out: rows.view_mut() };
+            device.gather_rows(stream, call)?;
+            Some(rows)
+        }
+        _ => None,
+    };
+    let grad = in_order.as_ref().map_or(grad, |rows| RowSource::direct(rows.view()));
     let slot_weights = stage.slot_weights();
     let at_input = config.weight_at == WeightAt::Input;
     let (on_rows, on_bias) = match slot_weights.map(|w| w.values) {
@@ -196,6 +207,7 @@ fn experts<D: Kernels>(
         let weights = SumWeights { on_weight: None, on_bias };
         grads.wgrad(grad, RowSource::direct(hidden.view()), weights, (weight, into.down_bias.as_mut()))?;
     }
+    drop(in_order);
     if let Some(weight) = &mut into.up {
         let weights = SumWeights { on_weight: borrow(&on_rows), on_bias: None };
         grads.wgrad(RowSource::direct(d_pre.view()), rows.borrow(), weights, (weight, into.up_bias.as_mut()))?;

@@ -5,9 +5,11 @@
 mod backward;
 mod check;
 mod forward;
+mod memory;
 mod role;
 mod shared;
 
+pub use memory::{StepMemory, StepSizes};
 pub use role::{ParamViews, Role};
 
 use std::sync::Arc;

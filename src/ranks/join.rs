@@ -20,20 +20,21 @@ const CONNECT_TIME: Duration = Duration::from_secs(5);
 const PATIENCE: Duration = Duration::from_secs(2);
 
 enum Attempt {
-    Done(UniqueId),
+    Done(UniqueId, TcpStream),
     /// No use trying again.
     Failed(RankError),
     /// Rank 0 may not be there yet.
     Again(String),
 }
 
-pub(super) fn join(job: &Bootstrap) -> Result<UniqueId, RankError> {
+/// The id, and the connection to rank 0, which may stay open.
+pub(super) fn join(job: &Bootstrap) -> Result<(UniqueId, TcpStream), RankError> {
     let deadline = Deadline::after(job.timeout);
     let mut pause = FIRST_PAUSE;
     let mut last = "no attempt".to_string();
     while let Some(left) = deadline.left() {
         match attempt(job, deadline) {
-            Attempt::Done(id) => return Ok(id),
+            Attempt::Done(id, stream) => return Ok((id, stream)),
             Attempt::Failed(error) => return Err(error),
             Attempt::Again(why) => last = why,
         }
@@ -68,7 +69,7 @@ fn talk(job: &Bootstrap, mut stream: TcpStream, deadline: Deadline) -> Attempt {
     }
     let (rank, address) = (job.rank, job.address.clone());
     match Reply::parse(&bytes) {
-        Ok(Reply::Id(id)) => Attempt::Done(id),
+        Ok(Reply::Id(id)) => Attempt::Done(id, stream),
         Ok(Reply::Refused(reason)) => Attempt::Failed(RankError::Refused { rank, address, reason }),
         Ok(Reply::GaveUp { count, missing }) => {
             Attempt::Failed(RankError::GaveUp { rank, count: count as usize, missing: Reply::ranks(&missing) })

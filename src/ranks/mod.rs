@@ -22,6 +22,8 @@ mod nodes;
 mod root;
 mod token;
 
+#[cfg(feature = "nccl")]
+use std::net::TcpStream;
 use std::time::Duration;
 
 use crate::error::{Error, Result};
@@ -95,7 +97,20 @@ impl Bootstrap {
         }
         match self.rank {
             0 => Root::bind(&self.address, self.timeout)?.serve(self, make),
-            _ => Ok(join::join(self)?),
+            _ => Ok(join::join(self)?.0),
+        }
+    }
+
+    /// The same, and the connections between rank 0 and the others, which stay open for short messages.
+    #[cfg(feature = "nccl")]
+    pub(crate) fn connect(&self, make: impl FnOnce() -> Result<UniqueId>) -> Result<(UniqueId, Vec<TcpStream>)> {
+        self.check()?;
+        if self.world == 1 {
+            return Ok((make()?, Vec::new()));
+        }
+        match self.rank {
+            0 => Root::bind(&self.address, self.timeout)?.keep(self, make),
+            _ => join::join(self).map(|(id, stream)| (id, vec![stream])).map_err(Into::into),
         }
     }
 

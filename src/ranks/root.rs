@@ -66,6 +66,15 @@ impl Root {
     /// # Errors
     /// As [`Bootstrap::exchange`]. The ranks that had come are told.
     pub fn serve(self, job: &Bootstrap, make: impl FnOnce() -> Result<UniqueId>) -> Result<UniqueId> {
+        self.keep(job, make).map(|(id, _)| id)
+    }
+
+    /// The same, and the connections to ranks 1.. of the job, which stay open.
+    pub(crate) fn keep(
+        self,
+        job: &Bootstrap,
+        make: impl FnOnce() -> Result<UniqueId>,
+    ) -> Result<(UniqueId, Vec<TcpStream>)> {
         job.check()?;
         if job.rank != 0 {
             return Err(Error::invalid("ranks::Root::serve", "rank", 0, job.rank));
@@ -78,9 +87,9 @@ impl Root {
             Err(Error::Rank(RankError::Missing { missing, .. })) => Reply::gave_up(missing),
             Err(error) => Reply::failed(&error.to_string()),
         };
-        let lost = hall.answer(&reply, self.deadline);
+        let answered = hall.answer(&reply, self.deadline);
         let id = made?;
-        if lost.is_empty() { Ok(id) } else { Err(RankError::Left { ranks: lost }.into()) }
+        answered.map(|streams| (id, streams)).map_err(|ranks| RankError::Left { ranks }.into())
     }
 
     fn gather(&self, hall: &mut Hall<'_>) -> Result<()> {
@@ -221,10 +230,10 @@ impl Hall<'_> {
         (1..self.job.world).filter(|rank| self.ranks[rank - 1].is_none()).collect()
     }
 
-    /// Answers every rank that has come; returns those whom it did not reach.
-    fn answer(&mut self, reply: &Reply, deadline: Deadline) -> Vec<usize> {
+    /// Answers every rank that has come, and gives their connections; those whom it did not reach are the error.
+    fn answer(&mut self, reply: &Reply, deadline: Deadline) -> std::result::Result<Vec<TcpStream>, Vec<usize>> {
         let bytes = reply.encode();
-        let mut lost = Vec::new();
+        let (mut lost, mut reached) = (Vec::new(), Vec::new());
         for (place, slot) in self.ranks.iter_mut().enumerate() {
             let Some(mut stream) = slot.take() else { continue };
             let time = deadline.left().unwrap_or_default().max(ANSWER_TIME);
@@ -232,11 +241,12 @@ impl Hall<'_> {
                 .set_nonblocking(false)
                 .and_then(|()| stream.set_write_timeout(Some(time)))
                 .and_then(|()| stream.write_all(&bytes));
-            if sent.is_err() {
-                lost.push(place + 1);
+            match sent {
+                Ok(()) => reached.push(stream),
+                Err(_) => lost.push(place + 1),
             }
         }
-        lost
+        if lost.is_empty() { Ok(reached) } else { Err(lost) }
     }
 
     fn note(&mut self, peer: SocketAddr, why: impl std::fmt::Display) {

@@ -11,7 +11,6 @@ use std::time::Duration;
 
 use candle_core::{Device, Tensor};
 use moebius::checkpoint::BlockParams;
-use moebius::comm::ThreadWorld;
 use moebius::config::MoeConfig;
 use moebius::cpu::Cpu;
 use moebius::ep::{DispatcherKind, Group, GroupConfig};
@@ -86,7 +85,7 @@ impl Outcome {
 }
 
 /// One rank's part of an [`Outcome`].
-struct Part {
+pub struct Part {
     y: Tensor,
     logits: Tensor,
     ids: Vec<Vec<usize>>,
@@ -94,6 +93,19 @@ struct Part {
     aux: f64,
     load: Vec<usize>,
     grads: Params,
+}
+
+impl Part {
+    /// What must be equal: experts, and tokens that chose each.
+    pub fn counts(&self) -> (&[Vec<usize>], &[usize]) {
+        (&self.ids, &self.load)
+    }
+
+    /// What may differ by rounding, by name.
+    pub fn tensors(&self) -> Vec<(&str, &Tensor)> {
+        let own = [("y", &self.y), ("logits", &self.logits), ("weights", &self.weights)];
+        own.into_iter().chain(self.grads.iter().map(|(name, t)| (&name[..], t))).collect()
+    }
 }
 
 /// Runs forward, and backward where a cotangent is given, of one block on one thread a rank. `params` has a share for
@@ -109,7 +121,7 @@ pub fn run(
     run_on(&Cpu::poisoning(), setup, params, x, dtype, cotangent)
 }
 
-/// The same on any device. Several ranks are for the CPU.
+/// The same on any device; several GPUs want NCCL.
 pub fn run_on<D: Target>(
     device: &D,
     setup: &Setup,
@@ -118,33 +130,53 @@ pub fn run_on<D: Target>(
     dtype: DType,
     cotangent: Option<Cotangent<'_>>,
 ) -> Result<Outcome, Error> {
+    Ok(join(&run_parts(device, setup, params, x, dtype, cotangent)?))
+}
+
+/// The same, each rank's part by itself.
+pub fn run_parts<D: Target>(
+    device: &D,
+    setup: &Setup,
+    params: &[BlockParams],
+    x: &Tensor,
+    dtype: DType,
+    cotangent: Option<Cotangent<'_>>,
+) -> Result<Vec<Part>, Error> {
     assert_eq!(setup.split.len(), params.len(), "a share of the parameters for each rank");
     assert_eq!(setup.split.iter().sum::<usize>(), x.dims()[0], "the split has all tokens");
-    let comms = ThreadWorld::create(params.len(), Duration::from_secs(60));
+    let seats = device.seats(params.len(), Duration::from_secs(60));
     let parts: Vec<Result<Part, Error>> = thread::scope(|scope| {
-        let threads: Vec<_> = comms
+        let threads: Vec<_> = seats
             .into_iter()
-            .enumerate()
-            .map(|(rank, comm)| {
-                scope.spawn(move || {
-                    let most = setup.split.iter().copied().max().unwrap_or(0);
-                    let mut config = GroupConfig::new(setup.config.router.num_experts, most);
-                    config.dispatcher = setup.dispatcher;
-                    if let moebius::ep::Capacity::Static(rows) = setup.dispatch.capacity {
-                        config.max_rows = rows;
-                    }
-                    let mut group = device.join(comm, config)?;
-                    let rows = |t: &Tensor| device.host(&rank_rows(t, &setup.split, rank, dtype));
-                    let dy = cotangent.and_then(|c| c.y).map(rows);
-                    let aux = cotangent.map(|c| c.aux);
-                    one_rank(setup, &mut group, &params[rank], &rows(x), aux.map(|aux| (dy.as_ref(), aux)))
-                })
-            })
+            .zip(params)
+            .map(|(seat, params)| scope.spawn(move || run_rank(seat, setup, params, x, dtype, cotangent)))
             .collect();
         threads.into_iter().map(|t| t.join().expect("a rank's thread panicked")).collect()
     });
-    let parts = parts.into_iter().collect::<Result<Vec<_>, _>>()?;
-    Ok(join(&parts))
+    parts.into_iter().collect()
+}
+
+/// One rank of the same.
+pub fn run_rank<D: Target>(
+    seat: target::Seat<D>,
+    setup: &Setup,
+    params: &BlockParams,
+    x: &Tensor,
+    dtype: DType,
+    cotangent: Option<Cotangent<'_>>,
+) -> Result<Part, Error> {
+    let most = setup.split.iter().copied().max().unwrap_or(0);
+    let mut config = GroupConfig::new(setup.config.router.num_experts, most);
+    config.dispatcher = setup.dispatcher;
+    if let moebius::ep::Capacity::Static(rows) = setup.dispatch.capacity {
+        config.max_rows = rows;
+    }
+    let mut group = seat.join(config)?;
+    let (device, rank) = (group.device().clone(), group.rank());
+    let rows = |t: &Tensor| device.host(&rank_rows(t, &setup.split, rank, dtype));
+    let dy = cotangent.and_then(|c| c.y).map(rows);
+    let aux = cotangent.map(|c| c.aux);
+    one_rank(setup, &mut group, params, &rows(x), aux.map(|aux| (dy.as_ref(), aux)))
 }
 
 fn one_rank<D: Target>(

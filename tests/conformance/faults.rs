@@ -5,7 +5,6 @@ use std::time::{Duration, Instant};
 
 use moebius::comm::Op;
 use moebius::config::{CapacityOrder, ExpertCapacity};
-use moebius::cpu::Cpu;
 use moebius::ep::{Capacity, DispatchSpec, DispatcherKind, GroupConfig, Handle, Reporting};
 use moebius::{CommError, Error, IdProblem, Result};
 
@@ -95,7 +94,7 @@ fn deferred_ids_are_masked_and_reported<D: Target>(s: &Setup<D>) {
         r.works();
 
         r.prepare(&ids, &spec).expect("masked");
-        s.device.wait_for_news();
+        r.group.device().wait_for_news();
         is_it(r.prepare(&[0, 1], &spec).map(drop));
         r.works();
     });
@@ -203,10 +202,10 @@ fn configurations_that_differ<D: Target>(s: &Setup<D>) {
         ("dispatcher", GroupConfig { dispatcher: DispatcherKind::Auto, ..good.clone() }),
     ];
     for (name, odd_one) in &configs {
-        let results = on_threads(s.ranks, PATIENCE, |comm| {
-            let rank = moebius::comm::Communicator::<Cpu>::rank(&comm);
+        let results = s.on_threads(PATIENCE, |seat| {
+            let rank = seat.comm.rank();
             let config = if rank == 1 { odd_one } else { &good };
-            match s.device.join(comm, config.clone()) {
+            match seat.join(config.clone()) {
                 Err(Error::ConfigMismatch { field, rank: found, peer, value, peer_value }) => {
                     assert_eq!((&field[..], found), (*name, rank));
                     assert_eq!(peer, if rank == 1 { 0 } else { 1 });
@@ -233,8 +232,8 @@ fn impossible_configurations<D: Target>(s: &Setup<D>) {
         configs.push(("dispatcher", GroupConfig { dispatcher: DispatcherKind::Local, ..good.clone() }));
     }
     for (name, config) in &configs {
-        let results = on_threads(s.ranks, PATIENCE, |comm| {
-            let error = s.device.join(comm, config.clone());
+        let results = s.on_threads(PATIENCE, |seat| {
+            let error = seat.join(config.clone());
             assert!(matches!(error, Err(Error::Invalid { name: found, .. }) if found == *name));
         });
         assert!(results.iter().all(|r| r.is_ok()), "{name}");
@@ -265,13 +264,13 @@ fn backward_that_was_not_agreed<D: Target>(s: &Setup<D>) {
 }
 
 fn handle_of_another_group<D: Target>(s: &Setup<D>) {
-    let foreign = || {
-        let group = s.device.alone(GroupConfig::new(2, T)).expect("group");
+    let foreign = |device: &D| {
+        let group = device.alone(GroupConfig::new(2, T)).expect("group");
         Rank { rank: 0, group }.prepare(&[0; T], &training(0, 1)).expect("prepare")
     };
     s.run(GroupConfig::new(s.experts(2), T), |r| {
         let own = r.prepare(&[0; T], &training(0, 1)).expect("prepare");
-        let h = if r.rank == 0 { foreign() } else { own };
+        let h = if r.rank == 0 { foreign(r.group.device()) } else { own };
         let rows = vec![0.0; h.rows() * H];
         fails_on_rank_zero(r, "handle", |r| r.dispatch(&h, F32(H), &[0.0; T * H], None));
         fails_on_rank_zero(r, "handle", |r| r.combine(&h, F32(H), &rows));
@@ -284,8 +283,9 @@ fn handle_of_another_group<D: Target>(s: &Setup<D>) {
 fn bad_shape_on_one_rank<D: Target>(s: &Setup<D>) {
     use moebius::DType::{BF16, F32 as Single};
     use moebius::ep::{DispatchGrads, DispatchInputs, DispatchOutputs};
-    let make = |dtype, dims: &[usize]| s.device.put(dtype, &vec![0.0; dims.iter().product()], dims);
     s.run(GroupConfig::new(s.experts(2), T), |r| {
+        let device = r.group.device().clone();
+        let make = |dtype, dims: &[usize]| device.put(dtype, &vec![0.0; dims.iter().product()], dims);
         let h = r.prepare(&[0; T], &training(0, 1)).expect("prepare");
         // What rank 0 gets wrong in turn; the others get everything right.
         let n = h.rows();
@@ -387,9 +387,9 @@ fn widths_and_dtypes_that_differ<D: Target>(s: &Setup<D>) {
 
 /// What the survivors of a rank 0 that leaves after prepare get, now and later.
 fn survivors_of<D: Target>(s: &Setup<D>, leave: impl Fn() + Sync) {
-    let results = on_threads(s.ranks, PATIENCE, |comm| {
+    let results = s.on_threads(PATIENCE, |seat| {
         let config = GroupConfig { dispatcher: s.kind, ..GroupConfig::new(s.experts(2), T) };
-        let mut r = s.rank(comm, config).expect("group");
+        let mut r = s.rank(seat, config).expect("group");
         let h = r.prepare(&[0; T], &training(0, 1)).expect("prepare");
         if r.rank == 0 {
             return leave();

@@ -3,13 +3,12 @@
 use std::thread;
 use std::time::Duration;
 
-use moebius::comm::{ThreadComm, ThreadWorld};
 use moebius::ep::{
     DispatchGrads, DispatchInputs, DispatchOutputs, DispatchSpec, DispatcherKind, Group, GroupConfig, Handle,
 };
 use moebius::{DType, Error, Result, Tensor, TensorRef};
 
-pub use super::target::Target;
+pub use super::target::{Seat, Target};
 
 /// One case of the suite.
 pub struct Case<D: Target> {
@@ -55,18 +54,23 @@ impl<D: Target> Setup<D> {
         config: GroupConfig,
         body: impl Fn(&mut Rank<D>) -> T + Sync,
     ) -> Vec<T> {
-        let body = |comm: ThreadComm| {
+        let body = |seat: Seat<D>| {
             let config = GroupConfig { dispatcher: self.kind, ..config.clone() };
-            body(&mut self.rank(comm, config).expect("group"))
+            body(&mut self.rank(seat, config).expect("group"))
         };
-        let results = on_threads(self.ranks, timeout, body);
+        let results = self.on_threads(timeout, body);
         let name = self.name;
         results.into_iter().map(|r| r.unwrap_or_else(|_| panic!("case {name}, {self:?}: a rank panicked"))).collect()
     }
 
+    /// Runs `body` with each rank's seat on a thread of its own.
+    pub fn on_threads<T: Send>(&self, timeout: Duration, body: impl Fn(Seat<D>) -> T + Sync) -> Vec<thread::Result<T>> {
+        on_threads(self.device.seats(self.ranks, timeout), body)
+    }
+
     /// Joins a group.
-    pub fn rank(&self, comm: ThreadComm, config: GroupConfig) -> Result<Rank<D>> {
-        let group = self.device.join(comm, config)?;
+    pub fn rank(&self, seat: Seat<D>, config: GroupConfig) -> Result<Rank<D>> {
+        let group = seat.join(config)?;
         Ok(Rank { rank: group.rank(), group })
     }
 
@@ -75,26 +79,33 @@ impl<D: Target> Setup<D> {
         self.ranks * per_rank
     }
 
+    /// Collectives of joining a group.
+    pub fn joining(&self) -> u64 {
+        // What each rank thinks of the library.
+        if self.kind == DispatcherKind::NcclEp { 2 } else { 1 }
+    }
+
     /// Collectives of prepare, dispatch, combine, combine_bwd, dispatch_bwd.
     pub fn collectives(&self) -> [u64; 5] {
         match self.kind {
             DispatcherKind::Local => [0; 5],
             DispatcherKind::AllGather => [1, 1, 1, 1, 2],
+            // The first dispatch also compares the rows' size, makes the library's group, and tells it the routing.
+            DispatcherKind::NcclEp => [1, 4, 1, 1, 1],
             _ => [1; 5],
         }
     }
 }
 
-/// Runs `body` with each rank's communicator on a thread of its own.
-pub fn on_threads<T: Send>(
-    ranks: usize,
-    timeout: Duration,
-    body: impl Fn(ThreadComm) -> T + Sync,
+/// Runs `body` with each seat on a thread of its own.
+pub fn on_threads<D: Target, T: Send>(
+    seats: Vec<Seat<D>>,
+    body: impl Fn(Seat<D>) -> T + Sync,
 ) -> Vec<thread::Result<T>> {
     let body = &body;
     thread::scope(|scope| {
-        let spawn = |comm| scope.spawn(move || body(comm));
-        let threads: Vec<_> = ThreadWorld::create(ranks, timeout).into_iter().map(spawn).collect();
+        let spawn = |seat| scope.spawn(move || body(seat));
+        let threads: Vec<_> = seats.into_iter().map(spawn).collect();
         threads.into_iter().map(|t| t.join()).collect()
     })
 }

@@ -18,6 +18,8 @@ use harness::{Case, Setup};
 use moebius::cpu::Cpu;
 use moebius::ep::DispatcherKind;
 use target::Target;
+#[cfg(feature = "nccl")]
+pub use target::gpus;
 
 /// Every case, with the name of its file.
 pub fn cases<D: Target>() -> Vec<(&'static str, Case<D>)> {
@@ -29,6 +31,16 @@ pub fn cases<D: Target>() -> Vec<(&'static str, Case<D>)> {
         ("random", random::cases()),
     ];
     files.into_iter().flat_map(|(file, cases)| cases.into_iter().map(move |c| (file, c))).collect()
+}
+
+/// The communicator's own bodies.
+pub fn communicator_bodies<D: Target>() -> Vec<communicator::Body<D>> {
+    communicator::bodies()
+}
+
+/// A dispatcher over some ranks.
+pub fn over<D: Target>(device: &D, kind: DispatcherKind, ranks: usize, name: &'static str) -> Setup<D> {
+    Setup { device: device.clone(), kind, ranks, name }
 }
 
 /// A device's own dispatcher, alone.

@@ -2,7 +2,8 @@
 
 use moebius::config::MoeConfig;
 use moebius::cuda::Cuda;
-use moebius::layer::{Cotangents, Inputs, Layer, Mode, ParamViews, Role, Wanted};
+use moebius::ep::DispatcherKind;
+use moebius::layer::{Cotangents, Inputs, Layer, Mode, ParamViews, Role, StepSizes, Wanted};
 use moebius::{DType, Result, Tensor};
 
 use crate::harness::{Case, Data, group_config, tests};
@@ -38,6 +39,13 @@ fn step(cuda: &Cuda, k: usize) -> Result<Taken> {
     let forward = layer.forward(&mut group, Mode { backward: true, noise: None }, x.view(), &params)?;
     let context = forward.context.expect("a context");
     let bytes = context.bytes();
+    let sizes = StepSizes::even(&case.config, (TOKENS, 1), DType::BF16, DispatcherKind::Local);
+    let planned = sizes.memory(&case.config);
+    assert_eq!(bytes, planned.kept, "K = {k}");
+    // Beside the output: maps, counts, and the allocator's grain.
+    let (passing, y) = (cuda.memory().peak - before - bytes, forward.y.bytes());
+    let most = planned.passing + y + 64 * TOKENS * k;
+    assert!(passing <= most && passing >= planned.passing, "K = {k}: {passing} beside what is kept, planned {most}");
     let (inputs, cotangents) = (Inputs { x: x.view(), params: &params }, Cotangents { y: Some(d_y.view()), aux: 0.0 });
     let gradients = layer.backward(&mut group, context, inputs, cotangents, Wanted::ALL)?;
     cuda.check()?;

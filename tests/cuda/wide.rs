@@ -1,4 +1,4 @@
-//! A hidden size at which the router's sums are cut into parts.
+//! Sizes at which sums are cut into parts, made in wider tiles, or their rows brought into order first.
 
 use moebius::DType;
 use moebius::config::MoeConfig;
@@ -6,7 +6,7 @@ use moebius::cuda::Cuda;
 
 use crate::harness::{Case, compare, tests};
 
-tests!(logits_of_many_hidden_elements);
+tests!(logits_of_many_hidden_elements, many_inner_elements);
 
 fn logits_of_many_hidden_elements(cuda: &Cuda) {
     for bias in [false, true] {
@@ -14,6 +14,17 @@ fn logits_of_many_hidden_elements(cuda: &Cuda) {
         config.router.logit_bias = bias;
         for dtype in [DType::BF16, DType::F16] {
             compare(&format!("hidden 4104, bias {bias}"), &Case::new(config.clone(), 150, dtype), cuda);
+        }
+    }
+}
+
+/// Down and the rows' gradient are sums of 8192 and more, and up, down's gradient and the weights' make as many columns.
+fn many_inner_elements(cuda: &Cuda) {
+    for bias in [false, true] {
+        let mut config = MoeConfig::new(136, 8200, 3, 2);
+        config.expert_bias = bias;
+        for dtype in [DType::BF16, DType::F16] {
+            compare(&format!("inner 8200, bias {bias}"), &Case::new(config.clone(), 150, dtype), cuda);
         }
     }
 }

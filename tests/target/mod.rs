@@ -3,12 +3,17 @@
 
 use std::path::{Path, PathBuf};
 
-use moebius::comm::{Solo, ThreadComm};
+use std::time::Duration;
+
+use moebius::comm::{Communicator, Solo, ThreadComm, ThreadWorld};
 use moebius::cpu::Cpu;
 use moebius::ep::{Group, GroupConfig};
 use moebius::kernels::Kernels;
 use moebius::quant::Codec;
 use moebius::{DType, Result, Tensor, TensorRef};
+
+#[cfg(feature = "nccl")]
+pub mod gpus;
 
 /// The folders of goldens: the shipped ones, or `MOEBIUS_GOLDEN`, as a program away from its sources needs.
 pub fn golden() -> PathBuf {
@@ -19,6 +24,19 @@ pub fn golden() -> PathBuf {
 /// Tests by name.
 pub type Cases<D> = Vec<(&'static str, fn(&D))>;
 
+/// What a rank's thread is given: its device, and its access to the other ranks.
+pub struct Seat<D: Kernels> {
+    pub device: D,
+    pub comm: Box<dyn Communicator<D>>,
+}
+
+impl<D: Target> Seat<D> {
+    /// Joins a group.
+    pub fn join(self, config: GroupConfig) -> Result<Group<D>> {
+        Group::new(self.device.clone(), self.device.order(), self.comm, config)
+    }
+}
+
 /// A device under test. Each of its buffers starts as NaN (−1 in integer types).
 pub trait Target: Kernels + Codec {
     /// The floating types it computes in, the widest first.
@@ -27,7 +45,10 @@ pub trait Target: Kernels + Codec {
     /// The stream that all its work is on.
     fn order(&self) -> Self::Stream;
 
-    /// A rank's group. Several ranks are for the CPU.
+    /// Ranks to be, in rank order, each for a thread of its own.
+    fn seats(&self, ranks: usize, timeout: Duration) -> Vec<Seat<Self>>;
+
+    /// A rank's group between threads; on a GPU that of a rank alone.
     fn join(&self, comm: ThreadComm, config: GroupConfig) -> Result<Group<Self>>;
 
     /// The group of a rank alone.
@@ -87,6 +108,11 @@ impl Target for Cpu {
 
     fn order(&self) {}
 
+    fn seats(&self, ranks: usize, timeout: Duration) -> Vec<Seat<Self>> {
+        let comms = ThreadWorld::create(ranks, timeout).into_iter();
+        comms.map(|comm| Seat { device: *self, comm: Box::new(comm) }).collect()
+    }
+
     fn join(&self, comm: ThreadComm, config: GroupConfig) -> Result<Group<Self>> {
         Group::new(*self, (), Box::new(comm), config)
     }
@@ -104,6 +130,17 @@ impl Target for moebius::cuda::Cuda {
 
     fn order(&self) -> Self::Stream {
         self.stream()
+    }
+
+    #[cfg(not(feature = "nccl"))]
+    fn seats(&self, ranks: usize, _: Duration) -> Vec<Seat<Self>> {
+        assert_eq!(ranks, 1, "several GPUs are for NCCL");
+        vec![Seat { device: self.clone(), comm: Box::new(Solo::new(self.clone())) }]
+    }
+
+    #[cfg(feature = "nccl")]
+    fn seats(&self, ranks: usize, timeout: Duration) -> Vec<Seat<Self>> {
+        gpus::seats(self, ranks, timeout)
     }
 
     fn join(&self, _: ThreadComm, config: GroupConfig) -> Result<Group<Self>> {

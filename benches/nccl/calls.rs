@@ -1,0 +1,147 @@
+//! Each of a dispatcher's calls by itself.
+
+use std::time::Instant;
+
+use moebius::cuda::Cuda;
+use moebius::ep::{DispatchGrads, DispatchInputs, DispatchSpec, Group, GroupConfig, Handle};
+use moebius::nccl::NcclWorld;
+use moebius::{DType, Result, Tensor};
+
+use crate::data::Random;
+use crate::report::{Report, Subject, spread};
+use crate::routing::{Pairs, ROUTINGS, experts, pairs};
+use crate::timed::{Spans, Timed, between, event};
+use crate::{DISPATCHERS, Dispatcher, Rank, Workload, on_ranks};
+
+const WARM_UP: usize = 3;
+const REPEATS: usize = 40;
+
+/// Times of a phase, and those of its collectives alone, both in ms.
+type Phase = (&'static str, Vec<f64>, Vec<f64>);
+
+pub fn run(world: &NcclWorld, report: &Report, workload: Workload, only: Option<&String>) -> Result<()> {
+    for routing in ROUTINGS.into_iter().filter(|r| only.is_none_or(|only| only == r)) {
+        for dispatcher in DISPATCHERS.iter().copied() {
+            let parts = on_ranks(world, |rank, comm| measure(rank, Timed::new(comm), (workload, dispatcher, routing)))?;
+            let subject = Subject { workload, dispatcher, routing };
+            lines(report, subject, &parts);
+        }
+    }
+    Ok(())
+}
+
+/// What one rank has measured.
+struct Part {
+    phases: Vec<Phase>,
+    pairs: Pairs,
+    peak: usize,
+}
+
+fn lines(report: &Report, subject: Subject<'_>, parts: &[Part]) {
+    let row = subject.workload.hidden * DType::BF16.size();
+    let most = |of: fn(&Pairs) -> usize| parts.iter().map(|p| of(&p.pairs)).max().unwrap_or(0) * row;
+    let peak = parts.iter().map(|p| p.peak).max().unwrap_or(0);
+    for (i, (phase, ..)) in parts[0].phases.iter().enumerate() {
+        let of =
+            |f: fn(&Phase) -> &Vec<f64>| -> Vec<Vec<f64>> { parts.iter().map(|p| f(&p.phases[i]).clone()).collect() };
+        let collective = spread(&of(|p| &p.2)).median;
+        let mut rest = format!(",\"collective_ms\":{collective:.4},\"peak_bytes\":{peak}");
+        if *phase != "prepare" {
+            // What each token sends once to every rank that it has an expert on, and once to every expert.
+            let (ranks, own_rank) = (most(|p| p.other_ranks), most(|p| p.own_rank));
+            let (experts, own_experts) = (most(|p| p.other_experts), most(|p| p.own_experts));
+            rest += &format!(
+                ",\"bytes_token_rank\":{ranks},\"bytes_token_rank_own\":{own_rank},\
+                 \"bytes_token_expert\":{experts},\"bytes_token_expert_own\":{own_experts}"
+            );
+        }
+        report.line(subject, phase, spread(&of(|p| &p.1)), &rest);
+    }
+}
+
+struct Bench<'a> {
+    rank: &'a Rank<'a>,
+    group: Group<Cuda>,
+    spans: Spans,
+}
+
+impl Bench<'_> {
+    /// Times of a call on this rank's GPU, or of the host where it waits for the GPU itself.
+    fn time(
+        &mut self,
+        host: bool,
+        mut call: impl FnMut(&mut Group<Cuda>) -> Result<()>,
+    ) -> Result<(Vec<f64>, Vec<f64>)> {
+        let (mut times, mut collectives) = (Vec::new(), Vec::new());
+        for repeat in 0..WARM_UP + REPEATS {
+            self.rank.meet()?;
+            self.spans.take()?;
+            let (start, from) = (Instant::now(), event(&self.rank.cuda)?);
+            call(&mut self.group)?;
+            let to = event(&self.rank.cuda)?;
+            let waited = start.elapsed();
+            self.rank.cuda.check()?;
+            let ms = if host { waited.as_secs_f64() * 1e3 } else { between(&from, &to)? };
+            if repeat >= WARM_UP {
+                times.push(ms);
+                collectives.push(self.spans.take()?);
+            }
+        }
+        Ok((times, collectives))
+    }
+}
+
+fn measure(rank: &Rank<'_>, comm: Timed, what: (Workload, Dispatcher, &str)) -> Result<Part> {
+    let (w, dispatcher, routing) = what;
+    let cuda = &rank.cuda;
+    let spans = comm.spans.clone();
+    let config = GroupConfig::new(w.experts, w.tokens);
+    let mut bench = Bench { rank, group: (dispatcher.make)(comm, config)?, spans };
+    let chosen = experts(&w, routing, rank.rank);
+    let pairs = pairs(&w, &chosen, rank.rank, rank.ranks);
+    let ids = cuda.tensor(&Tensor::from_vec(chosen, &[w.tokens, w.top_k])?)?;
+    let weights = vec![1.0 / w.top_k as f32; w.slots()];
+    let weights = cuda.tensor(&Tensor::from_vec(weights, &[w.tokens, w.top_k])?)?;
+    let mut random = Random(7 + rank.rank as u64);
+    let x = random.tensor(cuda, &[w.tokens, w.hidden], 1.0)?;
+    let spec = DispatchSpec { backward: true, ..DispatchSpec::new(0, w.top_k) };
+    cuda.trim();
+    cuda.reset_peak();
+
+    let mut handle: Option<Handle<Cuda>> = None;
+    let mut phases: Vec<Phase> = Vec::new();
+    let (times, collectives) = bench.time(true, |group| {
+        handle = Some(group.dispatcher().prepare(ids.view(), None, &spec)?);
+        Ok(())
+    })?;
+    phases.push(("prepare", times, collectives));
+    let Some(handle) = handle else { return Ok(Part { phases, pairs, peak: 0 }) };
+    let n = handle.rows();
+    let slots = random.tensor(cuda, &[n, w.hidden], 1.0)?;
+    let slot_weights = Tensor::<Cuda>::zeros(cuda, DType::F32, &[n])?;
+    let mut out = Tensor::empty(cuda, DType::BF16, &[w.tokens, w.hidden])?;
+    let mut d_weights = Tensor::empty(cuda, DType::F32, &[w.tokens, w.top_k])?;
+
+    let (times, collectives) = bench.time(false, |group| {
+        let inputs = DispatchInputs { tokens: x.view(), weights: Some(weights.view()), scales: None };
+        group.dispatcher().dispatch_rows(&handle, inputs).map(drop)
+    })?;
+    phases.push(("dispatch", times, collectives));
+    let (times, collectives) =
+        bench.time(false, |group| group.dispatcher().combine(&handle, slots.view(), out.view_mut()))?;
+    phases.push(("combine", times, collectives));
+    let (times, collectives) =
+        bench.time(false, |group| group.dispatcher().combine_bwd_rows(&handle, x.view()).map(drop))?;
+    phases.push(("combine_bwd", times, collectives));
+    let (times, collectives) = bench.time(false, |group| {
+        let grads = DispatchGrads {
+            rows: slots.view(),
+            weights: Some(slot_weights.view()),
+            d_tokens: out.view_mut(),
+            d_weights: Some(d_weights.view_mut()),
+        };
+        group.dispatcher().dispatch_bwd(&handle, grads)
+    })?;
+    phases.push(("dispatch_bwd", times, collectives));
+    Ok(Part { phases, pairs, peak: cuda.memory().peak })
+}

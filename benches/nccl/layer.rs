@@ -1,0 +1,107 @@
+//! The whole layer, and how much of its time its collectives take.
+
+use moebius::config::MoeConfig;
+use moebius::cuda::Cuda;
+use moebius::ep::{Group, GroupConfig};
+use moebius::layer::{Cotangents, GradientsMut, Inputs, Layer, Mode, ParamViews, Role};
+use moebius::nccl::NcclWorld;
+use moebius::{DType, Result, Tensor};
+
+use crate::data::Random;
+use crate::report::{Report, Subject, spread};
+use crate::timed::{Timed, between, event};
+use crate::{DISPATCHERS, Dispatcher, Rank, Workload, on_ranks};
+
+const WARM_UP: usize = 3;
+const REPEATS: usize = 15;
+
+/// Milliseconds of forward, of forward and backward, and of the collectives in each.
+type Times = [Vec<f64>; 4];
+
+pub fn run(world: &NcclWorld, report: &Report, workload: Workload) -> Result<()> {
+    for dispatcher in DISPATCHERS.iter().copied() {
+        let parts = on_ranks(world, |rank, comm| measure(rank, Timed::new(comm), (workload, dispatcher)))?;
+        let of = |i: usize| -> Vec<Vec<f64>> { parts.iter().map(|p| p[i].clone()).collect() };
+        let subject = Subject { workload, dispatcher, routing: "router" };
+        let ranks = parts.len() as f64;
+        let forward = 6.0 * (workload.slots() * workload.hidden * workload.inner) as f64 * ranks;
+        for (phase, i, flop) in [("fwd", 0, forward), ("fwd+bwd", 1, 3.0 * forward)] {
+            let (time, collective) = (spread(&of(i)), spread(&of(i + 2)).median);
+            let share = collective / time.median;
+            let rest = format!(
+                ",\"inner\":{},\"collective_ms\":{collective:.4},\"collective_share\":{share:.3},\"tflops\":{:.1}",
+                workload.inner,
+                flop / ranks / time.median / 1e9
+            );
+            report.line(subject, phase, time, &rest);
+        }
+    }
+    Ok(())
+}
+
+struct Weights {
+    router: Tensor<Cuda>,
+    up: Tensor<Cuda>,
+    down: Tensor<Cuda>,
+}
+
+fn measure(rank: &Rank<'_>, comm: Timed, (w, dispatcher): (Workload, Dispatcher)) -> Result<Times> {
+    let cuda = &rank.cuda;
+    let spans = comm.spans.clone();
+    let mut group: Group<Cuda> = (dispatcher.make)(comm, GroupConfig::new(w.experts, w.tokens))?;
+    let local = w.experts / rank.ranks;
+    let scale = |n: usize| (n as f64).powf(-0.5);
+    // The router is every rank's; the rest is each one's own.
+    let router = Random(1).tensor(cuda, &[w.experts, w.hidden], scale(w.hidden))?;
+    let mut random = Random(2 + rank.rank as u64);
+    let weights = Weights {
+        router,
+        up: random.tensor(cuda, &[local, 2 * w.inner, w.hidden], scale(w.hidden))?,
+        down: random.tensor(cuda, &[local, w.hidden, w.inner], scale(w.inner))?,
+    };
+    let (x, d_y) = (random.tensor(cuda, &[w.tokens, w.hidden], 1.0)?, random.tensor(cuda, &[w.tokens, w.hidden], 1.0)?);
+    let of = |t: &Tensor<Cuda>| Tensor::zeros(cuda, DType::BF16, t.dims());
+    let (mut y, mut d_x) = (of(&x)?, of(&x)?);
+    let (mut d_router, mut d_up, mut d_down) = (of(&weights.router)?, of(&weights.up)?, of(&weights.down)?);
+    let params = ParamViews::collect(|role| {
+        Ok(match role {
+            Role::Router => Some(weights.router.view()),
+            Role::Up => Some(weights.up.view()),
+            Role::Down => Some(weights.down.view()),
+            _ => None,
+        })
+    })?;
+    let params = params.params();
+    let layer = Layer::new(MoeConfig::new(w.hidden, w.inner, w.experts, w.top_k), 0)?;
+
+    let mut step = |backward: bool| -> Result<()> {
+        let mode = Mode { backward, noise: None };
+        let made = layer.forward_into(&mut group, mode, (x.view(), &params), y.view_mut())?;
+        let Some(context) = made.context else { return Ok(()) };
+        let cotangents = Cotangents { y: Some(d_y.view()), aux: 0.0 };
+        let into = GradientsMut {
+            x: Some(d_x.view_mut()),
+            router: Some(d_router.view_mut()),
+            up: Some(d_up.view_mut()),
+            down: Some(d_down.view_mut()),
+            ..GradientsMut::none()
+        };
+        layer.backward_into(&mut group, context, (Inputs { x: x.view(), params: &params }, cotangents), into)
+    };
+    let mut times: Times = Default::default();
+    for backward in [false, true] {
+        for repeat in 0..WARM_UP + REPEATS {
+            rank.meet()?;
+            spans.take()?;
+            let from = event(cuda)?;
+            step(backward)?;
+            let to = event(cuda)?;
+            cuda.check()?;
+            if repeat >= WARM_UP {
+                times[usize::from(backward)].push(between(&from, &to)?);
+                times[2 + usize::from(backward)].push(spans.take()?);
+            }
+        }
+    }
+    Ok(times)
+}

@@ -1,0 +1,148 @@
+//! Times of expert parallelism over several GPUs, ranks as threads: prepare, dispatch, combine and their backwards for every
+//! dispatcher, and the whole layer with the share of its time that is communication. One JSON line a measurement: the
+//! slowest rank of each repeat, median and 99th percentile.
+//!
+//! ```text
+//! cargo bench --features nccl --bench nccl -- [--ranks N] [--tokens 128,4096] [--routing uniform] [calls] [layer]
+//! ```
+//!
+//! A call is timed from when all ranks stand before it with idle GPUs until its last work on the GPU is done, so what
+//! the host does in between counts.
+
+mod calls;
+#[path = "../cuda/data.rs"]
+#[allow(dead_code, reason = "the part of it that makes tensors")]
+mod data;
+mod layer;
+mod report;
+mod routing;
+mod timed;
+
+use std::sync::Barrier;
+use std::thread;
+use std::time::Duration;
+
+use moebius::cuda::Cuda;
+use moebius::ep::{DispatcherKind, Group, GroupConfig};
+use moebius::nccl::{NcclComm, NcclLibrary, NcclWorld};
+use moebius::{Error, Result};
+
+use report::Report;
+use timed::Timed;
+
+const PATIENCE: Duration = Duration::from_secs(60);
+
+/// Sizes of a layer and of each rank's input.
+#[derive(Debug, Clone, Copy)]
+struct Workload {
+    name: &'static str,
+    tokens: usize,
+    hidden: usize,
+    inner: usize,
+    experts: usize,
+    top_k: usize,
+}
+
+impl Workload {
+    fn slots(&self) -> usize {
+        self.tokens * self.top_k
+    }
+}
+
+/// DeepSeek-V3's sizes, of which the calls' times need no inner one.
+const DSV3: Workload = Workload { name: "dsv3", tokens: 4096, hidden: 7168, inner: 2048, experts: 256, top_k: 8 };
+const QWEN3: Workload =
+    Workload { name: "qwen3-30b-a3b", tokens: 4096, hidden: 2048, inner: 768, experts: 128, top_k: 8 };
+
+/// How tokens travel, by its name in the lines.
+#[derive(Clone, Copy)]
+struct Dispatcher {
+    name: &'static str,
+    mode: &'static str,
+    make: fn(Timed, GroupConfig) -> Result<Group<Cuda>>,
+}
+
+fn over(comm: Timed, config: GroupConfig, dispatcher: DispatcherKind) -> Result<Group<Cuda>> {
+    let cuda = comm.cuda().clone();
+    Group::new(cuda.clone(), cuda.stream(), Box::new(comm), GroupConfig { dispatcher, ..config })
+}
+
+/// Every dispatcher that is measured.
+const DISPATCHERS: &[Dispatcher] = &[
+    Dispatcher { name: "all_to_all", mode: "nccl", make: |comm, c| over(comm, c, DispatcherKind::AllToAll) },
+    Dispatcher { name: "all_gather", mode: "nccl", make: |comm, c| over(comm, c, DispatcherKind::AllGather) },
+    #[cfg(feature = "nccl-ep")]
+    Dispatcher { name: "nccl_ep", mode: "ht", make: |comm, c| over(comm, c, DispatcherKind::NcclEp) },
+];
+
+/// One rank's thread.
+struct Rank<'a> {
+    cuda: Cuda,
+    rank: usize,
+    ranks: usize,
+    together: &'a Barrier,
+}
+
+impl Rank<'_> {
+    /// Waits until all ranks are here with idle GPUs.
+    pub fn meet(&self) -> Result<()> {
+        let idle = self.cuda.check();
+        self.together.wait();
+        idle
+    }
+}
+
+/// Runs `body` on every rank's thread; results in rank order.
+fn on_ranks<T: Send>(world: &NcclWorld, body: impl Fn(&Rank<'_>, NcclComm) -> Result<T> + Sync) -> Result<Vec<T>> {
+    let comms = world.communicators(PATIENCE)?;
+    let (together, body) = (&Barrier::new(comms.len()), &body);
+    let ranks = comms.len();
+    thread::scope(|scope| {
+        let spawn = |(rank, comm): (usize, NcclComm)| {
+            scope.spawn(move || {
+                let cuda = comm.cuda().clone();
+                body(&Rank { cuda, rank, ranks, together }, comm)
+            })
+        };
+        let threads: Vec<_> = comms.into_iter().enumerate().map(spawn).collect();
+        let lost = |_| Err(Error::Device { call: "bench", operation: "run a rank".into(), message: "panicked".into() });
+        threads.into_iter().map(|t| t.join().unwrap_or_else(lost)).collect()
+    })
+}
+
+fn main() -> Result<()> {
+    let arguments: Vec<String> = std::env::args().skip(1).filter(|a| a != "--bench").collect();
+    let value = |flag: &str| arguments.iter().position(|a| a == flag).and_then(|at| arguments.get(at + 1));
+    let numbers = |flag: &str| -> Option<Vec<usize>> {
+        value(flag).map(|text| text.split(',').filter_map(|n| n.parse().ok()).collect())
+    };
+    let asked = |name: &str| {
+        let named = |a: &&String| ["calls", "layer"].contains(&a.as_str());
+        arguments.iter().find(named).is_none() || arguments.iter().any(|a| a == name)
+    };
+    let gpus: Vec<Cuda> = (0..).map_while(|ordinal| Cuda::new(ordinal).ok()).collect();
+    let ranks = numbers("--ranks").and_then(|n| n.first().copied()).unwrap_or(gpus.len());
+    if gpus.len() < ranks.max(2) {
+        eprintln!("skipped: {} GPUs, {} wanted", gpus.len(), ranks.max(2));
+        return Ok(());
+    }
+    let library = NcclLibrary::open()?;
+    let free = |gpu: &Cuda| gpu.free_memory();
+    let before = free(&gpus[0])?;
+    let world = NcclWorld::new(&library, &gpus[..ranks], PATIENCE)?;
+    let report = Report::new(&gpus[0], ranks, &library)?;
+    report.memory("nccl", before.saturating_sub(free(&gpus[0])?));
+    let tokens = numbers("--tokens").unwrap_or_else(|| vec![128, 2048, 4096, 8192]);
+    if asked("calls") {
+        for workload in [DSV3, QWEN3] {
+            let all = tokens.iter().filter(|t| workload.name == DSV3.name || **t == 4096);
+            for &tokens in all {
+                calls::run(&world, &report, Workload { tokens, ..workload }, value("--routing"))?;
+            }
+        }
+    }
+    if asked("layer") {
+        layer::run(&world, &report, DSV3)?;
+    }
+    Ok(())
+}

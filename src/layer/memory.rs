@@ -1,0 +1,83 @@
+//! Memory of a step, before anything runs.
+
+use crate::config::MoeConfig;
+use crate::dtype::DType;
+use crate::ep::DispatcherKind;
+
+/// What reaches a rank in a step.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct StepSizes {
+    /// Tokens T of this rank.
+    pub tokens: usize,
+    /// Rows N of this rank's experts: choices of all ranks' tokens that fall on them, and zones' padding.
+    pub slots: usize,
+    /// Rows that travelled here: each token that chose one of the experts once ([`DispatcherKind::AllToAll`]), all
+    /// ranks' tokens ([`DispatcherKind::AllGather`]), none where the tokens are the rank's own.
+    pub rows: usize,
+    /// Ranks R.
+    pub ranks: usize,
+    /// Type of the tokens.
+    pub dtype: DType,
+}
+
+/// Bytes of a step on one rank, beside parameters, their gradients, the input and the output.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct StepMemory {
+    /// Held from forward to backward, for each layer: [`Context::bytes`](super::Context::bytes).
+    pub kept: usize,
+    /// Most that a forward holds beside that at once, for all layers together: activations, expert outputs, and the rows
+    /// that return.
+    pub passing: usize,
+    /// What prepare gathers from all ranks: 4 bytes a choice of every rank's tokens.
+    pub routing: usize,
+}
+
+impl StepSizes {
+    /// Even routing: every rank has `tokens` tokens and its experts an equal share of the choices.
+    pub fn even(config: &MoeConfig, (tokens, ranks): (usize, usize), dtype: DType, kind: DispatcherKind) -> Self {
+        let (experts, k) = (config.router.num_experts, config.router.top_k);
+        let local = experts / ranks.max(1);
+        // That none of K different experts is among a rank's.
+        let elsewhere: f64 = (0..k)
+            .map(|i| experts.saturating_sub(local + i) as f64 / experts.saturating_sub(i).max(1) as f64)
+            .product();
+        let visits = (ranks * tokens) as f64 * (1.0 - elsewhere);
+        Self { tokens, slots: tokens * k, rows: travelled((tokens, ranks), kind, visits.ceil() as usize), ranks, dtype }
+    }
+
+    /// The most that can reach a rank: every token of every rank chooses as many of its experts as it can.
+    pub fn worst(config: &MoeConfig, (tokens, ranks): (usize, usize), dtype: DType, kind: DispatcherKind) -> Self {
+        let local = config.router.num_experts / ranks.max(1);
+        let slots = ranks * tokens * config.router.top_k.min(local);
+        Self { tokens, slots, rows: travelled((tokens, ranks), kind, ranks * tokens), ranks, dtype }
+    }
+
+    /// Bytes that a layer takes.
+    pub fn memory(&self, config: &MoeConfig) -> StepMemory {
+        let Self { tokens, slots, rows, ranks, dtype } = *self;
+        let (b, a) = (dtype.size(), dtype.accumulator().size());
+        let (experts, k, gate) = (config.router.num_experts, config.router.top_k, config.activation.gate_factor());
+        let pre = |rows: usize, inner: usize| if config.recompute { 0 } else { rows * gate * inner * b };
+        let router = tokens * experts * a + tokens * k * (4 + a);
+        let aux = if config.aux.is_off() { 0 } else { (2 * experts + 4) * a };
+        let shared = config.shared.map_or(0, |s| pre(tokens, s.intermediate) + if s.gated { tokens * a } else { 0 });
+        let received = rows * config.hidden * b + slots * a;
+        let products = slots * (config.intermediate + config.hidden) * b;
+        // Packed at the experts' rank, and received at the tokens'.
+        let returning = if ranks > 1 { (2 * slots + tokens * k) * config.hidden * b } else { 0 };
+        StepMemory {
+            kept: router + aux + shared + received + pre(slots, config.intermediate),
+            passing: products.max(returning),
+            routing: if ranks > 1 { ranks * tokens * k * 4 } else { 0 },
+        }
+    }
+}
+
+/// Rows that travel, of which all-to-all brings `visits`.
+fn travelled((tokens, ranks): (usize, usize), kind: DispatcherKind, visits: usize) -> usize {
+    match kind {
+        _ if ranks <= 1 => 0,
+        DispatcherKind::AllGather => ranks * tokens,
+        _ => visits,
+    }
+}

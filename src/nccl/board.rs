@@ -1,0 +1,157 @@
+//! Where the ranks of a communicator meet beside NCCL.
+//!
+//! Threads of one process have a [`Hall`]: before every collective their hosts meet in it and compare what they are
+//! about to do, so that a disagreement or a refusal is an error on each of them with nothing enqueued, and the
+//! communicator stays usable. Between processes such a meeting would cost a network's round trip a collective: there
+//! only [`Notices`] travel, and whoever is refused loses the communicator.
+
+use std::collections::HashMap;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
+
+use crate::comm::agree::{Call, Detail, Verdict, failed, judge};
+use crate::comm::rendezvous::Rendezvous;
+use crate::error::CommError;
+
+use super::notice::{Kind, Of};
+use super::notices::{Notices, Subject};
+use super::wire::Wire;
+
+/// Meeting place of the threads of one communicator.
+#[derive(Debug)]
+pub(super) struct Hall {
+    meeting: Rendezvous<Call, Verdict>,
+    notices: Arc<Notices>,
+    /// Halls of the parts that this communicator was split into, by the split's number and the part's colour.
+    parts: Mutex<HashMap<(u64, usize), Arc<Hall>>>,
+}
+
+impl Hall {
+    pub(super) fn new(size: usize) -> Arc<Self> {
+        Arc::new(Self { meeting: Rendezvous::new(size), notices: Arc::default(), parts: Mutex::default() })
+    }
+
+    /// The hall of one part, which the first of its ranks makes.
+    fn part(&self, key: (u64, usize), size: usize) -> Arc<Self> {
+        let mut parts = self.parts.lock().unwrap_or_else(PoisonError::into_inner);
+        Arc::clone(parts.entry(key).or_insert_with(|| Hall::new(size)))
+    }
+}
+
+/// What processes have.
+#[derive(Debug, Clone)]
+pub(super) struct Mail {
+    notices: Arc<Notices>,
+    wire: Arc<Wire>,
+    /// The communicator's number.
+    id: u64,
+    /// Its ranks, as the world numbers them.
+    ranks: Vec<usize>,
+}
+
+impl Mail {
+    pub(super) fn new(wire: &Arc<Wire>, id: u64, ranks: Vec<usize>) -> Self {
+        let notices = Arc::<Notices>::default();
+        wire.register(id, ranks.clone(), &notices);
+        Self { notices, wire: Arc::clone(wire), id, ranks }
+    }
+
+    fn of(&self, number: u64) -> Of {
+        Of { communicator: self.id, number }
+    }
+}
+
+/// One rank's access.
+#[derive(Debug, Clone)]
+pub(super) enum Board {
+    /// Threads of one process.
+    Hall(Arc<Hall>),
+    /// Processes.
+    Mail(Mail),
+    /// Nobody but this rank reads it.
+    Alone(Arc<Notices>),
+}
+
+impl Board {
+    pub(super) fn notices(&self) -> &Arc<Notices> {
+        match self {
+            Board::Hall(hall) => &hall.notices,
+            Board::Mail(mail) => &mail.notices,
+            Board::Alone(notices) => notices,
+        }
+    }
+
+    /// Whether a refusal leaves the communicator usable.
+    pub(super) fn meets(&self) -> bool {
+        matches!(self, Board::Hall(_))
+    }
+
+    /// Passes when all ranks are about to make the same call, or as far as that can be known.
+    pub(super) fn meet(&self, subject: Subject, call: Call, timeout: Duration) -> Result<(), CommError> {
+        let Board::Hall(hall) = self else {
+            return self.notices().fault(subject).map_or(Ok(()), Err);
+        };
+        let rank = subject.rank;
+        let round = hall.meeting.meet(rank, call.clone(), timeout, |all| judge(all.iter()));
+        let round = round.map_err(|failure| failed(&call, rank, timeout, failure))?;
+        match round.verdict.as_ref().and_then(|errors| errors.get(rank)) {
+            Some(error) => Err(error.clone()),
+            None => Ok(()),
+        }
+    }
+
+    /// Tells the others that this rank fails where they expect it.
+    pub(super) fn refuse(&self, subject: Subject, call: Call, timeout: Duration) -> Result<(), CommError> {
+        if self.meets() {
+            return match self.meet(subject, call, timeout) {
+                // Its own refusal, coming back.
+                Err(CommError::Refused { .. }) => Ok(()),
+                other => other,
+            };
+        }
+        if let Detail::Refusal(reason) = &call.detail {
+            self.post_refusal(subject, reason);
+        }
+        Ok(())
+    }
+
+    /// Tells the others that a collective will not end, after they have begun it.
+    pub(super) fn post_refusal(&self, subject: Subject, reason: &str) {
+        self.notices().refuse(subject.rank, subject.number, reason);
+        if let Board::Mail(mail) = self {
+            mail.wire.post(Kind::Refused(mail.of(subject.number), reason.to_string()));
+        }
+    }
+
+    /// Tells the others that this rank takes part in nothing after its `last` collective.
+    pub(super) fn leave(&self, rank: usize, last: u64) {
+        self.notices().leave(rank, last);
+        match self {
+            Board::Hall(hall) => hall.meeting.leave(rank),
+            Board::Mail(mail) => mail.wire.post(Kind::Left(mail.of(last))),
+            Board::Alone(_) => {}
+        }
+    }
+
+    /// The same of a rank that aborts its communicator.
+    pub(super) fn give_up(&self, rank: usize, last: u64) {
+        self.notices().abort(rank);
+        if let Board::Mail(mail) = self {
+            mail.wire.post(Kind::Aborted(mail.of(last)));
+        }
+        self.leave(rank, last);
+    }
+
+    /// The board of a part of this communicator: which split, its colour, and its ranks as they are numbered here.
+    pub(super) fn part(&self, key: (u64, usize), ranks: &[usize]) -> Self {
+        match self {
+            Board::Hall(hall) => Board::Hall(hall.part(key, ranks.len())),
+            Board::Mail(mail) => {
+                // Parts of one split have ranks apart, so its number and the colour name each for all who are in it.
+                let id = mail.id.wrapping_mul(1 << 20).wrapping_add(key.0 << 32).wrapping_add(key.1 as u64 + 1);
+                Board::Mail(Mail::new(&mail.wire, id, ranks.iter().map(|r| mail.ranks[*r]).collect()))
+            }
+            Board::Alone(_) => Board::Alone(Arc::default()),
+        }
+    }
+}

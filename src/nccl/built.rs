@@ -1,0 +1,50 @@
+//! What libraries that build on NCCL's communicators need: to keep one, and to have their collectives watched.
+
+use std::sync::Arc;
+
+use crate::comm::Tag;
+use crate::comm::agree::{Call, Detail};
+use crate::dtype::DType;
+use crate::error::Result;
+
+use super::NcclComm;
+use super::link::Link;
+use super::sys::CommPtr;
+
+/// A communicator that is shared with what is built on it: freed with its last user, or when it fails.
+#[derive(Debug, Clone)]
+pub(crate) struct Shared(Arc<Link>);
+
+impl Shared {
+    /// Ranks.
+    pub(crate) fn size(&self) -> usize {
+        self.0.size
+    }
+
+    /// Runs calls while nobody frees the communicator. `None`: it has been freed.
+    pub(crate) fn with<T>(&self, calls: impl FnOnce(CommPtr) -> T) -> Option<T> {
+        self.0.with(|_, comm| calls(comm))
+    }
+}
+
+impl NcclComm {
+    /// The communicator, for what is built on it.
+    pub(crate) fn shared(&self) -> Shared {
+        Shared(Arc::clone(&self.link))
+    }
+
+    /// A collective of another library, of `bytes` a row: counted, compared over the ranks where they are threads, and
+    /// watched. As [`NcclComm::collective_raw`], for calls that reach the communicator through [`Shared`].
+    pub(crate) fn around<T>(
+        &mut self,
+        (operation, bytes): (&'static str, usize),
+        tag: Tag,
+        calls: impl FnOnce() -> Result<T>,
+    ) -> Result<T> {
+        let subject = self.begin(Call { operation, tag, dtype: DType::U8, detail: Detail::Plain, bytes })?;
+        match calls() {
+            Ok(value) => self.watched(subject).map(|()| value),
+            Err(error) => Err(self.broken(subject, error)),
+        }
+    }
+}

@@ -1,0 +1,294 @@
+//! A rank's `ncclComm_t`: every call of it passes here, so that it is never used while or after it is freed.
+
+use std::fmt;
+use std::sync::atomic::{AtomicPtr, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError, mpsc};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use crate::cuda::Guard;
+use crate::error::{CommError, Error, Result};
+use crate::ranks::UniqueId;
+
+use super::sys::{CommPtr, Config, Functions, RawComm, RawUniqueId, Status};
+use super::{NcclError, NcclLibrary};
+
+/// How long the end of a communicator waits for a call that is under way, before it ends that from outside.
+const GRACE: Duration = Duration::from_millis(200);
+/// Longest wait for the end itself.
+const END: Duration = Duration::from_secs(10);
+/// Pause between two looks.
+const PAUSE: Duration = Duration::from_millis(1);
+
+/// One rank's communicator as the library has it.
+pub(super) struct Link {
+    library: NcclLibrary,
+    pub(super) rank: usize,
+    pub(super) size: usize,
+    /// Held during every call: `Some` while the communicator lives.
+    gate: Mutex<Option<Alive>>,
+    /// The same pointer, for the one call that may be made while another is stuck.
+    shared: AtomicPtr<RawComm>,
+    /// The first failure.
+    failure: Mutex<Option<CommError>>,
+}
+
+/// A pointer that the gate guards.
+#[derive(Debug, Clone, Copy)]
+struct Alive(CommPtr);
+
+// SAFETY: NCCL lets any thread use a communicator, one at a time, which the gate sees to.
+unsafe impl Send for Alive {}
+
+impl fmt::Debug for Link {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { rank, size, .. } = self;
+        write!(f, "Link {{ rank: {rank}, size: {size}, failure: {:?} }}", self.failure())
+    }
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// A rank of a communicator to be.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Place {
+    pub(super) rank: usize,
+    pub(super) size: usize,
+}
+
+/// What an attempt to join came to; `None` where this rank is to be in no part.
+type Joined = Result<Option<Link>>;
+
+/// A rank on its way into a communicator.
+pub(super) struct Joining {
+    place: Place,
+    joined: mpsc::Receiver<Joined>,
+}
+
+impl Joining {
+    /// Runs a call that blocks until the peers make it too, and `ready` with what it made, on a thread of its own.
+    fn start(
+        library: NcclLibrary,
+        (function, place): (&'static str, Place),
+        bind: impl FnOnce() -> Result<()> + Send + 'static,
+        make: impl FnOnce() -> Option<(Alive, Status)> + Send + 'static,
+        ready: impl FnOnce(&Link) -> Result<()> + Send + 'static,
+    ) -> Result<Self> {
+        let (send, joined) = mpsc::channel();
+        let name = format!("nccl-init-{}", place.rank);
+        let attempt = move || {
+            bind()?;
+            let Some((Alive(comm), status)) = make() else {
+                return Err(NcclError::Ended { rank: place.rank }.into());
+            };
+            library.check(function, std::ptr::null_mut(), status)?;
+            // No communicator: this rank is to be in no part.
+            let link = (!comm.is_null()).then(|| Link::new(library, place, comm));
+            link.as_ref().map_or(Ok(()), ready)?;
+            Ok(link)
+        };
+        // Nobody listens any more where time is up.
+        let run = move || drop(send.send(attempt()));
+        thread::Builder::new().name(name).spawn(run).map_err(|e| super::system("start a thread", e))?;
+        Ok(Self { place, joined })
+    }
+
+    /// Waits until all ranks have joined; `None` where this one is to be in no part. An attempt that does not end in
+    /// time is left behind with the thread it runs on: NCCL has no way to call it off.
+    pub(super) fn finish(self, timeout: Duration) -> Result<Option<Link>> {
+        let Place { rank, size } = self.place;
+        let late = |_| Err(NcclError::Init { rank, size, timeout }.into());
+        self.joined.recv_timeout(timeout).unwrap_or_else(late)
+    }
+}
+
+impl Link {
+    /// Begins to join a communicator. `bind` makes the rank's GPU the calling thread's; `ready` is the first user.
+    pub(super) fn start(
+        library: &NcclLibrary,
+        id: UniqueId,
+        place: Place,
+        bind: impl FnOnce() -> Result<()> + Send + 'static,
+        ready: impl FnOnce(&Link) -> Result<()> + Send + 'static,
+    ) -> Result<Joining> {
+        let Place { rank, size } = place;
+        let (functions, id) = (*library.functions(), RawUniqueId { internal: id.map(|byte| byte as _) });
+        let make = move || {
+            let (mut comm, mut config) = (std::ptr::null_mut(), Config::blocking());
+            // SAFETY: the result and the configuration are locals that outlive the call, which blocks.
+            let status = unsafe {
+                (functions.comm_init_rank_config)(&raw mut comm, size as i32, id, rank as i32, &raw mut config)
+            };
+            Some((Alive(comm), settle(&functions, comm, status)))
+        };
+        Joining::start(library.clone(), ("ncclCommInitRankConfig", place), bind, make, ready)
+    }
+
+    /// Begins to join the part of this communicator that has a colour, or none.
+    pub(super) fn split(
+        self: &Arc<Self>,
+        place: Place,
+        (colour, key): (i32, i32),
+        bind: impl FnOnce() -> Result<()> + Send + 'static,
+        ready: impl FnOnce(&Link) -> Result<()> + Send + 'static,
+    ) -> Result<Joining> {
+        let parent = Arc::clone(self);
+        let make = move || {
+            parent.with(|functions, comm| {
+                let mut child = std::ptr::null_mut();
+                // SAFETY: the communicator lives while the gate is held; the result is a local; no configuration means
+                // the parent's.
+                let status = unsafe { (functions.comm_split)(comm, colour, key, &raw mut child, std::ptr::null_mut()) };
+                (Alive(child), settle(functions, child, status))
+            })
+        };
+        Joining::start(self.library.clone(), ("ncclCommSplit", place), bind, make, ready)
+    }
+
+    /// Takes over a communicator.
+    pub(super) fn new(library: NcclLibrary, Place { rank, size }: Place, comm: CommPtr) -> Self {
+        let (gate, shared) = (Mutex::new(Some(Alive(comm))), AtomicPtr::new(comm));
+        Self { library, rank, size, gate, shared, failure: Mutex::new(None) }
+    }
+
+    pub(super) fn library(&self) -> &NcclLibrary {
+        &self.library
+    }
+
+    /// The first failure, if any.
+    pub(super) fn failure(&self) -> Option<CommError> {
+        lock(&self.failure).clone()
+    }
+
+    /// Keeps a failure if it is the first; returns the first.
+    pub(super) fn fail(&self, error: CommError) -> CommError {
+        lock(&self.failure).get_or_insert(error).clone()
+    }
+
+    /// Runs calls of the library with the communicator, while nobody frees it. `None`: it has been freed.
+    pub(super) fn with<T>(&self, calls: impl FnOnce(&Functions, CommPtr) -> T) -> Option<T> {
+        let gate = lock(&self.gate);
+        gate.map(|Alive(comm)| calls(self.library.functions(), comm))
+    }
+
+    /// One call that returns a status. `None`: the communicator has been freed.
+    pub(super) fn call(
+        &self,
+        function: &'static str,
+        call: impl FnOnce(&Functions, CommPtr) -> Status,
+    ) -> Option<std::result::Result<(), NcclError>> {
+        self.with(|functions, comm| {
+            let status = call(functions, comm);
+            self.library.check(function, comm, settle(functions, comm, status))
+        })
+    }
+
+    /// What the library has found wrong since the last look; `None` where nothing, or where another call is under way.
+    pub(super) fn asynchronous(&self) -> Option<NcclError> {
+        let gate = match self.gate.try_lock() {
+            Ok(gate) => gate,
+            Err(TryLockError::Poisoned(e)) => e.into_inner(),
+            Err(TryLockError::WouldBlock) => return None,
+        };
+        let Alive(comm) = (*gate)?;
+        let mut found = Status::SUCCESS;
+        // SAFETY: the communicator lives while the gate is held; the result is a local.
+        let status = unsafe { (self.library.functions().comm_get_async_error)(comm, &raw mut found) };
+        let found = if status == Status::SUCCESS { found } else { status };
+        if found == Status::IN_PROGRESS {
+            return None;
+        }
+        self.library.check("ncclCommGetAsyncError", comm, found).err()
+    }
+
+    /// Ends what runs and frees the communicator. A call that is stuck is ended first.
+    pub(super) fn abort(&self) {
+        let mut gate = match self.lock_within(GRACE) {
+            Some(gate) => gate,
+            None => {
+                let comm = self.shared.load(Ordering::SeqCst);
+                if let Some(revoke) = self.library.functions().comm_revoke.filter(|_| !comm.is_null()) {
+                    // SAFETY: who frees the communicator holds the gate, and its holder is inside a call. NCCL allows this
+                    // one beside another; it does not free.
+                    unsafe { end(Alive(comm), move |comm| revoke(comm, 0)) };
+                }
+                lock(&self.gate)
+            }
+        };
+        let alive = gate.take();
+        drop(gate);
+        if let Some(alive) = alive {
+            self.shared.store(std::ptr::null_mut(), Ordering::SeqCst);
+            let abort = self.library.functions().comm_abort;
+            // SAFETY: the communicator lives, and with `gate` emptied nobody uses it again.
+            unsafe { end(alive, move |comm| abort(comm)) };
+        }
+    }
+
+    fn lock_within(&self, limit: Duration) -> Option<MutexGuard<'_, Option<Alive>>> {
+        let until = Instant::now() + limit;
+        loop {
+            match self.gate.try_lock() {
+                Ok(gate) => return Some(gate),
+                Err(TryLockError::Poisoned(e)) => return Some(e.into_inner()),
+                Err(TryLockError::WouldBlock) if Instant::now() >= until => return None,
+                Err(TryLockError::WouldBlock) => thread::sleep(PAUSE),
+            }
+        }
+    }
+}
+
+/// Ends a communicator. What peers have left behind can hold up NCCL's own end: then it is left to itself. Nothing can be
+/// reported from here.
+///
+/// # Safety
+/// `how` may be called with the communicator, now and later.
+unsafe fn end(comm: Alive, how: impl FnOnce(CommPtr) -> Status + Send + 'static) {
+    let (send, ended) = mpsc::channel();
+    let run = move || {
+        let Alive(comm) = { comm };
+        let _ = how(comm);
+        // Nobody listens any more where time is up.
+        let _ = send.send(());
+    };
+    if thread::Builder::new().name("nccl-end".to_string()).spawn(run).is_ok() {
+        let _ = ended.recv_timeout(END);
+    }
+}
+
+/// The status of a call when it is over. An environment that makes communicators return at once (NCCL_COMM_BLOCKING)
+/// is waited for here.
+fn settle(functions: &Functions, comm: CommPtr, status: Status) -> Status {
+    let mut status = status;
+    while status == Status::IN_PROGRESS && !comm.is_null() {
+        thread::sleep(PAUSE / 20);
+        // SAFETY: the communicator is the caller's; the result is a local.
+        let asked = unsafe { (functions.comm_get_async_error)(comm, &raw mut status) };
+        if asked != Status::SUCCESS {
+            return asked;
+        }
+    }
+    status
+}
+
+impl Guard for Link {
+    fn failure(&self) -> Option<Error> {
+        Link::failure(self).map(Error::from)
+    }
+}
+
+impl Drop for Link {
+    fn drop(&mut self) {
+        let failed = self.failure().is_some();
+        let alive = lock(&self.gate).take();
+        if let Some(alive) = alive {
+            let functions = self.library.functions();
+            // Work that a peer will never join in is not waited for.
+            let how = if failed { functions.comm_abort } else { functions.comm_destroy };
+            // SAFETY: the communicator lives and nobody else can use it any more.
+            unsafe { end(alive, move |comm| how(comm)) };
+        }
+    }
+}

@@ -1,0 +1,119 @@
+//! The message between processes, of one fixed size, little-endian, unused bytes zero:
+//!
+//! ```text
+//! magic 8 | kind 4 | rank 4 | communicator 8 | number 8 | text 160          = 192 bytes
+//! ```
+
+pub(super) const BYTES: usize = 192;
+const TEXT: usize = 160;
+/// The last byte is the version.
+const MAGIC: [u8; 8] = *b"mb-note\x01";
+
+/// What one rank has to say to the others.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) struct Notice {
+    /// Whom it is about, a rank of the world.
+    pub(super) rank: u32,
+    pub(super) kind: Kind,
+}
+
+/// About which communicator, and the number of its collective.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Of {
+    pub(super) communicator: u64,
+    pub(super) number: u64,
+}
+
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) enum Kind {
+    /// Fails in this collective.
+    Refused(Of, String),
+    /// Takes part in none after this.
+    Left(Of),
+    /// The same, and has aborted the communicator.
+    Aborted(Of),
+    /// Is gone, without a word.
+    Lost,
+    /// Closes its connection, in order.
+    Bye,
+}
+
+impl Notice {
+    pub(super) fn encode(&self) -> [u8; BYTES] {
+        let none = Of { communicator: 0, number: 0 };
+        let (code, of, text) = match &self.kind {
+            Kind::Refused(of, reason) => (1, *of, clip(reason)),
+            Kind::Left(of) => (2, *of, ""),
+            Kind::Aborted(of) => (3, *of, ""),
+            Kind::Lost => (4, none, ""),
+            Kind::Bye => (5, none, ""),
+        };
+        let mut bytes = [0; BYTES];
+        bytes[..8].copy_from_slice(&MAGIC);
+        bytes[8..12].copy_from_slice(&u32::to_le_bytes(code));
+        bytes[12..16].copy_from_slice(&self.rank.to_le_bytes());
+        bytes[16..24].copy_from_slice(&of.communicator.to_le_bytes());
+        bytes[24..32].copy_from_slice(&of.number.to_le_bytes());
+        bytes[32..32 + text.len()].copy_from_slice(text.as_bytes());
+        bytes
+    }
+
+    pub(super) fn parse(bytes: &[u8; BYTES]) -> Option<Self> {
+        let word = |at: usize| bytes[at..at + 8].iter().rev().fold(0, |sum, byte| sum << 8 | u64::from(*byte));
+        let of = Of { communicator: word(16), number: word(24) };
+        let text = &bytes[32..];
+        let end = text.iter().position(|byte| *byte == 0).unwrap_or(TEXT);
+        let kind = match word(8) as u32 {
+            1 => Kind::Refused(of, str::from_utf8(&text[..end]).ok()?.to_string()),
+            2 => Kind::Left(of),
+            3 => Kind::Aborted(of),
+            4 => Kind::Lost,
+            5 => Kind::Bye,
+            _ => return None,
+        };
+        let notice = Self { rank: (word(8) >> 32) as u32, kind };
+        // One form for each message: anything else set shows a peer that is not ours.
+        (notice.encode() == *bytes).then_some(notice)
+    }
+}
+
+/// As much of a text as fits: whole characters, none of them zero.
+fn clip(text: &str) -> &str {
+    let zero = text.find('\0').unwrap_or(text.len());
+    let end = (0..=TEXT.min(zero)).rev().find(|i| text.is_char_boundary(*i)).unwrap_or(0);
+    &text[..end]
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    #[test]
+    fn notices_return() {
+        let of = Of { communicator: 0x0102_0304_0506_0708, number: u64::MAX };
+        for kind in [Kind::Refused(of, "no".into()), Kind::Left(of), Kind::Aborted(of), Kind::Lost, Kind::Bye] {
+            let notice = Notice { rank: 0xa1b2_c3d4, kind };
+            assert_eq!(Notice::parse(&notice.encode()), Some(notice));
+        }
+        let long = Notice { rank: 1, kind: Kind::Refused(of, "é".repeat(100)) };
+        let Some(Notice { kind: Kind::Refused(_, text), .. }) = Notice::parse(&long.encode()) else { panic!() };
+        assert_eq!(text, "é".repeat(80));
+    }
+
+    proptest! {
+        /// Whatever comes is refused or means what it says.
+        #[test]
+        fn any_bytes(mut bytes in prop::collection::vec(any::<u8>(), BYTES), real in any::<bool>(), kind in 0..7u8) {
+            if real {
+                bytes[..8].copy_from_slice(&MAGIC);
+                bytes[8..12].copy_from_slice(&[kind, 0, 0, 0]);
+                bytes[40..].fill(0);
+            }
+            let bytes: [u8; BYTES] = bytes.try_into().unwrap();
+            if let Some(notice) = Notice::parse(&bytes) {
+                prop_assert_eq!(notice.encode(), bytes);
+            }
+        }
+    }
+}

@@ -1,0 +1,94 @@
+//! What ranks tell each other beside NCCL: that one refuses a collective, or is gone. Posted by whoever hears of it,
+//! looked at before each collective and, while one runs, by the watchdog.
+
+use std::collections::BTreeMap;
+use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use crate::comm::Tag;
+use crate::error::CommError;
+
+/// How long a collective goes on after a process is gone: one that exits without dropping its communicator may have done
+/// its part.
+const GRACE: Duration = Duration::from_millis(300);
+
+/// The notices of one communicator.
+#[derive(Debug, Default)]
+pub(super) struct Notices(Mutex<State>);
+
+#[derive(Debug, Default)]
+struct State {
+    /// Ranks that left, and the last collective that each took part in.
+    left: BTreeMap<usize, u64>,
+    /// Ranks whose processes are gone without a word, and since when.
+    lost: BTreeMap<usize, Instant>,
+    /// The refusals by the number of the collective.
+    refused: BTreeMap<u64, Refusal>,
+    /// A rank that has aborted its communicator.
+    aborted: Option<usize>,
+}
+
+#[derive(Debug, Clone)]
+struct Refusal {
+    peer: usize,
+    reason: String,
+}
+
+/// A rank's own collective, for an error about it.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Subject {
+    pub(super) rank: usize,
+    /// Number of the collective, from 1, the same on all ranks.
+    pub(super) number: u64,
+    pub(super) operation: &'static str,
+    pub(super) tag: Tag,
+}
+
+impl Notices {
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// A rank takes part in no collective after this one.
+    pub(super) fn leave(&self, rank: usize, last: u64) {
+        let mut state = self.lock();
+        let known = state.left.entry(rank).or_insert(last);
+        *known = last.min(*known);
+    }
+
+    /// A rank's process is gone; nobody knows what it took part in.
+    pub(super) fn lose(&self, rank: usize) {
+        let mut state = self.lock();
+        state.lost.entry(rank).or_insert_with(Instant::now);
+        state.aborted.get_or_insert(rank);
+    }
+
+    /// A rank aborts its communicator.
+    pub(super) fn abort(&self, rank: usize) {
+        self.lock().aborted.get_or_insert(rank);
+    }
+
+    /// The first rank that has: what it has aborted the others cannot end in order.
+    pub(super) fn aborted(&self) -> Option<usize> {
+        self.lock().aborted
+    }
+
+    /// A rank fails in this collective.
+    pub(super) fn refuse(&self, peer: usize, number: u64, reason: &str) {
+        self.lock().refused.entry(number).or_insert_with(|| Refusal { peer, reason: reason.to_string() });
+    }
+
+    /// Why a collective will not end, if that is known.
+    pub(super) fn fault(&self, subject: Subject) -> Option<CommError> {
+        let Subject { rank, number, operation, tag } = subject;
+        let state = self.lock();
+        // A refusal of an earlier one has ended the communicator too.
+        if let Some((_, Refusal { peer, reason })) = state.refused.range(..=number).next() {
+            return Some(CommError::Refused { operation, tag, rank, peer: *peer, reason: reason.clone() });
+        }
+        let left = state.left.iter().find(|(peer, last)| **last < number && **peer != rank).map(|(peer, _)| peer);
+        let lost = || state.lost.iter().find(|(_, since)| since.elapsed() >= GRACE).map(|(peer, _)| peer);
+        let peer = left.or_else(lost)?;
+        Some(CommError::PeerGone { operation, tag, rank, peer: *peer })
+    }
+}

@@ -1,0 +1,164 @@
+//! Sums over the ranks in rank order.
+
+use std::collections::HashMap;
+
+use crate::comm::ReduceOp;
+use crate::cpu::sum_ranks;
+use crate::cuda::Cuda;
+use crate::device::Device;
+use crate::dtype::DType;
+use crate::error::Result;
+use crate::kernels::{Kernels, ReduceRows};
+use crate::tensor::{Tensor, TensorMut, TensorRef};
+
+use super::comm::NcclComm;
+use super::notices::Subject;
+use super::sys::Reduction;
+
+/// Longest row that a block of the kernel adds at a time, in elements.
+const ROW: usize = 2048;
+/// Buffers up to this size are summed whole on every rank: one exchange instead of two.
+const WHOLE: usize = 1 << 16;
+/// Sizes whose maps are kept.
+const MOST_MAPS: usize = 64;
+
+/// For a number of rows, the map that names each row of every rank's part.
+#[derive(Debug, Default)]
+pub(super) struct Sums {
+    maps: HashMap<usize, Tensor<Cuda>>,
+}
+
+/// How the ranks' values are joined.
+enum Way {
+    /// By this crate's kernel.
+    Kernel,
+    /// By NCCL: any order gives the same bits.
+    Library(Reduction),
+    /// By the host.
+    Host,
+}
+
+fn way(op: ReduceOp, dtype: DType) -> Way {
+    match (op, dtype) {
+        (ReduceOp::Sum, DType::F32 | DType::F16 | DType::BF16) => Way::Kernel,
+        (ReduceOp::Sum, DType::I64 | DType::I32 | DType::U8) => Way::Library(Reduction::SUM),
+        (ReduceOp::Max, DType::I64 | DType::I32 | DType::U8) => Way::Library(Reduction::MAX),
+        _ => Way::Host,
+    }
+}
+
+/// Length of the rows that a part of so many elements is cut into.
+fn row(count: usize) -> usize {
+    match count {
+        0..=ROW => count.max(1),
+        _ => ROW.min(1 << count.trailing_zeros()),
+    }
+}
+
+impl NcclComm {
+    /// Block `rank` of `send`, summed over the ranks.
+    pub(super) fn sum_blocks(
+        &mut self,
+        subject: Subject,
+        send: TensorRef<'_, Cuda>,
+        recv: TensorMut<'_, Cuda>,
+    ) -> Result<()> {
+        let (size, dtype, count) = (self.link.size, recv.dtype(), recv.count());
+        match way(ReduceOp::Sum, dtype) {
+            Way::Kernel => {
+                let mut parts = Tensor::empty(&self.cuda, dtype, &[size, count])?;
+                let bytes = vec![count * dtype.size(); size];
+                self.scatter_pieces(subject, (send.data(), &bytes), (parts.view_mut(), &bytes))?;
+                self.add(&parts, recv)
+            }
+            Way::Library(_) => {
+                let (from, to) = (send.data().address(), recv.into_data().address());
+                // SAFETY: `send` has as many blocks of `recv`'s size as there are ranks; both are given back in the
+                // stream's order.
+                self.enqueue(subject, |lane| unsafe { lane.reduce_scatter(from, to, count, dtype) })
+            }
+            Way::Host => {
+                let block = count * dtype.size();
+                let parts = self.gathered(subject, send)?;
+                let own = self.link.rank * block..(self.link.rank + 1) * block;
+                let parts: Vec<&[u8]> = parts.chunks_exact(size * block).map(|p| &p[own.clone()]).collect();
+                self.joined(ReduceOp::Sum, &parts, recv)
+            }
+        }
+    }
+
+    /// The buffer joined over the ranks, on all of them.
+    pub(super) fn join_all(&mut self, subject: Subject, op: ReduceOp, mut buffer: TensorMut<'_, Cuda>) -> Result<()> {
+        let (size, dtype, count) = (self.link.size, buffer.dtype(), buffer.count());
+        let bytes = count * dtype.size();
+        match way(op, dtype) {
+            Way::Library(reduction) => {
+                let address = buffer.into_data().address();
+                // SAFETY: the view has that many elements and is given back in the stream's order.
+                self.enqueue(subject, |lane| unsafe { lane.all_reduce(address, count, dtype, reduction) })
+            }
+            Way::Host => {
+                let parts = self.gathered(subject, buffer.as_ref())?;
+                let parts: Vec<&[u8]> = parts.chunks_exact(bytes).collect();
+                self.joined(op, &parts, buffer)
+            }
+            Way::Kernel if bytes <= WHOLE || !count.is_multiple_of(size) => {
+                let parts = self.gather(subject, buffer.as_ref())?.reshape(&[size, count])?;
+                self.add(&parts, buffer)
+            }
+            Way::Kernel => {
+                let block = count / size;
+                let mut own = Tensor::empty(&self.cuda, dtype, &[block])?;
+                self.sum_blocks(subject, buffer.as_ref(), own.view_mut())?;
+                let (from, to) = (own.view().data().address(), buffer.reborrow().into_data().address());
+                // SAFETY: the buffer has `size` times the block's bytes; both are given back in the stream's order.
+                self.enqueue(subject, |lane| unsafe { lane.all_gather(from, to, block * dtype.size()) })
+            }
+        }
+    }
+
+    /// Every rank's `send`, in rank order.
+    fn gather(&mut self, subject: Subject, send: TensorRef<'_, Cuda>) -> Result<Tensor<Cuda>> {
+        let bytes = Cuda::len(send.data());
+        let mut parts = Tensor::empty(&self.cuda, send.dtype(), &[self.link.size * send.count()])?;
+        let (from, to) = (send.data().address(), parts.view_mut().into_data().address());
+        // SAFETY: `parts` has as many times the bytes of `send` as there are ranks; both are given back in the stream's
+        // order.
+        self.enqueue(subject, |lane| unsafe { lane.all_gather(from, to, bytes) })?;
+        Ok(parts)
+    }
+
+    /// The same on the host.
+    fn gathered(&mut self, subject: Subject, send: TensorRef<'_, Cuda>) -> Result<Vec<u8>> {
+        let parts = self.gather(subject, send)?;
+        self.cuda.download(&self.cuda.stream(), parts.view())
+    }
+
+    fn joined(&self, op: ReduceOp, parts: &[&[u8]], out: TensorMut<'_, Cuda>) -> Result<()> {
+        let mut bytes = vec![0; out.count() * out.dtype().size()];
+        sum_ranks(op, out.dtype(), parts, &mut bytes);
+        self.cuda.upload(&self.cuda.stream(), &bytes, out)
+    }
+
+    /// Adds the ranks' parts `[size, count]`, in rank order, in f32.
+    fn add(&mut self, parts: &Tensor<Cuda>, mut out: TensorMut<'_, Cuda>) -> Result<()> {
+        let (size, count) = (self.link.size, out.count());
+        let width = row(count);
+        let rows = count / width;
+        if !self.sums.maps.contains_key(&rows) {
+            let map: Vec<i32> = (0..rows).flat_map(|row| (0..size).map(move |p| (p * rows + row) as i32)).collect();
+            let map = self.cuda.tensor(&Tensor::from_vec(map, &[rows, size])?)?;
+            if self.sums.maps.len() >= MOST_MAPS {
+                self.sums.maps.clear();
+            }
+            self.sums.maps.insert(rows, map);
+        }
+        let Some(map) = self.sums.maps.get(&rows) else { return Ok(()) };
+        let call = ReduceRows {
+            source: parts.view().reshape(&[size * rows, width])?,
+            map: map.view(),
+            out: out.reborrow().reshape(&[rows, width])?,
+        };
+        self.cuda.reduce_rows(&self.cuda.stream(), call)
+    }
+}

@@ -1,0 +1,379 @@
+//! What happens when things fail, over a library of functions that fail as told: no GPU, no NCCL.
+
+use std::ffi::{CStr, c_char, c_int, c_void};
+use std::sync::atomic::{AtomicBool, AtomicI32, AtomicU32, Ordering::SeqCst};
+use std::sync::{Arc, Mutex};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use crate::comm::{Op, Tag};
+use crate::error::{CommError, Error};
+
+use super::lane::{Lane, Piece};
+use super::link::{Link, Place};
+use super::notices::{Notices, Subject};
+use super::sys::{CommPtr, Config, DataType, Functions, RawUniqueId, Reduction, Status, StreamPtr};
+use super::watch::{Watch, Work};
+use super::{NcclError, NcclLibrary};
+
+/// What a `ncclComm_t` of these tests points to.
+#[derive(Default)]
+struct Fake {
+    aborts: AtomicU32,
+    destroys: AtomicU32,
+    revoked: AtomicBool,
+    asynchronous: AtomicI32,
+    /// A gather does not return before the communicator is revoked.
+    stuck: AtomicBool,
+    /// What a send returns.
+    send: AtomicI32,
+    groups: AtomicI32,
+}
+
+/// # Safety
+/// A pointer to a living [`Fake`].
+unsafe fn fake<'a>(comm: CommPtr) -> &'a Fake {
+    // SAFETY: as the caller promises.
+    unsafe { &*comm.cast::<Fake>() }
+}
+
+const OK: Status = Status::SUCCESS;
+
+unsafe extern "C" fn get_version(to: *mut c_int) -> Status {
+    // SAFETY: the caller's local.
+    unsafe { *to = 23007 };
+    OK
+}
+unsafe extern "C" fn old_version(to: *mut c_int) -> Status {
+    // SAFETY: the caller's local.
+    unsafe { *to = 21005 };
+    OK
+}
+unsafe extern "C" fn get_unique_id(_: *mut RawUniqueId) -> Status {
+    OK
+}
+unsafe extern "C" fn init(_: *mut CommPtr, _: c_int, _: RawUniqueId, _: c_int, _: *mut Config) -> Status {
+    // Longer than anybody waits here.
+    thread::sleep(Duration::from_secs(2));
+    OK
+}
+unsafe extern "C" fn split(_: CommPtr, _: c_int, _: c_int, _: *mut CommPtr, _: *mut Config) -> Status {
+    OK
+}
+unsafe extern "C" fn destroy(comm: CommPtr) -> Status {
+    // SAFETY: a test's.
+    unsafe { fake(comm) }.destroys.fetch_add(1, SeqCst);
+    OK
+}
+unsafe extern "C" fn abort(comm: CommPtr) -> Status {
+    // SAFETY: a test's.
+    unsafe { fake(comm) }.aborts.fetch_add(1, SeqCst);
+    OK
+}
+unsafe extern "C" fn revoke(comm: CommPtr, _: c_int) -> Status {
+    // SAFETY: a test's.
+    unsafe { fake(comm) }.revoked.store(true, SeqCst);
+    OK
+}
+unsafe extern "C" fn asynchronous(comm: CommPtr, to: *mut Status) -> Status {
+    // SAFETY: a test's, and the caller's local.
+    unsafe { *to = Status(fake(comm).asynchronous.load(SeqCst)) };
+    OK
+}
+unsafe extern "C" fn error_string(status: Status) -> *const c_char {
+    let text: &CStr = if status == Status::REMOTE_ERROR { c"remote error" } else { c"unknown" };
+    text.as_ptr()
+}
+unsafe extern "C" fn last_error(_: CommPtr) -> *const c_char {
+    c" it happened \n".as_ptr()
+}
+unsafe extern "C" fn group() -> Status {
+    OK
+}
+unsafe extern "C" fn all_gather(
+    _: *const c_void,
+    _: *mut c_void,
+    _: usize,
+    _: DataType,
+    comm: CommPtr,
+    _: StreamPtr,
+) -> Status {
+    // SAFETY: a test's.
+    let comm = unsafe { fake(comm) };
+    while comm.stuck.load(SeqCst) {
+        if comm.revoked.load(SeqCst) {
+            return Status(3);
+        }
+        thread::sleep(Duration::from_millis(1));
+    }
+    OK
+}
+unsafe extern "C" fn reduce(
+    _: *const c_void,
+    _: *mut c_void,
+    _: usize,
+    _: DataType,
+    _: Reduction,
+    _: CommPtr,
+    _: StreamPtr,
+) -> Status {
+    OK
+}
+unsafe extern "C" fn broadcast(
+    _: *const c_void,
+    _: *mut c_void,
+    _: usize,
+    _: DataType,
+    _: c_int,
+    _: CommPtr,
+    _: StreamPtr,
+) -> Status {
+    OK
+}
+unsafe extern "C" fn send(_: *const c_void, _: usize, _: DataType, _: c_int, comm: CommPtr, _: StreamPtr) -> Status {
+    // SAFETY: a test's.
+    let comm = unsafe { fake(comm) };
+    comm.groups.fetch_add(1, SeqCst);
+    Status(comm.send.load(SeqCst))
+}
+unsafe extern "C" fn recv(_: *mut c_void, _: usize, _: DataType, _: c_int, comm: CommPtr, _: StreamPtr) -> Status {
+    // SAFETY: a test's.
+    unsafe { fake(comm) }.groups.fetch_add(100, SeqCst);
+    OK
+}
+
+fn functions() -> Functions {
+    Functions {
+        get_version,
+        get_unique_id,
+        comm_init_rank_config: init,
+        comm_split: split,
+        comm_destroy: destroy,
+        comm_abort: abort,
+        comm_get_async_error: asynchronous,
+        get_error_string: error_string,
+        get_last_error: last_error,
+        group_start: group,
+        group_end: group,
+        all_gather,
+        all_reduce: reduce,
+        reduce_scatter: reduce,
+        broadcast,
+        send,
+        recv,
+        comm_revoke: Some(revoke),
+        mem_alloc: None,
+        mem_free: None,
+        window_register: None,
+        window_deregister: None,
+        put_signal: None,
+        signal: None,
+        wait_signal: None,
+    }
+}
+
+fn library() -> NcclLibrary {
+    NcclLibrary::of(functions(), "a fake".to_string(), "a test").expect("a library")
+}
+
+/// Lives until the process ends: a communicator may outlive its test's stack.
+fn link() -> (Arc<Link>, &'static Fake) {
+    let fake: &'static Fake = Box::leak(Box::default());
+    let comm = (&raw const *fake).cast_mut().cast();
+    (Arc::new(Link::new(library(), Place { rank: 0, size: 2 }, comm)), fake)
+}
+
+/// Work that ends when told.
+struct Told(Arc<AtomicBool>);
+
+impl Work for Told {
+    fn ended(&self) -> Result<bool, String> {
+        Ok(self.0.load(SeqCst))
+    }
+}
+
+struct Rig {
+    link: Arc<Link>,
+    fake: &'static Fake,
+    notices: Arc<Notices>,
+    watch: Watch,
+    /// What the watchdog told the other ranks.
+    last: Arc<Mutex<Option<u64>>>,
+}
+
+impl Rig {
+    fn new() -> Self {
+        let ((link, fake), notices, last) = (link(), Arc::<Notices>::default(), Arc::new(Mutex::new(None)));
+        let told = Arc::clone(&last);
+        let farewell = Box::new(move |number| *told.lock().unwrap() = Some(number));
+        let watch = Watch::start(Arc::clone(&link), Arc::clone(&notices), farewell).expect("a thread");
+        Self { link, fake, notices, watch, last }
+    }
+
+    /// Enqueues a collective that ends when the returned flag is set.
+    fn enqueue(&self, number: u64, timeout: Duration) -> Arc<AtomicBool> {
+        let ends = Arc::new(AtomicBool::new(false));
+        self.watch.enter(subject(number), timeout);
+        self.watch.entered(Some(Box::new(Told(Arc::clone(&ends)))));
+        ends
+    }
+
+    fn failure(&self) -> CommError {
+        let start = Instant::now();
+        while self.fake.aborts.load(SeqCst) == 0 {
+            assert!(start.elapsed() < PATIENCE, "not aborted");
+            thread::sleep(Duration::from_millis(1));
+        }
+        self.link.failure().expect("the reason is there before the abort")
+    }
+}
+
+const PATIENCE: Duration = Duration::from_secs(20);
+const LONG: Duration = Duration::from_secs(3600);
+const SHORT: Duration = Duration::from_millis(60);
+
+fn subject(number: u64) -> Subject {
+    Subject { rank: 0, number, operation: "all_gather", tag: Tag { layer: 1, op: Op::User, sequence: number } }
+}
+
+#[test]
+fn a_collective_that_does_not_end_in_time() {
+    let rig = Rig::new();
+    let first = rig.enqueue(1, LONG);
+    rig.enqueue(2, SHORT);
+    thread::sleep(2 * SHORT);
+    // The second is behind the first: its time has not begun.
+    assert!(rig.link.failure().is_none());
+    first.store(true, SeqCst);
+    match rig.failure() {
+        CommError::Timeout { operation: "all_gather", tag, rank: 0, timeout, .. } => {
+            assert_eq!((tag.sequence, timeout), (2, SHORT));
+        }
+        other => panic!("{other:?}"),
+    }
+    assert!(rig.link.with(|_, _| ()).is_none(), "nobody uses a communicator that is gone");
+    drop(rig.watch);
+    assert_eq!(*rig.last.lock().unwrap(), Some(2));
+    drop(rig.link);
+    assert_eq!((rig.fake.aborts.load(SeqCst), rig.fake.destroys.load(SeqCst)), (1, 0));
+}
+
+#[test]
+fn what_ends_is_destroyed_in_order() {
+    let rig = Rig::new();
+    for number in 1..=3 {
+        rig.enqueue(number, LONG).store(true, SeqCst);
+    }
+    drop(rig.watch);
+    assert!(rig.link.failure().is_none());
+    drop(rig.link);
+    assert_eq!((rig.fake.aborts.load(SeqCst), rig.fake.destroys.load(SeqCst)), (0, 1));
+    assert_eq!(*rig.last.lock().unwrap(), None);
+}
+
+#[test]
+fn what_the_library_reports() {
+    let rig = Rig::new();
+    rig.enqueue(1, LONG);
+    // Not finished is no error.
+    rig.fake.asynchronous.store(Status::IN_PROGRESS.0, SeqCst);
+    thread::sleep(SHORT);
+    assert!(rig.link.failure().is_none());
+    rig.fake.asynchronous.store(Status::REMOTE_ERROR.0, SeqCst);
+    match rig.failure() {
+        CommError::Transport { reason, .. } => {
+            assert!(reason.contains("remote error (6): it happened"), "{reason}");
+        }
+        other => panic!("{other:?}"),
+    }
+}
+
+#[test]
+fn refusals_and_departures() {
+    let rig = Rig::new();
+    let first = rig.enqueue(7, LONG);
+    // Rank 1 took part in this one before it left, and refuses a later one: this one ends by itself.
+    rig.notices.leave(1, 7);
+    rig.notices.refuse(1, 8, "out of memory");
+    thread::sleep(SHORT);
+    assert!(rig.link.failure().is_none());
+    first.store(true, SeqCst);
+    rig.enqueue(8, LONG);
+    match rig.failure() {
+        CommError::Refused { peer: 1, reason, tag, .. } => {
+            assert_eq!((&reason[..], tag.sequence), ("out of memory", 8))
+        }
+        other => panic!("{other:?}"),
+    }
+
+    let rig = Rig::new();
+    rig.enqueue(3, LONG);
+    rig.notices.leave(1, 2);
+    assert!(matches!(rig.failure(), CommError::PeerGone { peer: 1, .. }));
+    // One's own departure is nobody's fault.
+    let notices = Notices::default();
+    notices.leave(0, 1);
+    assert_eq!(notices.fault(subject(9)), None);
+}
+
+/// The host hangs inside NCCL, where it connects to a peer that does not come: it is let out, and gets the reason.
+#[test]
+fn a_host_stuck_inside_the_library() {
+    let rig = Rig::new();
+    rig.fake.stuck.store(true, SeqCst);
+    rig.watch.enter(subject(1), SHORT);
+    let lane = Lane { link: &rig.link, stream: std::ptr::null_mut() };
+    // SAFETY: nothing is read or written by these functions.
+    let outcome = unsafe { lane.all_gather(0, 0, 1) };
+    assert!(matches!(&outcome, Err(Some(NcclError::Call { code: 3, .. }))), "{outcome:?}");
+    assert!(rig.fake.revoked.load(SeqCst));
+    assert!(matches!(rig.failure(), CommError::Timeout { .. }));
+}
+
+#[test]
+fn groups_are_ended_whatever_happens_in_them() {
+    let (link, fake) = link();
+    let lane = Lane { link: &link, stream: std::ptr::null_mut() };
+    let pieces = |bytes| [Piece { peer: 1, address: 0, bytes }; 2];
+    // SAFETY: nothing is read or written by these functions.
+    unsafe { lane.exchange(&pieces(8), &pieces(8)) }.expect("sent");
+    assert_eq!(fake.groups.swap(0, SeqCst), 202);
+    // SAFETY: as above.
+    unsafe { lane.exchange(&pieces(0), &pieces(0)) }.expect("nothing");
+    assert_eq!(fake.groups.swap(0, SeqCst), 0);
+    // A status that no header knows.
+    fake.send.store(4711, SeqCst);
+    // SAFETY: as above.
+    match unsafe { lane.exchange(&pieces(8), &pieces(8)) } {
+        Err(Some(NcclError::Call { code: 4711, name, .. })) => assert_eq!(name, "unknown"),
+        other => panic!("{other:?}"),
+    }
+    assert_eq!(fake.groups.load(SeqCst), 1, "nothing after the first failure");
+}
+
+#[test]
+fn peers_that_do_not_join() {
+    let start = Instant::now();
+    let place = Place { rank: 3, size: 8 };
+    let joining = Link::start(&library(), [0; 128], place, || Ok(()), |_| Ok(())).expect("a thread");
+    match joining.finish(SHORT) {
+        Err(Error::Nccl(NcclError::Init { rank: 3, size: 8, timeout })) => assert_eq!(timeout, SHORT),
+        other => panic!("{:?}", other.map(drop)),
+    }
+    assert!(start.elapsed() < Duration::from_secs(1));
+}
+
+#[test]
+fn a_library_that_is_too_old() {
+    let old = Functions { get_version: old_version, ..functions() };
+    match NcclLibrary::of(old, "libnccl.so.2".to_string(), "a test") {
+        Err(Error::Nccl(error @ NcclError::Version { .. })) => {
+            let text = error.to_string();
+            assert!(text.contains("is version 2.10.5; 2.18.0 or later"), "{text}");
+        }
+        other => panic!("{:?}", other.map(drop)),
+    }
+    assert_eq!(library().version(), "2.30.7");
+    let missing = library().newer("ncclPutSignal", functions().put_signal.map(drop));
+    assert!(missing.is_err_and(|e| e.to_string().contains("2.30.7 has no ncclPutSignal")));
+}

@@ -1,0 +1,215 @@
+//! How communicators come about.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use crate::comm::{Communicator, Tag};
+use crate::cuda::Cuda;
+use crate::dtype::DType;
+use crate::error::{CommError, Error, Result};
+use crate::kernels::Kernels;
+use crate::ranks::{Axis, Bootstrap, Mesh, UniqueId};
+use crate::tensor::Tensor;
+
+use super::board::{Board, Hall, Mail};
+use super::lane::{Lane, Piece};
+use super::link::{Joining, Link, Place};
+use super::sys::Reduction;
+use super::wire::Wire;
+use super::{NcclComm, NcclLibrary};
+
+fn joined(joining: Joining, timeout: Duration) -> Result<Arc<Link>> {
+    let link = joining.finish(timeout)?;
+    link.map(Arc::new).ok_or_else(|| Error::invalid("NcclComm", "library", "a communicator", "none"))
+}
+
+/// Ranks that are threads of this process, one a GPU.
+///
+/// Making it is what takes time; the communicators between its ranks may come and go.
+#[derive(Debug)]
+pub struct NcclWorld {
+    seats: Vec<(Arc<Link>, Cuda)>,
+}
+
+/// Begins to join, and to make the connections that this crate's collectives use: NCCL makes each at the first use, where
+/// the host waits for the peers.
+fn start(library: &NcclLibrary, id: UniqueId, place: Place, cuda: &Cuda) -> Result<Joining> {
+    let (bound, cuda) = (cuda.clone(), cuda.clone());
+    Link::start(library, id, place, move || bound.bind("NcclComm"), move |link| connect(link, &cuda))
+}
+
+fn connect(link: &Link, cuda: &Cuda) -> Result<()> {
+    const CALL: &str = "NcclComm";
+    const BYTES: usize = 16;
+    let (rank, size) = (link.rank, link.size);
+    let (own, mut all) = (Tensor::zeros(cuda, DType::U8, &[BYTES])?, Tensor::zeros(cuda, DType::U8, &[size, BYTES])?);
+    let (from, to) = (own.view().data().address(), all.view_mut().into_data().address());
+    let lane = Lane { link, stream: cuda.stream().raw().cu_stream().cast() };
+    let peers = || (0..size).filter(|peer| *peer != rank);
+    let sends: Vec<Piece> = peers().map(|peer| Piece { peer, address: from, bytes: BYTES }).collect();
+    let place = |peer| to + (peer * BYTES) as u64;
+    let receives: Vec<Piece> = peers().map(|peer| Piece { peer, address: place(peer), bytes: BYTES }).collect();
+    // SAFETY: both tensors have those bytes and live until the stream has been waited for.
+    let done = unsafe {
+        lane.all_gather(from, to, BYTES)
+            .and_then(|()| lane.exchange(&sends, &receives))
+            .and_then(|()| lane.all_reduce(to, BYTES, DType::U8, Reduction::SUM))
+            .and_then(|()| lane.broadcast(to, BYTES, 0))
+    };
+    match done {
+        Ok(()) => cuda.finish(CALL),
+        Err(Some(error)) => Err(error.into()),
+        Err(None) => Err(Error::invalid(CALL, "communicator", "one in use", "one that has ended")),
+    }
+}
+
+impl NcclWorld {
+    /// Connects one rank a GPU, in this order; ends within `timeout`.
+    ///
+    /// # Errors
+    /// [`NcclError`](super::NcclError); the same GPU twice.
+    pub fn new(library: &NcclLibrary, gpus: &[Cuda], timeout: Duration) -> Result<Self> {
+        for (i, gpu) in gpus.iter().enumerate() {
+            if gpus[..i].iter().any(|other| other.ordinal() == gpu.ordinal()) {
+                return Err(Error::invalid(
+                    "NcclWorld::new",
+                    "gpus",
+                    "each GPU once",
+                    format!("GPU {} twice", gpu.ordinal()),
+                ));
+            }
+        }
+        let id = library.unique_id()?;
+        let begin = |(rank, cuda)| start(library, id, Place { rank, size: gpus.len() }, cuda);
+        let joining = gpus.iter().enumerate().map(begin).collect::<Result<Vec<_>>>()?;
+        let links = joining.into_iter().map(|j| joined(j, timeout)).collect::<Result<Vec<_>>>()?;
+        Ok(Self { seats: links.into_iter().zip(gpus.iter().cloned()).collect() })
+    }
+
+    /// The ranks' communicators, in rank order, to be moved to one thread each; every collective ends within `timeout`.
+    /// Once those of an earlier call are dropped, and if none of them failed, they can be had again.
+    ///
+    /// # Errors
+    /// Some are in use; the failure that ended the world.
+    pub fn communicators(&self, timeout: Duration) -> Result<Vec<NcclComm>> {
+        for (rank, (link, _)) in self.seats.iter().enumerate() {
+            if let Some(failure) = link.failure() {
+                return Err(failure.into());
+            }
+            if Arc::strong_count(link) > 1 {
+                let found = format!("rank {rank}'s in use");
+                return Err(Error::invalid("NcclWorld::communicators", "earlier communicators", "dropped", found));
+            }
+        }
+        let hall = Hall::new(self.seats.len());
+        let make = |(link, cuda): &(Arc<Link>, Cuda)| {
+            NcclComm::new(Arc::clone(link), cuda, Board::Hall(Arc::clone(&hall)), timeout)
+        };
+        self.seats.iter().map(make).collect()
+    }
+}
+
+impl Drop for NcclWorld {
+    fn drop(&mut self) {
+        // What one rank has aborted the others must abort too: their peers' part of an orderly end will not come.
+        if let Some(failure) = self.seats.iter().find_map(|(link, _)| link.failure()) {
+            self.seats.iter().for_each(|(link, _)| drop(link.fail(failure.clone())));
+        }
+    }
+}
+
+impl NcclComm {
+    /// Communicators of ranks that are threads of this process, one a GPU, in rank order, to be moved to one thread
+    /// each. Every collective, and their making, ends within `timeout`.
+    ///
+    /// # Errors
+    /// As [`NcclWorld::new`].
+    pub fn threads(library: &NcclLibrary, gpus: &[Cuda], timeout: Duration) -> Result<Vec<Self>> {
+        NcclWorld::new(library, gpus, timeout)?.communicators(timeout)
+    }
+
+    /// Joins the communicator of a job's ranks, on this GPU. The id travels through the bootstrap, whose timeout is the
+    /// collectives' too, and whose connections stay open: a process that dies, or refuses, is heard of at once.
+    ///
+    /// # Errors
+    /// [`NcclError`](super::NcclError); [`RankError`](crate::ranks::RankError) where the ranks do not find each other.
+    pub fn join(library: &NcclLibrary, job: &Bootstrap, cuda: &Cuda) -> Result<Self> {
+        let (id, streams) = job.connect(|| library.unique_id())?;
+        let wire = Wire::new(job.rank, streams)?;
+        let mail = Mail::new(&wire, 0, (0..job.world).collect());
+        let place = Place { rank: job.rank, size: job.world };
+        let link = joined(start(library, id, place, cuda)?, job.timeout)?;
+        Self::new(link, cuda, Board::Mail(mail), job.timeout)
+    }
+
+    /// Joins a communicator whose id has reached every rank by other ways: `(id, rank, ranks)`. Ranks hear nothing of each
+    /// other beside NCCL: one that dies or refuses is a [`CommError::Timeout`] to the others.
+    ///
+    /// # Errors
+    /// [`NcclError`](super::NcclError).
+    pub fn from_id(
+        library: &NcclLibrary,
+        (id, rank, size): (UniqueId, usize, usize),
+        cuda: &Cuda,
+        timeout: Duration,
+    ) -> Result<Self> {
+        let link = joined(start(library, id, Place { rank, size }, cuda)?, timeout)?;
+        Self::new(link, cuda, Board::Alone(Arc::default()), timeout)
+    }
+
+    /// Divides the ranks (collective): those of one colour become a communicator, in the order of their keys, then
+    /// ranks; one without a colour gets none. On the same stream, with the same timeout.
+    ///
+    /// # Errors
+    /// A collective's; [`NcclError`](super::NcclError).
+    pub fn split(&mut self, tag: Tag, colour: Option<usize>, key: usize) -> Result<Option<Self>> {
+        const CALL: &str = "split";
+        let own = colour.map_or(-1, |c| c as i64);
+        if i32::try_from(own).is_err() || i32::try_from(key).is_err() {
+            let expected = format!("at most {}", i32::MAX);
+            return Err(Error::invalid(CALL, "colour, key", expected, format!("{colour:?}, {key}")));
+        }
+        let mut send = Tensor::empty(&self.cuda, DType::I64, &[2])?;
+        let mut recv = Tensor::empty(&self.cuda, DType::I64, &[self.link.size, 2])?;
+        let stream = self.cuda.stream();
+        let bytes: Vec<u8> = [own, key as i64].iter().flat_map(|v| v.to_ne_bytes()).collect();
+        self.cuda.upload(&stream, &bytes, send.view_mut())?;
+        self.all_gather(tag, send.view(), recv.view_mut())?;
+        let all = self.cuda.download(&stream, recv.view())?;
+        let all: Vec<i64> = all.as_chunks().0.iter().map(|b| i64::from_ne_bytes(*b)).collect();
+        let of_colour = |(rank, pair): (usize, &[i64])| (pair[0] == own).then_some((pair[1], rank));
+        let mut members: Vec<(i64, usize)> = all.chunks_exact(2).enumerate().filter_map(of_colour).collect();
+        members.sort_unstable();
+        let rank = members.iter().position(|(_, rank)| *rank == self.link.rank).unwrap_or(0);
+        let place = Place { rank, size: members.len() };
+        let cuda = self.cuda.clone();
+        let (bound, place_of) = (self.cuda.clone(), (own as i32, key as i32));
+        let ready = move |link: &Link| connect(link, &cuda);
+        let joining = self.link.split(place, place_of, move || bound.bind(CALL), ready)?;
+        let link = match joining.finish(self.timeout) {
+            Ok(link) => link,
+            Err(error) => {
+                let (rank, reason) = (self.link.rank, error.to_string());
+                return Err(self.end(CommError::Transport { operation: CALL, tag, rank, reason }));
+            }
+        };
+        let (Some(link), Some(colour)) = (link, colour) else { return Ok(None) };
+        let ranks: Vec<usize> = members.iter().map(|(_, rank)| *rank).collect();
+        let board = self.board.part((self.calls, colour), &ranks);
+        Self::new(Arc::new(link), &self.cuda, board, self.timeout).map(Some)
+    }
+
+    /// This rank's group on an axis of a mesh of all ranks (collective).
+    ///
+    /// # Errors
+    /// As [`NcclComm::split`]; a mesh of another number of ranks.
+    pub fn group(&mut self, tag: Tag, mesh: &Mesh, axis: Axis) -> Result<Self> {
+        const CALL: &str = "NcclComm::group";
+        if mesh.world() != self.link.size {
+            return Err(Error::invalid(CALL, "mesh", format!("{} ranks", self.link.size), mesh.world()));
+        }
+        let member = mesh.member(axis, self.link.rank)?;
+        let part = self.split(tag, Some(member.group), member.rank)?;
+        part.ok_or_else(|| Error::invalid(CALL, "mesh", "a group for each rank", "none"))
+    }
+}

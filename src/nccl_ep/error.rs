@@ -1,0 +1,190 @@
+//! What can go wrong with NCCL EP itself.
+
+/// NCCL EP is not there, is not usable for what was asked, or refused a call.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum EpError {
+    /// The library cannot be loaded, or lacks a function.
+    #[error("NCCL EP: {path} ({source_of_path}) cannot be loaded: {message}")]
+    Load {
+        /// What was looked for.
+        path: String,
+        /// Who asked for it.
+        source_of_path: &'static str,
+        /// The loader's message.
+        message: String,
+    },
+    /// The library is too old, or of another interface.
+    #[error("NCCL EP: {path} is version {found}; 0.2.0 or a later 0.x is needed")]
+    Version {
+        /// The library.
+        path: String,
+        /// Its version.
+        found: String,
+    },
+    /// NCCL is too old.
+    #[error("NCCL EP: needs NCCL 2.30.4 or later, {path} is {found}; set MOEBIUS_NCCL to a newer one")]
+    NcclVersion {
+        /// NCCL's file.
+        path: String,
+        /// Its version.
+        found: String,
+    },
+    /// A struct of the bindings has another size than the interface states: the bindings are wrong.
+    #[error("NCCL EP: {name} has {found} bytes, the interface states {expected}")]
+    StructSize {
+        /// The struct.
+        name: &'static str,
+        /// Bytes stated.
+        expected: usize,
+        /// Bytes found.
+        found: usize,
+    },
+    /// The GPU is too old.
+    #[error("NCCL EP: needs a GPU of compute capability 9.0 or later, this one has {major}.{minor}")]
+    Architecture {
+        /// Major part.
+        major: u32,
+        /// Minor part.
+        minor: u32,
+    },
+    /// A group of one rank.
+    #[error("NCCL EP: needs 2 ranks or more, found {found}")]
+    Ranks {
+        /// Ranks of the communicator.
+        found: usize,
+    },
+    /// The communicator is not NCCL's.
+    #[error("NCCL EP: needs a communicator of NCCL on GPUs, found {found}")]
+    Communicator {
+        /// What it is instead.
+        found: String,
+    },
+    /// The experts cannot be divided among the ranks.
+    #[error("NCCL EP: num_experts: expected a multiple of the {ranks} ranks, found {experts}")]
+    Experts {
+        /// Experts asked for.
+        experts: usize,
+        /// Ranks.
+        ranks: usize,
+    },
+    /// The rule of its transfers: experts of one NVLink domain come in fours.
+    #[error(
+        "NCCL EP: experts of one NVLink domain must be a multiple of 4, found {local} experts on each of {domain} ranks"
+    )]
+    Fours {
+        /// Experts of a rank.
+        local: usize,
+        /// Ranks of the domain.
+        domain: usize,
+    },
+    /// A row cannot be moved in 16-byte words.
+    #[error("NCCL EP: {what}: expected a multiple of 16 bytes, found {bytes}; choose another dispatcher for such rows")]
+    RowBytes {
+        /// Which bytes.
+        what: &'static str,
+        /// How many.
+        bytes: usize,
+    },
+    /// A row of numbers that its sums are not compiled for.
+    #[error(
+        "NCCL EP: rows of numbers: expected a multiple of 8 numbers, found {width}; choose another dispatcher for such rows"
+    )]
+    Width {
+        /// Numbers of a row.
+        width: usize,
+    },
+    /// Zones must begin at multiples of a power of two.
+    #[error("NCCL EP: alignment: expected a power of two, found {found}")]
+    Alignment {
+        /// What was asked for.
+        found: usize,
+    },
+    /// A fixed capacity that the library does not take.
+    #[error("NCCL EP: capacity: expected {expected}, found {found}")]
+    Capacity {
+        /// What is possible.
+        expected: String,
+        /// What was asked for.
+        found: usize,
+    },
+    /// Rows too long for what its kernels keep of them on chip; the library would end the process.
+    #[error(
+        "NCCL EP: {stages} stages of {bytes} bytes do not fit the {limit} bytes of shared memory; set \
+         NCCL_EP_DISPATCH_NUM_STAGES and NCCL_EP_COMBINE_NUM_STAGES_G2S lower, or choose another dispatcher"
+    )]
+    Shared {
+        /// Rows in flight in a block.
+        stages: usize,
+        /// Bytes of a row.
+        bytes: usize,
+        /// What a block can have.
+        limit: usize,
+    },
+    /// A number that the library does not take.
+    #[error("NCCL EP: {call}: {name}: expected {expected}, found {found}")]
+    Argument {
+        /// The call.
+        call: &'static str,
+        /// The argument.
+        name: &'static str,
+        /// What is possible.
+        expected: String,
+        /// What was asked for.
+        found: String,
+    },
+    /// Its compiler, or headers for it, are missing.
+    #[error(
+        "NCCL EP compiles its kernels when they are first used, and finds no {what}. Looked at: {tried}. Set {variable}"
+    )]
+    Environment {
+        /// What is missing.
+        what: &'static str,
+        /// Where it was looked for.
+        tried: String,
+        /// The variable that names it.
+        variable: &'static str,
+    },
+    /// The folder for compiled kernels is not safe to run code from.
+    #[error("NCCL EP: the folder for compiled kernels, {path}: {problem}; remove it or set NCCL_EP_JIT_CACHE_DIR")]
+    Cache {
+        /// The folder.
+        path: String,
+        /// What is wrong with it.
+        problem: String,
+    },
+    /// A trial compilation failed; the library would end the process at its first call.
+    #[error("NCCL EP: its kernels do not compile here ({status}):\n{command}\n{output}")]
+    Compile {
+        /// The compiler's end.
+        status: String,
+        /// The command.
+        command: String,
+        /// What the compiler said.
+        output: String,
+    },
+    /// A call failed.
+    #[error("NCCL EP: {function}: {name} ({code})")]
+    Call {
+        /// The function.
+        function: &'static str,
+        /// Its status.
+        code: i32,
+        /// The status as text.
+        name: &'static str,
+    },
+    /// A call threw an exception.
+    #[error("NCCL EP: {function} threw: {message}")]
+    Thrown {
+        /// The function.
+        function: &'static str,
+        /// What it said.
+        message: String,
+    },
+    /// The communicator has ended, so nothing that is built on it can be used.
+    #[error("NCCL EP: {call}: the communicator has ended")]
+    Ended {
+        /// The call.
+        call: &'static str,
+    },
+}

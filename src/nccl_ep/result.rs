@@ -1,0 +1,295 @@
+//! The library's calls, each through a function of `shim.cpp` that no exception leaves, as results.
+
+use std::ffi::{CStr, c_char, c_int, c_void};
+
+use super::EpError;
+use super::sys::{self, Library};
+
+type Object = *mut c_void;
+
+unsafe extern "C" {
+    fn moebius_ep_get_version(message: *mut c_char, room: usize, function: Object, version: *mut c_int) -> c_int;
+    fn moebius_ep_create_group(
+        message: *mut c_char,
+        room: usize,
+        function: Object,
+        group: *mut sys::ncclEpGroup_t,
+        comm: sys::ncclComm_t,
+        config: *const sys::ncclEpGroupConfig_t,
+    ) -> c_int;
+    fn moebius_ep_object(message: *mut c_char, room: usize, function: Object, object: Object) -> c_int;
+    fn moebius_ep_handle_mem_size(
+        message: *mut c_char,
+        room: usize,
+        function: Object,
+        group: sys::ncclEpGroup_t,
+        layout: sys::ncclEpLayout_t,
+        config: *const sys::ncclEpHandleConfig_t,
+        size: *mut usize,
+        top_k: c_int,
+    ) -> c_int;
+    fn moebius_ep_init_handle(
+        message: *mut c_char,
+        room: usize,
+        function: Object,
+        handle: *mut sys::ncclEpHandle_t,
+        group: sys::ncclEpGroup_t,
+        layout: sys::ncclEpLayout_t,
+        config: *const sys::ncclEpHandleConfig_t,
+        top_k: c_int,
+        memory: *const sys::ncclEpTensor_t,
+    ) -> c_int;
+    fn moebius_ep_update_handle(
+        message: *mut c_char,
+        room: usize,
+        function: Object,
+        handle: sys::ncclEpHandle_t,
+        ids: *const sys::ncclEpTensor_t,
+        info: *const sys::ncclEpLayoutInfo_t,
+        stream: sys::cudaStream_t,
+    ) -> c_int;
+    fn moebius_ep_dispatch(
+        message: *mut c_char,
+        room: usize,
+        function: Object,
+        handle: sys::ncclEpHandle_t,
+        inputs: *const sys::ncclEpDispatchInputs_t,
+        outputs: *const sys::ncclEpDispatchOutputs_t,
+        info: *const sys::ncclEpLayoutInfo_t,
+        config: *const sys::ncclEpDispatchConfig_t,
+        stream: sys::cudaStream_t,
+    ) -> c_int;
+    fn moebius_ep_combine(
+        message: *mut c_char,
+        room: usize,
+        function: Object,
+        handle: sys::ncclEpHandle_t,
+        inputs: *const sys::ncclEpCombineInputs_t,
+        outputs: *const sys::ncclEpCombineOutputs_t,
+        config: *const sys::ncclEpCombineConfig_t,
+        stream: sys::cudaStream_t,
+    ) -> c_int;
+    #[cfg(test)]
+    fn moebius_ep_test(message: *mut c_char, room: usize, kind: c_int) -> c_int;
+}
+
+/// Longest message kept of an exception.
+const ROOM: usize = 2048;
+
+/// Runs one function of the shim.
+fn guarded(function: &'static str, call: impl FnOnce(*mut c_char, usize) -> c_int) -> Result<(), EpError> {
+    let mut message = [0 as c_char; ROOM];
+    match call(message.as_mut_ptr(), ROOM) {
+        0 => Ok(()),
+        code if code > 0 => Err(EpError::Call { function, code, name: status(code) }),
+        _ => {
+            // SAFETY: the shim ends what it writes with a zero, and what it does not write is zero.
+            let message = unsafe { CStr::from_ptr(message.as_ptr()) }.to_string_lossy().into_owned();
+            Err(EpError::Thrown { function, message })
+        }
+    }
+}
+
+/// NCCL's statuses in words.
+fn status(code: c_int) -> &'static str {
+    match code {
+        1 => "a CUDA call failed",
+        2 => "a system call failed",
+        3 => "internal error",
+        4 => "invalid argument",
+        5 => "invalid usage",
+        6 => "a peer or the network failed",
+        7 => "in progress",
+        8 => "timeout",
+        _ => "a status that this version does not know",
+    }
+}
+
+/// The library's version: 0.2.0 is 200.
+pub fn get_version(library: &Library) -> Result<i32, EpError> {
+    let mut version = 0;
+    // SAFETY: the function is the library's of that name; the result is a local.
+    guarded("ncclEpGetVersion", |message, room| unsafe {
+        moebius_ep_get_version(message, room, library.ncclEpGetVersion as Object, &raw mut version)
+    })?;
+    Ok(version)
+}
+
+/// # Safety
+/// The communicator lives; its GPU is the calling thread's; the configuration is one that the library takes.
+pub unsafe fn create_group(
+    library: &Library,
+    comm: sys::ncclComm_t,
+    config: &sys::ncclEpGroupConfig_t,
+) -> Result<sys::ncclEpGroup_t, EpError> {
+    let mut group = std::ptr::null_mut();
+    // SAFETY: as the caller promises; the result is a local.
+    guarded("ncclEpCreateGroup", |message, room| unsafe {
+        moebius_ep_create_group(message, room, library.ncclEpCreateGroup as Object, &raw mut group, comm, config)
+    })?;
+    Ok(group)
+}
+
+/// # Safety
+/// The group lives, as does its communicator, and is not used again; its handles are gone.
+pub unsafe fn group_destroy(library: &Library, group: sys::ncclEpGroup_t) -> Result<(), EpError> {
+    // SAFETY: as the caller promises.
+    guarded("ncclEpGroupDestroy", |message, room| unsafe {
+        moebius_ep_object(message, room, library.ncclEpGroupDestroy as Object, group.cast())
+    })
+}
+
+/// # Safety
+/// The handle lives and is not used again.
+pub unsafe fn handle_destroy(library: &Library, handle: sys::ncclEpHandle_t) -> Result<(), EpError> {
+    // SAFETY: as the caller promises.
+    guarded("ncclEpHandleDestroy", |message, room| unsafe {
+        moebius_ep_object(message, room, library.ncclEpHandleDestroy as Object, handle.cast())
+    })
+}
+
+/// What a handle is made with.
+#[derive(Debug, Clone, Copy)]
+pub struct Shape<'a> {
+    /// Where rows lie.
+    pub layout: sys::ncclEpLayout_t,
+    /// Alignment.
+    pub config: &'a sys::ncclEpHandleConfig_t,
+    /// Choices of a token.
+    pub top_k: c_int,
+}
+
+/// # Safety
+/// The group lives; the shape is one that the library takes.
+pub unsafe fn handle_mem_size(
+    library: &Library,
+    group: sys::ncclEpGroup_t,
+    shape: Shape<'_>,
+) -> Result<usize, EpError> {
+    let mut size = 0;
+    // SAFETY: as the caller promises; the result is a local.
+    guarded("ncclEpHandleMemSize", |message, room| unsafe {
+        let function = library.ncclEpHandleMemSize as Object;
+        moebius_ep_handle_mem_size(
+            message,
+            room,
+            function,
+            group,
+            shape.layout,
+            shape.config,
+            &raw mut size,
+            shape.top_k,
+        )
+    })?;
+    Ok(size)
+}
+
+/// # Safety
+/// The group lives; the shape is one that the library takes; the memory is as large as it asked for and outlives the
+/// handle.
+pub unsafe fn init_handle(
+    library: &Library,
+    group: sys::ncclEpGroup_t,
+    shape: Shape<'_>,
+    memory: *const sys::ncclEpTensor_t,
+) -> Result<sys::ncclEpHandle_t, EpError> {
+    let mut handle = std::ptr::null_mut();
+    // SAFETY: as the caller promises; the result is a local.
+    guarded("ncclEpInitHandle", |message, room| unsafe {
+        let function = library.ncclEpInitHandle as Object;
+        let Shape { layout, config, top_k } = shape;
+        moebius_ep_init_handle(message, room, function, &raw mut handle, group, layout, config, top_k, memory)
+    })?;
+    Ok(handle)
+}
+
+/// # Safety
+/// The handle lives; tensors are of the sizes that the library documents, in memory that stays until the stream has
+/// passed the call.
+pub unsafe fn update_handle(
+    library: &Library,
+    handle: sys::ncclEpHandle_t,
+    (ids, info): (*const sys::ncclEpTensor_t, *const sys::ncclEpLayoutInfo_t),
+    stream: sys::cudaStream_t,
+) -> Result<(), EpError> {
+    // SAFETY: as the caller promises.
+    guarded("ncclEpUpdateHandle", |message, room| unsafe {
+        moebius_ep_update_handle(message, room, library.ncclEpUpdateHandle as Object, handle, ids, info, stream)
+    })
+}
+
+/// Arguments of [`dispatch`].
+#[derive(Debug)]
+pub struct Dispatch {
+    /// What is sent.
+    pub inputs: sys::ncclEpDispatchInputs_t,
+    /// Where it goes.
+    pub outputs: sys::ncclEpDispatchOutputs_t,
+    /// Low latency: counters.
+    pub info: *const sys::ncclEpLayoutInfo_t,
+    /// Direction, and what rows are made of.
+    pub config: sys::ncclEpDispatchConfig_t,
+}
+
+/// # Safety
+/// As [`update_handle`], for a handle that has been updated.
+pub unsafe fn dispatch(
+    library: &Library,
+    handle: sys::ncclEpHandle_t,
+    call: &Dispatch,
+    stream: sys::cudaStream_t,
+) -> Result<(), EpError> {
+    let Dispatch { inputs, outputs, info, config } = call;
+    // SAFETY: as the caller promises.
+    guarded("ncclEpDispatch", |message, room| unsafe {
+        let function = library.ncclEpDispatch as Object;
+        moebius_ep_dispatch(message, room, function, handle, inputs, outputs, *info, config, stream)
+    })
+}
+
+/// Arguments of [`combine`].
+#[derive(Debug)]
+pub struct Combine {
+    /// What is summed.
+    pub inputs: sys::ncclEpCombineInputs_t,
+    /// Where sums go.
+    pub outputs: sys::ncclEpCombineOutputs_t,
+    /// Direction.
+    pub config: sys::ncclEpCombineConfig_t,
+}
+
+/// # Safety
+/// As [`dispatch`].
+pub unsafe fn combine(
+    library: &Library,
+    handle: sys::ncclEpHandle_t,
+    call: &Combine,
+    stream: sys::cudaStream_t,
+) -> Result<(), EpError> {
+    let Combine { inputs, outputs, config } = call;
+    // SAFETY: as the caller promises.
+    guarded("ncclEpCombine", |message, room| unsafe {
+        let function = library.ncclEpCombine as Object;
+        moebius_ep_combine(message, room, function, handle, inputs, outputs, config, stream)
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn test(kind: c_int) -> Result<(), EpError> {
+        // SAFETY: the function throws, which the shim catches, or returns its argument.
+        guarded("test", |message, room| unsafe { moebius_ep_test(message, room, kind) })
+    }
+
+    #[test]
+    fn exceptions_and_statuses_become_errors() {
+        assert_eq!(test(0), Err(EpError::Thrown { function: "test", message: "thrown on purpose".into() }));
+        let other = "something that is no std::exception".to_string();
+        assert_eq!(test(1), Err(EpError::Thrown { function: "test", message: other }));
+        assert_eq!(test(4), Err(EpError::Call { function: "test", code: 4, name: "invalid argument" }));
+        let unknown = "a status that this version does not know";
+        assert_eq!(test(77), Err(EpError::Call { function: "test", code: 77, name: unknown }));
+    }
+}

@@ -1,0 +1,77 @@
+//! Tensors as the library is told of them.
+
+use std::marker::PhantomData;
+
+use crate::cuda::Cuda;
+use crate::dtype::DType;
+use crate::error::{Error, Result};
+use crate::tensor::{TensorMut, TensorRef};
+
+use super::sys;
+
+/// A tensor's description, for one call.
+pub(super) struct Described<'a> {
+    raw: sys::ncclEpTensor_t,
+    sizes: [usize; 3],
+    memory: PhantomData<&'a ()>,
+}
+
+fn number(call: &'static str, dtype: DType) -> Result<sys::ncclDataType_t> {
+    Ok(match dtype {
+        DType::BF16 => sys::ncclDataType_t::ncclBfloat16,
+        DType::F16 => sys::ncclDataType_t::ncclFloat16,
+        DType::F32 => sys::ncclDataType_t::ncclFloat32,
+        DType::U8 => sys::ncclDataType_t::ncclUint8,
+        DType::I32 => sys::ncclDataType_t::ncclInt32,
+        DType::I64 => sys::ncclDataType_t::ncclInt64,
+        other => return Err(Error::invalid(call, "dtype", "one that NCCL EP moves", other)),
+    })
+}
+
+impl<'a> Described<'a> {
+    fn new(call: &'static str, dtype: DType, dims: &[usize], address: u64) -> Result<Self> {
+        let mut sizes = [1; 3];
+        if dims.len() > sizes.len() {
+            return Err(Error::invalid(call, "tensor", "at most 3 dimensions", dims.len()));
+        }
+        sizes[..dims.len()].copy_from_slice(dims);
+        let raw = sys::ncclEpTensor_t {
+            size: size_of::<sys::ncclEpTensor_t>() as u32,
+            magic: sys::NCCL_EP_TENSOR_MAGIC,
+            ndim: dims.len() as u32,
+            datatype: number(call, dtype)?,
+            data: address as *mut _,
+            win_hdl: std::ptr::null_mut(),
+            win_offset: 0,
+            sizes: std::ptr::null_mut(),
+        };
+        Ok(Self { raw, sizes, memory: PhantomData })
+    }
+
+    pub(super) fn of(call: &'static str, t: TensorRef<'a, Cuda>) -> Result<Self> {
+        Self::new(call, t.dtype(), t.dims(), t.data().address())
+    }
+
+    pub(super) fn of_mut(call: &'static str, t: TensorMut<'a, Cuda>) -> Result<Self> {
+        let (dtype, dims) = (t.dtype(), t.dims().to_vec());
+        Self::new(call, dtype, &dims, t.into_data().address())
+    }
+
+    /// The same memory as another type: opaque rows travel as one that the library moves.
+    pub(super) fn retyped(mut self, datatype: sys::ncclDataType_t, width: usize) -> Self {
+        self.raw.datatype = datatype;
+        self.sizes[self.raw.ndim as usize - 1] = width;
+        self
+    }
+
+    /// The description, which must not move while the library looks at it.
+    pub(super) fn pointer(&mut self) -> *mut sys::ncclEpTensor_t {
+        self.raw.sizes = self.sizes.as_mut_ptr();
+        &raw mut self.raw
+    }
+}
+
+/// A pointer to an optional description.
+pub(super) fn pointer(t: &mut Option<Described<'_>>) -> *mut sys::ncclEpTensor_t {
+    t.as_mut().map_or(std::ptr::null_mut(), Described::pointer)
+}

@@ -1,0 +1,208 @@
+//! Whole layers over several GPUs, against the same layers over as many CPU ranks.
+
+use candle_core::{Device, Tensor};
+use moebius::checkpoint::BlockParams;
+use moebius::comm::Communicator;
+use moebius::config::{CapacityOrder, ExpertCapacity, MoeConfig, SharedConfig};
+use moebius::cpu::Cpu;
+use moebius::cuda::Cuda;
+use moebius::ep::{Capacity, DispatcherKind, Overflow};
+use moebius::nccl::NcclComm;
+use moebius::{DType, Error};
+
+use crate::common::support::compare::values;
+use crate::common::support::dense::Params;
+use crate::common::target::Seat;
+use crate::common::{Cotangent, Outcome, Setup, run_on, run_parts, run_rank, shard};
+use crate::{KINDS, Run, conformance::over};
+
+pub fn cases() -> Vec<(&'static str, Run)> {
+    vec![
+        ("same_as_cpu_ranks", same_as_cpu_ranks),
+        ("same_bits_in_a_hundred_steps", same_bits_in_a_hundred_steps),
+        ("a_capacity_too_small_is_told_everywhere", a_capacity_too_small_is_told_everywhere),
+    ]
+}
+
+/// Seeded numbers around zero.
+fn numbers(seed: u64, count: usize, scale: f64) -> Vec<f64> {
+    let mut state = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
+    let mut next = || {
+        state ^= state << 13;
+        state ^= state >> 7;
+        state ^= state << 17;
+        (state >> 40) as f64 / (1u64 << 24) as f64 - 0.5
+    };
+    (0..count).map(|_| next() * scale).collect()
+}
+
+fn tensor(seed: u64, dims: &[usize], scale: f64) -> Tensor {
+    let count = dims.iter().product();
+    Tensor::from_vec(numbers(seed, count, scale), dims, &Device::Cpu).expect("a tensor")
+}
+
+fn params(config: &MoeConfig) -> Params {
+    let (h, i, e) = (config.hidden, config.intermediate, config.router.num_experts);
+    let mut all = Params::new();
+    let mut put = |name: &str, seed: u64, dims: &[usize], fan: usize| {
+        all.insert(name.to_string(), tensor(seed, dims, 3.4 / (fan as f64).sqrt()));
+    };
+    put("router.weight", 1, &[e, h], h);
+    put("experts.up", 2, &[e, 2 * i, h], h);
+    put("experts.down", 3, &[e, h, i], i);
+    if let Some(shared) = &config.shared {
+        put("shared.up", 4, &[2 * shared.intermediate, h], h);
+        put("shared.down", 5, &[h, shared.intermediate], shared.intermediate);
+    }
+    all
+}
+
+/// A block, its input and the gradient at its output.
+pub struct Problem {
+    setup: Setup,
+    dtype: DType,
+    x: Tensor,
+    d_y: Tensor,
+    params: Params,
+}
+
+impl Problem {
+    pub fn new(config: &MoeConfig, split: &[usize], kind: DispatcherKind, dtype: DType) -> Self {
+        let mut setup = Setup::new(config, split);
+        setup.dispatcher = kind;
+        let dims = [split.iter().sum(), config.hidden];
+        Self { setup, dtype, x: tensor(6, &dims, 3.0), d_y: tensor(7, &dims, 3.0), params: params(config) }
+    }
+
+    /// The same on CPU ranks, which have no NCCL EP.
+    fn on_cpu(&self) -> Result<Outcome, Error> {
+        let mut setup = self.setup.clone();
+        if setup.dispatcher == DispatcherKind::NcclEp {
+            setup.dispatcher = DispatcherKind::AllToAll;
+        }
+        let Self { dtype, x, d_y, params, .. } = self;
+        let (x, d_y, params) = (x.clone(), d_y.clone(), params.clone());
+        Self { setup, dtype: *dtype, x, d_y, params }.on(&Cpu::poisoning())
+    }
+
+    /// This process's rank over NCCL, compared with the same rank on the CPU.
+    pub fn as_one_rank(&self, name: &str, comm: NcclComm) {
+        let (rank, ranks) = (comm.rank(), self.setup.split.len());
+        let parts: Vec<BlockParams> = (0..ranks).map(|r| shard(&self.params, r, ranks, self.dtype)).collect();
+        let cotangent = Some(Cotangent { y: Some(&self.d_y), aux: 0.3 });
+        let cpu = run_parts(&Cpu::poisoning(), &self.setup, &parts, &self.x, self.dtype, cotangent).expect("the CPU");
+        let seat = Seat { device: comm.cuda().clone(), comm: Box::new(comm) };
+        let own = run_rank(seat, &self.setup, &parts[rank], &self.x, self.dtype, cotangent);
+        let own = own.unwrap_or_else(|e| panic!("{name}: {e}"));
+        assert_eq!(own.counts(), cpu[rank].counts(), "{name}");
+        for ((what, a), (_, b)) in own.tensors().into_iter().zip(cpu[rank].tensors()) {
+            let d = distance(a, b);
+            assert!(d <= tolerance(self.dtype), "{name}: {what} is off by {d:e}");
+        }
+    }
+
+    fn on<D: crate::common::target::Target>(&self, device: &D) -> Result<Outcome, Error> {
+        let ranks = self.setup.split.len();
+        let parts: Vec<BlockParams> = (0..ranks).map(|r| shard(&self.params, r, ranks, self.dtype)).collect();
+        let cotangent = Cotangent { y: Some(&self.d_y), aux: 0.3 };
+        run_on(device, &self.setup, &parts, &self.x, self.dtype, Some(cotangent))
+    }
+}
+
+fn configs() -> Vec<(&'static str, MoeConfig)> {
+    let plain = MoeConfig::new(64, 40, 16, 4);
+    let mut aux = MoeConfig::new(128, 64, 8, 2);
+    (aux.aux.balance, aux.aux.z) = (0.1, 0.01);
+    let mut shared = MoeConfig::new(64, 48, 32, 8);
+    shared.shared = Some(SharedConfig { intermediate: 32, gated: false });
+    let mut limited = plain.clone();
+    limited.router.expert_capacity =
+        Some(ExpertCapacity { factor: 0.8, order: CapacityOrder::Probability, renormalize: true });
+    vec![("plain", plain), ("auxiliary losses", aux), ("shared expert", shared), ("expert capacity", limited)]
+}
+
+/// Uneven tokens, among them none.
+fn splits(ranks: usize) -> Vec<Vec<usize>> {
+    vec![vec![33; ranks], (0..ranks).map(|r| [70, 0, 3, 128][r % 4]).collect()]
+}
+
+/// ‖a − b‖ / ‖b‖, or ‖a‖ where b is zero.
+fn distance(a: &Tensor, b: &Tensor) -> f64 {
+    let (a, b) = (values(a).expect("values"), values(b).expect("values"));
+    assert_eq!(a.len(), b.len());
+    let norm = |v: &mut dyn Iterator<Item = f64>| v.map(|x| x * x).sum::<f64>().sqrt();
+    let (error, base) = (norm(&mut a.iter().zip(&b).map(|(a, b)| a - b)), norm(&mut b.iter().copied()));
+    let relative = if base > 0.0 { error / base } else { error };
+    if relative.is_nan() { f64::INFINITY } else { relative }
+}
+
+/// The same arithmetic in another order: a rounding to bf16 (2⁻⁹) at each of a layer's stores, of which a few add up,
+/// and one more at the sum over ranks of an all-gather; sums in f32 otherwise.
+fn tolerance(dtype: DType) -> f64 {
+    if dtype == DType::BF16 { 6e-3 } else { 1e-5 }
+}
+
+fn same_as_cpu_ranks(cuda: &Cuda, ranks: usize) {
+    for (name, config) in configs() {
+        for split in splits(ranks) {
+            for kind in KINDS {
+                for dtype in [DType::F32, DType::BF16] {
+                    let name = format!("{name}, {split:?}, {kind:?}, {dtype}");
+                    let problem = Problem::new(&config, &split, kind, dtype);
+                    let cpu = problem.on_cpu().unwrap_or_else(|e| panic!("{name}, CPU: {e}"));
+                    let gpu = problem.on(cuda).unwrap_or_else(|e| panic!("{name}: {e}"));
+                    compare(&name, &gpu, &cpu, tolerance(dtype));
+                }
+            }
+        }
+    }
+}
+
+fn compare(name: &str, gpu: &Outcome, cpu: &Outcome, tolerance: f64) {
+    assert_eq!(gpu.ids, cpu.ids, "{name}: experts");
+    assert_eq!(gpu.load, cpu.load, "{name}: load");
+    let mut worst = (0.0, "nothing");
+    let mut near = |what: &'static str, a: &Tensor, b: &Tensor| {
+        let d = distance(a, b);
+        assert!(d <= tolerance, "{name}: {what} is off by {d:e}");
+        if d > worst.0 {
+            worst = (d, what);
+        }
+    };
+    near("y", &gpu.y, &cpu.y);
+    near("logits", &gpu.logits, &cpu.logits);
+    near("weights", &gpu.weights, &cpu.weights);
+    assert_eq!(gpu.grads.keys().collect::<Vec<_>>(), cpu.grads.keys().collect::<Vec<_>>(), "{name}");
+    for (key, gradient) in &cpu.grads {
+        near("a gradient", &gpu.grads[key], gradient);
+    }
+    for (a, b) in gpu.aux.iter().zip(&cpu.aux) {
+        assert!((a - b).abs() <= tolerance * b.abs().max(1e-3), "{name}: auxiliary losses {a} and {b}");
+    }
+    println!("{name}: worst {} {:.1e}", worst.1, worst.0);
+}
+
+fn same_bits_in_a_hundred_steps(cuda: &Cuda, ranks: usize) {
+    for kind in KINDS {
+        let (_, config) = configs().swap_remove(2);
+        let problem = Problem::new(&config, &splits(ranks)[1], kind, DType::BF16);
+        let first = problem.on(cuda).expect("a step").bits();
+        for step in 1..100 {
+            assert!(problem.on(cuda).expect("a step").bits() == first, "{kind:?}: step {step} differs");
+        }
+    }
+}
+
+/// Every rank hears which rank has no room, and the group works again.
+fn a_capacity_too_small_is_told_everywhere(cuda: &Cuda, ranks: usize) {
+    for kind in KINDS {
+        let mut problem = Problem::new(&MoeConfig::new(64, 40, 16, 4), &vec![20; ranks], kind, DType::F32);
+        problem.setup.dispatch.capacity = Capacity::Static(3);
+        problem.setup.dispatch.overflow = Overflow::Error;
+        let error = problem.on(cuda).err();
+        assert!(matches!(error, Some(Error::Capacity { capacity: 3, .. })), "{error:?}");
+        if kind != DispatcherKind::NcclEp {
+            over(cuda, kind, ranks, "works").run(moebius::ep::GroupConfig::new(ranks, 2), |r| r.works());
+        }
+    }
+}

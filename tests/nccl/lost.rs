@@ -1,0 +1,165 @@
+//! Ranks that are lost inside a collective, and what the others get: a typed error in time, from every later call and from
+//! every wait of the GPU, and a new world afterwards.
+
+use std::thread;
+use std::time::{Duration, Instant};
+
+use moebius::comm::{Communicator, Op, Tag};
+use moebius::cuda::Cuda;
+use moebius::kernels::Kernels;
+use moebius::nccl::NcclComm;
+use moebius::{CommError, DType, Error, Result, Tensor};
+
+use crate::Run;
+use crate::conformance::gpus;
+
+pub fn cases() -> Vec<(&'static str, Run)> {
+    vec![
+        ("never_enters", never_enters),
+        ("fails_inside", fails_inside),
+        ("panics_inside", panics_inside),
+        ("splits", splits),
+    ]
+}
+
+const LIMIT: Duration = Duration::from_secs(2);
+/// What is told at once is told well within the limit of these.
+const PATIENCE: Duration = Duration::from_secs(30);
+
+fn tag(sequence: u64) -> Tag {
+    Tag { layer: 0, op: Op::User, sequence }
+}
+
+/// Every rank's body on a thread; results in rank order, `None` where it panicked.
+fn each<T: Send>(comms: Vec<NcclComm>, body: impl Fn(NcclComm) -> T + Sync) -> Vec<Option<T>> {
+    let body = &body;
+    thread::scope(|scope| {
+        let threads: Vec<_> = comms.into_iter().map(|comm| scope.spawn(move || body(comm))).collect();
+        threads.into_iter().map(|t| t.join().ok()).collect()
+    })
+}
+
+/// An all-gather of one word, that the culprit meets the others for and then does something else.
+fn half_entered(comm: &mut NcclComm, culprit: impl Fn() -> Result<()>) -> Result<Tensor<Cuda>> {
+    let cuda = comm.cuda().clone();
+    let ranks = comm.size();
+    let send = Tensor::zeros(&cuda, DType::F32, &[1])?;
+    let mut recv = Tensor::empty(&cuda, DType::F32, &[ranks])?;
+    let last = comm.rank() + 1 == ranks;
+    let (from, to) = (send.view().data().address(), recv.view_mut().into_data().address());
+    comm.collective_raw("test", tag(1), |raw| {
+        if last {
+            return culprit();
+        }
+        // SAFETY: both tensors live until the stream has been waited for or the communicator aborted.
+        let status = unsafe {
+            let (from, to) = (from as *const std::ffi::c_void, to as *mut std::ffi::c_void);
+            (raw.functions.all_gather)(from, to, 4, moebius::nccl::sys::DataType::U8, raw.comm, raw.stream)
+        };
+        assert_eq!(status.0, 0);
+        Ok(())
+    })?;
+    Ok(recv)
+}
+
+fn afterwards(ranks: usize) {
+    let sums = each(gpus::communicators(ranks, PATIENCE), |mut comm| {
+        let cuda = comm.cuda().clone();
+        let mut value = Tensor::from_value(&cuda, comm.rank() as f64);
+        comm.all_reduce(tag(9), moebius::comm::ReduceOp::Sum, value.view_mut()).expect("a new world");
+        cuda.read(&cuda.stream(), value.view()).expect("a sum")[0]
+    });
+    let expected = (ranks * (ranks - 1) / 2) as f64;
+    assert!(sums.iter().all(|sum| *sum == Some(expected)), "{sums:?}");
+}
+
+trait FromValue {
+    fn from_value(cuda: &Cuda, value: f64) -> Self;
+}
+
+impl FromValue for Tensor<Cuda> {
+    fn from_value(cuda: &Cuda, value: f64) -> Self {
+        cuda.write(&cuda.stream(), &[value], DType::F32, &[1]).expect("a tensor")
+    }
+}
+
+/// The last rank meets the others and never enqueues its part: they time out inside the driver, not after it.
+fn never_enters(_: &Cuda, ranks: usize) {
+    let done = std::sync::Barrier::new(ranks);
+    let results = each(gpus::communicators(ranks, LIMIT), |mut comm| {
+        let start = Instant::now();
+        let recv = half_entered(&mut comm, || Ok(()));
+        let last = comm.rank() + 1 == comm.size();
+        if last {
+            done.wait();
+            return;
+        }
+        let cuda = comm.cuda().clone();
+        let waited = recv.and_then(|recv| cuda.read(&cuda.stream(), recv.view()));
+        let timeout = |e: &Error| matches!(e, Error::Comm(CommError::Timeout { .. }));
+        assert!(waited.as_ref().is_err_and(timeout), "{waited:?}");
+        let later = comm.barrier(tag(2));
+        assert!(later.as_ref().is_err_and(timeout), "{later:?}");
+        assert!(cuda.check().as_ref().is_err_and(timeout), "waits fail while the communicator lives");
+        assert!(start.elapsed() < LIMIT + Duration::from_secs(5));
+        done.wait();
+        drop(comm);
+    });
+    assert!(results.iter().all(Option::is_some));
+    afterwards(ranks);
+}
+
+fn told_at_once(ranks: usize, culprit: fn() -> Result<()>, is: fn(&Error) -> bool) {
+    let results = each(gpus::communicators(ranks, PATIENCE), |mut comm| {
+        let start = Instant::now();
+        let last = comm.rank() + 1 == comm.size();
+        let recv = half_entered(&mut comm, culprit);
+        if last {
+            assert!(recv.is_err());
+            return;
+        }
+        let cuda = comm.cuda().clone();
+        let waited = recv.and_then(|recv| cuda.read(&cuda.stream(), recv.view()));
+        assert!(waited.as_ref().is_err_and(is), "{waited:?}");
+        assert!(comm.barrier(tag(2)).as_ref().is_err_and(is));
+        assert!(start.elapsed() < PATIENCE / 3, "told at once");
+    });
+    assert!(results.iter().take(ranks - 1).all(Option::is_some));
+    afterwards(ranks);
+}
+
+fn fails_inside(_: &Cuda, ranks: usize) {
+    let own = || Err(Error::Device { call: "test", operation: "fail".into(), message: "trouble of its own".into() });
+    told_at_once(ranks, own, |e| match e {
+        Error::Comm(CommError::Refused { reason, .. }) => reason.contains("trouble of its own"),
+        _ => false,
+    });
+}
+
+fn panics_inside(_: &Cuda, ranks: usize) {
+    // Unwinds without the hook's noise.
+    let panic = || -> Result<()> { std::panic::resume_unwind(Box::new("a rank's own trouble")) };
+    told_at_once(ranks, panic, |e| matches!(e, Error::Comm(CommError::PeerGone { .. })));
+}
+
+/// Parts of a world: even and odd ranks, in falling order.
+fn splits(_: &Cuda, ranks: usize) {
+    let results = each(gpus::communicators(ranks, PATIENCE), |mut comm| {
+        let (rank, cuda) = (comm.rank(), comm.cuda().clone());
+        let part = comm.split(tag(0), Some(rank % 2), ranks - rank).expect("a split");
+        let mut part = part.expect("a part for each");
+        let members: Vec<usize> = (0..ranks).rev().filter(|r| r % 2 == rank % 2).collect();
+        assert_eq!((part.size(), members[part.rank()]), (members.len(), rank));
+        let own = Tensor::from_value(&cuda, rank as f64);
+        let mut all = Tensor::empty(&cuda, DType::F32, &[members.len()]).expect("room");
+        part.all_gather(tag(1), own.view(), all.view_mut()).expect("inside the part");
+        let found = cuda.read(&cuda.stream(), all.view()).expect("a read");
+        assert_eq!(found, members.iter().map(|r| *r as f64).collect::<Vec<_>>());
+        // Without a colour there is no part, and the whole works on.
+        let none = comm.split(tag(2), (rank == 0).then_some(0), 0).expect("a split");
+        assert_eq!(none.is_some(), rank == 0);
+        drop((part, none));
+        comm.barrier(tag(3)).expect("the whole");
+    });
+    assert!(results.iter().all(Option::is_some));
+}

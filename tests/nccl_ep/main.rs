@@ -1,0 +1,152 @@
+//! NCCL EP on several GPUs: the conformance suite and whole layers from the sources of the other dispatchers, and what is
+//! its own: routing on the GPU, opaque rows, refusals. Ignored where there are not as many GPUs; what needs no GPU (finding
+//! the library) runs everywhere. `bench`: times as JSON lines instead.
+#![allow(clippy::type_complexity, reason = "names and functions, no more")]
+#![allow(clippy::duplicate_mod, reason = "each shared suite brings its helpers")]
+
+#[path = "../common/mod.rs"]
+#[allow(unused_imports, reason = "a suite takes a part")]
+mod common;
+#[path = "../conformance/main.rs"]
+#[allow(dead_code, unused_imports, reason = "a suite has parts for the CPU alone")]
+mod conformance;
+#[path = "../nccl/layer.rs"]
+#[allow(dead_code, reason = "a part is for ranks that are processes")]
+mod layer;
+
+mod bench;
+mod graph;
+mod library;
+mod raw;
+
+use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
+use std::process::ExitCode;
+use std::sync::{Arc, Mutex};
+
+use libtest_mimic::{Arguments, Completion, Trial};
+use moebius::cuda::Cuda;
+use moebius::ep::DispatcherKind;
+
+use conformance::{gpus, over};
+
+/// Numbers of ranks.
+const RANKS: [usize; 2] = [2, 4];
+const KINDS: [DispatcherKind; 1] = [DispatcherKind::NcclEp];
+/// Rules of the library that cases of the shared suites break, as its errors say them and as `expect` shows them.
+const RULES: [&str; 6] = [
+    "must be a multiple of 4, found",
+    "expected a multiple of 16 bytes",
+    "expected a multiple of 8 numbers",
+    "NcclEp(Fours",
+    "NcclEp(RowBytes",
+    "NcclEp(Width",
+];
+
+/// A shared test over some ranks, given the first GPU.
+type Run = fn(&Cuda, usize);
+/// A test over some ranks, given the first GPU. Returns why it is not for this dispatcher, if it is not.
+type Body = Box<dyn Fn(&Cuda) -> Option<String> + Send>;
+
+/// A shared case: one that breaks a rule of the library says so and no more.
+fn shared(run: impl Fn(&Cuda) + Send + 'static) -> Body {
+    Box::new(move |cuda| {
+        let said = Arc::new(Mutex::new(String::new()));
+        let (keep, before) = (Arc::clone(&said), std::panic::take_hook());
+        std::panic::set_hook(Box::new(move |info| {
+            if let Ok(mut said) = keep.lock() {
+                said.push_str(&format!("{info}\n"));
+            }
+        }));
+        let result = catch_unwind(AssertUnwindSafe(|| run(cuda)));
+        std::panic::set_hook(before);
+        let said = said.lock().map(|s| s.clone()).unwrap_or_default();
+        match result {
+            Ok(()) => None,
+            Err(panic) => match RULES.iter().find(|rule| said.contains(**rule)) {
+                Some(rule) => Some(format!("breaks a rule of the library: {rule}")),
+                None => {
+                    println!("{said}");
+                    resume_unwind(panic)
+                }
+            },
+        }
+    })
+}
+
+fn over_ranks(ranks: usize) -> Vec<(String, Body)> {
+    let mut all: Vec<(String, Body)> = Vec::new();
+    for kind in KINDS {
+        for (file, case) in conformance::cases().into_iter().filter(|(_, case)| case.min_ranks <= ranks) {
+            let name = format!("conformance::{file}::{}", case.name);
+            all.push((name, shared(move |cuda: &Cuda| (case.run)(&over(cuda, kind, ranks, case.name)))));
+        }
+    }
+    for (name, run) in layer::cases() {
+        all.push((format!("layer::{name}"), shared(move |cuda| run(cuda, ranks))));
+    }
+    let own = raw::cases().into_iter().map(|case| ("raw", case));
+    for (file, (name, run)) in own.chain(graph::cases().into_iter().map(|case| ("graph", case))) {
+        all.push((
+            format!("{file}::{name}"),
+            Box::new(move |_| {
+                run(ranks);
+                None
+            }),
+        ));
+    }
+    all
+}
+
+fn trials(available: &Result<usize, String>) -> Vec<Trial> {
+    let here = |(name, run): (&'static str, fn())| {
+        Trial::test(format!("library::{name}"), move || {
+            run();
+            Ok(())
+        })
+    };
+    let mut trials: Vec<Trial> = library::cases().into_iter().map(here).collect();
+    for ranks in RANKS {
+        for (name, body) in over_ranks(ranks) {
+            let found = available.clone();
+            trials.push(Trial::ignorable_test(format!("r{ranks}::{name}"), move || match found {
+                Ok(found) if found >= ranks => {
+                    let (_, gpus) = gpus::first(1);
+                    Ok(match body(&gpus[0]) {
+                        None => Completion::Completed,
+                        Some(reason) => Completion::ignored_with(reason),
+                    })
+                }
+                Ok(found) => Ok(Completion::ignored_with(format!("skipped: {found} GPU"))),
+                Err(_) => Ok(Completion::ignored_with("skipped: no GPU")),
+            }));
+        }
+    }
+    trials
+}
+
+fn main() -> ExitCode {
+    if std::env::var_os(library::CHILD).is_some() {
+        library::child();
+        return ExitCode::SUCCESS;
+    }
+    let available = gpus::available();
+    if let (Err(e), Some(_)) = (&available, std::env::var_os("MOEBIUS_NEEDS_GPU")) {
+        panic!("{e}");
+    }
+    if std::env::args().nth(1).as_deref() == Some("bench") {
+        bench::run(available.as_ref().copied().unwrap_or(0));
+        gpus::close();
+        return ExitCode::SUCCESS;
+    }
+    let mut arguments = Arguments::from_args();
+    // The GPUs are all tests'.
+    arguments.test_threads = Some(1);
+    let conclusion = libtest_mimic::run(&arguments, trials(&available));
+    match &available {
+        Err(reason) => println!("{} tests skipped: no GPU ({reason})", conclusion.num_ignored),
+        Ok(found) => println!("{} tests skipped or not for NCCL EP: {found} GPUs", conclusion.num_ignored),
+    }
+    gpus::close();
+    common::target::gpus::close();
+    conclusion.exit_code()
+}
