@@ -231,7 +231,7 @@ pub struct Rank {
 impl Rank {
     pub fn new(settings: &Settings, params: &[Param], comm: ThreadComm, rank: usize) -> Result<Self, Failure> {
         let group = join(settings, comm)?;
-        let mut fill = Fill { path: Path::default(), params, rank, ranks: settings.ranks, missing: Vec::new() };
+        let mut fill = Fill { path: Path::default(), params, rank, ranks: settings.mesh.ranks, missing: Vec::new() };
         let model = Model::<Host>::new(settings, &group, &Default::default())?.map(&mut fill);
         if !fill.missing.is_empty() {
             return Err(format!("no first values for {:?}", fill.missing).into());
@@ -261,7 +261,7 @@ impl Worker for Rank {
             Check { params: snapshot.params, ids: ids.into_iter().map(rows_of).collect() }
         });
         self.model = Some(self.optimiser.step(self.settings.learning_rate_at(step), model, gradients));
-        Ok(Report { loss, load, check })
+        Ok(Report { loss, load, norm: None, cost: None, check })
     }
 }
 

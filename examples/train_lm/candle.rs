@@ -6,31 +6,52 @@ use candle_core::backprop::GradStore;
 use candle_core::{DType, Device, Tensor, Var};
 use candle_nn::optim::{AdamW, Optimizer, ParamsAdamW};
 use candle_nn::{VarBuilder, VarMap};
-use moebius::candle::{DeviceGroup, ExpertParallelMoE};
-use moebius::cpu::Cpu;
+use moebius::candle::ExpertParallelMoE;
+use moebius::etp::Phase;
 use moebius::layer::{Layer, Mode};
 
 use crate::Failure;
+use crate::clip::Gradients;
 use crate::dense::{Loss, Model};
-use crate::device::Seat;
 use crate::lm::{Param, Settings, is_share};
-use crate::ranks::{Check, Report, Values, Worker, group_config, moe_config, sum_over_ranks};
+use crate::mesh::{Comms, Place};
+use crate::ranks::{Check, Report, Values, Worker, group_config, moe_config};
+use crate::sharded::Sharded;
+use crate::world::World;
 
 /// A rank: the model of plain operations, with the experts' layers in it.
 pub struct Rank {
     settings: Settings,
-    group: DeviceGroup,
+    world: World,
     model: Model,
     layers: Vec<ExpertParallelMoE>,
+    sharded: Option<Sharded>,
     optimiser: AdamW,
 }
 
 impl Rank {
-    /// Joins the group of all ranks, on the rank's thread.
-    pub fn new(settings: &Settings, params: &[Param], (seat, rank): (Seat, usize)) -> Result<Self, Failure> {
-        let group = seat.join(group_config(settings))?;
+    /// Joins the other ranks, on the rank's thread.
+    pub fn new(settings: &Settings, params: &[Param], (place, rank): (Place, usize)) -> Result<Self, Failure> {
+        let mesh = settings.mesh;
+        let group = place.experts.join(group_config(settings))?;
         let device = &group.device().clone();
-        let model = Model::new(settings, params, (rank, settings.ranks), device)?;
+        let (world, mut sharded) = match place.sharded {
+            Some(Comms { world, shards, replicas }) => {
+                (World::Threads(world), Some(Sharded::new(mesh, shards, replicas)?))
+            }
+            None => (World::Group(group.clone()), None),
+        };
+        let mut vars = BTreeMap::new();
+        for param in params {
+            let (dims, values) = param.share(rank % mesh.ep, mesh.ep);
+            let mut own = (dims, values.to_vec());
+            if let Some(sharded) = &mut sharded {
+                own = sharded.cut(param, own)?;
+            }
+            let tensor = Tensor::from_vec(own.1, own.0, device)?;
+            vars.insert(param.name.clone(), Var::from_tensor(&tensor)?);
+        }
+        let model = Model::new(settings, vars, device)?;
         // The layers find their parameters under their own names, and share them with the model.
         let map = VarMap::new();
         map.data().lock().map_err(|e| e.to_string())?.extend(model.vars().clone());
@@ -38,32 +59,80 @@ impl Rank {
         let mut layers = Vec::new();
         for number in 0..settings.layers {
             let layer = Layer::new(moe_config(settings), number as u32)?;
-            layers.push(ExpertParallelMoE::new(layer, &group, vb.pp(format!("layers.{number}.moe")))?);
+            let vb = vb.pp(format!("layers.{number}.moe"));
+            layers.push(match &sharded {
+                Some(sharded) => ExpertParallelMoE::sharded(layer, &group, vb, (&sharded.chain, settings.payload))?,
+                None => ExpertParallelMoE::new(layer, &group, vb)?,
+            });
+        }
+        if let Some(sharded) = &mut sharded {
+            sharded.adopt(&layers);
         }
         let vars = model.vars().values().cloned().collect();
         let optimiser = AdamW::new(vars, ParamsAdamW { lr: settings.learning_rate, ..ParamsAdamW::default() })?;
-        Ok(Self { settings: settings.clone(), group, model, layers, optimiser })
+        Ok(Self { settings: settings.clone(), world, model, layers, sharded, optimiser })
     }
 
-    fn replicated(&self) -> impl Iterator<Item = &Var> {
-        self.model.vars().iter().filter(|(name, _)| !is_share(name)).map(|(_, var)| var)
+    /// Forward and backward of a part of a step's sequences.
+    fn microbatch(&self, bytes: &[u8], rows: usize, seen: &mut Seen) -> Result<GradStore, Failure> {
+        let mut forward = || -> Result<Loss, Failure> {
+            Ok(self.model.loss(bytes, rows, |layer, x| {
+                let out = self.layers[layer].forward_full(x, Mode::default())?;
+                for (sum, tokens) in seen.load[layer].iter_mut().zip(&out.load.get()?.tokens_per_expert) {
+                    *sum += tokens;
+                }
+                if let Some(ids) = &mut seen.ids {
+                    ids[layer].extend(out.ids.to_device(&Device::Cpu)?.to_dtype(DType::U32)?.to_vec2::<u32>()?);
+                }
+                Ok((out.y, out.aux))
+            })?)
+        };
+        let Loss { sum, aux } = match &self.sharded {
+            Some(sharded) => sharded.pass(Phase::Forward, forward)?,
+            None => forward()?,
+        };
+        // The mean is over all ranks' tokens, and so is the balance loss: backward gives this rank's part of the
+        // gradient of both.
+        let mean = (sum / (self.settings.batch * self.settings.context) as f64)?;
+        seen.loss += f64::from(mean.to_scalar::<f32>()?);
+        let total = (mean + (aux / self.settings.microbatches as f64)?)?;
+        match &self.sharded {
+            Some(sharded) => sharded.pass(Phase::Backward, || Ok(total.backward()?)),
+            None => Ok(total.backward()?),
+        }
     }
 
-    /// Sums the gradients of parameters that all ranks hold, in one collective.
-    fn reduce(&self, step: usize, grads: &mut GradStore) -> Result<(), Failure> {
-        if self.group.ranks() == 1 {
+    /// Adds a microbatch's gradients to those before it.
+    fn add(&self, sum: Option<GradStore>, gradients: GradStore) -> Result<GradStore, Failure> {
+        let Some(mut sum) = sum else { return Ok(gradients) };
+        for var in self.model.vars().values() {
+            if let (Some(a), Some(b)) = (sum.get(var), gradients.get(var)) {
+                let both = (a + b)?;
+                sum.insert(var, both);
+            }
+        }
+        Ok(sum)
+    }
+
+    /// Sums the gradients over the ranks: those of parameters that all ranks hold in one collective.
+    fn reduce(&mut self, step: usize, grads: &mut GradStore) -> Result<(), Failure> {
+        if let Some(sharded) = &mut self.sharded {
+            sharded.finish(grads)?;
+        }
+        if self.settings.mesh.ranks == 1 {
             return Ok(());
         }
+        let replicated = || self.model.vars().iter().filter(|(name, _)| !is_share(name)).map(|(_, var)| var);
         let mut flat = Vec::new();
-        for var in self.replicated() {
+        for var in replicated() {
             match grads.get(var) {
                 Some(grad) => flat.extend(grad.flatten_all()?.to_vec1::<f32>()?),
                 None => flat.resize(flat.len() + var.elem_count(), 0.0),
             }
         }
-        self.sum(step, &mut flat)?;
+        self.world.sum(step, &mut flat)?;
         let mut rest = &flat[..];
-        for var in self.replicated() {
+        for var in replicated() {
             let (own, others) = rest.split_at(var.elem_count());
             grads.insert(var, Tensor::from_slice(own, var.shape(), var.device())?);
             rest = others;
@@ -71,21 +140,14 @@ impl Rank {
         Ok(())
     }
 
-    /// Sums values over the ranks, where the group works.
-    fn sum(&self, step: usize, flat: &mut [f32]) -> Result<(), Failure> {
-        if let Some(group) = self.group.on::<Cpu>() {
-            return sum_over_ranks(group, step, flat);
-        }
-        #[cfg(feature = "nccl")]
-        if let Some(group) = self.group.on::<moebius::cuda::Cuda>() {
-            let mut group = group.lock();
-            let (cuda, count) = (group.device().clone(), flat.len());
-            let mut values = cuda.tensor(&moebius::Tensor::from_vec(flat.to_vec(), &[count])?)?;
-            let sum = moebius::comm::ReduceOp::Sum;
-            group.dispatcher().communicator().all_reduce(crate::ranks::gradients(step), sum, values.view_mut())?;
-            flat.copy_from_slice(cuda.to_host(values.view())?.as_slice::<f32>()?);
-        }
-        Ok(())
+    /// Clips by the norm of all ranks' gradients, and returns it.
+    fn clip(&mut self, step: usize, most: f64, store: &mut GradStore) -> Result<f64, Failure> {
+        let (shares, replicated): (Vec<_>, Vec<_>) = self.model.vars().iter().partition(|(name, _)| is_share(name));
+        let vars = |named: Vec<(_, _)>| named.into_iter().map(|(_, var)| var).collect();
+        let mut gradients = Gradients { replicated: vars(replicated), shares: vars(shares), store };
+        let norm = gradients.norm(&mut self.world, self.settings.mesh, step)?;
+        gradients.clip(norm, most)?;
+        Ok(norm)
     }
 
     fn snapshot(&self, grads: &GradStore) -> Result<BTreeMap<String, Values>, Failure> {
@@ -99,25 +161,37 @@ impl Rank {
     }
 }
 
+/// What the microbatches of a step show.
+struct Seen {
+    loss: f64,
+    load: Vec<Vec<usize>>,
+    /// Choices by layer and token, where they are asked for.
+    ids: Option<Vec<Vec<Vec<u32>>>>,
+}
+
 impl Worker for Rank {
     fn step(&mut self, step: usize, bytes: &[u8], rows: usize, check: bool) -> Result<Report, Failure> {
-        let (mut load, mut ids) = (Vec::new(), Vec::new());
-        let Loss { sum, aux } = self.model.loss(bytes, rows, |layer, x| {
-            let out = self.layers[layer].forward_full(x, Mode::default())?;
-            load.push(out.load.get()?.tokens_per_expert.clone());
-            if check {
-                ids.push(out.ids.to_device(&Device::Cpu)?.to_dtype(DType::U32)?.to_vec2::<u32>()?);
-            }
-            Ok((out.y, out.aux))
-        })?;
-        // The mean is over all ranks' tokens, and so is the balance loss: backward gives this rank's part of the
-        // gradient of both.
-        let mean = (sum / (self.settings.batch * self.settings.context) as f64)?;
-        let mut grads = (&mean + aux)?.backward()?;
+        let settings = self.settings.clone();
+        let length = settings.context + 1;
+        let ids = check.then(|| vec![Vec::new(); settings.layers]);
+        let mut seen = Seen { loss: 0.0, load: vec![vec![0; settings.experts]; settings.layers], ids };
+        let mut sum = None;
+        for number in 0..settings.microbatches {
+            let (first, rows) = settings.microbatch(rows, number);
+            let gradients = self.microbatch(&bytes[first * length..(first + rows) * length], rows, &mut seen)?;
+            sum = Some(self.add(sum, gradients)?);
+        }
+        let mut grads = sum.ok_or("a step without microbatches")?;
         self.reduce(step, &mut grads)?;
-        let check = if check { Some(Check { params: self.snapshot(&grads)?, ids }) } else { None };
-        self.optimiser.set_learning_rate(self.settings.learning_rate_at(step));
+        let check = match seen.ids {
+            Some(ids) => Some(Check { params: self.snapshot(&grads)?, ids }),
+            None => None,
+        };
+        let norm = settings.clip.map(|most| self.clip(step, most, &mut grads)).transpose()?;
+        self.optimiser.set_learning_rate(settings.learning_rate_at(step));
         self.optimiser.step(&grads)?;
-        Ok(Report { loss: f64::from(mean.to_scalar::<f32>()?), load, check })
+        let passes = (step + 1) * settings.microbatches;
+        let cost = self.sharded.as_ref().map(|sharded| sharded.cost(passes));
+        Ok(Report { loss: seen.loss, load: seen.load, norm, cost, check })
     }
 }

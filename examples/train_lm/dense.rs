@@ -6,7 +6,7 @@ use std::collections::BTreeMap;
 use candle_core::{D, DType, Device, Result, Tensor, Var};
 use candle_nn::ops::{log_softmax, silu, softmax};
 
-use crate::lm::{Param, Settings};
+use crate::lm::Settings;
 
 /// A decoder of pre-norm attention and expert layers over bytes, with learned positions.
 pub struct Model {
@@ -25,14 +25,8 @@ pub struct Loss {
 }
 
 impl Model {
-    /// The share of one rank; the whole model where `ranks` is 1.
-    pub fn new(settings: &Settings, params: &[Param], (rank, ranks): (usize, usize), device: &Device) -> Result<Self> {
-        let mut vars = BTreeMap::new();
-        for param in params {
-            let (dims, values) = param.share(rank, ranks);
-            let tensor = Tensor::from_slice(values, dims, device)?;
-            vars.insert(param.name.clone(), Var::from_tensor(&tensor)?);
-        }
+    /// A model of a rank's parameters.
+    pub fn new(settings: &Settings, vars: BTreeMap<String, Var>, device: &Device) -> Result<Self> {
         let s = settings.context;
         let mask: Vec<f32> = (0..s * s).map(|i| if i % s > i / s { f32::NEG_INFINITY } else { 0.0 }).collect();
         Ok(Self { settings: settings.clone(), vars, mask: Tensor::from_vec(mask, (s, s), device)? })
@@ -106,6 +100,8 @@ pub struct DenseExperts<'a> {
     pub down: &'a Tensor,
     /// Coefficient of the load-balancing loss.
     pub balance: f64,
+    /// Tokens that are balanced among themselves; the loss is the mean over these blocks.
+    pub blocks: &'a [Vec<u32>],
 }
 
 /// Logits may differ by rounding between the two computations, and with them the choice between experts that are as
@@ -134,9 +130,18 @@ impl DenseExperts<'_> {
             let out = (silu(&up[0])? * &up[1])?.matmul(&self.down.get(expert)?.t()?)?;
             y = (y + out.broadcast_mul(&w.narrow(1, expert, 1)?)?)?;
         }
-        let f = (mask.sum(0)? / (t * k) as f64)?;
-        let aux = ((f * p.mean(0)?)?.sum_all()? * (self.balance * e as f64))?;
-        Ok((y, aux))
+        if let [_] = self.blocks {
+            let f = (mask.sum(0)? / (t * k) as f64)?;
+            let aux = ((f * p.mean(0)?)?.sum_all()? * (self.balance * e as f64))?;
+            return Ok((y, aux));
+        }
+        let mut aux = Tensor::zeros((), DType::F32, x.device())?;
+        for tokens in self.blocks {
+            let at = Tensor::from_slice(tokens, tokens.len(), x.device())?;
+            let f = (mask.index_select(&at, 0)?.sum(0)? / (tokens.len() * k) as f64)?;
+            aux = (aux + (f * p.index_select(&at, 0)?.mean(0)?)?.sum_all()?)?;
+        }
+        Ok((y, (aux * (self.balance * e as f64 / self.blocks.len() as f64))?))
     }
 }
 

@@ -1,8 +1,12 @@
 //! What is common to the frameworks' language models: sizes, first weights, what a step reports.
 
+use moebius::etp::Payload;
 use rand::SeedableRng;
 use rand::rngs::StdRng;
 use rand_distr::{Distribution, Normal};
+
+use crate::mesh::Mesh;
+use crate::sharded::Cost;
 
 /// Tokens are bytes.
 pub const VOCABULARY: usize = 256;
@@ -10,7 +14,13 @@ pub const VOCABULARY: usize = 256;
 /// Sizes of the model and its training.
 #[derive(Debug, Clone)]
 pub struct Settings {
-    pub ranks: usize,
+    pub mesh: Mesh,
+    /// How shards travel.
+    pub payload: Payload,
+    /// Parts of a rank's sequences, one forward and backward each, whose gradients are added.
+    pub microbatches: usize,
+    /// Largest norm of all gradients.
+    pub clip: Option<f64>,
     pub steps: usize,
     pub seed: u64,
     /// Sequences of a step, over all ranks.
@@ -32,8 +42,26 @@ pub struct Settings {
 impl Settings {
     /// First sequence and number of sequences of a rank; counts differ by at most one.
     pub fn rows_of(&self, rank: usize) -> (usize, usize) {
-        let (each, more) = (self.batch / self.ranks, self.batch % self.ranks);
-        (rank * each + rank.min(more), each + usize::from(rank < more))
+        part(self.batch, self.mesh.ranks, rank)
+    }
+
+    /// First sequence of a microbatch among a rank's `rows`, and their number.
+    pub fn microbatch(&self, rows: usize, number: usize) -> (usize, usize) {
+        part(rows, self.microbatches, number)
+    }
+
+    /// Tokens among which the load is balanced: those of an EP group in one microbatch. Numbers of tokens in the whole
+    /// batch.
+    pub fn balanced(&self) -> Vec<Vec<u32>> {
+        let token = |row: usize| (row * self.context) as u32..((row + 1) * self.context) as u32;
+        let ep = self.mesh.ep;
+        let of_rank = |rank: usize, number: usize| {
+            let (first, rows) = self.rows_of(rank);
+            let (start, count) = self.microbatch(rows, number);
+            (first + start..first + start + count).flat_map(token)
+        };
+        let blocks = (0..self.mesh.groups()).flat_map(|g| (0..self.microbatches).map(move |m| (g, m)));
+        blocks.map(|(g, m)| (g * ep..(g + 1) * ep).flat_map(|rank| of_rank(rank, m)).collect()).collect()
     }
 
     /// Rises over the first steps, then falls to a tenth along half a cosine.
@@ -42,6 +70,12 @@ impl Settings {
         let done = step as f64 / self.steps.max(1) as f64;
         self.learning_rate * warm * (0.1 + 0.9 * 0.5 * (1.0 + (std::f64::consts::PI * done).cos()))
     }
+}
+
+/// Start and length of part `i` of `parts` of `all` things; lengths differ by at most one.
+fn part(all: usize, parts: usize, i: usize) -> (usize, usize) {
+    let (each, more) = (all / parts, all % parts);
+    (i * each + i.min(more), each + usize::from(i < more))
 }
 
 /// One parameter of the whole model, as it starts.
@@ -113,6 +147,10 @@ pub struct Step {
     pub loss: f64,
     /// Tokens per expert over all ranks, by layer.
     pub load: Vec<Vec<usize>>,
+    /// Norm of all gradients, where they are clipped.
+    pub norm: Option<f64>,
+    /// Of each rank, where experts are sharded.
+    pub costs: Vec<Cost>,
     /// Comparison with the dense twin, at the steps that make one.
     pub twin: Option<TwinCheck>,
 }
@@ -121,10 +159,18 @@ pub struct Step {
 #[derive(Debug, Clone)]
 pub struct TwinCheck {
     pub loss: f64,
+    /// Of the bits of all weights before the step.
+    pub weights: u64,
     /// Largest ‖a − b‖ / ‖b‖ over the gradients of all parameters, b the twin's.
     pub error: f64,
     /// The parameter it occurred at.
     pub worst: String,
+}
+
+/// FNV-1a over the numbers' bytes.
+pub fn fingerprint(bits: impl Iterator<Item = u64>) -> u64 {
+    let byte = |hash: u64, byte: u8| (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3);
+    bits.fold(0xcbf2_9ce4_8422_2325, |hash, bits| bits.to_le_bytes().into_iter().fold(hash, byte))
 }
 
 /// Shares of the experts in one step or several, by layer.

@@ -2,19 +2,26 @@
 //! computes every expert on every token on one rank, and sets their gradients against each other.
 //!
 //! Attention, embeddings and router are replicated and see the rank's own sequences; their gradients are summed over
-//! the ranks. Experts live on one rank each, and their gradients are whole where they are.
+//! the ranks. Experts live on one rank each, and their gradients are whole where they are; or, with `--etp`, each
+//! expert weight is cut over ranks that gather it for each use, and its gradient is summed over all that hold it.
 
 #[cfg(feature = "burn")]
 mod burn;
 mod candle;
+mod clip;
 mod corpus;
 mod dense;
 #[path = "../support/device.rs"]
 mod device;
 mod lm;
+mod mesh;
 mod plot;
 mod ranks;
+mod sharded;
+#[cfg(test)]
+mod tests;
 mod twin;
+mod world;
 
 use std::error::Error;
 use std::path::PathBuf;
@@ -26,7 +33,9 @@ use indicatif::{ProgressBar, ProgressStyle};
 
 use corpus::Corpus;
 use device::Place;
-use lm::{Settings, Step, shares};
+use lm::{Settings, Step, fingerprint, shares};
+use mesh::Mesh;
+use moebius::etp::Payload;
 
 /// Largest relative difference between the gradients of the ranks and of the twin: rounding in f32 over a backward
 /// pass of some ten layers, whose sums are over up to 1024 tokens in different orders (√1024 · 2⁻²⁴ ≈ 2e-6 each).
@@ -45,9 +54,25 @@ struct Args {
     /// Host framework.
     #[arg(long, value_enum, default_value = "candle")]
     framework: Framework,
-    /// Ranks, one thread each; a divisor of --experts [default: 2; 1 on a GPU].
+    /// Ranks, one thread each; without --etp a divisor of --experts [default: 2; 4 with --etp, 1 on a GPU].
     #[arg(long)]
     ranks: Option<usize>,
+    /// Ranks that share the shards of each expert weight; ranks with the same shard are replicas. Losses and weights
+    /// are the same to the bit for each of 1, 2, 4 with one microbatch a step. Needs candle on the CPU.
+    #[arg(long)]
+    etp: Option<usize>,
+    /// Ranks among which the experts are divided [default: 1 with --etp, else --ranks].
+    #[arg(long, requires = "etp")]
+    ep: Option<usize>,
+    /// In what form shards travel; weights that the layers see are then what it stands for, in the twin too.
+    #[arg(long, value_enum, default_value = "plain", requires = "etp")]
+    payload: Form,
+    /// Forwards and backwards a step; a rank's sequences are divided among them (candle).
+    #[arg(long, default_value_t = 1)]
+    microbatches: usize,
+    /// Largest norm of the gradients of all parameters of all ranks (candle) [default: no clipping].
+    #[arg(long)]
+    clip: Option<f64>,
     /// Where the ranks train; the twin stays on the CPU.
     #[arg(long, value_enum, default_value = "cpu")]
     device: Place,
@@ -88,24 +113,66 @@ enum Framework {
     Burn,
 }
 
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+enum Form {
+    /// as they are
+    Plain,
+    /// quantised, 0.5625 bytes an element
+    Nvfp4,
+    /// quantised, 1.03125 bytes an element
+    Mxfp8,
+}
+
 impl Args {
-    fn ranks(&self) -> usize {
-        self.ranks.unwrap_or(if self.device == Place::Cpu { 2 } else { 1 })
+    fn mesh(&self) -> Result<Mesh, String> {
+        let default = match (self.device, self.etp) {
+            (Place::Cpu, None) => 2,
+            (Place::Cpu, Some(_)) => 4,
+            _ => 1,
+        };
+        let ranks = self.ranks.unwrap_or(default);
+        let ep = self.ep.unwrap_or(if self.etp.is_some() { 1 } else { ranks });
+        if ranks == 0 || ep == 0 || !self.experts.is_multiple_of(ep) {
+            return Err(format!("{ep} of {ranks} ranks do not divide --experts {}", self.experts));
+        }
+        let each = ep.checked_mul(self.etp.unwrap_or(1)).filter(|each| *each > 0 && ranks.is_multiple_of(*each));
+        if each.is_none() {
+            return Err(format!("--ep {ep} times --etp {} does not divide --ranks {ranks}", self.etp.unwrap_or(1)));
+        }
+        Ok(Mesh { ranks, ep, etp: self.etp })
     }
 
     fn settings(&self) -> Result<Settings, String> {
-        let ranks = self.ranks();
-        if ranks == 0 || !self.experts.is_multiple_of(ranks) {
-            return Err(format!("--ranks {ranks} does not divide --experts {}", self.experts));
+        let mesh = self.mesh()?;
+        if self.microbatches == 0 || self.batch / mesh.ranks < self.microbatches {
+            let each = format!("--ranks {} times --microbatches {}", mesh.ranks, self.microbatches);
+            return Err(format!("--batch {} is less than {each}", self.batch));
         }
-        if self.batch < ranks {
-            return Err(format!("--batch {} is less than --ranks {ranks}", self.batch));
+        let candle_only = self.etp.is_some() || self.microbatches > 1 || self.clip.is_some();
+        if candle_only && self.framework != Framework::Candle {
+            return Err("--etp, --microbatches and --clip: give --framework candle".into());
+        }
+        if self.etp.is_some() && self.device != Place::Cpu {
+            return Err("--etp: give --device cpu".into());
+        }
+        if self.clip.is_some() && self.device != Place::Cpu && mesh.ranks > 1 {
+            return Err("--clip: give --device cpu, or --ranks 1".into());
+        }
+        if self.clip.is_some_and(|norm| norm.is_nan() || norm <= 0.0) {
+            return Err("--clip must be above 0".into());
         }
         if self.experts < 2 || self.check_every == 0 || self.steps == 0 {
             return Err("--experts must be at least 2, --check-every and --steps at least 1".into());
         }
         Ok(Settings {
-            ranks,
+            mesh,
+            payload: match self.payload {
+                Form::Plain => Payload::Plain,
+                Form::Nvfp4 => Payload::Nvfp4,
+                Form::Mxfp8 => Payload::Mxfp8,
+            },
+            microbatches: self.microbatches,
+            clip: self.clip,
             steps: self.steps,
             seed: self.seed,
             batch: self.batch,
@@ -150,7 +217,7 @@ fn main() -> ExitCode {
 
 fn run(args: &Args) -> Result<bool, Failure> {
     let settings = args.settings()?;
-    let devices = args.device.open(settings.ranks)?;
+    let (mesh, devices) = (settings.mesh, args.device.open(settings.mesh.ranks)?);
     let corpus = Corpus::load(args.text.as_deref())?;
     println!(
         "{} bytes of text; {} layers, hidden {}, {} experts top-{}, {} ranks, {} sequences of {} bytes a step",
@@ -159,10 +226,13 @@ fn run(args: &Args) -> Result<bool, Failure> {
         settings.hidden,
         settings.experts,
         settings.top_k,
-        settings.ranks,
+        mesh.ranks,
         settings.batch,
         settings.context
     );
+    if mesh.etp.is_some() {
+        println!("EP {} x ETP {} x {} replicas", mesh.ep, mesh.shards(), mesh.replicas());
+    }
     let bar = ProgressBar::new(settings.steps as u64)
         .with_style(ProgressStyle::with_template("{bar:40} {pos}/{len} {elapsed} {msg}")?);
     let started = Instant::now();
@@ -176,16 +246,16 @@ fn run(args: &Args) -> Result<bool, Failure> {
     };
     match args.framework {
         Framework::Candle => {
-            let seats = device::seats(&devices, ranks::TIMEOUT)?;
-            let make = |params: &[_], seat, rank| candle::Rank::new(&settings, params, (seat, rank));
-            ranks::train(&settings, (seats, args.check_every), &corpus, make, on_step)?;
+            let places = mesh::places(mesh, &devices, ranks::TIMEOUT)?;
+            let make = |params: &[_], place, rank| candle::Rank::new(&settings, params, (place, rank));
+            ranks::train(&settings, (places, args.check_every), &corpus, make, on_step)?;
         }
         #[cfg(feature = "burn")]
         Framework::Burn => {
             if args.device != Place::Cpu {
                 return Err("--device cuda: give --framework candle; this example runs burn on the CPU".into());
             }
-            let comms = moebius::comm::ThreadWorld::create(settings.ranks, ranks::TIMEOUT);
+            let comms = moebius::comm::ThreadWorld::create(mesh.ranks, ranks::TIMEOUT);
             let make = |params: &[_], comm, rank| burn::Rank::new(&settings, params, comm, rank);
             ranks::train(&settings, (comms, args.check_every), &corpus, make, on_step)?;
         }
@@ -196,6 +266,9 @@ fn run(args: &Args) -> Result<bool, Failure> {
     plot::loss(&args.out.join("loss.png"), &steps, args.max_loss)?;
     plot::expert_load(&args.out.join("expert-load.png"), &steps, LEAST_SHARE)?;
     println!("plots: {0}/loss.png, {0}/expert-load.png", args.out.display());
+    if let Some(last) = steps.last().filter(|last| !last.costs.is_empty()) {
+        sharded::print(&last.costs);
+    }
     Ok(verdict(args, &settings, &steps))
 }
 
@@ -217,6 +290,15 @@ fn verdict(args: &Args, settings: &Settings, steps: &[Step]) -> bool {
             worst.worst
         );
         line(worst.error <= TOLERANCE, text);
+    }
+    let losses = fingerprint(steps.iter().map(|s| s.loss.to_bits()));
+    let weights =
+        checks().next_back().map(|(step, twin)| format!(", of the weights before step {step} {:016x}", twin.weights));
+    println!("       fingerprint of the losses {losses:016x}{}", weights.unwrap_or_default());
+    if let Some(most) = settings.clip {
+        let norms = || steps.iter().filter_map(|s| s.norm);
+        let clipped = norms().filter(|norm| *norm > most).count();
+        println!("       gradients clipped to a norm of {most} in {clipped} steps of {}", norms().count());
     }
     let loss = tail.iter().map(|s| s.loss).sum::<f64>() / tail.len().max(1) as f64;
     let first = steps.first().map_or(f64::NAN, |s| s.loss);

@@ -14,6 +14,7 @@ use moebius::{DType, MoeConfig, TensorMut};
 use crate::Failure;
 use crate::corpus::Corpus;
 use crate::lm::{Param, Settings, Step, initial};
+use crate::sharded::Cost;
 use crate::twin::Twin;
 
 /// How long a rank waits for its peers.
@@ -29,8 +30,12 @@ pub trait Worker {
 pub struct Report {
     /// This rank's share of the mean cross-entropy.
     pub loss: f64,
-    /// Tokens per expert over all ranks, by layer.
+    /// Tokens per expert over the ranks of its EP group, by layer.
     pub load: Vec<Vec<usize>>,
+    /// Norm of all ranks' gradients, where they are clipped.
+    pub norm: Option<f64>,
+    /// Where experts are sharded.
+    pub cost: Option<Cost>,
     pub check: Option<Check>,
 }
 
@@ -48,7 +53,7 @@ pub struct Values {
     pub gradient: Vec<f32>,
 }
 
-/// What the group of all ranks agrees on.
+/// What an EP group agrees on.
 pub fn group_config(settings: &Settings) -> GroupConfig {
     GroupConfig::new(settings.experts, settings.rows_of(0).1 * settings.context)
 }
@@ -62,7 +67,8 @@ pub fn join(settings: &Settings, comm: moebius::comm::ThreadComm) -> Result<EpGr
 /// The expert layers' configuration.
 pub fn moe_config(settings: &Settings) -> MoeConfig {
     let mut moe = MoeConfig::new(settings.hidden, settings.intermediate, settings.experts, settings.top_k);
-    moe.aux.balance = settings.balance;
+    // The mean over the EP groups.
+    moe.aux.balance = settings.balance / settings.mesh.groups() as f64;
     moe.aux.over_ranks = true;
     moe
 }
@@ -158,11 +164,15 @@ fn follow(
             of_step.push(receiver.recv().map_err(|_| RankEnded)?);
         }
         let loss = of_step.iter().map(|r| r.loss).sum();
-        let load = of_step.first().map(|r| r.load.clone()).unwrap_or_default();
+        let groups: Vec<&Report> = of_step.iter().step_by(settings.mesh.ep).collect();
+        let sum = |layer: usize, expert: usize| groups.iter().map(|r| r.load[layer][expert]).sum();
+        let load = (0..settings.layers).map(|l| (0..settings.experts).map(|e| sum(l, e)).collect()).collect();
+        let norm = of_step.first().and_then(|r| r.norm);
+        let costs = of_step.iter().filter_map(|r| r.cost).collect();
         let checks: Option<Vec<Check>> = of_step.into_iter().map(|r| r.check).collect();
         let bytes = corpus.batch(settings.seed, step, settings.batch, settings.context + 1)?;
         let twin = checks.map(|c| twin.compare(&bytes, &c)).transpose()?;
-        on_step(Step { step, loss, load, twin })?;
+        on_step(Step { step, loss, load, norm, costs, twin })?;
     }
     Ok(())
 }

@@ -1,10 +1,11 @@
 //! Sharded weights whose shards are candle's variables.
 
 use candle_core::backprop::GradStore;
-use candle_core::{Device, Var};
+use candle_core::{Device, Tensor, Var};
 
 use crate::comm::Communicator;
 use crate::cpu::Cpu;
+use crate::dtype::DType;
 use crate::error::Result;
 use crate::etp::{Chain, ShardSource, WeightId};
 use crate::tensor::TensorRef;
@@ -13,18 +14,32 @@ use super::host::{copy_of, framework, into_candle, with_views};
 
 /// A variable `[S, C]` as a rank's shard: a gather reads what the optimiser has left in it.
 #[derive(Debug, Clone)]
-pub struct VarShard(Var);
+pub struct VarShard(Tensor);
 
 impl VarShard {
     /// Shares the variable.
     pub fn new(var: &Var) -> Self {
-        Self(var.clone())
+        Self::of(var)
+    }
+
+    /// Of a tensor that may be no variable: frozen.
+    pub(super) fn of(shard: &Tensor) -> Self {
+        Self(shard.clone())
+    }
+
+    pub(super) fn dtype(&self) -> Result<DType> {
+        let mut dtype = None;
+        self.read(&mut |shard| {
+            dtype = Some(shard.dtype());
+            Ok(())
+        })?;
+        dtype.ok_or_else(|| crate::Error::invalid("VarShard", "shard", "a tensor", "none"))
     }
 }
 
 impl ShardSource<Cpu> for VarShard {
     fn read(&self, visit: &mut dyn FnMut(TensorRef<'_, Cpu>) -> Result<()>) -> Result<()> {
-        with_views(&Cpu::new(), "VarShard", &[("shard", self.0.as_tensor())], |views| visit(views[0].borrow()))
+        with_views(&Cpu::new(), "VarShard", &[("shard", &self.0)], |views| visit(views[0].borrow()))
     }
 }
 

@@ -48,6 +48,7 @@ mod host;
 mod module;
 mod op;
 mod run;
+mod sharded;
 
 pub use crate::ep::EpGroup;
 #[cfg(feature = "cuda")]

@@ -1,18 +1,22 @@
 //! The module itself.
 
 use std::path::Path;
+use std::sync::Arc;
 
 use candle_core::{Device, Result, Tensor, Var};
 
 use crate::checkpoint::{Block, Checkpoint, LoadOptions};
 use crate::cpu::Cpu;
+use crate::error::Error;
+use crate::etp::{Chain, Payload, WeightId};
 use crate::layer::{Layer, Mode, Role};
 use crate::lazy::Lazy;
 use crate::metrics::Load;
 
 use super::group::DeviceGroup;
-use super::host::into_candle;
+use super::host::{into_candle, location};
 use super::run::Call;
+use super::sharded::Sharded;
 
 /// A Mixture-of-Experts layer over the ranks of a group, as a candle module. See the [module](super) for use.
 #[derive(Debug, Clone)]
@@ -20,6 +24,8 @@ pub struct ExpertParallelMoE {
     layer: Layer,
     group: DeviceGroup,
     params: Vec<(Role, Tensor)>,
+    /// The experts' chain, where their parameters are shards.
+    sharded: Option<Sharded>,
 }
 
 /// What a forward gives.
@@ -49,11 +55,80 @@ impl ExpertParallelMoE {
     /// # Errors
     /// A variable of another shape; a collective's error.
     pub fn new(layer: Layer, group: impl Into<DeviceGroup>, vb: candle_nn::VarBuilder<'_>) -> Result<Self> {
-        let group = group.into();
+        Self::build((layer, group.into()), vb, None)
+    }
+
+    /// [`new`](Self::new) with `experts.up` and `experts.down` sharded over the ranks of `chain`, to which they are
+    /// added: their variables are this rank's shards, `[S, C]` as [`Chain::shards`] cuts `[L, G·I, H]` and
+    /// `[L, H, I]`; the [`Payload`] says how they travel. A forward runs in a [`Phase::Forward`](crate::etp::Phase) of the chain, a backward in a
+    /// [`Phase::Backward`](crate::etp::Phase); the shards' gradients are not among backward's, but come with
+    /// [`finish_sharded`](super::finish_sharded). A pass is one forward, or one backward, of the whole model: the chain
+    /// has learnt the order of the layers in the first.
+    ///
+    /// ```
+    /// use std::sync::Arc;
+    /// use candle_core::{DType, Device, Tensor};
+    /// use candle_nn::optim::{AdamW, Optimizer, ParamsAdamW};
+    /// use candle_nn::{VarBuilder, VarMap};
+    /// use moebius::candle::{EpGroup, ExpertParallelMoE, finish_sharded};
+    /// use moebius::comm::Solo;
+    /// use moebius::cpu::Cpu;
+    /// use moebius::etp::{Chain, Comms, EtpOptions, Payload, Phase};
+    /// use moebius::layer::{Layer, Mode};
+    /// use moebius::{MoeConfig, ep::GroupConfig};
+    ///
+    /// # fn main() -> Result<(), Box<dyn std::error::Error>> {
+    /// // One rank here; over several, communicators of the ranks that hold the same experts.
+    /// let comms = Comms::<Cpu> { gather: Box::new(Solo::new(Cpu::new())), reduce: Box::new(Solo::new(Cpu::new())) };
+    /// let chain = Arc::new(Chain::new(Cpu::new(), (), comms, EtpOptions::default())?);
+    /// let vars = VarMap::new();
+    /// let vb = VarBuilder::from_varmap(&vars, DType::F32, &Device::Cpu);
+    /// let layer = Layer::new(MoeConfig::new(64, 32, 8, 2), 0)?;
+    /// let group = EpGroup::single(GroupConfig::new(8, 4096))?;
+    /// let moe = ExpertParallelMoE::sharded(layer, group, vb, (&chain, Payload::Plain))?;
+    /// let mut adam = AdamW::new(moe.vars(), ParamsAdamW::default())?;
+    /// for _microbatch_and_step in 0..2 {
+    ///     let x = Tensor::randn(0f32, 1., (5, 64), &Device::Cpu)?;
+    ///     chain.begin(Phase::Forward)?;
+    ///     let loss = moe.forward_full(&x, Mode::default())?.y.sqr()?.mean_all()?;
+    ///     chain.end()?;
+    ///     chain.begin(Phase::Backward)?;
+    ///     let mut gradients = loss.backward()?;
+    ///     chain.end()?;
+    ///     finish_sharded(&chain, None, &moe.shards(), &mut gradients)?;
+    ///     adam.step(&gradients)?;
+    /// }
+    /// # Ok(()) }
+    /// ```
+    ///
+    /// # Errors
+    /// As [`new`](Self::new); a group on another device than the chain's; a chain that is in use. After an error of a
+    /// pass every rank of the chain calls [`Chain::recover`].
+    pub fn sharded(
+        layer: Layer,
+        group: impl Into<DeviceGroup>,
+        vb: candle_nn::VarBuilder<'_>,
+        (chain, payload): (&Arc<Chain<Cpu>>, Payload),
+    ) -> Result<Self> {
+        Self::build((layer, group.into()), vb, Some((chain, payload)))
+    }
+
+    fn build(
+        (layer, group): (Layer, DeviceGroup),
+        vb: candle_nn::VarBuilder<'_>,
+        chain: Option<(&Arc<Chain<Cpu>>, Payload)>,
+    ) -> Result<Self> {
         let params = Role::ALL
             .into_iter()
             .filter_map(|role| {
                 let dims = role.dims(layer.config(), group.local_experts())?;
+                let dims = match chain.filter(|_| matches!(role, Role::Up | Role::Down)) {
+                    Some((chain, _)) => match chain.shards(&dims) {
+                        Ok(cut) => cut.shard_dims().to_vec(),
+                        Err(e) => return Some(Err(e.into())),
+                    },
+                    None => dims,
+                };
                 let init = match role.fan_in(layer.config()) {
                     Some(n) => {
                         let bound = 1.0 / (n as f64).sqrt();
@@ -63,12 +138,23 @@ impl ExpertParallelMoE {
                 };
                 Some(vb.get_with_hints(dims, role.name(), init).map(|t| (role, t)))
             })
-            .collect::<Result<_>>();
-        let params = params.inspect_err(|e| {
+            .collect::<Result<Vec<(Role, Tensor)>>>();
+        let sharded = |params: &[(Role, Tensor)]| -> Result<Option<Sharded>> {
+            let Some(chain) = chain else { return Ok(None) };
+            if group.on::<Cpu>().is_none() {
+                let found = location(group.device());
+                return Err(Error::invalid("ExpertParallelMoE::sharded", "group", "the chain's device", found).into());
+            }
+            let shard = |role| params.iter().find(|(r, _)| *r == role).map(|(r, t)| (*r, t));
+            let (Some(up), Some(down)) = (shard(Role::Up), shard(Role::Down)) else { return Ok(None) };
+            Ok(Some(Sharded::new(chain, &layer, group.local_experts(), [up, down])?))
+        };
+        let params = params.and_then(|params| sharded(&params).map(|sharded| (params, sharded)));
+        let (params, sharded) = params.inspect_err(|e| {
             // The other ranks are in the collectives below: they are told, and the group stays usable.
             group.member().refuse(&layer, &e.to_string());
         })?;
-        let moe = Self { layer, group, params };
+        let moe = Self { layer, group, params, sharded };
         if moe.group.ranks() > 1 {
             // All ranks take part, whatever their parameters are.
             for (_, t) in moe.params.iter().filter(|(role, _)| role.is_replicated()) {
@@ -94,7 +180,7 @@ impl ExpertParallelMoE {
             }
         };
         let params = block.params.into_roles().map(of).collect::<Result<_>>()?;
-        Ok(Self { layer, group, params })
+        Ok(Self { layer, group, params, sharded: None })
     }
 
     /// From layer `layer` of a checkpoint folder: reads this rank's experts only.
@@ -129,7 +215,7 @@ impl ExpertParallelMoE {
         &self.group
     }
 
-    /// Parameters with their names.
+    /// Parameters with their names; experts that are sharded as this rank's shards.
     pub fn params(&self) -> Vec<(&'static str, &Tensor)> {
         self.params.iter().map(|(role, t)| (role.name(), t)).collect()
     }
@@ -145,6 +231,17 @@ impl ExpertParallelMoE {
         trainable.filter_map(|(_, t)| Var::from_tensor(t).ok()).collect()
     }
 
+    /// The variables that are shards, with their weights in the chain, as [`finish_sharded`](super::finish_sharded)
+    /// takes them; none where experts are whole.
+    pub fn shards(&self) -> Vec<(WeightId, Var)> {
+        let Some(sharded) = &self.sharded else { return Vec::new() };
+        let shard = |(role, id)| {
+            let t = self.param(role).filter(|t| t.is_variable())?;
+            Some((id, Var::from_tensor(t).ok()?))
+        };
+        [Role::Up, Role::Down].into_iter().zip(sharded.ids).filter_map(shard).collect()
+    }
+
     /// Forward over `[T, H]` or `[…, H]`. `mode.backward` is set here, from whether x or a parameter tracks gradients;
     /// where none does, nothing is kept.
     ///
@@ -158,7 +255,8 @@ impl ExpertParallelMoE {
             _ => x.contiguous()?,
         };
         let tracks = x.track_op() || self.params.iter().any(|(_, t)| t.track_op());
-        let call = Call { layer: &self.layer, params: &self.params, flat: &flat, shape: x.shape() };
+        let sharded = self.sharded.as_ref();
+        let call = Call { layer: &self.layer, params: &self.params, sharded, flat: &flat, shape: x.shape() };
         self.group.member().forward(&call, Mode { backward: tracks, ..mode })
     }
 }

@@ -12,6 +12,7 @@ use crate::tensor::TensorRef;
 
 use super::group::contiguous;
 use super::host::{Host, framework, into_candle, with_views};
+use super::sharded::{Backward, ExpertWeights};
 
 const CALL: &str = "ExpertParallelMoE backward";
 
@@ -23,6 +24,8 @@ pub(super) struct Step<D: Host> {
     /// x as `[T, H]`, contiguous.
     pub(super) x: Tensor,
     pub(super) params: Vec<(Role, Tensor)>,
+    /// Where `up` and `down` are gathered from, if their parameters are shards.
+    pub(super) experts: Option<Arc<dyn ExpertWeights<D>>>,
     pub(super) state: Mutex<State<D>>,
 }
 
@@ -91,9 +94,14 @@ impl<D: Host> Step<D> {
         let mut gradients = with_views(&device, CALL, &named(&self.x, &params, d_y.as_ref()), |views| {
             let weights = views_of(&params, &views[1..])?;
             let cotangents = Cotangents { y: views.get(1 + params.len()).copied(), aux };
-            let weights = weights.params();
-            let inputs = Inputs { x: views[0].borrow(), params: &weights };
-            self.layer.backward(&mut group, *context, inputs, cotangents, wanted)
+            let Some(experts) = &self.experts else {
+                let weights = weights.params();
+                let inputs = Inputs { x: views[0].borrow(), params: &weights };
+                return self.layer.backward(&mut group, *context, inputs, cotangents, wanted);
+            };
+            let submit = [Role::Up, Role::Down].map(|role| tracks(&[role]));
+            let call = Backward { layer: &self.layer, group: &mut group, context: *context, wanted, submit };
+            call.run(&**experts, (views[0].borrow(), &weights), cotangents)
         })?;
         let own = |g, like: &Tensor| into_candle(g, like.dims(), &self.device);
         let x = gradients.x.take().map(|g| own(g, &self.x)).transpose()?;
@@ -103,16 +111,21 @@ impl<D: Host> Step<D> {
         Ok(())
     }
 
-    /// Hands out one gradient: of x for `None`, of a parameter by its place.
-    fn gradient(&self, input: Option<usize>, like: &Tensor) -> Result<Tensor> {
+    /// Hands out one gradient: of x for `None`, of a parameter by its place. Those of shards go another way.
+    fn gradient(&self, input: Option<usize>, like: &Tensor) -> Result<Option<Tensor>> {
         self.run()?;
         let taken = match (&mut *self.state(), input) {
             (State::Done { x, .. }, None) => x.take(),
             (State::Done { params, .. }, Some(i)) => params[i].take(),
             _ => None,
         };
-        // The selection bias has no gradient; candle wants one for whatever it tracks.
-        taken.map_or_else(|| like.zeros_like(), Ok)
+        let role = input.map(|i| self.params[i].0);
+        match taken {
+            None if self.experts.is_some() && matches!(role, Some(Role::Up | Role::Down)) => Ok(None),
+            // The selection bias has no gradient; candle wants one for whatever it tracks.
+            None => like.zeros_like().map(Some),
+            some => Ok(some),
+        }
     }
 }
 
@@ -158,7 +171,7 @@ impl<D: Host> CustomOp2 for Join<D> {
         // Taken whether wanted or not: the first link that candle meets runs the layer's backward.
         let gradient = self.step.gradient(self.input, input)?;
         let token = token.track_op().then(|| token.zeros_like()).transpose()?;
-        Ok((token, input.track_op().then_some(gradient)))
+        Ok((token, gradient.filter(|_| input.track_op())))
     }
 }
 

@@ -11,6 +11,7 @@ use super::group::{On, contiguous};
 use super::host::{Host, copy_of, into_candle, with_views};
 use super::module::MoeOutput;
 use super::op::{Emit, Join, Output, State, Step, named, views_of};
+use super::sharded::{ExpertWeights, Sharded, with_sources};
 
 const CALL: &str = "ExpertParallelMoE";
 
@@ -18,6 +19,8 @@ const CALL: &str = "ExpertParallelMoE";
 pub(super) struct Call<'a> {
     pub(super) layer: &'a Layer,
     pub(super) params: &'a [(Role, Tensor)],
+    /// Where `up` and `down` are gathered from, if their parameters are shards.
+    pub(super) sharded: Option<&'a Sharded>,
     /// x as `[T, H]`, contiguous.
     pub(super) flat: &'a Tensor,
     /// x's own shape.
@@ -25,7 +28,9 @@ pub(super) struct Call<'a> {
 }
 
 pub(super) fn forward<D: Host>(on: &On<D>, call: &Call<'_>, mode: Mode) -> Result<MoeOutput> {
-    let Forward { y, aux, routing, context } = layer(on, call, mode)?;
+    let experts = call.sharded.map(|sharded| sharded.experts::<D>(CALL)).transpose();
+    let experts = experts.map_err(|e| call.layer.refuse_forward(&mut on.group.lock(), e))?;
+    let Forward { y, aux, routing, context } = layer(on, (call, experts.as_deref()), mode)?;
     let (device, stream) = {
         let group = on.group.lock();
         (group.device().clone(), group.stream().clone())
@@ -45,6 +50,7 @@ pub(super) fn forward<D: Host>(on: &On<D>, call: &Call<'_>, mode: Mode) -> Resul
                 device: on.device.clone(),
                 x: call.flat.clone(),
                 params: call.params.to_vec(),
+                experts,
                 state: Mutex::new(State::Ready { context: Box::new(context), d_y: None, d_aux: None }),
             });
             let mut token = Tensor::zeros((), candle_core::DType::F32, &on.device)?;
@@ -75,15 +81,21 @@ pub(super) fn forward<D: Host>(on: &On<D>, call: &Call<'_>, mode: Mode) -> Resul
     })
 }
 
-fn layer<D: Host>(on: &On<D>, call: &Call<'_>, mode: Mode) -> crate::Result<Forward<D>> {
+fn layer<D: Host>(
+    on: &On<D>,
+    (call, experts): (&Call<'_>, Option<&dyn ExpertWeights<D>>),
+    mode: Mode,
+) -> crate::Result<Forward<D>> {
     let mut group = on.group.lock();
     let device = group.device().clone();
     let params = contiguous(CALL, call.params)?;
     let mut called = false;
     let result = with_views(&device, CALL, &named(call.flat, &params, None), |views| {
         let weights = views_of(&params, &views[1..])?;
+        let sources = experts.map(|experts| experts.sources()).transpose()?;
         called = true;
-        call.layer.forward(&mut group, mode, views[0].borrow(), &weights.params())
+        let params = with_sources(&weights, sources.as_ref());
+        call.layer.forward(&mut group, mode, views[0].borrow(), &params)
     });
     // What candle's tensors alone make impossible is told to the other ranks, which are in forward.
     result.map_err(|e| if called { e } else { call.layer.refuse_forward(&mut group, e) })

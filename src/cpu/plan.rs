@@ -277,8 +277,8 @@ impl Walk<'_, '_> {
     fn slots_only(&self) -> Result<Maps> {
         let rows = self.layout.rows(self.call.rank);
         let mut row_map = vec![-1i32; rows];
-        for i in (0..self.ids.len()).filter(|i| self.rank_of(*i) == Some(self.call.rank)) {
-            row_map[self.slots[i] as usize] = self.slots[i];
+        for (_, slot) in self.ids.iter().zip(self.slots).filter(|(id, _)| self.rank_of(**id) == self.call.rank) {
+            row_map[*slot as usize] = *slot;
         }
         Ok(Maps {
             weight_map: Tensor::from_vec(row_map.clone(), &[rows])?,

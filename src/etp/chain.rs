@@ -9,6 +9,7 @@ use crate::tensor::Tensor;
 
 use super::lane::{Job, Lane};
 use super::links::{Link, Step, gather_parities, gradient_parities, schedule};
+use super::packed::{Packed, Scratch};
 use super::reduce::Reducing;
 use super::source::ShardSource;
 use super::state::{Machine, State};
@@ -54,6 +55,9 @@ pub(super) struct Inner<D: ShardDevice> {
     passes: u64,
     /// Passes so far, to tell one from another.
     serial: u64,
+    /// Number of the shards' state: what was cast in another is cast anew.
+    pub epoch: u64,
+    scratch: Arc<Scratch<D>>,
 }
 
 /// A weight and what belongs to it.
@@ -61,6 +65,8 @@ pub(super) struct Weight<D: ShardDevice> {
     pub spec: WeightSpec,
     pub shards: Arc<Shards>,
     pub source: Arc<dyn ShardSource<D>>,
+    /// Where it travels quantised.
+    pub packed: Option<Arc<Packed<D>>>,
     /// Main gradient of the shard, from the first gradient on.
     pub main: Option<Tensor<D>>,
     /// State of its reduce-scatter.
@@ -99,6 +105,10 @@ pub struct Memory {
     pub main: usize,
     /// Buffers of gathered weights.
     pub gathered: usize,
+    /// Shards in the form in which they travel, where that is quantised.
+    pub quantised: usize,
+    /// What arrives of quantised shards, before it is de-quantised.
+    pub arrived: usize,
     /// Buffers of unsharded gradients.
     pub gradients: usize,
     /// Buffers that reductions fill.
@@ -114,6 +124,8 @@ pub struct Traffic {
     pub ahead: u64,
     /// Bytes of whole weights, padding included, as they travelled.
     pub gathered_bytes: u64,
+    /// Shards quantised; in NVFP4 each with one all-reduce of four bytes an expert.
+    pub casts: u64,
     /// Reduce-scatters.
     pub reductions: u64,
     /// Bytes of whole gradients, padding included.
@@ -151,6 +163,8 @@ impl<D: ShardDevice> Chain<D> {
             traffic: Traffic::default(),
             passes: 0,
             serial: 0,
+            epoch: 0,
+            scratch: Arc::new(Scratch::new()),
         };
         Ok(Self { device, stream, options, rank, ranks, inner: Mutex::new(inner) })
     }
@@ -181,7 +195,8 @@ impl<D: ShardDevice> Chain<D> {
     /// Adds a weight whose shard on this rank is `source`, before the first forward.
     ///
     /// # Errors
-    /// Sizes that cannot be cut; a source of another size or type; a chain that is linked.
+    /// Sizes that cannot be cut; a source of another size or type; a form in which it cannot travel; a chain that is
+    /// linked.
     pub fn add(&self, spec: WeightSpec, source: Arc<dyn ShardSource<D>>) -> Result<WeightId> {
         let shards = self.shards(&spec.dims)?;
         if !spec.dtype.is_float() {
@@ -193,11 +208,13 @@ impl<D: ShardDevice> Chain<D> {
             return Err(inner.trouble(&spec.name, "to be added before the first forward", "a chain in use"));
         }
         let (shards, reduce) = (Arc::new(shards), Machine::default());
-        inner.weights.push(Weight { spec, shards, source, main: None, reduce, gradient: None });
+        let (form, cut) = ((spec.payload, spec.dtype), (Arc::clone(&shards), self.rank));
+        let packed = Packed::new((&self.device, &self.stream), form, cut, &inner.scratch)?.map(Arc::new);
+        inner.weights.push(Weight { spec, shards, source, packed, main: None, reduce, gradient: None });
         Ok(WeightId(inner.weights.len() - 1))
     }
 
-    /// Replaces the source of a weight's shard, between passes.
+    /// Replaces the source of a weight's shard, between passes; on every rank where shards travel quantised.
     ///
     /// # Errors
     /// A source of another size or type; a pass that runs; a weight that there is not.
@@ -209,7 +226,14 @@ impl<D: ShardDevice> Chain<D> {
             return Err(inner.trouble(&weight.spec.name, "to be replaced between passes", "a pass that runs"));
         }
         inner.weights[id.0].source = source;
+        inner.epoch += 1;
         Ok(())
+    }
+
+    /// Says, on every rank, that shards have changed otherwise than after [`finish`](Self::finish), so that those
+    /// which travel quantised are cast anew.
+    pub fn changed(&self) {
+        self.lock().epoch += 1;
     }
 
     /// Begins a pass over the model. The first forward links the chain: every gather of it is waited for.
@@ -294,6 +318,8 @@ impl<D: ShardDevice> Chain<D> {
         inner.give_up_gradients();
         inner.active = None;
         (inner.passes, inner.reduced) = (0, 0);
+        // Some ranks may have cast what others have not.
+        inner.epoch += 1;
         if !inner.is_linked() {
             inner.unlink();
         }
@@ -323,6 +349,8 @@ impl<D: ShardDevice> Chain<D> {
         Memory {
             main: inner.weights.iter().filter_map(|w| w.main.as_ref()).map(Tensor::bytes).sum(),
             gathered: inner.tickets.bytes(Usage::Gathered),
+            quantised: inner.packed().map(|packed| packed.kept()).sum(),
+            arrived: inner.scratch.bytes(),
             gradients: inner.tickets.bytes(Usage::Gradient),
             reduced: inner.tickets.bytes(Usage::Reduced),
         }
@@ -331,12 +359,15 @@ impl<D: ShardDevice> Chain<D> {
     /// Collectives so far.
     pub fn traffic(&self) -> Traffic {
         let inner = self.lock();
-        Traffic { allocations: inner.tickets.allocations(), ..inner.traffic }
+        let casts = inner.packed().map(|packed| packed.casts()).sum();
+        Traffic { allocations: inner.tickets.allocations(), casts, ..inner.traffic }
     }
 
     /// Drops buffers that are not in use; later passes allocate them anew.
     pub fn clear(&self) {
-        self.lock().tickets.clear();
+        let mut inner = self.lock();
+        inner.tickets.clear();
+        inner.scratch.clear();
     }
 
     /// What each gradient is multiplied by.
@@ -360,6 +391,11 @@ impl<D: ShardDevice> Inner<D> {
 
     pub fn trouble(&self, weight: &str, expected: &str, found: &str) -> Error {
         Error::WeightState { call: CALL, weight: weight.into(), expected: expected.into(), found: found.into() }
+    }
+
+    /// Weights that travel quantised.
+    fn packed(&self) -> impl Iterator<Item = &Arc<Packed<D>>> {
+        self.weights.iter().filter_map(|weight| weight.packed.as_ref())
     }
 
     pub fn weight(&self, id: WeightId) -> Result<&Weight<D>> {

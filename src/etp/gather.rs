@@ -15,6 +15,9 @@ use super::state::{Machine, State};
 use super::tickets::{Loan, Ticket, Usage};
 use super::{ShardDevice, Shards, WeightId};
 
+/// In place of a pass's number: no pass, but the whole weight.
+const WHOLE: u64 = 0;
+
 /// A gather under way.
 pub(super) struct Flight<D: ShardDevice> {
     pending: Pending<D>,
@@ -112,7 +115,7 @@ impl<D: ShardDevice> Chain<D> {
         }
         let key = inner.key(id.0, Usage::Gathered, 0);
         let ticket = inner.tickets.reserve(key);
-        let flight = inner.start(id.0, ticket, (u64::MAX - 1 - id.0 as u64, 0))?;
+        let flight = inner.start(id.0, ticket, (u64::MAX - 1 - id.0 as u64, WHOLE))?;
         let loan = inner.land(flight)?;
         let copied = shards.strip(loan.tensor.view()).and_then(|view| {
             let mut whole = Tensor::empty(&self.device, dtype, shards.dims())?;
@@ -232,11 +235,14 @@ impl<D: ShardDevice> Inner<D> {
     fn start(&mut self, weight: usize, ticket: Ticket, (sequence, serial): (u64, u64)) -> Result<Flight<D>> {
         let into = self.tickets.take(ticket)?;
         let weight = &self.weights[weight];
+        // A weight is saved from the shards themselves.
+        let packed = weight.packed.as_ref().filter(|_| serial != WHOLE).map(|packed| (Arc::clone(packed), self.epoch));
+        let bytes = packed.as_ref().map_or(into.tensor.bytes(), |(packed, _)| packed.bytes());
         self.traffic.gathers += 1;
-        self.traffic.gathered_bytes += into.tensor.bytes() as u64;
+        self.traffic.gathered_bytes += bytes as u64;
         let tag = Tag { layer: weight.spec.layer, op: Op::Weights, sequence };
-        let (shard, payload) = (Arc::clone(&weight.source), weight.spec.payload);
-        let pending = self.gathers.give(Job::Gather { tag, shard, payload, into });
+        let shard = Arc::clone(&weight.source);
+        let pending = self.gathers.give(Job::Gather { tag, shard, packed, into });
         Ok(Flight { pending, ticket, serial })
     }
 

@@ -15,15 +15,16 @@ use crate::dtype::DType;
 use crate::error::{CommError, Error, Result};
 use crate::tensor::{TensorMut, TensorRef};
 
+use super::packed::Packed;
 use super::source::ShardSource;
 use super::tickets::Loan;
-use super::{Payload, Reduction};
+use super::{Reduction, ShardDevice};
 
 /// One collective.
 #[derive(Debug)]
-pub(super) enum Job<D: Device> {
-    /// All ranks' shards to `into`.
-    Gather { tag: Tag, shard: Arc<dyn ShardSource<D>>, payload: Payload, into: Loan<D> },
+pub(super) enum Job<D: ShardDevice> {
+    /// All ranks' shards to `into`, from a cast of the shard's state of that number if they travel quantised.
+    Gather { tag: Tag, shard: Arc<dyn ShardSource<D>>, packed: Option<(Arc<Packed<D>>, u64)>, into: Loan<D> },
     /// `gradient`, padded, to this rank's rows: their sum, or the ranks' shares of it where the caller adds them.
     Reduce { tag: Tag, how: Reduction, gradient: Loan<D>, into: Loan<D> },
     /// Meets the other ranks after a failure: whatever they have in their lanes fails, until all meet here.
@@ -59,18 +60,18 @@ fn ended(lane: &'static str) -> Error {
 type Order<D> = (Job<D>, SyncSender<Done<D>>);
 
 /// A helper thread with its communicator.
-pub(super) struct Lane<D: Device> {
+pub(super) struct Lane<D: ShardDevice> {
     name: &'static str,
     jobs: Sender<Order<D>>,
 }
 
-impl<D: Device> fmt::Debug for Lane<D> {
+impl<D: ShardDevice> fmt::Debug for Lane<D> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "Lane<{}>", self.name)
     }
 }
 
-impl<D: Device> Lane<D> {
+impl<D: ShardDevice> Lane<D> {
     /// Starts the thread. It ends, and its communicator with it, after the lane is dropped and the job that then runs
     /// is done; it is not joined, since that job may wait for other ranks.
     pub fn start(name: &'static str, mut comm: Box<dyn Communicator<D>>) -> Result<Self> {
@@ -101,7 +102,7 @@ impl<D: Device> Lane<D> {
     }
 }
 
-impl<D: Device> Job<D> {
+impl<D: ShardDevice> Job<D> {
     fn loans(self) -> Vec<Loan<D>> {
         match self {
             Job::Gather { into, .. } => vec![into],
@@ -112,7 +113,10 @@ impl<D: Device> Job<D> {
 
     fn run(mut self, comm: &mut dyn Communicator<D>) -> Done<D> {
         let outcome = match &mut self {
-            Job::Gather { tag, shard, payload: Payload::Plain, into } => {
+            Job::Gather { tag, shard, packed: Some((packed, epoch)), into } => {
+                packed.gather(comm, (*tag, *epoch), &**shard, into.tensor.view_mut())
+            }
+            Job::Gather { tag, shard, packed: None, into } => {
                 let mut met = false;
                 let gathered = shard.read(&mut |shard| {
                     met = true;

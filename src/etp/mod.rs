@@ -23,6 +23,7 @@ mod cpu;
 mod gather;
 mod lane;
 mod links;
+mod packed;
 mod reduce;
 mod shards;
 mod source;
@@ -33,6 +34,7 @@ use crate::comm::Communicator;
 use crate::dtype::DType;
 use crate::error::Result;
 use crate::kernels::Kernels;
+use crate::quant::Codec;
 use crate::tensor::{TensorMut, TensorRef};
 
 pub use chain::{Chain, Memory, Traffic};
@@ -43,7 +45,7 @@ pub use source::{Shard, ShardSource};
 pub use state::State;
 
 /// What a device needs beside its kernels.
-pub trait ShardDevice: Kernels {
+pub trait ShardDevice: Kernels + Codec {
     /// Adds `scale` times the sum of `shares` to `main` (the shares' accumulator type): `shares` holds as many equal
     /// blocks as its size has main's, and they are joined in pairs, ((0 + 1) + (2 + 3)) + ….
     ///
@@ -104,13 +106,20 @@ pub enum Scale {
     Mean,
 }
 
-/// In which form a shard travels.
+/// In which form a shard travels. It is cast before the first gather after a [`Chain::finish`], a [`Chain::replace`] or
+/// [`Chain::changed`], and the cast serves until the next: all microbatches of a step, forward and backward.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 #[non_exhaustive]
 pub enum Payload {
     /// As it is.
     #[default]
     Plain,
+    /// In NVFP4 (recipe `te`, blocks of 1×16, an amax an expert), 0.5625 bytes an element, de-quantised on arrival: the
+    /// layer computes with what the quantised weight stands for. The shard itself stays as it is for the optimiser,
+    /// and for [`Chain::whole`]. Rows of an even number of elements; f32, bf16 or f16.
+    Nvfp4,
+    /// In MXFP8 (blocks of 1×32, scales rounded up), 1.03125 bytes an element, likewise.
+    Mxfp8,
 }
 
 /// Direction of a pass over the model.

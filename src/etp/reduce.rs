@@ -127,6 +127,8 @@ impl<D: ShardDevice> Chain<D> {
         }
         let mut inner = self.lock();
         inner.settle(self)?;
+        // The optimiser's step follows.
+        inner.epoch += 1;
         for (i, weight) in inner.weights.iter_mut().enumerate() {
             let Some(main) = &mut weight.main else { continue };
             if let Some(comm) = replicas.as_deref_mut().filter(|comm| comm.size() > 1) {

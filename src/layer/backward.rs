@@ -13,7 +13,7 @@ use crate::kernels::{
 use crate::tensor::{Tensor, TensorMut, TensorRef};
 
 use super::forward::{Experts, borrow, refuse};
-use super::{Context, Cotangents, Gradients, GradientsMut, Inputs, Layer, Wanted, check, shared};
+use super::{Context, Cotangents, Gradients, GradientsMut, Inputs, Layer, Role, Wanted, check, shared};
 
 const CALL: &str = "Layer::backward";
 
@@ -29,15 +29,21 @@ pub(super) fn backward<D: Kernels>(
     context: Context<D>,
     inputs: Inputs<'_, D>,
     cotangents: Cotangents<'_, D>,
-    wanted: Wanted,
+    (wanted, mut beside): (Wanted, Option<[TensorMut<'_, D>; 2]>),
 ) -> Result<Gradients<D>> {
     context.handle.check_backward(CALL)?;
+    let elsewhere: &[Role] = if beside.is_some() { &[Role::Up, Role::Down] } else { &[] };
     // Shapes are checked below, where the other ranks are told.
-    let mut gradients = match Gradients::empty(layer, group, &inputs, wanted) {
+    let mut gradients = match Gradients::empty(layer, group, &inputs, (wanted, elsewhere)) {
         Ok(gradients) => gradients,
         Err(e) => return Err(refuse(layer, group, Op::CombineBwd, e)),
     };
-    let router = backward_into(layer, group, context, (inputs, cotangents), gradients.view_mut())?;
+    let mut into = gradients.view_mut();
+    if let Some([up, down]) = &mut beside {
+        into.set(Role::Up, up.reborrow());
+        into.set(Role::Down, down.reborrow());
+    }
+    let router = backward_into(layer, group, context, (inputs, cotangents), into)?;
     (gradients.logits, gradients.weights) = (router.logits, router.weights);
     Ok(gradients)
 }

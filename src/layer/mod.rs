@@ -325,6 +325,11 @@ impl Layer {
         forward::refuse(self, group, Op::Prepare, error)
     }
 
+    /// [`refuse_forward`](Self::refuse_forward), for [`backward`](Self::backward).
+    pub fn refuse_backward<D: Kernels>(&self, group: &mut Group<D>, error: Error) -> Error {
+        forward::refuse(self, group, Op::CombineBwd, error)
+    }
+
     /// Backward over all ranks of the group, with the same `x` and parameters as forward. Collectives:
     /// combine_bwd, dispatch_bwd.
     ///
@@ -337,6 +342,19 @@ impl Layer {
         inputs: Inputs<'_, D>,
         cotangents: Cotangents<'_, D>,
         wanted: Wanted,
+    ) -> Result<Gradients<D>> {
+        backward::backward(self, group, context, inputs, cotangents, (wanted, None))
+    }
+
+    /// [`backward`](Self::backward) with the gradients of `up` and `down` in memory of the caller, where there are to
+    /// be any, and all others in new memory.
+    #[cfg(feature = "candle")]
+    pub(crate) fn backward_beside<D: Kernels>(
+        &self,
+        group: &mut Group<D>,
+        context: Context<D>,
+        (inputs, cotangents): (Inputs<'_, D>, Cotangents<'_, D>),
+        wanted: (Wanted, Option<[TensorMut<'_, D>; 2]>),
     ) -> Result<Gradients<D>> {
         backward::backward(self, group, context, inputs, cotangents, wanted)
     }

@@ -109,8 +109,14 @@ impl<D: Kernels> Gradients<D> {
 }
 
 impl<D: Kernels> Gradients<D> {
-    /// Room for the gradients that are wanted, and none yet for those of logits and routing weights.
-    pub(super) fn empty(layer: &Layer, group: &Group<D>, inputs: &Inputs<'_, D>, wanted: Wanted) -> Result<Self> {
+    /// Room for the gradients that are wanted, and none yet for those of logits and routing weights, nor for those of
+    /// `elsewhere`, which are made in other memory.
+    pub(super) fn empty(
+        layer: &Layer,
+        group: &Group<D>,
+        inputs: &Inputs<'_, D>,
+        (wanted, elsewhere): (Wanted, &[Role]),
+    ) -> Result<Self> {
         let device = group.device();
         let like = |t: TensorRef<'_, D>| Tensor::empty(device, t.dtype(), t.dims());
         let of = |role: Role| {
@@ -120,6 +126,7 @@ impl<D: Kernels> Gradients<D> {
                 Role::Up | Role::UpBias | Role::Down | Role::DownBias => wanted.experts,
                 Role::SharedUp | Role::SharedDown | Role::SharedGate => wanted.shared,
             };
+            let wanted = wanted && !elsewhere.contains(&role);
             let dims = role.dims(layer.config(), group.local_experts()).filter(|_| wanted);
             let dtype = match role {
                 Role::Router => inputs.params.router.dtype(),

@@ -1,7 +1,7 @@
 //! The same bits as whole weights give, however they are cut.
 
 use moebius::config::Activation;
-use moebius::etp::{Reduction, Scale};
+use moebius::etp::{Payload, Reduction, Scale};
 use moebius::{DType, MoeConfig};
 
 use crate::world::{Outcome, Run, train};
@@ -136,5 +136,29 @@ fn native_reductions() {
             }
         }
         assert!(differs, "{dtype}: the two reductions differ somewhere");
+    }
+}
+
+/// The layer on shards that travel quantised is the layer on experts quantised whole, to the bit, in several
+/// microbatches and steps; the optimiser sees the weights themselves.
+#[test]
+fn quantised_gathers() {
+    for payload in [Payload::Nvfp4, Payload::Mxfp8] {
+        for (ep, n, dtype) in [(1, 1, DType::F32), (1, 2, DType::F32), (1, 4, DType::BF16), (2, 2, DType::F32)] {
+            let mut run = Run::new(ep, n);
+            (run.payload, run.dtype, run.microbatches) = (payload, dtype, 2);
+            // Rows of whole blocks and a part, for both forms; shards divide experts.
+            run.config = MoeConfig::new(40, 24, 4, 2);
+            let found = check(&run, &format!("{payload:?}, EP {ep}, ETP {n}, {dtype}"));
+            run.payload = Payload::Plain;
+            assert_ne!(train(&run, true)[0].values, found[0].values, "{payload:?} rounds");
+        }
+        let runs = [1, 2, 4].map(|n| {
+            let mut run = Run::new(1, n);
+            (run.payload, run.config.recompute) = (payload, true);
+            check(&run, &format!("{payload:?}, recompute, ETP {n}"))
+        });
+        assert_same(&runs[0], &runs[1], "ETP 1 and 2");
+        assert_same(&runs[0], &runs[2], "ETP 1 and 4");
     }
 }

@@ -5,7 +5,8 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use moebius::cpu::Cpu;
-use moebius::etp::{Chain, EtpOptions, Phase, Reduction, Shard, ShardSource, WeightSpec};
+use moebius::etp::{Chain, EtpOptions, Payload, Phase, Reduction, Shard, ShardSource, WeightSpec};
+use moebius::weights::WeightSource;
 use moebius::{CommError, DType, Error, Result, Tensor, TensorRef};
 
 use crate::rig::{DIMS, MINUTE, ON, Rig, ranks, tensor, value};
@@ -124,6 +125,43 @@ struct Shrinking {
 impl ShardSource<Cpu> for Shrinking {
     fn read(&self, visit: &mut dyn FnMut(TensorRef<'_, Cpu>) -> Result<()>) -> Result<()> {
         visit(if self.shrunk.load(Ordering::SeqCst) { self.small.view() } else { self.whole.view() })
+    }
+}
+
+/// A rank that cannot cast its shard tells the others, in the amaxes' all-reduce or in the gather.
+#[test]
+fn shards_that_cannot_be_cast() {
+    for payload in [Payload::Nvfp4, Payload::Mxfp8] {
+        let outcomes = ranks(2, MINUTE, |rank, comms| -> Result<()> {
+            let chain = Chain::new(Cpu::poisoning(), (), comms, EtpOptions::default())?;
+            let cut = chain.shards(&DIMS)?;
+            let whole = cut.cut(&Cpu::new(), tensor(value(0)).view(), rank)?;
+            let small = Tensor::from_vec(vec![0f32; 2], &[1, 2])?;
+            let shard = Arc::new(Shrinking { whole, small, shrunk: AtomicBool::new(false) });
+            let mut spec = WeightSpec::new("w", 0, &DIMS, DType::F32);
+            spec.payload = payload;
+            let id = chain.add(spec, Arc::clone(&shard) as Arc<dyn ShardSource<Cpu>>)?;
+            let pass = || -> Result<Vec<u8>> {
+                chain.begin(Phase::Forward)?;
+                let source = chain.source(id)?;
+                let seen = source.acquire(&())?.tensor()?.data().to_vec();
+                chain.end()?;
+                Ok(seen)
+            };
+            let before = pass()?;
+            chain.changed();
+            shard.shrunk.store(rank == 1, Ordering::SeqCst);
+            let error = pass().unwrap_err();
+            match (&error, rank) {
+                (Error::Shape { .. }, 1) | (Error::Comm(CommError::Refused { peer: 1, .. }), 0) => {}
+                other => panic!("{other:?}"),
+            }
+            shard.shrunk.store(false, Ordering::SeqCst);
+            chain.recover(Some(&error))?;
+            assert_eq!(pass()?, before);
+            Ok(())
+        });
+        outcomes.into_iter().for_each(|outcome| outcome.unwrap());
     }
 }
 

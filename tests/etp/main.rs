@@ -4,6 +4,8 @@
 mod candle;
 mod exact;
 mod faults;
+#[cfg(feature = "candle")]
+mod module;
 #[path = "../../examples/support/random.rs"]
 #[allow(dead_code, reason = "the examples take more of it")]
 mod random;

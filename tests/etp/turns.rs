@@ -86,27 +86,95 @@ fn a_gather_needs_no_help_of_the_thread_that_computes() {
     });
 }
 
-/// A step in bf16 moves 2 bytes of each element in forward, 2 in backward, and 2 of its gradient.
+/// A step in bf16 moves 2 bytes of each element in forward, 2 in backward, and 2 of its gradient. Quantised, forward and
+/// backward move half a byte and a 16th, or a byte and a 32nd, of each.
 #[test]
-fn six_bytes_an_element_in_bf16() {
-    ranks(2, MINUTE, |_, comms| {
-        let chain = Chain::new(Cpu::new(), (), comms, EtpOptions { pad: 0, ..ON }).unwrap();
-        let cut = chain.shards(&DIMS).unwrap();
-        let shard = moebius::Tensor::zeros(&Cpu::new(), moebius::DType::BF16, &cut.shard_dims()).unwrap();
-        let spec = WeightSpec::new("w", 0, &DIMS, moebius::DType::BF16);
-        let id = chain.add(spec, Arc::new(Shard::new(shard))).unwrap();
-        for phase in [Phase::Forward, Phase::Backward] {
-            chain.begin(phase).unwrap();
-            drop(chain.source(id).unwrap().acquire(&()).unwrap());
-            chain.end().unwrap();
-        }
-        let mut room = chain.room(id).unwrap();
-        room.view_mut().unwrap().into_data().fill(0);
-        chain.submit(room).unwrap();
-        chain.drain().unwrap();
-        let traffic = chain.traffic();
-        assert_eq!(traffic.gathered_bytes + traffic.reduced_bytes, 6 * COUNT as u64);
-    });
+fn bytes_an_element_in_bf16() {
+    use moebius::etp::Payload;
+    const DIMS: [usize; 3] = [2, 32, 64];
+    const COUNT: u64 = 2 * 32 * 64;
+    for (payload, expected) in [(Payload::Plain, 6.0), (Payload::Nvfp4, 3.125), (Payload::Mxfp8, 4.0625)] {
+        ranks(2, MINUTE, |_, comms| {
+            let chain = Chain::new(Cpu::new(), (), comms, EtpOptions { pad: 0, ..ON }).unwrap();
+            let cut = chain.shards(&DIMS).unwrap();
+            let shard = moebius::Tensor::zeros(&Cpu::new(), moebius::DType::BF16, &cut.shard_dims()).unwrap();
+            let mut spec = WeightSpec::new("w", 0, &DIMS, moebius::DType::BF16);
+            spec.payload = payload;
+            let id = chain.add(spec, Arc::new(Shard::new(shard))).unwrap();
+            for phase in [Phase::Forward, Phase::Backward] {
+                chain.begin(phase).unwrap();
+                drop(chain.source(id).unwrap().acquire(&()).unwrap());
+                chain.end().unwrap();
+            }
+            let mut room = chain.room(id).unwrap();
+            room.view_mut().unwrap().into_data().fill(0);
+            chain.submit(room).unwrap();
+            chain.drain().unwrap();
+            let traffic = chain.traffic();
+            let moved = traffic.gathered_bytes + traffic.reduced_bytes;
+            assert_eq!(moved as f64 / COUNT as f64, expected, "{payload:?}");
+        });
+    }
+}
+
+/// A shard is cast when it has changed, and at no other time.
+#[test]
+fn one_cast_a_step() {
+    use moebius::etp::Payload;
+    for payload in [Payload::Nvfp4, Payload::Mxfp8] {
+        ranks(2, MINUTE, |rank, comms| {
+            let chain = Chain::new(Cpu::poisoning(), (), comms, ON).unwrap();
+            let cut = chain.shards(&DIMS).unwrap();
+            let shard = |sign: f32| {
+                let values = value(0).iter().map(|v| sign * v).collect();
+                cut.cut(&Cpu::new(), tensor(values).view(), rank).unwrap()
+            };
+            let held = Arc::new(Shard::new(shard(1.0)));
+            let mut spec = WeightSpec::new("w", 0, &DIMS, moebius::DType::F32);
+            spec.payload = payload;
+            let id = chain.add(spec, Arc::clone(&held) as Arc<dyn ShardSource<Cpu>>).unwrap();
+            let pass = |phase, sign: f32| {
+                chain.begin(phase).unwrap();
+                let source = chain.source(id).unwrap();
+                let guard = source.acquire(&()).unwrap();
+                let found = guard.tensor().unwrap().data().to_vec();
+                let whole = tensor(value(0).iter().map(|v| sign * v).collect());
+                assert_eq!(found, crate::world::through(payload, &whole).as_bytes());
+                assert_ne!(found, whole.as_bytes());
+                drop(guard);
+                chain.end().unwrap();
+            };
+            assert_eq!((chain.traffic().casts, chain.memory().quantised), (0, 0));
+            for _ in 0..2 {
+                pass(Phase::Forward, 1.0);
+                pass(Phase::Backward, 1.0);
+            }
+            assert_eq!(chain.traffic().casts, 1, "microbatches share it");
+            let change = |sign: f32| {
+                let new = |t: &mut moebius::Tensor<Cpu>| {
+                    *t = shard(sign);
+                    Ok(())
+                };
+                held.update(new).unwrap();
+            };
+            change(-1.0);
+            chain.finish(None, |_, _| Ok(())).unwrap();
+            pass(Phase::Forward, -1.0);
+            pass(Phase::Backward, -1.0);
+            assert_eq!(chain.traffic().casts, 2);
+            change(1.0);
+            pass(Phase::Forward, -1.0);
+            chain.changed();
+            pass(Phase::Forward, 1.0);
+            assert_eq!(chain.traffic().casts, 3);
+            // What is saved is the weight itself.
+            assert_eq!(chain.whole(id).unwrap().as_slice::<f32>().unwrap(), value(0));
+            assert_eq!(chain.traffic().casts, 3);
+            assert!(chain.memory().quantised > 0 && chain.memory().arrived > 0);
+            chain.clear();
+            assert_eq!(chain.memory().arrived, 0);
+        });
+    }
 }
 
 #[test]
@@ -357,6 +425,9 @@ fn wrong_arguments() {
         assert!(chain.add(spec(&[24], float), shard(&[12, 2])).is_err());
         let id = chain.add(spec(&DIMS, float), shard(&[12, 2])).unwrap();
         assert!(matches!(chain.replace(id, shard(&[13, 2])), Err(Error::Shape { .. })));
+        let mut odd = spec(&[2, 4, 3], float);
+        odd.payload = moebius::etp::Payload::Nvfp4;
+        assert!(chain.add(odd, shard(&[8, 3])).unwrap_err().to_string().contains("even"));
         let mut two = moebius::comm::ThreadWorld::create(2, MINUTE);
         let error = chain.finish(Some(&mut two[0]), |_, _| Ok(())).unwrap_err().to_string();
         assert!(error.contains("replicas") && error.contains("expected 1, found 2"), "{error}");

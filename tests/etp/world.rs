@@ -7,8 +7,9 @@ use std::time::Duration;
 use moebius::comm::{Communicator, Op, Tag, ThreadComm, ThreadWorld};
 use moebius::cpu::Cpu;
 use moebius::ep::{Group, GroupConfig};
-use moebius::etp::{Chain, Comms, EtpOptions, Phase, Scale, Shard, ShardSource, Shards, WeightId, WeightSpec};
+use moebius::etp::{Chain, Comms, EtpOptions, Payload, Phase, Scale, Shard, ShardSource, Shards, WeightId, WeightSpec};
 use moebius::layer::{Context, Cotangents, GradientsMut, Inputs, Layer, Mode, Params};
+use moebius::quant::{Codec, Direction, Matrix, Mxfp8, Mxfp8Tensors, Nvfp4, Nvfp4Tensors, Quantize, QuantizeMxfp8};
 use moebius::weights::WeightSource;
 use moebius::{DType, MoeConfig, Result, TensorRef};
 
@@ -29,13 +30,15 @@ pub struct Run {
     pub dtype: DType,
     pub config: MoeConfig,
     pub options: EtpOptions,
+    pub payload: Payload,
 }
 
 impl Run {
     pub fn new(ep: usize, etp: usize) -> Self {
         let options = EtpOptions { reduction: moebius::etp::Reduction::Pairwise, ..EtpOptions::default() };
         let config = MoeConfig::new(8, 6, 4, 2);
-        Self { world: 4, ep, etp, layers: 3, steps: 2, microbatches: 1, dtype: DType::F32, config, options }
+        let (dtype, payload) = (DType::F32, Payload::Plain);
+        Self { world: 4, ep, etp, layers: 3, steps: 2, microbatches: 1, dtype, config, options, payload }
     }
 
     pub fn replicas(&self) -> usize {
@@ -68,6 +71,38 @@ impl Run {
         let own = &all[p * dims[0] * each..][..dims[0] * each];
         of_type(self.dtype, own.iter().map(|v| *v as f32).collect(), &dims)
     }
+}
+
+/// A whole stack of experts as it comes out of a quantised form, each expert quantised by itself.
+pub fn through(payload: Payload, whole: &Tensor) -> Tensor {
+    let (cpu, [l, rows, columns]) = (Cpu::poisoning(), <[usize; 3]>::try_from(whole.dims()).unwrap());
+    let mut values = Vec::new();
+    for expert in whole.as_bytes().chunks(rows * columns * whole.dtype().size()) {
+        let matrix = Matrix::new(TensorRef::new(expert, whole.dtype(), &[rows, columns]).unwrap()).unwrap();
+        let mut out = Tensor::empty(&cpu, whole.dtype(), &[rows, columns]).unwrap();
+        let dims = [rows, columns];
+        match payload {
+            Payload::Nvfp4 => {
+                let format = Nvfp4::TE;
+                let mut form = Nvfp4Tensors::empty(&cpu, &format, dims, Direction::Rows).unwrap();
+                let call = Quantize { format: &format, matrix, rows: Some(form.view_mut()), columns: None };
+                cpu.quantize(&(), call).unwrap();
+                cpu.dequantize(&(), form.dequantize(&format, out.view_mut())).unwrap();
+            }
+            Payload::Mxfp8 => {
+                let mut form = Mxfp8Tensors::empty(&cpu, dims, Direction::Rows).unwrap();
+                let rows = Some(form.view_mut());
+                cpu.quantize_mxfp8(&(), QuantizeMxfp8 { format: Mxfp8::TE, matrix, rows, columns: None }).unwrap();
+                let (codes, scales) = (form.codes.view(), form.scales.view());
+                let (direction, out) = (Direction::Rows, out.view_mut());
+                let call = moebius::quant::DequantizeMxfp8 { direction, codes, scales, out };
+                cpu.dequantize_mxfp8(&(), call).unwrap();
+            }
+            _ => return of_type(whole.dtype(), whole.to_f64().iter().map(|v| *v as f32).collect(), whole.dims()),
+        }
+        values.extend(out.to_f64().iter().map(|v| *v as f32));
+    }
+    of_type(whole.dtype(), values, &[l, rows, columns])
 }
 
 pub fn of_type(dtype: DType, values: Vec<f32>, dims: &[usize]) -> Tensor {
@@ -276,7 +311,11 @@ impl Rank {
     fn train(mut self) -> Result<Outcome> {
         let mut out = Outcome::default();
         let mut optimisers: Vec<Adam> = match &self.weights {
-            Weights::Whole(all) => all.iter().flatten().map(|t| Adam::new(&t.to_f64())).collect(),
+            Weights::Whole(_) => {
+                let p = self.w % self.run.ep;
+                let first = |l| [0, 1].map(|which| Adam::new(&self.run.weight(p, l, which).to_f64()));
+                (0..self.run.layers).flat_map(first).collect()
+            }
             Weights::Sharded { shards, .. } => {
                 let values = |shard: &Arc<Shard<Cpu>>| shard.update(|t| Ok(t.to_f64())).unwrap();
                 shards.iter().flatten().map(|s| Adam::new(&values(s))).collect()
@@ -293,7 +332,11 @@ impl Rank {
             }
         }
         out.weights = match &self.weights {
-            Weights::Whole(all) => all.iter().flatten().map(|t| t.as_bytes().to_vec()).collect(),
+            Weights::Whole(_) => {
+                let dims = self.run.dims();
+                let value = |(i, o): (usize, &Adam)| of_type(self.run.dtype, o.value.clone(), &dims[i % 2]);
+                optimisers.iter().enumerate().map(value).map(|t| t.as_bytes().to_vec()).collect()
+            }
             Weights::Sharded { chain, ids, .. } => {
                 ids.iter().flatten().map(|id| Ok(chain.whole(*id)?.as_bytes().to_vec())).collect::<Result<_>>()?
             }
@@ -330,7 +373,8 @@ impl Rank {
             out.gradients.push(sum.iter().map(|v| v.to_bits()).collect());
             if let Weights::Whole(all) = &mut self.weights {
                 let dims = all[i / 2][i % 2].dims().to_vec();
-                all[i / 2][i % 2] = of_type(self.run.dtype, optimiser.value.clone(), &dims);
+                let value = of_type(self.run.dtype, optimiser.value.clone(), &dims);
+                all[i / 2][i % 2] = through(self.run.payload, &value);
             }
         }
         Ok(())
@@ -377,6 +421,17 @@ impl Rank {
         });
         let memory = chain.memory();
         assert_eq!(memory.main, run.layers * (u + d) * 4 / run.etp);
+        // A row of `up` has H elements, one of `down` I.
+        let row = |count: usize| match run.payload {
+            Payload::Nvfp4 => count / 2 + count.div_ceil(16),
+            Payload::Mxfp8 => count + count.div_ceil(32),
+            _ => 0,
+        };
+        let [up, down] =
+            [(u, run.config.hidden), (d, run.config.intermediate)].map(|(all, width)| all / width * row(width));
+        let amaxes = if run.payload == Payload::Plain { 0 } else { 2 * 4 * run.dims()[0][0] };
+        assert_eq!(memory.quantised, run.layers * ((up + down) / run.etp + amaxes));
+        assert_eq!(memory.arrived, up.max(down));
         if run.dims()[0] == run.dims()[1] {
             // One shape: two buffers, three with recomputation; a layer's gradients and one more.
             let buffers = if run.config.recompute { 3 } else { 2 };
@@ -417,6 +472,7 @@ fn sharded(run: &Run, p: usize, comms: Comms<Cpu>) -> Result<Weights> {
             let name = format!("layers.{l}.{}", ["up", "down"][which]);
             let mut spec = WeightSpec::new(name, l as u32, whole.dims(), run.dtype);
             spec.recompute = run.config.recompute && which == 0;
+            spec.payload = run.payload;
             Ok((chain.add(spec, Arc::clone(&shard) as Arc<dyn ShardSource<Cpu>>)?, shard))
         };
         let (up, down) = (add(0)?, add(1)?);
@@ -448,9 +504,10 @@ pub fn train(run: &Run, shard: bool) -> Vec<Outcome> {
                     let group = Group::new(Cpu::poisoning(), (), Box::new(experts), GroupConfig::new(e, most))?;
                     let weights = match shard {
                         true => sharded(run, w % ep, Comms { gather: Box::new(gather), reduce: Box::new(reduce) })?,
-                        false => Weights::Whole(
-                            (0..run.layers).map(|l| [run.weight(w % ep, l, 0), run.weight(w % ep, l, 1)]).collect(),
-                        ),
+                        false => {
+                            let weight = |l, which| through(run.payload, &run.weight(w % ep, l, which));
+                            Weights::Whole((0..run.layers).map(|l| [weight(l, 0), weight(l, 1)]).collect())
+                        }
                     };
                     let layer = |l| Layer::new(run.config.clone(), l as u32);
                     let layers = (0..run.layers).map(layer).collect::<Result<_>>()?;

@@ -1,0 +1,108 @@
+//! Experts of a rank as shards of a chain, and what they cost.
+
+use std::sync::Arc;
+
+use candle_core::Var;
+use candle_core::backprop::GradStore;
+use moebius::Tensor;
+use moebius::candle::{ExpertParallelMoE, finish_sharded};
+use moebius::comm::ThreadComm;
+use moebius::cpu::Cpu;
+use moebius::etp::{self, Chain, EtpOptions, Phase, Reduction, WeightId};
+
+use crate::Failure;
+use crate::lm::{Param, is_share};
+use crate::mesh::Mesh;
+
+/// The chain of a rank.
+pub struct Sharded {
+    pub chain: Arc<Chain<Cpu>>,
+    replicas: ThreadComm,
+    vars: Vec<(WeightId, Var)>,
+    /// Elements of the whole weights of this rank's experts.
+    elements: usize,
+}
+
+impl Sharded {
+    /// A chain without weights. Gradients are sums over the ranks: each rank's loss is its part of the whole.
+    pub fn new(mesh: Mesh, [gather, reduce]: [ThreadComm; 2], replicas: ThreadComm) -> Result<Self, Failure> {
+        let comms = etp::Comms::<Cpu> { gather: Box::new(gather), reduce: Box::new(reduce) };
+        let (reduction, replicated) = (Reduction::Pairwise, mesh.replicas());
+        let options = EtpOptions { reduction, replicas: replicated, ..EtpOptions::default() };
+        let chain = Arc::new(Chain::new(Cpu::new(), (), comms, options)?);
+        Ok(Self { chain, replicas, vars: Vec::new(), elements: 0 })
+    }
+
+    /// This rank's shard of an EP rank's share of a parameter; others as they are.
+    pub fn cut(
+        &mut self,
+        param: &Param,
+        (dims, values): (Vec<usize>, Vec<f32>),
+    ) -> Result<(Vec<usize>, Vec<f32>), Failure> {
+        if !is_share(&param.name) {
+            return Ok((dims, values));
+        }
+        self.elements += values.len();
+        let cut = self.chain.shards(&dims)?;
+        let whole = Tensor::<Cpu>::from_vec(values, &dims)?;
+        let shard = cut.cut(&Cpu::new(), whole.view(), self.chain.rank())?;
+        Ok((cut.shard_dims().to_vec(), shard.as_slice::<f32>()?.to_vec()))
+    }
+
+    /// The layers, once they are there.
+    pub fn adopt(&mut self, layers: &[ExpertParallelMoE]) {
+        self.vars = layers.iter().flat_map(ExpertParallelMoE::shards).collect();
+    }
+
+    /// Runs a pass.
+    pub fn pass<R>(&self, phase: Phase, run: impl FnOnce() -> Result<R, Failure>) -> Result<R, Failure> {
+        self.chain.begin(phase)?;
+        let result = run()?;
+        self.chain.end()?;
+        Ok(result)
+    }
+
+    /// The shards' gradients, summed over all ranks.
+    pub fn finish(&mut self, gradients: &mut GradStore) -> Result<(), Failure> {
+        Ok(finish_sharded(&self.chain, Some(&mut self.replicas), &self.vars, gradients)?)
+    }
+
+    /// What the chain holds, and has moved in `passes` forwards with their backwards.
+    pub fn cost(&self, passes: usize) -> Cost {
+        let (memory, traffic) = (self.chain.memory(), self.chain.traffic());
+        let shards: usize = self.vars.iter().map(|(_, var)| var.elem_count() * var.dtype().size_in_bytes()).sum();
+        let moved = traffic.gathered_bytes + traffic.reduced_bytes;
+        Cost { shards, memory, moved: moved as f64 / (self.elements * passes) as f64 }
+    }
+}
+
+/// Memory and traffic of a rank's experts.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Cost {
+    /// Bytes of the shards.
+    pub shards: usize,
+    /// Bytes of the chain.
+    pub memory: etp::Memory,
+    /// Bytes moved for each element of the experts' weights in a forward and its backward.
+    pub moved: f64,
+}
+
+/// Prints a table of the ranks' costs.
+pub fn print(costs: &[Cost]) {
+    println!("memory of the expert weights in KiB, and bytes moved per element and microbatch");
+    println!("rank  shards  AdamW  main gradients  quantised  gathered  gradients  reduced  total  bytes/element");
+    for (rank, cost) in costs.iter().enumerate() {
+        let m = &cost.memory;
+        // Two moments in the shards' own type.
+        let quantised = m.quantised + m.arrived;
+        let parts = [cost.shards, 2 * cost.shards, m.main, quantised, m.gathered, m.gradients, m.reduced];
+        let total = parts.iter().sum::<usize>();
+        let [shards, adam, main, quantised, gathered, gradients, reduced] = parts.map(|bytes| bytes as f64 / 1024.0);
+        println!(
+            "{rank:>4} {shards:>7.0} {adam:>6.0} {main:>15.0} {quantised:>10.0} {gathered:>9.0} {gradients:>10.0} {reduced:>8.0} \
+             {:>6.0} {:>14.3}",
+            total as f64 / 1024.0,
+            cost.moved
+        );
+    }
+}

@@ -1,0 +1,121 @@
+//! Sharded training beside whole weights, to the bit.
+
+use candle_core::Device;
+use moebius::etp::Payload;
+
+use crate::corpus::Corpus;
+use crate::lm::{Settings, Step};
+use crate::mesh::{self, Mesh};
+use crate::{TOLERANCE, candle, ranks};
+
+fn settings(ep: usize, etp: Option<usize>) -> Settings {
+    Settings {
+        mesh: Mesh { ranks: 4, ep, etp },
+        payload: Payload::Plain,
+        microbatches: 1,
+        clip: None,
+        steps: 4,
+        seed: 3,
+        batch: 8,
+        context: 16,
+        hidden: 16,
+        heads: 2,
+        layers: 2,
+        experts: 4,
+        top_k: 2,
+        // 160 rows of `up`, which four shards pad to 192, and 64 of `down`.
+        intermediate: 20,
+        balance: 0.01,
+        learning_rate: 4e-3,
+    }
+}
+
+/// Trains a few steps, each compared with the dense twin.
+fn train(settings: &Settings) -> Vec<Step> {
+    let corpus = Corpus::load(None).unwrap();
+    let mut steps = Vec::new();
+    let places = mesh::places(settings.mesh, &vec![Device::Cpu; settings.mesh.ranks], ranks::TIMEOUT).unwrap();
+    let make = |params: &[_], place, rank| candle::Rank::new(settings, params, (place, rank));
+    let on_step = |step: Step| {
+        let twin = step.twin.as_ref().unwrap();
+        assert!(twin.error <= TOLERANCE, "step {}: {} at {}", step.step, twin.error, twin.worst);
+        steps.push(step);
+        Ok(())
+    };
+    ranks::train(settings, (places, 1), &corpus, make, on_step).unwrap();
+    steps
+}
+
+/// Losses, norms and weights, as bits.
+fn bits(steps: &[Step]) -> Vec<[u64; 3]> {
+    let of = |s: &Step| [s.loss.to_bits(), s.norm.unwrap_or(0.0).to_bits(), s.twin.as_ref().unwrap().weights];
+    steps.iter().map(of).collect()
+}
+
+#[test]
+fn losses_and_weights_do_not_depend_on_the_number_of_shards() {
+    for clip in [None, Some(0.5)] {
+        let run = |ep, n| train(&Settings { clip, ..settings(ep, Some(n)) });
+        let one = run(1, 1);
+        assert!(one.windows(2).all(|w| bits(w)[0][2] != bits(w)[1][2]), "weights move");
+        for n in [2, 4] {
+            assert_eq!(bits(&run(1, n)), bits(&one), "ETP {n}, clip {clip:?}");
+        }
+        assert_eq!(bits(&run(2, 2)), bits(&run(2, 1)), "EP 2, clip {clip:?}");
+        if clip.is_some() {
+            assert!(one.iter().any(|s| s.norm > clip), "clipped somewhere");
+        }
+    }
+}
+
+/// The twin computes with experts that were quantised whole.
+#[test]
+fn shards_that_travel_quantised() {
+    for (payload, [up, down]) in [(Payload::Nvfp4, [9.0, 12.0]), (Payload::Mxfp8, [17.0, 21.0])] {
+        let runs = [1, 2, 4].map(|n| train(&Settings { payload, ..settings(1, Some(n)) }));
+        assert_eq!(bits(&runs[0]), bits(&runs[1]), "{payload:?}");
+        assert_eq!(bits(&runs[0]), bits(&runs[2]), "{payload:?}");
+        assert_ne!(bits(&runs[0]), bits(&train(&settings(1, Some(1)))), "{payload:?}");
+        // Bytes of a row of `up` (16 elements) and of `down` (20) twice, and four bytes an element of the gradient.
+        let moved = 4.0 + 2.0 * (160.0 * up + 64.0 * down) / (160.0 * 16.0 + 64.0 * 20.0);
+        let last = runs[0].last().unwrap();
+        assert!(last.costs.iter().all(|cost| (cost.moved - moved).abs() < 1e-12), "{payload:?}: {:?}", last.costs);
+    }
+}
+
+/// Whole weights over four EP ranks and sharded ones add gradients in other orders: their losses agree to rounding, and
+/// each agrees with the twin.
+#[test]
+fn several_microbatches_and_whole_weights() {
+    let runs = [settings(4, None), settings(1, Some(4)), settings(2, Some(2)), settings(1, Some(1))];
+    let runs = runs.map(|s| train(&Settings { microbatches: 2, clip: Some(0.5), balance: 0.0, ..s }));
+    for run in &runs[1..] {
+        for (a, b) in run.iter().zip(&runs[0]) {
+            // Mean over 128 tokens of f32 log-probabilities near 5.5, from weights that differ by rounding: 4 steps'
+            // updates of 4e-3 / 5 times a relative error of 1e-5 in gradients, AdamW's steps being relative.
+            assert!((a.loss - b.loss).abs() <= 2e-5, "step {}: {} and {}", a.step, a.loss, b.loss);
+            assert!((a.norm.unwrap() / b.norm.unwrap() - 1.0).abs() <= 1e-5, "{:?} and {:?}", a.norm, b.norm);
+        }
+    }
+}
+
+/// Shards, main gradients and moments fall as 1/N (padding counted), the others are one layer's.
+#[test]
+fn memory_and_traffic() {
+    for n in [1, 2, 4] {
+        let settings = Settings { microbatches: 2, ..settings(1, Some(n)) };
+        let last = train(&settings).pop().unwrap();
+        assert_eq!(last.costs.len(), 4);
+        // Rows of `up` and `down` of a layer, and their widths.
+        let pad = |rows: usize| if n == 1 { rows } else { rows.next_multiple_of(16 * n) };
+        let (up, down) = (pad(160) * 16, pad(64) * 20);
+        for cost in &last.costs {
+            let m = cost.memory;
+            assert_eq!((cost.shards, m.main), (2 * (up + down) * 4 / n, 2 * (up + down) * 4 / n));
+            assert_eq!((m.gathered, m.gradients), ((up + down) * 4, (2 * up + down) * 4));
+            // Four bytes of each element in forward, in backward and of its gradient, padding included.
+            let moved = 12.0 * (up + down) as f64 / (160.0 * 16.0 + 64.0 * 20.0);
+            assert!((cost.moved - moved).abs() < 1e-12, "{} and {moved}", cost.moved);
+        }
+    }
+}
