@@ -72,7 +72,7 @@ impl Rank {
     }
 
     /// Sums values over the ranks, where the group works.
-    fn sum(&self, step: usize, flat: &mut Vec<f32>) -> Result<(), Failure> {
+    fn sum(&self, step: usize, flat: &mut [f32]) -> Result<(), Failure> {
         if let Some(group) = self.group.on::<Cpu>() {
             return sum_over_ranks(group, step, flat);
         }
@@ -80,10 +80,10 @@ impl Rank {
         if let Some(group) = self.group.on::<moebius::cuda::Cuda>() {
             let mut group = group.lock();
             let (cuda, count) = (group.device().clone(), flat.len());
-            let mut values = cuda.tensor(&moebius::Tensor::from_vec(std::mem::take(flat), &[count])?)?;
+            let mut values = cuda.tensor(&moebius::Tensor::from_vec(flat.to_vec(), &[count])?)?;
             let sum = moebius::comm::ReduceOp::Sum;
             group.dispatcher().communicator().all_reduce(crate::ranks::gradients(step), sum, values.view_mut())?;
-            *flat = cuda.to_host(values.view())?.as_slice::<f32>()?.to_vec();
+            flat.copy_from_slice(cuda.to_host(values.view())?.as_slice::<f32>()?);
         }
         Ok(())
     }

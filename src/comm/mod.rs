@@ -1,11 +1,13 @@
 //! Collectives between the ranks of a group.
 //!
 //! [`Communicator`] is the little that the dispatchers need; [`threads`] implements it between threads of one
-//! process. Every call carries a [`Tag`]: ranks that meet with different tags get an error each and exchange nothing.
+//! process, `moebius::nccl` between GPUs. Every call carries a [`Tag`]: ranks that meet with different tags get an error each and exchange nothing.
 
 pub(crate) mod agree;
 pub(crate) mod rendezvous;
 mod solo;
+#[cfg(not(loom))]
+pub(crate) mod symmetric;
 pub mod threads;
 
 use std::fmt;
@@ -16,6 +18,8 @@ use crate::error::Result;
 use crate::tensor::{TensorMut, TensorRef};
 
 pub use solo::Solo;
+#[cfg(not(loom))]
+pub use symmetric::{Put, Span, SymmetricMemory, ThreadWindow};
 pub use threads::{ThreadComm, ThreadWorld};
 
 /// What a collective is for.
@@ -94,8 +98,9 @@ pub enum ReduceOp {
 
 /// Collectives over the ranks of a group. `&mut self`: one thread drives a rank, as NCCL demands.
 ///
-/// All calls block until done or failed; they fail on every rank or on none, within the communicator's timeout.
-/// Buffers are row-major and contiguous; sizes are checked before anything is exchanged.
+/// On the CPU all calls block until done or failed; they fail on every rank or on none, within the communicator's timeout.
+/// On a GPU they are enqueued: what is found before is returned, what is found later by every later call and by every
+/// wait of the device. Buffers are row-major and contiguous; sizes are checked before anything is exchanged.
 pub trait Communicator<D: Device>: fmt::Debug + Send {
     /// This rank, `0..size`.
     fn rank(&self) -> usize;
@@ -120,7 +125,8 @@ pub trait Communicator<D: Device>: fmt::Debug + Send {
     fn barrier(&mut self, tag: Tag) -> Result<()>;
     /// Takes part in whatever collective the other ranks call next, as a failure: nothing is exchanged, each of them
     /// gets [`CommError::Refused`](crate::CommError::Refused) with this rank and `reason` at once, and the
-    /// communicator stays usable. For a rank that meets an error of its own where the others expect it.
+    /// communicator stays usable; between processes over NCCL it does not, and the group is to be made again. For a
+    /// rank that meets an error of its own where the others expect it.
     ///
     /// # Errors
     /// The meeting itself failed (a rank is gone, or none came).

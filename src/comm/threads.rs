@@ -14,6 +14,8 @@ use crate::tensor::{TensorMut, TensorRef};
 
 use super::agree::{Call, Detail, Verdict, failed, judge};
 use super::rendezvous::{Arc, Rendezvous, Round};
+#[cfg(not(loom))]
+use super::symmetric::{Put, Shelf, Span, SymmetricMemory, ThreadWindow};
 use super::{Communicator, Exchange, ReduceOp, Tag};
 
 /// Factory of the communicators of a group of threads.
@@ -25,7 +27,18 @@ impl ThreadWorld {
     /// `timeout`.
     pub fn create(ranks: usize, timeout: Duration) -> Vec<ThreadComm> {
         let world = Arc::new(Rendezvous::new(ranks));
-        (0..ranks).map(|rank| ThreadComm { rank, size: ranks, timeout, calls: 0, world: Arc::clone(&world) }).collect()
+        #[cfg(not(loom))]
+        let shelf = Arc::<Shelf>::default();
+        let comm = |rank| ThreadComm {
+            rank,
+            size: ranks,
+            timeout,
+            calls: 0,
+            world: Arc::clone(&world),
+            #[cfg(not(loom))]
+            shelf: Arc::clone(&shelf),
+        };
+        (0..ranks).map(comm).collect()
     }
 }
 
@@ -37,6 +50,8 @@ pub struct ThreadComm {
     timeout: Duration,
     calls: u64,
     world: Arc<Rendezvous<Message, Verdict>>,
+    #[cfg(not(loom))]
+    shelf: Arc<Shelf>,
 }
 
 impl Drop for ThreadComm {
@@ -173,5 +188,90 @@ impl Communicator<Cpu> for ThreadComm {
             Err(Error::Comm(CommError::Refused { .. })) => Ok(()),
             other => other.map(drop),
         }
+    }
+}
+
+#[cfg(not(loom))]
+impl SymmetricMemory<Cpu> for ThreadComm {
+    type Window = ThreadWindow;
+
+    fn allocate(&mut self, tag: Tag, bytes: usize) -> Result<ThreadWindow> {
+        // The size is compared as that of what each would bring.
+        self.meet(
+            "allocate",
+            tag,
+            DType::U8,
+            Detail::Pieces { send: vec![bytes; self.size], recv: vec![bytes; self.size] },
+            &[],
+        )?;
+        let number = self.calls;
+        Ok(ThreadWindow { number, parts: self.shelf.window(number, self.size, bytes) })
+    }
+
+    fn release(&mut self, tag: Tag, window: ThreadWindow) -> Result<()> {
+        self.meet("release", tag, DType::U8, Detail::Root(window.number as usize), &[])?;
+        self.shelf.forget(window.number);
+        Ok(())
+    }
+
+    fn team(&self, _: &ThreadWindow) -> Result<Vec<usize>> {
+        Ok((0..self.size).collect())
+    }
+
+    fn address(&self, window: &ThreadWindow, peer: usize) -> Result<Option<u64>> {
+        check_peer("address", peer, self.size)?;
+        Ok(Some(window.part(peer).as_ptr() as u64))
+    }
+
+    fn store(&mut self, window: &mut ThreadWindow, offset: usize, from: TensorRef<'_, Cpu>) -> Result<()> {
+        let bytes = from.data().len();
+        Span { offset, bytes }.check("store", "span", window.bytes())?;
+        window.part(self.rank)[offset..offset + bytes].copy_from_slice(from.data());
+        Ok(())
+    }
+
+    fn load(&mut self, window: &ThreadWindow, offset: usize, to: TensorMut<'_, Cpu>) -> Result<()> {
+        let to = to.into_data();
+        Span { offset, bytes: to.len() }.check("load", "span", window.bytes())?;
+        to.copy_from_slice(&window.part(self.rank)[offset..offset + to.len()]);
+        Ok(())
+    }
+
+    fn put(&mut self, tag: Tag, put: Put<'_, ThreadWindow>) -> Result<()> {
+        const CALL: &str = "put";
+        check_peer(CALL, put.peer, self.size)?;
+        let Span { offset, bytes } = put.span;
+        put.span.check(CALL, "from", put.from.bytes())?;
+        Span { offset: put.offset, bytes }.check(CALL, "to", put.to.bytes())?;
+        // Copied out first: both may be parts of one window, and even the same.
+        let copy = put.from.part(self.rank)[offset..offset + bytes].to_vec();
+        put.to.part(put.peer)[put.offset..put.offset + bytes].copy_from_slice(&copy);
+        self.signal(tag, put.peer)
+    }
+
+    fn signal(&mut self, _: Tag, peer: usize) -> Result<()> {
+        check_peer("signal", peer, self.size)?;
+        self.shelf.signal(self.rank, peer);
+        Ok(())
+    }
+
+    fn wait(&mut self, tag: Tag, signals: &[(usize, usize)]) -> Result<()> {
+        let (rank, timeout) = (self.rank, self.timeout);
+        for (peer, count) in signals {
+            check_peer("wait", *peer, self.size)?;
+            if !self.shelf.take(*peer, rank, *count, timeout) {
+                let missing = vec![*peer];
+                return Err(CommError::Timeout { operation: "wait", tag, rank, missing, timeout }.into());
+            }
+        }
+        Ok(())
+    }
+}
+
+#[cfg(not(loom))]
+fn check_peer(call: &'static str, peer: usize, size: usize) -> Result<()> {
+    match peer < size {
+        true => Ok(()),
+        false => Err(Error::invalid(call, "peer", format!("a rank below {size}"), peer)),
     }
 }

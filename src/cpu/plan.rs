@@ -22,19 +22,23 @@ pub(super) fn plan(call: PlanRequest<'_, Cpu>) -> Result<Plan<Cpu>> {
     check(&call, total)?;
     let mut ids = call.ids.as_slice::<i32>()?.to_vec();
     let expert_load = loads(&ids, call.num_experts);
+    let mut counts = expert_load.clone();
     if let Some(limit) = &call.spec.expert_capacity {
         let weights = call.weights.map(element::to_f64);
         limit_experts(&mut ids, &expert_load, limit, weights.as_deref());
+        counts = loads(&ids, call.num_experts);
     }
-    let layout = Layout::new(&call, &loads(&ids, call.num_experts))?;
+    let layout = Layout::new(&call, &counts)?;
     let slots = layout.slots(&mut ids);
 
     let first_token: usize = call.tokens[..call.rank].iter().sum();
     let tokens = call.tokens[call.rank];
     let own = first_token * k..(first_token + tokens) * k;
-    let before = call.ids.as_slice::<i32>()?;
-    let dropped = own.clone().filter(|i| before[*i] >= 0 && ids[*i] < 0).count();
-    let walk = Walk { call: &call, layout: &layout, ids: &ids, slots: &slots, first_token };
+    let before = &call.ids.as_slice::<i32>()?[own.clone()];
+    let dropped = before.iter().zip(&ids[own.clone()]).filter(|(before, after)| **before >= 0 && **after < 0).count();
+    // An entry for "none", and one for each expert: a division a choice would take most of the time.
+    let ranks = std::iter::once(NOWHERE).chain((0..call.num_experts).map(|e| e / layout.local_experts)).collect();
+    let walk = Walk { call: &call, layout: &layout, ids: &ids, slots: &slots, first_token, ranks };
     let maps = match call.transport {
         Transport::Local | Transport::AllRows => walk.all_rows()?,
         Transport::UniqueRows => walk.unique_rows()?,
@@ -79,8 +83,13 @@ fn check(call: &PlanRequest<'_, Cpu>, total: usize) -> Result<()> {
     if let Some(weights) = &call.weights {
         Error::check_shape(CALL, "weights of all ranks", &[total, k], weights.dims())?;
     }
-    let absent = |id: &&i32| **id != -1 && usize::try_from(**id).map_or(true, |e| e >= experts);
-    match call.ids.as_slice::<i32>()?.iter().find(absent) {
+    // −1 is the largest number of all without a sign.
+    let most = i32::try_from(experts).unwrap_or(i32::MAX);
+    let absent = |id: &&i32| **id < -1 || **id >= most;
+    let ids = call.ids.as_slice::<i32>()?;
+    // Whether, before which: the first can look at many at once.
+    let any = ids.iter().fold(false, |any, id| any | absent(&id));
+    match ids.iter().find(absent).filter(|_| any) {
         Some(id) => Err(Error::invalid(CALL, "ids of all ranks", format!("-1 or below {experts}"), id)),
         None => Ok(()),
     }
@@ -88,8 +97,10 @@ fn check(call: &PlanRequest<'_, Cpu>, total: usize) -> Result<()> {
 
 /// Choices of each expert.
 fn loads(ids: &[i32], experts: usize) -> Vec<usize> {
-    let mut loads = vec![0; experts];
-    ids.iter().filter_map(|id| usize::try_from(*id).ok()).for_each(|e| loads[e] += 1);
+    // Behind the experts one for "none", so that no choice is a branch.
+    let mut loads = vec![0; experts + 1];
+    ids.iter().for_each(|id| loads[usize::try_from(*id).unwrap_or(experts)] += 1);
+    loads.truncate(experts);
     loads
 }
 
@@ -160,18 +171,20 @@ impl Layout {
 
     /// Slot of each choice on its expert's rank, −1 where dropped; drops in `ids` too.
     fn slots(&self, ids: &mut [i32]) -> Vec<i32> {
-        let mut next = self.offsets.clone();
+        // No slot is past an i32, as `new` has seen to.
+        let mut next: Vec<i32> = self.offsets.iter().map(|o| *o as i32).collect();
+        let limit = i32::try_from(self.limit).unwrap_or(i32::MAX);
         let slot_of = |id: &mut i32| {
-            let e = usize::try_from(*id).ok()?;
-            let slot = next[e];
-            next[e] += 1;
-            if slot >= self.limit {
+            let Some(next) = usize::try_from(*id).ok().and_then(|e| next.get_mut(e)) else { return -1 };
+            let slot = *next;
+            *next += 1;
+            if slot >= limit {
                 *id = -1;
-                return None;
+                return -1;
             }
-            Some(slot as i32)
+            slot
         };
-        ids.iter_mut().map(slot_of).map(|s| s.unwrap_or(-1)).collect()
+        ids.iter_mut().map(slot_of).collect()
     }
 
     /// Rows N of a rank's buffers.
@@ -219,12 +232,17 @@ struct Walk<'a, 'r> {
     ids: &'a [i32],
     slots: &'a [i32],
     first_token: usize,
+    /// Rank of each expert, behind an entry for "none".
+    ranks: Vec<usize>,
 }
 
+/// The rank of no expert.
+const NOWHERE: usize = usize::MAX;
+
 impl Walk<'_, '_> {
-    /// Rank that choice i is kept at.
-    fn rank_of(&self, i: usize) -> Option<usize> {
-        usize::try_from(self.ids[i]).ok().map(|e| e / self.layout.local_experts)
+    /// Rank that a choice is kept at.
+    fn rank_of(&self, id: i32) -> usize {
+        self.ranks[(id + 1) as usize]
     }
 
     fn all_rows(&self) -> Result<Maps> {
@@ -232,11 +250,15 @@ impl Walk<'_, '_> {
         let mut row_map = vec![-1i32; rows];
         let mut weight_map = vec![-1i32; rows];
         let mut return_map = vec![-1i32; self.ids.len()];
-        for i in (0..self.ids.len()).filter(|i| self.rank_of(*i) == Some(self.call.rank)) {
-            let slot = self.slots[i] as usize;
-            row_map[slot] = (i / k) as i32;
-            weight_map[slot] = i as i32;
-            return_map[i] = slot as i32;
+        for (token, (ids, slots)) in self.ids.chunks_exact(k).zip(self.slots.chunks_exact(k)).enumerate() {
+            for (j, (id, slot)) in ids.iter().zip(slots).enumerate() {
+                if self.rank_of(*id) == self.call.rank {
+                    let (i, at) = (token * k + j, *slot as usize);
+                    row_map[at] = token as i32;
+                    weight_map[at] = i as i32;
+                    return_map[i] = *slot;
+                }
+            }
         }
         Ok(Maps {
             row_map: Tensor::from_vec(row_map, &[rows])?,
@@ -255,8 +277,8 @@ impl Walk<'_, '_> {
     fn slots_only(&self) -> Result<Maps> {
         let rows = self.layout.rows(self.call.rank);
         let mut row_map = vec![-1i32; rows];
-        for i in (0..self.ids.len()).filter(|i| self.rank_of(*i) == Some(self.call.rank)) {
-            row_map[self.slots[i] as usize] = self.slots[i];
+        for (_, slot) in self.ids.iter().zip(self.slots).filter(|(id, _)| self.rank_of(**id) == self.call.rank) {
+            row_map[*slot as usize] = *slot;
         }
         Ok(Maps {
             weight_map: Tensor::from_vec(row_map.clone(), &[rows])?,
@@ -281,35 +303,39 @@ impl Walk<'_, '_> {
         let (mut recv_rows, mut slots_from) = (vec![0; ranks], vec![0; ranks]);
         let (mut received, mut choice) = (0i32, 0);
         for (source, &tokens) in self.call.tokens.iter().enumerate() {
-            for _ in 0..tokens {
+            let range = choice..choice + tokens * k;
+            choice = range.end;
+            let (rows_before, slots_before) = (received, return_slots.len());
+            for (ids, slots) in self.ids[range.clone()].chunks_exact(k).zip(self.slots[range].chunks_exact(k)) {
                 let mut wanted = false;
-                for i in choice..choice + k {
-                    if self.rank_of(i) != Some(rank) {
-                        continue;
+                for (id, slot) in ids.iter().zip(slots) {
+                    if self.rank_of(*id) == rank {
+                        wanted = true;
+                        row_map[*slot as usize] = received;
+                        weight_map[*slot as usize] = return_slots.len() as i32;
+                        return_slots.push(*slot);
                     }
-                    wanted = true;
-                    row_map[self.slots[i] as usize] = received;
-                    weight_map[self.slots[i] as usize] = return_slots.len() as i32;
-                    return_slots.push(self.slots[i]);
-                    slots_from[source] += 1;
                 }
-                choice += k;
                 received += i32::from(wanted);
-                recv_rows[source] += usize::from(wanted);
             }
+            recv_rows[source] = (received - rows_before) as usize;
+            slots_from[source] = return_slots.len() - slots_before;
         }
 
         let tokens = self.call.tokens[rank];
+        let own = &self.ids[self.first_token * k..(self.first_token + tokens) * k];
         let mut sent_tokens = vec![Vec::new(); ranks];
         let mut sent_choices = vec![Vec::new(); ranks];
-        for t in 0..tokens {
-            for j in t * k..(t + 1) * k {
-                if let Some(to) = self.rank_of(self.first_token * k + j) {
-                    if sent_tokens[to].last() != Some(&(t as i32)) {
-                        sent_tokens[to].push(t as i32);
-                    }
-                    sent_choices[to].push(j as i32);
+        for (t, ids) in own.chunks_exact(k).enumerate() {
+            for (j, id) in ids.iter().enumerate() {
+                let to = self.rank_of(*id);
+                if to == NOWHERE {
+                    continue;
                 }
+                if sent_tokens[to].last() != Some(&(t as i32)) {
+                    sent_tokens[to].push(t as i32);
+                }
+                sent_choices[to].push((t * k + j) as i32);
             }
         }
         let (send_rows, slots_at) = (lengths(&sent_tokens), lengths(&sent_choices));

@@ -44,6 +44,10 @@ impl Kernels for Cuda {
         self.on_stream("plan", stream)?;
         plan::plan(self, call)
     }
+    fn plan_from_host(&self, stream: &Stream, call: PlanRequest<'_, Cpu>) -> Result<Plan<Self>> {
+        self.on_stream("plan", stream)?;
+        plan::plan_from_host(self, call)
+    }
     fn plan_behind(&self, stream: &Stream, call: PlanRequest<'_, Self>) -> Result<Option<Plan<Self>>> {
         self.on_stream("plan_behind", stream)?;
         plan::plan_behind(self, call)

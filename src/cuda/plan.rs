@@ -265,19 +265,21 @@ fn read_later(device: &Cuda, stats: Tensor<Cuda>, experts: usize) -> Lazy<Stats>
 pub(super) fn plan(device: &Cuda, call: PlanRequest<'_, Cuda>) -> Result<Plan<Cuda>> {
     let ids = device.to_host(call.ids)?;
     let weights = call.weights.map(|w| device.to_host(w)).transpose()?;
-    let plan = Cpu::new().plan(
-        &(),
-        PlanRequest {
-            rank: call.rank,
-            ranks: call.ranks,
-            num_experts: call.num_experts,
-            ids: ids.view(),
-            weights: weights.as_ref().map(Tensor::view),
-            tokens: call.tokens,
-            spec: call.spec,
-            transport: call.transport,
-        },
-    )?;
+    let call = PlanRequest {
+        rank: call.rank,
+        ranks: call.ranks,
+        num_experts: call.num_experts,
+        ids: ids.view(),
+        weights: weights.as_ref().map(Tensor::view),
+        tokens: call.tokens,
+        spec: call.spec,
+        transport: call.transport,
+    };
+    plan_from_host(device, call)
+}
+
+pub(super) fn plan_from_host(device: &Cuda, call: PlanRequest<'_, Cpu>) -> Result<Plan<Cuda>> {
+    let plan = Cpu::new().plan(&(), call)?;
     let optional = |t: &Option<Tensor<Cpu>>| t.as_ref().map(|t| device.tensor(t)).transpose();
     Ok(Plan {
         tokens: plan.tokens,

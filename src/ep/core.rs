@@ -351,16 +351,15 @@ impl<D: Kernels> Core<D> {
     fn plan(&self, transport: Transport, records: &[Record], spec: &DispatchSpec) -> Result<Handle<D>> {
         let tokens: Vec<usize> = records.iter().map(|r| r.tokens).collect();
         let dims = [tokens.iter().sum(), spec.top_k];
-        let ids: Vec<u8> = records.iter().flat_map(|r| &r.ids).flat_map(|id| id.to_ne_bytes()).collect();
-        let ids = self.uploaded(DType::I32, &ids, &dims)?;
+        let ids = Tensor::from_vec(records.iter().flat_map(|r| &r.ids).copied().collect::<Vec<i32>>(), &dims)?;
         let weights = match record::needs_weights(spec) {
             true => {
-                let bytes: Vec<u8> = records.iter().flat_map(|r| &r.weights).flat_map(|w| w.to_ne_bytes()).collect();
-                Some(self.uploaded(DType::F64, &bytes, &dims)?)
+                let weights: Vec<f64> = records.iter().flat_map(|r| &r.weights).copied().collect();
+                Some(Tensor::from_vec(weights, &dims)?)
             }
             false => None,
         };
-        let plan = self.device.plan(
+        let plan = self.device.plan_from_host(
             &self.stream,
             PlanRequest {
                 rank: self.rank(),
@@ -375,11 +374,5 @@ impl<D: Kernels> Core<D> {
         )?;
         let absent = (0..records.len()).filter(|r| !records[*r].backward).collect();
         Ok(Handle { in_slots: transport == Transport::Slots, ..self.handle(spec, plan, absent, tokens) })
-    }
-
-    fn uploaded(&self, dtype: DType, bytes: &[u8], dims: &[usize]) -> Result<Tensor<D>> {
-        let mut t = Tensor::empty(&self.device, dtype, dims)?;
-        self.device.upload(&self.stream, bytes, t.view_mut())?;
-        Ok(t)
     }
 }

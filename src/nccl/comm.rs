@@ -146,7 +146,12 @@ impl NcclComm {
         tag: Tag,
         calls: impl FnOnce(Raw<'_>) -> Result<T>,
     ) -> Result<T> {
-        let subject = self.begin(Call { operation, tag, dtype: DType::U8, detail: Detail::Plain, bytes: 0 })?;
+        self.together(Call { operation, tag, dtype: DType::U8, detail: Detail::Plain, bytes: 0 }, calls)
+    }
+
+    pub(super) fn together<T>(&mut self, call: Call, calls: impl FnOnce(Raw<'_>) -> Result<T>) -> Result<T> {
+        let (operation, tag) = (call.operation, call.tag);
+        let subject = self.begin(call)?;
         self.cuda.bind(operation)?;
         let stream = self.stream();
         self.enter(subject);
@@ -194,16 +199,24 @@ impl NcclComm {
 
     /// Calls between some of the ranks only: they count on nobody else, so they are not in the ranks' common count.
     fn pair(&mut self, operation: &'static str, tag: Tag, sends: &[Piece], receives: &[Piece]) -> Result<()> {
-        let size = self.link.size;
-        for piece in sends.iter().chain(receives) {
-            if piece.peer >= size {
-                return Err(Error::invalid(operation, "peer", format!("a rank below {size}"), piece.peer));
-            }
-        }
-        let subject = Subject { rank: self.link.rank, number: self.calls, operation, tag };
-        self.alive()?;
+        let subject = self.aside(operation, tag, sends.iter().chain(receives).map(|piece| piece.peer))?;
         // SAFETY: the views have those bytes, and memory they are of is given back in the stream's order.
         self.enqueue(subject, |lane| unsafe { lane.exchange(sends, receives) })
+    }
+
+    /// The subject of a call that concerns these peers only.
+    pub(super) fn aside(
+        &self,
+        operation: &'static str,
+        tag: Tag,
+        mut peers: impl Iterator<Item = usize>,
+    ) -> Result<Subject> {
+        let (rank, size) = (self.link.rank, self.link.size);
+        if let Some(peer) = peers.find(|peer| *peer >= size) {
+            return Err(Error::invalid(operation, "peer", format!("a rank below {size}"), peer));
+        }
+        self.alive()?;
+        Ok(Subject { rank, number: self.calls, operation, tag })
     }
 
     pub(super) fn stream(&self) -> StreamPtr {

@@ -45,6 +45,18 @@ impl Lane<'_> {
         }
     }
 
+    /// One call of these functions, made by the caller.
+    ///
+    /// # Safety
+    /// What the call reads and writes lives until the stream has passed.
+    pub(super) unsafe fn other(
+        &self,
+        function: &'static str,
+        call: impl FnOnce(CommPtr, StreamPtr) -> Status,
+    ) -> Result<(), Refused> {
+        self.call(function, |_, comm| call(comm, self.stream))
+    }
+
     /// # Safety
     /// `from` has `bytes` bytes, and `to` that many for each rank, until the stream has passed.
     pub(super) unsafe fn all_gather(&self, from: u64, to: u64, bytes: usize) -> Result<(), Refused> {

@@ -1,6 +1,11 @@
-//! Ranks on several GPUs, over NCCL.
+//! Ranks on several GPUs, over NCCL, which is found at run time ([`NcclLibrary`]); a build needs nothing of it.
 //!
-//! NCCL is found at run time ([`NcclLibrary`]); a build needs nothing of it.
+//! * [`NcclComm::threads`]: ranks as threads of this process. Their hosts meet before each collective and compare it, so a
+//!   disagreement or a refusal is an error on each rank and the communicator goes on.
+//! * [`NcclComm::join`]: ranks as processes. They hear at once of one that refuses or dies; that ends the communicator.
+//! * [`NcclComm::split`], [`NcclComm::group`]: parts of them.
+//!
+//! Collectives are enqueued. What goes wrong later, a watchdog finds; see [`NcclComm`]. `docs/nccl.md` is the guide.
 
 mod board;
 #[cfg(feature = "nccl-ep")]
@@ -13,6 +18,7 @@ mod link;
 mod notice;
 mod notices;
 mod sums;
+mod symmetric;
 pub mod sys;
 #[cfg(test)]
 mod tests;
@@ -25,9 +31,15 @@ pub(crate) use built::Shared;
 pub use comm::{NcclComm, Raw};
 pub use error::NcclError;
 pub use library::{NcclLibrary, VARIABLE};
+pub use symmetric::NcclWindow;
 pub use world::NcclWorld;
 
 use crate::error::Error;
+
+/// The page's examples compile.
+#[cfg(doctest)]
+#[doc = include_str!("../../docs/nccl.md")]
+struct Page;
 
 /// What the operating system refused.
 fn system(operation: &'static str, error: std::io::Error) -> Error {

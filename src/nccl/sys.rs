@@ -230,6 +230,8 @@ functions! {
         window_register: "ncclCommWindowRegister" = fn(CommPtr, *mut c_void, usize, *mut WindowPtr, c_int) -> Status;
         /// Ends a window (2.27).
         window_deregister: "ncclCommWindowDeregister" = fn(CommPtr, WindowPtr) -> Status;
+        /// Address of a peer's part of a window, from an offset on; null where it is out of reach (2.29).
+        get_peer_pointer: "ncclGetPeerDevicePointer" = fn(WindowPtr, usize, c_int, *mut *mut c_void) -> Status;
         /// Writes into a peer's window, and signals it (2.29).
         put_signal: "ncclPutSignal" =
             fn(*const c_void, usize, DataType, c_int, WindowPtr, usize, c_int, c_int, c_uint, CommPtr, StreamPtr) -> Status;

@@ -166,6 +166,7 @@ fn functions() -> Functions {
         mem_free: None,
         window_register: None,
         window_deregister: None,
+        get_peer_pointer: None,
         put_signal: None,
         signal: None,
         wait_signal: None,

@@ -9,6 +9,7 @@ mod harness;
 mod random;
 mod reference;
 mod routing;
+mod symmetric;
 #[path = "../target/mod.rs"]
 mod target;
 
@@ -36,6 +37,12 @@ pub fn cases<D: Target>() -> Vec<(&'static str, Case<D>)> {
 /// The communicator's own bodies.
 pub fn communicator_bodies<D: Target>() -> Vec<communicator::Body<D>> {
     communicator::bodies()
+}
+
+/// A body for the windows of a communicator's rank.
+#[cfg(feature = "nccl")]
+pub fn windows<D: Target, C: moebius::comm::SymmetricMemory<D>>(comm: C, device: &D) {
+    symmetric::ring(comm, device);
 }
 
 /// A dispatcher over some ranks.

@@ -19,6 +19,7 @@ pub fn cases() -> Vec<(&'static str, Run)> {
         ("fails_inside", fails_inside),
         ("panics_inside", panics_inside),
         ("splits", splits),
+        ("windows", windows),
     ]
 }
 
@@ -160,6 +161,15 @@ fn splits(_: &Cuda, ranks: usize) {
         assert_eq!(none.is_some(), rank == 0);
         drop((part, none));
         comm.barrier(tag(3)).expect("the whole");
+    });
+    assert!(results.iter().all(Option::is_some));
+}
+
+/// Symmetric memory over NCCL's windows.
+fn windows(_: &Cuda, ranks: usize) {
+    let results = each(gpus::communicators(ranks, PATIENCE), |comm| {
+        let cuda = comm.cuda().clone();
+        crate::conformance::windows(comm, &cuda);
     });
     assert!(results.iter().all(Option::is_some));
 }

@@ -32,6 +32,8 @@ pub fn cases() -> Vec<(&'static str, Run)> {
 /// Which body a child runs; its rank and job are in the variables of `moebius-run`.
 pub const CHILD: &str = "MOEBIUS_TEST_RANK_BODY";
 const PATIENCE: Duration = Duration::from_secs(60);
+/// Seconds after which a child is killed.
+const LIMIT: &str = "45";
 /// What is told at once is told well within the above.
 const AT_ONCE: Duration = Duration::from_secs(10);
 /// Sockets on loopback between ranks that think that they are on two hosts.
@@ -51,7 +53,9 @@ fn start(body: &str, ranks: usize, environment: &[(&str, &str)]) -> Vec<Said> {
     let me = std::env::current_exe().expect("this program");
     let children: Vec<Child> = (0..ranks)
         .map(|rank| {
-            let mut command = Command::new(&me);
+            // A rank that hangs is what these tests are about: it ends, and fails them.
+            let mut command = Command::new("timeout");
+            command.args(["--signal=KILL", LIMIT]).arg(&me);
             command.env(CHILD, body).env("MOEBIUS_LAUNCHER", "moebius").env("MOEBIUS_TOKEN", &token);
             command.env("MOEBIUS_RANK", rank.to_string()).env("MOEBIUS_LOCAL_RANK", rank.to_string());
             command.env("MOEBIUS_WORLD", ranks.to_string()).env("MOEBIUS_ADDRESS", port.to_string());

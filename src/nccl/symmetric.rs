@@ -1,0 +1,221 @@
+//! Windows: memory of all ranks that each can write.
+
+use std::ffi::c_void;
+
+use crate::comm::agree::{Call, Detail};
+use crate::comm::{Communicator, Put, Span, SymmetricMemory, Tag};
+use crate::cuda::{Cuda, DeviceMut, DeviceRef};
+use crate::device::Device;
+use crate::dtype::DType;
+use crate::error::{Error, Result};
+use crate::tensor::{TensorMut, TensorRef};
+
+use super::NcclComm;
+use super::comm::Raw;
+use super::sys::{self, DataType, Status, WaitSignal, WindowPtr};
+
+/// NCCL wants windows of whole pages.
+const PAGE: usize = 4096;
+/// The only signal and context that NCCL 2.30 has.
+const SIGNAL: i32 = 0;
+
+/// A rank's handle of a window of NCCL's (`ncclWindow_t`), over memory of `ncclMemAlloc`.
+#[derive(Debug)]
+pub struct NcclWindow {
+    address: u64,
+    bytes: usize,
+    window: WindowPtr,
+}
+
+// SAFETY: the window is a handle that NCCL lets any thread pass to its calls, one at a time, as the communicator sees to.
+unsafe impl Send for NcclWindow {}
+
+impl NcclWindow {
+    /// NCCL's handle, for libraries that take it.
+    pub fn raw(&self) -> WindowPtr {
+        self.window
+    }
+
+    /// Address of this rank's part.
+    pub fn base(&self) -> u64 {
+        self.address
+    }
+
+    /// Bytes of each rank's part.
+    pub fn bytes(&self) -> usize {
+        self.bytes
+    }
+
+    fn own(&self, span: Span) -> DeviceRef<'_> {
+        // SAFETY: callers have checked the span; the memory is the window's, and given back behind its uses.
+        unsafe { DeviceRef::from_raw(self.address + span.offset as u64, span.bytes) }
+    }
+
+    fn own_mut(&mut self, span: Span) -> DeviceMut<'_> {
+        // SAFETY: as above. Peers write where they agree with this rank to write.
+        unsafe { DeviceMut::from_raw(self.address + span.offset as u64, span.bytes) }
+    }
+}
+
+impl NcclComm {
+    fn another(&self, call: &'static str, peer: usize) -> Result<()> {
+        match peer == self.link.rank {
+            false => Ok(()),
+            true => Err(Error::invalid(call, "peer", "another rank", format!("{peer}, this one"))),
+        }
+    }
+
+    /// A call about windows that all ranks make, of the same number of bytes.
+    fn of_window<T>(
+        &mut self,
+        (operation, tag): (&'static str, Tag),
+        bytes: usize,
+        calls: impl FnOnce(Raw<'_>) -> Result<T>,
+    ) -> Result<T> {
+        self.together(Call { operation, tag, dtype: DType::U8, detail: Detail::Plain, bytes }, calls)
+    }
+}
+
+impl SymmetricMemory<Cuda> for NcclComm {
+    type Window = NcclWindow;
+
+    fn allocate(&mut self, tag: Tag, bytes: usize) -> Result<NcclWindow> {
+        let library = self.library().clone();
+        let functions = *library.functions();
+        let alloc = library.newer("ncclMemAlloc", functions.mem_alloc)?;
+        let free = library.newer("ncclMemFree", functions.mem_free)?;
+        let register = library.newer("ncclCommWindowRegister", functions.window_register)?;
+        let size = bytes.max(1).next_multiple_of(PAGE);
+        self.of_window(("allocate", tag), bytes, |raw| {
+            let mut memory: *mut c_void = std::ptr::null_mut();
+            // SAFETY: the result is written to a local; the rank's GPU is the thread's.
+            let status = unsafe { alloc(&raw mut memory, size) };
+            library.check("ncclMemAlloc", std::ptr::null_mut(), status)?;
+            let mut window: WindowPtr = std::ptr::null_mut();
+            // SAFETY: the memory has that many bytes and is NCCL's own; the communicator lives during the call.
+            let status = unsafe { register(raw.comm, memory, size, &raw mut window, sys::WINDOW_SYMMETRIC) };
+            let registered = library.check("ncclCommWindowRegister", raw.comm, status);
+            let registered = registered.and_then(|()| match window.is_null() {
+                false => Ok(()),
+                // How NCCL says that this machine has no symmetric memory.
+                true => library.check("ncclCommWindowRegister", raw.comm, Status::INVALID_ARGUMENT),
+            });
+            if let Err(error) = registered {
+                // SAFETY: the memory was just allocated and is in no window.
+                let _ = unsafe { free(memory) };
+                return Err(error.into());
+            }
+            Ok(NcclWindow { address: memory as u64, bytes, window })
+        })
+    }
+
+    fn release(&mut self, tag: Tag, window: NcclWindow) -> Result<()> {
+        let library = self.library().clone();
+        let functions = *library.functions();
+        let free = library.newer("ncclMemFree", functions.mem_free)?;
+        let deregister = library.newer("ncclCommWindowDeregister", functions.window_deregister)?;
+        // What the stream still does with it comes first, here and at the peers.
+        self.barrier(tag)?;
+        self.of_window(("release", tag), window.bytes, |raw| {
+            // SAFETY: the window is this communicator's and nobody uses it any more.
+            let status = unsafe { deregister(raw.comm, window.window) };
+            library.check("ncclCommWindowDeregister", raw.comm, status)?;
+            // SAFETY: the memory was the window's alone.
+            let status = unsafe { free(window.address as *mut c_void) };
+            Ok(library.check("ncclMemFree", std::ptr::null_mut(), status)?)
+        })
+    }
+
+    fn team(&self, window: &NcclWindow) -> Result<Vec<usize>> {
+        let reach = |peer| Ok(self.address(window, peer)?.map(|_| peer));
+        (0..self.link.size).filter_map(|peer| reach(peer).transpose()).collect()
+    }
+
+    fn address(&self, window: &NcclWindow, peer: usize) -> Result<Option<u64>> {
+        const CALL: &str = "address";
+        self.aside(CALL, Tag { layer: 0, op: crate::comm::Op::User, sequence: 0 }, std::iter::once(peer))?;
+        if peer == self.link.rank {
+            return Ok(Some(window.address));
+        }
+        let library = self.library();
+        let get = library.newer("ncclGetPeerDevicePointer", library.functions().get_peer_pointer)?;
+        self.with_raw(|raw| {
+            let mut address: *mut c_void = std::ptr::null_mut();
+            // SAFETY: the window is this communicator's, which lives during the call; the result is a local.
+            let status = unsafe { get(window.window, 0, peer as i32, &raw mut address) };
+            library.check("ncclGetPeerDevicePointer", raw.comm, status)?;
+            Ok((!address.is_null()).then_some(address as u64))
+        })
+    }
+
+    fn store(&mut self, window: &mut NcclWindow, offset: usize, from: TensorRef<'_, Cuda>) -> Result<()> {
+        let span = Span { offset, bytes: Cuda::len(from.data()) };
+        span.check("store", "span", window.bytes)?;
+        self.cuda.copy(from.data(), window.own_mut(span))
+    }
+
+    fn load(&mut self, window: &NcclWindow, offset: usize, to: TensorMut<'_, Cuda>) -> Result<()> {
+        let to = to.into_data();
+        let span = Span { offset, bytes: Cuda::len_mut(&to) };
+        span.check("load", "span", window.bytes)?;
+        self.cuda.copy(window.own(span), to)
+    }
+
+    fn put(&mut self, tag: Tag, put: Put<'_, NcclWindow>) -> Result<()> {
+        const CALL: &str = "put";
+        let Span { bytes, .. } = put.span;
+        put.span.check(CALL, "from", put.from.bytes)?;
+        Span { offset: put.offset, bytes }.check(CALL, "to", put.to.bytes)?;
+        let subject = self.aside(CALL, tag, std::iter::once(put.peer))?;
+        self.another(CALL, put.peer)?;
+        if bytes == 0 {
+            return self.signal(tag, put.peer);
+        }
+        let library = self.library();
+        let function = library.newer("ncclPutSignal", library.functions().put_signal)?;
+        let (from, peer) = (put.from.own(put.span).address() as *const c_void, put.peer as i32);
+        let (window, offset) = (put.to.window, put.offset);
+        // SAFETY: both spans are inside their windows, which live until `release`, behind a barrier of all ranks.
+        self.enqueue(subject, |lane| unsafe {
+            lane.other("ncclPutSignal", |comm, stream| {
+                function(from, bytes, DataType::U8, peer, window, offset, SIGNAL, 0, 0, comm, stream)
+            })
+        })
+    }
+
+    fn signal(&mut self, tag: Tag, peer: usize) -> Result<()> {
+        const CALL: &str = "signal";
+        let subject = self.aside(CALL, tag, std::iter::once(peer))?;
+        self.another(CALL, peer)?;
+        let library = self.library();
+        let function = library.newer("ncclSignal", library.functions().signal)?;
+        // SAFETY: nothing but NCCL's own memory is written.
+        self.enqueue(subject, |lane| unsafe {
+            lane.other("ncclSignal", |comm, stream| function(peer as i32, SIGNAL, 0, 0, comm, stream))
+        })
+    }
+
+    fn wait(&mut self, tag: Tag, signals: &[(usize, usize)]) -> Result<()> {
+        const CALL: &str = "wait";
+        let subject = self.aside(CALL, tag, signals.iter().map(|(peer, _)| *peer))?;
+        signals.iter().try_for_each(|(peer, _)| self.another(CALL, *peer))?;
+        let library = self.library();
+        let function = library.newer("ncclWaitSignal", library.functions().wait_signal)?;
+        let wanted = signals.iter().filter(|(_, count)| *count > 0);
+        let describe = |(peer, count): &(usize, usize)| WaitSignal {
+            count: *count as i32,
+            peer: *peer as i32,
+            index: SIGNAL,
+            context: 0,
+        };
+        let mut list: Vec<WaitSignal> = wanted.map(describe).collect();
+        if list.is_empty() {
+            return Ok(());
+        }
+        let count = list.len() as i32;
+        // SAFETY: the list has that many entries and is read before the call returns.
+        self.enqueue(subject, |lane| unsafe {
+            lane.other("ncclWaitSignal", |comm, stream| function(count, list.as_mut_ptr(), comm, stream))
+        })
+    }
+}
