@@ -130,7 +130,7 @@ impl Rank {
                 None => flat.resize(flat.len() + var.elem_count(), 0.0),
             }
         }
-        self.world.sum(step, &mut flat)?;
+        let flat = self.world.sum(step, flat)?;
         let mut rest = &flat[..];
         for var in replicated() {
             let (own, others) = rest.split_at(var.elem_count());

@@ -18,27 +18,29 @@ pub enum World {
 
 impl World {
     /// Sums values over the ranks, in rank order, so that all ranks get the same bits.
-    pub fn sum(&mut self, step: usize, flat: &mut [f32]) -> Result<(), Failure> {
+    pub fn sum(&mut self, step: usize, mut flat: Vec<f32>) -> Result<Vec<f32>, Failure> {
         let group = match self {
             World::Group(group) => group,
             World::Threads(comm) => {
                 let dims = [flat.len()];
-                let values = TensorMut::<Cpu>::from_slice(flat, &dims)?;
-                return Ok(comm.all_reduce(gradients(step), ReduceOp::Sum, values)?);
+                let values = TensorMut::<Cpu>::from_slice(&mut flat, &dims)?;
+                comm.all_reduce(gradients(step), ReduceOp::Sum, values)?;
+                return Ok(flat);
             }
         };
         if let Some(group) = group.on::<Cpu>() {
-            return sum_over_ranks(group, step, flat);
+            sum_over_ranks(group, step, &mut flat)?;
+            return Ok(flat);
         }
         #[cfg(feature = "nccl")]
         if let Some(group) = group.on::<moebius::cuda::Cuda>() {
             let mut group = group.lock();
             let (cuda, count) = (group.device().clone(), flat.len());
-            let mut values = cuda.tensor(&moebius::Tensor::from_vec(flat.to_vec(), &[count])?)?;
+            let mut values = cuda.tensor(&moebius::Tensor::from_vec(flat, &[count])?)?;
             group.dispatcher().communicator().all_reduce(gradients(step), ReduceOp::Sum, values.view_mut())?;
-            flat.copy_from_slice(cuda.to_host(values.view())?.as_slice::<f32>()?);
+            return Ok(cuda.to_host(values.view())?.as_slice::<f32>()?.to_vec());
         }
-        Ok(())
+        Ok(flat)
     }
 
     /// Every rank's values, in rank order; on the CPU, and on a GPU alone.

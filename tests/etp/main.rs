@@ -6,6 +6,7 @@ mod exact;
 mod faults;
 #[cfg(feature = "candle")]
 mod module;
+mod quantised;
 #[path = "../../examples/support/random.rs"]
 #[allow(dead_code, reason = "the examples take more of it")]
 mod random;
