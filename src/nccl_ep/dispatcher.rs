@@ -1,28 +1,24 @@
 //! The dispatcher's calls over the library's.
 
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Mutex, MutexGuard, PoisonError};
 
-use crate::comm::{Communicator, Op, ReduceOp, Tag};
+use crate::comm::{Communicator, Op, Tag};
 use crate::cuda::Cuda;
-use crate::cuda::plan::{self, Foreign};
-use crate::device::Device;
 use crate::dtype::DType;
 use crate::ep::carrier::{check_float, check_grads, check_inputs, check_outputs, check_slots, check_tokens};
 use crate::ep::core::Core;
 use crate::ep::record;
 use crate::ep::{
-    Capacity, DispatchGrads, DispatchInputs, DispatchOutputs, DispatchSpec, Handle, Overflow, Plan, Received,
-    Reporting, Stats, TokenDispatcher, Transport,
+    DispatchGrads, DispatchInputs, DispatchOutputs, DispatchSpec, Handle, Received, TokenDispatcher, Transport,
 };
 use crate::error::{Error, Result};
 use crate::kernels::Kernels;
-use crate::lazy::Lazy;
 use crate::nccl::{NcclComm, Shared};
 use crate::tensor::{Tensor, TensorMut, TensorRef};
 
 use super::group::{check_domain, check_experts, check_gpu};
-use super::handle::{Counters, Direction, HandleOptions, RowsBack, RowsOut};
-use super::{EpError, EpLibrary, Group, GroupOptions};
+use super::handle::{Direction, RowsBack, RowsOut};
+use super::{EpError, EpLibrary, Group};
 
 /// Most bytes of a reason that ranks tell each other.
 const REASON: usize = 512;
@@ -32,24 +28,24 @@ const REASON: usize = 512;
 /// A spec's first prepare is compared over the ranks and planned on the host, as every one is that reports at once, drops,
 /// or limits experts: the library gets what is kept, so it drops nothing. The others are planned by the library on the
 /// GPUs; rows past a static capacity, which it drops, are an error that is reported later. Its order of slots inside a
-/// zone is its own. A library's group is made for a capacity, a
-/// number of choices and bytes of a row when they are first met, outside graphs, and lives as long as the dispatcher.
+/// zone is its own. A library's group is made for a capacity, a number of choices and bytes of a row when they are first
+/// met, outside graphs, and lives as long as the dispatcher.
 ///
 /// Every collective passes the communicator's meeting and watchdog: a rank that cannot take part tells the others
 /// before they begin, where the ranks are threads; where they are processes it ends the communicator.
 #[derive(Debug)]
 pub struct NcclEp {
     // Before the communicator, which they are built on.
-    groups: Vec<Group>,
-    library: EpLibrary,
-    shared: Shared,
+    pub(super) groups: Vec<Group>,
+    pub(super) library: EpLibrary,
+    pub(super) shared: Shared,
     /// Layers and specs that all ranks have met with.
     agreed: Vec<(u32, record::Fields)>,
-    core: Core<Cuda>,
+    pub(super) core: Core<Cuda>,
 }
 
 /// What a handle of the layer keeps: the library's, made when the size of its rows is known.
-type Kept = Mutex<Option<super::Handle>>;
+pub(super) type Kept = Mutex<Option<super::Handle>>;
 
 /// The dispatcher, or the state it was to have and the reason why not; the same on all ranks.
 type Possible = std::result::Result<NcclEp, Box<(Core<Cuda>, Error)>>;
@@ -72,166 +68,6 @@ impl NcclEp {
                     Err(Box::new((core, error)))
                 }
             },
-        })
-    }
-
-    /// What the library would not do.
-    fn rules(&self, spec: &DispatchSpec) -> Result<()> {
-        match spec.capacity {
-            Capacity::Static(found) if !found.is_multiple_of(spec.alignment.max(1)) => {
-                let expected = format!("a multiple of the alignment {}", spec.alignment);
-                Err(EpError::Capacity { expected, found }.into())
-            }
-            _ => Ok(()),
-        }
-    }
-
-    /// Most tokens of a rank, as the library takes them: by fours.
-    fn max_tokens(&self) -> usize {
-        self.core.config.max_tokens_per_rank.next_multiple_of(4)
-    }
-
-    /// The capacity of the library's group. It has none below the tokens of a rank: what the host has planned to fit there
-    /// goes through a group that is open.
-    fn fixed(&self, spec: &DispatchSpec) -> Option<usize> {
-        match spec.capacity {
-            Capacity::Static(rows) => Some(rows).filter(|rows| *rows >= self.max_tokens()),
-            Capacity::Eager => None,
-        }
-    }
-
-    /// Routing that the GPUs make among themselves: nothing waits for them, but for the number of rows where the capacity
-    /// is open. For specs that all ranks have met with before, where what only the device sees is reported later; `None`
-    /// where the host has to plan.
-    fn prepare_behind(&mut self, ids: TensorRef<'_, Cuda>, spec: &DispatchSpec) -> Result<Option<Handle<Cuda>>> {
-        const CALL: &str = "prepare";
-        let open = spec.capacity == Capacity::Eager;
-        let small = !open && self.fixed(spec).is_none();
-        let Some(bytes) = self.groups.last().map(|g| g.options().max_row_bytes) else { return Ok(None) };
-        if !planned_behind(spec) || small {
-            return Ok(None);
-        }
-        let (device, experts) = (self.core.device.clone(), self.core.config.num_experts);
-        let tag = Tag { layer: spec.layer, op: Op::Prepare, sequence: self.core.next() };
-        let checked = self.core.check_call(ids, spec);
-        let examined = checked.and_then(|()| plan::examined(&device, ids, (spec, experts)));
-        let (kept_ids, mut loads) = match examined {
-            Ok(Some(found)) => found,
-            Ok(None) => return Ok(None),
-            Err(error) => {
-                self.core.agree(tag, Err(error))?;
-                return Ok(None);
-            }
-        };
-        self.core.comm.all_reduce(tag, ReduceOp::Sum, loads.view_mut()).map_err(|e| self.core.explain(CALL, e))?;
-        let group = self.group(spec, bytes)?;
-        let options = HandleOptions { top_k: spec.top_k, alignment: spec.alignment };
-        let local = group.local_experts();
-        let of = |size| Tensor::empty(&device, DType::I64, &[size]);
-        let (mut padded, mut starts, mut total) = (of(local)?, of(local)?, of(1)?);
-        let routed = around(&mut self.core, ("nccl_ep_update", DType::U8, bytes), tag, || {
-            let mut routed = super::Handle::new(&group, options)?;
-            let counters = Counters { counts: padded.view_mut(), offsets: starts.view_mut(), total: total.view_mut() };
-            routed.update(kept_ids.view(), counters)?;
-            Ok(routed)
-        })
-        .map_err(|e| self.core.explain(CALL, e))?;
-        let rows = match spec.capacity {
-            Capacity::Static(rows) => rows,
-            Capacity::Eager => device.read(&self.core.stream, total.view())?.first().map_or(0, |n| *n as usize),
-        };
-        let from = Foreign { loads: &loads, starts: &starts, total: &total, rank: self.core.rank(), rows };
-        let (zones, row_map) = plan::received(&device, &from)?;
-        let tokens = kept_ids.view().rows();
-        let stats = stats_later(&device, [loads, padded, total], rows);
-        let plan = Plan {
-            tokens,
-            total_tokens: tokens,
-            first_token: 0,
-            zones: Arc::new(zones),
-            stats,
-            kept_ids,
-            weight_map: of_slots(&device, &row_map)?,
-            row_map,
-            return_map: Tensor::empty(&device, DType::I32, &[0, spec.top_k])?,
-            send_tokens: None,
-            send_choices: None,
-            return_slots: None,
-            send_rows: Vec::new(),
-            recv_rows: Vec::new(),
-            slots_from: Vec::new(),
-            slots_at: Vec::new(),
-        };
-        let mut handle = self.core.accept(spec, plan);
-        handle.carried.0 = Some(Box::new(Kept::new(Some(routed))));
-        Ok(Some(handle))
-    }
-
-    /// The group for rows of so many bytes; a new one is compared over the ranks first.
-    fn group(&mut self, spec: &DispatchSpec, row_bytes: usize) -> Result<Group> {
-        let capacity = self.fixed(spec);
-        // What the host has planned fits, so the library need not look for rows to drop, nor clear room for them.
-        let trap = !planned_behind(spec);
-        let fits = |o: &GroupOptions| {
-            let policy = capacity.is_none() || o.trap == trap;
-            o.capacity == capacity && policy && o.max_row_bytes >= row_bytes && o.max_top_k >= spec.top_k
-        };
-        if let Some(group) = self.groups.iter().rev().find(|g| fits(g.options())) {
-            return Ok(group.clone());
-        }
-        self.core.device.not_captured("prepare", "create an EP group")?;
-        let known = |of: fn(&GroupOptions) -> usize| self.groups.iter().map(|g| of(g.options())).max().unwrap_or(0);
-        let options = GroupOptions {
-            num_experts: self.core.config.num_experts,
-            max_tokens: self.max_tokens(),
-            capacity,
-            max_row_bytes: row_bytes.max(known(|o| o.max_row_bytes)),
-            max_top_k: spec.top_k.max(known(|o| o.max_top_k)),
-            trap,
-        };
-        self.compare(spec, &options)?;
-        let (library, on) = (self.library.clone(), (self.core.device.clone(), self.shared.clone()));
-        let tag = Tag { layer: spec.layer, op: Op::Init, sequence: self.groups.len() as u64 };
-        let group =
-            around(&mut self.core, ("nccl_ep_group", DType::U8, row_bytes), tag, || Group::on(&library, on, options))?;
-        self.groups.push(group.clone());
-        Ok(group)
-    }
-
-    /// Refuses options in which the ranks differ: the library does not look.
-    fn compare(&mut self, spec: &DispatchSpec, options: &GroupOptions) -> Result<()> {
-        let own = format!("{:?} bytes, top_k {}", options.max_row_bytes, options.max_top_k);
-        let checked = options.check(self.core.ranks()).err().map(|e| e.to_string());
-        let all = told(&mut self.core, checked.as_ref().unwrap_or(&own))?;
-        options.check(self.core.ranks())?;
-        match all.iter().position(|theirs| *theirs != own) {
-            None => Ok(()),
-            Some(peer) => Err(Error::ConfigMismatch {
-                field: format!("rows of layer {}", spec.layer),
-                rank: self.core.rank(),
-                value: own,
-                peer,
-                peer_value: all[peer].clone(),
-            }),
-        }
-    }
-
-    /// The library's handle of a planned routing, for rows of so many bytes.
-    fn route(&mut self, handle: &Handle<Cuda>, row_bytes: usize) -> Result<super::Handle> {
-        let spec = handle.spec();
-        let group = self.group(spec, row_bytes)?;
-        let options = HandleOptions { top_k: spec.top_k, alignment: spec.alignment };
-        let (device, ids) = (self.core.device.clone(), handle.kept_ids());
-        let tag = Core::tag(handle, Op::Prepare);
-        around(&mut self.core, ("nccl_ep_update", DType::U8, row_bytes), tag, || {
-            let mut routed = super::Handle::new(&group, options)?;
-            let of = |size| Tensor::empty(&device, DType::I64, &[size]);
-            let local = group.local_experts();
-            // The plan has these already.
-            let (mut counts, mut offsets, mut total) = (of(local)?, of(local)?, of(1)?);
-            let counters = Counters { counts: counts.view_mut(), offsets: offsets.view_mut(), total: total.view_mut() };
-            routed.update(ids, counters)?;
-            Ok(routed)
         })
     }
 
@@ -366,7 +202,7 @@ fn check_words(dtype: DType, bytes: usize) -> Result<()> {
 }
 
 /// A collective of the library, met and watched as one of the communicator.
-fn around<T>(
+pub(super) fn around<T>(
     core: &mut Core<Cuda>,
     named: (&'static str, DType, usize),
     tag: Tag,
@@ -376,39 +212,6 @@ fn around<T>(
         Some(comm) => comm.around(named, tag, calls),
         None => Err(EpError::Communicator { found: "another".to_string() }.into()),
     }
-}
-
-/// Whether the host leaves the plan to the library, once all ranks have met with the spec.
-fn planned_behind(spec: &DispatchSpec) -> bool {
-    let drops = spec.capacity != Capacity::Eager && spec.overflow == Overflow::Drop;
-    spec.reporting == Reporting::Deferred && spec.expert_capacity.is_none() && !drops
-}
-
-/// A map of slots to themselves, for weights as for rows.
-fn of_slots(device: &Cuda, row_map: &Tensor<Cuda>) -> Result<Tensor<Cuda>> {
-    let mut map = Tensor::empty(device, row_map.dtype(), row_map.dims())?;
-    device.copy(row_map.view().data(), map.view_mut().into_data())?;
-    Ok(map)
-}
-
-/// Counts as the library left them: choices of all experts, padded rows of this rank's, and their sum with nothing
-/// dropped.
-fn stats_later(device: &Cuda, [loads, padded, total]: [Tensor<Cuda>; 3], rows: usize) -> Lazy<Stats> {
-    let device = device.clone();
-    Lazy::later(move || {
-        let whole = |t: &Tensor<Cuda>| -> Result<Vec<usize>> {
-            Ok(device.read(&device.stream(), t.view())?.iter().map(|n| *n as usize).collect())
-        };
-        let needed_rows = whole(&total)?.first().copied().unwrap_or(0);
-        let mut end = 0;
-        let inside = |n: &usize| {
-            let start = end;
-            end = rows.min(end + n);
-            end - start
-        };
-        let padded_counts = whole(&padded)?.iter().map(inside).collect();
-        Ok(Stats { padded_counts, needed_rows, expert_load: whole(&loads)?, dropped: 0 })
-    })
 }
 
 /// The library and the communicator, where this rank can have them.
@@ -425,7 +228,7 @@ fn examine(core: &mut Core<Cuda>) -> Result<(EpLibrary, Shared)> {
 }
 
 /// What every rank says.
-fn told(core: &mut Core<Cuda>, text: &str) -> Result<Vec<String>> {
+pub(super) fn told(core: &mut Core<Cuda>, text: &str) -> Result<Vec<String>> {
     let mut bytes = [0; REASON];
     let end = (0..=text.len().min(REASON)).rev().find(|i| text.is_char_boundary(*i)).unwrap_or(0);
     bytes[..end].copy_from_slice(&text.as_bytes()[..end]);

@@ -15,6 +15,7 @@ mod group;
 mod handle;
 mod library;
 pub mod result;
+mod routing;
 pub mod sys;
 mod tensor;
 
