@@ -11,7 +11,7 @@ use super::cubins::{self, CUBINS};
 use super::device::{Cuda, driver};
 
 /// Kernels of each stage.
-const STAGES: [(&str, &[&str]); 16] = [
+const STAGES: [(&str, &[&str]); 17] = [
     ("aux", &["aux_scores", "aux_chunks", "aux_totals", "aux_finish", "aux_coefficients"]),
     (
         "grouped_gemm",
@@ -48,6 +48,7 @@ const STAGES: [(&str, &[&str]); 16] = [
         ],
     ),
     ("hopper_linear", &["hopper_linear_bf16", "hopper_linear_f16", "hopper_linear_d_x", "hopper_linear_d_weight"]),
+    ("hopper_w4a16", &["hopper_up_nvfp4", "hopper_down_nvfp4", "hopper_up_mxfp4", "hopper_down_mxfp4"]),
     ("hopper_wgrad", &["hopper_wgrad_bf16", "hopper_wgrad_f16"]),
     (
         "linear",
@@ -140,7 +141,19 @@ const STAGES: [(&str, &[&str]); 16] = [
             "up_dgrad_fp8_f32",
         ],
     ),
-    ("w4a16_decode", &["decode_up_nvfp4", "decode_down_nvfp4", "decode_up_mxfp4", "decode_down_mxfp4"]),
+    (
+        "w4a16_decode",
+        &[
+            "decode8_up_nvfp4",
+            "decode8_down_nvfp4",
+            "decode8_up_mxfp4",
+            "decode8_down_mxfp4",
+            "decode16_up_nvfp4",
+            "decode16_down_nvfp4",
+            "decode16_up_mxfp4",
+            "decode16_down_mxfp4",
+        ],
+    ),
     ("wgrad", &["wgrad_bf16", "wgrad_f16", "wgrad_f32", "column_sums"]),
 ];
 
@@ -163,6 +176,8 @@ pub(super) const DECODE_SHARED: u32 = 115_712;
 pub(super) const HOPPER_LINEAR: Shape = Shape { tile: 64, threads: 160, shared: 99_424 };
 /// The same of the tokens' gradient.
 pub(super) const HOPPER_LINEAR_D_X: Shape = Shape { tile: 64, threads: 128, shared: 99_344 };
+/// Tile rows of Hopper's kernels with quantised weights, and their shared memory (`kernels/hopper_w4a16.cu`).
+pub(super) const W4A16: Shape = Shape { tile: 128, threads: 384, shared: 231_488 };
 /// What the stages begin with that exist for sm_90a alone.
 const HOPPER_STAGES: &str = "hopper_";
 
@@ -211,6 +226,7 @@ impl Functions {
                     "hopper_linear" => HOPPER_LINEAR.shared,
                     "hopper_wgrad" => HOPPER_WGRAD.shared,
                     "linear" if name.starts_with("linear_d_") && name.ends_with("f16") => TF32.shared,
+                    "hopper_w4a16" => W4A16.shared,
                     "w4a16_decode" => DECODE_SHARED,
                     "grouped_gemm" | "linear" | "w4a16" | "wgrad" if name.ends_with("f16") => TENSOR.shared,
                     _ => 0,
