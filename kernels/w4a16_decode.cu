@@ -7,19 +7,13 @@
 //
 // E2M1 times E4M3 is exact in bf16; what is above the blocks is applied to the f32 sums.
 #include "common/epilogue.cuh"
+#include "common/fp4.cuh"
 #include "common/gemm.cuh"
 
 namespace {
+using namespace fp4;
 
-constexpr int WARPS = 8, THREADS = WARPS * 32, STEP = 256;
-
-__device__ __forceinline__ uint32_t multiply(uint32_t a, uint32_t b) {
-    uint32_t d;
-    // A product alone is for sm_90 and later.
-    asm("fma.rn.bf16x2 %0, %1, %2, %3;\n" : "=r"(d) : "r"(a), "r"(b), "r"(0x80008000u));
-    return d;
-}
-__host__ __device__ constexpr uint32_t pair_of(int exponent) { return static_cast<uint32_t>((exponent + 127) << 7) * 0x10001u; }
+constexpr int STEP = 256;
 
 // A thread's share of a step of one weight row: 64 codes and their scales.
 template <int FORMAT>
@@ -27,54 +21,6 @@ struct Share {
     uint4 codes[2];
     uint32_t scales;
 };
-
-template <int FORMAT>
-struct Format;
-template <>
-struct Format<WEIGHT_NVFP4> {
-    // Scales times 2^119, so that a code's bits in the place of bf16's, which are its value times 2^-126, come out times 2^-7.
-    static constexpr float LEFT = 128.0f;
-    static __device__ __forceinline__ uint32_t load(const uint8_t* row, int64_t k) {
-        return __ldcs(reinterpret_cast<const uint32_t*>(row + k / 16));
-    }
-    // Both halves hold the scale of words 2 i and 2 i + 1.
-    static __device__ __forceinline__ void expand(uint32_t (&to)[4], uint32_t scales) {
-#pragma unroll
-        for (int i = 0; i < 2; i++) {
-            const uint32_t bits = __byte_perm(scales, 0, i ? 0x3424 : 0x1404) >> 4 & 0x07f007f0u;
-            const uint32_t v = multiply(multiply(bits, pair_of(120)), pair_of(119));
-            to[2 * i] = __byte_perm(v, v, 0x1010), to[2 * i + 1] = __byte_perm(v, v, 0x3232);
-        }
-    }
-    static __device__ __forceinline__ uint32_t value(uint32_t bits, uint32_t scale) { return multiply(bits, scale); }
-};
-template <>
-struct Format<WEIGHT_MXFP4> {
-    static constexpr float LEFT = 1.0f;
-    static __device__ __forceinline__ uint32_t load(const uint8_t* row, int64_t k) {
-        return __ldcs(reinterpret_cast<const unsigned short*>(row + k / 32));
-    }
-    static __device__ __forceinline__ void expand(uint32_t (&to)[4], uint32_t scales) {
-        // 2^-127 is a subnormal.
-        const uint32_t v = __vmaxu2(__byte_perm(scales, 0, 0x1404) >> 1 & 0x7f807f80u, 0x00400040u);
-        to[0] = to[1] = __byte_perm(v, v, 0x1010), to[2] = to[3] = __byte_perm(v, v, 0x3232);
-    }
-    static __device__ __forceinline__ uint32_t value(uint32_t bits, uint32_t scale) {
-        return multiply(multiply(bits, pair_of(126)), scale);
-    }
-};
-
-// Four pairs of a code word: bits of a nibble to sign, exponent and mantissa of bf16 by a product, which copies them to two
-// places of which one is masked away.
-template <int FORMAT>
-__device__ __forceinline__ void decode(uint32_t (&to)[4], uint32_t word, uint32_t scale) {
-#pragma unroll
-    for (int i = 0; i < 4; i++) {
-        const uint32_t from = i < 2 ? word : word >> 8;
-        const uint32_t bits = (i % 2 ? (from & 0x00f000f0u) * 260u : (from & 0x000f000fu) * 4160u) & 0x81c081c0u;
-        to[i] = Format<FORMAT>::value(bits, scale);
-    }
-}
 
 template <int FORMAT>
 struct Rows {
@@ -160,7 +106,7 @@ __device__ __forceinline__ void finish_up(const Gemm& p, int64_t group, int64_t 
     if (row >= 0) put(static_cast<bf16*>(p.out), row * p.n + column, v, p.accumulate);
 }
 
-template <int FORMAT, int KIND, int NT>
+template <int FORMAT, int KIND, int WARPS, int NT>
 __device__ __forceinline__ void tile(const Gemm& p, const QuantWeight& w, const int4& t, int64_t block, uint4* x, int pitch) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4;
     const bool gated = KIND == UP && p.activation != ACT_RELU2;
@@ -181,16 +127,25 @@ __device__ __forceinline__ void tile(const Gemm& p, const QuantWeight& w, const 
     rows.load(share, 0);
 
     // Rows, the numbers of a chunk in the order of code pairs.
-    const int chunks = steps * (STEP / 8);
-    for (int i = threadIdx.x; i < NT * 8 * chunks; i += THREADS) {
-        const int r = i / chunks, c = i % chunks;
-        uint4 v = make_uint4(0, 0, 0, 0);
-        if (r < t.z && c * 8 < p.k) {
-            const int64_t row = mapped_row(p.a_map, t.y + r, p.a_rows, p.fault);
-            if (row >= 0) v = *reinterpret_cast<const uint4*>(static_cast<const bf16*>(p.a) + row * p.k + c * 8);
+    const int chunks = steps * (STEP / 8), filled = static_cast<int>(p.k / 8);
+    for (int r = warp; r < NT * 8; r += WARPS) {
+        const int64_t row = r < t.z ? mapped_row(p.a_map, t.y + r, p.a_rows, p.fault) : -1;
+        const uint4* from = reinterpret_cast<const uint4*>(static_cast<const bf16*>(p.a) + row * p.k);
+        for (int first = lane; first < chunks; first += 32 * 8) {
+            // Eight loads on their way at a time.
+            uint4 v[8];
+#pragma unroll
+            for (int j = 0; j < 8; j++) {
+                v[j] = make_uint4(0, 0, 0, 0);
+                if (row >= 0 && first + j * 32 < filled) v[j] = from[first + j * 32];
+            }
+#pragma unroll
+            for (int j = 0; j < 8; j++) {
+                if (first + j * 32 >= chunks) break;
+                x[r * pitch + place(first + j * 32)] = make_uint4(__byte_perm(v[j].x, v[j].z, 0x5410), __byte_perm(v[j].x, v[j].z, 0x7632),
+                                                                  __byte_perm(v[j].y, v[j].w, 0x5410), __byte_perm(v[j].y, v[j].w, 0x7632));
+            }
         }
-        x[r * pitch + place(c)] = make_uint4(__byte_perm(v.x, v.z, 0x5410), __byte_perm(v.x, v.z, 0x7632),
-                                             __byte_perm(v.y, v.w, 0x5410), __byte_perm(v.y, v.w, 0x7632));
     }
     __syncthreads();
 
@@ -242,25 +197,31 @@ __device__ __forceinline__ void tile(const Gemm& p, const QuantWeight& w, const 
     }
 }
 
-template <int FORMAT, int KIND>
+template <int FORMAT, int KIND, int WARPS>
 __device__ __forceinline__ void run(const Gemm& p, const QuantWeight& w) {
     extern __shared__ __align__(16) uint4 x[];
     const int64_t at = blockIdx.x / p.n_tiles;
     if (at >= *p.tile_count) return;
     const int4 t = p.tiles[at];
     const int pitch = static_cast<int>((p.k + STEP - 1) / STEP * (STEP / 8)) + 4;
-    if (t.z <= 8) tile<FORMAT, KIND, 1>(p, w, t, blockIdx.x % p.n_tiles, x, pitch);
-    else tile<FORMAT, KIND, 2>(p, w, t, blockIdx.x % p.n_tiles, x, pitch);
+    if (WARPS == 4 || t.z <= 8) tile<FORMAT, KIND, WARPS, 1>(p, w, t, blockIdx.x % p.n_tiles, x, pitch);
+    else tile<FORMAT, KIND, WARPS, 2>(p, w, t, blockIdx.x % p.n_tiles, x, pitch);
 }
 
 }  // namespace
 
-#define DECODE(name, FORMAT, KIND)                                                                                           \
-    extern "C" __global__ void __launch_bounds__(THREADS, 2) name(const __grid_constant__ Gemm p, const __grid_constant__ QuantWeight w) { \
-        run<FORMAT, KIND>(p, w);                                                                                             \
+// Tiles of up to 8 rows and small blocks, of which one begins while another ends; and of up to 16 rows.
+#define DECODE(name, FORMAT, KIND, WARPS)                                                                             \
+    extern "C" __global__ void __launch_bounds__(WARPS * 32, 16 / WARPS)                                              \
+        name(const __grid_constant__ Gemm p, const __grid_constant__ QuantWeight w) {                                 \
+        run<FORMAT, KIND, WARPS>(p, w);                                                                               \
     }
 
-DECODE(decode_up_nvfp4, WEIGHT_NVFP4, UP)
-DECODE(decode_down_nvfp4, WEIGHT_NVFP4, DOWN)
-DECODE(decode_up_mxfp4, WEIGHT_MXFP4, UP)
-DECODE(decode_down_mxfp4, WEIGHT_MXFP4, DOWN)
+DECODE(decode8_up_nvfp4, WEIGHT_NVFP4, UP, 4)
+DECODE(decode8_down_nvfp4, WEIGHT_NVFP4, DOWN, 4)
+DECODE(decode8_up_mxfp4, WEIGHT_MXFP4, UP, 4)
+DECODE(decode8_down_mxfp4, WEIGHT_MXFP4, DOWN, 4)
+DECODE(decode16_up_nvfp4, WEIGHT_NVFP4, UP, 8)
+DECODE(decode16_down_nvfp4, WEIGHT_NVFP4, DOWN, 8)
+DECODE(decode16_up_mxfp4, WEIGHT_MXFP4, UP, 8)
+DECODE(decode16_down_mxfp4, WEIGHT_MXFP4, DOWN, 8)

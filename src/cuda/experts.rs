@@ -15,7 +15,7 @@ use super::hopper::{self, Product};
 use super::launch::{Grid, ROWS, SCALAR, Shape, TENSOR};
 use super::params::{self, activation_code, type_code};
 use super::rows::to_slots;
-use super::w4a16::Quantised;
+use super::w4a16::{Quantised, Special};
 use super::zones::{Dest, Source, TileOrder, Tiles, aligned, check_zones, input, optional, optional_output, output};
 
 /// Columns of gate (and as many of up), or of a gradient through the activation, from which mapped rows are brought into
@@ -74,8 +74,8 @@ struct RowsGemm<'a> {
 struct Choice {
     hopper: Option<Product>,
     tiles: Tiles,
-    /// Of few rows with quantised weights: shared memory of the kernel for these.
-    decode: Option<u32>,
+    /// With quantised weights: a kernel that serves these best.
+    special: Option<Special>,
 }
 
 impl<'a> RowsGemm<'a> {
@@ -145,11 +145,12 @@ impl<'a> RowsGemm<'a> {
     /// Chooses the kernels, Hopper's for `product` where they can serve, and lists the tiles. A tile's columns are
     /// divided by `factor`.
     fn choose(&self, p: &mut params::Gemm, product: Option<Product>, factor: usize) -> Result<Choice> {
-        if let Some(few) = self.quantised.as_ref().and_then(|q| q.few_rows(self.dtype, p, (product, factor))) {
-            let tiles = Tiles::new(self.call, self.device, self.zones, (few.rows, TileOrder::Slots))?;
+        let quantised = self.quantised.as_ref();
+        if let Some(kernel) = quantised.and_then(|q| q.special(self.device, self.dtype, p, (product, factor))) {
+            let tiles = Tiles::new(self.call, self.device, self.zones, (kernel.rows, TileOrder::Slots))?;
             (p.tiles, p.tile_count, p.m_tiles) = (tiles.list(), tiles.count(), tiles.most as i64);
-            p.n_tiles = (p.n as usize).div_ceil(few.columns) as i64;
-            return Ok(Choice { hopper: None, tiles, decode: Some(few.shared) });
+            p.n_tiles = (p.n as usize).div_ceil(kernel.columns) as i64;
+            return Ok(Choice { hopper: None, tiles, special: Some(kernel) });
         }
         let dense = self.quantised.is_none();
         let hopper = product.filter(|_| dense && hopper::serves(self.device, self.dtype, p));
@@ -160,14 +161,14 @@ impl<'a> RowsGemm<'a> {
         let tiles = Tiles::new(self.call, self.device, self.zones, (rows, order))?;
         (p.tiles, p.tile_count, p.m_tiles) = (tiles.list(), tiles.count(), tiles.most as i64);
         p.n_tiles = (p.n as usize).div_ceil(columns / factor) as i64;
-        Ok(Choice { hopper, tiles, decode: None })
+        Ok(Choice { hopper, tiles, special: None })
     }
 
     fn launch(&self, name: &str, choice: &Choice, p: &params::Gemm) -> Result<()> {
         let blocks = (p.m_tiles as usize).saturating_mul(p.n_tiles as usize);
         if let Some(weight) = &self.quantised {
             let grid = Grid { shared: self.shape.shared, ..Grid::new(blocks, self.shape.threads) };
-            return weight.launch((self.device, self.call), (name, self.suffix), (grid, choice.decode), p);
+            return weight.launch((self.device, self.call), (name, self.suffix), (grid, choice.special), p);
         }
         // SAFETY, both: callers have checked every tensor in `p` against the sizes in `p`; maps and zones, which only
         // the device knows, are checked by the kernel.

@@ -29,6 +29,8 @@ pub(super) const DECODE_SHARED: u32 = 115_712;
 pub(super) const HOPPER_LINEAR: Shape = Shape { tile: 64, threads: 160, shared: 99_424 };
 /// The same of the tokens' gradient.
 pub(super) const HOPPER_LINEAR_D_X: Shape = Shape { tile: 64, threads: 128, shared: 99_344 };
+/// Tile rows of Hopper's kernels with quantised weights, and their shared memory (`kernels/hopper_w4a16.cu`).
+pub(super) const W4A16: Shape = Shape { tile: 128, threads: 384, shared: 231_488 };
 /// What the stages begin with that exist for sm_90a alone.
 const HOPPER_STAGES: &str = "hopper_";
 
@@ -71,6 +73,7 @@ impl Functions {
                     "hopper_gemm" => ROWS.shared,
                     "hopper_linear" => HOPPER_LINEAR.shared,
                     "hopper_wgrad" => HOPPER_WGRAD.shared,
+                    "hopper_w4a16" => W4A16.shared,
                     "linear" if name.starts_with("linear_d_") && name.ends_with("f16") => TF32.shared,
                     "w4a16_decode" => DECODE_SHARED,
                     "grouped_gemm" | "linear" | "w4a16" | "wgrad" if name.ends_with("f16") => TENSOR.shared,

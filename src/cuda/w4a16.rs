@@ -6,17 +6,18 @@ use crate::quant::{QuantisedRef, WeightFormat};
 
 use super::device::Cuda;
 use super::hopper::Product;
-use super::launch::{DECODE_SHARED, Grid};
+use super::launch::{DECODE_SHARED, Grid, W4A16};
 use super::params;
 
-/// Threads of a block of the kernels for few rows, and what its warps make of a tile (`kernels/w4a16_decode.cu`).
-const THREADS: u32 = 256;
-const WARPS: usize = 8;
-/// Columns of a weight that these kernels take in a step, and a thread of a quad in one.
+/// Columns of a weight that the kernels for few rows take in a step, and a thread of a quad in one
+/// (`kernels/w4a16_decode.cu`).
 const STEP: usize = 256;
 const THREAD_STEP: i64 = 64;
-/// Rows of an expert, on average, up to which they serve.
+/// Rows of an expert, on average, up to which they serve, and up to which tiles of 8 rows do.
 const FEW: i64 = 32;
+const FEWEST: i64 = 6;
+/// Columns of a warp's tile there, of gate and up together.
+const WARP_COLUMNS: usize = 32;
 
 /// Checked weights, as kernels take them.
 pub(super) struct Quantised {
@@ -24,12 +25,17 @@ pub(super) struct Quantised {
     params: params::QuantWeight,
 }
 
-/// A launch of the kernels for few rows.
-pub(super) struct FewRows {
+/// A kernel for some products, beside those that make any.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Special {
     /// Rows and columns of a tile.
     pub(super) rows: usize,
     pub(super) columns: usize,
-    pub(super) shared: u32,
+    prefix: &'static str,
+    threads: u32,
+    shared: u32,
+    /// Blocks, where each walks through tiles.
+    most: usize,
 }
 
 impl Quantised {
@@ -59,33 +65,61 @@ impl Quantised {
         Ok(Self { format: weight.format, params })
     }
 
-    /// Whether the kernels for few rows serve a product of `p`, and how. A tile's columns are divided by `factor`.
-    pub(super) fn few_rows(
+    /// The kernel that serves a product of `p` best, if it is not one for any. A tile's columns are divided by `factor`.
+    pub(super) fn special(
         &self,
+        device: &Cuda,
         dtype: DType,
         p: &params::Gemm,
         (product, factor): (Option<Product>, usize),
-    ) -> Option<FewRows> {
+    ) -> Option<Special> {
         let forward = matches!(product, Some(Product::Up | Product::Down));
+        let parts = self.params.parts == 1 || self.params.parts == 2 && factor == 2;
         let serves = forward
             && dtype == DType::BF16
             && self.format != WeightFormat::Fp8Block
             && self.params.scales.is_multiple_of(16)
             && p.vector_a == 1
             && p.k % THREAD_STEP == 0
-            && p.m <= FEW * p.groups
-            && (self.params.parts == 1 || self.params.parts == 2 && factor == 2);
+            && parts;
+        if !serves {
+            return None;
+        }
         let pitch = ((p.k as usize).div_ceil(STEP) * STEP + 32) * dtype.size();
-        let rows = [16, 8].into_iter().find(|rows| rows * pitch <= DECODE_SHARED as usize).filter(|_| serves)?;
-        Some(FewRows { rows, columns: WARPS * 32 / factor, shared: (rows * pitch) as u32 })
+        let few = |rows: usize, warps: usize, prefix| Special {
+            rows,
+            columns: warps * WARP_COLUMNS / factor,
+            prefix,
+            threads: warps as u32 * 32,
+            shared: (rows * pitch) as u32,
+            most: usize::MAX,
+        };
+        if p.m <= FEWEST * p.groups && 8 * pitch <= DECODE_SHARED as usize / 2 {
+            return Some(few(8, 4, "decode8"));
+        }
+        if p.m <= FEW * p.groups && 16 * pitch <= DECODE_SHARED as usize {
+            return Some(few(16, 8, "decode16"));
+        }
+        if p.m <= FEW * p.groups && 8 * pitch <= DECODE_SHARED as usize {
+            return Some(few(8, 8, "decode16"));
+        }
+        let words = [p.out, p.pre_out].iter().all(|at| at.is_multiple_of(16)) && p.n % 8 == 0 && p.a_rows > 0;
+        (device.hopper() && words).then(|| Special {
+            rows: W4A16.tile,
+            columns: 2 * W4A16.tile / factor,
+            prefix: "hopper",
+            threads: W4A16.threads,
+            shared: W4A16.shared,
+            most: device.inner.processors,
+        })
     }
 
-    /// Enqueues a product; `decode`: shared memory of the kernel for few rows.
+    /// Enqueues a product.
     pub(super) fn launch(
         &self,
         (device, call): (&Cuda, &'static str),
         (product, suffix): (&str, &str),
-        (grid, decode): (Grid, Option<u32>),
+        (grid, special): (Grid, Option<Special>),
         p: &params::Gemm,
     ) -> Result<()> {
         let format = match self.format {
@@ -93,8 +127,11 @@ impl Quantised {
             WeightFormat::Mxfp4 => "mxfp4",
             WeightFormat::Fp8Block => "fp8",
         };
-        let (kernel, grid) = match decode {
-            Some(shared) => (format!("decode_{product}_{format}"), Grid { threads: THREADS, shared, ..grid }),
+        let (kernel, grid) = match special {
+            Some(Special { prefix, threads, shared, most, .. }) => {
+                let blocks = (grid.blocks.0.min(most), 1);
+                (format!("{prefix}_{product}_{format}"), Grid { blocks, threads, shared })
+            }
             None => (format!("{product}_{format}_{suffix}"), grid),
         };
         let mut arguments = [(&raw const *p).cast_mut().cast(), (&raw const self.params).cast_mut().cast()];

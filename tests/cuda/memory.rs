@@ -42,9 +42,9 @@ fn step(cuda: &Cuda, k: usize) -> Result<Taken> {
     let sizes = StepSizes::even(&case.config, (TOKENS, 1), DType::BF16, DispatcherKind::Local);
     let planned = sizes.memory(&case.config);
     assert_eq!(bytes, planned.kept, "K = {k}");
-    // Beside the output: maps, counts, and the allocator's grain.
+    // Blocks change hands if they exceed what is asked for by at most an eighth. Beside them: maps and counts.
     let (passing, y) = (cuda.memory().peak - before - bytes, forward.y.bytes());
-    let most = planned.passing + y + 64 * TOKENS * k;
+    let most = (planned.passing + y) / 8 * 9 + 64 * TOKENS * k;
     assert!(passing <= most && passing >= planned.passing, "K = {k}: {passing} beside what is kept, planned {most}");
     let (inputs, cotangents) = (Inputs { x: x.view(), params: &params }, Cotangents { y: Some(d_y.view()), aux: 0.0 });
     let gradients = layer.backward(&mut group, context, inputs, cotangents, Wanted::ALL)?;
