@@ -46,6 +46,7 @@ fn found(vars: Vars) -> (Launcher, [usize; 3], Option<String>) {
 fn recorded() {
     use Launcher::{Mpirun, Slurm, Torchrun};
     // torchrun's agent has the master port itself: the next one.
+    assert_eq!(found(fixture("torchrun-2.11", &[])), (Torchrun, [1, 2, 1], Some("127.0.0.1:29512".into())));
     assert_eq!(found(fixture("torchrun", &[])), (Torchrun, [5, 8, 1], Some("node1:29401".into())));
     let own_store = [("TORCHELASTIC_USE_AGENT_STORE", "False")];
     assert_eq!(found(fixture("torchrun", &own_store)).2.as_deref(), Some("node1:29400"));
