@@ -52,13 +52,16 @@ pub(super) fn choose<'a>(built: impl Iterator<Item = &'a str> + Clone, capabilit
 
 #[cfg(test)]
 mod tests {
+    use super::super::launch::HOPPER_STAGES;
     use super::*;
 
     #[test]
     fn every_kernel_has_a_name_of_its_own() {
         let mut seen = std::collections::BTreeSet::new();
         for cubin in CUBINS {
-            assert!(!cubin.kernels.is_empty(), "{} for sm_{}", cubin.stage, cubin.arch);
+            // Hopper's own are empty elsewhere.
+            let there = !cubin.kernels.is_empty() || cubin.stage.starts_with(HOPPER_STAGES) && cubin.arch != "90a";
+            assert!(there, "{} for sm_{}", cubin.stage, cubin.arch);
             for kernel in cubin.kernels {
                 assert!(seen.insert((cubin.arch, kernel)), "{kernel} twice for sm_{}", cubin.arch);
             }

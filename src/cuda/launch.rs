@@ -32,7 +32,7 @@ pub(super) const HOPPER_LINEAR_D_X: Shape = Shape { tile: 64, threads: 128, shar
 /// Tile rows of Hopper's kernels with quantised weights, and their shared memory (`kernels/hopper_w4a16.cu`).
 pub(super) const W4A16: Shape = Shape { tile: 128, threads: 384, shared: 231_488 };
 /// What the stages begin with that exist for sm_90a alone.
-const HOPPER_STAGES: &str = "hopper_";
+pub(super) const HOPPER_STAGES: &str = "hopper_";
 
 /// Constants that a family of kernels was compiled with.
 #[derive(Debug, Clone, Copy)]
