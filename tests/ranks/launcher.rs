@@ -167,11 +167,11 @@ fn signals_reach_the_group_and_no_one_else() {
     // The shells may tell of their sleeps; the launcher has nothing to tell.
     assert!(!errors.contains("moebius-run"), "{errors}");
     assert!(bystander.0.try_wait().unwrap().is_none(), "the bystander was signalled");
-    // Ranks that do not handle it die of it, and so says the status.
+    // Ranks that do not handle it die of it, and so says the status. (Not INT, which a shell has its background jobs ignore.)
     let mut running = Running::start(&["-n", "2"], "echo ready; exec sleep 600");
     running.lines(2);
-    send("INT", running.child.id());
-    assert_eq!(running.end().0.code(), Some(128 + 2));
+    send("TERM", running.child.id());
+    assert_eq!(running.end().0.code(), Some(128 + 15));
 }
 
 /// A launcher that is killed takes its ranks with it.
