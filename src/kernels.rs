@@ -431,10 +431,8 @@ pub trait Kernels: Device {
     fn aux_sums(&self, stream: &Self::Stream, call: AuxSums<'_, Self>) -> Result<()>;
     /// [`KeepSum`].
     fn keep_sum(&self, stream: &Self::Stream, call: KeepSum<'_, Self>) -> Result<()>;
-    /// Slots for all ranks' choices, as seen from one rank.
-    fn plan(&self, stream: &Self::Stream, call: PlanRequest<'_, Self>) -> Result<Plan<Self>>;
-    /// The same from ids and weights that the host has.
-    fn plan_from_host(&self, stream: &Self::Stream, call: PlanRequest<'_, Cpu>) -> Result<Plan<Self>>;
+    /// Slots for all ranks' choices, which the host has, as seen from one rank.
+    fn plan(&self, stream: &Self::Stream, call: PlanRequest<'_, Cpu>) -> Result<Plan<Self>>;
     /// The plan of a group of one rank ([`Transport::Local`](crate::ep::Transport::Local)) from ids `[T, K]` (I32 or
     /// I64) that nobody has checked, without waiting for the stream: bad ids count as −1, and [`check`](Self::check)
     /// tells of them. `None`: the device cannot, or not for this request. May return an error of an earlier call.

@@ -9,7 +9,7 @@ use super::rendezvous::Failure;
 use super::{ReduceOp, Tag};
 
 /// One rank's side of a collective.
-#[derive(Debug, Clone)]
+#[derive(Debug)]
 pub(crate) struct Call {
     pub operation: &'static str,
     pub tag: Tag,
@@ -33,8 +33,12 @@ pub(crate) enum Detail {
 pub(crate) type Verdict = Option<Vec<CommError>>;
 
 /// Why a rank did not meet the others.
-pub(crate) fn failed(call: &Call, rank: usize, timeout: Duration, failure: Failure) -> CommError {
-    let (operation, tag) = (call.operation, call.tag);
+pub(crate) fn failed(
+    (operation, tag): (&'static str, Tag),
+    rank: usize,
+    timeout: Duration,
+    failure: Failure,
+) -> CommError {
     match failure {
         Failure::Gone(peer) => CommError::PeerGone { operation, tag, rank, peer },
         Failure::Timeout(missing) => CommError::Timeout { operation, tag, rank, missing, timeout },

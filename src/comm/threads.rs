@@ -80,11 +80,11 @@ impl ThreadComm {
         self.calls += 1;
         let (rank, timeout) = (self.rank, self.timeout);
         let call = Call { operation, tag, dtype, detail, bytes: bytes.len() };
-        let message = Message { call: call.clone(), bytes: bytes.to_vec() };
+        let message = Message { call, bytes: bytes.to_vec() };
         let round = self
             .world
             .meet(rank, message, timeout, |all| judge(all.iter().map(|m| &m.call)))
-            .map_err(|failure| failed(&call, rank, timeout, failure))?;
+            .map_err(|failure| failed((operation, tag), rank, timeout, failure))?;
         match round.verdict.as_ref().and_then(|errors| errors.get(rank)) {
             Some(error) => Err(error.clone().into()),
             None => Ok(round),

@@ -33,9 +33,6 @@ impl Kernels for Cpu {
     fn plan(&self, _: &(), call: PlanRequest<'_, Self>) -> Result<Plan<Self>> {
         plan::plan(call)
     }
-    fn plan_from_host(&self, _: &(), call: PlanRequest<'_, Self>) -> Result<Plan<Self>> {
-        plan::plan(call)
-    }
     fn gather_rows(&self, _: &(), call: GatherRows<'_, Self>) -> Result<()> {
         rows::gather_rows(call)
     }

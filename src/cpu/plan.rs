@@ -6,7 +6,7 @@
 use std::sync::Arc;
 
 use crate::config::{CapacityOrder, ExpertCapacity};
-use crate::ep::{Capacity, Overflow, Plan, PlanRequest, Stats, Transport};
+use crate::ep::{Capacity, Messages, Overflow, Plan, PlanRequest, Stats, Transport};
 use crate::error::{Error, Result};
 use crate::kernels::Zones;
 use crate::lazy::Lazy;
@@ -55,13 +55,7 @@ pub(super) fn plan(call: PlanRequest<'_, Cpu>) -> Result<Plan<Cpu>> {
         row_map: maps.row_map,
         weight_map: maps.weight_map,
         return_map: maps.return_map,
-        send_tokens: maps.send_tokens,
-        send_choices: maps.send_choices,
-        return_slots: maps.return_slots,
-        send_rows: maps.send_rows,
-        recv_rows: maps.recv_rows,
-        slots_from: maps.slots_from,
-        slots_at: maps.slots_at,
+        messages: maps.messages,
     })
 }
 
@@ -87,9 +81,9 @@ fn check(call: &PlanRequest<'_, Cpu>, total: usize) -> Result<()> {
     let most = i32::try_from(experts).unwrap_or(i32::MAX);
     let absent = |id: &&i32| **id < -1 || **id >= most;
     let ids = call.ids.as_slice::<i32>()?;
-    // Whether, before which: the first can look at many at once.
+    // Whether, before which: that can look at many at once.
     let any = ids.iter().fold(false, |any, id| any | absent(&id));
-    match ids.iter().find(absent).filter(|_| any) {
+    match any.then(|| ids.iter().find(absent)).flatten() {
         Some(id) => Err(Error::invalid(CALL, "ids of all ranks", format!("-1 or below {experts}"), id)),
         None => Ok(()),
     }
@@ -217,13 +211,7 @@ struct Maps {
     row_map: Tensor<Cpu>,
     weight_map: Tensor<Cpu>,
     return_map: Tensor<Cpu>,
-    send_tokens: Option<Tensor<Cpu>>,
-    send_choices: Option<Tensor<Cpu>>,
-    return_slots: Option<Tensor<Cpu>>,
-    send_rows: Vec<usize>,
-    recv_rows: Vec<usize>,
-    slots_from: Vec<usize>,
-    slots_at: Vec<usize>,
+    messages: Option<Messages<Cpu>>,
 }
 
 struct Walk<'a, 'r> {
@@ -264,13 +252,7 @@ impl Walk<'_, '_> {
             row_map: Tensor::from_vec(row_map, &[rows])?,
             weight_map: Tensor::from_vec(weight_map, &[rows])?,
             return_map: Tensor::from_vec(return_map, &[self.call.tokens.iter().sum(), k])?,
-            send_tokens: None,
-            send_choices: None,
-            return_slots: None,
-            send_rows: Vec::new(),
-            recv_rows: Vec::new(),
-            slots_from: Vec::new(),
-            slots_at: Vec::new(),
+            messages: None,
         })
     }
 
@@ -284,13 +266,7 @@ impl Walk<'_, '_> {
             weight_map: Tensor::from_vec(row_map.clone(), &[rows])?,
             row_map: Tensor::from_vec(row_map, &[rows])?,
             return_map: Tensor::from_vec(Vec::<i32>::new(), &[0, self.call.spec.top_k])?,
-            send_tokens: None,
-            send_choices: None,
-            return_slots: None,
-            send_rows: Vec::new(),
-            recv_rows: Vec::new(),
-            slots_from: Vec::new(),
-            slots_at: Vec::new(),
+            messages: None,
         })
     }
 
@@ -346,13 +322,15 @@ impl Walk<'_, '_> {
             row_map: Tensor::from_vec(row_map, &[rows])?,
             weight_map: Tensor::from_vec(weight_map, &[rows])?,
             return_map: Tensor::from_vec(return_map, &[tokens, k])?,
-            send_tokens: Some(list(sent_tokens.concat())?),
-            send_choices: Some(list(send_choices)?),
-            return_slots: Some(list(return_slots)?),
-            send_rows,
-            recv_rows,
-            slots_from,
-            slots_at,
+            messages: Some(Messages {
+                send_tokens: list(sent_tokens.concat())?,
+                send_choices: list(send_choices)?,
+                return_slots: list(return_slots)?,
+                send_rows,
+                recv_rows,
+                slots_from,
+                slots_at,
+            }),
         })
     }
 }

@@ -40,13 +40,9 @@ impl Kernels for Cuda {
         self.on_stream("keep_sum", stream)?;
         router::keep_sum(self, call)
     }
-    fn plan(&self, stream: &Stream, call: PlanRequest<'_, Self>) -> Result<Plan<Self>> {
+    fn plan(&self, stream: &Stream, call: PlanRequest<'_, Cpu>) -> Result<Plan<Self>> {
         self.on_stream("plan", stream)?;
         plan::plan(self, call)
-    }
-    fn plan_from_host(&self, stream: &Stream, call: PlanRequest<'_, Cpu>) -> Result<Plan<Self>> {
-        self.on_stream("plan", stream)?;
-        plan::plan_from_host(self, call)
     }
     fn plan_behind(&self, stream: &Stream, call: PlanRequest<'_, Self>) -> Result<Option<Plan<Self>>> {
         self.on_stream("plan_behind", stream)?;

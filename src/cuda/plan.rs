@@ -13,7 +13,7 @@ use crate::cpu::Cpu;
 #[cfg(feature = "nccl-ep")]
 use crate::device::Device;
 use crate::dtype::DType;
-use crate::ep::{Capacity, DispatchSpec, Group, GroupConfig, Overflow, Plan, PlanRequest, Stats};
+use crate::ep::{Capacity, DispatchSpec, Group, GroupConfig, Messages, Overflow, Plan, PlanRequest, Stats};
 use crate::error::{Error, Result};
 use crate::kernels::{Kernels, Zones};
 use crate::lazy::Lazy;
@@ -224,7 +224,6 @@ fn plan_on_gpu(device: &Cuda, call: PlanRequest<'_, Cuda>) -> Result<Option<Plan
         }
     }
     device.report(CALL)?;
-    let none = Vec::new;
     let unread = Lazy::later(|| Err(Error::invalid(CALL, "stats", "a plan's", "none yet")));
     let plan = Plan {
         tokens,
@@ -236,13 +235,7 @@ fn plan_on_gpu(device: &Cuda, call: PlanRequest<'_, Cuda>) -> Result<Option<Plan
         row_map,
         weight_map,
         return_map,
-        send_tokens: None,
-        send_choices: None,
-        return_slots: None,
-        send_rows: none(),
-        recv_rows: none(),
-        slots_from: none(),
-        slots_at: none(),
+        messages: None,
     };
     Ok(Some((plan, stats)))
 }
@@ -262,25 +255,19 @@ fn read_later(device: &Cuda, stats: Tensor<Cuda>, experts: usize) -> Lazy<Stats>
     })
 }
 
-pub(super) fn plan(device: &Cuda, call: PlanRequest<'_, Cuda>) -> Result<Plan<Cuda>> {
-    let ids = device.to_host(call.ids)?;
-    let weights = call.weights.map(|w| device.to_host(w)).transpose()?;
-    let call = PlanRequest {
-        rank: call.rank,
-        ranks: call.ranks,
-        num_experts: call.num_experts,
-        ids: ids.view(),
-        weights: weights.as_ref().map(Tensor::view),
-        tokens: call.tokens,
-        spec: call.spec,
-        transport: call.transport,
-    };
-    plan_from_host(device, call)
-}
-
-pub(super) fn plan_from_host(device: &Cuda, call: PlanRequest<'_, Cpu>) -> Result<Plan<Cuda>> {
+pub(super) fn plan(device: &Cuda, call: PlanRequest<'_, Cpu>) -> Result<Plan<Cuda>> {
     let plan = Cpu::new().plan(&(), call)?;
-    let optional = |t: &Option<Tensor<Cpu>>| t.as_ref().map(|t| device.tensor(t)).transpose();
+    let messages = |m: Messages<Cpu>| -> Result<Messages<Cuda>> {
+        Ok(Messages {
+            send_tokens: device.tensor(&m.send_tokens)?,
+            send_choices: device.tensor(&m.send_choices)?,
+            return_slots: device.tensor(&m.return_slots)?,
+            send_rows: m.send_rows,
+            recv_rows: m.recv_rows,
+            slots_from: m.slots_from,
+            slots_at: m.slots_at,
+        })
+    };
     Ok(Plan {
         tokens: plan.tokens,
         total_tokens: plan.total_tokens,
@@ -295,12 +282,6 @@ pub(super) fn plan_from_host(device: &Cuda, call: PlanRequest<'_, Cpu>) -> Resul
         row_map: device.tensor(&plan.row_map)?,
         weight_map: device.tensor(&plan.weight_map)?,
         return_map: device.tensor(&plan.return_map)?,
-        send_tokens: optional(&plan.send_tokens)?,
-        send_choices: optional(&plan.send_choices)?,
-        return_slots: optional(&plan.return_slots)?,
-        send_rows: plan.send_rows,
-        recv_rows: plan.recv_rows,
-        slots_from: plan.slots_from,
-        slots_at: plan.slots_at,
+        messages: plan.messages.map(messages).transpose()?,
     })
 }

@@ -14,7 +14,7 @@ use super::view::{
     Arrived, Content, Message, Parts, elements, entries, flat_mut, gather, gather_elements, part_mut, reduce, total,
     unpack,
 };
-use super::{DispatchInputs, Plan, Transport};
+use super::{DispatchInputs, Messages, Plan, Transport};
 
 /// Dispatcher over any communicator. Every call is one all-to-all.
 ///
@@ -120,10 +120,10 @@ impl<D: Kernels> AllToAll<D> {
     }
 }
 
-/// A map that plans for this transport have.
-fn map_of<'a, D: Kernels>(map: &'a Option<Tensor<D>>, name: &str) -> Result<TensorRef<'a, D>> {
-    let missing = || Error::invalid("all_to_all", format!("plan.{name}"), "a map (Transport::UniqueRows)", "none");
-    map.as_ref().map(Tensor::view).ok_or_else(missing)
+/// What plans for this transport have.
+fn messages<D: Kernels>(plan: &Plan<D>) -> Result<&Messages<D>> {
+    let missing = || Error::invalid("all_to_all", "plan.messages", "those of Transport::UniqueRows", "none");
+    plan.messages.as_ref().ok_or_else(missing)
 }
 
 impl<D: Kernels> Carrier<D> for AllToAll<D> {
@@ -135,13 +135,13 @@ impl<D: Kernels> Carrier<D> for AllToAll<D> {
     }
 
     fn out(&mut self, step: &Step<'_, D>, inputs: &DispatchInputs<'_, D>) -> Result<Arrived<D>> {
-        let plan: &Plan<D> = &step.handle.plan;
-        let traffic = Traffic { send: (&plan.send_rows, &plan.slots_at), recv: (&plan.recv_rows, &plan.slots_from) };
+        let m = messages(&step.handle.plan)?;
+        let traffic = Traffic { send: (&m.send_rows, &m.slots_at), recv: (&m.recv_rows, &m.slots_from) };
         let sources = Sources {
             rows: inputs.tokens.borrow(),
-            row_map: map_of(&plan.send_tokens, "send_tokens")?,
+            row_map: m.send_tokens.view(),
             weights: inputs.weights.as_ref().map(|w| elements(w.borrow())).transpose()?,
-            weight_map: map_of(&plan.send_choices, "send_choices")?,
+            weight_map: m.send_choices.view(),
             scales: inputs.scales.as_ref().map(TensorRef::borrow),
         };
         self.exchange(step, Parts::of(inputs), &traffic, &sources)
@@ -149,11 +149,12 @@ impl<D: Kernels> Carrier<D> for AllToAll<D> {
 
     fn back(&mut self, step: &Step<'_, D>, back: Back<'_, D>) -> Result<()> {
         let plan: &Plan<D> = &step.handle.plan;
+        let m = messages(plan)?;
         let acc = back.rows.dtype().accumulator();
         let weight = if back.with_weights { acc.size() } else { 0 };
         let parts = Parts { row: back.rows.row_bytes(), weight, scale: 0 };
-        let traffic = Traffic { send: (&plan.slots_from, &plan.slots_from), recv: (&plan.slots_at, &plan.slots_at) };
-        let slots = map_of(&plan.return_slots, "return_slots")?;
+        let traffic = Traffic { send: (&m.slots_from, &m.slots_from), recv: (&m.slots_at, &m.slots_at) };
+        let slots = m.return_slots.view();
         let sources = Sources {
             rows: back.rows.borrow(),
             row_map: slots,

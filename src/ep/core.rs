@@ -359,7 +359,7 @@ impl<D: Kernels> Core<D> {
             }
             false => None,
         };
-        let plan = self.device.plan_from_host(
+        let plan = self.device.plan(
             &self.stream,
             PlanRequest {
                 rank: self.rank(),

@@ -95,8 +95,8 @@ impl<D: Kernels> Handle<D> {
     /// Rows that dispatch brings here: tokens of all ranks that chose an expert of this one, or all tokens where all are
     /// gathered; none where they stay.
     pub fn arriving_rows(&self) -> usize {
-        match (&self.plan.send_tokens, self.tokens.len()) {
-            (Some(_), _) => self.plan.recv_rows.iter().sum(),
+        match (&self.plan.messages, self.tokens.len()) {
+            (Some(messages), _) => messages.recv_rows.iter().sum(),
             (None, 1) => 0,
             (None, _) => self.plan.total_tokens,
         }

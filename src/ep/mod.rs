@@ -46,7 +46,7 @@ pub use choice::VARIABLE;
 pub use group::{DispatcherKind, Group, GroupConfig};
 pub use handle::{Agreement, Handle};
 pub use local::Local;
-pub use plan::{Plan, PlanRequest, Transport};
+pub use plan::{Messages, Plan, PlanRequest, Transport};
 pub use shared::EpGroup;
 pub use stats::Stats;
 

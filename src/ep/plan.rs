@@ -60,24 +60,31 @@ pub struct Plan<D: Kernels> {
     /// Row in the transport's order for each slot, `[N]`.
     pub row_map: Tensor<D>,
     /// For each slot, its weight's number among the weights that the transport brings, `[N]`. Local, AllRows: all
-    /// tokens' `[Σ T, K]` flattened. UniqueRows: those of `return_slots`. Slots: its own.
+    /// tokens' `[Σ T, K]` flattened. UniqueRows: those of [`Messages::return_slots`]. Slots: its own.
     pub weight_map: Tensor<D>,
     /// Local, AllRows: slot here of each (token, k) of all tokens in transport order, `[Σ T, K]` (own tokens only
     /// for Local). UniqueRows: for each of this rank's (token, k), the row among all rows returned to it by combine,
     /// `[T, K]`. Slots: `[0, K]`, since the transport finds its own way back.
     pub return_map: Tensor<D>,
-    /// UniqueRows: tokens to send, by (destination, token), `[n]`.
-    pub send_tokens: Option<Tensor<D>>,
-    /// UniqueRows: kept choices, numbered in `[T, K]` flattened, by (destination, token, k), `[n]`.
-    pub send_choices: Option<Tensor<D>>,
-    /// UniqueRows: slots to return in combine, by (source rank, token, k), `[n]`.
-    pub return_slots: Option<Tensor<D>>,
-    /// UniqueRows: rows sent to each rank in dispatch.
+    /// What [`Transport::UniqueRows`] needs beside; `None` for the others.
+    pub messages: Option<Messages<D>>,
+}
+
+/// Which rows and choices make up the messages between two ranks. All maps are `I32 [n]`.
+#[derive(Debug)]
+pub struct Messages<D: Kernels> {
+    /// Tokens to send, by (destination, token).
+    pub send_tokens: Tensor<D>,
+    /// Kept choices, numbered in `[T, K]` flattened, by (destination, token, k).
+    pub send_choices: Tensor<D>,
+    /// Slots to return in combine, by (source rank, token, k).
+    pub return_slots: Tensor<D>,
+    /// Rows sent to each rank in dispatch.
     pub send_rows: Vec<usize>,
-    /// UniqueRows: rows received from each rank in dispatch.
+    /// Rows received from each rank in dispatch.
     pub recv_rows: Vec<usize>,
-    /// UniqueRows: filled slots of each source rank here (rows returned to it in combine).
+    /// Filled slots of each source rank here (rows returned to it in combine).
     pub slots_from: Vec<usize>,
-    /// UniqueRows: choices of this rank kept at each rank (rows that come back from it in combine).
+    /// Choices of this rank kept at each rank (rows that come back from it in combine).
     pub slots_at: Vec<usize>,
 }

@@ -13,7 +13,7 @@ use crate::comm::agree::{Call, Detail, Verdict, failed, judge};
 use crate::comm::rendezvous::Rendezvous;
 use crate::error::CommError;
 
-use super::notice::{Kind, Of};
+use super::message::{Kind, Of};
 use super::notices::{Notices, Subject};
 use super::wire::Wire;
 
@@ -91,9 +91,9 @@ impl Board {
         let Board::Hall(hall) = self else {
             return self.notices().fault(subject).map_or(Ok(()), Err);
         };
-        let rank = subject.rank;
-        let round = hall.meeting.meet(rank, call.clone(), timeout, |all| judge(all.iter()));
-        let round = round.map_err(|failure| failed(&call, rank, timeout, failure))?;
+        let Subject { rank, operation, tag, .. } = subject;
+        let round = hall.meeting.meet(rank, call, timeout, |all| judge(all.iter()));
+        let round = round.map_err(|failure| failed((operation, tag), rank, timeout, failure))?;
         match round.verdict.as_ref().and_then(|errors| errors.get(rank)) {
             Some(error) => Err(error.clone()),
             None => Ok(()),

@@ -42,9 +42,6 @@ impl NcclComm {
         calls: impl FnOnce() -> Result<T>,
     ) -> Result<T> {
         let subject = self.begin(Call { operation, tag, dtype, detail: Detail::Plain, bytes })?;
-        match calls() {
-            Ok(value) => self.watched(subject).map(|()| value),
-            Err(error) => Err(self.broken(subject, error)),
-        }
+        self.guarded(subject, |_| Some(calls()))
     }
 }

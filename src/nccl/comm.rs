@@ -150,16 +150,10 @@ impl NcclComm {
     }
 
     pub(super) fn together<T>(&mut self, call: Call, calls: impl FnOnce(Raw<'_>) -> Result<T>) -> Result<T> {
-        let (operation, tag) = (call.operation, call.tag);
         let subject = self.begin(call)?;
-        self.cuda.bind(operation)?;
-        let stream = self.stream();
-        self.enter(subject);
-        match self.link.with(|functions, comm| calls(Raw { functions, comm, stream })) {
-            Some(Ok(value)) => self.watched(subject).map(|()| value),
-            Some(Err(error)) => Err(self.broken(subject, error)),
-            None => Err(self.ended(operation, tag)),
-        }
+        self.guarded(subject, |Lane { link, stream }| {
+            link.with(|functions, comm| calls(Raw { functions, comm, stream: *stream }))
+        })
     }
 
     /// Sends to one rank, which receives.
@@ -241,19 +235,36 @@ impl NcclComm {
         }
     }
 
-    /// Enqueues a collective's calls and has them watched.
+    /// Runs a collective's calls with the watchdog looking on, then has it watch what they enqueued. `None` from them: the
+    /// communicator has ended.
+    pub(super) fn guarded<T>(
+        &mut self,
+        subject: Subject,
+        calls: impl FnOnce(&Lane<'_>) -> Option<Result<T>>,
+    ) -> Result<T> {
+        if let Err(error) = self.cuda.bind(subject.operation) {
+            return Err(self.broken(subject, error));
+        }
+        if let Some(watch) = &self.watch {
+            watch.enter(subject, self.timeout);
+        }
+        match calls(&Lane { link: &self.link, stream: self.stream() }) {
+            Some(Ok(value)) => self.watched(subject).map(|()| value),
+            Some(Err(error)) => Err(self.broken(subject, error)),
+            None => Err(self.ended(subject.operation, subject.tag)),
+        }
+    }
+
+    /// The same for calls of NCCL alone.
     pub(super) fn enqueue(
         &mut self,
         subject: Subject,
         calls: impl FnOnce(&Lane<'_>) -> std::result::Result<(), Refused>,
     ) -> Result<()> {
-        self.cuda.bind(subject.operation)?;
-        self.enter(subject);
-        match calls(&Lane { link: &self.link, stream: self.stream() }) {
-            Ok(()) => self.watched(subject),
-            Err(None) => Err(self.ended(subject.operation, subject.tag)),
-            Err(Some(error)) => Err(self.broken(subject, error.into())),
-        }
+        self.guarded(subject, |lane| match calls(lane) {
+            Ok(()) => Some(Ok(())),
+            Err(refused) => refused.map(|error| Err(error.into())),
+        })
     }
 
     /// A collective without any bytes, on all ranks.
@@ -262,14 +273,8 @@ impl NcclComm {
         Ok(())
     }
 
-    fn enter(&self, subject: Subject) {
-        if let Some(watch) = &self.watch {
-            watch.enter(subject, self.timeout);
-        }
-    }
-
     /// Watches what has been enqueued; not inside a recording, which runs later and any number of times.
-    pub(super) fn watched(&mut self, subject: Subject) -> Result<()> {
+    fn watched(&mut self, subject: Subject) -> Result<()> {
         self.entered = subject.number;
         let work: Option<Box<dyn Work>> = match self.cuda.is_capturing()? {
             true => None,
@@ -282,7 +287,7 @@ impl NcclComm {
     }
 
     /// The others may have begun a collective that this rank could not: it ends the communicator.
-    pub(super) fn broken(&mut self, subject: Subject, error: Error) -> Error {
+    fn broken(&mut self, subject: Subject, error: Error) -> Error {
         let Subject { rank, operation, tag, .. } = subject;
         if let Some(failure) = self.link.failure() {
             // The watchdog's work: the call was ended from outside.

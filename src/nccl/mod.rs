@@ -15,7 +15,7 @@ mod error;
 mod lane;
 mod library;
 mod link;
-mod notice;
+mod message;
 mod notices;
 mod sums;
 mod symmetric;

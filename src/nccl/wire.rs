@@ -10,7 +10,7 @@ use std::time::Duration;
 
 use crate::error::Result;
 
-use super::notice::{BYTES, Kind, Notice};
+use super::message::{BYTES, Kind, Notice};
 use super::notices::Notices;
 
 /// Pause between two looks at the connections.
@@ -231,7 +231,7 @@ mod tests {
     use super::*;
     use crate::comm::{Op, Tag};
     use crate::error::CommError;
-    use crate::nccl::notice::Of;
+    use crate::nccl::message::Of;
     use crate::nccl::notices::Subject;
     use crate::ranks::{Bootstrap, Token};
     use std::net::TcpListener;

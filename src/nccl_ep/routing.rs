@@ -102,13 +102,7 @@ impl NcclEp {
             weight_map: of_slots(&device, &row_map)?,
             row_map,
             return_map: Tensor::empty(&device, DType::I32, &[0, spec.top_k])?,
-            send_tokens: None,
-            send_choices: None,
-            return_slots: None,
-            send_rows: Vec::new(),
-            recv_rows: Vec::new(),
-            slots_from: Vec::new(),
-            slots_at: Vec::new(),
+            messages: None,
         };
         let mut handle = self.core.accept(spec, plan);
         handle.carried.0 = Some(Box::new(Kept::new(Some(routed))));
