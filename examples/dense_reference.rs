@@ -113,18 +113,7 @@ fn compare(args: &Args) -> Result<bool, AnyError> {
 
     let stages = Stages::default();
     tracing::subscriber::set_global_default(stages.clone())?;
-    let found = match args.framework {
-        #[cfg(feature = "candle")]
-        Framework::Candle => support::run_candle::run_on(&job, &args.device.open(ranks)?)?,
-        #[cfg(feature = "burn")]
-        Framework::Burn if args.device == Place::Cpu => support::run_burn::run(&job)?,
-        #[cfg(feature = "burn-cuda")]
-        Framework::Burn => support::run_burn::run_on_gpu(&job)?,
-        #[cfg(all(feature = "burn", not(feature = "burn-cuda")))]
-        Framework::Burn => return Err("--device cuda --framework burn: build with --features burn-cuda".into()),
-        #[allow(unreachable_patterns, reason = "reachable where a framework is not built in")]
-        other => return Err(format!("this build has no {other:?}: add --features {other:?}").to_lowercase().into()),
-    };
+    let found = run(args, &job)?;
     let mut clock = Clock::start();
     let reference = Reference::run(&job, &found)?;
     clock.lap("dense reference");
@@ -153,6 +142,26 @@ fn compare(args: &Args) -> Result<bool, AnyError> {
         _ => println!("\n{failed} of {} results over tolerance", rows.len()),
     }
     Ok(failed == 0)
+}
+
+/// The layer, through the framework that was asked for.
+#[cfg_attr(
+    not(any(feature = "candle", feature = "burn")),
+    expect(unused_variables, reason = "no framework is built in")
+)]
+fn run(args: &Args, job: &Job) -> Result<Outcome, AnyError> {
+    match args.framework {
+        #[cfg(feature = "candle")]
+        Framework::Candle => support::run_candle::run_on(job, &args.device.open(job.split.len())?),
+        #[cfg(feature = "burn")]
+        Framework::Burn if args.device == Place::Cpu => support::run_burn::run(job),
+        #[cfg(feature = "burn-cuda")]
+        Framework::Burn => support::run_burn::run_on_gpu(job),
+        #[cfg(all(feature = "burn", not(feature = "burn-cuda")))]
+        Framework::Burn => Err("--device cuda --framework burn: build with --features burn-cuda".into()),
+        #[allow(unreachable_patterns, reason = "reachable where a framework is not built in")]
+        other => Err(format!("this build has no {other:?}: add --features {other:?}").to_lowercase().into()),
+    }
 }
 
 /// Tokens and the gradient of the output: the golden's where it has them, else random.
