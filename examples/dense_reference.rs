@@ -24,6 +24,7 @@ use support::device::Place;
 use support::folder::{Folder, tokens};
 use support::job::{AnyError, Clock, Job, Outcome, uneven, whole_block};
 use support::names;
+use support::processes::Process;
 use support::random::Random;
 use support::stages::Stages;
 use support::table::{Row, natural, print_load, print_rows};
@@ -67,6 +68,9 @@ struct Args {
     /// Rows of the table for weights; past it, only those with the largest errors are shown.
     #[arg(long, value_name = "N", default_value_t = 64)]
     rows: usize,
+    /// Be one rank of several that a launcher has started as processes, one GPU each (docs/ranks.md); rank 0 compares.
+    #[arg(long)]
+    processes: bool,
     /// Longest wait of a rank for another, in seconds.
     #[arg(long, value_name = "SECONDS", default_value_t = 60)]
     timeout: u64,
@@ -97,7 +101,9 @@ fn compare(args: &Args) -> Result<bool, AnyError> {
         let dir = args.checkpoint.display();
         return Err(format!("{dir}: no checkpoint folder (no config.json); name one with --checkpoint DIR").into());
     }
-    let ranks = args.ranks.unwrap_or(if args.device == Place::Cpu { 4 } else { 1 });
+    let process = args.processes.then(|| process(args)).transpose()?;
+    let default = if args.device == Place::Cpu { 4 } else { 1 };
+    let ranks = process.as_ref().map(|process| process.world).or(args.ranks).unwrap_or(default);
     let folder = Folder::open(&args.checkpoint)?;
     let checkpoint = Checkpoint::open(&args.checkpoint)?;
     let first = checkpoint.moe_layers().first().copied();
@@ -109,11 +115,23 @@ fn compare(args: &Args) -> Result<bool, AnyError> {
         return Err(format!("--ranks: expected a divisor of {experts} experts, found {ranks}").into());
     }
     let job = job(args, (&folder, ranks), layer, config.hidden, golden)?;
-    print_header(&folder, &config, &job);
+    if process.as_ref().is_none_or(|process| process.rank == 0) {
+        print_header(&folder, &config, &job);
+    }
 
     let stages = Stages::default();
     tracing::subscriber::set_global_default(stages.clone())?;
-    let found = run(args, &job)?;
+    let found = match process {
+        #[cfg(feature = "candle")]
+        Some(process) => match support::run_candle::run_process(&job, process)? {
+            Some(found) => found,
+            // Rank 0 compares.
+            None => return Ok(true),
+        },
+        #[cfg(not(feature = "candle"))]
+        Some(_) => return Ok(false),
+        None => run(args, &job)?,
+    };
     let mut clock = Clock::start();
     let reference = Reference::run(&job, &found)?;
     clock.lap("dense reference");
@@ -142,6 +160,20 @@ fn compare(args: &Args) -> Result<bool, AnyError> {
         _ => println!("\n{failed} of {} results over tolerance", rows.len()),
     }
     Ok(failed == 0)
+}
+
+/// This process's place among those that a launcher has started.
+fn process(args: &Args) -> Result<Process, AnyError> {
+    if args.framework != Framework::Candle || args.device != Place::Cuda {
+        return Err("--processes: give --framework candle and --device cuda".into());
+    }
+    let process = Process::join(Duration::from_secs(args.timeout))?;
+    match args.ranks {
+        Some(ranks) if ranks != process.world => {
+            Err(format!("--ranks {ranks}: the launcher has started {}", process.world).into())
+        }
+        _ => Ok(process),
+    }
 }
 
 /// The layer, through the framework that was asked for.

@@ -36,7 +36,11 @@ impl Place {
     }
 }
 
-fn gpu(ordinal: usize) -> Result<Device, Box<dyn Error + Send + Sync>> {
+/// candle's device of a GPU, on a stream that all threads share.
+///
+/// # Errors
+/// A GPU that is not there, or cannot be used.
+pub fn gpu(ordinal: usize) -> Result<Device, Box<dyn Error + Send + Sync>> {
     Device::new_cuda_with_stream(ordinal).map_err(|e| {
         // The rest is a backtrace.
         let e = e.to_string().lines().next().unwrap_or_default().to_string();

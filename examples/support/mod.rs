@@ -7,6 +7,9 @@ pub mod device;
 pub mod folder;
 pub mod job;
 pub mod names;
+#[cfg(feature = "candle")]
+pub mod parcel;
+pub mod processes;
 pub mod random;
 #[cfg(feature = "burn")]
 pub mod run_burn;

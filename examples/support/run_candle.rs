@@ -1,13 +1,18 @@
 //! One step of `moebius::candle::ExpertParallelMoE`.
 
+use std::time::Duration;
+
 use candle_core::{DType, Device, Tensor, Var};
 use moebius::candle::{DeviceGroup, ExpertParallelMoE};
 use moebius::checkpoint::{Block, Checkpoint, LoadOptions};
+use moebius::comm::{Op, Tag};
 use moebius::ep::GroupConfig;
 use moebius::layer::Mode;
 
 use super::device::{Seat, seats};
 use super::job::{AnyError, Clock, Job, Outcome, RankOutcome, candle_dtype, join, on_ranks, share};
+use super::parcel::{Parcel, gather};
+use super::processes::Process;
 
 /// Runs a job through candle's autograd, ranks as threads on the CPU.
 ///
@@ -25,14 +30,66 @@ pub fn run_on(job: &Job, devices: &[Device]) -> Result<Outcome, AnyError> {
     join(on_ranks(seats(devices, job.timeout)?, |rank, seat| one_rank(job, rank, seat))?)
 }
 
+/// Runs this process's part of a job; the outcome of all is rank 0's.
+///
+/// # Errors
+/// This rank's error, or that another has left.
+pub fn run_process(job: &Job, process: Process) -> Result<Option<Outcome>, AnyError> {
+    let Process { rank, seat, .. } = process;
+    let (own, group) = in_group(job, rank, seat)?;
+    let tag = Tag { layer: job.layer as u32, op: Op::User, sequence: 0 };
+    let told = gather(&group, tag, &packed(&own)?.pack()?)?;
+    if rank > 0 {
+        return Ok(None);
+    }
+    let parts = told.iter().map(|bytes| unpacked(&Parcel::unpack(bytes)?, &own.times));
+    join(parts.collect::<Result<_, _>>()?).map(Some)
+}
+
+fn packed(own: &RankOutcome) -> Result<Parcel, AnyError> {
+    let mut parcel = Parcel::default();
+    let named = own.grads.iter().map(|(name, t)| (format!("gradient.{name}"), t));
+    for (name, t) in [("y".to_string(), &own.y), ("dx".to_string(), &own.dx)].into_iter().chain(named) {
+        parcel.put(name, t.dims(), t.flatten_all()?.to_vec1::<f64>()?);
+    }
+    let dims = [own.ids.len(), own.ids.first().map_or(0, Vec::len)];
+    parcel.put("ids", &dims, own.ids.iter().flatten().map(|id| *id as f64));
+    parcel.put("load", &[own.tokens_per_expert.len()], own.tokens_per_expert.iter().map(|n| *n as f64));
+    parcel.put("times", &[own.times.len()], own.times.iter().map(|(_, time)| time.as_secs_f64()));
+    Ok(parcel)
+}
+
+/// A rank's outcome; its stages are `stages`' own.
+fn unpacked(parcel: &Parcel, stages: &[(&'static str, Duration)]) -> Result<RankOutcome, AnyError> {
+    let tensor = |(dims, values): (&[usize], &[f64])| Tensor::from_slice(values, dims, &Device::Cpu);
+    let whole = |values: &[f64]| values.iter().map(|n| *n as usize).collect::<Vec<usize>>();
+    let grads =
+        parcel.starting("gradient.").map(|(name, dims, values)| Ok((name.to_string(), tensor((dims, values))?)));
+    let (dims, ids) = parcel.get("ids")?;
+    let times =
+        stages.iter().zip(parcel.get("times")?.1).map(|((name, _), time)| (*name, Duration::from_secs_f64(*time)));
+    Ok(RankOutcome {
+        y: tensor(parcel.get("y")?)?,
+        dx: tensor(parcel.get("dx")?)?,
+        grads: grads.collect::<candle_core::Result<_>>()?,
+        ids: ids.chunks(dims[1].max(1)).map(whole).collect(),
+        tokens_per_expert: whole(parcel.get("load")?.1),
+        times: times.collect(),
+    })
+}
+
 fn one_rank(job: &Job, rank: usize, seat: Seat) -> Result<RankOutcome, AnyError> {
+    Ok(in_group(job, rank, seat)?.0)
+}
+
+fn in_group(job: &Job, rank: usize, seat: Seat) -> Result<(RankOutcome, DeviceGroup), AnyError> {
     let mut clock = Clock::start();
     let options = LoadOptions { rank, ranks: job.split.len(), dtype: Some(job.dtype) };
     let block = Checkpoint::open(&job.dir)?.load_block(job.layer, options)?;
     clock.lap("load");
     let most = job.split.iter().copied().max().unwrap_or(0);
     let group = seat.join(GroupConfig::new(block.config.router.num_experts, most))?;
-    step(job, rank, (block, group), clock)
+    Ok((step(job, rank, (block, group.clone()), clock)?, group))
 }
 
 fn step(

@@ -6,7 +6,7 @@ use candle_core::backprop::GradStore;
 use candle_core::{DType, Device, Tensor, Var};
 use candle_nn::optim::{AdamW, Optimizer, ParamsAdamW};
 use candle_nn::{VarBuilder, VarMap};
-use moebius::candle::ExpertParallelMoE;
+use moebius::candle::{DeviceGroup, ExpertParallelMoE};
 use moebius::etp::Phase;
 use moebius::layer::{Layer, Mode};
 
@@ -71,6 +71,14 @@ impl Rank {
         let vars = model.vars().values().cloned().collect();
         let optimiser = AdamW::new(vars, ParamsAdamW { lr: settings.learning_rate, ..ParamsAdamW::default() })?;
         Ok(Self { settings: settings.clone(), world, model, layers, sharded, optimiser })
+    }
+
+    /// The group of all ranks, where the layers' is of all.
+    pub fn group(&self) -> Result<&DeviceGroup, Failure> {
+        match &self.world {
+            World::Group(group) => Ok(group),
+            World::Threads(_) => Err("the experts' group is not of all ranks".into()),
+        }
     }
 
     /// Forward and backward of a part of a step's sequences.

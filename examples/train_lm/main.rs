@@ -15,7 +15,12 @@ mod dense;
 mod device;
 mod lm;
 mod mesh;
+#[path = "../support/parcel.rs"]
+mod parcel;
 mod plot;
+mod process;
+#[path = "../support/processes.rs"]
+mod processes;
 mod ranks;
 mod sharded;
 #[cfg(test)]
@@ -49,7 +54,7 @@ const TAIL: usize = 20;
 ///
 /// Fails where a gradient differs from the dense twin's by more than 1e-5, the loss does not fall below --max-loss,
 /// or an expert ends with less than 1 % of the load.
-#[derive(Debug, Parser)]
+#[derive(Debug, Clone, Parser)]
 struct Args {
     /// Host framework.
     #[arg(long, value_enum, default_value = "candle")]
@@ -73,6 +78,9 @@ struct Args {
     /// Largest norm of the gradients of all parameters of all ranks (candle) [default: no clipping].
     #[arg(long)]
     clip: Option<f64>,
+    /// Be one rank of several that a launcher has started as processes, one GPU each (docs/ranks.md); rank 0 speaks.
+    #[arg(long)]
+    processes: bool,
     /// Where the ranks train; the twin stays on the CPU.
     #[arg(long, value_enum, default_value = "cpu")]
     device: Place,
@@ -216,32 +224,16 @@ fn main() -> ExitCode {
 }
 
 fn run(args: &Args) -> Result<bool, Failure> {
+    if args.processes {
+        return run_process(args);
+    }
     let settings = args.settings()?;
     let (mesh, devices) = (settings.mesh, args.device.open(settings.mesh.ranks)?);
     let corpus = Corpus::load(args.text.as_deref())?;
-    println!(
-        "{} bytes of text; {} layers, hidden {}, {} experts top-{}, {} ranks, {} sequences of {} bytes a step",
-        corpus.len(),
-        settings.layers,
-        settings.hidden,
-        settings.experts,
-        settings.top_k,
-        mesh.ranks,
-        settings.batch,
-        settings.context
-    );
-    if mesh.etp.is_some() {
-        println!("EP {} x ETP {} x {} replicas", mesh.ep, mesh.shards(), mesh.replicas());
-    }
-    let bar = ProgressBar::new(settings.steps as u64)
-        .with_style(ProgressStyle::with_template("{bar:40} {pos}/{len} {elapsed} {msg}")?);
-    let started = Instant::now();
-    let mut steps: Vec<Step> = Vec::new();
-    let on_step = |step: Step| {
-        let error = step.twin.as_ref().map_or(String::new(), |t| format!(", gradients within {:.1e}", t.error));
-        bar.set_message(format!("loss {:.3}{error}", step.loss));
-        bar.inc(1);
-        steps.push(step);
+    print_header(&settings, &corpus);
+    let mut progress = Progress::start(&settings)?;
+    let on_step = |step| {
+        progress.push(step);
         Ok(())
     };
     match args.framework {
@@ -260,6 +252,78 @@ fn run(args: &Args) -> Result<bool, Failure> {
             ranks::train(&settings, (comms, args.check_every), &corpus, make, on_step)?;
         }
     }
+    conclude(args, &settings, progress)
+}
+
+/// The same as one rank of several processes.
+fn run_process(args: &Args) -> Result<bool, Failure> {
+    if args.framework != Framework::Candle || args.etp.is_some() || args.device != Place::Cuda {
+        return Err("--processes: give --framework candle and --device cuda, without --etp".into());
+    }
+    let process = processes::Process::join(ranks::TIMEOUT)?;
+    if args.ranks.is_some_and(|ranks| ranks != process.world) {
+        return Err(format!("--ranks {:?}: the launcher has started {}", args.ranks, process.world).into());
+    }
+    let settings = Args { ranks: Some(process.world), ..args.clone() }.settings()?;
+    let (corpus, params) = (Corpus::load(args.text.as_deref())?, lm::initial(&settings));
+    let speaks = process.rank == 0;
+    if speaks {
+        print_header(&settings, &corpus);
+    }
+    let mut progress = Progress::start(&settings)?;
+    let on_step = |step| {
+        progress.push(step);
+        Ok(())
+    };
+    let place = mesh::Place { experts: process.seat, sharded: None };
+    let rank = candle::Rank::new(&settings, &params, (place, process.rank))?;
+    process::train(&settings, (rank, process.rank), (&corpus, args.check_every), &params, on_step)?;
+    if speaks { conclude(args, &settings, progress) } else { Ok(true) }
+}
+
+fn print_header(settings: &Settings, corpus: &Corpus) {
+    let mesh = settings.mesh;
+    println!(
+        "{} bytes of text; {} layers, hidden {}, {} experts top-{}, {} ranks, {} sequences of {} bytes a step",
+        corpus.len(),
+        settings.layers,
+        settings.hidden,
+        settings.experts,
+        settings.top_k,
+        mesh.ranks,
+        settings.batch,
+        settings.context
+    );
+    if mesh.etp.is_some() {
+        println!("EP {} x ETP {} x {} replicas", mesh.ep, mesh.shards(), mesh.replicas());
+    }
+}
+
+/// The steps so far, and a bar of them.
+struct Progress {
+    bar: ProgressBar,
+    started: Instant,
+    steps: Vec<Step>,
+}
+
+impl Progress {
+    fn start(settings: &Settings) -> Result<Self, Failure> {
+        let bar = ProgressBar::new(settings.steps as u64)
+            .with_style(ProgressStyle::with_template("{bar:40} {pos}/{len} {elapsed} {msg}")?);
+        Ok(Self { bar, started: Instant::now(), steps: Vec::new() })
+    }
+
+    fn push(&mut self, step: Step) {
+        let error = step.twin.as_ref().map_or(String::new(), |t| format!(", gradients within {:.1e}", t.error));
+        self.bar.set_message(format!("loss {:.3}{error}", step.loss));
+        self.bar.inc(1);
+        self.steps.push(step);
+    }
+}
+
+/// Plots and judges what was trained.
+fn conclude(args: &Args, settings: &Settings, progress: Progress) -> Result<bool, Failure> {
+    let Progress { bar, started, steps } = progress;
     bar.finish_and_clear();
     println!("{} steps in {:.1} s", steps.len(), started.elapsed().as_secs_f64());
     std::fs::create_dir_all(&args.out).map_err(|e| format!("{}: {e}", args.out.display()))?;
@@ -269,7 +333,7 @@ fn run(args: &Args) -> Result<bool, Failure> {
     if let Some(last) = steps.last().filter(|last| !last.costs.is_empty()) {
         sharded::print(&last.costs);
     }
-    Ok(verdict(args, &settings, &steps))
+    Ok(verdict(args, settings, &steps))
 }
 
 /// Prints each demand with what was found; true if all are met.

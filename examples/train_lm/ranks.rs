@@ -136,12 +136,8 @@ fn work(
     rank: usize,
     reports: &SyncSender<Report>,
 ) -> Result<(), Failure> {
-    let length = settings.context + 1;
-    let (first, rows) = settings.rows_of(rank);
     for step in 0..settings.steps {
-        let bytes = corpus.batch(settings.seed, step, settings.batch, length)?;
-        let own = &bytes[first * length..(first + rows) * length];
-        let report = worker.step(step, own, rows, step.is_multiple_of(check_every))?;
+        let report = own_step(worker, settings, (corpus, check_every), rank, step)?;
         if reports.send(report).is_err() {
             // Nobody listens any more.
             break;
@@ -150,7 +146,21 @@ fn work(
     Ok(())
 }
 
-/// Joins the ranks' reports of each step, and runs the twin.
+/// A step of this rank's part of the batch.
+pub fn own_step(
+    worker: &mut impl Worker,
+    settings: &Settings,
+    (corpus, check_every): (&Corpus, usize),
+    rank: usize,
+    step: usize,
+) -> Result<Report, Failure> {
+    let length = settings.context + 1;
+    let (first, rows) = settings.rows_of(rank);
+    let bytes = corpus.batch(settings.seed, step, settings.batch, length)?;
+    worker.step(step, &bytes[first * length..(first + rows) * length], rows, step.is_multiple_of(check_every))
+}
+
+/// Joins the ranks' reports of each step.
 fn follow(
     settings: &Settings,
     corpus: &Corpus,
@@ -163,18 +173,28 @@ fn follow(
         for receiver in reports {
             of_step.push(receiver.recv().map_err(|_| RankEnded)?);
         }
-        let loss = of_step.iter().map(|r| r.loss).sum();
-        let groups: Vec<&Report> = of_step.iter().step_by(settings.mesh.ep).collect();
-        let sum = |layer: usize, expert: usize| groups.iter().map(|r| r.load[layer][expert]).sum();
-        let load = (0..settings.layers).map(|l| (0..settings.experts).map(|e| sum(l, e)).collect()).collect();
-        let norm = of_step.first().and_then(|r| r.norm);
-        let costs = of_step.iter().filter_map(|r| r.cost).collect();
-        let checks: Option<Vec<Check>> = of_step.into_iter().map(|r| r.check).collect();
-        let bytes = corpus.batch(settings.seed, step, settings.batch, settings.context + 1)?;
-        let twin = checks.map(|c| twin.compare(&bytes, &c)).transpose()?;
-        on_step(Step { step, loss, load, norm, costs, twin })?;
+        on_step(joined(settings, corpus, twin, (step, of_step))?)?;
     }
     Ok(())
+}
+
+/// A step of all ranks, from their reports, and the twin's where they tell what it needs.
+pub fn joined(
+    settings: &Settings,
+    corpus: &Corpus,
+    twin: &Twin,
+    (step, of_step): (usize, Vec<Report>),
+) -> Result<Step, Failure> {
+    let loss = of_step.iter().map(|r| r.loss).sum();
+    let groups: Vec<&Report> = of_step.iter().step_by(settings.mesh.ep).collect();
+    let sum = |layer: usize, expert: usize| groups.iter().map(|r| r.load[layer][expert]).sum();
+    let load = (0..settings.layers).map(|l| (0..settings.experts).map(|e| sum(l, e)).collect()).collect();
+    let norm = of_step.first().and_then(|r| r.norm);
+    let costs = of_step.iter().filter_map(|r| r.cost).collect();
+    let checks: Option<Vec<Check>> = of_step.into_iter().map(|r| r.check).collect();
+    let bytes = corpus.batch(settings.seed, step, settings.batch, settings.context + 1)?;
+    let twin = checks.map(|c| twin.compare(&bytes, &c)).transpose()?;
+    Ok(Step { step, loss, load, norm, costs, twin })
 }
 
 /// A rank's thread ended early; its own error says why.

@@ -4,9 +4,9 @@ use candle_core::Device;
 use moebius::etp::Payload;
 
 use crate::corpus::Corpus;
-use crate::lm::{Settings, Step};
+use crate::lm::{Settings, Step, initial};
 use crate::mesh::{self, Mesh};
-use crate::{TOLERANCE, candle, ranks};
+use crate::{TOLERANCE, candle, process, ranks};
 
 fn settings(ep: usize, etp: Option<usize>) -> Settings {
     Settings {
@@ -118,4 +118,33 @@ fn memory_and_traffic() {
             assert!((cost.moved - moved).abs() < 1e-12, "{} and {moved}", cost.moved);
         }
     }
+}
+
+/// Ranks that tell each other of each step, as processes do, train to the bits of ranks that report to one thread.
+#[test]
+fn ranks_as_processes_train_alike() {
+    let settings = settings(4, None);
+    let expected = train(&settings);
+    let (corpus, params) = (Corpus::load(None).unwrap(), initial(&settings));
+    let places = mesh::places(settings.mesh, &vec![Device::Cpu; 4], ranks::TIMEOUT).unwrap();
+    let mut found = Vec::new();
+    std::thread::scope(|scope| {
+        let run = |(number, place)| {
+            let (settings, corpus, params) = (&settings, &corpus, &params);
+            scope.spawn(move || {
+                let (rank, mut steps) = (candle::Rank::new(settings, params, (place, number)).unwrap(), Vec::new());
+                let on_step = |step| {
+                    steps.push(step);
+                    Ok(())
+                };
+                process::train(settings, (rank, number), (corpus, 1), params, on_step).unwrap();
+                steps
+            })
+        };
+        let threads: Vec<_> = places.into_iter().enumerate().map(run).collect();
+        found.extend(threads.into_iter().map(|thread| thread.join().unwrap()));
+    });
+    assert_eq!(bits(&found[0]), bits(&expected));
+    assert!(found[0].iter().zip(&expected).all(|(a, b)| a.load == b.load));
+    assert!(found[1..].iter().all(Vec::is_empty), "rank 0 alone speaks");
 }

@@ -1,0 +1,44 @@
+//! Ranks as processes that a launcher has started.
+
+use std::error::Error;
+use std::time::Duration;
+
+#[cfg(feature = "candle")]
+use super::device::Seat;
+
+type AnyError = Box<dyn Error + Send + Sync>;
+
+/// This process, as one rank of several.
+pub struct Process {
+    pub rank: usize,
+    pub world: usize,
+    /// On the GPU of this rank's number on its host.
+    #[cfg(feature = "candle")]
+    pub seat: Seat,
+}
+
+impl Process {
+    /// Joins the ranks that the launcher's environment tells of (`docs/ranks.md`).
+    ///
+    /// # Errors
+    /// No launcher; a GPU that cannot be used; ranks that are missing within `timeout`.
+    #[cfg(all(feature = "nccl", feature = "candle"))]
+    pub fn join(timeout: Duration) -> Result<Self, AnyError> {
+        use moebius::nccl::{NcclComm, NcclLibrary};
+        use moebius::ranks::{Bootstrap, Identity};
+        let me = Identity::from_env()?;
+        let device = super::device::gpu(me.local_rank)?;
+        let (job, cuda) = (Bootstrap::from_env(timeout)?, moebius::candle::cuda(&device)?);
+        let comm = NcclComm::join(&NcclLibrary::open()?, &job, &cuda)?;
+        Ok(Self { rank: me.rank, world: me.world, seat: Seat::Gpus(device, comm) })
+    }
+
+    /// As above.
+    ///
+    /// # Errors
+    /// Always: this build has no NCCL, or no candle.
+    #[cfg(not(all(feature = "nccl", feature = "candle")))]
+    pub fn join(_: Duration) -> Result<Self, AnyError> {
+        Err("--processes: candle's ranks reach each other over NCCL; build with --features candle,nccl".into())
+    }
+}

@@ -1,0 +1,85 @@
+//! Training where every rank is a process: each tells the others what it has done, and rank 0 runs the twin.
+
+use std::collections::BTreeMap;
+
+use crate::Failure;
+use crate::candle::Rank;
+use crate::corpus::Corpus;
+use crate::lm::{Param, Settings, Step};
+use crate::parcel::{Parcel, gather};
+use crate::ranks::{Check, Report, Values, joined, own_step};
+use crate::twin::Twin;
+
+/// Trains as rank `number`, and calls `on_step` after each step on rank 0.
+pub fn train(
+    settings: &Settings,
+    (mut rank, number): (Rank, usize),
+    (corpus, check_every): (&Corpus, usize),
+    params: &[Param],
+    mut on_step: impl FnMut(Step) -> Result<(), Failure>,
+) -> Result<(), Failure> {
+    let twin = (number == 0).then(|| Twin::new(settings, params)).transpose()?;
+    let group = rank.group()?.clone();
+    for step in 0..settings.steps {
+        let report = own_step(&mut rank, settings, (corpus, check_every), number, step)?;
+        let told = gather(&group, crate::ranks::gradients(step), &packed(&report).pack()?)?;
+        if let Some(twin) = &twin {
+            let reports = told.iter().map(|bytes| unpacked(settings, &Parcel::unpack(bytes)?));
+            let reports = reports.collect::<Result<_, Failure>>()?;
+            on_step(joined(settings, corpus, twin, (step, reports))?)?;
+        }
+    }
+    Ok(())
+}
+
+/// A report as others get it; what sharded experts cost is not told.
+fn packed(report: &Report) -> Parcel {
+    let mut parcel = Parcel::default();
+    parcel.put("loss", &[1], [report.loss]);
+    for (layer, load) in report.load.iter().enumerate() {
+        parcel.put(format!("load.{layer}"), &[load.len()], load.iter().map(|n| *n as f64));
+    }
+    if let Some(norm) = report.norm {
+        parcel.put("norm", &[1], [norm]);
+    }
+    let Some(check) = &report.check else { return parcel };
+    for (name, values) in &check.params {
+        let mut put = |what: &str, values: &[f32]| {
+            parcel.put(format!("{what}.{name}"), &[values.len()], values.iter().map(|v| f64::from(*v)));
+        };
+        put("weight", &values.weight);
+        put("gradient", &values.gradient);
+    }
+    for (layer, ids) in check.ids.iter().enumerate() {
+        let dims = [ids.len(), ids.first().map_or(0, Vec::len)];
+        parcel.put(format!("ids.{layer}"), &dims, ids.iter().flatten().map(|id| f64::from(*id)));
+    }
+    parcel
+}
+
+fn unpacked(settings: &Settings, parcel: &Parcel) -> Result<Report, Failure> {
+    let first = |values: &[f64]| values.first().copied().unwrap_or(f64::NAN);
+    let layers = || 0..settings.layers;
+    let load = |layer| Ok(parcel.get(&format!("load.{layer}"))?.1.iter().map(|n| *n as usize).collect());
+    let ids = |layer| -> Result<Vec<Vec<u32>>, Failure> {
+        let (dims, values) = parcel.get(&format!("ids.{layer}"))?;
+        Ok(values.chunks(dims[1].max(1)).map(|row| row.iter().map(|id| *id as u32).collect()).collect())
+    };
+    let floats = |values: &[f64]| values.iter().map(|v| *v as f32).collect::<Vec<f32>>();
+    let mut params = BTreeMap::new();
+    for (name, _, weight) in parcel.starting("weight.") {
+        let gradient = floats(parcel.get(&format!("gradient.{name}"))?.1);
+        params.insert(name.to_string(), Values { weight: floats(weight), gradient });
+    }
+    let check = match params.is_empty() {
+        true => None,
+        false => Some(Check { params, ids: layers().map(ids).collect::<Result<_, _>>()? }),
+    };
+    Ok(Report {
+        loss: first(parcel.get("loss")?.1),
+        load: layers().map(load).collect::<Result<_, Failure>>()?,
+        norm: parcel.find("norm").map(|(_, norm)| first(norm)),
+        cost: None,
+        check,
+    })
+}
