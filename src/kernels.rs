@@ -480,3 +480,15 @@ pub trait Kernels: Device {
     /// Copies bytes of the host, as many as the tensor has.
     fn upload(&self, stream: &Self::Stream, from: &[u8], to: TensorMut<'_, Self>) -> Result<()>;
 }
+
+impl Tensor<Cpu> {
+    /// The same tensor on another device.
+    ///
+    /// # Errors
+    /// Where there is no memory, or a driver's error.
+    pub fn to<D: Kernels>(&self, device: &D, stream: &D::Stream) -> Result<Tensor<D>> {
+        let mut to = Tensor::empty(device, self.dtype(), self.dims())?;
+        device.upload(stream, self.as_bytes(), to.view_mut())?;
+        Ok(to)
+    }
+}

@@ -1,6 +1,7 @@
 //! A block whose routed experts stay quantised, as they are on disk.
 
 use std::collections::HashMap;
+use std::collections::hash_map::Entry;
 
 use super::layout::{Part, Rows};
 use super::load::read_part;
@@ -64,11 +65,7 @@ impl QuantisedBlock<Cpu> {
     /// # Errors
     /// Where there is no memory, or a driver's error.
     pub fn to<D: Kernels>(&self, device: &D, stream: &D::Stream) -> Result<QuantisedBlock<D>> {
-        let put = |(role, t): (&Role, &Tensor<Cpu>)| -> Result<(Role, Tensor<D>)> {
-            let mut to = Tensor::empty(device, t.dtype(), t.dims())?;
-            device.upload(stream, t.as_bytes(), to.view_mut())?;
-            Ok((*role, to))
-        };
+        let put = |(role, t): (&Role, &Tensor<Cpu>)| Ok((*role, t.to(device, stream)?));
         Ok(QuantisedBlock {
             config: self.config.clone(),
             up: self.up.to(device, stream)?,
@@ -129,12 +126,7 @@ impl Checkpoint {
             }
             let natural = checked.natural.get(&part.role).copied().unwrap_or(DType::F32);
             let dtype = self.role_dtype(part.role, natural, options.dtype);
-            let tensor = match others.entry(part.role) {
-                std::collections::hash_map::Entry::Occupied(entry) => entry.into_mut(),
-                std::collections::hash_map::Entry::Vacant(entry) => {
-                    entry.insert(Tensor::<Cpu>::empty(&Cpu::new(), dtype, &dims)?)
-                }
-            };
+            let tensor = entry(&mut others, part.role, || Tensor::empty(&Cpu::new(), dtype, &dims))?;
             let bytes = tensor.as_bytes_mut();
             let one = if part.role.is_replicated() { bytes.len() } else { bytes.len() / experts.len() };
             let stored = self.stored(&part.name)?.ok_or_else(|| self.missing(&part))?;
@@ -163,10 +155,7 @@ impl Checkpoint {
             Error::invalid(CALL, &part.name, expected, found)
         };
         let format = format.ok_or_else(|| refuse(format!("{:?}", stored.form)))?;
-        let stack = match stacks.entry(part.role) {
-            std::collections::hash_map::Entry::Occupied(entry) => entry.into_mut(),
-            std::collections::hash_map::Entry::Vacant(entry) => entry.insert(Stack::new(format, (dims, parts))?),
-        };
+        let stack = entry(stacks, part.role, || Stack::new(format, (dims, parts)))?;
         if stack.format != format {
             return Err(refuse(format!("{:?} beside {:?}", format, stack.format)));
         }
@@ -199,6 +188,14 @@ impl Checkpoint {
             factors.view_mut().into_slice::<f32>()?[e * parts + part] = factor;
         }
         Ok(())
+    }
+}
+
+/// What belongs to a role; made where there is nothing yet.
+fn entry<T>(map: &mut HashMap<Role, T>, role: Role, make: impl FnOnce() -> Result<T>) -> Result<&mut T> {
+    match map.entry(role) {
+        Entry::Occupied(found) => Ok(found.into_mut()),
+        Entry::Vacant(room) => Ok(room.insert(make()?)),
     }
 }
 

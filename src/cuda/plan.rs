@@ -29,9 +29,7 @@ impl Cuda {
     /// # Errors
     /// A driver's error.
     pub fn tensor(&self, from: &Tensor<Cpu>) -> Result<Tensor<Cuda>> {
-        let mut to = Tensor::empty(self, from.dtype(), from.dims())?;
-        self.upload(&self.stream(), from.as_bytes(), to.view_mut())?;
-        Ok(to)
+        from.to(self, &self.stream())
     }
 
     /// A tensor of the GPU on the host; waits for the stream.

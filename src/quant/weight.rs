@@ -221,11 +221,7 @@ impl Quantised<Cpu> {
     /// # Errors
     /// Where there is no memory, or a driver's error.
     pub fn to<D: Kernels>(&self, device: &D, stream: &D::Stream) -> Result<Quantised<D>> {
-        let put = |t: &Tensor<Cpu>| -> Result<Tensor<D>> {
-            let mut to = Tensor::empty(device, t.dtype(), t.dims())?;
-            device.upload(stream, t.as_bytes(), to.view_mut())?;
-            Ok(to)
-        };
+        let put = |t: &Tensor<Cpu>| t.to(device, stream);
         Ok(Quantised {
             format: self.format,
             dims: self.dims,
