@@ -10,6 +10,7 @@
 
 mod support;
 
+use std::num::NonZeroUsize;
 use std::path::PathBuf;
 use std::process::ExitCode;
 use std::time::Duration;
@@ -61,7 +62,7 @@ struct Args {
     layer: Option<usize>,
     /// Random tokens instead of the golden's; 64 where the folder has no golden for the layer.
     #[arg(long, value_name = "T")]
-    tokens: Option<usize>,
+    tokens: Option<NonZeroUsize>,
     /// Seed of random tokens and of a random gradient of the output.
     #[arg(long, value_name = "S", default_value_t = 1)]
     seed: u64,
@@ -207,7 +208,7 @@ fn job(
     let mut random = Random::new(args.seed);
     let x = match golden.and_then(|g| g.get("moe_input")) {
         Some(x) => tokens(x)?,
-        None => random.tensor(&[args.tokens.unwrap_or(64).max(1), hidden], 1.0)?,
+        None => random.tensor(&[args.tokens.map_or(64, NonZeroUsize::get), hidden], 1.0)?,
     };
     let dy = match golden.and_then(|g| g.get("grad_moe_output")) {
         Some(dy) => tokens(dy)?,
