@@ -1,9 +1,10 @@
 //! The one-layer Qwen3-MoE decoder's forward against candle-transformers' on the same weights.
 
+#[path = "support/checkpoint.rs"]
+mod checkpoint;
 #[path = "../../benches/support/pair.rs"]
 mod pair;
 
-use std::collections::HashMap;
 use std::error::Error;
 use std::hint::black_box;
 use std::path::Path;
@@ -17,6 +18,7 @@ use moebius::checkpoint::Checkpoint;
 use moebius::ep::GroupConfig;
 use moebius_models::{LoadOptions, Qwen3Moe};
 
+use checkpoint::Sizes;
 use pair::{Case, Subject, compare};
 
 const TOKENS: usize = 2048;
@@ -28,80 +30,26 @@ const HEADS: usize = 16;
 const KV_HEADS: usize = 4;
 const HEAD_DIM: usize = 64;
 const VOCABULARY: usize = 1024;
+const SIZES: Sizes = Sizes {
+    layers: 1,
+    hidden: HIDDEN,
+    inner: INNER,
+    experts: EXPERTS,
+    top_k: TOP_K,
+    heads: HEADS,
+    kv_heads: KV_HEADS,
+    head_dim: HEAD_DIM,
+    vocabulary: VOCABULARY,
+    positions: TOKENS,
+};
 
 /// Experts' three products, attention's four projections, and its two products under the diagonal.
 const FLOPS: f64 = (2 * TOKENS * TOP_K * 3 * HIDDEN * INNER
     + 2 * TOKENS * HIDDEN * HEAD_DIM * (2 * HEADS + 2 * KV_HEADS)
     + 2 * TOKENS * TOKENS * HEADS * HEAD_DIM) as f64;
 
-fn config() -> serde_json::Value {
-    serde_json::json!({
-        "model_type": "qwen3_moe",
-        "architectures": ["Qwen3MoeForCausalLM"],
-        "torch_dtype": "float32",
-        "vocab_size": VOCABULARY,
-        "hidden_size": HIDDEN,
-        "intermediate_size": INNER,
-        "num_hidden_layers": 1,
-        "num_attention_heads": HEADS,
-        "head_dim": HEAD_DIM,
-        "attention_bias": false,
-        "num_key_value_heads": KV_HEADS,
-        "max_position_embeddings": TOKENS,
-        "sliding_window": null,
-        "max_window_layers": 1,
-        "tie_word_embeddings": false,
-        "rope_theta": 1e6,
-        "rms_norm_eps": 1e-6,
-        "use_sliding_window": false,
-        "hidden_act": "silu",
-        "decoder_sparse_step": 1,
-        "mlp_only_layers": [],
-        "moe_intermediate_size": INNER,
-        "num_experts_per_tok": TOP_K,
-        "num_experts": EXPERTS,
-        "norm_topk_prob": true
-    })
-}
-
-fn weights() -> candle_core::Result<HashMap<String, Tensor>> {
-    let mut all = HashMap::new();
-    let mut add = |name: &str, dims: &[usize]| {
-        let t = match dims {
-            [n] => Tensor::ones(*n, DType::F32, &Device::Cpu)?,
-            _ => Tensor::randn(0f32, (dims[1] as f32).powf(-0.5), dims, &Device::Cpu)?,
-        };
-        all.insert(format!("{name}.weight"), t);
-        candle_core::Result::Ok(())
-    };
-    add("model.embed_tokens", &[VOCABULARY, HIDDEN])?;
-    add("model.norm", &[HIDDEN])?;
-    add("lm_head", &[VOCABULARY, HIDDEN])?;
-    let layer = "model.layers.0";
-    add(&format!("{layer}.input_layernorm"), &[HIDDEN])?;
-    add(&format!("{layer}.post_attention_layernorm"), &[HIDDEN])?;
-    for (name, out, inputs) in [
-        ("q_proj", HEADS * HEAD_DIM, HIDDEN),
-        ("k_proj", KV_HEADS * HEAD_DIM, HIDDEN),
-        ("v_proj", KV_HEADS * HEAD_DIM, HIDDEN),
-        ("o_proj", HIDDEN, HEADS * HEAD_DIM),
-    ] {
-        add(&format!("{layer}.self_attn.{name}"), &[out, inputs])?;
-    }
-    add(&format!("{layer}.self_attn.q_norm"), &[HEAD_DIM])?;
-    add(&format!("{layer}.self_attn.k_norm"), &[HEAD_DIM])?;
-    add(&format!("{layer}.mlp.gate"), &[EXPERTS, HIDDEN])?;
-    for e in 0..EXPERTS {
-        add(&format!("{layer}.mlp.experts.{e}.gate_proj"), &[INNER, HIDDEN])?;
-        add(&format!("{layer}.mlp.experts.{e}.up_proj"), &[INNER, HIDDEN])?;
-        add(&format!("{layer}.mlp.experts.{e}.down_proj"), &[HIDDEN, INNER])?;
-    }
-    Ok(all)
-}
-
 fn load(dir: &Path) -> Result<(Qwen3Moe, qwen3_moe::Model), Box<dyn Error>> {
-    let weights = weights()?;
-    let config = config();
+    let (weights, config) = (SIZES.weights(DType::F32, &Device::Cpu)?, SIZES.config(DType::F32));
     std::fs::write(dir.join("config.json"), config.to_string())?;
     candle_core::safetensors::save(&weights, dir.join("model.safetensors"))?;
     let group = EpGroup::single(GroupConfig::new(EXPERTS, TOKENS))?;

@@ -12,6 +12,9 @@
 //! hangs on a rounding differs by an expert, so that neither decoder is near the other in bf16. In f32, where near ties
 //! are rare, the two are compared with each other.
 
+#[path = "support/checkpoint.rs"]
+mod checkpoint;
+
 use std::collections::HashMap;
 use std::error::Error;
 use std::path::Path;
@@ -20,20 +23,27 @@ use std::time::Instant;
 use candle_core::{DType, Device, Tensor};
 use candle_nn::VarBuilder;
 use candle_transformers::models::qwen3_moe;
+use checkpoint::Sizes;
 use moebius::candle::DeviceGroup;
 use moebius::checkpoint::Checkpoint;
 use moebius::ep::GroupConfig;
 use moebius_models::{Cache, LoadOptions, Qwen3Moe};
 
-const LAYERS: usize = 2;
-const HIDDEN: usize = 2048;
-const INNER: usize = 768;
-const EXPERTS: usize = 128;
-const HEADS: usize = 32;
-const KV_HEADS: usize = 4;
-const HEAD_DIM: usize = 128;
-/// Of 151936: the projection is left out.
-const VOCABULARY: usize = 1024;
+/// Qwen3-30B-A3B's, but for its 48 layers and its 151936 tokens: the projection to them is left out.
+const SIZES: Sizes = Sizes {
+    layers: 2,
+    hidden: 2048,
+    inner: 768,
+    experts: 128,
+    top_k: 8,
+    heads: 32,
+    kv_heads: 4,
+    head_dim: 128,
+    vocabulary: 1024,
+    positions: PREFILL,
+};
+
+const WORKLOAD: &str = "qwen3-30b-a3b, 2 layers";
 
 /// Tokens of the prefill.
 const PREFILL: usize = 4096;
@@ -48,55 +58,6 @@ const REPEATS: usize = 7;
 
 type Result<T> = std::result::Result<T, Box<dyn Error>>;
 
-fn config() -> serde_json::Value {
-    serde_json::json!({
-        "model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"], "torch_dtype": "bfloat16",
-        "vocab_size": VOCABULARY, "hidden_size": HIDDEN, "intermediate_size": 6144, "num_hidden_layers": LAYERS,
-        "num_attention_heads": HEADS, "head_dim": HEAD_DIM, "attention_bias": false,
-        "num_key_value_heads": KV_HEADS, "max_position_embeddings": PREFILL, "sliding_window": null,
-        "max_window_layers": LAYERS, "tie_word_embeddings": false, "rope_theta": 1e6, "rms_norm_eps": 1e-6,
-        "use_sliding_window": false, "hidden_act": "silu", "decoder_sparse_step": 1, "mlp_only_layers": [],
-        "moe_intermediate_size": INNER, "num_experts_per_tok": 8, "num_experts": EXPERTS, "norm_topk_prob": true
-    })
-}
-
-/// Random weights, on the GPU; candle's generator starts from a seed of its own.
-fn weights(device: &Device) -> candle_core::Result<HashMap<String, Tensor>> {
-    let mut all = HashMap::new();
-    let mut add = |name: &str, dims: &[usize]| {
-        let t = match dims {
-            [n] => Tensor::ones(*n, DType::F32, device)?,
-            _ => Tensor::randn(0f32, (dims[1] as f32).powf(-0.5), dims, device)?,
-        };
-        all.insert(format!("{name}.weight"), t.to_dtype(DType::BF16)?);
-        candle_core::Result::Ok(())
-    };
-    add("model.embed_tokens", &[VOCABULARY, HIDDEN])?;
-    add("model.norm", &[HIDDEN])?;
-    add("lm_head", &[VOCABULARY, HIDDEN])?;
-    for layer in (0..LAYERS).map(|l| format!("model.layers.{l}")) {
-        add(&format!("{layer}.input_layernorm"), &[HIDDEN])?;
-        add(&format!("{layer}.post_attention_layernorm"), &[HIDDEN])?;
-        for (name, out, inputs) in [
-            ("q_proj", HEADS * HEAD_DIM, HIDDEN),
-            ("k_proj", KV_HEADS * HEAD_DIM, HIDDEN),
-            ("v_proj", KV_HEADS * HEAD_DIM, HIDDEN),
-            ("o_proj", HIDDEN, HEADS * HEAD_DIM),
-        ] {
-            add(&format!("{layer}.self_attn.{name}"), &[out, inputs])?;
-        }
-        add(&format!("{layer}.self_attn.q_norm"), &[HEAD_DIM])?;
-        add(&format!("{layer}.self_attn.k_norm"), &[HEAD_DIM])?;
-        add(&format!("{layer}.mlp.gate"), &[EXPERTS, HIDDEN])?;
-        for expert in (0..EXPERTS).map(|e| format!("{layer}.mlp.experts.{e}")) {
-            add(&format!("{expert}.gate_proj"), &[INNER, HIDDEN])?;
-            add(&format!("{expert}.up_proj"), &[INNER, HIDDEN])?;
-            add(&format!("{expert}.down_proj"), &[HIDDEN, INNER])?;
-        }
-    }
-    Ok(all)
-}
-
 /// The decoders, and ours in f32.
 struct Decoders {
     ours: Qwen3Moe,
@@ -105,19 +66,19 @@ struct Decoders {
 }
 
 fn load(dir: &Path, device: &Device) -> Result<Decoders> {
-    let weights = weights(device)?;
-    std::fs::write(dir.join("config.json"), config().to_string())?;
+    let weights = SIZES.weights(DType::BF16, device)?;
+    std::fs::write(dir.join("config.json"), SIZES.config(DType::BF16).to_string())?;
     let on_host = weights.iter().map(|(name, t)| Ok((name.clone(), t.to_device(&Device::Cpu)?)));
     let on_host = on_host.collect::<candle_core::Result<HashMap<_, _>>>()?;
     candle_core::safetensors::save(&on_host, dir.join("model.safetensors"))?;
     drop(on_host);
-    let group = DeviceGroup::single(GroupConfig::new(EXPERTS, SEQUENCES * CONTEXT), device)?;
+    let group = DeviceGroup::single(GroupConfig::new(SIZES.experts, SEQUENCES * CONTEXT), device)?;
     let ours = |dtype| {
         let options = LoadOptions { dtype: Some(dtype), trainable: false };
         Qwen3Moe::load(&Checkpoint::open(dir)?, &group, options).map_err(Box::<dyn Error>::from)
     };
     let (ours, reference) = (ours(DType::BF16)?, ours(DType::F32)?);
-    let config: qwen3_moe::Config = serde_json::from_value(config())?;
+    let config: qwen3_moe::Config = serde_json::from_value(SIZES.config(DType::BF16))?;
     if !cfg!(feature = "fused") {
         // Their fused kernels have no f32.
         agree(&reference, &config, &weights, device)?;
@@ -138,15 +99,14 @@ fn agree(
     let mut theirs = qwen3_moe::Model::new(config, VarBuilder::from_tensors(wide, DType::F32, device))?;
     let ids = ids(1, PREFILL, device)?;
     let error = relative(&reference.hidden(&ids)?, &theirs.forward(&ids, 0)?)?;
-    println!(
-        "{{\"workload\":\"qwen3-30b-a3b, {LAYERS} layers\",\"phase\":\"f32 prefill {PREFILL}\",\"differ\":{error:.1e}}}"
-    );
+    println!("{{\"workload\":\"{WORKLOAD}\",\"phase\":\"f32 prefill {PREFILL}\",\"differ\":{error:.1e}}}");
     // Rounding gives 1e-6; each token of the 4096 whose choice is a near tie gives 0.1 / √4096 more. A few may.
     if error <= 5e-3 { Ok(()) } else { Err(format!("in f32 the two decoders differ by {error:e}").into()) }
 }
 
 fn ids(sequences: usize, tokens: usize, device: &Device) -> candle_core::Result<Tensor> {
-    let ids: Vec<u32> = (0..(sequences * tokens) as u32).map(|i| i.wrapping_mul(7919) % VOCABULARY as u32).collect();
+    let ids: Vec<u32> =
+        (0..(sequences * tokens) as u32).map(|i| i.wrapping_mul(7919) % SIZES.vocabulary as u32).collect();
     Tensor::from_vec(ids, (sequences, tokens), device)
 }
 
@@ -208,7 +168,7 @@ impl Turns {
         let (a, b, ratio) = (of(&|t| t.0), of(&|t| t.1), of(&|t| t.1 / t.0));
         let (error, their_error) = self.errors;
         println!(
-            "{{\"workload\":\"qwen3-30b-a3b, {LAYERS} layers\",\"phase\":\"{phase}\",\"moebius_ms\":{a:.3},\"against\":\
+            "{{\"workload\":\"{WORKLOAD}\",\"phase\":\"{phase}\",\"moebius_ms\":{a:.3},\"against\":\
              \"{theirs}\",\"their_ms\":{b:.3},\"ratio\":{ratio:.2},\"error\":{error:.1e},\"their_error\":{their_error:.1e}}}"
         );
         match error <= 1.05 * their_error {
