@@ -57,6 +57,99 @@ extern "C" __global__ void reduce_rows(const __grid_constant__ Rows p) {
     else wide ? reduce<bf16, 8>(p) : reduce<bf16, 1>(p);
 }
 
+// Joins values in pairs as they come, ((0 + 1) + (2 + 3)) + ...: a counter whose bits say which sums are waiting.
+template <int N>
+struct Pairs {
+    static constexpr int LEVELS = 16;
+    float waiting[LEVELS][N];
+
+    __device__ void add(int64_t k, const float (&value)[N]) {
+        float sum[N];
+#pragma unroll
+        for (int i = 0; i < N; i++) sum[i] = value[i];
+#pragma unroll
+        for (int level = 0; level < LEVELS; level++) {
+            if (k >> level & 1) {
+#pragma unroll
+                for (int i = 0; i < N; i++) sum[i] = waiting[level][i] + sum[i];
+            } else {
+#pragma unroll
+                for (int i = 0; i < N; i++) waiting[level][i] = sum[i];
+                return;
+            }
+        }
+    }
+
+    // The sum of `count` values.
+    __device__ void take(int64_t count, float (&sum)[N]) const {
+        bool first = true;
+#pragma unroll
+        for (int level = 0; level < LEVELS; level++) {
+            if (!(count >> level & 1)) continue;
+#pragma unroll
+            for (int i = 0; i < N; i++) sum[i] = first ? waiting[level][i] : waiting[level][i] + sum[i];
+            first = false;
+        }
+    }
+};
+
+// Products and sums are rounded one by one, as on the CPU. PARTS 0: any number of them.
+template <class T, int N, int PARTS>
+__device__ void add_parts(const Shares& p) {
+    struct alignas(sizeof(T) * N) Pack {
+        T v[N];
+    };
+    struct alignas(N == 1 ? 4 : 16) Sums {
+        float v[N];
+    };
+    const int64_t parts = PARTS ? PARTS : p.parts;
+    const float scale = static_cast<float>(p.scale);
+    const int64_t step = static_cast<int64_t>(gridDim.x) * blockDim.x * N;
+    for (int64_t at = (static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x) * N; at < p.count; at += step) {
+        Pairs<N> pairs;
+#pragma unroll PARTS ? PARTS : 1
+        for (int64_t k = 0; k < parts; k++) {
+            const Pack pack = *reinterpret_cast<const Pack*>(static_cast<const T*>(p.shares) + k * p.count + at);
+            float value[N];
+#pragma unroll
+            for (int i = 0; i < N; i++) value[i] = to_float(pack.v[i]);
+            pairs.add(k, value);
+        }
+        float sum[N];
+        pairs.take(parts, sum);
+        Sums* main = reinterpret_cast<Sums*>(p.main + at);
+        Sums out = *main;
+#pragma unroll
+        for (int i = 0; i < N; i++) out.v[i] = __fadd_rn(out.v[i], __fmul_rn(scale, sum[i]));
+        *main = out;
+    }
+}
+
+template <class T, int N>
+__device__ void add_any(const Shares& p) {
+    if (p.parts == 1) add_parts<T, N, 1>(p);
+    else if (p.parts == 2) add_parts<T, N, 2>(p);
+    else if (p.parts == 4) add_parts<T, N, 4>(p);
+    else if (p.parts == 8) add_parts<T, N, 8>(p);
+    else add_parts<T, 1, 0>(p);
+}
+
+// Adds ranks' shares to a main gradient.
+template <class T, int N>
+__device__ void add_shares(const Shares& p) {
+    p.wide ? add_any<T, N>(p) : add_parts<T, 1, 0>(p);
+}
+
+extern "C" __global__ void add_shares_f32(const __grid_constant__ Shares p) {
+    add_shares<float, 4>(p);
+}
+extern "C" __global__ void add_shares_f16(const __grid_constant__ Shares p) {
+    add_shares<f16, 8>(p);
+}
+extern "C" __global__ void add_shares_bf16(const __grid_constant__ Shares p) {
+    add_shares<bf16, 8>(p);
+}
+
 // Gradient of each slot's weight from the parts that the tiles left: a thread a slot or, with a bias, a warp.
 extern "C" __global__ void slot_dots(const __grid_constant__ SlotDots p) {
     const int64_t tile = blockIdx.x;

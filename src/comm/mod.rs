@@ -108,6 +108,10 @@ pub trait Communicator<D: Device>: fmt::Debug + Send {
     fn size(&self) -> usize;
     /// Collectives called so far on this rank (each call below counts one).
     fn calls(&self) -> u64;
+    /// The device in whose order collectives are enqueued, where that is one that the communicator was made with.
+    fn device(&self) -> Option<&D> {
+        None
+    }
     /// Gathers `send` of every rank, in rank order, on every rank. `recv` has `size` times the bytes of `send`,
     /// whose size is the same on all ranks.
     fn all_gather(&mut self, tag: Tag, send: TensorRef<'_, D>, recv: TensorMut<'_, D>) -> Result<()>;

@@ -40,6 +40,10 @@ impl<D: Device> Communicator<D> for Solo<D> {
         self.calls
     }
 
+    fn device(&self) -> Option<&D> {
+        Some(&self.device)
+    }
+
     fn all_gather(&mut self, _: Tag, send: TensorRef<'_, D>, recv: TensorMut<'_, D>) -> Result<()> {
         self.copy("all_gather", send, recv)
     }

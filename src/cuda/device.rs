@@ -33,7 +33,7 @@ pub struct Cuda {
 
 // Fields are dropped in order: modules go before the context that holds them.
 pub(super) struct Inner {
-    pub(super) functions: Functions,
+    pub(super) functions: Arc<Functions>,
     pub(super) stream: Arc<CudaStream>,
     pub(super) context: Arc<CudaContext>,
     /// Multiprocessors: blocks of a persistent kernel.
@@ -140,7 +140,28 @@ impl Cuda {
         let context = Arc::clone(stream.context());
         context.bind_to_thread().map_err(driver(CALL, "bind the context"))?;
         let (major, minor) = context.compute_capability().map_err(driver(CALL, "ask for the compute capability"))?;
-        let functions = Functions::load((major as u32, minor as u32))?;
+        let functions = Arc::new(Functions::load((major as u32, minor as u32))?);
+        Self::with(stream, functions)
+    }
+
+    /// The same GPU with another stream, whose work is in no order with this one's but for events
+    /// ([`record`](Self::record), [`Kernels::wait`](crate::kernels::Kernels::wait)), and memory of its own. Where both
+    /// have work, blocks of this stream's kernels go first: it is for collectives beside the computation.
+    ///
+    /// # Errors
+    /// A driver's error.
+    pub fn beside(&self) -> Result<Self> {
+        const CALL: &str = "Cuda::beside";
+        let Inner { context, functions, .. } = &*self.inner;
+        self.bind(CALL)?;
+        let (_, first) = result::stream::get_priority_range().map_err(driver(CALL, "ask for priorities"))?;
+        let stream = context.new_stream_with_priority(first).map_err(driver(CALL, "create a stream"))?;
+        Ok(Self { poison: self.poison, portable: self.portable, ..Self::with(stream, Arc::clone(functions))? })
+    }
+
+    fn with(stream: Arc<CudaStream>, functions: Arc<Functions>) -> Result<Self> {
+        const CALL: &str = "Cuda::on";
+        let context = Arc::clone(stream.context());
         let processors = context
             .attribute(sys::CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)
             .map_err(driver(CALL, "ask for the number of multiprocessors"))?;
@@ -327,6 +348,14 @@ impl Cuda {
         let mut guards = self.inner.guards();
         guards.retain(|g| g.strong_count() > 0);
         guards.push(Arc::downgrade(guard));
+    }
+
+    /// Has this device's waits return what another's would find.
+    pub(super) fn heed_guards(&self, other: &Cuda) {
+        if !Arc::ptr_eq(&self.inner, &other.inner) {
+            let theirs = other.inner.guards().clone();
+            self.inner.guards().extend(theirs);
+        }
     }
 
     fn guarded(&self) -> Result<()> {

@@ -43,7 +43,7 @@ pub(super) struct Shape {
     pub(super) shared: u32,
 }
 
-/// The kernels of one context.
+/// The kernels of one context, shared by its devices.
 pub(super) struct Functions {
     pub(super) arch: &'static str,
     table: HashMap<&'static str, sys::CUfunction>,
@@ -95,6 +95,11 @@ impl Functions {
         self.arch == "90a"
     }
 }
+
+// SAFETY: handles that the driver lets any thread use, unchanged after `load`.
+unsafe impl Send for Functions {}
+// SAFETY: as above.
+unsafe impl Sync for Functions {}
 
 impl Drop for Functions {
     fn drop(&mut self) {

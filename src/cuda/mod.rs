@@ -19,6 +19,7 @@
 mod cubins;
 mod dense;
 mod device;
+mod etp;
 mod experts;
 mod graph;
 mod hopper;

@@ -142,7 +142,7 @@ impl<D: ShardDevice> Chain<D> {
     pub fn new(device: D, stream: D::Stream, comms: Comms<D>, options: EtpOptions) -> Result<Self> {
         let Comms { mut gather, reduce } = comms;
         let (rank, ranks) = (gather.rank(), gather.size());
-        compare(&device, &stream, &mut *gather, &options)?;
+        compare(&device, &mut *gather, &options)?;
         if (reduce.rank(), reduce.size()) != (rank, ranks) {
             let found = format!("rank {} of {}", reduce.rank(), reduce.size());
             return Err(Error::invalid("Chain::new", "comms.reduce", format!("rank {rank} of {ranks}"), found));
@@ -156,8 +156,8 @@ impl<D: ShardDevice> Chain<D> {
             steps: [Vec::new(), Vec::new()],
             active: None,
             tickets: Tickets::new(device.clone()),
-            gathers: Lane::start("gather", gather)?,
-            reductions: Lane::start("reduce", reduce)?,
+            gathers: Lane::start("gather", &device, gather)?,
+            reductions: Lane::start("reduce", &device, reduce)?,
             reducing: None,
             reduced: 0,
             traffic: Traffic::default(),
@@ -209,7 +209,7 @@ impl<D: ShardDevice> Chain<D> {
         }
         let (shards, reduce) = (Arc::new(shards), Machine::default());
         let (form, cut) = ((spec.payload, spec.dtype), (Arc::clone(&shards), self.rank));
-        let packed = Packed::new((&self.device, &self.stream), form, cut, &inner.scratch)?.map(Arc::new);
+        let packed = Packed::new(&inner.gathers.between.away, form, cut, &inner.scratch)?.map(Arc::new);
         inner.weights.push(Weight { spec, shards, source, packed, main: None, reduce, gradient: None });
         Ok(WeightId(inner.weights.len() - 1))
     }
@@ -241,6 +241,7 @@ impl<D: ShardDevice> Chain<D> {
     /// # Errors
     /// A pass that was not ended (after an error: [`recover`](Self::recover)); a backward before any forward.
     pub fn begin(&self, phase: Phase) -> Result<()> {
+        self.device.ready("Chain::begin")?;
         let mut inner = self.lock();
         if let Some(active) = inner.active {
             let found = format!("a {:?} pass that was not ended", active.phase);
@@ -420,7 +421,7 @@ impl<D: ShardDevice> Inner<D> {
             let key = |i: usize| self.key(links[i].weight, Usage::Gathered, 0);
             key(a) == key(b)
         };
-        let (gather, gradient) = (gather_parities(&links, same), gradient_parities(&links, same));
+        let (gather, gradient) = (gather_parities(&links, same), gradient_parities(&links, D::ENQUEUES, same));
         for (i, link) in links.iter().enumerate() {
             let key = self.key(link.weight, Usage::Gathered, gather[i]);
             self.nodes[i].ticket = self.tickets.reserve(key);
@@ -447,12 +448,9 @@ fn check_source<D: ShardDevice>(spec: &WeightSpec, shards: &Shards, source: &dyn
 }
 
 /// Finds the first option in which the ranks differ: one all-gather.
-fn compare<D: ShardDevice>(
-    device: &D,
-    stream: &D::Stream,
-    comm: &mut dyn Communicator<D>,
-    options: &EtpOptions,
-) -> Result<()> {
+fn compare<D: ShardDevice>(device: &D, comm: &mut dyn Communicator<D>, options: &EtpOptions) -> Result<()> {
+    let device = &comm.device().unwrap_or(device).clone();
+    let stream = &device.own_stream();
     let names = ["pad", "reduction", "scale", "replicas"];
     let pairwise = options.reduction == Reduction::Pairwise;
     let mean = options.scale == Scale::Mean;

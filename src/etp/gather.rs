@@ -9,7 +9,8 @@ use crate::tensor::{Tensor, TensorRef};
 use crate::weights::{Lease, WeightGuard, WeightSource};
 
 use super::chain::{Active, CALL, Chain, Inner, Node};
-use super::lane::{Job, Pending};
+use super::beside::Sent;
+use super::lane::{Done, Job, Pending};
 use super::links::Step;
 use super::state::{Machine, State};
 use super::tickets::{Loan, Ticket, Usage};
@@ -45,6 +46,7 @@ impl<D: ShardDevice> WeightSource<D> for Gathered<'_, D> {
     }
 
     fn acquire(&self, _stream: &D::Stream) -> Result<WeightGuard<'_, D>> {
+        self.chain.device.ready(CALL)?;
         let mut inner = self.chain.lock();
         let (loan, step, serial) = inner.acquire(self.id, self.chain.options.prefetch)?;
         let shards = Arc::clone(&self.shards);
@@ -107,6 +109,7 @@ impl<D: ShardDevice> Chain<D> {
     /// # Errors
     /// A pass that runs; the collective's.
     pub fn whole(&self, id: WeightId) -> Result<Tensor<D>> {
+        self.device.ready("Chain::whole")?;
         let mut inner = self.lock();
         let weight = inner.weight(id)?;
         let (shards, dtype) = (Arc::clone(&weight.shards), weight.spec.dtype);
@@ -242,14 +245,20 @@ impl<D: ShardDevice> Inner<D> {
         self.traffic.gathered_bytes += bytes as u64;
         let tag = Tag { layer: weight.spec.layer, op: Op::Weights, sequence };
         let shard = Arc::clone(&weight.source);
+        let into = Sent::new(into, &self.gathers.between);
         let pending = self.gathers.give(Job::Gather { tag, shard, packed, into });
         Ok(Flight { pending, ticket, serial })
     }
 
-    /// Waits for a gather.
+    /// Waits for a gather: on a GPU, has the computation wait.
     fn land(&mut self, flight: Flight<D>) -> Result<Loan<D>> {
-        let mut done = flight.pending.wait();
-        match (done.loans.pop(), done.outcome) {
+        let Done { mut loans, outcome, ready } = flight.pending.wait();
+        let home = &self.gathers.between.home;
+        let waited = home.wait(&home.own_stream(), ready.as_ref());
+        // A buffer that is not received is waited for as it is dropped.
+        let known = waited.is_ok() && (ready.is_some() || !D::ENQUEUES);
+        let loan = loans.pop().filter(|_| known).and_then(Sent::received);
+        match (loan, outcome.and(waited)) {
             (Some(loan), Ok(())) => Ok(loan),
             (Some(loan), Err(error)) => {
                 self.tickets.put(loan);

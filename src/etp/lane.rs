@@ -1,8 +1,10 @@
 //! Collectives beside the computation: a helper thread with a communicator of its own runs one job after another.
 //!
 //! A rank has two lanes, one for gathers and one for reductions, so neither waits behind the other. Every rank gives
-//! its lanes the same jobs in the same order. A job owns its buffers, so nobody can touch them while it runs; on a
-//! device with streams, a lane would enqueue on a side stream and [`Pending::wait`] would wait for the job's event.
+//! its lanes the same jobs in the same order. A job owns its buffers, so nobody can touch them while it runs.
+//!
+//! On a GPU the thread enqueues, on its communicator's stream, behind what the computation had been given when the job
+//! was; whoever takes the result has its own stream wait for the job's event. No host waits for a GPU.
 
 use std::fmt;
 use std::sync::Arc;
@@ -15,40 +17,42 @@ use crate::dtype::DType;
 use crate::error::{CommError, Error, Result};
 use crate::tensor::{TensorMut, TensorRef};
 
+use super::beside::{Beside, Sent};
 use super::packed::Packed;
 use super::source::ShardSource;
-use super::tickets::Loan;
 use super::{Reduction, ShardDevice};
 
 /// One collective.
 #[derive(Debug)]
 pub(super) enum Job<D: ShardDevice> {
     /// All ranks' shards to `into`, from a cast of the shard's state of that number if they travel quantised.
-    Gather { tag: Tag, shard: Arc<dyn ShardSource<D>>, packed: Option<(Arc<Packed<D>>, u64)>, into: Loan<D> },
+    Gather { tag: Tag, shard: Arc<dyn ShardSource<D>>, packed: Option<(Arc<Packed<D>>, u64)>, into: Sent<D> },
     /// `gradient`, padded, to this rank's rows: their sum, or the ranks' shares of it where the caller adds them.
-    Reduce { tag: Tag, how: Reduction, gradient: Loan<D>, into: Loan<D> },
+    Reduce { tag: Tag, how: Reduction, gradient: Sent<D>, into: Sent<D> },
     /// Meets the other ranks after a failure: whatever they have in their lanes fails, until all meet here.
     Recover { tag: Tag, reason: Option<String> },
 }
 
-/// A finished job: its buffers, in the job's order, and what became of it.
+/// A job that is done, or enqueued: its buffers, in the job's order, and what became of it.
 #[derive(Debug)]
-pub(super) struct Done<D: Device> {
-    pub loans: Vec<Loan<D>>,
+pub(super) struct Done<D: ShardDevice> {
+    pub loans: Vec<Sent<D>>,
     pub outcome: Result<()>,
+    /// The end of its work.
+    pub ready: Option<D::Event>,
 }
 
 /// A job under way.
 #[derive(Debug)]
-pub(super) struct Pending<D: Device> {
+pub(super) struct Pending<D: ShardDevice> {
     lane: &'static str,
     reply: Receiver<Done<D>>,
 }
 
-impl<D: Device> Pending<D> {
-    /// Waits for the end of the job; nothing of it is left afterwards.
+impl<D: ShardDevice> Pending<D> {
+    /// Waits until the job is done or enqueued; nothing of it is left on the lane's thread afterwards.
     pub fn wait(self) -> Done<D> {
-        self.reply.recv().unwrap_or_else(|_| Done { loans: Vec::new(), outcome: Err(ended(self.lane)) })
+        self.reply.recv().unwrap_or_else(|_| Done { loans: Vec::new(), outcome: Err(ended(self.lane)), ready: None })
     }
 }
 
@@ -56,13 +60,19 @@ fn ended(lane: &'static str) -> Error {
     Error::Device { call: "etp", operation: format!("{lane} lane"), message: "its thread has ended".to_string() }
 }
 
-/// A job and where its outcome goes.
-type Order<D> = (Job<D>, SyncSender<Done<D>>);
+/// A job, what it comes behind, and where its outcome goes.
+struct Order<D: ShardDevice> {
+    job: Job<D>,
+    after: Option<D::Event>,
+    reply: SyncSender<Done<D>>,
+}
 
 /// A helper thread with its communicator.
 pub(super) struct Lane<D: ShardDevice> {
     name: &'static str,
     jobs: Sender<Order<D>>,
+    /// Its communicator's device beside the chain's.
+    pub between: Arc<Beside<D>>,
 }
 
 impl<D: ShardDevice> fmt::Debug for Lane<D> {
@@ -74,12 +84,18 @@ impl<D: ShardDevice> fmt::Debug for Lane<D> {
 impl<D: ShardDevice> Lane<D> {
     /// Starts the thread. It ends, and its communicator with it, after the lane is dropped and the job that then runs
     /// is done; it is not joined, since that job may wait for other ranks.
-    pub fn start(name: &'static str, mut comm: Box<dyn Communicator<D>>) -> Result<Self> {
+    pub fn start(name: &'static str, home: &D, mut comm: Box<dyn Communicator<D>>) -> Result<Self> {
+        if D::ENQUEUES && comm.device().is_none() {
+            let expected = "a communicator that tells its device (Communicator::device)";
+            return Err(Error::invalid("Chain::new", format!("comms.{name}"), expected, "one that does not"));
+        }
+        let between = Beside::new(home, comm.device());
         let (jobs, orders) = channel::<Order<D>>();
+        let own = Arc::clone(&between);
         let work = move || {
-            for (job, reply) in orders {
+            for Order { job, after, reply } in orders {
                 // Whoever asked may be gone.
-                let _ = reply.send(job.run(&mut *comm));
+                let _ = reply.send(job.run(&mut *comm, (&own, after)));
             }
         };
         let thread = thread::Builder::new().name(format!("etp {name}"));
@@ -88,22 +104,28 @@ impl<D: ShardDevice> Lane<D> {
             operation: format!("{name} lane"),
             message: e.to_string(),
         })?;
-        Ok(Self { name, jobs })
+        Ok(Self { name, jobs, between })
     }
 
-    /// Queues a job.
+    /// Queues a job, behind the computation so far.
     pub fn give(&self, job: Job<D>) -> Pending<D> {
         let (reply, receiver) = sync_channel(1);
-        if let Err(refused) = self.jobs.send((job, reply)) {
-            let (job, reply) = refused.0;
-            let _ = reply.send(Done { loans: job.loans(), outcome: Err(ended(self.name)) });
+        let refused = match self.between.home.mark() {
+            Ok(after) => match self.jobs.send(Order { job, after, reply: reply.clone() }) {
+                Ok(()) => None,
+                Err(refused) => Some((refused.0.job, ended(self.name))),
+            },
+            Err(error) => Some((job, error)),
+        };
+        if let Some((job, error)) = refused {
+            let _ = reply.send(Done { loans: job.loans(), outcome: Err(error), ready: None });
         }
         Pending { lane: self.name, reply: receiver }
     }
 }
 
 impl<D: ShardDevice> Job<D> {
-    fn loans(self) -> Vec<Loan<D>> {
+    fn loans(self) -> Vec<Sent<D>> {
         match self {
             Job::Gather { into, .. } => vec![into],
             Job::Reduce { gradient, into, .. } => vec![gradient, into],
@@ -111,30 +133,67 @@ impl<D: ShardDevice> Job<D> {
         }
     }
 
-    fn run(mut self, comm: &mut dyn Communicator<D>) -> Done<D> {
-        let outcome = match &mut self {
-            Job::Gather { tag, shard, packed: Some((packed, epoch)), into } => {
-                packed.gather(comm, (*tag, *epoch), &**shard, into.tensor.view_mut())
+    fn run(
+        mut self,
+        comm: &mut dyn Communicator<D>,
+        (between, after): (&Beside<D>, Option<D::Event>),
+    ) -> Done<D> {
+        let away = &between.away;
+        let outcome = match away.wait(&away.own_stream(), after.as_ref()) {
+            Ok(()) => self.collective(comm),
+            Err(error) => {
+                let _ = comm.refuse(self.tag(), &error.to_string());
+                Err(error)
             }
-            Job::Gather { tag, shard, packed: None, into } => {
-                let mut met = false;
-                let gathered = shard.read(&mut |shard| {
-                    met = true;
-                    gather(comm, *tag, shard, into.tensor.view_mut())
-                });
-                if let (false, Err(error)) = (met, &gathered) {
-                    // The others are in the gather: they are told why this rank is not.
-                    let _ = comm.refuse(*tag, &error.to_string());
+        };
+        let (ready, outcome) = match away.mark() {
+            Ok(ready) => (ready, outcome),
+            Err(error) => (None, outcome.and(Err(error))),
+        };
+        Done { loans: self.loans(), outcome, ready }
+    }
+
+    fn tag(&self) -> Tag {
+        match self {
+            Job::Gather { tag, .. } | Job::Reduce { tag, .. } | Job::Recover { tag, .. } => *tag,
+        }
+    }
+
+    fn collective(&mut self, comm: &mut dyn Communicator<D>) -> Result<()> {
+        let gone = || Error::invalid("etp", "buffer", "one for the collective", "none");
+        match self {
+            Job::Gather { tag, shard, packed, into } => {
+                let into = into.loan().ok_or_else(gone)?.tensor.view_mut();
+                match packed {
+                    Some((packed, epoch)) => packed.gather(comm, (*tag, *epoch), &**shard, into),
+                    None => gather_plain(comm, *tag, &**shard, into),
                 }
-                gathered
             }
             Job::Reduce { tag, how, gradient, into } => {
-                reduce(comm, *tag, *how, (gradient.tensor.view(), into.tensor.view_mut()))
+                let gradient = gradient.loan().ok_or_else(gone)?.tensor.view();
+                reduce(comm, *tag, *how, (gradient, into.loan().ok_or_else(gone)?.tensor.view_mut()))
             }
             Job::Recover { tag, reason } => recover(comm, *tag, reason.take()),
-        };
-        Done { loans: self.loans(), outcome }
+        }
     }
+}
+
+fn gather_plain<D: Device>(
+    comm: &mut dyn Communicator<D>,
+    tag: Tag,
+    shard: &dyn ShardSource<D>,
+    mut into: TensorMut<'_, D>,
+) -> Result<()> {
+    let mut met = false;
+    let gathered = shard.read(&mut |shard| {
+        met = true;
+        gather(comm, tag, shard, into.reborrow())
+    });
+    if let (false, Err(error)) = (met, &gathered) {
+        // The others are in the gather: they are told why this rank is not.
+        let _ = comm.refuse(tag, &error.to_string());
+    }
+    gathered
 }
 
 /// A shard of another size is told to the other ranks, and exchanged with nobody.

@@ -87,14 +87,14 @@ pub(super) fn gather_parities(links: &[Link], same: impl Fn(usize, usize) -> boo
 }
 
 /// Parity of each link's unsharded gradient: a layer's gradients are made together, while that of the following
-/// layer's first weight, the last to be handed in, is under way.
-pub(super) fn gradient_parities(links: &[Link], same: impl Fn(usize, usize) -> bool) -> Vec<usize> {
+/// layer's first weight, the last to be handed in, is under way; or `all` of that layer's, where nobody waits for them.
+pub(super) fn gradient_parities(links: &[Link], all: bool, same: impl Fn(usize, usize) -> bool) -> Vec<usize> {
     let runs = layers(links);
     let mut pairs = Vec::new();
     for (i, run) in runs.iter().enumerate() {
-        let last = runs.get(i + 1).map(|next| next.start);
+        let next = runs.get(i + 1).map_or(0..0, |next| if all { next.clone() } else { next.start..next.start + 1 });
         for a in run.clone() {
-            for b in run.clone().filter(|b| *b != a).chain(last) {
+            for b in run.clone().filter(|b| *b != a).chain(next.clone()) {
                 pairs.extend([(a, b), (b, a)]);
             }
         }
@@ -151,13 +151,16 @@ mod tests {
     fn gradients_in_memory_together_differ_in_parity() {
         // Ups alternate, as the following layer's is under way; downs need one buffer.
         let links = model(4, false);
-        let parity = gradient_parities(&links, |a, b| a % 2 == b % 2);
+        let parity = gradient_parities(&links, false, |a, b| a % 2 == b % 2);
         assert!([0, 2, 4].iter().all(|up| parity[*up] != parity[*up + 2]), "{parity:?}");
         assert!([1, 3, 5, 7].iter().all(|down| parity[*down] == 0), "{parity:?}");
-        let parity = gradient_parities(&links, |_, _| true);
+        let parity = gradient_parities(&links, false, |_, _| true);
         for l in 0..3 {
             let (up, down, next) = (parity[2 * l], parity[2 * l + 1], parity[2 * l + 2]);
             assert!(up != down && up != next && down != next, "{parity:?}");
         }
+        // Two buffers of each.
+        let parity = gradient_parities(&links, true, |a, b| a % 2 == b % 2);
+        assert_eq!(parity, [0, 0, 1, 1, 0, 0, 1, 1]);
     }
 }

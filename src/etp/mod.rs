@@ -18,6 +18,7 @@
 //!
 //! `docs/etp.md` says when it pays and what it needs of memory.
 
+mod beside;
 mod chain;
 mod cpu;
 mod gather;
@@ -46,6 +47,9 @@ pub use state::State;
 
 /// What a device needs beside its kernels.
 pub trait ShardDevice: Kernels + Codec {
+    /// Whether calls return before their work is done, so that it goes on beside other work.
+    const ENQUEUES: bool = false;
+
     /// Adds `scale` times the sum of `shares` to `main` (the shares' accumulator type): `shares` holds as many equal
     /// blocks as its size has main's, and they are joined in pairs, ((0 + 1) + (2 + 3)) + ….
     ///
@@ -58,6 +62,31 @@ pub trait ShardDevice: Kernels + Codec {
         main: TensorMut<'_, Self>,
         scale: f64,
     ) -> Result<()>;
+
+    /// The stream of the device's work.
+    fn own_stream(&self) -> Self::Stream;
+
+    /// Marks the end of the work enqueued so far; nothing where calls run to their end.
+    ///
+    /// # Errors
+    /// The device's.
+    fn mark(&self) -> Result<Option<Self::Event>> {
+        Ok(None)
+    }
+
+    /// Has this device's waits return what goes wrong on another, whose results its work takes.
+    fn heed(&self, other: &Self) {
+        let _ = other;
+    }
+
+    /// Refuses work that cannot be done now, as in a recording.
+    ///
+    /// # Errors
+    /// Why it cannot.
+    fn ready(&self, call: &'static str) -> Result<()> {
+        let _ = call;
+        Ok(())
+    }
 }
 
 /// How a chain works; the same on all ranks.
@@ -160,7 +189,9 @@ impl WeightSpec {
     }
 }
 
-/// Two communicators over the ranks that hold the same experts, one for each of a chain's helper threads.
+/// Two communicators over the ranks that hold the same experts, one for each of a chain's helper threads. On a GPU each
+/// is made with a [`Cuda`](crate::cuda::Cuda) of its own beside the chain's (`Cuda::beside`), or nothing runs beside the
+/// computation.
 #[derive(Debug)]
 pub struct Comms<D: Kernels> {
     /// Carries gathers.

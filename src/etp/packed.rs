@@ -71,6 +71,7 @@ impl<D: Device> Scratch<D> {
 /// A weight that travels quantised.
 #[derive(Debug)]
 pub(super) struct Packed<D: ShardDevice> {
+    /// The lane's, whose memory all of this is.
     device: D,
     stream: D::Stream,
     payload: Payload,
@@ -121,7 +122,7 @@ impl<D: ShardDevice> Packed<D> {
     /// # Errors
     /// Rows that the form cannot have, or a type.
     pub fn new(
-        (device, stream): (&D, &D::Stream),
+        device: &D,
         (payload, dtype): (Payload, DType),
         (shards, rank): (Arc<Shards>, usize),
         scratch: &Arc<Scratch<D>>,
@@ -138,7 +139,7 @@ impl<D: ShardDevice> Packed<D> {
         if !matches!(dtype, DType::F32 | DType::BF16 | DType::F16) {
             return Err(Error::invalid("Chain::add", "payload", "a weight of f32, bf16 or f16", dtype));
         }
-        let (device, stream, scratch) = (device.clone(), stream.clone(), Arc::clone(scratch));
+        let (device, stream, scratch) = (device.clone(), device.own_stream(), Arc::clone(scratch));
         let (cast, casts) = (Mutex::new(None), AtomicU64::new(0));
         Ok(Some(Self { device, stream, payload, shards, rank, row, scratch, cast, casts }))
     }
@@ -229,7 +230,10 @@ impl<D: ShardDevice> Packed<D> {
             Err(error) => return Err(told(comm, tag, error)),
         };
         if self.payload == Payload::Nvfp4 {
-            comm.all_reduce(tag, ReduceOp::Max, amaxes.view_mut())?;
+            // No amax has a sign, so their bits are in the numbers' order, and a NaN's are the largest: integers, which
+            // every communicator joins where they are.
+            let bits = TensorMut::new(amaxes.view_mut().into_data(), DType::I32, &[self.experts()])?;
+            comm.all_reduce(tag, ReduceOp::Max, bits)?;
         }
         let bytes = match self.quantise(source, &mut amaxes) {
             Ok(bytes) => bytes,

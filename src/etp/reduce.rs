@@ -8,7 +8,8 @@ use crate::error::{Error, Result};
 use crate::tensor::{Tensor, TensorMut, TensorRef};
 
 use super::chain::{CALL, Chain, Inner};
-use super::lane::{Job, Pending};
+use super::beside::{Beside, Sent};
+use super::lane::{Done, Job, Pending};
 use super::state::State;
 use super::tickets::{Key, Loan, Ticket, Usage};
 use super::{Reduction, ShardDevice, Shards, WeightId};
@@ -63,6 +64,7 @@ impl<D: ShardDevice> Chain<D> {
     /// Room that was asked for before and not submitted; no forward before; the collective's, where an earlier gradient
     /// has to leave first.
     pub fn room(&self, id: WeightId) -> Result<Room<'_, D>> {
+        self.device.ready(CALL)?;
         let mut inner = self.lock();
         let weight = inner.weight(id)?;
         let shards = Arc::clone(&weight.shards);
@@ -125,8 +127,11 @@ impl<D: ShardDevice> Chain<D> {
         if size != self.options.replicas {
             return Err(Error::invalid("Chain::finish", "replicas", self.options.replicas, size));
         }
+        self.device.ready("Chain::finish")?;
         let mut inner = self.lock();
         inner.settle(self)?;
+        // Main gradients are the reductions' until here.
+        inner.reductions.between.come_back()?;
         // The optimiser's step follows.
         inner.epoch += 1;
         for (i, weight) in inner.weights.iter_mut().enumerate() {
@@ -142,12 +147,13 @@ impl<D: ShardDevice> Chain<D> {
     }
 
     fn over_replicas(&self, comm: &mut dyn Communicator<D>, tag: Tag, main: &mut Tensor<D>) -> Result<()> {
+        let between = Beside::new(&self.device, comm.device());
         if self.options.reduction == Reduction::Native {
-            return comm.all_reduce(tag, ReduceOp::Sum, main.view_mut());
+            return between.visit(|| comm.all_reduce(tag, ReduceOp::Sum, main.view_mut()));
         }
         let [rows, width] = [main.view().rows(), main.dims()[1]];
         let mut shares = Tensor::empty(&self.device, main.dtype(), &[comm.size() * rows, width])?;
-        comm.all_gather(tag, main.view(), shares.view_mut())?;
+        between.visit(|| comm.all_gather(tag, main.view(), shares.view_mut()))?;
         self.device.zero(main.view_mut().into_data())?;
         self.device.add_shares(&self.stream, shares.view(), main.view_mut(), 1.0)
     }
@@ -180,44 +186,78 @@ impl<D: ShardDevice> Inner<D> {
         self.traffic.reduced_bytes += bytes as u64;
         let sequence = self.reduced << 32 | index as u64;
         let tag = Tag { layer: weight.spec.layer, op: Op::GradReduce, sequence };
+        let [gradient, into] = [gradient, into].map(|loan| Sent::new(loan, &self.reductions.between));
         let pending = self.reductions.give(Job::Reduce { tag, how, gradient, into });
         self.reducing = Some(Reducing { weight: index, pending, tickets: [from, ticket] });
         Ok(())
     }
 
-    /// Waits for the gradient under way, if there is one, and adds it.
+    /// Waits for the gradient under way, if there is one, and adds it: on a GPU, in the order of the reductions, so that
+    /// the computation waits for nothing.
     pub fn settle(&mut self, chain: &Chain<D>) -> Result<()> {
         let Some(reducing) = self.reducing.take() else { return Ok(()) };
         let index = reducing.weight;
         let landed = self.land_gradient(reducing);
         let weight = &mut self.weights[index];
-        let added = landed.and_then(|reduced| {
+        let added = landed.and_then(|mut reduced| {
             let moved = match weight.reduce.state() {
                 State::AsyncWait => weight.reduce.go(State::DataReady, &weight.spec.name),
                 _ => Ok(()),
             };
-            let added = moved.and_then(|()| add(chain, weight, reduced.tensor.view()));
-            self.tickets.put(reduced);
-            added
+            let away = &self.reductions.between.away;
+            let added = moved.and_then(|()| match reduced.loan() {
+                Some(loan) => add(away, weight, loan.tensor.view(), chain.factor()),
+                None => Ok(()),
+            });
+            let marked = away.mark();
+            match marked {
+                Ok(busy) => {
+                    if let Some(loan) = reduced.received() {
+                        self.tickets.put_behind(loan, busy);
+                    }
+                    added
+                }
+                Err(error) => {
+                    // Waited for as it is dropped.
+                    if let Some(loan) = reduced.loan() {
+                        self.tickets.forget(loan.ticket());
+                    }
+                    added.and(Err(error))
+                }
+            }
         });
         self.weights[index].reduce.reset();
         added
     }
 
-    fn land_gradient(&mut self, reducing: Reducing<D>) -> Result<Loan<D>> {
-        let mut done = reducing.pending.wait();
-        let (reduced, gradient) = (done.loans.pop(), done.loans.pop());
+    /// The buffer of a reduction that is done or enqueued; its gradient's is back where it came from.
+    fn land_gradient(&mut self, reducing: Reducing<D>) -> Result<Sent<D>> {
+        let Done { mut loans, outcome, ready } = reducing.pending.wait();
+        let known = ready.is_some() || !D::ENQUEUES;
+        let (reduced, gradient) = (loans.pop(), loans.pop());
+        let gradient = gradient.filter(|_| known).and_then(Sent::received);
         let (Some(reduced), Some(gradient)) = (reduced, gradient) else {
             reducing.tickets.into_iter().for_each(|ticket| self.tickets.forget(ticket));
-            return Err(done.outcome.err().unwrap_or_else(|| Error::invalid(CALL, "reduction", "buffers", "none")));
+            return Err(outcome.err().unwrap_or_else(|| Error::invalid(CALL, "reduction", "buffers", "none")));
         };
-        self.tickets.put(gradient);
-        match done.outcome {
+        self.tickets.put_behind(gradient, ready);
+        match outcome {
             Ok(()) => Ok(reduced),
             Err(error) => {
-                self.tickets.put(reduced);
+                self.drop_reduced(reduced);
                 Err(error)
             }
+        }
+    }
+
+    /// Gives up what a reduction brought.
+    fn drop_reduced(&mut self, mut reduced: Sent<D>) {
+        if self.reductions.between.come_back().is_err() {
+            if let Some(loan) = reduced.loan() {
+                self.tickets.forget(loan.ticket());
+            }
+        } else if let Some(loan) = reduced.received() {
+            self.tickets.put(loan);
         }
     }
 
@@ -226,7 +266,7 @@ impl<D: ShardDevice> Inner<D> {
         if let Some(reducing) = self.reducing.take() {
             let index = reducing.weight;
             if let Ok(reduced) = self.land_gradient(reducing) {
-                self.tickets.put(reduced);
+                self.drop_reduced(reduced);
             }
             self.weights[index].reduce.reset();
         }
@@ -234,18 +274,19 @@ impl<D: ShardDevice> Inner<D> {
     }
 }
 
-/// Adds a weight's reduced gradient to its main gradient.
+/// Adds a weight's reduced gradient to its main gradient, both on `device`.
 fn add<D: ShardDevice>(
-    chain: &Chain<D>,
+    device: &D,
     weight: &mut super::chain::Weight<D>,
     reduced: TensorRef<'_, D>,
+    factor: f64,
 ) -> Result<()> {
     let main = match &mut weight.main {
         Some(main) => main,
         empty => {
             let dims = weight.shards.shard_dims();
-            empty.insert(Tensor::zeros(&chain.device, weight.spec.dtype.accumulator(), &dims)?)
+            empty.insert(Tensor::zeros(device, weight.spec.dtype.accumulator(), &dims)?)
         }
     };
-    chain.device.add_shares(&chain.stream, reduced, main.view_mut(), chain.factor())
+    device.add_shares(&device.own_stream(), reduced, main.view_mut(), factor)
 }

@@ -367,6 +367,10 @@ impl Communicator<Cuda> for NcclComm {
         self.calls
     }
 
+    fn device(&self) -> Option<&Cuda> {
+        Some(&self.cuda)
+    }
+
     fn as_any(&mut self) -> Option<&mut dyn std::any::Any> {
         Some(self)
     }
