@@ -7,10 +7,10 @@ use candle_nn::optim::{AdamW, Optimizer, ParamsAdamW};
 use moebius::DType;
 use moebius::candle::{VarShard, finish_sharded};
 use moebius::cpu::Cpu;
-use moebius::etp::{Chain, Phase, WeightSpec};
+use moebius::etp::{Phase, WeightSpec};
 use moebius::weights::WeightSource;
 
-use crate::rig::{COUNT, DIMS, MINUTE, ON, holds, ranks, tensor, value};
+use super::rig::{COUNT, DIMS, MINUTE, ON, holds, ranks, tensor, value};
 
 const STEPS: usize = 3;
 const LARGEST_NORM: f64 = 10.0;
@@ -61,8 +61,8 @@ fn adamw_on_shards_is_adamw_on_the_whole() {
 
     let squares_of_shards = std::sync::Mutex::new(vec![0.0; STEPS]);
     let met = std::sync::Barrier::new(2);
-    ranks(2, MINUTE, |rank, comms| {
-        let chain = Chain::new(Cpu::poisoning(), (), comms, ON).unwrap();
+    ranks(&Cpu::poisoning(), 2, MINUTE, |rank, place| {
+        let chain = place.chain(ON).unwrap();
         let cut = chain.shards(&DIMS).unwrap();
         let shard = cut.cut(&Cpu::new(), tensor(value(0)).view(), rank).unwrap();
         let var = Var::from_slice(shard.as_slice::<f32>().unwrap(), &cut.shard_dims(), &Device::Cpu).unwrap();
@@ -89,7 +89,7 @@ fn adamw_on_shards_is_adamw_on_the_whole() {
             adam.step(&gradients).unwrap();
         }
         chain.begin(Phase::Forward).unwrap();
-        holds(&chain.source(id).unwrap().acquire(&()).unwrap(), &expected);
+        holds(&Cpu::new(), &chain.source(id).unwrap().acquire(&()).unwrap(), &expected);
         chain.end().unwrap();
     });
 }

@@ -4,25 +4,34 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
-use moebius::cpu::Cpu;
-use moebius::etp::{Chain, EtpOptions, Payload, Phase, Reduction, Shard, ShardSource, WeightSpec};
+use moebius::etp::{EtpOptions, Payload, Phase, Reduction, Shard, ShardSource, WeightSpec};
 use moebius::weights::WeightSource;
 use moebius::{CommError, DType, Error, Result, Tensor, TensorRef};
 
-use crate::rig::{DIMS, MINUTE, ON, Rig, ranks, tensor, value};
+use super::rig::{Chained, DIMS, MINUTE, ON, bodies, cut, ranks, value};
+
+bodies! {
+    2 one_rank_fails_and_all_recover,
+    2 a_rank_that_leaves,
+    2 a_rank_that_never_comes,
+    2 shards_that_cannot_be_cast,
+    2 shards_of_wrong_size,
+    2 weights_that_differ_between_ranks,
+    2 options_that_differ_between_ranks,
+    2 a_shard_that_panics,
+}
 
 fn broken() -> Error {
     Error::Framework { call: "test", framework: "test", message: "out of luck".into() }
 }
 
 /// A rank that fails tells the others, wherever they are, and all go on afterwards.
-#[test]
-fn one_rank_fails_and_all_recover() {
+fn one_rank_fails_and_all_recover<D: Chained>(device: &D) {
     for prefetch in [true, false] {
         // Rank 1 stops before its n-th weight of a forward, or its n-th gradient of a backward.
         for (phase, at) in [(0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (1, 2), (2, 0), (2, 1), (2, 2)] {
-            let outcomes = ranks(3, MINUTE, |rank, comms| -> Result<()> {
-                let rig = Rig::new(comms, EtpOptions { prefetch, ..ON }, 3, false)?;
+            let outcomes = ranks(device, device.up_to(3), MINUTE, |rank, place| -> Result<()> {
+                let rig = place.rig(EtpOptions { prefetch, ..ON }, 3, false)?;
                 if phase > 0 {
                     rig.pass(Phase::Forward, &[0, 1, 2])?;
                 }
@@ -39,7 +48,7 @@ fn one_rank_fails_and_all_recover() {
                     }
                     rig.chain.end()?;
                     // In backward the failing rank owes at least one gradient.
-                    if phase == 2 { rig.finish(&[306.0, 306.0, 306.0]) } else { Ok(()) }
+                    if phase == 2 { rig.finish(&[rig.sum(1.0); 3]) } else { Ok(()) }
                 };
                 match step() {
                     Err(Error::Framework { .. }) if rank == 1 => {}
@@ -61,25 +70,25 @@ fn one_rank_fails_and_all_recover() {
                 }
                 rig.chain.end()?;
                 // Nothing is left of the failed step.
-                rig.finish(&[300.0, 303.0, 306.0])
+                rig.finish(&[0.0, 1.0, 2.0].map(|what| rig.sum(what)))
             });
             outcomes.into_iter().for_each(|outcome| outcome.unwrap());
         }
     }
 }
 
-#[test]
-fn a_rank_that_leaves() {
+fn a_rank_that_leaves<D: Chained>(device: &D) {
+    let last = device.up_to(3) - 1;
     for submit in [false, true] {
-        let outcomes = ranks(3, MINUTE, |rank, comms| -> Result<()> {
-            let rig = Rig::new(comms, EtpOptions::default(), 3, false)?;
+        let outcomes = ranks(device, device.up_to(3), MINUTE, |rank, place| -> Result<()> {
+            let rig = place.rig(EtpOptions::default(), 3, false)?;
             rig.pass(Phase::Forward, &[0, 1, 2])?;
             rig.chain.begin(Phase::Backward)?;
             rig.read(2)?;
             if submit {
                 rig.gradient(2, 0.0)?;
             }
-            if rank == 2 {
+            if rank == last {
                 return Ok(());
             }
             rig.read(1)?;
@@ -87,20 +96,20 @@ fn a_rank_that_leaves() {
             rig.read(0)?;
             rig.finish(&[])
         });
-        assert!(outcomes[2].is_ok());
-        for outcome in &outcomes[..2] {
-            assert!(matches!(outcome, Err(Error::Comm(CommError::PeerGone { peer: 2, .. }))), "{outcome:?}");
+        assert!(outcomes[last].is_ok());
+        for outcome in &outcomes[..last] {
+            let gone = matches!(outcome, Err(Error::Comm(CommError::PeerGone { peer, .. })) if *peer == last);
+            assert!(gone, "{outcome:?}");
         }
     }
 }
 
-#[test]
-fn a_rank_that_never_comes() {
+fn a_rank_that_never_comes<D: Chained>(device: &D) {
     let limit = Duration::from_millis(200);
     let (done, wait) = std::sync::mpsc::channel();
     let wait = std::sync::Mutex::new(wait);
-    let outcomes = ranks(2, limit, move |rank, comms| -> Result<()> {
-        let rig = Rig::new(comms, EtpOptions::default(), 2, false)?;
+    let outcomes = ranks(device, 2, limit, move |rank, place| -> Result<()> {
+        let rig = place.rig(EtpOptions::default(), 2, false)?;
         if rank == 1 {
             // Its chain lives until the other has given up.
             let _ = wait.lock().unwrap().recv();
@@ -116,35 +125,34 @@ fn a_rank_that_never_comes() {
 
 /// A shard that changes its size behind the chain's back.
 #[derive(Debug)]
-struct Shrinking {
-    whole: Tensor<Cpu>,
-    small: Tensor<Cpu>,
+struct Shrinking<D: Chained> {
+    whole: Tensor<D>,
+    small: Tensor<D>,
     shrunk: AtomicBool,
 }
 
-impl ShardSource<Cpu> for Shrinking {
-    fn read(&self, visit: &mut dyn FnMut(TensorRef<'_, Cpu>) -> Result<()>) -> Result<()> {
+impl<D: Chained> ShardSource<D> for Shrinking<D> {
+    fn read(&self, visit: &mut dyn FnMut(TensorRef<'_, D>) -> Result<()>) -> Result<()> {
         visit(if self.shrunk.load(Ordering::SeqCst) { self.small.view() } else { self.whole.view() })
     }
 }
 
 /// A rank that cannot cast its shard tells the others, in the amaxes' all-reduce or in the gather.
-#[test]
-fn shards_that_cannot_be_cast() {
+fn shards_that_cannot_be_cast<D: Chained>(device: &D) {
     for payload in [Payload::Nvfp4, Payload::Mxfp8] {
-        let outcomes = ranks(2, MINUTE, |rank, comms| -> Result<()> {
-            let chain = Chain::new(Cpu::poisoning(), (), comms, EtpOptions::default())?;
-            let cut = chain.shards(&DIMS)?;
-            let whole = cut.cut(&Cpu::new(), tensor(value(0)).view(), rank)?;
-            let small = Tensor::from_vec(vec![0f32; 2], &[1, 2])?;
+        let outcomes = ranks(device, 2, MINUTE, |rank, place| -> Result<()> {
+            let device = place.device.clone();
+            let chain = place.chain(EtpOptions::default())?;
+            let whole = cut(&device, &chain, value(0));
+            let small = Tensor::zeros(&device, DType::F32, &[1, 2])?;
             let shard = Arc::new(Shrinking { whole, small, shrunk: AtomicBool::new(false) });
             let mut spec = WeightSpec::new("w", 0, &DIMS, DType::F32);
             spec.payload = payload;
-            let id = chain.add(spec, Arc::clone(&shard) as Arc<dyn ShardSource<Cpu>>)?;
+            let id = chain.add(spec, Arc::clone(&shard) as Arc<dyn ShardSource<D>>)?;
             let pass = || -> Result<Vec<u8>> {
                 chain.begin(Phase::Forward)?;
                 let source = chain.source(id)?;
-                let seen = source.acquire(&())?.tensor()?.data().to_vec();
+                let seen = device.bytes(source.acquire(&device.order())?.tensor()?);
                 chain.end()?;
                 Ok(seen)
             };
@@ -165,15 +173,13 @@ fn shards_that_cannot_be_cast() {
     }
 }
 
-#[test]
-fn shards_of_wrong_size() {
-    let outcomes = ranks(2, MINUTE, |rank, comms| -> Result<String> {
-        let rig = Rig::new(comms, EtpOptions::default(), 1, false)?;
-        let cut = rig.chain.shards(&DIMS)?;
-        let whole = cut.cut(&Cpu::new(), tensor(value(0)).view(), rank)?;
-        let small = Tensor::from_vec(vec![0f32; 2], &[1, 2])?;
+fn shards_of_wrong_size<D: Chained>(device: &D) {
+    let outcomes = ranks(device, 2, MINUTE, |rank, place| -> Result<String> {
+        let rig = place.rig(EtpOptions::default(), 1, false)?;
+        let whole = cut(&rig.device, &rig.chain, value(0));
+        let small = Tensor::zeros(&rig.device, DType::F32, &[1, 2])?;
         let shard = Arc::new(Shrinking { whole, small, shrunk: AtomicBool::new(false) });
-        rig.chain.replace(rig.ids[0], Arc::clone(&shard) as Arc<dyn ShardSource<Cpu>>)?;
+        rig.chain.replace(rig.ids[0], Arc::clone(&shard) as Arc<dyn ShardSource<D>>)?;
         rig.pass(Phase::Forward, &[0])?;
         shard.shrunk.store(rank == 1, Ordering::SeqCst);
         let error = rig.pass(Phase::Forward, &[0]).unwrap_err();
@@ -193,12 +199,12 @@ fn shards_of_wrong_size() {
 }
 
 /// Ranks whose weights are of different sizes: nobody's fault alone, so all hear of both sizes.
-#[test]
-fn weights_that_differ_between_ranks() {
-    let outcomes = ranks(2, MINUTE, |rank, comms| -> Result<()> {
-        let chain = Chain::new(Cpu::new(), (), comms, EtpOptions::default())?;
+fn weights_that_differ_between_ranks<D: Chained>(device: &D) {
+    let outcomes = ranks(device, 2, MINUTE, |rank, place| -> Result<()> {
+        let own = place.device.clone();
+        let chain = place.chain(EtpOptions::default())?;
         let dims = [4, 2 + rank];
-        let shard = Shard::new(Tensor::zeros(&Cpu::new(), DType::F32, &[16, 2 + rank])?);
+        let shard = Shard::new(Tensor::zeros(&own, DType::F32, &[16, 2 + rank])?);
         let id = chain.add(WeightSpec::new("w", 0, &dims, DType::F32), Arc::new(shard))?;
         chain.whole(id).map(drop)
     });
@@ -207,8 +213,7 @@ fn weights_that_differ_between_ranks() {
     }
 }
 
-#[test]
-fn options_that_differ_between_ranks() {
+fn options_that_differ_between_ranks<D: Chained>(device: &D) {
     let others = [
         ("pad", EtpOptions { pad: 32, ..EtpOptions::default() }),
         ("reduction", EtpOptions { reduction: Reduction::Pairwise, ..EtpOptions::default() }),
@@ -216,9 +221,9 @@ fn options_that_differ_between_ranks() {
         ("replicas", EtpOptions { replicas: 2, ..EtpOptions::default() }),
     ];
     for (name, other) in others {
-        let outcomes = ranks(2, MINUTE, |rank, comms| {
+        let outcomes = ranks(device, 2, MINUTE, |rank, place| {
             let options = if rank == 1 { other } else { EtpOptions::default() };
-            Chain::<Cpu>::new(Cpu::new(), (), comms, options).map(drop)
+            place.chain(options).map(drop)
         });
         for outcome in outcomes {
             assert!(matches!(&outcome, Err(Error::ConfigMismatch { field, .. }) if field == name), "{outcome:?}");
@@ -228,10 +233,10 @@ fn options_that_differ_between_ranks() {
 
 /// A shard whose reading panics takes its helper thread along: an error here, a rank that has left there.
 #[derive(Debug)]
-struct Panicking(AtomicBool, Shard<Cpu>);
+struct Panicking<D: Chained>(AtomicBool, Shard<D>);
 
-impl ShardSource<Cpu> for Panicking {
-    fn read(&self, visit: &mut dyn FnMut(TensorRef<'_, Cpu>) -> Result<()>) -> Result<()> {
+impl<D: Chained> ShardSource<D> for Panicking<D> {
+    fn read(&self, visit: &mut dyn FnMut(TensorRef<'_, D>) -> Result<()>) -> Result<()> {
         if self.0.load(Ordering::SeqCst) {
             // Unwinds without the hook's noise.
             std::panic::resume_unwind(Box::new("a shard's own trouble"));
@@ -240,13 +245,12 @@ impl ShardSource<Cpu> for Panicking {
     }
 }
 
-#[test]
-fn a_shard_that_panics() {
-    let outcomes = ranks(2, MINUTE, |rank, comms| -> Result<()> {
-        let rig = Rig::new(comms, EtpOptions::default(), 1, false)?;
-        let shard = rig.chain.shards(&DIMS)?.cut(&Cpu::new(), tensor(value(0)).view(), rank)?;
+fn a_shard_that_panics<D: Chained>(device: &D) {
+    let outcomes = ranks(device, 2, MINUTE, |rank, place| -> Result<()> {
+        let rig = place.rig(EtpOptions::default(), 1, false)?;
+        let shard = cut(&rig.device, &rig.chain, value(0));
         let shard = Arc::new(Panicking(AtomicBool::new(false), Shard::new(shard)));
-        rig.chain.replace(rig.ids[0], Arc::clone(&shard) as Arc<dyn ShardSource<Cpu>>)?;
+        rig.chain.replace(rig.ids[0], Arc::clone(&shard) as Arc<dyn ShardSource<D>>)?;
         shard.0.store(rank == 1, Ordering::SeqCst);
         rig.pass(Phase::Forward, &[0])
     });

@@ -14,9 +14,9 @@ use moebius::etp::{Chain, Comms, EtpOptions, Payload, Phase, Reduction};
 use moebius::layer::{Layer, Mode, Role};
 use moebius::{Error, MoeConfig, TensorMut, TensorRef};
 
-use crate::random::Random;
-use crate::rig::MINUTE;
-use crate::world::mesh;
+use super::random::Random;
+use super::rig::MINUTE;
+use super::world::mesh;
 
 type Failure = Box<dyn std::error::Error + Send + Sync>;
 
@@ -122,8 +122,8 @@ fn ranks<R: Send>(
     prefetch: bool,
     run: impl Fn(Rank) -> Result<R, Failure> + Sync,
 ) -> Vec<Result<R, Failure>> {
-    let groups = mesh(WORLD, |w| (w / ep, w % ep), MINUTE);
-    let data = || mesh(WORLD, |w| (w % ep, w / ep), MINUTE);
+    let groups = mesh(&Cpu::new(), (WORLD, ""), |w| (w / ep, w % ep), MINUTE);
+    let data = || mesh(&Cpu::new(), (WORLD, ""), |w| (w % ep, w / ep), MINUTE);
     let comms = groups.into_iter().zip(data()).zip(data().into_iter().zip(data()));
     thread::scope(|scope| {
         let threads: Vec<_> = comms

@@ -4,34 +4,38 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use moebius::comm::{Communicator, Exchange, ReduceOp, Tag};
-use moebius::cpu::Cpu;
-use moebius::etp::{Chain, Comms, EtpOptions, Payload, Phase, Shard, ShardSource, WeightSpec};
+use moebius::etp::{Comms, EtpOptions, Payload, Phase, Shard, ShardSource, WeightSpec};
 use moebius::weights::WeightSource;
 use moebius::{Result, TensorMut, TensorRef};
 
-use crate::rig::{DIMS, MINUTE, ON, ranks, tensor, value};
+use super::rig::{Chained, DIMS, MINUTE, ON, Place, bodies, cut, ranks, tensor, value};
+
+bodies! {
+    2 bytes_an_element_in_bf16,
+    2 one_cast_a_step,
+}
 
 /// A step in bf16 moves 2 bytes of each element in forward, 2 in backward, and 2 of its gradient. Quantised, forward and
 /// backward move half a byte and a 16th, or a byte and a 32nd, of each.
-#[test]
-fn bytes_an_element_in_bf16() {
+fn bytes_an_element_in_bf16<D: Chained>(device: &D) {
     const DIMS: [usize; 3] = [2, 32, 64];
     const COUNT: u64 = 2 * 32 * 64;
     for (payload, expected) in [(Payload::Plain, 6.0), (Payload::Nvfp4, 3.125), (Payload::Mxfp8, 4.0625)] {
-        ranks(2, MINUTE, |_, comms| {
-            let chain = Chain::new(Cpu::new(), (), comms, EtpOptions { pad: 0, ..ON }).unwrap();
+        ranks(device, 2, MINUTE, |_, place| {
+            let own = place.device.clone();
+            let chain = place.chain(EtpOptions { pad: 0, ..ON }).unwrap();
             let cut = chain.shards(&DIMS).unwrap();
-            let shard = moebius::Tensor::zeros(&Cpu::new(), moebius::DType::BF16, &cut.shard_dims()).unwrap();
+            let shard = moebius::Tensor::zeros(&own, moebius::DType::BF16, &cut.shard_dims()).unwrap();
             let mut spec = WeightSpec::new("w", 0, &DIMS, moebius::DType::BF16);
             spec.payload = payload;
             let id = chain.add(spec, Arc::new(Shard::new(shard))).unwrap();
             for phase in [Phase::Forward, Phase::Backward] {
                 chain.begin(phase).unwrap();
-                drop(chain.source(id).unwrap().acquire(&()).unwrap());
+                drop(chain.source(id).unwrap().acquire(&own.order()).unwrap());
                 chain.end().unwrap();
             }
             let mut room = chain.room(id).unwrap();
-            room.view_mut().unwrap().into_data().fill(0);
+            own.zero(room.view_mut().unwrap().into_data()).unwrap();
             chain.submit(room).unwrap();
             chain.drain().unwrap();
             let traffic = chain.traffic();
@@ -43,9 +47,9 @@ fn bytes_an_element_in_bf16() {
 
 /// A communicator that counts its all-reduces.
 #[derive(Debug)]
-struct Counting(Box<dyn Communicator<Cpu>>, Arc<AtomicU64>);
+struct Counting<D: Chained>(Box<dyn Communicator<D>>, Arc<AtomicU64>);
 
-impl Communicator<Cpu> for Counting {
+impl<D: Chained> Communicator<D> for Counting<D> {
     fn rank(&self) -> usize {
         self.0.rank()
     }
@@ -55,21 +59,24 @@ impl Communicator<Cpu> for Counting {
     fn calls(&self) -> u64 {
         self.0.calls()
     }
-    fn all_gather(&mut self, tag: Tag, send: TensorRef<'_, Cpu>, recv: TensorMut<'_, Cpu>) -> Result<()> {
+    fn device(&self) -> Option<&D> {
+        self.0.device()
+    }
+    fn all_gather(&mut self, tag: Tag, send: TensorRef<'_, D>, recv: TensorMut<'_, D>) -> Result<()> {
         self.0.all_gather(tag, send, recv)
     }
-    fn reduce_scatter(&mut self, tag: Tag, send: TensorRef<'_, Cpu>, recv: TensorMut<'_, Cpu>) -> Result<()> {
+    fn reduce_scatter(&mut self, tag: Tag, send: TensorRef<'_, D>, recv: TensorMut<'_, D>) -> Result<()> {
         self.0.reduce_scatter(tag, send, recv)
     }
-    fn all_reduce(&mut self, tag: Tag, op: ReduceOp, buffer: TensorMut<'_, Cpu>) -> Result<()> {
+    fn all_reduce(&mut self, tag: Tag, op: ReduceOp, buffer: TensorMut<'_, D>) -> Result<()> {
         assert_eq!((op, buffer.dims()), (ReduceOp::Max, &[DIMS[0]][..]), "the amaxes of all experts");
         self.1.fetch_add(1, Ordering::SeqCst);
         self.0.all_reduce(tag, op, buffer)
     }
-    fn all_to_all_v(&mut self, tag: Tag, exchange: Exchange<'_, Cpu>) -> Result<()> {
+    fn all_to_all_v(&mut self, tag: Tag, exchange: Exchange<'_, D>) -> Result<()> {
         self.0.all_to_all_v(tag, exchange)
     }
-    fn broadcast(&mut self, tag: Tag, root: usize, buffer: TensorMut<'_, Cpu>) -> Result<()> {
+    fn broadcast(&mut self, tag: Tag, root: usize, buffer: TensorMut<'_, D>) -> Result<()> {
         self.0.broadcast(tag, root, buffer)
     }
     fn barrier(&mut self, tag: Tag) -> Result<()> {
@@ -81,29 +88,29 @@ impl Communicator<Cpu> for Counting {
 }
 
 /// A shard is cast when it has changed, and at no other time; in NVFP4 with one all-reduce for all experts of the weight.
-#[test]
-fn one_cast_a_step() {
+fn one_cast_a_step<D: Chained>(device: &D) {
     for payload in [Payload::Nvfp4, Payload::Mxfp8] {
-        ranks(2, MINUTE, |rank, comms| {
+        ranks(device, 2, MINUTE, |_, place| {
             let joined = Arc::new(AtomicU64::new(0));
-            let gather = Box::new(Counting(comms.gather, Arc::clone(&joined)));
-            let chain = Chain::new(Cpu::poisoning(), (), Comms { gather, ..comms }, ON).unwrap();
-            let cut = chain.shards(&DIMS).unwrap();
+            let own = place.device.clone();
+            let gather = Box::new(Counting(place.comms.gather, Arc::clone(&joined)));
+            let place = Place { comms: Comms { gather, ..place.comms }, ..place };
+            let chain = place.chain(ON).unwrap();
             let shard = |sign: f32| {
                 let values = value(0).iter().map(|v| sign * v).collect();
-                cut.cut(&Cpu::new(), tensor(values).view(), rank).unwrap()
+                cut(&own, &chain, values)
             };
             let held = Arc::new(Shard::new(shard(1.0)));
             let mut spec = WeightSpec::new("w", 0, &DIMS, moebius::DType::F32);
             spec.payload = payload;
-            let id = chain.add(spec, Arc::clone(&held) as Arc<dyn ShardSource<Cpu>>).unwrap();
+            let id = chain.add(spec, Arc::clone(&held) as Arc<dyn ShardSource<D>>).unwrap();
             let pass = |phase, sign: f32| {
                 chain.begin(phase).unwrap();
                 let source = chain.source(id).unwrap();
-                let guard = source.acquire(&()).unwrap();
-                let found = guard.tensor().unwrap().data().to_vec();
+                let guard = source.acquire(&own.order()).unwrap();
+                let found = own.bytes(guard.tensor().unwrap());
                 let whole = tensor(value(0).iter().map(|v| sign * v).collect());
-                assert_eq!(found, crate::world::through(payload, &whole).as_bytes());
+                assert_eq!(found, super::world::through(payload, &whole).as_bytes());
                 assert_ne!(found, whole.as_bytes());
                 drop(guard);
                 chain.end().unwrap();
@@ -115,7 +122,7 @@ fn one_cast_a_step() {
             }
             assert_eq!(chain.traffic().casts, 1, "microbatches share it");
             let change = |sign: f32| {
-                let new = |t: &mut moebius::Tensor<Cpu>| {
+                let new = |t: &mut moebius::Tensor<D>| {
                     *t = shard(sign);
                     Ok(())
                 };
@@ -132,7 +139,7 @@ fn one_cast_a_step() {
             pass(Phase::Forward, 1.0);
             assert_eq!(chain.traffic().casts, 3);
             // What is saved is the weight itself.
-            assert_eq!(chain.whole(id).unwrap().as_slice::<f32>().unwrap(), value(0));
+            assert_eq!(own.floats(chain.whole(id).unwrap().view()), value(0));
             assert_eq!(chain.traffic().casts, 3);
             let expected = if payload == Payload::Nvfp4 { 3 } else { 0 };
             assert_eq!(joined.load(Ordering::SeqCst), expected, "{payload:?}");

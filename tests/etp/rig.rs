@@ -1,16 +1,84 @@
-//! A chain of small weights with known values, and no layers.
+//! Ranks of a chain on any device, and a chain of small weights with known values, without layers.
 
 use std::sync::Arc;
 use std::thread;
 use std::time::Duration;
 
-use moebius::comm::ThreadWorld;
+use moebius::comm::{Communicator, ThreadWorld};
 use moebius::cpu::Cpu;
-use moebius::etp::{Chain, Comms, EtpOptions, Phase, Reduction, Scale, Shard, ShardSource, WeightId, WeightSpec};
+use moebius::etp::{
+    Chain, Comms, EtpOptions, Phase, Reduction, Scale, Shard, ShardDevice, ShardSource, WeightId, WeightSpec,
+};
 use moebius::weights::{WeightGuard, WeightSource};
-use moebius::{DType, Result};
+use moebius::{DType, Result, Tensor, TensorRef};
 
-use crate::world::Tensor;
+use super::target::Target;
+#[cfg(feature = "nccl")]
+use super::target::gpus;
+
+/// A device whose ranks can share weights.
+pub trait Chained: Target + ShardDevice {
+    /// Most ranks that there can be.
+    fn most(&self) -> usize;
+
+    /// The device of a rank.
+    fn of_rank(&self, rank: usize) -> Self;
+
+    /// Communicators of these ranks, in this order, each on a stream of its own; `lane` tells those of the same ranks
+    /// apart.
+    fn among(&self, ranks: &[usize], lane: &'static str, limit: Duration) -> Vec<Box<dyn Communicator<Self>>>;
+
+    /// So many ranks, or as many as there can be.
+    fn up_to(&self, ranks: usize) -> usize {
+        ranks.min(self.most())
+    }
+
+    /// Elements of an f32 tensor.
+    fn floats(&self, t: TensorRef<'_, Self>) -> Vec<f32> {
+        assert_eq!(t.dtype(), DType::F32);
+        self.bytes(t).as_chunks().0.iter().map(|b| f32::from_ne_bytes(*b)).collect()
+    }
+
+    /// Bytes of a tensor.
+    fn bytes(&self, t: TensorRef<'_, Self>) -> Vec<u8> {
+        self.download(&self.order(), t).unwrap()
+    }
+}
+
+impl Chained for Cpu {
+    fn most(&self) -> usize {
+        8
+    }
+
+    fn of_rank(&self, _: usize) -> Self {
+        *self
+    }
+
+    fn among(&self, ranks: &[usize], _: &'static str, limit: Duration) -> Vec<Box<dyn Communicator<Self>>> {
+        ThreadWorld::create(ranks.len(), limit).into_iter().map(|comm| Box::new(comm) as Box<_>).collect()
+    }
+}
+
+#[cfg(feature = "nccl")]
+impl Chained for moebius::cuda::Cuda {
+    fn most(&self) -> usize {
+        gpus::available().unwrap()
+    }
+
+    fn of_rank(&self, rank: usize) -> Self {
+        let (_, mut gpus) = gpus::first(rank + 1);
+        gpus.swap_remove(rank)
+    }
+
+    fn among(&self, ranks: &[usize], lane: &'static str, limit: Duration) -> Vec<Box<dyn Communicator<Self>>> {
+        if let [rank] = ranks {
+            let own = self.of_rank(*rank);
+            let own = if lane.is_empty() { own } else { own.beside().unwrap() };
+            return vec![Box::new(moebius::comm::Solo::new(own))];
+        }
+        gpus::among(ranks, lane, limit).into_iter().map(|comm| Box::new(comm) as Box<_>).collect()
+    }
+}
 
 /// Sizes of every weight of the rig: 12 rows of two, which two ranks and four pad to 16.
 pub const DIMS: [usize; 3] = [3, 4, 2];
@@ -21,40 +89,67 @@ pub fn value(i: usize) -> Vec<f32> {
     (0..COUNT).map(|at| (1000 * (i + 1) + at) as f32).collect()
 }
 
-pub fn tensor(values: Vec<f32>) -> Tensor {
+pub fn tensor(values: Vec<f32>) -> Tensor<Cpu> {
     Tensor::from_vec(values, &DIMS).unwrap()
 }
 
-/// One rank's chain.
-pub struct Rig {
-    pub chain: Arc<Chain<Cpu>>,
-    pub ids: Vec<WeightId>,
-    pub shards: Vec<Arc<Shard<Cpu>>>,
+/// A rank's seat in a chain.
+pub struct Place<D: Chained> {
+    pub device: D,
+    pub comms: Comms<D>,
 }
 
-impl Rig {
+impl<D: Chained> Place<D> {
+    /// A chain without weights.
+    pub fn chain(self, options: EtpOptions) -> Result<Chain<D>> {
+        Chain::new(self.device.clone(), self.device.order(), self.comms, options)
+    }
+
+    pub fn rig(self, options: EtpOptions, weights: usize, recompute: bool) -> Result<Rig<D>> {
+        Rig::new(self, options, weights, recompute)
+    }
+}
+
+/// One rank's chain.
+pub struct Rig<D: Chained> {
+    pub device: D,
+    pub chain: Arc<Chain<D>>,
+    pub ids: Vec<WeightId>,
+    pub shards: Vec<Arc<Shard<D>>>,
+}
+
+/// A rank's shard of a whole weight.
+pub fn cut<D: Chained>(device: &D, chain: &Chain<D>, whole: Vec<f32>) -> Tensor<D> {
+    let whole = device.host(&tensor(whole));
+    chain.shards(&DIMS).unwrap().cut(device, whole.view(), chain.rank()).unwrap()
+}
+
+impl<D: Chained> Rig<D> {
     /// `weights` weights, each a layer of its own, or two a layer with the first recomputed.
-    pub fn new(comms: Comms<Cpu>, options: EtpOptions, weights: usize, recompute: bool) -> Result<Self> {
-        let chain = Chain::new(Cpu::poisoning(), (), comms, options)?;
-        let mut rig = Self { chain: Arc::new(chain), ids: Vec::new(), shards: Vec::new() };
+    pub fn new(place: Place<D>, options: EtpOptions, weights: usize, recompute: bool) -> Result<Self> {
+        let device = place.device.clone();
+        let chain = Arc::new(place.chain(options)?);
+        let mut rig = Self { device, chain, ids: Vec::new(), shards: Vec::new() };
         for i in 0..weights {
-            let cut = rig.chain.shards(&DIMS)?;
-            let shard = cut.cut(&Cpu::poisoning(), tensor(value(i)).view(), rig.chain.rank())?;
-            let shard = Arc::new(Shard::new(shard));
+            let shard = Arc::new(Shard::new(cut(&rig.device, &rig.chain, value(i))));
             let layer = if recompute { i / 2 } else { i };
             let mut spec = WeightSpec::new(format!("w{i}"), layer as u32, &DIMS, DType::F32);
             spec.recompute = recompute && i % 2 == 0;
-            rig.ids.push(rig.chain.add(spec, Arc::clone(&shard) as Arc<dyn ShardSource<Cpu>>)?);
+            rig.ids.push(rig.chain.add(spec, Arc::clone(&shard) as Arc<dyn ShardSource<D>>)?);
             rig.shards.push(shard);
         }
         Ok(rig)
     }
 
+    pub fn stream(&self) -> D::Stream {
+        self.device.order()
+    }
+
     /// Acquires weight `i`, checks its values, and lets go of it.
     pub fn read(&self, i: usize) -> Result<()> {
         let source = self.chain.source(self.ids[i])?;
-        let guard = source.acquire(&())?;
-        holds(&guard, &value(i));
+        let guard = source.acquire(&self.stream())?;
+        holds(&self.device, &guard, &value(i));
         Ok(())
     }
 
@@ -69,7 +164,7 @@ impl Rig {
     pub fn gradient(&self, i: usize, what: f32) -> Result<()> {
         let mut room = self.chain.room(self.ids[i])?;
         let values = vec![self.chain.rank() as f32 * 100.0 + what; COUNT];
-        room.view_mut()?.into_data().copy_from_slice(bytemuck::cast_slice(&values));
+        self.device.upload(&self.stream(), bytemuck::cast_slice(&values), room.view_mut()?)?;
         self.chain.submit(room)
     }
 
@@ -79,27 +174,41 @@ impl Rig {
         let (filled, all) = (cut.rows_of(self.chain.rank()).len() * 2, cut.shard_dims()[0] * 2);
         let mut found = Vec::new();
         self.chain.finish(None, |_, gradient| {
-            found.push(gradient.as_slice::<f32>()?.to_vec());
+            found.push(self.device.floats(gradient));
             Ok(())
         })?;
         let shard = |value: &f32| [vec![*value; filled], vec![0.0; all - filled]].concat();
         assert_eq!(found, expected.iter().map(shard).collect::<Vec<_>>(), "rank {}", self.chain.rank());
         Ok(())
     }
+
+    /// The sum of what the ranks submit as `what`.
+    pub fn sum(&self, what: f32) -> f32 {
+        let n = self.chain.ranks();
+        (n * (n - 1) / 2) as f32 * 100.0 + n as f32 * what
+    }
 }
 
-pub fn holds(guard: &WeightGuard<'_, Cpu>, expected: &[f32]) {
+pub fn holds<D: Chained>(device: &D, guard: &WeightGuard<'_, D>, expected: &[f32]) {
     let tensor = guard.tensor().unwrap();
-    assert_eq!((tensor.dims(), tensor.as_slice::<f32>().unwrap()), (&DIMS[..], expected));
+    assert_eq!((tensor.dims(), &device.floats(tensor.borrow())[..]), (&DIMS[..], expected));
 }
 
 /// Runs `f` on each of `n` ranks with communicators of the chain's; gives what each returned.
-pub fn ranks<R: Send>(n: usize, limit: Duration, f: impl Fn(usize, Comms<Cpu>) -> R + Sync) -> Vec<R> {
-    let comms = ThreadWorld::create(n, limit).into_iter().zip(ThreadWorld::create(n, limit));
+pub fn ranks<D: Chained, R: Send>(
+    device: &D,
+    n: usize,
+    limit: Duration,
+    f: impl Fn(usize, Place<D>) -> R + Sync,
+) -> Vec<R> {
+    let all: Vec<usize> = (0..n).collect();
+    let lane = |name| device.among(&all, name, limit);
+    let comms = lane("gather").into_iter().zip(lane("reduce"));
     thread::scope(|scope| {
         let start = |(rank, (gather, reduce))| {
-            let f = &f;
-            scope.spawn(move || f(rank, Comms { gather: Box::new(gather), reduce: Box::new(reduce) }))
+            let (f, device) = (&f, device.of_rank(rank));
+            let place = Place { device, comms: Comms { gather, reduce } };
+            scope.spawn(move || f(rank, place))
         };
         let threads: Vec<_> = comms.enumerate().map(start).collect();
         threads.into_iter().map(|t| t.join().unwrap()).collect()
@@ -111,3 +220,19 @@ pub const ON: EtpOptions =
     EtpOptions { pad: 4, prefetch: true, reduction: Reduction::Pairwise, scale: Scale::Sum, replicas: 1 };
 
 pub const MINUTE: Duration = Duration::from_secs(60);
+
+/// Lists a file's bodies with the ranks that each needs at least: tests of the CPU here, and a list for any device.
+macro_rules! bodies {
+    ($($ranks:literal $name:ident),+ $(,)?) => {
+        /// The file's bodies.
+        #[allow(clippy::type_complexity, reason = "numbers, names and functions, no more")]
+        pub fn bodies<D: Chained>() -> Vec<(usize, &'static str, fn(&D))> {
+            vec![$(($ranks, stringify!($name), $name::<D>)),+]
+        }
+
+        mod on_cpu {
+            $(#[test] fn $name() { super::$name(&moebius::cpu::Cpu::poisoning()); })+
+        }
+    };
+}
+pub(crate) use bodies;

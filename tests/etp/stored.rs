@@ -6,11 +6,11 @@ use std::sync::Arc;
 use moebius::DType;
 use moebius::checkpoint::{BlockParams, Checkpoint, LoadOptions, ShardOptions, gather_blocks};
 use moebius::cpu::Cpu;
-use moebius::etp::{Chain, EtpOptions, Shard, Shards, WeightSpec};
+use moebius::etp::{EtpOptions, Shard, Shards, WeightSpec};
 use moebius::layer::Role;
 
-use crate::rig::{MINUTE, ranks};
-use crate::world::Tensor;
+use super::rig::{MINUTE, ranks};
+use super::world::Tensor;
 
 fn folders() -> Vec<PathBuf> {
     let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden");
@@ -68,8 +68,8 @@ fn saved_at_one_size_and_loaded_at_another() {
     let (first, second) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
     for (from, n, to) in [(source.as_path(), 4, first.path()), (first.path(), 2, second.path())] {
         let checkpoint = Checkpoint::open(from).unwrap();
-        let saved = ranks(n, MINUTE, |rank, comms| {
-            let chain = Chain::new(Cpu::new(), (), comms, EtpOptions::default()).unwrap();
+        let saved = ranks(&Cpu::new(), n, MINUTE, |rank, place| {
+            let chain = place.chain(EtpOptions::default()).unwrap();
             let mut blocks = Vec::new();
             for &layer in checkpoint.moe_layers() {
                 let options = LoadOptions { rank: 0, ranks: 1, dtype: None };

@@ -3,13 +3,27 @@
 use std::sync::mpsc::{Sender, channel};
 use std::sync::{Arc, Mutex};
 
-use moebius::comm::Solo;
-use moebius::cpu::Cpu;
+use moebius::comm::{Communicator, Exchange, ReduceOp, Solo, Tag};
 use moebius::etp::{Chain, Comms, EtpOptions, Phase, Shard, ShardSource, State, WeightSpec};
 use moebius::weights::WeightSource;
-use moebius::{Error, Result, TensorRef};
+use moebius::{Error, Result, TensorMut, TensorRef};
 
-use crate::rig::{COUNT, DIMS, MINUTE, ON, Rig, holds, ranks, tensor, value};
+use super::rig::{Chained, DIMS, MINUTE, ON, Place, bodies, cut, holds, ranks, value};
+
+bodies! {
+    2 gathers_run_one_step_ahead_in_both_directions,
+    2 a_gather_needs_no_help_of_the_thread_that_computes,
+    2 without_prefetch_every_gather_is_waited_for,
+    2 a_gradient_arrives_one_step_late,
+    2 draining_in_every_state,
+    2 a_recomputed_weight_is_gathered_once_a_backward,
+    2 a_weight_used_twice_in_a_pass,
+    2 a_step_of_the_optimiser_shows_in_the_next_pass,
+    2 what_was_gathered_for_another_pass_is_not_read,
+    1 weights_out_of_turn_are_errors,
+    1 rooms,
+    1 wrong_arguments,
+}
 
 const OFF: EtpOptions = EtpOptions { prefetch: false, ..ON };
 
@@ -18,10 +32,9 @@ fn text(error: Error) -> String {
     error.to_string()
 }
 
-#[test]
-fn gathers_run_one_step_ahead_in_both_directions() {
-    ranks(2, MINUTE, |_, comms| {
-        let rig = Rig::new(comms, ON, 3, false).unwrap();
+fn gathers_run_one_step_ahead_in_both_directions<D: Chained>(device: &D) {
+    ranks(device, 2, MINUTE, |_, place| {
+        let rig = place.rig(ON, 3, false).unwrap();
         let gather = |i: usize| rig.chain.states(rig.ids[i]).0;
         // The first forward knows no order.
         rig.pass(Phase::Forward, &[0, 1, 2]).unwrap();
@@ -32,8 +45,8 @@ fn gathers_run_one_step_ahead_in_both_directions() {
             let mut ready = State::DataReadySync;
             for (at, i) in order.into_iter().enumerate() {
                 let source = rig.chain.source(rig.ids[i]).unwrap();
-                let guard = source.acquire(&()).unwrap();
-                holds(&guard, &value(i));
+                let guard = source.acquire(&rig.stream()).unwrap();
+                holds(&rig.device, &guard, &value(i));
                 assert_eq!(gather(i), ready, "{phase:?} {i}");
                 if let Some(next) = order.get(at + 1) {
                     assert_eq!(gather(*next), State::AsyncWait, "{phase:?} {next}");
@@ -54,10 +67,10 @@ fn gathers_run_one_step_ahead_in_both_directions() {
 
 /// Tells when it is read, and only then lets the reader go on.
 #[derive(Debug)]
-struct Telling(Shard<Cpu>, Mutex<Sender<()>>);
+struct Telling<D: Chained>(Shard<D>, Mutex<Sender<()>>);
 
-impl ShardSource<Cpu> for Telling {
-    fn read(&self, visit: &mut dyn FnMut(TensorRef<'_, Cpu>) -> Result<()>) -> Result<()> {
+impl<D: Chained> ShardSource<D> for Telling<D> {
+    fn read(&self, visit: &mut dyn FnMut(TensorRef<'_, D>) -> Result<()>) -> Result<()> {
         let read = self.0.read(visit);
         self.1.lock().unwrap().send(()).unwrap();
         read
@@ -65,19 +78,18 @@ impl ShardSource<Cpu> for Telling {
 }
 
 /// The next weight arrives while the rank's own thread is busy with the present one: nobody waits for it yet.
-#[test]
-fn a_gather_needs_no_help_of_the_thread_that_computes() {
-    ranks(2, MINUTE, |rank, comms| {
-        let rig = Rig::new(comms, ON, 2, false).unwrap();
+fn a_gather_needs_no_help_of_the_thread_that_computes<D: Chained>(device: &D) {
+    ranks(device, 2, MINUTE, |_, place| {
+        let rig = place.rig(ON, 2, false).unwrap();
         let (sender, read) = channel();
-        let shard = rig.chain.shards(&DIMS).unwrap().cut(&Cpu::new(), tensor(value(1)).view(), rank).unwrap();
+        let shard = cut(&rig.device, &rig.chain, value(1));
         rig.chain.replace(rig.ids[1], Arc::new(Telling(Shard::new(shard), Mutex::new(sender)))).unwrap();
         while read.try_recv().is_ok() {}
         rig.pass(Phase::Forward, &[0, 1]).unwrap();
         read.recv_timeout(MINUTE).unwrap();
         rig.chain.begin(Phase::Forward).unwrap();
         let source = rig.chain.source(rig.ids[0]).unwrap();
-        let guard = source.acquire(&()).unwrap();
+        let guard = source.acquire(&rig.stream()).unwrap();
         read.recv_timeout(MINUTE).expect("the gather of w1 is done");
         assert_eq!(rig.chain.states(rig.ids[1]).0, State::AsyncWait);
         drop(guard);
@@ -86,17 +98,16 @@ fn a_gather_needs_no_help_of_the_thread_that_computes() {
     });
 }
 
-#[test]
-fn without_prefetch_every_gather_is_waited_for() {
-    ranks(2, MINUTE, |_, comms| {
-        let rig = Rig::new(comms, OFF, 3, false).unwrap();
+fn without_prefetch_every_gather_is_waited_for<D: Chained>(device: &D) {
+    ranks(device, 2, MINUTE, |_, place| {
+        let rig = place.rig(OFF, 3, false).unwrap();
         for _ in 0..3 {
             rig.pass(Phase::Forward, &[0, 1, 2]).unwrap();
         }
         assert_eq!(rig.chain.traffic().ahead, 0);
         rig.chain.begin(Phase::Backward).unwrap();
         let source = rig.chain.source(rig.ids[2]).unwrap();
-        let guard = source.acquire(&()).unwrap();
+        let guard = source.acquire(&rig.stream()).unwrap();
         assert_eq!(rig.chain.states(rig.ids[2]).0, State::DataReadySync);
         assert_eq!(rig.chain.states(rig.ids[1]).0, State::None);
         drop(guard);
@@ -106,10 +117,10 @@ fn without_prefetch_every_gather_is_waited_for() {
     });
 }
 
-#[test]
-fn a_gradient_arrives_one_step_late() {
-    ranks(4, MINUTE, |_, comms| {
-        let rig = Rig::new(comms, ON, 3, false).unwrap();
+fn a_gradient_arrives_one_step_late<D: Chained>(device: &D) {
+    let n = device.up_to(4);
+    ranks(device, n, MINUTE, |_, place| {
+        let rig = place.rig(ON, 3, false).unwrap();
         let reduce = |i: usize| rig.chain.states(rig.ids[i]).1;
         rig.pass(Phase::Forward, &[0, 1, 2]).unwrap();
         rig.gradient(2, 2.0).unwrap();
@@ -117,21 +128,20 @@ fn a_gradient_arrives_one_step_late() {
         assert_eq!(rig.chain.memory().main, 0, "nothing has arrived");
         rig.gradient(1, 1.0).unwrap();
         assert_eq!((reduce(2), reduce(1)), (State::None, State::AsyncWait));
-        assert_eq!(rig.chain.memory().main, 4 * 2 * 4, "one weight's shard");
+        assert_eq!(rig.chain.memory().main, 16 / n * 2 * 4, "one weight's shard");
         rig.gradient(1, 5.0).unwrap();
-        // 0 + 100 + 200 + 300 of the ranks, and each one's own four times. Weight 0 has had none.
-        rig.finish(&[600.0 + 4.0 + 600.0 + 20.0, 600.0 + 8.0]).unwrap();
+        // 0 + 100 + … of the ranks, and each one's own. Weight 0 has had none.
+        rig.finish(&[rig.sum(1.0) + rig.sum(5.0), rig.sum(2.0)]).unwrap();
         assert_eq!(reduce(1), State::None);
         // The next step's start from zero.
         rig.gradient(0, 0.0).unwrap();
-        rig.finish(&[600.0, 0.0, 0.0]).unwrap();
+        rig.finish(&[rig.sum(0.0), 0.0, 0.0]).unwrap();
     });
 }
 
-#[test]
-fn draining_in_every_state() {
-    ranks(2, MINUTE, |_, comms| {
-        let rig = Rig::new(comms, ON, 4, true).unwrap();
+fn draining_in_every_state<D: Chained>(device: &D) {
+    ranks(device, 2, MINUTE, |_, place| {
+        let rig = place.rig(ON, 4, true).unwrap();
         let states = |i: usize| rig.chain.states(rig.ids[i]);
         rig.chain.drain().unwrap();
         rig.pass(Phase::Forward, &[0, 1, 2, 3]).unwrap();
@@ -143,18 +153,18 @@ fn draining_in_every_state() {
         assert_eq!(states(1).0, State::None);
         // Gathered anew; and while it is in use, with the next under way.
         let source = rig.chain.source(rig.ids[1]).unwrap();
-        let guard = source.acquire(&()).unwrap();
+        let guard = source.acquire(&rig.stream()).unwrap();
         assert_eq!((states(1).0, states(2).0), (State::DataReadySync, State::AsyncWait));
         rig.chain.drain().unwrap();
-        holds(&guard, &value(1));
+        holds(&rig.device, &guard, &value(1));
         drop(guard);
         let source = rig.chain.source(rig.ids[2]).unwrap();
-        drop(source.acquire(&()).unwrap());
+        drop(source.acquire(&rig.stream()).unwrap());
         let source = rig.chain.source(rig.ids[3]).unwrap();
-        let guard = source.acquire(&()).unwrap();
+        let guard = source.acquire(&rig.stream()).unwrap();
         assert_eq!(states(3).0, State::DataReady);
         rig.chain.drain().unwrap();
-        holds(&guard, &value(3));
+        holds(&rig.device, &guard, &value(3));
         drop(guard);
         rig.chain.end().unwrap();
         // A weight that is kept from its recomputation on is gathered again.
@@ -180,10 +190,9 @@ fn draining_in_every_state() {
     });
 }
 
-#[test]
-fn a_recomputed_weight_is_gathered_once_a_backward() {
-    ranks(2, MINUTE, |_, comms| {
-        let rig = Rig::new(comms, ON, 4, true).unwrap();
+fn a_recomputed_weight_is_gathered_once_a_backward<D: Chained>(device: &D) {
+    ranks(device, 2, MINUTE, |_, place| {
+        let rig = place.rig(ON, 4, true).unwrap();
         rig.pass(Phase::Forward, &[0, 1, 2, 3]).unwrap();
         let before = rig.chain.traffic().gathers;
         rig.pass(Phase::Backward, &[2, 3, 2, 0, 1, 0]).unwrap();
@@ -191,11 +200,10 @@ fn a_recomputed_weight_is_gathered_once_a_backward() {
     });
 }
 
-#[test]
-fn a_weight_used_twice_in_a_pass() {
+fn a_weight_used_twice_in_a_pass<D: Chained>(device: &D) {
     for options in [ON, OFF] {
-        ranks(2, MINUTE, |_, comms| {
-            let rig = Rig::new(comms, options, 3, false).unwrap();
+        ranks(device, 2, MINUTE, |_, place| {
+            let rig = place.rig(options, 3, false).unwrap();
             let order = [0, 1, 0, 0, 2];
             rig.pass(Phase::Forward, &order).unwrap();
             for _ in 0..2 {
@@ -210,14 +218,12 @@ fn a_weight_used_twice_in_a_pass() {
     }
 }
 
-#[test]
-fn a_step_of_the_optimiser_shows_in_the_next_pass() {
-    ranks(2, MINUTE, |_, comms| {
-        let rig = Rig::new(comms, ON, 2, false).unwrap();
+fn a_step_of_the_optimiser_shows_in_the_next_pass<D: Chained>(device: &D) {
+    ranks(device, 2, MINUTE, |_, place| {
+        let rig = place.rig(ON, 2, false).unwrap();
         rig.pass(Phase::Forward, &[0, 1]).unwrap();
         let changed: Vec<f32> = value(1).iter().map(|v| -v).collect();
-        let cut = rig.chain.shards(&DIMS).unwrap();
-        let shard = cut.cut(&Cpu::new(), tensor(changed.clone()).view(), rig.chain.rank()).unwrap();
+        let shard = cut(&rig.device, &rig.chain, changed.clone());
         rig.shards[1]
             .update(|t| {
                 *t = shard;
@@ -227,36 +233,35 @@ fn a_step_of_the_optimiser_shows_in_the_next_pass() {
         rig.chain.begin(Phase::Forward).unwrap();
         rig.read(0).unwrap();
         let source = rig.chain.source(rig.ids[1]).unwrap();
-        holds(&source.acquire(&()).unwrap(), &changed);
+        holds(&rig.device, &source.acquire(&rig.stream()).unwrap(), &changed);
         rig.chain.end().unwrap();
-        assert_eq!(rig.chain.whole(rig.ids[1]).unwrap().as_slice::<f32>().unwrap(), changed);
+        assert_eq!(rig.device.floats(rig.chain.whole(rig.ids[1]).unwrap().view()), changed);
         // Another object in its place.
-        let shard = cut.cut(&Cpu::new(), tensor(value(7)).view(), rig.chain.rank()).unwrap();
+        let shard = cut(&rig.device, &rig.chain, value(7));
         rig.chain.replace(rig.ids[1], Arc::new(Shard::new(shard))).unwrap();
         rig.chain.begin(Phase::Backward).unwrap();
-        holds(&source.acquire(&()).unwrap(), &value(7));
+        holds(&rig.device, &source.acquire(&rig.stream()).unwrap(), &value(7));
         rig.read(0).unwrap();
         rig.chain.end().unwrap();
     });
 }
 
-#[test]
-fn what_was_gathered_for_another_pass_is_not_read() {
-    ranks(2, MINUTE, |_, comms| {
-        let rig = Rig::new(comms, ON, 2, false).unwrap();
+fn what_was_gathered_for_another_pass_is_not_read<D: Chained>(device: &D) {
+    ranks(device, 2, MINUTE, |_, place| {
+        let rig = place.rig(ON, 2, false).unwrap();
         rig.pass(Phase::Forward, &[0, 1]).unwrap();
         rig.chain.begin(Phase::Forward).unwrap();
         rig.read(0).unwrap();
         let source = rig.chain.source(rig.ids[1]).unwrap();
-        let guard = source.acquire(&()).unwrap();
-        holds(&guard, &value(1));
+        let guard = source.acquire(&rig.stream()).unwrap();
+        holds(&rig.device, &guard, &value(1));
         rig.chain.end().unwrap();
         let error = text(guard.tensor().unwrap_err());
         assert!(error.contains("w1") && error.contains("pass 2"), "{error}");
         // Nor is its memory gathered over while somebody holds it.
         rig.chain.begin(Phase::Backward).unwrap();
         assert!(text(guard.tensor().unwrap_err()).contains("in pass 3"));
-        assert!(text(source.acquire(&()).unwrap_err()).contains("DataReady"));
+        assert!(text(source.acquire(&rig.stream()).unwrap_err()).contains("DataReady"));
         drop(guard);
         rig.read(1).unwrap();
         rig.read(0).unwrap();
@@ -264,10 +269,9 @@ fn what_was_gathered_for_another_pass_is_not_read() {
     });
 }
 
-#[test]
-fn weights_out_of_turn_are_errors() {
-    ranks(1, MINUTE, |_, comms| {
-        let rig = Rig::new(comms, ON, 3, false).unwrap();
+fn weights_out_of_turn_are_errors<D: Chained>(device: &D) {
+    ranks(device, 1, MINUTE, |_, place| {
+        let rig = place.rig(ON, 3, false).unwrap();
         let read = |i: usize| text(rig.read(i).unwrap_err());
         assert!(read(0).contains("expected a pass, found none"));
         assert!(text(rig.chain.end().unwrap_err()).contains("expected a pass"));
@@ -286,7 +290,7 @@ fn weights_out_of_turn_are_errors() {
         rig.read(2).unwrap();
         assert!(read(0).contains("the end of the pass next"));
         rig.chain.end().unwrap();
-        let shard = Arc::new(Shard::new(moebius::Tensor::from_vec(vec![0f32; COUNT], &[12, 2]).unwrap()));
+        let shard = Arc::new(Shard::new(moebius::Tensor::zeros(&rig.device, moebius::DType::F32, &[12, 2]).unwrap()));
         let spec = WeightSpec::new("late", 0, &DIMS, moebius::DType::F32);
         assert!(text(rig.chain.add(spec, shard).unwrap_err()).contains("before the first forward"));
         // A changed model links anew.
@@ -297,18 +301,19 @@ fn weights_out_of_turn_are_errors() {
     });
 }
 
-#[test]
-fn rooms() {
-    ranks(1, MINUTE, |_, comms| {
-        let rig = Rig::new(comms, ON, 2, false).unwrap();
+fn rooms<D: Chained>(device: &D) {
+    ranks(device, 1, MINUTE, |_, place| {
+        let rig = place.rig(ON, 2, false).unwrap();
         rig.pass(Phase::Forward, &[0, 1]).unwrap();
         let room = rig.chain.room(rig.ids[0]).unwrap();
         assert!(rig.chain.room(rig.ids[0]).is_err(), "its buffer is out");
         drop(room);
         let room = rig.chain.room(rig.ids[0]).unwrap();
         // Two models of one process do not meet.
-        let solo = || Comms::<Cpu> { gather: Box::new(Solo::new(Cpu::new())), reduce: Box::new(Solo::new(Cpu::new())) };
-        let other = Rig::new(solo(), ON, 2, false).unwrap();
+        let solo = || Box::new(Solo::new(rig.device.clone()));
+        let comms = Comms { gather: solo(), reduce: solo() };
+        let place = Place { device: rig.device.clone(), comms };
+        let other = place.rig(ON, 2, false).unwrap();
         assert!(text(other.chain.submit(room).unwrap_err()).contains("another chain's"));
         other.pass(Phase::Forward, &[1, 0]).unwrap();
         other.gradient(1, 3.0).unwrap();
@@ -319,12 +324,49 @@ fn rooms() {
     });
 }
 
-#[test]
-fn wrong_arguments() {
-    ranks(1, MINUTE, |_, comms| {
-        let chain: Chain<Cpu> = Chain::new(Cpu::new(), (), comms, ON).unwrap();
-        let shard = |dims: &[usize]| -> Arc<dyn ShardSource<Cpu>> {
-            Arc::new(Shard::new(moebius::Tensor::from_vec(vec![0f32; dims.iter().product()], dims).unwrap()))
+/// A communicator that says it has two ranks.
+#[derive(Debug)]
+struct Two<D: Chained>(Solo<D>);
+
+impl<D: Chained> Communicator<D> for Two<D> {
+    fn rank(&self) -> usize {
+        0
+    }
+    fn size(&self) -> usize {
+        2
+    }
+    fn calls(&self) -> u64 {
+        self.0.calls()
+    }
+    fn all_gather(&mut self, tag: Tag, send: TensorRef<'_, D>, recv: TensorMut<'_, D>) -> Result<()> {
+        self.0.all_gather(tag, send, recv)
+    }
+    fn reduce_scatter(&mut self, tag: Tag, send: TensorRef<'_, D>, recv: TensorMut<'_, D>) -> Result<()> {
+        self.0.reduce_scatter(tag, send, recv)
+    }
+    fn all_reduce(&mut self, tag: Tag, op: ReduceOp, buffer: TensorMut<'_, D>) -> Result<()> {
+        self.0.all_reduce(tag, op, buffer)
+    }
+    fn all_to_all_v(&mut self, tag: Tag, exchange: Exchange<'_, D>) -> Result<()> {
+        self.0.all_to_all_v(tag, exchange)
+    }
+    fn broadcast(&mut self, tag: Tag, root: usize, buffer: TensorMut<'_, D>) -> Result<()> {
+        self.0.broadcast(tag, root, buffer)
+    }
+    fn barrier(&mut self, tag: Tag) -> Result<()> {
+        self.0.barrier(tag)
+    }
+    fn refuse(&mut self, tag: Tag, reason: &str) -> Result<()> {
+        self.0.refuse(tag, reason)
+    }
+}
+
+fn wrong_arguments<D: Chained>(device: &D) {
+    ranks(device, 1, MINUTE, |_, place| {
+        let own = place.device.clone();
+        let chain: Chain<D> = place.chain(ON).unwrap();
+        let shard = |dims: &[usize]| -> Arc<dyn ShardSource<D>> {
+            Arc::new(Shard::new(moebius::Tensor::zeros(&own, moebius::DType::F32, dims).unwrap()))
         };
         let spec = |dims: &[usize], dtype| WeightSpec::new("w", 0, dims, dtype);
         let float = moebius::DType::F32;
@@ -337,8 +379,8 @@ fn wrong_arguments() {
         let mut odd = spec(&[2, 4, 3], float);
         odd.payload = moebius::etp::Payload::Nvfp4;
         assert!(chain.add(odd, shard(&[8, 3])).unwrap_err().to_string().contains("even"));
-        let mut two = moebius::comm::ThreadWorld::create(2, MINUTE);
-        let error = chain.finish(Some(&mut two[0]), |_, _| Ok(())).unwrap_err().to_string();
+        let mut two = Two(Solo::new(own.clone()));
+        let error = chain.finish(Some(&mut two), |_, _| Ok(())).unwrap_err().to_string();
         assert!(error.contains("replicas") && error.contains("expected 1, found 2"), "{error}");
     });
 }

@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::thread;
 use std::time::Duration;
 
-use moebius::comm::{Communicator, Op, Tag, ThreadComm, ThreadWorld};
+use moebius::comm::{Communicator, Op, Tag};
 use moebius::cpu::Cpu;
 use moebius::ep::{Group, GroupConfig};
 use moebius::etp::{Chain, Comms, EtpOptions, Payload, Phase, Scale, Shard, ShardSource, Shards, WeightId, WeightSpec};
@@ -13,9 +13,13 @@ use moebius::quant::{Codec, Direction, Matrix, Mxfp8, Mxfp8Tensors, Nvfp4, Nvfp4
 use moebius::weights::WeightSource;
 use moebius::{DType, MoeConfig, Result, TensorRef};
 
-use crate::random::Random;
+use super::random::Random;
+use super::rig::{Chained, MINUTE};
 
+/// On the host.
 pub type Tensor = moebius::Tensor<Cpu>;
+/// On the device under test.
+type OnDevice<D> = moebius::Tensor<D>;
 
 /// What is trained, and how it is spread. Rank w has experts of `w % ep`; of the ranks with the same, `etp` in a row
 /// share a shard group.
@@ -34,11 +38,13 @@ pub struct Run {
 }
 
 impl Run {
-    pub fn new(ep: usize, etp: usize) -> Self {
+    /// Over four ranks, or as many as there are.
+    pub fn new<D: Chained>(device: &D, ep: usize, etp: usize) -> Self {
         let options = EtpOptions { reduction: moebius::etp::Reduction::Pairwise, ..EtpOptions::default() };
         let config = MoeConfig::new(8, 6, 4, 2);
         let (dtype, payload) = (DType::F32, Payload::Plain);
-        Self { world: 4, ep, etp, layers: 3, steps: 2, microbatches: 1, dtype, config, options, payload }
+        let world = device.up_to(4);
+        Self { world, ep, etp, layers: 3, steps: 2, microbatches: 1, dtype, config, options, payload }
     }
 
     pub fn replicas(&self) -> usize {
@@ -125,13 +131,20 @@ pub struct Outcome {
     pub weights: Vec<Vec<u8>>,
 }
 
-/// Communicators of ranks `0..world` to the group that `place` names, at their place in it.
-pub fn mesh(world: usize, place: impl Fn(usize) -> (usize, usize), timeout: Duration) -> Vec<ThreadComm> {
+/// Communicators of ranks `0..world` to the group that `place` names, at their place in it; their work is in a lane of
+/// this name.
+pub fn mesh<D: Chained>(
+    device: &D,
+    (world, lane): (usize, &'static str),
+    place: impl Fn(usize) -> (usize, usize),
+    timeout: Duration,
+) -> Vec<Box<dyn Communicator<D>>> {
     let mut places: Vec<(usize, usize, usize)> = (0..world).map(|w| (place(w).0, place(w).1, w)).collect();
     places.sort_unstable();
-    let mut all: Vec<Option<ThreadComm>> = (0..world).map(|_| None).collect();
+    let mut all: Vec<Option<Box<dyn Communicator<D>>>> = (0..world).map(|_| None).collect();
     for group in places.chunk_by(|a, b| a.0 == b.0) {
-        for ((_, _, w), comm) in group.iter().zip(ThreadWorld::create(group.len(), timeout)) {
+        let members: Vec<usize> = group.iter().map(|(_, _, w)| *w).collect();
+        for (w, comm) in members.iter().zip(device.among(&members, lane, timeout)) {
             all[*w] = Some(comm);
         }
     }
@@ -139,9 +152,9 @@ pub fn mesh(world: usize, place: impl Fn(usize) -> (usize, usize), timeout: Dura
 }
 
 /// Where a layer's weights are.
-enum Weights {
-    Whole(Vec<[Tensor; 2]>),
-    Sharded { chain: Arc<Chain<Cpu>>, ids: Vec<[WeightId; 2]>, shards: Vec<[Arc<Shard<Cpu>>; 2]> },
+enum Weights<D: Chained> {
+    Whole(Vec<[OnDevice<D>; 2]>),
+    Sharded { chain: Arc<Chain<D>>, ids: Vec<[WeightId; 2]>, shards: Vec<[Arc<Shard<D>>; 2]> },
 }
 
 /// AdamW with values of its own in f32, element by element.
@@ -170,24 +183,25 @@ impl Adam {
 }
 
 /// One rank.
-struct Rank {
+struct Rank<D: Chained> {
     run: Run,
     w: usize,
-    group: Group<Cpu>,
+    device: D,
+    group: Group<D>,
     layers: Vec<Layer>,
-    routers: Vec<Tensor>,
-    weights: Weights,
+    routers: Vec<OnDevice<D>>,
+    weights: Weights<D>,
     /// Ranks with the same experts.
-    data: ThreadComm,
+    data: Box<dyn Communicator<D>>,
     /// Ranks with the same shard.
-    replicas: ThreadComm,
+    replicas: Box<dyn Communicator<D>>,
 }
 
-fn params<'a>(
-    router: TensorRef<'a, Cpu>,
-    up: &'a dyn WeightSource<Cpu>,
-    down: &'a dyn WeightSource<Cpu>,
-) -> Params<'a, Cpu> {
+fn params<'a, D: Chained>(
+    router: TensorRef<'a, D>,
+    up: &'a dyn WeightSource<D>,
+    down: &'a dyn WeightSource<D>,
+) -> Params<'a, D> {
     Params {
         router,
         router_bias: None,
@@ -202,12 +216,12 @@ fn params<'a>(
     }
 }
 
-impl Rank {
+impl<D: Chained> Rank<D> {
     /// Calls `f` with the parameters of a layer.
     fn with<R>(
         &mut self,
         l: usize,
-        f: impl FnOnce(&Layer, &mut Group<Cpu>, &Params<'_, Cpu>) -> Result<R>,
+        f: impl FnOnce(&Layer, &mut Group<D>, &Params<'_, D>) -> Result<R>,
     ) -> Result<R> {
         let router = self.routers[l].view();
         match &self.weights {
@@ -222,7 +236,7 @@ impl Rank {
         }
     }
 
-    fn chain(&self) -> Option<&Chain<Cpu>> {
+    fn chain(&self) -> Option<&Chain<D>> {
         match &self.weights {
             Weights::Whole(_) => None,
             Weights::Sharded { chain, .. } => Some(chain),
@@ -233,24 +247,23 @@ impl Rank {
     fn microbatch(&mut self, step: usize, batch: usize, out: &mut Outcome) -> Result<Vec<Vec<f32>>> {
         let h = self.run.config.hidden;
         let dims = [self.run.tokens(self.w), h];
-        let mut xs = vec![self.run.tensor([2, step, batch, self.w], &dims, 1.0)];
-        let mut contexts: Vec<Context<Cpu>> = Vec::new();
+        let device = self.device.clone();
+        let mut xs = vec![device.host(&self.run.tensor([2, step, batch, self.w], &dims, 1.0))];
+        let mut contexts: Vec<Context<D>> = Vec::new();
         self.chain().map_or(Ok(()), |chain| chain.begin(Phase::Forward))?;
         for l in 0..self.run.layers {
             let x = xs.last().unwrap();
-            let x = of_type(x.dtype(), x.to_f64().iter().map(|v| *v as f32).collect(), x.dims());
             let mode = Mode { backward: true, noise: None };
             let forward = self.with(l, |layer, group, params| layer.forward(group, mode, x.view(), params))?;
-            out.values.push(forward.y.as_bytes().to_vec());
             contexts.push(forward.context.unwrap());
             xs.push(forward.y);
         }
         self.chain().map_or(Ok(()), Chain::end)?;
         self.chain().map_or(Ok(()), |chain| chain.begin(Phase::Backward))?;
-        let mut d = self.run.tensor([3, step, batch, self.w], &dims, 1.0);
+        let mut d = device.host(&self.run.tensor([3, step, batch, self.w], &dims, 1.0));
         let mut gradients = Vec::new();
         for l in (0..self.run.layers).rev() {
-            let mut d_x = Tensor::empty(&Cpu::poisoning(), self.run.dtype, &dims)?;
+            let mut d_x = OnDevice::empty(&device, self.run.dtype, &dims)?;
             let context = contexts.pop().unwrap();
             let (x, y) = (&xs[l], Some(d.view()));
             let none = GradientsMut::none;
@@ -275,8 +288,8 @@ impl Rank {
                 }
                 Weights::Whole(all) => {
                     let [up, down] = self.run.dims();
-                    let mut d_up = Tensor::empty(&Cpu::poisoning(), self.run.dtype, &up)?;
-                    let mut d_down = Tensor::empty(&Cpu::poisoning(), self.run.dtype, &down)?;
+                    let mut d_up = OnDevice::empty(&device, self.run.dtype, &up)?;
+                    let mut d_down = OnDevice::empty(&device, self.run.dtype, &down)?;
                     let sources = (all[l][0].view(), all[l][1].view());
                     let params = params(router, &sources.0, &sources.1);
                     let inputs = (Inputs { x: x.view(), params: &params }, cotangents);
@@ -287,25 +300,26 @@ impl Rank {
                         ..none()
                     };
                     self.layers[l].backward_into(&mut self.group, context, inputs, into)?;
-                    let values = |t: &Tensor| t.to_f64().iter().map(|v| *v as f32).collect::<Vec<f32>>();
-                    gradients.splice(0..0, [values(&d_up), values(&d_down)]);
+                    gradients.splice(0..0, [d_up, d_down]);
                 }
             }
             d = d_x;
         }
         self.chain().map_or(Ok(()), Chain::end)?;
-        out.values.push(d.as_bytes().to_vec());
-        Ok(gradients)
+        // Nothing has waited for the device so far.
+        out.values.extend(xs[1..].iter().chain([&d]).map(|t| device.bytes(t.view())));
+        let values = |t: &OnDevice<D>| device.values(t.view()).iter().map(|v| *v as f32).collect();
+        Ok(gradients.iter().map(values).collect())
     }
 
     /// All ranks' values, by rank.
-    fn gather(comm: &mut ThreadComm, sequence: usize, own: &[f32]) -> Result<Vec<Vec<f32>>> {
+    fn gather(&mut self, sequence: usize, own: &[f32]) -> Result<Vec<Vec<f32>>> {
         let tag = Tag { layer: 9, op: Op::User, sequence: sequence as u64 };
-        let mut all = vec![0f32; own.len() * Communicator::<Cpu>::size(comm)];
-        let dims = [all.len()];
-        let recv = moebius::TensorMut::<Cpu>::from_slice(&mut all, &dims)?;
-        comm.all_gather(tag, TensorRef::from_slice(own, &[own.len()])?, recv)?;
-        Ok(all.chunks(own.len()).map(<[f32]>::to_vec).collect())
+        let device = self.data.device().unwrap_or(&self.device).clone();
+        let send = device.host(&Tensor::from_vec(own.to_vec(), &[own.len()])?);
+        let mut recv = OnDevice::empty(&device, DType::F32, &[own.len() * self.data.size()])?;
+        self.data.all_gather(tag, send.view(), recv.view_mut())?;
+        Ok(device.floats(recv.view()).chunks(own.len()).map(<[f32]>::to_vec).collect())
     }
 
     fn train(mut self) -> Result<Outcome> {
@@ -317,7 +331,7 @@ impl Rank {
                 (0..self.run.layers).flat_map(first).collect()
             }
             Weights::Sharded { shards, .. } => {
-                let values = |shard: &Arc<Shard<Cpu>>| shard.update(|t| Ok(t.to_f64())).unwrap();
+                let values = |shard: &Arc<Shard<D>>| shard.update(|t| Ok(self.device.values(t.view()))).unwrap();
                 shards.iter().flatten().map(|s| Adam::new(&values(s))).collect()
             }
         };
@@ -338,7 +352,8 @@ impl Rank {
                 optimisers.iter().enumerate().map(value).map(|t| t.as_bytes().to_vec()).collect()
             }
             Weights::Sharded { chain, ids, .. } => {
-                ids.iter().flatten().map(|id| Ok(chain.whole(*id)?.as_bytes().to_vec())).collect::<Result<_>>()?
+                let whole = |id: &WeightId| Ok(self.device.bytes(chain.whole(*id)?.view()));
+                ids.iter().flatten().map(whole).collect::<Result<_>>()?
             }
         };
         Ok(out)
@@ -361,7 +376,7 @@ impl Rank {
             let count = local[0][i].len();
             let mut groups = vec![vec![0f32; count]; replicas];
             for batch in local {
-                let all = Self::gather(&mut self.data, step, &batch[i])?;
+                let all = self.gather(step, &batch[i])?;
                 for (group, main) in all.chunks(n).zip(&mut groups) {
                     for (at, main) in main.iter_mut().enumerate() {
                         *main += factor * tree(&group.iter().map(|g| g[at]).collect::<Vec<_>>());
@@ -374,7 +389,7 @@ impl Rank {
             if let Weights::Whole(all) = &mut self.weights {
                 let dims = all[i / 2][i % 2].dims().to_vec();
                 let value = of_type(self.run.dtype, optimiser.value.clone(), &dims);
-                all[i / 2][i % 2] = through(self.run.payload, &value);
+                all[i / 2][i % 2] = self.device.host(&through(self.run.payload, &value));
             }
         }
         Ok(())
@@ -382,23 +397,25 @@ impl Rank {
 
     fn step_shards(&mut self, step: usize, optimisers: &mut [Adam], out: &mut Outcome) -> Result<()> {
         let Weights::Sharded { chain, shards, .. } = &self.weights else { return Ok(()) };
+        let (chain, shards) = (Arc::clone(chain), shards.clone());
         let mut gradients: Vec<Vec<f32>> = Vec::new();
-        chain.finish(Some(&mut self.replicas), |id, gradient| {
+        let device = self.device.clone();
+        chain.finish(Some(&mut *self.replicas), |id, gradient| {
             assert_eq!(id_number(id), gradients.len(), "in order of registration");
-            gradients.push(gradient.as_slice::<f32>()?.to_vec());
+            gradients.push(device.floats(gradient));
             Ok(())
         })?;
-        self.check_memory(chain);
+        self.check_memory(&chain);
         let n = self.run.etp;
         for (i, (gradient, shard)) in gradients.iter().zip(shards.iter().flatten()).enumerate() {
             optimisers[i].step(step, gradient);
             shard.update(|t| {
                 let dims = t.dims().to_vec();
-                *t = of_type(self.run.dtype, optimisers[i].value.clone(), &dims);
+                *t = device.host(&of_type(self.run.dtype, optimisers[i].value.clone(), &dims));
                 Ok(())
             })?;
             // The whole gradient, for comparison.
-            let all = Self::gather(&mut self.data, step, gradient)?;
+            let all = self.gather(step, gradient)?;
             let cut = chain.shards(&self.run.dims()[i % 2])?;
             let mut whole: Vec<u32> = all[..n].concat().iter().map(|v| v.to_bits()).collect();
             let count = cut.dims().iter().product();
@@ -410,9 +427,9 @@ impl Rank {
     }
 }
 
-impl Rank {
+impl<D: Chained> Rank<D> {
     /// The table of docs/etp.md.
-    fn check_memory(&self, chain: &Chain<Cpu>) {
+    fn check_memory(&self, chain: &Chain<D>) {
         let run = &self.run;
         let size = run.dtype.size();
         let [u, d] = run.dims().map(|dims| {
@@ -435,11 +452,14 @@ impl Rank {
         if run.dims()[0] == run.dims()[1] {
             // One shape: two buffers, three with recomputation; a layer's gradients and one more.
             let buffers = if run.config.recompute { 3 } else { 2 };
-            assert_eq!((memory.gathered, memory.gradients), (buffers * u * size, 3 * u * size));
+            let gradients = if D::ENQUEUES { 4 } else { 3 };
+            assert_eq!((memory.gathered, memory.gradients), (buffers * u * size, gradients * u * size));
             return;
         }
         let gathered = if run.config.recompute { 2 * u + d } else { u + d };
-        assert_eq!((memory.gathered, memory.gradients), (gathered * size, (2 * u + d) * size));
+        // What nobody waits for is one buffer more.
+        let gradients = if D::ENQUEUES { 2 * u + 2 * d } else { 2 * u + d };
+        assert_eq!((memory.gathered, memory.gradients), (gathered * size, gradients * size));
         let shares = if run.options.reduction == moebius::etp::Reduction::Pairwise { 1 } else { run.etp };
         assert_eq!(memory.reduced, (u + d) * size / shares);
     }
@@ -450,7 +470,7 @@ fn id_number(id: WeightId) -> usize {
 }
 
 /// ((0 + 1) + (2 + 3)), written for the three sizes that the tests have.
-fn tree(values: &[f32]) -> f32 {
+pub fn tree(values: &[f32]) -> f32 {
     match values {
         [a] => *a,
         [a, b] => a + b,
@@ -460,20 +480,20 @@ fn tree(values: &[f32]) -> f32 {
 }
 
 /// A chain with the first weights of a run.
-fn sharded(run: &Run, p: usize, comms: Comms<Cpu>) -> Result<Weights> {
+fn sharded<D: Chained>(device: &D, run: &Run, p: usize, comms: Comms<D>) -> Result<Weights<D>> {
     let options = EtpOptions { replicas: run.replicas(), ..run.options };
-    let chain = Chain::new(Cpu::poisoning(), (), comms, options)?;
+    let chain = Chain::new(device.clone(), device.order(), comms, options)?;
     let (mut ids, mut shards) = (Vec::new(), Vec::new());
     for l in 0..run.layers {
-        let add = |which: usize| -> Result<(WeightId, Arc<Shard<Cpu>>)> {
+        let add = |which: usize| -> Result<(WeightId, Arc<Shard<D>>)> {
             let whole = run.weight(p, l, which);
             let cut: Shards = chain.shards(whole.dims())?;
-            let shard = Arc::new(Shard::new(cut.cut(&Cpu::poisoning(), whole.view(), chain.rank())?));
+            let shard = Arc::new(Shard::new(cut.cut(device, device.host(&whole).view(), chain.rank())?));
             let name = format!("layers.{l}.{}", ["up", "down"][which]);
             let mut spec = WeightSpec::new(name, l as u32, whole.dims(), run.dtype);
             spec.recompute = run.config.recompute && which == 0;
             spec.payload = run.payload;
-            Ok((chain.add(spec, Arc::clone(&shard) as Arc<dyn ShardSource<Cpu>>)?, shard))
+            Ok((chain.add(spec, Arc::clone(&shard) as Arc<dyn ShardSource<D>>)?, shard))
         };
         let (up, down) = (add(0)?, add(1)?);
         ids.push([up.0, down.0]);
@@ -483,37 +503,38 @@ fn sharded(run: &Run, p: usize, comms: Comms<Cpu>) -> Result<Weights> {
 }
 
 /// Trains on one thread a rank, with whole weights or sharded ones.
-pub fn train(run: &Run, shard: bool) -> Vec<Outcome> {
+pub fn train<D: Chained>(device: &D, run: &Run, shard: bool) -> Vec<Outcome> {
     let (world, ep, n) = (run.world, run.ep, run.etp);
-    let limit = Duration::from_secs(60);
-    let experts = mesh(world, |w| (w / ep, w % ep), limit);
-    let data = mesh(world, |w| (w % ep, w / ep), limit);
+    let lane = |lane| (world, lane);
+    let experts = mesh(device, lane(""), |w| (w / ep, w % ep), MINUTE);
+    let data = mesh(device, lane("data"), |w| (w % ep, w / ep), MINUTE);
     // Ranks with the same experts: `etp` in a row make a shard group, those at the same place in them are replicas.
     let in_group = |w: usize| (w / ep / n * ep + w % ep, w / ep % n);
-    let gathers = mesh(world, in_group, limit);
-    let reductions = mesh(world, in_group, limit);
-    let replicas = mesh(world, |w| (w % (ep * n), w / (ep * n)), limit);
+    let gathers = mesh(device, lane("gather"), in_group, MINUTE);
+    let reductions = mesh(device, lane("reduce"), in_group, MINUTE);
+    let replicas = mesh(device, lane("replicas"), |w| (w % (ep * n), w / (ep * n)), MINUTE);
     let comms = experts.into_iter().zip(data).zip(gathers.into_iter().zip(reductions)).zip(replicas);
     thread::scope(|scope| {
         let threads: Vec<_> = comms
             .enumerate()
             .map(|(w, (((experts, data), (gather, reduce)), replicas))| {
+                let device = device.of_rank(w);
                 scope.spawn(move || -> Result<Outcome> {
                     let e = run.config.router.num_experts;
                     let most = run.tokens(world);
-                    let group = Group::new(Cpu::poisoning(), (), Box::new(experts), GroupConfig::new(e, most))?;
+                    let group = Group::new(device.clone(), device.order(), experts, GroupConfig::new(e, most))?;
                     let weights = match shard {
-                        true => sharded(run, w % ep, Comms { gather: Box::new(gather), reduce: Box::new(reduce) })?,
+                        true => sharded(&device, run, w % ep, Comms { gather, reduce })?,
                         false => {
-                            let weight = |l, which| through(run.payload, &run.weight(w % ep, l, which));
+                            let weight = |l, which| device.host(&through(run.payload, &run.weight(w % ep, l, which)));
                             Weights::Whole((0..run.layers).map(|l| [weight(l, 0), weight(l, 1)]).collect())
                         }
                     };
                     let layer = |l| Layer::new(run.config.clone(), l as u32);
                     let layers = (0..run.layers).map(layer).collect::<Result<_>>()?;
-                    let router = |l| run.tensor([0, l, 0, 0], &[e, run.config.hidden], 1.0);
+                    let router = |l| device.host(&run.tensor([0, l, 0, 0], &[e, run.config.hidden], 1.0));
                     let routers = (0..run.layers).map(router).collect();
-                    Rank { run: run.clone(), w, group, layers, routers, weights, data, replicas }.train()
+                    Rank { run: run.clone(), w, device, group, layers, routers, weights, data, replicas }.train()
                 })
             })
             .collect();

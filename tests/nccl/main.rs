@@ -10,6 +10,9 @@ mod common;
 #[allow(dead_code, unused_imports, reason = "a suite has parts for the CPU alone")]
 mod conformance;
 
+#[path = "../etp/main.rs"]
+#[allow(dead_code, unused_imports, reason = "a suite has parts for the CPU alone")]
+mod etp;
 mod layer;
 mod library;
 mod lost;
@@ -77,6 +80,19 @@ fn trials(available: &Result<usize, String>) -> Vec<Trial> {
             }));
         }
     }
+    // Each with as many of four ranks as there are GPUs.
+    for (file, least, name, body) in etp::bodies() {
+        let found = available.clone();
+        trials.push(Trial::ignorable_test(format!("etp::{file}::{name}"), move || match found {
+            Ok(found) if found >= least.max(2) => {
+                let (_, gpus) = etp::gpus::first(1);
+                body(&gpus[0]);
+                Ok(Completion::Completed)
+            }
+            Ok(found) => Ok(Completion::ignored_with(format!("skipped: {found} GPU"))),
+            Err(_) => Ok(Completion::ignored_with("skipped: no GPU")),
+        }));
+    }
     trials
 }
 
@@ -102,6 +118,7 @@ fn main() -> ExitCode {
         Ok(found) => println!("{} tests skipped: {found} GPUs", conclusion.num_ignored),
     }
     gpus::close();
+    etp::gpus::close();
     common::target::gpus::close();
     conclusion.exit_code()
 }

@@ -2,8 +2,10 @@
 
 use std::collections::BTreeMap;
 use std::sync::{Mutex, OnceLock, PoisonError};
-use std::time::Duration;
+use std::thread;
+use std::time::{Duration, Instant};
 
+use moebius::Error;
 use moebius::comm::Solo;
 use moebius::cuda::Cuda;
 use moebius::nccl::{NcclComm, NcclLibrary, NcclWorld};
@@ -18,6 +20,8 @@ struct Gpus {
     library: NcclLibrary,
     gpus: Vec<Cuda>,
     worlds: BTreeMap<usize, NcclWorld>,
+    /// Connections between these GPUs on a stream beside the first, by the stream's name.
+    beside: BTreeMap<(Vec<usize>, &'static str), NcclWorld>,
 }
 
 static GPUS: OnceLock<Result<Mutex<Gpus>, String>> = OnceLock::new();
@@ -29,7 +33,7 @@ fn gpus() -> &'static Result<Mutex<Gpus>, String> {
         let others = (1..).map_while(|ordinal| Cuda::new(ordinal).ok());
         let gpus = std::iter::once(first).chain(others).map(|cuda| cuda.poisoning()).collect();
         let library = NcclLibrary::open().map_err(|e| e.to_string())?;
-        Ok(Mutex::new(Gpus { library, gpus, worlds: BTreeMap::new() }))
+        Ok(Mutex::new(Gpus { library, gpus, worlds: BTreeMap::new(), beside: BTreeMap::new() }))
     })
 }
 
@@ -61,10 +65,39 @@ pub fn communicators(ranks: usize, timeout: Duration) -> Vec<NcclComm> {
     comms
 }
 
+/// How long communicators of an earlier test may take to end.
+const END: Duration = Duration::from_secs(5);
+
+/// Communicators between these GPUs, each on a stream of that name beside its GPU's own; without a name on its own.
+pub fn among(ranks: &[usize], lane: &'static str, timeout: Duration) -> Vec<NcclComm> {
+    let key = (ranks.to_vec(), lane);
+    let mut gpus = gpus().as_ref().expect("GPUs").lock().unwrap_or_else(PoisonError::into_inner);
+    if let Some(world) = gpus.beside.get(&key) {
+        let until = Instant::now() + END;
+        loop {
+            match world.communicators(timeout) {
+                Ok(comms) => return comms,
+                // Helper threads drop them a moment after the test.
+                Err(Error::Invalid { .. }) if Instant::now() < until => thread::sleep(Duration::from_millis(1)),
+                Err(_) => break,
+            }
+        }
+        drop(gpus.beside.remove(&key));
+    }
+    let stream = |gpu: &Cuda| if lane.is_empty() { gpu.clone() } else { gpu.beside().expect("a stream") };
+    let own: Vec<Cuda> = ranks.iter().map(|rank| stream(&gpus.gpus[*rank])).collect();
+    let world = NcclWorld::new(&gpus.library, &own, CONNECT).expect("a world");
+    let comms = world.communicators(timeout).expect("communicators of a new world");
+    gpus.beside.insert(key, world);
+    comms
+}
+
 /// Ends the connections before the process does.
 pub fn close() {
     if let Some(Ok(gpus)) = GPUS.get() {
-        gpus.lock().unwrap_or_else(PoisonError::into_inner).worlds.clear();
+        let mut gpus = gpus.lock().unwrap_or_else(PoisonError::into_inner);
+        gpus.worlds.clear();
+        gpus.beside.clear();
     }
 }
 
