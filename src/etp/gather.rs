@@ -8,8 +8,8 @@ use crate::error::{Error, Result};
 use crate::tensor::{Tensor, TensorRef};
 use crate::weights::{Lease, WeightGuard, WeightSource};
 
-use super::chain::{Active, CALL, Chain, Inner, Node};
 use super::beside::Sent;
+use super::chain::{Active, CALL, Chain, Inner, Node};
 use super::lane::{Done, Job, Pending};
 use super::links::Step;
 use super::state::{Machine, State};

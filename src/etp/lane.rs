@@ -133,11 +133,7 @@ impl<D: ShardDevice> Job<D> {
         }
     }
 
-    fn run(
-        mut self,
-        comm: &mut dyn Communicator<D>,
-        (between, after): (&Beside<D>, Option<D::Event>),
-    ) -> Done<D> {
+    fn run(mut self, comm: &mut dyn Communicator<D>, (between, after): (&Beside<D>, Option<D::Event>)) -> Done<D> {
         let away = &between.away;
         let outcome = match away.wait(&away.own_stream(), after.as_ref()) {
             Ok(()) => self.collective(comm),

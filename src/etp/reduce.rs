@@ -7,8 +7,8 @@ use crate::comm::{Communicator, Op, ReduceOp, Tag};
 use crate::error::{Error, Result};
 use crate::tensor::{Tensor, TensorMut, TensorRef};
 
-use super::chain::{CALL, Chain, Inner};
 use super::beside::{Beside, Sent};
+use super::chain::{CALL, Chain, Inner};
 use super::lane::{Done, Job, Pending};
 use super::state::State;
 use super::tickets::{Key, Loan, Ticket, Usage};

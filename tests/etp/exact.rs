@@ -206,7 +206,8 @@ fn sums_in_pairs<D: Chained>(device: &D) {
 /// microbatches and steps; the optimiser sees the weights themselves.
 fn quantised_gathers<D: Chained>(device: &D) {
     for payload in [Payload::Nvfp4, Payload::Mxfp8] {
-        let cases = [(1, 1, DType::F32), (1, 2, DType::F32), (1, 2, DType::BF16), (1, 4, DType::BF16), (2, 2, DType::F32)];
+        let cases =
+            [(1, 1, DType::F32), (1, 2, DType::F32), (1, 2, DType::BF16), (1, 4, DType::BF16), (2, 2, DType::F32)];
         for (ep, n, dtype) in cases.into_iter().filter(|(ep, n, _)| ep * n <= device.most()) {
             let mut run = Run::new(device, ep, n);
             (run.payload, run.dtype, run.microbatches) = (payload, dtype, 2);

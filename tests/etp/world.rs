@@ -218,11 +218,7 @@ fn params<'a, D: Chained>(
 
 impl<D: Chained> Rank<D> {
     /// Calls `f` with the parameters of a layer.
-    fn with<R>(
-        &mut self,
-        l: usize,
-        f: impl FnOnce(&Layer, &mut Group<D>, &Params<'_, D>) -> Result<R>,
-    ) -> Result<R> {
+    fn with<R>(&mut self, l: usize, f: impl FnOnce(&Layer, &mut Group<D>, &Params<'_, D>) -> Result<R>) -> Result<R> {
         let router = self.routers[l].view();
         match &self.weights {
             Weights::Whole(all) => {

@@ -17,6 +17,7 @@ mod layer;
 mod library;
 mod lost;
 mod processes;
+mod streams;
 
 use std::process::ExitCode;
 
@@ -48,7 +49,13 @@ fn over_ranks(ranks: usize) -> Vec<(String, Body)> {
     for body in conformance::communicator_bodies().into_iter().filter(|body| (body.ranks)(ranks)) {
         all.push((format!("communicator::{}", body.name), Box::new(move |cuda: &Cuda| (body.run)(cuda, ranks))));
     }
-    for (file, cases) in [("layer", layer::cases()), ("lost", lost::cases()), ("processes", processes::cases())] {
+    let files = [
+        ("layer", layer::cases()),
+        ("lost", lost::cases()),
+        ("processes", processes::cases()),
+        ("streams", streams::cases()),
+    ];
+    for (file, cases) in files {
         for (name, run) in cases {
             all.push((format!("{file}::{name}"), Box::new(move |cuda: &Cuda| run(cuda, ranks))));
         }

@@ -1,0 +1,363 @@
+//! A chain's collectives on streams of their own: what goes on beside what, and who waits for whom.
+
+use std::sync::Arc;
+use std::thread;
+use std::time::{Duration, Instant};
+
+use moebius::comm::{Communicator, Tag};
+use moebius::cuda::Cuda;
+
+use moebius::etp::{Chain, Comms, EtpOptions, Payload, Phase, Reduction, Shard, WeightId, WeightSpec};
+use moebius::kernels::Kernels;
+use moebius::weights::WeightSource;
+use moebius::{CommError, DType, Device, Error, Result, Tensor};
+
+use crate::Run;
+use crate::etp::gpus;
+
+pub fn cases() -> Vec<(&'static str, Run)> {
+    vec![
+        ("same_bits_under_load", same_bits_under_load),
+        ("no_host_waits_for_a_gpu", no_host_waits_for_a_gpu),
+        ("a_recording_is_refused", a_recording_is_refused),
+        ("a_lost_rank_is_told_to_the_computation", a_lost_rank_is_told_to_the_computation),
+        ("a_communicator_without_a_device_is_refused", a_communicator_without_a_device_is_refused),
+        ("memory_comes_back", memory_comes_back),
+    ]
+}
+
+const MINUTE: Duration = Duration::from_secs(60);
+/// Weights large enough that a gather takes long beside a call's start.
+const DIMS: [usize; 3] = [4, 1024, 2048];
+const COUNT: usize = 4 * 1024 * 2048;
+
+/// One rank with a chain of weights of `DIMS`, whose elements are 1 + the weight's number, in bf16.
+struct Rank {
+    rank: usize,
+    cuda: Cuda,
+    chain: Chain<Cuda>,
+    ids: Vec<WeightId>,
+}
+
+impl Rank {
+    /// Fills a tensor with a number.
+    fn number(cuda: &Cuda, value: f64, dims: &[usize]) -> Tensor<Cuda> {
+        let mut one = cuda
+            .write(&cuda.stream(), &vec![value; dims[dims.len() - 1]], DType::BF16, &dims[dims.len() - 1..])
+            .unwrap();
+        let mut out = Tensor::empty(cuda, DType::BF16, dims).unwrap();
+        let row = one.bytes();
+        let rows = out.bytes() / row;
+        let mut done = 1;
+        cuda.copy(one.view_mut().as_ref().data(), Cuda::slice_mut(out.view_mut().into_data(), 0..row)).unwrap();
+        while done < rows {
+            let more = done.min(rows - done);
+            let from = Cuda::slice(out.view().data(), 0..more * row);
+            // SAFETY: the rows behind those that are there; nothing else has the tensor.
+            let from = unsafe { moebius::cuda::DeviceRef::from_raw(from.address(), more * row) };
+            let to = Cuda::slice_mut(out.view_mut().into_data(), done * row..(done + more) * row);
+            cuda.copy(from, to).unwrap();
+            done += more;
+        }
+        out
+    }
+
+    fn new(rank: usize, comms: Comms<Cuda>, options: EtpOptions, weights: usize, payload: Payload) -> Result<Self> {
+        let (_, mut all) = gpus::first(rank + 1);
+        let cuda = all.swap_remove(rank);
+        let chain = Chain::new(cuda.clone(), cuda.stream(), comms, options)?;
+        let mut ids = Vec::new();
+        for i in 0..weights {
+            let cut = chain.shards(&DIMS)?;
+            let shard = Self::number(&cuda, 1.0 + i as f64, &cut.shard_dims());
+            let mut spec = WeightSpec::new(format!("w{i}"), i as u32, &DIMS, DType::BF16);
+            spec.payload = payload;
+            ids.push(chain.add(spec, Arc::new(Shard::new(shard)))?);
+        }
+        Ok(Self { rank, cuda, chain, ids })
+    }
+
+    /// Keeps the computation busy for a while.
+    fn load(&self, room: &mut Tensor<Cuda>, times: usize) {
+        for _ in 0..times {
+            self.cuda.zero(room.view_mut().into_data()).unwrap();
+        }
+    }
+}
+
+fn ranks<R: Send>(n: usize, limit: Duration, run: impl Fn(usize, Comms<Cuda>) -> R + Sync) -> Vec<R> {
+    let all: Vec<usize> = (0..n).collect();
+    let comms = gpus::among(&all, "gather", limit).into_iter().zip(gpus::among(&all, "reduce", limit));
+    thread::scope(|scope| {
+        let start = |(rank, (gather, reduce))| {
+            let run = &run;
+            scope.spawn(move || run(rank, Comms { gather: Box::new(gather), reduce: Box::new(reduce) }))
+        };
+        let threads: Vec<_> = comms.enumerate().map(start).collect();
+        threads.into_iter().map(|t| t.join().unwrap()).collect()
+    })
+}
+
+/// Steps of many passes without a wait, with work between that is longer than a gather, and shorter: each weight holds
+/// its own values when the computation reads it, and each gradient what was handed in.
+fn same_bits_under_load(_: &Cuda, n: usize) {
+    for (reduction, payload) in [
+        (Reduction::Pairwise, Payload::Plain),
+        (Reduction::Native, Payload::Plain),
+        (Reduction::Pairwise, Payload::Nvfp4),
+    ] {
+        for (prefetch, load) in [(true, 0), (true, 3), (true, 40), (false, 3)] {
+            ranks(n, MINUTE, |rank, comms| {
+                let options = EtpOptions { prefetch, reduction, ..EtpOptions::default() };
+                let weights = 5;
+                let rank = Rank::new(rank, comms, options, weights, payload).unwrap();
+                let (cuda, chain) = (&rank.cuda, &rank.chain);
+                let mut noise = Tensor::empty(cuda, DType::U8, &[1 << 28]).unwrap();
+                let mut seen = Vec::new();
+                for step in 0..3 {
+                    for phase in [Phase::Forward, Phase::Backward] {
+                        chain.begin(phase).unwrap();
+                        for at in 0..weights {
+                            let i = if phase == Phase::Forward { at } else { weights - 1 - at };
+                            let source = chain.source(rank.ids[i]).unwrap();
+                            let guard = source.acquire(&cuda.stream()).unwrap();
+                            rank.load(&mut noise, load);
+                            let copy = guard.tensor().unwrap();
+                            let mut own = Tensor::empty(cuda, DType::BF16, &DIMS).unwrap();
+                            cuda.copy(copy.data(), own.view_mut().into_data()).unwrap();
+                            seen.push((i, own));
+                            drop(guard);
+                            if phase == Phase::Backward {
+                                let mut room = chain.room(rank.ids[i]).unwrap();
+                                let value = Rank::number(cuda, (8 * step + i + rank.rank) as f64, &DIMS);
+                                cuda.copy(value.view().data(), room.view_mut().unwrap().into_data()).unwrap();
+                                chain.submit(room).unwrap();
+                            }
+                        }
+                        chain.end().unwrap();
+                    }
+                    let mut sums = Vec::new();
+                    let take = |id: WeightId, gradient: moebius::TensorRef<'_, Cuda>| {
+                        sums.push((id, cuda.to_host(gradient)?.to_f64()));
+                        Ok(())
+                    };
+                    chain.finish(None, take).unwrap();
+                    for (i, (_, sum)) in sums.iter().enumerate() {
+                        // Small integers: exact in bf16 and in f32.
+                        let expected = (0..n).map(|r| (8 * step + i + r) as f64).sum::<f64>();
+                        assert!(sum.iter().all(|v| *v == expected), "gradient {i}: {} for {expected}", sum[0]);
+                    }
+                }
+                for (number, (i, own)) in seen.into_iter().enumerate() {
+                    let values = cuda.to_host(own.view()).unwrap().to_f64();
+                    assert_eq!(values.len(), COUNT);
+                    let expected = 1.0 + i as f64;
+                    let wrong = values.iter().position(|v| (*v - expected).abs() > 0.0);
+                    assert_eq!(
+                        wrong, None,
+                        "use {number} of weight {i}, prefetch {prefetch}, load {load}, {payload:?}"
+                    );
+                }
+                if prefetch {
+                    assert!(chain.traffic().ahead >= 20, "{:?}", chain.traffic());
+                }
+            });
+        }
+    }
+}
+
+/// A pass is enqueued while the computation is still far behind.
+fn no_host_waits_for_a_gpu(_: &Cuda, n: usize) {
+    ranks(n, MINUTE, |rank, comms| {
+        let weights = 4;
+        let rank = Rank::new(rank, comms, EtpOptions::default(), weights, Payload::Plain).unwrap();
+        let (cuda, chain) = (&rank.cuda, &rank.chain);
+        let mut noise = Tensor::empty(cuda, DType::U8, &[1 << 30]).unwrap();
+        let pass = |phase, reversed: bool| {
+            chain.begin(phase).unwrap();
+            for at in 0..weights {
+                let i = if reversed { weights - 1 - at } else { at };
+                let source = chain.source(rank.ids[i]).unwrap();
+                drop(source.acquire(&cuda.stream()).unwrap());
+                if reversed {
+                    let mut room = chain.room(rank.ids[i]).unwrap();
+                    cuda.zero(room.view_mut().unwrap().into_data()).unwrap();
+                    chain.submit(room).unwrap();
+                }
+            }
+            chain.end().unwrap();
+        };
+        for _ in 0..2 {
+            pass(Phase::Forward, false);
+            pass(Phase::Backward, true);
+            chain.finish(None, |_, _| Ok(())).unwrap();
+        }
+        cuda.check().unwrap();
+        let start = Instant::now();
+        // A GiB takes at least 0.2 ms.
+        rank.load(&mut noise, 1500);
+        let loaded = cuda.record().unwrap();
+        pass(Phase::Forward, false);
+        pass(Phase::Backward, true);
+        chain.finish(None, |_, _| Ok(())).unwrap();
+        let enqueued = start.elapsed();
+        assert!(!loaded.is_done().unwrap(), "the host has waited: {enqueued:?}");
+        cuda.check().unwrap();
+        println!("enqueued in {enqueued:?}, done after {:?}", start.elapsed());
+    });
+}
+
+fn a_recording_is_refused(_: &Cuda, n: usize) {
+    ranks(n, MINUTE, |rank, comms| {
+        let rank = Rank::new(rank, comms, EtpOptions::default(), 2, Payload::Plain).unwrap();
+        let (cuda, chain) = (&rank.cuda, &rank.chain);
+        let pass = || -> Result<()> {
+            chain.begin(Phase::Forward)?;
+            for id in &rank.ids {
+                drop(chain.source(*id)?.acquire(&cuda.stream())?);
+            }
+            chain.end()
+        };
+        pass().unwrap();
+        let refused = |result: Result<()>| match result {
+            Err(Error::Device { operation, .. }) => assert!(operation.contains("CUDA graph"), "{operation}"),
+            other => panic!("{other:?}"),
+        };
+        refused(cuda.capture(pass).map(drop));
+        refused(cuda.capture(|| chain.room(rank.ids[0]).map(drop)).map(drop));
+        refused(cuda.capture(|| chain.finish(None, |_, _| Ok(()))).map(drop));
+        refused(cuda.capture(|| chain.whole(rank.ids[0]).map(drop)).map(drop));
+        // Nothing of it is left.
+        pass().unwrap();
+    });
+}
+
+/// A rank that does not come to a collective which the others have begun: who waits for the computation hears of it.
+fn a_lost_rank_is_told_to_the_computation(_: &Cuda, n: usize) {
+    let errors = ranks(n, Duration::from_secs(2), |rank, comms| -> Option<Error> {
+        let last = rank + 1 == n;
+        let rank = Rank::new(rank, comms, EtpOptions::default(), 2, Payload::Plain).unwrap();
+        let (cuda, chain) = (&rank.cuda, &rank.chain);
+        let pass = || -> Result<()> {
+            chain.begin(Phase::Forward)?;
+            for id in &rank.ids {
+                drop(chain.source(*id)?.acquire(&cuda.stream())?);
+            }
+            chain.end()?;
+            cuda.check()
+        };
+        pass().unwrap();
+        if last {
+            return None;
+        }
+        pass().err()
+    });
+    for error in &errors[..n - 1] {
+        let lost = matches!(error, Some(Error::Comm(CommError::PeerGone { .. })));
+        assert!(lost, "{error:?}");
+    }
+}
+
+/// Says nothing of where it works.
+#[derive(Debug)]
+struct Silent(moebius::nccl::NcclComm);
+
+impl Communicator<Cuda> for Silent {
+    fn rank(&self) -> usize {
+        self.0.rank()
+    }
+    fn size(&self) -> usize {
+        self.0.size()
+    }
+    fn calls(&self) -> u64 {
+        self.0.calls()
+    }
+    fn all_gather(
+        &mut self,
+        tag: Tag,
+        send: moebius::TensorRef<'_, Cuda>,
+        recv: moebius::TensorMut<'_, Cuda>,
+    ) -> Result<()> {
+        self.0.all_gather(tag, send, recv)
+    }
+    fn reduce_scatter(
+        &mut self,
+        tag: Tag,
+        send: moebius::TensorRef<'_, Cuda>,
+        recv: moebius::TensorMut<'_, Cuda>,
+    ) -> Result<()> {
+        self.0.reduce_scatter(tag, send, recv)
+    }
+    fn all_reduce(
+        &mut self,
+        tag: Tag,
+        op: moebius::comm::ReduceOp,
+        buffer: moebius::TensorMut<'_, Cuda>,
+    ) -> Result<()> {
+        self.0.all_reduce(tag, op, buffer)
+    }
+    fn all_to_all_v(&mut self, tag: Tag, exchange: moebius::comm::Exchange<'_, Cuda>) -> Result<()> {
+        self.0.all_to_all_v(tag, exchange)
+    }
+    fn broadcast(&mut self, tag: Tag, root: usize, buffer: moebius::TensorMut<'_, Cuda>) -> Result<()> {
+        self.0.broadcast(tag, root, buffer)
+    }
+    fn barrier(&mut self, tag: Tag) -> Result<()> {
+        self.0.barrier(tag)
+    }
+    fn refuse(&mut self, tag: Tag, reason: &str) -> Result<()> {
+        self.0.refuse(tag, reason)
+    }
+}
+
+fn a_communicator_without_a_device_is_refused(_: &Cuda, n: usize) {
+    let all: Vec<usize> = (0..n).collect();
+    let comms = gpus::among(&all, "gather", MINUTE).into_iter().zip(gpus::among(&all, "reduce", MINUTE));
+    thread::scope(|scope| {
+        for (rank, (gather, reduce)) in comms.enumerate() {
+            scope.spawn(move || {
+                let comms = Comms::<Cuda> { gather: Box::new(gather), reduce: Box::new(Silent(reduce)) };
+                let error = Rank::new(rank, comms, EtpOptions::default(), 1, Payload::Plain).err().unwrap().to_string();
+                assert!(error.contains("comms.reduce") && error.contains("device"), "{error}");
+            });
+        }
+    });
+}
+
+/// Steps take nothing more of the driver once sizes are known, and a dropped chain gives everything back.
+fn memory_comes_back(_: &Cuda, n: usize) {
+    ranks(n, MINUTE, |rank, comms| {
+        let (_, mut all) = gpus::first(rank + 1);
+        let cuda = all.swap_remove(rank);
+        let before = cuda.memory().in_use;
+        {
+            let rank = Rank::new(rank, comms, EtpOptions::default(), 3, Payload::Mxfp8).unwrap();
+            let chain = &rank.chain;
+            let mut allocations = Vec::new();
+            for _ in 0..4 {
+                for (phase, order) in [(Phase::Forward, [0, 1, 2]), (Phase::Backward, [2, 1, 0])] {
+                    chain.begin(phase).unwrap();
+                    for i in order {
+                        drop(chain.source(rank.ids[i]).unwrap().acquire(&cuda.stream()).unwrap());
+                        if phase == Phase::Backward {
+                            let mut room = chain.room(rank.ids[i]).unwrap();
+                            cuda.zero(room.view_mut().unwrap().into_data()).unwrap();
+                            chain.submit(room).unwrap();
+                        }
+                    }
+                    chain.end().unwrap();
+                }
+                chain.finish(None, |_, _| Ok(())).unwrap();
+                allocations.push((cuda.memory().allocations, chain.traffic().allocations));
+            }
+            assert_eq!(allocations[1..3], allocations[2..4], "{allocations:?}");
+        }
+        // Helper threads end a moment later.
+        let until = Instant::now() + Duration::from_secs(5);
+        while cuda.memory().in_use != before && Instant::now() < until {
+            thread::sleep(Duration::from_millis(1));
+        }
+        assert_eq!(cuda.memory().in_use, before);
+        cuda.check().unwrap();
+    });
+}
