@@ -1,9 +1,9 @@
 //! Times of expert parallelism over several GPUs, ranks as threads: prepare, dispatch, combine and their backwards for every
-//! dispatcher, and the whole layer with the share of its time that is communication. One JSON line a measurement: the
+//! dispatcher, the whole layer with the share of its time that is communication, and weights that are sharded. One JSON line a measurement: the
 //! slowest rank of each repeat, median and 99th percentile.
 //!
 //! ```text
-//! cargo bench --features nccl --bench nccl -- [--ranks N] [--tokens 128,4096] [--routing uniform] [calls] [layer]
+//! cargo bench --features nccl --bench nccl -- [--ranks N] [--tokens 128,4096] [--routing uniform] [--spare 0,16] [calls] [layer] [etp]
 //! ```
 //!
 //! A call is timed from when all ranks stand before it with idle GPUs until its last work on the GPU is done, so what
@@ -13,6 +13,7 @@ mod calls;
 #[path = "../cuda/data.rs"]
 #[allow(dead_code, reason = "the part of it that makes tensors")]
 mod data;
+mod etp;
 mod layer;
 mod report;
 mod routing;
@@ -117,7 +118,7 @@ fn main() -> Result<()> {
         value(flag).map(|text| text.split(',').filter_map(|n| n.parse().ok()).collect())
     };
     let asked = |name: &str| {
-        let named = |a: &&String| ["calls", "layer"].contains(&a.as_str());
+        let named = |a: &&String| ["calls", "layer", "etp"].contains(&a.as_str());
         arguments.iter().find(named).is_none() || arguments.iter().any(|a| a == name)
     };
     let gpus: Vec<Cuda> = (0..).map_while(|ordinal| Cuda::new(ordinal).ok()).collect();
@@ -143,6 +144,10 @@ fn main() -> Result<()> {
     }
     if asked("layer") {
         layer::run(&world, &report, DSV3)?;
+    }
+    if asked("etp") {
+        let spare = numbers("--spare").unwrap_or_else(|| vec![0, 16]);
+        etp::run(&library, &world, &report, (&gpus[..ranks], &spare))?;
     }
     Ok(())
 }

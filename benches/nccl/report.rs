@@ -57,6 +57,17 @@ impl Report {
         );
     }
 
+    /// A line about sharded weights; `rest` are further members.
+    pub fn etp(&self, w: &Workload, phase: &str, ms: f64, rest: &str) {
+        let Self { gpu, date, ranks, nccl } = self;
+        println!(
+            "{{\"impl\":\"moebius\",\"workload\":\"{}-t{}\",\"phase\":\"{phase}\",\"ms\":{ms:.4},{rest},\"ranks\":{ranks},\
+             \"tokens\":{},\"hidden\":{},\"inner\":{},\"experts\":{},\"top_k\":{},\"nccl\":\"{nccl}\",\"gpu\":\"{gpu}\",\
+             \"date\":\"{date}\"}}",
+            w.name, w.tokens, w.tokens, w.hidden, w.inner, w.experts, w.top_k
+        );
+    }
+
     /// What a communicator takes of a GPU.
     pub fn memory(&self, of: &str, bytes: usize) {
         let Self { gpu, date, ranks, nccl } = self;

@@ -29,6 +29,8 @@ pub struct Cuda {
     pub(super) inner: Arc<Inner>,
     poison: bool,
     portable: bool,
+    /// Multiprocessors that kernels leave alone which else fill the GPU.
+    spare: usize,
 }
 
 // Fields are dropped in order: modules go before the context that holds them.
@@ -156,7 +158,7 @@ impl Cuda {
         self.bind(CALL)?;
         let (_, first) = result::stream::get_priority_range().map_err(driver(CALL, "ask for priorities"))?;
         let stream = context.new_stream_with_priority(first).map_err(driver(CALL, "create a stream"))?;
-        Ok(Self { poison: self.poison, portable: self.portable, ..Self::with(stream, Arc::clone(functions))? })
+        Ok(Self { inner: Self::with(stream, Arc::clone(functions))?.inner, ..self.clone() })
     }
 
     fn with(stream: Arc<CudaStream>, functions: Arc<Functions>) -> Result<Self> {
@@ -171,7 +173,7 @@ impl Cuda {
         let (status, capturing) = (report.words, AtomicBool::new(false));
         let guards = Mutex::default();
         let inner = Inner { functions, stream, context, processors, status, report, arena, capturing, guards };
-        let cuda = Self { inner: Arc::new(inner), poison: false, portable: false };
+        let cuda = Self { inner: Arc::new(inner), poison: false, portable: false, spare: 0 };
         cuda.reset_status(CALL)?;
         Ok(cuda)
     }
@@ -185,6 +187,18 @@ impl Cuda {
     /// The same device without the kernels that one architecture alone has: what other GPUs run.
     pub fn portable(&self) -> Self {
         Self { portable: true, ..self.clone() }
+    }
+
+    /// The same device whose largest kernels leave so many of its multiprocessors (at most all but two) to what runs on
+    /// other streams meanwhile. They fill the GPU for as long as they run, so that collectives beside them would else wait
+    /// for their end, and the next such kernel for the collectives'. Results are the same to the bit.
+    pub fn sparing(&self, multiprocessors: usize) -> Self {
+        Self { spare: multiprocessors, ..self.clone() }
+    }
+
+    /// Multiprocessors that a kernel may fill.
+    pub(super) fn processors(&self) -> usize {
+        self.inner.processors.saturating_sub(self.spare).max(self.inner.processors.min(2))
     }
 
     /// Whether work on `stream` is in the order of this device's.

@@ -110,7 +110,7 @@ impl Quantised {
             prefix: "hopper",
             threads: W4A16.threads,
             shared: W4A16.shared,
-            most: device.inner.processors,
+            most: device.processors(),
         })
     }
 

@@ -1,0 +1,355 @@
+//! Sharded expert weights: what gathers and reduce-scatters beside the computation cost, and what memory they need.
+//!
+//! A stack of layers, each with all experts on every rank and its weights cut over the ranks. Times are of a layer in the
+//! middle of the stack, between events of the computation's stream: of the computation alone, with whole weights at hand;
+//! of the collectives alone, each weight taken and let go; and of both.
+
+use std::sync::Arc;
+
+use moebius::config::MoeConfig;
+use moebius::cuda::Cuda;
+use moebius::cuda::cudarc::driver::CudaEvent;
+use moebius::ep::{Group, GroupConfig};
+use moebius::etp::{Chain, Comms, EtpOptions, Memory, Payload, Phase, Shard, WeightId, WeightSpec};
+use moebius::layer::{Context, Cotangents, GradientsMut, Inputs, Layer, Mode, ParamViews, Params, Role};
+use moebius::nccl::{NcclComm, NcclLibrary, NcclWorld};
+use moebius::weights::WeightSource;
+use moebius::{DType, Result, Tensor};
+
+use crate::data::Random;
+use crate::report::{Report, Spread, spread};
+use crate::timed::{between, event};
+use crate::{PATIENCE, Rank, Workload, on_ranks};
+
+const WARM_UP: usize = 2;
+const REPEATS: usize = 7;
+/// Layers; times are of those without the first and the last.
+const LAYERS: usize = 5;
+
+/// Experts of a rank where 256 are spread over eight, with the rows that each then gets.
+const DSV3_EP8: Workload =
+    Workload { name: "dsv3-ep8-rank", tokens: 4096, hidden: 7168, inner: 2048, experts: 32, top_k: 8 };
+
+/// What is measured.
+#[derive(Debug, Clone, Copy)]
+struct Setting {
+    payload: Payload,
+    prefetch: bool,
+    /// Multiprocessors that the computation leaves to the collectives.
+    spare: usize,
+}
+
+pub fn run(
+    library: &NcclLibrary,
+    world: &NcclWorld,
+    report: &Report,
+    (gpus, spare): (&[Cuda], &[usize]),
+) -> Result<()> {
+    let lane = || -> Result<NcclWorld> {
+        let beside: Vec<Cuda> = gpus.iter().map(Cuda::beside).collect::<Result<_>>()?;
+        NcclWorld::new(library, &beside, PATIENCE)
+    };
+    let lanes = [lane()?, lane()?];
+    let mut settings: Vec<Setting> = Vec::new();
+    for payload in [Payload::Plain, Payload::Nvfp4] {
+        settings.extend(spare.iter().map(|&spare| Setting { payload, prefetch: true, spare }));
+        settings.push(Setting { payload, prefetch: false, spare: 0 });
+    }
+    for setting in settings {
+        let [gathers, reductions] = [lanes[0].communicators(PATIENCE)?, lanes[1].communicators(PATIENCE)?];
+        let comms: Vec<_> = gathers.into_iter().zip(reductions).map(|pair| std::sync::Mutex::new(Some(pair))).collect();
+        let parts = on_ranks(world, |rank, _| {
+            let taken = comms[rank.rank].lock().unwrap_or_else(std::sync::PoisonError::into_inner).take();
+            match taken {
+                Some(pair) => measure(rank, &gpus[rank.rank], (DSV3_EP8, setting), pair),
+                None => {
+                    Err(moebius::Error::Device { call: "bench", operation: "lanes".into(), message: "none".into() })
+                }
+            }
+        })?;
+        lines(report, (DSV3_EP8, setting), &parts);
+        // Helper threads give their communicators back a moment later.
+        std::thread::sleep(std::time::Duration::from_millis(200));
+    }
+    Ok(())
+}
+
+/// Milliseconds a layer of a forward and of a backward.
+type Times = [Vec<f64>; 2];
+
+/// What one rank has measured.
+struct Part {
+    alone: Times,
+    collectives: Times,
+    both: Times,
+    /// After the last layer's backward, until its gradients have arrived.
+    tail: Vec<f64>,
+    memory: Memory,
+    /// Bytes of the lanes' own memory.
+    lanes: usize,
+    shards: usize,
+    bytes_an_element: f64,
+}
+
+fn lines(report: &Report, (w, setting): (Workload, Setting), parts: &[Part]) {
+    let of =
+        |f: &dyn Fn(&Part) -> &Vec<f64>| -> Spread { spread(&parts.iter().map(|p| f(p).clone()).collect::<Vec<_>>()) };
+    let Setting { payload, prefetch, spare } = setting;
+    let about = format!("\"payload\":\"{payload:?}\",\"prefetch\":{prefetch},\"spare\":{spare}");
+    let (mut exposed, mut whole) = (0.0, 0.0);
+    for (i, phase) in ["fwd", "bwd"].into_iter().enumerate() {
+        let (alone, collectives) = (of(&|p| &p.alone[i]), of(&|p| &p.collectives[i]));
+        let both = of(&|p| &p.both[i]);
+        let more = both.median - alone.median;
+        let bound = (collectives.median - alone.median).max(0.0) + 0.1 * alone.median;
+        (exposed, whole) = (exposed + more, whole + alone.median);
+        let rest = format!(
+            "\"p99_ms\":{:.4},\"compute_ms\":{:.4},\"collectives_ms\":{:.4},\"exposed_ms\":{more:.4},\
+             \"exposed_share\":{:.3},\"bound_ms\":{bound:.4}",
+            both.p99,
+            alone.median,
+            collectives.median,
+            more / alone.median
+        );
+        report.etp(&w, &format!("etp_{phase}"), both.median, &format!("{about},{rest}"));
+    }
+    let tail = of(&|p| &p.tail);
+    let rest = format!("\"exposed_ms\":{exposed:.4},\"exposed_share\":{:.3}", exposed / whole);
+    report.etp(&w, "etp_layer", whole + exposed, &format!("{about},{rest},\"tail_ms\":{:.4}", tail.median));
+    let p = &parts[0];
+    let m = &p.memory;
+    let rest = format!(
+        "\"layers\":{LAYERS},\"shards\":{},\"main\":{},\"gathered\":{},\"quantised\":{},\"arrived\":{},\"gradients\":{},\
+         \"reduced\":{},\"lanes\":{},\"bytes_an_element\":{:.4}",
+        p.shards, m.main, m.gathered, m.quantised, m.arrived, m.gradients, m.reduced, p.lanes, p.bytes_an_element
+    );
+    report.etp(&w, "etp_memory", 0.0, &format!("{about},{rest}"));
+}
+
+/// A layer's weights, wherever they are.
+fn params<'a>(
+    views: &'a ParamViews<'_, Cuda>,
+    up: &'a dyn WeightSource<Cuda>,
+    down: &'a dyn WeightSource<Cuda>,
+) -> Params<'a, Cuda> {
+    Params { up, down, ..views.params() }
+}
+
+/// What a step changes.
+struct Own {
+    group: Group<Cuda>,
+    gradients: [Tensor<Cuda>; 2],
+}
+
+struct Bench {
+    cuda: Cuda,
+    layer: Layer,
+    chain: Arc<Chain<Cuda>>,
+    ids: Vec<[WeightId; 2]>,
+    router: Tensor<Cuda>,
+    whole: [Tensor<Cuda>; 2],
+    x: Tensor<Cuda>,
+    d_y: Tensor<Cuda>,
+}
+
+/// What a pass does.
+#[derive(Debug, Clone, Copy, PartialEq)]
+enum What {
+    Alone,
+    Collectives,
+    Both,
+}
+
+fn measure(
+    rank: &Rank<'_>,
+    gpu: &Cuda,
+    (w, setting): (Workload, Setting),
+    (gather, reduce): (NcclComm, NcclComm),
+) -> Result<Part> {
+    let cuda = gpu.sparing(setting.spare);
+    let lanes = [gather.cuda().clone(), reduce.cuda().clone()];
+    let options = EtpOptions { prefetch: setting.prefetch, ..EtpOptions::default() };
+    let comms = Comms { gather: Box::new(gather), reduce: Box::new(reduce) };
+    let chain = Arc::new(Chain::new(cuda.clone(), cuda.stream(), comms, options)?);
+    let group = cuda.group(GroupConfig::new(w.experts, w.tokens))?;
+    let scale = |n: usize| (n as f64).powf(-0.5);
+    let (up, down) = ([w.experts, 2 * w.inner, w.hidden], [w.experts, w.hidden, w.inner]);
+    let mut random = Random(2 + rank.rank as u64);
+    let (mut ids, mut shards) = (Vec::new(), 0);
+    for l in 0..LAYERS {
+        let mut add = |which: usize, dims: [usize; 3], fan: usize| -> Result<WeightId> {
+            let shard = random.tensor(&cuda, &chain.shards(&dims)?.shard_dims(), scale(fan))?;
+            shards += shard.bytes();
+            let mut spec = WeightSpec::new(format!("layer {l}, {which}"), l as u32, &dims, DType::BF16);
+            spec.payload = setting.payload;
+            chain.add(spec, Arc::new(Shard::new(shard)))
+        };
+        ids.push([add(0, up, w.hidden)?, add(1, down, w.inner)?]);
+    }
+    let whole = [random.tensor(&cuda, &up, scale(w.hidden))?, random.tensor(&cuda, &down, scale(w.inner))?];
+    let gradients = [Tensor::empty(&cuda, DType::BF16, &up)?, Tensor::empty(&cuda, DType::BF16, &down)?];
+    let mut own = Own { group, gradients };
+    let bench = Bench {
+        layer: Layer::new(MoeConfig::new(w.hidden, w.inner, w.experts, w.top_k), 0)?,
+        chain,
+        ids,
+        router: Random(1).tensor(&cuda, &[w.experts, w.hidden], scale(w.hidden))?,
+        whole,
+        x: random.tensor(&cuda, &[w.tokens, w.hidden], 1.0)?,
+        d_y: random.tensor(&cuda, &[w.tokens, w.hidden], 1.0)?,
+        cuda,
+    };
+    let mut part = Part {
+        alone: Times::default(),
+        collectives: Times::default(),
+        both: Times::default(),
+        tail: Vec::new(),
+        memory: Memory::default(),
+        lanes: 0,
+        shards,
+        bytes_an_element: 0.0,
+    };
+    for what in [What::Alone, What::Collectives, What::Both] {
+        for repeat in 0..WARM_UP + REPEATS {
+            rank.meet()?;
+            bench.cuda.check()?;
+            let (forward, backward, tail) = bench.step(&mut own, what)?;
+            if repeat < WARM_UP {
+                continue;
+            }
+            let times = match what {
+                What::Alone => &mut part.alone,
+                What::Collectives => &mut part.collectives,
+                What::Both => &mut part.both,
+            };
+            times[0].push(forward);
+            times[1].push(backward);
+            if what == What::Both {
+                part.tail.push(tail);
+            }
+        }
+    }
+    part.memory = bench.chain.memory();
+    let counted = part.memory.main + part.memory.quantised + part.memory.arrived;
+    part.lanes = lanes.iter().map(|lane| lane.memory().reserved).sum::<usize>().saturating_sub(counted);
+    let traffic = bench.chain.traffic();
+    let elements = (LAYERS * 3 * w.experts * w.inner * w.hidden) as f64;
+    let steps = (2 * (WARM_UP + REPEATS)) as f64;
+    part.bytes_an_element = (traffic.gathered_bytes + traffic.reduced_bytes) as f64 / elements / steps;
+    Ok(part)
+}
+
+impl Bench {
+    /// Milliseconds a layer of a forward and a backward, and of what comes after.
+    fn step(&self, own: &mut Own, what: What) -> Result<(f64, f64, f64)> {
+        let mut marks: Vec<CudaEvent> = Vec::new();
+        let mut contexts = Vec::new();
+        let chained = what != What::Alone;
+        let chain = &self.chain;
+        if chained {
+            chain.begin(Phase::Forward)?;
+        }
+        for l in 0..LAYERS {
+            marks.push(event(&self.cuda)?);
+            contexts.extend(self.forward(own, (l, what))?);
+        }
+        if chained {
+            chain.end()?;
+            chain.begin(Phase::Backward)?;
+        }
+        let mut back: Vec<CudaEvent> = Vec::new();
+        for l in (0..LAYERS).rev() {
+            back.push(event(&self.cuda)?);
+            let context = contexts.pop();
+            self.backward(own, (l, what), context)?;
+        }
+        let last = event(&self.cuda)?;
+        if chained {
+            chain.end()?;
+            chain.finish(None, |_, _| Ok(()))?;
+        }
+        let end = event(&self.cuda)?;
+        self.cuda.check()?;
+        let middle = (LAYERS - 2) as f64;
+        let of = |marks: &[CudaEvent]| Ok::<_, moebius::Error>(between(&marks[1], &marks[LAYERS - 1])? / middle);
+        Ok((of(&marks)?, of(&back)?, between(&last, &end)?))
+    }
+
+    fn views(&self) -> Result<ParamViews<'_, Cuda>> {
+        ParamViews::collect(|role| {
+            Ok(match role {
+                Role::Router => Some(self.router.view()),
+                Role::Up => Some(self.whole[0].view()),
+                Role::Down => Some(self.whole[1].view()),
+                _ => None,
+            })
+        })
+    }
+
+    fn forward(&self, own: &mut Own, (l, what): (usize, What)) -> Result<Option<Context<Cuda>>> {
+        let [up, down] = self.ids[l];
+        let stream = self.cuda.stream();
+        if what == What::Collectives {
+            for id in [up, down] {
+                drop(self.chain.source(id)?.acquire(&stream)?);
+            }
+            return Ok(None);
+        }
+        let mode = Mode { backward: true, noise: None };
+        let (views, group) = (self.views()?, &mut own.group);
+        let made = match what {
+            What::Both => {
+                let (up, down) = (self.chain.source(up)?, self.chain.source(down)?);
+                self.layer.forward(group, mode, self.x.view(), &params(&views, &up, &down))?
+            }
+            _ => self.layer.forward(group, mode, self.x.view(), &views.params())?,
+        };
+        Ok(made.context)
+    }
+
+    fn backward(&self, own: &mut Own, (l, what): (usize, What), context: Option<Context<Cuda>>) -> Result<()> {
+        let [up, down] = self.ids[l];
+        let stream = self.cuda.stream();
+        if what == What::Collectives {
+            for id in [down, up] {
+                drop(self.chain.source(id)?.acquire(&stream)?);
+            }
+            for id in [down, up] {
+                self.chain.submit(self.chain.room(id)?)?;
+            }
+            return Ok(());
+        }
+        let Some(context) = context else { return Ok(()) };
+        let cotangents = Cotangents { y: Some(self.d_y.view()), aux: 0.0 };
+        let (views, group) = (self.views()?, &mut own.group);
+        let mut d_x = Tensor::empty(&self.cuda, DType::BF16, self.x.dims())?;
+        let mut d_router = Tensor::empty(&self.cuda, DType::BF16, self.router.dims())?;
+        let [d_up, d_down] = &mut own.gradients;
+        if what == What::Alone {
+            let params = views.params();
+            let into = GradientsMut {
+                x: Some(d_x.view_mut()),
+                router: Some(d_router.view_mut()),
+                up: Some(d_up.view_mut()),
+                down: Some(d_down.view_mut()),
+                ..GradientsMut::none()
+            };
+            let inputs = Inputs { x: self.x.view(), params: &params };
+            return self.layer.backward_into(group, context, (inputs, cotangents), into);
+        }
+        let (mut room_up, mut room_down) = (self.chain.room(up)?, self.chain.room(down)?);
+        let sources = (self.chain.source(up)?, self.chain.source(down)?);
+        let params = params(&views, &sources.0, &sources.1);
+        let into = GradientsMut {
+            x: Some(d_x.view_mut()),
+            router: Some(d_router.view_mut()),
+            up: Some(room_up.view_mut()?),
+            down: Some(room_down.view_mut()?),
+            ..GradientsMut::none()
+        };
+        let inputs = Inputs { x: self.x.view(), params: &params };
+        self.layer.backward_into(group, context, (inputs, cotangents), into)?;
+        self.chain.submit(room_down)?;
+        self.chain.submit(room_up)
+    }
+}
