@@ -1,30 +1,35 @@
 //! Sharded weights whose shards are candle's variables.
 
 use candle_core::backprop::GradStore;
-use candle_core::{Device, Tensor, Var};
+use candle_core::{Tensor, Var};
 
 use crate::comm::Communicator;
 use crate::cpu::Cpu;
 use crate::dtype::DType;
 use crate::error::Result;
-use crate::etp::{Chain, ShardSource, WeightId};
+use crate::etp::{Chain, ShardDevice, ShardSource, WeightId};
 use crate::tensor::TensorRef;
 
-use super::host::{copy_of, framework, into_candle, with_views};
+use super::host::{Host, copy_of, framework, into_candle, with_views};
 
 /// A variable `[S, C]` as a rank's shard: a gather reads what the optimiser has left in it.
 #[derive(Debug, Clone)]
-pub struct VarShard(Tensor);
+pub struct VarShard<D: Host = Cpu> {
+    device: D,
+    shard: Tensor,
+}
 
 impl VarShard {
-    /// Shares the variable.
+    /// Shares a variable on the CPU.
     pub fn new(var: &Var) -> Self {
-        Self::of(var)
+        Self::on(&Cpu::new(), var)
     }
+}
 
-    /// Of a tensor that may be no variable: frozen.
-    pub(super) fn of(shard: &Tensor) -> Self {
-        Self(shard.clone())
+impl<D: Host> VarShard<D> {
+    /// Shares a variable on candle's device of this one. A tensor that is no variable is a frozen shard.
+    pub fn on(device: &D, shard: &Tensor) -> Self {
+        Self { device: device.clone(), shard: shard.clone() }
     }
 
     pub(super) fn dtype(&self) -> Result<DType> {
@@ -37,9 +42,9 @@ impl VarShard {
     }
 }
 
-impl ShardSource<Cpu> for VarShard {
-    fn read(&self, visit: &mut dyn FnMut(TensorRef<'_, Cpu>) -> Result<()>) -> Result<()> {
-        with_views(&Cpu::new(), "VarShard", &[("shard", &self.0)], |views| visit(views[0].borrow()))
+impl<D: Host> ShardSource<D> for VarShard<D> {
+    fn read(&self, visit: &mut dyn FnMut(TensorRef<'_, D>) -> Result<()>) -> Result<()> {
+        with_views(&self.device, "VarShard", &[("shard", &self.shard)], |views| visit(views[0].borrow()))
     }
 }
 
@@ -48,9 +53,9 @@ impl ShardSource<Cpu> for VarShard {
 ///
 /// # Errors
 /// As [`Chain::finish`]; a variable of another shape than its shard.
-pub fn finish_sharded(
-    chain: &Chain<Cpu>,
-    replicas: Option<&mut dyn Communicator<Cpu>>,
+pub fn finish_sharded<D: Host + ShardDevice>(
+    chain: &Chain<D>,
+    replicas: Option<&mut dyn Communicator<D>>,
     vars: &[(WeightId, Var)],
     gradients: &mut GradStore,
 ) -> Result<()> {
@@ -58,7 +63,7 @@ pub fn finish_sharded(
     chain.finish(replicas, |id, gradient| {
         let Some((_, var)) = vars.iter().find(|(other, _)| *other == id) else { return Ok(()) };
         crate::Error::check_shape(CALL, "variable", gradient.dims(), var.dims())?;
-        let own = into_candle(copy_of(&Cpu::new(), gradient)?, gradient.dims(), &Device::Cpu)?;
+        let own = into_candle(copy_of(chain.device(), gradient)?, gradient.dims(), var.device())?;
         let own = own.to_dtype(var.dtype()).map_err(framework(CALL))?;
         gradients.insert(var, own);
         Ok(())

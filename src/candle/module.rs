@@ -8,13 +8,13 @@ use candle_core::{Device, Result, Tensor, Var};
 use crate::checkpoint::{Block, Checkpoint, LoadOptions};
 use crate::cpu::Cpu;
 use crate::error::Error;
-use crate::etp::{Chain, Payload, WeightId};
+use crate::etp::{Chain, Payload, ShardDevice, WeightId};
 use crate::layer::{Layer, Mode, Role};
 use crate::lazy::Lazy;
 use crate::metrics::Load;
 
 use super::group::DeviceGroup;
-use super::host::{into_candle, location};
+use super::host::{Host, into_candle, location};
 use super::run::Call;
 use super::sharded::Sharded;
 
@@ -55,7 +55,7 @@ impl ExpertParallelMoE {
     /// # Errors
     /// A variable of another shape; a collective's error.
     pub fn new(layer: Layer, group: impl Into<DeviceGroup>, vb: candle_nn::VarBuilder<'_>) -> Result<Self> {
-        Self::build((layer, group.into()), vb, None)
+        Self::build::<Cpu>((layer, group.into()), vb, None)
     }
 
     /// [`new`](Self::new) with `experts.up` and `experts.down` sharded over the ranks of `chain`, to which they are
@@ -104,19 +104,19 @@ impl ExpertParallelMoE {
     /// # Errors
     /// As [`new`](Self::new); a group on another device than the chain's; a chain that is in use. After an error of a
     /// pass every rank of the chain calls [`Chain::recover`].
-    pub fn sharded(
+    pub fn sharded<D: Host + ShardDevice>(
         layer: Layer,
         group: impl Into<DeviceGroup>,
         vb: candle_nn::VarBuilder<'_>,
-        (chain, payload): (&Arc<Chain<Cpu>>, Payload),
+        (chain, payload): (&Arc<Chain<D>>, Payload),
     ) -> Result<Self> {
         Self::build((layer, group.into()), vb, Some((chain, payload)))
     }
 
-    fn build(
+    fn build<D: Host + ShardDevice>(
         (layer, group): (Layer, DeviceGroup),
         vb: candle_nn::VarBuilder<'_>,
-        chain: Option<(&Arc<Chain<Cpu>>, Payload)>,
+        chain: Option<(&Arc<Chain<D>>, Payload)>,
     ) -> Result<Self> {
         let params = Role::ALL
             .into_iter()
@@ -141,7 +141,7 @@ impl ExpertParallelMoE {
             .collect::<Result<Vec<(Role, Tensor)>>>();
         let sharded = |params: &[(Role, Tensor)]| -> Result<Option<Sharded>> {
             let Some(chain) = chain else { return Ok(None) };
-            if group.on::<Cpu>().is_none() {
+            if !chain.0.device().is(group.device()) {
                 let found = location(group.device());
                 return Err(Error::invalid("ExpertParallelMoE::sharded", "group", "the chain's device", found).into());
             }

@@ -6,10 +6,9 @@ use std::sync::Arc;
 
 use candle_core::Tensor;
 
-use crate::cpu::Cpu;
 use crate::ep::Group;
 use crate::error::{Error, Result};
-use crate::etp::{Chain, Payload, Room, WeightId, WeightSpec};
+use crate::etp::{Chain, Payload, Room, ShardDevice, WeightId, WeightSpec};
 use crate::layer::{Context, Cotangents, Gradients, Inputs, Layer, ParamViews, Params, Role, Wanted};
 use crate::tensor::{TensorMut, TensorRef};
 use crate::weights::WeightSource;
@@ -52,8 +51,8 @@ impl Debug for Sharded {
 
 impl Sharded {
     /// Adds a layer's shards to a chain.
-    pub(super) fn new(
-        (chain, payload): (&Arc<Chain<Cpu>>, Payload),
+    pub(super) fn new<D: Host + ShardDevice>(
+        (chain, payload): (&Arc<Chain<D>>, Payload),
         layer: &Layer,
         local: usize,
         shards: [(Role, &Tensor); 2],
@@ -62,7 +61,7 @@ impl Sharded {
         for (role, shard) in shards {
             let missing = || Error::invalid("ExpertParallelMoE::sharded", role.name(), "a weight", "none");
             let dims = role.dims(layer.config(), local).ok_or_else(missing)?;
-            let source = VarShard::of(shard);
+            let source = VarShard::on(chain.device(), shard);
             let name = format!("layer {} {}", layer.number(), role.name());
             let mut spec = WeightSpec::new(name, layer.number(), &dims, source.dtype()?);
             spec.recompute = role == Role::Up && layer.config().recompute;
@@ -72,7 +71,7 @@ impl Sharded {
         let ids: Vec<WeightId> =
             sources.into_iter().map(|(spec, source)| chain.add(spec, source)).collect::<Result<_>>()?;
         let ids = [ids[0], ids[1]];
-        let experts: Arc<dyn ExpertWeights<Cpu>> = Arc::new(Chained { chain: Arc::clone(chain), ids });
+        let experts: Arc<dyn ExpertWeights<D>> = Arc::new(Chained { chain: Arc::clone(chain), ids });
         Ok(Self { experts: Arc::new(experts), ids })
     }
 
@@ -85,19 +84,19 @@ impl Sharded {
 
 /// Weights of a chain.
 #[derive(Debug)]
-struct Chained {
-    chain: Arc<Chain<Cpu>>,
+struct Chained<D: ShardDevice> {
+    chain: Arc<Chain<D>>,
     ids: [WeightId; 2],
 }
 
-impl ExpertWeights<Cpu> for Chained {
-    fn sources(&self) -> Result<Sources<'_, Cpu>> {
+impl<D: Host + ShardDevice> ExpertWeights<D> for Chained<D> {
+    fn sources(&self) -> Result<Sources<'_, D>> {
         let [up, down] = self.ids;
         Ok([Box::new(self.chain.source(up)?), Box::new(self.chain.source(down)?)])
     }
 
-    fn rooms(&self) -> Result<[Box<dyn GradientRoom<Cpu> + '_>; 2]> {
-        let room = |id| -> Result<Box<dyn GradientRoom<Cpu> + '_>> {
+    fn rooms(&self) -> Result<[Box<dyn GradientRoom<D> + '_>; 2]> {
+        let room = |id| -> Result<Box<dyn GradientRoom<D> + '_>> {
             Ok(Box::new(ChainRoom { room: self.chain.room(id)?, chain: &self.chain }))
         };
         let [up, down] = self.ids;
@@ -105,13 +104,13 @@ impl ExpertWeights<Cpu> for Chained {
     }
 }
 
-struct ChainRoom<'a> {
-    room: Room<'a, Cpu>,
-    chain: &'a Chain<Cpu>,
+struct ChainRoom<'a, D: ShardDevice> {
+    room: Room<'a, D>,
+    chain: &'a Chain<D>,
 }
 
-impl GradientRoom<Cpu> for ChainRoom<'_> {
-    fn view_mut(&mut self) -> Result<TensorMut<'_, Cpu>> {
+impl<D: Host + ShardDevice> GradientRoom<D> for ChainRoom<'_, D> {
+    fn view_mut(&mut self) -> Result<TensorMut<'_, D>> {
         self.room.view_mut()
     }
 

@@ -179,6 +179,11 @@ impl<D: ShardDevice> Chain<D> {
         self.ranks
     }
 
+    /// The device of the computation.
+    pub fn device(&self) -> &D {
+        &self.device
+    }
+
     /// How the chain works.
     pub fn options(&self) -> &EtpOptions {
         &self.options

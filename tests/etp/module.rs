@@ -6,7 +6,7 @@ use std::thread;
 use candle_core::{Device, Result as CandleResult, Tensor, Var};
 use candle_nn::VarBuilder;
 use moebius::candle::{DeviceGroup, EpGroup, ExpertParallelMoE, finish_sharded};
-use moebius::comm::{Communicator, Op, Tag, ThreadComm};
+use moebius::comm::{Communicator, Op, Tag};
 use moebius::config::SharedConfig;
 use moebius::cpu::Cpu;
 use moebius::ep::{Group, GroupConfig};
@@ -92,8 +92,8 @@ fn loss(layers: &[ExpertParallelMoE], x: &Tensor) -> CandleResult<(Tensor, Tenso
 }
 
 /// ((0 + 1) + (2 + 3)) of the ranks' values.
-fn sum_over(comm: &mut ThreadComm, own: &[f32]) -> Result<Vec<f32>, Failure> {
-    let n = Communicator::<Cpu>::size(comm);
+fn sum_over(comm: &mut dyn Communicator<Cpu>, own: &[f32]) -> Result<Vec<f32>, Failure> {
+    let n = comm.size();
     let mut all = vec![0f32; own.len() * n];
     let dims = [all.len()];
     let recv = TensorMut::<Cpu>::from_slice(&mut all, &dims)?;
@@ -114,7 +114,7 @@ struct Rank {
     group: DeviceGroup,
     chain: Arc<Chain<Cpu>>,
     /// Ranks with the same experts.
-    data: ThreadComm,
+    data: Box<dyn Communicator<Cpu>>,
 }
 
 fn ranks<R: Send>(
@@ -131,8 +131,8 @@ fn ranks<R: Send>(
             .map(|(w, ((group, data), (gather, reduce)))| {
                 let run = &run;
                 scope.spawn(move || {
-                    let group = Group::new(Cpu::poisoning(), (), Box::new(group), GroupConfig::new(EXPERTS, 64))?;
-                    let comms = Comms { gather: Box::new(gather), reduce: Box::new(reduce) };
+                    let group = Group::new(Cpu::poisoning(), (), group, GroupConfig::new(EXPERTS, 64))?;
+                    let comms = Comms { gather, reduce };
                     let options = EtpOptions { reduction: Reduction::Pairwise, prefetch, ..EtpOptions::default() };
                     let chain = Arc::new(Chain::new(Cpu::poisoning(), (), comms, options)?);
                     run(Rank { w, group: EpGroup::new(group).into(), chain, data })
@@ -183,7 +183,7 @@ fn the_module_gives_what_whole_weights_give() {
                 finish_sharded(&rank.chain, None, &shards, &mut found)?;
                 let weights = whole.iter().flat_map(|w| [Role::Up, Role::Down].map(|role| w.param(role).unwrap()));
                 for (weight, (_, shard)) in weights.zip(&shards) {
-                    let sum = sum_over(&mut rank.data, &flat(expected.get(weight).unwrap()))?;
+                    let sum = sum_over(&mut *rank.data, &flat(expected.get(weight).unwrap()))?;
                     assert!(sum.iter().any(|v| *v != 0.0));
                     let sum = moebius::Tensor::<Cpu>::from_vec(sum, weight.dims())?;
                     let cut = rank.chain.shards(weight.dims())?;
