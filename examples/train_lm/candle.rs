@@ -14,9 +14,9 @@ use crate::Failure;
 use crate::clip::Gradients;
 use crate::dense::{Loss, Model};
 use crate::lm::{Param, Settings, is_share};
-use crate::mesh::{Comms, Place};
+use crate::mesh::Place;
 use crate::ranks::{Check, Report, Values, Worker, group_config, moe_config};
-use crate::sharded::Sharded;
+use crate::sharded::{Experts, pass};
 use crate::world::World;
 
 /// A rank: the model of plain operations, with the experts' layers in it.
@@ -25,7 +25,7 @@ pub struct Rank {
     world: World,
     model: Model,
     layers: Vec<ExpertParallelMoE>,
-    sharded: Option<Sharded>,
+    sharded: Option<Box<dyn Experts>>,
     optimiser: AdamW,
 }
 
@@ -36,8 +36,9 @@ impl Rank {
         let group = place.experts.join(group_config(settings))?;
         let device = &group.device().clone();
         let (world, mut sharded) = match place.sharded {
-            Some(Comms { world, shards, replicas }) => {
-                (World::Threads(world), Some(Sharded::new(mesh, shards, replicas)?))
+            Some(comms) => {
+                let (world, experts) = comms.join(mesh)?;
+                (world, Some(experts))
             }
             None => (World::Group(group.clone()), None),
         };
@@ -61,7 +62,7 @@ impl Rank {
             let layer = Layer::new(moe_config(settings), number as u32)?;
             let vb = vb.pp(format!("layers.{number}.moe"));
             layers.push(match &sharded {
-                Some(sharded) => ExpertParallelMoE::sharded(layer, &group, vb, (&sharded.chain, settings.payload))?,
+                Some(sharded) => sharded.module(layer, &group, vb, settings.payload)?,
                 None => ExpertParallelMoE::new(layer, &group, vb)?,
             });
         }
@@ -96,7 +97,7 @@ impl Rank {
             })?)
         };
         let Loss { sum, aux } = match &self.sharded {
-            Some(sharded) => sharded.pass(Phase::Forward, forward)?,
+            Some(sharded) => pass(&**sharded, Phase::Forward, forward)?,
             None => forward()?,
         };
         // The mean is over all ranks' tokens, and so is the balance loss: backward gives this rank's part of the
@@ -105,7 +106,7 @@ impl Rank {
         seen.loss += f64::from(mean.to_scalar::<f32>()?);
         let total = (mean + (aux / self.settings.microbatches as f64)?)?;
         match &self.sharded {
-            Some(sharded) => sharded.pass(Phase::Backward, || Ok(total.backward()?)),
+            Some(sharded) => pass(&**sharded, Phase::Backward, || Ok(total.backward()?)),
             None => Ok(total.backward()?),
         }
     }

@@ -59,11 +59,12 @@ struct Args {
     /// Host framework.
     #[arg(long, value_enum, default_value = "candle")]
     framework: Framework,
-    /// Ranks, one thread each; without --etp a divisor of --experts [default: 2; 4 with --etp, 1 on a GPU].
+    /// Ranks, one thread each; without --etp a divisor of --experts [default: 2, or 4 with --etp; on GPUs 1, or as many
+    /// as --etp and --ep need].
     #[arg(long)]
     ranks: Option<usize>,
     /// Ranks that share the shards of each expert weight; ranks with the same shard are replicas. Losses and weights
-    /// are the same to the bit for each of 1, 2, 4 with one microbatch a step. Needs candle on the CPU.
+    /// are the same to the bit for each of 1, 2, 4 with one microbatch a step. Needs candle.
     #[arg(long)]
     etp: Option<usize>,
     /// Ranks among which the experts are divided [default: 1 with --etp, else --ranks].
@@ -136,6 +137,7 @@ impl Args {
         let default = match (self.device, self.etp) {
             (Place::Cpu, None) => 2,
             (Place::Cpu, Some(_)) => 4,
+            (_, Some(etp)) => etp.max(1).saturating_mul(self.ep.unwrap_or(1)),
             _ => 1,
         };
         let ranks = self.ranks.unwrap_or(default);
@@ -160,11 +162,8 @@ impl Args {
         if candle_only && self.framework != Framework::Candle {
             return Err("--etp, --microbatches and --clip: give --framework candle".into());
         }
-        if self.etp.is_some() && self.device != Place::Cpu {
-            return Err("--etp: give --device cpu".into());
-        }
-        if self.clip.is_some() && self.device != Place::Cpu && mesh.ranks > 1 {
-            return Err("--clip: give --device cpu, or --ranks 1".into());
+        if self.etp.is_some() && self.device != Place::Cpu && !cfg!(feature = "nccl") {
+            return Err("--etp: give --device cpu, or build with --features nccl".into());
         }
         if self.clip.is_some_and(|norm| norm.is_nan() || norm <= 0.0) {
             return Err("--clip must be above 0".into());

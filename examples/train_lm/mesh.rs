@@ -3,10 +3,14 @@
 use std::time::Duration;
 
 use candle_core::Device;
-use moebius::comm::{ThreadComm, ThreadWorld};
+use moebius::comm::{Communicator, ThreadComm, ThreadWorld};
+use moebius::cpu::Cpu;
+use moebius::etp;
 
 use crate::Failure;
 use crate::device::{Seat, seats};
+use crate::sharded::{Experts, Sharded};
+use crate::world::World;
 
 /// Rank w has the experts of EP rank `w % ep`. Of the ranks with the same experts, `etp` in a row share the shards of
 /// each weight; those at the same place among these are replicas.
@@ -35,6 +39,23 @@ impl Mesh {
         self.groups() / self.shards()
     }
 
+    /// Number of a rank's EP group, and its place in it.
+    fn expert(&self, w: usize) -> (usize, usize) {
+        (w / self.ep, w % self.ep)
+    }
+
+    /// The same of the ranks that share its shards.
+    fn shard(&self, w: usize) -> (usize, usize) {
+        let n = self.shards();
+        (w / self.ep / n * self.ep + w % self.ep, w / self.ep % n)
+    }
+
+    /// The same of the ranks with the same shard.
+    fn replica(&self, w: usize) -> (usize, usize) {
+        let each = self.ep * self.shards();
+        (w % each, w / each)
+    }
+
     /// The rank with shard `n` of the experts of EP rank `p`, in replica `r`.
     pub fn rank(&self, p: usize, n: usize, r: usize) -> usize {
         (r * self.shards() + n) * self.ep + p
@@ -50,13 +71,35 @@ pub struct Place {
 }
 
 /// Communicators of a rank with sharded experts.
-#[derive(Debug)]
-pub struct Comms {
-    pub world: ThreadComm,
+pub enum Comms {
+    Cpu(Of<Cpu, ThreadComm>),
+    #[cfg(feature = "nccl")]
+    Gpus(Of<moebius::cuda::Cuda, moebius::nccl::NcclComm>),
+}
+
+/// The same on one device; `W` is that of all ranks.
+pub struct Of<D: etp::ShardDevice, W> {
+    pub device: D,
+    pub world: W,
     /// The ranks that share its shards: one for gathers, one for reductions.
-    pub shards: [ThreadComm; 2],
+    pub shards: etp::Comms<D>,
     /// The ranks with the same shard.
-    pub replicas: ThreadComm,
+    pub replicas: Box<dyn Communicator<D>>,
+}
+
+impl Comms {
+    /// The rank's access to all ranks, and its experts without weights.
+    pub fn join(self, mesh: Mesh) -> Result<(World, Box<dyn Experts>), Failure> {
+        Ok(match self {
+            Comms::Cpu(Of { device, world, shards, replicas }) => {
+                (World::Threads(world), Box::new(Sharded::new(mesh, &device, shards, replicas)?))
+            }
+            #[cfg(feature = "nccl")]
+            Comms::Gpus(Of { device, world, shards, replicas }) => {
+                (World::Gpus(world), Box::new(Sharded::new(mesh, &device, shards, replicas)?))
+            }
+        })
+    }
 }
 
 /// Each rank's place; `devices` has as many as there are ranks.
@@ -65,25 +108,95 @@ pub fn places(mesh: Mesh, devices: &[Device], timeout: Duration) -> Result<Vec<P
     if mesh.etp.is_none() {
         return Ok(seats(devices, timeout)?.into_iter().map(whole).collect());
     }
-    let (ep, n) = (mesh.ep, mesh.shards());
-    let experts = split(mesh.ranks, |w| (w / ep, w % ep), timeout).into_iter().map(Seat::Cpu);
-    let shards = || split(mesh.ranks, |w| (w / ep / n * ep + w % ep, w / ep % n), timeout);
-    let world = ThreadWorld::create(mesh.ranks, timeout);
-    let replicas = split(mesh.ranks, |w| (w % (ep * n), w / (ep * n)), timeout);
-    let comms = world.into_iter().zip(shards()).zip(shards()).zip(replicas);
-    let comms = comms.map(|(((world, gather), reduce), replicas)| Comms { world, shards: [gather, reduce], replicas });
-    Ok(experts.zip(comms).map(|(experts, comms)| Place { experts, sharded: Some(comms) }).collect())
+    match devices {
+        [Device::Cpu, ..] => Ok(on_threads(mesh, timeout)),
+        #[cfg(feature = "nccl")]
+        gpus => gpus::places(mesh, gpus, timeout),
+        #[cfg(not(feature = "nccl"))]
+        _ => Err("--etp on GPUs wants a build with --features nccl".into()),
+    }
 }
 
-/// A communicator for each rank, over the group that `place` names, at its place in it.
-fn split(ranks: usize, place: impl Fn(usize) -> (usize, usize), timeout: Duration) -> Vec<ThreadComm> {
+fn on_threads(mesh: Mesh, timeout: Duration) -> Vec<Place> {
+    let create = |members: &[usize]| Ok(ThreadWorld::create(members.len(), timeout));
+    let split = |place: &dyn Fn(usize) -> (usize, usize)| split(mesh.ranks, place, create).unwrap_or_default();
+    let lane = || split(&|w| mesh.shard(w)).into_iter().map(|comm| Box::new(comm) as Box<dyn Communicator<Cpu>>);
+    let replicas = split(&|w| mesh.replica(w)).into_iter().map(|comm| Box::new(comm) as Box<dyn Communicator<Cpu>>);
+    let lanes = lane().zip(lane()).map(|(gather, reduce)| etp::Comms { gather, reduce });
+    let experts = split(&|w| mesh.expert(w)).into_iter().map(Seat::Cpu);
+    let world = ThreadWorld::create(mesh.ranks, timeout).into_iter();
+    let places = experts.zip(world).zip(lanes).zip(replicas);
+    let place = |(((experts, world), shards), replicas)| {
+        let comms = Of { device: Cpu::new(), world, shards, replicas };
+        Place { experts, sharded: Some(Comms::Cpu(comms)) }
+    };
+    places.map(place).collect()
+}
+
+/// What `create` makes for each group that `place` names, of its members' places in it: a thing a rank.
+fn split<C>(
+    ranks: usize,
+    place: impl Fn(usize) -> (usize, usize),
+    create: impl Fn(&[usize]) -> Result<Vec<C>, Failure>,
+) -> Result<Vec<C>, Failure> {
     let mut places: Vec<((usize, usize), usize)> = (0..ranks).map(|w| (place(w), w)).collect();
     places.sort_unstable();
-    let mut all: Vec<(usize, ThreadComm)> = Vec::with_capacity(ranks);
+    let mut all: Vec<(usize, C)> = Vec::with_capacity(ranks);
     for group in places.chunk_by(|a, b| a.0.0 == b.0.0) {
-        let comms = ThreadWorld::create(group.len(), timeout);
-        all.extend(group.iter().map(|(_, w)| *w).zip(comms));
+        let members: Vec<usize> = group.iter().map(|(_, w)| *w).collect();
+        all.extend(members.iter().copied().zip(create(&members)?));
     }
     all.sort_unstable_by_key(|(w, _)| *w);
-    all.into_iter().map(|(_, comm)| comm).collect()
+    Ok(all.into_iter().map(|(_, comm)| comm).collect())
+}
+
+#[cfg(feature = "nccl")]
+mod gpus {
+    use std::time::Duration;
+
+    use candle_core::Device;
+    use moebius::comm::{Communicator, Solo};
+    use moebius::cuda::Cuda;
+    use moebius::etp;
+    use moebius::nccl::{NcclComm, NcclLibrary};
+
+    use super::{Comms, Mesh, Of, Place, split};
+    use crate::Failure;
+    use crate::device::Seat;
+
+    pub fn places(mesh: Mesh, devices: &[Device], timeout: Duration) -> Result<Vec<Place>, Failure> {
+        let library = NcclLibrary::open()?;
+        let gpus = devices.iter().map(moebius::candle::cuda).collect::<moebius::Result<Vec<_>>>()?;
+        let among = |gpus: &[Cuda], members: &[usize]| -> Result<Vec<NcclComm>, Failure> {
+            let own: Vec<Cuda> = members.iter().map(|w| gpus[*w].clone()).collect();
+            Ok(NcclComm::threads(&library, &own, timeout)?)
+        };
+        let boxed = |gpus: &[Cuda], members: &[usize]| -> Result<Vec<Box<dyn Communicator<Cuda>>>, Failure> {
+            if let [alone] = members {
+                return Ok(vec![Box::new(Solo::new(gpus[*alone].clone()))]);
+            }
+            Ok(among(gpus, members)?.into_iter().map(|comm| Box::new(comm) as Box<_>).collect())
+        };
+        let lane = || -> Result<_, Failure> {
+            let beside = gpus.iter().map(Cuda::beside).collect::<moebius::Result<Vec<_>>>()?;
+            split(mesh.ranks, |w| mesh.shard(w), |members| boxed(&beside, members))
+        };
+        let lanes = lane()?.into_iter().zip(lane()?).map(|(gather, reduce)| etp::Comms { gather, reduce });
+        let replicas = split(mesh.ranks, |w| mesh.replica(w), |members| boxed(&gpus, members))?;
+        let seat = |members: &[usize]| -> Result<Vec<Seat>, Failure> {
+            if let [alone] = members {
+                return Ok(vec![Seat::Gpu(devices[*alone].clone())]);
+            }
+            let comms = among(&gpus, members)?.into_iter().zip(members);
+            Ok(comms.map(|(comm, w)| Seat::Gpus(devices[*w].clone(), comm)).collect())
+        };
+        let experts = split(mesh.ranks, |w| mesh.expert(w), seat)?;
+        let world = among(&gpus, &(0..mesh.ranks).collect::<Vec<_>>())?;
+        let places = experts.into_iter().zip(world).zip(lanes).zip(replicas).zip(gpus.clone());
+        let place = |((((experts, world), shards), replicas), device)| Place {
+            experts,
+            sharded: Some(Comms::Gpus(Of { device, world, shards, replicas })),
+        };
+        Ok(places.map(place).collect())
+    }
 }

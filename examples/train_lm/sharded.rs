@@ -4,37 +4,67 @@ use std::sync::Arc;
 
 use candle_core::Var;
 use candle_core::backprop::GradStore;
+use candle_nn::VarBuilder;
 use moebius::Tensor;
-use moebius::candle::{ExpertParallelMoE, finish_sharded};
-use moebius::comm::ThreadComm;
+use moebius::candle::{DeviceGroup, ExpertParallelMoE, Host, finish_sharded};
+use moebius::comm::Communicator;
 use moebius::cpu::Cpu;
-use moebius::etp::{self, Chain, EtpOptions, Phase, Reduction, WeightId};
+use moebius::etp::{self, Chain, EtpOptions, Payload, Phase, Reduction, ShardDevice, WeightId};
+use moebius::layer::Layer;
 
 use crate::Failure;
 use crate::lm::{Param, is_share};
 use crate::mesh::Mesh;
 
+/// Sharded experts of a rank, whatever its device.
+pub trait Experts {
+    /// This rank's shard of an EP rank's share of a parameter; others as they are.
+    fn cut(&mut self, param: &Param, own: (Vec<usize>, Vec<f32>)) -> Result<(Vec<usize>, Vec<f32>), Failure>;
+    /// A layer whose experts are shards.
+    fn module(
+        &self,
+        layer: Layer,
+        group: &DeviceGroup,
+        vb: VarBuilder<'_>,
+        payload: Payload,
+    ) -> Result<ExpertParallelMoE, Failure>;
+    /// The layers, once they are there.
+    fn adopt(&mut self, layers: &[ExpertParallelMoE]);
+    /// Begins a pass, and ends it.
+    fn begin(&self, phase: Phase) -> Result<(), Failure>;
+    fn end(&self) -> Result<(), Failure>;
+    /// The shards' gradients, summed over all ranks.
+    fn finish(&mut self, gradients: &mut GradStore) -> Result<(), Failure>;
+    /// What the chain holds, and has moved in `passes` forwards with their backwards.
+    fn cost(&self, passes: usize) -> Cost;
+}
+
 /// The chain of a rank.
-pub struct Sharded {
-    pub chain: Arc<Chain<Cpu>>,
-    replicas: ThreadComm,
+pub struct Sharded<D: ShardDevice> {
+    chain: Arc<Chain<D>>,
+    replicas: Box<dyn Communicator<D>>,
     vars: Vec<(WeightId, Var)>,
     /// Elements of the whole weights of this rank's experts.
     elements: usize,
 }
 
-impl Sharded {
+impl<D: ShardDevice> Sharded<D> {
     /// A chain without weights. Gradients are sums over the ranks: each rank's loss is its part of the whole.
-    pub fn new(mesh: Mesh, [gather, reduce]: [ThreadComm; 2], replicas: ThreadComm) -> Result<Self, Failure> {
-        let comms = etp::Comms::<Cpu> { gather: Box::new(gather), reduce: Box::new(reduce) };
+    pub fn new(
+        mesh: Mesh,
+        device: &D,
+        comms: etp::Comms<D>,
+        replicas: Box<dyn Communicator<D>>,
+    ) -> Result<Self, Failure> {
         let (reduction, replicated) = (Reduction::Pairwise, mesh.replicas());
         let options = EtpOptions { reduction, replicas: replicated, ..EtpOptions::default() };
-        let chain = Arc::new(Chain::new(Cpu::new(), (), comms, options)?);
+        let chain = Arc::new(Chain::new(device.clone(), device.own_stream(), comms, options)?);
         Ok(Self { chain, replicas, vars: Vec::new(), elements: 0 })
     }
+}
 
-    /// This rank's shard of an EP rank's share of a parameter; others as they are.
-    pub fn cut(
+impl<D: Host + ShardDevice> Experts for Sharded<D> {
+    fn cut(
         &mut self,
         param: &Param,
         (dims, values): (Vec<usize>, Vec<f32>),
@@ -49,31 +79,46 @@ impl Sharded {
         Ok((cut.shard_dims().to_vec(), shard.as_slice::<f32>()?.to_vec()))
     }
 
-    /// The layers, once they are there.
-    pub fn adopt(&mut self, layers: &[ExpertParallelMoE]) {
+    fn module(
+        &self,
+        layer: Layer,
+        group: &DeviceGroup,
+        vb: VarBuilder<'_>,
+        payload: Payload,
+    ) -> Result<ExpertParallelMoE, Failure> {
+        Ok(ExpertParallelMoE::sharded(layer, group, vb, (&self.chain, payload))?)
+    }
+
+    fn adopt(&mut self, layers: &[ExpertParallelMoE]) {
         self.vars = layers.iter().flat_map(ExpertParallelMoE::shards).collect();
     }
 
-    /// Runs a pass.
-    pub fn pass<R>(&self, phase: Phase, run: impl FnOnce() -> Result<R, Failure>) -> Result<R, Failure> {
-        self.chain.begin(phase)?;
-        let result = run()?;
-        self.chain.end()?;
-        Ok(result)
+    fn begin(&self, phase: Phase) -> Result<(), Failure> {
+        Ok(self.chain.begin(phase)?)
     }
 
-    /// The shards' gradients, summed over all ranks.
-    pub fn finish(&mut self, gradients: &mut GradStore) -> Result<(), Failure> {
-        Ok(finish_sharded(&self.chain, Some(&mut self.replicas), &self.vars, gradients)?)
+    fn end(&self) -> Result<(), Failure> {
+        Ok(self.chain.end()?)
     }
 
-    /// What the chain holds, and has moved in `passes` forwards with their backwards.
-    pub fn cost(&self, passes: usize) -> Cost {
+    fn finish(&mut self, gradients: &mut GradStore) -> Result<(), Failure> {
+        Ok(finish_sharded(&self.chain, Some(&mut *self.replicas), &self.vars, gradients)?)
+    }
+
+    fn cost(&self, passes: usize) -> Cost {
         let (memory, traffic) = (self.chain.memory(), self.chain.traffic());
         let shards: usize = self.vars.iter().map(|(_, var)| var.elem_count() * var.dtype().size_in_bytes()).sum();
         let moved = traffic.gathered_bytes + traffic.reduced_bytes;
         Cost { shards, memory, moved: moved as f64 / (self.elements * passes) as f64 }
     }
+}
+
+/// Runs a pass.
+pub fn pass<R>(experts: &dyn Experts, phase: Phase, run: impl FnOnce() -> Result<R, Failure>) -> Result<R, Failure> {
+    experts.begin(phase)?;
+    let result = run()?;
+    experts.end()?;
+    Ok(result)
 }
 
 /// Memory and traffic of a rank's experts.

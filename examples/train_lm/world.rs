@@ -14,6 +14,9 @@ pub enum World {
     Group(DeviceGroup),
     /// It is not.
     Threads(ThreadComm),
+    /// Nor is it on GPUs.
+    #[cfg(feature = "nccl")]
+    Gpus(moebius::nccl::NcclComm),
 }
 
 impl World {
@@ -27,6 +30,8 @@ impl World {
                 comm.all_reduce(gradients(step), ReduceOp::Sum, values)?;
                 return Ok(flat);
             }
+            #[cfg(feature = "nccl")]
+            World::Gpus(comm) => return gpus::sum(&comm.cuda().clone(), comm, step, flat),
         };
         if let Some(group) = group.on::<Cpu>() {
             sum_over_ranks(group, step, &mut flat)?;
@@ -35,19 +40,19 @@ impl World {
         #[cfg(feature = "nccl")]
         if let Some(group) = group.on::<moebius::cuda::Cuda>() {
             let mut group = group.lock();
-            let (cuda, count) = (group.device().clone(), flat.len());
-            let mut values = cuda.tensor(&moebius::Tensor::from_vec(flat, &[count])?)?;
-            group.dispatcher().communicator().all_reduce(gradients(step), ReduceOp::Sum, values.view_mut())?;
-            return Ok(cuda.to_host(values.view())?.as_slice::<f32>()?.to_vec());
+            let cuda = group.device().clone();
+            return gpus::sum(&cuda, group.dispatcher().communicator(), step, flat);
         }
         Ok(flat)
     }
 
-    /// Every rank's values, in rank order; on the CPU, and on a GPU alone.
+    /// Every rank's values, in rank order.
     pub fn gather(&mut self, tag: Tag, own: &[f64]) -> Result<Vec<f64>, Failure> {
         let ranks = match self {
             World::Group(group) => group.ranks(),
             World::Threads(comm) => Communicator::<Cpu>::size(comm),
+            #[cfg(feature = "nccl")]
+            World::Gpus(comm) => comm.size(),
         };
         if ranks == 1 {
             return Ok(own.to_vec());
@@ -58,11 +63,51 @@ impl World {
         let recv = TensorMut::<Cpu>::from_slice(&mut all, &dims)?;
         match self {
             World::Threads(comm) => comm.all_gather(tag, send, recv)?,
-            World::Group(group) => match group.on::<Cpu>() {
-                Some(group) => group.lock().dispatcher().communicator().all_gather(tag, send, recv)?,
-                None => return Err("values are gathered over ranks on the CPU only".into()),
-            },
+            #[cfg(feature = "nccl")]
+            World::Gpus(comm) => return gpus::gather(&comm.cuda().clone(), comm, tag, own),
+            World::Group(group) => {
+                if let Some(group) = group.on::<Cpu>() {
+                    group.lock().dispatcher().communicator().all_gather(tag, send, recv)?;
+                    return Ok(all);
+                }
+                #[cfg(feature = "nccl")]
+                if let Some(group) = group.on::<moebius::cuda::Cuda>() {
+                    let mut group = group.lock();
+                    let cuda = group.device().clone();
+                    return gpus::gather(&cuda, group.dispatcher().communicator(), tag, own);
+                }
+                return Err("values are gathered over threads, and over GPUs with --features nccl".into());
+            }
         }
         Ok(all)
+    }
+}
+
+#[cfg(feature = "nccl")]
+mod gpus {
+    use moebius::Tensor;
+    use moebius::comm::{Communicator, ReduceOp, Tag};
+    use moebius::cuda::Cuda;
+
+    use crate::Failure;
+    use crate::ranks::gradients;
+
+    pub fn sum(
+        cuda: &Cuda,
+        comm: &mut dyn Communicator<Cuda>,
+        step: usize,
+        flat: Vec<f32>,
+    ) -> Result<Vec<f32>, Failure> {
+        let count = flat.len();
+        let mut values = cuda.tensor(&Tensor::from_vec(flat, &[count])?)?;
+        comm.all_reduce(gradients(step), ReduceOp::Sum, values.view_mut())?;
+        Ok(cuda.to_host(values.view())?.as_slice::<f32>()?.to_vec())
+    }
+
+    pub fn gather(cuda: &Cuda, comm: &mut dyn Communicator<Cuda>, tag: Tag, own: &[f64]) -> Result<Vec<f64>, Failure> {
+        let send = cuda.tensor(&Tensor::from_vec(own.to_vec(), &[own.len()])?)?;
+        let mut all = Tensor::empty(cuda, moebius::DType::F64, &[own.len() * comm.size()])?;
+        comm.all_gather(tag, send.view(), all.view_mut())?;
+        Ok(cuda.to_host(all.view())?.as_slice::<f64>()?.to_vec())
     }
 }

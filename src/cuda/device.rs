@@ -368,7 +368,9 @@ impl Cuda {
     pub(super) fn heed_guards(&self, other: &Cuda) {
         if !Arc::ptr_eq(&self.inner, &other.inner) {
             let theirs = other.inner.guards().clone();
-            self.inner.guards().extend(theirs);
+            let mut own = self.inner.guards();
+            own.retain(|guard| guard.strong_count() > 0 && !theirs.iter().any(|other| guard.ptr_eq(other)));
+            own.extend(theirs);
         }
     }
 
