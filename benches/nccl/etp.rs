@@ -10,7 +10,7 @@ use moebius::config::MoeConfig;
 use moebius::cuda::Cuda;
 use moebius::cuda::cudarc::driver::CudaEvent;
 use moebius::ep::{Group, GroupConfig};
-use moebius::etp::{Chain, Comms, EtpOptions, Memory, Payload, Phase, Shard, WeightId, WeightSpec};
+use moebius::etp::{Chain, Comms, EtpOptions, Memory, Payload, Phase, Reduction, Shard, WeightId, WeightSpec};
 use moebius::layer::{Context, Cotangents, GradientsMut, Inputs, Layer, Mode, ParamViews, Params, Role};
 use moebius::nccl::{NcclComm, NcclLibrary, NcclWorld};
 use moebius::weights::WeightSource;
@@ -34,26 +34,33 @@ const DSV3_EP8: Workload =
 #[derive(Debug, Clone, Copy)]
 struct Setting {
     payload: Payload,
-    prefetch: bool,
-    /// Multiprocessors that the computation leaves to the collectives.
+    /// Steps that gathers start ahead; 0: none does.
+    ahead: usize,
+    /// Multiprocessors that the computation beside collectives leaves to them.
     spare: usize,
 }
 
-pub fn run(
-    library: &NcclLibrary,
-    world: &NcclWorld,
-    report: &Report,
-    (gpus, spare): (&[Cuda], &[usize]),
-) -> Result<()> {
+/// What is asked for.
+#[derive(Debug, Clone)]
+pub struct Asked {
+    pub payloads: Vec<Payload>,
+    pub ahead: Vec<usize>,
+    pub spare: Vec<usize>,
+}
+
+pub fn run(library: &NcclLibrary, world: &NcclWorld, report: &Report, (gpus, asked): (&[Cuda], &Asked)) -> Result<()> {
     let lane = || -> Result<NcclWorld> {
         let beside: Vec<Cuda> = gpus.iter().map(Cuda::beside).collect::<Result<_>>()?;
         NcclWorld::new(library, &beside, PATIENCE)
     };
     let lanes = [lane()?, lane()?];
     let mut settings: Vec<Setting> = Vec::new();
-    for payload in [Payload::Plain, Payload::Nvfp4] {
-        settings.extend(spare.iter().map(|&spare| Setting { payload, prefetch: true, spare }));
-        settings.push(Setting { payload, prefetch: false, spare: 0 });
+    for &payload in &asked.payloads {
+        for &ahead in &asked.ahead {
+            // Without overlap there is nothing to spare for.
+            let spare = if ahead == 0 { &[0][..] } else { &asked.spare };
+            settings.extend(spare.iter().map(|&spare| Setting { payload, ahead, spare }));
+        }
     }
     for setting in settings {
         let [gathers, reductions] = [lanes[0].communicators(PATIENCE)?, lanes[1].communicators(PATIENCE)?];
@@ -94,8 +101,8 @@ struct Part {
 fn lines(report: &Report, (w, setting): (Workload, Setting), parts: &[Part]) {
     let of =
         |f: &dyn Fn(&Part) -> &Vec<f64>| -> Spread { spread(&parts.iter().map(|p| f(p).clone()).collect::<Vec<_>>()) };
-    let Setting { payload, prefetch, spare } = setting;
-    let about = format!("\"payload\":\"{payload:?}\",\"prefetch\":{prefetch},\"spare\":{spare}");
+    let Setting { payload, ahead, spare } = setting;
+    let about = format!("\"payload\":\"{payload:?}\",\"ahead\":{ahead},\"spare\":{spare}");
     let (mut exposed, mut whole) = (0.0, 0.0);
     for (i, phase) in ["fwd", "bwd"].into_iter().enumerate() {
         let (alone, collectives) = (of(&|p| &p.alone[i]), of(&|p| &p.collectives[i]));
@@ -137,7 +144,8 @@ fn params<'a>(
 
 /// What a step changes.
 struct Own {
-    group: Group<Cuda>,
+    /// On the whole GPU, and on what is not spared.
+    groups: [Group<Cuda>; 2],
     gradients: [Tensor<Cuda>; 2],
 }
 
@@ -168,10 +176,12 @@ fn measure(
 ) -> Result<Part> {
     let cuda = gpu.sparing(setting.spare);
     let lanes = [gather.cuda().clone(), reduce.cuda().clone()];
-    let options = EtpOptions { prefetch: setting.prefetch, ..EtpOptions::default() };
+    let (prefetch, ahead) = (setting.ahead > 0, setting.ahead.max(1));
+    let options = EtpOptions { prefetch, ahead, reduction: Reduction::Pairwise, ..EtpOptions::default() };
     let comms = Comms { gather: Box::new(gather), reduce: Box::new(reduce) };
     let chain = Arc::new(Chain::new(cuda.clone(), cuda.stream(), comms, options)?);
-    let group = cuda.group(GroupConfig::new(w.experts, w.tokens))?;
+    let group = |cuda: &Cuda| cuda.group(GroupConfig::new(w.experts, w.tokens));
+    let groups = [group(gpu)?, group(&cuda)?];
     let scale = |n: usize| (n as f64).powf(-0.5);
     let (up, down) = ([w.experts, 2 * w.inner, w.hidden], [w.experts, w.hidden, w.inner]);
     let mut random = Random(2 + rank.rank as u64);
@@ -188,7 +198,7 @@ fn measure(
     }
     let whole = [random.tensor(&cuda, &up, scale(w.hidden))?, random.tensor(&cuda, &down, scale(w.inner))?];
     let gradients = [Tensor::empty(&cuda, DType::BF16, &up)?, Tensor::empty(&cuda, DType::BF16, &down)?];
-    let mut own = Own { group, gradients };
+    let mut own = Own { groups, gradients };
     let bench = Bench {
         layer: Layer::new(MoeConfig::new(w.hidden, w.inner, w.experts, w.top_k), 0)?,
         chain,
@@ -296,7 +306,7 @@ impl Bench {
             return Ok(None);
         }
         let mode = Mode { backward: true, noise: None };
-        let (views, group) = (self.views()?, &mut own.group);
+        let (views, group) = (self.views()?, &mut own.groups[usize::from(what == What::Both)]);
         let made = match what {
             What::Both => {
                 let (up, down) = (self.chain.source(up)?, self.chain.source(down)?);
@@ -321,7 +331,7 @@ impl Bench {
         }
         let Some(context) = context else { return Ok(()) };
         let cotangents = Cotangents { y: Some(self.d_y.view()), aux: 0.0 };
-        let (views, group) = (self.views()?, &mut own.group);
+        let (views, group) = (self.views()?, &mut own.groups[usize::from(what == What::Both)]);
         let mut d_x = Tensor::empty(&self.cuda, DType::BF16, self.x.dims())?;
         let mut d_router = Tensor::empty(&self.cuda, DType::BF16, self.router.dims())?;
         let [d_up, d_down] = &mut own.gradients;

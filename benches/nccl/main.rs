@@ -3,7 +3,7 @@
 //! slowest rank of each repeat, median and 99th percentile.
 //!
 //! ```text
-//! cargo bench --features nccl --bench nccl -- [--ranks N] [--tokens 128,4096] [--routing uniform] [--spare 0,16] [calls] [layer] [etp]
+//! cargo bench --features nccl --bench nccl -- [--ranks N] [--tokens 128,4096] [--routing uniform] [--payload nvfp4] [--ahead 0,2] [--spare 0,16] [calls] [layer] [etp]
 //! ```
 //!
 //! A call is timed from when all ranks stand before it with idle GPUs until its last work on the GPU is done, so what
@@ -25,6 +25,7 @@ use std::time::Duration;
 
 use moebius::cuda::Cuda;
 use moebius::ep::{DispatcherKind, Group, GroupConfig};
+use moebius::etp::Payload;
 use moebius::nccl::{NcclComm, NcclLibrary, NcclWorld};
 use moebius::{Error, Result};
 
@@ -146,8 +147,14 @@ fn main() -> Result<()> {
         layer::run(&world, &report, DSV3)?;
     }
     if asked("etp") {
-        let spare = numbers("--spare").unwrap_or_else(|| vec![0, 16]);
-        etp::run(&library, &world, &report, (&gpus[..ranks], &spare))?;
+        let all = [("plain", Payload::Plain), ("nvfp4", Payload::Nvfp4)];
+        let payloads = value("--payload").map_or("plain,nvfp4", String::as_str);
+        let asked = etp::Asked {
+            payloads: all.into_iter().filter(|(name, _)| payloads.contains(name)).map(|(_, payload)| payload).collect(),
+            ahead: numbers("--ahead").unwrap_or_else(|| vec![0, 1, 2]),
+            spare: numbers("--spare").unwrap_or_else(|| vec![0, 16]),
+        };
+        etp::run(&library, &world, &report, (&gpus[..ranks], &asked))?;
     }
     Ok(())
 }

@@ -1,5 +1,6 @@
 //! The chain: a model's sharded weights in the order of their use.
 
+use std::collections::VecDeque;
 use std::fmt;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
@@ -46,8 +47,8 @@ pub(super) struct Inner<D: ShardDevice> {
     pub tickets: Tickets<D>,
     pub gathers: Lane<D>,
     pub reductions: Lane<D>,
-    /// The gradient under way.
-    pub reducing: Option<Reducing<D>>,
+    /// Gradients under way, the oldest first.
+    pub reducing: VecDeque<Reducing<D>>,
     /// Gradients handed in since the ranks last agreed, for tags.
     pub reduced: u64,
     pub traffic: Traffic,
@@ -147,6 +148,9 @@ impl<D: ShardDevice> Chain<D> {
             let found = format!("rank {} of {}", reduce.rank(), reduce.size());
             return Err(Error::invalid("Chain::new", "comms.reduce", format!("rank {rank} of {ranks}"), found));
         }
+        if options.ahead == 0 {
+            return Err(Error::invalid("Chain::new", "ahead", "at least 1 (prefetch: false turns it off)", 0));
+        }
         if options.replicas == 0 {
             return Err(Error::invalid("Chain::new", "replicas", "at least 1", 0));
         }
@@ -158,7 +162,7 @@ impl<D: ShardDevice> Chain<D> {
             tickets: Tickets::new(device.clone()),
             gathers: Lane::start("gather", &device, gather)?,
             reductions: Lane::start("reduce", &device, reduce)?,
-            reducing: None,
+            reducing: VecDeque::new(),
             reduced: 0,
             traffic: Traffic::default(),
             passes: 0,
@@ -269,7 +273,7 @@ impl<D: ShardDevice> Chain<D> {
         let mut inner = self.lock();
         let Some(active) = inner.active else { return Err(inner.trouble("(chain)", "a pass", "none")) };
         if !inner.is_linked() {
-            inner.link();
+            inner.link(self.options.ahead);
         }
         let expected = inner.steps[active.phase as usize].len();
         if active.cursor != expected {
@@ -416,7 +420,7 @@ impl<D: ShardDevice> Inner<D> {
     }
 
     /// Makes what the first forward met the order.
-    fn link(&mut self) {
+    fn link(&mut self, ahead: usize) {
         let of = |node: &Node<D>| {
             let spec = &self.weights[node.weight].spec;
             Link { weight: node.weight, layer: spec.layer, recompute: spec.recompute }
@@ -426,7 +430,7 @@ impl<D: ShardDevice> Inner<D> {
             let key = |i: usize| self.key(links[i].weight, Usage::Gathered, 0);
             key(a) == key(b)
         };
-        let (gather, gradient) = (gather_parities(&links, same), gradient_parities(&links, D::ENQUEUES, same));
+        let (gather, gradient) = (gather_parities(&links, ahead, same), gradient_parities(&links, D::ENQUEUES, same));
         for (i, link) in links.iter().enumerate() {
             let key = self.key(link.weight, Usage::Gathered, gather[i]);
             self.nodes[i].ticket = self.tickets.reserve(key);

@@ -10,7 +10,7 @@ use crate::weights::{Lease, WeightGuard, WeightSource};
 
 use super::beside::Sent;
 use super::chain::{Active, CALL, Chain, Inner, Node};
-use super::lane::{Done, Job, Pending};
+use super::lane::{Job, Pending};
 use super::links::Step;
 use super::state::{Machine, State};
 use super::tickets::{Loan, Ticket, Usage};
@@ -48,7 +48,9 @@ impl<D: ShardDevice> WeightSource<D> for Gathered<'_, D> {
     fn acquire(&self, _stream: &D::Stream) -> Result<WeightGuard<'_, D>> {
         self.chain.device.ready(CALL)?;
         let mut inner = self.chain.lock();
-        let (loan, step, serial) = inner.acquire(self.id, self.chain.options.prefetch)?;
+        let options = &self.chain.options;
+        let ahead = if options.prefetch { options.ahead } else { 0 };
+        let (loan, step, serial) = inner.acquire(self.id, ahead)?;
         let shards = Arc::clone(&self.shards);
         let hold = Hold { chain: self.chain, loan: Some(loan), shards, step, serial };
         Ok(WeightGuard::leased(Box::new(hold), None))
@@ -131,8 +133,8 @@ impl<D: ShardDevice> Chain<D> {
 }
 
 impl<D: ShardDevice> Inner<D> {
-    /// The buffer of the pass's next weight, gathered, and its step; starts the gather of the one after.
-    fn acquire(&mut self, id: WeightId, prefetch: bool) -> Result<(Loan<D>, Step, u64)> {
+    /// The buffer of the pass's next weight, gathered, and its step; starts the gathers of those after.
+    fn acquire(&mut self, id: WeightId, ahead: usize) -> Result<(Loan<D>, Step, u64)> {
         let name = self.weight(id)?.spec.name.clone();
         let Some(active) = self.active else {
             return Err(self.trouble(&name, "a pass", "none"));
@@ -144,7 +146,15 @@ impl<D: ShardDevice> Inner<D> {
             return Ok((loan, Step { node, fetch: true, keep: false }, active.serial));
         }
         let steps = &self.steps[active.phase as usize];
-        let (step, next) = (steps.get(active.cursor).copied(), steps.get(active.cursor + 1).copied());
+        let step = steps.get(active.cursor).copied();
+        let end = steps.len().min(active.cursor.saturating_add(1).saturating_add(ahead));
+        let next: Vec<usize> = steps
+            .get(active.cursor + 1..end)
+            .unwrap_or_default()
+            .iter()
+            .filter(|next| next.fetch)
+            .map(|next| next.node)
+            .collect();
         let expected = step.map(|step| self.nodes[step.node].weight);
         let (Some(step), true) = (step, expected == Some(id.0)) else {
             let expected = expected.map_or("the end of the pass", |weight| &self.weights[weight].spec.name);
@@ -153,8 +163,11 @@ impl<D: ShardDevice> Inner<D> {
         };
         let loan = self.arrive(step, active)?;
         self.hold(step.node, active);
-        if let Some(next) = next.filter(|next| prefetch && next.fetch) {
-            self.ahead(next.node, active);
+        for node in next {
+            // In the order of their use, on every rank.
+            if !self.ahead(node, active) {
+                break;
+            }
         }
         Ok((loan, step, active.serial))
     }
@@ -214,19 +227,24 @@ impl<D: ShardDevice> Inner<D> {
         gathered.inspect_err(|_| self.nodes[node].state.reset())
     }
 
-    /// Starts the next step's gather. Where it cannot start, the step itself gathers, and reports what is wrong.
-    fn ahead(&mut self, node: usize, active: Active) {
+    /// Starts a later step's gather, if it is not under way; tells whether it is. Where it cannot start, the step itself
+    /// gathers, and reports what is wrong.
+    fn ahead(&mut self, node: usize, active: Active) -> bool {
         let at = &self.nodes[node];
-        if at.state.state() != State::None || !self.tickets.is_free(at.ticket) {
-            return;
+        if at.state.state() == State::AsyncWait {
+            return true;
         }
-        let Ok(flight) = self.begin(node, active) else { return };
+        if at.state.state() != State::None || !self.tickets.is_free(at.ticket) {
+            return false;
+        }
+        let Ok(flight) = self.begin(node, active) else { return false };
         self.traffic.ahead += 1;
         let (node, weights) = (&mut self.nodes[node], &self.weights);
         node.flight = Some(flight);
         // The state is None, as just seen.
         let moved = node.state.go(State::AsyncWait, &weights[node.weight].spec.name);
         debug_assert!(moved.is_ok());
+        true
     }
 
     fn begin(&mut self, node: usize, active: Active) -> Result<Flight<D>> {
@@ -250,15 +268,10 @@ impl<D: ShardDevice> Inner<D> {
         Ok(Flight { pending, ticket, serial })
     }
 
-    /// Waits for a gather: on a GPU, has the computation wait.
+    /// Waits for a gather.
     fn land(&mut self, flight: Flight<D>) -> Result<Loan<D>> {
-        let Done { mut loans, outcome, ready } = flight.pending.wait();
-        let home = &self.gathers.between.home;
-        let waited = home.wait(&home.own_stream(), ready.as_ref());
-        // A buffer that is not received is waited for as it is dropped.
-        let known = waited.is_ok() && (ready.is_some() || !D::ENQUEUES);
-        let loan = loans.pop().filter(|_| known).and_then(Sent::received);
-        match (loan, outcome.and(waited)) {
+        let (mut loans, outcome) = self.gathers.receive(flight.pending);
+        match (loans.pop(), outcome) {
             (Some(loan), Ok(())) => Ok(loan),
             (Some(loan), Err(error)) => {
                 self.tickets.put(loan);

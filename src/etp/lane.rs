@@ -8,8 +8,10 @@
 
 use std::fmt;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::mpsc::{Receiver, Sender, SyncSender, channel, sync_channel};
 use std::thread;
+use std::time::Duration;
 
 use crate::comm::{Communicator, Exchange, Tag};
 use crate::device::Device;
@@ -20,6 +22,7 @@ use crate::tensor::{TensorMut, TensorRef};
 use super::beside::{Beside, Sent};
 use super::packed::Packed;
 use super::source::ShardSource;
+use super::tickets::Loan;
 use super::{Reduction, ShardDevice};
 
 /// One collective.
@@ -67,10 +70,19 @@ struct Order<D: ShardDevice> {
     reply: SyncSender<Done<D>>,
 }
 
+/// Longest wait for the end of a thread without a job: that of its communicator.
+const IDLE: Duration = Duration::from_secs(30);
+/// The same of one that has a job, which may wait for ranks that do not come.
+const BUSY: Duration = Duration::from_millis(200);
+
 /// A helper thread with its communicator.
 pub(super) struct Lane<D: ShardDevice> {
     name: &'static str,
-    jobs: Sender<Order<D>>,
+    jobs: Option<Sender<Order<D>>>,
+    /// Jobs that are not done.
+    open: Arc<AtomicUsize>,
+    /// Told when the thread has let go of its communicator.
+    ended: Receiver<()>,
     /// Its communicator's device beside the chain's.
     pub between: Arc<Beside<D>>,
 }
@@ -81,9 +93,19 @@ impl<D: ShardDevice> fmt::Debug for Lane<D> {
     }
 }
 
+impl<D: ShardDevice> Drop for Lane<D> {
+    /// Ends the thread, and its communicator with it: a process that ended meanwhile would take the libraries from under
+    /// it. A job that waits for other ranks is left to itself.
+    fn drop(&mut self) {
+        self.jobs = None;
+        let limit = if self.open.load(Ordering::SeqCst) == 0 { IDLE } else { BUSY };
+        // What is late is late.
+        let _ = self.ended.recv_timeout(limit);
+    }
+}
+
 impl<D: ShardDevice> Lane<D> {
-    /// Starts the thread. It ends, and its communicator with it, after the lane is dropped and the job that then runs
-    /// is done; it is not joined, since that job may wait for other ranks.
+    /// Starts the thread.
     pub fn start(name: &'static str, home: &D, mut comm: Box<dyn Communicator<D>>) -> Result<Self> {
         if D::ENQUEUES && comm.device().is_none() {
             let expected = "a communicator that tells its device (Communicator::device)";
@@ -91,12 +113,18 @@ impl<D: ShardDevice> Lane<D> {
         }
         let between = Beside::new(home, comm.device());
         let (jobs, orders) = channel::<Order<D>>();
-        let own = Arc::clone(&between);
+        let (end, ended) = sync_channel(1);
+        let open = Arc::<AtomicUsize>::default();
+        let (own, count) = (Arc::clone(&between), Arc::clone(&open));
         let work = move || {
             for Order { job, after, reply } in orders {
+                let done = job.run(&mut *comm, (&own, after));
+                count.fetch_sub(1, Ordering::SeqCst);
                 // Whoever asked may be gone.
-                let _ = reply.send(job.run(&mut *comm, (&own, after)));
+                let _ = reply.send(done);
             }
+            drop((comm, own));
+            let _ = end.send(());
         };
         let thread = thread::Builder::new().name(format!("etp {name}"));
         thread.spawn(work).map_err(|e| Error::Device {
@@ -104,23 +132,38 @@ impl<D: ShardDevice> Lane<D> {
             operation: format!("{name} lane"),
             message: e.to_string(),
         })?;
-        Ok(Self { name, jobs, between })
+        Ok(Self { name, jobs: Some(jobs), open, ended, between })
     }
 
     /// Queues a job, behind the computation so far.
     pub fn give(&self, job: Job<D>) -> Pending<D> {
         let (reply, receiver) = sync_channel(1);
-        let refused = match self.between.home.mark() {
-            Ok(after) => match self.jobs.send(Order { job, after, reply: reply.clone() }) {
-                Ok(()) => None,
-                Err(refused) => Some((refused.0.job, ended(self.name))),
-            },
-            Err(error) => Some((job, error)),
+        let refused = match (self.between.home.mark(), &self.jobs) {
+            (Ok(after), Some(jobs)) => {
+                self.open.fetch_add(1, Ordering::SeqCst);
+                match jobs.send(Order { job, after, reply: reply.clone() }) {
+                    Ok(()) => None,
+                    Err(refused) => Some((refused.0.job, ended(self.name))),
+                }
+            }
+            (Ok(_), None) => Some((job, ended(self.name))),
+            (Err(error), _) => Some((job, error)),
         };
         if let Some((job, error)) = refused {
             let _ = reply.send(Done { loans: job.loans(), outcome: Err(error), ready: None });
         }
         Pending { lane: self.name, reply: receiver }
+    }
+
+    /// Waits for a job and takes its buffers: on a GPU, has the computation wait.
+    pub fn receive(&self, pending: Pending<D>) -> (Vec<Loan<D>>, Result<()>) {
+        let Done { loans, outcome, ready } = pending.wait();
+        let home = &self.between.home;
+        let waited = home.wait(&home.own_stream(), ready.as_ref());
+        let known = waited.is_ok() && (ready.is_some() || !D::ENQUEUES);
+        // A buffer that is not received is waited for as it is dropped.
+        let loans = if known { loans.into_iter().filter_map(Sent::received).collect() } else { Vec::new() };
+        (loans, outcome.and(waited))
     }
 }
 

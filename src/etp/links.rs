@@ -47,15 +47,16 @@ pub(super) fn schedule(links: &[Link], phase: Phase) -> Vec<Step> {
     steps
 }
 
-/// Pairs of links that are in memory at the same time: what is in use, what is kept, and what comes next.
-fn together(schedules: [&[Step]; 2]) -> Vec<(usize, usize)> {
+/// Pairs of links that are in memory at the same time: what is in use, what is kept, and what comes next, `ahead` steps of
+/// it.
+fn together(schedules: [&[Step]; 2], ahead: usize) -> Vec<(usize, usize)> {
     let mut pairs = Vec::new();
     for steps in schedules {
         let mut kept: Vec<usize> = Vec::new();
         for (i, step) in steps.iter().enumerate() {
             let mut live = kept.clone();
             live.push(step.node);
-            live.extend(steps.get(i + 1).filter(|next| next.fetch).map(|next| next.node));
+            live.extend(steps[i + 1..].iter().take(ahead).filter(|next| next.fetch).map(|next| next.node));
             for a in &live {
                 pairs.extend(live.iter().filter(|b| a != *b).map(|b| (*a, *b)));
             }
@@ -81,9 +82,9 @@ fn parities(count: usize, pairs: &[(usize, usize)], same: impl Fn(usize, usize) 
 }
 
 /// Parity of each link's gathered buffer; `same` tells whether two links' buffers are of one size and type.
-pub(super) fn gather_parities(links: &[Link], same: impl Fn(usize, usize) -> bool) -> Vec<usize> {
+pub(super) fn gather_parities(links: &[Link], ahead: usize, same: impl Fn(usize, usize) -> bool) -> Vec<usize> {
     let (forward, backward) = (schedule(links, Phase::Forward), schedule(links, Phase::Backward));
-    parities(links.len(), &together([&forward, &backward]), same)
+    parities(links.len(), &together([&forward, &backward], ahead), same)
 }
 
 /// Parity of each link's unsharded gradient: a layer's gradients are made together, while that of the following
@@ -135,9 +136,9 @@ mod tests {
             for same_shape in [false, true] {
                 let links = model(5, recompute);
                 let same = |a: usize, b: usize| same_shape || a % 2 == b % 2;
-                let parity = gather_parities(&links, same);
+                let parity = gather_parities(&links, 1, same);
                 let (forward, backward) = (schedule(&links, Phase::Forward), schedule(&links, Phase::Backward));
-                for (a, b) in together([&forward, &backward]) {
+                for (a, b) in together([&forward, &backward], 1) {
                     assert!(!same(a, b) || parity[a] != parity[b], "{a} and {b}: {parity:?}");
                 }
                 // Two buffers serve where all are of one shape, and one of each shape where neighbours differ.
@@ -145,6 +146,16 @@ mod tests {
                 assert_eq!(parity.iter().max(), Some(&expected), "{recompute} {same_shape}: {parity:?}");
             }
         }
+    }
+
+    #[test]
+    fn two_steps_ahead_a_layer_and_the_next_are_in_memory() {
+        let links = model(5, false);
+        let parity = gather_parities(&links, 2, |a, b| a % 2 == b % 2);
+        assert_eq!(parity, [0, 0, 1, 1, 0, 0, 1, 1, 0, 0]);
+        // Of one shape: the present one and two more.
+        let parity = gather_parities(&links, 2, |_, _| true);
+        assert_eq!(parity, [0, 1, 2, 0, 1, 2, 0, 1, 2, 0]);
     }
 
     #[test]

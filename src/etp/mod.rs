@@ -98,6 +98,10 @@ pub struct EtpOptions {
     /// Gather the next weight while the present one is in use, and reduce-scatter a gradient while the next is
     /// computed. Off: every collective when its result is asked for. The results are the same to the bit.
     pub prefetch: bool,
+    /// Steps ahead that gathers start then, 1 or more. With 1 a layer's `down` travels while its `up` is in use, and the next
+    /// layer's `up`, twice as large, while `down` is; with 2 each has the time of a whole layer, and buffers are twice as
+    /// many. The results are the same to the bit.
+    pub ahead: usize,
     /// How gradients are added over the ranks.
     pub reduction: Reduction,
     /// What the ranks' gradients become.
@@ -109,7 +113,7 @@ pub struct EtpOptions {
 
 impl Default for EtpOptions {
     fn default() -> Self {
-        Self { pad: 16, prefetch: true, reduction: Reduction::Native, scale: Scale::Sum, replicas: 1 }
+        Self { pad: 16, prefetch: true, ahead: 1, reduction: Reduction::Native, scale: Scale::Sum, replicas: 1 }
     }
 }
 

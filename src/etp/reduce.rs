@@ -9,7 +9,7 @@ use crate::tensor::{Tensor, TensorMut, TensorRef};
 
 use super::beside::{Beside, Sent};
 use super::chain::{CALL, Chain, Inner};
-use super::lane::{Done, Job, Pending};
+use super::lane::{Job, Pending};
 use super::state::State;
 use super::tickets::{Key, Loan, Ticket, Usage};
 use super::{Reduction, ShardDevice, Shards, WeightId};
@@ -100,10 +100,14 @@ impl<D: ShardDevice> Chain<D> {
             return Err(own);
         }
         let Some(gradient) = room.loan.take() else { return Ok(()) };
-        // Its result would wait behind the earlier one in any case, and one buffer serves for both.
-        if let Err(error) = inner.settle(self) {
-            inner.tickets.put(gradient);
-            return Err(error);
+        // An earlier one that this would wait behind in any case, or that has its buffer, ends here.
+        // Where nobody waits, a layer's are under way together.
+        let most = if D::ENQUEUES { 2 } else { 1 };
+        while inner.reducing.len() >= most || !inner.has_room(room.id.0, self.options.reduction) {
+            if let Err(error) = inner.settle_first(self) {
+                inner.tickets.put(gradient);
+                return Err(error);
+            }
         }
         let ahead = self.options.prefetch;
         let state = if ahead { State::AsyncWait } else { State::DataReadySync };
@@ -130,8 +134,6 @@ impl<D: ShardDevice> Chain<D> {
         self.device.ready("Chain::finish")?;
         let mut inner = self.lock();
         inner.settle(self)?;
-        // Main gradients are the reductions' until here.
-        inner.reductions.between.come_back()?;
         // The optimiser's step follows.
         inner.epoch += 1;
         for (i, weight) in inner.weights.iter_mut().enumerate() {
@@ -161,16 +163,12 @@ impl<D: ShardDevice> Chain<D> {
 
 impl<D: ShardDevice> Inner<D> {
     fn reduce(&mut self, index: usize, gradient: Loan<D>, (how, state): (Reduction, State)) -> Result<()> {
+        let key = self.reduced_key(index, how);
         let weight = &mut self.weights[index];
         if let Err(error) = weight.reduce.go(state, &weight.spec.name) {
             self.tickets.put(gradient);
             return Err(error);
         }
-        let dims = match how {
-            Reduction::Native => weight.shards.shard_dims(),
-            Reduction::Pairwise => weight.shards.gathered_dims(),
-        };
-        let key = Key { dims: dims.to_vec(), dtype: weight.spec.dtype, usage: Usage::Reduced, parity: 0 };
         let (bytes, from) = (gradient.tensor.bytes(), gradient.ticket());
         let ticket = self.tickets.reserve(key);
         let into = match self.tickets.take(ticket) {
@@ -188,85 +186,78 @@ impl<D: ShardDevice> Inner<D> {
         let tag = Tag { layer: weight.spec.layer, op: Op::GradReduce, sequence };
         let [gradient, into] = [gradient, into].map(|loan| Sent::new(loan, &self.reductions.between));
         let pending = self.reductions.give(Job::Reduce { tag, how, gradient, into });
-        self.reducing = Some(Reducing { weight: index, pending, tickets: [from, ticket] });
+        self.reducing.push_back(Reducing { weight: index, pending, tickets: [from, ticket] });
         Ok(())
     }
 
-    /// Waits for the gradient under way, if there is one, and adds it: on a GPU, in the order of the reductions, so that
-    /// the computation waits for nothing.
+    /// Whether a weight's reduction has a buffer to fill, or none is under way that would give one back.
+    fn has_room(&mut self, index: usize, how: Reduction) -> bool {
+        let key = self.reduced_key(index, how);
+        let ticket = self.tickets.reserve(key);
+        self.reducing.is_empty() || self.tickets.is_free(ticket)
+    }
+
+    fn reduced_key(&self, index: usize, how: Reduction) -> Key {
+        let weight = &self.weights[index];
+        let dims = match how {
+            Reduction::Native => weight.shards.shard_dims(),
+            Reduction::Pairwise => weight.shards.gathered_dims(),
+        };
+        Key { dims: dims.to_vec(), dtype: weight.spec.dtype, usage: Usage::Reduced, parity: 0 }
+    }
+
+    /// Waits for the gradients under way, and adds them; the first error, if there is one.
     pub fn settle(&mut self, chain: &Chain<D>) -> Result<()> {
-        let Some(reducing) = self.reducing.take() else { return Ok(()) };
+        let mut outcome = Ok(());
+        while !self.reducing.is_empty() {
+            let settled = self.settle_first(chain);
+            outcome = outcome.and(settled);
+        }
+        outcome
+    }
+
+    /// The same of the oldest.
+    fn settle_first(&mut self, chain: &Chain<D>) -> Result<()> {
+        let Some(reducing) = self.reducing.pop_front() else { return Ok(()) };
         let index = reducing.weight;
         let landed = self.land_gradient(reducing);
         let weight = &mut self.weights[index];
-        let added = landed.and_then(|mut reduced| {
+        let added = landed.and_then(|reduced| {
             let moved = match weight.reduce.state() {
                 State::AsyncWait => weight.reduce.go(State::DataReady, &weight.spec.name),
                 _ => Ok(()),
             };
-            let away = &self.reductions.between.away;
-            let added = moved.and_then(|()| match reduced.loan() {
-                Some(loan) => add(away, weight, loan.tensor.view(), chain.factor()),
-                None => Ok(()),
-            });
-            let marked = away.mark();
-            match marked {
-                Ok(busy) => {
-                    if let Some(loan) = reduced.received() {
-                        self.tickets.put_behind(loan, busy);
-                    }
-                    added
-                }
-                Err(error) => {
-                    // Waited for as it is dropped.
-                    if let Some(loan) = reduced.loan() {
-                        self.tickets.forget(loan.ticket());
-                    }
-                    added.and(Err(error))
-                }
-            }
+            let added = moved.and_then(|()| add(chain, weight, reduced.tensor.view()));
+            self.tickets.put(reduced);
+            added
         });
         self.weights[index].reduce.reset();
         added
     }
 
-    /// The buffer of a reduction that is done or enqueued; its gradient's is back where it came from.
-    fn land_gradient(&mut self, reducing: Reducing<D>) -> Result<Sent<D>> {
-        let Done { mut loans, outcome, ready } = reducing.pending.wait();
-        let known = ready.is_some() || !D::ENQUEUES;
+    fn land_gradient(&mut self, reducing: Reducing<D>) -> Result<Loan<D>> {
+        let (mut loans, outcome) = self.reductions.receive(reducing.pending);
         let (reduced, gradient) = (loans.pop(), loans.pop());
-        let gradient = gradient.filter(|_| known).and_then(Sent::received);
         let (Some(reduced), Some(gradient)) = (reduced, gradient) else {
             reducing.tickets.into_iter().for_each(|ticket| self.tickets.forget(ticket));
             return Err(outcome.err().unwrap_or_else(|| Error::invalid(CALL, "reduction", "buffers", "none")));
         };
-        self.tickets.put_behind(gradient, ready);
+        self.tickets.put(gradient);
         match outcome {
             Ok(()) => Ok(reduced),
             Err(error) => {
-                self.drop_reduced(reduced);
+                self.tickets.put(reduced);
                 Err(error)
             }
         }
     }
 
-    /// Gives up what a reduction brought.
-    fn drop_reduced(&mut self, mut reduced: Sent<D>) {
-        if self.reductions.between.come_back().is_err() {
-            if let Some(loan) = reduced.loan() {
-                self.tickets.forget(loan.ticket());
-            }
-        } else if let Some(loan) = reduced.received() {
-            self.tickets.put(loan);
-        }
-    }
-
-    /// Forgets the gradient under way and the main gradients.
+    /// Forgets the gradients under way and the main gradients.
     pub fn give_up_gradients(&mut self) {
-        if let Some(reducing) = self.reducing.take() {
+        while let Some(reducing) = self.reducing.pop_front() {
             let index = reducing.weight;
             if let Ok(reduced) = self.land_gradient(reducing) {
-                self.drop_reduced(reduced);
+                self.tickets.put(reduced);
             }
             self.weights[index].reduce.reset();
         }
@@ -274,19 +265,18 @@ impl<D: ShardDevice> Inner<D> {
     }
 }
 
-/// Adds a weight's reduced gradient to its main gradient, both on `device`.
+/// Adds a weight's reduced gradient to its main gradient.
 fn add<D: ShardDevice>(
-    device: &D,
+    chain: &Chain<D>,
     weight: &mut super::chain::Weight<D>,
     reduced: TensorRef<'_, D>,
-    factor: f64,
 ) -> Result<()> {
     let main = match &mut weight.main {
         Some(main) => main,
         empty => {
             let dims = weight.shards.shard_dims();
-            empty.insert(Tensor::zeros(device, weight.spec.dtype.accumulator(), &dims)?)
+            empty.insert(Tensor::zeros(&chain.device, weight.spec.dtype.accumulator(), &dims)?)
         }
     };
-    device.add_shares(&device.own_stream(), reduced, main.view_mut(), factor)
+    chain.device.add_shares(&chain.stream, reduced, main.view_mut(), chain.factor())
 }

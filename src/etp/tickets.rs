@@ -5,8 +5,6 @@ use crate::dtype::DType;
 use crate::error::{Error, Result};
 use crate::tensor::Tensor;
 
-use super::ShardDevice;
-
 /// What a buffer is for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(super) enum Usage {
@@ -39,23 +37,21 @@ pub(super) struct Loan<D: Device> {
 }
 
 #[derive(Debug)]
-struct Slot<D: ShardDevice> {
+struct Slot<D: Device> {
     key: Key,
     buffer: Option<Tensor<D>>,
-    /// Work of another stream that the buffer is still in.
-    busy: Option<D::Event>,
     out: bool,
 }
 
 /// The cache.
 #[derive(Debug)]
-pub(super) struct Tickets<D: ShardDevice> {
+pub(super) struct Tickets<D: Device> {
     device: D,
     slots: Vec<Slot<D>>,
     allocations: u64,
 }
 
-impl<D: ShardDevice> Tickets<D> {
+impl<D: Device> Tickets<D> {
     pub fn new(device: D) -> Self {
         Self { device, slots: Vec::new(), allocations: 0 }
     }
@@ -64,7 +60,7 @@ impl<D: ShardDevice> Tickets<D> {
     pub fn reserve(&mut self, key: Key) -> Ticket {
         let found = self.slots.iter().position(|slot| slot.key == key);
         Ticket(found.unwrap_or_else(|| {
-            self.slots.push(Slot { key, buffer: None, busy: None, out: false });
+            self.slots.push(Slot { key, buffer: None, out: false });
             self.slots.len() - 1
         }))
     }
@@ -84,11 +80,6 @@ impl<D: ShardDevice> Tickets<D> {
             let found = format!("{:?} in use", slot.key);
             return Err(Error::invalid("etp", "buffer", "one that is not in use", found));
         }
-        let busy = slot.busy.take();
-        if slot.key.usage != Usage::Reduced {
-            // What reductions fill is touched in their stream's order alone.
-            self.device.wait(&self.device.own_stream(), busy.as_ref())?;
-        }
         let tensor = match slot.buffer.take() {
             Some(tensor) => tensor,
             None => {
@@ -107,22 +98,9 @@ impl<D: ShardDevice> Tickets<D> {
         slot.buffer = Some(loan.tensor);
     }
 
-    /// Takes a buffer back that another stream has done with after `busy`.
-    pub fn put_behind(&mut self, loan: Loan<D>, busy: Option<D::Event>) {
-        self.slots[loan.ticket.0].busy = busy;
-        self.put(loan);
-    }
-
     /// Drops the memory that is not out; tickets stay valid.
     pub fn clear(&mut self) {
-        for slot in &mut self.slots {
-            let busy = slot.busy.take();
-            let buffer = slot.buffer.take();
-            if self.device.wait(&self.device.own_stream(), busy.as_ref()).is_err() {
-                // What is still done with it is not known: nobody gets the memory.
-                std::mem::forget(buffer);
-            }
-        }
+        self.slots.iter_mut().for_each(|slot| slot.buffer = None);
     }
 
     /// Marks a buffer as never coming back (its holder is gone with it): the next use allocates.
@@ -140,12 +118,6 @@ impl<D: ShardDevice> Tickets<D> {
     /// Buffers allocated so far.
     pub fn allocations(&self) -> u64 {
         self.allocations
-    }
-}
-
-impl<D: ShardDevice> Drop for Tickets<D> {
-    fn drop(&mut self) {
-        self.clear();
     }
 }
 

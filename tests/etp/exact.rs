@@ -16,7 +16,7 @@ bodies! {
     2 with_expert_parallelism,
     2 paddings,
     2 several_microbatches_a_step,
-    2 without_prefetch,
+    2 prefetch_or_not,
     2 with_recomputation,
     2 weights_of_one_shape,
     2 means,
@@ -82,10 +82,14 @@ fn several_microbatches_a_step<D: Chained>(device: &D) {
     }
 }
 
-fn without_prefetch<D: Chained>(device: &D) {
+fn prefetch_or_not<D: Chained>(device: &D) {
     let mut run = Run::new(device, 1, 2);
     run.microbatches = 2;
     let ahead = train(device, &run, true);
+    for steps in [2, 3] {
+        run.options.ahead = steps;
+        assert_same(&train(device, &run, true), &ahead, &format!("{steps} steps ahead"));
+    }
     run.options.prefetch = false;
     assert_same(&train(device, &run, true), &ahead, "prefetch off");
 }

@@ -433,6 +433,7 @@ impl<D: Chained> Rank<D> {
             rows * width
         });
         let memory = chain.memory();
+        let twice = run.options.ahead > 1;
         assert_eq!(memory.main, run.layers * (u + d) * 4 / run.etp);
         // A row of `up` has H elements, one of `down` I.
         let row = |count: usize| match run.payload {
@@ -447,12 +448,16 @@ impl<D: Chained> Rank<D> {
         assert_eq!(memory.arrived, up.max(down));
         if run.dims()[0] == run.dims()[1] {
             // One shape: two buffers, three with recomputation; a layer's gradients and one more.
-            let buffers = if run.config.recompute { 3 } else { 2 };
+            let buffers = if run.config.recompute { 3 } else { 2 } + usize::from(twice);
             let gradients = if D::ENQUEUES { 4 } else { 3 };
             assert_eq!((memory.gathered, memory.gradients), (buffers * u * size, gradients * u * size));
             return;
         }
-        let gathered = if run.config.recompute { 2 * u + d } else { u + d };
+        let gathered = match (twice, run.config.recompute) {
+            (true, _) => 2 * (u + d),
+            (_, true) => 2 * u + d,
+            _ => u + d,
+        };
         // What nobody waits for is one buffer more.
         let gradients = if D::ENQUEUES { 2 * u + 2 * d } else { 2 * u + d };
         assert_eq!((memory.gathered, memory.gradients), (gathered * size, gradients * size));

@@ -106,9 +106,10 @@ fn same_bits_under_load(_: &Cuda, n: usize) {
         (Reduction::Native, Payload::Plain),
         (Reduction::Pairwise, Payload::Nvfp4),
     ] {
-        for (prefetch, load) in [(true, 0), (true, 3), (true, 40), (false, 3)] {
+        for (ahead, load) in [(1, 0), (1, 3), (2, 40), (2, 3), (0, 3)] {
             ranks(n, MINUTE, |rank, comms| {
-                let options = EtpOptions { prefetch, reduction, ..EtpOptions::default() };
+                let prefetch = ahead > 0;
+                let options = EtpOptions { prefetch, ahead: ahead.max(1), reduction, ..EtpOptions::default() };
                 let weights = 5;
                 let rank = Rank::new(rank, comms, options, weights, payload).unwrap();
                 let (cuda, chain) = (&rank.cuda, &rank.chain);
@@ -153,10 +154,7 @@ fn same_bits_under_load(_: &Cuda, n: usize) {
                     assert_eq!(values.len(), COUNT);
                     let expected = 1.0 + i as f64;
                     let wrong = values.iter().position(|v| (*v - expected).abs() > 0.0);
-                    assert_eq!(
-                        wrong, None,
-                        "use {number} of weight {i}, prefetch {prefetch}, load {load}, {payload:?}"
-                    );
+                    assert_eq!(wrong, None, "use {number} of weight {i}, {ahead} ahead, load {load}, {payload:?}");
                 }
                 if prefetch {
                     assert!(chain.traffic().ahead >= 20, "{:?}", chain.traffic());
