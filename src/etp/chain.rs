@@ -9,8 +9,8 @@ use crate::error::{Error, Result};
 use crate::tensor::Tensor;
 
 use super::lane::{Job, Lane};
-use super::links::{Link, Step, gather_parities, gradient_parities, schedule};
-use super::packed::{Packed, Scratch};
+use super::links::{Link, Step, arrival_parities, gather_parities, gradient_parities, schedule};
+use super::packed::Packed;
 use super::reduce::Reducing;
 use super::source::ShardSource;
 use super::state::{Machine, State};
@@ -58,7 +58,6 @@ pub(super) struct Inner<D: ShardDevice> {
     serial: u64,
     /// Number of the shards' state: what was cast in another is cast anew.
     pub epoch: u64,
-    scratch: Arc<Scratch<D>>,
 }
 
 /// A weight and what belongs to it.
@@ -79,7 +78,10 @@ pub(super) struct Weight<D: ShardDevice> {
 pub(super) struct Node<D: ShardDevice> {
     pub weight: usize,
     pub state: Machine,
+    /// For the weight.
     pub ticket: Ticket,
+    /// For what arrives, if it travels quantised.
+    pub arrived: Option<Ticket>,
     /// A gather under way.
     pub flight: Option<super::gather::Flight<D>>,
     /// What a step left for a later one.
@@ -168,7 +170,6 @@ impl<D: ShardDevice> Chain<D> {
             passes: 0,
             serial: 0,
             epoch: 0,
-            scratch: Arc::new(Scratch::new()),
         };
         Ok(Self { device, stream, options, rank, ranks, inner: Mutex::new(inner) })
     }
@@ -218,7 +219,7 @@ impl<D: ShardDevice> Chain<D> {
         }
         let (shards, reduce) = (Arc::new(shards), Machine::default());
         let (form, cut) = ((spec.payload, spec.dtype), (Arc::clone(&shards), self.rank));
-        let packed = Packed::new(&inner.gathers.between.away, form, cut, &inner.scratch)?.map(Arc::new);
+        let packed = Packed::new(&inner.gathers.between.away, form, cut)?.map(Arc::new);
         inner.weights.push(Weight { spec, shards, source, packed, main: None, reduce, gradient: None });
         Ok(WeightId(inner.weights.len() - 1))
     }
@@ -360,7 +361,7 @@ impl<D: ShardDevice> Chain<D> {
             main: inner.weights.iter().filter_map(|w| w.main.as_ref()).map(Tensor::bytes).sum(),
             gathered: inner.tickets.bytes(Usage::Gathered),
             quantised: inner.packed().map(|packed| packed.kept()).sum(),
-            arrived: inner.scratch.bytes(),
+            arrived: inner.tickets.bytes(Usage::Arrived),
             gradients: inner.tickets.bytes(Usage::Gradient),
             reduced: inner.tickets.bytes(Usage::Reduced),
         }
@@ -377,7 +378,6 @@ impl<D: ShardDevice> Chain<D> {
     pub fn clear(&self) {
         let mut inner = self.lock();
         inner.tickets.clear();
-        inner.scratch.clear();
     }
 
     /// What each gradient is multiplied by.
@@ -419,6 +419,12 @@ impl<D: ShardDevice> Inner<D> {
         Key { dims: weight.shards.gathered_dims().to_vec(), dtype: weight.spec.dtype, usage, parity }
     }
 
+    /// The same of the buffer for what arrives of it, if it travels quantised.
+    pub fn arrived_key(&self, weight: usize, parity: usize) -> Option<Key> {
+        let dims = vec![self.weights[weight].packed.as_ref()?.bytes()];
+        Some(Key { dims, dtype: crate::DType::U8, usage: Usage::Arrived, parity })
+    }
+
     /// Makes what the first forward met the order.
     fn link(&mut self, ahead: usize) {
         let of = |node: &Node<D>| {
@@ -430,10 +436,20 @@ impl<D: ShardDevice> Inner<D> {
             let key = |i: usize| self.key(links[i].weight, Usage::Gathered, 0);
             key(a) == key(b)
         };
+        let same_arrivals = |a: usize, b: usize| {
+            let key = |i: usize| self.arrived_key(links[i].weight, 0);
+            key(a) == key(b)
+        };
+        let arrivals = arrival_parities(&links, ahead, same_arrivals);
+        // What arrives quantised needs no room for the weight itself before its turn.
+        let packed = self.weights.iter().all(|weight| weight.packed.is_some());
+        let ahead = if packed { 1 } else { ahead };
         let (gather, gradient) = (gather_parities(&links, ahead, same), gradient_parities(&links, D::ENQUEUES, same));
         for (i, link) in links.iter().enumerate() {
             let key = self.key(link.weight, Usage::Gathered, gather[i]);
             self.nodes[i].ticket = self.tickets.reserve(key);
+            let key = self.arrived_key(link.weight, arrivals[i]);
+            self.nodes[i].arrived = key.map(|key| self.tickets.reserve(key));
             let key = self.key(link.weight, Usage::Gradient, gradient[i]);
             let ticket = self.tickets.reserve(key);
             // A weight that is used twice has one gradient buffer.

@@ -12,6 +12,7 @@ use super::beside::Sent;
 use super::chain::{Active, CALL, Chain, Inner, Node};
 use super::lane::{Job, Pending};
 use super::links::Step;
+use super::packed::Packed;
 use super::state::{Machine, State};
 use super::tickets::{Loan, Ticket, Usage};
 use super::{ShardDevice, Shards, WeightId};
@@ -22,7 +23,10 @@ const WHOLE: u64 = 0;
 /// A gather under way.
 pub(super) struct Flight<D: ShardDevice> {
     pending: Pending<D>,
+    /// Of the buffer that is filled.
     ticket: Ticket,
+    /// If that is not the weight: what makes it one, and the weight's own.
+    packed: Option<(Arc<Packed<D>>, Ticket)>,
     /// The pass it is for.
     serial: u64,
 }
@@ -120,7 +124,8 @@ impl<D: ShardDevice> Chain<D> {
         }
         let key = inner.key(id.0, Usage::Gathered, 0);
         let ticket = inner.tickets.reserve(key);
-        let flight = inner.start(id.0, ticket, (u64::MAX - 1 - id.0 as u64, WHOLE))?;
+        // From the shards themselves.
+        let flight = inner.start(id.0, (ticket, None), (u64::MAX - 1 - id.0 as u64, WHOLE))?;
         let loan = inner.land(flight)?;
         let copied = shards.strip(loan.tensor.view()).and_then(|view| {
             let mut whole = Tensor::empty(&self.device, dtype, shards.dims())?;
@@ -192,7 +197,9 @@ impl<D: ShardDevice> Inner<D> {
             }
             parity += 1;
         };
-        self.nodes.push(Node { weight, state: Machine::default(), ticket, flight: None, kept: None, holder: 0 });
+        let arrived = self.arrived_key(weight, 0).map(|key| self.tickets.reserve(key));
+        let state = Machine::default();
+        self.nodes.push(Node { weight, state, ticket, arrived, flight: None, kept: None, holder: 0 });
         self.nodes.len() - 1
     }
 
@@ -234,7 +241,7 @@ impl<D: ShardDevice> Inner<D> {
         if at.state.state() == State::AsyncWait {
             return true;
         }
-        if at.state.state() != State::None || !self.tickets.is_free(at.ticket) {
+        if at.state.state() != State::None || !self.tickets.is_free(at.arrived.unwrap_or(at.ticket)) {
             return false;
         }
         let Ok(flight) = self.begin(node, active) else { return false };
@@ -250,29 +257,38 @@ impl<D: ShardDevice> Inner<D> {
     fn begin(&mut self, node: usize, active: Active) -> Result<Flight<D>> {
         let sequence = active.number << 32 | node as u64;
         let at = &self.nodes[node];
-        self.start(at.weight, at.ticket, (sequence, active.serial))
+        self.start(at.weight, (at.ticket, at.arrived), (sequence, active.serial))
     }
 
-    fn start(&mut self, weight: usize, ticket: Ticket, (sequence, serial): (u64, u64)) -> Result<Flight<D>> {
+    fn start(
+        &mut self,
+        weight: usize,
+        (own, arrived): (Ticket, Option<Ticket>),
+        (sequence, serial): (u64, u64),
+    ) -> Result<Flight<D>> {
+        let ticket = arrived.unwrap_or(own);
         let into = self.tickets.take(ticket)?;
         let weight = &self.weights[weight];
-        // A weight is saved from the shards themselves.
-        let packed = weight.packed.as_ref().filter(|_| serial != WHOLE).map(|packed| (Arc::clone(packed), self.epoch));
-        let bytes = packed.as_ref().map_or(into.tensor.bytes(), |(packed, _)| packed.bytes());
+        let form = weight.packed.as_ref().filter(|_| arrived.is_some());
+        let unpacked = form.map(|packed| (Arc::clone(packed), own));
+        let packed = form.map(|packed| (Arc::clone(packed), self.epoch));
         self.traffic.gathers += 1;
-        self.traffic.gathered_bytes += bytes as u64;
+        self.traffic.gathered_bytes += into.tensor.bytes() as u64;
         let tag = Tag { layer: weight.spec.layer, op: Op::Weights, sequence };
         let shard = Arc::clone(&weight.source);
         let into = Sent::new(into, &self.gathers.between);
         let pending = self.gathers.give(Job::Gather { tag, shard, packed, into });
-        Ok(Flight { pending, ticket, serial })
+        Ok(Flight { pending, ticket, packed: unpacked, serial })
     }
 
     /// Waits for a gather.
     fn land(&mut self, flight: Flight<D>) -> Result<Loan<D>> {
         let (mut loans, outcome) = self.gathers.receive(flight.pending);
         match (loans.pop(), outcome) {
-            (Some(loan), Ok(())) => Ok(loan),
+            (Some(loan), Ok(())) => match flight.packed {
+                Some((packed, ticket)) => self.unpack(&packed, loan, ticket),
+                None => Ok(loan),
+            },
             (Some(loan), Err(error)) => {
                 self.tickets.put(loan);
                 Err(error)
@@ -282,6 +298,22 @@ impl<D: ShardDevice> Inner<D> {
                 Err(outcome.err().unwrap_or_else(|| Error::invalid(CALL, "gather", "its buffer", "none")))
             }
         }
+    }
+
+    /// De-quantises what has arrived.
+    fn unpack(&mut self, packed: &Packed<D>, arrived: Loan<D>, ticket: Ticket) -> Result<Loan<D>> {
+        let home = &self.gathers.between.home;
+        let unpacked = self.tickets.take(ticket).and_then(|mut into| {
+            match packed.dequantise(home, arrived.tensor.view(), into.tensor.view_mut()) {
+                Ok(()) => Ok(into),
+                Err(error) => {
+                    self.tickets.put(into);
+                    Err(error)
+                }
+            }
+        });
+        self.tickets.put(arrived);
+        unpacked
     }
 
     /// A guard is dropped: the buffer stays for a later step, or is free.

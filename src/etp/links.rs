@@ -87,6 +87,20 @@ pub(super) fn gather_parities(links: &[Link], ahead: usize, same: impl Fn(usize,
     parities(links.len(), &together([&forward, &backward], ahead), same)
 }
 
+/// Parity of each link's buffer for what arrives, which is free once the link's turn comes.
+pub(super) fn arrival_parities(links: &[Link], ahead: usize, same: impl Fn(usize, usize) -> bool) -> Vec<usize> {
+    let mut pairs = Vec::new();
+    for phase in [Phase::Forward, Phase::Backward] {
+        let fetched: Vec<usize> = schedule(links, phase).iter().filter(|s| s.fetch).map(|s| s.node).collect();
+        for (i, a) in fetched.iter().enumerate() {
+            for b in fetched[i + 1..].iter().take(ahead.saturating_sub(1)) {
+                pairs.extend([(*a, *b), (*b, *a)]);
+            }
+        }
+    }
+    parities(links.len(), &pairs, same)
+}
+
 /// Parity of each link's unsharded gradient: a layer's gradients are made together, while that of the following
 /// layer's first weight, the last to be handed in, is under way; or `all` of that layer's, where nobody waits for them.
 pub(super) fn gradient_parities(links: &[Link], all: bool, same: impl Fn(usize, usize) -> bool) -> Vec<usize> {
@@ -156,6 +170,14 @@ mod tests {
         // Of one shape: the present one and two more.
         let parity = gather_parities(&links, 2, |_, _| true);
         assert_eq!(parity, [0, 1, 2, 0, 1, 2, 0, 1, 2, 0]);
+    }
+
+    #[test]
+    fn arrivals_under_way_together_differ_in_parity() {
+        let links = model(4, false);
+        assert_eq!(arrival_parities(&links, 1, |_, _| true), [0; 8]);
+        assert_eq!(arrival_parities(&links, 2, |_, _| true), [0, 1, 0, 1, 0, 1, 0, 1]);
+        assert_eq!(arrival_parities(&links, 2, |a, b| a % 2 == b % 2), [0; 8]);
     }
 
     #[test]

@@ -1,5 +1,6 @@
 //! Shards that travel quantised: cast once after each change, gathered as codes and scales, and de-quantised on every
-//! rank.
+//! rank when they are used. Casts are the lane's work, de-quantising is the computation's: a kernel of that size would
+//! wait on a GPU for what the computation runs.
 //!
 //! A rank sends its rows' codes and behind them their scales in one piece, so a gather is one collective; what arrives
 //! is interleaved by rank, and is read so. Blocks run along rows, which a cut never divides, so that the values are
@@ -8,7 +9,7 @@
 
 use std::ops::Range;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use crate::comm::{Communicator, ReduceOp, Tag};
 use crate::device::Device;
@@ -25,53 +26,10 @@ use super::{Payload, ShardDevice, Shards};
 const NVFP4: Nvfp4 = Nvfp4::TE;
 const MXFP8: Mxfp8 = Mxfp8::TE;
 
-/// Memory for what arrives, shared by the weights of a chain: its lane does one gather at a time.
-#[derive(Debug)]
-pub(super) struct Scratch<D: Device>(Mutex<(Option<Tensor<D>>, usize)>);
-
-impl<D: Device> Scratch<D> {
-    pub fn new() -> Self {
-        Self(Mutex::new((None, 0)))
-    }
-
-    /// Bytes, lent or not.
-    pub fn bytes(&self) -> usize {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner).1
-    }
-
-    /// Drops what is not lent.
-    pub fn clear(&self) {
-        let mut held = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        if held.0.take().is_some() {
-            held.1 = 0;
-        }
-    }
-
-    /// At least `bytes`.
-    fn take(&self, device: &D, bytes: usize) -> Result<Tensor<D>> {
-        let mut held = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        match held.0.take() {
-            Some(tensor) if tensor.bytes() >= bytes => Ok(tensor),
-            _ => {
-                held.1 = 0;
-                let tensor = Tensor::empty(device, DType::U8, &[bytes])?;
-                held.1 = bytes;
-                Ok(tensor)
-            }
-        }
-    }
-
-    fn put(&self, tensor: Tensor<D>) {
-        let mut held = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        held.1 = tensor.bytes();
-        held.0 = Some(tensor);
-    }
-}
-
 /// A weight that travels quantised.
 #[derive(Debug)]
 pub(super) struct Packed<D: ShardDevice> {
-    /// The lane's, whose memory all of this is.
+    /// The lane's, whose memory the cast is.
     device: D,
     stream: D::Stream,
     payload: Payload,
@@ -79,8 +37,7 @@ pub(super) struct Packed<D: ShardDevice> {
     rank: usize,
     /// Bytes of a row's codes and of its scales.
     row: [usize; 2],
-    scratch: Arc<Scratch<D>>,
-    cast: Mutex<Option<Cast<D>>>,
+    cast: Mutex<Option<Arc<Cast<D>>>>,
     casts: AtomicU64,
 }
 
@@ -125,7 +82,6 @@ impl<D: ShardDevice> Packed<D> {
         device: &D,
         (payload, dtype): (Payload, DType),
         (shards, rank): (Arc<Shards>, usize),
-        scratch: &Arc<Scratch<D>>,
     ) -> Result<Option<Self>> {
         let [_, width] = shards.shard_dims();
         let row = match payload {
@@ -139,9 +95,9 @@ impl<D: ShardDevice> Packed<D> {
         if !matches!(dtype, DType::F32 | DType::BF16 | DType::F16) {
             return Err(Error::invalid("Chain::add", "payload", "a weight of f32, bf16 or f16", dtype));
         }
-        let (device, stream, scratch) = (device.clone(), device.own_stream(), Arc::clone(scratch));
+        let (device, stream) = (device.clone(), device.own_stream());
         let (cast, casts) = (Mutex::new(None), AtomicU64::new(0));
-        Ok(Some(Self { device, stream, payload, shards, rank, row, scratch, cast, casts }))
+        Ok(Some(Self { device, stream, payload, shards, rank, row, cast, casts }))
     }
 
     /// Bytes of a shard as it travels.
@@ -180,7 +136,11 @@ impl<D: ShardDevice> Packed<D> {
         first + rows.start * self.row[which]..first + rows.end * self.row[which]
     }
 
-    /// Gathers the weight into `into`, from a cast of the shard's state `epoch`, made now if there is none.
+    fn lock(&self) -> MutexGuard<'_, Option<Arc<Cast<D>>>> {
+        self.cast.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Gathers codes and scales into `into`, from a cast of the shard's state `epoch`, made now if there is none.
     pub fn gather(
         &self,
         comm: &mut dyn Communicator<D>,
@@ -188,34 +148,16 @@ impl<D: ShardDevice> Packed<D> {
         source: &dyn ShardSource<D>,
         into: TensorMut<'_, D>,
     ) -> Result<()> {
-        let lock = || self.cast.lock().unwrap_or_else(PoisonError::into_inner);
-        let kept = lock().take().filter(|cast| cast.epoch == epoch);
+        let kept = self.lock().clone().filter(|cast| cast.epoch == epoch);
         let cast = match kept {
             Some(cast) => cast,
-            None => self.cast(comm, (tag, epoch), source)?,
+            None => {
+                let cast = Arc::new(self.cast(comm, (tag, epoch), source)?);
+                *self.lock() = Some(Arc::clone(&cast));
+                cast
+            }
         };
-        let gathered = self.gather_cast(comm, tag, &cast, into);
-        *lock() = Some(cast);
-        gathered
-    }
-
-    fn gather_cast(
-        &self,
-        comm: &mut dyn Communicator<D>,
-        tag: Tag,
-        cast: &Cast<D>,
-        into: TensorMut<'_, D>,
-    ) -> Result<()> {
-        let mut arrived = match self.scratch.take(&self.device, self.bytes()) {
-            Ok(arrived) => arrived,
-            Err(error) => return Err(told(comm, tag, error)),
-        };
-        let room = D::slice_mut(arrived.view_mut().into_data(), 0..self.bytes());
-        let recv = TensorMut::new(room, DType::U8, &[self.bytes()]);
-        let gathered = recv.and_then(|recv| comm.all_gather(tag, cast.bytes.view(), recv));
-        let done = gathered.and_then(|()| self.dequantise(arrived.view(), cast, into));
-        self.scratch.put(arrived);
-        done
+        comm.all_gather(tag, cast.bytes.view(), into)
     }
 
     /// Quantises the shard; a collective in NVFP4.
@@ -317,8 +259,12 @@ impl<D: ShardDevice> Packed<D> {
         Ok(bytes)
     }
 
-    /// Every rank's rows, at their place in the gathered weight; its padding stays as it was.
-    fn dequantise(&self, arrived: TensorRef<'_, D>, cast: &Cast<D>, mut into: TensorMut<'_, D>) -> Result<()> {
+    /// Every rank's rows of what has arrived, at their place in the gathered weight, on `device`; its padding stays as it
+    /// was.
+    pub fn dequantise(&self, device: &D, arrived: TensorRef<'_, D>, mut into: TensorMut<'_, D>) -> Result<()> {
+        let stream = device.own_stream();
+        let held = self.lock().clone();
+        let cast = held.as_ref().ok_or_else(|| Error::invalid("etp gather", "amaxes", "those of the cast", "none"))?;
         let ([shard_rows, width], dtype) = (self.shards.shard_dims(), into.dtype());
         let row_bytes = into.row_bytes();
         for rank in 0..self.shards.ranks() {
@@ -338,11 +284,11 @@ impl<D: ShardDevice> Packed<D> {
                         let slot = D::slice(cast.amaxes.view().data(), expert * 4..expert * 4 + 4);
                         let amax = TensorRef::new(slot, DType::F32, &[1])?;
                         let call = Dequantize { format: &NVFP4, codes, scales, amax, out };
-                        self.device.dequantize(&self.stream, call)?;
+                        device.dequantize(&stream, call)?;
                     }
                     Payload::Plain | Payload::Mxfp8 => {
                         let call = DequantizeMxfp8 { direction: Direction::Rows, codes, scales, out };
-                        self.device.dequantize_mxfp8(&self.stream, call)?;
+                        device.dequantize_mxfp8(&stream, call)?;
                     }
                 }
             }

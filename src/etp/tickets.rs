@@ -10,6 +10,8 @@ use crate::tensor::Tensor;
 pub(super) enum Usage {
     /// A gathered weight.
     Gathered,
+    /// What arrives of one that travels quantised.
+    Arrived,
     /// A gradient of the whole weight, to be reduce-scattered.
     Gradient,
     /// What the reduce-scatter brings.
