@@ -10,7 +10,9 @@ use moebius::config::MoeConfig;
 use moebius::cuda::Cuda;
 use moebius::cuda::cudarc::driver::CudaEvent;
 use moebius::ep::{Group, GroupConfig};
-use moebius::etp::{Chain, Comms, EtpOptions, Memory, Payload, Phase, Reduction, Shard, WeightId, WeightSpec};
+use moebius::etp::{
+    Chain, Comms, EtpOptions, Memory, Payload, Phase, Reduction, Shard, ShardDevice, WeightId, WeightSpec,
+};
 use moebius::layer::{Context, Cotangents, GradientsMut, Inputs, Layer, Mode, ParamViews, Params, Role};
 use moebius::nccl::{NcclComm, NcclLibrary, NcclWorld};
 use moebius::weights::WeightSource;
@@ -96,6 +98,9 @@ struct Part {
     lanes: usize,
     shards: usize,
     bytes_an_element: f64,
+    /// Of adding what two ranks share of `up`'s gradient to its main gradient.
+    add: Vec<f64>,
+    add_bytes: usize,
 }
 
 fn lines(report: &Report, (w, setting): (Workload, Setting), parts: &[Part]) {
@@ -124,6 +129,9 @@ fn lines(report: &Report, (w, setting): (Workload, Setting), parts: &[Part]) {
     let rest = format!("\"exposed_ms\":{exposed:.4},\"exposed_share\":{:.3}", exposed / whole);
     report.etp(&w, "etp_layer", whole + exposed, &format!("{about},{rest},\"tail_ms\":{:.4}", tail.median));
     let p = &parts[0];
+    let add = of(&|p| &p.add);
+    let rest = format!("\"bytes\":{},\"gbps\":{:.0}", p.add_bytes, p.add_bytes as f64 / add.median / 1e6);
+    report.etp(&w, "etp_add", add.median, &format!("{about},{rest}"));
     let m = &p.memory;
     let rest = format!(
         "\"layers\":{LAYERS},\"shards\":{},\"main\":{},\"gathered\":{},\"quantised\":{},\"arrived\":{},\"gradients\":{},\
@@ -218,6 +226,8 @@ fn measure(
         lanes: 0,
         shards,
         bytes_an_element: 0.0,
+        add: Vec::new(),
+        add_bytes: 0,
     };
     for what in [What::Alone, What::Collectives, What::Both] {
         for repeat in 0..WARM_UP + REPEATS {
@@ -239,6 +249,17 @@ fn measure(
             }
         }
     }
+    let shares = &own.gradients[0];
+    let mut main = Tensor::zeros(gpu, DType::F32, &[up[0] * up[1] / 2, up[2]])?;
+    part.add_bytes = shares.bytes() + 2 * main.bytes();
+    for _ in 0..WARM_UP + REPEATS {
+        let from = event(gpu)?;
+        gpu.add_shares(&gpu.stream(), shares.view(), main.view_mut(), 1.0)?;
+        let to = event(gpu)?;
+        gpu.check()?;
+        part.add.push(between(&from, &to)?);
+    }
+    part.add.drain(..WARM_UP);
     part.memory = bench.chain.memory();
     let counted = part.memory.main + part.memory.quantised + part.memory.arrived;
     part.lanes = lanes.iter().map(|lane| lane.memory().reserved).sum::<usize>().saturating_sub(counted);

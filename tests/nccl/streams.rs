@@ -5,12 +5,14 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use moebius::comm::{Communicator, Tag};
+use moebius::cpu::Cpu;
 use moebius::cuda::Cuda;
-
-use moebius::etp::{Chain, Comms, EtpOptions, Payload, Phase, Reduction, Shard, WeightId, WeightSpec};
+use moebius::ep::GroupConfig;
+use moebius::etp::{Chain, Comms, EtpOptions, Payload, Phase, Reduction, Shard, ShardDevice, WeightId, WeightSpec};
 use moebius::kernels::Kernels;
+use moebius::layer::{Cotangents, GradientsMut, Inputs, Layer, Mode, ParamViews, Role};
 use moebius::weights::WeightSource;
-use moebius::{CommError, DType, Device, Error, Result, Tensor, TensorRef};
+use moebius::{CommError, DType, Device, Error, MoeConfig, Result, Tensor, TensorRef};
 
 use crate::Run;
 use crate::etp::gpus;
@@ -23,6 +25,8 @@ pub fn cases() -> Vec<(&'static str, Run)> {
         ("a_lost_rank_is_told_to_the_computation", a_lost_rank_is_told_to_the_computation),
         ("a_communicator_without_a_device_is_refused", a_communicator_without_a_device_is_refused),
         ("memory_comes_back", memory_comes_back),
+        ("shares_add_to_the_cpus_bits", shares_add_to_the_cpus_bits),
+        ("sparing_changes_no_bit", sparing_changes_no_bit),
     ]
 }
 
@@ -353,4 +357,87 @@ fn memory_comes_back(_: &Cuda, n: usize) {
         assert_eq!(cuda.memory().in_use, before);
         cuda.check().unwrap();
     });
+}
+
+/// Any number of parts, of any size and at any address.
+fn shares_add_to_the_cpus_bits(cuda: &Cuda, _: usize) {
+    let numbers = |seed: u64, count: usize| -> Vec<f64> {
+        let mut state = seed | 1;
+        let mut next = || {
+            state = state.wrapping_mul(0x5851_f42d_4c95_7f2d).wrapping_add(0x1405_7b7e_f767_814f);
+            (state >> 33) as f64 / (1u64 << 31) as f64 - 0.5
+        };
+        (0..count).map(|_| 100.0 * next()).collect()
+    };
+    for dtype in [DType::F32, DType::BF16, DType::F16] {
+        for parts in [1, 2, 3, 4, 5, 8, 11, 64] {
+            for (count, skip) in [(1, 0), (7, 0), (24, 0), (24, 3), (1 << 13, 0), ((1 << 13) + 4, 1)] {
+                let shares = Cpu::new().write(&(), &numbers(7, parts * count + skip), dtype, &[parts * count + skip]);
+                let shares = shares.unwrap();
+                let mut expected = Cpu::new().write(&(), &numbers(9, count), DType::F32, &[count]).unwrap();
+                let (on_gpu, mut main) = (cuda.tensor(&shares).unwrap(), cuda.tensor(&expected).unwrap());
+                let bytes = skip * dtype.size()..(skip + parts * count) * dtype.size();
+                let part = |view| TensorRef::<Cpu>::new(view, dtype, &[parts, count]).unwrap();
+                let own = part(Cpu::slice(shares.view().data(), bytes.clone()));
+                Cpu::new().add_shares(&(), own, expected.view_mut(), 0.3).unwrap();
+                let own =
+                    TensorRef::<Cuda>::new(Cuda::slice(on_gpu.view().data(), bytes), dtype, &[parts, count]).unwrap();
+                cuda.add_shares(&cuda.stream(), own, main.view_mut(), 0.3).unwrap();
+                let found = cuda.to_host(main.view()).unwrap();
+                assert!(found.as_bytes() == expected.as_bytes(), "{dtype}: {parts} parts of {count}, from {skip}");
+            }
+        }
+    }
+    let (mut main, shares) =
+        (Tensor::zeros(cuda, DType::F32, &[4]).unwrap(), Tensor::zeros(cuda, DType::F32, &[6]).unwrap());
+    let error = cuda.add_shares(&cuda.stream(), shares.view(), main.view_mut(), 1.0).unwrap_err().to_string();
+    assert!(error.contains("shares") && error.contains("blocks of main's size"), "{error}");
+}
+
+/// A layer's output and gradients on a part of the multiprocessors.
+fn sparing_changes_no_bit(cuda: &Cuda, _: usize) {
+    let config = MoeConfig::new(256, 128, 8, 2);
+    let tokens = 700;
+    let make = |seed: u64, dims: &[usize]| {
+        let mut state = seed;
+        let mut next = || {
+            state = state.wrapping_mul(0x5851_f42d_4c95_7f2d).wrapping_add(0x1405_7b7e_f767_814f);
+            (state >> 33) as f64 / (1u64 << 31) as f64 - 0.5
+        };
+        let values: Vec<f64> = (0..dims.iter().product()).map(|_| next()).collect();
+        cuda.tensor(&Cpu::new().write(&(), &values, DType::BF16, dims).unwrap()).unwrap()
+    };
+    let (x, router) = (make(1, &[tokens, 256]), make(2, &[8, 256]));
+    let (up, down) = (make(3, &[8, 256, 256]), make(4, &[8, 256, 128]));
+    let layer = Layer::new(config, 0).unwrap();
+    let run = |cuda: &Cuda| {
+        let mut group = cuda.group(GroupConfig::new(8, tokens)).unwrap();
+        let params = ParamViews::collect(|role| {
+            Ok(match role {
+                Role::Router => Some(router.view()),
+                Role::Up => Some(up.view()),
+                Role::Down => Some(down.view()),
+                _ => None,
+            })
+        })
+        .unwrap();
+        let params = params.params();
+        let made = layer.forward(&mut group, Mode { backward: true, noise: None }, x.view(), &params).unwrap();
+        let empty = |t: &Tensor<Cuda>| Tensor::empty(cuda, DType::BF16, t.dims()).unwrap();
+        let (mut d_x, mut d_up, mut d_down) = (empty(&x), empty(&up), empty(&down));
+        let into = GradientsMut {
+            x: Some(d_x.view_mut()),
+            up: Some(d_up.view_mut()),
+            down: Some(d_down.view_mut()),
+            ..GradientsMut::none()
+        };
+        let inputs = Inputs { x: x.view(), params: &params };
+        let cotangents = Cotangents { y: Some(x.view()), aux: 0.0 };
+        layer.backward_into(&mut group, made.context.unwrap(), (inputs, cotangents), into).unwrap();
+        [made.y, d_x, d_up, d_down].map(|t| cuda.download(&cuda.stream(), t.view()).unwrap())
+    };
+    let whole = run(cuda);
+    for spare in [1, 16, 40, 131, 10_000] {
+        assert!(run(&cuda.sparing(spare)) == whole, "{spare}");
+    }
 }
