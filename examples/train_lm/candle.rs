@@ -78,7 +78,7 @@ impl Rank {
     pub fn group(&self) -> Result<&DeviceGroup, Failure> {
         match &self.world {
             World::Group(group) => Ok(group),
-            World::Threads(_) => Err("the experts' group is not of all ranks".into()),
+            _ => Err("the experts' group is not of all ranks".into()),
         }
     }
 
