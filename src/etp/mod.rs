@@ -194,8 +194,7 @@ impl WeightSpec {
 }
 
 /// Two communicators over the ranks that hold the same experts, one for each of a chain's helper threads. On a GPU each
-/// is made with a [`Cuda`](crate::cuda::Cuda) of its own beside the chain's (`Cuda::beside`), or nothing runs beside the
-/// computation.
+/// is made with a `Cuda` of its own beside the chain's (`Cuda::beside`), or nothing runs beside the computation.
 #[derive(Debug)]
 pub struct Comms<D: Kernels> {
     /// Carries gathers.

@@ -11,7 +11,7 @@ mod common;
 mod conformance;
 
 #[path = "../etp/main.rs"]
-#[allow(dead_code, unused_imports, reason = "a suite has parts for the CPU alone")]
+#[allow(unused_imports, reason = "a suite has parts for the CPU alone")]
 mod etp;
 mod layer;
 mod library;
