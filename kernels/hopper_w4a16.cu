@@ -4,8 +4,8 @@
 // and each warp makes bf16 of those of its 16 weight rows in the registers that the product reads. No bf16 weight is ever in
 // memory of any kind. A tile is weight rows by rows of a layout, the output's columns by its rows, turned on its way out.
 //
-// A block stays on its multiprocessor and walks through tiles. One warpgroup brings rows and codes into rings of their own;
-// two multiply, BLOCKS times 64 weight rows and all rows of the tile each. While the matrix unit works on one fragment, the
+// A block stays on its multiprocessor and walks through tiles. One warpgroup brings rows and codes into rings of their own,
+// and scales, a pair of bf16 each; two multiply, 64 weight rows and all rows of the tile each, for up 8 of gate and 8 of up in turn. While the matrix unit works on one fragment, the
 // warps make the next. As the two share no results, one may run ahead by as much as the ring holds, so that one's epilogue
 // runs under the other's products.
 //
@@ -21,42 +21,37 @@ namespace {
 using namespace hopper;
 using namespace fp4;
 
-constexpr int BK = 64, THREADS = 384;
-// Codes come for 256 k at a time, 128 bytes of a weight row; boxes hold 64 rows.
-constexpr int CODE_STEPS = 4, BOX = 64 * 128;
-// Results leave 64 columns and 128 rows at a time a warpgroup.
-constexpr int LEAVING = 128;
-
-// Blocks of 64 weight rows of a warpgroup: of gate and of up, or one. Rows of the layout follow from the accumulators.
+constexpr int BK = 64, THREADS = 384, ROWS = 256, WEIGHTS = 128;
+// Codes come for 256 k at a time, 128 bytes of a weight row, in boxes of some weight rows. A stage of them ends with scales: for
+// each step and weight row the four of 64 k, each twice in a word.
+constexpr int CODE_STEPS = 4, SCALES = WEIGHTS * 128, CODE_STAGE = SCALES + CODE_STEPS * WEIGHTS * 16;
 template <int KIND>
-struct Layout {
-    static constexpr int BLOCKS = KIND == UP ? 2 : 1, ROWS = 256 / BLOCKS;
-    static constexpr int STAGES = KIND == UP ? 6 : 5, CODE_STAGES = KIND == UP ? 3 : 2;
-    static constexpr int STAGE = ROWS * BK * 2, CODE_STAGE = 2 * BLOCKS * BOX;
-    static constexpr int CODES = STAGES * STAGE, STAGED = CODES + CODE_STAGES * CODE_STAGE, BARRIERS = STAGED + 2 * LEAVING * 128;
-    static constexpr int BYTES = BARRIERS + 2 * (STAGES + CODE_STAGES) * 8;
-};
-constexpr int SHARED = 229520;
-static_assert(Layout<UP>::BYTES <= SHARED && Layout<DOWN>::BYTES <= SHARED && SHARED <= 232448, "src/cuda/launch.rs reserves as much");
+constexpr int BOX_ROWS = KIND == UP ? 8 : 64;
+// Columns of the output that a tile makes.
+template <int KIND>
+constexpr int COLUMNS = KIND == UP ? WEIGHTS / 2 : WEIGHTS;
+// Shared memory: both rings, what a warpgroup's results leave through, barriers.
+constexpr int STAGES = 5, CODE_STAGES = 2, STAGE = ROWS * BK * 2, LEAVING = 8192;
+constexpr int CODES = STAGES * STAGE, STAGED = CODES + CODE_STAGES * CODE_STAGE, BARRIERS = STAGED + 2 * LEAVING;
+constexpr int SHARED = BARRIERS + 2 * (STAGES + CODE_STAGES) * 8;
+static_assert(SHARED == 229488 && SHARED <= 232448, "src/cuda/launch.rs reserves as much");
 
-// Position i of a ring is stage i % STAGES, used for the (i / STAGES)-th time.
-template <int STAGES, int BYTES>
+// Position i of a ring is stage i % COUNT, used for the (i / COUNT)-th time.
+template <int COUNT, int BYTES>
 struct Ring {
     uint32_t stages, barriers;
-    __device__ __forceinline__ uint32_t stage(uint32_t at) const { return stages + at % STAGES * BYTES; }
-    __device__ __forceinline__ uint32_t full(uint32_t at) const { return barriers + at % STAGES * 8; }
-    __device__ __forceinline__ uint32_t empty(uint32_t at) const { return full(at) + STAGES * 8; }
-    __device__ __forceinline__ void wait_full(uint32_t at) const { barrier_wait(full(at), at / STAGES & 1); }
-    __device__ __forceinline__ void wait_empty(uint32_t at) const { barrier_wait(empty(at), (at / STAGES & 1) ^ 1); }
+    __device__ __forceinline__ uint32_t stage(uint32_t at) const { return stages + at % COUNT * BYTES; }
+    __device__ __forceinline__ uint32_t full(uint32_t at) const { return barriers + at % COUNT * 8; }
+    __device__ __forceinline__ uint32_t empty(uint32_t at) const { return full(at) + COUNT * 8; }
+    __device__ __forceinline__ void wait_full(uint32_t at) const { barrier_wait(full(at), at / COUNT & 1); }
+    __device__ __forceinline__ void wait_empty(uint32_t at) const { barrier_wait(empty(at), (at / COUNT & 1) ^ 1); }
 };
-template <int KIND>
 struct Rings {
-    using L = Layout<KIND>;
-    Ring<L::STAGES, L::STAGE> rows;
-    Ring<L::CODE_STAGES, L::CODE_STAGE> codes;
+    Ring<STAGES, STAGE> rows;
+    Ring<CODE_STAGES, CODE_STAGE> codes;
     uint32_t staging;
     __device__ __forceinline__ explicit Rings(uint32_t base)
-        : rows{base, base + L::BARRIERS}, codes{base + L::CODES, base + L::BARRIERS + 2 * L::STAGES * 8}, staging(base + L::STAGED) {}
+        : rows{base, base + BARRIERS}, codes{base + CODES, base + BARRIERS + 2 * STAGES * 8}, staging(base + STAGED) {}
 };
 
 // Tiles of this block: all columns of a row tile one after another.
@@ -67,98 +62,137 @@ struct Walk {
         return all > own ? (all - own - 1) / static_cast<int>(gridDim.x) + 1 : 0;
     }
     // (group, first slot, rows, first column)
+    template <int KIND>
     __device__ __forceinline__ int4 at(int i) const {
         const int id = blockIdx.x + i * gridDim.x, wide = static_cast<int>(p.n_tiles);
         int4 t = p.tiles[id / wide];
-        t.w = id % wide * 128;
+        t.w = id % wide * COLUMNS<KIND>;
         return t;
     }
 };
 
-// Codes of 256 k of a tile: the first block of each warpgroup, then the second, which is up's.
+// Row `own` of a tile's weights in the stack's matrix.
 template <int KIND>
-__device__ __forceinline__ void bring_codes(const Gemm& p, const CUtensorMap& codes, const Rings<KIND>& rings, const int4& t, uint32_t at, int step) {
-    using L = Layout<KIND>;
-    rings.codes.wait_empty(at);
-    barrier_arrive_expect(rings.codes.full(at), L::CODE_STAGE);
-#pragma unroll
-    for (int box = 0; box < 2 * L::BLOCKS; box++) {
-        bulk(rings.codes.stage(at) + box * BOX, codes, rings.codes.full(at), step * (BK / 2), t.w + box % 2 * 64 + box / 2 * p.n, t.x);
-    }
+__device__ __forceinline__ int64_t weight_row(const Gemm& p, const int4& t, int own) {
+    return KIND == UP ? t.w + own / 16 * 8 + own % 8 + (own & 8 ? p.n : 0) : t.w + own;
 }
 
-// Producers where the copy engine brings everything: a thread each for rows and codes.
-template <int KIND>
-__device__ __forceinline__ void produce(const Gemm& p, const CUtensorMap& rows, const CUtensorMap& codes, const Rings<KIND>& rings) {
-    const Walk walk{p};
-    const int steps = static_cast<int>(p.k / BK), count = walk.count();
-    const bool brings_codes = threadIdx.x % 128 >= 32;
-    uint32_t at = 0;
-    for (int i = 0; i < count; i++) {
-        const int4 t = walk.at(i);
-        for (int step = 0; step < steps; step += brings_codes ? CODE_STEPS : 1, at++) {
-            if (brings_codes) {
-                bring_codes(p, codes, rings, t, at, step);
-                continue;
+// The warpgroup that brings. A thread has the scales of one weight row.
+template <int FORMAT, int KIND>
+struct Producer {
+    static constexpr int BYTES = BK / Format<FORMAT>::BLOCK;  // of scales, for a row and a step
+    const Gemm& p;
+    const QuantWeight& w;
+    const CUtensorMap& rows;
+    const CUtensorMap& codes;
+    const Rings& rings;
+    const int thread, steps;
+    uint32_t code_at;
+    uint32_t scales[CODE_STEPS];  // as stored, of the next codes
+
+    __device__ __forceinline__ void load_scales(const int4& t, int step) {
+        const int64_t row = weight_row<KIND>(p, t, thread), inside = t.x * w.rows + (row < w.rows ? row : w.rows - 1);
+        const uint8_t* from = static_cast<const uint8_t*>(w.scales) + inside * w.blocks + step * BYTES;
+#pragma unroll
+        for (int i = 0; i < CODE_STEPS; i++, from += BYTES) {
+            scales[i] = 0;
+            if (step + i < steps) scales[i] = BYTES == 4 ? *reinterpret_cast<const uint32_t*>(from) : *reinterpret_cast<const unsigned short*>(from);
+        }
+    }
+    // Codes of 256 k of tile `t` and their scales.
+    __device__ __forceinline__ void bring_codes(const int4& t, const int4& after, int step) {
+        constexpr int BOXES = WEIGHTS / BOX_ROWS<KIND>;
+        rings.codes.wait_empty(code_at);
+        const uint32_t stage = rings.codes.stage(code_at), full = rings.codes.full(code_at);
+        if (thread == 0) barrier_arrive_expect(full, SCALES);
+        __syncwarp();
+        if (thread < BOXES) {
+            const int first = thread * BOX_ROWS<KIND>;
+            bulk(stage + first * 128, codes, full, step * (BK / 2), weight_row<KIND>(p, t, first), t.x);
+        }
+#pragma unroll
+        for (int i = 0; i < CODE_STEPS; i++) {
+            uint32_t v[4];
+            Format<FORMAT>::expand(v, scales[i]);
+            asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};\n" ::"r"(stage + SCALES + (i * WEIGHTS + thread) * 16),
+                         "r"(v[0]), "r"(v[1]), "r"(v[2]), "r"(v[3])
+                         : "memory");
+        }
+        barrier_arrive(full);
+        code_at++;
+        if (step + CODE_STEPS < steps) load_scales(t, step + CODE_STEPS);
+        else load_scales(after, 0);
+    }
+
+    // Rows in slot order come by the copy engine, for which one warp waits.
+    __device__ __forceinline__ void direct() {
+        const Walk walk{p};
+        const int count = walk.count();
+        uint32_t at = 0;
+        int4 after = walk.at<KIND>(0);
+        load_scales(after, 0);
+        for (int i = 0; i < count; i++) {
+            const int4 t = after;
+            if (i + 1 < count) after = walk.at<KIND>(i + 1);
+            for (int step = 0; step < steps; step++, at++) {
+                if (step % CODE_STEPS == 0) bring_codes(t, after, step);
+                if (thread >= 32) continue;
+                rings.rows.wait_empty(at);
+                if (thread == 0) {
+                    barrier_arrive_expect(rings.rows.full(at), STAGE);
+                    bulk(rings.rows.stage(at), rows, rings.rows.full(at), step * BK, t.y);
+                }
+                __syncwarp();
             }
-            rings.rows.wait_empty(at);
-            barrier_arrive_expect(rings.rows.full(at), Layout<KIND>::STAGE);
-            bulk(rings.rows.stage(at), rows, rings.rows.full(at), step * BK, t.y);
         }
     }
-}
 
-// Producer of rows behind a map: eight threads a row of 64 k. Lanes look up the warp's rows, a tile ahead of their use.
-template <int KIND>
-__device__ __forceinline__ void gather(const Gemm& p, const CUtensorMap& codes, const Rings<KIND>& rings) {
-    using L = Layout<KIND>;
-    constexpr int EACH = L::ROWS / 16, LOOKED_UP = L::ROWS / 128;
-    const Walk walk{p};
-    const int steps = static_cast<int>(p.k / BK), count = walk.count();
-    const int thread = threadIdx.x % 128, lane = thread % 32, r = thread / 8, c = thread % 8;
-    const uint32_t into = r * 128 + ((c ^ (r & 7)) << 4);
-    int next[LOOKED_UP];
-    // Row j * 4 + l of the warp's is row 16 j + l of its quarter of each sixteen.
-    auto look_up = [&](const int4& t) {
+    // Rows behind a map: eight threads a row of 64 k. Lanes look up the warp's rows, a tile ahead of their use.
+    __device__ __forceinline__ void gather() {
+        constexpr int EACH = ROWS / 16, LOOKED_UP = ROWS / 128;
+        const Walk walk{p};
+        const int count = walk.count(), lane = thread % 32, r = thread / 8, c = thread % 8;
+        const uint32_t into = r * 128 + ((c ^ (r & 7)) << 4);
+        int next[LOOKED_UP];
+        // Row 4 j + l of the warp's is row 16 j + l of its four of each sixteen.
+        auto look_up = [&](const int4& t) {
 #pragma unroll
-        for (int q = 0; q < LOOKED_UP; q++) {
-            const int local = thread / 32 * 4 + lane % 4 + (lane / 4 + q * 8) * 16;
-            const int64_t row = mapped_row(p.a_map, t.y + (local < t.z ? local : 0), p.a_rows, p.fault);
-            next[q] = static_cast<int>(row < 0 ? 0 : row);
-        }
-    };
-    int4 t{}, after{};
-    if (count > 0) {
-        after = walk.at(0);
+            for (int q = 0; q < LOOKED_UP; q++) {
+                const int local = thread / 32 * 4 + lane % 4 + (lane / 4 + q * 8) * 16;
+                const int64_t row = mapped_row(p.a_map, t.y + (local < t.z ? local : 0), p.a_rows, p.fault);
+                next[q] = static_cast<int>(row < 0 ? 0 : row);
+            }
+        };
+        const int64_t pitch = p.k * 2;
+        uint32_t at = 0;
+        int4 after = walk.at<KIND>(0);
+        load_scales(after, 0);
         look_up(after);
-    }
-    const int64_t pitch = p.k * 2;
-    uint32_t at = 0, code_at = 0;
-    for (int i = 0; i < count; i++) {
-        t = after;
-        int row[EACH];
+        for (int i = 0; i < count; i++) {
+            const int4 t = after;
+            if (i + 1 < count) after = walk.at<KIND>(i + 1);
+            const char* from[EACH];
 #pragma unroll
-        for (int j = 0; j < EACH; j++) row[j] = __shfl_sync(~0u, next[j / 8], j % 8 * 4 + lane / 8);
-        const int passes = (t.z + 15) / 16;
-        for (int step = 0; step < steps; step++, at++) {
-            if (thread == 0 && step % CODE_STEPS == 0) bring_codes(p, codes, rings, t, code_at, step);
-            if (step % CODE_STEPS == 0) code_at++;
-            rings.rows.wait_empty(at);
-            const uint32_t to = rings.rows.stage(at) + into;
-            const char* from = static_cast<const char*>(p.a) + step * (BK * 2) + c * 16;
+            for (int j = 0; j < EACH; j++) from[j] = static_cast<const char*>(p.a) + __shfl_sync(~0u, next[j / 8], j % 8 * 4 + lane / 8) * pitch + c * 16;
+            const int passes = (t.z + 15) / 16;
+            for (int step = 0; step < steps; step++, at++) {
+                if (step % CODE_STEPS == 0) bring_codes(t, after, step);
+                rings.rows.wait_empty(at);
+                const uint32_t to = rings.rows.stage(at) + into;
 #pragma unroll
-            for (int j = 0; j < EACH; j++) {
-                if (j < passes) copy(to + j * 2048, from + row[j] * pitch);
+                for (int j = 0; j < EACH; j++) {
+                    if (j < passes) copy(to + j * 2048, from[j]);
+                }
+                barrier_arrive_after_copies(rings.rows.full(at));
+#pragma unroll
+                for (int j = 0; j < EACH; j++) from[j] += BK * 2;
+                if (step == min(1, steps - 1)) look_up(after);
             }
-            barrier_arrive_after_copies(rings.rows.full(at));
-            if (i + 1 == count) continue;
-            if (step == 0) after = walk.at(i + 1);
-            if (step == min(1, steps - 1)) look_up(after);
         }
+        // Copies must not outlive the block's shared memory.
+        asm volatile("cp.async.wait_all;\n" ::: "memory");
     }
-    // Copies must not outlive the block's shared memory.
-    asm volatile("cp.async.wait_all;\n" ::: "memory");
-}
+};
 
 // Operand in shared memory by rows of 64 k, swizzled by 128 bytes.
 __device__ __forceinline__ uint64_t operand(uint32_t at) {
@@ -171,218 +205,208 @@ __device__ __forceinline__ void pin(float (&v)[N]) {
 #pragma unroll
     for (int i = 0; i < N; i++) asm volatile("" : "+f"(v[i])::"memory");
 }
-// Weights of 64 rows and half a step's k, or all, as the products read them: by 16 k.
-template <int HALVES>
-using Fragment = uint32_t[2 * HALVES][4];
-template <int N>
-__device__ __forceinline__ void pin(uint32_t (&v)[N][4]) {
+// Weights of 64 rows and 32 k as the products read them: by 16 k.
+using Fragment = uint32_t[2][4];
+__device__ __forceinline__ void pin(Fragment& v) {
 #pragma unroll
-    for (int i = 0; i < 4 * N; i++) asm volatile("" : "+r"(v[i / 4][i % 4])::"memory");
+    for (int i = 0; i < 8; i++) asm volatile("" : "+r"(v[i / 4][i % 4])::"memory");
 }
 
-// Scales of a thread's two rows of each block. A quad's lanes hold those of four steps.
-template <int FORMAT, int KIND>
-struct Scales {
-    static constexpr int BLOCKS = Layout<KIND>::BLOCKS, BYTES = BK / Format<FORMAT>::BLOCK;
-    const Gemm& p;
-    const QuantWeight& w;
-    uint32_t now[BLOCKS][2], next[BLOCKS][2];
+// Codes and scales of a fragment, of a thread's two rows.
+struct Codes {
+    uint32_t words[2][4], scales[2][2];
 
-    // Those of steps `step` to `step + 3` of a tile; `first`: this thread's first row in a block of the tile.
-    __device__ __forceinline__ void load(const int4& t, int first, int step, int steps) {
-        const int own = step + threadIdx.x % 4;
+    __device__ __forceinline__ void load(uint32_t from, uint32_t scales_at) {
 #pragma unroll
-        for (int i = 0; i < 2 * BLOCKS; i++) {
-            const int64_t row = t.w + first + i % 2 * 8 + i / 2 * p.n, inside = t.x * w.rows + (row < w.rows ? row : w.rows - 1);
-            const uint8_t* from = static_cast<const uint8_t*>(w.scales) + inside * w.blocks + own * BYTES;
-            next[i / 2][i % 2] = 0;
-            if (own < steps) next[i / 2][i % 2] = BYTES == 4 ? *reinterpret_cast<const uint32_t*>(from) : *reinterpret_cast<const unsigned short*>(from);
+        for (int half = 0; half < 2; half++) {
+            uint32_t(&v)[4] = words[half];
+            asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];\n" : "=r"(v[0]), "=r"(v[1]), "=r"(v[2]), "=r"(v[3]) : "r"(from + half * 1024) : "memory");
+            asm volatile("ld.shared.v2.b32 {%0, %1}, [%2];\n" : "=r"(scales[half][0]), "=r"(scales[half][1]) : "r"(scales_at + half * 128) : "memory");
         }
     }
-    __device__ __forceinline__ void turn() {
+    // Of each 8 k a thread has the two codes of byte t of the word, t being its place in the quad.
+    template <int FORMAT>
+    __device__ __forceinline__ void convert(Fragment& to) const {
+        const uint32_t of_word = threadIdx.x % 4 * 17 + 0x40;
 #pragma unroll
-        for (int i = 0; i < 2 * BLOCKS; i++) now[i / 2][i % 2] = next[i / 2][i % 2];
-    }
-    __device__ __forceinline__ uint32_t of(int block, int half, int step) const {
-        return __shfl_sync(~0u, now[block][half], (threadIdx.x & 28) | (step & 3));
-    }
-};
-
-// A fragment of the codes from `chunk` (32 of them) of this thread's first row in the block. Of each 8 k a thread has the
-// two codes of byte t of the word, t being its place in the quad.
-template <int FORMAT, int HALVES>
-__device__ __forceinline__ void convert(Fragment<HALVES>& to, uint32_t row, uint32_t chunk, const uint32_t (&scales)[2][4]) {
-    const uint32_t lane = threadIdx.x % 32, of_word = lane % 4 * 17 + 0x40, swizzle = lane / 4;
-#pragma unroll
-    for (int half = 0; half < 2; half++) {
-#pragma unroll
-        for (int i = 0; i < HALVES; i++) {
-            uint32_t v[4];
-            asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];\n"
-                         : "=r"(v[0]), "=r"(v[1]), "=r"(v[2]), "=r"(v[3])
-                         : "r"(row + half * 1024 + (((chunk + i) ^ swizzle) << 4))
-                         : "memory");
+        for (int half = 0; half < 2; half++) {
+            const uint32_t(&v)[4] = words[half];
             const uint32_t bytes = __byte_perm(__byte_perm(v[0], v[2], of_word), __byte_perm(v[1], v[3], of_word), 0x5410);
             // Nibbles of a byte to 16 bits from each other: 1 and 4 change places, and 3 and 6.
             const uint32_t change = (bytes ^ bytes >> 12) & 0xf0f0u, word = bytes ^ change ^ change << 12;
 #pragma unroll
-            for (int j = 0; j < 4; j++) to[i * 2 + j / 2][j % 2 * 2 + half] = Format<FORMAT>::value(pattern(word, j), scales[half][i * 2 + j / 2]);
+            for (int j = 0; j < 4; j++) to[j / 2][j % 2 * 2 + half] = Format<FORMAT>::value(pattern(word, j), scales[half][j / 2]);
         }
+        pin(to);
     }
-    pin(to);
-}
+};
 
 __device__ __forceinline__ void commit() { asm volatile("wgmma.commit_group.sync.aligned;\n" ::: "memory"); }
 template <int LEFT>
 __device__ __forceinline__ void wait() {
     asm volatile("wgmma.wait_group.sync.aligned %0;\n" ::"n"(LEFT) : "memory");
 }
-template <int N, int SIZE, int COUNT>
-__device__ __forceinline__ void multiply(float (&acc)[SIZE], uint32_t (&a)[COUNT][4], uint64_t b) {
+template <int N>
+__device__ __forceinline__ void multiply(float (&acc)[N / 2], Fragment& a, uint64_t b) {
     pin(acc);
     asm volatile("wgmma.fence.sync.aligned;\n" ::: "memory");
 #pragma unroll
-    for (int k = 0; k < COUNT; k++) wgmma_left<N, 0>(acc, a[k], b + k * 2, 1);
+    for (int k = 0; k < 2; k++) wgmma_left<N, 0>(acc, a[k], b + k * 2, 1);
     commit();
 }
 
 // What a multiplying warpgroup keeps from tile to tile.
-template <int FORMAT, int KIND>
+template <int FORMAT>
 struct Worker {
-    using L = Layout<KIND>;
-    const Gemm& p;
-    const Rings<KIND>& rings;
-    Scales<FORMAT, KIND> scales;
-    const int steps, group, first;  // first: row of this thread in a block of 64
+    const Rings& rings;
+    const int steps, group, first;  // first: weight row of this thread in the warpgroup's 64
+    const bool mapped;
+    const uint32_t codes, scales;   // places of that row in a stage
     uint32_t at, code_at;
 
-    __device__ __forceinline__ Worker(const Gemm& p, const QuantWeight& w, const Rings<KIND>& rings)
-        : p(p), rings(rings), scales{p, w}, steps(static_cast<int>(p.k / BK)), group(threadIdx.x / 128),
-          first(threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4), at(0), code_at(0) {}
+    __device__ __forceinline__ Worker(const Gemm& p, const Rings& rings)
+        : rings(rings), steps(static_cast<int>(p.k / BK)), group(threadIdx.x / 128), first(threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4),
+          mapped(p.a_map), codes((group * 64 + first) * 128 + threadIdx.x % 32 / 4 * 16), scales(SCALES + (group * 64 + first) * 16), at(0), code_at(0) {}
 
     __device__ __forceinline__ bool releases() const { return threadIdx.x % 32 == 0; }
-    // Fragment 0 or 1 of a step.
-    __device__ __forceinline__ void make(Fragment<L::BLOCKS>& to, int which, int step) const {
-        const int block = which % L::BLOCKS;
-        const uint32_t row = rings.codes.stage(code_at) + (block * 2 + group) * BOX + first * 128;
-        uint32_t expanded[2][4];
-#pragma unroll
-        for (int half = 0; half < 2; half++) {
-            const uint32_t own = scales.of(block, half, step);
-            Format<FORMAT>::expand(expanded[half], L::BLOCKS == 2 || which == 0 ? own : own >> 8 * Scales<FORMAT, KIND>::BYTES / 2);
-        }
-        convert<FORMAT, L::BLOCKS>(to, row, step % CODE_STEPS * 2 + (L::BLOCKS == 1 ? which : 0), expanded);
+    // Fragment 0 or 1 of a step: halves of its k.
+    __device__ __forceinline__ void load(Codes& to, int which, int step) const {
+        const uint32_t stage = rings.codes.stage(code_at), quarter = step % CODE_STEPS;
+        to.load((stage + codes) ^ quarter << 5 ^ which << 4, stage + scales + quarter * (WEIGHTS * 16) + which * 8);
     }
-    // Before a step's first fragment: the next codes and scales, where it begins with some.
-    __device__ __forceinline__ void begin(const int4& t, const int4& after, int step) {
-        if (step % CODE_STEPS) return;
-        rings.codes.wait_full(code_at);
-        scales.turn();
-        if (step + CODE_STEPS < steps) scales.load(t, group * 64 + first, step + CODE_STEPS, steps);
-        else scales.load(after, group * 64 + first, 0, steps);
-    }
-    // After its last one.
-    __device__ __forceinline__ void end(int step) {
-        if (step % CODE_STEPS != CODE_STEPS - 1 && step + 1 < steps) return;
+    __device__ __forceinline__ void release_codes() {
         __syncwarp();
         if (releases()) barrier_arrive(rings.codes.empty(code_at));
         code_at++;
     }
-    __device__ __forceinline__ void wait_rows(int step) const {
-        rings.rows.wait_full(at + step);
-        // Rows behind a map came by ordinary writes; wgmma reads through another proxy.
-        if (p.a_map) fence_proxy();
-    }
-    __device__ __forceinline__ void release_rows(int step) const {
-        if (releases()) barrier_arrive(rings.rows.empty(at + step));
+    __device__ __forceinline__ void release_rows(uint32_t position) const {
+        if (releases()) barrier_arrive(rings.rows.empty(position));
     }
 
-    // Sums of a tile, of which N rows count. A step has two fragments: its blocks, or the halves of its k.
+    // Sums of a tile, of which N rows count. Of the two fragments of a step one is multiplied while the other is made, from
+    // codes that were read before.
     template <int N>
-    __device__ __forceinline__ void products(float (&acc)[L::BLOCKS][N / 2], const int4& t, const int4& after) {
-        constexpr int LAST = L::BLOCKS - 1, LATER = 4 - 2 * L::BLOCKS;
-        Fragment<L::BLOCKS> a[2] = {};
+    __device__ __forceinline__ void products(float (&acc)[N / 2]) {
+        Fragment a[2] = {};
+        Codes next[2];
         // Not by the first product, or registers would live from one tile's case to another's.
 #pragma unroll
-        for (int i = 0; i < L::BLOCKS * N / 2; i++) acc[i / (N / 2)][i % (N / 2)] = 0.0f;
-        begin(t, after, 0);
-        make(a[0], 0, 0);
-        for (int step = 0; step < steps; step++) {
-            wait_rows(step);
-            const uint64_t b = operand(rings.rows.stage(at + step));
-            multiply<N>(acc[0], a[0], b);
+        for (int i = 0; i < N / 2; i++) acc[i] = 0.0f;
+        rings.codes.wait_full(code_at);
+        load(next[0], 0, 0);
+        load(next[1], 1, 0);
+        next[0].convert<FORMAT>(a[0]);
+#pragma unroll 1
+        for (int step = 0; step < steps; step++, at++) {
+            const bool more = step + 1 < steps;
+            rings.rows.wait_full(at);
+            // Rows behind a map came by ordinary writes; wgmma reads through another proxy.
+            if (mapped) fence_proxy();
+            const uint64_t b = operand(rings.rows.stage(at));
+            multiply<N>(acc, a[0], b);
+            if (more) {
+                if (step % CODE_STEPS == CODE_STEPS - 1) {
+                    release_codes();
+                    rings.codes.wait_full(code_at);
+                }
+                load(next[0], 0, step + 1);
+            }
             wait<1>();
             pin(a[1]);
-            if (step > 0) release_rows(step - 1);
-            make(a[1], 1, step);
-            end(step);
-            multiply<N>(acc[LAST], a[1], b + 2 * LATER);
+            if (step > 0) release_rows(at - 1);
+            next[1].convert<FORMAT>(a[1]);
+            multiply<N>(acc, a[1], b + 4);
+            if (more) load(next[1], 1, step + 1);
             wait<1>();
             pin(a[0]);
-            if (step + 1 < steps) {
-                begin(t, after, step + 1);
-                make(a[0], 0, step + 1);
-            }
+            if (more) next[0].convert<FORMAT>(a[0]);
         }
         wait<0>();
-#pragma unroll
-        for (int b = 0; b < L::BLOCKS; b++) pin(acc[b]);
+        pin(acc);
+        pin(a[0]);
         pin(a[1]);
-        release_rows(steps - 1);
-        at += steps;
+        release_rows(at - 1);
+        release_codes();
     }
 };
 
-// 64 columns of a warpgroup and 128 rows on their way out, a row in 128 bytes, its chunks of 16 permuted.
+// Columns of a warpgroup on their way out, as many rows as fit. Chunks of 16 bytes are permuted.
+template <int KIND>
 struct Staging {
+    static constexpr int WIDE = COLUMNS<KIND>, CHUNKS = WIDE / 16, COUNT = LEAVING / WIDE;  // bytes and chunks of a row, rows
     uint32_t base;
     int group;
     __device__ __forceinline__ void sync() const { asm volatile("bar.sync %0, 128;\n" ::"r"(1 + group) : "memory"); }
-    // Values of the warp's 16 columns in two blocks of 8 rows, the first at `row`.
-    __device__ __forceinline__ void put(int row, const float* v) const {
-        const int lane = threadIdx.x % 32, r = row + lane / 16 * 8 + lane % 8, chunk = threadIdx.x / 32 % 4 * 2 + lane / 8 % 2;
-        uint32_t words[4];
-#pragma unroll
-        for (int i = 0; i < 4; i++) {
-            const __nv_bfloat162 pair = __floats2bfloat162_rn(v[2 * i], v[2 * i + 1]);
-            words[i] = *reinterpret_cast<const uint32_t*>(&pair);
-        }
-        asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};\n" ::"r"(base + r * 128 + ((chunk ^ (r & 7)) << 4)),
-                     "r"(words[0]), "r"(words[1]), "r"(words[2]), "r"(words[3])
+    __device__ __forceinline__ uint32_t place(int row, int chunk) const {
+        return base + row * WIDE + ((chunk ^ (CHUNKS == 8 ? row & 7 : row >> 1 & 3)) << 4);
+    }
+    // Four blocks of 8 columns by 8 rows, turned: of up 8 columns of 32 rows, of down 16 of 16 rows.
+    __device__ __forceinline__ void put(int row, const uint32_t (&v)[4]) const {
+        const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4, which = lane / 8;
+        const uint32_t to = KIND == UP ? place(row + lane, warp) : place(row + which / 2 * 8 + lane % 8, warp * 2 + which % 2);
+        asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};\n" ::"r"(to), "r"(v[0]), "r"(v[1]), "r"(v[2]), "r"(v[3])
                      : "memory");
     }
     // `count` rows to `out`, whose rows are `wide`; `row_of(r)` says which one row r is.
     template <class RowOf>
     __device__ __forceinline__ void send(bf16* out, int64_t wide, int64_t columns, int count, bool add, RowOf&& row_of) const {
+        const int thread = threadIdx.x % 128, c = thread % CHUNKS;
         sync();
-        const int thread = threadIdx.x % 128, c = thread % 8;
-        for (int r = thread / 8; r < count; r += 16) {
-            uint4 v;
+        uint4 v[4];
+#pragma unroll
+        for (int j = 0; j < 4; j++) {
+            const int r = thread / CHUNKS + j * (128 / CHUNKS);
             asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];\n"
-                         : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
-                         : "r"(base + r * 128 + ((c ^ (r & 7)) << 4))
+                         : "=r"(v[j].x), "=r"(v[j].y), "=r"(v[j].z), "=r"(v[j].w)
+                         : "r"(place(r, c))
                          : "memory");
+        }
+        sync();
+#pragma unroll
+        for (int j = 0; j < 4; j++) {
+            const int r = thread / CHUNKS + j * (128 / CHUNKS);
+            if (r >= count || c * 8 >= columns) continue;
             const int64_t row = row_of(r);
-            if (row < 0 || c * 8 >= columns) continue;
+            if (row < 0) continue;
             uint4* to = reinterpret_cast<uint4*>(out + row * wide + c * 8);
             if (add) {
                 uint4 old = *to;
-                bf16* sums = reinterpret_cast<bf16*>(&v);
+                bf16* sums = reinterpret_cast<bf16*>(&v[j]);
                 const bf16* before = reinterpret_cast<const bf16*>(&old);
 #pragma unroll
                 for (int k = 0; k < 8; k++) sums[k] = from_float<bf16>(to_float(before[k]) + to_float(sums[k]));
             }
-            *to = v;
+            *to = v[j];
         }
-        sync();
+    }
+    // All rows of a tile from accumulators, as many at a time as there is room for; `row_of` as above, of the tile. Of up, gate's
+    // place or up's.
+    template <int N, class RowOf>
+    __device__ __forceinline__ void send_all(const float (&v)[N], int up, bf16* out, int64_t wide, int64_t columns, int count, bool add, RowOf&& row_of) const {
+#pragma unroll
+        for (int from = 0; from < 2 * N; from += COUNT) {
+            if (from >= count) break;
+#pragma unroll
+            for (int r = from; r < from + COUNT && r < 2 * N; r += KIND == UP ? 32 : 16) {
+                uint32_t words[4];
+#pragma unroll
+                for (int i = 0; i < 4; i++) {
+                    const int at = r / 2 + (KIND == UP ? i * 4 + up * 2 : i * 2);
+                    const __nv_bfloat162 pair = __floats2bfloat162_rn(v[at], v[at + 1]);
+                    words[i] = *reinterpret_cast<const uint32_t*>(&pair);
+                }
+                put(r - from, words);
+            }
+            send(out, wide, columns, count - from, add, [&](int r) { return row_of(from + r); });
+        }
     }
 };
 
 // What a tile's end needs to know of its place.
 struct Place {
     const int4& t;
-    int64_t column;  // first of the warpgroup's 64
-    int first;       // of them this thread's first; the other is 8 on
+    int64_t column;  // the warpgroup's first
+    int first;       // of its columns this thread's first
     const float (&factor)[2];
 
     // A number of the tile's row behind accumulator i; of rows that do not exist, any.
@@ -392,136 +416,131 @@ struct Place {
     }
 };
 
+// Of four accumulators two are gate's and two up's, of the same column and rows.
 template <int N>
-__device__ __forceinline__ void finish_up(const Gemm& p, float (&acc)[2][N / 2], const Place& at, const Staging& staging) {
+__device__ __forceinline__ void finish_up(const Gemm& p, float (&acc)[N / 2], const Place& at, const Staging<UP>& staging) {
     const int64_t columns = p.n - at.column;
 #pragma unroll
-    for (int up = 0; up < 2; up++) {
+    for (int i = 0; i < N / 2; i++) acc[i] *= at.factor[i / 2 % 2];
+    if (p.scale) {
 #pragma unroll
-        for (int i = 0; i < N / 2; i++) acc[up][i] *= at.factor[up];
-        if (p.scale) {
-#pragma unroll
-            for (int i = 0; i < N / 2; i++) acc[up][i] *= at.of_row(p.scale, i);
+        for (int i = 0; i < N / 2; i += 4) {
+            const float first = at.of_row(p.scale, i), second = at.of_row(p.scale, i + 1);
+            acc[i] *= first, acc[i + 1] *= second, acc[i + 2] *= first, acc[i + 3] *= second;
         }
-        if (p.bias) {
-            const bf16* bias = static_cast<const bf16*>(p.bias) + (at.t.x * 2 + up) * p.n;
-            float own[2];
+    }
+    if (p.bias) {
+        const bf16* bias = static_cast<const bf16*>(p.bias) + at.t.x * 2 * p.n + at.column + at.first;
+        const bool inside = at.first < columns;
+        const float own[2] = {inside ? to_float(bias[0]) : 0.0f, inside ? to_float(bias[p.n]) : 0.0f};
 #pragma unroll
-            for (int h = 0; h < 2; h++) own[h] = at.first + h * 8 < columns ? to_float(bias[at.column + at.first + h * 8]) : 0.0f;
-#pragma unroll
-            for (int i = 0; i < N / 2; i++) acc[up][i] += own[i / 2 % 2];
-        }
-        if (p.pre_out) {
-#pragma unroll
-            for (int i = 0; i < N / 2; i += 8) staging.put(i * 2, acc[up] + i);
-            staging.send(static_cast<bf16*>(p.pre_out) + up * p.n + at.column, 2 * p.n, columns, at.t.z, false, [&](int r) { return static_cast<int64_t>(at.t.y) + r; });
-        }
+        for (int i = 0; i < N / 2; i++) acc[i] += own[i / 2 % 2];
+    }
+    if (p.pre_out) {
+        auto to_slot = [&](int r) { return static_cast<int64_t>(at.t.y) + r; };
+        bf16* pre = static_cast<bf16*>(p.pre_out) + at.column;
+        staging.send_all(acc, 0, pre, 2 * p.n, columns, at.t.z, false, to_slot);
+        staging.send_all(acc, 1, pre + p.n, 2 * p.n, columns, at.t.z, false, to_slot);
     }
     with_gate(static_cast<int>(p.activation), [&](auto kind) {
 #pragma unroll
         for (int i = 0; i < N / 2; i++) {
-            acc[0][i] = activate<true>(kind.value, static_cast<float>(p.alpha), static_cast<float>(p.limit), acc[0][i], acc[1][i]).value;
+            if (i / 2 % 2) continue;
+            acc[i] = activate<true>(kind.value, static_cast<float>(p.alpha), static_cast<float>(p.limit), acc[i], acc[i + 2]).value;
         }
     });
     if (p.out_scale) {
 #pragma unroll
-        for (int i = 0; i < N / 2; i++) acc[0][i] *= at.of_row(p.out_scale, i);
+        for (int i = 0; i < N / 2; i++) {
+            if (i / 2 % 2 == 0) acc[i] *= at.of_row(p.out_scale, i);
+        }
     }
-#pragma unroll
-    for (int i = 0; i < N / 2; i += 8) staging.put(i * 2, acc[0] + i);
-    staging.send(static_cast<bf16*>(p.out) + at.column, p.n, columns, at.t.z, p.accumulate, [&](int r) { return out_row(p, at.t.y + r, threadIdx.x % 8); });
+    staging.send_all(acc, 0, static_cast<bf16*>(p.out) + at.column, p.n, columns, at.t.z, p.accumulate,
+                     [&](int r) { return out_row(p, at.t.y + r, threadIdx.x % Staging<UP>::CHUNKS); });
 }
 
 template <int N>
-__device__ __forceinline__ void finish_down(const Gemm& p, float (&acc)[1][N / 2], const Place& at, const Staging& staging) {
+__device__ __forceinline__ void finish_down(const Gemm& p, float (&acc)[N / 2], const Place& at, const Staging<DOWN>& staging) {
     const int64_t columns = p.n - at.column;
 #pragma unroll
-    for (int i = 0; i < N / 2; i++) acc[0][i] *= at.factor[0];
+    for (int i = 0; i < N / 2; i++) acc[i] *= at.factor[0];
     if (p.scale) {
 #pragma unroll
-        for (int i = 0; i < N / 2; i++) acc[0][i] *= at.of_row(p.scale, i);
+        for (int i = 0; i < N / 2; i += 4) {
+            const float first = at.of_row(p.scale, i), second = at.of_row(p.scale, i + 1);
+            acc[i] *= first, acc[i + 1] *= second, acc[i + 2] *= first, acc[i + 3] *= second;
+        }
     }
     if (p.bias) {
-        const bf16* bias = static_cast<const bf16*>(p.bias) + at.t.x * p.n;
+        const bf16* bias = static_cast<const bf16*>(p.bias) + at.t.x * p.n + at.column + at.first;
         float own[2];
 #pragma unroll
-        for (int h = 0; h < 2; h++) own[h] = at.first + h * 8 < columns ? to_float(bias[at.column + at.first + h * 8]) : 0.0f;
+        for (int h = 0; h < 2; h++) own[h] = at.first + h * 8 < columns ? to_float(bias[h * 8]) : 0.0f;
 #pragma unroll
-        for (int i = 0; i < N / 2; i++) acc[0][i] += own[i / 2 % 2] * (p.bias_scale ? at.of_row(p.bias_scale, i) : 1.0f);
+        for (int i = 0; i < N / 2; i++) acc[i] += own[i / 2 % 2] * (p.bias_scale ? at.of_row(p.bias_scale, i) : 1.0f);
     }
-#pragma unroll
-    for (int from = 0; from < N; from += LEAVING) {
-#pragma unroll
-        for (int i = 0; i < LEAVING / 2; i += 8) {
-            if (from + i * 2 < N) staging.put(i * 2, acc[0] + from / 2 + i);
-        }
-        staging.send(static_cast<bf16*>(p.out) + at.column, p.n, columns, min(at.t.z - from, LEAVING), p.accumulate,
-                     [&](int r) { return out_row(p, at.t.y + from + r, threadIdx.x % 8); });
-    }
+    staging.send_all(acc, 0, static_cast<bf16*>(p.out) + at.column, p.n, columns, at.t.z, p.accumulate,
+                     [&](int r) { return out_row(p, at.t.y + r, threadIdx.x % Staging<DOWN>::CHUNKS); });
 }
 
 template <int FORMAT, int KIND>
-__device__ __forceinline__ void work(const Gemm& p, const QuantWeight& w, const Rings<KIND>& rings) {
-    using L = Layout<KIND>;
+__device__ __forceinline__ void work(const Gemm& p, const QuantWeight& w, const Rings& rings) {
     const Walk walk{p};
     const int count = walk.count(), group = threadIdx.x / 128;
-    const Staging staging{rings.staging + group * LEAVING * 128, group};
-    Worker<FORMAT, KIND> worker(p, w, rings);
-    int4 after = make_int4(0, 0, 0, 0);
-    if (count > 0) {
-        after = walk.at(0);
-        worker.scales.load(after, group * 64 + worker.first, 0, worker.steps);
-    }
+    const Staging<KIND> staging{rings.staging + group * LEAVING, group};
+    Worker<FORMAT> worker(p, rings);
+    // Of up a warp's 16 weight rows are 8 columns.
+    const int first = KIND == UP ? threadIdx.x % 128 / 32 * 8 + threadIdx.x % 32 / 4 : worker.first;
+    int4 after = walk.at<KIND>(0);
     for (int i = 0; i < count; i++) {
         const int4 t = after;
-        if (i + 1 < count) after = walk.at(i + 1);
+        if (i + 1 < count) after = walk.at<KIND>(i + 1);
         const float* factors = w.factors ? w.factors + t.x * w.parts : nullptr;
         const float one = Format<FORMAT>::LEFT;
         const float factor[2] = {factors ? one * factors[0] : one, factors ? one * factors[w.parts - 1] : one};
-        const Place place{t, t.w + group * 64, worker.first, factor};
+        const Place place{t, t.w + group * (COLUMNS<KIND> / 2), first, factor};
         // The accumulators of each case are its own: the compiler must see one owner.
         auto tile = [&](auto rows) {
             constexpr int N = rows.value;
-            float acc[L::BLOCKS][N / 2];
-            worker.template products<N>(acc, t, after);
+            float acc[N / 2];
+            worker.template products<N>(acc);
             if constexpr (KIND == UP) finish_up<N>(p, acc, place, staging);
             else finish_down<N>(p, acc, place, staging);
         };
         if (t.z <= 64) tile(Constant<64>{});
-        else if (L::ROWS == 128 || t.z <= 128) tile(Constant<128>{});
-        else if constexpr (L::ROWS == 256) {
-            if (t.z <= 192) tile(Constant<192>{});
-            else tile(Constant<256>{});
-        }
+        else if (t.z <= 128) tile(Constant<128>{});
+        else if (t.z <= 192) tile(Constant<192>{});
+        else tile(Constant<256>{});
     }
 }
 
 template <int FORMAT, int KIND>
 __device__ __forceinline__ void run(const Gemm& p, const QuantWeight& w, const CUtensorMap& rows, const CUtensorMap& codes) {
-    using L = Layout<KIND>;
     extern __shared__ __align__(1024) unsigned char shared[];
-    const Rings<KIND> rings(address(shared));
+    const Rings rings(address(shared));
     if (threadIdx.x == 0) {
-        for (int i = 0; i < L::STAGES; i++) {
+        for (int i = 0; i < STAGES; i++) {
             // Each thread that copies, or the copy engine's; each warp that multiplies.
             barrier_init(rings.rows.full(i), p.a_map ? 128 : 1);
             barrier_init(rings.rows.empty(i), 8);
         }
-        for (int i = 0; i < L::CODE_STAGES; i++) {
-            barrier_init(rings.codes.full(i), 1);
+        for (int i = 0; i < CODE_STAGES; i++) {
+            // Of each thread's scales, and the copy engine's.
+            barrier_init(rings.codes.full(i), 129);
             barrier_init(rings.codes.empty(i), 8);
         }
         asm volatile("fence.mbarrier_init.release.cluster;\n" ::: "memory");
     }
     __syncthreads();
+    if (Walk{p}.count() == 0) return;
     const int role = __shfl_sync(~0u, threadIdx.x / 128, 0);
     if (role == 2) {
-        asm volatile("setmaxnreg.dec.sync.aligned.u32 56;\n");
-        if (p.a_map) gather<KIND>(p, codes, rings);
-        else if (threadIdx.x % 32 == 0 && threadIdx.x % 128 < 64) produce<KIND>(p, rows, codes, rings);
-        __syncwarp();
+        asm volatile("setmaxnreg.dec.sync.aligned.u32 72;\n");
+        Producer<FORMAT, KIND> producer{p, w, rows, codes, rings, static_cast<int>(threadIdx.x % 128), static_cast<int>(p.k / BK), 0, {}};
+        if (p.a_map) producer.gather();
+        else producer.direct();
     } else {
-        asm volatile("setmaxnreg.inc.sync.aligned.u32 224;\n");
+        asm volatile("setmaxnreg.inc.sync.aligned.u32 216;\n");
         work<FORMAT, KIND>(p, w, rings);
     }
 }

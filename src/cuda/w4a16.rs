@@ -21,11 +21,11 @@ const FEW: i64 = 32;
 const FEWEST: i64 = 6;
 /// Columns of a warp's tile there, of gate and up together.
 const WARP_COLUMNS: usize = 32;
-/// Kernels for many rows: what their names begin with, the rows of a tile of gate and up and of another, and the weight rows
-/// that the copy engine brings at a time (`kernels/hopper_w4a16.cu`).
+/// Kernels for many rows: what their names begin with, the rows of a tile, and the weight rows that the copy engine brings at
+/// a time, of gate and up in turn or of another (`kernels/hopper_w4a16.cu`).
 const MANY: &str = "hopper";
-const TILE_ROWS: [usize; 2] = [128, 256];
-const BOX_ROWS: u32 = 64;
+const TILE_ROWS: u32 = 256;
+const BOX_ROWS: [u32; 2] = [8, 64];
 
 /// Checked weights, as kernels take them.
 pub(super) struct Quantised {
@@ -113,8 +113,8 @@ impl Quantised {
         }
         let words = [p.out, p.pre_out].iter().all(|at| at.is_multiple_of(16)) && p.n % 8 == 0 && p.a_rows > 0;
         (device.hopper() && words).then(|| Special {
-            rows: TILE_ROWS[2 - factor],
-            columns: W4A16.tile,
+            rows: TILE_ROWS as usize,
+            columns: W4A16.tile / factor,
             prefix: MANY,
             threads: W4A16.threads,
             shared: W4A16.shared,
@@ -143,7 +143,9 @@ impl Quantised {
             None => (format!("{product}_{format}_{suffix}"), grid),
         };
         let maps = match special {
-            Some(Special { prefix: MANY, rows, .. }) => Some(self.maps(call, rows, p)?),
+            Some(Special { prefix: MANY, columns, .. }) => {
+                Some(self.maps(call, BOX_ROWS[usize::from(columns == W4A16.tile)], p)?)
+            }
             _ => None,
         };
         let mut arguments = vec![(&raw const *p).cast_mut().cast(), (&raw const self.params).cast_mut().cast()];
@@ -155,14 +157,14 @@ impl Quantised {
         unsafe { device.launch_with(call, &kernel, grid, &mut arguments) }
     }
 
-    /// Rows and codes as the copy engine takes them.
-    fn maps(&self, call: &'static str, rows: usize, p: &params::Gemm) -> Result<(CUtensorMap, CUtensorMap)> {
+    /// Rows and codes as the copy engine takes them, codes of so many weight rows at a time.
+    fn maps(&self, call: &'static str, box_rows: u32, p: &params::Gemm) -> Result<(CUtensorMap, CUtensorMap)> {
         let of = |dtype, base, sizes: &[u64], rows| Matrices { call, dtype, base, sizes }.boxes(rows);
         let w = &self.params;
         let codes = [w.code_bytes as u64, w.rows as u64, p.groups as u64];
         Ok((
-            of(DType::BF16, p.a, &[p.k as u64, p.a_rows as u64], rows as u32)?,
-            of(DType::U8, w.codes, &codes, BOX_ROWS)?,
+            of(DType::BF16, p.a, &[p.k as u64, p.a_rows as u64], TILE_ROWS)?,
+            of(DType::U8, w.codes, &codes, box_rows)?,
         ))
     }
 }
