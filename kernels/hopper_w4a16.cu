@@ -163,7 +163,7 @@ struct Producer {
                 next[q] = static_cast<int>(row < 0 ? 0 : row);
             }
         };
-        const int64_t pitch = p.k * 2;
+        const uint32_t pitch = static_cast<uint32_t>(p.k * 2);
         uint32_t at = 0;
         int4 after = walk.at<KIND>(0);
         load_scales(after, 0);
@@ -171,21 +171,32 @@ struct Producer {
         for (int i = 0; i < count; i++) {
             const int4 t = after;
             if (i + 1 < count) after = walk.at<KIND>(i + 1);
-            const char* from[EACH];
+            uint32_t row[EACH];
 #pragma unroll
-            for (int j = 0; j < EACH; j++) from[j] = static_cast<const char*>(p.a) + __shfl_sync(~0u, next[j / 8], j % 8 * 4 + lane / 8) * pitch + c * 16;
+            for (int j = 0; j < EACH; j++) row[j] = __shfl_sync(~0u, next[j / 8], j % 8 * 4 + lane / 8);
             const int passes = (t.z + 15) / 16;
             for (int step = 0; step < steps; step++, at++) {
                 if (step % CODE_STEPS == 0) bring_codes(t, after, step);
-                rings.rows.wait_empty(at);
-                const uint32_t to = rings.rows.stage(at) + into;
+                // All addresses before the wait, each in registers of its own: a copy holds on to its address for some hundred
+                // cycles, and in one pair of registers each copy would wait for the one before.
+                const char* from[EACH];
 #pragma unroll
                 for (int j = 0; j < EACH; j++) {
-                    if (j < passes) copy(to + j * 2048, from[j]);
+                    const char* base = static_cast<const char*>(p.a) + c * 16 + step * (BK * 2);
+                    asm volatile("mad.wide.u32 %0, %1, %2, %3;\n" : "=l"(from[j]) : "r"(row[j]), "r"(pitch), "l"(base));
+                }
+                rings.rows.wait_empty(at);
+                const uint32_t to = rings.rows.stage(at) + into;
+                if (passes == EACH) {
+#pragma unroll
+                    for (int j = 0; j < EACH; j++) copy(to + j * 2048, from[j]);
+                } else {
+#pragma unroll
+                    for (int j = 0; j < EACH; j++) {
+                        if (j < passes) copy(to + j * 2048, from[j]);
+                    }
                 }
                 barrier_arrive_after_copies(rings.rows.full(at));
-#pragma unroll
-                for (int j = 0; j < EACH; j++) from[j] += BK * 2;
                 if (step == min(1, steps - 1)) look_up(after);
             }
         }
