@@ -191,6 +191,7 @@ __device__ __forceinline__ void gather(const Gemm& p, const CUtensorMap& a, cons
     };
     const uint32_t into = r * 128 + ((c ^ (r & 7)) << 4);
     int slot = 0, rows = 0, row = 0;  // of the next tile
+    constexpr int UNROLLED = 4;
     auto look_ahead = [&](int i) {
         const Work w = walk.at(i, COLUMNS<KIND>);
         slot = w.slot, rows = w.rows;
@@ -205,36 +206,31 @@ __device__ __forceinline__ void gather(const Gemm& p, const CUtensorMap& a, cons
         const int passes = (w.rows + 15) / 16;  // 16 rows each; what later ones would bring is not stored either
         const char* from[8];
 #pragma unroll
-        for (int j = 0; j < 8; j++) {
-            from[j] = static_cast<const char*>(p.a) + __shfl_sync(~0u, row, j * 4 + lane / 8) * p.k * 2 + c * 16;
-        }
-        for (int step = 0; step < steps; step++, at++) {
-            ring.wait_empty(at);
-            if (thread == 0) {
-                if (step == 0) describe(ring, i, w);
-                engine.bring(w, at, step * BK, pairs<KIND>(p, w.column));
-            }
-            const uint32_t to = ring.stage(at) + into;
-            if ((step + 1) * BK <= p.k) {
+        for (int j = 0; j < 8; j++) from[j] = static_cast<const char*>(p.a) + __shfl_sync(~0u, row, j * 4 + lane / 8) * p.k * 2 + c * 16;
+        for (int first = 0; first < steps; first += UNROLLED) {
 #pragma unroll
-                for (int j = 0; j < 8; j++) {
-                    if (j < passes) copy(to + j * 2048, from[j]);
+            for (int u = 0; u < UNROLLED; u++, at++) {
+                const int step = first + u;
+                if (step >= steps) break;
+                ring.wait_empty(at);
+                if (thread == 0) {
+                    if (step == 0) describe(ring, i, w);
+                    engine.bring(w, at, step * BK, pairs<KIND>(p, w.column));
                 }
-            } else {
-                // Past the last k: zeros, read from the row's start.
+                const uint32_t to = ring.stage(at) + into;
                 const bool inside = step * BK + c * 8 < p.k;
 #pragma unroll
                 for (int j = 0; j < 8; j++) {
-                    if (j < passes) copy(to + j * 2048, from[j] - (inside ? 0 : step * (BK * 2)), inside);
+                    if (j < passes) copy(to + j * 2048, from[j] + u * (BK * 2), inside);
                 }
+                barrier_arrive_after_copies(ring.full_at(at));
+                // The next tile's number, and when that has come its rows.
+                if (u > 1 || i + 1 == count) continue;
+                if (step == 0) look_ahead(i + 1);
+                if (step == min(1, steps - 1)) row = look_up(slot, rows);
             }
-            barrier_arrive_after_copies(ring.full_at(at));
 #pragma unroll
-            for (int j = 0; j < 8; j++) from[j] += BK * 2;
-            // The next tile's number, and when that has come its rows.
-            if (i + 1 == count) continue;
-            if (step == 0) look_ahead(i + 1);
-            if (step == min(1, steps - 1)) row = look_up(slot, rows);
+            for (int j = 0; j < 8; j++) from[j] += UNROLLED * BK * 2;
         }
     }
     // Copies must not outlive the block's shared memory.
