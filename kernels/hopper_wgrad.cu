@@ -22,17 +22,12 @@ constexpr int SLICE = 64 * 128, SLICES = 2;
 constexpr int SHARED = 1024 + STAGES * STAGE + 2 * SLICES * SLICE + 2 * STAGES * 8;
 static_assert(SHARED == 230464 && SHARED <= 232448, "src/cuda/launch.rs reserves as much");
 
-// A box of the output, of which the part outside the matrix is dropped.
+// Adds a box to the output, or writes it, of which the part outside the matrix is dropped.
 __device__ __forceinline__ void bulk_store(const CUtensorMap& map, uint32_t from, int x, int y, int z, bool add) {
-    if (add) {
-        asm volatile("cp.reduce.async.bulk.tensor.3d.global.shared::cta.add.tile.bulk_group [%0, {%2, %3, %4}], [%1];\n" ::"l"(&map),
-                     "r"(from), "r"(x), "r"(y), "r"(z)
-                     : "memory");
-    } else {
-        asm volatile("cp.async.bulk.tensor.3d.global.shared::cta.tile.bulk_group [%0, {%2, %3, %4}], [%1];\n" ::"l"(&map), "r"(from),
-                     "r"(x), "r"(y), "r"(z)
-                     : "memory");
-    }
+    if (!add) return hopper::bulk_store(map, from, x, y, z);
+    asm volatile(EVICT_FIRST("cp.reduce.async.bulk.tensor.3d.global.shared::cta.add.tile.bulk_group.L2::cache_hint [%0, {%2, %3, %4}], [%1]") ::"l"(&map),
+                 "r"(from), "r"(x), "r"(y), "r"(z)
+                 : "memory");
 }
 __device__ __forceinline__ void proxy_fence() { asm volatile("fence.proxy.async.shared::cta;\n" ::: "memory"); }
 __device__ __forceinline__ void named_barrier(int id, int threads) { asm volatile("bar.sync %0, %1;\n" ::"r"(id), "r"(threads) : "memory"); }

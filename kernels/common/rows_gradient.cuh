@@ -41,8 +41,8 @@ struct Chunks {
     __device__ __forceinline__ void load(int q, uint32_t number) const {
         const uint32_t bar = barriers + number % AHEAD * 8;
         barrier_arrive_expect(bar, 2 * BUFFER);
-        bulk(gate(number), tensors.pre, bar, first_column(q), 0, first_row(q));
-        bulk(gate(number) + BUFFER, tensors.pre, bar, first_column(q), 1, first_row(q));
+        bulk_once(gate(number), tensors.pre, bar, first_column(q), 0, first_row(q));
+        bulk_once(gate(number) + BUFFER, tensors.pre, bar, first_column(q), 1, first_row(q));
     }
     __device__ __forceinline__ void wait(uint32_t number) const { barrier_wait(barriers + number % AHEAD * 8, number / AHEAD & 1); }
     // Sends gate, up and the activation. Boxes would run over the last row of a tile: that warp's go word by word.
