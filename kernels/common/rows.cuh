@@ -27,8 +27,8 @@ using namespace hopper;
 
 constexpr int BM = 128, BK = 64, THREADS = 384;
 
-// Rows that are gathered arrive slowly, about 15 bytes a cycle. So the product that gathers and has a short epilogue makes
-// wider tiles, of which each row is used more: both warpgroups together, 64 rows and all columns each.
+// The product that gathers and has a short epilogue makes wider tiles, of which each row is used more: both warpgroups
+// together, 64 rows and all columns each.
 // So does, with WIDE, a product whose K is long: its epilogue is a small part of it, and a wider tile reads less.
 constexpr int WIDE = 16;
 template <int KIND>
@@ -177,7 +177,10 @@ __device__ __forceinline__ void produce(const Gemm& p, const CUtensorMap& a, con
 
 // Producer of rows behind a map: all four warps, eight threads a row. Each lane looks up one row of a tile, a tile ahead
 // of its use, and gives it to the lanes that copy it.
-template <int KIND>
+//
+// UNROLLED steps share a row's address, which is then read in place. With 1 it is moved on in each step, and the compiler
+// passes every copy's address through one pair of registers: each copy waits until the one before has been taken.
+template <int KIND, int UNROLLED>
 __device__ __forceinline__ void gather(const Gemm& p, const CUtensorMap& a, const CUtensorMap& b, const Ring<KIND>& ring) {
     const Walk walk(p);
     const Engine<KIND> engine{p, a, b, ring, false};
@@ -191,7 +194,6 @@ __device__ __forceinline__ void gather(const Gemm& p, const CUtensorMap& a, cons
     };
     const uint32_t into = r * 128 + ((c ^ (r & 7)) << 4);
     int slot = 0, rows = 0, row = 0;  // of the next tile
-    constexpr int UNROLLED = 4;
     auto look_ahead = [&](int i) {
         const Work w = walk.at(i, COLUMNS<KIND>);
         slot = w.slot, rows = w.rows;
