@@ -16,7 +16,9 @@ use crate::tensor::{Tensor, TensorRef};
 use super::handle::Carried;
 use super::handle::{Agreement, Handle};
 use super::record::{self, BadId, Record, Sizes, Status};
-use super::{Capacity, DispatchSpec, GroupConfig, Plan, PlanRequest, Reporting, Transport};
+use super::{
+    Capacity, DispatchSpec, GroupConfig, Known, Plan, PlanRecords, PlanRequest, RecordIds, Reporting, Transport, heard,
+};
 
 const PREPARE: &str = "prepare";
 
@@ -29,14 +31,16 @@ pub(crate) struct Core<D: Kernels> {
     pub config: GroupConfig,
     /// Says which group a handle belongs to.
     identity: Arc<()>,
-    /// Prepares that succeeded. Whether one does is known to all ranks, so they count alike.
+    /// Prepares whose exchange took place. All ranks know that alike, whatever each makes of what it learned.
     sequence: u64,
     deferred: Option<BadId>,
+    /// What the device has found in records.
+    heard: Option<Tensor<D>>,
 }
 
 impl<D: Kernels> Core<D> {
     pub fn new(device: D, stream: D::Stream, comm: Box<dyn Communicator<D>>, config: GroupConfig) -> Self {
-        Self { device, stream, comm, config, identity: Arc::new(()), sequence: 0, deferred: None }
+        Self { device, stream, comm, config, identity: Arc::new(()), sequence: 0, deferred: None, heard: None }
     }
 
     pub fn rank(&self) -> usize {
@@ -48,10 +52,28 @@ impl<D: Kernels> Core<D> {
     }
 
     pub fn take_deferred(&mut self) -> Result<()> {
-        match self.deferred.take() {
-            Some(bad) => Err(bad.error(self.config.num_experts)),
-            None => self.device.check(&self.stream),
+        if let Some(bad) = self.deferred.take() {
+            return Err(bad.error(self.config.num_experts));
         }
+        // Clears what would spoil the look below; that has more to say.
+        let seen = self.device.check(&self.stream);
+        match self.take_heard() {
+            Ok(Some(error)) => Err(error),
+            Ok(None) => seen,
+            Err(error) => seen.and(Err(error)),
+        }
+    }
+
+    /// What the device has found in records, once.
+    fn take_heard(&mut self) -> Result<Option<Error>> {
+        let rank = self.comm.rank();
+        let Some(heard) = &mut self.heard else { return Ok(None) };
+        let bytes = self.device.download(&self.stream, heard.view())?;
+        let error = heard::error(&bytes, rank, self.config.num_experts);
+        if error.is_some() {
+            self.device.zero(heard.view_mut().into_data())?;
+        }
+        Ok(error)
     }
 
     /// Tag of a collective that belongs to a handle.
@@ -101,32 +123,107 @@ impl<D: Kernels> Core<D> {
             // Not even the size of the record is certain.
             self.agree(tag, checked)?;
         } else if let Err(error) = checked {
-            return self.fail(tag, spec, error);
+            return self.fail((tag, transport), spec, error);
+        }
+        if self.behind(transport, spec) {
+            return self.prepare_records(tag, ids, spec);
         }
         if transport == Transport::Local
             && spec.reporting == Reporting::Deferred
             && let Some(handle) = self.plan_behind(ids, spec)?
         {
-            self.sequence += 1;
             return Ok(handle);
         }
         let own = match self.examine(ids, weights, spec) {
             Ok(own) => own,
-            Err(error) => return self.fail(tag, spec, error),
+            Err(error) => return self.fail((tag, transport), spec, error),
         };
         let records = match transport {
             Transport::Local => vec![own],
             Transport::UniqueRows | Transport::AllRows | Transport::Slots => self.gather(tag, spec, &own)?,
         };
-        self.judge(&records)?;
+        if let Some(error) = record::problem(&records, self.rank(), self.config.num_experts) {
+            return Err(error);
+        }
+        if transport == Transport::Local {
+            self.sequence += 1;
+        }
         let handle = self.plan(transport, &records, spec)?;
-        self.sequence += 1;
-        let deferred = records.iter().find_map(|r| match r.status {
-            Status::Deferred(bad) => Some(bad),
-            _ => None,
-        });
-        self.deferred = self.deferred.or(deferred);
+        self.deferred = self.deferred.or(record::masked(&records));
         Ok(handle)
+    }
+
+    /// The same with the records written, exchanged and planned on the device. The host learns nothing of them, or, where
+    /// it has to know how many rows the plan has, what it would have learned.
+    fn prepare_records(&mut self, tag: Tag, ids: TensorRef<'_, D>, spec: &DispatchSpec) -> Result<Handle<D>> {
+        let mut heard = match self.heard.take() {
+            Some(heard) => heard,
+            None => Tensor::zeros(&self.device, DType::U8, &[heard::bytes(self.ranks())])?,
+        };
+        let prepared = self.exchange_records(tag, ids, spec, &mut heard);
+        self.heard = Some(heard);
+        let (handle, pending) = prepared?;
+        match pending {
+            Some(peer) => Err(self.take_heard()?.unwrap_or_else(|| Error::Peer {
+                call: PREPARE,
+                rank: self.rank(),
+                peer,
+                reason: "it holds an error of an earlier call".to_string(),
+            })),
+            None => Ok(handle),
+        }
+    }
+
+    /// A handle, and the first rank that holds an error of an earlier call.
+    fn exchange_records(
+        &mut self,
+        tag: Tag,
+        ids: TensorRef<'_, D>,
+        spec: &DispatchSpec,
+        heard: &mut Tensor<D>,
+    ) -> Result<(Handle<D>, Option<usize>)> {
+        let Self { device, stream, .. } = self;
+        let (device, stream) = (device.clone(), stream.clone());
+        let (rank, ranks, sizes) = (self.rank(), self.ranks(), self.sizes(spec));
+        let GroupConfig { num_experts, max_tokens_per_rank: max_tokens, .. } = self.config;
+        let mut own = Tensor::empty(&device, DType::U8, &[sizes.bytes()])?;
+        let recorded = self.check_ids(ids, spec.top_k).and_then(|tokens| {
+            let (heard, out) = (heard.view_mut(), own.view_mut());
+            let ids = ids.borrow();
+            device.record_ids(&stream, RecordIds { rank, num_experts, max_tokens, spec, ids, heard, out })?;
+            Ok(tokens)
+        });
+        let tokens = match recorded {
+            Ok(tokens) => tokens,
+            Err(error) => return self.fail((tag, Transport::AllRows), spec, error),
+        };
+        let records = self.exchange(tag, spec, &own)?;
+        let call = PlanRecords {
+            rank,
+            ranks,
+            num_experts,
+            max_tokens,
+            tokens,
+            spec,
+            records: records.view(),
+            heard: heard.view_mut(),
+        };
+        let gathered = device.plan_records(&stream, call)?;
+        let absent = match gathered.known {
+            Some(Known { troubled: true, .. }) => {
+                let all = device.download(&stream, records.view())?;
+                let all: Vec<Record> = all.chunks_exact(sizes.bytes()).map(|b| Record::decode(b, sizes)).collect();
+                let unknown = || Error::invalid(PREPARE, "records", "what is wrong with them", "nothing");
+                return Err(record::problem(&all, rank, num_experts).unwrap_or_else(unknown));
+            }
+            Some(Known { absent, pending, .. }) => {
+                let handle = self.handle(spec, gathered.plan, absent, vec![gathered.room; ranks]);
+                return Ok((handle, pending.first().copied()));
+            }
+            None if spec.backward => Vec::new(),
+            None => vec![rank],
+        };
+        Ok((self.handle(spec, gathered.plan, absent, vec![gathered.room; ranks]), None))
     }
 
     /// A handle of a plan that was made without the ranks' records.
@@ -134,9 +231,8 @@ impl<D: Kernels> Core<D> {
     pub fn accept(&mut self, spec: &DispatchSpec, plan: Plan<D>) -> Handle<D> {
         let absent = if spec.backward { Vec::new() } else { vec![self.rank()] };
         let tokens = vec![plan.tokens];
-        let handle = Handle { in_slots: true, ..self.handle(spec, plan, absent, tokens) };
         self.sequence += 1;
-        handle
+        Handle { in_slots: true, ..self.handle(spec, plan, absent, tokens) }
     }
 
     /// Whether an error that all ranks know of waits to be returned.
@@ -199,7 +295,7 @@ impl<D: Kernels> Core<D> {
     }
 
     /// The only rank's plan without waiting for the device, where that can make it.
-    fn plan_behind(&self, ids: TensorRef<'_, D>, spec: &DispatchSpec) -> Result<Option<Handle<D>>> {
+    fn plan_behind(&mut self, ids: TensorRef<'_, D>, spec: &DispatchSpec) -> Result<Option<Handle<D>>> {
         let tokens = vec![self.check_ids(ids, spec.top_k)?];
         let request = PlanRequest {
             rank: 0,
@@ -211,15 +307,17 @@ impl<D: Kernels> Core<D> {
             spec,
             transport: Transport::Local,
         };
-        let plan = self.device.plan_behind(&self.stream, request)?;
-        Ok(plan.map(|plan| self.handle(spec, plan, if spec.backward { Vec::new() } else { vec![0] }, tokens)))
+        let Some(plan) = self.device.plan_behind(&self.stream, request)? else { return Ok(None) };
+        self.sequence += 1;
+        Ok(Some(self.handle(spec, plan, if spec.backward { Vec::new() } else { vec![0] }, tokens)))
     }
 
+    /// A handle of the last prepare that was counted.
     fn handle(&self, spec: &DispatchSpec, plan: Plan<D>, absent: Vec<usize>, tokens: Vec<usize>) -> Handle<D> {
         Handle {
             spec: *spec,
             rank: self.rank(),
-            sequence: self.sequence + 1,
+            sequence: self.sequence,
             agreement: Agreement { absent },
             plan,
             group: Arc::clone(&self.identity),
@@ -253,7 +351,8 @@ impl<D: Kernels> Core<D> {
                 self.device.read(&self.stream, w)?
             }
         };
-        let (ids, bad) = self.clean(ids, k)?;
+        let bytes = self.device.download(&self.stream, ids)?;
+        let (ids, bad) = record::clean((&bytes, ids.dtype()), (self.rank(), k, self.config.num_experts))?;
         let status = match (self.deferred.take(), bad) {
             // A deferred error that nobody asked for comes first.
             (Some(bad), _) => Status::BadId(bad),
@@ -261,41 +360,8 @@ impl<D: Kernels> Core<D> {
             (None, Some(bad)) if spec.reporting == Reporting::Deferred => Status::Deferred(bad),
             (None, Some(bad)) => Status::BadId(bad),
         };
-        Ok(Record { status, fields: record::fields(spec), backward: spec.backward, tokens, ids, weights })
-    }
-
-    /// Ids as i32, bad entries masked, and the first of these.
-    fn clean(&self, ids: TensorRef<'_, D>, k: usize) -> Result<(Vec<i32>, Option<BadId>)> {
-        let experts = self.config.num_experts;
-        let bytes = self.device.download(&self.stream, ids)?;
-        let wide: Vec<i64> = match ids.dtype() {
-            DType::I64 => bytes.as_chunks().0.iter().map(|b| i64::from_ne_bytes(*b)).collect(),
-            DType::I32 => bytes.as_chunks().0.iter().map(|b| i64::from(i32::from_ne_bytes(*b))).collect(),
-            other => return Err(Error::invalid(PREPARE, "tensor topk_ids", "i32 or i64", other)),
-        };
-        // Choice that named each expert last: doubled if of the same token.
-        let mut named = vec![usize::MAX; experts];
-        let mut bad = None;
-        let mut clean = Vec::with_capacity(wide.len());
-        for (i, &id) in wide.iter().enumerate() {
-            let (token, column) = (i / k, i % k);
-            let problem = |first| BadId { rank: self.rank(), token, k: column, id, first };
-            let mut kept = -1;
-            match usize::try_from(id) {
-                Ok(e) if e < experts => {
-                    let last = std::mem::replace(&mut named[e], i);
-                    if last != usize::MAX && last / k == token {
-                        bad = bad.or(Some(problem(Some(last % k))));
-                    } else {
-                        kept = e as i32;
-                    }
-                }
-                _ if id == -1 => {}
-                _ => bad = bad.or(Some(problem(None))),
-            }
-            clean.push(kept);
-        }
-        Ok((clean, bad))
+        let (fields, backward) = (record::fields(spec), spec.backward);
+        Ok(Record { status, fields, backward, pending: false, tokens, ids, weights })
     }
 
     fn sizes(&self, spec: &DispatchSpec) -> Sizes {
@@ -303,49 +369,50 @@ impl<D: Kernels> Core<D> {
         Sizes { max_tokens: self.config.max_tokens_per_rank, top_k: spec.top_k, weights }
     }
 
-    /// Takes part as a failure and returns this rank's error.
-    fn fail<T>(&mut self, tag: Tag, spec: &DispatchSpec, error: Error) -> Result<T> {
-        if self.ranks() > 1 {
+    /// Takes part as a failure and returns this rank's error. Hosts that do not read records have to be told otherwise.
+    fn fail<T>(&mut self, (tag, transport): (Tag, Transport), spec: &DispatchSpec, error: Error) -> Result<T> {
+        // The rank's own error is the news, whatever becomes of the exchange.
+        if self.behind(transport, spec) && spec.capacity != Capacity::Eager {
+            let _ = self.comm.refuse(tag, &error.to_string());
+        } else if self.ranks() > 1 {
             let _ = self.gather(tag, spec, &Record::failed(Status::Failed(error.to_string())));
         }
         Err(error)
     }
 
+    /// Whether the device plans from records.
+    fn behind(&self, transport: Transport, spec: &DispatchSpec) -> bool {
+        transport == Transport::AllRows
+            && spec.reporting == Reporting::Deferred
+            && self.device.plans_records(spec, self.config.num_experts)
+    }
+
     /// Every rank's record, in rank order.
     fn gather(&mut self, tag: Tag, spec: &DispatchSpec, own: &Record) -> Result<Vec<Record>> {
         let sizes = self.sizes(spec);
-        let size = sizes.bytes();
-        let mut send = Tensor::empty(&self.device, DType::U8, &[size])?;
+        let mut send = Tensor::empty(&self.device, DType::U8, &[sizes.bytes()])?;
         self.device.upload(&self.stream, &own.encode(sizes), send.view_mut())?;
-        let mut recv = Tensor::empty(&self.device, DType::U8, &[self.ranks(), size])?;
-        if let Err(error) = self.comm.all_gather(tag, send.view(), recv.view_mut()) {
-            return Err(match error {
-                Error::Comm(CommError::SizeMismatch { rank, peer, expected, found, .. }) => {
-                    let what = format!("a routing record of {expected} bytes (top_k = {})", spec.top_k);
-                    let field = "spec.top_k or spec.expert_capacity".to_string();
-                    let peer_value = format!("a routing record of {found} bytes");
-                    Error::ConfigMismatch { field, rank, value: what, peer, peer_value }
-                }
-                other => self.explain(PREPARE, other),
-            });
-        }
+        let recv = self.exchange(tag, spec, &send)?;
         let bytes = self.device.download(&self.stream, recv.view())?;
-        Ok(bytes.chunks_exact(size).map(|b| Record::decode(b, sizes)).collect())
+        Ok(bytes.chunks_exact(sizes.bytes()).map(|b| Record::decode(b, sizes)).collect())
     }
 
-    /// Whether prepare fails, from what all ranks know; each names its own problem first.
-    fn judge(&self, records: &[Record]) -> Result<()> {
-        let rank = self.rank();
-        let failure = |(peer, r): (usize, &Record)| match &r.status {
-            Status::BadId(bad) => Some(bad.error(self.config.num_experts)),
-            Status::Failed(reason) => Some(Error::Peer { call: PREPARE, rank, peer, reason: reason.clone() }),
-            Status::Ready | Status::Deferred(_) => None,
-        };
-        let own = std::iter::once((rank, &records[rank]));
-        if let Some(error) = own.chain(records.iter().enumerate()).find_map(failure) {
-            return Err(error);
+    /// The same as the device has them.
+    fn exchange(&mut self, tag: Tag, spec: &DispatchSpec, own: &Tensor<D>) -> Result<Tensor<D>> {
+        let mut recv = Tensor::empty(&self.device, DType::U8, &[self.ranks(), own.bytes()])?;
+        match self.comm.all_gather(tag, own.view(), recv.view_mut()) {
+            Ok(()) => {
+                self.sequence += 1;
+                Ok(recv)
+            }
+            Err(Error::Comm(CommError::SizeMismatch { rank, peer, expected, found, .. })) => {
+                let what = format!("a routing record of {expected} bytes (top_k = {})", spec.top_k);
+                let field = "spec.top_k or spec.expert_capacity".to_string();
+                let peer_value = format!("a routing record of {found} bytes");
+                Err(Error::ConfigMismatch { field, rank, value: what, peer, peer_value })
+            }
+            Err(error) => Err(self.explain(PREPARE, error)),
         }
-        record::disagreement(records, rank).map_or(Ok(()), Err)
     }
 
     fn plan(&self, transport: Transport, records: &[Record], spec: &DispatchSpec) -> Result<Handle<D>> {

@@ -33,6 +33,7 @@ mod choice;
 pub(crate) mod core;
 mod group;
 pub(crate) mod handle;
+pub(crate) mod heard;
 mod local;
 mod plan;
 pub(crate) mod record;
@@ -46,7 +47,7 @@ pub use choice::VARIABLE;
 pub use group::{DispatcherKind, Group, GroupConfig};
 pub use handle::{Agreement, Handle};
 pub use local::Local;
-pub use plan::{Messages, Plan, PlanRequest, Transport};
+pub use plan::{Gathered, Known, Messages, Plan, PlanRecords, PlanRequest, RecordIds, Transport};
 pub use shared::EpGroup;
 pub use stats::Stats;
 
@@ -101,10 +102,11 @@ impl DispatchSpec {
 /// Rows of the receive layout.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Capacity {
-    /// As many as this step needs, known to the host after prepare; where prepare does not wait for the device
-    /// ([`Reporting::Deferred`], one rank) as many as it may need at most.
+    /// As many as this step needs, known to the host after prepare, which waits for that number where the device makes the
+    /// plan; with one rank and [`Reporting::Deferred`] as many as it may need at most, without waiting.
     Eager,
-    /// A fixed number per call, at most the group's reserved maximum.
+    /// A fixed number per call, at most the group's reserved maximum. With [`Reporting::Deferred`], [`AllGather`]'s prepare
+    /// does not wait for the device; each rank's tokens then travel as `max_tokens_per_rank` rows.
     Static(usize),
 }
 
@@ -125,6 +127,10 @@ pub enum Reporting {
     Immediate,
     /// A bad id is treated as −1, a row past the capacity as dropped, a NaN goes its way. The first error is kept and
     /// returned by [`TokenDispatcher::check`], or by a later prepare. With one rank nothing waits for the device.
+    ///
+    /// Several ranks learn the same and wait no longer than [`Capacity`] says. Where nothing waits, ranks that disagree
+    /// or rows past a capacity are told by [`TokenDispatcher::check`] too, on every rank, and a later prepare tells
+    /// nothing: some ranks' hosts might know and others not yet.
     Deferred,
 }
 
