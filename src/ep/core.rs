@@ -117,6 +117,26 @@ impl<D: Kernels> Core<D> {
         weights: Option<TensorRef<'_, D>>,
         spec: &DispatchSpec,
     ) -> Result<Handle<D>> {
+        let handle = self.prepare_any((transport, rules), ids, weights, spec);
+        handle.map_err(|error| match (error, transport) {
+            (Error::NotCapturable { .. }, Transport::AllRows) => {
+                let operation = "the host's part in it, which deferred reporting with a static capacity has not";
+                Error::NotCapturable { call: PREPARE, operation: operation.to_string() }
+            }
+            (Error::NotCapturable { .. }, _) => {
+                Error::NotCapturable { call: PREPARE, operation: "the host's part in it".to_string() }
+            }
+            (other, _) => other,
+        })
+    }
+
+    fn prepare_any(
+        &mut self,
+        (transport, rules): (Transport, Result<()>),
+        ids: TensorRef<'_, D>,
+        weights: Option<TensorRef<'_, D>>,
+        spec: &DispatchSpec,
+    ) -> Result<Handle<D>> {
         let tag = Tag { layer: spec.layer, op: Op::Prepare, sequence: self.sequence + 1 };
         let checked = self.check_spec(spec).and(rules);
         if !(1..=self.config.num_experts).contains(&spec.top_k) {

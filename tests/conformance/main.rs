@@ -6,6 +6,7 @@ mod communicator;
 mod edges;
 mod faults;
 mod harness;
+mod later;
 mod random;
 mod reference;
 mod routing;
@@ -30,6 +31,7 @@ pub fn cases<D: Target>() -> Vec<(&'static str, Case<D>)> {
         ("edges", edges::cases()),
         ("faults", faults::cases()),
         ("random", random::cases()),
+        ("later", later::cases()),
     ];
     files.into_iter().flat_map(|(file, cases)| cases.into_iter().map(move |c| (file, c))).collect()
 }
