@@ -2,7 +2,6 @@
 
 use std::sync::Arc;
 
-use crate::device::Device;
 use crate::dtype::DType;
 use crate::ep::record::{self, Record, Sizes, Status, WORDS};
 use crate::ep::{Capacity, DispatchSpec, Gathered, Known, Overflow, Plan, PlanRecords, RecordIds, Stats, heard};

@@ -92,6 +92,10 @@ fn step<D: Target>(r: &mut Rank<D>, ids: &[i64], spec: &DispatchSpec) -> Result<
 }
 
 fn a_step_is_the_same<D: Target>(s: &Setup<D>) {
+    // The library's order of slots is its own.
+    if s.kind == DispatcherKind::NcclEp {
+        return;
+    }
     let experts = s.experts(3);
     let plain = training(0, K);
     let limit = |factor| Some(ExpertCapacity { factor, order: CapacityOrder::Position, renormalize: false });
@@ -125,7 +129,7 @@ fn a_step_is_the_same<D: Target>(s: &Setup<D>) {
                 let rows = seen.rows;
                 let shorter = Seen { rows: at_once.rows, ..seen };
                 let (mut a, mut b) = (shorter, at_once);
-                if s.kind != DispatcherKind::NcclEp && rows != b.rows {
+                if rows != b.rows {
                     assert_eq!(s.ranks, 1);
                     for seen in [&mut a, &mut b] {
                         let end = seen.stats.zone_end();

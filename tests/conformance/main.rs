@@ -52,6 +52,11 @@ pub fn over<D: Target>(device: &D, kind: DispatcherKind, ranks: usize, name: &'s
     Setup { device: device.clone(), kind, ranks, name, later: false }
 }
 
+/// The same with errors asked for after prepare.
+pub fn later<D: Target>(device: &D, kind: DispatcherKind, ranks: usize, name: &'static str) -> Setup<D> {
+    Setup { later: true, ..over(device, kind, ranks, name) }
+}
+
 /// A device's own dispatcher, alone.
 pub fn alone<D: Target>(device: &D, name: &'static str) -> Setup<D> {
     Setup { device: device.clone(), kind: DispatcherKind::Local, ranks: 1, name, later: false }

@@ -10,6 +10,7 @@ mod common;
 #[allow(dead_code, unused_imports, reason = "a suite has parts for the CPU alone")]
 mod conformance;
 
+mod graph;
 mod layer;
 mod library;
 mod lost;
@@ -21,7 +22,7 @@ use libtest_mimic::{Arguments, Completion, Trial};
 use moebius::cuda::Cuda;
 use moebius::ep::DispatcherKind;
 
-use conformance::{gpus, over};
+use conformance::{gpus, later, over};
 
 /// Numbers of ranks.
 const RANKS: [usize; 2] = [2, 4];
@@ -42,10 +43,20 @@ fn over_ranks(ranks: usize) -> Vec<(String, Body)> {
             all.push((name, Box::new(body)));
         }
     }
+    for (file, case) in conformance::cases().into_iter().filter(|(_, case)| case.min_ranks <= ranks) {
+        let body = move |cuda: &Cuda| (case.run)(&later(cuda, DispatcherKind::AllGather, ranks, case.name));
+        all.push((format!("conformance_later::{file}::{}", case.name), Box::new(body)));
+    }
     for body in conformance::communicator_bodies().into_iter().filter(|body| (body.ranks)(ranks)) {
         all.push((format!("communicator::{}", body.name), Box::new(move |cuda: &Cuda| (body.run)(cuda, ranks))));
     }
-    for (file, cases) in [("layer", layer::cases()), ("lost", lost::cases()), ("processes", processes::cases())] {
+    let files = [
+        ("graph", graph::cases()),
+        ("layer", layer::cases()),
+        ("lost", lost::cases()),
+        ("processes", processes::cases()),
+    ];
+    for (file, cases) in files {
         for (name, run) in cases {
             all.push((format!("{file}::{name}"), Box::new(move |cuda: &Cuda| run(cuda, ranks))));
         }
