@@ -189,7 +189,6 @@ pub(super) fn plan(device: &Cuda, call: PlanRecords<'_, Cuda>) -> Result<Gathere
     // SAFETY: as above, for this many rows.
     unsafe { device.launch(CALL, "records_slots", walk, &p) }?;
     device.report(CALL)?;
-    let none = Vec::new;
     let (total_tokens, first_token) = match &known {
         Some(known) => (known.tokens.iter().sum(), known.tokens[..rank].iter().sum()),
         None => (tokens, 0),
@@ -204,13 +203,7 @@ pub(super) fn plan(device: &Cuda, call: PlanRecords<'_, Cuda>) -> Result<Gathere
         row_map,
         weight_map,
         return_map,
-        send_tokens: None,
-        send_choices: None,
-        return_slots: None,
-        send_rows: none(),
-        recv_rows: none(),
-        slots_from: none(),
-        slots_at: none(),
+        messages: None,
     };
     Ok(Gathered { plan, room, known })
 }
