@@ -5,82 +5,26 @@
 // and the rest count as none. Every rank numbers the choices of all experts, and so knows what the others keep; it maps
 // its own experts' slots. What is wrong with the records (src/ep/record.rs) is kept in `heard` (src/ep/heard.rs), the
 // same on all ranks, and raises the fault.
-#include "common/walk.cuh"
+#include "common/records.cuh"
 
 namespace {
 
-// Layout of a header and of `heard`, in words of 8 bytes.
-enum : int { HEADER_WORDS = 24, HEADER_BYTES = 512, KIND = 0, TOKENS = 1, BACKWARD = 2, BAD = 4, FIELD = 9, PENDING = 18 };
-enum : int { HEARD_FIRST_BAD = 4, HEARD_TICKET = 5, HEARD_WORDS = 8 };
-enum : unsigned long long { HEARD_RECORDS = 1, HEARD_CAPACITY = 2 };
-
-__device__ __forceinline__ const uint32_t* header_of(const Records& p, int64_t rank) {
-    return reinterpret_cast<const uint32_t*>(p.records + rank * p.size);
-}
-
-// Records need not begin at multiples of 8 bytes.
-__device__ __forceinline__ unsigned long long word_of(const Records& p, int64_t rank, int word) {
-    const uint32_t* at = header_of(p, rank) + 2 * word;
-    return at[0] | static_cast<unsigned long long>(at[1]) << 32;
-}
-
-__device__ __forceinline__ int64_t tokens_of(const Records& p, int64_t rank) {
-    const unsigned long long tokens = word_of(p, rank, TOKENS);
-    return tokens < static_cast<unsigned long long>(p.max_tokens) ? static_cast<int64_t>(tokens) : p.max_tokens;
-}
-
-// Where a choice belongs.
-struct Place {
-    uint32_t rank, choice;  // the latter among the rank's
-};
-
-__device__ __forceinline__ Place place_of(const Records& p, int64_t i) {
-    const uint32_t each = static_cast<uint32_t>(p.max_tokens * p.top_k), at = static_cast<uint32_t>(i), rank = at / each;
-    return {rank, at - rank * each};
-}
-
-// Choices as the records have them.
-struct Recorded {
-    const Records& p;
-    __device__ __forceinline__ int64_t id(int64_t i) const {
-        const Place at = place_of(p, i);
-        if (at.choice >= tokens_of(p, at.rank) * p.top_k) return -1;
-        return reinterpret_cast<const int32_t*>(p.records + at.rank * p.size + HEADER_BYTES)[at.choice];
-    }
-    // Whoever wrote the record has masked bad ones; one that others disagree with may hold anything.
-    __device__ __forceinline__ int expert(int64_t, int64_t id, int64_t) const {
-        return id >= 0 && id < p.experts ? static_cast<int>(id) : -1;
-    }
-};
-
 struct Number {
     const Records& p;
-    int64_t first_local, end_local;
+    int64_t locals;
     __device__ void operator()(int64_t i, int e, int rank) const {
         const Place at = place_of(p, i);
+        const int64_t slot = slot_of(p, at, e, rank);
         const uint32_t k = static_cast<uint32_t>(p.top_k), token = at.choice / k;
-        const int64_t slot = e >= 0 && rank < p.scratch[2 * p.experts + e] ? p.scratch[p.experts + e] + rank : -1;
-        if (at.rank == p.rank && token < p.tokens) {
-            p.kept[at.choice] = slot >= 0 ? e : -1;
-            if (e >= 0 && slot < 0) {
-                auto* dropped = reinterpret_cast<unsigned long long*>(p.stats + p.experts + (end_local - first_local) + 1);
-                atomicAdd(dropped, 1ull);
-            }
-        }
         if (token >= p.room) return;
         const int64_t row = at.rank * p.room + token, choice = row * k + (at.choice - token * k);
-        const bool here = slot >= 0 && e >= first_local && e < end_local;
+        const bool here = slot >= 0 && e / locals == p.rank;
         p.return_map[choice] = here ? static_cast<int32_t>(slot) : -1;
         if (!here) return;
         p.row_map[slot] = static_cast<int32_t>(row);
         p.weight_map[slot] = static_cast<int32_t>(choice);
     }
 };
-
-__device__ __forceinline__ int64_t end_of(const Records& p, int64_t first) {
-    const int64_t all = p.ranks * p.max_tokens * p.top_k;
-    return first + p.chunk < all ? first + p.chunk : all;
-}
 
 // Keeps the records' headers where one has failed, has masked an id or differs from this rank's, and nothing is kept
 // yet. A host that waits sees to all but the masked ids itself. By a whole block.
@@ -152,16 +96,20 @@ __device__ void lay_out(const Records& p) {
     }
     int64_t* tail = p.stats + p.experts + locals;
     for (int64_t r = threadIdx.x; r < p.ranks; r += blockDim.x) {
-        tail[3 + 3 * r] = tokens_of(p, r);
-        tail[4 + 3 * r] = word_of(p, r, BACKWARD) != 0;
-        tail[5 + 3 * r] = word_of(p, r, PENDING) != 0;
+        tail[5 + 3 * r] = tokens_of(p, r);
+        tail[6 + 3 * r] = word_of(p, r, BACKWARD) != 0;
+        tail[7 + 3 * r] = word_of(p, r, PENDING) != 0;
     }
     if (threadIdx.x != 0) return;
     tail[0] = needed(p.rank);
-    tail[1] = 0;
+    tail[1] = tail[3] = tail[4] = 0;
     if (p.may_drop) return;
     for (int64_t r = 0; r < p.ranks; r++) {
         if (needed(r) <= p.rows) continue;
+        if (p.asked) {
+            tail[3] = needed(r), tail[4] = r;
+            return;
+        }
         raise_fault(p.fault, FAULT_CAPACITY, p.rows);
         raise_needed(p.fault, needed(r), r);
         if (p.heard[0] == 0) {
@@ -240,6 +188,6 @@ extern "C" __global__ void __launch_bounds__(32) records_slots(const __grid_cons
     extern __shared__ int32_t count[];
     for (int e = threadIdx.x; e < p.experts; e += 32) count[e] = p.before[e * p.chunks + blockIdx.x];
     __syncwarp();
-    const int64_t first = blockIdx.x * p.chunk, locals = p.experts / p.ranks;
-    walk(Recorded{p}, first, end_of(p, first), count, Number{p, p.rank * locals, (p.rank + 1) * locals});
+    const int64_t first = blockIdx.x * p.chunk;
+    walk(Recorded{p}, first, end_of(p, first), count, Number{p, p.experts / p.ranks});
 }

@@ -162,19 +162,27 @@ struct Records {
     int64_t* scratch;          // [3, E]: rows before each expert, its first slot on its rank, choices that it keeps
     int64_t* offsets;          // [L]
     int64_t* counts;           // [L]
-    int64_t* stats;            // [E + L + 3 + 3 R]: choices of each expert, padded rows of each local one, rows needed,
-                               // choices dropped, whether something is wrong; of each rank tokens, backward, pending
+    int64_t* stats;            // [E + L + 5 + 3 R]: choices of each expert, padded rows of each local one, rows needed,
+                               // choices dropped, whether something is wrong, rows and rank of a capacity that is too
+                               // small (where the host waits); of each rank tokens, backward, pending
     int32_t* kept;             // [T, K]
     int32_t* row_map;          // [N], filled with -1
     int32_t* weight_map;       // [N], filled with -1
-    int32_t* return_map;       // [R room, K]
+    int32_t* return_map;       // [R room, K]; for messages [T, K]
     unsigned long long* heard;
     unsigned long long* fault;
+    int2* places;              // [R max_tokens K] scratch: rank and slot where each choice is kept, or -1
+    int32_t* crossing;         // [4 R, chunks] scratch: choices and tokens of each message in chunks before
+    int64_t* totals;           // [4 R]: choices from each rank, their tokens, choices to each rank, their tokens
+    int32_t* send_tokens;
+    int32_t* send_choices;
+    int32_t* return_slots;
 };
-MOEBIUS_SIZE(Records, 27);
+MOEBIUS_SIZE(Records, 33);
 MOEBIUS_FIELD(Records, rows, 10);
 MOEBIUS_FIELD(Records, stats, 20);
 MOEBIUS_FIELD(Records, fault, 26);
+MOEBIUS_FIELD(Records, return_slots, 32);
 
 // The layout that another library made of all ranks' choices.
 struct Received {

@@ -39,51 +39,63 @@ pub(super) fn record(call: RecordIds<'_, Cpu>) -> Result<()> {
 }
 
 pub(super) fn plan(call: PlanRecords<'_, Cpu>) -> Result<Gathered<Cpu>> {
-    let PlanRecords { rank, ranks, num_experts, max_tokens, tokens, spec, records, heard } = call;
+    let waits = call.waits();
+    let PlanRecords { rank, ranks, num_experts, max_tokens, tokens, spec, transport, records, heard } = call;
     let (sizes, kept, k) = (sizes(max_tokens, spec), heard.into_data(), spec.top_k);
     let bytes = records.data();
     Error::check_shape(CALL, "records", &[ranks, sizes.bytes()], records.dims())?;
     let records: Vec<Record> = bytes.chunks_exact(sizes.bytes()).map(|b| Record::decode(b, sizes)).collect();
-    let waits = spec.capacity == Capacity::Eager;
     let troubled = record::problem(&records, rank, num_experts).is_some();
     // Who waits is told at once.
     if !heard::any(kept) && (record::masked(&records).is_some() || (troubled && !waits)) {
         heard::keep_headers(kept, bytes);
     }
 
-    let most = records.iter().map(|r| r.tokens).max().unwrap_or(0);
-    let room = if waits { most } else { max_tokens };
+    let all: Vec<usize> = records.iter().map(|r| r.tokens).collect();
+    let room = if waits { all.iter().copied().max().unwrap_or(0) } else { max_tokens };
+    // Rows of each rank.
+    let split = if transport == Transport::AllRows { vec![room; ranks] } else { all.clone() };
     let real = |id: &i32| if usize::try_from(*id).is_ok_and(|e| e < num_experts) { *id } else { -1 };
-    let padded = |r: &Record| r.ids.iter().map(real).chain(std::iter::repeat(-1)).take(room * k).collect::<Vec<i32>>();
-    let ids = Tensor::from_vec(records.iter().flat_map(padded).collect(), &[ranks * room, k])?;
+    let padded = |(r, rows): (&Record, &usize)| {
+        r.ids.iter().map(real).chain(std::iter::repeat(-1)).take(rows * k).collect::<Vec<i32>>()
+    };
+    let ids = records.iter().zip(&split).flat_map(padded).collect();
+    let ids = Tensor::from_vec(ids, &[split.iter().sum(), k])?;
     let request = PlanRequest {
         rank,
         ranks,
         num_experts,
         ids: ids.view(),
         weights: None,
-        tokens: &vec![room; ranks],
+        tokens: &split,
         spec: &DispatchSpec { overflow: Overflow::Drop, ..*spec },
-        transport: Transport::AllRows,
+        transport,
     };
     let choices = records.iter().map(|r| r.tokens * k).sum();
     let (mut plan, needed) = plan::plan_of(request, choices)?;
-    if let (Capacity::Static(capacity), Overflow::Error) = (spec.capacity, spec.overflow)
-        && let Some(rank) = needed.iter().position(|n| *n > capacity)
-        && !heard::any(kept)
-    {
-        heard::keep_capacity(kept, [rank, needed[rank], capacity]);
+    let overflow = match (spec.capacity, spec.overflow) {
+        (Capacity::Static(capacity), Overflow::Error) => {
+            let rank = needed.iter().position(|n| *n > capacity);
+            rank.map(|rank| (rank, needed[rank], capacity))
+        }
+        _ => None,
+    };
+    if let Some((rank, needed, capacity)) = overflow.filter(|_| !waits && !heard::any(kept)) {
+        heard::keep_capacity(kept, [rank, needed, capacity]);
     }
 
     let own = plan.kept_ids.view().as_slice::<i32>()?[..tokens * k].to_vec();
     plan.kept_ids = Tensor::from_vec(own, &[tokens, k])?;
     plan.tokens = tokens;
-    let all = || records.iter().enumerate();
+    let ranks = |is: fn(&Record) -> bool| {
+        records.iter().enumerate().filter(|(_, r)| is(r)).map(|(rank, _)| rank).collect::<Vec<usize>>()
+    };
     let known = waits.then(|| Known {
-        tokens: records.iter().map(|r| r.tokens).collect(),
-        absent: all().filter(|(_, r)| !r.backward).map(|(r, _)| r).collect(),
-        pending: all().filter(|(_, r)| r.pending).map(|(r, _)| r).collect(),
+        tokens: all,
+        absent: ranks(|r| !r.backward),
+        pending: ranks(|r| r.pending),
         troubled,
+        overflow: overflow.map(|(rank, needed, _)| (rank, needed)),
     });
     (plan.total_tokens, plan.first_token) = match &known {
         Some(known) => (known.tokens.iter().sum(), known.tokens[..rank].iter().sum()),

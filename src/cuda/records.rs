@@ -1,10 +1,13 @@
-//! Prepare of several ranks on the GPU (`kernels/records.cu`): this rank's record, and the plan from all ranks'.
+//! Prepare of several ranks on the GPU (`kernels/records.cu`, `messages.cu`): this rank's record, and the plan from all
+//! ranks'.
 
 use std::sync::Arc;
 
 use crate::dtype::DType;
 use crate::ep::record::{self, Record, Sizes, Status, WORDS};
-use crate::ep::{Capacity, DispatchSpec, Gathered, Known, Overflow, Plan, PlanRecords, RecordIds, Stats, heard};
+use crate::ep::{
+    Capacity, DispatchSpec, Gathered, Known, Messages, Overflow, Plan, PlanRecords, RecordIds, Stats, Transport, heard,
+};
 use crate::error::{Error, Result};
 use crate::kernels::Zones;
 use crate::lazy::Lazy;
@@ -85,8 +88,18 @@ impl Numbers {
         self.experts + self.locals
     }
 
+    /// Where each rank's own begin.
+    fn ranks_at(self) -> usize {
+        self.tail() + 5
+    }
+
+    /// Where counts of messages begin: choices from each rank, their tokens, choices to each rank, their tokens.
+    fn messages_at(self) -> usize {
+        self.ranks_at() + 3 * self.ranks
+    }
+
     fn count(self) -> usize {
-        self.tail() + 3 + 3 * self.ranks
+        self.messages_at() + 4 * self.ranks
     }
 
     fn stats(self, values: &[usize]) -> Stats {
@@ -98,15 +111,22 @@ impl Numbers {
         }
     }
 
+    fn messages(self, values: &[usize]) -> [Vec<usize>; 4] {
+        let of = |i: usize| values[self.messages_at() + i * self.ranks..][..self.ranks].to_vec();
+        [of(0), of(1), of(2), of(3)]
+    }
+
     /// What the records say; the number of rows stands in the statistics.
     fn known(self, values: &[usize]) -> Known {
-        let of = |i: usize| values[self.tail() + 3 + i..].iter().step_by(3).take(self.ranks).copied();
+        let of = |i: usize| values[self.ranks_at() + i..].iter().step_by(3).take(self.ranks).copied();
+        let [troubled, needed, short] = [2, 3, 4].map(|i| values[self.tail() + i]);
         let ranks = |i: usize, value: usize| of(i).enumerate().filter(move |(_, v)| *v == value).map(|(r, _)| r);
         Known {
             tokens: of(0).collect(),
             absent: ranks(1, 0).collect(),
             pending: ranks(2, 1).collect(),
-            troubled: values[self.tail() + 2] != 0,
+            troubled: troubled != 0,
+            overflow: (needed > 0).then_some((short, needed)),
         }
     }
 
@@ -119,7 +139,8 @@ impl Numbers {
 }
 
 pub(super) fn plan(device: &Cuda, call: PlanRecords<'_, Cuda>) -> Result<Gathered<Cuda>> {
-    let PlanRecords { rank, ranks, num_experts: experts, max_tokens, tokens, spec, records, heard } = call;
+    let waits = call.waits();
+    let PlanRecords { rank, ranks, num_experts: experts, max_tokens, tokens, spec, transport, records, heard } = call;
     let (sizes, k) = (sizes(max_tokens, spec), spec.top_k);
     Error::check_shape(CALL, "records", &[ranks, sizes.bytes()], records.dims())?;
     check_heard(heard.as_ref().dims(), ranks)?;
@@ -145,7 +166,7 @@ pub(super) fn plan(device: &Cuda, call: PlanRecords<'_, Cuda>) -> Result<Gathere
         factor: spec.expert_capacity.map_or(-1.0, |c| c.factor),
         rows: i64::MAX,
         may_drop: 1,
-        asked: i64::from(spec.capacity == Capacity::Eager),
+        asked: i64::from(waits),
         room: max_tokens as i64,
         chunk: chunk as i64,
         chunks: chunks as i64,
@@ -169,25 +190,38 @@ pub(super) fn plan(device: &Cuda, call: PlanRecords<'_, Cuda>) -> Result<Gathere
         device.launch(CALL, "records_scan", Grid::new(experts.div_ceil(8), 256), &p)?;
         device.launch(CALL, "records_zones", Grid::new(1, 1024), &p)?;
     }
+    let sends = transport == Transport::UniqueRows;
+    let messages =
+        if sends { Some(Crossing::new(device, &mut p, (choices, walk), &mut stats, numbers)?) } else { None };
     let (mut rows, mut room, mut known) = (p.rows as usize, max_tokens, None);
-    if spec.capacity == Capacity::Eager {
-        let values = numbers.read(device, &stats)?;
+    let mut values = Vec::new();
+    if waits {
+        values = numbers.read(device, &stats)?;
         let all = numbers.known(&values);
-        (rows, room) = (values[numbers.tail()], all.tokens.iter().copied().max().unwrap_or(0));
+        room = all.tokens.iter().copied().max().unwrap_or(0);
         known = Some(all);
+    }
+    if spec.capacity == Capacity::Eager {
+        rows = values[numbers.tail()];
         if rows > i32::MAX as usize {
             return Err(Error::invalid(CALL, "rows", format!("at most {}", i32::MAX), rows));
         }
     }
     let (mut row_map, mut weight_map) = (of(DType::I32, &[rows])?, of(DType::I32, &[rows])?);
-    let mut return_map = of(DType::I32, &[ranks * room, k])?;
+    let mut return_map = of(DType::I32, &[if sends { tokens } else { ranks * room }, k])?;
     for map in [&mut row_map, &mut weight_map] {
         device.fill_bytes(CALL, map.view_mut().into_data(), 0xff)?;
     }
     (p.rows, p.room) = (rows as i64, room as i64);
     (p.row_map, p.weight_map, p.return_map) = (at(&mut row_map), at(&mut weight_map), at(&mut return_map));
-    // SAFETY: as above, for this many rows.
-    unsafe { device.launch(CALL, "records_slots", walk, &p) }?;
+    let messages = match messages {
+        Some(crossing) => Some(crossing.number(device, &mut p, numbers.messages(&values))?),
+        None => {
+            // SAFETY: as above, for this many rows.
+            unsafe { device.launch(CALL, "records_slots", walk, &p) }?;
+            None
+        }
+    };
     device.report(CALL)?;
     let (total_tokens, first_token) = match &known {
         Some(known) => (known.tokens.iter().sum(), known.tokens[..rank].iter().sum()),
@@ -203,9 +237,55 @@ pub(super) fn plan(device: &Cuda, call: PlanRecords<'_, Cuda>) -> Result<Gathere
         row_map,
         weight_map,
         return_map,
-        messages: None,
+        messages,
     };
     Ok(Gathered { plan, room, known })
+}
+
+/// Messages between two ranks, counted but not yet numbered. Holds what the kernels leave each other.
+struct Crossing {
+    _places: Tensor<Cuda>,
+    _counts: Tensor<Cuda>,
+    walk: Grid,
+}
+
+impl Crossing {
+    /// Settles where choices are kept and counts the messages, behind the other numbers in `stats`.
+    fn new(
+        device: &Cuda,
+        p: &mut params::Records,
+        (choices, walk): (usize, Grid),
+        stats: &mut Tensor<Cuda>,
+        numbers: Numbers,
+    ) -> Result<Self> {
+        let kinds = 4 * numbers.ranks;
+        let mut places = Tensor::empty(device, DType::I32, &[choices, 2])?;
+        let mut counts = Tensor::empty(device, DType::I32, &[kinds, p.chunks as usize])?;
+        (p.places, p.crossing) = (places.view_mut().into_data().ptr, counts.view_mut().into_data().ptr);
+        p.totals = stats.view_mut().into_data().ptr + 8 * numbers.messages_at() as u64;
+        let few = Grid { shared: (kinds * 4) as u32, ..walk };
+        // SAFETY: every tensor has the size that `params.h` states for it; the totals lie inside `stats`.
+        unsafe {
+            device.launch(CALL, "messages_places", walk, p)?;
+            device.launch(CALL, "messages_count", few, p)?;
+            device.launch(CALL, "messages_scan", Grid::new(kinds.div_ceil(8), 256), p)?;
+        }
+        Ok(Self { _places: places, _counts: counts, walk: few })
+    }
+
+    /// Writes the maps.
+    fn number(self, device: &Cuda, p: &mut params::Records, counts: [Vec<usize>; 4]) -> Result<Messages<Cuda>> {
+        let [slots_from, recv_rows, slots_at, send_rows] = counts;
+        let list = |counts: &[usize]| Tensor::empty(device, DType::I32, &[counts.iter().sum()]);
+        let mut return_slots = list(&slots_from)?;
+        let (mut send_choices, mut send_tokens) = (list(&slots_at)?, list(&send_rows)?);
+        p.return_slots = return_slots.view_mut().into_data().ptr;
+        p.send_choices = send_choices.view_mut().into_data().ptr;
+        p.send_tokens = send_tokens.view_mut().into_data().ptr;
+        // SAFETY: as above; the lists have as many entries as have been counted, which the kernel counts again.
+        unsafe { device.launch(CALL, "messages_number", self.walk, p) }?;
+        Ok(Messages { send_tokens, send_choices, return_slots, send_rows, recv_rows, slots_from, slots_at })
+    }
 }
 
 fn read_later(device: &Cuda, stats: Tensor<Cuda>, numbers: Numbers) -> Lazy<Stats> {

@@ -17,7 +17,7 @@ use super::handle::Carried;
 use super::handle::{Agreement, Handle};
 use super::record::{self, BadId, Record, Sizes, Status};
 use super::{
-    Capacity, DispatchSpec, GroupConfig, Known, Plan, PlanRecords, PlanRequest, RecordIds, Reporting, Transport, heard,
+    Capacity, DispatchSpec, GroupConfig, Plan, PlanRecords, PlanRequest, RecordIds, Reporting, Transport, heard, plan,
 };
 
 const PREPARE: &str = "prepare";
@@ -146,7 +146,7 @@ impl<D: Kernels> Core<D> {
             return self.fail((tag, transport), spec, error);
         }
         if self.behind(transport, spec) {
-            return self.prepare_records(tag, ids, spec);
+            return self.prepare_records((tag, transport), ids, spec);
         }
         if transport == Transport::Local
             && spec.reporting == Reporting::Deferred
@@ -175,12 +175,17 @@ impl<D: Kernels> Core<D> {
 
     /// The same with the records written, exchanged and planned on the device. The host learns nothing of them, or, where
     /// it has to know how many rows the plan has, what it would have learned.
-    fn prepare_records(&mut self, tag: Tag, ids: TensorRef<'_, D>, spec: &DispatchSpec) -> Result<Handle<D>> {
+    fn prepare_records(
+        &mut self,
+        step: (Tag, Transport),
+        ids: TensorRef<'_, D>,
+        spec: &DispatchSpec,
+    ) -> Result<Handle<D>> {
         let mut heard = match self.heard.take() {
             Some(heard) => heard,
             None => Tensor::zeros(&self.device, DType::U8, &[heard::bytes(self.ranks())])?,
         };
-        let prepared = self.exchange_records(tag, ids, spec, &mut heard);
+        let prepared = self.exchange_records(step, ids, spec, &mut heard);
         self.heard = Some(heard);
         let (handle, pending) = prepared?;
         match pending {
@@ -197,7 +202,7 @@ impl<D: Kernels> Core<D> {
     /// A handle, and the first rank that holds an error of an earlier call.
     fn exchange_records(
         &mut self,
-        tag: Tag,
+        (tag, transport): (Tag, Transport),
         ids: TensorRef<'_, D>,
         spec: &DispatchSpec,
         heard: &mut Tensor<D>,
@@ -215,7 +220,7 @@ impl<D: Kernels> Core<D> {
         });
         let tokens = match recorded {
             Ok(tokens) => tokens,
-            Err(error) => return self.fail((tag, Transport::AllRows), spec, error),
+            Err(error) => return self.fail((tag, transport), spec, error),
         };
         let records = self.exchange(tag, spec, &own)?;
         let call = PlanRecords {
@@ -225,25 +230,26 @@ impl<D: Kernels> Core<D> {
             max_tokens,
             tokens,
             spec,
+            transport,
             records: records.view(),
             heard: heard.view_mut(),
         };
         let gathered = device.plan_records(&stream, call)?;
-        let absent = match gathered.known {
-            Some(Known { troubled: true, .. }) => {
-                let all = device.download(&stream, records.view())?;
-                let all: Vec<Record> = all.chunks_exact(sizes.bytes()).map(|b| Record::decode(b, sizes)).collect();
-                let unknown = || Error::invalid(PREPARE, "records", "what is wrong with them", "nothing");
-                return Err(record::problem(&all, rank, num_experts).unwrap_or_else(unknown));
-            }
-            Some(Known { absent, pending, .. }) => {
-                let handle = self.handle(spec, gathered.plan, absent, vec![gathered.room; ranks]);
-                return Ok((handle, pending.first().copied()));
-            }
-            None if spec.backward => Vec::new(),
-            None => vec![rank],
+        let Some(known) = gathered.known else {
+            let absent = if spec.backward { Vec::new() } else { vec![rank] };
+            return Ok((self.handle(spec, gathered.plan, absent, vec![gathered.room; ranks]), None));
         };
-        Ok((self.handle(spec, gathered.plan, absent, vec![gathered.room; ranks]), None))
+        if known.troubled {
+            let all = device.download(&stream, records.view())?;
+            let all: Vec<Record> = all.chunks_exact(sizes.bytes()).map(|b| Record::decode(b, sizes)).collect();
+            let unknown = || Error::invalid(PREPARE, "records", "what is wrong with them", "nothing");
+            return Err(record::problem(&all, rank, num_experts).unwrap_or_else(unknown));
+        }
+        if let (Some((rank, needed)), Capacity::Static(capacity)) = (known.overflow, spec.capacity) {
+            return Err(Error::Capacity { rank, needed, capacity });
+        }
+        let rows = if transport == Transport::AllRows { vec![gathered.room; ranks] } else { known.tokens };
+        Ok((self.handle(spec, gathered.plan, known.absent, rows), known.pending.first().copied()))
     }
 
     /// A handle of a plan that was made without the ranks' records.
@@ -392,7 +398,7 @@ impl<D: Kernels> Core<D> {
     /// Takes part as a failure and returns this rank's error. Hosts that do not read records have to be told otherwise.
     fn fail<T>(&mut self, (tag, transport): (Tag, Transport), spec: &DispatchSpec, error: Error) -> Result<T> {
         // The rank's own error is the news, whatever becomes of the exchange.
-        if self.behind(transport, spec) && spec.capacity != Capacity::Eager {
+        if self.behind(transport, spec) && !plan::waits(transport, spec) {
             let _ = self.comm.refuse(tag, &error.to_string());
         } else if self.ranks() > 1 {
             let _ = self.gather(tag, spec, &Record::failed(Status::Failed(error.to_string())));
@@ -402,7 +408,7 @@ impl<D: Kernels> Core<D> {
 
     /// Whether the device plans from records.
     fn behind(&self, transport: Transport, spec: &DispatchSpec) -> bool {
-        transport == Transport::AllRows
+        matches!(transport, Transport::AllRows | Transport::UniqueRows)
             && spec.reporting == Reporting::Deferred
             && self.device.plans_records(spec, self.config.num_experts)
     }

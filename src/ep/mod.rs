@@ -128,9 +128,10 @@ pub enum Reporting {
     /// A bad id is treated as −1, a row past the capacity as dropped, a NaN goes its way. The first error is kept and
     /// returned by [`TokenDispatcher::check`], or by a later prepare. With one rank nothing waits for the device.
     ///
-    /// Several ranks learn the same and wait no longer than [`Capacity`] says. Where nothing waits, ranks that disagree
-    /// or rows past a capacity are told by [`TokenDispatcher::check`] too, on every rank, and a later prepare tells
-    /// nothing: some ranks' hosts might know and others not yet.
+    /// Several ranks are told the same. Where prepare has to wait for numbers of rows ([`AllToAll`] always, others as
+    /// [`Capacity`] says), a capacity that is too small, and ranks that disagree or fail, are its own errors. Where nothing
+    /// waits they are kept too, and told by [`TokenDispatcher::check`] alone: of a later prepare, some ranks' hosts might
+    /// know and others not yet.
     Deferred,
 }
 
