@@ -39,13 +39,11 @@ fn over_ranks(ranks: usize) -> Vec<(String, Body)> {
     for kind in KINDS {
         for (file, case) in conformance::cases().into_iter().filter(|(_, case)| case.min_ranks <= ranks) {
             let name = format!("conformance::{kind:?}::{file}::{}", case.name);
-            let body = move |cuda: &Cuda| (case.run)(&over(cuda, kind, ranks, case.name));
-            all.push((name, Box::new(body)));
+            let run = case.run;
+            all.push((name, Box::new(move |cuda: &Cuda| run(&over(cuda, kind, ranks, case.name)))));
+            let name = format!("conformance_later::{kind:?}::{file}::{}", case.name);
+            all.push((name, Box::new(move |cuda: &Cuda| run(&later(cuda, kind, ranks, case.name)))));
         }
-    }
-    for (file, case) in conformance::cases().into_iter().filter(|(_, case)| case.min_ranks <= ranks) {
-        let body = move |cuda: &Cuda| (case.run)(&later(cuda, DispatcherKind::AllGather, ranks, case.name));
-        all.push((format!("conformance_later::{file}::{}", case.name), Box::new(body)));
     }
     for body in conformance::communicator_bodies().into_iter().filter(|body| (body.ranks)(ranks)) {
         all.push((format!("communicator::{}", body.name), Box::new(move |cuda: &Cuda| (body.run)(cuda, ranks))));
