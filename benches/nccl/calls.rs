@@ -116,19 +116,23 @@ fn measure(rank: &Rank<'_>, comm: Timed, what: (Workload, Dispatcher, &str)) -> 
         Ok(())
     })?;
     phases.push(("prepare", times, collectives));
-    if dispatcher.name == "all_gather" {
-        // Planned on the GPU: waiting for the number of rows, or for nothing; and how long the host is busy then.
-        let open = DispatchSpec { reporting: Reporting::Deferred, ..spec };
-        let fixed = DispatchSpec { capacity: Capacity::Static(all), ..open };
-        for (phase, spec, host) in [
-            ("prepare_deferred", open, true),
-            ("prepare_deferred_static", fixed, false),
-            ("prepare_deferred_static_host", fixed, true),
-        ] {
-            let (times, collectives) =
-                bench.time(host, |group| group.dispatcher().prepare(ids.view(), None, &spec).map(drop))?;
-            phases.push((phase, times, collectives));
-        }
+    // Planned on the GPU: waiting for sizes, or for nothing; and how long the host is busy then.
+    let open = DispatchSpec { reporting: Reporting::Deferred, ..spec };
+    let fixed = DispatchSpec { capacity: Capacity::Static(all), ..open };
+    let later = [
+        ("prepare_deferred", open, true),
+        ("prepare_deferred_static", fixed, false),
+        ("prepare_deferred_static_host", fixed, true),
+    ];
+    let behind = match dispatcher.name {
+        "all_gather" => &later[..],
+        "all_to_all" => &later[..1],
+        _ => &[],
+    };
+    for (phase, spec, host) in behind.iter().copied() {
+        let (times, collectives) =
+            bench.time(host, |group| group.dispatcher().prepare(ids.view(), None, &spec).map(drop))?;
+        phases.push((phase, times, collectives));
     }
     let Some(handle) = handle else { return Ok(Part { phases, pairs, peak: 0 }) };
     let n = handle.rows();

@@ -55,25 +55,22 @@ impl<D: Kernels> Core<D> {
         if let Some(bad) = self.deferred.take() {
             return Err(bad.error(self.config.num_experts));
         }
-        // Clears what would spoil the look below; that has more to say.
-        let seen = self.device.check(&self.stream);
-        match self.take_heard() {
-            Ok(Some(error)) => Err(error),
-            Ok(None) => seen,
-            Err(error) => seen.and(Err(error)),
-        }
+        self.take_heard()
     }
 
-    /// What the device has found in records, once.
-    fn take_heard(&mut self) -> Result<Option<Error>> {
+    /// Returns and clears what the device has found, from what it has kept of records if that is it.
+    fn take_heard(&mut self) -> Result<()> {
+        // First, as it would keep the memory below from being read.
+        let seen = self.device.check(&self.stream);
         let rank = self.comm.rank();
-        let Some(heard) = &mut self.heard else { return Ok(None) };
-        let bytes = self.device.download(&self.stream, heard.view())?;
-        let error = heard::error(&bytes, rank, self.config.num_experts);
-        if error.is_some() {
-            self.device.zero(heard.view_mut().into_data())?;
-        }
-        Ok(error)
+        let Some(heard) = &mut self.heard else { return seen };
+        let bytes = match self.device.download(&self.stream, heard.view()) {
+            Ok(bytes) => bytes,
+            Err(error) => return seen.and(Err(error)),
+        };
+        let Some(error) = heard::error(&bytes, rank, self.config.num_experts) else { return seen };
+        self.device.zero(heard.view_mut().into_data())?;
+        Err(error)
     }
 
     /// Tag of a collective that belongs to a handle.
@@ -188,15 +185,11 @@ impl<D: Kernels> Core<D> {
         let prepared = self.exchange_records(step, ids, spec, &mut heard);
         self.heard = Some(heard);
         let (handle, pending) = prepared?;
-        match pending {
-            Some(peer) => Err(self.take_heard()?.unwrap_or_else(|| Error::Peer {
-                call: PREPARE,
-                rank: self.rank(),
-                peer,
-                reason: "it holds an error of an earlier call".to_string(),
-            })),
-            None => Ok(handle),
-        }
+        let Some(peer) = pending else { return Ok(handle) };
+        // The same on all ranks, but for those that have asked.
+        self.take_heard()?;
+        let reason = "it holds an error of an earlier call".to_string();
+        Err(Error::Peer { call: PREPARE, rank: self.rank(), peer, reason })
     }
 
     /// A handle, and the first rank that holds an error of an earlier call.

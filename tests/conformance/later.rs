@@ -174,7 +174,7 @@ fn a_spec_that_differs_is_told_everywhere<D: Target>(s: &Setup<D>) {
             let odd = s.ranks - 1;
             let spec = if r.rank == odd { *spec } else { good };
             let h = r.prepare(&round_robin(0, 2, 2, s.experts(2)), &spec).expect("told later");
-            through(r, &h);
+            // Before any read: a device behind the host tells whoever waits for it first.
             match r.group.dispatcher().check() {
                 Err(Error::ConfigMismatch { field, rank, peer, value, peer_value }) => {
                     assert_eq!((&field[..], rank), (*name, r.rank));
@@ -183,6 +183,7 @@ fn a_spec_that_differs_is_told_everywhere<D: Target>(s: &Setup<D>) {
                 }
                 other => panic!("{name}: {other:?}"),
             }
+            through(r, &h);
             r.group.dispatcher().check().expect("told once");
             r.works();
         }
@@ -204,7 +205,6 @@ fn a_bad_id_is_told_everywhere<D: Target>(s: &Setup<D>) {
                 (ids[2 * K + 2], ids[3 * K + 1]) = (id, experts as i64 + 7);
             }
             let h = r.prepare(&ids, &spec).expect("masked");
-            through(r, &h);
             match r.group.dispatcher().check() {
                 Err(Error::ExpertId { rank, token, k, id: found, problem }) => {
                     assert_eq!((rank, token, k, found), (culprit, 2, 2, id));
@@ -216,6 +216,7 @@ fn a_bad_id_is_told_everywhere<D: Target>(s: &Setup<D>) {
                 }
                 other => panic!("{other:?}"),
             }
+            through(r, &h);
             r.group.dispatcher().check().expect("told once");
             let kept = if r.rank == culprit { [1, 2, -1, 1, -1, 3] } else { [1, 2, 3, 1, 2, 3] };
             assert_eq!(r.kept(&h)[2 * K..], kept);
@@ -234,17 +235,17 @@ fn a_capacity_too_small_is_told_everywhere<D: Target>(s: &Setup<D>) {
         let (full, rows) = (s.experts(2) - 1, s.ranks * T - 1);
         let spec = later(DispatchSpec { capacity: Capacity::Static(rows), ..training(0, 1) });
         let h = r.prepare(&[full as i64; T], &spec).expect("told later");
-        let recv = r.dispatch_rows(&h, F32(1), &[1.0; T], None).expect("dispatch");
-        let out = r.combine(&h, F32(1), &recv.rows).expect("combine");
-        // The last rank's last token found no room.
-        let last = r.rank == s.ranks - 1;
-        assert_eq!(out, [1.0, 1.0, 1.0, 1.0, 1.0, if last { 0.0 } else { 1.0 }]);
         match r.group.dispatcher().check() {
             Err(Error::Capacity { rank, needed, capacity }) => {
                 assert_eq!((rank, needed, capacity), (s.ranks - 1, s.ranks * T, rows));
             }
             other => panic!("{other:?}"),
         }
+        let recv = r.dispatch_rows(&h, F32(1), &[1.0; T], None).expect("dispatch");
+        let out = r.combine(&h, F32(1), &recv.rows).expect("combine");
+        // The last rank's last token found no room.
+        let last = r.rank == s.ranks - 1;
+        assert_eq!(out, [1.0, 1.0, 1.0, 1.0, 1.0, if last { 0.0 } else { 1.0 }]);
         r.group.dispatcher().check().expect("told once");
         r.works();
     });
@@ -260,8 +261,7 @@ fn the_first_error_is_kept<D: Target>(s: &Setup<D>) {
         let spec = later(DispatchSpec { capacity: Capacity::Static(8), ..training(0, 1) });
         for id in [0, 1000, 2000, 1] {
             let id = if r.rank == 0 { id } else { 0 };
-            let h = r.prepare(&[id], &spec).expect("told later");
-            through(r, &h);
+            r.prepare(&[id], &spec).expect("told later");
         }
         let error = r.group.dispatcher().check();
         assert!(matches!(error, Err(Error::ExpertId { rank: 0, id: 1000, .. })), "{error:?}");

@@ -15,8 +15,8 @@ use moebius::layer::{Cotangents, DispatchOptions, GradientsMut, Inputs, Layer, M
 use moebius::nccl::NcclComm;
 use moebius::{DType, Error, Result, Tensor};
 
-use crate::Run;
 use crate::conformance::gpus;
+use crate::{KINDS, Run};
 
 pub fn cases() -> Vec<(&'static str, Run)> {
     vec![
@@ -172,9 +172,9 @@ fn fixed(ranks: usize, reporting: Reporting) -> DispatchOptions {
 const GATHER: DispatcherKind = DispatcherKind::AllGather;
 
 fn same_bits(_: &Cuda, ranks: usize) {
-    for config in configs() {
+    for (kind, config) in KINDS.into_iter().flat_map(|kind| configs().into_iter().map(move |c| (kind, c))) {
         let results =
-            |options: DispatchOptions| each(ranks, |comm, _| Steps::new(comm, &config, GATHER, options)?.over(0..3));
+            |options: DispatchOptions| each(ranks, |comm, _| Steps::new(comm, &config, kind, options)?.over(0..3));
         let drops = DispatchOptions {
             capacity: Capacity::Static(MOST * config.router.top_k / 2),
             overflow: Overflow::Drop,
@@ -185,7 +185,7 @@ fn same_bits(_: &Cuda, ranks: usize) {
             let later = results(DispatchOptions { reporting: Some(Reporting::Deferred), ..options });
             let at_once = results(DispatchOptions { reporting: Some(Reporting::Immediate), ..options });
             assert!(at_once[0].windows(2).all(|w| w[0] != w[1]), "inputs differ, so results do");
-            assert!(later == at_once, "{options:?}");
+            assert!(later == at_once, "{kind:?}, {options:?}");
         }
     }
 }
@@ -280,7 +280,10 @@ fn not_capturable(_: &Cuda, ranks: usize) {
             let eager = steps.over(0..1)?;
             let cuda = steps.cuda.clone();
             let error = cuda.capture(|| steps.step()).err();
-            assert!(matches!(error, Some(Error::NotCapturable { call: "prepare", .. })), "{kind:?}: {error:?}");
+            // A router that reports at once waits first.
+            let call = if options.reporting == Some(Reporting::Immediate) { "route" } else { "prepare" };
+            let refused = matches!(error, Some(Error::NotCapturable { call: found, .. }) if found == call);
+            assert!(refused, "{kind:?}: {error:?}");
             barrier.wait();
             // And goes on.
             assert!(steps.over(0..1)? == eager);
