@@ -41,7 +41,7 @@ pub(super) fn record(device: &Cuda, call: RecordIds<'_, Cuda>) -> Result<()> {
     let sizes = sizes(max_tokens, spec);
     Error::check_shape(CALL, "record", &[sizes.bytes()], out.dims())?;
     Error::check_shape(CALL, "topk_ids", &[ids.rows().min(max_tokens), spec.top_k], ids.dims())?;
-    check_heard(&heard.as_ref().dims(), 1)?;
+    check_heard(heard.as_ref().dims(), 1)?;
     let own = Record {
         fields: record::fields(spec),
         backward: spec.backward,

@@ -16,11 +16,9 @@ use crate::tensor::{Tensor, TensorRef};
 use super::handle::Carried;
 use super::handle::{Agreement, Handle};
 use super::record::{self, BadId, Record, Sizes, Status};
-use super::{
-    Capacity, DispatchSpec, GroupConfig, Plan, PlanRecords, PlanRequest, RecordIds, Reporting, Transport, heard, plan,
-};
+use super::{Capacity, DispatchSpec, GroupConfig, Plan, PlanRequest, Reporting, Transport, plan};
 
-const PREPARE: &str = "prepare";
+pub(super) const PREPARE: &str = "prepare";
 
 /// State of a dispatcher.
 #[derive(Debug)]
@@ -35,7 +33,7 @@ pub(crate) struct Core<D: Kernels> {
     sequence: u64,
     deferred: Option<BadId>,
     /// What the device has found in records.
-    heard: Option<Tensor<D>>,
+    pub(super) heard: Option<Tensor<D>>,
 }
 
 impl<D: Kernels> Core<D> {
@@ -56,21 +54,6 @@ impl<D: Kernels> Core<D> {
             return Err(bad.error(self.config.num_experts));
         }
         self.take_heard()
-    }
-
-    /// Returns and clears what the device has found, from what it has kept of records if that is it.
-    fn take_heard(&mut self) -> Result<()> {
-        // First, as it would keep the memory below from being read.
-        let seen = self.device.check(&self.stream);
-        let rank = self.comm.rank();
-        let Some(heard) = &mut self.heard else { return seen };
-        let bytes = match self.device.download(&self.stream, heard.view()) {
-            Ok(bytes) => bytes,
-            Err(error) => return seen.and(Err(error)),
-        };
-        let Some(error) = heard::error(&bytes, rank, self.config.num_experts) else { return seen };
-        self.device.zero(heard.view_mut().into_data())?;
-        Err(error)
     }
 
     /// Tag of a collective that belongs to a handle.
@@ -170,81 +153,6 @@ impl<D: Kernels> Core<D> {
         Ok(handle)
     }
 
-    /// The same with the records written, exchanged and planned on the device. The host learns nothing of them, or, where
-    /// it has to know how many rows the plan has, what it would have learned.
-    fn prepare_records(
-        &mut self,
-        step: (Tag, Transport),
-        ids: TensorRef<'_, D>,
-        spec: &DispatchSpec,
-    ) -> Result<Handle<D>> {
-        let mut heard = match self.heard.take() {
-            Some(heard) => heard,
-            None => Tensor::zeros(&self.device, DType::U8, &[heard::bytes(self.ranks())])?,
-        };
-        let prepared = self.exchange_records(step, ids, spec, &mut heard);
-        self.heard = Some(heard);
-        let (handle, pending) = prepared?;
-        let Some(peer) = pending else { return Ok(handle) };
-        // The same on all ranks, but for those that have asked.
-        self.take_heard()?;
-        let reason = "it holds an error of an earlier call".to_string();
-        Err(Error::Peer { call: PREPARE, rank: self.rank(), peer, reason })
-    }
-
-    /// A handle, and the first rank that holds an error of an earlier call.
-    fn exchange_records(
-        &mut self,
-        (tag, transport): (Tag, Transport),
-        ids: TensorRef<'_, D>,
-        spec: &DispatchSpec,
-        heard: &mut Tensor<D>,
-    ) -> Result<(Handle<D>, Option<usize>)> {
-        let Self { device, stream, .. } = self;
-        let (device, stream) = (device.clone(), stream.clone());
-        let (rank, ranks, sizes) = (self.rank(), self.ranks(), self.sizes(spec));
-        let GroupConfig { num_experts, max_tokens_per_rank: max_tokens, .. } = self.config;
-        let mut own = Tensor::empty(&device, DType::U8, &[sizes.bytes()])?;
-        let recorded = self.check_ids(ids, spec.top_k).and_then(|tokens| {
-            let (heard, out) = (heard.view_mut(), own.view_mut());
-            let ids = ids.borrow();
-            device.record_ids(&stream, RecordIds { rank, num_experts, max_tokens, spec, ids, heard, out })?;
-            Ok(tokens)
-        });
-        let tokens = match recorded {
-            Ok(tokens) => tokens,
-            Err(error) => return self.fail((tag, transport), spec, error),
-        };
-        let records = self.exchange(tag, spec, &own)?;
-        let call = PlanRecords {
-            rank,
-            ranks,
-            num_experts,
-            max_tokens,
-            tokens,
-            spec,
-            transport,
-            records: records.view(),
-            heard: heard.view_mut(),
-        };
-        let gathered = device.plan_records(&stream, call)?;
-        let Some(known) = gathered.known else {
-            let absent = if spec.backward { Vec::new() } else { vec![rank] };
-            return Ok((self.handle(spec, gathered.plan, absent, vec![gathered.room; ranks]), None));
-        };
-        if known.troubled {
-            let all = device.download(&stream, records.view())?;
-            let all: Vec<Record> = all.chunks_exact(sizes.bytes()).map(|b| Record::decode(b, sizes)).collect();
-            let unknown = || Error::invalid(PREPARE, "records", "what is wrong with them", "nothing");
-            return Err(record::problem(&all, rank, num_experts).unwrap_or_else(unknown));
-        }
-        if let (Some((rank, needed)), Capacity::Static(capacity)) = (known.overflow, spec.capacity) {
-            return Err(Error::Capacity { rank, needed, capacity });
-        }
-        let rows = if transport == Transport::AllRows { vec![gathered.room; ranks] } else { known.tokens };
-        Ok((self.handle(spec, gathered.plan, known.absent, rows), known.pending.first().copied()))
-    }
-
     /// A handle of a plan that was made without the ranks' records.
     #[cfg(feature = "nccl-ep")]
     pub fn accept(&mut self, spec: &DispatchSpec, plan: Plan<D>) -> Handle<D> {
@@ -301,7 +209,7 @@ impl<D: Kernels> Core<D> {
     }
 
     /// T of this rank's choices `[T, K]`.
-    fn check_ids(&self, ids: TensorRef<'_, D>, k: usize) -> Result<usize> {
+    pub(super) fn check_ids(&self, ids: TensorRef<'_, D>, k: usize) -> Result<usize> {
         let tokens = match ids.dims() {
             [tokens, width] if *width == k => *tokens,
             dims => return Err(Error::invalid(PREPARE, "tensor topk_ids", format!("[T, {k}]"), format!("{dims:?}"))),
@@ -332,7 +240,13 @@ impl<D: Kernels> Core<D> {
     }
 
     /// A handle of the last prepare that was counted.
-    fn handle(&self, spec: &DispatchSpec, plan: Plan<D>, absent: Vec<usize>, tokens: Vec<usize>) -> Handle<D> {
+    pub(super) fn handle(
+        &self,
+        spec: &DispatchSpec,
+        plan: Plan<D>,
+        absent: Vec<usize>,
+        tokens: Vec<usize>,
+    ) -> Handle<D> {
         Handle {
             spec: *spec,
             rank: self.rank(),
@@ -383,13 +297,18 @@ impl<D: Kernels> Core<D> {
         Ok(Record { status, fields, backward, pending: false, tokens, ids, weights })
     }
 
-    fn sizes(&self, spec: &DispatchSpec) -> Sizes {
+    pub(super) fn sizes(&self, spec: &DispatchSpec) -> Sizes {
         let weights = record::needs_weights(spec);
         Sizes { max_tokens: self.config.max_tokens_per_rank, top_k: spec.top_k, weights }
     }
 
     /// Takes part as a failure and returns this rank's error. Hosts that do not read records have to be told otherwise.
-    fn fail<T>(&mut self, (tag, transport): (Tag, Transport), spec: &DispatchSpec, error: Error) -> Result<T> {
+    pub(super) fn fail<T>(
+        &mut self,
+        (tag, transport): (Tag, Transport),
+        spec: &DispatchSpec,
+        error: Error,
+    ) -> Result<T> {
         // The rank's own error is the news, whatever becomes of the exchange.
         if self.behind(transport, spec) && !plan::waits(transport, spec) {
             let _ = self.comm.refuse(tag, &error.to_string());
@@ -397,13 +316,6 @@ impl<D: Kernels> Core<D> {
             let _ = self.gather(tag, spec, &Record::failed(Status::Failed(error.to_string())));
         }
         Err(error)
-    }
-
-    /// Whether the device plans from records.
-    fn behind(&self, transport: Transport, spec: &DispatchSpec) -> bool {
-        matches!(transport, Transport::AllRows | Transport::UniqueRows)
-            && spec.reporting == Reporting::Deferred
-            && self.device.plans_records(spec, self.config.num_experts)
     }
 
     /// Every rank's record, in rank order.
@@ -417,7 +329,7 @@ impl<D: Kernels> Core<D> {
     }
 
     /// The same as the device has them.
-    fn exchange(&mut self, tag: Tag, spec: &DispatchSpec, own: &Tensor<D>) -> Result<Tensor<D>> {
+    pub(super) fn exchange(&mut self, tag: Tag, spec: &DispatchSpec, own: &Tensor<D>) -> Result<Tensor<D>> {
         let mut recv = Tensor::empty(&self.device, DType::U8, &[self.ranks(), own.bytes()])?;
         match self.comm.all_gather(tag, own.view(), recv.view_mut()) {
             Ok(()) => {

@@ -28,6 +28,7 @@
 
 mod all_gather;
 mod all_to_all;
+mod behind;
 pub(crate) mod carrier;
 mod choice;
 pub(crate) mod core;
