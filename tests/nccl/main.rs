@@ -10,6 +10,7 @@ mod common;
 #[allow(dead_code, unused_imports, reason = "a suite has parts for the CPU alone")]
 mod conformance;
 
+mod graph;
 mod layer;
 mod library;
 mod lost;
@@ -21,7 +22,7 @@ use libtest_mimic::{Arguments, Completion, Trial};
 use moebius::cuda::Cuda;
 use moebius::ep::DispatcherKind;
 
-use conformance::{gpus, over};
+use conformance::{gpus, later, over};
 
 /// Numbers of ranks.
 const RANKS: [usize; 2] = [2, 4];
@@ -38,14 +39,22 @@ fn over_ranks(ranks: usize) -> Vec<(String, Body)> {
     for kind in KINDS {
         for (file, case) in conformance::cases().into_iter().filter(|(_, case)| case.min_ranks <= ranks) {
             let name = format!("conformance::{kind:?}::{file}::{}", case.name);
-            let body = move |cuda: &Cuda| (case.run)(&over(cuda, kind, ranks, case.name));
-            all.push((name, Box::new(body)));
+            let run = case.run;
+            all.push((name, Box::new(move |cuda: &Cuda| run(&over(cuda, kind, ranks, case.name)))));
+            let name = format!("conformance_later::{kind:?}::{file}::{}", case.name);
+            all.push((name, Box::new(move |cuda: &Cuda| run(&later(cuda, kind, ranks, case.name)))));
         }
     }
     for body in conformance::communicator_bodies().into_iter().filter(|body| (body.ranks)(ranks)) {
         all.push((format!("communicator::{}", body.name), Box::new(move |cuda: &Cuda| (body.run)(cuda, ranks))));
     }
-    for (file, cases) in [("layer", layer::cases()), ("lost", lost::cases()), ("processes", processes::cases())] {
+    let files = [
+        ("graph", graph::cases()),
+        ("layer", layer::cases()),
+        ("lost", lost::cases()),
+        ("processes", processes::cases()),
+    ];
+    for (file, cases) in files {
         for (name, run) in cases {
             all.push((format!("{file}::{name}"), Box::new(move |cuda: &Cuda| run(cuda, ranks))));
         }
