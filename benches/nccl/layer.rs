@@ -2,8 +2,8 @@
 
 use moebius::config::MoeConfig;
 use moebius::cuda::Cuda;
-use moebius::ep::{Group, GroupConfig};
-use moebius::layer::{Cotangents, GradientsMut, Inputs, Layer, Mode, ParamViews, Role};
+use moebius::ep::{Capacity, Group, GroupConfig};
+use moebius::layer::{Cotangents, DispatchOptions, GradientsMut, Inputs, Layer, Mode, ParamViews, Role};
 use moebius::nccl::NcclWorld;
 use moebius::{DType, Result, Tensor};
 
@@ -18,10 +18,27 @@ const REPEATS: usize = 15;
 /// Milliseconds of forward, of forward and backward, and of the collectives in each.
 type Times = [Vec<f64>; 4];
 
+/// What is asked of a step.
+#[derive(Clone, Copy, PartialEq)]
+enum Way {
+    /// As many rows as it needs.
+    Open,
+    /// A fixed number of them, half as many again as there are on average: nothing waits.
+    Fixed,
+    /// The same, replayed from a graph.
+    Graph,
+}
+
 pub fn run(world: &NcclWorld, report: &Report, workload: Workload) -> Result<()> {
-    for dispatcher in DISPATCHERS.iter().copied() {
-        let parts = on_ranks(world, |rank, comm| measure(rank, Timed::new(comm), (workload, dispatcher)))?;
+    let ways = |d: Dispatcher| match d.name {
+        "all_gather" => vec![(Way::Open, d.mode), (Way::Fixed, "nccl-static"), (Way::Graph, "nccl-graph")],
+        _ => vec![(Way::Open, d.mode)],
+    };
+    let all = DISPATCHERS.iter().copied().flat_map(|d| ways(d).into_iter().map(move |way| (d, way)));
+    for (dispatcher, (way, mode)) in all {
+        let parts = on_ranks(world, |rank, comm| measure(rank, Timed::new(comm), (workload, dispatcher, way)))?;
         let of = |i: usize| -> Vec<Vec<f64>> { parts.iter().map(|p| p[i].clone()).collect() };
+        let dispatcher = Dispatcher { mode, ..dispatcher };
         let subject = Subject { workload, dispatcher, routing: "router" };
         let ranks = parts.len() as f64;
         let forward = 6.0 * (workload.slots() * workload.hidden * workload.inner) as f64 * ranks;
@@ -45,10 +62,12 @@ struct Weights {
     down: Tensor<Cuda>,
 }
 
-fn measure(rank: &Rank<'_>, comm: Timed, (w, dispatcher): (Workload, Dispatcher)) -> Result<Times> {
+fn measure(rank: &Rank<'_>, comm: Timed, (w, dispatcher, way): (Workload, Dispatcher, Way)) -> Result<Times> {
     let cuda = &rank.cuda;
     let spans = comm.spans.clone();
-    let mut group: Group<Cuda> = (dispatcher.make)(comm, GroupConfig::new(w.experts, w.tokens))?;
+    let rows = w.slots() * 3 / 2;
+    let config = GroupConfig { max_rows: rows, ..GroupConfig::new(w.experts, w.tokens) };
+    let mut group: Group<Cuda> = (dispatcher.make)(comm, config)?;
     let local = w.experts / rank.ranks;
     let scale = |n: usize| (n as f64).powf(-0.5);
     // The router is every rank's; the rest is each one's own.
@@ -72,7 +91,9 @@ fn measure(rank: &Rank<'_>, comm: Timed, (w, dispatcher): (Workload, Dispatcher)
         })
     })?;
     let params = params.params();
-    let layer = Layer::new(MoeConfig::new(w.hidden, w.inner, w.experts, w.top_k), 0)?;
+    let capacity = if way == Way::Open { Capacity::Eager } else { Capacity::Static(rows) };
+    let layer = Layer::new(MoeConfig::new(w.hidden, w.inner, w.experts, w.top_k), 0)?
+        .with_dispatch(DispatchOptions { capacity, ..DispatchOptions::default() });
 
     let mut step = |backward: bool| -> Result<()> {
         let mode = Mode { backward, noise: None };
@@ -90,11 +111,21 @@ fn measure(rank: &Rank<'_>, comm: Timed, (w, dispatcher): (Workload, Dispatcher)
     };
     let mut times: Times = Default::default();
     for backward in [false, true] {
+        let mut graph = None;
         for repeat in 0..WARM_UP + REPEATS {
             rank.meet()?;
             spans.take()?;
+            if repeat == 1 && way == Way::Graph {
+                graph = Some(cuda.capture(|| step(backward))?);
+                // Events of a recording have no times.
+                spans.forget();
+                rank.meet()?;
+            }
             let from = event(cuda)?;
-            step(backward)?;
+            match &mut graph {
+                Some(graph) => graph.replay()?,
+                None => step(backward)?,
+            }
             let to = event(cuda)?;
             cuda.check()?;
             if repeat >= WARM_UP {
@@ -102,6 +133,9 @@ fn measure(rank: &Rank<'_>, comm: Timed, (w, dispatcher): (Workload, Dispatcher)
                 times[2 + usize::from(backward)].push(spans.take()?);
             }
         }
+        // Before any rank leaves what it calls.
+        drop(graph);
+        rank.meet()?;
     }
     Ok(times)
 }

@@ -144,7 +144,9 @@ fn main() -> Result<()> {
         }
     }
     if asked("layer") {
-        layer::run(&world, &report, DSV3)?;
+        for tokens in [128, DSV3.tokens] {
+            layer::run(&world, &report, Workload { tokens, ..DSV3 })?;
+        }
     }
     if asked("etp") {
         let all = [("plain", Payload::Plain), ("nvfp4", Payload::Nvfp4)];

@@ -4,7 +4,7 @@ use std::thread;
 use std::time::Duration;
 
 use moebius::ep::{
-    DispatchGrads, DispatchInputs, DispatchOutputs, DispatchSpec, DispatcherKind, Group, GroupConfig, Handle,
+    DispatchGrads, DispatchInputs, DispatchOutputs, DispatchSpec, DispatcherKind, Group, GroupConfig, Handle, Reporting,
 };
 use moebius::{DType, Error, Result, Tensor, TensorRef};
 
@@ -39,6 +39,8 @@ pub struct Setup<D: Target> {
     pub kind: DispatcherKind,
     pub ranks: usize,
     pub name: &'static str,
+    /// Specs that would report at once report later, and are asked right after prepare.
+    pub later: bool,
 }
 
 impl<D: Target> Setup<D> {
@@ -72,7 +74,7 @@ impl<D: Target> Setup<D> {
     pub fn rank(&self, seat: Seat<D>, config: GroupConfig) -> Result<Rank<D>> {
         let group = seat.join(config)?;
         let columns = if self.kind == DispatcherKind::NcclEp { 8 } else { 1 };
-        Ok(Rank { rank: group.rank(), group, columns })
+        Ok(Rank { rank: group.rank(), group, columns, later: self.later })
     }
 
     /// Experts for `per_rank` of each rank.
@@ -117,6 +119,8 @@ pub struct Rank<D: Target> {
     pub group: Group<D>,
     /// Rows are widened to a multiple of this, with zeros that no case sees.
     pub columns: usize,
+    /// As [`Setup::later`].
+    pub later: bool,
 }
 
 /// Rows and weights in expert-major order.
@@ -187,13 +191,29 @@ impl<D: Target> Rank<D> {
 
     pub fn prepare(&mut self, ids: &[i64], spec: &DispatchSpec) -> Result<Handle<D>> {
         let ids = self.ids(ids, spec.top_k)?;
-        self.group.dispatcher().prepare(ids.view(), None, spec)
+        self.prepare_with(&ids, None, spec)
     }
 
     pub fn prepare_weighted(&mut self, ids: &[i64], weights: &[f64], spec: &DispatchSpec) -> Result<Handle<D>> {
         let dims = [ids.len() / spec.top_k, spec.top_k];
         let (ids, weights) = (self.ids(ids, spec.top_k)?, self.put(DType::F32, weights, &dims));
-        self.group.dispatcher().prepare(ids.view(), Some(weights.view()), spec)
+        self.prepare_with(&ids, Some(&weights), spec)
+    }
+
+    pub fn prepare_with(
+        &mut self,
+        ids: &Tensor<D>,
+        weights: Option<&Tensor<D>>,
+        spec: &DispatchSpec,
+    ) -> Result<Handle<D>> {
+        let (ids, weights) = (ids.view(), weights.map(Tensor::view));
+        if !self.later || spec.reporting == Reporting::Deferred {
+            return self.group.dispatcher().prepare(ids, weights, spec);
+        }
+        let spec = DispatchSpec { reporting: Reporting::Deferred, ..*spec };
+        let handle = self.group.dispatcher().prepare(ids, weights, &spec)?;
+        self.group.dispatcher().check()?;
+        Ok(handle)
     }
 
     /// Dispatch into outputs full of [`CANARY`].

@@ -13,6 +13,7 @@ mod conformance;
 #[path = "../etp/main.rs"]
 #[allow(unused_imports, reason = "a suite has parts for the CPU alone")]
 mod etp;
+mod graph;
 mod layer;
 mod library;
 mod lost;
@@ -25,7 +26,7 @@ use libtest_mimic::{Arguments, Completion, Trial};
 use moebius::cuda::Cuda;
 use moebius::ep::DispatcherKind;
 
-use conformance::{gpus, over};
+use conformance::{gpus, later, over};
 
 /// Numbers of ranks.
 const RANKS: [usize; 2] = [2, 4];
@@ -42,14 +43,17 @@ fn over_ranks(ranks: usize) -> Vec<(String, Body)> {
     for kind in KINDS {
         for (file, case) in conformance::cases().into_iter().filter(|(_, case)| case.min_ranks <= ranks) {
             let name = format!("conformance::{kind:?}::{file}::{}", case.name);
-            let body = move |cuda: &Cuda| (case.run)(&over(cuda, kind, ranks, case.name));
-            all.push((name, Box::new(body)));
+            let run = case.run;
+            all.push((name, Box::new(move |cuda: &Cuda| run(&over(cuda, kind, ranks, case.name)))));
+            let name = format!("conformance_later::{kind:?}::{file}::{}", case.name);
+            all.push((name, Box::new(move |cuda: &Cuda| run(&later(cuda, kind, ranks, case.name)))));
         }
     }
     for body in conformance::communicator_bodies().into_iter().filter(|body| (body.ranks)(ranks)) {
         all.push((format!("communicator::{}", body.name), Box::new(move |cuda: &Cuda| (body.run)(cuda, ranks))));
     }
     let files = [
+        ("graph", graph::cases()),
         ("layer", layer::cases()),
         ("lost", lost::cases()),
         ("processes", processes::cases()),
