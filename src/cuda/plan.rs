@@ -123,6 +123,16 @@ pub(crate) struct Foreign<'a> {
     pub(crate) rows: usize,
 }
 
+/// A number that the host cannot go on without; what kernels have found meanwhile stays for who asks for it.
+#[cfg(feature = "nccl-ep")]
+pub(crate) fn number(device: &Cuda, from: &Tensor<Cuda>) -> Result<i64> {
+    let mut word = [0; 8];
+    Error::check_shape("prepare", "number", &[1], from.dims())?;
+    Error::check_dtype("prepare", "number", DType::I64, from.dtype())?;
+    device.read_bytes("prepare", from.view().data().ptr, &mut word)?;
+    Ok(i64::from_ne_bytes(word))
+}
+
 /// The layout of another library's plan: zones, and the map of filled slots to themselves.
 #[cfg(feature = "nccl-ep")]
 pub(crate) fn received(device: &Cuda, from: &Foreign<'_>) -> Result<(Zones<Cuda>, Tensor<Cuda>)> {

@@ -86,7 +86,7 @@ impl NcclEp {
         .map_err(|e| self.core.explain(CALL, e))?;
         let rows = match spec.capacity {
             Capacity::Static(rows) => rows,
-            Capacity::Eager => device.read(&self.core.stream, total.view())?.first().map_or(0, |n| *n as usize),
+            Capacity::Eager => usize::try_from(plan::number(&device, &total)?).unwrap_or(0),
         };
         let from = Foreign { loads: &loads, starts: &starts, total: &total, rank: self.core.rank(), rows };
         let (zones, row_map) = plan::received(&device, &from)?;

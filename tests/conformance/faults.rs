@@ -373,15 +373,16 @@ fn widths_and_dtypes_that_differ<D: Target>(s: &Setup<D>) {
         // A token for every rank: whoever differs, somebody notices.
         let ids: Vec<i64> = (0..s.ranks as i64).map(|rank| rank * 2).collect();
         let h = r.prepare(&ids, &training(0, s.ranks)).expect("prepare");
-        let wide = r.rank == 0;
-        let hidden = if wide { 2 * H } else { H };
+        // Twice what the harness widens narrow rows to, so that widths differ on the wire too.
+        let (wide, h8) = (r.rank == 0, 2 * H.max(r.columns));
+        let hidden = if wide { 2 * h8 } else { h8 };
         let error = r.dispatch(&h, F32(hidden), &vec![0.0; hidden], None);
         assert!(matches!(error, Err(Error::Comm(CommError::SizeMismatch { .. }))), "{error:?}");
         r.works();
         // Equal bytes, other type.
         let rows = match wide {
-            true => Rows { dtype: moebius::DType::F32, hidden: H },
-            false => Rows { dtype: moebius::DType::BF16, hidden: 2 * H },
+            true => Rows { dtype: moebius::DType::F32, hidden: h8 },
+            false => Rows { dtype: moebius::DType::BF16, hidden: 2 * h8 },
         };
         let error = r.dispatch(&h, rows, &vec![0.0; rows.hidden], None);
         assert!(matches!(error, Err(Error::Comm(CommError::ArgumentMismatch { .. }))), "{error:?}");
