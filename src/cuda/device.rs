@@ -196,6 +196,12 @@ impl Cuda {
         Ok((major as u32, minor as u32))
     }
 
+    /// Multiprocessors of the GPU.
+    #[cfg(feature = "nccl-ep")]
+    pub(crate) fn processors(&self) -> usize {
+        self.inner.processors
+    }
+
     /// Name of the GPU.
     ///
     /// # Errors

@@ -16,11 +16,11 @@ pub(super) type Checked<T> = std::result::Result<T, EpError>;
 
 /// What the library's kernels are made for.
 pub(super) const MOST_TOKENS: usize = 8192;
-const MOST_CHOICES: usize = 32;
+pub(super) const MOST_CHOICES: usize = 32;
 /// Rows that its kernels keep in shared memory, unless a variable says otherwise, and what a block of the GPU can have.
 const STAGES: usize = 12;
 const STAGE_VARIABLES: [&str; 2] = ["NCCL_EP_DISPATCH_NUM_STAGES", "NCCL_EP_COMBINE_NUM_STAGES_G2S"];
-const SHARED: usize = 227 << 10;
+pub(super) const SHARED: usize = 227 << 10;
 
 /// What a group is made for; the same on all ranks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -94,7 +94,7 @@ impl fmt::Debug for Handle {
 }
 
 /// Zeros with the two numbers that every struct of the interface begins with.
-fn blank<T>() -> T {
+pub(super) fn blank<T>() -> T {
     // SAFETY: used for this module's config structs only: integers and pointers, for which the interface asks for zeros.
     let mut value: T = unsafe { std::mem::zeroed() };
     // SAFETY: size and magic are the first two u32 of each.
@@ -345,7 +345,7 @@ fn pass(direction: Direction) -> sys::ncclEpPassDir_t {
 }
 
 /// Rows as the library moves them: bytes with scales are what it calls fp8, without it moves them as 16-bit elements.
-fn on_wire<'a>(t: Described<'a>, (dtype, bytes, scale): (DType, usize, usize)) -> Described<'a> {
+pub(super) fn on_wire<'a>(t: Described<'a>, (dtype, bytes, scale): (DType, usize, usize)) -> Described<'a> {
     match (dtype, scale) {
         (DType::U8, 0) => t.retyped(sys::ncclDataType_t::ncclBfloat16, bytes / 2),
         (DType::U8, _) => t.retyped(sys::ncclDataType_t::ncclFloat8e4m3, bytes),
@@ -353,7 +353,12 @@ fn on_wire<'a>(t: Described<'a>, (dtype, bytes, scale): (DType, usize, usize)) -
     }
 }
 
-fn check(call: &'static str, name: &str, expected: (DType, &[usize]), found: (DType, &[usize])) -> Result<()> {
+pub(super) fn check(
+    call: &'static str,
+    name: &str,
+    expected: (DType, &[usize]),
+    found: (DType, &[usize]),
+) -> Result<()> {
     Error::check_dtype(call, name, expected.0, found.0)?;
     Error::check_shape(call, name, expected.1, found.1)
 }
