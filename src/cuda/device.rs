@@ -5,6 +5,7 @@ use std::marker::PhantomData;
 use std::ops::Range;
 use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock, Weak};
+use std::time::{Duration, Instant};
 
 use cudarc::driver::sys::{self, CUdeviceptr};
 use cudarc::driver::{CudaContext, CudaEvent, CudaStream, DriverError, result};
@@ -309,7 +310,7 @@ impl Cuda {
         if !self.inner.guards().is_empty() {
             // A copy to pageable memory waits for the stream inside the driver, under a lock that the thread which would
             // abort what the stream hangs in needs; this wait does not. Why it came to an end matters more than how.
-            let waited = wait();
+            let waited = self.passed();
             self.guarded()?;
             waited?;
         }
@@ -319,6 +320,27 @@ impl Cuda {
         // SAFETY: callers give a pointer of at least `to.len()` bytes; `to` lives past the wait below.
         unsafe { result::memcpy_dtoh_async(to, from, stream) }.map_err(driver(call, "copy from the GPU"))?;
         wait()
+    }
+
+    /// Waits until the stream has done what was enqueued, or a guard has failed and the stream does not end: another
+    /// library's kernel may wait for a rank that is gone, whatever becomes of the communicator.
+    fn passed(&self) -> Result<()> {
+        let (end, began) = (self.record()?, Instant::now());
+        let mut failed: Option<Instant> = None;
+        while !end.is_done()? {
+            let waited = began.elapsed();
+            if waited < SPIN {
+                std::hint::spin_loop();
+                continue;
+            }
+            match failed {
+                None if self.guarded().is_err() => failed = Some(Instant::now()),
+                Some(since) if since.elapsed() > ABORTING => return Ok(()),
+                _ => {}
+            }
+            std::thread::sleep(if waited < SPIN * 10 { SPIN / 20 } else { SPIN / 2 });
+        }
+        Ok(())
     }
 
     /// Waits for the stream.
@@ -340,6 +362,11 @@ impl Cuda {
         failure.map_or(Ok(()), Err)
     }
 }
+
+/// How long a wait for the GPU keeps its core to itself; then it looks now and then.
+const SPIN: Duration = Duration::from_millis(2);
+/// How long after a failure a stream is given to end: an abort ends what waits inside NCCL.
+const ABORTING: Duration = Duration::from_secs(1);
 
 /// Owned memory of a GPU, given back in the order of its stream.
 pub struct DeviceBuffer {

@@ -10,6 +10,9 @@ mod common;
 #[allow(dead_code, unused_imports, reason = "a suite has parts for the CPU alone")]
 mod conformance;
 
+#[path = "../common/launched.rs"]
+#[allow(dead_code, reason = "a suite takes a part")]
+mod launched;
 mod layer;
 mod library;
 mod lost;
@@ -85,7 +88,7 @@ fn main() -> ExitCode {
         library::child();
         return ExitCode::SUCCESS;
     }
-    if let Ok(body) = std::env::var(processes::CHILD) {
+    if let Ok(body) = std::env::var(launched::CHILD) {
         processes::child(&body);
         return ExitCode::SUCCESS;
     }

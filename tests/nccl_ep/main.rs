@@ -14,9 +14,15 @@ mod conformance;
 #[allow(dead_code, reason = "a part is for ranks that are processes")]
 mod layer;
 
+#[path = "../common/launched.rs"]
+#[allow(dead_code, reason = "a suite takes a part")]
+mod launched;
+
 mod bench;
 mod graph;
 mod library;
+mod lost;
+mod low_latency;
 mod raw;
 
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
@@ -85,8 +91,13 @@ fn over_ranks(ranks: usize) -> Vec<(String, Body)> {
     for (name, run) in layer::cases() {
         all.push((format!("layer::{name}"), shared(move |cuda| run(cuda, ranks))));
     }
-    let own = raw::cases().into_iter().map(|case| ("raw", case));
-    for (file, (name, run)) in own.chain(graph::cases().into_iter().map(|case| ("graph", case))) {
+    let own = [
+        ("raw", raw::cases()),
+        ("graph", graph::cases()),
+        ("low_latency", low_latency::cases()),
+        ("lost", lost::cases()),
+    ];
+    for (file, (name, run)) in own.into_iter().flat_map(|(file, cases)| cases.into_iter().map(move |c| (file, c))) {
         all.push((
             format!("{file}::{name}"),
             Box::new(move |_| {
@@ -128,6 +139,10 @@ fn trials(available: &Result<usize, String>) -> Vec<Trial> {
 fn main() -> ExitCode {
     if std::env::var_os(library::CHILD).is_some() {
         library::child();
+        return ExitCode::SUCCESS;
+    }
+    if let Ok(body) = std::env::var(launched::CHILD) {
+        lost::child(&body).expect("a body");
         return ExitCode::SUCCESS;
     }
     let available = gpus::available();

@@ -163,7 +163,7 @@ impl Step {
 }
 
 /// A value that tells source rank, token and column apart, exact in 8 bits of mantissa.
-fn value(rank: usize, token: usize, column: usize) -> f64 {
+pub fn value(rank: usize, token: usize, column: usize) -> f64 {
     let base = ((rank * 37 + token) % 120 + 1) as f64;
     if column.is_multiple_of(2) { base } else { -base }
 }
