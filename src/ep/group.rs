@@ -41,11 +41,14 @@ pub enum DispatcherKind {
     /// NVIDIA's NCCL EP, high throughput (feature `nccl-ep`): each (token, destination rank) travels once, and rows
     /// arrive in the order of experts.
     NcclEp,
+    /// NVIDIA's NCCL EP, low latency (feature `nccl-ep`), for decoding: few tokens a rank, forward only. Never taken by
+    /// `Auto`.
+    NcclEpLowLatency,
 }
 
 impl DispatcherKind {
     fn name_of(number: u64) -> String {
-        let kinds = [Self::Auto, Self::Local, Self::AllToAll, Self::AllGather, Self::NcclEp];
+        let kinds = [Self::Auto, Self::Local, Self::AllToAll, Self::AllGather, Self::NcclEp, Self::NcclEpLowLatency];
         kinds.iter().find(|k| **k as u64 == number).map_or_else(|| number.to_string(), |k| format!("{k:?}"))
     }
 }

@@ -38,7 +38,7 @@ mod plan;
 pub(crate) mod record;
 mod shared;
 mod stats;
-mod view;
+pub(crate) mod view;
 
 pub use all_gather::AllGather;
 pub use all_to_all::AllToAll;
@@ -162,14 +162,17 @@ pub struct Received<D: Kernels> {
     pub weights: Option<Tensor<D>>,
     /// Scales beside `rows`; `None`: there are none, or they are the caller's own.
     pub scales: Option<Tensor<D>>,
+    /// Row for each slot, `I32 [N]`, where only the transport knows it; `None`: as the handle has it.
+    pub map: Option<Tensor<D>>,
 }
 
 impl<D: Kernels> Received<D> {
     /// The rows as a GEMM reads them; `tokens` are those given to dispatch.
     pub fn source<'a>(&'a self, tokens: TensorRef<'a, D>, handle: &'a Handle<D>) -> RowSource<'a, D> {
-        match &self.rows {
-            Some(rows) if handle.in_slots => RowSource::direct(rows.view()),
-            rows => RowSource::mapped(rows.as_ref().map_or(tokens, Tensor::view), handle.row_map()),
+        match (&self.rows, &self.map) {
+            (Some(rows), Some(map)) => RowSource::mapped(rows.view(), map.view()),
+            (Some(rows), None) if handle.in_slots => RowSource::direct(rows.view()),
+            (rows, _) => RowSource::mapped(rows.as_ref().map_or(tokens, Tensor::view), handle.row_map()),
         }
     }
 }
@@ -200,6 +203,24 @@ pub trait TokenDispatcher<D: Kernels>: fmt::Debug + Send {
     ) -> Result<()>;
     /// Rows to their experts, left where the transport put them.
     fn dispatch_rows(&mut self, handle: &Handle<D>, inputs: DispatchInputs<'_, D>) -> Result<Received<D>>;
+    /// The same with other work of this rank beside it, which is enqueued while rows travel where the transport
+    /// [`overlaps`](Self::overlaps), and after them elsewhere.
+    ///
+    /// # Errors
+    /// As [`dispatch_rows`](Self::dispatch_rows); what `beside` returns, when the rows have arrived.
+    fn dispatch_rows_beside(
+        &mut self,
+        handle: &Handle<D>,
+        inputs: DispatchInputs<'_, D>,
+        beside: &mut dyn FnMut() -> Result<()>,
+    ) -> Result<Received<D>> {
+        let received = self.dispatch_rows(handle, inputs)?;
+        beside().map(|()| received)
+    }
+    /// Whether a rank's own work can run while its rows travel.
+    fn overlaps(&self) -> bool {
+        false
+    }
     /// Sums each token's expert outputs, unweighted. Padding of `expert_out [N, H]` is not read.
     fn combine(&mut self, handle: &Handle<D>, expert_out: TensorRef<'_, D>, out: TensorMut<'_, D>) -> Result<()>;
     /// Gradient of combine into expert-major order; padding is zeroed.

@@ -63,7 +63,7 @@ fn check(name: &str, range: &Range<usize>, len: usize) -> Result<()> {
 }
 
 /// Gathers rows of bytes.
-pub(super) fn gather<D: Kernels>(
+pub(crate) fn gather<D: Kernels>(
     device: &D,
     stream: &D::Stream,
     source: TensorRef<'_, D>,
@@ -77,7 +77,7 @@ pub(super) fn gather<D: Kernels>(
 }
 
 /// Gathers the elements of a list: one an entry of the map, in any shape.
-pub(super) fn gather_elements<D: Kernels>(
+pub(crate) fn gather_elements<D: Kernels>(
     device: &D,
     stream: &D::Stream,
     source: TensorRef<'_, D>,
@@ -89,7 +89,7 @@ pub(super) fn gather_elements<D: Kernels>(
 }
 
 /// Sums rows of each token: as many entries of the map a row of `out`.
-pub(super) fn reduce<D: Kernels>(
+pub(crate) fn reduce<D: Kernels>(
     device: &D,
     stream: &D::Stream,
     source: TensorRef<'_, D>,

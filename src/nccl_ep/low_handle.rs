@@ -10,7 +10,7 @@ use crate::tensor::{Tensor, TensorMut, TensorRef};
 
 use super::handle::{blank, check, on_wire};
 use super::tensor::{Described, pointer};
-use super::{EpError, LowLatencyGroup, result, sys};
+use super::{LowLatencyGroup, result, sys};
 
 /// Where rows arrive. Their order inside a zone or a rank's part is the library's, and not the same in every run.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -89,7 +89,7 @@ impl LowLatencyHandle {
     /// were captured before do not outlive.
     ///
     /// # Errors
-    /// [`EpError`] names what `top_k` breaks; a graph being recorded.
+    /// [`EpError`](super::EpError) names what `top_k` breaks; a graph being recorded.
     pub fn new(group: &LowLatencyGroup, layout: Layout, top_k: usize) -> Result<Self> {
         const CALL: &str = "LowLatencyHandle::new";
         group.options().check_top_k(top_k, group.processors())?;
@@ -178,21 +178,8 @@ impl LowLatencyHandle {
     }
 
     fn check_bytes(&self, (dtype, width): (DType, usize), scale: usize) -> Result<()> {
-        // Opaque rows travel as 16-bit numbers, or with scales in words of 16 bytes.
-        let row = width * dtype.size();
-        match (dtype, scale) {
-            (DType::U8, 0) => self.group.options().check_row(DType::BF16, width / 2, self.group.processors())?,
-            (DType::U8, _) if row.is_multiple_of(16) && scale.is_multiple_of(16) => {}
-            (DType::U8, _) => return Err(EpError::RowBytes { what: "a row or its scales", bytes: row + scale }.into()),
-            _ => self.group.options().check_row(dtype, width, self.group.processors())?,
-        }
-        let most = self.group.options().max_row_bytes;
-        if row == 0 || row + scale > most {
-            let expected = format!("1..={most} bytes (the group's max_row_bytes)");
-            let found = (row + scale).to_string();
-            return Err(EpError::Argument { call: "dispatch", name: "row", expected, found }.into());
-        }
-        Ok(())
+        let wire = (dtype, width * dtype.size());
+        Ok(self.group.options().check_wire(wire, scale, self.group.processors())?)
     }
 
     /// Whether a tensor is there where the layout has it.

@@ -97,6 +97,26 @@ impl LowLatencyOptions {
         }
     }
 
+    /// The rules for a row of so many bytes and its scales, as they travel: opaque rows as 16-bit numbers, or with scales in
+    /// words of 16 bytes.
+    pub(super) fn check_wire(&self, (dtype, row): (DType, usize), scale: usize, processors: usize) -> Checked<()> {
+        match (dtype, scale) {
+            (DType::U8, 0) => self.check_row(DType::BF16, row / 2, processors)?,
+            (DType::U8, _) if row.is_multiple_of(16) && scale.is_multiple_of(16) => {}
+            (DType::U8, _) => return Err(EpError::RowBytes { what: "a row or its scales", bytes: row + scale }),
+            _ => self.check_row(dtype, row / dtype.size(), processors)?,
+        }
+        let most = self.max_row_bytes;
+        match (1..=most).contains(&(row + scale)) && row > 0 {
+            true => Ok(()),
+            false => {
+                let expected = format!("1..={most} bytes (the group's max_row_bytes)");
+                let found = (row + scale).to_string();
+                Err(EpError::Argument { call: "dispatch", name: "row", expected, found })
+            }
+        }
+    }
+
     /// The rules for rows of numbers: words of 16 bytes for all lanes of a warp, and room on chip for sums.
     pub(super) fn check_row(&self, dtype: DType, width: usize, processors: usize) -> Checked<()> {
         let lanes = WARPS * 16 / dtype.size();

@@ -14,6 +14,7 @@ mod error;
 mod group;
 mod handle;
 mod library;
+mod low;
 mod low_handle;
 mod low_latency;
 pub mod result;
