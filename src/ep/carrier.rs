@@ -188,7 +188,7 @@ impl<D: Kernels, C: Carrier<D>> TokenDispatcher<D> for C {
 }
 
 /// Rows that dispatch writes: to the last zone's end, or all where only the device knows that.
-fn written<D: Kernels>(handle: &Handle<D>) -> usize {
+pub(crate) fn written<D: Kernels>(handle: &Handle<D>) -> usize {
     handle.plan.stats.known().map_or(handle.rows(), Stats::zone_end)
 }
 

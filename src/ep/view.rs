@@ -17,7 +17,7 @@ pub(super) fn byte_rows<'a, D: Kernels>(t: TensorRef<'a, D>, rows: Range<usize>)
 }
 
 /// Some rows of a tensor, as rows of bytes, exclusively.
-pub(super) fn byte_rows_mut<'a, D: Kernels>(t: TensorMut<'a, D>, rows: Range<usize>) -> Result<TensorMut<'a, D>> {
+pub(crate) fn byte_rows_mut<'a, D: Kernels>(t: TensorMut<'a, D>, rows: Range<usize>) -> Result<TensorMut<'a, D>> {
     let row = t.row_bytes();
     part_mut(t, rows.start * row, rows.len(), row)
 }
@@ -36,7 +36,7 @@ pub(super) fn part_mut<D: Kernels>(
 }
 
 /// Some entries of a list.
-pub(super) fn entries<'a, D: Kernels>(list: TensorRef<'a, D>, range: Range<usize>) -> Result<TensorRef<'a, D>> {
+pub(crate) fn entries<'a, D: Kernels>(list: TensorRef<'a, D>, range: Range<usize>) -> Result<TensorRef<'a, D>> {
     let size = list.dtype().size();
     let bytes = range.start * size..range.end * size;
     check("entries", &bytes, D::len(list.data()))?;

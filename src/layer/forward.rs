@@ -59,7 +59,21 @@ pub(super) fn forward_into<D: Kernels>(
     let kept = kept_weights(layer, (&device, &stream), &handle, &chosen)?;
     let weights = kept.as_ref().unwrap_or(&chosen.weights);
     let inputs = DispatchInputs { tokens: x.borrow(), weights: Some(weights.view()), scales: None };
-    let received = trace_span!("dispatch").in_scope(|| group.dispatcher().dispatch_rows(&handle, inputs))?;
+    let begin =
+        || trace_span!("shared expert").in_scope(|| shared::begin(layer, (&device, &stream), mode, x.borrow(), params));
+    // Where rows take their time, this rank's own tokens have theirs.
+    let mut begun = None;
+    let received = trace_span!("dispatch").in_scope(|| match group.dispatcher().overlaps() {
+        false => group.dispatcher().dispatch_rows(&handle, inputs),
+        true => group.dispatcher().dispatch_rows_beside(&handle, inputs, &mut || {
+            begun = Some(begin());
+            Ok(())
+        }),
+    })?;
+    let begun = match begun.transpose() {
+        Ok(begun) => begun,
+        Err(e) => return Err(refuse(layer, group, Op::Combine, e)),
+    };
 
     let experts = Experts { layer, params, handle: &handle, received: &received, dtype: x.dtype() };
     let keep = mode.backward && !layer.config.recompute;
@@ -69,8 +83,9 @@ pub(super) fn forward_into<D: Kernels>(
     };
     trace_span!("combine").in_scope(|| group.dispatcher().combine(&handle, out.view(), y.reborrow()))?;
     drop(out);
+    let begun = begun.map_or_else(begin, Ok)?;
     let shared = trace_span!("shared expert")
-        .in_scope(|| shared::forward(layer, (&device, &stream), mode, x, params, y.reborrow()))?;
+        .in_scope(|| shared::finish(layer, (&device, &stream), mode, begun, params, y.reborrow()))?;
 
     let routing = chosen.routing(handle.load());
     let Chosen { logits, ids, weights } = chosen;

@@ -14,7 +14,8 @@ use crate::cuda::Cuda;
 use crate::cuda::arrivals::{self, Arrived, Sorted, Starts};
 use crate::device::Device;
 use crate::dtype::DType;
-use crate::ep::view::{gather, gather_elements, reduce};
+use crate::ep::carrier::written;
+use crate::ep::view::{byte_rows_mut, entries, gather, gather_elements, reduce};
 use crate::ep::{Capacity, DispatchInputs, DispatchOutputs, DispatchSpec, Handle, Received};
 use crate::error::{Error, Result};
 use crate::nccl::NcclComm;
@@ -275,9 +276,10 @@ impl NcclEp {
         let (device, stream) = (self.core.device.clone(), self.core.stream.clone());
         let Received { rows, weights, scales, map } = self.send_low(step, handle, inputs, None)?;
         let Some(map) = &map else { return Ok(()) };
+        let end = written(handle);
         for (from, to) in [(&rows, Some(outputs.tokens)), (&scales, outputs.scales)] {
             if let (Some(from), Some(to)) = (from, to) {
-                gather(&device, &stream, from.view(), map.view(), to)?;
+                gather(&device, &stream, from.view(), entries(map.view(), 0..end)?, byte_rows_mut(to, 0..end)?)?;
             }
         }
         match (&weights, outputs.weights) {

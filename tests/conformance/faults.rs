@@ -74,7 +74,7 @@ fn deferred_ids_are_masked_and_reported<D: Target>(s: &Setup<D>) {
         // What a GPU alone has seen has no more to say.
         Err(Error::Invalid { name, .. }) if !D::has_f64() => assert!(name.contains("choice 3"), "{name}"),
         // Nor do the others hear more of it where GPUs make the plan.
-        Err(Error::Peer { peer: 0, reason, .. }) if s.kind == DispatcherKind::NcclEp => {
+        Err(Error::Peer { peer: 0, reason, .. }) if s.is_nccl_ep() => {
             assert!(reason.contains("choice 3"), "{reason}");
         }
         other => panic!("{other:?}"),
@@ -270,7 +270,7 @@ fn backward_that_was_not_agreed<D: Target>(s: &Setup<D>) {
 fn handle_of_another_group<D: Target>(s: &Setup<D>) {
     let foreign = |device: &D| {
         let group = device.alone(GroupConfig::new(2, T)).expect("group");
-        Rank { rank: 0, group, columns: 1 }.prepare(&[0; T], &training(0, 1)).expect("prepare")
+        Rank { rank: 0, group, columns: 1, forward_only: false }.prepare(&[0; T], &training(0, 1)).expect("prepare")
     };
     s.run(GroupConfig::new(s.experts(2), T), |r| {
         let own = r.prepare(&[0; T], &training(0, 1)).expect("prepare");

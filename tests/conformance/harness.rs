@@ -71,8 +71,18 @@ impl<D: Target> Setup<D> {
     /// Joins a group.
     pub fn rank(&self, seat: Seat<D>, config: GroupConfig) -> Result<Rank<D>> {
         let group = seat.join(config)?;
-        let columns = if self.kind == DispatcherKind::NcclEp { 8 } else { 1 };
-        Ok(Rank { rank: group.rank(), group, columns })
+        let columns = match self.kind {
+            DispatcherKind::NcclEp => 8,
+            DispatcherKind::NcclEpLowLatency => 256,
+            _ => 1,
+        };
+        let forward_only = self.kind == DispatcherKind::NcclEpLowLatency;
+        Ok(Rank { rank: group.rank(), group, columns, forward_only })
+    }
+
+    /// Whether the library's rules and habits apply.
+    pub fn is_nccl_ep(&self) -> bool {
+        matches!(self.kind, DispatcherKind::NcclEp | DispatcherKind::NcclEpLowLatency)
     }
 
     /// Experts for `per_rank` of each rank.
@@ -83,7 +93,7 @@ impl<D: Target> Setup<D> {
     /// Collectives of joining a group.
     pub fn joining(&self) -> u64 {
         // What each rank thinks of the library.
-        if self.kind == DispatcherKind::NcclEp { 2 } else { 1 }
+        if self.is_nccl_ep() { 2 } else { 1 }
     }
 
     /// Collectives of prepare, dispatch, combine, combine_bwd, dispatch_bwd.
@@ -92,7 +102,7 @@ impl<D: Target> Setup<D> {
             DispatcherKind::Local => [0; 5],
             DispatcherKind::AllGather => [1, 1, 1, 1, 2],
             // The first dispatch also meets before it compares the rows' size, makes the library's group, and tells it the routing.
-            DispatcherKind::NcclEp => [1, 5, 1, 1, 1],
+            DispatcherKind::NcclEp | DispatcherKind::NcclEpLowLatency => [1, 5, 1, 1, 1],
             _ => [1; 5],
         }
     }
@@ -117,6 +127,8 @@ pub struct Rank<D: Target> {
     pub group: Group<D>,
     /// Rows are widened to a multiple of this, with zeros that no case sees.
     pub columns: usize,
+    /// No rank asks for backward: cases that call it end there, with `BackwardNotAgreed`.
+    pub forward_only: bool,
 }
 
 /// Rows and weights in expert-major order.
@@ -187,13 +199,19 @@ impl<D: Target> Rank<D> {
 
     pub fn prepare(&mut self, ids: &[i64], spec: &DispatchSpec) -> Result<Handle<D>> {
         let ids = self.ids(ids, spec.top_k)?;
-        self.group.dispatcher().prepare(ids.view(), None, spec)
+        let spec = self.spec(spec);
+        self.group.dispatcher().prepare(ids.view(), None, &spec)
     }
 
     pub fn prepare_weighted(&mut self, ids: &[i64], weights: &[f64], spec: &DispatchSpec) -> Result<Handle<D>> {
         let dims = [ids.len() / spec.top_k, spec.top_k];
         let (ids, weights) = (self.ids(ids, spec.top_k)?, self.put(DType::F32, weights, &dims));
-        self.group.dispatcher().prepare(ids.view(), Some(weights.view()), spec)
+        let spec = self.spec(spec);
+        self.group.dispatcher().prepare(ids.view(), Some(weights.view()), &spec)
+    }
+
+    fn spec(&self, spec: &DispatchSpec) -> DispatchSpec {
+        DispatchSpec { backward: spec.backward && !self.forward_only, ..*spec }
     }
 
     /// Dispatch into outputs full of [`CANARY`].
@@ -234,7 +252,7 @@ impl<D: Target> Rank<D> {
         let weights = weights.map(|w| self.put(acc, w, &[handle.tokens(), handle.spec().top_k]));
         let received = self.group.dispatcher().dispatch_rows(handle, inputs(&tokens, &weights))?;
         let weights = received.weights.as_ref().map(|w| self.values(w.view())).unwrap_or_default();
-        let all = self.gathered(received.source(tokens.view(), handle).base, handle);
+        let all = self.gathered(received.source(tokens.view(), handle).base, received.map.as_ref(), handle);
         Ok(Slots { rows: self.narrow(rows, all), weights })
     }
 
@@ -258,7 +276,7 @@ impl<D: Target> Rank<D> {
     pub fn combine_bwd_rows(&mut self, handle: &Handle<D>, rows: Rows, grad: &[f64]) -> Result<Vec<f64>> {
         let grad = self.put_rows(rows, grad, handle.tokens());
         let received = self.group.dispatcher().combine_bwd_rows(handle, grad.view())?;
-        Ok(self.narrow(rows, self.gathered(received.source(grad.view(), handle).base, handle)))
+        Ok(self.narrow(rows, self.gathered(received.source(grad.view(), handle).base, None, handle)))
     }
 
     pub fn dispatch_bwd(
@@ -301,14 +319,14 @@ impl<D: Target> Rank<D> {
     }
 
     /// Rows behind a handle's map.
-    fn gathered(&self, base: TensorRef<'_, D>, handle: &Handle<D>) -> Vec<f64> {
+    fn gathered(&self, base: TensorRef<'_, D>, map: Option<&Tensor<D>>, handle: &Handle<D>) -> Vec<f64> {
         let width = base.row_bytes() / base.dtype().size();
         let all = self.values(base);
         let row = |from: f64| match from >= 0.0 {
             true => all[from as usize * width..(from as usize + 1) * width].to_vec(),
             false => vec![0.0; width],
         };
-        self.values(handle.row_map()).into_iter().flat_map(row).collect()
+        self.values(map.map_or(handle.row_map(), Tensor::view)).into_iter().flat_map(row).collect()
     }
 
     /// Filled slots of each local expert: `(first, count)`.

@@ -77,7 +77,7 @@ impl Problem {
     /// The same on CPU ranks, which have no NCCL EP.
     fn on_cpu(&self) -> Result<Outcome, Error> {
         let mut setup = self.setup.clone();
-        if setup.dispatcher == DispatcherKind::NcclEp {
+        if matches!(setup.dispatcher, DispatcherKind::NcclEp | DispatcherKind::NcclEpLowLatency) {
             setup.dispatcher = DispatcherKind::AllToAll;
         }
         let Self { dtype, x, d_y, params, .. } = self;
@@ -99,6 +99,19 @@ impl Problem {
             let d = distance(a, b);
             assert!(d <= tolerance(self.dtype), "{name}: {what} is off by {d:e}");
         }
+    }
+
+    /// Forward alone.
+    #[allow(dead_code, reason = "what goes forward only has a suite of its own")]
+    pub fn forward_as_on_cpu(&self, name: &str, cuda: &Cuda) {
+        let ranks = self.setup.split.len();
+        let parts: Vec<BlockParams> = (0..ranks).map(|r| shard(&self.params, r, ranks, self.dtype)).collect();
+        let mut setup = self.setup.clone();
+        let gpu = run_on(cuda, &setup, &parts, &self.x, self.dtype, None);
+        setup.dispatcher = DispatcherKind::AllToAll;
+        let cpu = run_on(&Cpu::poisoning(), &setup, &parts, &self.x, self.dtype, None);
+        let (gpu, cpu) = (gpu.unwrap_or_else(|e| panic!("{name}: {e}")), cpu.expect("the CPU"));
+        compare(name, &gpu, &cpu, tolerance(self.dtype));
     }
 
     fn on<D: crate::common::target::Target>(&self, device: &D) -> Result<Outcome, Error> {
