@@ -14,6 +14,7 @@ use crate::common::support::compare::values;
 use crate::common::support::dense::Params;
 use crate::common::target::Seat;
 use crate::common::{Cotangent, Outcome, Setup, run_on, run_parts, run_rank, shard};
+use crate::several::numbers;
 use crate::{KINDS, Run, conformance::over};
 
 pub fn cases() -> Vec<(&'static str, Run)> {
@@ -22,18 +23,6 @@ pub fn cases() -> Vec<(&'static str, Run)> {
         ("same_bits_in_a_hundred_steps", same_bits_in_a_hundred_steps),
         ("a_capacity_too_small_is_told_everywhere", a_capacity_too_small_is_told_everywhere),
     ]
-}
-
-/// Seeded numbers around zero.
-fn numbers(seed: u64, count: usize, scale: f64) -> Vec<f64> {
-    let mut state = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
-    let mut next = || {
-        state ^= state << 13;
-        state ^= state >> 7;
-        state ^= state << 17;
-        (state >> 40) as f64 / (1u64 << 24) as f64 - 0.5
-    };
-    (0..count).map(|_| next() * scale).collect()
 }
 
 fn tensor(seed: u64, dims: &[usize], scale: f64) -> Tensor {

@@ -15,6 +15,7 @@ use moebius::nccl::NcclComm;
 use moebius::{DType, Error, Result, Tensor};
 
 use crate::gpus;
+use crate::several::numbers;
 
 #[allow(clippy::type_complexity, reason = "names and functions, no more")]
 pub fn cases() -> Vec<(&'static str, fn(usize))> {
@@ -39,18 +40,6 @@ pub struct Shape {
 
 fn shape() -> Shape {
     Shape { kind: DispatcherKind::NcclEp, config: config(), tokens: T, backward: true }
-}
-
-/// Seeded numbers around zero.
-fn numbers(seed: u64, count: usize, scale: f64) -> Vec<f64> {
-    let mut state = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
-    let mut next = || {
-        state ^= state << 13;
-        state ^= state >> 7;
-        state ^= state << 17;
-        (state >> 40) as f64 / (1u64 << 24) as f64 - 0.5
-    };
-    (0..count).map(|_| next() * scale).collect()
 }
 
 /// A layer of one rank with memory for everything that a step writes.

@@ -25,19 +25,19 @@ mod library;
 mod lost;
 mod low_latency;
 mod raw;
+#[path = "../common/several.rs"]
+mod several;
 
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::process::ExitCode;
 use std::sync::{Arc, Mutex};
 
-use libtest_mimic::{Arguments, Completion, Trial};
 use moebius::cuda::Cuda;
 use moebius::ep::DispatcherKind;
 
 use conformance::{gpus, over};
+use several::Body;
 
-/// Numbers of ranks.
-const RANKS: [usize; 2] = [2, 4];
 const KINDS: [DispatcherKind; 1] = [DispatcherKind::NcclEp];
 /// The suite's dispatchers, as the cases' names have them.
 const MODES: [(&str, DispatcherKind); 2] =
@@ -58,8 +58,6 @@ const RULES: [&str; 10] = [
 
 /// A shared test over some ranks, given the first GPU.
 type Run = fn(&Cuda, usize);
-/// A test over some ranks, given the first GPU. Returns why it is not for this dispatcher, if it is not.
-type Body = Box<dyn Fn(&Cuda) -> Option<String> + Send>;
 
 /// A shared case: one that breaks a rule of the library says so and no more.
 fn shared(run: impl Fn(&Cuda) + Send + 'static) -> Body {
@@ -117,33 +115,6 @@ fn over_ranks(ranks: usize) -> Vec<(String, Body)> {
     all
 }
 
-fn trials(available: &Result<usize, String>) -> Vec<Trial> {
-    let here = |(name, run): (&'static str, fn())| {
-        Trial::test(format!("library::{name}"), move || {
-            run();
-            Ok(())
-        })
-    };
-    let mut trials: Vec<Trial> = library::cases().into_iter().map(here).collect();
-    for ranks in RANKS {
-        for (name, body) in over_ranks(ranks) {
-            let found = available.clone();
-            trials.push(Trial::ignorable_test(format!("r{ranks}::{name}"), move || match found {
-                Ok(found) if found >= ranks => {
-                    let (_, gpus) = gpus::first(1);
-                    Ok(match body(&gpus[0]) {
-                        None => Completion::Completed,
-                        Some(reason) => Completion::ignored_with(reason),
-                    })
-                }
-                Ok(found) => Ok(Completion::ignored_with(format!("skipped: {found} GPU"))),
-                Err(_) => Ok(Completion::ignored_with("skipped: no GPU")),
-            }));
-        }
-    }
-    trials
-}
-
 fn main() -> ExitCode {
     if std::env::var_os(library::CHILD).is_some() {
         library::child();
@@ -153,24 +124,10 @@ fn main() -> ExitCode {
         lost::child(&body).expect("a body");
         return ExitCode::SUCCESS;
     }
-    let available = gpus::available();
-    if let (Err(e), Some(_)) = (&available, std::env::var_os("MOEBIUS_NEEDS_GPU")) {
-        panic!("{e}");
-    }
     if std::env::args().nth(1).as_deref() == Some("bench") {
-        bench::run(available.as_ref().copied().unwrap_or(0));
-        gpus::close();
+        bench::run(several::available().unwrap_or(0));
+        several::close();
         return ExitCode::SUCCESS;
     }
-    let mut arguments = Arguments::from_args();
-    // The GPUs are all tests'.
-    arguments.test_threads = Some(1);
-    let conclusion = libtest_mimic::run(&arguments, trials(&available));
-    match &available {
-        Err(reason) => println!("{} tests skipped: no GPU ({reason})", conclusion.num_ignored),
-        Ok(found) => println!("{} tests skipped or not for NCCL EP: {found} GPUs", conclusion.num_ignored),
-    }
-    gpus::close();
-    common::target::gpus::close();
-    conclusion.exit_code()
+    several::run(library::cases(), over_ranks)
 }
