@@ -4,6 +4,8 @@ use std::fmt;
 use std::marker::PhantomData;
 use std::ops::Range;
 use std::sync::atomic::AtomicBool;
+#[cfg(feature = "nccl-ep")]
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock, Weak};
 use std::time::{Duration, Instant};
 
@@ -370,9 +372,19 @@ const ABORTING: Duration = Duration::from_secs(1);
 
 /// Owned memory of a GPU, given back in the order of its stream.
 pub struct DeviceBuffer {
-    block: Block,
+    ptr: CUdeviceptr,
     bytes: usize,
     arena: Arc<Arena>,
+    from: From,
+}
+
+/// Whose memory a buffer is.
+enum From {
+    /// The workspace's.
+    Arena(Block),
+    /// Somebody's who lends it, and counts its loans by this.
+    #[cfg(feature = "nccl-ep")]
+    Loan(Arc<AtomicUsize>),
 }
 
 impl fmt::Debug for DeviceBuffer {
@@ -385,21 +397,41 @@ impl DeviceBuffer {
     /// The memory as the driver bindings' own: it leaves the workspace, and whoever holds it gives it back to the driver, in
     /// the order of the stream. `T` is the element type that the buffer was allocated for.
     #[cfg(feature = "candle")]
-    pub(crate) fn into_slice<T: cudarc::driver::DeviceRepr>(mut self) -> CudaSlice<T> {
+    pub(crate) fn into_slice<T: cudarc::driver::DeviceRepr>(mut self) -> Result<CudaSlice<T>> {
         let stream = Arc::clone(self.arena.stream());
-        let ptr = self.arena.give_away(&mut self.block);
+        let ptr = match &mut self.from {
+            From::Arena(block) => self.arena.give_away(block),
+            #[cfg(feature = "nccl-ep")]
+            From::Loan(_) => return Err(Error::invalid("DeviceBuffer", "memory", "the workspace's", "a window's")),
+        };
         // SAFETY: the block has that many bytes and is the arena's no longer; the slice frees it with
         // `cuMemFreeAsync` on the arena's stream. A pool whose arena is dropped before stays.
         let mut slice = unsafe { stream.upgrade_device_ptr(ptr, self.bytes / size_of::<T>()) };
         // Records the work that fills the memory, for readers on other streams.
         drop(slice.device_ptr_mut(&stream));
-        slice
+        Ok(slice)
+    }
+}
+
+#[cfg(feature = "nccl-ep")]
+impl Cuda {
+    /// A buffer of memory that is lent, `loans` counting it until it is dropped.
+    ///
+    /// # Safety
+    /// The memory stays while the count is above zero, and meanwhile nobody writes it but in the order of the stream.
+    pub(crate) unsafe fn borrowed(&self, (ptr, bytes): (u64, usize), loans: &Arc<AtomicUsize>) -> DeviceBuffer {
+        loans.fetch_add(1, Ordering::AcqRel);
+        DeviceBuffer { ptr, bytes, arena: self.inner.arena(), from: From::Loan(Arc::clone(loans)) }
     }
 }
 
 impl Drop for DeviceBuffer {
     fn drop(&mut self) {
-        self.arena.free(self.block);
+        match &self.from {
+            From::Arena(block) => self.arena.free(*block),
+            #[cfg(feature = "nccl-ep")]
+            From::Loan(loans) => drop(loans.fetch_sub(1, Ordering::AcqRel)),
+        }
     }
 }
 
@@ -499,7 +531,7 @@ impl Device for Cuda {
         self.bind(CALL)?;
         let arena = self.inner.arena();
         let block = arena.alloc(CALL, bytes)?;
-        let mut buffer = DeviceBuffer { block, bytes, arena };
+        let mut buffer = DeviceBuffer { ptr: block.ptr, bytes, arena, from: From::Arena(block) };
         if self.poison {
             self.fill_bytes(CALL, Self::view_mut(&mut buffer), 0xff)?;
         }
@@ -507,11 +539,11 @@ impl Device for Cuda {
     }
 
     fn view(buffer: &DeviceBuffer) -> DeviceRef<'_> {
-        DeviceRef { ptr: buffer.block.ptr, len: buffer.bytes, owner: PhantomData }
+        DeviceRef { ptr: buffer.ptr, len: buffer.bytes, owner: PhantomData }
     }
 
     fn view_mut(buffer: &mut DeviceBuffer) -> DeviceMut<'_> {
-        DeviceMut { ptr: buffer.block.ptr, len: buffer.bytes, owner: PhantomData }
+        DeviceMut { ptr: buffer.ptr, len: buffer.bytes, owner: PhantomData }
     }
 
     fn len(view: DeviceRef<'_>) -> usize {

@@ -54,6 +54,7 @@ use std::fmt;
 
 use crate::comm::Communicator;
 use crate::config::ExpertCapacity;
+use crate::dtype::DType;
 use crate::error::Result;
 use crate::kernels::{Kernels, RowSource};
 use crate::tensor::{Tensor, TensorMut, TensorRef};
@@ -220,6 +221,15 @@ pub trait TokenDispatcher<D: Kernels>: fmt::Debug + Send {
     /// Whether a rank's own work can run while its rows travel.
     fn overlaps(&self) -> bool {
         false
+    }
+    /// Memory `[N, width]` that the rows of the next combine or dispatch_bwd had better be written to, where the transport
+    /// has some that peers can read; elsewhere rows may lie anywhere.
+    ///
+    /// # Errors
+    /// A driver's.
+    fn place_for_return(&mut self, handle: &Handle<D>, dtype: DType, width: usize) -> Result<Option<Tensor<D>>> {
+        let _ = (handle, dtype, width);
+        Ok(None)
     }
     /// Sums each token's expert outputs, unweighted. Padding of `expert_out [N, H]` is not read.
     fn combine(&mut self, handle: &Handle<D>, expert_out: TensorRef<'_, D>, out: TensorMut<'_, D>) -> Result<()>;

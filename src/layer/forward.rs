@@ -77,7 +77,9 @@ pub(super) fn forward_into<D: Kernels>(
 
     let experts = Experts { layer, params, handle: &handle, received: &received, dtype: x.dtype() };
     let keep = mode.backward && !layer.config.recompute;
-    let (out, pre) = match experts.forward((&device, &stream), x.borrow(), keep) {
+    let place = group.dispatcher().place_for_return(&handle, x.dtype(), layer.config.hidden);
+    let computed = place.and_then(|place| experts.forward((&device, &stream), x.borrow(), (keep, place)));
+    let (out, pre) = match computed {
         Ok(computed) => computed,
         Err(e) => return Err(refuse(layer, group, Op::Combine, e)),
     };
@@ -249,12 +251,12 @@ impl<D: Kernels> Experts<'_, '_, D> {
         self.received.weights.as_ref().map(|w| SlotWeights { values: w.view(), at })
     }
 
-    /// Expert outputs `[N, H]`, and pre-activations `[N, G·I]` if they are to be kept.
+    /// Expert outputs `[N, H]`, in `place` where there is one, and pre-activations `[N, G·I]` if they are to be kept.
     fn forward(
         &self,
         (device, stream): (&D, &D::Stream),
         x: TensorRef<'_, D>,
-        keep: bool,
+        (keep, place): (bool, Option<Tensor<D>>),
     ) -> Result<(Tensor<D>, Option<Tensor<D>>)> {
         let mut pre = match keep {
             true => Some(self.handle.slot_tensor(device, self.dtype, self.layer.config.up_rows())?),
@@ -263,7 +265,7 @@ impl<D: Kernels> Experts<'_, '_, D> {
         let rows = self.received.source(x.borrow(), self.handle);
         let hidden =
             trace_span!("up").in_scope(|| self.up(device, stream, rows, pre.as_mut().map(Tensor::view_mut)))?;
-        Ok((trace_span!("down").in_scope(|| self.down(device, stream, hidden))?, pre))
+        Ok((trace_span!("down").in_scope(|| self.down(device, stream, (hidden, place)))?, pre))
     }
 
     /// Activations h `[N, I]` of the received rows; pre-activations where asked for.
@@ -292,8 +294,14 @@ impl<D: Kernels> Experts<'_, '_, D> {
         Ok(hidden)
     }
 
-    fn down(&self, device: &D, stream: &D::Stream, hidden: Tensor<D>) -> Result<Tensor<D>> {
-        let mut out = self.handle.slot_tensor(device, self.dtype, self.layer.config.hidden)?;
+    fn down(
+        &self,
+        device: &D,
+        stream: &D::Stream,
+        (hidden, place): (Tensor<D>, Option<Tensor<D>>),
+    ) -> Result<Tensor<D>> {
+        let width = self.layer.config.hidden;
+        let mut out = place.map_or_else(|| self.handle.slot_tensor(device, self.dtype, width), Ok)?;
         let weight = self.params.down.acquire(stream)?;
         device.wait(stream, weight.ready.as_ref())?;
         let call = Down {

@@ -4,8 +4,9 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use crate::comm::{Communicator, Op, Tag};
 use crate::cuda::Cuda;
+use crate::device::Device;
 use crate::dtype::DType;
-use crate::ep::carrier::{check_float, check_grads, check_inputs, check_outputs, check_slots, check_tokens};
+use crate::ep::carrier::{check_float, check_grads, check_inputs, check_outputs, check_slots, check_tokens, written};
 use crate::ep::core::Core;
 use crate::ep::record;
 use crate::ep::{
@@ -20,6 +21,8 @@ use crate::tensor::{Tensor, TensorMut, TensorRef};
 use super::group::{check_domain, check_experts, check_gpu};
 use super::handle::{Direction, RowsBack, RowsOut};
 use super::low::{Low, LowRouted};
+use super::tensor::Places;
+use super::windows::Windows;
 use super::{EpError, EpLibrary, Group};
 
 /// Most bytes of a reason that ranks tell each other.
@@ -43,6 +46,10 @@ pub struct NcclEp {
     // Before the communicator, which they are built on.
     pub(super) groups: Vec<Group>,
     pub(super) low: Vec<Low>,
+    pub(super) windows: Windows,
+    /// Windows for smaller rows.
+    pub(super) outgrown: Vec<Windows>,
+    pub(super) places: Places,
     pub(super) mode: Mode,
     pub(super) library: EpLibrary,
     pub(super) shared: Shared,
@@ -100,8 +107,18 @@ impl NcclEp {
             Ok((library, shared)) => match refusals.into_iter().enumerate().find(|(_, r)| !r.is_empty()) {
                 None => {
                     let mode = mode(&core);
-                    let (groups, low, agreed) = (Vec::new(), Vec::new(), Vec::new());
-                    Ok(Self { groups, low, mode, library, shared, agreed, core })
+                    Ok(Self {
+                        groups: Vec::new(),
+                        low: Vec::new(),
+                        windows: Windows::default(),
+                        outgrown: Vec::new(),
+                        places: Places::default(),
+                        mode,
+                        library,
+                        shared,
+                        agreed: Vec::new(),
+                        core,
+                    })
                 }
                 Some((peer, reason)) => {
                     let error = Error::Peer { call: "Group::new", rank: core.rank(), peer, reason };
@@ -176,6 +193,44 @@ impl NcclEp {
 
     pub(super) fn empty(&self, dtype: DType, dims: &[usize]) -> Result<Tensor<Cuda>> {
         Tensor::empty(&self.core.device, dtype, dims)
+    }
+
+    /// Rows of a window, where the handle's arrive in one; what only this rank finds wrong is told.
+    fn lent(
+        &mut self,
+        step: Step,
+        handle: &Handle<Cuda>,
+        row: Rows,
+        scale: usize,
+    ) -> Result<Option<(Tensor<Cuda>, Tensor<Cuda>)>> {
+        let lent = self.arriving(step.0, handle, (row.dtype, row.bytes / row.dtype.size()), scale);
+        self.told_of(step, handle, lent)
+    }
+
+    /// The same of rows on their way back.
+    fn returning(
+        &mut self,
+        step: Step,
+        handle: &Handle<Cuda>,
+        rows: TensorRef<'_, Cuda>,
+    ) -> Result<Option<Tensor<Cuda>>> {
+        let left = self.left(step.0, handle, rows);
+        self.told_of(step, handle, left)
+    }
+
+    fn told_of<T>(&mut self, (_, op): Step, handle: &Handle<Cuda>, found: Result<T>) -> Result<T> {
+        if let Err(error @ Error::NcclEp(EpError::Windows { .. })) = &found {
+            let _ = self.core.comm.refuse(Core::tag(handle, op), &error.to_string());
+        }
+        found
+    }
+
+    /// Rows of a window to where the caller wants them.
+    fn copied(&mut self, handle: &Handle<Cuda>, from: &Tensor<Cuda>, to: TensorMut<'_, Cuda>) -> Result<()> {
+        let end = written(handle) * from.view().row_bytes();
+        self.copied_out();
+        let to = Cuda::slice_mut(to.into_data(), 0..end);
+        self.core.device.copy(Cuda::slice(from.view().data(), 0..end), to)
     }
 
     /// Forward, into slots.
@@ -350,10 +405,22 @@ impl TokenDispatcher<Cuda> for NcclEp {
             .and_then(|()| check_outputs(STEP.0, handle, &inputs, &outputs))
             .and_then(|()| self.check_sent(&inputs));
         self.agree(STEP, handle, checked)?;
-        match self.mode {
-            Mode::HighThroughput => self.send(STEP, handle, &inputs, outputs),
-            Mode::LowLatency => self.send_low_into(STEP, handle, &inputs, outputs),
+        if self.mode == Mode::LowLatency {
+            return self.send_low_into(STEP, handle, &inputs, outputs);
         }
+        let scale = inputs.scales.as_ref().map_or(0, TensorRef::row_bytes);
+        let Some((mut rows, mut scales)) = self.lent(STEP, handle, Rows::of(inputs.tokens), scale)? else {
+            return self.send(STEP, handle, &inputs, outputs);
+        };
+        let DispatchOutputs { tokens, mut weights, scales: out_scales } = outputs;
+        let into = DispatchOutputs {
+            tokens: rows.view_mut(),
+            weights: weights.as_mut().map(TensorMut::reborrow),
+            scales: out_scales.is_some().then(|| scales.view_mut()),
+        };
+        self.send(STEP, handle, &inputs, into)?;
+        self.copied(handle, &rows, tokens)?;
+        out_scales.map_or(Ok(()), |out| self.copied(handle, &scales, out))
     }
 
     fn dispatch_rows_beside(
@@ -372,6 +439,10 @@ impl TokenDispatcher<Cuda> for NcclEp {
         self.send_low(STEP, handle, &inputs, Some(beside))
     }
 
+    fn place_for_return(&mut self, handle: &Handle<Cuda>, dtype: DType, width: usize) -> Result<Option<Tensor<Cuda>>> {
+        self.leaving(handle, (dtype, width))
+    }
+
     fn overlaps(&self) -> bool {
         self.mode == Mode::LowLatency
     }
@@ -384,9 +455,15 @@ impl TokenDispatcher<Cuda> for NcclEp {
             return self.send_low(STEP, handle, &inputs, None);
         }
         let (n, tokens) = (handle.rows(), inputs.tokens);
-        let mut rows = self.empty(tokens.dtype(), &[n, tokens.row_bytes() / tokens.dtype().size()])?;
+        let scale = inputs.scales.as_ref().map_or(0, TensorRef::row_bytes);
+        let (mut rows, mut scales) = match self.lent(STEP, handle, Rows::of(tokens), scale)? {
+            Some((rows, scales)) => (rows, inputs.scales.is_some().then_some(scales)),
+            None => {
+                let rows = self.empty(tokens.dtype(), &[n, tokens.row_bytes() / tokens.dtype().size()])?;
+                (rows, inputs.scales.map(|s| self.empty(s.dtype(), &[n, s.row_bytes()])).transpose()?)
+            }
+        };
         let mut weights = inputs.weights.map(|w| self.empty(w.dtype(), &[n])).transpose()?;
-        let mut scales = inputs.scales.map(|s| self.empty(s.dtype(), &[n, s.row_bytes()])).transpose()?;
         let outputs = DispatchOutputs {
             tokens: rows.view_mut(),
             weights: weights.as_mut().map(Tensor::view_mut),
@@ -411,7 +488,9 @@ impl TokenDispatcher<Cuda> for NcclEp {
         if self.mode == Mode::LowLatency {
             return self.return_low(STEP, handle, (expert_out, out.reborrow()));
         }
-        let rows = RowsBack { rows: expert_out.borrow(), weights: None, out: out.reborrow(), out_weights: None };
+        let left = self.returning(STEP, handle, expert_out)?;
+        let rows = left.as_ref().map_or(expert_out.borrow(), Tensor::view);
+        let rows = RowsBack { rows, weights: None, out: out.reborrow(), out_weights: None };
         self.collective(STEP, (handle, Rows::of(expert_out)), |routed| high(routed)?.combine(Direction::Forward, rows))
     }
 
@@ -429,7 +508,11 @@ impl TokenDispatcher<Cuda> for NcclEp {
             .and_then(|()| Error::check_dtype(STEP.0, "grad_expert_out", grad.dtype(), grad_expert_out.dtype()))
             .and_then(|()| Error::check_shape(STEP.0, "grad_expert_out", &expected, grad_expert_out.dims()));
         self.agree(STEP, handle, checked)?;
-        self.send_grad(STEP, handle, (grad, grad_expert_out))
+        let Some((mut rows, _)) = self.lent(STEP, handle, Rows::of(grad), 0)? else {
+            return self.send_grad(STEP, handle, (grad, grad_expert_out));
+        };
+        self.send_grad(STEP, handle, (grad, rows.view_mut()))?;
+        self.copied(handle, &rows, grad_expert_out)
     }
 
     fn combine_bwd_rows(&mut self, handle: &Handle<Cuda>, grad: TensorRef<'_, Cuda>) -> Result<Received<Cuda>> {
@@ -437,7 +520,10 @@ impl TokenDispatcher<Cuda> for NcclEp {
         self.agreed_backward(STEP.0, handle)?;
         let checked = self.check_grad(STEP.0, handle, grad);
         self.agree(STEP, handle, checked)?;
-        let mut rows = self.empty(grad.dtype(), &[handle.rows(), grad.row_bytes() / grad.dtype().size()])?;
+        let mut rows = match self.lent(STEP, handle, Rows::of(grad), 0)? {
+            Some((rows, _)) => rows,
+            None => self.empty(grad.dtype(), &[handle.rows(), grad.row_bytes() / grad.dtype().size()])?,
+        };
         self.send_grad(STEP, handle, (grad, rows.view_mut()))?;
         Ok(Received { rows: Some(rows), weights: None, scales: None, map: None })
     }
@@ -459,8 +545,9 @@ impl TokenDispatcher<Cuda> for NcclEp {
             Some(_) => None,
         };
         let (moved, given) = (Rows::of(rows), d_weights.as_mut().map(TensorMut::reborrow));
+        let left = self.returning(STEP, handle, rows)?;
         let rows = RowsBack {
-            rows: rows.borrow(),
+            rows: left.as_ref().map_or(rows.borrow(), Tensor::view),
             weights: weights.as_ref().map(TensorRef::borrow).or(zeros.as_ref().map(Tensor::view)),
             out: d_tokens.reborrow(),
             out_weights: given.or(unused.as_mut().map(Tensor::view_mut)),
@@ -492,5 +579,7 @@ impl Drop for NcclEp {
         // Peers may still read what this rank's groups hold. Nothing can be reported from here.
         let _ = self.core.device.check();
         let _ = self.core.comm.barrier(Tag { layer: 0, op: Op::Init, sequence: 0 });
+        self.places.clear();
+        self.end_windows();
     }
 }

@@ -121,6 +121,23 @@ pub enum EpError {
         /// The ranks that were late.
         late: Vec<usize>,
     },
+    /// Rows of a group with windows that lie in none.
+    #[error("NCCL EP: {call}: rows: expected memory of a window, found other")]
+    NoWindow {
+        /// The call.
+        call: &'static str,
+    },
+    /// More rows are kept than there are windows for.
+    #[error(
+        "NCCL EP: {call}: rows of an earlier call still lie in the window whose turn it is; set GroupConfig::windows \
+         above {windows}, or give rows back sooner"
+    )]
+    Windows {
+        /// The call.
+        call: &'static str,
+        /// Windows of that way.
+        windows: usize,
+    },
     /// Zones must begin at multiples of a power of two.
     #[error("NCCL EP: alignment: expected a power of two, found {found}")]
     Alignment {

@@ -7,6 +7,7 @@ use crate::cuda::Cuda;
 use crate::error::Result;
 use crate::nccl::{NcclComm, Shared};
 
+use super::tensor::Places;
 use super::{EpError, EpLibrary, result, sys};
 
 const CALL: &str = "Group::new";
@@ -46,6 +47,8 @@ pub struct GroupOptions {
 pub struct Group {
     member: Arc<Member>,
     options: GroupOptions,
+    /// Where rows must lie; `None`: anywhere.
+    places: Option<Places>,
 }
 
 /// What the library made for a group of either mode, and what that needs.
@@ -232,10 +235,14 @@ impl Group {
     /// # Errors
     /// [`EpError`] names the rule that the options, the GPU or the ranks break, before the library is called.
     pub fn new(library: &EpLibrary, comm: &NcclComm, options: GroupOptions) -> Result<Self> {
-        Self::on(library, (comm.cuda().clone(), comm.shared()), options)
+        Self::on(library, (comm.cuda().clone(), comm.shared()), (options, None))
     }
 
-    pub(super) fn on(library: &EpLibrary, (cuda, shared): (Cuda, Shared), options: GroupOptions) -> Result<Self> {
+    pub(super) fn on(
+        library: &EpLibrary,
+        (cuda, shared): (Cuda, Shared),
+        (options, places): (GroupOptions, Option<Places>),
+    ) -> Result<Self> {
         options.check(shared.size())?;
         check_gpu(&cuda)?;
         let mut config = blank_config();
@@ -249,8 +256,11 @@ impl Group {
             (Some(_), false) => sys::ncclEpOverflowPolicy_t::NCCL_EP_OVERFLOW_DROP,
             _ => sys::ncclEpOverflowPolicy_t::NCCL_EP_OVERFLOW_TRAP,
         };
+        if places.is_some() {
+            config.zero_copy = sys::ncclEpZeroCopyMode_t::NCCL_EP_ZERO_COPY_ON;
+        }
         check_domain(&shared, options.num_experts)?;
-        Ok(Self { member: Member::join(library, (cuda, shared), config)?, options })
+        Ok(Self { places, member: Member::join(library, (cuda, shared), config)?, options })
     }
 
     /// What the group was made for.
@@ -266,6 +276,10 @@ impl Group {
     /// Experts of a rank.
     pub fn local_experts(&self) -> usize {
         self.options.num_experts / self.member.ranks
+    }
+
+    pub(super) fn places(&self) -> Option<&Places> {
+        self.places.as_ref()
     }
 
     /// The GPU and its stream.

@@ -271,11 +271,12 @@ impl Handle {
 
         let wire = (tokens.dtype(), tokens.row_bytes(), scale_bytes);
         let mut tokens = on_wire(Described::of(CALL, tokens)?, wire);
-        let mut out = on_wire(Described::of_mut(CALL, out)?, wire);
+        let mut out = on_wire(Described::of_mut(CALL, out)?, wire).in_window(CALL, self.group.places())?;
         let mut weights = weights.map(|w| Described::of(CALL, w)).transpose()?;
         let mut out_weights = out_weights.map(|w| Described::of_mut(CALL, w)).transpose()?;
         let mut scales = scales.map(|s| Described::of(CALL, s)).transpose()?;
-        let mut out_scales = out_scales.map(|s| Described::of_mut(CALL, s)).transpose()?;
+        let in_window = |s| Described::of_mut(CALL, s)?.in_window(CALL, self.group.places());
+        let mut out_scales = out_scales.map(in_window).transpose()?;
         let mut call = result::Dispatch { inputs: blank(), outputs: blank(), info: std::ptr::null(), config: blank() };
         call.inputs.tokens = tokens.pointer();
         call.inputs.topk_weights = pointer(&mut weights);
@@ -322,7 +323,7 @@ impl Handle {
         if let Some(w) = &out_weights {
             check(CALL, "out_weights", (DType::F32, &[t, k]), (w.dtype(), w.dims()))?;
         }
-        let mut rows = Described::of(CALL, rows)?;
+        let mut rows = Described::of(CALL, rows)?.in_window(CALL, self.group.places())?;
         let mut out = Described::of_mut(CALL, out)?;
         let mut weights = weights.map(|w| Described::of(CALL, w)).transpose()?;
         let mut out_weights = out_weights.map(|w| Described::of_mut(CALL, w)).transpose()?;

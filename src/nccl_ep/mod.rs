@@ -21,6 +21,7 @@ pub mod result;
 mod routing;
 pub mod sys;
 mod tensor;
+mod windows;
 
 pub use dispatcher::NcclEp;
 pub use environment::Compiler;

@@ -49,7 +49,7 @@ impl NcclEp {
 
     /// The capacity of the library's group. It has none below the tokens of a rank: what the host has planned to fit there
     /// goes through a group that is open.
-    fn fixed(&self, spec: &DispatchSpec) -> Option<usize> {
+    pub(super) fn fixed(&self, spec: &DispatchSpec) -> Option<usize> {
         match spec.capacity {
             Capacity::Static(rows) => Some(rows).filter(|rows| *rows >= self.max_tokens()),
             Capacity::Eager => None,
@@ -144,11 +144,13 @@ impl NcclEp {
         let capacity = self.fixed(spec);
         // What the host has planned fits, so the library need not look for rows to drop, nor clear room for them.
         let trap = !planned_behind(spec);
+        let windows = capacity.is_some() && self.core.config.windows > 0;
         let fits = |o: &GroupOptions| {
             let policy = capacity.is_none() || o.trap == trap;
             o.capacity == capacity && policy && o.max_row_bytes >= row_bytes && o.max_top_k >= spec.top_k
         };
-        if let Some(group) = self.groups.iter().rev().find(|g| fits(g.options())) {
+        let same = |g: &&Group| g.places().is_some() == windows && fits(g.options());
+        if let Some(group) = self.groups.iter().rev().find(same) {
             return Ok(group.clone());
         }
         self.core.device.not_captured("prepare", "create an EP group")?;
@@ -163,6 +165,7 @@ impl NcclEp {
         };
         self.compare(spec, (options.max_row_bytes, options.max_top_k), options.check(self.core.ranks()))?;
         let (library, on) = (self.library.clone(), (self.core.device.clone(), self.shared.clone()));
+        let options = (options, windows.then(|| self.places.clone()));
         let tag = Tag { layer: spec.layer, op: Op::Init, sequence: self.groups.len() as u64 };
         let group =
             around(&mut self.core, ("nccl_ep_group", DType::U8, row_bytes), tag, || Group::on(&library, on, options))?;

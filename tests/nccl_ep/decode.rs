@@ -39,7 +39,7 @@ fn same_as_cpu_ranks(ranks: usize) {
 
 /// Forward only, few tokens.
 fn shape() -> Shape {
-    Shape { kind: DispatcherKind::NcclEpLowLatency, config: shared(), tokens: 24, backward: false }
+    Shape { kind: DispatcherKind::NcclEpLowLatency, config: shared(), tokens: 24, backward: false, windows: 0 }
 }
 
 fn routing_on_the_gpu_is_the_hosts(ranks: usize) {

@@ -36,10 +36,12 @@ pub struct Shape {
     pub config: MoeConfig,
     pub tokens: usize,
     pub backward: bool,
+    /// Of the group.
+    pub windows: usize,
 }
 
 fn shape() -> Shape {
-    Shape { kind: DispatcherKind::NcclEp, config: config(), tokens: T, backward: true }
+    Shape { kind: DispatcherKind::NcclEp, config: config(), tokens: T, backward: true, windows: 0 }
 }
 
 /// A layer of one rank with memory for everything that a step writes.
@@ -65,6 +67,7 @@ impl Steps {
         let group = GroupConfig {
             dispatcher: shape.kind,
             max_rows: 1 << 16,
+            windows: shape.windows,
             ..GroupConfig::new(config.router.num_experts, tokens)
         };
         let group = Group::new(cuda.clone(), cuda.stream(), Box::new(comm), group)?;

@@ -27,6 +27,7 @@ mod low_latency;
 mod raw;
 #[path = "../common/several.rs"]
 mod several;
+mod windows;
 
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::process::ExitCode;
@@ -102,6 +103,7 @@ fn over_ranks(ranks: usize) -> Vec<(String, Body)> {
         ("graph", graph::cases()),
         ("low_latency", low_latency::cases()),
         ("lost", lost::cases()),
+        ("windows", windows::cases()),
     ];
     for (file, (name, run)) in own.into_iter().flat_map(|(file, cases)| cases.into_iter().map(move |c| (file, c))) {
         all.push((
