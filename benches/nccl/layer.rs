@@ -2,7 +2,7 @@
 
 use moebius::config::MoeConfig;
 use moebius::cuda::Cuda;
-use moebius::ep::{Group, GroupConfig};
+use moebius::ep::Group;
 use moebius::layer::{Cotangents, GradientsMut, Inputs, Layer, Mode, ParamViews, Role};
 use moebius::nccl::NcclWorld;
 use moebius::{DType, Result, Tensor};
@@ -10,7 +10,7 @@ use moebius::{DType, Result, Tensor};
 use crate::data::Random;
 use crate::report::{Report, Subject, spread};
 use crate::timed::{Timed, between, event};
-use crate::{DISPATCHERS, Dispatcher, Rank, Workload, on_ranks};
+use crate::{Dispatcher, Rank, Workload, on_ranks};
 
 const WARM_UP: usize = 3;
 const REPEATS: usize = 15;
@@ -18,14 +18,15 @@ const REPEATS: usize = 15;
 /// Milliseconds of forward, of forward and backward, and of the collectives in each.
 type Times = [Vec<f64>; 4];
 
-pub fn run(world: &NcclWorld, report: &Report, workload: Workload) -> Result<()> {
-    for dispatcher in DISPATCHERS.iter().copied() {
+pub fn run(world: &NcclWorld, report: &Report, (workload, dispatchers): (Workload, &[Dispatcher])) -> Result<()> {
+    for dispatcher in dispatchers.iter().copied() {
         let parts = on_ranks(world, |rank, comm| measure(rank, Timed::new(comm), (workload, dispatcher)))?;
         let of = |i: usize| -> Vec<Vec<f64>> { parts.iter().map(|p| p[i].clone()).collect() };
         let subject = Subject { workload, dispatcher, routing: "router" };
         let ranks = parts.len() as f64;
         let forward = 6.0 * (workload.slots() * workload.hidden * workload.inner) as f64 * ranks;
-        for (phase, i, flop) in [("fwd", 0, forward), ("fwd+bwd", 1, 3.0 * forward)] {
+        let all = [("fwd", 0, forward), ("fwd+bwd", 1, 3.0 * forward)];
+        for (phase, i, flop) in all.into_iter().filter(|(_, i, _)| *i == 0 || dispatcher.decodes.is_none()) {
             let (time, collective) = (spread(&of(i)), spread(&of(i + 2)).median);
             let share = collective / time.median;
             let rest = format!(
@@ -48,7 +49,7 @@ struct Weights {
 fn measure(rank: &Rank<'_>, comm: Timed, (w, dispatcher): (Workload, Dispatcher)) -> Result<Times> {
     let cuda = &rank.cuda;
     let spans = comm.spans.clone();
-    let mut group: Group<Cuda> = (dispatcher.make)(comm, GroupConfig::new(w.experts, w.tokens))?;
+    let mut group: Group<Cuda> = dispatcher.make(comm, &w)?;
     let local = w.experts / rank.ranks;
     let scale = |n: usize| (n as f64).powf(-0.5);
     // The router is every rank's; the rest is each one's own.
@@ -73,6 +74,7 @@ fn measure(rank: &Rank<'_>, comm: Timed, (w, dispatcher): (Workload, Dispatcher)
     })?;
     let params = params.params();
     let layer = Layer::new(MoeConfig::new(w.hidden, w.inner, w.experts, w.top_k), 0)?;
+    let layer = layer.with_dispatch(dispatcher.options(&w, rank.ranks));
 
     let mut step = |backward: bool| -> Result<()> {
         let mode = Mode { backward, noise: None };
@@ -89,7 +91,7 @@ fn measure(rank: &Rank<'_>, comm: Timed, (w, dispatcher): (Workload, Dispatcher)
         layer.backward_into(&mut group, context, (Inputs { x: x.view(), params: &params }, cotangents), into)
     };
     let mut times: Times = Default::default();
-    for backward in [false, true] {
+    for backward in [false, true].into_iter().filter(|b| !b || dispatcher.decodes.is_none()) {
         for repeat in 0..WARM_UP + REPEATS {
             rank.meet()?;
             spans.take()?;
