@@ -167,7 +167,7 @@ impl NcclEp {
                 LowLatencyHandle::new(&group, Layout::RankMajor, wide)
             })?,
         };
-        handle.update(packed.view())?;
+        handle.update(packed)?;
         let bytes = group.options().max_row_bytes;
         Ok(Routed::Low(LowRouted { handle: Some(handle), pool, bytes, back: None }))
     }
@@ -302,6 +302,10 @@ impl NcclEp {
         let reduced = {
             let guard = super::dispatcher::kept(step.0, handle)?;
             match &*guard {
+                // A handle for wider rows would be another, which has dispatched nothing.
+                Routed::Low(LowRouted { bytes, .. }) if *bytes < moved.bytes => {
+                    Err(Error::invalid(step.0, "tensor expert_out", "rows no wider than were dispatched", moved.bytes))
+                }
                 Routed::Low(LowRouted { back: Some(back), .. }) => {
                     reduce(&device, &stream, expert_out, back.view(), sums.view_mut())
                 }

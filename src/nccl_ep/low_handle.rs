@@ -65,8 +65,8 @@ pub struct LowLatencyHandle {
     layout: Layout,
     top_k: usize,
     raw: sys::ncclEpHandle_t,
-    /// Tokens of the last update.
-    tokens: Option<usize>,
+    /// The last update's, at which the library looks in every call.
+    ids: Option<Tensor<Cuda>>,
     /// A call was begun and, by a panic of what ran beside it, never ended.
     torn: bool,
     // Freed in the order of the stream, so behind what the library still does with it.
@@ -80,7 +80,7 @@ unsafe impl Sync for LowLatencyHandle {}
 
 impl fmt::Debug for LowLatencyHandle {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "LowLatencyHandle {{ {:?}, top_k: {}, tokens: {:?} }}", self.layout, self.top_k, self.tokens)
+        write!(f, "LowLatencyHandle {{ {:?}, top_k: {}, ids: {:?} }}", self.layout, self.top_k, self.ids.as_ref().map(Tensor::dims))
     }
 }
 
@@ -108,7 +108,7 @@ impl LowLatencyHandle {
         let raw = group.with(CALL, |library, _| unsafe {
             result::init_handle(library, group.raw(), shape, described.pointer())
         })?;
-        Ok(Self { group: group.clone(), layout, top_k, raw, tokens: None, torn: false, memory })
+        Ok(Self { group: group.clone(), layout, top_k, raw, ids: None, torn: false, memory })
     }
 
     /// Its group.
@@ -140,10 +140,10 @@ impl LowLatencyHandle {
     ///
     /// # Errors
     /// Shapes and types; a call of the library that failed.
-    pub fn update(&mut self, ids: TensorRef<'_, Cuda>) -> Result<()> {
+    pub fn update(&mut self, ids: Tensor<Cuda>) -> Result<()> {
         const CALL: &str = "LowLatencyHandle::update";
         self.whole(CALL)?;
-        let tokens = ids.rows();
+        let tokens = ids.view().rows();
         Error::check_shape(CALL, "ids", &[tokens, self.top_k], ids.dims())?;
         if !matches!(ids.dtype(), DType::I32 | DType::I64) {
             return Err(Error::invalid(CALL, "tensor ids", "i32 or i64", ids.dtype()));
@@ -152,12 +152,14 @@ impl LowLatencyHandle {
         if tokens > most {
             return Err(Error::invalid(CALL, "tensor ids", format!("at most {most} tokens"), tokens));
         }
-        let mut ids = Described::of(CALL, ids)?;
-        let told = (ids.pointer().cast_const(), std::ptr::null());
-        // SAFETY: the handle lives; shapes were checked; the tensor's memory is given back in the order of the stream.
-        self.group.with(CALL, |library, stream| unsafe { result::update_handle(library, self.raw, told, stream) })?;
-        self.tokens = Some(tokens);
-        Ok(())
+        let mut described = Described::of(CALL, ids.view())?;
+        let told = (described.pointer().cast_const(), std::ptr::null());
+        let raw = self.raw;
+        // SAFETY: the handle lives; shapes were checked; the tensor stays until the next update, and its memory is given
+        // back in the order of the stream.
+        let done = self.group.with(CALL, |library, stream| unsafe { result::update_handle(library, raw, told, stream) });
+        self.ids = Some(ids).filter(|_| done.is_ok());
+        done
     }
 
     /// Refuses a handle whose last call never ended.
@@ -171,7 +173,8 @@ impl LowLatencyHandle {
     /// Checks rows on both sides of a call.
     fn check_rows(&self, call: &'static str, near: (DType, &[usize]), far: (DType, &[usize])) -> Result<()> {
         self.whole(call)?;
-        let tokens = self.tokens.ok_or_else(|| Error::invalid(call, "handle", "one that was updated", "a new one"))?;
+        let new = || Error::invalid(call, "handle", "one that was updated", "a new one");
+        let tokens = self.ids.as_ref().ok_or_else(new)?.dims()[0];
         let width = near.1.get(1).copied().unwrap_or(0);
         check(call, "tokens", (near.0, &[tokens, width]), near)?;
         check(call, "rows", (near.0, &[self.rows(), width]), far)

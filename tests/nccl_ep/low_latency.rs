@@ -88,7 +88,7 @@ impl Step {
         let ids: Vec<_> = (0..ranks).map(|r| choices(trip.seed, r, trip.tokens[r % 2], (K, experts))).collect();
         let tokens = ids[rank].len() / K;
         let mut handle = LowLatencyHandle::new(group, trip.layout, K)?;
-        handle.update(seat.ids(trip.ids, &ids[rank], K)?.view())?;
+        handle.update(seat.ids(trip.ids, &ids[rank], K)?)?;
         let x: Vec<f64> = (0..tokens * h).map(|i| value(rank, i / h, i % h)).collect();
         let w: Vec<f64> = (0..tokens * K).map(|i| weight(i / K, i % K)).collect();
         let (cuda, n) = (seat.cuda(), handle.rows());
