@@ -375,11 +375,11 @@ pub struct DeviceBuffer {
     ptr: CUdeviceptr,
     bytes: usize,
     arena: Arc<Arena>,
-    from: From,
+    owner: Owner,
 }
 
 /// Whose memory a buffer is.
-enum From {
+enum Owner {
     /// The workspace's.
     Arena(Block),
     /// Somebody's who lends it, and counts its loans by this.
@@ -399,10 +399,10 @@ impl DeviceBuffer {
     #[cfg(feature = "candle")]
     pub(crate) fn into_slice<T: cudarc::driver::DeviceRepr>(mut self) -> Result<CudaSlice<T>> {
         let stream = Arc::clone(self.arena.stream());
-        let ptr = match &mut self.from {
-            From::Arena(block) => self.arena.give_away(block),
+        let ptr = match &mut self.owner {
+            Owner::Arena(block) => self.arena.give_away(block),
             #[cfg(feature = "nccl-ep")]
-            From::Loan(_) => return Err(Error::invalid("DeviceBuffer", "memory", "the workspace's", "a window's")),
+            Owner::Loan(_) => return Err(Error::invalid("DeviceBuffer", "memory", "the workspace's", "a window's")),
         };
         // SAFETY: the block has that many bytes and is the arena's no longer; the slice frees it with
         // `cuMemFreeAsync` on the arena's stream. A pool whose arena is dropped before stays.
@@ -421,16 +421,16 @@ impl Cuda {
     /// The memory stays while the count is above zero, and meanwhile nobody writes it but in the order of the stream.
     pub(crate) unsafe fn borrowed(&self, (ptr, bytes): (u64, usize), loans: &Arc<AtomicUsize>) -> DeviceBuffer {
         loans.fetch_add(1, Ordering::AcqRel);
-        DeviceBuffer { ptr, bytes, arena: self.inner.arena(), from: From::Loan(Arc::clone(loans)) }
+        DeviceBuffer { ptr, bytes, arena: self.inner.arena(), owner: Owner::Loan(Arc::clone(loans)) }
     }
 }
 
 impl Drop for DeviceBuffer {
     fn drop(&mut self) {
-        match &self.from {
-            From::Arena(block) => self.arena.free(*block),
+        match &self.owner {
+            Owner::Arena(block) => self.arena.free(*block),
             #[cfg(feature = "nccl-ep")]
-            From::Loan(loans) => drop(loans.fetch_sub(1, Ordering::AcqRel)),
+            Owner::Loan(loans) => drop(loans.fetch_sub(1, Ordering::AcqRel)),
         }
     }
 }
@@ -531,7 +531,7 @@ impl Device for Cuda {
         self.bind(CALL)?;
         let arena = self.inner.arena();
         let block = arena.alloc(CALL, bytes)?;
-        let mut buffer = DeviceBuffer { ptr: block.ptr, bytes, arena, from: From::Arena(block) };
+        let mut buffer = DeviceBuffer { ptr: block.ptr, bytes, arena, owner: Owner::Arena(block) };
         if self.poison {
             self.fill_bytes(CALL, Self::view_mut(&mut buffer), 0xff)?;
         }

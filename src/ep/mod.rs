@@ -245,6 +245,10 @@ pub trait TokenDispatcher<D: Kernels>: fmt::Debug + Send {
     /// Gradient of dispatch. `grad_weights [N]` absent counts as zeros; `d_weights [T, K]` is written in full,
     /// 0 for dropped choices. Padding of the inputs is not read.
     fn dispatch_bwd(&mut self, handle: &Handle<D>, grads: DispatchGrads<'_, D>) -> Result<()>;
+    /// Copies that memory given by the caller has cost so far where rows go through windows.
+    fn copies(&self) -> u64 {
+        0
+    }
     /// Returns and clears the first deferred error.
     fn check(&mut self) -> Result<()>;
     /// The communicator, for collectives beside the tokens' own.

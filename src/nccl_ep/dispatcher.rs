@@ -443,6 +443,10 @@ impl TokenDispatcher<Cuda> for NcclEp {
         self.leaving(handle, (dtype, width))
     }
 
+    fn copies(&self) -> u64 {
+        self.windows.copies()
+    }
+
     fn overlaps(&self) -> bool {
         self.mode == Mode::LowLatency
     }

@@ -80,7 +80,13 @@ unsafe impl Sync for LowLatencyHandle {}
 
 impl fmt::Debug for LowLatencyHandle {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "LowLatencyHandle {{ {:?}, top_k: {}, ids: {:?} }}", self.layout, self.top_k, self.ids.as_ref().map(Tensor::dims))
+        write!(
+            f,
+            "LowLatencyHandle {{ {:?}, top_k: {}, ids: {:?} }}",
+            self.layout,
+            self.top_k,
+            self.ids.as_ref().map(Tensor::dims)
+        )
     }
 }
 
@@ -157,7 +163,8 @@ impl LowLatencyHandle {
         let raw = self.raw;
         // SAFETY: the handle lives; shapes were checked; the tensor stays until the next update, and its memory is given
         // back in the order of the stream.
-        let done = self.group.with(CALL, |library, stream| unsafe { result::update_handle(library, raw, told, stream) });
+        let done =
+            self.group.with(CALL, |library, stream| unsafe { result::update_handle(library, raw, told, stream) });
         self.ids = Some(ids).filter(|_| done.is_ok());
         done
     }

@@ -207,9 +207,4 @@ impl NcclEp {
             }
         }
     }
-
-    /// Windows of calls that were given plain memory so far: each cost a copy. 0 where there are none.
-    pub fn window_copies(&self) -> u64 {
-        self.windows.copies() + self.outgrown.iter().map(Windows::copies).sum::<u64>()
-    }
 }

@@ -93,6 +93,8 @@ fn plain_memory_is_copied_and_a_full_ring_is_told(ranks: usize) {
             dispatcher.combine(&handle, place.view(), y.view_mut())?;
             assert_eq!(cuda.read(&stream, y.view())?, twice);
         }
+        // Every other dispatch and combine.
+        assert_eq!(dispatcher.copies(), 10);
         // Two windows, both kept: no third dispatch, and all goes on when they are given back.
         let handle = dispatcher.prepare(ids.view(), None, &spec)?;
         let kept = [dispatcher.dispatch_rows(&handle, inputs())?, dispatcher.dispatch_rows(&handle, inputs())?];
