@@ -5,7 +5,6 @@
 //! collective, and cannot be recorded.
 
 use std::fmt;
-use std::mem;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
@@ -261,7 +260,7 @@ impl NcclEp {
     fn keep_low(&self, call: &'static str, handle: &Handle<Cuda>, map: Tensor<Cuda>) -> Result<()> {
         let mut guard = super::dispatcher::kept(call, handle)?;
         let (_, back) = low(call, &mut guard)?;
-        let _ = mem::replace(back, Some(map));
+        *back = Some(map);
         Ok(())
     }
 

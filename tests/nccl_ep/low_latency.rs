@@ -294,7 +294,7 @@ fn a_late_rank_is_skipped_and_readmitted(ranks: usize) {
             assert_eq!((active[late], group.was_late()?), (false, true));
             // Skipped now, so nobody waits again.
             let again = Instant::now();
-            let theirs = std::mem::replace(&mut step.ids[late], Vec::new());
+            let theirs = std::mem::take(&mut step.ids[late]);
             step.look(seat)?;
             step.ids[late] = theirs;
             step.combine(None)?;
