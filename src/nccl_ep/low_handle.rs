@@ -187,11 +187,6 @@ impl LowLatencyHandle {
         check(call, "rows", (near.0, &[self.rows(), width]), far)
     }
 
-    fn check_bytes(&self, (dtype, width): (DType, usize), scale: usize) -> Result<()> {
-        let wire = (dtype, width * dtype.size());
-        Ok(self.group.options().check_wire(wire, scale, self.group.processors())?)
-    }
-
     /// Whether a tensor is there where the layout has it.
     fn given(&self, call: &'static str, name: &str, present: bool, needed: Layout) -> Result<()> {
         match (present, self.layout == needed) {
@@ -230,7 +225,7 @@ impl LowLatencyHandle {
         self.check_rows(CALL, (tokens.dtype(), tokens.dims()), (rows.dtype(), rows.dims()))?;
         let (t, n, k, width) = (tokens.rows(), self.rows(), self.top_k, tokens.dims()[1]);
         let scale_bytes = scales.as_ref().map_or(0, TensorRef::row_bytes);
-        self.check_bytes((tokens.dtype(), width), scale_bytes)?;
+        self.group.options().check_sent((tokens.dtype(), tokens.row_bytes()), scale_bytes)?;
         for (name, there) in
             [("weights", weights.is_some()), ("out_weights", out_weights.is_some()), ("out_ids", out_ids.is_some())]
         {
@@ -318,7 +313,7 @@ impl LowLatencyHandle {
         if !matches!(rows.dtype(), DType::BF16 | DType::F16 | DType::F32) {
             return Err(Error::invalid(CALL, "tensor rows", "bf16, f16 or f32", rows.dtype()));
         }
-        self.check_bytes((rows.dtype(), width), 0)?;
+        self.group.options().check_added(rows.dtype(), width, self.group.processors())?;
         self.given(CALL, "weights", weights.is_some(), Layout::ExpertMajor)?;
         if let Some(w) = &weights {
             check(CALL, "weights", (DType::F32, &[out.dims()[0], self.top_k]), (w.dtype(), w.dims()))?;

@@ -97,14 +97,22 @@ impl LowLatencyOptions {
         }
     }
 
-    /// The rules for a row of so many bytes and its scales, as they travel: opaque rows as 16-bit numbers, or with scales in
-    /// words of 16 bytes.
-    pub(super) fn check_wire(&self, (dtype, row): (DType, usize), scale: usize, processors: usize) -> Checked<()> {
-        match (dtype, scale) {
-            (DType::U8, 0) => self.check_row(DType::BF16, row / 2, processors)?,
-            (DType::U8, _) if row.is_multiple_of(16) && scale.is_multiple_of(16) => {}
-            (DType::U8, _) => return Err(EpError::RowBytes { what: "a row or its scales", bytes: row + scale }),
-            _ => self.check_row(dtype, row / dtype.size(), processors)?,
+    /// The rules for a row of so many bytes and its scales on their way out: opaque rows travel as 16-bit numbers, or with
+    /// scales in words of 16 bytes; every lane of a warp has a word.
+    pub(super) fn check_sent(&self, (dtype, row): (DType, usize), scale: usize) -> Checked<()> {
+        let lanes = WARPS * 16;
+        match scale {
+            0 if !row.is_multiple_of(lanes) => {
+                let size = if dtype == DType::U8 { 1 } else { dtype.size() };
+                return Err(EpError::LowLatencyWidth {
+                    lanes: lanes / size,
+                    dtype: dtype.to_string(),
+                    width: row / size,
+                });
+            }
+            0 => {}
+            _ if row.is_multiple_of(16) && scale.is_multiple_of(16) => {}
+            _ => return Err(EpError::RowBytes { what: "a row or its scales", bytes: row + scale }),
         }
         let most = self.max_row_bytes;
         match (1..=most).contains(&(row + scale)) && row > 0 {
@@ -117,11 +125,11 @@ impl LowLatencyOptions {
         }
     }
 
-    /// The rules for rows of numbers: words of 16 bytes for all lanes of a warp, and room on chip for sums.
-    pub(super) fn check_row(&self, dtype: DType, width: usize, processors: usize) -> Checked<()> {
-        let lanes = WARPS * 16 / dtype.size();
-        if width == 0 || !width.is_multiple_of(lanes) {
-            return Err(EpError::LowLatencyWidth { lanes, dtype: dtype.to_string(), width });
+    /// The rules for a row of numbers that are added: whole steps of a warp, whole words of what travels beside it, and room
+    /// on chip.
+    pub(super) fn check_added(&self, dtype: DType, width: usize, processors: usize) -> Checked<()> {
+        if width == 0 || !width.is_multiple_of(ADDED) {
+            return Err(EpError::LowLatencyWidth { lanes: ADDED, dtype: dtype.to_string(), width });
         }
         let groups = warp_groups(self.num_experts, processors);
         let fits =
@@ -133,6 +141,8 @@ impl LowLatencyOptions {
     }
 }
 
+/// Numbers that sums go by: two words of 16 bytes a lane, of 16-bit numbers, and 4 bytes for every 128 numbers, in words of 16.
+const ADDED: usize = 512;
 /// Rows that a sum keeps on chip.
 const STAGES: usize = 3;
 
@@ -340,12 +350,18 @@ mod tests {
 
     #[test]
     fn rows_are_whole_words_of_a_warp_and_fit_the_chip() {
-        let row = |dtype, width| good().check_row(dtype, width, PROCESSORS);
-        assert_eq!(row(DType::BF16, 7168), Ok(()));
-        assert_eq!(row(DType::BF16, 256), Ok(()));
-        assert_eq!(row(DType::F32, 128), Ok(()));
+        let added = |dtype, width| good().check_added(dtype, width, PROCESSORS);
+        assert_eq!(added(DType::BF16, 7168), Ok(()));
+        assert_eq!(added(DType::F32, 512), Ok(()));
         let dtype = DType::BF16.to_string();
-        assert_eq!(row(DType::BF16, 128), Err(EpError::LowLatencyWidth { lanes: 256, dtype, width: 128 }));
-        assert!(matches!(row(DType::F32, 16_384), Err(EpError::Shared { .. })));
+        assert_eq!(added(DType::BF16, 256), Err(EpError::LowLatencyWidth { lanes: 512, dtype, width: 256 }));
+        assert!(matches!(added(DType::F32, 16_384), Err(EpError::Shared { .. })));
+        let sent = |dtype, row, scale| good().check_sent((dtype, row), scale);
+        assert_eq!(sent(DType::BF16, 512, 0), Ok(()));
+        assert!(matches!(sent(DType::BF16, 256, 0), Err(EpError::LowLatencyWidth { lanes: 256, width: 128, .. })));
+        assert!(matches!(sent(DType::U8, 256, 0), Err(EpError::LowLatencyWidth { lanes: 512, width: 256, .. })));
+        assert_eq!(sent(DType::U8, 256, 32), Ok(()));
+        assert!(matches!(sent(DType::U8, 256, 8), Err(EpError::RowBytes { bytes: 264, .. })));
+        assert!(matches!(sent(DType::BF16, 14_848, 0), Err(EpError::Argument { name: "row", .. })));
     }
 }

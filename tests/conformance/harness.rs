@@ -73,7 +73,7 @@ impl<D: Target> Setup<D> {
         let group = seat.join(config)?;
         let columns = match self.kind {
             DispatcherKind::NcclEp => 8,
-            DispatcherKind::NcclEpLowLatency => 256,
+            DispatcherKind::NcclEpLowLatency => 512,
             _ => 1,
         };
         let forward_only = self.kind == DispatcherKind::NcclEpLowLatency;

@@ -15,19 +15,19 @@ pub fn cases() -> Vec<(&'static str, fn(usize))> {
         ("same_as_cpu_ranks", same_as_cpu_ranks),
         ("routing_on_the_gpu_is_the_hosts", routing_on_the_gpu_is_the_hosts),
         ("graphs_replay_the_bits_of_eager_steps", graphs_replay_the_bits_of_eager_steps),
-        ("a_gated_layer_without_an_expert_for_the_number_is_refused", no_room_for_the_number),
+        ("no_room_for_the_number_is_refused", no_room_for_the_number),
     ]
 }
 
 fn shared() -> MoeConfig {
-    let mut config = MoeConfig::new(256, 48, 32, 8);
+    let mut config = MoeConfig::new(512, 48, 32, 8);
     config.shared = Some(SharedConfig { intermediate: 32, gated: false });
     config
 }
 
 fn same_as_cpu_ranks(ranks: usize) {
     let cuda: Cuda = crate::gpus::first(1).1.remove(0);
-    for (name, config) in [("plain", MoeConfig::new(512, 40, 16, 4)), ("shared expert", shared())] {
+    for (name, config) in [("plain", MoeConfig::new(1024, 40, 16, 4)), ("shared expert", shared())] {
         for split in [vec![33; ranks], (0..ranks).map(|r| [70, 0, 3, 128][r % 4]).collect()] {
             for dtype in [DType::F32, DType::BF16] {
                 let name = format!("{name}, {split:?}, {dtype}");
@@ -69,7 +69,7 @@ fn graphs_replay_the_bits_of_eager_steps(ranks: usize) {
 /// A choice more a token travels than the layer has: with as many choices as experts there is none left.
 fn no_room_for_the_number(ranks: usize) {
     each(ranks, |comm, barrier| {
-        let all = MoeConfig::new(256, 48, 4 * ranks, 4 * ranks);
+        let all = MoeConfig::new(512, 48, 4 * ranks, 4 * ranks);
         let mut steps = Steps::new(comm, ranks, (Shape { config: all, ..shape() }, DispatchOptions::default()))?;
         let refused = steps.step().map_err(|e| e.to_string());
         assert!(refused.as_ref().is_err_and(|e| e.contains("top_k")), "{refused:?}");

@@ -39,7 +39,7 @@ struct Trip {
 }
 
 const PLAIN: Trip =
-    Trip { layout: Layout::ExpertMajor, hidden: 256, ids: DType::I32, rows: DType::BF16, tokens: [32, 20], seed: 1 };
+    Trip { layout: Layout::ExpertMajor, hidden: 512, ids: DType::I32, rows: DType::BF16, tokens: [32, 20], seed: 1 };
 
 fn trips() -> Vec<Trip> {
     let both = [Layout::ExpertMajor, Layout::RankMajor].into_iter();
