@@ -20,7 +20,8 @@ use crate::error::{Error, Result};
 use crate::nccl::NcclComm;
 use crate::tensor::{Tensor, TensorMut, TensorRef};
 
-use super::dispatcher::{NcclEp, Routed, Rows, Step, around, row_bytes};
+use super::calls::{Rows, Step, kept, row_bytes};
+use super::dispatcher::{NcclEp, Routed, around};
 use super::low_handle::{Arrival, Departure, SentBack};
 use super::routing::Behind;
 use super::{EpError, Layout, LowLatencyGroup, LowLatencyHandle, LowLatencyOptions};
@@ -263,7 +264,7 @@ impl NcclEp {
 
     /// The way back of what a dispatch brought.
     fn keep_low(&self, call: &'static str, handle: &Handle<Cuda>, map: Tensor<Cuda>) -> Result<()> {
-        let mut guard = super::dispatcher::kept(call, handle)?;
+        let mut guard = kept(call, handle)?;
         let (_, back) = low(call, &mut guard)?;
         *back = Some(map);
         Ok(())
@@ -304,7 +305,7 @@ impl NcclEp {
         let mut sums = self.empty(expert_out.dtype(), &[n, expert_out.row_bytes() / expert_out.dtype().size()])?;
         let (moved, tag) = (Rows::of(expert_out), crate::ep::core::Core::tag(handle, step.1));
         let reduced = {
-            let guard = super::dispatcher::kept(step.0, handle)?;
+            let guard = kept(step.0, handle)?;
             match &*guard {
                 // A handle for wider rows would be another, which has dispatched nothing.
                 Routed::Low(LowRouted { bytes, .. }) if *bytes < moved.bytes => {

@@ -8,6 +8,7 @@
 //! that are a multiple of 4 in an NVLink domain, at most 8192 tokens of a rank and 32 choices of a token. It compiles its kernels with nvcc when they are first used, about 2 seconds each
 //! ([`Compiler`]); they stay in a folder of the user's.
 
+mod calls;
 mod dispatcher;
 mod environment;
 mod error;
