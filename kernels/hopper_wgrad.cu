@@ -22,17 +22,12 @@ constexpr int SLICE = 64 * 128, SLICES = 2;
 constexpr int SHARED = 1024 + STAGES * STAGE + 2 * SLICES * SLICE + 2 * STAGES * 8;
 static_assert(SHARED == 230464 && SHARED <= 232448, "src/cuda/launch.rs reserves as much");
 
-// A box of the output, of which the part outside the matrix is dropped.
+// Adds a box to the output, or writes it, of which the part outside the matrix is dropped.
 __device__ __forceinline__ void bulk_store(const CUtensorMap& map, uint32_t from, int x, int y, int z, bool add) {
-    if (add) {
-        asm volatile("cp.reduce.async.bulk.tensor.3d.global.shared::cta.add.tile.bulk_group [%0, {%2, %3, %4}], [%1];\n" ::"l"(&map),
-                     "r"(from), "r"(x), "r"(y), "r"(z)
-                     : "memory");
-    } else {
-        asm volatile("cp.async.bulk.tensor.3d.global.shared::cta.tile.bulk_group [%0, {%2, %3, %4}], [%1];\n" ::"l"(&map), "r"(from),
-                     "r"(x), "r"(y), "r"(z)
-                     : "memory");
-    }
+    if (!add) return hopper::bulk_store(map, from, x, y, z);
+    asm volatile(EVICT_FIRST("cp.reduce.async.bulk.tensor.3d.global.shared::cta.add.tile.bulk_group.L2::cache_hint [%0, {%2, %3, %4}], [%1]") ::"l"(&map),
+                 "r"(from), "r"(x), "r"(y), "r"(z)
+                 : "memory");
 }
 __device__ __forceinline__ void proxy_fence() { asm volatile("fence.proxy.async.shared::cta;\n" ::: "memory"); }
 __device__ __forceinline__ void named_barrier(int id, int threads) { asm volatile("bar.sync %0, %1;\n" ::"r"(id), "r"(threads) : "memory"); }
@@ -107,6 +102,7 @@ struct Gather {
     const int32_t* map;  // of the zone, from the lane's first entry on
     int slot;            // that entry, within the zone
     uint32_t live;       // which of the two blocks have the thread's columns
+    uint32_t valid;      // of the step's four rows
     int32_t ahead[3];    // rows of two steps each: a lane holds one, and all the warp's 16 of both are among the lanes
 
     __device__ Gather(const WeightGrad& p, const Tile& t) : p(p), pitch(p.narrow * 2) {
@@ -123,25 +119,35 @@ struct Gather {
         if (slot + k < count) asm volatile("ld.global.nc.s32 %0, [%1];\n" : "=r"(row) : "l"(map + k));
         return row;
     }
-    // Zeros where there is no slot, and where the map points outside.
-    __device__ __forceinline__ void copy_rows(uint32_t to, int k, int count) {
-        const int lane = threadIdx.x % 32, row = threadIdx.x % 128 / 8, chunk = lane % 8, second = k / BK % 2;
-        to += row * 128 + ((chunk ^ (row & 7)) << 4);
+    // Where the next step's rows lie; -1 where there is no slot, or the map points outside. Before the stage is waited
+    // for, so that each row has registers of its own: a copy that shares them waits until the one before has been taken.
+    __device__ __forceinline__ void find_rows(const char* (&from)[4], int k, int count) {
+        const int lane = threadIdx.x % 32, row = threadIdx.x % 128 / 8, second = k / BK % 2;
+        valid = 0;
 #pragma unroll
         for (int i = 0; i < 4; i++) {
-            int from = __shfl_sync(~0u, ahead[0], second * 16 + i * 4 + lane / 8);
-            bool valid = row + i * 16 < count - k;
-            if (static_cast<unsigned>(from) >= p.mapped_rows) {
-                if (valid) raise_fault(p.fault, FAULT_MAP, map - p.map - slot + k + row + i * 16);
-                valid = false, from = 0;
+            int at = __shfl_sync(~0u, ahead[0], second * 16 + i * 4 + lane / 8);
+            if (static_cast<unsigned>(at) >= p.mapped_rows) {
+                if (row + i * 16 < count - k) raise_fault(p.fault, FAULT_MAP, map - p.map - slot + k + row + i * 16);
+                at = 0;
+            } else if (row + i * 16 < count - k) {
+                valid |= 1 << i;
             }
-            const char* source = column + from * pitch;
-            copy(to + i * 2048, source, valid && live & 1);
-            copy(to + i * 2048 + BLOCK, live & 2 ? source + 128 : source, valid && live & 2);
+            from[i] = column + at * pitch;
         }
         if (second) {
             ahead[0] = ahead[1], ahead[1] = ahead[2];
             ahead[2] = read(k + 5 * BK, count);
+        }
+    }
+    // Zeros where there is none; what is not valid is not read.
+    __device__ __forceinline__ void copy_rows(uint32_t to, const char* const (&from)[4]) const {
+        const int row = threadIdx.x % 128 / 8, chunk = threadIdx.x % 8;
+        to += row * 128 + ((chunk ^ (row & 7)) << 4);
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            copy(to + i * 2048, from[i], valid >> i & live & 1);
+            copy(to + i * 2048 + BLOCK, from[i] + 128, (valid >> i & 1) && live & 2);
         }
     }
 };
@@ -153,6 +159,8 @@ __device__ __forceinline__ void produce(const WeightGrad& p, const CUtensorMap& 
     while (walk.next(t)) {
         Gather gather(p, gathers ? t : Tile{});
         for (int k = 0; k < t.count; k += BK) {
+            const char* from[4];
+            if (gathers) gather.find_rows(from, k, t.count);
             barrier_wait(ring.empty_barrier(), ring.parity ^ 1);
             const uint32_t full = ring.full_barrier();
             if (leader) {
@@ -164,7 +172,7 @@ __device__ __forceinline__ void produce(const WeightGrad& p, const CUtensorMap& 
                 }
                 for (int b = 0; b < NARROW / 64 && !gathers; b++) bulk(ring.at() + b * BLOCK, narrow, full, t.narrow + b * 64, t.first + k);
             }
-            if (gathers) gather.copy_rows(ring.at(), k, t.count);
+            if (gathers) gather.copy_rows(ring.at(), from);
             barrier_arrive_after_copies(full);
             ring.next();
         }

@@ -23,13 +23,14 @@ __device__ __forceinline__ unsigned scale_of(unsigned most, bool floor) {
     return exponent + (mantissa > 0);
 }
 
-// What elements are multiplied by, or with `floor` divided by (a power of two, so that either is exact where the other is).
+// What elements are multiplied by. With `floor` they are divided by a power of two, whose reciprocal is one too.
 __device__ __forceinline__ float factor_of(unsigned scale, bool floor) {
     if (!floor) return e8m0_value(254 - min(scale, 254u));
-    return scale == 255 ? __uint_as_float(0x7f800000u) : fmaxf(e8m0_value(scale), 1.17549435e-38f);
+    return scale == 255 ? 0.0f : __frcp_rn(fmaxf(e8m0_value(scale), 1.17549435e-38f));
 }
-__device__ __forceinline__ float scaled(float v, float factor, bool floor) {
-    return floor ? __fdiv_rn(v, factor) : __fmul_rn(v, factor);
+// Four elements.
+__device__ __forceinline__ unsigned codes4(const float* v, float factor) {
+    return e4m3_pair(__fmul_rn(v[0], factor), __fmul_rn(v[1], factor)) | e4m3_pair(__fmul_rn(v[2], factor), __fmul_rn(v[3], factor)) << 16;
 }
 
 struct Shared {
@@ -69,10 +70,7 @@ __device__ __forceinline__ void along_rows(const QuantCast& p, const Panel<T>& p
         const float factor = factor_of(scale, floor);
         unsigned words[4];
 #pragma unroll
-        for (int k = 0; k < 4; k++) {
-            words[k] = e4m3_pair(scaled(v[4 * k], factor, floor), scaled(v[4 * k + 1], factor, floor)) |
-                       e4m3_pair(scaled(v[4 * k + 2], factor, floor), scaled(v[4 * k + 3], factor, floor)) << 16;
-        }
+        for (int k = 0; k < 4; k++) words[k] = codes4(v + 4 * k, factor);
         if (line >= p.matrix.rows || at >= p.matrix.columns) continue;
         uint8_t* to = side.codes + line * side.code_bytes + at;
         store8(to, make_uint2(words[0], words[1]), side.code_bytes - at, aligned);
@@ -100,10 +98,7 @@ __device__ __forceinline__ void down_columns(const QuantCast& p, const Panel<T>&
             scales[c] = scale_of(most, floor);
             const float factor = factor_of(scales[c], floor);
 #pragma unroll
-            for (int k = 0; k < 8; k++) {
-                codes[c][k] = e4m3_pair(scaled(v[c][4 * k], factor, floor), scaled(v[c][4 * k + 1], factor, floor)) |
-                              e4m3_pair(scaled(v[c][4 * k + 2], factor, floor), scaled(v[c][4 * k + 3], factor, floor)) << 16;
-            }
+            for (int k = 0; k < 8; k++) codes[c][k] = codes4(v[c] + 4 * k, factor);
         }
 #pragma unroll
         for (int c = 0; c < EACH; c++) {
@@ -144,6 +139,40 @@ __device__ __forceinline__ void cast(const QuantCast& p) {
     if (p.columns.codes) down_columns<T, TILED>(p, panel, s, row, column);
 }
 
+// Rows alone, of a matrix without gaps whose rows are whole blocks: half a block's place follows from its number.
+template <class T>
+__device__ __forceinline__ void cast_rows(const QuantCast& p) {
+    constexpr int EACH = 8 / sizeof(T), THREADS = 256;
+    const QuantSide& side = p.rows;
+    const bool floor = p.floor;
+    const int64_t all = p.matrix.rows * p.matrix.columns / 16, first = static_cast<int64_t>(blockIdx.x) * EACH * THREADS + threadIdx.x;
+    Block<T> blocks[EACH] = {};
+#pragma unroll
+    for (int j = 0; j < EACH; j++) {
+        const int64_t i = first + j * THREADS;
+        if (i < all) blocks[j].load(static_cast<const T*>(p.matrix.base) + i * 16);
+    }
+#pragma unroll
+    for (int j = 0; j < EACH; j++) {
+        const int64_t i = first + j * THREADS;
+        float v[16];
+        blocks[j].widen(v);
+        unsigned most = __float_as_uint(blocks[j].magnitude());
+        if (!floor && most > 0x7f800000u) {
+            most = 0;
+#pragma unroll
+            for (int k = 0; k < 16; k++) most = join(most, v[k], false);
+        }
+        most = max(most, __shfl_xor_sync(~0u, most, 1));
+        const unsigned scale = scale_of(most, floor);
+        const float factor = factor_of(scale, floor);
+        if (i >= all) continue;
+        *reinterpret_cast<uint4*>(side.codes + i * 16) =
+            make_uint4(codes4(v, factor), codes4(v + 4, factor), codes4(v + 8, factor), codes4(v + 12, factor));
+        if (i % 2 == 0) side.scales[i / 2] = static_cast<uint8_t>(scale);
+    }
+}
+
 }  // namespace
 
 #define CAST(name, T, TILED) \
@@ -155,3 +184,10 @@ CAST(mxfp8_f32, float, false)
 CAST(mxfp8_tiled_bf16, bf16, true)
 CAST(mxfp8_tiled_f16, f16, true)
 CAST(mxfp8_tiled_f32, float, true)
+
+#define CAST_ROWS(name, T) \
+    extern "C" __global__ void __launch_bounds__(256) name(const __grid_constant__ QuantCast p) { cast_rows<T>(p); }
+
+CAST_ROWS(mxfp8_rows_bf16, bf16)
+CAST_ROWS(mxfp8_rows_f16, f16)
+CAST_ROWS(mxfp8_rows_f32, float)

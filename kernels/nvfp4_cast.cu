@@ -147,8 +147,49 @@ __device__ __forceinline__ void cast_rows(const QuantCast& p) {
     }
 }
 
+// Rows alone in 16 x 16 tiles, of a matrix without gaps of whole tiles and a multiple of 64 columns. A warp has 16 rows of 64
+// columns, 8 lanes a row, so that a line of memory is one load; a thread's four rows are of one tile.
+template <class T>
+__device__ __forceinline__ void cast_tiles(const QuantCast& p) {
+    const QuantSide& side = p.rows;
+    const unsigned wide = static_cast<unsigned>(p.matrix.columns / 64), unit = blockIdx.x * 8 + threadIdx.x / 32, lane = threadIdx.x % 32;
+    const int64_t row = static_cast<int64_t>(unit / wide) * 16 + lane / 8, column = unit % wide * 64 + lane % 8 * 8;
+    if (row >= p.matrix.rows) return;  // whole warps
+    uint4 words[4];
+#pragma unroll
+    for (int j = 0; j < 4; j++) words[j] = __ldcs(reinterpret_cast<const uint4*>(static_cast<const T*>(p.matrix.base) + (row + j * 4) * p.matrix.columns + column));
+    const Factors<TILED> factors(*side.amax);
+    unsigned pairs = 0;
+#pragma unroll
+    for (int j = 0; j < 4; j++) {
+        pairs = __vimax3_u16x2(pairs, words[j].x & 0x7fff7fffu, words[j].y & 0x7fff7fffu);
+        pairs = __vimax3_u16x2(pairs, words[j].z & 0x7fff7fffu, words[j].w & 0x7fff7fffu);
+    }
+#pragma unroll
+    for (int d = 1; d < 32; d = d == 1 ? 8 : d * 2) pairs = __vmaxu2(pairs, __shfl_xor_sync(~0u, pairs, d));
+    const unsigned short half = static_cast<unsigned short>(max(pairs & 0xffffu, pairs >> 16));
+    const float most = to_float(*reinterpret_cast<const T*>(&half));
+    const unsigned scale = factors.scale(most);
+    const bool nan = (scale & 0x7fu) == 0x7fu;
+    const float factor = factors.factor(scale);
+    const bool narrow = __fmul_rn(most, factor) < 7.0f;
+#pragma unroll
+    for (int j = 0; j < 4; j++) {
+        const T* values = reinterpret_cast<const T*>(&words[j]);
+        float y[8];
+#pragma unroll
+        for (int k = 0; k < 8; k++) y[k] = __fmul_rn(to_float(values[k]), factor);
+        unsigned codes = 0;
+        if (!nan) codes = narrow ? e2m1_nearest8<false>(y) : e2m1_nearest8(y);
+        *reinterpret_cast<unsigned*>(side.codes + (row + j * 4) * side.code_bytes + column / 2) = codes;
+        if (lane % 2 == 0) side.scales[(row + j * 4) * side.blocks + column / 16] = static_cast<uint8_t>(scale);
+    }
+}
+
 }  // namespace
 
+#define CAST_TILES(name, T) \
+    extern "C" __global__ void __launch_bounds__(256) name(const __grid_constant__ QuantCast p) { cast_tiles<T>(p); }
 #define CAST_ROWS(name, T, MODE) \
     extern "C" __global__ void __launch_bounds__(256) name(const __grid_constant__ QuantCast p) { cast_rows<T, MODE>(p); }
 #define CAST(name, T, MODE) \
@@ -165,5 +206,7 @@ __device__ __forceinline__ void cast_rows(const QuantCast& p) {
 CASTS(bf16, bf16)
 CASTS(f16, f16)
 CASTS(f32, float)
+CAST_TILES(nvfp4_rows_tiled_bf16, bf16)
+CAST_TILES(nvfp4_rows_tiled_f16, f16)
 
 static_assert(sizeof(Shared) == 46336 && offsetof(Shared, codes) == 35072, "src/cuda/quant.rs asks for as much");

@@ -4,24 +4,19 @@
 // are cut into chunks of one warp each: `plan_count` counts each expert's choices in each chunk, `plan_scan` adds up
 // the chunks before, `plan_zones` lays the experts out, `plan_slots` walks the chunks again and numbers. `plan_small` is
 // all of these in one block. Warps number their choices by comparing ids, so no result depends on the order of threads.
-#include "common/common.cuh"
+#include "common/walk.cuh"
 
 namespace {
 
-__device__ __forceinline__ int64_t id_of(const Plan& p, int64_t i) {
-    return p.wide ? static_cast<const int64_t*>(p.ids)[i] : static_cast<const int32_t*>(p.ids)[i];
-}
-
-// Visits the choices [first, last) in order, 32 at a time: `visit(choice, expert, rank)` with the number of choices of
-// the same expert before it in `count`, E numbers that it raises. A bad id counts as none (-1) and raises the fault.
-template <class Visit>
-__device__ __forceinline__ void walk(const Plan& p, int64_t first, int64_t last, int32_t* count, Visit&& visit) {
-    const int lane = threadIdx.x % 32;
-    const uint32_t below = (1u << lane) - 1;
-    int64_t next = first + lane < last ? id_of(p, first + lane) : -1;
-    for (int64_t at = first; at < last; at += 32) {
-        const int64_t i = at + lane, id = next;
-        next = i + 32 < last ? id_of(p, i + 32) : -1;
+// Choices as the caller gave them. A bad id counts as none (-1) and raises the fault.
+struct Given {
+    const Plan& p;
+    __device__ __forceinline__ int64_t id(int64_t i) const {
+        return p.wide ? static_cast<const int64_t*>(p.ids)[i] : static_cast<const int32_t*>(p.ids)[i];
+    }
+    __device__ __forceinline__ int expert(int64_t i, int64_t id, int64_t at) const {
+        const int lane = threadIdx.x % 32;
+        const uint32_t below = (1u << lane) - 1;
         const bool real = id >= 0 && id < p.experts;
         const int64_t token = i / p.top_k;
         // Twice in a token: among these 32, or where the token began before them.
@@ -29,18 +24,12 @@ __device__ __forceinline__ void walk(const Plan& p, int64_t first, int64_t last,
         const uint32_t twins = __match_any_sync(~0u, key) & below;  // by all lanes, whatever their ids
         bool bad = id < -1 || id >= p.experts || twins != 0;
         if (real && token * p.top_k < at) {
-            for (int64_t other = token * p.top_k; other < at; other++) bad = bad || id_of(p, other) == id;
+            for (int64_t other = token * p.top_k; other < at; other++) bad = bad || this->id(other) == id;
         }
         if (bad) raise_fault(p.fault, FAULT_CHOICE, i);
-        const int e = real && !bad ? static_cast<int>(id) : -1;
-        const uint32_t same = __match_any_sync(~0u, e);
-        const int ahead = __popc(same & below);
-        if (i < last) visit(i, e, e >= 0 ? count[e] + ahead : 0);
-        __syncwarp();
-        if (e >= 0 && ahead == 0) count[e] += __popc(same);
-        __syncwarp();
+        return real && !bad ? static_cast<int>(id) : -1;
     }
-}
+};
 
 struct Number {
     const Plan& p;
@@ -56,28 +45,6 @@ struct Number {
 
 __device__ __forceinline__ int64_t end_of(const Plan& p, int64_t first, int64_t chunk) {
     return first + chunk < p.choices ? first + chunk : p.choices;
-}
-
-// Inclusive sum over a block of 1024 threads; `total` gets the sum of all.
-__device__ int64_t block_sum(int64_t own, int64_t& total) {
-    __shared__ int64_t sums[32];
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    auto scan = [&](int64_t v) {
-        for (int d = 1; d < 32; d *= 2) {
-            const int64_t other = __shfl_up_sync(~0u, v, d);
-            if (lane >= d) v += other;
-        }
-        return v;
-    };
-    const int64_t within = scan(own);
-    if (lane == 31) sums[warp] = within;
-    __syncthreads();
-    if (warp == 0) sums[lane] = scan(sums[lane]);
-    __syncthreads();
-    total = sums[31];
-    const int64_t result = within + (warp > 0 ? sums[warp - 1] : 0);
-    __syncthreads();
-    return result;
 }
 
 // Lays the experts out behind each other, from their numbers of choices in `stats`. A block of 1024 threads, each with
@@ -106,7 +73,7 @@ __device__ void lay_out(const Plan& p) {
     p.stats[2 * p.experts + 1] = all_dropped;
     if (needed > p.rows && !p.may_drop) {
         raise_fault(p.fault, FAULT_CAPACITY, p.rows);
-        atomicMax(p.fault + 2, static_cast<unsigned long long>(needed));
+        raise_needed(p.fault, needed, 0);
     }
 }
 
@@ -117,28 +84,13 @@ extern "C" __global__ void __launch_bounds__(32) plan_count(const __grid_constan
     for (int e = threadIdx.x; e < p.experts; e += 32) count[e] = 0;
     __syncwarp();
     const int64_t first = blockIdx.x * p.chunk;
-    walk(p, first, end_of(p, first, p.chunk), count, [](int64_t, int, int) {});
+    walk(Given{p}, first, end_of(p, first, p.chunk), count, [](int64_t, int, int) {});
     for (int e = threadIdx.x; e < p.experts; e += 32) p.before[e * p.chunks + blockIdx.x] = count[e];
 }
 
 // A warp an expert: chunks' counts become counts before the chunk.
 extern "C" __global__ void __launch_bounds__(256) plan_scan(const __grid_constant__ Plan p) {
-    const int lane = threadIdx.x % 32;
-    const int64_t e = static_cast<int64_t>(blockIdx.x) * 8 + threadIdx.x / 32;
-    if (e >= p.experts) return;
-    int32_t* before = p.before + e * p.chunks;
-    int32_t total = 0;
-    for (int64_t at = 0; at < p.chunks; at += 32) {
-        const int32_t own = at + lane < p.chunks ? before[at + lane] : 0;
-        int32_t upto = own;
-        for (int d = 1; d < 32; d *= 2) {
-            const int32_t other = __shfl_up_sync(~0u, upto, d);
-            if (lane >= d) upto += other;
-        }
-        if (at + lane < p.chunks) before[at + lane] = total + upto - own;
-        total += __shfl_sync(~0u, upto, 31);
-    }
-    if (lane == 0) p.stats[e] = total;
+    scan_chunks(p.before, p.chunks, p.experts, p.stats);
 }
 
 extern "C" __global__ void __launch_bounds__(1024) plan_zones(const __grid_constant__ Plan p) { lay_out(p); }
@@ -148,7 +100,7 @@ extern "C" __global__ void __launch_bounds__(32) plan_slots(const __grid_constan
     for (int e = threadIdx.x; e < p.experts; e += 32) count[e] = p.before[e * p.chunks + blockIdx.x];
     __syncwarp();
     const int64_t first = blockIdx.x * p.chunk;
-    walk(p, first, end_of(p, first, p.chunk), count, Number{p});
+    walk(Given{p}, first, end_of(p, first, p.chunk), count, Number{p});
 }
 
 // One block, a warp a chunk; [chunks, E] counts in shared memory.
@@ -159,7 +111,7 @@ extern "C" __global__ void __launch_bounds__(1024) plan_small(const __grid_const
     for (int i = threadIdx.x; i < warps * p.experts; i += blockDim.x) count[i] = 0;
     __syncthreads();
     const int64_t first = warp * p.chunk, last = end_of(p, first, p.chunk);
-    walk(p, first, last, own, [](int64_t, int, int) {});
+    walk(Given{p}, first, last, own, [](int64_t, int, int) {});
     __syncthreads();
     for (int e = threadIdx.x; e < p.experts; e += blockDim.x) {
         int32_t total = 0;
@@ -173,7 +125,7 @@ extern "C" __global__ void __launch_bounds__(1024) plan_small(const __grid_const
     __syncthreads();
     lay_out(p);
     __syncthreads();
-    walk(p, first, last, own, Number{p});
+    walk(Given{p}, first, last, own, Number{p});
 }
 
 // Status words to memory of the host.
@@ -200,7 +152,7 @@ extern "C" __global__ void __launch_bounds__(256) plan_received(const __grid_con
     }
     if (at == 0 && *p.total > p.rows) {
         raise_fault(p.fault, FAULT_CAPACITY, p.rows);
-        atomicMax(p.fault + 2, static_cast<unsigned long long>(*p.total));
+        raise_needed(p.fault, *p.total, p.first / p.groups);
     }
     if (at >= p.rows) return;
     // The last zone that starts at or before the slot.

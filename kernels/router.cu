@@ -247,7 +247,7 @@ __device__ float* memory_of_warp(const Router& p) {
 
 }  // namespace
 
-extern "C" __global__ void __launch_bounds__(256, 3) route(const __grid_constant__ Router p) {
+extern "C" __global__ void __launch_bounds__(256, 4) route(const __grid_constant__ Router p) {
     Token token(p, memory_of_warp(p));
     const int lane = token.lane, of_block = blockDim.x / 32;
     for (int64_t t = static_cast<int64_t>(blockIdx.x) * of_block + threadIdx.x / 32; t < p.tokens; t += static_cast<int64_t>(gridDim.x) * of_block) {
@@ -268,7 +268,7 @@ extern "C" __global__ void __launch_bounds__(256, 3) route(const __grid_constant
 }
 
 // Gradient with respect to the logits, from that of the weights and of the auxiliary losses.
-extern "C" __global__ void __launch_bounds__(256, 3) route_bwd(const __grid_constant__ Router p) {
+extern "C" __global__ void __launch_bounds__(256, 4) route_bwd(const __grid_constant__ Router p) {
     Token token(p, memory_of_warp(p));
     const int lane = token.lane, of_block = blockDim.x / 32, e = token.e, k = token.k;
     for (int64_t t = static_cast<int64_t>(blockIdx.x) * of_block + threadIdx.x / 32; t < p.tokens; t += static_cast<int64_t>(gridDim.x) * of_block) {

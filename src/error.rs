@@ -169,6 +169,14 @@ pub enum Error {
         /// Its message.
         message: String,
     },
+    /// A graph was being recorded (`Cuda::capture`), and this cannot be part of one.
+    #[error("{call}: {operation}: cannot be recorded into a graph (Cuda::capture)")]
+    NotCapturable {
+        /// The call.
+        call: &'static str,
+        /// What a graph cannot do.
+        operation: String,
+    },
     /// The host framework failed.
     #[error("{call}: {framework}: {message}")]
     Framework {

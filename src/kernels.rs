@@ -11,7 +11,7 @@ use crate::config::{Activation, AuxConfig, RouterConfig, WeightAt};
 use crate::cpu::Cpu;
 use crate::device::Device;
 use crate::dtype::DType;
-use crate::ep::{Plan, PlanRequest, Reporting};
+use crate::ep::{DispatchSpec, Gathered, Plan, PlanRecords, PlanRequest, RecordIds, Reporting};
 use crate::error::Result;
 use crate::tensor::{Tensor, TensorMut, TensorRef};
 use crate::weights::Weight;
@@ -440,6 +440,14 @@ pub trait Kernels: Device {
         let _ = (stream, call);
         Ok(None)
     }
+    /// Whether [`plan_records`](Self::plan_records) can plan for such a spec, whatever the ids.
+    fn plans_records(&self, spec: &DispatchSpec, num_experts: usize) -> bool;
+    /// [`RecordIds`].
+    fn record_ids(&self, stream: &Self::Stream, call: RecordIds<'_, Self>) -> Result<()>;
+    /// The plan of records that ranks have exchanged, without waiting for the stream but for the number of rows where
+    /// that is open. What is wrong with them is kept in [`PlanRecords::heard`], and [`check`](Self::check) fails for it on
+    /// a device that runs behind the host.
+    fn plan_records(&self, stream: &Self::Stream, call: PlanRecords<'_, Self>) -> Result<Gathered<Self>>;
     /// Waits for the stream, and returns and clears the first error that kernels have met since the last call.
     fn check(&self, stream: &Self::Stream) -> Result<()> {
         let _ = stream;

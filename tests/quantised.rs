@@ -246,6 +246,7 @@ fn few_and_many_rows_and_ragged_sizes<D: Target>(device: &D) {
             (192, 320, [40, 3, 8]),
             (320, 192, [130, 0, 9]),
             (64, 32, [33, 65, 1]),
+            (576, 192, [300, 70, 190]),
         ] {
             Case { format, hidden, inner, counts, activation: clamped }.compare(device, *D::FLOATS.last().unwrap());
         }

@@ -3,7 +3,7 @@
 use std::time::Instant;
 
 use moebius::cuda::Cuda;
-use moebius::ep::{DispatchGrads, DispatchInputs, DispatchSpec, Group, Handle, Reporting};
+use moebius::ep::{Capacity, DispatchGrads, DispatchInputs, DispatchSpec, Group, Handle, Reporting};
 use moebius::nccl::NcclWorld;
 use moebius::{DType, Result, Tensor};
 
@@ -51,7 +51,7 @@ fn lines(report: &Report, subject: Subject<'_>, parts: &[Part]) {
             |f: fn(&Phase) -> &Vec<f64>| -> Vec<Vec<f64>> { parts.iter().map(|p| f(&p.phases[i]).clone()).collect() };
         let collective = spread(&of(|p| &p.2)).median;
         let mut rest = format!(",\"collective_ms\":{collective:.4},\"peak_bytes\":{peak}");
-        if *phase != "prepare" {
+        if !phase.starts_with("prepare") {
             // What each token sends once to every rank that it has an expert on, and once to every expert.
             let (ranks, own_rank) = (most(|p| p.other_ranks), most(|p| p.own_rank));
             let (experts, own_experts) = (most(|p| p.other_experts), most(|p| p.own_experts));
@@ -111,7 +111,7 @@ fn measure(rank: &Rank<'_>, comm: Timed, what: (Workload, Dispatcher, &str)) -> 
     let waits = !dispatcher.fixed && dispatcher.decodes.is_none();
     let spec = DispatchSpec {
         backward: dispatcher.decodes.is_none(),
-        capacity: dispatcher.options(&w, rank.ranks).capacity,
+        capacity: dispatcher.capacity(&w, rank.ranks),
         reporting: if waits { Reporting::Immediate } else { Reporting::Deferred },
         ..DispatchSpec::new(0, w.top_k)
     };
@@ -131,6 +131,24 @@ fn measure(rank: &Rank<'_>, comm: Timed, what: (Workload, Dispatcher, &str)) -> 
         Ok(())
     })?;
     phases.push(("prepare", times, collectives));
+    // Planned on the GPU: waiting for sizes, or for nothing; and how long the host is busy then.
+    let open = DispatchSpec { reporting: Reporting::Deferred, ..spec };
+    let fixed = DispatchSpec { capacity: Capacity::Static(w.most_rows(rank.ranks)), ..open };
+    let later = [
+        ("prepare_deferred", open, true),
+        ("prepare_deferred_static", fixed, false),
+        ("prepare_deferred_static_host", fixed, true),
+    ];
+    let behind = match dispatcher.name {
+        "all_gather" => &later[..],
+        "all_to_all" => &later[..1],
+        _ => &[],
+    };
+    for (phase, spec, host) in behind.iter().copied() {
+        let (times, collectives) =
+            bench.time(host, |group| group.dispatcher().prepare(ids.view(), None, &spec).map(drop))?;
+        phases.push((phase, times, collectives));
+    }
     let Some(handle) = handle else { return Ok(Part { phases, pairs, peak: 0 }) };
     let n = handle.rows();
     let slots = random.tensor(cuda, &[n, w.hidden], 1.0)?;

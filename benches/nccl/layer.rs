@@ -2,8 +2,8 @@
 
 use moebius::config::MoeConfig;
 use moebius::cuda::Cuda;
-use moebius::ep::Group;
-use moebius::layer::{Cotangents, GradientsMut, Inputs, Layer, Mode, ParamViews, Role};
+use moebius::ep::{Capacity, Group};
+use moebius::layer::{Cotangents, DispatchOptions, GradientsMut, Inputs, Layer, Mode, ParamViews, Role};
 use moebius::nccl::NcclWorld;
 use moebius::{DType, Result, Tensor};
 
@@ -18,10 +18,33 @@ const REPEATS: usize = 15;
 /// Milliseconds of forward, of forward and backward, and of the collectives in each.
 type Times = [Vec<f64>; 4];
 
+/// What is asked of a step.
+#[derive(Clone, Copy, PartialEq)]
+enum Way {
+    /// As many rows as it needs, or may need.
+    Open,
+    /// A fixed number of them, half as many again as there are on average: nothing waits.
+    Fixed,
+    /// The same, replayed from a graph.
+    Graph,
+}
+
+fn ways(d: Dispatcher) -> Vec<(Way, &'static str)> {
+    match (d.name, d.mode) {
+        ("all_gather", mode) => vec![(Way::Open, mode), (Way::Fixed, "nccl-static"), (Way::Graph, "nccl-graph")],
+        (_, "ht static") => vec![(Way::Fixed, d.mode), (Way::Graph, "ht graph")],
+        (_, "ht windows") => vec![(Way::Fixed, d.mode), (Way::Graph, "ht windows graph")],
+        (_, "ll") => vec![(Way::Open, d.mode), (Way::Graph, "ll graph")],
+        (_, mode) => vec![(Way::Open, mode)],
+    }
+}
+
 pub fn run(world: &NcclWorld, report: &Report, (workload, dispatchers): (Workload, &[Dispatcher])) -> Result<()> {
-    for dispatcher in dispatchers.iter().copied() {
-        let parts = on_ranks(world, |rank, comm| measure(rank, Timed::new(comm), (workload, dispatcher)))?;
+    let all = dispatchers.iter().copied().flat_map(|d| ways(d).into_iter().map(move |way| (d, way)));
+    for (dispatcher, (way, mode)) in all {
+        let parts = on_ranks(world, |rank, comm| measure(rank, Timed::new(comm), (workload, dispatcher, way)))?;
         let of = |i: usize| -> Vec<Vec<f64>> { parts.iter().map(|p| p[i].clone()).collect() };
+        let dispatcher = Dispatcher { mode, ..dispatcher };
         let subject = Subject { workload, dispatcher, routing: "router" };
         let ranks = parts.len() as f64;
         let forward = 6.0 * (workload.slots() * workload.hidden * workload.inner) as f64 * ranks;
@@ -46,7 +69,7 @@ struct Weights {
     down: Tensor<Cuda>,
 }
 
-fn measure(rank: &Rank<'_>, comm: Timed, (w, dispatcher): (Workload, Dispatcher)) -> Result<Times> {
+fn measure(rank: &Rank<'_>, comm: Timed, (w, dispatcher, way): (Workload, Dispatcher, Way)) -> Result<Times> {
     let cuda = &rank.cuda;
     let spans = comm.spans.clone();
     let mut group: Group<Cuda> = dispatcher.make(comm, &w)?;
@@ -73,8 +96,12 @@ fn measure(rank: &Rank<'_>, comm: Timed, (w, dispatcher): (Workload, Dispatcher)
         })
     })?;
     let params = params.params();
-    let layer = Layer::new(MoeConfig::new(w.hidden, w.inner, w.experts, w.top_k), 0)?;
-    let layer = layer.with_dispatch(dispatcher.options(&w, rank.ranks));
+    let capacity = match way == Way::Open || dispatcher.decodes.is_some() {
+        true => Capacity::Eager,
+        false => Capacity::Static(w.slots() * 3 / 2),
+    };
+    let layer = Layer::new(MoeConfig::new(w.hidden, w.inner, w.experts, w.top_k), 0)?
+        .with_dispatch(DispatchOptions { capacity, ..DispatchOptions::default() });
 
     let mut step = |backward: bool| -> Result<()> {
         let mode = Mode { backward, noise: None };
@@ -92,11 +119,21 @@ fn measure(rank: &Rank<'_>, comm: Timed, (w, dispatcher): (Workload, Dispatcher)
     };
     let mut times: Times = Default::default();
     for backward in [false, true].into_iter().filter(|b| !b || dispatcher.decodes.is_none()) {
+        let mut graph = None;
         for repeat in 0..WARM_UP + REPEATS {
             rank.meet()?;
             spans.take()?;
+            if repeat == 1 && way == Way::Graph {
+                graph = Some(cuda.capture(|| step(backward))?);
+                // Events of a recording have no times.
+                spans.forget();
+                rank.meet()?;
+            }
             let from = event(cuda)?;
-            step(backward)?;
+            match &mut graph {
+                Some(graph) => graph.replay()?,
+                None => step(backward)?,
+            }
             let to = event(cuda)?;
             cuda.check()?;
             if repeat >= WARM_UP {
@@ -104,6 +141,9 @@ fn measure(rank: &Rank<'_>, comm: Timed, (w, dispatcher): (Workload, Dispatcher)
                 times[2 + usize::from(backward)].push(spans.take()?);
             }
         }
+        // Before any rank leaves what it calls.
+        drop(graph);
+        rank.meet()?;
     }
     Ok(times)
 }

@@ -26,7 +26,6 @@ use std::time::Duration;
 use moebius::comm::Communicator;
 use moebius::cuda::Cuda;
 use moebius::ep::{Capacity, DispatcherKind, Group, GroupConfig};
-use moebius::layer::DispatchOptions;
 use moebius::nccl::{NcclComm, NcclLibrary, NcclWorld};
 use moebius::{Error, Result};
 
@@ -96,10 +95,9 @@ impl Dispatcher {
         self.decodes.is_none_or(|most| w.tokens <= most)
     }
 
-    /// How a layer is to use it.
-    fn options(&self, w: &Workload, ranks: usize) -> DispatchOptions {
-        let capacity = if self.fixed { Capacity::Static(w.most_rows(ranks)) } else { Capacity::Eager };
-        DispatchOptions { capacity, ..DispatchOptions::default() }
+    /// For calls by themselves.
+    fn capacity(&self, w: &Workload, ranks: usize) -> Capacity {
+        if self.fixed { Capacity::Static(w.most_rows(ranks)) } else { Capacity::Eager }
     }
 }
 

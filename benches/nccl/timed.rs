@@ -13,6 +13,11 @@ use moebius::{Error, Result, TensorMut, TensorRef};
 pub struct Spans(Arc<Mutex<Vec<(CudaEvent, CudaEvent)>>>);
 
 impl Spans {
+    /// Forgets them.
+    pub fn forget(&self) {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner).clear();
+    }
+
     /// Milliseconds that collectives took; the GPU is idle.
     pub fn take(&self) -> Result<f64> {
         let spans = std::mem::take(&mut *self.0.lock().unwrap_or_else(PoisonError::into_inner));

@@ -51,16 +51,17 @@ struct Format<WEIGHT_MXFP4> {
     }
 };
 
-// Four pairs of a code word: bits of a nibble to sign, exponent and mantissa of bf16 by a product, which copies them to two
-// places of which one is masked away.
+// Pair i of a code word, nibbles i and i + 4: their bits to sign, exponent and mantissa of bf16 by a product, which copies
+// them to two places of which one is masked away.
+__device__ __forceinline__ uint32_t pattern(uint32_t word, int i) {
+    const uint32_t from = i < 2 ? word : word >> 8;
+    return (i % 2 ? (from & 0x00f000f0u) * 260u : (from & 0x000f000fu) * 4160u) & 0x81c081c0u;
+}
+// Four pairs.
 template <int FORMAT>
 __device__ __forceinline__ void decode(uint32_t (&to)[4], uint32_t word, uint32_t scale) {
 #pragma unroll
-    for (int i = 0; i < 4; i++) {
-        const uint32_t from = i < 2 ? word : word >> 8;
-        const uint32_t bits = (i % 2 ? (from & 0x00f000f0u) * 260u : (from & 0x000f000fu) * 4160u) & 0x81c081c0u;
-        to[i] = Format<FORMAT>::value(bits, scale);
-    }
+    for (int i = 0; i < 4; i++) to[i] = Format<FORMAT>::value(pattern(word, i), scale);
 }
 
 }  // namespace fp4

@@ -125,6 +125,65 @@ MOEBIUS_SIZE(Plan, 20);
 MOEBIUS_FIELD(Plan, rows, 7);
 MOEBIUS_FIELD(Plan, fault, 19);
 
+// A rank's choices, to be written as its record (src/ep/record.rs): a header of 24 words and a text, then ids.
+struct RecordIds {
+    const void* ids;           // [T, K], int64 or int32
+    int64_t wide;              // 1: int64
+    int64_t choices;           // T K
+    int64_t top_k;
+    int64_t experts;
+    int64_t rank;
+    unsigned long long* record;
+    unsigned long long* heard; // src/ep/heard.rs
+    int64_t header[24];        // as it is where no id is bad
+};
+MOEBIUS_SIZE(RecordIds, 32);
+MOEBIUS_FIELD(RecordIds, header, 8);
+
+// The plan of one rank from all ranks' records.
+struct Records {
+    const uint8_t* records;    // [R, size]; a multiple of 4 bytes each
+    int64_t size;
+    int64_t ranks;
+    int64_t rank;
+    int64_t max_tokens;        // that a record has room for
+    int64_t tokens;            // of this rank
+    int64_t top_k;
+    int64_t experts;
+    int64_t alignment;
+    double factor;             // an expert keeps this many times its share of the choices; negative: all
+    int64_t rows;              // N
+    int64_t may_drop;          // 0: slots from N on are an error
+    int64_t asked;             // the host waits for the zones and looks at the records itself
+    int64_t room;              // rows of each rank among those that arrive
+    int64_t chunk;             // choices that a warp walks, of R max_tokens K
+    int64_t chunks;
+    int32_t* before;           // [E, chunks] scratch: choices of each expert in chunks before
+    int64_t* scratch;          // [3, E]: rows before each expert, its first slot on its rank, choices that it keeps
+    int64_t* offsets;          // [L]
+    int64_t* counts;           // [L]
+    int64_t* stats;            // [E + L + 5 + 3 R]: choices of each expert, padded rows of each local one, rows needed,
+                               // choices dropped, whether something is wrong, rows and rank of a capacity that is too
+                               // small (where the host waits); of each rank tokens, backward, pending
+    int32_t* kept;             // [T, K]
+    int32_t* row_map;          // [N], filled with -1
+    int32_t* weight_map;       // [N], filled with -1
+    int32_t* return_map;       // [R room, K]; for messages [T, K]
+    unsigned long long* heard;
+    unsigned long long* fault;
+    int2* places;              // [R max_tokens K] scratch: rank and slot where each choice is kept, or -1
+    int32_t* crossing;         // [4 R, chunks] scratch: choices and tokens of each message in chunks before
+    int64_t* totals;           // [4 R]: choices from each rank, their tokens, choices to each rank, their tokens
+    int32_t* send_tokens;
+    int32_t* send_choices;
+    int32_t* return_slots;
+};
+MOEBIUS_SIZE(Records, 33);
+MOEBIUS_FIELD(Records, rows, 10);
+MOEBIUS_FIELD(Records, stats, 20);
+MOEBIUS_FIELD(Records, fault, 26);
+MOEBIUS_FIELD(Records, return_slots, 32);
+
 // The layout that another library made of all ranks' choices.
 struct Received {
     const int64_t* loads;      // [E] choices of each expert over all ranks

@@ -83,12 +83,22 @@ __device__ __forceinline__ void bulk_both(uint32_t to, const CUtensorMap& map, u
         : "memory");
 }
 
+// What passes through L2 once is the first to leave it, so that operands which many blocks read stay.
+#define EVICT_FIRST(INSTRUCTION) "{\n.reg .b64 policy;\ncreatepolicy.fractional.L2::evict_first.b64 policy, 1.0;\n" INSTRUCTION ", policy;\n}\n"
+
+// As `bulk`, of what no other block reads.
+__device__ __forceinline__ void bulk_once(uint32_t to, const CUtensorMap& map, uint32_t bar, int x, int y, int z) {
+    asm volatile(
+        EVICT_FIRST("cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1, {%3, %4, %5}], [%2]") ::"r"(to),
+        "l"(&map), "r"(bar), "r"(x), "r"(y), "r"(z)
+        : "memory");
+}
 // A run of bytes from shared memory to memory; both ends and the size are multiples of 16.
 __device__ __forceinline__ void bulk_store(void* to, uint32_t from, uint32_t bytes) {
-    asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;\n" ::"l"(to), "r"(from), "r"(bytes) : "memory");
+    asm volatile(EVICT_FIRST("cp.async.bulk.global.shared::cta.bulk_group.L2::cache_hint [%0], [%1], %2") ::"l"(to), "r"(from), "r"(bytes) : "memory");
 }
 __device__ __forceinline__ void bulk_store(const CUtensorMap& map, uint32_t from, int x, int y, int z) {
-    asm volatile("cp.async.bulk.tensor.3d.global.shared::cta.tile.bulk_group [%0, {%2, %3, %4}], [%1];\n" ::"l"(&map), "r"(from), "r"(x), "r"(y), "r"(z)
+    asm volatile(EVICT_FIRST("cp.async.bulk.tensor.3d.global.shared::cta.tile.bulk_group.L2::cache_hint [%0, {%2, %3, %4}], [%1]") ::"l"(&map), "r"(from), "r"(x), "r"(y), "r"(z)
                  : "memory");
 }
 __device__ __forceinline__ void bulk_commit() { asm volatile("cp.async.bulk.commit_group;\n" ::: "memory"); }

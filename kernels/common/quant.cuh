@@ -86,27 +86,23 @@ __device__ __forceinline__ unsigned e2m1_nearest8(const float (&y)[8]) {
 #endif
 }
 
-// The same stochastically: |y| + u step truncated, u = byte / 256, with steps of half, one and two.
+// The same stochastically: t = |y| + u step truncated, u = byte / 256, with steps of half, one and two. From 1 on a step is
+// the second bit of a binary32's mantissa, so the byte is added below it and carries by itself, exactly. Below, t is rounded
+// once, and adding 1 brings its halves to the same place. Either way the code is 254 less than what is above that place.
 __device__ __forceinline__ unsigned e2m1_stochastic8(const float (&y)[8], unsigned low, unsigned high) {
     unsigned word = 0;
 #pragma unroll
     for (int k = 7; k >= 0; k--) {
         const float a = fminf(fabsf(y[k]), E2M1_MAX);
-        // 2^23 + byte, less 2^23.
-        const unsigned byte = __byte_perm(k < 4 ? low : high, 0x4b000000u, 0x7440 + k % 4);
-        const float random = __fsub_rn(__uint_as_float(byte), 8388608.0f);
-        // The power of two below |y|, at least 1: twice the step.
-        const float twice = __uint_as_float(__float_as_uint(fmaxf(a, 1.0f)) & 0x7f800000u);
-        // The product is exact.
-        const float t = __fmaf_rn(__fmul_rn(random, 1.0f / 512.0f), twice, a);
-        const int halves = __float_as_int(__fmaf_rd(t, 2.0f, 8388608.0f)), ones = __float_as_int(__fadd_rd(t, 8388610.0f)),
-                  twos = __float_as_int(__fmaf_rd(t, 0.5f, 8388612.0f));
-        const int least = min(__vimin3_s32(halves, ones, twos), 0x4b000007);
-        float negative;
-        asm("set.lt.f32.f32 %0, %1, 0f00000000;\n" : "=f"(negative) : "f"(y[k]));
-        word = word * 16 + __float_as_uint(__fmaf_rn(negative, 8.0f, __int_as_float(least)));
+        // 16385 + byte / 512; shifted by 14 bits, the byte below the second bit and 1 above the mantissa (2 codes).
+        const unsigned byte = __byte_perm(k < 4 ? low : high, 0x46800200u, 0x7650 + k % 4);
+        const unsigned large = __float_as_uint(a) + (byte << 14);
+        const float t = __fadd_rn(a, __fsub_rn(__uint_as_float(byte), 16385.0f));
+        const unsigned small = __float_as_uint(__fadd_rd(t, 1.0f));
+        const unsigned bits = a >= 1.0f ? large : small;
+        word = word * 16 + ((y[k] < 0.0f ? bits + (8u << 22) : bits) >> 22);
     }
-    return word - 0xfb000000u;
+    return word - 0xeeeeeedeu;
 }
 
 // Philox4x32-10.
@@ -148,6 +144,8 @@ struct Factors {
         }
         return e4m3(cap(__fmul_rn(block, first), E4M3_MAX));
     }
+    // te: what elements of a block with this scale are multiplied by.
+    __device__ __forceinline__ float factor(unsigned scale) const { return cap(__frcp_rn(__fmul_rn(e4m3_value(scale), decode)), FMAX); }
     // Codes of a block whose largest magnitude is at most `most`; `random` counts in mode STOCHASTIC. NARROW: of elements of
     // 16 bits.
     template <bool NARROW>
@@ -172,10 +170,10 @@ struct Factors {
         }
         // A NaN in the block or above it: no comparison of the reference's holds, but its stochastic code is 7.
         if ((scale & 0x7fu) == 0x7fu) return MODE == STOCHASTIC ? make_uint2(0x77777777u, 0x77777777u) : make_uint2(0, 0);
-        const float factor = cap(__frcp_rn(__fmul_rn(e4m3_value(scale), decode)), FMAX);
+        const float own = factor(scale);
 #pragma unroll
-        for (int k = 0; k < 16; k++) y[k / 8][k % 8] = __fmul_rn(v[k], factor);
-        if (MODE != STOCHASTIC && __fmul_rn(most, factor) < 7.0f) return make_uint2(e2m1_nearest8<false>(y[0]), e2m1_nearest8<false>(y[1]));
+        for (int k = 0; k < 16; k++) y[k / 8][k % 8] = __fmul_rn(v[k], own);
+        if (MODE != STOCHASTIC && __fmul_rn(most, own) < 7.0f) return make_uint2(e2m1_nearest8<false>(y[0]), e2m1_nearest8<false>(y[1]));
         if (MODE == STOCHASTIC) {
             return make_uint2(e2m1_stochastic8(y[0], random.x, random.y), e2m1_stochastic8(y[1], random.z, random.w));
         }

@@ -27,8 +27,8 @@ using namespace hopper;
 
 constexpr int BM = 128, BK = 64, THREADS = 384;
 
-// Rows that are gathered arrive slowly, about 15 bytes a cycle. So the product that gathers and has a short epilogue makes
-// wider tiles, of which each row is used more: both warpgroups together, 64 rows and all columns each.
+// The product that gathers and has a short epilogue makes wider tiles, of which each row is used more: both warpgroups
+// together, 64 rows and all columns each.
 // So does, with WIDE, a product whose K is long: its epilogue is a small part of it, and a wider tile reads less.
 constexpr int WIDE = 16;
 template <int KIND>
@@ -177,7 +177,10 @@ __device__ __forceinline__ void produce(const Gemm& p, const CUtensorMap& a, con
 
 // Producer of rows behind a map: all four warps, eight threads a row. Each lane looks up one row of a tile, a tile ahead
 // of its use, and gives it to the lanes that copy it.
-template <int KIND>
+//
+// UNROLLED steps share a row's address, which is then read in place. With 1 it is moved on in each step, and the compiler
+// passes every copy's address through one pair of registers: each copy waits until the one before has been taken.
+template <int KIND, int UNROLLED>
 __device__ __forceinline__ void gather(const Gemm& p, const CUtensorMap& a, const CUtensorMap& b, const Ring<KIND>& ring) {
     const Walk walk(p);
     const Engine<KIND> engine{p, a, b, ring, false};
@@ -205,36 +208,31 @@ __device__ __forceinline__ void gather(const Gemm& p, const CUtensorMap& a, cons
         const int passes = (w.rows + 15) / 16;  // 16 rows each; what later ones would bring is not stored either
         const char* from[8];
 #pragma unroll
-        for (int j = 0; j < 8; j++) {
-            from[j] = static_cast<const char*>(p.a) + __shfl_sync(~0u, row, j * 4 + lane / 8) * p.k * 2 + c * 16;
-        }
-        for (int step = 0; step < steps; step++, at++) {
-            ring.wait_empty(at);
-            if (thread == 0) {
-                if (step == 0) describe(ring, i, w);
-                engine.bring(w, at, step * BK, pairs<KIND>(p, w.column));
-            }
-            const uint32_t to = ring.stage(at) + into;
-            if ((step + 1) * BK <= p.k) {
+        for (int j = 0; j < 8; j++) from[j] = static_cast<const char*>(p.a) + __shfl_sync(~0u, row, j * 4 + lane / 8) * p.k * 2 + c * 16;
+        for (int first = 0; first < steps; first += UNROLLED) {
 #pragma unroll
-                for (int j = 0; j < 8; j++) {
-                    if (j < passes) copy(to + j * 2048, from[j]);
+            for (int u = 0; u < UNROLLED; u++, at++) {
+                const int step = first + u;
+                if (step >= steps) break;
+                ring.wait_empty(at);
+                if (thread == 0) {
+                    if (step == 0) describe(ring, i, w);
+                    engine.bring(w, at, step * BK, pairs<KIND>(p, w.column));
                 }
-            } else {
-                // Past the last k: zeros, read from the row's start.
+                const uint32_t to = ring.stage(at) + into;
                 const bool inside = step * BK + c * 8 < p.k;
 #pragma unroll
                 for (int j = 0; j < 8; j++) {
-                    if (j < passes) copy(to + j * 2048, from[j] - (inside ? 0 : step * (BK * 2)), inside);
+                    if (j < passes) copy(to + j * 2048, from[j] + u * (BK * 2), inside);
                 }
+                barrier_arrive_after_copies(ring.full_at(at));
+                // The next tile's number, and when that has come its rows.
+                if (u > 1 || i + 1 == count) continue;
+                if (step == 0) look_ahead(i + 1);
+                if (step == min(1, steps - 1)) row = look_up(slot, rows);
             }
-            barrier_arrive_after_copies(ring.full_at(at));
 #pragma unroll
-            for (int j = 0; j < 8; j++) from[j] += BK * 2;
-            // The next tile's number, and when that has come its rows.
-            if (i + 1 == count) continue;
-            if (step == 0) look_ahead(i + 1);
-            if (step == min(1, steps - 1)) row = look_up(slot, rows);
+            for (int j = 0; j < 8; j++) from[j] += UNROLLED * BK * 2;
         }
     }
     // Copies must not outlive the block's shared memory.

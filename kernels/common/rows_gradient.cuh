@@ -41,8 +41,8 @@ struct Chunks {
     __device__ __forceinline__ void load(int q, uint32_t number) const {
         const uint32_t bar = barriers + number % AHEAD * 8;
         barrier_arrive_expect(bar, 2 * BUFFER);
-        bulk(gate(number), tensors.pre, bar, first_column(q), 0, first_row(q));
-        bulk(gate(number) + BUFFER, tensors.pre, bar, first_column(q), 1, first_row(q));
+        bulk_once(gate(number), tensors.pre, bar, first_column(q), 0, first_row(q));
+        bulk_once(gate(number) + BUFFER, tensors.pre, bar, first_column(q), 1, first_row(q));
     }
     __device__ __forceinline__ void wait(uint32_t number) const { barrier_wait(barriers + number % AHEAD * 8, number / AHEAD & 1); }
     // Sends gate, up and the activation. Boxes would run over the last row of a tile: that warp's go word by word.
@@ -93,73 +93,126 @@ __device__ __forceinline__ void pick(const float (&acc)[96], int c, float (&d)[4
     }
 }
 
-// One half of a tile. `number` counts the chunks of the warp, of which this half's begin at `first` of `count`; two are on
-// their way.
+// Eight columns of 16 rows through the activation: `v` holds gate of rows 0 and 8, then up, and gets their gradients; `h` gets
+// the activation. Columns past the end are not `counted` in the rows' dots.
+template <class T, int ACT>
+__device__ __forceinline__ void through(float alpha, float limit, const float (&d)[4], const float (&factor)[2], bool counted, uint32_t (&v)[4], uint32_t* h, float (&dot)[2]) {
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+        const float2 a = unpack<T>(v[i]), b = unpack<T>(v[i + 2]);
+        const Glu x = activate<true>(ACT, alpha, limit, a.x, b.x), y = activate<true>(ACT, alpha, limit, a.y, b.y);
+        const float f = factor[i], dx = d[2 * i], dy = d[2 * i + 1];
+        if (counted) dot[i] += dx * x.value + dy * y.value;
+        v[i] = pack<T>(x.by_gate * (dx * f), y.by_gate * (dy * f));
+        v[i + 2] = pack<T>(x.by_up * (dx * f), y.by_up * (dy * f));
+        h[i] = pack<T>(x.value * f, y.value * f);
+    }
+}
+
+// What a warp knows of its half of a tile.
 template <class T>
-__device__ __forceinline__ void finish_half(const Chunks<T>& chunks, const float (&acc)[96], int half, int count, uint32_t& number) {
-    const Gemm& p = chunks.p;
-    const Rows& rows = chunks.rows;
-    const int act = static_cast<int>(p.activation), per_half = chunks.per_half(), first = half * per_half;
-    const float alpha = static_cast<float>(p.alpha), limit = static_cast<float>(p.limit);
-    const float scale = rows.value(p.scale);
-    const float factor[2] = {rows.of(scale, half, 0), rows.of(scale, half, 2)};
-    const int blocks = static_cast<int>(p.n - chunks.column) / 8;  // columns past the end are not counted
-    float dot[2] = {0.0f, 0.0f};
-#pragma unroll 1
-    for (int c = 0; c < per_half * 4; c++) {
-        const int q = first + c / 4;
-        if (c % 4 == 0) {
-            chunks.wait(number);
-        } else if (c % 4 == 2 && rows.lane == 0) {
-            // Where the chunk after the next goes, the one before has left.
+struct Half {
+    const Chunks<T>& chunks;
+    int half, first, count;  // first chunk of the half, chunks of the tile
+    float factor[2], dot[2];
+
+    __device__ __forceinline__ Half(const Chunks<T>& chunks, int half, int count)
+        : chunks(chunks), half(half), first(half * chunks.per_half()), count(count), dot{0.0f, 0.0f} {
+        const float scale = chunks.rows.value(chunks.p.scale);
+        factor[0] = chunks.rows.of(scale, half, 0), factor[1] = chunks.rows.of(scale, half, 2);
+    }
+    // In the middle of a chunk: where the one after the next goes, the one before has left.
+    __device__ __forceinline__ void load_ahead(int q, uint32_t number) const {
+        if (chunks.rows.lane == 0) {
             bulk_wait_read();
             if (q + 2 < count) chunks.load(q + 2, number + 2);
         }
         __syncwarp();
+    }
+    __device__ __forceinline__ void put_dots() {
+        const Gemm& p = chunks.p;
+        const Rows& rows = chunks.rows;
+        if (!p.partial) return;
+#pragma unroll
+        for (int h = 0; h < 2; h++) {
+            dot[h] += __shfl_xor_sync(~0u, dot[h], 1);
+            dot[h] += __shfl_xor_sync(~0u, dot[h], 2);
+            const int row = half * 64 + rows.first + rows.lane / 4 + h * 8;
+            // Rows past the end are not stored.
+            if (rows.lane % 4 == 0 && row < rows.live) {
+                p.partial[(static_cast<int64_t>(rows.slot) + row) * p.n_tiles + chunks.column / BN<DOWN_BWD>] = dot[h];
+            }
+        }
+    }
+};
+
+// A half of a tile. `number` counts the chunks of the warp, of which two are on their way.
+template <class T>
+__device__ __forceinline__ void finish_half(Half<T>& half, const float (&acc)[96], uint32_t& number) {
+    const Chunks<T>& chunks = half.chunks;
+    const Gemm& p = chunks.p;
+    const float alpha = static_cast<float>(p.alpha), limit = static_cast<float>(p.limit);
+    const int blocks = static_cast<int>(p.n - chunks.column) / 8, all = chunks.per_half() * 4;
+#pragma unroll 1
+    for (int c = 0; c < all; c++) {
+        const int q = half.first + c / 4;
+        if (c % 4 == 0) chunks.wait(number);
+        if (c % 4 == 2) half.load_ahead(q, number);
         const uint32_t at = chunks.gate(number) + chunks.matrices(c % 4);
-        uint32_t v[4];  // gate of rows 0 and 8, then up
+        uint32_t v[4], h[2];
         load_matrices(at, v);
         float d[4];
         pick<0, 24>(acc, c, d);
-        uint32_t h[2];
-        with_gate(act, [&](auto kind) {
-#pragma unroll
-            for (int i = 0; i < 2; i++) {
-                const float2 a = unpack<T>(v[i]), b = unpack<T>(v[i + 2]);
-                const Glu x = activate<true>(kind.value, alpha, limit, a.x, b.x), y = activate<true>(kind.value, alpha, limit, a.y, b.y);
-                const float f = factor[i], dx = d[2 * i], dy = d[2 * i + 1];
-                if (c < blocks) dot[i] += dx * x.value + dy * y.value;
-                v[i] = pack<T>(x.by_gate * (dx * f), y.by_gate * (dy * f));
-                v[i + 2] = pack<T>(x.by_up * (dx * f), y.by_up * (dy * f));
-                h[i] = pack<T>(x.value * f, y.value * f);
-            }
-        });
+        with_gate(static_cast<int>(p.activation), [&](auto kind) { through<T, kind.value>(alpha, limit, d, half.factor, c < blocks, v, h, half.dot); });
         store_matrices(at, v);
-        store_matrices(chunks.hidden(number) + Chunks<T>::swizzled(rows.lane % 16, c % 4), h);
-        if (c % 4 != 3) continue;
-        chunks.store(q, number);
-        number++;
-    }
-    if (!p.partial) return;
-#pragma unroll
-    for (int h = 0; h < 2; h++) {
-        dot[h] += __shfl_xor_sync(~0u, dot[h], 1);
-        dot[h] += __shfl_xor_sync(~0u, dot[h], 2);
-        const int row = half * 64 + rows.first + rows.lane / 4 + h * 8;
-        // Rows past the end are not stored.
-        if (rows.lane % 4 == 0 && row < rows.live) {
-            p.partial[(static_cast<int64_t>(rows.slot) + row) * p.n_tiles + chunks.column / BN<DOWN_BWD>] = dot[h];
-        }
+        store_matrices(chunks.hidden(number) + Chunks<T>::swizzled(chunks.rows.lane % 16, c % 4), h);
+        if (c % 4 == 3) chunks.store(q, number), number++;
     }
 }
 
-// A half after the other, so that the first one's accumulators make room for the second.
-template <class T, int COUNT>
+// The same for one activation, without a loop: no accumulator is moved, and each that is done with makes room.
+template <class T, int ACT, int WIDTH>
+__device__ __forceinline__ void finish_half_fast(Half<T>& half, const float (&acc)[96], uint32_t& number) {
+    const Chunks<T>& chunks = half.chunks;
+    const int blocks = static_cast<int>(chunks.p.n - chunks.column) / 8, per_half = chunks.per_half();
+#pragma unroll
+    for (int c = 0; c < WIDTH / 16; c++) {
+        if (c >= per_half) break;
+        chunks.wait(number);
+#pragma unroll
+        for (int two = 0; two < 2; two++) {
+            if (two == 1) half.load_ahead(half.first + c, number);
+            uint32_t v[2][4], h[4];
+#pragma unroll
+            for (int i = 0; i < 2; i++) load_matrices(chunks.gate(number) + chunks.matrices(two * 2 + i), v[i]);
+#pragma unroll
+            for (int i = 0; i < 2; i++) {
+                const int block = c * 4 + two * 2 + i;
+                const float d[4] = {acc[block * 4], acc[block * 4 + 1], acc[block * 4 + 2], acc[block * 4 + 3]};
+                through<T, ACT>(0.0f, 0.0f, d, half.factor, block < blocks, v[i], h + 2 * i, half.dot);
+                store_matrices(chunks.gate(number) + chunks.matrices(two * 2 + i), v[i]);
+            }
+            store_matrices(chunks.hidden(number) + Chunks<T>::swizzled(chunks.rows.lane % 16, two * 2 + chunks.rows.lane / 16), h);
+        }
+        chunks.store(half.first + c, number);
+        number++;
+    }
+}
+
+// A half after the other. The second one's accumulators become the first one's, so that there is one copy of the code.
+template <class T, int COUNT, int WIDTH>
 __device__ __forceinline__ void finish_down_bwd(const Chunks<T>& chunks, Sums<DOWN_BWD>& acc, uint32_t& number) {
-    const int count = chunks.count();
-    if (count > 0) finish_half<T>(chunks, acc[0], 0, count, number);
-    if constexpr (COUNT == 2) {
-        if (count > chunks.per_half()) finish_half<T>(chunks, acc[1], 1, count, number);
+    const int count = chunks.count(), halves = count > chunks.per_half() ? 2 : count > 0 ? 1 : 0;
+#pragma unroll 1
+    for (int i = 0; i < halves; i++) {
+        Half<T> half(chunks, i, count);
+        if (chunks.p.activation == ACT_SILU) finish_half_fast<T, ACT_SILU, WIDTH>(half, acc[0], number);
+        else finish_half<T>(half, acc[0], number);
+        half.put_dots();
+        if constexpr (COUNT == 2) {
+#pragma unroll
+            for (int j = 0; j < WIDTH; j++) acc[0][j] = acc[1][j];
+        }
     }
 }
 

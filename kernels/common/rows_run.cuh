@@ -39,7 +39,8 @@ __device__ __forceinline__ void multiply_together(const Gemm& p, const Ring<KIND
 template <class T, int KIND>
 __device__ __forceinline__ void multiply_in_turns(const Gemm& p, const Tensors& tensors, const Ring<KIND>& ring) {
     const Walk walk(p);
-    const int group = threadIdx.x / 128, warp = threadIdx.x / 32;
+    // Of the whole warp, and known to be: the copy engine is then told without a loop over lanes.
+    const int group = threadIdx.x / 128, warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
     const int steps = static_cast<int>((p.k + BK - 1) / BK), count = walk.count();
     const uint32_t staging = ring.base + Layout<KIND>::STAGED + warp * Layout<KIND>::STAGING;
     Rows rows{static_cast<int>(threadIdx.x % 32), warp % 4 * 16, 0, 0, staging};
@@ -48,7 +49,8 @@ __device__ __forceinline__ void multiply_in_turns(const Gemm& p, const Tensors& 
         const uint32_t at = static_cast<uint32_t>(i) * steps;
         if (i > 0) take_turn(group);
         ring.wait_full(at);
-        const Work w = described(ring, i);
+        Work w = described(ring, i);
+        if (KIND == DOWN_BWD) w.slot = __shfl_sync(~0u, w.slot, 0), w.rows = __shfl_sync(~0u, w.rows, 0), w.column = __shfl_sync(~0u, w.column, 0);
         rows.live = w.rows, rows.slot = w.slot;
         const Chunks<T> chunks{p, tensors, rows, w.column, ring.base + Layout<KIND>::PRIVATE + warp * 24};
         if constexpr (KIND == DOWN_BWD) {
@@ -62,7 +64,7 @@ __device__ __forceinline__ void multiply_in_turns(const Gemm& p, const Tensors& 
             constexpr int COUNT = halves.value, WIDTH = is_narrow.value ? 64 : 96;
             Sums<KIND> acc;
             products<T, KIND, COUNT, is_narrow.value>(acc, ring, at, steps, p.a_map, i + 1 < count);
-            if constexpr (KIND == DOWN_BWD) finish_down_bwd<T, COUNT>(chunks, acc, number);
+            if constexpr (KIND == DOWN_BWD) finish_down_bwd<T, COUNT, WIDTH>(chunks, acc, number);
             else finish_plain<T, KIND, COUNT, WIDTH>(p, rows, w, acc);
         };
         if (narrow<KIND>(p, w.column)) tile(Constant<2>{}, Constant<1>{});
@@ -91,7 +93,10 @@ __device__ __forceinline__ void run(const Gemm& p, const CUtensorMap& a, const C
     if (role == 2) {
         if (TOGETHER<KIND>) asm volatile("setmaxnreg.dec.sync.aligned.u32 56;\n");
         else asm volatile("setmaxnreg.dec.sync.aligned.u32 40;\n");
-        if (p.a_map) gather<KIND>(p, a, b, ring);
+        // A long epilogue beside short sums is held up by copies that come all at once (kernels/NOTES.md, version 7).
+        constexpr int LONG_SUM = 4096;
+        if (p.a_map && KIND == DOWN_BWD && p.k < LONG_SUM) gather<KIND, 1>(p, a, b, ring);
+        else if (p.a_map) gather<KIND, 4>(p, a, b, ring);
         else if (threadIdx.x % 128 == 0) produce<KIND>(p, a, b, ring);
         __syncwarp();
     } else {

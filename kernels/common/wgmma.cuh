@@ -65,16 +65,30 @@ template <int TA, int TB>
 __device__ __forceinline__ void wgmma_64(float (&d)[32], uint64_t a, uint64_t b, int add, f16) {
     WGMMA("64", "f16", REGISTERS_0, OUT_32, "%32", "%33", "%34", "%35", "%36");
 }
-// A from registers: of rows t / 4 and t / 4 + 8 the k of 2 (t % 4) and the one after, then the same 8 further on. B is
-// stored [k, n].
-__device__ __forceinline__ void wgmma_128(float (&d)[64], const uint32_t (&a)[4], uint64_t b, int add) {
-    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %69, 0;\n"
-                 "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {" REGISTERS_0 ", " REGISTERS_1 "}, "
-                 "{%64, %65, %66, %67}, %68, p, 1, 1, 1;\n}\n"
-                 : OUT_64(0)
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add));
+// A from registers: of rows t / 4 and t / 4 + 8 the k of 2 (t % 4) and the one after, then the same 8 further on. TB as
+// above; sums in the first N / 2 of `d`.
+#define WGMMA_LEFT(N, REGISTERS, OUT, A0, A1, A2, A3, B, ADD, COLUMNS)                                                        \
+    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, " ADD ", 0;\n"                                                             \
+                 "wgmma.mma_async.sync.aligned.m64n" N "k16.f32.bf16.bf16 {" REGISTERS "}, {" A0 ", " A1 ", " A2 ", " A3 "}, " \
+                 B ", p, 1, 1, " COLUMNS ";\n}\n"                                                                             \
+                 : OUT(0)                                                                                                     \
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add), "n"(TB))
+template <int N, int TB, int SIZE>
+__device__ __forceinline__ void wgmma_left(float (&d)[SIZE], const uint32_t (&a)[4], uint64_t b, int add) {
+    static_assert(SIZE >= N / 2 && (N == 256 || N == 192 || N == 128 || N == 64));
+    if constexpr (N == 256) {
+        WGMMA_LEFT("256", REGISTERS_0 ", " REGISTERS_1 ", " REGISTERS_2 ", " REGISTERS_3, OUT_128, "%128", "%129", "%130", "%131", "%132", "%133", "%134");
+    } else if constexpr (N == 192) {
+        WGMMA_LEFT("192", REGISTERS_0 ", " REGISTERS_1 ", " REGISTERS_2, OUT_96, "%96", "%97", "%98", "%99", "%100", "%101", "%102");
+    } else if constexpr (N == 128) {
+        WGMMA_LEFT("128", REGISTERS_0 ", " REGISTERS_1, OUT_64, "%64", "%65", "%66", "%67", "%68", "%69", "%70");
+    } else {
+        WGMMA_LEFT("64", REGISTERS_0, OUT_32, "%32", "%33", "%34", "%35", "%36", "%37", "%38");
+    }
 }
+__device__ __forceinline__ void wgmma_128(float (&d)[64], const uint32_t (&a)[4], uint64_t b, int add) { wgmma_left<128, 1>(d, a, b, add); }
 
+#undef WGMMA_LEFT
 #undef WGMMA_128
 #undef WGMMA_192
 #undef WGMMA_256

@@ -4,12 +4,12 @@ use std::sync::Arc;
 
 use crate::device::Device;
 use crate::dtype::DType;
-use crate::ep::{Plan, PlanRequest};
+use crate::ep::{DispatchSpec, Gathered, Plan, PlanRecords, PlanRequest, RecordIds};
 use crate::error::Result;
 use crate::kernels::*;
 use crate::tensor::{Tensor, TensorMut, TensorRef};
 
-use super::{Cpu, element, experts, gemm, plan, router, rows};
+use super::{Cpu, element, experts, gemm, plan, records, router, rows};
 
 impl Kernels for Cpu {
     fn linear(&self, _: &(), call: Linear<'_, Self>) -> Result<()> {
@@ -32,6 +32,15 @@ impl Kernels for Cpu {
     }
     fn plan(&self, _: &(), call: PlanRequest<'_, Self>) -> Result<Plan<Self>> {
         plan::plan(call)
+    }
+    fn plans_records(&self, spec: &DispatchSpec, _: usize) -> bool {
+        records::plans(spec)
+    }
+    fn record_ids(&self, _: &(), call: RecordIds<'_, Self>) -> Result<()> {
+        records::record(call)
+    }
+    fn plan_records(&self, _: &(), call: PlanRecords<'_, Self>) -> Result<Gathered<Self>> {
+        records::plan(call)
     }
     fn gather_rows(&self, _: &(), call: GatherRows<'_, Self>) -> Result<()> {
         rows::gather_rows(call)

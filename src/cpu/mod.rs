@@ -9,6 +9,7 @@ mod gemm;
 mod group;
 mod kernels;
 mod plan;
+mod records;
 mod router;
 mod rows;
 mod zones;

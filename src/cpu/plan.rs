@@ -5,7 +5,7 @@
 
 use std::sync::Arc;
 
-use crate::config::{CapacityOrder, ExpertCapacity};
+use crate::config::CapacityOrder;
 use crate::ep::{Capacity, Messages, Overflow, Plan, PlanRequest, Stats, Transport};
 use crate::error::{Error, Result};
 use crate::kernels::Zones;
@@ -17,6 +17,12 @@ use super::{Cpu, element};
 const CALL: &str = "prepare";
 
 pub(super) fn plan(call: PlanRequest<'_, Cpu>) -> Result<Plan<Cpu>> {
+    let choices = call.ids.count();
+    plan_of(call, choices).map(|(plan, _)| plan)
+}
+
+/// The plan, and padded rows that each rank needs. `choices`: how many there are, but for those of padding.
+pub(super) fn plan_of(call: PlanRequest<'_, Cpu>, choices: usize) -> Result<(Plan<Cpu>, Vec<usize>)> {
     let total: usize = call.tokens.iter().sum();
     let k = call.spec.top_k;
     check(&call, total)?;
@@ -25,7 +31,8 @@ pub(super) fn plan(call: PlanRequest<'_, Cpu>) -> Result<Plan<Cpu>> {
     let mut counts = expert_load.clone();
     if let Some(limit) = &call.spec.expert_capacity {
         let weights = call.weights.map(element::to_f64);
-        limit_experts(&mut ids, &expert_load, limit, weights.as_deref());
+        let capacity = limit.limit(choices, call.num_experts);
+        limit_experts(&mut ids, &expert_load, (capacity, limit.order), weights.as_deref());
         counts = loads(&ids, call.num_experts);
     }
     let layout = Layout::new(&call, &counts)?;
@@ -45,7 +52,7 @@ pub(super) fn plan(call: PlanRequest<'_, Cpu>) -> Result<Plan<Cpu>> {
         Transport::Slots => walk.slots_only()?,
     };
     let (zones, padded_counts) = layout.zones(call.rank)?;
-    Ok(Plan {
+    let plan = Plan {
         tokens,
         total_tokens: total,
         first_token,
@@ -56,7 +63,8 @@ pub(super) fn plan(call: PlanRequest<'_, Cpu>) -> Result<Plan<Cpu>> {
         weight_map: maps.weight_map,
         return_map: maps.return_map,
         messages: maps.messages,
-    })
+    };
+    Ok((plan, layout.needed))
 }
 
 /// Checks what the maps below index by.
@@ -99,8 +107,7 @@ fn loads(ids: &[i32], experts: usize) -> Vec<usize> {
 }
 
 /// Drops choices past the limit of each expert.
-fn limit_experts(ids: &mut [i32], loads: &[usize], limit: &ExpertCapacity, weights: Option<&[f64]>) {
-    let capacity = limit.limit(ids.len(), loads.len());
+fn limit_experts(ids: &mut [i32], loads: &[usize], (capacity, order): (usize, CapacityOrder), weights: Option<&[f64]>) {
     let mut of_expert: Vec<Vec<usize>> =
         loads.iter().map(|n| Vec::with_capacity(if *n > capacity { *n } else { 0 })).collect();
     for (i, id) in ids.iter().enumerate() {
@@ -111,7 +118,7 @@ fn limit_experts(ids: &mut [i32], loads: &[usize], limit: &ExpertCapacity, weigh
         }
     }
     for mut candidates in of_expert.into_iter().filter(|c| !c.is_empty()) {
-        if let (CapacityOrder::Probability, Some(w)) = (limit.order, weights) {
+        if let (CapacityOrder::Probability, Some(w)) = (order, weights) {
             // A NaN is nobody's favourite, on any rank. The sort is stable: ties stay in order of position.
             let key = |i: &usize| if w[*i].is_nan() { f64::NEG_INFINITY } else { w[*i] };
             candidates.sort_by(|a, b| key(b).total_cmp(&key(a)));

@@ -57,8 +57,7 @@ impl Cuda {
     /// Until it returns, nothing else may use this device's stream.
     ///
     /// # Errors
-    /// What `calls` returns; [`Error::Device`] where one of them waits for the device or copies from the host, which
-    /// cannot be recorded.
+    /// What `calls` returns; [`Error::NotCapturable`] where one of them waits for the device or copies from the host.
     pub fn capture<T>(&self, calls: impl FnOnce() -> Result<T>) -> Result<Captured<T>> {
         const CALL: &str = "Cuda::capture";
         self.bind(CALL)?;
@@ -110,11 +109,7 @@ impl Cuda {
     pub(crate) fn not_captured(&self, call: &'static str, operation: &str) -> Result<()> {
         match self.inner.capturing.load(Ordering::SeqCst) {
             false => Ok(()),
-            true => Err(Error::Device {
-                call,
-                operation: operation.to_string(),
-                message: "cannot be recorded into a graph (Cuda::capture)".to_string(),
-            }),
+            true => Err(Error::NotCapturable { call, operation: operation.to_string() }),
         }
     }
 }

@@ -5,13 +5,13 @@ use std::sync::Arc;
 use crate::cpu::Cpu;
 use crate::device::Device;
 use crate::dtype::DType;
-use crate::ep::{Plan, PlanRequest, Reporting};
+use crate::ep::{DispatchSpec, Gathered, Plan, PlanRecords, PlanRequest, RecordIds, Reporting};
 use crate::error::{Error, Result};
 use crate::kernels::*;
 use crate::tensor::{Tensor, TensorMut, TensorRef};
 
 use super::device::{Cuda, Event, Stream, driver};
-use super::{dense, experts, plan, router, rows, wgrad};
+use super::{dense, experts, plan, records, router, rows, wgrad};
 
 impl Kernels for Cuda {
     const REPORTING: Reporting = Reporting::Deferred;
@@ -47,6 +47,17 @@ impl Kernels for Cuda {
     fn plan_behind(&self, stream: &Stream, call: PlanRequest<'_, Self>) -> Result<Option<Plan<Self>>> {
         self.on_stream("plan_behind", stream)?;
         plan::plan_behind(self, call)
+    }
+    fn plans_records(&self, spec: &DispatchSpec, num_experts: usize) -> bool {
+        records::plans(spec, num_experts)
+    }
+    fn record_ids(&self, stream: &Stream, call: RecordIds<'_, Self>) -> Result<()> {
+        self.on_stream("record_ids", stream)?;
+        records::record(self, call)
+    }
+    fn plan_records(&self, stream: &Stream, call: PlanRecords<'_, Self>) -> Result<Gathered<Self>> {
+        self.on_stream("plan_records", stream)?;
+        records::plan(self, call)
     }
     fn check(&self, stream: &Stream) -> Result<()> {
         self.on_stream("check", stream)?;

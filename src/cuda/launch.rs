@@ -29,8 +29,8 @@ pub(super) const DECODE_SHARED: u32 = 115_712;
 pub(super) const HOPPER_LINEAR: Shape = Shape { tile: 64, threads: 160, shared: 99_424 };
 /// The same of the tokens' gradient.
 pub(super) const HOPPER_LINEAR_D_X: Shape = Shape { tile: 64, threads: 128, shared: 99_344 };
-/// Tile rows of Hopper's kernels with quantised weights, and their shared memory (`kernels/hopper_w4a16.cu`).
-pub(super) const W4A16: Shape = Shape { tile: 128, threads: 384, shared: 231_488 };
+/// Weight rows of a tile of Hopper's kernels with quantised weights, and their shared memory (`kernels/hopper_w4a16.cu`).
+pub(super) const W4A16: Shape = Shape { tile: 128, threads: 384, shared: 229_488 };
 /// What the stages begin with that exist for sm_90a alone.
 pub(super) const HOPPER_STAGES: &str = "hopper_";
 

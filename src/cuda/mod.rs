@@ -31,6 +31,7 @@ mod order;
 mod params;
 pub(crate) mod plan;
 mod quant;
+mod records;
 mod router;
 mod rows;
 mod status;

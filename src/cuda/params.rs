@@ -42,6 +42,19 @@ description!(Plan, 20:
     row_map: u64, weight_map: u64, return_map: u64, fault: u64;
     rows @ 7, fault @ 19);
 
+description!(RecordIds, 32:
+    ids: u64, wide: i64, choices: i64, top_k: i64, experts: i64, rank: i64, record: u64, heard: u64,
+    header: [u64; 24];
+    header @ 8);
+
+description!(Records, 33:
+    records: u64, size: i64, ranks: i64, rank: i64, max_tokens: i64, tokens: i64, top_k: i64, experts: i64,
+    alignment: i64, factor: f64, rows: i64, may_drop: i64, asked: i64, room: i64, chunk: i64, chunks: i64, before: u64,
+    scratch: u64, offsets: u64, counts: u64, stats: u64, kept: u64, row_map: u64, weight_map: u64, return_map: u64,
+    heard: u64, fault: u64, places: u64, crossing: u64, totals: u64, send_tokens: u64, send_choices: u64,
+    return_slots: u64;
+    rows @ 10, stats @ 20, fault @ 26, return_slots @ 32);
+
 #[cfg(feature = "nccl-ep")]
 description!(Received, 10:
     loads: u64, starts: u64, total: u64, first: i64, groups: i64, rows: i64, offsets: u64, counts: u64, row_map: u64,

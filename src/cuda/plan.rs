@@ -53,13 +53,13 @@ impl Cuda {
 }
 
 /// Chunks that choices are cut into at most, one a warp; a chunk is a multiple of a warp.
-const CHUNKS: usize = 1024;
+pub(super) const CHUNKS: usize = 1024;
 /// As many in one block.
 const WARPS: usize = 32;
 /// Choices that one block plans.
 const SMALL: usize = 8192;
 /// Counts that fit a block's shared memory without asking for more.
-const COUNTS: usize = (48 << 10) / 4;
+pub(super) const COUNTS: usize = (48 << 10) / 4;
 
 /// Rows of a layout and whether slots past them are dropped.
 fn rows(spec: &DispatchSpec, choices: usize, experts: usize) -> Result<(usize, bool)> {

@@ -5,7 +5,7 @@ use crate::dtype::DType;
 use crate::error::Result;
 use crate::quant::check;
 use crate::quant::{
-    Amax, AmaxScope, Blocks, Codec, Dequantize, DequantizeMxfp8, Direction, Matrix, MxScale, Mxfp8, Mxfp8Mut,
+    Amax, AmaxScope, Blocks, Codec, Dequantize, DequantizeMxfp8, Direction, MX_BLOCK, Matrix, MxScale, Mxfp8, Mxfp8Mut,
     NVFP4_BLOCK, Nvfp4, Nvfp4Mut, Quantize, QuantizeMxfp8, Recipe, Rounding, Swizzle, TILE_ROWS,
 };
 use crate::tensor::{Tensor, TensorMut};
@@ -186,18 +186,21 @@ impl Cuda {
         let (size, type_name) = (matrix.dtype().size(), suffix(matrix.dtype()));
         // Whole blocks without gaps, numbered in 32 bits.
         let blocks = matrix.dims()[0] * matrix.dims()[1] / NVFP4_BLOCK;
+        let whole = match mode {
+            "tiled" => size == 2 && matrix.dims()[0].is_multiple_of(NVFP4_BLOCK) && matrix.dims()[1].is_multiple_of(64),
+            _ => matrix.dims()[1].is_multiple_of(NVFP4_BLOCK),
+        };
         let plain = p.columns.codes == 0
-            && mode != "tiled"
+            && whole
             && p.by_line == 0
             && p.matrix.vector == 1
             && p.matrix.row_stride == p.matrix.columns
-            && matrix.dims()[1].is_multiple_of(NVFP4_BLOCK)
             && p.rows.codes.is_multiple_of(8)
             && u32::try_from(blocks).is_ok();
         let (kernel, grid) = match plain {
-            // A thread takes four blocks of 16-bit elements, or two (`kernels/nvfp4_cast.cu`).
+            // A thread takes four blocks of 16-bit elements, or two; of tiles two (`kernels/nvfp4_cast.cu`).
             true => {
-                let of_block = THREADS as usize * 8 / size;
+                let of_block = THREADS as usize * if mode == "tiled" { 2 } else { 8 / size };
                 (format!("nvfp4_rows_{mode}_{type_name}"), Grid::new(blocks.div_ceil(of_block), THREADS))
             }
             false => (format!("nvfp4_{mode}_{type_name}"), Grid { shared, ..Grid::new(panels(&matrix), THREADS) }),
@@ -281,10 +284,25 @@ impl Codec for Cuda {
             floor: i64::from(format.scale == MxScale::Floor),
             ..Default::default()
         };
-        let tiled = if format.blocks == Blocks::Tile { "tiled_" } else { "" };
-        let kernel = format!("mxfp8_{tiled}{}", suffix(matrix.dtype()));
+        let type_name = suffix(matrix.dtype());
+        let [lines, len] = matrix.dims();
+        let plain = p.columns.codes == 0
+            && format.blocks != Blocks::Tile
+            && p.matrix.vector == 1
+            && (p.matrix.row_stride == p.matrix.columns || lines == 1)
+            && len.is_multiple_of(MX_BLOCK)
+            && p.rows.codes.is_multiple_of(16);
+        let (kernel, blocks) = match (plain, format.blocks) {
+            // A thread takes four halves of blocks of 16-bit elements, or two (`kernels/mxfp8_cast.cu`).
+            (true, _) => {
+                let of_block = THREADS as usize * 128 / matrix.dtype().size();
+                (format!("mxfp8_rows_{type_name}"), (lines * len).div_ceil(of_block))
+            }
+            (_, Blocks::Tile) => (format!("mxfp8_tiled_{type_name}"), panels(&matrix)),
+            _ => (format!("mxfp8_{type_name}"), panels(&matrix)),
+        };
         // SAFETY: sides have the sizes that the format gives for this matrix, as was checked.
-        unsafe { self.launch(CALL, &kernel, Grid::new(panels(&matrix), THREADS), &p) }
+        unsafe { self.launch(CALL, &kernel, Grid::new(blocks, THREADS), &p) }
     }
     fn dequantize_mxfp8(&self, stream: &Stream, call: DequantizeMxfp8<'_, Self>) -> Result<()> {
         const CALL: &str = "dequantize_mxfp8";

@@ -12,7 +12,7 @@ use super::device::{Cuda, driver};
 use super::launch::Grid;
 use super::params;
 
-/// Fault; first NaN logit; rows that would have been needed.
+/// Fault; first NaN logit; rows that would have been needed, above the 16 bits of their rank.
 const WORDS: usize = 4;
 const BYTES: usize = WORDS * 8;
 const CLEAR: [u64; WORDS] = [0, u64::MAX, 0, 0];
@@ -129,8 +129,14 @@ impl Cuda {
                 "-1, or an expert that the token has not chosen yet",
                 "another number",
             ),
+            8 => (
+                format!("record of rank {detail}"),
+                "ids that are experts or -1, none twice in a token, and a spec like the other ranks'",
+                "others",
+            ),
             _ => {
-                return Err(Error::Capacity { rank: 0, needed: words[2] as usize, capacity: detail as usize });
+                let (rank, needed) = ((words[2] & 0xffff) as usize, (words[2] >> 16) as usize);
+                return Err(Error::Capacity { rank, needed, capacity: detail as usize });
             }
         };
         Err(Error::invalid(call, format!("{name} (seen by a kernel)"), expected, found))

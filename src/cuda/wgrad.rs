@@ -23,7 +23,7 @@ const WIDE: usize = 256;
 
 /// Columns of the wide side from which rows behind a map are brought into slot order first: each is then read so often
 /// that the copy engine, which follows no map, makes up for it.
-const GATHER_FIRST: usize = 2048;
+const GATHER_FIRST: usize = 8192;
 
 /// Whether a weight gradient of so many columns of the wide side brings mapped rows into order.
 pub(super) fn orders_rows(device: &Cuda, dtype: DType, columns: usize) -> bool {

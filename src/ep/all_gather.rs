@@ -22,7 +22,7 @@ pub struct AllGather<D: Kernels> {
     pub(super) core: Core<D>,
 }
 
-/// Rows that every rank contributes: the most tokens that any has in this step.
+/// Rows that every rank contributes: the most tokens that any has in this step, or may have.
 fn room<D: Kernels>(handle: &Handle<D>) -> usize {
     handle.tokens.iter().copied().max().unwrap_or(0)
 }
@@ -68,6 +68,10 @@ impl<D: Kernels> AllGather<D> {
     ) -> Result<()> {
         let (room, width, dtype) = (partial.dims()[1], partial.dims()[2], partial.dtype());
         let (k, row) = (handle.spec().top_k, width * dtype.size());
+        if handle.tokens.iter().all(|t| *t == room) {
+            let rows = handle.tokens.len() * room;
+            return fill(handle.plan.return_map.view(), partial.view_mut().reshape(&[rows, width])?);
+        }
         let mut first = 0;
         for (r, &tokens) in handle.tokens.iter().enumerate() {
             let map = entries(handle.plan.return_map.view(), first * k..(first + tokens) * k)?.reshape(&[tokens, k])?;
@@ -96,9 +100,17 @@ impl<D: Kernels> Carrier<D> for AllGather<D> {
         let (ranks, dtype) = (self.core.ranks(), inputs.tokens.dtype());
         let width = parts.row / dtype.size();
         if parts.rows_only() && handle.tokens.iter().all(|t| *t == room) {
+            let mut padded = None;
+            if inputs.tokens.rows() < room {
+                padded = Some(self.pack(inputs, parts, room, k)?);
+            }
+            let own = match &padded {
+                Some(bytes) => TensorRef::new(bytes.view().data(), dtype, &[room, width])?,
+                None => inputs.tokens.borrow(),
+            };
             let Core { device, comm, .. } = &mut self.core;
             let mut rows = Tensor::empty(device, dtype, &[ranks * room, width])?;
-            comm.all_gather(tag, inputs.tokens.borrow(), rows.view_mut())?;
+            comm.all_gather(tag, own, rows.view_mut())?;
             return Ok(Arrived { rows: Some(rows), weights: None, scales: None });
         }
         let packed = self.pack(inputs, parts, room, k)?;

@@ -16,9 +16,9 @@ use crate::tensor::{Tensor, TensorRef};
 use super::handle::Carried;
 use super::handle::{Agreement, Handle};
 use super::record::{self, BadId, Record, Sizes, Status};
-use super::{Capacity, DispatchSpec, GroupConfig, Plan, PlanRequest, Reporting, Transport};
+use super::{Capacity, DispatchSpec, GroupConfig, Plan, PlanRequest, Reporting, Transport, plan};
 
-const PREPARE: &str = "prepare";
+pub(super) const PREPARE: &str = "prepare";
 
 /// State of a dispatcher.
 #[derive(Debug)]
@@ -29,14 +29,16 @@ pub(crate) struct Core<D: Kernels> {
     pub config: GroupConfig,
     /// Says which group a handle belongs to.
     identity: Arc<()>,
-    /// Prepares that succeeded. Whether one does is known to all ranks, so they count alike.
+    /// Prepares whose exchange took place. All ranks know that alike, whatever each makes of what it learned.
     sequence: u64,
     deferred: Option<BadId>,
+    /// What the device has found in records.
+    pub(super) heard: Option<Tensor<D>>,
 }
 
 impl<D: Kernels> Core<D> {
     pub fn new(device: D, stream: D::Stream, comm: Box<dyn Communicator<D>>, config: GroupConfig) -> Self {
-        Self { device, stream, comm, config, identity: Arc::new(()), sequence: 0, deferred: None }
+        Self { device, stream, comm, config, identity: Arc::new(()), sequence: 0, deferred: None, heard: None }
     }
 
     pub fn rank(&self) -> usize {
@@ -48,10 +50,10 @@ impl<D: Kernels> Core<D> {
     }
 
     pub fn take_deferred(&mut self) -> Result<()> {
-        match self.deferred.take() {
-            Some(bad) => Err(bad.error(self.config.num_experts)),
-            None => self.device.check(&self.stream),
+        if let Some(bad) = self.deferred.take() {
+            return Err(bad.error(self.config.num_experts));
         }
+        self.take_heard()
     }
 
     /// Tag of a collective that belongs to a handle.
@@ -95,37 +97,59 @@ impl<D: Kernels> Core<D> {
         weights: Option<TensorRef<'_, D>>,
         spec: &DispatchSpec,
     ) -> Result<Handle<D>> {
+        let handle = self.prepare_any((transport, rules), ids, weights, spec);
+        handle.map_err(|error| match (error, transport) {
+            (Error::NotCapturable { .. }, Transport::AllRows) => {
+                let operation = "the host's part in it, which deferred reporting with a static capacity has not";
+                Error::NotCapturable { call: PREPARE, operation: operation.to_string() }
+            }
+            (Error::NotCapturable { .. }, _) => {
+                Error::NotCapturable { call: PREPARE, operation: "the host's part in it".to_string() }
+            }
+            (other, _) => other,
+        })
+    }
+
+    fn prepare_any(
+        &mut self,
+        (transport, rules): (Transport, Result<()>),
+        ids: TensorRef<'_, D>,
+        weights: Option<TensorRef<'_, D>>,
+        spec: &DispatchSpec,
+    ) -> Result<Handle<D>> {
         let tag = Tag { layer: spec.layer, op: Op::Prepare, sequence: self.sequence + 1 };
         let checked = self.check_spec(spec).and(rules);
         if !(1..=self.config.num_experts).contains(&spec.top_k) {
             // Not even the size of the record is certain.
             self.agree(tag, checked)?;
         } else if let Err(error) = checked {
-            return self.fail(tag, spec, error);
+            return self.fail((tag, transport), spec, error);
+        }
+        if self.behind(transport, spec) {
+            return self.prepare_records((tag, transport), ids, spec);
         }
         if transport == Transport::Local
             && spec.reporting == Reporting::Deferred
             && let Some(handle) = self.plan_behind(ids, spec)?
         {
-            self.sequence += 1;
             return Ok(handle);
         }
         let own = match self.examine(ids, weights, spec) {
             Ok(own) => own,
-            Err(error) => return self.fail(tag, spec, error),
+            Err(error) => return self.fail((tag, transport), spec, error),
         };
         let records = match transport {
             Transport::Local => vec![own],
             Transport::UniqueRows | Transport::AllRows | Transport::Slots => self.gather(tag, spec, &own)?,
         };
-        self.judge(&records)?;
+        if let Some(error) = record::problem(&records, self.rank(), self.config.num_experts) {
+            return Err(error);
+        }
+        if transport == Transport::Local {
+            self.sequence += 1;
+        }
         let handle = self.plan(transport, &records, spec)?;
-        self.sequence += 1;
-        let deferred = records.iter().find_map(|r| match r.status {
-            Status::Deferred(bad) => Some(bad),
-            _ => None,
-        });
-        self.deferred = self.deferred.or(deferred);
+        self.deferred = self.deferred.or(record::masked(&records));
         Ok(handle)
     }
 
@@ -134,9 +158,8 @@ impl<D: Kernels> Core<D> {
     pub fn accept(&mut self, spec: &DispatchSpec, plan: Plan<D>) -> Handle<D> {
         let absent = if spec.backward { Vec::new() } else { vec![self.rank()] };
         let tokens = vec![plan.tokens];
-        let handle = Handle { in_slots: true, ..self.handle(spec, plan, absent, tokens) };
         self.sequence += 1;
-        handle
+        Handle { in_slots: true, ..self.handle(spec, plan, absent, tokens) }
     }
 
     /// Whether an error that all ranks know of waits to be returned.
@@ -186,7 +209,7 @@ impl<D: Kernels> Core<D> {
     }
 
     /// T of this rank's choices `[T, K]`.
-    fn check_ids(&self, ids: TensorRef<'_, D>, k: usize) -> Result<usize> {
+    pub(super) fn check_ids(&self, ids: TensorRef<'_, D>, k: usize) -> Result<usize> {
         let tokens = match ids.dims() {
             [tokens, width] if *width == k => *tokens,
             dims => return Err(Error::invalid(PREPARE, "tensor topk_ids", format!("[T, {k}]"), format!("{dims:?}"))),
@@ -199,7 +222,7 @@ impl<D: Kernels> Core<D> {
     }
 
     /// The only rank's plan without waiting for the device, where that can make it.
-    fn plan_behind(&self, ids: TensorRef<'_, D>, spec: &DispatchSpec) -> Result<Option<Handle<D>>> {
+    fn plan_behind(&mut self, ids: TensorRef<'_, D>, spec: &DispatchSpec) -> Result<Option<Handle<D>>> {
         let tokens = vec![self.check_ids(ids, spec.top_k)?];
         let request = PlanRequest {
             rank: 0,
@@ -211,15 +234,23 @@ impl<D: Kernels> Core<D> {
             spec,
             transport: Transport::Local,
         };
-        let plan = self.device.plan_behind(&self.stream, request)?;
-        Ok(plan.map(|plan| self.handle(spec, plan, if spec.backward { Vec::new() } else { vec![0] }, tokens)))
+        let Some(plan) = self.device.plan_behind(&self.stream, request)? else { return Ok(None) };
+        self.sequence += 1;
+        Ok(Some(self.handle(spec, plan, if spec.backward { Vec::new() } else { vec![0] }, tokens)))
     }
 
-    fn handle(&self, spec: &DispatchSpec, plan: Plan<D>, absent: Vec<usize>, tokens: Vec<usize>) -> Handle<D> {
+    /// A handle of the last prepare that was counted.
+    pub(super) fn handle(
+        &self,
+        spec: &DispatchSpec,
+        plan: Plan<D>,
+        absent: Vec<usize>,
+        tokens: Vec<usize>,
+    ) -> Handle<D> {
         Handle {
             spec: *spec,
             rank: self.rank(),
-            sequence: self.sequence + 1,
+            sequence: self.sequence,
             agreement: Agreement { absent },
             plan,
             group: Arc::clone(&self.identity),
@@ -253,7 +284,8 @@ impl<D: Kernels> Core<D> {
                 self.device.read(&self.stream, w)?
             }
         };
-        let (ids, bad) = self.clean(ids, k)?;
+        let bytes = self.device.download(&self.stream, ids)?;
+        let (ids, bad) = record::clean((&bytes, ids.dtype()), (self.rank(), k, self.config.num_experts))?;
         let status = match (self.deferred.take(), bad) {
             // A deferred error that nobody asked for comes first.
             (Some(bad), _) => Status::BadId(bad),
@@ -261,51 +293,26 @@ impl<D: Kernels> Core<D> {
             (None, Some(bad)) if spec.reporting == Reporting::Deferred => Status::Deferred(bad),
             (None, Some(bad)) => Status::BadId(bad),
         };
-        Ok(Record { status, fields: record::fields(spec), backward: spec.backward, tokens, ids, weights })
+        let (fields, backward) = (record::fields(spec), spec.backward);
+        Ok(Record { status, fields, backward, pending: false, tokens, ids, weights })
     }
 
-    /// Ids as i32, bad entries masked, and the first of these.
-    fn clean(&self, ids: TensorRef<'_, D>, k: usize) -> Result<(Vec<i32>, Option<BadId>)> {
-        let experts = self.config.num_experts;
-        let bytes = self.device.download(&self.stream, ids)?;
-        let wide: Vec<i64> = match ids.dtype() {
-            DType::I64 => bytes.as_chunks().0.iter().map(|b| i64::from_ne_bytes(*b)).collect(),
-            DType::I32 => bytes.as_chunks().0.iter().map(|b| i64::from(i32::from_ne_bytes(*b))).collect(),
-            other => return Err(Error::invalid(PREPARE, "tensor topk_ids", "i32 or i64", other)),
-        };
-        // Choice that named each expert last: doubled if of the same token.
-        let mut named = vec![usize::MAX; experts];
-        let mut bad = None;
-        let mut clean = Vec::with_capacity(wide.len());
-        for (i, &id) in wide.iter().enumerate() {
-            let (token, column) = (i / k, i % k);
-            let problem = |first| BadId { rank: self.rank(), token, k: column, id, first };
-            let mut kept = -1;
-            match usize::try_from(id) {
-                Ok(e) if e < experts => {
-                    let last = std::mem::replace(&mut named[e], i);
-                    if last != usize::MAX && last / k == token {
-                        bad = bad.or(Some(problem(Some(last % k))));
-                    } else {
-                        kept = e as i32;
-                    }
-                }
-                _ if id == -1 => {}
-                _ => bad = bad.or(Some(problem(None))),
-            }
-            clean.push(kept);
-        }
-        Ok((clean, bad))
-    }
-
-    fn sizes(&self, spec: &DispatchSpec) -> Sizes {
+    pub(super) fn sizes(&self, spec: &DispatchSpec) -> Sizes {
         let weights = record::needs_weights(spec);
         Sizes { max_tokens: self.config.max_tokens_per_rank, top_k: spec.top_k, weights }
     }
 
-    /// Takes part as a failure and returns this rank's error.
-    fn fail<T>(&mut self, tag: Tag, spec: &DispatchSpec, error: Error) -> Result<T> {
-        if self.ranks() > 1 {
+    /// Takes part as a failure and returns this rank's error. Hosts that do not read records have to be told otherwise.
+    pub(super) fn fail<T>(
+        &mut self,
+        (tag, transport): (Tag, Transport),
+        spec: &DispatchSpec,
+        error: Error,
+    ) -> Result<T> {
+        // The rank's own error is the news, whatever becomes of the exchange.
+        if self.behind(transport, spec) && !plan::waits(transport, spec) {
+            let _ = self.comm.refuse(tag, &error.to_string());
+        } else if self.ranks() > 1 {
             let _ = self.gather(tag, spec, &Record::failed(Status::Failed(error.to_string())));
         }
         Err(error)
@@ -314,38 +321,29 @@ impl<D: Kernels> Core<D> {
     /// Every rank's record, in rank order.
     fn gather(&mut self, tag: Tag, spec: &DispatchSpec, own: &Record) -> Result<Vec<Record>> {
         let sizes = self.sizes(spec);
-        let size = sizes.bytes();
-        let mut send = Tensor::empty(&self.device, DType::U8, &[size])?;
+        let mut send = Tensor::empty(&self.device, DType::U8, &[sizes.bytes()])?;
         self.device.upload(&self.stream, &own.encode(sizes), send.view_mut())?;
-        let mut recv = Tensor::empty(&self.device, DType::U8, &[self.ranks(), size])?;
-        if let Err(error) = self.comm.all_gather(tag, send.view(), recv.view_mut()) {
-            return Err(match error {
-                Error::Comm(CommError::SizeMismatch { rank, peer, expected, found, .. }) => {
-                    let what = format!("a routing record of {expected} bytes (top_k = {})", spec.top_k);
-                    let field = "spec.top_k or spec.expert_capacity".to_string();
-                    let peer_value = format!("a routing record of {found} bytes");
-                    Error::ConfigMismatch { field, rank, value: what, peer, peer_value }
-                }
-                other => self.explain(PREPARE, other),
-            });
-        }
+        let recv = self.exchange(tag, spec, &send)?;
         let bytes = self.device.download(&self.stream, recv.view())?;
-        Ok(bytes.chunks_exact(size).map(|b| Record::decode(b, sizes)).collect())
+        Ok(bytes.chunks_exact(sizes.bytes()).map(|b| Record::decode(b, sizes)).collect())
     }
 
-    /// Whether prepare fails, from what all ranks know; each names its own problem first.
-    fn judge(&self, records: &[Record]) -> Result<()> {
-        let rank = self.rank();
-        let failure = |(peer, r): (usize, &Record)| match &r.status {
-            Status::BadId(bad) => Some(bad.error(self.config.num_experts)),
-            Status::Failed(reason) => Some(Error::Peer { call: PREPARE, rank, peer, reason: reason.clone() }),
-            Status::Ready | Status::Deferred(_) => None,
-        };
-        let own = std::iter::once((rank, &records[rank]));
-        if let Some(error) = own.chain(records.iter().enumerate()).find_map(failure) {
-            return Err(error);
+    /// The same as the device has them.
+    pub(super) fn exchange(&mut self, tag: Tag, spec: &DispatchSpec, own: &Tensor<D>) -> Result<Tensor<D>> {
+        let mut recv = Tensor::empty(&self.device, DType::U8, &[self.ranks(), own.bytes()])?;
+        match self.comm.all_gather(tag, own.view(), recv.view_mut()) {
+            Ok(()) => {
+                self.sequence += 1;
+                Ok(recv)
+            }
+            Err(Error::Comm(CommError::SizeMismatch { rank, peer, expected, found, .. })) => {
+                let what = format!("a routing record of {expected} bytes (top_k = {})", spec.top_k);
+                let field = "spec.top_k or spec.expert_capacity".to_string();
+                let peer_value = format!("a routing record of {found} bytes");
+                Err(Error::ConfigMismatch { field, rank, value: what, peer, peer_value })
+            }
+            Err(error) => Err(self.explain(PREPARE, error)),
         }
-        record::disagreement(records, rank).map_or(Ok(()), Err)
     }
 
     fn plan(&self, transport: Transport, records: &[Record], spec: &DispatchSpec) -> Result<Handle<D>> {

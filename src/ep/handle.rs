@@ -25,7 +25,7 @@ pub struct Handle<D: Kernels> {
     pub(super) plan: Plan<D>,
     /// The group that prepared it.
     pub(super) group: Arc<()>,
-    /// Tokens of each rank.
+    /// Rows of each rank where all tokens are gathered: its tokens, and padding where a device made the plan.
     pub(super) tokens: Vec<usize>,
     /// Received rows lie in slots.
     pub(crate) in_slots: bool,
@@ -69,7 +69,8 @@ impl<D: Kernels> Handle<D> {
         self.plan.tokens
     }
 
-    /// Tokens of all ranks; of this one alone where prepare did not wait (NCCL EP, [`Reporting::Deferred`]).
+    /// Tokens of all ranks; of this one alone where prepare did not wait (NCCL EP, or all-gather with a static capacity;
+    /// [`Reporting::Deferred`]).
     ///
     /// [`Reporting::Deferred`]: super::Reporting::Deferred
     pub fn total_tokens(&self) -> usize {
@@ -92,13 +93,13 @@ impl<D: Kernels> Handle<D> {
         self.plan.zones.rows
     }
 
-    /// Rows that dispatch brings here: tokens of all ranks that chose an expert of this one, or all tokens where all are
-    /// gathered; none where they stay.
+    /// Rows that dispatch brings here: tokens of all ranks that chose an expert of this one, or all tokens, with their
+    /// padding, where all are gathered; none where they stay.
     pub fn arriving_rows(&self) -> usize {
         match (&self.plan.messages, self.tokens.len()) {
             (Some(messages), _) => messages.recv_rows.iter().sum(),
             (None, 1) => 0,
-            (None, _) => self.plan.total_tokens,
+            (None, _) => self.tokens.iter().sum(),
         }
     }
 
@@ -126,7 +127,7 @@ impl<D: Kernels> Handle<D> {
         self.plan.row_map.view()
     }
 
-    /// Whether all ranks asked for backward.
+    /// Whether all ranks asked for backward; where prepare did not wait, this one alone.
     pub fn agreement(&self) -> &Agreement {
         &self.agreement
     }

@@ -28,11 +28,13 @@
 
 mod all_gather;
 mod all_to_all;
+mod behind;
 pub(crate) mod carrier;
 mod choice;
 pub(crate) mod core;
 mod group;
 pub(crate) mod handle;
+pub(crate) mod heard;
 mod local;
 mod plan;
 pub(crate) mod record;
@@ -46,7 +48,7 @@ pub use choice::VARIABLE;
 pub use group::{DispatcherKind, Group, GroupConfig};
 pub use handle::{Agreement, Handle};
 pub use local::Local;
-pub use plan::{Messages, Plan, PlanRequest, Transport};
+pub use plan::{Gathered, Known, Messages, Plan, PlanRecords, PlanRequest, RecordIds, Transport};
 pub use shared::EpGroup;
 pub use stats::Stats;
 
@@ -102,10 +104,11 @@ impl DispatchSpec {
 /// Rows of the receive layout.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Capacity {
-    /// As many as this step needs, known to the host after prepare; where prepare does not wait for the device
-    /// ([`Reporting::Deferred`], one rank) as many as it may need at most.
+    /// As many as this step needs, known to the host after prepare, which waits for that number where the device makes the
+    /// plan; with one rank and [`Reporting::Deferred`] as many as it may need at most, without waiting.
     Eager,
-    /// A fixed number per call, at most the group's reserved maximum.
+    /// A fixed number per call, at most the group's reserved maximum. With [`Reporting::Deferred`], [`AllGather`]'s prepare
+    /// does not wait for the device; each rank's tokens then travel as `max_tokens_per_rank` rows.
     Static(usize),
 }
 
@@ -126,6 +129,11 @@ pub enum Reporting {
     Immediate,
     /// A bad id is treated as −1, a row past the capacity as dropped, a NaN goes its way. The first error is kept and
     /// returned by [`TokenDispatcher::check`], or by a later prepare. With one rank nothing waits for the device.
+    ///
+    /// Several ranks are told the same. Where prepare has to wait for numbers of rows ([`AllToAll`] always, others as
+    /// [`Capacity`] says), a capacity that is too small, and ranks that disagree or fail, are its own errors. Where nothing
+    /// waits they are kept too, and told by [`TokenDispatcher::check`] alone: of a later prepare, some ranks' hosts might
+    /// know and others not yet.
     Deferred,
 }
 

@@ -4,9 +4,91 @@ use std::sync::Arc;
 
 use crate::kernels::{Kernels, Zones};
 use crate::lazy::Lazy;
-use crate::tensor::{Tensor, TensorRef};
+use crate::tensor::{Tensor, TensorMut, TensorRef};
 
-use super::{DispatchSpec, Stats};
+use super::{Capacity, DispatchSpec, Stats};
+
+/// A rank's choices, to be written as what it tells the others in prepare: a record of a size that all ranks know
+/// (`src/ep/record.rs` has its layout).
+#[derive(Debug)]
+pub struct RecordIds<'a, D: Kernels> {
+    /// This rank.
+    pub rank: usize,
+    /// Experts E.
+    pub num_experts: usize,
+    /// Tokens that a record has room for.
+    pub max_tokens: usize,
+    /// What the choices are for.
+    pub spec: &'a DispatchSpec,
+    /// `[T, K]`, I32 or I64, not checked: bad ids count as −1, and the record tells of the first.
+    pub ids: TensorRef<'a, D>,
+    /// What earlier calls have found (`src/ep/heard.rs`).
+    pub heard: TensorMut<'a, D>,
+    /// The record, U8.
+    pub out: TensorMut<'a, D>,
+}
+
+/// All ranks' records, to be planned for one rank. For [`Transport::AllRows`], each rank's tokens are padded to the same
+/// number of rows.
+#[derive(Debug)]
+pub struct PlanRecords<'a, D: Kernels> {
+    /// The rank that the plan is for.
+    pub rank: usize,
+    /// Ranks R.
+    pub ranks: usize,
+    /// Experts E.
+    pub num_experts: usize,
+    /// Tokens that a record has room for.
+    pub max_tokens: usize,
+    /// Tokens of the rank.
+    pub tokens: usize,
+    /// Alignment, capacities, overflow.
+    pub spec: &'a DispatchSpec,
+    /// [`Transport::AllRows`] or [`Transport::UniqueRows`].
+    pub transport: Transport,
+    /// `U8 [R, size]`.
+    pub records: TensorRef<'a, D>,
+    /// Where what is wrong with them is kept until somebody asks; what is there stays.
+    pub heard: TensorMut<'a, D>,
+}
+
+impl<D: Kernels> PlanRecords<'_, D> {
+    /// Whether the host has to know what the plan needs: the number of rows, or the sizes of messages.
+    pub fn waits(&self) -> bool {
+        waits(self.transport, self.spec)
+    }
+}
+
+/// As [`PlanRecords::waits`].
+pub(crate) fn waits(transport: Transport, spec: &DispatchSpec) -> bool {
+    transport != Transport::AllRows || spec.capacity == Capacity::Eager
+}
+
+/// A plan made of records.
+#[derive(Debug)]
+pub struct Gathered<D: Kernels> {
+    /// The plan.
+    pub plan: Plan<D>,
+    /// Rows of each rank among those that arrive where all do: token t of rank r is row r·room + t.
+    pub room: usize,
+    /// What the records say, where the host had to wait ([`PlanRecords::waits`]).
+    pub known: Option<Known>,
+}
+
+/// What the host knows of all ranks.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Known {
+    /// Tokens of each rank.
+    pub tokens: Vec<usize>,
+    /// Ranks that will not call backward.
+    pub absent: Vec<usize>,
+    /// Ranks that hold an error of an earlier call.
+    pub pending: Vec<usize>,
+    /// A rank has failed, or they disagree: the records say more, and the plan is worth nothing.
+    pub troubled: bool,
+    /// A rank that has too few rows, where that is an error, and how many it needs.
+    pub overflow: Option<(usize, usize)>,
+}
 
 /// All ranks' choices, and for whom the plan is.
 #[derive(Debug)]

@@ -8,16 +8,26 @@
 //! ```
 
 use crate::config::CapacityOrder;
-use crate::error::{Error, IdProblem};
+use crate::dtype::DType;
+use crate::error::{Error, IdProblem, Result};
 
 use super::{Capacity, DispatchSpec, Overflow, Reporting};
 
-const WORDS: usize = 24;
+const CALL: &str = "prepare";
+
+/// Words of a header: kind, tokens, backward, length of the reason; of a bad id rank, token, k, id, first column + 1; the
+/// spec's numbers; whether an error of an earlier call has not been asked for.
+pub(crate) const WORDS: usize = 24;
 const TEXT: usize = 320;
-pub(super) const HEADER: usize = WORDS * 8 + TEXT;
+/// Bytes before the ids.
+pub(crate) const HEADER: usize = WORDS * 8 + TEXT;
+/// Word of the spec's first number.
+pub(crate) const FIRST_FIELD: usize = 9;
+/// Word that says that a rank still holds an error of an earlier call.
+pub(crate) const PENDING: usize = FIRST_FIELD + FIELDS.len();
 
 /// Numbers of a spec that all ranks must agree on; `layer` is in the tag, `backward` is each rank's own.
-const FIELDS: [&str; 9] = [
+pub(crate) const FIELDS: [&str; 9] = [
     "spec.top_k",
     "spec.alignment",
     "spec.capacity",
@@ -31,7 +41,7 @@ const FIELDS: [&str; 9] = [
 
 /// An id that is out of range or doubled.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) struct BadId {
+pub(crate) struct BadId {
     pub rank: usize,
     pub token: usize,
     pub k: usize,
@@ -52,7 +62,7 @@ impl BadId {
 
 /// How a rank stands before the exchange.
 #[derive(Debug, Clone)]
-pub(super) enum Status {
+pub(crate) enum Status {
     Ready,
     /// Ready, with a bad id masked and to be reported later.
     Deferred(BadId),
@@ -63,11 +73,13 @@ pub(super) enum Status {
 }
 
 /// One rank's part of prepare.
-#[derive(Debug)]
-pub(super) struct Record {
+#[derive(Debug, Clone)]
+pub(crate) struct Record {
     pub status: Status,
-    pub fields: [u64; FIELDS.len()],
+    pub fields: Fields,
     pub backward: bool,
+    /// An error of an earlier call has not been asked for.
+    pub pending: bool,
     pub tokens: usize,
     /// `[tokens, K]`.
     pub ids: Vec<i32>,
@@ -77,7 +89,7 @@ pub(super) struct Record {
 
 /// Sizes that make a record.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct Sizes {
+pub(crate) struct Sizes {
     pub max_tokens: usize,
     pub top_k: usize,
     pub weights: bool,
@@ -100,7 +112,7 @@ impl Sizes {
 }
 
 /// Whether prepare exchanges weights.
-pub(super) fn needs_weights(spec: &DispatchSpec) -> bool {
+pub(crate) fn needs_weights(spec: &DispatchSpec) -> bool {
     spec.expert_capacity.is_some_and(|c| c.order == CapacityOrder::Probability)
 }
 
@@ -141,8 +153,27 @@ fn show(field: &str, value: u64) -> String {
     }
 }
 
+/// What fails for what the ranks say, as an error of `rank`; each names its own problem first.
+pub(crate) fn problem(records: &[Record], rank: usize, num_experts: usize) -> Option<Error> {
+    let failure = |(peer, r): (usize, &Record)| match &r.status {
+        Status::BadId(bad) => Some(bad.error(num_experts)),
+        Status::Failed(reason) => Some(Error::Peer { call: CALL, rank, peer, reason: reason.clone() }),
+        Status::Ready | Status::Deferred(_) => None,
+    };
+    let own = std::iter::once((rank, &records[rank]));
+    own.chain(records.iter().enumerate()).find_map(failure).or_else(|| disagreement(records, rank))
+}
+
+/// The first id that a rank has masked.
+pub(crate) fn masked(records: &[Record]) -> Option<BadId> {
+    records.iter().find_map(|r| match r.status {
+        Status::Deferred(bad) => Some(bad),
+        _ => None,
+    })
+}
+
 /// The first field in which the ranks differ, as an error of `rank`.
-pub(super) fn disagreement(records: &[Record], rank: usize) -> Option<Error> {
+fn disagreement(records: &[Record], rank: usize) -> Option<Error> {
     let own = &records[rank].fields;
     (0..FIELDS.len()).find_map(|i| {
         let peer = records.iter().position(|r| r.fields[i] != own[i])?;
@@ -159,7 +190,8 @@ pub(super) fn disagreement(records: &[Record], rank: usize) -> Option<Error> {
 impl Record {
     /// A record that says only that this rank failed.
     pub fn failed(status: Status) -> Self {
-        Self { status, fields: [0; FIELDS.len()], backward: false, tokens: 0, ids: Vec::new(), weights: Vec::new() }
+        let (ids, weights) = (Vec::new(), Vec::new());
+        Self { status, fields: [0; FIELDS.len()], backward: false, pending: false, tokens: 0, ids, weights }
     }
 
     pub fn encode(&self, sizes: Sizes) -> Vec<u8> {
@@ -175,6 +207,7 @@ impl Record {
         let first = bad.first.map_or(0, |f| f as u64 + 1);
         words.extend([bad.rank as u64, bad.token as u64, bad.k as u64, bad.id as u64, first]);
         words.extend(self.fields);
+        words.push(u64::from(self.pending));
         put(&mut bytes[..WORDS * 8], words.iter().map(|w| w.to_le_bytes()));
         bytes[WORDS * 8..WORDS * 8 + text.len()].copy_from_slice(text.as_bytes());
         put(&mut bytes[sizes.ids_at()..], self.ids.iter().map(|v| v.to_le_bytes()));
@@ -204,15 +237,52 @@ impl Record {
         };
         let tokens = (words[1] as usize).min(sizes.max_tokens);
         let mut fields = [0; FIELDS.len()];
-        fields.copy_from_slice(&words[9..9 + FIELDS.len()]);
+        fields.copy_from_slice(&words[FIRST_FIELD..PENDING]);
         let choices = tokens * sizes.top_k;
+        // A header alone has neither.
+        let behind = |at: usize| bytes.get(at..).unwrap_or_default();
         let weights = match sizes.weights {
-            true => get(&bytes[sizes.weights_at()..], choices, f64::from_le_bytes),
+            true => get(behind(sizes.weights_at()), choices, f64::from_le_bytes),
             false => Vec::new(),
         };
-        let ids = get(&bytes[sizes.ids_at()..], choices, i32::from_le_bytes);
-        Self { status, fields, backward: words[2] != 0, tokens, ids, weights }
+        let ids = get(behind(sizes.ids_at()), choices, i32::from_le_bytes);
+        Self { status, fields, backward: words[2] != 0, pending: words[PENDING] != 0, tokens, ids, weights }
     }
+}
+
+/// Ids as i32, bad entries masked, and the first of these.
+pub(crate) fn clean(
+    (bytes, dtype): (&[u8], DType),
+    (rank, k, num_experts): (usize, usize, usize),
+) -> Result<(Vec<i32>, Option<BadId>)> {
+    let wide: Vec<i64> = match dtype {
+        DType::I64 => bytes.as_chunks().0.iter().map(|b| i64::from_ne_bytes(*b)).collect(),
+        DType::I32 => bytes.as_chunks().0.iter().map(|b| i64::from(i32::from_ne_bytes(*b))).collect(),
+        other => return Err(Error::invalid(CALL, "tensor topk_ids", "i32 or i64", other)),
+    };
+    // Choice that named each expert last: doubled if of the same token.
+    let mut named = vec![usize::MAX; num_experts];
+    let mut bad = None;
+    let mut clean = Vec::with_capacity(wide.len());
+    for (i, &id) in wide.iter().enumerate() {
+        let (token, column) = (i / k, i % k);
+        let problem = |first| BadId { rank, token, k: column, id, first };
+        let mut kept = -1;
+        match usize::try_from(id) {
+            Ok(e) if e < num_experts => {
+                let last = std::mem::replace(&mut named[e], i);
+                if last != usize::MAX && last / k == token {
+                    bad = bad.or(Some(problem(Some(last % k))));
+                } else {
+                    kept = e as i32;
+                }
+            }
+            _ if id == -1 => {}
+            _ => bad = bad.or(Some(problem(None))),
+        }
+        clean.push(kept);
+    }
+    Ok((clean, bad))
 }
 
 /// As much of a text as fits, whole characters only.

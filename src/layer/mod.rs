@@ -304,8 +304,9 @@ impl Layer {
 
     /// [`forward`](Self::forward) into memory of the caller: `y` is `[T, H]` of x's type, overwritten.
     ///
-    /// On a GPU with one rank, nothing is allocated and nothing waits for the device once calls of these sizes have
-    /// been seen (`Cuda::memory` counts), so the call can be captured into a graph (`Cuda::capture`).
+    /// On a GPU with one rank, or with several over all-gather with a static capacity, nothing is allocated and nothing
+    /// waits for the device once calls of these sizes have been seen (`Cuda::memory` counts), so the call can be captured
+    /// into a graph (`Cuda::capture`).
     ///
     /// # Errors
     /// As [`forward`](Self::forward).

@@ -4,7 +4,7 @@ use std::thread;
 use std::time::Duration;
 
 use moebius::ep::{
-    DispatchGrads, DispatchInputs, DispatchOutputs, DispatchSpec, DispatcherKind, Group, GroupConfig, Handle,
+    DispatchGrads, DispatchInputs, DispatchOutputs, DispatchSpec, DispatcherKind, Group, GroupConfig, Handle, Reporting,
 };
 use moebius::{DType, Error, Result, Tensor, TensorRef};
 
@@ -39,6 +39,8 @@ pub struct Setup<D: Target> {
     pub kind: DispatcherKind,
     pub ranks: usize,
     pub name: &'static str,
+    /// Specs that would report at once report later, and are asked right after prepare.
+    pub later: bool,
 }
 
 impl<D: Target> Setup<D> {
@@ -77,7 +79,7 @@ impl<D: Target> Setup<D> {
             _ => 1,
         };
         let forward_only = self.kind == DispatcherKind::NcclEpLowLatency;
-        Ok(Rank { rank: group.rank(), group, columns, forward_only })
+        Ok(Rank { rank: group.rank(), group, columns, forward_only, later: self.later })
     }
 
     /// Whether the library's rules and habits apply.
@@ -129,6 +131,8 @@ pub struct Rank<D: Target> {
     pub columns: usize,
     /// No rank asks for backward: cases that call it end there, with `BackwardNotAgreed`.
     pub forward_only: bool,
+    /// As [`Setup::later`].
+    pub later: bool,
 }
 
 /// Rows and weights in expert-major order.
@@ -199,19 +203,30 @@ impl<D: Target> Rank<D> {
 
     pub fn prepare(&mut self, ids: &[i64], spec: &DispatchSpec) -> Result<Handle<D>> {
         let ids = self.ids(ids, spec.top_k)?;
-        let spec = self.spec(spec);
-        self.group.dispatcher().prepare(ids.view(), None, &spec)
+        self.prepare_with(&ids, None, spec)
     }
 
     pub fn prepare_weighted(&mut self, ids: &[i64], weights: &[f64], spec: &DispatchSpec) -> Result<Handle<D>> {
         let dims = [ids.len() / spec.top_k, spec.top_k];
         let (ids, weights) = (self.ids(ids, spec.top_k)?, self.put(DType::F32, weights, &dims));
-        let spec = self.spec(spec);
-        self.group.dispatcher().prepare(ids.view(), Some(weights.view()), &spec)
+        self.prepare_with(&ids, Some(&weights), spec)
     }
 
-    fn spec(&self, spec: &DispatchSpec) -> DispatchSpec {
-        DispatchSpec { backward: spec.backward && !self.forward_only, ..*spec }
+    pub fn prepare_with(
+        &mut self,
+        ids: &Tensor<D>,
+        weights: Option<&Tensor<D>>,
+        spec: &DispatchSpec,
+    ) -> Result<Handle<D>> {
+        let (ids, weights) = (ids.view(), weights.map(Tensor::view));
+        let spec = DispatchSpec { backward: spec.backward && !self.forward_only, ..*spec };
+        if !self.later || spec.reporting == Reporting::Deferred {
+            return self.group.dispatcher().prepare(ids, weights, &spec);
+        }
+        let spec = DispatchSpec { reporting: Reporting::Deferred, ..spec };
+        let handle = self.group.dispatcher().prepare(ids, weights, &spec)?;
+        self.group.dispatcher().check()?;
+        Ok(handle)
     }
 
     /// Dispatch into outputs full of [`CANARY`].

@@ -6,6 +6,7 @@ mod communicator;
 mod edges;
 mod faults;
 mod harness;
+mod later;
 mod random;
 mod reference;
 mod routing;
@@ -30,6 +31,7 @@ pub fn cases<D: Target>() -> Vec<(&'static str, Case<D>)> {
         ("edges", edges::cases()),
         ("faults", faults::cases()),
         ("random", random::cases()),
+        ("later", later::cases()),
     ];
     files.into_iter().flat_map(|(file, cases)| cases.into_iter().map(move |c| (file, c))).collect()
 }
@@ -47,42 +49,58 @@ pub fn windows<D: Target, C: moebius::comm::SymmetricMemory<D>>(comm: C, device:
 
 /// A dispatcher over some ranks.
 pub fn over<D: Target>(device: &D, kind: DispatcherKind, ranks: usize, name: &'static str) -> Setup<D> {
-    Setup { device: device.clone(), kind, ranks, name }
+    Setup { device: device.clone(), kind, ranks, name, later: false }
+}
+
+/// The same with errors asked for after prepare.
+pub fn later<D: Target>(device: &D, kind: DispatcherKind, ranks: usize, name: &'static str) -> Setup<D> {
+    Setup { later: true, ..over(device, kind, ranks, name) }
 }
 
 /// A device's own dispatcher, alone.
 pub fn alone<D: Target>(device: &D, name: &'static str) -> Setup<D> {
-    Setup { device: device.clone(), kind: DispatcherKind::Local, ranks: 1, name }
+    Setup { device: device.clone(), kind: DispatcherKind::Local, ranks: 1, name, later: false }
 }
 
 /// Runs every case that applies at every number of ranks.
-fn suite(kind: DispatcherKind, ranks: &[usize]) {
+fn suite(kind: DispatcherKind, ranks: &[usize], later: bool) {
     let cases: Vec<Case<Cpu>> = cases().into_iter().map(|(_, case)| case).collect();
     let (mut runs, most) = (0, ranks.iter().copied().max().unwrap_or(1));
     let applicable = cases.iter().filter(|c| c.min_ranks <= most).count();
     for &ranks in ranks {
         for case in cases.iter().filter(|c| c.min_ranks <= ranks) {
-            let setup = Setup { device: Cpu::poisoning(), kind, ranks, name: case.name };
+            let setup = Setup { device: Cpu::poisoning(), kind, ranks, name: case.name, later };
             (case.run)(&setup);
             runs += 1;
         }
     }
     // Straight to stderr: the count is to be seen without --nocapture.
-    let line = format!("conformance {kind:?}: {applicable} cases, {runs} runs at R = {ranks:?}\n");
+    let reporting = if later { ", errors later" } else { "" };
+    let line = format!("conformance {kind:?}{reporting}: {applicable} cases, {runs} runs at R = {ranks:?}\n");
     std::io::stderr().write_all(line.as_bytes()).expect("stderr");
 }
 
 #[test]
 fn local() {
-    suite(DispatcherKind::Local, &[1]);
+    suite(DispatcherKind::Local, &[1], false);
 }
 
 #[test]
 fn all_to_all() {
-    suite(DispatcherKind::AllToAll, &[1, 2, 4, 8]);
+    suite(DispatcherKind::AllToAll, &[1, 2, 4, 8], false);
 }
 
 #[test]
 fn all_gather() {
-    suite(DispatcherKind::AllGather, &[1, 2, 4, 8]);
+    suite(DispatcherKind::AllGather, &[1, 2, 4, 8], false);
+}
+
+#[test]
+fn all_to_all_errors_later() {
+    suite(DispatcherKind::AllToAll, &[1, 2, 4], true);
+}
+
+#[test]
+fn all_gather_errors_later() {
+    suite(DispatcherKind::AllGather, &[1, 2, 4, 8], true);
 }

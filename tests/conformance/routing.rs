@@ -115,6 +115,8 @@ fn aligned_drop_leaves_canaries<D: Target>(s: &Setup<D>) {
             // Rank 0 brings all of its five tokens to experts 0 and 1.
             let tokens = if r.rank == 0 { 5 } else { 0 };
             let h = r.prepare(&to_first(tokens, 2), &spec).expect("prepare");
+            // Where the host does not know the end, the rest is zeroed.
+            h.stats().expect("stats");
             let x = x(r.rank, tokens, 2);
             let recv = r.dispatch(&h, F32(2), &x, Some(&vec![1.0; tokens * 2])).expect("dispatch");
             let d_eo = r.combine_bwd(&h, F32(2), &x).expect("combine_bwd");
@@ -219,11 +221,11 @@ fn i32_and_i64_ids<D: Target>(s: &Setup<D>) {
         let narrow = r.put(DType::I32, &narrow, &[T, 2]);
         let spec = DispatchSpec::new(0, 2);
         let a = r.prepare(&wide, &spec).expect("i64");
-        let b = r.group.dispatcher().prepare(narrow.view(), None, &spec).expect("i32");
+        let b = r.prepare_with(&narrow, None, &spec).expect("i32");
         assert_eq!((r.kept(&a), r.values(a.row_map())), (r.kept(&b), r.values(b.row_map())));
         assert_eq!(r.zones(&a), r.zones(&b));
         let floats = r.put(DType::F32, &[0.0; T * 2], &[T, 2]);
-        let error = r.group.dispatcher().prepare(floats.view(), None, &spec);
+        let error = r.prepare_with(&floats, None, &spec);
         assert!(matches!(error, Err(Error::Invalid { name, .. }) if name == "tensor topk_ids"));
         r.works();
     });

@@ -6,7 +6,7 @@ use moebius::comm::Communicator;
 use moebius::config::{CapacityOrder, ExpertCapacity, MoeConfig, SharedConfig};
 use moebius::cpu::Cpu;
 use moebius::cuda::Cuda;
-use moebius::ep::{Capacity, DispatcherKind, Overflow};
+use moebius::ep::{Capacity, DispatcherKind, Overflow, Reporting};
 use moebius::nccl::NcclComm;
 use moebius::{DType, Error};
 
@@ -205,6 +205,7 @@ fn a_capacity_too_small_is_told_everywhere(cuda: &Cuda, ranks: usize) {
         let mut problem = Problem::new(&MoeConfig::new(64, 40, 16, 4), &vec![20; ranks], kind, DType::F32);
         problem.setup.dispatch.capacity = Capacity::Static(3);
         problem.setup.dispatch.overflow = Overflow::Error;
+        problem.setup.dispatch.reporting = Some(Reporting::Immediate);
         let error = problem.on(cuda).err();
         assert!(matches!(error, Some(Error::Capacity { capacity: 3, .. })), "{error:?}");
         if kind != DispatcherKind::NcclEp {

@@ -10,6 +10,7 @@ mod common;
 #[allow(dead_code, unused_imports, reason = "a suite has parts for the CPU alone")]
 mod conformance;
 
+mod graph;
 #[path = "../common/launched.rs"]
 #[allow(dead_code, reason = "a suite takes a part")]
 mod launched;
@@ -25,7 +26,7 @@ use std::process::ExitCode;
 use moebius::cuda::Cuda;
 use moebius::ep::DispatcherKind;
 
-use conformance::over;
+use conformance::{later, over};
 use several::Body;
 
 const KINDS: [DispatcherKind; 2] = [DispatcherKind::AllToAll, DispatcherKind::AllGather];
@@ -46,13 +47,22 @@ fn over_ranks(ranks: usize) -> Vec<(String, Body)> {
     for kind in KINDS {
         for (file, case) in conformance::cases().into_iter().filter(|(_, case)| case.min_ranks <= ranks) {
             let name = format!("conformance::{kind:?}::{file}::{}", case.name);
-            all.push((name, body(move |cuda| (case.run)(&over(cuda, kind, ranks, case.name)))));
+            let run = case.run;
+            all.push((name, body(move |cuda| run(&over(cuda, kind, ranks, case.name)))));
+            let name = format!("conformance_later::{kind:?}::{file}::{}", case.name);
+            all.push((name, body(move |cuda| run(&later(cuda, kind, ranks, case.name)))));
         }
     }
     for own in conformance::communicator_bodies().into_iter().filter(|own| (own.ranks)(ranks)) {
         all.push((format!("communicator::{}", own.name), body(move |cuda| (own.run)(cuda, ranks))));
     }
-    for (file, cases) in [("layer", layer::cases()), ("lost", lost::cases()), ("processes", processes::cases())] {
+    let files = [
+        ("graph", graph::cases()),
+        ("layer", layer::cases()),
+        ("lost", lost::cases()),
+        ("processes", processes::cases()),
+    ];
+    for (file, cases) in files {
         for (name, run) in cases {
             all.push((format!("{file}::{name}"), body(move |cuda| run(cuda, ranks))));
         }

@@ -109,8 +109,8 @@ impl Case {
     }
 }
 
-/// Sizes with and without partial blocks and panels.
-const DIMS: [[usize; 2]; 7] = [[1, 2], [2, 16], [16, 16], [5, 18], [33, 70], [48, 130], [32, 64]];
+/// Sizes with and without partial blocks and panels; the last of whole blocks and tiles.
+const DIMS: [[usize; 2]; 7] = [[1, 2], [2, 16], [16, 16], [5, 18], [33, 70], [48, 130], [64, 192]];
 const DTYPES: [DType; 3] = [DType::F32, DType::BF16, DType::F16];
 const DIRECTIONS: [Direction; 2] = [Direction::Rows, Direction::Columns];
 

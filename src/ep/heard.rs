@@ -1,0 +1,68 @@
+//! What a device has found wrong with all ranks' records while the host did not wait: kept on the device, the same on
+//! all ranks, until somebody asks.
+//!
+//! ```text
+//! WORDS · 8 bytes        kind; for a capacity: rank, rows needed, rows there are; the device's own
+//! R · HEADER bytes       headers of the records in question
+//! ```
+
+use crate::error::Error;
+
+use super::record::{self, HEADER, Record, Sizes};
+
+/// Words before the headers.
+pub(crate) const WORDS: usize = 8;
+/// Nothing; must be zero, as the memory is cleared with it.
+const NOTHING: u64 = 0;
+/// A rank has failed or masked an id, or they disagree: the headers say which.
+pub(crate) const RECORDS: u64 = 1;
+/// A rank has too few rows.
+pub(crate) const CAPACITY: u64 = 2;
+
+/// Bytes of it.
+pub(crate) fn bytes(ranks: usize) -> usize {
+    WORDS * 8 + ranks * HEADER
+}
+
+/// Whether something is kept.
+pub(crate) fn any(bytes: &[u8]) -> bool {
+    word(bytes, 0) != NOTHING
+}
+
+fn word(bytes: &[u8], i: usize) -> u64 {
+    bytes.as_chunks().0.get(i).map_or(NOTHING, |w| u64::from_le_bytes(*w))
+}
+
+/// Keeps the headers of these records.
+pub(crate) fn keep_headers(bytes: &mut [u8], records: &[u8]) {
+    put(bytes, &[RECORDS]);
+    let size = records.len() / ((bytes.len() - WORDS * 8) / HEADER);
+    for (to, from) in bytes[WORDS * 8..].chunks_exact_mut(HEADER).zip(records.chunks_exact(size)) {
+        to.copy_from_slice(&from[..HEADER]);
+    }
+}
+
+/// Keeps a capacity that is too small.
+pub(crate) fn keep_capacity(bytes: &mut [u8], [rank, needed, capacity]: [usize; 3]) {
+    put(bytes, &[CAPACITY, rank as u64, needed as u64, capacity as u64]);
+}
+
+fn put(bytes: &mut [u8], words: &[u64]) {
+    bytes.as_chunks_mut().0.iter_mut().zip(words).for_each(|(to, word)| *to = word.to_le_bytes());
+}
+
+/// It as an error of `rank`.
+pub(crate) fn error(bytes: &[u8], rank: usize, num_experts: usize) -> Option<Error> {
+    let number = |i| word(bytes, i) as usize;
+    match word(bytes, 0) {
+        NOTHING => None,
+        CAPACITY => Some(Error::Capacity { rank: number(1), needed: number(2), capacity: number(3) }),
+        _ => {
+            let sizes = Sizes { max_tokens: 0, top_k: 0, weights: false };
+            let headers = bytes[WORDS * 8..].chunks_exact(HEADER);
+            let records: Vec<Record> = headers.map(|header| Record::decode(header, sizes)).collect();
+            let masked = || record::masked(&records).map(|bad| bad.error(num_experts));
+            record::problem(&records, rank, num_experts).or_else(masked)
+        }
+    }
+}
