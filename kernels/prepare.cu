@@ -164,6 +164,58 @@ extern "C" __global__ void __launch_bounds__(256) plan_received(const __grid_con
     p.row_map[at] = at - p.starts[low] < filled(low) ? static_cast<int32_t>(at) : -1;
 }
 
+// Where zones begin, from the counts of all ranks' choices. One block; L is small, and the counts stay in L1.
+extern "C" __global__ void __launch_bounds__(256) plan_starts(const __grid_constant__ Starts p) {
+    auto padded = [&](int64_t j) { return (p.loads[p.first + j] + p.alignment - 1) / p.alignment * p.alignment; };
+    for (int64_t j = threadIdx.x; j <= p.groups; j += blockDim.x) {
+        int64_t start = 0;
+        for (int64_t i = 0; i < j; i++) start += padded(i);
+        *(j < p.groups ? &p.starts[j] : p.total) = start;
+    }
+}
+
+// A choice more a token: none, whose weight is the token's number. That is exact below 2^24.
+extern "C" __global__ void __launch_bounds__(256) arrivals_pack(const __grid_constant__ Arrivals p) {
+    const int64_t at = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
+    const int64_t wide = p.top_k + 1, token = at / wide, k = at % wide;
+    if (token >= p.tokens) return;
+    const bool own = k < p.top_k;
+    if (p.out_ids != nullptr) p.out_ids[at] = own ? p.ids[token * p.top_k + k] : -1;
+    if (p.out_weights == nullptr) return;
+    const float weight = own && p.weights != nullptr ? p.weights[token * p.top_k + k] : 0.f;
+    p.out_weights[at] = own ? weight : static_cast<float>(token);
+}
+
+// What arrived, in the order of its tokens.
+extern "C" __global__ void __launch_bounds__(256) arrivals_sort(const __grid_constant__ Arrivals p) {
+    const int64_t at = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
+    const int64_t wide = p.top_k + 1, row = at / wide, k = at % wide;
+    if (row >= p.ranks * p.tokens) return;
+    const int64_t rank = row / p.tokens;
+    int64_t token = -1;
+    if (row % p.tokens < p.counts[rank]) {
+        const float number = p.weights[row * wide + p.top_k];
+        if (number >= 0.f && number < static_cast<float>(p.tokens)) token = rank * p.tokens + static_cast<int64_t>(number);
+    }
+    if (k == p.top_k) {
+        p.token_of[row] = static_cast<int32_t>(token);
+        if (token >= 0) p.row_of[token] = static_cast<int32_t>(row);
+    } else if (token >= 0) {
+        p.out_ids[token * p.top_k + k] = p.ids[row * wide + k];
+        p.out_weights[token * p.top_k + k] = p.weights[row * wide + k];
+    }
+}
+
+// Maps of a plan that was made in the order of tokens, for rows as they lie.
+extern "C" __global__ void __launch_bounds__(256) arrivals_map(const __grid_constant__ Arrivals p) {
+    const int64_t at = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
+    if (at < p.slots && p.row_map[at] >= 0) p.row_map[at] = p.row_of[p.row_map[at]];
+    const int64_t row = at / p.top_k;
+    if (row >= p.ranks * p.tokens) return;
+    const int32_t token = p.token_of[row];
+    p.out_map[at] = token >= 0 ? p.return_map[token * p.top_k + at % p.top_k] : -1;
+}
+
 // One block. Each thread takes a run of groups; runs are joined by a scan over the block, so the list is in slot order.
 // Filled zones must be ascending, apart and inside the layout; one that is not gets no tiles and raises the fault.
 //

@@ -3,7 +3,7 @@
 use std::time::Instant;
 
 use moebius::cuda::Cuda;
-use moebius::ep::{Capacity, DispatchGrads, DispatchInputs, DispatchSpec, Group, GroupConfig, Handle, Reporting};
+use moebius::ep::{Capacity, DispatchGrads, DispatchInputs, DispatchSpec, Group, Handle, Reporting};
 use moebius::nccl::NcclWorld;
 use moebius::{DType, Result, Tensor};
 
@@ -11,7 +11,7 @@ use crate::data::Random;
 use crate::report::{Report, Subject, spread};
 use crate::routing::{Pairs, ROUTINGS, experts, pairs};
 use crate::timed::{Spans, Timed, between, event};
-use crate::{DISPATCHERS, Dispatcher, Rank, Workload, on_ranks};
+use crate::{Dispatcher, Rank, Workload, on_ranks};
 
 const WARM_UP: usize = 3;
 const REPEATS: usize = 40;
@@ -19,9 +19,14 @@ const REPEATS: usize = 40;
 /// Times of a phase, and those of its collectives alone, both in ms.
 type Phase = (&'static str, Vec<f64>, Vec<f64>);
 
-pub fn run(world: &NcclWorld, report: &Report, workload: Workload, only: Option<&String>) -> Result<()> {
+pub fn run(
+    world: &NcclWorld,
+    report: &Report,
+    (workload, dispatchers): (Workload, &[Dispatcher]),
+    only: Option<&String>,
+) -> Result<()> {
     for routing in ROUTINGS.into_iter().filter(|r| only.is_none_or(|only| only == r)) {
-        for dispatcher in DISPATCHERS.iter().copied() {
+        for dispatcher in dispatchers.iter().copied() {
             let parts = on_ranks(world, |rank, comm| measure(rank, Timed::new(comm), (workload, dispatcher, routing)))?;
             let subject = Subject { workload, dispatcher, routing };
             lines(report, subject, &parts);
@@ -95,9 +100,7 @@ fn measure(rank: &Rank<'_>, comm: Timed, what: (Workload, Dispatcher, &str)) -> 
     let (w, dispatcher, routing) = what;
     let cuda = &rank.cuda;
     let spans = comm.spans.clone();
-    let all = rank.ranks * w.slots();
-    let config = GroupConfig { max_rows: all, ..GroupConfig::new(w.experts, w.tokens) };
-    let mut bench = Bench { rank, group: (dispatcher.make)(comm, config)?, spans };
+    let mut bench = Bench { rank, group: dispatcher.make(comm, &w)?, spans };
     let chosen = experts(&w, routing, rank.rank);
     let pairs = pairs(&w, &chosen, rank.rank, rank.ranks);
     let ids = cuda.tensor(&Tensor::from_vec(chosen, &[w.tokens, w.top_k])?)?;
@@ -105,20 +108,32 @@ fn measure(rank: &Rank<'_>, comm: Timed, what: (Workload, Dispatcher, &str)) -> 
     let weights = cuda.tensor(&Tensor::from_vec(weights, &[w.tokens, w.top_k])?)?;
     let mut random = Random(7 + rank.rank as u64);
     let x = random.tensor(cuda, &[w.tokens, w.hidden], 1.0)?;
-    let spec = DispatchSpec { backward: true, ..DispatchSpec::new(0, w.top_k) };
+    let waits = !dispatcher.fixed && dispatcher.decodes.is_none();
+    let spec = DispatchSpec {
+        backward: dispatcher.decodes.is_none(),
+        capacity: dispatcher.capacity(&w, rank.ranks),
+        reporting: if waits { Reporting::Immediate } else { Reporting::Deferred },
+        ..DispatchSpec::new(0, w.top_k)
+    };
     cuda.trim();
     cuda.reset_peak();
 
     let mut handle: Option<Handle<Cuda>> = None;
     let mut phases: Vec<Phase> = Vec::new();
-    let (times, collectives) = bench.time(true, |group| {
+    if !waits {
+        // The first is planned by the host, and by then no row has been met; from the next on the GPUs plan.
+        let first = bench.group.dispatcher().prepare(ids.view(), None, &spec)?;
+        let inputs = DispatchInputs { tokens: x.view(), weights: Some(weights.view()), scales: None };
+        drop(bench.group.dispatcher().dispatch_rows(&first, inputs)?);
+    }
+    let (times, collectives) = bench.time(waits, |group| {
         handle = Some(group.dispatcher().prepare(ids.view(), None, &spec)?);
         Ok(())
     })?;
     phases.push(("prepare", times, collectives));
     // Planned on the GPU: waiting for sizes, or for nothing; and how long the host is busy then.
     let open = DispatchSpec { reporting: Reporting::Deferred, ..spec };
-    let fixed = DispatchSpec { capacity: Capacity::Static(all), ..open };
+    let fixed = DispatchSpec { capacity: Capacity::Static(w.most_rows(rank.ranks)), ..open };
     let later = [
         ("prepare_deferred", open, true),
         ("prepare_deferred_static", fixed, false),
@@ -146,15 +161,22 @@ fn measure(rank: &Rank<'_>, comm: Timed, what: (Workload, Dispatcher, &str)) -> 
         group.dispatcher().dispatch_rows(&handle, inputs).map(drop)
     })?;
     phases.push(("dispatch", times, collectives));
-    let (times, collectives) =
-        bench.time(false, |group| group.dispatcher().combine(&handle, slots.view(), out.view_mut()))?;
+    let (times, collectives) = bench.time(false, |group| {
+        let place = group.dispatcher().place_for_return(&handle, DType::BF16, w.hidden)?;
+        let rows = place.as_ref().unwrap_or(&slots);
+        group.dispatcher().combine(&handle, rows.view(), out.view_mut())
+    })?;
     phases.push(("combine", times, collectives));
+    if dispatcher.decodes.is_some() {
+        return Ok(Part { phases, pairs, peak: cuda.memory().peak });
+    }
     let (times, collectives) =
         bench.time(false, |group| group.dispatcher().combine_bwd_rows(&handle, x.view()).map(drop))?;
     phases.push(("combine_bwd", times, collectives));
     let (times, collectives) = bench.time(false, |group| {
+        let place = group.dispatcher().place_for_return(&handle, DType::BF16, w.hidden)?;
         let grads = DispatchGrads {
-            rows: slots.view(),
+            rows: place.as_ref().unwrap_or(&slots).view(),
             weights: Some(slot_weights.view()),
             d_tokens: out.view_mut(),
             d_weights: Some(d_weights.view_mut()),

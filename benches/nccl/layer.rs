@@ -2,7 +2,7 @@
 
 use moebius::config::MoeConfig;
 use moebius::cuda::Cuda;
-use moebius::ep::{Capacity, Group, GroupConfig};
+use moebius::ep::{Capacity, Group};
 use moebius::layer::{Cotangents, DispatchOptions, GradientsMut, Inputs, Layer, Mode, ParamViews, Role};
 use moebius::nccl::NcclWorld;
 use moebius::{DType, Result, Tensor};
@@ -10,7 +10,7 @@ use moebius::{DType, Result, Tensor};
 use crate::data::Random;
 use crate::report::{Report, Subject, spread};
 use crate::timed::{Timed, between, event};
-use crate::{DISPATCHERS, Dispatcher, Rank, Workload, on_ranks};
+use crate::{Dispatcher, Rank, Workload, on_ranks};
 
 const WARM_UP: usize = 3;
 const REPEATS: usize = 15;
@@ -21,7 +21,7 @@ type Times = [Vec<f64>; 4];
 /// What is asked of a step.
 #[derive(Clone, Copy, PartialEq)]
 enum Way {
-    /// As many rows as it needs.
+    /// As many rows as it needs, or may need.
     Open,
     /// A fixed number of them, half as many again as there are on average: nothing waits.
     Fixed,
@@ -29,12 +29,18 @@ enum Way {
     Graph,
 }
 
-pub fn run(world: &NcclWorld, report: &Report, workload: Workload) -> Result<()> {
-    let ways = |d: Dispatcher| match d.name {
-        "all_gather" => vec![(Way::Open, d.mode), (Way::Fixed, "nccl-static"), (Way::Graph, "nccl-graph")],
-        _ => vec![(Way::Open, d.mode)],
-    };
-    let all = DISPATCHERS.iter().copied().flat_map(|d| ways(d).into_iter().map(move |way| (d, way)));
+fn ways(d: Dispatcher) -> Vec<(Way, &'static str)> {
+    match (d.name, d.mode) {
+        ("all_gather", mode) => vec![(Way::Open, mode), (Way::Fixed, "nccl-static"), (Way::Graph, "nccl-graph")],
+        (_, "ht static") => vec![(Way::Fixed, d.mode), (Way::Graph, "ht graph")],
+        (_, "ht windows") => vec![(Way::Fixed, d.mode), (Way::Graph, "ht windows graph")],
+        (_, "ll") => vec![(Way::Open, d.mode), (Way::Graph, "ll graph")],
+        (_, mode) => vec![(Way::Open, mode)],
+    }
+}
+
+pub fn run(world: &NcclWorld, report: &Report, (workload, dispatchers): (Workload, &[Dispatcher])) -> Result<()> {
+    let all = dispatchers.iter().copied().flat_map(|d| ways(d).into_iter().map(move |way| (d, way)));
     for (dispatcher, (way, mode)) in all {
         let parts = on_ranks(world, |rank, comm| measure(rank, Timed::new(comm), (workload, dispatcher, way)))?;
         let of = |i: usize| -> Vec<Vec<f64>> { parts.iter().map(|p| p[i].clone()).collect() };
@@ -42,7 +48,8 @@ pub fn run(world: &NcclWorld, report: &Report, workload: Workload) -> Result<()>
         let subject = Subject { workload, dispatcher, routing: "router" };
         let ranks = parts.len() as f64;
         let forward = 6.0 * (workload.slots() * workload.hidden * workload.inner) as f64 * ranks;
-        for (phase, i, flop) in [("fwd", 0, forward), ("fwd+bwd", 1, 3.0 * forward)] {
+        let all = [("fwd", 0, forward), ("fwd+bwd", 1, 3.0 * forward)];
+        for (phase, i, flop) in all.into_iter().filter(|(_, i, _)| *i == 0 || dispatcher.decodes.is_none()) {
             let (time, collective) = (spread(&of(i)), spread(&of(i + 2)).median);
             let share = collective / time.median;
             let rest = format!(
@@ -65,9 +72,7 @@ struct Weights {
 fn measure(rank: &Rank<'_>, comm: Timed, (w, dispatcher, way): (Workload, Dispatcher, Way)) -> Result<Times> {
     let cuda = &rank.cuda;
     let spans = comm.spans.clone();
-    let rows = w.slots() * 3 / 2;
-    let config = GroupConfig { max_rows: rows, ..GroupConfig::new(w.experts, w.tokens) };
-    let mut group: Group<Cuda> = (dispatcher.make)(comm, config)?;
+    let mut group: Group<Cuda> = dispatcher.make(comm, &w)?;
     let local = w.experts / rank.ranks;
     let scale = |n: usize| (n as f64).powf(-0.5);
     // The router is every rank's; the rest is each one's own.
@@ -91,7 +96,10 @@ fn measure(rank: &Rank<'_>, comm: Timed, (w, dispatcher, way): (Workload, Dispat
         })
     })?;
     let params = params.params();
-    let capacity = if way == Way::Open { Capacity::Eager } else { Capacity::Static(rows) };
+    let capacity = match way == Way::Open || dispatcher.decodes.is_some() {
+        true => Capacity::Eager,
+        false => Capacity::Static(w.slots() * 3 / 2),
+    };
     let layer = Layer::new(MoeConfig::new(w.hidden, w.inner, w.experts, w.top_k), 0)?
         .with_dispatch(DispatchOptions { capacity, ..DispatchOptions::default() });
 
@@ -110,7 +118,7 @@ fn measure(rank: &Rank<'_>, comm: Timed, (w, dispatcher, way): (Workload, Dispat
         layer.backward_into(&mut group, context, (Inputs { x: x.view(), params: &params }, cotangents), into)
     };
     let mut times: Times = Default::default();
-    for backward in [false, true] {
+    for backward in [false, true].into_iter().filter(|b| !b || dispatcher.decodes.is_none()) {
         let mut graph = None;
         for repeat in 0..WARM_UP + REPEATS {
             rank.meet()?;

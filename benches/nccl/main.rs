@@ -3,7 +3,8 @@
 //! slowest rank of each repeat, median and 99th percentile.
 //!
 //! ```text
-//! cargo bench --features nccl --bench nccl -- [--ranks N] [--tokens 128,4096] [--routing uniform] [--payload nvfp4] [--ahead 0,2] [--spare 0,16] [calls] [layer] [etp]
+//! cargo bench --features nccl --bench nccl -- [--ranks N] [--tokens 128,4096] [--routing uniform] [--mode "ht windows"]
+//!     [--workload dsv3] [--payload nvfp4] [--ahead 0,2] [--spare 0,16] [calls] [layer] [etp]
 //! ```
 //!
 //! A call is timed from when all ranks stand before it with idle GPUs until its last work on the GPU is done, so what
@@ -23,8 +24,9 @@ use std::sync::Barrier;
 use std::thread;
 use std::time::Duration;
 
+use moebius::comm::Communicator;
 use moebius::cuda::Cuda;
-use moebius::ep::{DispatcherKind, Group, GroupConfig};
+use moebius::ep::{Capacity, DispatcherKind, Group, GroupConfig};
 use moebius::etp::Payload;
 use moebius::nccl::{NcclComm, NcclLibrary, NcclWorld};
 use moebius::{Error, Result};
@@ -49,6 +51,11 @@ impl Workload {
     fn slots(&self) -> usize {
         self.tokens * self.top_k
     }
+
+    /// Rows of a rank that hold every routing.
+    fn most_rows(&self, ranks: usize) -> usize {
+        ranks * self.slots()
+    }
 }
 
 /// DeepSeek-V3's sizes, of which the calls' times need no inner one.
@@ -61,20 +68,53 @@ const QWEN3: Workload =
 struct Dispatcher {
     name: &'static str,
     mode: &'static str,
-    make: fn(Timed, GroupConfig) -> Result<Group<Cuda>>,
+    kind: DispatcherKind,
+    /// A static capacity, and nothing waits for the GPU.
+    fixed: bool,
+    /// Windows that rows arrive in.
+    windows: usize,
+    /// No backward, and no more tokens than this.
+    decodes: Option<usize>,
 }
 
-fn over(comm: Timed, config: GroupConfig, dispatcher: DispatcherKind) -> Result<Group<Cuda>> {
-    let cuda = comm.cuda().clone();
-    Group::new(cuda.clone(), cuda.stream(), Box::new(comm), GroupConfig { dispatcher, ..config })
+impl Dispatcher {
+    const fn new(name: &'static str, mode: &'static str, kind: DispatcherKind) -> Self {
+        Self { name, mode, kind, fixed: false, windows: 0, decodes: None }
+    }
+
+    fn make(&self, comm: Timed, w: &Workload) -> Result<Group<Cuda>> {
+        let cuda = comm.cuda().clone();
+        let config = GroupConfig {
+            dispatcher: self.kind,
+            max_rows: w.most_rows(comm.inner.size()),
+            windows: self.windows,
+            ..GroupConfig::new(w.experts, w.tokens)
+        };
+        Group::new(cuda.clone(), cuda.stream(), Box::new(comm), config)
+    }
+
+    fn serves(&self, w: &Workload) -> bool {
+        self.decodes.is_none_or(|most| w.tokens <= most)
+    }
+
+    /// For calls by themselves.
+    fn capacity(&self, w: &Workload, ranks: usize) -> Capacity {
+        if self.fixed { Capacity::Static(w.most_rows(ranks)) } else { Capacity::Eager }
+    }
 }
 
 /// Every dispatcher that is measured.
 const DISPATCHERS: &[Dispatcher] = &[
-    Dispatcher { name: "all_to_all", mode: "nccl", make: |comm, c| over(comm, c, DispatcherKind::AllToAll) },
-    Dispatcher { name: "all_gather", mode: "nccl", make: |comm, c| over(comm, c, DispatcherKind::AllGather) },
+    Dispatcher::new("all_to_all", "nccl", DispatcherKind::AllToAll),
+    Dispatcher::new("all_gather", "nccl", DispatcherKind::AllGather),
     #[cfg(feature = "nccl-ep")]
-    Dispatcher { name: "nccl_ep", mode: "ht", make: |comm, c| over(comm, c, DispatcherKind::NcclEp) },
+    Dispatcher::new("nccl_ep", "ht", DispatcherKind::NcclEp),
+    #[cfg(feature = "nccl-ep")]
+    Dispatcher { fixed: true, ..Dispatcher::new("nccl_ep", "ht static", DispatcherKind::NcclEp) },
+    #[cfg(feature = "nccl-ep")]
+    Dispatcher { fixed: true, windows: 3, ..Dispatcher::new("nccl_ep", "ht windows", DispatcherKind::NcclEp) },
+    #[cfg(feature = "nccl-ep")]
+    Dispatcher { decodes: Some(256), ..Dispatcher::new("nccl_ep", "ll", DispatcherKind::NcclEpLowLatency) },
 ];
 
 /// One rank's thread.
@@ -135,17 +175,19 @@ fn main() -> Result<()> {
     let report = Report::new(&gpus[0], ranks, &library)?;
     report.memory("nccl", before.saturating_sub(free(&gpus[0])?));
     let tokens = numbers("--tokens").unwrap_or_else(|| vec![128, 2048, 4096, 8192]);
-    if asked("calls") {
-        for workload in [DSV3, QWEN3] {
-            let all = tokens.iter().filter(|t| workload.name == DSV3.name || **t == 4096);
-            for &tokens in all {
-                calls::run(&world, &report, Workload { tokens, ..workload }, value("--routing"))?;
-            }
-        }
+    let only = |flag: &str, name: &str| value(flag).is_none_or(|only| only == name);
+    let mut workloads = Vec::new();
+    for workload in [DSV3, QWEN3].into_iter().filter(|w| only("--workload", w.name)) {
+        workloads.extend(tokens.iter().map(|&tokens| Workload { tokens, ..workload }));
     }
-    if asked("layer") {
-        for tokens in [128, DSV3.tokens] {
-            layer::run(&world, &report, Workload { tokens, ..DSV3 })?;
+    let dispatchers: Vec<Dispatcher> = DISPATCHERS.iter().copied().filter(|d| only("--mode", d.mode)).collect();
+    for workload in workloads {
+        let serving: Vec<Dispatcher> = dispatchers.iter().copied().filter(|d| d.serves(&workload)).collect();
+        if asked("calls") {
+            calls::run(&world, &report, (workload, &serving), value("--routing"))?;
+        }
+        if asked("layer") {
+            layer::run(&world, &report, (workload, &serving))?;
         }
     }
     if asked("etp") {

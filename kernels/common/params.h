@@ -201,6 +201,39 @@ MOEBIUS_SIZE(Received, 10);
 MOEBIUS_FIELD(Received, rows, 5);
 MOEBIUS_FIELD(Received, fault, 9);
 
+// Where zones begin that hold all ranks' choices of the local experts.
+struct Starts {
+    const int64_t* loads;      // [E] choices of each expert over all ranks
+    int64_t first;             // the first local expert
+    int64_t groups;            // L
+    int64_t alignment;
+    int64_t* starts;           // [L]
+    int64_t* total;            // padded rows
+};
+MOEBIUS_SIZE(Starts, 6);
+MOEBIUS_FIELD(Starts, total, 5);
+
+// Rows that arrive in any order, each with a number of its token behind its weights.
+struct Arrivals {
+    const int32_t* ids;        // packing: [T, K]; sorting: [R M, K + 1] as they arrived
+    const float* weights;      // the same
+    const int32_t* counts;     // [R] rows that arrived
+    int64_t tokens;            // packing: T; else M
+    int64_t ranks;             // R
+    int64_t top_k;             // K
+    int64_t slots;             // N
+    int32_t* out_ids;          // packing: [T, K + 1]; sorting: [R M, K] by token, filled with -1
+    float* out_weights;        // the same
+    int32_t* row_of;           // [R M] row of each token, filled with -1
+    int32_t* token_of;         // [R M] token of each row, or -1
+    int32_t* row_map;          // [N] tokens, which become rows
+    const int32_t* return_map; // [R M, K] slots by token
+    int32_t* out_map;          // [R M, K] slots by row
+};
+MOEBIUS_SIZE(Arrivals, 14);
+MOEBIUS_FIELD(Arrivals, slots, 6);
+MOEBIUS_FIELD(Arrivals, out_map, 13);
+
 // Moving and adding rows; elementwise functions.
 struct Rows {
     const void* source;

@@ -66,13 +66,13 @@ impl Host for Cuda {
         let dtype = tensor.dtype();
         let buffer = tensor.into_buffer();
         Ok(Storage::Cuda(match dtype {
-            DType::F32 => storage::<f32>(buffer, device),
-            DType::F64 => storage::<f64>(buffer, device),
-            DType::BF16 => storage::<bf16>(buffer, device),
-            DType::F16 => storage::<f16>(buffer, device),
-            DType::I64 => storage::<i64>(buffer, device),
-            DType::I32 => storage::<i32>(buffer, device),
-            DType::U8 => storage::<u8>(buffer, device),
+            DType::F32 => storage::<f32>(buffer, device)?,
+            DType::F64 => storage::<f64>(buffer, device)?,
+            DType::BF16 => storage::<bf16>(buffer, device)?,
+            DType::F16 => storage::<f16>(buffer, device)?,
+            DType::I64 => storage::<i64>(buffer, device)?,
+            DType::I32 => storage::<i32>(buffer, device)?,
+            DType::U8 => storage::<u8>(buffer, device)?,
         }))
     }
 }
@@ -109,6 +109,6 @@ fn view<'a, T: CudaDType + DeviceRepr + 'a>(
     Ok((TensorRef::new(data, dtype, part.dims)?, hold))
 }
 
-fn storage<T: CudaDType + DeviceRepr>(buffer: DeviceBuffer, device: &CudaDevice) -> CudaStorage {
-    CudaStorage::wrap_cuda_slice(buffer.into_slice::<T>(), device.clone())
+fn storage<T: CudaDType + DeviceRepr>(buffer: DeviceBuffer, device: &CudaDevice) -> Result<CudaStorage> {
+    Ok(CudaStorage::wrap_cuda_slice(buffer.into_slice::<T>()?, device.clone()))
 }

@@ -4,7 +4,10 @@ use std::fmt;
 use std::marker::PhantomData;
 use std::ops::Range;
 use std::sync::atomic::AtomicBool;
+#[cfg(feature = "nccl-ep")]
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock, Weak};
+use std::time::{Duration, Instant};
 
 use cudarc::driver::sys::{self, CUdeviceptr};
 use cudarc::driver::{CudaContext, CudaEvent, CudaStream, DriverError, result};
@@ -197,7 +200,7 @@ impl Cuda {
     }
 
     /// Multiprocessors that a kernel may fill.
-    pub(super) fn processors(&self) -> usize {
+    pub(super) fn fillable(&self) -> usize {
         self.inner.processors.saturating_sub(self.spare).max(self.inner.processors.min(2))
     }
 
@@ -229,6 +232,12 @@ impl Cuda {
         let found = self.inner.context.compute_capability();
         let (major, minor) = found.map_err(driver("Cuda::capability", "ask for the compute capability"))?;
         Ok((major as u32, minor as u32))
+    }
+
+    /// Multiprocessors of the GPU.
+    #[cfg(feature = "nccl-ep")]
+    pub(crate) fn processors(&self) -> usize {
+        self.inner.processors
     }
 
     /// Name of the GPU.
@@ -338,7 +347,7 @@ impl Cuda {
         if !self.inner.guards().is_empty() {
             // A copy to pageable memory waits for the stream inside the driver, under a lock that the thread which would
             // abort what the stream hangs in needs; this wait does not. Why it came to an end matters more than how.
-            let waited = wait();
+            let waited = self.passed();
             self.guarded()?;
             waited?;
         }
@@ -348,6 +357,27 @@ impl Cuda {
         // SAFETY: callers give a pointer of at least `to.len()` bytes; `to` lives past the wait below.
         unsafe { result::memcpy_dtoh_async(to, from, stream) }.map_err(driver(call, "copy from the GPU"))?;
         wait()
+    }
+
+    /// Waits until the stream has done what was enqueued, or a guard has failed and the stream does not end: another
+    /// library's kernel may wait for a rank that is gone, whatever becomes of the communicator.
+    fn passed(&self) -> Result<()> {
+        let (end, began) = (self.record()?, Instant::now());
+        let mut failed: Option<Instant> = None;
+        while !end.is_done()? {
+            let waited = began.elapsed();
+            if waited < SPIN {
+                std::hint::spin_loop();
+                continue;
+            }
+            match failed {
+                None if self.guarded().is_err() => failed = Some(Instant::now()),
+                Some(since) if since.elapsed() > ABORTING => return Ok(()),
+                _ => {}
+            }
+            std::thread::sleep(if waited < SPIN * 10 { SPIN / 20 } else { SPIN / 2 });
+        }
+        Ok(())
     }
 
     /// Waits for the stream.
@@ -380,11 +410,26 @@ impl Cuda {
     }
 }
 
+/// How long a wait for the GPU keeps its core to itself; then it looks now and then.
+const SPIN: Duration = Duration::from_millis(2);
+/// How long after a failure a stream is given to end: an abort ends what waits inside NCCL.
+const ABORTING: Duration = Duration::from_secs(1);
+
 /// Owned memory of a GPU, given back in the order of its stream.
 pub struct DeviceBuffer {
-    block: Block,
+    ptr: CUdeviceptr,
     bytes: usize,
     arena: Arc<Arena>,
+    owner: Owner,
+}
+
+/// Whose memory a buffer is.
+enum Owner {
+    /// The workspace's.
+    Arena(Block),
+    /// Somebody's who lends it, and counts its loans by this.
+    #[cfg(feature = "nccl-ep")]
+    Loan(Arc<AtomicUsize>),
 }
 
 impl fmt::Debug for DeviceBuffer {
@@ -397,21 +442,41 @@ impl DeviceBuffer {
     /// The memory as the driver bindings' own: it leaves the workspace, and whoever holds it gives it back to the driver, in
     /// the order of the stream. `T` is the element type that the buffer was allocated for.
     #[cfg(feature = "candle")]
-    pub(crate) fn into_slice<T: cudarc::driver::DeviceRepr>(mut self) -> CudaSlice<T> {
+    pub(crate) fn into_slice<T: cudarc::driver::DeviceRepr>(mut self) -> Result<CudaSlice<T>> {
         let stream = Arc::clone(self.arena.stream());
-        let ptr = self.arena.give_away(&mut self.block);
+        let ptr = match &mut self.owner {
+            Owner::Arena(block) => self.arena.give_away(block),
+            #[cfg(feature = "nccl-ep")]
+            Owner::Loan(_) => return Err(Error::invalid("DeviceBuffer", "memory", "the workspace's", "a window's")),
+        };
         // SAFETY: the block has that many bytes and is the arena's no longer; the slice frees it with
         // `cuMemFreeAsync` on the arena's stream. A pool whose arena is dropped before stays.
         let mut slice = unsafe { stream.upgrade_device_ptr(ptr, self.bytes / size_of::<T>()) };
         // Records the work that fills the memory, for readers on other streams.
         drop(slice.device_ptr_mut(&stream));
-        slice
+        Ok(slice)
+    }
+}
+
+#[cfg(feature = "nccl-ep")]
+impl Cuda {
+    /// A buffer of memory that is lent, `loans` counting it until it is dropped.
+    ///
+    /// # Safety
+    /// The memory stays while the count is above zero, and meanwhile nobody writes it but in the order of the stream.
+    pub(crate) unsafe fn borrowed(&self, (ptr, bytes): (u64, usize), loans: &Arc<AtomicUsize>) -> DeviceBuffer {
+        loans.fetch_add(1, Ordering::AcqRel);
+        DeviceBuffer { ptr, bytes, arena: self.inner.arena(), owner: Owner::Loan(Arc::clone(loans)) }
     }
 }
 
 impl Drop for DeviceBuffer {
     fn drop(&mut self) {
-        self.arena.free(self.block);
+        match &self.owner {
+            Owner::Arena(block) => self.arena.free(*block),
+            #[cfg(feature = "nccl-ep")]
+            Owner::Loan(loans) => drop(loans.fetch_sub(1, Ordering::AcqRel)),
+        }
     }
 }
 
@@ -511,7 +576,7 @@ impl Device for Cuda {
         self.bind(CALL)?;
         let arena = self.inner.arena();
         let block = arena.alloc(CALL, bytes)?;
-        let mut buffer = DeviceBuffer { block, bytes, arena };
+        let mut buffer = DeviceBuffer { ptr: block.ptr, bytes, arena, owner: Owner::Arena(block) };
         if self.poison {
             self.fill_bytes(CALL, Self::view_mut(&mut buffer), 0xff)?;
         }
@@ -519,11 +584,11 @@ impl Device for Cuda {
     }
 
     fn view(buffer: &DeviceBuffer) -> DeviceRef<'_> {
-        DeviceRef { ptr: buffer.block.ptr, len: buffer.bytes, owner: PhantomData }
+        DeviceRef { ptr: buffer.ptr, len: buffer.bytes, owner: PhantomData }
     }
 
     fn view_mut(buffer: &mut DeviceBuffer) -> DeviceMut<'_> {
-        DeviceMut { ptr: buffer.block.ptr, len: buffer.bytes, owner: PhantomData }
+        DeviceMut { ptr: buffer.ptr, len: buffer.bytes, owner: PhantomData }
     }
 
     fn len(view: DeviceRef<'_>) -> usize {

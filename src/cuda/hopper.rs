@@ -89,7 +89,7 @@ pub(super) unsafe fn launch(
         pre => (planes(pre, 2)?, planes(p.out, 2)?, if p.hidden == 0 { b } else { planes(p.hidden, 1)? }),
     };
     // Blocks work in pairs.
-    let blocks = blocks.min(device.processors() / 2 * 2).next_multiple_of(2);
+    let blocks = blocks.min(device.fillable() / 2 * 2).next_multiple_of(2);
     let grid = Grid { shared: ROWS.shared, ..Grid::new(blocks, ROWS.threads) };
     let mut arguments = [
         (&raw const *p).cast_mut().cast(),

@@ -16,6 +16,8 @@
 //! auxiliary loss, an expert capacity that keeps by probability (planned on the host), and
 //! [`Reporting::Immediate`](crate::ep::Reporting::Immediate).
 
+#[cfg(feature = "nccl-ep")]
+pub(crate) mod arrivals;
 mod cubins;
 mod dense;
 mod device;

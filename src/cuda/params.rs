@@ -61,6 +61,17 @@ description!(Received, 10:
     fault: u64;
     rows @ 5, fault @ 9);
 
+#[cfg(feature = "nccl-ep")]
+description!(Starts, 6:
+    loads: u64, first: i64, groups: i64, alignment: i64, starts: u64, total: u64;
+    total @ 5);
+
+#[cfg(feature = "nccl-ep")]
+description!(Arrivals, 14:
+    ids: u64, weights: u64, counts: u64, tokens: i64, ranks: i64, top_k: i64, slots: i64, out_ids: u64,
+    out_weights: u64, row_of: u64, token_of: u64, row_map: u64, return_map: u64, out_map: u64;
+    slots @ 6, out_map @ 13);
+
 description!(Rows, 11:
     source: u64, map: u64, out: u64, source_rows: i64, out_rows: i64, width: i64, fan: i64, kind: i64, word: i64,
     grad: u64, fault: u64;

@@ -78,8 +78,17 @@ fn rows(spec: &DispatchSpec, choices: usize, experts: usize) -> Result<(usize, b
 
 pub(super) fn plan_behind(device: &Cuda, call: PlanRequest<'_, Cuda>) -> Result<Option<Plan<Cuda>>> {
     let experts = call.num_experts;
+    earlier_faults(device)?;
     let planned = plan_on_gpu(device, call)?;
     Ok(planned.map(|(plan, stats)| Plan { stats: read_later(device, stats, experts), ..plan }))
+}
+
+/// What kernels of an earlier step have raised and nobody has asked for.
+fn earlier_faults(device: &Cuda) -> Result<()> {
+    match device.inner.report.raised() && !device.inner.capturing.load(Ordering::SeqCst) {
+        true => device.faults("prepare"),
+        false => Ok(()),
+    }
 }
 
 /// Ids that a rank may send elsewhere: `[T, K]`, bad ones masked, and how many chose each expert, `I64 [E]`. `None`: the
@@ -90,6 +99,7 @@ pub(crate) fn examined(
     ids: TensorRef<'_, Cuda>,
     (spec, experts): (&DispatchSpec, usize),
 ) -> Result<Option<(Tensor<Cuda>, Tensor<Cuda>)>> {
+    earlier_faults(device)?;
     let tokens = [ids.rows()];
     let spec = DispatchSpec { alignment: 1, capacity: Capacity::Eager, expert_capacity: None, ..*spec };
     let call = PlanRequest {
@@ -123,6 +133,16 @@ pub(crate) struct Foreign<'a> {
     pub(crate) rows: usize,
 }
 
+/// A number that the host cannot go on without; what kernels have found meanwhile stays for who asks for it.
+#[cfg(feature = "nccl-ep")]
+pub(crate) fn number(device: &Cuda, from: &Tensor<Cuda>) -> Result<i64> {
+    let mut word = [0; 8];
+    Error::check_shape("prepare", "number", &[1], from.dims())?;
+    Error::check_dtype("prepare", "number", DType::I64, from.dtype())?;
+    device.read_bytes("prepare", from.view().data().ptr, &mut word)?;
+    Ok(i64::from_ne_bytes(word))
+}
+
 /// The layout of another library's plan: zones, and the map of filled slots to themselves.
 #[cfg(feature = "nccl-ep")]
 pub(crate) fn received(device: &Cuda, from: &Foreign<'_>) -> Result<(Zones<Cuda>, Tensor<Cuda>)> {
@@ -154,15 +174,12 @@ pub(crate) fn received(device: &Cuda, from: &Foreign<'_>) -> Result<(Zones<Cuda>
 /// A plan, but for its statistics, and these as kernels leave them.
 type Planned = (Plan<Cuda>, Tensor<Cuda>);
 
-fn plan_on_gpu(device: &Cuda, call: PlanRequest<'_, Cuda>) -> Result<Option<Planned>> {
+pub(super) fn plan_on_gpu(device: &Cuda, call: PlanRequest<'_, Cuda>) -> Result<Option<Planned>> {
     const CALL: &str = "prepare";
     let (spec, experts, k) = (call.spec, call.num_experts, call.spec.top_k);
     let by_weight = spec.expert_capacity.is_some_and(|c| c.order == CapacityOrder::Probability);
     if by_weight || experts > COUNTS {
         return Ok(None);
-    }
-    if device.inner.report.raised() && !device.inner.capturing.load(Ordering::SeqCst) {
-        device.faults(CALL)?;
     }
     let (tokens, choices) = (call.ids.rows(), call.ids.count());
     let wide = match call.ids.dtype() {

@@ -118,7 +118,7 @@ impl Quantised {
             prefix: MANY,
             threads: W4A16.threads,
             shared: W4A16.shared,
-            most: device.processors(),
+            most: device.fillable(),
         })
     }
 

@@ -138,7 +138,7 @@ impl Sums<'_> {
         ];
         // Blocks work in pairs, on neighbouring tiles of the narrow side.
         let pairs = experts * columns.div_ceil(2 * HOPPER_WGRAD.tile) * wide_columns.div_ceil(WIDE);
-        let blocks = 2 * pairs.min(self.device.processors() / 2);
+        let blocks = 2 * pairs.min(self.device.fillable() / 2);
         let grid = Grid { shared: HOPPER_WGRAD.shared, ..Grid::new(blocks, HOPPER_WGRAD.threads) };
         let kernel = if self.dtype == DType::BF16 { "hopper_wgrad_bf16" } else { "hopper_wgrad_f16" };
         let [a, b, c] = &maps;

@@ -116,7 +116,7 @@ impl<D: Kernels, C: Carrier<D>> TokenDispatcher<D> for C {
             let slots = weights.insert(Tensor::empty(&core.device, source.dtype(), &[handle.rows()])?);
             gather(&core.device, &core.stream, source, handle.plan.weight_map.view(), slots.view_mut())?;
         }
-        Ok(Received { rows: arrived.rows, weights, scales: arrived.scales })
+        Ok(Received { rows: arrived.rows, weights, scales: arrived.scales, map: None })
     }
 
     fn combine(&mut self, handle: &Handle<D>, expert_out: TensorRef<'_, D>, mut out: TensorMut<'_, D>) -> Result<()> {
@@ -161,7 +161,7 @@ impl<D: Kernels, C: Carrier<D>> TokenDispatcher<D> for C {
         agreed(self, &step)?;
         checked(self, &step, arguments)?;
         let arrived = send_out(self, &step, &inputs)?;
-        Ok(Received { rows: arrived.rows, weights: None, scales: None })
+        Ok(Received { rows: arrived.rows, weights: None, scales: None, map: None })
     }
 
     fn dispatch_bwd(&mut self, handle: &Handle<D>, grads: DispatchGrads<'_, D>) -> Result<()> {
@@ -188,7 +188,7 @@ impl<D: Kernels, C: Carrier<D>> TokenDispatcher<D> for C {
 }
 
 /// Rows that dispatch writes: to the last zone's end, or all where only the device knows that.
-fn written<D: Kernels>(handle: &Handle<D>) -> usize {
+pub(crate) fn written<D: Kernels>(handle: &Handle<D>) -> usize {
     handle.plan.stats.known().map_or(handle.rows(), Stats::zone_end)
 }
 

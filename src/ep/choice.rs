@@ -8,17 +8,19 @@ use crate::kernels::Kernels;
 use super::core::Core;
 use super::{AllGather, AllToAll, DispatcherKind, Local, TokenDispatcher};
 
-/// Names the dispatcher of groups that leave it to `Auto`: `auto`, `local`, `all_to_all`, `all_gather` or `nccl_ep`.
+/// Names the dispatcher of groups that leave it to `Auto`: `auto`, `local`, `all_to_all`, `all_gather`, `nccl_ep` or
+/// `nccl_ep_ll` (low latency).
 /// What cannot be had is an error then, as it is where the configuration names it. All ranks need the same value.
 pub const VARIABLE: &str = "MOEBIUS_EP";
 
 const CALL: &str = "Group::new";
-const NAMES: [(&str, DispatcherKind); 5] = [
+const NAMES: [(&str, DispatcherKind); 6] = [
     ("auto", DispatcherKind::Auto),
     ("local", DispatcherKind::Local),
     ("all_to_all", DispatcherKind::AllToAll),
     ("all_gather", DispatcherKind::AllGather),
     ("nccl_ep", DispatcherKind::NcclEp),
+    ("nccl_ep_ll", DispatcherKind::NcclEpLowLatency),
 ];
 
 /// What is asked for: the configuration's choice, or where that is `Auto` the variable's.
@@ -43,7 +45,7 @@ pub(super) fn dispatcher<D: Kernels>(core: Core<D>) -> Result<Chosen<D>> {
         (DispatcherKind::Local, _) => (Box::new(Local { core }), reason("asked for")),
         (DispatcherKind::AllToAll, _) => (Box::new(AllToAll { core }), reason("asked for")),
         (DispatcherKind::AllGather, _) => (Box::new(AllGather { core }), reason("asked for")),
-        (DispatcherKind::NcclEp, _) => match nccl_ep(core)? {
+        (DispatcherKind::NcclEp | DispatcherKind::NcclEpLowLatency, _) => match nccl_ep(core)? {
             Ok(dispatcher) => (dispatcher, reason("asked for")),
             Err(refused) => return Err(refused.1),
         },
@@ -101,6 +103,7 @@ mod tests {
         let kind = |config, value: &str| named(config, Some(OsStr::new(value))).map_err(|e| e.to_string());
         assert_eq!(kind(DispatcherKind::Auto, "nccl_ep"), Ok(DispatcherKind::NcclEp));
         assert_eq!(kind(DispatcherKind::AllGather, "nccl_ep"), Ok(DispatcherKind::AllGather));
+        assert_eq!(kind(DispatcherKind::Auto, "nccl_ep_ll"), Ok(DispatcherKind::NcclEpLowLatency));
         assert_eq!(kind(DispatcherKind::Auto, ""), Ok(DispatcherKind::Auto));
         assert_eq!(named(DispatcherKind::Auto, None).ok(), Some(DispatcherKind::Auto));
         let error = kind(DispatcherKind::Auto, "ncclep");

@@ -22,6 +22,10 @@ pub struct GroupConfig {
     pub max_rows: usize,
     /// How tokens travel.
     pub dispatcher: DispatcherKind,
+    /// NCCL EP, high throughput, static capacities: windows that rows arrive in, which peers write directly; one for each
+    /// dispatch whose rows are kept, forward and backward, and one more (at least 2). Each has room for a capacity's rows.
+    /// 0: none; the library stages rows.
+    pub windows: usize,
 }
 
 /// How tokens travel between ranks.
@@ -41,11 +45,14 @@ pub enum DispatcherKind {
     /// NVIDIA's NCCL EP, high throughput (feature `nccl-ep`): each (token, destination rank) travels once, and rows
     /// arrive in the order of experts.
     NcclEp,
+    /// NVIDIA's NCCL EP, low latency (feature `nccl-ep`), for decoding: few tokens a rank, forward only. Never taken by
+    /// `Auto`.
+    NcclEpLowLatency,
 }
 
 impl DispatcherKind {
     fn name_of(number: u64) -> String {
-        let kinds = [Self::Auto, Self::Local, Self::AllToAll, Self::AllGather, Self::NcclEp];
+        let kinds = [Self::Auto, Self::Local, Self::AllToAll, Self::AllGather, Self::NcclEp, Self::NcclEpLowLatency];
         kinds.iter().find(|k| **k as u64 == number).map_or_else(|| number.to_string(), |k| format!("{k:?}"))
     }
 }
@@ -53,7 +60,7 @@ impl DispatcherKind {
 impl GroupConfig {
     /// Eager calls of up to `max_tokens_per_rank` tokens over `num_experts` experts.
     pub fn new(num_experts: usize, max_tokens_per_rank: usize) -> Self {
-        Self { num_experts, max_tokens_per_rank, max_rows: 0, dispatcher: DispatcherKind::Auto }
+        Self { num_experts, max_tokens_per_rank, max_rows: 0, dispatcher: DispatcherKind::Auto, windows: 0 }
     }
 }
 
@@ -82,13 +89,14 @@ impl GroupConfig {
     }
 
     /// Name, number for comparison, and text of every field.
-    fn fields(&self) -> [(&'static str, u64, String); 4] {
+    fn fields(&self) -> [(&'static str, u64, String); 5] {
         let number = |name, v: usize| (name, v as u64, v.to_string());
         [
             number("num_experts", self.num_experts),
             number("max_tokens_per_rank", self.max_tokens_per_rank),
             number("max_rows", self.max_rows),
             ("dispatcher", self.dispatcher as u64, format!("{:?}", self.dispatcher)),
+            number("windows", self.windows),
         ]
     }
 }

@@ -40,7 +40,7 @@ mod plan;
 pub(crate) mod record;
 mod shared;
 mod stats;
-mod view;
+pub(crate) mod view;
 
 pub use all_gather::AllGather;
 pub use all_to_all::AllToAll;
@@ -56,6 +56,7 @@ use std::fmt;
 
 use crate::comm::Communicator;
 use crate::config::ExpertCapacity;
+use crate::dtype::DType;
 use crate::error::Result;
 use crate::kernels::{Kernels, RowSource};
 use crate::tensor::{Tensor, TensorMut, TensorRef};
@@ -170,14 +171,17 @@ pub struct Received<D: Kernels> {
     pub weights: Option<Tensor<D>>,
     /// Scales beside `rows`; `None`: there are none, or they are the caller's own.
     pub scales: Option<Tensor<D>>,
+    /// Row for each slot, `I32 [N]`, where only the transport knows it; `None`: as the handle has it.
+    pub map: Option<Tensor<D>>,
 }
 
 impl<D: Kernels> Received<D> {
     /// The rows as a GEMM reads them; `tokens` are those given to dispatch.
     pub fn source<'a>(&'a self, tokens: TensorRef<'a, D>, handle: &'a Handle<D>) -> RowSource<'a, D> {
-        match &self.rows {
-            Some(rows) if handle.in_slots => RowSource::direct(rows.view()),
-            rows => RowSource::mapped(rows.as_ref().map_or(tokens, Tensor::view), handle.row_map()),
+        match (&self.rows, &self.map) {
+            (Some(rows), Some(map)) => RowSource::mapped(rows.view(), map.view()),
+            (Some(rows), None) if handle.in_slots => RowSource::direct(rows.view()),
+            (rows, _) => RowSource::mapped(rows.as_ref().map_or(tokens, Tensor::view), handle.row_map()),
         }
     }
 }
@@ -208,6 +212,33 @@ pub trait TokenDispatcher<D: Kernels>: fmt::Debug + Send {
     ) -> Result<()>;
     /// Rows to their experts, left where the transport put them.
     fn dispatch_rows(&mut self, handle: &Handle<D>, inputs: DispatchInputs<'_, D>) -> Result<Received<D>>;
+    /// The same with other work of this rank beside it, which is enqueued while rows travel where the transport
+    /// [`overlaps`](Self::overlaps), and after them elsewhere.
+    ///
+    /// # Errors
+    /// As [`dispatch_rows`](Self::dispatch_rows); what `beside` returns, when the rows have arrived.
+    fn dispatch_rows_beside(
+        &mut self,
+        handle: &Handle<D>,
+        inputs: DispatchInputs<'_, D>,
+        beside: &mut dyn FnMut() -> Result<()>,
+    ) -> Result<Received<D>> {
+        let received = self.dispatch_rows(handle, inputs)?;
+        beside().map(|()| received)
+    }
+    /// Whether a rank's own work can run while its rows travel.
+    fn overlaps(&self) -> bool {
+        false
+    }
+    /// Memory `[N, width]` that the rows of the next combine or dispatch_bwd had better be written to, where the transport
+    /// has some that peers can read; elsewhere rows may lie anywhere.
+    ///
+    /// # Errors
+    /// A driver's.
+    fn place_for_return(&mut self, handle: &Handle<D>, dtype: DType, width: usize) -> Result<Option<Tensor<D>>> {
+        let _ = (handle, dtype, width);
+        Ok(None)
+    }
     /// Sums each token's expert outputs, unweighted. Padding of `expert_out [N, H]` is not read.
     fn combine(&mut self, handle: &Handle<D>, expert_out: TensorRef<'_, D>, out: TensorMut<'_, D>) -> Result<()>;
     /// Gradient of combine into expert-major order; padding is zeroed.
@@ -222,6 +253,10 @@ pub trait TokenDispatcher<D: Kernels>: fmt::Debug + Send {
     /// Gradient of dispatch. `grad_weights [N]` absent counts as zeros; `d_weights [T, K]` is written in full,
     /// 0 for dropped choices. Padding of the inputs is not read.
     fn dispatch_bwd(&mut self, handle: &Handle<D>, grads: DispatchGrads<'_, D>) -> Result<()>;
+    /// Copies that memory given by the caller has cost so far where rows go through windows.
+    fn copies(&self) -> u64 {
+        0
+    }
     /// Returns and clears the first deferred error.
     fn check(&mut self) -> Result<()>;
     /// The communicator, for collectives beside the tokens' own.

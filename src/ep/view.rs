@@ -17,7 +17,7 @@ pub(super) fn byte_rows<'a, D: Kernels>(t: TensorRef<'a, D>, rows: Range<usize>)
 }
 
 /// Some rows of a tensor, as rows of bytes, exclusively.
-pub(super) fn byte_rows_mut<'a, D: Kernels>(t: TensorMut<'a, D>, rows: Range<usize>) -> Result<TensorMut<'a, D>> {
+pub(crate) fn byte_rows_mut<'a, D: Kernels>(t: TensorMut<'a, D>, rows: Range<usize>) -> Result<TensorMut<'a, D>> {
     let row = t.row_bytes();
     part_mut(t, rows.start * row, rows.len(), row)
 }
@@ -36,7 +36,7 @@ pub(super) fn part_mut<D: Kernels>(
 }
 
 /// Some entries of a list.
-pub(super) fn entries<'a, D: Kernels>(list: TensorRef<'a, D>, range: Range<usize>) -> Result<TensorRef<'a, D>> {
+pub(crate) fn entries<'a, D: Kernels>(list: TensorRef<'a, D>, range: Range<usize>) -> Result<TensorRef<'a, D>> {
     let size = list.dtype().size();
     let bytes = range.start * size..range.end * size;
     check("entries", &bytes, D::len(list.data()))?;
@@ -63,7 +63,7 @@ fn check(name: &str, range: &Range<usize>, len: usize) -> Result<()> {
 }
 
 /// Gathers rows of bytes.
-pub(super) fn gather<D: Kernels>(
+pub(crate) fn gather<D: Kernels>(
     device: &D,
     stream: &D::Stream,
     source: TensorRef<'_, D>,
@@ -77,7 +77,7 @@ pub(super) fn gather<D: Kernels>(
 }
 
 /// Gathers the elements of a list: one an entry of the map, in any shape.
-pub(super) fn gather_elements<D: Kernels>(
+pub(crate) fn gather_elements<D: Kernels>(
     device: &D,
     stream: &D::Stream,
     source: TensorRef<'_, D>,
@@ -89,7 +89,7 @@ pub(super) fn gather_elements<D: Kernels>(
 }
 
 /// Sums rows of each token: as many entries of the map a row of `out`.
-pub(super) fn reduce<D: Kernels>(
+pub(crate) fn reduce<D: Kernels>(
     device: &D,
     stream: &D::Stream,
     source: TensorRef<'_, D>,

@@ -73,8 +73,9 @@ pub(super) fn backward_into<D: Kernels>(
     };
 
     let d_out = trace_span!("combine_bwd").in_scope(|| group.dispatcher().combine_bwd_rows(&context.handle, d_y))?;
+    let place = group.dispatcher().place_for_return(&context.handle, context.dtype, layer.config.hidden);
     let computed =
-        trace_span!("experts_bwd").in_scope(|| experts(layer, on, &context, &inputs, (&d_out, d_y), &mut into));
+        trace_span!("experts_bwd").in_scope(|| experts(layer, on, &context, &inputs, (&d_out, d_y, place?), &mut into));
     let (d_rows, d_slot_weights) = match computed {
         Ok(computed) => computed,
         Err(e) => return Err(refuse(layer, group, Op::DispatchBwd, e)),
@@ -140,7 +141,7 @@ fn experts<D: Kernels>(
     (device, stream): (&D, &D::Stream),
     context: &Context<D>,
     inputs: &Inputs<'_, D>,
-    (d_out, d_y): (&Received<D>, TensorRef<'_, D>),
+    (d_out, d_y, place): (&Received<D>, TensorRef<'_, D>, Option<Tensor<D>>),
     into: &mut GradientsMut<'_, D>,
 ) -> Result<(Tensor<D>, Tensor<D>)> {
     let (config, params, handle) = (&layer.config, inputs.params, &context.handle);
@@ -214,7 +215,7 @@ fn experts<D: Kernels>(
     }
     drop(hidden);
 
-    let mut d_rows = handle.slot_tensor(device, context.dtype, config.hidden)?;
+    let mut d_rows = place.map_or_else(|| handle.slot_tensor(device, context.dtype, config.hidden), Ok)?;
     let weight = params.up.acquire(stream)?;
     device.wait(stream, weight.ready.as_ref())?;
     let input_weight = on_rows.as_ref().map(|values| InputWeightBwd {

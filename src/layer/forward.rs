@@ -59,18 +59,35 @@ pub(super) fn forward_into<D: Kernels>(
     let kept = kept_weights(layer, (&device, &stream), &handle, &chosen)?;
     let weights = kept.as_ref().unwrap_or(&chosen.weights);
     let inputs = DispatchInputs { tokens: x.borrow(), weights: Some(weights.view()), scales: None };
-    let received = trace_span!("dispatch").in_scope(|| group.dispatcher().dispatch_rows(&handle, inputs))?;
+    let begin =
+        || trace_span!("shared expert").in_scope(|| shared::begin(layer, (&device, &stream), mode, x.borrow(), params));
+    // Where rows take their time, this rank's own tokens have theirs.
+    let mut begun = None;
+    let received = trace_span!("dispatch").in_scope(|| match group.dispatcher().overlaps() {
+        false => group.dispatcher().dispatch_rows(&handle, inputs),
+        true => group.dispatcher().dispatch_rows_beside(&handle, inputs, &mut || {
+            begun = Some(begin());
+            Ok(())
+        }),
+    })?;
+    let begun = match begun.transpose() {
+        Ok(begun) => begun,
+        Err(e) => return Err(refuse(layer, group, Op::Combine, e)),
+    };
 
     let experts = Experts { layer, params, handle: &handle, received: &received, dtype: x.dtype() };
     let keep = mode.backward && !layer.config.recompute;
-    let (out, pre) = match experts.forward((&device, &stream), x.borrow(), keep) {
+    let place = group.dispatcher().place_for_return(&handle, x.dtype(), layer.config.hidden);
+    let computed = place.and_then(|place| experts.forward((&device, &stream), x.borrow(), (keep, place)));
+    let (out, pre) = match computed {
         Ok(computed) => computed,
         Err(e) => return Err(refuse(layer, group, Op::Combine, e)),
     };
     trace_span!("combine").in_scope(|| group.dispatcher().combine(&handle, out.view(), y.reborrow()))?;
     drop(out);
+    let begun = begun.map_or_else(begin, Ok)?;
     let shared = trace_span!("shared expert")
-        .in_scope(|| shared::forward(layer, (&device, &stream), mode, x, params, y.reborrow()))?;
+        .in_scope(|| shared::finish(layer, (&device, &stream), mode, begun, params, y.reborrow()))?;
 
     let routing = chosen.routing(handle.load());
     let Chosen { logits, ids, weights } = chosen;
@@ -234,12 +251,12 @@ impl<D: Kernels> Experts<'_, '_, D> {
         self.received.weights.as_ref().map(|w| SlotWeights { values: w.view(), at })
     }
 
-    /// Expert outputs `[N, H]`, and pre-activations `[N, G·I]` if they are to be kept.
+    /// Expert outputs `[N, H]`, in `place` where there is one, and pre-activations `[N, G·I]` if they are to be kept.
     fn forward(
         &self,
         (device, stream): (&D, &D::Stream),
         x: TensorRef<'_, D>,
-        keep: bool,
+        (keep, place): (bool, Option<Tensor<D>>),
     ) -> Result<(Tensor<D>, Option<Tensor<D>>)> {
         let mut pre = match keep {
             true => Some(self.handle.slot_tensor(device, self.dtype, self.layer.config.up_rows())?),
@@ -248,7 +265,7 @@ impl<D: Kernels> Experts<'_, '_, D> {
         let rows = self.received.source(x.borrow(), self.handle);
         let hidden =
             trace_span!("up").in_scope(|| self.up(device, stream, rows, pre.as_mut().map(Tensor::view_mut)))?;
-        Ok((trace_span!("down").in_scope(|| self.down(device, stream, hidden))?, pre))
+        Ok((trace_span!("down").in_scope(|| self.down(device, stream, (hidden, place)))?, pre))
     }
 
     /// Activations h `[N, I]` of the received rows; pre-activations where asked for.
@@ -277,8 +294,14 @@ impl<D: Kernels> Experts<'_, '_, D> {
         Ok(hidden)
     }
 
-    fn down(&self, device: &D, stream: &D::Stream, hidden: Tensor<D>) -> Result<Tensor<D>> {
-        let mut out = self.handle.slot_tensor(device, self.dtype, self.layer.config.hidden)?;
+    fn down(
+        &self,
+        device: &D,
+        stream: &D::Stream,
+        (hidden, place): (Tensor<D>, Option<Tensor<D>>),
+    ) -> Result<Tensor<D>> {
+        let width = self.layer.config.hidden;
+        let mut out = place.map_or_else(|| self.handle.slot_tensor(device, self.dtype, width), Ok)?;
         let weight = self.params.down.acquire(stream)?;
         device.wait(stream, weight.ready.as_ref())?;
         let call = Down {

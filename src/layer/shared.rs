@@ -81,15 +81,22 @@ impl<'a, D: Kernels> Shared<'a, D> {
     }
 }
 
-/// Adds the shared expert's output to `y`.
-pub(super) fn forward<D: Kernels>(
+/// A shared expert on its way: all but the product that goes into the layer's output.
+#[derive(Debug)]
+pub(super) struct Begun<D: Kernels> {
+    /// `[T, S]`.
+    hidden: Tensor<D>,
+    saved: Saved<D>,
+}
+
+/// The part of the shared expert that needs no output; `None` where the layer has none.
+pub(super) fn begin<D: Kernels>(
     layer: &Layer,
     (device, stream): (&D, &D::Stream),
     mode: Mode,
     x: TensorRef<'_, D>,
     params: &Params<'_, D>,
-    mut y: TensorMut<'_, D>,
-) -> Result<Option<Saved<D>>> {
+) -> Result<Option<Begun<D>>> {
     let Some(shared) = Shared::of(layer, params)? else { return Ok(None) };
     let tokens = x.rows();
     let gate = match &params.shared_gate {
@@ -104,8 +111,20 @@ pub(super) fn forward<D: Kernels>(
         }
     };
     let (hidden, pre) = shared.up(layer, (device, stream), x, mode.backward && !layer.config.recompute)?;
-    let saved = Saved { pre, gate };
-    let zones = device.single_zone(stream, tokens)?;
+    Ok(Some(Begun { hidden, saved: Saved { pre, gate } }))
+}
+
+/// Adds the shared expert's output to `y`.
+pub(super) fn finish<D: Kernels>(
+    layer: &Layer,
+    (device, stream): (&D, &D::Stream),
+    mode: Mode,
+    begun: Option<Begun<D>>,
+    params: &Params<'_, D>,
+    mut y: TensorMut<'_, D>,
+) -> Result<Option<Saved<D>>> {
+    let (Some(shared), Some(Begun { hidden, saved })) = (Shared::of(layer, params)?, begun) else { return Ok(None) };
+    let zones = device.single_zone(stream, hidden.dims()[0])?;
     let call = Down {
         rows: RowSource::direct(hidden.view()),
         zones: &zones,

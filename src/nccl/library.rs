@@ -163,7 +163,7 @@ fn text_of(code: i32) -> String {
 }
 
 /// The loader's own words, which the error wraps.
-fn reason(error: &libloading::Error) -> String {
+pub(crate) fn reason(error: &libloading::Error) -> String {
     std::error::Error::source(error).map_or_else(|| error.to_string(), ToString::to_string)
 }
 

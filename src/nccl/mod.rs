@@ -30,6 +30,8 @@ mod world;
 pub(crate) use built::Shared;
 pub use comm::{NcclComm, Raw};
 pub use error::NcclError;
+#[cfg(feature = "nccl-ep")]
+pub(crate) use library::reason;
 pub use library::{NcclLibrary, VARIABLE};
 pub use symmetric::NcclWindow;
 pub use world::NcclWorld;

@@ -1,23 +1,28 @@
 //! The dispatcher's calls over the library's.
 
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::Mutex;
 
 use crate::comm::{Communicator, Op, Tag};
 use crate::cuda::Cuda;
 use crate::dtype::DType;
-use crate::ep::carrier::{check_float, check_grads, check_inputs, check_outputs, check_slots, check_tokens};
+use crate::ep::carrier::{check_grads, check_inputs, check_outputs, check_slots, check_tokens};
 use crate::ep::core::Core;
 use crate::ep::record;
 use crate::ep::{
-    DispatchGrads, DispatchInputs, DispatchOutputs, DispatchSpec, Handle, Received, TokenDispatcher, Transport,
+    DispatchGrads, DispatchInputs, DispatchOutputs, DispatchSpec, DispatcherKind, Handle, Received, TokenDispatcher,
+    Transport,
 };
 use crate::error::{Error, Result};
 use crate::kernels::Kernels;
 use crate::nccl::{NcclComm, Shared};
 use crate::tensor::{Tensor, TensorMut, TensorRef};
 
+use super::calls::{Rows, Step, high};
 use super::group::{check_domain, check_experts, check_gpu};
-use super::handle::{Direction, RowsBack, RowsOut};
+use super::handle::{Direction, RowsBack};
+use super::low::{Low, LowRouted};
+use super::tensor::Places;
+use super::windows::Windows;
 use super::{EpError, EpLibrary, Group};
 
 /// Most bytes of a reason that ranks tell each other.
@@ -33,10 +38,19 @@ const REASON: usize = 512;
 ///
 /// Every collective passes the communicator's meeting and watchdog: a rank that cannot take part tells the others
 /// before they begin, where the ranks are threads; where they are processes it ends the communicator.
+///
+/// For low latency ([`DispatcherKind::NcclEpLowLatency`]) the same, but: no backward; rows travel by rank, are brought
+/// into the order of slots here, and each rank adds its experts' outputs before they return.
 #[derive(Debug)]
 pub struct NcclEp {
     // Before the communicator, which they are built on.
     pub(super) groups: Vec<Group>,
+    pub(super) low: Vec<Low>,
+    pub(super) windows: Windows,
+    /// Windows for smaller rows.
+    pub(super) outgrown: Vec<Windows>,
+    pub(super) places: Places,
+    pub(super) mode: Mode,
     pub(super) library: EpLibrary,
     pub(super) shared: Shared,
     /// Layers and specs that all ranks have met with.
@@ -44,8 +58,37 @@ pub struct NcclEp {
     pub(super) core: Core<Cuda>,
 }
 
-/// What a handle of the layer keeps: the library's, made when the size of its rows is known.
-pub(super) type Kept = Mutex<Option<super::Handle>>;
+/// Which of the library's algorithms.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Mode {
+    /// Any number of tokens, forward and backward.
+    HighThroughput,
+    /// Few tokens, forward.
+    LowLatency,
+}
+
+/// A library's handle, made when the size of its rows is known.
+#[derive(Debug, Default)]
+pub(super) enum Routed {
+    #[default]
+    Not,
+    High(super::Handle),
+    Low(LowRouted),
+}
+
+impl Routed {
+    /// Most bytes of a row, if there is a handle.
+    pub(super) fn row_bytes(&self) -> Option<usize> {
+        match self {
+            Routed::Not => None,
+            Routed::High(handle) => Some(handle.group().options().max_row_bytes),
+            Routed::Low(routed) => routed.row_bytes(),
+        }
+    }
+}
+
+/// What a handle of the layer keeps.
+pub(super) type Kept = Mutex<Routed>;
 
 /// The dispatcher, or the state it was to have and the reason why not; the same on all ranks.
 type Possible = std::result::Result<NcclEp, Box<(Core<Cuda>, Error)>>;
@@ -62,142 +105,27 @@ impl NcclEp {
         Ok(match found {
             Err(error) => Err(Box::new((core, error))),
             Ok((library, shared)) => match refusals.into_iter().enumerate().find(|(_, r)| !r.is_empty()) {
-                None => Ok(Self { groups: Vec::new(), library, shared, agreed: Vec::new(), core }),
+                None => {
+                    let mode = mode(&core);
+                    Ok(Self {
+                        groups: Vec::new(),
+                        low: Vec::new(),
+                        windows: Windows::default(),
+                        outgrown: Vec::new(),
+                        places: Places::default(),
+                        mode,
+                        library,
+                        shared,
+                        agreed: Vec::new(),
+                        core,
+                    })
+                }
                 Some((peer, reason)) => {
                     let error = Error::Peer { call: "Group::new", rank: core.rank(), peer, reason };
                     Err(Box::new((core, error)))
                 }
             },
         })
-    }
-
-    /// Passes this rank's checks before a collective, or tells the others that they failed.
-    fn agree(&mut self, (call, op): Step, handle: &Handle<Cuda>, checked: Result<()>) -> Result<()> {
-        let all = self.core.check_handle(call, handle).and(checked);
-        self.core.agree(Core::tag(handle, op), all)
-    }
-
-    /// Refuses a backward that was not agreed on. All ranks know, so nobody waits; a handle of another group is
-    /// [`agree`](Self::agree)'s to report.
-    fn agreed_backward(&self, call: &'static str, handle: &Handle<Cuda>) -> Result<()> {
-        match self.core.check_handle(call, handle) {
-            Ok(()) => handle.check_backward(call),
-            Err(_) => Ok(()),
-        }
-    }
-
-    /// One call of the library's handle, as a collective.
-    fn collective(
-        &mut self,
-        (call, op): Step,
-        (handle, rows): (&Handle<Cuda>, Rows),
-        calls: impl FnOnce(&mut super::Handle) -> Result<()>,
-    ) -> Result<()> {
-        let (named, tag) = ((call, rows.dtype, rows.bytes), Core::tag(handle, op));
-        let mut guard = kept(call, handle)?;
-        if !serves(&guard, rows.bytes) {
-            // The ranks' calls are compared before what they bring about.
-            around(&mut self.core, named, tag, || Ok(())).map_err(|e| self.core.explain(call, e))?;
-            let routed = self.route(handle, rows.bytes);
-            *guard = Some(routed.map_err(|e| self.core.explain(call, e))?);
-        }
-        let done = around(&mut self.core, named, tag, || match guard.as_mut() {
-            Some(routed) => calls(routed),
-            None => Err(Error::invalid(call, "handle", "a routing", "none")),
-        });
-        done.map_err(|e| self.core.explain(call, e))
-    }
-
-    fn empty(&self, dtype: DType, dims: &[usize]) -> Result<Tensor<Cuda>> {
-        Tensor::empty(&self.core.device, dtype, dims)
-    }
-
-    /// Forward, into slots.
-    fn send(
-        &mut self,
-        step: Step,
-        handle: &Handle<Cuda>,
-        inputs: &DispatchInputs<'_, Cuda>,
-        mut outputs: DispatchOutputs<'_, Cuda>,
-    ) -> Result<()> {
-        // The library wants weights forward, whoever needs them.
-        let zeros = match &inputs.weights {
-            None => Some(Tensor::zeros(&self.core.device, DType::F32, &[handle.tokens(), handle.spec().top_k])?),
-            Some(_) => None,
-        };
-        let mut unused = match &outputs.weights {
-            None => Some(self.empty(DType::F32, &[handle.rows()])?),
-            Some(_) => None,
-        };
-        let given = outputs.weights.as_mut().map(TensorMut::reborrow);
-        let rows = RowsOut {
-            tokens: inputs.tokens.borrow(),
-            weights: inputs.weights.as_ref().map(TensorRef::borrow).or(zeros.as_ref().map(Tensor::view)),
-            scales: inputs.scales.as_ref().map(TensorRef::borrow),
-            out: outputs.tokens.reborrow(),
-            out_weights: given.or(unused.as_mut().map(Tensor::view_mut)),
-            out_scales: outputs.scales.as_mut().map(TensorMut::reborrow),
-        };
-        let moved = Rows { dtype: inputs.tokens.dtype(), bytes: row_bytes(inputs) };
-        self.collective(step, (handle, moved), |routed| routed.dispatch(Direction::Forward, rows))
-    }
-
-    /// The output's gradient, into slots.
-    fn send_grad(
-        &mut self,
-        step: Step,
-        handle: &Handle<Cuda>,
-        (grad, mut out): (TensorRef<'_, Cuda>, TensorMut<'_, Cuda>),
-    ) -> Result<()> {
-        let (tokens, out) = (grad.borrow(), out.reborrow());
-        let rows = RowsOut { tokens, weights: None, scales: None, out, out_weights: None, out_scales: None };
-        self.collective(step, (handle, Rows::of(grad)), |routed| routed.dispatch(Direction::Backward, rows))
-    }
-}
-
-/// A call and what it is for.
-type Step = (&'static str, Op);
-
-/// What a call moves; the same on all ranks.
-#[derive(Clone, Copy)]
-struct Rows {
-    dtype: DType,
-    /// Of a row and its scales.
-    bytes: usize,
-}
-
-impl Rows {
-    fn of(t: TensorRef<'_, Cuda>) -> Self {
-        Self { dtype: t.dtype(), bytes: t.row_bytes() }
-    }
-}
-
-/// What the dispatcher keeps of a handle's routing.
-fn kept<'h>(call: &'static str, handle: &'h Handle<Cuda>) -> Result<MutexGuard<'h, Option<super::Handle>>> {
-    let kept = handle.carried.0.as_ref().and_then(|kept| kept.downcast_ref::<Kept>());
-    let foreign = || Error::invalid(call, "handle", "one that NCCL EP prepared", "another dispatcher's");
-    kept.map(|kept| kept.lock().unwrap_or_else(PoisonError::into_inner)).ok_or_else(foreign)
-}
-
-/// Whether the routing is the library's already, for such rows.
-fn serves(routed: &Option<super::Handle>, row_bytes: usize) -> bool {
-    routed.as_ref().is_some_and(|h| h.group().options().max_row_bytes >= row_bytes)
-}
-
-/// Bytes of a token and its scales.
-fn row_bytes(inputs: &DispatchInputs<'_, Cuda>) -> usize {
-    inputs.tokens.row_bytes() + inputs.scales.as_ref().map_or(0, |s| s.row_bytes())
-}
-
-/// The library moves rows in 16-byte words, and sums numbers by 8.
-fn check_words(dtype: DType, bytes: usize) -> Result<()> {
-    let width = bytes / dtype.size();
-    if bytes == 0 || !bytes.is_multiple_of(16) {
-        return Err(EpError::RowBytes { what: "a row", bytes }.into());
-    }
-    match dtype == DType::U8 || width.is_multiple_of(8) {
-        true => Ok(()),
-        false => Err(EpError::Width { width }.into()),
     }
 }
 
@@ -214,16 +142,27 @@ pub(super) fn around<T>(
     }
 }
 
+/// What the group's configuration asks for.
+fn mode(core: &Core<Cuda>) -> Mode {
+    match core.config.dispatcher {
+        DispatcherKind::NcclEpLowLatency => Mode::LowLatency,
+        _ => Mode::HighThroughput,
+    }
+}
+
 /// The library and the communicator, where this rank can have them.
 fn examine(core: &mut Core<Cuda>) -> Result<(EpLibrary, Shared)> {
     check_experts(core.config.num_experts, core.ranks())?;
     super::group::check_tokens(core.config.max_tokens_per_rank.next_multiple_of(4))?;
+    let high = mode(core) == Mode::HighThroughput;
     check_gpu(&core.device)?;
     let Some(comm) = core.comm.as_any().and_then(|comm| comm.downcast_mut::<NcclComm>()) else {
         return Err(EpError::Communicator { found: "another".to_string() }.into());
     };
     let shared = comm.shared();
-    check_domain(&shared, core.config.num_experts)?;
+    if high {
+        check_domain(&shared, core.config.num_experts)?;
+    }
     Ok((EpLibrary::open(comm.library())?, shared))
 }
 
@@ -260,9 +199,9 @@ impl TokenDispatcher<Cuda> for NcclEp {
         let mut handle = self.core.prepare((Transport::Slots, rules), ids, weights, spec)?;
         handle.carried.0 = Some(Box::new(Kept::default()));
         // The rows' size is the first dispatch's to know; from then on it is taken to stay.
-        if let Some(bytes) = self.groups.last().map(|g| g.options().max_row_bytes) {
+        if let Some(bytes) = self.known_row() {
             let routed = self.route(&handle, bytes).map_err(|e| self.core.explain("prepare", e))?;
-            handle.carried.0 = Some(Box::new(Kept::new(Some(routed))));
+            handle.carried.0 = Some(Box::new(Kept::new(routed)));
         }
         // All ranks have the same now, and each finds it again.
         if !self.agreed.contains(&known) {
@@ -280,27 +219,78 @@ impl TokenDispatcher<Cuda> for NcclEp {
         const STEP: Step = ("dispatch", Op::Dispatch);
         let checked = check_inputs(STEP.0, handle, &inputs)
             .and_then(|()| check_outputs(STEP.0, handle, &inputs, &outputs))
-            .and_then(|()| check_words(inputs.tokens.dtype(), row_bytes(&inputs)));
+            .and_then(|()| self.check_sent(&inputs));
         self.agree(STEP, handle, checked)?;
-        self.send(STEP, handle, &inputs, outputs)
+        if self.mode == Mode::LowLatency {
+            return self.send_low_into(STEP, handle, &inputs, outputs);
+        }
+        let scale = inputs.scales.as_ref().map_or(0, TensorRef::row_bytes);
+        let Some((mut rows, mut scales)) = self.lent(STEP, handle, Rows::of(inputs.tokens), scale)? else {
+            return self.send(STEP, handle, &inputs, outputs);
+        };
+        let DispatchOutputs { tokens, mut weights, scales: out_scales } = outputs;
+        let into = DispatchOutputs {
+            tokens: rows.view_mut(),
+            weights: weights.as_mut().map(TensorMut::reborrow),
+            scales: out_scales.is_some().then(|| scales.view_mut()),
+        };
+        self.send(STEP, handle, &inputs, into)?;
+        self.copied(handle, &rows, tokens)?;
+        out_scales.map_or(Ok(()), |out| self.copied(handle, &scales, out))
+    }
+
+    fn dispatch_rows_beside(
+        &mut self,
+        handle: &Handle<Cuda>,
+        inputs: DispatchInputs<'_, Cuda>,
+        beside: &mut dyn FnMut() -> Result<()>,
+    ) -> Result<Received<Cuda>> {
+        const STEP: Step = ("dispatch_rows", Op::Dispatch);
+        if self.mode == Mode::HighThroughput {
+            let received = self.dispatch_rows(handle, inputs)?;
+            return beside().map(|()| received);
+        }
+        let checked = check_inputs(STEP.0, handle, &inputs).and_then(|()| self.check_sent(&inputs));
+        self.agree(STEP, handle, checked)?;
+        self.send_low(STEP, handle, &inputs, Some(beside))
+    }
+
+    fn place_for_return(&mut self, handle: &Handle<Cuda>, dtype: DType, width: usize) -> Result<Option<Tensor<Cuda>>> {
+        self.leaving(handle, (dtype, width))
+    }
+
+    fn copies(&self) -> u64 {
+        self.windows.copies()
+    }
+
+    fn overlaps(&self) -> bool {
+        self.mode == Mode::LowLatency
     }
 
     fn dispatch_rows(&mut self, handle: &Handle<Cuda>, inputs: DispatchInputs<'_, Cuda>) -> Result<Received<Cuda>> {
         const STEP: Step = ("dispatch_rows", Op::Dispatch);
-        let checked =
-            check_inputs(STEP.0, handle, &inputs).and_then(|()| check_words(inputs.tokens.dtype(), row_bytes(&inputs)));
+        let checked = check_inputs(STEP.0, handle, &inputs).and_then(|()| self.check_sent(&inputs));
         self.agree(STEP, handle, checked)?;
+        if self.mode == Mode::LowLatency {
+            return self.send_low(STEP, handle, &inputs, None);
+        }
         let (n, tokens) = (handle.rows(), inputs.tokens);
-        let mut rows = self.empty(tokens.dtype(), &[n, tokens.row_bytes() / tokens.dtype().size()])?;
+        let scale = inputs.scales.as_ref().map_or(0, TensorRef::row_bytes);
+        let (mut rows, mut scales) = match self.lent(STEP, handle, Rows::of(tokens), scale)? {
+            Some((rows, scales)) => (rows, inputs.scales.is_some().then_some(scales)),
+            None => {
+                let rows = self.empty(tokens.dtype(), &[n, tokens.row_bytes() / tokens.dtype().size()])?;
+                (rows, inputs.scales.map(|s| self.empty(s.dtype(), &[n, s.row_bytes()])).transpose()?)
+            }
+        };
         let mut weights = inputs.weights.map(|w| self.empty(w.dtype(), &[n])).transpose()?;
-        let mut scales = inputs.scales.map(|s| self.empty(s.dtype(), &[n, s.row_bytes()])).transpose()?;
         let outputs = DispatchOutputs {
             tokens: rows.view_mut(),
             weights: weights.as_mut().map(Tensor::view_mut),
             scales: scales.as_mut().map(Tensor::view_mut),
         };
         self.send(STEP, handle, &inputs, outputs)?;
-        Ok(Received { rows: Some(rows), weights, scales })
+        Ok(Received { rows: Some(rows), weights, scales, map: None })
     }
 
     fn combine(
@@ -313,10 +303,15 @@ impl TokenDispatcher<Cuda> for NcclEp {
         let bytes = expert_out.row_bytes();
         let checked = check_slots(STEP.0, "expert_out", handle, expert_out)
             .and_then(|()| check_tokens(STEP.0, "out", handle, expert_out, &out))
-            .and_then(|()| check_words(expert_out.dtype(), bytes));
+            .and_then(|()| self.check_words(expert_out.dtype(), (bytes, 0)));
         self.agree(STEP, handle, checked)?;
-        let rows = RowsBack { rows: expert_out.borrow(), weights: None, out: out.reborrow(), out_weights: None };
-        self.collective(STEP, (handle, Rows::of(expert_out)), |routed| routed.combine(Direction::Forward, rows))
+        if self.mode == Mode::LowLatency {
+            return self.return_low(STEP, handle, (expert_out, out.reborrow()));
+        }
+        let left = self.returning(STEP, handle, expert_out)?;
+        let rows = left.as_ref().map_or(expert_out.borrow(), Tensor::view);
+        let rows = RowsBack { rows, weights: None, out: out.reborrow(), out_weights: None };
+        self.collective(STEP, (handle, Rows::of(expert_out)), |routed| high(routed)?.combine(Direction::Forward, rows))
     }
 
     fn combine_bwd(
@@ -328,27 +323,37 @@ impl TokenDispatcher<Cuda> for NcclEp {
         const STEP: Step = ("combine_bwd", Op::CombineBwd);
         self.agreed_backward(STEP.0, handle)?;
         let expected = [handle.rows(), grad.row_bytes() / grad.dtype().size()];
-        let checked = check_grad(STEP.0, handle, grad)
+        let checked = self
+            .check_grad(STEP.0, handle, grad)
             .and_then(|()| Error::check_dtype(STEP.0, "grad_expert_out", grad.dtype(), grad_expert_out.dtype()))
             .and_then(|()| Error::check_shape(STEP.0, "grad_expert_out", &expected, grad_expert_out.dims()));
         self.agree(STEP, handle, checked)?;
-        self.send_grad(STEP, handle, (grad, grad_expert_out))
+        let Some((mut rows, _)) = self.lent(STEP, handle, Rows::of(grad), 0)? else {
+            return self.send_grad(STEP, handle, (grad, grad_expert_out));
+        };
+        self.send_grad(STEP, handle, (grad, rows.view_mut()))?;
+        self.copied(handle, &rows, grad_expert_out)
     }
 
     fn combine_bwd_rows(&mut self, handle: &Handle<Cuda>, grad: TensorRef<'_, Cuda>) -> Result<Received<Cuda>> {
         const STEP: Step = ("combine_bwd_rows", Op::CombineBwd);
         self.agreed_backward(STEP.0, handle)?;
-        self.agree(STEP, handle, check_grad(STEP.0, handle, grad))?;
-        let mut rows = self.empty(grad.dtype(), &[handle.rows(), grad.row_bytes() / grad.dtype().size()])?;
+        let checked = self.check_grad(STEP.0, handle, grad);
+        self.agree(STEP, handle, checked)?;
+        let mut rows = match self.lent(STEP, handle, Rows::of(grad), 0)? {
+            Some((rows, _)) => rows,
+            None => self.empty(grad.dtype(), &[handle.rows(), grad.row_bytes() / grad.dtype().size()])?,
+        };
         self.send_grad(STEP, handle, (grad, rows.view_mut()))?;
-        Ok(Received { rows: Some(rows), weights: None, scales: None })
+        Ok(Received { rows: Some(rows), weights: None, scales: None, map: None })
     }
 
     fn dispatch_bwd(&mut self, handle: &Handle<Cuda>, grads: DispatchGrads<'_, Cuda>) -> Result<()> {
         const STEP: Step = ("dispatch_bwd", Op::DispatchBwd);
         self.agreed_backward(STEP.0, handle)?;
         let bytes = grads.rows.row_bytes();
-        let checked = check_grads(STEP.0, handle, &grads).and_then(|()| check_words(grads.rows.dtype(), bytes));
+        let checked =
+            check_grads(STEP.0, handle, &grads).and_then(|()| self.check_words(grads.rows.dtype(), (bytes, 0)));
         self.agree(STEP, handle, checked)?;
         let DispatchGrads { rows, weights, mut d_tokens, mut d_weights } = grads;
         let zeros = match weights {
@@ -360,13 +365,14 @@ impl TokenDispatcher<Cuda> for NcclEp {
             Some(_) => None,
         };
         let (moved, given) = (Rows::of(rows), d_weights.as_mut().map(TensorMut::reborrow));
+        let left = self.returning(STEP, handle, rows)?;
         let rows = RowsBack {
-            rows: rows.borrow(),
+            rows: left.as_ref().map_or(rows.borrow(), Tensor::view),
             weights: weights.as_ref().map(TensorRef::borrow).or(zeros.as_ref().map(Tensor::view)),
             out: d_tokens.reborrow(),
             out_weights: given.or(unused.as_mut().map(Tensor::view_mut)),
         };
-        self.collective(STEP, (handle, moved), |routed| routed.combine(Direction::Backward, rows))
+        self.collective(STEP, (handle, moved), |routed| high(routed)?.combine(Direction::Backward, rows))
     }
 
     fn check(&mut self) -> Result<()> {
@@ -378,25 +384,22 @@ impl TokenDispatcher<Cuda> for NcclEp {
     }
 
     fn name(&self) -> &'static str {
-        "nccl_ep"
+        match self.mode {
+            Mode::HighThroughput => "nccl_ep",
+            Mode::LowLatency => "nccl_ep_ll",
+        }
     }
-}
-
-/// A gradient `[T, H]` of the output.
-fn check_grad(call: &'static str, handle: &Handle<Cuda>, grad: TensorRef<'_, Cuda>) -> Result<()> {
-    let inputs = DispatchInputs { tokens: grad.borrow(), weights: None, scales: None };
-    check_float(call, "grad", grad)?;
-    check_inputs(call, handle, &inputs)?;
-    check_words(grad.dtype(), grad.row_bytes())
 }
 
 impl Drop for NcclEp {
     fn drop(&mut self) {
-        if self.groups.is_empty() {
+        if self.groups.is_empty() && self.low.is_empty() {
             return;
         }
         // Peers may still read what this rank's groups hold. Nothing can be reported from here.
         let _ = self.core.device.check();
         let _ = self.core.comm.barrier(Tag { layer: 0, op: Op::Init, sequence: 0 });
+        self.places.clear();
+        self.end_windows();
     }
 }

@@ -94,6 +94,50 @@ pub enum EpError {
         /// Numbers of a row.
         width: usize,
     },
+    /// A row that the kernels for low latency are not compiled for.
+    #[error(
+        "NCCL EP, low latency: rows of {dtype}: expected a multiple of {lanes} numbers, found {width}; choose another \
+         dispatcher for such rows"
+    )]
+    LowLatencyWidth {
+        /// Numbers that a warp moves at once.
+        lanes: usize,
+        /// Their type.
+        dtype: String,
+        /// Numbers of a row.
+        width: usize,
+    },
+    /// What low latency does not do.
+    #[error("NCCL EP, low latency: {what}; choose another dispatcher for this layer")]
+    LowLatency {
+        /// What was asked for.
+        what: &'static str,
+    },
+    /// Ranks were late in a call, and skipped.
+    #[error("NCCL EP, low latency: rank {rank} skipped ranks {late:?}, which were late: what they hold is missing")]
+    Late {
+        /// This rank.
+        rank: usize,
+        /// The ranks that were late.
+        late: Vec<usize>,
+    },
+    /// Rows of a group with windows that lie in none.
+    #[error("NCCL EP: {call}: rows: expected memory of a window, found other")]
+    NoWindow {
+        /// The call.
+        call: &'static str,
+    },
+    /// More rows are kept than there are windows for.
+    #[error(
+        "NCCL EP: {call}: rows of an earlier call still lie in the window whose turn it is; set GroupConfig::windows \
+         above {windows}, or give rows back sooner"
+    )]
+    Windows {
+        /// The call.
+        call: &'static str,
+        /// Windows of that way.
+        windows: usize,
+    },
     /// Zones must begin at multiples of a power of two.
     #[error("NCCL EP: alignment: expected a power of two, found {found}")]
     Alignment {

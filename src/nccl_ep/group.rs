@@ -7,18 +7,21 @@ use crate::cuda::Cuda;
 use crate::error::Result;
 use crate::nccl::{NcclComm, Shared};
 
+use super::tensor::Places;
 use super::{EpError, EpLibrary, result, sys};
 
+const CALL: &str = "Group::new";
+
 /// A result of this module alone.
-type Checked<T> = std::result::Result<T, EpError>;
+pub(super) type Checked<T> = std::result::Result<T, EpError>;
 
 /// What the library's kernels are made for.
 pub(super) const MOST_TOKENS: usize = 8192;
-const MOST_CHOICES: usize = 32;
+pub(super) const MOST_CHOICES: usize = 32;
 /// Rows that its kernels keep in shared memory, unless a variable says otherwise, and what a block of the GPU can have.
 const STAGES: usize = 12;
 const STAGE_VARIABLES: [&str; 2] = ["NCCL_EP_DISPATCH_NUM_STAGES", "NCCL_EP_COMBINE_NUM_STAGES_G2S"];
-const SHARED: usize = 227 << 10;
+pub(super) const SHARED: usize = 227 << 10;
 
 /// What a group is made for; the same on all ranks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -41,32 +44,79 @@ pub struct GroupOptions {
 /// A rank's membership in an EP group. Cheap to clone; destroyed with its last clone and handle, when all ranks must be
 /// done with it: a peer may still read what this rank has finished with.
 #[derive(Clone)]
-pub struct Group(Arc<Inner>);
-
-struct Inner {
-    library: EpLibrary,
-    cuda: Cuda,
-    comm: Shared,
+pub struct Group {
+    member: Arc<Member>,
     options: GroupOptions,
-    ranks: usize,
-    raw: sys::ncclEpGroup_t,
+    /// Where rows must lie; `None`: anywhere.
+    places: Option<Places>,
+}
+
+/// What the library made for a group of either mode, and what that needs.
+pub(super) struct Member {
+    pub(super) library: EpLibrary,
+    pub(super) cuda: Cuda,
+    comm: Shared,
+    pub(super) ranks: usize,
+    pub(super) raw: sys::ncclEpGroup_t,
 }
 
 // SAFETY: the library lets any thread use a group, one at a time; every call passes the communicator's gate.
-unsafe impl Send for Inner {}
+unsafe impl Send for Member {}
 // SAFETY: as above.
-unsafe impl Sync for Inner {}
+unsafe impl Sync for Member {}
+
+impl Member {
+    /// Joins (collective), with a configuration that was checked.
+    pub(super) fn join(
+        library: &EpLibrary,
+        (cuda, comm): (Cuda, Shared),
+        mut config: sys::ncclEpGroupConfig_t,
+    ) -> Result<Arc<Self>> {
+        cuda.not_captured(CALL, "create an EP group")?;
+        cuda.bind(CALL)?;
+        config.size = size_of::<sys::ncclEpGroupConfig_t>() as u32;
+        config.magic = sys::NCCL_EP_MAGIC;
+        config.version = sys::NCCL_EP_API_VERSION;
+        let made = comm.with(|comm| {
+            // SAFETY: the communicator lives while `with` runs; its GPU was bound above; the options were checked.
+            unsafe { result::create_group(library.functions(), comm.cast(), &config) }
+        });
+        let raw = made.ok_or(EpError::Ended { call: CALL })??;
+        let (library, ranks) = (library.clone(), comm.size());
+        Ok(Arc::new(Self { library, cuda, comm, ranks, raw }))
+    }
+
+    /// Runs calls while nobody frees the communicator, with its GPU bound.
+    pub(super) fn with<T>(
+        &self,
+        call: &'static str,
+        calls: impl FnOnce(&sys::Library, sys::cudaStream_t) -> Checked<T>,
+    ) -> Result<T> {
+        self.cuda.bind(call)?;
+        let stream: sys::cudaStream_t = self.cuda.stream().raw().cu_stream().cast();
+        match self.comm.with(|_| calls(self.library.functions(), stream)) {
+            Some(done) => Ok(done?),
+            None => Err(EpError::Ended { call }.into()),
+        }
+    }
+}
+
+/// A group's configuration before anything is filled in.
+pub(super) fn blank_config() -> sys::ncclEpGroupConfig_t {
+    // SAFETY: a plain C struct of integers and pointers, for which the interface asks for zeros.
+    unsafe { std::mem::zeroed() }
+}
 
 impl fmt::Debug for Group {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "Group {{ options: {:?}, ranks: {} }}", self.0.options, self.0.ranks)
+        write!(f, "Group {{ options: {:?}, ranks: {} }}", self.options, self.member.ranks)
     }
 }
 
 /// Most that the library's 32-bit fields hold.
-fn narrow(name: &'static str, value: usize) -> Checked<u32> {
+pub(super) fn narrow(name: &'static str, value: usize) -> Checked<u32> {
     u32::try_from(value).map_err(|_| EpError::Argument {
-        call: "Group::new",
+        call: CALL,
         name,
         expected: format!("at most {}", u32::MAX),
         found: value.to_string(),
@@ -93,12 +143,12 @@ impl GroupOptions {
         ];
         if let Some((name, _)) = positive.into_iter().find(|(_, value)| *value == 0) {
             let (expected, found) = ("at least 1".to_string(), "0".to_string());
-            return Err(EpError::Argument { call: "Group::new", name, expected, found });
+            return Err(EpError::Argument { call: CALL, name, expected, found });
         }
         check_experts(self.num_experts, ranks)?;
         if self.max_top_k > self.num_experts {
             let (expected, found) = (format!("at most {} (num_experts)", self.num_experts), self.max_top_k.to_string());
-            return Err(EpError::Argument { call: "Group::new", name: "max_top_k", expected, found });
+            return Err(EpError::Argument { call: CALL, name: "max_top_k", expected, found });
         }
         if !self.max_row_bytes.is_multiple_of(16) {
             return Err(EpError::RowBytes { what: "max_row_bytes", bytes: self.max_row_bytes });
@@ -106,7 +156,7 @@ impl GroupOptions {
         check_tokens(self.max_tokens)?;
         if self.max_top_k > MOST_CHOICES {
             let (expected, found) = (format!("at most {MOST_CHOICES}"), self.max_top_k.to_string());
-            return Err(EpError::Argument { call: "Group::new", name: "max_top_k", expected, found });
+            return Err(EpError::Argument { call: CALL, name: "max_top_k", expected, found });
         }
         self.check_shared(|name| std::env::var(name).ok().and_then(|v| v.trim().parse().ok()))?;
         match self.capacity {
@@ -125,7 +175,7 @@ pub(super) fn check_tokens(tokens: usize) -> Checked<()> {
         return Ok(());
     }
     let (expected, found) = (format!("a multiple of 4, at most {MOST_TOKENS}"), tokens.to_string());
-    Err(EpError::Argument { call: "Group::new", name: "max_tokens", expected, found })
+    Err(EpError::Argument { call: CALL, name: "max_tokens", expected, found })
 }
 
 /// The rules for experts and ranks.
@@ -162,7 +212,7 @@ fn domain(comm: crate::nccl::sys::CommPtr) -> Option<usize> {
 /// The rule for experts of a domain.
 pub(super) fn check_domain(comm: &Shared, experts: usize) -> Checked<()> {
     let ranks = comm.size();
-    let domain = comm.with(domain).ok_or(EpError::Ended { call: "Group::new" })?.unwrap_or(ranks);
+    let domain = comm.with(domain).ok_or(EpError::Ended { call: CALL })?.unwrap_or(ranks);
     let local = experts / ranks;
     match (local * domain).is_multiple_of(4) {
         true => Ok(()),
@@ -185,21 +235,17 @@ impl Group {
     /// # Errors
     /// [`EpError`] names the rule that the options, the GPU or the ranks break, before the library is called.
     pub fn new(library: &EpLibrary, comm: &NcclComm, options: GroupOptions) -> Result<Self> {
-        Self::on(library, (comm.cuda().clone(), comm.shared()), options)
+        Self::on(library, (comm.cuda().clone(), comm.shared()), (options, None))
     }
 
-    pub(super) fn on(library: &EpLibrary, (cuda, shared): (Cuda, Shared), options: GroupOptions) -> Result<Self> {
-        const CALL: &str = "Group::new";
-        let ranks = shared.size();
-        options.check(ranks)?;
+    pub(super) fn on(
+        library: &EpLibrary,
+        (cuda, shared): (Cuda, Shared),
+        (options, places): (GroupOptions, Option<Places>),
+    ) -> Result<Self> {
+        options.check(shared.size())?;
         check_gpu(&cuda)?;
-        cuda.not_captured(CALL, "create an EP group")?;
-        cuda.bind(CALL)?;
-        // SAFETY: a plain C struct of integers and pointers, for which the interface asks for zeros.
-        let mut config: sys::ncclEpGroupConfig_t = unsafe { std::mem::zeroed() };
-        config.size = size_of::<sys::ncclEpGroupConfig_t>() as u32;
-        config.magic = sys::NCCL_EP_MAGIC;
-        config.version = sys::NCCL_EP_API_VERSION;
+        let mut config = blank_config();
         config.algorithm = sys::ncclEpAlgorithm_t::NCCL_EP_ALGO_HIGH_THROUGHPUT;
         config.num_experts = narrow("num_experts", options.num_experts)?;
         config.max_dispatch_tokens_per_rank = narrow("max_tokens", options.max_tokens)?;
@@ -210,62 +256,58 @@ impl Group {
             (Some(_), false) => sys::ncclEpOverflowPolicy_t::NCCL_EP_OVERFLOW_DROP,
             _ => sys::ncclEpOverflowPolicy_t::NCCL_EP_OVERFLOW_TRAP,
         };
+        if places.is_some() {
+            config.zero_copy = sys::ncclEpZeroCopyMode_t::NCCL_EP_ZERO_COPY_ON;
+        }
         check_domain(&shared, options.num_experts)?;
-        let made = shared.with(|comm| {
-            // SAFETY: the communicator lives while `with` runs; its GPU was bound above; the options were checked.
-            unsafe { result::create_group(library.functions(), comm.cast(), &config) }
-        });
-        let raw = made.ok_or(EpError::Ended { call: CALL })??;
-        let library = library.clone();
-        Ok(Self(Arc::new(Inner { library, cuda, comm: shared, options, ranks, raw })))
+        Ok(Self { places, member: Member::join(library, (cuda, shared), config)?, options })
     }
 
     /// What the group was made for.
     pub fn options(&self) -> &GroupOptions {
-        &self.0.options
+        &self.options
     }
 
     /// Ranks R.
     pub fn ranks(&self) -> usize {
-        self.0.ranks
+        self.member.ranks
     }
 
     /// Experts of a rank.
     pub fn local_experts(&self) -> usize {
-        self.0.options.num_experts / self.0.ranks
+        self.options.num_experts / self.member.ranks
+    }
+
+    pub(super) fn places(&self) -> Option<&Places> {
+        self.places.as_ref()
     }
 
     /// The GPU and its stream.
     pub fn cuda(&self) -> &Cuda {
-        &self.0.cuda
+        &self.member.cuda
     }
 
     /// The group as the library has it, for callers that go beyond this crate's functions.
     pub fn raw(&self) -> sys::ncclEpGroup_t {
-        self.0.raw
+        self.member.raw
     }
 
     /// The library.
     pub fn library(&self) -> &EpLibrary {
-        &self.0.library
+        &self.member.library
     }
 
-    /// Runs calls while nobody frees the communicator, with its GPU bound.
+    /// As [`Member::with`].
     pub(super) fn with<T>(
         &self,
         call: &'static str,
         calls: impl FnOnce(&sys::Library, sys::cudaStream_t) -> Checked<T>,
     ) -> Result<T> {
-        self.0.cuda.bind(call)?;
-        let stream: sys::cudaStream_t = self.0.cuda.stream().raw().cu_stream().cast();
-        match self.0.comm.with(|_| calls(self.0.library.functions(), stream)) {
-            Some(done) => Ok(done?),
-            None => Err(EpError::Ended { call }.into()),
-        }
+        self.member.with(call, calls)
     }
 }
 
-impl Drop for Inner {
+impl Drop for Member {
     fn drop(&mut self) {
         // Nothing can be reported from here. Where the communicator is gone, so are the group's peers: what it holds
         // stays until the process ends.

@@ -94,7 +94,7 @@ impl fmt::Debug for Handle {
 }
 
 /// Zeros with the two numbers that every struct of the interface begins with.
-fn blank<T>() -> T {
+pub(super) fn blank<T>() -> T {
     // SAFETY: used for this module's config structs only: integers and pointers, for which the interface asks for zeros.
     let mut value: T = unsafe { std::mem::zeroed() };
     // SAFETY: size and magic are the first two u32 of each.
@@ -271,11 +271,12 @@ impl Handle {
 
         let wire = (tokens.dtype(), tokens.row_bytes(), scale_bytes);
         let mut tokens = on_wire(Described::of(CALL, tokens)?, wire);
-        let mut out = on_wire(Described::of_mut(CALL, out)?, wire);
+        let mut out = on_wire(Described::of_mut(CALL, out)?, wire).in_window(CALL, self.group.places())?;
         let mut weights = weights.map(|w| Described::of(CALL, w)).transpose()?;
         let mut out_weights = out_weights.map(|w| Described::of_mut(CALL, w)).transpose()?;
         let mut scales = scales.map(|s| Described::of(CALL, s)).transpose()?;
-        let mut out_scales = out_scales.map(|s| Described::of_mut(CALL, s)).transpose()?;
+        let in_window = |s| Described::of_mut(CALL, s)?.in_window(CALL, self.group.places());
+        let mut out_scales = out_scales.map(in_window).transpose()?;
         let mut call = result::Dispatch { inputs: blank(), outputs: blank(), info: std::ptr::null(), config: blank() };
         call.inputs.tokens = tokens.pointer();
         call.inputs.topk_weights = pointer(&mut weights);
@@ -322,7 +323,7 @@ impl Handle {
         if let Some(w) = &out_weights {
             check(CALL, "out_weights", (DType::F32, &[t, k]), (w.dtype(), w.dims()))?;
         }
-        let mut rows = Described::of(CALL, rows)?;
+        let mut rows = Described::of(CALL, rows)?.in_window(CALL, self.group.places())?;
         let mut out = Described::of_mut(CALL, out)?;
         let mut weights = weights.map(|w| Described::of(CALL, w)).transpose()?;
         let mut out_weights = out_weights.map(|w| Described::of_mut(CALL, w)).transpose()?;
@@ -345,7 +346,7 @@ fn pass(direction: Direction) -> sys::ncclEpPassDir_t {
 }
 
 /// Rows as the library moves them: bytes with scales are what it calls fp8, without it moves them as 16-bit elements.
-fn on_wire<'a>(t: Described<'a>, (dtype, bytes, scale): (DType, usize, usize)) -> Described<'a> {
+pub(super) fn on_wire<'a>(t: Described<'a>, (dtype, bytes, scale): (DType, usize, usize)) -> Described<'a> {
     match (dtype, scale) {
         (DType::U8, 0) => t.retyped(sys::ncclDataType_t::ncclBfloat16, bytes / 2),
         (DType::U8, _) => t.retyped(sys::ncclDataType_t::ncclFloat8e4m3, bytes),
@@ -353,7 +354,12 @@ fn on_wire<'a>(t: Described<'a>, (dtype, bytes, scale): (DType, usize, usize)) -
     }
 }
 
-fn check(call: &'static str, name: &str, expected: (DType, &[usize]), found: (DType, &[usize])) -> Result<()> {
+pub(super) fn check(
+    call: &'static str,
+    name: &str,
+    expected: (DType, &[usize]),
+    found: (DType, &[usize]),
+) -> Result<()> {
     Error::check_dtype(call, name, expected.0, found.0)?;
     Error::check_shape(call, name, expected.1, found.1)
 }

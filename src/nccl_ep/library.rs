@@ -7,7 +7,7 @@ use std::sync::Arc;
 
 use libloading::os::unix::{Library, RTLD_LOCAL, RTLD_NOW};
 
-use crate::nccl::NcclLibrary;
+use crate::nccl::{NcclLibrary, reason};
 
 use super::environment::Compiler;
 use super::{EpError, result, sys};
@@ -127,11 +127,6 @@ impl EpLibrary {
     pub fn version(&self) -> String {
         text(self.0.version)
     }
-}
-
-/// The loader's own words, which the error wraps.
-fn reason(error: &libloading::Error) -> String {
-    std::error::Error::source(error).map_or_else(|| error.to_string(), ToString::to_string)
 }
 
 /// Where the loader found the library: its headers lie beside it.

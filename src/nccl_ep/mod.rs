@@ -8,16 +8,21 @@
 //! that are a multiple of 4 in an NVLink domain, at most 8192 tokens of a rank and 32 choices of a token. It compiles its kernels with nvcc when they are first used, about 2 seconds each
 //! ([`Compiler`]); they stay in a folder of the user's.
 
+mod calls;
 mod dispatcher;
 mod environment;
 mod error;
 mod group;
 mod handle;
 mod library;
+mod low;
+mod low_handle;
+mod low_latency;
 pub mod result;
 mod routing;
 pub mod sys;
 mod tensor;
+mod windows;
 
 pub use dispatcher::NcclEp;
 pub use environment::Compiler;
@@ -25,3 +30,5 @@ pub use error::EpError;
 pub use group::{Group, GroupOptions};
 pub use handle::{Counters, Direction, Handle, HandleOptions, RowsBack, RowsOut};
 pub use library::{EpLibrary, VARIABLE};
+pub use low_handle::{Arrival, Departure, Layout, LowLatencyHandle, SentBack};
+pub use low_latency::{LowLatencyGroup, LowLatencyOptions};

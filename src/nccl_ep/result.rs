@@ -69,6 +69,36 @@ unsafe extern "C" {
         config: *const sys::ncclEpCombineConfig_t,
         stream: sys::cudaStream_t,
     ) -> c_int;
+    fn moebius_ep_complete(
+        message: *mut c_char,
+        room: usize,
+        function: Object,
+        handle: sys::ncclEpHandle_t,
+        config: *const sys::ncclEpCompleteConfig_t,
+        stream: sys::cudaStream_t,
+    ) -> c_int;
+    fn moebius_ep_mask(
+        message: *mut c_char,
+        room: usize,
+        function: Object,
+        group: sys::ncclEpGroup_t,
+        mask: *mut c_int,
+        stream: sys::cudaStream_t,
+    ) -> c_int;
+    fn moebius_ep_mask_clean(
+        message: *mut c_char,
+        room: usize,
+        function: Object,
+        group: sys::ncclEpGroup_t,
+        stream: sys::cudaStream_t,
+    ) -> c_int;
+    fn moebius_ep_async_error(
+        message: *mut c_char,
+        room: usize,
+        function: Object,
+        group: sys::ncclEpGroup_t,
+        error: *mut c_int,
+    ) -> c_int;
     #[cfg(test)]
     fn moebius_ep_test(message: *mut c_char, room: usize, kind: c_int) -> c_int;
 }
@@ -271,6 +301,93 @@ pub unsafe fn combine(
     guarded("ncclEpCombine", |message, room| unsafe {
         let function = library.ncclEpCombine as Object;
         moebius_ep_combine(message, room, function, handle, inputs, outputs, config, stream)
+    })
+}
+
+/// Ends a call that only sent.
+///
+/// # Safety
+/// As [`dispatch`]; the call's tensors and structs are still there.
+pub unsafe fn complete(
+    library: &Library,
+    handle: sys::ncclEpHandle_t,
+    config: &sys::ncclEpCompleteConfig_t,
+    stream: sys::cudaStream_t,
+) -> Result<(), EpError> {
+    // SAFETY: as the caller promises.
+    guarded("ncclEpComplete", |message, room| unsafe {
+        moebius_ep_complete(message, room, library.ncclEpComplete as Object, handle, config, stream)
+    })
+}
+
+/// Which ranks are taken part with (1) and which are skipped (0), to the GPU.
+///
+/// # Safety
+/// The group lives and was made with masks; `to` has room for a number a rank, on the GPU.
+pub unsafe fn mask_query(
+    library: &Library,
+    group: sys::ncclEpGroup_t,
+    to: *mut c_int,
+    stream: sys::cudaStream_t,
+) -> Result<(), EpError> {
+    // SAFETY: as the caller promises.
+    guarded("ncclEpMaskQuery", |message, room| unsafe {
+        moebius_ep_mask(message, room, library.ncclEpMaskQuery as Object, group, to, stream)
+    })
+}
+
+/// Takes the mask from the host.
+///
+/// # Safety
+/// As [`mask_query`]; `from` has a number a rank.
+pub unsafe fn mask_update(
+    library: &Library,
+    group: sys::ncclEpGroup_t,
+    from: &[c_int],
+    stream: sys::cudaStream_t,
+) -> Result<(), EpError> {
+    // SAFETY: as the caller promises; the library only reads.
+    guarded("ncclEpMaskUpdate", |message, room| unsafe {
+        moebius_ep_mask(message, room, library.ncclEpMaskUpdate as Object, group, from.as_ptr().cast_mut(), stream)
+    })
+}
+
+/// Takes all ranks in again; they call together.
+///
+/// # Safety
+/// As [`mask_query`]; nothing of the group runs.
+pub unsafe fn mask_clean(
+    library: &Library,
+    group: sys::ncclEpGroup_t,
+    stream: sys::cudaStream_t,
+) -> Result<(), EpError> {
+    // SAFETY: as the caller promises.
+    guarded("ncclEpMaskClean", |message, room| unsafe {
+        moebius_ep_mask_clean(message, room, library.ncclEpMaskClean as Object, group, stream)
+    })
+}
+
+/// Whether a rank was late since the flag was last cleared: 0 if not.
+///
+/// # Safety
+/// As [`mask_query`].
+pub unsafe fn async_error(library: &Library, group: sys::ncclEpGroup_t) -> Result<c_int, EpError> {
+    let mut error = 0;
+    // SAFETY: as the caller promises; the result is a local.
+    guarded("ncclEpGetAsyncError", |message, room| unsafe {
+        moebius_ep_async_error(message, room, library.ncclEpGetAsyncError as Object, group, &raw mut error)
+    })?;
+    Ok(error)
+}
+
+/// Clears that flag.
+///
+/// # Safety
+/// As [`mask_query`].
+pub unsafe fn error_clear(library: &Library, group: sys::ncclEpGroup_t) -> Result<(), EpError> {
+    // SAFETY: as the caller promises.
+    guarded("ncclEpErrorClear", |message, room| unsafe {
+        moebius_ep_object(message, room, library.ncclEpErrorClear as Object, group.cast())
     })
 }
 

@@ -14,13 +14,17 @@ use crate::kernels::Kernels;
 use crate::lazy::Lazy;
 use crate::tensor::{Tensor, TensorRef};
 
-use super::dispatcher::{Kept, NcclEp, around, told};
+use super::dispatcher::{Kept, Mode, NcclEp, Routed, around, told};
 use super::handle::{Counters, HandleOptions};
+use super::low::Low;
 use super::{EpError, Group, GroupOptions};
 
 impl NcclEp {
     /// What the library would not do.
     pub(super) fn rules(&self, spec: &DispatchSpec) -> Result<()> {
+        if self.mode == Mode::LowLatency {
+            return self.low_rules(spec);
+        }
         match spec.capacity {
             Capacity::Static(found) if !found.is_multiple_of(spec.alignment.max(1)) => {
                 let expected = format!("a multiple of the alignment {}", spec.alignment);
@@ -31,13 +35,21 @@ impl NcclEp {
     }
 
     /// Most tokens of a rank, as the library takes them: by fours.
-    fn max_tokens(&self) -> usize {
+    pub(super) fn max_tokens(&self) -> usize {
         self.core.config.max_tokens_per_rank.next_multiple_of(4)
+    }
+
+    /// Bytes of the rows that were met last.
+    pub(super) fn known_row(&self) -> Option<usize> {
+        match self.mode {
+            Mode::HighThroughput => self.groups.last().map(|g| g.options().max_row_bytes),
+            Mode::LowLatency => self.low.last().map(Low::row_bytes),
+        }
     }
 
     /// The capacity of the library's group. It has none below the tokens of a rank: what the host has planned to fit there
     /// goes through a group that is open.
-    fn fixed(&self, spec: &DispatchSpec) -> Option<usize> {
+    pub(super) fn fixed(&self, spec: &DispatchSpec) -> Option<usize> {
         match spec.capacity {
             Capacity::Static(rows) => Some(rows).filter(|rows| *rows >= self.max_tokens()),
             Capacity::Eager => None,
@@ -54,8 +66,8 @@ impl NcclEp {
     ) -> Result<Option<Handle<Cuda>>> {
         const CALL: &str = "prepare";
         let open = spec.capacity == Capacity::Eager;
-        let small = !open && self.fixed(spec).is_none();
-        let Some(bytes) = self.groups.last().map(|g| g.options().max_row_bytes) else { return Ok(None) };
+        let small = self.mode == Mode::HighThroughput && !open && self.fixed(spec).is_none();
+        let Some(bytes) = self.known_row() else { return Ok(None) };
         if !planned_behind(spec) || small {
             return Ok(None);
         }
@@ -72,26 +84,17 @@ impl NcclEp {
             }
         };
         self.core.comm.all_reduce(tag, ReduceOp::Sum, loads.view_mut()).map_err(|e| self.core.explain(CALL, e))?;
-        let group = self.group(spec, bytes)?;
-        let options = HandleOptions { top_k: spec.top_k, alignment: spec.alignment };
-        let local = group.local_experts();
-        let of = |size| Tensor::empty(&device, DType::I64, &[size]);
-        let (mut padded, mut starts, mut total) = (of(local)?, of(local)?, of(1)?);
-        let routed = around(&mut self.core, ("nccl_ep_update", DType::U8, bytes), tag, || {
-            let mut routed = super::Handle::new(&group, options)?;
-            let counters = Counters { counts: padded.view_mut(), offsets: starts.view_mut(), total: total.view_mut() };
-            routed.update(kept_ids.view(), counters)?;
-            Ok(routed)
-        })
-        .map_err(|e| self.core.explain(CALL, e))?;
-        let rows = match spec.capacity {
-            Capacity::Static(rows) => rows,
-            Capacity::Eager => device.read(&self.core.stream, total.view())?.first().map_or(0, |n| *n as usize),
+        let behind = match self.mode {
+            Mode::HighThroughput => self.high_behind(spec, (tag, bytes), &kept_ids)?,
+            Mode::LowLatency => self.low_behind(spec, (tag, bytes), (&kept_ids, &loads))?,
         };
+        let Behind { routed, padded, starts, total, rows } = behind;
         let from = Foreign { loads: &loads, starts: &starts, total: &total, rank: self.core.rank(), rows };
         let (zones, row_map) = plan::received(&device, &from)?;
         let tokens = kept_ids.view().rows();
-        let stats = stats_later(&device, [loads, padded, total], rows);
+        let local = starts.view().count();
+        let counts = Counted { first: self.core.rank() * local, local, alignment: spec.alignment, rows };
+        let stats = stats_later(&device, [loads, total], (padded, counts));
         let plan = Plan {
             tokens,
             total_tokens: tokens,
@@ -105,8 +108,35 @@ impl NcclEp {
             messages: None,
         };
         let mut handle = self.core.accept(spec, plan);
-        handle.carried.0 = Some(Box::new(Kept::new(Some(routed))));
+        handle.carried.0 = Some(Box::new(Kept::new(routed)));
         Ok(Some(handle))
+    }
+
+    /// The library's routing for high throughput, which is the plan.
+    fn high_behind(
+        &mut self,
+        spec: &DispatchSpec,
+        (tag, bytes): (Tag, usize),
+        kept_ids: &Tensor<Cuda>,
+    ) -> Result<Behind> {
+        let device = self.core.device.clone();
+        let group = self.group(spec, bytes)?;
+        let options = HandleOptions { top_k: spec.top_k, alignment: spec.alignment };
+        let local = group.local_experts();
+        let of = |size| Tensor::empty(&device, DType::I64, &[size]);
+        let (mut padded, mut starts, mut total) = (of(local)?, of(local)?, of(1)?);
+        let routed = around(&mut self.core, ("nccl_ep_update", DType::U8, bytes), tag, || {
+            let mut routed = super::Handle::new(&group, options)?;
+            let counters = Counters { counts: padded.view_mut(), offsets: starts.view_mut(), total: total.view_mut() };
+            routed.update(kept_ids.view(), counters)?;
+            Ok(routed)
+        })
+        .map_err(|e| self.core.explain("prepare", e))?;
+        let rows = match spec.capacity {
+            Capacity::Static(rows) => rows,
+            Capacity::Eager => usize::try_from(plan::number(&device, &total)?).unwrap_or(0),
+        };
+        Ok(Behind { routed: Routed::High(routed), padded: Some(padded), starts, total, rows })
     }
 
     /// The group for rows of so many bytes; a new one is compared over the ranks first.
@@ -114,11 +144,13 @@ impl NcclEp {
         let capacity = self.fixed(spec);
         // What the host has planned fits, so the library need not look for rows to drop, nor clear room for them.
         let trap = !planned_behind(spec);
+        let windows = capacity.is_some() && self.core.config.windows > 0;
         let fits = |o: &GroupOptions| {
             let policy = capacity.is_none() || o.trap == trap;
             o.capacity == capacity && policy && o.max_row_bytes >= row_bytes && o.max_top_k >= spec.top_k
         };
-        if let Some(group) = self.groups.iter().rev().find(|g| fits(g.options())) {
+        let same = |g: &&Group| g.places().is_some() == windows && fits(g.options());
+        if let Some(group) = self.groups.iter().rev().find(same) {
             return Ok(group.clone());
         }
         self.core.device.not_captured("prepare", "create an EP group")?;
@@ -131,8 +163,9 @@ impl NcclEp {
             max_top_k: spec.top_k.max(known(|o| o.max_top_k)),
             trap,
         };
-        self.compare(spec, &options)?;
+        self.compare(spec, (options.max_row_bytes, options.max_top_k), options.check(self.core.ranks()))?;
         let (library, on) = (self.library.clone(), (self.core.device.clone(), self.shared.clone()));
+        let options = (options, windows.then(|| self.places.clone()));
         let tag = Tag { layer: spec.layer, op: Op::Init, sequence: self.groups.len() as u64 };
         let group =
             around(&mut self.core, ("nccl_ep_group", DType::U8, row_bytes), tag, || Group::on(&library, on, options))?;
@@ -141,11 +174,16 @@ impl NcclEp {
     }
 
     /// Refuses options in which the ranks differ: the library does not look.
-    fn compare(&mut self, spec: &DispatchSpec, options: &GroupOptions) -> Result<()> {
-        let own = format!("{:?} bytes, top_k {}", options.max_row_bytes, options.max_top_k);
-        let checked = options.check(self.core.ranks()).err().map(|e| e.to_string());
-        let all = told(&mut self.core, checked.as_ref().unwrap_or(&own))?;
-        options.check(self.core.ranks())?;
+    pub(super) fn compare(
+        &mut self,
+        spec: &DispatchSpec,
+        (bytes, top_k): (usize, usize),
+        checked: std::result::Result<(), EpError>,
+    ) -> Result<()> {
+        let own = format!("{bytes:?} bytes, top_k {top_k}");
+        let failed = checked.as_ref().err().map(ToString::to_string);
+        let all = told(&mut self.core, failed.as_ref().unwrap_or(&own))?;
+        checked?;
         match all.iter().position(|theirs| *theirs != own) {
             None => Ok(()),
             Some(peer) => Err(Error::ConfigMismatch {
@@ -159,8 +197,11 @@ impl NcclEp {
     }
 
     /// The library's handle of a planned routing, for rows of so many bytes.
-    pub(super) fn route(&mut self, handle: &Handle<Cuda>, row_bytes: usize) -> Result<super::Handle> {
+    pub(super) fn route(&mut self, handle: &Handle<Cuda>, row_bytes: usize) -> Result<Routed> {
         let spec = handle.spec();
+        if self.mode == Mode::LowLatency {
+            return self.route_low(spec, (Core::tag(handle, Op::Prepare), row_bytes), handle.kept_ids());
+        }
         let group = self.group(spec, row_bytes)?;
         let options = HandleOptions { top_k: spec.top_k, alignment: spec.alignment };
         let (device, ids) = (self.core.device.clone(), handle.kept_ids());
@@ -173,9 +214,20 @@ impl NcclEp {
             let (mut counts, mut offsets, mut total) = (of(local)?, of(local)?, of(1)?);
             let counters = Counters { counts: counts.view_mut(), offsets: offsets.view_mut(), total: total.view_mut() };
             routed.update(ids, counters)?;
-            Ok(routed)
+            Ok(Routed::High(routed))
         })
     }
+}
+
+/// What a prepare without the host has.
+pub(super) struct Behind {
+    pub(super) routed: Routed,
+    /// Padded rows of each local expert, where the library says; else from the loads.
+    pub(super) padded: Option<Tensor<Cuda>>,
+    pub(super) starts: Tensor<Cuda>,
+    pub(super) total: Tensor<Cuda>,
+    /// Rows N of the layout.
+    pub(super) rows: usize,
 }
 
 /// Whether the host leaves the plan to the library, once all ranks have met with the spec.
@@ -191,22 +243,43 @@ fn of_slots(device: &Cuda, row_map: &Tensor<Cuda>) -> Result<Tensor<Cuda>> {
     Ok(map)
 }
 
-/// Counts as the library left them: choices of all experts, padded rows of this rank's, and their sum with nothing
-/// dropped.
-fn stats_later(device: &Cuda, [loads, padded, total]: [Tensor<Cuda>; 3], rows: usize) -> Lazy<Stats> {
+/// Whose counts are read later.
+struct Counted {
+    /// The first local expert, and how many.
+    first: usize,
+    local: usize,
+    alignment: usize,
+    /// Rows N of the layout.
+    rows: usize,
+}
+
+/// Counts as the GPU left them: choices of all experts, this rank's padded rows with nothing dropped, and those of each
+/// expert.
+fn stats_later(
+    device: &Cuda,
+    [loads, total]: [Tensor<Cuda>; 2],
+    (padded, of): (Option<Tensor<Cuda>>, Counted),
+) -> Lazy<Stats> {
     let device = device.clone();
     Lazy::later(move || {
         let whole = |t: &Tensor<Cuda>| -> Result<Vec<usize>> {
             Ok(device.read(&device.stream(), t.view())?.iter().map(|n| *n as usize).collect())
         };
         let needed_rows = whole(&total)?.first().copied().unwrap_or(0);
+        let expert_load = whole(&loads)?;
+        let padded = match &padded {
+            Some(padded) => whole(padded)?,
+            None => expert_load[of.first..of.first + of.local]
+                .iter()
+                .map(|n| n.next_multiple_of(of.alignment.max(1)))
+                .collect(),
+        };
         let mut end = 0;
         let inside = |n: &usize| {
             let start = end;
-            end = rows.min(end + n);
+            end = of.rows.min(end + n);
             end - start
         };
-        let padded_counts = whole(&padded)?.iter().map(inside).collect();
-        Ok(Stats { padded_counts, needed_rows, expert_load: whole(&loads)?, dropped: 0 })
+        Ok(Stats { padded_counts: padded.iter().map(inside).collect(), needed_rows, expert_load, dropped: 0 })
     })
 }

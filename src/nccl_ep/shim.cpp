@@ -44,7 +44,7 @@ int moebius_ep_create_group(char *message, std::size_t room, int (*function)(voi
     return guarded(message, room, function, group, comm, config);
 }
 
-// For the calls of one opaque object: GroupDestroy, HandleDestroy.
+// For the calls of one opaque object: GroupDestroy, HandleDestroy, ErrorClear.
 int moebius_ep_object(char *message, std::size_t room, int (*function)(void *), void *object) {
     return guarded(message, room, function, object);
 }
@@ -78,6 +78,26 @@ int moebius_ep_combine(char *message, std::size_t room,
                        int (*function)(void *, const void *, const void *, const void *, void *), void *handle,
                        const void *inputs, const void *outputs, const void *config, void *stream) {
     return guarded(message, room, function, handle, inputs, outputs, config, stream);
+}
+
+int moebius_ep_complete(char *message, std::size_t room, int (*function)(void *, const void *, void *), void *handle,
+                        const void *config, void *stream) {
+    return guarded(message, room, function, handle, config, stream);
+}
+
+// For the calls of a group about its mask: MaskQuery, MaskUpdate.
+int moebius_ep_mask(char *message, std::size_t room, int (*function)(void *, int *, void *), void *group, int *mask,
+                    void *stream) {
+    return guarded(message, room, function, group, mask, stream);
+}
+
+int moebius_ep_mask_clean(char *message, std::size_t room, int (*function)(void *, void *), void *group,
+                          void *stream) {
+    return guarded(message, room, function, group, stream);
+}
+
+int moebius_ep_async_error(char *message, std::size_t room, int (*function)(void *, int *), void *group, int *error) {
+    return guarded(message, room, function, group, error);
 }
 
 // For tests: a function that throws.

@@ -1,13 +1,44 @@
 //! Tensors as the library is told of them.
 
 use std::marker::PhantomData;
+use std::sync::{Arc, Mutex, PoisonError};
 
 use crate::cuda::Cuda;
 use crate::dtype::DType;
 use crate::error::{Error, Result};
 use crate::tensor::{TensorMut, TensorRef};
 
-use super::sys;
+use super::{EpError, sys};
+
+/// A window of NCCL's, by its addresses.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Place {
+    pub(super) base: u64,
+    pub(super) bytes: usize,
+    pub(super) window: crate::nccl::sys::WindowPtr,
+}
+
+// SAFETY: a window is a handle that NCCL lets any thread pass to its calls.
+unsafe impl Send for Place {}
+
+/// The windows that rows may lie in; they outlive the calls that look here.
+#[derive(Debug, Clone, Default)]
+pub(super) struct Places(Arc<Mutex<Vec<Place>>>);
+
+impl Places {
+    pub(super) fn add(&self, place: Place) {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner).push(place);
+    }
+
+    pub(super) fn clear(&self) {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner).clear();
+    }
+
+    fn of(&self, address: u64) -> Option<Place> {
+        let places = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        places.iter().find(|p| (p.base..p.base + p.bytes as u64).contains(&address)).copied()
+    }
+}
 
 /// A tensor's description, for one call.
 pub(super) struct Described<'a> {
@@ -55,6 +86,16 @@ impl<'a> Described<'a> {
     pub(super) fn of_mut(call: &'static str, t: TensorMut<'a, Cuda>) -> Result<Self> {
         let (dtype, dims) = (t.dtype(), t.dims().to_vec());
         Self::new(call, dtype, &dims, t.into_data().address())
+    }
+
+    /// The same memory by its window, where the group wants that.
+    pub(super) fn in_window(mut self, call: &'static str, places: Option<&Places>) -> Result<Self> {
+        let Some(places) = places else { return Ok(self) };
+        let address = self.raw.data as u64;
+        let place = places.of(address).ok_or(EpError::NoWindow { call })?;
+        self.raw.win_hdl = place.window.cast();
+        self.raw.win_offset = address - place.base;
+        Ok(self)
     }
 
     /// The same memory as another type: opaque rows travel as one that the library moves.

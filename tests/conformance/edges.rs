@@ -225,5 +225,5 @@ fn collectives_are_counted<D: Target>(s: &Setup<D>) {
 
 fn one_rank_without_a_communicator_of_ones_own<D: Target>(s: &Setup<D>) {
     let group = s.device.alone(GroupConfig::new(4, 8)).expect("group");
-    Rank { rank: group.rank(), group, columns: 1, later: false }.works();
+    Rank { rank: group.rank(), group, columns: 1, forward_only: false, later: false }.works();
 }

@@ -74,7 +74,7 @@ fn deferred_ids_are_masked_and_reported<D: Target>(s: &Setup<D>) {
         // What a GPU alone has seen has no more to say.
         Err(Error::Invalid { name, .. }) if !D::has_f64() => assert!(name.contains("choice 3"), "{name}"),
         // Nor do the others hear more of it where GPUs make the plan.
-        Err(Error::Peer { peer: 0, reason, .. }) if s.kind == DispatcherKind::NcclEp => {
+        Err(Error::Peer { peer: 0, reason, .. }) if s.is_nccl_ep() => {
             assert!(reason.contains("choice 3"), "{reason}");
         }
         other => panic!("{other:?}"),
@@ -273,7 +273,8 @@ fn backward_that_was_not_agreed<D: Target>(s: &Setup<D>) {
 fn handle_of_another_group<D: Target>(s: &Setup<D>) {
     let foreign = |device: &D| {
         let group = device.alone(GroupConfig::new(2, T)).expect("group");
-        Rank { rank: 0, group, columns: 1, later: false }.prepare(&[0; T], &training(0, 1)).expect("prepare")
+        let mut rank = Rank { rank: 0, group, columns: 1, forward_only: false, later: false };
+        rank.prepare(&[0; T], &training(0, 1)).expect("prepare")
     };
     s.run(GroupConfig::new(s.experts(2), T), |r| {
         let own = r.prepare(&[0; T], &training(0, 1)).expect("prepare");
@@ -376,15 +377,16 @@ fn widths_and_dtypes_that_differ<D: Target>(s: &Setup<D>) {
         // A token for every rank: whoever differs, somebody notices.
         let ids: Vec<i64> = (0..s.ranks as i64).map(|rank| rank * 2).collect();
         let h = r.prepare(&ids, &training(0, s.ranks)).expect("prepare");
-        let wide = r.rank == 0;
-        let hidden = if wide { 2 * H } else { H };
+        // Twice what the harness widens narrow rows to, so that widths differ on the wire too.
+        let (wide, h8) = (r.rank == 0, 2 * H.max(r.columns));
+        let hidden = if wide { 2 * h8 } else { h8 };
         let error = r.dispatch(&h, F32(hidden), &vec![0.0; hidden], None);
         assert!(matches!(error, Err(Error::Comm(CommError::SizeMismatch { .. }))), "{error:?}");
         r.works();
         // Equal bytes, other type.
         let rows = match wide {
-            true => Rows { dtype: moebius::DType::F32, hidden: H },
-            false => Rows { dtype: moebius::DType::BF16, hidden: 2 * H },
+            true => Rows { dtype: moebius::DType::F32, hidden: h8 },
+            false => Rows { dtype: moebius::DType::BF16, hidden: 2 * h8 },
         };
         let error = r.dispatch(&h, rows, &vec![0.0; rows.hidden], None);
         assert!(matches!(error, Err(Error::Comm(CommError::ArgumentMismatch { .. }))), "{error:?}");

@@ -73,8 +73,18 @@ impl<D: Target> Setup<D> {
     /// Joins a group.
     pub fn rank(&self, seat: Seat<D>, config: GroupConfig) -> Result<Rank<D>> {
         let group = seat.join(config)?;
-        let columns = if self.kind == DispatcherKind::NcclEp { 8 } else { 1 };
-        Ok(Rank { rank: group.rank(), group, columns, later: self.later })
+        let columns = match self.kind {
+            DispatcherKind::NcclEp => 8,
+            DispatcherKind::NcclEpLowLatency => 512,
+            _ => 1,
+        };
+        let forward_only = self.kind == DispatcherKind::NcclEpLowLatency;
+        Ok(Rank { rank: group.rank(), group, columns, forward_only, later: self.later })
+    }
+
+    /// Whether the library's rules and habits apply.
+    pub fn is_nccl_ep(&self) -> bool {
+        matches!(self.kind, DispatcherKind::NcclEp | DispatcherKind::NcclEpLowLatency)
     }
 
     /// Experts for `per_rank` of each rank.
@@ -85,7 +95,7 @@ impl<D: Target> Setup<D> {
     /// Collectives of joining a group.
     pub fn joining(&self) -> u64 {
         // What each rank thinks of the library.
-        if self.kind == DispatcherKind::NcclEp { 2 } else { 1 }
+        if self.is_nccl_ep() { 2 } else { 1 }
     }
 
     /// Collectives of prepare, dispatch, combine, combine_bwd, dispatch_bwd.
@@ -94,7 +104,7 @@ impl<D: Target> Setup<D> {
             DispatcherKind::Local => [0; 5],
             DispatcherKind::AllGather => [1, 1, 1, 1, 2],
             // The first dispatch also meets before it compares the rows' size, makes the library's group, and tells it the routing.
-            DispatcherKind::NcclEp => [1, 5, 1, 1, 1],
+            DispatcherKind::NcclEp | DispatcherKind::NcclEpLowLatency => [1, 5, 1, 1, 1],
             _ => [1; 5],
         }
     }
@@ -119,6 +129,8 @@ pub struct Rank<D: Target> {
     pub group: Group<D>,
     /// Rows are widened to a multiple of this, with zeros that no case sees.
     pub columns: usize,
+    /// No rank asks for backward: cases that call it end there, with `BackwardNotAgreed`.
+    pub forward_only: bool,
     /// As [`Setup::later`].
     pub later: bool,
 }
@@ -207,10 +219,11 @@ impl<D: Target> Rank<D> {
         spec: &DispatchSpec,
     ) -> Result<Handle<D>> {
         let (ids, weights) = (ids.view(), weights.map(Tensor::view));
+        let spec = DispatchSpec { backward: spec.backward && !self.forward_only, ..*spec };
         if !self.later || spec.reporting == Reporting::Deferred {
-            return self.group.dispatcher().prepare(ids, weights, spec);
+            return self.group.dispatcher().prepare(ids, weights, &spec);
         }
-        let spec = DispatchSpec { reporting: Reporting::Deferred, ..*spec };
+        let spec = DispatchSpec { reporting: Reporting::Deferred, ..spec };
         let handle = self.group.dispatcher().prepare(ids, weights, &spec)?;
         self.group.dispatcher().check()?;
         Ok(handle)
@@ -254,7 +267,7 @@ impl<D: Target> Rank<D> {
         let weights = weights.map(|w| self.put(acc, w, &[handle.tokens(), handle.spec().top_k]));
         let received = self.group.dispatcher().dispatch_rows(handle, inputs(&tokens, &weights))?;
         let weights = received.weights.as_ref().map(|w| self.values(w.view())).unwrap_or_default();
-        let all = self.gathered(received.source(tokens.view(), handle).base, handle);
+        let all = self.gathered(received.source(tokens.view(), handle).base, received.map.as_ref(), handle);
         Ok(Slots { rows: self.narrow(rows, all), weights })
     }
 
@@ -278,7 +291,7 @@ impl<D: Target> Rank<D> {
     pub fn combine_bwd_rows(&mut self, handle: &Handle<D>, rows: Rows, grad: &[f64]) -> Result<Vec<f64>> {
         let grad = self.put_rows(rows, grad, handle.tokens());
         let received = self.group.dispatcher().combine_bwd_rows(handle, grad.view())?;
-        Ok(self.narrow(rows, self.gathered(received.source(grad.view(), handle).base, handle)))
+        Ok(self.narrow(rows, self.gathered(received.source(grad.view(), handle).base, None, handle)))
     }
 
     pub fn dispatch_bwd(
@@ -321,14 +334,14 @@ impl<D: Target> Rank<D> {
     }
 
     /// Rows behind a handle's map.
-    fn gathered(&self, base: TensorRef<'_, D>, handle: &Handle<D>) -> Vec<f64> {
+    fn gathered(&self, base: TensorRef<'_, D>, map: Option<&Tensor<D>>, handle: &Handle<D>) -> Vec<f64> {
         let width = base.row_bytes() / base.dtype().size();
         let all = self.values(base);
         let row = |from: f64| match from >= 0.0 {
             true => all[from as usize * width..(from as usize + 1) * width].to_vec(),
             false => vec![0.0; width],
         };
-        self.values(handle.row_map()).into_iter().flat_map(row).collect()
+        self.values(map.map_or(handle.row_map(), Tensor::view)).into_iter().flat_map(row).collect()
     }
 
     /// Filled slots of each local expert: `(first, count)`.

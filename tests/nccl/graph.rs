@@ -16,6 +16,7 @@ use moebius::nccl::NcclComm;
 use moebius::{DType, Error, Result, Tensor};
 
 use crate::conformance::gpus;
+use crate::several::numbers;
 use crate::{KINDS, Run};
 
 pub fn cases() -> Vec<(&'static str, Run)> {
@@ -35,18 +36,6 @@ const MOST: usize = 96;
 /// Tokens of a rank: not all that it may have, and not as many as the others'.
 fn tokens(rank: usize) -> usize {
     MOST - 17 * rank
-}
-
-/// Seeded numbers around zero.
-fn numbers(seed: u64, count: usize, scale: f64) -> Vec<f64> {
-    let mut state = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
-    let mut next = || {
-        state ^= state << 13;
-        state ^= state >> 7;
-        state ^= state << 17;
-        (state >> 40) as f64 / (1u64 << 24) as f64 - 0.5
-    };
-    (0..count).map(|_| next() * scale).collect()
 }
 
 /// A layer of one rank with memory for everything that a step writes.

@@ -14,26 +14,19 @@ use crate::common::support::compare::values;
 use crate::common::support::dense::Params;
 use crate::common::target::Seat;
 use crate::common::{Cotangent, Outcome, Setup, run_on, run_parts, run_rank, shard};
+use crate::several::numbers;
 use crate::{KINDS, Run, conformance::over};
 
 pub fn cases() -> Vec<(&'static str, Run)> {
     vec![
-        ("same_as_cpu_ranks", same_as_cpu_ranks),
+        // One each: NCCL EP compiles two dozen kernels for one.
+        ("same_as_cpu_ranks", |cuda, ranks| same_as_cpu_ranks(cuda, ranks, "plain")),
+        ("auxiliary_losses_as_cpu_ranks", |cuda, ranks| same_as_cpu_ranks(cuda, ranks, "auxiliary losses")),
+        ("a_shared_expert_as_cpu_ranks", |cuda, ranks| same_as_cpu_ranks(cuda, ranks, "shared expert")),
+        ("an_expert_capacity_as_cpu_ranks", |cuda, ranks| same_as_cpu_ranks(cuda, ranks, "expert capacity")),
         ("same_bits_in_a_hundred_steps", same_bits_in_a_hundred_steps),
         ("a_capacity_too_small_is_told_everywhere", a_capacity_too_small_is_told_everywhere),
     ]
-}
-
-/// Seeded numbers around zero.
-fn numbers(seed: u64, count: usize, scale: f64) -> Vec<f64> {
-    let mut state = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
-    let mut next = || {
-        state ^= state << 13;
-        state ^= state >> 7;
-        state ^= state << 17;
-        (state >> 40) as f64 / (1u64 << 24) as f64 - 0.5
-    };
-    (0..count).map(|_| next() * scale).collect()
 }
 
 fn tensor(seed: u64, dims: &[usize], scale: f64) -> Tensor {
@@ -77,7 +70,7 @@ impl Problem {
     /// The same on CPU ranks, which have no NCCL EP.
     fn on_cpu(&self) -> Result<Outcome, Error> {
         let mut setup = self.setup.clone();
-        if setup.dispatcher == DispatcherKind::NcclEp {
+        if matches!(setup.dispatcher, DispatcherKind::NcclEp | DispatcherKind::NcclEpLowLatency) {
             setup.dispatcher = DispatcherKind::AllToAll;
         }
         let Self { dtype, x, d_y, params, .. } = self;
@@ -99,6 +92,19 @@ impl Problem {
             let d = distance(a, b);
             assert!(d <= tolerance(self.dtype), "{name}: {what} is off by {d:e}");
         }
+    }
+
+    /// Forward alone.
+    #[allow(dead_code, reason = "what goes forward only has a suite of its own")]
+    pub fn forward_as_on_cpu(&self, name: &str, cuda: &Cuda) {
+        let ranks = self.setup.split.len();
+        let parts: Vec<BlockParams> = (0..ranks).map(|r| shard(&self.params, r, ranks, self.dtype)).collect();
+        let mut setup = self.setup.clone();
+        let gpu = run_on(cuda, &setup, &parts, &self.x, self.dtype, None);
+        setup.dispatcher = DispatcherKind::AllToAll;
+        let cpu = run_on(&Cpu::poisoning(), &setup, &parts, &self.x, self.dtype, None);
+        let (gpu, cpu) = (gpu.unwrap_or_else(|e| panic!("{name}: {e}")), cpu.expect("the CPU"));
+        compare(name, &gpu, &cpu, tolerance(self.dtype));
     }
 
     fn on<D: crate::common::target::Target>(&self, device: &D) -> Result<Outcome, Error> {
@@ -142,8 +148,8 @@ fn tolerance(dtype: DType) -> f64 {
     if dtype == DType::BF16 { 6e-3 } else { 1e-5 }
 }
 
-fn same_as_cpu_ranks(cuda: &Cuda, ranks: usize) {
-    for (name, config) in configs() {
+fn same_as_cpu_ranks(cuda: &Cuda, ranks: usize, which: &str) {
+    for (name, config) in configs().into_iter().filter(|(name, _)| *name == which) {
         for split in splits(ranks) {
             for kind in KINDS {
                 for dtype in [DType::F32, DType::BF16] {

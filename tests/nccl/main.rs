@@ -14,29 +14,37 @@ mod conformance;
 #[allow(unused_imports, reason = "a suite has parts for the CPU alone")]
 mod etp;
 mod graph;
+#[path = "../common/launched.rs"]
+#[allow(dead_code, reason = "a suite takes a part")]
+mod launched;
 mod layer;
 mod library;
 mod lost;
 mod processes;
+#[path = "../common/several.rs"]
+mod several;
 mod streams;
 
 use std::process::ExitCode;
 
-use libtest_mimic::{Arguments, Completion, Trial};
 use moebius::cuda::Cuda;
 use moebius::ep::DispatcherKind;
 
-use conformance::{gpus, later, over};
+use conformance::{later, over};
+use several::{Body, Case};
 
-/// Numbers of ranks.
-const RANKS: [usize; 2] = [2, 4];
 const KINDS: [DispatcherKind; 2] = [DispatcherKind::AllToAll, DispatcherKind::AllGather];
 
 /// A body for any number of ranks.
 type Run = fn(&Cuda, usize);
 
-/// A test over some ranks, given the first GPU.
-type Body = Box<dyn Fn(&Cuda) + Send>;
+/// A test that is for these dispatchers.
+fn body(run: impl Fn(&Cuda) + Send + 'static) -> Body {
+    Box::new(move |cuda| {
+        run(cuda);
+        None
+    })
+}
 
 fn over_ranks(ranks: usize) -> Vec<(String, Body)> {
     let mut all: Vec<(String, Body)> = Vec::new();
@@ -44,13 +52,13 @@ fn over_ranks(ranks: usize) -> Vec<(String, Body)> {
         for (file, case) in conformance::cases().into_iter().filter(|(_, case)| case.min_ranks <= ranks) {
             let name = format!("conformance::{kind:?}::{file}::{}", case.name);
             let run = case.run;
-            all.push((name, Box::new(move |cuda: &Cuda| run(&over(cuda, kind, ranks, case.name)))));
+            all.push((name, body(move |cuda| run(&over(cuda, kind, ranks, case.name)))));
             let name = format!("conformance_later::{kind:?}::{file}::{}", case.name);
-            all.push((name, Box::new(move |cuda: &Cuda| run(&later(cuda, kind, ranks, case.name)))));
+            all.push((name, body(move |cuda| run(&later(cuda, kind, ranks, case.name)))));
         }
     }
-    for body in conformance::communicator_bodies().into_iter().filter(|body| (body.ranks)(ranks)) {
-        all.push((format!("communicator::{}", body.name), Box::new(move |cuda: &Cuda| (body.run)(cuda, ranks))));
+    for own in conformance::communicator_bodies().into_iter().filter(|own| (own.ranks)(ranks)) {
+        all.push((format!("communicator::{}", own.name), body(move |cuda| (own.run)(cuda, ranks))));
     }
     let files = [
         ("graph", graph::cases()),
@@ -61,50 +69,19 @@ fn over_ranks(ranks: usize) -> Vec<(String, Body)> {
     ];
     for (file, cases) in files {
         for (name, run) in cases {
-            all.push((format!("{file}::{name}"), Box::new(move |cuda: &Cuda| run(cuda, ranks))));
+            all.push((format!("{file}::{name}"), body(move |cuda| run(cuda, ranks))));
         }
     }
     all
 }
 
-fn trials(available: &Result<usize, String>) -> Vec<Trial> {
-    let mut trials: Vec<Trial> = library::cases()
-        .into_iter()
-        .map(|(name, run)| {
-            Trial::test(format!("library::{name}"), move || {
-                run();
-                Ok(())
-            })
-        })
-        .collect();
-    for ranks in RANKS {
-        for (name, body) in over_ranks(ranks) {
-            let found = available.clone();
-            trials.push(Trial::ignorable_test(format!("r{ranks}::{name}"), move || match found {
-                Ok(found) if found >= ranks => {
-                    let (_, gpus) = gpus::first(1);
-                    body(&gpus[0]);
-                    Ok(Completion::Completed)
-                }
-                Ok(found) => Ok(Completion::ignored_with(format!("skipped: {found} GPU"))),
-                Err(_) => Ok(Completion::ignored_with("skipped: no GPU")),
-            }));
-        }
-    }
-    // Each with as many of four ranks as there are GPUs.
-    for (file, least, name, body) in etp::bodies() {
-        let found = available.clone();
-        trials.push(Trial::ignorable_test(format!("etp::{file}::{name}"), move || match found {
-            Ok(found) if found >= least.max(2) => {
-                let (_, gpus) = etp::gpus::first(1);
-                body(&gpus[0]);
-                Ok(Completion::Completed)
-            }
-            Ok(found) => Ok(Completion::ignored_with(format!("skipped: {found} GPU"))),
-            Err(_) => Ok(Completion::ignored_with("skipped: no GPU")),
-        }));
-    }
-    trials
+/// Sharded weights, each case over as many of its four ranks as there are GPUs.
+fn sharded() -> Vec<Case> {
+    let case = |(file, least, name, run): (&str, usize, &str, fn(&Cuda))| {
+        let body = move |_: &Cuda| run(&etp::gpus::first(1).1[0]);
+        Case { name: format!("etp::{file}::{name}"), gpus: least.max(2), body: self::body(body) }
+    };
+    etp::bodies().into_iter().map(case).collect()
 }
 
 fn main() -> ExitCode {
@@ -112,24 +89,11 @@ fn main() -> ExitCode {
         library::child();
         return ExitCode::SUCCESS;
     }
-    if let Ok(body) = std::env::var(processes::CHILD) {
+    if let Ok(body) = std::env::var(launched::CHILD) {
         processes::child(&body);
         return ExitCode::SUCCESS;
     }
-    let mut arguments = Arguments::from_args();
-    // The GPUs are all tests'.
-    arguments.test_threads = Some(1);
-    let available = gpus::available();
-    if let (Err(e), Some(_)) = (&available, std::env::var_os("MOEBIUS_NEEDS_GPU")) {
-        panic!("{e}");
-    }
-    let conclusion = libtest_mimic::run(&arguments, trials(&available));
-    match &available {
-        Err(reason) => println!("{} tests skipped: no GPU ({reason})", conclusion.num_ignored),
-        Ok(found) => println!("{} tests skipped: {found} GPUs", conclusion.num_ignored),
-    }
-    gpus::close();
+    let code = several::run(library::cases(), several::each(over_ranks).into_iter().chain(sharded()).collect());
     etp::gpus::close();
-    common::target::gpus::close();
-    conclusion.exit_code()
+    code
 }

@@ -1,18 +1,16 @@
 //! Ranks that are processes, one a GPU: this program starts itself once a rank.
 
-use std::net::TcpListener;
-use std::process::{Child, Command, Stdio};
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
-use moebius::comm::{Communicator, Op, ReduceOp, Tag};
+use moebius::comm::{Communicator, ReduceOp};
 use moebius::config::MoeConfig;
-use moebius::cuda::Cuda;
 use moebius::ep::{Group, GroupConfig};
 use moebius::kernels::Kernels;
-use moebius::nccl::{NcclComm, NcclLibrary};
-use moebius::ranks::{Axis, Bootstrap, Identity, Mesh, Token};
+use moebius::nccl::NcclComm;
+use moebius::ranks::{Axis, Mesh};
 use moebius::{CommError, DType, Error, Tensor};
 
+use crate::launched::{AT_ONCE, join, start, succeed, tag, word};
 use crate::layer::Problem;
 use crate::{KINDS, Run};
 
@@ -29,80 +27,15 @@ pub fn cases() -> Vec<(&'static str, Run)> {
     ]
 }
 
-/// Which body a child runs; its rank and job are in the variables of `moebius-run`.
-pub const CHILD: &str = "MOEBIUS_TEST_RANK_BODY";
-const PATIENCE: Duration = Duration::from_secs(60);
-/// Seconds after which a child is killed.
-const LIMIT: &str = "45";
-/// What is told at once is told well within the above.
-const AT_ONCE: Duration = Duration::from_secs(10);
 /// Sockets on loopback between ranks that think that they are on two hosts.
 const IMITATED: [(&str, &str); 4] =
     [("NCCL_P2P_DISABLE", "1"), ("NCCL_SHM_DISABLE", "1"), ("NCCL_SOCKET_IFNAME", "lo"), ("HALVES", "1")];
-
-/// A child's exit and what it said.
-struct Said {
-    ok: bool,
-    text: String,
-}
-
-fn start(body: &str, ranks: usize, environment: &[(&str, &str)]) -> Vec<Said> {
-    // The port is free when it is asked for; the next to ask is a child a moment later.
-    let port = TcpListener::bind("127.0.0.1:0").and_then(|l| l.local_addr()).expect("a port").port();
-    let token = Token::random().expect("a token").to_hex();
-    let me = std::env::current_exe().expect("this program");
-    let children: Vec<Child> = (0..ranks)
-        .map(|rank| {
-            // A rank that hangs is what these tests are about: it ends, and fails them.
-            let mut command = Command::new("timeout");
-            command.args(["--signal=KILL", LIMIT]).arg(&me);
-            command.env(CHILD, body).env("MOEBIUS_LAUNCHER", "moebius").env("MOEBIUS_TOKEN", &token);
-            command.env("MOEBIUS_RANK", rank.to_string()).env("MOEBIUS_LOCAL_RANK", rank.to_string());
-            command.env("MOEBIUS_WORLD", ranks.to_string()).env("MOEBIUS_ADDRESS", port.to_string());
-            for (name, value) in environment {
-                match *name {
-                    "HALVES" => command.env("NCCL_HOSTID", format!("half{}", 2 * rank / ranks)),
-                    name => command.env(name, value),
-                };
-            }
-            command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().expect("a child")
-        })
-        .collect();
-    let finished = children.into_iter().map(|child| child.wait_with_output().expect("a child's end"));
-    let said = |out: std::process::Output| Said {
-        ok: out.status.success(),
-        text: [out.stdout, out.stderr].map(|b| String::from_utf8_lossy(&b).into_owned()).concat(),
-    };
-    finished.map(said).collect()
-}
-
-fn succeed(said: &[Said]) {
-    for (rank, one) in said.iter().enumerate() {
-        assert!(one.ok, "rank {rank}: {}", one.text);
-    }
-}
 
 /// All but the last end well.
 fn lose_the_last(ranks: usize, body: &str) {
     let said = start(body, ranks, &[]);
     succeed(&said[..ranks - 1]);
     assert!(!said[ranks - 1].ok, "the last was to die");
-}
-
-fn tag(sequence: u64) -> Tag {
-    Tag { layer: 0, op: Op::User, sequence }
-}
-
-fn join(round: u32) -> NcclComm {
-    let me = Identity::from_env().expect("an identity");
-    let mut job = Bootstrap::new(&me, Token::from_env().expect("a token"), PATIENCE).expect("a job");
-    job.round = round;
-    let cuda = Cuda::new(me.local_rank).expect("a GPU").poisoning();
-    NcclComm::join(&NcclLibrary::open().expect("NCCL"), &job, &cuda).expect("a communicator")
-}
-
-fn word(cuda: &Cuda, value: f64) -> Tensor<Cuda> {
-    cuda.write(&cuda.stream(), &[value], DType::F32, &[1]).expect("a tensor")
 }
 
 /// A sum over the ranks that must come out right.

@@ -15,6 +15,7 @@ use moebius::nccl::NcclComm;
 use moebius::{DType, Error, Result, Tensor};
 
 use crate::gpus;
+use crate::several::numbers;
 
 #[allow(clippy::type_complexity, reason = "names and functions, no more")]
 pub fn cases() -> Vec<(&'static str, fn(usize))> {
@@ -28,21 +29,25 @@ pub fn cases() -> Vec<(&'static str, fn(usize))> {
 const PATIENCE: Duration = Duration::from_secs(60);
 const T: usize = 96;
 
-/// Seeded numbers around zero.
-fn numbers(seed: u64, count: usize, scale: f64) -> Vec<f64> {
-    let mut state = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
-    let mut next = || {
-        state ^= state << 13;
-        state ^= state >> 7;
-        state ^= state << 17;
-        (state >> 40) as f64 / (1u64 << 24) as f64 - 0.5
-    };
-    (0..count).map(|_| next() * scale).collect()
+/// A layer, and what is run of it.
+#[derive(Clone)]
+pub struct Shape {
+    pub kind: DispatcherKind,
+    pub config: MoeConfig,
+    pub tokens: usize,
+    pub backward: bool,
+    /// Of the group.
+    pub windows: usize,
+}
+
+fn shape() -> Shape {
+    Shape { kind: DispatcherKind::NcclEp, config: config(), tokens: T, backward: true, windows: 0 }
 }
 
 /// A layer of one rank with memory for everything that a step writes.
-struct Steps {
-    cuda: Cuda,
+pub struct Steps {
+    pub cuda: Cuda,
+    shape: Shape,
     layer: Layer,
     group: Group<Cuda>,
     params: Vec<(Role, Tensor<Cuda>)>,
@@ -56,13 +61,14 @@ fn config() -> MoeConfig {
 }
 
 impl Steps {
-    fn new(comm: NcclComm, ranks: usize, options: DispatchOptions) -> Result<Self> {
-        let (config, cuda) = (config(), comm.cuda().clone());
+    pub fn new(comm: NcclComm, ranks: usize, (shape, options): (Shape, DispatchOptions)) -> Result<Self> {
+        let (config, tokens, cuda) = (shape.config.clone(), shape.tokens, comm.cuda().clone());
         let rank = moebius::comm::Communicator::rank(&comm);
         let group = GroupConfig {
-            dispatcher: DispatcherKind::NcclEp,
+            dispatcher: shape.kind,
             max_rows: 1 << 16,
-            ..GroupConfig::new(config.router.num_experts, T)
+            windows: shape.windows,
+            ..GroupConfig::new(config.router.num_experts, tokens)
         };
         let group = Group::new(cuda.clone(), cuda.stream(), Box::new(comm), group)?;
         let local = config.router.num_experts / ranks;
@@ -71,31 +77,32 @@ impl Steps {
             cuda.write(&cuda.stream(), &values, DType::BF16, dims)
         };
         let mut params = Vec::new();
-        for (i, role) in [Role::Router, Role::Up, Role::Down].into_iter().enumerate() {
+        for (i, role) in Role::ALL.into_iter().enumerate() {
             let Some(dims) = role.dims(&config, local) else { continue };
-            // The router is the same on all ranks.
-            let seed = if role == Role::Router { 5 } else { 100 * (rank as u64 + 1) + i as u64 };
+            // The router and the shared expert are the same on all ranks.
+            let own = matches!(role, Role::Up | Role::Down);
+            let seed = if own { 100 * (rank as u64 + 1) + i as u64 } else { 5 + i as u64 };
             params.push((role, put(seed, &dims, 0.4)?));
         }
-        let x = put(7 + rank as u64, &[T, config.hidden], 3.0)?;
-        let d_y = put(70 + rank as u64, &[T, config.hidden], 3.0)?;
-        let mut out = vec![put(0, &[T, config.hidden], 0.0)?, put(0, &[T, config.hidden], 0.0)?];
+        let x = put(7 + rank as u64, &[tokens, config.hidden], 3.0)?;
+        let d_y = put(70 + rank as u64, &[tokens, config.hidden], 3.0)?;
+        let mut out = vec![put(0, &[tokens, config.hidden], 0.0)?, put(0, &[tokens, config.hidden], 0.0)?];
         for (_, t) in &params {
             out.push(put(0, t.dims(), 0.0)?);
         }
         let layer = Layer::new(config, 0)?.with_dispatch(options);
-        Ok(Self { cuda, layer, group, params, x, d_y, out })
+        Ok(Self { cuda, shape, layer, group, params, x, d_y, out })
     }
 
     /// Forward and backward, into the same memory each time.
-    fn step(&mut self) -> Result<()> {
+    pub fn step(&mut self) -> Result<()> {
         let find = |role| self.params.iter().find(|(r, _)| *r == role).map(|(_, t)| t.view());
         let views = ParamViews::collect(|role| Ok(find(role)))?;
         let params = views.params();
-        let [y, d_x, router, up, down] = &mut self.out[..] else {
+        let [y, d_x, router, up, down, ..] = &mut self.out[..] else {
             return Err(Error::Device { call: "test", operation: "outputs".into(), message: "not five".into() });
         };
-        let mode = Mode { backward: true, noise: None };
+        let mode = Mode { backward: self.shape.backward, noise: None };
         let made = self.layer.forward_into(&mut self.group, mode, (self.x.view(), &params), y.view_mut())?;
         let Some(context) = made.context else { return Ok(()) };
         let inputs = Inputs { x: self.x.view(), params: &params };
@@ -111,13 +118,13 @@ impl Steps {
     }
 
     /// Bits of all results.
-    fn results(&self) -> Result<Vec<Vec<u8>>> {
+    pub fn results(&self) -> Result<Vec<Vec<u8>>> {
         self.out.iter().map(|t| self.cuda.download(&self.cuda.stream(), t.view())).collect()
     }
 }
 
 /// Every rank's body on a thread.
-fn each(ranks: usize, body: impl Fn(NcclComm, &Barrier) -> Result<()> + Sync) {
+pub fn each(ranks: usize, body: impl Fn(NcclComm, &Barrier) -> Result<()> + Sync) {
     let (body, barrier) = (&body, &Barrier::new(ranks));
     thread::scope(|scope| {
         let start = |comm| scope.spawn(move || body(comm, barrier));
@@ -128,17 +135,20 @@ fn each(ranks: usize, body: impl Fn(NcclComm, &Barrier) -> Result<()> + Sync) {
     });
 }
 
-fn fixed(ranks: usize, alignment: usize) -> DispatchOptions {
-    let rows = (ranks * T * 4).next_multiple_of(16);
+pub fn fixed(shape: &Shape, ranks: usize, alignment: usize) -> DispatchOptions {
+    let local = shape.config.router.num_experts / ranks;
+    let rows =
+        ranks * shape.tokens * shape.config.router.top_k + if alignment > 1 { local * (alignment - 1) } else { 0 };
+    let rows = rows.next_multiple_of(16);
     DispatchOptions { capacity: Capacity::Static(rows), overflow: Overflow::Error, alignment, reporting: None }
 }
 
 /// The first step's routing is the host's plan, the second's the library's: the same rows go through the same sums.
 fn routing_on_the_gpu_is_the_hosts(ranks: usize) {
     let open = DispatchOptions { alignment: 16, ..DispatchOptions::default() };
-    for options in [DispatchOptions::default(), open, fixed(ranks, 1), fixed(ranks, 16)] {
+    for options in [DispatchOptions::default(), open, fixed(&shape(), ranks, 1), fixed(&shape(), ranks, 16)] {
         each(ranks, |comm, _| {
-            let mut steps = Steps::new(comm, ranks, options)?;
+            let mut steps = Steps::new(comm, ranks, (shape(), options))?;
             steps.step()?;
             let first = steps.results()?;
             for _ in 0..3 {
@@ -152,13 +162,19 @@ fn routing_on_the_gpu_is_the_hosts(ranks: usize) {
 }
 
 fn graphs_replay_the_bits_of_eager_steps(ranks: usize) {
+    replays(ranks, (shape(), fixed(&shape(), ranks, 16)));
+}
+
+/// A captured step, over and over with other inputs.
+pub fn replays(ranks: usize, (shape, options): (Shape, DispatchOptions)) {
     each(ranks, |comm, barrier| {
         let rank = moebius::comm::Communicator::rank(&comm);
-        let mut steps = Steps::new(comm, ranks, fixed(ranks, 16))?;
+        let mut steps = Steps::new(comm, ranks, (shape.clone(), options))?;
+        let dims = [shape.tokens, shape.config.hidden];
         let inputs: Vec<Tensor<Cpu>> = (0..4)
             .map(|i| {
-                let values = numbers(1000 + 10 * i + rank as u64, T * 128, 3.0);
-                Cpu::new().write(&(), &values, DType::BF16, &[T, 128])
+                let values = numbers(1000 + 10 * i + rank as u64, dims[0] * dims[1], 3.0);
+                Cpu::new().write(&(), &values, DType::BF16, &dims)
             })
             .collect::<Result<_>>()?;
         let mut eager = Vec::new();
@@ -188,10 +204,10 @@ fn graphs_replay_the_bits_of_eager_steps(ranks: usize) {
 fn what_the_gpu_finds_is_told_later(ranks: usize) {
     each(ranks, |comm, barrier| {
         let rank = moebius::comm::Communicator::rank(&comm);
-        let options = DispatchOptions { reporting: Some(Reporting::Deferred), ..fixed(ranks, 1) };
+        let options = DispatchOptions { reporting: Some(Reporting::Deferred), ..fixed(&shape(), ranks, 1) };
         // Room for what a step needs at first, and no more.
         let options = DispatchOptions { capacity: Capacity::Static(T * 4 + 64 * ranks), ..options };
-        let mut steps = Steps::new(comm, ranks, options)?;
+        let mut steps = Steps::new(comm, ranks, (shape(), options))?;
         steps.step()?;
         steps.group.dispatcher().check()?;
         // All tokens choose the first four experts, which are the first rank's.

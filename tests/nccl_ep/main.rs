@@ -14,26 +14,40 @@ mod conformance;
 #[allow(dead_code, reason = "a part is for ranks that are processes")]
 mod layer;
 
+#[path = "../common/launched.rs"]
+#[allow(dead_code, reason = "a suite takes a part")]
+mod launched;
+
 mod bench;
+mod decode;
 mod graph;
 mod library;
+mod lost;
+mod low_latency;
 mod raw;
+#[path = "../common/several.rs"]
+mod several;
+mod windows;
 
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::process::ExitCode;
 use std::sync::{Arc, Mutex};
 
-use libtest_mimic::{Arguments, Completion, Trial};
 use moebius::cuda::Cuda;
 use moebius::ep::DispatcherKind;
 
 use conformance::{gpus, over};
+use several::Body;
 
-/// Numbers of ranks.
-const RANKS: [usize; 2] = [2, 4];
 const KINDS: [DispatcherKind; 1] = [DispatcherKind::NcclEp];
+/// The suite's dispatchers, as the cases' names have them.
+const MODES: [(&str, DispatcherKind); 2] =
+    [("conformance", DispatcherKind::NcclEp), ("conformance_ll", DispatcherKind::NcclEpLowLatency)];
 /// Rules of the library that cases of the shared suites break, as its errors say them and as `expect` shows them.
-const RULES: [&str; 7] = [
+const RULES: [&str; 10] = [
+    "BackwardNotAgreed",
+    "NcclEp(LowLatency",
+    "name: \"top_k\"",
     "must be a multiple of 4, found",
     "expected a multiple of 16 bytes",
     "expected a multiple of 8 numbers",
@@ -45,8 +59,6 @@ const RULES: [&str; 7] = [
 
 /// A shared test over some ranks, given the first GPU.
 type Run = fn(&Cuda, usize);
-/// A test over some ranks, given the first GPU. Returns why it is not for this dispatcher, if it is not.
-type Body = Box<dyn Fn(&Cuda) -> Option<String> + Send>;
 
 /// A shared case: one that breaks a rule of the library says so and no more.
 fn shared(run: impl Fn(&Cuda) + Send + 'static) -> Body {
@@ -76,17 +88,24 @@ fn shared(run: impl Fn(&Cuda) + Send + 'static) -> Body {
 
 fn over_ranks(ranks: usize) -> Vec<(String, Body)> {
     let mut all: Vec<(String, Body)> = Vec::new();
-    for kind in KINDS {
+    for (mode, kind) in MODES {
         for (file, case) in conformance::cases().into_iter().filter(|(_, case)| case.min_ranks <= ranks) {
-            let name = format!("conformance::{file}::{}", case.name);
+            let name = format!("{mode}::{file}::{}", case.name);
             all.push((name, shared(move |cuda: &Cuda| (case.run)(&over(cuda, kind, ranks, case.name)))));
         }
     }
     for (name, run) in layer::cases() {
         all.push((format!("layer::{name}"), shared(move |cuda| run(cuda, ranks))));
     }
-    let own = raw::cases().into_iter().map(|case| ("raw", case));
-    for (file, (name, run)) in own.chain(graph::cases().into_iter().map(|case| ("graph", case))) {
+    let own = [
+        ("decode", decode::cases()),
+        ("raw", raw::cases()),
+        ("graph", graph::cases()),
+        ("low_latency", low_latency::cases()),
+        ("lost", lost::cases()),
+        ("windows", windows::cases()),
+    ];
+    for (file, (name, run)) in own.into_iter().flat_map(|(file, cases)| cases.into_iter().map(move |c| (file, c))) {
         all.push((
             format!("{file}::{name}"),
             Box::new(move |_| {
@@ -98,56 +117,19 @@ fn over_ranks(ranks: usize) -> Vec<(String, Body)> {
     all
 }
 
-fn trials(available: &Result<usize, String>) -> Vec<Trial> {
-    let here = |(name, run): (&'static str, fn())| {
-        Trial::test(format!("library::{name}"), move || {
-            run();
-            Ok(())
-        })
-    };
-    let mut trials: Vec<Trial> = library::cases().into_iter().map(here).collect();
-    for ranks in RANKS {
-        for (name, body) in over_ranks(ranks) {
-            let found = available.clone();
-            trials.push(Trial::ignorable_test(format!("r{ranks}::{name}"), move || match found {
-                Ok(found) if found >= ranks => {
-                    let (_, gpus) = gpus::first(1);
-                    Ok(match body(&gpus[0]) {
-                        None => Completion::Completed,
-                        Some(reason) => Completion::ignored_with(reason),
-                    })
-                }
-                Ok(found) => Ok(Completion::ignored_with(format!("skipped: {found} GPU"))),
-                Err(_) => Ok(Completion::ignored_with("skipped: no GPU")),
-            }));
-        }
-    }
-    trials
-}
-
 fn main() -> ExitCode {
     if std::env::var_os(library::CHILD).is_some() {
         library::child();
         return ExitCode::SUCCESS;
     }
-    let available = gpus::available();
-    if let (Err(e), Some(_)) = (&available, std::env::var_os("MOEBIUS_NEEDS_GPU")) {
-        panic!("{e}");
-    }
-    if std::env::args().nth(1).as_deref() == Some("bench") {
-        bench::run(available.as_ref().copied().unwrap_or(0));
-        gpus::close();
+    if let Ok(body) = std::env::var(launched::CHILD) {
+        lost::child(&body).expect("a body");
         return ExitCode::SUCCESS;
     }
-    let mut arguments = Arguments::from_args();
-    // The GPUs are all tests'.
-    arguments.test_threads = Some(1);
-    let conclusion = libtest_mimic::run(&arguments, trials(&available));
-    match &available {
-        Err(reason) => println!("{} tests skipped: no GPU ({reason})", conclusion.num_ignored),
-        Ok(found) => println!("{} tests skipped or not for NCCL EP: {found} GPUs", conclusion.num_ignored),
+    if std::env::args().nth(1).as_deref() == Some("bench") {
+        bench::run(several::available().unwrap_or(0));
+        several::close();
+        return ExitCode::SUCCESS;
     }
-    gpus::close();
-    common::target::gpus::close();
-    conclusion.exit_code()
+    several::run(library::cases(), several::each(over_ranks))
 }

@@ -163,7 +163,7 @@ impl Step {
 }
 
 /// A value that tells source rank, token and column apart, exact in 8 bits of mantissa.
-fn value(rank: usize, token: usize, column: usize) -> f64 {
+pub fn value(rank: usize, token: usize, column: usize) -> f64 {
     let base = ((rank * 37 + token) % 120 + 1) as f64;
     if column.is_multiple_of(2) { base } else { -base }
 }
@@ -254,22 +254,13 @@ fn there_and_back(seat: &mut Seat<'_>, trip: &Trip, step: &Step) -> Result<()> {
         }
     }
     // Forward sums are x times the kept choices; so are backward ones, and each weight comes home.
-    let kept = |t: usize| own[t * k..(t + 1) * k].iter().filter(|id| **id >= 0).count() as f64;
+    let kept = kept(own, k);
     let mut sums = Tensor::empty(seat.cuda(), trip.rows, &[tokens, h])?;
-    let back = RowsBack { rows: rows.view(), weights: None, out: sums.view_mut(), out_weights: None };
-    handle.combine(Direction::Forward, back)?;
+    summed(&mut handle, &rows, &mut sums)?;
     check_sums(seat, &sums, (rank, h), &kept)?;
 
     let mut again = Tensor::empty(seat.cuda(), trip.rows, &[n, h])?;
-    let out = RowsOut {
-        tokens: x.view(),
-        weights: None,
-        scales: None,
-        out: again.view_mut(),
-        out_weights: None,
-        out_scales: None,
-    };
-    handle.dispatch(Direction::Backward, out)?;
+    swung(&mut handle, &x, &mut again)?;
     assert_eq!(seat.get(&again)?[..filled * h], got[..filled * h], "{trip:?}: backward rows");
     let mut d_w = Tensor::empty(seat.cuda(), DType::F32, &[tokens, k])?;
     let back = RowsBack {
@@ -284,6 +275,23 @@ fn there_and_back(seat: &mut Seat<'_>, trip: &Trip, step: &Step) -> Result<()> {
         own.iter().enumerate().map(|(i, id)| if *id >= 0 { (rank * 1000 + i) as f64 + 0.5 } else { 0.0 }).collect();
     assert_eq!(seat.get(&d_w)?, expected, "{trip:?}: weights");
     Ok(())
+}
+
+/// Rows out and back as they are, without weights: backward out, forward back.
+fn swung(handle: &mut Handle, x: &Tensor<Cuda>, rows: &mut Tensor<Cuda>) -> Result<()> {
+    let (tokens, out) = (x.view(), rows.view_mut());
+    let rows = RowsOut { tokens, weights: None, scales: None, out, out_weights: None, out_scales: None };
+    handle.dispatch(Direction::Backward, rows)
+}
+
+fn summed(handle: &mut Handle, rows: &Tensor<Cuda>, sums: &mut Tensor<Cuda>) -> Result<()> {
+    let back = RowsBack { rows: rows.view(), weights: None, out: sums.view_mut(), out_weights: None };
+    handle.combine(Direction::Forward, back)
+}
+
+/// Kept choices of each token.
+fn kept(ids: &[i64], k: usize) -> impl Fn(usize) -> f64 {
+    move |t| ids[t * k..(t + 1) * k].iter().filter(|id| **id >= 0).count() as f64
 }
 
 fn check_sums(
@@ -319,20 +327,10 @@ fn three_handles_in_flight(ranks: usize) {
             let x: Vec<f64> = (0..tokens * h).map(|i| value(rank, i / h, i % h)).collect();
             let x = seat.put(trip.rows, &x, &[tokens, h])?;
             let mut rows = Tensor::empty(seat.cuda(), trip.rows, &[*n, h])?;
-            let out = RowsOut {
-                tokens: x.view(),
-                weights: None,
-                scales: None,
-                out: rows.view_mut(),
-                out_weights: None,
-                out_scales: None,
-            };
-            handle.dispatch(Direction::Backward, out)?;
+            swung(handle, &x, &mut rows)?;
             let mut sums = Tensor::empty(seat.cuda(), trip.rows, &[tokens, h])?;
-            let back = RowsBack { rows: rows.view(), weights: None, out: sums.view_mut(), out_weights: None };
-            handle.combine(Direction::Forward, back)?;
-            let kept = |t: usize| own[t * k..(t + 1) * k].iter().filter(|id| **id >= 0).count() as f64;
-            check_sums(seat, &sums, (rank, h), &kept)?;
+            summed(handle, &rows, &mut sums)?;
+            check_sums(seat, &sums, (rank, h), &kept(own, k))?;
         }
         Ok(())
     });

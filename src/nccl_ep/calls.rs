@@ -1,0 +1,208 @@
+//! What the dispatcher's calls share: their checks, the collective around them, and rows on both ways.
+
+use std::sync::{MutexGuard, PoisonError};
+
+use crate::comm::Op;
+use crate::cuda::Cuda;
+use crate::device::Device;
+use crate::dtype::DType;
+use crate::ep::carrier::{check_float, check_inputs, written};
+use crate::ep::core::Core;
+use crate::ep::{DispatchInputs, DispatchOutputs, Handle};
+use crate::error::{Error, Result};
+use crate::tensor::{Tensor, TensorMut, TensorRef};
+
+use super::EpError;
+use super::dispatcher::{Kept, Mode, NcclEp, Routed, around};
+use super::handle::{Direction, RowsOut};
+
+impl NcclEp {
+    /// Passes this rank's checks before a collective, or tells the others that they failed.
+    pub(super) fn agree(&mut self, (call, op): Step, handle: &Handle<Cuda>, checked: Result<()>) -> Result<()> {
+        let all = self.core.check_handle(call, handle).and(checked);
+        self.core.agree(Core::tag(handle, op), all)
+    }
+
+    /// Refuses a backward that was not agreed on. All ranks know, so nobody waits; a handle of another group is
+    /// [`agree`](Self::agree)'s to report.
+    pub(super) fn agreed_backward(&self, call: &'static str, handle: &Handle<Cuda>) -> Result<()> {
+        match self.core.check_handle(call, handle) {
+            Ok(()) => handle.check_backward(call),
+            Err(_) => Ok(()),
+        }
+    }
+
+    /// One call of the library's handle, as a collective.
+    pub(super) fn collective(
+        &mut self,
+        (call, op): Step,
+        (handle, rows): (&Handle<Cuda>, Rows),
+        calls: impl FnOnce(&mut Routed) -> Result<()>,
+    ) -> Result<()> {
+        let (named, tag) = ((call, rows.dtype, rows.bytes), Core::tag(handle, op));
+        let mut guard = kept(call, handle)?;
+        if guard.row_bytes().is_none_or(|most| most < rows.bytes) {
+            // The ranks' calls are compared before what they bring about.
+            around(&mut self.core, named, tag, || Ok(())).map_err(|e| self.core.explain(call, e))?;
+            let routed = self.route(handle, rows.bytes);
+            *guard = routed.map_err(|e| self.core.explain(call, e))?;
+        }
+        let done = around(&mut self.core, named, tag, || calls(&mut guard));
+        done.map_err(|e| self.core.explain(call, e))
+    }
+
+    /// The library moves rows in 16-byte words, and sums numbers by 8.
+    pub(super) fn check_words(&self, dtype: DType, (row, scale): (usize, usize)) -> Result<()> {
+        if self.mode == Mode::LowLatency {
+            return self.check_low_row(dtype, (row, scale));
+        }
+        let (bytes, width) = (row + scale, (row + scale) / dtype.size());
+        if bytes == 0 || !bytes.is_multiple_of(16) {
+            return Err(EpError::RowBytes { what: "a row", bytes }.into());
+        }
+        match dtype == DType::U8 || width.is_multiple_of(8) {
+            true => Ok(()),
+            false => Err(EpError::Width { width }.into()),
+        }
+    }
+
+    /// A gradient `[T, H]` of the output.
+    pub(super) fn check_grad(
+        &self,
+        call: &'static str,
+        handle: &Handle<Cuda>,
+        grad: TensorRef<'_, Cuda>,
+    ) -> Result<()> {
+        let inputs = DispatchInputs { tokens: grad.borrow(), weights: None, scales: None };
+        check_float(call, "grad", grad)?;
+        check_inputs(call, handle, &inputs)?;
+        self.check_sent(&inputs)
+    }
+
+    /// Rows and scales of a dispatch.
+    pub(super) fn check_sent(&self, inputs: &DispatchInputs<'_, Cuda>) -> Result<()> {
+        let scale = inputs.scales.as_ref().map_or(0, TensorRef::row_bytes);
+        self.check_words(inputs.tokens.dtype(), (inputs.tokens.row_bytes(), scale))
+    }
+
+    pub(super) fn empty(&self, dtype: DType, dims: &[usize]) -> Result<Tensor<Cuda>> {
+        Tensor::empty(&self.core.device, dtype, dims)
+    }
+
+    /// Rows of a window, where the handle's arrive in one; what only this rank finds wrong is told.
+    pub(super) fn lent(
+        &mut self,
+        step: Step,
+        handle: &Handle<Cuda>,
+        row: Rows,
+        scale: usize,
+    ) -> Result<Option<(Tensor<Cuda>, Tensor<Cuda>)>> {
+        let lent = self.arriving(step.0, handle, (row.dtype, row.bytes / row.dtype.size()), scale);
+        self.told_of(step, handle, lent)
+    }
+
+    /// The same of rows on their way back.
+    pub(super) fn returning(
+        &mut self,
+        step: Step,
+        handle: &Handle<Cuda>,
+        rows: TensorRef<'_, Cuda>,
+    ) -> Result<Option<Tensor<Cuda>>> {
+        let left = self.left(step.0, handle, rows);
+        self.told_of(step, handle, left)
+    }
+
+    fn told_of<T>(&mut self, (_, op): Step, handle: &Handle<Cuda>, found: Result<T>) -> Result<T> {
+        if let Err(error @ Error::NcclEp(EpError::Windows { .. })) = &found {
+            let _ = self.core.comm.refuse(Core::tag(handle, op), &error.to_string());
+        }
+        found
+    }
+
+    /// Rows of a window to where the caller wants them.
+    pub(super) fn copied(&mut self, handle: &Handle<Cuda>, from: &Tensor<Cuda>, to: TensorMut<'_, Cuda>) -> Result<()> {
+        let end = written(handle) * from.view().row_bytes();
+        self.copied_out();
+        let to = Cuda::slice_mut(to.into_data(), 0..end);
+        self.core.device.copy(Cuda::slice(from.view().data(), 0..end), to)
+    }
+
+    /// Forward, into slots.
+    pub(super) fn send(
+        &mut self,
+        step: Step,
+        handle: &Handle<Cuda>,
+        inputs: &DispatchInputs<'_, Cuda>,
+        mut outputs: DispatchOutputs<'_, Cuda>,
+    ) -> Result<()> {
+        // The library wants weights forward, whoever needs them.
+        let zeros = match &inputs.weights {
+            None => Some(Tensor::zeros(&self.core.device, DType::F32, &[handle.tokens(), handle.spec().top_k])?),
+            Some(_) => None,
+        };
+        let mut unused = match &outputs.weights {
+            None => Some(self.empty(DType::F32, &[handle.rows()])?),
+            Some(_) => None,
+        };
+        let given = outputs.weights.as_mut().map(TensorMut::reborrow);
+        let rows = RowsOut {
+            tokens: inputs.tokens.borrow(),
+            weights: inputs.weights.as_ref().map(TensorRef::borrow).or(zeros.as_ref().map(Tensor::view)),
+            scales: inputs.scales.as_ref().map(TensorRef::borrow),
+            out: outputs.tokens.reborrow(),
+            out_weights: given.or(unused.as_mut().map(Tensor::view_mut)),
+            out_scales: outputs.scales.as_mut().map(TensorMut::reborrow),
+        };
+        let moved = Rows { dtype: inputs.tokens.dtype(), bytes: row_bytes(inputs) };
+        self.collective(step, (handle, moved), |routed| high(routed)?.dispatch(Direction::Forward, rows))
+    }
+
+    /// The output's gradient, into slots.
+    pub(super) fn send_grad(
+        &mut self,
+        step: Step,
+        handle: &Handle<Cuda>,
+        (grad, mut out): (TensorRef<'_, Cuda>, TensorMut<'_, Cuda>),
+    ) -> Result<()> {
+        let (tokens, out) = (grad.borrow(), out.reborrow());
+        let rows = RowsOut { tokens, weights: None, scales: None, out, out_weights: None, out_scales: None };
+        self.collective(step, (handle, Rows::of(grad)), |routed| high(routed)?.dispatch(Direction::Backward, rows))
+    }
+}
+
+/// The handle for high throughput.
+pub(super) fn high(routed: &mut Routed) -> Result<&mut super::Handle> {
+    match routed {
+        Routed::High(handle) => Ok(handle),
+        _ => Err(Error::invalid("dispatch", "handle", "one for high throughput", "another")),
+    }
+}
+
+/// A call and what it is for.
+pub(super) type Step = (&'static str, Op);
+
+/// What a call moves; the same on all ranks.
+#[derive(Clone, Copy)]
+pub(super) struct Rows {
+    pub(super) dtype: DType,
+    /// Of a row and its scales.
+    pub(super) bytes: usize,
+}
+
+impl Rows {
+    pub(super) fn of(t: TensorRef<'_, Cuda>) -> Self {
+        Self { dtype: t.dtype(), bytes: t.row_bytes() }
+    }
+}
+
+/// What the dispatcher keeps of a handle's routing.
+pub(super) fn kept<'h>(call: &'static str, handle: &'h Handle<Cuda>) -> Result<MutexGuard<'h, Routed>> {
+    let kept = handle.carried.0.as_ref().and_then(|kept| kept.downcast_ref::<Kept>());
+    let foreign = || Error::invalid(call, "handle", "one that NCCL EP prepared", "another dispatcher's");
+    kept.map(|kept| kept.lock().unwrap_or_else(PoisonError::into_inner)).ok_or_else(foreign)
+}
+
+/// Bytes of a token and its scales.
+pub(super) fn row_bytes(inputs: &DispatchInputs<'_, Cuda>) -> usize {
+    inputs.tokens.row_bytes() + inputs.scales.as_ref().map_or(0, |s| s.row_bytes())
+}

@@ -1,0 +1,210 @@
+//! Windows that rows arrive in and leave from: peers write and read them where the layer's kernels do, so nothing is staged.
+//!
+//! All ranks must use the same window in the same call, so which one it is comes from counts of calls, never from what is
+//! free. That a window is free when its turn comes again is checked. Why nobody writes what another still reads: rows of a
+//! call are read before the collective behind it, and a rank whose next call but one is under way has passed that; so two
+//! turns are enough, on either way.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+use crate::comm::{Op, SymmetricMemory, Tag};
+use crate::cuda::Cuda;
+use crate::device::Device;
+use crate::dtype::DType;
+use crate::ep::core::Core;
+use crate::ep::{Capacity, Handle};
+use crate::error::Result;
+use crate::nccl::{NcclComm, NcclWindow};
+use crate::tensor::{Tensor, TensorRef};
+
+use super::EpError;
+use super::dispatcher::{Mode, NcclEp, told};
+use super::tensor::Place;
+
+/// Turns of the way back.
+const LEAVING: usize = 2;
+
+/// One window, and how many tensors lie in it.
+#[derive(Debug)]
+struct Window {
+    window: NcclWindow,
+    loans: Arc<AtomicUsize>,
+}
+
+/// Windows of one size that take turns.
+#[derive(Debug, Default)]
+struct Ring {
+    windows: Vec<Window>,
+    /// Calls so far.
+    turn: usize,
+}
+
+impl Ring {
+    /// The window whose turn it is.
+    fn current(&self) -> Option<&Window> {
+        self.windows.get(self.turn.checked_rem(self.windows.len())?)
+    }
+
+    /// The same, which nobody has.
+    fn free(&self, call: &'static str) -> Result<&Window> {
+        let busy = || EpError::Windows { call, windows: self.windows.len() };
+        Ok(self.current().filter(|w| w.loans.load(Ordering::Acquire) == 0).ok_or_else(busy)?)
+    }
+}
+
+/// A dispatcher's windows.
+#[derive(Debug, Default)]
+pub(super) struct Windows {
+    arriving: Ring,
+    leaving: Ring,
+    bytes: usize,
+    /// Rows that had to be copied to or from a window, since the caller's memory was none.
+    copies: u64,
+}
+
+impl Windows {
+    /// Calls that were given plain memory, and so copied.
+    pub(super) fn copies(&self) -> u64 {
+        self.copies
+    }
+
+    fn all(&self) -> impl Iterator<Item = &Window> {
+        self.arriving.windows.iter().chain(&self.leaving.windows)
+    }
+
+    fn place(of: &Window) -> Place {
+        Place { base: of.window.base(), bytes: of.window.bytes(), window: of.window.raw() }
+    }
+}
+
+/// Part of a window as a tensor.
+fn lend(cuda: &Cuda, from: &Window, at: usize, (dtype, dims): (DType, [usize; 2])) -> Result<Tensor<Cuda>> {
+    let bytes = dims[0] * dims[1] * dtype.size();
+    crate::comm::Span { offset: at, bytes }.check("lend", "rows", from.window.bytes())?;
+    // SAFETY: the window outlives its loans (see `end`), and its turns are what the head of this file says.
+    let buffer = unsafe { cuda.borrowed((from.window.base() + at as u64, bytes), &from.loans) };
+    Tensor::from_buffer(buffer, dtype, &dims)
+}
+
+impl NcclEp {
+    /// The static capacity of a handle whose rows go through windows.
+    fn windowed(&self, handle: &Handle<Cuda>) -> Option<usize> {
+        let spec = handle.spec();
+        match (self.core.config.windows, self.mode, spec.capacity) {
+            (1.., Mode::HighThroughput, Capacity::Static(_)) => self.fixed(spec),
+            _ => None,
+        }
+    }
+
+    /// Windows of at least so many bytes (collective where there are none yet).
+    fn windows_of(&mut self, handle: &Handle<Cuda>, bytes: usize) -> Result<()> {
+        if self.windows.bytes >= bytes {
+            return Ok(());
+        }
+        self.core.device.not_captured("dispatch", "allocate windows")?;
+        let counts = [self.core.config.windows.max(2), LEAVING];
+        let tag = Core::tag(handle, Op::Init);
+        let mut made: [Vec<Window>; 2] = Default::default();
+        let Some(comm) = self.core.comm.as_any().and_then(|comm| comm.downcast_mut::<NcclComm>()) else {
+            return Err(EpError::Communicator { found: "another".to_string() }.into());
+        };
+        for (ring, count) in made.iter_mut().zip(counts) {
+            for _ in 0..count {
+                ring.push(Window { window: comm.allocate(tag, bytes)?, loans: Arc::default() });
+            }
+        }
+        let [arriving, leaving] = made;
+        let smaller = std::mem::take(&mut self.windows);
+        self.windows.copies = smaller.copies;
+        (self.windows.arriving.windows, self.windows.leaving.windows, self.windows.bytes) = (arriving, leaving, bytes);
+        self.windows.all().for_each(|w| self.places.add(Windows::place(w)));
+        // Their tensors may be alive: they stay until the dispatcher goes.
+        self.outgrown.push(smaller);
+        Ok(())
+    }
+
+    /// Rows and scales for a dispatch to bring, in the window whose turn it is; `None`: not through windows.
+    pub(super) fn arriving(
+        &mut self,
+        call: &'static str,
+        handle: &Handle<Cuda>,
+        (dtype, width): (DType, usize),
+        scale: usize,
+    ) -> Result<Option<(Tensor<Cuda>, Tensor<Cuda>)>> {
+        let Some(rows) = self.windowed(handle) else { return Ok(None) };
+        let bytes = rows * width * dtype.size();
+        self.windows_of(handle, bytes + rows * scale)?;
+        let window = self.windows.arriving.free(call)?;
+        let tokens = lend(&self.core.device, window, 0, (dtype, [rows, width]))?;
+        let scales = lend(&self.core.device, window, bytes, (DType::U8, [rows, scale]))?;
+        self.windows.arriving.turn += 1;
+        Ok(Some((tokens, scales)))
+    }
+
+    /// Memory that the rows of the next way back had better be written to.
+    pub(super) fn leaving(&mut self, handle: &Handle<Cuda>, row: (DType, usize)) -> Result<Option<Tensor<Cuda>>> {
+        let (Some(rows), bytes) = (self.windowed(handle), self.windows.bytes) else { return Ok(None) };
+        match self.windows.leaving.free("combine") {
+            Ok(window) if rows * row.1 * row.0.size() <= bytes => {
+                Ok(Some(lend(&self.core.device, window, 0, (row.0, [rows, row.1]))?))
+            }
+            // The rows are copied then, or it is told there.
+            _ => Ok(None),
+        }
+    }
+
+    /// The rows of a way back in the window whose turn it is; `None`: they lie there, or do not go through windows.
+    pub(super) fn left(
+        &mut self,
+        call: &'static str,
+        handle: &Handle<Cuda>,
+        rows: TensorRef<'_, Cuda>,
+    ) -> Result<Option<Tensor<Cuda>>> {
+        let Some(count) = self.windowed(handle) else { return Ok(None) };
+        self.windows_of(handle, count * rows.row_bytes())?;
+        let here = self.windows.leaving.current().is_some_and(|w| w.window.base() == rows.data().address());
+        let copied = match here {
+            true => None,
+            false => {
+                let window = self.windows.leaving.free(call)?;
+                let width = rows.row_bytes() / rows.dtype().size();
+                let mut to = lend(&self.core.device, window, 0, (rows.dtype(), [count, width]))?;
+                self.core.device.copy(rows.data(), to.view_mut().into_data())?;
+                self.windows.copies += 1;
+                Some(to)
+            }
+        };
+        self.windows.leaving.turn += 1;
+        Ok(copied)
+    }
+
+    /// Counts a dispatch into plain memory, which was copied.
+    pub(super) fn copied_out(&mut self) {
+        self.windows.copies += 1;
+    }
+
+    /// Gives the windows back, if no rank has a tensor in one; else they stay until the process ends.
+    pub(super) fn end_windows(&mut self) {
+        let mut all: Vec<Windows> = std::mem::take(&mut self.outgrown);
+        all.push(std::mem::take(&mut self.windows));
+        let count: usize = all.iter().map(|w| w.all().count()).sum();
+        if count == 0 {
+            return;
+        }
+        let busy = all.iter().flat_map(Windows::all).any(|w| w.loans.load(Ordering::Acquire) > 0);
+        let ranks = told(&mut self.core, if busy { "busy" } else { "" });
+        if !ranks.is_ok_and(|ranks| ranks.iter().all(String::is_empty)) {
+            tracing::warn!(windows = count, "windows stay, as tensors lie in them or a rank is gone");
+            return;
+        }
+        let Some(comm) = self.core.comm.as_any().and_then(|comm| comm.downcast_mut::<NcclComm>()) else { return };
+        let tag = Tag { layer: 0, op: Op::Init, sequence: 0 };
+        for w in all.into_iter().flat_map(|w| w.arriving.windows.into_iter().chain(w.leaving.windows)) {
+            if let Err(error) = comm.release(tag, w.window) {
+                tracing::warn!(%error, "a window was not released");
+                return;
+            }
+        }
+    }
+}
