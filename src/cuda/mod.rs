@@ -18,6 +18,7 @@
 
 #[cfg(feature = "nccl-ep")]
 pub(crate) mod arrivals;
+mod buffer;
 mod cubins;
 mod dense;
 mod device;
@@ -44,8 +45,9 @@ mod zones;
 /// The driver bindings whose streams [`Cuda::on`] takes.
 pub use cudarc;
 
+pub use buffer::{DeviceBuffer, DeviceMut, DeviceRef, NoCounters};
 #[cfg(feature = "nccl")]
 pub(crate) use device::Guard;
-pub use device::{Cuda, DeviceBuffer, DeviceMut, DeviceRef, Event, NoCounters, Stream};
+pub use device::{Cuda, Event, Stream};
 pub use graph::Captured;
 pub use memory::Memory;

@@ -1,0 +1,258 @@
+//! Memory of a GPU: owned, lent and borrowed.
+
+use std::fmt;
+use std::marker::PhantomData;
+use std::ops::Range;
+use std::sync::Arc;
+#[cfg(feature = "nccl-ep")]
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+use cudarc::driver::result;
+use cudarc::driver::sys::{self, CUdeviceptr};
+#[cfg(feature = "candle")]
+use cudarc::driver::{CudaSlice, DevicePtrMut};
+
+use crate::device::{Device, sealed::Sealed};
+use crate::dtype::DType;
+use crate::error::{Error, Result};
+use crate::tensor::TensorMut;
+
+use super::device::{Cuda, Event, Stream, driver};
+use super::memory::{Arena, Block};
+
+/// Owned memory of a GPU, given back in the order of its stream.
+pub struct DeviceBuffer {
+    ptr: CUdeviceptr,
+    bytes: usize,
+    arena: Arc<Arena>,
+    owner: Owner,
+}
+
+/// Whose memory a buffer is.
+enum Owner {
+    /// The workspace's.
+    Arena(Block),
+    /// Somebody's who lends it, and counts its loans by this.
+    #[cfg(feature = "nccl-ep")]
+    Loan(Arc<AtomicUsize>),
+}
+
+impl fmt::Debug for DeviceBuffer {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "DeviceBuffer {{ bytes: {} }}", self.bytes)
+    }
+}
+
+impl DeviceBuffer {
+    /// The memory as the driver bindings' own: it leaves the workspace, and whoever holds it gives it back to the driver, in
+    /// the order of the stream. `T` is the element type that the buffer was allocated for.
+    #[cfg(feature = "candle")]
+    pub(crate) fn into_slice<T: cudarc::driver::DeviceRepr>(mut self) -> Result<CudaSlice<T>> {
+        let stream = Arc::clone(self.arena.stream());
+        let ptr = match &mut self.owner {
+            Owner::Arena(block) => self.arena.give_away(block),
+            #[cfg(feature = "nccl-ep")]
+            Owner::Loan(_) => return Err(Error::invalid("DeviceBuffer", "memory", "the workspace's", "a window's")),
+        };
+        // SAFETY: the block has that many bytes and is the arena's no longer; the slice frees it with
+        // `cuMemFreeAsync` on the arena's stream. A pool whose arena is dropped before stays.
+        let mut slice = unsafe { stream.upgrade_device_ptr(ptr, self.bytes / size_of::<T>()) };
+        // Records the work that fills the memory, for readers on other streams.
+        drop(slice.device_ptr_mut(&stream));
+        Ok(slice)
+    }
+}
+
+#[cfg(feature = "nccl-ep")]
+impl Cuda {
+    /// A buffer of memory that is lent, `loans` counting it until it is dropped.
+    ///
+    /// # Safety
+    /// The memory stays while the count is above zero, and meanwhile nobody writes it but in the order of the stream.
+    pub(crate) unsafe fn borrowed(&self, (ptr, bytes): (u64, usize), loans: &Arc<AtomicUsize>) -> DeviceBuffer {
+        loans.fetch_add(1, Ordering::AcqRel);
+        DeviceBuffer { ptr, bytes, arena: self.inner.arena(), owner: Owner::Loan(Arc::clone(loans)) }
+    }
+}
+
+impl Drop for DeviceBuffer {
+    fn drop(&mut self) {
+        match &self.owner {
+            Owner::Arena(block) => self.arena.free(*block),
+            #[cfg(feature = "nccl-ep")]
+            Owner::Loan(loans) => drop(loans.fetch_sub(1, Ordering::AcqRel)),
+        }
+    }
+}
+
+/// Borrowed memory of a GPU.
+#[derive(Debug, Clone, Copy)]
+pub struct DeviceRef<'a> {
+    pub(super) ptr: CUdeviceptr,
+    len: usize,
+    owner: PhantomData<&'a [u8]>,
+}
+
+impl DeviceRef<'_> {
+    /// Address of the first byte.
+    pub fn address(&self) -> u64 {
+        self.ptr
+    }
+
+    /// `len` bytes of device memory.
+    ///
+    /// # Safety
+    /// They stay allocated and unwritten for the lifetime, on the stream of the [`Cuda`] that uses them: its kernels
+    /// may still read after the last call returned, so memory may be freed or written only behind them; where the calls
+    /// are recorded ([`Cuda::capture`]), only when the graph is gone. `ptr` is not null and a multiple of the element's
+    /// size.
+    pub unsafe fn from_raw(ptr: u64, len: usize) -> Self {
+        Self { ptr, len, owner: PhantomData }
+    }
+}
+
+/// Exclusively borrowed memory of a GPU.
+#[derive(Debug)]
+pub struct DeviceMut<'a> {
+    pub(super) ptr: CUdeviceptr,
+    len: usize,
+    owner: PhantomData<&'a mut [u8]>,
+}
+
+impl DeviceMut<'_> {
+    /// Address of the first byte.
+    pub fn address(&self) -> u64 {
+        self.ptr
+    }
+
+    /// `len` bytes of device memory.
+    ///
+    /// # Safety
+    /// As [`DeviceRef::from_raw`], and nothing else reads or writes them for the lifetime.
+    pub unsafe fn from_raw(ptr: u64, len: usize) -> Self {
+        Self { ptr, len, owner: PhantomData }
+    }
+}
+
+impl Cuda {
+    /// Sets every byte.
+    pub(super) fn fill_bytes(&self, call: &'static str, to: DeviceMut<'_>, byte: u8) -> Result<()> {
+        if to.len == 0 {
+            return Ok(());
+        }
+        self.bind(call)?;
+        // SAFETY: the view has that many bytes, exclusively.
+        unsafe { result::memset_d8_async(to.ptr, byte, to.len, self.inner.stream.cu_stream()) }
+            .map_err(driver(call, &format!("fill with {byte:#04x}")))
+    }
+
+    /// Sets every 8 bytes to a number.
+    pub(super) fn fill_word(&self, to: TensorMut<'_, Cuda>, word: u64) -> Result<()> {
+        const CALL: &str = "fill";
+        let to = to.into_data();
+        self.bind(CALL)?;
+        for (half, value) in [word as u32, (word >> 32) as u32].into_iter().enumerate() {
+            let stream = self.inner.stream.cu_stream();
+            // SAFETY: a column of 4 bytes, 8 apart, inside the view's words.
+            unsafe { sys::cuMemsetD2D32Async(to.ptr + 4 * half as u64, 8, value, 1, to.len / 8, stream) }
+                .result()
+                .map_err(driver(CALL, "fill"))?;
+        }
+        Ok(())
+    }
+
+    pub(super) fn write_bytes(&self, call: &'static str, to: CUdeviceptr, from: &[u8]) -> Result<()> {
+        self.not_captured(call, "copy from the host")?;
+        self.bind(call)?;
+        // SAFETY: callers give a pointer of at least `from.len()` bytes; pageable memory is staged before the call
+        // returns, so `from` may go.
+        unsafe { result::memcpy_htod_async(to, from, self.inner.stream.cu_stream()) }
+            .map_err(driver(call, "copy to the GPU"))
+    }
+}
+
+/// Tile counters do not exist on this device: kernels of one stream run one after another.
+#[derive(Debug, Clone, Copy)]
+pub enum NoCounters {}
+
+impl Sealed for Cuda {}
+
+impl Device for Cuda {
+    type Buffer = DeviceBuffer;
+    type Ref<'a> = DeviceRef<'a>;
+    type Mut<'a> = DeviceMut<'a>;
+    type Counters = NoCounters;
+    type Stream = Stream;
+    type Event = Event;
+
+    fn alloc(&self, dtype: DType, count: usize) -> Result<DeviceBuffer> {
+        const CALL: &str = "Cuda::alloc";
+        let bytes = count
+            .checked_mul(dtype.size())
+            .ok_or_else(|| Error::invalid(CALL, "count", "a size that fits the address space", count))?;
+        self.bind(CALL)?;
+        let arena = self.inner.arena();
+        let block = arena.alloc(CALL, bytes)?;
+        let mut buffer = DeviceBuffer { ptr: block.ptr, bytes, arena, owner: Owner::Arena(block) };
+        if self.poisons() {
+            self.fill_bytes(CALL, Self::view_mut(&mut buffer), 0xff)?;
+        }
+        Ok(buffer)
+    }
+
+    fn view(buffer: &DeviceBuffer) -> DeviceRef<'_> {
+        DeviceRef { ptr: buffer.ptr, len: buffer.bytes, owner: PhantomData }
+    }
+
+    fn view_mut(buffer: &mut DeviceBuffer) -> DeviceMut<'_> {
+        DeviceMut { ptr: buffer.ptr, len: buffer.bytes, owner: PhantomData }
+    }
+
+    fn len(view: DeviceRef<'_>) -> usize {
+        view.len
+    }
+
+    fn len_mut(view: &DeviceMut<'_>) -> usize {
+        view.len
+    }
+
+    fn slice<'a>(view: Self::Ref<'a>, range: Range<usize>) -> Self::Ref<'a> {
+        assert!(range.start <= range.end && range.end <= view.len, "{range:?} of {} bytes", view.len);
+        DeviceRef { ptr: view.ptr + range.start as u64, len: range.len(), owner: PhantomData }
+    }
+
+    fn slice_mut<'a>(view: Self::Mut<'a>, range: Range<usize>) -> Self::Mut<'a> {
+        assert!(range.start <= range.end && range.end <= view.len, "{range:?} of {} bytes", view.len);
+        DeviceMut { ptr: view.ptr + range.start as u64, len: range.len(), owner: PhantomData }
+    }
+
+    fn shorten<'s, 'l: 's>(view: Self::Ref<'l>) -> Self::Ref<'s> {
+        view
+    }
+
+    fn reborrow<'s>(view: &'s mut DeviceMut<'_>) -> DeviceMut<'s> {
+        DeviceMut { ptr: view.ptr, len: view.len, owner: PhantomData }
+    }
+
+    fn downgrade<'s>(view: &'s DeviceMut<'_>) -> DeviceRef<'s> {
+        DeviceRef { ptr: view.ptr, len: view.len, owner: PhantomData }
+    }
+
+    fn zero(&self, view: DeviceMut<'_>) -> Result<()> {
+        self.fill_bytes("Cuda::zero", view, 0)
+    }
+
+    fn copy(&self, from: DeviceRef<'_>, to: DeviceMut<'_>) -> Result<()> {
+        const CALL: &str = "Cuda::copy";
+        if from.len != to.len {
+            return Err(Error::invalid(CALL, "to", format!("{} bytes", from.len), to.len));
+        }
+        if from.len == 0 {
+            return Ok(());
+        }
+        self.bind(CALL)?;
+        // SAFETY: both views have that many bytes, and borrows keep them apart.
+        unsafe { result::memcpy_dtod_async(to.ptr, from.ptr, from.len, self.inner.stream.cu_stream()) }
+            .map_err(driver(CALL, "copy on the GPU"))
+    }
+}
