@@ -13,12 +13,13 @@ use moebius::ep::{Group, GroupConfig};
 use moebius::etp::{
     Chain, Comms, EtpOptions, Memory, Payload, Phase, Reduction, Shard, ShardDevice, WeightId, WeightSpec,
 };
-use moebius::layer::{Context, Cotangents, GradientsMut, Inputs, Layer, Mode, ParamViews, Params, Role};
+use moebius::layer::{Context, Cotangents, Inputs, Layer, Mode, ParamViews, Params, Role};
 use moebius::nccl::{NcclComm, NcclLibrary, NcclWorld};
 use moebius::weights::WeightSource;
 use moebius::{DType, Result, Tensor};
 
 use crate::data::Random;
+use crate::layer::gradients;
 use crate::report::{Report, Spread, spread};
 use crate::timed::{between, event};
 use crate::{PATIENCE, Rank, Workload, on_ranks};
@@ -358,26 +359,14 @@ impl Bench {
         let [d_up, d_down] = &mut own.gradients;
         if what == What::Alone {
             let params = views.params();
-            let into = GradientsMut {
-                x: Some(d_x.view_mut()),
-                router: Some(d_router.view_mut()),
-                up: Some(d_up.view_mut()),
-                down: Some(d_down.view_mut()),
-                ..GradientsMut::none()
-            };
+            let into = gradients(&mut d_x, &mut d_router, [d_up.view_mut(), d_down.view_mut()]);
             let inputs = Inputs { x: self.x.view(), params: &params };
             return self.layer.backward_into(group, context, (inputs, cotangents), into);
         }
         let (mut room_up, mut room_down) = (self.chain.room(up)?, self.chain.room(down)?);
         let sources = (self.chain.source(up)?, self.chain.source(down)?);
         let params = params(&views, &sources.0, &sources.1);
-        let into = GradientsMut {
-            x: Some(d_x.view_mut()),
-            router: Some(d_router.view_mut()),
-            up: Some(room_up.view_mut()?),
-            down: Some(room_down.view_mut()?),
-            ..GradientsMut::none()
-        };
+        let into = gradients(&mut d_x, &mut d_router, [room_up.view_mut()?, room_down.view_mut()?]);
         let inputs = Inputs { x: self.x.view(), params: &params };
         self.layer.backward_into(group, context, (inputs, cotangents), into)?;
         self.chain.submit(room_down)?;

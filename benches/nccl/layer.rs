@@ -5,7 +5,7 @@ use moebius::cuda::Cuda;
 use moebius::ep::{Capacity, Group};
 use moebius::layer::{Cotangents, DispatchOptions, GradientsMut, Inputs, Layer, Mode, ParamViews, Role};
 use moebius::nccl::NcclWorld;
-use moebius::{DType, Result, Tensor};
+use moebius::{DType, Result, Tensor, TensorMut};
 
 use crate::data::Random;
 use crate::report::{Report, Subject, spread};
@@ -108,13 +108,7 @@ fn measure(rank: &Rank<'_>, comm: Timed, (w, dispatcher, way): (Workload, Dispat
         let made = layer.forward_into(&mut group, mode, (x.view(), &params), y.view_mut())?;
         let Some(context) = made.context else { return Ok(()) };
         let cotangents = Cotangents { y: Some(d_y.view()), aux: 0.0 };
-        let into = GradientsMut {
-            x: Some(d_x.view_mut()),
-            router: Some(d_router.view_mut()),
-            up: Some(d_up.view_mut()),
-            down: Some(d_down.view_mut()),
-            ..GradientsMut::none()
-        };
+        let into = gradients(&mut d_x, &mut d_router, [d_up.view_mut(), d_down.view_mut()]);
         layer.backward_into(&mut group, context, (Inputs { x: x.view(), params: &params }, cotangents), into)
     };
     let mut times: Times = Default::default();
@@ -146,4 +140,14 @@ fn measure(rank: &Rank<'_>, comm: Timed, (w, dispatcher, way): (Workload, Dispat
         rank.meet()?;
     }
     Ok(times)
+}
+
+/// Every gradient of a layer without a shared expert.
+pub fn gradients<'a>(
+    x: &'a mut Tensor<Cuda>,
+    router: &'a mut Tensor<Cuda>,
+    [up, down]: [TensorMut<'a, Cuda>; 2],
+) -> GradientsMut<'a, Cuda> {
+    let (x, router) = (Some(x.view_mut()), Some(router.view_mut()));
+    GradientsMut { x, router, up: Some(up), down: Some(down), ..GradientsMut::none() }
 }

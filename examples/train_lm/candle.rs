@@ -16,7 +16,7 @@ use crate::dense::{Loss, Model};
 use crate::lm::{Param, Settings, is_share};
 use crate::mesh::Place;
 use crate::ranks::{Check, Report, Values, Worker, group_config, moe_config};
-use crate::sharded::{Experts, pass};
+use crate::sharded::{Experts, Parts, pass};
 use crate::world::World;
 
 /// A rank: the model of plain operations, with the experts' layers in it.
@@ -62,7 +62,7 @@ impl Rank {
             let layer = Layer::new(moe_config(settings), number as u32)?;
             let vb = vb.pp(format!("layers.{number}.moe"));
             layers.push(match &sharded {
-                Some(sharded) => sharded.module(layer, &group, vb, settings.payload)?,
+                Some(sharded) => sharded.module(layer, Parts { group: &group, vb, payload: settings.payload })?,
                 None => ExpertParallelMoE::new(layer, &group, vb)?,
             });
         }

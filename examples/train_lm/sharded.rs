@@ -16,18 +16,19 @@ use crate::Failure;
 use crate::lm::{Param, is_share};
 use crate::mesh::Mesh;
 
+/// What a layer is made from.
+pub struct Parts<'a> {
+    pub group: &'a DeviceGroup,
+    pub vb: VarBuilder<'a>,
+    pub payload: Payload,
+}
+
 /// Sharded experts of a rank, whatever its device.
 pub trait Experts {
     /// This rank's shard of an EP rank's share of a parameter; others as they are.
     fn cut(&mut self, param: &Param, own: (Vec<usize>, Vec<f32>)) -> Result<(Vec<usize>, Vec<f32>), Failure>;
     /// A layer whose experts are shards.
-    fn module(
-        &self,
-        layer: Layer,
-        group: &DeviceGroup,
-        vb: VarBuilder<'_>,
-        payload: Payload,
-    ) -> Result<ExpertParallelMoE, Failure>;
+    fn module(&self, layer: Layer, parts: Parts<'_>) -> Result<ExpertParallelMoE, Failure>;
     /// The layers, once they are there.
     fn adopt(&mut self, layers: &[ExpertParallelMoE]);
     /// Begins a pass, and ends it.
@@ -79,13 +80,7 @@ impl<D: Host + ShardDevice> Experts for Sharded<D> {
         Ok((cut.shard_dims().to_vec(), shard.as_slice::<f32>()?.to_vec()))
     }
 
-    fn module(
-        &self,
-        layer: Layer,
-        group: &DeviceGroup,
-        vb: VarBuilder<'_>,
-        payload: Payload,
-    ) -> Result<ExpertParallelMoE, Failure> {
+    fn module(&self, layer: Layer, Parts { group, vb, payload }: Parts<'_>) -> Result<ExpertParallelMoE, Failure> {
         Ok(ExpertParallelMoE::sharded(layer, group, vb, (&self.chain, payload))?)
     }
 

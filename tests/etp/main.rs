@@ -4,6 +4,7 @@
 
 #[cfg(feature = "candle")]
 mod candle;
+pub mod changed;
 mod exact;
 mod faults;
 #[cfg(feature = "candle")]

@@ -1,13 +1,12 @@
 //! Shards that travel quantised: what they cost, and when they are cast.
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
 
-use moebius::comm::{Communicator, Exchange, ReduceOp, Tag};
+use moebius::comm::ReduceOp;
 use moebius::etp::{Comms, EtpOptions, Payload, Phase, Shard, ShardSource, WeightSpec};
 use moebius::weights::WeightSource;
-use moebius::{Result, TensorMut, TensorRef};
 
+use super::changed::Changed;
 use super::rig::{Chained, DIMS, MINUTE, ON, Place, bodies, cut, ranks, tensor, value};
 
 bodies! {
@@ -45,55 +44,14 @@ fn bytes_an_element_in_bf16<D: Chained>(device: &D) {
     }
 }
 
-/// A communicator that counts its all-reduces.
-#[derive(Debug)]
-struct Counting<D: Chained>(Box<dyn Communicator<D>>, Arc<AtomicU64>);
-
-impl<D: Chained> Communicator<D> for Counting<D> {
-    fn rank(&self) -> usize {
-        self.0.rank()
-    }
-    fn size(&self) -> usize {
-        self.0.size()
-    }
-    fn calls(&self) -> u64 {
-        self.0.calls()
-    }
-    fn device(&self) -> Option<&D> {
-        self.0.device()
-    }
-    fn all_gather(&mut self, tag: Tag, send: TensorRef<'_, D>, recv: TensorMut<'_, D>) -> Result<()> {
-        self.0.all_gather(tag, send, recv)
-    }
-    fn reduce_scatter(&mut self, tag: Tag, send: TensorRef<'_, D>, recv: TensorMut<'_, D>) -> Result<()> {
-        self.0.reduce_scatter(tag, send, recv)
-    }
-    fn all_reduce(&mut self, tag: Tag, op: ReduceOp, buffer: TensorMut<'_, D>) -> Result<()> {
-        assert_eq!((op, buffer.dims()), (ReduceOp::Max, &[DIMS[0]][..]), "the amaxes of all experts");
-        self.1.fetch_add(1, Ordering::SeqCst);
-        self.0.all_reduce(tag, op, buffer)
-    }
-    fn all_to_all_v(&mut self, tag: Tag, exchange: Exchange<'_, D>) -> Result<()> {
-        self.0.all_to_all_v(tag, exchange)
-    }
-    fn broadcast(&mut self, tag: Tag, root: usize, buffer: TensorMut<'_, D>) -> Result<()> {
-        self.0.broadcast(tag, root, buffer)
-    }
-    fn barrier(&mut self, tag: Tag) -> Result<()> {
-        self.0.barrier(tag)
-    }
-    fn refuse(&mut self, tag: Tag, reason: &str) -> Result<()> {
-        self.0.refuse(tag, reason)
-    }
-}
-
 /// A shard is cast when it has changed, and at no other time; in NVFP4 with one all-reduce for all experts of the weight.
 fn one_cast_a_step<D: Chained>(device: &D) {
     for payload in [Payload::Nvfp4, Payload::Mxfp8] {
         ranks(device, 2, MINUTE, |_, place| {
-            let joined = Arc::new(AtomicU64::new(0));
             let own = place.device.clone();
-            let gather = Box::new(Counting(place.comms.gather, Arc::clone(&joined)));
+            let gather = Changed::new(place.comms.gather);
+            let joined = Arc::clone(&gather.reduced);
+            let gather = Box::new(gather);
             let place = Place { comms: Comms { gather, ..place.comms }, ..place };
             let chain = place.chain(ON).unwrap();
             let shard = |sign: f32| {
@@ -142,7 +100,8 @@ fn one_cast_a_step<D: Chained>(device: &D) {
             assert_eq!(own.floats(chain.whole(id).unwrap().view()), value(0));
             assert_eq!(chain.traffic().casts, 3);
             let expected = if payload == Payload::Nvfp4 { 3 } else { 0 };
-            assert_eq!(joined.load(Ordering::SeqCst), expected, "{payload:?}");
+            // The amaxes of all experts.
+            assert_eq!(*joined.lock().unwrap(), vec![(ReduceOp::Max, vec![DIMS[0]]); expected], "{payload:?}");
             assert!(chain.memory().quantised > 0 && chain.memory().arrived > 0);
             chain.clear();
             assert_eq!(chain.memory().arrived, 0);

@@ -3,11 +3,12 @@
 use std::sync::mpsc::{Sender, channel};
 use std::sync::{Arc, Mutex};
 
-use moebius::comm::{Communicator, Exchange, ReduceOp, Solo, Tag};
+use moebius::comm::Solo;
 use moebius::etp::{Chain, Comms, EtpOptions, Phase, Shard, ShardSource, State, WeightSpec};
 use moebius::weights::WeightSource;
-use moebius::{Error, Result, TensorMut, TensorRef};
+use moebius::{Error, Result, TensorRef};
 
+use super::changed::Changed;
 use super::rig::{Chained, DIMS, MINUTE, ON, Place, bodies, cut, holds, ranks, value};
 
 bodies! {
@@ -324,43 +325,6 @@ fn rooms<D: Chained>(device: &D) {
     });
 }
 
-/// A communicator that says it has two ranks.
-#[derive(Debug)]
-struct Two<D: Chained>(Solo<D>);
-
-impl<D: Chained> Communicator<D> for Two<D> {
-    fn rank(&self) -> usize {
-        0
-    }
-    fn size(&self) -> usize {
-        2
-    }
-    fn calls(&self) -> u64 {
-        self.0.calls()
-    }
-    fn all_gather(&mut self, tag: Tag, send: TensorRef<'_, D>, recv: TensorMut<'_, D>) -> Result<()> {
-        self.0.all_gather(tag, send, recv)
-    }
-    fn reduce_scatter(&mut self, tag: Tag, send: TensorRef<'_, D>, recv: TensorMut<'_, D>) -> Result<()> {
-        self.0.reduce_scatter(tag, send, recv)
-    }
-    fn all_reduce(&mut self, tag: Tag, op: ReduceOp, buffer: TensorMut<'_, D>) -> Result<()> {
-        self.0.all_reduce(tag, op, buffer)
-    }
-    fn all_to_all_v(&mut self, tag: Tag, exchange: Exchange<'_, D>) -> Result<()> {
-        self.0.all_to_all_v(tag, exchange)
-    }
-    fn broadcast(&mut self, tag: Tag, root: usize, buffer: TensorMut<'_, D>) -> Result<()> {
-        self.0.broadcast(tag, root, buffer)
-    }
-    fn barrier(&mut self, tag: Tag) -> Result<()> {
-        self.0.barrier(tag)
-    }
-    fn refuse(&mut self, tag: Tag, reason: &str) -> Result<()> {
-        self.0.refuse(tag, reason)
-    }
-}
-
 fn wrong_arguments<D: Chained>(device: &D) {
     ranks(device, 1, MINUTE, |_, place| {
         let own = place.device.clone();
@@ -379,7 +343,7 @@ fn wrong_arguments<D: Chained>(device: &D) {
         let mut odd = spec(&[2, 4, 3], float);
         odd.payload = moebius::etp::Payload::Nvfp4;
         assert!(chain.add(odd, shard(&[8, 3])).unwrap_err().to_string().contains("even"));
-        let mut two = Two(Solo::new(own.clone()));
+        let mut two = Changed { size: Some(2), ..Changed::new(Box::new(Solo::new(own.clone()))) };
         let error = chain.finish(Some(&mut two), |_, _| Ok(())).unwrap_err().to_string();
         assert!(error.contains("replicas") && error.contains("expected 1, found 2"), "{error}");
     });

@@ -4,7 +4,6 @@ use std::sync::Arc;
 use std::thread;
 use std::time::{Duration, Instant};
 
-use moebius::comm::{Communicator, Tag};
 use moebius::cpu::Cpu;
 use moebius::cuda::Cuda;
 use moebius::ep::GroupConfig;
@@ -15,6 +14,7 @@ use moebius::weights::WeightSource;
 use moebius::{CommError, DType, Device, Error, MoeConfig, Result, Tensor, TensorRef};
 
 use crate::Run;
+use crate::etp::changed::Changed;
 use crate::etp::gpus;
 
 pub fn cases() -> Vec<(&'static str, Run)> {
@@ -79,6 +79,15 @@ impl Rank {
             ids.push(chain.add(spec, Arc::new(Shard::new(shard)))?);
         }
         Ok(Self { rank, cuda, chain, ids })
+    }
+
+    /// A forward that uses each weight.
+    fn pass(&self) -> Result<()> {
+        self.chain.begin(Phase::Forward)?;
+        for id in &self.ids {
+            drop(self.chain.source(*id)?.acquire(&self.cuda.stream())?);
+        }
+        self.chain.end()
     }
 
     /// Keeps the computation busy for a while.
@@ -211,24 +220,17 @@ fn a_recording_is_refused(_: &Cuda, n: usize) {
     ranks(n, MINUTE, |rank, comms| {
         let rank = Rank::new(rank, comms, EtpOptions::default(), 2, Payload::Plain).unwrap();
         let (cuda, chain) = (&rank.cuda, &rank.chain);
-        let pass = || -> Result<()> {
-            chain.begin(Phase::Forward)?;
-            for id in &rank.ids {
-                drop(chain.source(*id)?.acquire(&cuda.stream())?);
-            }
-            chain.end()
-        };
-        pass().unwrap();
+        rank.pass().unwrap();
         let refused = |result: Result<()>| match result {
             Err(Error::Device { operation, .. }) => assert!(operation.contains("CUDA graph"), "{operation}"),
             other => panic!("{other:?}"),
         };
-        refused(cuda.capture(pass).map(drop));
+        refused(cuda.capture(|| rank.pass()).map(drop));
         refused(cuda.capture(|| chain.room(rank.ids[0]).map(drop)).map(drop));
         refused(cuda.capture(|| chain.finish(None, |_, _| Ok(()))).map(drop));
         refused(cuda.capture(|| chain.whole(rank.ids[0]).map(drop)).map(drop));
         // Nothing of it is left.
-        pass().unwrap();
+        rank.pass().unwrap();
     });
 }
 
@@ -237,71 +239,13 @@ fn a_lost_rank_is_told_to_the_computation(_: &Cuda, n: usize) {
     let errors = ranks(n, Duration::from_secs(2), |rank, comms| -> Option<Error> {
         let last = rank + 1 == n;
         let rank = Rank::new(rank, comms, EtpOptions::default(), 2, Payload::Plain).unwrap();
-        let (cuda, chain) = (&rank.cuda, &rank.chain);
-        let pass = || -> Result<()> {
-            chain.begin(Phase::Forward)?;
-            for id in &rank.ids {
-                drop(chain.source(*id)?.acquire(&cuda.stream())?);
-            }
-            chain.end()?;
-            cuda.check()
-        };
+        let pass = || rank.pass().and_then(|()| rank.cuda.check());
         pass().unwrap();
-        if last {
-            return None;
-        }
-        pass().err()
+        if last { None } else { pass().err() }
     });
     for error in &errors[..n - 1] {
         let lost = matches!(error, Some(Error::Comm(CommError::PeerGone { .. })));
         assert!(lost, "{error:?}");
-    }
-}
-
-/// Says nothing of where it works.
-#[derive(Debug)]
-struct Silent(moebius::nccl::NcclComm);
-
-impl Communicator<Cuda> for Silent {
-    fn rank(&self) -> usize {
-        self.0.rank()
-    }
-    fn size(&self) -> usize {
-        self.0.size()
-    }
-    fn calls(&self) -> u64 {
-        self.0.calls()
-    }
-    fn all_gather(&mut self, tag: Tag, send: TensorRef<'_, Cuda>, recv: moebius::TensorMut<'_, Cuda>) -> Result<()> {
-        self.0.all_gather(tag, send, recv)
-    }
-    fn reduce_scatter(
-        &mut self,
-        tag: Tag,
-        send: TensorRef<'_, Cuda>,
-        recv: moebius::TensorMut<'_, Cuda>,
-    ) -> Result<()> {
-        self.0.reduce_scatter(tag, send, recv)
-    }
-    fn all_reduce(
-        &mut self,
-        tag: Tag,
-        op: moebius::comm::ReduceOp,
-        buffer: moebius::TensorMut<'_, Cuda>,
-    ) -> Result<()> {
-        self.0.all_reduce(tag, op, buffer)
-    }
-    fn all_to_all_v(&mut self, tag: Tag, exchange: moebius::comm::Exchange<'_, Cuda>) -> Result<()> {
-        self.0.all_to_all_v(tag, exchange)
-    }
-    fn broadcast(&mut self, tag: Tag, root: usize, buffer: moebius::TensorMut<'_, Cuda>) -> Result<()> {
-        self.0.broadcast(tag, root, buffer)
-    }
-    fn barrier(&mut self, tag: Tag) -> Result<()> {
-        self.0.barrier(tag)
-    }
-    fn refuse(&mut self, tag: Tag, reason: &str) -> Result<()> {
-        self.0.refuse(tag, reason)
     }
 }
 
@@ -311,7 +255,8 @@ fn a_communicator_without_a_device_is_refused(_: &Cuda, n: usize) {
     thread::scope(|scope| {
         for (rank, (gather, reduce)) in comms.enumerate() {
             scope.spawn(move || {
-                let comms = Comms::<Cuda> { gather: Box::new(gather), reduce: Box::new(Silent(reduce)) };
+                let reduce = Changed { silent: true, ..Changed::new(Box::new(reduce)) };
+                let comms = Comms::<Cuda> { gather: Box::new(gather), reduce: Box::new(reduce) };
                 let error = Rank::new(rank, comms, EtpOptions::default(), 1, Payload::Plain).err().unwrap().to_string();
                 assert!(error.contains("comms.reduce") && error.contains("device"), "{error}");
             });

@@ -1,0 +1,66 @@
+//! A communicator of which something is changed.
+
+use std::sync::{Arc, Mutex};
+
+use moebius::comm::{Communicator, Exchange, ReduceOp, Tag};
+use moebius::{Device, Result, TensorMut, TensorRef};
+
+/// All-reduces with the sizes of their buffers.
+pub type Reduced = Arc<Mutex<Vec<(ReduceOp, Vec<usize>)>>>;
+
+/// A communicator, changed as the fields say.
+#[derive(Debug)]
+pub struct Changed<D: Device> {
+    /// The communicator itself.
+    pub inner: Box<dyn Communicator<D>>,
+    /// In place of the number of ranks.
+    pub size: Option<usize>,
+    /// Does not tell its device.
+    pub silent: bool,
+    /// All-reduces so far.
+    pub reduced: Reduced,
+}
+
+impl<D: Device> Changed<D> {
+    /// Nothing is changed yet.
+    pub fn new(inner: Box<dyn Communicator<D>>) -> Self {
+        Self { inner, size: None, silent: false, reduced: Reduced::default() }
+    }
+}
+
+impl<D: Device> Communicator<D> for Changed<D> {
+    fn rank(&self) -> usize {
+        self.inner.rank()
+    }
+    fn size(&self) -> usize {
+        self.size.unwrap_or_else(|| self.inner.size())
+    }
+    fn calls(&self) -> u64 {
+        self.inner.calls()
+    }
+    fn device(&self) -> Option<&D> {
+        self.inner.device().filter(|_| !self.silent)
+    }
+    fn all_gather(&mut self, tag: Tag, send: TensorRef<'_, D>, recv: TensorMut<'_, D>) -> Result<()> {
+        self.inner.all_gather(tag, send, recv)
+    }
+    fn reduce_scatter(&mut self, tag: Tag, send: TensorRef<'_, D>, recv: TensorMut<'_, D>) -> Result<()> {
+        self.inner.reduce_scatter(tag, send, recv)
+    }
+    fn all_reduce(&mut self, tag: Tag, op: ReduceOp, buffer: TensorMut<'_, D>) -> Result<()> {
+        self.reduced.lock().unwrap().push((op, buffer.dims().to_vec()));
+        self.inner.all_reduce(tag, op, buffer)
+    }
+    fn all_to_all_v(&mut self, tag: Tag, exchange: Exchange<'_, D>) -> Result<()> {
+        self.inner.all_to_all_v(tag, exchange)
+    }
+    fn broadcast(&mut self, tag: Tag, root: usize, buffer: TensorMut<'_, D>) -> Result<()> {
+        self.inner.broadcast(tag, root, buffer)
+    }
+    fn barrier(&mut self, tag: Tag) -> Result<()> {
+        self.inner.barrier(tag)
+    }
+    fn refuse(&mut self, tag: Tag, reason: &str) -> Result<()> {
+        self.inner.refuse(tag, reason)
+    }
+}
