@@ -10,7 +10,8 @@
 // runs under the other's products.
 //
 // Rows in slot order come by the copy engine, rows behind a map by copies of 16 bytes a thread. Those past a tile's end are
-// the next zone's or the tile's first; their products are never stored.
+// the next zone's, or whatever the stage held: a row of the right operand has a column of the sums to itself, and theirs are
+// never stored.
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL) || !defined(__CUDA_ARCH__)
 #include "common/epilogue.cuh"
 #include "common/fp4.cuh"

@@ -51,12 +51,15 @@ pub fn run(world: &NcclWorld, report: &Report, (workload, dispatchers): (Workloa
         let all = [("fwd", 0, forward), ("fwd+bwd", 1, 3.0 * forward)];
         for (phase, i, flop) in all.into_iter().filter(|(_, i, _)| *i == 0 || dispatcher.decodes.is_none()) {
             let (time, collective) = (spread(&of(i)), spread(&of(i + 2)).median);
+            // Spans are of the communicator's own calls, as they are made: a replay and NCCL EP make none.
+            let spanned = way != Way::Graph && !dispatcher.name.starts_with("nccl_ep");
             let share = collective / time.median;
-            let rest = format!(
-                ",\"inner\":{},\"collective_ms\":{collective:.4},\"collective_share\":{share:.3},\"tflops\":{:.1}",
-                workload.inner,
-                flop / ranks / time.median / 1e9
-            );
+            let parts = match spanned {
+                true => format!(",\"collective_ms\":{collective:.4},\"collective_share\":{share:.3}"),
+                false => String::new(),
+            };
+            let tflops = flop / ranks / time.median / 1e9;
+            let rest = format!(",\"inner\":{}{parts},\"tflops\":{tflops:.1}", workload.inner);
             report.line(subject, phase, time, &rest);
         }
     }

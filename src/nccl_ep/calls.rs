@@ -35,6 +35,17 @@ impl NcclEp {
     /// One call of the library's handle, as a collective.
     pub(super) fn collective(
         &mut self,
+        step: Step,
+        what: (&Handle<Cuda>, Rows),
+        calls: impl FnOnce(&mut Routed) -> Result<()>,
+    ) -> Result<()> {
+        let done = self.collective_of(step, what, calls);
+        self.windows.settle(done.is_ok());
+        done
+    }
+
+    fn collective_of(
+        &mut self,
         (call, op): Step,
         (handle, rows): (&Handle<Cuda>, Rows),
         calls: impl FnOnce(&mut Routed) -> Result<()>,

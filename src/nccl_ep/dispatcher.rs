@@ -393,7 +393,7 @@ impl TokenDispatcher<Cuda> for NcclEp {
 
 impl Drop for NcclEp {
     fn drop(&mut self) {
-        if self.groups.is_empty() && self.low.is_empty() {
+        if self.groups.is_empty() && self.low.is_empty() && self.windows.is_empty() {
             return;
         }
         // Peers may still read what this rank's groups hold. Nothing can be reported from here.

@@ -2,7 +2,8 @@
 //!
 //! Rows travel by rank, each with its choices and weights and, behind these, its token's number, so that they can be brought
 //! into the order that slots have everywhere. The library's handles are lent and used again: making one may be a
-//! collective, and cannot be recorded.
+//! collective, and cannot be recorded. Whether one is made follows from the layer's handles that are alive, so ranks must
+//! drop these in the same order.
 
 use std::fmt;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -31,9 +32,16 @@ use super::{EpError, Layout, LowLatencyGroup, LowLatencyHandle, LowLatencyOption
 const LONGER: Duration = Duration::from_secs(1);
 
 /// Handles that nobody uses now.
-type Pool = Arc<Mutex<Vec<LowLatencyHandle>>>;
+#[derive(Debug, Default)]
+struct Handles {
+    free: Vec<LowLatencyHandle>,
+    /// Graphs use them, at any time.
+    recorded: Vec<LowLatencyHandle>,
+}
 
-fn lock(pool: &Pool) -> MutexGuard<'_, Vec<LowLatencyHandle>> {
+type Pool = Arc<Mutex<Handles>>;
+
+fn lock(pool: &Pool) -> MutexGuard<'_, Handles> {
     pool.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
@@ -55,6 +63,8 @@ impl Low {
 pub(super) struct LowRouted {
     handle: Option<LowLatencyHandle>,
     pool: Pool,
+    /// A graph that is being recorded will use it.
+    recorded: bool,
     bytes: usize,
     /// Slots of each row that the last dispatch brought.
     back: Option<Tensor<Cuda>>,
@@ -74,7 +84,12 @@ impl LowRouted {
 
 impl Drop for LowRouted {
     fn drop(&mut self) {
-        lock(&self.pool).extend(self.handle.take());
+        let mut pool = lock(&self.pool);
+        match self.recorded {
+            true => pool.recorded.extend(self.handle.take()),
+            // One whose call has not ended is none to lend.
+            false => pool.free.extend(self.handle.take().filter(|handle| !handle.is_torn())),
+        }
     }
 }
 
@@ -115,7 +130,14 @@ impl NcclEp {
         };
         let processors = self.core.device.processors();
         options.check(self.core.ranks(), processors)?;
-        Ok(options.check_top_k(Self::wide(spec), processors)?)
+        options.check_top_k(Self::wide(spec), processors).map_err(|error| match error {
+            // In terms of the caller's choices: one more travels.
+            EpError::Argument { .. } => {
+                let what = "so large a top_k: one choice more than a token has travels, and the library takes no more";
+                EpError::LowLatency { what }.into()
+            }
+            other => other.into(),
+        })
     }
 
     /// What rows must be.
@@ -163,18 +185,24 @@ impl NcclEp {
         let packed = arrivals::packed_ids(&self.core.device, ids)?;
         let wide = Self::wide(spec);
         let free = {
-            let mut pool = lock(&pool);
-            pool.iter().position(|handle| handle.top_k() == wide).map(|at| pool.swap_remove(at))
+            let free = &mut lock(&pool).free;
+            free.iter().position(|handle| handle.top_k() == wide).map(|at| free.swap_remove(at))
         };
         let mut handle = match free {
             Some(handle) => handle,
-            None => around(&mut self.core, ("nccl_ep_ll_handle", DType::U8, row_bytes), tag, || {
-                LowLatencyHandle::new(&group, Layout::RankMajor, wide)
-            })?,
+            None => {
+                self.core.device.not_captured("prepare", "create an EP handle")?;
+                // The library may move its buffers: nothing that uses them may be under way on any rank.
+                self.core.comm.barrier(tag)?;
+                around(&mut self.core, ("nccl_ep_ll_handle", DType::U8, row_bytes), tag, || {
+                    LowLatencyHandle::new(&group, Layout::RankMajor, wide)
+                })?
+            }
         };
         handle.update(packed)?;
         let bytes = group.options().max_row_bytes;
-        Ok(Routed::Low(LowRouted { handle: Some(handle), pool, bytes, back: None }))
+        let recorded = self.core.device.is_capturing()?;
+        Ok(Routed::Low(LowRouted { handle: Some(handle), pool, recorded, bytes, back: None }))
     }
 
     /// Zones from the loads alone: nothing waits, and nothing else is exchanged.

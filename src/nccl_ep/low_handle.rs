@@ -91,8 +91,8 @@ impl fmt::Debug for LowLatencyHandle {
 }
 
 impl LowLatencyHandle {
-    /// A handle that waits for its first update. Collective: the library may make its buffers now, which graphs that
-    /// were captured before do not outlive.
+    /// A handle that waits for its first update. Collective, while no rank has calls of the group under way (a barrier
+    /// before sees to that): the library may make its buffers now, which graphs that were captured before do not outlive.
     ///
     /// # Errors
     /// [`EpError`](super::EpError) names what `top_k` breaks; a graph being recorded.
@@ -120,6 +120,11 @@ impl LowLatencyHandle {
     /// Its group.
     pub fn group(&self) -> &LowLatencyGroup {
         &self.group
+    }
+
+    /// Whether a call has not come to its end.
+    pub(super) fn is_torn(&self) -> bool {
+        self.torn
     }
 
     /// Choices of a token.

@@ -19,6 +19,9 @@ use super::handle::{Counters, HandleOptions};
 use super::low::Low;
 use super::{EpError, Group, GroupOptions};
 
+/// What a rank tells of itself that fails begins so.
+const FAILED: char = '!';
+
 impl NcclEp {
     /// What the library would not do.
     pub(super) fn rules(&self, spec: &DispatchSpec) -> Result<()> {
@@ -181,9 +184,14 @@ impl NcclEp {
         checked: std::result::Result<(), EpError>,
     ) -> Result<()> {
         let own = format!("{bytes:?} bytes, top_k {top_k}");
-        let failed = checked.as_ref().err().map(ToString::to_string);
+        // What a rank cannot do is told behind a mark.
+        let failed = checked.as_ref().err().map(|error| format!("{FAILED}{error}"));
         let all = told(&mut self.core, failed.as_ref().unwrap_or(&own))?;
         checked?;
+        let failure = |(peer, text): (usize, &String)| Some((peer, text.strip_prefix(FAILED)?.to_string()));
+        if let Some((peer, reason)) = all.iter().enumerate().find_map(failure) {
+            return Err(Error::Peer { call: "prepare", rank: self.core.rank(), peer, reason });
+        }
         match all.iter().position(|theirs| *theirs != own) {
             None => Ok(()),
             Some(peer) => Err(Error::ConfigMismatch {

@@ -1,7 +1,7 @@
 //! Windows that rows arrive in and leave from: peers write and read them where the layer's kernels do, so nothing is staged.
 //!
-//! All ranks must use the same window in the same call, so which one it is comes from counts of calls, never from what is
-//! free. That a window is free when its turn comes again is checked. Why nobody writes what another still reads: rows of a
+//! All ranks must use the same window in the same call, so which one it is comes from counts of the collectives that took
+//! place, never from what is free. That a window is free when its turn comes again is checked. Why nobody writes what another still reads: rows of a
 //! call are read before the collective behind it, and a rank whose next call but one is under way has passed that; so two
 //! turns are enough, on either way.
 
@@ -36,7 +36,7 @@ struct Window {
 #[derive(Debug, Default)]
 struct Ring {
     windows: Vec<Window>,
-    /// Calls so far.
+    /// Collectives so far.
     turn: usize,
 }
 
@@ -53,20 +53,41 @@ impl Ring {
     }
 }
 
+#[derive(Debug, Clone, Copy)]
+enum Way {
+    Arriving,
+    Leaving,
+}
+
 /// A dispatcher's windows.
 #[derive(Debug, Default)]
 pub(super) struct Windows {
     arriving: Ring,
     leaving: Ring,
     bytes: usize,
+    /// The way whose turn the collective under way takes, if it takes place.
+    pending: Option<Way>,
     /// Rows that had to be copied to or from a window, since the caller's memory was none.
     copies: u64,
 }
 
 impl Windows {
+    pub(super) fn is_empty(&self) -> bool {
+        self.all().next().is_none()
+    }
+
     /// Calls that were given plain memory, and so copied.
     pub(super) fn copies(&self) -> u64 {
         self.copies
+    }
+
+    /// A collective is over. A turn is over on all ranks where it took place, and on none where one of them refused.
+    pub(super) fn settle(&mut self, took_place: bool) {
+        match self.pending.take().filter(|_| took_place) {
+            Some(Way::Arriving) => self.arriving.turn += 1,
+            Some(Way::Leaving) => self.leaving.turn += 1,
+            None => {}
+        }
     }
 
     fn all(&self) -> impl Iterator<Item = &Window> {
@@ -132,13 +153,14 @@ impl NcclEp {
         (dtype, width): (DType, usize),
         scale: usize,
     ) -> Result<Option<(Tensor<Cuda>, Tensor<Cuda>)>> {
+        self.windows.pending = None;
         let Some(rows) = self.windowed(handle) else { return Ok(None) };
         let bytes = rows * width * dtype.size();
         self.windows_of(handle, bytes + rows * scale)?;
         let window = self.windows.arriving.free(call)?;
         let tokens = lend(&self.core.device, window, 0, (dtype, [rows, width]))?;
         let scales = lend(&self.core.device, window, bytes, (DType::U8, [rows, scale]))?;
-        self.windows.arriving.turn += 1;
+        self.windows.pending = Some(Way::Arriving);
         Ok(Some((tokens, scales)))
     }
 
@@ -161,6 +183,7 @@ impl NcclEp {
         handle: &Handle<Cuda>,
         rows: TensorRef<'_, Cuda>,
     ) -> Result<Option<Tensor<Cuda>>> {
+        self.windows.pending = None;
         let Some(count) = self.windowed(handle) else { return Ok(None) };
         self.windows_of(handle, count * rows.row_bytes())?;
         let here = self.windows.leaving.current().is_some_and(|w| w.window.base() == rows.data().address());
@@ -175,7 +198,7 @@ impl NcclEp {
                 Some(to)
             }
         };
-        self.windows.leaving.turn += 1;
+        self.windows.pending = Some(Way::Leaving);
         Ok(copied)
     }
 

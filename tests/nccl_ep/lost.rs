@@ -72,12 +72,11 @@ fn lost(last: fn(), is_it: fn(&Error) -> bool) -> Result<()> {
     let start = Instant::now();
     let waited = group.dispatcher().dispatch_rows(&handle, inputs()).and_then(|_| cuda.check());
     let took = start.elapsed();
-    match waited {
-        Err(e) if is_it(&e) && took < LIMIT + SLACK => println!("{TOLD} {e}"),
-        other => println!("after {took:?}: {other:?}"),
-    }
     let later = group.dispatcher().prepare(ids.view(), None, &DispatchSpec::new(0, 1)).map(drop);
-    assert!(later.as_ref().is_err_and(is_it), "{later:?}");
+    match waited {
+        Err(e) if is_it(&e) && took < LIMIT + SLACK && later.as_ref().is_err_and(is_it) => println!("{TOLD} {e}"),
+        other => println!("after {took:?}: {other:?}; later: {later:?}"),
+    }
     let _ = std::io::stdout().flush();
     // The GPU still waits for the rank: only the process's end ends that.
     std::process::abort();
