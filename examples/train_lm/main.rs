@@ -260,8 +260,8 @@ fn run_process(args: &Args) -> Result<bool, Failure> {
         return Err("--processes: give --framework candle and --device cuda, without --etp".into());
     }
     let process = processes::Process::join(ranks::TIMEOUT)?;
-    if args.ranks.is_some_and(|ranks| ranks != process.world) {
-        return Err(format!("--ranks {:?}: the launcher has started {}", args.ranks, process.world).into());
+    if let Some(ranks) = args.ranks.filter(|ranks| *ranks != process.world) {
+        return Err(format!("--ranks {ranks}: the launcher has started {}", process.world).into());
     }
     let settings = Args { ranks: Some(process.world), ..args.clone() }.settings()?;
     let (corpus, params) = (Corpus::load(args.text.as_deref())?, lm::initial(&settings));

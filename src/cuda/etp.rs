@@ -65,15 +65,11 @@ impl ShardDevice for Cuda {
         self.heed_guards(other);
     }
 
-    fn ready(&self, call: &'static str) -> Result<()> {
-        match self.is_capturing()? {
-            false => Ok(()),
-            true => Err(Error::Device {
-                call,
-                operation: "record into a CUDA graph".to_string(),
-                message: "a chain's collectives run on streams of their own, started by threads of their own"
-                    .to_string(),
-            }),
-        }
+    fn refuse_recording(&self, call: &'static str) -> Result<()> {
+        self.not_captured(call, "start collectives on streams of their own, from threads of their own")
+    }
+
+    fn in_order(&self, call: &'static str, stream: &Stream) -> Result<()> {
+        self.on_stream(call, stream)
     }
 }

@@ -12,8 +12,9 @@
 //! ([`Cuda::check`], `read`, `download`) returns, or a prepare that finds it has reached the host.
 //!
 //! With one rank, forward and backward of a layer wait for nothing and, once they have seen their sizes, ask the driver
-//! for no memory ([`Cuda::memory`]); so they can be recorded ([`Cuda::capture`]). What does wait: reading a load or an
-//! auxiliary loss, an expert capacity that keeps by probability (planned on the host), and
+//! for no memory ([`Cuda::memory`]); so they can be recorded ([`Cuda::capture`]). With several ranks the same holds over
+//! all-gather with a static capacity; all-to-all, and an open capacity, wait in prepare for numbers of rows. What waits in any
+//! case: reading a load or an auxiliary loss, an expert capacity that keeps by probability (planned on the host), and
 //! [`Reporting::Immediate`](crate::ep::Reporting::Immediate).
 
 #[cfg(feature = "nccl-ep")]

@@ -1,8 +1,8 @@
 //! Layouts: the plan of a step, and groups of one rank.
 //!
 //! A group of one rank plans on the GPU ([`plan_behind`], `kernels/prepare.cu`): an eager layout gets as many rows as it may
-//! need, since its size would be the GPU's to know. Everything else is planned on the host, which has all ranks' ids
-//! then, by the CPU's code, and the maps are copied over.
+//! need, since its size would be the GPU's to know. Several ranks plan there from records (`records.rs`). Everything else is
+//! planned on the host, which has all ranks' ids then, by the CPU's code, and the maps are copied over.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;

@@ -18,6 +18,10 @@ use super::launch::Grid;
 use super::params;
 use super::plan::{CHUNKS, COUNTS};
 
+// `kernels/common/records.cuh` has the same numbers.
+const _: () = assert!(WORDS == 24 && record::HEADER == 512 && heard::WORDS == 8);
+const _: () = assert!(record::FIRST_FIELD == 9 && record::PENDING == 18);
+
 const CALL: &str = "prepare";
 /// Most blocks that write a record.
 const BLOCKS: usize = 256;

@@ -28,7 +28,12 @@ impl<D: Kernels> Core<D> {
     ) -> Result<Handle<D>> {
         let mut heard = match self.heard.take() {
             Some(heard) => heard,
-            None => Tensor::zeros(&self.device, DType::U8, &[heard::bytes(self.ranks())])?,
+            None => {
+                let mut new = Tensor::empty(&self.device, DType::U8, &[heard::bytes(self.ranks())])?;
+                // A copy from the host, which cannot be recorded: a fill would be noted down, and this outlives a recording.
+                self.device.upload(&self.stream, &vec![0; new.bytes()], new.view_mut())?;
+                new
+            }
         };
         let prepared = self.exchange_records(step, ids, spec, &mut heard);
         self.heard = Some(heard);

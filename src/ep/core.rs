@@ -100,7 +100,8 @@ impl<D: Kernels> Core<D> {
         let handle = self.prepare_any((transport, rules), ids, weights, spec);
         handle.map_err(|error| match (error, transport) {
             (Error::NotCapturable { .. }, Transport::AllRows) => {
-                let operation = "the host's part in it, which deferred reporting with a static capacity has not";
+                let operation =
+                    "the host's part in it, which deferred reporting with a static capacity has in a first step only";
                 Error::NotCapturable { call: PREPARE, operation: operation.to_string() }
             }
             (Error::NotCapturable { .. }, _) => {
@@ -134,7 +135,9 @@ impl<D: Kernels> Core<D> {
         {
             return Ok(handle);
         }
-        let own = match self.examine(ids, weights, spec) {
+        // What an earlier prepare has left on the device comes first.
+        let before = if self.heard.is_some() { self.take_heard() } else { Ok(()) };
+        let own = match before.and_then(|()| self.examine(ids, weights, spec)) {
             Ok(own) => own,
             Err(error) => return self.fail((tag, transport), spec, error),
         };
@@ -193,6 +196,11 @@ impl<D: Kernels> Core<D> {
         }
         if !spec.alignment.is_power_of_two() {
             return Err(Error::invalid(PREPARE, "spec.alignment", "a power of two", spec.alignment));
+        }
+        // Known to all ranks alike, unlike the rows that each needs.
+        if choices.saturating_add(experts.saturating_mul(spec.alignment)) > i32::MAX as usize {
+            let most = format!("zones of at most {} rows, padding included", i32::MAX);
+            return Err(Error::invalid(PREPARE, "spec.alignment", most, spec.alignment));
         }
         if let Capacity::Static(rows) = spec.capacity
             && rows > self.config.max_rows

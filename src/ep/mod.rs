@@ -133,7 +133,7 @@ pub enum Reporting {
     /// Several ranks are told the same. Where prepare has to wait for numbers of rows ([`AllToAll`] always, others as
     /// [`Capacity`] says), a capacity that is too small, and ranks that disagree or fail, are its own errors. Where nothing
     /// waits they are kept too, and told by [`TokenDispatcher::check`] alone: of a later prepare, some ranks' hosts might
-    /// know and others not yet.
+    /// know and others not yet. Not told there are ranks of which only some will call backward: those wait for the others.
     Deferred,
 }
 

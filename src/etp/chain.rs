@@ -240,7 +240,7 @@ impl<D: ShardDevice> Chain<D> {
         Ok(())
     }
 
-    /// Says, on every rank, that shards have changed otherwise than after [`finish`](Self::finish), so that those
+    /// Says between passes, on every rank, that shards have changed otherwise than after [`finish`](Self::finish), so that those
     /// which travel quantised are cast anew.
     pub fn changed(&self) {
         self.lock().epoch += 1;
@@ -251,7 +251,7 @@ impl<D: ShardDevice> Chain<D> {
     /// # Errors
     /// A pass that was not ended (after an error: [`recover`](Self::recover)); a backward before any forward.
     pub fn begin(&self, phase: Phase) -> Result<()> {
-        self.device.ready("Chain::begin")?;
+        self.device.refuse_recording("Chain::begin")?;
         let mut inner = self.lock();
         if let Some(active) = inner.active {
             let found = format!("a {:?} pass that was not ended", active.phase);
@@ -305,6 +305,7 @@ impl<D: ShardDevice> Chain<D> {
     /// # Errors
     /// Those of the collectives.
     pub fn drain(&self) -> Result<()> {
+        self.device.refuse_recording("Chain::drain")?;
         let mut inner = self.lock();
         let gathers = inner.drop_gathers();
         gathers.and(inner.settle(self))
@@ -312,11 +313,12 @@ impl<D: ShardDevice> Chain<D> {
 
     /// After a failed step, on every rank (collective): gives up the pass, all that is under way and the main
     /// gradients. Ranks that wait in a collective of the step are told `reason`. The chain works on afterwards, unless
-    /// a rank is lost.
+    /// a rank is lost, or the ranks are processes over NCCL: there a refusal ends the communicators, and the chain with them.
     ///
     /// # Errors
     /// A rank that is lost.
     pub fn recover(&self, reason: Option<&Error>) -> Result<()> {
+        self.device.refuse_recording("Chain::recover")?;
         let mut inner = self.lock();
         let job = |op| {
             let tag = Tag { layer: 0, op, sequence: u64::MAX };

@@ -49,8 +49,9 @@ impl<D: ShardDevice> WeightSource<D> for Gathered<'_, D> {
         self.shards.dims()
     }
 
-    fn acquire(&self, _stream: &D::Stream) -> Result<WeightGuard<'_, D>> {
-        self.chain.device.ready(CALL)?;
+    fn acquire(&self, stream: &D::Stream) -> Result<WeightGuard<'_, D>> {
+        self.chain.device.in_order(CALL, stream)?;
+        self.chain.device.refuse_recording(CALL)?;
         let mut inner = self.chain.lock();
         let options = &self.chain.options;
         let ahead = if options.prefetch { options.ahead } else { 0 };
@@ -115,7 +116,7 @@ impl<D: ShardDevice> Chain<D> {
     /// # Errors
     /// A pass that runs; the collective's.
     pub fn whole(&self, id: WeightId) -> Result<Tensor<D>> {
-        self.device.ready("Chain::whole")?;
+        self.device.refuse_recording("Chain::whole")?;
         let mut inner = self.lock();
         let weight = inner.weight(id)?;
         let (shards, dtype) = (Arc::clone(&weight.shards), weight.spec.dtype);
@@ -281,14 +282,21 @@ impl<D: ShardDevice> Inner<D> {
         Ok(Flight { pending, ticket, packed: unpacked, serial })
     }
 
-    /// Waits for a gather.
-    fn land(&mut self, flight: Flight<D>) -> Result<Loan<D>> {
+    /// Waits for a gather, and makes a weight of what it brings.
+    fn land(&mut self, mut flight: Flight<D>) -> Result<Loan<D>> {
+        let packed = flight.packed.take();
+        let loan = self.arrived(flight)?;
+        match packed {
+            Some((packed, ticket)) => self.unpack(&packed, loan, ticket),
+            None => Ok(loan),
+        }
+    }
+
+    /// Waits for a gather, and takes what it brings as it travelled.
+    fn arrived(&mut self, flight: Flight<D>) -> Result<Loan<D>> {
         let (mut loans, outcome) = self.gathers.receive(flight.pending);
         match (loans.pop(), outcome) {
-            (Some(loan), Ok(())) => match flight.packed {
-                Some((packed, ticket)) => self.unpack(&packed, loan, ticket),
-                None => Ok(loan),
-            },
+            (Some(loan), Ok(())) => Ok(loan),
             (Some(loan), Err(error)) => {
                 self.tickets.put(loan);
                 Err(error)
@@ -344,7 +352,7 @@ impl<D: ShardDevice> Inner<D> {
             if let Some(loan) = kept {
                 self.tickets.put(loan);
             }
-            match flight.map(|flight| self.land(flight)) {
+            match flight.map(|flight| self.arrived(flight)) {
                 Some(Ok(loan)) => self.tickets.put(loan),
                 Some(Err(error)) => outcome = outcome.and(Err(error)),
                 None => {}

@@ -83,8 +83,17 @@ pub trait ShardDevice: Kernels + Codec {
     ///
     /// # Errors
     /// Why it cannot.
-    fn ready(&self, call: &'static str) -> Result<()> {
+    fn refuse_recording(&self, call: &'static str) -> Result<()> {
         let _ = call;
+        Ok(())
+    }
+
+    /// Refuses a stream other than [`own_stream`](Self::own_stream)'s, in whose order a chain's weights come.
+    ///
+    /// # Errors
+    /// Another stream.
+    fn in_order(&self, call: &'static str, stream: &Self::Stream) -> Result<()> {
+        let _ = (call, stream);
         Ok(())
     }
 }

@@ -64,7 +64,7 @@ impl<D: ShardDevice> Chain<D> {
     /// Room that was asked for before and not submitted; no forward before; the collective's, where an earlier gradient
     /// has to leave first.
     pub fn room(&self, id: WeightId) -> Result<Room<'_, D>> {
-        self.device.ready(CALL)?;
+        self.device.refuse_recording(CALL)?;
         let mut inner = self.lock();
         let weight = inner.weight(id)?;
         let shards = Arc::clone(&weight.shards);
@@ -91,6 +91,7 @@ impl<D: ShardDevice> Chain<D> {
     /// # Errors
     /// Those of the reduce-scatter before it, and of this one where nothing runs ahead.
     pub fn submit(&self, mut room: Room<'_, D>) -> Result<()> {
+        self.device.refuse_recording("Chain::submit")?;
         let mut inner = self.lock();
         if !std::ptr::eq(room.chain, self) {
             let own = inner.trouble("(chain)", "room of this chain", "another chain's");
@@ -131,7 +132,7 @@ impl<D: ShardDevice> Chain<D> {
         if size != self.options.replicas {
             return Err(Error::invalid("Chain::finish", "replicas", self.options.replicas, size));
         }
-        self.device.ready("Chain::finish")?;
+        self.device.refuse_recording("Chain::finish")?;
         let mut inner = self.lock();
         inner.settle(self)?;
         // The optimiser's step follows.

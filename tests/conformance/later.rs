@@ -13,6 +13,7 @@ pub fn cases<D: Target>() -> Vec<Case<D>> {
         case!(a_bad_id_is_told_everywhere),
         case!(a_capacity_too_small_is_told_everywhere),
         case!(the_first_error_is_kept),
+        case!(what_was_masked_is_told_by_a_prepare_that_waits),
         case!(a_rank_that_cannot_take_part_says_so, 2),
     ]
 }
@@ -247,6 +248,31 @@ fn a_capacity_too_small_is_told_everywhere<D: Target>(s: &Setup<D>) {
         let last = r.rank == s.ranks - 1;
         assert_eq!(out, [1.0, 1.0, 1.0, 1.0, 1.0, if last { 0.0 } else { 1.0 }]);
         r.group.dispatcher().check().expect("told once");
+        r.works();
+    });
+}
+
+/// Whatever the later prepare is for, and once.
+fn what_was_masked_is_told_by_a_prepare_that_waits<D: Target>(s: &Setup<D>) {
+    // What low latency masks is told by `check` alone, as its prepare does not wait.
+    if matches!(s.kind, DispatcherKind::NcclEp | DispatcherKind::NcclEpLowLatency) {
+        return;
+    }
+    let experts = s.experts(4);
+    s.run(GroupConfig::new(experts, T), |r| {
+        let asked = std::mem::replace(&mut r.later, false);
+        let mut ids = [1, 2, 3].repeat(T);
+        if r.rank == 0 {
+            ids[K + 1] = experts as i64;
+        }
+        r.prepare(&ids, &later(training(0, K))).expect("masked");
+        match r.prepare(&[1, 2, 3].repeat(T), &training(0, K)) {
+            Err(Error::ExpertId { rank, token, k, .. }) => assert_eq!((rank, token, k), (0, 1, 1)),
+            other => panic!("{:?}", other.map(drop)),
+        }
+        r.group.dispatcher().check().expect("told once");
+        r.prepare(&[1, 2, 3].repeat(T), &training(0, K)).expect("nothing to tell");
+        r.later = asked;
         r.works();
     });
 }

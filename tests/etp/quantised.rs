@@ -12,6 +12,39 @@ use super::rig::{Chained, DIMS, MINUTE, ON, Place, bodies, cut, ranks, tensor, v
 bodies! {
     2 bytes_an_element_in_bf16,
     2 one_cast_a_step,
+    2 draining_what_has_arrived,
+}
+
+/// What was gathered two steps ahead is given up as it came: no weight's buffer is free for it while one is in use.
+fn draining_what_has_arrived<D: Chained>(device: &D) {
+    ranks(device, 2, MINUTE, |_, place| {
+        let own = place.device.clone();
+        let chain = place.chain(EtpOptions { ahead: 2, ..ON }).unwrap();
+        let add = |i: usize| {
+            let mut spec = WeightSpec::new(format!("w{i}"), i as u32, &DIMS, moebius::DType::F32);
+            spec.payload = Payload::Nvfp4;
+            chain.add(spec, Arc::new(Shard::new(cut(&own, &chain, value(i))))).unwrap()
+        };
+        let ids: Vec<_> = (0..4).map(add).collect();
+        let read = |i: usize| {
+            let source = chain.source(ids[i]).unwrap();
+            let guard = source.acquire(&own.order()).unwrap();
+            let expected = super::world::through(Payload::Nvfp4, &tensor(value(i)));
+            assert_eq!(own.bytes(guard.tensor().unwrap()), expected.as_bytes(), "weight {i}");
+        };
+        for _ in 0..2 {
+            chain.begin(Phase::Forward).unwrap();
+            (0..4).for_each(read);
+            chain.end().unwrap();
+        }
+        chain.begin(Phase::Forward).unwrap();
+        let source = chain.source(ids[0]).unwrap();
+        let guard = source.acquire(&own.order()).unwrap();
+        chain.drain().unwrap();
+        drop(guard);
+        (1..4).for_each(read);
+        chain.end().unwrap();
+    });
 }
 
 /// A step in bf16 moves 2 bytes of each element in forward, 2 in backward, and 2 of its gradient. Quantised, forward and
