@@ -15,7 +15,16 @@ pub struct Case<D: Target> {
     pub name: &'static str,
     /// Fewest ranks that it makes sense for.
     pub min_ranks: usize,
+    /// Dispatchers that it is about; `None`: all.
+    pub kinds: Option<&'static [DispatcherKind]>,
     pub run: fn(&Setup<D>),
+}
+
+impl<D: Target> Case<D> {
+    /// Whether it is for so many ranks over this dispatcher.
+    pub fn is_for(&self, kind: DispatcherKind, ranks: usize) -> bool {
+        self.min_ranks <= ranks && self.kinds.is_none_or(|kinds| kinds.contains(&kind))
+    }
 }
 
 /// Names a case after its function.
@@ -24,7 +33,10 @@ macro_rules! case {
         case!($run, 1)
     };
     ($run:ident, $min_ranks:expr) => {
-        Case { name: stringify!($run), min_ranks: $min_ranks, run: $run }
+        Case { name: stringify!($run), min_ranks: $min_ranks, kinds: None, run: $run }
+    };
+    ($run:ident, $min_ranks:expr, $kinds:expr) => {
+        Case { name: stringify!($run), min_ranks: $min_ranks, kinds: Some($kinds), run: $run }
     };
 }
 pub(crate) use case;

@@ -66,9 +66,9 @@ pub fn alone<D: Target>(device: &D, name: &'static str) -> Setup<D> {
 fn suite(kind: DispatcherKind, ranks: &[usize], later: bool) {
     let cases: Vec<Case<Cpu>> = cases().into_iter().map(|(_, case)| case).collect();
     let (mut runs, most) = (0, ranks.iter().copied().max().unwrap_or(1));
-    let applicable = cases.iter().filter(|c| c.min_ranks <= most).count();
+    let applicable = cases.iter().filter(|c| c.is_for(kind, most)).count();
     for &ranks in ranks {
-        for case in cases.iter().filter(|c| c.min_ranks <= ranks) {
+        for case in cases.iter().filter(|c| c.is_for(kind, ranks)) {
             let setup = Setup { device: Cpu::poisoning(), kind, ranks, name: case.name, later };
             (case.run)(&setup);
             runs += 1;

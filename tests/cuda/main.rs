@@ -45,6 +45,7 @@ use std::process::ExitCode;
 
 use libtest_mimic::{Arguments, Completion, Trial};
 use moebius::cuda::Cuda;
+use moebius::ep::DispatcherKind;
 
 use harness::Test;
 
@@ -70,10 +71,12 @@ fn tests() -> Vec<(String, Test)> {
     shared("wide", wide::cases());
     shared("repeat", repeat::cases());
     shared("large", large::cases());
-    all.extend(conformance::cases().into_iter().filter(|(_, case)| case.min_ranks == 1).map(|(file, case)| {
-        let body = move |cuda: &Cuda| (case.run)(&conformance::alone(cuda, case.name));
-        (format!("conformance::{file}::{}", case.name), Box::new(body) as Test)
-    }));
+    all.extend(conformance::cases().into_iter().filter(|(_, case)| case.is_for(DispatcherKind::Local, 1)).map(
+        |(file, case)| {
+            let body = move |cuda: &Cuda| (case.run)(&conformance::alone(cuda, case.name));
+            (format!("conformance::{file}::{}", case.name), Box::new(body) as Test)
+        },
+    ));
     all
 }
 

@@ -49,7 +49,7 @@ fn body(run: impl Fn(&Cuda) + Send + 'static) -> Body {
 fn over_ranks(ranks: usize) -> Vec<(String, Body)> {
     let mut all: Vec<(String, Body)> = Vec::new();
     for kind in KINDS {
-        for (file, case) in conformance::cases().into_iter().filter(|(_, case)| case.min_ranks <= ranks) {
+        for (file, case) in conformance::cases().into_iter().filter(|(_, case)| case.is_for(kind, ranks)) {
             let name = format!("conformance::{kind:?}::{file}::{}", case.name);
             let run = case.run;
             all.push((name, body(move |cuda| run(&over(cuda, kind, ranks, case.name)))));

@@ -94,7 +94,7 @@ fn over_ranks(ranks: usize) -> Vec<(String, Body)> {
     let mut all: Vec<(String, Body)> = Vec::new();
     for (mode, kind) in MODES {
         let low = kind == DispatcherKind::NcclEpLowLatency;
-        for (file, case) in conformance::cases().into_iter().filter(|(_, case)| case.min_ranks <= ranks) {
+        for (file, case) in conformance::cases().into_iter().filter(|(_, case)| case.is_for(kind, ranks)) {
             if low && NOT_FOR_LOW_LATENCY.contains(&case.name) {
                 continue;
             }
