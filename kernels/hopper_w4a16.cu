@@ -428,19 +428,23 @@ struct Place {
     }
 };
 
+// A factor a row: of four accumulators two are of one row and two of the next.
+template <int N>
+__device__ __forceinline__ void scale_rows(const float* scales, float (&acc)[N], const Place& at) {
+#pragma unroll
+    for (int i = 0; i < N; i += 4) {
+        const float first = at.of_row(scales, i), second = at.of_row(scales, i + 1);
+        acc[i] *= first, acc[i + 1] *= second, acc[i + 2] *= first, acc[i + 3] *= second;
+    }
+}
+
 // Of four accumulators two are gate's and two up's, of the same column and rows.
 template <int N>
 __device__ __forceinline__ void finish_up(const Gemm& p, float (&acc)[N / 2], const Place& at, const Staging<UP>& staging) {
     const int64_t columns = p.n - at.column;
 #pragma unroll
     for (int i = 0; i < N / 2; i++) acc[i] *= at.factor[i / 2 % 2];
-    if (p.scale) {
-#pragma unroll
-        for (int i = 0; i < N / 2; i += 4) {
-            const float first = at.of_row(p.scale, i), second = at.of_row(p.scale, i + 1);
-            acc[i] *= first, acc[i + 1] *= second, acc[i + 2] *= first, acc[i + 3] *= second;
-        }
-    }
+    if (p.scale) scale_rows(p.scale, acc, at);
     if (p.bias) {
         const bf16* bias = static_cast<const bf16*>(p.bias) + at.t.x * 2 * p.n + at.column + at.first;
         const bool inside = at.first < columns;
@@ -476,13 +480,7 @@ __device__ __forceinline__ void finish_down(const Gemm& p, float (&acc)[N / 2], 
     const int64_t columns = p.n - at.column;
 #pragma unroll
     for (int i = 0; i < N / 2; i++) acc[i] *= at.factor[0];
-    if (p.scale) {
-#pragma unroll
-        for (int i = 0; i < N / 2; i += 4) {
-            const float first = at.of_row(p.scale, i), second = at.of_row(p.scale, i + 1);
-            acc[i] *= first, acc[i + 1] *= second, acc[i + 2] *= first, acc[i + 3] *= second;
-        }
-    }
+    if (p.scale) scale_rows(p.scale, acc, at);
     if (p.bias) {
         const bf16* bias = static_cast<const bf16*>(p.bias) + at.t.x * p.n + at.column + at.first;
         float own[2];
