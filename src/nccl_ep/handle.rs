@@ -259,15 +259,7 @@ impl Handle {
         if let Some(w) = &out_weights {
             check(CALL, "out_weights", (DType::F32, &[n]), (w.dtype(), w.dims()))?;
         }
-        match (&scales, &out_scales) {
-            (None, None) => {}
-            (Some(from), Some(to)) => {
-                Error::check_dtype(CALL, "tokens beside scales", DType::U8, tokens.dtype())?;
-                check(CALL, "scales", (DType::U8, &[t, scale_bytes]), (from.dtype(), from.dims()))?;
-                check(CALL, "out_scales", (DType::U8, &[n, scale_bytes]), (to.dtype(), to.dims()))?;
-            }
-            _ => return Err(Error::invalid(CALL, "scales", "on both sides or on none", "on one")),
-        }
+        check_scales(CALL, tokens.dtype(), (&scales, t), (&out_scales, n))?;
 
         let wire = (tokens.dtype(), tokens.row_bytes(), scale_bytes);
         let mut tokens = on_wire(Described::of(CALL, tokens)?, wire);
@@ -351,6 +343,25 @@ pub(super) fn on_wire<'a>(t: Described<'a>, (dtype, bytes, scale): (DType, usize
         (DType::U8, 0) => t.retyped(sys::ncclDataType_t::ncclBfloat16, bytes / 2),
         (DType::U8, _) => t.retyped(sys::ncclDataType_t::ncclFloat8e4m3, bytes),
         _ => t,
+    }
+}
+
+/// Scales travel beside opaque rows, from so many rows to so many.
+pub(super) fn check_scales(
+    call: &'static str,
+    rows: DType,
+    (from, t): (&Option<TensorRef<'_, Cuda>>, usize),
+    (to, n): (&Option<TensorMut<'_, Cuda>>, usize),
+) -> Result<()> {
+    match (from, to) {
+        (None, None) => Ok(()),
+        (Some(from), Some(to)) => {
+            let bytes = from.row_bytes();
+            Error::check_dtype(call, "tokens beside scales", DType::U8, rows)?;
+            check(call, "scales", (DType::U8, &[t, bytes]), (from.dtype(), from.dims()))?;
+            check(call, "out_scales", (DType::U8, &[n, bytes]), (to.dtype(), to.dims()))
+        }
+        _ => Err(Error::invalid(call, "scales", "on both sides or on none", "on one")),
     }
 }
 

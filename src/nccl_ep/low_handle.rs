@@ -8,7 +8,7 @@ use crate::dtype::DType;
 use crate::error::{Error, Result};
 use crate::tensor::{Tensor, TensorMut, TensorRef};
 
-use super::handle::{blank, check, on_wire};
+use super::handle::{blank, check, check_scales, on_wire};
 use super::tensor::{Described, pointer};
 use super::{LowLatencyGroup, result, sys};
 
@@ -250,15 +250,7 @@ impl LowLatencyHandle {
         if let Some(ids) = &out_ids {
             check(CALL, "out_ids", (DType::I32, &[n, k]), (ids.dtype(), ids.dims()))?;
         }
-        match (&scales, &out_scales) {
-            (None, None) => {}
-            (Some(s), Some(to)) => {
-                Error::check_dtype(CALL, "tokens beside scales", DType::U8, tokens.dtype())?;
-                check(CALL, "scales", (DType::U8, &[t, scale_bytes]), (s.dtype(), s.dims()))?;
-                check(CALL, "out_scales", (DType::U8, &[n, scale_bytes]), (to.dtype(), to.dims()))?;
-            }
-            _ => return Err(Error::invalid(CALL, "scales", "on both sides or on none", "on one")),
-        }
+        check_scales(CALL, tokens.dtype(), (&scales, t), (&out_scales, n))?;
 
         let wire = (tokens.dtype(), tokens.row_bytes(), scale_bytes);
         let mut tokens = on_wire(Described::of(CALL, tokens)?, wire);

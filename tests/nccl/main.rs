@@ -23,6 +23,8 @@ mod lost;
 mod processes;
 #[path = "../common/several.rs"]
 mod several;
+#[path = "../common/steps.rs"]
+mod steps;
 mod streams;
 
 use std::process::ExitCode;

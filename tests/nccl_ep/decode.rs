@@ -7,8 +7,9 @@ use moebius::cuda::Cuda;
 use moebius::ep::{Capacity, DispatcherKind, Overflow};
 use moebius::layer::DispatchOptions;
 
-use crate::graph::{Shape, Steps, each, fixed};
+use crate::graph::fixed;
 use crate::layer::Problem;
+use crate::steps::{Shape, Steps, each};
 
 pub fn cases() -> Vec<(&'static str, fn(usize))> {
     vec![
@@ -39,24 +40,18 @@ fn same_as_cpu_ranks(ranks: usize) {
 
 /// Forward only, few tokens.
 fn shape() -> Shape {
-    Shape { kind: DispatcherKind::NcclEpLowLatency, config: shared(), tokens: 24, backward: false, windows: 0 }
+    Shape {
+        kind: DispatcherKind::NcclEpLowLatency,
+        config: shared(),
+        tokens: 24,
+        fewer: 0,
+        backward: false,
+        windows: 0,
+    }
 }
 
 fn routing_on_the_gpu_is_the_hosts(ranks: usize) {
-    let open = DispatchOptions { alignment: 16, ..DispatchOptions::default() };
-    for options in [DispatchOptions::default(), open, fixed(&shape(), ranks, 1), fixed(&shape(), ranks, 16)] {
-        each(ranks, |comm, _| {
-            let mut steps = Steps::new(comm, ranks, (shape(), options))?;
-            steps.step()?;
-            let first = steps.results()?;
-            for _ in 0..10 {
-                steps.step()?;
-                assert!(steps.results()? == first, "{options:?}: a later step differs");
-            }
-            steps.cuda.check()
-        });
-        println!("{options:?}: holds");
-    }
+    crate::graph::holds(ranks, &shape(), 10);
 }
 
 fn graphs_replay_the_bits_of_eager_steps(ranks: usize) {
@@ -70,7 +65,7 @@ fn graphs_replay_the_bits_of_eager_steps(ranks: usize) {
 fn no_room_for_the_number(ranks: usize) {
     each(ranks, |comm, barrier| {
         let all = MoeConfig::new(512, 48, 4 * ranks, 4 * ranks);
-        let mut steps = Steps::new(comm, ranks, (Shape { config: all, ..shape() }, DispatchOptions::default()))?;
+        let mut steps = Steps::new(comm, (Shape { config: all, ..shape() }, DispatchOptions::default()))?;
         let refused = steps.step().map_err(|e| e.to_string());
         assert!(refused.as_ref().is_err_and(|e| e.contains("top_k")), "{refused:?}");
         barrier.wait();

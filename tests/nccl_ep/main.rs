@@ -27,6 +27,8 @@ mod low_latency;
 mod raw;
 #[path = "../common/several.rs"]
 mod several;
+#[path = "../common/steps.rs"]
+mod steps;
 mod windows;
 
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};

@@ -9,7 +9,8 @@ use moebius::ep::{
 use moebius::kernels::Kernels;
 use moebius::{Device, Error, Tensor};
 
-use crate::graph::{Shape, Steps, each, fixed};
+use crate::graph::fixed;
+use crate::steps::{Shape, Steps, each};
 
 pub fn cases() -> Vec<(&'static str, fn(usize))> {
     vec![
@@ -21,7 +22,7 @@ pub fn cases() -> Vec<(&'static str, fn(usize))> {
 
 fn shape(windows: usize) -> Shape {
     let config = MoeConfig::new(128, 64, 16, 4);
-    Shape { kind: DispatcherKind::NcclEp, config, tokens: 96, backward: true, windows }
+    Shape { kind: DispatcherKind::NcclEp, config, tokens: 96, fewer: 0, backward: true, windows }
 }
 
 fn layers_have_the_bits_of_staged_rows(ranks: usize) {
@@ -31,7 +32,7 @@ fn layers_have_the_bits_of_staged_rows(ranks: usize) {
         for windows in [0, 3] {
             each(ranks, |comm, _| {
                 let rank = moebius::comm::Communicator::rank(&comm);
-                let mut steps = Steps::new(comm, ranks, (shape(windows), options))?;
+                let mut steps = Steps::new(comm, (shape(windows), options))?;
                 for step in 0..6 {
                     steps.step()?;
                     let found = steps.results()?;
