@@ -1,7 +1,7 @@
 //! What is refused, and how failures inside burn's backward end.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::{Barrier, mpsc};
+use std::sync::{Barrier, Mutex, MutexGuard, PoisonError, mpsc};
 use std::thread;
 use std::time::Duration;
 
@@ -80,9 +80,17 @@ fn a_second_backward_of_one_rank_is_refused() {
 }
 
 /// Long enough for a loaded machine to bring both ranks to a collective.
-const SHORT: Duration = Duration::from_secs(3);
+const SHORT: Duration = Duration::from_secs(6);
+
+/// A rank that waits in its backward keeps its graph locked, and burn's table of graphs with it once another thread
+/// joins a graph to that one: tests that let a rank wait for `SHORT` would delay each other by as much.
+fn waiting() -> MutexGuard<'static, ()> {
+    static ALONE: Mutex<()> = Mutex::new(());
+    ALONE.lock().unwrap_or_else(PoisonError::into_inner)
+}
 
 fn a_backward_that_never_comes_is_a_typed_timeout() {
+    let _alone = waiting();
     let config = MoeConfig::from(&config());
     let finished = Barrier::new(2);
     let failures = on_ranks(2, SHORT, |rank, group| {
@@ -99,9 +107,11 @@ fn a_backward_that_never_comes_is_a_typed_timeout() {
 
 /// Each rank's error of its backward; `before` is what rank 1 does meanwhile.
 fn locked_out(shared: bool, before: fn()) {
+    let _alone = waiting();
     let config = MoeConfig::from(&config());
     let (done, finished) = mpsc::channel();
     thread::spawn(move || {
+        let about_to = Barrier::new(2);
         let leaf = tensor::<B, 1>(vec![1.5], [1]).require_grad();
         let failures = on_ranks(2, SHORT, |rank, group| {
             let model = module::<B>(&config, &group);
@@ -109,13 +119,14 @@ fn locked_out(shared: bool, before: fn()) {
             if shared {
                 x = x * leaf.clone().unsqueeze();
             }
-            let y = model.forward(x).unwrap();
+            let loss = model.forward(x).unwrap().sum();
+            about_to.wait();
             if rank == 1 {
-                // Until rank 0 is inside its backward.
+                // Until rank 0 is inside its backward, where it waits for this rank.
                 thread::sleep(SHORT / 3);
                 before();
             }
-            let result = catch_unwind(AssertUnwindSafe(|| y.sum().backward()));
+            let result = catch_unwind(AssertUnwindSafe(|| loss.backward()));
             (result.is_err(), group.take_failure())
         });
         done.send(failures).unwrap();
