@@ -66,7 +66,8 @@ fn ended(lane: &'static str) -> Error {
 /// A job, what it comes behind, and where its outcome goes.
 struct Order<D: ShardDevice> {
     job: Job<D>,
-    after: Option<D::Event>,
+    /// The end of the computation so far; an error is for the other ranks to hear, in the job's turn.
+    after: Result<Option<D::Event>>,
     reply: SyncSender<Done<D>>,
 }
 
@@ -137,20 +138,22 @@ impl<D: ShardDevice> Lane<D> {
 
     /// Queues a job, behind the computation so far.
     pub fn give(&self, job: Job<D>) -> Pending<D> {
+        self.give_after(job, self.between.home.mark())
+    }
+
+    fn give_after(&self, job: Job<D>, after: Result<Option<D::Event>>) -> Pending<D> {
         let (reply, receiver) = sync_channel(1);
-        let refused = match (self.between.home.mark(), &self.jobs) {
-            (Ok(after), Some(jobs)) => {
+        let order = Order { job, after, reply };
+        let refused = match &self.jobs {
+            Some(jobs) => {
                 self.open.fetch_add(1, Ordering::SeqCst);
-                match jobs.send(Order { job, after, reply: reply.clone() }) {
-                    Ok(()) => None,
-                    Err(refused) => Some((refused.0.job, ended(self.name))),
-                }
+                jobs.send(order).map_err(|refused| refused.0)
             }
-            (Ok(_), None) => Some((job, ended(self.name))),
-            (Err(error), _) => Some((job, error)),
+            None => Err(order),
         };
-        if let Some((job, error)) = refused {
-            let _ = reply.send(Done { loans: job.loans(), outcome: Err(error), ready: None });
+        if let Err(Order { job, after, reply }) = refused {
+            let outcome = after.and(Err(ended(self.name)));
+            let _ = reply.send(Done { loans: job.loans(), outcome, ready: None });
         }
         Pending { lane: self.name, reply: receiver }
     }
@@ -176,9 +179,13 @@ impl<D: ShardDevice> Job<D> {
         }
     }
 
-    fn run(mut self, comm: &mut dyn Communicator<D>, (between, after): (&Beside<D>, Option<D::Event>)) -> Done<D> {
+    fn run(
+        mut self,
+        comm: &mut dyn Communicator<D>,
+        (between, after): (&Beside<D>, Result<Option<D::Event>>),
+    ) -> Done<D> {
         let away = &between.away;
-        let outcome = match away.wait(&away.own_stream(), after.as_ref()) {
+        let outcome = match after.and_then(|after| away.wait(&away.own_stream(), after.as_ref())) {
             Ok(()) => self.collective(comm),
             Err(error) => {
                 let _ = comm.refuse(self.tag(), &error.to_string());
@@ -288,5 +295,54 @@ fn recover<D: Device>(comm: &mut dyn Communicator<D>, tag: Tag, reason: Option<S
             }
             other => return other,
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::source::Shard;
+    use super::super::tickets::{Key, Tickets, Usage};
+    use super::*;
+    use crate::comm::{Op, ThreadWorld};
+    use crate::cpu::Cpu;
+    use crate::tensor::Tensor;
+
+    /// A rank whose computation cannot be waited for tells the others, which are in the job's collective; its next job
+    /// meets theirs.
+    #[test]
+    fn what_a_job_cannot_come_behind_is_told() {
+        let broken = |rank: usize| match rank {
+            1 => Err(Error::Device { call: "test", operation: "mark".into(), message: "out of luck".into() }),
+            _ => Ok(None),
+        };
+        let work = |(rank, comm): (usize, crate::comm::ThreadComm)| {
+            let cpu = Cpu::new();
+            let mut tickets = Tickets::new(cpu);
+            let key = Key { dims: vec![4, 2], dtype: DType::F32, usage: Usage::Gathered, parity: 0 };
+            let ticket = tickets.reserve(key);
+            let lane = Lane::start("gather", &cpu, Box::new(comm)).unwrap();
+            let shard: Arc<dyn ShardSource<Cpu>> =
+                Arc::new(Shard::new(Tensor::from_vec(vec![1f32; 4], &[2, 2]).unwrap()));
+            let mut gather = |sequence, after| {
+                let into = Sent::new(tickets.take(ticket).unwrap(), &lane.between);
+                let tag = Tag { layer: 0, op: Op::Weights, sequence };
+                let job = Job::Gather { tag, shard: Arc::clone(&shard), packed: None, into };
+                let (loans, outcome) = lane.receive(lane.give_after(job, after));
+                assert_eq!(loans.len(), 1, "the buffer comes back");
+                loans.into_iter().for_each(|loan| tickets.put(loan));
+                outcome
+            };
+            (gather(0, broken(rank)), gather(1, Ok(None)))
+        };
+        let comms = ThreadWorld::create(2, Duration::from_secs(60));
+        let outcomes: Vec<_> = thread::scope(|scope| {
+            let threads: Vec<_> = comms.into_iter().enumerate().map(|seat| scope.spawn(move || work(seat))).collect();
+            threads.into_iter().map(|thread| thread.join().unwrap()).collect()
+        });
+        let [(told, met), (own, after)] = <[_; 2]>::try_from(outcomes).unwrap();
+        let heard = matches!(&told, Err(Error::Comm(CommError::Refused { peer: 1, reason, .. })) if reason.contains("out of luck"));
+        assert!(heard, "{told:?}");
+        assert!(matches!(own, Err(Error::Device { call: "test", .. })), "{own:?}");
+        assert!(met.is_ok() && after.is_ok(), "{met:?} {after:?}");
     }
 }
