@@ -99,6 +99,8 @@ pub(super) struct Active {
     /// Among the passes on which the ranks agree.
     pub number: u64,
     pub serial: u64,
+    /// [`Inner::epoch`] at its beginning, on which the ranks agree wherever in the pass they say that shards have changed.
+    pub epoch: u64,
 }
 
 /// Bytes of a chain's memory on this rank, its shards not counted: those are the optimiser's.
@@ -240,8 +242,8 @@ impl<D: ShardDevice> Chain<D> {
         Ok(())
     }
 
-    /// Says between passes, on every rank, that shards have changed otherwise than after [`finish`](Self::finish), so that those
-    /// which travel quantised are cast anew.
+    /// Says, on every rank before the same pass, that shards have changed otherwise than after [`finish`](Self::finish), so that
+    /// those which travel quantised are cast anew. Said within a pass, it counts from the next.
     pub fn changed(&self) {
         self.lock().epoch += 1;
     }
@@ -262,7 +264,8 @@ impl<D: ShardDevice> Chain<D> {
         }
         inner.passes += 1;
         inner.serial += 1;
-        inner.active = Some(Active { phase, cursor: 0, number: inner.passes, serial: inner.serial });
+        let (number, serial, epoch) = (inner.passes, inner.serial, inner.epoch);
+        inner.active = Some(Active { phase, cursor: 0, number, serial, epoch });
         Ok(())
     }
 

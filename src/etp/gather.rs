@@ -272,7 +272,8 @@ impl<D: ShardDevice> Inner<D> {
         let weight = &self.weights[weight];
         let form = weight.packed.as_ref().filter(|_| arrived.is_some());
         let unpacked = form.map(|packed| (Arc::clone(packed), own));
-        let packed = form.map(|packed| (Arc::clone(packed), self.epoch));
+        let epoch = self.active.map_or(self.epoch, |active| active.epoch);
+        let packed = form.map(|packed| (Arc::clone(packed), epoch));
         self.traffic.gathers += 1;
         self.traffic.gathered_bytes += into.tensor.bytes() as u64;
         let tag = Tag { layer: weight.spec.layer, op: Op::Weights, sequence };

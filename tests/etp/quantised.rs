@@ -12,6 +12,7 @@ use super::rig::{Chained, DIMS, MINUTE, ON, Place, bodies, cut, ranks, tensor, v
 bodies! {
     2 bytes_an_element_in_bf16,
     2 one_cast_a_step,
+    2 changed_within_a_pass,
     2 draining_what_has_arrived,
 }
 
@@ -138,6 +139,41 @@ fn one_cast_a_step<D: Chained>(device: &D) {
             assert!(chain.memory().quantised > 0 && chain.memory().arrived > 0);
             chain.clear();
             assert_eq!(chain.memory().arrived, 0);
+        });
+    }
+}
+
+/// Ranks that say it at different points of one pass mean the same: that pass goes on with the casts it began with, on
+/// every rank, and the next makes new ones.
+fn changed_within_a_pass<D: Chained>(device: &D) {
+    for prefetch in [true, false] {
+        ranks(device, 2, MINUTE, |rank, place| {
+            let own = place.device.clone();
+            let chain = place.chain(EtpOptions { prefetch, ..ON }).unwrap();
+            let add = |i: usize| {
+                let mut spec = WeightSpec::new(format!("w{i}"), i as u32, &DIMS, moebius::DType::F32);
+                spec.payload = Payload::Nvfp4;
+                chain.add(spec, Arc::new(Shard::new(cut(&own, &chain, value(i))))).unwrap()
+            };
+            let ids: Vec<_> = (0..3).map(add).collect();
+            // Its casts so far, after a pass in which shards are said to have changed before the read of this number.
+            let pass = |changed: Option<usize>| {
+                chain.begin(Phase::Forward).unwrap();
+                for (i, id) in ids.iter().enumerate() {
+                    if changed == Some(i) {
+                        chain.changed();
+                    }
+                    let source = chain.source(*id).unwrap();
+                    let guard = source.acquire(&own.order()).unwrap();
+                    let expected = super::world::through(Payload::Nvfp4, &tensor(value(i)));
+                    assert_eq!(own.bytes(guard.tensor().unwrap()), expected.as_bytes(), "weight {i}");
+                }
+                chain.end().unwrap();
+                chain.traffic().casts
+            };
+            assert_eq!(pass(None), 3);
+            assert_eq!(pass(Some(rank)), 3);
+            assert_eq!([pass(None), pass(None)], [6, 6]);
         });
     }
 }
