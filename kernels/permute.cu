@@ -93,7 +93,8 @@ struct Pairs {
     }
 };
 
-// Products and sums are rounded one by one, as on the CPU. PARTS 0: any number of them.
+// Products and sums are rounded one by one, as on the CPU; a first sum is added to zeros, which decides the sign of a
+// zero. PARTS 0: any number of them.
 template <class T, int N, int PARTS>
 __device__ void add_parts(const Shares& p) {
     struct alignas(sizeof(T) * N) Pack {
@@ -109,7 +110,9 @@ __device__ void add_parts(const Shares& p) {
         Pairs<N> pairs;
 #pragma unroll PARTS ? PARTS : 1
         for (int64_t k = 0; k < parts; k++) {
-            const Pack pack = *reinterpret_cast<const Pack*>(static_cast<const T*>(p.shares) + k * p.count + at);
+            const T* block = static_cast<const T*>(k == p.rank ? p.own : p.others);
+            if (k != p.rank) block += (k - (k > p.rank)) * p.count;
+            const Pack pack = *reinterpret_cast<const Pack*>(block + at);
             float value[N];
 #pragma unroll
             for (int i = 0; i < N; i++) value[i] = to_float(pack.v[i]);
@@ -118,7 +121,8 @@ __device__ void add_parts(const Shares& p) {
         float sum[N];
         pairs.take(parts, sum);
         Sums* main = reinterpret_cast<Sums*>(p.main + at);
-        Sums out = *main;
+        Sums out = {};
+        if (!p.first) out = *main;
 #pragma unroll
         for (int i = 0; i < N; i++) out.v[i] = __fadd_rn(out.v[i], __fmul_rn(scale, sum[i]));
         *main = out;

@@ -89,6 +89,9 @@ impl Communicator<Cuda> for Timed {
     fn all_to_all_v(&mut self, tag: Tag, exchange: Exchange<'_, Cuda>) -> Result<()> {
         self.spanned(|c| c.all_to_all_v(tag, exchange))
     }
+    fn exchange_blocks(&mut self, tag: Tag, send: TensorRef<'_, Cuda>, recv: TensorMut<'_, Cuda>) -> Result<()> {
+        self.spanned(|c| c.exchange_blocks(tag, send, recv))
+    }
     fn broadcast(&mut self, tag: Tag, root: usize, buffer: TensorMut<'_, Cuda>) -> Result<()> {
         self.spanned(|c| c.broadcast(tag, root, buffer))
     }

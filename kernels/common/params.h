@@ -251,17 +251,20 @@ struct Rows {
 MOEBIUS_SIZE(Rows, 11);
 MOEBIUS_FIELD(Rows, fault, 10);
 
-// Ranks' shares of a gradient, `parts` blocks of `count` elements one behind the other, to be added to `main` in pairs.
+// Ranks' shares of a gradient, `parts` blocks of `count` elements, to be added to `main` in pairs.
 struct Shares {
-    const void* shares;
+    const void* own;           // block `rank` of `parts`
+    const void* others;        // all but that, back to back
     float* main;
     int64_t count;
     int64_t parts;
+    int64_t rank;
     int64_t wide;              // every block may be moved in words of 16 bytes
+    int64_t first;             // main is not read: the sum is added to zeros
     double scale;
 };
-MOEBIUS_SIZE(Shares, 6);
-MOEBIUS_FIELD(Shares, scale, 5);
+MOEBIUS_SIZE(Shares, 9);
+MOEBIUS_FIELD(Shares, scale, 8);
 
 // Sums of a slot's dots: partial sums over tiles, and a bias' dot with the gradient row.
 struct SlotDots {

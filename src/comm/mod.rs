@@ -123,6 +123,9 @@ pub trait Communicator<D: Device>: fmt::Debug + Send {
     /// Sends `send_bytes[p]` bytes to each rank p and receives `recv_bytes[p]` from it. Both buffers hold the
     /// pieces back to back in rank order; their dtype is [`DType::U8`].
     fn all_to_all_v(&mut self, tag: Tag, exchange: Exchange<'_, D>) -> Result<()>;
+    /// Sends row block p of `send` (`[size, …]`) to each other rank p, and receives in `recv` (`[size − 1, …]`) what these
+    /// send to this one, in rank order. This rank's own block stays where it is, and nothing of it is copied.
+    fn exchange_blocks(&mut self, tag: Tag, send: TensorRef<'_, D>, recv: TensorMut<'_, D>) -> Result<()>;
     /// Copies `buffer` of `root` to every rank.
     fn broadcast(&mut self, tag: Tag, root: usize, buffer: TensorMut<'_, D>) -> Result<()>;
     /// Waits for every rank.
@@ -139,6 +142,19 @@ pub trait Communicator<D: Device>: fmt::Debug + Send {
     fn as_any(&mut self) -> Option<&mut dyn std::any::Any> {
         None
     }
+}
+
+/// Checks the buffers of [`Communicator::exchange_blocks`]; gives the bytes of a block.
+pub(crate) fn check_blocks<D: Device>(size: usize, send: &TensorRef<'_, D>, recv: &TensorMut<'_, D>) -> Result<usize> {
+    use crate::error::Error;
+    const CALL: &str = "exchange_blocks";
+    Error::check_dtype(CALL, "recv", send.dtype(), recv.dtype())?;
+    let (count, size) = (send.count(), size.max(1));
+    if !count.is_multiple_of(size) {
+        return Err(Error::invalid(CALL, "send", format!("{size} equal blocks"), format!("{:?}", send.dims())));
+    }
+    Error::check_shape(CALL, "recv", &[count - count / size], &[recv.count()])?;
+    Ok(count / size * send.dtype().size())
 }
 
 /// Arguments of [`Communicator::all_to_all_v`].

@@ -16,7 +16,7 @@ use super::agree::{Call, Detail, Verdict, failed, judge};
 use super::rendezvous::{Arc, Rendezvous, Round};
 #[cfg(not(loom))]
 use super::symmetric::{Put, Shelf, Span, SymmetricMemory, ThreadWindow};
-use super::{Communicator, Exchange, ReduceOp, Tag};
+use super::{Communicator, Exchange, ReduceOp, Tag, check_blocks};
 
 /// Factory of the communicators of a group of threads.
 #[derive(Debug)]
@@ -162,6 +162,20 @@ impl Communicator<Cpu> for ThreadComm {
             let (piece, rest) = std::mem::take(&mut room).split_at_mut(bytes);
             piece.copy_from_slice(&message.bytes[start..start + bytes]);
             room = rest;
+        }
+        Ok(())
+    }
+
+    fn exchange_blocks(&mut self, tag: Tag, send: TensorRef<'_, Cpu>, recv: TensorMut<'_, Cpu>) -> Result<()> {
+        let checked = check_blocks(self.size, &send, &recv);
+        let block = *checked.as_ref().unwrap_or(&0);
+        self.check(tag, checked.map(drop))?;
+        let round = self.meet("exchange_blocks", tag, send.dtype(), Detail::Plain, send.data())?;
+        let own = self.rank * block..(self.rank + 1) * block;
+        let others = round.deposits.iter().enumerate().filter(|(peer, _)| *peer != self.rank);
+        if block > 0 {
+            let blocks = recv.into_data().chunks_exact_mut(block);
+            blocks.zip(others).for_each(|(to, (_, from))| to.copy_from_slice(&from.bytes[own.clone()]));
         }
         Ok(())
     }

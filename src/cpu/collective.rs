@@ -37,21 +37,24 @@ fn integers<T: bytemuck::Pod + Ord>(op: ReduceOp, parts: &[&[u8]], out: &mut [u8
 }
 
 /// Adds `scale` times the sum of `parts`, joined in pairs as ((0 + 1) + (2 + 3)) + …, to `main`, which is of the parts'
-/// accumulator type. A tree over 2N parts is a tree over the sums of N pairs: the same bits wherever it is cut.
-pub(crate) fn add_pairwise(dtype: DType, parts: &[&[u8]], scale: f64, main: &mut [u8]) {
-    fn run<T: Float>(parts: &[&[u8]], scale: f64, main: &mut [u8]) {
+/// accumulator type; the `first` is added to zeros. A tree over 2N parts is a tree over the sums of N pairs: the same bits
+/// wherever it is cut.
+pub(crate) fn add_pairwise(dtype: DType, parts: &[&[u8]], (scale, first): (f64, bool), main: &mut [u8]) {
+    fn run<T: Float>(parts: &[&[u8]], (scale, first): (f64, bool), main: &mut [u8]) {
         let (size, scale) = (size_of::<T>(), T::Acc::of(scale));
         for (i, bytes) in main.chunks_exact_mut(size_of::<T::Acc>()).enumerate() {
             let sum = tree::<T>(parts, i * size..(i + 1) * size);
-            let value = bytemuck::pod_read_unaligned::<T::Acc>(bytes) + scale * sum;
+            let before = if first { T::Acc::of(0.0) } else { bytemuck::pod_read_unaligned::<T::Acc>(bytes) };
+            let value = before + scale * sum;
             bytes.copy_from_slice(bytemuck::bytes_of(&value));
         }
     }
+    let how = (scale, first);
     match dtype {
-        DType::F64 => run::<f64>(parts, scale, main),
-        DType::F32 => run::<f32>(parts, scale, main),
-        DType::F16 => run::<f16>(parts, scale, main),
-        DType::BF16 => run::<bf16>(parts, scale, main),
+        DType::F64 => run::<f64>(parts, how, main),
+        DType::F32 => run::<f32>(parts, how, main),
+        DType::F16 => run::<f16>(parts, how, main),
+        DType::BF16 => run::<bf16>(parts, how, main),
         DType::I64 | DType::I32 | DType::U8 => {}
     }
 }

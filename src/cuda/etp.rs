@@ -1,8 +1,8 @@
 //! Sharded weights on a GPU.
 
 use crate::error::{Error, Result};
-use crate::etp::ShardDevice;
-use crate::tensor::{TensorMut, TensorRef};
+use crate::etp::{ShardDevice, Shares};
+use crate::tensor::TensorMut;
 
 use super::device::{Cuda, Event, Stream};
 use super::launch::Grid;
@@ -17,39 +17,33 @@ const BLOCKS: usize = 8;
 impl ShardDevice for Cuda {
     const ENQUEUES: bool = true;
 
-    fn add_shares(
-        &self,
-        stream: &Stream,
-        shares: TensorRef<'_, Self>,
-        main: TensorMut<'_, Self>,
-        scale: f64,
-    ) -> Result<()> {
+    fn add_shares(&self, stream: &Stream, shares: Shares<'_, Self>, main: TensorMut<'_, Self>) -> Result<()> {
         const CALL: &str = "add_shares";
         self.on_stream(CALL, stream)?;
-        let dtype = shares.dtype();
+        let dtype = shares.own.dtype();
         type_code(CALL, "shares", dtype)?;
-        Error::check_dtype(CALL, "main", dtype.accumulator(), main.dtype())?;
-        let count = main.count();
-        let parts = shares.count().checked_div(count).unwrap_or(0);
-        if count == 0 || parts * count != shares.count() || parts > MOST_PARTS {
-            let found = format!("{dtype} {:?} for {:?}", shares.dims(), main.dims());
-            return Err(Error::invalid(CALL, "shares", "floating blocks of main's size", found));
+        let (parts, count) = (shares.parts(&main)?, main.count());
+        if parts > MOST_PARTS {
+            return Err(Error::invalid(CALL, "shares", format!("{MOST_PARTS} at most"), parts));
         }
-        let (from, to) = (shares.data().ptr, main.into_data().ptr);
+        let (own, others, to) = (shares.own.data().ptr, shares.others.data().ptr, main.into_data().ptr);
         let lanes = 16 / dtype.size();
-        let wide = (from | to).is_multiple_of(16) && count.is_multiple_of(lanes);
+        let wide = (own | others | to).is_multiple_of(16) && count.is_multiple_of(lanes);
         let p = params::Shares {
-            shares: from,
+            own,
+            others,
             main: to,
             count: count as i64,
             parts: parts as i64,
+            rank: shares.rank as i64,
             wide: i64::from(wide),
-            scale,
+            first: i64::from(shares.first),
+            scale: shares.scale,
         };
         let threads = count / if wide { lanes } else { 1 };
         let blocks = threads.div_ceil(THREADS as usize).min(BLOCKS * self.inner.processors);
         let kernel = format!("add_shares_{dtype}");
-        // SAFETY: `shares` has `parts` blocks of `main`'s size.
+        // SAFETY: `own` and each of the `parts - 1` blocks of `others` have `main`'s size.
         unsafe { self.launch(CALL, &kernel, Grid::new(blocks, THREADS), &p) }
     }
 

@@ -77,9 +77,9 @@ description!(Rows, 11:
     grad: u64, fault: u64;
     fault @ 10);
 
-description!(Shares, 6:
-    shares: u64, main: u64, count: i64, parts: i64, wide: i64, scale: f64;
-    scale @ 5);
+description!(Shares, 9:
+    own: u64, others: u64, main: u64, count: i64, parts: i64, rank: i64, wide: i64, first: i64, scale: f64;
+    scale @ 8);
 
 description!(SlotDots, 12:
     partial: u64, parts: i64, grad: u64, grad_map: u64, grad_rows: i64, bias: u64, kind: i64, width: i64, tiles: u64,

@@ -11,7 +11,7 @@ use crate::tensor::Tensor;
 use super::lane::{Job, Lane};
 use super::links::{Link, Step, arrival_parities, gather_parities, gradient_parities, schedule};
 use super::packed::Packed;
-use super::reduce::Reducing;
+use super::reduce::{Main, Reducing};
 use super::source::ShardSource;
 use super::state::{Machine, State};
 use super::tickets::{Key, Loan, Ticket, Tickets, Usage};
@@ -68,7 +68,7 @@ pub(super) struct Weight<D: ShardDevice> {
     /// Where it travels quantised.
     pub packed: Option<Arc<Packed<D>>>,
     /// Main gradient of the shard, from the first gradient on.
-    pub main: Option<Tensor<D>>,
+    pub main: Option<Main<D>>,
     /// State of its reduce-scatter.
     pub reduce: Machine,
     pub gradient: Option<Ticket>,
@@ -363,7 +363,7 @@ impl<D: ShardDevice> Chain<D> {
     pub fn memory(&self) -> Memory {
         let inner = self.lock();
         Memory {
-            main: inner.weights.iter().filter_map(|w| w.main.as_ref()).map(Tensor::bytes).sum(),
+            main: inner.weights.iter().filter_map(|w| w.main.as_ref()).map(|main| main.sums.bytes()).sum(),
             gathered: inner.tickets.bytes(Usage::Gathered),
             quantised: inner.packed().map(|packed| packed.kept()).sum(),
             arrived: inner.tickets.bytes(Usage::Arrived),

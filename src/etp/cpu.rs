@@ -1,23 +1,18 @@
 //! Sharded weights on the CPU.
 
 use crate::cpu::{Cpu, add_pairwise};
-use crate::error::{Error, Result};
-use crate::tensor::{TensorMut, TensorRef};
+use crate::error::Result;
+use crate::tensor::TensorMut;
 
-use super::ShardDevice;
+use super::{ShardDevice, Shares};
 
 impl ShardDevice for Cpu {
-    fn add_shares(&self, (): &(), shares: TensorRef<'_, Cpu>, main: TensorMut<'_, Cpu>, scale: f64) -> Result<()> {
-        const CALL: &str = "add_shares";
-        let dtype = shares.dtype();
-        Error::check_dtype(CALL, "main", dtype.accumulator(), main.dtype())?;
-        let each = main.count() * dtype.size();
-        if !dtype.is_float() || each == 0 || !shares.data().len().is_multiple_of(each) {
-            let found = format!("{dtype} {:?} for {:?}", shares.dims(), main.dims());
-            return Err(Error::invalid(CALL, "shares", "floating blocks of main's size", found));
-        }
-        let parts: Vec<&[u8]> = shares.data().chunks_exact(each).collect();
-        add_pairwise(dtype, &parts, scale, main.into_data());
+    fn add_shares(&self, (): &(), shares: Shares<'_, Cpu>, main: TensorMut<'_, Cpu>) -> Result<()> {
+        shares.parts(&main)?;
+        let (dtype, scale) = (shares.own.dtype(), shares.scale);
+        let mut parts: Vec<&[u8]> = shares.others.data().chunks_exact(main.count() * dtype.size()).collect();
+        parts.insert(shares.rank, shares.own.data());
+        add_pairwise(dtype, &parts, (scale, shares.first), main.into_data());
         Ok(())
     }
 

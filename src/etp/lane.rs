@@ -13,9 +13,8 @@ use std::sync::mpsc::{Receiver, Sender, SyncSender, channel, sync_channel};
 use std::thread;
 use std::time::Duration;
 
-use crate::comm::{Communicator, Exchange, Tag};
+use crate::comm::{Communicator, Tag};
 use crate::device::Device;
-use crate::dtype::DType;
 use crate::error::{CommError, Error, Result};
 use crate::tensor::{TensorMut, TensorRef};
 
@@ -30,7 +29,7 @@ use super::{Reduction, ShardDevice};
 pub(super) enum Job<D: ShardDevice> {
     /// All ranks' shards to `into`, from a cast of the shard's state of that number if they travel quantised.
     Gather { tag: Tag, shard: Arc<dyn ShardSource<D>>, packed: Option<(Arc<Packed<D>>, u64)>, into: Sent<D> },
-    /// `gradient`, padded, to this rank's rows: their sum, or the ranks' shares of it where the caller adds them.
+    /// `gradient`, padded, to this rank's rows: their sum, or the other ranks' shares of it where the caller adds them.
     Reduce { tag: Tag, how: Reduction, gradient: Sent<D>, into: Sent<D> },
     /// Meets the other ranks after a failure: whatever they have in their lanes fails, until all meet here.
     Recover { tag: Tag, reason: Option<String> },
@@ -263,21 +262,12 @@ fn reduce<D: Device>(
     comm: &mut dyn Communicator<D>,
     tag: Tag,
     how: Reduction,
-    (gradient, mut into): (TensorRef<'_, D>, TensorMut<'_, D>),
+    (gradient, into): (TensorRef<'_, D>, TensorMut<'_, D>),
 ) -> Result<()> {
-    if how == Reduction::Native {
-        return comm.reduce_scatter(tag, gradient, into);
+    match how {
+        Reduction::Native => comm.reduce_scatter(tag, gradient, into),
+        Reduction::Pairwise => comm.exchange_blocks(tag, gradient, into),
     }
-    let bytes = gradient.count() * gradient.dtype().size();
-    let each = vec![bytes / comm.size().max(1); comm.size()];
-    let exchange = Exchange {
-        payload: gradient.dtype(),
-        send: TensorRef::new(D::shorten(gradient.data()), DType::U8, &[bytes])?,
-        send_bytes: &each,
-        recv: TensorMut::new(into.reborrow().into_data(), DType::U8, &[bytes])?,
-        recv_bytes: &each,
-    };
-    comm.all_to_all_v(tag, exchange)
 }
 
 /// Ranks that are still in an earlier collective meet this as a mismatch, and are one job further. After as many

@@ -32,8 +32,9 @@ mod state;
 mod tickets;
 
 use crate::comm::Communicator;
+use crate::device::Device;
 use crate::dtype::DType;
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::kernels::Kernels;
 use crate::quant::Codec;
 use crate::tensor::{TensorMut, TensorRef};
@@ -50,18 +51,11 @@ pub trait ShardDevice: Kernels + Codec {
     /// Whether calls return before their work is done, so that it goes on beside other work.
     const ENQUEUES: bool = false;
 
-    /// Adds `scale` times the sum of `shares` to `main` (the shares' accumulator type): `shares` holds as many equal
-    /// blocks as its size has main's, and they are joined in pairs, ((0 + 1) + (2 + 3)) + ….
+    /// Adds shares to `main`, of their accumulator type.
     ///
     /// # Errors
     /// Sizes or types that do not fit.
-    fn add_shares(
-        &self,
-        stream: &Self::Stream,
-        shares: TensorRef<'_, Self>,
-        main: TensorMut<'_, Self>,
-        scale: f64,
-    ) -> Result<()>;
+    fn add_shares(&self, stream: &Self::Stream, shares: Shares<'_, Self>, main: TensorMut<'_, Self>) -> Result<()>;
 
     /// The stream of the device's work.
     fn own_stream(&self) -> Self::Stream;
@@ -95,6 +89,59 @@ pub trait ShardDevice: Kernels + Codec {
     fn in_order(&self, call: &'static str, stream: &Self::Stream) -> Result<()> {
         let _ = (call, stream);
         Ok(())
+    }
+}
+
+/// Ranks' shares of a gradient, equal blocks of one type: `scale` times their sum, joined in pairs in rank order,
+/// ((0 + 1) + (2 + 3)) + ….
+#[derive(Debug)]
+pub struct Shares<'a, D: Device> {
+    /// This rank's, where it lies.
+    pub own: TensorRef<'a, D>,
+    /// Its place among them.
+    pub rank: usize,
+    /// The others', back to back.
+    pub others: TensorRef<'a, D>,
+    /// What the sum is multiplied by.
+    pub scale: f64,
+    /// The first sum since `main` was last read: it is added to zeros, whatever `main` holds.
+    pub first: bool,
+}
+
+impl<'a, D: Device> Shares<'a, D> {
+    /// Blocks of `count` elements that lie together.
+    ///
+    /// # Errors
+    /// Less than one block.
+    pub fn together(all: TensorRef<'a, D>, count: usize, (scale, first): (f64, bool)) -> Result<Self> {
+        let (dtype, elements) = (all.dtype(), all.count());
+        if elements < count {
+            let found = format!("{dtype} {:?}", all.dims());
+            return Err(Error::invalid("add_shares", "shares", format!("blocks of {count} elements"), found));
+        }
+        let cut = |range: std::ops::Range<usize>| {
+            let bytes = range.start * dtype.size()..range.end * dtype.size();
+            TensorRef::new(D::slice(all.data(), bytes), dtype, &[range.len()])
+        };
+        Ok(Self { own: cut(0..count)?, rank: 0, others: cut(count..elements)?, scale, first })
+    }
+
+    /// Number of blocks.
+    ///
+    /// # Errors
+    /// Sizes or types that do not fit `main`.
+    pub(crate) fn parts(&self, main: &TensorMut<'_, D>) -> Result<usize> {
+        const CALL: &str = "add_shares";
+        let (dtype, count) = (self.own.dtype(), main.count());
+        Error::check_dtype(CALL, "others", dtype, self.others.dtype())?;
+        Error::check_dtype(CALL, "main", dtype.accumulator(), main.dtype())?;
+        let others = self.others.count().checked_div(count).unwrap_or(0);
+        let fit = count > 0 && self.own.count() == count && others * count == self.others.count();
+        if !dtype.is_float() || !fit || self.rank > others {
+            let found = format!("{dtype} {:?} and {:?}, rank {}", self.own.dims(), self.others.dims(), self.rank);
+            return Err(Error::invalid(CALL, "shares", format!("blocks of main's size {:?}", main.dims()), found));
+        }
+        Ok(others + 1)
     }
 }
 

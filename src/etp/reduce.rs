@@ -12,7 +12,14 @@ use super::chain::{CALL, Chain, Inner};
 use super::lane::{Job, Pending};
 use super::state::State;
 use super::tickets::{Key, Loan, Ticket, Usage};
-use super::{Reduction, ShardDevice, Shards, WeightId};
+use super::{Reduction, ShardDevice, Shards, Shares, WeightId};
+
+/// Main gradient of a shard.
+pub(super) struct Main<D: ShardDevice> {
+    pub sums: Tensor<D>,
+    /// Nothing has been added since it was last given: what it holds is the last step's.
+    first: bool,
+}
 
 /// A reduce-scatter under way.
 pub(super) struct Reducing<D: ShardDevice> {
@@ -138,13 +145,17 @@ impl<D: ShardDevice> Chain<D> {
         // The optimiser's step follows.
         inner.epoch += 1;
         for (i, weight) in inner.weights.iter_mut().enumerate() {
-            let Some(main) = &mut weight.main else { continue };
+            let Some(Main { sums, first }) = &mut weight.main else { continue };
+            if *first {
+                // No gradient since the last time.
+                self.device.zero(sums.view_mut().into_data())?;
+            }
             if let Some(comm) = replicas.as_deref_mut().filter(|comm| comm.size() > 1) {
                 let tag = Tag { layer: weight.spec.layer, op: Op::GradReduce, sequence: u64::MAX - 1 - i as u64 };
-                self.over_replicas(comm, tag, main)?;
+                self.over_replicas(comm, tag, sums)?;
             }
-            give(WeightId(i), main.view())?;
-            self.device.zero(main.view_mut().into_data())?;
+            give(WeightId(i), sums.view())?;
+            *first = true;
         }
         Ok(())
     }
@@ -157,8 +168,8 @@ impl<D: ShardDevice> Chain<D> {
         let [rows, width] = [main.view().rows(), main.dims()[1]];
         let mut shares = Tensor::empty(&self.device, main.dtype(), &[comm.size() * rows, width])?;
         between.visit(|| comm.all_gather(tag, main.view(), shares.view_mut()))?;
-        self.device.zero(main.view_mut().into_data())?;
-        self.device.add_shares(&self.stream, shares.view(), main.view_mut(), 1.0)
+        let shares = Shares::together(shares.view(), main.view().count(), (1.0, true))?;
+        self.device.add_shares(&self.stream, shares, main.view_mut())
     }
 }
 
@@ -200,9 +211,11 @@ impl<D: ShardDevice> Inner<D> {
 
     fn reduced_key(&self, index: usize, how: Reduction) -> Key {
         let weight = &self.weights[index];
+        let [rows, width] = weight.shards.shard_dims();
         let dims = match how {
-            Reduction::Native => weight.shards.shard_dims(),
-            Reduction::Pairwise => weight.shards.gathered_dims(),
+            Reduction::Native => [rows, width],
+            // This rank's own is added where it lies.
+            Reduction::Pairwise => [rows * (weight.shards.ranks() - 1), width],
         };
         Key { dims: dims.to_vec(), dtype: weight.spec.dtype, usage: Usage::Reduced, parity: 0 }
     }
@@ -223,31 +236,35 @@ impl<D: ShardDevice> Inner<D> {
         let index = reducing.weight;
         let landed = self.land_gradient(reducing);
         let weight = &mut self.weights[index];
-        let added = landed.and_then(|reduced| {
+        let added = landed.and_then(|[gradient, reduced]| {
             let moved = match weight.reduce.state() {
                 State::AsyncWait => weight.reduce.go(State::DataReady, &weight.spec.name),
                 _ => Ok(()),
             };
-            let added = moved.and_then(|()| add(chain, weight, reduced.tensor.view()));
-            self.tickets.put(reduced);
+            let added = moved.and_then(|()| add(chain, weight, (gradient.tensor.view(), reduced.tensor.view())));
+            [gradient, reduced].into_iter().for_each(|loan| self.tickets.put(loan));
             added
         });
         self.weights[index].reduce.reset();
         added
     }
 
-    fn land_gradient(&mut self, reducing: Reducing<D>) -> Result<Loan<D>> {
+    fn put_all(&mut self, loans: [Loan<D>; 2]) {
+        loans.into_iter().for_each(|loan| self.tickets.put(loan));
+    }
+
+    /// The buffers of a reduction that has ended: a gradient, and what has come of the others.
+    fn land_gradient(&mut self, reducing: Reducing<D>) -> Result<[Loan<D>; 2]> {
         let (mut loans, outcome) = self.reductions.receive(reducing.pending);
         let (reduced, gradient) = (loans.pop(), loans.pop());
         let (Some(reduced), Some(gradient)) = (reduced, gradient) else {
             reducing.tickets.into_iter().for_each(|ticket| self.tickets.forget(ticket));
             return Err(outcome.err().unwrap_or_else(|| Error::invalid(CALL, "reduction", "buffers", "none")));
         };
-        self.tickets.put(gradient);
         match outcome {
-            Ok(()) => Ok(reduced),
+            Ok(()) => Ok([gradient, reduced]),
             Err(error) => {
-                self.tickets.put(reduced);
+                self.put_all([gradient, reduced]);
                 Err(error)
             }
         }
@@ -257,8 +274,8 @@ impl<D: ShardDevice> Inner<D> {
     pub fn give_up_gradients(&mut self) {
         while let Some(reducing) = self.reducing.pop_front() {
             let index = reducing.weight;
-            if let Ok(reduced) = self.land_gradient(reducing) {
-                self.tickets.put(reduced);
+            if let Ok(loans) = self.land_gradient(reducing) {
+                self.put_all(loans);
             }
             self.weights[index].reduce.reset();
         }
@@ -266,18 +283,30 @@ impl<D: ShardDevice> Inner<D> {
     }
 }
 
-/// Adds a weight's reduced gradient to its main gradient.
-fn add<D: ShardDevice>(
+/// Adds what has come of a weight's gradient to its main gradient.
+fn add<'a, D: ShardDevice>(
     chain: &Chain<D>,
     weight: &mut super::chain::Weight<D>,
-    reduced: TensorRef<'_, D>,
+    (gradient, reduced): (TensorRef<'a, D>, TensorRef<'a, D>),
 ) -> Result<()> {
-    let main = match &mut weight.main {
+    let (shards, dtype) = (&weight.shards, weight.spec.dtype);
+    let Main { sums, first } = match &mut weight.main {
         Some(main) => main,
         empty => {
-            let dims = weight.shards.shard_dims();
-            empty.insert(Tensor::zeros(&chain.device, weight.spec.dtype.accumulator(), &dims)?)
+            let sums = Tensor::empty(&chain.device, dtype.accumulator(), &shards.shard_dims())?;
+            empty.insert(Main { sums, first: true })
         }
     };
-    chain.device.add_shares(&chain.stream, reduced, main.view_mut(), chain.factor())
+    let shares = match chain.options.reduction {
+        Reduction::Native => Shares::together(reduced, sums.view().count(), (chain.factor(), *first))?,
+        Reduction::Pairwise => {
+            let [rows, bytes] = [shards.shard_dims()[0], shards.shard_dims()[0] * gradient.row_bytes()];
+            let own = D::slice(gradient.data(), chain.rank() * bytes..(chain.rank() + 1) * bytes);
+            let own = TensorRef::new(own, dtype, &[rows, shards.shard_dims()[1]])?;
+            Shares { own, rank: chain.rank(), others: reduced, scale: chain.factor(), first: *first }
+        }
+    };
+    chain.device.add_shares(&chain.stream, shares, sums.view_mut())?;
+    *first = false;
+    Ok(())
 }

@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use crate::comm::agree::{Call, Detail};
-use crate::comm::{Communicator, Exchange, Op, ReduceOp, Tag};
+use crate::comm::{Communicator, Exchange, Op, ReduceOp, Tag, check_blocks};
 use crate::cuda::{Cuda, DeviceRef, Event};
 use crate::device::Device;
 use crate::dtype::DType;
@@ -354,6 +354,14 @@ impl NcclComm {
     }
 }
 
+/// What a rank sends of `size` blocks from one address, and receives to another without room for its own.
+pub(super) fn blocks((rank, size): (usize, usize), (from, to): (u64, u64), bytes: usize) -> (Vec<Piece>, Vec<Piece>) {
+    let others = || (0..size).filter(|peer| *peer != rank);
+    let sends = others().map(|peer| Piece { peer, address: from + (peer * bytes) as u64, bytes });
+    let receives = others().enumerate().map(|(i, peer)| Piece { peer, address: to + (i * bytes) as u64, bytes });
+    (sends.collect(), receives.collect())
+}
+
 impl Communicator<Cuda> for NcclComm {
     fn rank(&self) -> usize {
         self.link.rank
@@ -422,6 +430,22 @@ impl Communicator<Cuda> for NcclComm {
         let subject = self.begin(call)?;
         let Exchange { send, send_bytes, recv, recv_bytes, .. } = exchange;
         self.scatter_pieces(subject, (send.data(), send_bytes), (recv, recv_bytes))
+    }
+
+    fn exchange_blocks(&mut self, tag: Tag, send: TensorRef<'_, Cuda>, recv: TensorMut<'_, Cuda>) -> Result<()> {
+        let checked = check_blocks(self.link.size, &send, &recv);
+        let block = *checked.as_ref().unwrap_or(&0);
+        self.check(tag, checked.map(drop))?;
+        let (dtype, bytes) = (send.dtype(), Cuda::len(send.data()));
+        let call = Call { operation: "exchange_blocks", tag, dtype, detail: Detail::Plain, bytes };
+        let subject = self.begin(call)?;
+        let (sends, receives) =
+            blocks((self.link.rank, self.link.size), (send.data().address(), recv.into_data().address()), block);
+        if receives.is_empty() || block == 0 {
+            return self.nothing(subject);
+        }
+        // SAFETY: the views have those bytes, as checked, and memory they are of is given back in the stream's order.
+        self.enqueue(subject, |lane| unsafe { lane.exchange(&sends, &receives) })
     }
 
     fn broadcast(&mut self, tag: Tag, root: usize, buffer: TensorMut<'_, Cuda>) -> Result<()> {

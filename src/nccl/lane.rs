@@ -15,7 +15,7 @@ pub(super) struct Lane<'a> {
 }
 
 /// Some device memory to send or to receive into.
-#[derive(Debug, Clone, Copy)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Piece {
     pub(super) peer: usize,
     pub(super) address: u64,

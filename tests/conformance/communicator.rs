@@ -20,6 +20,7 @@ pub fn bodies<D: Target>() -> Vec<Body<D>> {
     vec![
         Body { name: "closed_forms", ranks: |_| true, run: closed_forms },
         Body { name: "pieces_of_different_sizes", ranks: |_| true, run: pieces_of_different_sizes },
+        Body { name: "blocks_of_the_others", ranks: |_| true, run: blocks_of_the_others },
         Body { name: "large_sums", ranks: |n| n > 1, run: large_sums },
         Body { name: "sums_in_rank_order_in_f32", ranks: |n| n > 2, run: sums_in_rank_order_in_f32 },
         Body { name: "disagreements", ranks: |n| n > 1, run: disagreements },
@@ -123,6 +124,35 @@ fn pieces_of_different_sizes<D: Target>(device: &D, ranks: usize) {
         o.comm.all_to_all_v(tag(0), exchange).expect("all_to_all_v");
         let expected: Vec<u8> = (0..ranks).flat_map(|p| vec![(16 * p + r) as u8; r + p]).collect();
         assert_eq!(o.device.to_cpu(&recv).as_bytes(), expected);
+    });
+}
+
+/// Rank r's block for rank p holds 16·r + p; what each receives of the others has no place for its own.
+fn blocks_of_the_others<D: Target>(device: &D, ranks: usize) {
+    each(device, ranks, |o, r| {
+        for dtype in FLOATS {
+            for width in [0, 1, 3] {
+                let block = |from: usize, to: usize| vec![(16 * from + to) as f64; width];
+                let send: Vec<f64> = (0..ranks).flat_map(|p| block(r, p)).collect();
+                let send = o.tensor(dtype, &send, &[ranks, width]);
+                let mut recv = o.tensor(dtype, &vec![-1.0; (ranks - 1) * width], &[ranks - 1, width]);
+                o.comm.exchange_blocks(tag(0), send.view(), recv.view_mut()).expect("exchange_blocks");
+                let expected: Vec<f64> = (0..ranks).filter(|p| *p != r).flat_map(|p| block(p, r)).collect();
+                assert_eq!(o.values(&recv), expected, "{dtype} {width}");
+            }
+        }
+        assert_eq!(o.comm.calls(), 4 * 3);
+        // Room for all blocks is one too many, on every rank.
+        let send = o.tensor(DType::F32, &vec![0.0; ranks], &[ranks]);
+        let mut all = o.tensor(DType::F32, &vec![0.0; ranks], &[ranks]);
+        let e = o.comm.exchange_blocks(tag(1), send.view(), all.view_mut());
+        assert!(matches!(e, Err(Error::Shape { .. })), "{e:?}");
+        if ranks > 1 {
+            let odd = o.tensor(DType::F32, &vec![0.0; ranks + 1], &[ranks + 1]);
+            let e = o.comm.exchange_blocks(tag(2), odd.view(), all.view_mut());
+            assert!(e.is_err_and(|e| e.to_string().contains("equal blocks")));
+        }
+        o.comm.barrier(tag(3)).expect("works again");
     });
 }
 

@@ -8,6 +8,9 @@ use moebius::{Device, Result, TensorMut, TensorRef};
 /// All-reduces with the sizes of their buffers.
 pub type Reduced = Arc<Mutex<Vec<(ReduceOp, Vec<usize>)>>>;
 
+/// Exchanges of blocks with the sizes of what was sent and received.
+pub type Moved = Arc<Mutex<Vec<(Vec<usize>, Vec<usize>)>>>;
+
 /// A communicator, changed as the fields say.
 #[derive(Debug)]
 pub struct Changed<D: Device> {
@@ -19,12 +22,14 @@ pub struct Changed<D: Device> {
     pub silent: bool,
     /// All-reduces so far.
     pub reduced: Reduced,
+    /// Exchanges so far.
+    pub moved: Moved,
 }
 
 impl<D: Device> Changed<D> {
     /// Nothing is changed yet.
     pub fn new(inner: Box<dyn Communicator<D>>) -> Self {
-        Self { inner, size: None, silent: false, reduced: Reduced::default() }
+        Self { inner, size: None, silent: false, reduced: Reduced::default(), moved: Moved::default() }
     }
 }
 
@@ -53,6 +58,10 @@ impl<D: Device> Communicator<D> for Changed<D> {
     }
     fn all_to_all_v(&mut self, tag: Tag, exchange: Exchange<'_, D>) -> Result<()> {
         self.inner.all_to_all_v(tag, exchange)
+    }
+    fn exchange_blocks(&mut self, tag: Tag, send: TensorRef<'_, D>, recv: TensorMut<'_, D>) -> Result<()> {
+        self.moved.lock().unwrap().push((send.dims().to_vec(), recv.dims().to_vec()));
+        self.inner.exchange_blocks(tag, send, recv)
     }
     fn broadcast(&mut self, tag: Tag, root: usize, buffer: TensorMut<'_, D>) -> Result<()> {
         self.inner.broadcast(tag, root, buffer)

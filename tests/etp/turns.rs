@@ -9,13 +9,14 @@ use moebius::weights::WeightSource;
 use moebius::{Error, Result, TensorRef};
 
 use super::changed::Changed;
-use super::rig::{Chained, DIMS, MINUTE, ON, Place, bodies, cut, holds, ranks, value};
+use super::rig::{COUNT, Chained, DIMS, MINUTE, ON, Place, bodies, cut, holds, ranks, value};
 
 bodies! {
     2 gathers_run_one_step_ahead_in_both_directions,
     2 a_gather_needs_no_help_of_the_thread_that_computes,
     2 without_prefetch_every_gather_is_waited_for,
     2 a_gradient_arrives_one_step_late,
+    2 only_what_others_need_is_moved,
     2 draining_in_every_state,
     2 a_recomputed_weight_is_gathered_once_a_backward,
     2 a_weight_used_twice_in_a_pass,
@@ -138,6 +139,46 @@ fn a_gradient_arrives_one_step_late<D: Chained>(device: &D) {
         rig.gradient(0, 0.0).unwrap();
         rig.finish(&[rig.sum(0.0), 0.0, 0.0]).unwrap();
     });
+}
+
+/// A rank's own share stays where the gradient was made, and the first sum after a step does not read what is there: what
+/// it finds decides no bit, not even the sign of a zero.
+fn only_what_others_need_is_moved<D: Chained>(device: &D) {
+    let n = device.up_to(4);
+    for prefetch in [true, false] {
+        ranks(device, n, MINUTE, |_, place| {
+            let reduce = Changed::new(place.comms.reduce);
+            let moved = Arc::clone(&reduce.moved);
+            let place = Place { comms: Comms { reduce: Box::new(reduce), ..place.comms }, ..place };
+            let rig = place.rig(EtpOptions { prefetch, ..ON }, 2, false).unwrap();
+            rig.pass(Phase::Forward, &[0, 1]).unwrap();
+            for what in [1.0, f32::INFINITY, -3.0] {
+                rig.gradient(1, what).unwrap();
+                rig.finish(&[rig.sum(what)]).unwrap();
+            }
+            let mut room = rig.chain.room(rig.ids[1]).unwrap();
+            let zeros = [-0.0f32; COUNT];
+            rig.device.upload(&rig.stream(), bytemuck::cast_slice(&zeros), room.view_mut().unwrap()).unwrap();
+            rig.chain.submit(room).unwrap();
+            let mut found = Vec::new();
+            let give = |_, gradient: TensorRef<'_, D>| {
+                found.extend(rig.device.floats(gradient));
+                Ok(())
+            };
+            rig.chain.finish(None, give).unwrap();
+            assert!(found.iter().all(|v| v.to_bits() == 0), "{found:?}");
+            // Without a gradient it is zeros.
+            rig.gradient(1, 2.0).unwrap();
+            rig.gradient(1, 3.0).unwrap();
+            rig.finish(&[rig.sum(2.0) + rig.sum(3.0)]).unwrap();
+            rig.finish(&[0.0]).unwrap();
+            rig.gradient(0, 5.0).unwrap();
+            rig.finish(&[rig.sum(5.0), 0.0]).unwrap();
+            // 12 rows of two, padded to 16.
+            assert_eq!(*moved.lock().unwrap(), vec![(vec![16, 2], vec![16 - 16 / n, 2]); 7]);
+            assert_eq!(rig.chain.memory().reduced, (16 - 16 / n) * 2 * 4);
+        });
+    }
 }
 
 fn draining_in_every_state<D: Chained>(device: &D) {

@@ -461,8 +461,9 @@ impl<D: Chained> Rank<D> {
         // What nobody waits for is one buffer more.
         let gradients = if D::ENQUEUES { 2 * u + 2 * d } else { 2 * u + d };
         assert_eq!((memory.gathered, memory.gradients), (gathered * size, gradients * size));
-        let shares = if run.options.reduction == moebius::etp::Reduction::Pairwise { 1 } else { run.etp };
-        assert_eq!(memory.reduced, (u + d) * size / shares);
+        // Sums, or the other ranks' shares: a rank's own are added where they lie.
+        let blocks = if run.options.reduction == moebius::etp::Reduction::Pairwise { run.etp - 1 } else { 1 };
+        assert_eq!(memory.reduced, (u + d) * size / run.etp * blocks);
     }
 }
 

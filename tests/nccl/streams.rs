@@ -7,7 +7,9 @@ use std::time::{Duration, Instant};
 use moebius::cpu::Cpu;
 use moebius::cuda::Cuda;
 use moebius::ep::GroupConfig;
-use moebius::etp::{Chain, Comms, EtpOptions, Payload, Phase, Reduction, Shard, ShardDevice, WeightId, WeightSpec};
+use moebius::etp::{
+    Chain, Comms, EtpOptions, Payload, Phase, Reduction, Shard, ShardDevice, Shares, WeightId, WeightSpec,
+};
 use moebius::kernels::Kernels;
 use moebius::layer::{Cotangents, GradientsMut, Inputs, Layer, Mode, ParamViews, Role};
 use moebius::weights::WeightSource;
@@ -302,6 +304,12 @@ fn memory_comes_back(_: &Cuda, n: usize) {
     });
 }
 
+/// The first block as this rank's own, wherever that comes among the rest.
+fn apart<D: Device>(all: TensorRef<'_, D>, (rank, first): (usize, bool)) -> Shares<'_, D> {
+    let count = all.dims()[1];
+    Shares { rank, ..Shares::together(all, count, (0.3, first)).unwrap() }
+}
+
 /// Any number of parts, of any size and at any address.
 fn shares_add_to_the_cpus_bits(cuda: &Cuda, _: usize) {
     let numbers = |seed: u64, count: usize| -> Vec<f64> {
@@ -313,27 +321,40 @@ fn shares_add_to_the_cpus_bits(cuda: &Cuda, _: usize) {
         (0..count).map(|_| 100.0 * next()).collect()
     };
     for dtype in [DType::F32, DType::BF16, DType::F16] {
-        for parts in [1, 2, 3, 4, 5, 8, 11, 64] {
+        for (parts, rank, first) in [
+            (1, 0, false),
+            (1, 0, true),
+            (2, 1, true),
+            (3, 1, false),
+            (4, 2, true),
+            (5, 0, true),
+            (8, 7, false),
+            (11, 4, true),
+            (64, 63, false),
+        ] {
             for (count, skip) in [(1, 0), (7, 0), (24, 0), (24, 3), (1 << 13, 0), ((1 << 13) + 4, 1)] {
                 let shares = Cpu::new().write(&(), &numbers(7, parts * count + skip), dtype, &[parts * count + skip]);
                 let shares = shares.unwrap();
                 let mut expected = Cpu::new().write(&(), &numbers(9, count), DType::F32, &[count]).unwrap();
                 let (on_gpu, mut main) = (cuda.tensor(&shares).unwrap(), cuda.tensor(&expected).unwrap());
                 let bytes = skip * dtype.size()..(skip + parts * count) * dtype.size();
-                let part = |view| TensorRef::<Cpu>::new(view, dtype, &[parts, count]).unwrap();
-                let own = part(Cpu::slice(shares.view().data(), bytes.clone()));
-                Cpu::new().add_shares(&(), own, expected.view_mut(), 0.3).unwrap();
-                let own =
-                    TensorRef::<Cuda>::new(Cuda::slice(on_gpu.view().data(), bytes), dtype, &[parts, count]).unwrap();
-                cuda.add_shares(&cuda.stream(), own, main.view_mut(), 0.3).unwrap();
+                let all =
+                    TensorRef::<Cpu>::new(Cpu::slice(shares.view().data(), bytes.clone()), dtype, &[parts, count]);
+                Cpu::new().add_shares(&(), apart(all.unwrap(), (rank, first)), expected.view_mut()).unwrap();
+                let all = TensorRef::<Cuda>::new(Cuda::slice(on_gpu.view().data(), bytes), dtype, &[parts, count]);
+                cuda.add_shares(&cuda.stream(), apart(all.unwrap(), (rank, first)), main.view_mut()).unwrap();
                 let found = cuda.to_host(main.view()).unwrap();
-                assert!(found.as_bytes() == expected.as_bytes(), "{dtype}: {parts} parts of {count}, from {skip}");
+                assert!(
+                    found.as_bytes() == expected.as_bytes(),
+                    "{dtype}: {parts} parts of {count}, from {skip}, own {rank}"
+                );
             }
         }
     }
     let (mut main, shares) =
         (Tensor::zeros(cuda, DType::F32, &[4]).unwrap(), Tensor::zeros(cuda, DType::F32, &[6]).unwrap());
-    let error = cuda.add_shares(&cuda.stream(), shares.view(), main.view_mut(), 1.0).unwrap_err().to_string();
+    let shares = Shares::together(shares.view(), 4, (1.0, false)).unwrap();
+    let error = cuda.add_shares(&cuda.stream(), shares, main.view_mut()).unwrap_err().to_string();
     assert!(error.contains("shares") && error.contains("blocks of main's size"), "{error}");
 }
 
