@@ -8,14 +8,16 @@ use crate::comm::{Communicator, Op, Tag};
 use crate::error::{Error, Result};
 use crate::tensor::Tensor;
 
-use super::lane::{Job, Lane};
-use super::links::{Link, Step, arrival_parities, gather_parities, gradient_parities, schedule};
+use super::lane::Lane;
+use super::links::Step;
 use super::packed::Packed;
+use super::pass::Active;
 use super::reduce::{Main, Reducing};
+use super::report::Traffic;
 use super::source::ShardSource;
-use super::state::{Machine, State};
+use super::state::Machine;
 use super::tickets::{Key, Loan, Ticket, Tickets, Usage};
-use super::{Comms, EtpOptions, Phase, Reduction, Scale, ShardDevice, Shards, WeightId, WeightSpec};
+use super::{Comms, EtpOptions, Reduction, Scale, ShardDevice, Shards, WeightId, WeightSpec};
 
 /// The call that errors name.
 pub(super) const CALL: &str = "etp";
@@ -53,9 +55,9 @@ pub(super) struct Inner<D: ShardDevice> {
     pub reduced: u64,
     pub traffic: Traffic,
     /// Passes since the ranks last agreed, for tags.
-    passes: u64,
+    pub passes: u64,
     /// Passes so far, to tell one from another.
-    serial: u64,
+    pub serial: u64,
     /// Number of the shards' state: what was cast in another is cast anew.
     pub epoch: u64,
 }
@@ -88,55 +90,6 @@ pub(super) struct Node<D: ShardDevice> {
     pub kept: Option<Loan<D>>,
     /// The pass (its serial number) that has it in use, or had it last.
     pub holder: u64,
-}
-
-/// The pass that runs.
-#[derive(Debug, Clone, Copy)]
-pub(super) struct Active {
-    pub phase: Phase,
-    /// Acquisitions so far.
-    pub cursor: usize,
-    /// Among the passes on which the ranks agree.
-    pub number: u64,
-    pub serial: u64,
-    /// [`Inner::epoch`] at its beginning, on which the ranks agree wherever in the pass they say that shards have changed.
-    pub epoch: u64,
-}
-
-/// Bytes of a chain's memory on this rank, its shards not counted: those are the optimiser's.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub struct Memory {
-    /// Main gradients.
-    pub main: usize,
-    /// Buffers of gathered weights.
-    pub gathered: usize,
-    /// Shards in the form in which they travel, where that is quantised.
-    pub quantised: usize,
-    /// What arrives of quantised shards, before it is de-quantised.
-    pub arrived: usize,
-    /// Buffers of unsharded gradients.
-    pub gradients: usize,
-    /// Buffers that reductions fill.
-    pub reduced: usize,
-}
-
-/// Collectives of a chain so far.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub struct Traffic {
-    /// Gathers.
-    pub gathers: u64,
-    /// Those that were started ahead of their use.
-    pub ahead: u64,
-    /// Bytes of whole weights, padding included, as they travelled.
-    pub gathered_bytes: u64,
-    /// Shards quantised; in NVFP4 each with one all-reduce of four bytes an expert.
-    pub casts: u64,
-    /// Reduce-scatters.
-    pub reductions: u64,
-    /// Bytes of whole gradients, padding included.
-    pub reduced_bytes: u64,
-    /// Buffers allocated.
-    pub allocations: u64,
 }
 
 impl<D: ShardDevice> Chain<D> {
@@ -242,149 +195,6 @@ impl<D: ShardDevice> Chain<D> {
         Ok(())
     }
 
-    /// Says, on every rank before the same pass, that shards have changed otherwise than after [`finish`](Self::finish), so that
-    /// those which travel quantised are cast anew. Said within a pass, it counts from the next.
-    pub fn changed(&self) {
-        self.lock().epoch += 1;
-    }
-
-    /// Begins a pass over the model. The first forward links the chain: every gather of it is waited for.
-    ///
-    /// # Errors
-    /// A pass that was not ended (after an error: [`recover`](Self::recover)); a backward before any forward.
-    pub fn begin(&self, phase: Phase) -> Result<()> {
-        self.device.refuse_recording("Chain::begin")?;
-        let mut inner = self.lock();
-        if let Some(active) = inner.active {
-            let found = format!("a {:?} pass that was not ended", active.phase);
-            return Err(inner.trouble("(chain)", "no pass", &found));
-        }
-        if phase == Phase::Backward && !inner.is_linked() {
-            return Err(inner.trouble("(chain)", "a forward before a backward", "none"));
-        }
-        inner.passes += 1;
-        inner.serial += 1;
-        let (number, serial, epoch) = (inner.passes, inner.serial, inner.epoch);
-        inner.active = Some(Active { phase, cursor: 0, number, serial, epoch });
-        Ok(())
-    }
-
-    /// Ends the pass.
-    ///
-    /// # Errors
-    /// No pass; weights that the pass has not used.
-    pub fn end(&self) -> Result<()> {
-        let mut inner = self.lock();
-        let Some(active) = inner.active else { return Err(inner.trouble("(chain)", "a pass", "none")) };
-        if !inner.is_linked() {
-            inner.link(self.options.ahead);
-        }
-        let expected = inner.steps[active.phase as usize].len();
-        if active.cursor != expected {
-            let found = format!("{} of {expected} weights used", active.cursor);
-            return Err(inner.trouble("(chain)", "all weights of the linked order used", &found));
-        }
-        inner.active = None;
-        Ok(())
-    }
-
-    /// Forgets the linked order, for a model that has changed; the next forward links anew.
-    ///
-    /// # Errors
-    /// A pass that runs.
-    pub fn relink(&self) -> Result<()> {
-        let mut inner = self.lock();
-        if inner.active.is_some() {
-            return Err(inner.trouble("(chain)", "no pass", "one that runs"));
-        }
-        inner.settle(self)?;
-        inner.unlink();
-        Ok(())
-    }
-
-    /// Waits for what is under way: gathers are given up and repeated where they are needed, gradients reach their main
-    /// gradient. All ranks drain at the same point.
-    ///
-    /// # Errors
-    /// Those of the collectives.
-    pub fn drain(&self) -> Result<()> {
-        self.device.refuse_recording("Chain::drain")?;
-        let mut inner = self.lock();
-        let gathers = inner.drop_gathers();
-        gathers.and(inner.settle(self))
-    }
-
-    /// After a failed step, on every rank (collective): gives up the pass, all that is under way and the main
-    /// gradients. Ranks that wait in a collective of the step are told `reason`. The chain works on afterwards, unless
-    /// a rank is lost, or the ranks are processes over NCCL: there a refusal ends the communicators, and the chain with them.
-    ///
-    /// # Errors
-    /// A rank that is lost.
-    pub fn recover(&self, reason: Option<&Error>) -> Result<()> {
-        self.device.refuse_recording("Chain::recover")?;
-        let mut inner = self.lock();
-        let job = |op| {
-            let tag = Tag { layer: 0, op, sequence: u64::MAX };
-            Job::Recover { tag, reason: reason.map(ToString::to_string) }
-        };
-        // Both before any waiting, or one lane could wait for a rank that waits for the other.
-        let waiting = [inner.gathers.give(job(Op::Weights)), inner.reductions.give(job(Op::GradReduce))];
-        // Their errors are the failure that this is the end of.
-        let _ = inner.drop_gathers();
-        inner.give_up_gradients();
-        inner.active = None;
-        (inner.passes, inner.reduced) = (0, 0);
-        // Some ranks may have cast what others have not.
-        inner.epoch += 1;
-        if !inner.is_linked() {
-            inner.unlink();
-        }
-        waiting.into_iter().map(|pending| pending.wait().outcome).fold(Ok(()), Result::and)
-    }
-
-    /// States of a weight's gather (of its last use in the order) and of its reduce-scatter.
-    pub fn states(&self, id: WeightId) -> (State, State) {
-        let inner = self.lock();
-        let node = inner.nodes.iter().rev().find(|node| node.weight == id.0);
-        let reduce = inner.weights.get(id.0).map_or(State::None, |w| w.reduce.state());
-        (node.map_or(State::None, |node| node.state.state()), reduce)
-    }
-
-    /// Weights in linked order; empty before the first forward has ended.
-    pub fn order(&self) -> Vec<WeightId> {
-        let inner = self.lock();
-        match inner.is_linked() {
-            true => inner.nodes.iter().map(|node| WeightId(node.weight)).collect(),
-            false => Vec::new(),
-        }
-    }
-
-    /// Memory that the chain holds.
-    pub fn memory(&self) -> Memory {
-        let inner = self.lock();
-        Memory {
-            main: inner.weights.iter().filter_map(|w| w.main.as_ref()).map(|main| main.sums.bytes()).sum(),
-            gathered: inner.tickets.bytes(Usage::Gathered),
-            quantised: inner.packed().map(|packed| packed.kept()).sum(),
-            arrived: inner.tickets.bytes(Usage::Arrived),
-            gradients: inner.tickets.bytes(Usage::Gradient),
-            reduced: inner.tickets.bytes(Usage::Reduced),
-        }
-    }
-
-    /// Collectives so far.
-    pub fn traffic(&self) -> Traffic {
-        let inner = self.lock();
-        let casts = inner.packed().map(|packed| packed.casts()).sum();
-        Traffic { allocations: inner.tickets.allocations(), casts, ..inner.traffic }
-    }
-
-    /// Drops buffers that are not in use; later passes allocate them anew.
-    pub fn clear(&self) {
-        let mut inner = self.lock();
-        inner.tickets.clear();
-    }
-
     /// What each gradient is multiplied by.
     pub(super) fn factor(&self) -> f64 {
         match self.options.scale {
@@ -409,7 +219,7 @@ impl<D: ShardDevice> Inner<D> {
     }
 
     /// Weights that travel quantised.
-    fn packed(&self) -> impl Iterator<Item = &Arc<Packed<D>>> {
+    pub fn packed(&self) -> impl Iterator<Item = &Arc<Packed<D>>> {
         self.weights.iter().filter_map(|weight| weight.packed.as_ref())
     }
 
@@ -428,45 +238,6 @@ impl<D: ShardDevice> Inner<D> {
     pub fn arrived_key(&self, weight: usize, parity: usize) -> Option<Key> {
         let dims = vec![self.weights[weight].packed.as_ref()?.bytes()];
         Some(Key { dims, dtype: crate::DType::U8, usage: Usage::Arrived, parity })
-    }
-
-    /// Makes what the first forward met the order.
-    fn link(&mut self, ahead: usize) {
-        let of = |node: &Node<D>| {
-            let spec = &self.weights[node.weight].spec;
-            Link { weight: node.weight, layer: spec.layer, recompute: spec.recompute }
-        };
-        let links: Vec<Link> = self.nodes.iter().map(of).collect();
-        let same = |a: usize, b: usize| {
-            let key = |i: usize| self.key(links[i].weight, Usage::Gathered, 0);
-            key(a) == key(b)
-        };
-        let same_arrivals = |a: usize, b: usize| {
-            let key = |i: usize| self.arrived_key(links[i].weight, 0);
-            key(a) == key(b)
-        };
-        let arrivals = arrival_parities(&links, ahead, same_arrivals);
-        // What arrives quantised needs no room for the weight itself before its turn.
-        let packed = self.weights.iter().all(|weight| weight.packed.is_some());
-        let ahead = if packed { 1 } else { ahead };
-        let (gather, gradient) = (gather_parities(&links, ahead, same), gradient_parities(&links, D::ENQUEUES, same));
-        for (i, link) in links.iter().enumerate() {
-            let key = self.key(link.weight, Usage::Gathered, gather[i]);
-            self.nodes[i].ticket = self.tickets.reserve(key);
-            let key = self.arrived_key(link.weight, arrivals[i]);
-            self.nodes[i].arrived = key.map(|key| self.tickets.reserve(key));
-            let key = self.key(link.weight, Usage::Gradient, gradient[i]);
-            let ticket = self.tickets.reserve(key);
-            // A weight that is used twice has one gradient buffer.
-            self.weights[link.weight].gradient.get_or_insert(ticket);
-        }
-        self.steps = [Phase::Forward, Phase::Backward].map(|phase| schedule(&links, phase));
-    }
-
-    fn unlink(&mut self) {
-        self.nodes.clear();
-        self.steps = [Vec::new(), Vec::new()];
-        self.weights.iter_mut().for_each(|weight| weight.gradient = None);
     }
 }
 

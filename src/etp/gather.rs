@@ -9,10 +9,11 @@ use crate::tensor::{Tensor, TensorRef};
 use crate::weights::{Lease, WeightGuard, WeightSource};
 
 use super::beside::Sent;
-use super::chain::{Active, CALL, Chain, Inner, Node};
+use super::chain::{CALL, Chain, Inner, Node};
 use super::lane::{Job, Pending};
 use super::links::Step;
 use super::packed::Packed;
+use super::pass::Active;
 use super::state::{Machine, State};
 use super::tickets::{Loan, Ticket, Usage};
 use super::{ShardDevice, Shards, WeightId};

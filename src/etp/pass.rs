@@ -1,0 +1,167 @@
+//! Passes over the model: their beginning and end, the order that the first one shows, and what is done about those that
+//! failed.
+
+use crate::comm::{Op, Tag};
+use crate::error::{Error, Result};
+
+use super::chain::{Chain, Inner, Node};
+use super::lane::Job;
+use super::links::{Link, arrival_parities, gather_parities, gradient_parities, schedule};
+use super::tickets::Usage;
+use super::{Phase, ShardDevice};
+
+/// The pass that runs.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Active {
+    pub phase: Phase,
+    /// Acquisitions so far.
+    pub cursor: usize,
+    /// Among the passes on which the ranks agree.
+    pub number: u64,
+    pub serial: u64,
+    /// [`Inner::epoch`] at its beginning, on which the ranks agree wherever in the pass they say that shards have changed.
+    pub epoch: u64,
+}
+
+impl<D: ShardDevice> Chain<D> {
+    /// Says, on every rank before the same pass, that shards have changed otherwise than after [`finish`](Self::finish), so that
+    /// those which travel quantised are cast anew. Said within a pass, it counts from the next.
+    pub fn changed(&self) {
+        self.lock().epoch += 1;
+    }
+
+    /// Begins a pass over the model. The first forward links the chain: every gather of it is waited for.
+    ///
+    /// # Errors
+    /// A pass that was not ended (after an error: [`recover`](Self::recover)); a backward before any forward.
+    pub fn begin(&self, phase: Phase) -> Result<()> {
+        self.device.refuse_recording("Chain::begin")?;
+        let mut inner = self.lock();
+        if let Some(active) = inner.active {
+            let found = format!("a {:?} pass that was not ended", active.phase);
+            return Err(inner.trouble("(chain)", "no pass", &found));
+        }
+        if phase == Phase::Backward && !inner.is_linked() {
+            return Err(inner.trouble("(chain)", "a forward before a backward", "none"));
+        }
+        inner.passes += 1;
+        inner.serial += 1;
+        let (number, serial, epoch) = (inner.passes, inner.serial, inner.epoch);
+        inner.active = Some(Active { phase, cursor: 0, number, serial, epoch });
+        Ok(())
+    }
+
+    /// Ends the pass.
+    ///
+    /// # Errors
+    /// No pass; weights that the pass has not used.
+    pub fn end(&self) -> Result<()> {
+        let mut inner = self.lock();
+        let Some(active) = inner.active else { return Err(inner.trouble("(chain)", "a pass", "none")) };
+        if !inner.is_linked() {
+            inner.link(self.options.ahead);
+        }
+        let expected = inner.steps[active.phase as usize].len();
+        if active.cursor != expected {
+            let found = format!("{} of {expected} weights used", active.cursor);
+            return Err(inner.trouble("(chain)", "all weights of the linked order used", &found));
+        }
+        inner.active = None;
+        Ok(())
+    }
+
+    /// Forgets the linked order, for a model that has changed; the next forward links anew.
+    ///
+    /// # Errors
+    /// A pass that runs.
+    pub fn relink(&self) -> Result<()> {
+        let mut inner = self.lock();
+        if inner.active.is_some() {
+            return Err(inner.trouble("(chain)", "no pass", "one that runs"));
+        }
+        inner.settle(self)?;
+        inner.unlink();
+        Ok(())
+    }
+
+    /// Waits for what is under way: gathers are given up and repeated where they are needed, gradients reach their main
+    /// gradient. All ranks drain at the same point.
+    ///
+    /// # Errors
+    /// Those of the collectives.
+    pub fn drain(&self) -> Result<()> {
+        self.device.refuse_recording("Chain::drain")?;
+        let mut inner = self.lock();
+        let gathers = inner.drop_gathers();
+        gathers.and(inner.settle(self))
+    }
+
+    /// After a failed step, on every rank (collective): gives up the pass, all that is under way and the main
+    /// gradients. Ranks that wait in a collective of the step are told `reason`. The chain works on afterwards, unless
+    /// a rank is lost, or the ranks are processes over NCCL: there a refusal ends the communicators, and the chain with them.
+    ///
+    /// # Errors
+    /// A rank that is lost.
+    pub fn recover(&self, reason: Option<&Error>) -> Result<()> {
+        self.device.refuse_recording("Chain::recover")?;
+        let mut inner = self.lock();
+        let job = |op| {
+            let tag = Tag { layer: 0, op, sequence: u64::MAX };
+            Job::Recover { tag, reason: reason.map(ToString::to_string) }
+        };
+        // Both before any waiting, or one lane could wait for a rank that waits for the other.
+        let waiting = [inner.gathers.give(job(Op::Weights)), inner.reductions.give(job(Op::GradReduce))];
+        // Their errors are the failure that this is the end of.
+        let _ = inner.drop_gathers();
+        inner.give_up_gradients();
+        inner.active = None;
+        (inner.passes, inner.reduced) = (0, 0);
+        // Some ranks may have cast what others have not.
+        inner.epoch += 1;
+        if !inner.is_linked() {
+            inner.unlink();
+        }
+        waiting.into_iter().map(|pending| pending.wait().outcome).fold(Ok(()), Result::and)
+    }
+}
+
+impl<D: ShardDevice> Inner<D> {
+    /// Makes what the first forward met the order.
+    fn link(&mut self, ahead: usize) {
+        let of = |node: &Node<D>| {
+            let spec = &self.weights[node.weight].spec;
+            Link { weight: node.weight, layer: spec.layer, recompute: spec.recompute }
+        };
+        let links: Vec<Link> = self.nodes.iter().map(of).collect();
+        let same = |a: usize, b: usize| {
+            let key = |i: usize| self.key(links[i].weight, Usage::Gathered, 0);
+            key(a) == key(b)
+        };
+        let same_arrivals = |a: usize, b: usize| {
+            let key = |i: usize| self.arrived_key(links[i].weight, 0);
+            key(a) == key(b)
+        };
+        let arrivals = arrival_parities(&links, ahead, same_arrivals);
+        // What arrives quantised needs no room for the weight itself before its turn.
+        let packed = self.weights.iter().all(|weight| weight.packed.is_some());
+        let ahead = if packed { 1 } else { ahead };
+        let (gather, gradient) = (gather_parities(&links, ahead, same), gradient_parities(&links, D::ENQUEUES, same));
+        for (i, link) in links.iter().enumerate() {
+            let key = self.key(link.weight, Usage::Gathered, gather[i]);
+            self.nodes[i].ticket = self.tickets.reserve(key);
+            let key = self.arrived_key(link.weight, arrivals[i]);
+            self.nodes[i].arrived = key.map(|key| self.tickets.reserve(key));
+            let key = self.key(link.weight, Usage::Gradient, gradient[i]);
+            let ticket = self.tickets.reserve(key);
+            // A weight that is used twice has one gradient buffer.
+            self.weights[link.weight].gradient.get_or_insert(ticket);
+        }
+        self.steps = [Phase::Forward, Phase::Backward].map(|phase| schedule(&links, phase));
+    }
+
+    fn unlink(&mut self) {
+        self.nodes.clear();
+        self.steps = [Vec::new(), Vec::new()];
+        self.weights.iter_mut().for_each(|weight| weight.gradient = None);
+    }
+}
