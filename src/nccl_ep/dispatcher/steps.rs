@@ -10,11 +10,11 @@ use crate::ep::carrier::{check_float, check_inputs, written};
 use crate::ep::core::Core;
 use crate::ep::{DispatchInputs, DispatchOutputs, Handle};
 use crate::error::{Error, Result};
+use crate::nccl_ep::EpError;
+use crate::nccl_ep::high::{self, Direction, RowsOut};
 use crate::tensor::{Tensor, TensorMut, TensorRef};
 
-use super::EpError;
-use super::dispatcher::{Kept, Mode, NcclEp, Routed, around};
-use super::handle::{Direction, RowsOut};
+use super::{Kept, Mode, NcclEp, Routed, around};
 
 impl NcclEp {
     /// Passes this rank's checks before a collective, or tells the others that they failed.
@@ -182,7 +182,7 @@ impl NcclEp {
 }
 
 /// The handle for high throughput.
-pub(super) fn high(routed: &mut Routed) -> Result<&mut super::Handle> {
+pub(super) fn high(routed: &mut Routed) -> Result<&mut high::Handle> {
     match routed {
         Routed::High(handle) => Ok(handle),
         _ => Err(Error::invalid("dispatch", "handle", "one for high throughput", "another")),
