@@ -82,7 +82,7 @@ impl<D: Kernels> Core<D> {
     }
 
     /// Passes this rank's checks before a collective, or tells the others that they failed.
-    pub fn agree(&mut self, tag: Tag, checked: Result<()>) -> Result<()> {
+    pub fn agree<T>(&mut self, tag: Tag, checked: Result<T>) -> Result<T> {
         if let Err(error) = &checked {
             // The rank's own error is the news, whatever becomes of the meeting.
             let _ = self.comm.refuse(tag, &error.to_string());

@@ -114,11 +114,13 @@ impl TokenDispatcher<Cuda> for NcclEp {
         let (mut rows, mut scales) = match self.lent(STEP, handle, Rows::of(tokens), scale)? {
             Some((rows, scales)) => (rows, inputs.scales.is_some().then_some(scales)),
             None => {
-                let rows = self.empty(tokens.dtype(), &[n, tokens.row_bytes() / tokens.dtype().size()])?;
-                (rows, inputs.scales.map(|s| self.empty(s.dtype(), &[n, s.row_bytes()])).transpose()?)
+                let dims = [n, tokens.row_bytes() / tokens.dtype().size()];
+                let rows = self.room(STEP, handle, (tokens.dtype(), &dims))?;
+                let scales = inputs.scales.map(|s| self.room(STEP, handle, (s.dtype(), &[n, s.row_bytes()])));
+                (rows, scales.transpose()?)
             }
         };
-        let mut weights = inputs.weights.map(|w| self.empty(w.dtype(), &[n])).transpose()?;
+        let mut weights = inputs.weights.map(|w| self.room(STEP, handle, (w.dtype(), &[n]))).transpose()?;
         let outputs = DispatchOutputs {
             tokens: rows.view_mut(),
             weights: weights.as_mut().map(Tensor::view_mut),
@@ -177,7 +179,10 @@ impl TokenDispatcher<Cuda> for NcclEp {
         self.agree(STEP, handle, checked)?;
         let mut rows = match self.lent(STEP, handle, Rows::of(grad), 0)? {
             Some((rows, _)) => rows,
-            None => self.empty(grad.dtype(), &[handle.rows(), grad.row_bytes() / grad.dtype().size()])?,
+            None => {
+                let dims = [handle.rows(), grad.row_bytes() / grad.dtype().size()];
+                self.room(STEP, handle, (grad.dtype(), &dims))?
+            }
         };
         self.send_grad(STEP, handle, (grad, rows.view_mut()))?;
         Ok(Received { rows: Some(rows), weights: None, scales: None, map: None })
@@ -191,12 +196,9 @@ impl TokenDispatcher<Cuda> for NcclEp {
             check_grads(STEP.0, handle, &grads).and_then(|()| self.check_words(grads.rows.dtype(), (bytes, 0)));
         self.agree(STEP, handle, checked)?;
         let DispatchGrads { rows, weights, mut d_tokens, mut d_weights } = grads;
-        let zeros = match weights {
-            None => Some(Tensor::zeros(&self.core.device, DType::F32, &[handle.rows()])?),
-            Some(_) => None,
-        };
+        let zeros = self.zeros_unless(weights.is_some(), STEP, handle, &[handle.rows()])?;
         let mut unused = match d_weights {
-            None => Some(self.empty(DType::F32, &[handle.tokens(), handle.spec().top_k])?),
+            None => Some(self.room(STEP, handle, (DType::F32, &[handle.tokens(), handle.spec().top_k]))?),
             Some(_) => None,
         };
         let (moved, given) = (Rows::of(rows), d_weights.as_mut().map(TensorMut::reborrow));

@@ -26,6 +26,18 @@ fn low<'r>(
     }
 }
 
+/// What a dispatch sends beside the caller's rows, and where it brings what arrives.
+struct RoomLow {
+    /// Weights, and behind them the token's number.
+    packed: Tensor<Cuda>,
+    rows: Tensor<Cuda>,
+    /// Of rows from each rank.
+    counts: Tensor<Cuda>,
+    weights: Tensor<Cuda>,
+    ids: Tensor<Cuda>,
+    scales: Option<Tensor<Cuda>>,
+}
+
 impl NcclEp {
     /// Rows as they arrive, and what says which slot is whose.
     pub(super) fn send_low(
@@ -37,14 +49,10 @@ impl NcclEp {
     ) -> Result<Received<Cuda>> {
         let (device, stream) = (self.core.device.clone(), self.core.stream.clone());
         let (spec, ranks) = (*handle.spec(), self.core.ranks());
-        let (n, wide, tokens) = (ranks * self.max_tokens(), Self::wide(&spec), &inputs.tokens);
-        let width = tokens.row_bytes() / tokens.dtype().size();
-        let weights = inputs.weights.as_ref().map(TensorRef::borrow);
-        let packed = arrivals::packed_weights(&device, weights, (handle.tokens(), spec.top_k))?;
-        let mut rows = self.empty(tokens.dtype(), &[n, width])?;
-        let mut counts = self.empty(DType::I32, &[ranks])?;
-        let (mut all, mut ids) = (self.empty(DType::F32, &[n, wide])?, self.empty(DType::I32, &[n, wide])?);
-        let mut scales = inputs.scales.as_ref().map(|s| self.empty(s.dtype(), &[n, s.row_bytes()])).transpose()?;
+        let (n, tokens) = (ranks * self.max_tokens(), &inputs.tokens);
+        let room = self.room_low(handle, inputs);
+        let RoomLow { packed, mut rows, mut counts, weights: mut all, mut ids, mut scales } =
+            self.told_of(step, handle, room)?;
         let moved = Rows { dtype: tokens.dtype(), bytes: row_bytes(inputs) };
         // Its error is told when the collective, which the others are in, has ended.
         let mut own = Ok(());
@@ -89,6 +97,20 @@ impl NcclEp {
         Ok(Received { rows: Some(rows), weights: of_slots, scales, map: Some(row_map) })
     }
 
+    fn room_low(&self, handle: &Handle<Cuda>, inputs: &DispatchInputs<'_, Cuda>) -> Result<RoomLow> {
+        let (spec, ranks, tokens) = (handle.spec(), self.core.ranks(), &inputs.tokens);
+        let (n, wide) = (ranks * self.max_tokens(), Self::wide(spec));
+        let weights = inputs.weights.as_ref().map(TensorRef::borrow);
+        Ok(RoomLow {
+            packed: arrivals::packed_weights(&self.core.device, weights, (handle.tokens(), spec.top_k))?,
+            rows: self.empty(tokens.dtype(), &[n, tokens.row_bytes() / tokens.dtype().size()])?,
+            counts: self.empty(DType::I32, &[ranks])?,
+            weights: self.empty(DType::F32, &[n, wide])?,
+            ids: self.empty(DType::I32, &[n, wide])?,
+            scales: inputs.scales.as_ref().map(|s| self.empty(s.dtype(), &[n, s.row_bytes()])).transpose()?,
+        })
+    }
+
     /// The way back of what a dispatch brought.
     fn keep_low(&self, call: &'static str, handle: &Handle<Cuda>, map: Tensor<Cuda>) -> Result<()> {
         let mut guard = kept(call, handle)?;
@@ -129,7 +151,8 @@ impl NcclEp {
     ) -> Result<()> {
         let (device, stream) = (self.core.device.clone(), self.core.stream.clone());
         let n = self.core.ranks() * self.max_tokens();
-        let mut sums = self.empty(expert_out.dtype(), &[n, expert_out.row_bytes() / expert_out.dtype().size()])?;
+        let sums = self.empty(expert_out.dtype(), &[n, expert_out.row_bytes() / expert_out.dtype().size()]);
+        let mut sums = self.told_of(step, handle, sums)?;
         let (moved, tag) = (Rows::of(expert_out), crate::ep::core::Core::tag(handle, step.1));
         let reduced = {
             let guard = kept(step.0, handle)?;

@@ -85,7 +85,8 @@ impl NcclEp {
         let options = HandleOptions { top_k: spec.top_k, alignment: spec.alignment };
         let local = group.local_experts();
         let of = |size| Tensor::empty(&device, DType::I64, &[size]);
-        let (mut padded, mut starts, mut total) = (of(local)?, of(local)?, of(1)?);
+        let room = of(local).and_then(|padded| Ok((padded, of(local)?, of(1)?)));
+        let (mut padded, mut starts, mut total) = self.core.agree(tag, room)?;
         let routed = around(&mut self.core, ("nccl_ep_update", DType::U8, bytes), tag, || {
             let mut routed = high::Handle::new(&group, options)?;
             let counters = Counters { counts: padded.view_mut(), offsets: starts.view_mut(), total: total.view_mut() };
