@@ -213,7 +213,7 @@ impl TokenDispatcher<Cuda> for NcclEp {
     }
 
     fn check(&mut self) -> Result<()> {
-        self.core.take_deferred()
+        self.core.take_deferred().and_then(|()| self.late())
     }
 
     fn communicator(&mut self) -> &mut dyn Communicator<Cuda> {

@@ -18,7 +18,7 @@ impl NcclEp {
     /// What the library would not do.
     pub(super) fn rules(&self, spec: &DispatchSpec) -> Result<()> {
         if self.mode == Mode::LowLatency {
-            return self.low_rules(spec);
+            return self.late().and_then(|()| self.low_rules(spec));
         }
         match spec.capacity {
             Capacity::Static(found) if !found.is_multiple_of(spec.alignment.max(1)) => {

@@ -125,6 +125,20 @@ impl NcclEp {
         })
     }
 
+    /// Whether kernels have gone on without a rank: what they brought is not whole, nor will be what comes. It takes a
+    /// patience below the communicator's (`NCCL_EP_TIMEOUT_MS`); else the watchdog comes first.
+    pub(super) fn late(&self) -> Result<()> {
+        if self.low.is_empty() || self.core.device.is_capturing()? {
+            return Ok(());
+        }
+        // A communicator that has ended says so itself.
+        let late = |low: &&Low| matches!(low.group.was_late(), Ok(true));
+        let Some(low) = self.low.iter().find(late) else { return Ok(()) };
+        let active = low.group.active()?;
+        let late = (0..active.len()).filter(|rank| !active[*rank]).collect();
+        Err(EpError::Late { rank: self.core.rank(), late }.into())
+    }
+
     /// What rows must be.
     pub(super) fn check_low_row(&self, dtype: DType, (row, scale): (usize, usize)) -> Result<()> {
         let options = LowLatencyOptions {

@@ -34,7 +34,7 @@ impl NcclEp {
         }
         let (device, experts) = (self.core.device.clone(), self.core.config.num_experts);
         let tag = Tag { layer: spec.layer, op: Op::Prepare, sequence: self.core.next() };
-        let checked = self.core.check_call(ids, spec);
+        let checked = self.late().and_then(|()| self.core.check_call(ids, spec));
         let examined = checked.and_then(|()| plan::examined(&device, ids, (spec, experts)));
         let (kept_ids, mut loads) = match examined {
             Ok(Some(found)) => found,
