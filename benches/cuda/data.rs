@@ -32,9 +32,9 @@ impl Random {
         let width = dims[dims.len() - 1];
         let rows: usize = dims[..dims.len() - 1].iter().product();
         let values: Vec<f64> = (0..ROWS * width).map(|_| self.normal() * deviation).collect();
-        let source = cuda.tensor(&Cpu::new().write(&(), &values, DType::BF16, &[ROWS, width])?)?;
+        let source = Cpu::new().write(&(), &values, DType::BF16, &[ROWS, width])?.to(cuda, &cuda.stream())?;
         let map: Vec<i32> = (0..rows).map(|_| (self.next() % ROWS as u64) as i32).collect();
-        let map = cuda.tensor(&Tensor::from_vec(map, &[rows])?)?;
+        let map = Tensor::from_vec(map, &[rows])?.to(cuda, &cuda.stream())?;
         let mut out = Tensor::empty(cuda, DType::BF16, &[rows, width])?;
         cuda.gather_rows(&cuda.stream(), GatherRows { source: source.view(), map: map.view(), out: out.view_mut() })?;
         out.reshape(dims)
@@ -64,7 +64,7 @@ pub fn slots(cuda: &Cuda, w: &Workload, ids: &[i32]) -> Result<(Zones<Cuda>, Ten
     }
     let counts: Vec<i64> = of_expert.iter().map(|l| l.len() as i64).collect();
     let offsets: Vec<i64> = counts.iter().scan(0, |sum, c| Some(std::mem::replace(sum, *sum + c))).collect();
-    let put = |v: Vec<i64>| cuda.tensor(&Tensor::from_vec(v, &[w.experts])?);
+    let put = |v: Vec<i64>| Tensor::from_vec(v, &[w.experts])?.to(cuda, &cuda.stream());
     let zones = Zones { offsets: put(offsets)?, counts: put(counts)?, rows: w.slots() };
-    Ok((zones, cuda.tensor(&Tensor::from_vec(of_expert.concat(), &[w.slots()])?)?))
+    Ok((zones, Tensor::from_vec(of_expert.concat(), &[w.slots()])?.to(cuda, &cuda.stream())?))
 }

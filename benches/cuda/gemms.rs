@@ -43,7 +43,7 @@ pub fn run(cuda: &Cuda, report: &Report, w: &Workload) -> Result<()> {
             })
         })
         .collect::<Result<_>>()?;
-    let weights = cuda.tensor(&Tensor::from_vec(vec![1.0 / w.top_k as f32; n], &[n])?)?;
+    let weights = Tensor::from_vec(vec![1.0 / w.top_k as f32; n], &[n])?.to(cuda, &cuda.stream())?;
     let up = random.tensor(cuda, &[w.experts, 2 * w.inner, w.hidden], (w.hidden as f64).powf(-0.5))?;
     let down = random.tensor(cuda, &[w.experts, w.hidden, w.inner], (w.inner as f64).powf(-0.5))?;
     let mut gemms = Gemms { cuda, report, w, sets, weights };

@@ -94,7 +94,7 @@ fn quantised(cuda: &Cuda, dense: &Tensor<Cuda>) -> Result<Quantised<Cuda>> {
     let call = Quantize { format: &Nvfp4::MODELOPT, matrix, rows: Some(made.view_mut()), columns: None };
     cuda.quantize(&stream, call)?;
     let factor = Nvfp4::second_scale(cuda.read(&stream, made.amax.view())?[0] as f32);
-    let factors = cuda.tensor(&Tensor::from_vec(vec![factor; stack], &[stack, 1])?)?;
+    let factors = Tensor::from_vec(vec![factor; stack], &[stack, 1])?.to(cuda, &cuda.stream())?;
     let parts = (made.codes.reshape(&[stack, rows, columns / 2])?, made.scales.reshape(&[stack, rows, columns / 16])?);
     Quantised::new(WeightFormat::Nvfp4, ([stack, rows, columns], 1), (parts.0, parts.1, Some(factors)))
 }

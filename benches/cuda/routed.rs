@@ -42,8 +42,9 @@ impl<'a> Routed<'a> {
         let dims = [w.tokens, w.top_k];
         let routing = (0..SETS)
             .map(|_| {
-                let ids = cuda.tensor(&Tensor::from_vec(random.experts(w), &dims)?)?;
-                let weights = cuda.tensor(&Tensor::from_vec(vec![1.0 / w.top_k as f32; w.slots()], &dims)?)?;
+                let ids = Tensor::from_vec(random.experts(w), &dims)?.to(cuda, &cuda.stream())?;
+                let weights =
+                    Tensor::from_vec(vec![1.0 / w.top_k as f32; w.slots()], &dims)?.to(cuda, &cuda.stream())?;
                 Ok(Routing { ids, weights })
             })
             .collect::<Result<_>>()?;

@@ -99,13 +99,13 @@ mod gpus {
         flat: Vec<f32>,
     ) -> Result<Vec<f32>, Failure> {
         let count = flat.len();
-        let mut values = cuda.tensor(&Tensor::from_vec(flat, &[count])?)?;
+        let mut values = Tensor::from_vec(flat, &[count])?.to(cuda, &cuda.stream())?;
         comm.all_reduce(gradients(step), ReduceOp::Sum, values.view_mut())?;
         Ok(cuda.to_host(values.view())?.as_slice::<f32>()?.to_vec())
     }
 
     pub fn gather(cuda: &Cuda, comm: &mut dyn Communicator<Cuda>, tag: Tag, own: &[f64]) -> Result<Vec<f64>, Failure> {
-        let send = cuda.tensor(&Tensor::from_vec(own.to_vec(), &[own.len()])?)?;
+        let send = Tensor::from_vec(own.to_vec(), &[own.len()])?.to(cuda, &cuda.stream())?;
         let mut all = Tensor::empty(cuda, moebius::DType::F64, &[own.len() * comm.size()])?;
         comm.all_gather(tag, send.view(), all.view_mut())?;
         Ok(cuda.to_host(all.view())?.as_slice::<f64>()?.to_vec())

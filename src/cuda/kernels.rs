@@ -111,7 +111,7 @@ impl Kernels for Cuda {
     }
     fn write(&self, stream: &Stream, values: &[f64], dtype: DType, dims: &[usize]) -> Result<Tensor<Self>> {
         self.on_stream("write", stream)?;
-        self.tensor(&Cpu::new().write(&(), values, dtype, dims)?)
+        Cpu::new().write(&(), values, dtype, dims)?.to(self, stream)
     }
     fn read(&self, stream: &Stream, tensor: TensorRef<'_, Self>) -> Result<Vec<f64>> {
         self.on_stream("read", stream)?;

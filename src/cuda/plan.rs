@@ -24,14 +24,6 @@ use super::launch::Grid;
 use super::params;
 
 impl Cuda {
-    /// A host tensor on the GPU.
-    ///
-    /// # Errors
-    /// A driver's error.
-    pub fn tensor(&self, from: &Tensor<Cpu>) -> Result<Tensor<Cuda>> {
-        from.to(self, &self.stream())
-    }
-
     /// A tensor of the GPU on the host; waits for the stream.
     ///
     /// # Errors
@@ -271,12 +263,12 @@ fn read_later(device: &Cuda, stats: Tensor<Cuda>, experts: usize) -> Lazy<Stats>
 }
 
 pub(super) fn plan(device: &Cuda, call: PlanRequest<'_, Cpu>) -> Result<Plan<Cuda>> {
-    let plan = Cpu::new().plan(&(), call)?;
+    let (plan, stream) = (Cpu::new().plan(&(), call)?, &device.stream());
     let messages = |m: Messages<Cpu>| -> Result<Messages<Cuda>> {
         Ok(Messages {
-            send_tokens: device.tensor(&m.send_tokens)?,
-            send_choices: device.tensor(&m.send_choices)?,
-            return_slots: device.tensor(&m.return_slots)?,
+            send_tokens: m.send_tokens.to(device, stream)?,
+            send_choices: m.send_choices.to(device, stream)?,
+            return_slots: m.return_slots.to(device, stream)?,
             send_rows: m.send_rows,
             recv_rows: m.recv_rows,
             slots_from: m.slots_from,
@@ -288,15 +280,15 @@ pub(super) fn plan(device: &Cuda, call: PlanRequest<'_, Cpu>) -> Result<Plan<Cud
         total_tokens: plan.total_tokens,
         first_token: plan.first_token,
         zones: Arc::new(Zones {
-            offsets: device.tensor(&plan.zones.offsets)?,
-            counts: device.tensor(&plan.zones.counts)?,
+            offsets: plan.zones.offsets.to(device, stream)?,
+            counts: plan.zones.counts.to(device, stream)?,
             rows: plan.zones.rows,
         }),
         stats: plan.stats,
-        kept_ids: device.tensor(&plan.kept_ids)?,
-        row_map: device.tensor(&plan.row_map)?,
-        weight_map: device.tensor(&plan.weight_map)?,
-        return_map: device.tensor(&plan.return_map)?,
+        kept_ids: plan.kept_ids.to(device, stream)?,
+        row_map: plan.row_map.to(device, stream)?,
+        weight_map: plan.weight_map.to(device, stream)?,
+        return_map: plan.return_map.to(device, stream)?,
         messages: plan.messages.map(messages).transpose()?,
     })
 }

@@ -6,6 +6,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use cudarc::driver::sys::CUdeviceptr;
 use cudarc::driver::{CudaContext, CudaStream, result};
 
+use crate::ep::heard;
 use crate::error::{Error, Result};
 
 use super::device::{Cuda, driver};
@@ -130,7 +131,7 @@ impl Cuda {
                 "another number",
             ),
             8 => (
-                format!("record of rank {detail}"),
+                format!("{} {detail}", heard::RAISED),
                 "ids that are experts or -1, none twice in a token, and a spec like the other ranks'",
                 "others",
             ),

@@ -98,18 +98,25 @@ impl<D: Kernels> Core<D> {
         Ok((self.handle(spec, gathered.plan, known.absent, rows), known.pending.first().copied()))
     }
 
-    /// Returns and clears what the device has found, from what it has kept of records if that is it.
+    /// Returns and clears what the device has found, from what it has kept of records if that is it. One error a call.
     pub(super) fn take_heard(&mut self) -> Result<()> {
+        if let Some(late) = self.late.take() {
+            return Err(late);
+        }
         // First, as it would keep the memory below from being read.
-        let seen = self.device.check(&self.stream);
+        let raised = self.device.check(&self.stream);
         let rank = self.comm.rank();
-        let Some(heard) = &mut self.heard else { return seen };
+        let Some(heard) = &mut self.heard else { return raised };
         let bytes = match self.device.download(&self.stream, heard.view()) {
             Ok(bytes) => bytes,
-            Err(error) => return seen.and(Err(error)),
+            Err(error) => return raised.and(Err(error)),
         };
-        let Some(error) = heard::error(&bytes, rank, self.config.num_experts) else { return seen };
-        self.device.zero(heard.view_mut().into_data())?;
-        Err(error)
+        let kept = heard::error(&bytes, rank, self.config.num_experts);
+        if kept.is_some() {
+            self.device.zero(heard.view_mut().into_data())?;
+        }
+        let (now, late) = heard::in_turn(raised, kept);
+        self.late = late;
+        now
     }
 }

@@ -34,11 +34,23 @@ pub(crate) struct Core<D: Kernels> {
     deferred: Option<BadId>,
     /// What the device has found in records.
     pub(super) heard: Option<Tensor<D>>,
+    /// An error that was found beside one that has been told.
+    pub(super) late: Option<Error>,
 }
 
 impl<D: Kernels> Core<D> {
     pub fn new(device: D, stream: D::Stream, comm: Box<dyn Communicator<D>>, config: GroupConfig) -> Self {
-        Self { device, stream, comm, config, identity: Arc::new(()), sequence: 0, deferred: None, heard: None }
+        Self {
+            device,
+            stream,
+            comm,
+            config,
+            identity: Arc::new(()),
+            sequence: 0,
+            deferred: None,
+            heard: None,
+            late: None,
+        }
     }
 
     pub fn rank(&self) -> usize {
@@ -70,7 +82,7 @@ impl<D: Kernels> Core<D> {
     }
 
     /// Passes this rank's checks before a collective, or tells the others that they failed.
-    pub fn agree(&mut self, tag: Tag, checked: Result<()>) -> Result<()> {
+    pub fn agree<T>(&mut self, tag: Tag, checked: Result<T>) -> Result<T> {
         if let Err(error) = &checked {
             // The rank's own error is the news, whatever becomes of the meeting.
             let _ = self.comm.refuse(tag, &error.to_string());
@@ -98,16 +110,11 @@ impl<D: Kernels> Core<D> {
         spec: &DispatchSpec,
     ) -> Result<Handle<D>> {
         let handle = self.prepare_any((transport, rules), ids, weights, spec);
-        handle.map_err(|error| match (error, transport) {
-            (Error::NotCapturable { .. }, Transport::AllRows) => {
-                let operation =
-                    "the host's part in it, which deferred reporting with a static capacity has in a first step only";
-                Error::NotCapturable { call: PREPARE, operation: operation.to_string() }
+        handle.map_err(|error| match error {
+            Error::NotCapturable { .. } => {
+                Error::NotCapturable { call: PREPARE, operation: hosts_part(transport, spec).to_string() }
             }
-            (Error::NotCapturable { .. }, _) => {
-                Error::NotCapturable { call: PREPARE, operation: "the host's part in it".to_string() }
-            }
-            (other, _) => other,
+            other => other,
         })
     }
 
@@ -168,7 +175,7 @@ impl<D: Kernels> Core<D> {
     /// Whether an error that all ranks know of waits to be returned.
     #[cfg(feature = "nccl-ep")]
     pub fn has_deferred(&self) -> bool {
-        self.deferred.is_some()
+        self.deferred.is_some() || self.late.is_some()
     }
 
     /// The number of the next prepare.
@@ -380,5 +387,37 @@ impl<D: Kernels> Core<D> {
         )?;
         let absent = (0..records.len()).filter(|r| !records[*r].backward).collect();
         Ok(Handle { in_slots: transport == Transport::Slots, ..self.handle(spec, plan, absent, tokens) })
+    }
+}
+
+/// What of a prepare cannot be recorded.
+fn hosts_part(transport: Transport, spec: &DispatchSpec) -> &'static str {
+    match transport {
+        _ if record::needs_weights(spec) => "an expert capacity by probability, which the host plans",
+        Transport::AllRows => {
+            "the host's part in it, which deferred reporting with a static capacity has in a first step only"
+        }
+        _ => "the host's part in it",
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::config::{CapacityOrder, ExpertCapacity};
+
+    #[test]
+    fn what_keeps_a_prepare_out_of_a_graph_is_named() {
+        let plain = DispatchSpec::new(0, 2);
+        let by = |order| {
+            let limit = ExpertCapacity { factor: 1.0, order, renormalize: false };
+            DispatchSpec { expert_capacity: Some(limit), ..plain }
+        };
+        for transport in [Transport::Local, Transport::AllRows, Transport::UniqueRows, Transport::Slots] {
+            assert!(hosts_part(transport, &by(CapacityOrder::Probability)).contains("by probability"));
+            let advised = hosts_part(transport, &by(CapacityOrder::Position)).contains("static capacity");
+            // No other has a prepare that a static capacity keeps from waiting.
+            assert_eq!(advised, transport == Transport::AllRows, "{transport:?}");
+        }
     }
 }

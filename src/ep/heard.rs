@@ -6,7 +6,7 @@
 //! R · HEADER bytes       headers of the records in question
 //! ```
 
-use crate::error::Error;
+use crate::error::{Error, Result};
 
 use super::record::{self, HEADER, Record, Sizes};
 
@@ -18,6 +18,9 @@ const NOTHING: u64 = 0;
 pub(crate) const RECORDS: u64 = 1;
 /// A rank has too few rows.
 pub(crate) const CAPACITY: u64 = 2;
+
+/// How the name begins of what a kernel raises for records that are kept here.
+pub(crate) const RAISED: &str = "record of rank";
 
 /// Bytes of it.
 pub(crate) fn bytes(ranks: usize) -> usize {
@@ -63,6 +66,58 @@ pub(crate) fn error(bytes: &[u8], rank: usize, num_experts: usize) -> Option<Err
             let records: Vec<Record> = headers.map(|header| Record::decode(header, sizes)).collect();
             let masked = || record::masked(&records).map(|bad| bad.error(num_experts));
             record::problem(&records, rank, num_experts).or_else(masked)
+        }
+    }
+}
+
+/// Of an error that is kept here and one that the device's kernels have raised, what is told now and what by the next
+/// call. What was raised may be the sign of what is kept, and is told with it then.
+pub(crate) fn in_turn(raised: Result<()>, kept: Option<Error>) -> (Result<()>, Option<Error>) {
+    match (raised, kept) {
+        (raised, None) => (raised, None),
+        (Ok(()), Some(kept)) => (Err(kept), None),
+        (Err(raised), Some(kept)) => (Err(kept), (!is_sign(&raised)).then_some(raised)),
+    }
+}
+
+fn is_sign(raised: &Error) -> bool {
+    match raised {
+        Error::Capacity { .. } => true,
+        Error::Invalid { name, .. } => name.starts_with(RAISED),
+        _ => false,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const KEPT: Error = Error::Capacity { rank: 1, needed: 9, capacity: 8 };
+
+    fn told(raised: Result<()>, kept: Option<Error>) -> (Option<String>, Option<String>) {
+        let (now, then) = in_turn(raised, kept);
+        (now.err().map(|e| e.to_string()), then.map(|e| e.to_string()))
+    }
+
+    #[test]
+    fn an_error_beside_the_kept_one_is_told_next() {
+        let nan = || Error::NanLogits { call: "route", token: 3, expert: 1 };
+        let map = || Error::invalid("check", "map[4] (seen by a kernel)", "a row", "none");
+        for other in [nan(), map()] {
+            assert_eq!(told(Err(other.clone()), Some(KEPT)), (Some(KEPT.to_string()), Some(other.to_string())));
+            assert_eq!(told(Err(other.clone()), None), (Some(other.to_string()), None));
+        }
+        assert_eq!(told(Ok(()), Some(KEPT)), (Some(KEPT.to_string()), None));
+        assert_eq!(told(Ok(()), None), (None, None));
+    }
+
+    #[test]
+    fn the_sign_of_the_kept_one_is_told_with_it() {
+        let record = Error::invalid("check", format!("{RAISED} 0 (seen by a kernel)"), "ids", "others");
+        // The largest need of several prepares, of which the first is kept.
+        let larger = Error::Capacity { rank: 0, needed: 11, capacity: 8 };
+        for sign in [record, KEPT, larger] {
+            assert_eq!(told(Err(sign), Some(KEPT)), (Some(KEPT.to_string()), None));
         }
     }
 }

@@ -147,7 +147,7 @@ impl NcclComm {
         let rows = count / width;
         if !self.sums.maps.contains_key(&rows) {
             let map: Vec<i32> = (0..rows).flat_map(|row| (0..size).map(move |p| (p * rows + row) as i32)).collect();
-            let map = self.cuda.tensor(&Tensor::from_vec(map, &[rows, size])?)?;
+            let map = Tensor::from_vec(map, &[rows, size])?.to(&self.cuda, &self.cuda.stream())?;
             if self.sums.maps.len() >= MOST_MAPS {
                 self.sums.maps.clear();
             }

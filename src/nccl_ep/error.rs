@@ -113,8 +113,11 @@ pub enum EpError {
         /// What was asked for.
         what: &'static str,
     },
-    /// Ranks were late in a call, and skipped.
-    #[error("NCCL EP, low latency: rank {rank} skipped ranks {late:?}, which were late: what they hold is missing")]
+    /// Ranks were late in a call of the dispatcher, and skipped, there and in every call since.
+    #[error(
+        "NCCL EP, low latency: rank {rank} skipped ranks {late:?}, which were late: what they hold is missing; make the \
+         group anew"
+    )]
     Late {
         /// This rank.
         rank: usize,

@@ -116,3 +116,41 @@ impl<'a> Described<'a> {
 pub(super) fn pointer(t: &mut Option<Described<'_>>) -> *mut sys::ncclEpTensor_t {
     t.as_mut().map_or(std::ptr::null_mut(), Described::pointer)
 }
+
+/// Rows as the library moves them: bytes with scales are what it calls fp8, without it moves them as 16-bit elements.
+pub(super) fn on_wire<'a>(t: Described<'a>, (dtype, bytes, scale): (DType, usize, usize)) -> Described<'a> {
+    match (dtype, scale) {
+        (DType::U8, 0) => t.retyped(sys::ncclDataType_t::ncclBfloat16, bytes / 2),
+        (DType::U8, _) => t.retyped(sys::ncclDataType_t::ncclFloat8e4m3, bytes),
+        _ => t,
+    }
+}
+
+/// Scales travel beside opaque rows, from so many rows to so many.
+pub(super) fn check_scales(
+    call: &'static str,
+    rows: DType,
+    (from, t): (&Option<TensorRef<'_, Cuda>>, usize),
+    (to, n): (&Option<TensorMut<'_, Cuda>>, usize),
+) -> Result<()> {
+    match (from, to) {
+        (None, None) => Ok(()),
+        (Some(from), Some(to)) => {
+            let bytes = from.row_bytes();
+            Error::check_dtype(call, "tokens beside scales", DType::U8, rows)?;
+            check(call, "scales", (DType::U8, &[t, bytes]), (from.dtype(), from.dims()))?;
+            check(call, "out_scales", (DType::U8, &[n, bytes]), (to.dtype(), to.dims()))
+        }
+        _ => Err(Error::invalid(call, "scales", "on both sides or on none", "on one")),
+    }
+}
+
+pub(super) fn check(
+    call: &'static str,
+    name: &str,
+    expected: (DType, &[usize]),
+    found: (DType, &[usize]),
+) -> Result<()> {
+    Error::check_dtype(call, name, expected.0, found.0)?;
+    Error::check_shape(call, name, expected.1, found.1)
+}

@@ -18,6 +18,7 @@ pub fn cases<D: Target>() -> Vec<Case<D>> {
         case!(a_bad_id_is_told_everywhere, 1, WAITS_FOR_NOTHING),
         case!(a_capacity_too_small_is_told_everywhere, 1, WAITS_FOR_NOTHING),
         case!(the_first_error_is_kept, 1, WAITS_FOR_NOTHING),
+        case!(an_error_that_another_rank_still_holds_is_told, 2, WAITS_FOR_NOTHING),
         case!(what_was_masked_is_told_by_a_prepare_that_waits, 1, OWN),
         case!(a_rank_that_cannot_take_part_says_so, 2, WAITS_FOR_NOTHING),
     ]
@@ -277,6 +278,33 @@ fn the_first_error_is_kept<D: Target>(s: &Setup<D>) {
         let error = r.group.dispatcher().check();
         assert!(matches!(error, Err(Error::ExpertId { rank: 0, id: 1000, .. })), "{error:?}");
         r.group.dispatcher().check().expect("told once");
+        r.works();
+    });
+}
+
+/// A rank that has asked hears, in a prepare that waits, whose error keeps the others from going on; once.
+fn an_error_that_another_rank_still_holds_is_told<D: Target>(s: &Setup<D>) {
+    let experts = s.experts(4);
+    let config = GroupConfig { max_rows: 256, ..GroupConfig::new(experts, T) };
+    s.run(config, |r| {
+        let open = later(training(0, K));
+        let mut ids = [1, 2, 3].repeat(T);
+        if r.rank == 0 {
+            ids[K + 1] = experts as i64;
+        }
+        r.prepare(&ids, &DispatchSpec { capacity: Capacity::Static(256), ..open }).expect("masked");
+        if r.rank == 0 {
+            let error = r.group.dispatcher().check();
+            assert!(matches!(error, Err(Error::ExpertId { rank: 0, token: 1, k: 1, .. })), "{error:?}");
+        }
+        let found = r.prepare(&[1, 2, 3].repeat(T), &open);
+        match (r.rank, found) {
+            (0, found) => assert_peer(found, 1, "holds an error of an earlier call"),
+            (_, Err(Error::ExpertId { rank: 0, token: 1, k: 1, .. })) => {}
+            (_, found) => panic!("{found:?}"),
+        }
+        r.group.dispatcher().check().expect("told once");
+        r.prepare(&[1, 2, 3].repeat(T), &open).expect("nothing to tell");
         r.works();
     });
 }

@@ -58,7 +58,7 @@ fn same(name: &str, cuda: &Cuda, ids: &Tensor<Cpu>, experts: usize, spec: &Dispa
     let mut host = Group::<Cpu>::single(config.clone()).expect("a group");
     let expected = prepare(&mut host, ids.view(), &spec).unwrap_or_else(|e| panic!("{name} on the CPU: {e}"));
     let mut group = cuda.group(config).expect("a group");
-    let on_gpu = cuda.tensor(ids).expect("ids");
+    let on_gpu = ids.to(cuda, &cuda.stream()).expect("ids");
     let found = prepare(&mut group, on_gpu.view(), &spec).unwrap_or_else(|e| panic!("{name} on the GPU: {e}"));
     assert_eq!(found.stats, expected.stats, "{name}");
     assert_eq!(found.kept, expected.kept, "{name}: kept ids");
@@ -125,7 +125,7 @@ fn bad_ids_are_masked_and_told_later(cuda: &Cuda) -> Result<()> {
     // Without a check in between, a later prepare tells, once the news has reached the host.
     let mut group = cuda.group(GroupConfig::new(4, 2))?;
     let spec = DispatchSpec { reporting: Reporting::Deferred, ..DispatchSpec::new(0, 2) };
-    let ids = cuda.tensor(&Tensor::from_vec(vec![0i32, 9, 1, 2], &[2, 2])?)?;
+    let ids = Tensor::from_vec(vec![0i32, 9, 1, 2], &[2, 2])?.to(cuda, &cuda.stream())?;
     group.dispatcher().prepare(ids.view(), None, &spec)?;
     cuda.stream().raw().synchronize().expect("the stream");
     let error = group.dispatcher().prepare(ids.view(), None, &spec).err().map(|e| e.to_string());
@@ -139,7 +139,7 @@ fn too_small_a_capacity_is_told_later(cuda: &Cuda) -> Result<()> {
     let mut group = cuda.group(config)?;
     let spec =
         DispatchSpec { capacity: Capacity::Static(3), reporting: Reporting::Deferred, ..DispatchSpec::new(0, 2) };
-    let ids = cuda.tensor(&Tensor::from_vec(vec![0i32, 1, 1, 2], &[2, 2])?)?;
+    let ids = Tensor::from_vec(vec![0i32, 1, 1, 2], &[2, 2])?.to(cuda, &cuda.stream())?;
     group.dispatcher().prepare(ids.view(), None, &spec)?;
     let error = group.dispatcher().check().err();
     assert!(matches!(error, Some(Error::Capacity { rank: 0, needed: 4, capacity: 3 })), "{error:?}");
@@ -164,7 +164,7 @@ struct Steps {
 impl Steps {
     fn new(cuda: &Cuda, case: &Case) -> Result<Self> {
         let data = Data::new(case)?;
-        let put = |t: &Tensor<Cpu>| cuda.tensor(t);
+        let put = |t: &Tensor<Cpu>| t.to(cuda, &cuda.stream());
         let params: Vec<_> = data.params.iter().map(|(role, t)| Ok((*role, put(t)?))).collect::<Result<_>>()?;
         let like = |wanted: Role| {
             let dims = wanted.dims(&case.config, case.config.router.num_experts).unwrap_or_default();
@@ -271,7 +271,7 @@ fn graphs_replay_the_bits_of_eager_steps(cuda: &Cuda) -> Result<()> {
         steps.set_x(x)?;
         steps.step()?;
         let noise = random.tensor(&[1 << 16], DType::F32, 1.0)?;
-        let others: Vec<_> = (0..8).map(|_| cuda.tensor(&noise)).collect::<Result<_>>()?;
+        let others: Vec<_> = (0..8).map(|_| noise.to(cuda, &cuda.stream())).collect::<Result<_>>()?;
         graph.replay()?;
         assert!(steps.results()? == *expected, "a replay after other work differs");
         for t in &others {

@@ -191,7 +191,7 @@ fn copy(t: &Tensor<Cpu>) -> moebius::cpu::HostBuffer {
 }
 
 pub fn on_gpu(case: &Case, data: &Data, cuda: &Cuda) -> Result<Results> {
-    let results = run(case, data, cuda, &mut cuda.group(group_config(case))?, &|t| cuda.tensor(t))?;
+    let results = run(case, data, cuda, &mut cuda.group(group_config(case))?, &|t| t.to(cuda, &cuda.stream()))?;
     cuda.check()?;
     Ok(results)
 }

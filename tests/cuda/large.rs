@@ -52,7 +52,7 @@ fn each_path(cuda: &Cuda, run: impl Fn(&Cuda)) {
 /// Rows of a small source, by number; zeros where negative.
 fn rows_of(cuda: &Cuda, source: &Tensor<Cuda>, map: Vec<i32>) -> Result<Tensor<Cuda>> {
     let dims = [map.len(), source.dims()[1]];
-    let map = cuda.tensor(&Tensor::from_vec(map, &dims[..1])?)?;
+    let map = Tensor::from_vec(map, &dims[..1])?.to(cuda, &cuda.stream())?;
     let mut out = Tensor::empty(cuda, source.dtype(), &dims)?;
     cuda.gather_rows(&cuda.stream(), GatherRows { source: source.view(), map: map.view(), out: out.view_mut() })?;
     Ok(out)
@@ -76,13 +76,13 @@ fn sampled(cuda: &Cuda, name: &str, config: &MoeConfig, tokens: usize) {
 
 fn sampled_on_gpu(cuda: &Cuda, case: &Case, data: &Data, sample: &[usize], tokens: usize) -> Result<Results> {
     let row_of = |t: usize| sample.binary_search(&t).map_or(-1, |i| i as i32);
-    let (small_x, small_dy) = (cuda.tensor(&data.x)?, cuda.tensor(&data.d_y)?);
+    let (small_x, small_dy) = (data.x.to(cuda, &cuda.stream())?, data.d_y.to(cuda, &cuda.stream())?);
     // Tokens outside the sample are the sample's again, without a gradient.
     let again = |t: usize| (t % sample.len()) as i32;
     let x = rows_of(cuda, &small_x, (0..tokens).map(|t| row_of(t).max(again(t) * i32::from(row_of(t) < 0))).collect())?;
     let d_y = rows_of(cuda, &small_dy, (0..tokens).map(row_of).collect())?;
     let params: Vec<(Role, Tensor<Cuda>)> =
-        data.params.iter().map(|(role, t)| Ok((*role, cuda.tensor(t)?))).collect::<Result<_>>()?;
+        data.params.iter().map(|(role, t)| Ok((*role, t.to(cuda, &cuda.stream())?))).collect::<Result<_>>()?;
     let views = ParamViews::collect(|role| Ok(params.iter().find(|(r, _)| *r == role).map(|(_, t)| t.view())))?;
     let params = views.params();
     let layer = Layer::new(case.config.clone(), 0)?;
@@ -119,14 +119,14 @@ fn last_expert(cuda: &Cuda, config: &MoeConfig) -> Result<()> {
     // Every expert has the same weights; what tells them apart is where they lie.
     let everywhere = |role: Role| -> Result<Tensor<Cuda>> {
         let dims = role.dims(config, experts).expect("a parameter");
-        let one = cuda.tensor(of(role))?.reshape(&[dims[1], dims[2]])?;
+        let one = of(role).to(cuda, &cuda.stream())?.reshape(&[dims[1], dims[2]])?;
         let map = (0..experts * dims[1]).map(|row| (row % dims[1]) as i32).collect();
         rows_of(cuda, &one, map)?.reshape(&dims)
     };
     let (up, down) = (everywhere(Role::Up)?, everywhere(Role::Down)?);
-    let router = cuda.tensor(&Random(3).tensor(&[experts, hidden], DType::BF16, 1e-3)?)?;
+    let router = Random(3).tensor(&[experts, hidden], DType::BF16, 1e-3)?.to(cuda, &cuda.stream())?;
     let bias: Vec<f64> = (0..experts).map(|e| if e + 1 == experts { 50.0 } else { 0.0 }).collect();
-    let bias = cuda.tensor(&Cpu::new().write(&(), &bias, DType::BF16, &[experts])?)?;
+    let bias = Cpu::new().write(&(), &bias, DType::BF16, &[experts])?.to(cuda, &cuda.stream())?;
     let views = ParamViews::collect(|role| {
         Ok(match role {
             Role::Router => Some(router.view()),
@@ -136,7 +136,7 @@ fn last_expert(cuda: &Cuda, config: &MoeConfig) -> Result<()> {
             _ => None,
         })
     })?;
-    let (x, d_y) = (cuda.tensor(&data.x)?, cuda.tensor(&data.d_y)?);
+    let (x, d_y) = (data.x.to(cuda, &cuda.stream())?, data.d_y.to(cuda, &cuda.stream())?);
     let params = views.params();
     let layer = Layer::new(config.clone(), 0)?;
     let mut group = cuda.group(group_config(&Case::new(config.clone(), TOKENS, DType::BF16)))?;

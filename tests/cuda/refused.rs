@@ -9,7 +9,7 @@ use crate::harness::{Case, Data, on_gpu, tests};
 tests!(nan_logits_name_token_and_expert, maps_outside_are_reported_and_not_followed, f64_is_refused,);
 
 fn tensor<T: moebius::cpu::Element>(cuda: &Cuda, values: Vec<T>, dims: &[usize]) -> Tensor<Cuda> {
-    cuda.tensor(&Tensor::from_vec(values, dims).expect("values")).expect("a tensor")
+    Tensor::from_vec(values, dims).expect("values").to(cuda, &cuda.stream()).expect("a tensor")
 }
 
 fn nan_logits_name_token_and_expert(cuda: &Cuda) {

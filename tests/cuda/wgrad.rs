@@ -62,15 +62,15 @@ fn check(cuda: &Cuda, s: &Setting) -> Result<()> {
     };
     let (left, left_rows) = rows(s.mapped_left, s.m)?;
     let (right, right_rows) = rows(!s.mapped_left, s.n)?;
-    let put = |values: &[i64]| cuda.tensor(&Tensor::from_vec(values.to_vec(), &[COUNTS.len()])?);
+    let put = |values: &[i64]| Tensor::from_vec(values.to_vec(), &[COUNTS.len()])?.to(cuda, &cuda.stream());
     let zones = Zones { offsets: put(&offsets)?, counts: put(&COUNTS)?, rows: slots };
-    let on_gpu = cuda.tensor(&Tensor::from_vec(map.clone(), &[slots])?)?;
+    let on_gpu = Tensor::from_vec(map.clone(), &[slots])?.to(cuda, &cuda.stream())?;
     let dims = [COUNTS.len(), s.m, s.n];
     let before = random.tensor(&dims, s.out, 3.0)?;
     let before_values = before.to_f64();
     let want = expected(s, &left, &right, &map, &offsets, &before_values);
     for device in [cuda.clone(), cuda.portable()] {
-        let mut out = cuda.tensor(&before)?;
+        let mut out = before.to(cuda, &cuda.stream())?;
         let (l, r) = match s.mapped_left {
             true => (RowSource::mapped(left_rows.view(), on_gpu.view()), RowSource::direct(right_rows.view())),
             false => (RowSource::direct(left_rows.view()), RowSource::mapped(right_rows.view(), on_gpu.view())),

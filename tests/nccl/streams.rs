@@ -336,7 +336,8 @@ fn shares_add_to_the_cpus_bits(cuda: &Cuda, _: usize) {
                 let shares = Cpu::new().write(&(), &numbers(7, parts * count + skip), dtype, &[parts * count + skip]);
                 let shares = shares.unwrap();
                 let mut expected = Cpu::new().write(&(), &numbers(9, count), DType::F32, &[count]).unwrap();
-                let (on_gpu, mut main) = (cuda.tensor(&shares).unwrap(), cuda.tensor(&expected).unwrap());
+                let (on_gpu, mut main) =
+                    (shares.to(cuda, &cuda.stream()).unwrap(), expected.to(cuda, &cuda.stream()).unwrap());
                 let bytes = skip * dtype.size()..(skip + parts * count) * dtype.size();
                 let all =
                     TensorRef::<Cpu>::new(Cpu::slice(shares.view().data(), bytes.clone()), dtype, &[parts, count]);
@@ -369,7 +370,7 @@ fn sparing_changes_no_bit(cuda: &Cuda, _: usize) {
             (state >> 33) as f64 / (1u64 << 31) as f64 - 0.5
         };
         let values: Vec<f64> = (0..dims.iter().product()).map(|_| next()).collect();
-        cuda.tensor(&Cpu::new().write(&(), &values, DType::BF16, dims).unwrap()).unwrap()
+        Cpu::new().write(&(), &values, DType::BF16, dims).unwrap().to(cuda, &cuda.stream()).unwrap()
     };
     let (x, router) = (make(1, &[tokens, 256]), make(2, &[8, 256]));
     let (up, down) = (make(3, &[8, 256, 256]), make(4, &[8, 256, 128]));

@@ -172,6 +172,22 @@ impl Step {
         Ok(())
     }
 
+    /// Ranks and tokens, in order, of what part of the layout (an expert's, or a rank's) has on this rank.
+    fn sent(&self, part: usize) -> Vec<(usize, usize)> {
+        let by_expert = self.trip.layout == Layout::ExpertMajor;
+        let here = |r: usize, id: i64| match by_expert {
+            true => id == (4 * self.rank + part) as i64,
+            false => r == part && id >= 0 && id as usize / 4 == self.rank,
+        };
+        let tokens = self.ids.iter().enumerate().flat_map(|(r, ids)| {
+            ids.chunks(K)
+                .enumerate()
+                .filter(move |(_, ids)| ids.iter().any(|id| here(r, *id)))
+                .map(move |(t, _)| (r, t))
+        });
+        tokens.collect()
+    }
+
     /// Rows of these slots are whole, and those that are expected.
     fn same(&self, rows: &[f64], slots: Vec<usize>, mut expected: Vec<f64>) {
         let h = self.trip.hidden;
@@ -361,14 +377,17 @@ fn opaque_rows_with_scales(ranks: usize) {
             let (rows, scales, counts) = (seat.get(&rows)?, seat.get(&scales)?, seat.get(&step.counts)?);
             let per = n / counts.len();
             for (part, count) in counts.iter().enumerate() {
-                for slot in (0..*count as usize).map(|s| part * per + s) {
-                    let whose = (0..ranks).flat_map(|r| (0..step.ids[r].len() / K).map(move |t| (r, t)));
+                let whose = |slot: usize| {
                     let same = |got: &[f64], width: usize, salt, (r, t)| {
                         (0..width).all(|c| got[slot * width + c] == byte(r, t, c + salt))
                     };
-                    let found = whose.filter(|w| same(&rows, row, 0, *w)).any(|w| same(&scales, scale, 17, w));
-                    assert!(found, "{layout:?}, row {row}, scales {scale}: slot {slot}");
-                }
+                    let mut all = (0..ranks).flat_map(|r| (0..step.ids[r].len() / K).map(move |t| (r, t)));
+                    all.find(|w| same(&rows, row, 0, *w) && same(&scales, scale, 17, *w))
+                };
+                let mut found: Vec<_> = (0..*count as usize).map(|s| whose(part * per + s)).collect();
+                found.sort_unstable();
+                let expected: Vec<_> = step.sent(part).into_iter().map(Some).collect();
+                assert_eq!(found, expected, "{layout:?}, row {row}, scales {scale}: part {part}");
             }
             Ok(())
         });

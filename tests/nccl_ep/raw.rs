@@ -48,8 +48,9 @@ impl Seat<'_> {
     pub fn ids(&self, dtype: DType, ids: &[i64], k: usize) -> Result<Tensor<Cuda>> {
         let dims = [ids.len() / k, k];
         match dtype {
-            DType::I64 => self.cuda().tensor(&Tensor::<Cpu>::from_vec(ids.to_vec(), &dims)?),
-            _ => self.cuda().tensor(&Tensor::<Cpu>::from_vec(ids.iter().map(|i| *i as i32).collect(), &dims)?),
+            DType::I64 => Tensor::<Cpu>::from_vec(ids.to_vec(), &dims)?.to(self.cuda(), &self.cuda().stream()),
+            _ => Tensor::<Cpu>::from_vec(ids.iter().map(|i| *i as i32).collect(), &dims)?
+                .to(self.cuda(), &self.cuda().stream()),
         }
     }
 
@@ -352,6 +353,7 @@ fn opaque(seat: &mut Seat<'_>, (row, scale): (usize, usize), trip: &Trip, step: 
     let own = &step.ids[rank];
     let tokens = own.len() / k;
     let [counts, offsets, total] = updated(seat, &mut handle, &seat.ids(DType::I32, own, k)?)?;
+    assert_eq!(counts, step.padded(rank, trip.experts / seat.comm.size(), 1), "row {row}, scales {scale}");
     let byte = |rank: usize, token: usize, column: usize| ((rank * 71 + token * 5 + column * 3) % 251) as f64;
     let filled = |width: usize, salt: usize| -> Vec<f64> {
         (0..tokens * width).map(|i| byte(rank, i / width, i % width + salt)).collect()

@@ -70,7 +70,7 @@ fn plain_memory_is_copied_and_a_full_ring_is_told(ranks: usize) {
         let mut group = Group::new(cuda.clone(), cuda.stream(), Box::new(comm), config)?;
         let (stream, dispatcher) = (cuda.stream(), group.dispatcher());
         let ids: Vec<i32> = (0..2 * T).map(|i| ((rank + i) % (4 * ranks)) as i32).collect();
-        let ids = cuda.tensor(&Tensor::from_vec(ids, &[T, 2])?)?;
+        let ids = Tensor::from_vec(ids, &[T, 2])?.to(&cuda, &cuda.stream())?;
         let spec =
             DispatchSpec { capacity: Capacity::Static(rows), overflow: Overflow::Error, ..DispatchSpec::new(0, 2) };
         let values: Vec<f64> = (0..T * H).map(|i| ((rank * 7 + i) % 100) as f64).collect();

@@ -1,15 +1,18 @@
 //! Routing of one step, as the library keeps it in memory of ours.
 
-use std::ffi::c_int;
 use std::fmt;
 
 use crate::cuda::Cuda;
 use crate::dtype::DType;
 use crate::error::{Error, Result};
-use crate::tensor::{Tensor, TensorMut, TensorRef};
+use crate::nccl_ep::made::{Made, Shape, check_ids};
+use crate::nccl_ep::result::blank;
+use crate::nccl_ep::tensor::{Described, check, check_scales, on_wire, pointer};
+use crate::nccl_ep::{EpError, result, sys};
+use crate::tensor::TensorRef;
 
-use super::tensor::{Described, pointer};
-use super::{EpError, Group, result, sys};
+use super::rows::pass;
+use super::{Counters, Direction, Group, RowsBack, RowsOut};
 
 /// What a handle is made for; the same on all ranks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -20,86 +23,20 @@ pub struct HandleOptions {
     pub alignment: usize,
 }
 
-/// Where [`Handle::update`] leaves its counts: all of one type, I32 or I64.
-#[derive(Debug)]
-pub struct Counters<'a> {
-    /// Padded rows of each local expert, `[L]`.
-    pub counts: TensorMut<'a, Cuda>,
-    /// First row of each local expert, `[L]`.
-    pub offsets: TensorMut<'a, Cuda>,
-    /// Padded rows of this rank with nothing dropped, `[1]`.
-    pub total: TensorMut<'a, Cuda>,
-}
-
-/// Which way a call goes through the layer.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Direction {
-    /// Forward: dispatch brings weights, combine does not.
-    Forward,
-    /// Backward: dispatch of the output's gradient brings no weights, combine of the rows' gradient does.
-    Backward,
-}
-
-/// Rows from tokens to experts.
-#[derive(Debug)]
-pub struct RowsOut<'a> {
-    /// `[T, H]`; U8 for opaque rows.
-    pub tokens: TensorRef<'a, Cuda>,
-    /// `F32 [T, K]`; needed forward, refused backward.
-    pub weights: Option<TensorRef<'a, Cuda>>,
-    /// `U8 [T, bytes]`, beside opaque rows only.
-    pub scales: Option<TensorRef<'a, Cuda>>,
-    /// `[N, H]`, N the group's capacity or what the step needs, or more; pads are zeroed, rows past the zones stay.
-    pub out: TensorMut<'a, Cuda>,
-    /// `F32 [N]`.
-    pub out_weights: Option<TensorMut<'a, Cuda>>,
-    /// `U8 [N, bytes]`.
-    pub out_scales: Option<TensorMut<'a, Cuda>>,
-}
-
-/// Rows from experts back to tokens.
-#[derive(Debug)]
-pub struct RowsBack<'a> {
-    /// `[N, H]`; pads are not read.
-    pub rows: TensorRef<'a, Cuda>,
-    /// `F32 [N]`; needed backward, refused forward.
-    pub weights: Option<TensorRef<'a, Cuda>>,
-    /// `[T, H]`: sums, without weights.
-    pub out: TensorMut<'a, Cuda>,
-    /// `F32 [T, K]`: each choice's own, 0 where dropped.
-    pub out_weights: Option<TensorMut<'a, Cuda>>,
-}
-
 /// A handle of a group. Its memory is this crate's; it keeps the group.
 pub struct Handle {
+    made: Made,
     group: Group,
     options: HandleOptions,
-    raw: sys::ncclEpHandle_t,
     /// Tokens of the last update.
     tokens: Option<usize>,
-    // Freed in the order of the stream, so behind what the library still does with it.
-    memory: Tensor<Cuda>,
 }
-
-// SAFETY: the library lets any thread use a handle, one at a time, which `&mut self` sees to.
-unsafe impl Send for Handle {}
-// SAFETY: nothing is called through a shared reference.
-unsafe impl Sync for Handle {}
 
 impl fmt::Debug for Handle {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let bytes = self.memory.view().count();
+        let bytes = self.bytes();
         write!(f, "Handle {{ options: {:?}, tokens: {:?}, bytes: {bytes} }}", self.options, self.tokens)
     }
-}
-
-/// Zeros with the two numbers that every struct of the interface begins with.
-pub(super) fn blank<T>() -> T {
-    // SAFETY: used for this module's config structs only: integers and pointers, for which the interface asks for zeros.
-    let mut value: T = unsafe { std::mem::zeroed() };
-    // SAFETY: size and magic are the first two u32 of each.
-    unsafe { (&raw mut value).cast::<[u32; 2]>().write([size_of::<T>() as u32, sys::NCCL_EP_MAGIC]) };
-    value
 }
 
 impl Handle {
@@ -118,19 +55,10 @@ impl Handle {
         if !options.alignment.is_power_of_two() {
             return Err(EpError::Alignment { found: options.alignment }.into());
         }
-        let mut config: sys::ncclEpHandleConfig_t = blank();
-        config.dispatch_output_per_expert_alignment = options.alignment;
         let layout = sys::ncclEpLayout_t::NCCL_EP_LAYOUT_EXPERT_MAJOR;
-        let shape = result::Shape { layout, config: &config, top_k: options.top_k as c_int };
-        // SAFETY: the group lives; the shape was checked.
-        let bytes = group.with(CALL, |library, _| unsafe { result::handle_mem_size(library, group.raw(), shape) })?;
-        let mut memory = Tensor::empty(group.cuda(), DType::U8, &[bytes])?;
-        let mut described = Described::of_mut(CALL, memory.view_mut())?;
-        // SAFETY: as above; the memory has the size asked for and goes after the handle.
-        let raw = group.with(CALL, |library, _| unsafe {
-            result::init_handle(library, group.raw(), shape, described.pointer())
-        })?;
-        Ok(Self { group: group.clone(), options, raw, tokens: None, memory })
+        let made =
+            Made::new(CALL, group.member(), Shape { layout, alignment: options.alignment, top_k: options.top_k })?;
+        Ok(Self { made, group: group.clone(), options, tokens: None })
     }
 
     /// What the handle was made for.
@@ -145,12 +73,12 @@ impl Handle {
 
     /// The handle as the library has it, for callers that go beyond this crate's functions.
     pub fn raw(&self) -> sys::ncclEpHandle_t {
-        self.raw
+        self.made.raw()
     }
 
     /// Bytes of its memory on the GPU.
     pub fn bytes(&self) -> usize {
-        self.memory.view().count()
+        self.made.bytes()
     }
 
     /// New routing (collective): `ids [T, K]`, I32 or I64, each −1 or an expert, no expert twice in a token. The library
@@ -160,15 +88,7 @@ impl Handle {
     /// Shapes and types; a call of the library that failed.
     pub fn update(&mut self, ids: TensorRef<'_, Cuda>, counters: Counters<'_>) -> Result<()> {
         const CALL: &str = "Handle::update";
-        let tokens = ids.rows();
-        Error::check_shape(CALL, "ids", &[tokens, self.options.top_k], ids.dims())?;
-        if !matches!(ids.dtype(), DType::I32 | DType::I64) {
-            return Err(Error::invalid(CALL, "tensor ids", "i32 or i64", ids.dtype()));
-        }
-        let most = self.group.options().max_tokens;
-        if tokens > most {
-            return Err(Error::invalid(CALL, "tensor ids", format!("at most {most} tokens"), tokens));
-        }
+        let tokens = check_ids(CALL, ids, (self.options.top_k, self.group.options().max_tokens))?;
         let (local, dtype) = (self.group.local_experts(), counters.counts.dtype());
         if !matches!(dtype, DType::I32 | DType::I64) {
             return Err(Error::invalid(CALL, "tensor counts", "i32 or i64", dtype));
@@ -187,10 +107,9 @@ impl Handle {
         info.expert_counters = counts.pointer();
         info.expert_offsets = offsets.pointer();
         info.recv_total_counter = total.pointer();
-        let (raw, ids) = (self.raw, ids.pointer());
-        let told = (ids.cast_const(), &raw const info);
+        let told = (ids.pointer().cast_const(), &raw const info);
         // SAFETY: the handle lives; shapes were checked; the tensors' memory is given back in the order of the stream.
-        self.group.with(CALL, |library, stream| unsafe { result::update_handle(library, raw, told, stream) })?;
+        self.made.with(CALL, |library, raw, stream| unsafe { result::update_handle(library, raw, told, stream) })?;
         self.tokens = Some(tokens);
         Ok(())
     }
@@ -282,7 +201,7 @@ impl Handle {
         }
         // SAFETY: the handle lives and was updated; shapes were checked; the tensors' memory is given back in the order
         // of the stream.
-        self.group.with(CALL, |library, stream| unsafe { result::dispatch(library, self.raw, &call, stream) })
+        self.made.with(CALL, |library, raw, stream| unsafe { result::dispatch(library, raw, &call, stream) })
     }
 
     /// Sums the experts' rows of each token (collective).
@@ -326,59 +245,6 @@ impl Handle {
         call.outputs.topk_weights = pointer(&mut out_weights);
         call.config.pass_direction = pass(direction);
         // SAFETY: as for dispatch.
-        self.group.with(CALL, |library, stream| unsafe { result::combine(library, self.raw, &call, stream) })
-    }
-}
-
-fn pass(direction: Direction) -> sys::ncclEpPassDir_t {
-    match direction {
-        Direction::Forward => sys::ncclEpPassDir_t::NCCL_EP_FWD_PASS,
-        Direction::Backward => sys::ncclEpPassDir_t::NCCL_EP_BWD_PASS,
-    }
-}
-
-/// Rows as the library moves them: bytes with scales are what it calls fp8, without it moves them as 16-bit elements.
-pub(super) fn on_wire<'a>(t: Described<'a>, (dtype, bytes, scale): (DType, usize, usize)) -> Described<'a> {
-    match (dtype, scale) {
-        (DType::U8, 0) => t.retyped(sys::ncclDataType_t::ncclBfloat16, bytes / 2),
-        (DType::U8, _) => t.retyped(sys::ncclDataType_t::ncclFloat8e4m3, bytes),
-        _ => t,
-    }
-}
-
-/// Scales travel beside opaque rows, from so many rows to so many.
-pub(super) fn check_scales(
-    call: &'static str,
-    rows: DType,
-    (from, t): (&Option<TensorRef<'_, Cuda>>, usize),
-    (to, n): (&Option<TensorMut<'_, Cuda>>, usize),
-) -> Result<()> {
-    match (from, to) {
-        (None, None) => Ok(()),
-        (Some(from), Some(to)) => {
-            let bytes = from.row_bytes();
-            Error::check_dtype(call, "tokens beside scales", DType::U8, rows)?;
-            check(call, "scales", (DType::U8, &[t, bytes]), (from.dtype(), from.dims()))?;
-            check(call, "out_scales", (DType::U8, &[n, bytes]), (to.dtype(), to.dims()))
-        }
-        _ => Err(Error::invalid(call, "scales", "on both sides or on none", "on one")),
-    }
-}
-
-pub(super) fn check(
-    call: &'static str,
-    name: &str,
-    expected: (DType, &[usize]),
-    found: (DType, &[usize]),
-) -> Result<()> {
-    Error::check_dtype(call, name, expected.0, found.0)?;
-    Error::check_shape(call, name, expected.1, found.1)
-}
-
-impl Drop for Handle {
-    fn drop(&mut self) {
-        // Nothing can be reported from here. A handle of a communicator that is gone is only memory.
-        // SAFETY: the handle lives and is not used again.
-        let _ = self.group.with("Handle::drop", |library, _| unsafe { result::handle_destroy(library, self.raw) });
+        self.made.with(CALL, |library, raw, stream| unsafe { result::combine(library, raw, &call, stream) })
     }
 }

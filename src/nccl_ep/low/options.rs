@@ -1,27 +1,15 @@
-//! Groups for low latency: few tokens a rank, forward only, and ranks that may be late.
+//! What a group for low latency is made for, and the rules for it.
 
-use std::fmt;
-use std::sync::Arc;
 use std::time::Duration;
 
-use crate::cuda::Cuda;
 use crate::dtype::DType;
-use crate::error::Result;
-use crate::kernels::Kernels;
-use crate::nccl::{NcclComm, Shared};
-use crate::tensor::Tensor;
-
-use super::group::{
-    Checked, MOST_CHOICES, MOST_TOKENS, Member, SHARED, blank_config, check_experts, check_gpu, narrow,
-};
-use super::{EpError, EpLibrary, result, sys};
+use crate::nccl_ep::EpError;
+use crate::nccl_ep::rules::{Checked, MOST_CHOICES, MOST_TOKENS, SHARED, check_experts};
 
 const CALL: &str = "LowLatencyGroup::new";
 /// Warps of a block of its kernels, and the most groups that they are divided into.
 const WARPS: usize = 32;
 const MOST_GROUPS: usize = 14;
-/// Shortest time limit: the library counts whole milliseconds, and takes none as no time at all.
-const SHORTEST: Duration = Duration::from_millis(1);
 
 /// What a group is made for; the same on all ranks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -37,21 +25,6 @@ pub struct LowLatencyOptions {
     pub patience: Option<Duration>,
 }
 
-/// A rank's membership in a group for low latency. Cheap to clone; destroyed with its last clone and handle, when all
-/// ranks must be done with it.
-#[derive(Clone)]
-pub struct LowLatencyGroup {
-    member: Arc<Member>,
-    options: LowLatencyOptions,
-    processors: usize,
-}
-
-impl fmt::Debug for LowLatencyGroup {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "LowLatencyGroup {{ options: {:?}, ranks: {} }}", self.options, self.member.ranks)
-    }
-}
-
 /// Groups that the warps of a block are divided into, for so many experts on so many multiprocessors.
 fn warp_groups(experts: usize, processors: usize) -> usize {
     experts.div_ceil(processors.max(1)).max(1)
@@ -59,7 +32,7 @@ fn warp_groups(experts: usize, processors: usize) -> usize {
 
 impl LowLatencyOptions {
     /// What the library would end the process for, or find out too late.
-    pub(super) fn check(&self, ranks: usize, processors: usize) -> Checked<()> {
+    pub(in crate::nccl_ep) fn check(&self, ranks: usize, processors: usize) -> Checked<()> {
         let argument = |name, expected: String, found: usize| {
             Err(EpError::Argument { call: CALL, name, expected, found: found.to_string() })
         };
@@ -85,7 +58,7 @@ impl LowLatencyOptions {
     }
 
     /// The rules for choices of a token: each has a warp, and one more directs them.
-    pub(super) fn check_top_k(&self, top_k: usize, processors: usize) -> Checked<()> {
+    pub(in crate::nccl_ep) fn check_top_k(&self, top_k: usize, processors: usize) -> Checked<()> {
         let groups = warp_groups(self.num_experts, processors);
         let most = (groups * (WARPS / groups) - 1).min(MOST_CHOICES).min(self.num_experts);
         match (1..=most).contains(&top_k) {
@@ -99,7 +72,7 @@ impl LowLatencyOptions {
 
     /// The rules for a row of so many bytes and its scales on their way out: opaque rows travel as 16-bit numbers, or with
     /// scales in words of 16 bytes; every lane of a warp has a word.
-    pub(super) fn check_sent(&self, (dtype, row): (DType, usize), scale: usize) -> Checked<()> {
+    pub(in crate::nccl_ep) fn check_sent(&self, (dtype, row): (DType, usize), scale: usize) -> Checked<()> {
         let lanes = WARPS * 16;
         match scale {
             0 if !row.is_multiple_of(lanes) => {
@@ -127,7 +100,7 @@ impl LowLatencyOptions {
 
     /// The rules for a row of numbers that are added: whole steps of a warp, whole words of what travels beside it, and room
     /// on chip.
-    pub(super) fn check_added(&self, dtype: DType, width: usize, processors: usize) -> Checked<()> {
+    pub(in crate::nccl_ep) fn check_added(&self, dtype: DType, width: usize, processors: usize) -> Checked<()> {
         if width == 0 || !width.is_multiple_of(ADDED) {
             return Err(EpError::LowLatencyWidth { lanes: ADDED, dtype: dtype.to_string(), width });
         }
@@ -157,152 +130,6 @@ fn on_chip(width: usize, element: usize, warps: usize) -> Option<usize> {
     let send = warps * (STAGES * (WARPS * 16 * unrolls + 16) + meta);
     let receive = groups * (STAGES * (32 + width * element) + width * element + 3 * STAGES * meta);
     (groups > 0).then_some(send.max(receive))
-}
-
-impl LowLatencyGroup {
-    /// Joins a group (collective).
-    ///
-    /// # Errors
-    /// [`EpError`] names the rule that the options, the GPU or the ranks break, before the library is called.
-    pub fn new(library: &EpLibrary, comm: &NcclComm, options: LowLatencyOptions) -> Result<Self> {
-        Self::on(library, (comm.cuda().clone(), comm.shared()), options)
-    }
-
-    pub(super) fn on(library: &EpLibrary, (cuda, shared): (Cuda, Shared), options: LowLatencyOptions) -> Result<Self> {
-        let processors = cuda.processors();
-        options.check(shared.size(), processors)?;
-        check_gpu(&cuda)?;
-        let mut config = blank_config();
-        config.algorithm = sys::ncclEpAlgorithm_t::NCCL_EP_ALGO_LOW_LATENCY;
-        config.num_experts = narrow("num_experts", options.num_experts)?;
-        config.max_dispatch_tokens_per_rank = narrow("max_tokens", options.max_tokens)?;
-        config.max_token_bytes = narrow("max_row_bytes", options.max_row_bytes)?;
-        if let Some(patience) = options.patience {
-            config.enable_mask = 1;
-            config.timeout_ns = u64::try_from(patience.max(SHORTEST).as_nanos()).unwrap_or(u64::MAX);
-        }
-        Ok(Self { member: Member::join(library, (cuda, shared), config)?, options, processors })
-    }
-
-    /// What the group was made for.
-    pub fn options(&self) -> &LowLatencyOptions {
-        &self.options
-    }
-
-    /// Ranks R.
-    pub fn ranks(&self) -> usize {
-        self.member.ranks
-    }
-
-    /// Experts of a rank.
-    pub fn local_experts(&self) -> usize {
-        self.options.num_experts / self.member.ranks
-    }
-
-    /// The GPU and its stream.
-    pub fn cuda(&self) -> &Cuda {
-        &self.member.cuda
-    }
-
-    /// The group as the library has it, for callers that go beyond this crate's functions.
-    pub fn raw(&self) -> sys::ncclEpGroup_t {
-        self.member.raw
-    }
-
-    pub(super) fn processors(&self) -> usize {
-        self.processors
-    }
-
-    /// As [`Member::with`].
-    pub(super) fn with<T>(
-        &self,
-        call: &'static str,
-        calls: impl FnOnce(&sys::Library, sys::cudaStream_t) -> Checked<T>,
-    ) -> Result<T> {
-        self.member.with(call, calls)
-    }
-
-    /// Refuses what only groups with a patience have.
-    fn masked(&self, call: &'static str) -> Checked<()> {
-        match self.options.patience {
-            Some(_) => Ok(()),
-            None => Err(EpError::Argument {
-                call,
-                name: "patience",
-                expected: "some, in the group's options".to_string(),
-                found: "none".to_string(),
-            }),
-        }
-    }
-
-    /// Whether a rank was late in a call that has ended, since [`forget_late`](Self::forget_late). Waits for nothing.
-    ///
-    /// # Errors
-    /// The group was made without a patience; a call of the library that failed.
-    pub fn was_late(&self) -> Result<bool> {
-        const CALL: &str = "LowLatencyGroup::was_late";
-        self.masked(CALL)?;
-        let raw = self.raw();
-        // SAFETY: the group lives and has masks.
-        self.with(CALL, |library, _| unsafe { result::async_error(library, raw) }).map(|flag| flag != 0)
-    }
-
-    /// Clears what [`was_late`](Self::was_late) tells.
-    ///
-    /// # Errors
-    /// As [`was_late`](Self::was_late).
-    pub fn forget_late(&self) -> Result<()> {
-        const CALL: &str = "LowLatencyGroup::forget_late";
-        self.masked(CALL)?;
-        let raw = self.raw();
-        // SAFETY: the group lives and has masks.
-        self.with(CALL, |library, _| unsafe { result::error_clear(library, raw) })
-    }
-
-    /// Which ranks take part, as this rank has it. Waits for the stream.
-    ///
-    /// # Errors
-    /// As [`was_late`](Self::was_late).
-    pub fn active(&self) -> Result<Vec<bool>> {
-        const CALL: &str = "LowLatencyGroup::active";
-        self.masked(CALL)?;
-        let (raw, cuda) = (self.raw(), self.cuda());
-        let mut mask = Tensor::zeros(cuda, DType::I32, &[self.ranks()])?;
-        let to = mask.view_mut().into_data().address() as *mut std::ffi::c_int;
-        // SAFETY: the group lives and has masks; the tensor has a number a rank and is given back behind the stream.
-        self.with(CALL, |library, stream| unsafe { result::mask_query(library, raw, to, stream) })?;
-        Ok(cuda.read(&cuda.stream(), mask.view())?.iter().map(|v| *v != 0.0).collect())
-    }
-
-    /// Skips ranks from now on, here; every rank decides for itself.
-    ///
-    /// # Errors
-    /// As [`was_late`](Self::was_late); not one entry a rank.
-    pub fn set_active(&self, active: &[bool]) -> Result<()> {
-        const CALL: &str = "LowLatencyGroup::set_active";
-        self.masked(CALL)?;
-        crate::Error::check_shape(CALL, "active", &[self.ranks()], &[active.len()])?;
-        let (raw, from): (_, Vec<_>) = (self.raw(), active.iter().map(|a| i32::from(*a)).collect());
-        // SAFETY: the group lives and has masks; the numbers live past the wait below.
-        self.with(CALL, |library, stream| unsafe { result::mask_update(library, raw, &from, stream) })?;
-        self.cuda().check()
-    }
-
-    /// Takes every rank in again. All ranks call it within the patience of each other, when nothing of the group runs;
-    /// for ranks that were late. One that is gone needs a new communicator and a new group.
-    ///
-    /// # Errors
-    /// As [`was_late`](Self::was_late); no handle was made yet.
-    pub fn readmit(&self) -> Result<()> {
-        const CALL: &str = "LowLatencyGroup::readmit";
-        self.masked(CALL)?;
-        let raw = self.raw();
-        self.cuda().check()?;
-        // SAFETY: the group lives and has masks; the stream was waited for.
-        self.with(CALL, |library, stream| unsafe { result::mask_clean(library, raw, stream) })?;
-        self.cuda().check()?;
-        self.forget_late()
-    }
 }
 
 #[cfg(test)]

@@ -11,21 +11,17 @@ use std::time::Duration;
 
 use crate::comm::{Op, Tag};
 use crate::cuda::Cuda;
-use crate::cuda::arrivals::{self, Arrived, Sorted, Starts};
-use crate::device::Device;
+use crate::cuda::arrivals::{self, Starts};
 use crate::dtype::DType;
-use crate::ep::carrier::written;
-use crate::ep::view::{byte_rows_mut, entries, gather, gather_elements, reduce};
-use crate::ep::{Capacity, DispatchInputs, DispatchOutputs, DispatchSpec, Handle, Received};
-use crate::error::{Error, Result};
+use crate::ep::{Capacity, DispatchSpec};
+use crate::error::Result;
 use crate::nccl::NcclComm;
-use crate::tensor::{Tensor, TensorMut, TensorRef};
+use crate::nccl_ep::EpError;
+use crate::nccl_ep::low::{Layout, LowLatencyGroup, LowLatencyHandle, LowLatencyOptions};
+use crate::tensor::{Tensor, TensorRef};
 
-use super::calls::{Rows, Step, kept, row_bytes};
-use super::dispatcher::{NcclEp, Routed, around};
-use super::low_handle::{Arrival, Departure, SentBack};
-use super::routing::Behind;
-use super::{EpError, Layout, LowLatencyGroup, LowLatencyHandle, LowLatencyOptions};
+use super::prepare::Behind;
+use super::{NcclEp, Routed, around};
 
 /// How much longer than the communicator a kernel waits for a rank: the watchdog's error comes first, and then the kernel
 /// ends by itself.
@@ -61,13 +57,13 @@ impl Low {
 
 /// A handle on loan.
 pub(super) struct LowRouted {
-    handle: Option<LowLatencyHandle>,
+    pub(super) handle: Option<LowLatencyHandle>,
     pool: Pool,
     /// A graph that is being recorded will use it.
     recorded: bool,
-    bytes: usize,
+    pub(super) bytes: usize,
     /// Slots of each row that the last dispatch brought.
-    back: Option<Tensor<Cuda>>,
+    pub(super) back: Option<Tensor<Cuda>>,
 }
 
 impl fmt::Debug for LowRouted {
@@ -93,20 +89,9 @@ impl Drop for LowRouted {
     }
 }
 
-/// The handle and what is kept beside it.
-fn low<'r>(
-    call: &'static str,
-    routed: &'r mut Routed,
-) -> Result<(&'r mut LowLatencyHandle, &'r mut Option<Tensor<Cuda>>)> {
-    match routed {
-        Routed::Low(LowRouted { handle: Some(handle), back, .. }) => Ok((handle, back)),
-        _ => Err(Error::invalid(call, "handle", "one for low latency", "another")),
-    }
-}
-
 impl NcclEp {
     /// Choices of a token as they travel: one more carries its number.
-    fn wide(spec: &DispatchSpec) -> usize {
+    pub(super) fn wide(spec: &DispatchSpec) -> usize {
         spec.top_k + 1
     }
 
@@ -138,6 +123,20 @@ impl NcclEp {
             }
             other => other.into(),
         })
+    }
+
+    /// Whether kernels have gone on without a rank: what they brought is not whole, nor will be what comes. It takes a
+    /// patience below the communicator's (`NCCL_EP_TIMEOUT_MS`); else the watchdog comes first.
+    pub(super) fn late(&self) -> Result<()> {
+        if self.low.is_empty() || self.core.device.is_capturing()? {
+            return Ok(());
+        }
+        // A communicator that has ended says so itself.
+        let late = |low: &&Low| matches!(low.group.was_late(), Ok(true));
+        let Some(low) = self.low.iter().find(late) else { return Ok(()) };
+        let active = low.group.active()?;
+        let late = (0..active.len()).filter(|rank| !active[*rank]).collect();
+        Err(EpError::Late { rank: self.core.rank(), late }.into())
     }
 
     /// What rows must be.
@@ -226,129 +225,5 @@ impl NcclEp {
         };
         let routed = self.route_low(spec, at, ids.view()).map_err(|e| self.core.explain("prepare", e))?;
         Ok(Behind { routed, padded: None, starts, total, rows })
-    }
-
-    /// Rows as they arrive, and what says which slot is whose.
-    pub(super) fn send_low(
-        &mut self,
-        step: Step,
-        handle: &Handle<Cuda>,
-        inputs: &DispatchInputs<'_, Cuda>,
-        beside: Option<&mut dyn FnMut() -> Result<()>>,
-    ) -> Result<Received<Cuda>> {
-        let (device, stream) = (self.core.device.clone(), self.core.stream.clone());
-        let (spec, ranks) = (*handle.spec(), self.core.ranks());
-        let (n, wide, tokens) = (ranks * self.max_tokens(), Self::wide(&spec), &inputs.tokens);
-        let width = tokens.row_bytes() / tokens.dtype().size();
-        let weights = inputs.weights.as_ref().map(TensorRef::borrow);
-        let packed = arrivals::packed_weights(&device, weights, (handle.tokens(), spec.top_k))?;
-        let mut rows = self.empty(tokens.dtype(), &[n, width])?;
-        let mut counts = self.empty(DType::I32, &[ranks])?;
-        let (mut all, mut ids) = (self.empty(DType::F32, &[n, wide])?, self.empty(DType::I32, &[n, wide])?);
-        let mut scales = inputs.scales.as_ref().map(|s| self.empty(s.dtype(), &[n, s.row_bytes()])).transpose()?;
-        let moved = Rows { dtype: tokens.dtype(), bytes: row_bytes(inputs) };
-        // Its error is told when the collective, which the others are in, has ended.
-        let mut own = Ok(());
-        self.collective(step, (handle, moved), |routed| {
-            let from = Departure {
-                tokens: tokens.borrow(),
-                weights: Some(packed.view()),
-                scales: inputs.scales.as_ref().map(TensorRef::borrow),
-            };
-            let to = Arrival {
-                rows: rows.view_mut(),
-                counts: counts.view_mut(),
-                weights: Some(all.view_mut()),
-                ids: Some(ids.view_mut()),
-                scales: scales.as_mut().map(Tensor::view_mut),
-            };
-            let (library, _) = low(step.0, routed)?;
-            match beside {
-                None => library.dispatch(from, to),
-                Some(beside) => library.dispatch_while(from, to, || {
-                    own = beside();
-                    Ok(())
-                }),
-            }
-        })?;
-        own?;
-        let arrived = Arrived {
-            ids: &ids,
-            weights: &all,
-            counts: &counts,
-            experts: self.core.config.num_experts / ranks,
-            alignment: spec.alignment,
-            slots: handle.rows(),
-        };
-        let Sorted { row_map, weight_map, weights, return_map } = arrivals::sorted(&device, &arrived)?;
-        let mut of_slots = inputs.weights.as_ref().map(|_| self.empty(DType::F32, &[handle.rows()])).transpose()?;
-        if let Some(out) = &mut of_slots {
-            let elements = weights.view().reshape(&[n * spec.top_k])?;
-            gather_elements(&device, &stream, elements, weight_map.view(), out.view_mut())?;
-        }
-        self.keep_low(step.0, handle, return_map)?;
-        Ok(Received { rows: Some(rows), weights: of_slots, scales, map: Some(row_map) })
-    }
-
-    /// The way back of what a dispatch brought.
-    fn keep_low(&self, call: &'static str, handle: &Handle<Cuda>, map: Tensor<Cuda>) -> Result<()> {
-        let mut guard = kept(call, handle)?;
-        let (_, back) = low(call, &mut guard)?;
-        *back = Some(map);
-        Ok(())
-    }
-
-    /// The same, into slots.
-    pub(super) fn send_low_into(
-        &mut self,
-        step: Step,
-        handle: &Handle<Cuda>,
-        inputs: &DispatchInputs<'_, Cuda>,
-        outputs: DispatchOutputs<'_, Cuda>,
-    ) -> Result<()> {
-        let (device, stream) = (self.core.device.clone(), self.core.stream.clone());
-        let Received { rows, weights, scales, map } = self.send_low(step, handle, inputs, None)?;
-        let Some(map) = &map else { return Ok(()) };
-        let end = written(handle);
-        for (from, to) in [(&rows, Some(outputs.tokens)), (&scales, outputs.scales)] {
-            if let (Some(from), Some(to)) = (from, to) {
-                gather(&device, &stream, from.view(), entries(map.view(), 0..end)?, byte_rows_mut(to, 0..end)?)?;
-            }
-        }
-        match (&weights, outputs.weights) {
-            (Some(from), Some(to)) => device.copy(from.view().data(), to.into_data()),
-            _ => Ok(()),
-        }
-    }
-
-    /// Sums of this rank's experts for each row that came, back to where it is from.
-    pub(super) fn return_low(
-        &mut self,
-        step: Step,
-        handle: &Handle<Cuda>,
-        (expert_out, mut out): (TensorRef<'_, Cuda>, TensorMut<'_, Cuda>),
-    ) -> Result<()> {
-        let (device, stream) = (self.core.device.clone(), self.core.stream.clone());
-        let n = self.core.ranks() * self.max_tokens();
-        let mut sums = self.empty(expert_out.dtype(), &[n, expert_out.row_bytes() / expert_out.dtype().size()])?;
-        let (moved, tag) = (Rows::of(expert_out), crate::ep::core::Core::tag(handle, step.1));
-        let reduced = {
-            let guard = kept(step.0, handle)?;
-            match &*guard {
-                // A handle for wider rows would be another, which has dispatched nothing.
-                Routed::Low(LowRouted { bytes, .. }) if *bytes < moved.bytes => {
-                    Err(Error::invalid(step.0, "tensor expert_out", "rows no wider than were dispatched", moved.bytes))
-                }
-                Routed::Low(LowRouted { back: Some(back), .. }) => {
-                    reduce(&device, &stream, expert_out, back.view(), sums.view_mut())
-                }
-                _ => Err(Error::invalid(step.0, "handle", "one whose rows were dispatched", "a new one")),
-            }
-        };
-        self.core.agree(tag, reduced)?;
-        self.collective(step, (handle, moved), |routed| {
-            let (library, _) = low(step.0, routed)?;
-            library.combine(SentBack { rows: sums.view(), weights: None, out: out.reborrow() })
-        })
     }
 }

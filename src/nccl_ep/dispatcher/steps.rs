@@ -10,11 +10,11 @@ use crate::ep::carrier::{check_float, check_inputs, written};
 use crate::ep::core::Core;
 use crate::ep::{DispatchInputs, DispatchOutputs, Handle};
 use crate::error::{Error, Result};
+use crate::nccl_ep::EpError;
+use crate::nccl_ep::high::{self, Direction, RowsOut};
 use crate::tensor::{Tensor, TensorMut, TensorRef};
 
-use super::EpError;
-use super::dispatcher::{Kept, Mode, NcclEp, Routed, around};
-use super::handle::{Direction, RowsOut};
+use super::{Kept, Mode, NcclEp, Routed, around};
 
 impl NcclEp {
     /// Passes this rank's checks before a collective, or tells the others that they failed.
@@ -100,6 +100,35 @@ impl NcclEp {
         Tensor::empty(&self.core.device, dtype, dims)
     }
 
+    /// What this rank alone has found between its checks and the collective, memory that it has not for instance: the
+    /// others, which are on their way there, are told of an error.
+    pub(super) fn told_of<T>(&mut self, (_, op): Step, handle: &Handle<Cuda>, found: Result<T>) -> Result<T> {
+        self.core.agree(Core::tag(handle, op), found)
+    }
+
+    /// Memory for a collective; see [`told_of`](Self::told_of).
+    pub(super) fn room(
+        &mut self,
+        step: Step,
+        handle: &Handle<Cuda>,
+        (dtype, dims): (DType, &[usize]),
+    ) -> Result<Tensor<Cuda>> {
+        let room = self.empty(dtype, dims);
+        self.told_of(step, handle, room)
+    }
+
+    /// The same where there is none that a caller has given, of zeros.
+    pub(super) fn zeros_unless(
+        &mut self,
+        given: bool,
+        step: Step,
+        handle: &Handle<Cuda>,
+        dims: &[usize],
+    ) -> Result<Option<Tensor<Cuda>>> {
+        let zeros = (!given).then(|| Tensor::zeros(&self.core.device, DType::F32, dims)).transpose();
+        self.told_of(step, handle, zeros)
+    }
+
     /// Rows of a window, where the handle's arrive in one; what only this rank finds wrong is told.
     pub(super) fn lent(
         &mut self,
@@ -109,7 +138,7 @@ impl NcclEp {
         scale: usize,
     ) -> Result<Option<(Tensor<Cuda>, Tensor<Cuda>)>> {
         let lent = self.arriving(step.0, handle, (row.dtype, row.bytes / row.dtype.size()), scale);
-        self.told_of(step, handle, lent)
+        self.busy(step, handle, lent)
     }
 
     /// The same of rows on their way back.
@@ -120,14 +149,15 @@ impl NcclEp {
         rows: TensorRef<'_, Cuda>,
     ) -> Result<Option<Tensor<Cuda>>> {
         let left = self.left(step.0, handle, rows);
-        self.told_of(step, handle, left)
+        self.busy(step, handle, left)
     }
 
-    fn told_of<T>(&mut self, (_, op): Step, handle: &Handle<Cuda>, found: Result<T>) -> Result<T> {
-        if let Err(error @ Error::NcclEp(EpError::Windows { .. })) = &found {
-            let _ = self.core.comm.refuse(Core::tag(handle, op), &error.to_string());
+    /// Windows in use are this rank's to tell; other errors with windows are those of a collective.
+    fn busy<T>(&mut self, step: Step, handle: &Handle<Cuda>, found: Result<T>) -> Result<T> {
+        match found {
+            Err(Error::NcclEp(EpError::Windows { .. })) => self.told_of(step, handle, found),
+            other => other,
         }
-        found
     }
 
     /// Rows of a window to where the caller wants them.
@@ -147,12 +177,10 @@ impl NcclEp {
         mut outputs: DispatchOutputs<'_, Cuda>,
     ) -> Result<()> {
         // The library wants weights forward, whoever needs them.
-        let zeros = match &inputs.weights {
-            None => Some(Tensor::zeros(&self.core.device, DType::F32, &[handle.tokens(), handle.spec().top_k])?),
-            Some(_) => None,
-        };
+        let of_tokens = [handle.tokens(), handle.spec().top_k];
+        let zeros = self.zeros_unless(inputs.weights.is_some(), step, handle, &of_tokens)?;
         let mut unused = match &outputs.weights {
-            None => Some(self.empty(DType::F32, &[handle.rows()])?),
+            None => Some(self.room(step, handle, (DType::F32, &[handle.rows()]))?),
             Some(_) => None,
         };
         let given = outputs.weights.as_mut().map(TensorMut::reborrow);
@@ -182,7 +210,7 @@ impl NcclEp {
 }
 
 /// The handle for high throughput.
-pub(super) fn high(routed: &mut Routed) -> Result<&mut super::Handle> {
+pub(super) fn high(routed: &mut Routed) -> Result<&mut high::Handle> {
     match routed {
         Routed::High(handle) => Ok(handle),
         _ => Err(Error::invalid("dispatch", "handle", "one for high throughput", "another")),

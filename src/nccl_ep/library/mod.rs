@@ -1,5 +1,8 @@
 //! Finding and loading NCCL EP.
 
+mod compiler;
+mod search;
+
 use std::ffi::OsString;
 use std::fmt;
 use std::path::{Path, PathBuf};
@@ -9,7 +12,8 @@ use libloading::os::unix::{Library, RTLD_LOCAL, RTLD_NOW};
 
 use crate::nccl::{NcclLibrary, reason};
 
-use super::environment::Compiler;
+pub use compiler::Compiler;
+
 use super::{EpError, result, sys};
 
 /// Names the library's file; goes before the system's search.

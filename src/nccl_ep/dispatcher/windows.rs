@@ -16,11 +16,12 @@ use crate::ep::core::Core;
 use crate::ep::{Capacity, Handle};
 use crate::error::Result;
 use crate::nccl::{NcclComm, NcclWindow};
+use crate::nccl_ep::EpError;
+use crate::nccl_ep::tensor::Place;
 use crate::tensor::{Tensor, TensorRef};
 
-use super::EpError;
-use super::dispatcher::{Mode, NcclEp, told};
-use super::tensor::Place;
+use super::join::told;
+use super::{Mode, NcclEp};
 
 /// Turns of the way back.
 const LEAVING: usize = 2;

@@ -1,0 +1,63 @@
+//! Messages between two ranks (`kernels/messages.cu`).
+
+use crate::cuda::device::Cuda;
+use crate::cuda::launch::Grid;
+use crate::cuda::params;
+use crate::dtype::DType;
+use crate::ep::Messages;
+use crate::error::Result;
+use crate::tensor::Tensor;
+
+use super::CALL;
+use super::numbers::Numbers;
+
+/// Messages between two ranks, counted but not yet numbered. Holds what the kernels leave each other.
+pub(super) struct Crossing {
+    _places: Tensor<Cuda>,
+    _counts: Tensor<Cuda>,
+    walk: Grid,
+}
+
+impl Crossing {
+    /// Settles where choices are kept and counts the messages, behind the other numbers in `stats`.
+    pub(super) fn new(
+        device: &Cuda,
+        p: &mut params::Records,
+        (choices, walk): (usize, Grid),
+        stats: &mut Tensor<Cuda>,
+        numbers: Numbers,
+    ) -> Result<Self> {
+        let kinds = 4 * numbers.ranks;
+        let mut places = Tensor::empty(device, DType::I32, &[choices, 2])?;
+        let mut counts = Tensor::empty(device, DType::I32, &[kinds, p.chunks as usize])?;
+        (p.places, p.crossing) = (places.view_mut().into_data().ptr, counts.view_mut().into_data().ptr);
+        p.totals = stats.view_mut().into_data().ptr + 8 * numbers.messages_at() as u64;
+        let few = Grid { shared: (kinds * 4) as u32, ..walk };
+        // SAFETY: every tensor has the size that `params.h` states for it; the totals lie inside `stats`.
+        unsafe {
+            device.launch(CALL, "messages_places", walk, p)?;
+            device.launch(CALL, "messages_count", few, p)?;
+            device.launch(CALL, "messages_scan", Grid::new(kinds.div_ceil(8), 256), p)?;
+        }
+        Ok(Self { _places: places, _counts: counts, walk: few })
+    }
+
+    /// Writes the maps.
+    pub(super) fn number(
+        self,
+        device: &Cuda,
+        p: &mut params::Records,
+        counts: [Vec<usize>; 4],
+    ) -> Result<Messages<Cuda>> {
+        let [slots_from, recv_rows, slots_at, send_rows] = counts;
+        let list = |counts: &[usize]| Tensor::empty(device, DType::I32, &[counts.iter().sum()]);
+        let mut return_slots = list(&slots_from)?;
+        let (mut send_choices, mut send_tokens) = (list(&slots_at)?, list(&send_rows)?);
+        p.return_slots = return_slots.view_mut().into_data().ptr;
+        p.send_choices = send_choices.view_mut().into_data().ptr;
+        p.send_tokens = send_tokens.view_mut().into_data().ptr;
+        // SAFETY: as above; the lists have as many entries as have been counted, which the kernel counts again.
+        unsafe { device.launch(CALL, "messages_number", self.walk, p) }?;
+        Ok(Messages { send_tokens, send_choices, return_slots, send_rows, recv_rows, slots_from, slots_at })
+    }
+}

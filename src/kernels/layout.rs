@@ -1,0 +1,129 @@
+//! Where rows lie: the expert-major layout, and what GEMMs read and write of it.
+
+use crate::config::WeightAt;
+use crate::device::Device;
+use crate::tensor::{Tensor, TensorMut, TensorRef};
+
+/// Expert-major layout of a rank: where each local expert's rows lie.
+///
+/// Expert j owns slots `offsets[j] .. offsets[j] + counts[j]`; the slots after them up to the next offset are
+/// padding. Padding is never computed on and never read.
+#[derive(Debug)]
+pub struct Zones<D: Device> {
+    /// First slot of each local expert, `I64 [L]`.
+    pub offsets: Tensor<D>,
+    /// Filled slots of each local expert, `I64 [L]`.
+    pub counts: Tensor<D>,
+    /// Rows N of buffers in this layout.
+    pub rows: usize,
+}
+
+/// Where a GEMM reads its rows: slot s is row `map[s]` of `base`, or row s without a map.
+#[derive(Debug)]
+pub struct RowSource<'a, D: Device> {
+    /// The rows.
+    pub base: TensorRef<'a, D>,
+    /// Row of `base` for each slot, `I32 [N]`; negative at padding.
+    pub map: Option<TensorRef<'a, D>>,
+    /// Rows of each tile that the producer has finished, where it still runs.
+    pub ready: Option<TileCounters<'a, D>>,
+}
+
+impl<D: Device> Clone for RowSource<'_, D> {
+    fn clone(&self) -> Self {
+        *self
+    }
+}
+impl<D: Device> Copy for RowSource<'_, D> {}
+
+impl<'a, D: Device> RowSource<'a, D> {
+    /// Rows in slot order, complete.
+    pub fn direct(base: TensorRef<'a, D>) -> Self {
+        Self { base, map: None, ready: None }
+    }
+
+    /// Shorter borrow, to join sources of different lifetimes in one description.
+    pub fn borrow(&self) -> RowSource<'_, D> {
+        RowSource { base: self.base.borrow(), map: self.map.as_ref().map(TensorRef::borrow), ready: self.ready }
+    }
+
+    /// Rows behind a map, complete.
+    pub fn mapped(base: TensorRef<'a, D>, map: TensorRef<'a, D>) -> Self {
+        Self { base, map: Some(map), ready: None }
+    }
+}
+
+/// Progress per tile of `rows_per_tile` slots: counter i counts the finished rows of slots
+/// `i·rows_per_tile .. (i + 1)·rows_per_tile`, padding not counted.
+#[derive(Debug)]
+pub struct TileCounters<'a, D: Device> {
+    /// One counter a tile.
+    pub counters: &'a D::Counters,
+    /// Slots of a tile.
+    pub rows_per_tile: usize,
+}
+
+impl<D: Device> Clone for TileCounters<'_, D> {
+    fn clone(&self) -> Self {
+        *self
+    }
+}
+impl<D: Device> Copy for TileCounters<'_, D> {}
+
+/// Where a GEMM writes its rows: slot s goes to row s of `base`.
+#[derive(Debug)]
+pub struct RowDest<'a, D: Device> {
+    /// The rows; local memory, or a peer's where the device maps it.
+    pub base: TensorMut<'a, D>,
+    /// Row of `base` for each slot, `I32 [N]`, distinct; negative: the row is not written.
+    pub map: Option<TensorRef<'a, D>>,
+    /// Raised as rows are finished.
+    pub done: Option<TileCounters<'a, D>>,
+    /// Add to what `base` holds instead of overwriting it.
+    pub accumulate: bool,
+}
+
+impl<'a, D: Device> RowDest<'a, D> {
+    /// Overwrites rows in slot order.
+    pub fn direct(base: TensorMut<'a, D>) -> Self {
+        Self { base, map: None, done: None, accumulate: false }
+    }
+
+    /// Shorter borrow.
+    pub fn reborrow(&mut self) -> RowDest<'_, D> {
+        RowDest {
+            base: self.base.reborrow(),
+            map: self.map.as_ref().map(TensorRef::borrow),
+            done: self.done,
+            accumulate: self.accumulate,
+        }
+    }
+
+    /// Adds to rows in slot order.
+    pub fn adding(base: TensorMut<'a, D>) -> Self {
+        Self { base, map: None, done: None, accumulate: true }
+    }
+}
+
+/// Routing weight of each slot and where it applies.
+#[derive(Debug)]
+pub struct SlotWeights<'a, D: Device> {
+    /// Accumulator type, `[N]`.
+    pub values: TensorRef<'a, D>,
+    /// Where it meets the expert.
+    pub at: WeightAt,
+}
+
+impl<D: Device> Clone for SlotWeights<'_, D> {
+    fn clone(&self) -> Self {
+        *self
+    }
+}
+impl<D: Device> Copy for SlotWeights<'_, D> {}
+
+impl<D: Device> SlotWeights<'_, D> {
+    /// Shorter borrow, to join weights and outputs in one description.
+    pub fn borrow(&self) -> SlotWeights<'_, D> {
+        SlotWeights { values: self.values.borrow(), at: self.at }
+    }
+}

@@ -1,0 +1,109 @@
+//! The library's groups and handles for what a spec asks for.
+
+use crate::comm::{Op, Tag};
+use crate::cuda::Cuda;
+use crate::dtype::DType;
+use crate::ep::core::Core;
+use crate::ep::{Capacity, DispatchSpec, Handle};
+use crate::error::Result;
+use crate::nccl_ep::EpError;
+use crate::nccl_ep::high::{self, Counters, Group, GroupOptions, HandleOptions};
+use crate::tensor::Tensor;
+
+use super::low::Low;
+use super::prepare::planned_behind;
+use super::{Mode, NcclEp, Routed, around};
+
+impl NcclEp {
+    /// What the library would not do.
+    pub(super) fn rules(&self, spec: &DispatchSpec) -> Result<()> {
+        if self.mode == Mode::LowLatency {
+            return self.late().and_then(|()| self.low_rules(spec));
+        }
+        match spec.capacity {
+            Capacity::Static(found) if !found.is_multiple_of(spec.alignment.max(1)) => {
+                let expected = format!("a multiple of the alignment {}", spec.alignment);
+                Err(EpError::Capacity { expected, found }.into())
+            }
+            _ => Ok(()),
+        }
+    }
+
+    /// Most tokens of a rank, as the library takes them: by fours.
+    pub(super) fn max_tokens(&self) -> usize {
+        self.core.config.max_tokens_per_rank.next_multiple_of(4)
+    }
+
+    /// Bytes of the rows that were met last.
+    pub(super) fn known_row(&self) -> Option<usize> {
+        match self.mode {
+            Mode::HighThroughput => self.groups.last().map(|g| g.options().max_row_bytes),
+            Mode::LowLatency => self.low.last().map(Low::row_bytes),
+        }
+    }
+
+    /// The capacity of the library's group. It has none below the tokens of a rank: what the host has planned to fit there
+    /// goes through a group that is open.
+    pub(super) fn fixed(&self, spec: &DispatchSpec) -> Option<usize> {
+        match spec.capacity {
+            Capacity::Static(rows) => Some(rows).filter(|rows| *rows >= self.max_tokens()),
+            Capacity::Eager => None,
+        }
+    }
+
+    /// The group for rows of so many bytes; a new one is compared over the ranks first.
+    pub(super) fn group(&mut self, spec: &DispatchSpec, row_bytes: usize) -> Result<Group> {
+        let capacity = self.fixed(spec);
+        // What the host has planned fits, so the library need not look for rows to drop, nor clear room for them.
+        let trap = !planned_behind(spec);
+        let windows = capacity.is_some() && self.core.config.windows > 0;
+        let fits = |o: &GroupOptions| {
+            let policy = capacity.is_none() || o.trap == trap;
+            o.capacity == capacity && policy && o.max_row_bytes >= row_bytes && o.max_top_k >= spec.top_k
+        };
+        let same = |g: &&Group| g.places().is_some() == windows && fits(g.options());
+        if let Some(group) = self.groups.iter().rev().find(same) {
+            return Ok(group.clone());
+        }
+        self.core.device.not_captured("prepare", "create an EP group")?;
+        let known = |of: fn(&GroupOptions) -> usize| self.groups.iter().map(|g| of(g.options())).max().unwrap_or(0);
+        let options = GroupOptions {
+            num_experts: self.core.config.num_experts,
+            max_tokens: self.max_tokens(),
+            capacity,
+            max_row_bytes: row_bytes.max(known(|o| o.max_row_bytes)),
+            max_top_k: spec.top_k.max(known(|o| o.max_top_k)),
+            trap,
+        };
+        self.compare(spec, (options.max_row_bytes, options.max_top_k), options.check(self.core.ranks()))?;
+        let (library, on) = (self.library.clone(), (self.core.device.clone(), self.shared.clone()));
+        let options = (options, windows.then(|| self.places.clone()));
+        let tag = Tag { layer: spec.layer, op: Op::Init, sequence: self.groups.len() as u64 };
+        let group =
+            around(&mut self.core, ("nccl_ep_group", DType::U8, row_bytes), tag, || Group::on(&library, on, options))?;
+        self.groups.push(group.clone());
+        Ok(group)
+    }
+
+    /// The library's handle of a planned routing, for rows of so many bytes.
+    pub(super) fn route(&mut self, handle: &Handle<Cuda>, row_bytes: usize) -> Result<Routed> {
+        let spec = handle.spec();
+        if self.mode == Mode::LowLatency {
+            return self.route_low(spec, (Core::tag(handle, Op::Prepare), row_bytes), handle.kept_ids());
+        }
+        let group = self.group(spec, row_bytes)?;
+        let options = HandleOptions { top_k: spec.top_k, alignment: spec.alignment };
+        let (device, ids) = (self.core.device.clone(), handle.kept_ids());
+        let tag = Core::tag(handle, Op::Prepare);
+        around(&mut self.core, ("nccl_ep_update", DType::U8, row_bytes), tag, || {
+            let mut routed = high::Handle::new(&group, options)?;
+            let of = |size| Tensor::empty(&device, DType::I64, &[size]);
+            let local = group.local_experts();
+            // The plan has these already.
+            let (mut counts, mut offsets, mut total) = (of(local)?, of(local)?, of(1)?);
+            let counters = Counters { counts: counts.view_mut(), offsets: offsets.view_mut(), total: total.view_mut() };
+            routed.update(ids, counters)?;
+            Ok(Routed::High(routed))
+        })
+    }
+}

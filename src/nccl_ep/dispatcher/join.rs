@@ -1,0 +1,128 @@
+//! Whether every rank can have the dispatcher, and what ranks tell each other of themselves.
+
+use crate::comm::{Op, Tag};
+use crate::cuda::Cuda;
+use crate::dtype::DType;
+use crate::ep::core::Core;
+use crate::ep::{DispatchSpec, DispatcherKind};
+use crate::error::{Error, Result};
+use crate::kernels::Kernels;
+use crate::nccl::{NcclComm, Shared};
+use crate::nccl_ep::rules::{check_domain, check_experts, check_gpu, check_tokens};
+use crate::nccl_ep::tensor::Places;
+use crate::nccl_ep::{EpError, EpLibrary};
+use crate::tensor::Tensor;
+
+use super::windows::Windows;
+use super::{Mode, NcclEp};
+
+/// Most bytes of a reason that ranks tell each other.
+const REASON: usize = 512;
+
+/// What a rank tells of itself that fails begins so.
+const FAILED: char = '!';
+
+/// The dispatcher, or the state it was to have and the reason why not; the same on all ranks.
+type Possible = std::result::Result<NcclEp, Box<(Core<Cuda>, Error)>>;
+
+impl NcclEp {
+    /// Checks the library, the GPUs and the experts on every rank (one collective).
+    ///
+    /// # Errors
+    /// The ranks could not be asked.
+    pub(crate) fn new(mut core: Core<Cuda>) -> Result<Possible> {
+        let found = examine(&mut core);
+        let reason = found.as_ref().err().map(ToString::to_string).unwrap_or_default();
+        let refusals = told(&mut core, &reason)?;
+        Ok(match found {
+            Err(error) => Err(Box::new((core, error))),
+            Ok((library, shared)) => match refusals.into_iter().enumerate().find(|(_, r)| !r.is_empty()) {
+                None => {
+                    let mode = mode(&core);
+                    Ok(Self {
+                        groups: Vec::new(),
+                        low: Vec::new(),
+                        windows: Windows::default(),
+                        outgrown: Vec::new(),
+                        places: Places::default(),
+                        mode,
+                        library,
+                        shared,
+                        agreed: Vec::new(),
+                        core,
+                    })
+                }
+                Some((peer, reason)) => {
+                    let error = Error::Peer { call: "Group::new", rank: core.rank(), peer, reason };
+                    Err(Box::new((core, error)))
+                }
+            },
+        })
+    }
+
+    /// Refuses options in which the ranks differ: the library does not look.
+    pub(super) fn compare(
+        &mut self,
+        spec: &DispatchSpec,
+        (bytes, top_k): (usize, usize),
+        checked: std::result::Result<(), EpError>,
+    ) -> Result<()> {
+        let own = format!("{bytes:?} bytes, top_k {top_k}");
+        // What a rank cannot do is told behind a mark.
+        let failed = checked.as_ref().err().map(|error| format!("{FAILED}{error}"));
+        let all = told(&mut self.core, failed.as_ref().unwrap_or(&own))?;
+        checked?;
+        let failure = |(peer, text): (usize, &String)| Some((peer, text.strip_prefix(FAILED)?.to_string()));
+        if let Some((peer, reason)) = all.iter().enumerate().find_map(failure) {
+            return Err(Error::Peer { call: "prepare", rank: self.core.rank(), peer, reason });
+        }
+        match all.iter().position(|theirs| *theirs != own) {
+            None => Ok(()),
+            Some(peer) => Err(Error::ConfigMismatch {
+                field: format!("rows of layer {}", spec.layer),
+                rank: self.core.rank(),
+                value: own,
+                peer,
+                peer_value: all[peer].clone(),
+            }),
+        }
+    }
+}
+
+/// What the group's configuration asks for.
+fn mode(core: &Core<Cuda>) -> Mode {
+    match core.config.dispatcher {
+        DispatcherKind::NcclEpLowLatency => Mode::LowLatency,
+        _ => Mode::HighThroughput,
+    }
+}
+
+/// The library and the communicator, where this rank can have them.
+fn examine(core: &mut Core<Cuda>) -> Result<(EpLibrary, Shared)> {
+    check_experts(core.config.num_experts, core.ranks())?;
+    check_tokens(core.config.max_tokens_per_rank.next_multiple_of(4))?;
+    let high = mode(core) == Mode::HighThroughput;
+    check_gpu(&core.device)?;
+    let Some(comm) = core.comm.as_any().and_then(|comm| comm.downcast_mut::<NcclComm>()) else {
+        return Err(EpError::Communicator { found: "another".to_string() }.into());
+    };
+    let shared = comm.shared();
+    if high {
+        check_domain(&shared, core.config.num_experts)?;
+    }
+    Ok((EpLibrary::open(comm.library())?, shared))
+}
+
+/// What every rank says.
+pub(super) fn told(core: &mut Core<Cuda>, text: &str) -> Result<Vec<String>> {
+    let mut bytes = [0; REASON];
+    let end = (0..=text.len().min(REASON)).rev().find(|i| text.is_char_boundary(*i)).unwrap_or(0);
+    bytes[..end].copy_from_slice(&text.as_bytes()[..end]);
+    let mut send = Tensor::empty(&core.device, DType::U8, &[REASON])?;
+    core.device.upload(&core.stream, &bytes, send.view_mut())?;
+    let mut recv = Tensor::empty(&core.device, DType::U8, &[core.ranks(), REASON])?;
+    core.comm.all_gather(Tag { layer: 0, op: Op::Init, sequence: 0 }, send.view(), recv.view_mut())?;
+    let all = core.device.download(&core.stream, recv.view())?;
+    let one = |bytes: &[u8]| String::from_utf8_lossy(bytes).trim_end_matches('\0').to_string();
+    Ok(all.chunks_exact(REASON).map(one).collect())
+}

@@ -1,0 +1,176 @@
+//! Rows there and back, for low latency.
+
+use crate::cuda::Cuda;
+use crate::cuda::arrivals::{self, Arrived, Sorted};
+use crate::device::Device;
+use crate::dtype::DType;
+use crate::ep::carrier::written;
+use crate::ep::view::{byte_rows_mut, entries, gather, gather_elements, reduce};
+use crate::ep::{DispatchInputs, DispatchOutputs, Handle, Received};
+use crate::error::{Error, Result};
+use crate::nccl_ep::low::{Arrival, Departure, LowLatencyHandle, SentBack};
+use crate::tensor::{Tensor, TensorMut, TensorRef};
+
+use super::low::LowRouted;
+use super::steps::{Rows, Step, kept, row_bytes};
+use super::{NcclEp, Routed};
+
+/// The handle and what is kept beside it.
+fn low<'r>(
+    call: &'static str,
+    routed: &'r mut Routed,
+) -> Result<(&'r mut LowLatencyHandle, &'r mut Option<Tensor<Cuda>>)> {
+    match routed {
+        Routed::Low(LowRouted { handle: Some(handle), back, .. }) => Ok((handle, back)),
+        _ => Err(Error::invalid(call, "handle", "one for low latency", "another")),
+    }
+}
+
+/// What a dispatch sends beside the caller's rows, and where it brings what arrives.
+struct RoomLow {
+    /// Weights, and behind them the token's number.
+    packed: Tensor<Cuda>,
+    rows: Tensor<Cuda>,
+    /// Of rows from each rank.
+    counts: Tensor<Cuda>,
+    weights: Tensor<Cuda>,
+    ids: Tensor<Cuda>,
+    scales: Option<Tensor<Cuda>>,
+}
+
+impl NcclEp {
+    /// Rows as they arrive, and what says which slot is whose.
+    pub(super) fn send_low(
+        &mut self,
+        step: Step,
+        handle: &Handle<Cuda>,
+        inputs: &DispatchInputs<'_, Cuda>,
+        beside: Option<&mut dyn FnMut() -> Result<()>>,
+    ) -> Result<Received<Cuda>> {
+        let (device, stream) = (self.core.device.clone(), self.core.stream.clone());
+        let (spec, ranks) = (*handle.spec(), self.core.ranks());
+        let (n, tokens) = (ranks * self.max_tokens(), &inputs.tokens);
+        let room = self.room_low(handle, inputs);
+        let RoomLow { packed, mut rows, mut counts, weights: mut all, mut ids, mut scales } =
+            self.told_of(step, handle, room)?;
+        let moved = Rows { dtype: tokens.dtype(), bytes: row_bytes(inputs) };
+        // Its error is told when the collective, which the others are in, has ended.
+        let mut own = Ok(());
+        self.collective(step, (handle, moved), |routed| {
+            let from = Departure {
+                tokens: tokens.borrow(),
+                weights: Some(packed.view()),
+                scales: inputs.scales.as_ref().map(TensorRef::borrow),
+            };
+            let to = Arrival {
+                rows: rows.view_mut(),
+                counts: counts.view_mut(),
+                weights: Some(all.view_mut()),
+                ids: Some(ids.view_mut()),
+                scales: scales.as_mut().map(Tensor::view_mut),
+            };
+            let (library, _) = low(step.0, routed)?;
+            match beside {
+                None => library.dispatch(from, to),
+                Some(beside) => library.dispatch_while(from, to, || {
+                    own = beside();
+                    Ok(())
+                }),
+            }
+        })?;
+        own?;
+        let arrived = Arrived {
+            ids: &ids,
+            weights: &all,
+            counts: &counts,
+            experts: self.core.config.num_experts / ranks,
+            alignment: spec.alignment,
+            slots: handle.rows(),
+        };
+        let Sorted { row_map, weight_map, weights, return_map } = arrivals::sorted(&device, &arrived)?;
+        let mut of_slots = inputs.weights.as_ref().map(|_| self.empty(DType::F32, &[handle.rows()])).transpose()?;
+        if let Some(out) = &mut of_slots {
+            let elements = weights.view().reshape(&[n * spec.top_k])?;
+            gather_elements(&device, &stream, elements, weight_map.view(), out.view_mut())?;
+        }
+        self.keep_low(step.0, handle, return_map)?;
+        Ok(Received { rows: Some(rows), weights: of_slots, scales, map: Some(row_map) })
+    }
+
+    fn room_low(&self, handle: &Handle<Cuda>, inputs: &DispatchInputs<'_, Cuda>) -> Result<RoomLow> {
+        let (spec, ranks, tokens) = (handle.spec(), self.core.ranks(), &inputs.tokens);
+        let (n, wide) = (ranks * self.max_tokens(), Self::wide(spec));
+        let weights = inputs.weights.as_ref().map(TensorRef::borrow);
+        Ok(RoomLow {
+            packed: arrivals::packed_weights(&self.core.device, weights, (handle.tokens(), spec.top_k))?,
+            rows: self.empty(tokens.dtype(), &[n, tokens.row_bytes() / tokens.dtype().size()])?,
+            counts: self.empty(DType::I32, &[ranks])?,
+            weights: self.empty(DType::F32, &[n, wide])?,
+            ids: self.empty(DType::I32, &[n, wide])?,
+            scales: inputs.scales.as_ref().map(|s| self.empty(s.dtype(), &[n, s.row_bytes()])).transpose()?,
+        })
+    }
+
+    /// The way back of what a dispatch brought.
+    fn keep_low(&self, call: &'static str, handle: &Handle<Cuda>, map: Tensor<Cuda>) -> Result<()> {
+        let mut guard = kept(call, handle)?;
+        let (_, back) = low(call, &mut guard)?;
+        *back = Some(map);
+        Ok(())
+    }
+
+    /// The same, into slots.
+    pub(super) fn send_low_into(
+        &mut self,
+        step: Step,
+        handle: &Handle<Cuda>,
+        inputs: &DispatchInputs<'_, Cuda>,
+        outputs: DispatchOutputs<'_, Cuda>,
+    ) -> Result<()> {
+        let (device, stream) = (self.core.device.clone(), self.core.stream.clone());
+        let Received { rows, weights, scales, map } = self.send_low(step, handle, inputs, None)?;
+        let Some(map) = &map else { return Ok(()) };
+        let end = written(handle);
+        for (from, to) in [(&rows, Some(outputs.tokens)), (&scales, outputs.scales)] {
+            if let (Some(from), Some(to)) = (from, to) {
+                gather(&device, &stream, from.view(), entries(map.view(), 0..end)?, byte_rows_mut(to, 0..end)?)?;
+            }
+        }
+        match (&weights, outputs.weights) {
+            (Some(from), Some(to)) => device.copy(from.view().data(), to.into_data()),
+            _ => Ok(()),
+        }
+    }
+
+    /// Sums of this rank's experts for each row that came, back to where it is from.
+    pub(super) fn return_low(
+        &mut self,
+        step: Step,
+        handle: &Handle<Cuda>,
+        (expert_out, mut out): (TensorRef<'_, Cuda>, TensorMut<'_, Cuda>),
+    ) -> Result<()> {
+        let (device, stream) = (self.core.device.clone(), self.core.stream.clone());
+        let n = self.core.ranks() * self.max_tokens();
+        let sums = self.empty(expert_out.dtype(), &[n, expert_out.row_bytes() / expert_out.dtype().size()]);
+        let mut sums = self.told_of(step, handle, sums)?;
+        let (moved, tag) = (Rows::of(expert_out), crate::ep::core::Core::tag(handle, step.1));
+        let reduced = {
+            let guard = kept(step.0, handle)?;
+            match &*guard {
+                // A handle for wider rows would be another, which has dispatched nothing.
+                Routed::Low(LowRouted { bytes, .. }) if *bytes < moved.bytes => {
+                    Err(Error::invalid(step.0, "tensor expert_out", "rows no wider than were dispatched", moved.bytes))
+                }
+                Routed::Low(LowRouted { back: Some(back), .. }) => {
+                    reduce(&device, &stream, expert_out, back.view(), sums.view_mut())
+                }
+                _ => Err(Error::invalid(step.0, "handle", "one whose rows were dispatched", "a new one")),
+            }
+        };
+        self.core.agree(tag, reduced)?;
+        self.collective(step, (handle, moved), |routed| {
+            let (library, _) = low(step.0, routed)?;
+            library.combine(SentBack { rows: sums.view(), weights: None, out: out.reborrow() })
+        })
+    }
+}

@@ -1,0 +1,115 @@
+//! The dispatcher: the library's calls as those of a group.
+
+mod calls;
+mod groups;
+mod join;
+mod low;
+mod low_calls;
+mod prepare;
+mod steps;
+mod windows;
+
+use std::sync::Mutex;
+
+use crate::comm::{Op, Tag};
+use crate::cuda::Cuda;
+use crate::dtype::DType;
+use crate::ep::core::Core;
+use crate::ep::record;
+use crate::error::Result;
+use crate::nccl::{NcclComm, Shared};
+
+use low::{Low, LowRouted};
+use windows::Windows;
+
+use super::high;
+use super::tensor::Places;
+use super::{EpError, EpLibrary};
+
+/// Dispatcher over NCCL EP, high throughput: rows arrive in the order of experts, and sums are made on the way back.
+///
+/// A spec's first prepare is compared over the ranks and planned on the host, as every one is that reports at once, drops,
+/// or limits experts: the library gets what is kept, so it drops nothing. The others are planned by the library on the
+/// GPUs; rows past a static capacity, which it drops, are an error that is reported later. Its order of slots inside a
+/// zone is its own. A library's group is made for a capacity, a number of choices and bytes of a row when they are first
+/// met, outside graphs, and lives as long as the dispatcher.
+///
+/// Every collective passes the communicator's meeting and watchdog: a rank that cannot take part tells the others
+/// before they begin, where the ranks are threads; where they are processes it ends the communicator.
+///
+/// For low latency ([`NcclEpLowLatency`](crate::ep::DispatcherKind::NcclEpLowLatency)) the same, but: no backward; rows travel by rank, are brought
+/// into the order of slots here, and each rank adds its experts' outputs before they return.
+#[derive(Debug)]
+pub struct NcclEp {
+    // Before the communicator, which they are built on.
+    groups: Vec<high::Group>,
+    low: Vec<Low>,
+    windows: Windows,
+    /// Windows for smaller rows.
+    outgrown: Vec<Windows>,
+    places: Places,
+    mode: Mode,
+    library: EpLibrary,
+    shared: Shared,
+    /// Layers and specs that all ranks have met with.
+    agreed: Vec<(u32, record::Fields)>,
+    core: Core<Cuda>,
+}
+
+/// Which of the library's algorithms.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Mode {
+    /// Any number of tokens, forward and backward.
+    HighThroughput,
+    /// Few tokens, forward.
+    LowLatency,
+}
+
+/// A library's handle, made when the size of its rows is known.
+#[derive(Debug, Default)]
+enum Routed {
+    #[default]
+    Not,
+    High(high::Handle),
+    Low(LowRouted),
+}
+
+impl Routed {
+    /// Most bytes of a row, if there is a handle.
+    fn row_bytes(&self) -> Option<usize> {
+        match self {
+            Routed::Not => None,
+            Routed::High(handle) => Some(handle.group().options().max_row_bytes),
+            Routed::Low(routed) => routed.row_bytes(),
+        }
+    }
+}
+
+/// What a handle of the layer keeps.
+type Kept = Mutex<Routed>;
+
+/// A collective of the library, met and watched as one of the communicator.
+fn around<T>(
+    core: &mut Core<Cuda>,
+    named: (&'static str, DType, usize),
+    tag: Tag,
+    calls: impl FnOnce() -> Result<T>,
+) -> Result<T> {
+    match core.comm.as_any().and_then(|comm| comm.downcast_mut::<NcclComm>()) {
+        Some(comm) => comm.around(named, tag, calls),
+        None => Err(EpError::Communicator { found: "another".to_string() }.into()),
+    }
+}
+
+impl Drop for NcclEp {
+    fn drop(&mut self) {
+        if self.groups.is_empty() && self.low.is_empty() && self.windows.is_empty() {
+            return;
+        }
+        // Peers may still read what this rank's groups hold. Nothing can be reported from here.
+        let _ = self.core.device.check();
+        let _ = self.core.comm.barrier(Tag { layer: 0, op: Op::Init, sequence: 0 });
+        self.places.clear();
+        self.end_windows();
+    }
+}

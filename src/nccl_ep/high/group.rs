@@ -1,0 +1,104 @@
+//! A rank's EP group: the library's buffers for one number of experts, tokens and bytes.
+
+use std::fmt;
+use std::sync::Arc;
+
+use crate::cuda::Cuda;
+use crate::error::Result;
+use crate::nccl::{NcclComm, Shared};
+use crate::nccl_ep::member::{Member, blank_config};
+use crate::nccl_ep::rules::{check_domain, check_gpu, narrow};
+use crate::nccl_ep::tensor::Places;
+use crate::nccl_ep::{EpLibrary, sys};
+
+use super::GroupOptions;
+
+/// A rank's membership in an EP group. Cheap to clone; destroyed with its last clone and handle, when all ranks must be
+/// done with it: a peer may still read what this rank has finished with.
+#[derive(Clone)]
+pub struct Group {
+    member: Arc<Member>,
+    options: GroupOptions,
+    /// Where rows must lie; `None`: anywhere.
+    places: Option<Places>,
+}
+
+impl fmt::Debug for Group {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Group {{ options: {:?}, ranks: {} }}", self.options, self.member.ranks)
+    }
+}
+
+impl Group {
+    /// Joins a group (collective).
+    ///
+    /// # Errors
+    /// [`EpError`](crate::nccl_ep::EpError) names the rule that the options, the GPU or the ranks break, before the library is called.
+    pub fn new(library: &EpLibrary, comm: &NcclComm, options: GroupOptions) -> Result<Self> {
+        Self::on(library, (comm.cuda().clone(), comm.shared()), (options, None))
+    }
+
+    pub(in crate::nccl_ep) fn on(
+        library: &EpLibrary,
+        (cuda, shared): (Cuda, Shared),
+        (options, places): (GroupOptions, Option<Places>),
+    ) -> Result<Self> {
+        options.check(shared.size())?;
+        check_gpu(&cuda)?;
+        let mut config = blank_config();
+        config.algorithm = sys::ncclEpAlgorithm_t::NCCL_EP_ALGO_HIGH_THROUGHPUT;
+        config.num_experts = narrow("num_experts", options.num_experts)?;
+        config.max_dispatch_tokens_per_rank = narrow("max_tokens", options.max_tokens)?;
+        config.max_recv_tokens_per_rank = narrow("capacity", options.capacity.unwrap_or(0))?;
+        config.max_token_bytes = narrow("max_row_bytes", options.max_row_bytes)?;
+        config.num_topk = narrow("max_top_k", options.max_top_k)?;
+        config.overflow_policy = match (options.capacity, options.trap) {
+            (Some(_), false) => sys::ncclEpOverflowPolicy_t::NCCL_EP_OVERFLOW_DROP,
+            _ => sys::ncclEpOverflowPolicy_t::NCCL_EP_OVERFLOW_TRAP,
+        };
+        if places.is_some() {
+            config.zero_copy = sys::ncclEpZeroCopyMode_t::NCCL_EP_ZERO_COPY_ON;
+        }
+        check_domain(&shared, options.num_experts)?;
+        Ok(Self { places, member: Member::join(library, (cuda, shared), config)?, options })
+    }
+
+    /// What the group was made for.
+    pub fn options(&self) -> &GroupOptions {
+        &self.options
+    }
+
+    /// Ranks R.
+    pub fn ranks(&self) -> usize {
+        self.member.ranks
+    }
+
+    /// Experts of a rank.
+    pub fn local_experts(&self) -> usize {
+        self.options.num_experts / self.member.ranks
+    }
+
+    pub(in crate::nccl_ep) fn places(&self) -> Option<&Places> {
+        self.places.as_ref()
+    }
+
+    /// The GPU and its stream.
+    pub fn cuda(&self) -> &Cuda {
+        &self.member.cuda
+    }
+
+    /// The group as the library has it, for callers that go beyond this crate's functions.
+    pub fn raw(&self) -> sys::ncclEpGroup_t {
+        self.member.raw
+    }
+
+    /// The library.
+    pub fn library(&self) -> &EpLibrary {
+        &self.member.library
+    }
+
+    /// What handles are made from.
+    pub(in crate::nccl_ep) fn member(&self) -> &Arc<Member> {
+        &self.member
+    }
+}

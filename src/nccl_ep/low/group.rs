@@ -1,0 +1,96 @@
+//! Groups for low latency: few tokens a rank, forward only, and ranks that may be late.
+
+use std::fmt;
+use std::sync::Arc;
+use std::time::Duration;
+
+use crate::cuda::Cuda;
+use crate::error::Result;
+use crate::nccl::{NcclComm, Shared};
+use crate::nccl_ep::member::{Member, blank_config};
+use crate::nccl_ep::rules::{check_gpu, narrow};
+use crate::nccl_ep::{EpLibrary, sys};
+
+use super::LowLatencyOptions;
+
+/// Shortest time limit: the library counts whole milliseconds, and takes none as no time at all.
+const SHORTEST: Duration = Duration::from_millis(1);
+
+/// A rank's membership in a group for low latency. Cheap to clone; destroyed with its last clone and handle, when all
+/// ranks must be done with it.
+#[derive(Clone)]
+pub struct LowLatencyGroup {
+    member: Arc<Member>,
+    pub(super) options: LowLatencyOptions,
+    processors: usize,
+}
+
+impl fmt::Debug for LowLatencyGroup {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "LowLatencyGroup {{ options: {:?}, ranks: {} }}", self.options, self.member.ranks)
+    }
+}
+
+impl LowLatencyGroup {
+    /// Joins a group (collective).
+    ///
+    /// # Errors
+    /// [`EpError`](crate::nccl_ep::EpError) names the rule that the options, the GPU or the ranks break, before the library is called.
+    pub fn new(library: &EpLibrary, comm: &NcclComm, options: LowLatencyOptions) -> Result<Self> {
+        Self::on(library, (comm.cuda().clone(), comm.shared()), options)
+    }
+
+    pub(in crate::nccl_ep) fn on(
+        library: &EpLibrary,
+        (cuda, shared): (Cuda, Shared),
+        options: LowLatencyOptions,
+    ) -> Result<Self> {
+        let processors = cuda.processors();
+        options.check(shared.size(), processors)?;
+        check_gpu(&cuda)?;
+        let mut config = blank_config();
+        config.algorithm = sys::ncclEpAlgorithm_t::NCCL_EP_ALGO_LOW_LATENCY;
+        config.num_experts = narrow("num_experts", options.num_experts)?;
+        config.max_dispatch_tokens_per_rank = narrow("max_tokens", options.max_tokens)?;
+        config.max_token_bytes = narrow("max_row_bytes", options.max_row_bytes)?;
+        if let Some(patience) = options.patience {
+            config.enable_mask = 1;
+            config.timeout_ns = u64::try_from(patience.max(SHORTEST).as_nanos()).unwrap_or(u64::MAX);
+        }
+        Ok(Self { member: Member::join(library, (cuda, shared), config)?, options, processors })
+    }
+
+    /// What the group was made for.
+    pub fn options(&self) -> &LowLatencyOptions {
+        &self.options
+    }
+
+    /// Ranks R.
+    pub fn ranks(&self) -> usize {
+        self.member.ranks
+    }
+
+    /// Experts of a rank.
+    pub fn local_experts(&self) -> usize {
+        self.options.num_experts / self.member.ranks
+    }
+
+    /// The GPU and its stream.
+    pub fn cuda(&self) -> &Cuda {
+        &self.member.cuda
+    }
+
+    /// The group as the library has it, for callers that go beyond this crate's functions.
+    pub fn raw(&self) -> sys::ncclEpGroup_t {
+        self.member.raw
+    }
+
+    pub(in crate::nccl_ep) fn processors(&self) -> usize {
+        self.processors
+    }
+
+    /// What handles are made from.
+    pub(in crate::nccl_ep) fn member(&self) -> &Arc<Member> {
+        &self.member
+    }
+}
