@@ -56,6 +56,8 @@ pub trait Device: sealed::Sealed + Clone + Debug + Send + Sync + 'static {
     fn slice<'a>(view: Self::Ref<'a>, range: Range<usize>) -> Self::Ref<'a>;
     /// Sub-range of an exclusive view; the caller has checked the bounds.
     fn slice_mut<'a>(view: Self::Mut<'a>, range: Range<usize>) -> Self::Mut<'a>;
+    /// Both parts of an exclusive view; the caller has checked the bounds.
+    fn split_mut<'a>(view: Self::Mut<'a>, at: usize) -> (Self::Mut<'a>, Self::Mut<'a>);
     /// Shorter borrow of a view (generic code cannot see that views are covariant).
     fn shorten<'s, 'l: 's>(view: Self::Ref<'l>) -> Self::Ref<'s>;
     /// Shorter exclusive borrow of an exclusive view.

@@ -264,8 +264,7 @@ fn measure(
     }
     part.add.drain(..WARM_UP);
     part.memory = bench.chain.memory();
-    let counted = part.memory.main + part.memory.quantised + part.memory.arrived;
-    part.lanes = lanes.iter().map(|lane| lane.memory().reserved).sum::<usize>().saturating_sub(counted);
+    part.lanes = lanes.iter().map(|lane| lane.memory().reserved).sum();
     let traffic = bench.chain.traffic();
     let elements = (LAYERS * 3 * w.experts * w.inner * w.hidden) as f64;
     let steps = (2 * (WARM_UP + REPEATS)) as f64;

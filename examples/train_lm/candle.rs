@@ -6,7 +6,7 @@ use candle_core::backprop::GradStore;
 use candle_core::{DType, Device, Tensor, Var};
 use candle_nn::optim::{AdamW, Optimizer, ParamsAdamW};
 use candle_nn::{VarBuilder, VarMap};
-use moebius::candle::{DeviceGroup, ExpertParallelMoE};
+use moebius::candle::ExpertParallelMoE;
 use moebius::etp::Phase;
 use moebius::layer::{Layer, Mode};
 
@@ -74,12 +74,9 @@ impl Rank {
         Ok(Self { settings: settings.clone(), world, model, layers, sharded, optimiser })
     }
 
-    /// The group of all ranks, where the layers' is of all.
-    pub fn group(&self) -> Result<&DeviceGroup, Failure> {
-        match &self.world {
-            World::Group(group) => Ok(group),
-            _ => Err("the experts' group is not of all ranks".into()),
-        }
+    /// All ranks.
+    pub fn world(&mut self) -> &mut World {
+        &mut self.world
     }
 
     /// Forward and backward of a part of a step's sequences.

@@ -256,8 +256,8 @@ fn run(args: &Args) -> Result<bool, Failure> {
 
 /// The same as one rank of several processes.
 fn run_process(args: &Args) -> Result<bool, Failure> {
-    if args.framework != Framework::Candle || args.etp.is_some() || args.device != Place::Cuda {
-        return Err("--processes: give --framework candle and --device cuda, without --etp".into());
+    if args.framework != Framework::Candle || args.device != Place::Cuda {
+        return Err("--processes: give --framework candle and --device cuda".into());
     }
     let process = processes::Process::join(ranks::TIMEOUT)?;
     if let Some(ranks) = args.ranks.filter(|ranks| *ranks != process.world) {
@@ -274,7 +274,7 @@ fn run_process(args: &Args) -> Result<bool, Failure> {
         progress.push(step);
         Ok(())
     };
-    let place = mesh::Place { experts: process.seat, sharded: None };
+    let place = mesh::of_process(settings.mesh, process.rank, process.seat)?;
     let rank = candle::Rank::new(&settings, &params, (place, process.rank))?;
     process::train(&settings, (rank, process.rank), (&corpus, args.check_every), &params, on_step)?;
     if speaks { conclude(args, &settings, progress) } else { Ok(true) }

@@ -117,6 +117,19 @@ pub fn places(mesh: Mesh, devices: &[Device], timeout: Duration) -> Result<Vec<P
     }
 }
 
+/// The place of one rank of several processes; `seat` reaches all of them.
+pub fn of_process(mesh: Mesh, rank: usize, seat: Seat) -> Result<Place, Failure> {
+    match (mesh.etp, seat) {
+        (None, experts) => Ok(Place { experts, sharded: None }),
+        #[cfg(feature = "nccl")]
+        (Some(_), Seat::Gpus(device, world)) => gpus::of_process(mesh, rank, (device, world)),
+        _ => {
+            let _ = rank;
+            Err("--processes with --etp: ranks on GPUs, over NCCL".into())
+        }
+    }
+}
+
 fn on_threads(mesh: Mesh, timeout: Duration) -> Vec<Place> {
     let create = |members: &[usize]| Ok(ThreadWorld::create(members.len(), timeout));
     let split = |place: &dyn Fn(usize) -> (usize, usize)| split(mesh.ranks, place, create).unwrap_or_default();
@@ -155,7 +168,7 @@ mod gpus {
     use std::time::Duration;
 
     use candle_core::Device;
-    use moebius::comm::{Communicator, Solo};
+    use moebius::comm::{Communicator, Op, Solo, Tag};
     use moebius::cuda::Cuda;
     use moebius::etp;
     use moebius::nccl::{NcclComm, NcclLibrary};
@@ -198,5 +211,30 @@ mod gpus {
             sharded: Some(Comms::Gpus(Of { device, world, shards, replicas })),
         };
         Ok(places.map(place).collect())
+    }
+
+    /// The same of one rank, which all ranks call: parts of the communicator of all.
+    pub fn of_process(mesh: Mesh, rank: usize, (gpu, mut world): (Device, NcclComm)) -> Result<Place, Failure> {
+        let device = world.cuda().clone();
+        let mut part = |number: u64, (colour, key): (usize, usize), cuda: &Cuda| -> Result<NcclComm, Failure> {
+            let tag = Tag { layer: 0, op: Op::User, sequence: number };
+            Ok(world.split_on(tag, (Some(colour), key), cuda)?.ok_or("a split without a part for this rank")?)
+        };
+        let boxed = |comm: NcclComm| -> Box<dyn Communicator<Cuda>> {
+            match comm.size() {
+                1 => Box::new(Solo::new(comm.cuda().clone())),
+                _ => Box::new(comm),
+            }
+        };
+        let experts = part(1, mesh.expert(rank), &device)?;
+        let replicas = boxed(part(2, mesh.replica(rank), &device)?);
+        let gather = boxed(part(3, mesh.shard(rank), &device.beside()?)?);
+        let reduce = boxed(part(4, mesh.shard(rank), &device.beside()?)?);
+        let experts = match experts.size() {
+            1 => Seat::Gpu(gpu),
+            _ => Seat::Gpus(gpu, experts),
+        };
+        let shards = etp::Comms { gather, reduce };
+        Ok(Place { experts, sharded: Some(Comms::Gpus(Of { device, world, shards, replicas })) })
     }
 }

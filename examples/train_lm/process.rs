@@ -6,8 +6,9 @@ use crate::Failure;
 use crate::candle::Rank;
 use crate::corpus::Corpus;
 use crate::lm::{Param, Settings, Step};
-use crate::parcel::{Parcel, gather};
+use crate::parcel::Parcel;
 use crate::ranks::{Check, Report, Values, joined, own_step};
+use crate::sharded::Cost;
 use crate::twin::Twin;
 
 /// Trains as rank `number`, and calls `on_step` after each step on rank 0.
@@ -19,10 +20,9 @@ pub fn train(
     mut on_step: impl FnMut(Step) -> Result<(), Failure>,
 ) -> Result<(), Failure> {
     let twin = (number == 0).then(|| Twin::new(settings, params)).transpose()?;
-    let group = rank.group()?.clone();
     for step in 0..settings.steps {
         let report = own_step(&mut rank, settings, (corpus, check_every), number, step)?;
-        let told = gather(&group, crate::ranks::gradients(step), &packed(&report).pack()?)?;
+        let told = rank.world().tell(crate::ranks::gradients(step), &packed(&report).pack()?)?;
         if let Some(twin) = &twin {
             let reports = told.iter().map(|bytes| unpacked(settings, &Parcel::unpack(bytes)?));
             let reports = reports.collect::<Result<_, Failure>>()?;
@@ -32,7 +32,7 @@ pub fn train(
     Ok(())
 }
 
-/// A report as others get it; what sharded experts cost is not told.
+/// A report as others get it.
 fn packed(report: &Report) -> Parcel {
     let mut parcel = Parcel::default();
     parcel.put("loss", &[1], [report.loss]);
@@ -41,6 +41,10 @@ fn packed(report: &Report) -> Parcel {
     }
     if let Some(norm) = report.norm {
         parcel.put("norm", &[1], [norm]);
+    }
+    if let Some(cost) = report.cost {
+        let numbers = cost.numbers();
+        parcel.put("cost", &[numbers.len()], numbers);
     }
     let Some(check) = &report.check else { return parcel };
     for (name, values) in &check.params {
@@ -79,7 +83,10 @@ fn unpacked(settings: &Settings, parcel: &Parcel) -> Result<Report, Failure> {
         loss: first(parcel.get("loss")?.1),
         load: layers().map(load).collect::<Result<_, Failure>>()?,
         norm: parcel.find("norm").map(|(_, norm)| first(norm)),
-        cost: None,
+        cost: match parcel.find("cost") {
+            Some((_, numbers)) => Some(Cost::of(numbers.try_into()?)),
+            None => None,
+        },
         check,
     })
 }

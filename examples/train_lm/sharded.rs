@@ -127,6 +127,23 @@ pub struct Cost {
     pub moved: f64,
 }
 
+impl Cost {
+    /// As numbers, exact below 2⁵³.
+    pub fn numbers(&self) -> [f64; 8] {
+        let etp::Memory { main, gathered, quantised, arrived, gradients, reduced } = self.memory;
+        let [a, b, c, d, e, f, g] =
+            [self.shards, main, gathered, quantised, arrived, gradients, reduced].map(|n| n as f64);
+        [a, b, c, d, e, f, g, self.moved]
+    }
+
+    /// From these.
+    pub fn of([shards, rest @ .., moved]: [f64; 8]) -> Self {
+        let [main, gathered, quantised, arrived, gradients, reduced] = rest.map(|n| n as usize);
+        let memory = etp::Memory { main, gathered, quantised, arrived, gradients, reduced };
+        Self { shards: shards as usize, memory, moved }
+    }
+}
+
 /// Prints a table of the ranks' costs.
 pub fn print(costs: &[Cost]) {
     println!("memory of the expert weights in KiB, and bytes moved per element and microbatch");

@@ -123,28 +123,51 @@ fn memory_and_traffic() {
 /// Ranks that tell each other of each step, as processes do, train to the bits of ranks that report to one thread.
 #[test]
 fn ranks_as_processes_train_alike() {
-    let settings = settings(4, None);
-    let expected = train(&settings);
-    let (corpus, params) = (Corpus::load(None).unwrap(), initial(&settings));
-    let places = mesh::places(settings.mesh, &vec![Device::Cpu; 4], ranks::TIMEOUT).unwrap();
-    let mut found = Vec::new();
-    std::thread::scope(|scope| {
-        let run = |(number, place)| {
-            let (settings, corpus, params) = (&settings, &corpus, &params);
-            scope.spawn(move || {
-                let (rank, mut steps) = (candle::Rank::new(settings, params, (place, number)).unwrap(), Vec::new());
-                let on_step = |step| {
-                    steps.push(step);
-                    Ok(())
-                };
-                process::train(settings, (rank, number), (corpus, 1), params, on_step).unwrap();
-                steps
-            })
-        };
-        let threads: Vec<_> = places.into_iter().enumerate().map(run).collect();
-        found.extend(threads.into_iter().map(|thread| thread.join().unwrap()));
-    });
-    assert_eq!(bits(&found[0]), bits(&expected));
-    assert!(found[0].iter().zip(&expected).all(|(a, b)| a.load == b.load));
-    assert!(found[1..].iter().all(Vec::is_empty), "rank 0 alone speaks");
+    for settings in [settings(4, None), Settings { clip: Some(0.5), ..settings(2, Some(2)) }, settings(1, Some(4))] {
+        let expected = train(&settings);
+        let (corpus, params) = (Corpus::load(None).unwrap(), initial(&settings));
+        let places = mesh::places(settings.mesh, &vec![Device::Cpu; 4], ranks::TIMEOUT).unwrap();
+        let mut found = Vec::new();
+        std::thread::scope(|scope| {
+            let run = |(number, place)| {
+                let (settings, corpus, params) = (&settings, &corpus, &params);
+                scope.spawn(move || {
+                    let (rank, mut steps) = (candle::Rank::new(settings, params, (place, number)).unwrap(), Vec::new());
+                    let on_step = |step| {
+                        steps.push(step);
+                        Ok(())
+                    };
+                    process::train(settings, (rank, number), (corpus, 1), params, on_step).unwrap();
+                    steps
+                })
+            };
+            let threads: Vec<_> = places.into_iter().enumerate().map(run).collect();
+            found.extend(threads.into_iter().map(|thread| thread.join().unwrap()));
+        });
+        assert_eq!(bits(&found[0]), bits(&expected));
+        assert!(found[0].iter().zip(&expected).all(|(a, b)| a.load == b.load && a.costs == b.costs));
+        assert_eq!(expected[0].costs.len(), settings.mesh.etp.map_or(0, |_| 4));
+        assert!(found[1..].iter().all(Vec::is_empty), "rank 0 alone speaks");
+    }
+}
+
+/// What a process refuses before it looks for others, and what it has no way to them for.
+#[test]
+fn processes_that_cannot_be() {
+    use clap::Parser;
+    let refused = |args: &[&str]| {
+        let args = crate::Args::parse_from([&["train_lm", "--processes", "--etp", "2"], args].concat());
+        crate::run(&args).unwrap_err().to_string()
+    };
+    assert!(refused(&[]).contains("--device cuda"));
+    #[cfg(feature = "burn")]
+    assert!(refused(&["--device", "cuda", "--framework", "burn"]).contains("--framework candle"));
+    #[cfg(not(feature = "nccl"))]
+    assert!(refused(&["--device", "cuda"]).contains("--features candle,nccl"));
+    // Sizes are found wrong on every rank alike, whatever its place.
+    let sizes = crate::Args::parse_from(["train_lm", "--processes", "--etp", "2", "--ranks", "3", "--device", "cuda"]);
+    assert!(sizes.settings().unwrap_err().contains("does not divide --ranks 3"));
+    let whole = mesh::places(Mesh { ranks: 1, ep: 1, etp: None }, &[Device::Cpu], ranks::TIMEOUT).unwrap().remove(0);
+    let error = mesh::of_process(Mesh { ranks: 1, ep: 1, etp: Some(1) }, 0, whole.experts).map(drop).unwrap_err();
+    assert!(error.to_string().contains("over NCCL"), "{error}");
 }

@@ -6,6 +6,7 @@ use moebius::cpu::Cpu;
 use moebius::{TensorMut, TensorRef};
 
 use crate::Failure;
+use crate::parcel;
 use crate::ranks::{gradients, sum_over_ranks};
 
 /// All ranks.
@@ -44,6 +45,19 @@ impl World {
             return gpus::sum(&cuda, group.dispatcher().communicator(), step, flat);
         }
         Ok(flat)
+    }
+
+    /// What every rank tells, in rank order.
+    pub fn tell(&mut self, tag: Tag, own: &[u8]) -> Result<Vec<Vec<u8>>, Failure> {
+        match self {
+            World::Group(group) => parcel::gather(group, tag, own),
+            World::Threads(comm) => parcel::gather_over((&Cpu::new(), &()), comm, tag, own),
+            #[cfg(feature = "nccl")]
+            World::Gpus(comm) => {
+                let cuda = comm.cuda().clone();
+                parcel::gather_over((&cuda, &cuda.stream()), comm, tag, own)
+            }
+        }
     }
 
     /// Every rank's values, in rank order.

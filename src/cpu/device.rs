@@ -126,6 +126,10 @@ impl Device for Cpu {
         &mut view[range]
     }
 
+    fn split_mut<'a>(view: Self::Mut<'a>, at: usize) -> (Self::Mut<'a>, Self::Mut<'a>) {
+        view.split_at_mut(at)
+    }
+
     fn shorten<'s, 'l: 's>(view: Self::Ref<'l>) -> Self::Ref<'s> {
         view
     }

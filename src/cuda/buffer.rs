@@ -226,6 +226,12 @@ impl Device for Cuda {
         DeviceMut { ptr: view.ptr + range.start as u64, len: range.len(), owner: PhantomData }
     }
 
+    fn split_mut<'a>(view: Self::Mut<'a>, at: usize) -> (Self::Mut<'a>, Self::Mut<'a>) {
+        assert!(at <= view.len, "{at} of {} bytes", view.len);
+        let part = |ptr, len| DeviceMut { ptr, len, owner: PhantomData };
+        (part(view.ptr, at), part(view.ptr + at as u64, view.len - at))
+    }
+
     fn shorten<'s, 'l: 's>(view: Self::Ref<'l>) -> Self::Ref<'s> {
         view
     }

@@ -8,6 +8,7 @@ use crate::comm::{Communicator, Op, Tag};
 use crate::error::{Error, Result};
 use crate::tensor::Tensor;
 
+use super::casts::Amaxes;
 use super::lane::Lane;
 use super::links::Step;
 use super::packed::Packed;
@@ -60,6 +61,8 @@ pub(super) struct Inner<D: ShardDevice> {
     pub serial: u64,
     /// Number of the shards' state: what was cast in another is cast anew.
     pub epoch: u64,
+    /// Amaxes of shards that travel in NVFP4.
+    pub amaxes: Option<Amaxes<D>>,
 }
 
 /// A weight and what belongs to it.
@@ -125,6 +128,7 @@ impl<D: ShardDevice> Chain<D> {
             passes: 0,
             serial: 0,
             epoch: 0,
+            amaxes: None,
         };
         Ok(Self { device, stream, options, rank, ranks, inner: Mutex::new(inner) })
     }
@@ -174,7 +178,8 @@ impl<D: ShardDevice> Chain<D> {
         }
         let (shards, reduce) = (Arc::new(shards), Machine::default());
         let (form, cut) = ((spec.payload, spec.dtype), (Arc::clone(&shards), self.rank));
-        let packed = Packed::new(&inner.gathers.between.away, form, cut)?.map(Arc::new);
+        let joined = inner.packed().map(|packed| packed.joined()).sum();
+        let packed = Packed::new(&inner.gathers.between, form, cut, joined)?.map(Arc::new);
         inner.weights.push(Weight { spec, shards, source, packed, main: None, reduce, gradient: None });
         Ok(WeightId(inner.weights.len() - 1))
     }

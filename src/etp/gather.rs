@@ -4,13 +4,13 @@ use std::fmt;
 use std::sync::Arc;
 
 use crate::comm::{Op, Tag};
-use crate::error::{Error, Result};
+use crate::error::Result;
 use crate::tensor::{Tensor, TensorRef};
 use crate::weights::{Lease, WeightGuard, WeightSource};
 
 use super::beside::Sent;
 use super::chain::{CALL, Chain, Inner, Node};
-use super::lane::{Job, Pending};
+use super::lane::{Job, Pending, Travels};
 use super::links::Step;
 use super::packed::Packed;
 use super::pass::Active;
@@ -269,19 +269,25 @@ impl<D: ShardDevice> Inner<D> {
         (sequence, serial): (u64, u64),
     ) -> Result<Flight<D>> {
         let ticket = arrived.unwrap_or(own);
+        let tag = Tag { layer: self.weights[weight].spec.layer, op: Op::Weights, sequence };
+        let epoch = self.active.map_or(self.epoch, |active| active.epoch);
+        let cast = match arrived {
+            Some(_) => self.cast(weight, (tag, epoch))?,
+            None => Ok(()),
+        };
         let into = self.tickets.take(ticket)?;
         let weight = &self.weights[weight];
-        let form = weight.packed.as_ref().filter(|_| arrived.is_some());
-        let unpacked = form.map(|packed| (Arc::clone(packed), own));
-        let epoch = self.active.map_or(self.epoch, |active| active.epoch);
-        let packed = form.map(|packed| (Arc::clone(packed), epoch));
+        let packed = weight.packed.clone().filter(|_| arrived.is_some());
         self.traffic.gathers += 1;
         self.traffic.gathered_bytes += into.tensor.bytes() as u64;
-        let tag = Tag { layer: weight.spec.layer, op: Op::Weights, sequence };
-        let shard = Arc::clone(&weight.source);
         let into = Sent::new(into, &self.gathers.between);
-        let pending = self.gathers.give(Job::Gather { tag, shard, packed, into });
-        Ok(Flight { pending, ticket, packed: unpacked, serial })
+        let shard = match &packed {
+            Some(packed) => Travels::Cast(Arc::clone(packed)),
+            None => Travels::Plain(Arc::clone(&weight.source)),
+        };
+        let after = cast.and_then(|()| self.gathers.between.home.mark());
+        let pending = self.gathers.give_after(Job::Gather { tag, shard, into }, after);
+        Ok(Flight { pending, ticket, packed: packed.map(|packed| (packed, own)), serial })
     }
 
     /// Waits for a gather, and makes a weight of what it brings.
@@ -299,22 +305,16 @@ impl<D: ShardDevice> Inner<D> {
         let (mut loans, outcome) = self.gathers.receive(flight.pending);
         match (loans.pop(), outcome) {
             (Some(loan), Ok(())) => Ok(loan),
-            (Some(loan), Err(error)) => {
-                self.tickets.put(loan);
-                Err(error)
-            }
-            (None, outcome) => {
-                self.tickets.forget(flight.ticket);
-                Err(outcome.err().unwrap_or_else(|| Error::invalid(CALL, "gather", "its buffer", "none")))
-            }
+            (loan, outcome) => Err(self.lost(loan, flight.ticket, outcome)),
         }
     }
 
     /// De-quantises what has arrived.
     fn unpack(&mut self, packed: &Packed<D>, arrived: Loan<D>, ticket: Ticket) -> Result<Loan<D>> {
-        let home = &self.gathers.between.home;
         let unpacked = self.tickets.take(ticket).and_then(|mut into| {
-            match packed.dequantise(home, arrived.tensor.view(), into.tensor.view_mut()) {
+            let from = (arrived.tensor.view(), self.amaxes_of(packed.joined()));
+            let done = packed.dequantise(&self.gathers.between.home, from, into.tensor.view_mut());
+            match done {
                 Ok(()) => Ok(into),
                 Err(error) => {
                     self.tickets.put(into);

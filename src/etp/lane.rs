@@ -13,8 +13,9 @@ use std::sync::mpsc::{Receiver, Sender, SyncSender, channel, sync_channel};
 use std::thread;
 use std::time::Duration;
 
-use crate::comm::{Communicator, Tag};
+use crate::comm::{Communicator, ReduceOp, Tag};
 use crate::device::Device;
+use crate::dtype::DType;
 use crate::error::{CommError, Error, Result};
 use crate::tensor::{TensorMut, TensorRef};
 
@@ -24,11 +25,22 @@ use super::source::ShardSource;
 use super::tickets::Loan;
 use super::{Reduction, ShardDevice};
 
+/// A rank's shard on its way to the others.
+#[derive(Debug)]
+pub(super) enum Travels<D: ShardDevice> {
+    /// As it is.
+    Plain(Arc<dyn ShardSource<D>>),
+    /// As it was cast.
+    Cast(Arc<Packed<D>>),
+}
+
 /// One collective.
 #[derive(Debug)]
 pub(super) enum Job<D: ShardDevice> {
-    /// All ranks' shards to `into`, from a cast of the shard's state of that number if they travel quantised.
-    Gather { tag: Tag, shard: Arc<dyn ShardSource<D>>, packed: Option<(Arc<Packed<D>>, u64)>, into: Sent<D> },
+    /// All ranks' shards to `into`.
+    Gather { tag: Tag, shard: Travels<D>, into: Sent<D> },
+    /// The ranks' amaxes, joined where they are.
+    Join { tag: Tag, amaxes: Sent<D> },
     /// `gradient`, padded, to this rank's rows: their sum, or the other ranks' shares of it where the caller adds them.
     Reduce { tag: Tag, how: Reduction, gradient: Sent<D>, into: Sent<D> },
     /// Meets the other ranks after a failure: whatever they have in their lanes fails, until all meet here.
@@ -140,7 +152,8 @@ impl<D: ShardDevice> Lane<D> {
         self.give_after(job, self.between.home.mark())
     }
 
-    fn give_after(&self, job: Job<D>, after: Result<Option<D::Event>>) -> Pending<D> {
+    /// The same behind an event, or behind what went wrong before it, which the other ranks are told in the job's turn.
+    pub fn give_after(&self, job: Job<D>, after: Result<Option<D::Event>>) -> Pending<D> {
         let (reply, receiver) = sync_channel(1);
         let order = Order { job, after, reply };
         let refused = match &self.jobs {
@@ -172,7 +185,7 @@ impl<D: ShardDevice> Lane<D> {
 impl<D: ShardDevice> Job<D> {
     fn loans(self) -> Vec<Sent<D>> {
         match self {
-            Job::Gather { into, .. } => vec![into],
+            Job::Gather { into: loan, .. } | Job::Join { amaxes: loan, .. } => vec![loan],
             Job::Reduce { gradient, into, .. } => vec![gradient, into],
             Job::Recover { .. } => Vec::new(),
         }
@@ -200,19 +213,29 @@ impl<D: ShardDevice> Job<D> {
 
     fn tag(&self) -> Tag {
         match self {
-            Job::Gather { tag, .. } | Job::Reduce { tag, .. } | Job::Recover { tag, .. } => *tag,
+            Job::Gather { tag, .. } | Job::Join { tag, .. } | Job::Reduce { tag, .. } | Job::Recover { tag, .. } => {
+                *tag
+            }
         }
     }
 
     fn collective(&mut self, comm: &mut dyn Communicator<D>) -> Result<()> {
         let gone = || Error::invalid("etp", "buffer", "one for the collective", "none");
         match self {
-            Job::Gather { tag, shard, packed, into } => {
+            Job::Gather { tag, shard, into } => {
                 let into = into.loan().ok_or_else(gone)?.tensor.view_mut();
-                match packed {
-                    Some((packed, epoch)) => packed.gather(comm, (*tag, *epoch), &**shard, into),
-                    None => gather_plain(comm, *tag, &**shard, into),
+                match shard {
+                    Travels::Cast(packed) => packed.gather(comm, *tag, into),
+                    Travels::Plain(shard) => gather_plain(comm, *tag, &**shard, into),
                 }
+            }
+            Job::Join { tag, amaxes } => {
+                let amaxes = &mut amaxes.loan().ok_or_else(gone)?.tensor;
+                let dims = amaxes.dims().to_vec();
+                // No amax has a sign, so their bits are in the numbers' order, and a NaN's are the largest: integers,
+                // which every communicator joins where they are.
+                let bits = TensorMut::new(amaxes.view_mut().into_data(), DType::I32, &dims)?;
+                comm.all_reduce(*tag, ReduceOp::Max, bits)
             }
             Job::Reduce { tag, how, gradient, into } => {
                 let gradient = gradient.loan().ok_or_else(gone)?.tensor.view();
@@ -316,7 +339,7 @@ mod tests {
             let mut gather = |sequence, after| {
                 let into = Sent::new(tickets.take(ticket).unwrap(), &lane.between);
                 let tag = Tag { layer: 0, op: Op::Weights, sequence };
-                let job = Job::Gather { tag, shard: Arc::clone(&shard), packed: None, into };
+                let job = Job::Gather { tag, shard: Travels::Plain(Arc::clone(&shard)), into };
                 let (loans, outcome) = lane.receive(lane.give_after(job, after));
                 assert_eq!(loans.len(), 1, "the buffer comes back");
                 loans.into_iter().for_each(|loan| tickets.put(loan));

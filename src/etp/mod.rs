@@ -19,6 +19,7 @@
 //! `docs/etp.md` says when it pays and what it needs of memory.
 
 mod beside;
+mod casts;
 mod chain;
 mod cpu;
 mod gather;
@@ -198,7 +199,7 @@ pub enum Scale {
     Mean,
 }
 
-/// In which form a shard travels. It is cast before the first gather after a [`Chain::finish`], a [`Chain::replace`] or
+/// In which form a shard travels. It is cast, in the computation's order, before the first gather after a [`Chain::finish`], a [`Chain::replace`] or
 /// [`Chain::changed`], and the cast serves until the next: all microbatches of a step, forward and backward.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 #[non_exhaustive]
@@ -206,7 +207,7 @@ pub enum Payload {
     /// As it is.
     #[default]
     Plain,
-    /// In NVFP4 (recipe `te`, blocks of 1×16, an amax an expert), 0.5625 bytes an element, de-quantised on arrival: the
+    /// In NVFP4 (recipe `te`, blocks of 1×16, an amax an expert, all of a chain joined in one all-reduce), 0.5625 bytes an element, de-quantised on arrival: the
     /// layer computes with what the quantised weight stands for. The shard itself stays as it is for the optimiser,
     /// and for [`Chain::whole`]. Rows of an even number of elements; f32, bf16 or f16.
     Nvfp4,

@@ -31,7 +31,7 @@ pub struct Traffic {
     pub ahead: u64,
     /// Bytes of whole weights, padding included, as they travelled.
     pub gathered_bytes: u64,
-    /// Shards quantised; in NVFP4 each with one all-reduce of four bytes an expert.
+    /// Shards quantised.
     pub casts: u64,
     /// Reduce-scatters.
     pub reductions: u64,
@@ -65,7 +65,7 @@ impl<D: ShardDevice> Chain<D> {
         Memory {
             main: inner.weights.iter().filter_map(|w| w.main.as_ref()).map(|main| main.sums.bytes()).sum(),
             gathered: inner.tickets.bytes(Usage::Gathered),
-            quantised: inner.packed().map(|packed| packed.kept()).sum(),
+            quantised: inner.packed().map(|packed| packed.kept()).sum::<usize>() + inner.tickets.bytes(Usage::Amaxes),
             arrived: inner.tickets.bytes(Usage::Arrived),
             gradients: inner.tickets.bytes(Usage::Gradient),
             reduced: inner.tickets.bytes(Usage::Reduced),

@@ -16,6 +16,8 @@ pub(super) enum Usage {
     Gradient,
     /// What the reduce-scatter brings.
     Reduced,
+    /// Amaxes of shards that travel in NVFP4.
+    Amaxes,
 }
 
 /// Buffers of one key are one buffer, but for the parity: weights that are in use at the same time differ in it.

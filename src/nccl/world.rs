@@ -163,7 +163,21 @@ impl NcclComm {
     /// # Errors
     /// A collective's; [`NcclError`](super::NcclError).
     pub fn split(&mut self, tag: Tag, colour: Option<usize>, key: usize) -> Result<Option<Self>> {
+        let cuda = self.cuda.clone();
+        self.split_on(tag, (colour, key), &cuda)
+    }
+
+    /// The same for work on another stream of this GPU, such as [`Cuda::beside`]'s.
+    ///
+    /// # Errors
+    /// As [`NcclComm::split`]; another GPU, which the other ranks are told.
+    pub fn split_on(&mut self, tag: Tag, (colour, key): (Option<usize>, usize), cuda: &Cuda) -> Result<Option<Self>> {
         const CALL: &str = "split";
+        if cuda.ordinal() != self.cuda.ordinal() {
+            let error = Error::invalid(CALL, "cuda", format!("GPU {}", self.cuda.ordinal()), cuda.ordinal());
+            let _ = self.refuse(tag, &error.to_string());
+            return Err(error);
+        }
         let own = colour.map_or(-1, |c| c as i64);
         if i32::try_from(own).is_err() || i32::try_from(key).is_err() {
             let expected = format!("at most {}", i32::MAX);
@@ -182,9 +196,9 @@ impl NcclComm {
         members.sort_unstable();
         let rank = members.iter().position(|(_, rank)| *rank == self.link.rank).unwrap_or(0);
         let place = Place { rank, size: members.len() };
-        let cuda = self.cuda.clone();
-        let (bound, place_of) = (self.cuda.clone(), (own as i32, key as i32));
-        let ready = move |link: &Link| connect(link, &cuda);
+        let (bound, working) = (cuda.clone(), cuda.clone());
+        let place_of = (own as i32, key as i32);
+        let ready = move |link: &Link| connect(link, &working);
         let joining = self.link.split(place, place_of, move || bound.bind(CALL), ready)?;
         let link = match joining.finish(self.timeout) {
             Ok(link) => link,
@@ -196,7 +210,7 @@ impl NcclComm {
         let (Some(link), Some(colour)) = (link, colour) else { return Ok(None) };
         let ranks: Vec<usize> = members.iter().map(|(_, rank)| *rank).collect();
         let board = self.board.part((self.calls, colour), &ranks);
-        Self::new(Arc::new(link), &self.cuda, board, self.timeout).map(Some)
+        Self::new(Arc::new(link), cuda, board, self.timeout).map(Some)
     }
 
     /// This rank's group on an axis of a mesh of all ranks (collective).

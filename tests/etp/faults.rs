@@ -137,34 +137,42 @@ impl<D: Chained> ShardSource<D> for Shrinking<D> {
     }
 }
 
-/// A rank that cannot cast its shard tells the others, in the amaxes' all-reduce or in the gather.
+/// A rank that cannot cast a shard, the first or one that is gathered ahead, tells the others, in the amaxes' all-reduce or
+/// in the gather.
 fn shards_that_cannot_be_cast<D: Chained>(device: &D) {
-    for payload in [Payload::Nvfp4, Payload::Mxfp8] {
+    for (payload, odd) in [(Payload::Nvfp4, 0), (Payload::Nvfp4, 1), (Payload::Mxfp8, 0), (Payload::Mxfp8, 1)] {
         let outcomes = ranks(device, 2, MINUTE, |rank, place| -> Result<()> {
             let device = place.device.clone();
             let chain = place.chain(EtpOptions::default())?;
-            let whole = cut(&device, &chain, value(0));
-            let small = Tensor::zeros(&device, DType::F32, &[1, 2])?;
-            let shard = Arc::new(Shrinking { whole, small, shrunk: AtomicBool::new(false) });
-            let mut spec = WeightSpec::new("w", 0, &DIMS, DType::F32);
-            spec.payload = payload;
-            let id = chain.add(spec, Arc::clone(&shard) as Arc<dyn ShardSource<D>>)?;
-            let pass = || -> Result<Vec<u8>> {
+            let (mut ids, mut shards) = (Vec::new(), Vec::new());
+            for i in 0..2 {
+                let whole = cut(&device, &chain, value(i));
+                let small = Tensor::zeros(&device, DType::F32, &[1, 2])?;
+                let shard = Arc::new(Shrinking { whole, small, shrunk: AtomicBool::new(false) });
+                let mut spec = WeightSpec::new(format!("w{i}"), i as u32, &DIMS, DType::F32);
+                spec.payload = payload;
+                ids.push(chain.add(spec, Arc::clone(&shard) as Arc<dyn ShardSource<D>>)?);
+                shards.push(shard);
+            }
+            let pass = || -> Result<Vec<Vec<u8>>> {
                 chain.begin(Phase::Forward)?;
-                let source = chain.source(id)?;
-                let seen = device.bytes(source.acquire(&device.order())?.tensor()?);
+                let mut seen = Vec::new();
+                for id in &ids {
+                    let source = chain.source(*id)?;
+                    seen.push(device.bytes(source.acquire(&device.order())?.tensor()?));
+                }
                 chain.end()?;
                 Ok(seen)
             };
             let before = pass()?;
             chain.changed();
-            shard.shrunk.store(rank == 1, Ordering::SeqCst);
+            shards[odd].shrunk.store(rank == 1, Ordering::SeqCst);
             let error = pass().unwrap_err();
             match (&error, rank) {
                 (Error::Shape { .. }, 1) | (Error::Comm(CommError::Refused { peer: 1, .. }), 0) => {}
                 other => panic!("{other:?}"),
             }
-            shard.shrunk.store(false, Ordering::SeqCst);
+            shards[odd].shrunk.store(false, Ordering::SeqCst);
             chain.recover(Some(&error))?;
             assert_eq!(pass()?, before);
             Ok(())

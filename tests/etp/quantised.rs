@@ -12,6 +12,7 @@ use super::rig::{Chained, DIMS, MINUTE, ON, Place, bodies, cut, ranks, tensor, v
 bodies! {
     2 bytes_an_element_in_bf16,
     2 one_cast_a_step,
+    2 one_all_reduce_of_amaxes_a_step,
     2 changed_within_a_pass,
     2 draining_what_has_arrived,
 }
@@ -139,6 +140,50 @@ fn one_cast_a_step<D: Chained>(device: &D) {
             assert!(chain.memory().quantised > 0 && chain.memory().arrived > 0);
             chain.clear();
             assert_eq!(chain.memory().arrived, 0);
+        });
+    }
+}
+
+/// However many weights travel in NVFP4, beside others and whichever is used first.
+fn one_all_reduce_of_amaxes_a_step<D: Chained>(device: &D) {
+    for (prefetch, ahead) in [(true, 1), (true, 2), (false, 1)] {
+        ranks(device, 2, MINUTE, |_, place| {
+            let own = place.device.clone();
+            let gather = Changed::new(place.comms.gather);
+            let joined = Arc::clone(&gather.reduced);
+            let place = Place { comms: Comms { gather: Box::new(gather), ..place.comms }, ..place };
+            let chain = place.chain(EtpOptions { prefetch, ahead, ..ON }).unwrap();
+            let payloads = [Payload::Plain, Payload::Nvfp4, Payload::Mxfp8, Payload::Nvfp4];
+            let add = |i: usize| {
+                let mut spec = WeightSpec::new(format!("w{i}"), i as u32, &DIMS, moebius::DType::F32);
+                spec.payload = payloads[i];
+                chain.add(spec, Arc::new(Shard::new(cut(&own, &chain, value(i))))).unwrap()
+            };
+            let ids: Vec<_> = (0..4).map(add).collect();
+            let pass = |phase, order: [usize; 4]| {
+                chain.begin(phase).unwrap();
+                for i in order {
+                    let source = chain.source(ids[i]).unwrap();
+                    let guard = source.acquire(&own.order()).unwrap();
+                    let expected = super::world::through(payloads[i], &tensor(value(i)));
+                    assert_eq!(own.bytes(guard.tensor().unwrap()), expected.as_bytes(), "weight {i}");
+                }
+                chain.end().unwrap();
+            };
+            let order = [3, 0, 2, 1];
+            for step in 1..4 {
+                for _ in 0..2 {
+                    pass(Phase::Forward, order);
+                    pass(Phase::Backward, [1, 2, 0, 3]);
+                }
+                // 3 experts of each of the two.
+                assert_eq!(*joined.lock().unwrap(), vec![(ReduceOp::Max, vec![6]); step]);
+                assert_eq!(chain.traffic().casts, 3 * step as u64);
+                chain.finish(None, |_, _| Ok(())).unwrap();
+            }
+            let codes = |row: usize| 16 / 2 * row;
+            // Rows of two: a byte of codes and one scale, or two of codes and one scale; and 6 amaxes.
+            assert_eq!(chain.memory().quantised, 2 * codes(2) + codes(3) + 6 * 4);
         });
     }
 }

@@ -443,7 +443,7 @@ impl<D: Chained> Rank<D> {
         };
         let [up, down] =
             [(u, run.config.hidden), (d, run.config.intermediate)].map(|(all, width)| all / width * row(width));
-        let amaxes = if run.payload == Payload::Plain { 0 } else { 2 * 4 * run.dims()[0][0] };
+        let amaxes = if run.payload == Payload::Nvfp4 { 2 * 4 * run.dims()[0][0] } else { 0 };
         assert_eq!(memory.quantised, run.layers * ((up + down) / run.etp + amaxes));
         assert_eq!(memory.arrived, if up == down { up } else { up + down });
         if run.dims()[0] == run.dims()[1] {

@@ -156,6 +156,16 @@ fn splits(_: &Cuda, ranks: usize) {
         part.all_gather(tag(1), own.view(), all.view_mut()).expect("inside the part");
         let found = cuda.read(&cuda.stream(), all.view()).expect("a read");
         assert_eq!(found, members.iter().map(|r| *r as f64).collect::<Vec<_>>());
+        // The same on a stream of its own.
+        let beside = cuda.beside().expect("a stream");
+        let apart = comm.split_on(tag(4), (Some(rank % 2), ranks - rank), &beside).expect("a split");
+        let mut apart = apart.expect("a part for each");
+        let own = Tensor::from_value(&beside, rank as f64 + 1.0);
+        let mut all = Tensor::empty(&beside, DType::F32, &[members.len()]).expect("room");
+        apart.all_gather(tag(5), own.view(), all.view_mut()).expect("inside the part");
+        let found = beside.read(&beside.stream(), all.view()).expect("a read");
+        assert_eq!(found, members.iter().map(|r| *r as f64 + 1.0).collect::<Vec<_>>());
+        drop(apart);
         // Without a colour there is no part, and the whole works on.
         let none = comm.split(tag(2), (rank == 0).then_some(0), 0).expect("a split");
         assert_eq!(none.is_some(), rank == 0);
