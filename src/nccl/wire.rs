@@ -233,29 +233,32 @@ mod tests {
     use crate::error::CommError;
     use crate::nccl::message::Of;
     use crate::nccl::notices::Subject;
-    use crate::ranks::{Bootstrap, Token};
-    use std::net::TcpListener;
+    use crate::ranks::{Bootstrap, Root, Token};
     use std::time::Instant;
 
     const PATIENCE: Duration = Duration::from_secs(20);
 
     /// Three processes' ends, each with the notices of communicator 0.
     fn three() -> Vec<(Arc<Wire>, Arc<Notices>)> {
-        let port = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
+        let root = Root::bind("127.0.0.1:0", PATIENCE).unwrap();
+        let address = root.address().to_string();
         let token = Token::random().unwrap();
         let job = |rank| Bootstrap {
             rank,
             world: 3,
-            address: format!("127.0.0.1:{port}"),
+            address: address.clone(),
             token: token.clone(),
             timeout: PATIENCE,
             round: 0,
         };
         thread::scope(|scope| {
+            let mut root = Some(root);
             let join = |rank| {
-                let job = job(rank);
+                let (job, root) = (job(rank), root.take());
                 scope.spawn(move || {
-                    let (_, streams) = job.connect(|| Ok([0; 128])).unwrap();
+                    let id = || Ok([0; 128]);
+                    let joined = root.map_or_else(|| job.connect(id), |root| root.keep(&job, id));
+                    let streams = joined.unwrap().1;
                     let (wire, notices) = (Wire::new(rank, streams).unwrap(), Arc::<Notices>::default());
                     wire.register(0, vec![0, 1, 2], &notices);
                     (wire, notices)
@@ -339,7 +342,11 @@ mod tests {
         let ends = three();
         // Rank 2 refuses in a part of ranks 1 and 2 before rank 1 has made it.
         ends[2].0.post(Kind::Refused(of(77, 1), "early".into()));
-        thread::sleep(Duration::from_millis(100));
+        let start = Instant::now();
+        while lock(&ends[1].0.shared.desk).kept.is_empty() {
+            assert!(start.elapsed() < PATIENCE, "nothing came");
+            thread::sleep(Duration::from_millis(1));
+        }
         let part = Arc::<Notices>::default();
         ends[1].0.register(77, vec![2, 1], &part);
         assert!(matches!(told(&part, 1, 1), CommError::Refused { peer: 0, .. }), "rank 2 is the part's first");
