@@ -25,29 +25,33 @@ enum Attempt {
     Failed(RankError),
     /// Rank 0 may not be there yet.
     Again(String),
+    /// The same, where the end of the time may have been the cause: says less than an earlier attempt's reason.
+    Late(String),
 }
 
 /// The id, and the connection to rank 0, which may stay open.
 pub(super) fn join(job: &Bootstrap) -> Result<(UniqueId, TcpStream), RankError> {
     let deadline = Deadline::after(job.timeout);
     let mut pause = FIRST_PAUSE;
-    let mut last = "no attempt".to_string();
+    let mut last = None;
     while let Some(left) = deadline.left() {
         match attempt(job, deadline) {
             Attempt::Done(id, stream) => return Ok((id, stream)),
             Attempt::Failed(error) => return Err(error),
-            Attempt::Again(why) => last = why,
+            Attempt::Again(why) => last = Some(why),
+            Attempt::Late(why) => last = last.or(Some(why)),
         }
         std::thread::sleep(pause.min(left));
         pause = (2 * pause).min(LAST_PAUSE);
     }
-    let address = job.address.clone();
+    let (address, last) = (job.address.clone(), last.unwrap_or_else(|| "no attempt".to_string()));
     Err(RankError::Unreachable { rank: job.rank, address, timeout: job.timeout, last })
 }
 
 fn attempt(job: &Bootstrap, deadline: Deadline) -> Attempt {
     match connect(&job.address, deadline) {
         Ok(stream) => talk(job, stream, deadline.extended(PATIENCE)),
+        Err(why) if deadline.left().is_none() => Attempt::Late(why),
         Err(why) => Attempt::Again(why),
     }
 }
