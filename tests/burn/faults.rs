@@ -9,6 +9,7 @@ use burn::backend::{Autodiff, Flex};
 use burn::module::Module;
 use burn::tensor::{DType, Tensor};
 use moebius::burn::{ExpertParallelMoE, ExpertParallelMoEConfig};
+use moebius::comm::Op;
 use moebius::layer::Mode;
 use moebius::{CommError, Error, MoeConfig};
 
@@ -113,7 +114,7 @@ fn locked_out(shared: bool, before: fn()) {
     thread::spawn(move || {
         let about_to = Barrier::new(2);
         let leaf = tensor::<B, 1>(vec![1.5], [1]).require_grad();
-        let failures = on_ranks(2, SHORT, |rank, group| {
+        let failures = on_watched_ranks(2, SHORT, |rank, group, entered| {
             let model = module::<B>(&config, &group);
             let mut x = tensor::<B, 2>(inputs(rank).0, [TOKENS[rank], H]);
             if shared {
@@ -123,7 +124,9 @@ fn locked_out(shared: bool, before: fn()) {
             about_to.wait();
             if rank == 1 {
                 // Until rank 0 is inside its backward, where it waits for this rank.
-                thread::sleep(SHORT / 3);
+                while !entered[0].lock().unwrap().contains(&Op::CombineBwd) {
+                    thread::sleep(Duration::from_millis(1));
+                }
                 before();
             }
             let result = catch_unwind(AssertUnwindSafe(|| loss.backward()));

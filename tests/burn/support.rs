@@ -17,6 +17,8 @@ use moebius::cpu::Cpu;
 use moebius::ep::{Group, GroupConfig};
 use moebius::layer::{Mode, Role};
 
+use super::changed::{Changed, Entered};
+
 pub type B = Autodiff<Flex>;
 
 /// A back end that the suite runs on.
@@ -145,16 +147,26 @@ pub fn close(name: &str, a: &[f32], b: &[f32], tolerance: f64) {
 
 /// Runs `rank` on a thread for each of R ranks with its group; results in rank order.
 pub fn on_ranks<T: Send>(ranks: usize, timeout: Duration, rank: impl Fn(usize, EpGroup) -> T + Sync) -> Vec<T> {
-    let comms = ThreadWorld::create(ranks, timeout);
+    on_watched_ranks(ranks, timeout, |r, group, _| rank(r, group))
+}
+
+/// The same with what each rank's collectives are for, as they are entered, by rank.
+pub fn on_watched_ranks<T: Send>(
+    ranks: usize,
+    timeout: Duration,
+    rank: impl Fn(usize, EpGroup, &[Entered]) -> T + Sync,
+) -> Vec<T> {
+    let comms: Vec<_> = ThreadWorld::create(ranks, timeout).into_iter().map(|c| Changed::new(Box::new(c))).collect();
+    let entered: Vec<Entered> = comms.iter().map(|comm| Entered::clone(&comm.entered)).collect();
     thread::scope(|s| {
-        let run = &rank;
+        let (run, entered) = (&rank, &entered[..]);
         let threads: Vec<_> = comms
             .into_iter()
             .enumerate()
             .map(|(r, comm)| {
                 s.spawn(move || {
                     let group = Group::new(Cpu::new(), (), Box::new(comm), GroupConfig::new(E, 64)).unwrap();
-                    run(r, EpGroup::new(group))
+                    run(r, EpGroup::new(group), entered)
                 })
             })
             .collect();

@@ -9,6 +9,7 @@ use moebius::ep::{Capacity, DispatchSpec, DispatcherKind, GroupConfig, Handle, R
 use moebius::{CommError, Error, IdProblem, Result};
 
 use super::harness::*;
+use super::limits::{Countdown, in_time};
 
 pub fn cases<D: Target>() -> Vec<Case<D>> {
     vec![
@@ -422,12 +423,25 @@ fn panic_of_a_rank<D: Target>(s: &Setup<D>) {
     survivors_of(s, || std::panic::resume_unwind(Box::new("a rank's own trouble")));
 }
 
-fn is_lost(result: Result<()>, lost: usize, late: bool) {
+/// Says that a call ended without this rank, and without it alone; `None`: others were late too.
+fn is_lost(result: Result<()>, lost: usize, late: bool) -> Option<()> {
     match result {
-        Err(Error::Comm(CommError::Timeout { missing, .. })) if !late => assert_eq!(missing, [lost]),
-        Err(Error::Comm(CommError::Poisoned { reason, .. })) if late => {
-            assert!(reason.contains(&format!("[{lost}]")), "{reason}");
+        Err(Error::Comm(CommError::Timeout { missing, .. })) if !late => {
+            assert!(missing.contains(&lost), "{missing:?}");
+            (missing.len() == 1).then_some(())
         }
+        Err(Error::Comm(CommError::Poisoned { reason, .. })) if late => {
+            assert!([format!("[{lost}"), format!(" {lost}")].iter().any(|l| reason.contains(l)), "{reason}");
+            (!reason.contains(", ")).then_some(())
+        }
+        other => too_late(other),
+    }
+}
+
+/// Nothing where a rank came after the others had given it up; any other outcome is wrong.
+fn too_late<T, U: std::fmt::Debug>(outcome: Result<U>) -> Option<T> {
+    match outcome {
+        Err(Error::Comm(CommError::Timeout { .. } | CommError::Poisoned { .. })) => None,
         other => panic!("{other:?}"),
     }
 }
@@ -435,33 +449,53 @@ fn is_lost(result: Result<()>, lost: usize, late: bool) {
 /// What a rank that never comes costs each of the two cases below.
 const LIMIT: Duration = Duration::from_millis(1500);
 
+/// A group and a handle on every rank, or nothing: collectives fail on all ranks or on none.
+fn prepared<D: Target>(s: &Setup<D>, seat: Seat<D>) -> Option<(Rank<D>, Handle<D>)> {
+    let config = GroupConfig { dispatcher: s.kind, ..GroupConfig::new(s.experts(2), T) };
+    let ready = s.rank(seat, config).and_then(|mut r| {
+        let h = r.prepare(&[0; T], &training(0, 1))?;
+        Ok((r, h))
+    });
+    ready.map_or_else(|error| too_late(Err::<(), _>(error)), Some)
+}
+
+/// Runs `body` on every rank until all are in time but those that are not to be.
+fn within_limit<D: Target>(s: &Setup<D>, body: impl Fn(Seat<D>, &Countdown) -> Option<()> + Sync) {
+    in_time(LIMIT, |limit| {
+        let others = Countdown::new(s.ranks - 1);
+        let found = s.on_threads(limit, |seat| body(seat, &others));
+        let name = s.name;
+        found.into_iter().map(|r| r.unwrap_or_else(|_| panic!("case {name}, {s:?}: a rank panicked"))).collect()
+    })
+}
+
 /// Rank 0 comes too late: the others time out, it and every later call find the communicator unusable.
 fn rank_that_never_arrives<D: Target>(s: &Setup<D>) {
-    let barrier = std::sync::Barrier::new(s.ranks);
-    s.run_within(LIMIT, GroupConfig::new(s.experts(2), T), |r| {
-        let h = r.prepare(&[0; T], &training(0, 1)).expect("prepare");
+    within_limit(s, |seat, others| {
+        let counted = (seat.comm.rank() != 0).then(|| others.counted());
+        let (mut r, h) = prepared(s, seat)?;
         if r.rank == 0 {
-            barrier.wait();
+            others.wait();
         }
         let first = r.dispatch(&h, F32(H), &[0.0; T * H], None).map(drop);
-        is_lost(first, 0, r.rank == 0);
-        if r.rank != 0 {
-            barrier.wait();
-        }
-        is_lost(r.prepare(&[0; T], &training(0, 1)).map(drop), 0, true);
+        drop(counted);
+        others.wait();
+        let later = r.prepare(&[0; T], &training(0, 1)).map(drop);
+        is_lost(first, 0, r.rank == 0)?;
+        is_lost(later, 0, true)
     });
 }
 
 /// All agreed on backward, but the last rank's never comes.
 fn backward_that_never_comes<D: Target>(s: &Setup<D>) {
-    let barrier = std::sync::Barrier::new(s.ranks);
     let lost = s.ranks - 1;
-    s.run_within(LIMIT, GroupConfig::new(s.experts(2), T), |r| {
-        let h = r.prepare(&[0; T], &training(0, 1)).expect("prepare");
-        if r.rank != lost {
-            is_lost(r.combine_bwd(&h, F32(H), &[0.0; T * H]).map(drop), lost, false);
-        }
+    within_limit(s, |seat, others| {
+        let counted = (seat.comm.rank() != lost).then(|| others.counted());
+        let (mut r, h) = prepared(s, seat)?;
+        let outcome = (r.rank != lost).then(|| r.combine_bwd(&h, F32(H), &[0.0; T * H]).map(drop));
+        drop(counted);
         // The last rank stays alive meanwhile: it is late, not gone.
-        barrier.wait();
+        others.wait();
+        outcome.map_or(Some(()), |outcome| is_lost(outcome, lost, false))
     });
 }

@@ -58,21 +58,11 @@ pub struct Setup<D: Target> {
 impl<D: Target> Setup<D> {
     /// Runs `body` on every rank of a group; results in rank order. A panic of a rank is this function's.
     pub fn run<T: Send>(&self, config: GroupConfig, body: impl Fn(&mut Rank<D>) -> T + Sync) -> Vec<T> {
-        self.run_within(PATIENCE, config, body)
-    }
-
-    /// The same with another time limit for collectives.
-    pub fn run_within<T: Send>(
-        &self,
-        timeout: Duration,
-        config: GroupConfig,
-        body: impl Fn(&mut Rank<D>) -> T + Sync,
-    ) -> Vec<T> {
         let body = |seat: Seat<D>| {
             let config = GroupConfig { dispatcher: self.kind, ..config.clone() };
             body(&mut self.rank(seat, config).expect("group"))
         };
-        let results = self.on_threads(timeout, body);
+        let results = self.on_threads(PATIENCE, body);
         let name = self.name;
         results.into_iter().map(|r| r.unwrap_or_else(|_| panic!("case {name}, {self:?}: a rank panicked"))).collect()
     }

@@ -7,6 +7,8 @@ mod edges;
 mod faults;
 mod harness;
 mod later;
+#[path = "../common/limits.rs"]
+mod limits;
 mod random;
 mod reference;
 mod routing;

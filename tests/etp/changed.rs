@@ -1,8 +1,9 @@
 //! A communicator of which something is changed.
+#![allow(dead_code, reason = "each suite uses some of it")]
 
 use std::sync::{Arc, Mutex};
 
-use moebius::comm::{Communicator, Exchange, ReduceOp, Tag};
+use moebius::comm::{Communicator, Exchange, Op, ReduceOp, Tag};
 use moebius::{Device, Result, TensorMut, TensorRef};
 
 /// All-reduces with the sizes of their buffers.
@@ -10,6 +11,9 @@ pub type Reduced = Arc<Mutex<Vec<(ReduceOp, Vec<usize>)>>>;
 
 /// Exchanges of blocks with the sizes of what was sent and received.
 pub type Moved = Arc<Mutex<Vec<(Vec<usize>, Vec<usize>)>>>;
+
+/// What the collectives entered so far are for.
+pub type Entered = Arc<Mutex<Vec<Op>>>;
 
 /// A communicator, changed as the fields say.
 #[derive(Debug)]
@@ -24,12 +28,20 @@ pub struct Changed<D: Device> {
     pub reduced: Reduced,
     /// Exchanges so far.
     pub moved: Moved,
+    /// Collectives so far, the one under way among them.
+    pub entered: Entered,
 }
 
 impl<D: Device> Changed<D> {
     /// Nothing is changed yet.
     pub fn new(inner: Box<dyn Communicator<D>>) -> Self {
-        Self { inner, size: None, silent: false, reduced: Reduced::default(), moved: Moved::default() }
+        let (reduced, moved, entered) = (Reduced::default(), Moved::default(), Entered::default());
+        Self { inner, size: None, silent: false, reduced, moved, entered }
+    }
+
+    fn entering(&mut self, tag: Tag) -> &mut dyn Communicator<D> {
+        self.entered.lock().unwrap().push(tag.op);
+        &mut *self.inner
     }
 }
 
@@ -47,29 +59,29 @@ impl<D: Device> Communicator<D> for Changed<D> {
         self.inner.device().filter(|_| !self.silent)
     }
     fn all_gather(&mut self, tag: Tag, send: TensorRef<'_, D>, recv: TensorMut<'_, D>) -> Result<()> {
-        self.inner.all_gather(tag, send, recv)
+        self.entering(tag).all_gather(tag, send, recv)
     }
     fn reduce_scatter(&mut self, tag: Tag, send: TensorRef<'_, D>, recv: TensorMut<'_, D>) -> Result<()> {
-        self.inner.reduce_scatter(tag, send, recv)
+        self.entering(tag).reduce_scatter(tag, send, recv)
     }
     fn all_reduce(&mut self, tag: Tag, op: ReduceOp, buffer: TensorMut<'_, D>) -> Result<()> {
         self.reduced.lock().unwrap().push((op, buffer.dims().to_vec()));
-        self.inner.all_reduce(tag, op, buffer)
+        self.entering(tag).all_reduce(tag, op, buffer)
     }
     fn all_to_all_v(&mut self, tag: Tag, exchange: Exchange<'_, D>) -> Result<()> {
-        self.inner.all_to_all_v(tag, exchange)
+        self.entering(tag).all_to_all_v(tag, exchange)
     }
     fn exchange_blocks(&mut self, tag: Tag, send: TensorRef<'_, D>, recv: TensorMut<'_, D>) -> Result<()> {
         self.moved.lock().unwrap().push((send.dims().to_vec(), recv.dims().to_vec()));
-        self.inner.exchange_blocks(tag, send, recv)
+        self.entering(tag).exchange_blocks(tag, send, recv)
     }
     fn broadcast(&mut self, tag: Tag, root: usize, buffer: TensorMut<'_, D>) -> Result<()> {
-        self.inner.broadcast(tag, root, buffer)
+        self.entering(tag).broadcast(tag, root, buffer)
     }
     fn barrier(&mut self, tag: Tag) -> Result<()> {
-        self.inner.barrier(tag)
+        self.entering(tag).barrier(tag)
     }
     fn refuse(&mut self, tag: Tag, reason: &str) -> Result<()> {
-        self.inner.refuse(tag, reason)
+        self.entering(tag).refuse(tag, reason)
     }
 }

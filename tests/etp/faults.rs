@@ -8,6 +8,7 @@ use moebius::etp::{EtpOptions, Payload, Phase, Reduction, Shard, ShardSource, We
 use moebius::weights::WeightSource;
 use moebius::{CommError, DType, Error, Result, Tensor, TensorRef};
 
+use super::limits::{Countdown, in_time};
 use super::rig::{Chained, DIMS, MINUTE, ON, bodies, cut, ranks, value};
 
 bodies! {
@@ -105,22 +106,26 @@ fn a_rank_that_leaves<D: Chained>(device: &D) {
 }
 
 fn a_rank_that_never_comes<D: Chained>(device: &D) {
-    let limit = Duration::from_millis(200);
-    let (done, wait) = std::sync::mpsc::channel();
-    let wait = std::sync::Mutex::new(wait);
-    let outcomes = ranks(device, 2, limit, move |rank, place| -> Result<()> {
-        let rig = place.rig(EtpOptions::default(), 2, false)?;
-        if rank == 1 {
-            // Its chain lives until the other has given up.
-            let _ = wait.lock().unwrap().recv();
-            return Ok(());
-        }
-        let read = rig.pass(Phase::Forward, &[0]);
-        done.send(()).unwrap();
-        read
+    let error = in_time(Duration::from_millis(200), |limit| {
+        let over = Countdown::new(1);
+        let mut outcomes = ranks(device, 2, limit, |rank, place| -> Option<Result<()>> {
+            let counted = (rank == 0).then(|| over.counted());
+            // Both ranks have a chain, or neither: a rank may be late for its making.
+            let rig = match place.rig(EtpOptions::default(), 2, false) {
+                Ok(rig) => rig,
+                Err(Error::Comm(CommError::Timeout { .. } | CommError::Poisoned { .. })) => return None,
+                Err(error) => return Some(Err(error)),
+            };
+            let read = (rank == 0).then(|| rig.pass(Phase::Forward, &[0]));
+            drop(counted);
+            // The other's chain lives until this one has given up.
+            over.wait();
+            read
+        });
+        outcomes.swap_remove(0)
     });
-    let lost = matches!(&outcomes[0], Err(Error::Comm(CommError::Timeout { missing, .. })) if missing == &[1]);
-    assert!(lost, "{:?}", outcomes[0]);
+    let lost = matches!(&error, Err(Error::Comm(CommError::Timeout { missing, .. })) if missing == &[1]);
+    assert!(lost, "{error:?}");
 }
 
 /// A shard that changes its size behind the chain's back.

@@ -7,6 +7,8 @@ mod candle;
 pub mod changed;
 mod exact;
 mod faults;
+#[path = "../common/limits.rs"]
+mod limits;
 #[cfg(feature = "candle")]
 mod module;
 mod quantised;

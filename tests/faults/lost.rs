@@ -1,11 +1,13 @@
 //! Ranks that are lost.
 
-use std::sync::Barrier;
 use std::time::{Duration, Instant};
 
-use moebius::comm::Op;
+use moebius::comm::{Communicator, Op, ThreadComm};
+use moebius::cpu::Cpu;
+use moebius::ep::DispatcherKind;
 use moebius::{CommError, Error, Result};
 
+use super::limits::{Countdown, in_time};
 use super::support::*;
 
 /// Where rank [`CULPRIT`] is lost.
@@ -101,47 +103,52 @@ fn a_rank_that_panics() {
     survivors_are_told(&places, || std::panic::resume_unwind(Box::new("a rank's own trouble")));
 }
 
-/// The limit, and what a loaded machine may add until a thread runs again.
-const LIMIT: Duration = Duration::from_millis(300);
-const SLACK: Duration = Duration::from_secs(5);
+/// What the others get where the culprit never arrives; `None`: a rank that was to be there was late too.
+fn waited_for(comm: ThreadComm, (kind, at): (DispatcherKind, At), limit: Duration, others: &Countdown) -> Option<()> {
+    let counted = (Communicator::rank(&comm) != CULPRIT).then(|| others.counted());
+    let mut r = match Rank::joined(&Cpu::poisoning(), comm, kind) {
+        Ok(rank) => rank,
+        Err(Error::Comm(CommError::Timeout { .. } | CommError::Poisoned { .. })) => return None,
+        Err(error) => panic!("{error:?}"),
+    };
+    let start = Instant::now();
+    // The culprit stays alive meanwhile: it is late, not gone.
+    let result = step_until(&mut r, at, &|| others.wait());
+    if r.is_culprit() {
+        return Some(());
+    }
+    let took = start.elapsed();
+    let later = step(&mut r);
+    drop(counted);
+    assert!(matches!(later, Err(Error::Comm(CommError::Poisoned { .. }))), "{later:?}");
+    match result {
+        Err(Error::Comm(CommError::Timeout { tag, rank, missing, timeout, .. })) => {
+            assert_eq!((rank, timeout), (r.rank, limit));
+            if missing != [CULPRIT] || tag.op != waiting_in(at) {
+                return None;
+            }
+            assert!(took < limit + SLACK, "{kind:?}, {at:?}: {took:?}");
+            Some(())
+        }
+        // A rank that itself came after the limit.
+        Err(Error::Comm(CommError::Poisoned { rank, reason, .. })) => {
+            assert_eq!(rank, r.rank);
+            assert!(reason.contains(&r.rank.to_string()), "{reason}");
+            None
+        }
+        other => panic!("{other:?}"),
+    }
+}
 
 #[test]
 fn a_rank_that_never_arrives() {
     for kind in KINDS {
         for at in [At::BeforeForward, At::BeforeBackward] {
-            let over = Barrier::new(RANKS);
-            let results = on_ranks(LIMIT, |comm| {
-                let mut r = Rank::new(comm, kind);
-                let start = Instant::now();
-                // The culprit stays alive meanwhile: it is late, not gone.
-                let result = step_until(&mut r, at, &|| {
-                    over.wait();
-                });
-                if r.is_culprit() {
-                    return false;
-                }
-                let took = start.elapsed();
-                let later = step(&mut r);
-                over.wait();
-                assert!(took < LIMIT + SLACK, "{kind:?}, {at:?}: {took:?}");
-                assert!(matches!(later, Err(Error::Comm(CommError::Poisoned { .. }))), "{later:?}");
-                match result {
-                    Err(Error::Comm(CommError::Timeout { tag, rank, missing, timeout, .. })) => {
-                        assert_eq!((tag.op, rank, timeout), (waiting_in(at), r.rank, LIMIT));
-                        assert!(missing.contains(&CULPRIT), "{missing:?}");
-                        true
-                    }
-                    // A rank that itself came after the limit.
-                    Err(Error::Comm(CommError::Poisoned { tag, rank, reason, .. })) => {
-                        assert_eq!((tag.op, rank), (waiting_in(at), r.rank));
-                        assert!(reason.contains(&CULPRIT.to_string()), "{reason}");
-                        false
-                    }
-                    other => panic!("{other:?}"),
-                }
+            in_time(SHORT, |limit| {
+                let others = Countdown::new(RANKS - 1);
+                let results = on_ranks(limit, |comm| waited_for(comm, (kind, at), limit, &others));
+                all_well("never arrives", results).into_iter().collect::<Option<Vec<_>>>()
             });
-            let timed_out = all_well("never arrives", results);
-            assert!(timed_out.contains(&true), "somebody met the limit");
         }
     }
 }

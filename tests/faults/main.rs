@@ -5,6 +5,8 @@
 mod candle;
 mod config;
 mod input;
+#[path = "../common/limits.rs"]
+mod limits;
 mod lost;
 mod support;
 #[path = "../target/mod.rs"]

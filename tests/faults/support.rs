@@ -26,6 +26,9 @@ pub const KINDS: [DispatcherKind; 2] = [DispatcherKind::AllToAll, DispatcherKind
 /// Long enough for a loaded machine; what is told at once is told well within it.
 pub const PATIENCE: Duration = Duration::from_secs(30);
 pub const AT_ONCE: Duration = Duration::from_secs(10);
+/// The first limit where one is reached by design, and what a loaded machine may add until a thread runs again.
+pub const SHORT: Duration = Duration::from_millis(300);
+pub const SLACK: Duration = Duration::from_secs(5);
 
 pub fn config() -> MoeConfig {
     MoeConfig::new(HIDDEN, INNER, EXPERTS, 2)
@@ -91,9 +94,13 @@ impl Rank {
 
 impl<D: Target> Rank<D> {
     pub fn on(device: &D, comm: ThreadComm, kind: DispatcherKind) -> Self {
+        Self::joined(device, comm, kind).expect("group")
+    }
+
+    pub fn joined(device: &D, comm: ThreadComm, kind: DispatcherKind) -> Result<Self> {
         let config = GroupConfig { dispatcher: kind, max_rows: 64, ..GroupConfig::new(EXPERTS, 4 * TOKENS) };
-        let group = device.join(comm, config).expect("group");
-        Self { rank: group.rank(), group, layer: Layer::new(self::config(), 5).expect("layer") }
+        let group = device.join(comm, config)?;
+        Ok(Self { rank: group.rank(), group, layer: Layer::new(self::config(), 5)? })
     }
 
     pub fn is_culprit(&self) -> bool {
