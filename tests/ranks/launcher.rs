@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use moebius::ranks::{Bootstrap, Token, UniqueId};
 
-use super::bootstrap::LONG;
+use super::bootstrap::{LONG, free};
 
 fn launcher(args: &[&str]) -> Command {
     let mut command = Command::new(env!("CARGO_BIN_EXE_moebius-run"));
@@ -54,7 +54,12 @@ struct Running {
 
 impl Running {
     fn start(options: &[&str], script: &str) -> Self {
-        let mut child = launcher(&[options, &["sh", "-c", script]].concat()).spawn().unwrap();
+        Self::start_as(options, script, &[])
+    }
+
+    /// The same with arguments for the script, from `$0`.
+    fn start_as(options: &[&str], script: &str, arguments: &[&str]) -> Self {
+        let mut child = launcher(&[options, &["sh", "-c", script], arguments].concat()).spawn().unwrap();
         let out = BufReader::new(child.stdout.take().unwrap());
         Self { child, out }
     }
@@ -125,12 +130,16 @@ fn status_of_the_first_to_fail() {
 /// Whoever ignores TERM is killed after the grace period, with all it has started in the group.
 #[test]
 fn nothing_of_the_job_stays() {
-    let script = "sleep 600 & echo $! $$; trap '' TERM; \
-                  if [ $MOEBIUS_RANK = 0 ]; then read line; sleep 0.3; exit 1; fi; while :; do sleep 600; done";
-    let mut running = Running::start(&["--grace", "0", "-n", "3"], script);
+    let folder = tempfile::tempdir().unwrap();
+    let go = folder.path().join("go");
+    let script = "sleep 600 & trap '' TERM; echo $! $$; \
+                  if [ $MOEBIUS_RANK = 0 ]; then until [ -e \"$0\" ]; do sleep 0.05; done; exit 1; fi; \
+                  while :; do sleep 600; done";
+    let mut running = Running::start_as(&["--grace", "0", "-n", "3"], script, &[go.to_str().unwrap()]);
     let pids: Vec<String> =
         running.lines(3).iter().flat_map(|line| line[4..].split(' ').map(str::to_string).collect::<Vec<_>>()).collect();
     assert_eq!(pids.len(), 6);
+    std::fs::write(&go, "").unwrap();
     let (status, ..) = running.end();
     assert_eq!(status.code(), Some(1));
     until("the group's processes are gone", || !pids.iter().any(|pid| runs(pid)));
@@ -242,8 +251,7 @@ fn processes_exchange() {
     (0..4).for_each(|rank| has(&done, rank, 4));
     // Two hosts, both of them this one: the second launcher's ranks wait for the first's.
     let token = Token::random().unwrap().to_hex();
-    let port = std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
-    let address = format!("127.0.0.1:{port}");
+    let address = free().to_string();
     let host = |first: &str| {
         let options = ["-n", "2", "--world", "4", "--first-rank", first, "--address", &address];
         launcher(&[&options[..], &rank[..]].concat()).env("MOEBIUS_TOKEN", &token).spawn().unwrap()

@@ -4,5 +4,7 @@ mod bootstrap;
 mod identity;
 #[cfg(target_os = "linux")]
 mod launcher;
+#[path = "../common/limits.rs"]
+mod limits;
 mod mesh;
 mod strangers;
