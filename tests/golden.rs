@@ -441,7 +441,7 @@ fn every_folder(check: impl Fn(&Path) -> AnyResult<(String, Vec<String>)>) {
 #[test]
 fn a_wrong_golden_is_found() {
     for name in ["qwen3_moe", "gpt_oss", "deepseek_v3_fp8"] {
-        let suite = Suite::open(&target::golden().join(name)).unwrap();
+        let suite = Suite::open(&target::golden_of(name)).unwrap();
         let (main, aux) = suite.run(&Cpu::poisoning(), 1, DispatcherKind::Local).unwrap();
         for (tensor, value) in &suite.golden {
             if WHOLE_MODEL.contains(&tensor.as_str()) {

@@ -301,7 +301,7 @@ fn quantised_folders_match_their_goldens<D: Target>(device: &D) {
 }
 
 fn quantised_weights_have_no_gradient<D: Target>(device: &D) {
-    let dir = target::golden().join("qwen3_moe_nvfp4_modelopt");
+    let dir = target::golden_of("qwen3_moe_nvfp4_modelopt");
     let checkpoint = Checkpoint::open(dir).unwrap();
     let layer = checkpoint.moe_layers()[0];
     let options = LoadOptions { rank: 0, ranks: 1, dtype: Some(DType::F32) };

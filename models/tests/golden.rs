@@ -43,7 +43,7 @@ struct Golden {
 }
 
 impl Golden {
-    /// `None` where the folder is of another family.
+    /// `None` where the folder is of another family, or its golden of a block alone.
     fn open(dir: &Path) -> Option<Self> {
         let text = std::fs::read(dir.join("config.json")).ok()?;
         let config: serde_json::Value = serde_json::from_slice(&text).expect("a config");
@@ -54,12 +54,16 @@ impl Golden {
         let dtype = config.get("dtype").or(config.get("torch_dtype"));
         let checkpoint = Checkpoint::open(dir).expect("a checkpoint");
         let first = *checkpoint.moe_layers().first().expect("a layer with experts");
+        let tensors = candle_core::safetensors::load(dir.join("golden.safetensors"), &Device::Cpu).expect("a golden");
+        if !tensors.contains_key("input_ids") {
+            return None;
+        }
         Some(Self {
             name: dir.file_name()?.to_string_lossy().into_owned(),
             bf16: !quantised && dtype.is_some_and(|d| d == "bfloat16"),
             experts: checkpoint.block_config(first).expect("a block").router.num_experts,
             checkpoint,
-            tensors: candle_core::safetensors::load(dir.join("golden.safetensors"), &Device::Cpu).expect("a golden"),
+            tensors,
         })
     }
 
@@ -70,6 +74,7 @@ impl Golden {
     fn all() -> Vec<Self> {
         // Relative paths count from the repository's root, as for the other suites.
         let root = std::env::var_os("MOEBIUS_GOLDEN")
+            .filter(|root| !root.is_empty())
             .map_or_else(shipped, |root| PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("..").join(root));
         let mut dirs: Vec<PathBuf> =
             std::fs::read_dir(&root).expect("the folder of folders").map(|e| e.expect("an entry").path()).collect();

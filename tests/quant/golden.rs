@@ -9,7 +9,7 @@ use moebius::{DType, Tensor};
 use safetensors::{Dtype, SafeTensors};
 
 use super::support::{CpuTensor, bits, dequantize, one_nan, quantize, quantize_mxfp8, there};
-use super::target::{Target, cases, golden};
+use super::target::{Target, cases, golden_quant};
 
 cases!(te_nvfp4, modelopt_nvfp4, mxfp8, swizzle);
 
@@ -22,7 +22,7 @@ struct Vectors<'a> {
 }
 
 fn read(file: &str) -> Vec<u8> {
-    std::fs::read(golden().with_file_name("golden-quant").join(file)).unwrap()
+    std::fs::read(golden_quant().join(file)).unwrap()
 }
 
 impl<'a> Vectors<'a> {

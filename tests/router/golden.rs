@@ -11,7 +11,7 @@ struct File(Vec<u8>);
 
 impl File {
     fn open(folder: &str, name: &str) -> Self {
-        let path = super::target::golden().join(folder).join(name);
+        let path = super::target::golden_of(folder).join(name);
         Self(std::fs::read(&path).unwrap_or_else(|e| panic!("{}: {e}", path.display())))
     }
     fn floats(&self, name: &str) -> Option<Vec<f64>> {
