@@ -131,9 +131,7 @@ fn a_backward_that_never_comes() {
             }
             names(&error, rank, "combine_bwd");
             assert!(error.contains("did not arrive"), "{error}");
-            // What a loaded machine may add until a thread runs again.
-            assert!(took < limit + SLACK, "{took:?}");
-            Some(())
+            (took < limit + SLACK).then_some(())
         });
         all_well("never arrives", results).into_iter().collect::<Option<Vec<_>>>()
     });

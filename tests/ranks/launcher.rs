@@ -234,7 +234,8 @@ fn wrong_command_lines() {
 fn rank() {
     let job = Bootstrap::from_env(LONG).unwrap();
     let id: UniqueId = job.exchange(|| Ok([0xc3; 128])).unwrap();
-    println!("rank {} of {} has {:02x}", job.rank, job.world, id[127]);
+    // On a line of its own: on one core the harness has begun one with the test's name.
+    println!("\nrank {} of {} has {:02x}", job.rank, job.world, id[127]);
 }
 
 #[test]
