@@ -10,7 +10,6 @@
 
 mod support;
 
-use std::num::NonZeroUsize;
 use std::path::PathBuf;
 use std::process::ExitCode;
 use std::time::Duration;
@@ -61,8 +60,8 @@ struct Args {
     #[arg(long, value_name = "L")]
     layer: Option<usize>,
     /// Random tokens instead of the golden's; 64 where the folder has no golden for the layer.
-    #[arg(long, value_name = "T")]
-    tokens: Option<NonZeroUsize>,
+    #[arg(long, value_name = "T", value_parser = clap::value_parser!(u32).range(1..=1 << 20))]
+    tokens: Option<u32>,
     /// Seed of random tokens and of a random gradient of the output.
     #[arg(long, value_name = "S", default_value_t = 1)]
     seed: u64,
@@ -208,7 +207,7 @@ fn job(
     let mut random = Random::new(args.seed);
     let x = match golden.and_then(|g| g.get("moe_input")) {
         Some(x) => tokens(x)?,
-        None => random.tensor(&[args.tokens.map_or(64, NonZeroUsize::get), hidden], 1.0)?,
+        None => random.tensor(&[args.tokens.map_or(64, |tokens| tokens as usize), hidden], 1.0)?,
     };
     let dy = match golden.and_then(|g| g.get("grad_moe_output")) {
         Some(dy) => tokens(dy)?,

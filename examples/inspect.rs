@@ -31,8 +31,8 @@ struct Arguments {
     #[arg(short, long, value_name = "TYPE", value_parser = ["f64", "f32", "f16", "bf16"])]
     dtype: Option<String>,
     /// Also plan the memory of a step with so many tokens on each rank.
-    #[arg(short, long, value_name = "T")]
-    tokens: Option<usize>,
+    #[arg(short, long, value_name = "T", value_parser = clap::value_parser!(u32).range(..1 << 31))]
+    tokens: Option<u32>,
     /// How tokens travel in that step.
     #[arg(long, default_value = "all-to-all", value_parser = ["all-to-all", "all-gather"])]
     dispatcher: String,
@@ -105,7 +105,8 @@ fn run(arguments: &Arguments) -> Result<()> {
     line("  replicated", format!("{} in memory (router, shared expert)", size(total.replicated)));
     line("  read", format!("{} of the files", size(total.disk)));
     if let Some(tokens) = arguments.tokens {
-        plan(arguments, tokens, &config, dtype.or(checkpoint.model_dtype()).unwrap_or(DType::BF16), layers.len());
+        let dtype = dtype.or(checkpoint.model_dtype()).unwrap_or(DType::BF16);
+        plan(arguments, tokens as usize, &config, dtype, layers.len());
     }
     arguments.layer.map_or(Ok(()), |layer| list(&checkpoint, layer))
 }

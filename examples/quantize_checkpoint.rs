@@ -29,8 +29,8 @@ struct Arguments {
     /// Folder to write; made if it is not there.
     out: PathBuf,
     /// Random tokens for each block.
-    #[arg(short, long, default_value_t = 256)]
-    tokens: usize,
+    #[arg(short, long, default_value_t = 256, value_parser = clap::value_parser!(u32).range(1..=1 << 20))]
+    tokens: u32,
     /// Seed of the tokens.
     #[arg(short, long, default_value_t = 0)]
     seed: u64,
@@ -112,9 +112,10 @@ fn outputs(checkpoint: &Checkpoint, layer: usize, arguments: &Arguments) -> Resu
     let block = checkpoint.load_block(layer, LoadOptions { rank: 0, ranks: 1, dtype: Some(DType::F32) })?;
     let hidden = block.config.hidden;
     let rng = StdRng::seed_from_u64(arguments.seed ^ ((layer as u64) << 32));
-    let values: Vec<f32> = rng.sample_iter(StandardNormal).take(arguments.tokens * hidden).collect();
-    let x = Tensor::<Cpu>::from_vec(values, &[arguments.tokens, hidden])?;
-    let config = GroupConfig::new(block.config.router.num_experts, arguments.tokens);
+    let tokens = arguments.tokens as usize;
+    let values: Vec<f32> = rng.sample_iter(StandardNormal).take(tokens * hidden).collect();
+    let x = Tensor::<Cpu>::from_vec(values, &[tokens, hidden])?;
+    let config = GroupConfig::new(block.config.router.num_experts, tokens);
     let mut group = Group::single(config)?;
     let views = block.params.views()?;
     let mode = Mode { backward: false, noise: None };

@@ -49,6 +49,8 @@ const TOLERANCE: f64 = 1e-5;
 const LEAST_SHARE: f64 = 0.01;
 /// Steps at the end over which loss and shares are taken.
 const TAIL: usize = 20;
+/// More would take gigabytes.
+const MOST_EXPERTS: usize = 1024;
 
 /// Trains a small byte-level Mixture-of-Experts language model over ranks in one process.
 ///
@@ -168,8 +170,9 @@ impl Args {
         if self.clip.is_some_and(|norm| norm.is_nan() || norm <= 0.0) {
             return Err("--clip must be above 0".into());
         }
-        if self.experts < 2 || self.check_every == 0 || self.steps == 0 {
-            return Err("--experts must be at least 2, --check-every and --steps at least 1".into());
+        if !(2..=MOST_EXPERTS).contains(&self.experts) || self.check_every == 0 || self.steps == 0 {
+            let experts = format!("--experts must be in 2..={MOST_EXPERTS}");
+            return Err(format!("{experts}, --check-every and --steps at least 1"));
         }
         Ok(Settings {
             mesh,

@@ -1,12 +1,13 @@
 //! Sharded training beside whole weights, to the bit.
 
 use candle_core::Device;
+use clap::Parser;
 use moebius::etp::Payload;
 
 use crate::corpus::Corpus;
 use crate::lm::{Settings, Step, initial};
 use crate::mesh::{self, Mesh};
-use crate::{TOLERANCE, candle, process, ranks};
+use crate::{Args, TOLERANCE, candle, process, ranks};
 
 fn settings(ep: usize, etp: Option<usize>) -> Settings {
     Settings {
@@ -121,6 +122,27 @@ fn memory_and_traffic() {
 }
 
 /// Ranks that tell each other of each step, as processes do, train to the bits of ranks that report to one thread.
+#[test]
+fn arguments_that_cannot_be() {
+    let refused = |arguments: &[&str]| {
+        let all = ["train_lm"].iter().chain(arguments);
+        Args::try_parse_from(all).map_err(|e| e.to_string()).and_then(|args| args.settings()).map(drop).unwrap_err()
+    };
+    for (arguments, word) in [
+        (&["--experts", "1000000", "--ranks", "1"][..], "--experts must be in 2..=1024"),
+        (&["--experts", "0"], "--experts"),
+        (&["--steps", "0"], "--steps"),
+        (&["--ranks", "3"], "3 ranks"),
+        (&["--batch", "1"], "--batch 1"),
+        (&["--microbatches", "0"], "--microbatches 0"),
+        (&["--etp", "0"], "--etp 0"),
+        (&["--clip", "NaN"], "--clip"),
+    ] {
+        let text = refused(arguments);
+        assert!(text.contains(word), "{arguments:?}: {text}");
+    }
+}
+
 #[test]
 fn ranks_as_processes_train_alike() {
     for settings in [settings(4, None), Settings { clip: Some(0.5), ..settings(2, Some(2)) }, settings(1, Some(4))] {

@@ -90,8 +90,8 @@ impl Checkpoint {
         let layout = self.layout(layer, config);
         let refuse =
             |expected: &str, found: String| Err(Error::invalid(CALL, format!("layer {layer}"), expected, found));
-        if !matches!(layout.experts, Experts::Each { .. }) {
-            return refuse("a matrix an expert on disk", format!("{:?}", layout.experts));
+        if let Experts::Fused { up, .. } | Experts::Stacked { up, .. } = layout.experts {
+            return refuse("a matrix an expert on disk", format!("all experts in {up}"));
         }
         match self.check_block(&layout, false)?.form {
             Form::Plain(DType::F32 | DType::BF16 | DType::F16) => {}
