@@ -218,6 +218,7 @@ fn wrong_command_lines() {
     let status = |args: &[&str]| launcher(args).output().unwrap().status.code();
     assert_eq!(status(&["-n", "2", "/no/such/program"]), Some(127));
     assert_eq!(status(&["-n", "2", "/"]), Some(126));
+    assert_eq!(status(&["-n", "2", "--", ""]), Some(127));
     assert_eq!(status(&["-n", "0", "true"]), Some(2));
     assert_eq!(status(&["true"]), Some(2));
     assert_eq!(status(&["-n", "1", "--address", "nowhere", "true"]), Some(1));

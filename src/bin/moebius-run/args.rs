@@ -82,9 +82,10 @@ pub fn parse(mut args: impl Iterator<Item = OsString>) -> Result<Request, String
 
 fn number(name: &str, value: Option<OsString>, range: std::ops::RangeInclusive<usize>) -> Result<usize, String> {
     let number = value.as_ref().and_then(|value| value.to_str()).and_then(|text| text.parse().ok());
-    number
-        .filter(|number| range.contains(number))
-        .ok_or_else(|| format!("{name}: expected {} to {}, found {value:?}", range.start(), range.end()))
+    number.filter(|number| range.contains(number)).ok_or_else(|| {
+        let found = value.map_or("nothing".to_string(), |value| format!("{value:?}"));
+        format!("{name}: expected {} to {}, found {found}", range.start(), range.end())
+    })
 }
 
 #[cfg(test)]
@@ -113,8 +114,8 @@ mod tests {
             ("-n 2", "no PROGRAM"),
             ("-n 0 prog", "-n: expected 1 to 1024"),
             ("-n 1025 prog", "-n: expected"),
-            ("-n x prog", "-n: expected"),
-            ("-n", "-n: expected"),
+            ("-n x prog", "-n: expected 1 to 1024, found \"x\""),
+            ("-n", "-n: expected 1 to 1024, found nothing"),
             ("-n 2 --what prog", "unknown option --what"),
             ("-n 2 --world 4 prog", "belong together"),
             ("-n 2 --world 4 --first-rank 2 prog", "belong together"),

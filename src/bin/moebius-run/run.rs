@@ -21,7 +21,7 @@ const PORTS: std::ops::Range<u16> = 20_000..32_000;
 pub enum RunError {
     #[error("{0}")]
     Rank(#[from] moebius::Error),
-    #[error("{program}: {error}")]
+    #[error("start {program:?}: {error}")]
     Start { program: String, error: std::io::Error },
     #[error("{operation}: {error}")]
     System { operation: &'static str, error: std::io::Error },
