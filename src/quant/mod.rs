@@ -62,7 +62,7 @@ pub const MX_BLOCK: usize = 32;
 ///
 /// `codes` holds half as many bytes as `out` has elements, `scales` one value per `block` elements; the last block
 /// may be partial.
-pub fn decode_fp4(codes: &[u8], scales: &[f32], block: usize, out: &mut [f32]) {
+pub(crate) fn decode_fp4(codes: &[u8], scales: &[f32], block: usize, out: &mut [f32]) {
     debug_assert_eq!((codes.len() * 2, scales.len()), (out.len(), out.len().div_ceil(block)));
     for ((codes, out), scale) in codes.chunks(block / 2).zip(out.chunks_mut(block)).zip(scales) {
         for (byte, pair) in codes.iter().zip(out.chunks_exact_mut(2)) {
