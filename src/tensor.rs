@@ -302,6 +302,19 @@ pub(crate) fn dims2(call: &'static str, name: &str, dims: &[usize]) -> Result<[u
     }
 }
 
+/// The sizes of a stack of matrices, none of them empty but the stack.
+pub(crate) fn dims3(call: &'static str, name: &str, dims: &[usize]) -> Result<[usize; 3]> {
+    match dims {
+        [stack, rows, cols] if rows * cols > 0 => Ok([*stack, *rows, *cols]),
+        _ => Err(Error::invalid(
+            call,
+            format!("tensor {name}"),
+            "three dimensions, the last two at least 1",
+            format!("{dims:?}"),
+        )),
+    }
+}
+
 fn check_len(call: &'static str, bytes: usize, dtype: DType, shape: Shape) -> Result<()> {
     let expected = shape.count() * dtype.size();
     if bytes == expected {

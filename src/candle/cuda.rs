@@ -10,7 +10,8 @@ use crate::dtype::DType;
 use crate::error::{Error, Result};
 use crate::tensor::TensorRef;
 
-use super::host::{Host, Part, framework};
+use super::error::framework;
+use super::host::{Host, Part};
 
 /// Where a tensor without elements lies: no kernel reads it, and null means "none" to some.
 const NOWHERE: u64 = 256;

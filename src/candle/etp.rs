@@ -10,7 +10,8 @@ use crate::error::Result;
 use crate::etp::{Chain, ShardDevice, ShardSource, WeightId};
 use crate::tensor::TensorRef;
 
-use super::host::{Host, copy_of, framework, into_candle, with_views};
+use super::error::framework;
+use super::host::{Host, copy_of, into_candle, with_views};
 
 /// A variable `[S, C]` as a rank's shard: a gather reads what the optimiser has left in it.
 #[derive(Debug, Clone)]

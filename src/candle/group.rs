@@ -12,7 +12,8 @@ use crate::ep::{EpGroup, GroupConfig};
 use crate::error::{Error, Result};
 use crate::layer::{Layer, Mode, Role};
 
-use super::host::{Host, copy_of, framework, into_candle, location, with_views};
+use super::error::framework;
+use super::host::{Host, copy_of, into_candle, location, with_views};
 use super::module::MoeOutput;
 use super::run;
 

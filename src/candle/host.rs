@@ -74,11 +74,6 @@ pub(super) fn location(device: &Device) -> String {
     }
 }
 
-/// A candle error as ours.
-pub(super) fn framework(call: &'static str) -> impl Fn(candle_core::Error) -> Error {
-    move |e| Error::Framework { call, framework: "candle", message: e.to_string() }
-}
-
 /// Runs `f` with views of named tensors, whose storages stay locked for reading meanwhile.
 pub(super) fn with_views<D: Host, R>(
     device: &D,

@@ -28,6 +28,7 @@
 //!
 //! Every rank of a group calls the same layers in the same order, forward and backward. A rank whose loss does not
 //! reach the layer's output never runs its backward: its peers get a typed error after the communicator's timeout.
+//! Through candle errors come as candle's; [`error_of`] gives this crate's back.
 //! Gradients of replicated parameters (router, shared expert) are each rank's own share; sum them over the ranks.
 //!
 //! A rank may have no tokens. candle's binary operations on empty tensors return their left operand and forget the
@@ -42,6 +43,7 @@
 mod cpu;
 #[cfg(feature = "cuda")]
 mod cuda;
+mod error;
 mod etp;
 mod group;
 mod host;
@@ -53,14 +55,8 @@ mod sharded;
 pub use crate::ep::EpGroup;
 #[cfg(feature = "cuda")]
 pub use cuda::cuda;
+pub use error::error_of;
 pub use etp::{VarShard, finish_sharded};
 pub use group::DeviceGroup;
 pub use host::Host;
 pub use module::{ExpertParallelMoE, MoeOutput};
-
-/// So that `?` serves inside functions of candle's `Result`: the message is ours.
-impl From<crate::Error> for candle_core::Error {
-    fn from(error: crate::Error) -> Self {
-        candle_core::Error::wrap(error)
-    }
-}

@@ -10,8 +10,9 @@ use crate::error::Error;
 use crate::layer::{Context, Cotangents, Inputs, Layer, ParamViews, Role, Wanted};
 use crate::tensor::TensorRef;
 
+use super::error::framework;
 use super::group::contiguous;
-use super::host::{Host, framework, into_candle, with_views};
+use super::host::{Host, into_candle, with_views};
 use super::sharded::{Backward, ExpertWeights};
 
 const CALL: &str = "ExpertParallelMoE backward";

@@ -13,11 +13,11 @@ use crate::config::WeightAt;
 use crate::error::{Error, Result};
 use crate::kernels::{BiasGrad, Down, DownBwd, RowDest, SlotWeights, Up, UpDgrad, Wgrad};
 use crate::quant::QuantisedRef;
-use crate::tensor::{TensorMut, TensorRef};
+use crate::tensor::{TensorMut, TensorRef, dims3};
 use crate::weights::Weight;
 
 use super::element::{Acc, Float, with_float};
-use super::gemm::{Mat, ROW_TILE, dims3, product, store, to_acc};
+use super::gemm::{Mat, ROW_TILE, product, store, to_acc};
 use super::zones::{Rows, ZoneList};
 use super::{Cpu, activation};
 

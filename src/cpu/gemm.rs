@@ -204,16 +204,3 @@ fn weight_dims(call: &'static str, dims: &[usize]) -> Result<[usize; 2]> {
         sizes => Ok(sizes),
     }
 }
-
-/// The sizes of a stack of matrices, none of them empty but the stack.
-pub(super) fn dims3(call: &'static str, name: &str, dims: &[usize]) -> Result<[usize; 3]> {
-    match dims {
-        [stack, rows, cols] if rows * cols > 0 => Ok([*stack, *rows, *cols]),
-        _ => Err(Error::invalid(
-            call,
-            format!("tensor {name}"),
-            "three dimensions, the last two at least 1",
-            format!("{dims:?}"),
-        )),
-    }
-}

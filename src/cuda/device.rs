@@ -1,9 +1,8 @@
-//! A GPU: its stream, what waits for it, and what may spoil it.
+//! A GPU and its stream.
 
 use std::fmt;
 use std::sync::atomic::AtomicBool;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock, Weak};
-use std::time::{Duration, Instant};
+use std::sync::{Arc, Mutex, PoisonError, RwLock, Weak};
 
 use cudarc::driver::sys::{self, CUdeviceptr};
 use cudarc::driver::{CudaContext, CudaEvent, CudaStream, DriverError, result};
@@ -13,6 +12,7 @@ use crate::error::{Error, Result};
 use super::launch::Functions;
 use super::memory::{Arena, Memory};
 use super::status::Status;
+use super::waits::Guard;
 
 /// `CU_STREAM_PER_THREAD`. Buffers freed on another thread than the one that last used them would not be behind its work.
 const PER_THREAD: sys::CUstream = 0x2 as sys::CUstream;
@@ -42,21 +42,10 @@ pub(super) struct Inner {
     /// A graph is being recorded.
     pub(super) capturing: AtomicBool,
     /// What may spoil the work on the stream from outside.
-    guards: Mutex<Vec<Weak<dyn Guard>>>,
-}
-
-/// Something outside the stream that its work depends on, a peer for instance. When it has failed, the stream goes on
-/// with memory that nobody has written.
-pub(crate) trait Guard: Send + Sync {
-    /// Why what the stream computes is worth nothing.
-    fn failure(&self) -> Option<Error>;
+    pub(super) guards: Mutex<Vec<Weak<dyn Guard>>>,
 }
 
 impl Inner {
-    fn guards(&self) -> MutexGuard<'_, Vec<Weak<dyn Guard>>> {
-        self.guards.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     pub(super) fn arena(&self) -> Arc<Arena> {
         Arc::clone(&self.arena.read().unwrap_or_else(PoisonError::into_inner))
     }
@@ -297,84 +286,7 @@ impl Cuda {
         }
         Err(Error::invalid(call, "stream", "the device's own (Cuda::stream)", "another"))
     }
-
-    /// Copies to the host and waits for the stream.
-    pub(super) fn read_bytes(&self, call: &'static str, from: CUdeviceptr, to: &mut [u8]) -> Result<()> {
-        self.not_captured(call, "wait for the device")?;
-        self.bind(call)?;
-        let stream = self.inner.stream.cu_stream();
-        // SAFETY: the stream lives as long as `self`.
-        let wait = || unsafe { result::stream::synchronize(stream) }.map_err(driver(call, "wait for the stream"));
-        if !self.inner.guards().is_empty() {
-            // A copy to pageable memory waits for the stream inside the driver, under a lock that the thread which would
-            // abort what the stream hangs in needs; this wait does not. Why it came to an end matters more than how.
-            let waited = self.passed();
-            self.guarded()?;
-            waited?;
-        }
-        if to.is_empty() {
-            return wait();
-        }
-        // SAFETY: callers give a pointer of at least `to.len()` bytes; `to` lives past the wait below.
-        unsafe { result::memcpy_dtoh_async(to, from, stream) }.map_err(driver(call, "copy from the GPU"))?;
-        wait()
-    }
-
-    /// Waits until the stream has done what was enqueued, or a guard has failed and the stream does not end: another
-    /// library's kernel may wait for a rank that is gone, whatever becomes of the communicator.
-    fn passed(&self) -> Result<()> {
-        let (end, began) = (self.record()?, Instant::now());
-        let mut failed: Option<Instant> = None;
-        while !end.is_done()? {
-            let waited = began.elapsed();
-            if waited < SPIN {
-                std::hint::spin_loop();
-                continue;
-            }
-            match failed {
-                None if self.guarded().is_err() => failed = Some(Instant::now()),
-                Some(since) if since.elapsed() > ABORTING => return Ok(()),
-                _ => {}
-            }
-            std::thread::sleep(if waited < SPIN * 10 { SPIN / 20 } else { SPIN / 2 });
-        }
-        Ok(())
-    }
-
-    /// Waits for the stream.
-    #[cfg(feature = "nccl")]
-    pub(crate) fn finish(&self, call: &'static str) -> Result<()> {
-        self.read_bytes(call, 0, &mut [])
-    }
-
-    /// Has every wait return what this finds, for as long as it lives.
-    #[cfg(feature = "nccl")]
-    pub(crate) fn guard(&self, guard: &Arc<dyn Guard>) {
-        let mut guards = self.inner.guards();
-        guards.retain(|g| g.strong_count() > 0);
-        guards.push(Arc::downgrade(guard));
-    }
-
-    /// Has this device's waits return what another's would find.
-    pub(super) fn heed_guards(&self, other: &Cuda) {
-        if !Arc::ptr_eq(&self.inner, &other.inner) {
-            let theirs = other.inner.guards().clone();
-            let mut own = self.inner.guards();
-            own.retain(|guard| guard.strong_count() > 0 && !theirs.iter().any(|other| guard.ptr_eq(other)));
-            own.extend(theirs);
-        }
-    }
-
-    fn guarded(&self) -> Result<()> {
-        let failure = self.inner.guards().iter().filter_map(Weak::upgrade).find_map(|g| g.failure());
-        failure.map_or(Ok(()), Err)
-    }
 }
-
-/// How long a wait for the GPU keeps its core to itself; then it looks now and then.
-const SPIN: Duration = Duration::from_millis(2);
-/// How long after a failure a stream is given to end: an abort ends what waits inside NCCL.
-const ABORTING: Duration = Duration::from_secs(1);
 
 /// The order of work on a [`Cuda`].
 #[derive(Debug, Clone)]

@@ -7,7 +7,7 @@ use crate::config::WeightAt;
 use crate::dtype::DType;
 use crate::error::{Error, Result};
 use crate::kernels::{Down, DownBwd, RowSource, SlotWeights, Up, UpDgrad, Zones};
-use crate::tensor::Tensor;
+use crate::tensor::{Tensor, dims3};
 use crate::weights::Weight;
 
 use super::device::Cuda;
@@ -21,19 +21,6 @@ use super::zones::{Dest, Source, TileOrder, Tiles, aligned, check_zones, input, 
 /// Columns of gate (and as many of up), or of a gradient through the activation, from which mapped rows are brought into
 /// order first.
 const ORDER_FIRST: usize = 8192;
-
-/// The sizes of a stack of matrices, none of them empty but the stack.
-pub(super) fn dims3(call: &'static str, name: &str, dims: &[usize]) -> Result<[usize; 3]> {
-    match dims {
-        [stack, rows, cols] if rows * cols > 0 => Ok([*stack, *rows, *cols]),
-        _ => Err(Error::invalid(
-            call,
-            format!("tensor {name}"),
-            "three dimensions, the last two at least 1",
-            format!("{dims:?}"),
-        )),
-    }
-}
 
 /// Kernels for a type: name suffix and tile.
 pub(super) fn family(call: &'static str, tensor: &str, dtype: DType) -> Result<(&'static str, Shape)> {

@@ -40,6 +40,7 @@ mod rows;
 mod status;
 mod tensor_map;
 mod w4a16;
+mod waits;
 mod wgrad;
 mod zones;
 
@@ -47,8 +48,8 @@ mod zones;
 pub use cudarc;
 
 pub use buffer::{DeviceBuffer, DeviceMut, DeviceRef, NoCounters};
-#[cfg(feature = "nccl")]
-pub(crate) use device::Guard;
 pub use device::{Cuda, Event, Stream};
 pub use graph::Captured;
 pub use memory::Memory;
+#[cfg(feature = "nccl")]
+pub(crate) use waits::Guard;

@@ -7,10 +7,10 @@ use std::ffi::c_void;
 use crate::dtype::DType;
 use crate::error::Result;
 use crate::kernels::{BiasGrad, Wgrad, Zones};
-use crate::tensor::TensorMut;
+use crate::tensor::{TensorMut, dims3};
 
 use super::device::Cuda;
-use super::experts::{dims3, family};
+use super::experts::family;
 use super::launch::{Grid, HOPPER_WGRAD};
 use super::params::{self, type_code};
 use super::rows::to_slots;

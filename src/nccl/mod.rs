@@ -6,10 +6,19 @@
 //! * [`NcclComm::split`], [`NcclComm::group`]: parts of them.
 //!
 //! Collectives are enqueued. What goes wrong later, a watchdog finds; see [`NcclComm`]. `docs/nccl.md` is the guide.
+//!
+//! ```text
+//! library, sys                                  finding NCCL, and its interface
+//! world, wire, message                          how ranks join
+//! comm: collectives, pairs, symmetric, sums     a rank's communicator and its calls; lane: NCCL's own
+//! board, notices, watch, link                   what ranks hear of each other, and how a communicator ends
+//! built                                         what libraries on top need
+//! ```
 
 mod board;
 #[cfg(feature = "nccl-ep")]
 mod built;
+mod collectives;
 mod comm;
 mod error;
 mod lane;
@@ -17,6 +26,7 @@ mod library;
 mod link;
 mod message;
 mod notices;
+mod pairs;
 mod sums;
 mod symmetric;
 pub mod sys;

@@ -1,0 +1,198 @@
+//! The collectives of a communicator.
+
+use crate::comm::agree::{Call, Detail};
+use crate::comm::{Communicator, Exchange, ReduceOp, Tag, check_blocks};
+use crate::cuda::{Cuda, DeviceRef};
+use crate::device::Device;
+use crate::dtype::DType;
+use crate::error::{CommError, Error, Result};
+use crate::tensor::{Tensor, TensorMut, TensorRef};
+
+use super::NcclComm;
+use super::lane::Piece;
+use super::notices::Subject;
+use super::sys::Reduction;
+
+impl NcclComm {
+    /// A collective without any bytes, on all ranks.
+    fn nothing(&mut self, subject: Subject) -> Result<()> {
+        self.entered = subject.number;
+        Ok(())
+    }
+
+    /// Passes a check of this rank's arguments, or tells the others that it failed.
+    fn check(&mut self, tag: Tag, checked: Result<()>) -> Result<()> {
+        if let Err(error) = &checked {
+            // The first error is the one to report, whatever becomes of the meeting.
+            let _ = self.refuse(tag, &error.to_string());
+        }
+        checked
+    }
+
+    /// The pieces of a buffer, one a rank but for this one, and this rank's.
+    fn pieces(&self, base: u64, sizes: &[usize]) -> (Vec<Piece>, usize) {
+        let (mut at, mut own, mut pieces) = (0, 0, Vec::with_capacity(sizes.len()));
+        for (peer, &bytes) in sizes.iter().enumerate() {
+            match peer == self.link.rank {
+                true => own = at,
+                false => pieces.push(Piece { peer, address: base + at as u64, bytes }),
+            }
+            at += bytes;
+        }
+        (pieces, own)
+    }
+
+    /// Pieces of the given sizes to and from all ranks; this rank's own is copied.
+    pub(super) fn scatter_pieces(
+        &mut self,
+        subject: Subject,
+        (send, send_bytes): (DeviceRef<'_>, &[usize]),
+        (recv, recv_bytes): (TensorMut<'_, Cuda>, &[usize]),
+    ) -> Result<()> {
+        let mut recv = recv.into_data();
+        let (sends, from) = self.pieces(send.address(), send_bytes);
+        let (receives, to) = self.pieces(recv.address(), recv_bytes);
+        let own = recv_bytes[self.link.rank];
+        self.cuda
+            .copy(Cuda::slice(send, from..from + own), Cuda::slice_mut(Cuda::reborrow(&mut recv), to..to + own))?;
+        // SAFETY: the views have those bytes, and memory they are of is given back in the stream's order.
+        self.enqueue(subject, |lane| unsafe { lane.exchange(&sends, &receives) })
+    }
+}
+
+/// What a rank sends of `size` blocks from one address, and receives to another without room for its own.
+pub(super) fn blocks((rank, size): (usize, usize), (from, to): (u64, u64), bytes: usize) -> (Vec<Piece>, Vec<Piece>) {
+    let others = || (0..size).filter(|peer| *peer != rank);
+    let sends = others().map(|peer| Piece { peer, address: from + (peer * bytes) as u64, bytes });
+    let receives = others().enumerate().map(|(i, peer)| Piece { peer, address: to + (i * bytes) as u64, bytes });
+    (sends.collect(), receives.collect())
+}
+
+impl Communicator<Cuda> for NcclComm {
+    fn rank(&self) -> usize {
+        self.link.rank
+    }
+
+    fn size(&self) -> usize {
+        self.link.size
+    }
+
+    fn calls(&self) -> u64 {
+        self.calls
+    }
+
+    fn device(&self) -> Option<&Cuda> {
+        Some(&self.cuda)
+    }
+
+    fn as_any(&mut self) -> Option<&mut dyn std::any::Any> {
+        Some(self)
+    }
+
+    fn all_gather(&mut self, tag: Tag, send: TensorRef<'_, Cuda>, recv: TensorMut<'_, Cuda>) -> Result<()> {
+        const CALL: &str = "all_gather";
+        let checked = Error::check_dtype(CALL, "recv", send.dtype(), recv.dtype())
+            .and_then(|()| Error::check_shape(CALL, "recv", &[self.link.size * send.count()], &[recv.count()]));
+        self.check(tag, checked)?;
+        let bytes = Cuda::len(send.data());
+        let detail = Detail::Plain;
+        let subject = self.begin(Call { operation: CALL, tag, dtype: send.dtype(), detail, bytes })?;
+        let (from, to) = (send.data().address(), recv.into_data().address());
+        if bytes == 0 {
+            return self.nothing(subject);
+        }
+        // SAFETY: `recv` has `size` times the bytes of `send`; both are given back in the stream's order.
+        self.enqueue(subject, |lane| unsafe { lane.all_gather(from, to, bytes) })
+    }
+
+    fn reduce_scatter(&mut self, tag: Tag, send: TensorRef<'_, Cuda>, recv: TensorMut<'_, Cuda>) -> Result<()> {
+        const CALL: &str = "reduce_scatter";
+        let checked = Error::check_dtype(CALL, "recv", send.dtype(), recv.dtype())
+            .and_then(|()| Error::check_shape(CALL, "send", &[self.link.size * recv.count()], &[send.count()]));
+        self.check(tag, checked)?;
+        let (dtype, bytes) = (send.dtype(), Cuda::len(send.data()));
+        let detail = Detail::Reduce(ReduceOp::Sum);
+        let subject = self.begin(Call { operation: CALL, tag, dtype, detail, bytes })?;
+        match bytes {
+            0 => self.nothing(subject),
+            _ => self.sum_blocks(subject, send, recv),
+        }
+    }
+
+    fn all_reduce(&mut self, tag: Tag, op: ReduceOp, buffer: TensorMut<'_, Cuda>) -> Result<()> {
+        let (dtype, bytes) = (buffer.dtype(), Cuda::len(buffer.as_ref().data()));
+        let call = Call { operation: "all_reduce", tag, dtype, detail: Detail::Reduce(op), bytes };
+        let subject = self.begin(call)?;
+        match bytes {
+            0 => self.nothing(subject),
+            _ => self.join_all(subject, op, buffer),
+        }
+    }
+
+    fn all_to_all_v(&mut self, tag: Tag, exchange: Exchange<'_, Cuda>) -> Result<()> {
+        self.check(tag, exchange.check(self.link.size))?;
+        let detail = Detail::Pieces { send: exchange.send_bytes.to_vec(), recv: exchange.recv_bytes.to_vec() };
+        let call = Call { operation: "all_to_all_v", tag, dtype: exchange.payload, detail, bytes: 0 };
+        let subject = self.begin(call)?;
+        let Exchange { send, send_bytes, recv, recv_bytes, .. } = exchange;
+        self.scatter_pieces(subject, (send.data(), send_bytes), (recv, recv_bytes))
+    }
+
+    fn exchange_blocks(&mut self, tag: Tag, send: TensorRef<'_, Cuda>, recv: TensorMut<'_, Cuda>) -> Result<()> {
+        let checked = check_blocks(self.link.size, &send, &recv);
+        let block = *checked.as_ref().unwrap_or(&0);
+        self.check(tag, checked.map(drop))?;
+        let (dtype, bytes) = (send.dtype(), Cuda::len(send.data()));
+        let call = Call { operation: "exchange_blocks", tag, dtype, detail: Detail::Plain, bytes };
+        let subject = self.begin(call)?;
+        let (sends, receives) =
+            blocks((self.link.rank, self.link.size), (send.data().address(), recv.into_data().address()), block);
+        if receives.is_empty() || block == 0 {
+            return self.nothing(subject);
+        }
+        // SAFETY: the views have those bytes, as checked, and memory they are of is given back in the stream's order.
+        self.enqueue(subject, |lane| unsafe { lane.exchange(&sends, &receives) })
+    }
+
+    fn broadcast(&mut self, tag: Tag, root: usize, buffer: TensorMut<'_, Cuda>) -> Result<()> {
+        const CALL: &str = "broadcast";
+        let checked = match root < self.link.size {
+            true => Ok(()),
+            false => Err(Error::invalid(CALL, "root", format!("a rank below {}", self.link.size), root)),
+        };
+        self.check(tag, checked)?;
+        let (dtype, bytes) = (buffer.dtype(), Cuda::len(buffer.as_ref().data()));
+        let subject = self.begin(Call { operation: CALL, tag, dtype, detail: Detail::Root(root), bytes })?;
+        let address = buffer.into_data().address();
+        if bytes == 0 {
+            return self.nothing(subject);
+        }
+        // SAFETY: the view has those bytes, and memory it is of is given back in the stream's order.
+        self.enqueue(subject, |lane| unsafe { lane.broadcast(address, bytes, root) })
+    }
+
+    fn barrier(&mut self, tag: Tag) -> Result<()> {
+        const CALL: &str = "barrier";
+        let subject = self.begin(Call { operation: CALL, tag, dtype: DType::U8, detail: Detail::Plain, bytes: 0 })?;
+        let mut word = Tensor::zeros(&self.cuda, DType::I32, &[1])?;
+        let address = word.view_mut().into_data().address();
+        // SAFETY: the tensor has one element and is given back in the stream's order.
+        self.enqueue(subject, |lane| unsafe { lane.all_reduce(address, 1, DType::I32, Reduction::SUM) })?;
+        self.cuda.finish(CALL)
+    }
+
+    fn refuse(&mut self, tag: Tag, reason: &str) -> Result<()> {
+        const CALL: &str = "refuse";
+        self.calls += 1;
+        let subject = Subject { rank: self.link.rank, number: self.calls, operation: CALL, tag };
+        self.alive()?;
+        let detail = Detail::Refusal(reason.to_string());
+        let call = Call { operation: CALL, tag, dtype: DType::U8, detail, bytes: 0 };
+        self.board.refuse(subject, call, self.timeout)?;
+        if !self.board.meets() {
+            let (rank, peer, reason) = (subject.rank, subject.rank, reason.to_string());
+            self.end(CommError::Refused { operation: CALL, tag, rank, peer, reason });
+        }
+        Ok(())
+    }
+}
