@@ -121,7 +121,6 @@ fn memory_and_traffic() {
     }
 }
 
-/// Ranks that tell each other of each step, as processes do, train to the bits of ranks that report to one thread.
 #[test]
 fn arguments_that_cannot_be() {
     let refused = |arguments: &[&str]| {
@@ -143,6 +142,7 @@ fn arguments_that_cannot_be() {
     }
 }
 
+/// Ranks that tell each other of each step, as processes do, train to the bits of ranks that report to one thread.
 #[test]
 fn ranks_as_processes_train_alike() {
     for settings in [settings(4, None), Settings { clip: Some(0.5), ..settings(2, Some(2)) }, settings(1, Some(4))] {
