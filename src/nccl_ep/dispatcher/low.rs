@@ -1,9 +1,10 @@
 //! The dispatcher's calls for low latency.
 //!
 //! Rows travel by rank, each with its choices and weights and, behind these, its token's number, so that they can be brought
-//! into the order that slots have everywhere. The library's handles are lent and used again: making one may be a
-//! collective, and cannot be recorded. Whether one is made follows from the layer's handles that are alive, so ranks must
-//! drop these in the same order.
+//! into the order that slots have everywhere. The library's handles are lent and used again: making one cannot be
+//! recorded. It is a collective where a token has more choices than in any before, since the library's buffers are made
+//! for these; all ranks know that alike. Otherwise it is each rank's own affair, as it follows from the layer's handles
+//! that happen to be alive there.
 
 use std::fmt;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -33,6 +34,16 @@ struct Handles {
     free: Vec<LowLatencyHandle>,
     /// Graphs use them, at any time.
     recorded: Vec<LowLatencyHandle>,
+    /// Most choices of a token that a handle was made for.
+    widest: usize,
+}
+
+impl Handles {
+    /// Takes one for so many choices.
+    fn take(&mut self, wide: usize) -> Option<LowLatencyHandle> {
+        let at = self.free.iter().position(|handle| handle.top_k() == wide)?;
+        Some(self.free.swap_remove(at))
+    }
 }
 
 type Pool = Arc<Mutex<Handles>>;
@@ -183,20 +194,25 @@ impl NcclEp {
         let (group, pool) = self.low_group(spec, row_bytes)?;
         let packed = arrivals::packed_ids(&self.core.device, ids)?;
         let wide = Self::wide(spec);
-        let free = {
-            let free = &mut lock(&pool).free;
-            free.iter().position(|handle| handle.top_k() == wide).map(|at| free.swap_remove(at))
+        let (free, widest) = {
+            let mut handles = lock(&pool);
+            (handles.take(wide), handles.widest)
         };
+        if free.is_none() {
+            self.core.device.not_captured("prepare", "create an EP handle")?;
+        }
+        let make = || LowLatencyHandle::new(&group, Layout::RankMajor, wide);
         let mut handle = match free {
             Some(handle) => handle,
-            None => {
-                self.core.device.not_captured("prepare", "create an EP handle")?;
+            None if wide > widest => {
                 // The library may move its buffers: nothing that uses them may be under way on any rank.
                 self.core.comm.barrier(tag)?;
-                around(&mut self.core, ("nccl_ep_ll_handle", DType::U8, row_bytes), tag, || {
-                    LowLatencyHandle::new(&group, Layout::RankMajor, wide)
-                })?
+                let made = around(&mut self.core, ("nccl_ep_ll_handle", DType::U8, row_bytes), tag, make)?;
+                lock(&pool).widest = wide;
+                made
             }
+            // The others may not be making one: an error is told where they are next.
+            None => self.core.agree(tag, make())?,
         };
         handle.update(packed)?;
         let bytes = group.options().max_row_bytes;
