@@ -78,6 +78,9 @@ pub struct DispatchSpec {
     pub expert_capacity: Option<ExpertCapacity>,
     /// What else all ranks must agree on, as one number: a layer's fingerprint of its configuration.
     pub formula: u64,
+    /// Most bytes of a row, with its scales, in this handle's calls, for a transport that makes its buffers for it; 0: as
+    /// many as the first call's rows have. To be given where later rows are wider.
+    pub row_bytes: usize,
     /// This rank will call backward.
     pub backward: bool,
     /// When what only the device sees is reported.
@@ -95,6 +98,7 @@ impl DispatchSpec {
             overflow: Overflow::Error,
             expert_capacity: None,
             formula: 0,
+            row_bytes: 0,
             backward: false,
             reporting: Reporting::Immediate,
         }
