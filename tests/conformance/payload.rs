@@ -75,7 +75,12 @@ fn tokens(random: &mut Random, tokens: usize, (hidden, exact): (usize, usize)) -
 
 /// A layer's size: `hidden` as the dispatcher allows.
 fn sizes<D: Target>(r: &Rank<D>) -> &'static [usize] {
-    if r.columns > EXACT { &[512, 1024] } else { &[32, 96, 512] }
+    match r.columns {
+        1 => &[32, 96, 512],
+        // Each size is a kernel to compile for every type and direction.
+        2..=EXACT => &[96],
+        _ => &[512],
+    }
 }
 
 fn floats<D: Target>() -> impl Iterator<Item = DType> {
@@ -290,7 +295,7 @@ fn experts_read_what_codes_stand_for<D: Target>(s: &Setup<D>) {
 }
 
 fn static_capacities_and_alignment<D: Target>(s: &Setup<D>) {
-    let capacity = Capacity::Static(s.ranks * T * 3 + 4 * 16);
+    let capacity = Capacity::Static((s.ranks * T * 3 + 4 * 16).next_multiple_of(4));
     let fits = DispatchOptions { capacity, alignment: 4, ..DispatchOptions::default() };
     as_rounded_before(s, fits);
     as_rounded_before(s, DispatchOptions { overflow: Overflow::Drop, ..fits });
@@ -306,7 +311,7 @@ fn shared_experts_read_tokens_as_they_are<D: Target>(s: &Setup<D>) {
             let mut params = params(r, &config, v.dtype);
             for (role, t) in &mut params {
                 if matches!(role, Role::Down | Role::DownBias) {
-                    *t = r.put(v.dtype, &vec![0.0; t.dims().iter().product()], &t.dims().to_vec());
+                    *t = r.put(v.dtype, &vec![0.0; t.dims().iter().product()], t.dims());
                 }
             }
             let (quantised, plain) = layers((&config, &v.plain(&config)), number, told(r, DispatchOptions::default()));
