@@ -14,7 +14,7 @@ use common::support::dense::{Dense, Params};
 use common::support::random::Random;
 use common::{CoreTensor, Cotangent, Outcome, Setup};
 use moebius::comm::{Communicator, Exchange, Op, ReduceOp, Tag, ThreadWorld};
-use moebius::config::{AuxConfig, Payload, SharedConfig};
+use moebius::config::{AuxConfig, Payload};
 use moebius::cpu::Cpu;
 use moebius::ep::{DispatcherKind, Group, GroupConfig};
 use moebius::kernels::Kernels;
