@@ -242,6 +242,9 @@ impl<C: Communicator<Cpu>> Communicator<Cpu> for Counting<C> {
         self.sent.lock().unwrap().push((tag.op, exchange.send_bytes.to_vec()));
         self.inner.all_to_all_v(tag, exchange)
     }
+    fn exchange_blocks(&mut self, tag: Tag, send: TensorRef<'_, Cpu>, recv: TensorMut<'_, Cpu>) -> Result<()> {
+        self.inner.exchange_blocks(tag, send, recv)
+    }
     fn broadcast(&mut self, tag: Tag, root: usize, buffer: TensorMut<'_, Cpu>) -> Result<()> {
         self.inner.broadcast(tag, root, buffer)
     }

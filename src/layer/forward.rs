@@ -128,7 +128,7 @@ fn spec<D: Kernels>(layer: &Layer, mode: Mode, dtype: DType) -> DispatchSpec {
         overflow: options.overflow,
         expert_capacity: layer.config.router.expert_capacity,
         formula: payload::formula(layer.fingerprint, layer.config.payload, dtype),
-        row_bytes: payload::widest(&layer.config, dtype),
+        returns: payload::returns(&layer.config, dtype),
         backward: mode.backward,
         reporting: options.reporting.unwrap_or(D::REPORTING),
     }

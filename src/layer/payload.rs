@@ -28,13 +28,9 @@ pub(super) fn check(call: &'static str, payload: Payload, dtype: DType) -> Resul
     }
 }
 
-/// Most bytes of a row on its way to an expert or back; 0 where all are tokens as they are.
-pub(super) fn widest(config: &MoeConfig, dtype: DType) -> usize {
-    let [codes, scales] = config.payload.row_bytes(config.hidden).unwrap_or_default();
-    match codes {
-        0 => 0,
-        _ => (codes + scales).max(config.hidden * dtype.size()),
-    }
+/// Rows that return, where others leave.
+pub(super) fn returns(config: &MoeConfig, dtype: DType) -> Option<(DType, usize)> {
+    (config.payload != Payload::Plain).then_some((dtype, config.hidden))
 }
 
 /// What ranks must agree on: codes do not show of which type they were made, and its rows come back.

@@ -298,7 +298,9 @@ fn static_capacities_and_alignment<D: Target>(s: &Setup<D>) {
     let capacity = Capacity::Static((s.ranks * T * 3 + 4 * 16).next_multiple_of(4));
     let fits = DispatchOptions { capacity, alignment: 4, ..DispatchOptions::default() };
     as_rounded_before(s, fits);
-    as_rounded_before(s, DispatchOptions { overflow: Overflow::Drop, ..fits });
+    // Room for about half of what is chosen.
+    let capacity = Capacity::Static((2 * T).next_multiple_of(4));
+    as_rounded_before(s, DispatchOptions { capacity, overflow: Overflow::Drop, ..fits });
 }
 
 /// Experts that give zeros leave the shared expert's output, and its gradients.

@@ -52,7 +52,7 @@ impl NcclEp {
     ) -> Result<()> {
         let (named, tag) = ((call, rows.dtype, rows.bytes), Core::tag(handle, op));
         let mut guard = kept(call, handle)?;
-        let room = rows.bytes.max(handle.spec().row_bytes);
+        let room = rows.bytes.max(handle.spec().returning_bytes());
         if guard.row_bytes().is_none_or(|most| most < room) {
             // The ranks' calls are compared before what they bring about.
             around(&mut self.core, named, tag, || Ok(())).map_err(|e| self.core.explain(call, e))?;
