@@ -3,6 +3,7 @@
 use serde::{Deserialize, Serialize};
 
 use crate::error::{Error, Result};
+use crate::quant::{MX_BLOCK, NVFP4_BLOCK};
 use crate::tensor::Shape;
 
 /// A Mixture-of-Experts block, independent of ranks, device and framework.
@@ -27,6 +28,12 @@ pub struct MoeConfig {
     pub aux: AuxConfig,
     /// Keep received rows only and recompute pre-activations in backward.
     pub recompute: bool,
+    /// In which form tokens travel to the routed experts. Quantised, each row by itself, they are brought back where they
+    /// arrive, and the experts multiply what their codes stand for, on one rank as on many. Router and shared expert read
+    /// the tokens as they are; outputs and gradients travel as they are too, so the gradient passes as if nothing had been
+    /// rounded, and the experts' own is that of the rows they have read.
+    #[serde(default)]
+    pub payload: Payload,
 }
 
 impl MoeConfig {
@@ -51,6 +58,7 @@ impl MoeConfig {
             shared: None,
             aux: AuxConfig::default(),
             recompute: false,
+            payload: Payload::Plain,
         }
     }
 
@@ -84,6 +92,10 @@ impl MoeConfig {
                 format!("{alpha}, {limit}"),
             ));
         }
+        if self.payload != Payload::Plain && !self.hidden.is_multiple_of(PAYLOAD_COLUMNS) {
+            let expected = format!("a multiple of {PAYLOAD_COLUMNS} (payload {:?})", self.payload);
+            return Err(Error::invalid(CALL, "hidden", expected, self.hidden));
+        }
         self.router.validate()?;
         let largest = [self.router.num_experts, self.up_rows(), self.hidden];
         if Shape::new(&largest).is_err() {
@@ -91,6 +103,38 @@ impl MoeConfig {
             return Err(Error::invalid(CALL, name, "experts.up to fit the address space", format!("{largest:?}")));
         }
         self.aux.validate()
+    }
+}
+
+/// In which form rows travel between ranks: tokens to experts ([`MoeConfig::payload`]), or shards of a weight
+/// ([`WeightSpec::payload`](crate::etp::WeightSpec::payload)). Recipe `te` of `docs/quantisation.md`, to nearest.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default, Serialize, Deserialize)]
+#[non_exhaustive]
+pub enum Payload {
+    /// As they are.
+    #[default]
+    Plain,
+    /// In NVFP4, blocks of 1×16, 0.5625 bytes an element; tokens with an amax a row.
+    Nvfp4,
+    /// In MXFP8, blocks of 1×32, scales rounded up, 1.03125 bytes an element.
+    Mxfp8,
+}
+
+/// Rows that travel quantised are whole blocks, and codes that are whole words of 16 bytes.
+const PAYLOAD_COLUMNS: usize = 32;
+/// Bytes of a row's amax.
+const AMAX: usize = size_of::<f32>();
+
+impl Payload {
+    /// Bytes that a token of `hidden` elements takes on its way to an expert's rank, of codes and of scales (NVFP4: with the
+    /// row's amax), each filled up to 16; `None`: as many as its elements have.
+    pub fn row_bytes(self, hidden: usize) -> Option<[usize; 2]> {
+        let words = |bytes: usize| bytes.next_multiple_of(16);
+        match self {
+            Payload::Plain => None,
+            Payload::Nvfp4 => Some([words(hidden / 2), words(hidden / NVFP4_BLOCK + AMAX)]),
+            Payload::Mxfp8 => Some([words(hidden), words(hidden / MX_BLOCK)]),
+        }
     }
 }
 

@@ -1,6 +1,6 @@
 //! The whole layer, and how much of its time its collectives take.
 
-use moebius::config::MoeConfig;
+use moebius::config::{MoeConfig, Payload};
 use moebius::cuda::Cuda;
 use moebius::ep::{Capacity, Group};
 use moebius::layer::{Cotangents, DispatchOptions, GradientsMut, Inputs, Layer, Mode, ParamViews, Role};
@@ -39,10 +39,15 @@ fn ways(d: Dispatcher) -> Vec<(Way, &'static str)> {
     }
 }
 
-pub fn run(world: &NcclWorld, report: &Report, (workload, dispatchers): (Workload, &[Dispatcher])) -> Result<()> {
+pub fn run(
+    world: &NcclWorld,
+    report: &Report,
+    (workload, dispatchers, payload): (Workload, &[Dispatcher], Payload),
+) -> Result<()> {
     let all = dispatchers.iter().copied().flat_map(|d| ways(d).into_iter().map(move |way| (d, way)));
     for (dispatcher, (way, mode)) in all {
-        let parts = on_ranks(world, |rank, comm| measure(rank, Timed::new(comm), (workload, dispatcher, way)))?;
+        let parts =
+            on_ranks(world, |rank, comm| measure(rank, Timed::new(comm), (workload, dispatcher, way, payload)))?;
         let of = |i: usize| -> Vec<Vec<f64>> { parts.iter().map(|p| p[i].clone()).collect() };
         let dispatcher = Dispatcher { mode, ..dispatcher };
         let subject = Subject { workload, dispatcher, routing: "router" };
@@ -59,7 +64,8 @@ pub fn run(world: &NcclWorld, report: &Report, (workload, dispatchers): (Workloa
                 false => String::new(),
             };
             let tflops = flop / ranks / time.median / 1e9;
-            let rest = format!(",\"inner\":{}{parts},\"tflops\":{tflops:.1}", workload.inner);
+            let rest =
+                format!(",\"inner\":{},\"payload\":\"{payload:?}\"{parts},\"tflops\":{tflops:.1}", workload.inner);
             report.line(subject, phase, time, &rest);
         }
     }
@@ -72,7 +78,11 @@ struct Weights {
     down: Tensor<Cuda>,
 }
 
-fn measure(rank: &Rank<'_>, comm: Timed, (w, dispatcher, way): (Workload, Dispatcher, Way)) -> Result<Times> {
+fn measure(
+    rank: &Rank<'_>,
+    comm: Timed,
+    (w, dispatcher, way, payload): (Workload, Dispatcher, Way, Payload),
+) -> Result<Times> {
     let cuda = &rank.cuda;
     let spans = comm.spans.clone();
     let mut group: Group<Cuda> = dispatcher.make(comm, &w)?;
@@ -103,8 +113,10 @@ fn measure(rank: &Rank<'_>, comm: Timed, (w, dispatcher, way): (Workload, Dispat
         true => Capacity::Eager,
         false => Capacity::Static(w.slots() * 3 / 2),
     };
-    let layer = Layer::new(MoeConfig::new(w.hidden, w.inner, w.experts, w.top_k), 0)?
-        .with_dispatch(DispatchOptions { capacity, ..DispatchOptions::default() });
+    let mut config = MoeConfig::new(w.hidden, w.inner, w.experts, w.top_k);
+    config.payload = payload;
+    let options = DispatchOptions { capacity, ..DispatchOptions::default() };
+    let layer = Layer::new(config, 0)?.with_dispatch(options);
 
     let mut step = |backward: bool| -> Result<()> {
         let mode = Mode { backward, noise: None };

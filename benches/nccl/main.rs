@@ -7,6 +7,9 @@
 //!     [--workload dsv3] [--payload nvfp4] [--ahead 0,2] [--spare 0,16] [calls] [layer] [etp]
 //! ```
 //!
+//! `--payload` names forms, `plain`, `nvfp4` and `mxfp8`: those in which a layer's tokens travel (`plain` unless told) and
+//! those of shards (`plain` and `nvfp4`).
+//!
 //! A call is timed from when all ranks stand before it with idle GPUs until its last work on the GPU is done, so what
 //! the host does in between counts.
 
@@ -180,6 +183,11 @@ fn main() -> Result<()> {
     for workload in [DSV3, QWEN3].into_iter().filter(|w| only("--workload", w.name)) {
         workloads.extend(tokens.iter().map(|&tokens| Workload { tokens, ..workload }));
     }
+    let forms = [("plain", Payload::Plain), ("nvfp4", Payload::Nvfp4), ("mxfp8", Payload::Mxfp8)];
+    let payloads = |default: &str| -> Vec<Payload> {
+        let names: Vec<&str> = value("--payload").map_or(default, String::as_str).split(',').collect();
+        forms.into_iter().filter(|(name, _)| names.contains(name)).map(|(_, payload)| payload).collect()
+    };
     let dispatchers: Vec<Dispatcher> = DISPATCHERS.iter().copied().filter(|d| only("--mode", d.mode)).collect();
     for workload in workloads {
         let serving: Vec<Dispatcher> = dispatchers.iter().copied().filter(|d| d.serves(&workload)).collect();
@@ -187,14 +195,14 @@ fn main() -> Result<()> {
             calls::run(&world, &report, (workload, &serving), value("--routing"))?;
         }
         if asked("layer") {
-            layer::run(&world, &report, (workload, &serving))?;
+            for payload in payloads("plain") {
+                layer::run(&world, &report, (workload, &serving, payload))?;
+            }
         }
     }
     if asked("etp") {
-        let all = [("plain", Payload::Plain), ("nvfp4", Payload::Nvfp4)];
-        let payloads = value("--payload").map_or("plain,nvfp4", String::as_str);
         let asked = etp::Asked {
-            payloads: all.into_iter().filter(|(name, _)| payloads.contains(name)).map(|(_, payload)| payload).collect(),
+            payloads: payloads("plain,nvfp4"),
             ahead: numbers("--ahead").unwrap_or_else(|| vec![0, 1, 2]),
             spare: numbers("--spare").unwrap_or_else(|| vec![0, 16]),
         };

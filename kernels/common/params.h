@@ -251,6 +251,21 @@ struct Rows {
 MOEBIUS_SIZE(Rows, 11);
 MOEBIUS_FIELD(Rows, fault, 10);
 
+// Rows of two matrices of bytes behind each other, then zeros; or `back`, into the two.
+struct JoinRows {
+    uint8_t* left;
+    uint8_t* right;
+    uint8_t* whole;
+    int64_t rows;
+    int64_t left_bytes;        // of a row
+    int64_t right_bytes;
+    int64_t whole_bytes;       // at least both
+    int64_t word;              // bytes that are moved at a time: 4 or 1
+    int64_t back;
+};
+MOEBIUS_SIZE(JoinRows, 9);
+MOEBIUS_FIELD(JoinRows, back, 8);
+
 // Ranks' shares of a gradient, `parts` blocks of `count` elements, to be added to `main` in pairs.
 struct Shares {
     const void* own;           // block `rank` of `parts`

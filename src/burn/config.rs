@@ -4,7 +4,8 @@ use burn::config::Config;
 use burn::nn::Initializer;
 
 use crate::config::{
-    Activation, AuxConfig, ExpertCapacity, GroupLimit, MoeConfig, Renorm, RouterConfig, Score, SharedConfig, WeightAt,
+    Activation, AuxConfig, ExpertCapacity, GroupLimit, MoeConfig, Payload, Renorm, RouterConfig, Score, SharedConfig,
+    WeightAt,
 };
 
 /// Configuration of [`ExpertParallelMoE`](super::ExpertParallelMoE), made with
@@ -58,6 +59,9 @@ pub struct ExpertParallelMoEConfig {
     /// Keep received rows only and recompute pre-activations in backward.
     #[config(default = false)]
     pub recompute: bool,
+    /// In which form tokens travel to the routed experts.
+    #[config(default = "Payload::Plain")]
+    pub payload: Payload,
     /// Values that the weights start from; biases start from zero. The default is that of burn's `Linear`.
     #[config(default = "Initializer::KaimingUniform { gain: 1.0 / 3f64.sqrt(), fan_out_only: false }")]
     pub initializer: Initializer,
@@ -86,6 +90,7 @@ impl From<&ExpertParallelMoEConfig> for MoeConfig {
             shared: c.shared,
             aux: c.aux,
             recompute: c.recompute,
+            payload: c.payload,
         }
     }
 }
@@ -107,5 +112,6 @@ impl From<&MoeConfig> for ExpertParallelMoEConfig {
             .with_shared(c.shared)
             .with_aux(c.aux)
             .with_recompute(c.recompute)
+            .with_payload(c.payload)
     }
 }

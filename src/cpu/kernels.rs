@@ -45,6 +45,12 @@ impl Kernels for Cpu {
     fn gather_rows(&self, _: &(), call: GatherRows<'_, Self>) -> Result<()> {
         rows::gather_rows(call)
     }
+    fn join_rows(&self, _: &(), call: JoinRows<'_, Self>) -> Result<()> {
+        rows::join_rows(call)
+    }
+    fn split_rows(&self, _: &(), call: SplitRows<'_, Self>) -> Result<()> {
+        rows::split_rows(call)
+    }
     fn reduce_rows(&self, _: &(), call: ReduceRows<'_, Self>) -> Result<()> {
         rows::reduce_rows(call)
     }

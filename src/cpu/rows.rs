@@ -6,7 +6,7 @@ use rayon::prelude::*;
 
 use crate::dtype::DType;
 use crate::error::{Error, Result};
-use crate::kernels::{GatherRows, ReduceRows, Sigmoid};
+use crate::kernels::{GatherRows, JoinRows, ReduceRows, Sigmoid, SplitRows};
 use crate::tensor::TensorRef;
 
 use super::Cpu;
@@ -32,6 +32,38 @@ pub(super) fn gather_rows(call: GatherRows<'_, Cpu>) -> Result<()> {
             }
         }
     });
+    Ok(())
+}
+
+pub(super) fn join_rows(call: JoinRows<'_, Cpu>) -> Result<()> {
+    let at = call.check("join_rows")?;
+    let (left, right) = (call.left.data(), call.right.map_or(&[][..], |t| t.data()));
+    in_tasks(at.whole, call.out.into_data(), &|rows, out| {
+        for (row, out) in rows.zip(out.chunks_exact_mut(at.whole)) {
+            let (begin, rest) = out.split_at_mut(at.left);
+            let (middle, end) = rest.split_at_mut(at.right);
+            begin.copy_from_slice(&left[row * at.left..][..at.left]);
+            middle.copy_from_slice(&right[row * at.right..][..at.right]);
+            end.fill(0);
+        }
+    });
+    Ok(())
+}
+
+pub(super) fn split_rows(call: SplitRows<'_, Cpu>) -> Result<()> {
+    let at = call.check("split_rows")?;
+    let source = call.source.data();
+    let part = |out: &mut [u8], first: usize, bytes: usize| {
+        in_tasks(bytes, out, &|rows, out| {
+            for (row, out) in rows.zip(out.chunks_exact_mut(bytes)) {
+                out.copy_from_slice(&source[row * at.whole + first..][..bytes]);
+            }
+        });
+    };
+    part(call.left.into_data(), 0, at.left);
+    if let Some(right) = call.right {
+        part(right.into_data(), at.left, at.right);
+    }
     Ok(())
 }
 
@@ -140,6 +172,33 @@ mod tests {
         let far = Tensor::from_vec(vec![0i32, 2, 0], &[3])?;
         let error = gather_rows(GatherRows { source: source.view(), map: far.view(), out: out.view_mut() });
         assert!(matches!(error, Err(Error::Invalid { name, .. }) if name == "map[1]"));
+        Ok(())
+    }
+
+    #[test]
+    fn joined_rows_end_in_zeros_and_come_apart() -> Result<()> {
+        // Few and many: serial and parallel.
+        for rows in [0, 3, 20_000] {
+            let bytes =
+                |seed: usize, width: usize| (0..rows * width).map(|i| (i * seed % 251) as u8).collect::<Vec<_>>();
+            let (left, right) = (bytes(7, 18), bytes(11, 4));
+            let of = |values: &[u8], width| Tensor::from_vec(values.to_vec(), &[rows, width]);
+            let (l, r) = (of(&left, 18)?, of(&right, 4)?);
+            let empty = |width| Tensor::empty(&Cpu::poisoning(), DType::U8, &[rows, width]);
+            let mut whole = empty(32)?;
+            join_rows(JoinRows { left: l.view(), right: Some(r.view()), out: whole.view_mut() })?;
+            for (i, row) in whole.as_slice::<u8>()?.chunks(32).enumerate() {
+                assert_eq!((&row[..18], &row[18..22]), (&left[i * 18..][..18], &right[i * 4..][..4]));
+                assert_eq!(row[22..], [0; 10]);
+            }
+            let (mut a, mut b) = (empty(18)?, empty(4)?);
+            split_rows(SplitRows { source: whole.view(), left: a.view_mut(), right: Some(b.view_mut()) })?;
+            assert!(a.as_bytes() == left && b.as_bytes() == right);
+        }
+        let narrow = Tensor::from_vec(vec![0u8; 42], &[2, 21])?;
+        let (mut a, mut b) = (Tensor::from_vec(vec![0u8; 36], &[2, 18])?, Tensor::from_vec(vec![0u8; 8], &[2, 4])?);
+        let error = split_rows(SplitRows { source: narrow.view(), left: a.view_mut(), right: Some(b.view_mut()) });
+        assert!(matches!(error, Err(Error::Invalid { ref name, .. }) if name == "tensor whole"), "{error:?}");
         Ok(())
     }
 

@@ -70,6 +70,14 @@ impl Kernels for Cuda {
         self.on_stream("gather_rows", stream)?;
         rows::gather_rows(self, call)
     }
+    fn join_rows(&self, stream: &Stream, call: JoinRows<'_, Self>) -> Result<()> {
+        self.on_stream("join_rows", stream)?;
+        rows::join_rows(self, call)
+    }
+    fn split_rows(&self, stream: &Stream, call: SplitRows<'_, Self>) -> Result<()> {
+        self.on_stream("split_rows", stream)?;
+        rows::split_rows(self, call)
+    }
     fn reduce_rows(&self, stream: &Stream, call: ReduceRows<'_, Self>) -> Result<()> {
         self.on_stream("reduce_rows", stream)?;
         rows::reduce_rows(self, call)

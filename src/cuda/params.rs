@@ -127,6 +127,10 @@ const _: () = assert!(size_of::<AmaxJobs>() == 8 * 401);
 
 description!(AmaxLines, 9: matrix: Strided, kind: i64, out: u64, signs: i64; signs @ 8);
 
+description!(JoinRows, 9:
+    left: u64, right: u64, whole: u64, rows: i64, left_bytes: i64, right_bytes: i64, whole_bytes: i64, word: i64, back: i64;
+    back @ 8);
+
 description!(QuantSide, 7:
     codes: u64, scales: u64, amax: u64, code_bytes: i64, blocks: i64, first_line: i64, first_block: i64;
     first_block @ 6);

@@ -2,7 +2,7 @@
 
 use crate::dtype::DType;
 use crate::error::{Error, Result};
-use crate::kernels::{GatherRows, ReduceRows};
+use crate::kernels::{GatherRows, JoinRows, JoinedRows, ReduceRows, SplitRows};
 use crate::tensor::Tensor;
 
 use super::device::Cuda;
@@ -36,6 +36,48 @@ pub(super) fn gather_rows(device: &Cuda, call: GatherRows<'_, Cuda>) -> Result<(
     let blocks = (rows * row).div_ceil(256 * word as usize).min(LOOP_BLOCKS);
     // SAFETY: `out` has a row for each entry of the map; the kernel checks its entries against the source's rows.
     unsafe { device.launch(CALL, "gather_rows", Grid::new(blocks, 256), &p) }
+}
+
+/// Rows joined (`whole` is written) or taken apart.
+fn joined(
+    device: &Cuda,
+    call: &'static str,
+    (rows, at): (usize, JoinedRows),
+    [left, right, whole]: [u64; 3],
+    back: bool,
+) -> Result<()> {
+    let sizes = (at.left | at.right | at.whole) as u64 | left | right | whole;
+    let word = if sizes.is_multiple_of(4) { 4 } else { 1 };
+    let p = params::JoinRows {
+        left,
+        right,
+        whole,
+        rows: rows as i64,
+        left_bytes: at.left as i64,
+        right_bytes: at.right as i64,
+        whole_bytes: at.whole as i64,
+        word,
+        back: i64::from(back),
+    };
+    let blocks = (rows * at.whole).div_ceil(256 * word as usize).min(LOOP_BLOCKS);
+    // SAFETY: all have as many rows, of the bytes that were checked.
+    unsafe { device.launch(call, "join_rows", Grid::new(blocks, 256), &p) }
+}
+
+pub(super) fn join_rows(device: &Cuda, call: JoinRows<'_, Cuda>) -> Result<()> {
+    const CALL: &str = "join_rows";
+    let at = call.check(CALL)?;
+    let right = call.right.map_or(0, |t| t.data().ptr);
+    let rows = call.out.rows();
+    joined(device, CALL, (rows, at), [call.left.data().ptr, right, call.out.into_data().ptr], false)
+}
+
+pub(super) fn split_rows(device: &Cuda, call: SplitRows<'_, Cuda>) -> Result<()> {
+    const CALL: &str = "split_rows";
+    let at = call.check(CALL)?;
+    let right = call.right.map_or(0, |t| t.into_data().ptr);
+    let rows = call.source.rows();
+    joined(device, CALL, (rows, at), [call.left.into_data().ptr, right, call.source.data().ptr], true)
 }
 
 /// The rows of a source in slot order; zeros at padding.

@@ -78,6 +78,9 @@ pub struct DispatchSpec {
     pub expert_capacity: Option<ExpertCapacity>,
     /// What else all ranks must agree on, as one number: a layer's fingerprint of its configuration.
     pub formula: u64,
+    /// Type and width of the rows that return, where dispatch sends others (opaque ones), for transports that make their
+    /// buffers for them, and that refuse here what they could not add.
+    pub returns: Option<(DType, usize)>,
     /// This rank will call backward.
     pub backward: bool,
     /// When what only the device sees is reported.
@@ -95,9 +98,16 @@ impl DispatchSpec {
             overflow: Overflow::Error,
             expert_capacity: None,
             formula: 0,
+            returns: None,
             backward: false,
             reporting: Reporting::Immediate,
         }
+    }
+
+    /// Bytes of a row that returns; 0 where it is as wide as one that dispatch sends.
+    #[cfg(feature = "nccl-ep")]
+    pub(crate) fn returning_bytes(&self) -> usize {
+        self.returns.map_or(0, |(dtype, width)| width * dtype.size())
     }
 }
 

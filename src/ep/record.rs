@@ -148,7 +148,9 @@ fn show(field: &str, value: u64) -> String {
         ("spec.expert_capacity.factor", 0) => "none".to_string(),
         ("spec.expert_capacity.factor", bits) => f64::from_bits(bits).to_string(),
         ("spec.expert_capacity.order", n) => if n == 0 { "position or none" } else { "probability" }.to_string(),
-        ("spec.formula", n) => format!("a layer configuration of fingerprint {n:016x}"),
+        ("spec.formula", n) => {
+            format!("a layer configuration of fingerprint {n:016x} (with the type of quantised tokens)")
+        }
         (_, n) => n.to_string(),
     }
 }

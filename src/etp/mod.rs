@@ -42,6 +42,7 @@ use crate::kernels::Kernels;
 use crate::quant::Codec;
 use crate::tensor::{TensorMut, TensorRef};
 
+pub use crate::config::Payload;
 pub use chain::Chain;
 pub use gather::Gathered;
 pub use reduce::Room;
@@ -199,22 +200,6 @@ pub enum Scale {
     Mean,
 }
 
-/// In which form a shard travels. It is cast, in the computation's order, before the first gather after a [`Chain::finish`], a [`Chain::replace`] or
-/// [`Chain::changed`], and the cast serves until the next: all microbatches of a step, forward and backward.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-#[non_exhaustive]
-pub enum Payload {
-    /// As it is.
-    #[default]
-    Plain,
-    /// In NVFP4 (recipe `te`, blocks of 1×16, an amax an expert, all of a chain joined in one all-reduce), 0.5625 bytes an element, de-quantised on arrival: the
-    /// layer computes with what the quantised weight stands for. The shard itself stays as it is for the optimiser,
-    /// and for [`Chain::whole`]. Rows of an even number of elements; f32, bf16 or f16.
-    Nvfp4,
-    /// In MXFP8 (blocks of 1×32, scales rounded up), 1.03125 bytes an element, likewise.
-    Mxfp8,
-}
-
 /// Direction of a pass over the model.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Phase {
@@ -242,7 +227,11 @@ pub struct WeightSpec {
     /// Backward reads it twice: first to recompute what forward did not keep, before the layer's other weights. It is
     /// gathered once and kept between.
     pub recompute: bool,
-    /// How it travels.
+    /// How its shards travel. A quantised shard is cast, in the computation's order, before the first gather after a [`Chain::finish`], a
+    /// [`Chain::replace`] or [`Chain::changed`], and the cast serves until the next: all microbatches of a step, forward and
+    /// backward. It is de-quantised on arrival: the layer computes with what the quantised weight stands for. The shard
+    /// itself stays as it is for the optimiser, and for [`Chain::whole`]. NVFP4 has an amax an expert (all of a chain joined in one all-reduce), and rows of an even
+    /// number of elements; weights are f32, bf16 or f16.
     pub payload: Payload,
 }
 

@@ -15,7 +15,8 @@ use crate::cpu::Cpu;
 use crate::device::Device;
 use crate::dtype::DType;
 use crate::ep::{DispatchSpec, Gathered, Plan, PlanRecords, PlanRequest, RecordIds, Reporting};
-use crate::error::Result;
+use crate::error::{Error, Result};
+use crate::quant::Codec;
 use crate::tensor::{Tensor, TensorMut, TensorRef};
 
 pub use experts::{BiasGrad, Down, DownBwd, InputWeightBwd, Up, UpDgrad, Wgrad};
@@ -141,6 +142,78 @@ pub struct GatherRows<'a, D: Device> {
     pub out: TensorMut<'a, D>,
 }
 
+/// Rows of two tensors behind each other: `out[i] = left[i] ++ right[i] ++ zeros`. All `U8 [n, ·]`.
+#[derive(Debug)]
+pub struct JoinRows<'a, D: Device> {
+    /// What rows begin with.
+    pub left: TensorRef<'a, D>,
+    /// What follows.
+    pub right: Option<TensorRef<'a, D>>,
+    /// Rows of at least both their bytes.
+    pub out: TensorMut<'a, D>,
+}
+
+/// [`JoinRows`] taken apart.
+#[derive(Debug)]
+pub struct SplitRows<'a, D: Device> {
+    /// The joined rows.
+    pub source: TensorRef<'a, D>,
+    /// As in [`JoinRows`].
+    pub left: TensorMut<'a, D>,
+    /// As in [`JoinRows`].
+    pub right: Option<TensorMut<'a, D>>,
+}
+
+/// Bytes of a row of [`JoinRows`] and [`SplitRows`], on the left, on the right and in all.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct JoinedRows {
+    pub left: usize,
+    pub right: usize,
+    pub whole: usize,
+}
+
+impl JoinedRows {
+    /// Checks both sides.
+    fn of<D: Device>(
+        call: &'static str,
+        whole: TensorRef<'_, D>,
+        (left, right): (TensorRef<'_, D>, Option<TensorRef<'_, D>>),
+    ) -> Result<Self> {
+        let rows = whole.rows();
+        let all = [
+            ("whole", Some(whole.borrow())),
+            ("left", Some(left.borrow())),
+            ("right", right.as_ref().map(TensorRef::borrow)),
+        ];
+        for (name, t) in all {
+            let Some(t) = t else { continue };
+            Error::check_dtype(call, name, DType::U8, t.dtype())?;
+            Error::check_shape(call, name, &[rows, t.row_bytes()], t.dims())?;
+        }
+        let right = right.map_or(0, |t| t.row_bytes());
+        let found = Self { left: left.row_bytes(), right, whole: whole.row_bytes() };
+        match found.left + found.right <= found.whole {
+            true => Ok(found),
+            false => {
+                let expected = format!("rows of at least {} + {} bytes", found.left, found.right);
+                Err(Error::invalid(call, "tensor whole", expected, found.whole))
+            }
+        }
+    }
+}
+
+impl<D: Device> JoinRows<'_, D> {
+    pub(crate) fn check(&self, call: &'static str) -> Result<JoinedRows> {
+        JoinedRows::of(call, self.out.as_ref(), (self.left.borrow(), self.right.as_ref().map(TensorRef::borrow)))
+    }
+}
+
+impl<D: Device> SplitRows<'_, D> {
+    pub(crate) fn check(&self, call: &'static str) -> Result<JoinedRows> {
+        JoinedRows::of(call, self.source.borrow(), (self.left.as_ref(), self.right.as_ref().map(TensorMut::as_ref)))
+    }
+}
+
 /// Adds rows: `out[t] = Σ_k source[map[t, k]]` in the accumulator type, in the order of k, rounded once; negative
 /// entries count zero.
 #[derive(Debug)]
@@ -177,9 +250,9 @@ pub struct Sigmoid<'a, D: Device> {
     pub out: TensorMut<'a, D>,
 }
 
-/// Everything the layer computes. A call enqueues its work on `stream` and may return before it is done (not on the
+/// Everything the layer computes, with the [`Codec`] of what travels quantised. A call enqueues its work on `stream` and may return before it is done (not on the
 /// CPU, whose stream is `()`); it checks shapes and dtypes of its arguments first.
-pub trait Kernels: Device {
+pub trait Kernels: Codec {
     /// How a layer has what only the device sees reported, unless told otherwise.
     const REPORTING: Reporting = Reporting::Immediate;
     /// [`Linear`].
@@ -224,6 +297,10 @@ pub trait Kernels: Device {
     }
     /// [`GatherRows`].
     fn gather_rows(&self, stream: &Self::Stream, call: GatherRows<'_, Self>) -> Result<()>;
+    /// [`JoinRows`].
+    fn join_rows(&self, stream: &Self::Stream, call: JoinRows<'_, Self>) -> Result<()>;
+    /// [`SplitRows`].
+    fn split_rows(&self, stream: &Self::Stream, call: SplitRows<'_, Self>) -> Result<()>;
     /// [`ReduceRows`].
     fn reduce_rows(&self, stream: &Self::Stream, call: ReduceRows<'_, Self>) -> Result<()>;
     /// [`Up`].

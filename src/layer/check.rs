@@ -5,7 +5,7 @@ use crate::error::{Error, Result};
 use crate::kernels::Kernels;
 use crate::tensor::{TensorMut, TensorRef};
 
-use super::{GradientsMut, Inputs, Layer, Params, Role};
+use super::{GradientsMut, Inputs, Layer, Params, Role, payload};
 
 const CALL: &str = "Layer::forward";
 
@@ -18,6 +18,7 @@ pub(super) fn inputs<D: Kernels>(
 ) -> Result<usize> {
     let c = layer.config();
     let tokens = layer.check_x(CALL, x)?;
+    payload::check(CALL, c.payload, x.dtype())?;
     if c.router.num_experts != group.config().num_experts {
         return Err(Error::invalid(CALL, "group.num_experts", c.router.num_experts, group.config().num_experts));
     }

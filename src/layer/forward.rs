@@ -15,6 +15,7 @@ use crate::lazy::Lazy;
 use crate::metrics::Load;
 use crate::tensor::{Tensor, TensorMut, TensorRef};
 
+use super::payload::{self, Packed};
 use super::{AuxValue, Context, Forward, Layer, Made, Mode, Params, Routing, check, shared};
 
 pub(super) fn forward<D: Kernels>(
@@ -41,14 +42,17 @@ pub(super) fn forward_into<D: Kernels>(
     (x, params): (TensorRef<'_, D>, &Params<'_, D>),
     mut y: TensorMut<'_, D>,
 ) -> Result<Made<D>> {
-    let spec = spec::<D>(layer, mode);
+    let spec = spec::<D>(layer, mode, x.dtype());
     let (device, stream) = (group.device().clone(), group.stream().clone());
     let jitter = jitter(layer, group, mode, x)?;
     // What fails on this rank alone is told to the others in prepare, where they wait.
     let checked = check::inputs(layer, group, x, params).and_then(|tokens| check::output(layer, x, tokens, &y));
-    let chosen = match checked.and_then(|()| trace_span!("route").in_scope(|| choose(layer, group, x, params, jitter)))
-    {
-        Ok(chosen) => chosen,
+    let begun = checked.and_then(|()| {
+        let chosen = trace_span!("route").in_scope(|| choose(layer, group, x, params, jitter))?;
+        Ok((chosen, Packed::new(&layer.config, (&device, &stream), x)?))
+    });
+    let (chosen, packed) = match begun {
+        Ok(begun) => begun,
         Err(e) => return Err(refuse(layer, group, Op::Prepare, e)),
     };
     let by_weight = spec.expert_capacity.filter(|c| c.order == CapacityOrder::Probability);
@@ -58,7 +62,10 @@ pub(super) fn forward_into<D: Kernels>(
 
     let kept = kept_weights(layer, (&device, &stream), &handle, &chosen)?;
     let weights = kept.as_ref().unwrap_or(&chosen.weights);
-    let inputs = DispatchInputs { tokens: x.borrow(), weights: Some(weights.view()), scales: None };
+    let inputs = match &packed {
+        Some(packed) => packed.inputs(weights.view()),
+        None => DispatchInputs { tokens: x.borrow(), weights: Some(weights.view()), scales: None },
+    };
     let begin =
         || trace_span!("shared expert").in_scope(|| shared::begin(layer, (&device, &stream), mode, x.borrow(), params));
     // Where rows take their time, this rank's own tokens have theirs.
@@ -70,8 +77,12 @@ pub(super) fn forward_into<D: Kernels>(
             Ok(())
         }),
     })?;
-    let begun = match begun.transpose() {
-        Ok(begun) => begun,
+    let unpacked = match packed {
+        Some(packed) => packed.unpack((&device, &stream), received),
+        None => Ok(received),
+    };
+    let (begun, received) = match begun.transpose().and_then(|begun| Ok((begun, unpacked?))) {
+        Ok(ready) => ready,
         Err(e) => return Err(refuse(layer, group, Op::Combine, e)),
     };
 
@@ -107,7 +118,7 @@ pub(super) fn forward_into<D: Kernels>(
     Ok(Made { aux, routing, context })
 }
 
-fn spec<D: Kernels>(layer: &Layer, mode: Mode) -> DispatchSpec {
+fn spec<D: Kernels>(layer: &Layer, mode: Mode, dtype: DType) -> DispatchSpec {
     let options = layer.dispatch;
     DispatchSpec {
         layer: layer.number,
@@ -116,7 +127,8 @@ fn spec<D: Kernels>(layer: &Layer, mode: Mode) -> DispatchSpec {
         capacity: options.capacity,
         overflow: options.overflow,
         expert_capacity: layer.config.router.expert_capacity,
-        formula: layer.fingerprint,
+        formula: payload::formula(layer.fingerprint, layer.config.payload, dtype),
+        returns: payload::returns(&layer.config, dtype),
         backward: mode.backward,
         reporting: options.reporting.unwrap_or(D::REPORTING),
     }

@@ -61,13 +61,18 @@ impl StepSizes {
         let router = tokens * experts * a + tokens * k * (4 + a);
         let aux = if config.aux.is_off() { 0 } else { (2 * experts + 4) * a };
         let shared = config.shared.map_or(0, |s| pre(tokens, s.intermediate) + if s.gated { tokens * a } else { 0 });
-        let received = rows * config.hidden * b + slots * a;
+        // Brought back from codes, tokens are rows of their own also where they have stayed.
+        let packet = config.payload.row_bytes(config.hidden).map_or(0, |bytes| bytes.iter().sum());
+        let read = if packet > 0 && ranks <= 1 { tokens } else { rows };
+        let received = read * config.hidden * b + slots * a;
+        // This rank's packets, those that leave, those that arrive, and these taken apart.
+        let travelling = if ranks > 1 { (tokens + 3 * rows) * packet } else { tokens * packet };
         let products = slots * (config.intermediate + config.hidden) * b;
         // Packed at the experts' rank, and received at the tokens'.
         let returning = if ranks > 1 { (2 * slots + tokens * k) * config.hidden * b } else { 0 };
         StepMemory {
             kept: router + aux + shared + received + pre(slots, config.intermediate),
-            passing: products.max(returning),
+            passing: products.max(returning).max(travelling),
             routing: if ranks > 1 { ranks * tokens * k * 4 } else { 0 },
         }
     }

@@ -1,11 +1,13 @@
 //! The whole layer: route → prepare → dispatch → up → down → combine, and back. This is the seam that the
 //! framework adapters call; the stages below it are its default implementation. Each stage is a `tracing` span at trace
-//! level, named as in the picture (`route`, `prepare`, …, `dispatch_bwd`, `route_bwd`).
+//! level, named as in the picture (`route`, `prepare`, …, `dispatch_bwd`, `route_bwd`; `pack` and `unpack` where tokens travel
+//! quantised).
 
 mod backward;
 mod check;
 mod forward;
 mod memory;
+mod payload;
 mod role;
 mod shared;
 

@@ -5,8 +5,9 @@ use burn::backend::{Autodiff, Flex};
 use burn::module::{AutodiffModule, Module};
 use burn::tensor::{DType, Tensor, TensorData};
 use moebius::MoeConfig;
-use moebius::burn::ExpertParallelMoE;
+use moebius::burn::{ExpertParallelMoE, ExpertParallelMoEConfig};
 use moebius::checkpoint::BlockParams;
+use moebius::config::Payload;
 use moebius::layer::{Cotangents, Inputs, Layer, Mode, Wanted};
 
 use super::support::*;
@@ -15,53 +16,69 @@ use crate::trials::tests;
 fn results_are_the_cores_bit_for_bit() {
     let config = MoeConfig::from(&config());
     for dtype in [moebius::DType::F32, moebius::DType::BF16, moebius::DType::F16, moebius::DType::F64] {
-        on_ranks(2, LONG, |rank, group| {
-            let cast = |t: CoreTensor| cast(&t, dtype);
-            let mut given = block(&config, rank, 2);
-            given.params = cast_params(given.params, &cast);
-            let mut kept = block(&config, rank, 2);
-            kept.params = cast_params(kept.params, &cast);
-            let (t, (x, c)) = (TOKENS[rank], inputs(rank));
-            let (x, c) =
-                (cast(CoreTensor::from_vec(x, &[t, H]).unwrap()), cast(CoreTensor::from_vec(c, &[t, H]).unwrap()));
-
-            let layer = Layer::new(config.clone(), 3).unwrap();
-            let views = kept.params.views().unwrap();
-            let params = views.params();
-            let mode = Mode { backward: true, noise: None };
-            let (core, core_grads) = {
-                let mut group = group.lock();
-                let mut out = layer.forward(&mut group, mode, x.view(), &params).unwrap();
-                let inputs = Inputs { x: x.view(), params: &params };
-                let cotangents = Cotangents { y: Some(c.view()), aux: 1.0 };
-                let context = out.context.take().unwrap();
-                let grads = layer.backward(&mut group, context, inputs, cotangents, Wanted::ALL).unwrap();
-                (out, grads)
-            };
-
-            let model = ExpertParallelMoE::<B>::from_block(given, 3, &group, &device()).unwrap();
-            let leaf = |t: &CoreTensor| burn_tensor::<2>(t);
-            let bx = leaf(&x).require_grad();
-            let out = model.forward_full(bx.clone(), Mode::default()).unwrap();
-            assert_eq!(out.y.to_data().as_bytes(), core.y.as_bytes());
-            assert_eq!(out.logits.into_data().as_bytes(), core.routing.logits.as_bytes());
-            assert_eq!(out.weights.into_data().as_bytes(), core.routing.weights.as_bytes());
-            assert_eq!(out.ids.into_data().as_bytes(), core.routing.ids.as_bytes());
-            assert_eq!(out.load.get().unwrap(), core.routing.load.get().unwrap());
-            let accumulator = if dtype == moebius::DType::F64 { DType::F64 } else { DType::F32 };
-            assert_eq!(out.aux.dtype(), accumulator);
-            // The aux loss is f32 beside bf16 tokens: the user's loss is too.
-            let loss = (out.y.cast(accumulator) * leaf(&c).cast(accumulator)).sum() + out.aux;
-            let gradients = loss.backward();
-            assert_eq!(bx.grad(&gradients).unwrap().into_data().as_bytes(), core_grads.x.unwrap().as_bytes());
-            let up = model.experts.up.grad(&gradients).unwrap().into_data();
-            assert_eq!(up.as_bytes(), core_grads.up.unwrap().as_bytes());
-            let router = model.router.weight.grad(&gradients).unwrap().into_data();
-            assert_eq!(router.as_bytes(), core_grads.router.unwrap().as_bytes());
-            let gate = model.shared.unwrap().gate.unwrap().grad(&gradients).unwrap().into_data();
-            assert_eq!(gate.as_bytes(), core_grads.shared_gate.unwrap().as_bytes());
-        });
+        as_the_core(&config, dtype);
     }
+}
+
+fn tokens_that_travel_quantised_are_the_cores() {
+    for payload in [Payload::Nvfp4, Payload::Mxfp8] {
+        let wide = ExpertParallelMoEConfig { hidden: 32, ..config() }.with_payload(payload);
+        for dtype in [moebius::DType::F32, moebius::DType::BF16] {
+            as_the_core(&MoeConfig::from(&wide), dtype);
+        }
+        let narrow = config().with_payload(payload).init::<B>(0, &single(), &device());
+        let error = narrow.err().map(|e| e.to_string());
+        assert!(error.as_ref().is_some_and(|e| e.contains("hidden") && e.contains("multiple of 32")), "{error:?}");
+    }
+}
+
+fn as_the_core(config: &MoeConfig, dtype: moebius::DType) {
+    let h = config.hidden;
+    on_ranks(2, LONG, |rank, group| {
+        let cast = |t: CoreTensor| cast(&t, dtype);
+        let mut given = block(config, rank, 2);
+        given.params = cast_params(given.params, &cast);
+        let mut kept = block(config, rank, 2);
+        kept.params = cast_params(kept.params, &cast);
+        let (t, (x, c)) = (TOKENS[rank], inputs_of(rank, h));
+        let (x, c) = (cast(CoreTensor::from_vec(x, &[t, h]).unwrap()), cast(CoreTensor::from_vec(c, &[t, h]).unwrap()));
+
+        let layer = Layer::new(config.clone(), 3).unwrap();
+        let views = kept.params.views().unwrap();
+        let params = views.params();
+        let mode = Mode { backward: true, noise: None };
+        let (core, core_grads) = {
+            let mut group = group.lock();
+            let mut out = layer.forward(&mut group, mode, x.view(), &params).unwrap();
+            let inputs = Inputs { x: x.view(), params: &params };
+            let cotangents = Cotangents { y: Some(c.view()), aux: 1.0 };
+            let context = out.context.take().unwrap();
+            let grads = layer.backward(&mut group, context, inputs, cotangents, Wanted::ALL).unwrap();
+            (out, grads)
+        };
+
+        let model = ExpertParallelMoE::<B>::from_block(given, 3, &group, &device()).unwrap();
+        let leaf = |t: &CoreTensor| burn_tensor::<2>(t);
+        let bx = leaf(&x).require_grad();
+        let out = model.forward_full(bx.clone(), Mode::default()).unwrap();
+        assert_eq!(out.y.to_data().as_bytes(), core.y.as_bytes());
+        assert_eq!(out.logits.into_data().as_bytes(), core.routing.logits.as_bytes());
+        assert_eq!(out.weights.into_data().as_bytes(), core.routing.weights.as_bytes());
+        assert_eq!(out.ids.into_data().as_bytes(), core.routing.ids.as_bytes());
+        assert_eq!(out.load.get().unwrap(), core.routing.load.get().unwrap());
+        let accumulator = if dtype == moebius::DType::F64 { DType::F64 } else { DType::F32 };
+        assert_eq!(out.aux.dtype(), accumulator);
+        // The aux loss is f32 beside bf16 tokens: the user's loss is too.
+        let loss = (out.y.cast(accumulator) * leaf(&c).cast(accumulator)).sum() + out.aux;
+        let gradients = loss.backward();
+        assert_eq!(bx.grad(&gradients).unwrap().into_data().as_bytes(), core_grads.x.unwrap().as_bytes());
+        let up = model.experts.up.grad(&gradients).unwrap().into_data();
+        assert_eq!(up.as_bytes(), core_grads.up.unwrap().as_bytes());
+        let router = model.router.weight.grad(&gradients).unwrap().into_data();
+        assert_eq!(router.as_bytes(), core_grads.router.unwrap().as_bytes());
+        let gate = model.shared.unwrap().gate.unwrap().grad(&gradients).unwrap().into_data();
+        assert_eq!(gate.as_bytes(), core_grads.shared_gate.unwrap().as_bytes());
+    });
 }
 
 fn cast(t: &CoreTensor, dtype: moebius::DType) -> CoreTensor {
@@ -188,6 +205,7 @@ fn nothing_is_kept_where_nothing_tracks() {
 tests! {
     fn();
     results_are_the_cores_bit_for_bit,
+    tokens_that_travel_quantised_are_the_cores,
     any_leading_dimensions_and_strides,
     a_gradient_that_is_not_contiguous_is_read_right,
     recomputed_input_gives_the_same_gradients,

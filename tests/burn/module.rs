@@ -67,6 +67,7 @@ fn a_record_holds_the_parameters_under_the_crates_names() {
 
 fn the_configuration_survives_a_file_and_the_cores_form() {
     let config = config().with_selection_bias(true).with_scale(2.5).with_renorm(None).with_recompute(true);
+    let config = config.with_payload(moebius::config::Payload::Nvfp4);
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("config.json");
     config.save(&path).unwrap();

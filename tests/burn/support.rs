@@ -118,7 +118,12 @@ pub fn block(config: &MoeConfig, rank: usize, ranks: usize) -> Block {
 
 /// This rank's x, and what the loss multiplies y with.
 pub fn inputs(rank: usize) -> (Vec<f32>, Vec<f32>) {
-    let count = TOKENS[rank] * H;
+    inputs_of(rank, H)
+}
+
+/// The same of another hidden size.
+pub fn inputs_of(rank: usize, hidden: usize) -> (Vec<f32>, Vec<f32>) {
+    let count = TOKENS[rank] * hidden;
     (values(100 + rank as u64, count, 1.0), values(200 + rank as u64, count, 1.0))
 }
 

@@ -4,10 +4,10 @@ use candle_core::{D, DType, Device, Module, Tensor, Var};
 use candle_nn::{AdamW, Optimizer, ParamsAdamW, VarBuilder, VarMap};
 use moebius::DType as OurDType;
 use moebius::candle::ExpertParallelMoE;
-use moebius::config::{AuxConfig, BalanceKind};
+use moebius::config::{AuxConfig, BalanceKind, Payload};
 use moebius::layer::{Layer, Mode, Role};
 
-use crate::support::{AnyResult, H, config, group, seeded, single, tokens};
+use crate::support::{AnyResult, EXPERTS, H, config, distance, flat, group, seeded, single, tokens, wide_tokens};
 use crate::trials::tests;
 
 fn any_leading_dimensions_and_layouts(device: &Device) -> AnyResult<()> {
@@ -131,6 +131,52 @@ fn half_types_stay_near_f32(device: &Device) -> AnyResult<()> {
     Ok(())
 }
 
+/// The layer's configuration says so, and the module knows nothing of it.
+fn tokens_may_travel_quantised(device: &Device) -> AnyResult<()> {
+    const WIDE: usize = 64;
+    for (payload, most) in [(Payload::Nvfp4, 0.45), (Payload::Mxfp8, 0.19)] {
+        let mut config = moebius::MoeConfig::new(WIDE, 24, EXPERTS, 2);
+        let plain = seeded(group(device)?, config.clone())?;
+        config.payload = payload;
+        let quantised = plain.clone().with_layer(Layer::new(config.clone(), 4)?);
+        // Both formats hold these; one element of every 16 is the row's largest.
+        let values: Vec<f32> = (0..9 * WIDE).map(|i| [6.0, -0.5, 1.0, 3.0, -4.0, 1.5, 2.0, 0.0][i % 8]).collect();
+        let exact = Tensor::from_vec(values, (9, WIDE), &Device::Cpu)?.to_device(device)?;
+        assert_eq!(flat(&quantised.forward(&exact)?)?, flat(&plain.forward(&exact)?)?);
+        // Elements move by 0.15 and 0.0625 of their norm at most, outputs three times as far.
+        let x = wide_tokens(0..9, WIDE, DType::F32, device)?;
+        let (found, expected) = (quantised.forward(&x)?, flat(&plain.forward(&x)?)?);
+        let moved = distance(&flat(&found)?, &expected);
+        assert!(moved > 0.0 && moved < most, "{payload:?}: {moved}");
+        let gradients = found.sqr()?.sum_all()?.backward()?;
+        for t in quantised.vars().iter().map(|v| v.as_tensor()).chain([x.as_tensor()]) {
+            let norm = flat(gradients.get(t).ok_or("no gradient")?)?.iter().map(|v| v * v).sum::<f32>();
+            assert!(norm.is_finite() && norm > 0.0);
+        }
+        config.hidden = H;
+        let error = Layer::new(config, 0).err().map(|e| e.to_string()).unwrap_or_default();
+        assert!(error.contains("hidden") && error.contains("multiple of 32"), "{error}");
+    }
+    Ok(())
+}
+
+/// What a checkpoint says is loaded as ever; the payload is the layer's.
+fn checkpoints_do_not_say_how_tokens_travel(device: &Device) -> AnyResult<()> {
+    let golden = std::env::var_os("MOEBIUS_GOLDEN").map_or_else(
+        || std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden"),
+        std::path::PathBuf::from,
+    );
+    let moe = ExpertParallelMoE::from_checkpoint(golden.join("qwen3_moe"), 0, group(device)?, false)?;
+    let mut config = moe.layer().config().clone();
+    assert_eq!(config.payload, Payload::Plain);
+    config.payload = Payload::Mxfp8;
+    let quantised = moe.clone().with_layer(Layer::new(config.clone(), 1)?);
+    let x = wide_tokens(0..9, config.hidden, DType::F32, device)?;
+    let moved = distance(&flat(&quantised.forward(&x)?)?, &flat(&moe.forward(&x)?)?);
+    assert!(moved > 0.0 && moved < 0.19, "{moved}");
+    Ok(())
+}
+
 tests! {
     fn(&Device) -> AnyResult<()>;
     any_leading_dimensions_and_layouts,
@@ -139,4 +185,6 @@ tests! {
     an_absent_gradient_counts_as_zeros,
     adamw_trains_it_inside_a_model,
     half_types_stay_near_f32,
+    tokens_may_travel_quantised,
+    checkpoints_do_not_say_how_tokens_travel,
 }

@@ -9,6 +9,7 @@ mod harness;
 mod later;
 #[path = "../common/limits.rs"]
 mod limits;
+mod payload;
 mod random;
 mod reference;
 mod routing;
@@ -34,6 +35,7 @@ pub fn cases<D: Target>() -> Vec<(&'static str, Case<D>)> {
         ("faults", faults::cases()),
         ("random", random::cases()),
         ("later", later::cases()),
+        ("payload", payload::cases()),
     ];
     files.into_iter().flat_map(|(file, cases)| cases.into_iter().map(move |c| (file, c))).collect()
 }

@@ -1,7 +1,7 @@
 //! Plans that the GPU makes behind the host's back: the same as the CPU's, with errors told later, and a step that waits
 //! for nothing and asks the driver for nothing.
 
-use moebius::config::{CapacityOrder, ExpertCapacity};
+use moebius::config::{CapacityOrder, ExpertCapacity, Payload};
 use moebius::cpu::Cpu;
 use moebius::cuda::Cuda;
 use moebius::ep::{Capacity, DispatchSpec, Group, GroupConfig, Overflow, Reporting, Stats};
@@ -223,7 +223,14 @@ fn layers() -> Vec<Case> {
     let mut shared = MoeConfig::new(128, 64, 8, 2);
     shared.router.expert_capacity =
         Some(ExpertCapacity { factor: 0.9, order: CapacityOrder::Position, renormalize: true });
+    let quantised = |hidden, payload| {
+        let mut config = MoeConfig::new(hidden, 40, 16, 4);
+        config.payload = payload;
+        config
+    };
     vec![
+        Case::new(quantised(96, Payload::Nvfp4), 150, DType::BF16),
+        Case::new(quantised(512, Payload::Mxfp8), 150, DType::BF16),
         Case::new(MoeConfig::new(64, 40, 16, 4), 200, DType::F32),
         Case::new(with_aux, 333, DType::BF16),
         Case::new(shared, 500, DType::BF16),

@@ -23,6 +23,7 @@ tests!(
     jitter,
     auxiliary_losses,
     capacities,
+    payloads,
 );
 
 const TYPES: [DType; 3] = [DType::F32, DType::BF16, DType::F16];
@@ -97,6 +98,19 @@ fn weights_biases_and_recomputation(cuda: &Cuda) {
             (config.weight_at, config.expert_bias, config.recompute) = (weight_at, expert_bias, recompute);
             let name = format!("weight at {weight_at:?}, bias {expert_bias}, recompute {recompute}");
             all_types(cuda, &name, &Case::new(config, 150, DType::F32));
+        }
+    }
+}
+
+/// Codes are the same on both, so tolerances are those of any layer.
+fn payloads(cuda: &Cuda) {
+    for payload in [Payload::Nvfp4, Payload::Mxfp8] {
+        // Scales that are filled up and, of 512 in MXFP8, that are not.
+        for (hidden, tokens) in [(32, 0), (96, 150), (512, 65)] {
+            let mut config = MoeConfig::new(hidden, 72, 6, 2);
+            (config.payload, config.recompute) = (payload, hidden == 96);
+            config.shared = Some(SharedConfig { intermediate: 24, gated: false });
+            all_types(cuda, &format!("{payload:?}, H {hidden}"), &Case::new(config, tokens, DType::F32));
         }
     }
 }

@@ -8,7 +8,7 @@ use moebius::layer::{DispatchOptions, Noise};
 
 use crate::harness::{Case, compare, tests};
 
-tests!(plain, everything, dropped_and_recomputed, input_weights_and_groups);
+tests!(plain, everything, dropped_and_recomputed, input_weights_and_groups, payloads);
 
 fn all_types(cuda: &Cuda, name: &str, case: &Case) {
     for dtype in [DType::BF16, DType::F16, DType::F32] {
@@ -28,6 +28,14 @@ fn everything(cuda: &Cuda) {
     (config.aux.balance, config.aux.z) = (0.1, 0.01);
     let noise = Some(Noise { seed: 5, step: 17 });
     all_types(cuda, "everything", &Case { noise, hot: 3.0, ..Case::new(config, 40, DType::F32) });
+}
+
+fn payloads(cuda: &Cuda) {
+    for payload in [Payload::Nvfp4, Payload::Mxfp8] {
+        let mut config = MoeConfig::new(96, 24, 4, 2);
+        config.payload = payload;
+        all_types(cuda, &format!("{payload:?}"), &Case::new(config, 30, DType::F32));
+    }
 }
 
 fn dropped_and_recomputed(cuda: &Cuda) {

@@ -1,7 +1,7 @@
 //! Steps of whole layers over several GPUs in which nothing waits: the same bits as those that do, nothing asked of the
 //! driver, errors told later, and forward and backward, prepare included, replayed from a graph.
 
-use moebius::config::{CapacityOrder, ExpertCapacity, MoeConfig};
+use moebius::config::{CapacityOrder, ExpertCapacity, MoeConfig, Payload};
 use moebius::cuda::Cuda;
 use moebius::ep::{Capacity, DispatcherKind, Overflow, Reporting};
 use moebius::layer::DispatchOptions;
@@ -35,7 +35,12 @@ fn configs() -> Vec<MoeConfig> {
     let mut limited = plain.clone();
     limited.router.expert_capacity =
         Some(ExpertCapacity { factor: 0.9, order: CapacityOrder::Position, renormalize: true });
-    vec![plain, aux, limited]
+    let quantised = |hidden, payload| {
+        let mut config = MoeConfig::new(hidden, 64, 16, 4);
+        config.payload = payload;
+        config
+    };
+    vec![plain, aux, limited, quantised(128, Payload::Nvfp4), quantised(512, Payload::Mxfp8)]
 }
 
 fn steps(comm: NcclComm, config: &MoeConfig, kind: DispatcherKind, options: DispatchOptions) -> Result<Steps> {

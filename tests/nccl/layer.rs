@@ -3,7 +3,7 @@
 use candle_core::{Device, Tensor};
 use moebius::checkpoint::BlockParams;
 use moebius::comm::Communicator;
-use moebius::config::{CapacityOrder, ExpertCapacity, MoeConfig, SharedConfig};
+use moebius::config::{CapacityOrder, ExpertCapacity, MoeConfig, Payload, SharedConfig};
 use moebius::cpu::Cpu;
 use moebius::cuda::Cuda;
 use moebius::ep::{Capacity, DispatcherKind, Overflow, Reporting};
@@ -24,6 +24,8 @@ pub fn cases() -> Vec<(&'static str, Run)> {
         ("auxiliary_losses_as_cpu_ranks", |cuda, ranks| same_as_cpu_ranks(cuda, ranks, "auxiliary losses")),
         ("a_shared_expert_as_cpu_ranks", |cuda, ranks| same_as_cpu_ranks(cuda, ranks, "shared expert")),
         ("an_expert_capacity_as_cpu_ranks", |cuda, ranks| same_as_cpu_ranks(cuda, ranks, "expert capacity")),
+        ("tokens_in_nvfp4_as_cpu_ranks", |cuda, ranks| same_as_cpu_ranks(cuda, ranks, "nvfp4")),
+        ("tokens_in_mxfp8_as_cpu_ranks", |cuda, ranks| same_as_cpu_ranks(cuda, ranks, "mxfp8")),
         ("same_bits_in_a_hundred_steps", same_bits_in_a_hundred_steps),
         ("a_capacity_too_small_is_told_everywhere", a_capacity_too_small_is_told_everywhere),
     ]
@@ -124,7 +126,19 @@ fn configs() -> Vec<(&'static str, MoeConfig)> {
     let mut limited = plain.clone();
     limited.router.expert_capacity =
         Some(ExpertCapacity { factor: 0.8, order: CapacityOrder::Probability, renormalize: true });
-    vec![("plain", plain), ("auxiliary losses", aux), ("shared expert", shared), ("expert capacity", limited)]
+    let quantised = |payload| {
+        let mut config = shared.clone();
+        config.payload = payload;
+        config
+    };
+    vec![
+        ("plain", plain),
+        ("auxiliary losses", aux),
+        ("nvfp4", quantised(Payload::Nvfp4)),
+        ("mxfp8", quantised(Payload::Mxfp8)),
+        ("shared expert", shared),
+        ("expert capacity", limited),
+    ]
 }
 
 /// Uneven tokens, among them none.
@@ -190,7 +204,7 @@ fn compare(name: &str, gpu: &Outcome, cpu: &Outcome, tolerance: f64) {
 
 fn same_bits_in_a_hundred_steps(cuda: &Cuda, ranks: usize) {
     for kind in KINDS {
-        let (_, config) = configs().swap_remove(2);
+        let (_, config) = configs().into_iter().find(|(name, _)| *name == "shared expert").expect("a block");
         let problem = Problem::new(&config, &splits(ranks)[1], kind, DType::BF16);
         let first = problem.on(cuda).expect("a step").bits();
         for step in 1..100 {

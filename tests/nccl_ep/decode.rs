@@ -2,7 +2,7 @@
 //! shared expert beside the rows' way.
 
 use moebius::DType;
-use moebius::config::{MoeConfig, SharedConfig};
+use moebius::config::{MoeConfig, Payload, SharedConfig};
 use moebius::cuda::Cuda;
 use moebius::ep::{Capacity, DispatcherKind, Overflow};
 use moebius::layer::DispatchOptions;
@@ -16,6 +16,7 @@ pub fn cases() -> Vec<(&'static str, fn(usize))> {
         ("same_as_cpu_ranks", same_as_cpu_ranks),
         ("routing_on_the_gpu_is_the_hosts", routing_on_the_gpu_is_the_hosts),
         ("graphs_replay_the_bits_of_eager_steps", graphs_replay_the_bits_of_eager_steps),
+        ("tokens_in_nvfp4_and_mxfp8", tokens_that_travel_quantised),
         ("no_room_for_the_number_is_refused", no_room_for_the_number),
     ]
 }
@@ -59,6 +60,19 @@ fn graphs_replay_the_bits_of_eager_steps(ranks: usize) {
         DispatchOptions { capacity: Capacity::Eager, overflow: Overflow::Error, ..DispatchOptions::default() };
     crate::graph::replays(ranks, (shape(), options));
     crate::graph::replays(ranks, (shape(), fixed(&shape(), ranks, 16)));
+}
+
+/// As on the CPU, in the first step of a group, whose rows come back wider than they went, and replayed.
+fn tokens_that_travel_quantised(ranks: usize) {
+    let cuda: Cuda = crate::gpus::first(1).1.remove(0);
+    for payload in [Payload::Nvfp4, Payload::Mxfp8] {
+        let mut shape = shape();
+        shape.config.payload = payload;
+        let problem = Problem::new(&shape.config, &vec![33; ranks], DispatcherKind::NcclEpLowLatency, DType::BF16);
+        problem.forward_as_on_cpu(&format!("{payload:?}"), &cuda);
+        crate::graph::holds(ranks, &shape, 3);
+        crate::graph::replays(ranks, (shape.clone(), fixed(&shape, ranks, 16)));
+    }
 }
 
 /// A choice more a token travels than the layer has: with as many choices as experts there is none left.

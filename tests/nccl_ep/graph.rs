@@ -2,7 +2,7 @@
 //! gives, errors are told later, and forward and backward, prepare included, replay to the bit.
 
 use moebius::Error;
-use moebius::config::MoeConfig;
+use moebius::config::{MoeConfig, Payload};
 use moebius::ep::{Capacity, DispatcherKind, Overflow, Reporting};
 use moebius::layer::DispatchOptions;
 
@@ -13,6 +13,7 @@ pub fn cases() -> Vec<(&'static str, fn(usize))> {
     vec![
         ("routing_on_the_gpu_is_the_hosts", routing_on_the_gpu_is_the_hosts),
         ("graphs_replay_the_bits_of_eager_steps", graphs_replay_the_bits_of_eager_steps),
+        ("tokens_in_nvfp4_and_mxfp8", tokens_that_travel_quantised),
         ("what_the_gpu_finds_is_told_later", what_the_gpu_finds_is_told_later),
     ]
 }
@@ -37,6 +38,15 @@ pub fn fixed(shape: &Shape, ranks: usize, alignment: usize) -> DispatchOptions {
 
 fn routing_on_the_gpu_is_the_hosts(ranks: usize) {
     holds(ranks, &shape(), 3);
+}
+
+fn tokens_that_travel_quantised(ranks: usize) {
+    for payload in [Payload::Nvfp4, Payload::Mxfp8] {
+        let mut shape = shape();
+        shape.config.payload = payload;
+        holds(ranks, &shape, 3);
+        replays(ranks, (shape.clone(), fixed(&shape, ranks, 16)));
+    }
 }
 
 /// The first step's routing is the host's plan, the later ones' the library's: the same rows go through the same sums.

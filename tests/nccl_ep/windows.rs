@@ -2,7 +2,7 @@
 //! copies are counted where the caller's memory is none, and a window that is not free is told on every rank.
 
 use moebius::DType;
-use moebius::config::MoeConfig;
+use moebius::config::{MoeConfig, Payload};
 use moebius::ep::{
     Capacity, DispatchInputs, DispatchOutputs, DispatchSpec, DispatcherKind, Group, GroupConfig, Overflow,
 };
@@ -16,6 +16,7 @@ pub fn cases() -> Vec<(&'static str, fn(usize))> {
     vec![
         ("layers_have_the_bits_of_staged_rows", layers_have_the_bits_of_staged_rows),
         ("graphs_replay_the_bits_of_eager_steps", graphs_replay_the_bits_of_eager_steps),
+        ("tokens_that_travel_quantised_have_the_bits_of_staged_rows", quantised),
         ("plain_memory_is_copied_and_a_full_ring_is_told", plain_memory_is_copied_and_a_full_ring_is_told),
     ]
 }
@@ -26,6 +27,21 @@ fn shape(windows: usize) -> Shape {
 }
 
 fn layers_have_the_bits_of_staged_rows(ranks: usize) {
+    staged_and_not(ranks, Payload::Plain);
+}
+
+/// Codes and scales arrive in windows, and are read from there once; outputs leave from others.
+fn quantised(ranks: usize) {
+    staged_and_not(ranks, Payload::Nvfp4);
+    staged_and_not(ranks, Payload::Mxfp8);
+}
+
+fn staged_and_not(ranks: usize, payload: Payload) {
+    let shape = |windows| {
+        let mut shape = shape(windows);
+        shape.config.payload = payload;
+        shape
+    };
     for alignment in [1, 16] {
         let options = fixed(&shape(0), ranks, alignment);
         let results = std::sync::Mutex::new(vec![Vec::new(); ranks]);
@@ -39,7 +55,7 @@ fn layers_have_the_bits_of_staged_rows(ranks: usize) {
                     let mut all = results.lock().expect("results");
                     match windows {
                         0 => all[rank] = found,
-                        _ => assert!(all[rank] == found, "alignment {alignment}, step {step}: other bits"),
+                        _ => assert!(all[rank] == found, "alignment {alignment}, step {step}: other bits, {payload:?}"),
                     }
                 }
                 steps.cuda.check()

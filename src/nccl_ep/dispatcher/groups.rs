@@ -17,6 +17,9 @@ use super::{Mode, NcclEp, Routed, around};
 impl NcclEp {
     /// What the library would not do.
     pub(super) fn rules(&self, spec: &DispatchSpec) -> Result<()> {
+        if let Some((dtype, width)) = spec.returns {
+            self.check_words(dtype, (width * dtype.size(), 0))?;
+        }
         if self.mode == Mode::LowLatency {
             return self.late().and_then(|()| self.low_rules(spec));
         }

@@ -52,10 +52,11 @@ impl NcclEp {
     ) -> Result<()> {
         let (named, tag) = ((call, rows.dtype, rows.bytes), Core::tag(handle, op));
         let mut guard = kept(call, handle)?;
-        if guard.row_bytes().is_none_or(|most| most < rows.bytes) {
+        let room = rows.bytes.max(handle.spec().returning_bytes());
+        if guard.row_bytes().is_none_or(|most| most < room) {
             // The ranks' calls are compared before what they bring about.
             around(&mut self.core, named, tag, || Ok(())).map_err(|e| self.core.explain(call, e))?;
-            let routed = self.route(handle, rows.bytes);
+            let routed = self.route(handle, room);
             *guard = routed.map_err(|e| self.core.explain(call, e))?;
         }
         let done = around(&mut self.core, named, tag, || calls(&mut guard));

@@ -157,7 +157,7 @@ impl NcclEp {
         self.windows.pending = None;
         let Some(rows) = self.windowed(handle) else { return Ok(None) };
         let bytes = rows * width * dtype.size();
-        self.windows_of(handle, bytes + rows * scale)?;
+        self.windows_of(handle, (bytes + rows * scale).max(rows * handle.spec().returning_bytes()))?;
         let window = self.windows.arriving.free(call)?;
         let tokens = lend(&self.core.device, window, 0, (dtype, [rows, width]))?;
         let scales = lend(&self.core.device, window, bytes, (DType::U8, [rows, scale]))?;

@@ -1,0 +1,150 @@
+//! Tokens that travel quantised: packed before they leave, brought back where they arrive.
+//!
+//! Each row is quantised by itself, so what it becomes depends on no other row and on no rank, and nothing has to be
+//! agreed on before. Codes are the rows of a dispatch, opaque; beside each travel its block scales, in NVFP4 with the
+//! row's amax behind them.
+
+use tracing::trace_span;
+
+use crate::config::{MoeConfig, Payload};
+use crate::dtype::DType;
+use crate::ep::{DispatchInputs, Received};
+use crate::error::{Error, Result};
+use crate::kernels::{JoinRows, Kernels, SplitRows};
+use crate::quant::{
+    Dequantize, DequantizeMxfp8, Direction, Matrix, Mxfp8, Mxfp8Mut, Nvfp4, Nvfp4Mut, Quantize, QuantizeMxfp8,
+};
+use crate::tensor::{Tensor, TensorMut, TensorRef};
+
+const NVFP4: Nvfp4 = Nvfp4::TE.row_scaled();
+const MXFP8: Mxfp8 = Mxfp8::TE;
+const ROWS: Direction = Direction::Rows;
+
+/// Refuses tokens that the payload has no form for.
+pub(super) fn check(call: &'static str, payload: Payload, dtype: DType) -> Result<()> {
+    match (payload, dtype) {
+        (Payload::Plain, _) | (_, DType::F32 | DType::BF16 | DType::F16) => Ok(()),
+        _ => Err(Error::invalid(call, "tensor x", format!("f32, bf16 or f16 (payload {payload:?})"), dtype)),
+    }
+}
+
+/// Rows that return, where others leave.
+pub(super) fn returns(config: &MoeConfig, dtype: DType) -> Option<(DType, usize)> {
+    (config.payload != Payload::Plain).then_some((dtype, config.hidden))
+}
+
+/// What ranks must agree on: codes do not show of which type they were made, and its rows come back.
+pub(super) fn formula(fingerprint: u64, payload: Payload, dtype: DType) -> u64 {
+    match payload {
+        Payload::Plain => fingerprint,
+        _ => fingerprint ^ (dtype as u64 + 1) << 56,
+    }
+}
+
+/// A rank's tokens as they travel.
+#[derive(Debug)]
+pub(super) struct Packed<D: Kernels> {
+    payload: Payload,
+    hidden: usize,
+    dtype: DType,
+    /// `U8 [T, bytes]`.
+    codes: Tensor<D>,
+    /// `U8 [T, bytes]`.
+    scales: Tensor<D>,
+}
+
+impl<D: Kernels> Packed<D> {
+    /// None of tokens that travel as they are.
+    pub fn new(config: &MoeConfig, (device, stream): (&D, &D::Stream), x: TensorRef<'_, D>) -> Result<Option<Self>> {
+        let (payload, hidden, dtype, tokens) = (config.payload, config.hidden, x.dtype(), x.rows());
+        let Some([code_bytes, scale_bytes]) = payload.row_bytes(hidden) else { return Ok(None) };
+        let _span = trace_span!("pack").entered();
+        let bytes = |width| Tensor::empty(device, DType::U8, &[tokens, width]);
+        let matrix = Matrix::new(x.borrow())?;
+        let (mut codes, mut blocks) = (bytes(code_bytes)?, bytes(block_scales(payload, hidden)?)?);
+        let amax = match payload {
+            Payload::Nvfp4 => {
+                let mut amax = Tensor::empty(device, DType::F32, &[tokens])?;
+                let rows = Nvfp4Mut { codes: codes.view_mut(), scales: blocks.view_mut(), amax: amax.view_mut() };
+                device.quantize(stream, Quantize { format: &NVFP4, matrix, rows: Some(rows), columns: None })?;
+                Some(amax)
+            }
+            _ => {
+                let rows = Mxfp8Mut { codes: codes.view_mut(), scales: blocks.view_mut() };
+                device
+                    .quantize_mxfp8(stream, QuantizeMxfp8 { format: MXFP8, matrix, rows: Some(rows), columns: None })?;
+                None
+            }
+        };
+        let scales = match blocks.dims()[1] == scale_bytes {
+            true => blocks,
+            false => {
+                let mut scales = bytes(scale_bytes)?;
+                let right = amax.as_ref().map(|t| as_bytes(t.view())).transpose()?;
+                device.join_rows(stream, JoinRows { left: blocks.view(), right, out: scales.view_mut() })?;
+                scales
+            }
+        };
+        Ok(Some(Self { payload, hidden, dtype, codes, scales }))
+    }
+
+    /// What dispatch takes.
+    pub fn inputs<'a>(&'a self, weights: TensorRef<'a, D>) -> DispatchInputs<'a, D> {
+        DispatchInputs { tokens: self.codes.view(), weights: Some(weights), scales: Some(self.scales.view()) }
+    }
+
+    /// Rows as the experts read them, of what arrived, where it arrived; of these tokens where they stayed.
+    pub fn unpack(self, (device, stream): (&D, &D::Stream), received: Received<D>) -> Result<Received<D>> {
+        let _span = trace_span!("unpack").entered();
+        let Received { rows, weights, scales, map } = received;
+        let codes = rows.as_ref().unwrap_or(&self.codes).view();
+        let scales = scales.as_ref().unwrap_or(&self.scales);
+        let n = codes.rows();
+        let mut out = Tensor::empty(device, self.dtype, &[n, self.hidden])?;
+        let width = block_scales(self.payload, self.hidden)?;
+        let with_amax = self.payload == Payload::Nvfp4;
+        let mut amax = match with_amax {
+            true => Some(Tensor::empty(device, DType::F32, &[n])?),
+            false => None,
+        };
+        let mut blocks = match with_amax || scales.dims()[1] != width {
+            true => Some(Tensor::empty(device, DType::U8, &[n, width])?),
+            false => None,
+        };
+        if let Some(left) = &mut blocks {
+            let right = amax.as_mut().map(|t| as_bytes_mut(t.view_mut())).transpose()?;
+            device.split_rows(stream, SplitRows { source: scales.view(), left: left.view_mut(), right })?;
+        }
+        let blocks = blocks.as_ref().unwrap_or(scales).view();
+        match &amax {
+            Some(amax) => {
+                let amax = amax.view();
+                let call = Dequantize { format: &NVFP4, codes, scales: blocks, amax, out: out.view_mut() };
+                device.dequantize(stream, call)?;
+            }
+            None => {
+                let call = DequantizeMxfp8 { direction: ROWS, codes, scales: blocks, out: out.view_mut() };
+                device.dequantize_mxfp8(stream, call)?;
+            }
+        }
+        Ok(Received { rows: Some(out), weights, scales: None, map })
+    }
+}
+
+/// Block scales of a row, a byte each.
+fn block_scales(payload: Payload, hidden: usize) -> Result<usize> {
+    match payload {
+        Payload::Nvfp4 => Ok(NVFP4.sizes([1, hidden], ROWS)?.scales[1]),
+        _ => Ok(Mxfp8::scale_dims([1, hidden], ROWS)[1]),
+    }
+}
+
+/// Numbers as rows of bytes.
+fn as_bytes<D: Kernels>(t: TensorRef<'_, D>) -> Result<TensorRef<'_, D>> {
+    TensorRef::new(t.data(), DType::U8, &[t.rows(), t.row_bytes()])
+}
+
+fn as_bytes_mut<D: Kernels>(t: TensorMut<'_, D>) -> Result<TensorMut<'_, D>> {
+    let dims = [t.rows(), t.row_bytes()];
+    TensorMut::new(t.into_data(), DType::U8, &dims)
+}
