@@ -9,14 +9,17 @@ use std::fs::File;
 use std::path::Path;
 
 use safetensors::tensor::{Metadata, TensorInfo};
-use serde::de::MapAccess;
+use serde::de::{Error as _, MapAccess};
 
+use super::fields::clip;
 use super::json::{Keyed, Unique, io_error};
 use crate::error::CheckpointError;
 
 /// Most bytes of a header: the format's own limit.
 const MAX_HEADER: u64 = 100_000_000;
 const LENGTH: u64 = 8;
+/// Most characters of a problem's description, which may quote a hostile file.
+const MAX_PROBLEM: usize = 400;
 
 /// What a header says, checked against the file's length.
 #[derive(Debug)]
@@ -31,14 +34,17 @@ impl Keyed for TensorInfo {
     fn read<'de, A: MapAccess<'de>>(key: &str, map: &mut A) -> Result<Option<Self>, A::Error> {
         match key {
             "__metadata__" => map.next_value::<HashMap<String, String>>().map(|_| None),
-            _ => map.next_value().map(Some),
+            _ => map.next_value().map(Some).map_err(|e| A::Error::custom(format_args!("tensor {}: {e}", clip(key)))),
         }
     }
 }
 
 /// Reads and checks a file's header.
 pub(super) fn read(path: &Path, file: &File, file_len: u64) -> Result<Header, CheckpointError> {
-    let damaged = |problem: String| CheckpointError::Header { path: path.display().to_string(), problem };
+    let damaged = |problem: String| CheckpointError::Header {
+        path: path.display().to_string(),
+        problem: problem.chars().take(MAX_PROBLEM).collect(),
+    };
     let read = |out: &mut [u8], at| super::reader::read_exact_at(file, out, at).map_err(|e| io_error(path, e));
     let mut prefix = [0; LENGTH as usize];
     if file_len >= LENGTH {
@@ -67,11 +73,23 @@ pub(super) fn length(prefix: [u8; LENGTH as usize], file_len: u64) -> Result<u64
 pub(super) fn parse(json: &[u8], data: u64) -> Result<Vec<(String, TensorInfo)>, String> {
     let Unique(mut tensors) = serde_json::from_slice::<Unique<TensorInfo>>(json).map_err(|e| e.to_string())?;
     tensors.sort_by_key(|(_, info)| info.data_offsets);
-    let metadata = Metadata::new(None, tensors.clone()).map_err(|e| e.to_string())?;
+    let metadata = Metadata::new(None, tensors.clone()).map_err(|e| match tensors.iter().find_map(misfit) {
+        Some(at) => format!("{e}: {at}"),
+        None => e.to_string(),
+    })?;
     if metadata.data_len() as u64 != data {
         return Err(format!("tensors end at byte {}, the file has {data} bytes for them", metadata.data_len()));
     }
     Ok(tensors)
+}
+
+/// A tensor whose bytes are not those of its type and shape.
+fn misfit((name, info): &(String, TensorInfo)) -> Option<String> {
+    let (start, end) = info.data_offsets;
+    let bits = info.shape.iter().try_fold(info.dtype.bitsize(), |bits, size| bits.checked_mul(*size));
+    let fits = bits.is_some_and(|bits| bits.is_multiple_of(8) && start.checked_add(bits / 8) == Some(end));
+    let shape = clip(&format!("{:?}", &info.shape[..info.shape.len().min(16)]));
+    (!fits).then(|| format!("tensor {}, {} of shape {shape} at bytes {start}..{end}", clip(name), info.dtype))
 }
 
 /// Serialises a header, padded so that the tensors behind it are aligned.

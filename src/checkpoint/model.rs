@@ -58,7 +58,8 @@ impl Model {
             blocks.push((layer, block(family, &fields, layer)?));
         }
         let dtype = dtype(&fields)?.or(dtype(&outer)?);
-        let fp8_block = fp8_block(&outer)?;
+        let quantised = if inner.get("quantization_config").is_some() { &inner } else { &outer };
+        let fp8_block = fp8_block(quantised)?;
         let model_type = model_type.to_string();
         Ok(Self { family, model_type, layers, blocks, dtype, fp8_block, json: root })
     }

@@ -431,8 +431,9 @@ fn is_lost(result: Result<()>, lost: usize, late: bool) -> Option<()> {
             (missing.len() == 1).then_some(())
         }
         Err(Error::Comm(CommError::Poisoned { reason, .. })) if late => {
-            assert!([format!("[{lost}"), format!(" {lost}")].iter().any(|l| reason.contains(l)), "{reason}");
-            (!reason.contains(", ")).then_some(())
+            let alone = reason.contains(&format!("[{lost}]"));
+            assert!(alone || [format!("[{lost},"), format!(" {lost}]")].iter().any(|l| reason.contains(l)), "{reason}");
+            alone.then_some(())
         }
         other => too_late(other),
     }
