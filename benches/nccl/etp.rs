@@ -41,6 +41,7 @@ struct Setting {
     ahead: usize,
     /// Multiprocessors that the computation beside collectives leaves to them.
     spare: usize,
+    lanes: usize,
 }
 
 /// What is asked for.
@@ -49,6 +50,8 @@ pub struct Asked {
     pub payloads: Vec<Payload>,
     pub ahead: Vec<usize>,
     pub spare: Vec<usize>,
+    /// 2: gathers and reductions beside each other; 1: in turn.
+    pub lanes: Vec<usize>,
 }
 
 pub fn run(library: &NcclLibrary, world: &NcclWorld, report: &Report, (gpus, asked): (&[Cuda], &Asked)) -> Result<()> {
@@ -61,8 +64,9 @@ pub fn run(library: &NcclLibrary, world: &NcclWorld, report: &Report, (gpus, ask
     for &payload in &asked.payloads {
         for &ahead in &asked.ahead {
             // Without overlap there is nothing to spare for.
-            let spare = if ahead == 0 { &[0][..] } else { &asked.spare };
-            settings.extend(spare.iter().map(|&spare| Setting { payload, ahead, spare }));
+            let (spare, lanes) = if ahead == 0 { (&[0][..], &[2][..]) } else { (&asked.spare[..], &asked.lanes[..]) };
+            let each = |&lanes| spare.iter().map(move |&spare| Setting { payload, ahead, spare, lanes });
+            settings.extend(lanes.iter().flat_map(each));
         }
     }
     for setting in settings {
@@ -107,8 +111,8 @@ struct Part {
 fn lines(report: &Report, (w, setting): (Workload, Setting), parts: &[Part]) {
     let of =
         |f: &dyn Fn(&Part) -> &Vec<f64>| -> Spread { spread(&parts.iter().map(|p| f(p).clone()).collect::<Vec<_>>()) };
-    let Setting { payload, ahead, spare } = setting;
-    let about = format!("\"payload\":\"{payload:?}\",\"ahead\":{ahead},\"spare\":{spare}");
+    let Setting { payload, ahead, spare, lanes } = setting;
+    let about = format!("\"payload\":\"{payload:?}\",\"ahead\":{ahead},\"spare\":{spare},\"lane_count\":{lanes}");
     let (mut exposed, mut whole) = (0.0, 0.0);
     for (i, phase) in ["fwd", "bwd"].into_iter().enumerate() {
         let (alone, collectives) = (of(&|p| &p.alone[i]), of(&|p| &p.collectives[i]));
@@ -186,7 +190,8 @@ fn measure(
     let cuda = gpu.sparing(setting.spare);
     let lanes = [gather.cuda().clone(), reduce.cuda().clone()];
     let (prefetch, ahead) = (setting.ahead > 0, setting.ahead.max(1));
-    let options = EtpOptions { prefetch, ahead, reduction: Reduction::Pairwise, ..EtpOptions::default() };
+    let (in_turn, reduction) = (setting.lanes == 1, Reduction::Pairwise);
+    let options = EtpOptions { prefetch, ahead, in_turn, reduction, ..EtpOptions::default() };
     let comms = Comms { gather: Box::new(gather), reduce: Box::new(reduce) };
     let chain = Arc::new(Chain::new(cuda.clone(), cuda.stream(), comms, options)?);
     let group = |cuda: &Cuda| cuda.group(GroupConfig::new(w.experts, w.tokens));

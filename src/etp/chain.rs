@@ -49,7 +49,8 @@ pub(super) struct Inner<D: ShardDevice> {
     pub active: Option<Active>,
     pub tickets: Tickets<D>,
     pub gathers: Lane<D>,
-    pub reductions: Lane<D>,
+    /// Of reductions, where they do not take turns with gathers.
+    pub apart: Option<Lane<D>>,
     /// Gradients under way, the oldest first.
     pub reducing: VecDeque<Reducing<D>>,
     /// Gradients handed in since the ranks last agreed, for tags.
@@ -114,14 +115,19 @@ impl<D: ShardDevice> Chain<D> {
         if options.replicas == 0 {
             return Err(Error::invalid("Chain::new", "replicas", "at least 1", 0));
         }
+        let gathers = Lane::start("gather", &device, gather)?;
+        let apart = match options.in_turn {
+            true => None,
+            false => Some(Lane::start("reduce", &device, reduce)?),
+        };
         let inner = Inner {
             weights: Vec::new(),
             nodes: Vec::new(),
             steps: [Vec::new(), Vec::new()],
             active: None,
             tickets: Tickets::new(device.clone()),
-            gathers: Lane::start("gather", &device, gather)?,
-            reductions: Lane::start("reduce", &device, reduce)?,
+            gathers,
+            apart,
             reducing: VecDeque::new(),
             reduced: 0,
             traffic: Traffic::default(),
@@ -223,6 +229,11 @@ impl<D: ShardDevice> Inner<D> {
         Error::WeightState { call: CALL, weight: weight.into(), expected: expected.into(), found: found.into() }
     }
 
+    /// The lane of reductions.
+    pub fn reductions(&self) -> &Lane<D> {
+        self.apart.as_ref().unwrap_or(&self.gathers)
+    }
+
     /// Weights that travel quantised.
     pub fn packed(&self) -> impl Iterator<Item = &Arc<Packed<D>>> {
         self.weights.iter().filter_map(|weight| weight.packed.as_ref())
@@ -257,10 +268,11 @@ fn check_source<D: ShardDevice>(spec: &WeightSpec, shards: &Shards, source: &dyn
 fn compare<D: ShardDevice>(device: &D, comm: &mut dyn Communicator<D>, options: &EtpOptions) -> Result<()> {
     let device = &comm.device().unwrap_or(device).clone();
     let stream = &device.own_stream();
-    let names = ["pad", "reduction", "scale", "replicas"];
+    let names = ["pad", "reduction", "scale", "replicas", "in_turn"];
     let pairwise = options.reduction == Reduction::Pairwise;
     let mean = options.scale == Scale::Mean;
-    let own = [options.pad as u64, u64::from(pairwise), u64::from(mean), options.replicas as u64];
+    let (replicas, in_turn) = (options.replicas as u64, u64::from(options.in_turn));
+    let own = [options.pad as u64, u64::from(pairwise), u64::from(mean), replicas, in_turn];
     let bytes: Vec<u8> = own.iter().flat_map(|v| v.to_ne_bytes()).collect();
     let mut send = Tensor::empty(device, crate::DType::U8, &[bytes.len()])?;
     device.upload(stream, &bytes, send.view_mut())?;

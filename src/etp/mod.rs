@@ -163,6 +163,9 @@ pub struct EtpOptions {
     /// layer's `up`, twice as large, while `down` is; with 2 each has the time of a whole layer, and buffers are twice as
     /// many. The results are the same to the bit.
     pub ahead: usize,
+    /// Gathers and reductions take turns on one lane, as the pass asks for them, in place of one each: where both at once take
+    /// more of a GPU than they leave it. [`Comms::reduce`] is not used. The results are the same to the bit.
+    pub in_turn: bool,
     /// How gradients are added over the ranks.
     pub reduction: Reduction,
     /// What the ranks' gradients become.
@@ -174,7 +177,15 @@ pub struct EtpOptions {
 
 impl Default for EtpOptions {
     fn default() -> Self {
-        Self { pad: 16, prefetch: true, ahead: 1, reduction: Reduction::Native, scale: Scale::Sum, replicas: 1 }
+        Self {
+            pad: 16,
+            prefetch: true,
+            ahead: 1,
+            in_turn: false,
+            reduction: Reduction::Native,
+            scale: Scale::Sum,
+            replicas: 1,
+        }
     }
 }
 
@@ -242,7 +253,8 @@ impl WeightSpec {
     }
 }
 
-/// Two communicators over the ranks that hold the same experts, one for each of a chain's helper threads. On a GPU each
+/// Two communicators over the ranks that hold the same experts, one for each of a chain's helper threads
+/// ([`EtpOptions::in_turn`]: the first for the only one). On a GPU each
 /// is made with a `Cuda` of its own beside the chain's (`Cuda::beside`), or nothing runs beside the computation.
 #[derive(Debug)]
 pub struct Comms<D: Kernels> {

@@ -110,7 +110,8 @@ impl<D: ShardDevice> Chain<D> {
             Job::Recover { tag, reason: reason.map(ToString::to_string) }
         };
         // Both before any waiting, or one lane could wait for a rank that waits for the other.
-        let waiting = [inner.gathers.give(job(Op::Weights)), inner.reductions.give(job(Op::GradReduce))];
+        let reductions = inner.apart.as_ref().map(|lane| lane.give(job(Op::GradReduce)));
+        let waiting = [Some(inner.gathers.give(job(Op::Weights))), reductions];
         // Their errors are the failure that this is the end of.
         let _ = inner.drop_gathers();
         inner.give_up_gradients();
@@ -121,7 +122,7 @@ impl<D: ShardDevice> Chain<D> {
         if !inner.is_linked() {
             inner.unlink();
         }
-        waiting.into_iter().map(|pending| pending.wait().outcome).fold(Ok(()), Result::and)
+        waiting.into_iter().flatten().map(|pending| pending.wait().outcome).fold(Ok(()), Result::and)
     }
 }
 

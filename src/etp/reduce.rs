@@ -196,8 +196,8 @@ impl<D: ShardDevice> Inner<D> {
         self.traffic.reduced_bytes += bytes as u64;
         let sequence = self.reduced << 32 | index as u64;
         let tag = Tag { layer: weight.spec.layer, op: Op::GradReduce, sequence };
-        let [gradient, into] = [gradient, into].map(|loan| Sent::new(loan, &self.reductions.between));
-        let pending = self.reductions.give(Job::Reduce { tag, how, gradient, into });
+        let [gradient, into] = [gradient, into].map(|loan| Sent::new(loan, &self.reductions().between));
+        let pending = self.reductions().give(Job::Reduce { tag, how, gradient, into });
         self.reducing.push_back(Reducing { weight: index, pending, tickets: [from, ticket] });
         Ok(())
     }
@@ -255,7 +255,7 @@ impl<D: ShardDevice> Inner<D> {
 
     /// The buffers of a reduction that has ended: a gradient, and what has come of the others.
     fn land_gradient(&mut self, reducing: Reducing<D>) -> Result<[Loan<D>; 2]> {
-        let (mut loans, outcome) = self.reductions.receive(reducing.pending);
+        let (mut loans, outcome) = self.reductions().receive(reducing.pending);
         let (reduced, gradient) = (loans.pop(), loans.pop());
         let (Some(reduced), Some(gradient)) = (reduced, gradient) else {
             reducing.tickets.into_iter().for_each(|ticket| self.tickets.forget(ticket));

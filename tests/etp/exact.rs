@@ -17,6 +17,7 @@ bodies! {
     2 paddings,
     2 several_microbatches_a_step,
     2 prefetch_or_not,
+    2 lanes_or_one,
     2 with_recomputation,
     2 weights_of_one_shape,
     2 means,
@@ -92,6 +93,23 @@ fn prefetch_or_not<D: Chained>(device: &D) {
     }
     run.options.prefetch = false;
     assert_same(&train(device, &run, true), &ahead, "prefetch off");
+    run.options.in_turn = true;
+    assert_same(&train(device, &run, true), &ahead, "prefetch off, in turn");
+}
+
+/// One lane for gathers and reductions.
+fn lanes_or_one<D: Chained>(device: &D) {
+    for (ep, n) in [(1, 2), (1, 4), (2, 2)].into_iter().filter(|(ep, n)| ep * n <= device.most()) {
+        let mut run = Run::new(device, ep, n);
+        run.microbatches = 2;
+        let apart = train(device, &run, true);
+        run.options.in_turn = true;
+        for (steps, recompute) in [(1, false), (2, false), (3, false), (1, true)] {
+            run.options.ahead = steps;
+            run.config.recompute = recompute;
+            assert_same(&train(device, &run, true), &apart, &format!("in turn, {steps} ahead, {recompute}"));
+        }
+    }
 }
 
 fn with_recomputation<D: Chained>(device: &D) {

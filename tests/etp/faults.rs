@@ -28,11 +28,11 @@ fn broken() -> Error {
 
 /// A rank that fails tells the others, wherever they are, and all go on afterwards.
 fn one_rank_fails_and_all_recover<D: Chained>(device: &D) {
-    for prefetch in [true, false] {
+    for (prefetch, in_turn) in [(true, false), (false, false), (true, true), (false, true)] {
         // Rank 1 stops before its n-th weight of a forward, or its n-th gradient of a backward.
         for (phase, at) in [(0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (1, 2), (2, 0), (2, 1), (2, 2)] {
             let outcomes = ranks(device, device.up_to(3), MINUTE, |rank, place| -> Result<()> {
-                let rig = place.rig(EtpOptions { prefetch, ..ON }, 3, false)?;
+                let rig = place.rig(EtpOptions { prefetch, in_turn, ..ON }, 3, false)?;
                 if phase > 0 {
                     rig.pass(Phase::Forward, &[0, 1, 2])?;
                 }
@@ -232,6 +232,7 @@ fn options_that_differ_between_ranks<D: Chained>(device: &D) {
         ("reduction", EtpOptions { reduction: Reduction::Pairwise, ..EtpOptions::default() }),
         ("scale", EtpOptions { scale: moebius::etp::Scale::Mean, ..EtpOptions::default() }),
         ("replicas", EtpOptions { replicas: 2, ..EtpOptions::default() }),
+        ("in_turn", EtpOptions { in_turn: true, ..EtpOptions::default() }),
     ];
     for (name, other) in others {
         let outcomes = ranks(device, 2, MINUTE, |rank, place| {

@@ -216,8 +216,15 @@ pub fn ranks<D: Chained, R: Send>(
 }
 
 /// Everything on, padding to 4 N rows.
-pub const ON: EtpOptions =
-    EtpOptions { pad: 4, prefetch: true, ahead: 1, reduction: Reduction::Pairwise, scale: Scale::Sum, replicas: 1 };
+pub const ON: EtpOptions = EtpOptions {
+    pad: 4,
+    prefetch: true,
+    ahead: 1,
+    in_turn: false,
+    reduction: Reduction::Pairwise,
+    scale: Scale::Sum,
+    replicas: 1,
+};
 
 pub const MINUTE: Duration = Duration::from_secs(60);
 
