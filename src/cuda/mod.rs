@@ -16,6 +16,16 @@
 //! all-gather with a static capacity; all-to-all, and an open capacity, wait in prepare for numbers of rows. What waits in any
 //! case: reading a load or an auxiliary loss, an expert capacity that keeps by probability (planned on the host), and
 //! [`Reporting::Immediate`](crate::ep::Reporting::Immediate).
+//!
+//! ```text
+//! device, waits, status, graph             a GPU, waits for it, errors that kernels raise, recordings
+//! memory, buffer, order                    its memory, and streams that share it
+//! cubins, launch, params, tensor_map       kernels and what they are told
+//! plan, records, zones, arrivals, rows     slots: planned, tiled, moved
+//! experts, dense, wgrad, hopper, w4a16     products
+//! router, quant, etp                       routing, casts, sums of sharded gradients
+//! kernels                                  all of it as the trait has it
+//! ```
 
 #[cfg(feature = "nccl-ep")]
 pub(crate) mod arrivals;

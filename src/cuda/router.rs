@@ -28,6 +28,17 @@ fn tokens(call: &'static str, config: &RouterConfig, logits: &TensorRef<'_, Cuda
     Ok(t)
 }
 
+/// A checked formula over logits `[T, E]`, and T.
+fn over(
+    call: &'static str,
+    config: &RouterConfig,
+    (logits, jitter): (&TensorRef<'_, Cuda>, Option<Jitter>),
+) -> Result<(params::Router, usize)> {
+    config.validate()?;
+    let t = tokens(call, config, logits)?;
+    Ok((params::Router { tokens: t as i64, logits: logits.data().ptr, ..formula(config, jitter) }, t))
+}
+
 /// The formula.
 fn formula(config: &RouterConfig, jitter: Option<Jitter>) -> params::Router {
     let (score, epsilon) = match config.score {
@@ -89,11 +100,8 @@ fn launch(device: &Cuda, call: &'static str, kernel: &str, mut p: params::Router
 pub(super) fn route(device: &Cuda, call: Route<'_, Cuda>) -> Result<()> {
     const CALL: &str = "route";
     let config = call.config;
-    config.validate()?;
-    let (t, k, e) = (tokens(CALL, config, &call.logits)?, config.top_k, config.num_experts);
-    let mut p = formula(config, call.jitter);
-    p.tokens = t as i64;
-    p.logits = call.logits.data().ptr;
+    let (mut p, t) = over(CALL, config, (&call.logits, call.jitter))?;
+    let (k, e) = (config.top_k, config.num_experts);
     p.ids = output(CALL, "ids", call.ids, DType::I32, &[t, k])?;
     p.weights = output(CALL, "weights", call.weights, DType::F32, &[t, k])?;
     match (config.selection_bias, call.selection_bias) {
@@ -121,11 +129,8 @@ pub(super) fn route(device: &Cuda, call: Route<'_, Cuda>) -> Result<()> {
 pub(super) fn route_bwd(device: &Cuda, call: RouteBwd<'_, Cuda>) -> Result<()> {
     const CALL: &str = "route_bwd";
     let config = call.config;
-    config.validate()?;
-    let (t, k, e) = (tokens(CALL, config, &call.logits)?, config.top_k, config.num_experts);
-    let mut p = formula(config, call.jitter);
-    p.tokens = t as i64;
-    p.logits = call.logits.data().ptr;
+    let (mut p, t) = over(CALL, config, (&call.logits, call.jitter))?;
+    let (k, e) = (config.top_k, config.num_experts);
     p.ids = input(CALL, "ids", &call.ids, DType::I32, &[t, k])?;
     p.d_weights = input(CALL, "d_weights", &call.d_weights, DType::F32, &[t, k])?;
     p.d_logits = output(CALL, "d_logits", call.d_logits, DType::F32, &[t, e])?;
