@@ -10,7 +10,7 @@ use burn::tensor::{Int, Shape, Tensor, TensorPrimitive};
 
 use crate::comm::{Op, Tag};
 use crate::error::{Error, Result};
-use crate::layer::{Layer, Mode, Role};
+use crate::layer::{AuxValue, Layer, Mode, Role};
 use crate::lazy::Lazy;
 use crate::metrics::Load;
 
@@ -79,6 +79,8 @@ pub struct MoeOutput<B: Backend, const D: usize> {
     pub y: Tensor<B, D>,
     /// Auxiliary losses' sum, `[1]` in f32 (f64 for f64 tokens), which carries gradients: add it to the loss.
     pub aux: Tensor<B, 1>,
+    /// The losses apart, for the host.
+    pub losses: Lazy<AuxValue>,
     /// Router logits `[T, E]`, f32 (f64 for f64 tokens), detached.
     pub logits: Tensor<B, 2>,
     /// Chosen experts `[T, K]`, i32, before any drop.
@@ -134,6 +136,7 @@ impl<B: MoeBackend> ExpertParallelMoE<B> {
         Ok(MoeOutput {
             y: float(B::float_reshape(out.y, Shape::from(dims.to_vec()))),
             aux: float(out.aux),
+            losses: out.losses,
             logits: float(out.routing.logits),
             ids: Tensor::from_primitive(out.routing.ids),
             weights: float(out.routing.weights),

@@ -9,7 +9,7 @@ use crate::checkpoint::{Block, Checkpoint, LoadOptions};
 use crate::cpu::Cpu;
 use crate::error::Error;
 use crate::etp::{Chain, Payload, ShardDevice, WeightId};
-use crate::layer::{Layer, Mode, Role};
+use crate::layer::{AuxValue, Layer, Mode, Role};
 use crate::lazy::Lazy;
 use crate::metrics::Load;
 
@@ -35,6 +35,8 @@ pub struct MoeOutput {
     pub y: Tensor,
     /// Auxiliary losses' sum, a scalar (f64 for f64 tokens, else f32) that carries gradients: add it to the loss.
     pub aux: Tensor,
+    /// The losses apart, for the host.
+    pub losses: Lazy<AuxValue>,
     /// Router logits `[T, E]`, detached.
     pub logits: Tensor,
     /// Chosen experts `[T, K]`, I32, detached.

@@ -131,8 +131,22 @@ fn half_types_stay_near_f32(device: &Device) -> AnyResult<()> {
     Ok(())
 }
 
+fn auxiliary_losses_are_read_by_who_asks(device: &Device) -> AnyResult<()> {
+    let mut config = config();
+    (config.aux.balance, config.aux.z) = (0.1, 0.01);
+    let moe = single(config, DType::F32, device)?;
+    let out = moe.forward_full(&Tensor::randn(0f32, 1., (6, H), device)?, Mode::default())?;
+    (out.y.sum_all()? + (&out.aux * 0.5)?)?.backward()?;
+    assert!(out.losses.known().is_none(), "neither forward nor backward has read them");
+    let losses = out.losses.get()?;
+    assert!(losses.balance > 0.05 && losses.z > 0.0);
+    assert_eq!(out.aux.to_scalar::<f32>()?.to_bits(), (losses.total() as f32).to_bits());
+    Ok(())
+}
+
 tests! {
     fn(&Device) -> AnyResult<()>;
+    auxiliary_losses_are_read_by_who_asks,
     any_leading_dimensions_and_layouts,
     nothing_is_kept_where_nothing_tracks,
     a_second_backward_is_an_error,
