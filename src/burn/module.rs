@@ -6,7 +6,7 @@ use burn::module::{Module, Param};
 use burn::optim::GradientsParams;
 use burn::tensor::backend::{AutodiffBackend, Backend};
 use burn::tensor::ops::FloatTensor;
-use burn::tensor::{Int, Shape, Tensor, TensorPrimitive};
+use burn::tensor::{Int, Shape, Tensor, TensorData, TensorPrimitive};
 
 use crate::comm::{Op, Tag};
 use crate::error::{Error, Result};
@@ -102,6 +102,41 @@ impl<B: Backend> ExpertParallelMoE<B> {
         &self.group
     }
 
+    pub(super) fn param(&self, role: Role) -> Option<FloatTensor<B>> {
+        let (router, experts, shared) = (&self.router, &self.experts, self.shared.as_ref());
+        match role {
+            Role::Router => Some(value(&router.weight)),
+            Role::RouterBias => router.bias.as_ref().map(value),
+            Role::SelectionBias => router.selection_bias.as_ref().map(value),
+            Role::Up => Some(value(&experts.up)),
+            Role::UpBias => experts.up_bias.as_ref().map(value),
+            Role::Down => Some(value(&experts.down)),
+            Role::DownBias => experts.down_bias.as_ref().map(value),
+            Role::SharedUp => shared.map(|s| value(&s.up)),
+            Role::SharedDown => shared.map(|s| value(&s.down)),
+            Role::SharedGate => shared.and_then(|s| s.gate.as_ref()).map(value),
+        }
+    }
+
+    /// Moves the selection bias towards an even load:
+    /// [`update_selection_bias`](crate::balance::update_selection_bias) with the load of all ranks
+    /// ([`MoeOutput::load`]) and a step `u`. Call it after each training step, on every rank.
+    ///
+    /// # Errors
+    /// A router without a selection bias; what the formula refuses.
+    pub fn update_selection_bias(&mut self, load: &Load, u: f32) -> Result<()> {
+        const CALL: &str = "ExpertParallelMoE::update_selection_bias";
+        let Some(bias) = &mut self.router.selection_bias else {
+            return Err(Error::invalid(CALL, Role::SelectionBias.name(), "a tensor", "none"));
+        };
+        let (device, dtype) = (bias.device(), bias.dtype());
+        let mut values: Vec<f32> = bias.val().into_data().iter::<f32>().collect();
+        crate::balance::update_selection_bias(&mut values, &load.tokens_per_expert, u)?;
+        let data = TensorData::new(values, bias.shape()).convert_dtype(dtype);
+        *bias = Param::initialized(bias.id, Tensor::from_data(data, (&device, dtype)));
+        Ok(())
+    }
+
     /// The same parameters under another layer: other dispatch options, auxiliary losses or the like.
     pub fn with_layer(mut self, layer: Layer) -> Self {
         self.layer = Arc::new(layer);
@@ -142,22 +177,6 @@ impl<B: MoeBackend> ExpertParallelMoE<B> {
             weights: float(out.routing.weights),
             load: out.routing.load,
         })
-    }
-
-    fn param(&self, role: Role) -> Option<FloatTensor<B>> {
-        let (router, experts, shared) = (&self.router, &self.experts, self.shared.as_ref());
-        match role {
-            Role::Router => Some(value(&router.weight)),
-            Role::RouterBias => router.bias.as_ref().map(value),
-            Role::SelectionBias => router.selection_bias.as_ref().map(value),
-            Role::Up => Some(value(&experts.up)),
-            Role::UpBias => experts.up_bias.as_ref().map(value),
-            Role::Down => Some(value(&experts.down)),
-            Role::DownBias => experts.down_bias.as_ref().map(value),
-            Role::SharedUp => shared.map(|s| value(&s.up)),
-            Role::SharedDown => shared.map(|s| value(&s.down)),
-            Role::SharedGate => shared.and_then(|s| s.gate.as_ref()).map(value),
-        }
     }
 }
 

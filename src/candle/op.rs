@@ -123,7 +123,7 @@ impl<D: Host> Step<D> {
         let role = input.map(|i| self.params[i].0);
         match taken {
             None if self.experts.is_some() && matches!(role, Some(Role::Up | Role::Down)) => Ok(None),
-            // The selection bias has no gradient; candle wants one for whatever it tracks.
+            // candle wants a gradient of whatever it tracks.
             None => like.zeros_like().map(Some),
             some => Ok(some),
         }

@@ -51,7 +51,9 @@ pub(super) fn forward<D: Host>(on: &On<D>, call: &Call<'_>, mode: Mode) -> Resul
             });
             let mut token = Tensor::zeros((), candle_core::DType::F32, &on.device)?;
             token = token.apply_op2(call.flat, Join { step: step.clone(), input: None })?;
-            for (i, (_, t)) in call.params.iter().enumerate() {
+            // The selection bias has no gradient: with one of zeros an optimiser's weight decay would move it.
+            let joined = call.params.iter().enumerate().filter(|(_, (role, _))| *role != Role::SelectionBias);
+            for (i, (_, t)) in joined {
                 token = token.apply_op2(t, Join { step: step.clone(), input: Some(i) })?;
             }
             let emit = |output, value: crate::Tensor<D>, shape: &Shape| {

@@ -162,8 +162,7 @@ impl<D: Host> Backward<'_, D> {
             None => None,
         };
         let params = with_sources(views, Some(&sources));
-        let cotangents =
-            Cotangents { y: cotangents.y.as_ref().map(TensorRef::borrow), aux: cotangents.aux.borrow() };
+        let cotangents = Cotangents { y: cotangents.y.as_ref().map(TensorRef::borrow), aux: cotangents.aux.borrow() };
         let inputs = (Inputs { x: x.borrow(), params: &params }, cotangents);
         let gradients = layer.backward_beside(group, context, inputs, (wanted, beside))?;
         if let Some([up, down]) = rooms {

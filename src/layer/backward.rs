@@ -7,8 +7,8 @@ use crate::config::WeightAt;
 use crate::ep::{DispatchGrads, Group, Handle, Received};
 use crate::error::{Error, Result};
 use crate::kernels::{
-    AuxBwd, BiasGrad, DownBwd, GatherRows, InputWeightBwd, KeepSum, Kernels, LinearBwd, RouteBwd, RowDest, RowSource, Scalar,
-    SlotWeights, UpDgrad, Wgrad,
+    AuxBwd, BiasGrad, DownBwd, GatherRows, InputWeightBwd, KeepSum, Kernels, LinearBwd, RouteBwd, RowDest, RowSource,
+    Scalar, SlotWeights, UpDgrad, Wgrad,
 };
 use crate::tensor::{Tensor, TensorMut, TensorRef};
 
@@ -293,7 +293,8 @@ fn router<D: Kernels>(
         weights = d_weights;
     }
     let mut logits = Tensor::empty(device, context.logits.dtype(), context.logits.dims())?;
-    let aux = context.aux_sums.as_ref().map(|sums| AuxBwd { aux: &config.aux, sums: sums.view(), d_loss: d_aux.borrow() });
+    let aux =
+        context.aux_sums.as_ref().map(|sums| AuxBwd { aux: &config.aux, sums: sums.view(), d_loss: d_aux.borrow() });
     let call = RouteBwd {
         config: &config.router,
         logits: context.logits.view(),
