@@ -169,7 +169,8 @@ impl Args {
                     return Err("--framework burn --device cuda: build with --features burn-cuda".into());
                 }
                 _ if on_gpu && ranks != 1 => {
-                    let text = "--framework burn --device cuda: a GPU is one rank; give --framework candle, or --ranks 1";
+                    let text =
+                        "--framework burn --device cuda: a GPU is one rank; give --framework candle, or --ranks 1";
                     return Err(format!("{text} instead of {ranks}"));
                 }
                 _ => {}

@@ -148,3 +148,22 @@ fn ranks_as_processes_train_alike() {
     assert!(found[0].iter().zip(&expected).all(|(a, b)| a.load == b.load));
     assert!(found[1..].iter().all(Vec::is_empty), "rank 0 alone speaks");
 }
+
+/// Before anything is opened, and saying what to give instead.
+#[test]
+fn what_burn_cannot_do_is_refused() {
+    use clap::Parser;
+    let refused = |more: &[&str]| {
+        let args = ["train_lm", "--framework", "burn"].iter().chain(more);
+        crate::Args::try_parse_from(args).unwrap().settings().err().unwrap_or_default()
+    };
+    let text = refused(&["--device", "cuda", "--ranks", "2"]);
+    let wanted = match (cfg!(feature = "burn"), cfg!(feature = "burn-cuda")) {
+        (false, _) => "--features burn",
+        (_, false) => "--features burn-cuda",
+        _ => "--ranks 1 instead of 2",
+    };
+    assert!(text.contains(wanted), "{text}");
+    assert_eq!(refused(&["--ranks", "2"]).contains("--features burn"), !cfg!(feature = "burn"));
+    assert!(!refused(&["--clip", "1"]).is_empty());
+}
