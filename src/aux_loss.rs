@@ -41,7 +41,6 @@ pub(crate) fn balance(counts: &[f64], scores: &[f64], picks: f64, tokens: f64) -
 /// The losses, coefficients included; zeros over no tokens, and those whose coefficient is 0.
 ///
 /// `sums` is what [`AuxSums`](crate::kernels::AuxSums) wrote, added over the ranks where the losses are.
-#[allow(dead_code)] // The layer's forward is its caller.
 pub(crate) fn aux_value(config: &RouterConfig, aux: &AuxConfig, sums: &[f64]) -> AuxValue {
     let s = Sums::new(sums, config.num_experts);
     if s.tokens <= 0.0 {

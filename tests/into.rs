@@ -151,6 +151,58 @@ fn wrong_room_is_an_error_that_names_it() -> Result<()> {
     s.backward(|l, g, c, i| l.backward_into(g, c, i, GradientsMut::none()))?
 }
 
+/// The losses' sum and its gradient as tensors: the bits of the host's numbers, and nobody reads them.
+#[test]
+fn auxiliary_losses_stay_on_the_device() -> Result<()> {
+    let mut s = Setup::new()?;
+    let mut config = s.layer.config().clone();
+    (config.aux.balance, config.aux.z) = (0.02, 0.003);
+    s.layer = Layer::new(config, 0)?;
+    let views = ParamViews::collect(|role| Ok(s.params.iter().find(|(r, _)| *r == role).map(|(_, t)| t.view())))?;
+    let params = views.params();
+    let mut run = |aux: Option<f64>, on_device: Option<&Tensor<Cpu>>| -> Result<_> {
+        let forward = s.layer.forward(&mut s.group, BACKWARD, s.x.view(), &params)?;
+        let mut total = poisoned(&[])?;
+        forward.aux.write(total.view_mut())?;
+        let context = forward.context.expect("backward was asked for");
+        let (inputs, y) = (Inputs { x: s.x.view(), params: &params }, Some(s.d_y.view()));
+        let gradients = match (aux, on_device) {
+            (Some(aux), _) => {
+                let cotangents = Cotangents { y, aux };
+                s.layer.backward(&mut s.group, context, inputs, cotangents, Wanted::ALL)
+            }
+            (_, on_device) => {
+                let aux = on_device.expect("a scalar").view();
+                s.layer.backward(&mut s.group, context, inputs, Cotangents { y, aux }, Wanted::ALL)
+            }
+        };
+        assert!(forward.aux.value().known().is_none(), "nobody has read it");
+        assert_eq!(total.as_slice::<f32>()?, [forward.aux.get()?.total() as f32]);
+        assert!(total.as_slice::<f32>()?[0] > 0.02);
+        Ok(gradients.map(|g| [g.x, g.router].map(|t| t.expect("a gradient").as_bytes().to_vec())))
+    };
+    let without = run(Some(0.0), None)??;
+    let from_host = run(Some(0.75), None)??;
+    assert_ne!(from_host, without);
+    for dims in [&[] as &[usize], &[1]] {
+        let scalar = Tensor::from_vec(vec![0.75f32], dims)?;
+        assert_eq!(run(None, Some(&scalar))??, from_host);
+    }
+    let wide = run(None, Some(&Tensor::from_vec(vec![0.75f64], &[])?))?;
+    assert!(matches!(wide, Err(Error::DType { ref tensor, .. }) if tensor == "gradient of aux"), "{wide:?}");
+    let long = run(None, Some(&Tensor::from_vec(vec![0.75f32; 2], &[2])?))?;
+    assert!(matches!(long, Err(Error::Shape { ref tensor, .. }) if tensor == "gradient of aux"), "{long:?}");
+    // The group works on, and a layer without losses writes a zero.
+    assert_eq!(run(Some(0.75), None)??, from_host);
+    let plain = Setup::new()?.layer;
+    let forward = plain.forward(&mut s.group, Mode::default(), s.x.view(), &params)?;
+    let mut total = poisoned(&[1])?;
+    forward.aux.write(total.view_mut())?;
+    assert_eq!(total.as_slice::<f32>()?, [0.0]);
+    assert!(matches!(forward.aux.write(poisoned(&[2])?.view_mut()), Err(Error::Shape { .. })));
+    Ok(())
+}
+
 #[test]
 fn what_is_kept_is_known_before() -> Result<()> {
     let config = |change: fn(&mut MoeConfig)| {

@@ -1,5 +1,6 @@
-//! A rank's training in burn. Every module of a rank is made on that rank's thread, so that ranks share no leaf, and
-//! there is one backward a step: more, burn's graph lock does not allow between threads.
+//! A rank's training in burn, on its CPU back end or, alone, on its CUDA back end. Every module of a rank is made on that
+//! rank's thread, so that ranks share no leaf, and there is one backward a step: more, burn's graph lock does not allow
+//! between threads.
 
 use std::collections::BTreeMap;
 
@@ -8,19 +9,20 @@ use burn::module::{Module, ModuleMapper, ModuleVisitor, Param as BurnParam};
 use burn::optim::adaptor::OptimizerAdaptor;
 use burn::optim::{AdamW, AdamWConfig, GradientsParams, Optimizer};
 use burn::tensor::activation::{log_softmax, softmax};
-use burn::tensor::backend::Backend;
+use burn::tensor::backend::{AutodiffBackend, Backend};
 use burn::tensor::{Int, Tensor, TensorData};
-use moebius::burn::{ExpertParallelMoE, ExpertParallelMoEConfig, MoeBackend};
-use moebius::comm::ThreadComm;
-use moebius::ep::EpGroup;
+use moebius::burn::{DeviceGroup, ExpertParallelMoE, ExpertParallelMoEConfig, MoeBackend, NativeBackend};
+use moebius::comm::ThreadWorld;
+use moebius::cpu::Cpu;
+use moebius::ep::{EpGroup, Group};
 use moebius::layer::Mode;
+use moebius::metrics::Load;
 
 use crate::Failure;
-use crate::lm::{Param, Settings, VOCABULARY, is_share};
-use crate::ranks::{Check, Report, Values, Worker, join, moe_config, sum_over_ranks};
-
-type Inner = Flex;
-type Host = Autodiff<Inner>;
+use crate::corpus::Corpus;
+use crate::device::Place;
+use crate::lm::{Param, Settings, Step, VOCABULARY, is_share};
+use crate::ranks::{self, Check, Report, TIMEOUT, Values, Worker, group_config, moe_config, sum_over_ranks};
 
 /// A decoder of pre-norm attention and expert layers over bytes, with learned positions. Parameters' paths are their
 /// names.
@@ -48,14 +50,14 @@ struct Loss<B: Backend> {
     sum: Tensor<B, 1>,
     /// Sum over layers of the auxiliary losses.
     aux: Tensor<B, 1>,
-    load: Vec<Vec<usize>>,
+    load: Vec<moebius::Lazy<Load>>,
     /// Choices `[T, K]` by layer.
     ids: Vec<Tensor<B, 2, Int>>,
 }
 
 impl<B: MoeBackend> Model<B> {
     /// A model of zeros, but for what the layers start from.
-    fn new(settings: &Settings, group: &EpGroup, device: &B::Device) -> Result<Self, Failure> {
+    fn new(settings: &Settings, group: &DeviceGroup, device: &B::Device) -> Result<Self, Failure> {
         let h = settings.hidden;
         let matrix = |rows, columns| BurnParam::from_tensor(Tensor::zeros([rows, columns], device));
         let vector = || BurnParam::from_tensor(Tensor::zeros([h], device));
@@ -92,7 +94,7 @@ impl<B: MoeBackend> Model<B> {
             let out = layer.moe.forward_full(norm(x.clone(), &layer.moe_norm), Mode::default())?;
             x = x + out.y;
             aux = aux + out.aux;
-            load.push(out.load.get()?.tokens_per_expert.clone());
+            load.push(out.load);
             ids.push(out.ids);
         }
         let logits = norm(x, &self.norm).matmul(self.head.val().transpose());
@@ -169,30 +171,30 @@ struct Flat<'a> {
     next: Option<usize>,
 }
 
-impl ModuleVisitor<Host> for Flat<'_> {
+impl<A: AutodiffBackend> ModuleVisitor<A> for Flat<'_> {
     fn enter_module(&mut self, name: &str, _: &str) {
         self.path.0.push(name.into());
     }
     fn exit_module(&mut self, _: &str, _: &str) {
         self.path.0.pop();
     }
-    fn visit_float<const D: usize>(&mut self, param: &BurnParam<Tensor<Host, D>>) {
+    fn visit_float<const D: usize>(&mut self, param: &BurnParam<Tensor<A, D>>) {
         if is_share(&self.path.name()) {
             return;
         }
         let (dims, device) = (param.dims(), param.device());
         let count = dims.iter().product::<usize>();
         match &mut self.next {
-            None => match self.gradients.get::<Inner, D>(param.id) {
+            None => match self.gradients.get::<A::InnerBackend, D>(param.id) {
                 Some(gradient) => self.values.extend(gradient.into_data().iter::<f32>()),
                 None => self.values.resize(self.values.len() + count, 0.0),
             },
             Some(next) => {
                 let sum = self.values[*next..*next + count].to_vec();
                 *next += count;
-                self.gradients.remove::<Inner, D>(param.id);
-                let sum = Tensor::<Inner, D>::from_data(TensorData::new(sum, dims), &device);
-                self.gradients.register::<Inner, D>(param.id, sum);
+                self.gradients.remove::<A::InnerBackend, D>(param.id);
+                let sum = Tensor::<A::InnerBackend, D>::from_data(TensorData::new(sum, dims), &device);
+                self.gradients.register::<A::InnerBackend, D>(param.id, sum);
             }
         }
     }
@@ -205,34 +207,39 @@ struct Snapshot<'a> {
     params: BTreeMap<String, Values>,
 }
 
-impl ModuleVisitor<Host> for Snapshot<'_> {
+impl<A: AutodiffBackend> ModuleVisitor<A> for Snapshot<'_> {
     fn enter_module(&mut self, name: &str, _: &str) {
         self.path.0.push(name.into());
     }
     fn exit_module(&mut self, _: &str, _: &str) {
         self.path.0.pop();
     }
-    fn visit_float<const D: usize>(&mut self, param: &BurnParam<Tensor<Host, D>>) {
-        let flat = |t: Tensor<Inner, D>| t.into_data().iter::<f32>().collect::<Vec<_>>();
-        let gradient = self.gradients.get::<Inner, D>(param.id).map(flat).unwrap_or_default();
+    fn visit_float<const D: usize>(&mut self, param: &BurnParam<Tensor<A, D>>) {
+        let flat = |t: Tensor<A::InnerBackend, D>| t.into_data().iter::<f32>().collect::<Vec<_>>();
+        let gradient = self.gradients.get::<A::InnerBackend, D>(param.id).map(flat).unwrap_or_default();
         self.params.insert(self.path.name(), Values { weight: flat(param.val().inner()), gradient });
     }
 }
 
-/// A rank.
-pub struct Rank {
+/// A rank, on a back end.
+pub struct Rank<Bk: MoeBackend + NativeBackend> {
     settings: Settings,
-    group: EpGroup,
+    group: DeviceGroup,
     /// Taken while the optimiser has it.
-    model: Option<Model<Host>>,
-    optimiser: OptimizerAdaptor<AdamW, Model<Host>, Host>,
+    model: Option<Model<Autodiff<Bk>>>,
+    optimiser: OptimizerAdaptor<AdamW, Model<Autodiff<Bk>>, Autodiff<Bk>>,
 }
 
-impl Rank {
-    pub fn new(settings: &Settings, params: &[Param], comm: ThreadComm, rank: usize) -> Result<Self, Failure> {
-        let group = join(settings, comm)?;
-        let mut fill = Fill { path: Path::default(), params, rank, ranks: settings.mesh.ranks, missing: Vec::new() };
-        let model = Model::<Host>::new(settings, &group, &Default::default())?.map(&mut fill);
+impl<Bk: MoeBackend + NativeBackend> Rank<Bk> {
+    /// Joins with its group, on the rank's thread.
+    pub fn new(
+        settings: &Settings,
+        params: &[Param],
+        (group, device): (DeviceGroup, &Bk::Device),
+    ) -> Result<Self, Failure> {
+        let (rank, ranks) = (group.rank(), group.ranks());
+        let mut fill = Fill { path: Path::default(), params, rank, ranks, missing: Vec::new() };
+        let model = Model::<Autodiff<Bk>>::new(settings, &group, device)?.map(&mut fill);
         if !fill.missing.is_empty() {
             return Err(format!("no first values for {:?}", fill.missing).into());
         }
@@ -242,31 +249,66 @@ impl Rank {
     }
 }
 
-impl Worker for Rank {
+impl<Bk: MoeBackend + NativeBackend> Worker for Rank<Bk> {
     fn step(&mut self, step: usize, bytes: &[u8], rows: usize, check: bool) -> Result<Report, Failure> {
         let model = self.model.take().ok_or("an earlier step failed")?;
         let Loss { sum, aux, load, ids } = model.loss(&self.settings, bytes, rows)?;
         let mean = sum.div_scalar((self.settings.batch * self.settings.context) as f32);
-        let loss = f64::from(mean.clone().inner().into_scalar());
+        let loss = mean.clone().inner();
         // burn's backward returns nothing: a collective's error unwinds, and ends this rank's thread.
         let mut gradients = GradientsParams::from_grads((mean + aux).backward(), &model);
-        let mut flat = Flat { path: Path::default(), gradients: &mut gradients, values: Vec::new(), next: None };
-        model.visit(&mut flat);
-        sum_over_ranks(&self.group, step, &mut flat.values)?;
-        flat.next = Some(0);
-        model.visit(&mut flat);
+        if self.group.ranks() > 1 {
+            let group = self.group.on::<Cpu>().ok_or("gradients are summed between ranks on the CPU")?;
+            let mut flat = Flat { path: Path::default(), gradients: &mut gradients, values: Vec::new(), next: None };
+            model.visit(&mut flat);
+            sum_over_ranks(group, step, &mut flat.values)?;
+            flat.next = Some(0);
+            model.visit(&mut flat);
+        }
         let check = check.then(|| {
             let mut snapshot = Snapshot { path: Path::default(), gradients: &gradients, params: BTreeMap::new() };
             model.visit(&mut snapshot);
             Check { params: snapshot.params, ids: ids.into_iter().map(rows_of).collect() }
         });
         self.model = Some(self.optimiser.step(self.settings.learning_rate_at(step), model, gradients));
+        // Read last: on a GPU the host has nothing left to enqueue.
+        let loss = loss.into_data().iter::<f64>().sum();
+        let load = load.iter().map(|load| Ok(load.get()?.tokens_per_expert.clone())).collect::<moebius::Result<_>>()?;
         Ok(Report { loss, load, norm: None, cost: None, check })
     }
 }
 
-fn rows_of(ids: Tensor<Host, 2, Int>) -> Vec<Vec<u32>> {
+fn rows_of<B: Backend>(ids: Tensor<B, 2, Int>) -> Vec<Vec<u32>> {
     let k = ids.dims()[1];
     let flat: Vec<u32> = ids.into_data().iter::<i64>().map(|id| id as u32).collect();
     flat.chunks(k).map(<[u32]>::to_vec).collect()
+}
+
+/// Trains, with `on_step` after each step.
+pub fn train(
+    settings: &Settings,
+    (place, check_every): (Place, usize),
+    corpus: &Corpus,
+    on_step: impl FnMut(Step) -> Result<(), Failure>,
+) -> Result<(), Failure> {
+    match place {
+        Place::Cpu => {
+            let comms = ThreadWorld::create(settings.mesh.ranks, TIMEOUT);
+            let make = |params: &[_], comm, _: usize| {
+                let group = EpGroup::new(Group::new(Cpu::new(), (), Box::new(comm), group_config(settings))?);
+                Rank::<Flex>::new(settings, params, (group.into(), &Default::default()))
+            };
+            ranks::train(settings, (comms, check_every), corpus, make, on_step)
+        }
+        #[cfg(feature = "burn-cuda")]
+        Place::Cuda => {
+            type Gpu = burn::backend::Cuda<f32, i32>;
+            // Before burn, which panics where there is no GPU.
+            let group = DeviceGroup::single::<Gpu>(group_config(settings), &Default::default())?;
+            let make = |params: &[_], group, _: usize| Rank::<Gpu>::new(settings, params, (group, &Default::default()));
+            ranks::train(settings, (vec![group], check_every), corpus, make, on_step)
+        }
+        #[cfg(not(feature = "burn-cuda"))]
+        Place::Cuda => Err("this build has no burn on CUDA".into()),
+    }
 }

@@ -84,7 +84,7 @@ struct Args {
     /// Be one rank of several that a launcher has started as processes, one GPU each (docs/ranks.md); rank 0 speaks.
     #[arg(long)]
     processes: bool,
-    /// Where the ranks train; the twin stays on the CPU.
+    /// Where the ranks train; the twin stays on the CPU. With burn a GPU is one rank.
     #[arg(long, value_enum, default_value = "cpu")]
     device: Place,
     /// Training steps.
@@ -119,8 +119,7 @@ type Failure = Box<dyn Error + Send + Sync>;
 enum Framework {
     /// candle
     Candle,
-    /// burn; the dense twin stays in candle
-    #[cfg(feature = "burn")]
+    /// burn (a build with --features burn; on a GPU burn-cuda); the dense twin stays in candle
     Burn,
 }
 
@@ -163,6 +162,21 @@ impl Args {
         let candle_only = self.etp.is_some() || self.microbatches > 1 || self.clip.is_some();
         if candle_only && self.framework != Framework::Candle {
             return Err("--etp, --microbatches and --clip: give --framework candle".into());
+        }
+        if self.framework == Framework::Burn {
+            let (on_gpu, ranks) = (self.device == Place::Cuda, mesh.ranks);
+            match (cfg!(feature = "burn"), cfg!(feature = "burn-cuda")) {
+                (false, _) => return Err("--framework burn: build with --features burn".into()),
+                (_, false) if on_gpu => {
+                    return Err("--framework burn --device cuda: build with --features burn-cuda".into());
+                }
+                _ if on_gpu && ranks != 1 => {
+                    let text =
+                        "--framework burn --device cuda: a GPU is one rank; give --framework candle, or --ranks 1";
+                    return Err(format!("{text} instead of {ranks}"));
+                }
+                _ => {}
+            }
         }
         if self.etp.is_some() && self.device != Place::Cpu && !cfg!(feature = "nccl") {
             return Err("--etp: give --device cpu, or build with --features nccl".into());
@@ -230,7 +244,10 @@ fn run(args: &Args) -> Result<bool, Failure> {
         return run_process(args);
     }
     let settings = args.settings()?;
-    let (mesh, devices) = (settings.mesh, args.device.open(settings.mesh.ranks)?);
+    let devices = match args.framework {
+        Framework::Candle => args.device.open(settings.mesh.ranks)?,
+        Framework::Burn => Vec::new(),
+    };
     let corpus = Corpus::load(args.text.as_deref())?;
     print_header(&settings, &corpus);
     let mut progress = Progress::start(&settings)?;
@@ -240,19 +257,14 @@ fn run(args: &Args) -> Result<bool, Failure> {
     };
     match args.framework {
         Framework::Candle => {
-            let places = mesh::places(mesh, &devices, ranks::TIMEOUT)?;
+            let places = mesh::places(settings.mesh, &devices, ranks::TIMEOUT)?;
             let make = |params: &[_], place, rank| candle::Rank::new(&settings, params, (place, rank));
             ranks::train(&settings, (places, args.check_every), &corpus, make, on_step)?;
         }
         #[cfg(feature = "burn")]
-        Framework::Burn => {
-            if args.device != Place::Cpu {
-                return Err("--device cuda: give --framework candle; this example runs burn on the CPU".into());
-            }
-            let comms = moebius::comm::ThreadWorld::create(mesh.ranks, ranks::TIMEOUT);
-            let make = |params: &[_], comm, rank| burn::Rank::new(&settings, params, comm, rank);
-            ranks::train(&settings, (comms, args.check_every), &corpus, make, on_step)?;
-        }
+        Framework::Burn => burn::train(&settings, (args.device, args.check_every), &corpus, on_step)?,
+        #[cfg(not(feature = "burn"))]
+        Framework::Burn => return Err("this build has no burn".into()),
     }
     conclude(args, &settings, progress)
 }

@@ -58,12 +58,6 @@ pub fn group_config(settings: &Settings) -> GroupConfig {
     GroupConfig::new(settings.experts, settings.rows_of(0).1 * settings.context)
 }
 
-/// This rank's membership in the group of all ranks, on the CPU.
-#[cfg(feature = "burn")]
-pub fn join(settings: &Settings, comm: moebius::comm::ThreadComm) -> Result<EpGroup, Failure> {
-    Ok(EpGroup::new(moebius::ep::Group::new(moebius::cpu::Cpu::new(), (), Box::new(comm), group_config(settings))?))
-}
-
 /// The expert layers' configuration.
 pub fn moe_config(settings: &Settings) -> MoeConfig {
     let mut moe = MoeConfig::new(settings.hidden, settings.intermediate, settings.experts, settings.top_k);

@@ -193,3 +193,22 @@ fn processes_that_cannot_be() {
     let error = mesh::of_process(Mesh { ranks: 1, ep: 1, etp: Some(1) }, 0, whole.experts).map(drop).unwrap_err();
     assert!(error.to_string().contains("over NCCL"), "{error}");
 }
+
+/// Before anything is opened, and saying what to give instead.
+#[test]
+fn what_burn_cannot_do_is_refused() {
+    use clap::Parser;
+    let refused = |more: &[&str]| {
+        let args = ["train_lm", "--framework", "burn"].iter().chain(more);
+        crate::Args::try_parse_from(args).unwrap().settings().err().unwrap_or_default()
+    };
+    let text = refused(&["--device", "cuda", "--ranks", "2"]);
+    let wanted = match (cfg!(feature = "burn"), cfg!(feature = "burn-cuda")) {
+        (false, _) => "--features burn",
+        (_, false) => "--features burn-cuda",
+        _ => "--ranks 1 instead of 2",
+    };
+    assert!(text.contains(wanted), "{text}");
+    assert_eq!(refused(&["--ranks", "2"]).contains("--features burn"), !cfg!(feature = "burn"));
+    assert!(!refused(&["--clip", "1"]).is_empty());
+}

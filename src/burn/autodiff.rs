@@ -144,7 +144,7 @@ impl<B: NativeBackend + MoeBackend, C: CheckpointStrategy> MoeBackend for Autodi
                 let (out, _) = run_forward::<B>(call, &inner(operands), false)?;
                 let (y, aux) =
                     (<Self as AutodiffBackend>::from_inner(out.y), <Self as AutodiffBackend>::from_inner(out.aux));
-                return Ok(Outputs { y, aux, routing: detached(out.routing) });
+                return Ok(Outputs { y, aux, losses: out.losses, routing: detached(out.routing) });
             }
             OpsKind::Tracked(run) => run,
         };
@@ -168,7 +168,7 @@ impl<B: NativeBackend + MoeBackend, C: CheckpointStrategy> MoeBackend for Autodi
             true => <Self as AutodiffBackend>::from_inner(out.aux),
             false => child(Output::Aux, out.aux),
         };
-        Ok(Outputs { y, aux, routing: detached(out.routing) })
+        Ok(Outputs { y, aux, losses: out.losses, routing: detached(out.routing) })
     }
 
     fn group_of_one(config: GroupConfig, device: &Self::Device) -> Result<DeviceGroup> {

@@ -12,7 +12,7 @@ use crate::dtype::DType;
 use crate::ep::GroupConfig;
 use crate::error::{Error, Result};
 use crate::kernels::Kernels;
-use crate::layer::{Layer, Mode, Role};
+use crate::layer::{AuxValue, Layer, Mode, Role};
 use crate::lazy::Lazy;
 use crate::metrics::Load;
 use crate::tensor::{Tensor, TensorMut, TensorRef};
@@ -164,6 +164,8 @@ pub struct Outputs<B: Backend> {
     pub y: FloatTensor<B>,
     /// Auxiliary losses' sum, `[1]`, accumulator type.
     pub aux: FloatTensor<B>,
+    /// The losses apart, for the host.
+    pub losses: Lazy<AuxValue>,
     /// The routing, detached.
     pub routing: RoutingData<B>,
 }

@@ -1,4 +1,4 @@
-//! Where a module's parameters come from: drawn, or a checkpoint.
+//! Where a module's parameters come from: drawn, or a checkpoint; and the way back.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -6,9 +6,9 @@ use std::sync::Arc;
 use burn::module::{Param, ParamId};
 use burn::tensor::backend::Backend;
 use burn::tensor::ops::FloatTensor;
-use burn::tensor::{Shape, Tensor, TensorData, TensorPrimitive};
+use burn::tensor::{Shape, Tensor, TensorData, TensorMetadata, TensorPrimitive};
 
-use crate::checkpoint::{Block, Checkpoint, LoadOptions};
+use crate::checkpoint::{Block, Checkpoint, LoadOptions, assemble as assemble_block};
 use crate::comm::{Op, Tag};
 use crate::config::MoeConfig;
 use crate::cpu::Cpu;
@@ -82,6 +82,28 @@ impl<B: Backend> ExpertParallelMoE<B> {
         let group = group.into();
         let options = LoadOptions { rank: group.rank(), ranks: group.ranks(), dtype: None };
         Self::from_block(Checkpoint::open(dir)?.load_block(layer, options)?, layer as u32, group, device)
+    }
+}
+
+impl<B: Backend> ExpertParallelMoE<B> {
+    /// This rank's parameters on the host, as [`Checkpoint::save`] takes them; over several ranks,
+    /// [`gather_blocks`](crate::checkpoint::gather_blocks) joins all ranks'.
+    ///
+    /// # Errors
+    /// Parameters of types that the layer has not.
+    pub fn to_block(&self) -> Result<Block> {
+        const CALL: &str = "ExpertParallelMoE::to_block";
+        let own = |(role, primitive): (Role, FloatTensor<B>)| {
+            let dims = primitive.shape().to_vec();
+            let flat = B::float_reshape(primitive, Shape::from(vec![dims.iter().product::<usize>()]));
+            let data = Tensor::<B, 1>::from_primitive(TensorPrimitive::Float(flat)).into_data();
+            let mut own = tensor::Tensor::empty(&Cpu::new(), core_dtype(CALL, role.name(), data.dtype)?, &dims)?;
+            own.as_bytes_mut().copy_from_slice(data.as_bytes());
+            Ok((role, own))
+        };
+        let params = Role::ALL.into_iter().filter_map(|role| Some((role, self.param(role)?)));
+        let params = assemble_block(CALL, params.map(own).collect::<Result<_>>()?)?;
+        Ok(Block { config: self.layer.config().clone(), params })
     }
 }
 

@@ -7,22 +7,34 @@
 //!
 //! ```
 //! use burn::backend::{Autodiff, Flex};
-//! use burn::tensor::{Distribution, Tensor};
-//! use moebius::burn::{EpGroup, ExpertParallelMoEConfig};
+//! use burn::module::Module;
+//! use burn::nn::{Linear, LinearConfig};
+//! use burn::tensor::{Distribution, Tensor, backend::Backend};
+//! use moebius::burn::{DeviceGroup, ExpertParallelMoE, ExpertParallelMoEConfig, MoeBackend};
 //! use moebius::ep::GroupConfig;
 //!
-//! # fn main() -> moebius::Result<()> {
-//! type B = Autodiff<Flex>;
+//! #[derive(Module, Debug)]
+//! struct Model<B: Backend> { embed: Linear<B>, moe: ExpertParallelMoE<B> }
+//!
+//! impl<B: MoeBackend> Model<B> {
+//!     fn new(device: &B::Device) -> moebius::Result<Self> {
+//!         let group = DeviceGroup::single::<B>(GroupConfig::new(8, 4096), device)?; // one rank, at most 4096 tokens a call
+//!         let moe = ExpertParallelMoEConfig::new(64, 32, 8, 2).init(0, group, device)?; // sizes; its number
+//!         Ok(Self { embed: LinearConfig::new(16, 64).init(device), moe })
+//!     }
+//!
+//!     fn forward(&self, x: Tensor<B, 3>) -> moebius::Result<Tensor<B, 3>> {
+//!         let x = self.embed.forward(x);
+//!         Ok(self.moe.forward(x.clone())? + x)
+//!     }
+//! }
+//!
 //! let device = Default::default();
-//! let group = EpGroup::single(GroupConfig::new(8, 64))?;
-//! // hidden 16, intermediate 32, 8 experts, 2 per token
-//! let moe = ExpertParallelMoEConfig::new(16, 32, 8, 2).init::<B>(0, &group, &device)?;
-//! let x = Tensor::<B, 3>::random([2, 5, 16], Distribution::Default, &device);
-//! let y = moe.forward(x)?;
+//! let model = Model::<Autodiff<Flex>>::new(&device)?;
+//! let y = model.forward(Tensor::random([2, 5, 16], Distribution::Default, &device))?;
 //! let gradients = y.powi_scalar(2).mean().backward();
-//! assert_eq!(moe.experts.up.grad(&gradients).map(|g| g.dims()), Some([8, 64, 16]));
-//! # Ok(())
-//! # }
+//! assert_eq!(model.moe.experts.up.grad(&gradients).map(|g| g.dims()), Some([8, 64, 64]));
+//! # Ok::<(), moebius::Error>(())
 //! ```
 //!
 //! # On a GPU

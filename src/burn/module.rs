@@ -6,11 +6,11 @@ use burn::module::{Module, Param};
 use burn::optim::GradientsParams;
 use burn::tensor::backend::{AutodiffBackend, Backend};
 use burn::tensor::ops::FloatTensor;
-use burn::tensor::{Int, Shape, Tensor, TensorPrimitive};
+use burn::tensor::{Int, Shape, Tensor, TensorData, TensorPrimitive};
 
 use crate::comm::{Op, Tag};
 use crate::error::{Error, Result};
-use crate::layer::{Layer, Mode, Role};
+use crate::layer::{AuxValue, Layer, Mode, Role};
 use crate::lazy::Lazy;
 use crate::metrics::Load;
 
@@ -79,6 +79,8 @@ pub struct MoeOutput<B: Backend, const D: usize> {
     pub y: Tensor<B, D>,
     /// Auxiliary losses' sum, `[1]` in f32 (f64 for f64 tokens), which carries gradients: add it to the loss.
     pub aux: Tensor<B, 1>,
+    /// The losses apart, for the host.
+    pub losses: Lazy<AuxValue>,
     /// Router logits `[T, E]`, f32 (f64 for f64 tokens), detached.
     pub logits: Tensor<B, 2>,
     /// Chosen experts `[T, K]`, i32, before any drop.
@@ -98,6 +100,41 @@ impl<B: Backend> ExpertParallelMoE<B> {
     /// This rank's group.
     pub fn group(&self) -> &DeviceGroup {
         &self.group
+    }
+
+    pub(super) fn param(&self, role: Role) -> Option<FloatTensor<B>> {
+        let (router, experts, shared) = (&self.router, &self.experts, self.shared.as_ref());
+        match role {
+            Role::Router => Some(value(&router.weight)),
+            Role::RouterBias => router.bias.as_ref().map(value),
+            Role::SelectionBias => router.selection_bias.as_ref().map(value),
+            Role::Up => Some(value(&experts.up)),
+            Role::UpBias => experts.up_bias.as_ref().map(value),
+            Role::Down => Some(value(&experts.down)),
+            Role::DownBias => experts.down_bias.as_ref().map(value),
+            Role::SharedUp => shared.map(|s| value(&s.up)),
+            Role::SharedDown => shared.map(|s| value(&s.down)),
+            Role::SharedGate => shared.and_then(|s| s.gate.as_ref()).map(value),
+        }
+    }
+
+    /// Moves the selection bias towards an even load:
+    /// [`update_selection_bias`](crate::balance::update_selection_bias) with the load of all ranks
+    /// ([`MoeOutput::load`]) and a step `u`. Call it after each training step, on every rank.
+    ///
+    /// # Errors
+    /// A router without a selection bias; what the formula refuses.
+    pub fn update_selection_bias(&mut self, load: &Load, u: f32) -> Result<()> {
+        const CALL: &str = "ExpertParallelMoE::update_selection_bias";
+        let Some(bias) = &mut self.router.selection_bias else {
+            return Err(Error::invalid(CALL, Role::SelectionBias.name(), "a tensor", "none"));
+        };
+        let (device, dtype) = (bias.device(), bias.dtype());
+        let mut values: Vec<f32> = bias.val().into_data().iter::<f32>().collect();
+        crate::balance::update_selection_bias(&mut values, &load.tokens_per_expert, u)?;
+        let data = TensorData::new(values, bias.shape()).convert_dtype(dtype);
+        *bias = Param::initialized(bias.id, Tensor::from_data(data, (&device, dtype)));
+        Ok(())
     }
 
     /// The same parameters under another layer: other dispatch options, auxiliary losses or the like.
@@ -134,27 +171,12 @@ impl<B: MoeBackend> ExpertParallelMoE<B> {
         Ok(MoeOutput {
             y: float(B::float_reshape(out.y, Shape::from(dims.to_vec()))),
             aux: float(out.aux),
+            losses: out.losses,
             logits: float(out.routing.logits),
             ids: Tensor::from_primitive(out.routing.ids),
             weights: float(out.routing.weights),
             load: out.routing.load,
         })
-    }
-
-    fn param(&self, role: Role) -> Option<FloatTensor<B>> {
-        let (router, experts, shared) = (&self.router, &self.experts, self.shared.as_ref());
-        match role {
-            Role::Router => Some(value(&router.weight)),
-            Role::RouterBias => router.bias.as_ref().map(value),
-            Role::SelectionBias => router.selection_bias.as_ref().map(value),
-            Role::Up => Some(value(&experts.up)),
-            Role::UpBias => experts.up_bias.as_ref().map(value),
-            Role::Down => Some(value(&experts.down)),
-            Role::DownBias => experts.down_bias.as_ref().map(value),
-            Role::SharedUp => shared.map(|s| value(&s.up)),
-            Role::SharedDown => shared.map(|s| value(&s.down)),
-            Role::SharedGate => shared.and_then(|s| s.gate.as_ref()).map(value),
-        }
     }
 }
 

@@ -6,11 +6,11 @@ use burn::tensor::ops::FloatTensor;
 use crate::device::Device;
 use crate::dtype::DType;
 use crate::error::Result;
-use crate::kernels::Kernels;
+use crate::kernels::Scalar;
 use crate::layer::{Context, Cotangents, GradientsMut, Inputs, Mode, ParamViews, Role};
-use crate::tensor::{Tensor, TensorRef};
+use crate::tensor::TensorRef;
 
-use super::backend::{Call, Named, NativeBackend, Operands, Outputs, PerRole, Place, RoutingData, core_dtype, float};
+use super::backend::{Call, Named, NativeBackend, Operands, Outputs, PerRole, Place, RoutingData, core_dtype};
 
 const FORWARD: &str = "ExpertParallelMoE::forward";
 const BACKWARD: &str = "ExpertParallelMoE::backward";
@@ -21,6 +21,7 @@ struct Results<B: NativeBackend> {
     logits: B::Output,
     ids: B::Output,
     weights: B::Output,
+    aux: B::Output,
 }
 
 impl<B: NativeBackend> Results<B> {
@@ -34,6 +35,7 @@ impl<B: NativeBackend> Results<B> {
             logits: of(dtype.accumulator(), &[tokens, router.num_experts])?,
             ids: of(DType::I32, &[tokens, router.top_k])?,
             weights: of(dtype.accumulator(), &[tokens, router.top_k])?,
+            aux: of(dtype.accumulator(), &[1])?,
         })
     }
 }
@@ -77,22 +79,16 @@ pub(super) fn run_forward<B: NativeBackend>(
         ] {
             core.copy(from.view().data(), B::view_mut(to)?.into_data())?;
         }
+        made.aux.write(B::view_mut(&mut results.aux)?)?;
+        if !call.layer.config().aux.is_off() {
+            call.group.count(B::reads());
+        }
         Ok(made)
     })?;
-    let total = match call.layer.config().aux.is_off() {
-        true => 0.0,
-        false => {
-            call.group.count(B::reads());
-            made.aux.get()?.total()
-        }
-    };
-    let aux = match views.x.dtype() {
-        DType::F64 => Tensor::from_vec(vec![total], &[1])?,
-        _ => Tensor::from_vec(vec![total as f32], &[1])?,
-    };
     let outputs = Outputs {
         y: B::float(results.y)?,
-        aux: float::<B>(aux, &device)?,
+        aux: B::float(results.aux)?,
+        losses: made.aux.value().clone(),
         routing: RoutingData {
             logits: B::float(results.logits)?,
             ids: B::int(results.ids)?,
@@ -149,7 +145,7 @@ pub(super) fn run_backward<B: NativeBackend>(
 ) -> Result<Gradients<FloatTensor<B>>> {
     let device = B::float_device(&operands.x);
     let mut group = call.group.expect::<B, B::Core>(BACKWARD, &device)?.lock();
-    let (core, stream) = (group.device().clone(), group.stream().clone());
+    let core = group.device().clone();
     let views = Views::<B>::new(&core, operands)?;
     let y = dy.as_ref().map(|tensor| B::view(&core, Named { name: "gradient of y", tensor })).transpose()?;
     let d_aux = d_aux.as_ref().map(|tensor| B::view(&core, Named { name: "gradient of aux", tensor })).transpose()?;
@@ -164,13 +160,10 @@ pub(super) fn run_backward<B: NativeBackend>(
         made.params[role as usize] = views.of(role).map(like).transpose()?;
     }
     ordered::<B, _>(call, &core, || {
-        let aux = match d_aux {
-            Some(d) => {
-                call.group.count(B::reads());
-                core.read(&stream, d)?.into_iter().sum()
-            }
-            None => 0.0,
-        };
+        if d_aux.is_some() {
+            call.group.count(B::reads());
+        }
+        let aux = d_aux.map_or(Scalar::Host(0.0), Scalar::Device);
         let mut into = GradientsMut::none();
         into.x = made.x.as_mut().map(B::view_mut).transpose()?;
         for (role, output) in Role::ALL.into_iter().zip(&mut made.params) {

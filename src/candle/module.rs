@@ -5,16 +5,16 @@ use std::sync::Arc;
 
 use candle_core::{Device, Result, Tensor, Var};
 
-use crate::checkpoint::{Block, Checkpoint, LoadOptions};
+use crate::checkpoint::{Block, BlockParams, Checkpoint, LoadOptions, assemble};
 use crate::cpu::Cpu;
 use crate::error::Error;
 use crate::etp::{Chain, Payload, ShardDevice, WeightId};
-use crate::layer::{Layer, Mode, Role};
+use crate::layer::{AuxValue, Layer, Mode, Role};
 use crate::lazy::Lazy;
 use crate::metrics::Load;
 
 use super::group::DeviceGroup;
-use super::host::{Host, into_candle, location};
+use super::host::{Host, copy_of, into_candle, location, with_views};
 use super::run::Call;
 use super::sharded::Sharded;
 
@@ -35,6 +35,8 @@ pub struct MoeOutput {
     pub y: Tensor,
     /// Auxiliary losses' sum, a scalar (f64 for f64 tokens, else f32) that carries gradients: add it to the loss.
     pub aux: Tensor,
+    /// The losses apart, for the host.
+    pub losses: Lazy<AuxValue>,
     /// Router logits `[T, E]`, detached.
     pub logits: Tensor,
     /// Chosen experts `[T, K]`, I32, detached.
@@ -227,8 +229,50 @@ impl ExpertParallelMoE {
 
     /// Trainable parameters, for an optimiser.
     pub fn vars(&self) -> Vec<Var> {
-        let trainable = self.params.iter().filter(|(role, t)| t.is_variable() && *role != Role::SelectionBias);
-        trainable.filter_map(|(_, t)| Var::from_tensor(t).ok()).collect()
+        self.trainable().filter(|t| t.is_variable()).filter_map(|t| Var::from_tensor(t).ok()).collect()
+    }
+
+    /// Parameters that gradients are tracked of. The selection bias has none.
+    fn trainable(&self) -> impl Iterator<Item = &Tensor> {
+        self.params.iter().filter(|(role, t)| t.track_op() && *role != Role::SelectionBias).map(|(_, t)| t)
+    }
+
+    /// The same module without gradients, for evaluation: it shares the parameters, sees what an optimiser makes of
+    /// them, and keeps nothing for a backward. Where there are several ranks, all of them evaluate, or none.
+    pub fn detached(&self) -> Self {
+        let params = self.params.iter().map(|(role, t)| (*role, t.detach())).collect();
+        Self { params, ..self.clone() }
+    }
+
+    /// Moves the selection bias towards an even load, in place:
+    /// [`update_selection_bias`](crate::balance::update_selection_bias) with the load of all ranks
+    /// ([`MoeOutput::load`]) and a step `u`. Call it after each training step, on every rank.
+    ///
+    /// # Errors
+    /// A router without a selection bias, or one that is no variable; what the formula refuses.
+    pub fn update_selection_bias(&self, load: &Load, u: f32) -> Result<()> {
+        const CALL: &str = "ExpertParallelMoE::update_selection_bias";
+        let named = |expected, found| Error::invalid(CALL, Role::SelectionBias.name(), expected, found);
+        let Some(bias) = self.param(Role::SelectionBias) else { return Err(named("a tensor", "none").into()) };
+        if !bias.is_variable() {
+            return Err(named("a variable", "a constant").into());
+        }
+        let mut values = bias.to_dtype(candle_core::DType::F32)?.to_vec1::<f32>()?;
+        crate::balance::update_selection_bias(&mut values, &load.tokens_per_expert, u)?;
+        let values = Tensor::from_vec(values, bias.dims(), bias.device())?.to_dtype(bias.dtype())?;
+        Var::from_tensor(bias)?.set(&values)
+    }
+
+    /// This rank's parameters on the host, as [`Checkpoint::save`] takes them; over several ranks,
+    /// [`gather_blocks`](crate::checkpoint::gather_blocks) joins all ranks'.
+    ///
+    /// # Errors
+    /// Experts that are shards; a device's error.
+    pub fn to_block(&self) -> Result<Block> {
+        if self.sharded.is_some() {
+            return Err(Error::invalid("ExpertParallelMoE::to_block", "experts", "whole weights", "shards").into());
+        }
+        Ok(Block { config: self.layer.config().clone(), params: on_host(&self.params)? })
     }
 
     /// The variables that are shards, with their weights in the chain, as [`finish_sharded`](super::finish_sharded)
@@ -254,7 +298,7 @@ impl ExpertParallelMoE {
             // The layer refuses it, on every rank.
             _ => x.contiguous()?,
         };
-        let tracks = x.track_op() || self.params.iter().any(|(_, t)| t.track_op());
+        let tracks = x.track_op() || self.trainable().next().is_some();
         let sharded = self.sharded.as_ref();
         let call = Call { layer: &self.layer, params: &self.params, sharded, flat: &flat, shape: x.shape() };
         self.group.member().forward(&call, Mode { backward: tracks, ..mode })
@@ -265,4 +309,16 @@ impl candle_core::Module for ExpertParallelMoE {
     fn forward(&self, x: &Tensor) -> Result<Tensor> {
         Ok(self.forward_full(x, Mode::default())?.y)
     }
+}
+
+/// Copies of parameters.
+fn on_host(params: &[(Role, Tensor)]) -> Result<BlockParams> {
+    const CALL: &str = "ExpertParallelMoE::to_block";
+    let cpu = Cpu::new();
+    let own = |(role, t): &(Role, Tensor)| -> Result<_> {
+        let t = t.to_device(&Device::Cpu)?.contiguous()?;
+        Ok((*role, with_views(&cpu, CALL, &[(role.name(), &t)], |views| copy_of(&cpu, views[0]))?))
+    };
+    let tensors = params.iter().map(own).collect::<Result<_>>()?;
+    Ok(assemble(CALL, tensors)?)
 }

@@ -7,6 +7,7 @@ use candle_core::{CpuStorage, CudaStorage, CustomOp1, CustomOp2, Device, Layout,
 
 use crate::ep::EpGroup;
 use crate::error::Error;
+use crate::kernels::Scalar;
 use crate::layer::{Context, Cotangents, Inputs, Layer, ParamViews, Role, Wanted};
 use crate::tensor::TensorRef;
 
@@ -75,13 +76,7 @@ impl<D: Host> Step<D> {
             return Err(self.consumed());
         };
         let d_y = d_y.map(|d| d.reshape(self.x.shape())?.contiguous()).transpose().map_err(framework(CALL))?;
-        // Reading it waits for the device.
-        let aux = match d_aux.filter(|_| !self.layer.config().aux.is_off()) {
-            None => 0.0,
-            Some(d) => {
-                d.to_dtype(candle_core::DType::F64).and_then(|d| d.to_scalar::<f64>()).map_err(framework(CALL))?
-            }
-        };
+        let d_aux = d_aux.filter(|_| !self.layer.config().aux.is_off());
         let tracks = |roles: &[Role]| self.params.iter().any(|(r, t)| roles.contains(r) && t.track_op());
         let wanted = Wanted {
             x: self.x.track_op(),
@@ -92,9 +87,15 @@ impl<D: Host> Step<D> {
         let params = contiguous(CALL, &self.params)?;
         let mut group = self.group.lock();
         let device = group.device().clone();
-        let mut gradients = with_views(&device, CALL, &named(&self.x, &params, d_y.as_ref()), |views| {
+        let mut tensors = named(&self.x, &params);
+        tensors.extend(d_y.as_ref().map(|d| ("gradient of y", d)));
+        tensors.extend(d_aux.as_ref().map(|d| ("gradient of aux", d)));
+        let mut gradients = with_views(&device, CALL, &tensors, |views| {
             let weights = views_of(&params, &views[1..])?;
-            let cotangents = Cotangents { y: views.get(1 + params.len()).copied(), aux };
+            let mut left = views[1 + params.len()..].iter().copied();
+            let y = d_y.as_ref().and_then(|_| left.next());
+            let aux = left.next().map_or(Scalar::Host(0.0), Scalar::Device);
+            let cotangents = Cotangents { y, aux };
             let Some(experts) = &self.experts else {
                 let weights = weights.params();
                 let inputs = Inputs { x: views[0].borrow(), params: &weights };
@@ -123,21 +124,16 @@ impl<D: Host> Step<D> {
         let role = input.map(|i| self.params[i].0);
         match taken {
             None if self.experts.is_some() && matches!(role, Some(Role::Up | Role::Down)) => Ok(None),
-            // The selection bias has no gradient; candle wants one for whatever it tracks.
+            // candle wants a gradient of whatever it tracks.
             None => like.zeros_like().map(Some),
             some => Ok(some),
         }
     }
 }
 
-/// x, the parameters and, if there is one, the gradient of y, with their names.
-pub(super) fn named<'a>(
-    x: &'a Tensor,
-    params: &'a [(Role, Tensor)],
-    d_y: Option<&'a Tensor>,
-) -> Vec<(&'static str, &'a Tensor)> {
-    let params = params.iter().map(|(role, t)| (role.name(), t));
-    std::iter::once(("x", x)).chain(params).chain(d_y.map(|d| ("gradient of y", d))).collect()
+/// x and the parameters, with their names.
+pub(super) fn named<'a>(x: &'a Tensor, params: &'a [(Role, Tensor)]) -> Vec<(&'static str, &'a Tensor)> {
+    std::iter::once(("x", x)).chain(params.iter().map(|(role, t)| (role.name(), t))).collect()
 }
 
 /// Views of parameters by role, given in the parameters' order.

@@ -4,7 +4,6 @@ use std::sync::{Arc, Mutex};
 
 use candle_core::{Result, Shape, Tensor};
 
-use crate::dtype::DType;
 use crate::layer::{Forward, Layer, Mode, Role};
 
 use super::group::{On, contiguous};
@@ -31,15 +30,12 @@ pub(super) fn forward<D: Host>(on: &On<D>, call: &Call<'_>, mode: Mode) -> Resul
     let experts = call.sharded.map(|sharded| sharded.experts::<D>(CALL)).transpose();
     let experts = experts.map_err(|e| call.layer.refuse_forward(&mut on.group.lock(), e))?;
     let Forward { y, aux, routing, context } = layer(on, (call, experts.as_deref()), mode)?;
-    let (device, stream) = {
-        let group = on.group.lock();
-        (group.device().clone(), group.stream().clone())
-    };
-    let wide = if y.dtype() == DType::F64 { DType::F64 } else { DType::F32 };
-    // A loss that is not asked for is not waited for.
-    let aux = match call.layer.config().aux.is_off() {
-        true => crate::Tensor::zeros(&device, wide, &[])?,
-        false => device.write(&stream, &[aux.get()?.total()], wide, &[])?,
+    let device = on.group.lock().device().clone();
+    let losses = aux.value().clone();
+    let aux = {
+        let mut total = crate::Tensor::empty(&device, y.dtype().accumulator(), &[])?;
+        aux.write(total.view_mut())?;
+        total
     };
     let (y, aux) = match context {
         None => (into_candle(y, call.shape.dims(), &on.device)?, into_candle(aux, &[], &on.device)?),
@@ -55,7 +51,9 @@ pub(super) fn forward<D: Host>(on: &On<D>, call: &Call<'_>, mode: Mode) -> Resul
             });
             let mut token = Tensor::zeros((), candle_core::DType::F32, &on.device)?;
             token = token.apply_op2(call.flat, Join { step: step.clone(), input: None })?;
-            for (i, (_, t)) in call.params.iter().enumerate() {
+            // The selection bias has no gradient: with one of zeros an optimiser's weight decay would move it.
+            let joined = call.params.iter().enumerate().filter(|(_, (role, _))| *role != Role::SelectionBias);
+            for (i, (_, t)) in joined {
                 token = token.apply_op2(t, Join { step: step.clone(), input: Some(i) })?;
             }
             let emit = |output, value: crate::Tensor<D>, shape: &Shape| {
@@ -74,6 +72,7 @@ pub(super) fn forward<D: Host>(on: &On<D>, call: &Call<'_>, mode: Mode) -> Resul
     Ok(MoeOutput {
         y,
         aux,
+        losses,
         logits: data(routing.logits)?,
         ids: data(routing.ids)?,
         weights: data(routing.weights)?,
@@ -90,7 +89,7 @@ fn layer<D: Host>(
     let device = group.device().clone();
     let params = contiguous(CALL, call.params)?;
     let mut called = false;
-    let result = with_views(&device, CALL, &named(call.flat, &params, None), |views| {
+    let result = with_views(&device, CALL, &named(call.flat, &params), |views| {
         let weights = views_of(&params, &views[1..])?;
         let sources = experts.map(|experts| experts.sources()).transpose()?;
         called = true;

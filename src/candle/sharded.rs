@@ -9,6 +9,7 @@ use candle_core::Tensor;
 use crate::ep::Group;
 use crate::error::{Error, Result};
 use crate::etp::{Chain, Payload, Room, ShardDevice, WeightId, WeightSpec};
+use crate::kernels::Scalar;
 use crate::layer::{Context, Cotangents, Gradients, Inputs, Layer, ParamViews, Params, Role, Wanted};
 use crate::tensor::{TensorMut, TensorRef};
 use crate::weights::WeightSource;
@@ -148,7 +149,7 @@ impl<D: Host> Backward<'_, D> {
         self,
         experts: &dyn ExpertWeights<D>,
         (x, views): (TensorRef<'_, D>, &ParamViews<'_, D>),
-        cotangents: Cotangents<'_, D>,
+        cotangents: Cotangents<'_, D, Scalar<'_, D>>,
     ) -> Result<Gradients<D>> {
         let Self { layer, group, context, wanted, submit } = self;
         let rooms = || -> Result<_> {
@@ -161,7 +162,7 @@ impl<D: Host> Backward<'_, D> {
             None => None,
         };
         let params = with_sources(views, Some(&sources));
-        let cotangents = Cotangents { y: cotangents.y.as_ref().map(TensorRef::borrow), aux: cotangents.aux };
+        let cotangents = Cotangents { y: cotangents.y.as_ref().map(TensorRef::borrow), aux: cotangents.aux.borrow() };
         let inputs = (Inputs { x: x.borrow(), params: &params }, cotangents);
         let gradients = layer.backward_beside(group, context, inputs, (wanted, beside))?;
         if let Some([up, down]) = rooms {

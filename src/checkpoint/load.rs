@@ -273,7 +273,7 @@ pub(super) fn read_part(
 }
 
 /// Parameters from their tensors.
-pub(super) fn assemble(call: &'static str, mut tensors: HashMap<Role, Tensor<Cpu>>) -> Result<BlockParams> {
+pub(crate) fn assemble(call: &'static str, mut tensors: HashMap<Role, Tensor<Cpu>>) -> Result<BlockParams> {
     let mut take = |role| tensors.remove(&role);
     let required = |tensor: Option<Tensor<Cpu>>, name: &str| {
         tensor.ok_or_else(|| Error::invalid(call, name, "a tensor", "nothing"))

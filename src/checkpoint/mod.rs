@@ -34,6 +34,8 @@ use crate::etp::Shards;
 use crate::tensor::Tensor;
 
 pub use gather::gather_blocks;
+#[cfg(any(feature = "candle", feature = "burn"))]
+pub(crate) use load::assemble;
 pub use quantised::QuantisedBlock;
 pub use stored::Form;
 

@@ -27,6 +27,9 @@ impl Kernels for Cpu {
     fn aux_sums(&self, _: &(), call: AuxSums<'_, Self>) -> Result<()> {
         router::aux_sums(call)
     }
+    fn aux_total(&self, _: &(), call: AuxTotal<'_, Self>) -> Result<()> {
+        router::aux_total(call)
+    }
     fn keep_sum(&self, _: &(), call: KeepSum<'_, Self>) -> Result<()> {
         router::keep_sum(call)
     }

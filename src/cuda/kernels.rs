@@ -36,6 +36,10 @@ impl Kernels for Cuda {
         self.on_stream("aux_sums", stream)?;
         router::aux_sums(self, call)
     }
+    fn aux_total(&self, stream: &Stream, call: AuxTotal<'_, Self>) -> Result<()> {
+        self.on_stream("aux_total", stream)?;
+        router::aux_total(self, call)
+    }
     fn keep_sum(&self, stream: &Stream, call: KeepSum<'_, Self>) -> Result<()> {
         self.on_stream("keep_sum", stream)?;
         router::keep_sum(self, call)

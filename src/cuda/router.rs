@@ -1,10 +1,11 @@
 //! Routing, auxiliary losses, weights of partly dropped tokens.
 
+use crate::aux_loss::aux_value;
 use crate::config::{AuxConfig, BalanceKind, GroupScore, RouterConfig, Score};
 use crate::dtype::DType;
 use crate::ep::Reporting;
 use crate::error::{Error, Result};
-use crate::kernels::{AuxBwd, AuxSums, Jitter, KeepSum, Route, RouteBwd};
+use crate::kernels::{AuxBwd, AuxSums, AuxTotal, Jitter, KeepSum, Route, RouteBwd, Scalar};
 use crate::tensor::{Tensor, TensorRef};
 
 use super::device::Cuda;
@@ -232,6 +233,18 @@ pub(super) fn aux_sums(device: &Cuda, call: AuxSums<'_, Cuda>) -> Result<()> {
     Ok(())
 }
 
+/// By way of the host, which waits.
+pub(super) fn aux_total(device: &Cuda, call: AuxTotal<'_, Cuda>) -> Result<()> {
+    const CALL: &str = "aux_total";
+    call.config.validate()?;
+    call.aux.validate()?;
+    input(CALL, "sums", &call.sums, DType::F32, &[2 * call.config.num_experts + 4])?;
+    Scalar::Device(call.out.as_ref()).check(CALL, "out", DType::F32)?;
+    let sums = device.to_host(call.sums)?.to_f64();
+    let total = aux_value(call.config, call.aux, &sums).total() as f32;
+    device.write_bytes(CALL, call.out.into_data().ptr, &total.to_ne_bytes())
+}
+
 /// Coefficients of the losses' gradient.
 struct AuxGrad {
     /// `[sequences, E]` of f64.
@@ -254,8 +267,13 @@ impl AuxGrad {
         let (mut p, cut) = aux_params(device, config, aux.aux, t);
         p.sums = input(CALL, "aux.sums", &aux.sums, DType::F32, &[2 * e + 4])?;
         (p.logits, p.ids) = (logits, ids);
-        p.balance = aux.d_loss * aux.aux.balance;
-        p.z = aux.d_loss * aux.aux.z;
+        aux.d_loss.check(CALL, "aux.d_loss", DType::F32)?;
+        let d_loss = match aux.d_loss {
+            Scalar::Host(value) => value,
+            Scalar::Device(tensor) => device.to_host(tensor)?.to_f64().into_iter().sum(),
+        };
+        p.balance = d_loss * aux.aux.balance;
+        p.z = d_loss * aux.aux.z;
         let z = Tensor::empty(device, DType::U8, &[8])?;
         p.z_coef = z.view().data().ptr;
         let coef = match aux.aux.balance != 0.0 {

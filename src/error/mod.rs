@@ -132,7 +132,10 @@ pub enum Error {
         absent: Vec<usize>,
     },
     /// A context was used twice, or was never made.
-    #[error("{call} on rank {rank}: the context was consumed by an earlier backward")]
+    #[error(
+        "{call} on rank {rank}: the context was consumed by an earlier backward; add losses that share an output, and \
+         call backward once"
+    )]
     ContextConsumed {
         /// The call.
         call: &'static str,

@@ -120,6 +120,19 @@ pub struct AuxSums<'a, D: Device> {
     pub out: TensorMut<'a, D>,
 }
 
+/// The auxiliary losses' sum, coefficients included, from the sums of [`AuxSums`]; 0 over no tokens.
+#[derive(Debug)]
+pub struct AuxTotal<'a, D: Device> {
+    /// The formula.
+    pub config: &'a RouterConfig,
+    /// The losses.
+    pub aux: &'a AuxConfig,
+    /// The sums of [`AuxSums`], added over the ranks where the losses are.
+    pub sums: TensorRef<'a, D>,
+    /// One element of the accumulator type.
+    pub out: TensorMut<'a, D>,
+}
+
 /// Gradient of the auxiliary losses.
 #[derive(Debug)]
 pub struct AuxBwd<'a, D: Device> {
@@ -127,8 +140,56 @@ pub struct AuxBwd<'a, D: Device> {
     pub aux: &'a AuxConfig,
     /// The sums of [`AuxSums`], added over the ranks where the losses are.
     pub sums: TensorRef<'a, D>,
-    /// Gradient of the total loss with respect to the auxiliary loss.
-    pub d_loss: f64,
+    /// Gradient of the total loss with respect to the auxiliary loss, one element of the accumulator type.
+    pub d_loss: Scalar<'a, D>,
+}
+
+/// A number that the host has, or one that a device has and the host need not wait for. Made by `into()` from either.
+#[derive(Debug)]
+pub enum Scalar<'a, D: Device> {
+    /// A number.
+    Host(f64),
+    /// A tensor of one element.
+    Device(TensorRef<'a, D>),
+}
+
+impl<D: Device> Clone for Scalar<'_, D> {
+    fn clone(&self) -> Self {
+        *self
+    }
+}
+impl<D: Device> Copy for Scalar<'_, D> {}
+
+impl<D: Device> Scalar<'_, D> {
+    /// Shorter borrow.
+    pub fn borrow(&self) -> Scalar<'_, D> {
+        match self {
+            Self::Host(value) => Scalar::Host(*value),
+            Self::Device(tensor) => Scalar::Device(tensor.borrow()),
+        }
+    }
+
+    /// Refuses a tensor of another type, or of more elements than one.
+    pub(crate) fn check(&self, call: &'static str, name: &str, dtype: DType) -> Result<()> {
+        let Self::Device(tensor) = self else { return Ok(()) };
+        Error::check_dtype(call, name, dtype, tensor.dtype())?;
+        match tensor.count() {
+            1 => Ok(()),
+            _ => Error::check_shape(call, name, &[1], tensor.dims()),
+        }
+    }
+}
+
+impl<D: Device> From<f64> for Scalar<'_, D> {
+    fn from(value: f64) -> Self {
+        Self::Host(value)
+    }
+}
+
+impl<'a, D: Device> From<TensorRef<'a, D>> for Scalar<'a, D> {
+    fn from(tensor: TensorRef<'a, D>) -> Self {
+        Self::Device(tensor)
+    }
 }
 
 /// Copies rows: `out[i] = source[map[i]]`; a negative entry writes zeros.
@@ -265,6 +326,8 @@ pub trait Kernels: Codec {
     fn route_bwd(&self, stream: &Self::Stream, call: RouteBwd<'_, Self>) -> Result<()>;
     /// [`AuxSums`].
     fn aux_sums(&self, stream: &Self::Stream, call: AuxSums<'_, Self>) -> Result<()>;
+    /// [`AuxTotal`].
+    fn aux_total(&self, stream: &Self::Stream, call: AuxTotal<'_, Self>) -> Result<()>;
     /// [`KeepSum`].
     fn keep_sum(&self, stream: &Self::Stream, call: KeepSum<'_, Self>) -> Result<()>;
     /// Slots for all ranks' choices, which the host has, as seen from one rank.

@@ -8,7 +8,7 @@ use crate::ep::{DispatchGrads, Group, Handle, Received};
 use crate::error::{Error, Result};
 use crate::kernels::{
     AuxBwd, BiasGrad, DownBwd, GatherRows, InputWeightBwd, KeepSum, Kernels, LinearBwd, RouteBwd, RowDest, RowSource,
-    SlotWeights, UpDgrad, Wgrad,
+    Scalar, SlotWeights, UpDgrad, Wgrad,
 };
 use crate::tensor::{Tensor, TensorMut, TensorRef};
 
@@ -28,7 +28,7 @@ pub(super) fn backward<D: Kernels>(
     group: &mut Group<D>,
     context: Context<D>,
     inputs: Inputs<'_, D>,
-    cotangents: Cotangents<'_, D>,
+    cotangents: Cotangents<'_, D, Scalar<'_, D>>,
     (wanted, mut beside): (Wanted, Option<[TensorMut<'_, D>; 2]>),
 ) -> Result<Gradients<D>> {
     context.handle.check_backward(CALL)?;
@@ -52,7 +52,7 @@ pub(super) fn backward_into<D: Kernels>(
     layer: &Layer,
     group: &mut Group<D>,
     context: Context<D>,
-    (inputs, cotangents): (Inputs<'_, D>, Cotangents<'_, D>),
+    (inputs, cotangents): (Inputs<'_, D>, Cotangents<'_, D, Scalar<'_, D>>),
     mut into: GradientsMut<'_, D>,
 ) -> Result<RouterGrads<D>> {
     context.handle.check_backward(CALL)?;
@@ -118,7 +118,7 @@ fn check_inputs<D: Kernels>(
     group: &Group<D>,
     context: &Context<D>,
     inputs: &Inputs<'_, D>,
-    cotangents: &Cotangents<'_, D>,
+    cotangents: &Cotangents<'_, D, Scalar<'_, D>>,
 ) -> Result<()> {
     check::inputs(layer, group, inputs.x, inputs.params)?;
     let (own, found) = (layer.number(), context.handle.spec().layer);
@@ -132,7 +132,7 @@ fn check_inputs<D: Kernels>(
         Error::check_shape(CALL, "gradient of y", &dims, y.dims())?;
         Error::check_dtype(CALL, "gradient of y", context.dtype, y.dtype())?;
     }
-    Ok(())
+    cotangents.aux.check(CALL, "gradient of aux", context.dtype.accumulator())
 }
 
 /// Gradients of the routed experts into `into`; gives those of the received rows `[N, H]` and the slot weights `[N]`.
@@ -278,7 +278,7 @@ fn router<D: Kernels>(
     context: &Context<D>,
     inputs: &Inputs<'_, D>,
     (mut weights, mut d_x): (Tensor<D>, TensorMut<'_, D>),
-    (into, d_aux): (&mut GradientsMut<'_, D>, f64),
+    (into, d_aux): (&mut GradientsMut<'_, D>, Scalar<'_, D>),
 ) -> Result<RouterGrads<D>> {
     let (config, params) = (&layer.config, inputs.params);
     if layer.keeps_sum() {
@@ -293,7 +293,8 @@ fn router<D: Kernels>(
         weights = d_weights;
     }
     let mut logits = Tensor::empty(device, context.logits.dtype(), context.logits.dims())?;
-    let aux = context.aux_sums.as_ref().map(|sums| AuxBwd { aux: &config.aux, sums: sums.view(), d_loss: d_aux });
+    let aux =
+        context.aux_sums.as_ref().map(|sums| AuxBwd { aux: &config.aux, sums: sums.view(), d_loss: d_aux.borrow() });
     let call = RouteBwd {
         config: &config.router,
         logits: context.logits.view(),

@@ -4,19 +4,18 @@ use std::sync::Arc;
 
 use tracing::trace_span;
 
-use crate::aux_loss::aux_value;
-use crate::comm::{Op, ReduceOp, Tag};
+use crate::comm::{Op, Tag};
 use crate::config::CapacityOrder;
 use crate::dtype::DType;
 use crate::ep::{DispatchInputs, DispatchSpec, Group, Handle, Received};
 use crate::error::{Error, Result};
-use crate::kernels::{AuxSums, Down, Jitter, KeepSum, Kernels, Linear, Route, RowDest, RowSource, SlotWeights, Up};
+use crate::kernels::{Down, Jitter, KeepSum, Kernels, Linear, Route, RowDest, RowSource, SlotWeights, Up};
 use crate::lazy::Lazy;
 use crate::metrics::Load;
 use crate::tensor::{Tensor, TensorMut, TensorRef};
 
 use super::payload::{self, Packed};
-use super::{AuxValue, Context, Forward, Layer, Made, Mode, Params, Routing, check, shared};
+use super::{Context, Forward, Layer, Made, Mode, Params, Routing, aux, check, shared};
 
 pub(super) fn forward<D: Kernels>(
     layer: &Layer,
@@ -58,7 +57,7 @@ pub(super) fn forward_into<D: Kernels>(
     let by_weight = spec.expert_capacity.filter(|c| c.order == CapacityOrder::Probability);
     let handle = trace_span!("prepare")
         .in_scope(|| group.dispatcher().prepare(chosen.ids.view(), by_weight.map(|_| chosen.weights.view()), &spec))?;
-    let (aux, aux_sums) = aux(layer, group, &handle, &chosen)?;
+    let (aux, aux_sums) = aux::losses(layer, group, &handle, (chosen.logits.view(), chosen.ids.view()))?;
 
     let kept = kept_weights(layer, (&device, &stream), &handle, &chosen)?;
     let weights = kept.as_ref().unwrap_or(&chosen.weights);
@@ -215,36 +214,6 @@ fn kept_weights<D: Kernels>(
     let keep = KeepSum { weights: chosen.weights.view(), kept: handle.kept_ids(), grad: None, out: out.view_mut() };
     device.keep_sum(stream, keep)?;
     Ok(Some(out))
-}
-
-/// The losses, and the sums that their gradient needs.
-type Aux<D> = (Lazy<AuxValue>, Option<Arc<Tensor<D>>>);
-
-fn aux<D: Kernels>(layer: &Layer, group: &mut Group<D>, handle: &Handle<D>, chosen: &Chosen<D>) -> Result<Aux<D>> {
-    let config = &layer.config;
-    if config.aux.is_off() {
-        return Ok((Lazy::ready(AuxValue::default()), None));
-    }
-    let (device, stream) = (group.device().clone(), group.stream().clone());
-    let mut sums = Tensor::empty(&device, chosen.logits.dtype(), &[2 * config.router.num_experts + 4])?;
-    let call = AuxSums {
-        config: &config.router,
-        aux: &config.aux,
-        logits: chosen.logits.view(),
-        ids: chosen.ids.view(),
-        out: sums.view_mut(),
-    };
-    device.aux_sums(&stream, call)?;
-    if config.aux.over_ranks && group.ranks() > 1 {
-        let tag = Tag { layer: layer.number, op: Op::Aux, sequence: handle.sequence() };
-        group.dispatcher().communicator().all_reduce(tag, ReduceOp::Sum, sums.view_mut())?;
-    }
-    let (sums, config) = (Arc::new(sums), config.clone());
-    let value = {
-        let sums = Arc::clone(&sums);
-        Lazy::later(move || Ok(aux_value(&config.router, &config.aux, &device.read(&stream, sums.view())?)))
-    };
-    Ok((value, Some(sums)))
 }
 
 /// The routed experts of this rank on the rows that one handle brought.

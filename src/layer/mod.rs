@@ -3,6 +3,7 @@
 //! level, named as in the picture (`route`, `prepare`, …, `dispatch_bwd`, `route_bwd`; `pack` and `unpack` where tokens travel
 //! quantised).
 
+mod aux;
 mod backward;
 mod check;
 mod forward;
@@ -11,6 +12,7 @@ mod payload;
 mod role;
 mod shared;
 
+pub use aux::{AuxLoss, AuxValue};
 pub use memory::{StepMemory, StepSizes};
 pub use role::{ParamViews, Role};
 
@@ -21,7 +23,7 @@ use crate::config::MoeConfig;
 use crate::dtype::DType;
 use crate::ep::{Capacity, Group, Handle, Overflow, Received, Reporting};
 use crate::error::{Error, Result};
-use crate::kernels::{Jitter, Kernels};
+use crate::kernels::{Jitter, Kernels, Scalar};
 use crate::lazy::Lazy;
 use crate::metrics::Load;
 use crate::tensor::{Tensor, TensorMut, TensorRef};
@@ -107,7 +109,7 @@ pub struct Forward<D: Kernels> {
     /// `[T, H]`, tokens' dtype.
     pub y: Tensor<D>,
     /// Auxiliary losses, coefficients included; zeros where none is asked for.
-    pub aux: Lazy<AuxValue>,
+    pub aux: AuxLoss<D>,
     /// The routing, as data.
     pub routing: Routing<D>,
     /// What backward needs; present if asked for.
@@ -118,27 +120,11 @@ pub struct Forward<D: Kernels> {
 #[derive(Debug)]
 pub struct Made<D: Kernels> {
     /// Auxiliary losses, coefficients included; zeros where none is asked for.
-    pub aux: Lazy<AuxValue>,
+    pub aux: AuxLoss<D>,
     /// The routing, as data.
     pub routing: Routing<D>,
     /// What backward needs; present if asked for.
     pub context: Option<Context<D>>,
-}
-
-/// Auxiliary losses of one forward, coefficients included.
-#[derive(Debug, Clone, Copy, PartialEq, Default)]
-pub struct AuxValue {
-    /// Load-balancing loss.
-    pub balance: f64,
-    /// z-loss.
-    pub z: f64,
-}
-
-impl AuxValue {
-    /// Their sum, the value whose gradient [`Layer::backward`] takes as `d_aux`.
-    pub fn total(&self) -> f64 {
-        self.balance + self.z
-    }
 }
 
 /// Routing of this rank's tokens.
@@ -252,11 +238,18 @@ pub struct GradientsMut<'a, D: Kernels> {
 
 /// Cotangents of a forward.
 #[derive(Debug, Clone, Copy)]
-pub struct Cotangents<'a, D: Kernels> {
+pub struct Cotangents<'a, D: Kernels, A = f64> {
     /// Gradient of y `[T, H]`; absent counts as zeros.
     pub y: Option<TensorRef<'a, D>>,
-    /// Gradient of the auxiliary losses' sum.
-    pub aux: f64,
+    /// Gradient of the auxiliary losses' sum: a number, or a tensor of one element of the accumulator type, which the
+    /// host does not wait for.
+    pub aux: A,
+}
+
+impl<'a, D: Kernels, A: Into<Scalar<'a, D>>> Cotangents<'a, D, A> {
+    fn scalar(self) -> Cotangents<'a, D, Scalar<'a, D>> {
+        Cotangents { y: self.y, aux: self.aux.into() }
+    }
 }
 
 impl Layer {
@@ -338,15 +331,15 @@ impl Layer {
     ///
     /// # Errors
     /// [`Error::BackwardNotAgreed`] before any collective; otherwise as forward.
-    pub fn backward<D: Kernels>(
+    pub fn backward<'a, D: Kernels>(
         &self,
         group: &mut Group<D>,
         context: Context<D>,
         inputs: Inputs<'_, D>,
-        cotangents: Cotangents<'_, D>,
+        cotangents: Cotangents<'a, D, impl Into<Scalar<'a, D>>>,
         wanted: Wanted,
     ) -> Result<Gradients<D>> {
-        backward::backward(self, group, context, inputs, cotangents, (wanted, None))
+        backward::backward(self, group, context, inputs, cotangents.scalar(), (wanted, None))
     }
 
     /// [`backward`](Self::backward) with the gradients of `up` and `down` in memory of the caller, where there are to
@@ -356,7 +349,7 @@ impl Layer {
         &self,
         group: &mut Group<D>,
         context: Context<D>,
-        (inputs, cotangents): (Inputs<'_, D>, Cotangents<'_, D>),
+        (inputs, cotangents): (Inputs<'_, D>, Cotangents<'_, D, Scalar<'_, D>>),
         wanted: (Wanted, Option<[TensorMut<'_, D>; 2]>),
     ) -> Result<Gradients<D>> {
         backward::backward(self, group, context, inputs, cotangents, wanted)
@@ -366,14 +359,14 @@ impl Layer {
     ///
     /// # Errors
     /// As [`backward`](Self::backward).
-    pub fn backward_into<D: Kernels>(
+    pub fn backward_into<'a, D: Kernels>(
         &self,
         group: &mut Group<D>,
         context: Context<D>,
-        (inputs, cotangents): (Inputs<'_, D>, Cotangents<'_, D>),
+        (inputs, cotangents): (Inputs<'_, D>, Cotangents<'a, D, impl Into<Scalar<'a, D>>>),
         into: GradientsMut<'_, D>,
     ) -> Result<()> {
-        backward::backward_into(self, group, context, (inputs, cotangents), into).map(drop)
+        backward::backward_into(self, group, context, (inputs, cotangents.scalar()), into).map(drop)
     }
 
     /// True where kept weights are scaled to the sum they had before dropping.

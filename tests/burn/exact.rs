@@ -69,8 +69,12 @@ fn as_the_core(config: &MoeConfig, dtype: moebius::DType) {
         let accumulator = if dtype == moebius::DType::F64 { DType::F64 } else { DType::F32 };
         assert_eq!(out.aux.dtype(), accumulator);
         // The aux loss is f32 beside bf16 tokens: the user's loss is too.
-        let loss = (out.y.cast(accumulator) * leaf(&c).cast(accumulator)).sum() + out.aux;
+        let loss = (out.y.cast(accumulator) * leaf(&c).cast(accumulator)).sum() + out.aux.clone();
+        let aux = floats(out.aux.clone());
         let gradients = loss.backward();
+        assert!(out.losses.known().is_none(), "neither forward nor backward has read them");
+        assert_eq!(out.losses.get().unwrap(), core.aux.get().unwrap());
+        assert_eq!(aux[0].to_bits(), (core.aux.get().unwrap().total() as f32).to_bits());
         assert_eq!(bx.grad(&gradients).unwrap().into_data().as_bytes(), core_grads.x.unwrap().as_bytes());
         let up = model.experts.up.grad(&gradients).unwrap().into_data();
         assert_eq!(up.as_bytes(), core_grads.up.unwrap().as_bytes());

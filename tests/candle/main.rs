@@ -1,6 +1,8 @@
 //! The layer as a candle user meets it: inside a model, trained, with odd shapes, and used wrongly. What one rank does is
 //! done on every device: the CPU, and with the `cuda` feature a GPU.
 
+#[path = "../common/goldens.rs"]
+mod goldens;
 #[cfg(feature = "cuda")]
 mod gpu;
 mod module;
@@ -8,6 +10,7 @@ mod ranks;
 mod support;
 #[path = "../common/trials.rs"]
 mod trials;
+mod user;
 
 use std::process::ExitCode;
 
@@ -23,11 +26,13 @@ fn main() -> ExitCode {
     for (name, body) in ranks::cases() {
         trials.add(format!("ranks::{name}"), body);
     }
-    for (name, body) in module::cases() {
-        trials.add(format!("module::{name}"), move || body(&Device::Cpu));
+    for (file, cases) in [("module", module::cases()), ("user", user::cases())] {
+        for (name, body) in cases {
+            trials.add(format!("{file}::{name}"), move || body(&Device::Cpu));
+        }
     }
     #[cfg(feature = "cuda")]
-    for (file, cases) in [("module", module::cases()), ("gpu", gpu::cases())] {
+    for (file, cases) in [("module", module::cases()), ("user", user::cases()), ("gpu", gpu::cases())] {
         for (name, body) in cases {
             // A device of its own for each: they run side by side.
             trials.add_gpu(format!("{file}::{name}, GPU"), move || body(&Device::new_cuda_with_stream(0)?));

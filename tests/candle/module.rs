@@ -7,6 +7,7 @@ use moebius::candle::ExpertParallelMoE;
 use moebius::config::{AuxConfig, BalanceKind, Payload};
 use moebius::layer::{Layer, Mode, Role};
 
+use crate::goldens::golden_of;
 use crate::support::{AnyResult, EXPERTS, H, config, distance, flat, group, seeded, single, tokens, wide_tokens};
 use crate::trials::tests;
 
@@ -162,11 +163,7 @@ fn tokens_may_travel_quantised(device: &Device) -> AnyResult<()> {
 
 /// What a checkpoint says is loaded as ever; the payload is the layer's.
 fn checkpoints_do_not_say_how_tokens_travel(device: &Device) -> AnyResult<()> {
-    let golden = std::env::var_os("MOEBIUS_GOLDEN").map_or_else(
-        || std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden"),
-        std::path::PathBuf::from,
-    );
-    let moe = ExpertParallelMoE::from_checkpoint(golden.join("qwen3_moe"), 0, group(device)?, false)?;
+    let moe = ExpertParallelMoE::from_checkpoint(golden_of("qwen3_moe"), 0, group(device)?, false)?;
     let mut config = moe.layer().config().clone();
     assert_eq!(config.payload, Payload::Plain);
     config.payload = Payload::Mxfp8;
@@ -177,8 +174,22 @@ fn checkpoints_do_not_say_how_tokens_travel(device: &Device) -> AnyResult<()> {
     Ok(())
 }
 
+fn auxiliary_losses_are_read_by_who_asks(device: &Device) -> AnyResult<()> {
+    let mut config = config();
+    (config.aux.balance, config.aux.z) = (0.1, 0.01);
+    let moe = single(config, DType::F32, device)?;
+    let out = moe.forward_full(&Tensor::randn(0f32, 1., (6, H), device)?, Mode::default())?;
+    (out.y.sum_all()? + (&out.aux * 0.5)?)?.backward()?;
+    assert!(out.losses.known().is_none(), "neither forward nor backward has read them");
+    let losses = out.losses.get()?;
+    assert!(losses.balance > 0.05 && losses.z > 0.0);
+    assert_eq!(out.aux.to_scalar::<f32>()?.to_bits(), (losses.total() as f32).to_bits());
+    Ok(())
+}
+
 tests! {
     fn(&Device) -> AnyResult<()>;
+    auxiliary_losses_are_read_by_who_asks,
     any_leading_dimensions_and_layouts,
     nothing_is_kept_where_nothing_tracks,
     a_second_backward_is_an_error,

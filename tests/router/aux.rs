@@ -3,7 +3,7 @@
 use super::target::cases;
 use super::*;
 
-cases!(sums_by_hand, ranks_add_up, extremes, no_tokens, the_same_bits_every_time,);
+cases!(sums_by_hand, totals_by_hand, totals_are_refused, ranks_add_up, extremes, no_tokens, the_same_bits_every_time,);
 
 /// The formulas over the logits of all ranks, token by token.
 pub fn loss(c: &RouterConfig, aux: &AuxConfig, ranks: &[Vec<f64>]) -> f64 {
@@ -71,6 +71,63 @@ fn sums_by_hand<D: Target>(device: &D) {
     close("hugging face", &sums, &[1.0, 1.0, 0.75, 1.25, 2.0, z, 0.0, 0.0], exact);
 }
 
+/// By hand, from sums whose losses every type holds exactly: E = 2, two tokens, one choice each.
+fn totals_by_hand<D: Target>(device: &D) {
+    let d = On::wide(device);
+    let sums = [1.0, 1.0, 0.75, 1.25, 2.0, 10.0, 2.25, 2.0];
+    let of = |kind, k, b, z| d.aux_total(&router(2, k, Score::Softmax), &balance(kind, b, z), &sums).unwrap();
+    // E·Σ f·P = 2·(1/2·3/8 + 1/2·5/8) = 1, z = 10/2.
+    assert_eq!(of(BalanceKind::Switch, 1, 0.5, 0.125), 0.5 + 0.625);
+    assert_eq!(of(BalanceKind::Switch, 2, 0.5, 0.0), 0.25);
+    assert_eq!(of(BalanceKind::HuggingFace, 2, 0.5, 0.0), 0.5);
+    assert_eq!(of(BalanceKind::Sequence { length: 1 }, 1, 2.0, 0.0), 2.25);
+    assert_eq!(of(BalanceKind::Switch, 1, 0.0, 0.125), 0.625);
+    // A loss that is not asked for stays out where it is infinite.
+    let mut infinite = sums;
+    infinite[5] = f64::INFINITY;
+    let c = router(2, 1, Score::Softmax);
+    assert_eq!(d.aux_total(&c, &balance(BalanceKind::Switch, 0.5, 0.0), &infinite).unwrap(), 0.5);
+    assert_eq!(d.aux_total(&c, &balance(BalanceKind::Switch, 0.5, 0.5), &infinite).unwrap(), f64::INFINITY);
+    // The host's own arithmetic in the device's type, to the bit, where numbers round.
+    for kind in [BalanceKind::Switch, BalanceKind::HuggingFace, BalanceKind::Sequence { length: 50 }] {
+        for (experts, seed) in [(8, 1), (96, 2), (520, 3)] {
+            let (c, aux) = (router(experts, 3, Score::Softmax), balance(kind, 0.013, 0.0007));
+            let logits = Numbers(seed).logits(300 * experts);
+            let (ids, _) = d.route(&c, &logits, None, None).unwrap();
+            let s = d.aux_sums(&c, &aux, &logits, &ids).unwrap();
+            let dot: f64 = (0..experts).map(|e| s[e] * s[experts + e]).sum();
+            let tail = &s[2 * experts..];
+            let picks = if kind == BalanceKind::HuggingFace { tail[0] } else { tail[0] * 3.0 };
+            let loss = match kind {
+                BalanceKind::Sequence { .. } => tail[2] / tail[3],
+                _ => experts as f64 * dot / picks / tail[0],
+            };
+            let want = 0.013 * loss + 0.0007 * (tail[1] / tail[0]);
+            let want = if d.dtype == DType::F64 { want } else { f64::from(want as f32) };
+            let found = d.aux_total(&c, &aux, &s).unwrap();
+            assert_eq!(found.to_bits(), want.to_bits(), "{kind:?}, {experts} experts: {found} and {want}");
+        }
+    }
+}
+
+fn totals_are_refused<D: Target>(device: &D) {
+    let d = On::wide(device);
+    let (c, aux) = (router(2, 1, Score::Softmax), balance(BalanceKind::Switch, 1.0, 1.0));
+    let wrong = |sums: usize, out: (DType, &[usize])| {
+        let sums = d.put(&vec![1.0; sums], &[sums]).unwrap();
+        let mut out = Tensor::empty(&d.device, out.0, out.1).unwrap();
+        let call = AuxTotal { config: &c, aux: &aux, sums: sums.view(), out: out.view_mut() };
+        d.device.aux_total(&d.device.order(), call)
+    };
+    assert!(wrong(8, (d.dtype, &[1])).is_ok());
+    let error = wrong(7, (d.dtype, &[1]));
+    assert!(matches!(error, Err(Error::Shape { ref tensor, .. }) if tensor == "sums"), "{error:?}");
+    let error = wrong(8, (d.dtype, &[2]));
+    assert!(matches!(error, Err(Error::Shape { ref tensor, .. }) if tensor == "out"), "{error:?}");
+    let error = wrong(8, (DType::I32, &[1]));
+    assert!(matches!(error, Err(Error::DType { ref tensor, .. }) if tensor == "out"), "{error:?}");
+}
+
 /// The sums of ranks add up to those of one rank, for every kind (sequences do not cross ranks).
 fn ranks_add_up<D: Target>(device: &D) {
     let d = On::wide(device);
@@ -115,6 +172,7 @@ fn no_tokens<D: Target>(device: &D) {
         let (c, aux) = (router(4, 2, Score::Softmax), balance(kind, 1.0, 1.0));
         let sums = d.aux_sums(&c, &aux, &[], &[]).unwrap();
         assert_eq!(sums, [0.0; 12]);
+        assert_eq!(d.aux_total(&c, &aux, &sums).unwrap(), 0.0);
         assert!(d.route_bwd(&c, &[], &[], &[], None, Some((&aux, &sums, 1.0))).unwrap().is_empty());
     }
 }

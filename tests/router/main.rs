@@ -10,8 +10,8 @@ mod target;
 
 use moebius::config::{AuxConfig, BalanceKind, GroupLimit, GroupScore, Renorm, RouterConfig, Score};
 use moebius::ep::Reporting;
-use moebius::kernels::{AuxBwd, AuxSums, Jitter, KeepSum, Route, RouteBwd};
-use moebius::{DType, Result, Tensor};
+use moebius::kernels::{AuxBwd, AuxSums, AuxTotal, Jitter, KeepSum, Route, RouteBwd, Scalar};
+use moebius::{DType, Error, Result, Tensor};
 use target::Target;
 
 /// Every body of the suite.
@@ -113,17 +113,37 @@ impl<D: Target> On<D> {
         let (logits, ids) = (self.put(logits, &[t, e])?, self.ids(ids, &[t, k])?);
         let d_weights = self.put(d_weights, &[t, k])?;
         let sums = aux.map(|(_, sums, _)| self.put(sums, &[sums.len()])).transpose()?;
-        let mut d_logits = self.empty(&[t, e])?;
-        let call = RouteBwd {
-            config: c,
-            logits: logits.view(),
-            jitter,
-            ids: ids.view(),
-            d_weights: d_weights.view(),
-            aux: aux.zip(sums.as_ref()).map(|((aux, _, d_loss), sums)| AuxBwd { aux, sums: sums.view(), d_loss }),
-            d_logits: d_logits.view_mut(),
+        let run = |d_loss: Scalar<'_, D>| {
+            let mut d_logits = self.empty(&[t, e])?;
+            let call = RouteBwd {
+                config: c,
+                logits: logits.view(),
+                jitter,
+                ids: ids.view(),
+                d_weights: d_weights.view(),
+                aux: aux.zip(sums.as_ref()).map(|((aux, ..), sums)| {
+                    let d_loss = d_loss.borrow();
+                    AuxBwd { aux, sums: sums.view(), d_loss }
+                }),
+                d_logits: d_logits.view_mut(),
+            };
+            self.done(self.device.route_bwd(&self.device.order(), call), &d_logits)
         };
-        self.done(self.device.route_bwd(&self.device.order(), call), &d_logits)
+        let Some((.., d_loss)) = aux else { return run(0.0.into()) };
+        // The loss's own gradient as the device has it, and as a number of the host: the same bits.
+        let on_device = self.put(&[d_loss], &[])?;
+        let found = run(on_device.view().into())?;
+        let from_host = run(self.device.values(on_device.view())[0].into())?;
+        let bits = |v: &[f64]| v.iter().map(|v| v.to_bits()).collect::<Vec<_>>();
+        assert_eq!(bits(&found), bits(&from_host));
+        Ok(found)
+    }
+
+    /// The losses' sum, from their sums.
+    fn aux_total(&self, c: &RouterConfig, aux: &AuxConfig, sums: &[f64]) -> Result<f64> {
+        let (sums, mut out) = (self.put(sums, &[sums.len()])?, self.empty(&[])?);
+        let call = AuxTotal { config: c, aux, sums: sums.view(), out: out.view_mut() };
+        Ok(self.done(self.device.aux_total(&self.device.order(), call), &out)?[0])
     }
 
     /// The sums, `[2·E + 4]`.

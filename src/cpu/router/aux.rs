@@ -9,7 +9,8 @@ use crate::config::{BalanceKind, RouterConfig, Score};
 use crate::cpu::Cpu;
 use crate::cpu::element::{Acc, with_acc};
 use crate::error::{Error, Result};
-use crate::kernels::{AuxBwd, AuxSums};
+use crate::kernels::{AuxBwd, AuxSums, AuxTotal, Scalar};
+use crate::tensor::TensorRef;
 
 use super::choose::best;
 use super::score::{sigmoid, softmax};
@@ -55,6 +56,31 @@ fn aux_sums_as<A: Acc>(call: AuxSums<'_, Cpu>) -> Result<()> {
         *o = A::of(s);
     }
     Ok(())
+}
+
+pub(in crate::cpu) fn aux_total(call: AuxTotal<'_, Cpu>) -> Result<()> {
+    with_acc!("aux_total", "tensor sums", call.sums.dtype(), A => aux_total_as::<A>(call))
+}
+
+fn aux_total_as<A: Acc>(call: AuxTotal<'_, Cpu>) -> Result<()> {
+    const CALL: &str = "aux_total";
+    call.config.validate()?;
+    call.aux.validate()?;
+    let sums = sums_of::<A>((CALL, "sums"), call.config, call.sums)?;
+    let total = aux_loss::aux_value(call.config, call.aux, &sums).total();
+    Scalar::Device(call.out.as_ref()).check(CALL, "out", A::DTYPE)?;
+    call.out.into_slice::<A>()?[0] = A::of(total);
+    Ok(())
+}
+
+/// The sums, checked.
+fn sums_of<A: Acc>(
+    (call, name): (&'static str, &str),
+    config: &RouterConfig,
+    sums: TensorRef<'_, Cpu>,
+) -> Result<Vec<f64>> {
+    check(call, name, A::DTYPE, &[Sums::len(config.num_experts)], sums.dtype(), sums.dims())?;
+    Ok(sums.as_slice::<A>()?.iter().map(|v| v.as_f64()).collect())
 }
 
 /// Sums over a block of tokens, which is one sequence where the loss is over sequences.
@@ -139,9 +165,13 @@ impl AuxGrad {
     ) -> Result<Self> {
         let (e, k) = (config.num_experts, config.top_k);
         aux.aux.validate()?;
-        check(call, "aux.sums", A::DTYPE, &[Sums::len(e)], aux.sums.dtype(), aux.sums.dims())?;
-        let values: Vec<f64> = aux.sums.as_slice::<A>()?.iter().map(|v| v.as_f64()).collect();
+        let values = sums_of::<A>((call, "aux.sums"), config, aux.sums)?;
         let sums = Sums::new(&values, e);
+        aux.d_loss.check(call, "aux.d_loss", A::DTYPE)?;
+        let d_loss = match aux.d_loss {
+            Scalar::Host(value) => value,
+            Scalar::Device(tensor) => tensor.as_slice::<A>()?[0].as_f64(),
+        };
         if sums.tokens <= 0.0 && !ids.is_empty() {
             return Err(Error::invalid(
                 call,
@@ -154,7 +184,7 @@ impl AuxGrad {
         if matches!(kind, BalanceKind::Sequence { .. }) && sums.sequences <= 0.0 && !ids.is_empty() {
             return Err(Error::invalid(call, "tensor aux.sums", "the sums of a loss over sequences", "no sequences"));
         }
-        let weight = aux.d_loss * aux.aux.balance * e as f64;
+        let weight = d_loss * aux.aux.balance * e as f64;
         let row = |counts: &[f64], picks: f64, tokens: f64, weight: f64| -> Vec<f64> {
             counts.iter().map(|c| weight * c / picks / tokens).collect()
         };
@@ -173,7 +203,7 @@ impl AuxGrad {
                 (length, rows.collect())
             }
         };
-        let z = if ids.is_empty() { 0.0 } else { aux.d_loss * aux.aux.z / sums.tokens };
+        let z = if ids.is_empty() { 0.0 } else { d_loss * aux.aux.z / sums.tokens };
         Ok(Self { experts: e, by_sequence, length, sigmoids: normalised_sigmoid(config, kind), z })
     }
 

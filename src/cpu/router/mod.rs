@@ -24,7 +24,7 @@ use super::element::{Acc, to_f64, with_acc};
 use choose::Chooser;
 use jitter::Noise;
 
-pub(super) use aux::aux_sums;
+pub(super) use aux::{aux_sums, aux_total};
 pub(super) use backward::route_bwd;
 pub(super) use keep::keep_sum;
 

@@ -1,0 +1,111 @@
+//! The auxiliary losses of a forward, for the host and for the device.
+
+use std::sync::Arc;
+
+use crate::aux_loss::{Sums, aux_value};
+use crate::comm::{Op, ReduceOp, Tag};
+use crate::config::{AuxConfig, RouterConfig};
+use crate::ep::{Group, Handle};
+use crate::error::Result;
+use crate::kernels::{AuxSums, AuxTotal, Kernels, Scalar};
+use crate::lazy::Lazy;
+use crate::tensor::{Tensor, TensorMut, TensorRef};
+
+use super::Layer;
+
+/// Auxiliary losses of one forward, coefficients included.
+#[derive(Debug, Clone, Copy, PartialEq, Default)]
+pub struct AuxValue {
+    /// Load-balancing loss.
+    pub balance: f64,
+    /// z-loss.
+    pub z: f64,
+}
+
+impl AuxValue {
+    /// Their sum, the value whose gradient [`Layer::backward`] takes.
+    pub fn total(&self) -> f64 {
+        self.balance + self.z
+    }
+}
+
+/// Auxiliary losses of one forward. The device has them; the host, when it asks.
+#[derive(Debug)]
+pub struct AuxLoss<D: Kernels> {
+    value: Lazy<AuxValue>,
+    /// Absent where no loss is asked for.
+    on_device: Option<Arc<OnDevice<D>>>,
+    device: D,
+}
+
+#[derive(Debug)]
+struct OnDevice<D: Kernels> {
+    stream: D::Stream,
+    router: RouterConfig,
+    aux: AuxConfig,
+    sums: Arc<Tensor<D>>,
+}
+
+impl<D: Kernels> AuxLoss<D> {
+    /// The losses, which waits for the device, once.
+    ///
+    /// # Errors
+    /// As [`Lazy::get`].
+    pub fn get(&self) -> Result<&AuxValue> {
+        self.value.get()
+    }
+
+    /// The losses, to be read by whoever asks, when they ask.
+    pub fn value(&self) -> &Lazy<AuxValue> {
+        &self.value
+    }
+
+    /// Writes their sum ([`AuxValue::total`]) to one element of the accumulator type, on the layer's stream.
+    ///
+    /// # Errors
+    /// Another type or size; a driver's error.
+    pub fn write(&self, mut out: TensorMut<'_, D>) -> Result<()> {
+        let Some(OnDevice { stream, router, aux, sums }) = self.on_device.as_deref() else {
+            Scalar::Device(out.as_ref()).check("AuxLoss::write", "out", out.dtype().accumulator())?;
+            return self.device.zero(out.into_data());
+        };
+        self.device.aux_total(stream, AuxTotal { config: router, aux, sums: sums.view(), out: out.reborrow() })
+    }
+}
+
+/// The losses, and the sums that their gradient needs.
+pub(super) type Aux<D> = (AuxLoss<D>, Option<Arc<Tensor<D>>>);
+
+pub(super) fn losses<D: Kernels>(
+    layer: &Layer,
+    group: &mut Group<D>,
+    handle: &Handle<D>,
+    (logits, ids): (TensorRef<'_, D>, TensorRef<'_, D>),
+) -> Result<Aux<D>> {
+    let config = &layer.config;
+    let (device, stream) = (group.device().clone(), group.stream().clone());
+    if config.aux.is_off() {
+        return Ok((AuxLoss { value: Lazy::ready(AuxValue::default()), on_device: None, device }, None));
+    }
+    let mut sums = Tensor::empty(&device, logits.dtype(), &[Sums::len(config.router.num_experts)])?;
+    let call = AuxSums {
+        config: &config.router,
+        aux: &config.aux,
+        logits: logits.borrow(),
+        ids: ids.borrow(),
+        out: sums.view_mut(),
+    };
+    device.aux_sums(&stream, call)?;
+    if config.aux.over_ranks && group.ranks() > 1 {
+        let tag = Tag { layer: layer.number, op: Op::Aux, sequence: handle.sequence() };
+        group.dispatcher().communicator().all_reduce(tag, ReduceOp::Sum, sums.view_mut())?;
+    }
+    let sums = Arc::new(sums);
+    let own = OnDevice { stream, router: config.router.clone(), aux: config.aux, sums: sums.clone() };
+    let (on_device, reads) = (Arc::new(own), device.clone());
+    let value = {
+        let of = Arc::clone(&on_device);
+        Lazy::later(move || Ok(aux_value(&of.router, &of.aux, &reads.read(&of.stream, of.sums.view())?)))
+    };
+    Ok((AuxLoss { value, on_device: Some(on_device), device }, Some(sums)))
+}
