@@ -24,8 +24,8 @@ pub const TOKENS: usize = 3;
 pub const CULPRIT: usize = 2;
 pub const KINDS: [DispatcherKind; 2] = [DispatcherKind::AllToAll, DispatcherKind::AllGather];
 /// Long enough for a loaded machine; what is told at once is told well within it.
-pub const PATIENCE: Duration = Duration::from_secs(30);
-pub const AT_ONCE: Duration = Duration::from_secs(10);
+pub const PATIENCE: Duration = Duration::from_secs(60);
+pub const AT_ONCE: Duration = Duration::from_secs(30);
 /// The first limit where one is reached by design, and what a loaded machine may add until a thread runs again.
 pub const SHORT: Duration = Duration::from_millis(300);
 pub const SLACK: Duration = Duration::from_secs(5);

@@ -1,8 +1,9 @@
 //! The id reaches every rank, or every rank gets an error that says why.
 
 use std::net::{SocketAddr, TcpListener};
+use std::sync::atomic::{AtomicU16, Ordering};
 use std::thread::{self, JoinHandle};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use moebius::ranks::{Bootstrap, Identity, RankError, Refusal, Root, Token, UniqueId};
 use moebius::{Error, Result};
@@ -72,11 +73,27 @@ fn one_rank_needs_no_network() {
     assert_eq!(job.exchange(|| Ok(ID)).unwrap(), ID);
 }
 
-/// An address that nobody listens at. Tests that need one take it on a loopback address of their own where the system
-/// has more than one: what others bind or connect meanwhile does not get the port.
+/// An address that nobody listens at, another each time: outside the range that the system hands out and, where it has
+/// more loopback addresses than one, not on the usual one. Nothing is bound to find it: a process that another test is
+/// about to start would hold it a moment longer.
 pub fn free() -> SocketAddr {
-    let host = if cfg!(target_os = "linux") { "127.0.0.2" } else { "127.0.0.1" };
-    TcpListener::bind((host, 0)).unwrap().local_addr().unwrap()
+    static CALLS: AtomicU16 = AtomicU16::new(0);
+    let number = CALLS.fetch_add(1, Ordering::Relaxed).wrapping_add((std::process::id() % 1000) as u16 * 10);
+    let host = if cfg!(target_os = "linux") { [127, 0, 0, 2] } else { [127, 0, 0, 1] };
+    SocketAddr::from((host, 20_000 + number % 10_000))
+}
+
+/// Rank 0's exchange at an address that it had before: for the same reason that may be in use for a moment.
+fn again(job: &Bootstrap, id: UniqueId) -> Result<UniqueId> {
+    let start = Instant::now();
+    loop {
+        match job.exchange(|| Ok(id)) {
+            Err(Error::Rank(RankError::Network { operation: "bind", .. })) if start.elapsed() < LONG => {
+                thread::sleep(Duration::from_millis(5));
+            }
+            other => return other,
+        }
+    }
 }
 
 /// Nothing where a rank came too late for what is tested.
@@ -105,7 +122,7 @@ fn rounds_at(free: SocketAddr, short: Duration) -> Option<()> {
         let present = if round == 2 { 1..2 } else { 1..3 };
         let ranks: Vec<_> = present.map(|rank| spawn(job(rank, round, timeout))).collect();
         let id = [round as u8; 128];
-        let root = job(0, round, timeout).exchange(|| Ok(id));
+        let root = again(&job(0, round, timeout), id);
         match root {
             Ok(found) => assert_eq!((found, round == 2), (id, false)),
             Err(Error::Rank(RankError::Missing { missing, .. })) => {

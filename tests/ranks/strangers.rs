@@ -2,7 +2,7 @@
 //! `src/ranks/message.rs`.
 
 use std::io::{Read, Write};
-use std::net::{TcpListener, TcpStream};
+use std::net::{Shutdown, TcpListener, TcpStream};
 use std::thread;
 
 use moebius::ranks::{Bootstrap, RankError, Token};
@@ -138,6 +138,8 @@ fn a_place_is_freed() {
             let _ = first.read_to_end(&mut answer);
             assert!(answer.is_empty(), "{answer:?}");
         }
+        // Ended for good, whoever else holds it: a process that another test is about to start.
+        let _ = first.shutdown(Shutdown::Both);
     }
     let rank = job.join(1);
     assert_eq!(job.join(2).join().unwrap().unwrap(), ID);
