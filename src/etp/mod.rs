@@ -198,7 +198,7 @@ pub enum Reduction {
     Native,
     /// An exchange of the ranks' shares, added in pairs ((0 + 1) + (2 + 3)) in the accumulator type, without rounding
     /// between: exact sums of bf16 gradients, and the same bits however ranks are divided among shards and replicas.
-    /// Costs a buffer of a whole gradient.
+    /// Costs a buffer of a whole gradient, but for this rank's share.
     Pairwise,
 }
 
