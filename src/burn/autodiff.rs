@@ -149,11 +149,16 @@ impl<B: NativeBackend + MoeBackend, C: CheckpointStrategy> MoeBackend for Autodi
             OpsKind::Tracked(run) => run,
         };
         let x = run.checkpoint(&operands.x);
+        // At the end of any thread's backward burn forgets graphs of which no tensor is alive. Until `Run` is in the graph,
+        // the operands may be all that keeps theirs.
+        let alive: Vec<_> =
+            std::iter::once(&operands.x).chain(operands.params.iter().flatten()).map(|t| t.rc.clone()).collect();
         let operands = inner(operands);
         let (out, context) = run_forward::<B>(call, &operands, true)?;
         let pending = Arc::new(Mutex::new(Pending { context, dy: None, d_aux: None }));
         let state = RunState { call: call.clone(), x, params: operands.params, pending: pending.clone() };
         let root = run.finish(state, absent.primitive);
+        drop(alive);
 
         let child = |output: Output, value| {
             let prepared = Backward::<B, 1>::prepare::<C>(output, [root.node.clone()]).compute_bound().stateful();

@@ -123,15 +123,16 @@ pub(super) struct Tracked {
 }
 
 impl Tracked {
-    /// Whether the core shall make a parameter's gradient: a bias's comes beside its weight's only.
+    /// Whether the core shall make a parameter's gradient: a bias's comes beside its weight's only, the selection bias
+    /// has none, also where somebody tracks it.
     fn makes(&self, role: Role) -> bool {
         let tracked = |role: Role| self.params[role as usize];
-        tracked(role)
-            || match role {
-                Role::Up => tracked(Role::UpBias),
-                Role::Down => tracked(Role::DownBias),
-                _ => false,
-            }
+        match role {
+            Role::SelectionBias => false,
+            Role::Up => tracked(role) || tracked(Role::UpBias),
+            Role::Down => tracked(role) || tracked(Role::DownBias),
+            _ => tracked(role),
+        }
     }
 }
 

@@ -14,6 +14,7 @@ mod order;
 mod support;
 #[path = "../common/trials.rs"]
 mod trials;
+mod user;
 
 use std::process::ExitCode;
 
@@ -30,6 +31,7 @@ fn main() -> ExitCode {
         ("exact", exact::cases()),
         ("faults", faults::cases()),
         ("module", module::cases()),
+        ("user", user::cases()),
     ];
     for (file, cases) in files {
         for (name, body) in cases {
