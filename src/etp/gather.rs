@@ -154,14 +154,6 @@ impl<D: ShardDevice> Inner<D> {
         }
         let steps = &self.steps[active.phase as usize];
         let step = steps.get(active.cursor).copied();
-        let end = steps.len().min(active.cursor.saturating_add(1).saturating_add(ahead));
-        let next: Vec<usize> = steps
-            .get(active.cursor + 1..end)
-            .unwrap_or_default()
-            .iter()
-            .filter(|next| next.fetch)
-            .map(|next| next.node)
-            .collect();
         let expected = step.map(|step| self.nodes[step.node].weight);
         let (Some(step), true) = (step, expected == Some(id.0)) else {
             let expected = expected.map_or("the end of the pass", |weight| &self.weights[weight].spec.name);
@@ -170,13 +162,20 @@ impl<D: ShardDevice> Inner<D> {
         };
         let loan = self.arrive(step, active)?;
         self.hold(step.node, active);
-        for node in next {
+        self.run_ahead((active.cursor + 1, ahead), active);
+        Ok((loan, step, active.serial))
+    }
+
+    /// Starts the gathers of so many steps of the pass from the `first` on.
+    pub fn run_ahead(&mut self, (first, ahead): (usize, usize), active: Active) {
+        let steps = &self.steps[active.phase as usize];
+        let next = steps.iter().skip(first).take(ahead).filter(|next| next.fetch).map(|next| next.node);
+        for node in next.collect::<Vec<usize>>() {
             // In the order of their use, on every rank.
             if !self.ahead(node, active) {
                 break;
             }
         }
-        Ok((loan, step, active.serial))
     }
 
     /// The pass is one acquisition further.

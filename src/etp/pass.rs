@@ -30,7 +30,8 @@ impl<D: ShardDevice> Chain<D> {
         self.lock().epoch += 1;
     }
 
-    /// Begins a pass over the model. The first forward links the chain: every gather of it is waited for.
+    /// Begins a pass over the model, and with prefetch its first gathers: shards stay as they are from here to its end. The
+    /// first forward links the chain: every gather of it is waited for.
     ///
     /// # Errors
     /// A pass that was not ended (after an error: [`recover`](Self::recover)); a backward before any forward.
@@ -47,7 +48,12 @@ impl<D: ShardDevice> Chain<D> {
         inner.passes += 1;
         inner.serial += 1;
         let (number, serial, epoch) = (inner.passes, inner.serial, inner.epoch);
-        inner.active = Some(Active { phase, cursor: 0, number, serial, epoch });
+        let active = Active { phase, cursor: 0, number, serial, epoch };
+        inner.active = Some(active);
+        if self.options.prefetch {
+            // What comes before the first use hides them.
+            inner.run_ahead((0, self.options.ahead), active);
+        }
         Ok(())
     }
 
