@@ -1,7 +1,22 @@
 //! Auxiliary losses from their sums: the part that is the same on every device.
 
 use crate::config::{AuxConfig, BalanceKind, RouterConfig};
-use crate::layer::AuxValue;
+
+/// Auxiliary losses of one forward, coefficients included.
+#[derive(Debug, Clone, Copy, PartialEq, Default)]
+pub struct AuxValue {
+    /// Load-balancing loss.
+    pub balance: f64,
+    /// z-loss.
+    pub z: f64,
+}
+
+impl AuxValue {
+    /// Their sum, the value whose gradient [`Layer::backward`](crate::layer::Layer::backward) takes.
+    pub fn total(&self) -> f64 {
+        self.balance + self.z
+    }
+}
 
 /// The fields of [`AuxSums::out`](crate::kernels::AuxSums::out).
 #[derive(Debug, Clone, Copy)]

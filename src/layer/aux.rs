@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use crate::aux_loss::{Sums, aux_value};
+use crate::aux_loss::{AuxValue, Sums, aux_value};
 use crate::comm::{Op, ReduceOp, Tag};
 use crate::config::{AuxConfig, RouterConfig};
 use crate::ep::{Group, Handle};
@@ -12,22 +12,6 @@ use crate::lazy::Lazy;
 use crate::tensor::{Tensor, TensorMut, TensorRef};
 
 use super::Layer;
-
-/// Auxiliary losses of one forward, coefficients included.
-#[derive(Debug, Clone, Copy, PartialEq, Default)]
-pub struct AuxValue {
-    /// Load-balancing loss.
-    pub balance: f64,
-    /// z-loss.
-    pub z: f64,
-}
-
-impl AuxValue {
-    /// Their sum, the value whose gradient [`Layer::backward`] takes.
-    pub fn total(&self) -> f64 {
-        self.balance + self.z
-    }
-}
 
 /// Auxiliary losses of one forward. The device has them; the host, when it asks.
 #[derive(Debug)]

@@ -12,7 +12,8 @@ mod payload;
 mod role;
 mod shared;
 
-pub use aux::{AuxLoss, AuxValue};
+pub use crate::aux_loss::AuxValue;
+pub use aux::AuxLoss;
 pub use memory::{StepMemory, StepSizes};
 pub use role::{ParamViews, Role};
 

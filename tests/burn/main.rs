@@ -1,7 +1,7 @@
 //! The layer as a burn module: against a dense reference of burn operations, and as a citizen of burn's autodiff,
 //! records and optimisers. With the feature `burn-cuda` on a GPU too.
 
-#[path = "../etp/changed.rs"]
+#[path = "../common/changed.rs"]
 mod changed;
 mod dense;
 mod exact;

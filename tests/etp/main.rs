@@ -4,6 +4,7 @@
 
 #[cfg(feature = "candle")]
 mod candle;
+#[path = "../common/changed.rs"]
 pub mod changed;
 mod exact;
 mod faults;
