@@ -8,7 +8,7 @@ use std::collections::HashMap;
 use std::fs::File;
 use std::path::Path;
 
-use safetensors::tensor::{Metadata, TensorInfo};
+use safetensors::tensor::{Metadata, SafeTensorError, TensorInfo};
 use serde::de::{Error as _, MapAccess};
 
 use super::fields::clip;
@@ -73,9 +73,10 @@ pub(super) fn length(prefix: [u8; LENGTH as usize], file_len: u64) -> Result<u64
 pub(super) fn parse(json: &[u8], data: u64) -> Result<Vec<(String, TensorInfo)>, String> {
     let Unique(mut tensors) = serde_json::from_slice::<Unique<TensorInfo>>(json).map_err(|e| e.to_string())?;
     tensors.sort_by_key(|(_, info)| info.data_offsets);
-    let metadata = Metadata::new(None, tensors.clone()).map_err(|e| match tensors.iter().find_map(misfit) {
-        Some(at) => format!("{e}: {at}"),
-        None => e.to_string(),
+    let metadata = Metadata::new(None, tensors.clone()).map_err(|e| match (&e, tensors.iter().find_map(misfit)) {
+        // The one error of the library that does not name its tensor.
+        (SafeTensorError::TensorInvalidInfo, Some(at)) => format!("{e}: {at}"),
+        _ => e.to_string(),
     })?;
     if metadata.data_len() as u64 != data {
         return Err(format!("tensors end at byte {}, the file has {data} bytes for them", metadata.data_len()));

@@ -115,7 +115,7 @@ impl<D: Kernels> Core<D> {
         if kept.is_some() {
             self.device.zero(heard.view_mut().into_data())?;
         }
-        let (now, late) = heard::in_turn(raised, kept);
+        let (now, late) = heard::now_and_next(raised, kept);
         self.late = late;
         now
     }

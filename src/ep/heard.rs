@@ -72,18 +72,22 @@ pub(crate) fn error(bytes: &[u8], rank: usize, num_experts: usize) -> Option<Err
 
 /// Of an error that is kept here and one that the device's kernels have raised, what is told now and what by the next
 /// call. What was raised may be the sign of what is kept, and is told with it then.
-pub(crate) fn in_turn(raised: Result<()>, kept: Option<Error>) -> (Result<()>, Option<Error>) {
+pub(crate) fn now_and_next(raised: Result<()>, kept: Option<Error>) -> (Result<()>, Option<Error>) {
     match (raised, kept) {
         (raised, None) => (raised, None),
         (Ok(()), Some(kept)) => (Err(kept), None),
-        (Err(raised), Some(kept)) => (Err(kept), (!is_sign(&raised)).then_some(raised)),
+        (Err(raised), Some(kept)) => {
+            let then = (!is_sign(&raised, &kept)).then_some(raised);
+            (Err(kept), then)
+        }
     }
 }
 
-fn is_sign(raised: &Error) -> bool {
+fn is_sign(raised: &Error, kept: &Error) -> bool {
+    let of_capacity = matches!(kept, Error::Capacity { .. });
     match raised {
-        Error::Capacity { .. } => true,
-        Error::Invalid { name, .. } => name.starts_with(RAISED),
+        Error::Capacity { .. } => of_capacity,
+        Error::Invalid { name, .. } => !of_capacity && name.starts_with(RAISED),
         _ => false,
     }
 }
@@ -95,15 +99,20 @@ mod tests {
     const KEPT: Error = Error::Capacity { rank: 1, needed: 9, capacity: 8 };
 
     fn told(raised: Result<()>, kept: Option<Error>) -> (Option<String>, Option<String>) {
-        let (now, then) = in_turn(raised, kept);
+        let (now, then) = now_and_next(raised, kept);
         (now.err().map(|e| e.to_string()), then.map(|e| e.to_string()))
+    }
+
+    fn record() -> Error {
+        Error::invalid("check", format!("{RAISED} 0 (seen by a kernel)"), "ids", "others")
     }
 
     #[test]
     fn an_error_beside_the_kept_one_is_told_next() {
         let nan = || Error::NanLogits { call: "route", token: 3, expert: 1 };
         let map = || Error::invalid("check", "map[4] (seen by a kernel)", "a row", "none");
-        for other in [nan(), map()] {
+        // Of records of a later step, of which nothing could be kept any more.
+        for other in [nan(), map(), record()] {
             assert_eq!(told(Err(other.clone()), Some(KEPT)), (Some(KEPT.to_string()), Some(other.to_string())));
             assert_eq!(told(Err(other.clone()), None), (Some(other.to_string()), None));
         }
@@ -113,11 +122,12 @@ mod tests {
 
     #[test]
     fn the_sign_of_the_kept_one_is_told_with_it() {
-        let record = Error::invalid("check", format!("{RAISED} 0 (seen by a kernel)"), "ids", "others");
         // The largest need of several prepares, of which the first is kept.
         let larger = Error::Capacity { rank: 0, needed: 11, capacity: 8 };
-        for sign in [record, KEPT, larger] {
+        for sign in [KEPT, larger] {
             assert_eq!(told(Err(sign), Some(KEPT)), (Some(KEPT.to_string()), None));
         }
+        let bad = || Error::Peer { call: "prepare", rank: 1, peer: 0, reason: "its records".into() };
+        assert_eq!(told(Err(record()), Some(bad())), (Some(bad().to_string()), None));
     }
 }

@@ -149,7 +149,9 @@ fn show(field: &str, value: u64) -> String {
         ("spec.expert_capacity.factor", bits) => f64::from_bits(bits).to_string(),
         ("spec.expert_capacity.order", n) => if n == 0 { "position or none" } else { "probability" }.to_string(),
         ("spec.formula", n) => {
-            format!("a layer configuration of fingerprint {n:016x} (with the type of quantised tokens)")
+            format!(
+                "fingerprint {n:016x} of a layer's configuration, and of the tokens' type where they travel quantised"
+            )
         }
         (_, n) => n.to_string(),
     }

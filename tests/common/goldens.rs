@@ -11,7 +11,9 @@ pub fn golden() -> PathBuf {
 
 /// One of these folders by name; the shipped one where there is none of that name.
 pub fn golden_of(name: &str) -> PathBuf {
-    let own = golden().join(name);
+    let root = golden();
+    assert!(root.is_dir(), "MOEBIUS_GOLDEN: no folder {}", root.display());
+    let own = root.join(name);
     if own.join("config.json").is_file() { own } else { shipped("golden").join(name) }
 }
 
