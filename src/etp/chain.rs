@@ -186,6 +186,8 @@ impl<D: ShardDevice> Chain<D> {
         let (form, cut) = ((spec.payload, spec.dtype), (Arc::clone(&shards), self.rank));
         let joined = inner.packed().map(|packed| packed.joined()).sum();
         let packed = Packed::new(&inner.gathers.between, form, cut, joined)?.map(Arc::new);
+        // Amaxes that were joined without its own are of no use.
+        inner.epoch += u64::from(packed.is_some());
         inner.weights.push(Weight { spec, shards, source, packed, main: None, reduce, gradient: None });
         Ok(WeightId(inner.weights.len() - 1))
     }
@@ -268,11 +270,14 @@ fn check_source<D: ShardDevice>(spec: &WeightSpec, shards: &Shards, source: &dyn
 fn compare<D: ShardDevice>(device: &D, comm: &mut dyn Communicator<D>, options: &EtpOptions) -> Result<()> {
     let device = &comm.device().unwrap_or(device).clone();
     let stream = &device.own_stream();
-    let names = ["pad", "reduction", "scale", "replicas", "in_turn"];
+    // The last three decide the order of the lanes' jobs.
+    let names = ["pad", "reduction", "scale", "replicas", "in_turn", "prefetch", "ahead"];
     let pairwise = options.reduction == Reduction::Pairwise;
     let mean = options.scale == Scale::Mean;
-    let (replicas, in_turn) = (options.replicas as u64, u64::from(options.in_turn));
-    let own = [options.pad as u64, u64::from(pairwise), u64::from(mean), replicas, in_turn];
+    let (replicas, in_turn, prefetch) =
+        (options.replicas as u64, u64::from(options.in_turn), u64::from(options.prefetch));
+    let ahead = if options.prefetch { options.ahead as u64 } else { 0 };
+    let own = [options.pad as u64, u64::from(pairwise), u64::from(mean), replicas, in_turn, prefetch, ahead];
     let bytes: Vec<u8> = own.iter().flat_map(|v| v.to_ne_bytes()).collect();
     let mut send = Tensor::empty(device, crate::DType::U8, &[bytes.len()])?;
     device.upload(stream, &bytes, send.view_mut())?;

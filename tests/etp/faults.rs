@@ -233,6 +233,8 @@ fn options_that_differ_between_ranks<D: Chained>(device: &D) {
         ("scale", EtpOptions { scale: moebius::etp::Scale::Mean, ..EtpOptions::default() }),
         ("replicas", EtpOptions { replicas: 2, ..EtpOptions::default() }),
         ("in_turn", EtpOptions { in_turn: true, ..EtpOptions::default() }),
+        ("prefetch", EtpOptions { prefetch: false, ..EtpOptions::default() }),
+        ("ahead", EtpOptions { ahead: 2, ..EtpOptions::default() }),
     ];
     for (name, other) in others {
         let outcomes = ranks(device, 2, MINUTE, |rank, place| {

@@ -15,6 +15,34 @@ bodies! {
     2 one_all_reduce_of_amaxes_a_step,
     2 changed_within_a_pass,
     2 draining_what_has_arrived,
+    2 added_after_the_first_steps,
+}
+
+/// A weight that is added to a chain whose amaxes are joined: they are joined anew, its own among them.
+fn added_after_the_first_steps<D: Chained>(device: &D) {
+    for (prefetch, in_turn) in [(true, false), (false, false), (true, true)] {
+        ranks(device, 2, MINUTE, |_, place| {
+            let own = place.device.clone();
+            let chain = place.chain(EtpOptions { prefetch, in_turn, ..ON }).unwrap();
+            let mut ids = Vec::new();
+            for i in 0..3 {
+                let mut spec = WeightSpec::new(format!("w{i}"), i as u32, &DIMS, moebius::DType::F32);
+                spec.payload = Payload::Nvfp4;
+                ids.push(chain.add(spec, Arc::new(Shard::new(cut(&own, &chain, value(i))))).unwrap());
+                for _ in 0..2 {
+                    chain.begin(Phase::Forward).unwrap();
+                    for (i, id) in ids.iter().enumerate() {
+                        let source = chain.source(*id).unwrap();
+                        let guard = source.acquire(&own.order()).unwrap();
+                        let expected = super::world::through(Payload::Nvfp4, &tensor(value(i)));
+                        assert_eq!(own.bytes(guard.tensor().unwrap()), expected.as_bytes(), "weight {i}");
+                    }
+                    chain.end().unwrap();
+                }
+                chain.relink().unwrap();
+            }
+        });
+    }
 }
 
 /// What was gathered two steps ahead is given up as it came: no weight's buffer is free for it while one is in use.
