@@ -48,8 +48,11 @@ impl<D: ShardDevice> Inner<D> {
             self.tickets.put(loan);
         }
         let ticket = self.tickets.reserve(key);
-        let mut loan = self.tickets.take(ticket)?;
-        // A rank whose own cannot be had tells the others, which are in the all-reduce.
+        // A rank that has no room for them, or whose own cannot be had, tells the others, which are in the all-reduce.
+        let mut loan = match self.tickets.take(ticket) {
+            Ok(loan) => loan,
+            Err(error) => return self.gathers.refuse(tag, error).wait().outcome,
+        };
         let after = self.own_amaxes(loan.tensor.view_mut()).and_then(|()| self.gathers.between.home.mark());
         let amaxes = Sent::new(loan, &self.gathers.between);
         let pending = self.gathers.give_after(Job::Join { tag, amaxes }, after);
@@ -59,7 +62,7 @@ impl<D: ShardDevice> Inner<D> {
                 self.amaxes = Some(Amaxes { epoch, loan });
                 Ok(())
             }
-            (loan, outcome) => Err(self.lost(loan, ticket, outcome)),
+            (loan, outcome) => Err(self.lost(loan, Some(ticket), outcome)),
         }
     }
 
@@ -74,10 +77,11 @@ impl<D: ShardDevice> Inner<D> {
     }
 
     /// Takes back what a failed job has left of its buffer.
-    pub fn lost(&mut self, loan: Option<Loan<D>>, ticket: Ticket, outcome: Result<()>) -> Error {
-        match loan {
-            Some(loan) => self.tickets.put(loan),
-            None => self.tickets.forget(ticket),
+    pub fn lost(&mut self, loan: Option<Loan<D>>, ticket: Option<Ticket>, outcome: Result<()>) -> Error {
+        match (loan, ticket) {
+            (Some(loan), _) => self.tickets.put(loan),
+            (None, Some(ticket)) => self.tickets.forget(ticket),
+            (None, None) => {}
         }
         outcome.err().unwrap_or_else(|| Error::invalid(CALL, "job", "its buffer", "none"))
     }

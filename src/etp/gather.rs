@@ -24,8 +24,8 @@ const WHOLE: u64 = 0;
 /// A gather under way.
 pub(super) struct Flight<D: ShardDevice> {
     pending: Pending<D>,
-    /// Of the buffer that is filled.
-    ticket: Ticket,
+    /// Of the buffer that is filled; none of a refusal in its place.
+    ticket: Option<Ticket>,
     /// If that is not the weight: what makes it one, and the weight's own.
     packed: Option<(Arc<Packed<D>>, Ticket)>,
     /// The pass it is for.
@@ -235,8 +235,8 @@ impl<D: ShardDevice> Inner<D> {
         gathered.inspect_err(|_| self.nodes[node].state.reset())
     }
 
-    /// Starts a later step's gather, if it is not under way; tells whether it is. Where it cannot start, the step itself
-    /// gathers, and reports what is wrong.
+    /// Starts a later step's gather, if it is not under way; tells whether it is. Where it cannot start on any rank, the
+    /// step itself gathers, and reports what is wrong; what this rank alone cannot has been refused in its turn.
     fn ahead(&mut self, node: usize, active: Active) -> bool {
         let at = &self.nodes[node];
         if at.state.state() == State::AsyncWait {
@@ -274,7 +274,14 @@ impl<D: ShardDevice> Inner<D> {
             Some(_) => self.cast(weight, (tag, epoch))?,
             None => Ok(()),
         };
-        let into = self.tickets.take(ticket)?;
+        let into = match self.tickets.take(ticket) {
+            Ok(into) => into,
+            Err(error) => {
+                // The others' next job is not this rank's next: it has its turn, and fails.
+                let pending = self.gathers.refuse(tag, error);
+                return Ok(Flight { pending, ticket: None, packed: None, serial });
+            }
+        };
         let weight = &self.weights[weight];
         let packed = weight.packed.clone().filter(|_| arrived.is_some());
         self.traffic.gathers += 1;
@@ -286,7 +293,7 @@ impl<D: ShardDevice> Inner<D> {
         };
         let after = cast.and_then(|()| self.gathers.between.home.mark());
         let pending = self.gathers.give_after(Job::Gather { tag, shard, into }, after);
-        Ok(Flight { pending, ticket, packed: packed.map(|packed| (packed, own)), serial })
+        Ok(Flight { pending, ticket: Some(ticket), packed: packed.map(|packed| (packed, own)), serial })
     }
 
     /// Waits for a gather, and makes a weight of what it brings.
@@ -360,5 +367,78 @@ impl<D: ShardDevice> Inner<D> {
             }
         }
         outcome
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use super::super::tickets::Key;
+    use super::super::{Comms, EtpOptions, Payload, Phase, Shard, ShardSource, WeightSpec};
+    use super::*;
+    use crate::comm::ThreadWorld;
+    use crate::cpu::Cpu;
+    use crate::dtype::DType;
+    use crate::error::{CommError, Error};
+
+    const DIMS: [usize; 2] = [4, 16];
+
+    /// What both ranks' next gather comes to where rank 1 has no room for a usage of its buffers.
+    fn without_room(payload: Payload, usage: Usage) -> Vec<[Result<()>; 2]> {
+        let limit = Duration::from_secs(60);
+        let lanes = [ThreadWorld::create(2, limit), ThreadWorld::create(2, limit)].map(Vec::into_iter);
+        let [gathers, reductions] = lanes;
+        let work = |(rank, (gather, reduce))| {
+            let comms = Comms::<Cpu> { gather: Box::new(gather), reduce: Box::new(reduce) };
+            let options = EtpOptions { pad: 0, in_turn: true, ..EtpOptions::default() };
+            let chain = Chain::new(Cpu::new(), (), comms, options).unwrap();
+            let shard = Shard::new(Tensor::zeros(&Cpu::new(), DType::F32, &[2, 16]).unwrap());
+            let mut spec = WeightSpec::new("w", 0, &DIMS, DType::F32);
+            spec.payload = payload;
+            let id = chain.add(spec, Arc::new(shard) as Arc<dyn ShardSource<Cpu>>).unwrap();
+            chain.begin(Phase::Forward).unwrap();
+            let mut inner = chain.lock();
+            let (node, active) = (inner.meet(id.0), inner.active.unwrap());
+            let key = match usage {
+                Usage::Amaxes => Key { dims: vec![1], dtype: DType::F32, usage, parity: 0 },
+                Usage::Arrived => inner.arrived_key(id.0, 0).unwrap(),
+                usage => inner.key(id.0, usage, 0),
+            };
+            let ticket = inner.tickets.reserve(key);
+            let held = (rank == 1).then(|| inner.tickets.take(ticket).unwrap());
+            let gather = |inner: &mut Inner<Cpu>| {
+                let flight = inner.begin(node, active)?;
+                let loan = inner.land(flight)?;
+                inner.tickets.put(loan);
+                Ok(())
+            };
+            let first = gather(&mut inner);
+            held.into_iter().for_each(|loan| inner.tickets.put(loan));
+            [first, gather(&mut inner)]
+        };
+        std::thread::scope(|scope| {
+            let seats = gathers.zip(reductions).enumerate();
+            let threads: Vec<_> = seats.map(|seat| scope.spawn(move || work(seat))).collect();
+            threads.into_iter().map(|thread| thread.join().unwrap()).collect()
+        })
+    }
+
+    /// The others are told in the gather's turn, so that the lanes' next jobs meet.
+    #[test]
+    fn a_rank_without_room_refuses_in_its_turn() {
+        let cases = [
+            (Payload::Plain, Usage::Gathered),
+            (Payload::Mxfp8, Usage::Arrived),
+            (Payload::Nvfp4, Usage::Arrived),
+            (Payload::Nvfp4, Usage::Amaxes),
+        ];
+        for (payload, usage) in cases {
+            let [[told, met], [own, after]] = <[_; 2]>::try_from(without_room(payload, usage)).unwrap();
+            let heard = matches!(told, Err(Error::Comm(CommError::Refused { peer: 1, .. })));
+            assert!(heard, "{payload:?} {usage:?}: {told:?}");
+            assert!(own.as_ref().is_err_and(|e| e.to_string().contains("in use")), "{payload:?} {usage:?}: {own:?}");
+            assert!(met.is_ok() && after.is_ok(), "{payload:?} {usage:?}: {met:?} {after:?}");
+        }
     }
 }

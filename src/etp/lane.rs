@@ -1,7 +1,8 @@
 //! Collectives beside the computation: a helper thread with a communicator of its own runs one job after another.
 //!
-//! A rank has two lanes, one for gathers and one for reductions, so neither waits behind the other. Every rank gives
-//! its lanes the same jobs in the same order. A job owns its buffers, so nobody can touch them while it runs.
+//! A rank has two lanes, one for gathers and one for reductions, so neither waits behind the other; or one, on which they
+//! take turns ([`EtpOptions::in_turn`](super::EtpOptions::in_turn)). Every rank gives its lanes the same jobs in the same
+//! order: in place of one that it cannot give, its refusal. A job owns its buffers, so nobody can touch them while it runs.
 //!
 //! On a GPU the thread enqueues, on its communicator's stream, behind what the computation had been given when the job
 //! was; whoever takes the result has its own stream wait for the job's event. No host waits for a GPU.
@@ -43,6 +44,8 @@ pub(super) enum Job<D: ShardDevice> {
     Join { tag: Tag, amaxes: Sent<D> },
     /// `gradient`, padded, to this rank's rows: their sum, or the other ranks' shares of it where the caller adds them.
     Reduce { tag: Tag, how: Reduction, gradient: Sent<D>, into: Sent<D> },
+    /// In place of a job that this rank cannot give: the others, which wait in it, are told why.
+    Refuse { tag: Tag },
     /// Meets the other ranks after a failure: whatever they have in their lanes fails, until all meet here.
     Recover { tag: Tag, reason: Option<String> },
 }
@@ -170,6 +173,11 @@ impl<D: ShardDevice> Lane<D> {
         Pending { lane: self.name, reply: receiver }
     }
 
+    /// In place of a job whose buffer is not to be had.
+    pub fn refuse(&self, tag: Tag, error: Error) -> Pending<D> {
+        self.give_after(Job::Refuse { tag }, Err(error))
+    }
+
     /// Waits for a job and takes its buffers: on a GPU, has the computation wait.
     pub fn receive(&self, pending: Pending<D>) -> (Vec<Loan<D>>, Result<()>) {
         let Done { loans, outcome, ready } = pending.wait();
@@ -187,7 +195,7 @@ impl<D: ShardDevice> Job<D> {
         match self {
             Job::Gather { into: loan, .. } | Job::Join { amaxes: loan, .. } => vec![loan],
             Job::Reduce { gradient, into, .. } => vec![gradient, into],
-            Job::Recover { .. } => Vec::new(),
+            Job::Refuse { .. } | Job::Recover { .. } => Vec::new(),
         }
     }
 
@@ -213,9 +221,8 @@ impl<D: ShardDevice> Job<D> {
 
     fn tag(&self) -> Tag {
         match self {
-            Job::Gather { tag, .. } | Job::Join { tag, .. } | Job::Reduce { tag, .. } | Job::Recover { tag, .. } => {
-                *tag
-            }
+            Job::Gather { tag, .. } | Job::Join { tag, .. } | Job::Reduce { tag, .. } => *tag,
+            Job::Refuse { tag } | Job::Recover { tag, .. } => *tag,
         }
     }
 
@@ -241,6 +248,8 @@ impl<D: ShardDevice> Job<D> {
                 let gradient = gradient.loan().ok_or_else(gone)?.tensor.view();
                 reduce(comm, *tag, *how, (gradient, into.loan().ok_or_else(gone)?.tensor.view_mut()))
             }
+            // Its order brings the reason, and does not come here.
+            Job::Refuse { .. } => Err(gone()),
             Job::Recover { tag, reason } => recover(comm, *tag, reason.take()),
         }
     }
@@ -353,8 +362,8 @@ mod tests {
             threads.into_iter().map(|thread| thread.join().unwrap()).collect()
         });
         let [(told, met), (own, after)] = <[_; 2]>::try_from(outcomes).unwrap();
-        let heard = matches!(&told, Err(Error::Comm(CommError::Refused { peer: 1, reason, .. })) if reason.contains("out of luck"));
-        assert!(heard, "{told:?}");
+        let Err(Error::Comm(CommError::Refused { peer: 1, reason, .. })) = &told else { panic!("{told:?}") };
+        assert!(reason.contains("out of luck"), "{reason}");
         assert!(matches!(own, Err(Error::Device { call: "test", .. })), "{own:?}");
         assert!(met.is_ok() && after.is_ok(), "{met:?} {after:?}");
     }
