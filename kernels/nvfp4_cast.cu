@@ -44,7 +44,7 @@ template <class T, int MODE>
 __device__ __forceinline__ void along_rows(const QuantCast& p, const Panel<T>& panel, Shared& s, int64_t row, int64_t column) {
     constexpr int WIDE = Panel<T>::COLUMNS / 16;
     const QuantSide& side = p.rows;
-    const bool aligned = side.code_bytes % 8 == 0;
+    const bool aligned = words_of(side.codes, side.code_bytes, 8);
     Factors<MODE> factors(p.by_line ? 0.0f : *side.amax);
 #pragma unroll 1
     for (int i = threadIdx.x; i < Panel<T>::ROWS * WIDE; i += Panel<T>::THREADS) {
@@ -88,7 +88,7 @@ __device__ __forceinline__ void down_columns(const QuantCast& p, const Panel<T>&
     }
     __syncthreads();
     // Out: pieces of 8 bytes, those of a column by neighbouring threads.
-    const bool aligned = side.code_bytes % 8 == 0;
+    const bool aligned = words_of(side.codes, side.code_bytes, 8);
     for (int i = threadIdx.x; i < Panel<T>::COLUMNS * HIGH; i += Panel<T>::THREADS) {
         const int64_t line = column + i / HIGH, block = row / 16 + i % HIGH;
         if (line >= p.matrix.columns || block >= side.blocks) continue;

@@ -14,7 +14,7 @@ __device__ __forceinline__ int64_t quotient(int64_t a, int64_t b) {
 // Elements of a run to an output of any type.
 template <int N>
 __device__ __forceinline__ void put(const QuantBack& p, int64_t at, const float (&v)[N], int count) {
-    const bool aligned = p.len % 8 == 0;
+    const bool aligned = p.len % 8 == 0 && reinterpret_cast<uintptr_t>(p.out) % 16 == 0;
     if (p.out_type == TYPE_F32) {
         float* out = static_cast<float*>(p.out) + at;
 #pragma unroll
@@ -57,7 +57,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) nvfp4_back(const __grid_co
     const uint8_t* from = p.codes + line * p.code_bytes + block * 8;
     const int64_t left = p.len - block * 16, bytes = p.code_bytes - block * 8;
     uint2 word = make_uint2(0, 0);
-    if (bytes >= 8 && p.code_bytes % 8 == 0) word = *reinterpret_cast<const uint2*>(from);
+    if (bytes >= 8 && words_of(p.codes, p.code_bytes, 8)) word = *reinterpret_cast<const uint2*>(from);
     else {
         for (int k = 0; k < 8 && k < bytes; k++) (k < 4 ? word.x : word.y) |= static_cast<unsigned>(from[k]) << 8 * (k % 4);
     }

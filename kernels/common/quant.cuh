@@ -318,6 +318,11 @@ __device__ __forceinline__ void place(const Strided& m, int64_t& row, int64_t& c
     row = (first + rest % own) * Panel<T>::ROWS, column = rest / own * Panel<T>::COLUMNS;
 }
 
+// True where all lines can be read and written in words of so many bytes.
+__device__ __forceinline__ bool words_of(const void* base, int64_t line_bytes, unsigned word) {
+    return (reinterpret_cast<uintptr_t>(base) | static_cast<uintptr_t>(line_bytes)) % word == 0;
+}
+
 // Up to 8 bytes, the last of which may be outside.
 __device__ __forceinline__ void store8(uint8_t* to, uint2 word, int64_t bytes, bool aligned) {
     if (bytes >= 8 && aligned) {

@@ -111,9 +111,9 @@ impl<D: ShardDevice> Packed<D> {
         Ok(Some(Self { shards, rank, row, amaxes, cast, casts: AtomicU64::new(0) }))
     }
 
-    /// Bytes of a shard as it travels.
+    /// Bytes of a shard as it travels: up to 15 at its tail keep each rank's codes where kernels read words of them.
     fn shard_bytes(&self) -> usize {
-        self.shards.shard_dims()[0] * (self.row[0] + self.row[1])
+        (self.shards.shard_dims()[0] * (self.row[0] + self.row[1])).next_multiple_of(16)
     }
 
     /// Bytes of what a gather brings.
