@@ -55,7 +55,7 @@ template <class T, bool TILED>
 __device__ __forceinline__ void along_rows(const QuantCast& p, const Panel<T>& panel, Shared& s, int64_t row, int64_t column) {
     constexpr int WIDE = Panel<T>::COLUMNS / 16;
     const QuantSide& side = p.rows;
-    const bool floor = p.floor, aligned = words_of(side.codes, side.code_bytes, 8);
+    const bool floor = p.floor, aligned = side.code_bytes % 8 == 0;
     for (int i = threadIdx.x; i < Panel<T>::ROWS * WIDE; i += Panel<T>::THREADS) {
         const int r = i / WIDE, half = i % WIDE;
         const int64_t line = row + r, at = column + half * 16;
