@@ -159,12 +159,12 @@ pub struct EtpOptions {
     /// Gather the next weight while the present one is in use, and reduce-scatter a gradient while the next is
     /// computed. Off: every collective when its result is asked for. The results are the same to the bit.
     pub prefetch: bool,
-    /// Steps ahead that gathers start then, 1 or more. With 1 a layer's `down` travels while its `up` is in use, and the next
-    /// layer's `up`, twice as large, while `down` is; with 2 each has the time of a whole layer, and buffers are twice as
-    /// many. The results are the same to the bit.
+    /// Steps ahead that gathers start then, 1 or more. With 1 a layer's `down` travels while its `up` is in use, and
+    /// the next layer's `up`, twice as large, while `down` is; with 2 each has the time of a whole layer, and buffers
+    /// are twice as many. The results are the same to the bit.
     pub ahead: usize,
-    /// Gathers and reductions take turns on one lane, as the pass asks for them, in place of one each: where both at once take
-    /// more of a GPU than they leave it. [`Comms::reduce`] is not used. The results are the same to the bit.
+    /// Gathers and reductions take turns on one lane, as the pass asks for them, in place of one each: where both at
+    /// once take more of a GPU than they leave it. [`Comms::reduce`] is not used. The results are the same to the bit.
     pub in_turn: bool,
     /// How gradients are added over the ranks.
     pub reduction: Reduction,
@@ -238,11 +238,12 @@ pub struct WeightSpec {
     /// Backward reads it twice: first to recompute what forward did not keep, before the layer's other weights. It is
     /// gathered once and kept between.
     pub recompute: bool,
-    /// How its shards travel. A quantised shard is cast, in the computation's order, before the first gather after a [`Chain::finish`], a
-    /// [`Chain::replace`] or [`Chain::changed`], and the cast serves until the next: all microbatches of a step, forward and
-    /// backward. It is de-quantised on arrival: the layer computes with what the quantised weight stands for. The shard
-    /// itself stays as it is for the optimiser, and for [`Chain::whole`]. NVFP4 has an amax an expert (all of a chain joined in one all-reduce), and rows of an even
-    /// number of elements; weights are f32, bf16 or f16.
+    /// How its shards travel. A quantised shard is cast, in the computation's order, before the first gather after a
+    /// [`Chain::finish`], a [`Chain::replace`] or [`Chain::changed`], and the cast serves until the next: all
+    /// microbatches of a step, forward and backward. It is de-quantised on arrival: the layer computes with what the
+    /// quantised weight stands for. The shard itself stays as it is for the optimiser, and for [`Chain::whole`]. NVFP4
+    /// has an amax an expert (all of a chain joined in one all-reduce), and rows of an even number of elements; weights
+    /// are f32, bf16 or f16.
     pub payload: Payload,
 }
 
@@ -254,8 +255,8 @@ impl WeightSpec {
 }
 
 /// Two communicators over the ranks that hold the same experts, one for each of a chain's helper threads
-/// ([`EtpOptions::in_turn`]: the first for the only one). On a GPU each
-/// is made with a `Cuda` of its own beside the chain's (`Cuda::beside`), or nothing runs beside the computation.
+/// ([`EtpOptions::in_turn`]: the first for the only one). On a GPU each is made with a `Cuda` of its own beside the
+/// chain's (`Cuda::beside`), or nothing runs beside the computation.
 #[derive(Debug)]
 pub struct Comms<D: Kernels> {
     /// Carries gathers.

@@ -5,6 +5,7 @@ use std::sync::Arc;
 use crate::aux_loss::{AuxValue, Sums, aux_value};
 use crate::comm::{Op, ReduceOp, Tag};
 use crate::config::{AuxConfig, RouterConfig};
+use crate::dtype::DType;
 use crate::ep::{Group, Handle};
 use crate::error::Result;
 use crate::kernels::{AuxSums, AuxTotal, Kernels, Scalar};
@@ -12,14 +13,18 @@ use crate::lazy::Lazy;
 use crate::tensor::{Tensor, TensorMut, TensorRef};
 
 use super::Layer;
+use super::forward::refuse;
 
-/// Auxiliary losses of one forward. The device has them; the host, when it asks.
-#[derive(Debug)]
+/// Auxiliary losses of one forward. The device has the sums that they follow from; the host reads them when it asks. On
+/// a GPU, [`write`](Self::write) is such a question today.
+#[derive(Debug, Clone)]
 pub struct AuxLoss<D: Kernels> {
     value: Lazy<AuxValue>,
     /// Absent where no loss is asked for.
     on_device: Option<Arc<OnDevice<D>>>,
     device: D,
+    /// Accumulator type.
+    dtype: DType,
 }
 
 #[derive(Debug)]
@@ -44,13 +49,14 @@ impl<D: Kernels> AuxLoss<D> {
         &self.value
     }
 
-    /// Writes their sum ([`AuxValue::total`]) to one element of the accumulator type, on the layer's stream.
+    /// Writes their sum ([`AuxValue::total`]) to one element of the accumulator type, on the layer's stream. On a GPU
+    /// the sum goes through the host today: the call waits, and cannot be captured.
     ///
     /// # Errors
     /// Another type or size; a driver's error.
     pub fn write(&self, mut out: TensorMut<'_, D>) -> Result<()> {
+        Scalar::Device(out.as_ref()).check("AuxLoss::write", "out", self.dtype)?;
         let Some(OnDevice { stream, router, aux, sums }) = self.on_device.as_deref() else {
-            Scalar::Device(out.as_ref()).check("AuxLoss::write", "out", out.dtype().accumulator())?;
             return self.device.zero(out.into_data());
         };
         self.device.aux_total(stream, AuxTotal { config: router, aux, sums: sums.view(), out: out.reborrow() })
@@ -67,20 +73,21 @@ pub(super) fn losses<D: Kernels>(
     (logits, ids): (TensorRef<'_, D>, TensorRef<'_, D>),
 ) -> Result<Aux<D>> {
     let config = &layer.config;
-    let (device, stream) = (group.device().clone(), group.stream().clone());
+    let (device, stream, dtype) = (group.device().clone(), group.stream().clone(), logits.dtype());
     if config.aux.is_off() {
-        return Ok((AuxLoss { value: Lazy::ready(AuxValue::default()), on_device: None, device }, None));
+        return Ok((AuxLoss { value: Lazy::ready(AuxValue::default()), on_device: None, device, dtype }, None));
     }
-    let mut sums = Tensor::empty(&device, logits.dtype(), &[Sums::len(config.router.num_experts)])?;
-    let call = AuxSums {
-        config: &config.router,
-        aux: &config.aux,
-        logits: logits.borrow(),
-        ids: ids.borrow(),
-        out: sums.view_mut(),
+    let summed = config.aux.over_ranks && group.ranks() > 1;
+    let own = Tensor::empty(&device, dtype, &[Sums::len(config.router.num_experts)]).and_then(|mut sums| {
+        let (config, aux, out) = (&config.router, &config.aux, sums.view_mut());
+        device.aux_sums(&stream, AuxSums { config, aux, logits: logits.borrow(), ids: ids.borrow(), out })?;
+        Ok(sums)
+    });
+    let mut sums = match own {
+        Ok(sums) => sums,
+        Err(e) => return Err(refuse(layer, group, if summed { Op::Aux } else { Op::Dispatch }, e)),
     };
-    device.aux_sums(&stream, call)?;
-    if config.aux.over_ranks && group.ranks() > 1 {
+    if summed {
         let tag = Tag { layer: layer.number, op: Op::Aux, sequence: handle.sequence() };
         group.dispatcher().communicator().all_reduce(tag, ReduceOp::Sum, sums.view_mut())?;
     }
@@ -91,5 +98,5 @@ pub(super) fn losses<D: Kernels>(
         let of = Arc::clone(&on_device);
         Lazy::later(move || Ok(aux_value(&of.router, &of.aux, &reads.read(&of.stream, of.sums.view())?)))
     };
-    Ok((AuxLoss { value, on_device: Some(on_device), device }, Some(sums)))
+    Ok((AuxLoss { value, on_device: Some(on_device), device, dtype }, Some(sums)))
 }

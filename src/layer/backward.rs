@@ -65,8 +65,12 @@ pub(super) fn backward_into<D: Kernels>(
     let on = (&device, &stream);
     let dims = [context.handle.tokens(), layer.config.hidden];
     let zeros = match &cotangents.y {
-        None => Some(Tensor::zeros(&device, context.dtype, &dims)?),
-        Some(_) => None,
+        None => Tensor::zeros(&device, context.dtype, &dims).map(Some),
+        Some(_) => Ok(None),
+    };
+    let zeros = match zeros {
+        Ok(zeros) => zeros,
+        Err(e) => return Err(refuse(layer, group, Op::CombineBwd, e)),
     };
     let Some(d_y) = zeros.as_ref().map(Tensor::view).or_else(|| borrow(&cotangents.y)) else {
         return Err(Error::invalid(CALL, "gradient of y", "a tensor", "none"));
@@ -82,16 +86,21 @@ pub(super) fn backward_into<D: Kernels>(
     };
     drop(d_out);
     // Router and shared expert add to the gradient of x, so it is made also where nobody wants it.
-    let mut unwanted = match &into.x {
-        Some(_) => None,
-        None => Some(Tensor::empty(&device, context.dtype, &dims)?),
+    let unwanted = match &into.x {
+        Some(_) => Ok(None),
+        None => Tensor::empty(&device, context.dtype, &dims).map(Some),
+    };
+    let weights = &context.weights;
+    let room = unwanted.and_then(|x| Ok((x, Tensor::empty(&device, weights.dtype(), weights.dims())?)));
+    let (mut unwanted, mut d_weights) = match room {
+        Ok(room) => room,
+        Err(e) => return Err(refuse(layer, group, Op::DispatchBwd, e)),
     };
     let mut given = into.x.take();
     let d_x = given.as_mut().map(TensorMut::reborrow).or(unwanted.as_mut().map(Tensor::view_mut));
     let Some(mut d_x) = d_x else {
         return Err(Error::invalid(CALL, "gradient of x", "a tensor", "none"));
     };
-    let mut d_weights = Tensor::empty(&device, context.weights.dtype(), context.weights.dims())?;
     let grads = DispatchGrads {
         rows: d_rows.view(),
         weights: Some(d_slot_weights.view()),

@@ -59,7 +59,10 @@ pub(super) fn forward_into<D: Kernels>(
         .in_scope(|| group.dispatcher().prepare(chosen.ids.view(), by_weight.map(|_| chosen.weights.view()), &spec))?;
     let (aux, aux_sums) = aux::losses(layer, group, &handle, (chosen.logits.view(), chosen.ids.view()))?;
 
-    let kept = kept_weights(layer, (&device, &stream), &handle, &chosen)?;
+    let kept = match kept_weights(layer, (&device, &stream), &handle, &chosen) {
+        Ok(kept) => kept,
+        Err(e) => return Err(refuse(layer, group, Op::Dispatch, e)),
+    };
     let weights = kept.as_ref().unwrap_or(&chosen.weights);
     let inputs = match &packed {
         Some(packed) => packed.inputs(weights.view()),
