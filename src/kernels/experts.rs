@@ -18,11 +18,13 @@ pub struct Up<'a, D: Device> {
     pub weight: Weight<'a, D>,
     /// `[L, G·I]`.
     pub bias: Option<TensorRef<'a, D>>,
-    /// Applied here if at [`WeightAt::Activation`](crate::config::WeightAt::Activation) or [`WeightAt::Input`](crate::config::WeightAt::Input).
+    /// Applied here if at [`WeightAt::Activation`](crate::config::WeightAt::Activation) or
+    /// [`WeightAt::Input`](crate::config::WeightAt::Input).
     pub slot_weights: Option<SlotWeights<'a, D>>,
     /// act in `h = act(pre)`.
     pub activation: Activation,
-    /// Pre-activations `[N, G·I]` (`w·x·Uᵀ + b` at [`WeightAt::Input`](crate::config::WeightAt::Input)), where backward wants them.
+    /// Pre-activations `[N, G·I]` (`w·x·Uᵀ + b` at [`WeightAt::Input`](crate::config::WeightAt::Input)), where backward
+    /// wants them.
     pub pre: Option<TensorMut<'a, D>>,
     /// h, `[N, I]`, times the weight at [`WeightAt::Activation`](crate::config::WeightAt::Activation).
     pub out: RowDest<'a, D>,
@@ -64,9 +66,11 @@ pub struct DownBwd<'a, D: Device> {
     pub activation: Activation,
     /// Gradient of the pre-activations, `[N, G·I]`.
     pub d_pre: TensorMut<'a, D>,
-    /// h times the weight (unless at [`WeightAt::Input`](crate::config::WeightAt::Input)), `[N, I]`: down's right operand in [`Wgrad`].
+    /// h times the weight (unless at [`WeightAt::Input`](crate::config::WeightAt::Input)), `[N, I]`: down's right
+    /// operand in [`Wgrad`].
     pub hidden: Option<TensorMut<'a, D>>,
-    /// Gradient of the slot weights, accumulator type `[N]`; not written at [`WeightAt::Input`](crate::config::WeightAt::Input), nor at padding.
+    /// Gradient of the slot weights, accumulator type `[N]`; not written at
+    /// [`WeightAt::Input`](crate::config::WeightAt::Input), nor at padding.
     pub d_slot_weights: Option<TensorMut<'a, D>>,
 }
 

@@ -144,7 +144,8 @@ pub struct AuxBwd<'a, D: Device> {
     pub d_loss: Scalar<'a, D>,
 }
 
-/// A number that the host has, or one that a device has and the host need not wait for. Made by `into()` from either.
+/// A number that the host has, or one that a device has, which its caller need not read. Made by `into()` from either.
+/// A GPU's kernels take numbers of the host: today the call itself reads the device's, and waits for it.
 #[derive(Debug)]
 pub enum Scalar<'a, D: Device> {
     /// A number.
@@ -237,12 +238,12 @@ impl JoinedRows {
     /// Checks both sides.
     fn of<D: Device>(
         call: &'static str,
-        whole: TensorRef<'_, D>,
+        (name, whole): (&str, TensorRef<'_, D>),
         (left, right): (TensorRef<'_, D>, Option<TensorRef<'_, D>>),
     ) -> Result<Self> {
         let rows = whole.rows();
         let all = [
-            ("whole", Some(whole.borrow())),
+            (name, Some(whole.borrow())),
             ("left", Some(left.borrow())),
             ("right", right.as_ref().map(TensorRef::borrow)),
         ];
@@ -257,7 +258,7 @@ impl JoinedRows {
             true => Ok(found),
             false => {
                 let expected = format!("rows of at least {} + {} bytes", found.left, found.right);
-                Err(Error::invalid(call, "tensor whole", expected, found.whole))
+                Err(Error::invalid(call, format!("tensor {name}"), expected, found.whole))
             }
         }
     }
@@ -265,13 +266,21 @@ impl JoinedRows {
 
 impl<D: Device> JoinRows<'_, D> {
     pub(crate) fn check(&self, call: &'static str) -> Result<JoinedRows> {
-        JoinedRows::of(call, self.out.as_ref(), (self.left.borrow(), self.right.as_ref().map(TensorRef::borrow)))
+        JoinedRows::of(
+            call,
+            ("out", self.out.as_ref()),
+            (self.left.borrow(), self.right.as_ref().map(TensorRef::borrow)),
+        )
     }
 }
 
 impl<D: Device> SplitRows<'_, D> {
     pub(crate) fn check(&self, call: &'static str) -> Result<JoinedRows> {
-        JoinedRows::of(call, self.source.borrow(), (self.left.as_ref(), self.right.as_ref().map(TensorMut::as_ref)))
+        JoinedRows::of(
+            call,
+            ("source", self.source.borrow()),
+            (self.left.as_ref(), self.right.as_ref().map(TensorMut::as_ref)),
+        )
     }
 }
 
@@ -311,8 +320,9 @@ pub struct Sigmoid<'a, D: Device> {
     pub out: TensorMut<'a, D>,
 }
 
-/// Everything the layer computes, with the [`Codec`] of what travels quantised. A call enqueues its work on `stream` and may return before it is done (not on the
-/// CPU, whose stream is `()`); it checks shapes and dtypes of its arguments first.
+/// Everything the layer computes, with the [`Codec`] of what travels quantised. A call enqueues its work on `stream`
+/// and may return before it is done (not on the CPU, whose stream is `()`); it checks shapes and dtypes of its
+/// arguments first.
 pub trait Kernels: Codec {
     /// How a layer has what only the device sees reported, unless told otherwise.
     const REPORTING: Reporting = Reporting::Immediate;
@@ -344,8 +354,8 @@ pub trait Kernels: Codec {
     /// [`RecordIds`].
     fn record_ids(&self, stream: &Self::Stream, call: RecordIds<'_, Self>) -> Result<()>;
     /// The plan of records that ranks have exchanged, without waiting for the stream but for the number of rows where
-    /// that is open. What is wrong with them is kept in [`PlanRecords::heard`], and [`check`](Self::check) fails for it on
-    /// a device that runs behind the host.
+    /// that is open. What is wrong with them is kept in [`PlanRecords::heard`], and [`check`](Self::check) fails for it
+    /// on a device that runs behind the host.
     fn plan_records(&self, stream: &Self::Stream, call: PlanRecords<'_, Self>) -> Result<Gathered<Self>>;
     /// Waits for the stream, and returns and clears the first error that kernels have met since the last call.
     fn check(&self, stream: &Self::Stream) -> Result<()> {

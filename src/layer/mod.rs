@@ -1,7 +1,7 @@
 //! The whole layer: route → prepare → dispatch → up → down → combine, and back. This is the seam that the
 //! framework adapters call; the stages below it are its default implementation. Each stage is a `tracing` span at trace
-//! level, named as in the picture (`route`, `prepare`, …, `dispatch_bwd`, `route_bwd`; `pack` and `unpack` where tokens travel
-//! quantised).
+//! level, named as in the picture (`route`, `prepare`, …, `dispatch_bwd`, `route_bwd`; `pack` and `unpack` where tokens
+//! travel quantised).
 
 mod aux;
 mod backward;
@@ -13,6 +13,7 @@ mod role;
 mod shared;
 
 pub use crate::aux_loss::AuxValue;
+pub use crate::kernels::Scalar;
 pub use aux::AuxLoss;
 pub use memory::{StepMemory, StepSizes};
 pub use role::{ParamViews, Role};
@@ -24,7 +25,7 @@ use crate::config::MoeConfig;
 use crate::dtype::DType;
 use crate::ep::{Capacity, Group, Handle, Overflow, Received, Reporting};
 use crate::error::{Error, Result};
-use crate::kernels::{Jitter, Kernels, Scalar};
+use crate::kernels::{Jitter, Kernels};
 use crate::lazy::Lazy;
 use crate::metrics::Load;
 use crate::tensor::{Tensor, TensorMut, TensorRef};
@@ -242,8 +243,8 @@ pub struct GradientsMut<'a, D: Kernels> {
 pub struct Cotangents<'a, D: Kernels, A = f64> {
     /// Gradient of y `[T, H]`; absent counts as zeros.
     pub y: Option<TensorRef<'a, D>>,
-    /// Gradient of the auxiliary losses' sum: a number, or a tensor of one element of the accumulator type, which the
-    /// host does not wait for.
+    /// Gradient of the auxiliary losses' sum: a number, or a tensor of one element of the accumulator type
+    /// ([`Scalar`]). A GPU's host waits for the tensor today, so a backward with one cannot be captured.
     pub aux: A,
 }
 
@@ -301,8 +302,8 @@ impl Layer {
     /// [`forward`](Self::forward) into memory of the caller: `y` is `[T, H]` of x's type, overwritten.
     ///
     /// On a GPU with one rank, or with several over all-gather with a static capacity, nothing is allocated and nothing
-    /// waits for the device once calls of these sizes have been seen (`Cuda::memory` counts), so the call can be captured
-    /// into a graph (`Cuda::capture`).
+    /// waits for the device once calls of these sizes have been seen (`Cuda::memory` counts), so the call can be
+    /// captured into a graph (`Cuda::capture`).
     ///
     /// # Errors
     /// As [`forward`](Self::forward).
