@@ -24,7 +24,9 @@ const ROWS: Direction = Direction::Rows;
 pub(super) fn check(call: &'static str, payload: Payload, dtype: DType) -> Result<()> {
     match (payload, dtype) {
         (Payload::Plain, _) | (_, DType::F32 | DType::BF16 | DType::F16) => Ok(()),
-        _ => Err(Error::invalid(call, "tensor x", format!("f32, bf16 or f16 (payload {payload:?})"), dtype)),
+        (Payload::Nvfp4 | Payload::Mxfp8, _) => {
+            Err(Error::invalid(call, "tensor x", format!("f32, bf16 or f16 (payload {payload:?})"), dtype))
+        }
     }
 }
 
@@ -37,7 +39,7 @@ pub(super) fn returns(config: &MoeConfig, dtype: DType) -> Option<(DType, usize)
 pub(super) fn formula(fingerprint: u64, payload: Payload, dtype: DType) -> u64 {
     match payload {
         Payload::Plain => fingerprint,
-        _ => fingerprint ^ (dtype as u64 + 1) << 56,
+        Payload::Nvfp4 | Payload::Mxfp8 => fingerprint ^ (dtype as u64 + 1) << 56,
     }
 }
 
@@ -63,13 +65,14 @@ impl<D: Kernels> Packed<D> {
         let matrix = Matrix::new(x.borrow())?;
         let (mut codes, mut blocks) = (bytes(code_bytes)?, bytes(block_scales(payload, hidden)?)?);
         let amax = match payload {
+            Payload::Plain => None,
             Payload::Nvfp4 => {
                 let mut amax = Tensor::empty(device, DType::F32, &[tokens])?;
                 let rows = Nvfp4Mut { codes: codes.view_mut(), scales: blocks.view_mut(), amax: amax.view_mut() };
                 device.quantize(stream, Quantize { format: &NVFP4, matrix, rows: Some(rows), columns: None })?;
                 Some(amax)
             }
-            _ => {
+            Payload::Mxfp8 => {
                 let rows = Mxfp8Mut { codes: codes.view_mut(), scales: blocks.view_mut() };
                 device
                     .quantize_mxfp8(stream, QuantizeMxfp8 { format: MXFP8, matrix, rows: Some(rows), columns: None })?;
@@ -99,35 +102,44 @@ impl<D: Kernels> Packed<D> {
         let Received { rows, weights, scales, map } = received;
         let codes = rows.as_ref().unwrap_or(&self.codes).view();
         let scales = scales.as_ref().unwrap_or(&self.scales);
-        let n = codes.rows();
-        let mut out = Tensor::empty(device, self.dtype, &[n, self.hidden])?;
-        let width = block_scales(self.payload, self.hidden)?;
-        let with_amax = self.payload == Payload::Nvfp4;
-        let mut amax = match with_amax {
-            true => Some(Tensor::empty(device, DType::F32, &[n])?),
-            false => None,
-        };
-        let mut blocks = match with_amax || scales.dims()[1] != width {
-            true => Some(Tensor::empty(device, DType::U8, &[n, width])?),
-            false => None,
-        };
-        if let Some(left) = &mut blocks {
-            let right = amax.as_mut().map(|t| as_bytes_mut(t.view_mut())).transpose()?;
-            device.split_rows(stream, SplitRows { source: scales.view(), left: left.view_mut(), right })?;
-        }
-        let blocks = blocks.as_ref().unwrap_or(scales).view();
-        match &amax {
-            Some(amax) => {
-                let amax = amax.view();
-                let call = Dequantize { format: &NVFP4, codes, scales: blocks, amax, out: out.view_mut() };
+        let mut out = Tensor::empty(device, self.dtype, &[codes.rows(), self.hidden])?;
+        let [blocks, amax] = self.apart((device, stream), scales.view())?;
+        let (scales, out_mut) = (blocks.as_ref().unwrap_or(scales).view(), out.view_mut());
+        match (self.payload, &amax) {
+            (Payload::Nvfp4, Some(amax)) => {
+                let call = Dequantize { format: &NVFP4, codes, scales, amax: amax.view(), out: out_mut };
                 device.dequantize(stream, call)?;
             }
-            None => {
-                let call = DequantizeMxfp8 { direction: ROWS, codes, scales: blocks, out: out.view_mut() };
+            (Payload::Mxfp8, _) => {
+                let call = DequantizeMxfp8 { direction: ROWS, codes, scales, out: out_mut };
                 device.dequantize_mxfp8(stream, call)?;
+            }
+            (Payload::Nvfp4, None) | (Payload::Plain, _) => {
+                return Err(Error::invalid(
+                    "unpack",
+                    "payload",
+                    "NVFP4 with amaxes, or MXFP8",
+                    format!("{:?}", self.payload),
+                ));
             }
         }
         Ok(Received { rows: Some(out), weights, scales: None, map })
+    }
+
+    /// Block scales and amaxes that rows of `scales` hold: no block scales where there is nothing beside them.
+    fn apart(&self, (device, stream): (&D, &D::Stream), scales: TensorRef<'_, D>) -> Result<[Option<Tensor<D>>; 2]> {
+        let (n, width) = (scales.rows(), block_scales(self.payload, self.hidden)?);
+        let mut amax = match self.payload {
+            Payload::Nvfp4 => Some(Tensor::empty(device, DType::F32, &[n])?),
+            Payload::Plain | Payload::Mxfp8 => None,
+        };
+        if amax.is_none() && scales.dims()[1] == width {
+            return Ok([None, None]);
+        }
+        let mut blocks = Tensor::empty(device, DType::U8, &[n, width])?;
+        let right = amax.as_mut().map(|t| as_bytes_mut(t.view_mut())).transpose()?;
+        device.split_rows(stream, SplitRows { source: scales.borrow(), left: blocks.view_mut(), right })?;
+        Ok([Some(blocks), amax])
     }
 }
 
@@ -135,7 +147,8 @@ impl<D: Kernels> Packed<D> {
 fn block_scales(payload: Payload, hidden: usize) -> Result<usize> {
     match payload {
         Payload::Nvfp4 => Ok(NVFP4.sizes([1, hidden], ROWS)?.scales[1]),
-        _ => Ok(Mxfp8::scale_dims([1, hidden], ROWS)[1]),
+        Payload::Plain => Ok(0),
+        Payload::Mxfp8 => Ok(Mxfp8::scale_dims([1, hidden], ROWS)[1]),
     }
 }
 
