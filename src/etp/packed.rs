@@ -1,6 +1,6 @@
 //! Shards that travel quantised: cast once after each change, gathered as codes and scales, and de-quantised on every
-//! rank when they are used. Casts and de-quantising are the computation's work, in its order: kernels of that size beside
-//! those that fill a GPU would wait for them.
+//! rank when they are used. Casts and de-quantising are the computation's work, in its order: kernels of that size
+//! beside those that fill a GPU would wait for them.
 //!
 //! A rank sends its rows' codes and behind them their scales in one piece, so a gather is one collective; what arrives
 //! is interleaved by rank, and is read so. Blocks run along rows, which a cut never divides, so that the values are
@@ -30,6 +30,7 @@ const MXFP8: Mxfp8 = Mxfp8::TE;
 /// A weight that travels quantised.
 #[derive(Debug)]
 pub(super) struct Packed<D: ShardDevice> {
+    payload: Payload,
     shards: Arc<Shards>,
     rank: usize,
     /// Bytes of a row's codes and of its scales.
@@ -106,9 +107,18 @@ impl<D: ShardDevice> Packed<D> {
         }
         let dims = shards.dims();
         let experts: usize = dims[..dims.len() - 2].iter().product();
-        let amaxes = joined..joined + if payload == Payload::Nvfp4 { experts } else { 0 };
+        let own = match payload {
+            Payload::Nvfp4 => experts,
+            Payload::Plain | Payload::Mxfp8 => 0,
+        };
+        let amaxes = joined..joined + own;
         let cast = RwLock::new(Cast { epoch: None, bytes: None, between: Arc::clone(between) });
-        Ok(Some(Self { shards, rank, row, amaxes, cast, casts: AtomicU64::new(0) }))
+        Ok(Some(Self { payload, shards, rank, row, amaxes, cast, casts: AtomicU64::new(0) }))
+    }
+
+    fn without_amaxes(&self) -> Error {
+        let found = format!("{:?} without amaxes", self.payload);
+        Error::invalid("etp gather", "payload", "NVFP4 with amaxes, or MXFP8", found)
     }
 
     /// Bytes of a shard as it travels: up to 15 at its tail keep each rank's codes where kernels read words of them.
@@ -244,8 +254,8 @@ impl<D: ShardDevice> Packed<D> {
                 let codes = TensorMut::new(D::slice_mut(codes, at), DType::U8, &[rows.len(), self.row[0]])?;
                 let behind = behind.start - first_scale..behind.end - first_scale;
                 let scales = TensorMut::new(D::slice_mut(scales, behind), DType::U8, &[rows.len(), self.row[1]])?;
-                match &mut amaxes {
-                    Some(amaxes) => {
+                match (self.payload, &mut amaxes) {
+                    (Payload::Nvfp4, Some(amaxes)) => {
                         let at = (self.amaxes.start + expert) * 4;
                         let slot = D::slice_mut(amaxes.reborrow().into_data(), at..at + 4);
                         let amax = TensorMut::new(slot, DType::F32, &[1])?;
@@ -253,7 +263,8 @@ impl<D: ShardDevice> Packed<D> {
                         let call = Quantize { format: &NVFP4, matrix, rows, columns: None };
                         device.quantize_cast_only(&stream, call)?;
                     }
-                    None => {
+                    (Payload::Nvfp4, None) | (Payload::Plain, _) => return Err(self.without_amaxes()),
+                    (Payload::Mxfp8, _) => {
                         let rows = Some(Mxfp8Mut { codes, scales });
                         let call = QuantizeMxfp8 { format: MXFP8, matrix, rows, columns: None };
                         device.quantize_mxfp8(&stream, call)?;
@@ -286,15 +297,16 @@ impl<D: ShardDevice> Packed<D> {
                 let start = (rank * shard_rows + rows.start) * row_bytes;
                 let to = D::slice_mut(into.reborrow().into_data(), start..start + rows.len() * row_bytes);
                 let out = TensorMut::new(to, dtype, &[rows.len(), width])?;
-                match &amaxes {
-                    Some(amaxes) => {
+                match (self.payload, &amaxes) {
+                    (Payload::Nvfp4, Some(amaxes)) => {
                         let at = (self.amaxes.start + expert) * 4;
                         let slot = D::slice(D::shorten(amaxes.data()), at..at + 4);
                         let amax = TensorRef::new(slot, DType::F32, &[1])?;
                         let call = Dequantize { format: &NVFP4, codes, scales, amax, out };
                         device.dequantize(&stream, call)?;
                     }
-                    None => {
+                    (Payload::Nvfp4, None) | (Payload::Plain, _) => return Err(self.without_amaxes()),
+                    (Payload::Mxfp8, _) => {
                         let call = DequantizeMxfp8 { direction: Direction::Rows, codes, scales, out };
                         device.dequantize_mxfp8(&stream, call)?;
                     }
