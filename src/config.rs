@@ -28,10 +28,10 @@ pub struct MoeConfig {
     pub aux: AuxConfig,
     /// Keep received rows only and recompute pre-activations in backward.
     pub recompute: bool,
-    /// In which form tokens travel to the routed experts. Quantised, each row by itself, they are brought back where they
-    /// arrive, and the experts multiply what their codes stand for, on one rank as on many. Router and shared expert read
-    /// the tokens as they are; outputs and gradients travel as they are too, so the gradient passes as if nothing had been
-    /// rounded, and the experts' own is that of the rows they have read.
+    /// In which form tokens travel to the routed experts. Quantised, each row by itself, they are brought back where
+    /// they arrive, and the experts multiply what their codes stand for, on one rank as on many. Router and shared
+    /// expert read the tokens as they are; outputs and gradients travel as they are too, so the gradient passes as if
+    /// nothing had been rounded, and the experts' own is that of the rows they have read.
     #[serde(default)]
     pub payload: Payload,
 }
@@ -126,8 +126,8 @@ const PAYLOAD_COLUMNS: usize = 32;
 const AMAX: usize = size_of::<f32>();
 
 impl Payload {
-    /// Bytes that a token of `hidden` elements takes on its way to an expert's rank, of codes and of scales (NVFP4: with the
-    /// row's amax), each filled up to 16; `None`: as many as its elements have.
+    /// Bytes that a token of `hidden` elements takes on its way to an expert's rank, of codes and of scales (NVFP4:
+    /// with the row's amax), each filled up to 16; `None`: as many as its elements have.
     pub fn row_bytes(self, hidden: usize) -> Option<[usize; 2]> {
         let words = |bytes: usize| bytes.next_multiple_of(16);
         match self {

@@ -123,10 +123,7 @@ pub fn of_process(mesh: Mesh, rank: usize, seat: Seat) -> Result<Place, Failure>
         (None, experts) => Ok(Place { experts, sharded: None }),
         #[cfg(feature = "nccl")]
         (Some(_), Seat::Gpus(device, world)) => gpus::of_process(mesh, rank, (device, world)),
-        _ => {
-            let _ = rank;
-            Err("--processes with --etp: ranks on GPUs, over NCCL".into())
-        }
+        _ => Err(format!("rank {rank}: --processes with --etp wants ranks on GPUs, over NCCL").into()),
     }
 }
 

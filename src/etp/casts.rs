@@ -1,5 +1,5 @@
-//! When shards that travel quantised are cast: in the computation's order, before the first gather of a state, and behind
-//! one all-reduce of the amaxes of all of them.
+//! When shards that travel quantised are cast: in the computation's order, before the first gather of a state, and
+//! behind one all-reduce of the amaxes of all of them.
 
 use crate::comm::Tag;
 use crate::dtype::DType;
@@ -20,8 +20,8 @@ pub(super) struct Amaxes<D: ShardDevice> {
 }
 
 impl<D: ShardDevice> Inner<D> {
-    /// Casts a weight's shard, if that has not been done in this state, on all ranks alike. The outer error is one of all
-    /// ranks, which gather nothing then; the inner one is this rank's own, for the gather to tell.
+    /// Casts a weight's shard, if that has not been done in this state, on all ranks alike. The outer error is one of
+    /// all ranks, which gather nothing then; the inner one is this rank's own, for the gather to tell.
     pub fn cast(&mut self, weight: usize, (tag, epoch): (Tag, u64)) -> Result<Result<()>> {
         let Some(packed) = self.weights[weight].packed.clone() else { return Ok(Ok(())) };
         if packed.is_of(epoch) {

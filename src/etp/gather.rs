@@ -235,8 +235,8 @@ impl<D: ShardDevice> Inner<D> {
         gathered.inspect_err(|_| self.nodes[node].state.reset())
     }
 
-    /// Starts a later step's gather, if it is not under way; tells whether it is. Where it cannot start on any rank, the
-    /// step itself gathers, and reports what is wrong; what this rank alone cannot has been refused in its turn.
+    /// Starts a later step's gather, if it is not under way; tells whether it is. Where it cannot start on any rank,
+    /// the step itself gathers, and reports what is wrong; what this rank alone cannot has been refused in its turn.
     fn ahead(&mut self, node: usize, active: Active) -> bool {
         let at = &self.nodes[node];
         if at.state.state() == State::AsyncWait {

@@ -1,8 +1,9 @@
 //! Collectives beside the computation: a helper thread with a communicator of its own runs one job after another.
 //!
-//! A rank has two lanes, one for gathers and one for reductions, so neither waits behind the other; or one, on which they
-//! take turns ([`EtpOptions::in_turn`](super::EtpOptions::in_turn)). Every rank gives its lanes the same jobs in the same
-//! order: in place of one that it cannot give, its refusal. A job owns its buffers, so nobody can touch them while it runs.
+//! A rank has two lanes, one for gathers and one for reductions, so neither waits behind the other; or one, on which
+//! they take turns ([`EtpOptions::in_turn`](super::EtpOptions::in_turn)). Every rank gives its lanes the same jobs in
+//! the same order: in place of one that it cannot give, its refusal. A job owns its buffers, so nobody can touch them
+//! while it runs.
 //!
 //! On a GPU the thread enqueues, on its communicator's stream, behind what the computation had been given when the job
 //! was; whoever takes the result has its own stream wait for the job's event. No host waits for a GPU.
@@ -109,8 +110,8 @@ impl<D: ShardDevice> fmt::Debug for Lane<D> {
 }
 
 impl<D: ShardDevice> Drop for Lane<D> {
-    /// Ends the thread, and its communicator with it: a process that ended meanwhile would take the libraries from under
-    /// it. A job that waits for other ranks is left to itself.
+    /// Ends the thread, and its communicator with it: a process that ended meanwhile would take the libraries from
+    /// under it. A job that waits for other ranks is left to itself.
     fn drop(&mut self) {
         self.jobs = None;
         let limit = if self.open.load(Ordering::SeqCst) == 0 { IDLE } else { BUSY };

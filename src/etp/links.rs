@@ -47,8 +47,8 @@ pub(super) fn schedule(links: &[Link], phase: Phase) -> Vec<Step> {
     steps
 }
 
-/// Pairs of links that are in memory at the same time: what is in use, what is kept, and what comes next, `ahead` steps of
-/// it.
+/// Pairs of links that are in memory at the same time: what is in use, what is kept, and what comes next, `ahead` steps
+/// of it.
 fn together(schedules: [&[Step]; 2], ahead: usize) -> Vec<(usize, usize)> {
     let mut pairs = Vec::new();
     for steps in schedules {

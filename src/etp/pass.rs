@@ -1,5 +1,5 @@
-//! Passes over the model: their beginning and end, the order that the first one shows, and what is done about those that
-//! failed.
+//! Passes over the model: their beginning and end, the order that the first one shows, and what is done about those
+//! that failed.
 
 use crate::comm::{Op, Tag};
 use crate::error::{Error, Result};
@@ -19,19 +19,21 @@ pub(super) struct Active {
     /// Among the passes on which the ranks agree.
     pub number: u64,
     pub serial: u64,
-    /// [`Inner::epoch`] at its beginning, on which the ranks agree wherever in the pass they say that shards have changed.
+    /// [`Inner::epoch`] at its beginning, on which the ranks agree wherever in the pass they say that shards have
+    /// changed.
     pub epoch: u64,
 }
 
 impl<D: ShardDevice> Chain<D> {
-    /// Says, on every rank before the same pass, that shards have changed otherwise than after [`finish`](Self::finish), so that
-    /// those which travel quantised are cast anew. Said within a pass, it counts from the next.
+    /// Says, on every rank before the same pass, that shards have changed otherwise than after
+    /// [`finish`](Self::finish), so that those which travel quantised are cast anew. Said within a pass, it counts from
+    /// the next.
     pub fn changed(&self) {
         self.lock().epoch += 1;
     }
 
-    /// Begins a pass over the model, and with prefetch its first gathers: shards stay as they are from here to its end. The
-    /// first forward links the chain: every gather of it is waited for.
+    /// Begins a pass over the model, and with prefetch its first gathers: shards stay as they are from here to its end.
+    /// The first forward links the chain: every gather of it is waited for.
     ///
     /// # Errors
     /// A pass that was not ended (after an error: [`recover`](Self::recover)); a backward before any forward.
@@ -104,7 +106,8 @@ impl<D: ShardDevice> Chain<D> {
 
     /// After a failed step, on every rank (collective): gives up the pass, all that is under way and the main
     /// gradients. Ranks that wait in a collective of the step are told `reason`. The chain works on afterwards, unless
-    /// a rank is lost, or the ranks are processes over NCCL: there a refusal ends the communicators, and the chain with them.
+    /// a rank is lost, or the ranks are processes over NCCL: there a refusal ends the communicators, and the chain with
+    /// them.
     ///
     /// # Errors
     /// A rank that is lost.

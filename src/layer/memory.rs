@@ -25,8 +25,8 @@ pub struct StepSizes {
 pub struct StepMemory {
     /// Held from forward to backward, for each layer: [`Context::bytes`](super::Context::bytes).
     pub kept: usize,
-    /// Most that a forward holds beside that at once, for all layers together: activations, expert outputs, and the rows
-    /// that return.
+    /// Most that a forward holds beside that at once, for all layers together: activations, expert outputs, and the
+    /// rows that return.
     pub passing: usize,
     /// What prepare gathers from all ranks: 4 bytes a choice of every rank's tokens.
     pub routing: usize,

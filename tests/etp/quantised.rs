@@ -137,7 +137,8 @@ fn bytes_an_element_in_bf16<D: Chained>(device: &D) {
     }
 }
 
-/// A shard is cast when it has changed, and at no other time; in NVFP4 with one all-reduce for all experts of the weight.
+/// A shard is cast when it has changed, and at no other time; in NVFP4 behind one all-reduce
+/// for all experts of the chain.
 fn one_cast_a_step<D: Chained>(device: &D) {
     for payload in [Payload::Nvfp4, Payload::Mxfp8] {
         ranks(device, 2, MINUTE, |_, place| {
