@@ -2,6 +2,7 @@
 
 use serde::{Deserialize, Serialize};
 
+use crate::dtype::DType;
 use crate::error::{Error, Result};
 use crate::quant::{MX_BLOCK, NVFP4_BLOCK};
 use crate::tensor::Shape;
@@ -134,6 +135,14 @@ impl Payload {
             Payload::Plain => None,
             Payload::Nvfp4 => Some([words(hidden / 2), words(hidden / NVFP4_BLOCK + AMAX)]),
             Payload::Mxfp8 => Some([words(hidden), words(hidden / MX_BLOCK)]),
+        }
+    }
+
+    /// Whether it has a form for elements of this type.
+    pub(crate) fn takes(self, dtype: DType) -> bool {
+        match self {
+            Payload::Plain => true,
+            Payload::Nvfp4 | Payload::Mxfp8 => matches!(dtype, DType::F32 | DType::BF16 | DType::F16),
         }
     }
 }

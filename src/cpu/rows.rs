@@ -198,7 +198,7 @@ mod tests {
         let narrow = Tensor::from_vec(vec![0u8; 42], &[2, 21])?;
         let (mut a, mut b) = (Tensor::from_vec(vec![0u8; 36], &[2, 18])?, Tensor::from_vec(vec![0u8; 8], &[2, 4])?);
         let error = split_rows(SplitRows { source: narrow.view(), left: a.view_mut(), right: Some(b.view_mut()) });
-        assert!(matches!(error, Err(Error::Invalid { ref name, .. }) if name == "tensor whole"), "{error:?}");
+        assert!(matches!(error, Err(Error::Invalid { ref name, .. }) if name == "tensor source"), "{error:?}");
         Ok(())
     }
 

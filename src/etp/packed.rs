@@ -102,7 +102,7 @@ impl<D: ShardDevice> Packed<D> {
             }
             Payload::Mxfp8 => [width, Mxfp8::scale_dims([1, width], Direction::Rows)[1]],
         };
-        if !matches!(dtype, DType::F32 | DType::BF16 | DType::F16) {
+        if !payload.takes(dtype) {
             return Err(Error::invalid("Chain::add", "payload", "a weight of f32, bf16 or f16", dtype));
         }
         let dims = shards.dims();

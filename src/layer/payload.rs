@@ -22,11 +22,9 @@ const ROWS: Direction = Direction::Rows;
 
 /// Refuses tokens that the payload has no form for.
 pub(super) fn check(call: &'static str, payload: Payload, dtype: DType) -> Result<()> {
-    match (payload, dtype) {
-        (Payload::Plain, _) | (_, DType::F32 | DType::BF16 | DType::F16) => Ok(()),
-        (Payload::Nvfp4 | Payload::Mxfp8, _) => {
-            Err(Error::invalid(call, "tensor x", format!("f32, bf16 or f16 (payload {payload:?})"), dtype))
-        }
+    match payload.takes(dtype) {
+        true => Ok(()),
+        false => Err(Error::invalid(call, "tensor x", format!("f32, bf16 or f16 (payload {payload:?})"), dtype)),
     }
 }
 
