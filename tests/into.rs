@@ -200,6 +200,8 @@ fn auxiliary_losses_stay_on_the_device() -> Result<()> {
     forward.aux.write(total.view_mut())?;
     assert_eq!(total.as_slice::<f32>()?, [0.0]);
     assert!(matches!(forward.aux.write(poisoned(&[2])?.view_mut()), Err(Error::Shape { .. })));
+    let mut wide = Tensor::from_vec(vec![1f64], &[])?;
+    assert!(matches!(forward.aux.write(wide.view_mut()), Err(Error::DType { .. })));
     Ok(())
 }
 

@@ -235,8 +235,8 @@ impl<D: ShardDevice> Inner<D> {
         gathered.inspect_err(|_| self.nodes[node].state.reset())
     }
 
-    /// Starts a later step's gather, if it is not under way; tells whether it is. Where it cannot start on any rank,
-    /// the step itself gathers, and reports what is wrong; what this rank alone cannot has been refused in its turn.
+    /// Starts a later step's gather, if it is not under way; tells whether it is. Where it cannot start, the step itself
+    /// gathers, and reports what is wrong; but for want of memory, where lanes take turns: that is told in its turn.
     fn ahead(&mut self, node: usize, active: Active) -> bool {
         let at = &self.nodes[node];
         if at.state.state() == State::AsyncWait {
@@ -276,8 +276,10 @@ impl<D: ShardDevice> Inner<D> {
         };
         let into = match self.tickets.take(ticket) {
             Ok(into) => into,
+            // On a lane of gathers alone it can still be tried again at its use, in the same place among them.
+            Err(error) if self.apart.is_some() => return Err(error),
             Err(error) => {
-                // The others' next job is not this rank's next: it has its turn, and fails.
+                // The others' next job would not be this rank's next: it has its turn, and fails.
                 let pending = self.gathers.refuse(tag, error);
                 return Ok(Flight { pending, ticket: None, packed: None, serial });
             }

@@ -174,7 +174,7 @@ impl<D: ShardDevice> Lane<D> {
         Pending { lane: self.name, reply: receiver }
     }
 
-    /// In place of a job whose buffer is not to be had.
+    /// In place of a job whose buffer is not to be had: the other ranks are told.
     pub fn refuse(&self, tag: Tag, error: Error) -> Pending<D> {
         self.give_after(Job::Refuse { tag }, Err(error))
     }
