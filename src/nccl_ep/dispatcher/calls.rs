@@ -30,17 +30,18 @@ impl TokenDispatcher<Cuda> for NcclEp {
         {
             return Ok(handle);
         }
-        let rules = self.rules(spec);
-        let mut handle = self.core.prepare((Transport::Slots, rules), ids, weights, spec)?;
+        let (rules, number) = (self.rules(spec), self.core.next());
+        let prepared = self.core.prepare((Transport::Slots, rules), ids, weights, spec);
+        // All ranks have the same now, and each finds it again, whatever it fails at from here on.
+        if self.core.has_compared(number) && !self.agreed.contains(&known) {
+            self.agreed.push(known);
+        }
+        let mut handle = prepared?;
         handle.carried.0 = Some(Box::new(Kept::default()));
         // The rows' size is the first dispatch's to know; from then on it is taken to stay.
         if let Some(bytes) = self.known_row() {
             let routed = self.route(&handle, bytes).map_err(|e| self.core.explain("prepare", e))?;
             handle.carried.0 = Some(Box::new(Kept::new(routed)));
-        }
-        // All ranks have the same now, and each finds it again.
-        if !self.agreed.contains(&known) {
-            self.agreed.push(known);
         }
         Ok(handle)
     }

@@ -45,17 +45,30 @@ impl NcclEp {
             }
         };
         self.core.comm.all_reduce(tag, ReduceOp::Sum, loads.view_mut()).map_err(|e| self.core.explain(CALL, e))?;
+        self.core.count();
         let behind = match self.mode {
             Mode::HighThroughput => self.high_behind(spec, (tag, bytes), &kept_ids)?,
             Mode::LowLatency => self.low_behind(spec, (tag, bytes), (&kept_ids, &loads))?,
         };
+        let planned = self.planned(spec, behind, (kept_ids, loads));
+        self.core.agree(tag, planned).map(Some)
+    }
+
+    /// The handle of a routing that the GPUs have made: this rank's own affair.
+    fn planned(
+        &self,
+        spec: &DispatchSpec,
+        behind: Behind,
+        (kept_ids, loads): (Tensor<Cuda>, Tensor<Cuda>),
+    ) -> Result<Handle<Cuda>> {
+        let device = &self.core.device;
         let Behind { routed, padded, starts, total, rows } = behind;
         let from = Foreign { loads: &loads, starts: &starts, total: &total, rank: self.core.rank(), rows };
-        let (zones, row_map) = plan::received(&device, &from)?;
+        let (zones, row_map) = plan::received(device, &from)?;
         let tokens = kept_ids.view().rows();
         let local = starts.view().count();
         let counts = Counted { first: self.core.rank() * local, local, alignment: spec.alignment, rows };
-        let stats = stats_later(&device, [loads, total], (padded, counts));
+        let stats = stats_later(device, [loads, total], (padded, counts));
         let plan = Plan {
             tokens,
             total_tokens: tokens,
@@ -63,14 +76,14 @@ impl NcclEp {
             zones: Arc::new(zones),
             stats,
             kept_ids,
-            weight_map: of_slots(&device, &row_map)?,
+            weight_map: of_slots(device, &row_map)?,
             row_map,
-            return_map: Tensor::empty(&device, DType::I32, &[0, spec.top_k])?,
+            return_map: Tensor::empty(device, DType::I32, &[0, spec.top_k])?,
             messages: None,
         };
         let mut handle = self.core.accept(spec, plan);
         handle.carried.0 = Some(Box::new(Kept::new(routed)));
-        Ok(Some(handle))
+        Ok(handle)
     }
 
     /// The library's routing for high throughput, which is the plan.
@@ -95,9 +108,10 @@ impl NcclEp {
         })
         .map_err(|e| self.core.explain("prepare", e))?;
         let rows = match spec.capacity {
-            Capacity::Static(rows) => rows,
-            Capacity::Eager => usize::try_from(plan::number(&device, &total)?).unwrap_or(0),
+            Capacity::Static(rows) => Ok(rows),
+            Capacity::Eager => plan::number(&device, &total).map(|rows| usize::try_from(rows).unwrap_or(0)),
         };
+        let rows = self.core.agree(tag, rows)?;
         Ok(Behind { routed: Routed::High(routed), padded: Some(padded), starts, total, rows })
     }
 }
