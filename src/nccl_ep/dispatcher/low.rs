@@ -192,32 +192,36 @@ impl NcclEp {
         ids: TensorRef<'_, Cuda>,
     ) -> Result<Routed> {
         let (group, pool) = self.low_group(spec, row_bytes)?;
-        let packed = arrivals::packed_ids(&self.core.device, ids)?;
         let wide = Self::wide(spec);
         let (free, widest) = {
             let mut handles = lock(&pool);
             (handles.take(wide), handles.widest)
         };
-        if free.is_none() {
-            self.core.device.not_captured("prepare", "create an EP handle")?;
-        }
-        let make = || LowLatencyHandle::new(&group, Layout::RankMajor, wide);
-        let mut handle = match free {
-            Some(handle) => handle,
-            None if wide > widest => {
+        let make = || {
+            group.cuda().not_captured("prepare", "create an EP handle")?;
+            LowLatencyHandle::new(&group, Layout::RankMajor, wide)
+        };
+        let free = match wide > widest {
+            true => {
+                // On all ranks, so each finds for itself that it may not.
+                self.core.device.not_captured("prepare", "create an EP handle")?;
                 // The library may move its buffers: nothing that uses them may be under way on any rank.
                 self.core.comm.barrier(tag)?;
                 let made = around(&mut self.core, ("nccl_ep_ll_handle", DType::U8, row_bytes), tag, make)?;
                 lock(&pool).widest = wide;
-                made
+                Some(made)
             }
-            // The others may not be making one: an error is told where they are next.
-            None => self.core.agree(tag, make())?,
+            false => free,
         };
-        handle.update(packed)?;
-        let bytes = group.options().max_row_bytes;
-        let recorded = self.core.device.is_capturing()?;
-        Ok(Routed::Low(LowRouted { handle: Some(handle), pool, recorded, bytes, back: None }))
+        let (device, bytes) = (self.core.device.clone(), group.options().max_row_bytes);
+        // From here on a rank is alone: the others hear of its error where they are next.
+        let routed = || {
+            let mut handle = free.map_or_else(make, Ok)?;
+            handle.update(arrivals::packed_ids(&device, ids)?)?;
+            let recorded = device.is_capturing()?;
+            Ok(Routed::Low(LowRouted { handle: Some(handle), pool, recorded, bytes, back: None }))
+        };
+        self.core.agree(tag, routed())
     }
 
     /// Zones from the loads alone: nothing waits, and nothing else is exchanged.
@@ -229,8 +233,8 @@ impl NcclEp {
     ) -> Result<Behind> {
         let (experts, ranks) = (self.core.config.num_experts, self.core.ranks());
         let (local, alignment) = (experts / ranks, spec.alignment.max(1));
-        let Starts { starts, total } =
-            arrivals::starts(&self.core.device, loads, (self.core.rank() * local, local, alignment))?;
+        let starts = arrivals::starts(&self.core.device, loads, (self.core.rank() * local, local, alignment));
+        let Starts { starts, total } = self.core.agree(at.0, starts)?;
         let rows = match spec.capacity {
             Capacity::Static(rows) => rows,
             Capacity::Eager => {
