@@ -5,6 +5,7 @@ use crate::cuda::arrivals::{self, Arrived, Sorted};
 use crate::device::Device;
 use crate::dtype::DType;
 use crate::ep::carrier::written;
+use crate::ep::core::Core;
 use crate::ep::view::{byte_rows_mut, entries, gather, gather_elements, reduce};
 use crate::ep::{DispatchInputs, DispatchOutputs, Handle, Received};
 use crate::error::{Error, Result};
@@ -47,9 +48,7 @@ impl NcclEp {
         inputs: &DispatchInputs<'_, Cuda>,
         beside: Option<&mut dyn FnMut() -> Result<()>>,
     ) -> Result<Received<Cuda>> {
-        let (device, stream) = (self.core.device.clone(), self.core.stream.clone());
-        let (spec, ranks) = (*handle.spec(), self.core.ranks());
-        let (n, tokens) = (ranks * self.max_tokens(), &inputs.tokens);
+        let tokens = &inputs.tokens;
         let room = self.room_low(handle, inputs);
         let RoomLow { packed, mut rows, mut counts, weights: mut all, mut ids, mut scales } =
             self.told_of(step, handle, room)?;
@@ -78,23 +77,38 @@ impl NcclEp {
                 }),
             }
         })?;
-        own?;
+        let sorted =
+            own.and_then(|()| self.sorted_low(step.0, handle, (inputs.weights.is_some(), [&ids, &all, &counts])));
+        let (row_map, weights) = self.told_of(step, handle, sorted)?;
+        Ok(Received { rows: Some(rows), weights, scales, map: Some(row_map) })
+    }
+
+    /// Which slot each row that came is for, and the slots' weights where they are wanted: of ids, weights and counts as
+    /// they came. Keeps the way back.
+    fn sorted_low(
+        &self,
+        call: &'static str,
+        handle: &Handle<Cuda>,
+        (weighted, [ids, all, counts]): (bool, [&Tensor<Cuda>; 3]),
+    ) -> Result<(Tensor<Cuda>, Option<Tensor<Cuda>>)> {
+        let (Core { device, stream, config, .. }, spec) = (&self.core, handle.spec());
         let arrived = Arrived {
-            ids: &ids,
-            weights: &all,
-            counts: &counts,
-            experts: self.core.config.num_experts / ranks,
+            ids,
+            weights: all,
+            counts,
+            experts: config.num_experts / self.core.ranks(),
             alignment: spec.alignment,
             slots: handle.rows(),
         };
-        let Sorted { row_map, weight_map, weights, return_map } = arrivals::sorted(&device, &arrived)?;
-        let mut of_slots = inputs.weights.as_ref().map(|_| self.empty(DType::F32, &[handle.rows()])).transpose()?;
+        let Sorted { row_map, weight_map, weights, return_map } = arrivals::sorted(device, &arrived)?;
+        let mut of_slots = weighted.then(|| self.empty(DType::F32, &[handle.rows()])).transpose()?;
         if let Some(out) = &mut of_slots {
-            let elements = weights.view().reshape(&[n * spec.top_k])?;
-            gather_elements(&device, &stream, elements, weight_map.view(), out.view_mut())?;
+            let count = self.core.ranks() * self.max_tokens() * spec.top_k;
+            let elements = weights.view().reshape(&[count])?;
+            gather_elements(device, stream, elements, weight_map.view(), out.view_mut())?;
         }
-        self.keep_low(step.0, handle, return_map)?;
-        Ok(Received { rows: Some(rows), weights: of_slots, scales, map: Some(row_map) })
+        self.keep_low(call, handle, return_map)?;
+        Ok((row_map, of_slots))
     }
 
     fn room_low(&self, handle: &Handle<Cuda>, inputs: &DispatchInputs<'_, Cuda>) -> Result<RoomLow> {
@@ -131,15 +145,19 @@ impl NcclEp {
         let Received { rows, weights, scales, map } = self.send_low(step, handle, inputs, None)?;
         let Some(map) = &map else { return Ok(()) };
         let end = written(handle);
-        for (from, to) in [(&rows, Some(outputs.tokens)), (&scales, outputs.scales)] {
-            if let (Some(from), Some(to)) = (from, to) {
-                gather(&device, &stream, from.view(), entries(map.view(), 0..end)?, byte_rows_mut(to, 0..end)?)?;
+        let into_slots = || {
+            for (from, to) in [(&rows, Some(outputs.tokens)), (&scales, outputs.scales)] {
+                if let (Some(from), Some(to)) = (from, to) {
+                    gather(&device, &stream, from.view(), entries(map.view(), 0..end)?, byte_rows_mut(to, 0..end)?)?;
+                }
             }
-        }
-        match (&weights, outputs.weights) {
-            (Some(from), Some(to)) => device.copy(from.view().data(), to.into_data()),
-            _ => Ok(()),
-        }
+            match (&weights, outputs.weights) {
+                (Some(from), Some(to)) => device.copy(from.view().data(), to.into_data()),
+                _ => Ok(()),
+            }
+        };
+        let done = into_slots();
+        self.told_of(step, handle, done)
     }
 
     /// Sums of this rank's experts for each row that came, back to where it is from.
@@ -153,7 +171,7 @@ impl NcclEp {
         let n = self.core.ranks() * self.max_tokens();
         let sums = self.empty(expert_out.dtype(), &[n, expert_out.row_bytes() / expert_out.dtype().size()]);
         let mut sums = self.told_of(step, handle, sums)?;
-        let (moved, tag) = (Rows::of(expert_out), crate::ep::core::Core::tag(handle, step.1));
+        let (moved, tag) = (Rows::of(expert_out), Core::tag(handle, step.1));
         let reduced = {
             let guard = kept(step.0, handle)?;
             match &*guard {
