@@ -65,10 +65,16 @@ impl<D: Kernels> Core<D> {
     }
 
     pub fn take_deferred(&mut self) -> Result<()> {
-        if let Some(bad) = self.deferred.take() {
-            return Err(bad.error(self.config.num_experts));
-        }
+        self.take_masked()?;
         self.take_heard()
+    }
+
+    /// The same of what records told: the host knows it and waits for nothing.
+    pub fn take_masked(&mut self) -> Result<()> {
+        match self.deferred.take() {
+            Some(bad) => Err(bad.error(self.config.num_experts)),
+            None => Ok(()),
+        }
     }
 
     /// Tag of a collective that belongs to a handle.
@@ -189,12 +195,6 @@ impl<D: Kernels> Core<D> {
         let absent = if spec.backward { Vec::new() } else { vec![self.rank()] };
         let tokens = vec![plan.tokens];
         Handle { in_slots: true, ..self.handle(spec, plan, absent, tokens) }
-    }
-
-    /// Whether an error that all ranks know of waits to be returned.
-    #[cfg(feature = "nccl-ep")]
-    pub fn has_deferred(&self) -> bool {
-        self.deferred.is_some() || self.late.is_some()
     }
 
     /// Whether the ranks' specs were the same in the prepare of this number or a later one; the same on all ranks, whatever

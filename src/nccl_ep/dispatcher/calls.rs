@@ -23,9 +23,7 @@ impl TokenDispatcher<Cuda> for NcclEp {
         spec: &DispatchSpec,
     ) -> Result<Handle<Cuda>> {
         let known = (spec.layer, record::fields(spec));
-        // What a prepare with records has deferred is for another one to return.
         if self.agreed.contains(&known)
-            && !self.core.has_deferred()
             && let Some(handle) = self.prepare_behind(ids, spec)?
         {
             return Ok(handle);

@@ -34,7 +34,10 @@ impl NcclEp {
         }
         let (device, experts) = (self.core.device.clone(), self.core.config.num_experts);
         let tag = Tag { layer: spec.layer, op: Op::Prepare, sequence: self.core.next() };
-        let checked = self.late().and_then(|()| self.core.check_call(ids, spec));
+        // What a prepare by records has masked all ranks were told of, but one that has asked knows it no more: so it is
+        // told again, and they take the same way.
+        let masked = self.core.take_masked();
+        let checked = masked.and_then(|()| self.late()).and_then(|()| self.core.check_call(ids, spec));
         let examined = checked.and_then(|()| plan::examined(&device, ids, (spec, experts)));
         let (kept_ids, mut loads) = match examined {
             Ok(Some(found)) => found,
