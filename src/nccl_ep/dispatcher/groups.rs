@@ -8,7 +8,7 @@ use crate::ep::{Capacity, DispatchSpec, Handle};
 use crate::error::Result;
 use crate::nccl_ep::EpError;
 use crate::nccl_ep::high::{self, Counters, Group, GroupOptions, HandleOptions};
-use crate::tensor::Tensor;
+use crate::tensor::{Tensor, TensorRef};
 
 use super::low::Low;
 use super::prepare::planned_behind;
@@ -94,19 +94,36 @@ impl NcclEp {
         if self.mode == Mode::LowLatency {
             return self.route_low(spec, (Core::tag(handle, Op::Prepare), row_bytes), handle.kept_ids());
         }
+        // The plan has its counters already.
+        let at = (Core::tag(handle, Op::Prepare), row_bytes);
+        self.route_high(spec, at, handle.kept_ids()).map(|(routed, _)| Routed::High(routed))
+    }
+
+    /// The library's handle of a routing for high throughput, and its counters: padded rows of each local expert, the first
+    /// of each, and rows in all.
+    pub(super) fn route_high(
+        &mut self,
+        spec: &DispatchSpec,
+        (tag, row_bytes): (Tag, usize),
+        ids: TensorRef<'_, Cuda>,
+    ) -> Result<(high::Handle, [Tensor<Cuda>; 3])> {
         let group = self.group(spec, row_bytes)?;
-        let options = HandleOptions { top_k: spec.top_k, alignment: spec.alignment };
-        let (device, ids) = (self.core.device.clone(), handle.kept_ids());
-        let tag = Core::tag(handle, Op::Prepare);
+        // The most memory of a prepare, so before what the others wait in.
+        let made = self.made_high(&group, spec);
+        let (mut routed, [mut counts, mut offsets, mut total]) = self.core.agree(tag, made)?;
         around(&mut self.core, ("nccl_ep_update", DType::U8, row_bytes), tag, || {
-            let mut routed = high::Handle::new(&group, options)?;
-            let of = |size| Tensor::empty(&device, DType::I64, &[size]);
-            let local = group.local_experts();
-            // The plan has these already.
-            let (mut counts, mut offsets, mut total) = (of(local)?, of(local)?, of(1)?);
             let counters = Counters { counts: counts.view_mut(), offsets: offsets.view_mut(), total: total.view_mut() };
-            routed.update(ids, counters)?;
-            Ok(Routed::High(routed))
-        })
+            routed.update(ids, counters)
+        })?;
+        Ok((routed, [counts, offsets, total]))
+    }
+
+    /// The same before its first update.
+    fn made_high(&self, group: &Group, spec: &DispatchSpec) -> Result<(high::Handle, [Tensor<Cuda>; 3])> {
+        let of = |size| self.empty(DType::I64, &[size]);
+        let local = group.local_experts();
+        let counters = [of(local)?, of(local)?, of(1)?];
+        let options = HandleOptions { top_k: spec.top_k, alignment: spec.alignment };
+        Ok((high::Handle::new(group, options)?, counters))
     }
 }

@@ -11,10 +11,9 @@ use crate::ep::{Capacity, DispatchSpec, Handle, Overflow, Plan, Reporting, Stats
 use crate::error::Result;
 use crate::kernels::Kernels;
 use crate::lazy::Lazy;
-use crate::nccl_ep::high::{self, Counters, HandleOptions};
 use crate::tensor::{Tensor, TensorRef};
 
-use super::{Kept, Mode, NcclEp, Routed, around};
+use super::{Kept, Mode, NcclEp, Routed};
 
 impl NcclEp {
     /// Routing that the GPUs make among themselves: nothing waits for them, but for the number of rows where the capacity
@@ -96,23 +95,11 @@ impl NcclEp {
         (tag, bytes): (Tag, usize),
         kept_ids: &Tensor<Cuda>,
     ) -> Result<Behind> {
-        let device = self.core.device.clone();
-        let group = self.group(spec, bytes)?;
-        let options = HandleOptions { top_k: spec.top_k, alignment: spec.alignment };
-        let local = group.local_experts();
-        let of = |size| Tensor::empty(&device, DType::I64, &[size]);
-        let room = of(local).and_then(|padded| Ok((padded, of(local)?, of(1)?)));
-        let (mut padded, mut starts, mut total) = self.core.agree(tag, room)?;
-        let routed = around(&mut self.core, ("nccl_ep_update", DType::U8, bytes), tag, || {
-            let mut routed = high::Handle::new(&group, options)?;
-            let counters = Counters { counts: padded.view_mut(), offsets: starts.view_mut(), total: total.view_mut() };
-            routed.update(kept_ids.view(), counters)?;
-            Ok(routed)
-        })
-        .map_err(|e| self.core.explain("prepare", e))?;
+        let routed = self.route_high(spec, (tag, bytes), kept_ids.view());
+        let (routed, [padded, starts, total]) = routed.map_err(|e| self.core.explain("prepare", e))?;
         let rows = match spec.capacity {
             Capacity::Static(rows) => Ok(rows),
-            Capacity::Eager => plan::number(&device, &total).map(|rows| usize::try_from(rows).unwrap_or(0)),
+            Capacity::Eager => plan::number(&self.core.device, &total).map(|rows| usize::try_from(rows).unwrap_or(0)),
         };
         let rows = self.core.agree(tag, rows)?;
         Ok(Behind { routed: Routed::High(routed), padded: Some(padded), starts, total, rows })
