@@ -15,7 +15,7 @@ pub enum EpError {
         message: String,
     },
     /// The library is too old, or of another interface.
-    #[error("NCCL EP: {path} is version {found}; 0.2.0 or a later 0.x is needed")]
+    #[error("NCCL EP: {path} is version {found}; 0.2.x is needed")]
     Version {
         /// The library.
         path: String,
@@ -121,7 +121,7 @@ pub enum EpError {
     Late {
         /// This rank.
         rank: usize,
-        /// The ranks that were late.
+        /// The ranks that were late; none where the GPU no longer says.
         late: Vec<usize>,
     },
     /// Rows of a group with windows that lie in none.

@@ -5,6 +5,10 @@
 //! recorded. It is a collective where a token has more choices than in any before, since the library's buffers are made
 //! for these; all ranks know that alike. Otherwise it is each rank's own affair, as it follows from the layer's handles
 //! that happen to be alive there.
+//!
+//! That relies on what the library does as of 0.2.0: it sizes a group's buffers by layout and choices, makes them anew only
+//! where these grow, and numbers calls for the group, so that which of a rank's handles is used does not matter. So
+//! [`EpLibrary`](crate::nccl_ep::EpLibrary) takes no later 0.x before somebody has looked.
 
 use std::fmt;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -15,7 +19,7 @@ use crate::cuda::Cuda;
 use crate::cuda::arrivals::{self, Starts};
 use crate::dtype::DType;
 use crate::ep::{Capacity, DispatchSpec};
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::nccl::NcclComm;
 use crate::nccl_ep::EpError;
 use crate::nccl_ep::low::{Layout, LowLatencyGroup, LowLatencyHandle, LowLatencyOptions};
@@ -142,12 +146,21 @@ impl NcclEp {
         if self.low.is_empty() || self.core.device.is_capturing()? {
             return Ok(());
         }
-        // A communicator that has ended says so itself.
-        let late = |low: &&Low| matches!(low.group.was_late(), Ok(true));
-        let Some(low) = self.low.iter().find(late) else { return Ok(()) };
-        let active = low.group.active()?;
-        let late = (0..active.len()).filter(|rank| !active[*rank]).collect();
-        Err(EpError::Late { rank: self.core.rank(), late }.into())
+        for low in &self.low {
+            match low.group.was_late() {
+                Ok(false) => {}
+                Ok(true) => {
+                    // Who it was is worth less than that somebody was.
+                    let active = low.group.active().unwrap_or_default();
+                    let late = (0..active.len()).filter(|rank| !active[*rank]).collect();
+                    return Err(EpError::Late { rank: self.core.rank(), late }.into());
+                }
+                // A communicator that has ended says so itself.
+                Err(Error::NcclEp(EpError::Ended { .. })) => {}
+                Err(error) => return Err(error),
+            }
+        }
+        Ok(())
     }
 
     /// What rows must be.
