@@ -37,8 +37,10 @@ impl fmt::Debug for LowLatencyHandle {
 }
 
 impl LowLatencyHandle {
-    /// A handle that waits for its first update. Collective, while no rank has calls of the group under way (a barrier
-    /// before sees to that): the library may make its buffers now, which graphs that were captured before do not outlive.
+    /// A handle that waits for its first update. Collective where `top_k` is larger than in any handle of the group before,
+    /// or the layout has not been met: the library makes its buffers now, so no rank may have calls of the group under way
+    /// (a barrier before sees to that), and graphs that were captured before do not outlive it. Otherwise it is each
+    /// rank's own affair. Both as of NCCL EP 0.2.0.
     ///
     /// # Errors
     /// [`EpError`](crate::nccl_ep::EpError) names what `top_k` breaks; a graph being recorded.
