@@ -233,6 +233,11 @@ impl NcclComm {
         error
     }
 
+    /// The same of what goes between a collective's beginning and its calls.
+    pub(super) fn begun<T>(&mut self, subject: Subject, done: Result<T>) -> Result<T> {
+        done.map_err(|error| self.broken(subject, error))
+    }
+
     pub(super) fn end(&self, error: CommError) -> Error {
         let first = self.link.fail(error);
         if let Some(watch) = &self.watch {
