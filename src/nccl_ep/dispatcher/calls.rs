@@ -144,7 +144,7 @@ impl TokenDispatcher<Cuda> for NcclEp {
         if self.mode == Mode::LowLatency {
             return self.return_low(STEP, handle, (expert_out, out.reborrow()));
         }
-        let left = self.returning(STEP, handle, expert_out)?;
+        let left = self.left(STEP, handle, expert_out)?;
         let rows = left.as_ref().map_or(expert_out.borrow(), Tensor::view);
         let rows = RowsBack { rows, weights: None, out: out.reborrow(), out_weights: None };
         self.collective(STEP, (handle, Rows::of(expert_out)), |routed| high(routed)?.combine(Direction::Forward, rows))
@@ -201,7 +201,7 @@ impl TokenDispatcher<Cuda> for NcclEp {
             Some(_) => None,
         };
         let (moved, given) = (Rows::of(rows), d_weights.as_mut().map(TensorMut::reborrow));
-        let left = self.returning(STEP, handle, rows)?;
+        let left = self.left(STEP, handle, rows)?;
         let rows = RowsBack {
             rows: left.as_ref().map_or(rows.borrow(), Tensor::view),
             weights: weights.as_ref().map(TensorRef::borrow).or(zeros.as_ref().map(Tensor::view)),

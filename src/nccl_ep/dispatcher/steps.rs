@@ -131,7 +131,7 @@ impl NcclEp {
         self.told_of(step, handle, zeros)
     }
 
-    /// Rows of a window, where the handle's arrive in one; what only this rank finds wrong is told.
+    /// Rows of a window, where the handle's arrive in one.
     pub(super) fn lent(
         &mut self,
         step: Step,
@@ -139,27 +139,7 @@ impl NcclEp {
         row: Rows,
         scale: usize,
     ) -> Result<Option<(Tensor<Cuda>, Tensor<Cuda>)>> {
-        let lent = self.arriving(step.0, handle, (row.dtype, row.bytes / row.dtype.size()), scale);
-        self.busy(step, handle, lent)
-    }
-
-    /// The same of rows on their way back.
-    pub(super) fn returning(
-        &mut self,
-        step: Step,
-        handle: &Handle<Cuda>,
-        rows: TensorRef<'_, Cuda>,
-    ) -> Result<Option<Tensor<Cuda>>> {
-        let left = self.left(step.0, handle, rows);
-        self.busy(step, handle, left)
-    }
-
-    /// Windows in use are this rank's to tell; other errors with windows are those of a collective.
-    fn busy<T>(&mut self, step: Step, handle: &Handle<Cuda>, found: Result<T>) -> Result<T> {
-        match found {
-            Err(Error::NcclEp(EpError::Windows { .. })) => self.told_of(step, handle, found),
-            other => other,
-        }
+        self.arriving(step, handle, (row.dtype, row.bytes / row.dtype.size()), scale)
     }
 
     /// Rows of a window to where the caller wants them.
