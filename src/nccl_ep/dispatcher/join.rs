@@ -16,6 +16,8 @@ use crate::tensor::Tensor;
 use super::windows::Windows;
 use super::{Mode, NcclEp};
 
+const CALL: &str = "Group::new";
+
 /// Most bytes of a reason that ranks tell each other.
 const REASON: usize = 512;
 
@@ -53,7 +55,7 @@ impl NcclEp {
                     })
                 }
                 Some((peer, reason)) => {
-                    let error = Error::Peer { call: "Group::new", rank: core.rank(), peer, reason };
+                    let error = Error::Peer { call: CALL, rank: core.rank(), peer, reason };
                     Err(Box::new((core, error)))
                 }
             },
@@ -100,7 +102,7 @@ fn mode(core: &Core<Cuda>) -> Mode {
 /// The library and the communicator, where this rank can have them.
 fn examine(core: &mut Core<Cuda>) -> Result<(EpLibrary, Shared)> {
     check_experts(core.config.num_experts, core.ranks())?;
-    check_tokens(core.config.max_tokens_per_rank.next_multiple_of(4))?;
+    check_tokens(CALL, core.config.max_tokens_per_rank.next_multiple_of(4))?;
     let high = mode(core) == Mode::HighThroughput;
     check_gpu(&core.device)?;
     let Some(comm) = core.comm.as_any().and_then(|comm| comm.downcast_mut::<NcclComm>()) else {
@@ -108,7 +110,7 @@ fn examine(core: &mut Core<Cuda>) -> Result<(EpLibrary, Shared)> {
     };
     let shared = comm.shared();
     if high {
-        check_domain(&shared, core.config.num_experts)?;
+        check_domain(CALL, &shared, core.config.num_experts)?;
     }
     Ok((EpLibrary::open(comm.library())?, shared))
 }
