@@ -12,7 +12,7 @@ use crate::error::{Error, Result};
 use crate::nccl_ep::high::{Direction, RowsBack};
 use crate::tensor::{Tensor, TensorMut, TensorRef};
 
-use super::steps::{Rows, Step, high};
+use super::steps::{Rows, Step, high_of};
 use super::{Kept, Mode, NcclEp};
 
 impl TokenDispatcher<Cuda> for NcclEp {
@@ -147,7 +147,9 @@ impl TokenDispatcher<Cuda> for NcclEp {
         let left = self.left(STEP, handle, expert_out)?;
         let rows = left.as_ref().map_or(expert_out.borrow(), Tensor::view);
         let rows = RowsBack { rows, weights: None, out: out.reborrow(), out_weights: None };
-        self.collective(STEP, (handle, Rows::of(expert_out)), |routed| high(routed)?.combine(Direction::Forward, rows))
+        self.collective(STEP, (handle, Rows::of(expert_out)), |routed| {
+            high_of(routed)?.combine(Direction::Forward, rows)
+        })
     }
 
     fn combine_bwd(
@@ -208,7 +210,7 @@ impl TokenDispatcher<Cuda> for NcclEp {
             out: d_tokens.reborrow(),
             out_weights: given.or(unused.as_mut().map(Tensor::view_mut)),
         };
-        self.collective(STEP, (handle, moved), |routed| high(routed)?.combine(Direction::Backward, rows))
+        self.collective(STEP, (handle, moved), |routed| high_of(routed)?.combine(Direction::Backward, rows))
     }
 
     fn check(&mut self) -> Result<()> {

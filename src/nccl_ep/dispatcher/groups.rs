@@ -5,14 +5,18 @@ use crate::cuda::Cuda;
 use crate::dtype::DType;
 use crate::ep::core::Core;
 use crate::ep::{Capacity, DispatchSpec, Handle};
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::nccl_ep::EpError;
 use crate::nccl_ep::high::{self, Counters, Group, GroupOptions, HandleOptions};
 use crate::tensor::{Tensor, TensorRef};
 
+use super::join::told;
 use super::low::Low;
 use super::prepare::planned_behind;
 use super::{Mode, NcclEp, Routed, around};
+
+/// What a rank tells of itself that fails begins so.
+const FAILED: char = '!';
 
 impl NcclEp {
     /// What the library would not do.
@@ -86,6 +90,34 @@ impl NcclEp {
             around(&mut self.core, ("nccl_ep_group", DType::U8, row_bytes), tag, || Group::on(&library, on, options))?;
         self.groups.push(group.clone());
         Ok(group)
+    }
+
+    /// Refuses options in which the ranks differ: the library does not look.
+    pub(super) fn compare(
+        &mut self,
+        spec: &DispatchSpec,
+        (bytes, top_k): (usize, usize),
+        checked: std::result::Result<(), EpError>,
+    ) -> Result<()> {
+        let own = format!("{bytes:?} bytes, top_k {top_k}");
+        // What a rank cannot do is told behind a mark.
+        let failed = checked.as_ref().err().map(|error| format!("{FAILED}{error}"));
+        let all = told(&mut self.core, failed.as_ref().unwrap_or(&own))?;
+        checked?;
+        let failure = |(peer, text): (usize, &String)| Some((peer, text.strip_prefix(FAILED)?.to_string()));
+        if let Some((peer, reason)) = all.iter().enumerate().find_map(failure) {
+            return Err(Error::Peer { call: "prepare", rank: self.core.rank(), peer, reason });
+        }
+        match all.iter().position(|theirs| *theirs != own) {
+            None => Ok(()),
+            Some(peer) => Err(Error::ConfigMismatch {
+                field: format!("rows of layer {}", spec.layer),
+                rank: self.core.rank(),
+                value: own,
+                peer,
+                peer_value: all[peer].clone(),
+            }),
+        }
     }
 
     /// The library's handle of a planned routing, for rows of so many bytes.

@@ -3,8 +3,8 @@
 use crate::comm::{Op, Tag};
 use crate::cuda::Cuda;
 use crate::dtype::DType;
+use crate::ep::DispatcherKind;
 use crate::ep::core::Core;
-use crate::ep::{DispatchSpec, DispatcherKind};
 use crate::error::{Error, Result};
 use crate::kernels::Kernels;
 use crate::nccl::{NcclComm, Shared};
@@ -20,9 +20,6 @@ const CALL: &str = "Group::new";
 
 /// Most bytes of a reason that ranks tell each other.
 const REASON: usize = 512;
-
-/// What a rank tells of itself that fails begins so.
-const FAILED: char = '!';
 
 /// The dispatcher, or the state it was to have and the reason why not; the same on all ranks.
 type Possible = std::result::Result<NcclEp, Box<(Core<Cuda>, Error)>>;
@@ -60,34 +57,6 @@ impl NcclEp {
                 }
             },
         })
-    }
-
-    /// Refuses options in which the ranks differ: the library does not look.
-    pub(super) fn compare(
-        &mut self,
-        spec: &DispatchSpec,
-        (bytes, top_k): (usize, usize),
-        checked: std::result::Result<(), EpError>,
-    ) -> Result<()> {
-        let own = format!("{bytes:?} bytes, top_k {top_k}");
-        // What a rank cannot do is told behind a mark.
-        let failed = checked.as_ref().err().map(|error| format!("{FAILED}{error}"));
-        let all = told(&mut self.core, failed.as_ref().unwrap_or(&own))?;
-        checked?;
-        let failure = |(peer, text): (usize, &String)| Some((peer, text.strip_prefix(FAILED)?.to_string()));
-        if let Some((peer, reason)) = all.iter().enumerate().find_map(failure) {
-            return Err(Error::Peer { call: "prepare", rank: self.core.rank(), peer, reason });
-        }
-        match all.iter().position(|theirs| *theirs != own) {
-            None => Ok(()),
-            Some(peer) => Err(Error::ConfigMismatch {
-                field: format!("rows of layer {}", spec.layer),
-                rank: self.core.rank(),
-                value: own,
-                peer,
-                peer_value: all[peer].clone(),
-            }),
-        }
     }
 }
 

@@ -1,10 +1,19 @@
 //! The dispatcher: the library's calls as those of a group.
+//!
+//! ```text
+//! calls        the trait: each of its functions, for either mode
+//! steps        what these share: checks, the collective around a call, errors told, rows there and back
+//! join         whether all ranks can have the dispatcher
+//! groups       the library's groups and handles for what a spec asks for
+//! prepare      routing that the GPUs make among themselves
+//! windows      memory that rows arrive in and leave from
+//! low          low latency: its groups, its handles on loan (pool), rows there and back (rows)
+//! ```
 
 mod calls;
 mod groups;
 mod join;
 mod low;
-mod low_calls;
 mod prepare;
 mod steps;
 mod windows;

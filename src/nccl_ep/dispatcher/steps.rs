@@ -175,7 +175,7 @@ impl NcclEp {
             out_scales: outputs.scales.as_mut().map(TensorMut::reborrow),
         };
         let moved = Rows { dtype: inputs.tokens.dtype(), bytes: row_bytes(inputs) };
-        self.collective(step, (handle, moved), |routed| high(routed)?.dispatch(Direction::Forward, rows))
+        self.collective(step, (handle, moved), |routed| high_of(routed)?.dispatch(Direction::Forward, rows))
     }
 
     /// The output's gradient, into slots.
@@ -187,12 +187,12 @@ impl NcclEp {
     ) -> Result<()> {
         let (tokens, out) = (grad.borrow(), out.reborrow());
         let rows = RowsOut { tokens, weights: None, scales: None, out, out_weights: None, out_scales: None };
-        self.collective(step, (handle, Rows::of(grad)), |routed| high(routed)?.dispatch(Direction::Backward, rows))
+        self.collective(step, (handle, Rows::of(grad)), |routed| high_of(routed)?.dispatch(Direction::Backward, rows))
     }
 }
 
 /// The handle for high throughput.
-pub(super) fn high(routed: &mut Routed) -> Result<&mut high::Handle> {
+pub(super) fn high_of(routed: &mut Routed) -> Result<&mut high::Handle> {
     match routed {
         Routed::High(handle) => Ok(handle),
         _ => Err(Error::invalid("dispatch", "handle", "one for high throughput", "another")),

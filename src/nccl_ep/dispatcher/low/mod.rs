@@ -10,8 +10,9 @@
 //! where these grow, and numbers calls for the group, so that which of a rank's handles is used does not matter. So
 //! [`EpLibrary`](crate::nccl_ep::EpLibrary) takes no later 0.x before somebody has looked.
 
-use std::fmt;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+mod pool;
+mod rows;
+
 use std::time::Duration;
 
 use crate::comm::{Op, Tag};
@@ -25,6 +26,8 @@ use crate::nccl_ep::EpError;
 use crate::nccl_ep::low::{Layout, LowLatencyGroup, LowLatencyHandle, LowLatencyOptions};
 use crate::tensor::{Tensor, TensorRef};
 
+use pool::{Loan, Pool};
+
 use super::prepare::Behind;
 use super::{NcclEp, Routed, around};
 
@@ -32,35 +35,11 @@ use super::{NcclEp, Routed, around};
 /// ends by itself.
 const LONGER: Duration = Duration::from_secs(1);
 
-/// Handles that nobody uses now.
-#[derive(Debug, Default)]
-struct Handles {
-    free: Vec<LowLatencyHandle>,
-    /// Graphs use them, at any time.
-    recorded: Vec<LowLatencyHandle>,
-    /// Most choices of a token that a handle was made for.
-    widest: usize,
-}
-
-impl Handles {
-    /// Takes one for so many choices.
-    fn take(&mut self, wide: usize) -> Option<LowLatencyHandle> {
-        let at = self.free.iter().position(|handle| handle.top_k() == wide)?;
-        Some(self.free.swap_remove(at))
-    }
-}
-
-type Pool = Arc<Mutex<Handles>>;
-
-fn lock(pool: &Pool) -> MutexGuard<'_, Handles> {
-    pool.lock().unwrap_or_else(PoisonError::into_inner)
-}
-
 /// A group of the library's, and its handles.
 #[derive(Debug)]
 pub(super) struct Low {
     group: LowLatencyGroup,
-    pool: Pool,
+    pool: Pool<LowLatencyHandle>,
 }
 
 impl Low {
@@ -70,37 +49,19 @@ impl Low {
     }
 }
 
-/// A handle on loan.
+/// A handle on loan, and what is kept beside it.
+#[derive(Debug)]
 pub(super) struct LowRouted {
-    pub(super) handle: Option<LowLatencyHandle>,
-    pool: Pool,
-    /// A graph that is being recorded will use it.
-    recorded: bool,
-    pub(super) bytes: usize,
+    loan: Loan<LowLatencyHandle>,
+    bytes: usize,
     /// Slots of each row that the last dispatch brought.
-    pub(super) back: Option<Tensor<Cuda>>,
-}
-
-impl fmt::Debug for LowRouted {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "LowRouted {{ handle: {:?} }}", self.handle)
-    }
+    back: Option<Tensor<Cuda>>,
 }
 
 impl LowRouted {
+    /// Most bytes of a row.
     pub(super) fn row_bytes(&self) -> Option<usize> {
         Some(self.bytes)
-    }
-}
-
-impl Drop for LowRouted {
-    fn drop(&mut self) {
-        let mut pool = lock(&self.pool);
-        match self.recorded {
-            true => pool.recorded.extend(self.handle.take()),
-            // One whose call has not ended is none to lend.
-            false => pool.free.extend(self.handle.take().filter(|handle| !handle.is_torn())),
-        }
     }
 }
 
@@ -180,9 +141,13 @@ impl NcclEp {
     }
 
     /// The group for rows of so many bytes; a new one is compared over the ranks first.
-    fn low_group(&mut self, spec: &DispatchSpec, row_bytes: usize) -> Result<(LowLatencyGroup, Pool)> {
+    fn low_group(
+        &mut self,
+        spec: &DispatchSpec,
+        row_bytes: usize,
+    ) -> Result<(LowLatencyGroup, Pool<LowLatencyHandle>)> {
         if let Some(low) = self.low.iter().rev().find(|low| low.row_bytes() >= row_bytes) {
-            return Ok((low.group.clone(), Arc::clone(&low.pool)));
+            return Ok((low.group.clone(), low.pool.clone()));
         }
         self.core.device.not_captured("prepare", "create an EP group")?;
         let options = self.low_options(row_bytes);
@@ -193,7 +158,7 @@ impl NcclEp {
         let named = ("nccl_ep_ll_group", DType::U8, row_bytes);
         let group = around(&mut self.core, named, tag, || LowLatencyGroup::on(&library, on, options))?;
         let (made, pool) = (group.clone(), Pool::default());
-        self.low.push(Low { group, pool: Arc::clone(&pool) });
+        self.low.push(Low { group, pool: pool.clone() });
         Ok((made, pool))
     }
 
@@ -206,33 +171,29 @@ impl NcclEp {
     ) -> Result<Routed> {
         let (group, pool) = self.low_group(spec, row_bytes)?;
         let wide = Self::wide(spec);
-        let (free, widest) = {
-            let mut handles = lock(&pool);
-            (handles.take(wide), handles.widest)
-        };
         let make = || {
             group.cuda().not_captured("prepare", "create an EP handle")?;
             LowLatencyHandle::new(&group, Layout::RankMajor, wide)
         };
-        let free = match wide > widest {
+        let free = match pool.grows(wide) {
             true => {
                 // On all ranks, so each finds for itself that it may not.
                 self.core.device.not_captured("prepare", "create an EP handle")?;
                 // The library may move its buffers: nothing that uses them may be under way on any rank.
                 self.core.comm.barrier(tag)?;
                 let made = around(&mut self.core, ("nccl_ep_ll_handle", DType::U8, row_bytes), tag, make)?;
-                lock(&pool).widest = wide;
+                pool.grown(wide);
                 Some(made)
             }
-            false => free,
+            false => pool.take(wide),
         };
         let (device, bytes) = (self.core.device.clone(), group.options().max_row_bytes);
         // From here on a rank is alone: the others hear of its error where they are next.
         let routed = || {
             let mut handle = free.map_or_else(make, Ok)?;
             handle.update(arrivals::packed_ids(&device, ids)?)?;
-            let recorded = device.is_capturing()?;
-            Ok(Routed::Low(LowRouted { handle: Some(handle), pool, recorded, bytes, back: None }))
+            let loan = pool.lend(handle, device.is_capturing()?);
+            Ok(Routed::Low(LowRouted { loan, bytes, back: None }))
         };
         self.core.agree(tag, routed())
     }

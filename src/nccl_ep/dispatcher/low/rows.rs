@@ -12,19 +12,20 @@ use crate::error::{Error, Result};
 use crate::nccl_ep::low::{Arrival, Departure, LowLatencyHandle, SentBack};
 use crate::tensor::{Tensor, TensorMut, TensorRef};
 
-use super::low::LowRouted;
-use super::steps::{Rows, Step, kept, row_bytes};
-use super::{NcclEp, Routed};
+use super::LowRouted;
+use crate::nccl_ep::dispatcher::steps::{Rows, Step, kept, row_bytes};
+use crate::nccl_ep::dispatcher::{NcclEp, Routed};
 
 /// The handle and what is kept beside it.
-fn low<'r>(
+fn low_of<'r>(
     call: &'static str,
     routed: &'r mut Routed,
 ) -> Result<(&'r mut LowLatencyHandle, &'r mut Option<Tensor<Cuda>>)> {
-    match routed {
-        Routed::Low(LowRouted { handle: Some(handle), back, .. }) => Ok((handle, back)),
-        _ => Err(Error::invalid(call, "handle", "one for low latency", "another")),
-    }
+    let found = match routed {
+        Routed::Low(LowRouted { loan, back, .. }) => loan.get().map(|handle| (handle, back)),
+        _ => None,
+    };
+    found.ok_or_else(|| Error::invalid(call, "handle", "one for low latency", "another"))
 }
 
 /// What a dispatch sends beside the caller's rows, and where it brings what arrives.
@@ -41,7 +42,7 @@ struct RoomLow {
 
 impl NcclEp {
     /// Rows as they arrive, and what says which slot is whose.
-    pub(super) fn send_low(
+    pub(in crate::nccl_ep::dispatcher) fn send_low(
         &mut self,
         step: Step,
         handle: &Handle<Cuda>,
@@ -68,7 +69,7 @@ impl NcclEp {
                 ids: Some(ids.view_mut()),
                 scales: scales.as_mut().map(Tensor::view_mut),
             };
-            let (library, _) = low(step.0, routed)?;
+            let (library, _) = low_of(step.0, routed)?;
             match beside {
                 None => library.dispatch(from, to),
                 Some(beside) => library.dispatch_while(from, to, || {
@@ -128,13 +129,13 @@ impl NcclEp {
     /// The way back of what a dispatch brought.
     fn keep_low(&self, call: &'static str, handle: &Handle<Cuda>, map: Tensor<Cuda>) -> Result<()> {
         let mut guard = kept(call, handle)?;
-        let (_, back) = low(call, &mut guard)?;
+        let (_, back) = low_of(call, &mut guard)?;
         *back = Some(map);
         Ok(())
     }
 
     /// The same, into slots.
-    pub(super) fn send_low_into(
+    pub(in crate::nccl_ep::dispatcher) fn send_low_into(
         &mut self,
         step: Step,
         handle: &Handle<Cuda>,
@@ -161,7 +162,7 @@ impl NcclEp {
     }
 
     /// Sums of this rank's experts for each row that came, back to where it is from.
-    pub(super) fn return_low(
+    pub(in crate::nccl_ep::dispatcher) fn return_low(
         &mut self,
         step: Step,
         handle: &Handle<Cuda>,
@@ -187,7 +188,7 @@ impl NcclEp {
         };
         self.core.agree(tag, reduced)?;
         self.collective(step, (handle, moved), |routed| {
-            let (library, _) = low(step.0, routed)?;
+            let (library, _) = low_of(step.0, routed)?;
             library.combine(SentBack { rows: sums.view(), weights: None, out: out.reborrow() })
         })
     }
