@@ -88,7 +88,8 @@ pub enum EpError {
     },
     /// A row of numbers that its sums are not compiled for.
     #[error(
-        "NCCL EP: rows of numbers: expected a multiple of 8 numbers, found {width}; choose another dispatcher for such rows"
+        "NCCL EP: rows of numbers: expected a multiple of 8 numbers, found {width}; choose another dispatcher for such \
+         rows"
     )]
     Width {
         /// Numbers of a row.
@@ -115,8 +116,8 @@ pub enum EpError {
     },
     /// Ranks were late in a call of the dispatcher, and skipped, there and in every call since.
     #[error(
-        "NCCL EP, low latency: rank {rank} skipped ranks {late:?}, which were late: what they hold is missing; make the \
-         group anew"
+        "NCCL EP, low latency: rank {rank} skipped ranks {late:?}, which were late: what they hold is missing; make \
+         the group anew"
     )]
     Late {
         /// This rank.

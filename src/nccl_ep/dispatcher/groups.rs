@@ -49,8 +49,8 @@ impl NcclEp {
         }
     }
 
-    /// The capacity of the library's group. It has none below the tokens of a rank: what the host has planned to fit there
-    /// goes through a group that is open.
+    /// The capacity of the library's group. It has none below the tokens of a rank: what the host has planned to fit
+    /// there goes through a group that is open.
     pub(super) fn fixed(&self, spec: &DispatchSpec) -> Option<usize> {
         match spec.capacity {
             Capacity::Static(rows) => Some(rows).filter(|rows| *rows >= self.max_tokens()),
@@ -131,8 +131,8 @@ impl NcclEp {
         self.route_high(spec, at, handle.kept_ids()).map(|(routed, _)| Routed::High(routed))
     }
 
-    /// The library's handle of a routing for high throughput, and its counters: padded rows of each local expert, the first
-    /// of each, and rows in all.
+    /// The library's handle of a routing for high throughput, and its counters: padded rows of each local expert, the
+    /// first of each, and rows in all.
     pub(super) fn route_high(
         &mut self,
         spec: &DispatchSpec,

@@ -16,9 +16,9 @@ use crate::tensor::{Tensor, TensorRef};
 use super::{Kept, Mode, NcclEp, Routed};
 
 impl NcclEp {
-    /// Routing that the GPUs make among themselves: nothing waits for them, but for the number of rows where the capacity
-    /// is open. For specs that all ranks have met with before, where what only the device sees is reported later; `None`
-    /// where the host has to plan.
+    /// Routing that the GPUs make among themselves: nothing waits for them, but for the number of rows where the
+    /// capacity is open. For specs that all ranks have met with before, where what only the device sees is reported
+    /// later; `None` where the host has to plan.
     pub(super) fn prepare_behind(
         &mut self,
         ids: TensorRef<'_, Cuda>,
@@ -33,8 +33,8 @@ impl NcclEp {
         }
         let (device, experts) = (self.core.device.clone(), self.core.config.num_experts);
         let tag = Tag { layer: spec.layer, op: Op::Prepare, sequence: self.core.next() };
-        // What a prepare by records has masked all ranks were told of, but one that has asked knows it no more: so it is
-        // told again, and they take the same way.
+        // What a prepare by records has masked all ranks were told of, but one that has asked knows it no more: so it
+        // is told again, and they take the same way.
         let masked = self.core.take_masked();
         let checked = masked.and_then(|()| self.late()).and_then(|()| self.core.check_call(ids, spec));
         let examined = checked.and_then(|()| plan::examined(&device, ids, (spec, experts)));

@@ -54,8 +54,8 @@ impl NcclEp {
         let mut guard = kept(call, handle)?;
         let room = rows.bytes.max(handle.spec().returning_bytes());
         if guard.row_bytes().is_none_or(|most| most < room) {
-            // The ranks' calls are compared before what they bring about, by what brings it about: `returns`, which may, is
-            // in no record.
+            // The ranks' calls are compared before what they bring about, by what brings it about: `returns`, which
+            // may, is in no record.
             around(&mut self.core, (call, rows.dtype, room), tag, || Ok(())).map_err(|e| self.core.explain(call, e))?;
             let routed = self.route(handle, room);
             *guard = routed.map_err(|e| self.core.explain(call, e))?;

@@ -1,9 +1,10 @@
-//! Windows that rows arrive in and leave from: peers write and read them where the layer's kernels do, so nothing is staged.
+//! Windows that rows arrive in and leave from: peers write and read them where the layer's kernels do, so nothing is
+//! staged.
 //!
-//! All ranks must use the same window in the same call, so which one it is comes from counts of the collectives that took
-//! place, never from what is free. That a window is free when its turn comes again is checked. Why nobody writes what another still reads: rows of a
-//! call are read before the collective behind it, and a rank whose next call but one is under way has passed that; so two
-//! turns are enough, on either way.
+//! All ranks must use the same window in the same call, so which one it is comes from counts of the collectives that
+//! took place, never from what is free. That a window is free when its turn comes again is checked. Why nobody writes
+//! what another still reads: rows of a call are read before the collective behind it, and a rank whose next call but
+//! one is under way has passed that; so two turns are enough, on either way.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -147,8 +148,8 @@ impl NcclEp {
         Ok(())
     }
 
-    /// Rows and scales for a dispatch to bring, in the window whose turn it is; `None`: not through windows. What only this
-    /// rank finds wrong is told.
+    /// Rows and scales for a dispatch to bring, in the window whose turn it is; `None`: not through windows. What only
+    /// this rank finds wrong is told.
     pub(super) fn arriving(
         &mut self,
         step: Step,
@@ -182,8 +183,8 @@ impl NcclEp {
         }
     }
 
-    /// The rows of a way back in the window whose turn it is; `None`: they lie there, or do not go through windows. What
-    /// only this rank finds wrong is told.
+    /// The rows of a way back in the window whose turn it is; `None`: they lie there, or do not go through windows.
+    /// What only this rank finds wrong is told.
     pub(super) fn left(
         &mut self,
         step: Step,

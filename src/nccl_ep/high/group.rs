@@ -33,7 +33,8 @@ impl Group {
     /// Joins a group (collective).
     ///
     /// # Errors
-    /// [`EpError`](crate::nccl_ep::EpError) names the rule that the options, the GPU or the ranks break, before the library is called.
+    /// [`EpError`](crate::nccl_ep::EpError) names the rule that the options, the GPU or the ranks break, before the
+    /// library is called.
     pub fn new(library: &EpLibrary, comm: &NcclComm, options: GroupOptions) -> Result<Self> {
         Self::on(library, (comm.cuda().clone(), comm.shared()), (options, None))
     }

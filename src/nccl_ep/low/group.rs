@@ -35,7 +35,8 @@ impl LowLatencyGroup {
     /// Joins a group (collective).
     ///
     /// # Errors
-    /// [`EpError`](crate::nccl_ep::EpError) names the rule that the options, the GPU or the ranks break, before the library is called.
+    /// [`EpError`](crate::nccl_ep::EpError) names the rule that the options, the GPU or the ranks break, before the
+    /// library is called.
     pub fn new(library: &EpLibrary, comm: &NcclComm, options: LowLatencyOptions) -> Result<Self> {
         Self::on(library, (comm.cuda().clone(), comm.shared()), options)
     }

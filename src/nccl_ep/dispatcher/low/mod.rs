@@ -1,14 +1,14 @@
 //! The dispatcher's calls for low latency.
 //!
-//! Rows travel by rank, each with its choices and weights and, behind these, its token's number, so that they can be brought
-//! into the order that slots have everywhere. The library's handles are lent and used again: making one cannot be
-//! recorded. It is a collective where a token has more choices than in any before, since the library's buffers are made
-//! for these; all ranks know that alike. Otherwise it is each rank's own affair, as it follows from the layer's handles
-//! that happen to be alive there.
+//! Rows travel by rank, each with its choices and weights and, behind these, its token's number, so that they can be
+//! brought into the order that slots have everywhere. The library's handles are lent and used again: making one cannot
+//! be recorded. It is a collective where a token has more choices than in any before, since the library's buffers are
+//! made for these; all ranks know that alike. Otherwise it is each rank's own affair, as it follows from the layer's
+//! handles that happen to be alive there.
 //!
-//! That relies on what the library does as of 0.2.0: it sizes a group's buffers by layout and choices, makes them anew only
-//! where these grow, and numbers calls for the group, so that which of a rank's handles is used does not matter. So
-//! [`EpLibrary`](crate::nccl_ep::EpLibrary) takes no later 0.x before somebody has looked.
+//! That relies on what the library does as of 0.2.0: it sizes a group's buffers by layout and choices, makes them anew
+//! only where these grow, and numbers calls for the group, so that which of a rank's handles is used does not matter.
+//! So [`EpLibrary`](crate::nccl_ep::EpLibrary) takes no later 0.x before somebody has looked.
 
 mod pool;
 mod rows;
@@ -31,8 +31,8 @@ use pool::{Loan, Pool};
 use super::prepare::Behind;
 use super::{NcclEp, Routed, around};
 
-/// How much longer than the communicator a kernel waits for a rank: the watchdog's error comes first, and then the kernel
-/// ends by itself.
+/// How much longer than the communicator a kernel waits for a rank: the watchdog's error comes first, and then the
+/// kernel ends by itself.
 const LONGER: Duration = Duration::from_secs(1);
 
 /// A group of the library's, and its handles.

@@ -84,8 +84,8 @@ impl NcclEp {
         Ok(Received { rows: Some(rows), weights, scales, map: Some(row_map) })
     }
 
-    /// Which slot each row that came is for, and the slots' weights where they are wanted: of ids, weights and counts as
-    /// they came. Keeps the way back.
+    /// Which slot each row that came is for, and the slots' weights where they are wanted: of ids, weights and counts
+    /// as they came. Keeps the way back.
     fn sorted_low(
         &self,
         call: &'static str,
