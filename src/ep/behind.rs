@@ -80,13 +80,15 @@ impl<D: Kernels> Core<D> {
             records: records.view(),
             heard: heard.view_mut(),
         };
-        let gathered = device.plan_records(&stream, call)?;
+        let gathered = device.plan_records(&stream, call);
+        let gathered = self.tell_own(tag, gathered)?;
         let Some(known) = gathered.known else {
             let absent = if spec.backward { Vec::new() } else { vec![rank] };
             return Ok((self.handle(spec, gathered.plan, absent, vec![gathered.room; ranks]), None));
         };
         if known.troubled {
-            let all = device.download(&stream, records.view())?;
+            let all = device.download(&stream, records.view());
+            let all = self.tell_own(tag, all)?;
             let all: Vec<Record> = all.chunks_exact(sizes.bytes()).map(|b| Record::decode(b, sizes)).collect();
             let unknown = || Error::invalid(PREPARE, "records", "what is wrong with them", "nothing");
             return Err(record::problem(&all, rank, num_experts).unwrap_or_else(unknown));

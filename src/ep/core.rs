@@ -31,6 +31,8 @@ pub(crate) struct Core<D: Kernels> {
     identity: Arc<()>,
     /// Prepares whose exchange took place. All ranks know that alike, whatever each makes of what it learned.
     sequence: u64,
+    /// The last of them in which all ranks had the same spec and none failed. Known alike, too.
+    compared: u64,
     deferred: Option<BadId>,
     /// What the device has found in records.
     pub(super) heard: Option<Tensor<D>>,
@@ -47,6 +49,7 @@ impl<D: Kernels> Core<D> {
             config,
             identity: Arc::new(()),
             sequence: 0,
+            compared: 0,
             deferred: None,
             heard: None,
             late: None,
@@ -62,10 +65,16 @@ impl<D: Kernels> Core<D> {
     }
 
     pub fn take_deferred(&mut self) -> Result<()> {
-        if let Some(bad) = self.deferred.take() {
-            return Err(bad.error(self.config.num_experts));
-        }
+        self.take_masked()?;
         self.take_heard()
+    }
+
+    /// The same of what records told: the host knows it and waits for nothing.
+    pub fn take_masked(&mut self) -> Result<()> {
+        match self.deferred.take() {
+            Some(bad) => Err(bad.error(self.config.num_experts)),
+            None => Ok(()),
+        }
     }
 
     /// Tag of a collective that belongs to a handle.
@@ -88,6 +97,15 @@ impl<D: Kernels> Core<D> {
             let _ = self.comm.refuse(tag, &error.to_string());
         }
         checked
+    }
+
+    /// The same of what a rank makes of an exchange: the others hear of it where they are next. That a capacity is too small
+    /// all of them see.
+    pub(super) fn tell_own<T>(&mut self, tag: Tag, made: Result<T>) -> Result<T> {
+        match made {
+            Err(Error::Capacity { .. }) => made,
+            other => self.agree(tag, other),
+        }
     }
 
     /// A collective's error, in terms of the call it served.
@@ -158,28 +176,36 @@ impl<D: Kernels> Core<D> {
         if transport == Transport::Local {
             self.sequence += 1;
         }
-        let handle = self.plan(transport, &records, spec)?;
+        self.compared = self.sequence;
         self.deferred = self.deferred.or(record::masked(&records));
-        Ok(handle)
+        let planned = self.plan(transport, &records, spec);
+        self.tell_own(tag, planned)
     }
 
-    /// A handle of a plan that was made without the ranks' records.
-    #[cfg(feature = "nccl-ep")]
-    pub fn accept(&mut self, spec: &DispatchSpec, plan: Plan<D>) -> Handle<D> {
+    /// Counts a prepare whose exchange, not this module's, took place: straight after it, so that what a rank makes of it
+    /// alone does not come between the ranks' counts.
+    #[cfg(any(test, feature = "nccl-ep"))]
+    pub fn count(&mut self) {
+        self.sequence += 1;
+    }
+
+    /// A handle of a plan that was made without the ranks' records, of the prepare counted last.
+    #[cfg(any(test, feature = "nccl-ep"))]
+    pub fn accept(&self, spec: &DispatchSpec, plan: Plan<D>) -> Handle<D> {
         let absent = if spec.backward { Vec::new() } else { vec![self.rank()] };
         let tokens = vec![plan.tokens];
-        self.sequence += 1;
         Handle { in_slots: true, ..self.handle(spec, plan, absent, tokens) }
     }
 
-    /// Whether an error that all ranks know of waits to be returned.
-    #[cfg(feature = "nccl-ep")]
-    pub fn has_deferred(&self) -> bool {
-        self.deferred.is_some() || self.late.is_some()
+    /// Whether the ranks' specs were the same in the prepare of this number or a later one; the same on all ranks, whatever
+    /// each made of the records.
+    #[cfg(any(test, feature = "nccl-ep"))]
+    pub fn has_compared(&self, sequence: u64) -> bool {
+        self.compared >= sequence
     }
 
     /// The number of the next prepare.
-    #[cfg(feature = "nccl-ep")]
+    #[cfg(any(test, feature = "nccl-ep"))]
     pub fn next(&self) -> u64 {
         self.sequence + 1
     }
@@ -403,8 +429,96 @@ fn hosts_part(transport: Transport, spec: &DispatchSpec) -> &'static str {
 
 #[cfg(test)]
 mod tests {
+    use std::time::Duration;
+
     use super::*;
+    use crate::comm::{ReduceOp, ThreadComm, ThreadWorld};
     use crate::config::{CapacityOrder, ExpertCapacity};
+    use crate::cpu::Cpu;
+    use crate::ep::DispatcherKind;
+
+    const IDS: [i32; 4] = [0, 1, 1, 0];
+
+    fn core(comm: ThreadComm) -> Core<Cpu> {
+        let config = GroupConfig { dispatcher: DispatcherKind::AllGather, ..GroupConfig::new(2, 4) };
+        Core::new(Cpu::default(), (), Box::new(comm), config)
+    }
+
+    fn on_both(body: impl Fn(Core<Cpu>) + Sync) {
+        std::thread::scope(|threads| {
+            for comm in ThreadWorld::create(2, Duration::from_secs(20)) {
+                let body = &body;
+                threads.spawn(move || body(core(comm)));
+            }
+        });
+    }
+
+    /// A prepare by records, whose number is to be the same on both ranks.
+    fn by_records(core: &mut Core<Cpu>, expected: u64) -> Handle<Cpu> {
+        let ids = Tensor::from_vec(IDS.to_vec(), &[2, 2]).expect("ids");
+        let spec = DispatchSpec::new(0, 2);
+        let handle = core.prepare((Transport::Slots, Ok(())), ids.view(), None, &spec).expect("a handle");
+        assert_eq!(handle.sequence, expected);
+        assert!(core.has_compared(expected) && !core.has_compared(expected + 1));
+        handle
+    }
+
+    /// What a dispatcher does that leaves the plan to a library: loads are summed, and the rest is each rank's own.
+    fn by_loads(core: &mut Core<Cpu>, own: Result<()>) -> Result<Handle<Cpu>> {
+        let spec = DispatchSpec::new(0, 2);
+        let tag = Tag { layer: 0, op: Op::Prepare, sequence: core.next() };
+        let mut loads = Tensor::from_vec(vec![2_i64, 2], &[2]).expect("loads");
+        core.comm.all_reduce(tag, ReduceOp::Sum, loads.view_mut()).map_err(|e| core.explain(PREPARE, e))?;
+        core.count();
+        core.agree(tag, own)?;
+        let ids = Tensor::from_vec(IDS.to_vec(), &[2, 2]).expect("ids");
+        let request = PlanRequest {
+            rank: 0,
+            ranks: 1,
+            num_experts: 2,
+            ids: ids.view(),
+            weights: None,
+            tokens: &[2],
+            spec: &spec,
+            transport: Transport::Local,
+        };
+        Ok(core.accept(&spec, core.device.plan(&(), request)?))
+    }
+
+    #[test]
+    fn an_error_behind_the_exchange_leaves_the_ranks_counting_alike() {
+        on_both(|mut core| {
+            by_records(&mut core, 1);
+            let failing = core.rank() == 0;
+            let own = if failing { Err(Error::invalid("test", "memory", "some", "none")) } else { Ok(()) };
+            match (failing, by_loads(&mut core, own)) {
+                (true, Err(Error::Invalid { .. })) => {}
+                (false, Ok(handle)) => {
+                    // Rank 0's error is met where the rows would go.
+                    let tag = Core::tag(&handle, Op::Dispatch);
+                    let met = core.comm.barrier(tag).map_err(|e| core.explain("dispatch", e));
+                    assert!(matches!(met, Err(Error::Peer { call: "dispatch", peer: 0, .. })), "{met:?}");
+                }
+                (_, other) => panic!("{other:?}"),
+            }
+            let handle = by_loads(&mut core, Ok(())).expect("a handle");
+            assert_eq!(handle.sequence, 3);
+            core.comm.barrier(Core::tag(&handle, Op::Dispatch)).expect("both are there");
+            by_records(&mut core, 4);
+        });
+    }
+
+    #[test]
+    fn specs_that_differ_are_not_compared_on_any_rank() {
+        on_both(|mut core| {
+            let ids = Tensor::from_vec(IDS.to_vec(), &[2, 2]).expect("ids");
+            let spec = DispatchSpec { alignment: 1 << core.rank(), ..DispatchSpec::new(0, 2) };
+            let differs = core.prepare((Transport::Slots, Ok(())), ids.view(), None, &spec);
+            assert!(matches!(differs, Err(Error::ConfigMismatch { .. })), "{differs:?}");
+            assert!(!core.has_compared(1));
+            by_records(&mut core, 2);
+        });
+    }
 
     #[test]
     fn what_keeps_a_prepare_out_of_a_graph_is_named() {

@@ -33,8 +33,8 @@ impl NcclComm {
         Shared(Arc::clone(&self.link))
     }
 
-    /// A collective of another library, of rows of `bytes`: counted, compared over the ranks where they are threads, and
-    /// watched. As [`NcclComm::collective_raw`], for calls that reach the communicator through [`Shared`].
+    /// A collective of another library, of rows of `bytes`: counted, compared over the ranks where they are threads,
+    /// and watched. As [`NcclComm::collective_raw`], for calls that reach the communicator through [`Shared`].
     pub(crate) fn around<T>(
         &mut self,
         (operation, dtype, bytes): (&'static str, DType, usize),

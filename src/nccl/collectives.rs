@@ -20,8 +20,9 @@ impl NcclComm {
         Ok(())
     }
 
-    /// Passes a check of this rank's arguments, or tells the others that it failed.
-    fn check(&mut self, tag: Tag, checked: Result<()>) -> Result<()> {
+    /// Passes a check of this rank's arguments, or of what it needs for the collective, or tells the others that it
+    /// failed.
+    fn check<T>(&mut self, tag: Tag, checked: Result<T>) -> Result<T> {
         if let Err(error) = &checked {
             // The first error is the one to report, whatever becomes of the meeting.
             let _ = self.refuse(tag, &error.to_string());
@@ -53,8 +54,9 @@ impl NcclComm {
         let (sends, from) = self.pieces(send.address(), send_bytes);
         let (receives, to) = self.pieces(recv.address(), recv_bytes);
         let own = recv_bytes[self.link.rank];
-        self.cuda
-            .copy(Cuda::slice(send, from..from + own), Cuda::slice_mut(Cuda::reborrow(&mut recv), to..to + own))?;
+        let (mine, place) = (from..from + own, to..to + own);
+        let copied = self.cuda.copy(Cuda::slice(send, mine), Cuda::slice_mut(Cuda::reborrow(&mut recv), place));
+        self.begun(subject, copied)?;
         // SAFETY: the views have those bytes, and memory they are of is given back in the stream's order.
         self.enqueue(subject, |lane| unsafe { lane.exchange(&sends, &receives) })
     }
@@ -173,8 +175,9 @@ impl Communicator<Cuda> for NcclComm {
 
     fn barrier(&mut self, tag: Tag) -> Result<()> {
         const CALL: &str = "barrier";
+        let word = Tensor::zeros(&self.cuda, DType::I32, &[1]);
+        let mut word = self.check(tag, word)?;
         let subject = self.begin(Call { operation: CALL, tag, dtype: DType::U8, detail: Detail::Plain, bytes: 0 })?;
-        let mut word = Tensor::zeros(&self.cuda, DType::I32, &[1])?;
         let address = word.view_mut().into_data().address();
         // SAFETY: the tensor has one element and is given back in the stream's order.
         self.enqueue(subject, |lane| unsafe { lane.all_reduce(address, 1, DType::I32, Reduction::SUM) })?;

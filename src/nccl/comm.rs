@@ -20,10 +20,10 @@ use super::watch::{Watch, Work};
 
 /// A rank's communicator between GPUs, on the stream of its [`Cuda`].
 ///
-/// Collectives are enqueued; the host waits for a GPU only in [`barrier`](crate::comm::Communicator::barrier) and for what is summed
-/// on the host (see [`all_reduce`](crate::comm::Communicator::all_reduce) below). A failure is kept: every later call returns it, and
-/// so does every wait of the [`Cuda`] while this communicator lives. Then the communicator has been aborted, and what its
-/// collectives wrote is worth nothing.
+/// Collectives are enqueued; the host waits for a GPU only in [`barrier`](crate::comm::Communicator::barrier) and for
+/// what is summed on the host (see [`all_reduce`](crate::comm::Communicator::all_reduce) below). A failure is kept:
+/// every later call returns it, and so does every wait of the [`Cuda`] while this communicator lives. Then the
+/// communicator has been aborted, and what its collectives wrote is worth nothing.
 ///
 /// Sums keep the trait's promise: in rank order, in f32, the same bits on every rank and in every run. `F32`, `F16` and
 /// `BF16` are exchanged piece by piece and added by this crate's kernel, which moves as many bytes as NCCL's own ring;
@@ -176,8 +176,8 @@ impl NcclComm {
         }
     }
 
-    /// Runs a collective's calls with the watchdog looking on, then has it watch what they enqueued. `None` from them: the
-    /// communicator has ended.
+    /// Runs a collective's calls with the watchdog looking on, then has it watch what they enqueued. `None` from them:
+    /// the communicator has ended.
     pub(super) fn guarded<T>(
         &mut self,
         subject: Subject,
@@ -231,6 +231,11 @@ impl NcclComm {
         self.board.post_refusal(subject, &error.to_string());
         self.end(CommError::Transport { operation, tag, rank, reason: error.to_string() });
         error
+    }
+
+    /// The same of what goes between a collective's beginning and its calls.
+    pub(super) fn begun<T>(&mut self, subject: Subject, done: Result<T>) -> Result<T> {
+        done.map_err(|error| self.broken(subject, error))
     }
 
     pub(super) fn end(&self, error: CommError) -> Error {

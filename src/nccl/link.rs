@@ -210,8 +210,8 @@ impl Link {
             None => {
                 let comm = self.shared.load(Ordering::SeqCst);
                 if let Some(revoke) = self.library.functions().comm_revoke.filter(|_| !comm.is_null()) {
-                    // SAFETY: who frees the communicator holds the gate, and its holder is inside a call. NCCL allows this
-                    // one beside another; it does not free.
+                    // SAFETY: who frees the communicator holds the gate, and its holder is inside a call. NCCL allows
+                    // this one beside another; it does not free.
                     unsafe { end(Alive(comm), move |comm| revoke(comm, 0)) };
                 }
                 lock(&self.gate)
@@ -240,8 +240,8 @@ impl Link {
     }
 }
 
-/// Ends a communicator. What peers have left behind can hold up NCCL's own end: then it is left to itself. Nothing can be
-/// reported from here.
+/// Ends a communicator. What peers have left behind can hold up NCCL's own end: then it is left to itself. Nothing can
+/// be reported from here.
 ///
 /// # Safety
 /// `how` may be called with the communicator, now and later.

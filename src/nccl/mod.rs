@@ -1,7 +1,7 @@
 //! Ranks on several GPUs, over NCCL, which is found at run time ([`NcclLibrary`]); a build needs nothing of it.
 //!
-//! * [`NcclComm::threads`]: ranks as threads of this process. Their hosts meet before each collective and compare it, so a
-//!   disagreement or a refusal is an error on each rank and the communicator goes on.
+//! * [`NcclComm::threads`]: ranks as threads of this process. Their hosts meet before each collective and compare it,
+//!   so a disagreement or a refusal is an error on each rank and the communicator goes on.
 //! * [`NcclComm::join`]: ranks as processes. They hear at once of one that refuses or dies; that ends the communicator.
 //! * [`NcclComm::split`], [`NcclComm::group`]: parts of them.
 //!

@@ -8,8 +8,8 @@ use std::time::{Duration, Instant};
 use crate::comm::Tag;
 use crate::error::CommError;
 
-/// How long a collective goes on after a process is gone: one that exits without dropping its communicator may have done
-/// its part.
+/// How long a collective goes on after a process is gone: one that exits without dropping its communicator may have
+/// done its part.
 const GRACE: Duration = Duration::from_millis(300);
 
 /// The notices of one communicator.

@@ -66,7 +66,8 @@ impl NcclComm {
         let (size, dtype, count) = (self.link.size, recv.dtype(), recv.count());
         match way(ReduceOp::Sum, dtype) {
             Way::Kernel => {
-                let mut parts = Tensor::empty(&self.cuda, dtype, &[size, count])?;
+                let parts = Tensor::empty(&self.cuda, dtype, &[size, count]);
+                let mut parts = self.begun(subject, parts)?;
                 let bytes = vec![count * dtype.size(); size];
                 self.scatter_pieces(subject, (send.data(), &bytes), (parts.view_mut(), &bytes))?;
                 self.add(&parts, recv)
@@ -108,7 +109,8 @@ impl NcclComm {
             }
             Way::Kernel => {
                 let block = count / size;
-                let mut own = Tensor::empty(&self.cuda, dtype, &[block])?;
+                let own = Tensor::empty(&self.cuda, dtype, &[block]);
+                let mut own = self.begun(subject, own)?;
                 self.sum_blocks(subject, buffer.as_ref(), own.view_mut())?;
                 let (from, to) = (own.view().data().address(), buffer.reborrow().into_data().address());
                 // SAFETY: the buffer has `size` times the block's bytes; both are given back in the stream's order.
@@ -120,7 +122,8 @@ impl NcclComm {
     /// Every rank's `send`, in rank order.
     fn gather(&mut self, subject: Subject, send: TensorRef<'_, Cuda>) -> Result<Tensor<Cuda>> {
         let bytes = Cuda::len(send.data());
-        let mut parts = Tensor::empty(&self.cuda, send.dtype(), &[self.link.size * send.count()])?;
+        let parts = Tensor::empty(&self.cuda, send.dtype(), &[self.link.size * send.count()]);
+        let mut parts = self.begun(subject, parts)?;
         let (from, to) = (send.data().address(), parts.view_mut().into_data().address());
         // SAFETY: `parts` has as many times the bytes of `send` as there are ranks; both are given back in the stream's
         // order.

@@ -27,7 +27,8 @@ pub struct NcclWindow {
     window: WindowPtr,
 }
 
-// SAFETY: the window is a handle that NCCL lets any thread pass to its calls, one at a time, as the communicator sees to.
+// SAFETY: the window is a handle that NCCL lets any thread pass to its calls, one at a time, as the communicator sees
+// to.
 unsafe impl Send for NcclWindow {}
 
 impl NcclWindow {

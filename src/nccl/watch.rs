@@ -1,9 +1,10 @@
 //! A communicator's watchdog: one thread that sees every collective end, or ends the communicator.
 //!
-//! A collective whose peer is gone never ends by itself, and the host may be waiting for it inside the driver, or inside
-//! NCCL, which connects ranks at the first use of a way between them. So the thread looks at the oldest collective that
-//! has not ended: its time, what the library reports, what other ranks have posted. The first failure is kept in the [`Link`], for every later call and every wait of the device, before the
-//! communicator is aborted, which lets the waits return.
+//! A collective whose peer is gone never ends by itself, and the host may be waiting for it inside the driver, or
+//! inside NCCL, which connects ranks at the first use of a way between them. So the thread looks at the oldest
+//! collective that has not ended: its time, what the library reports, what other ranks have posted. The first failure
+//! is kept in the [`Link`], for every later call and every wait of the device, before the communicator is aborted,
+//! which lets the waits return.
 
 use std::collections::VecDeque;
 use std::fmt;
@@ -49,8 +50,8 @@ struct Shared {
 #[derive(Default)]
 struct Queue {
     running: VecDeque<Running>,
-    /// Work that has ended, for the rank's own thread to drop: the driver frees an event under a lock that a thread which
-    /// waits for the GPU may hold, and this one must not wait for that.
+    /// Work that has ended, for the rank's own thread to drop: the driver frees an event under a lock that a thread
+    /// which waits for the GPU may hold, and this one must not wait for that.
     spent: Vec<Box<dyn Work>>,
     closed: bool,
 }

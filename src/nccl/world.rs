@@ -31,8 +31,8 @@ pub struct NcclWorld {
     seats: Vec<(Arc<Link>, Cuda)>,
 }
 
-/// Begins to join, and to make the connections that this crate's collectives use: NCCL makes each at the first use, where
-/// the host waits for the peers.
+/// Begins to join, and to make the connections that this crate's collectives use: NCCL makes each at the first use,
+/// where the host waits for the peers.
 fn start(library: &NcclLibrary, id: UniqueId, place: Place, cuda: &Cuda) -> Result<Joining> {
     let (bound, cuda) = (cuda.clone(), cuda.clone());
     Link::start(library, id, place, move || bound.bind("NcclComm"), move |link| connect(link, &cuda))
@@ -142,8 +142,8 @@ impl NcclComm {
         Self::new(link, cuda, Board::Mail(mail), job.timeout)
     }
 
-    /// Joins a communicator whose id has reached every rank by other ways: `(id, rank, ranks)`. Ranks hear nothing of each
-    /// other beside NCCL: one that dies or refuses is a [`CommError::Timeout`] to the others.
+    /// Joins a communicator whose id has reached every rank by other ways: `(id, rank, ranks)`. Ranks hear nothing of
+    /// each other beside NCCL: one that dies or refuses is a [`CommError::Timeout`] to the others.
     ///
     /// # Errors
     /// [`NcclError`](super::NcclError).

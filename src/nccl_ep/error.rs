@@ -15,7 +15,7 @@ pub enum EpError {
         message: String,
     },
     /// The library is too old, or of another interface.
-    #[error("NCCL EP: {path} is version {found}; 0.2.0 or a later 0.x is needed")]
+    #[error("NCCL EP: {path} is version {found}; 0.2.x is needed")]
     Version {
         /// The library.
         path: String,
@@ -88,7 +88,8 @@ pub enum EpError {
     },
     /// A row of numbers that its sums are not compiled for.
     #[error(
-        "NCCL EP: rows of numbers: expected a multiple of 8 numbers, found {width}; choose another dispatcher for such rows"
+        "NCCL EP: rows of numbers: expected a multiple of 8 numbers, found {width}; choose another dispatcher for such \
+         rows"
     )]
     Width {
         /// Numbers of a row.
@@ -115,13 +116,13 @@ pub enum EpError {
     },
     /// Ranks were late in a call of the dispatcher, and skipped, there and in every call since.
     #[error(
-        "NCCL EP, low latency: rank {rank} skipped ranks {late:?}, which were late: what they hold is missing; make the \
-         group anew"
+        "NCCL EP, low latency: rank {rank} skipped ranks {late:?}, which were late: what they hold is missing; make \
+         the group anew"
     )]
     Late {
         /// This rank.
         rank: usize,
-        /// The ranks that were late.
+        /// The ranks that were late; none where the GPU no longer says.
         late: Vec<usize>,
     },
     /// Rows of a group with windows that lie in none.

@@ -9,8 +9,6 @@ use crate::nccl::Shared;
 use super::rules::Checked;
 use super::{EpError, EpLibrary, result, sys};
 
-const CALL: &str = "Group::new";
-
 /// What the library made for a group of either mode, and what that needs.
 pub(super) struct Member {
     pub(super) library: EpLibrary,
@@ -28,12 +26,13 @@ unsafe impl Sync for Member {}
 impl Member {
     /// Joins (collective), with a configuration that was checked.
     pub(super) fn join(
+        call: &'static str,
         library: &EpLibrary,
         (cuda, comm): (Cuda, Shared),
         mut config: sys::ncclEpGroupConfig_t,
     ) -> Result<Arc<Self>> {
-        cuda.not_captured(CALL, "create an EP group")?;
-        cuda.bind(CALL)?;
+        cuda.not_captured(call, "create an EP group")?;
+        cuda.bind(call)?;
         config.size = size_of::<sys::ncclEpGroupConfig_t>() as u32;
         config.magic = sys::NCCL_EP_MAGIC;
         config.version = sys::NCCL_EP_API_VERSION;
@@ -41,7 +40,7 @@ impl Member {
             // SAFETY: the communicator lives while `with` runs; its GPU was bound above; the options were checked.
             unsafe { result::create_group(library.functions(), comm.cast(), &config) }
         });
-        let raw = made.ok_or(EpError::Ended { call: CALL })??;
+        let raw = made.ok_or(EpError::Ended { call })??;
         let (library, ranks) = (library.clone(), comm.size());
         Ok(Arc::new(Self { library, cuda, comm, ranks, raw }))
     }

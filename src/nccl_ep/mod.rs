@@ -13,8 +13,9 @@
 //! ```
 //!
 //! The library needs GPUs of compute capability 9.0, NCCL 2.30.4, rows of a multiple of 16 bytes and 8 numbers, experts
-//! that are a multiple of 4 in an NVLink domain, at most 8192 tokens of a rank and 32 choices of a token. It compiles its kernels with nvcc when they are first used, about 2 seconds each
-//! ([`Compiler`]); they stay in a folder of the user's.
+//! that are a multiple of 4 in an NVLink domain, at most 8192 tokens of a rank and 32 choices of a token. It compiles
+//! its kernels with nvcc when they are first used, about 2 seconds each ([`Compiler`]); they stay in a folder of the
+//! user's.
 
 mod dispatcher;
 mod error;

@@ -6,8 +6,6 @@ use crate::nccl::Shared;
 
 use super::EpError;
 
-const CALL: &str = "Group::new";
-
 /// A result of this module alone.
 pub(super) type Checked<T> = std::result::Result<T, EpError>;
 
@@ -18,9 +16,9 @@ pub(super) const MOST_CHOICES: usize = 32;
 pub(super) const SHARED: usize = 227 << 10;
 
 /// Most that the library's 32-bit fields hold.
-pub(super) fn narrow(name: &'static str, value: usize) -> Checked<u32> {
+pub(super) fn narrow(call: &'static str, name: &'static str, value: usize) -> Checked<u32> {
     u32::try_from(value).map_err(|_| EpError::Argument {
-        call: CALL,
+        call,
         name,
         expected: format!("at most {}", u32::MAX),
         found: value.to_string(),
@@ -28,12 +26,12 @@ pub(super) fn narrow(name: &'static str, value: usize) -> Checked<u32> {
 }
 
 /// The rule for tokens of a rank.
-pub(super) fn check_tokens(tokens: usize) -> Checked<()> {
+pub(super) fn check_tokens(call: &'static str, tokens: usize) -> Checked<()> {
     if tokens.is_multiple_of(4) && tokens <= MOST_TOKENS {
         return Ok(());
     }
     let (expected, found) = (format!("a multiple of 4, at most {MOST_TOKENS}"), tokens.to_string());
-    Err(EpError::Argument { call: CALL, name: "max_tokens", expected, found })
+    Err(EpError::Argument { call, name: "max_tokens", expected, found })
 }
 
 /// The rules for experts and ranks.
@@ -68,9 +66,9 @@ fn domain(comm: crate::nccl::sys::CommPtr) -> Option<usize> {
 }
 
 /// The rule for experts of a domain.
-pub(super) fn check_domain(comm: &Shared, experts: usize) -> Checked<()> {
+pub(super) fn check_domain(call: &'static str, comm: &Shared, experts: usize) -> Checked<()> {
     let ranks = comm.size();
-    let domain = comm.with(domain).ok_or(EpError::Ended { call: CALL })?.unwrap_or(ranks);
+    let domain = comm.with(domain).ok_or(EpError::Ended { call })?.unwrap_or(ranks);
     let local = experts / ranks;
     match (local * domain).is_multiple_of(4) {
         true => Ok(()),

@@ -12,7 +12,7 @@ use crate::error::{Error, Result};
 use crate::nccl_ep::high::{Direction, RowsBack};
 use crate::tensor::{Tensor, TensorMut, TensorRef};
 
-use super::steps::{Rows, Step, high};
+use super::steps::{Rows, Step, high_of};
 use super::{Kept, Mode, NcclEp};
 
 impl TokenDispatcher<Cuda> for NcclEp {
@@ -23,24 +23,23 @@ impl TokenDispatcher<Cuda> for NcclEp {
         spec: &DispatchSpec,
     ) -> Result<Handle<Cuda>> {
         let known = (spec.layer, record::fields(spec));
-        // What a prepare with records has deferred is for another one to return.
         if self.agreed.contains(&known)
-            && !self.core.has_deferred()
             && let Some(handle) = self.prepare_behind(ids, spec)?
         {
             return Ok(handle);
         }
-        let rules = self.rules(spec);
-        let mut handle = self.core.prepare((Transport::Slots, rules), ids, weights, spec)?;
+        let (rules, number) = (self.rules(spec), self.core.next());
+        let prepared = self.core.prepare((Transport::Slots, rules), ids, weights, spec);
+        // All ranks have the same now, and each finds it again, whatever it fails at from here on.
+        if self.core.has_compared(number) && !self.agreed.contains(&known) {
+            self.agreed.push(known);
+        }
+        let mut handle = prepared?;
         handle.carried.0 = Some(Box::new(Kept::default()));
         // The rows' size is the first dispatch's to know; from then on it is taken to stay.
         if let Some(bytes) = self.known_row() {
             let routed = self.route(&handle, bytes).map_err(|e| self.core.explain("prepare", e))?;
             handle.carried.0 = Some(Box::new(Kept::new(routed)));
-        }
-        // All ranks have the same now, and each finds it again.
-        if !self.agreed.contains(&known) {
-            self.agreed.push(known);
         }
         Ok(handle)
     }
@@ -145,10 +144,12 @@ impl TokenDispatcher<Cuda> for NcclEp {
         if self.mode == Mode::LowLatency {
             return self.return_low(STEP, handle, (expert_out, out.reborrow()));
         }
-        let left = self.returning(STEP, handle, expert_out)?;
+        let left = self.left(STEP, handle, expert_out)?;
         let rows = left.as_ref().map_or(expert_out.borrow(), Tensor::view);
         let rows = RowsBack { rows, weights: None, out: out.reborrow(), out_weights: None };
-        self.collective(STEP, (handle, Rows::of(expert_out)), |routed| high(routed)?.combine(Direction::Forward, rows))
+        self.collective(STEP, (handle, Rows::of(expert_out)), |routed| {
+            high_of(routed)?.combine(Direction::Forward, rows)
+        })
     }
 
     fn combine_bwd(
@@ -202,14 +203,14 @@ impl TokenDispatcher<Cuda> for NcclEp {
             Some(_) => None,
         };
         let (moved, given) = (Rows::of(rows), d_weights.as_mut().map(TensorMut::reborrow));
-        let left = self.returning(STEP, handle, rows)?;
+        let left = self.left(STEP, handle, rows)?;
         let rows = RowsBack {
             rows: left.as_ref().map_or(rows.borrow(), Tensor::view),
             weights: weights.as_ref().map(TensorRef::borrow).or(zeros.as_ref().map(Tensor::view)),
             out: d_tokens.reborrow(),
             out_weights: given.or(unused.as_mut().map(Tensor::view_mut)),
         };
-        self.collective(STEP, (handle, moved), |routed| high(routed)?.combine(Direction::Backward, rows))
+        self.collective(STEP, (handle, moved), |routed| high_of(routed)?.combine(Direction::Backward, rows))
     }
 
     fn check(&mut self) -> Result<()> {

@@ -5,14 +5,18 @@ use crate::cuda::Cuda;
 use crate::dtype::DType;
 use crate::ep::core::Core;
 use crate::ep::{Capacity, DispatchSpec, Handle};
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::nccl_ep::EpError;
 use crate::nccl_ep::high::{self, Counters, Group, GroupOptions, HandleOptions};
-use crate::tensor::Tensor;
+use crate::tensor::{Tensor, TensorRef};
 
+use super::join::told;
 use super::low::Low;
 use super::prepare::planned_behind;
 use super::{Mode, NcclEp, Routed, around};
+
+/// What a rank tells of itself that fails begins so.
+const FAILED: char = '!';
 
 impl NcclEp {
     /// What the library would not do.
@@ -45,8 +49,8 @@ impl NcclEp {
         }
     }
 
-    /// The capacity of the library's group. It has none below the tokens of a rank: what the host has planned to fit there
-    /// goes through a group that is open.
+    /// The capacity of the library's group. It has none below the tokens of a rank: what the host has planned to fit
+    /// there goes through a group that is open.
     pub(super) fn fixed(&self, spec: &DispatchSpec) -> Option<usize> {
         match spec.capacity {
             Capacity::Static(rows) => Some(rows).filter(|rows| *rows >= self.max_tokens()),
@@ -88,25 +92,70 @@ impl NcclEp {
         Ok(group)
     }
 
+    /// Refuses options in which the ranks differ: the library does not look.
+    pub(super) fn compare(
+        &mut self,
+        spec: &DispatchSpec,
+        (bytes, top_k): (usize, usize),
+        checked: std::result::Result<(), EpError>,
+    ) -> Result<()> {
+        let own = format!("{bytes:?} bytes, top_k {top_k}");
+        // What a rank cannot do is told behind a mark.
+        let failed = checked.as_ref().err().map(|error| format!("{FAILED}{error}"));
+        let all = told(&mut self.core, failed.as_ref().unwrap_or(&own))?;
+        checked?;
+        let failure = |(peer, text): (usize, &String)| Some((peer, text.strip_prefix(FAILED)?.to_string()));
+        if let Some((peer, reason)) = all.iter().enumerate().find_map(failure) {
+            return Err(Error::Peer { call: "prepare", rank: self.core.rank(), peer, reason });
+        }
+        match all.iter().position(|theirs| *theirs != own) {
+            None => Ok(()),
+            Some(peer) => Err(Error::ConfigMismatch {
+                field: format!("rows of layer {}", spec.layer),
+                rank: self.core.rank(),
+                value: own,
+                peer,
+                peer_value: all[peer].clone(),
+            }),
+        }
+    }
+
     /// The library's handle of a planned routing, for rows of so many bytes.
     pub(super) fn route(&mut self, handle: &Handle<Cuda>, row_bytes: usize) -> Result<Routed> {
         let spec = handle.spec();
         if self.mode == Mode::LowLatency {
             return self.route_low(spec, (Core::tag(handle, Op::Prepare), row_bytes), handle.kept_ids());
         }
+        // The plan has its counters already.
+        let at = (Core::tag(handle, Op::Prepare), row_bytes);
+        self.route_high(spec, at, handle.kept_ids()).map(|(routed, _)| Routed::High(routed))
+    }
+
+    /// The library's handle of a routing for high throughput, and its counters: padded rows of each local expert, the
+    /// first of each, and rows in all.
+    pub(super) fn route_high(
+        &mut self,
+        spec: &DispatchSpec,
+        (tag, row_bytes): (Tag, usize),
+        ids: TensorRef<'_, Cuda>,
+    ) -> Result<(high::Handle, [Tensor<Cuda>; 3])> {
         let group = self.group(spec, row_bytes)?;
-        let options = HandleOptions { top_k: spec.top_k, alignment: spec.alignment };
-        let (device, ids) = (self.core.device.clone(), handle.kept_ids());
-        let tag = Core::tag(handle, Op::Prepare);
+        // The most memory of a prepare, so before what the others wait in.
+        let made = self.made_high(&group, spec);
+        let (mut routed, [mut counts, mut offsets, mut total]) = self.core.agree(tag, made)?;
         around(&mut self.core, ("nccl_ep_update", DType::U8, row_bytes), tag, || {
-            let mut routed = high::Handle::new(&group, options)?;
-            let of = |size| Tensor::empty(&device, DType::I64, &[size]);
-            let local = group.local_experts();
-            // The plan has these already.
-            let (mut counts, mut offsets, mut total) = (of(local)?, of(local)?, of(1)?);
             let counters = Counters { counts: counts.view_mut(), offsets: offsets.view_mut(), total: total.view_mut() };
-            routed.update(ids, counters)?;
-            Ok(Routed::High(routed))
-        })
+            routed.update(ids, counters)
+        })?;
+        Ok((routed, [counts, offsets, total]))
+    }
+
+    /// The same before its first update.
+    fn made_high(&self, group: &Group, spec: &DispatchSpec) -> Result<(high::Handle, [Tensor<Cuda>; 3])> {
+        let of = |size| self.empty(DType::I64, &[size]);
+        let local = group.local_experts();
+        let counters = [of(local)?, of(local)?, of(1)?];
+        let options = HandleOptions { top_k: spec.top_k, alignment: spec.alignment };
+        Ok((high::Handle::new(group, options)?, counters))
     }
 }

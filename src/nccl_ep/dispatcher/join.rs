@@ -3,8 +3,8 @@
 use crate::comm::{Op, Tag};
 use crate::cuda::Cuda;
 use crate::dtype::DType;
+use crate::ep::DispatcherKind;
 use crate::ep::core::Core;
-use crate::ep::{DispatchSpec, DispatcherKind};
 use crate::error::{Error, Result};
 use crate::kernels::Kernels;
 use crate::nccl::{NcclComm, Shared};
@@ -16,11 +16,10 @@ use crate::tensor::Tensor;
 use super::windows::Windows;
 use super::{Mode, NcclEp};
 
+const CALL: &str = "Group::new";
+
 /// Most bytes of a reason that ranks tell each other.
 const REASON: usize = 512;
-
-/// What a rank tells of itself that fails begins so.
-const FAILED: char = '!';
 
 /// The dispatcher, or the state it was to have and the reason why not; the same on all ranks.
 type Possible = std::result::Result<NcclEp, Box<(Core<Cuda>, Error)>>;
@@ -53,39 +52,11 @@ impl NcclEp {
                     })
                 }
                 Some((peer, reason)) => {
-                    let error = Error::Peer { call: "Group::new", rank: core.rank(), peer, reason };
+                    let error = Error::Peer { call: CALL, rank: core.rank(), peer, reason };
                     Err(Box::new((core, error)))
                 }
             },
         })
-    }
-
-    /// Refuses options in which the ranks differ: the library does not look.
-    pub(super) fn compare(
-        &mut self,
-        spec: &DispatchSpec,
-        (bytes, top_k): (usize, usize),
-        checked: std::result::Result<(), EpError>,
-    ) -> Result<()> {
-        let own = format!("{bytes:?} bytes, top_k {top_k}");
-        // What a rank cannot do is told behind a mark.
-        let failed = checked.as_ref().err().map(|error| format!("{FAILED}{error}"));
-        let all = told(&mut self.core, failed.as_ref().unwrap_or(&own))?;
-        checked?;
-        let failure = |(peer, text): (usize, &String)| Some((peer, text.strip_prefix(FAILED)?.to_string()));
-        if let Some((peer, reason)) = all.iter().enumerate().find_map(failure) {
-            return Err(Error::Peer { call: "prepare", rank: self.core.rank(), peer, reason });
-        }
-        match all.iter().position(|theirs| *theirs != own) {
-            None => Ok(()),
-            Some(peer) => Err(Error::ConfigMismatch {
-                field: format!("rows of layer {}", spec.layer),
-                rank: self.core.rank(),
-                value: own,
-                peer,
-                peer_value: all[peer].clone(),
-            }),
-        }
     }
 }
 
@@ -100,7 +71,7 @@ fn mode(core: &Core<Cuda>) -> Mode {
 /// The library and the communicator, where this rank can have them.
 fn examine(core: &mut Core<Cuda>) -> Result<(EpLibrary, Shared)> {
     check_experts(core.config.num_experts, core.ranks())?;
-    check_tokens(core.config.max_tokens_per_rank.next_multiple_of(4))?;
+    check_tokens(CALL, core.config.max_tokens_per_rank.next_multiple_of(4))?;
     let high = mode(core) == Mode::HighThroughput;
     check_gpu(&core.device)?;
     let Some(comm) = core.comm.as_any().and_then(|comm| comm.downcast_mut::<NcclComm>()) else {
@@ -108,7 +79,7 @@ fn examine(core: &mut Core<Cuda>) -> Result<(EpLibrary, Shared)> {
     };
     let shared = comm.shared();
     if high {
-        check_domain(&shared, core.config.num_experts)?;
+        check_domain(CALL, &shared, core.config.num_experts)?;
     }
     Ok((EpLibrary::open(comm.library())?, shared))
 }

@@ -1,10 +1,19 @@
 //! The dispatcher: the library's calls as those of a group.
+//!
+//! ```text
+//! calls        the trait: each of its functions, for either mode
+//! steps        what these share: checks, the collective around a call, errors told, rows there and back
+//! join         whether all ranks can have the dispatcher
+//! groups       the library's groups and handles for what a spec asks for
+//! prepare      routing that the GPUs make among themselves
+//! windows      memory that rows arrive in and leave from
+//! low          low latency: its groups, its handles on loan (pool), rows there and back (rows)
+//! ```
 
 mod calls;
 mod groups;
 mod join;
 mod low;
-mod low_calls;
 mod prepare;
 mod steps;
 mod windows;
@@ -28,17 +37,18 @@ use super::{EpError, EpLibrary};
 
 /// Dispatcher over NCCL EP, high throughput: rows arrive in the order of experts, and sums are made on the way back.
 ///
-/// A spec's first prepare is compared over the ranks and planned on the host, as every one is that reports at once, drops,
-/// or limits experts: the library gets what is kept, so it drops nothing. The others are planned by the library on the
-/// GPUs; rows past a static capacity, which it drops, are an error that is reported later. Its order of slots inside a
-/// zone is its own. A library's group is made for a capacity, a number of choices and bytes of a row when they are first
-/// met, outside graphs, and lives as long as the dispatcher.
+/// A spec's first prepare is compared over the ranks and planned on the host, as every one is that reports at once,
+/// drops, or limits experts: the library gets what is kept, so it drops nothing. The others are planned by the library
+/// on the GPUs; rows past a static capacity, which it drops, are an error that is reported later. Its order of slots
+/// inside a zone is its own. A library's group is made for a capacity, a number of choices and bytes of a row when they
+/// are first met, outside graphs, and lives as long as the dispatcher.
 ///
 /// Every collective passes the communicator's meeting and watchdog: a rank that cannot take part tells the others
 /// before they begin, where the ranks are threads; where they are processes it ends the communicator.
 ///
-/// For low latency ([`NcclEpLowLatency`](crate::ep::DispatcherKind::NcclEpLowLatency)) the same, but: no backward; rows travel by rank, are brought
-/// into the order of slots here, and each rank adds its experts' outputs before they return.
+/// For low latency ([`NcclEpLowLatency`](crate::ep::DispatcherKind::NcclEpLowLatency)) the same, but: no backward; rows
+/// travel by rank, are brought into the order of slots here, and each rank adds its experts' outputs before they
+/// return.
 #[derive(Debug)]
 pub struct NcclEp {
     // Before the communicator, which they are built on.

@@ -11,15 +11,14 @@ use crate::ep::{Capacity, DispatchSpec, Handle, Overflow, Plan, Reporting, Stats
 use crate::error::Result;
 use crate::kernels::Kernels;
 use crate::lazy::Lazy;
-use crate::nccl_ep::high::{self, Counters, HandleOptions};
 use crate::tensor::{Tensor, TensorRef};
 
-use super::{Kept, Mode, NcclEp, Routed, around};
+use super::{Kept, Mode, NcclEp, Routed};
 
 impl NcclEp {
-    /// Routing that the GPUs make among themselves: nothing waits for them, but for the number of rows where the capacity
-    /// is open. For specs that all ranks have met with before, where what only the device sees is reported later; `None`
-    /// where the host has to plan.
+    /// Routing that the GPUs make among themselves: nothing waits for them, but for the number of rows where the
+    /// capacity is open. For specs that all ranks have met with before, where what only the device sees is reported
+    /// later; `None` where the host has to plan.
     pub(super) fn prepare_behind(
         &mut self,
         ids: TensorRef<'_, Cuda>,
@@ -34,7 +33,10 @@ impl NcclEp {
         }
         let (device, experts) = (self.core.device.clone(), self.core.config.num_experts);
         let tag = Tag { layer: spec.layer, op: Op::Prepare, sequence: self.core.next() };
-        let checked = self.late().and_then(|()| self.core.check_call(ids, spec));
+        // What a prepare by records has masked all ranks were told of, but one that has asked knows it no more: so it
+        // is told again, and they take the same way.
+        let masked = self.core.take_masked();
+        let checked = masked.and_then(|()| self.late()).and_then(|()| self.core.check_call(ids, spec));
         let examined = checked.and_then(|()| plan::examined(&device, ids, (spec, experts)));
         let (kept_ids, mut loads) = match examined {
             Ok(Some(found)) => found,
@@ -45,17 +47,30 @@ impl NcclEp {
             }
         };
         self.core.comm.all_reduce(tag, ReduceOp::Sum, loads.view_mut()).map_err(|e| self.core.explain(CALL, e))?;
+        self.core.count();
         let behind = match self.mode {
             Mode::HighThroughput => self.high_behind(spec, (tag, bytes), &kept_ids)?,
             Mode::LowLatency => self.low_behind(spec, (tag, bytes), (&kept_ids, &loads))?,
         };
+        let planned = self.planned(spec, behind, (kept_ids, loads));
+        self.core.agree(tag, planned).map(Some)
+    }
+
+    /// The handle of a routing that the GPUs have made: this rank's own affair.
+    fn planned(
+        &self,
+        spec: &DispatchSpec,
+        behind: Behind,
+        (kept_ids, loads): (Tensor<Cuda>, Tensor<Cuda>),
+    ) -> Result<Handle<Cuda>> {
+        let device = &self.core.device;
         let Behind { routed, padded, starts, total, rows } = behind;
         let from = Foreign { loads: &loads, starts: &starts, total: &total, rank: self.core.rank(), rows };
-        let (zones, row_map) = plan::received(&device, &from)?;
+        let (zones, row_map) = plan::received(device, &from)?;
         let tokens = kept_ids.view().rows();
         let local = starts.view().count();
         let counts = Counted { first: self.core.rank() * local, local, alignment: spec.alignment, rows };
-        let stats = stats_later(&device, [loads, total], (padded, counts));
+        let stats = stats_later(device, [loads, total], (padded, counts));
         let plan = Plan {
             tokens,
             total_tokens: tokens,
@@ -63,14 +78,14 @@ impl NcclEp {
             zones: Arc::new(zones),
             stats,
             kept_ids,
-            weight_map: of_slots(&device, &row_map)?,
+            weight_map: of_slots(device, &row_map)?,
             row_map,
-            return_map: Tensor::empty(&device, DType::I32, &[0, spec.top_k])?,
+            return_map: Tensor::empty(device, DType::I32, &[0, spec.top_k])?,
             messages: None,
         };
         let mut handle = self.core.accept(spec, plan);
         handle.carried.0 = Some(Box::new(Kept::new(routed)));
-        Ok(Some(handle))
+        Ok(handle)
     }
 
     /// The library's routing for high throughput, which is the plan.
@@ -80,24 +95,13 @@ impl NcclEp {
         (tag, bytes): (Tag, usize),
         kept_ids: &Tensor<Cuda>,
     ) -> Result<Behind> {
-        let device = self.core.device.clone();
-        let group = self.group(spec, bytes)?;
-        let options = HandleOptions { top_k: spec.top_k, alignment: spec.alignment };
-        let local = group.local_experts();
-        let of = |size| Tensor::empty(&device, DType::I64, &[size]);
-        let room = of(local).and_then(|padded| Ok((padded, of(local)?, of(1)?)));
-        let (mut padded, mut starts, mut total) = self.core.agree(tag, room)?;
-        let routed = around(&mut self.core, ("nccl_ep_update", DType::U8, bytes), tag, || {
-            let mut routed = high::Handle::new(&group, options)?;
-            let counters = Counters { counts: padded.view_mut(), offsets: starts.view_mut(), total: total.view_mut() };
-            routed.update(kept_ids.view(), counters)?;
-            Ok(routed)
-        })
-        .map_err(|e| self.core.explain("prepare", e))?;
+        let routed = self.route_high(spec, (tag, bytes), kept_ids.view());
+        let (routed, [padded, starts, total]) = routed.map_err(|e| self.core.explain("prepare", e))?;
         let rows = match spec.capacity {
-            Capacity::Static(rows) => rows,
-            Capacity::Eager => usize::try_from(plan::number(&device, &total)?).unwrap_or(0),
+            Capacity::Static(rows) => Ok(rows),
+            Capacity::Eager => plan::number(&self.core.device, &total).map(|rows| usize::try_from(rows).unwrap_or(0)),
         };
+        let rows = self.core.agree(tag, rows)?;
         Ok(Behind { routed: Routed::High(routed), padded: Some(padded), starts, total, rows })
     }
 }

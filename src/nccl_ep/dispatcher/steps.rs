@@ -54,8 +54,9 @@ impl NcclEp {
         let mut guard = kept(call, handle)?;
         let room = rows.bytes.max(handle.spec().returning_bytes());
         if guard.row_bytes().is_none_or(|most| most < room) {
-            // The ranks' calls are compared before what they bring about.
-            around(&mut self.core, named, tag, || Ok(())).map_err(|e| self.core.explain(call, e))?;
+            // The ranks' calls are compared before what they bring about, by what brings it about: `returns`, which
+            // may, is in no record.
+            around(&mut self.core, (call, rows.dtype, room), tag, || Ok(())).map_err(|e| self.core.explain(call, e))?;
             let routed = self.route(handle, room);
             *guard = routed.map_err(|e| self.core.explain(call, e))?;
         }
@@ -130,7 +131,7 @@ impl NcclEp {
         self.told_of(step, handle, zeros)
     }
 
-    /// Rows of a window, where the handle's arrive in one; what only this rank finds wrong is told.
+    /// Rows of a window, where the handle's arrive in one.
     pub(super) fn lent(
         &mut self,
         step: Step,
@@ -138,27 +139,7 @@ impl NcclEp {
         row: Rows,
         scale: usize,
     ) -> Result<Option<(Tensor<Cuda>, Tensor<Cuda>)>> {
-        let lent = self.arriving(step.0, handle, (row.dtype, row.bytes / row.dtype.size()), scale);
-        self.busy(step, handle, lent)
-    }
-
-    /// The same of rows on their way back.
-    pub(super) fn returning(
-        &mut self,
-        step: Step,
-        handle: &Handle<Cuda>,
-        rows: TensorRef<'_, Cuda>,
-    ) -> Result<Option<Tensor<Cuda>>> {
-        let left = self.left(step.0, handle, rows);
-        self.busy(step, handle, left)
-    }
-
-    /// Windows in use are this rank's to tell; other errors with windows are those of a collective.
-    fn busy<T>(&mut self, step: Step, handle: &Handle<Cuda>, found: Result<T>) -> Result<T> {
-        match found {
-            Err(Error::NcclEp(EpError::Windows { .. })) => self.told_of(step, handle, found),
-            other => other,
-        }
+        self.arriving(step, handle, (row.dtype, row.bytes / row.dtype.size()), scale)
     }
 
     /// Rows of a window to where the caller wants them.
@@ -194,7 +175,7 @@ impl NcclEp {
             out_scales: outputs.scales.as_mut().map(TensorMut::reborrow),
         };
         let moved = Rows { dtype: inputs.tokens.dtype(), bytes: row_bytes(inputs) };
-        self.collective(step, (handle, moved), |routed| high(routed)?.dispatch(Direction::Forward, rows))
+        self.collective(step, (handle, moved), |routed| high_of(routed)?.dispatch(Direction::Forward, rows))
     }
 
     /// The output's gradient, into slots.
@@ -206,12 +187,12 @@ impl NcclEp {
     ) -> Result<()> {
         let (tokens, out) = (grad.borrow(), out.reborrow());
         let rows = RowsOut { tokens, weights: None, scales: None, out, out_weights: None, out_scales: None };
-        self.collective(step, (handle, Rows::of(grad)), |routed| high(routed)?.dispatch(Direction::Backward, rows))
+        self.collective(step, (handle, Rows::of(grad)), |routed| high_of(routed)?.dispatch(Direction::Backward, rows))
     }
 }
 
 /// The handle for high throughput.
-pub(super) fn high(routed: &mut Routed) -> Result<&mut high::Handle> {
+pub(super) fn high_of(routed: &mut Routed) -> Result<&mut high::Handle> {
     match routed {
         Routed::High(handle) => Ok(handle),
         _ => Err(Error::invalid("dispatch", "handle", "one for high throughput", "another")),

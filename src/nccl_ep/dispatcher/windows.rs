@@ -1,9 +1,10 @@
-//! Windows that rows arrive in and leave from: peers write and read them where the layer's kernels do, so nothing is staged.
+//! Windows that rows arrive in and leave from: peers write and read them where the layer's kernels do, so nothing is
+//! staged.
 //!
-//! All ranks must use the same window in the same call, so which one it is comes from counts of the collectives that took
-//! place, never from what is free. That a window is free when its turn comes again is checked. Why nobody writes what another still reads: rows of a
-//! call are read before the collective behind it, and a rank whose next call but one is under way has passed that; so two
-//! turns are enough, on either way.
+//! All ranks must use the same window in the same call, so which one it is comes from counts of the collectives that
+//! took place, never from what is free. That a window is free when its turn comes again is checked. Why nobody writes
+//! what another still reads: rows of a call are read before the collective behind it, and a rank whose next call but
+//! one is under way has passed that; so two turns are enough, on either way.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -21,6 +22,7 @@ use crate::nccl_ep::tensor::Place;
 use crate::tensor::{Tensor, TensorRef};
 
 use super::join::told;
+use super::steps::Step;
 use super::{Mode, NcclEp};
 
 /// Turns of the way back.
@@ -146,10 +148,11 @@ impl NcclEp {
         Ok(())
     }
 
-    /// Rows and scales for a dispatch to bring, in the window whose turn it is; `None`: not through windows.
+    /// Rows and scales for a dispatch to bring, in the window whose turn it is; `None`: not through windows. What only
+    /// this rank finds wrong is told.
     pub(super) fn arriving(
         &mut self,
-        call: &'static str,
+        step: Step,
         handle: &Handle<Cuda>,
         (dtype, width): (DType, usize),
         scale: usize,
@@ -158,11 +161,14 @@ impl NcclEp {
         let Some(rows) = self.windowed(handle) else { return Ok(None) };
         let bytes = rows * width * dtype.size();
         self.windows_of(handle, (bytes + rows * scale).max(rows * handle.spec().returning_bytes()))?;
-        let window = self.windows.arriving.free(call)?;
-        let tokens = lend(&self.core.device, window, 0, (dtype, [rows, width]))?;
-        let scales = lend(&self.core.device, window, bytes, (DType::U8, [rows, scale]))?;
+        let device = &self.core.device;
+        let lent = self.windows.arriving.free(step.0).and_then(|window| {
+            let tokens = lend(device, window, 0, (dtype, [rows, width]))?;
+            Ok((tokens, lend(device, window, bytes, (DType::U8, [rows, scale]))?))
+        });
+        let lent = self.told_of(step, handle, lent)?;
         self.windows.pending = Some(Way::Arriving);
-        Ok(Some((tokens, scales)))
+        Ok(Some(lent))
     }
 
     /// Memory that the rows of the next way back had better be written to.
@@ -178,9 +184,10 @@ impl NcclEp {
     }
 
     /// The rows of a way back in the window whose turn it is; `None`: they lie there, or do not go through windows.
+    /// What only this rank finds wrong is told.
     pub(super) fn left(
         &mut self,
-        call: &'static str,
+        step: Step,
         handle: &Handle<Cuda>,
         rows: TensorRef<'_, Cuda>,
     ) -> Result<Option<Tensor<Cuda>>> {
@@ -191,16 +198,23 @@ impl NcclEp {
         let copied = match here {
             true => None,
             false => {
-                let window = self.windows.leaving.free(call)?;
-                let width = rows.row_bytes() / rows.dtype().size();
-                let mut to = lend(&self.core.device, window, 0, (rows.dtype(), [count, width]))?;
-                self.core.device.copy(rows.data(), to.view_mut().into_data())?;
+                let copied = self.copied_in(step.0, (count, rows));
+                let copied = self.told_of(step, handle, copied)?;
                 self.windows.copies += 1;
-                Some(to)
+                Some(copied)
             }
         };
         self.windows.pending = Some(Way::Leaving);
         Ok(copied)
+    }
+
+    /// A copy of rows in the window whose turn it is.
+    fn copied_in(&self, call: &'static str, (count, rows): (usize, TensorRef<'_, Cuda>)) -> Result<Tensor<Cuda>> {
+        let window = self.windows.leaving.free(call)?;
+        let width = rows.row_bytes() / rows.dtype().size();
+        let mut to = lend(&self.core.device, window, 0, (rows.dtype(), [count, width]))?;
+        self.core.device.copy(rows.data(), to.view_mut().into_data())?;
+        Ok(to)
     }
 
     /// Counts a dispatch into plain memory, which was copied.

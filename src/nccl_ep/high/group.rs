@@ -33,7 +33,8 @@ impl Group {
     /// Joins a group (collective).
     ///
     /// # Errors
-    /// [`EpError`](crate::nccl_ep::EpError) names the rule that the options, the GPU or the ranks break, before the library is called.
+    /// [`EpError`](crate::nccl_ep::EpError) names the rule that the options, the GPU or the ranks break, before the
+    /// library is called.
     pub fn new(library: &EpLibrary, comm: &NcclComm, options: GroupOptions) -> Result<Self> {
         Self::on(library, (comm.cuda().clone(), comm.shared()), (options, None))
     }
@@ -43,15 +44,16 @@ impl Group {
         (cuda, shared): (Cuda, Shared),
         (options, places): (GroupOptions, Option<Places>),
     ) -> Result<Self> {
+        const CALL: &str = "Group::new";
         options.check(shared.size())?;
         check_gpu(&cuda)?;
         let mut config = blank_config();
         config.algorithm = sys::ncclEpAlgorithm_t::NCCL_EP_ALGO_HIGH_THROUGHPUT;
-        config.num_experts = narrow("num_experts", options.num_experts)?;
-        config.max_dispatch_tokens_per_rank = narrow("max_tokens", options.max_tokens)?;
-        config.max_recv_tokens_per_rank = narrow("capacity", options.capacity.unwrap_or(0))?;
-        config.max_token_bytes = narrow("max_row_bytes", options.max_row_bytes)?;
-        config.num_topk = narrow("max_top_k", options.max_top_k)?;
+        config.num_experts = narrow(CALL, "num_experts", options.num_experts)?;
+        config.max_dispatch_tokens_per_rank = narrow(CALL, "max_tokens", options.max_tokens)?;
+        config.max_recv_tokens_per_rank = narrow(CALL, "capacity", options.capacity.unwrap_or(0))?;
+        config.max_token_bytes = narrow(CALL, "max_row_bytes", options.max_row_bytes)?;
+        config.num_topk = narrow(CALL, "max_top_k", options.max_top_k)?;
         config.overflow_policy = match (options.capacity, options.trap) {
             (Some(_), false) => sys::ncclEpOverflowPolicy_t::NCCL_EP_OVERFLOW_DROP,
             _ => sys::ncclEpOverflowPolicy_t::NCCL_EP_OVERFLOW_TRAP,
@@ -59,8 +61,8 @@ impl Group {
         if places.is_some() {
             config.zero_copy = sys::ncclEpZeroCopyMode_t::NCCL_EP_ZERO_COPY_ON;
         }
-        check_domain(&shared, options.num_experts)?;
-        Ok(Self { places, member: Member::join(library, (cuda, shared), config)?, options })
+        check_domain(CALL, &shared, options.num_experts)?;
+        Ok(Self { places, member: Member::join(CALL, library, (cuda, shared), config)?, options })
     }
 
     /// What the group was made for.

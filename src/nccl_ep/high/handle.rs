@@ -81,8 +81,8 @@ impl Handle {
         self.made.bytes()
     }
 
-    /// New routing (collective): `ids [T, K]`, I32 or I64, each −1 or an expert, no expert twice in a token. The library
-    /// checks none of that; who calls has.
+    /// New routing (collective): `ids [T, K]`, I32 or I64, each −1 or an expert, no expert twice in a token. The
+    /// library checks none of that; who calls has.
     ///
     /// # Errors
     /// Shapes and types; a call of the library that failed.

@@ -56,7 +56,7 @@ impl GroupOptions {
         if !self.max_row_bytes.is_multiple_of(16) {
             return Err(EpError::RowBytes { what: "max_row_bytes", bytes: self.max_row_bytes });
         }
-        check_tokens(self.max_tokens)?;
+        check_tokens(CALL, self.max_tokens)?;
         if self.max_top_k > MOST_CHOICES {
             let (expected, found) = (format!("at most {MOST_CHOICES}"), self.max_top_k.to_string());
             return Err(EpError::Argument { call: CALL, name: "max_top_k", expected, found });

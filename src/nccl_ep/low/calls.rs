@@ -19,8 +19,8 @@ impl LowLatencyHandle {
         self.dispatch_beside(from, to, None)
     }
 
-    /// The same in two parts: what `beside` enqueues runs while rows travel. It must not touch the tensors of this call,
-    /// nor begin another of the group.
+    /// The same in two parts: what `beside` enqueues runs while rows travel. It must not touch the tensors of this
+    /// call, nor begin another of the group.
     ///
     /// # Errors
     /// As [`dispatch`](Self::dispatch); what `beside` returns, after the call has been ended.

@@ -35,7 +35,8 @@ impl LowLatencyGroup {
     /// Joins a group (collective).
     ///
     /// # Errors
-    /// [`EpError`](crate::nccl_ep::EpError) names the rule that the options, the GPU or the ranks break, before the library is called.
+    /// [`EpError`](crate::nccl_ep::EpError) names the rule that the options, the GPU or the ranks break, before the
+    /// library is called.
     pub fn new(library: &EpLibrary, comm: &NcclComm, options: LowLatencyOptions) -> Result<Self> {
         Self::on(library, (comm.cuda().clone(), comm.shared()), options)
     }
@@ -45,19 +46,20 @@ impl LowLatencyGroup {
         (cuda, shared): (Cuda, Shared),
         options: LowLatencyOptions,
     ) -> Result<Self> {
+        const CALL: &str = "LowLatencyGroup::new";
         let processors = cuda.processors();
         options.check(shared.size(), processors)?;
         check_gpu(&cuda)?;
         let mut config = blank_config();
         config.algorithm = sys::ncclEpAlgorithm_t::NCCL_EP_ALGO_LOW_LATENCY;
-        config.num_experts = narrow("num_experts", options.num_experts)?;
-        config.max_dispatch_tokens_per_rank = narrow("max_tokens", options.max_tokens)?;
-        config.max_token_bytes = narrow("max_row_bytes", options.max_row_bytes)?;
+        config.num_experts = narrow(CALL, "num_experts", options.num_experts)?;
+        config.max_dispatch_tokens_per_rank = narrow(CALL, "max_tokens", options.max_tokens)?;
+        config.max_token_bytes = narrow(CALL, "max_row_bytes", options.max_row_bytes)?;
         if let Some(patience) = options.patience {
             config.enable_mask = 1;
             config.timeout_ns = u64::try_from(patience.max(SHORTEST).as_nanos()).unwrap_or(u64::MAX);
         }
-        Ok(Self { member: Member::join(library, (cuda, shared), config)?, options, processors })
+        Ok(Self { member: Member::join(CALL, library, (cuda, shared), config)?, options, processors })
     }
 
     /// What the group was made for.

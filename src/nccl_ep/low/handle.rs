@@ -37,8 +37,10 @@ impl fmt::Debug for LowLatencyHandle {
 }
 
 impl LowLatencyHandle {
-    /// A handle that waits for its first update. Collective, while no rank has calls of the group under way (a barrier
-    /// before sees to that): the library may make its buffers now, which graphs that were captured before do not outlive.
+    /// A handle that waits for its first update. Collective where `top_k` is larger than in any handle of the group
+    /// before, or the layout has not been met: the library makes its buffers now, so no rank may have calls of the
+    /// group under way (a barrier before sees to that), and graphs that were captured before do not outlive it.
+    /// Otherwise it is each rank's own affair. Both as of NCCL EP 0.2.0.
     ///
     /// # Errors
     /// [`EpError`](crate::nccl_ep::EpError) names what `top_k` breaks; a graph being recorded.
@@ -94,8 +96,8 @@ impl LowLatencyHandle {
         check_ids(CALL, ids.view(), (self.top_k, self.group.options().max_tokens))?;
         let mut described = Described::of(CALL, ids.view())?;
         let told = (described.pointer().cast_const(), std::ptr::null());
-        // SAFETY: the handle lives; shapes were checked; the tensor stays until the next update, and its memory is given
-        // back in the order of the stream.
+        // SAFETY: the handle lives; shapes were checked; the tensor stays until the next update, and its memory is
+        // given back in the order of the stream.
         let done =
             self.made.with(CALL, |library, raw, stream| unsafe { result::update_handle(library, raw, told, stream) });
         self.ids = Some(ids).filter(|_| done.is_ok());

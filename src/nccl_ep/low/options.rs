@@ -70,8 +70,8 @@ impl LowLatencyOptions {
         }
     }
 
-    /// The rules for a row of so many bytes and its scales on their way out: opaque rows travel as 16-bit numbers, or with
-    /// scales in words of 16 bytes; every lane of a warp has a word.
+    /// The rules for a row of so many bytes and its scales on their way out: opaque rows travel as 16-bit numbers, or
+    /// with scales in words of 16 bytes; every lane of a warp has a word.
     pub(in crate::nccl_ep) fn check_sent(&self, (dtype, row): (DType, usize), scale: usize) -> Checked<()> {
         let lanes = WARPS * 16;
         match scale {
@@ -98,8 +98,8 @@ impl LowLatencyOptions {
         }
     }
 
-    /// The rules for a row of numbers that are added: whole steps of a warp, whole words of what travels beside it, and room
-    /// on chip.
+    /// The rules for a row of numbers that are added: whole steps of a warp, whole words of what travels beside it, and
+    /// room on chip.
     pub(in crate::nccl_ep) fn check_added(&self, dtype: DType, width: usize, processors: usize) -> Checked<()> {
         if width == 0 || !width.is_multiple_of(ADDED) {
             return Err(EpError::LowLatencyWidth { lanes: ADDED, dtype: dtype.to_string(), width });
@@ -114,7 +114,8 @@ impl LowLatencyOptions {
     }
 }
 
-/// Numbers that sums go by: two words of 16 bytes a lane, of 16-bit numbers, and 4 bytes for every 128 numbers, in words of 16.
+/// Numbers that sums go by: two words of 16 bytes a lane, of 16-bit numbers, and 4 bytes for every 128 numbers, in
+/// words of 16.
 const ADDED: usize = 512;
 /// Rows that a sum keeps on chip.
 const STAGES: usize = 3;

@@ -6,7 +6,8 @@ use crate::tensor::{TensorMut, TensorRef};
 /// Where rows arrive. Their order inside a zone or a rank's part is the library's, and not the same in every run.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Layout {
-    /// Each (token, expert): expert e's rows begin at row e · R · M of `[L · R · M, H]`. Weights are applied by combine.
+    /// Each (token, expert): expert e's rows begin at row e · R · M of `[L · R · M, H]`. Weights are applied by
+    /// combine.
     ExpertMajor,
     /// Each (token, rank): rank r's rows begin at row r · M of `[R · M, H]`, with all choices of the token beside them.
     /// Who has the row adds its experts' outputs, weights included; combine adds those of the ranks.

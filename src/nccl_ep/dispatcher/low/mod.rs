@@ -1,13 +1,18 @@
 //! The dispatcher's calls for low latency.
 //!
-//! Rows travel by rank, each with its choices and weights and, behind these, its token's number, so that they can be brought
-//! into the order that slots have everywhere. The library's handles are lent and used again: making one cannot be
-//! recorded. It is a collective where a token has more choices than in any before, since the library's buffers are made
-//! for these; all ranks know that alike. Otherwise it is each rank's own affair, as it follows from the layer's handles
-//! that happen to be alive there.
+//! Rows travel by rank, each with its choices and weights and, behind these, its token's number, so that they can be
+//! brought into the order that slots have everywhere. The library's handles are lent and used again: making one cannot
+//! be recorded. It is a collective where a token has more choices than in any before, since the library's buffers are
+//! made for these; all ranks know that alike. Otherwise it is each rank's own affair, as it follows from the layer's
+//! handles that happen to be alive there.
+//!
+//! That relies on what the library does as of 0.2.0: it sizes a group's buffers by layout and choices, makes them anew
+//! only where these grow, and numbers calls for the group, so that which of a rank's handles is used does not matter.
+//! So [`EpLibrary`](crate::nccl_ep::EpLibrary) takes no later 0.x before somebody has looked.
 
-use std::fmt;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+mod pool;
+mod rows;
+
 use std::time::Duration;
 
 use crate::comm::{Op, Tag};
@@ -15,48 +20,26 @@ use crate::cuda::Cuda;
 use crate::cuda::arrivals::{self, Starts};
 use crate::dtype::DType;
 use crate::ep::{Capacity, DispatchSpec};
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::nccl::NcclComm;
 use crate::nccl_ep::EpError;
 use crate::nccl_ep::low::{Layout, LowLatencyGroup, LowLatencyHandle, LowLatencyOptions};
 use crate::tensor::{Tensor, TensorRef};
 
+use pool::{Loan, Pool};
+
 use super::prepare::Behind;
 use super::{NcclEp, Routed, around};
 
-/// How much longer than the communicator a kernel waits for a rank: the watchdog's error comes first, and then the kernel
-/// ends by itself.
+/// How much longer than the communicator a kernel waits for a rank: the watchdog's error comes first, and then the
+/// kernel ends by itself.
 const LONGER: Duration = Duration::from_secs(1);
-
-/// Handles that nobody uses now.
-#[derive(Debug, Default)]
-struct Handles {
-    free: Vec<LowLatencyHandle>,
-    /// Graphs use them, at any time.
-    recorded: Vec<LowLatencyHandle>,
-    /// Most choices of a token that a handle was made for.
-    widest: usize,
-}
-
-impl Handles {
-    /// Takes one for so many choices.
-    fn take(&mut self, wide: usize) -> Option<LowLatencyHandle> {
-        let at = self.free.iter().position(|handle| handle.top_k() == wide)?;
-        Some(self.free.swap_remove(at))
-    }
-}
-
-type Pool = Arc<Mutex<Handles>>;
-
-fn lock(pool: &Pool) -> MutexGuard<'_, Handles> {
-    pool.lock().unwrap_or_else(PoisonError::into_inner)
-}
 
 /// A group of the library's, and its handles.
 #[derive(Debug)]
 pub(super) struct Low {
     group: LowLatencyGroup,
-    pool: Pool,
+    pool: Pool<LowLatencyHandle>,
 }
 
 impl Low {
@@ -66,37 +49,19 @@ impl Low {
     }
 }
 
-/// A handle on loan.
+/// A handle on loan, and what is kept beside it.
+#[derive(Debug)]
 pub(super) struct LowRouted {
-    pub(super) handle: Option<LowLatencyHandle>,
-    pool: Pool,
-    /// A graph that is being recorded will use it.
-    recorded: bool,
-    pub(super) bytes: usize,
+    loan: Loan<LowLatencyHandle>,
+    bytes: usize,
     /// Slots of each row that the last dispatch brought.
-    pub(super) back: Option<Tensor<Cuda>>,
-}
-
-impl fmt::Debug for LowRouted {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "LowRouted {{ handle: {:?} }}", self.handle)
-    }
+    back: Option<Tensor<Cuda>>,
 }
 
 impl LowRouted {
+    /// Most bytes of a row.
     pub(super) fn row_bytes(&self) -> Option<usize> {
         Some(self.bytes)
-    }
-}
-
-impl Drop for LowRouted {
-    fn drop(&mut self) {
-        let mut pool = lock(&self.pool);
-        match self.recorded {
-            true => pool.recorded.extend(self.handle.take()),
-            // One whose call has not ended is none to lend.
-            false => pool.free.extend(self.handle.take().filter(|handle| !handle.is_torn())),
-        }
     }
 }
 
@@ -142,12 +107,21 @@ impl NcclEp {
         if self.low.is_empty() || self.core.device.is_capturing()? {
             return Ok(());
         }
-        // A communicator that has ended says so itself.
-        let late = |low: &&Low| matches!(low.group.was_late(), Ok(true));
-        let Some(low) = self.low.iter().find(late) else { return Ok(()) };
-        let active = low.group.active()?;
-        let late = (0..active.len()).filter(|rank| !active[*rank]).collect();
-        Err(EpError::Late { rank: self.core.rank(), late }.into())
+        for low in &self.low {
+            match low.group.was_late() {
+                Ok(false) => {}
+                Ok(true) => {
+                    // Who it was is worth less than that somebody was.
+                    let active = low.group.active().unwrap_or_default();
+                    let late = (0..active.len()).filter(|rank| !active[*rank]).collect();
+                    return Err(EpError::Late { rank: self.core.rank(), late }.into());
+                }
+                // A communicator that has ended says so itself.
+                Err(Error::NcclEp(EpError::Ended { .. })) => {}
+                Err(error) => return Err(error),
+            }
+        }
+        Ok(())
     }
 
     /// What rows must be.
@@ -167,9 +141,13 @@ impl NcclEp {
     }
 
     /// The group for rows of so many bytes; a new one is compared over the ranks first.
-    fn low_group(&mut self, spec: &DispatchSpec, row_bytes: usize) -> Result<(LowLatencyGroup, Pool)> {
+    fn low_group(
+        &mut self,
+        spec: &DispatchSpec,
+        row_bytes: usize,
+    ) -> Result<(LowLatencyGroup, Pool<LowLatencyHandle>)> {
         if let Some(low) = self.low.iter().rev().find(|low| low.row_bytes() >= row_bytes) {
-            return Ok((low.group.clone(), Arc::clone(&low.pool)));
+            return Ok((low.group.clone(), low.pool.clone()));
         }
         self.core.device.not_captured("prepare", "create an EP group")?;
         let options = self.low_options(row_bytes);
@@ -180,7 +158,7 @@ impl NcclEp {
         let named = ("nccl_ep_ll_group", DType::U8, row_bytes);
         let group = around(&mut self.core, named, tag, || LowLatencyGroup::on(&library, on, options))?;
         let (made, pool) = (group.clone(), Pool::default());
-        self.low.push(Low { group, pool: Arc::clone(&pool) });
+        self.low.push(Low { group, pool: pool.clone() });
         Ok((made, pool))
     }
 
@@ -192,32 +170,32 @@ impl NcclEp {
         ids: TensorRef<'_, Cuda>,
     ) -> Result<Routed> {
         let (group, pool) = self.low_group(spec, row_bytes)?;
-        let packed = arrivals::packed_ids(&self.core.device, ids)?;
         let wide = Self::wide(spec);
-        let (free, widest) = {
-            let mut handles = lock(&pool);
-            (handles.take(wide), handles.widest)
+        let make = || {
+            group.cuda().not_captured("prepare", "create an EP handle")?;
+            LowLatencyHandle::new(&group, Layout::RankMajor, wide)
         };
-        if free.is_none() {
-            self.core.device.not_captured("prepare", "create an EP handle")?;
-        }
-        let make = || LowLatencyHandle::new(&group, Layout::RankMajor, wide);
-        let mut handle = match free {
-            Some(handle) => handle,
-            None if wide > widest => {
+        let free = match pool.grows(wide) {
+            true => {
+                // On all ranks, so each finds for itself that it may not.
+                self.core.device.not_captured("prepare", "create an EP handle")?;
                 // The library may move its buffers: nothing that uses them may be under way on any rank.
                 self.core.comm.barrier(tag)?;
                 let made = around(&mut self.core, ("nccl_ep_ll_handle", DType::U8, row_bytes), tag, make)?;
-                lock(&pool).widest = wide;
-                made
+                pool.grown(wide);
+                Some(made)
             }
-            // The others may not be making one: an error is told where they are next.
-            None => self.core.agree(tag, make())?,
+            false => pool.take(wide),
         };
-        handle.update(packed)?;
-        let bytes = group.options().max_row_bytes;
-        let recorded = self.core.device.is_capturing()?;
-        Ok(Routed::Low(LowRouted { handle: Some(handle), pool, recorded, bytes, back: None }))
+        let (device, bytes) = (self.core.device.clone(), group.options().max_row_bytes);
+        // From here on a rank is alone: the others hear of its error where they are next.
+        let routed = || {
+            let mut handle = free.map_or_else(make, Ok)?;
+            handle.update(arrivals::packed_ids(&device, ids)?)?;
+            let loan = pool.lend(handle, device.is_capturing()?);
+            Ok(Routed::Low(LowRouted { loan, bytes, back: None }))
+        };
+        self.core.agree(tag, routed())
     }
 
     /// Zones from the loads alone: nothing waits, and nothing else is exchanged.
@@ -229,8 +207,8 @@ impl NcclEp {
     ) -> Result<Behind> {
         let (experts, ranks) = (self.core.config.num_experts, self.core.ranks());
         let (local, alignment) = (experts / ranks, spec.alignment.max(1));
-        let Starts { starts, total } =
-            arrivals::starts(&self.core.device, loads, (self.core.rank() * local, local, alignment))?;
+        let starts = arrivals::starts(&self.core.device, loads, (self.core.rank() * local, local, alignment));
+        let Starts { starts, total } = self.core.agree(at.0, starts)?;
         let rows = match spec.capacity {
             Capacity::Static(rows) => rows,
             Capacity::Eager => {

@@ -5,25 +5,27 @@ use crate::cuda::arrivals::{self, Arrived, Sorted};
 use crate::device::Device;
 use crate::dtype::DType;
 use crate::ep::carrier::written;
+use crate::ep::core::Core;
 use crate::ep::view::{byte_rows_mut, entries, gather, gather_elements, reduce};
 use crate::ep::{DispatchInputs, DispatchOutputs, Handle, Received};
 use crate::error::{Error, Result};
 use crate::nccl_ep::low::{Arrival, Departure, LowLatencyHandle, SentBack};
 use crate::tensor::{Tensor, TensorMut, TensorRef};
 
-use super::low::LowRouted;
-use super::steps::{Rows, Step, kept, row_bytes};
-use super::{NcclEp, Routed};
+use super::LowRouted;
+use crate::nccl_ep::dispatcher::steps::{Rows, Step, kept, row_bytes};
+use crate::nccl_ep::dispatcher::{NcclEp, Routed};
 
 /// The handle and what is kept beside it.
-fn low<'r>(
+fn low_of<'r>(
     call: &'static str,
     routed: &'r mut Routed,
 ) -> Result<(&'r mut LowLatencyHandle, &'r mut Option<Tensor<Cuda>>)> {
-    match routed {
-        Routed::Low(LowRouted { handle: Some(handle), back, .. }) => Ok((handle, back)),
-        _ => Err(Error::invalid(call, "handle", "one for low latency", "another")),
-    }
+    let found = match routed {
+        Routed::Low(LowRouted { loan, back, .. }) => loan.get().map(|handle| (handle, back)),
+        _ => None,
+    };
+    found.ok_or_else(|| Error::invalid(call, "handle", "one for low latency", "another"))
 }
 
 /// What a dispatch sends beside the caller's rows, and where it brings what arrives.
@@ -40,16 +42,14 @@ struct RoomLow {
 
 impl NcclEp {
     /// Rows as they arrive, and what says which slot is whose.
-    pub(super) fn send_low(
+    pub(in crate::nccl_ep::dispatcher) fn send_low(
         &mut self,
         step: Step,
         handle: &Handle<Cuda>,
         inputs: &DispatchInputs<'_, Cuda>,
         beside: Option<&mut dyn FnMut() -> Result<()>>,
     ) -> Result<Received<Cuda>> {
-        let (device, stream) = (self.core.device.clone(), self.core.stream.clone());
-        let (spec, ranks) = (*handle.spec(), self.core.ranks());
-        let (n, tokens) = (ranks * self.max_tokens(), &inputs.tokens);
+        let tokens = &inputs.tokens;
         let room = self.room_low(handle, inputs);
         let RoomLow { packed, mut rows, mut counts, weights: mut all, mut ids, mut scales } =
             self.told_of(step, handle, room)?;
@@ -69,7 +69,7 @@ impl NcclEp {
                 ids: Some(ids.view_mut()),
                 scales: scales.as_mut().map(Tensor::view_mut),
             };
-            let (library, _) = low(step.0, routed)?;
+            let (library, _) = low_of(step.0, routed)?;
             match beside {
                 None => library.dispatch(from, to),
                 Some(beside) => library.dispatch_while(from, to, || {
@@ -78,23 +78,38 @@ impl NcclEp {
                 }),
             }
         })?;
-        own?;
+        let sorted =
+            own.and_then(|()| self.sorted_low(step.0, handle, (inputs.weights.is_some(), [&ids, &all, &counts])));
+        let (row_map, weights) = self.told_of(step, handle, sorted)?;
+        Ok(Received { rows: Some(rows), weights, scales, map: Some(row_map) })
+    }
+
+    /// Which slot each row that came is for, and the slots' weights where they are wanted: of ids, weights and counts
+    /// as they came. Keeps the way back.
+    fn sorted_low(
+        &self,
+        call: &'static str,
+        handle: &Handle<Cuda>,
+        (weighted, [ids, all, counts]): (bool, [&Tensor<Cuda>; 3]),
+    ) -> Result<(Tensor<Cuda>, Option<Tensor<Cuda>>)> {
+        let (Core { device, stream, config, .. }, spec) = (&self.core, handle.spec());
         let arrived = Arrived {
-            ids: &ids,
-            weights: &all,
-            counts: &counts,
-            experts: self.core.config.num_experts / ranks,
+            ids,
+            weights: all,
+            counts,
+            experts: config.num_experts / self.core.ranks(),
             alignment: spec.alignment,
             slots: handle.rows(),
         };
-        let Sorted { row_map, weight_map, weights, return_map } = arrivals::sorted(&device, &arrived)?;
-        let mut of_slots = inputs.weights.as_ref().map(|_| self.empty(DType::F32, &[handle.rows()])).transpose()?;
+        let Sorted { row_map, weight_map, weights, return_map } = arrivals::sorted(device, &arrived)?;
+        let mut of_slots = weighted.then(|| self.empty(DType::F32, &[handle.rows()])).transpose()?;
         if let Some(out) = &mut of_slots {
-            let elements = weights.view().reshape(&[n * spec.top_k])?;
-            gather_elements(&device, &stream, elements, weight_map.view(), out.view_mut())?;
+            let count = self.core.ranks() * self.max_tokens() * spec.top_k;
+            let elements = weights.view().reshape(&[count])?;
+            gather_elements(device, stream, elements, weight_map.view(), out.view_mut())?;
         }
-        self.keep_low(step.0, handle, return_map)?;
-        Ok(Received { rows: Some(rows), weights: of_slots, scales, map: Some(row_map) })
+        self.keep_low(call, handle, return_map)?;
+        Ok((row_map, of_slots))
     }
 
     fn room_low(&self, handle: &Handle<Cuda>, inputs: &DispatchInputs<'_, Cuda>) -> Result<RoomLow> {
@@ -114,13 +129,13 @@ impl NcclEp {
     /// The way back of what a dispatch brought.
     fn keep_low(&self, call: &'static str, handle: &Handle<Cuda>, map: Tensor<Cuda>) -> Result<()> {
         let mut guard = kept(call, handle)?;
-        let (_, back) = low(call, &mut guard)?;
+        let (_, back) = low_of(call, &mut guard)?;
         *back = Some(map);
         Ok(())
     }
 
     /// The same, into slots.
-    pub(super) fn send_low_into(
+    pub(in crate::nccl_ep::dispatcher) fn send_low_into(
         &mut self,
         step: Step,
         handle: &Handle<Cuda>,
@@ -131,19 +146,23 @@ impl NcclEp {
         let Received { rows, weights, scales, map } = self.send_low(step, handle, inputs, None)?;
         let Some(map) = &map else { return Ok(()) };
         let end = written(handle);
-        for (from, to) in [(&rows, Some(outputs.tokens)), (&scales, outputs.scales)] {
-            if let (Some(from), Some(to)) = (from, to) {
-                gather(&device, &stream, from.view(), entries(map.view(), 0..end)?, byte_rows_mut(to, 0..end)?)?;
+        let into_slots = || {
+            for (from, to) in [(&rows, Some(outputs.tokens)), (&scales, outputs.scales)] {
+                if let (Some(from), Some(to)) = (from, to) {
+                    gather(&device, &stream, from.view(), entries(map.view(), 0..end)?, byte_rows_mut(to, 0..end)?)?;
+                }
             }
-        }
-        match (&weights, outputs.weights) {
-            (Some(from), Some(to)) => device.copy(from.view().data(), to.into_data()),
-            _ => Ok(()),
-        }
+            match (&weights, outputs.weights) {
+                (Some(from), Some(to)) => device.copy(from.view().data(), to.into_data()),
+                _ => Ok(()),
+            }
+        };
+        let done = into_slots();
+        self.told_of(step, handle, done)
     }
 
     /// Sums of this rank's experts for each row that came, back to where it is from.
-    pub(super) fn return_low(
+    pub(in crate::nccl_ep::dispatcher) fn return_low(
         &mut self,
         step: Step,
         handle: &Handle<Cuda>,
@@ -153,7 +172,7 @@ impl NcclEp {
         let n = self.core.ranks() * self.max_tokens();
         let sums = self.empty(expert_out.dtype(), &[n, expert_out.row_bytes() / expert_out.dtype().size()]);
         let mut sums = self.told_of(step, handle, sums)?;
-        let (moved, tag) = (Rows::of(expert_out), crate::ep::core::Core::tag(handle, step.1));
+        let (moved, tag) = (Rows::of(expert_out), Core::tag(handle, step.1));
         let reduced = {
             let guard = kept(step.0, handle)?;
             match &*guard {
@@ -169,7 +188,7 @@ impl NcclEp {
         };
         self.core.agree(tag, reduced)?;
         self.collective(step, (handle, moved), |routed| {
-            let (library, _) = low(step.0, routed)?;
+            let (library, _) = low_of(step.0, routed)?;
             library.combine(SentBack { rows: sums.view(), weights: None, out: out.reborrow() })
         })
     }
