@@ -29,10 +29,8 @@ impl<D: Kernels> Core<D> {
         let mut heard = match self.heard.take() {
             Some(heard) => heard,
             None => {
-                let mut new = Tensor::empty(&self.device, DType::U8, &[heard::bytes(self.ranks())])?;
-                // A copy from the host, which cannot be recorded: a fill would be noted down, and this outlives a recording.
-                self.device.upload(&self.stream, &vec![0; new.bytes()], new.view_mut())?;
-                new
+                let new = self.nothing_heard();
+                self.tell_own(step.0, new)?
             }
         };
         let prepared = self.exchange_records(step, ids, spec, &mut heard);
@@ -43,6 +41,14 @@ impl<D: Kernels> Core<D> {
         self.take_heard()?;
         let reason = "it holds an error of an earlier call".to_string();
         Err(Error::Peer { call: PREPARE, rank: self.rank(), peer, reason })
+    }
+
+    /// What the device keeps of records, before the first.
+    fn nothing_heard(&self) -> Result<Tensor<D>> {
+        let mut new = Tensor::empty(&self.device, DType::U8, &[heard::bytes(self.ranks())])?;
+        // A copy from the host, which cannot be recorded: a fill would be noted down, and this outlives a recording.
+        self.device.upload(&self.stream, &vec![0; new.bytes()], new.view_mut())?;
+        Ok(new)
     }
 
     /// A handle, and the first rank that holds an error of an earlier call.
@@ -57,7 +63,8 @@ impl<D: Kernels> Core<D> {
         let (device, stream) = (device.clone(), stream.clone());
         let (rank, ranks, sizes) = (self.rank(), self.ranks(), self.sizes(spec));
         let GroupConfig { num_experts, max_tokens_per_rank: max_tokens, .. } = self.config;
-        let mut own = Tensor::empty(&device, DType::U8, &[sizes.bytes()])?;
+        let own = Tensor::empty(&device, DType::U8, &[sizes.bytes()]);
+        let mut own = self.tell_own(tag, own)?;
         let recorded = self.check_ids(ids, spec.top_k).and_then(|tokens| {
             let (heard, out) = (heard.view_mut(), own.view_mut());
             let ids = ids.borrow();

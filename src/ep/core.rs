@@ -99,11 +99,11 @@ impl<D: Kernels> Core<D> {
         checked
     }
 
-    /// The same of what a rank makes of an exchange: the others hear of it where they are next. That a capacity is too small
-    /// all of them see.
+    /// The same of what a rank needs for an exchange or makes of one: the others hear of it where they are next. That a
+    /// capacity is too small, or that nothing of this can be recorded, all of them see.
     pub(super) fn tell_own<T>(&mut self, tag: Tag, made: Result<T>) -> Result<T> {
         match made {
-            Err(Error::Capacity { .. }) => made,
+            Err(Error::Capacity { .. } | Error::NotCapturable { .. }) => made,
             other => self.agree(tag, other),
         }
     }
@@ -362,16 +362,21 @@ impl<D: Kernels> Core<D> {
     /// Every rank's record, in rank order.
     fn gather(&mut self, tag: Tag, spec: &DispatchSpec, own: &Record) -> Result<Vec<Record>> {
         let sizes = self.sizes(spec);
-        let mut send = Tensor::empty(&self.device, DType::U8, &[sizes.bytes()])?;
-        self.device.upload(&self.stream, &own.encode(sizes), send.view_mut())?;
+        let send = Tensor::empty(&self.device, DType::U8, &[sizes.bytes()]).and_then(|mut send| {
+            self.device.upload(&self.stream, &own.encode(sizes), send.view_mut())?;
+            Ok(send)
+        });
+        let send = self.tell_own(tag, send)?;
         let recv = self.exchange(tag, spec, &send)?;
-        let bytes = self.device.download(&self.stream, recv.view())?;
+        let bytes = self.device.download(&self.stream, recv.view());
+        let bytes = self.tell_own(tag, bytes)?;
         Ok(bytes.chunks_exact(sizes.bytes()).map(|b| Record::decode(b, sizes)).collect())
     }
 
     /// The same as the device has them.
     pub(super) fn exchange(&mut self, tag: Tag, spec: &DispatchSpec, own: &Tensor<D>) -> Result<Tensor<D>> {
-        let mut recv = Tensor::empty(&self.device, DType::U8, &[self.ranks(), own.bytes()])?;
+        let recv = Tensor::empty(&self.device, DType::U8, &[self.ranks(), own.bytes()]);
+        let mut recv = self.tell_own(tag, recv)?;
         match self.comm.all_gather(tag, own.view(), recv.view_mut()) {
             Ok(()) => {
                 self.sequence += 1;

@@ -89,11 +89,17 @@ pub(super) fn told(core: &mut Core<Cuda>, text: &str) -> Result<Vec<String>> {
     let mut bytes = [0; REASON];
     let end = (0..=text.len().min(REASON)).rev().find(|i| text.is_char_boundary(*i)).unwrap_or(0);
     bytes[..end].copy_from_slice(&text.as_bytes()[..end]);
-    let mut send = Tensor::empty(&core.device, DType::U8, &[REASON])?;
-    core.device.upload(&core.stream, &bytes, send.view_mut())?;
-    let mut recv = Tensor::empty(&core.device, DType::U8, &[core.ranks(), REASON])?;
-    core.comm.all_gather(Tag { layer: 0, op: Op::Init, sequence: 0 }, send.view(), recv.view_mut())?;
-    let all = core.device.download(&core.stream, recv.view())?;
+    let tag = Tag { layer: 0, op: Op::Init, sequence: 0 };
+    let room = || {
+        let mut send = Tensor::empty(&core.device, DType::U8, &[REASON])?;
+        core.device.upload(&core.stream, &bytes, send.view_mut())?;
+        Ok((send, Tensor::empty(&core.device, DType::U8, &[core.ranks(), REASON])?))
+    };
+    let room = room();
+    let (send, mut recv) = core.agree(tag, room)?;
+    core.comm.all_gather(tag, send.view(), recv.view_mut())?;
+    let all = core.device.download(&core.stream, recv.view());
+    let all = core.agree(tag, all)?;
     let one = |bytes: &[u8]| String::from_utf8_lossy(bytes).trim_end_matches('\0').to_string();
     Ok(all.chunks_exact(REASON).map(one).collect())
 }
