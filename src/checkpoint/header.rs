@@ -74,9 +74,9 @@ pub(super) fn parse(json: &[u8], data: u64) -> Result<Vec<(String, TensorInfo)>,
     let Unique(mut tensors) = serde_json::from_slice::<Unique<TensorInfo>>(json).map_err(|e| e.to_string())?;
     tensors.sort_by_key(|(_, info)| info.data_offsets);
     let metadata = Metadata::new(None, tensors.clone()).map_err(|e| match (&e, tensors.iter().find_map(misfit)) {
-        // The one error of the library that does not name its tensor.
-        (SafeTensorError::TensorInvalidInfo, Some(at)) => format!("{e}: {at}"),
-        _ => e.to_string(),
+        // Which names a tensor of its own; the others name none.
+        (SafeTensorError::InvalidOffset(_), _) | (_, None) => e.to_string(),
+        (_, Some(at)) => format!("{e}: {at}"),
     })?;
     if metadata.data_len() as u64 != data {
         return Err(format!("tensors end at byte {}, the file has {data} bytes for them", metadata.data_len()));
