@@ -1,6 +1,6 @@
 //! Routing, auxiliary losses, weights of partly dropped tokens.
 
-use crate::aux_loss::aux_value;
+use crate::aux_loss::{Sums, aux_value};
 use crate::config::{AuxConfig, BalanceKind, GroupScore, RouterConfig, Score};
 use crate::dtype::DType;
 use crate::ep::Reporting;
@@ -217,7 +217,7 @@ pub(super) fn aux_sums(device: &Cuda, call: AuxSums<'_, Cuda>) -> Result<()> {
     let (mut p, cut) = aux_params(device, config, call.aux, t);
     p.logits = call.logits.data().ptr;
     p.ids = input(CALL, "ids", &call.ids, DType::I32, &[t, k])?;
-    p.out = output(CALL, "out", call.out, DType::F32, &[2 * e + 4])?;
+    p.out = output(CALL, "out", call.out, DType::F32, &[Sums::len(e)])?;
     let scores = Tensor::empty(device, DType::F32, &[t, e])?;
     let picks = Tensor::empty(device, DType::I32, &[if p.hugging_face == 1 { t } else { 0 }, k])?;
     let z_terms = Tensor::empty(device, DType::U8, &[t, 8])?;
@@ -238,7 +238,7 @@ pub(super) fn aux_total(device: &Cuda, call: AuxTotal<'_, Cuda>) -> Result<()> {
     const CALL: &str = "aux_total";
     call.config.validate()?;
     call.aux.validate()?;
-    input(CALL, "sums", &call.sums, DType::F32, &[2 * call.config.num_experts + 4])?;
+    input(CALL, "sums", &call.sums, DType::F32, &[Sums::len(call.config.num_experts)])?;
     Scalar::Device(call.out.as_ref()).check(CALL, "out", DType::F32)?;
     let sums = device.to_host(call.sums)?.to_f64();
     let total = aux_value(call.config, call.aux, &sums).total() as f32;
@@ -265,7 +265,7 @@ impl AuxGrad {
         aux.aux.validate()?;
         let e = config.num_experts;
         let (mut p, cut) = aux_params(device, config, aux.aux, t);
-        p.sums = input(CALL, "aux.sums", &aux.sums, DType::F32, &[2 * e + 4])?;
+        p.sums = input(CALL, "aux.sums", &aux.sums, DType::F32, &[Sums::len(e)])?;
         (p.logits, p.ids) = (logits, ids);
         aux.d_loss.check(CALL, "aux.d_loss", DType::F32)?;
         let d_loss = match aux.d_loss {

@@ -1,5 +1,6 @@
 //! Memory of a step, before anything runs.
 
+use crate::aux_loss::Sums;
 use crate::config::MoeConfig;
 use crate::dtype::DType;
 use crate::ep::DispatcherKind;
@@ -59,7 +60,7 @@ impl StepSizes {
         let (experts, k, gate) = (config.router.num_experts, config.router.top_k, config.activation.gate_factor());
         let pre = |rows: usize, inner: usize| if config.recompute { 0 } else { rows * gate * inner * b };
         let router = tokens * experts * a + tokens * k * (4 + a);
-        let aux = if config.aux.is_off() { 0 } else { (2 * experts + 4) * a };
+        let aux = if config.aux.is_off() { 0 } else { Sums::len(experts) * a };
         let shared = config.shared.map_or(0, |s| pre(tokens, s.intermediate) + if s.gated { tokens * a } else { 0 });
         // Brought back from codes, tokens are rows of their own also where they have stayed.
         let packet = config.payload.row_bytes(config.hidden).map_or(0, |bytes| bytes.iter().sum());

@@ -33,8 +33,6 @@ impl Member {
     ) -> Result<Arc<Self>> {
         cuda.not_captured(call, "create an EP group")?;
         cuda.bind(call)?;
-        config.size = size_of::<sys::ncclEpGroupConfig_t>() as u32;
-        config.magic = sys::NCCL_EP_MAGIC;
         config.version = sys::NCCL_EP_API_VERSION;
         let made = comm.with(|comm| {
             // SAFETY: the communicator lives while `with` runs; its GPU was bound above; the options were checked.
@@ -58,12 +56,6 @@ impl Member {
             None => Err(EpError::Ended { call }.into()),
         }
     }
-}
-
-/// A group's configuration before anything is filled in.
-pub(super) fn blank_config() -> sys::ncclEpGroupConfig_t {
-    // SAFETY: a plain C struct of integers and pointers, for which the interface asks for zeros.
-    unsafe { std::mem::zeroed() }
 }
 
 impl Drop for Member {

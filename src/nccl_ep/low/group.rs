@@ -7,7 +7,8 @@ use std::time::Duration;
 use crate::cuda::Cuda;
 use crate::error::Result;
 use crate::nccl::{NcclComm, Shared};
-use crate::nccl_ep::member::{Member, blank_config};
+use crate::nccl_ep::member::Member;
+use crate::nccl_ep::result::blank;
 use crate::nccl_ep::rules::{check_gpu, narrow};
 use crate::nccl_ep::{EpLibrary, sys};
 
@@ -50,7 +51,7 @@ impl LowLatencyGroup {
         let processors = cuda.processors();
         options.check(shared.size(), processors)?;
         check_gpu(&cuda)?;
-        let mut config = blank_config();
+        let mut config: sys::ncclEpGroupConfig_t = blank();
         config.algorithm = sys::ncclEpAlgorithm_t::NCCL_EP_ALGO_LOW_LATENCY;
         config.num_experts = narrow(CALL, "num_experts", options.num_experts)?;
         config.max_dispatch_tokens_per_rank = narrow(CALL, "max_tokens", options.max_tokens)?;

@@ -71,11 +71,10 @@ impl NcclEp {
         spec.top_k + 1
     }
 
-    fn low_options(&mut self, row_bytes: usize) -> LowLatencyOptions {
+    /// For rows of so many bytes, and the library's own patience.
+    fn low_options(&self, max_row_bytes: usize) -> LowLatencyOptions {
         let (num_experts, max_tokens) = (self.core.config.num_experts, self.max_tokens());
-        let comm = self.core.comm.as_any().and_then(|comm| comm.downcast_ref::<NcclComm>());
-        let patience = comm.map(|comm| comm.timeout() + LONGER);
-        LowLatencyOptions { num_experts, max_tokens, max_row_bytes: row_bytes.next_multiple_of(16), patience }
+        LowLatencyOptions { num_experts, max_tokens, max_row_bytes, patience: None }
     }
 
     /// What low latency would not do.
@@ -83,12 +82,7 @@ impl NcclEp {
         if spec.backward {
             return Err(EpError::LowLatency { what: "there is no backward" }.into());
         }
-        let options = LowLatencyOptions {
-            num_experts: self.core.config.num_experts,
-            max_tokens: self.max_tokens(),
-            max_row_bytes: 16,
-            patience: None,
-        };
+        let options = self.low_options(16);
         let processors = self.core.device.processors();
         options.check(self.core.ranks(), processors)?;
         options.check_top_k(Self::wide(spec), processors).map_err(|error| match error {
@@ -126,12 +120,7 @@ impl NcclEp {
 
     /// What rows must be.
     pub(super) fn check_low_row(&self, dtype: DType, (row, scale): (usize, usize)) -> Result<()> {
-        let options = LowLatencyOptions {
-            num_experts: self.core.config.num_experts,
-            max_tokens: self.max_tokens(),
-            max_row_bytes: row + scale,
-            patience: None,
-        };
+        let options = self.low_options(row + scale);
         options.check_sent((dtype, row), scale)?;
         // Numbers come back, and are added.
         match dtype {
@@ -150,7 +139,9 @@ impl NcclEp {
             return Ok((low.group.clone(), low.pool.clone()));
         }
         self.core.device.not_captured("prepare", "create an EP group")?;
-        let options = self.low_options(row_bytes);
+        let comm = self.core.comm.as_any().and_then(|comm| comm.downcast_ref::<NcclComm>());
+        let patience = comm.map(|comm| comm.timeout() + LONGER);
+        let options = LowLatencyOptions { patience, ..self.low_options(row_bytes.next_multiple_of(16)) };
         let checked = options.check(self.core.ranks(), self.core.device.processors());
         self.compare(spec, (options.max_row_bytes, spec.top_k), checked)?;
         let (library, on) = (self.library.clone(), (self.core.device.clone(), self.shared.clone()));

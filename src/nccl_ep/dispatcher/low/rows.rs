@@ -172,7 +172,7 @@ impl NcclEp {
         let n = self.core.ranks() * self.max_tokens();
         let sums = self.empty(expert_out.dtype(), &[n, expert_out.row_bytes() / expert_out.dtype().size()]);
         let mut sums = self.told_of(step, handle, sums)?;
-        let (moved, tag) = (Rows::of(expert_out), Core::tag(handle, step.1));
+        let moved = Rows::of(expert_out);
         let reduced = {
             let guard = kept(step.0, handle)?;
             match &*guard {
@@ -186,7 +186,7 @@ impl NcclEp {
                 _ => Err(Error::invalid(step.0, "handle", "one whose rows were dispatched", "a new one")),
             }
         };
-        self.core.agree(tag, reduced)?;
+        self.told_of(step, handle, reduced)?;
         self.collective(step, (handle, moved), |routed| {
             let (library, _) = low_of(step.0, routed)?;
             library.combine(SentBack { rows: sums.view(), weights: None, out: out.reborrow() })
