@@ -2,18 +2,21 @@
 //! that the codec has rounded, how far results move, how many bytes go where, and what is kept.
 //! (`conformance::payload` has every dispatcher and device.)
 
+#[path = "common/changed.rs"]
+mod changed;
 mod common;
 
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
 use std::thread;
 use std::time::Duration;
 
 use candle_core::{Tensor, Var};
+use changed::Changed;
 use common::support::compare::{difference, values};
 use common::support::dense::{Dense, Params};
 use common::support::random::Random;
 use common::{CoreTensor, Cotangent, Outcome, Setup};
-use moebius::comm::{Communicator, Exchange, Op, ReduceOp, Tag, ThreadWorld};
+use moebius::comm::{Communicator, Op, ThreadWorld};
 use moebius::config::{AuxConfig, Payload};
 use moebius::cpu::Cpu;
 use moebius::ep::{DispatcherKind, Group, GroupConfig};
@@ -21,7 +24,7 @@ use moebius::kernels::Kernels;
 use moebius::layer::{Cotangents, Inputs, Layer, Mode, ParamViews, Role, StepSizes, Wanted};
 use moebius::quant::{Codec, DequantizeMxfp8, Direction, Matrix, Mxfp8, Mxfp8Tensors, Nvfp4, Nvfp4Tensors};
 use moebius::quant::{Quantize, QuantizeMxfp8};
-use moebius::{DType, MoeConfig, Result, TensorMut, TensorRef};
+use moebius::{DType, MoeConfig};
 
 const PAYLOADS: [Payload; 2] = [Payload::Nvfp4, Payload::Mxfp8];
 const HIDDEN: usize = 64;
@@ -208,54 +211,6 @@ fn extreme_rows_stay_finite() {
     }
 }
 
-/// Bytes to each rank of all-to-alls, by what they served.
-type Sent = Arc<Mutex<Vec<(Op, Vec<usize>)>>>;
-
-/// A communicator that notes what it sends.
-#[derive(Debug)]
-struct Counting<C> {
-    inner: C,
-    sent: Sent,
-}
-
-impl<C: Communicator<Cpu>> Communicator<Cpu> for Counting<C> {
-    fn rank(&self) -> usize {
-        self.inner.rank()
-    }
-    fn size(&self) -> usize {
-        self.inner.size()
-    }
-    fn calls(&self) -> u64 {
-        self.inner.calls()
-    }
-    fn all_gather(&mut self, tag: Tag, send: TensorRef<'_, Cpu>, recv: TensorMut<'_, Cpu>) -> Result<()> {
-        self.sent.lock().unwrap().push((tag.op, vec![send.count() * send.dtype().size()]));
-        self.inner.all_gather(tag, send, recv)
-    }
-    fn reduce_scatter(&mut self, tag: Tag, send: TensorRef<'_, Cpu>, recv: TensorMut<'_, Cpu>) -> Result<()> {
-        self.inner.reduce_scatter(tag, send, recv)
-    }
-    fn all_reduce(&mut self, tag: Tag, op: ReduceOp, buffer: TensorMut<'_, Cpu>) -> Result<()> {
-        self.inner.all_reduce(tag, op, buffer)
-    }
-    fn all_to_all_v(&mut self, tag: Tag, exchange: Exchange<'_, Cpu>) -> Result<()> {
-        self.sent.lock().unwrap().push((tag.op, exchange.send_bytes.to_vec()));
-        self.inner.all_to_all_v(tag, exchange)
-    }
-    fn exchange_blocks(&mut self, tag: Tag, send: TensorRef<'_, Cpu>, recv: TensorMut<'_, Cpu>) -> Result<()> {
-        self.inner.exchange_blocks(tag, send, recv)
-    }
-    fn broadcast(&mut self, tag: Tag, root: usize, buffer: TensorMut<'_, Cpu>) -> Result<()> {
-        self.inner.broadcast(tag, root, buffer)
-    }
-    fn barrier(&mut self, tag: Tag) -> Result<()> {
-        self.inner.barrier(tag)
-    }
-    fn refuse(&mut self, tag: Tag, reason: &str) -> Result<()> {
-        self.inner.refuse(tag, reason)
-    }
-}
-
 /// What one step of a layer sends from each of two ranks, the experts that its tokens chose, and what it keeps.
 struct Counted {
     sent: Vec<(Op, Vec<usize>)>,
@@ -266,10 +221,10 @@ struct Counted {
 
 fn counted(config: &MoeConfig, (ranks, kind): (usize, DispatcherKind), dtype: DType, tokens: usize) -> Vec<Counted> {
     let one = |comm: moebius::comm::ThreadComm| {
-        let (rank, sent, cpu) = (Communicator::<Cpu>::rank(&comm), Sent::default(), Cpu::poisoning());
+        let (rank, comm, cpu) = (Communicator::<Cpu>::rank(&comm), Changed::new(Box::new(comm)), Cpu::poisoning());
+        let sent = Arc::clone(&comm.sent);
         let limits = GroupConfig { dispatcher: kind, ..GroupConfig::new(config.router.num_experts, tokens) };
-        let comm = Box::new(Counting { inner: comm, sent: Arc::clone(&sent) });
-        let mut group = Group::new(cpu, (), comm, limits).unwrap();
+        let mut group = Group::new(cpu, (), Box::new(comm), limits).unwrap();
         let mut random = Random::new(3);
         let mut put = |dims: &[usize]| common::core(&random.tensor(dims, 0.3).unwrap(), dtype);
         let local = group.local_experts();

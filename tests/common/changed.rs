@@ -12,6 +12,9 @@ pub type Reduced = Arc<Mutex<Vec<(ReduceOp, Vec<usize>)>>>;
 /// Exchanges of blocks with the sizes of what was sent and received.
 pub type Moved = Arc<Mutex<Vec<(Vec<usize>, Vec<usize>)>>>;
 
+/// Bytes to each rank of all-gathers (one number) and all-to-alls, by what they served.
+pub type Sent = Arc<Mutex<Vec<(Op, Vec<usize>)>>>;
+
 /// What the collectives entered so far are for.
 pub type Entered = Arc<Mutex<Vec<Op>>>;
 
@@ -28,6 +31,8 @@ pub struct Changed<D: Device> {
     pub reduced: Reduced,
     /// Exchanges so far.
     pub moved: Moved,
+    /// All-gathers and all-to-alls so far.
+    pub sent: Sent,
     /// Collectives so far, the one under way among them.
     pub entered: Entered,
 }
@@ -35,8 +40,8 @@ pub struct Changed<D: Device> {
 impl<D: Device> Changed<D> {
     /// Nothing is changed yet.
     pub fn new(inner: Box<dyn Communicator<D>>) -> Self {
-        let (reduced, moved, entered) = (Reduced::default(), Moved::default(), Entered::default());
-        Self { inner, size: None, silent: false, reduced, moved, entered }
+        let (reduced, moved, sent, entered) = Default::default();
+        Self { inner, size: None, silent: false, reduced, moved, sent, entered }
     }
 
     fn entering(&mut self, tag: Tag) -> &mut dyn Communicator<D> {
@@ -59,6 +64,7 @@ impl<D: Device> Communicator<D> for Changed<D> {
         self.inner.device().filter(|_| !self.silent)
     }
     fn all_gather(&mut self, tag: Tag, send: TensorRef<'_, D>, recv: TensorMut<'_, D>) -> Result<()> {
+        self.sent.lock().unwrap().push((tag.op, vec![send.count() * send.dtype().size()]));
         self.entering(tag).all_gather(tag, send, recv)
     }
     fn reduce_scatter(&mut self, tag: Tag, send: TensorRef<'_, D>, recv: TensorMut<'_, D>) -> Result<()> {
@@ -69,6 +75,7 @@ impl<D: Device> Communicator<D> for Changed<D> {
         self.entering(tag).all_reduce(tag, op, buffer)
     }
     fn all_to_all_v(&mut self, tag: Tag, exchange: Exchange<'_, D>) -> Result<()> {
+        self.sent.lock().unwrap().push((tag.op, exchange.send_bytes.to_vec()));
         self.entering(tag).all_to_all_v(tag, exchange)
     }
     fn exchange_blocks(&mut self, tag: Tag, send: TensorRef<'_, D>, recv: TensorMut<'_, D>) -> Result<()> {
