@@ -368,6 +368,171 @@ extern "C" __global__ void __launch_bounds__(256, 4) route_bwd(const __grid_cons
     }
 }
 
+// The commonest formula in registers: softmax of at most 256 logits, no groups, no bias, no jitter, no auxiliary losses, a norm that
+// is a sum. A lane holds logits lane, lane + 32 and so on. Sums run in the order of the general kernels, to the same bits.
+namespace {
+
+template <int EACH_LANE>
+struct Held {
+    const Router& p;
+    int lane, e;
+    float scores[EACH_LANE];
+
+    // Whether a logit is NaN.
+    __device__ __forceinline__ Held(const Router& p, int64_t t, bool& bad) : p(p), lane(threadIdx.x % 32), e(static_cast<int>(p.experts)) {
+        const float* from = p.logits + t * e + lane;
+        float max = NONE;
+        bad = false;
+#pragma unroll
+        for (int i = 0; i < EACH_LANE; i++) {
+            scores[i] = lane + 32 * i < e ? from[32 * i] : NONE;
+            bad = bad || isnan(scores[i]);
+            max = fmaxf(max, scores[i]);
+        }
+        max = warp_max(max);
+        double sum = 0.0;
+#pragma unroll
+        for (int i = 0; i < EACH_LANE; i++) {
+            if (lane + 32 * i >= e) continue;
+            scores[i] = exp_below(scores[i], max);
+            sum += scores[i];
+        }
+        const float total = static_cast<float>(warp_sum(sum));
+#pragma unroll
+        for (int i = 0; i < EACH_LANE; i++) scores[i] = lane + 32 * i < e ? scores[i] / total : 0.0f;
+    }
+    // The score of an expert, which may be another for each lane.
+    __device__ __forceinline__ float of(int id) const {
+        float score = 0.0f;
+#pragma unroll
+        for (int i = 0; i < EACH_LANE; i++) {
+            const float v = __shfl_sync(~0u, scores[i], id % 32);
+            if (id / 32 == i) score = v;
+        }
+        return score;
+    }
+};
+
+// A token's norm, or 1: see Divisor.
+struct Norm {
+    double value = 1.0;
+    bool floored = true;
+    __device__ __forceinline__ Norm(const Router& p, float w) {
+        if (!p.renorm) return;
+        value = warp_sum(static_cast<double>(w)) + p.norm_epsilon;
+        floored = value < p.floor;
+        if (floored) value = p.floor;
+    }
+    __device__ __forceinline__ double divide(double w) const { return value > 0.0 ? w / value : 0.0; }
+};
+
+template <int EACH_LANE>
+__device__ __forceinline__ void choose_held(const Router& p, int64_t t) {
+    bool bad;
+    const Held<EACH_LANE> held(p, t, bad);
+    const int lane = held.lane, e = held.e, k = static_cast<int>(p.top_k);
+    if (__any_sync(~0u, bad)) {
+        // The first of all, as in the general kernel; what is chosen then does not matter, as the call fails.
+        for (int i = lane; i < e; i += 32) {
+            if (isnan(p.logits[t * e + i])) atomicMin(p.fault + 1, static_cast<unsigned long long>(t) << 24 | i);
+        }
+        if (lane < k) p.ids[t * k + lane] = 0, p.weights[t * k + lane] = 0.0f;
+        return;
+    }
+    // Scores are not negative, so that their bits are in their order; 0 is for what is taken.
+    unsigned keys[EACH_LANE];
+#pragma unroll
+    for (int i = 0; i < EACH_LANE; i++) keys[i] = lane + 32 * i < e ? __float_as_uint(held.scores[i]) + 1 : 0;
+    int id = 0;
+    float w = 0.0f;
+    for (int j = 0; j < k; j++) {
+        unsigned best = 0;
+        int at = e;
+#pragma unroll
+        for (int i = 0; i < EACH_LANE; i++) {
+            if (keys[i] > best) best = keys[i], at = lane + 32 * i;
+        }
+        const unsigned most = __reduce_max_sync(~0u, best);
+        const int taken = __reduce_min_sync(~0u, best == most ? at : e);
+        if (lane == j) id = taken, w = __uint_as_float(most - 1);
+#pragma unroll
+        for (int i = 0; i < EACH_LANE; i++) {
+            if (taken == lane + 32 * i) keys[i] = 0;
+        }
+    }
+    const Norm norm(p, w);
+    if (lane >= k) return;
+    p.ids[t * k + lane] = id;
+    p.weights[t * k + lane] = static_cast<float>(norm.divide(w) * p.scale);
+}
+
+template <int EACH_LANE>
+__device__ __forceinline__ void gradient_held(const Router& p, int64_t t) {
+    const int lane = threadIdx.x % 32, e = static_cast<int>(p.experts), k = static_cast<int>(p.top_k);
+    float* out = p.d_logits + t * e + lane;
+    const bool chooses = lane < k;
+    const int32_t given = chooses ? p.ids[t * k + lane] : 0;
+    const bool outside = given < 0 || given >= e;
+    if (__any_sync(~0u, outside)) {
+        if (outside) raise_fault(p.fault, FAULT_ID, t);
+#pragma unroll
+        for (int i = 0; i < EACH_LANE; i++) {
+            if (lane + 32 * i < e) out[32 * i] = 0.0f;
+        }
+        return;
+    }
+    bool bad;
+    const Held<EACH_LANE> held(p, t, bad);
+    const float score = held.of(given), w = chooses ? score : 0.0f;
+    float g = chooses ? static_cast<float>(p.d_weights[t * k + lane] * p.scale) : 0.0f;
+    if (p.renorm) {
+        const Norm norm(p, w);
+        const double dot = warp_sum(static_cast<double>(g) * w);
+        if (chooses) g = static_cast<float>(norm.divide(g) - norm.divide(norm.divide(dot)) * (norm.floored ? 0.0 : 1.0));
+    }
+    const double own = static_cast<double>(g) * w, dot = warp_sum(own);
+    float d[EACH_LANE];
+#pragma unroll
+    for (int i = 0; i < EACH_LANE; i++) d[i] = static_cast<float>(-held.scores[i] * dot);
+    const float share = static_cast<float>(own);
+    for (int j = 0; j < k; j++) {
+        const int at = __shfl_sync(~0u, given, j);
+        const float v = __shfl_sync(~0u, share, j);
+#pragma unroll
+        for (int i = 0; i < EACH_LANE; i++) {
+            if (at == lane + 32 * i) d[i] += v;
+        }
+    }
+#pragma unroll
+    for (int i = 0; i < EACH_LANE; i++) {
+        if (lane + 32 * i < e) out[32 * i] = d[i];
+    }
+}
+
+// `body(number)` for the number of logits that a lane holds.
+template <int N>
+struct Number {
+    static constexpr int value = N;
+};
+template <class Body>
+__device__ __forceinline__ void with_experts(int64_t experts, Body&& body) {
+    if (experts <= 32) body(Number<1>{});
+    else if (experts <= 64) body(Number<2>{});
+    else if (experts <= 128) body(Number<4>{});
+    else body(Number<8>{});
+}
+
+}  // namespace
+
+extern "C" __global__ void __launch_bounds__(256, 6) route_softmax(const __grid_constant__ Router p) {
+    const int64_t t = static_cast<int64_t>(blockIdx.x) * (blockDim.x / 32) + threadIdx.x / 32;
+    if (t < p.tokens) with_experts(p.experts, [&](auto number) { choose_held<number.value>(p, t); });
+}
+extern "C" __global__ void __launch_bounds__(256, 5) route_softmax_bwd(const __grid_constant__ Router p) {
+    const int64_t t = static_cast<int64_t>(blockIdx.x) * (blockDim.x / 32) + threadIdx.x / 32;
+    if (t < p.tokens) with_experts(p.experts, [&](auto number) { gradient_held<number.value>(p, t); });
+}
+
 // Scales a token's kept weights to the sum that all had, or the gradient of that. A thread a token.
 extern "C" __global__ void keep_sum(const __grid_constant__ Keep p) {
     const int64_t t = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;

@@ -80,6 +80,25 @@ fn absorb(h: u64, word: u64) -> u64 {
     z ^ (z >> 31)
 }
 
+/// Experts of which a warp holds a token's scores in registers.
+const HELD: i64 = 256;
+
+/// Whether the kernels that hold a token's scores in registers serve: softmax over few experts, no groups, bias, jitter or
+/// auxiliary loss, and no norm or a sum.
+fn held(p: &params::Router) -> bool {
+    let plain = p.score == 0 && p.groups == 0 && p.bias == 0 && p.jitter == 0.0;
+    plain && p.aux_coef == 0 && p.aux_z == 0 && (p.renorm == 0 || p.p == 1.0) && p.experts <= HELD && p.top_k <= 32
+}
+
+/// Launches those, or others of a warp a token.
+fn launch_either(device: &Cuda, call: &'static str, (of_few, kernel): (&str, &str), p: params::Router) -> Result<()> {
+    if !held(&p) {
+        return launch(device, call, kernel, p);
+    }
+    // SAFETY: callers have checked the tensors in `p`; a block has eight warps, each of which takes a token.
+    unsafe { device.launch(call, of_few, Grid::new((p.tokens as usize).div_ceil(8), 256), &p) }
+}
+
 /// Launches a kernel of a warp a token, with its working rows in shared memory where they fit.
 fn launch(device: &Cuda, call: &'static str, kernel: &str, mut p: params::Router) -> Result<()> {
     let (t, row) = (p.tokens as usize, WORK_ROWS * 4 * p.experts as usize);
@@ -120,7 +139,7 @@ pub(super) fn route(device: &Cuda, call: Route<'_, Cuda>) -> Result<()> {
         }
     }
     p.fault = device.inner.status;
-    launch(device, CALL, "route", p)?;
+    launch_either(device, CALL, ("route_softmax", "route"), p)?;
     match call.reporting {
         Reporting::Immediate => device.faults(CALL),
         Reporting::Deferred => Ok(()),
@@ -145,7 +164,7 @@ pub(super) fn route_bwd(device: &Cuda, call: RouteBwd<'_, Cuda>) -> Result<()> {
         p.sequence = aux.sequence as i64;
         p.aux_sigmoid = i64::from(aux.sigmoids);
     }
-    launch(device, CALL, "route_bwd", p)
+    launch_either(device, CALL, ("route_softmax_bwd", "route_bwd"), p)
 }
 
 /// Sizes of the sums over a rank's tokens.
