@@ -286,9 +286,9 @@ struct Worker {
         const uint32_t stage = rings.codes.stage(code_at), quarter = step % CODE_STEPS;
         to.load((stage + codes) ^ quarter << 5 ^ which << 4, stage + scales + quarter * (WEIGHTS * 16) + which * 8);
     }
+    // By each lane, as each has read codes and scales of its own.
     __device__ __forceinline__ void release_codes() {
-        __syncwarp();
-        if (releases()) barrier_arrive(rings.codes.empty(code_at));
+        barrier_arrive(rings.codes.empty(code_at));
         code_at++;
     }
     __device__ __forceinline__ void release_rows(uint32_t position) const {
@@ -537,7 +537,7 @@ __device__ __forceinline__ void run(const Gemm& p, const QuantWeight& w, const C
         for (int i = 0; i < CODE_STAGES; i++) {
             // Of each thread's scales, and the copy engine's.
             barrier_init(rings.codes.full(i), 129);
-            barrier_init(rings.codes.empty(i), 8);
+            barrier_init(rings.codes.empty(i), 256);
         }
         asm volatile("fence.mbarrier_init.release.cluster;\n" ::: "memory");
     }
