@@ -7,8 +7,8 @@
     extern "C" __global__ void __launch_bounds__(rows::THREADS, 1) __cluster_dims__(2, 1, 1)                       \
         name(const __grid_constant__ Gemm p, const __grid_constant__ CUtensorMap a,                                \
              const __grid_constant__ CUtensorMap b, const __grid_constant__ CUtensorMap pre,                       \
-             const __grid_constant__ CUtensorMap d_pre, const __grid_constant__ CUtensorMap hidden) {              \
-        rows::run<T, KIND>(p, a, b, {pre, d_pre, hidden});                                                         \
+             const __grid_constant__ CUtensorMap gated, const __grid_constant__ CUtensorMap plain) {              \
+        rows::run<T, KIND>(p, a, b, {pre, gated, plain});                                                         \
     }
 
 ROWS(hopper_up_bf16, bf16, UP)

@@ -47,13 +47,16 @@ constexpr int PAIRS = BN<KIND> / 64;
 // Tiles described ahead. The producer is at most a ring, so as many tiles, ahead.
 constexpr int WORKS = 8;
 
+// Results leave in boxes of 16 rows of 64 columns.
+constexpr int OUT_COLUMNS = 64, OUT_BOX = 16 * OUT_COLUMNS * 2;
+
 // Shared memory: the ring, a staging buffer a warp for results on their way out, descriptions of tiles, barriers. The
 // gradient through the activation needs more room for its epilogue.
 template <int KIND>
 struct Layout {
     static constexpr int STAGES = 4, STAGE_BYTES = A_BYTES + PAIRS<KIND> * 2 * BOX;
-    // Columns that are on their way out at once. 16 bytes between the rows of a staging buffer keep them on different banks.
-    static constexpr int LEAVING = TOGETHER<KIND> ? 128 : COLUMNS<KIND>, PITCH = LEAVING * 2 + 16, STAGING = KIND == DOWN_BWD ? 8192 : 16 * PITCH;
+    // Boxes of a warp that are on their way out at once.
+    static constexpr int LEAVING = TOGETHER<KIND> ? 2 : 3, STAGING = KIND == DOWN_BWD ? 8192 : LEAVING * OUT_BOX;
     static constexpr int STAGED = STAGES * STAGE_BYTES, DESCRIBED = STAGED + 8 * STAGING, BARRIERS = DESCRIBED + WORKS * 16;
     static constexpr int PRIVATE = BARRIERS + 2 * STAGES * 8;  // barriers of each warp
     static constexpr int BYTES = PRIVATE + (KIND == DOWN_BWD ? 8 * 3 * 8 : 0);

@@ -36,30 +36,70 @@ struct Rows {
     __device__ __forceinline__ V of(V held, int half, int i) const {
         return __shfl_sync(~0u, held, half * 16 + lane / 4 + i / 2 % 2 * 8);
     }
-    // Address in the staging buffer of this lane's row of matrices at `column`; rows `pitch` bytes apart.
-    __device__ __forceinline__ uint32_t matrices(int pitch, int column) const {
-        return staging + (lane / 8 % 2 * 8 + lane % 8) * pitch + (column + lane / 16 * 8) * 2;
-    }
 };
 
-// Sixteen columns of sums (two blocks of eight), rounded, into the staging buffer.
-template <class T>
-__device__ __forceinline__ void stage(uint32_t to, const float* left, const float* right) {
-    const uint32_t v[4] = {pack<T>(left[0], left[1]), pack<T>(left[2], left[3]), pack<T>(right[0], right[1]), pack<T>(right[2], right[3])};
-    store_matrices(to, v);
-}
+// Where results go: [rows, planes, n], in boxes of 16 rows of one plane (see OUT_COLUMNS; 32 columns for DOWN_BWD).
+struct Tensors {
+    const CUtensorMap &pre, &gated, &plain;  // pre-activations, results of gate and up, of one plane
+};
 
-// Sends 16 rows of `bytes` from the staging buffer. `to` is this lane's row, null where there is none to send.
-__device__ __forceinline__ void send(uint32_t from, int pitch, void* to, int bytes) {
-    fence_proxy();
-    __syncwarp();
-    if (to && bytes > 0) bulk_store(to, from + threadIdx.x % 16 * pitch, bytes);
-    bulk_commit();
-}
-__device__ __forceinline__ void sent() {
-    bulk_wait_read();
-    __syncwarp();
-}
+// A matrix of results: this lane's row (of the 32 that the warp's lanes know) in it, -1 where there is none, and how far
+// apart rows are. Boxes serve where a warp's 16 rows follow each other, all of them live.
+template <class T>
+struct Target {
+    const CUtensorMap& map;
+    T* base;
+    int64_t pitch;
+    int row, plane;
+    bool in_order;
+};
+
+// Results on their way out: 64 columns of a warp's 16 rows at a time, in buffers that take turns. A buffer is free when the
+// copy engine has read what left LEAVING turns before, which is seldom waited for: other work lies between.
+template <class T, int KIND>
+struct Leaving {
+    const Rows& rows;
+    const int64_t end;  // columns
+    uint32_t& turn;     // of the warp, from tile to tile
+
+    static __device__ __forceinline__ uint32_t place(int row, int chunk) { return row * 128 + ((chunk ^ (row & 7)) << 4); }
+    // Eight blocks of eight columns, rounded; `of(j)` has the accumulators of block j.
+    template <class Of>
+    __device__ __forceinline__ uint32_t stage(Of&& of) const {
+        if (rows.lane == 0) asm volatile("cp.async.bulk.wait_group.read %0;\n" ::"n"(Layout<KIND>::LEAVING - 1) : "memory");
+        __syncwarp();
+        const uint32_t at = rows.staging + turn % Layout<KIND>::LEAVING * OUT_BOX;
+#pragma unroll
+        for (int j = 0; j < 8; j += 2) {
+            const float *left = of(j), *right = of(j + 1);
+            const uint32_t v[4] = {pack<T>(left[0], left[1]), pack<T>(left[2], left[3]), pack<T>(right[0], right[1]), pack<T>(right[2], right[3])};
+            store_matrices(at + place(rows.lane % 16, j + rows.lane / 16), v);
+        }
+        return at;
+    }
+    __device__ __forceinline__ void send(uint32_t from, const Target<T>& to, int half, int column) const {
+        fence_proxy();
+        __syncwarp();
+        if (to.in_order && half * 64 + rows.first + 16 <= rows.live) {
+            if (rows.lane == 0) bulk_store(to.map, from, column, to.plane, rows.slot + half * 64 + rows.first);
+        } else {
+            words(from, to, half, column);
+        }
+        if (rows.lane == 0) bulk_commit();
+        turn++;
+    }
+    // Rows that lie elsewhere, or some of which must not be written, word by word.
+    __device__ __forceinline__ void words(uint32_t from, const Target<T>& to, int half, int column) const {
+#pragma unroll 1
+        for (int i = 0; i < 4; i++) {
+            const int own = i * 4 + rows.lane / 8, c = rows.lane % 8, row = __shfl_sync(~0u, to.row, half * 16 + own);
+            uint4 v;
+            asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];\n" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(from + place(own, c)) : "memory");
+            if (row < 0 || column + c * 8 >= end) continue;
+            asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};\n" ::"l"(to.base + row * to.pitch + column + c * 8), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
+        }
+    }
+};
 
 // These run over WIDTH accumulators, in blocks of four a thread for eight columns; `column(j)` is block j's first.
 template <class T, int WIDTH, int N, class Column>
@@ -90,12 +130,11 @@ __device__ __forceinline__ void add_old(const Rows& rows, float (&v)[N], int hal
 
 // Down's and the input gradient's: weights, bias, then out.
 template <class T, int KIND, int COUNT, int WIDTH>
-__device__ __forceinline__ void finish_plain(const Gemm& p, const Rows& rows, const Work& w, Sums<KIND>& acc) {
-    constexpr int PITCH = Layout<KIND>::PITCH, LEAVING = Layout<KIND>::LEAVING, PART = WIDTH < LEAVING / 2 ? WIDTH : LEAVING / 2;
+__device__ __forceinline__ void finish_plain(const Gemm& p, const Tensors& tensors, const Rows& rows, const Work& w, Sums<KIND>& acc, uint32_t& turn) {
     const int own = rows.own();
-    const int to = own < rows.live ? static_cast<int>(out_row(p, rows.slot + own, 0)) : -1;
+    const Target<T> to{tensors.plain, static_cast<T*>(p.out), p.n, own < rows.live ? static_cast<int>(out_row(p, rows.slot + own, 0)) : -1, 0, !p.out_map};
+    const Leaving<T, KIND> leaving{rows, p.n, turn};
     auto column = [&](int j) { return w.column + j * 8; };
-    const int bytes = static_cast<int>(min(static_cast<int64_t>(BN<KIND>), p.n - w.column)) * 2;
 #pragma unroll
     for (int half = 0; half < COUNT; half++) {
         if (half * 64 + rows.first >= rows.live) continue;
@@ -104,77 +143,67 @@ __device__ __forceinline__ void finish_plain(const Gemm& p, const Rows& rows, co
             const T* bias = static_cast<const T*>(p.bias) + w.group * p.n;
             add_bias<T, WIDTH>(rows, acc[half], half, bias, rows.value(p.bias_scale), column, p.n);
         }
-        if (p.accumulate) add_old<T, WIDTH>(rows, acc[half], half, static_cast<const T*>(p.out), p.n, to, column);
-        const int row = __shfl_sync(~0u, to, half * 16 + rows.lane % 16);
-        T* at = rows.lane < 16 && row >= 0 ? static_cast<T*>(p.out) + row * p.n + w.column : nullptr;
+        if (p.accumulate) add_old<T, WIDTH>(rows, acc[half], half, static_cast<const T*>(p.out), p.n, to.row, column);
 #pragma unroll
-        for (int part = 0; part < WIDTH / PART; part++) {
-            const float* from = acc[half] + part * PART;
-            sent();
-#pragma unroll
-            for (int j = 0; j < PART / 8; j++) stage<T>(rows.matrices(PITCH, j * 16), from + j * 8, from + j * 8 + 4);
-            send(rows.staging, PITCH, at ? at + part * LEAVING : nullptr, min(bytes - part * LEAVING * 2, LEAVING * 2));
+        for (int part = 0; part < WIDTH / 32; part++) {
+            if (w.column + part * OUT_COLUMNS >= p.n) continue;
+            const uint32_t from = leaving.stage([&](int j) { return acc[half] + part * 32 + j * 4; });
+            leaving.send(from, to, half, w.column + part * OUT_COLUMNS);
         }
     }
-    sent();
 }
 
 // Up's: weights, biases, pre-activations out, activation, weights, out. Pairs of 32 gate and 32 up columns lie side by
-// side in the accumulators: of 96, gate j is at 32 (j / 16) + j % 16, and up 16 behind.
+// side in the accumulators: gate j is at 32 (j / 16) + j % 16, and up 16 behind. Half of the columns at a time, in an order in
+// which an activation is made between a buffer's uses.
 template <class T>
-__device__ __forceinline__ void finish_up(const Gemm& p, const Rows& rows, const Work& w, Sums<UP>& acc) {
-    constexpr int PITCH = Layout<UP>::PITCH, WIDTH = BN<UP> / 2, half = 0;
+__device__ __forceinline__ void finish_up(const Gemm& p, const Tensors& tensors, const Rows& rows, const Work& w, Sums<UP>& acc, uint32_t& turn) {
+    constexpr int WIDTH = BN<UP> / 2;
+    if (rows.first >= rows.live) return;
     const int own = rows.own(), act = static_cast<int>(p.activation);
     const float alpha = static_cast<float>(p.alpha), limit = static_cast<float>(p.limit);
-    const int to = own < rows.live ? static_cast<int>(out_row(p, rows.slot + own, 0)) : -1;
-    // Block j of eight accumulator columns: four of gate, four of up, and so on.
-    auto column = [&](int j) { return w.column + j / 8 * 32 + j % 4 * 8; };
-    const int bytes = static_cast<int>(min(static_cast<int64_t>(COLUMNS<UP>), p.n - w.column)) * 2;
-    const float after = rows.value(p.out_scale);
-    if (rows.first >= rows.live) return;
+    const int slot = own < rows.live ? rows.slot + own : -1;
+    const Target<T> to{tensors.plain, static_cast<T*>(p.out), p.n, slot >= 0 ? static_cast<int>(out_row(p, slot, 0)) : -1, 0, !p.out_map};
+    const Leaving<T, UP> leaving{rows, p.n, turn};
     float(&v)[WIDTH] = acc[0];
-    if (p.scale) scale_by<WIDTH>(rows, v, half, rows.value(p.scale));
+    if (p.scale) scale_by<WIDTH>(rows, v, 0, rows.value(p.scale));
     if (p.bias) {
         const T* bias = static_cast<const T*>(p.bias) + w.group * 2 * p.n;
 #pragma unroll
         for (int i = 0; i < WIDTH; i++) {
-            const int64_t n = column(i / 4) + rows.lane % 4 * 2 + i % 2;
+            const int64_t n = w.column + i / 32 * 32 + i / 4 % 4 * 8 + rows.lane % 4 * 2 + i % 2;
             if (n < p.n) v[i] += to_float(bias[i / 16 % 2 * p.n + n]);
         }
     }
-    if (p.pre_out) {
-        const int local = half * 64 + rows.first + rows.lane;
-        T* at = static_cast<T*>(p.pre_out) + (static_cast<int64_t>(rows.slot) + local) * 2 * p.n + w.column;
+    const float after = rows.value(p.out_scale), factor[2] = {rows.of(after, 0, 0), rows.of(after, 0, 2)};
+    auto pass_on = [&](int part, int up, const Target<T>& target) {
+        const int column = w.column + part * OUT_COLUMNS;
+        if (column >= p.n) return;
+        const uint32_t from = leaving.stage([&](int j) { return v + part * 64 + j / 4 * 32 + up * 16 + j % 4 * 4; });
+        leaving.send(from, target, 0, column);
+    };
+    auto pre = [&](int up) { return Target<T>{tensors.gated, static_cast<T*>(p.pre_out) + up * p.n, 2 * p.n, slot, up, true}; };
+    if (p.pre_out) pass_on(0, 0, pre(0)), pass_on(1, 0, pre(0));
 #pragma unroll
-        for (int up = 0; up < 2; up++) {
-            sent();
+    for (int part = 0; part < 2; part++) {
+        with_gate(act, [&](auto kind) {
 #pragma unroll
-            for (int j = 0; j < WIDTH / 16; j++) {
-                const float* from = v + j / 2 * 32 + up * 16 + j % 2 * 8;
-                stage<T>(rows.matrices(PITCH, j * 16), from, from + 4);
+            for (int i = 0; i < WIDTH / 4; i++) {
+                const int at = part * 64 + i / 16 * 32 + i % 16;
+                v[at] = activate<true>(kind.value, alpha, limit, v[at], v[at + 16]).value * factor[i / 2 % 2];
             }
-            send(rows.staging, PITCH, rows.lane < 16 && local < rows.live ? at + up * p.n : nullptr, bytes);
-        }
-    }
-    const float factor[2] = {rows.of(after, half, 0), rows.of(after, half, 2)};
-    with_gate(act, [&](auto kind) {
+        });
+        if (p.pre_out) pass_on(part, 1, pre(1));
+        if (p.accumulate) {
+            const int row[2] = {rows.of(to.row, 0, 0), rows.of(to.row, 0, 2)};
 #pragma unroll
-        for (int i = 0; i < WIDTH / 2; i++) {
-            const int at = i / 16 * 32 + i % 16;
-            v[at] = activate<true>(kind.value, alpha, limit, v[at], v[at + 16]).value * factor[i / 2 % 2];
+            for (int i = 0; i < WIDTH / 4; i++) {
+                const int64_t n = w.column + part * 64 + i / 4 * 8 + rows.lane % 4 * 2 + i % 2;
+                if (row[i / 2 % 2] >= 0 && n < p.n) v[part * 64 + i / 16 * 32 + i % 16] += to_float(static_cast<const T*>(p.out)[row[i / 2 % 2] * p.n + n]);
+            }
         }
-    });
-    if (p.accumulate) add_old<T, WIDTH>(rows, v, half, static_cast<const T*>(p.out), p.n, to, column);
-    sent();
-#pragma unroll
-    for (int j = 0; j < WIDTH / 16; j++) {
-        const float* from = v + j / 2 * 32 + j % 2 * 8;
-        stage<T>(rows.matrices(PITCH, j * 16), from, from + 4);
+        pass_on(part, 0, to);
     }
-    const int row = __shfl_sync(~0u, to, half * 16 + rows.lane % 16);
-    T* at = static_cast<T*>(p.out) + row * p.n + w.column;
-    send(rows.staging, PITCH, rows.lane < 16 && row >= 0 ? at : nullptr, bytes);
-    sent();
 }
 
 }  // namespace rows

@@ -8,10 +8,6 @@
 
 namespace rows {
 
-struct Tensors {
-    const CUtensorMap &pre, &d_pre, &hidden;  // [rows, 2 or 1, n], in boxes of 16 rows of 32 columns
-};
-
 template <class T>
 struct Chunks {
     // Three buffers of gate and up, then two of the activation.
@@ -51,9 +47,9 @@ struct Chunks {
         __syncwarp();
         if (first_row(q) - rows.slot + 16 <= rows.live) {
             if (rows.lane == 0) {
-                bulk_store(tensors.d_pre, gate(number), first_column(q), 0, first_row(q));
-                bulk_store(tensors.d_pre, gate(number) + BUFFER, first_column(q), 1, first_row(q));
-                if (p.hidden) bulk_store(tensors.hidden, hidden(number), first_column(q), 0, first_row(q));
+                bulk_store(tensors.gated, gate(number), first_column(q), 0, first_row(q));
+                bulk_store(tensors.gated, gate(number) + BUFFER, first_column(q), 1, first_row(q));
+                if (p.hidden) bulk_store(tensors.plain, hidden(number), first_column(q), 0, first_row(q));
             }
         } else {
             words(q, gate(number), static_cast<T*>(p.out), 2 * p.n);

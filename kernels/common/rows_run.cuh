@@ -12,17 +12,25 @@ __device__ __forceinline__ Work described(const Ring<KIND>& ring, int i) {
     return w;
 }
 
+// Numbers of the whole warp, and known to be.
+__device__ __forceinline__ Work whole_warp(Work w) {
+    w.slot = __shfl_sync(~0u, w.slot, 0), w.rows = __shfl_sync(~0u, w.rows, 0), w.column = __shfl_sync(~0u, w.column, 0);
+    return w;
+}
+
 // Both warpgroups: 64 rows each of every tile.
 template <class T, int KIND>
-__device__ __forceinline__ void multiply_together(const Gemm& p, const Ring<KIND>& ring) {
+__device__ __forceinline__ void multiply_together(const Gemm& p, const Tensors& tensors, const Ring<KIND>& ring) {
     const Walk walk(p);
-    const int group = threadIdx.x / 128, warp = threadIdx.x / 32;
+    // Of the whole warp, and known to be: the copy engine is then told without a loop over lanes.
+    const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), group = warp / 4;
     const int steps = static_cast<int>((p.k + BK - 1) / BK), count = walk.count();
     Rows rows{static_cast<int>(threadIdx.x % 32), warp * 16, 0, 0, ring.base + Layout<KIND>::STAGED + warp * Layout<KIND>::STAGING};
+    uint32_t turn = 0;
     for (int i = 0; i < count; i++) {
         const uint32_t at = static_cast<uint32_t>(i) * steps;
         ring.wait_full(at);
-        const Work w = described(ring, i);
+        const Work w = whole_warp(described(ring, i));
         rows.live = w.rows, rows.slot = w.slot;
         if (group * 64 >= w.rows) {
             pass(ring, at, steps);
@@ -30,16 +38,16 @@ __device__ __forceinline__ void multiply_together(const Gemm& p, const Ring<KIND
         }
         Sums<KIND> acc;
         products<T, KIND, 1, false>(acc, ring, at, steps, p.a_map, false);
-        if constexpr (KIND == UP) finish_up<T>(p, rows, w, acc);
-        else finish_plain<T, KIND, 1, BN<KIND> / 2>(p, rows, w, acc);
+        if constexpr (KIND == UP) finish_up<T>(p, tensors, rows, w, acc, turn);
+        else finish_plain<T, KIND, 1, BN<KIND> / 2>(p, tensors, rows, w, acc, turn);
     }
+    bulk_wait_read();
 }
 
 // One of the two warpgroups: every second tile.
 template <class T, int KIND>
 __device__ __forceinline__ void multiply_in_turns(const Gemm& p, const Tensors& tensors, const Ring<KIND>& ring) {
     const Walk walk(p);
-    // Of the whole warp, and known to be: the copy engine is then told without a loop over lanes.
     const int group = threadIdx.x / 128, warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
     const int steps = static_cast<int>((p.k + BK - 1) / BK), count = walk.count();
     const uint32_t staging = ring.base + Layout<KIND>::STAGED + warp * Layout<KIND>::STAGING;
@@ -49,8 +57,7 @@ __device__ __forceinline__ void multiply_in_turns(const Gemm& p, const Tensors& 
         const uint32_t at = static_cast<uint32_t>(i) * steps;
         if (i > 0) take_turn(group);
         ring.wait_full(at);
-        Work w = described(ring, i);
-        if (KIND == DOWN_BWD) w.slot = __shfl_sync(~0u, w.slot, 0), w.rows = __shfl_sync(~0u, w.rows, 0), w.column = __shfl_sync(~0u, w.column, 0);
+        const Work w = whole_warp(described(ring, i));
         rows.live = w.rows, rows.slot = w.slot;
         const Chunks<T> chunks{p, tensors, rows, w.column, ring.base + Layout<KIND>::PRIVATE + warp * 24};
         if constexpr (KIND == DOWN_BWD) {
@@ -65,7 +72,7 @@ __device__ __forceinline__ void multiply_in_turns(const Gemm& p, const Tensors& 
             Sums<KIND> acc;
             products<T, KIND, COUNT, is_narrow.value>(acc, ring, at, steps, p.a_map, i + 1 < count);
             if constexpr (KIND == DOWN_BWD) finish_down_bwd<T, COUNT, WIDTH>(chunks, acc, number);
-            else finish_plain<T, KIND, COUNT, WIDTH>(p, rows, w, acc);
+            else finish_plain<T, KIND, COUNT, WIDTH>(p, tensors, rows, w, acc, number);
         };
         if (narrow<KIND>(p, w.column)) tile(Constant<2>{}, Constant<1>{});
         else if (w.rows > 64) tile(Constant<2>{}, Constant<0>{});
@@ -102,7 +109,7 @@ __device__ __forceinline__ void run(const Gemm& p, const CUtensorMap& a, const C
     } else {
         if (TOGETHER<KIND>) asm volatile("setmaxnreg.inc.sync.aligned.u32 224;\n");
         else asm volatile("setmaxnreg.inc.sync.aligned.u32 232;\n");
-        if constexpr (TOGETHER<KIND>) multiply_together<T, KIND>(p, ring);
+        if constexpr (TOGETHER<KIND>) multiply_together<T, KIND>(p, tensors, ring);
         else multiply_in_turns<T, KIND>(p, tensors, ring);
     }
     // No block leaves while the other may still signal it.

@@ -81,12 +81,16 @@ pub(super) unsafe fn launch(
         Product::Down => (map(p.a, &[k, p.a_rows as u64], 128)?, map(p.b, &[k, n, groups], 32)?),
         Product::Dgrad | Product::DownBwd => (map(p.a, &[k, p.a_rows as u64], 128)?, map(p.b, &[n, k, groups], 32)?),
     };
-    // The epilogue of the gradient through the activation: gate and up are planes of a row, so that a box over the last
-    // column of one does not reach into the other. No other kernel reads these.
-    let planes = |base, planes| Matrices { call, dtype, base, sizes: &[n, planes, p.m as u64] }.plane_boxes();
-    let (pre, d_pre, hidden) = match p.pre {
-        0 => (b, b, b),
-        pre => (planes(pre, 2)?, planes(p.out, 2)?, if p.hidden == 0 { b } else { planes(p.hidden, 1)? }),
+    // What epilogues read and write: gate and up are planes of a row, so that a box over the last column of one does not
+    // reach into the other. Rows that leave by a map do so without the copy engine.
+    let planes = |base, planes| {
+        let matrices = Matrices { call, dtype, base, sizes: &[n, planes, p.m as u64] };
+        if product == Product::DownBwd { matrices.plane_boxes() } else { matrices.wide_plane_boxes() }
+    };
+    let or_none = |base: u64, count| if base == 0 { Ok(b) } else { planes(base, count) };
+    let (pre, gated, plain) = match product {
+        Product::DownBwd => (planes(p.pre, 2)?, planes(p.out, 2)?, or_none(p.hidden, 1)?),
+        _ => (b, or_none(p.pre_out, 2)?, if p.out_map == 0 { planes(p.out, 1)? } else { b }),
     };
     // Blocks work in pairs.
     let blocks = blocks.min(device.fillable() / 2 * 2).next_multiple_of(2);
@@ -96,8 +100,8 @@ pub(super) unsafe fn launch(
         (&raw const a).cast_mut().cast(),
         (&raw const b).cast_mut().cast(),
         (&raw const pre).cast_mut().cast(),
-        (&raw const d_pre).cast_mut().cast(),
-        (&raw const hidden).cast_mut().cast(),
+        (&raw const gated).cast_mut().cast(),
+        (&raw const plain).cast_mut().cast(),
     ];
     // SAFETY: the kernels take at most these six, in this order; the rest is the caller's promise.
     unsafe { device.launch_with(call, kernel, grid, &mut arguments) }

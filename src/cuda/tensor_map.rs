@@ -28,6 +28,11 @@ impl Matrices<'_> {
         self.describe(|bytes| [64 / bytes, 1, 16], sys::CUtensorMapSwizzle::CU_TENSOR_MAP_SWIZZLE_64B)
     }
 
+    /// The same of 128 bytes, permuted as those of `boxes`.
+    pub(super) fn wide_plane_boxes(&self) -> Result<CUtensorMap> {
+        self.describe(|bytes| [128 / bytes, 1, 16], sys::CUtensorMapSwizzle::CU_TENSOR_MAP_SWIZZLE_128B)
+    }
+
     fn describe(&self, shape: impl Fn(u32) -> [u32; 3], swizzle: sys::CUtensorMapSwizzle) -> Result<CUtensorMap> {
         use sys::CUtensorMapDataType as Kind;
         let (kind, bytes) = match self.dtype {
