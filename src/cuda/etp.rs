@@ -1,5 +1,7 @@
 //! Sharded weights on a GPU.
 
+use std::sync::atomic::Ordering;
+
 use crate::error::{Error, Result};
 use crate::etp::{ShardDevice, Shares};
 use crate::tensor::TensorMut;
@@ -59,8 +61,8 @@ impl ShardDevice for Cuda {
         self.heed_guards(other);
     }
 
-    fn refuse_recording(&self, call: &'static str) -> Result<()> {
-        self.not_captured(call, "start collectives on streams of their own, from threads of their own")
+    fn recording(&self) -> bool {
+        self.inner.capturing.load(Ordering::SeqCst)
     }
 
     fn in_order(&self, call: &'static str, stream: &Stream) -> Result<()> {

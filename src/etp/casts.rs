@@ -10,6 +10,7 @@ use super::ShardDevice;
 use super::beside::Sent;
 use super::chain::{CALL, Inner};
 use super::lane::Job;
+use super::recorded::refused;
 use super::tickets::{Key, Loan, Ticket, Usage};
 
 /// Amaxes of all experts of all weights that travel in NVFP4, `F32`, in the order of registration.
@@ -29,6 +30,9 @@ impl<D: ShardDevice> Inner<D> {
         }
         if packed.joined() > 0 && self.amaxes.as_ref().is_none_or(|amaxes| amaxes.epoch != epoch) {
             self.join_amaxes(tag, epoch)?;
+        }
+        if self.tickets.fixed && packed.kept() == 0 {
+            return Ok(Err(refused(CALL, "allocate a cast, as a first use does")));
         }
         let home = self.gathers.between.home.clone();
         let amaxes = self.amaxes.as_mut().filter(|_| packed.joined() > 0).map(|amaxes| amaxes.loan.tensor.view_mut());

@@ -32,6 +32,9 @@ pub struct Chain<D: ShardDevice> {
     rank: usize,
     ranks: usize,
     inner: Mutex<Inner<D>>,
+    /// Tests' recordings, where devices have none.
+    #[cfg(test)]
+    pub(super) pretended: std::sync::atomic::AtomicBool,
 }
 
 impl<D: ShardDevice> fmt::Debug for Chain<D> {
@@ -62,6 +65,8 @@ pub(super) struct Inner<D: ShardDevice> {
     pub serial: u64,
     /// Number of the shards' state: what was cast in another is cast anew.
     pub epoch: u64,
+    /// Passes may be recorded: main gradients stay where they are, and are zeros where nothing has been added.
+    pub recorded: bool,
     /// Amaxes of shards that travel in NVFP4.
     pub amaxes: Option<Amaxes<D>>,
 }
@@ -134,9 +139,19 @@ impl<D: ShardDevice> Chain<D> {
             passes: 0,
             serial: 0,
             epoch: 0,
+            recorded: false,
             amaxes: None,
         };
-        Ok(Self { device, stream, options, rank, ranks, inner: Mutex::new(inner) })
+        Ok(Self {
+            device,
+            stream,
+            options,
+            rank,
+            ranks,
+            inner: Mutex::new(inner),
+            #[cfg(test)]
+            pretended: false.into(),
+        })
     }
 
     /// This rank.

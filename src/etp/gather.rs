@@ -52,8 +52,7 @@ impl<D: ShardDevice> WeightSource<D> for Gathered<'_, D> {
 
     fn acquire(&self, stream: &D::Stream) -> Result<WeightGuard<'_, D>> {
         self.chain.device.in_order(CALL, stream)?;
-        self.chain.device.refuse_recording(CALL)?;
-        let mut inner = self.chain.lock();
+        let mut inner = self.chain.enter(CALL)?;
         let options = &self.chain.options;
         let ahead = if options.prefetch { options.ahead } else { 0 };
         let (loan, step, serial) = inner.acquire(self.id, ahead)?;
@@ -117,8 +116,7 @@ impl<D: ShardDevice> Chain<D> {
     /// # Errors
     /// A pass that runs; the collective's.
     pub fn whole(&self, id: WeightId) -> Result<Tensor<D>> {
-        self.device.refuse_recording("Chain::whole")?;
-        let mut inner = self.lock();
+        let mut inner = self.not_recorded("Chain::whole")?;
         let weight = inner.weight(id)?;
         let (shards, dtype) = (Arc::clone(&weight.shards), weight.spec.dtype);
         if inner.active.is_some() {

@@ -27,6 +27,7 @@ mod lane;
 mod links;
 mod packed;
 mod pass;
+mod recorded;
 mod reduce;
 mod report;
 mod shards;
@@ -78,13 +79,9 @@ pub trait ShardDevice: Kernels + Codec {
         let _ = other;
     }
 
-    /// Refuses work that cannot be done now, as in a recording.
-    ///
-    /// # Errors
-    /// Why it cannot.
-    fn refuse_recording(&self, call: &'static str) -> Result<()> {
-        let _ = call;
-        Ok(())
+    /// Whether calls are recorded, to be repeated later.
+    fn recording(&self) -> bool {
+        false
     }
 
     /// Refuses a stream other than [`own_stream`](Self::own_stream)'s, in whose order a chain's weights come.

@@ -7,6 +7,7 @@ use crate::error::{Error, Result};
 use super::chain::{Chain, Inner, Node};
 use super::lane::Job;
 use super::links::{Link, arrival_parities, gather_parities, gradient_parities, schedule};
+use super::recorded::refused;
 use super::tickets::Usage;
 use super::{Phase, ShardDevice};
 
@@ -38,14 +39,23 @@ impl<D: ShardDevice> Chain<D> {
     /// # Errors
     /// A pass that was not ended (after an error: [`recover`](Self::recover)); a backward before any forward.
     pub fn begin(&self, phase: Phase) -> Result<()> {
-        self.device.refuse_recording("Chain::begin")?;
-        let mut inner = self.lock();
+        const CALL: &str = "Chain::begin";
+        let mut inner = self.enter(CALL)?;
         if let Some(active) = inner.active {
             let found = format!("a {:?} pass that was not ended", active.phase);
             return Err(inner.trouble("(chain)", "no pass", &found));
         }
         if phase == Phase::Backward && !inner.is_linked() {
             return Err(inner.trouble("(chain)", "a forward before a backward", "none"));
+        }
+        if self.recording() {
+            if !inner.reducing.is_empty() {
+                return Err(refused(CALL, "wait for gradients that were under way before (Chain::drain)"));
+            }
+            if phase == Phase::Forward {
+                // Shards may have changed each time that it runs.
+                inner.epoch += 1;
+            }
         }
         inner.passes += 1;
         inner.serial += 1;
@@ -64,7 +74,7 @@ impl<D: ShardDevice> Chain<D> {
     /// # Errors
     /// No pass; weights that the pass has not used.
     pub fn end(&self) -> Result<()> {
-        let mut inner = self.lock();
+        let mut inner = self.enter("Chain::end")?;
         let Some(active) = inner.active else { return Err(inner.trouble("(chain)", "a pass", "none")) };
         if !inner.is_linked() {
             inner.link(self.options.ahead);
@@ -75,7 +85,8 @@ impl<D: ShardDevice> Chain<D> {
             return Err(inner.trouble("(chain)", "all weights of the linked order used", &found));
         }
         inner.active = None;
-        Ok(())
+        // A recording ends with nothing under way.
+        if self.recording() { inner.settle(self) } else { Ok(()) }
     }
 
     /// Forgets the linked order, for a model that has changed; the next forward links anew.
@@ -83,7 +94,7 @@ impl<D: ShardDevice> Chain<D> {
     /// # Errors
     /// A pass that runs.
     pub fn relink(&self) -> Result<()> {
-        let mut inner = self.lock();
+        let mut inner = self.not_recorded("Chain::relink")?;
         if inner.active.is_some() {
             return Err(inner.trouble("(chain)", "no pass", "one that runs"));
         }
@@ -98,8 +109,7 @@ impl<D: ShardDevice> Chain<D> {
     /// # Errors
     /// Those of the collectives.
     pub fn drain(&self) -> Result<()> {
-        self.device.refuse_recording("Chain::drain")?;
-        let mut inner = self.lock();
+        let mut inner = self.enter("Chain::drain")?;
         let gathers = inner.drop_gathers();
         gathers.and(inner.settle(self))
     }
@@ -112,8 +122,7 @@ impl<D: ShardDevice> Chain<D> {
     /// # Errors
     /// A rank that is lost.
     pub fn recover(&self, reason: Option<&Error>) -> Result<()> {
-        self.device.refuse_recording("Chain::recover")?;
-        let mut inner = self.lock();
+        let mut inner = self.not_recorded("Chain::recover")?;
         let job = |op| {
             let tag = Tag { layer: 0, op, sequence: u64::MAX };
             Job::Recover { tag, reason: reason.map(ToString::to_string) }
@@ -123,7 +132,7 @@ impl<D: ShardDevice> Chain<D> {
         let waiting = [Some(inner.gathers.give(job(Op::Weights))), reductions];
         // Their errors are the failure that this is the end of.
         let _ = inner.drop_gathers();
-        inner.give_up_gradients();
+        inner.give_up_gradients(self);
         inner.active = None;
         (inner.passes, inner.reduced) = (0, 0);
         // Some ranks may have cast what others have not.

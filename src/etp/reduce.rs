@@ -10,6 +10,7 @@ use crate::tensor::{Tensor, TensorMut, TensorRef};
 use super::beside::{Beside, Sent};
 use super::chain::{CALL, Chain, Inner};
 use super::lane::{Job, Pending};
+use super::recorded::refused;
 use super::state::State;
 use super::tickets::{Key, Loan, Ticket, Usage};
 use super::{Reduction, ShardDevice, Shards, Shares, WeightId};
@@ -18,7 +19,7 @@ use super::{Reduction, ShardDevice, Shards, Shares, WeightId};
 pub(super) struct Main<D: ShardDevice> {
     pub sums: Tensor<D>,
     /// Nothing has been added since it was last given: what it holds is the last step's.
-    first: bool,
+    pub first: bool,
 }
 
 /// A reduce-scatter under way.
@@ -71,8 +72,7 @@ impl<D: ShardDevice> Chain<D> {
     /// Room that was asked for before and not submitted; no forward before; the collective's, where an earlier gradient
     /// has to leave first.
     pub fn room(&self, id: WeightId) -> Result<Room<'_, D>> {
-        self.device.refuse_recording(CALL)?;
-        let mut inner = self.lock();
+        let mut inner = self.enter(CALL)?;
         let weight = inner.weight(id)?;
         let shards = Arc::clone(&weight.shards);
         let Some(ticket) = weight.gradient else {
@@ -98,8 +98,7 @@ impl<D: ShardDevice> Chain<D> {
     /// # Errors
     /// Those of the reduce-scatter before it, and of this one where nothing runs ahead.
     pub fn submit(&self, mut room: Room<'_, D>) -> Result<()> {
-        self.device.refuse_recording("Chain::submit")?;
-        let mut inner = self.lock();
+        let mut inner = self.enter("Chain::submit")?;
         if !std::ptr::eq(room.chain, self) {
             let own = inner.trouble("(chain)", "room of this chain", "another chain's");
             // The room's own chain takes it back without this one's lock.
@@ -117,7 +116,8 @@ impl<D: ShardDevice> Chain<D> {
                 return Err(error);
             }
         }
-        let ahead = self.options.prefetch;
+        // Between a recording's passes nothing may be left under way.
+        let ahead = self.options.prefetch && (inner.active.is_some() || !self.recording());
         let state = if ahead { State::AsyncWait } else { State::DataReadySync };
         inner.reduce(room.id.0, gradient, (self.options.reduction, state))?;
         if ahead { Ok(()) } else { inner.settle(self) }
@@ -139,9 +139,9 @@ impl<D: ShardDevice> Chain<D> {
         if size != self.options.replicas {
             return Err(Error::invalid("Chain::finish", "replicas", self.options.replicas, size));
         }
-        self.device.refuse_recording("Chain::finish")?;
-        let mut inner = self.lock();
+        let mut inner = self.enter("Chain::finish")?;
         inner.settle(self)?;
+        let recorded = inner.recorded;
         // The optimiser's step follows.
         inner.epoch += 1;
         for (i, weight) in inner.weights.iter_mut().enumerate() {
@@ -155,7 +155,10 @@ impl<D: ShardDevice> Chain<D> {
                 self.over_replicas(comm, tag, sums)?;
             }
             give(WeightId(i), sums.view())?;
-            *first = true;
+            match recorded {
+                true => self.device.zero(sums.view_mut().into_data())?,
+                false => *first = true,
+            }
         }
         Ok(())
     }
@@ -241,7 +244,8 @@ impl<D: ShardDevice> Inner<D> {
                 State::AsyncWait => weight.reduce.go(State::DataReady, &weight.spec.name),
                 _ => Ok(()),
             };
-            let added = moved.and_then(|()| add(chain, weight, (gradient.tensor.view(), reduced.tensor.view())));
+            let views = (gradient.tensor.view(), reduced.tensor.view());
+            let added = moved.and_then(|()| add(chain, (weight, self.recorded), views));
             [gradient, reduced].into_iter().for_each(|loan| self.tickets.put(loan));
             added
         });
@@ -271,7 +275,7 @@ impl<D: ShardDevice> Inner<D> {
     }
 
     /// Forgets the gradients under way and the main gradients.
-    pub fn give_up_gradients(&mut self) {
+    pub fn give_up_gradients(&mut self, chain: &Chain<D>) {
         while let Some(reducing) = self.reducing.pop_front() {
             let index = reducing.weight;
             if let Ok(loans) = self.land_gradient(reducing) {
@@ -279,22 +283,32 @@ impl<D: ShardDevice> Inner<D> {
             }
             self.weights[index].reduce.reset();
         }
-        self.weights.iter_mut().for_each(|weight| weight.main = None);
+        for weight in &mut self.weights {
+            let main = weight.main.take().filter(|_| self.recorded);
+            weight.main = main.and_then(|mut main| {
+                let zeroed = chain.device.zero(main.sums.view_mut().into_data());
+                zeroed.is_ok().then_some(main)
+            });
+        }
     }
 }
 
 /// Adds what has come of a weight's gradient to its main gradient.
 fn add<'a, D: ShardDevice>(
     chain: &Chain<D>,
-    weight: &mut super::chain::Weight<D>,
+    (weight, recorded): (&mut super::chain::Weight<D>, bool),
     (gradient, reduced): (TensorRef<'a, D>, TensorRef<'a, D>),
 ) -> Result<()> {
     let (shards, dtype) = (&weight.shards, weight.spec.dtype);
     let Main { sums, first } = match &mut weight.main {
         Some(main) => main,
         empty => {
-            let sums = Tensor::empty(&chain.device, dtype.accumulator(), &shards.shard_dims())?;
-            empty.insert(Main { sums, first: true })
+            if chain.recording() {
+                return Err(refused(CALL, "allocate a main gradient, as a first use does"));
+            }
+            let dims = shards.shard_dims();
+            let make = if recorded { Tensor::zeros } else { Tensor::empty };
+            empty.insert(Main { sums: make(&chain.device, dtype.accumulator(), &dims)?, first: !recorded })
         }
     };
     let shares = match chain.options.reduction {

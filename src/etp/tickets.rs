@@ -5,6 +5,8 @@ use crate::dtype::DType;
 use crate::error::{Error, Result};
 use crate::tensor::Tensor;
 
+use super::recorded::refused;
+
 /// What a buffer is for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(super) enum Usage {
@@ -53,11 +55,13 @@ pub(super) struct Tickets<D: Device> {
     device: D,
     slots: Vec<Slot<D>>,
     allocations: u64,
+    /// Calls are recorded: nothing may be allocated.
+    pub fixed: bool,
 }
 
 impl<D: Device> Tickets<D> {
     pub fn new(device: D) -> Self {
-        Self { device, slots: Vec::new(), allocations: 0 }
+        Self { device, slots: Vec::new(), allocations: 0, fixed: false }
     }
 
     /// The ticket of a key.
@@ -86,6 +90,7 @@ impl<D: Device> Tickets<D> {
         }
         let tensor = match slot.buffer.take() {
             Some(tensor) => tensor,
+            None if self.fixed => return Err(refused("etp", "allocate a chain's buffer, as a first use does")),
             None => {
                 self.allocations += 1;
                 Tensor::empty(&self.device, slot.key.dtype, &slot.key.dims)?
