@@ -6,6 +6,7 @@
 
 namespace {
 constexpr int64_t CHUNK = 64;
+constexpr int TOTAL_THREADS = 256;
 
 __device__ float sigmoid_of(float l) {
     const float small = expf(-fabsf(l));
@@ -121,16 +122,44 @@ extern "C" __global__ void aux_finish(const __grid_constant__ Aux p) {
     }
 }
 
+// The losses' sum, to the bit what the host makes of the sums (`aux_value` in src/aux_loss.rs). One block; its first
+// thread adds the products in the order of the experts.
+extern "C" __global__ void aux_value(const __grid_constant__ Aux p) {
+    __shared__ double products[TOTAL_THREADS];
+    const int64_t e = p.experts;
+    double dot = 0.0;
+    for (int64_t first = 0; first < e; first += TOTAL_THREADS) {
+        const int64_t i = first + threadIdx.x, n = e - first < TOTAL_THREADS ? e - first : TOTAL_THREADS;
+        // Exact: 24 bits each.
+        if (i < e) products[threadIdx.x] = static_cast<double>(p.sums[i]) * static_cast<double>(p.sums[e + i]);
+        __syncthreads();
+        for (int64_t j = 0; threadIdx.x == 0 && j < n; j++) dot += products[j];
+        __syncthreads();
+    }
+    if (threadIdx.x != 0) return;
+    const double all = p.sums[2 * e];
+    double balance = 0.0, z = 0.0;
+    if (!(all <= 0.0)) {
+        const double picks = p.hugging_face ? all : all * static_cast<double>(p.top_k);
+        const double loss = p.by_sequence ? static_cast<double>(p.sums[2 * e + 2]) / static_cast<double>(p.sums[2 * e + 3])
+                                          : static_cast<double>(e) * dot / picks / all;
+        // A loss that is not asked for stays out, also where it is infinite; no product is fused with the sum.
+        if (p.balance != 0.0) balance = __dmul_rn(p.balance, loss);
+        if (p.z != 0.0) z = __dmul_rn(p.z, static_cast<double>(p.sums[2 * e + 1]) / all);
+    }
+    *p.out = static_cast<float>(__dadd_rn(balance, z));
+}
+
 // Coefficients of the losses' gradient with respect to a token's scores.
 extern "C" __global__ void aux_coefficients(const __grid_constant__ Aux p) {
     const int64_t e = p.experts, i = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x, s = blockIdx.y;
-    const double all = p.sums[2 * e];
+    const double all = p.sums[2 * e], d_loss = p.d_loss ? static_cast<double>(*p.d_loss) : 1.0;
     if (i == 0 && s == 0) {
         if (all <= 0.0 || (p.by_sequence && p.sums[2 * e + 3] <= 0.0)) raise_fault(p.fault, FAULT_SUMS, 0);
-        *p.z_coef = p.z / all;
+        *p.z_coef = d_loss * p.z / all;
     }
     if (i >= e || !p.coef) return;
-    const double weight = p.balance * static_cast<double>(e);
+    const double weight = d_loss * p.balance * static_cast<double>(e);
     if (p.by_sequence) {
         const double tokens = static_cast<double>((s + 1) * p.sequence < p.tokens ? p.sequence : p.tokens - s * p.sequence);
         p.coef[s * e + i] = weight / p.sums[2 * e + 3] * p.totals[s * (2 * e + 1) + i] / (tokens * p.top_k) / tokens;

@@ -365,7 +365,7 @@ struct Aux {
     double* z_terms;           // [T] scratch
     double* partial;           // [sequences, chunks, 2 E + 1] scratch
     double* totals;            // [sequences, 2 E + 1] scratch
-    float* out;                // [2 E + 4]
+    float* out;                // [2 E + 4]; of aux_value one
     const float* sums;
     double* coef;              // [sequences, E]
     double* z_coef;
@@ -378,12 +378,13 @@ struct Aux {
     int64_t by_sequence;
     int64_t hugging_face;
     int64_t sigmoids;
-    double balance;            // gradient of the loss times the coefficient
+    double balance;            // the coefficient, times the gradient of the loss where the host has that
     double z;
+    const float* d_loss;       // that gradient where the device has it
     unsigned long long* fault;
 };
-MOEBIUS_SIZE(Aux, 23);
-MOEBIUS_FIELD(Aux, fault, 22);
+MOEBIUS_SIZE(Aux, 24);
+MOEBIUS_FIELD(Aux, fault, 23);
 
 // Weights of tokens with dropped choices.
 struct Keep {

@@ -96,9 +96,6 @@ pub trait NativeBackend: Backend {
     /// # Errors
     /// A device's error.
     fn end(core: &Self::Core) -> Result<Waited>;
-
-    /// What reading a value of the device takes.
-    fn reads() -> Waited;
 }
 
 /// A tensor and its name in errors.

@@ -125,10 +125,6 @@ impl<F: FloatElement, I: IntElement, T: BoolElement> NativeBackend for CubeBacke
     fn end(core: &Cuda) -> Result<Waited> {
         core.lead_context()
     }
-
-    fn reads() -> Waited {
-        Waited::Host
-    }
 }
 
 impl<F: FloatElement, I: IntElement, T: BoolElement> MoeBackend for CubeBackend<CudaRuntime, F, I, T> {

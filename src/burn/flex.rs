@@ -58,10 +58,6 @@ impl NativeBackend for Flex {
     fn end(_: &Cpu) -> Result<Waited> {
         Ok(Waited::Nothing)
     }
-
-    fn reads() -> Waited {
-        Waited::Nothing
-    }
 }
 
 fn slice<'a, T: Element + burn::tensor::Element>(name: &str, tensor: &'a FlexTensor) -> Result<TensorRef<'a, Cpu>> {

@@ -27,7 +27,6 @@ pub struct DeviceGroup {
 
 /// Waits between burn's work and this crate's, of all calls so far. On a GPU each call takes two: its kernels wait for
 /// burn's, and burn's later ones for them. None of these holds up the host, unless the driver is older than CUDA 12.5.
-/// Auxiliary losses, whose value and gradient pass through the host, hold it up once in each direction.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Waits {
     /// The GPU waited; the host went on.

@@ -80,9 +80,6 @@ pub(super) fn run_forward<B: NativeBackend>(
             core.copy(from.view().data(), B::view_mut(to)?.into_data())?;
         }
         made.aux.write(B::view_mut(&mut results.aux)?)?;
-        if !call.layer.config().aux.is_off() {
-            call.group.count(B::reads());
-        }
         Ok(made)
     })?;
     let outputs = Outputs {
@@ -161,9 +158,6 @@ pub(super) fn run_backward<B: NativeBackend>(
         made.params[role as usize] = views.of(role).map(like).transpose()?;
     }
     ordered::<B, _>(call, &core, || {
-        if d_aux.is_some() {
-            call.group.count(B::reads());
-        }
         let aux = d_aux.map_or(Scalar::Host(0.0), Scalar::Device);
         let mut into = GradientsMut::none();
         into.x = made.x.as_mut().map(B::view_mut).transpose()?;

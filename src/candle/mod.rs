@@ -24,7 +24,7 @@
 //! the layer works in the device's context and stream, reads candle's memory where it lies, and its outputs and gradients
 //! become candle's without a copy. All tensors of a module are of that one candle device. The forward does not wait for the
 //! GPU, so that a NaN logit is told later, by whoever waits next; see
-//! [`Reporting`](crate::ep::Reporting). Auxiliary losses are read on the host, which waits.
+//! [`Reporting`](crate::ep::Reporting). Auxiliary losses and their gradient stay on the GPU too.
 //!
 //! Every rank of a group calls the same layers in the same order, forward and backward. A rank whose loss does not
 //! reach the layer's output never runs its backward: its peers get a typed error after the communicator's timeout.

@@ -98,11 +98,12 @@ description!(Router, 29:
     aux_coef: u64, sequence: i64, aux_sigmoid: i64, aux_z: u64, fault: u64;
     score @ 11, key @ 22, fault @ 28);
 
-description!(Aux, 23:
+description!(Aux, 24:
     logits: u64, ids: u64, scores: u64, picks: u64, z_terms: u64, partial: u64, totals: u64, out: u64, sums: u64,
     coef: u64, z_coef: u64, tokens: i64, experts: i64, top_k: i64, sequence: i64, sequences: i64, chunks: i64,
-    by_sequence: i64, hugging_face: i64, sigmoids: i64, balance: f64, z: f64, fault: u64;
-    fault @ 22);
+    by_sequence: i64, hugging_face: i64, sigmoids: i64, balance: f64, z: f64, d_loss: u64,
+    fault: u64;
+    fault @ 23);
 
 description!(Keep, 6:
     weights: u64, kept: u64, grad: u64, out: u64, tokens: i64, top_k: i64;

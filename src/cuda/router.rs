@@ -1,6 +1,6 @@
 //! Routing, auxiliary losses, weights of partly dropped tokens.
 
-use crate::aux_loss::{Sums, aux_value};
+use crate::aux_loss::Sums;
 use crate::config::{AuxConfig, BalanceKind, GroupScore, RouterConfig, Score};
 use crate::dtype::DType;
 use crate::ep::Reporting;
@@ -15,6 +15,8 @@ use super::zones::{input, output};
 
 /// Tokens that `aux_chunks` sums at a time.
 const CHUNK: usize = 64;
+/// Threads of `aux_value`, as in `kernels/aux.cu`.
+const TOTAL_THREADS: u32 = 256;
 /// Shared memory that a block of the router takes at most.
 const SHARED: usize = 48 << 10;
 /// Rows of E words that a token works on.
@@ -252,16 +254,17 @@ pub(super) fn aux_sums(device: &Cuda, call: AuxSums<'_, Cuda>) -> Result<()> {
     Ok(())
 }
 
-/// By way of the host, which waits.
 pub(super) fn aux_total(device: &Cuda, call: AuxTotal<'_, Cuda>) -> Result<()> {
     const CALL: &str = "aux_total";
     call.config.validate()?;
     call.aux.validate()?;
-    input(CALL, "sums", &call.sums, DType::F32, &[Sums::len(call.config.num_experts)])?;
+    let (mut p, _) = aux_params(device, call.config, call.aux, 0);
+    (p.balance, p.z) = (call.aux.balance, call.aux.z);
+    p.sums = input(CALL, "sums", &call.sums, DType::F32, &[Sums::len(call.config.num_experts)])?;
     Scalar::Device(call.out.as_ref()).check(CALL, "out", DType::F32)?;
-    let sums = device.to_host(call.sums)?.to_f64();
-    let total = aux_value(call.config, call.aux, &sums).total() as f32;
-    device.write_bytes(CALL, call.out.into_data().ptr, &total.to_ne_bytes())
+    p.out = call.out.into_data().ptr;
+    // SAFETY: sums have 2 E + 4 elements, and `out` has one.
+    unsafe { device.launch(CALL, "aux_value", Grid::new(1, TOTAL_THREADS), &p) }
 }
 
 /// Coefficients of the losses' gradient.
@@ -287,12 +290,11 @@ impl AuxGrad {
         p.sums = input(CALL, "aux.sums", &aux.sums, DType::F32, &[Sums::len(e)])?;
         (p.logits, p.ids) = (logits, ids);
         aux.d_loss.check(CALL, "aux.d_loss", DType::F32)?;
-        let d_loss = match aux.d_loss {
-            Scalar::Host(value) => value,
-            Scalar::Device(tensor) => device.to_host(tensor)?.to_f64().into_iter().sum(),
-        };
-        p.balance = d_loss * aux.aux.balance;
-        p.z = d_loss * aux.aux.z;
+        (p.balance, p.z) = (aux.aux.balance, aux.aux.z);
+        match aux.d_loss {
+            Scalar::Host(value) => (p.balance, p.z) = (value * p.balance, value * p.z),
+            Scalar::Device(tensor) => p.d_loss = tensor.data().ptr,
+        }
         let z = Tensor::empty(device, DType::U8, &[8])?;
         p.z_coef = z.view().data().ptr;
         let coef = match aux.aux.balance != 0.0 {
