@@ -10,7 +10,7 @@ use moebius::{DType, Result, Tensor};
 
 use crate::Workload;
 use crate::data::Random;
-use crate::report::{Report, SETS};
+use crate::report::{CALLS, LONG, Report, SETS, STEPS};
 use crate::routed::Routed;
 
 /// Tokens and the gradient of the output.
@@ -131,19 +131,21 @@ pub fn run(cuda: &Cuda, report: &Report, w: &Workload) -> Result<()> {
     let bytes = bench.bytes_read(&mut results, w)?;
     let ms = report.time(|set| bench.forward(set, &mut results))?;
     report.reading(w, "fwd", ms, bytes);
-    let ms = report.time(|set| bench.step(set, &mut results, false))?;
-    report.line(w, "fwd+bwd", ms, 3.0 * w.flop());
+    for (phase, burst) in [("fwd+bwd", STEPS), ("fwd+bwd-long", LONG)] {
+        let ms = report.time_burst(burst, |set| bench.step(set, &mut results, false))?;
+        report.line(w, phase, ms, 3.0 * w.flop());
+    }
     graphs(cuda, report, w, (&mut bench, &mut results))?;
 
     let mut routed = Routed::new(cuda, w, &weights, &mut random)?;
     let ms = report.time(|set| routed.forward(&sets[set], set, &mut results))?;
     report.reading(w, "fwd-no-router", ms, bytes);
-    let ms = report.time(|set| routed.step(&sets[set], set, &mut results))?;
+    let ms = report.time_burst(STEPS, |set| routed.step(&sets[set], set, &mut results))?;
     report.line(w, "fwd+bwd-no-router", ms, 3.0 * w.flop());
     drop((routed, results));
 
     let mut results = Results::new(cuda, &weights, &sets[0].x, DType::F32)?;
-    match report.time(|set| bench.step(set, &mut results, true)) {
+    match report.time_burst(STEPS, |set| bench.step(set, &mut results, true)) {
         Ok(ms) => report.line(w, "fwd+bwd-f32-add", ms, 3.0 * w.flop()),
         Err(e) => eprintln!("{}: no gradients in f32: {e}", w.name),
     }
@@ -153,7 +155,8 @@ pub fn run(cuda: &Cuda, report: &Report, w: &Workload) -> Result<()> {
 /// The same, recorded once for each input set and replayed.
 fn graphs(cuda: &Cuda, report: &Report, w: &Workload, (bench, results): (&mut Bench<'_>, &mut Results)) -> Result<()> {
     let shared = RefCell::new((bench, results));
-    for (phase, backward, flop) in [("fwd-graph", false, w.flop()), ("fwd+bwd-graph", true, 3.0 * w.flop())] {
+    let phases = [("fwd-graph", false, CALLS, w.flop()), ("fwd+bwd-graph", true, STEPS, 3.0 * w.flop())];
+    for (phase, backward, burst, flop) in phases {
         let recorded = (0..SETS).map(|set| {
             cuda.capture(|| {
                 let (bench, results) = &mut *shared.borrow_mut();
@@ -165,7 +168,7 @@ fn graphs(cuda: &Cuda, report: &Report, w: &Workload, (bench, results): (&mut Be
         });
         match recorded.collect::<Result<Vec<_>>>() {
             Ok(mut graphs) => {
-                let ms = report.time(|set| graphs[set].replay())?;
+                let ms = report.time_burst(burst, |set| graphs[set].replay())?;
                 report.line(w, phase, ms, flop);
             }
             Err(e) => eprintln!("{}: {phase} was not recorded: {e}", w.name),

@@ -10,9 +10,21 @@ use crate::Workload;
 
 /// Idle time before each phase, so that none starts at the lower clocks that another's heat has left.
 const PAUSE: Duration = Duration::from_millis(100);
-/// Calls before the first that counts: every input set is seen.
-const WARM_UP: usize = 5;
-const REPEATS: usize = 20;
+/// Calls of a phase, queued in one burst: those before the first that counts, in which every input set is seen, and those
+/// that count.
+#[derive(Debug, Clone, Copy)]
+pub struct Burst {
+    warm_up: usize,
+    repeats: usize,
+}
+
+/// Of a forward, or of one product.
+pub const CALLS: Burst = Burst { warm_up: 5, repeats: 20 };
+/// Of a forward and backward: as many as the tabled peers' times come from. A chip reaches its power limit after some
+/// 100 ms and then clocks lower, so that a burst's length is part of what is measured.
+pub const STEPS: Burst = Burst { warm_up: 3, repeats: 10 };
+/// What is left at the power limit.
+pub const LONG: Burst = Burst { warm_up: 60, repeats: 20 };
 /// Input sets, taken in turn.
 pub const SETS: usize = 3;
 
@@ -30,17 +42,22 @@ impl Report {
 
     /// Median milliseconds of a call, which is given the number of its input set. Calls are queued one behind the
     /// other, each between two events, and waited for at the end.
-    pub fn time(&self, mut call: impl FnMut(usize) -> Result<()>) -> Result<f64> {
+    pub fn time(&self, call: impl FnMut(usize) -> Result<()>) -> Result<f64> {
+        self.time_burst(CALLS, call)
+    }
+
+    /// The same for so many calls.
+    pub fn time_burst(&self, burst: Burst, mut call: impl FnMut(usize) -> Result<()>) -> Result<f64> {
         let failed = |e| Error::Device { call: "bench", operation: "event".into(), message: format!("{e:?}") };
         let stream = self.cuda.stream();
         let event = || stream.raw().record_event(Some(CUevent_flags::CU_EVENT_DEFAULT)).map_err(failed);
         self.cuda.check()?;
         std::thread::sleep(PAUSE);
-        for repeat in 0..WARM_UP {
+        for repeat in 0..burst.warm_up {
             call(repeat % SETS)?;
         }
         let mut spans = Vec::new();
-        for repeat in 0..REPEATS {
+        for repeat in 0..burst.repeats {
             let start = event()?;
             call(repeat % SETS)?;
             spans.push((start, event()?));

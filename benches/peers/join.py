@@ -6,7 +6,7 @@ LINES is a file of JSON lines. Writes OUT.jsonl (ours and the peers', with ratio
 
 ratio_best_peer: our time over the best peer's, the faster of the same run's peers and SonicMoE's tabled time, which is
 scaled by the dense rate then over the dense rate now. Below 1, ours is faster.
-ratio_cublas: the rate over that of a dense product of the same run.
+ratio_cublas: the rate over that of a dense product of the same run; of a phase at the power limit (`-long`), over that there.
 """
 import json
 import statistics
@@ -45,16 +45,22 @@ def best_peer(lines, dense, workload, phase):
     return min(found, default=None)
 
 
+def dense_rate(lines, phase):
+    """TFLOP/s of the dense product, in a burst (`gemm`) or at the power limit (`gemm-long`)."""
+    rates = [line["tflops"] for line in lines if line["impl"] == "cublas" and line["phase"] == phase]
+    return statistics.mean(rates) if rates else None
+
+
 def rated(lines):
     """The lines with their ratios."""
-    rates = [line["tflops"] for line in lines if line["impl"] == "cublas"]
-    dense = statistics.mean(rates) if rates else None
+    dense = dense_rate(lines, "gemm")
     copies = [line["gb_s"] for line in lines if line["impl"] == "copy"]
     copy = max(copies, default=None)
     dates = [line["date"] for line in lines if "date" in line]
     for line in lines:
         line.setdefault("date", dates[0] if dates else None)
-        line["ratio_cublas"] = round(line["tflops"] / dense, 3) if dense and "tflops" in line else None
+        beside = dense_rate(lines, "gemm-long") if line["phase"].endswith("-long") else dense
+        line["ratio_cublas"] = round(line["tflops"] / beside, 3) if beside and "tflops" in line else None
         line["ratio_best_peer"] = None
         if line["impl"] != "moebius":
             continue
