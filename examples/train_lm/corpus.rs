@@ -17,8 +17,9 @@ impl Corpus {
         let bytes = match text {
             Some(path) => std::fs::read(path).map_err(|e| format!("{}: {e}", path.display()))?,
             None => {
-                let mut files = Vec::new();
-                sources(&Path::new(env!("CARGO_MANIFEST_DIR")).join("src"), &mut files)?;
+                let (mut files, own) = (Vec::new(), Path::new(env!("CARGO_MANIFEST_DIR")).join("src"));
+                sources(&own, &mut files)
+                    .map_err(|e| format!("{}: {e}; name another text with --text", own.display()))?;
                 files.sort();
                 let mut all = Vec::new();
                 for file in files {

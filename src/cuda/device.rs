@@ -275,8 +275,16 @@ impl Cuda {
         Ok(Event(event))
     }
 
+    /// Makes the context the thread's.
+    ///
+    /// # Errors
+    /// A driver's error; where a guard has failed, its failure: what an aborted communicator takes with it may be what a
+    /// kernel still reads, and then the whole context is lost with it.
     pub(crate) fn bind(&self, call: &'static str) -> Result<()> {
-        self.inner.context.bind_to_thread().map_err(driver(call, "bind the context"))
+        self.inner.context.bind_to_thread().or_else(|error| {
+            self.guarded()?;
+            Err(driver(call, "bind the context")(error))
+        })
     }
 
     /// Refuses another stream than this device's.

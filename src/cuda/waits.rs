@@ -96,7 +96,7 @@ impl Cuda {
         }
     }
 
-    fn guarded(&self) -> Result<()> {
+    pub(super) fn guarded(&self) -> Result<()> {
         let failure = self.inner.guards().iter().filter_map(Weak::upgrade).find_map(|g| g.failure());
         failure.map_or(Ok(()), Err)
     }
