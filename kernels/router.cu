@@ -431,33 +431,33 @@ __device__ __forceinline__ void choose_held(const Router& p, int64_t t) {
     bool bad;
     const Held<EACH_LANE> held(p, t, bad);
     const int lane = held.lane, e = held.e, k = static_cast<int>(p.top_k);
+    int id = lane;
+    float w = lane < k ? held.scores[0] : 0.0f;
     if (__any_sync(~0u, bad)) {
-        // The first of all, as in the general kernel; what is chosen then does not matter, as the call fails.
+        // As in the general kernel: the first NaN of all is noted, every score is NaN, and the choices are the first K experts, as whoever
+        // takes them before the host is told counts on distinct ids.
         for (int i = lane; i < e; i += 32) {
             if (isnan(p.logits[t * e + i])) atomicMin(p.fault + 1, static_cast<unsigned long long>(t) << 24 | i);
         }
-        if (lane < k) p.ids[t * k + lane] = 0, p.weights[t * k + lane] = 0.0f;
-        return;
-    }
-    // Scores are not negative, so that their bits are in their order; 0 is for what is taken.
-    unsigned keys[EACH_LANE];
+    } else {
+        // Scores are not negative, so that their bits are in their order; 0 is for what is taken.
+        unsigned keys[EACH_LANE];
 #pragma unroll
-    for (int i = 0; i < EACH_LANE; i++) keys[i] = lane + 32 * i < e ? __float_as_uint(held.scores[i]) + 1 : 0;
-    int id = 0;
-    float w = 0.0f;
-    for (int j = 0; j < k; j++) {
-        unsigned best = 0;
-        int at = e;
+        for (int i = 0; i < EACH_LANE; i++) keys[i] = lane + 32 * i < e ? __float_as_uint(held.scores[i]) + 1 : 0;
+        for (int j = 0; j < k; j++) {
+            unsigned best = 0;
+            int at = e;
 #pragma unroll
-        for (int i = 0; i < EACH_LANE; i++) {
-            if (keys[i] > best) best = keys[i], at = lane + 32 * i;
-        }
-        const unsigned most = __reduce_max_sync(~0u, best);
-        const int taken = __reduce_min_sync(~0u, best == most ? at : e);
-        if (lane == j) id = taken, w = __uint_as_float(most - 1);
+            for (int i = 0; i < EACH_LANE; i++) {
+                if (keys[i] > best) best = keys[i], at = lane + 32 * i;
+            }
+            const unsigned most = __reduce_max_sync(~0u, best);
+            const int taken = __reduce_min_sync(~0u, best == most ? at : e);
+            if (lane == j) id = taken, w = __uint_as_float(most - 1);
 #pragma unroll
-        for (int i = 0; i < EACH_LANE; i++) {
-            if (taken == lane + 32 * i) keys[i] = 0;
+            for (int i = 0; i < EACH_LANE; i++) {
+                if (taken == lane + 32 * i) keys[i] = 0;
+            }
         }
     }
     const Norm norm(p, w);
@@ -469,16 +469,12 @@ __device__ __forceinline__ void choose_held(const Router& p, int64_t t) {
 template <int EACH_LANE>
 __device__ __forceinline__ void gradient_held(const Router& p, int64_t t) {
     const int lane = threadIdx.x % 32, e = static_cast<int>(p.experts), k = static_cast<int>(p.top_k);
-    float* out = p.d_logits + t * e + lane;
     const bool chooses = lane < k;
     const int32_t given = chooses ? p.ids[t * k + lane] : 0;
     const bool outside = given < 0 || given >= e;
     if (__any_sync(~0u, outside)) {
         if (outside) raise_fault(p.fault, FAULT_ID, t);
-#pragma unroll
-        for (int i = 0; i < EACH_LANE; i++) {
-            if (lane + 32 * i < e) out[32 * i] = 0.0f;
-        }
+        for (int i = lane; i < e; i += 32) p.d_logits[t * e + i] = 0.0f;
         return;
     }
     bool bad;
@@ -503,6 +499,7 @@ __device__ __forceinline__ void gradient_held(const Router& p, int64_t t) {
             if (at == lane + 32 * i) d[i] += v;
         }
     }
+    float* out = p.d_logits + t * e + lane;
 #pragma unroll
     for (int i = 0; i < EACH_LANE; i++) {
         if (lane + 32 * i < e) out[32 * i] = d[i];

@@ -50,7 +50,7 @@ constexpr int WORKS = 8;
 // Results leave in boxes of 16 rows of 64 columns.
 constexpr int OUT_COLUMNS = 64, OUT_BOX = 16 * OUT_COLUMNS * 2;
 
-// Shared memory: the ring, a staging buffer a warp for results on their way out, descriptions of tiles, barriers. The
+// Shared memory: the ring, two or three boxes a warp for results on their way out, descriptions of tiles, barriers. The
 // gradient through the activation needs more room for its epilogue.
 template <int KIND>
 struct Layout {

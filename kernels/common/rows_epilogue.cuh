@@ -1,6 +1,7 @@
 // What happens to a tile of sums of `rows.cuh` before it leaves the chip. A warp owns 16 rows of each half of the tile,
-// and works on its own: results are gathered in its staging buffer and leave it in whole rows. Where an option is not
-// used (bias, weights, adding), its code is jumped over as one piece: code that is not fetched costs nothing.
+// and works on its own: results are gathered in its staging buffers and leave them in boxes of 16 rows of 64 columns by the
+// copy engine, or row by row where rows do not follow each other. Where an option is not used (bias, weights, adding),
+// its code is jumped over as one piece: code that is not fetched costs nothing.
 #pragma once
 #include "rows.cuh"
 

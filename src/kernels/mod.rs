@@ -144,8 +144,8 @@ pub struct AuxBwd<'a, D: Device> {
     pub d_loss: Scalar<'a, D>,
 }
 
-/// A number that the host has, or one that a device has, which its caller need not read. Made by `into()` from either.
-/// A GPU's kernels take numbers of the host: today the call itself reads the device's, and waits for it.
+/// A number that the host has, or one that a device has, which its caller need not read, nor the call: kernels do. Made by
+/// `into()` from either.
 #[derive(Debug)]
 pub enum Scalar<'a, D: Device> {
     /// A number.

@@ -15,8 +15,7 @@ use crate::tensor::{Tensor, TensorMut, TensorRef};
 use super::Layer;
 use super::forward::refuse;
 
-/// Auxiliary losses of one forward. The device has the sums that they follow from; the host reads them when it asks. On
-/// a GPU, [`write`](Self::write) is such a question today.
+/// Auxiliary losses of one forward. The device has the sums that they follow from; the host reads them when it asks.
 #[derive(Debug, Clone)]
 pub struct AuxLoss<D: Kernels> {
     value: Lazy<AuxValue>,
@@ -49,8 +48,8 @@ impl<D: Kernels> AuxLoss<D> {
         &self.value
     }
 
-    /// Writes their sum ([`AuxValue::total`]) to one element of the accumulator type, on the layer's stream. On a GPU
-    /// the sum goes through the host today: the call waits, and cannot be captured.
+    /// Writes their sum ([`AuxValue::total`], rounded to that type) to one element of the accumulator type, on the layer's
+    /// stream: on a GPU nothing waits, and the call can be captured.
     ///
     /// # Errors
     /// Another type or size; a driver's error.

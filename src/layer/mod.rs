@@ -244,7 +244,7 @@ pub struct Cotangents<'a, D: Kernels, A = f64> {
     /// Gradient of y `[T, H]`; absent counts as zeros.
     pub y: Option<TensorRef<'a, D>>,
     /// Gradient of the auxiliary losses' sum: a number, or a tensor of one element of the accumulator type
-    /// ([`Scalar`]). A GPU's host waits for the tensor today, so a backward with one cannot be captured.
+    /// ([`Scalar`]), which a GPU reads itself: a captured backward takes what the tensor holds at each replay.
     pub aux: A,
 }
 

@@ -15,7 +15,7 @@ use crate::support::{
 use crate::trials::tests;
 
 /// A group on the GPU whose buffers start as NaN.
-fn poisoned(device: &Device, tokens: usize) -> AnyResult<DeviceGroup> {
+pub fn poisoned(device: &Device, tokens: usize) -> AnyResult<DeviceGroup> {
     let group = cuda(device)?.poisoning().group(GroupConfig::new(EXPERTS, tokens))?;
     Ok(DeviceGroup::new(EpGroup::new(group), device)?)
 }
@@ -238,41 +238,8 @@ fn a_capture_is_refused(device: &Device) -> AnyResult<()> {
     Ok(())
 }
 
-/// Behind work that takes long, a step is enqueued before any of it has run, with auxiliary losses as without; then it
-/// gives what it gave before.
-fn the_host_runs_ahead_of_a_step(device: &Device) -> AnyResult<()> {
-    let mut with_losses = config();
-    (with_losses.aux.balance, with_losses.aux.z) = (0.1, 0.01);
-    let n = 8192;
-    let big = Tensor::zeros((n, n), DType::F32, device)?;
-    for (name, config) in [("none", config()), ("two", with_losses)] {
-        let moe = seeded(poisoned(device, 16)?, config)?;
-        let cuda = moe.group().on::<Cuda>().ok_or("no GPU")?.lock().device().clone();
-        let x = tokens(0..13, device)?;
-        let step = || -> AnyResult<_> {
-            let out = moe.forward_full(&x, Mode::default())?;
-            let gradients = (out.y.sqr()?.sum_all()? + (&out.aux * 0.5)?)?.backward()?;
-            Ok((out.aux, gradients.get(&x).ok_or("no gradient of x")?.clone(), out.losses))
-        };
-        let (aux, dx, _) = step()?;
-        let expected = (flat(&aux)?, flat(&dx)?);
-        big.matmul(&big)?.sum_all()?.to_scalar::<f32>()?;
-        // Half a second at 35 TFLOP/s.
-        for _ in 0..16 {
-            big.matmul(&big)?;
-        }
-        let long = cuda.record()?;
-        let (aux, dx, losses) = step()?;
-        assert!(!long.is_done()?, "losses: {name}: the host waited for the GPU");
-        assert!(losses.known().is_none() || name == "none");
-        assert!((flat(&aux)?, flat(&dx)?) == expected, "losses: {name}: another result");
-    }
-    Ok(())
-}
-
 tests! {
     fn(&Device) -> AnyResult<()>;
-    the_host_runs_ahead_of_a_step,
     a_gpu_gives_what_the_cpu_gives,
     two_calls_among_ordinary_operations,
     steps_of_an_optimiser_follow_the_cpu,

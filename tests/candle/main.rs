@@ -1,6 +1,8 @@
 //! The layer as a candle user meets it: inside a model, trained, with odd shapes, and used wrongly. What one rank does is
 //! done on every device: the CPU, and with the `cuda` feature a GPU.
 
+#[cfg(feature = "cuda")]
+mod ahead;
 #[path = "../common/goldens.rs"]
 mod goldens;
 #[cfg(feature = "cuda")]
@@ -13,9 +15,15 @@ mod trials;
 mod user;
 
 use std::process::ExitCode;
+#[cfg(feature = "cuda")]
+use std::sync::{PoisonError, RwLock};
 
 use candle_core::Device;
 use trials::Trials;
+
+/// Held by every test of the GPU; by one that measures what the host waits for, alone.
+#[cfg(feature = "cuda")]
+static CONTEXT: RwLock<()> = RwLock::new(());
 
 fn main() -> ExitCode {
     #[cfg(feature = "cuda")]
@@ -35,8 +43,18 @@ fn main() -> ExitCode {
     for (file, cases) in [("module", module::cases()), ("user", user::cases()), ("gpu", gpu::cases())] {
         for (name, body) in cases {
             // A device of its own for each: they run side by side.
-            trials.add_gpu(format!("{file}::{name}, GPU"), move || body(&Device::new_cuda_with_stream(0)?));
+            trials.add_gpu(format!("{file}::{name}, GPU"), move || {
+                let _beside = CONTEXT.read().unwrap_or_else(PoisonError::into_inner);
+                body(&Device::new_cuda_with_stream(0)?)
+            });
         }
+    }
+    #[cfg(feature = "cuda")]
+    for (name, body) in ahead::cases() {
+        trials.add_gpu(format!("ahead::{name}, GPU"), move || {
+            let _alone = CONTEXT.write().unwrap_or_else(PoisonError::into_inner);
+            body(&Device::new_cuda_with_stream(0)?)
+        });
     }
     trials.run()
 }

@@ -1,12 +1,12 @@
 //! Plans that the GPU makes behind the host's back: the same as the CPU's, with errors told later, and a step that waits
 //! for nothing and asks the driver for nothing.
 
-use moebius::config::{CapacityOrder, ExpertCapacity, Payload};
+use moebius::config::{BalanceKind, CapacityOrder, ExpertCapacity, Payload};
 use moebius::cpu::Cpu;
 use moebius::cuda::Cuda;
 use moebius::ep::{Capacity, DispatchSpec, Group, GroupConfig, Overflow, Reporting, Stats};
 use moebius::kernels::Kernels;
-use moebius::layer::{Cotangents, GradientsMut, Inputs, Layer, Mode, ParamViews, Role};
+use moebius::layer::{Cotangents, GradientsMut, Inputs, Layer, Mode, ParamViews, Role, Scalar};
 use moebius::{DType, Error, MoeConfig, Result, Tensor, TensorRef};
 
 use crate::harness::{Case, Data, Random, tests};
@@ -17,6 +17,8 @@ tests!(
     too_small_a_capacity_is_told_later,
     a_seen_step_asks_the_driver_for_nothing,
     graphs_replay_the_bits_of_eager_steps,
+    losses_of_the_device_are_replayed_with_other_gradients,
+    a_nan_that_is_told_later_goes_its_way,
     memory_that_a_graph_reads_stays_while_it_lives,
     what_waits_for_the_gpu_cannot_be_recorded,
 );
@@ -159,6 +161,10 @@ struct Steps {
     d_router: Tensor<Cuda>,
     d_up: Tensor<Cuda>,
     d_down: Tensor<Cuda>,
+    /// The auxiliary losses' sum.
+    aux: Tensor<Cuda>,
+    /// Their gradient, if the device has it.
+    d_aux: Option<Tensor<Cuda>>,
 }
 
 impl Steps {
@@ -179,6 +185,8 @@ impl Steps {
             d_router: like(Role::Router)?,
             d_up: like(Role::Up)?,
             d_down: like(Role::Down)?,
+            aux: Tensor::empty(cuda, DType::F32, &[])?,
+            d_aux: None,
             x: put(&data.x)?,
             d_y: put(&data.d_y)?,
             params,
@@ -193,9 +201,11 @@ impl Steps {
         let mode = Mode { backward: true, noise: None };
         let inputs = (self.x.view(), &params);
         let made = self.layer.forward_into(&mut self.group, mode, inputs, self.y.view_mut())?;
+        made.aux.write(self.aux.view_mut())?;
         let Some(context) = made.context else { return Ok(()) };
         let inputs = Inputs { x: self.x.view(), params: &params };
-        let cotangents = Cotangents { y: Some(self.d_y.view()), aux: 0.3 };
+        let aux = self.d_aux.as_ref().map_or(Scalar::Host(0.3), |d| Scalar::Device(d.view()));
+        let cotangents = Cotangents { y: Some(self.d_y.view()), aux };
         let into = GradientsMut {
             x: Some(self.d_x.view_mut()),
             router: Some(self.d_router.view_mut()),
@@ -208,12 +218,22 @@ impl Steps {
 
     /// Bits of all results.
     fn results(&self) -> Result<Vec<Vec<u8>>> {
-        let all = [&self.y, &self.d_x, &self.d_router, &self.d_up, &self.d_down];
+        let all = [&self.y, &self.d_x, &self.d_router, &self.d_up, &self.d_down, &self.aux];
         all.iter().map(|t| self.cuda.download(&self.cuda.stream(), t.view())).collect()
     }
 
     fn set_x(&mut self, x: &Tensor<Cpu>) -> Result<()> {
         self.cuda.upload(&self.cuda.stream(), x.as_bytes(), self.x.view_mut())
+    }
+
+    /// The losses' gradient as a tensor of the device, in the same memory each time.
+    fn set_d_aux(&mut self, value: f32) -> Result<()> {
+        let d_aux = match self.d_aux.take() {
+            Some(t) => t,
+            None => Tensor::empty(&self.cuda, DType::F32, &[1])?,
+        };
+        let d_aux = self.d_aux.insert(d_aux);
+        self.cuda.upload(&self.cuda.stream(), &value.to_ne_bytes(), d_aux.view_mut())
     }
 }
 
@@ -285,6 +305,68 @@ fn graphs_replay_the_bits_of_eager_steps(cuda: &Cuda) -> Result<()> {
             assert!(cuda.to_host(t.view())?.as_bytes() == noise.as_bytes(), "a replay wrote into another tensor");
         }
         cuda.check()?;
+    }
+    Ok(())
+}
+
+fn losses_of_the_device_are_replayed_with_other_gradients(cuda: &Cuda) -> Result<()> {
+    for kind in [BalanceKind::Switch, BalanceKind::HuggingFace, BalanceKind::Sequence { length: 50 }] {
+        let mut config = MoeConfig::new(64, 40, 16, 4);
+        (config.aux.balance, config.aux.balance_kind, config.aux.z) = (0.7, kind, 0.05);
+        let case = Case::new(config, 333, DType::F32);
+        let mut random = Random(78);
+        let mut tokens = || random.tensor(&[case.tokens, case.config.hidden], case.dtype, 1.0);
+        let xs = [tokens()?, tokens()?];
+        let inputs = [(0, 0.3), (1, 0.3), (1, -1.7), (0, 0.0), (0, 40.0)];
+        let mut steps = Steps::new(cuda, &case)?;
+        let mut eager = Vec::new();
+        for (x, d_aux) in inputs {
+            steps.set_x(&xs[x])?;
+            steps.set_d_aux(d_aux)?;
+            steps.step()?;
+            eager.push(steps.results()?);
+        }
+        let (y, d_x, d_router, losses) = (0, 1, 2, 5);
+        let (a, b) = (&eager[1], &eager[2]);
+        assert!(a[y] == b[y] && a[losses] == b[losses], "{kind:?}: what does not depend on the losses' gradient");
+        assert!(a[d_x] != b[d_x] && a[d_router] != b[d_router], "{kind:?}: what does");
+        assert!(eager[0][losses] != a[losses], "{kind:?}: losses of other tokens");
+        let mut graph = cuda.capture(|| steps.step())?;
+        for ((x, d_aux), expected) in inputs.into_iter().zip(&eager).rev() {
+            steps.set_x(&xs[x])?;
+            steps.set_d_aux(d_aux)?;
+            graph.replay()?;
+            assert!(steps.results()? == *expected, "{kind:?}, gradient {d_aux}: a replay differs from the eager step");
+        }
+        cuda.check()?;
+    }
+    Ok(())
+}
+
+/// NaN weights of the router, finite tokens: what follows is NaN, not 0, and every choice stands until the host is told.
+fn a_nan_that_is_told_later_goes_its_way(cuda: &Cuda) -> Result<()> {
+    for experts in [16, 64, 257] {
+        let mut config = MoeConfig::new(64, 40, experts, 4);
+        config.router.renorm = None;
+        let case = Case::new(config, 100, DType::F32);
+        let mut steps = Steps::new(cuda, &case)?;
+        let router = steps.params.iter_mut().find(|(role, _)| *role == Role::Router).map(|(_, t)| t);
+        let router = router.expect("every layer has one");
+        let mut weights = cuda.read(&cuda.stream(), router.view())?;
+        *weights.last_mut().expect("experts") = f64::NAN;
+        *router = cuda.write(&cuda.stream(), &weights, DType::F32, &[experts, 64])?;
+        let views =
+            ParamViews::collect(|role| Ok(steps.params.iter().find(|(r, _)| *r == role).map(|(_, t)| t.view())))?;
+        let (mode, params) = (Mode { backward: false, noise: None }, views.params());
+        let inputs = (steps.x.view(), &params);
+        let made = steps.layer.forward_into(&mut steps.group, mode, inputs, steps.y.view_mut())?;
+        let told = cuda.check();
+        let last = experts - 1;
+        assert!(matches!(told, Err(Error::NanLogits { token: 0, expert, .. }) if expert == last), "{told:?}");
+        let y = cuda.read(&cuda.stream(), steps.y.view())?;
+        assert!(y.iter().all(|v| v.is_nan()), "E {experts}: a NaN was lost on its way");
+        let load = made.routing.load.get()?;
+        assert_eq!((load.dropped, load.total()), (0, 400), "E {experts}: choices were masked");
     }
     Ok(())
 }

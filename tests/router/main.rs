@@ -4,6 +4,7 @@ mod aux;
 mod cases;
 mod golden;
 mod gradient;
+mod held;
 mod reference;
 #[path = "../target/mod.rs"]
 mod target;
@@ -16,7 +17,7 @@ use target::Target;
 
 /// Every body of the suite.
 pub fn cases<D: Target>() -> target::Cases<D> {
-    [cases::cases(), aux::cases(), reference::cases(), gradient::cases(), golden::cases()].concat()
+    [cases::cases(), aux::cases(), reference::cases(), gradient::cases(), held::cases(), golden::cases()].concat()
 }
 
 /// A router of `experts` choosing `top_k`, without renormalisation.
@@ -79,6 +80,19 @@ impl<D: Target> On<D> {
         bias: Option<&[f64]>,
         jitter: Option<Jitter>,
     ) -> Result<(Vec<i32>, Vec<f64>)> {
+        let (result, ids, weights) = self.reported(c, logits, (bias, jitter), Reporting::Immediate)?;
+        self.device.settled(result)?;
+        Ok((ids, weights))
+    }
+
+    /// What the call returns, and what is in its outputs then.
+    fn reported(
+        &self,
+        c: &RouterConfig,
+        logits: &[f64],
+        (bias, jitter): (Option<&[f64]>, Option<Jitter>),
+        reporting: Reporting,
+    ) -> Result<(Result<()>, Vec<i32>, Vec<f64>)> {
         let (e, k) = (c.num_experts, c.top_k);
         let t = logits.len() / e;
         let logits = self.put(logits, &[t, e])?;
@@ -90,12 +104,13 @@ impl<D: Target> On<D> {
             logits: logits.view(),
             selection_bias: bias.as_ref().map(Tensor::view),
             jitter,
-            reporting: Reporting::Immediate,
+            reporting,
             ids: ids.view_mut(),
             weights: weights.view_mut(),
         };
-        let weights = self.done(self.device.route(&self.device.order(), call), &weights)?;
-        Ok((self.device.values(ids.view()).into_iter().map(|id| id as i32).collect(), weights))
+        let result = self.device.route(&self.device.order(), call);
+        let ids = self.device.values(ids.view()).into_iter().map(|id| id as i32).collect();
+        Ok((result, ids, self.device.values(weights.view())))
     }
 
     /// Gradient of the logits, `[T, E]`.
