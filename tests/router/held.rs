@@ -17,15 +17,16 @@ cases!(
 const INF: f64 = f64::INFINITY;
 
 /// Ragged and full rows of 32, and the first number past the registers.
-const EXPERTS: [usize; 10] = [33, 60, 64, 65, 96, 128, 130, 255, 256, 257];
+const EXPERTS: [usize; 12] = [5, 32, 33, 60, 64, 65, 96, 128, 130, 255, 256, 257];
 
 /// No multiple of a block's eight warps.
 const TOKENS: usize = 27;
 
-/// Choices a token; every expert where they are few.
+/// Choices a token, 33 being the first number past the registers; every expert where they are few.
 fn choices(experts: usize) -> Vec<usize> {
     let mut all = vec![1, 2, 8, 9, 32, 33];
-    all.extend([60].into_iter().filter(|k| *k == experts));
+    all.retain(|k| *k < experts);
+    all.extend([experts].into_iter().filter(|e| *e <= 60));
     all
 }
 
