@@ -18,6 +18,9 @@ use super::waits::Guard;
 const PER_THREAD: sys::CUstream = 0x2 as sys::CUstream;
 
 /// A stream of a GPU with this crate's kernels loaded.
+///
+/// Making one, and dropping the last clone, is for a program's start and end, not for its steps: the driver then waits for
+/// all work of the context, and launches of other threads may be held up until it is done.
 #[derive(Clone)]
 pub struct Cuda {
     pub(super) inner: Arc<Inner>,

@@ -1,5 +1,6 @@
 //! What the host does not wait for. Run with no other test beside it: every device of candle's is of the one context of the
-//! GPU, which the driver locks, or waits for, where another test loads its kernels, frees memory of the host, or copies to it.
+//! GPU, and where another thread gives page-locked memory back, as the end of a device does, the driver waits for all
+//! that the context runs, and holds up every thread's launches until then.
 
 use std::time::Instant;
 

@@ -184,14 +184,12 @@ fn a_nan_that_is_told_later_leaves_distinct_choices<D: Target>(device: &D) {
                 let mut logits = clean.clone();
                 bad.iter().for_each(|t| logits[t * experts + at] = f64::NAN);
                 let deferred = |c: &RouterConfig, bias: Option<&[f64]>| {
-                    let (result, ids, weights) =
-                        d.reported(c, &logits, (bias, None), Reporting::Deferred).expect("tensors");
-                    let told_later = result.is_ok();
-                    match device.settled(result) {
+                    let routed = d.routed(c, &logits, (bias, None), Reporting::Deferred).expect("tensors");
+                    match routed.settled {
                         Err(Error::NanLogits { token: 2, expert, .. }) if expert == at => {}
                         other => panic!("{name}: {other:?}"),
                     }
-                    told_later.then_some((ids, weights))
+                    routed.returned.then_some((routed.ids, routed.weights))
                 };
                 let Some((ids, weights)) = deferred(&c, None) else { return };
                 let zeros = vec![0.0; experts];

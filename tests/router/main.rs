@@ -42,6 +42,15 @@ struct On<D: Target> {
     dtype: DType,
 }
 
+/// What came of a call of the router.
+struct Routed {
+    /// The call itself said nothing.
+    returned: bool,
+    settled: Result<()>,
+    ids: Vec<i32>,
+    weights: Vec<f64>,
+}
+
 /// Sums of the auxiliary losses that a gradient needs: the losses, the sums, the loss's own gradient.
 type AuxGrad<'a> = Option<(&'a AuxConfig, &'a [f64], f64)>;
 
@@ -80,19 +89,19 @@ impl<D: Target> On<D> {
         bias: Option<&[f64]>,
         jitter: Option<Jitter>,
     ) -> Result<(Vec<i32>, Vec<f64>)> {
-        let (result, ids, weights) = self.reported(c, logits, (bias, jitter), Reporting::Immediate)?;
-        self.device.settled(result)?;
-        Ok((ids, weights))
+        let routed = self.routed(c, logits, (bias, jitter), Reporting::Immediate)?;
+        routed.settled?;
+        Ok((routed.ids, routed.weights))
     }
 
-    /// What the call returns, and what is in its outputs then.
-    fn reported(
+    /// What comes of a call, with its outputs whatever that is.
+    fn routed(
         &self,
         c: &RouterConfig,
         logits: &[f64],
         (bias, jitter): (Option<&[f64]>, Option<Jitter>),
         reporting: Reporting,
-    ) -> Result<(Result<()>, Vec<i32>, Vec<f64>)> {
+    ) -> Result<Routed> {
         let (e, k) = (c.num_experts, c.top_k);
         let t = logits.len() / e;
         let logits = self.put(logits, &[t, e])?;
@@ -109,8 +118,11 @@ impl<D: Target> On<D> {
             weights: weights.view_mut(),
         };
         let result = self.device.route(&self.device.order(), call);
+        let returned = result.is_ok();
+        // Before a read, which would be told.
+        let settled = self.device.settled(result);
         let ids = self.device.values(ids.view()).into_iter().map(|id| id as i32).collect();
-        Ok((result, ids, self.device.values(weights.view())))
+        Ok(Routed { returned, settled, ids, weights: self.device.values(weights.view()) })
     }
 
     /// Gradient of the logits, `[T, E]`.
