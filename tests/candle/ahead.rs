@@ -1,14 +1,14 @@
 //! What the host does not wait for. Run with no other test beside it: every device of candle's is of the one context of the
-//! GPU, and where another thread gives page-locked memory back, as the end of a device does, the driver waits for all
-//! that the context runs, and holds up every thread's launches until then.
+//! GPU, and where another thread loads kernels or gives page-locked memory back, as a device's start and end do, the driver
+//! waits for all that the context runs, and holds up every thread's launches until then.
 
 use std::time::Instant;
 
 use candle_core::{DType, Device, Tensor};
+use moebius::Lazy;
 use moebius::candle::ExpertParallelMoE;
 use moebius::cuda::Cuda;
 use moebius::layer::{AuxValue, Mode};
-use moebius::{Lazy, MoeConfig};
 
 use crate::gpu::poisoned;
 use crate::support::{AnyResult, config, flat, seeded, tokens};
