@@ -10,7 +10,7 @@
 
 use std::fmt;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::mpsc::{Receiver, Sender, SyncSender, channel, sync_channel};
 use std::thread;
 use std::time::Duration;
@@ -22,10 +22,11 @@ use crate::error::{CommError, Error, Result};
 use crate::tensor::{TensorMut, TensorRef};
 
 use super::beside::{Beside, Sent};
+use super::chain::CALL;
 use super::packed::Packed;
 use super::source::ShardSource;
 use super::tickets::Loan;
-use super::{Reduction, ShardDevice};
+use super::{Ending, Reduction, ShardDevice};
 
 /// A rank's shard on its way to the others.
 #[derive(Debug)]
@@ -65,6 +66,8 @@ pub(super) struct Done<D: ShardDevice> {
 pub(super) struct Pending<D: ShardDevice> {
     lane: &'static str,
     reply: Receiver<Done<D>>,
+    /// The recording that it is part of.
+    recording: Option<u64>,
 }
 
 impl<D: ShardDevice> Pending<D> {
@@ -91,12 +94,42 @@ const IDLE: Duration = Duration::from_secs(30);
 /// The same of one that has a job, which may wait for ranks that do not come.
 const BUSY: Duration = Duration::from_millis(200);
 
+/// What a lane has been given.
+#[derive(Debug, Default)]
+struct Given {
+    /// Jobs that are not done.
+    open: AtomicUsize,
+    /// The recording that the last was part of, or 0.
+    recording: AtomicU64,
+}
+
+/// Between two looks at a lane whose jobs have to be in a recording before that ends.
+const LOOK: Duration = Duration::from_micros(50);
+
+impl Given {
+    /// Has all jobs of a recording in it before it ends: one that came to its stream later would run, beside ranks whose
+    /// did not. Without an error there is nothing left to join; if there is, the recording fails for it.
+    fn settle<D: ShardDevice>(&self, between: &Beside<D>, failed: bool) {
+        if between.home.recording() != Some(self.recording.load(Ordering::SeqCst)) {
+            return;
+        }
+        while self.open.load(Ordering::SeqCst) > 0 {
+            thread::sleep(LOOK);
+        }
+        if failed {
+            // What was recorded is given up, joined or not.
+            let _ = between.come_back();
+        }
+    }
+}
+
 /// A helper thread with its communicator.
 pub(super) struct Lane<D: ShardDevice> {
     name: &'static str,
     jobs: Option<Sender<Order<D>>>,
-    /// Jobs that are not done.
-    open: Arc<AtomicUsize>,
+    given: Arc<Given>,
+    /// What recordings call before they end.
+    _ending: Arc<Ending>,
     /// Told when the thread has let go of its communicator.
     ended: Receiver<()>,
     /// Its communicator's device beside the chain's.
@@ -114,7 +147,7 @@ impl<D: ShardDevice> Drop for Lane<D> {
     /// under it. A job that waits for other ranks is left to itself.
     fn drop(&mut self) {
         self.jobs = None;
-        let limit = if self.open.load(Ordering::SeqCst) == 0 { IDLE } else { BUSY };
+        let limit = if self.given.open.load(Ordering::SeqCst) == 0 { IDLE } else { BUSY };
         // What is late is late.
         let _ = self.ended.recv_timeout(limit);
     }
@@ -130,12 +163,12 @@ impl<D: ShardDevice> Lane<D> {
         let between = Beside::new(home, comm.device());
         let (jobs, orders) = channel::<Order<D>>();
         let (end, ended) = sync_channel(1);
-        let open = Arc::<AtomicUsize>::default();
-        let (own, count) = (Arc::clone(&between), Arc::clone(&open));
+        let given = Arc::<Given>::default();
+        let (own, count) = (Arc::clone(&between), Arc::clone(&given));
         let work = move || {
             for Order { job, after, reply } in orders {
                 let done = job.run(&mut *comm, (&own, after));
-                count.fetch_sub(1, Ordering::SeqCst);
+                count.open.fetch_sub(1, Ordering::SeqCst);
                 // Whoever asked may be gone.
                 let _ = reply.send(done);
             }
@@ -148,7 +181,10 @@ impl<D: ShardDevice> Lane<D> {
             operation: format!("{name} lane"),
             message: e.to_string(),
         })?;
-        Ok(Self { name, jobs: Some(jobs), open, ended, between })
+        let (own, settled) = (Arc::clone(&between), Arc::clone(&given));
+        let ending: Arc<Ending> = Arc::new(move |failed| settled.settle(&own, failed));
+        home.before_recordings_end(&ending);
+        Ok(Self { name, jobs: Some(jobs), given, _ending: ending, ended, between })
     }
 
     /// Queues a job, behind the computation so far.
@@ -160,9 +196,11 @@ impl<D: ShardDevice> Lane<D> {
     pub fn give_after(&self, job: Job<D>, after: Result<Option<D::Event>>) -> Pending<D> {
         let (reply, receiver) = sync_channel(1);
         let order = Order { job, after, reply };
+        let recording = self.between.home.recording();
+        self.given.recording.store(recording.unwrap_or(0), Ordering::SeqCst);
         let refused = match &self.jobs {
             Some(jobs) => {
-                self.open.fetch_add(1, Ordering::SeqCst);
+                self.given.open.fetch_add(1, Ordering::SeqCst);
                 jobs.send(order).map_err(|refused| refused.0)
             }
             None => Err(order),
@@ -171,7 +209,7 @@ impl<D: ShardDevice> Lane<D> {
             let outcome = after.and(Err(ended(self.name)));
             let _ = reply.send(Done { loans: job.loans(), outcome, ready: None });
         }
-        Pending { lane: self.name, reply: receiver }
+        Pending { lane: self.name, reply: receiver, recording }
     }
 
     /// In place of a job whose buffer is not to be had: the other ranks are told.
@@ -181,8 +219,13 @@ impl<D: ShardDevice> Lane<D> {
 
     /// Waits for a job and takes its buffers: on a GPU, has the computation wait.
     pub fn receive(&self, pending: Pending<D>) -> (Vec<Loan<D>>, Result<()>) {
+        let (home, recording) = (&self.between.home, pending.recording);
         let Done { loans, outcome, ready } = pending.wait();
-        let home = &self.between.home;
+        if recording.is_some_and(|part| home.recording() != Some(part)) {
+            // Nothing has run, and nothing can be waited for.
+            let over = Error::invalid(CALL, "job", "of a recording under way", "of one that has ended");
+            return (loans.into_iter().filter_map(Sent::received).collect(), outcome.and(Err(over)));
+        }
         let waited = home.wait(&home.own_stream(), ready.as_ref());
         let known = waited.is_ok() && (ready.is_some() || !D::ENQUEUES);
         // A buffer that is not received is waited for as it is dropped.

@@ -35,6 +35,8 @@ mod source;
 mod state;
 mod tickets;
 
+use std::sync::Arc;
+
 use crate::comm::Communicator;
 use crate::device::Device;
 use crate::dtype::DType;
@@ -51,6 +53,9 @@ pub use report::{Memory, Traffic};
 pub use shards::Shards;
 pub use source::{Shard, ShardSource};
 pub use state::State;
+
+/// What is called before a recording ends; told whether what was recorded has failed.
+pub type Ending = dyn Fn(bool) + Send + Sync;
 
 /// What a device needs beside its kernels.
 pub trait ShardDevice: Kernels + Codec {
@@ -79,9 +84,15 @@ pub trait ShardDevice: Kernels + Codec {
         let _ = other;
     }
 
-    /// Whether calls are recorded, to be repeated later.
-    fn recording(&self) -> bool {
-        false
+    /// Number of the recording, none twice, if calls are recorded, to be repeated later.
+    fn recording(&self) -> Option<u64> {
+        None
+    }
+
+    /// Has each recording call this before it ends, on its thread, for as long as it lives: other threads may still
+    /// have work to put into it.
+    fn before_recordings_end(&self, ending: &Arc<Ending>) {
+        let _ = ending;
     }
 
     /// Refuses a stream other than [`own_stream`](Self::own_stream)'s, in whose order a chain's weights come.
