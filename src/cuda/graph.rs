@@ -134,10 +134,12 @@ impl Cuda {
     /// Records what `calls` enqueues, without running it. Run them once before, so that what happens at a first use is
     /// behind.
     ///
-    /// Until it returns, nothing else may use this device's stream.
+    /// Until it returns, nothing else may use this device's stream. Where `calls` fail, what they have recorded is given
+    /// up: nothing of it runs.
     ///
     /// # Errors
-    /// What `calls` returns; [`Error::NotCapturable`] where one of them waits for the device or copies from the host.
+    /// What `calls` returns; [`Error::NotCapturable`] where one of them waits for the device or copies from the host; work
+    /// that was recorded on another stream and that this one does not wait for.
     pub fn capture<T>(&self, calls: impl FnOnce() -> Result<T>) -> Result<Captured<T>> {
         self.bind(CALL)?;
         if self.inner.capturing.swap(true, Ordering::SeqCst) {

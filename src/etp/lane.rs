@@ -87,6 +87,7 @@ struct Order<D: ShardDevice> {
     /// The end of the computation so far; an error is for the other ranks to hear, in the job's turn.
     after: Result<Option<D::Event>>,
     reply: SyncSender<Done<D>>,
+    open: Open,
 }
 
 /// Longest wait for the end of a thread without a job: that of its communicator.
@@ -101,6 +102,22 @@ struct Given {
     open: AtomicUsize,
     /// The recording that the last was part of, or 0.
     recording: AtomicU64,
+}
+
+/// A job that is not done, or dropped with a thread that has ended.
+struct Open(Arc<Given>);
+
+impl Open {
+    fn new(given: &Arc<Given>) -> Self {
+        given.open.fetch_add(1, Ordering::SeqCst);
+        Self(Arc::clone(given))
+    }
+}
+
+impl Drop for Open {
+    fn drop(&mut self) {
+        self.0.open.fetch_sub(1, Ordering::SeqCst);
+    }
 }
 
 /// Between two looks at a lane whose jobs have to be in a recording before that ends.
@@ -164,11 +181,11 @@ impl<D: ShardDevice> Lane<D> {
         let (jobs, orders) = channel::<Order<D>>();
         let (end, ended) = sync_channel(1);
         let given = Arc::<Given>::default();
-        let (own, count) = (Arc::clone(&between), Arc::clone(&given));
+        let own = Arc::clone(&between);
         let work = move || {
-            for Order { job, after, reply } in orders {
+            for Order { job, after, reply, open } in orders {
                 let done = job.run(&mut *comm, (&own, after));
-                count.open.fetch_sub(1, Ordering::SeqCst);
+                drop(open);
                 // Whoever asked may be gone.
                 let _ = reply.send(done);
             }
@@ -195,17 +212,14 @@ impl<D: ShardDevice> Lane<D> {
     /// The same behind an event, or behind what went wrong before it, which the other ranks are told in the job's turn.
     pub fn give_after(&self, job: Job<D>, after: Result<Option<D::Event>>) -> Pending<D> {
         let (reply, receiver) = sync_channel(1);
-        let order = Order { job, after, reply };
         let recording = self.between.home.recording();
         self.given.recording.store(recording.unwrap_or(0), Ordering::SeqCst);
+        let order = Order { job, after, reply, open: Open::new(&self.given) };
         let refused = match &self.jobs {
-            Some(jobs) => {
-                self.given.open.fetch_add(1, Ordering::SeqCst);
-                jobs.send(order).map_err(|refused| refused.0)
-            }
+            Some(jobs) => jobs.send(order).map_err(|refused| refused.0),
             None => Err(order),
         };
-        if let Err(Order { job, after, reply }) = refused {
+        if let Err(Order { job, after, reply, .. }) = refused {
             let outcome = after.and(Err(ended(self.name)));
             let _ = reply.send(Done { loans: job.loans(), outcome, ready: None });
         }

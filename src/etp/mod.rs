@@ -248,7 +248,7 @@ pub struct WeightSpec {
     pub recompute: bool,
     /// How its shards travel. A quantised shard is cast, in the computation's order, before the first gather after a
     /// [`Chain::finish`], a [`Chain::replace`] or [`Chain::changed`], and the cast serves until the next: all
-    /// microbatches of a step, forward and backward. It is de-quantised on arrival: the layer computes with what the
+    /// microbatches of a step, forward and backward; from [`Chain::prepare_recording`] on, one forward and its backward. It is de-quantised on arrival: the layer computes with what the
     /// quantised weight stands for. The shard itself stays as it is for the optimiser, and for [`Chain::whole`]. NVFP4
     /// has an amax an expert (all of a chain joined in one all-reduce), and rows of an even number of elements; weights
     /// are f32, bf16 or f16.
