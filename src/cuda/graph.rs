@@ -89,10 +89,11 @@ impl Recording<'_> {
         self.open = false;
         let inner = &self.cuda.inner;
         let endings: Vec<_> = inner.recordings.endings().iter().filter_map(Weak::upgrade).collect();
-        endings.iter().for_each(|ending| ending(failed));
+        let whole = endings.iter().map(|ending| ending(failed)).fold(Ok(()), Result::and);
         // SAFETY: recording was begun on this stream, and not ended.
         let graph = unsafe { result::stream::end_capture(inner.stream.cu_stream()) };
-        graph.map(Graph).map_err(driver(CALL, "end recording"))
+        let graph = graph.map(Graph).map_err(driver(CALL, "end recording"));
+        whole.and(graph)
     }
 }
 
@@ -138,8 +139,8 @@ impl Cuda {
     /// up: nothing of it runs.
     ///
     /// # Errors
-    /// What `calls` returns; [`Error::NotCapturable`] where one of them waits for the device or copies from the host; work
-    /// that was recorded on another stream and that this one does not wait for.
+    /// What `calls` returns; [`Error::NotCapturable`] where one of them waits for the device or copies from the host, or
+    /// where they end within a pass of a chain; a driver's error.
     pub fn capture<T>(&self, calls: impl FnOnce() -> Result<T>) -> Result<Captured<T>> {
         self.bind(CALL)?;
         if self.inner.capturing.swap(true, Ordering::SeqCst) {

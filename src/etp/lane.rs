@@ -24,6 +24,7 @@ use crate::tensor::{TensorMut, TensorRef};
 use super::beside::{Beside, Sent};
 use super::chain::CALL;
 use super::packed::Packed;
+use super::recorded::refused;
 use super::source::ShardSource;
 use super::tickets::Loan;
 use super::{Ending, Reduction, ShardDevice};
@@ -68,6 +69,7 @@ pub(super) struct Pending<D: ShardDevice> {
     reply: Receiver<Done<D>>,
     /// The recording that it is part of.
     recording: Option<u64>,
+    _under_way: Counted,
 }
 
 impl<D: ShardDevice> Pending<D> {
@@ -87,7 +89,7 @@ struct Order<D: ShardDevice> {
     /// The end of the computation so far; an error is for the other ranks to hear, in the job's turn.
     after: Result<Option<D::Event>>,
     reply: SyncSender<Done<D>>,
-    open: Open,
+    open: Counted,
 }
 
 /// Longest wait for the end of a thread without a job: that of its communicator.
@@ -98,25 +100,28 @@ const BUSY: Duration = Duration::from_millis(200);
 /// What a lane has been given.
 #[derive(Debug, Default)]
 struct Given {
-    /// Jobs that are not done.
-    open: AtomicUsize,
+    /// Jobs that are not done, nor dropped with a thread that has ended.
+    open: Arc<AtomicUsize>,
+    /// Jobs whose results nobody has taken.
+    under_way: Arc<AtomicUsize>,
     /// The recording that the last was part of, or 0.
     recording: AtomicU64,
 }
 
-/// A job that is not done, or dropped with a thread that has ended.
-struct Open(Arc<Given>);
+/// One of a number that there are, for as long as it lives.
+#[derive(Debug)]
+struct Counted(Arc<AtomicUsize>);
 
-impl Open {
-    fn new(given: &Arc<Given>) -> Self {
-        given.open.fetch_add(1, Ordering::SeqCst);
-        Self(Arc::clone(given))
+impl Counted {
+    fn among(number: &Arc<AtomicUsize>) -> Self {
+        number.fetch_add(1, Ordering::SeqCst);
+        Self(Arc::clone(number))
     }
 }
 
-impl Drop for Open {
+impl Drop for Counted {
     fn drop(&mut self) {
-        self.0.open.fetch_sub(1, Ordering::SeqCst);
+        self.0.fetch_sub(1, Ordering::SeqCst);
     }
 }
 
@@ -125,17 +130,23 @@ const LOOK: Duration = Duration::from_micros(50);
 
 impl Given {
     /// Has all jobs of a recording in it before it ends: one that came to its stream later would run, beside ranks whose
-    /// did not. Without an error there is nothing left to join; if there is, the recording fails for it.
-    fn settle<D: ShardDevice>(&self, between: &Beside<D>, failed: bool) {
+    /// did not. With jobs that nobody has waited for the recording fails; the driver takes it, as NCCL sets what its
+    /// captured streams depend on.
+    fn settle<D: ShardDevice>(&self, between: &Beside<D>, failed: bool) -> Result<()> {
         if between.home.recording() != Some(self.recording.load(Ordering::SeqCst)) {
-            return;
+            return Ok(());
         }
         while self.open.load(Ordering::SeqCst) > 0 {
             thread::sleep(LOOK);
         }
-        if failed {
+        let left = self.under_way.load(Ordering::SeqCst) > 0;
+        if failed || left {
             // What was recorded is given up, joined or not.
             let _ = between.come_back();
+        }
+        match left && !failed {
+            true => Err(refused("Cuda::capture", "end within a pass of a chain, with collectives under way")),
+            false => Ok(()),
         }
     }
 }
@@ -214,7 +225,7 @@ impl<D: ShardDevice> Lane<D> {
         let (reply, receiver) = sync_channel(1);
         let recording = self.between.home.recording();
         self.given.recording.store(recording.unwrap_or(0), Ordering::SeqCst);
-        let order = Order { job, after, reply, open: Open::new(&self.given) };
+        let order = Order { job, after, reply, open: Counted::among(&self.given.open) };
         let refused = match &self.jobs {
             Some(jobs) => jobs.send(order).map_err(|refused| refused.0),
             None => Err(order),
@@ -223,7 +234,7 @@ impl<D: ShardDevice> Lane<D> {
             let outcome = after.and(Err(ended(self.name)));
             let _ = reply.send(Done { loans: job.loans(), outcome, ready: None });
         }
-        Pending { lane: self.name, reply: receiver, recording }
+        Pending { lane: self.name, reply: receiver, recording, _under_way: Counted::among(&self.given.under_way) }
     }
 
     /// In place of a job whose buffer is not to be had: the other ranks are told.

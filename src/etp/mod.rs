@@ -54,8 +54,9 @@ pub use shards::Shards;
 pub use source::{Shard, ShardSource};
 pub use state::State;
 
-/// What is called before a recording ends; told whether what was recorded has failed.
-pub type Ending = dyn Fn(bool) + Send + Sync;
+/// What is called before a recording ends, told whether the recorded calls have failed; an error of its own is the
+/// recording's.
+pub type Ending = dyn Fn(bool) -> Result<()> + Send + Sync;
 
 /// What a device needs beside its kernels.
 pub trait ShardDevice: Kernels + Codec {
