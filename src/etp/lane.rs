@@ -130,8 +130,8 @@ const LOOK: Duration = Duration::from_micros(50);
 
 impl Given {
     /// Has all jobs of a recording in it before it ends: one that came to its stream later would run, beside ranks whose
-    /// did not. With jobs that nobody has waited for the recording fails; the driver takes it, as NCCL sets what its
-    /// captured streams depend on.
+    /// did not, and one that is inside NCCL then crashes it (2.30.7). With jobs that nobody has waited for the recording
+    /// fails: the driver would take it, as NCCL sets what its captured streams depend on.
     fn settle<D: ShardDevice>(&self, between: &Beside<D>, failed: bool) -> Result<()> {
         if between.home.recording() != Some(self.recording.load(Ordering::SeqCst)) {
             return Ok(());
