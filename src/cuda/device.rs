@@ -9,6 +9,7 @@ use cudarc::driver::{CudaContext, CudaEvent, CudaStream, DriverError, result};
 
 use crate::error::{Error, Result};
 
+use super::graph::Recordings;
 use super::launch::Functions;
 use super::memory::{Arena, Memory};
 use super::status::Status;
@@ -44,6 +45,7 @@ pub(super) struct Inner {
     arena: RwLock<Arc<Arena>>,
     /// A graph is being recorded.
     pub(super) capturing: AtomicBool,
+    pub(super) recordings: Recordings,
     /// What may spoil the work on the stream from outside.
     pub(super) guards: Mutex<Vec<Weak<dyn Guard>>>,
 }
@@ -157,8 +159,9 @@ impl Cuda {
         let report = Status::new(&stream)?;
         let arena = RwLock::new(Arena::new(&stream)?);
         let (status, capturing) = (report.words, AtomicBool::new(false));
-        let guards = Mutex::default();
-        let inner = Inner { functions, stream, context, processors, status, report, arena, capturing, guards };
+        let (guards, recordings) = (Mutex::default(), Recordings::default());
+        let inner =
+            Inner { functions, stream, context, processors, status, report, arena, capturing, recordings, guards };
         let cuda = Self { inner: Arc::new(inner), poison: false, portable: false, spare: 0 };
         cuda.reset_status(CALL)?;
         Ok(cuda)

@@ -1,9 +1,9 @@
 //! Sharded weights on a GPU.
 
-use std::sync::atomic::Ordering;
+use std::sync::Arc;
 
 use crate::error::{Error, Result};
-use crate::etp::{ShardDevice, Shares};
+use crate::etp::{Ending, ShardDevice, Shares};
 use crate::tensor::TensorMut;
 
 use super::device::{Cuda, Event, Stream};
@@ -61,8 +61,12 @@ impl ShardDevice for Cuda {
         self.heed_guards(other);
     }
 
-    fn recording(&self) -> bool {
-        self.inner.capturing.load(Ordering::SeqCst)
+    fn recording(&self) -> Option<u64> {
+        self.recording_number()
+    }
+
+    fn before_recordings_end(&self, ending: &Arc<Ending>) {
+        self.ends_behind(ending);
     }
 
     fn in_order(&self, call: &'static str, stream: &Stream) -> Result<()> {

@@ -1,14 +1,17 @@
 //! CUDA graphs: a sequence of calls, recorded once and replayed without the host.
 
-use std::sync::Arc;
-use std::sync::atomic::Ordering;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 
 use cudarc::driver::{result, sys};
 
 use crate::error::{Error, Result};
+use crate::etp::Ending;
 
 use super::device::{Cuda, driver};
 use super::memory::Arena;
+
+const CALL: &str = "Cuda::capture";
 
 /// A recorded sequence of calls with everything that it touches: the memory that it allocated, and a hold on every tensor
 /// of its [`Cuda`] that was alive when it was recorded, so that none of that memory is given to anything else
@@ -45,6 +48,84 @@ impl Drop for Hold {
     }
 }
 
+/// A device's recordings.
+#[derive(Default)]
+pub(super) struct Recordings {
+    /// So far, one under way counted.
+    begun: AtomicU64,
+    /// What is called before one ends.
+    endings: Mutex<Vec<Weak<Ending>>>,
+}
+
+impl Recordings {
+    fn endings(&self) -> MutexGuard<'_, Vec<Weak<Ending>>> {
+        self.endings.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// A recording under way. However it ends, the stream is out of it afterwards, and the device has its memory again.
+struct Recording<'a> {
+    cuda: &'a Cuda,
+    shared: Arc<Arena>,
+    /// Begun on the stream and not ended.
+    open: bool,
+}
+
+impl Recording<'_> {
+    fn run<T>(&mut self, calls: impl FnOnce() -> Result<T>) -> Result<(Graph, T)> {
+        let mode = sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_RELAXED;
+        // SAFETY: the stream is alive.
+        unsafe { result::stream::begin_capture(self.cuda.inner.stream.cu_stream(), mode) }
+            .map_err(driver(CALL, "begin recording"))?;
+        self.open = true;
+        let output = calls();
+        let graph = self.end(output.is_err());
+        // Why there is none, before what has become of it.
+        let output = output?;
+        Ok((graph?, output))
+    }
+
+    fn end(&mut self, failed: bool) -> Result<Graph> {
+        self.open = false;
+        let inner = &self.cuda.inner;
+        let endings: Vec<_> = inner.recordings.endings().iter().filter_map(Weak::upgrade).collect();
+        let whole = endings.iter().map(|ending| ending(failed)).fold(Ok(()), Result::and);
+        // SAFETY: recording was begun on this stream, and not ended.
+        let graph = unsafe { result::stream::end_capture(inner.stream.cu_stream()) };
+        let graph = graph.map(Graph).map_err(driver(CALL, "end recording"));
+        whole.and(graph)
+    }
+}
+
+impl Drop for Recording<'_> {
+    fn drop(&mut self) {
+        if self.open {
+            // The calls panicked.
+            let _ = self.end(true);
+        }
+        self.cuda.inner.exchange_arena(Arc::clone(&self.shared));
+        self.cuda.inner.capturing.store(false, Ordering::SeqCst);
+    }
+}
+
+/// What was recorded.
+struct Graph(sys::CUgraph);
+
+impl Graph {
+    fn executable(&self) -> Result<sys::CUgraphExec> {
+        // SAFETY: the graph is alive.
+        unsafe { result::graph::instantiate(self.0, sys::CUgraphInstantiate_flags(0)) }
+            .map_err(driver(CALL, "make the graph executable"))
+    }
+}
+
+impl Drop for Graph {
+    fn drop(&mut self) {
+        // SAFETY: made once, by the end of a recording; an executable one that was made of it does not need it.
+        let _ = unsafe { result::graph::destroy(self.0) };
+    }
+}
+
 // SAFETY: an executable graph is a handle that any thread may use, one at a time: `replay` and `drop` take `&mut self`.
 unsafe impl<T: Send> Send for Captured<T> {}
 // SAFETY: as above; `&self` gives the output alone.
@@ -54,12 +135,13 @@ impl Cuda {
     /// Records what `calls` enqueues, without running it. Run them once before, so that what happens at a first use is
     /// behind.
     ///
-    /// Until it returns, nothing else may use this device's stream.
+    /// Until it returns, nothing else may use this device's stream. Where `calls` fail, what they have recorded is given
+    /// up: nothing of it runs.
     ///
     /// # Errors
-    /// What `calls` returns; [`Error::NotCapturable`] where one of them waits for the device or copies from the host.
+    /// What `calls` returns; [`Error::NotCapturable`] where one of them waits for the device or copies from the host, or
+    /// where they end within a pass of a chain; a driver's error.
     pub fn capture<T>(&self, calls: impl FnOnce() -> Result<T>) -> Result<Captured<T>> {
-        const CALL: &str = "Cuda::capture";
         self.bind(CALL)?;
         if self.inner.capturing.swap(true, Ordering::SeqCst) {
             return Err(Error::invalid(CALL, "device", "no capture under way", "one"));
@@ -69,29 +151,23 @@ impl Cuda {
         let hold = Hold::new(&shared);
         let arena = shared.private();
         self.inner.exchange_arena(Arc::clone(&arena));
-        let recorded = self.record_calls(calls);
-        self.inner.exchange_arena(shared);
-        self.inner.capturing.store(false, Ordering::SeqCst);
-        let (exec, output) = recorded?;
+        self.inner.recordings.begun.fetch_add(1, Ordering::SeqCst);
+        let (graph, output) = Recording { cuda: self, shared, open: false }.run(calls)?;
+        let exec = graph.executable()?;
         Ok(Captured { exec, output, cuda: self.clone(), arena, _hold: hold })
     }
 
-    fn record_calls<T>(&self, calls: impl FnOnce() -> Result<T>) -> Result<(sys::CUgraphExec, T)> {
-        const CALL: &str = "Cuda::capture";
-        let stream = self.inner.stream.cu_stream();
-        let mode = sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_RELAXED;
-        // SAFETY: the stream is alive.
-        unsafe { result::stream::begin_capture(stream, mode) }.map_err(driver(CALL, "begin recording"))?;
-        let output = calls();
-        // SAFETY: recording was begun on this stream.
-        let graph = unsafe { result::stream::end_capture(stream) };
-        let output = output?;
-        let graph = graph.map_err(driver(CALL, "end recording"))?;
-        // SAFETY: the graph was just recorded.
-        let exec = unsafe { result::graph::instantiate(graph, sys::CUgraphInstantiate_flags(0)) };
-        // SAFETY: as above; it is destroyed once, when the executable one has been made of it.
-        let _ = unsafe { result::graph::destroy(graph) };
-        Ok((exec.map_err(driver(CALL, "make the graph executable"))?, output))
+    /// Number of the recording under way.
+    pub(super) fn recording_number(&self) -> Option<u64> {
+        let number = || self.inner.recordings.begun.load(Ordering::SeqCst);
+        self.inner.capturing.load(Ordering::SeqCst).then(number)
+    }
+
+    /// Has every recording call this before it ends.
+    pub(super) fn ends_behind(&self, ending: &Arc<Ending>) {
+        let mut endings = self.inner.recordings.endings();
+        endings.retain(|ending| ending.strong_count() > 0);
+        endings.push(Arc::downgrade(ending));
     }
 
     /// Whether a graph is being recorded on the stream, by this crate or the host framework.

@@ -32,9 +32,9 @@ pub struct Chain<D: ShardDevice> {
     rank: usize,
     ranks: usize,
     inner: Mutex<Inner<D>>,
-    /// Tests' recordings, where devices have none.
+    /// Number of a test's recording, where devices have none, or 0.
     #[cfg(test)]
-    pub(super) pretended: std::sync::atomic::AtomicBool,
+    pub(super) pretended: std::sync::atomic::AtomicU64,
 }
 
 impl<D: ShardDevice> fmt::Debug for Chain<D> {
@@ -67,6 +67,10 @@ pub(super) struct Inner<D: ShardDevice> {
     pub epoch: u64,
     /// Passes may be recorded: main gradients stay where they are, and are zeros where nothing has been added.
     pub recorded: bool,
+    /// The recording that the last call was part of, and so all that is under way.
+    pub recording: Option<u64>,
+    /// The last pass was recorded: whether it has run, and with it its casts, is not known.
+    pub unknown: bool,
     /// Amaxes of shards that travel in NVFP4.
     pub amaxes: Option<Amaxes<D>>,
 }
@@ -140,6 +144,8 @@ impl<D: ShardDevice> Chain<D> {
             serial: 0,
             epoch: 0,
             recorded: false,
+            recording: None,
+            unknown: false,
             amaxes: None,
         };
         Ok(Self {
@@ -150,7 +156,7 @@ impl<D: ShardDevice> Chain<D> {
             ranks,
             inner: Mutex::new(inner),
             #[cfg(test)]
-            pretended: false.into(),
+            pretended: 0.into(),
         })
     }
 
@@ -207,7 +213,8 @@ impl<D: ShardDevice> Chain<D> {
         Ok(WeightId(inner.weights.len() - 1))
     }
 
-    /// Replaces the source of a weight's shard, between passes; on every rank where shards travel quantised.
+    /// Replaces the source of a weight's shard, between passes; on every rank where shards travel quantised. Recordings
+    /// that there are go on reading the one before it.
     ///
     /// # Errors
     /// A source of another size or type; a pass that runs; a weight that there is not.

@@ -10,7 +10,7 @@
 
 use std::fmt;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::mpsc::{Receiver, Sender, SyncSender, channel, sync_channel};
 use std::thread;
 use std::time::Duration;
@@ -22,10 +22,12 @@ use crate::error::{CommError, Error, Result};
 use crate::tensor::{TensorMut, TensorRef};
 
 use super::beside::{Beside, Sent};
+use super::chain::CALL;
 use super::packed::Packed;
+use super::recorded::refused;
 use super::source::ShardSource;
 use super::tickets::Loan;
-use super::{Reduction, ShardDevice};
+use super::{Ending, Reduction, ShardDevice};
 
 /// A rank's shard on its way to the others.
 #[derive(Debug)]
@@ -65,6 +67,9 @@ pub(super) struct Done<D: ShardDevice> {
 pub(super) struct Pending<D: ShardDevice> {
     lane: &'static str,
     reply: Receiver<Done<D>>,
+    /// The recording that it is part of.
+    recording: Option<u64>,
+    _under_way: Counted,
 }
 
 impl<D: ShardDevice> Pending<D> {
@@ -84,6 +89,7 @@ struct Order<D: ShardDevice> {
     /// The end of the computation so far; an error is for the other ranks to hear, in the job's turn.
     after: Result<Option<D::Event>>,
     reply: SyncSender<Done<D>>,
+    open: Counted,
 }
 
 /// Longest wait for the end of a thread without a job: that of its communicator.
@@ -91,12 +97,67 @@ const IDLE: Duration = Duration::from_secs(30);
 /// The same of one that has a job, which may wait for ranks that do not come.
 const BUSY: Duration = Duration::from_millis(200);
 
+/// What a lane has been given.
+#[derive(Debug, Default)]
+struct Given {
+    /// Jobs that are not done, nor dropped with a thread that has ended.
+    open: Arc<AtomicUsize>,
+    /// Jobs whose results nobody has taken.
+    under_way: Arc<AtomicUsize>,
+    /// The recording that the last was part of, or 0.
+    recording: AtomicU64,
+}
+
+/// One of a number that there are, for as long as it lives.
+#[derive(Debug)]
+struct Counted(Arc<AtomicUsize>);
+
+impl Counted {
+    fn among(number: &Arc<AtomicUsize>) -> Self {
+        number.fetch_add(1, Ordering::SeqCst);
+        Self(Arc::clone(number))
+    }
+}
+
+impl Drop for Counted {
+    fn drop(&mut self) {
+        self.0.fetch_sub(1, Ordering::SeqCst);
+    }
+}
+
+/// Between two looks at a lane whose jobs have to be in a recording before that ends.
+const LOOK: Duration = Duration::from_micros(50);
+
+impl Given {
+    /// Has all jobs of a recording in it before it ends: one that came to its stream later would run, beside ranks whose
+    /// did not, and one that is inside NCCL then crashes it (2.30.7). With jobs that nobody has waited for the recording
+    /// fails: the driver would take it, as NCCL sets what its captured streams depend on.
+    fn settle<D: ShardDevice>(&self, between: &Beside<D>, failed: bool) -> Result<()> {
+        if between.home.recording() != Some(self.recording.load(Ordering::SeqCst)) {
+            return Ok(());
+        }
+        while self.open.load(Ordering::SeqCst) > 0 {
+            thread::sleep(LOOK);
+        }
+        let left = self.under_way.load(Ordering::SeqCst) > 0;
+        if failed || left {
+            // What was recorded is given up, joined or not.
+            let _ = between.come_back();
+        }
+        match left && !failed {
+            true => Err(refused("Cuda::capture", "end within a pass of a chain, with collectives under way")),
+            false => Ok(()),
+        }
+    }
+}
+
 /// A helper thread with its communicator.
 pub(super) struct Lane<D: ShardDevice> {
     name: &'static str,
     jobs: Option<Sender<Order<D>>>,
-    /// Jobs that are not done.
-    open: Arc<AtomicUsize>,
+    given: Arc<Given>,
+    /// What recordings call before they end.
+    _ending: Arc<Ending>,
     /// Told when the thread has let go of its communicator.
     ended: Receiver<()>,
     /// Its communicator's device beside the chain's.
@@ -114,7 +175,7 @@ impl<D: ShardDevice> Drop for Lane<D> {
     /// under it. A job that waits for other ranks is left to itself.
     fn drop(&mut self) {
         self.jobs = None;
-        let limit = if self.open.load(Ordering::SeqCst) == 0 { IDLE } else { BUSY };
+        let limit = if self.given.open.load(Ordering::SeqCst) == 0 { IDLE } else { BUSY };
         // What is late is late.
         let _ = self.ended.recv_timeout(limit);
     }
@@ -130,12 +191,12 @@ impl<D: ShardDevice> Lane<D> {
         let between = Beside::new(home, comm.device());
         let (jobs, orders) = channel::<Order<D>>();
         let (end, ended) = sync_channel(1);
-        let open = Arc::<AtomicUsize>::default();
-        let (own, count) = (Arc::clone(&between), Arc::clone(&open));
+        let given = Arc::<Given>::default();
+        let own = Arc::clone(&between);
         let work = move || {
-            for Order { job, after, reply } in orders {
+            for Order { job, after, reply, open } in orders {
                 let done = job.run(&mut *comm, (&own, after));
-                count.fetch_sub(1, Ordering::SeqCst);
+                drop(open);
                 // Whoever asked may be gone.
                 let _ = reply.send(done);
             }
@@ -148,7 +209,10 @@ impl<D: ShardDevice> Lane<D> {
             operation: format!("{name} lane"),
             message: e.to_string(),
         })?;
-        Ok(Self { name, jobs: Some(jobs), open, ended, between })
+        let (own, settled) = (Arc::clone(&between), Arc::clone(&given));
+        let ending: Arc<Ending> = Arc::new(move |failed| settled.settle(&own, failed));
+        home.before_recordings_end(&ending);
+        Ok(Self { name, jobs: Some(jobs), given, _ending: ending, ended, between })
     }
 
     /// Queues a job, behind the computation so far.
@@ -159,19 +223,18 @@ impl<D: ShardDevice> Lane<D> {
     /// The same behind an event, or behind what went wrong before it, which the other ranks are told in the job's turn.
     pub fn give_after(&self, job: Job<D>, after: Result<Option<D::Event>>) -> Pending<D> {
         let (reply, receiver) = sync_channel(1);
-        let order = Order { job, after, reply };
+        let recording = self.between.home.recording();
+        self.given.recording.store(recording.unwrap_or(0), Ordering::SeqCst);
+        let order = Order { job, after, reply, open: Counted::among(&self.given.open) };
         let refused = match &self.jobs {
-            Some(jobs) => {
-                self.open.fetch_add(1, Ordering::SeqCst);
-                jobs.send(order).map_err(|refused| refused.0)
-            }
+            Some(jobs) => jobs.send(order).map_err(|refused| refused.0),
             None => Err(order),
         };
-        if let Err(Order { job, after, reply }) = refused {
+        if let Err(Order { job, after, reply, .. }) = refused {
             let outcome = after.and(Err(ended(self.name)));
             let _ = reply.send(Done { loans: job.loans(), outcome, ready: None });
         }
-        Pending { lane: self.name, reply: receiver }
+        Pending { lane: self.name, reply: receiver, recording, _under_way: Counted::among(&self.given.under_way) }
     }
 
     /// In place of a job whose buffer is not to be had: the other ranks are told.
@@ -181,8 +244,13 @@ impl<D: ShardDevice> Lane<D> {
 
     /// Waits for a job and takes its buffers: on a GPU, has the computation wait.
     pub fn receive(&self, pending: Pending<D>) -> (Vec<Loan<D>>, Result<()>) {
+        let (home, recording) = (&self.between.home, pending.recording);
         let Done { loans, outcome, ready } = pending.wait();
-        let home = &self.between.home;
+        if recording.is_some_and(|part| home.recording() != Some(part)) {
+            // Nothing has run, and nothing can be waited for.
+            let over = Error::invalid(CALL, "job", "of a recording under way", "of one that has ended");
+            return (loans.into_iter().filter_map(Sent::received).collect(), outcome.and(Err(over)));
+        }
         let waited = home.wait(&home.own_stream(), ready.as_ref());
         let known = waited.is_ok() && (ready.is_some() || !D::ENQUEUES);
         // A buffer that is not received is waited for as it is dropped.

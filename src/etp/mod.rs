@@ -35,6 +35,8 @@ mod source;
 mod state;
 mod tickets;
 
+use std::sync::Arc;
+
 use crate::comm::Communicator;
 use crate::device::Device;
 use crate::dtype::DType;
@@ -51,6 +53,10 @@ pub use report::{Memory, Traffic};
 pub use shards::Shards;
 pub use source::{Shard, ShardSource};
 pub use state::State;
+
+/// What is called before a recording ends, told whether the recorded calls have failed; an error of its own is the
+/// recording's.
+pub type Ending = dyn Fn(bool) -> Result<()> + Send + Sync;
 
 /// What a device needs beside its kernels.
 pub trait ShardDevice: Kernels + Codec {
@@ -79,9 +85,15 @@ pub trait ShardDevice: Kernels + Codec {
         let _ = other;
     }
 
-    /// Whether calls are recorded, to be repeated later.
-    fn recording(&self) -> bool {
-        false
+    /// Number of the recording, none twice, if calls are recorded, to be repeated later.
+    fn recording(&self) -> Option<u64> {
+        None
+    }
+
+    /// Has each recording call this before it ends, on its thread, for as long as it lives: other threads may still
+    /// have work to put into it.
+    fn before_recordings_end(&self, ending: &Arc<Ending>) {
+        let _ = ending;
     }
 
     /// Refuses a stream other than [`own_stream`](Self::own_stream)'s, in whose order a chain's weights come.
@@ -237,7 +249,7 @@ pub struct WeightSpec {
     pub recompute: bool,
     /// How its shards travel. A quantised shard is cast, in the computation's order, before the first gather after a
     /// [`Chain::finish`], a [`Chain::replace`] or [`Chain::changed`], and the cast serves until the next: all
-    /// microbatches of a step, forward and backward. It is de-quantised on arrival: the layer computes with what the
+    /// microbatches of a step, forward and backward; from [`Chain::prepare_recording`] on, one forward and its backward. It is de-quantised on arrival: the layer computes with what the
     /// quantised weight stands for. The shard itself stays as it is for the optimiser, and for [`Chain::whole`]. NVFP4
     /// has an amax an expert (all of a chain joined in one all-reduce), and rows of an even number of elements; weights
     /// are f32, bf16 or f16.

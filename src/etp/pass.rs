@@ -7,7 +7,6 @@ use crate::error::{Error, Result};
 use super::chain::{Chain, Inner, Node};
 use super::lane::Job;
 use super::links::{Link, arrival_parities, gather_parities, gradient_parities, schedule};
-use super::recorded::refused;
 use super::tickets::Usage;
 use super::{Phase, ShardDevice};
 
@@ -39,8 +38,7 @@ impl<D: ShardDevice> Chain<D> {
     /// # Errors
     /// A pass that was not ended (after an error: [`recover`](Self::recover)); a backward before any forward.
     pub fn begin(&self, phase: Phase) -> Result<()> {
-        const CALL: &str = "Chain::begin";
-        let mut inner = self.enter(CALL)?;
+        let mut inner = self.enter("Chain::begin")?;
         if let Some(active) = inner.active {
             let found = format!("a {:?} pass that was not ended", active.phase);
             return Err(inner.trouble("(chain)", "no pass", &found));
@@ -48,15 +46,14 @@ impl<D: ShardDevice> Chain<D> {
         if phase == Phase::Backward && !inner.is_linked() {
             return Err(inner.trouble("(chain)", "a forward before a backward", "none"));
         }
-        if self.recording() {
-            if !inner.reducing.is_empty() {
-                return Err(refused(CALL, "wait for gradients that were under way before (Chain::drain)"));
-            }
-            if phase == Phase::Forward {
-                // Shards may have changed each time that it runs.
-                inner.epoch += 1;
-            }
-        }
+        let recording = inner.recording.is_some();
+        let anew = match phase {
+            // Shards may have changed each time that a recording runs, and their casts with it.
+            Phase::Forward => inner.recorded,
+            Phase::Backward => inner.unknown && !recording,
+        };
+        inner.epoch += u64::from(anew);
+        inner.unknown = recording;
         inner.passes += 1;
         inner.serial += 1;
         let (number, serial, epoch) = (inner.passes, inner.serial, inner.epoch);
@@ -86,7 +83,7 @@ impl<D: ShardDevice> Chain<D> {
         }
         inner.active = None;
         // A recording ends with nothing under way.
-        if self.recording() { inner.settle(self) } else { Ok(()) }
+        if inner.recording.is_some() { inner.settle(self) } else { Ok(()) }
     }
 
     /// Forgets the linked order, for a model that has changed; the next forward links anew.
@@ -122,7 +119,7 @@ impl<D: ShardDevice> Chain<D> {
     /// # Errors
     /// A rank that is lost.
     pub fn recover(&self, reason: Option<&Error>) -> Result<()> {
-        let mut inner = self.not_recorded("Chain::recover")?;
+        let mut inner = self.give_up("Chain::recover")?;
         let job = |op| {
             let tag = Tag { layer: 0, op, sequence: u64::MAX };
             Job::Recover { tag, reason: reason.map(ToString::to_string) }

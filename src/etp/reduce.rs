@@ -117,7 +117,7 @@ impl<D: ShardDevice> Chain<D> {
             }
         }
         // Between a recording's passes nothing may be left under way.
-        let ahead = self.options.prefetch && (inner.active.is_some() || !self.recording());
+        let ahead = self.options.prefetch && (inner.active.is_some() || inner.recording.is_none());
         let state = if ahead { State::AsyncWait } else { State::DataReadySync };
         inner.reduce(room.id.0, gradient, (self.options.reduction, state))?;
         if ahead { Ok(()) } else { inner.settle(self) }
@@ -303,7 +303,7 @@ fn add<'a, D: ShardDevice>(
     let Main { sums, first } = match &mut weight.main {
         Some(main) => main,
         empty => {
-            if chain.recording() {
+            if chain.recording().is_some() {
                 return Err(refused(CALL, "allocate a main gradient, as a first use does"));
             }
             let dims = shards.shard_dims();

@@ -21,6 +21,7 @@ mod layer;
 mod library;
 mod lost;
 mod processes;
+mod recorded;
 #[path = "../common/several.rs"]
 mod several;
 #[path = "../common/steps.rs"]
@@ -67,6 +68,7 @@ fn over_ranks(ranks: usize) -> Vec<(String, Body)> {
         ("layer", layer::cases()),
         ("lost", lost::cases()),
         ("processes", processes::cases()),
+        ("recorded", recorded::cases()),
         ("streams", streams::cases()),
     ];
     for (file, cases) in files {

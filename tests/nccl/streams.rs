@@ -8,7 +8,7 @@ use moebius::cpu::Cpu;
 use moebius::cuda::Cuda;
 use moebius::ep::GroupConfig;
 use moebius::etp::{
-    Chain, Comms, EtpOptions, Payload, Phase, Reduction, Shard, ShardDevice, ShardSource, Shares, WeightId, WeightSpec,
+    Chain, Comms, EtpOptions, Payload, Phase, Reduction, Shard, ShardDevice, Shares, WeightId, WeightSpec,
 };
 use moebius::kernels::Kernels;
 use moebius::layer::{Cotangents, GradientsMut, Inputs, Layer, Mode, ParamViews, Role};
@@ -23,8 +23,6 @@ pub fn cases() -> Vec<(&'static str, Run)> {
     vec![
         ("same_bits_under_load", same_bits_under_load),
         ("no_host_waits_for_a_gpu", no_host_waits_for_a_gpu),
-        ("a_recording_replays_eager_bits", a_recording_replays_eager_bits),
-        ("what_a_recording_cannot_have", what_a_recording_cannot_have),
         ("a_lost_rank_is_told_to_the_computation", a_lost_rank_is_told_to_the_computation),
         ("a_communicator_without_a_device_is_refused", a_communicator_without_a_device_is_refused),
         ("memory_comes_back", memory_comes_back),
@@ -33,7 +31,7 @@ pub fn cases() -> Vec<(&'static str, Run)> {
     ]
 }
 
-const MINUTE: Duration = Duration::from_secs(60);
+pub const MINUTE: Duration = Duration::from_secs(60);
 /// Weights large enough that a gather takes long beside a call's start.
 const DIMS: [usize; 3] = [4, 512, 1024];
 const COUNT: usize = 4 * 512 * 1024;
@@ -101,7 +99,7 @@ impl Rank {
     }
 }
 
-fn ranks<R: Send>(n: usize, limit: Duration, run: impl Fn(usize, Comms<Cuda>) -> R + Sync) -> Vec<R> {
+pub fn ranks<R: Send>(n: usize, limit: Duration, run: impl Fn(usize, Comms<Cuda>) -> R + Sync) -> Vec<R> {
     let all: Vec<usize> = (0..n).collect();
     let comms = gpus::among(&all, "gather", limit).into_iter().zip(gpus::among(&all, "reduce", limit));
     thread::scope(|scope| {
@@ -217,125 +215,6 @@ fn no_host_waits_for_a_gpu(_: &Cuda, n: usize) {
         cuda.check().unwrap();
         println!("enqueued in {enqueued:?}, done after {:?}", start.elapsed());
     });
-}
-
-fn what_a_recording_cannot_have(_: &Cuda, n: usize) {
-    ranks(n, MINUTE, |rank, comms| {
-        let options = EtpOptions { reduction: Reduction::Pairwise, ..EtpOptions::default() };
-        let rank = Rank::new(rank, comms, options, 2, Payload::Plain).unwrap();
-        let (cuda, chain) = (&rank.cuda, &rank.chain);
-        rank.pass().unwrap();
-        let refused = |result: Result<()>, what: &str| match result {
-            Err(Error::NotCapturable { operation, .. }) => assert!(operation.contains(what), "{operation}"),
-            other => panic!("{other:?}"),
-        };
-        refused(cuda.capture(|| rank.pass()).map(drop), "not ready");
-        refused(cuda.capture(|| chain.room(rank.ids[0]).map(drop)).map(drop), "not ready");
-        refused(cuda.capture(|| chain.finish(None, |_, _| Ok(()))).map(drop), "not ready");
-        refused(cuda.capture(|| chain.whole(rank.ids[0]).map(drop)).map(drop), "other threads");
-        // Nothing of it is left.
-        rank.pass().unwrap();
-    });
-}
-
-/// Whole steps from a graph, beside eager ones: each weight holds what its shards hold at that replay, and each gradient what was
-/// handed in, whatever ran before.
-fn a_recording_replays_eager_bits(_: &Cuda, n: usize) {
-    const WEIGHTS: usize = 4;
-    for (payload, ahead) in [(Payload::Plain, 1), (Payload::Plain, 2), (Payload::Nvfp4, 1), (Payload::Nvfp4, 2)] {
-        ranks(n, MINUTE, |rank, comms| {
-            let options = EtpOptions { reduction: Reduction::Pairwise, ahead, ..EtpOptions::default() };
-            let (_, mut all) = gpus::first(rank + 1);
-            let cuda = all.swap_remove(rank);
-            let chain = Chain::new(cuda.clone(), cuda.stream(), comms, options).unwrap();
-            let dims = chain.shards(&DIMS).unwrap().shard_dims();
-            let fill = |value: usize, dims: &[usize]| Rank::number(&cuda, value as f64, dims);
-            let (mut ids, mut shards) = (Vec::new(), Vec::new());
-            for i in 0..WEIGHTS {
-                let mut spec = WeightSpec::new(format!("w{i}"), i as u32, &DIMS, DType::BF16);
-                spec.payload = payload;
-                shards.push(Arc::new(Shard::new(fill(1, &dims))));
-                let shard: Arc<dyn ShardSource<Cuda>> = shards[i].clone();
-                ids.push(chain.add(spec, shard).unwrap());
-            }
-            let empty = |dims: &[usize], dtype| Tensor::empty(&cuda, dtype, dims).unwrap();
-            let mut seen: Vec<Tensor<Cuda>> = (0..2 * WEIGHTS).map(|_| empty(&DIMS, DType::BF16)).collect();
-            let mut sums: Vec<Tensor<Cuda>> = (0..WEIGHTS).map(|_| empty(&dims, DType::F32)).collect();
-            let mut handed: Vec<Tensor<Cuda>> = (0..WEIGHTS).map(|_| empty(&DIMS, DType::BF16)).collect();
-            let copy =
-                |from: TensorRef<'_, Cuda>, to: &mut Tensor<Cuda>| cuda.copy(from.data(), to.view_mut().into_data());
-            let step = |seen: &mut [Tensor<Cuda>], sums: &mut [Tensor<Cuda>], handed: &[Tensor<Cuda>]| -> Result<()> {
-                for phase in [Phase::Forward, Phase::Backward] {
-                    chain.begin(phase)?;
-                    for at in 0..WEIGHTS {
-                        let back = phase == Phase::Backward;
-                        let i = if back { WEIGHTS - 1 - at } else { at };
-                        let source = chain.source(ids[i])?;
-                        let guard = source.acquire(&cuda.stream())?;
-                        copy(guard.tensor()?, &mut seen[usize::from(back) * WEIGHTS + i])?;
-                        drop(guard);
-                        if back {
-                            let mut room = chain.room(ids[i])?;
-                            cuda.copy(handed[i].view().data(), room.view_mut()?.into_data())?;
-                            chain.submit(room)?;
-                        }
-                    }
-                    chain.end()?;
-                }
-                let mut to = sums.iter_mut();
-                chain.finish(None, |_, gradient| to.next().map_or(Ok(()), |to| copy(gradient, to)))
-            };
-            // Powers of two are themselves in NVFP4 too, and small sums are exact.
-            let change = |number: usize, handed: &mut [Tensor<Cuda>]| {
-                for i in 0..WEIGHTS {
-                    let new = fill(1 << ((number + i) % 4), &dims);
-                    shards[i].update(|shard| copy(new.view(), shard)).unwrap();
-                    copy(fill(number + i + rank, &DIMS).view(), &mut handed[i]).unwrap();
-                }
-            };
-            let check = |number: usize, (seen, sums): (&[Tensor<Cuda>], &[Tensor<Cuda>])| {
-                for (use_, own) in seen.iter().enumerate() {
-                    let expected = half::bf16::from_f32((1 << ((number + use_ % WEIGHTS) % 4)) as f32).to_ne_bytes();
-                    let values = cuda.download(&cuda.stream(), own.view()).unwrap();
-                    assert!(
-                        values.chunks_exact(2).all(|v| v == expected),
-                        "{payload:?}, {ahead}: use {use_} of step {number}"
-                    );
-                }
-                for (i, sum) in sums.iter().enumerate() {
-                    let expected = (0..n).map(|r| (number + i + r) as f32).sum::<f32>().to_ne_bytes();
-                    let values = cuda.download(&cuda.stream(), sum.view()).unwrap();
-                    assert!(
-                        values.chunks_exact(4).all(|v| v == expected),
-                        "{payload:?}, {ahead}: gradient {i} of step {number}"
-                    );
-                }
-            };
-            for number in 0..2 {
-                change(number, &mut handed);
-                step(&mut seen, &mut sums, &handed).unwrap();
-                check(number, (&seen, &sums));
-            }
-            chain.prepare_recording().unwrap();
-            let before = (chain.traffic().allocations, cuda.memory().in_use);
-            let mut graph = cuda.capture(|| step(&mut seen, &mut sums, &handed)).unwrap();
-            assert_eq!((chain.traffic().allocations, cuda.memory().in_use), before);
-            for number in 2..8 {
-                change(number, &mut handed);
-                match number {
-                    5 => {
-                        chain.changed();
-                        step(&mut seen, &mut sums, &handed).unwrap();
-                    }
-                    _ => graph.replay().unwrap(),
-                }
-                check(number, (&seen, &sums));
-            }
-            cuda.check().unwrap();
-            // Before the communicators that it calls, on all ranks.
-            drop(graph);
-        });
-    }
 }
 
 /// A rank that does not come to a collective which the others have begun: who waits for the computation hears of it.
