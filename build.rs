@@ -19,6 +19,7 @@ const NVCC_VARIABLES: [&str; 3] = ["NVCC", "CUDA_HOME", "CUDA_PATH"];
 
 fn main() {
     println!("cargo:rerun-if-changed=build.rs");
+    println!("cargo:rerun-if-env-changed=DOCS_RS");
     if std::env::var_os("CARGO_FEATURE_CUDA").is_none() {
         return;
     }

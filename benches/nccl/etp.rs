@@ -42,6 +42,8 @@ struct Setting {
     /// Multiprocessors that the computation beside collectives leaves to them.
     spare: usize,
     lanes: usize,
+    /// Copy engines move what they can.
+    engines: bool,
 }
 
 /// What is asked for.
@@ -52,24 +54,28 @@ pub struct Asked {
     pub spare: Vec<usize>,
     /// 2: gathers and reductions beside each other; 1: in turn.
     pub lanes: Vec<usize>,
+    /// Without copy engines (0) and with them (1).
+    pub engines: Vec<usize>,
 }
 
 pub fn run(library: &NcclLibrary, world: &NcclWorld, report: &Report, (gpus, asked): (&[Cuda], &Asked)) -> Result<()> {
-    let lane = || -> Result<NcclWorld> {
+    let lane = |engines: bool| -> Result<NcclWorld> {
         let beside: Vec<Cuda> = gpus.iter().map(Cuda::beside).collect::<Result<_>>()?;
-        NcclWorld::new(library, &beside, PATIENCE)
+        let make = if engines { NcclWorld::with_copy_engines } else { NcclWorld::new };
+        make(library, &beside, PATIENCE)
     };
-    let lanes = [lane()?, lane()?];
     let mut settings: Vec<Setting> = Vec::new();
-    for &payload in &asked.payloads {
-        for &ahead in &asked.ahead {
+    for (&payload, &ahead) in asked.payloads.iter().flat_map(|payload| asked.ahead.iter().map(move |a| (payload, a))) {
+        for engines in asked.engines.iter().map(|engines| *engines != 0) {
             // Without overlap there is nothing to spare for.
             let (spare, lanes) = if ahead == 0 { (&[0][..], &[2][..]) } else { (&asked.spare[..], &asked.lanes[..]) };
-            let each = |&lanes| spare.iter().map(move |&spare| Setting { payload, ahead, spare, lanes });
+            let each = |&lanes| spare.iter().map(move |&spare| Setting { payload, ahead, spare, lanes, engines });
             settings.extend(lanes.iter().flat_map(each));
         }
     }
     for setting in settings {
+        // Made anew: memory of the communicators' own stays as long as they do.
+        let lanes = [lane(setting.engines)?, lane(setting.engines)?];
         let [gathers, reductions] = [lanes[0].communicators(PATIENCE)?, lanes[1].communicators(PATIENCE)?];
         let comms: Vec<_> = gathers.into_iter().zip(reductions).map(|pair| std::sync::Mutex::new(Some(pair))).collect();
         let parts = on_ranks(world, |rank, _| {
@@ -111,8 +117,11 @@ struct Part {
 fn lines(report: &Report, (w, setting): (Workload, Setting), parts: &[Part]) {
     let of =
         |f: &dyn Fn(&Part) -> &Vec<f64>| -> Spread { spread(&parts.iter().map(|p| f(p).clone()).collect::<Vec<_>>()) };
-    let Setting { payload, ahead, spare, lanes } = setting;
-    let about = format!("\"payload\":\"{payload:?}\",\"ahead\":{ahead},\"spare\":{spare},\"lane_count\":{lanes}");
+    let Setting { payload, ahead, spare, lanes, engines } = setting;
+    let about = format!(
+        "\"payload\":\"{payload:?}\",\"ahead\":{ahead},\"spare\":{spare},\"lane_count\":{lanes},\
+         \"copy_engines\":{engines}"
+    );
     let (mut exposed, mut whole) = (0.0, 0.0);
     for (i, phase) in ["fwd", "bwd"].into_iter().enumerate() {
         let (alone, collectives) = (of(&|p| &p.alone[i]), of(&|p| &p.collectives[i]));

@@ -4,7 +4,8 @@
 //!
 //! ```text
 //! cargo bench --features nccl --bench nccl -- [--ranks N] [--tokens 128,4096] [--routing uniform] [--mode "ht windows"]
-//!     [--workload dsv3] [--payload nvfp4] [--ahead 0,2] [--spare 0,16] [--lanes 2,1] [calls] [layer] [etp]
+//!     [--workload dsv3] [--payload nvfp4] [--ahead 0,2] [--spare 0,16] [--lanes 2,1]
+//!     [--engines 0,1] [calls] [layer] [etp]
 //! ```
 //!
 //! `--payload` names forms, `plain`, `nvfp4` and `mxfp8`: those in which a layer's tokens travel (`plain` unless told) and
@@ -206,6 +207,7 @@ fn main() -> Result<()> {
             ahead: numbers("--ahead").unwrap_or_else(|| vec![0, 1, 2]),
             spare: numbers("--spare").unwrap_or_else(|| vec![0, 16]),
             lanes: numbers("--lanes").unwrap_or_else(|| vec![2]),
+            engines: numbers("--engines").unwrap_or_else(|| vec![0]),
         };
         etp::run(&library, &world, &report, (&gpus[..ranks], &asked))?;
     }

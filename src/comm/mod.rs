@@ -15,7 +15,7 @@ use std::fmt;
 use crate::device::Device;
 use crate::dtype::DType;
 use crate::error::Result;
-use crate::tensor::{TensorMut, TensorRef};
+use crate::tensor::{Tensor, TensorMut, TensorRef};
 
 pub use solo::Solo;
 #[cfg(not(loom))]
@@ -124,7 +124,8 @@ pub trait Communicator<D: Device>: fmt::Debug + Send {
     /// pieces back to back in rank order; their dtype is [`DType::U8`].
     fn all_to_all_v(&mut self, tag: Tag, exchange: Exchange<'_, D>) -> Result<()>;
     /// Sends row block p of `send` (`[size, …]`) to each other rank p, and receives in `recv` (`[size − 1, …]`) what these
-    /// send to this one, in rank order. This rank's own block stays where it is, and nothing of it is copied.
+    /// send to this one, in rank order. This rank's own block stays where it is, and nothing of it is copied. With room for
+    /// all (`[size, …]`, on all ranks) it is copied to its place among them.
     fn exchange_blocks(&mut self, tag: Tag, send: TensorRef<'_, D>, recv: TensorMut<'_, D>) -> Result<()>;
     /// Copies `buffer` of `root` to every rank.
     fn broadcast(&mut self, tag: Tag, root: usize, buffer: TensorMut<'_, D>) -> Result<()>;
@@ -138,14 +139,48 @@ pub trait Communicator<D: Device>: fmt::Debug + Send {
     /// # Errors
     /// The meeting itself failed (a rank is gone, or none came).
     fn refuse(&mut self, tag: Tag, reason: &str) -> Result<()>;
+    /// Whether collectives over [`memory`](Self::memory) are the device's copy engines' and take nothing from kernels that
+    /// run beside.
+    fn copies_beside(&self) -> bool {
+        false
+    }
+    /// Memory that this communicator's collectives move best, uninitialised; `None`: any will do. Collective: all ranks
+    /// ask for the same sizes in the same order. It stays until the communicator ends.
+    ///
+    /// # Errors
+    /// No memory to be had; a collective's.
+    fn memory(&mut self, tag: Tag, dtype: DType, dims: &[usize]) -> Result<Option<Tensor<D>>> {
+        let _ = (tag, dtype, dims);
+        Ok(None)
+    }
     /// The communicator as its own type, for dispatchers that need one kind of it.
     fn as_any(&mut self) -> Option<&mut dyn std::any::Any> {
         None
     }
 }
 
-/// Checks the buffers of [`Communicator::exchange_blocks`]; gives the bytes of a block.
-pub(crate) fn check_blocks<D: Device>(size: usize, send: &TensorRef<'_, D>, recv: &TensorMut<'_, D>) -> Result<usize> {
+/// What [`Communicator::exchange_blocks`] exchanges.
+#[derive(Debug, Clone, Copy, Default)]
+pub(crate) struct Blocks {
+    /// Bytes of one.
+    pub bytes: usize,
+    /// Whether there is room for this rank's own.
+    pub all: bool,
+}
+
+impl Blocks {
+    /// As the ranks compare it.
+    pub fn detail(self, size: usize) -> agree::Detail {
+        let pieces = || vec![self.bytes; size];
+        match self.all {
+            true => agree::Detail::Pieces { send: pieces(), recv: pieces() },
+            false => agree::Detail::Plain,
+        }
+    }
+}
+
+/// Checks the buffers of [`Communicator::exchange_blocks`].
+pub(crate) fn check_blocks<D: Device>(size: usize, send: &TensorRef<'_, D>, recv: &TensorMut<'_, D>) -> Result<Blocks> {
     use crate::error::Error;
     const CALL: &str = "exchange_blocks";
     Error::check_dtype(CALL, "recv", send.dtype(), recv.dtype())?;
@@ -153,8 +188,11 @@ pub(crate) fn check_blocks<D: Device>(size: usize, send: &TensorRef<'_, D>, recv
     if !count.is_multiple_of(size) {
         return Err(Error::invalid(CALL, "send", format!("{size} equal blocks"), format!("{:?}", send.dims())));
     }
-    Error::check_shape(CALL, "recv", &[count - count / size], &[recv.count()])?;
-    Ok(count / size * send.dtype().size())
+    let all = recv.count() == count;
+    if !all {
+        Error::check_shape(CALL, "recv", &[count - count / size], &[recv.count()])?;
+    }
+    Ok(Blocks { bytes: count / size * send.dtype().size(), all })
 }
 
 /// Arguments of [`Communicator::all_to_all_v`].

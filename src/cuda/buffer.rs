@@ -35,6 +35,9 @@ enum Owner {
     /// Somebody's who lends it, and counts its loans by this.
     #[cfg(feature = "nccl-ep")]
     Loan(Arc<AtomicUsize>),
+    /// Somebody's who keeps it for as long as this is held.
+    #[cfg(feature = "nccl")]
+    Held(#[allow(dead_code, reason = "held, not read")] Arc<dyn std::any::Any + Send + Sync>),
 }
 
 impl fmt::Debug for DeviceBuffer {
@@ -53,6 +56,8 @@ impl DeviceBuffer {
             Owner::Arena(block) => self.arena.give_away(block),
             #[cfg(feature = "nccl-ep")]
             Owner::Loan(_) => return Err(Error::invalid("DeviceBuffer", "memory", "the workspace's", "a window's")),
+            #[cfg(feature = "nccl")]
+            Owner::Held(_) => return Err(Error::invalid("DeviceBuffer", "memory", "the workspace's", "a window's")),
         };
         // SAFETY: the block has that many bytes and is the arena's no longer; the slice frees it with
         // `cuMemFreeAsync` on the arena's stream. A pool whose arena is dropped before stays.
@@ -60,6 +65,22 @@ impl DeviceBuffer {
         // Records the work that fills the memory, for readers on other streams.
         drop(slice.device_ptr_mut(&stream));
         Ok(slice)
+    }
+}
+
+#[cfg(feature = "nccl")]
+impl Cuda {
+    /// A buffer of memory that `keeper` keeps.
+    ///
+    /// # Safety
+    /// The memory stays as long as the keeper, and meanwhile nobody writes it but in the order of the streams that are
+    /// given the buffer.
+    pub(crate) unsafe fn held(
+        &self,
+        (ptr, bytes): (u64, usize),
+        keeper: Arc<dyn std::any::Any + Send + Sync>,
+    ) -> DeviceBuffer {
+        DeviceBuffer { ptr, bytes, arena: self.inner.arena(), owner: Owner::Held(keeper) }
     }
 }
 
@@ -81,6 +102,8 @@ impl Drop for DeviceBuffer {
             Owner::Arena(block) => self.arena.free(*block),
             #[cfg(feature = "nccl-ep")]
             Owner::Loan(loans) => drop(loans.fetch_sub(1, Ordering::AcqRel)),
+            #[cfg(feature = "nccl")]
+            Owner::Held(_) => {}
         }
     }
 }

@@ -78,6 +78,14 @@ impl Cuda {
         self.read_bytes(call, 0, &mut [])
     }
 
+    /// Waits until the GPU has done what any stream of the context was given.
+    #[cfg(feature = "nccl")]
+    pub(crate) fn finish_all(&self, call: &'static str) -> Result<()> {
+        self.not_captured(call, "wait for the device")?;
+        self.bind(call)?;
+        result::ctx::synchronize().map_err(driver(call, "wait for the device"))
+    }
+
     /// Has every wait return what this finds, for as long as it lives.
     #[cfg(feature = "nccl")]
     pub(crate) fn guard(&self, guard: &Arc<dyn Guard>) {

@@ -272,7 +272,8 @@ impl<D: ShardDevice> Inner<D> {
             Some(_) => self.cast(weight, (tag, epoch))?,
             None => Ok(()),
         };
-        let into = match self.tickets.take(ticket) {
+        let gathers = &self.gathers;
+        let into = match self.tickets.take_with(ticket, |number, key| gathers.buffer(number, key)) {
             Ok(into) => into,
             // On a lane of gathers alone it can still be tried again at its use, in the same place among them.
             Err(error) if self.apart.is_some() => return Err(error),

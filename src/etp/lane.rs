@@ -15,18 +15,18 @@ use std::sync::mpsc::{Receiver, Sender, SyncSender, channel, sync_channel};
 use std::thread;
 use std::time::Duration;
 
-use crate::comm::{Communicator, ReduceOp, Tag};
+use crate::comm::{Communicator, Op, ReduceOp, Tag};
 use crate::device::Device;
 use crate::dtype::DType;
 use crate::error::{CommError, Error, Result};
-use crate::tensor::{TensorMut, TensorRef};
+use crate::tensor::{Tensor, TensorMut, TensorRef};
 
 use super::beside::{Beside, Sent};
 use super::chain::CALL;
 use super::packed::Packed;
 use super::recorded::refused;
 use super::source::ShardSource;
-use super::tickets::Loan;
+use super::tickets::{Key, Loan};
 use super::{Ending, Reduction, ShardDevice};
 
 /// A rank's shard on its way to the others.
@@ -49,6 +49,8 @@ pub(super) enum Job<D: ShardDevice> {
     Reduce { tag: Tag, how: Reduction, gradient: Sent<D>, into: Sent<D> },
     /// In place of a job that this rank cannot give: the others, which wait in it, are told why.
     Refuse { tag: Tag },
+    /// Memory that the lane's collectives move beside the computation.
+    Memory { tag: Tag, dtype: DType, dims: Vec<usize>, made: Option<Tensor<D>> },
     /// Meets the other ranks after a failure: whatever they have in their lanes fails, until all meet here.
     Recover { tag: Tag, reason: Option<String> },
 }
@@ -60,6 +62,14 @@ pub(super) struct Done<D: ShardDevice> {
     pub outcome: Result<()>,
     /// The end of its work.
     pub ready: Option<D::Event>,
+    /// Memory, where that was asked for.
+    pub made: Option<Tensor<D>>,
+}
+
+impl<D: ShardDevice> Done<D> {
+    fn failed(error: Error) -> Self {
+        Self { loans: Vec::new(), outcome: Err(error), ready: None, made: None }
+    }
 }
 
 /// A job under way.
@@ -75,7 +85,7 @@ pub(super) struct Pending<D: ShardDevice> {
 impl<D: ShardDevice> Pending<D> {
     /// Waits until the job is done or enqueued; nothing of it is left on the lane's thread afterwards.
     pub fn wait(self) -> Done<D> {
-        self.reply.recv().unwrap_or_else(|_| Done { loans: Vec::new(), outcome: Err(ended(self.lane)), ready: None })
+        self.reply.recv().unwrap_or_else(|_| Done::failed(ended(self.lane)))
     }
 }
 
@@ -162,6 +172,8 @@ pub(super) struct Lane<D: ShardDevice> {
     ended: Receiver<()>,
     /// Its communicator's device beside the chain's.
     pub between: Arc<Beside<D>>,
+    /// Whether its communicator has memory of its own to move ([`Communicator::copies_beside`]).
+    pub has_memory: bool,
 }
 
 impl<D: ShardDevice> fmt::Debug for Lane<D> {
@@ -188,7 +200,7 @@ impl<D: ShardDevice> Lane<D> {
             let expected = "a communicator that tells its device (Communicator::device)";
             return Err(Error::invalid("Chain::new", format!("comms.{name}"), expected, "one that does not"));
         }
-        let between = Beside::new(home, comm.device());
+        let (between, has_memory) = (Beside::new(home, comm.device()), comm.copies_beside());
         let (jobs, orders) = channel::<Order<D>>();
         let (end, ended) = sync_channel(1);
         let given = Arc::<Given>::default();
@@ -212,7 +224,27 @@ impl<D: ShardDevice> Lane<D> {
         let (own, settled) = (Arc::clone(&between), Arc::clone(&given));
         let ending: Arc<Ending> = Arc::new(move |failed| settled.settle(&own, failed));
         home.before_recordings_end(&ending);
-        Ok(Self { name, jobs: Some(jobs), given, _ending: ending, ended, between })
+        Ok(Self { name, jobs: Some(jobs), given, _ending: ending, ended, between, has_memory })
+    }
+
+    /// A ticket's buffer, the chain's so many-th.
+    pub fn buffer(&self, number: u64, key: &Key) -> Result<Tensor<D>> {
+        let tag = Tag { layer: 0, op: Op::Init, sequence: number };
+        self.memory(tag, (key.dtype, &key.dims))
+    }
+
+    /// A buffer that its collectives are to move (collective where its communicator has memory for them).
+    ///
+    /// # Errors
+    /// No memory; a collective's.
+    pub fn memory(&self, tag: Tag, (dtype, dims): (DType, &[usize])) -> Result<Tensor<D>> {
+        let own = || Tensor::empty(&self.between.home, dtype, dims);
+        if !self.has_memory {
+            return own();
+        }
+        let Done { made, outcome, .. } = self.give(Job::Memory { tag, dtype, dims: dims.to_vec(), made: None }).wait();
+        outcome?;
+        made.map_or_else(own, Ok)
     }
 
     /// Queues a job, behind the computation so far.
@@ -232,7 +264,7 @@ impl<D: ShardDevice> Lane<D> {
         };
         if let Err(Order { job, after, reply, .. }) = refused {
             let outcome = after.and(Err(ended(self.name)));
-            let _ = reply.send(Done { loans: job.loans(), outcome, ready: None });
+            let _ = reply.send(Done { loans: job.loans(), outcome, ready: None, made: None });
         }
         Pending { lane: self.name, reply: receiver, recording, _under_way: Counted::among(&self.given.under_way) }
     }
@@ -245,7 +277,7 @@ impl<D: ShardDevice> Lane<D> {
     /// Waits for a job and takes its buffers: on a GPU, has the computation wait.
     pub fn receive(&self, pending: Pending<D>) -> (Vec<Loan<D>>, Result<()>) {
         let (home, recording) = (&self.between.home, pending.recording);
-        let Done { loans, outcome, ready } = pending.wait();
+        let Done { loans, outcome, ready, .. } = pending.wait();
         if recording.is_some_and(|part| home.recording() != Some(part)) {
             // Nothing has run, and nothing can be waited for.
             let over = Error::invalid(CALL, "job", "of a recording under way", "of one that has ended");
@@ -264,7 +296,7 @@ impl<D: ShardDevice> Job<D> {
         match self {
             Job::Gather { into: loan, .. } | Job::Join { amaxes: loan, .. } => vec![loan],
             Job::Reduce { gradient, into, .. } => vec![gradient, into],
-            Job::Refuse { .. } | Job::Recover { .. } => Vec::new(),
+            Job::Memory { .. } | Job::Refuse { .. } | Job::Recover { .. } => Vec::new(),
         }
     }
 
@@ -285,13 +317,17 @@ impl<D: ShardDevice> Job<D> {
             Ok(ready) => (ready, outcome),
             Err(error) => (None, outcome.and(Err(error))),
         };
-        Done { loans: self.loans(), outcome, ready }
+        let made = match &mut self {
+            Job::Memory { made, .. } => made.take(),
+            _ => None,
+        };
+        Done { loans: self.loans(), outcome, ready, made }
     }
 
     fn tag(&self) -> Tag {
         match self {
             Job::Gather { tag, .. } | Job::Join { tag, .. } | Job::Reduce { tag, .. } => *tag,
-            Job::Refuse { tag } | Job::Recover { tag, .. } => *tag,
+            Job::Memory { tag, .. } | Job::Refuse { tag } | Job::Recover { tag, .. } => *tag,
         }
     }
 
@@ -316,6 +352,10 @@ impl<D: ShardDevice> Job<D> {
             Job::Reduce { tag, how, gradient, into } => {
                 let gradient = gradient.loan().ok_or_else(gone)?.tensor.view();
                 reduce(comm, *tag, *how, (gradient, into.loan().ok_or_else(gone)?.tensor.view_mut()))
+            }
+            Job::Memory { tag, dtype, dims, made } => {
+                *made = comm.memory(*tag, *dtype, dims)?;
+                Ok(())
             }
             // Its order brings the reason, and does not come here.
             Job::Refuse { .. } => Err(gone()),
@@ -392,11 +432,10 @@ fn recover<D: Device>(comm: &mut dyn Communicator<D>, tag: Tag, reason: Option<S
 #[cfg(test)]
 mod tests {
     use super::super::source::Shard;
-    use super::super::tickets::{Key, Tickets, Usage};
+    use super::super::tickets::{Tickets, Usage};
     use super::*;
-    use crate::comm::{Op, ThreadWorld};
+    use crate::comm::ThreadWorld;
     use crate::cpu::Cpu;
-    use crate::tensor::Tensor;
 
     /// A rank whose computation cannot be waited for tells the others, which are in the job's collective; its next job
     /// meets theirs.

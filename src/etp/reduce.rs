@@ -82,7 +82,7 @@ impl<D: ShardDevice> Chain<D> {
             // The order of a backward keeps its buffers apart; another order waits here.
             inner.settle(self)?;
         }
-        let mut loan = inner.tickets.take(ticket)?;
+        let mut loan = inner.take_for_reduction(ticket)?;
         drop(inner);
         let bytes = loan.tensor.bytes();
         let padding = shards.padding() * loan.tensor.view().row_bytes();
@@ -180,13 +180,14 @@ impl<D: ShardDevice> Inner<D> {
     fn reduce(&mut self, index: usize, gradient: Loan<D>, (how, state): (Reduction, State)) -> Result<()> {
         let key = self.reduced_key(index, how);
         let weight = &mut self.weights[index];
+        let layer = weight.spec.layer;
         if let Err(error) = weight.reduce.go(state, &weight.spec.name) {
             self.tickets.put(gradient);
             return Err(error);
         }
         let (bytes, from) = (gradient.tensor.bytes(), gradient.ticket());
         let ticket = self.tickets.reserve(key);
-        let into = match self.tickets.take(ticket) {
+        let into = match self.take_for_reduction(ticket) {
             Ok(into) => into,
             Err(error) => {
                 self.tickets.put(gradient);
@@ -198,11 +199,16 @@ impl<D: ShardDevice> Inner<D> {
         self.traffic.reductions += 1;
         self.traffic.reduced_bytes += bytes as u64;
         let sequence = self.reduced << 32 | index as u64;
-        let tag = Tag { layer: weight.spec.layer, op: Op::GradReduce, sequence };
+        let tag = Tag { layer, op: Op::GradReduce, sequence };
         let [gradient, into] = [gradient, into].map(|loan| Sent::new(loan, &self.reductions().between));
         let pending = self.reductions().give(Job::Reduce { tag, how, gradient, into });
         self.reducing.push_back(Reducing { weight: index, pending, tickets: [from, ticket] });
         Ok(())
+    }
+
+    fn take_for_reduction(&mut self, ticket: Ticket) -> Result<Loan<D>> {
+        let lane = self.apart.as_ref().unwrap_or(&self.gathers);
+        self.tickets.take_with(ticket, |number, key| lane.buffer(number, key))
     }
 
     /// Whether a weight's reduction has a buffer to fill, or none is under way that would give one back.
@@ -217,6 +223,10 @@ impl<D: ShardDevice> Inner<D> {
         let [rows, width] = weight.shards.shard_dims();
         let dims = match how {
             Reduction::Native => [rows, width],
+            // Copy engines exchange all blocks alike.
+            Reduction::Pairwise if self.reductions().has_memory && weight.shards.ranks() > 1 => {
+                [rows * weight.shards.ranks(), width]
+            }
             // This rank's own is added where it lies.
             Reduction::Pairwise => [rows * (weight.shards.ranks() - 1), width],
         };
@@ -313,6 +323,9 @@ fn add<'a, D: ShardDevice>(
     };
     let shares = match chain.options.reduction {
         Reduction::Native => Shares::together(reduced, sums.view().count(), (chain.factor(), *first))?,
+        Reduction::Pairwise if reduced.count() == gradient.count() => {
+            Shares::together(reduced, sums.view().count(), (chain.factor(), *first))?
+        }
         Reduction::Pairwise => {
             let [rows, bytes] = [shards.shard_dims()[0], shards.shard_dims()[0] * gradient.row_bytes()];
             let own = D::slice(gradient.data(), chain.rank() * bytes..(chain.rank() + 1) * bytes);

@@ -59,6 +59,13 @@ impl<D: ShardDevice> Chain<D> {
         }
     }
 
+    /// Whether gathers and reductions are copy engines', in memory of the lanes' communicators
+    /// ([`Communicator::copies_beside`](crate::comm::Communicator::copies_beside)).
+    pub fn copies_beside(&self) -> bool {
+        let inner = self.lock();
+        inner.gathers.has_memory && inner.reductions().has_memory
+    }
+
     /// Memory that the chain holds.
     pub fn memory(&self) -> Memory {
         let inner = self.lock();

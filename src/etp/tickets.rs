@@ -83,6 +83,15 @@ impl<D: Device> Tickets<D> {
     /// # Errors
     /// It is out: two uses that may overlap were given one key.
     pub fn take(&mut self, ticket: Ticket) -> Result<Loan<D>> {
+        let device = self.device.clone();
+        self.take_with(ticket, |_, key| Tensor::empty(&device, key.dtype, &key.dims))
+    }
+
+    /// The same; `make` is given how many buffers were allocated before.
+    ///
+    /// # Errors
+    /// As [`take`](Self::take), and those of `make`.
+    pub fn take_with(&mut self, ticket: Ticket, make: impl FnOnce(u64, &Key) -> Result<Tensor<D>>) -> Result<Loan<D>> {
         let slot = &mut self.slots[ticket.0];
         if slot.out {
             let found = format!("{:?} in use", slot.key);
@@ -93,7 +102,7 @@ impl<D: Device> Tickets<D> {
             None if self.fixed => return Err(refused("etp", "allocate a chain's buffer, as a first use does")),
             None => {
                 self.allocations += 1;
-                Tensor::empty(&self.device, slot.key.dtype, &slot.key.dims)?
+                make(self.allocations, &slot.key)?
             }
         };
         slot.out = true;

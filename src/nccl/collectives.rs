@@ -1,8 +1,8 @@
 //! The collectives of a communicator.
 
 use crate::comm::agree::{Call, Detail};
-use crate::comm::{Communicator, Exchange, ReduceOp, Tag, check_blocks};
-use crate::cuda::{Cuda, DeviceRef};
+use crate::comm::{Blocks, Communicator, Exchange, ReduceOp, Tag, check_blocks};
+use crate::cuda::{Cuda, DeviceMut, DeviceRef};
 use crate::device::Device;
 use crate::dtype::DType;
 use crate::error::{CommError, Error, Result};
@@ -62,6 +62,29 @@ impl NcclComm {
     }
 }
 
+impl NcclComm {
+    /// A block to and from each rank, this one's copied.
+    fn exchange_all(
+        &mut self,
+        subject: Subject,
+        (send, recv): (TensorRef<'_, Cuda>, TensorMut<'_, Cuda>),
+        block: usize,
+    ) -> Result<()> {
+        let (from, to) = (send.data().address(), recv.as_ref().data().address());
+        match self.library().functions().all_to_all.filter(|_| self.link.engines && block > 0) {
+            // SAFETY: the views have those bytes, and memory they are of is given back in the stream's order.
+            Some(function) => self.enqueue(subject, |lane| unsafe { lane.all_to_all(function, (from, to), block) }),
+            None => {
+                let sizes = vec![block; self.link.size];
+                let recv = recv.into_data();
+                let bytes = Cuda::len_mut(&recv);
+                let recv = TensorMut::new(recv, DType::U8, &[bytes])?;
+                self.scatter_pieces(subject, (send.data(), &sizes), (recv, &sizes))
+            }
+        }
+    }
+}
+
 /// What a rank sends of `size` blocks from one address, and receives to another without room for its own.
 pub(super) fn blocks((rank, size): (usize, usize), (from, to): (u64, u64), bytes: usize) -> (Vec<Piece>, Vec<Piece>) {
     let others = || (0..size).filter(|peer| *peer != rank);
@@ -87,6 +110,17 @@ impl Communicator<Cuda> for NcclComm {
         Some(&self.cuda)
     }
 
+    fn copies_beside(&self) -> bool {
+        self.link.engines
+    }
+
+    fn memory(&mut self, tag: Tag, dtype: DType, dims: &[usize]) -> Result<Option<Tensor<Cuda>>> {
+        match self.link.engines {
+            true => self.window_memory(tag, dtype, dims).map(Some),
+            false => Ok(None),
+        }
+    }
+
     fn as_any(&mut self) -> Option<&mut dyn std::any::Any> {
         Some(self)
     }
@@ -102,6 +136,16 @@ impl Communicator<Cuda> for NcclComm {
         let (from, to) = (send.data().address(), recv.into_data().address());
         if bytes == 0 {
             return self.nothing(subject);
+        }
+        let place = to + (self.link.rank * bytes) as u64;
+        if from != place && self.link.in_window(to, bytes) && !self.link.in_window(from, bytes) {
+            // Copy engines gather where both ends are windows: so it is gathered in place.
+            // SAFETY: the place is this rank's part of `recv`, of as many bytes.
+            let own = unsafe { DeviceMut::from_raw(place, bytes) };
+            let copied = self.cuda.copy(send.data(), own);
+            self.begun(subject, copied)?;
+            // SAFETY: as below; the rank's part is where NCCL looks for it.
+            return self.enqueue(subject, |lane| unsafe { lane.all_gather(place, to, bytes) });
         }
         // SAFETY: `recv` has `size` times the bytes of `send`; both are given back in the stream's order.
         self.enqueue(subject, |lane| unsafe { lane.all_gather(from, to, bytes) })
@@ -142,11 +186,15 @@ impl Communicator<Cuda> for NcclComm {
 
     fn exchange_blocks(&mut self, tag: Tag, send: TensorRef<'_, Cuda>, recv: TensorMut<'_, Cuda>) -> Result<()> {
         let checked = check_blocks(self.link.size, &send, &recv);
-        let block = *checked.as_ref().unwrap_or(&0);
+        let blocks_of = *checked.as_ref().unwrap_or(&Blocks::default());
         self.check(tag, checked.map(drop))?;
-        let (dtype, bytes) = (send.dtype(), Cuda::len(send.data()));
-        let call = Call { operation: "exchange_blocks", tag, dtype, detail: Detail::Plain, bytes };
-        let subject = self.begin(call)?;
+        let Blocks { bytes: block, all } = blocks_of;
+        let (size, dtype, bytes) = (self.link.size, send.dtype(), Cuda::len(send.data()));
+        let detail = blocks_of.detail(size);
+        let subject = self.begin(Call { operation: "exchange_blocks", tag, dtype, detail, bytes })?;
+        if all {
+            return self.exchange_all(subject, (send, recv), block);
+        }
         let (sends, receives) =
             blocks((self.link.rank, self.link.size), (send.data().address(), recv.into_data().address()), block);
         if receives.is_empty() || block == 0 {

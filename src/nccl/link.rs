@@ -10,6 +10,7 @@ use crate::cuda::Guard;
 use crate::error::{CommError, Error, Result};
 use crate::ranks::UniqueId;
 
+use super::engines::Registered;
 use super::sys::{CommPtr, Config, Functions, RawComm, RawUniqueId, Status};
 use super::{NcclError, NcclLibrary};
 
@@ -31,6 +32,10 @@ pub(super) struct Link {
     shared: AtomicPtr<RawComm>,
     /// The first failure.
     failure: Mutex<Option<CommError>>,
+    /// Whether collectives over windows are the copy engines'.
+    pub(super) engines: bool,
+    /// Windows that stay as long as the communicator does.
+    windows: Mutex<Vec<Registered>>,
 }
 
 /// A pointer that the gate guards.
@@ -56,6 +61,8 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 pub(super) struct Place {
     pub(super) rank: usize,
     pub(super) size: usize,
+    /// Collectives over windows are to be the copy engines'.
+    pub(super) engines: bool,
 }
 
 /// What an attempt to join came to; `None` where this rank is to be in no part.
@@ -98,7 +105,7 @@ impl Joining {
     /// Waits until all ranks have joined; `None` where this one is to be in no part. An attempt that does not end in
     /// time is left behind with the thread it runs on: NCCL has no way to call it off.
     pub(super) fn finish(self, timeout: Duration) -> Result<Option<Link>> {
-        let Place { rank, size } = self.place;
+        let Place { rank, size, .. } = self.place;
         let late = |_| Err(NcclError::Init { rank, size, timeout }.into());
         self.joined.recv_timeout(timeout).unwrap_or_else(late)
     }
@@ -113,10 +120,10 @@ impl Link {
         bind: impl FnOnce() -> Result<()> + Send + 'static,
         ready: impl FnOnce(&Link) -> Result<()> + Send + 'static,
     ) -> Result<Joining> {
-        let Place { rank, size } = place;
+        let Place { rank, size, engines } = place;
         let (functions, id) = (*library.functions(), RawUniqueId { internal: id.map(|byte| byte as _) });
         let make = move || {
-            let (mut comm, mut config) = (std::ptr::null_mut(), Config::blocking());
+            let (mut comm, mut config) = (std::ptr::null_mut(), Config::of(engines));
             // SAFETY: the result and the configuration are locals that outlive the call, which blocks.
             let status = unsafe {
                 (functions.comm_init_rank_config)(&raw mut comm, size as i32, id, rank as i32, &raw mut config)
@@ -137,10 +144,9 @@ impl Link {
         let parent = Arc::clone(self);
         let make = move || {
             parent.with(|functions, comm| {
-                let mut child = std::ptr::null_mut();
-                // SAFETY: the communicator lives while the gate is held; the result is a local; no configuration means
-                // the parent's.
-                let status = unsafe { (functions.comm_split)(comm, colour, key, &raw mut child, std::ptr::null_mut()) };
+                let (mut child, mut config) = (std::ptr::null_mut(), Config::of(place.engines));
+                // SAFETY: the communicator lives while the gate is held; result and configuration are locals.
+                let status = unsafe { (functions.comm_split)(comm, colour, key, &raw mut child, &raw mut config) };
                 (Alive(child), settle(functions, child, status))
             })
         };
@@ -148,9 +154,19 @@ impl Link {
     }
 
     /// Takes over a communicator.
-    pub(super) fn new(library: NcclLibrary, Place { rank, size }: Place, comm: CommPtr) -> Self {
+    pub(super) fn new(library: NcclLibrary, Place { rank, size, engines }: Place, comm: CommPtr) -> Self {
         let (gate, shared) = (Mutex::new(Some(Alive(comm))), AtomicPtr::new(comm));
-        Self { library, rank, size, gate, shared, failure: Mutex::new(None) }
+        Self { library, rank, size, gate, shared, failure: Mutex::new(None), engines, windows: Mutex::default() }
+    }
+
+    /// Keeps a window until the communicator ends.
+    pub(super) fn keep(&self, window: Registered) {
+        lock(&self.windows).push(window);
+    }
+
+    /// Whether memory lies in a window that is kept.
+    pub(super) fn in_window(&self, address: u64, bytes: usize) -> bool {
+        lock(&self.windows).iter().any(|window| window.holds(address, bytes))
     }
 
     pub(super) fn library(&self) -> &NcclLibrary {
@@ -283,12 +299,30 @@ impl Drop for Link {
     fn drop(&mut self) {
         let failed = self.failure().is_some();
         let alive = lock(&self.gate).take();
+        let windows = std::mem::take(&mut *lock(&self.windows));
+        // Other streams have been given them too.
+        let known = failed || windows.first().is_none_or(Registered::is_done);
+        let handles = windows.iter().map(Registered::handle).collect::<Vec<_>>();
         if let Some(alive) = alive {
-            let functions = self.library.functions();
+            let functions = *self.library.functions();
             // Work that a peer will never join in is not waited for.
             let how = if failed { functions.comm_abort } else { functions.comm_destroy };
-            // SAFETY: the communicator lives and nobody else can use it any more.
-            unsafe { end(alive, move |comm| how(comm)) };
+            let deregister = functions.window_deregister.filter(|_| !failed && known);
+            // SAFETY: the communicator lives and nobody else can use it any more; the windows are its own, and nothing
+            // uses them.
+            let run = move |comm| unsafe {
+                if let Some(deregister) = deregister {
+                    // What went wrong with it nobody can be told any more.
+                    handles.iter().for_each(|handle| _ = deregister(comm, handle.0));
+                }
+                how(comm)
+            };
+            // SAFETY: as above.
+            unsafe { end(alive, run) };
+        }
+        if failed || !known {
+            // What still reads or writes them is not known: nobody gets their memory.
+            std::mem::forget(windows);
         }
     }
 }

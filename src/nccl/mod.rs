@@ -20,6 +20,7 @@ mod board;
 mod built;
 mod collectives;
 mod comm;
+mod engines;
 mod error;
 mod lane;
 mod library;

@@ -98,7 +98,8 @@ pub const NO_COLOUR: c_int = -1;
 /// `NCCL_WIN_COLL_SYMMETRIC`.
 pub const WINDOW_SYMMETRIC: c_int = 1;
 
-/// `ncclConfig_t` as of 2.18: its size and version tell a newer library which of its fields are there.
+/// `ncclConfig_t` as of 2.28: its size and version tell a newer library which of its fields are there. Without what came
+/// after 2.18 it says that it is as of 2.18, which every library takes.
 #[repr(C)]
 #[derive(Debug)]
 pub struct Config {
@@ -113,16 +114,25 @@ pub struct Config {
     net_name: *const c_char,
     /// 1: a part of a split shares its parent's resources.
     pub split_share: c_int,
+    traffic_class: c_int,
+    comm_name: *const c_char,
+    collnet_enable: c_int,
+    cta_policy: c_int,
 }
 
 impl Config {
     const MAGIC: c_uint = 0xcafe_beef;
     const VERSION: c_uint = 21800;
+    const SIZE: usize = std::mem::offset_of!(Config, comm_name);
+    /// From where on collectives over windows can be the copy engines'.
+    const ENGINES_VERSION: c_uint = 22800;
+    /// `NCCL_CTA_POLICY_ZERO`: no multiprocessor where copy engines can do it.
+    const ENGINES: c_int = 2;
 
     /// Calls block until enqueued; everything else as the library chooses.
     pub fn blocking() -> Self {
         Self {
-            size: size_of::<Self>(),
+            size: Self::SIZE,
             magic: Self::MAGIC,
             version: Self::VERSION,
             blocking: 1,
@@ -131,6 +141,19 @@ impl Config {
             max_ctas: UNDEFINED,
             net_name: std::ptr::null(),
             split_share: UNDEFINED,
+            traffic_class: UNDEFINED,
+            comm_name: std::ptr::null(),
+            collnet_enable: UNDEFINED,
+            cta_policy: UNDEFINED,
+        }
+    }
+
+    /// The same; with `engines`, collectives over windows are the copy engines' where they can be.
+    pub fn of(engines: bool) -> Self {
+        let (size, version, cta_policy) = (size_of::<Self>(), Self::ENGINES_VERSION, Self::ENGINES);
+        match engines {
+            true => Self { size, version, cta_policy, ..Self::blocking() },
+            false => Self::blocking(),
         }
     }
 }
@@ -226,6 +249,8 @@ functions! {
         mem_alloc: "ncclMemAlloc" = fn(*mut *mut c_void, usize) -> Status;
         /// Gives it back (2.19).
         mem_free: "ncclMemFree" = fn(*mut c_void) -> Status;
+        /// Send, receive, count to each rank, type (2.28).
+        all_to_all: "ncclAlltoAll" = fn(*const c_void, *mut c_void, usize, DataType, CommPtr, StreamPtr) -> Status;
         /// Makes memory of all ranks a window (collective, 2.27).
         window_register: "ncclCommWindowRegister" = fn(CommPtr, *mut c_void, usize, *mut WindowPtr, c_int) -> Status;
         /// Ends a window (2.27).
@@ -247,10 +272,10 @@ mod tests {
     use super::*;
     use std::mem::offset_of;
 
-    /// The layout that the header's `ncclConfig_v21800` has on 64-bit systems.
+    /// The layout that the header's `ncclConfig_v21800` and its followers have on 64-bit systems.
     #[test]
     fn config_layout() {
-        assert_eq!(size_of::<Config>(), 48);
+        assert_eq!((Config::blocking().size, size_of::<Config>()), (48, 64));
         let offsets = [
             offset_of!(Config, magic),
             offset_of!(Config, version),
@@ -258,8 +283,10 @@ mod tests {
             offset_of!(Config, max_ctas),
             offset_of!(Config, net_name),
             offset_of!(Config, split_share),
+            offset_of!(Config, comm_name),
+            offset_of!(Config, cta_policy),
         ];
-        assert_eq!(offsets, [8, 12, 16, 28, 32, 40]);
+        assert_eq!(offsets, [8, 12, 16, 28, 32, 40, 48, 60]);
         assert_eq!((size_of::<RawUniqueId>(), size_of::<WaitSignal>()), (128, 16));
     }
 }

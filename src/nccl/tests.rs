@@ -166,6 +166,7 @@ fn functions() -> Functions {
         send,
         recv,
         comm_revoke: Some(revoke),
+        all_to_all: None,
         mem_alloc: None,
         mem_free: None,
         window_register: None,
@@ -185,7 +186,7 @@ fn library() -> NcclLibrary {
 fn link() -> (Arc<Link>, &'static Fake) {
     let fake: &'static Fake = Box::leak(Box::default());
     let comm = (&raw const *fake).cast_mut().cast();
-    (Arc::new(Link::new(library(), Place { rank: 0, size: 2 }, comm)), fake)
+    (Arc::new(Link::new(library(), Place { rank: 0, size: 2, engines: false }, comm)), fake)
 }
 
 /// Work that ends when told.
@@ -378,7 +379,7 @@ fn blocks_without_ones_own() {
 
 #[test]
 fn peers_that_do_not_join() {
-    let place = Place { rank: 3, size: 8 };
+    let place = Place { rank: 3, size: 8, engines: false };
     let joining = Link::start(&library(), [0; 128], place, || Ok(()), |_| Ok(())).expect("a thread");
     // The library's call never returns, so this has not waited for it.
     match joining.finish(SHORT) {

@@ -38,6 +38,12 @@ fn start(library: &NcclLibrary, id: UniqueId, place: Place, cuda: &Cuda) -> Resu
     Link::start(library, id, place, move || bound.bind("NcclComm"), move |link| connect(link, &cuda))
 }
 
+/// That the library moves windows by copy engines: it has what came with that.
+fn engines(library: &NcclLibrary) -> Result<()> {
+    library.newer("ncclAlltoAll", library.functions().all_to_all)?;
+    Ok(())
+}
+
 fn connect(link: &Link, cuda: &Cuda) -> Result<()> {
     const CALL: &str = "NcclComm";
     const BYTES: usize = 16;
@@ -69,6 +75,20 @@ impl NcclWorld {
     /// # Errors
     /// [`NcclError`](super::NcclError); the same GPU twice.
     pub fn new(library: &NcclLibrary, gpus: &[Cuda], timeout: Duration) -> Result<Self> {
+        Self::connected(library, gpus, (timeout, false))
+    }
+
+    /// The same for communicators whose collectives over [`Communicator::memory`] are the GPUs' copy engines', and so run
+    /// beside kernels that take every multiprocessor: for a [`Chain`](crate::etp::Chain)'s lanes. NCCL 2.28 or later.
+    ///
+    /// # Errors
+    /// As [`NcclWorld::new`]; an older library.
+    pub fn with_copy_engines(library: &NcclLibrary, gpus: &[Cuda], timeout: Duration) -> Result<Self> {
+        engines(library)?;
+        Self::connected(library, gpus, (timeout, true))
+    }
+
+    fn connected(library: &NcclLibrary, gpus: &[Cuda], (timeout, engines): (Duration, bool)) -> Result<Self> {
         for (i, gpu) in gpus.iter().enumerate() {
             if gpus[..i].iter().any(|other| other.ordinal() == gpu.ordinal()) {
                 return Err(Error::invalid(
@@ -80,7 +100,7 @@ impl NcclWorld {
             }
         }
         let id = library.unique_id()?;
-        let begin = |(rank, cuda)| start(library, id, Place { rank, size: gpus.len() }, cuda);
+        let begin = |(rank, cuda)| start(library, id, Place { rank, size: gpus.len(), engines }, cuda);
         let joining = gpus.iter().enumerate().map(begin).collect::<Result<Vec<_>>>()?;
         let links = joining.into_iter().map(|j| joined(j, timeout)).collect::<Result<Vec<_>>>()?;
         Ok(Self { seats: links.into_iter().zip(gpus.iter().cloned()).collect() })
@@ -137,7 +157,7 @@ impl NcclComm {
         let (id, streams) = job.connect(|| library.unique_id())?;
         let wire = Wire::new(job.rank, streams)?;
         let mail = Mail::new(&wire, 0, (0..job.world).collect());
-        let place = Place { rank: job.rank, size: job.world };
+        let place = Place { rank: job.rank, size: job.world, engines: false };
         let link = joined(start(library, id, place, cuda)?, job.timeout)?;
         Self::new(link, cuda, Board::Mail(mail), job.timeout)
     }
@@ -153,7 +173,7 @@ impl NcclComm {
         cuda: &Cuda,
         timeout: Duration,
     ) -> Result<Self> {
-        let link = joined(start(library, id, Place { rank, size }, cuda)?, timeout)?;
+        let link = joined(start(library, id, Place { rank, size, engines: false }, cuda)?, timeout)?;
         Self::new(link, cuda, Board::Alone(Arc::default()), timeout)
     }
 
@@ -171,7 +191,31 @@ impl NcclComm {
     ///
     /// # Errors
     /// As [`NcclComm::split`]; another GPU, which the other ranks are told.
-    pub fn split_on(&mut self, tag: Tag, (colour, key): (Option<usize>, usize), cuda: &Cuda) -> Result<Option<Self>> {
+    pub fn split_on(&mut self, tag: Tag, place: (Option<usize>, usize), cuda: &Cuda) -> Result<Option<Self>> {
+        self.divide(tag, place, (cuda, false))
+    }
+
+    /// The same for a communicator whose collectives over [`Communicator::memory`] are the GPU's copy engines', as
+    /// [`NcclWorld::with_copy_engines`] has them.
+    ///
+    /// # Errors
+    /// As [`NcclComm::split_on`]; a library older than 2.28.
+    pub fn split_with_copy_engines(
+        &mut self,
+        tag: Tag,
+        place: (Option<usize>, usize),
+        cuda: &Cuda,
+    ) -> Result<Option<Self>> {
+        engines(self.library())?;
+        self.divide(tag, place, (cuda, true))
+    }
+
+    fn divide(
+        &mut self,
+        tag: Tag,
+        (colour, key): (Option<usize>, usize),
+        (cuda, engines): (&Cuda, bool),
+    ) -> Result<Option<Self>> {
         const CALL: &str = "split";
         if cuda.ordinal() != self.cuda.ordinal() {
             let error = Error::invalid(CALL, "cuda", format!("GPU {}", self.cuda.ordinal()), cuda.ordinal());
@@ -195,7 +239,7 @@ impl NcclComm {
         let mut members: Vec<(i64, usize)> = all.chunks_exact(2).enumerate().filter_map(of_colour).collect();
         members.sort_unstable();
         let rank = members.iter().position(|(_, rank)| *rank == self.link.rank).unwrap_or(0);
-        let place = Place { rank, size: members.len() };
+        let place = Place { rank, size: members.len(), engines };
         let (bound, working) = (cuda.clone(), cuda.clone());
         let place_of = (own as i32, key as i32);
         let ready = move |link: &Link| connect(link, &working);

@@ -4,7 +4,7 @@
 use std::sync::{Arc, Mutex};
 
 use moebius::comm::{Communicator, Exchange, Op, ReduceOp, Tag};
-use moebius::{Device, Result, TensorMut, TensorRef};
+use moebius::{DType, Device, Result, Tensor, TensorMut, TensorRef};
 
 /// All-reduces with the sizes of their buffers.
 pub type Reduced = Arc<Mutex<Vec<(ReduceOp, Vec<usize>)>>>;
@@ -27,6 +27,8 @@ pub struct Changed<D: Device> {
     pub size: Option<usize>,
     /// Does not tell its device.
     pub silent: bool,
+    /// Has memory of its own for collectives, of this device.
+    pub memory: Option<D>,
     /// All-reduces so far.
     pub reduced: Reduced,
     /// Exchanges so far.
@@ -41,7 +43,7 @@ impl<D: Device> Changed<D> {
     /// Nothing is changed yet.
     pub fn new(inner: Box<dyn Communicator<D>>) -> Self {
         let (reduced, moved, sent, entered) = Default::default();
-        Self { inner, size: None, silent: false, reduced, moved, sent, entered }
+        Self { inner, size: None, silent: false, memory: None, reduced, moved, sent, entered }
     }
 
     fn entering(&mut self, tag: Tag) -> &mut dyn Communicator<D> {
@@ -62,6 +64,15 @@ impl<D: Device> Communicator<D> for Changed<D> {
     }
     fn device(&self) -> Option<&D> {
         self.inner.device().filter(|_| !self.silent)
+    }
+    fn copies_beside(&self) -> bool {
+        self.memory.is_some() || self.inner.copies_beside()
+    }
+    fn memory(&mut self, tag: Tag, dtype: DType, dims: &[usize]) -> Result<Option<Tensor<D>>> {
+        match &self.memory {
+            Some(device) => Tensor::empty(device, dtype, dims).map(Some),
+            None => self.inner.memory(tag, dtype, dims),
+        }
     }
     fn all_gather(&mut self, tag: Tag, send: TensorRef<'_, D>, recv: TensorMut<'_, D>) -> Result<()> {
         self.sent.lock().unwrap().push((tag.op, vec![send.count() * send.dtype().size()]));

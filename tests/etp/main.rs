@@ -6,6 +6,7 @@
 mod candle;
 #[path = "../common/changed.rs"]
 pub mod changed;
+mod engines;
 mod exact;
 mod faults;
 #[path = "../common/limits.rs"]
@@ -23,6 +24,7 @@ mod turns;
 mod world;
 
 use rig::Chained;
+pub use rig::with_memory;
 #[cfg(feature = "nccl")]
 pub use target::gpus;
 

@@ -1,5 +1,6 @@
 //! Ranks of a chain on any device, and a chain of small weights with known values, without layers.
 
+use std::cell::Cell;
 use std::sync::Arc;
 use std::thread;
 use std::time::Duration;
@@ -12,6 +13,7 @@ use moebius::etp::{
 use moebius::weights::{WeightGuard, WeightSource};
 use moebius::{DType, Result, Tensor, TensorRef};
 
+use super::changed::Changed;
 use super::target::Target;
 #[cfg(feature = "nccl")]
 use super::target::gpus;
@@ -45,6 +47,17 @@ pub trait Chained: Target + ShardDevice {
     }
 }
 
+thread_local! {
+    static MEMORY: Cell<bool> = const { Cell::new(false) };
+}
+
+/// Runs with lanes whose communicators have memory of their own for collectives: on GPUs, copy engines'.
+pub fn with_memory(run: impl FnOnce()) {
+    MEMORY.set(true);
+    run();
+    MEMORY.set(false);
+}
+
 impl Chained for Cpu {
     fn most(&self) -> usize {
         8
@@ -55,7 +68,9 @@ impl Chained for Cpu {
     }
 
     fn among(&self, ranks: &[usize], _: &'static str, limit: Duration) -> Vec<Box<dyn Communicator<Self>>> {
-        ThreadWorld::create(ranks.len(), limit).into_iter().map(|comm| Box::new(comm) as Box<_>).collect()
+        let memory = MEMORY.get().then_some(*self);
+        let seat = |comm| Box::new(Changed { memory, ..Changed::new(Box::new(comm)) }) as Box<_>;
+        ThreadWorld::create(ranks.len(), limit).into_iter().map(seat).collect()
     }
 }
 
@@ -76,7 +91,8 @@ impl Chained for moebius::cuda::Cuda {
             let own = if lane.is_empty() { own } else { own.beside().unwrap() };
             return vec![Box::new(moebius::comm::Solo::new(own))];
         }
-        gpus::among(ranks, lane, limit).into_iter().map(|comm| Box::new(comm) as Box<_>).collect()
+        let engines = MEMORY.get() && !lane.is_empty();
+        gpus::lanes(ranks, (lane, engines), limit).into_iter().map(|comm| Box::new(comm) as Box<_>).collect()
     }
 }
 

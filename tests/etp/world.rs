@@ -7,7 +7,9 @@ use std::time::Duration;
 use moebius::comm::{Communicator, Op, Tag};
 use moebius::cpu::Cpu;
 use moebius::ep::{Group, GroupConfig};
-use moebius::etp::{Chain, Comms, EtpOptions, Payload, Phase, Scale, Shard, ShardSource, Shards, WeightId, WeightSpec};
+use moebius::etp::{
+    Chain, Comms, EtpOptions, Payload, Phase, Reduction, Scale, Shard, ShardSource, Shards, WeightId, WeightSpec,
+};
 use moebius::layer::{Context, Cotangents, GradientsMut, Inputs, Layer, Mode, Params};
 use moebius::quant::{Codec, Direction, Matrix, Mxfp8, Mxfp8Tensors, Nvfp4, Nvfp4Tensors, Quantize, QuantizeMxfp8};
 use moebius::weights::WeightSource;
@@ -462,7 +464,12 @@ impl<D: Chained> Rank<D> {
         let gradients = if D::ENQUEUES { 2 * u + 2 * d } else { 2 * u + d };
         assert_eq!((memory.gathered, memory.gradients), (gathered * size, gradients * size));
         // Sums, or the other ranks' shares: a rank's own are added where they lie.
-        let blocks = if run.options.reduction == moebius::etp::Reduction::Pairwise { run.etp - 1 } else { 1 };
+        let blocks = match run.options.reduction {
+            // Copy engines bring them too.
+            Reduction::Pairwise if chain.copies_beside() && run.etp > 1 => run.etp,
+            Reduction::Pairwise => run.etp - 1,
+            _ => 1,
+        };
         assert_eq!(memory.reduced, (u + d) * size / run.etp * blocks);
     }
 }

@@ -79,13 +79,15 @@ fn over_ranks(ranks: usize) -> Vec<(String, Body)> {
     all
 }
 
-/// Sharded weights, each case over as many of its four ranks as there are GPUs.
+/// Sharded weights, each case over as many of its four ranks as there are GPUs, and again by copy engines.
 fn sharded() -> Vec<Case> {
     let case = |(file, least, name, run): (&str, usize, &str, fn(&Cuda))| {
-        let body = move |_: &Cuda| run(&etp::gpus::first(1).1[0]);
-        Case { name: format!("etp::{file}::{name}"), gpus: least.max(2), body: self::body(body) }
+        let plain = move |_: &Cuda| run(&etp::gpus::first(1).1[0]);
+        let engines = move |cuda: &Cuda| etp::with_memory(|| plain(cuda));
+        let case = |suite, body| Case { name: format!("{suite}::{file}::{name}"), gpus: least.max(2), body };
+        [case("etp", body(plain)), case("etp_engines", body(engines))]
     };
-    etp::bodies().into_iter().map(case).collect()
+    etp::bodies().into_iter().flat_map(case).collect()
 }
 
 fn main() -> ExitCode {

@@ -20,8 +20,9 @@ struct Gpus {
     library: NcclLibrary,
     gpus: Vec<Cuda>,
     worlds: BTreeMap<usize, NcclWorld>,
-    /// Connections between these GPUs on a stream beside the first, by the stream's name.
-    beside: BTreeMap<(Vec<usize>, &'static str), NcclWorld>,
+    /// Connections between these GPUs on a stream beside the first, by the stream's name, and whether copy engines move
+    /// what they can.
+    beside: BTreeMap<(Vec<usize>, &'static str, bool), NcclWorld>,
 }
 
 static GPUS: OnceLock<Result<Mutex<Gpus>, String>> = OnceLock::new();
@@ -70,7 +71,12 @@ const END: Duration = Duration::from_secs(5);
 
 /// Communicators between these GPUs, each on a stream of that name beside its GPU's own; without a name on its own.
 pub fn among(ranks: &[usize], lane: &'static str, timeout: Duration) -> Vec<NcclComm> {
-    let key = (ranks.to_vec(), lane);
+    lanes(ranks, (lane, false), timeout)
+}
+
+/// The same, with copy engines where that is asked for.
+pub fn lanes(ranks: &[usize], (lane, engines): (&'static str, bool), timeout: Duration) -> Vec<NcclComm> {
+    let key = (ranks.to_vec(), lane, engines);
     let mut gpus = gpus().as_ref().expect("GPUs").lock().unwrap_or_else(PoisonError::into_inner);
     if let Some(world) = gpus.beside.get(&key) {
         let until = Instant::now() + END;
@@ -86,7 +92,8 @@ pub fn among(ranks: &[usize], lane: &'static str, timeout: Duration) -> Vec<Nccl
     }
     let stream = |gpu: &Cuda| if lane.is_empty() { gpu.clone() } else { gpu.beside().expect("a stream") };
     let own: Vec<Cuda> = ranks.iter().map(|rank| stream(&gpus.gpus[*rank])).collect();
-    let world = NcclWorld::new(&gpus.library, &own, CONNECT).expect("a world");
+    let make = if engines { NcclWorld::with_copy_engines } else { NcclWorld::new };
+    let world = make(&gpus.library, &own, CONNECT).expect("a world");
     let comms = world.communicators(timeout).expect("communicators of a new world");
     gpus.beside.insert(key, world);
     comms

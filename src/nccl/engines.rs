@@ -1,0 +1,87 @@
+//! Memory whose collectives are the copy engines': they need no multiprocessor, and so run beside kernels that take
+//! all of them.
+//!
+//! NCCL (2.28 or later) moves windows that way for communicators made with its policy `NCCL_CTA_POLICY_ZERO`. A window is
+//! registered by all ranks together, and stays until the communicator ends.
+
+use std::ffi::c_void;
+use std::fmt;
+use std::sync::Arc;
+
+use crate::comm::{SymmetricMemory, Tag};
+use crate::cuda::Cuda;
+use crate::dtype::DType;
+use crate::error::Result;
+use crate::tensor::{Shape, Tensor};
+
+use super::sys::WindowPtr;
+use super::{NcclComm, NcclLibrary};
+
+/// Memory of `ncclMemAlloc`.
+struct Block {
+    library: NcclLibrary,
+    cuda: Cuda,
+    address: u64,
+    bytes: usize,
+}
+
+impl fmt::Debug for Block {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Block {{ bytes: {} }}", self.bytes)
+    }
+}
+
+impl Drop for Block {
+    fn drop(&mut self) {
+        let free = self.library.functions().mem_free;
+        if let (Some(free), Ok(())) = (free, self.cuda.finish_all("NcclComm")) {
+            // SAFETY: the memory is NCCL's, in no window any more, and the GPU has done with it.
+            let _ = unsafe { free(self.address as *mut c_void) };
+        }
+    }
+}
+
+/// A window's handle.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Handle(pub(super) WindowPtr);
+
+// SAFETY: NCCL lets any thread pass it to its calls.
+unsafe impl Send for Handle {}
+
+/// A window, and the memory that it keeps.
+#[derive(Debug)]
+pub(super) struct Registered {
+    handle: Handle,
+    block: Arc<Block>,
+}
+
+impl Registered {
+    pub(super) fn handle(&self) -> Handle {
+        self.handle
+    }
+
+    pub(super) fn holds(&self, address: u64, bytes: usize) -> bool {
+        let start = self.block.address;
+        address >= start && address - start + bytes as u64 <= self.block.bytes as u64
+    }
+
+    /// Waits until the GPU has done all that it was given; tells whether it has.
+    pub(super) fn is_done(&self) -> bool {
+        self.block.cuda.finish_all("NcclComm").is_ok()
+    }
+}
+
+impl NcclComm {
+    /// Memory of all ranks that this communicator's collectives move by copy engines (collective).
+    pub(super) fn window_memory(&mut self, tag: Tag, dtype: DType, dims: &[usize]) -> Result<Tensor<Cuda>> {
+        let bytes = Shape::new(dims)?.count() * dtype.size();
+        let window = self.allocate(tag, bytes)?;
+        let (library, cuda, address) = (self.library().clone(), self.cuda.clone(), window.base());
+        let block = Arc::new(Block { library, cuda, address, bytes: bytes.max(1) });
+        self.link.keep(Registered { handle: Handle(window.raw()), block: Arc::clone(&block) });
+        // SAFETY: the memory has that many bytes and lives as long as the block; the tensor alone writes it, and peers
+        // where collectives that are given it let them.
+        let buffer = unsafe { self.cuda.held((address, bytes), block) };
+        Tensor::from_buffer(buffer, dtype, dims)
+    }
+}
