@@ -227,7 +227,7 @@ impl<D: ShardDevice> Lane<D> {
         Ok(Self { name, jobs: Some(jobs), given, _ending: ending, ended, between, has_memory })
     }
 
-    /// A ticket's buffer, the chain's so many-th.
+    /// The buffer of a ticket of that number.
     pub fn buffer(&self, number: u64, key: &Key) -> Result<Tensor<D>> {
         let tag = Tag { layer: 0, op: Op::Init, sequence: number };
         self.memory(tag, (key.dtype, &key.dims))

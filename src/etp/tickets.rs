@@ -87,7 +87,7 @@ impl<D: Device> Tickets<D> {
         self.take_with(ticket, |_, key| Tensor::empty(&device, key.dtype, &key.dims))
     }
 
-    /// The same; `make` is given how many buffers were allocated before.
+    /// The same; `make` is given the ticket's number, the same on all ranks.
     ///
     /// # Errors
     /// As [`take`](Self::take), and those of `make`.
@@ -101,8 +101,9 @@ impl<D: Device> Tickets<D> {
             Some(tensor) => tensor,
             None if self.fixed => return Err(refused("etp", "allocate a chain's buffer, as a first use does")),
             None => {
+                let made = make(ticket.0 as u64, &slot.key)?;
                 self.allocations += 1;
-                make(self.allocations, &slot.key)?
+                made
             }
         };
         slot.out = true;
