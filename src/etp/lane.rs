@@ -227,22 +227,19 @@ impl<D: ShardDevice> Lane<D> {
         Ok(Self { name, jobs: Some(jobs), given, _ending: ending, ended, between, has_memory })
     }
 
-    /// The buffer of a ticket of that number.
-    pub fn buffer(&self, number: u64, key: &Key) -> Result<Tensor<D>> {
-        let tag = Tag { layer: 0, op: Op::Init, sequence: number };
-        self.memory(tag, (key.dtype, &key.dims))
-    }
-
-    /// A buffer that its collectives are to move (collective where its communicator has memory for them).
+    /// A buffer that its collectives are to move, of the ticket of that number (collective where its communicator has
+    /// memory for them).
     ///
     /// # Errors
     /// No memory; a collective's.
-    pub fn memory(&self, tag: Tag, (dtype, dims): (DType, &[usize])) -> Result<Tensor<D>> {
-        let own = || Tensor::empty(&self.between.home, dtype, dims);
+    pub fn buffer(&self, number: u64, key: &Key) -> Result<Tensor<D>> {
+        let own = || Tensor::empty(&self.between.home, key.dtype, &key.dims);
         if !self.has_memory {
             return own();
         }
-        let Done { made, outcome, .. } = self.give(Job::Memory { tag, dtype, dims: dims.to_vec(), made: None }).wait();
+        let tag = Tag { layer: 0, op: Op::Init, sequence: number };
+        let job = Job::Memory { tag, dtype: key.dtype, dims: key.dims.clone(), made: None };
+        let Done { made, outcome, .. } = self.give(job).wait();
         outcome?;
         made.map_or_else(own, Ok)
     }

@@ -275,7 +275,9 @@ mod tests {
     /// The layout that the header's `ncclConfig_v21800` and its followers have on 64-bit systems.
     #[test]
     fn config_layout() {
-        assert_eq!((Config::blocking().size, size_of::<Config>()), (48, 64));
+        let of = Config::of;
+        assert_eq!((of(false).size, of(false).version, of(false).cta_policy), (48, 21800, UNDEFINED));
+        assert_eq!((of(true).size, of(true).version, of(true).cta_policy), (64, 22800, 2));
         let offsets = [
             offset_of!(Config, magic),
             offset_of!(Config, version),
