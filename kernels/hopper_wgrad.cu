@@ -78,8 +78,8 @@ struct Walk {
     }
 };
 
-// Stages in shared memory: `full` counts the copy engine's bytes, their announcement and, where rows are gathered, 128
-// producers; `empty` the 8 multiplying warps of either block.
+// Stages in shared memory: `full` counts the copy engine's bytes and 128 producers that gather, or their announcement
+// alone; `empty` the 8 multiplying warps of either block.
 struct Ring {
     uint32_t stages, full, empty;
     int stage = 0;
@@ -165,8 +165,10 @@ __device__ __forceinline__ void produce(const WeightGrad& p, const CUtensorMap& 
             barrier_wait(ring.empty_barrier(), ring.parity ^ 1);
             const uint32_t full = ring.full_barrier();
             if (leader) {
-                // An arrival of its own: one that waits for copies may come to pass before what the thread did earlier.
-                barrier_arrive_expect(full, B_BYTES + (gathers ? 0 : A_BYTES));
+                // Without copies of its own, a thread's arrival behind its copies may come to pass before an announcement that it
+                // made earlier, so there the announcement is the arrival. With copies it would wait for those of the stage before.
+                if (gathers) barrier_expect(full, B_BYTES);
+                else barrier_arrive_expect(full, B_BYTES + A_BYTES);
 #pragma unroll
                 for (int i = 0; i < WIDE / 128; i++) {
                     const int b = blockIdx.x % 2 * (WIDE / 128) + i;
@@ -357,7 +359,7 @@ __device__ __forceinline__ void run(const WeightGrad& p, const CUtensorMap& narr
     const Ring ring{base, barriers, barriers + STAGES * 8};
     if (threadIdx.x == 0) {
         for (int s = 0; s < STAGES; s++) {
-            barrier_init(ring.full + s * 8, p.map ? 129 : 1);
+            barrier_init(ring.full + s * 8, p.map ? 128 : 1);
             barrier_init(ring.empty + s * 8, 16);
         }
         asm volatile("fence.mbarrier_init.release.cluster;\n" ::: "memory");

@@ -32,6 +32,10 @@ __device__ __forceinline__ void copy(uint32_t to, const void* from, bool valid) 
     asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;\n" ::"r"(to), "l"(from), "r"(valid ? 16 : 0));
 }
 
+// What the copy engine is to bring in this phase, beside the threads' own copies, whose arrivals come later.
+__device__ __forceinline__ void barrier_expect(uint32_t bar, uint32_t bytes) {
+    asm volatile("mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [%0], %1;\n" ::"r"(bar), "r"(bytes) : "memory");
+}
 __device__ __forceinline__ void bulk(uint32_t to, const CUtensorMap& map, uint32_t bar, int64_t x, int64_t y) {
     asm volatile(
         "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4}], [%2];\n" ::"r"(to),
