@@ -175,10 +175,10 @@ __device__ __forceinline__ void cast_tiles(const QuantCast& p) {
     const bool narrow = __fmul_rn(most, factor) < 7.0f;
 #pragma unroll
     for (int j = 0; j < 4; j++) {
-        const T* values = reinterpret_cast<const T*>(&words[j]);
         float y[8];
+        widen<T>(y, words[j]);
 #pragma unroll
-        for (int k = 0; k < 8; k++) y[k] = __fmul_rn(to_float(values[k]), factor);
+        for (int k = 0; k < 8; k++) y[k] = __fmul_rn(y[k], factor);
         unsigned codes = 0;
         if (!nan) codes = narrow ? e2m1_nearest8<false>(y) : e2m1_nearest8(y);
         *reinterpret_cast<unsigned*>(side.codes + (row + j * 4) * side.code_bytes + column / 2) = codes;

@@ -2,6 +2,7 @@
 // order of docs/quantisation.md: the intrinsics keep the compiler from joining a product and a sum. Subnormals are kept.
 #pragma once
 #include "common.cuh"
+#include <type_traits>
 
 namespace quant {
 
@@ -208,6 +209,20 @@ __device__ __forceinline__ float magnitude(const float (&v)[N]) {
     return __uint_as_float(most);
 }
 
+// Elements of a word of 16 bytes.
+template <class T>
+__device__ __forceinline__ void widen(float* v, const uint4& word) {
+    if constexpr (std::is_same<T, bf16>::value) {
+        const unsigned pairs[4] = {word.x, word.y, word.z, word.w};
+#pragma unroll
+        for (int i = 0; i < 4; i++) v[2 * i] = __uint_as_float(pairs[i] << 16), v[2 * i + 1] = __uint_as_float(pairs[i] & 0xffff0000u);
+    } else {
+        const T* values = reinterpret_cast<const T*>(&word);
+#pragma unroll
+        for (int k = 0; k < 16 / sizeof(T); k++) v[k] = to_float(values[k]);
+    }
+}
+
 // A block of 16 elements that lie together, as it is stored.
 template <class T>
 struct Block {
@@ -219,9 +234,8 @@ struct Block {
         for (int i = 0; i < WORDS; i++) words[i] = __ldcs(static_cast<const uint4*>(from) + i);
     }
     __device__ __forceinline__ void widen(float (&v)[16]) const {
-        const T* values = reinterpret_cast<const T*>(words);
 #pragma unroll
-        for (int k = 0; k < 16; k++) v[k] = to_float(values[k]);
+        for (int i = 0; i < WORDS; i++) quant::widen<T>(v + i * (16 / sizeof(T)), words[i]);
     }
     // Two at a time where two are in a word, as integers.
     __device__ __forceinline__ float magnitude() const {
@@ -288,10 +302,7 @@ struct Panel {
         constexpr int PER = 16 / sizeof(T);
 #pragma unroll
         for (int i = 0; i < N / PER; i++) {
-            const uint4 word = words[i];
-            const T* values = reinterpret_cast<const T*>(&word);
-#pragma unroll
-            for (int k = 0; k < PER; k++) v[i * PER + k] = to_float(values[k]);
+            widen<T>(v + i * PER, words[i]);
         }
     }
     // N elements of each of EACH columns.
