@@ -78,8 +78,8 @@ struct Walk {
     }
 };
 
-// Stages in shared memory: `full` counts the copy engine's bytes and 128 producers that gather, or their announcement
-// alone; `empty` the 8 multiplying warps of either block.
+// Stages in shared memory: `full` counts 128 producers and the copy engine's bytes, `empty` the 8 multiplying warps of
+// either block.
 struct Ring {
     uint32_t stages, full, empty;
     int stage = 0;
@@ -154,7 +154,6 @@ struct Gather {
 
 __device__ __forceinline__ void produce(const WeightGrad& p, const CUtensorMap& narrow, const CUtensorMap& wide, Ring ring) {
     const bool leader = threadIdx.x % 128 == 0, gathers = p.map != nullptr;
-    if (!leader && !gathers) return;
     Walk walk(p);
     Tile t;
     while (walk.next(t)) {
@@ -165,10 +164,7 @@ __device__ __forceinline__ void produce(const WeightGrad& p, const CUtensorMap& 
             barrier_wait(ring.empty_barrier(), ring.parity ^ 1);
             const uint32_t full = ring.full_barrier();
             if (leader) {
-                // Without copies of its own, a thread's arrival behind its copies may come to pass before an announcement that it
-                // made earlier, so there the announcement is the arrival. With copies it would wait for those of the stage before.
-                if (gathers) barrier_expect(full, B_BYTES);
-                else barrier_arrive_expect(full, B_BYTES + A_BYTES);
+                barrier_expect(full, B_BYTES + (gathers ? 0 : A_BYTES));
 #pragma unroll
                 for (int i = 0; i < WIDE / 128; i++) {
                     const int b = blockIdx.x % 2 * (WIDE / 128) + i;
@@ -176,10 +172,10 @@ __device__ __forceinline__ void produce(const WeightGrad& p, const CUtensorMap& 
                 }
                 for (int b = 0; b < NARROW / 64 && !gathers; b++) bulk(ring.at() + b * BLOCK, narrow, full, t.narrow + b * 64, t.first + k);
             }
-            if (gathers) {
-                gather.copy_rows(ring.at(), from);
-                barrier_arrive_after_copies(full);
-            }
+            if (gathers) gather.copy_rows(ring.at(), from);
+            // Without copies in flight, the first kind may come to pass before the announcement above, and end the phase.
+            if (gathers) barrier_arrive_after_copies(full);
+            else barrier_arrive(full);
             ring.next();
         }
     }
@@ -359,7 +355,7 @@ __device__ __forceinline__ void run(const WeightGrad& p, const CUtensorMap& narr
     const Ring ring{base, barriers, barriers + STAGES * 8};
     if (threadIdx.x == 0) {
         for (int s = 0; s < STAGES; s++) {
-            barrier_init(ring.full + s * 8, p.map ? 128 : 1);
+            barrier_init(ring.full + s * 8, 128);
             barrier_init(ring.empty + s * 8, 16);
         }
         asm volatile("fence.mbarrier_init.release.cluster;\n" ::: "memory");
