@@ -113,7 +113,7 @@ impl<D: ShardDevice> Chain<D> {
     pub fn new(device: D, stream: D::Stream, comms: Comms<D>, options: EtpOptions) -> Result<Self> {
         let Comms { mut gather, reduce } = comms;
         let (rank, ranks) = (gather.rank(), gather.size());
-        compare(&device, &mut *gather, &options)?;
+        compare(&device, (&mut *gather, &*reduce), &options)?;
         if (reduce.rank(), reduce.size()) != (rank, ranks) {
             let found = format!("rank {} of {}", reduce.rank(), reduce.size());
             return Err(Error::invalid("Chain::new", "comms.reduce", format!("rank {rank} of {ranks}"), found));
@@ -289,17 +289,22 @@ fn check_source<D: ShardDevice>(spec: &WeightSpec, shards: &Shards, source: &dyn
 }
 
 /// Finds the first option in which the ranks differ: one all-gather.
-fn compare<D: ShardDevice>(device: &D, comm: &mut dyn Communicator<D>, options: &EtpOptions) -> Result<()> {
+fn compare<D: ShardDevice>(
+    device: &D,
+    (comm, reduce): (&mut dyn Communicator<D>, &dyn Communicator<D>),
+    options: &EtpOptions,
+) -> Result<()> {
     let device = &comm.device().unwrap_or(device).clone();
     let stream = &device.own_stream();
-    // The last three decide the order of the lanes' jobs.
-    let names = ["pad", "reduction", "scale", "replicas", "in_turn", "prefetch", "ahead"];
+    // The last four decide the order of the lanes' jobs.
+    let names = ["pad", "reduction", "scale", "replicas", "in_turn", "prefetch", "ahead", "copies_beside"];
     let pairwise = options.reduction == Reduction::Pairwise;
     let mean = options.scale == Scale::Mean;
     let (replicas, in_turn, prefetch) =
         (options.replicas as u64, u64::from(options.in_turn), u64::from(options.prefetch));
     let ahead = if options.prefetch { options.ahead as u64 } else { 0 };
-    let own = [options.pad as u64, u64::from(pairwise), u64::from(mean), replicas, in_turn, prefetch, ahead];
+    let beside = u64::from(comm.copies_beside()) + 2 * u64::from(reduce.copies_beside());
+    let own = [options.pad as u64, u64::from(pairwise), u64::from(mean), replicas, in_turn, prefetch, ahead, beside];
     let bytes: Vec<u8> = own.iter().flat_map(|v| v.to_ne_bytes()).collect();
     let mut send = Tensor::empty(device, crate::DType::U8, &[bytes.len()])?;
     device.upload(stream, &bytes, send.view_mut())?;

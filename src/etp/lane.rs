@@ -227,17 +227,16 @@ impl<D: ShardDevice> Lane<D> {
         Ok(Self { name, jobs: Some(jobs), given, _ending: ending, ended, between, has_memory })
     }
 
-    /// A buffer that its collectives are to move, of the ticket of that number (collective where its communicator has
-    /// memory for them).
+    /// A buffer that its collectives are to move (collective where its communicator has memory for them).
     ///
     /// # Errors
     /// No memory; a collective's.
-    pub fn buffer(&self, number: u64, key: &Key) -> Result<Tensor<D>> {
+    pub fn buffer(&self, key: &Key) -> Result<Tensor<D>> {
         let own = || Tensor::empty(&self.between.home, key.dtype, &key.dims);
         if !self.has_memory {
             return own();
         }
-        let tag = Tag { layer: 0, op: Op::Init, sequence: number };
+        let tag = Tag { layer: 0, op: Op::Init, sequence: key.number() };
         let job = Job::Memory { tag, dtype: key.dtype, dims: key.dims.clone(), made: None };
         let Done { made, outcome, .. } = self.give(job).wait();
         outcome?;

@@ -66,7 +66,8 @@ impl<D: ShardDevice> Drop for Room<'_, D> {
 }
 
 impl<D: ShardDevice> Chain<D> {
-    /// Room for a weight's gradient on this rank's tokens.
+    /// Room for a weight's gradient on this rank's tokens. Where the lanes' communicators have memory of their own
+    /// (`Chain::copies_beside`), ranks ask for a size's first in the same order: it is allocated by all together.
     ///
     /// # Errors
     /// Room that was asked for before and not submitted; no forward before; the collective's, where an earlier gradient
@@ -208,7 +209,7 @@ impl<D: ShardDevice> Inner<D> {
 
     fn take_for_reduction(&mut self, ticket: Ticket) -> Result<Loan<D>> {
         let lane = self.apart.as_ref().unwrap_or(&self.gathers);
-        self.tickets.take_with(ticket, |number, key| lane.buffer(number, key))
+        self.tickets.take_with(ticket, (lane.has_memory, |key: &Key| lane.buffer(key)))
     }
 
     /// Whether a weight's reduction has a buffer to fill, or none is under way that would give one back.

@@ -3,7 +3,7 @@
 use super::chain::Chain;
 use super::state::State;
 use super::tickets::Usage;
-use super::{ShardDevice, WeightId};
+use super::{Reduction, ShardDevice, WeightId};
 
 /// Bytes of a chain's memory on this rank, its shards not counted: those are the optimiser's.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -59,11 +59,12 @@ impl<D: ShardDevice> Chain<D> {
         }
     }
 
-    /// Whether gathers and reductions are copy engines', in memory of the lanes' communicators
+    /// Whether gathers and reductions (in pairs) are copy engines', in memory of the lanes' communicators
     /// ([`Communicator::copies_beside`](crate::comm::Communicator::copies_beside)).
     pub fn copies_beside(&self) -> bool {
         let inner = self.lock();
-        inner.gathers.has_memory && inner.reductions().has_memory
+        let pairwise = self.options.reduction == Reduction::Pairwise;
+        inner.gathers.has_memory && inner.reductions().has_memory && pairwise
     }
 
     /// Memory that the chain holds.
@@ -86,7 +87,7 @@ impl<D: ShardDevice> Chain<D> {
         Traffic { allocations: inner.tickets.allocations(), casts, ..inner.traffic }
     }
 
-    /// Drops buffers that are not in use; later passes allocate them anew.
+    /// Drops buffers that are not in use; later passes allocate them anew. Memory of the lanes' communicators stays.
     pub fn clear(&self) {
         let mut inner = self.lock();
         inner.tickets.clear();

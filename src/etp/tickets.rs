@@ -31,6 +31,13 @@ pub(super) struct Key {
     pub parity: usize,
 }
 
+impl Key {
+    /// For tags: the same on all ranks. Sizes are compared beside them.
+    pub fn number(&self) -> u64 {
+        (self.usage as u64) << 32 | self.parity as u64
+    }
+}
+
 /// The right to a key's buffer, for good; it holds no memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Ticket(usize);
@@ -47,6 +54,8 @@ struct Slot<D: Device> {
     key: Key,
     buffer: Option<Tensor<D>>,
     out: bool,
+    /// Its memory is a communicator's and is not given back.
+    stays: bool,
 }
 
 /// The cache.
@@ -68,7 +77,7 @@ impl<D: Device> Tickets<D> {
     pub fn reserve(&mut self, key: Key) -> Ticket {
         let found = self.slots.iter().position(|slot| slot.key == key);
         Ticket(found.unwrap_or_else(|| {
-            self.slots.push(Slot { key, buffer: None, out: false });
+            self.slots.push(Slot { key, buffer: None, out: false, stays: false });
             self.slots.len() - 1
         }))
     }
@@ -84,14 +93,18 @@ impl<D: Device> Tickets<D> {
     /// It is out: two uses that may overlap were given one key.
     pub fn take(&mut self, ticket: Ticket) -> Result<Loan<D>> {
         let device = self.device.clone();
-        self.take_with(ticket, |_, key| Tensor::empty(&device, key.dtype, &key.dims))
+        self.take_with(ticket, (false, |key: &Key| Tensor::empty(&device, key.dtype, &key.dims)))
     }
 
-    /// The same; `make` is given the ticket's number, the same on all ranks.
+    /// The same with memory of `make`'s, which `stays` where it is a communicator's.
     ///
     /// # Errors
     /// As [`take`](Self::take), and those of `make`.
-    pub fn take_with(&mut self, ticket: Ticket, make: impl FnOnce(u64, &Key) -> Result<Tensor<D>>) -> Result<Loan<D>> {
+    pub fn take_with(
+        &mut self,
+        ticket: Ticket,
+        (stays, make): (bool, impl FnOnce(&Key) -> Result<Tensor<D>>),
+    ) -> Result<Loan<D>> {
         let slot = &mut self.slots[ticket.0];
         if slot.out {
             let found = format!("{:?} in use", slot.key);
@@ -101,8 +114,8 @@ impl<D: Device> Tickets<D> {
             Some(tensor) => tensor,
             None if self.fixed => return Err(refused("etp", "allocate a chain's buffer, as a first use does")),
             None => {
-                let made = make(ticket.0 as u64, &slot.key)?;
-                self.allocations += 1;
+                let made = make(&slot.key)?;
+                (self.allocations, slot.stays) = (self.allocations + 1, stays);
                 made
             }
         };
@@ -117,9 +130,9 @@ impl<D: Device> Tickets<D> {
         slot.buffer = Some(loan.tensor);
     }
 
-    /// Drops the memory that is not out; tickets stay valid.
+    /// Drops the memory that is not out, but for what would not be given back; tickets stay valid.
     pub fn clear(&mut self) {
-        self.slots.iter_mut().for_each(|slot| slot.buffer = None);
+        self.slots.iter_mut().filter(|slot| !slot.stays).for_each(|slot| slot.buffer = None);
     }
 
     /// Marks a buffer as never coming back (its holder is gone with it): the next use allocates.

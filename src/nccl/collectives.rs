@@ -22,7 +22,7 @@ impl NcclComm {
 
     /// Passes a check of this rank's arguments, or of what it needs for the collective, or tells the others that it
     /// failed.
-    fn check<T>(&mut self, tag: Tag, checked: Result<T>) -> Result<T> {
+    pub(super) fn check<T>(&mut self, tag: Tag, checked: Result<T>) -> Result<T> {
         if let Err(error) = &checked {
             // The first error is the one to report, whatever becomes of the meeting.
             let _ = self.refuse(tag, &error.to_string());

@@ -14,7 +14,7 @@ use crate::dtype::DType;
 use crate::error::Result;
 use crate::tensor::{Shape, Tensor};
 
-use super::sys::WindowPtr;
+use super::sys::{CommPtr, Functions, Status, WindowPtr};
 use super::{NcclComm, NcclLibrary};
 
 /// Memory of `ncclMemAlloc`.
@@ -43,7 +43,7 @@ impl Drop for Block {
 
 /// A window's handle.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct Handle(pub(super) WindowPtr);
+struct Handle(WindowPtr);
 
 // SAFETY: NCCL lets any thread pass it to its calls.
 unsafe impl Send for Handle {}
@@ -56,25 +56,28 @@ pub(super) struct Registered {
 }
 
 impl Registered {
-    pub(super) fn handle(&self) -> Handle {
-        self.handle
-    }
-
     pub(super) fn holds(&self, address: u64, bytes: usize) -> bool {
         let start = self.block.address;
         address >= start && address - start + bytes as u64 <= self.block.bytes as u64
     }
 
-    /// Waits until the GPU has done all that it was given; tells whether it has.
-    pub(super) fn is_done(&self) -> bool {
-        self.block.cuda.finish_all("NcclComm").is_ok()
+    /// Ends a communicator's windows once the GPU has done all that any of its streams was given; tells whether it has,
+    /// and nothing of their memory is used any more.
+    pub(super) fn end(all: &[Self], functions: &Functions, comm: CommPtr) -> bool {
+        let Some(first) = all.first() else { return true };
+        let Some(deregister) = functions.window_deregister else { return false };
+        let done = first.block.cuda.finish_all("NcclComm").is_ok();
+        // SAFETY: the windows are the communicator's, which lives, and the GPU has done with them.
+        let ended = |window: &Self| unsafe { deregister(comm, window.handle.0) } == Status::SUCCESS;
+        done && all.iter().all(ended)
     }
 }
 
 impl NcclComm {
     /// Memory of all ranks that this communicator's collectives move by copy engines (collective).
     pub(super) fn window_memory(&mut self, tag: Tag, dtype: DType, dims: &[usize]) -> Result<Tensor<Cuda>> {
-        let bytes = Shape::new(dims)?.count() * dtype.size();
+        let shape = Shape::new(dims);
+        let bytes = self.check(tag, shape)?.count() * dtype.size();
         let window = self.allocate(tag, bytes)?;
         let (library, cuda, address) = (self.library().clone(), self.cuda.clone(), window.base());
         let block = Arc::new(Block { library, cuda, address, bytes: bytes.max(1) });

@@ -1,6 +1,7 @@
 //! A rank's `ncclComm_t`: every call of it passes here, so that it is never used while or after it is freed.
 
 use std::fmt;
+use std::mem::ManuallyDrop;
 use std::sync::atomic::{AtomicPtr, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError, mpsc};
 use std::thread;
@@ -299,30 +300,24 @@ impl Drop for Link {
     fn drop(&mut self) {
         let failed = self.failure().is_some();
         let alive = lock(&self.gate).take();
-        let windows = std::mem::take(&mut *lock(&self.windows));
-        // Other streams have been given them too.
-        let known = failed || windows.first().is_none_or(Registered::is_done);
-        let handles = windows.iter().map(Registered::handle).collect::<Vec<_>>();
+        // Until what reads and writes them is known to have ended, nobody gets their memory.
+        let windows = ManuallyDrop::new(std::mem::take(&mut *lock(&self.windows)));
         if let Some(alive) = alive {
             let functions = *self.library.functions();
             // Work that a peer will never join in is not waited for.
             let how = if failed { functions.comm_abort } else { functions.comm_destroy };
-            let deregister = functions.window_deregister.filter(|_| !failed && known);
-            // SAFETY: the communicator lives and nobody else can use it any more; the windows are its own, and nothing
-            // uses them.
-            let run = move |comm| unsafe {
-                if let Some(deregister) = deregister {
-                    // What went wrong with it nobody can be told any more.
-                    handles.iter().for_each(|handle| _ = deregister(comm, handle.0));
+            let run = move |comm| {
+                // On the thread that ends the communicator, for which `end` waits so long and no longer.
+                let free = !failed && Registered::end(&windows, &functions, comm);
+                // SAFETY: the communicator lives and nobody else can use it any more.
+                let status = unsafe { how(comm) };
+                if free {
+                    drop(ManuallyDrop::into_inner(windows));
                 }
-                how(comm)
+                status
             };
             // SAFETY: as above.
             unsafe { end(alive, run) };
-        }
-        if failed || !known {
-            // What still reads or writes them is not known: nobody gets their memory.
-            std::mem::forget(windows);
         }
     }
 }

@@ -87,11 +87,16 @@ impl SymmetricMemory<Cuda> for NcclComm {
         let free = library.newer("ncclMemFree", functions.mem_free)?;
         let register = library.newer("ncclCommWindowRegister", functions.window_register)?;
         let size = bytes.max(1).next_multiple_of(PAGE);
-        self.of_window(("allocate", tag), bytes, |raw| {
+        // Before the ranks meet: one without memory tells the others, and the communicator works on.
+        let memory = self.cuda.bind("allocate").and_then(|()| {
             let mut memory: *mut c_void = std::ptr::null_mut();
             // SAFETY: the result is written to a local; the rank's GPU is the thread's.
             let status = unsafe { alloc(&raw mut memory, size) };
             library.check("ncclMemAlloc", std::ptr::null_mut(), status)?;
+            Ok(memory)
+        });
+        let memory = self.check(tag, memory)?;
+        let made = self.of_window(("allocate", tag), bytes, |raw| {
             let mut window: WindowPtr = std::ptr::null_mut();
             // SAFETY: the memory has that many bytes and is NCCL's own; the communicator lives during the call.
             let status = unsafe { register(raw.comm, memory, size, &raw mut window, sys::WINDOW_SYMMETRIC) };
@@ -101,13 +106,14 @@ impl SymmetricMemory<Cuda> for NcclComm {
                 // How NCCL says that this machine has no symmetric memory.
                 true => library.check("ncclCommWindowRegister", raw.comm, Status::INVALID_ARGUMENT),
             });
-            if let Err(error) = registered {
-                // SAFETY: the memory was just allocated and is in no window.
-                let _ = unsafe { free(memory) };
-                return Err(error.into());
-            }
+            registered?;
             Ok(NcclWindow { address: memory as u64, bytes, window })
-        })
+        });
+        if made.is_err() {
+            // SAFETY: the memory was just allocated and is in no window.
+            let _ = unsafe { free(memory) };
+        }
+        made
     }
 
     fn release(&mut self, tag: Tag, window: NcclWindow) -> Result<()> {

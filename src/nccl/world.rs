@@ -79,7 +79,9 @@ impl NcclWorld {
     }
 
     /// The same for communicators whose collectives over [`Communicator::memory`] are the GPUs' copy engines', and so run
-    /// beside kernels that take every multiprocessor: for a [`Chain`](crate::etp::Chain)'s lanes. NCCL 2.28 or later.
+    /// beside kernels that take every multiprocessor: for a [`Chain`](crate::etp::Chain)'s lanes, between GPUs that reach each
+    /// other's memory. NCCL 2.28 or later. That memory stays as long as the world, whose communicators may come and
+    /// go; after a failure the process keeps it.
     ///
     /// # Errors
     /// As [`NcclWorld::new`]; an older library.

@@ -4,7 +4,7 @@
 use std::sync::{Arc, Mutex};
 
 use moebius::comm::{Communicator, Exchange, Op, ReduceOp, Tag};
-use moebius::{DType, Device, Result, Tensor, TensorMut, TensorRef};
+use moebius::{DType, Device, Error, Result, Tensor, TensorMut, TensorRef};
 
 /// All-reduces with the sizes of their buffers.
 pub type Reduced = Arc<Mutex<Vec<(ReduceOp, Vec<usize>)>>>;
@@ -29,6 +29,8 @@ pub struct Changed<D: Device> {
     pub silent: bool,
     /// Has memory of its own for collectives, of this device.
     pub memory: Option<D>,
+    /// So many of the first requests of it fail, which the other ranks are told.
+    pub scarce: usize,
     /// All-reduces so far.
     pub reduced: Reduced,
     /// Exchanges so far.
@@ -43,7 +45,7 @@ impl<D: Device> Changed<D> {
     /// Nothing is changed yet.
     pub fn new(inner: Box<dyn Communicator<D>>) -> Self {
         let (reduced, moved, sent, entered) = Default::default();
-        Self { inner, size: None, silent: false, memory: None, reduced, moved, sent, entered }
+        Self { inner, size: None, silent: false, memory: None, scarce: 0, reduced, moved, sent, entered }
     }
 
     fn entering(&mut self, tag: Tag) -> &mut dyn Communicator<D> {
@@ -70,7 +72,13 @@ impl<D: Device> Communicator<D> for Changed<D> {
     }
     fn memory(&mut self, tag: Tag, dtype: DType, dims: &[usize]) -> Result<Option<Tensor<D>>> {
         match &self.memory {
-            Some(device) => Tensor::empty(device, dtype, dims).map(Some),
+            Some(_) if self.scarce > 0 => {
+                self.scarce -= 1;
+                self.inner.refuse(tag, "out of memory")?;
+                Err(Error::Device { call: "memory", operation: "allocate".into(), message: "out of memory".into() })
+            }
+            // All ranks together, as windows are registered.
+            Some(device) => self.inner.barrier(tag).and_then(|()| Tensor::empty(device, dtype, dims)).map(Some),
             None => self.inner.memory(tag, dtype, dims),
         }
     }

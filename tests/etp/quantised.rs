@@ -198,7 +198,8 @@ fn one_cast_a_step<D: Chained>(device: &D) {
             assert_eq!(*joined.lock().unwrap(), vec![(ReduceOp::Max, vec![DIMS[0]]); expected], "{payload:?}");
             assert!(chain.memory().quantised > 0 && chain.memory().arrived > 0);
             chain.clear();
-            assert_eq!(chain.memory().arrived, 0);
+            // Copy engines' memory stays.
+            assert_eq!(chain.memory().arrived == 0, !chain.copies_beside());
         });
     }
 }

@@ -53,9 +53,16 @@ thread_local! {
 
 /// Runs with lanes whose communicators have memory of their own for collectives: on GPUs, copy engines'.
 pub fn with_memory(run: impl FnOnce()) {
+    struct Until;
+    impl Drop for Until {
+        fn drop(&mut self) {
+            MEMORY.set(false);
+        }
+    }
     MEMORY.set(true);
+    // A body that panics, too.
+    let _until = Until;
     run();
-    MEMORY.set(false);
 }
 
 impl Chained for Cpu {
