@@ -145,9 +145,11 @@ impl Link {
         let parent = Arc::clone(self);
         let make = move || {
             parent.with(|functions, comm| {
-                let (mut child, mut config) = (std::ptr::null_mut(), Config::of(place.engines));
+                let (mut child, mut config) = (std::ptr::null_mut(), Config::of(true));
+                // No configuration means the parent's.
+                let config = if place.engines { &raw mut config } else { std::ptr::null_mut() };
                 // SAFETY: the communicator lives while the gate is held; result and configuration are locals.
-                let status = unsafe { (functions.comm_split)(comm, colour, key, &raw mut child, &raw mut config) };
+                let status = unsafe { (functions.comm_split)(comm, colour, key, &raw mut child, config) };
                 (Alive(child), settle(functions, child, status))
             })
         };
