@@ -15,7 +15,7 @@ use super::links::Step;
 use super::packed::Packed;
 use super::pass::Active;
 use super::state::{Machine, State};
-use super::tickets::{Key, Loan, Ticket, Usage};
+use super::tickets::{Loan, Ticket, Usage};
 use super::{ShardDevice, Shards, WeightId};
 
 /// In place of a pass's number: no pass, but the whole weight.
@@ -272,8 +272,7 @@ impl<D: ShardDevice> Inner<D> {
             Some(_) => self.cast(weight, (tag, epoch))?,
             None => Ok(()),
         };
-        let gathers = &self.gathers;
-        let into = match self.tickets.take_with(ticket, (gathers.has_memory, |key: &Key| gathers.buffer(key))) {
+        let into = match self.gathers.take(&mut self.tickets, ticket) {
             Ok(into) => into,
             // On a lane of gathers alone it can still be tried again at its use, in the same place among them.
             Err(error) if self.apart.is_some() => return Err(error),

@@ -26,7 +26,7 @@ use super::chain::CALL;
 use super::packed::Packed;
 use super::recorded::refused;
 use super::source::ShardSource;
-use super::tickets::{Key, Loan};
+use super::tickets::{Key, Loan, Ticket, Tickets};
 use super::{Ending, Reduction, ShardDevice};
 
 /// A rank's shard on its way to the others.
@@ -231,7 +231,7 @@ impl<D: ShardDevice> Lane<D> {
     ///
     /// # Errors
     /// No memory; a collective's.
-    pub fn buffer(&self, key: &Key) -> Result<Tensor<D>> {
+    fn buffer(&self, key: &Key) -> Result<Tensor<D>> {
         let own = || Tensor::empty(&self.between.home, key.dtype, &key.dims);
         if !self.has_memory {
             return own();
@@ -241,6 +241,14 @@ impl<D: ShardDevice> Lane<D> {
         let Done { made, outcome, .. } = self.give(job).wait();
         outcome?;
         made.map_or_else(own, Ok)
+    }
+
+    /// Lends a ticket's buffer, one that its collectives are to move.
+    ///
+    /// # Errors
+    /// As [`Tickets::take`] and [`buffer`](Self::buffer).
+    pub fn take(&self, tickets: &mut Tickets<D>, ticket: Ticket) -> Result<Loan<D>> {
+        tickets.take_with(ticket, (self.has_memory, |key: &Key| self.buffer(key)))
     }
 
     /// Queues a job, behind the computation so far.
@@ -428,7 +436,7 @@ fn recover<D: Device>(comm: &mut dyn Communicator<D>, tag: Tag, reason: Option<S
 #[cfg(test)]
 mod tests {
     use super::super::source::Shard;
-    use super::super::tickets::{Tickets, Usage};
+    use super::super::tickets::Usage;
     use super::*;
     use crate::comm::ThreadWorld;
     use crate::cpu::Cpu;

@@ -209,7 +209,7 @@ impl<D: ShardDevice> Inner<D> {
 
     fn take_for_reduction(&mut self, ticket: Ticket) -> Result<Loan<D>> {
         let lane = self.apart.as_ref().unwrap_or(&self.gathers);
-        self.tickets.take_with(ticket, (lane.has_memory, |key: &Key| lane.buffer(key)))
+        lane.take(&mut self.tickets, ticket)
     }
 
     /// Whether a weight's reduction has a buffer to fill, or none is under way that would give one back.
@@ -323,16 +323,14 @@ fn add<'a, D: ShardDevice>(
         }
     };
     let shares = match chain.options.reduction {
-        Reduction::Native => Shares::together(reduced, sums.view().count(), (chain.factor(), *first))?,
-        Reduction::Pairwise if reduced.count() == gradient.count() => {
-            Shares::together(reduced, sums.view().count(), (chain.factor(), *first))?
-        }
-        Reduction::Pairwise => {
+        Reduction::Pairwise if reduced.count() < gradient.count() => {
             let [rows, bytes] = [shards.shard_dims()[0], shards.shard_dims()[0] * gradient.row_bytes()];
             let own = D::slice(gradient.data(), chain.rank() * bytes..(chain.rank() + 1) * bytes);
             let own = TensorRef::new(own, dtype, &[rows, shards.shard_dims()[1]])?;
             Shares { own, rank: chain.rank(), others: reduced, scale: chain.factor(), first: *first }
         }
+        // A sum, or all ranks' shares with this one's among them.
+        _ => Shares::together(reduced, sums.view().count(), (chain.factor(), *first))?,
     };
     chain.device.add_shares(&chain.stream, shares, sums.view_mut())?;
     *first = false;

@@ -1,5 +1,7 @@
 //! The collectives of a communicator.
 
+use std::ffi::c_void;
+
 use crate::comm::agree::{Call, Detail};
 use crate::comm::{Blocks, Communicator, Exchange, ReduceOp, Tag, check_blocks};
 use crate::cuda::{Cuda, DeviceMut, DeviceRef};
@@ -11,7 +13,7 @@ use crate::tensor::{Tensor, TensorMut, TensorRef};
 use super::NcclComm;
 use super::lane::Piece;
 use super::notices::Subject;
-use super::sys::Reduction;
+use super::sys::{DataType, Reduction};
 
 impl NcclComm {
     /// A collective without any bytes, on all ranks.
@@ -48,9 +50,8 @@ impl NcclComm {
         &mut self,
         subject: Subject,
         (send, send_bytes): (DeviceRef<'_>, &[usize]),
-        (recv, recv_bytes): (TensorMut<'_, Cuda>, &[usize]),
+        (mut recv, recv_bytes): (DeviceMut<'_>, &[usize]),
     ) -> Result<()> {
-        let mut recv = recv.into_data();
         let (sends, from) = self.pieces(send.address(), send_bytes);
         let (receives, to) = self.pieces(recv.address(), recv_bytes);
         let own = recv_bytes[self.link.rank];
@@ -72,14 +73,15 @@ impl NcclComm {
     ) -> Result<()> {
         let (from, to) = (send.data().address(), recv.as_ref().data().address());
         match self.library().functions().all_to_all.filter(|_| self.link.engines && block > 0) {
-            // SAFETY: the views have those bytes, and memory they are of is given back in the stream's order.
-            Some(function) => self.enqueue(subject, |lane| unsafe { lane.all_to_all(function, (from, to), block) }),
+            // SAFETY: the views have a block for each rank, and memory they are of is given back in the stream's order.
+            Some(function) => self.enqueue(subject, |lane| unsafe {
+                lane.other("ncclAlltoAll", |comm, stream| {
+                    function(from as *const c_void, to as *mut c_void, block, DataType::U8, comm, stream)
+                })
+            }),
             None => {
                 let sizes = vec![block; self.link.size];
-                let recv = recv.into_data();
-                let bytes = Cuda::len_mut(&recv);
-                let recv = TensorMut::new(recv, DType::U8, &[bytes])?;
-                self.scatter_pieces(subject, (send.data(), &sizes), (recv, &sizes))
+                self.scatter_pieces(subject, (send.data(), &sizes), (recv.into_data(), &sizes))
             }
         }
     }
@@ -138,7 +140,7 @@ impl Communicator<Cuda> for NcclComm {
             return self.nothing(subject);
         }
         let place = to + (self.link.rank * bytes) as u64;
-        if from != place && self.link.in_window(to, bytes) && !self.link.in_window(from, bytes) {
+        if from != place && self.link.in_window(to, self.link.size * bytes) && !self.link.in_window(from, bytes) {
             // Copy engines gather where both ends are windows: so it is gathered in place.
             // SAFETY: the place is this rank's part of `recv`, of as many bytes.
             let own = unsafe { DeviceMut::from_raw(place, bytes) };
@@ -181,7 +183,7 @@ impl Communicator<Cuda> for NcclComm {
         let call = Call { operation: "all_to_all_v", tag, dtype: exchange.payload, detail, bytes: 0 };
         let subject = self.begin(call)?;
         let Exchange { send, send_bytes, recv, recv_bytes, .. } = exchange;
-        self.scatter_pieces(subject, (send.data(), send_bytes), (recv, recv_bytes))
+        self.scatter_pieces(subject, (send.data(), send_bytes), (recv.into_data(), recv_bytes))
     }
 
     fn exchange_blocks(&mut self, tag: Tag, send: TensorRef<'_, Cuda>, recv: TensorMut<'_, Cuda>) -> Result<()> {

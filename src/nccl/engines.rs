@@ -14,20 +14,19 @@ use crate::dtype::DType;
 use crate::error::Result;
 use crate::tensor::{Shape, Tensor};
 
-use super::sys::{CommPtr, Functions, Status, WindowPtr};
-use super::{NcclComm, NcclLibrary};
+use super::sys::{CommPtr, Functions, Status};
+use super::{NcclComm, NcclLibrary, NcclWindow};
 
 /// Memory of `ncclMemAlloc`.
 struct Block {
     library: NcclLibrary,
     cuda: Cuda,
     address: u64,
-    bytes: usize,
 }
 
 impl fmt::Debug for Block {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "Block {{ bytes: {} }}", self.bytes)
+        write!(f, "Block {{ address: {:#x} }}", self.address)
     }
 }
 
@@ -41,24 +40,17 @@ impl Drop for Block {
     }
 }
 
-/// A window's handle.
-#[derive(Debug, Clone, Copy)]
-struct Handle(WindowPtr);
-
-// SAFETY: NCCL lets any thread pass it to its calls.
-unsafe impl Send for Handle {}
-
 /// A window, and the memory that it keeps.
 #[derive(Debug)]
 pub(super) struct Registered {
-    handle: Handle,
+    window: NcclWindow,
     block: Arc<Block>,
 }
 
 impl Registered {
     pub(super) fn holds(&self, address: u64, bytes: usize) -> bool {
-        let start = self.block.address;
-        address >= start && address - start + bytes as u64 <= self.block.bytes as u64
+        let start = self.window.base();
+        address >= start && address - start + bytes as u64 <= self.window.bytes() as u64
     }
 
     /// Ends a communicator's windows once the GPU has done all that any of its streams was given; tells whether it has,
@@ -68,7 +60,7 @@ impl Registered {
         let Some(deregister) = functions.window_deregister else { return false };
         let done = first.block.cuda.finish_all("NcclComm").is_ok();
         // SAFETY: the windows are the communicator's, which lives, and the GPU has done with them.
-        let ended = |window: &Self| unsafe { deregister(comm, window.handle.0) } == Status::SUCCESS;
+        let ended = |of: &Self| unsafe { deregister(comm, of.window.raw()) } == Status::SUCCESS;
         done && all.iter().all(ended)
     }
 }
@@ -80,8 +72,8 @@ impl NcclComm {
         let bytes = self.check(tag, shape)?.count() * dtype.size();
         let window = self.allocate(tag, bytes)?;
         let (library, cuda, address) = (self.library().clone(), self.cuda.clone(), window.base());
-        let block = Arc::new(Block { library, cuda, address, bytes: bytes.max(1) });
-        self.link.keep(Registered { handle: Handle(window.raw()), block: Arc::clone(&block) });
+        let block = Arc::new(Block { library, cuda, address });
+        self.link.keep(Registered { window, block: Arc::clone(&block) });
         // SAFETY: the memory has that many bytes and lives as long as the block; the tensor alone writes it, and peers
         // where collectives that are given it let them.
         let buffer = unsafe { self.cuda.held((address, bytes), block) };

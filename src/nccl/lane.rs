@@ -14,8 +14,6 @@ pub(super) struct Lane<'a> {
     pub(super) stream: StreamPtr,
 }
 
-type AllToAll = unsafe extern "C" fn(*const c_void, *mut c_void, usize, DataType, CommPtr, StreamPtr) -> Status;
-
 /// Some device memory to send or to receive into.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Piece {
@@ -108,20 +106,6 @@ impl Lane<'_> {
         // SAFETY: as the caller promises.
         self.call("ncclBroadcast", |f, comm| unsafe {
             (f.broadcast)(from, to, bytes, DataType::U8, root as i32, comm, self.stream)
-        })
-    }
-
-    /// # Safety
-    /// `function` is `ncclAlltoAll`; `from` and `to` have `bytes` bytes for each rank, until the stream has passed.
-    pub(super) unsafe fn all_to_all(
-        &self,
-        function: AllToAll,
-        (from, to): (u64, u64),
-        bytes: usize,
-    ) -> Result<(), Refused> {
-        // SAFETY: as the caller promises.
-        self.call("ncclAlltoAll", |_, comm| unsafe {
-            function(from as *const c_void, to as *mut c_void, bytes, DataType::U8, comm, self.stream)
         })
     }
 

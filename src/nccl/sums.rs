@@ -69,7 +69,7 @@ impl NcclComm {
                 let parts = Tensor::empty(&self.cuda, dtype, &[size, count]);
                 let mut parts = self.begun(subject, parts)?;
                 let bytes = vec![count * dtype.size(); size];
-                self.scatter_pieces(subject, (send.data(), &bytes), (parts.view_mut(), &bytes))?;
+                self.scatter_pieces(subject, (send.data(), &bytes), (parts.view_mut().into_data(), &bytes))?;
                 self.add(&parts, recv)
             }
             Way::Library(_) => {
