@@ -2,8 +2,8 @@
 //
 // A slot is its expert's first slot plus the number of earlier choices of that expert, in the order (token, k). Choices
 // are cut into chunks of one warp each: `plan_count` counts each expert's choices in each chunk, `plan_scan` adds up
-// the chunks before, `plan_zones` lays the experts out, `plan_slots` walks the chunks again and numbers. `plan_small` is
-// all of these in one block. Warps number their choices by comparing ids, so no result depends on the order of threads.
+// the chunks before, `plan_zones` lays the experts out and lists their tiles, `plan_slots` walks the chunks again and
+// numbers. `plan_small` is all of these in one block. Warps number their choices by comparing ids, so no result depends on the order of threads.
 #include "common/walk.cuh"
 
 namespace {
@@ -47,6 +47,21 @@ __device__ __forceinline__ int64_t end_of(const Plan& p, int64_t first, int64_t 
     return first + chunk < p.choices ? first + chunk : p.choices;
 }
 
+// Slots without a choice; as many threads as may be.
+__device__ __forceinline__ void clear_maps(const Plan& p) {
+    const int64_t step = static_cast<int64_t>(gridDim.x) * blockDim.x;
+    for (int64_t i = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x; i < p.rows; i += step) {
+        p.row_map[i] = -1;
+        p.weight_map[i] = -1;
+    }
+}
+
+// Copies the status words to memory of the host.
+__device__ __forceinline__ void tell(const unsigned long long* words, unsigned long long* host, int64_t count) {
+    const volatile unsigned long long* from = words;
+    if (threadIdx.x < count) static_cast<volatile unsigned long long*>(host)[threadIdx.x] = from[threadIdx.x];
+}
+
 // Lays the experts out behind each other, from their numbers of choices in `stats`. A block of 1024 threads, each with
 // a run of experts.
 __device__ void lay_out(const Plan& p) {
@@ -77,146 +92,7 @@ __device__ void lay_out(const Plan& p) {
     }
 }
 
-}  // namespace
-
-extern "C" __global__ void __launch_bounds__(32) plan_count(const __grid_constant__ Plan p) {
-    extern __shared__ int32_t count[];
-    for (int e = threadIdx.x; e < p.experts; e += 32) count[e] = 0;
-    __syncwarp();
-    const int64_t first = blockIdx.x * p.chunk;
-    walk(Given{p}, first, end_of(p, first, p.chunk), count, [](int64_t, int, int) {});
-    for (int e = threadIdx.x; e < p.experts; e += 32) p.before[e * p.chunks + blockIdx.x] = count[e];
-}
-
-// A warp an expert: chunks' counts become counts before the chunk.
-extern "C" __global__ void __launch_bounds__(256) plan_scan(const __grid_constant__ Plan p) {
-    scan_chunks(p.before, p.chunks, p.experts, p.stats);
-}
-
-extern "C" __global__ void __launch_bounds__(1024) plan_zones(const __grid_constant__ Plan p) { lay_out(p); }
-
-extern "C" __global__ void __launch_bounds__(32) plan_slots(const __grid_constant__ Plan p) {
-    extern __shared__ int32_t count[];
-    for (int e = threadIdx.x; e < p.experts; e += 32) count[e] = p.before[e * p.chunks + blockIdx.x];
-    __syncwarp();
-    const int64_t first = blockIdx.x * p.chunk;
-    walk(Given{p}, first, end_of(p, first, p.chunk), count, Number{p});
-}
-
-// One block, a warp a chunk; [chunks, E] counts in shared memory.
-extern "C" __global__ void __launch_bounds__(1024) plan_small(const __grid_constant__ Plan p) {
-    extern __shared__ int32_t count[];
-    const int warps = blockDim.x / 32, warp = threadIdx.x / 32;
-    int32_t* own = count + warp * p.experts;
-    for (int i = threadIdx.x; i < warps * p.experts; i += blockDim.x) count[i] = 0;
-    __syncthreads();
-    const int64_t first = warp * p.chunk, last = end_of(p, first, p.chunk);
-    walk(Given{p}, first, last, own, [](int64_t, int, int) {});
-    __syncthreads();
-    for (int e = threadIdx.x; e < p.experts; e += blockDim.x) {
-        int32_t total = 0;
-        for (int w = 0; w < warps; w++) {
-            const int32_t here = count[w * p.experts + e];
-            count[w * p.experts + e] = total;
-            total += here;
-        }
-        p.stats[e] = total;
-    }
-    __syncthreads();
-    lay_out(p);
-    __syncthreads();
-    walk(Given{p}, first, last, own, Number{p});
-}
-
-// Status words to memory of the host.
-extern "C" __global__ void __launch_bounds__(32) report(const __grid_constant__ Rows p) {
-    if (threadIdx.x >= p.width) return;
-    const auto* from = static_cast<const volatile unsigned long long*>(p.source);
-    static_cast<volatile unsigned long long*>(p.out)[threadIdx.x] = from[threadIdx.x];
-}
-
-// Zones and slots of a layout that another library made: filled slots, which it does not tell apart from padding, are the
-// expert's choices. More rows than there is room for raise the fault.
-extern "C" __global__ void __launch_bounds__(256) plan_received(const __grid_constant__ Received p) {
-    const int64_t at = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
-    auto inside = [&](int64_t slot) { return slot < p.rows ? slot : p.rows; };
-    auto filled = [&](int64_t j) {
-        const int64_t start = inside(p.starts[j]);
-        const int64_t end = inside(j + 1 < p.groups ? p.starts[j + 1] : *p.total);
-        const int64_t load = p.loads[p.first + j];
-        return load < end - start ? load : end - start;
-    };
-    if (at < p.groups) {
-        p.offsets[at] = inside(p.starts[at]);
-        p.counts[at] = filled(at);
-    }
-    if (at == 0 && *p.total > p.rows) {
-        raise_fault(p.fault, FAULT_CAPACITY, p.rows);
-        raise_needed(p.fault, *p.total, p.first / p.groups);
-    }
-    if (at >= p.rows) return;
-    // The last zone that starts at or before the slot.
-    int64_t low = 0, high = p.groups;
-    while (high - low > 1) {
-        const int64_t middle = (low + high) / 2;
-        (p.starts[middle] <= at ? low : high) = middle;
-    }
-    p.row_map[at] = at - p.starts[low] < filled(low) ? static_cast<int32_t>(at) : -1;
-}
-
-// Where zones begin, from the counts of all ranks' choices. One block; L is small, and the counts stay in L1.
-extern "C" __global__ void __launch_bounds__(256) plan_starts(const __grid_constant__ Starts p) {
-    auto padded = [&](int64_t j) { return (p.loads[p.first + j] + p.alignment - 1) / p.alignment * p.alignment; };
-    for (int64_t j = threadIdx.x; j <= p.groups; j += blockDim.x) {
-        int64_t start = 0;
-        for (int64_t i = 0; i < j; i++) start += padded(i);
-        *(j < p.groups ? &p.starts[j] : p.total) = start;
-    }
-}
-
-// A choice more a token: none, whose weight is the token's number. That is exact below 2^24.
-extern "C" __global__ void __launch_bounds__(256) arrivals_pack(const __grid_constant__ Arrivals p) {
-    const int64_t at = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
-    const int64_t wide = p.top_k + 1, token = at / wide, k = at % wide;
-    if (token >= p.tokens) return;
-    const bool own = k < p.top_k;
-    if (p.out_ids != nullptr) p.out_ids[at] = own ? p.ids[token * p.top_k + k] : -1;
-    if (p.out_weights == nullptr) return;
-    const float weight = own && p.weights != nullptr ? p.weights[token * p.top_k + k] : 0.f;
-    p.out_weights[at] = own ? weight : static_cast<float>(token);
-}
-
-// What arrived, in the order of its tokens.
-extern "C" __global__ void __launch_bounds__(256) arrivals_sort(const __grid_constant__ Arrivals p) {
-    const int64_t at = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
-    const int64_t wide = p.top_k + 1, row = at / wide, k = at % wide;
-    if (row >= p.ranks * p.tokens) return;
-    const int64_t rank = row / p.tokens;
-    int64_t token = -1;
-    if (row % p.tokens < p.counts[rank]) {
-        const float number = p.weights[row * wide + p.top_k];
-        if (number >= 0.f && number < static_cast<float>(p.tokens)) token = rank * p.tokens + static_cast<int64_t>(number);
-    }
-    if (k == p.top_k) {
-        p.token_of[row] = static_cast<int32_t>(token);
-        if (token >= 0) p.row_of[token] = static_cast<int32_t>(row);
-    } else if (token >= 0) {
-        p.out_ids[token * p.top_k + k] = p.ids[row * wide + k];
-        p.out_weights[token * p.top_k + k] = p.weights[row * wide + k];
-    }
-}
-
-// Maps of a plan that was made in the order of tokens, for rows as they lie.
-extern "C" __global__ void __launch_bounds__(256) arrivals_map(const __grid_constant__ Arrivals p) {
-    const int64_t at = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
-    if (at < p.slots && p.row_map[at] >= 0) p.row_map[at] = p.row_of[p.row_map[at]];
-    const int64_t row = at / p.top_k;
-    if (row >= p.ranks * p.tokens) return;
-    const int32_t token = p.token_of[row];
-    p.out_map[at] = token >= 0 ? p.return_map[token * p.top_k + at % p.top_k] : -1;
-}
-
-// One block. Each thread takes a run of groups; runs are joined by a scan over the block, so the list is in slot order.
+// One block, of at most 1024 threads. Each thread takes a run of groups; runs are joined by a scan over the block, so the list is in slot order.
 // Filled zones must be ascending, apart and inside the layout; one that is not gets no tiles and raises the fault.
 //
 // PAIRED: for kernels whose blocks work on tiles 2 i and 2 i + 1 together. Both are of one group where possible: a
@@ -224,7 +100,7 @@ extern "C" __global__ void __launch_bounds__(256) arrivals_map(const __grid_cons
 // partner is a tile of no rows.
 template <bool PAIRED>
 __device__ void list_tiles(const Schedule& p) {
-    __shared__ int64_t totals[8];
+    __shared__ int64_t totals[32];
     const int64_t per = (p.groups + blockDim.x - 1) / blockDim.x;
     const int64_t first = threadIdx.x * per, last = first + per < p.groups ? first + per : p.groups;
     // Sum or largest, none below zero, of the threads before this one, and with its own.
@@ -307,6 +183,160 @@ __device__ void list_tiles(const Schedule& p) {
         put(at++, waiting - 1, tiles_of(waiting - 1) - 1, true);
     }
     *p.tile_count = static_cast<int32_t>(at < p.max_tiles ? at : p.max_tiles);
+}
+
+// What one block can do once the zones are laid out: the list of their tiles, and what has been found until now, which is
+// all that there is to find: numbering raises what counting has raised.
+__device__ void finish_zones(const Plan& p) {
+    __syncthreads();
+    if (p.tiles != nullptr) {
+        int32_t* count = &p.tiles->x;
+        list_tiles<true>({p.offsets, p.counts, p.experts, p.rows, p.tile_rows, p.tiles + 1, count, p.max_tiles, p.fault});
+        __syncthreads();
+    }
+    tell(p.fault, p.report, 4);
+}
+
+}  // namespace
+
+extern "C" __global__ void __launch_bounds__(32) plan_count(const __grid_constant__ Plan p) {
+    extern __shared__ int32_t count[];
+    for (int e = threadIdx.x; e < p.experts; e += 32) count[e] = 0;
+    __syncwarp();
+    const int64_t first = blockIdx.x * p.chunk;
+    walk(Given{p}, first, end_of(p, first, p.chunk), count, [](int64_t, int, int) {});
+    for (int e = threadIdx.x; e < p.experts; e += 32) p.before[e * p.chunks + blockIdx.x] = count[e];
+}
+
+// A warp an expert: chunks' counts become counts before the chunk. Blocks beyond the experts' help to clear the maps.
+extern "C" __global__ void __launch_bounds__(256) plan_scan(const __grid_constant__ Plan p) {
+    clear_maps(p);
+    scan_chunks(p.before, p.chunks, p.experts, p.stats);
+}
+
+extern "C" __global__ void __launch_bounds__(1024) plan_zones(const __grid_constant__ Plan p) {
+    lay_out(p);
+    finish_zones(p);
+}
+
+extern "C" __global__ void __launch_bounds__(32) plan_slots(const __grid_constant__ Plan p) {
+    extern __shared__ int32_t count[];
+    for (int e = threadIdx.x; e < p.experts; e += 32) count[e] = p.before[e * p.chunks + blockIdx.x];
+    __syncwarp();
+    const int64_t first = blockIdx.x * p.chunk;
+    walk(Given{p}, first, end_of(p, first, p.chunk), count, Number{p});
+}
+
+// One block, a warp a chunk; [chunks, E] counts in shared memory.
+extern "C" __global__ void __launch_bounds__(1024) plan_small(const __grid_constant__ Plan p) {
+    extern __shared__ int32_t count[];
+    const int warps = blockDim.x / 32, warp = threadIdx.x / 32;
+    int32_t* own = count + warp * p.experts;
+    for (int i = threadIdx.x; i < warps * p.experts; i += blockDim.x) count[i] = 0;
+    clear_maps(p);
+    __syncthreads();
+    const int64_t first = warp * p.chunk, last = end_of(p, first, p.chunk);
+    walk(Given{p}, first, last, own, [](int64_t, int, int) {});
+    __syncthreads();
+    for (int e = threadIdx.x; e < p.experts; e += blockDim.x) {
+        int32_t total = 0;
+        for (int w = 0; w < warps; w++) {
+            const int32_t here = count[w * p.experts + e];
+            count[w * p.experts + e] = total;
+            total += here;
+        }
+        p.stats[e] = total;
+    }
+    __syncthreads();
+    lay_out(p);
+    finish_zones(p);
+    walk(Given{p}, first, last, own, Number{p});
+}
+
+// Status words to memory of the host.
+extern "C" __global__ void __launch_bounds__(32) report(const __grid_constant__ Rows p) {
+    tell(static_cast<const unsigned long long*>(p.source), static_cast<unsigned long long*>(p.out), p.width);
+}
+
+// Zones and slots of a layout that another library made: filled slots, which it does not tell apart from padding, are the
+// expert's choices. More rows than there is room for raise the fault.
+extern "C" __global__ void __launch_bounds__(256) plan_received(const __grid_constant__ Received p) {
+    const int64_t at = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
+    auto inside = [&](int64_t slot) { return slot < p.rows ? slot : p.rows; };
+    auto filled = [&](int64_t j) {
+        const int64_t start = inside(p.starts[j]);
+        const int64_t end = inside(j + 1 < p.groups ? p.starts[j + 1] : *p.total);
+        const int64_t load = p.loads[p.first + j];
+        return load < end - start ? load : end - start;
+    };
+    if (at < p.groups) {
+        p.offsets[at] = inside(p.starts[at]);
+        p.counts[at] = filled(at);
+    }
+    if (at == 0 && *p.total > p.rows) {
+        raise_fault(p.fault, FAULT_CAPACITY, p.rows);
+        raise_needed(p.fault, *p.total, p.first / p.groups);
+    }
+    if (at >= p.rows) return;
+    // The last zone that starts at or before the slot.
+    int64_t low = 0, high = p.groups;
+    while (high - low > 1) {
+        const int64_t middle = (low + high) / 2;
+        (p.starts[middle] <= at ? low : high) = middle;
+    }
+    p.row_map[at] = at - p.starts[low] < filled(low) ? static_cast<int32_t>(at) : -1;
+}
+
+// Where zones begin, from the counts of all ranks' choices. One block; L is small, and the counts stay in L1.
+extern "C" __global__ void __launch_bounds__(256) plan_starts(const __grid_constant__ Starts p) {
+    auto padded = [&](int64_t j) { return (p.loads[p.first + j] + p.alignment - 1) / p.alignment * p.alignment; };
+    for (int64_t j = threadIdx.x; j <= p.groups; j += blockDim.x) {
+        int64_t start = 0;
+        for (int64_t i = 0; i < j; i++) start += padded(i);
+        *(j < p.groups ? &p.starts[j] : p.total) = start;
+    }
+}
+
+// A choice more a token: none, whose weight is the token's number. That is exact below 2^24.
+extern "C" __global__ void __launch_bounds__(256) arrivals_pack(const __grid_constant__ Arrivals p) {
+    const int64_t at = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
+    const int64_t wide = p.top_k + 1, token = at / wide, k = at % wide;
+    if (token >= p.tokens) return;
+    const bool own = k < p.top_k;
+    if (p.out_ids != nullptr) p.out_ids[at] = own ? p.ids[token * p.top_k + k] : -1;
+    if (p.out_weights == nullptr) return;
+    const float weight = own && p.weights != nullptr ? p.weights[token * p.top_k + k] : 0.f;
+    p.out_weights[at] = own ? weight : static_cast<float>(token);
+}
+
+// What arrived, in the order of its tokens.
+extern "C" __global__ void __launch_bounds__(256) arrivals_sort(const __grid_constant__ Arrivals p) {
+    const int64_t at = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
+    const int64_t wide = p.top_k + 1, row = at / wide, k = at % wide;
+    if (row >= p.ranks * p.tokens) return;
+    const int64_t rank = row / p.tokens;
+    int64_t token = -1;
+    if (row % p.tokens < p.counts[rank]) {
+        const float number = p.weights[row * wide + p.top_k];
+        if (number >= 0.f && number < static_cast<float>(p.tokens)) token = rank * p.tokens + static_cast<int64_t>(number);
+    }
+    if (k == p.top_k) {
+        p.token_of[row] = static_cast<int32_t>(token);
+        if (token >= 0) p.row_of[token] = static_cast<int32_t>(row);
+    } else if (token >= 0) {
+        p.out_ids[token * p.top_k + k] = p.ids[row * wide + k];
+        p.out_weights[token * p.top_k + k] = p.weights[row * wide + k];
+    }
+}
+
+// Maps of a plan that was made in the order of tokens, for rows as they lie.
+extern "C" __global__ void __launch_bounds__(256) arrivals_map(const __grid_constant__ Arrivals p) {
+    const int64_t at = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
+    if (at < p.slots && p.row_map[at] >= 0) p.row_map[at] = p.row_of[p.row_map[at]];
+    const int64_t row = at / p.top_k;
+    if (row >= p.ranks * p.tokens) return;
+    const int32_t token = p.token_of[row];
+    p.out_map[at] = token >= 0 ? p.return_map[token * p.top_k + at % p.top_k] : -1;
 }
 
 extern "C" __global__ void __launch_bounds__(256) schedule(const __grid_constant__ Schedule p) { list_tiles<false>(p); }

@@ -116,14 +116,18 @@ struct Plan {
     int64_t* counts;           // [E]
     int64_t* stats;            // [2 E + 2]: choices of each expert, padded rows of each, rows needed, choices dropped
     int32_t* kept;             // [T, K]
-    int32_t* row_map;          // [N], filled with -1
-    int32_t* weight_map;       // [N], filled with -1
+    int32_t* row_map;          // [N], -1 where no choice is
+    int32_t* weight_map;       // the same
     int32_t* return_map;       // [T, K]
+    int4* tiles;               // row tiles of the layout, in pairs, behind one that holds their number; null: not wanted
+    int64_t tile_rows;
+    int64_t max_tiles;
     unsigned long long* fault;
+    unsigned long long* report; // the host's copy of the 4 status words
 };
-MOEBIUS_SIZE(Plan, 20);
+MOEBIUS_SIZE(Plan, 24);
 MOEBIUS_FIELD(Plan, rows, 7);
-MOEBIUS_FIELD(Plan, fault, 19);
+MOEBIUS_FIELD(Plan, report, 23);
 
 // A rank's choices, to be written as its record (src/ep/record.rs): a header of 24 words and a text, then ids.
 struct RecordIds {

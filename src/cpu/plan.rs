@@ -208,6 +208,7 @@ impl Layout {
             counts: Tensor::from_vec(counts.collect(), &[self.local_experts])?,
             offsets: Tensor::from_vec(starts.iter().map(|s| *s as i64).collect(), &[self.local_experts])?,
             rows,
+            tiles: None,
         };
         Ok((zones, padded))
     }

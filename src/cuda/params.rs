@@ -36,11 +36,11 @@ description!(Schedule, 9:
     fault: u64;
     fault @ 8);
 
-description!(Plan, 20:
+description!(Plan, 24:
     ids: u64, wide: i64, choices: i64, top_k: i64, experts: i64, alignment: i64, expert_limit: i64, rows: i64,
     may_drop: i64, chunk: i64, chunks: i64, before: u64, offsets: u64, counts: u64, stats: u64, kept: u64,
-    row_map: u64, weight_map: u64, return_map: u64, fault: u64;
-    rows @ 7, fault @ 19);
+    row_map: u64, weight_map: u64, return_map: u64, tiles: u64, tile_rows: i64, max_tiles: i64, fault: u64, report: u64;
+    rows @ 7, report @ 23);
 
 description!(RecordIds, 32:
     ids: u64, wide: i64, choices: i64, top_k: i64, experts: i64, rank: i64, record: u64, heard: u64,

@@ -20,8 +20,10 @@ use crate::lazy::Lazy;
 use crate::tensor::{Tensor, TensorRef};
 
 use super::device::Cuda;
-use super::launch::Grid;
+use super::launch::{Grid, ROWS};
 use super::params;
+use super::rows::LOOP_BLOCKS;
+use super::zones::room_for_tiles;
 
 impl Cuda {
     /// A tensor of the GPU on the host; waits for the stream.
@@ -48,8 +50,10 @@ impl Cuda {
 pub(super) const CHUNKS: usize = 1024;
 /// As many in one block.
 const WARPS: usize = 32;
-/// Choices that one block plans.
+/// Choices that one block plans, of at most twice as many rows.
 const SMALL: usize = 8192;
+/// Entries of maps that a block clears where there are many.
+const CLEARED: usize = 2048;
 /// Counts that fit a block's shared memory without asking for more.
 pub(super) const COUNTS: usize = (48 << 10) / 4;
 
@@ -160,7 +164,7 @@ pub(crate) fn received(device: &Cuda, from: &Foreign<'_>) -> Result<(Zones<Cuda>
     // SAFETY: every tensor has the size that `params.h` states for it.
     unsafe { device.launch(CALL, "plan_received", Grid::new(blocks, 256), &p) }?;
     device.report(CALL)?;
-    Ok((Zones { offsets, counts, rows: from.rows }, row_map))
+    Ok((Zones { offsets, counts, rows: from.rows, tiles: None }, row_map))
 }
 
 /// A plan, but for its statistics, and these as kernels leave them.
@@ -181,7 +185,7 @@ pub(super) fn plan_on_gpu(device: &Cuda, call: PlanRequest<'_, Cuda>) -> Result<
     };
     let (rows, may_drop) = rows(spec, choices, experts)?;
     let limit = spec.expert_capacity.map_or(i64::MAX, |c| c.limit(choices, experts) as i64);
-    let small = choices <= SMALL && experts * WARPS <= COUNTS;
+    let small = choices <= SMALL && rows <= 2 * SMALL && experts * WARPS <= COUNTS;
     let chunk = choices.div_ceil(if small { WARPS } else { CHUNKS }).next_multiple_of(32).max(32);
     let chunks = if small { WARPS } else { choices.div_ceil(chunk) };
     let of = |dtype, dims: &[usize]| Tensor::empty(device, dtype, dims);
@@ -190,9 +194,7 @@ pub(super) fn plan_on_gpu(device: &Cuda, call: PlanRequest<'_, Cuda>) -> Result<
     let mut stats = of(DType::I64, &[2 * experts + 2])?;
     let (mut kept_ids, mut return_map) = (of(DType::I32, &[tokens, k])?, of(DType::I32, &[tokens, k])?);
     let (mut row_map, mut weight_map) = (of(DType::I32, &[rows])?, of(DType::I32, &[rows])?);
-    for map in [&mut row_map, &mut weight_map] {
-        device.fill_bytes(CALL, map.view_mut().into_data(), 0xff)?;
-    }
+    let mut tiles = room_for_tiles(device, rows, experts)?;
     let at = |t: &mut Tensor<Cuda>| t.view_mut().into_data().ptr;
     let p = params::Plan {
         ids: call.ids.data().ptr,
@@ -214,7 +216,11 @@ pub(super) fn plan_on_gpu(device: &Cuda, call: PlanRequest<'_, Cuda>) -> Result<
         row_map: at(&mut row_map),
         weight_map: at(&mut weight_map),
         return_map: at(&mut return_map),
+        tile_rows: ROWS.tile as i64,
+        max_tiles: tiles.as_ref().map_or(0, |t| t.dims()[0] as i64 - 1),
+        tiles: tiles.as_mut().map_or(0, at),
         fault: device.inner.status,
+        report: device.inner.report.address(),
     };
     let shared = (experts * 4) as u32;
     let walk = Grid { shared, ..Grid::new(chunks, 32) };
@@ -225,18 +231,18 @@ pub(super) fn plan_on_gpu(device: &Cuda, call: PlanRequest<'_, Cuda>) -> Result<
             device.launch(CALL, "plan_small", Grid { shared: shared * WARPS as u32, ..one }, &p)?;
         } else {
             device.launch(CALL, "plan_count", walk, &p)?;
-            device.launch(CALL, "plan_scan", Grid::new(experts.div_ceil(8), 256), &p)?;
+            let blocks = experts.div_ceil(8).max(rows.div_ceil(CLEARED).min(LOOP_BLOCKS));
+            device.launch(CALL, "plan_scan", Grid::new(blocks, 256), &p)?;
             device.launch(CALL, "plan_zones", one, &p)?;
             device.launch(CALL, "plan_slots", walk, &p)?;
         }
     }
-    device.report(CALL)?;
     let unread = Lazy::later(|| Err(Error::invalid(CALL, "stats", "a plan's", "none yet")));
     let plan = Plan {
         tokens,
         total_tokens: tokens,
         first_token: 0,
-        zones: Arc::new(Zones { offsets, counts, rows }),
+        zones: Arc::new(Zones { offsets, counts, rows, tiles }),
         stats: unread,
         kept_ids,
         row_map,
@@ -283,6 +289,7 @@ pub(super) fn plan(device: &Cuda, call: PlanRequest<'_, Cpu>) -> Result<Plan<Cud
             offsets: plan.zones.offsets.to(device, stream)?,
             counts: plan.zones.counts.to(device, stream)?,
             rows: plan.zones.rows,
+            tiles: None,
         }),
         stats: plan.stats,
         kept_ids: plan.kept_ids.to(device, stream)?,

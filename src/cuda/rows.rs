@@ -11,7 +11,7 @@ use super::params::{self, type_code};
 use super::zones::Source;
 
 /// Blocks of a loop over a whole tensor.
-const LOOP_BLOCKS: usize = 2048;
+pub(super) const LOOP_BLOCKS: usize = 2048;
 
 pub(super) fn gather_rows(device: &Cuda, call: GatherRows<'_, Cuda>) -> Result<()> {
     const CALL: &str = "gather_rows";

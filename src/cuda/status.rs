@@ -73,6 +73,11 @@ impl Status {
         CLEAR.iter().enumerate().for_each(|(i, v)| self.word(i).store(*v, Ordering::Relaxed));
     }
 
+    /// Where kernels put the copy: page-locked memory has one address for the host and the GPU.
+    pub(super) fn address(&self) -> u64 {
+        self.mirror as u64
+    }
+
     /// Whether a copy that has arrived shows an error.
     pub(super) fn raised(&self) -> bool {
         self.word(0).load(Ordering::Relaxed) != CLEAR[0] || self.word(1).load(Ordering::Relaxed) != CLEAR[1]
@@ -84,12 +89,11 @@ impl Cuda {
     pub(super) fn report(&self, call: &'static str) -> Result<()> {
         let p = params::Rows {
             source: self.inner.status,
-            out: self.inner.report.mirror as u64,
+            out: self.inner.report.address(),
             width: WORDS as i64,
             ..Default::default()
         };
-        // SAFETY: page-locked memory has one address for the host and the GPU; the words and their mirror live until the
-        // stream has been waited for, and the host reads through atomics.
+        // SAFETY: the words and their mirror live until the stream has been waited for, and the host reads through atomics.
         unsafe { self.launch(call, "report", Grid::new(1, 32), &p) }
     }
 

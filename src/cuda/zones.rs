@@ -6,8 +6,11 @@ use crate::kernels::{RowDest, RowSource, Zones};
 use crate::tensor::{Tensor, TensorMut, TensorRef};
 
 use super::device::Cuda;
-use super::launch::Grid;
+use super::launch::{Grid, ROWS};
 use super::params;
+
+/// Bytes of a tile in a list.
+const TILE_BYTES: u64 = 16;
 
 /// Pointer of a view that may be absent.
 pub(super) fn pointer(t: &Option<TensorRef<'_, Cuda>>) -> u64 {
@@ -144,10 +147,12 @@ pub(super) fn optional_output(
 
 /// Row tiles of a layout, listed on the device.
 pub(super) struct Tiles {
-    pub(super) list: Tensor<Cuda>,
-    pub(super) count: Tensor<Cuda>,
+    list: u64,
+    count: u64,
     /// Most tiles that there can be.
     pub(super) most: usize,
+    /// Where the list is not the layout's own.
+    _made: Option<[Tensor<Cuda>; 2]>,
 }
 
 /// The order of row tiles.
@@ -159,6 +164,21 @@ pub(super) enum TileOrder {
     Pairs,
 }
 
+impl TileOrder {
+    /// Most tiles of `tile` rows that there can be: every filled zone has one that may not be full, and a last pair may
+    /// want one of no rows.
+    fn most(self, (rows, groups): (usize, usize), tile: usize) -> usize {
+        rows / tile + groups.min(rows) + usize::from(self == Self::Pairs)
+    }
+}
+
+/// Room for the list that a plan makes with its layout, in pairs of [`ROWS`]' tiles: their number, then the tiles. `None`:
+/// no kernels take these.
+pub(super) fn room_for_tiles(device: &Cuda, rows: usize, groups: usize) -> Result<Option<Tensor<Cuda>>> {
+    let most = TileOrder::Pairs.most((rows, groups), ROWS.tile);
+    device.hopper().then(|| Tensor::empty(device, DType::I32, &[1 + most, 4])).transpose()
+}
+
 impl Tiles {
     pub(super) fn new(
         call: &'static str,
@@ -167,35 +187,44 @@ impl Tiles {
         (tile, order): (usize, TileOrder),
     ) -> Result<Self> {
         let groups = zones.offsets.dims()[0];
-        // Every filled zone has one tile that may not be full; a last pair may want a tile of no rows.
-        let (kernel, spare) = match order {
-            TileOrder::Slots => ("schedule", 0),
-            TileOrder::Pairs => ("schedule_pairs", 1),
-        };
-        let most = zones.rows / tile + groups.min(zones.rows) + spare;
+        let most = order.most((zones.rows, groups), tile);
+        if let Some(tiles) = &zones.tiles
+            && (tile, order) == (ROWS.tile, TileOrder::Pairs)
+        {
+            Error::check_shape(call, "zones.tiles", &[1 + most, 4], tiles.dims())?;
+            Error::check_dtype(call, "zones.tiles", DType::I32, tiles.dtype())?;
+            let count = tiles.view().data().ptr;
+            return Ok(Self { list: count + TILE_BYTES, count, most, _made: None });
+        }
         let mut list = Tensor::empty(device, DType::I32, &[most, 4])?;
         let mut count = Tensor::empty(device, DType::I32, &[1])?;
+        let at = |t: &mut Tensor<Cuda>| t.view_mut().into_data().ptr;
+        let made = (at(&mut list), at(&mut count));
         let call_params = params::Schedule {
             offsets: zones.offsets.view().data().ptr,
             counts: zones.counts.view().data().ptr,
             groups: groups as i64,
             rows: zones.rows as i64,
             tile_rows: tile as i64,
-            tiles: list.view_mut().into_data().ptr,
-            tile_count: count.view_mut().into_data().ptr,
+            tiles: made.0,
+            tile_count: made.1,
             max_tiles: most as i64,
             fault: device.inner.status,
         };
+        let kernel = match order {
+            TileOrder::Slots => "schedule",
+            TileOrder::Pairs => "schedule_pairs",
+        };
         // SAFETY: offsets and counts have `groups` entries, the list `most`; the kernel writes no more.
         unsafe { device.launch(call, kernel, Grid::new(1, 256), &call_params) }?;
-        Ok(Self { list, count, most })
+        Ok(Self { list: made.0, count: made.1, most, _made: Some([list, count]) })
     }
 
     pub(super) fn list(&self) -> u64 {
-        self.list.view().data().ptr
+        self.list
     }
 
     pub(super) fn count(&self) -> u64 {
-        self.count.view().data().ptr
+        self.count
     }
 }

@@ -16,6 +16,8 @@ pub struct Zones<D: Device> {
     pub counts: Tensor<D>,
     /// Rows N of buffers in this layout.
     pub rows: usize,
+    /// The device's own list of row tiles, where it has made one with the layout.
+    pub tiles: Option<Tensor<D>>,
 }
 
 /// Where a GEMM reads its rows: slot s is row `map[s]` of `base`, or row s without a map.

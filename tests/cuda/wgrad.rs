@@ -63,7 +63,7 @@ fn check(cuda: &Cuda, s: &Setting) -> Result<()> {
     let (left, left_rows) = rows(s.mapped_left, s.m)?;
     let (right, right_rows) = rows(!s.mapped_left, s.n)?;
     let put = |values: &[i64]| Tensor::from_vec(values.to_vec(), &[COUNTS.len()])?.to(cuda, &cuda.stream());
-    let zones = Zones { offsets: put(&offsets)?, counts: put(&COUNTS)?, rows: slots };
+    let zones = Zones { offsets: put(&offsets)?, counts: put(&COUNTS)?, rows: slots, tiles: None };
     let on_gpu = Tensor::from_vec(map.clone(), &[slots])?.to(cuda, &cuda.stream())?;
     let dims = [COUNTS.len(), s.m, s.n];
     let before = random.tensor(&dims, s.out, 3.0)?;

@@ -171,7 +171,7 @@ impl Counting {
             tokens: of.tokens,
             total_tokens,
             first_token,
-            zones: Arc::new(Zones { offsets: self.offsets, counts: self.counts, rows }),
+            zones: Arc::new(Zones { offsets: self.offsets, counts: self.counts, rows, tiles: None }),
             stats: read_later(device, self.stats, self.numbers),
             kept_ids: self.kept_ids,
             row_map: maps.row,
