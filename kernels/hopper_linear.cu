@@ -12,34 +12,36 @@
 namespace {
 using namespace hopper;
 
-// A ring of stages of 16 KiB; one warp has them filled, four multiply.
-constexpr int BK = 64, STAGES = 6, STAGE = 16384, THREADS = 160;
+// A ring of stages of 16 KiB, twice that for the weight's gradient; one warp has them filled, four multiply.
+constexpr int BK = 64, STAGES = 6, STAGE = 16384, DW_STAGES = STAGES / 2, DW_STAGE = 2 * STAGE, THREADS = 160;
 constexpr int SHARED = 1024 + STAGES * STAGE + 2 * STAGES * 8;
-// The tokens' gradient: columns that a block makes, 128 at a time, the most experts that it takes, and the memory of one such
-// part: the weight's, and that of what is added to. Two are under way.
-constexpr int DX_PARTS = 4, DX_COLUMNS = DX_PARTS * 128, DX_EXPERTS = 128, DX_THREADS = 128;
-constexpr int DX_OLD = 128 * DX_EXPERTS * 2, DX_PART = DX_OLD + 128 * 64 * 2;
-constexpr int DX_SHARED = 1024 + 2 * DX_PART + 16;
-static_assert(SHARED == 99424 && DX_SHARED == 99344, "src/cuda/launch.rs reserves as much");
+// The tokens' gradient: two warpgroups with 512 columns of the weight between them, 128 at a time, each with three tiles of what
+// is added to: one comes, one is added to, one leaves.
+constexpr int DX_PARTS = 4, DX_COLUMNS = DX_PARTS * 128, DX_EXPERTS = 128, DX_THREADS = 256, DX_TILES = 3, DX_TILE = 64 * 256;
+constexpr int DX_WEIGHT = DX_COLUMNS * DX_EXPERTS * 2;
+constexpr int DX_SHARED = 1024 + DX_WEIGHT + 2 * DX_TILES * DX_TILE + (2 * DX_TILES + 1) * 8;
+static_assert(SHARED == 99424 && DX_SHARED == 230456, "src/cuda/launch.rs reserves as much");
 
+template <int COUNT, int BYTES>
 struct Ring {
     uint32_t base, barriers;
-    __device__ __forceinline__ uint32_t stage(int i) const { return base + i % STAGES * STAGE; }
-    __device__ __forceinline__ uint32_t full(int i) const { return barriers + i % STAGES * 8; }
-    __device__ __forceinline__ uint32_t empty(int i) const { return full(i) + STAGES * 8; }
-    __device__ __forceinline__ void wait_full(int i) const { barrier_wait(full(i), i / STAGES & 1); }
-    __device__ __forceinline__ void wait_empty(int i) const { barrier_wait(empty(i), (i / STAGES & 1) ^ 1); }
+    __device__ __forceinline__ uint32_t stage(int i) const { return base + i % COUNT * BYTES; }
+    __device__ __forceinline__ uint32_t full(int i) const { return barriers + i % COUNT * 8; }
+    __device__ __forceinline__ uint32_t empty(int i) const { return full(i) + COUNT * 8; }
+    __device__ __forceinline__ void wait_full(int i) const { barrier_wait(full(i), i / COUNT & 1); }
+    __device__ __forceinline__ void wait_empty(int i) const { barrier_wait(empty(i), (i / COUNT & 1) ^ 1); }
 };
 
 __device__ __forceinline__ uint32_t aligned_base() {
     extern __shared__ char raw[];
     return (address(raw) + 1023) / 1024 * 1024;
 }
-__device__ __forceinline__ Ring start_ring() {
+template <int COUNT, int BYTES>
+__device__ __forceinline__ Ring<COUNT, BYTES> start_ring() {
     const uint32_t base = aligned_base();
-    const Ring ring{base, base + STAGES * STAGE};
+    const Ring<COUNT, BYTES> ring{base, base + COUNT * BYTES};
     if (threadIdx.x == 0) {
-        for (int i = 0; i < STAGES; i++) barrier_init(ring.full(i), 1), barrier_init(ring.empty(i), 4);
+        for (int i = 0; i < COUNT; i++) barrier_init(ring.full(i), 1), barrier_init(ring.empty(i), 4);
         asm volatile("fence.mbarrier_init.release.cluster;\n" ::: "memory");
     }
     __syncthreads();
@@ -85,7 +87,7 @@ struct Split {
 // Logits: 64 tokens by 64 experts a block.
 template <class T>
 __device__ void forward(const Gemm& p, const CUtensorMap& x, const CUtensorMap& weight) {
-    const Ring ring = start_ring();
+    const auto ring = start_ring<STAGES, STAGE>();
     const int row = static_cast<int>(blockIdx.x / p.n_tiles) * 64, column = static_cast<int>(blockIdx.x % p.n_tiles) * 64;
     const int steps = static_cast<int>((p.k + BK - 1) / BK);
     if (threadIdx.x >= 128) {
@@ -119,65 +121,73 @@ __device__ void forward(const Gemm& p, const CUtensorMap& x, const CUtensorMap& 
     }
 }
 
-// Adds to the tokens' gradient: 64 tokens by 512 columns a block. What is there comes and the sum leaves by the copy engine.
-__device__ void gradient_of_x(const Gemm& p, const CUtensorMap& weight, const CUtensorMap& out) {
-    const uint32_t base = aligned_base(), barriers = base + 2 * DX_PART;
-    const int lane = threadIdx.x % 32, steps = static_cast<int>((p.k + 15) / 16), block = steps * 16 * 128;
-    const int column = static_cast<int>(blockIdx.x % p.n_tiles) * DX_COLUMNS;
+// Adds to the tokens' gradient: blocks that stay, each with its 512 columns of the weight, which are read once. STEPS of 16
+// experts. What is there comes and the sum leaves by the copy engine.
+template <int STEPS>
+__device__ __forceinline__ void gradient_of_x(const Gemm& p, const CUtensorMap& weight, const CUtensorMap& out) {
+    constexpr int BLOCK = STEPS * 16 * 128;
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4, group = threadIdx.x / 128;
+    const uint32_t base = aligned_base(), barriers = base + DX_WEIGHT + 2 * DX_TILES * DX_TILE, arrived = barriers + 2 * DX_TILES * 8;
+    const int slabs = static_cast<int>(p.n_tiles), column = static_cast<int>(blockIdx.x) % slabs * DX_COLUMNS;
     const int parts = static_cast<int>(min(static_cast<int64_t>(DX_PARTS), (p.n - column + 127) / 128));
-    const int row_of_block = static_cast<int>(blockIdx.x / p.n_tiles) * 64;
-    const int64_t row = row_of_block + threadIdx.x / 32 * 16 + lane / 4;
-    auto load = [&](int part) {
-        const uint32_t to = base + part % 2 * DX_PART, bar = barriers + part % 2 * 8;
-        barrier_arrive_expect(bar, 2 * (block + 8192));
-        for (int j = 0; j < 2; j++) {
-            const int x = column + part * 128 + j * 64;
-            bulk(to + j * block, weight, bar, x, 0);
-            bulk(to + DX_OLD + j * 8192, out, bar, x, row_of_block, 0);
-        }
+    // This warpgroup's row tiles, and its units of work: parts of these.
+    const int first = static_cast<int>(blockIdx.x) / slabs * 2 + group, stride = static_cast<int>(gridDim.x) / slabs * 2;
+    const int tiles = static_cast<int>(p.m_tiles), units = first < tiles ? (tiles - first + stride - 1) / stride * parts : 0;
+    const bool leads = threadIdx.x % 128 == 0;
+    auto tile = [&](int unit) { return base + DX_WEIGHT + (group * DX_TILES + unit % DX_TILES) * DX_TILE; };
+    auto barrier = [&](int unit) { return barriers + (group * DX_TILES + unit % DX_TILES) * 8; };
+    auto row_of = [&](int unit) { return (first + unit / parts * stride) * 64; };
+    auto column_of = [&](int unit, int j) { return column + unit % parts * 128 + j * 64; };
+    auto load = [&](int unit) {
+        if (unit >= units) return;
+        barrier_arrive_expect(barrier(unit), DX_TILE);
+        for (int j = 0; j < 2; j++) bulk(tile(unit) + j * (DX_TILE / 2), out, barrier(unit), column_of(unit, j), row_of(unit), 0);
     };
     if (threadIdx.x == 0) {
-        for (int i = 0; i < 2; i++) barrier_init(barriers + i * 8, 1);
+        for (int i = 0; i < 2 * DX_TILES + 1; i++) barrier_init(barriers + i * 8, 1);
         asm volatile("fence.mbarrier_init.release.cluster;\n" ::: "memory");
-        for (int part = 0; part < min(2, parts); part++) load(part);
+        barrier_arrive_expect(arrived, 2 * parts * BLOCK);
+        for (int j = 0; j < 2 * parts; j++) bulk(base + j * BLOCK, weight, arrived, column + j * 64, 0);
     }
     __syncthreads();
-    // Rows past the last are read in its place, and not stored.
-    uint32_t high[8][4] = {}, low[8][4] = {};
-#pragma unroll
-    for (int k = 0; k < 8; k++) {
-        if (k >= steps) continue;
-#pragma unroll
-        for (int i = 0; i < 4; i++) {
-            const int64_t r = min(row + i % 2 * 8, p.m - 1), at = k * 16 + i / 2 * 8 + lane % 4 * 2;
-            float2 v = {0.0f, 0.0f};
-            if (at < p.k) v = *reinterpret_cast<const float2*>(static_cast<const float*>(p.a) + r * p.k + at);
-            const Split split(v.x, v.y);
-            high[k][i] = split.high, low[k][i] = split.low;
-        }
+    if (leads) {
+        for (int unit = 0; unit < DX_TILES; unit++) load(unit);
     }
-    const int warp = threadIdx.x / 32;
-#pragma unroll 1
-    for (int part = 0; part < parts; part++) {
+    uint32_t high[STEPS][4], low[STEPS][4];
+    for (int unit = 0; unit < units; unit++) {
+        if (unit % parts == 0) {
+            // Rows past the last are read in its place, and not stored.
+            const int64_t row = row_of(unit) + warp * 16 + lane / 4;
+#pragma unroll
+            for (int k = 0; k < STEPS; k++) {
+#pragma unroll
+                for (int i = 0; i < 4; i++) {
+                    const int64_t r = min(row + i % 2 * 8, p.m - 1), at = k * 16 + i / 2 * 8 + lane % 4 * 2;
+                    float2 v = {0.0f, 0.0f};
+                    if (at < p.k) v = *reinterpret_cast<const float2*>(static_cast<const float*>(p.a) + r * p.k + at);
+                    const Split split(v.x, v.y);
+                    high[k][i] = split.high, low[k][i] = split.low;
+                }
+            }
+        }
+        if (unit == 0) barrier_wait(arrived, 0);
         float acc[64] = {};
-        const uint32_t at_part = base + part % 2 * DX_PART;
-        barrier_wait(barriers + part % 2 * 8, part / 2 & 1);
-        const uint64_t b = operand(at_part, block);
+        const uint64_t b = operand(base + unit % parts * 2 * BLOCK, BLOCK);
         ready(high), ready(low);
         begin(acc);
 #pragma unroll
-        for (int k = 0; k < 8; k++) {
-            if (k >= steps) continue;
+        for (int k = 0; k < STEPS; k++) {
             wgmma_128(acc, high[k], b + k * 128, 1);
             wgmma_128(acc, low[k], b + k * 128, 1);
         }
         commit();
         finish<0>(acc);
+        barrier_wait(barrier(unit), unit / DX_TILES & 1);
         // Added to what was there, 16 columns at a time, each warp in its own rows.
 #pragma unroll
         for (int j = 0; j < 8; j++) {
             const int r = warp * 16 + lane % 16, word = j % 4 * 2 + lane / 16;
-            const uint32_t at = at_part + DX_OLD + j / 4 * 8192 + r * 128 + ((word ^ (r & 7)) << 4);
+            const uint32_t at = tile(unit) + j / 4 * (DX_TILE / 2) + r * 128 + ((word ^ (r & 7)) << 4);
             uint32_t v[4];
             load_matrices(at, v);
 #pragma unroll
@@ -190,72 +200,94 @@ __device__ void gradient_of_x(const Gemm& p, const CUtensorMap& weight, const CU
             store_matrices(at, v);
         }
         fence_proxy();
-        __syncthreads();
-        if (threadIdx.x == 0) {
-            for (int j = 0; j < 2; j++) bulk_store(out, at_part + DX_OLD + j * 8192, column + part * 128 + j * 64, row_of_block, 0);
+        asm volatile("bar.sync %0, 128;\n" ::"r"(1 + group) : "memory");
+        if (leads) {
+            for (int j = 0; j < 2; j++) bulk_store(out, tile(unit) + j * (DX_TILE / 2), column_of(unit, j), row_of(unit), 0);
             bulk_commit();
-            bulk_wait_read();
-            if (part + 2 < parts) load(part + 2);
+            // The tile before this one has been read: the next one but one may have its place.
+            asm volatile("cp.async.bulk.wait_group.read 1;\n" ::: "memory");
+            if (unit > 0) load(unit + 2);
         }
     }
+    if (leads) bulk_wait_read();
 }
 
-// One of the parts, over tokens, of the weight's gradient: 64 experts by 128 columns a block. `sum_parts` adds them.
-__device__ void gradient_of_weight(const Gemm& p, const CUtensorMap& x) {
-    const Ring ring = start_ring();
-    const int64_t tiles = p.m_tiles * p.n_tiles, tile = blockIdx.x % tiles, part = blockIdx.x / tiles;
-    const int64_t per = ((p.k + p.split - 1) / p.split + BK - 1) / BK * BK, begins = min(part * per, p.k), ends = min(begins + per, p.k);
-    const int steps = static_cast<int>((ends - begins + BK - 1) / BK), column = static_cast<int>(tile % p.n_tiles) * 128;
-    if (threadIdx.x >= 128) {
-        if (threadIdx.x != 128) return;
-        for (int i = 0; i < steps; i++) {
-            ring.wait_empty(i);
-            barrier_arrive_expect(ring.full(i), STAGE);
-            for (int b = 0; b < 2; b++) bulk(ring.stage(i) + b * STAGE / 2, x, ring.full(i), column + b * 64, begins + i * BK);
-        }
-        return;
-    }
-    const int lane = threadIdx.x % 32;
-    const int64_t row = tile / p.n_tiles * 64 + threadIdx.x / 32 * 16 + lane / 4;
-    // The gradients of a step's tokens: of the thread's two experts, as `wgmma_128` wants them. Tokens past the end: zeros.
-    // The copy engine's rows past the part's end are the next part's tokens, and zeros past the last.
-    float ahead[4][8];
-    auto read = [&](int step) {
-#pragma unroll
-        for (int k = 0; k < 4; k++) {
-#pragma unroll
-            for (int i = 0; i < 8; i++) {
-                const int64_t t = begins + step * BK + k * 16 + i / 4 * 8 + lane % 4 * 2 + i % 2, e = row + i / 2 % 2 * 8;
-                ahead[k][i] = t < ends && e < p.m ? static_cast<const float*>(p.a)[t * p.m + e] : 0.0f;
-            }
-        }
-    };
-    float acc[64] = {};
-    if (steps > 0) read(0);
-    for (int i = 0; i < steps; i++) {
-        uint32_t high[4][4], low[4][4];
+__device__ __forceinline__ float load_float(uint32_t at) {
+    float v;
+    asm volatile("ld.shared.f32 %0, [%1];\n" : "=f"(v) : "r"(at) : "memory");
+    return v;
+}
+
+// The gradients of the logits as `wgmma_128` wants them: of a step's tokens and the thread's two experts. They lie as 64
+// tokens of 32 experts, twice; no two lanes read the same bank.
+struct Logits {
+    uint32_t high[4][4], low[4][4];
+    __device__ __forceinline__ void read(uint32_t from) {
+        const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, t = lane % 4 * 2, chunk = warp % 2 * 4 + lane / 16;
+        from += warp / 2 * 8192 + t * 128 + lane / 4 % 4 * 4;
 #pragma unroll
         for (int k = 0; k < 4; k++) {
 #pragma unroll
             for (int j = 0; j < 4; j++) {
-                const Split split(ahead[k][2 * j], ahead[k][2 * j + 1]);
+                float v[2];
+#pragma unroll
+                for (int i = 0; i < 2; i++) v[i] = load_float(from + (k * 16 + j / 2 * 8 + i) * 128 + (((chunk + j % 2 * 2) ^ (t + i)) << 4));
+                const Split split(v[0], v[1]);
                 high[k][j] = split.high, low[k][j] = split.low;
             }
         }
+    }
+};
+
+// One of the parts, over tokens, of the weight's gradient: 64 experts by 128 columns a block. `sum_parts` adds them. Tokens
+// and experts past the last come as zeros; parts are whole steps but for the last.
+__device__ void gradient_of_weight(const Gemm& p, const CUtensorMap& x, const CUtensorMap& logits) {
+    const auto ring = start_ring<DW_STAGES, DW_STAGE>();
+    const int64_t tiles = p.m_tiles * p.n_tiles, tile = blockIdx.x % tiles, part = blockIdx.x / tiles;
+    const int64_t per = ((p.k + p.split - 1) / p.split + BK - 1) / BK * BK, begins = min(part * per, p.k), ends = min(begins + per, p.k);
+    const int steps = static_cast<int>((ends - begins + BK - 1) / BK), column = static_cast<int>(tile % p.n_tiles) * 128;
+    const int row_of_block = static_cast<int>(tile / p.n_tiles) * 64;
+    if (threadIdx.x >= 128) {
+        if (threadIdx.x != 128) return;
+        for (int i = 0; i < steps; i++) {
+            ring.wait_empty(i);
+            barrier_arrive_expect(ring.full(i), DW_STAGE);
+            for (int b = 0; b < 2; b++) {
+                bulk(ring.stage(i) + b * 8192, x, ring.full(i), column + b * 64, begins + i * BK);
+                bulk(ring.stage(i) + STAGE + b * 8192, logits, ring.full(i), row_of_block + b * 32, begins + i * BK);
+            }
+        }
+        return;
+    }
+    const int lane = threadIdx.x % 32;
+    float acc[64] = {};
+    Logits even, odd;
+    auto read = [&](int i, Logits& to) {
+        if (i >= steps) return;
         ring.wait_full(i);
+        to.read(ring.stage(i) + STAGE);
+    };
+    // A step's products, under which the next step's gradients are read.
+    auto step = [&](int i, Logits& own, Logits& next) {
         const uint64_t b = operand(ring.stage(i), STAGE / 2);
-        ready(high), ready(low);
+        ready(own.high), ready(own.low);
         begin(acc);
 #pragma unroll
         for (int k = 0; k < 4; k++) {
-            wgmma_128(acc, high[k], b + k * 128, 1);
-            wgmma_128(acc, low[k], b + k * 128, 1);
+            wgmma_128(acc, own.high[k], b + k * 128, 1);
+            wgmma_128(acc, own.low[k], b + k * 128, 1);
         }
         commit();
-        if (i + 1 < steps) read(i + 1);
+        read(i + 1, next);
         finish<0>(acc);
         if (lane == 0) barrier_arrive(ring.empty(i));
+    };
+    read(0, even);
+    for (int i = 0; i < steps; i += 2) {
+        step(i, even, odd);
+        if (i + 1 < steps) step(i + 1, odd, even);
     }
+    const int64_t row = row_of_block + threadIdx.x / 32 * 16 + lane / 4;
     float* out = p.partial + part * p.m * p.n;
 #pragma unroll
     for (int i = 0; i < 64; i++) {
@@ -274,13 +306,17 @@ __device__ void gradient_of_weight(const Gemm& p, const CUtensorMap& x) {
 FORWARD(hopper_linear_bf16, bf16)
 FORWARD(hopper_linear_f16, f16)
 
-extern "C" __global__ void __launch_bounds__(DX_THREADS, 2)
+extern "C" __global__ void __launch_bounds__(DX_THREADS, 1)
     hopper_linear_d_x(const __grid_constant__ Gemm p, const __grid_constant__ CUtensorMap weight,
                       const __grid_constant__ CUtensorMap out) {
-    gradient_of_x(p, weight, out);
+    if (p.k <= 16) gradient_of_x<1>(p, weight, out);
+    else if (p.k <= 32) gradient_of_x<2>(p, weight, out);
+    else if (p.k <= 64) gradient_of_x<4>(p, weight, out);
+    else gradient_of_x<DX_EXPERTS / 16>(p, weight, out);
 }
 extern "C" __global__ void __launch_bounds__(THREADS, 2)
-    hopper_linear_d_weight(const __grid_constant__ Gemm p, const __grid_constant__ CUtensorMap x) {
-    gradient_of_weight(p, x);
+    hopper_linear_d_weight(const __grid_constant__ Gemm p, const __grid_constant__ CUtensorMap x,
+                           const __grid_constant__ CUtensorMap logits) {
+    gradient_of_weight(p, x, logits);
 }
 #endif

@@ -50,11 +50,62 @@ __device__ void reduce(const Rows& p) {
     }
 }
 
+// The same of FAN rows in words of 16 bytes, all of which are under way before the first is added.
+template <class T, int FAN>
+__device__ void reduce_few(const Rows& p) {
+    constexpr int N = 16 / sizeof(T);
+    const int width = static_cast<int>(p.width);
+    const int32_t rows = static_cast<int32_t>(p.source_rows);
+    const int32_t* map = p.map + static_cast<int64_t>(blockIdx.x) * FAN;
+    for (int c = threadIdx.x * N; c < width; c += blockDim.x * N) {
+        uint4 packs[FAN];
+        uint32_t real = 0;
+#pragma unroll
+        for (int k = 0; k < FAN; k++) {
+            const int32_t from = map[k];
+            if (from < 0 || from >= rows) continue;
+            real |= 1u << k;
+            packs[k] = *reinterpret_cast<const uint4*>(static_cast<const T*>(p.source) + static_cast<int64_t>(from) * width + c);
+        }
+        float sum[N] = {};
+#pragma unroll
+        for (int k = 0; k < FAN; k++) {
+            if (!(real >> k & 1)) continue;
+            T v[N];
+            memcpy(v, &packs[k], 16);
+#pragma unroll
+            for (int i = 0; i < N; i++) sum[i] += to_float(v[i]);
+        }
+        T v[N];
+#pragma unroll
+        for (int i = 0; i < N; i++) v[i] = from_float<T>(sum[i]);
+        uint4 pack;
+        memcpy(&pack, v, 16);
+        *reinterpret_cast<uint4*>(static_cast<T*>(p.out) + static_cast<int64_t>(blockIdx.x) * width + c) = pack;
+    }
+    if (threadIdx.x < FAN && map[threadIdx.x] >= rows) raise_fault(p.fault, FAULT_MAP, static_cast<int64_t>(blockIdx.x) * FAN + threadIdx.x);
+}
+
 extern "C" __global__ void reduce_rows(const __grid_constant__ Rows p) {
     const bool wide = p.word == 16;
     if (p.type == TYPE_F32) wide ? reduce<float, 4>(p) : reduce<float, 1>(p);
     else if (p.type == TYPE_F16) wide ? reduce<f16, 8>(p) : reduce<f16, 1>(p);
     else wide ? reduce<bf16, 8>(p) : reduce<bf16, 1>(p);
+}
+
+template <class T>
+__device__ void reduce_some(const Rows& p) {
+    if (p.fan == 8) reduce_few<T, 8>(p);
+    else if (p.fan == 6) reduce_few<T, 6>(p);
+    else if (p.fan == 4) reduce_few<T, 4>(p);
+    else reduce_few<T, 2>(p);
+}
+
+// A block a row, of two, four, six or eight, in words of 16 bytes.
+extern "C" __global__ void __launch_bounds__(256, 4) reduce_few_rows(const __grid_constant__ Rows p) {
+    if (p.type == TYPE_F32) reduce_some<float>(p);
+    else if (p.type == TYPE_F16) reduce_some<f16>(p);
+    else reduce_some<bf16>(p);
 }
 
 // Joins values in pairs as they come, ((0 + 1) + (2 + 3)) + ...: a counter whose bits say which sums are waiting.

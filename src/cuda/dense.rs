@@ -179,8 +179,10 @@ pub(super) fn linear_bwd(device: &Cuda, call: LinearBwd<'_, Cuda>) -> Result<()>
         let blocks = m_tiles.saturating_mul(n_tiles);
         // SAFETY, both: all tensors were checked against the sizes in `p`.
         if hopper {
-            let (grid, maps) =
-                (grid(HOPPER_LINEAR_D_X, blocks), [map(weight, e, e.next_multiple_of(16))?, stack(out, t)?]);
+            // Blocks stay, two row tiles at a time.
+            let most = (device.fillable() / n_tiles.max(1)).min(m_tiles.div_ceil(2)).max(1) * n_tiles;
+            let maps = [map(weight, e, e.next_power_of_two().max(16))?, stack(out, t)?];
+            let grid = grid(HOPPER_LINEAR_D_X, most);
             // SAFETY: as above.
             unsafe { launch_mapped(device, CALL, ("hopper_linear_d_x", grid), &p, &maps) }?;
         } else {
@@ -217,7 +219,10 @@ pub(super) fn linear_bwd(device: &Cuda, call: LinearBwd<'_, Cuda>) -> Result<()>
         let blocks = tiles.saturating_mul(split);
         // SAFETY, both: as above; `parts` has `split` matrices.
         if hopper {
-            let (grid, maps) = (grid(HOPPER_LINEAR, blocks), [map(x, t, HOPPER_LINEAR.tile)?]);
+            let sizes = [e as u64, t as u64];
+            let logits = Matrices { call: CALL, dtype: DType::F32, base: d_out, sizes: &sizes };
+            let maps = [map(x, t, HOPPER_LINEAR.tile)?, logits.boxes(HOPPER_LINEAR.tile as u32)?];
+            let grid = grid(HOPPER_LINEAR, blocks);
             // SAFETY: as above.
             unsafe { launch_mapped(device, CALL, ("hopper_linear_d_weight", grid), &p, &maps) }?;
         } else {

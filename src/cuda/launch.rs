@@ -28,7 +28,7 @@ pub(super) const DECODE_SHARED: u32 = 115_712;
 /// Tiles of the router's products on Hopper (`kernels/hopper_linear.cu`): of tokens or experts, and shared memory.
 pub(super) const HOPPER_LINEAR: Shape = Shape { tile: 64, threads: 160, shared: 99_424 };
 /// The same of the tokens' gradient.
-pub(super) const HOPPER_LINEAR_D_X: Shape = Shape { tile: 64, threads: 128, shared: 99_344 };
+pub(super) const HOPPER_LINEAR_D_X: Shape = Shape { tile: 64, threads: 256, shared: 230_456 };
 /// Weight rows of a tile of Hopper's kernels with quantised weights, and their shared memory (`kernels/hopper_w4a16.cu`).
 pub(super) const W4A16: Shape = Shape { tile: 128, threads: 384, shared: 229_488 };
 /// What the stages begin with that exist for sm_90a alone.
@@ -71,6 +71,7 @@ impl Functions {
                 loaded.table.insert(name, function);
                 let shared = match *stage {
                     "hopper_gemm" => ROWS.shared,
+                    "hopper_linear" if *name == "hopper_linear_d_x" => HOPPER_LINEAR_D_X.shared,
                     "hopper_linear" => HOPPER_LINEAR.shared,
                     "hopper_wgrad" => HOPPER_WGRAD.shared,
                     "hopper_w4a16" => W4A16.shared,

@@ -133,6 +133,8 @@ pub(super) fn reduce_rows(device: &Cuda, call: ReduceRows<'_, Cuda>) -> Result<(
     };
     let lanes = if wide { row / 16 } else { width };
     let threads = lanes.next_multiple_of(32).clamp(32, 256) as u32;
+    let few = wide && matches!(fan, 2 | 4 | 6 | 8) && [width, source_rows].iter().all(|n| i32::try_from(*n).is_ok());
+    let kernel = if few { "reduce_few_rows" } else { "reduce_rows" };
     // SAFETY: `out` has a row for each line of the map; the kernel checks its entries against the source's rows.
-    unsafe { device.launch(CALL, "reduce_rows", Grid::new(tokens, threads), &p) }
+    unsafe { device.launch(CALL, kernel, Grid::new(tokens, threads), &p) }
 }
