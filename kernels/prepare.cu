@@ -119,7 +119,13 @@ __device__ void list_tiles(const Schedule& p) {
         __syncthreads();  // the last scan's totals have been read
         if (lane == 31) totals[warp] = own;
         __syncthreads();
-        for (int w = 0; w < warp; w++) before = join(totals[w], before), own = join(totals[w], own);
+        int64_t upto = lane < static_cast<int>(blockDim.x / 32) ? totals[lane] : 0;
+        for (int d = 1; d < 32; d *= 2) {
+            const int64_t other = __shfl_up_sync(~0u, upto, d);
+            if (lane >= d) upto = join(other, upto);
+        }
+        const int64_t warps = __shfl_sync(~0u, upto, (warp + 31) % 32);
+        if (warp > 0) before = join(warps, before), own = join(warps, own);
         return Upto{before, own};
     };
     auto inside = [&](int64_t g) {
@@ -144,7 +150,9 @@ __device__ void list_tiles(const Schedule& p) {
             visit(g);
         }
     };
-    auto tiles_of = [&](int64_t g) { return (p.counts[g] + p.tile_rows - 1) / p.tile_rows; };
+    // Counts are below 2^31; a division of 64 bits takes as long as a read.
+    const uint32_t tile_rows = static_cast<uint32_t>(p.tile_rows);
+    auto tiles_of = [&](int64_t g) -> int64_t { return (static_cast<uint32_t>(p.counts[g]) + tile_rows - 1) / tile_rows; };
     auto put = [&](int64_t at, int64_t g, int64_t tile, bool empty = false) {
         if (at >= p.max_tiles) return;
         const int64_t s = tile * p.tile_rows, left = p.counts[g] - s, rows = left < p.tile_rows ? left : p.tile_rows;
