@@ -2,8 +2,9 @@
 // Everything else, and every other architecture, takes `linear.cu`. Empty where the architecture is another.
 //
 // These products are small: a tile is 64 rows, so that few tokens or few experts still fill the GPU, and two blocks share a
-// multiprocessor, so that one waits for memory while the other works. The logits' gradients are f32. They are multiplied
-// as the sum of two bf16 numbers, which holds 16 bits of each: less is lost than by the rounding of the result.
+// multiprocessor, so that one waits for memory while the other works; those of the tokens' gradient stay, one each, with
+// their part of the weight. The logits' gradients are f32. They are multiplied as the sum of two bf16 numbers, which holds
+// 16 bits of each: less is lost than by the rounding of the result.
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL) || !defined(__CUDA_ARCH__)
 #include "common/common.cuh"
 #include "common/pipeline.cuh"
