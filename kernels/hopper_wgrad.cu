@@ -152,8 +152,10 @@ struct Gather {
     }
 };
 
+// GATHERED: rows may lie behind a map.
+template <bool GATHERED>
 __device__ __forceinline__ void produce(const WeightGrad& p, const CUtensorMap& narrow, const CUtensorMap& wide, Ring ring) {
-    const bool leader = threadIdx.x % 128 == 0, gathers = p.map != nullptr;
+    const bool leader = threadIdx.x % 128 == 0, gathers = GATHERED && p.map != nullptr;
     Walk walk(p);
     Tile t;
     while (walk.next(t)) {
@@ -192,26 +194,31 @@ __device__ __forceinline__ uint64_t descriptor(uint32_t at) {
 // The last step of a zone: the copy engine has brought rows of the next one, or padding, which may be NaN and would
 // spoil the sum even against zeros. Those within the last 16 become zeros; the others are not multiplied.
 __device__ __forceinline__ void blank_rows(uint32_t at, int blocks, int live) {
-    const int dead = (16 - live % 16) % 16;
-    for (int i = threadIdx.x; i < blocks * dead * 8; i += 256) {
-        const uint32_t to = at + i / (dead * 8) * BLOCK + live * 128 + i % (dead * 8) * 16;
-        asm volatile("st.shared.v4.u32 [%0], {%1, %1, %1, %1};\n" ::"r"(to), "r"(0) : "memory");
+    // Of each block, a thread has one chunk of one of 16 rows.
+    const int chunk = threadIdx.x % 8, row = live + threadIdx.x / 8 % 16;
+    if (row >= (live + 15) / 16 * 16) return;
+    for (int b = threadIdx.x / 128; b < blocks; b += 2) {
+        asm volatile("st.shared.v4.u32 [%0], {%1, %1, %1, %1};\n" ::"r"(at + b * BLOCK + row * 128 + chunk * 16), "r"(0) : "memory");
     }
 }
 
-// A slice's 32 sums of each thread to 64 rows of 128 bytes, swizzled, in the order of the output. Slice s of 16-bit sums
-// holds columns 64 s of the wide side on.
+// Two sums as one word.
 template <class T>
-__device__ __forceinline__ void stage_half(uint32_t to, const float* v, bool transposed) {
+__device__ __forceinline__ uint32_t rounded(const float* v) {
+    T pair[2] = {from_float<T>(v[0]), from_float<T>(v[1])};
+    uint32_t word;
+    memcpy(&word, pair, 4);
+    return word;
+}
+
+// A slice's 32 sums of each thread, `word(i)` being two of them, to 64 rows of 128 bytes, swizzled, in the order of the
+// output. Slice s of 16-bit sums holds columns 64 s of the wide side on.
+template <class Word>
+__device__ __forceinline__ void stage_half(uint32_t to, bool transposed, Word&& word) {
     const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32, half = lane / 8 % 2;
 #pragma unroll
     for (int j = 0; j < 8; j += 2) {
-        uint32_t w[4];
-#pragma unroll
-        for (int i = 0; i < 4; i++) {
-            T pair[2] = {from_float<T>(v[4 * j + 2 * i]), from_float<T>(v[4 * j + 2 * i + 1])};
-            memcpy(&w[i], pair, 4);
-        }
+        const uint32_t w[4] = {word(2 * j), word(2 * j + 1), word(2 * j + 2), word(2 * j + 3)};
         // Matrices of 8 x 8: rows 0 and 8 of columns 8 j, then of 8 (j + 1). This lane addresses a row of one of them.
         const int block = j + lane / 16, other = warp * 2 + half;
         const int row = transposed ? block * 8 + lane % 8 : other * 8 + lane % 8, chunk = transposed ? other : block;
@@ -236,44 +243,80 @@ __device__ __forceinline__ void stage_full(uint32_t to, const float* v, bool tra
     }
 }
 
+// Sends slice s of a warpgroup's sums: `stage` puts it into shared memory, `store` has the copy engine take it.
+template <class Stage, class Store>
+__device__ __forceinline__ void send_slice(uint32_t slices, int s, Stage&& stage, Store&& store) {
+    const int group = threadIdx.x / 128;
+    const bool issues = threadIdx.x % 128 == 0;
+    const uint32_t at = slices + (group * SLICES + s % SLICES) * SLICE;
+    if (issues) asm volatile("cp.async.bulk.wait_group.read %0;\n" ::"n"(SLICES - 1) : "memory");
+    named_barrier(1 + group, 128);
+    stage(at);
+    proxy_fence();
+    named_barrier(1 + group, 128);
+    if (issues) {
+        store(at);
+        asm volatile("cp.async.bulk.commit_group;\n" ::: "memory");
+    }
+}
+
+// Sends all of a tile's sums.
 template <class T>
 __device__ __forceinline__ void finish(const WeightGrad& p, const CUtensorMap& out, const Tile& t, const float (&acc)[128], uint32_t slices) {
-    const int group = threadIdx.x / 128;
-    const bool issues = threadIdx.x % 128 == 0, transposed = p.transposed, full = p.out_type == TYPE_F32;
-    const int narrow = t.narrow + group * 64;
-    auto slice = [&](int s, auto&& stage, auto&& store) {
-        const uint32_t at = slices + (group * SLICES + s % SLICES) * SLICE;
-        if (issues) asm volatile("cp.async.bulk.wait_group.read %0;\n" ::"n"(SLICES - 1) : "memory");
-        named_barrier(1 + group, 128);
-        stage(at);
-        proxy_fence();
-        named_barrier(1 + group, 128);
-        if (issues) {
-            store(at);
-            asm volatile("cp.async.bulk.commit_group;\n" ::: "memory");
-        }
-    };
+    const bool transposed = p.transposed, full = p.out_type == TYPE_F32;
+    const int narrow = t.narrow + threadIdx.x / 128 * 64;
     if (full) {
 #pragma unroll
         for (int s = 0; s < 8; s++) {
             const int wide = t.wide + s * 32;
-            slice(s, [&](uint32_t at) { stage_full(at, acc + 16 * s, transposed); },
-                  [&](uint32_t at) {
-                      for (int b = 0; b < 2; b++) {
-                          const int x = transposed ? narrow + b * 32 : wide, y = transposed ? wide : narrow + b * 32;
-                          bulk_store(out, at + b * 4096, x, y, t.group, p.accumulate);
-                      }
-                  });
+            send_slice(slices, s, [&](uint32_t at) { stage_full(at, acc + 16 * s, transposed); },
+                       [&](uint32_t at) {
+                           for (int b = 0; b < 2; b++) {
+                               const int x = transposed ? narrow + b * 32 : wide, y = transposed ? wide : narrow + b * 32;
+                               bulk_store(out, at + b * 4096, x, y, t.group, p.accumulate);
+                           }
+                       });
         }
     } else {
 #pragma unroll
         for (int s = 0; s < 4; s++) {
             const int wide = t.wide + s * 64;
-            slice(s, [&](uint32_t at) { stage_half<T>(at, acc + 32 * s, transposed); },
-                  [&](uint32_t at) { bulk_store(out, at, transposed ? narrow : wide, transposed ? wide : narrow, t.group, p.accumulate); });
+            send_slice(slices, s, [&](uint32_t at) { stage_half(at, transposed, [&](int i) { return rounded<T>(acc + 32 * s + 2 * i); }); },
+                       [&](uint32_t at) { bulk_store(out, at, transposed ? narrow : wide, transposed ? wide : narrow, t.group, p.accumulate); });
         }
     }
 }
+
+// Sums of a tile that is done, rounded, which leave a slice at a time under the first products of the next one.
+struct Rounded {
+    uint32_t words[64];
+    int group, narrow, wide, left = 0;
+
+    template <class T>
+    __device__ __forceinline__ void take(const Tile& t, const float (&acc)[128]) {
+#pragma unroll
+        for (int i = 0; i < 64; i++) words[i] = rounded<T>(acc + 2 * i);
+        group = t.group, narrow = t.narrow + threadIdx.x / 128 * 64, wide = t.wide, left = 4;
+    }
+    template <int S>
+    __device__ __forceinline__ void send(const WeightGrad& p, const CUtensorMap& out, uint32_t slices) const {
+        const bool transposed = p.transposed;
+        const int at_wide = wide + S * 64;
+        send_slice(slices, S, [&](uint32_t at) { stage_half(at, transposed, [&](int i) { return words[16 * S + i]; }); },
+                   [&](uint32_t at) { bulk_store(out, at, transposed ? narrow : at_wide, transposed ? at_wide : narrow, group, p.accumulate); });
+    }
+    __device__ __forceinline__ void send_next(const WeightGrad& p, const CUtensorMap& out, uint32_t slices) {
+        if (left == 0) return;
+        if (left == 4) send<0>(p, out, slices);
+        else if (left == 3) send<1>(p, out, slices);
+        else if (left == 2) send<2>(p, out, slices);
+        else send<3>(p, out, slices);
+        left--;
+    }
+    __device__ __forceinline__ void send_all(const WeightGrad& p, const CUtensorMap& out, uint32_t slices) {
+        while (left > 0) send_next(p, out, slices);
+    }
+};
 
 // Keeps the compiler from moving what touches the sums across matrix instructions.
 __device__ __forceinline__ void hold(float (&acc)[128]) {
@@ -286,7 +329,9 @@ __device__ __forceinline__ void begin(float (&acc)[128]) {
 }
 __device__ __forceinline__ void commit() { asm volatile("wgmma.commit_group.sync.aligned;\n" ::: "memory"); }
 
-template <class T>
+// LATER: a tile's sums leave under the next one's products. Where rows are gathered, that takes registers and issue slots which
+// the producers need more.
+template <class T, bool LATER>
 __device__ __forceinline__ void multiply(const WeightGrad& p, const CUtensorMap& out, Ring ring, uint32_t slices) {
     const uint32_t own = threadIdx.x / 128 * BLOCK;
     const int lane = threadIdx.x % 32;
@@ -296,6 +341,7 @@ __device__ __forceinline__ void multiply(const WeightGrad& p, const CUtensorMap&
     Walk walk(p);
     Tile t;
     float acc[128];
+    Rounded done;
     while (walk.next(t)) {
         if (t.count == 0) {
 #pragma unroll
@@ -311,6 +357,7 @@ __device__ __forceinline__ void multiply(const WeightGrad& p, const CUtensorMap&
 #pragma unroll
             for (int i = 0; i < BK / 16; i++) wgmma<1, 1>(acc, a + i * 128, b + i * 128, k + i > 0, T{});
             commit();
+            if constexpr (LATER) done.send_next(p, out, slices);
             asm volatile("wgmma.wait_group.sync.aligned 1;\n" ::: "memory");
             if (before >= 0) release(before);
             before = ring.stage;
@@ -341,8 +388,14 @@ __device__ __forceinline__ void multiply(const WeightGrad& p, const CUtensorMap&
             release(ring.stage);
             ring.next();
         }
-        finish<T>(p, out, t, acc, slices);
+        if constexpr (LATER) {
+            done.send_all(p, out, slices);
+            done.take<T>(t, acc);
+        } else {
+            finish<T>(p, out, t, acc, slices);
+        }
     }
+    if constexpr (LATER) done.send_all(p, out, slices);
     // The copy engine must have read the last slices before their memory goes.
     if (threadIdx.x % 128 == 0) asm volatile("cp.async.bulk.wait_group.read 0;\n" ::: "memory");
 }
@@ -362,12 +415,21 @@ __device__ __forceinline__ void run(const WeightGrad& p, const CUtensorMap& narr
     }
     cluster_sync();
     const int role = __shfl_sync(~0u, threadIdx.x / 128, 0);
+    const bool later = p.map == nullptr && p.out_type != TYPE_F32;
     if (role == 2) {
-        asm volatile("setmaxnreg.dec.sync.aligned.u32 72;\n");
-        produce(p, narrow, wide, ring);
+        if (later) {
+            asm volatile("setmaxnreg.dec.sync.aligned.u32 56;\n");
+            produce<false>(p, narrow, wide, ring);
+        } else {
+            asm volatile("setmaxnreg.dec.sync.aligned.u32 72;\n");
+            produce<true>(p, narrow, wide, ring);
+        }
+    } else if (later) {
+        asm volatile("setmaxnreg.inc.sync.aligned.u32 224;\n");
+        multiply<T, true>(p, out, ring, slices);
     } else {
         asm volatile("setmaxnreg.inc.sync.aligned.u32 216;\n");
-        multiply<T>(p, out, ring, slices);
+        multiply<T, false>(p, out, ring, slices);
     }
     // Copies must not outlive the block's shared memory.
     asm volatile("cp.async.wait_all;\n" ::: "memory");
