@@ -30,7 +30,7 @@ pub(super) const HOPPER_LINEAR: Shape = Shape { tile: 64, threads: 160, shared: 
 /// The same of the tokens' gradient.
 pub(super) const HOPPER_LINEAR_D_X: Shape = Shape { tile: 64, threads: 256, shared: 230_456 };
 /// Weight rows of a tile of Hopper's kernels with quantised weights, and their shared memory (`kernels/hopper_w4a16.cu`).
-pub(super) const W4A16: Shape = Shape { tile: 128, threads: 384, shared: 229_488 };
+pub(super) const W4A16: Shape = Shape { tile: 128, threads: 512, shared: 231_040 };
 /// What the stages begin with that exist for sm_90a alone.
 pub(super) const HOPPER_STAGES: &str = "hopper_";
 

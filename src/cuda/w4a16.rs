@@ -1,7 +1,5 @@
 //! Products with quantised weights: which kernel makes one, and its launch.
 
-use cudarc::driver::sys::CUtensorMap;
-
 use crate::dtype::DType;
 use crate::error::{Error, Result};
 use crate::quant::{QuantisedRef, WeightFormat};
@@ -21,11 +19,9 @@ const FEW: i64 = 32;
 const FEWEST: i64 = 6;
 /// Columns of a warp's tile there, of gate and up together.
 const WARP_COLUMNS: usize = 32;
-/// Kernels for many rows: what their names begin with, the rows of a tile, and the weight rows that the copy engine brings at
-/// a time, of gate and up in turn or of another (`kernels/hopper_w4a16.cu`).
+/// Kernels for many rows: what their names begin with, and the rows of a tile (`kernels/hopper_w4a16.cu`).
 const MANY: &str = "hopper";
 const TILE_ROWS: u32 = 256;
-const BOX_ROWS: [u32; 2] = [8, 64];
 
 /// Checked weights, as kernels take them.
 pub(super) struct Quantised {
@@ -142,29 +138,20 @@ impl Quantised {
             }
             None => (format!("{product}_{format}_{suffix}"), grid),
         };
-        let maps = match special {
-            Some(Special { prefix: MANY, columns, .. }) => {
-                Some(self.maps(call, BOX_ROWS[usize::from(columns == W4A16.tile)], p)?)
+        // Rows as the copy engine takes them.
+        let rows = match special {
+            Some(Special { prefix: MANY, .. }) => {
+                let sizes = &[p.k as u64, p.a_rows as u64];
+                Some(Matrices { call, dtype: DType::BF16, base: p.a, sizes }.boxes(TILE_ROWS)?)
             }
             _ => None,
         };
         let mut arguments = vec![(&raw const *p).cast_mut().cast(), (&raw const self.params).cast_mut().cast()];
-        if let Some((rows, codes)) = &maps {
-            arguments.extend([(&raw const *rows).cast_mut().cast(), (&raw const *codes).cast_mut().cast()]);
+        if let Some(rows) = &rows {
+            arguments.push((&raw const *rows).cast_mut().cast());
         }
         // SAFETY: callers have checked every tensor in `p`, `new` those of the weight; maps and zones, which only the
         // device knows, are checked by the kernel.
         unsafe { device.launch_with(call, &kernel, grid, &mut arguments) }
-    }
-
-    /// Rows and codes as the copy engine takes them, codes of so many weight rows at a time.
-    fn maps(&self, call: &'static str, box_rows: u32, p: &params::Gemm) -> Result<(CUtensorMap, CUtensorMap)> {
-        let of = |dtype, base, sizes: &[u64], rows| Matrices { call, dtype, base, sizes }.boxes(rows);
-        let w = &self.params;
-        let codes = [w.code_bytes as u64, w.rows as u64, p.groups as u64];
-        Ok((
-            of(DType::BF16, p.a, &[p.k as u64, p.a_rows as u64], TILE_ROWS)?,
-            of(DType::U8, w.codes, &codes, box_rows)?,
-        ))
     }
 }
