@@ -47,27 +47,28 @@ __device__ __forceinline__ void put(const QuantBack& p, int64_t at, const float 
 
 }  // namespace
 
-// A thread a block of 16.
+// A thread half a block: its eight results lie beside its neighbour's, so that a warp writes whole sectors.
 extern "C" __global__ void __launch_bounds__(THREADS) nvfp4_back(const __grid_constant__ QuantBack p) {
-    const int64_t i = static_cast<int64_t>(blockIdx.x) * THREADS + threadIdx.x;
-    if (i >= p.lines * p.blocks) return;
-    const int64_t line = quotient(i, p.blocks), block = i - line * p.blocks;
-    const float amax = p.amax[p.by_line ? line : 0], scale = e4m3_value(p.scales[i]);
+    const int64_t halves = p.blocks * 2, i = static_cast<int64_t>(blockIdx.x) * THREADS + threadIdx.x;
+    if (i >= p.lines * halves) return;
+    const int64_t line = quotient(i, halves), half = i - line * halves, left = p.len - half * 8;
+    if (left <= 0) return;
+    const float amax = p.amax[p.by_line ? line : 0], scale = e4m3_value(p.scales[line * p.blocks + half / 2]);
     const float factor = p.modelopt ? __fmul_rn(scale, __fdiv_rn(amax, BOUND)) : __fmul_rn(__fmul_rn(scale, amax), 1.0f / BOUND);
-    const uint8_t* from = p.codes + line * p.code_bytes + block * 8;
-    const int64_t left = p.len - block * 16, bytes = p.code_bytes - block * 8;
-    uint2 word = make_uint2(0, 0);
-    if (bytes >= 8 && words_of(p.codes, p.code_bytes, 8)) word = *reinterpret_cast<const uint2*>(from);
+    const uint8_t* from = p.codes + line * p.code_bytes + half * 4;
+    const int64_t bytes = p.code_bytes - half * 4;
+    unsigned word = 0;
+    if (bytes >= 4 && words_of(p.codes, p.code_bytes, 4)) word = *reinterpret_cast<const unsigned*>(from);
     else {
-        for (int k = 0; k < 8 && k < bytes; k++) (k < 4 ? word.x : word.y) |= static_cast<unsigned>(from[k]) << 8 * (k % 4);
+        for (int k = 0; k < 4 && k < bytes; k++) word |= static_cast<unsigned>(from[k]) << 8 * k;
     }
-    float v[16];
+    float v[8];
 #pragma unroll
-    for (int k = 0; k < 16; k++) {
-        v[k] = __fmul_rn(e2m1_value((k < 8 ? word.x : word.y) >> 4 * (k % 8)), factor);
+    for (int k = 0; k < 8; k++) {
+        v[k] = __fmul_rn(e2m1_value(word >> 4 * k), factor);
         if (p.modelopt) v[k] = __fadd_rn(v[k], 0.0f);  // its table has +0 for code 8
     }
-    put(p, line * p.len + block * 16, v, static_cast<int>(left < 16 ? left : 16));
+    put(p, line * p.len + half * 8, v, static_cast<int>(left < 8 ? left : 8));
 }
 
 // A thread eight elements of a line.

@@ -260,7 +260,8 @@ impl Codec for Cuda {
             modelopt: i64::from(call.format.recipe() == Recipe::ModelOpt),
             ..back(CALL, call.out, dims)?
         };
-        let grid = Grid::new((dims[0] * blocks).div_ceil(THREADS as usize), THREADS);
+        // A thread half a block.
+        let grid = Grid::new((dims[0] * blocks * 2).div_ceil(THREADS as usize), THREADS);
         // SAFETY: codes, scales and amaxes have the sizes that the format gives for the output.
         unsafe { self.launch(CALL, "nvfp4_back", grid, &p) }
     }
