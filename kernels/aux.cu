@@ -1,5 +1,14 @@
-// Sums from which auxiliary losses follow, and the coefficients of their gradients. Sums run over chunks of 64 tokens
-// and then over chunks, in order: no atomics. Formulas: src/cpu/router/aux.rs and src/aux_loss.rs.
+// Auxiliary losses: the sums from which they follow, their value, and the coefficients of their gradients.
+//
+//   aux_scores        logits f32 [T, E] -> scores f32 [T, E], z terms, choices by softmax; a warp a token
+//   aux_chunks        -> counts, scores and z of each chunk of 64 tokens, f64; grid (chunks, sequences)
+//   aux_totals        -> the same of each sequence; a thread a number
+//   aux_finish        -> f32 [2 E + 4]: what ranks add up; one block
+//   aux_value         those sums -> the loss, f32 [1]; one block, whose first thread adds in the host's order
+//   aux_coefficients  those sums and the loss's gradient -> f64 [sequences, E], and one for z; a thread a number
+//
+// Sums run over chunks and then over chunks' sums, in order: no atomics, the same bits in every run. Limited by
+// launches. Formulas: src/cpu/router/aux.rs and src/aux_loss.rs. Notes: kernels/notes/router.md.
 #include "common/common.cuh"
 
 #define EACH(i, n) for (int64_t i = lane; i < (n); i += 32)

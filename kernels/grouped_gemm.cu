@@ -1,4 +1,12 @@
-// Products of rows with their expert's weight: up, down, and the gradients with respect to rows. Portable path.
+// Products of rows with their expert's weight, portable path (sm_80 and later, and what Hopper's kernels do not serve):
+// up [N, H] x [E, 2 I, H], down [N, I] x [E, H, I], and the gradients with respect to their rows, down_bwd and
+// up_dgrad.
+//
+// A block a tile: 128 x 128 by steps of 32 k with mma.sync for 16-bit types (two blocks a multiprocessor), 64 x 64 by
+// 16 with fused multiply-add for f32. Rows may be read and written by a map. The grid is as large as the layout could
+// need: the row tiles' list, made on the device, says which blocks have work. The loops are in common/gemm.cuh, what
+// happens to the sums in common/epilogue.cuh. Limited by the multiplying instructions. Notes: kernels/NOTES.md,
+// "Portable path".
 #include "common/gemm.cuh"
 
 #define TENSOR(name, T, KIND) \

@@ -1,5 +1,17 @@
-// Grouped GEMMs for Hopper (sm_90a): gated activations, 16-bit types, rows of a multiple of 16 bytes. Everything else,
-// and every other architecture, takes the portable kernels. Empty where the architecture is another.
+// Products of rows with their expert's weight on Hopper (sm_90a): up, down, and the gradients of their rows. For gated
+// activations, 16-bit types, rows of a multiple of 16 bytes; everything else, and every other architecture, takes the
+// portable kernels (grouped_gemm.cu). Empty where the architecture is another.
+//
+//   hopper_up        rows [T, H] behind a map or [N, H], [E, 2 I, H] -> activations [N, I], pre-activations
+//   hopper_down      [N, I], [E, H, I] -> [N, H]
+//   hopper_down_bwd  [T, H] behind a map or [N, H], [E, H, I], pre-activations -> their gradients [N, 2 I], activations
+//                    [N, I], parts of the rows' dots
+//   hopper_up_dgrad  [N, 2 I], [E, 2 I, H] -> [N, H]
+//   ..._wide         the same in wider tiles, for sums of 8192 and more
+//
+// The grid is a block a multiprocessor at most, in clusters of two; blocks walk through tiles. Limited by the matrix
+// unit, down_bwd by its rows and its epilogue. common/rows.cuh has the tiles and the ring. Notes:
+// kernels/notes/rows.md.
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL) || !defined(__CUDA_ARCH__)
 #include "common/rows_run.cuh"
 

@@ -1,10 +1,15 @@
-// The router's dense products on Hopper (sm_90a): logits of 16-bit tokens, and for bf16 the gradients of tokens and weight.
-// Everything else, and every other architecture, takes `linear.cu`. Empty where the architecture is another.
+// The router's dense products on Hopper (sm_90a): logits of 16-bit tokens, and for bf16 the gradients of tokens and
+// weight. Everything else, and every other architecture, takes `linear.cu`. Empty where the architecture is another.
 //
-// These products are small: a tile is 64 rows, so that few tokens or few experts still fill the GPU, and two blocks share a
-// multiprocessor, so that one waits for memory while the other works; those of the tokens' gradient stay, one each, with
-// their part of the weight. The logits' gradients are f32. They are multiplied as the sum of two bf16 numbers, which holds
-// 16 bits of each: less is lost than by the rounding of the result.
+//   hopper_linear_*         x [T, H], weight [E, H] -> logits f32 [T, E]; a block 64 tokens x 64 experts
+//   hopper_linear_d_x       logits' gradients f32 [T, E], weight -> added to [T, H]; at most 128 experts
+//   hopper_linear_d_weight  those gradients, x -> f32 parts [parts, E, H]; a block 64 experts x 128 columns of a part
+//
+// These products are small: a tile is 64 rows, so that few tokens or few experts still fill the GPU, and two blocks
+// share a multiprocessor, so that one waits for memory while the other works; those of the tokens' gradient stay, one
+// each, with their part of the weight. The logits' gradients are f32. They are multiplied as the sum of two bf16
+// numbers, which holds 16 bits of each: less is lost than by the rounding of the result. Limited by bytes. Notes:
+// kernels/notes/router.md.
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL) || !defined(__CUDA_ARCH__)
 #include "common/common.cuh"
 #include "common/pipeline.cuh"
@@ -16,8 +21,8 @@ using namespace hopper;
 // A ring of stages of 16 KiB, twice that for the weight's gradient; one warp has them filled, four multiply.
 constexpr int BK = 64, STAGES = 6, STAGE = 16384, DW_STAGES = STAGES / 2, DW_STAGE = 2 * STAGE, THREADS = 160;
 constexpr int SHARED = 1024 + STAGES * STAGE + 2 * STAGES * 8;
-// The tokens' gradient: two warpgroups with 512 columns of the weight between them, 128 at a time, each with three tiles of what
-// is added to: one comes, one is added to, one leaves.
+// The tokens' gradient: two warpgroups with 512 columns of the weight between them, 128 at a time, each with three
+// tiles of what is added to: one comes, one is added to, one leaves.
 constexpr int DX_PARTS = 4, DX_COLUMNS = DX_PARTS * 128, DX_EXPERTS = 128, DX_THREADS = 256, DX_TILES = 3, DX_TILE = 64 * 256;
 constexpr int DX_WEIGHT = DX_COLUMNS * DX_EXPERTS * 2;
 constexpr int DX_SHARED = 1024 + DX_WEIGHT + 2 * DX_TILES * DX_TILE + (2 * DX_TILES + 1) * 8;
@@ -122,8 +127,8 @@ __device__ void forward(const Gemm& p, const CUtensorMap& x, const CUtensorMap& 
     }
 }
 
-// Adds to the tokens' gradient: blocks that stay, each with its 512 columns of the weight, which are read once. STEPS of 16
-// experts. What is there comes and the sum leaves by the copy engine.
+// Adds to the tokens' gradient: blocks that stay, each with its 512 columns of the weight, which are read once. STEPS
+// of 16 experts. What is there comes and the sum leaves by the copy engine.
 template <int STEPS>
 __device__ __forceinline__ void gradient_of_x(const Gemm& p, const CUtensorMap& weight, const CUtensorMap& out) {
     constexpr int BLOCK = STEPS * 16 * 128;
@@ -219,8 +224,8 @@ __device__ __forceinline__ float load_float(uint32_t at) {
     return v;
 }
 
-// The gradients of the logits as `wgmma_128` wants them: of a step's tokens and the thread's two experts. They lie as 64
-// tokens of 32 experts, twice; no two lanes read the same bank.
+// The gradients of the logits as `wgmma_128` wants them: of a step's tokens and the thread's two experts. They lie as
+// 64 tokens of 32 experts, twice; no two lanes read the same bank.
 struct Logits {
     uint32_t high[4][4], low[4][4];
     __device__ __forceinline__ void read(uint32_t from) {
@@ -240,8 +245,8 @@ struct Logits {
     }
 };
 
-// One of the parts, over tokens, of the weight's gradient: 64 experts by 128 columns a block. `sum_parts` adds them. Tokens
-// and experts past the last come as zeros; parts are whole steps but for the last.
+// One of the parts, over tokens, of the weight's gradient: 64 experts by 128 columns a block. `sum_parts` adds them.
+// Tokens and experts past the last come as zeros; parts are whole steps but for the last.
 __device__ void gradient_of_weight(const Gemm& p, const CUtensorMap& x, const CUtensorMap& logits) {
     const auto ring = start_ring<DW_STAGES, DW_STAGE>();
     const int64_t tiles = p.m_tiles * p.n_tiles, tile = blockIdx.x % tiles, part = blockIdx.x / tiles;

@@ -1,11 +1,16 @@
 // Weight gradients on Hopper (sm_90a): for each expert, the sum over its slots of one row times another. Every other
 // architecture, and what src/cuda/wgrad.rs says, takes the portable kernels. Empty where the architecture is another.
 //
+// In: rows [T or N, narrow], which may lie behind a map, and [N, wide] in slot order, bf16 or f16. Out: [E, narrow,
+// wide] or [E, wide, narrow], of their type or f32, written or added to. A block a multiprocessor at most, in clusters
+// of two.
+//
 // The output of an expert is cut into tiles of 128 by 256. The narrow side is the operand that may lie behind a map: a
 // warpgroup of producers gathers it with copies of 16 bytes a thread, as the copy engine (TMA) cannot follow a map. The
-// wide side lies in slot order and comes by the copy engine. Two warpgroups multiply, 64 columns of the narrow side each.
-// Sums leave through shared memory as they are or transposed, so that the mapped operand may be the left or the right
-// one. Notes: kernels/NOTES.md.
+// wide side lies in slot order and comes by the copy engine. Two warpgroups multiply, 64 columns of the narrow side
+// each. Sums leave through shared memory as they are or transposed, so that the mapped operand may be the left or the
+// right one. Limited by shared memory, whose 128 bytes a cycle products and loads use up. Notes:
+// kernels/notes/wgrad.md.
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL) || !defined(__CUDA_ARCH__)
 #include "common/common.cuh"
 #include "common/pipeline.cuh"
@@ -42,7 +47,8 @@ struct Tile {
 
 // The tiles of this block, an expert after the other; within one, along the narrow side first: blocks that run side by
 // side then read the same columns of the wide one. Two blocks make a cluster and take neighbouring tiles of the narrow
-// side (the last may lie outside); either brings half of the wide one, for both. Zones are read a tile ahead of their use.
+// side (the last may lie outside); either brings half of the wide one, for both. Zones are read a tile ahead of their
+// use.
 struct Walk {
     const WeightGrad& p;
     unsigned id, pairs, per_group, total;
@@ -120,7 +126,8 @@ struct Gather {
         return row;
     }
     // Where the next step's rows lie; -1 where there is no slot, or the map points outside. Before the stage is waited
-    // for, so that each row has registers of its own: a copy that shares them waits until the one before has been taken.
+    // for, so that each row has registers of its own: a copy that shares them waits until the one before has been
+    // taken.
     __device__ __forceinline__ void find_rows(const char* (&from)[4], int k, int count) {
         const int lane = threadIdx.x % 32, row = threadIdx.x % 128 / 8, second = k / BK % 2;
         valid = 0;
@@ -175,7 +182,8 @@ __device__ __forceinline__ void produce(const WeightGrad& p, const CUtensorMap& 
                 for (int b = 0; b < NARROW / 64 && !gathers; b++) bulk(ring.at() + b * BLOCK, narrow, full, t.narrow + b * 64, t.first + k);
             }
             if (gathers) gather.copy_rows(ring.at(), from);
-            // Without copies in flight, the first kind may come to pass before the announcement above, and end the phase.
+            // Without copies in flight, the first kind may come to pass before the announcement above, and end the
+            // phase.
             if (gathers) barrier_arrive_after_copies(full);
             else barrier_arrive(full);
             ring.next();
@@ -329,8 +337,8 @@ __device__ __forceinline__ void begin(float (&acc)[128]) {
 }
 __device__ __forceinline__ void commit() { asm volatile("wgmma.commit_group.sync.aligned;\n" ::: "memory"); }
 
-// LATER: a tile's sums leave under the next one's products. Where rows are gathered, that takes registers and issue slots which
-// the producers need more.
+// LATER: a tile's sums leave under the next one's products. Where rows are gathered, that takes registers and issue
+// slots which the producers need more.
 template <class T, bool LATER>
 __device__ __forceinline__ void multiply(const WeightGrad& p, const CUtensorMap& out, Ring ring, uint32_t slices) {
     const uint32_t own = threadIdx.x / 128 * BLOCK;

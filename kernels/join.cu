@@ -1,4 +1,8 @@
 // Rows that travel quantised: block scales and what belongs to the row, one behind the other, and apart again.
+//
+// Forth: left [rows, left_bytes] and right [rows, right_bytes] -> whole [rows, whole_bytes], filled up with zeros.
+// Back: whole -> left and right. A thread a word of 4 bytes, or of 1 where sizes ask for it; blocks loop. Limited by
+// its launch. Notes: kernels/notes/quantisation.md, "Tokens that travel quantised".
 #include "common/common.cuh"
 
 template <class W>

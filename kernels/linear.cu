@@ -1,4 +1,13 @@
-// Dense products with a small weight: router logits and shared gate, forward and backward.
+// Dense products with a small weight: router logits and shared gate, forward and backward. What Hopper's kernels do not
+// serve (hopper_linear.cu), and every other architecture.
+//
+//   linear_*           x [T, H], weight [E, H] -> logits f32 [T, E], or parts of them over H
+//   linear_d_x_*       logits' gradients f32 [T, E], weight -> added to [T, H]
+//   linear_d_weight_*  those gradients, x -> f32 parts [parts, E, H] over T
+//   sum_parts          adds parts in their order, so that no sum depends on the order of blocks; a thread an element
+//
+// A block a tile and part: 128 x 128 with mma.sync for 16-bit types (gradients as tf32, common/linear.cuh), 64 x 64
+// with multiply-add for others. Limited by bytes where tensor cores serve. Notes: kernels/notes/router.md.
 #include "common/linear.cuh"
 
 #define TENSOR(name, T) \

@@ -2,9 +2,12 @@
 // and choices make up the messages between this rank and the others.
 //
 // records.cu has counted and laid out the experts. `messages_places` numbers the choices and notes where each is kept;
-// `messages_count` and `messages_scan` count choices and tokens of each message over the chunks; `messages_number` writes
-// the maps. Messages to this rank are told apart by their source and those from it by their destination, each with its
-// own ones among them: 4 R counts of choices in, tokens in, choices out and tokens out.
+// `messages_count` and `messages_scan` count choices and tokens of each message over the chunks; `messages_number`
+// writes the maps. Messages to this rank are told apart by their source and those from it by their destination, each
+// with its own ones among them: 4 R counts of choices in, tokens in, choices out and tokens out.
+//
+// A block of one warp a chunk of the choices; of the scan a warp a count. Limited by launches and walks of single
+// warps. Notes: kernels/notes/prepare.md.
 #include "common/records.cuh"
 
 namespace {

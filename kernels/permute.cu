@@ -1,4 +1,12 @@
-// Moving rows, adding a token's rows in a fixed order, and sums over a slot's parts.
+// Moving rows, adding a token's rows in a fixed order, and sums over a slot's parts. All limited by bytes.
+//
+//   gather_rows                   source [S, row], map [N] -> [N, row], zeros where the map has -1; a thread a word
+//   reduce_rows, reduce_few_rows  source [N, width], map [T, K] -> [T, width]: sums of K rows in f32; a block a row
+//   add_shares_*                  ranks' shares [parts, count] -> added to f32 [count], in pairs; a thread 16 bytes
+//   slot_dots                     parts f32 [N, column tiles] -> f32 [N]; a block a row tile
+//   sigmoid                       f32, or its gradient; a thread an element
+//
+// Notes: kernels/notes/movement.md.
 #include "common/common.cuh"
 
 template <class W>

@@ -5,6 +5,10 @@
 // and the rest count as none. Every rank numbers the choices of all experts, and so knows what the others keep; it maps
 // its own experts' slots. What is wrong with the records (src/ep/record.rs) is kept in `heard` (src/ep/heard.rs), the
 // same on all ranks, and raises the fault.
+//
+// In: ids [T, K], then all ranks' records. Out: zones of the L local experts, kept ids [T, K], maps of the N slots and
+// of all rows' choices. A block of one warp a chunk of the choices, one block for the zones. Limited by launches and
+// walks of single warps. Notes: kernels/notes/prepare.md.
 #include "common/records.cuh"
 
 namespace {
@@ -122,8 +126,8 @@ __device__ void lay_out(const Records& p) {
 
 }  // namespace
 
-// The first bad id is the smallest choice, kept as the largest complement so that zero means none. The last block to end
-// writes the header and clears both words.
+// The first bad id is the smallest choice, kept as the largest complement so that zero means none. The last block to
+// end writes the header and clears both words.
 extern "C" __global__ void __launch_bounds__(256) record_ids(const __grid_constant__ RecordIds p) {
     __shared__ bool last;
     auto id_of = [&](int64_t i) {

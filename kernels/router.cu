@@ -1,5 +1,13 @@
-// Logits to expert ids and weights, and back. A warp takes a token; per-expert values are f32, sums f64, as on the
-// CPU. Formulas: src/cpu/router/.
+// Logits to expert ids and weights, and back. A warp takes a token; per-expert values are f32, sums f64, as on the CPU.
+// Formulas: src/cpu/router/.
+//
+//   route, route_softmax          logits f32 [T, E] -> ids i32 [T, K] and weights f32 [T, K], best first
+//   route_bwd, route_softmax_bwd  ids, weights' gradients [T, K], losses' coefficients -> logits' gradients f32 [T, E]
+//   keep_sum                      weights of tokens with dropped choices, or their gradient; a thread a token
+//
+// `route` and `route_bwd` have every formula, with six rows of E words a warp in shared memory, or in `scratch` where
+// those do not fit. The others have the commonest one in registers, to the same bits. Blocks of 8 warps, fewer where
+// shared memory asks for it. Limited by instructions, not bytes. Notes: kernels/notes/router.md.
 #include "common/common.cuh"
 
 enum : int64_t { SCORE_SOFTMAX = 0, SCORE_SIGMOID = 1, SCORE_TOPK_SOFTMAX = 2, SCORE_TOPK_SIGMOID = 3, SCORE_SPARSEMIXER = 4 };
@@ -368,8 +376,9 @@ extern "C" __global__ void __launch_bounds__(256, 4) route_bwd(const __grid_cons
     }
 }
 
-// The commonest formula in registers: softmax of at most 256 logits, no groups, no bias, no jitter, no auxiliary losses, a norm that
-// is a sum. A lane holds logits lane, lane + 32 and so on. Sums run in the order of the general kernels, to the same bits.
+// The commonest formula in registers: softmax of at most 256 logits, no groups, no bias, no jitter, no auxiliary
+// losses, a norm that is a sum. A lane holds logits lane, lane + 32 and so on. Sums run in the order of the general
+// kernels, to the same bits.
 namespace {
 
 template <int EACH_LANE>
@@ -434,8 +443,8 @@ __device__ __forceinline__ void choose_held(const Router& p, int64_t t) {
     int id = lane;
     float w = lane < k ? held.scores[0] : 0.0f;
     if (__any_sync(~0u, bad)) {
-        // As in the general kernel: the first NaN of all is noted, every score is NaN, and the choices are the first K experts, as whoever
-        // takes them before the host is told counts on distinct ids.
+        // As in the general kernel: the first NaN of all is noted, every score is NaN, and the choices are the first K
+        // experts, as whoever takes them before the host is told counts on distinct ids.
         for (int i = lane; i < e; i += 32) {
             if (isnan(p.logits[t * e + i])) atomicMin(p.fault + 1, static_cast<unsigned long long>(t) << 24 | i);
         }

@@ -1,5 +1,11 @@
-// Products of rows with quantised weights, and the gradients with respect to rows: any format, any activation, any number
-// of rows, on any architecture. The weights are de-quantised between memory and shared memory.
+// Products of rows with quantised weights, and the gradients with respect to rows: any format, any activation, any
+// number of rows, on any architecture. Shapes are those of grouped_gemm.cu, weights codes and scales (NVFP4, MXFP4, fp8
+// blocks).
+//
+// The weights are de-quantised between memory and shared memory (common/quant_gemm.cuh); the loop, its grid and its
+// tiles are the portable ones. Limited by mma.sync and by the de-quantising, which each tile of rows repeats. What is
+// faster for forward with FP4 weights: w4a16_decode.cu (few rows), hopper_w4a16.cu (many). Notes:
+// kernels/notes/w4a16.md.
 #include "common/quant_gemm.cuh"
 
 #define TENSOR(name, T, KIND, FORMAT)                                                                                  \

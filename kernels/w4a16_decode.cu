@@ -1,11 +1,16 @@
-// Products of few rows with FP4 weights: up and down, bf16. Memory bound, so weights are read once, by the threads that
-// multiply, straight into registers, and become bf16 there.
+// Products of few rows with FP4 weights: up and down, bf16, on any architecture. Memory bound, so weights are read
+// once, by the threads that multiply, straight into registers, and become bf16 there.
 //
-// Weights are the left operand of m16n8k16, rows the right one (16 columns of the output by 8 rows). The order of k within
-// a product is free as long as both operands have the same: a thread takes 64 neighbouring codes of a weight row, and rows
-// lie in shared memory so that the matching numbers are 16 bytes. A code word's pairs are its nibbles i and i + 4.
+// Rows [N, k] or behind a map, codes and scales of [E, n, k] -> [N, n], k a multiple of 64. A block a tile of up to 8
+// rows (four warps, four blocks a multiprocessor) or 16 rows (eight warps), by 32 weight rows a warp, with a gate 16 of
+// gate and 16 of up.
 //
-// E2M1 times E4M3 is exact in bf16; what is above the blocks is applied to the f32 sums.
+// Weights are the left operand of m16n8k16, rows the right one (16 columns of the output by 8 rows). The order of k
+// within a product is free as long as both operands have the same: a thread takes 64 neighbouring codes of a weight
+// row, and rows lie in shared memory so that the matching numbers are 16 bytes. A code word's pairs are its nibbles i
+// and i + 4.
+//
+// E2M1 times E4M3 is exact in bf16; what is above the blocks is applied to the f32 sums. Notes: kernels/notes/w4a16.md.
 #include "common/epilogue.cuh"
 #include "common/fp4.cuh"
 #include "common/gemm.cuh"

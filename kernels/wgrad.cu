@@ -1,4 +1,10 @@
-// Weight gradients: sums over each expert's rows of left times right. Portable path.
+// Weight gradients, portable path: for each expert the sum over its rows of left times right, [N, m] and [N, n] (either
+// may lie behind a map) -> [E, m, n], of their type or f32, written or added to; and gradients of biases, [N, m] -> [E,
+// m].
+//
+// A block a tile of an expert's output: 128 x 128 by steps of 32 slots with mma.sync for 16-bit types, 64 x 64 by 16
+// with fused multiply-add for f32 (common/gemm.cuh). Slots may be weighted. Limited by the multiplying instructions.
+// What Hopper takes instead: hopper_wgrad.cu. Notes: kernels/NOTES.md, "Portable path".
 #include "common/gemm.cuh"
 
 extern "C" __global__ void __launch_bounds__(tensor::THREADS, 2) wgrad_bf16(const __grid_constant__ Gemm p) { tensor::run<bf16, WGRAD>(p); }

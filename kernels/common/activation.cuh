@@ -6,8 +6,8 @@ struct Glu {
     float value, by_gate, by_up;
 };
 
-// FAST: to a few units in the last place of f32, for results that are rounded to 16 bits. Without the steps for subnormal
-// numbers: the exponential's are lost beside 1, the result's are 0.
+// FAST: to a few units in the last place of f32, for results that are rounded to 16 bits. Without the steps for
+// subnormal numbers: the exponential's are lost beside 1, the result's are 0.
 template <bool FAST>
 __device__ __forceinline__ float logistic(float x) {
     if (!FAST) return 1.0f / (1.0f + expf(-x));

@@ -7,9 +7,9 @@
 using bf16 = __nv_bfloat16;
 using f16 = __half;
 
-// Errors that a kernel finds, in the first word of the status; the second is the first NaN logit, the third the rows that
-// a layout would have needed, and its rank. The largest code wins, and of these the smallest detail, so that the word does not depend on
-// the order of threads.
+// Errors that a kernel finds, in the first word of the status; the second is the first NaN logit, the third the rows
+// that a layout would have needed, and its rank. The largest code wins, and of these the smallest detail, so that the
+// word does not depend on the order of threads.
 enum Fault : unsigned long long {
     FAULT_ZONE = 1, FAULT_MAP = 2, FAULT_OUT_MAP = 3, FAULT_ID = 4, FAULT_SUMS = 5, FAULT_CHOICE = 6, FAULT_CAPACITY = 7,
     FAULT_RECORD = 8

@@ -1,6 +1,6 @@
 // The two portable ways of multiplying, behind one description: mma.sync (sm_80 and later) for 16-bit types, fused
-// multiply-add in f32 for everything else. Operands are read where they lie: K-major ([rows, k]) or MN-major ([k, rows]),
-// through row maps, with zeros past their ends.
+// multiply-add in f32 for everything else. Operands are read where they lie: K-major ([rows, k]) or MN-major ([k,
+// rows]), through row maps, with zeros past their ends.
 #pragma once
 #include "epilogue.cuh"
 

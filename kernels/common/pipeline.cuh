@@ -58,8 +58,8 @@ __device__ __forceinline__ void cluster_sync() {
 __device__ __forceinline__ void barrier_arrive_expect(uint32_t bar, uint32_t bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;\n" ::"r"(bar), "r"(bytes) : "memory");
 }
-// Arrives at the same barrier of block `rank` of the cluster. Not at the cluster's scope, which would wait for all of the
-// thread's memory accesses: what a stage's readers have read, they have read when they arrive.
+// Arrives at the same barrier of block `rank` of the cluster. Not at the cluster's scope, which would wait for all of
+// the thread's memory accesses: what a stage's readers have read, they have read when they arrive.
 __device__ __forceinline__ void barrier_arrive_at(uint32_t bar, uint32_t rank) {
     asm volatile(
         "{\n.reg .b32 remote;\nmapa.shared::cluster.u32 remote, %0, %1;\n"

@@ -1,9 +1,9 @@
 // Products of a layout's rows with their experts' weights on Hopper.
 //
-// A block stays on its multiprocessor and walks through tiles of 128 x 192. One warpgroup brings operands into a ring of
-// stages of 64 k; two multiply, taking turns: each makes whole tiles, so that one's epilogue runs under the other's
-// products ("pingpong"). In the ring, one tile's stages follow the other's. A warpgroup looks at its first stage only when
-// told that all stages before have come: a stage's barrier tells odd from even uses, not how many there were.
+// A block stays on its multiprocessor and walks through tiles of 128 x 192. One warpgroup brings operands into a ring
+// of stages of 64 k; two multiply, taking turns: each makes whole tiles, so that one's epilogue runs under the other's
+// products ("pingpong"). In the ring, one tile's stages follow the other's. A warpgroup looks at its first stage only
+// when told that all stages before have come: a stage's barrier tells odd from even uses, not how many there were.
 //
 //   tile:           0             1             2             3
 //   warpgroup 0:    [ products ][ epilogue  ]   [ products ][ epilogue  ]
@@ -12,11 +12,12 @@
 // The up projection, whose rows are gathered, is made otherwise: see TOGETHER.
 //
 // Two blocks make a cluster, which works on two row tiles, of one expert where the schedule could pair them. They share
-// the weights: each block asks for half of a stage's and the copy engine delivers it to both. Hence a stage is free when
-// the readers of both blocks have released it, whether it was shared or not.
+// the weights: each block asks for half of a stage's and the copy engine delivers it to both. Hence a stage is free
+// when the readers of both blocks have released it, whether it was shared or not.
 //
 // Rows in slot order and weights come by the copy engine; rows behind a map by copies of 16 bytes a thread, which can
-// follow it. Rows past a tile's end are zeros or the next zone's; their products are never stored.
+// follow it. Rows past a tile's end are the next zone's, zeros, the tile's first row again, or whatever the stage held;
+// their products are never stored. Tiles, ring and barriers in pictures, and the history: kernels/notes/rows.md.
 #pragma once
 #include "epilogue.cuh"
 #include "pipeline.cuh"
@@ -39,8 +40,8 @@ constexpr int BN = TOGETHER<KIND> ? 256 : 192;
 template <int KIND>
 constexpr int COLUMNS = KIND == UP ? BN<KIND> / 2 : BN<KIND>;
 
-// Weights come in boxes of 32 rows of 64 k, or of 32 k of 64 columns. A pair of boxes is 64 columns of a tile; each block
-// of the cluster brings one of the two.
+// Weights come in boxes of 32 rows of 64 k, or of 32 k of 64 columns. A pair of boxes is 64 columns of a tile; each
+// block of the cluster brings one of the two.
 constexpr int BOX = 4096, A_BYTES = BM * BK * 2;
 template <int KIND>
 constexpr int PAIRS = BN<KIND> / 64;
@@ -178,11 +179,12 @@ __device__ __forceinline__ void produce(const Gemm& p, const CUtensorMap& a, con
     }
 }
 
-// Producer of rows behind a map: all four warps, eight threads a row. Each lane looks up one row of a tile, a tile ahead
-// of its use, and gives it to the lanes that copy it.
+// Producer of rows behind a map: all four warps, eight threads a row. Each lane looks up one row of a tile, a tile
+// ahead of its use, and gives it to the lanes that copy it.
 //
-// UNROLLED steps share a row's address, which is then read in place. With 1 it is moved on in each step, and the compiler
-// passes every copy's address through one pair of registers: each copy waits until the one before has been taken.
+// UNROLLED steps share a row's address, which is then read in place. With 1 it is moved on in each step, and the
+// compiler passes every copy's address through one pair of registers: each copy waits until the one before has been
+// taken.
 template <int KIND, int UNROLLED>
 __device__ __forceinline__ void gather(const Gemm& p, const CUtensorMap& a, const CUtensorMap& b, const Ring<KIND>& ring) {
     const Walk walk(p);
@@ -266,7 +268,8 @@ __device__ __forceinline__ void pin(float (&v)[N]) {
 __device__ __forceinline__ void take_turn(int group) { asm volatile("bar.sync %0, 256;\n" ::"r"(1 + group) : "memory"); }
 __device__ __forceinline__ void give_turn(int group) { asm volatile("bar.arrive %0, 256;\n" ::"r"(1 + group) : "memory"); }
 
-// Products of a tile: its first COUNT halves, or the warpgroup's own, and all columns or 128. One step's stay in flight.
+// Products of a tile: its first COUNT halves, or the warpgroup's own, and all columns or 128. One step's stay in
+// flight.
 template <class T, int KIND, int COUNT, bool NARROW>
 __device__ __forceinline__ void products(Sums<KIND>& acc, const Ring<KIND>& ring, uint32_t at, int steps, bool gathered, bool more) {
     constexpr bool B_BY_K = Stored<KIND % WIDE>::b_by_k;

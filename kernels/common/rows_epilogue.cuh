@@ -1,7 +1,7 @@
 // What happens to a tile of sums of `rows.cuh` before it leaves the chip. A warp owns 16 rows of each half of the tile,
-// and works on its own: results are gathered in its staging buffers and leave them in boxes of 16 rows of 64 columns by the
-// copy engine, or row by row where rows do not follow each other. Where an option is not used (bias, weights, adding),
-// its code is jumped over as one piece: code that is not fetched costs nothing.
+// and works on its own: results are gathered in its staging buffers and leave them in boxes of 16 rows of 64 columns by
+// the copy engine, or row by row where rows do not follow each other. Where an option is not used (bias, weights,
+// adding), its code is jumped over as one piece: code that is not fetched costs nothing.
 #pragma once
 #include "rows.cuh"
 
@@ -44,8 +44,8 @@ struct Tensors {
     const CUtensorMap &pre, &gated, &plain;  // pre-activations, results of gate and up, of one plane
 };
 
-// A matrix of results: this lane's row (of the 32 that the warp's lanes know) in it, -1 where there is none, and how far
-// apart rows are. Boxes serve where a warp's 16 rows follow each other, all of them live.
+// A matrix of results: this lane's row (of the 32 that the warp's lanes know) in it, -1 where there is none, and how
+// far apart rows are. Boxes serve where a warp's 16 rows follow each other, all of them live.
 template <class T>
 struct Target {
     const CUtensorMap& map;
@@ -55,8 +55,8 @@ struct Target {
     bool in_order;
 };
 
-// Results on their way out: 64 columns of a warp's 16 rows at a time, in buffers that take turns. A buffer is free when the
-// copy engine has read what left LEAVING turns before, which is seldom waited for: other work lies between.
+// Results on their way out: 64 columns of a warp's 16 rows at a time, in buffers that take turns. A buffer is free when
+// the copy engine has read what left LEAVING turns before, which is seldom waited for: other work lies between.
 template <class T, int KIND>
 struct Leaving {
     const Rows& rows;
@@ -155,8 +155,8 @@ __device__ __forceinline__ void finish_plain(const Gemm& p, const Tensors& tenso
 }
 
 // Up's: weights, biases, pre-activations out, activation, weights, out. Pairs of 32 gate and 32 up columns lie side by
-// side in the accumulators: gate j is at 32 (j / 16) + j % 16, and up 16 behind. Half of the columns at a time, in an order in
-// which an activation is made between a buffer's uses.
+// side in the accumulators: gate j is at 32 (j / 16) + j % 16, and up 16 behind. Half of the columns at a time, in an
+// order in which an activation is made between a buffer's uses.
 template <class T>
 __device__ __forceinline__ void finish_up(const Gemm& p, const Tensors& tensors, const Rows& rows, const Work& w, Sums<UP>& acc, uint32_t& turn) {
     constexpr int WIDTH = BN<UP> / 2;

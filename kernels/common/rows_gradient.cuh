@@ -70,7 +70,8 @@ struct Chunks {
     }
     // Rows of 64 bytes, as the copy engine lays them out.
     static __device__ __forceinline__ uint32_t swizzled(int row, int word) { return row * 64 + ((word ^ (row / 2 & 3)) << 4); }
-    // This lane's row of the matrices of block `block` of eight columns: of gate by the first 16 lanes, of up by the others.
+    // This lane's row of the matrices of block `block` of eight columns: of gate by the first 16 lanes, of up by the
+    // others.
     __device__ __forceinline__ uint32_t matrices(int block) const { return rows.lane / 16 * BUFFER + swizzled(rows.lane % 16, block); }
 };
 
@@ -89,8 +90,8 @@ __device__ __forceinline__ void pick(const float (&acc)[96], int c, float (&d)[4
     }
 }
 
-// Eight columns of 16 rows through the activation: `v` holds gate of rows 0 and 8, then up, and gets their gradients; `h` gets
-// the activation. Columns past the end are not `counted` in the rows' dots.
+// Eight columns of 16 rows through the activation: `v` holds gate of rows 0 and 8, then up, and gets their gradients;
+// `h` gets the activation. Columns past the end are not `counted` in the rows' dots.
 template <class T, int ACT>
 __device__ __forceinline__ void through(float alpha, float limit, const float (&d)[4], const float (&factor)[2], bool counted, uint32_t (&v)[4], uint32_t* h, float (&dot)[2]) {
 #pragma unroll
