@@ -100,8 +100,8 @@ __device__ __forceinline__ void run(const Gemm& p, const CUtensorMap& a, const C
     if (role == 2) {
         if (TOGETHER<KIND>) asm volatile("setmaxnreg.dec.sync.aligned.u32 56;\n");
         else asm volatile("setmaxnreg.dec.sync.aligned.u32 40;\n");
-        // A long epilogue beside short sums is held up by copies that come all at once (kernels/notes/rows.md, "Version
-        // 7").
+        // A long epilogue beside short sums is held up by copies that come all at once (kernels/notes/rows.md,
+        // "Version 7").
         constexpr int LONG_SUM = 4096;
         if (p.a_map && KIND == DOWN_BWD && p.k < LONG_SUM) gather<KIND, 1>(p, a, b, ring);
         else if (p.a_map) gather<KIND, 4>(p, a, b, ring);
