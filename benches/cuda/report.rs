@@ -9,7 +9,7 @@ use moebius::{Error, Result};
 use crate::Workload;
 
 /// Idle time before each phase, so that none starts at the lower clocks that another's heat has left.
-const PAUSE: Duration = Duration::from_millis(100);
+const PAUSE: Duration = Duration::from_millis(400);
 /// Calls of a phase, queued in one burst: those before the first that counts, in which every input set is seen, and those
 /// that count.
 #[derive(Debug, Clone, Copy)]

@@ -4,7 +4,7 @@ usage: torch_moe.py WORKLOADS [--compile SECONDS] [--sonic]
 
 WORKLOADS is a file of JSON lines, as `cuda --workloads` prints them. One JSON line a measurement goes to stdout.
 Workloads are compiled in turn until SECONDS are spent (0: none). SonicMoE runs where it is installed and asked for.
-Timed as ours is: 100 ms idle, 5 calls to warm up, then 20 calls queued one behind the other, each between two events,
+Timed as ours is: 400 ms idle, 5 calls to warm up, then 20 calls queued one behind the other, each between two events,
 three input sets in turn, the median; for a forward and backward 3 and 10 calls, as the tabled times were taken. (A longer
 burst reads the power limit: after 100 ms the dense rate falls by a tenth. The dense rate at that limit is `gemm-long`.)
 """
@@ -17,7 +17,7 @@ import time
 import torch
 import torch.nn.functional as F
 
-SETS, PAUSE = 3, 0.1
+SETS, PAUSE = 3, 0.4
 # Calls to warm up, and those that count: of a forward or a product, of a forward and backward, at the power limit.
 CALLS, STEPS, LONG = (5, 20), (3, 10), (400, 20)
 DEVICE, DTYPE = "cuda", torch.bfloat16
