@@ -29,7 +29,7 @@ pub(super) const DECODE_SHARED: u32 = 115_712;
 pub(super) const HOPPER_LINEAR: Shape = Shape { tile: 64, threads: 160, shared: 99_424 };
 /// The same of the tokens' gradient.
 pub(super) const HOPPER_LINEAR_D_X: Shape = Shape { tile: 64, threads: 256, shared: 230_456 };
-/// Weight rows of a tile of Hopper's kernels with quantised weights, and their shared memory (`kernels/hopper_w4a16.cu`).
+/// Weight rows of a tile of Hopper's kernels with quantised weights, and their shared memory (`kernels/common/w4.cuh`).
 pub(super) const W4A16: Shape = Shape { tile: 128, threads: 512, shared: 231_040 };
 /// What the stages begin with that exist for sm_90a alone.
 pub(super) const HOPPER_STAGES: &str = "hopper_";

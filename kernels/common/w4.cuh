@@ -1,0 +1,79 @@
+// What the parts of `hopper_w4a16.cu` share: the shape of a tile, the rings between the warpgroups, the tiles of a block.
+#pragma once
+#include "epilogue.cuh"
+#include "pipeline.cuh"
+
+namespace w4 {
+using namespace hopper;
+
+constexpr int BK = 64, THREADS = 512, ROWS = 256, WEIGHTS = 128;
+// Columns of the output that a tile makes.
+template <int KIND>
+constexpr int COLUMNS = KIND == UP ? WEIGHTS / 2 : WEIGHTS;
+// Codes and scales come for two steps at a time: of a step 32 bytes of codes a weight row, then the four scales of each
+// row, each twice in a word.
+constexpr int CODE_STEPS = 2, SCALES = WEIGHTS * 32, CODE_STEP = SCALES + WEIGHTS * 16, CODE_STAGE = CODE_STEPS * CODE_STEP;
+// As they come, steps of codes and scales lie where the threads that asked for them read them.
+constexpr int AHEAD = 3, STORED = WEIGHTS * (32 + 4);
+// Shared memory: both rings, codes as stored, what a warpgroup's results leave through, barriers.
+constexpr int STAGES = 5, CODE_STAGES = 3, STAGE = ROWS * BK * 2, LEAVING = 8192;
+constexpr int CODES = STAGES * STAGE, AS_STORED = CODES + CODE_STAGES * CODE_STAGE, STAGED = AS_STORED + AHEAD * STORED;
+constexpr int BARRIERS = STAGED + 2 * LEAVING;
+constexpr int SHARED = BARRIERS + 2 * (STAGES + CODE_STAGES) * 8;
+static_assert(SHARED == 231040 && SHARED <= 232448, "src/cuda/launch.rs reserves as much");
+
+// A place in a ring, whose stages are used one after another, again and again.
+template <int COUNT>
+struct Position {
+    uint32_t stage = 0, turn = 0;
+    __device__ __forceinline__ void next() {
+        if (++stage == COUNT) stage = 0, turn ^= 1;
+    }
+};
+template <int COUNT, int BYTES>
+struct Ring {
+    using At = Position<COUNT>;
+    uint32_t stages, barriers;
+    __device__ __forceinline__ uint32_t stage(const At& at) const { return stages + at.stage * BYTES; }
+    __device__ __forceinline__ uint32_t full(const At& at) const { return barriers + at.stage * 8; }
+    __device__ __forceinline__ uint32_t empty(const At& at) const { return full(at) + COUNT * 8; }
+    __device__ __forceinline__ void wait_full(const At& at) const { barrier_wait(full(at), at.turn); }
+    __device__ __forceinline__ void wait_empty(const At& at) const { barrier_wait(empty(at), at.turn ^ 1); }
+};
+using RowRing = Ring<STAGES, STAGE>;
+using CodeRing = Ring<CODE_STAGES, CODE_STAGE>;
+struct Rings {
+    RowRing rows;
+    CodeRing codes;
+    uint32_t stored, staging;
+    __device__ __forceinline__ explicit Rings(uint32_t base)
+        : rows{base, base + BARRIERS}, codes{base + CODES, base + BARRIERS + 2 * STAGES * 8}, stored(base + AS_STORED), staging(base + STAGED) {}
+};
+
+// Tiles of this block: all columns of a row tile one after another.
+struct Walk {
+    const Gemm& p;
+    __device__ __forceinline__ int count() const {
+        const int all = *p.tile_count * static_cast<int>(p.n_tiles), own = blockIdx.x;
+        return all > own ? (all - own - 1) / static_cast<int>(gridDim.x) + 1 : 0;
+    }
+    // (group, first slot, rows, first column)
+    template <int KIND>
+    __device__ __forceinline__ int4 at(int i) const {
+        const int id = blockIdx.x + i * gridDim.x, wide = static_cast<int>(p.n_tiles);
+        int4 t = p.tiles[id / wide];
+        t.w = id % wide * COLUMNS<KIND>;
+        return t;
+    }
+};
+
+// Row `own` of a tile's weights in the stack's matrix.
+template <int KIND>
+__device__ __forceinline__ int64_t weight_row(const Gemm& p, const int4& t, int own) {
+    return KIND == UP ? t.w + own / 16 * 8 + own % 8 + (own & 8 ? p.n : 0) : t.w + own;
+}
+
+// Place of 16 bytes of a row's codes within a step's: eight rows' are a line of the memory's banks.
+__device__ __forceinline__ uint32_t code_place(int row, int chunk) { return row * 32 + ((chunk ^ (row >> 2 & 1)) << 4); }
+
+}  // namespace w4

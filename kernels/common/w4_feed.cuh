@@ -1,0 +1,120 @@
+// Codes and scales of FP4 weights, brought and turned by a warpgroup of their own for those that multiply (`hopper_w4a16.cu`).
+#pragma once
+#include "fp4.cuh"
+#include "w4.cuh"
+
+namespace w4 {
+using namespace fp4;
+
+// A word's four pairs of codes, of which byte i has pair i / 2 + i % 2 * 2, as `pattern` wants them: nibbles of a byte 16 bits from
+// each other, so 1 and 4 change places, and 3 and 6.
+__device__ __forceinline__ uint32_t packed(uint32_t bytes) {
+    const uint32_t change = (bytes ^ bytes >> 12) & 0xf0f0u;
+    return bytes ^ change ^ change << 12;
+}
+
+// Codes of 32 k, turned so that a multiplying thread's are one word: of each 8 k it has two, by its place in the quad.
+__device__ __forceinline__ void turn(uint32_t (&to)[4], const uint4& v) {
+    const uint32_t a = __byte_perm(v.x, v.z, 0x5140), b = __byte_perm(v.y, v.w, 0x5140);
+    const uint32_t c = __byte_perm(v.x, v.z, 0x7362), d = __byte_perm(v.y, v.w, 0x7362);
+    to[0] = __byte_perm(a, b, 0x5410), to[1] = __byte_perm(a, b, 0x7632);
+    to[2] = __byte_perm(c, d, 0x5410), to[3] = __byte_perm(c, d, 0x7632);
+#pragma unroll
+    for (int i = 0; i < 4; i++) to[i] = packed(to[i]);
+}
+
+// The warpgroup that brings codes and scales, step after step of the block's tiles. A thread has half of a step's codes of two
+// weight rows, and the scales of one; it asks for them AHEAD steps before it turns them, and alone reads what it asked for.
+template <int FORMAT, int KIND>
+struct Feed {
+    static constexpr int BYTES = BK / Format<FORMAT>::BLOCK;  // of scales, for a row and a step
+    const Gemm& p;
+    const QuantWeight& w;
+    const Rings& rings;
+    const int thread, steps, count;
+    int tile = 0, step = 0;  // of the next request
+    uint32_t slot = 0;
+    const char* from[2];
+    const uint8_t* scales_from;
+
+    __device__ __forceinline__ Feed(const Gemm& p, const QuantWeight& w, const Rings& rings, int steps, int count)
+        : p(p), w(w), rings(rings), thread(threadIdx.x % 128), steps(steps), count(count) {}
+    __device__ __forceinline__ int64_t row(const int4& t, int own) const {
+        const int64_t row = weight_row<KIND>(p, t, own);
+        return t.x * w.rows + (row < w.rows ? row : w.rows - 1);
+    }
+    __device__ __forceinline__ void look_up() {
+        const int4 t = Walk{p}.at<KIND>(tile);
+#pragma unroll
+        for (int j = 0; j < 2; j++) from[j] = reinterpret_cast<const char*>(w.codes) + row(t, thread / 2 + j * 64) * w.code_bytes + thread % 2 * 16;
+        scales_from = static_cast<const uint8_t*>(w.scales) + row(t, thread) * w.blocks;
+    }
+    // Asks for the next step's, if there is one.
+    __device__ __forceinline__ void request() {
+        if (tile < count) {
+            if (step == 0) look_up();
+            const uint32_t to = rings.stored + slot * STORED;
+#pragma unroll
+            for (int j = 0; j < 2; j++) {
+                copy(to + (j * 128 + thread) * 16, from[j]);
+                from[j] += 32;
+            }
+            // Words of four bytes: of two bytes the lower half of a word alone, or the upper with the lower.
+            const uint64_t at = reinterpret_cast<uint64_t>(scales_from);
+            const uint32_t bytes = BYTES == 4 || at & 2 ? 4 : 2;
+            asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;\n" ::"r"(to + WEIGHTS * 32 + thread * 4), "l"(at & ~3ull), "r"(bytes) : "memory");
+            scales_from += BYTES;
+            if (++step == steps) step = 0, tile++;
+        }
+        asm volatile("cp.async.commit_group;\n" ::: "memory");
+        if (++slot == AHEAD) slot = 0;
+    }
+    __device__ __forceinline__ void run() {
+        CodeRing::At at;
+        // Whether the two bytes of a step are a word's upper ones changes with each step.
+        for (int i = 0; i < AHEAD; i++) request();
+        for (int i = 0; i < count; i++) {
+            uint32_t upper = 0;
+            if (BYTES == 2) upper = row(Walk{p}.at<KIND>(i), thread) * w.blocks & 2;
+            for (int step = 0; step < steps; step++) {
+                const int odd = step % CODE_STEPS;
+                asm volatile("cp.async.wait_group %0;\n" ::"n"(AHEAD - 1) : "memory");
+                if (odd == 0) rings.codes.wait_empty(at);
+                const uint32_t stored = rings.stored + slot * STORED, stage = rings.codes.stage(at) + odd * CODE_STEP;
+                auto write = [&](uint32_t to, const uint32_t (&v)[4]) {
+                    asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};\n" ::"r"(to), "r"(v[0]), "r"(v[1]), "r"(v[2]), "r"(v[3]) : "memory");
+                };
+                uint4 codes[2];
+                uint32_t scales, v[4];
+#pragma unroll
+                for (int j = 0; j < 2; j++) {
+                    asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];\n"
+                                 : "=r"(codes[j].x), "=r"(codes[j].y), "=r"(codes[j].z), "=r"(codes[j].w)
+                                 : "r"(stored + (j * 128 + thread) * 16)
+                                 : "memory");
+                }
+                asm volatile("ld.shared.b32 %0, [%1];\n" : "=r"(scales) : "r"(stored + WEIGHTS * 32 + thread * 4) : "memory");
+#pragma unroll
+                for (int j = 0; j < 2; j++) {
+                    turn(v, codes[j]);
+                    write(stage + code_place(thread / 2 + j * 64, thread % 2), v);
+                }
+                if (BYTES == 2) {
+                    scales = scales >> upper * 8 & 0xffffu;
+                    upper ^= 2;
+                }
+                Format<FORMAT>::expand(v, scales);
+                write(stage + SCALES + thread * 16, v);
+                if (odd || step + 1 == steps) {
+                    barrier_arrive(rings.codes.full(at));
+                    at.next();
+                }
+                request();
+            }
+        }
+        // Copies must not outlive the block's shared memory.
+        asm volatile("cp.async.wait_all;\n" ::: "memory");
+    }
+};
+
+}  // namespace w4

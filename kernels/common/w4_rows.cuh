@@ -1,0 +1,92 @@
+// Rows of a layout, brought for the products with FP4 weights (`hopper_w4a16.cu`).
+#pragma once
+#include "w4.cuh"
+
+namespace w4 {
+
+// The warpgroup that brings rows.
+template <int KIND>
+struct Producer {
+    const Gemm& p;
+    const CUtensorMap& rows;
+    const Rings& rings;
+    const int thread, steps;
+
+    // In slot order they come by the copy engine, for which one thread asks.
+    __device__ __forceinline__ void direct() {
+        const Walk walk{p};
+        const int count = walk.count();
+        if (thread > 0) return;
+        RowRing::At at;
+        int4 after = walk.at<KIND>(0);
+        for (int i = 0; i < count; i++) {
+            const int4 t = after;
+            if (i + 1 < count) after = walk.at<KIND>(i + 1);
+            for (int step = 0; step < steps; step++, at.next()) {
+                rings.rows.wait_empty(at);
+                barrier_arrive_expect(rings.rows.full(at), STAGE);
+                bulk(rings.rows.stage(at), rows, rings.rows.full(at), step * BK, t.y);
+            }
+        }
+    }
+
+    // Rows behind a map: eight threads a row of 64 k. Lanes look up the warp's rows, a tile ahead of their use.
+    __device__ __forceinline__ void gather() {
+        constexpr int EACH = ROWS / 16, LOOKED_UP = ROWS / 128, UNROLLED = 4;
+        const Walk walk{p};
+        const int count = walk.count(), lane = thread % 32, r = thread / 8, c = thread % 8;
+        const uint32_t into = r * 128 + ((c ^ (r & 7)) << 4);
+        int next[LOOKED_UP];
+        // Row 4 j + l of the warp's is row 16 j + l of its four of each sixteen.
+        auto look_up = [&](const int4& t) {
+#pragma unroll
+            for (int q = 0; q < LOOKED_UP; q++) {
+                const int local = thread / 32 * 4 + lane % 4 + (lane / 4 + q * 8) * 16;
+                const int64_t row = mapped_row(p.a_map, t.y + (local < t.z ? local : 0), p.a_rows, p.fault);
+                next[q] = static_cast<int>(row < 0 ? 0 : row);
+            }
+        };
+        const int64_t pitch = p.k * 2;
+        RowRing::At at;
+        int4 after = walk.at<KIND>(0);
+        look_up(after);
+        for (int i = 0; i < count; i++) {
+            const int4 t = after;
+            if (i + 1 < count) after = walk.at<KIND>(i + 1);
+            // A copy holds on to its address for some hundred cycles. So each has registers of its own, which several steps read
+            // in place.
+            const char* from[EACH];
+#pragma unroll
+            for (int j = 0; j < EACH; j++) {
+                from[j] = static_cast<const char*>(p.a) + __shfl_sync(~0u, next[j / 8], j % 8 * 4 + lane / 8) * pitch + c * 16;
+            }
+            const int passes = (t.z + 15) / 16;
+            for (int first = 0; first < steps; first += UNROLLED) {
+#pragma unroll
+                for (int u = 0; u < UNROLLED; u++, at.next()) {
+                    const int step = first + u;
+                    if (step == steps) break;
+                    rings.rows.wait_empty(at);
+                    const uint32_t to = rings.rows.stage(at) + into;
+                    if (passes == EACH) {
+#pragma unroll
+                        for (int j = 0; j < EACH; j++) copy(to + j * 2048, from[j] + u * (BK * 2));
+                    } else {
+#pragma unroll
+                        for (int j = 0; j < EACH; j++) {
+                            if (j < passes) copy(to + j * 2048, from[j] + u * (BK * 2));
+                        }
+                    }
+                    barrier_arrive_after_copies(rings.rows.full(at));
+                    if (u == 0 && first == 0) look_up(after);
+                }
+#pragma unroll
+                for (int j = 0; j < EACH; j++) from[j] += UNROLLED * BK * 2;
+            }
+        }
+        // Copies must not outlive the block's shared memory.
+        asm volatile("cp.async.wait_all;\n" ::: "memory");
+    }
+};
+
+}  // namespace w4
