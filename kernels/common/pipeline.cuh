@@ -24,6 +24,27 @@ __device__ __forceinline__ void barrier_wait(uint32_t bar, uint32_t parity) {
         : "memory");
 }
 
+// Whether a wait would be over.
+__device__ __forceinline__ uint32_t barrier_test(uint32_t bar, uint32_t parity) {
+    uint32_t over;
+    asm volatile(
+        "{\n.reg .pred p;\n"
+        "mbarrier.test_wait.parity.shared::cta.b64 p, [%1], %2;\n"
+        "selp.u32 %0, 1, 0, p;\n}\n"
+        : "=r"(over)
+        : "r"(bar), "r"(parity)
+        : "memory");
+    return over;
+}
+// By one lane of a whole warp, where `wanted`.
+__device__ __forceinline__ void barrier_arrive_once(uint32_t bar, bool wanted = true) {
+    asm volatile(
+        "{\n.reg .pred p, q;\nsetp.ne.u32 q, %1, 0;\nelect.sync _|p, 0xffffffff;\nand.pred p, p, q;\n"
+        "@p mbarrier.arrive.shared::cta.b64 _, [%0];\n}\n" ::"r"(bar),
+        "r"(static_cast<uint32_t>(wanted))
+        : "memory");
+}
+
 __device__ __forceinline__ void copy(uint32_t to, const void* from) {
     asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;\n" ::"r"(to), "l"(from));
 }

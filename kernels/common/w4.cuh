@@ -1,4 +1,5 @@
-// What the parts of `hopper_w4a16.cu` share: the shape of a tile, the rings between the warpgroups, the tiles of a block.
+// What the parts of `hopper_w4a16.cu` share: the shape of a tile, the rings between the warpgroups, the tiles of a
+// block.
 #pragma once
 #include "epilogue.cuh"
 #include "pipeline.cuh"
@@ -22,6 +23,16 @@ constexpr int BARRIERS = STAGED + 2 * LEAVING;
 constexpr int SHARED = BARRIERS + 2 * (STAGES + CODE_STAGES) * 8;
 static_assert(SHARED == 231040 && SHARED <= 232448, "src/cuda/launch.rs reserves as much");
 
+// The thread's number, read where this stands, and a value that the compiler keeps: left to itself it keeps what
+// follows from the number through a whole tile, and makes what is wanted in each step anew, which takes a hundred
+// cycles behind products.
+__device__ __forceinline__ int fresh_thread() {
+    int thread;
+    asm volatile("mov.u32 %0, %%tid.x;\n" : "=r"(thread));
+    return thread;
+}
+__device__ __forceinline__ uint32_t kept(uint32_t v) { return __shfl_sync(~0u, v, threadIdx.x % 32); }
+
 // A place in a ring, whose stages are used one after another, again and again.
 template <int COUNT>
 struct Position {
@@ -38,6 +49,7 @@ struct Ring {
     __device__ __forceinline__ uint32_t full(const At& at) const { return barriers + at.stage * 8; }
     __device__ __forceinline__ uint32_t empty(const At& at) const { return full(at) + COUNT * 8; }
     __device__ __forceinline__ void wait_full(const At& at) const { barrier_wait(full(at), at.turn); }
+    __device__ __forceinline__ uint32_t has_come(const At& at) const { return barrier_test(full(at), at.turn); }
     __device__ __forceinline__ void wait_empty(const At& at) const { barrier_wait(empty(at), at.turn ^ 1); }
 };
 using RowRing = Ring<STAGES, STAGE>;

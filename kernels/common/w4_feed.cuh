@@ -1,4 +1,5 @@
-// Codes and scales of FP4 weights, brought and turned by a warpgroup of their own for those that multiply (`hopper_w4a16.cu`).
+// Codes and scales of FP4 weights, brought and turned by a warpgroup of their own for those that multiply
+// (`hopper_w4a16.cu`).
 #pragma once
 #include "fp4.cuh"
 #include "w4.cuh"
@@ -6,8 +7,8 @@
 namespace w4 {
 using namespace fp4;
 
-// A word's four pairs of codes, of which byte i has pair i / 2 + i % 2 * 2, as `pattern` wants them: nibbles of a byte 16 bits from
-// each other, so 1 and 4 change places, and 3 and 6.
+// A word's four pairs of codes, of which byte i has pair i / 2 + i % 2 * 2, as `pattern` wants them: nibbles of a byte
+// 16 bits from each other, so 1 and 4 change places, and 3 and 6.
 __device__ __forceinline__ uint32_t packed(uint32_t bytes) {
     const uint32_t change = (bytes ^ bytes >> 12) & 0xf0f0u;
     return bytes ^ change ^ change << 12;
@@ -23,14 +24,15 @@ __device__ __forceinline__ void turn(uint32_t (&to)[4], const uint4& v) {
     for (int i = 0; i < 4; i++) to[i] = packed(to[i]);
 }
 
-// The warpgroup that brings codes and scales, step after step of the block's tiles. A thread has half of a step's codes of two
-// weight rows, and the scales of one; it asks for them AHEAD steps before it turns them, and alone reads what it asked for.
+// The warpgroup that brings codes and scales, step after step of the block's tiles. A thread has half of a step's codes
+// of two weight rows, and the scales of one; it asks for them AHEAD steps before it turns them, and alone reads what it
+// asked for.
 template <int FORMAT, int KIND>
 struct Feed {
     static constexpr int BYTES = BK / Format<FORMAT>::BLOCK;  // of scales, for a row and a step
     const Gemm& p;
     const QuantWeight& w;
-    const Rings& rings;
+    const Rings rings;
     const int thread, steps, count;
     int tile = 0, step = 0;  // of the next request
     uint32_t slot = 0;
@@ -49,21 +51,29 @@ struct Feed {
         for (int j = 0; j < 2; j++) from[j] = reinterpret_cast<const char*>(w.codes) + row(t, thread / 2 + j * 64) * w.code_bytes + thread % 2 * 16;
         scales_from = static_cast<const uint8_t*>(w.scales) + row(t, thread) * w.blocks;
     }
+    static __device__ __forceinline__ uint64_t further(const void* from, uint32_t bytes) {
+        uint64_t at;
+        asm("mad.wide.u32 %0, %1, 1, %2;\n" : "=l"(at) : "r"(bytes), "l"(from));
+        return at;
+    }
     // Asks for the next step's, if there is one.
     __device__ __forceinline__ void request() {
         if (tile < count) {
             if (step == 0) look_up();
-            const uint32_t to = rings.stored + slot * STORED;
-#pragma unroll
-            for (int j = 0; j < 2; j++) {
-                copy(to + (j * 128 + thread) * 16, from[j]);
-                from[j] += 32;
-            }
+            // A copy holds on to its address for some hundred cycles: each has registers of its own, by one product,
+            // and all are made before the first.
+            const uint32_t to = rings.stored + slot * STORED + thread * 16;
+            const uint64_t first = further(from[0], step * 32), second = further(from[1], step * 32);
             // Words of four bytes: of two bytes the lower half of a word alone, or the upper with the lower.
-            const uint64_t at = reinterpret_cast<uint64_t>(scales_from);
+            const uint64_t at = further(scales_from, step * BYTES);
             const uint32_t bytes = BYTES == 4 || at & 2 ? 4 : 2;
-            asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;\n" ::"r"(to + WEIGHTS * 32 + thread * 4), "l"(at & ~3ull), "r"(bytes) : "memory");
-            scales_from += BYTES;
+            const uint64_t word = BYTES == 4 ? at : at & ~3ull;
+            asm volatile(
+                "cp.async.cg.shared.global.L2::128B [%0], [%1], 16;\n"
+                "cp.async.cg.shared.global.L2::128B [%0 + 2048], [%2], 16;\n"
+                "cp.async.ca.shared.global [%3], [%4], 4, %5;\n" ::"r"(to),
+                "l"(first), "l"(second), "r"(rings.stored + slot * STORED + WEIGHTS * 32 + thread * 4), "l"(word), "r"(bytes)
+                : "memory");
             if (++step == steps) step = 0, tile++;
         }
         asm volatile("cp.async.commit_group;\n" ::: "memory");
@@ -79,7 +89,6 @@ struct Feed {
             for (int step = 0; step < steps; step++) {
                 const int odd = step % CODE_STEPS;
                 asm volatile("cp.async.wait_group %0;\n" ::"n"(AHEAD - 1) : "memory");
-                if (odd == 0) rings.codes.wait_empty(at);
                 const uint32_t stored = rings.stored + slot * STORED, stage = rings.codes.stage(at) + odd * CODE_STEP;
                 auto write = [&](uint32_t to, const uint32_t (&v)[4]) {
                     asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};\n" ::"r"(to), "r"(v[0]), "r"(v[1]), "r"(v[2]), "r"(v[3]) : "memory");
@@ -94,6 +103,7 @@ struct Feed {
                                  : "memory");
                 }
                 asm volatile("ld.shared.b32 %0, [%1];\n" : "=r"(scales) : "r"(stored + WEIGHTS * 32 + thread * 4) : "memory");
+                if (odd == 0) rings.codes.wait_empty(at);
 #pragma unroll
                 for (int j = 0; j < 2; j++) {
                     turn(v, codes[j]);

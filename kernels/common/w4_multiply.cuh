@@ -1,4 +1,5 @@
-// Products of a tile of FP4 weights with rows: codes to bf16 in the registers that the matrix unit reads (`hopper_w4a16.cu`).
+// Products of a tile of FP4 weights with rows: codes to bf16 in the registers that the matrix unit reads
+// (`hopper_w4a16.cu`).
 #pragma once
 #include "fp4.cuh"
 #include "w4.cuh"
@@ -7,9 +8,13 @@
 namespace w4 {
 using namespace fp4;
 
-// Operand in shared memory by rows of 64 k, swizzled by 128 bytes.
-__device__ __forceinline__ uint64_t operand(uint32_t at) {
-    return ((at & 0x3ffff) >> 4) | (16ull >> 4 << 16) | (1024ull >> 4 << 32) | (1ull << 62);
+// Operand in shared memory by rows of 64 k, swizzled by 128 bytes: the lower half of its description, and the whole of
+// one `offset` bytes further on. An addition of 64 bits would be three instructions one after another.
+__device__ __forceinline__ uint32_t operand(uint32_t at) { return ((at & 0x3ffff) >> 4) | (16u >> 4 << 16); }
+__device__ __forceinline__ uint64_t described(uint32_t operand, uint32_t offset) {
+    uint64_t d;
+    asm("mov.b64 %0, {%1, %2};\n" : "=l"(d) : "r"(operand + offset / 16), "n"(1024 >> 4 | 1 << 30));
+    return d;
 }
 
 // Keep the compiler from moving registers while the matrix unit owns them.
@@ -58,78 +63,85 @@ template <int LEFT>
 __device__ __forceinline__ void wait() {
     asm volatile("wgmma.wait_group.sync.aligned %0;\n" ::"n"(LEFT) : "memory");
 }
-// In two halves of which the second has REST rows: with one instruction for 256 the assembler wants more registers than 512
-// threads start with.
+// In two halves of which the second has REST rows: with one instruction for 256 the assembler wants more registers than
+// 512 threads start with.
 template <int N, int REST>
-__device__ __forceinline__ void multiply_rows(float (&acc)[ROWS / 2], const Fragment& a, uint64_t b) {
+__device__ __forceinline__ void multiply_rows(float (&acc)[ROWS / 2], const Fragment& a, uint32_t b) {
     float (&low)[64] = reinterpret_cast<float (&)[64]>(acc[0]);
     float (&high)[64] = reinterpret_cast<float (&)[64]>(acc[64]);
     asm volatile("wgmma.fence.sync.aligned;\n" ::: "memory");
 #pragma unroll
     for (int k = 0; k < BK / 16; k++) {
-        wgmma_left<N, 0>(low, a[k], b + k * 2, 1);
-        if constexpr (REST > 0) wgmma_left<REST, 0>(high, a[k], b + 1024 + k * 2, 1);
+        wgmma_left<N, 0>(low, a[k], described(b, k * 32), 1);
+        if constexpr (REST > 0) wgmma_left<REST, 0>(high, a[k], described(b, 16384 + k * 32), 1);
     }
     commit();
 }
 // Of a tile with so many rows.
-__device__ __forceinline__ void multiply(float (&acc)[ROWS / 2], const Fragment& a, uint64_t b, int rows) {
+__device__ __forceinline__ void multiply(float (&acc)[ROWS / 2], const Fragment& a, uint32_t b, int rows) {
     pin(acc);
-    if (rows > 192) multiply_rows<128, 128>(acc, a, b);
+    if (__builtin_expect(rows > 192, 1)) multiply_rows<128, 128>(acc, a, b);
     else if (rows > 128) multiply_rows<128, 64>(acc, a, b);
     else if (rows > 64) multiply_rows<128, 0>(acc, a, b);
     else multiply_rows<64, 0>(acc, a, b);
 }
 
 // What a multiplying warpgroup keeps from tile to tile.
+//
+// What a warp does between two batches of products, one thing after another, is what limits these kernels, and what it
+// asks of barriers and shared memory behind a batch waits for that batch to be taken. So a step's codes are read, and
+// its rows' barrier is looked at, before the batch of the step before.
 template <int FORMAT>
 struct Worker {
     const Rings& rings;
-    const int steps, group, first;  // first: weight row of this thread in the warpgroup's 64
-    const bool mapped;
-    const uint32_t codes, scales;   // places of that row in a step's codes
-    RowRing::At at, before;         // of rows: the stage in use, and the one whose products may still be under way
+    const int steps;
+    const uint32_t codes, scales;   // places of this thread's row in a step's codes
+    RowRing::At at, ahead, before;  // of rows: of the step in hand and the next, and the one whose products may still be under way
     CodeRing::At code_at;
+    Codes read;                     // of the next step, where `has_read`
+    uint32_t has_read = 0, rows_came = 0;
 
-    __device__ __forceinline__ Worker(const Gemm& p, const Rings& rings)
-        : rings(rings), steps(static_cast<int>(p.k / BK)), group(threadIdx.x / 128), first(threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4),
-          mapped(p.a_map), codes(code_place(group * 64 + first, 0) + threadIdx.x % 4 * 4), scales(SCALES + (group * 64 + first) * 16) {}
+    __device__ __forceinline__ Worker(const Gemm& p, const Rings& rings, int group, int first)
+        : rings(rings), steps(static_cast<int>(p.k / BK)), codes(kept(code_place(group * 64 + first, 0) + threadIdx.x % 4 * 4)),
+          scales(kept(SCALES + (group * 64 + first) * 16)) {
+        ahead.next();
+    }
 
     // Of step 0 or 1 of a stage of codes.
-    __device__ __forceinline__ void load(Codes& to, int odd) const { to.load(rings.codes.stage(code_at) + odd * CODE_STEP, codes, scales); }
+    __device__ __forceinline__ void load(int odd) { read.load(rings.codes.stage(code_at) + odd * CODE_STEP, codes, scales); }
     // By each lane, as each has read codes and scales of its own.
     __device__ __forceinline__ void release_codes() {
         barrier_arrive(rings.codes.empty(code_at));
         code_at.next();
     }
-    __device__ __forceinline__ void release_rows(const RowRing::At& position) const {
-        if (threadIdx.x % 32 == 0) barrier_arrive(rings.rows.empty(position));
-    }
-    __device__ __forceinline__ void wait_rows() const {
-        rings.rows.wait_full(at);
-        // Rows behind a map came by ordinary writes; wgmma reads through another proxy.
-        if (mapped) fence_proxy();
-    }
     // Products of a step, and while the matrix unit works on them the weights of the next, step ODD of its stage.
     template <int ODD>
-    __device__ __forceinline__ void multiply_and_convert(float (&acc)[ROWS / 2], Fragment& now, Fragment& next, int count, bool first, bool more) {
+    __device__ __forceinline__ void multiply_and_convert(float (&acc)[ROWS / 2], Fragment& now, Fragment& next, int count, int step) {
+        const bool more = step + 1 < steps, further = step + 2 < steps;
         multiply(acc, now, operand(rings.rows.stage(at)), count);
-        const RowRing::At own = at;
-        at.next();
-        Codes codes;
         if (more) {
-            if (ODD == 0) rings.codes.wait_full(code_at);
-            load(codes, ODD);
-            wait_rows();
+            if (ODD == 0 && !has_read) {
+                rings.codes.wait_full(code_at);
+                load(0);
+            }
+            if (!rows_came) rings.rows.wait_full(ahead);
         }
         wait<1>();
         pin(next);
-        if (!first) release_rows(before);
-        before = own;
-        if (more) {
-            codes.convert<FORMAT>(next);
-            if (ODD == CODE_STEPS - 1) release_codes();
-        }
+        barrier_arrive_once(rings.rows.empty(before), step > 0);
+        before = at;
+        at = ahead;
+        ahead.next();
+        if (!more) return;
+        // Of a tile's last steps these are the next tile's.
+        rows_came = rings.rows.has_come(ahead);
+        CodeRing::At then = code_at;
+        if (ODD) then.next();
+        const uint32_t codes_came = ODD ? rings.codes.has_come(then) : 1;
+        read.convert<FORMAT>(next);
+        if (ODD) release_codes();
+        has_read = further && codes_came;
+        if (has_read) load(!ODD);
     }
 
     // Sums of a tile, of which `count` rows count.
@@ -137,27 +149,26 @@ struct Worker {
         Fragment a[2] = {};
 #pragma unroll
         for (int i = 0; i < ROWS / 2; i++) acc[i] = 0.0f;
-        {
-            Codes codes;
-            rings.codes.wait_full(code_at);
-            load(codes, 0);
-            codes.convert<FORMAT>(a[0]);
-        }
-        wait_rows();
+        rings.codes.wait_full(code_at);
+        load(0);
+        read.convert<FORMAT>(a[0]);
+        rings.rows.wait_full(at);
+        rows_came = rings.rows.has_come(ahead);
+        if (steps > 1) load(1);
 #pragma unroll 1
         for (int step = 0; step < steps; step += 2) {
-            multiply_and_convert<1>(acc, a[0], a[1], count, step == 0, step + 1 < steps);
+            multiply_and_convert<1>(acc, a[0], a[1], count, step);
             if (step + 1 == steps) {
                 release_codes();
                 break;
             }
-            multiply_and_convert<0>(acc, a[1], a[0], count, false, step + 2 < steps);
+            multiply_and_convert<0>(acc, a[1], a[0], count, step + 1);
         }
         wait<0>();
         pin(acc);
         pin(a[0]);
         pin(a[1]);
-        release_rows(before);
+        barrier_arrive_once(rings.rows.empty(before));
     }
 };
 

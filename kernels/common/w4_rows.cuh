@@ -30,7 +30,11 @@ struct Producer {
         }
     }
 
-    // Rows behind a map: eight threads a row of 64 k. Lanes look up the warp's rows, a tile ahead of their use.
+    // Rows behind a map: eight threads a row of 64 k. Lanes look up the warp's rows, a tile ahead of their use. A
+    // step's rows are told of when the next LAG steps' have been asked for: the warps that multiply may wait for those
+    // told of until stages are free again.
+    static constexpr int LAG = 1;
+    static_assert(LAG <= STAGES - 3, "a stage is given back when the second step after its own has come");
     __device__ __forceinline__ void gather() {
         constexpr int EACH = ROWS / 16, LOOKED_UP = ROWS / 128, UNROLLED = 4;
         const Walk walk{p};
@@ -47,14 +51,23 @@ struct Producer {
             }
         };
         const int64_t pitch = p.k * 2;
-        RowRing::At at;
+        RowRing::At at, behind;
+        int asked = 0;  // steps that the multiplying warps have not been told of
+        auto tell = [&] {
+            // Copies are ordinary writes, and wgmma reads through another proxy. Those that multiply have no time for
+            // this.
+            fence_proxy();
+            __syncwarp();
+            barrier_arrive_once(rings.rows.full(behind));
+            behind.next();
+        };
         int4 after = walk.at<KIND>(0);
         look_up(after);
         for (int i = 0; i < count; i++) {
             const int4 t = after;
             if (i + 1 < count) after = walk.at<KIND>(i + 1);
-            // A copy holds on to its address for some hundred cycles. So each has registers of its own, which several steps read
-            // in place.
+            // A copy holds on to its address for some hundred cycles. So each has registers of its own, which several
+            // steps read in place.
             const char* from[EACH];
 #pragma unroll
             for (int j = 0; j < EACH; j++) {
@@ -77,7 +90,13 @@ struct Producer {
                             if (j < passes) copy(to + j * 2048, from[j] + u * (BK * 2));
                         }
                     }
-                    barrier_arrive_after_copies(rings.rows.full(at));
+                    asm volatile("cp.async.commit_group;\n" ::: "memory");
+                    if (asked < LAG) {
+                        asked++;
+                    } else {
+                        asm volatile("cp.async.wait_group %0;\n" ::"n"(LAG) : "memory");
+                        tell();
+                    }
                     if (u == 0 && first == 0) look_up(after);
                 }
 #pragma unroll
@@ -86,6 +105,7 @@ struct Producer {
         }
         // Copies must not outlive the block's shared memory.
         asm volatile("cp.async.wait_all;\n" ::: "memory");
+        for (; asked > 0; asked--) tell();
     }
 };
 
