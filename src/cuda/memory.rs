@@ -178,10 +178,15 @@ impl Arena {
         memory.peak = memory.in_use;
     }
 
-    /// Gives free blocks back to the driver.
+    /// Gives free blocks back to the driver; not those of a graph, which uses them in every replay.
     pub(super) fn trim(&self) {
-        let free = std::mem::take(&mut lock(&self.state).free);
-        self.pool.give_back(free.into_iter());
+        self.give_back(&mut lock(&self.state));
+    }
+
+    fn give_back(&self, state: &mut State) {
+        if !self.captured {
+            self.pool.give_back(std::mem::take(&mut state.free).into_iter());
+        }
     }
 
     pub(super) fn alloc(&self, call: &'static str, bytes: usize) -> Result<Block> {
@@ -198,8 +203,7 @@ impl Arena {
                 Ok(ptr) => (size, ptr),
                 Err(_) => {
                     // What lies free in other sizes may be what is missing.
-                    let free = std::mem::take(&mut state.free);
-                    self.pool.give_back(free.into_iter());
+                    self.give_back(&mut state);
                     let again = self.pool.take(size, self.captured);
                     (size, again.map_err(driver(call, &format!("allocate {bytes} bytes")))?)
                 }

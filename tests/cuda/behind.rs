@@ -376,8 +376,8 @@ fn memory_that_a_graph_reads_stays_while_it_lives(cuda: &Cuda) -> Result<()> {
     let mut steps = Steps::new(cuda, case)?;
     steps.step()?;
     let expected = steps.results()?;
-    let mut graph = cuda.capture(|| steps.step())?;
-    // The caller's tensors go; what is allocated next must not get their memory.
+    let mut graph = cuda.capture(|| steps.step().map(|()| cuda.trim()))?;
+    // The caller's tensors go; what is allocated next must not get their memory, nor what the graph had for its own.
     let Steps { x, params, d_y, y, .. } = steps;
     let bytes = x.bytes();
     drop((x, params, d_y));
