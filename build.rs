@@ -53,11 +53,11 @@ fn shim() -> Result<(), String> {
 
 fn build() -> Result<(), String> {
     let out = PathBuf::from(std::env::var_os("OUT_DIR").ok_or("OUT_DIR is not set (run by cargo)")?);
-    let mut table = String::from("pub(super) static CUBINS: &[Cubin] = &[\n");
+    let (mut table, mut release) = (String::from("pub(super) static CUBINS: &[Cubin] = &[\n"), String::new());
     // Documentation is built without a toolkit.
     if std::env::var_os("DOCS_RS").is_none() {
         let nvcc = find_nvcc()?;
-        check_version(&nvcc)?;
+        release = check_version(&nvcc)?;
         let architectures = architectures(&nvcc)?;
         let jobs: Vec<Job> = stages()?
             .into_iter()
@@ -76,7 +76,8 @@ fn build() -> Result<(), String> {
                 .map_err(|e| e.to_string())?;
         }
     }
-    table.push_str("];\n");
+    table.push_str("];\n/// Release of the nvcc that compiled them.\n");
+    writeln!(table, "pub(super) const RELEASE: &str = {release:?};").map_err(|e| e.to_string())?;
     let file = out.join("cubins.rs");
     std::fs::write(&file, table).map_err(|e| format!("{}: {e}", file.display()))
 }
@@ -213,7 +214,8 @@ fn find_nvcc() -> Result<PathBuf, String> {
     ))
 }
 
-fn check_version(nvcc: &Path) -> Result<(), String> {
+/// The release of an nvcc that is new enough.
+fn check_version(nvcc: &Path) -> Result<String, String> {
     let output = Command::new(nvcc)
         .arg("--version")
         .output()
@@ -225,7 +227,7 @@ fn check_version(nvcc: &Path) -> Result<(), String> {
         Some((major.parse::<u32>().ok()?, minor.parse::<u32>().ok()?))
     });
     match parsed {
-        Some(v) if v >= OLDEST_NVCC => Ok(()),
+        Some((major, minor)) if (major, minor) >= OLDEST_NVCC => Ok(format!("{major}.{minor}")),
         Some((major, minor)) => Err(format!(
             "{} is release {major}.{minor}; {}.{} or later is needed. Set NVCC or CUDA_HOME to a newer toolkit",
             nvcc.display(),

@@ -129,8 +129,7 @@ impl Cuda {
         }
         let context = Arc::clone(stream.context());
         context.bind_to_thread().map_err(driver(CALL, "bind the context"))?;
-        let (major, minor) = context.compute_capability().map_err(driver(CALL, "ask for the compute capability"))?;
-        let functions = Arc::new(Functions::load((major as u32, minor as u32))?);
+        let functions = Arc::new(Functions::load(&context)?);
         Self::with(stream, functions)
     }
 
@@ -196,7 +195,6 @@ impl Cuda {
     }
 
     /// Whether work on `stream` is in the order of this device's.
-    #[cfg(feature = "candle")]
     pub(crate) fn is_on(&self, stream: &CudaStream) -> bool {
         stream.cu_stream() == self.inner.stream.cu_stream() && stream.context() == &self.inner.context
     }
@@ -210,6 +208,11 @@ impl Cuda {
     /// Whether calls may take the Hopper kernels.
     pub(super) fn hopper(&self) -> bool {
         self.inner.functions.hopper() && !self.portable
+    }
+
+    /// Shared memory that a block of the kernels of few rows with quantised weights may take.
+    pub(super) fn decode_shared(&self) -> usize {
+        self.inner.functions.decode_shared
     }
 
     /// The stream of all work on this device.
@@ -295,10 +298,10 @@ impl Cuda {
 
     /// Refuses another stream than this device's.
     pub(super) fn on_stream(&self, call: &'static str, stream: &Stream) -> Result<()> {
-        if stream.0.cu_stream() == self.inner.stream.cu_stream() {
-            return Ok(());
+        match self.is_on(&stream.0) {
+            true => Ok(()),
+            false => Err(Error::invalid(call, "stream", "the device's own (Cuda::stream)", "another")),
         }
-        Err(Error::invalid(call, "stream", "the device's own (Cuda::stream)", "another"))
     }
 }
 

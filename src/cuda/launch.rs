@@ -3,11 +3,12 @@
 use std::collections::HashMap;
 use std::ffi::{CString, c_void};
 
-use cudarc::driver::{result, sys};
+use cudarc::driver::sys::{self, CUdevice_attribute};
+use cudarc::driver::{CudaContext, DriverError, result};
 
 use crate::error::{Error, Result};
 
-use super::cubins::{self, CUBINS, Cubin};
+use super::cubins::{self, CUBINS, Cubin, RELEASE};
 use super::device::{Cuda, driver};
 
 /// Tile of the mma kernels, and their shared memory (`tensor` in `kernels/common/gemm.cuh`).
@@ -23,8 +24,11 @@ pub(super) const ROWS: Shape = Shape { tile: 128, threads: 384, shared: 231_616 
 /// Columns of a narrow operand that a block of the weight gradients' kernel takes, and its shared memory
 /// (`kernels/hopper_wgrad.cu`).
 pub(super) const HOPPER_WGRAD: Shape = Shape { tile: 128, threads: 384, shared: 230_464 };
-/// Most shared memory that the kernels of few rows with quantised weights take, which leaves room for another block.
-pub(super) const DECODE_SHARED: u32 = 115_712;
+/// Most shared memory that the kernels of few rows with quantised weights take, which leaves room for another block; less
+/// where a GPU lets no block have so much ([`Functions::decode_shared`]).
+const DECODE_SHARED: u32 = 115_712;
+/// Shared memory that a block has without asking for it, the kernel's own variables included.
+pub(super) const UNASKED: u32 = 48 << 10;
 /// Tiles of the router's products on Hopper (`kernels/hopper_linear.cu`): of tokens or experts, and shared memory.
 pub(super) const HOPPER_LINEAR: Shape = Shape { tile: 64, threads: 160, shared: 99_424 };
 /// The same of the tokens' gradient.
@@ -43,25 +47,64 @@ pub(super) struct Shape {
     pub(super) shared: u32,
 }
 
+/// Shared memory beside its own variables that a kernel asks for, on a GPU whose blocks may have `most`; 0: none.
+fn reserved(stage: &str, name: &str, most: u32) -> u32 {
+    match stage {
+        "hopper_gemm" => ROWS.shared,
+        "hopper_linear" if name == "hopper_linear_d_x" => HOPPER_LINEAR_D_X.shared,
+        "hopper_linear" => HOPPER_LINEAR.shared,
+        "hopper_wgrad" => HOPPER_WGRAD.shared,
+        "hopper_w4a16" => W4A16.shared,
+        "linear" if name.starts_with("linear_d_") && name.ends_with("f16") => TF32.shared,
+        "w4a16_decode" => DECODE_SHARED.min(most),
+        "grouped_gemm" | "linear" | "w4a16" | "wgrad" if name.ends_with("f16") => TENSOR.shared,
+        // Its counts may take all that there is, and it has variables too.
+        "prepare" if name == "plan_small" => UNASKED,
+        _ => 0,
+    }
+}
+
+/// Why a cubin was not loaded: most often by a driver that is older than the nvcc.
+fn not_loaded(stage: &str, arch: &str, error: DriverError) -> Error {
+    let mut version = 0;
+    // SAFETY: the result is written to a local.
+    let _ = unsafe { sys::cuDriverGetVersion(&raw mut version) };
+    Error::Device {
+        call: "Cuda::on",
+        operation: format!("load kernels/{stage}.cu for sm_{arch}"),
+        message: format!(
+            "{error:?}; nvcc {RELEASE} has compiled it, and the driver is for CUDA {}.{}",
+            version / 1000,
+            version % 1000 / 10
+        ),
+    }
+}
+
 /// The kernels of one context, shared by its devices.
 pub(super) struct Functions {
     pub(super) arch: &'static str,
+    /// Shared memory that the kernels of few rows with quantised weights may take.
+    pub(super) decode_shared: usize,
     table: HashMap<&'static str, sys::CUfunction>,
     modules: Vec<sys::CUmodule>,
 }
 
 impl Functions {
-    /// Loads every stage into the current context.
-    pub(super) fn load(capability: (u32, u32)) -> Result<Self> {
+    /// Loads every stage into a context, which is the thread's.
+    pub(super) fn load(context: &CudaContext) -> Result<Self> {
         const CALL: &str = "Cuda::on";
-        let arch = cubins::choose(CUBINS.iter().map(|c| c.arch), capability)?;
-        let mut loaded = Self { arch, table: HashMap::new(), modules: Vec::new() };
+        const MOST: CUdevice_attribute = CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN;
+        let (major, minor) = context.compute_capability().map_err(driver(CALL, "ask for the compute capability"))?;
+        let most = context.attribute(MOST).map_err(driver(CALL, "ask for the shared memory of a block"))? as u32;
+        let arch = cubins::choose(CUBINS.iter().map(|c| c.arch), (major as u32, minor as u32))?;
+        let decode_shared = reserved("w4a16_decode", "", most) as usize;
+        let mut loaded = Self { arch, decode_shared, table: HashMap::new(), modules: Vec::new() };
         let hopper = loaded.hopper();
         let serves = |c: &&Cubin| c.arch == arch && (hopper || !c.stage.starts_with(HOPPER_STAGES));
         for Cubin { stage, kernels, image, .. } in CUBINS.iter().filter(serves) {
             // SAFETY: the image is a whole cubin, as nvcc wrote it.
-            let module = unsafe { result::module::load_data(image.as_ptr().cast()) }
-                .map_err(driver(CALL, &format!("load kernels/{stage}.cu for sm_{arch}")))?;
+            let module =
+                unsafe { result::module::load_data(image.as_ptr().cast()) }.map_err(|e| not_loaded(stage, arch, e))?;
             loaded.modules.push(module);
             for name in *kernels {
                 let text = CString::new(*name).map_err(|e| Error::invalid(CALL, "kernel", "a name", e))?;
@@ -69,17 +112,7 @@ impl Functions {
                 let function = unsafe { result::module::get_function(module, text) }
                     .map_err(driver(CALL, &format!("find kernel {name}")))?;
                 loaded.table.insert(name, function);
-                let shared = match *stage {
-                    "hopper_gemm" => ROWS.shared,
-                    "hopper_linear" if *name == "hopper_linear_d_x" => HOPPER_LINEAR_D_X.shared,
-                    "hopper_linear" => HOPPER_LINEAR.shared,
-                    "hopper_wgrad" => HOPPER_WGRAD.shared,
-                    "hopper_w4a16" => W4A16.shared,
-                    "linear" if name.starts_with("linear_d_") && name.ends_with("f16") => TF32.shared,
-                    "w4a16_decode" => DECODE_SHARED,
-                    "grouped_gemm" | "linear" | "w4a16" | "wgrad" if name.ends_with("f16") => TENSOR.shared,
-                    _ => 0,
-                };
+                let shared = reserved(stage, name, most);
                 if shared > 0 {
                     let limit = sys::CUfunction_attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
                     // SAFETY: the function was just found.
@@ -179,5 +212,41 @@ impl Cuda {
             )
         }
         .map_err(driver(call, &format!("launch {kernel}")))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::plan::COUNTS;
+    use super::*;
+
+    /// Shared memory of a kernel's own variables: the size of a section of the cubin, a 64-bit ELF file.
+    fn own_shared(image: &[u8], kernel: &str) -> u32 {
+        let word =
+            |at: usize, bytes: usize| image[at..at + bytes].iter().rev().fold(0, |n, b| n << 8 | usize::from(*b));
+        let section = |i: usize| word(0x28, 8) + i * word(0x3a, 2);
+        let names = word(section(word(0x3e, 2)) + 24, 8);
+        let wanted = format!(".nv.shared.{kernel}\0");
+        let named = |at: &usize| image[names + word(*at, 4)..].starts_with(wanted.as_bytes());
+        (0..word(0x3c, 2)).map(section).find(named).map_or(0, |at| word(at + 32, 8) as u32)
+    }
+
+    /// Kernels get the shared memory that they are launched with, on the GPU whose blocks may have least, too: 99 KB (8.6).
+    #[test]
+    fn shared_memory_is_there() {
+        const LEAST: u32 = 99 << 10;
+        for Cubin { stage, kernels, image, .. } in CUBINS.iter().filter(|c| !c.stage.starts_with(HOPPER_STAGES)) {
+            for kernel in *kernels {
+                let (own, asked) = (own_shared(image, kernel), reserved(stage, kernel, LEAST));
+                assert!(own + asked <= LEAST, "{kernel}: {own} + {asked}");
+                let launched = match *kernel {
+                    "plan_count" | "plan_slots" | "plan_small" | "records_count" | "records_slots"
+                    | "messages_places" => (4 * COUNTS) as u32,
+                    "route" | "route_bwd" => UNASKED,
+                    _ => 0,
+                };
+                assert!(launched <= asked.max(UNASKED - own.min(UNASKED)), "{kernel}: {launched} beside {own}");
+            }
+        }
     }
 }

@@ -20,7 +20,7 @@ use crate::lazy::Lazy;
 use crate::tensor::{Tensor, TensorRef};
 
 use super::device::Cuda;
-use super::launch::{Grid, ROWS};
+use super::launch::{Grid, ROWS, UNASKED};
 use super::params;
 use super::rows::LOOP_BLOCKS;
 use super::zones::room_for_tiles;
@@ -55,7 +55,7 @@ const SMALL: usize = 8192;
 /// Entries of maps that a block clears where there are many.
 const CLEARED: usize = 2048;
 /// Counts that fit a block's shared memory without asking for more.
-pub(super) const COUNTS: usize = (48 << 10) / 4;
+pub(super) const COUNTS: usize = UNASKED as usize / 4;
 
 /// Rows of a layout and whether slots past them are dropped.
 fn rows(spec: &DispatchSpec, choices: usize, experts: usize) -> Result<(usize, bool)> {

@@ -9,7 +9,7 @@ use crate::kernels::{AuxBwd, AuxSums, AuxTotal, Jitter, KeepSum, Route, RouteBwd
 use crate::tensor::{Tensor, TensorRef};
 
 use super::device::Cuda;
-use super::launch::Grid;
+use super::launch::{Grid, UNASKED};
 use super::params::{self, type_code};
 use super::zones::{input, output};
 
@@ -18,7 +18,7 @@ const CHUNK: usize = 64;
 /// Threads of `aux_value`, as in `kernels/aux.cu`.
 const TOTAL_THREADS: u32 = 256;
 /// Shared memory that a block of the router takes at most.
-const SHARED: usize = 48 << 10;
+const SHARED: usize = UNASKED as usize;
 /// Rows of E words that a token works on.
 const WORK_ROWS: usize = 6;
 /// Blocks of one warp where the working rows do not fit shared memory.

@@ -6,7 +6,7 @@ use crate::quant::{QuantisedRef, WeightFormat};
 
 use super::device::Cuda;
 use super::hopper::Product;
-use super::launch::{DECODE_SHARED, Grid, W4A16};
+use super::launch::{Grid, W4A16};
 use super::params;
 use super::tensor_map::Matrices;
 
@@ -40,6 +40,25 @@ pub(super) struct Special {
     shared: u32,
     /// Blocks, where each walks through tiles.
     most: usize,
+}
+
+/// A kernel for few rows.
+#[derive(Debug, PartialEq, Eq)]
+struct Few {
+    /// Rows of a tile.
+    rows: usize,
+    warps: usize,
+    prefix: &'static str,
+}
+
+/// The kernel for few rows that serves so many rows of so many experts, if any does: tiles whose rows, of `pitch` bytes
+/// each, fit the shared memory that a block may have.
+fn few((rows, experts): (i64, i64), pitch: usize, room: usize) -> Option<Few> {
+    if rows <= FEWEST * experts && 8 * pitch <= room / 2 {
+        return Some(Few { rows: 8, warps: 4, prefix: "decode8" });
+    }
+    let tile = [16, 8].into_iter().find(|tile| tile * pitch <= room)?;
+    (rows <= FEW * experts).then_some(Few { rows: tile, warps: 8, prefix: "decode16" })
 }
 
 impl Quantised {
@@ -90,22 +109,10 @@ impl Quantised {
             return None;
         }
         let pitch = ((p.k as usize).div_ceil(STEP) * STEP + 32) * dtype.size();
-        let few = |rows: usize, warps: usize, prefix| Special {
-            rows,
-            columns: warps * WARP_COLUMNS / factor,
-            prefix,
-            threads: warps as u32 * 32,
-            shared: (rows * pitch) as u32,
-            most: usize::MAX,
-        };
-        if p.m <= FEWEST * p.groups && 8 * pitch <= DECODE_SHARED as usize / 2 {
-            return Some(few(8, 4, "decode8"));
-        }
-        if p.m <= FEW * p.groups && 16 * pitch <= DECODE_SHARED as usize {
-            return Some(few(16, 8, "decode16"));
-        }
-        if p.m <= FEW * p.groups && 8 * pitch <= DECODE_SHARED as usize {
-            return Some(few(8, 8, "decode16"));
+        if let Some(Few { rows, warps, prefix }) = few((p.m, p.groups), pitch, device.decode_shared()) {
+            let (columns, threads) = (warps * WARP_COLUMNS / factor, warps as u32 * 32);
+            let shared = (rows * pitch) as u32;
+            return Some(Special { rows, columns, prefix, threads, shared, most: usize::MAX });
         }
         let words = [p.out, p.pre_out].iter().all(|at| at.is_multiple_of(16)) && p.n % 8 == 0 && p.a_rows > 0;
         (device.hopper() && words).then(|| Special {
@@ -153,5 +160,27 @@ impl Quantised {
         // SAFETY: callers have checked every tensor in `p`, `new` those of the weight; maps and zones, which only the
         // device knows, are checked by the kernel.
         unsafe { device.launch_with(call, &kernel, grid, &mut arguments) }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn tiles_of_few_rows_fit_every_gpu() {
+        let pitch = |k: usize| (k.div_ceil(STEP) * STEP + 32) * 2;
+        let of = |rows, k, room| few((rows, 16), pitch(k), room).map(|few| (few.rows, few.warps));
+        // Blocks of capability 8.6, 8.9 and 12.0 may have 99 KB, of 8.0 and 9.0 more than these kernels want.
+        for (room, four, seven) in [(99 << 10, Some((8, 8)), None), (115_712, Some((8, 8)), Some((8, 8)))] {
+            assert_eq!(of(16 * 6, 2048, room), Some((8, 4)));
+            assert_eq!(of(16 * 7, 2048, room), Some((16, 8)));
+            assert_eq!(of(16 * 32, 4096, room), four);
+            assert_eq!(of(1, 6912, room), seven);
+            assert_eq!(of(16 * 33, 2048, room), None);
+            for k in (64..16384).step_by(64) {
+                assert!(of(1, k, room).is_none_or(|(rows, _)| rows * pitch(k) <= room), "{k} in {room}");
+            }
+        }
     }
 }

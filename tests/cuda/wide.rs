@@ -1,4 +1,5 @@
-//! Sizes at which sums are cut into parts, made in wider tiles, or their rows brought into order first.
+//! Sizes at which sums are cut into parts, made in wider tiles, or their rows brought into order first, and at which
+//! planning changes its kernels.
 
 use moebius::DType;
 use moebius::config::MoeConfig;
@@ -6,7 +7,7 @@ use moebius::cuda::Cuda;
 
 use crate::harness::{Case, compare, tests};
 
-tests!(logits_of_many_hidden_elements, many_inner_elements);
+tests!(logits_of_many_hidden_elements, many_inner_elements, many_experts_of_few_tokens);
 
 fn logits_of_many_hidden_elements(cuda: &Cuda) {
     for bias in [false, true] {
@@ -26,5 +27,13 @@ fn many_inner_elements(cuda: &Cuda) {
         for dtype in [DType::BF16, DType::F16] {
             compare(&format!("inner 8200, bias {bias}"), &Case::new(config.clone(), 150, dtype), cuda);
         }
+    }
+}
+
+/// One block plans up to 384 experts, whose counts then take all the shared memory that it gets unasked.
+fn many_experts_of_few_tokens(cuda: &Cuda) {
+    for experts in [380, 384, 385] {
+        let config = MoeConfig::new(16, 8, experts, 8);
+        compare(&format!("{experts} experts"), &Case::new(config, 24, DType::F32), cuda);
     }
 }
