@@ -2,7 +2,7 @@
 //! that slots lie as they do with every other dispatcher and in every run.
 
 use crate::dtype::DType;
-use crate::ep::{Capacity, DispatchSpec, Overflow, PlanRequest, Transport};
+use crate::ep::{Capacity, DispatchSpec, Overflow};
 use crate::error::{Error, Result};
 use crate::tensor::{Tensor, TensorRef};
 
@@ -139,17 +139,7 @@ pub(crate) fn sorted(device: &Cuda, from: &Arrived<'_>) -> Result<Sorted> {
         overflow: Overflow::Drop,
         ..DispatchSpec::new(0, k)
     };
-    let request = PlanRequest {
-        rank: 0,
-        ranks: 1,
-        num_experts: from.experts,
-        ids: ids.view(),
-        weights: None,
-        tokens: &[rows],
-        spec: &spec,
-        transport: Transport::Local,
-    };
-    let planned = plan::plan_on_gpu(device, request)?;
+    let planned = plan::plan_alone(device, ids.view(), (&spec, from.experts))?;
     let (plan, _) = planned.ok_or_else(|| Error::invalid(CALL, "experts", "as many as the GPU plans", from.experts))?;
     let (mut row_map, by_token) = (plan.row_map, plan.return_map);
     let mut return_map = of(DType::I32, &[rows, k])?;

@@ -42,6 +42,7 @@ pub(super) fn choose<'a>(built: impl Iterator<Item = &'a str> + Clone, capabilit
             operation: format!("kernels for compute capability {major}.{minor}"),
             message: match list.is_empty() {
                 true => "this build has none (it was made without nvcc)".to_string(),
+                false if major < 8 => "8.0 or later is needed (bf16)".to_string(),
                 false => {
                     format!("this build has sm_{}; rebuild with CUDA_COMPUTE_CAP={major}{minor}", list.join(", sm_"))
                 }
@@ -78,6 +79,8 @@ mod tests {
         assert_eq!(of((10, 3))?, "100f");
         let error = of((12, 0)).err().map(|e| e.to_string()).unwrap_or_default();
         assert!(error.contains("12.0") && error.contains("CUDA_COMPUTE_CAP=120"), "{error}");
+        let old = of((7, 5)).err().map(|e| e.to_string()).unwrap_or_default();
+        assert!(old.contains("8.0 or later") && !old.contains("rebuild"), "{old}");
         assert!(choose(["90a"].into_iter(), (9, 1)).is_err(), "architecture-specific code runs nowhere else");
         assert!(choose(["86"].into_iter(), (8, 0)).is_err(), "newer code does not run on older GPUs");
         Ok(())

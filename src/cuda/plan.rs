@@ -57,19 +57,25 @@ const CLEARED: usize = 2048;
 /// Counts that fit a block's shared memory without asking for more.
 pub(super) const COUNTS: usize = UNASKED as usize / 4;
 
+/// Refuses more rows or choices than kernels number, in 32 bits.
+pub(super) fn check_number(call: &'static str, name: &str, number: Option<usize>) -> Result<usize> {
+    let fits = number.filter(|n| i32::try_from(*n).is_ok());
+    let found = number.map_or("more".to_string(), |n| n.to_string());
+    fits.ok_or_else(|| Error::invalid(call, name, format!("at most {}", i32::MAX), found))
+}
+
 /// Rows of a layout and whether slots past them are dropped.
 fn rows(spec: &DispatchSpec, choices: usize, experts: usize) -> Result<(usize, bool)> {
-    match spec.capacity {
-        Capacity::Static(rows) => Ok((rows, spec.overflow == Overflow::Drop)),
+    check_number("prepare", "choices", Some(choices))?;
+    let (rows, may_drop) = match spec.capacity {
+        Capacity::Static(rows) => (Some(rows), spec.overflow == Overflow::Drop),
+        // Every expert that is chosen may have `alignment - 1` rows of padding.
         Capacity::Eager => {
-            // Every expert that is chosen may have `alignment - 1` rows of padding.
             let padding = choices.min(experts).checked_mul(spec.alignment - 1);
-            let rows = padding.and_then(|p| p.checked_add(choices)).filter(|n| i32::try_from(*n).is_ok());
-            let rows =
-                rows.ok_or_else(|| Error::invalid("prepare", "rows", format!("at most {}", i32::MAX), "more"))?;
-            Ok((rows, false))
+            (padding.and_then(|p| p.checked_add(choices)), false)
         }
-    }
+    };
+    Ok((check_number("prepare", "rows", rows)?, may_drop))
 }
 
 pub(super) fn plan_behind(device: &Cuda, call: PlanRequest<'_, Cuda>) -> Result<Option<Plan<Cuda>>> {
@@ -96,19 +102,8 @@ pub(crate) fn examined(
     (spec, experts): (&DispatchSpec, usize),
 ) -> Result<Option<(Tensor<Cuda>, Tensor<Cuda>)>> {
     earlier_faults(device)?;
-    let tokens = [ids.rows()];
     let spec = DispatchSpec { alignment: 1, capacity: Capacity::Eager, expert_capacity: None, ..*spec };
-    let call = PlanRequest {
-        rank: 0,
-        ranks: 1,
-        num_experts: experts,
-        ids: ids.borrow(),
-        weights: None,
-        tokens: &tokens,
-        spec: &spec,
-        transport: crate::ep::Transport::Local,
-    };
-    let Some((plan, stats)) = plan_on_gpu(device, call)? else { return Ok(None) };
+    let Some((plan, stats)) = plan_alone(device, ids, (&spec, experts))? else { return Ok(None) };
     let mut loads = Tensor::empty(device, DType::I64, &[experts])?;
     let bytes = experts * DType::I64.size();
     device.copy(Cuda::slice(stats.view().data(), 0..bytes), loads.view_mut().into_data())?;
@@ -169,6 +164,18 @@ pub(crate) fn received(device: &Cuda, from: &Foreign<'_>) -> Result<(Zones<Cuda>
 
 /// A plan, but for its statistics, and these as kernels leave them.
 type Planned = (Plan<Cuda>, Tensor<Cuda>);
+
+/// The plan of these ids as those of a rank without others.
+#[cfg(feature = "nccl-ep")]
+pub(super) fn plan_alone(
+    device: &Cuda,
+    ids: TensorRef<'_, Cuda>,
+    (spec, num_experts): (&DispatchSpec, usize),
+) -> Result<Option<Planned>> {
+    let (tokens, transport) = ([ids.rows()], crate::ep::Transport::Local);
+    let (rank, ranks, weights, ids) = (0, 1, None, ids.borrow());
+    plan_on_gpu(device, PlanRequest { rank, ranks, num_experts, ids, weights, tokens: &tokens, spec, transport })
+}
 
 pub(super) fn plan_on_gpu(device: &Cuda, call: PlanRequest<'_, Cuda>) -> Result<Option<Planned>> {
     const CALL: &str = "prepare";
@@ -298,4 +305,22 @@ pub(super) fn plan(device: &Cuda, call: PlanRequest<'_, Cpu>) -> Result<Plan<Cud
         return_map: plan.return_map.to(device, stream)?,
         messages: plan.messages.map(messages).transpose()?,
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_maps_cannot_number_is_refused() {
+        let eager = DispatchSpec { capacity: Capacity::Eager, alignment: 128, ..DispatchSpec::new(0, 8) };
+        let fixed = |rows| DispatchSpec { capacity: Capacity::Static(rows), ..eager };
+        let most = i32::MAX as usize;
+        assert_eq!(rows(&eager, 1000, 4).ok(), Some((1000 + 4 * 127, false)));
+        assert_eq!(rows(&fixed(most), most, 4).ok(), Some((most, fixed(0).overflow == Overflow::Drop)));
+        for (spec, choices) in [(fixed(most + 1), 8), (fixed(8), most + 1), (eager, most - 4 * 127 + 1)] {
+            let error = rows(&spec, choices, 4).err().map(|e| e.to_string()).unwrap_or_default();
+            assert!(error.contains("at most 2147483647"), "{spec:?}, {choices}: {error}");
+        }
+    }
 }

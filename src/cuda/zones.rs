@@ -8,6 +8,7 @@ use crate::tensor::{Tensor, TensorMut, TensorRef};
 use super::device::Cuda;
 use super::launch::{Grid, ROWS};
 use super::params;
+use super::plan::check_number;
 
 /// Bytes of a tile in a list.
 const TILE_BYTES: u64 = 16;
@@ -28,10 +29,7 @@ pub(super) fn check_zones(call: &'static str, zones: &Zones<Cuda>, experts: usiz
         Error::check_shape(call, name, &[experts], t.dims())?;
         Error::check_dtype(call, name, DType::I64, t.dtype())?;
     }
-    match i32::try_from(zones.rows) {
-        Ok(_) => Ok(()),
-        Err(_) => Err(Error::invalid(call, "zones.rows", format!("at most {}", i32::MAX), zones.rows)),
-    }
+    check_number(call, "zones.rows", Some(zones.rows)).map(drop)
 }
 
 /// A checked source of rows.

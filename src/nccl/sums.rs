@@ -7,7 +7,7 @@ use crate::cpu::sum_ranks;
 use crate::cuda::Cuda;
 use crate::device::Device;
 use crate::dtype::DType;
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::kernels::{Kernels, ReduceRows};
 use crate::tensor::{Tensor, TensorMut, TensorRef};
 
@@ -47,12 +47,12 @@ fn way(op: ReduceOp, dtype: DType) -> Way {
     }
 }
 
-/// Length of the rows that a part of so many elements is cut into.
+/// Length of the rows that a part of so many elements is cut into: a divisor of it with as many twos as it has itself, so
+/// that rows begin where words do.
 fn row(count: usize) -> usize {
-    match count {
-        0..=ROW => count.max(1),
-        _ => ROW.min(1 << count.trailing_zeros()),
-    }
+    let words = ROW.min(1 << count.trailing_zeros().min(ROW.ilog2()));
+    let rest = count / words;
+    words * (1..=ROW / words).rev().find(|n| rest.is_multiple_of(*n)).unwrap_or(1)
 }
 
 impl NcclComm {
@@ -148,6 +148,10 @@ impl NcclComm {
         let (size, count) = (self.link.size, out.count());
         let width = row(count);
         let rows = count / width;
+        if i32::try_from(size * rows).is_err() {
+            let expected = format!("at most {} rows of a divisor of theirs up to {ROW}", i32::MAX);
+            return Err(Error::invalid("sum", "elements", expected, count));
+        }
         if !self.sums.maps.contains_key(&rows) {
             let map: Vec<i32> = (0..rows).flat_map(|row| (0..size).map(move |p| (p * rows + row) as i32)).collect();
             let map = Tensor::from_vec(map, &[rows, size])?.to(&self.cuda, &self.cuda.stream())?;
@@ -163,5 +167,23 @@ impl NcclComm {
             out: out.reborrow().reshape(&[rows, width])?,
         };
         self.cuda.reduce_rows(&self.cuda.stream(), call)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn rows_divide_and_begin_at_words() {
+        for (count, width) in [(1, 1), (7, 7), (2048, 2048), (6144, 2048), (3000, 1000), (4099 * 3, 3), (12 * 4099, 12)]
+        {
+            assert_eq!(row(count), width, "{count}");
+        }
+        for count in 1..20_000 {
+            let width = row(count);
+            assert!(count.is_multiple_of(width) && width <= ROW, "{count}: {width}");
+            assert!(width.is_multiple_of(8) || !count.is_multiple_of(8), "{count}: {width}");
+        }
     }
 }

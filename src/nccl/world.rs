@@ -208,7 +208,8 @@ impl NcclComm {
         place: (Option<usize>, usize),
         cuda: &Cuda,
     ) -> Result<Option<Self>> {
-        engines(self.library())?;
+        let had = engines(self.library());
+        self.check(tag, had)?;
         self.divide(tag, place, (cuda, true))
     }
 
@@ -219,18 +220,17 @@ impl NcclComm {
         (cuda, engines): (&Cuda, bool),
     ) -> Result<Option<Self>> {
         const CALL: &str = "split";
-        if cuda.ordinal() != self.cuda.ordinal() {
-            let error = Error::invalid(CALL, "cuda", format!("GPU {}", self.cuda.ordinal()), cuda.ordinal());
-            let _ = self.refuse(tag, &error.to_string());
-            return Err(error);
-        }
         let own = colour.map_or(-1, |c| c as i64);
-        if i32::try_from(own).is_err() || i32::try_from(key).is_err() {
+        let checked = if cuda.ordinal() != self.cuda.ordinal() {
+            Err(Error::invalid(CALL, "cuda", format!("GPU {}", self.cuda.ordinal()), cuda.ordinal()))
+        } else if i32::try_from(own).is_err() || i32::try_from(key).is_err() {
             let expected = format!("at most {}", i32::MAX);
-            return Err(Error::invalid(CALL, "colour, key", expected, format!("{colour:?}, {key}")));
-        }
-        let mut send = Tensor::empty(&self.cuda, DType::I64, &[2])?;
-        let mut recv = Tensor::empty(&self.cuda, DType::I64, &[self.link.size, 2])?;
+            Err(Error::invalid(CALL, "colour, key", expected, format!("{colour:?}, {key}")))
+        } else {
+            let room = |dims: &[usize]| Tensor::empty(&self.cuda, DType::I64, dims);
+            room(&[2]).and_then(|send| Ok((send, room(&[self.link.size, 2])?)))
+        };
+        let (mut send, mut recv) = self.check(tag, checked)?;
         let stream = self.cuda.stream();
         let bytes: Vec<u8> = [own, key as i64].iter().flat_map(|v| v.to_ne_bytes()).collect();
         self.cuda.upload(&stream, &bytes, send.view_mut())?;

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use crate::cuda::device::Cuda;
 use crate::cuda::launch::Grid;
 use crate::cuda::params;
-use crate::cuda::plan::CHUNKS;
+use crate::cuda::plan::{CHUNKS, check_number};
 use crate::dtype::DType;
 use crate::ep::{Capacity, Gathered, Known, Messages, Overflow, Plan, PlanRecords, Transport};
 use crate::error::{Error, Result};
@@ -83,7 +83,8 @@ impl Counting {
         Error::check_shape(CALL, "records", &[ranks, sizes.bytes()], records.dims())?;
         check_heard(heard.as_ref().dims(), ranks)?;
         let numbers = Numbers { experts, locals: experts / ranks, ranks };
-        let choices = ranks * max_tokens * k;
+        let choices = max_tokens.checked_mul(k).and_then(|n| n.checked_mul(ranks));
+        let choices = check_number(CALL, "choices of all ranks", choices)?;
         let chunk = choices.div_ceil(CHUNKS).next_multiple_of(32).max(32);
         let chunks = choices.div_ceil(chunk);
         let of = |dtype, dims: &[usize]| Tensor::empty(device, dtype, dims);
@@ -192,10 +193,7 @@ impl Settled {
         self.room = known.tokens.iter().copied().max().unwrap_or(0);
         self.known = Some(known);
         if open {
-            self.rows = self.values[numbers.tail()];
-            if self.rows > i32::MAX as usize {
-                return Err(Error::invalid(CALL, "rows", format!("at most {}", i32::MAX), self.rows));
-            }
+            self.rows = check_number(CALL, "rows", Some(self.values[numbers.tail()]))?;
         }
         Ok(())
     }
