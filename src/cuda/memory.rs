@@ -285,7 +285,8 @@ fn create_pool(context: &CudaContext) -> Result<sys::CUmemoryPool> {
     unsafe { (&raw mut props.location).cast::<[i32; 2]>().write(location) };
     // SAFETY: `props` is initialised as the driver documents it.
     let pool = unsafe { result::mem_pool::create(&props) }.map_err(driver(CALL, "create a memory pool"))?;
-    // SAFETY: the pool was just made.
-    unsafe { keep(pool, u64::MAX) }.map_err(driver(CALL, "configure the memory pool"))?;
+    // SAFETY: the pool was just made, and nothing is in it.
+    unsafe { keep(pool, u64::MAX).inspect_err(|_| drop(result::mem_pool::destroy(pool))) }
+        .map_err(driver(CALL, "configure the memory pool"))?;
     Ok(pool)
 }
