@@ -65,11 +65,12 @@ impl LowLatencyGroup {
     /// Skips ranks from now on, here; every rank decides for itself.
     ///
     /// # Errors
-    /// As [`was_late`](Self::was_late); not one entry a rank.
+    /// As [`was_late`](Self::was_late); not one entry a rank; a graph being recorded.
     pub fn set_active(&self, active: &[bool]) -> Result<()> {
         const CALL: &str = "LowLatencyGroup::set_active";
         self.masked(CALL)?;
         Error::check_shape(CALL, "active", &[self.ranks()], &[active.len()])?;
+        self.cuda().not_captured(CALL, "copy from the host")?;
         let (raw, from): (_, Vec<_>) = (self.raw(), active.iter().map(|a| i32::from(*a)).collect());
         // SAFETY: the group lives and has masks; the numbers live past the wait below.
         self.member().with(CALL, |library, stream| unsafe { result::mask_update(library, raw, &from, stream) })?;
