@@ -3,7 +3,7 @@
 //! framework and for the other are comparable within a run: the same shapes, the same loss Σ y ∘ c.
 //!
 //! ```text
-//! cargo bench --no-default-features --features candle,cuda --bench adapters -- [WORKLOAD …]
+//! cargo bench -p moebius --no-default-features --features candle,cuda --bench adapters -- [WORKLOAD …]
 //! cargo bench --no-default-features --features burn-cuda --bench adapters -- [WORKLOAD …]
 //! ```
 

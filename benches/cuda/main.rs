@@ -2,7 +2,8 @@
 //! turn. One JSON line a measurement; `benches/peers/run` runs the peers beside it and makes a table of both.
 //!
 //! ```text
-//! cargo bench --features cuda --bench cuda -- [--portable] [--quant] [--workloads] [WORKLOAD …]
+//! cargo bench -p moebius --no-default-features --features cuda --bench cuda --
+//!     [--portable] [--quant] [--workloads] [WORKLOAD …]
 //! ```
 //!
 //! `--quant` measures quantisation and products with quantised weights, and nothing else.

@@ -3,9 +3,9 @@
 //! slowest rank of each repeat, median and 99th percentile.
 //!
 //! ```text
-//! cargo bench --features nccl --bench nccl -- [--ranks N] [--tokens 128,4096] [--routing uniform] [--mode "ht windows"]
-//!     [--workload dsv3] [--payload nvfp4] [--ahead 0,2] [--spare 0,16] [--lanes 2,1]
-//!     [--engines 0,1] [calls] [layer] [etp]
+//! cargo bench -p moebius --no-default-features --features nccl --bench nccl --
+//!     [--ranks N] [--tokens 128,4096] [--routing uniform] [--mode "ht windows"] [--workload dsv3]
+//!     [--payload nvfp4] [--ahead 0,2] [--spare 0,16] [--lanes 2,1] [--engines 0,1] [calls] [layer] [etp]
 //! ```
 //!
 //! `--payload` names forms, `plain`, `nvfp4` and `mxfp8`: those in which a layer's tokens travel (`plain` unless told) and
