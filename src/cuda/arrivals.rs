@@ -8,6 +8,7 @@ use crate::tensor::{Tensor, TensorRef};
 
 use super::device::Cuda;
 use super::launch::Grid;
+use super::zones::at;
 use super::{params, plan};
 
 const CALL: &str = "dispatch";
@@ -32,8 +33,8 @@ pub(crate) fn starts(
         first: first as i64,
         groups: groups as i64,
         alignment: alignment.max(1) as i64,
-        starts: starts.view_mut().into_data().address(),
-        total: total.view_mut().into_data().address(),
+        starts: at(&mut starts),
+        total: at(&mut total),
     };
     // SAFETY: every tensor has the size that `params.h` states for it; the experts are among those of `loads`.
     unsafe { device.launch("prepare", "plan_starts", Grid::new(1, THREADS as u32), &p) }?;
@@ -49,7 +50,7 @@ pub(crate) fn packed_ids(device: &Cuda, ids: TensorRef<'_, Cuda>) -> Result<Tens
         ids: ids.data().address(),
         tokens: tokens as i64,
         top_k: k as i64,
-        out_ids: out.view_mut().into_data().address(),
+        out_ids: at(&mut out),
         ..Default::default()
     };
     spread(device, "arrivals_pack", tokens * (k + 1), &p)?;
@@ -71,7 +72,7 @@ pub(crate) fn packed_weights(
         weights: weights.map_or(0, |w| w.data().address()),
         tokens: tokens as i64,
         top_k: k as i64,
-        out_weights: out.view_mut().into_data().address(),
+        out_weights: at(&mut out),
         ..Default::default()
     };
     spread(device, "arrivals_pack", tokens * (k + 1), &p)?;
@@ -125,10 +126,10 @@ pub(crate) fn sorted(device: &Cuda, from: &Arrived<'_>) -> Result<Sorted> {
         ranks: ranks as i64,
         top_k: k as i64,
         slots: from.slots as i64,
-        out_ids: ids.view_mut().into_data().address(),
-        out_weights: weights.view_mut().into_data().address(),
-        row_of: row_of.view_mut().into_data().address(),
-        token_of: token_of.view_mut().into_data().address(),
+        out_ids: at(&mut ids),
+        out_weights: at(&mut weights),
+        row_of: at(&mut row_of),
+        token_of: at(&mut token_of),
         ..Default::default()
     };
     spread(device, "arrivals_sort", rows * wide, &p)?;
@@ -143,9 +144,9 @@ pub(crate) fn sorted(device: &Cuda, from: &Arrived<'_>) -> Result<Sorted> {
     let (plan, _) = planned.ok_or_else(|| Error::invalid(CALL, "experts", "as many as the GPU plans", from.experts))?;
     let (mut row_map, by_token) = (plan.row_map, plan.return_map);
     let mut return_map = of(DType::I32, &[rows, k])?;
-    p.row_map = row_map.view_mut().into_data().address();
+    p.row_map = at(&mut row_map);
     p.return_map = by_token.view().data().address();
-    p.out_map = return_map.view_mut().into_data().address();
+    p.out_map = at(&mut return_map);
     spread(device, "arrivals_map", from.slots.max(rows * k), &p)?;
     Ok(Sorted { row_map, weight_map: plan.weight_map, weights, return_map })
 }

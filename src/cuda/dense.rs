@@ -1,7 +1,5 @@
 //! Dense products with a small weight, and the elementwise sigmoid.
 
-use std::ffi::c_void;
-
 use cudarc::driver::sys::CUtensorMap;
 
 use crate::dtype::DType;
@@ -10,7 +8,7 @@ use crate::kernels::{Linear, LinearBwd, Sigmoid};
 use crate::tensor::{Tensor, TensorMut, TensorRef, dims2};
 
 use super::device::Cuda;
-use super::launch::{Grid, HOPPER_LINEAR, HOPPER_LINEAR_D_X, SCALAR, Shape, TENSOR, TF32};
+use super::launch::{Grid, HOPPER_LINEAR, HOPPER_LINEAR_D_X, SCALAR, Shape, TENSOR, TF32, argument};
 use super::params::{self, type_code};
 use super::tensor_map::Matrices;
 use super::zones::{aligned, input, output, pointer};
@@ -112,8 +110,7 @@ unsafe fn launch_mapped(
     p: &params::Gemm,
     maps: &[CUtensorMap],
 ) -> Result<()> {
-    let mut arguments: Vec<*mut c_void> = vec![(&raw const *p).cast_mut().cast()];
-    arguments.extend(maps.iter().map(|map| (&raw const *map).cast_mut().cast::<c_void>()));
+    let mut arguments: Vec<_> = std::iter::once(argument(p)).chain(maps.iter().map(argument)).collect();
     // SAFETY: the caller's promise.
     unsafe { device.launch_with(call, kernel, grid, &mut arguments) }
 }

@@ -4,7 +4,7 @@ use crate::dtype::DType;
 use crate::error::Result;
 
 use super::device::Cuda;
-use super::launch::{Grid, ROWS};
+use super::launch::{Grid, ROWS, argument};
 use super::params;
 use super::tensor_map::Matrices;
 
@@ -95,14 +95,8 @@ pub(super) unsafe fn launch(
     // Blocks work in pairs.
     let blocks = blocks.min(device.fillable() / 2 * 2).next_multiple_of(2);
     let grid = Grid { shared: ROWS.shared, ..Grid::new(blocks, ROWS.threads) };
-    let mut arguments = [
-        (&raw const *p).cast_mut().cast(),
-        (&raw const a).cast_mut().cast(),
-        (&raw const b).cast_mut().cast(),
-        (&raw const pre).cast_mut().cast(),
-        (&raw const gated).cast_mut().cast(),
-        (&raw const plain).cast_mut().cast(),
-    ];
+    let [a, b, pre, gated, plain] = [&a, &b, &pre, &gated, &plain].map(argument);
+    let mut arguments = [argument(p), a, b, pre, gated, plain];
     // SAFETY: the kernels take at most these six, in this order; the rest is the caller's promise.
     unsafe { device.launch_with(call, kernel, grid, &mut arguments) }
 }

@@ -160,6 +160,11 @@ impl Grid {
     }
 }
 
+/// A kernel's parameter, as the driver takes it.
+pub(super) fn argument<P>(parameter: &P) -> *mut c_void {
+    (&raw const *parameter).cast_mut().cast()
+}
+
 impl Cuda {
     /// Enqueues a kernel of one parameter. Nothing is launched for no blocks.
     ///
@@ -167,7 +172,7 @@ impl Cuda {
     /// `params` is the struct that the kernel takes, and its pointers are valid for what the kernel does with them.
     pub(super) unsafe fn launch<P>(&self, call: &'static str, kernel: &str, grid: Grid, params: &P) -> Result<()> {
         // SAFETY: as the caller promises.
-        unsafe { self.launch_with(call, kernel, grid, &mut [(&raw const *params).cast_mut().cast()]) }
+        unsafe { self.launch_with(call, kernel, grid, &mut [argument(params)]) }
     }
 
     /// Enqueues a kernel. Nothing is launched for no blocks.

@@ -285,8 +285,12 @@ fn create_pool(context: &CudaContext) -> Result<sys::CUmemoryPool> {
     unsafe { (&raw mut props.location).cast::<[i32; 2]>().write(location) };
     // SAFETY: `props` is initialised as the driver documents it.
     let pool = unsafe { result::mem_pool::create(&props) }.map_err(driver(CALL, "create a memory pool"))?;
-    // SAFETY: the pool was just made, and nothing is in it.
-    unsafe { keep(pool, u64::MAX).inspect_err(|_| drop(result::mem_pool::destroy(pool))) }
-        .map_err(driver(CALL, "configure the memory pool"))?;
+    // SAFETY: the pool was just made.
+    let kept = unsafe { keep(pool, u64::MAX) };
+    if kept.is_err() {
+        // SAFETY: as above; nothing is in it.
+        let _ = unsafe { result::mem_pool::destroy(pool) };
+    }
+    kept.map_err(driver(CALL, "configure the memory pool"))?;
     Ok(pool)
 }

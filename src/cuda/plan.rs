@@ -23,7 +23,7 @@ use super::device::Cuda;
 use super::launch::{Grid, ROWS, UNASKED};
 use super::params;
 use super::rows::LOOP_BLOCKS;
-use super::zones::room_for_tiles;
+use super::zones::{at, room_for_tiles};
 
 impl Cuda {
     /// A tensor of the GPU on the host; waits for the stream.
@@ -142,7 +142,6 @@ pub(crate) fn received(device: &Cuda, from: &Foreign<'_>) -> Result<(Zones<Cuda>
     let mut offsets = Tensor::empty(device, DType::I64, &[groups])?;
     let mut counts = Tensor::empty(device, DType::I64, &[groups])?;
     let mut row_map = Tensor::empty(device, DType::I32, &[from.rows])?;
-    let at = |t: &mut Tensor<Cuda>| t.view_mut().into_data().ptr;
     let p = params::Received {
         loads: from.loads.view().data().ptr,
         starts: from.starts.view().data().ptr,
@@ -202,7 +201,6 @@ pub(super) fn plan_on_gpu(device: &Cuda, call: PlanRequest<'_, Cuda>) -> Result<
     let (mut kept_ids, mut return_map) = (of(DType::I32, &[tokens, k])?, of(DType::I32, &[tokens, k])?);
     let (mut row_map, mut weight_map) = (of(DType::I32, &[rows])?, of(DType::I32, &[rows])?);
     let mut tiles = room_for_tiles(device, rows, experts)?;
-    let at = |t: &mut Tensor<Cuda>| t.view_mut().into_data().ptr;
     let p = params::Plan {
         ids: call.ids.data().ptr,
         wide,

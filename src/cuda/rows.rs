@@ -8,7 +8,7 @@ use crate::tensor::Tensor;
 use super::device::Cuda;
 use super::launch::Grid;
 use super::params::{self, type_code};
-use super::zones::Source;
+use super::zones::{Source, at};
 
 /// Blocks of a loop over a whole tensor.
 pub(super) const LOOP_BLOCKS: usize = 2048;
@@ -19,23 +19,33 @@ pub(super) fn gather_rows(device: &Cuda, call: GatherRows<'_, Cuda>) -> Result<(
     Error::check_dtype(CALL, "out", call.source.dtype(), call.out.dtype())?;
     Error::check_dtype(CALL, "map", DType::I32, call.map.dtype())?;
     Error::check_shape(CALL, "out", &[call.map.count(), row], &[call.out.rows(), call.out.row_bytes()])?;
-    let (rows, source_rows) = (call.out.rows(), call.source.rows());
-    let (source, out) = (call.source.data().ptr, call.out.into_data().ptr);
-    let word = [16u64, 4, 1].into_iter().find(|w| (source | out | row as u64).is_multiple_of(*w)).unwrap_or(1);
+    let (rows, from) = (call.out.rows(), (call.source.data().ptr, call.source.rows()));
+    gather(device, CALL, (from, call.map.data().ptr), (call.out.into_data().ptr, rows), row)
+}
+
+/// Rows of `bytes` bytes behind a map, which has an entry for each row of the output.
+fn gather(
+    device: &Cuda,
+    call: &'static str,
+    ((source, source_rows), map): ((u64, usize), u64),
+    (out, rows): (u64, usize),
+    bytes: usize,
+) -> Result<()> {
+    let word = [16, 4, 1].into_iter().find(|w| (source | out | bytes as u64).is_multiple_of(*w)).unwrap_or(1);
     let p = params::Rows {
         source,
-        map: call.map.data().ptr,
+        map,
         out,
         source_rows: source_rows as i64,
         out_rows: rows as i64,
-        width: row as i64,
+        width: bytes as i64,
         word: word as i64,
         fault: device.inner.status,
         ..Default::default()
     };
-    let blocks = (rows * row).div_ceil(256 * word as usize).min(LOOP_BLOCKS);
+    let blocks = (rows * bytes).div_ceil(256 * word as usize).min(LOOP_BLOCKS);
     // SAFETY: `out` has a row for each entry of the map; the kernel checks its entries against the source's rows.
-    unsafe { device.launch(CALL, "gather_rows", Grid::new(blocks, 256), &p) }
+    unsafe { device.launch(call, "gather_rows", Grid::new(blocks, 256), &p) }
 }
 
 /// Rows joined (`whole` is written) or taken apart.
@@ -88,20 +98,8 @@ pub(super) fn to_slots(
     (slots, width, dtype): (usize, usize, DType),
 ) -> Result<Tensor<Cuda>> {
     let mut out = Tensor::empty(device, dtype, &[slots, width])?;
-    let row = width * dtype.size();
-    let p = params::Rows {
-        source: source.base,
-        map: source.map,
-        out: out.view_mut().into_data().ptr,
-        source_rows: source.rows,
-        out_rows: slots as i64,
-        width: row as i64,
-        word: if source.vector { 16 } else { 1 },
-        fault: device.inner.status,
-        ..Default::default()
-    };
-    // SAFETY: `out` has a row for each slot, and the source's map an entry; the kernel checks these.
-    unsafe { device.launch(call, "gather_rows", Grid::new((slots * row).div_ceil(4096).min(LOOP_BLOCKS), 256), &p) }?;
+    let from = ((source.base, source.rows as usize), source.map);
+    gather(device, call, from, (at(&mut out), slots), width * dtype.size())?;
     Ok(out)
 }
 

@@ -56,9 +56,13 @@ impl Status {
         let context = Arc::clone(stream.context());
         // SAFETY: plain allocations, freed by `drop`.
         let words = unsafe { result::malloc_sync(BYTES) }.map_err(driver(CALL, "allocate the status words"))?;
-        // SAFETY: as above; where the second fails, the first goes at once.
-        let mirror = unsafe { result::malloc_host(BYTES, 0).inspect_err(|_| drop(result::free_sync(words))) }
-            .map_err(driver(CALL, "allocate the status words"))?;
+        // SAFETY: as above.
+        let mirror = unsafe { result::malloc_host(BYTES, 0) };
+        if mirror.is_err() {
+            // SAFETY: nobody has them yet.
+            let _ = unsafe { result::free_sync(words) };
+        }
+        let mirror = mirror.map_err(driver(CALL, "allocate the status words"))?;
         let status = Self { words, mirror: mirror.cast(), stream: Arc::clone(stream), context };
         status.clear_mirror();
         Ok(status)

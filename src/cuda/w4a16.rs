@@ -6,7 +6,7 @@ use crate::quant::{QuantisedRef, WeightFormat};
 
 use super::device::Cuda;
 use super::hopper::Product;
-use super::launch::{Grid, W4A16};
+use super::launch::{Grid, W4A16, argument};
 use super::params;
 use super::tensor_map::Matrices;
 
@@ -153,10 +153,8 @@ impl Quantised {
             }
             _ => None,
         };
-        let mut arguments = vec![(&raw const *p).cast_mut().cast(), (&raw const self.params).cast_mut().cast()];
-        if let Some(rows) = &rows {
-            arguments.push((&raw const *rows).cast_mut().cast());
-        }
+        let mut arguments: Vec<_> =
+            [argument(p), argument(&self.params)].into_iter().chain(rows.as_ref().map(argument)).collect();
         // SAFETY: callers have checked every tensor in `p`, `new` those of the weight; maps and zones, which only the
         // device knows, are checked by the kernel.
         unsafe { device.launch_with(call, &kernel, grid, &mut arguments) }

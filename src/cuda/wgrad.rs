@@ -2,8 +2,6 @@
 //!
 //! The sums may be in f32 where the operands are 16-bit, for gradients that many steps add to.
 
-use std::ffi::c_void;
-
 use crate::dtype::DType;
 use crate::error::Result;
 use crate::kernels::{BiasGrad, Wgrad, Zones};
@@ -11,7 +9,7 @@ use crate::tensor::{TensorMut, dims3};
 
 use super::device::Cuda;
 use super::experts::family;
-use super::launch::{Grid, HOPPER_WGRAD};
+use super::launch::{Grid, HOPPER_WGRAD, argument};
 use super::params::{self, type_code};
 use super::rows::to_slots;
 use super::tensor_map::Matrices;
@@ -142,12 +140,7 @@ impl Sums<'_> {
         let grid = Grid { shared: HOPPER_WGRAD.shared, ..Grid::new(blocks, HOPPER_WGRAD.threads) };
         let kernel = if self.dtype == DType::BF16 { "hopper_wgrad_bf16" } else { "hopper_wgrad_f16" };
         let [a, b, c] = &maps;
-        let mut arguments: [*mut c_void; 4] = [
-            (&raw const p).cast_mut().cast(),
-            (&raw const *a).cast_mut().cast(),
-            (&raw const *b).cast_mut().cast(),
-            (&raw const *c).cast_mut().cast(),
-        ];
+        let mut arguments = [argument(&p), argument(a), argument(b), argument(c)];
         // SAFETY: all tensors were checked against the sizes in `p`; maps and zones, which only the device knows, are
         // checked by the kernel. It takes these four arguments.
         unsafe { self.device.launch_with(CALL, kernel, grid, &mut arguments) }

@@ -13,6 +13,11 @@ use super::plan::check_number;
 /// Bytes of a tile in a list.
 const TILE_BYTES: u64 = 16;
 
+/// Where kernels write a tensor.
+pub(super) fn at(t: &mut Tensor<Cuda>) -> u64 {
+    t.view_mut().into_data().ptr
+}
+
 /// Pointer of a view that may be absent.
 pub(super) fn pointer(t: &Option<TensorRef<'_, Cuda>>) -> u64 {
     t.as_ref().map_or(0, |t| t.data().ptr)
@@ -196,7 +201,6 @@ impl Tiles {
         }
         let mut list = Tensor::empty(device, DType::I32, &[most, 4])?;
         let mut count = Tensor::empty(device, DType::I32, &[1])?;
-        let at = |t: &mut Tensor<Cuda>| t.view_mut().into_data().ptr;
         let made = (at(&mut list), at(&mut count));
         let call_params = params::Schedule {
             offsets: zones.offsets.view().data().ptr,

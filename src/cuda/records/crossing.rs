@@ -3,6 +3,7 @@
 use crate::cuda::device::Cuda;
 use crate::cuda::launch::Grid;
 use crate::cuda::params;
+use crate::cuda::zones::at;
 use crate::dtype::DType;
 use crate::ep::Messages;
 use crate::error::Result;
@@ -30,8 +31,8 @@ impl Crossing {
         let kinds = 4 * numbers.ranks;
         let mut places = Tensor::empty(device, DType::I32, &[choices, 2])?;
         let mut counts = Tensor::empty(device, DType::I32, &[kinds, p.chunks as usize])?;
-        (p.places, p.crossing) = (places.view_mut().into_data().ptr, counts.view_mut().into_data().ptr);
-        p.totals = stats.view_mut().into_data().ptr + 8 * numbers.messages_at() as u64;
+        (p.places, p.crossing) = (at(&mut places), at(&mut counts));
+        p.totals = at(stats) + 8 * numbers.messages_at() as u64;
         let few = Grid { shared: (kinds * 4) as u32, ..walk };
         // SAFETY: every tensor has the size that `params.h` states for it; the totals lie inside `stats`.
         unsafe {
@@ -53,9 +54,9 @@ impl Crossing {
         let list = |counts: &[usize]| Tensor::empty(device, DType::I32, &[counts.iter().sum()]);
         let mut return_slots = list(&slots_from)?;
         let (mut send_choices, mut send_tokens) = (list(&slots_at)?, list(&send_rows)?);
-        p.return_slots = return_slots.view_mut().into_data().ptr;
-        p.send_choices = send_choices.view_mut().into_data().ptr;
-        p.send_tokens = send_tokens.view_mut().into_data().ptr;
+        p.return_slots = at(&mut return_slots);
+        p.send_choices = at(&mut send_choices);
+        p.send_tokens = at(&mut send_tokens);
         // SAFETY: as above; the lists have as many entries as have been counted, which the kernel counts again.
         unsafe { device.launch(CALL, "messages_number", self.walk, p) }?;
         Ok(Messages { send_tokens, send_choices, return_slots, send_rows, recv_rows, slots_from, slots_at })

@@ -6,6 +6,7 @@ use crate::cuda::device::Cuda;
 use crate::cuda::launch::Grid;
 use crate::cuda::params;
 use crate::cuda::plan::{CHUNKS, check_number};
+use crate::cuda::zones::at;
 use crate::dtype::DType;
 use crate::ep::{Capacity, Gathered, Known, Messages, Overflow, Plan, PlanRecords, Transport};
 use crate::error::{Error, Result};
@@ -69,10 +70,6 @@ struct Maps {
     weight: Tensor<Cuda>,
     ret: Tensor<Cuda>,
     messages: Option<Messages<Cuda>>,
-}
-
-fn at(t: &mut Tensor<Cuda>) -> u64 {
-    t.view_mut().into_data().ptr
 }
 
 impl Counting {
