@@ -18,3 +18,5 @@ pub(crate) use collective::{add_pairwise, sum_ranks};
 pub use device::{Cpu, HostBuffer};
 pub use element::Element;
 pub(crate) use element::Float;
+#[cfg(feature = "cuda")]
+pub(crate) use router::jitter_key;

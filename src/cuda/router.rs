@@ -2,6 +2,7 @@
 
 use crate::aux_loss::Sums;
 use crate::config::{AuxConfig, BalanceKind, GroupScore, RouterConfig, Score};
+use crate::cpu::jitter_key;
 use crate::dtype::DType;
 use crate::ep::Reporting;
 use crate::error::{Error, Result};
@@ -68,18 +69,10 @@ fn formula(config: &RouterConfig, jitter: Option<Jitter>) -> params::Router {
     }
     if let Some(jitter) = jitter.filter(|_| config.jitter > 0.0) {
         p.jitter = config.jitter;
-        p.key = [jitter.seed, jitter.step, u64::from(jitter.layer)].into_iter().fold(0, absorb);
+        p.key = jitter_key(jitter);
         p.first_token = jitter.first_token;
     }
     p
-}
-
-/// The generator of `src/cpu/router/jitter.rs`.
-fn absorb(h: u64, word: u64) -> u64 {
-    let mut z = (h ^ word).wrapping_add(0x9e37_79b9_7f4a_7c15);
-    z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-    z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-    z ^ (z >> 31)
 }
 
 /// Experts of which a warp holds a token's scores in registers.

@@ -48,7 +48,7 @@ impl NcclLibrary {
     /// # Errors
     /// [`NcclError`]: it cannot be loaded, is too old or is not NCCL. A path that is given is the only one tried.
     pub fn open() -> Result<Self> {
-        match std::env::var_os(VARIABLE) {
+        match std::env::var_os(VARIABLE).filter(|path| !path.is_empty()) {
             Some(path) => Self::load(Wanted { path, source: VARIABLE }),
             None => Self::load(Wanted { path: NAME.into(), source: "as the system searches; MOEBIUS_NCCL is not set" }),
         }

@@ -23,8 +23,7 @@ impl Noise {
     /// `None` where there is nothing to multiply by.
     pub(super) fn new(config: &RouterConfig, jitter: Option<Jitter>) -> Option<Self> {
         let jitter = jitter.filter(|_| config.jitter > 0.0)?;
-        let key = [jitter.seed, jitter.step, u64::from(jitter.layer)].into_iter().fold(0, absorb);
-        Some(Self { epsilon: config.jitter, key, first_token: jitter.first_token })
+        Some(Self { epsilon: config.jitter, key: key(jitter), first_token: jitter.first_token })
     }
 
     /// The noise of this rank's token `t`.
@@ -46,6 +45,11 @@ impl TokenNoise {
         let r = (absorb(self.key, expert as u64) >> 40) as f64 / (1u64 << 24) as f64;
         1.0 + self.epsilon * (2.0 * r - 1.0)
     }
+}
+
+/// What all tokens of a call have in common.
+pub(crate) fn key(jitter: Jitter) -> u64 {
+    [jitter.seed, jitter.step, u64::from(jitter.layer)].into_iter().fold(0, absorb)
 }
 
 fn absorb(h: u64, word: u64) -> u64 {

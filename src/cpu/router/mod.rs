@@ -26,6 +26,8 @@ use jitter::Noise;
 
 pub(super) use aux::{aux_sums, aux_total};
 pub(super) use backward::route_bwd;
+#[cfg(feature = "cuda")]
+pub(crate) use jitter::key as jitter_key;
 pub(super) use keep::keep_sum;
 
 /// Tokens a task: enough to hide the cost of a task, few enough to share a small batch.

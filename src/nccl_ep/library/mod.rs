@@ -76,7 +76,7 @@ impl EpLibrary {
     /// [`EpError`]: it cannot be loaded, it or NCCL is too old, or its kernels would not compile. A path that is given
     /// is the only one tried.
     pub fn open(nccl: &NcclLibrary) -> Result<Self, EpError> {
-        match std::env::var_os(VARIABLE) {
+        match std::env::var_os(VARIABLE).filter(|path| !path.is_empty()) {
             Some(path) => Self::load(nccl, path, VARIABLE),
             None => Self::load(nccl, NAME.into(), "as the system searches; MOEBIUS_NCCL_EP is not set"),
         }
