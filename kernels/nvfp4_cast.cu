@@ -56,7 +56,7 @@ __device__ __forceinline__ void along_rows(const QuantCast& p, const Panel<T>& p
         const float most = MODE == TILED ? __uint_as_float(s.tiles[i / WIDE / 16][i % WIDE]) : magnitude(v);
         const unsigned scale = factors.scale(most);
         const uint4 random = MODE == STOCHASTIC ? random_of(p, side, line, block, 0) : make_uint4(0, 0, 0, 0);
-        const uint2 codes = factors.template encode<sizeof(T) == 2>(v, most, scale, random);
+        const uint2 codes = factors.template encode<T>(v, most, scale, random);
         side.scales[line * side.blocks + block] = static_cast<uint8_t>(scale);
         store8(side.codes + line * side.code_bytes + block * 8, codes, side.code_bytes - block * 8, aligned);
     }
@@ -82,7 +82,7 @@ __device__ __forceinline__ void down_columns(const QuantCast& p, const Panel<T>&
             const float most = MODE == TILED ? __uint_as_float(s.tiles[high][(first + c) / 16]) : magnitude(v[c]);
             const unsigned scale = factors.scale(most);
             const uint4 random = MODE == STOCHASTIC ? random_of(p, side, line, block, 1) : make_uint4(0, 0, 0, 0);
-            *reinterpret_cast<uint2*>(s.codes + (first + c) * CODES + high * 8) = factors.template encode<sizeof(T) == 2>(v[c], most, scale, random);
+            *reinterpret_cast<uint2*>(s.codes + (first + c) * CODES + high * 8) = factors.template encode<T>(v[c], most, scale, random);
             s.scales[(first + c) * SCALES + high] = static_cast<uint8_t>(scale);
         }
     }
@@ -118,7 +118,10 @@ __device__ __forceinline__ void cast(const QuantCast& p) {
 // Rows alone, of a matrix without gaps whose rows are whole blocks, with one amax: a block's place follows from its number.
 template <class T, int MODE>
 __device__ __forceinline__ void cast_rows(const QuantCast& p) {
-    constexpr int EACH = 8 / sizeof(T), THREADS = 256;
+    #ifndef ROWS_EACH
+#define ROWS_EACH 8
+#endif
+    constexpr int EACH = ROWS_EACH / sizeof(T), THREADS = 256;
     const QuantSide& side = p.rows;
     const int64_t all = p.matrix.rows * side.blocks, first = static_cast<int64_t>(blockIdx.x) * EACH * THREADS + threadIdx.x;
     Block<T> blocks[EACH];
@@ -142,7 +145,7 @@ __device__ __forceinline__ void cast_rows(const QuantCast& p) {
             const unsigned line = static_cast<unsigned>(i) / static_cast<unsigned>(side.blocks);
             random = random_of(p, side, line, static_cast<unsigned>(i) - line * static_cast<unsigned>(side.blocks), 0);
         }
-        *reinterpret_cast<uint2*>(side.codes + i * 8) = factors.template encode<sizeof(T) == 2>(v, most, scale, random);
+        *reinterpret_cast<uint2*>(side.codes + i * 8) = factors.template encode<T>(v, most, scale, random, MODE == STOCHASTIC ? blocks[j].words : nullptr);
         side.scales[i] = static_cast<uint8_t>(scale);
     }
 }

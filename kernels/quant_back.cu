@@ -1,107 +1,194 @@
-// Quantised matrices back to floating point, and block scales to and from the order in which tensor cores read them.
+// Quantised matrices back to floating point, many in one launch, and block scales to and from the order in which tensor
+// cores read them.
 #include "common/quant.cuh"
 
 namespace {
 using namespace quant;
 
-constexpr int THREADS = 256;
+// Threads take elements by eights, whose results lie beside their neighbours': a warp writes whole sectors. A thread
+// loads all that it takes before it computes (`src/cuda/quant.rs` has the same numbers).
+#ifndef EACH_TRY
+#define EACH_TRY 4
+#endif
+constexpr int THREADS = 256, EACH = EACH_TRY, SPAN = THREADS * EACH;
 
 // Of 32 bits where that is enough: a division of 64 is a hundred instructions.
 __device__ __forceinline__ int64_t quotient(int64_t a, int64_t b) {
     return (a | b) >> 32 ? a / b : static_cast<unsigned>(a) / static_cast<unsigned>(b);
 }
 
-// Elements of a run to an output of any type.
-template <int N>
-__device__ __forceinline__ void put(const QuantBack& p, int64_t at, const float (&v)[N], int count) {
-    const bool aligned = p.len % 8 == 0 && reinterpret_cast<uintptr_t>(p.out) % 16 == 0;
-    if (p.out_type == TYPE_F32) {
-        float* out = static_cast<float*>(p.out) + at;
-#pragma unroll
-        for (int k = 0; k < N; k += 4) {
-            if (k + 4 <= count && aligned) *reinterpret_cast<float4*>(out + k) = make_float4(v[k], v[k + 1], v[k + 2], v[k + 3]);
-            else {
-#pragma unroll
-                for (int i = 0; i < 4; i++) if (k + i < count) out[k + i] = v[k + i];
-            }
-        }
-        return;
+// The job that this block belongs to.
+__device__ __forceinline__ const QuantBack& job_of(const QuantBacks& p) {
+    int low = 0, high = static_cast<int>(p.count);
+    while (high - low > 1) {
+        const int middle = (low + high) / 2;
+        if (p.jobs[middle].first_block <= blockIdx.x) low = middle;
+        else high = middle;
     }
+    return p.jobs[low];
+}
+
+// Eight elements to whole words of an output.
+template <class T>
+__device__ __forceinline__ void store(T* out, const float (&v)[8]) {
+    if constexpr (sizeof(T) == 4) {
+        reinterpret_cast<float4*>(out)[0] = make_float4(v[0], v[1], v[2], v[3]);
+        reinterpret_cast<float4*>(out)[1] = make_float4(v[4], v[5], v[6], v[7]);
+    } else {
+        T half[8];
 #pragma unroll
-    for (int k = 0; k < N; k += 8) {
-        unsigned short half[8];
+        for (int k = 0; k < 8; k++) half[k] = from_float<T>(v[k]);
+        *reinterpret_cast<uint4*>(out) = *reinterpret_cast<const uint4*>(half);
+    }
+}
+template <>
+__device__ __forceinline__ void store(bf16* out, const float (&v)[8]) {
+    __nv_bfloat162 pairs[4];
 #pragma unroll
-        for (int i = 0; i < 8; i++) {
-            if (p.out_type == TYPE_F16) half[i] = __half_as_ushort(from_float<f16>(v[k + i]));
-            else half[i] = __bfloat16_as_ushort(from_float<bf16>(v[k + i]));
-        }
-        unsigned short* out = static_cast<unsigned short*>(p.out) + at + k;
-        if (k + 8 <= count && aligned) {
-            *reinterpret_cast<uint4*>(out) = make_uint4(half[0] | half[1] << 16, half[2] | half[3] << 16, half[4] | half[5] << 16, half[6] | half[7] << 16);
-        } else {
+    for (int k = 0; k < 4; k++) pairs[k] = __floats2bfloat162_rn(v[2 * k], v[2 * k + 1]);
+    *reinterpret_cast<uint4*>(out) = *reinterpret_cast<const uint4*>(pairs);
+}
+__device__ __forceinline__ void store(const QuantBack& p, int64_t at, const float (&v)[8]) {
+    if (p.out_type == TYPE_BF16) store(static_cast<bf16*>(p.out) + at, v);
+    else if (p.out_type == TYPE_F16) store(static_cast<f16*>(p.out) + at, v);
+    else store(static_cast<float*>(p.out) + at, v);
+}
+
+// What blocks are multiplied by.
+__device__ __forceinline__ float factor_of(const QuantBack& p, unsigned scale, float amax) {
+    const float s = e4m3_value(scale);
+    return p.modelopt ? __fmul_rn(s, __fdiv_rn(amax, BOUND)) : __fmul_rn(__fmul_rn(s, amax), 1.0f / BOUND);
+}
+
+__device__ __forceinline__ void decode(const QuantBack& p, unsigned word, float factor, float (&v)[8]) {
 #pragma unroll
-            for (int i = 0; i < 8; i++) if (k + i < count) out[i] = half[i];
-        }
+    for (int k = 0; k < 8; k++) v[k] = __fmul_rn(e2m1_value(word >> 4 * k), factor);
+    if (!p.modelopt) return;
+#pragma unroll
+    for (int k = 0; k < 8; k++) v[k] = __fadd_rn(v[k], 0.0f);  // its table has +0 for code 8
+}
+
+// Values of eight E4M3 codes.
+__device__ __forceinline__ void e4m3_values(uint2 codes, float (&v)[8]) {
+#pragma unroll
+    for (int k = 0; k < 8; k += 2) {
+        const unsigned pair = (k < 4 ? codes.x : codes.y) >> 8 * (k % 4) & 0xffffu;
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890 && !defined(MOEBIUS_SOFT_E4M3)
+        unsigned halves;  // f16, exact
+        asm("cvt.rn.f16x2.e4m3x2 %0, %1;\n" : "=r"(halves) : "h"(static_cast<unsigned short>(pair)));
+        const float2 both = __half22float2(*reinterpret_cast<const __half2*>(&halves));
+        v[k] = both.x, v[k + 1] = both.y;
+#else
+        v[k] = e4m3_value(pair & 0xffu), v[k + 1] = e4m3_value(pair >> 8);
+#endif
+    }
+}
+
+// Lines of whole eights without gaps whose number fits 32 bits: an eight's place follows from its number alone.
+__device__ __forceinline__ bool plain(const QuantBack& p, int64_t bytes_of_eight, int64_t whole) {
+    const uintptr_t places = reinterpret_cast<uintptr_t>(p.out) | reinterpret_cast<uintptr_t>(p.codes) * (16 / bytes_of_eight);
+    return p.len % whole == 0 && p.code_bytes == p.len / 8 * bytes_of_eight && places % 16 == 0 && (p.lines * p.len / 8) >> 32 == 0;
+}
+
+// One eight of any matrix.
+__device__ __forceinline__ void nvfp4_eight(const QuantBack& p, int64_t i) {
+    const int64_t halves = p.blocks * 2;
+    if (i >= p.lines * halves) return;
+    const int64_t line = quotient(i, halves), half = i - line * halves, left = p.len - half * 8, bytes = p.code_bytes - half * 4;
+    const uint8_t* from = p.codes + line * p.code_bytes + half * 4;
+    unsigned word = 0;
+    for (int k = 0; k < 4 && k < bytes; k++) word |= static_cast<unsigned>(from[k]) << 8 * k;
+    const float factor = factor_of(p, p.scales[line * p.blocks + half / 2], p.amax[p.by_line ? line : 0]);
+    float v[8];
+    decode(p, word, factor, v);
+#pragma unroll
+    for (int k = 0; k < 8; k++) if (k < left) store_any(p.out, p.out_type, line * p.len + half * 8 + k, v[k]);
+}
+
+__device__ __forceinline__ void mxfp8_eight(const QuantBack& p, int64_t i) {
+    const int64_t wide = (p.len + 7) / 8;
+    if (i >= p.lines * wide) return;
+    const int64_t line = quotient(i, wide), column = (i - line * wide) * 8;
+    for (int k = 0; k < 8 && column + k < p.len; k++) {
+        const int64_t at = line * p.len + column + k;
+        const unsigned scale = p.by_line ? p.scales[line / 32 * p.len + column + k] : p.scales[line * p.blocks + column / 32];
+        store_any(p.out, p.out_type, at, __fmul_rn(e4m3_value(p.codes[at]), e8m0_value(scale)));
     }
 }
 
 }  // namespace
 
-// A thread half a block: its eight results lie beside its neighbour's, so that a warp writes whole sectors.
-extern "C" __global__ void __launch_bounds__(THREADS) nvfp4_back(const __grid_constant__ QuantBack p) {
-    const int64_t halves = p.blocks * 2, i = static_cast<int64_t>(blockIdx.x) * THREADS + threadIdx.x;
-    if (i >= p.lines * halves) return;
-    const int64_t line = quotient(i, halves), half = i - line * halves, left = p.len - half * 8;
-    if (left <= 0) return;
-    const float amax = p.amax[p.by_line ? line : 0], scale = e4m3_value(p.scales[line * p.blocks + half / 2]);
-    const float factor = p.modelopt ? __fmul_rn(scale, __fdiv_rn(amax, BOUND)) : __fmul_rn(__fmul_rn(scale, amax), 1.0f / BOUND);
-    const uint8_t* from = p.codes + line * p.code_bytes + half * 4;
-    const int64_t bytes = p.code_bytes - half * 4;
-    unsigned word = 0;
-    if (bytes >= 4 && words_of(p.codes, p.code_bytes, 4)) word = *reinterpret_cast<const unsigned*>(from);
-    else {
-        for (int k = 0; k < 4 && k < bytes; k++) word |= static_cast<unsigned>(from[k]) << 8 * k;
+extern "C" __global__ void __launch_bounds__(THREADS) nvfp4_back(const __grid_constant__ QuantBacks jobs) {
+    const QuantBack& p = job_of(jobs);
+    const int64_t start = (blockIdx.x - p.first_block) * SPAN + threadIdx.x;
+    if (!plain(p, 4, 16)) {
+#pragma unroll 1
+        for (int j = 0; j < EACH; j++) nvfp4_eight(p, start + j * THREADS);
+        return;
     }
-    float v[8];
+    const unsigned halves = static_cast<unsigned>(p.len / 8), all = static_cast<unsigned>(p.lines) * halves, first = static_cast<unsigned>(start);
+    if (first >= all) return;
+    unsigned words[EACH], scales[EACH];
 #pragma unroll
-    for (int k = 0; k < 8; k++) {
-        v[k] = __fmul_rn(e2m1_value(word >> 4 * k), factor);
-        if (p.modelopt) v[k] = __fadd_rn(v[k], 0.0f);  // its table has +0 for code 8
+    for (int j = 0; j < EACH; j++) {
+        const unsigned i = min(first + j * THREADS, all - 1);
+        words[j] = __ldcs(reinterpret_cast<const unsigned*>(p.codes) + i), scales[j] = p.scales[i / 2];
     }
-    put(p, line * p.len + half * 8, v, static_cast<int>(left < 8 ? left : 8));
+    float amax = p.amax[0];
+#pragma unroll
+    for (int j = 0; j < EACH; j++) {
+        const unsigned i = first + j * THREADS;
+        if (i >= all) return;
+        if (p.by_line) amax = p.amax[i / halves];
+        float v[8];
+        decode(p, words[j], factor_of(p, scales[j], amax), v);
+        store(p, static_cast<int64_t>(i) * 8, v);
+    }
 }
 
-// A thread eight elements of a line.
-extern "C" __global__ void __launch_bounds__(THREADS) mxfp8_back(const __grid_constant__ QuantBack p) {
-    const int64_t wide = (p.len + 7) / 8, i = static_cast<int64_t>(blockIdx.x) * THREADS + threadIdx.x;
-    if (i >= p.lines * wide) return;
-    const int64_t line = quotient(i, wide), column = (i - line * wide) * 8, left = p.len - column;
-    const uint8_t* from = p.codes + line * p.len + column;
-    float v[8];
-#pragma unroll
-    for (int k = 0; k < 8; k++) {
-        const bool inside = k < left;
-        const unsigned code = inside ? from[k] : 0;
-        const unsigned scale = !inside ? 0 : p.by_line ? p.scales[line / 32 * p.len + column + k] : p.scales[line * p.blocks + column / 32];
-        v[k] = __fmul_rn(e4m3_value(code), e8m0_value(scale));
+extern "C" __global__ void __launch_bounds__(THREADS) mxfp8_back(const __grid_constant__ QuantBacks jobs) {
+    const QuantBack& p = job_of(jobs);
+    const int64_t start = (blockIdx.x - p.first_block) * SPAN + threadIdx.x;
+    if (p.by_line || !plain(p, 8, 32)) {
+#pragma unroll 1
+        for (int j = 0; j < EACH; j++) mxfp8_eight(p, start + j * THREADS);
+        return;
     }
-    put(p, line * p.len + column, v, static_cast<int>(left < 8 ? left : 8));
+    const unsigned all = static_cast<unsigned>(p.lines * (p.len / 8)), first = static_cast<unsigned>(start);
+    if (first >= all) return;
+    uint2 codes[EACH];
+    unsigned scales[EACH];
+#pragma unroll
+    for (int j = 0; j < EACH; j++) {
+        const unsigned i = min(first + j * THREADS, all - 1);
+        codes[j] = __ldcs(reinterpret_cast<const uint2*>(p.codes) + i), scales[j] = p.scales[i / 4];
+    }
+#pragma unroll
+    for (int j = 0; j < EACH; j++) {
+        const unsigned i = first + j * THREADS;
+        if (i >= all) return;
+        float v[8];
+        e4m3_values(codes[j], v);
+        const float factor = e8m0_value(scales[j]);
+#pragma unroll
+        for (int k = 0; k < 8; k++) v[k] = __fmul_rn(v[k], factor);
+        store(p, static_cast<int64_t>(i) * 8, v);
+    }
 }
 
 // Scales [lines, blocks] to tiles of 128 x 4, padded with zeros, or back. A thread four scales of a line.
-extern "C" __global__ void __launch_bounds__(THREADS) swizzle(const __grid_constant__ QuantBack p) {
+extern "C" __global__ void __launch_bounds__(THREADS) swizzle(const __grid_constant__ Reorder p) {
     const int64_t wide = (p.blocks + 3) / 4, high = (p.lines + 127) / 128 * 128, i = static_cast<int64_t>(blockIdx.x) * THREADS + threadIdx.x;
     if (i >= high * wide) return;
     // In the order of the tiles' words.
     const int64_t tile = i / 128, in = i % 128, line = tile / wide * 128 + in % 4 * 32 + in / 4, block = tile % wide * 4;
-    uint8_t* out = static_cast<uint8_t*>(p.out);
 #pragma unroll
     for (int k = 0; k < 4; k++) {
         const bool inside = line < p.lines && block + k < p.blocks;
         if (p.back) {
-            if (inside) out[line * p.blocks + block + k] = p.scales[i * 4 + k];
+            if (inside) p.out[line * p.blocks + block + k] = p.scales[i * 4 + k];
         } else {
-            out[i * 4 + k] = inside ? p.scales[line * p.blocks + block + k] : 0;
+            p.out[i * 4 + k] = inside ? p.scales[line * p.blocks + block + k] : 0;
         }
     }
 }

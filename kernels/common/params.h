@@ -462,7 +462,7 @@ MOEBIUS_SIZE(QuantCast, 25);
 MOEBIUS_FIELD(QuantCast, columns, 13);
 MOEBIUS_FIELD(QuantCast, signs, 23);
 
-// Back to floating point, or scales to another order.
+// A quantised matrix back to floating point, one of many.
 struct QuantBack {
     const uint8_t* codes;
     const uint8_t* scales;
@@ -475,10 +475,25 @@ struct QuantBack {
     int64_t blocks;            // scales of a line
     int64_t by_line;           // an amax a line; MXFP8: blocks along columns
     int64_t modelopt;
-    int64_t back;              // swizzles: to row-major
+    int64_t first_block;       // of the launch's
+};
+struct QuantBacks {
+    QuantBack jobs[40];
+    int64_t count;
 };
 MOEBIUS_SIZE(QuantBack, 12);
-MOEBIUS_FIELD(QuantBack, back, 11);
+MOEBIUS_FIELD(QuantBack, first_block, 11);
+MOEBIUS_SIZE(QuantBacks, 481);
+
+// Block scales to another order.
+struct Reorder {
+    const uint8_t* scales;
+    uint8_t* out;
+    int64_t lines;
+    int64_t blocks;            // of a line
+    int64_t back;              // to row-major
+};
+MOEBIUS_SIZE(Reorder, 5);
 
 // Quantised weights of all groups, [groups, rows, columns] as numbers. Blocks run along columns.
 struct QuantWeight {

@@ -106,6 +106,29 @@ __device__ __forceinline__ unsigned e2m1_stochastic8(const float (&y)[8], unsign
     return word - 0xeeeeeedeu;
 }
 
+// The same of 16-bit elements, by twos: y is x by the block's factor, which is at least 2^-16, so that its sign is that of
+// an x that is not zero. As f16 scaled by 2^-14 and truncated, a magnitude's code is what is above its 9 low bits, below
+// one too, where f16 is subnormal; half a step's byte is added below. The sum of |y| and the byte's value, rounded
+// to binary32, reaches a step's end from 2^-26 below it on where |y| is below an eighth; a finer |y| has that added.
+template <class T>
+__device__ __forceinline__ unsigned e2m1_stochastic8(const unsigned (&words)[4], const float (&y)[8], unsigned low, unsigned high) {
+    unsigned codes[4];  // in the upper 4 bits of each half
+#pragma unroll
+    for (int k = 0; k < 4; k++) {
+        const float first = __fmaf_rz(fabsf(y[2 * k]), 0x1p-14f, 0x1p-40f), second = __fmaf_rz(fabsf(y[2 * k + 1]), 0x1p-14f, 0x1p-40f);
+        unsigned pair, positive;
+        asm("cvt.rz.f16x2.f32 %0, %1, %2;\n" : "=r"(pair) : "f"(second), "f"(first));
+        const unsigned bytes = __byte_perm(k < 2 ? low : high, 0, k % 2 ? 0x4342 : 0x4140);
+        const unsigned sum = (__vminu2(pair, 0x0e000e00u) + bytes * 2) * 8;
+        // No -0.
+        if constexpr (std::is_same<T, bf16>::value) asm("fma.rn.bf16x2 %0, %1, %2, %3;\n" : "=r"(positive) : "r"(words[k]), "r"(0x3f803f80u), "r"(0u));
+        else asm("fma.rn.f16x2 %0, %1, %2, %3;\n" : "=r"(positive) : "r"(words[k]), "r"(0x3c003c00u), "r"(0u));
+        codes[k] = sum | (positive & 0x80008000u);
+    }
+    const unsigned left = __byte_perm(codes[0], codes[1], 0x7351), right = __byte_perm(codes[2], codes[3], 0x7351);
+    return (__byte_perm(left, right, 0x5410) >> 4 & 0x0f0f0f0fu) | (__byte_perm(left, right, 0x7632) & 0xf0f0f0f0u);
+}
+
 // Philox4x32-10.
 __device__ __forceinline__ uint4 philox(uint4 c, unsigned k0, unsigned k1) {
 #pragma unroll
@@ -149,8 +172,9 @@ struct Factors {
     __device__ __forceinline__ float factor(unsigned scale) const { return cap(__frcp_rn(__fmul_rn(e4m3_value(scale), decode)), FMAX); }
     // Codes of a block whose largest magnitude is at most `most`; `random` counts in mode STOCHASTIC. NARROW: of elements of
     // 16 bits.
-    template <bool NARROW>
-    __device__ __forceinline__ uint2 encode(const float (&v)[16], float most, unsigned scale, uint4 random) const {
+    template <class T>
+    __device__ __forceinline__ uint2 encode(const float (&v)[16], float most, unsigned scale, uint4 random, const uint4* words = nullptr) const {
+        constexpr bool NARROW = sizeof(T) == 2;
         float y[2][8];
         if (MODE == MODELOPT) {
             const float divisor = __fmul_rn(e4m3_value(scale), first);
@@ -175,6 +199,12 @@ struct Factors {
 #pragma unroll
         for (int k = 0; k < 16; k++) y[k / 8][k % 8] = __fmul_rn(v[k], own);
         if (MODE != STOCHASTIC && __fmul_rn(most, own) < 7.0f) return make_uint2(e2m1_nearest8<false>(y[0]), e2m1_nearest8<false>(y[1]));
+        if constexpr (MODE == STOCHASTIC && NARROW) {
+            if (words && own >= 0x1p-16f) {
+                const unsigned w[2][4] = {{words[0].x, words[0].y, words[0].z, words[0].w}, {words[1].x, words[1].y, words[1].z, words[1].w}};
+                return make_uint2(e2m1_stochastic8<T>(w[0], y[0], random.x, random.y), e2m1_stochastic8<T>(w[1], y[1], random.z, random.w));
+            }
+        }
         if (MODE == STOCHASTIC) {
             return make_uint2(e2m1_stochastic8(y[0], random.x, random.y), e2m1_stochastic8(y[1], random.z, random.w));
         }

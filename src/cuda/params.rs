@@ -142,8 +142,21 @@ description!(QuantCast, 25:
 
 description!(QuantBack, 12:
     codes: u64, scales: u64, amax: u64, out: u64, out_type: i64, lines: i64, len: i64, code_bytes: i64, blocks: i64,
-    by_line: i64, modelopt: i64, back: i64;
-    back @ 11);
+    by_line: i64, modelopt: i64, first_block: i64;
+    first_block @ 11);
+
+/// Matrices that one launch brings back to floating point.
+pub(super) const BACK_JOBS: usize = 40;
+
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+pub(super) struct QuantBacks {
+    pub(super) jobs: [QuantBack; BACK_JOBS],
+    pub(super) count: i64,
+}
+const _: () = assert!(size_of::<QuantBacks>() == 8 * 481);
+
+description!(Reorder, 5: scales: u64, out: u64, lines: i64, blocks: i64, back: i64; back @ 4);
 
 description!(QuantWeight, 9:
     codes: u64, scales: u64, factors: u64, format: i64, rows: i64, columns: i64, code_bytes: i64, blocks: i64, parts: i64;

@@ -12,11 +12,13 @@ use crate::tensor::{Tensor, TensorMut};
 
 use super::device::{Cuda, Stream};
 use super::launch::Grid;
-use super::params::{self, AMAX_JOBS, type_code};
+use super::params::{self, AMAX_JOBS, BACK_JOBS, type_code};
 
 const THREADS: u32 = 256;
 /// Bytes of a matrix that a block takes the maximum of (`kernels/quant_amax.cu`).
 const SPAN: usize = 1 << 17;
+/// Eights of elements that a block brings back to floating point (`kernels/quant_back.cu`).
+const BACK_EIGHTS: usize = 1024;
 /// Rows of a panel, and bytes of one (`kernels/common/quant.cuh`).
 const PANEL: [usize; 2] = [128, 256];
 /// Shared memory of the NVFP4 kernels, without and with columns (`kernels/nvfp4_cast.cu`).
@@ -210,22 +212,71 @@ impl Cuda {
     }
 }
 
+/// Matrices back to floating point, each with its eights of elements, as many as fit a launch at a time.
+fn back(device: &Cuda, call: &'static str, kernel: &str, jobs: &[(params::QuantBack, usize)]) -> Result<()> {
+    for jobs in jobs.chunks(BACK_JOBS) {
+        let mut p = params::QuantBacks { jobs: [params::QuantBack::default(); BACK_JOBS], count: jobs.len() as i64 };
+        let mut blocks = 0;
+        for (to, (from, eights)) in p.jobs.iter_mut().zip(jobs) {
+            *to = params::QuantBack { first_block: blocks as i64, ..*from };
+            blocks += eights.div_ceil(BACK_EIGHTS);
+        }
+        // SAFETY: codes, scales and amaxes have the sizes that the format gives for their outputs, as was checked.
+        unsafe { device.launch(call, kernel, Grid::new(blocks, THREADS), &p) }?;
+    }
+    Ok(())
+}
+
 /// Fields of an output of `[lines, len]`.
-fn back(call: &'static str, out: TensorMut<'_, Cuda>, [lines, len]: [usize; 2]) -> Result<params::QuantBack> {
+fn output(call: &'static str, out: TensorMut<'_, Cuda>, [lines, len]: [usize; 2]) -> Result<params::QuantBack> {
     let out_type = type_code(call, "out", out.dtype())?;
     let out = out.into_data().ptr;
     Ok(params::QuantBack { out, out_type, lines: lines as i64, len: len as i64, ..Default::default() })
 }
 
+fn dequantize(device: &Cuda, call: &'static str, calls: Vec<Dequantize<'_, Cuda>>) -> Result<()> {
+    let dims = calls.iter().map(|c| check::dequantize(call, c)).collect::<Result<Vec<_>>>()?;
+    let job = |(c, dims): (Dequantize<'_, Cuda>, [usize; 2])| {
+        let blocks = dims[1].div_ceil(NVFP4_BLOCK);
+        let job = params::QuantBack {
+            codes: c.codes.data().ptr,
+            scales: c.scales.data().ptr,
+            amax: c.amax.data().ptr,
+            code_bytes: c.codes.row_bytes() as i64,
+            blocks: blocks as i64,
+            by_line: i64::from(c.format.scope() == AmaxScope::Line),
+            modelopt: i64::from(c.format.recipe() == Recipe::ModelOpt),
+            ..output(call, c.out, dims)?
+        };
+        Ok((job, dims[0] * blocks * 2))
+    };
+    back(device, call, "nvfp4_back", &calls.into_iter().zip(dims).map(job).collect::<Result<Vec<_>>>()?)
+}
+
+fn dequantize_mxfp8(device: &Cuda, call: &'static str, calls: Vec<DequantizeMxfp8<'_, Cuda>>) -> Result<()> {
+    let dims = calls.iter().map(|c| check::dequantize_mxfp8(call, c)).collect::<Result<Vec<_>>>()?;
+    let job = |(c, dims): (DequantizeMxfp8<'_, Cuda>, [usize; 2])| {
+        let job = params::QuantBack {
+            codes: c.codes.data().ptr,
+            scales: c.scales.data().ptr,
+            code_bytes: dims[1] as i64,
+            blocks: Mxfp8::scale_dims(dims, Direction::Rows)[1] as i64,
+            by_line: i64::from(c.direction == Direction::Columns),
+            ..output(call, c.out, dims)?
+        };
+        Ok((job, dims[0] * dims[1].div_ceil(8)))
+    };
+    back(device, call, "mxfp8_back", &calls.into_iter().zip(dims).map(job).collect::<Result<Vec<_>>>()?)
+}
+
 fn reorder(device: &Cuda, call: &'static str, swizzle: Swizzle<'_, Cuda>, back: bool) -> Result<()> {
     let [lines, blocks] = check::swizzle(call, &swizzle, back)?;
-    let p = params::QuantBack {
+    let p = params::Reorder {
         scales: swizzle.from.data().ptr,
         out: swizzle.to.into_data().ptr,
         lines: lines as i64,
         blocks: blocks as i64,
         back: i64::from(back),
-        ..Default::default()
     };
     let words = lines.next_multiple_of(TILE_ROWS) * blocks.div_ceil(4);
     // SAFETY: both sides have the sizes that were checked.
@@ -246,24 +297,12 @@ impl Codec for Cuda {
         self.cast("quantize_cast_only", call)
     }
     fn dequantize(&self, stream: &Stream, call: Dequantize<'_, Self>) -> Result<()> {
-        const CALL: &str = "dequantize";
-        self.on_stream(CALL, stream)?;
-        let dims = check::dequantize(CALL, &call)?;
-        let blocks = dims[1].div_ceil(NVFP4_BLOCK);
-        let p = params::QuantBack {
-            codes: call.codes.data().ptr,
-            scales: call.scales.data().ptr,
-            amax: call.amax.data().ptr,
-            code_bytes: call.codes.row_bytes() as i64,
-            blocks: blocks as i64,
-            by_line: i64::from(call.format.scope() == AmaxScope::Line),
-            modelopt: i64::from(call.format.recipe() == Recipe::ModelOpt),
-            ..back(CALL, call.out, dims)?
-        };
-        // A thread half a block.
-        let grid = Grid::new((dims[0] * blocks * 2).div_ceil(THREADS as usize), THREADS);
-        // SAFETY: codes, scales and amaxes have the sizes that the format gives for the output.
-        unsafe { self.launch(CALL, "nvfp4_back", grid, &p) }
+        self.on_stream("dequantize", stream)?;
+        dequantize(self, "dequantize", vec![call])
+    }
+    fn multi_dequantize(&self, stream: &Stream, calls: Vec<Dequantize<'_, Self>>) -> Result<()> {
+        self.on_stream("multi_dequantize", stream)?;
+        dequantize(self, "multi_dequantize", calls)
     }
     fn quantize_mxfp8(&self, stream: &Stream, call: QuantizeMxfp8<'_, Self>) -> Result<()> {
         const CALL: &str = "quantize_mxfp8";
@@ -306,19 +345,12 @@ impl Codec for Cuda {
         unsafe { self.launch(CALL, &kernel, Grid::new(blocks, THREADS), &p) }
     }
     fn dequantize_mxfp8(&self, stream: &Stream, call: DequantizeMxfp8<'_, Self>) -> Result<()> {
-        const CALL: &str = "dequantize_mxfp8";
-        self.on_stream(CALL, stream)?;
-        let dims = check::dequantize_mxfp8(CALL, &call)?;
-        let p = params::QuantBack {
-            codes: call.codes.data().ptr,
-            scales: call.scales.data().ptr,
-            blocks: Mxfp8::scale_dims(dims, Direction::Rows)[1] as i64,
-            by_line: i64::from(call.direction == Direction::Columns),
-            ..back(CALL, call.out, dims)?
-        };
-        let grid = Grid::new((dims[0] * dims[1].div_ceil(8)).div_ceil(THREADS as usize), THREADS);
-        // SAFETY: codes and scales have the sizes that the format gives for the output.
-        unsafe { self.launch(CALL, "mxfp8_back", grid, &p) }
+        self.on_stream("dequantize_mxfp8", stream)?;
+        dequantize_mxfp8(self, "dequantize_mxfp8", vec![call])
+    }
+    fn multi_dequantize_mxfp8(&self, stream: &Stream, calls: Vec<DequantizeMxfp8<'_, Self>>) -> Result<()> {
+        self.on_stream("multi_dequantize_mxfp8", stream)?;
+        dequantize_mxfp8(self, "multi_dequantize_mxfp8", calls)
     }
     fn swizzle(&self, stream: &Stream, call: Swizzle<'_, Self>) -> Result<()> {
         self.on_stream("swizzle", stream)?;

@@ -275,45 +275,53 @@ impl<D: ShardDevice> Packed<D> {
         })
     }
 
-    /// Every rank's rows of what has arrived, at their place in the gathered weight; its padding stays as it was.
+    /// Every rank's rows of what has arrived, at their place in the gathered weight, in one call; its padding stays as it
+    /// was.
     pub fn dequantise(
         &self,
         device: &D,
         (arrived, amaxes): (TensorRef<'_, D>, Option<TensorRef<'_, D>>),
         mut into: TensorMut<'_, D>,
     ) -> Result<()> {
-        let stream = device.own_stream();
         let ([shard_rows, width], dtype) = (self.shards.shard_dims(), into.dtype());
         let row_bytes = into.row_bytes();
+        let (mut nvfp4, mut mxfp8) = (Vec::new(), Vec::new());
+        let mut rest = into.reborrow().into_data();
+        let mut at = 0;
         for rank in 0..self.shards.ranks() {
             let first = rank * self.shard_bytes();
-            let bytes = D::slice(arrived.data(), first..first + self.shard_bytes());
             for Piece { expert, rows } in self.pieces(rank) {
                 let side = |which: usize| {
-                    let dims = [rows.len(), self.row[which]];
-                    TensorRef::<D>::new(D::slice(D::shorten(bytes), self.place(which, &rows)), DType::U8, &dims)
+                    let Range { start, end } = self.place(which, &rows);
+                    let bytes = D::slice(D::shorten(arrived.data()), first + start..first + end);
+                    TensorRef::new(bytes, DType::U8, &[rows.len(), self.row[which]])
                 };
                 let (codes, scales) = (side(0)?, side(1)?);
-                let start = (rank * shard_rows + rows.start) * row_bytes;
-                let to = D::slice_mut(into.reborrow().into_data(), start..start + rows.len() * row_bytes);
-                let out = TensorMut::new(to, dtype, &[rows.len(), width])?;
+                // Ranks and their pieces come in order; between them may be padding.
+                let start = (rank * shard_rows + rows.start) * row_bytes - at;
+                let end = start + rows.len() * row_bytes;
+                let (to, behind) = D::split_mut(rest, end);
+                (rest, at) = (behind, at + end);
+                let out = TensorMut::new(D::slice_mut(to, start..end), dtype, &[rows.len(), width])?;
                 match (self.payload, &amaxes) {
                     (Payload::Nvfp4, Some(amaxes)) => {
                         let at = (self.amaxes.start + expert) * 4;
                         let slot = D::slice(D::shorten(amaxes.data()), at..at + 4);
                         let amax = TensorRef::new(slot, DType::F32, &[1])?;
-                        let call = Dequantize { format: &NVFP4, codes, scales, amax, out };
-                        device.dequantize(&stream, call)?;
+                        nvfp4.push(Dequantize { format: &NVFP4, codes, scales, amax, out });
                     }
                     (Payload::Nvfp4, None) | (Payload::Plain, _) => return Err(self.without_amaxes()),
                     (Payload::Mxfp8, _) => {
-                        let call = DequantizeMxfp8 { direction: Direction::Rows, codes, scales, out };
-                        device.dequantize_mxfp8(&stream, call)?;
+                        mxfp8.push(DequantizeMxfp8 { direction: Direction::Rows, codes, scales, out });
                     }
                 }
             }
         }
-        Ok(())
+        let stream = device.own_stream();
+        match self.payload {
+            Payload::Mxfp8 => device.multi_dequantize_mxfp8(&stream, mxfp8),
+            Payload::Nvfp4 | Payload::Plain => device.multi_dequantize(&stream, nvfp4),
+        }
     }
 }
 

@@ -132,10 +132,14 @@ pub trait Codec: Device {
     }
     /// [`Dequantize`].
     fn dequantize(&self, stream: &Self::Stream, call: Dequantize<'_, Self>) -> Result<()>;
+    /// [`Dequantize`] of many matrices at once. Nothing is written if any is refused.
+    fn multi_dequantize(&self, stream: &Self::Stream, calls: Vec<Dequantize<'_, Self>>) -> Result<()>;
     /// [`QuantizeMxfp8`].
     fn quantize_mxfp8(&self, stream: &Self::Stream, call: QuantizeMxfp8<'_, Self>) -> Result<()>;
     /// [`DequantizeMxfp8`].
     fn dequantize_mxfp8(&self, stream: &Self::Stream, call: DequantizeMxfp8<'_, Self>) -> Result<()>;
+    /// [`DequantizeMxfp8`] of many matrices at once. Nothing is written if any is refused.
+    fn multi_dequantize_mxfp8(&self, stream: &Self::Stream, calls: Vec<DequantizeMxfp8<'_, Self>>) -> Result<()>;
     /// [`Swizzle`].
     fn swizzle(&self, stream: &Self::Stream, call: Swizzle<'_, Self>) -> Result<()>;
     /// [`Swizzle`], back.

@@ -155,6 +155,29 @@ fn many_amaxes_all_or_none() {
     assert_eq!(good.to_f64(), [0.0]);
 }
 
+/// Of many matrices none is brought back if one is refused.
+#[test]
+fn many_back_all_or_none() {
+    let cpu = Cpu::new();
+    let (format, [codes, scales]) = (Nvfp4::TE, [[16, 16], [16, 2]].map(|dims| zeros(DType::U8, &dims)));
+    let (amaxes, mut outs) =
+        ([1, 2].map(|n| zeros(DType::F32, &[n])), [0; 2].map(|_| tensor(&[1.0; 512], DType::F32, &[16, 32])));
+    let calls = amaxes.iter().zip(&mut outs).map(|(amax, out)| {
+        let (codes, scales, amax) = (codes.view(), scales.view(), amax.view());
+        Dequantize { format: &format, codes, scales, amax, out: out.view_mut() }
+    });
+    let found = message(cpu.multi_dequantize(&(), calls.collect()));
+    assert_eq!(found, "multi_dequantize: tensor amax: expected shape [1], found [2]");
+    let (codes, scales) = (zeros(DType::U8, &[16, 32]), [1, 2].map(|n| zeros(DType::U8, &[16, n])));
+    let calls = scales.iter().zip(&mut outs).map(|(scales, out)| {
+        let (codes, scales) = (codes.view(), scales.view());
+        DequantizeMxfp8 { direction: Direction::Rows, codes, scales, out: out.view_mut() }
+    });
+    let found = message(cpu.multi_dequantize_mxfp8(&(), calls.collect()));
+    assert_eq!(found, "multi_dequantize_mxfp8: tensor scales: expected shape [16, 1], found [16, 2]");
+    assert!(outs.iter().all(|out| out.to_f64().iter().all(|v| *v == 1.0)));
+}
+
 #[test]
 fn mxfp8_and_swizzle() {
     let cpu = Cpu::new();

@@ -8,13 +8,14 @@ use rand::rngs::StdRng;
 use rand::{Rng, SeedableRng};
 use rand_distr::StandardNormal;
 
-use super::support::{CpuTensor, Side, bits, dequantize, here, matrix, quantize, quantize_mxfp8, tensor, there};
+use super::support::{CpuTensor, Side, bits, dequantize, here, matrix, quantize, quantize_mxfp8, same, tensor, there};
 use super::target::{Target, cases};
 
 cases!(
     one_call_is_the_phases,
     shards_are_parts_of_the_whole,
     many_amaxes_at_once,
+    many_back_at_once,
     tiles_are_their_transpose,
     mean_of_stochastic_roundings,
     stochastic_rounding_is_seeded,
@@ -141,6 +142,81 @@ fn many_amaxes_at_once<D: Target>(device: &D) {
     for (x, found) in tensors.iter().zip(found) {
         let expected = x.to_f64().into_iter().fold(0.0f64, |m, v| m.max(v.abs()));
         assert_eq!(found.map(|t| device.values(t.view())), [[expected]; 2]);
+    }
+}
+
+/// One matrix of many that are brought back at once.
+struct Quantised {
+    format: Nvfp4,
+    side: Side,
+    mxfp8: (Vec<u8>, Vec<u8>),
+    dims: [usize; 2],
+    dtype: DType,
+}
+
+/// What many calls bring back is what the formulas make of each: of both recipes, with an amax a matrix and a row, of sizes
+/// of whole words and others, in every type of output; more than a device may take in one launch.
+fn many_back_at_once<D: Target>(device: &D) {
+    let formats = [Nvfp4::TE, Nvfp4::MODELOPT, Nvfp4::TE.row_scaled()];
+    let matrices: Vec<Quantised> = (0..45)
+        .map(|i| {
+            // Most have rows of whole blocks; some are of several thousand eights.
+            let dims = [1 + i * 7 % 40, if i % 4 == 3 { 8 * i + 2 } else { 32 * (1 + i * 5 % 70) }];
+            let (format, x) = (formats[i % 3], normal(dims, i as u64, DType::F32));
+            let matrix = Matrix::new(x.view()).unwrap();
+            let side = quantize(device, &format, matrix, Direction::Rows);
+            let mxfp8 = quantize_mxfp8(device, Mxfp8::TE, matrix, Direction::Rows);
+            Quantised { format, side, mxfp8, dims, dtype: [DType::BF16, DType::F32, DType::F16][i / 3 % 3] }
+        })
+        .collect();
+    let bytes = |data: &[u8], rows: usize| {
+        there(device, Tensor::<Cpu>::from_vec(data.to_vec(), &[rows, data.len() / rows]).unwrap().view())
+    };
+    let floats = |data: &[u32]| {
+        let data: Vec<f32> = data.iter().map(|b| f32::from_bits(*b)).collect();
+        there(device, TensorRef::from_slice(&data, &[data.len()]).unwrap())
+    };
+    let outputs =
+        || -> Vec<Tensor<D>> { matrices.iter().map(|m| Tensor::empty(device, m.dtype, &m.dims).unwrap()).collect() };
+    // -0 is not +0.
+    let signed = |values: Vec<f64>| -> Vec<u64> { values.into_iter().map(f64::to_bits).collect() };
+    let narrow = |m: &Quantised, values: Vec<f32>| tensor(&values, m.dtype, &m.dims).to_f64();
+
+    let sides: Vec<[Tensor<D>; 3]> = matrices
+        .iter()
+        .map(|m| [bytes(&m.side.codes, m.dims[0]), bytes(&m.side.scales, m.dims[0]), floats(&m.side.amax)])
+        .collect();
+    let mut found = outputs();
+    let calls = matrices.iter().zip(&sides).zip(&mut found).map(|((m, [codes, scales, amax]), out)| {
+        let (codes, scales, amax) = (codes.view(), scales.view(), amax.view());
+        Dequantize { format: &m.format, codes, scales, amax, out: out.view_mut() }
+    });
+    device.multi_dequantize(&device.order(), calls.collect()).unwrap();
+    for (i, (m, found)) in matrices.iter().zip(&found).enumerate() {
+        let expected = narrow(m, {
+            let amax: Vec<f32> = m.side.amax.iter().map(|b| f32::from_bits(*b)).collect();
+            let shape = (m.dims[1], m.format.recipe() == Recipe::ModelOpt);
+            super::reference::back(&m.side.codes, &m.side.scales, &amax, shape)
+        });
+        same(&signed(device.values(found.view())), &signed(expected), format!("NVFP4, matrix {i}"));
+    }
+
+    let sides: Vec<[Tensor<D>; 2]> =
+        matrices.iter().map(|m| [&m.mxfp8.0, &m.mxfp8.1].map(|data| bytes(data, m.dims[0]))).collect();
+    let mut found = outputs();
+    let calls = sides.iter().zip(&mut found).map(|([codes, scales], out)| {
+        let (codes, scales) = (codes.view(), scales.view());
+        DequantizeMxfp8 { direction: Direction::Rows, codes, scales, out: out.view_mut() }
+    });
+    device.multi_dequantize_mxfp8(&device.order(), calls.collect()).unwrap();
+    for (i, (m, found)) in matrices.iter().zip(&found).enumerate() {
+        let (codes, scales) = &m.mxfp8;
+        let width = m.dims[1].div_ceil(32);
+        let value = |(k, code): (usize, &u8)| {
+            E4M3[usize::from(*code)] * e8m0(scales[k / m.dims[1] * width + k % m.dims[1] / 32])
+        };
+        let expected = narrow(m, codes.iter().enumerate().map(value).collect());
+        same(&signed(device.values(found.view())), &signed(expected), format!("MXFP8, matrix {i}"));
     }
 }
 

@@ -161,6 +161,23 @@ pub fn nvfp4(lines: &[Vec<f32>], kind: Kind, bits: Option<Bits>) -> Expected {
     expected
 }
 
+/// Values of rows of `len` elements each; an amax a matrix or a row.
+pub fn back(codes: &[u8], scales: &[u8], amax: &[f32], (len, modelopt): (usize, bool)) -> Vec<f32> {
+    let blocks = len.div_ceil(16);
+    let rows = scales.len() / blocks;
+    let row_bytes = codes.len() / rows;
+    let value = |i: usize, k: usize| {
+        let scale = f64::from(E4M3[scales[i * blocks + k / 16] as usize]);
+        let amax = f64::from(amax[if amax.len() == 1 { 0 } else { i }]);
+        let code = codes[i * row_bytes + k / 2] >> (k % 2 * 4) & 15;
+        let factor = if modelopt { f(scale * f(amax / 2688.0)) } else { f(f(scale * amax) * f(1.0 / 2688.0)) };
+        // ModelOpt's table has +0 for code 8.
+        let code = if modelopt && code == 8 { 0 } else { code };
+        f(f64::from(E2M1[code as usize]) * factor) as f32
+    };
+    (0..rows).flat_map(|i| (0..len).map(move |k| value(i, k))).collect()
+}
+
 /// Each 16 values of a line through the transform: added in the order of k.
 pub fn hadamard(line: &[f32], signs: u16) -> Vec<f32> {
     let mut out = Vec::new();

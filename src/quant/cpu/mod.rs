@@ -22,13 +22,19 @@ impl Codec for Cpu {
         nvfp4::cast(call)
     }
     fn dequantize(&self, _: &(), call: Dequantize<'_, Self>) -> Result<()> {
-        nvfp4::dequantize(call)
+        nvfp4::dequantize("dequantize", vec![call])
+    }
+    fn multi_dequantize(&self, _: &(), calls: Vec<Dequantize<'_, Self>>) -> Result<()> {
+        nvfp4::dequantize("multi_dequantize", calls)
     }
     fn quantize_mxfp8(&self, _: &(), call: QuantizeMxfp8<'_, Self>) -> Result<()> {
         mxfp8::quantize(call)
     }
     fn dequantize_mxfp8(&self, _: &(), call: DequantizeMxfp8<'_, Self>) -> Result<()> {
-        mxfp8::dequantize(call)
+        mxfp8::dequantize("dequantize_mxfp8", vec![call])
+    }
+    fn multi_dequantize_mxfp8(&self, _: &(), calls: Vec<DequantizeMxfp8<'_, Self>>) -> Result<()> {
+        mxfp8::dequantize("multi_dequantize_mxfp8", calls)
     }
     fn swizzle(&self, _: &(), call: Swizzle<'_, Self>) -> Result<()> {
         swizzle::swizzle(call)

@@ -89,8 +89,13 @@ fn one(format: Mxfp8, lines: Lines<'_>, direction: Direction, side: Mxfp8Mut<'_,
     });
 }
 
-pub(super) fn dequantize(call: DequantizeMxfp8<'_, Cpu>) -> Result<()> {
-    let [_, columns] = check::dequantize_mxfp8("dequantize_mxfp8", &call)?;
+pub(super) fn dequantize(call: &'static str, calls: Vec<DequantizeMxfp8<'_, Cpu>>) -> Result<()> {
+    // All are checked before the first is written.
+    let dims = calls.iter().map(|c| check::dequantize_mxfp8(call, c)).collect::<Result<Vec<_>>>()?;
+    calls.into_iter().zip(dims).try_for_each(|(call, [_, columns])| dequantize_one(call, columns))
+}
+
+fn dequantize_one(call: DequantizeMxfp8<'_, Cpu>, columns: usize) -> Result<()> {
     let (codes, scales, direction) = (call.codes.data(), call.scales.data(), call.direction);
     let width = Mxfp8::scale_dims([1, columns], direction)[1];
     write_lines(call.out, [columns, columns], |row, values| {

@@ -180,8 +180,13 @@ fn tile_magnitudes(panel: &[f32], width: usize) -> Vec<f32> {
     tiles
 }
 
-pub(super) fn dequantize(call: Dequantize<'_, Cpu>) -> Result<()> {
-    let [_, len] = check::dequantize("dequantize", &call)?;
+pub(super) fn dequantize(call: &'static str, calls: Vec<Dequantize<'_, Cpu>>) -> Result<()> {
+    // All are checked before the first is written.
+    let dims = calls.iter().map(|c| check::dequantize(call, c)).collect::<Result<Vec<_>>>()?;
+    calls.into_iter().zip(dims).try_for_each(|(call, [_, len])| dequantize_one(call, len))
+}
+
+fn dequantize_one(call: Dequantize<'_, Cpu>, len: usize) -> Result<()> {
     let Dequantize { format, codes, scales, amax, out } = call;
     let amax = amax.as_slice::<f32>()?;
     let (bytes, blocks) = (codes.row_bytes(), scales.row_bytes());
