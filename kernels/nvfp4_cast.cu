@@ -19,7 +19,7 @@ struct Shared {
 __device__ __forceinline__ uint4 random_of(const QuantCast& p, const QuantSide& side, int64_t line, int64_t block, unsigned direction) {
     const uint4 counter = make_uint4(static_cast<unsigned>(side.first_block + block), static_cast<unsigned>(side.first_line + line),
                                      direction, static_cast<unsigned>(p.stream));
-    return philox(counter, static_cast<unsigned>(p.seed), static_cast<unsigned>(p.seed >> 32));
+    return philox(counter, p.keys);
 }
 
 // Largest magnitude of each 16 x 16 tile of the panel: four threads a tile.

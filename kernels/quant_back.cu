@@ -7,10 +7,7 @@ using namespace quant;
 
 // Threads take elements by eights, whose results lie beside their neighbours': a warp writes whole sectors. A thread
 // loads all that it takes before it computes (`src/cuda/quant.rs` has the same numbers).
-#ifndef EACH_TRY
-#define EACH_TRY 4
-#endif
-constexpr int THREADS = 256, EACH = EACH_TRY, SPAN = THREADS * EACH;
+constexpr int THREADS = 256, EACH = 8, SPAN = THREADS * EACH;
 
 // Of 32 bits where that is enough: a division of 64 is a hundred instructions.
 __device__ __forceinline__ int64_t quotient(int64_t a, int64_t b) {
@@ -28,30 +25,26 @@ __device__ __forceinline__ const QuantBack& job_of(const QuantBacks& p) {
     return p.jobs[low];
 }
 
-// Eight elements to whole words of an output.
-template <class T>
-__device__ __forceinline__ void store(T* out, const float (&v)[8]) {
-    if constexpr (sizeof(T) == 4) {
-        reinterpret_cast<float4*>(out)[0] = make_float4(v[0], v[1], v[2], v[3]);
-        reinterpret_cast<float4*>(out)[1] = make_float4(v[4], v[5], v[6], v[7]);
-    } else {
-        T half[8];
-#pragma unroll
-        for (int k = 0; k < 8; k++) half[k] = from_float<T>(v[k]);
-        *reinterpret_cast<uint4*>(out) = *reinterpret_cast<const uint4*>(half);
+// Eight i to whole words of an output. In f32 two neighbours have exchanged halves of their eights before: each has a
+// quarter of both, so that both together write a sector.
+__device__ __forceinline__ void store(const QuantBack& p, unsigned i, const float (&v)[8]) {
+    if (p.out_type == TYPE_F32) {
+        float4* out = static_cast<float4*>(p.out) + static_cast<int64_t>(i / 2) * 4 + i % 2;
+        out[0] = make_float4(v[0], v[1], v[2], v[3]), out[2] = make_float4(v[4], v[5], v[6], v[7]);
+        return;
     }
-}
-template <>
-__device__ __forceinline__ void store(bf16* out, const float (&v)[8]) {
-    __nv_bfloat162 pairs[4];
+    unsigned pairs[4];
 #pragma unroll
-    for (int k = 0; k < 4; k++) pairs[k] = __floats2bfloat162_rn(v[2 * k], v[2 * k + 1]);
-    *reinterpret_cast<uint4*>(out) = *reinterpret_cast<const uint4*>(pairs);
-}
-__device__ __forceinline__ void store(const QuantBack& p, int64_t at, const float (&v)[8]) {
-    if (p.out_type == TYPE_BF16) store(static_cast<bf16*>(p.out) + at, v);
-    else if (p.out_type == TYPE_F16) store(static_cast<f16*>(p.out) + at, v);
-    else store(static_cast<float*>(p.out) + at, v);
+    for (int k = 0; k < 4; k++) {
+        if (p.out_type == TYPE_F16) {
+            const __half2 pair = __floats2half2_rn(v[2 * k], v[2 * k + 1]);
+            pairs[k] = *reinterpret_cast<const unsigned*>(&pair);
+        } else {
+            const __nv_bfloat162 pair = __floats2bfloat162_rn(v[2 * k], v[2 * k + 1]);
+            pairs[k] = *reinterpret_cast<const unsigned*>(&pair);
+        }
+    }
+    static_cast<uint4*>(p.out)[i] = make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
 }
 
 // What blocks are multiplied by.
@@ -127,7 +120,6 @@ extern "C" __global__ void __launch_bounds__(THREADS) nvfp4_back(const __grid_co
         return;
     }
     const unsigned halves = static_cast<unsigned>(p.len / 8), all = static_cast<unsigned>(p.lines) * halves, first = static_cast<unsigned>(start);
-    if (first >= all) return;
     unsigned words[EACH], scales[EACH];
 #pragma unroll
     for (int j = 0; j < EACH; j++) {
@@ -135,6 +127,12 @@ extern "C" __global__ void __launch_bounds__(THREADS) nvfp4_back(const __grid_co
         words[j] = __ldcs(reinterpret_cast<const unsigned*>(p.codes) + i), scales[j] = p.scales[i / 2];
     }
     float amax = p.amax[0];
+    if (p.out_type == TYPE_F32) {
+        // Both are of one block.
+        const unsigned pick = threadIdx.x % 2 ? 0x3276 : 0x5410;
+#pragma unroll
+        for (int j = 0; j < EACH; j++) words[j] = __byte_perm(words[j], __shfl_xor_sync(~0u, words[j], 1), pick);
+    }
 #pragma unroll
     for (int j = 0; j < EACH; j++) {
         const unsigned i = first + j * THREADS;
@@ -142,7 +140,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) nvfp4_back(const __grid_co
         if (p.by_line) amax = p.amax[i / halves];
         float v[8];
         decode(p, words[j], factor_of(p, scales[j], amax), v);
-        store(p, static_cast<int64_t>(i) * 8, v);
+        store(p, i, v);
     }
 }
 
@@ -155,13 +153,20 @@ extern "C" __global__ void __launch_bounds__(THREADS) mxfp8_back(const __grid_co
         return;
     }
     const unsigned all = static_cast<unsigned>(p.lines * (p.len / 8)), first = static_cast<unsigned>(start);
-    if (first >= all) return;
     uint2 codes[EACH];
     unsigned scales[EACH];
 #pragma unroll
     for (int j = 0; j < EACH; j++) {
         const unsigned i = min(first + j * THREADS, all - 1);
         codes[j] = __ldcs(reinterpret_cast<const uint2*>(p.codes) + i), scales[j] = p.scales[i / 4];
+    }
+    if (p.out_type == TYPE_F32) {
+        const bool odd = threadIdx.x % 2;
+#pragma unroll
+        for (int j = 0; j < EACH; j++) {
+            const unsigned other = __shfl_xor_sync(~0u, odd ? codes[j].x : codes[j].y, 1);
+            codes[j] = odd ? make_uint2(other, codes[j].y) : make_uint2(codes[j].x, other);
+        }
     }
 #pragma unroll
     for (int j = 0; j < EACH; j++) {
@@ -172,7 +177,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) mxfp8_back(const __grid_co
         const float factor = e8m0_value(scales[j]);
 #pragma unroll
         for (int k = 0; k < 8; k++) v[k] = __fmul_rn(v[k], factor);
-        store(p, static_cast<int64_t>(i) * 8, v);
+        store(p, i, v);
     }
 }
 

@@ -452,15 +452,16 @@ struct QuantCast {
     QuantSide rows;
     QuantSide columns;
     int64_t by_line;           // an amax a line
-    unsigned long long seed;
     int64_t stream;
     int64_t signs;             // of the transform of columns; -1: none
     int64_t floor;             // MXFP8: scales rounded down
+    unsigned keys[20];         // of the ten rounds of random bits, from the seed
 };
 MOEBIUS_SIZE(QuantSide, 7);
-MOEBIUS_SIZE(QuantCast, 25);
+MOEBIUS_SIZE(QuantCast, 34);
 MOEBIUS_FIELD(QuantCast, columns, 13);
-MOEBIUS_FIELD(QuantCast, signs, 23);
+MOEBIUS_FIELD(QuantCast, signs, 22);
+MOEBIUS_FIELD(QuantCast, keys, 24);
 
 // A quantised matrix back to floating point, one of many.
 struct QuantBack {

@@ -126,17 +126,22 @@ __device__ __forceinline__ unsigned e2m1_stochastic8(const unsigned (&words)[4],
         codes[k] = sum | (positive & 0x80008000u);
     }
     const unsigned left = __byte_perm(codes[0], codes[1], 0x7351), right = __byte_perm(codes[2], codes[3], 0x7351);
-    return (__byte_perm(left, right, 0x5410) >> 4 & 0x0f0f0f0fu) | (__byte_perm(left, right, 0x7632) & 0xf0f0f0f0u);
+    const unsigned even = __byte_perm(left, right, 0x5410) >> 4, odd = __byte_perm(left, right, 0x7632);
+    return odd ^ ((even ^ odd) & 0x0f0f0f0fu);
 }
 
-// Philox4x32-10.
-__device__ __forceinline__ uint4 philox(uint4 c, unsigned k0, unsigned k1) {
+// Philox4x32-10. Keys of all rounds come from the host: as kernel parameters they are operands of the instructions that
+// use them.
+__device__ __forceinline__ uint2 product(unsigned a, unsigned b) {
+    unsigned long long both;
+    asm("mul.wide.u32 %0, %1, %2;\n" : "=l"(both) : "r"(a), "r"(b));
+    return make_uint2(static_cast<unsigned>(both), static_cast<unsigned>(both >> 32));
+}
+__device__ __forceinline__ uint4 philox(uint4 c, const unsigned (&keys)[20]) {
 #pragma unroll
     for (int round = 0; round < 10; round++) {
-        const unsigned h0 = __umulhi(0xd2511f53u, c.x), l0 = 0xd2511f53u * c.x;
-        const unsigned h1 = __umulhi(0xcd9e8d57u, c.z), l1 = 0xcd9e8d57u * c.z;
-        c = make_uint4(h1 ^ c.y ^ k0, l1, h0 ^ c.w ^ k1, l0);
-        k0 += 0x9e3779b9u, k1 += 0xbb67ae85u;
+        const uint2 first = product(c.x, 0xd2511f53u), second = product(c.z, 0xcd9e8d57u);
+        c = make_uint4(second.y ^ c.y ^ keys[2 * round], second.x, first.y ^ c.w ^ keys[2 * round + 1], first.x);
     }
     return c;
 }

@@ -136,9 +136,10 @@ description!(QuantSide, 7:
     codes: u64, scales: u64, amax: u64, code_bytes: i64, blocks: i64, first_line: i64, first_block: i64;
     first_block @ 6);
 
-description!(QuantCast, 25:
-    matrix: Strided, rows: QuantSide, columns: QuantSide, by_line: i64, seed: u64, stream: i64, signs: i64, floor: i64;
-    columns @ 13, signs @ 23);
+description!(QuantCast, 34:
+    matrix: Strided, rows: QuantSide, columns: QuantSide, by_line: i64, stream: i64, signs: i64, floor: i64,
+    keys: [u32; 20];
+    columns @ 13, signs @ 22, keys @ 24);
 
 description!(QuantBack, 12:
     codes: u64, scales: u64, amax: u64, out: u64, out_type: i64, lines: i64, len: i64, code_bytes: i64, blocks: i64,

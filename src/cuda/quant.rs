@@ -18,11 +18,16 @@ const THREADS: u32 = 256;
 /// Bytes of a matrix that a block takes the maximum of (`kernels/quant_amax.cu`).
 const SPAN: usize = 1 << 17;
 /// Eights of elements that a block brings back to floating point (`kernels/quant_back.cu`).
-const BACK_EIGHTS: usize = 1024;
+const BACK_EIGHTS: usize = 2048;
 /// Rows of a panel, and bytes of one (`kernels/common/quant.cuh`).
 const PANEL: [usize; 2] = [128, 256];
 /// Shared memory of the NVFP4 kernels, without and with columns (`kernels/nvfp4_cast.cu`).
 const CAST_SHARED: [u32; 2] = [35_072, 46_336];
+
+/// Whole panels that a block takes one after another, and shared memory where it has them there (`kernels/nvfp4_panels.cu`,
+/// `kernels/nvfp4_tiles.cu`).
+const PANELS_EACH: usize = 8;
+const PANELS_SHARED: u32 = 46_096;
 
 /// What follows a kernel's name for a type.
 fn suffix(dtype: DType) -> &'static str {
@@ -62,6 +67,23 @@ fn panels(matrix: &Matrix<'_, Cuda>) -> usize {
     rows.div_ceil(PANEL[0]) * columns.div_ceil(PANEL[1] / matrix.dtype().size())
 }
 
+/// Whether columns are wanted of a matrix of whole panels of 16-bit elements with one amax, as they are, to whole words.
+fn whole_panels(p: &params::QuantCast, size: usize) -> bool {
+    let words = |side: &params::QuantSide| side.codes % 8 == 0 && side.scales % 8 == 0;
+    let whole = |n: i64| n as usize % PANEL[0] == 0 && u32::try_from(n).is_ok();
+    let panels = p.matrix.rows / PANEL[0] as i64 * (p.matrix.columns / PANEL[0] as i64);
+    p.columns.codes != 0
+        && size == 2
+        && p.by_line == 0
+        && p.signs < 0
+        && p.matrix.vector == 1
+        && whole(p.matrix.rows)
+        && whole(p.matrix.columns)
+        && u32::try_from(panels).is_ok()
+        && words(&p.rows)
+        && words(&p.columns)
+}
+
 /// The same elements, in an order that is read fast: for what does not depend on it.
 fn any_order<'a>(matrix: Matrix<'a, Cuda>) -> params::Strided {
     let layout = matrix.layout();
@@ -72,6 +94,12 @@ fn any_order<'a>(matrix: Matrix<'a, Cuda>) -> params::Strided {
         plain.rows = 1;
     }
     plain
+}
+
+/// Keys of the ten rounds of random bits.
+fn keys(seed: u64) -> [u32; 20] {
+    let (own, steps) = ([seed as u32, (seed >> 32) as u32], [0x9e37_79b9, 0xbb67_ae85u32]);
+    std::array::from_fn(|i| own[i % 2].wrapping_add(steps[i % 2].wrapping_mul(i as u32 / 2)))
 }
 
 impl Cuda {
@@ -167,7 +195,7 @@ impl Cuda {
         let mode = match (format.recipe(), format.rounding(), format.blocks()) {
             (Recipe::ModelOpt, ..) => "modelopt",
             (_, Rounding::Stochastic(random), _) => {
-                (p.seed, p.stream, first_row) = (random.seed, i64::from(random.stream), random.first_row as i64);
+                (p.keys, p.stream, first_row) = (keys(random.seed), i64::from(random.stream), random.first_row as i64);
                 "stochastic"
             }
             (.., Blocks::Tile) => "tiled",
@@ -199,13 +227,19 @@ impl Cuda {
             && p.matrix.row_stride == p.matrix.columns
             && p.rows.codes.is_multiple_of(8)
             && u32::try_from(blocks).is_ok();
-        let (kernel, grid) = match plain {
+        let pieces = panels(&matrix).div_ceil(PANELS_EACH);
+        let (kernel, grid) = match (plain, whole_panels(&p, size), mode) {
             // A thread takes four blocks of 16-bit elements, or two; of tiles two (`kernels/nvfp4_cast.cu`).
-            true => {
+            (true, ..) => {
                 let of_block = THREADS as usize * if mode == "tiled" { 2 } else { 8 / size };
                 (format!("nvfp4_rows_{mode}_{type_name}"), Grid::new(blocks.div_ceil(of_block), THREADS))
             }
-            false => (format!("nvfp4_{mode}_{type_name}"), Grid { shared, ..Grid::new(panels(&matrix), THREADS) }),
+            (_, true, "tiled") => (format!("nvfp4_tiles_{type_name}"), Grid::new(pieces, THREADS)),
+            (_, true, "te" | "stochastic") => {
+                let grid = Grid { shared: PANELS_SHARED, ..Grid::new(pieces, THREADS) };
+                (format!("nvfp4_panels_{mode}_{type_name}"), grid)
+            }
+            _ => (format!("nvfp4_{mode}_{type_name}"), Grid { shared, ..Grid::new(panels(&matrix), THREADS) }),
         };
         // SAFETY: sides have the sizes that the format gives for this matrix, as was checked; the kernel writes no more.
         unsafe { self.launch(call, &kernel, grid, &p) }

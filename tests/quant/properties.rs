@@ -73,7 +73,7 @@ fn phases<D: Target>(
 }
 
 fn one_call_is_the_phases<D: Target>(device: &D) {
-    for dims in [[32, 48], [16, 70], [160, 32]] {
+    for dims in [[32, 48], [16, 70], [160, 32], [256, 384]] {
         let x = normal(dims, 1, DType::BF16);
         for format in formats() {
             let matrix = Matrix::new(x.view()).unwrap();

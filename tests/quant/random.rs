@@ -109,8 +109,8 @@ impl Case {
     }
 }
 
-/// Sizes with and without partial blocks and panels; the last of whole blocks and tiles.
-const DIMS: [[usize; 2]; 7] = [[1, 2], [2, 16], [16, 16], [5, 18], [33, 70], [48, 130], [64, 192]];
+/// Sizes with and without partial blocks and panels; the last two of whole blocks and tiles, and of whole panels.
+const DIMS: [[usize; 2]; 8] = [[1, 2], [2, 16], [16, 16], [5, 18], [33, 70], [48, 130], [64, 192], [128, 256]];
 const DTYPES: [DType; 3] = [DType::F32, DType::BF16, DType::F16];
 const DIRECTIONS: [Direction; 2] = [Direction::Rows, Direction::Columns];
 
