@@ -42,6 +42,7 @@ pub fn codec(cuda: &Cuda, report: &Report) -> Result<()> {
     })?;
     line("multi_amax", ms, WIDE);
 
+    let mut back = Tensor::empty(cuda, DType::BF16, &dims)?;
     let random_bits = moebius::quant::Random { seed: 1, ..Default::default() };
     let formats = [
         ("te", Nvfp4::TE),
@@ -73,6 +74,10 @@ pub fn codec(cuda: &Cuda, report: &Report) -> Result<()> {
             )
         })?;
         line(&format!("cast-both-{name}"), ms, WIDE + 2.0 * NARROW);
+        if name == "te" {
+            let ms = report.time(|_| cuda.dequantize(&stream, rows.dequantize(&format, back.view_mut())))?;
+            line("back-te", ms, WIDE + NARROW);
+        }
     }
     let mut made = Mxfp8Tensors::empty(cuda, dims, Direction::Rows)?;
     let ms = report.time(|set| {
@@ -81,6 +86,14 @@ pub fn codec(cuda: &Cuda, report: &Report) -> Result<()> {
         cuda.quantize_mxfp8(&stream, call)
     })?;
     line("cast-mxfp8", ms, WIDE + 33.0 / 32.0);
+    let ms = report.time(|_| {
+        let (codes, scales) = (made.codes.view(), made.scales.view());
+        cuda.dequantize_mxfp8(
+            &stream,
+            DequantizeMxfp8 { direction: Direction::Rows, codes, scales, out: back.view_mut() },
+        )
+    })?;
+    line("back-mxfp8", ms, WIDE + 33.0 / 32.0);
     cuda.check()
 }
 

@@ -69,8 +69,8 @@ fn panels(matrix: &Matrix<'_, Cuda>) -> usize {
 
 /// Whether columns are wanted of a matrix of whole panels of 16-bit elements with one amax, as they are, to whole words.
 fn whole_panels(p: &params::QuantCast, size: usize) -> bool {
-    let words = |side: &params::QuantSide| side.codes % 8 == 0 && side.scales % 8 == 0;
-    let whole = |n: i64| n as usize % PANEL[0] == 0 && u32::try_from(n).is_ok();
+    let words = |side: &params::QuantSide| side.codes.is_multiple_of(8) && side.scales.is_multiple_of(8);
+    let whole = |n: i64| (n as usize).is_multiple_of(PANEL[0]) && u32::try_from(n).is_ok();
     let panels = p.matrix.rows / PANEL[0] as i64 * (p.matrix.columns / PANEL[0] as i64);
     p.columns.codes != 0
         && size == 2
