@@ -1,16 +1,14 @@
 // Columns of a matrix to NVFP4, or both directions of it: whole panels of 128 x 128 elements of 16 bits, recipe `te`, one
-// amax. What counts is instructions an element (`kernels/NOTES.md`): what blocks are multiplied by comes from a table of
-// all block scales, magnitudes are compared two at a time, signs are brought by shifts. `nvfp4_cast.cu` has all other cases.
+// amax. What counts is instructions an element (`kernels/notes/quantisation.md`): what blocks are multiplied by comes from
+// a table of all block scales, magnitudes are compared two at a time, signs are brought by shifts. `nvfp4_cast.cu` has
+// all other cases.
 #include "common/panels.cuh"
 
 namespace {
 using namespace quant;
 
-#ifndef EACH_TRY
-#define EACH_TRY 8
-#endif
 constexpr int ROWS = 128, COLUMNS = 128, THREADS = 256, HIGH = ROWS / 16;
-constexpr unsigned EACH = EACH_TRY;  // panels of a block of threads
+constexpr unsigned EACH = 2;  // panels that a block of threads takes one after another
 // Bytes from a row of the panel to the next, and from a column's codes to the next's: few lanes meet on a bank.
 constexpr int PITCH = 272, CODES = 72;
 
@@ -27,14 +25,13 @@ template <class T, int MODE>
 __device__ __forceinline__ uint2 codes_of(const float (&v)[16], const unsigned (&pairs)[8], float most, unsigned scale, float own, uint4 random, const QuantSide& side) {
     // From 2^-16 on no element's product is rounded to zero.
     if (own >= 0x1p-16f && (MODE == STOCHASTIC || __fmul_rn(most, own) < 7.0f)) {
-        float y[16];
+        float y[2][8];
 #pragma unroll
-        for (int k = 0; k < 16; k++) y[k] = MODE == STOCHASTIC ? __fmul_rn(v[k], own) : __fmaf_rn(v[k], own, 0.0f);
-        if constexpr (MODE != STOCHASTIC) return make_uint2(nearest8_signed(y), nearest8_signed(y + 8));
+        for (int k = 0; k < 16; k++) y[k / 8][k % 8] = MODE == STOCHASTIC ? __fmul_rn(v[k], own) : __fmaf_rn(v[k], own, 0.0f);
+        if constexpr (MODE != STOCHASTIC) return make_uint2(nearest8_signed<THREADS>(y[0]), nearest8_signed<THREADS>(y[1]));
         else {
             const unsigned words[2][4] = {{pairs[0], pairs[1], pairs[2], pairs[3]}, {pairs[4], pairs[5], pairs[6], pairs[7]}};
-            const float halves[2][8] = {{y[0], y[1], y[2], y[3], y[4], y[5], y[6], y[7]}, {y[8], y[9], y[10], y[11], y[12], y[13], y[14], y[15]}};
-            return make_uint2(e2m1_stochastic8<T>(words[0], halves[0], random.x, random.y), e2m1_stochastic8<T>(words[1], halves[1], random.z, random.w));
+            return make_uint2(e2m1_stochastic8<T>(words[0], y[0], random.x, random.y), e2m1_stochastic8<T>(words[1], y[1], random.z, random.w));
         }
     }
     return Factors<MODE>(*side.amax).template encode<T>(v, most, scale, random);
@@ -169,15 +166,9 @@ __device__ __forceinline__ void cast(const QuantCast& p) {
         __syncthreads();
         const uint2 before = at;
         const bool last = ++panel == end;
-#ifdef LATE
         if (p.columns.codes) write_columns(p, s, before.x, before.y);
         if (last) return;
         at = place(p.matrix, panel), load.start(p.matrix, at);
-#else
-        if (!last) at = place(p.matrix, panel), load.start(p.matrix, at);
-        if (p.columns.codes) write_columns(p, s, before.x, before.y);
-        if (last) return;
-#endif
     }
 }
 

@@ -6,11 +6,8 @@
 namespace {
 using namespace quant;
 
-#ifndef EACH_TRY
-#define EACH_TRY 8
-#endif
 constexpr int CODES = 72;  // bytes from a column's codes to the next's
-constexpr unsigned EACH = EACH_TRY;  // panels of a block of threads
+constexpr unsigned EACH = 2;  // panels that a block of threads takes one after another
 
 struct Shared {
     alignas(16) unsigned char codes[SIDE * CODES];
@@ -37,12 +34,12 @@ struct Unit {
         most = larger<T>(most, __shfl_xor_sync(~0u, most, 16));
         return fabsf(low<T>(larger<T>(most, most >> 16)));
     }
-    __device__ __forceinline__ unsigned codes(int j, float most, unsigned scale, float own) const {
+    __device__ __forceinline__ unsigned codes(int j, float own) const {
         const unsigned pairs[4] = {words[j].x, words[j].y, words[j].z, words[j].w};
         float y[8];
 #pragma unroll
         for (int k = 0; k < 4; k++) y[2 * k] = __fmaf_rn(low<T>(pairs[k]), own, 0.0f), y[2 * k + 1] = __fmaf_rn(high<T>(pairs[k]), own, 0.0f);
-        return nearest8_signed(y);
+        return nearest8_signed<256>(y);
     }
     // Where a product may round to zero, be above 7, or be NaN.
     __device__ __forceinline__ unsigned any_codes(int j, unsigned scale, float own) const {
@@ -125,7 +122,7 @@ __device__ __forceinline__ void cast(const QuantCast& p) {
                 unsigned codes[4];
                 if (own >= 0x1p-16f && __fmul_rn(most, own) < 7.0f) {
 #pragma unroll
-                    for (int j = 0; j < 4; j++) codes[j] = units[u].codes(j, most, scale, own);
+                    for (int j = 0; j < 4; j++) codes[j] = units[u].codes(j, own);
                 } else {
 #pragma unroll
                     for (int j = 0; j < 4; j++) codes[j] = units[u].any_codes(j, scale, own);

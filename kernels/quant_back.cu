@@ -27,24 +27,25 @@ __device__ __forceinline__ const QuantBack& job_of(const QuantBacks& p) {
 
 // Eight i to whole words of an output. In f32 two neighbours have exchanged halves of their eights before: each has a
 // quarter of both, so that both together write a sector.
-__device__ __forceinline__ void store(const QuantBack& p, unsigned i, const float (&v)[8]) {
-    if (p.out_type == TYPE_F32) {
-        float4* out = static_cast<float4*>(p.out) + static_cast<int64_t>(i / 2) * 4 + i % 2;
+template <class T>
+__device__ __forceinline__ void store(void* to, unsigned i, const float (&v)[8]) {
+    if constexpr (sizeof(T) == 4) {
+        float4* out = static_cast<float4*>(to) + static_cast<int64_t>(i / 2) * 4 + i % 2;
         out[0] = make_float4(v[0], v[1], v[2], v[3]), out[2] = make_float4(v[4], v[5], v[6], v[7]);
-        return;
-    }
-    unsigned pairs[4];
+    } else {
+        unsigned pairs[4];
 #pragma unroll
-    for (int k = 0; k < 4; k++) {
-        if (p.out_type == TYPE_F16) {
-            const __half2 pair = __floats2half2_rn(v[2 * k], v[2 * k + 1]);
-            pairs[k] = *reinterpret_cast<const unsigned*>(&pair);
-        } else {
-            const __nv_bfloat162 pair = __floats2bfloat162_rn(v[2 * k], v[2 * k + 1]);
-            pairs[k] = *reinterpret_cast<const unsigned*>(&pair);
+        for (int k = 0; k < 4; k++) {
+            if constexpr (std::is_same<T, f16>::value) {
+                const __half2 pair = __floats2half2_rn(v[2 * k], v[2 * k + 1]);
+                pairs[k] = *reinterpret_cast<const unsigned*>(&pair);
+            } else {
+                const __nv_bfloat162 pair = __floats2bfloat162_rn(v[2 * k], v[2 * k + 1]);
+                pairs[k] = *reinterpret_cast<const unsigned*>(&pair);
+            }
         }
+        static_cast<uint4*>(to)[i] = make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
     }
-    static_cast<uint4*>(p.out)[i] = make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
 }
 
 // What blocks are multiplied by.
@@ -109,6 +110,57 @@ __device__ __forceinline__ void mxfp8_eight(const QuantBack& p, int64_t i) {
     }
 }
 
+template <class T>
+__device__ __forceinline__ void nvfp4(const QuantBack& p, unsigned first) {
+    const unsigned halves = static_cast<unsigned>(p.len / 8), all = static_cast<unsigned>(p.lines) * halves;
+    unsigned words[EACH], scales[EACH];
+#pragma unroll
+    for (int j = 0; j < EACH; j++) {
+        const unsigned i = min(first + j * THREADS, all - 1);
+        words[j] = __ldcs(reinterpret_cast<const unsigned*>(p.codes) + i), scales[j] = p.scales[i / 2];
+    }
+    float amax = p.amax[0];
+#pragma unroll
+    for (int j = 0; j < EACH; j++) {
+        const unsigned i = first + j * THREADS;
+        // Both neighbours' eights are of one block.
+        if constexpr (sizeof(T) == 4) words[j] = __byte_perm(words[j], __shfl_xor_sync(~0u, words[j], 1), threadIdx.x % 2 ? 0x3276 : 0x5410);
+        if (i >= all) continue;
+        if (p.by_line) amax = p.amax[i / halves];
+        float v[8];
+        decode(p, words[j], factor_of(p, scales[j], amax), v);
+        store<T>(p.out, i, v);
+    }
+}
+
+template <class T>
+__device__ __forceinline__ void mxfp8(const QuantBack& p, unsigned first) {
+    const unsigned all = static_cast<unsigned>(p.lines * (p.len / 8));
+    uint2 codes[EACH];
+    unsigned scales[EACH];
+#pragma unroll
+    for (int j = 0; j < EACH; j++) {
+        const unsigned i = min(first + j * THREADS, all - 1);
+        codes[j] = __ldcs(reinterpret_cast<const uint2*>(p.codes) + i), scales[j] = p.scales[i / 4];
+    }
+#pragma unroll
+    for (int j = 0; j < EACH; j++) {
+        const unsigned i = first + j * THREADS;
+        if constexpr (sizeof(T) == 4) {
+            const bool odd = threadIdx.x % 2;
+            const unsigned other = __shfl_xor_sync(~0u, odd ? codes[j].x : codes[j].y, 1);
+            codes[j] = odd ? make_uint2(other, codes[j].y) : make_uint2(codes[j].x, other);
+        }
+        if (i >= all) continue;
+        float v[8];
+        e4m3_values(codes[j], v);
+        const float factor = e8m0_value(scales[j]);
+#pragma unroll
+        for (int k = 0; k < 8; k++) v[k] = __fmul_rn(v[k], factor);
+        store<T>(p.out, i, v);
+    }
+}
+
 }  // namespace
 
 extern "C" __global__ void __launch_bounds__(THREADS) nvfp4_back(const __grid_constant__ QuantBacks jobs) {
@@ -119,29 +171,9 @@ extern "C" __global__ void __launch_bounds__(THREADS) nvfp4_back(const __grid_co
         for (int j = 0; j < EACH; j++) nvfp4_eight(p, start + j * THREADS);
         return;
     }
-    const unsigned halves = static_cast<unsigned>(p.len / 8), all = static_cast<unsigned>(p.lines) * halves, first = static_cast<unsigned>(start);
-    unsigned words[EACH], scales[EACH];
-#pragma unroll
-    for (int j = 0; j < EACH; j++) {
-        const unsigned i = min(first + j * THREADS, all - 1);
-        words[j] = __ldcs(reinterpret_cast<const unsigned*>(p.codes) + i), scales[j] = p.scales[i / 2];
-    }
-    float amax = p.amax[0];
-    if (p.out_type == TYPE_F32) {
-        // Both are of one block.
-        const unsigned pick = threadIdx.x % 2 ? 0x3276 : 0x5410;
-#pragma unroll
-        for (int j = 0; j < EACH; j++) words[j] = __byte_perm(words[j], __shfl_xor_sync(~0u, words[j], 1), pick);
-    }
-#pragma unroll
-    for (int j = 0; j < EACH; j++) {
-        const unsigned i = first + j * THREADS;
-        if (i >= all) return;
-        if (p.by_line) amax = p.amax[i / halves];
-        float v[8];
-        decode(p, words[j], factor_of(p, scales[j], amax), v);
-        store(p, i, v);
-    }
+    if (p.out_type == TYPE_BF16) nvfp4<bf16>(p, static_cast<unsigned>(start));
+    else if (p.out_type == TYPE_F16) nvfp4<f16>(p, static_cast<unsigned>(start));
+    else nvfp4<float>(p, static_cast<unsigned>(start));
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS) mxfp8_back(const __grid_constant__ QuantBacks jobs) {
@@ -152,33 +184,9 @@ extern "C" __global__ void __launch_bounds__(THREADS) mxfp8_back(const __grid_co
         for (int j = 0; j < EACH; j++) mxfp8_eight(p, start + j * THREADS);
         return;
     }
-    const unsigned all = static_cast<unsigned>(p.lines * (p.len / 8)), first = static_cast<unsigned>(start);
-    uint2 codes[EACH];
-    unsigned scales[EACH];
-#pragma unroll
-    for (int j = 0; j < EACH; j++) {
-        const unsigned i = min(first + j * THREADS, all - 1);
-        codes[j] = __ldcs(reinterpret_cast<const uint2*>(p.codes) + i), scales[j] = p.scales[i / 4];
-    }
-    if (p.out_type == TYPE_F32) {
-        const bool odd = threadIdx.x % 2;
-#pragma unroll
-        for (int j = 0; j < EACH; j++) {
-            const unsigned other = __shfl_xor_sync(~0u, odd ? codes[j].x : codes[j].y, 1);
-            codes[j] = odd ? make_uint2(other, codes[j].y) : make_uint2(codes[j].x, other);
-        }
-    }
-#pragma unroll
-    for (int j = 0; j < EACH; j++) {
-        const unsigned i = first + j * THREADS;
-        if (i >= all) return;
-        float v[8];
-        e4m3_values(codes[j], v);
-        const float factor = e8m0_value(scales[j]);
-#pragma unroll
-        for (int k = 0; k < 8; k++) v[k] = __fmul_rn(v[k], factor);
-        store(p, i, v);
-    }
+    if (p.out_type == TYPE_BF16) mxfp8<bf16>(p, static_cast<unsigned>(start));
+    else if (p.out_type == TYPE_F16) mxfp8<f16>(p, static_cast<unsigned>(start));
+    else mxfp8<float>(p, static_cast<unsigned>(start));
 }
 
 // Scales [lines, blocks] to tiles of 128 x 4, padded with zeros, or back. A thread four scales of a line.

@@ -28,9 +28,14 @@ __device__ __forceinline__ unsigned larger(unsigned a, unsigned b) {
 #endif
 }
 
-// As `e2m1_nearest8` of values that are not -0 and not above 7: four upper bits of each are shifted in for its sign.
-__device__ __forceinline__ unsigned nearest8_signed(const float* y) {
-    const unsigned sixteen = blockDim.x / 16;  // which the compiler does not know: shifts are half as fast as products
+// As `e2m1_nearest8` of values that are not -0 and not above 7: four upper bits of each are shifted in for its sign. In
+// blocks of so many threads.
+template <int THREADS>
+__device__ __forceinline__ unsigned nearest8_signed(const float (&y)[8]) {
+#ifdef MOEBIUS_CVT_E2M1
+    return e2m1_nearest8(y);
+#else
+    const unsigned sixteen = blockDim.x / (THREADS / 16);  // which the compiler does not know: it would shift, at half the rate
     unsigned word = 0, signs = 0;
 #pragma unroll
     for (int k = 7; k >= 0; k--) {
@@ -41,6 +46,7 @@ __device__ __forceinline__ unsigned nearest8_signed(const float* y) {
         signs = __funnelshift_l(__float_as_uint(y[k]), signs, 4);
     }
     return (word - 0xfb000000u) | (signs & 0x88888888u);
+#endif
 }
 
 constexpr int SIDE = 128;  // of a panel

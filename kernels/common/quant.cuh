@@ -56,9 +56,12 @@ __device__ __forceinline__ float e8m0_value(unsigned byte) {
 // the format's steps: 2^23 as a summand makes the addition round to an integer, ties to even, and the step's own first
 // code, added with it, keeps its parity. What is above 7 is 7, as is NaN (not in recipe `te`, whose caller knows); without
 // CAPPED the caller knows that nothing is.
+#if defined(__CUDA_ARCH_FEAT_SM100_ALL) || defined(__CUDA_ARCH_FEAT_SM101_ALL) || defined(__CUDA_ARCH_FEAT_SM103_ALL) || defined(__CUDA_ARCH_FEAT_SM120_ALL)
+#define MOEBIUS_CVT_E2M1
+#endif
 template <bool CAPPED = true>
 __device__ __forceinline__ unsigned e2m1_nearest8(const float (&y)[8]) {
-#if defined(__CUDA_ARCH_FEAT_SM100_ALL) || defined(__CUDA_ARCH_FEAT_SM101_ALL) || defined(__CUDA_ARCH_FEAT_SM103_ALL) || defined(__CUDA_ARCH_FEAT_SM120_ALL)
+#ifdef MOEBIUS_CVT_E2M1
     unsigned word = 0;
 #pragma unroll
     for (int k = 0; k < 8; k += 2) {

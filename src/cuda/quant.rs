@@ -24,9 +24,9 @@ const PANEL: [usize; 2] = [128, 256];
 /// Shared memory of the NVFP4 kernels, without and with columns (`kernels/nvfp4_cast.cu`).
 const CAST_SHARED: [u32; 2] = [35_072, 46_336];
 
-/// Whole panels that a block takes one after another, and shared memory where it has them there (`kernels/nvfp4_panels.cu`,
-/// `kernels/nvfp4_tiles.cu`).
-const PANELS_EACH: usize = 8;
+/// Whole panels that a block takes one after another (`kernels/nvfp4_panels.cu`, `kernels/nvfp4_tiles.cu`), and the shared
+/// memory of the first.
+const PANELS_EACH: usize = 2;
 const PANELS_SHARED: u32 = 46_096;
 
 /// What follows a kernel's name for a type.
@@ -227,16 +227,16 @@ impl Cuda {
             && p.matrix.row_stride == p.matrix.columns
             && p.rows.codes.is_multiple_of(8)
             && u32::try_from(blocks).is_ok();
-        let pieces = panels(&matrix).div_ceil(PANELS_EACH);
+        let stacks = panels(&matrix).div_ceil(PANELS_EACH);
         let (kernel, grid) = match (plain, whole_panels(&p, size), mode) {
             // A thread takes four blocks of 16-bit elements, or two; of tiles two (`kernels/nvfp4_cast.cu`).
             (true, ..) => {
                 let of_block = THREADS as usize * if mode == "tiled" { 2 } else { 8 / size };
                 (format!("nvfp4_rows_{mode}_{type_name}"), Grid::new(blocks.div_ceil(of_block), THREADS))
             }
-            (_, true, "tiled") => (format!("nvfp4_tiles_{type_name}"), Grid::new(pieces, THREADS)),
+            (_, true, "tiled") => (format!("nvfp4_tiles_{type_name}"), Grid::new(stacks, THREADS)),
             (_, true, "te" | "stochastic") => {
-                let grid = Grid { shared: PANELS_SHARED, ..Grid::new(pieces, THREADS) };
+                let grid = Grid { shared: PANELS_SHARED, ..Grid::new(stacks, THREADS) };
                 (format!("nvfp4_panels_{mode}_{type_name}"), grid)
             }
             _ => (format!("nvfp4_{mode}_{type_name}"), Grid { shared, ..Grid::new(panels(&matrix), THREADS) }),
