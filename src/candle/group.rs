@@ -115,6 +115,7 @@ pub(super) trait Member: Debug + Send + Sync {
     fn rank(&self) -> usize;
     fn ranks(&self) -> usize;
     fn local_experts(&self) -> usize;
+    fn check_experts(&self, call: &'static str, layer: &Layer) -> Result<()>;
     /// Meets the other ranks, which are in [`replicate`](Self::replicate), as a failure.
     fn refuse(&self, layer: &Layer, reason: &str);
     /// Gives a variable rank 0's values; a constant takes part and stays as it is.
@@ -141,6 +142,10 @@ impl<D: Host> Member for On<D> {
 
     fn local_experts(&self) -> usize {
         self.group.local_experts()
+    }
+
+    fn check_experts(&self, call: &'static str, layer: &Layer) -> Result<()> {
+        self.group.check_experts(call, layer.config().router.num_experts)
     }
 
     fn refuse(&self, layer: &Layer, reason: &str) {

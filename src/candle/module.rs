@@ -55,7 +55,7 @@ impl ExpertParallelMoE {
     /// rank 0's, so that every rank starts from the same router.
     ///
     /// # Errors
-    /// A variable of another shape; a collective's error.
+    /// Another number of experts than the group's; a variable of another shape; a collective's error.
     pub fn new(layer: Layer, group: impl Into<DeviceGroup>, vb: candle_nn::VarBuilder<'_>) -> Result<Self> {
         Self::build::<Cpu>((layer, group.into()), vb, None)
     }
@@ -120,39 +120,7 @@ impl ExpertParallelMoE {
         vb: candle_nn::VarBuilder<'_>,
         chain: Option<(&Arc<Chain<D>>, Payload)>,
     ) -> Result<Self> {
-        let params = Role::ALL
-            .into_iter()
-            .filter_map(|role| {
-                let dims = role.dims(layer.config(), group.local_experts())?;
-                let dims = match chain.filter(|_| matches!(role, Role::Up | Role::Down)) {
-                    Some((chain, _)) => match chain.shards(&dims) {
-                        Ok(cut) => cut.shard_dims().to_vec(),
-                        Err(e) => return Some(Err(e.into())),
-                    },
-                    None => dims,
-                };
-                let init = match role.fan_in(layer.config()) {
-                    Some(n) => {
-                        let bound = 1.0 / (n as f64).sqrt();
-                        candle_nn::Init::Uniform { lo: -bound, up: bound }
-                    }
-                    None => candle_nn::Init::Const(0.0),
-                };
-                Some(vb.get_with_hints(dims, role.name(), init).map(|t| (role, t)))
-            })
-            .collect::<Result<Vec<(Role, Tensor)>>>();
-        let sharded = |params: &[(Role, Tensor)]| -> Result<Option<Sharded>> {
-            let Some(chain) = chain else { return Ok(None) };
-            if !chain.0.device().is(group.device()) {
-                let found = location(group.device());
-                return Err(Error::invalid("ExpertParallelMoE::sharded", "group", "the chain's device", found).into());
-            }
-            let shard = |role| params.iter().find(|(r, _)| *r == role).map(|(r, t)| (*r, t));
-            let (Some(up), Some(down)) = (shard(Role::Up), shard(Role::Down)) else { return Ok(None) };
-            Ok(Some(Sharded::new(chain, &layer, group.local_experts(), [up, down])?))
-        };
-        let params = params.and_then(|params| sharded(&params).map(|sharded| (params, sharded)));
-        let (params, sharded) = params.inspect_err(|e| {
+        let (params, sharded) = variables((&layer, &group), vb, chain).inspect_err(|e| {
             // The other ranks are in the collectives below: they are told, and the group stays usable.
             group.member().refuse(&layer, &e.to_string());
         })?;
@@ -166,20 +134,21 @@ impl ExpertParallelMoE {
         Ok(moe)
     }
 
-    /// From a loaded block. `number` names the layer in tags and errors. Tensors become variables if `trainable`
-    /// (the selection bias does not: it has no gradient).
+    /// From a loaded block. `number` names the layer in tags and errors. Tensors become variables if `trainable`; the
+    /// selection bias then is one for [`update_selection_bias`](Self::update_selection_bias) alone, as it has no gradient.
     ///
     /// # Errors
-    /// A configuration that does not hold together.
+    /// A configuration that does not hold together; another number of experts than the group's; missing, extra or
+    /// mis-shaped parameters.
     pub fn from_block(block: Block, number: u32, group: impl Into<DeviceGroup>, trainable: bool) -> Result<Self> {
-        let (layer, group) = (Layer::new(block.config, number)?, group.into());
+        const CALL: &str = "ExpertParallelMoE::from_block";
+        let (layer, group) = (Layer::new(block.config.clone(), number)?, group.into());
+        group.member().check_experts(CALL, &layer)?;
+        block.check(CALL, group.local_experts())?;
         let of = |(role, t): (Role, crate::Tensor<Cpu>)| {
             let dims = t.dims().to_vec();
             let t = into_candle(t, &dims, &Device::Cpu)?.to_device(group.device())?;
-            match trainable && role != Role::SelectionBias {
-                true => Ok((role, Var::from_tensor(&t)?.into_inner())),
-                false => Ok((role, t)),
-            }
+            Ok((role, if trainable { Var::from_tensor(&t)?.into_inner() } else { t }))
         };
         let params = block.params.into_roles().map(of).collect::<Result<_>>()?;
         Ok(Self { layer, group, params, sharded: None })
@@ -309,6 +278,42 @@ impl candle_core::Module for ExpertParallelMoE {
     fn forward(&self, x: &Tensor) -> Result<Tensor> {
         Ok(self.forward_full(x, Mode::default())?.y)
     }
+}
+
+/// Variables of a module, and their place in a chain if there is one.
+fn variables<D: Host + ShardDevice>(
+    (layer, group): (&Layer, &DeviceGroup),
+    vb: candle_nn::VarBuilder<'_>,
+    chain: Option<(&Arc<Chain<D>>, Payload)>,
+) -> Result<(Vec<(Role, Tensor)>, Option<Sharded>)> {
+    group.member().check_experts("ExpertParallelMoE::new", layer)?;
+    let (config, local) = (layer.config(), group.local_experts());
+    let mut params = Vec::new();
+    for role in Role::ALL {
+        let Some(mut dims) = role.dims(config, local) else { continue };
+        if let Some((chain, _)) = chain.filter(|_| matches!(role, Role::Up | Role::Down)) {
+            dims = chain.shards(&dims)?.shard_dims().to_vec();
+        }
+        let init = match role.fan_in(config) {
+            Some(n) => {
+                let bound = 1.0 / (n as f64).sqrt();
+                candle_nn::Init::Uniform { lo: -bound, up: bound }
+            }
+            None => candle_nn::Init::Const(0.0),
+        };
+        params.push((role, vb.get_with_hints(dims, role.name(), init)?));
+    }
+    let Some(chain) = chain else { return Ok((params, None)) };
+    if !chain.0.device().is(group.device()) {
+        let found = location(group.device());
+        return Err(Error::invalid("ExpertParallelMoE::sharded", "group", "the chain's device", found).into());
+    }
+    let shard = |role| params.iter().find(|(r, _)| *r == role).map(|(r, t)| (*r, t));
+    let sharded = match (shard(Role::Up), shard(Role::Down)) {
+        (Some(up), Some(down)) => Some(Sharded::new(chain, layer, local, [up, down])?),
+        _ => None,
+    };
+    Ok((params, sharded))
 }
 
 /// Copies of parameters.

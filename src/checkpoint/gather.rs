@@ -24,6 +24,11 @@ pub fn gather_blocks(shares: Vec<BlockParams>) -> Result<BlockParams> {
     let mut tensors = std::collections::HashMap::new();
     for role in Role::ALL {
         let name = role.name();
+        let given = shares.iter().filter(|share| share.get(role).is_some()).count();
+        if given != 0 && given != shares.len() {
+            let found = format!("one on {given} of {} ranks", shares.len());
+            return Err(Error::invalid(CALL, format!("tensor {name}"), "one on every rank, or on none", found));
+        }
         let Some(one) = first.get(role) else { continue };
         let take = if !role.is_replicated() { shares.len() } else { 1 };
         let mut dims = one.dims().to_vec();
@@ -32,7 +37,7 @@ pub fn gather_blocks(shares: Vec<BlockParams>) -> Result<BlockParams> {
         }
         let mut whole = Tensor::<Cpu>::empty(&Cpu::new(), one.dtype(), &dims)?;
         for (share, bytes) in shares[..take].iter().zip(whole.as_bytes_mut().chunks_exact_mut(one.bytes().max(1))) {
-            let part = share.get(role).ok_or_else(|| Error::invalid(CALL, name, "a tensor on every rank", "none"))?;
+            let Some(part) = share.get(role) else { continue };
             Error::check_shape(CALL, name, one.dims(), part.dims())?;
             Error::check_dtype(CALL, name, one.dtype(), part.dtype())?;
             bytes.copy_from_slice(part.as_bytes());
@@ -40,6 +45,24 @@ pub fn gather_blocks(shares: Vec<BlockParams>) -> Result<BlockParams> {
         tensors.insert(role, whole);
     }
     assemble(CALL, tensors)
+}
+
+impl BlockParams {
+    /// Refuses tensors that the configuration has not, with `local` experts on this rank, or has otherwise. Absent ones
+    /// may be.
+    pub(super) fn check(&self, call: &'static str, config: &MoeConfig, local: usize) -> Result<()> {
+        for role in Role::ALL {
+            let (name, Some(tensor)) = (role.name(), self.get(role)) else { continue };
+            let Some(dims) = role.dims(config, local) else {
+                return Err(Error::invalid(call, name, "none, by the configuration", format!("{:?}", tensor.dims())));
+            };
+            Error::check_shape(call, name, &dims, tensor.dims())?;
+            if !tensor.dtype().is_float() {
+                return Err(Error::invalid(call, format!("tensor {name}"), "a floating-point type", tensor.dtype()));
+            }
+        }
+        Ok(())
+    }
 }
 
 /// A tensor on disk that is to be made of parameters.
@@ -94,7 +117,7 @@ impl Checkpoint {
     ) -> Result<Vec<Planned>> {
         let config = self.block(layer)?;
         let experts = options.experts(call, config.router.num_experts)?;
-        check(call, config, params, experts.len())?;
+        params.check(call, config, experts.len())?;
         let layout = self.layout(layer, config);
         let mut tensors: BTreeMap<String, Planned> = BTreeMap::new();
         let replicated = layout.replicated().into_iter().map(|part| (0, part));
@@ -131,20 +154,6 @@ impl Checkpoint {
         bytes.disk = checked.disk[0] / options.ranks as u64 + checked.disk[1];
         Ok(bytes)
     }
-}
-
-fn check(call: &'static str, config: &MoeConfig, params: &BlockParams, local: usize) -> Result<()> {
-    for role in Role::ALL {
-        let name = role.name();
-        match (params.get(role), role.dims(config, local)) {
-            (Some(tensor), Some(dims)) => Error::check_shape(call, name, &dims, tensor.dims())?,
-            (Some(tensor), None) => {
-                return Err(Error::invalid(call, name, "none, by the configuration", format!("{:?}", tensor.dims())));
-            }
-            (None, _) => {}
-        }
-    }
-    Ok(())
 }
 
 fn write_part(part: &Part, matrix: &[u8], whole: &mut Tensor<Cpu>) {

@@ -30,8 +30,11 @@ pub(super) struct Checked {
 }
 
 impl LoadOptions {
-    /// This rank's experts.
+    /// This rank's experts, of options that make sense.
     pub(super) fn experts(&self, call: &'static str, experts: usize) -> Result<std::ops::Range<usize>> {
+        if let Some(dtype) = self.dtype.filter(|dtype| !dtype.is_float()) {
+            return Err(Error::invalid(call, "dtype", "a floating-point type", dtype));
+        }
         if self.ranks == 0 || !experts.is_multiple_of(self.ranks) {
             return Err(Error::invalid(call, "ranks", format!("a divisor of {experts} experts"), self.ranks));
         }
@@ -134,11 +137,6 @@ impl Checkpoint {
         const CALL: &str = "Checkpoint::load_block";
         let config = self.block_config(layer)?;
         let experts = options.experts(CALL, config.router.num_experts)?;
-        if let Some(dtype) = options.dtype
-            && !dtype.is_float()
-        {
-            return Err(Error::invalid(CALL, "dtype", "a floating-point type", dtype));
-        }
         let layout = self.layout(layer, &config);
         let checked = self.check_block(&layout, options.dtype.is_none())?;
         let (mut tensors, mut cuts) = (HashMap::new(), HashMap::new());

@@ -31,6 +31,8 @@ use crate::dtype::DType;
 use crate::error::CheckpointError;
 use crate::error::{Error, Result};
 use crate::etp::Shards;
+#[cfg(feature = "candle")]
+use crate::layer::Role;
 use crate::tensor::Tensor;
 
 pub use gather::gather_blocks;
@@ -72,6 +74,19 @@ pub struct Block {
     pub config: MoeConfig,
     /// This rank's parameters.
     pub params: BlockParams,
+}
+
+#[cfg(feature = "candle")]
+impl Block {
+    /// Refuses a block whose parameters are not those of its configuration, with `local` experts on this rank.
+    pub(crate) fn check(&self, call: &'static str, local: usize) -> Result<()> {
+        self.params.check(call, &self.config, local)?;
+        let absent = |role: &Role| role.dims(&self.config, local).is_some() && self.params.get(*role).is_none();
+        match Role::ALL.into_iter().find(absent) {
+            None => Ok(()),
+            Some(role) => Err(Error::invalid(call, format!("tensor {}", role.name()), "a tensor", "none")),
+        }
+    }
 }
 
 /// Which share of a block to load, and how.

@@ -16,7 +16,7 @@ pub struct EpGroup<D: Kernels = Cpu> {
     rank: usize,
     ranks: usize,
     local: usize,
-    #[cfg(feature = "burn")]
+    #[cfg(any(feature = "candle", feature = "burn"))]
     experts: usize,
 }
 
@@ -41,7 +41,7 @@ impl<D: Kernels> EpGroup<D> {
     pub fn new(group: Group<D>) -> Self {
         let (rank, ranks, local) = (group.rank(), group.ranks(), group.local_experts());
         Self {
-            #[cfg(feature = "burn")]
+            #[cfg(any(feature = "candle", feature = "burn"))]
             experts: group.config().num_experts,
             group: Arc::new(Mutex::new(group)),
             failure: Arc::default(),
@@ -88,7 +88,7 @@ impl<D: Kernels> EpGroup<D> {
     }
 
     /// Refuses a layer of another number of experts.
-    #[cfg(feature = "burn")]
+    #[cfg(any(feature = "candle", feature = "burn"))]
     pub(crate) fn check_experts(&self, call: &'static str, found: usize) -> Result<()> {
         if found == self.experts {
             return Ok(());

@@ -6,7 +6,7 @@ use candle_core::{DType, Device, Module, Tensor, Var};
 use candle_nn::{AdamW, Optimizer, ParamsAdamW, SGD, VarBuilder, VarMap};
 use moebius::MoeConfig;
 use moebius::candle::ExpertParallelMoE;
-use moebius::checkpoint::{Checkpoint, LoadOptions};
+use moebius::checkpoint::{BlockParams, Checkpoint, LoadOptions};
 use moebius::config::SharedConfig;
 use moebius::ep::GroupConfig;
 use moebius::layer::{Layer, Mode, Role};
@@ -278,6 +278,56 @@ fn a_trained_checkpoint_is_saved_under_its_published_names(device: &Device) -> A
     Ok(())
 }
 
+fn a_loaded_selection_bias_moves_if_the_block_trains(device: &Device) -> AnyResult<()> {
+    let (_, moe) = in_map(full(), device)?;
+    let load = moebius::metrics::Load::new(vec![8, 0, 0, 0, 0, 0, 0, 0], 0);
+    let trained = ExpertParallelMoE::from_block(moe.to_block()?, 0, group(device)?, true)?;
+    assert_eq!(trained.vars().len(), Role::ALL.len() - 1);
+    trained.update_selection_bias(&load, 0.25)?;
+    let bias = flat(trained.param(Role::SelectionBias).ok_or("no selection bias")?)?;
+    assert_eq!(bias, [-0.25, 0.25, 0.25, 0.25, 0.25, 0.25, 0.25, 0.25]);
+    let frozen = ExpertParallelMoE::from_block(moe.to_block()?, 0, group(device)?, false)?;
+    assert!(frozen.vars().is_empty() && frozen.update_selection_bias(&load, 0.25).is_err());
+    Ok(())
+}
+
+fn text<T>(result: candle_core::Result<T>) -> String {
+    result.err().map(|e| e.to_string()).unwrap_or_default()
+}
+
+/// A block and a group when the module is made, tokens before any work.
+fn what_does_not_fit_is_named_at_once(device: &Device) -> AnyResult<()> {
+    let (_, moe) = in_map(full(), device)?;
+    let few = || moebius::candle::DeviceGroup::single(GroupConfig::new(4, 64), device);
+    let spoilt = |spoil: fn(&mut BlockParams)| -> AnyResult<String> {
+        let mut block = moe.to_block()?;
+        spoil(&mut block.params);
+        Ok(text(ExpertParallelMoE::from_block(block, 0, group(device)?, true)))
+    };
+    let bad = [
+        (spoilt(|p| p.up_bias = None)?, "experts.up_bias"),
+        (spoilt(|p| std::mem::swap(&mut p.up, &mut p.down))?, "experts.up"),
+        (text(ExpertParallelMoE::from_block(moe.to_block()?, 0, few()?, true)), "num_experts"),
+        (
+            text(ExpertParallelMoE::new(
+                Layer::new(full(), 0)?,
+                few()?,
+                VarBuilder::from_varmap(&VarMap::new(), DType::F32, device),
+            )),
+            "num_experts",
+        ),
+        (text(moe.forward(&tokens(0..2, device)?.to_dtype(DType::F64)?)), "tensor experts.up: expected f64, found f32"),
+    ];
+    for (text, words) in bad {
+        assert!(text.contains(words), "{words}: {text}");
+    }
+    let mut plain = moe.to_block()?;
+    plain.config.router.logit_bias = false;
+    let text = text(ExpertParallelMoE::from_block(plain, 0, group(device)?, true));
+    assert!(text.contains("router.bias") && text.contains("none"), "{text}");
+    Ok(())
+}
+
 tests! {
     fn(&Device) -> AnyResult<()>;
     variables_go_through_a_file_and_back,
@@ -291,4 +341,6 @@ tests! {
     layers_share_a_group_and_threads_share_a_layer,
     one_output_in_two_losses,
     a_trained_checkpoint_is_saved_under_its_published_names,
+    a_loaded_selection_bias_moves_if_the_block_trains,
+    what_does_not_fit_is_named_at_once,
 }

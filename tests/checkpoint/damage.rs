@@ -4,7 +4,8 @@ use std::fs;
 use std::path::Path;
 
 use moebius::checkpoint::Checkpoint;
-use moebius::{CheckpointError, Error};
+use moebius::cpu::Cpu;
+use moebius::{CheckpointError, DType, Error, Tensor};
 use serde_json::{Value, json};
 
 use crate::support::*;
@@ -470,16 +471,34 @@ fn arguments() {
         (1, 2, 2, None, "0..2"),
         (0, 0, 1, None, "layer"),
         (9, 0, 1, None, "layer"),
-        (1, 0, 1, Some(moebius::DType::I64), "floating"),
+        (1, 0, 1, Some(DType::I64), "floating"),
     ] {
-        let error = checkpoint.load_block(layer, options(rank, ranks, dtype)).unwrap_err();
-        assert_eq!(kind(&error), Kind::Invalid, "{error}");
-        assert!(error.to_string().contains(words), "{error}");
+        let options = options(rank, ranks, dtype);
+        let loads = [
+            checkpoint.load_block(layer, options).map(drop),
+            checkpoint.load_quantised(layer, options).map(drop),
+            checkpoint.block_bytes(layer, options).map(drop),
+        ];
+        for error in loads.map(Result::unwrap_err) {
+            assert_eq!(kind(&error), Kind::Invalid, "{error}");
+            assert!(error.to_string().contains(words), "{error}");
+        }
     }
     assert!(checkpoint.tensor("no.such", None).unwrap_err().to_string().contains("no.such"));
-    assert!(checkpoint.tensor("lm_head.weight", Some(moebius::DType::U8)).is_err());
-    let block = checkpoint.load_block(1, options(0, 2, None)).unwrap().params;
+    assert!(checkpoint.tensor("lm_head.weight", Some(DType::U8)).is_err());
+    let share = |rank| checkpoint.load_block(1, options(rank, 2, None)).unwrap().params;
+    let mut block = share(0);
     assert!(checkpoint.disk_tensors(1, &block, 0, 1).unwrap_err().to_string().contains("up"));
     assert!(checkpoint.save(std::env::temp_dir().join("moebius-never"), &[(1, &block)]).is_err());
     assert!(moebius::checkpoint::gather_blocks(Vec::new()).is_err());
+    // A tensor that some ranks have: not dropped in silence.
+    for with in 0..2 {
+        let mut shares = [share(0), share(1)];
+        shares[with].up_bias = Some(Tensor::zeros(&Cpu::new(), DType::F32, &[4, 2]).unwrap());
+        let error = moebius::checkpoint::gather_blocks(shares.into()).unwrap_err().to_string();
+        assert!(error.contains("experts.up_bias") && error.contains("1 of 2 ranks"), "{error}");
+    }
+    block.up = Tensor::zeros(&Cpu::new(), DType::I32, block.up.dims()).unwrap();
+    let error = checkpoint.disk_tensors(1, &block, 0, 2).unwrap_err().to_string();
+    assert!(error.contains("experts.up") && error.contains("i32"), "{error}");
 }
