@@ -65,7 +65,7 @@ impl MoeConfig {
 
     /// Rows G·I of the up projection.
     pub fn up_rows(&self) -> usize {
-        self.activation.gate_factor() * self.intermediate
+        self.activation.gate_factor().saturating_mul(self.intermediate)
     }
 
     /// Checks every field against the others.
@@ -130,7 +130,7 @@ impl Payload {
     /// Bytes that a token of `hidden` elements takes on its way to an expert's rank, of codes and of scales (NVFP4:
     /// with the row's amax), each filled up to 16; `None`: as many as its elements have.
     pub fn row_bytes(self, hidden: usize) -> Option<[usize; 2]> {
-        let words = |bytes: usize| bytes.next_multiple_of(16);
+        let words = |bytes: usize| bytes.div_ceil(16).saturating_mul(16);
         match self {
             Payload::Plain => None,
             Payload::Nvfp4 => Some([words(hidden / 2), words(hidden / NVFP4_BLOCK + AMAX)]),

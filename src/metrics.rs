@@ -42,7 +42,7 @@ impl Load {
 
     /// Choices over all experts.
     pub fn total(&self) -> usize {
-        self.tokens_per_expert.iter().sum()
+        self.tokens_per_expert.iter().fold(0, |total, tokens| total.saturating_add(*tokens))
     }
 
     /// max c / mean c, from 1 (even) to E (all on one expert). 1 without tokens.

@@ -4,6 +4,7 @@
 use std::fmt::Debug;
 
 use crate::device::Device;
+use crate::dtype::DType;
 use crate::error::{Error, Result};
 use crate::quant::{Quantised, QuantisedRef};
 use crate::tensor::TensorRef;
@@ -58,6 +59,11 @@ impl<D: Device> Weight<'_, D> {
 pub trait WeightSource<D: Device>: Debug {
     /// Sizes of the whole weight.
     fn dims(&self) -> &[usize];
+    /// Element type, where that must be the tokens': a layer refuses another before any work. `None`: it is de-quantised
+    /// to any, or known only when acquired.
+    fn dtype(&self) -> Option<DType> {
+        None
+    }
     /// Makes the weight readable for work enqueued on `stream` after the guard's event.
     ///
     /// # Errors
@@ -134,6 +140,10 @@ impl<'a, D: Device> WeightGuard<'a, D> {
 impl<D: Device> WeightSource<D> for TensorRef<'_, D> {
     fn dims(&self) -> &[usize] {
         TensorRef::dims(self)
+    }
+
+    fn dtype(&self) -> Option<DType> {
+        Some(TensorRef::dtype(self))
     }
 
     fn acquire(&self, _stream: &D::Stream) -> Result<WeightGuard<'_, D>> {

@@ -52,7 +52,10 @@ enum Stack<'a, T> {
 impl<'a, T: Float> Stack<'a, T> {
     fn new(call: &'static str, weight: Weight<'a, Cpu>) -> Result<Self> {
         match weight {
-            Weight::Dense(weight) => Ok(Stack::Dense(weight.as_slice()?)),
+            Weight::Dense(weight) => {
+                Error::check_dtype(call, "weight", T::DTYPE, weight.dtype())?;
+                Ok(Stack::Dense(weight.as_slice()?))
+            }
             Weight::Quantised(weight) => {
                 weight.check(call)?;
                 Ok(Stack::Quantised(Box::new(weight)))
@@ -83,6 +86,7 @@ fn slot_weights<'a, A: Float>(
 ) -> Result<Option<&'a [A]>> {
     let Some(values) = values else { return Ok(None) };
     Error::check_shape(call, "slot_weights", &[zones.rows], values.dims())?;
+    Error::check_dtype(call, "slot_weights", A::DTYPE, values.dtype())?;
     values.as_slice::<A>().map(Some)
 }
 
@@ -93,6 +97,7 @@ fn bias_of<'a, T: Float>(
 ) -> Result<Option<&'a [T]>> {
     let Some(bias) = bias else { return Ok(None) };
     Error::check_shape(call, "bias", &dims, bias.dims())?;
+    Error::check_dtype(call, "bias", T::DTYPE, bias.dtype())?;
     bias.as_slice::<T>().map(Some)
 }
 
@@ -104,6 +109,7 @@ fn out_of<'a, T: Float>(
 ) -> Result<Option<&'a mut [T]>> {
     let Some(out) = out else { return Ok(None) };
     Error::check_shape(call, name, dims, out.dims())?;
+    Error::check_dtype(call, name, T::DTYPE, out.dtype())?;
     out.into_slice::<T>().map(Some)
 }
 

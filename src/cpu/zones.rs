@@ -156,6 +156,7 @@ impl<'a, T: Float> Rows<'a, T> {
                 });
             }
         };
+        Error::check_dtype(call, name, T::DTYPE, source.base.dtype())?;
         let base = source.base.as_slice::<T>()?;
         let map = source.map.map(|m| m.as_slice::<i32>()).transpose()?;
         match map {

@@ -13,7 +13,7 @@ use crate::kernels::{
 use crate::tensor::{Tensor, TensorMut, TensorRef};
 
 use super::forward::{Experts, borrow, refuse};
-use super::{Context, Cotangents, Gradients, GradientsMut, Inputs, Layer, Role, Wanted, check, shared};
+use super::{Context, Cotangents, Gradients, GradientsMut, Inputs, Layer, Role, Wanted, check, payload, shared};
 
 const CALL: &str = "Layer::backward";
 
@@ -129,10 +129,15 @@ fn check_inputs<D: Kernels>(
     inputs: &Inputs<'_, D>,
     cotangents: &Cotangents<'_, D, Scalar<'_, D>>,
 ) -> Result<()> {
-    check::inputs(layer, group, inputs.x, inputs.params)?;
-    let (own, found) = (layer.number(), context.handle.spec().layer);
+    check::inputs(CALL, layer, group, inputs.x, inputs.params)?;
+    let spec = context.handle.spec();
+    let (own, found) = (layer.number(), spec.layer);
     if own != found {
         return Err(Error::invalid(CALL, "context", format!("one of layer {own}"), format!("one of layer {found}")));
+    }
+    // The sizes of two formulas may be the same.
+    if spec.formula != payload::formula(layer.fingerprint, layer.config.payload, context.dtype) {
+        return Err(Error::invalid(CALL, "context", "one of this configuration", "one of another"));
     }
     let dims = [context.handle.tokens(), layer.config.hidden];
     Error::check_shape(CALL, "x", &dims, inputs.x.dims())?;

@@ -7,59 +7,58 @@ use crate::tensor::{TensorMut, TensorRef};
 
 use super::{GradientsMut, Inputs, Layer, Params, Role, payload};
 
-const CALL: &str = "Layer::forward";
-
 /// Checks x and the parameters against the configuration; returns T.
 pub(super) fn inputs<D: Kernels>(
+    call: &'static str,
     layer: &Layer,
     group: &Group<D>,
     x: TensorRef<'_, D>,
     params: &Params<'_, D>,
 ) -> Result<usize> {
-    let c = layer.config();
-    let tokens = layer.check_x(CALL, x)?;
-    payload::check(CALL, c.payload, x.dtype())?;
-    if c.router.num_experts != group.config().num_experts {
-        return Err(Error::invalid(CALL, "group.num_experts", c.router.num_experts, group.config().num_experts));
+    let config = layer.config();
+    let tokens = layer.check_x(call, x)?;
+    payload::check(call, config.payload, x.dtype())?;
+    if config.router.num_experts != group.config().num_experts {
+        let found = group.config().num_experts;
+        return Err(Error::invalid(call, "group.num_experts", config.router.num_experts, found));
     }
-    let (e, l, h, i) = (c.router.num_experts, group.local_experts(), c.hidden, c.intermediate);
-    let up_rows = c.up_rows();
-    let sized = |name: &str, wanted: bool, dims: &[usize], t: Option<TensorRef<'_, D>>| match (wanted, t) {
-        (true, Some(t)) => Error::check_shape(CALL, name, dims, t.dims()),
-        (false, None) => Ok(()),
-        (true, None) => Err(Error::invalid(CALL, format!("tensor {name}"), format!("{dims:?}"), "none")),
-        (false, Some(_)) => Err(Error::invalid(CALL, format!("tensor {name}"), "none, by the configuration", "one")),
-    };
-    let typed = |name: &str, t: Option<TensorRef<'_, D>>| {
-        t.map_or(Ok(()), |t| Error::check_dtype(CALL, name, x.dtype(), t.dtype()))
-    };
-    sized("router", true, &[e, h], Some(params.router))?;
-    sized("router_bias", c.router.logit_bias, &[e], params.router_bias)?;
-    sized("selection_bias", c.router.selection_bias, &[e], params.selection_bias)?;
-    Error::check_shape(CALL, "up", &[l, up_rows, h], params.up.dims())?;
-    Error::check_shape(CALL, "down", &[l, h, i], params.down.dims())?;
-    sized("up_bias", c.expert_bias, &[l, up_rows], params.up_bias)?;
-    sized("down_bias", c.expert_bias, &[l, h], params.down_bias)?;
-    let s = c.shared.map_or(0, |s| s.intermediate);
-    sized("shared_up", c.shared.is_some(), &[c.activation.gate_factor() * s, h], params.shared_up)?;
-    sized("shared_down", c.shared.is_some(), &[h, s], params.shared_down)?;
-    sized("shared_gate", c.shared.is_some_and(|s| s.gated), &[1, h], params.shared_gate)?;
-    typed("up_bias", params.up_bias)?;
-    typed("down_bias", params.down_bias)?;
-    typed("shared_up", params.shared_up)?;
-    typed("shared_down", params.shared_down)?;
+    for role in Role::ALL {
+        let name = role.name();
+        let tensor = params.tensor(role);
+        let found = match role {
+            Role::Up => Some((params.up.dims(), params.up.dtype())),
+            Role::Down => Some((params.down.dims(), params.down.dtype())),
+            _ => tensor.as_ref().map(|t| (t.dims(), Some(t.dtype()))),
+        };
+        let wrong =
+            |expected: String, found: &str| Err(Error::invalid(call, format!("tensor {name}"), expected, found));
+        match (role.dims(config, group.local_experts()), found) {
+            (Some(expected), Some((dims, dtype))) => {
+                Error::check_shape(call, name, &expected, dims)?;
+                match dtype {
+                    Some(dtype) if !role.any_float() => Error::check_dtype(call, name, x.dtype(), dtype)?,
+                    Some(dtype) if !dtype.is_float() => return wrong("a floating type".to_string(), dtype.name()),
+                    _ => {}
+                }
+            }
+            (Some(expected), None) => return wrong(format!("{expected:?}"), "none"),
+            (None, Some(_)) => return wrong("none, by the configuration".to_string(), "one"),
+            (None, None) => {}
+        }
+    }
     Ok(tokens)
 }
 
 /// Checks memory for y.
 pub(super) fn output<D: Kernels>(
+    call: &'static str,
     layer: &Layer,
     x: TensorRef<'_, D>,
     tokens: usize,
     y: &TensorMut<'_, D>,
 ) -> Result<()> {
-    Error::check_shape(CALL, "y", &[tokens, layer.config().hidden], y.dims())?;
-    Error::check_dtype(CALL, "y", x.dtype(), y.dtype())
+    Error::check_shape(call, "y", &[tokens, layer.config().hidden], y.dims())?;
+    Error::check_dtype(call, "y", x.dtype(), y.dtype())
 }
 
 /// Checks memory for gradients: each of its parameter's shape. Types of the routed experts' are the device's to check,

@@ -17,6 +17,8 @@ use crate::tensor::{Tensor, TensorMut, TensorRef};
 use super::payload::{self, Packed};
 use super::{Context, Forward, Layer, Made, Mode, Params, Routing, aux, check, shared};
 
+const CALL: &str = "Layer::forward";
+
 pub(super) fn forward<D: Kernels>(
     layer: &Layer,
     group: &mut Group<D>,
@@ -45,7 +47,8 @@ pub(super) fn forward_into<D: Kernels>(
     let (device, stream) = (group.device().clone(), group.stream().clone());
     let jitter = jitter(layer, group, mode, x)?;
     // What fails on this rank alone is told to the others in prepare, where they wait.
-    let checked = check::inputs(layer, group, x, params).and_then(|tokens| check::output(layer, x, tokens, &y));
+    let checked = check::inputs(CALL, layer, group, x, params);
+    let checked = checked.and_then(|tokens| check::output(CALL, layer, x, tokens, &y));
     let begun = checked.and_then(|()| {
         let chosen = trace_span!("route").in_scope(|| choose(layer, group, x, params, jitter))?;
         Ok((chosen, Packed::new(&layer.config, (&device, &stream), x)?))

@@ -5,7 +5,7 @@ use crate::config::MoeConfig;
 use crate::dtype::DType;
 use crate::ep::DispatcherKind;
 
-/// What reaches a rank in a step.
+/// What reaches a rank in a step. Numbers too large for their type are the largest of it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct StepSizes {
     /// Tokens T of this rank.
@@ -42,15 +42,21 @@ impl StepSizes {
         let elsewhere: f64 = (0..k)
             .map(|i| experts.saturating_sub(local + i) as f64 / experts.saturating_sub(i).max(1) as f64)
             .product();
-        let visits = (ranks * tokens) as f64 * (1.0 - elsewhere);
-        Self { tokens, slots: tokens * k, rows: travelled((tokens, ranks), kind, visits.ceil() as usize), ranks, dtype }
+        let visits = ranks as f64 * tokens as f64 * (1.0 - elsewhere);
+        Self {
+            tokens,
+            slots: product(&[tokens, k]),
+            rows: travelled((tokens, ranks), kind, visits.ceil() as usize),
+            ranks,
+            dtype,
+        }
     }
 
     /// The most that can reach a rank: every token of every rank chooses as many of its experts as it can.
     pub fn worst(config: &MoeConfig, (tokens, ranks): (usize, usize), dtype: DType, kind: DispatcherKind) -> Self {
         let local = config.router.num_experts / ranks.max(1);
-        let slots = ranks * tokens * config.router.top_k.min(local);
-        Self { tokens, slots, rows: travelled((tokens, ranks), kind, ranks * tokens), ranks, dtype }
+        let slots = product(&[ranks, tokens, config.router.top_k.min(local)]);
+        Self { tokens, slots, rows: travelled((tokens, ranks), kind, product(&[ranks, tokens])), ranks, dtype }
     }
 
     /// Bytes that a layer takes.
@@ -58,32 +64,60 @@ impl StepSizes {
         let Self { tokens, slots, rows, ranks, dtype } = *self;
         let (b, a) = (dtype.size(), dtype.accumulator().size());
         let (experts, k, gate) = (config.router.num_experts, config.router.top_k, config.activation.gate_factor());
-        let pre = |rows: usize, inner: usize| if config.recompute { 0 } else { rows * gate * inner * b };
-        let router = tokens * experts * a + tokens * k * (4 + a);
+        let pre = |rows: usize, inner: usize| if config.recompute { 0 } else { product(&[rows, gate, inner, b]) };
+        let router = sum(&[product(&[tokens, experts, a]), product(&[tokens, k, 4 + a])]);
         let aux = if config.aux.is_off() { 0 } else { Sums::len(experts) * a };
-        let shared = config.shared.map_or(0, |s| pre(tokens, s.intermediate) + if s.gated { tokens * a } else { 0 });
+        let gates = |gated: bool| product(&[usize::from(gated), tokens, a]);
+        let shared = config.shared.map_or(0, |s| sum(&[pre(tokens, s.intermediate), gates(s.gated)]));
         // Brought back from codes, tokens are rows of their own also where they have stayed.
-        let packet = config.payload.row_bytes(config.hidden).map_or(0, |bytes| bytes.iter().sum());
+        let packet = config.payload.row_bytes(config.hidden).map_or(0, |bytes| sum(&bytes));
         let read = if packet > 0 && ranks <= 1 { tokens } else { rows };
-        let received = read * config.hidden * b + slots * a;
+        let received = sum(&[product(&[read, config.hidden, b]), product(&[slots, a])]);
         // This rank's packets, those that leave, those that arrive, and these taken apart.
-        let travelling = if ranks > 1 { (tokens + 3 * rows) * packet } else { tokens * packet };
-        let products = slots * (config.intermediate + config.hidden) * b;
+        let packets = if ranks > 1 { sum(&[tokens, rows, rows, rows]) } else { tokens };
+        let products = product(&[slots, sum(&[config.intermediate, config.hidden]), b]);
         // Packed at the experts' rank, and received at the tokens'.
-        let returning = if ranks > 1 { (2 * slots + tokens * k) * config.hidden * b } else { 0 };
+        let returning = if ranks > 1 { sum(&[slots, slots, product(&[tokens, k])]) } else { 0 };
         StepMemory {
-            kept: router + aux + shared + received + pre(slots, config.intermediate),
-            passing: products.max(returning).max(travelling),
-            routing: if ranks > 1 { ranks * tokens * k * 4 } else { 0 },
+            kept: sum(&[router, aux, shared, received, pre(slots, config.intermediate)]),
+            passing: products.max(product(&[returning, config.hidden, b])).max(product(&[packets, packet])),
+            routing: if ranks > 1 { product(&[ranks, tokens, k, 4]) } else { 0 },
         }
     }
+}
+
+fn product(factors: &[usize]) -> usize {
+    factors.iter().fold(1, |all: usize, n| all.saturating_mul(*n))
+}
+
+fn sum(terms: &[usize]) -> usize {
+    terms.iter().fold(0, |all: usize, n| all.saturating_add(*n))
 }
 
 /// Rows that travel, of which all-to-all brings `visits`.
 fn travelled((tokens, ranks): (usize, usize), kind: DispatcherKind, visits: usize) -> usize {
     match kind {
         _ if ranks <= 1 => 0,
-        DispatcherKind::AllGather => ranks * tokens,
+        DispatcherKind::AllGather => product(&[ranks, tokens]),
         _ => visits,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn numbers_too_large_are_the_largest() {
+        let config = MoeConfig::new(1 << 24, 1 << 24, 1 << 16, 8);
+        for kind in [DispatcherKind::AllToAll, DispatcherKind::AllGather] {
+            let sizes = StepSizes::worst(&config, (1 << 40, 1 << 16), DType::F32, kind);
+            // As many rows as there are choices of this rank's only expert.
+            assert_eq!((sizes.slots, sizes.rows), (1 << 56, 1 << 56));
+            let StepMemory { kept, passing, routing } = sizes.memory(&config);
+            assert_eq!((kept, passing, routing), (usize::MAX, usize::MAX, 1 << 61));
+            let most = StepSizes::even(&config, (usize::MAX, 1 << 16), DType::F32, kind);
+            assert_eq!((most.slots, most.rows), (usize::MAX, usize::MAX));
+        }
     }
 }

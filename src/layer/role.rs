@@ -68,7 +68,7 @@ impl Role {
             Role::UpBias => config.expert_bias.then(|| vec![local, n]),
             Role::Down => Some(vec![local, h, i]),
             Role::DownBias => config.expert_bias.then(|| vec![local, h]),
-            Role::SharedUp => shared.map(|s| vec![config.activation.gate_factor() * s.intermediate, h]),
+            Role::SharedUp => shared.map(|s| vec![config.activation.gate_factor().saturating_mul(s.intermediate), h]),
             Role::SharedDown => shared.map(|s| vec![h, s.intermediate]),
             Role::SharedGate => shared.filter(|s| s.gated).map(|_| vec![1, h]),
         }
@@ -84,9 +84,31 @@ impl Role {
         }
     }
 
+    /// True of what may be of any floating type; all others are of the tokens'.
+    pub(super) const fn any_float(self) -> bool {
+        matches!(self, Role::Router | Role::RouterBias | Role::SelectionBias | Role::SharedGate)
+    }
+
     /// True where every rank holds the same values (and gradients are to be summed over the ranks).
     pub const fn is_replicated(self) -> bool {
         !matches!(self, Role::Up | Role::UpBias | Role::Down | Role::DownBias)
+    }
+}
+
+impl<'a, D: Kernels> Params<'a, D> {
+    /// A parameter that is a tensor: any but `up` and `down`, where the configuration has it.
+    pub(super) fn tensor(&self, role: Role) -> Option<TensorRef<'a, D>> {
+        match role {
+            Role::Router => Some(self.router),
+            Role::RouterBias => self.router_bias,
+            Role::SelectionBias => self.selection_bias,
+            Role::UpBias => self.up_bias,
+            Role::DownBias => self.down_bias,
+            Role::SharedUp => self.shared_up,
+            Role::SharedDown => self.shared_down,
+            Role::SharedGate => self.shared_gate,
+            Role::Up | Role::Down => None,
+        }
     }
 }
 
@@ -106,9 +128,7 @@ impl<D: Kernels> Gradients<D> {
             Role::SharedGate => self.shared_gate.take(),
         }
     }
-}
 
-impl<D: Kernels> Gradients<D> {
     /// Room for the gradients that are wanted, and none yet for those of logits and routing weights, nor for those of
     /// `elsewhere`, which are made in other memory.
     pub(super) fn empty(
@@ -128,12 +148,8 @@ impl<D: Kernels> Gradients<D> {
             };
             let wanted = wanted && !elsewhere.contains(&role);
             let dims = role.dims(layer.config(), group.local_experts()).filter(|_| wanted);
-            let dtype = match role {
-                Role::Router => inputs.params.router.dtype(),
-                Role::RouterBias => inputs.params.router_bias.map_or(inputs.x.dtype(), |t| t.dtype()),
-                Role::SharedGate => inputs.params.shared_gate.map_or(inputs.x.dtype(), |t| t.dtype()),
-                _ => inputs.x.dtype(),
-            };
+            // Its parameter's; that of `up` and `down` is the tokens'.
+            let dtype = inputs.params.tensor(role).map_or(inputs.x.dtype(), |t| t.dtype());
             dims.map(|dims| Tensor::empty(device, dtype, &dims)).transpose()
         };
         let none = || Tensor::empty(device, inputs.x.dtype().accumulator(), &[0, 0]);

@@ -64,9 +64,8 @@ fn forward_faults<D: Target>() -> Vec<Fault<D>> {
             forward_with(r, &x)
         }),
         ("up", |r| forward_without(r, |own| own.up = tensor(2, 0, &[1, 2 * INNER, HIDDEN]))),
-        ("router_bias", |r| forward_without(r, |own| own.router_bias = Some(tensor(6, 0, &[EXPERTS])))),
-        // A parameter's type is met where it is used, after dispatch.
-        ("f16", |r| {
+        ("router.bias", |r| forward_without(r, |own| own.router_bias = Some(tensor(6, 0, &[EXPERTS])))),
+        ("tensor experts.down: expected f", |r| {
             forward_without(r, |own| {
                 own.down = Tensor::zeros(&Cpu::new(), DType::F16, own.down.dims()).expect("down");
             })
@@ -112,6 +111,21 @@ fn backward_faults<D: Target>() -> Vec<Fault<D>> {
             let right = r.layer.clone();
             if r.is_culprit() {
                 r.layer = Layer::new(config(), 6)?;
+            }
+            let result = r.backward(context, &x, &views.params(), &x);
+            r.layer = right;
+            result.map(drop)
+        }),
+        ("context: expected one of this configuration", |r| {
+            let own = r.own(&params(r.rank, r.group.ranks()));
+            let views = own.views()?;
+            let x = r.put(&r.x());
+            let (_, context) = r.forward(x.view(), &views.params())?;
+            let right = r.layer.clone();
+            if r.is_culprit() {
+                let mut other = config();
+                other.router.scale = 2.0;
+                r.layer = Layer::new(other, right.number())?;
             }
             let result = r.backward(context, &x, &views.params(), &x);
             r.layer = right;
