@@ -142,23 +142,32 @@ pub(super) fn run_backward<B: NativeBackend>(
     tracked: Tracked,
 ) -> Result<Gradients<FloatTensor<B>>> {
     let device = B::float_device(&operands.x);
+    context.handle().check_backward(BACKWARD)?;
     let mut group = call.group.expect::<B, B::Core>(BACKWARD, &device)?.lock();
     let core = group.device().clone();
-    let views = Views::<B>::new(&core, operands)?;
-    let y = dy.as_ref().map(|tensor| B::view(&core, Named { name: "gradient of y", tensor })).transpose()?;
-    let d_aux = d_aux.as_ref().map(|tensor| B::view(&core, Named { name: "gradient of aux", tensor })).transpose()?;
-    let like = |tensor: TensorRef<'_, B::Core>| {
-        B::output(&core, &operands.x, Place { dtype: tensor.dtype(), dims: tensor.dims() })
+    let prepare = || {
+        let views = Views::<B>::new(&core, operands)?;
+        let view = |name, tensor| B::view(&core, Named { name, tensor });
+        let y = dy.as_ref().map(|tensor| view("gradient of y", tensor)).transpose()?;
+        let aux = d_aux.as_ref().map(|tensor| view("gradient of aux", tensor)).transpose()?;
+        let like = |tensor: TensorRef<'_, B::Core>| {
+            B::output(&core, &operands.x, Place { dtype: tensor.dtype(), dims: tensor.dims() })
+        };
+        let mut made = Gradients { x: None, params: [const { None }; Role::ALL.len()] };
+        if tracked.x {
+            made.x = Some(like(views.x)?);
+        }
+        for role in Role::ALL.into_iter().filter(|&role| tracked.makes(role)) {
+            made.params[role as usize] = views.params.get(role).map(like).transpose()?;
+        }
+        Ok((views, made, Cotangents { y, aux: aux.map_or(Scalar::Host(0.0), Scalar::Device) }))
     };
-    let mut made = Gradients { x: None, params: [const { None }; Role::ALL.len()] };
-    if tracked.x {
-        made.x = Some(like(views.x)?);
-    }
-    for role in Role::ALL.into_iter().filter(|&role| tracked.makes(role)) {
-        made.params[role as usize] = views.of(role).map(like).transpose()?;
-    }
+    let (views, mut made, cotangents) = match prepare() {
+        Ok(prepared) => prepared,
+        // The other ranks are told: they are in backward.
+        Err(error) => return Err(call.layer.refuse_backward(&mut group, error)),
+    };
     ordered::<B, _>(call, &core, || {
-        let aux = d_aux.map_or(Scalar::Host(0.0), Scalar::Device);
         let mut into = GradientsMut::none();
         into.x = made.x.as_mut().map(B::view_mut).transpose()?;
         for (role, output) in Role::ALL.into_iter().zip(&mut made.params) {
@@ -168,7 +177,7 @@ pub(super) fn run_backward<B: NativeBackend>(
         }
         let params = views.params.params();
         let inputs = Inputs { x: views.x.borrow(), params: &params };
-        call.layer.backward_into(&mut group, context, (inputs, Cotangents { y, aux }), into)
+        call.layer.backward_into(&mut group, context, (inputs, cotangents), into)
     })?;
     made.try_map(B::float)
 }
@@ -186,9 +195,5 @@ impl<'a, B: NativeBackend> Views<'a, B> {
             x: view("x", &operands.x)?,
             params: ParamViews::collect(|role| operands.param(role).map(|t| view(role.name(), t)).transpose())?,
         })
-    }
-
-    fn of(&self, role: Role) -> Option<TensorRef<'a, B::Core>> {
-        self.params.get(role)
     }
 }

@@ -5,10 +5,10 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use candle_core::backend::BackendStorage;
 use candle_core::{CpuStorage, CudaStorage, CustomOp1, CustomOp2, Device, Layout, Result, Shape, Storage, Tensor};
 
-use crate::ep::EpGroup;
+use crate::ep::{EpGroup, Group};
 use crate::error::Error;
 use crate::kernels::Scalar;
-use crate::layer::{Context, Cotangents, Inputs, Layer, ParamViews, Role, Wanted};
+use crate::layer::{Context, Cotangents, Gradients, Inputs, Layer, ParamViews, Role, Wanted};
 use crate::tensor::TensorRef;
 
 use super::error::framework;
@@ -75,6 +75,27 @@ impl<D: Host> Step<D> {
         let State::Ready { context, d_y, d_aux } = std::mem::replace(&mut *state, State::Consumed) else {
             return Err(self.consumed());
         };
+        context.handle().check_backward(CALL)?;
+        let mut group = self.group.lock();
+        let mut called = false;
+        let made = self.gradients(&mut group, (*context, d_y, d_aux), &mut called);
+        // What candle's tensors alone make impossible is told to the other ranks, which are in backward.
+        let mut gradients = made.map_err(|e| if called { e } else { self.layer.refuse_backward(&mut group, e) })?;
+        let own = |g, like: &Tensor| into_candle(g, like.dims(), &self.device);
+        let x = gradients.x.take().map(|g| own(g, &self.x)).transpose()?;
+        let of = |(role, t): &(Role, Tensor)| gradients.take(*role).map(|g| own(g, t)).transpose();
+        let params = self.params.iter().map(of).collect::<crate::Result<_>>()?;
+        *state = State::Done { x, params };
+        Ok(())
+    }
+
+    /// The layer's backward; `called` once it is up to that to tell the other ranks of an error.
+    fn gradients(
+        &self,
+        group: &mut Group<D>,
+        (context, d_y, d_aux): (Context<D>, Option<Tensor>, Option<Tensor>),
+        called: &mut bool,
+    ) -> crate::Result<Gradients<D>> {
         let d_y = d_y.map(|d| d.reshape(self.x.shape())?.contiguous()).transpose().map_err(framework(CALL))?;
         let d_aux = d_aux.filter(|_| !self.layer.config().aux.is_off());
         let tracks = |roles: &[Role]| self.params.iter().any(|(r, t)| roles.contains(r) && t.track_op());
@@ -85,32 +106,26 @@ impl<D: Host> Step<D> {
             shared: tracks(&[Role::SharedUp, Role::SharedDown, Role::SharedGate]),
         };
         let params = contiguous(CALL, &self.params)?;
-        let mut group = self.group.lock();
         let device = group.device().clone();
         let mut tensors = named(&self.x, &params);
         tensors.extend(d_y.as_ref().map(|d| ("gradient of y", d)));
         tensors.extend(d_aux.as_ref().map(|d| ("gradient of aux", d)));
-        let mut gradients = with_views(&device, CALL, &tensors, |views| {
+        with_views(&device, CALL, &tensors, |views| {
             let weights = views_of(&params, &views[1..])?;
             let mut left = views[1 + params.len()..].iter().copied();
             let y = d_y.as_ref().and_then(|_| left.next());
             let aux = left.next().map_or(Scalar::Host(0.0), Scalar::Device);
             let cotangents = Cotangents { y, aux };
+            *called = true;
             let Some(experts) = &self.experts else {
                 let weights = weights.params();
                 let inputs = Inputs { x: views[0].borrow(), params: &weights };
-                return self.layer.backward(&mut group, *context, inputs, cotangents, wanted);
+                return self.layer.backward(group, context, inputs, cotangents, wanted);
             };
             let submit = [Role::Up, Role::Down].map(|role| tracks(&[role]));
-            let call = Backward { layer: &self.layer, group: &mut group, context: *context, wanted, submit };
+            let call = Backward { layer: &self.layer, group, context, wanted, submit };
             call.run(&**experts, (views[0].borrow(), &weights), cotangents)
-        })?;
-        let own = |g, like: &Tensor| into_candle(g, like.dims(), &self.device);
-        let x = gradients.x.take().map(|g| own(g, &self.x)).transpose()?;
-        let of = |(role, t): &(Role, Tensor)| gradients.take(*role).map(|g| own(g, t)).transpose();
-        let params = self.params.iter().map(of).collect::<crate::Result<_>>()?;
-        *state = State::Done { x, params };
-        Ok(())
+        })
     }
 
     /// Hands out one gradient: of x for `None`, of a parameter by its place. Those of shards go another way.

@@ -158,9 +158,10 @@ impl<D: Host> Backward<'_, D> {
         };
         let (sources, mut rooms) = rooms().map_err(|e| layer.refuse_backward(group, e))?;
         let beside = match &mut rooms {
-            Some([up, down]) => Some([up.view_mut()?, down.view_mut()?]),
-            None => None,
+            Some([up, down]) => up.view_mut().and_then(|up| Ok(Some([up, down.view_mut()?]))),
+            None => Ok(None),
         };
+        let beside = beside.map_err(|e| layer.refuse_backward(group, e))?;
         let params = with_sources(views, Some(&sources));
         let cotangents = Cotangents { y: cotangents.y.as_ref().map(TensorRef::borrow), aux: cotangents.aux.borrow() };
         let inputs = (Inputs { x: x.borrow(), params: &params }, cotangents);
