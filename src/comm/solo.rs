@@ -21,8 +21,8 @@ impl<D: Device> Solo<D> {
 
     fn copy(&mut self, call: &'static str, send: TensorRef<'_, D>, recv: TensorMut<'_, D>) -> Result<()> {
         self.calls += 1;
-        let (from, to) = (D::len(send.data()), recv.count() * recv.dtype().size());
-        Error::check_shape(call, "recv", &[from], &[to])?;
+        Error::check_dtype(call, "recv", send.dtype(), recv.dtype())?;
+        Error::check_shape(call, "recv", &[send.count()], &[recv.count()])?;
         self.device.copy(send.data(), recv.into_data())
     }
 }
@@ -87,6 +87,27 @@ impl<D: Device> Communicator<D> for Solo<D> {
 
     fn refuse(&mut self, _: Tag, _: &str) -> Result<()> {
         self.calls += 1;
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::Op;
+    use super::*;
+    use crate::cpu::Cpu;
+
+    /// As between ranks: bytes alone are not enough.
+    #[test]
+    fn another_type_of_as_many_bytes_is_refused() -> Result<()> {
+        let (tag, mut solo) = (Tag { layer: 0, op: Op::User, sequence: 0 }, Solo::new(Cpu::new()));
+        let (send, mut recv) = ([1f64], [0f32; 2]);
+        let refused =
+            solo.all_gather(tag, TensorRef::from_slice(&send, &[1])?, TensorMut::from_slice(&mut recv, &[2])?);
+        assert!(matches!(refused, Err(Error::DType { .. })), "{refused:?}");
+        let mut recv = [0f64];
+        solo.all_gather(tag, TensorRef::from_slice(&send, &[1])?, TensorMut::from_slice(&mut recv, &[1])?)?;
+        assert_eq!(recv, send);
         Ok(())
     }
 }

@@ -5,9 +5,11 @@ use std::fmt;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
+use crate::cpu::Cpu;
 use crate::device::Device;
+use crate::dtype::DType;
 use crate::error::{Error, Result};
-use crate::tensor::{TensorMut, TensorRef};
+use crate::tensor::{Tensor, TensorMut, TensorRef};
 
 use super::{Communicator, Tag};
 
@@ -93,9 +95,15 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 
 impl Shelf {
     /// The parts of the window that a call of this number made, which its first rank makes.
-    pub(super) fn window(&self, number: u64, ranks: usize, bytes: usize) -> Parts {
-        let make = || Arc::new((0..ranks).map(|_| Mutex::new(vec![0xff; bytes])).collect());
-        Arc::clone(lock(&self.windows).entry(number).or_insert_with(make))
+    pub(super) fn window(&self, number: u64, ranks: usize, bytes: usize) -> Result<Parts> {
+        let mut windows = lock(&self.windows);
+        if let Some(parts) = windows.get(&number) {
+            return Ok(Arc::clone(parts));
+        }
+        let part = |_| Tensor::empty(&Cpu::poisoning(), DType::U8, &[bytes])?.into_vec().map(Mutex::new);
+        let parts = Arc::new((0..ranks).map(part).collect::<Result<_>>()?);
+        windows.insert(number, Arc::clone(&parts));
+        Ok(parts)
     }
 
     pub(super) fn forget(&self, number: u64) {
@@ -138,5 +146,17 @@ impl ThreadWindow {
 
     pub(super) fn bytes(&self) -> usize {
         self.part(0).len()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_window_larger_than_memory_is_an_error() {
+        let shelf = Shelf::default();
+        assert!(matches!(shelf.window(1, 2, 1 << 58), Err(Error::Invalid { .. })));
+        assert_eq!(shelf.window(1, 2, 8).map(|parts| parts.len()).ok(), Some(2));
     }
 }

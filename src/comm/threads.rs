@@ -220,7 +220,7 @@ impl SymmetricMemory<Cpu> for ThreadComm {
             &[],
         )?;
         let number = self.calls;
-        Ok(ThreadWindow { number, parts: self.shelf.window(number, self.size, bytes) })
+        Ok(ThreadWindow { number, parts: self.shelf.window(number, self.size, bytes)? })
     }
 
     fn release(&mut self, tag: Tag, window: ThreadWindow) -> Result<()> {

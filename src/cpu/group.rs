@@ -1,10 +1,8 @@
 //! Groups of one rank on the CPU.
 
-use std::time::Duration;
-
-use crate::comm::ThreadWorld;
+use crate::comm::Solo;
 use crate::ep::{Group, GroupConfig};
-use crate::error::{Error, Result};
+use crate::error::Result;
 
 use super::Cpu;
 
@@ -14,9 +12,6 @@ impl Group<Cpu> {
     /// # Errors
     /// As [`Group::new`].
     pub fn single(config: GroupConfig) -> Result<Self> {
-        // Nobody else is waited for, so the time limit is never met.
-        let comm = ThreadWorld::create(1, Duration::MAX).pop();
-        let comm = comm.ok_or_else(|| Error::invalid("Group::single", "world", "one rank", "none"))?;
-        Group::new(Cpu::new(), (), Box::new(comm), config)
+        Group::new(Cpu::new(), (), Box::new(Solo::new(Cpu::new())), config)
     }
 }

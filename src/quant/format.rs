@@ -165,23 +165,23 @@ impl Nvfp4 {
     /// the codes.
     ///
     /// # Errors
-    /// [`Recipe::Te`] with an odd number of elements in a line: two codes share a byte.
+    /// [`Recipe::Te`] with an odd number of elements in a line: two codes share a byte. Lines that overflow.
     pub fn sizes(&self, dims: [usize; 2], direction: Direction) -> Result<Nvfp4Sizes> {
         let [lines, len] = match direction {
             Direction::Rows => dims,
             Direction::Columns => [dims[1], dims[0]],
         };
-        let coded = match self.recipe {
-            Recipe::ModelOpt => len.div_ceil(NVFP4_BLOCK) * NVFP4_BLOCK,
-            Recipe::Te if len.is_multiple_of(2) => len,
-            Recipe::Te => {
-                let name = match direction {
-                    Direction::Rows => "columns of the matrix",
-                    Direction::Columns => "rows of the matrix",
-                };
-                return Err(Error::invalid("Nvfp4::sizes", name, "an even number", len));
-            }
+        let (coded, expected) = match self.recipe {
+            Recipe::ModelOpt => (len.checked_next_multiple_of(NVFP4_BLOCK), "whole blocks that fit the address space"),
+            Recipe::Te => (Some(len).filter(|len| len.is_multiple_of(2)), "an even number"),
         };
+        let coded = coded.ok_or_else(|| {
+            let name = match direction {
+                Direction::Rows => "columns of the matrix",
+                Direction::Columns => "rows of the matrix",
+            };
+            Error::invalid("Nvfp4::sizes", name, expected, len)
+        })?;
         let amax = match self.scope {
             AmaxScope::Matrix => 1,
             AmaxScope::Line => lines,

@@ -13,9 +13,11 @@ pub fn swizzled_index(i: usize, j: usize, columns: usize) -> usize {
     tile * TILE_ROWS * TILE_COLUMNS + i % 32 * 16 + i % TILE_ROWS / 32 * 4 + j % TILE_COLUMNS
 }
 
-/// Bytes of the swizzled scales of a `[rows, columns]` matrix of scales: padded to whole tiles.
+/// Bytes of the swizzled scales of a `[rows, columns]` matrix of scales: padded to whole tiles. `usize::MAX` where
+/// they are more than memory has.
 pub fn swizzled_len(rows: usize, columns: usize) -> usize {
-    rows.next_multiple_of(TILE_ROWS) * columns.next_multiple_of(TILE_COLUMNS)
+    let tiles = rows.div_ceil(TILE_ROWS).saturating_mul(columns.div_ceil(TILE_COLUMNS));
+    tiles.saturating_mul(TILE_ROWS * TILE_COLUMNS)
 }
 
 #[cfg(test)]

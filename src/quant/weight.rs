@@ -43,9 +43,9 @@ impl WeightFormat {
         }
     }
 
-    /// Type and shape of the scales of a stack whose rows come in `parts`.
+    /// Type and shape of the scales of a stack whose rows come in `parts`, at least one.
     pub const fn scales(self, [stack, rows, columns]: [usize; 3], parts: usize) -> (DType, [usize; 3]) {
-        let blocks = columns.div_ceil(self.block());
+        let (blocks, parts) = (columns.div_ceil(self.block()), if parts == 0 { 1 } else { parts });
         match self {
             WeightFormat::Nvfp4 | WeightFormat::Mxfp4 => (DType::U8, [stack, rows, blocks]),
             WeightFormat::Fp8Block => (DType::F32, [stack, parts * (rows / parts).div_ceil(FP8_BLOCK), blocks]),

@@ -65,6 +65,18 @@ fn sizes_and_types() {
     assert!(message(Matrix::new(flat.view()).map(|_| ())).contains("at least two dimensions"));
 }
 
+/// What no memory holds is an error, or a size that none has.
+#[test]
+fn sizes_that_overflow() {
+    let lines = |dims, direction| Nvfp4::MODELOPT.sizes(dims, direction).map(drop);
+    assert!(message(lines([1, usize::MAX], Direction::Rows)).contains("columns of the matrix"));
+    assert!(message(lines([usize::MAX, 1], Direction::Columns)).contains("rows of the matrix"));
+    assert_eq!(swizzled_len(usize::MAX, 1), usize::MAX);
+    assert_eq!(swizzled_len(129, 5), 2 * 2 * 512);
+    let [_, scales, _] = WeightFormat::Fp8Block.scales([1, 129, 128], 0).1;
+    assert_eq!(scales, 2);
+}
+
 #[test]
 fn random_places() {
     let stochastic = |first_row| Nvfp4::TE.stochastic(Random { first_row, ..Random::default() });
