@@ -16,7 +16,7 @@ use super::group::contiguous;
 use super::host::{Host, into_candle, with_views};
 use super::sharded::{Backward, ExpertWeights};
 
-const CALL: &str = "ExpertParallelMoE backward";
+const CALL: &str = "ExpertParallelMoE::backward";
 
 /// One forward of a layer, until its backward.
 pub(super) struct Step<D: Host> {

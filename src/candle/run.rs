@@ -12,7 +12,7 @@ use super::module::MoeOutput;
 use super::op::{Emit, Join, Output, State, Step, named, views_of};
 use super::sharded::{ExpertWeights, Sharded, with_sources};
 
-const CALL: &str = "ExpertParallelMoE";
+const CALL: &str = "ExpertParallelMoE::forward";
 
 /// What a forward is of.
 pub(super) struct Call<'a> {

@@ -103,8 +103,11 @@ pub(super) fn store<T: Float>(out: &mut [T], values: &[T::Acc], add: bool) {
     }
 }
 
-/// Values of any floating tensor as accumulators `A`.
-fn widen<A: Acc>(call: &'static str, name: &str, t: TensorRef<'_, Cpu>) -> Result<Vec<A>> {
+/// Values of any floating tensor as accumulators `A`: the same memory where they are.
+fn widen<'a, A: Acc>(call: &'static str, name: &str, t: TensorRef<'a, Cpu>) -> Result<Cow<'a, [A]>> {
+    if t.dtype() == A::DTYPE {
+        return t.as_slice().map(Cow::Borrowed);
+    }
     with_float!(call, name, t.dtype(), T => {
         Ok(t.as_slice::<T>()?.iter().map(|v| A::of(v.to_acc().as_f64())).collect())
     })
@@ -143,7 +146,7 @@ fn linear_as<T: Float>(call: Linear<'_, Cpu>, h: usize, e: usize) -> Result<()> 
         let rows = x.len() / h;
         product(out, false, Mat::rows(&to_acc(x), rows, h), Mat::rows(&weight, e, h).t());
         if let Some(bias) = &bias {
-            out.chunks_exact_mut(e).for_each(|row| row.iter_mut().zip(bias).for_each(|(o, b)| *o += *b));
+            out.chunks_exact_mut(e).for_each(|row| row.iter_mut().zip(&**bias).for_each(|(o, b)| *o += *b));
         }
     });
     Ok(())
