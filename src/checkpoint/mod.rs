@@ -31,7 +31,7 @@ use crate::dtype::DType;
 use crate::error::CheckpointError;
 use crate::error::{Error, Result};
 use crate::etp::Shards;
-#[cfg(feature = "candle")]
+#[cfg(any(feature = "candle", feature = "burn"))]
 use crate::layer::Role;
 use crate::tensor::Tensor;
 
@@ -76,7 +76,7 @@ pub struct Block {
     pub params: BlockParams,
 }
 
-#[cfg(feature = "candle")]
+#[cfg(any(feature = "candle", feature = "burn"))]
 impl Block {
     /// Refuses a block whose parameters are not those of its configuration, with `local` experts on this rank.
     pub(crate) fn check(&self, call: &'static str, local: usize) -> Result<()> {

@@ -174,6 +174,11 @@ fn bad_input_is_a_typed_error() {
     shape.params.down = CoreTensor::from_vec(vec![0f32; E * I * H], &[E, I, H]).unwrap();
     let found = ExpertParallelMoE::<Flex>::from_block(shape, 0, &group, &device());
     assert!(matches!(found, Err(Error::Shape { .. })));
+    let mut integers = block(&config, 0, 1);
+    integers.params.up =
+        CoreTensor::from_vec(vec![0i32; integers.params.up.to_f64().len()], integers.params.up.dims()).unwrap();
+    let found = ExpertParallelMoE::<Flex>::from_block(integers, 0, &group, &device());
+    assert!(found.is_err_and(|e| e.to_string().contains("experts.up")));
 
     let model = module::<Flex>(&config, &group);
     let nan = tensor::<Flex, 2>(vec![f32::NAN; H], [1, H]);
