@@ -23,10 +23,13 @@ use super::sharded::Sharded;
 pub struct ExpertParallelMoE {
     layer: Layer,
     group: DeviceGroup,
-    params: Vec<(Role, Tensor)>,
+    params: Parameters,
     /// The experts' chain, where their parameters are shards.
     sharded: Option<Sharded>,
 }
+
+/// Those that the configuration has, in the order of [`Role::ALL`].
+type Parameters = Vec<(Role, Tensor)>;
 
 /// What a forward gives.
 #[derive(Debug, Clone)]
@@ -285,7 +288,7 @@ fn variables<D: Host + ShardDevice>(
     (layer, group): (&Layer, &DeviceGroup),
     vb: candle_nn::VarBuilder<'_>,
     chain: Option<(&Arc<Chain<D>>, Payload)>,
-) -> Result<(Vec<(Role, Tensor)>, Option<Sharded>)> {
+) -> Result<(Parameters, Option<Sharded>)> {
     group.member().check_experts("ExpertParallelMoE::new", layer)?;
     let (config, local) = (layer.config(), group.local_experts());
     let mut params = Vec::new();
