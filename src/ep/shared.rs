@@ -66,7 +66,8 @@ impl<D: Kernels> EpGroup<D> {
         self.local
     }
 
-    /// The group, for collectives beside the layers' own. Not while a layer runs: it waits for it.
+    /// The group, for collectives beside the layers' own. Waits for a layer that runs. A layer that is called, forward or
+    /// backward, by the thread that holds the guard waits for ever: drop it first.
     pub fn lock(&self) -> MutexGuard<'_, Group<D>> {
         // A thread that panicked inside a collective left the group usable or its communicator poisoned; both
         // answer for themselves.

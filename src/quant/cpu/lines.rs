@@ -111,10 +111,10 @@ pub(super) fn write_lines(
 pub(super) fn first_non_finite(matrix: Matrix<'_, Cpu>) -> Result<Option<[usize; 2]>> {
     let lines = Lines::of(matrix)?;
     let len = lines.len();
-    let found = (0..lines.count()).into_par_iter().find_map_first(|line| {
-        let mut values = vec![0.0; len];
-        lines.load(line..line + 1, len.max(1), &mut values);
+    let first = |values: &mut Vec<f32>, line| {
+        lines.load(line..line + 1, len.max(1), values);
         Some([line, values.iter().position(|v| !v.is_finite())?])
-    });
-    Ok(found)
+    };
+    let found = (0..lines.count()).into_par_iter().map_init(|| vec![0.0; len], first);
+    Ok(found.find_first(Option::is_some).flatten())
 }
