@@ -2,20 +2,26 @@
 //!
 //! Threads of one process have a [`Hall`]: before every collective their hosts meet in it and compare what they are
 //! about to do, so that a disagreement or a refusal is an error on each of them with nothing enqueued, and the
-//! communicator stays usable. Between processes such a meeting would cost a network's round trip a collective: there
-//! only [`Notices`] travel, and whoever is refused loses the communicator.
+//! communicator stays usable. Between processes such a meeting costs a network's round trip a collective, and is held
+//! where it was asked for only (`MOEBIUS_CHECKED`): else only [`Notices`] travel, and whoever is refused loses the
+//! communicator.
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, PoisonError};
-use std::time::Duration;
+use std::thread;
+use std::time::{Duration, Instant};
 
-use crate::comm::agree::{Call, Detail, Verdict, failed, judge};
+use crate::comm::agree::{Call, Verdict, failed, judge};
 use crate::comm::rendezvous::Rendezvous;
 use crate::error::CommError;
 
 use super::message::{Kind, Of};
 use super::notices::{Notices, Subject};
+use super::spoken::Spoken;
 use super::wire::Wire;
+
+/// Pause between two looks at what the others call.
+const LOOK: Duration = Duration::from_millis(1);
 
 /// Meeting place of the threads of one communicator.
 #[derive(Debug)]
@@ -38,6 +44,15 @@ impl Hall {
     }
 }
 
+/// Why ranks have not met.
+#[derive(Debug, PartialEq, Eq)]
+pub(super) enum Unmet {
+    /// Each knows why, and the communicator goes on.
+    Differ(CommError),
+    /// The communicator is at its end.
+    Over(CommError),
+}
+
 /// What processes have.
 #[derive(Debug, Clone)]
 pub(super) struct Mail {
@@ -51,9 +66,34 @@ pub(super) struct Mail {
 
 impl Mail {
     pub(super) fn new(wire: &Arc<Wire>, id: u64, ranks: Vec<usize>) -> Self {
-        let notices = Arc::<Notices>::default();
+        let notices = Notices::new(wire.checked());
         wire.register(id, ranks.clone(), &notices);
         Self { notices, wire: Arc::clone(wire), id, ranks }
+    }
+
+    /// Tells the others what this rank is about to call, and hears what they are.
+    fn meet(&self, subject: Subject, call: &Call, timeout: Duration) -> Result<(), Unmet> {
+        let Subject { rank, number, operation, tag } = subject;
+        let (own, start) = (Spoken::of(call), Instant::now());
+        self.notices.call(rank, number, own.clone());
+        self.wire.post(Kind::Call(self.of(number), own));
+        loop {
+            let missing = match self.notices.called(number, self.ranks.len()) {
+                Ok(all) => {
+                    let all: Vec<Call> = all.iter().map(|told| told.call(operation)).collect();
+                    let error = judge(all.iter()).and_then(|errors| errors.into_iter().nth(rank));
+                    return error.map_or(Ok(()), |error| Err(Unmet::Differ(error)));
+                }
+                Err(missing) => missing,
+            };
+            if let Some(fault) = self.notices.fault(subject) {
+                return Err(Unmet::Over(fault));
+            }
+            if start.elapsed() >= timeout {
+                return Err(Unmet::Over(CommError::Timeout { operation, tag, rank, missing, timeout }));
+            }
+            thread::sleep(LOOK);
+        }
     }
 
     fn of(&self, number: u64) -> Of {
@@ -83,36 +123,23 @@ impl Board {
 
     /// Whether a refusal leaves the communicator usable.
     pub(super) fn meets(&self) -> bool {
-        matches!(self, Board::Hall(_))
+        matches!(self, Board::Hall(_)) || self.notices().checked
     }
 
     /// Passes when all ranks are about to make the same call, or as far as that can be known.
-    pub(super) fn meet(&self, subject: Subject, call: Call, timeout: Duration) -> Result<(), CommError> {
-        let Board::Hall(hall) = self else {
-            return self.notices().fault(subject).map_or(Ok(()), Err);
+    pub(super) fn meet(&self, subject: Subject, call: Call, timeout: Duration) -> Result<(), Unmet> {
+        let hall = match self {
+            Board::Hall(hall) => hall,
+            Board::Mail(mail) if mail.notices.checked => return mail.meet(subject, &call, timeout),
+            _ => return self.notices().fault(subject).map_or(Ok(()), |fault| Err(Unmet::Over(fault))),
         };
         let Subject { rank, operation, tag, .. } = subject;
         let round = hall.meeting.meet(rank, call, timeout, |all| judge(all.iter()));
-        let round = round.map_err(|failure| failed((operation, tag), rank, timeout, failure))?;
+        let round = round.map_err(|failure| Unmet::Differ(failed((operation, tag), rank, timeout, failure)))?;
         match round.verdict.as_ref().and_then(|errors| errors.get(rank)) {
-            Some(error) => Err(error.clone()),
+            Some(error) => Err(Unmet::Differ(error.clone())),
             None => Ok(()),
         }
-    }
-
-    /// Tells the others that this rank fails where they expect it.
-    pub(super) fn refuse(&self, subject: Subject, call: Call, timeout: Duration) -> Result<(), CommError> {
-        if self.meets() {
-            return match self.meet(subject, call, timeout) {
-                // Its own refusal, coming back.
-                Err(CommError::Refused { .. }) => Ok(()),
-                other => other,
-            };
-        }
-        if let Detail::Refusal(reason) = &call.detail {
-            self.post_refusal(subject, reason);
-        }
-        Ok(())
     }
 
     /// Tells the others that a collective will not end, after they have begun it.

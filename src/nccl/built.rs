@@ -30,7 +30,7 @@ impl Shared {
 impl NcclComm {
     /// The communicator, for what is built on it.
     pub(crate) fn shared(&self) -> Shared {
-        Shared(Arc::clone(&self.link))
+        Shared(Arc::clone(&self.seat.link))
     }
 
     /// A collective of another library, of rows of `bytes`: counted, compared over the ranks where they are threads,
@@ -41,7 +41,7 @@ impl NcclComm {
         tag: Tag,
         calls: impl FnOnce() -> Result<T>,
     ) -> Result<T> {
-        let subject = self.begin(Call { operation, tag, dtype, detail: Detail::Plain, bytes })?;
+        let subject = self.seat.begin(Call { operation, tag, dtype, detail: Detail::Plain, bytes })?;
         self.guarded(subject, |_| Some(calls()))
     }
 }

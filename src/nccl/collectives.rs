@@ -7,7 +7,7 @@ use crate::comm::{Blocks, Communicator, Exchange, ReduceOp, Tag, check_blocks};
 use crate::cuda::{Cuda, DeviceMut, DeviceRef};
 use crate::device::Device;
 use crate::dtype::DType;
-use crate::error::{CommError, Error, Result};
+use crate::error::{Error, Result};
 use crate::tensor::{Tensor, TensorMut, TensorRef};
 
 use super::NcclComm;
@@ -18,7 +18,7 @@ use super::sys::{DataType, Reduction};
 impl NcclComm {
     /// A collective without any bytes, on all ranks.
     fn nothing(&mut self, subject: Subject) -> Result<()> {
-        self.entered = subject.number;
+        self.seat.last = subject.number;
         Ok(())
     }
 
@@ -36,7 +36,7 @@ impl NcclComm {
     fn pieces(&self, base: u64, sizes: &[usize]) -> (Vec<Piece>, usize) {
         let (mut at, mut own, mut pieces) = (0, 0, Vec::with_capacity(sizes.len()));
         for (peer, &bytes) in sizes.iter().enumerate() {
-            match peer == self.link.rank {
+            match peer == self.seat.link.rank {
                 true => own = at,
                 false => pieces.push(Piece { peer, address: base + at as u64, bytes }),
             }
@@ -54,10 +54,10 @@ impl NcclComm {
     ) -> Result<()> {
         let (sends, from) = self.pieces(send.address(), send_bytes);
         let (receives, to) = self.pieces(recv.address(), recv_bytes);
-        let own = recv_bytes[self.link.rank];
+        let own = recv_bytes[self.seat.link.rank];
         let (mine, place) = (from..from + own, to..to + own);
         let copied = self.cuda.copy(Cuda::slice(send, mine), Cuda::slice_mut(Cuda::reborrow(&mut recv), place));
-        self.begun(subject, copied)?;
+        self.seat.begun(subject, copied)?;
         // SAFETY: the views have those bytes, and memory they are of is given back in the stream's order.
         self.enqueue(subject, |lane| unsafe { lane.exchange(&sends, &receives) })
     }
@@ -72,7 +72,7 @@ impl NcclComm {
         block: usize,
     ) -> Result<()> {
         let (from, to) = (send.data().address(), recv.as_ref().data().address());
-        match self.library().functions().all_to_all.filter(|_| self.link.engines && block > 0) {
+        match self.library().functions().all_to_all.filter(|_| self.seat.link.engines && block > 0) {
             // SAFETY: the views have a block for each rank, and memory they are of is given back in the stream's order.
             Some(function) => self.enqueue(subject, |lane| unsafe {
                 lane.other("ncclAlltoAll", |comm, stream| {
@@ -80,7 +80,7 @@ impl NcclComm {
                 })
             }),
             None => {
-                let sizes = vec![block; self.link.size];
+                let sizes = vec![block; self.seat.link.size];
                 self.scatter_pieces(subject, (send.data(), &sizes), (recv.into_data(), &sizes))
             }
         }
@@ -97,15 +97,15 @@ pub(super) fn blocks((rank, size): (usize, usize), (from, to): (u64, u64), bytes
 
 impl Communicator<Cuda> for NcclComm {
     fn rank(&self) -> usize {
-        self.link.rank
+        self.seat.link.rank
     }
 
     fn size(&self) -> usize {
-        self.link.size
+        self.seat.link.size
     }
 
     fn calls(&self) -> u64 {
-        self.calls
+        self.seat.calls
     }
 
     fn device(&self) -> Option<&Cuda> {
@@ -113,11 +113,11 @@ impl Communicator<Cuda> for NcclComm {
     }
 
     fn copies_beside(&self) -> bool {
-        self.link.engines
+        self.seat.link.engines
     }
 
     fn memory(&mut self, tag: Tag, dtype: DType, dims: &[usize]) -> Result<Option<Tensor<Cuda>>> {
-        match self.link.engines {
+        match self.seat.link.engines {
             true => self.window_memory(tag, dtype, dims).map(Some),
             false => Ok(None),
         }
@@ -130,22 +130,25 @@ impl Communicator<Cuda> for NcclComm {
     fn all_gather(&mut self, tag: Tag, send: TensorRef<'_, Cuda>, recv: TensorMut<'_, Cuda>) -> Result<()> {
         const CALL: &str = "all_gather";
         let checked = Error::check_dtype(CALL, "recv", send.dtype(), recv.dtype())
-            .and_then(|()| Error::check_shape(CALL, "recv", &[self.link.size * send.count()], &[recv.count()]));
+            .and_then(|()| Error::check_shape(CALL, "recv", &[self.seat.link.size * send.count()], &[recv.count()]));
         self.check(tag, checked)?;
         let bytes = Cuda::len(send.data());
         let detail = Detail::Plain;
-        let subject = self.begin(Call { operation: CALL, tag, dtype: send.dtype(), detail, bytes })?;
+        let subject = self.seat.begin(Call { operation: CALL, tag, dtype: send.dtype(), detail, bytes })?;
         let (from, to) = (send.data().address(), recv.into_data().address());
         if bytes == 0 {
             return self.nothing(subject);
         }
-        let place = to + (self.link.rank * bytes) as u64;
-        if from != place && self.link.in_window(to, self.link.size * bytes) && !self.link.in_window(from, bytes) {
+        let place = to + (self.seat.link.rank * bytes) as u64;
+        if from != place
+            && self.seat.link.in_window(to, self.seat.link.size * bytes)
+            && !self.seat.link.in_window(from, bytes)
+        {
             // Copy engines gather where both ends are windows: so it is gathered in place.
             // SAFETY: the place is this rank's part of `recv`, of as many bytes.
             let own = unsafe { DeviceMut::from_raw(place, bytes) };
             let copied = self.cuda.copy(send.data(), own);
-            self.begun(subject, copied)?;
+            self.seat.begun(subject, copied)?;
             // SAFETY: as below; the rank's part is where NCCL looks for it.
             return self.enqueue(subject, |lane| unsafe { lane.all_gather(place, to, bytes) });
         }
@@ -156,21 +159,21 @@ impl Communicator<Cuda> for NcclComm {
     fn reduce_scatter(&mut self, tag: Tag, send: TensorRef<'_, Cuda>, recv: TensorMut<'_, Cuda>) -> Result<()> {
         const CALL: &str = "reduce_scatter";
         let checked = Error::check_dtype(CALL, "recv", send.dtype(), recv.dtype())
-            .and_then(|()| Error::check_shape(CALL, "send", &[self.link.size * recv.count()], &[send.count()]));
+            .and_then(|()| Error::check_shape(CALL, "send", &[self.seat.link.size * recv.count()], &[send.count()]));
         self.check(tag, checked)?;
         let (dtype, bytes) = (send.dtype(), Cuda::len(send.data()));
         let detail = Detail::Reduce(ReduceOp::Sum);
-        let subject = self.begin(Call { operation: CALL, tag, dtype, detail, bytes })?;
+        let subject = self.seat.begin(Call { operation: CALL, tag, dtype, detail, bytes })?;
         match bytes {
             0 => self.nothing(subject),
-            _ => self.sum_blocks(subject, send, recv),
+            _ => self.sum_blocks((subject, false), send, recv),
         }
     }
 
     fn all_reduce(&mut self, tag: Tag, op: ReduceOp, buffer: TensorMut<'_, Cuda>) -> Result<()> {
         let (dtype, bytes) = (buffer.dtype(), Cuda::len(buffer.as_ref().data()));
         let call = Call { operation: "all_reduce", tag, dtype, detail: Detail::Reduce(op), bytes };
-        let subject = self.begin(call)?;
+        let subject = self.seat.begin(call)?;
         match bytes {
             0 => self.nothing(subject),
             _ => self.join_all(subject, op, buffer),
@@ -178,27 +181,30 @@ impl Communicator<Cuda> for NcclComm {
     }
 
     fn all_to_all_v(&mut self, tag: Tag, exchange: Exchange<'_, Cuda>) -> Result<()> {
-        self.check(tag, exchange.check(self.link.size))?;
+        self.check(tag, exchange.check(self.seat.link.size))?;
         let detail = Detail::Pieces { send: exchange.send_bytes.to_vec(), recv: exchange.recv_bytes.to_vec() };
         let call = Call { operation: "all_to_all_v", tag, dtype: exchange.payload, detail, bytes: 0 };
-        let subject = self.begin(call)?;
+        let subject = self.seat.begin(call)?;
         let Exchange { send, send_bytes, recv, recv_bytes, .. } = exchange;
         self.scatter_pieces(subject, (send.data(), send_bytes), (recv.into_data(), recv_bytes))
     }
 
     fn exchange_blocks(&mut self, tag: Tag, send: TensorRef<'_, Cuda>, recv: TensorMut<'_, Cuda>) -> Result<()> {
-        let checked = check_blocks(self.link.size, &send, &recv);
+        let checked = check_blocks(self.seat.link.size, &send, &recv);
         let blocks_of = *checked.as_ref().unwrap_or(&Blocks::default());
         self.check(tag, checked.map(drop))?;
         let Blocks { bytes: block, all } = blocks_of;
-        let (size, dtype, bytes) = (self.link.size, send.dtype(), Cuda::len(send.data()));
+        let (size, dtype, bytes) = (self.seat.link.size, send.dtype(), Cuda::len(send.data()));
         let detail = blocks_of.detail(size);
-        let subject = self.begin(Call { operation: "exchange_blocks", tag, dtype, detail, bytes })?;
+        let subject = self.seat.begin(Call { operation: "exchange_blocks", tag, dtype, detail, bytes })?;
         if all {
             return self.exchange_all(subject, (send, recv), block);
         }
-        let (sends, receives) =
-            blocks((self.link.rank, self.link.size), (send.data().address(), recv.into_data().address()), block);
+        let (sends, receives) = blocks(
+            (self.seat.link.rank, self.seat.link.size),
+            (send.data().address(), recv.into_data().address()),
+            block,
+        );
         if receives.is_empty() || block == 0 {
             return self.nothing(subject);
         }
@@ -208,13 +214,13 @@ impl Communicator<Cuda> for NcclComm {
 
     fn broadcast(&mut self, tag: Tag, root: usize, buffer: TensorMut<'_, Cuda>) -> Result<()> {
         const CALL: &str = "broadcast";
-        let checked = match root < self.link.size {
+        let checked = match root < self.seat.link.size {
             true => Ok(()),
-            false => Err(Error::invalid(CALL, "root", format!("a rank below {}", self.link.size), root)),
+            false => Err(Error::invalid(CALL, "root", format!("a rank below {}", self.seat.link.size), root)),
         };
         self.check(tag, checked)?;
         let (dtype, bytes) = (buffer.dtype(), Cuda::len(buffer.as_ref().data()));
-        let subject = self.begin(Call { operation: CALL, tag, dtype, detail: Detail::Root(root), bytes })?;
+        let subject = self.seat.begin(Call { operation: CALL, tag, dtype, detail: Detail::Root(root), bytes })?;
         let address = buffer.into_data().address();
         if bytes == 0 {
             return self.nothing(subject);
@@ -227,7 +233,8 @@ impl Communicator<Cuda> for NcclComm {
         const CALL: &str = "barrier";
         let word = Tensor::zeros(&self.cuda, DType::I32, &[1]);
         let mut word = self.check(tag, word)?;
-        let subject = self.begin(Call { operation: CALL, tag, dtype: DType::U8, detail: Detail::Plain, bytes: 0 })?;
+        let subject =
+            self.seat.begin(Call { operation: CALL, tag, dtype: DType::U8, detail: Detail::Plain, bytes: 0 })?;
         let address = word.view_mut().into_data().address();
         // SAFETY: the tensor has one element and is given back in the stream's order.
         self.enqueue(subject, |lane| unsafe { lane.all_reduce(address, 1, DType::I32, Reduction::SUM) })?;
@@ -235,17 +242,6 @@ impl Communicator<Cuda> for NcclComm {
     }
 
     fn refuse(&mut self, tag: Tag, reason: &str) -> Result<()> {
-        const CALL: &str = "refuse";
-        self.calls += 1;
-        let subject = Subject { rank: self.link.rank, number: self.calls, operation: CALL, tag };
-        self.alive()?;
-        let detail = Detail::Refusal(reason.to_string());
-        let call = Call { operation: CALL, tag, dtype: DType::U8, detail, bytes: 0 };
-        self.board.refuse(subject, call, self.timeout)?;
-        if !self.board.meets() {
-            let (rank, peer, reason) = (subject.rank, subject.rank, reason.to_string());
-            self.end(CommError::Refused { operation: CALL, tag, rank, peer, reason });
-        }
-        Ok(())
+        self.seat.refuse(tag, reason)
     }
 }

@@ -7,16 +7,17 @@ use crate::comm::agree::{Call, Detail};
 use crate::comm::{Op, Tag};
 use crate::cuda::{Cuda, Event};
 use crate::dtype::DType;
-use crate::error::{CommError, Error, Result};
+use crate::error::{CommError, Result};
 
 use super::NcclLibrary;
 use super::board::Board;
 use super::lane::{Lane, Refused};
 use super::link::Link;
 use super::notices::Subject;
+use super::seat::Seat;
 use super::sums::Sums;
 use super::sys::{CommPtr, Functions, StreamPtr};
-use super::watch::{Watch, Work};
+use super::watch::Work;
 
 /// A rank's communicator between GPUs, on the stream of its [`Cuda`].
 ///
@@ -33,28 +34,14 @@ use super::watch::{Watch, Work};
 #[derive(Debug)]
 pub struct NcclComm {
     pub(super) cuda: Cuda,
-    pub(super) timeout: Duration,
-    pub(super) board: Board,
-    pub(super) calls: u64,
-    /// The last collective that was enqueued.
-    pub(super) entered: u64,
     pub(super) sums: Sums,
-    /// Ends before the link.
-    watch: Option<Watch>,
-    pub(super) link: Arc<Link>,
+    pub(super) seat: Seat,
 }
 
 impl Drop for NcclComm {
     fn drop(&mut self) {
-        self.board.leave(self.link.rank, self.entered);
-        if let Some(watch) = self.watch.take() {
-            // A panic inside NCCL's call has enqueued nothing.
-            watch.entered(None);
-        }
-        if let Some(peer) = self.board.notices().aborted() {
-            let tag = Tag { layer: 0, op: Op::User, sequence: 0 };
-            self.link.fail(CommError::PeerGone { operation: "drop", tag, rank: self.link.rank, peer });
-        }
+        // Before anything else of it goes; the link is the last.
+        self.seat.leave();
     }
 }
 
@@ -83,21 +70,10 @@ impl Work for Until {
 
 impl NcclComm {
     pub(super) fn new(link: Arc<Link>, cuda: &Cuda, board: Board, timeout: Duration) -> Result<Self> {
-        let (rank, farewell) = (link.rank, board.clone());
-        let farewell = Box::new(move |last| farewell.give_up(rank, last));
-        let watch = Watch::start(Arc::clone(&link), Arc::clone(board.notices()), farewell)?;
-        let guard: Arc<dyn crate::cuda::Guard> = link.clone();
+        let seat = Seat::new(link, board, timeout)?;
+        let guard: Arc<dyn crate::cuda::Guard> = seat.link.clone();
         cuda.guard(&guard);
-        Ok(Self {
-            cuda: cuda.clone(),
-            timeout,
-            board,
-            calls: 0,
-            entered: 0,
-            sums: Sums::default(),
-            watch: Some(watch),
-            link,
-        })
+        Ok(Self { cuda: cuda.clone(), sums: Sums::default(), seat })
     }
 
     /// The GPU and its stream.
@@ -107,17 +83,17 @@ impl NcclComm {
 
     /// The library.
     pub fn library(&self) -> &NcclLibrary {
-        self.link.library()
+        self.seat.link.library()
     }
 
     /// Within which every collective ends.
     pub fn timeout(&self) -> Duration {
-        self.timeout
+        self.seat.timeout
     }
 
     /// Why the communicator has ended, if it has.
     pub fn failure(&self) -> Option<CommError> {
-        self.link.failure()
+        self.seat.link.failure()
     }
 
     /// Runs calls of NCCL, or of a library that takes its communicators, while nobody frees the communicator. Not
@@ -128,9 +104,9 @@ impl NcclComm {
     pub fn with_raw<T>(&self, calls: impl FnOnce(Raw<'_>) -> Result<T>) -> Result<T> {
         self.cuda.bind("NcclComm::with_raw")?;
         let stream = self.stream();
-        match self.link.with(|functions, comm| calls(Raw { functions, comm, stream })) {
+        match self.seat.link.with(|functions, comm| calls(Raw { functions, comm, stream })) {
             Some(result) => result,
-            None => Err(self.ended("with_raw", Tag { layer: 0, op: Op::User, sequence: 0 })),
+            None => Err(self.seat.ended("with_raw", Tag { layer: 0, op: Op::User, sequence: 0 })),
         }
     }
 
@@ -148,7 +124,7 @@ impl NcclComm {
     }
 
     pub(super) fn together<T>(&mut self, call: Call, calls: impl FnOnce(Raw<'_>) -> Result<T>) -> Result<T> {
-        let subject = self.begin(call)?;
+        let subject = self.seat.begin(call)?;
         self.guarded(subject, |Lane { link, stream }| {
             link.with(|functions, comm| calls(Raw { functions, comm, stream: *stream }))
         })
@@ -156,24 +132,6 @@ impl NcclComm {
 
     pub(super) fn stream(&self) -> StreamPtr {
         self.cuda.stream().raw().cu_stream().cast()
-    }
-
-    pub(super) fn alive(&self) -> Result<()> {
-        self.link.failure().map_or(Ok(()), |failure| Err(failure.into()))
-    }
-
-    /// Counts a collective and meets the other ranks before it.
-    pub(super) fn begin(&mut self, call: Call) -> Result<Subject> {
-        self.calls += 1;
-        let (operation, tag) = (call.operation, call.tag);
-        let subject = Subject { rank: self.link.rank, number: self.calls, operation, tag };
-        self.alive()?;
-        match self.board.meet(subject, call, self.timeout) {
-            Ok(()) => Ok(subject),
-            Err(error) if self.board.meets() => Err(error.into()),
-            // Others may be inside the collective: without this rank it never ends.
-            Err(error) => Err(self.end(error)),
-        }
     }
 
     /// Runs a collective's calls with the watchdog looking on, then has it watch what they enqueued. `None` from them:
@@ -184,15 +142,13 @@ impl NcclComm {
         calls: impl FnOnce(&Lane<'_>) -> Option<Result<T>>,
     ) -> Result<T> {
         if let Err(error) = self.cuda.bind(subject.operation) {
-            return Err(self.broken(subject, error));
+            return Err(self.seat.broken(subject, error));
         }
-        if let Some(watch) = &self.watch {
-            watch.enter(subject, self.timeout);
-        }
-        match calls(&Lane { link: &self.link, stream: self.stream() }) {
+        self.seat.enter(subject);
+        match calls(&Lane { link: &self.seat.link, stream: self.stream() }) {
             Some(Ok(value)) => self.watched(subject).map(|()| value),
-            Some(Err(error)) => Err(self.broken(subject, error)),
-            None => Err(self.ended(subject.operation, subject.tag)),
+            Some(Err(error)) => Err(self.seat.broken(subject, error)),
+            None => Err(self.seat.ended(subject.operation, subject.tag)),
         }
     }
 
@@ -210,47 +166,12 @@ impl NcclComm {
 
     /// Watches what has been enqueued; not inside a recording, which runs later and any number of times.
     fn watched(&mut self, subject: Subject) -> Result<()> {
-        self.entered = subject.number;
+        self.seat.last = subject.number;
         let work: Option<Box<dyn Work>> = match self.cuda.is_capturing()? {
             true => None,
             false => Some(Box::new(Until { event: self.cuda.record()?, cuda: self.cuda.clone() })),
         };
-        if let Some(watch) = &self.watch {
-            watch.entered(work);
-        }
+        self.seat.entered(work);
         Ok(())
-    }
-
-    /// The others may have begun a collective that this rank could not: it ends the communicator.
-    fn broken(&mut self, subject: Subject, error: Error) -> Error {
-        let Subject { rank, operation, tag, .. } = subject;
-        if let Some(failure) = self.link.failure() {
-            // The watchdog's work: the call was ended from outside.
-            return failure.into();
-        }
-        self.board.post_refusal(subject, &error.to_string());
-        self.end(CommError::Transport { operation, tag, rank, reason: error.to_string() });
-        error
-    }
-
-    /// The same of what goes between a collective's beginning and its calls.
-    pub(super) fn begun<T>(&mut self, subject: Subject, done: Result<T>) -> Result<T> {
-        done.map_err(|error| self.broken(subject, error))
-    }
-
-    pub(super) fn end(&self, error: CommError) -> Error {
-        let first = self.link.fail(error);
-        if let Some(watch) = &self.watch {
-            watch.entered(None);
-        }
-        self.board.give_up(self.link.rank, self.calls);
-        self.link.abort();
-        first.into()
-    }
-
-    fn ended(&self, operation: &'static str, tag: Tag) -> Error {
-        let reason = "the communicator has ended".to_string();
-        let unknown = || CommError::Poisoned { operation, tag, rank: self.link.rank, reason };
-        self.link.failure().unwrap_or_else(unknown).into()
     }
 }

@@ -73,7 +73,7 @@ impl NcclComm {
         let window = self.allocate(tag, bytes)?;
         let (library, cuda, address) = (self.library().clone(), self.cuda.clone(), window.base());
         let block = Arc::new(Block { library, cuda, address });
-        self.link.keep(Registered { window, block: Arc::clone(&block) });
+        self.seat.link.keep(Registered { window, block: Arc::clone(&block) });
         // SAFETY: the memory has that many bytes and lives as long as the block; the tensor alone writes it, and peers
         // where collectives that are given it let them.
         let buffer = unsafe { self.cuda.held((address, bytes), block) };

@@ -3,7 +3,8 @@
 use std::fmt;
 use std::mem::ManuallyDrop;
 use std::sync::atomic::{AtomicPtr, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError, mpsc};
+use std::sync::mpsc::{self, RecvTimeoutError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -19,6 +20,8 @@ use super::{NcclError, NcclLibrary};
 const GRACE: Duration = Duration::from_millis(200);
 /// Longest wait for the end itself.
 const END: Duration = Duration::from_secs(10);
+/// Pause between two looks at what the others say while a rank joins.
+const LOOK: Duration = Duration::from_millis(5);
 /// Pause between two looks.
 const PAUSE: Duration = Duration::from_millis(1);
 
@@ -104,11 +107,21 @@ impl Joining {
     }
 
     /// Waits until all ranks have joined; `None` where this one is to be in no part. An attempt that does not end in
-    /// time is left behind with the thread it runs on: NCCL has no way to call it off.
-    pub(super) fn finish(self, timeout: Duration) -> Result<Option<Link>> {
+    /// time, or that `fault` says will not, is left behind with the thread it runs on: NCCL has no way to call it off.
+    pub(super) fn finish(self, timeout: Duration, fault: impl Fn() -> Option<CommError>) -> Result<Option<Link>> {
         let Place { rank, size, .. } = self.place;
-        let late = |_| Err(NcclError::Init { rank, size, timeout }.into());
-        self.joined.recv_timeout(timeout).unwrap_or_else(late)
+        let start = Instant::now();
+        loop {
+            let left = timeout.saturating_sub(start.elapsed());
+            match self.joined.recv_timeout(left.min(LOOK)) {
+                Ok(joined) => return joined,
+                Err(RecvTimeoutError::Timeout) if !left.is_zero() => {}
+                Err(_) => return Err(NcclError::Init { rank, size, timeout }.into()),
+            }
+            if let Some(fault) = fault() {
+                return Err(fault.into());
+            }
+        }
     }
 }
 

@@ -4,10 +4,13 @@
 //! magic 8 | kind 4 | rank 4 | communicator 8 | number 8 | text 160          = 192 bytes
 //! ```
 
+use super::spoken::Spoken;
+
 pub(super) const BYTES: usize = 192;
-const TEXT: usize = 160;
+/// Bytes that depend on the kind: a reason, or a call (`spoken.rs`).
+pub(super) const TEXT: usize = 160;
 /// The last byte is the version.
-const MAGIC: [u8; 8] = *b"mb-note\x01";
+const MAGIC: [u8; 8] = *b"mb-note\x02";
 
 /// What one rank has to say to the others.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -26,6 +29,10 @@ pub(super) struct Of {
 
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) enum Kind {
+    /// Whether it compares every collective with the others before it.
+    Checked(bool),
+    /// Is about to make this collective.
+    Call(Of, Spoken),
     /// Fails in this collective.
     Refused(Of, String),
     /// Takes part in none after this.
@@ -41,12 +48,21 @@ pub(super) enum Kind {
 impl Notice {
     pub(super) fn encode(&self) -> [u8; BYTES] {
         let none = Of { communicator: 0, number: 0 };
-        let (code, of, text) = match &self.kind {
-            Kind::Refused(of, reason) => (1, *of, clip(reason)),
-            Kind::Left(of) => (2, *of, ""),
-            Kind::Aborted(of) => (3, *of, ""),
-            Kind::Lost => (4, none, ""),
-            Kind::Bye => (5, none, ""),
+        let mut text = [0; TEXT];
+        let (code, of) = match &self.kind {
+            Kind::Refused(of, reason) => {
+                put(&mut text, reason);
+                (1, *of)
+            }
+            Kind::Left(of) => (2, *of),
+            Kind::Aborted(of) => (3, *of),
+            Kind::Lost => (4, none),
+            Kind::Bye => (5, none),
+            Kind::Checked(checked) => (6, Of { number: u64::from(*checked), ..none }),
+            Kind::Call(of, call) => {
+                text = call.encode();
+                (7, *of)
+            }
         };
         let mut bytes = [0; BYTES];
         bytes[..8].copy_from_slice(&MAGIC);
@@ -54,7 +70,7 @@ impl Notice {
         bytes[12..16].copy_from_slice(&self.rank.to_le_bytes());
         bytes[16..24].copy_from_slice(&of.communicator.to_le_bytes());
         bytes[24..32].copy_from_slice(&of.number.to_le_bytes());
-        bytes[32..32 + text.len()].copy_from_slice(text.as_bytes());
+        bytes[32..].copy_from_slice(&text);
         bytes
     }
 
@@ -62,13 +78,14 @@ impl Notice {
         let word = |at: usize| bytes[at..at + 8].iter().rev().fold(0, |sum, byte| sum << 8 | u64::from(*byte));
         let of = Of { communicator: word(16), number: word(24) };
         let text = &bytes[32..];
-        let end = text.iter().position(|byte| *byte == 0).unwrap_or(TEXT);
         let kind = match word(8) as u32 {
-            1 => Kind::Refused(of, str::from_utf8(&text[..end]).ok()?.to_string()),
+            1 => Kind::Refused(of, get(text)?),
             2 => Kind::Left(of),
             3 => Kind::Aborted(of),
             4 => Kind::Lost,
             5 => Kind::Bye,
+            6 => Kind::Checked(of.number != 0),
+            7 => Kind::Call(of, Spoken::parse(text.try_into().ok()?)?),
             _ => return None,
         };
         let notice = Self { rank: (word(8) >> 32) as u32, kind };
@@ -78,10 +95,16 @@ impl Notice {
 }
 
 /// As much of a text as fits: whole characters, none of them zero.
-fn clip(text: &str) -> &str {
+pub(super) fn put(bytes: &mut [u8], text: &str) {
     let zero = text.find('\0').unwrap_or(text.len());
-    let end = (0..=TEXT.min(zero)).rev().find(|i| text.is_char_boundary(*i)).unwrap_or(0);
-    &text[..end]
+    let end = (0..=bytes.len().min(zero)).rev().find(|i| text.is_char_boundary(*i)).unwrap_or(0);
+    bytes[..end].copy_from_slice(&text.as_bytes()[..end]);
+}
+
+/// A text up to its zeros.
+pub(super) fn get(bytes: &[u8]) -> Option<String> {
+    let end = bytes.iter().position(|byte| *byte == 0).unwrap_or(bytes.len());
+    Some(str::from_utf8(&bytes[..end]).ok()?.to_string())
 }
 
 #[cfg(test)]
@@ -104,11 +127,14 @@ mod tests {
     proptest! {
         /// Whatever comes is refused or means what it says.
         #[test]
-        fn any_bytes(mut bytes in prop::collection::vec(any::<u8>(), BYTES), real in any::<bool>(), kind in 0..7u8) {
+        fn any_bytes(mut bytes in prop::collection::vec(any::<u8>(), BYTES), real in any::<bool>(), kind in 0..9u8) {
             if real {
                 bytes[..8].copy_from_slice(&MAGIC);
                 bytes[8..12].copy_from_slice(&[kind, 0, 0, 0]);
-                bytes[40..].fill(0);
+                // A call has small numbers, and texts; the others have zeros here.
+                bytes[if kind == 7 { 56 } else { 32 }..].fill(0);
+                bytes[32..40].iter_mut().for_each(|byte| *byte %= 8);
+                bytes[39] = 0;
             }
             let bytes: [u8; BYTES] = bytes.try_into().unwrap();
             if let Some(notice) = Notice::parse(&bytes) {

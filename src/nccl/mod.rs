@@ -11,6 +11,7 @@
 //! library, sys                                  finding NCCL, and its interface
 //! world, wire, message                          how ranks join
 //! comm: collectives, pairs, symmetric, sums     a rank's communicator and its calls; lane: NCCL's own
+//! seat                                          the same as hosts see it, without a GPU
 //! board, notices, watch, link                   what ranks hear of each other, and how a communicator ends
 //! built                                         what libraries on top need
 //! ```
@@ -28,6 +29,8 @@ mod link;
 mod message;
 mod notices;
 mod pairs;
+mod seat;
+mod spoken;
 mod sums;
 mod symmetric;
 pub mod sys;

@@ -2,11 +2,13 @@
 //! looked at before each collective and, while one runs, by the watchdog.
 
 use std::collections::BTreeMap;
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use crate::comm::Tag;
 use crate::error::CommError;
+
+use super::spoken::Spoken;
 
 /// How long a collective goes on after a process is gone: one that exits without dropping its communicator may have
 /// done its part.
@@ -14,7 +16,11 @@ const GRACE: Duration = Duration::from_millis(300);
 
 /// The notices of one communicator.
 #[derive(Debug, Default)]
-pub(super) struct Notices(Mutex<State>);
+pub(super) struct Notices {
+    /// Whether this rank compares its collectives with the others' before each.
+    pub(super) checked: bool,
+    state: Mutex<State>,
+}
 
 #[derive(Debug, Default)]
 struct State {
@@ -26,6 +32,10 @@ struct State {
     refused: BTreeMap<u64, Refusal>,
     /// A rank that has aborted its communicator.
     aborted: Option<usize>,
+    /// A rank that compares its collectives, or does not, unlike this one.
+    unlike: Option<usize>,
+    /// What ranks are about to call, by the collective's number.
+    called: BTreeMap<u64, BTreeMap<usize, Spoken>>,
 }
 
 #[derive(Debug, Clone)]
@@ -45,8 +55,12 @@ pub(super) struct Subject {
 }
 
 impl Notices {
+    pub(super) fn new(checked: bool) -> Arc<Self> {
+        Arc::new(Self { checked, state: Mutex::default() })
+    }
+
     fn lock(&self) -> MutexGuard<'_, State> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// A rank takes part in no collective after this one.
@@ -78,10 +92,38 @@ impl Notices {
         self.lock().refused.entry(number).or_insert_with(|| Refusal { peer, reason: reason.to_string() });
     }
 
+    /// Whether a rank compares its collectives.
+    pub(super) fn compares(&self, rank: usize, checked: bool) {
+        if checked != self.checked {
+            self.lock().unlike.get_or_insert(rank);
+        }
+    }
+
+    /// A rank is about to make this collective.
+    pub(super) fn call(&self, rank: usize, number: u64, call: Spoken) {
+        self.lock().called.entry(number).or_default().insert(rank, call);
+    }
+
+    /// What `size` ranks call, in their order, once all have said so; until then who has not.
+    pub(super) fn called(&self, number: u64, size: usize) -> Result<Vec<Spoken>, Vec<usize>> {
+        let mut state = self.lock();
+        let of = |state: &State, rank| state.called.get(&number).is_some_and(|calls| calls.contains_key(&rank));
+        let missing: Vec<usize> = (0..size).filter(|rank| !of(&state, *rank)).collect();
+        match missing.is_empty() {
+            true => Ok(state.called.remove(&number).unwrap_or_default().into_values().collect()),
+            false => Err(missing),
+        }
+    }
+
     /// Why a collective will not end, if that is known.
     pub(super) fn fault(&self, subject: Subject) -> Option<CommError> {
         let Subject { rank, number, operation, tag } = subject;
         let state = self.lock();
+        if let Some(peer) = state.unlike {
+            let says = |checked| format!("MOEBIUS_CHECKED={}", u8::from(checked));
+            let (value, peer_value) = (says(self.checked), says(!self.checked));
+            return Some(CommError::ArgumentMismatch { operation, tag, rank, peer, value, peer_value });
+        }
         // A refusal of an earlier one has ended the communicator too.
         if let Some((_, Refusal { peer, reason })) = state.refused.range(..=number).next() {
             return Some(CommError::Refused { operation, tag, rank, peer: *peer, reason: reason.clone() });

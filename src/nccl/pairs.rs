@@ -60,11 +60,11 @@ impl NcclComm {
         tag: Tag,
         mut peers: impl Iterator<Item = usize>,
     ) -> Result<Subject> {
-        let (rank, size) = (self.link.rank, self.link.size);
+        let (rank, size) = (self.seat.link.rank, self.seat.link.size);
         if let Some(peer) = peers.find(|peer| *peer >= size) {
             return Err(Error::invalid(operation, "peer", format!("a rank below {size}"), peer));
         }
-        self.alive()?;
-        Ok(Subject { rank, number: self.calls, operation, tag })
+        self.seat.alive()?;
+        Ok(Subject { rank, number: self.seat.calls, operation, tag })
     }
 }

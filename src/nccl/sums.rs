@@ -56,21 +56,23 @@ fn row(count: usize) -> usize {
 }
 
 impl NcclComm {
-    /// Block `rank` of `send`, summed over the ranks.
+    /// Block `rank` of `send`, summed over the ranks; `middle`: more of the collective follows.
     pub(super) fn sum_blocks(
         &mut self,
-        subject: Subject,
+        (subject, middle): (Subject, bool),
         send: TensorRef<'_, Cuda>,
         recv: TensorMut<'_, Cuda>,
     ) -> Result<()> {
-        let (size, dtype, count) = (self.link.size, recv.dtype(), recv.count());
+        let (size, dtype, count) = (self.seat.link.size, recv.dtype(), recv.count());
         match way(ReduceOp::Sum, dtype) {
             Way::Kernel => {
                 let parts = Tensor::empty(&self.cuda, dtype, &[size, count]);
-                let mut parts = self.begun(subject, parts)?;
+                let mut parts = self.seat.begun(subject, parts)?;
                 let bytes = vec![count * dtype.size(); size];
                 self.scatter_pieces(subject, (send.data(), &bytes), (parts.view_mut().into_data(), &bytes))?;
-                self.add(&parts, recv)
+                let added = self.add(&parts, recv);
+                // Where another call follows, the others wait in it.
+                if middle { self.seat.begun(subject, added) } else { added }
             }
             Way::Library(_) => {
                 let (from, to) = (send.data().address(), recv.into_data().address());
@@ -81,7 +83,7 @@ impl NcclComm {
             Way::Host => {
                 let block = count * dtype.size();
                 let parts = self.gathered(subject, send)?;
-                let own = self.link.rank * block..(self.link.rank + 1) * block;
+                let own = self.seat.link.rank * block..(self.seat.link.rank + 1) * block;
                 let parts: Vec<&[u8]> = parts.chunks_exact(size * block).map(|p| &p[own.clone()]).collect();
                 self.joined(ReduceOp::Sum, &parts, recv)
             }
@@ -90,7 +92,7 @@ impl NcclComm {
 
     /// The buffer joined over the ranks, on all of them.
     pub(super) fn join_all(&mut self, subject: Subject, op: ReduceOp, mut buffer: TensorMut<'_, Cuda>) -> Result<()> {
-        let (size, dtype, count) = (self.link.size, buffer.dtype(), buffer.count());
+        let (size, dtype, count) = (self.seat.link.size, buffer.dtype(), buffer.count());
         let bytes = count * dtype.size();
         match way(op, dtype) {
             Way::Library(reduction) => {
@@ -110,8 +112,8 @@ impl NcclComm {
             Way::Kernel => {
                 let block = count / size;
                 let own = Tensor::empty(&self.cuda, dtype, &[block]);
-                let mut own = self.begun(subject, own)?;
-                self.sum_blocks(subject, buffer.as_ref(), own.view_mut())?;
+                let mut own = self.seat.begun(subject, own)?;
+                self.sum_blocks((subject, true), buffer.as_ref(), own.view_mut())?;
                 let (from, to) = (own.view().data().address(), buffer.reborrow().into_data().address());
                 // SAFETY: the buffer has `size` times the block's bytes; both are given back in the stream's order.
                 self.enqueue(subject, |lane| unsafe { lane.all_gather(from, to, block * dtype.size()) })
@@ -122,8 +124,8 @@ impl NcclComm {
     /// Every rank's `send`, in rank order.
     fn gather(&mut self, subject: Subject, send: TensorRef<'_, Cuda>) -> Result<Tensor<Cuda>> {
         let bytes = Cuda::len(send.data());
-        let parts = Tensor::empty(&self.cuda, send.dtype(), &[self.link.size * send.count()]);
-        let mut parts = self.begun(subject, parts)?;
+        let parts = Tensor::empty(&self.cuda, send.dtype(), &[self.seat.link.size * send.count()]);
+        let mut parts = self.seat.begun(subject, parts)?;
         let (from, to) = (send.data().address(), parts.view_mut().into_data().address());
         // SAFETY: `parts` has as many times the bytes of `send` as there are ranks; both are given back in the stream's
         // order.
@@ -145,7 +147,7 @@ impl NcclComm {
 
     /// Adds the ranks' parts `[size, count]`, in rank order, in f32.
     fn add(&mut self, parts: &Tensor<Cuda>, mut out: TensorMut<'_, Cuda>) -> Result<()> {
-        let (size, count) = (self.link.size, out.count());
+        let (size, count) = (self.seat.link.size, out.count());
         let width = row(count);
         let rows = count / width;
         if i32::try_from(size * rows).is_err() {

@@ -60,7 +60,7 @@ impl NcclWindow {
 
 impl NcclComm {
     fn another(&self, call: &'static str, peer: usize) -> Result<()> {
-        match peer == self.link.rank {
+        match peer == self.seat.link.rank {
             false => Ok(()),
             true => Err(Error::invalid(call, "peer", "another rank", format!("{peer}, this one"))),
         }
@@ -135,13 +135,13 @@ impl SymmetricMemory<Cuda> for NcclComm {
 
     fn team(&self, window: &NcclWindow) -> Result<Vec<usize>> {
         let reach = |peer| Ok(self.address(window, peer)?.map(|_| peer));
-        (0..self.link.size).filter_map(|peer| reach(peer).transpose()).collect()
+        (0..self.seat.link.size).filter_map(|peer| reach(peer).transpose()).collect()
     }
 
     fn address(&self, window: &NcclWindow, peer: usize) -> Result<Option<u64>> {
         const CALL: &str = "address";
         self.aside(CALL, Tag { layer: 0, op: crate::comm::Op::User, sequence: 0 }, std::iter::once(peer))?;
-        if peer == self.link.rank {
+        if peer == self.seat.link.rank {
             return Ok(Some(window.address));
         }
         let library = self.library();

@@ -1,5 +1,7 @@
 //! What happens when things fail, over a library of functions that fail as told: no GPU, no NCCL.
 
+mod seats;
+
 use std::ffi::{CStr, c_char, c_int, c_void};
 use std::sync::atomic::{AtomicBool, AtomicI32, AtomicU32, Ordering::SeqCst};
 use std::sync::{Arc, Mutex};
@@ -184,9 +186,13 @@ fn library() -> NcclLibrary {
 
 /// Lives until the process ends: a communicator may outlive its test's stack.
 fn link() -> (Arc<Link>, &'static Fake) {
+    link_of(0, 2)
+}
+
+fn link_of(rank: usize, size: usize) -> (Arc<Link>, &'static Fake) {
     let fake: &'static Fake = Box::leak(Box::default());
     let comm = (&raw const *fake).cast_mut().cast();
-    (Arc::new(Link::new(library(), Place { rank: 0, size: 2, engines: false }, comm)), fake)
+    (Arc::new(Link::new(library(), Place { rank, size, engines: false }, comm)), fake)
 }
 
 /// Work that ends when told.
@@ -382,8 +388,16 @@ fn peers_that_do_not_join() {
     let place = Place { rank: 3, size: 8, engines: false };
     let joining = Link::start(&library(), [0; 128], place, || Ok(()), |_| Ok(())).expect("a thread");
     // The library's call never returns, so this has not waited for it.
-    match joining.finish(SHORT) {
+    match joining.finish(SHORT, || None) {
         Err(Error::Nccl(NcclError::Init { rank: 3, size: 8, timeout })) => assert_eq!(timeout, SHORT),
+        other => panic!("{:?}", other.map(drop)),
+    }
+    // Nor is one waited for that has said that it will not come.
+    let joining = Link::start(&library(), [0; 128], place, || Ok(()), |_| Ok(())).expect("a thread");
+    let notices = Notices::default();
+    notices.refuse(1, 4, "no memory");
+    match joining.finish(LONG, || notices.fault(subject(4))) {
+        Err(Error::Comm(CommError::Refused { peer: 1, reason, .. })) => assert_eq!(reason, "no memory"),
         other => panic!("{:?}", other.map(drop)),
     }
 }

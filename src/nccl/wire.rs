@@ -26,6 +26,8 @@ pub(super) struct Wire {
 
 struct Shared {
     rank: usize,
+    /// Whether this rank compares its collectives with the others'.
+    checked: bool,
     lines: Mutex<Vec<Line>>,
     desk: Mutex<Desk>,
 }
@@ -44,7 +46,7 @@ struct Line {
 #[derive(Default)]
 struct Desk {
     communicators: Vec<Communicator>,
-    /// What came before a communicator was known here, and whoever is lost.
+    /// What came before a communicator was known here, whoever is lost, and who compares its calls.
     kept: Vec<Notice>,
     closed: bool,
 }
@@ -68,7 +70,7 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 
 impl Wire {
     /// Rank 0 has a connection to each other rank, in their order; every other rank has one to rank 0.
-    pub(super) fn new(rank: usize, streams: Vec<TcpStream>) -> Result<Arc<Self>> {
+    pub(super) fn new(rank: usize, streams: Vec<TcpStream>, checked: bool) -> Result<Arc<Self>> {
         let mut lines = Vec::new();
         for (i, stream) in streams.into_iter().enumerate() {
             let ready = stream.set_nonblocking(true).and_then(|()| stream.set_nodelay(true));
@@ -76,10 +78,17 @@ impl Wire {
             let peer = if rank == 0 { i + 1 } else { 0 };
             lines.push(Line { rank: peer, stream: Some(stream), bytes: [0; BYTES], filled: 0, bye: false });
         }
-        let shared = Arc::new(Shared { rank, lines: Mutex::new(lines), desk: Mutex::default() });
+        let shared = Arc::new(Shared { rank, checked, lines: Mutex::new(lines), desk: Mutex::default() });
         let own = Arc::clone(&shared);
         let thread = thread::Builder::new().name(format!("nccl-wire-{rank}")).spawn(move || own.run());
-        Ok(Arc::new(Self { shared, thread: Some(thread.map_err(|e| super::system("start a thread", e))?) }))
+        let wire = Self { shared, thread: Some(thread.map_err(|e| super::system("start a thread", e))?) };
+        wire.post(Kind::Checked(checked));
+        Ok(Arc::new(wire))
+    }
+
+    /// Whether this rank compares its collectives with the others'.
+    pub(super) fn checked(&self) -> bool {
+        self.shared.checked
     }
 
     /// Notices of a communicator go here from now on.
@@ -197,7 +206,8 @@ impl Line {
 impl Desk {
     fn hear(&mut self, notice: Notice) {
         let known = self.deliver(&notice);
-        if notice.kind == Kind::Lost || !known {
+        let of_all = matches!(notice.kind, Kind::Lost | Kind::Checked(_));
+        if of_all || !known {
             self.kept.push(notice);
         }
     }
@@ -217,7 +227,9 @@ impl Desk {
                     notices.abort(place);
                     notices.leave(place, of.number);
                 }
+                Kind::Call(of, call) if of.communicator == c.id => notices.call(place, of.number, call.clone()),
                 Kind::Lost => notices.lose(place),
+                Kind::Checked(checked) => notices.compares(place, *checked),
                 _ => continue,
             }
             known = true;
@@ -227,7 +239,7 @@ impl Desk {
 }
 
 #[cfg(test)]
-mod tests {
+pub(super) mod tests {
     use super::*;
     use crate::comm::{Op, Tag};
     use crate::error::CommError;
@@ -240,6 +252,17 @@ mod tests {
 
     /// Three processes' ends, each with the notices of communicator 0.
     fn three() -> Vec<(Arc<Wire>, Arc<Notices>)> {
+        let wires = wires([false; 3]).into_iter();
+        let end = |wire: Arc<Wire>| {
+            let notices = Arc::<Notices>::default();
+            wire.register(0, vec![0, 1, 2], &notices);
+            (wire, notices)
+        };
+        wires.map(end).collect()
+    }
+
+    /// Three processes' ends, of which some compare their calls.
+    pub(in crate::nccl) fn wires(checked: [bool; 3]) -> Vec<Arc<Wire>> {
         let root = Root::bind("127.0.0.1:0", PATIENCE).unwrap();
         let address = root.address().to_string();
         let token = Token::random().unwrap();
@@ -258,10 +281,7 @@ mod tests {
                 scope.spawn(move || {
                     let id = || Ok([0; 128]);
                     let joined = root.map_or_else(|| job.connect(id), |root| root.keep(&job, id));
-                    let streams = joined.unwrap().1;
-                    let (wire, notices) = (Wire::new(rank, streams).unwrap(), Arc::<Notices>::default());
-                    wire.register(0, vec![0, 1, 2], &notices);
-                    (wire, notices)
+                    Wire::new(rank, joined.unwrap().1, checked[rank]).unwrap()
                 })
             };
             let ranks: Vec<_> = (0..3).map(join).collect();

@@ -1,5 +1,6 @@
 //! How communicators come about.
 
+use std::ffi::OsString;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -14,13 +15,26 @@ use crate::tensor::Tensor;
 use super::board::{Board, Hall, Mail};
 use super::lane::{Lane, Piece};
 use super::link::{Joining, Link, Place};
+use super::notices::Subject;
 use super::sys::Reduction;
 use super::wire::Wire;
 use super::{NcclComm, NcclLibrary};
 
 fn joined(joining: Joining, timeout: Duration) -> Result<Arc<Link>> {
-    let link = joining.finish(timeout)?;
+    let link = joining.finish(timeout, || None)?;
     link.map(Arc::new).ok_or_else(|| Error::invalid("NcclComm", "library", "a communicator", "none"))
+}
+
+/// Variable with which ranks that are processes compare every collective: `1`, else `0`.
+const CHECKED: &str = "MOEBIUS_CHECKED";
+
+/// What the variable says.
+pub(super) fn checked(value: Option<OsString>) -> Result<bool> {
+    match value.as_ref().map(|v| v.as_encoded_bytes()) {
+        None | Some(b"0") => Ok(false),
+        Some(b"1") => Ok(true),
+        Some(other) => Err(Error::invalid("NcclComm::join", CHECKED, "0 or 1", String::from_utf8_lossy(other))),
+    }
 }
 
 /// Ranks that are threads of this process, one a GPU.
@@ -151,13 +165,31 @@ impl NcclComm {
     }
 
     /// Joins the communicator of a job's ranks, on this GPU. The id travels through the bootstrap, whose timeout is the
-    /// collectives' too, and whose connections stay open: a process that dies, or refuses, is heard of at once.
+    /// collectives' too, and whose connections stay open: a process that dies, or refuses, is heard of at once. With
+    /// `MOEBIUS_CHECKED=1`, as [`NcclComm::join_checked`].
     ///
     /// # Errors
-    /// [`NcclError`](super::NcclError); [`RankError`](crate::ranks::RankError) where the ranks do not find each other.
+    /// [`NcclError`](super::NcclError); [`RankError`](crate::ranks::RankError) where the ranks do not find each other;
+    /// another value of that variable.
     pub fn join(library: &NcclLibrary, job: &Bootstrap, cuda: &Cuda) -> Result<Self> {
+        Self::join_as(library, job, (cuda, checked(std::env::var_os(CHECKED))?))
+    }
+
+    /// The same with every collective of it and of its parts compared over the ranks before anything is enqueued, as
+    /// between threads: the call, its [`Tag`], dtype and arguments, and sizes that are the same on all ranks. A
+    /// disagreement or a refusal is an error on every rank, no data is exchanged, and the communicator goes on. For finding
+    /// mistakes: each collective's host waits for all others', about ten milliseconds. All ranks do so or none; one
+    /// that does not is an error on all.
+    ///
+    /// # Errors
+    /// As [`NcclComm::join`].
+    pub fn join_checked(library: &NcclLibrary, job: &Bootstrap, cuda: &Cuda) -> Result<Self> {
+        Self::join_as(library, job, (cuda, true))
+    }
+
+    fn join_as(library: &NcclLibrary, job: &Bootstrap, (cuda, checked): (&Cuda, bool)) -> Result<Self> {
         let (id, streams) = job.connect(|| library.unique_id())?;
-        let wire = Wire::new(job.rank, streams)?;
+        let wire = Wire::new(job.rank, streams, checked)?;
         let mail = Mail::new(&wire, 0, (0..job.world).collect());
         let place = Place { rank: job.rank, size: job.world, engines: false };
         let link = joined(start(library, id, place, cuda)?, job.timeout)?;
@@ -220,43 +252,53 @@ impl NcclComm {
         (cuda, engines): (&Cuda, bool),
     ) -> Result<Option<Self>> {
         const CALL: &str = "split";
-        let own = colour.map_or(-1, |c| c as i64);
+        let own = colour.map_or(-1, |c| i64::try_from(c).unwrap_or(i64::MAX));
+        let fits = |number: i64| i32::try_from(number).is_ok();
         let checked = if cuda.ordinal() != self.cuda.ordinal() {
             Err(Error::invalid(CALL, "cuda", format!("GPU {}", self.cuda.ordinal()), cuda.ordinal()))
-        } else if i32::try_from(own).is_err() || i32::try_from(key).is_err() {
-            let expected = format!("at most {}", i32::MAX);
-            Err(Error::invalid(CALL, "colour, key", expected, format!("{colour:?}, {key}")))
+        } else if !fits(own) || !i64::try_from(key).is_ok_and(fits) {
+            Err(Error::invalid(CALL, "colour, key", format!("at most {}", i32::MAX), format!("{colour:?}, {key}")))
         } else {
-            let room = |dims: &[usize]| Tensor::empty(&self.cuda, DType::I64, dims);
-            room(&[2]).and_then(|send| Ok((send, room(&[self.link.size, 2])?)))
+            Ok(())
         };
-        let (mut send, mut recv) = self.check(tag, checked)?;
-        let stream = self.cuda.stream();
+        self.check(tag, checked)?;
+        let (of, size) = (self.cuda.clone(), self.seat.link.size);
+        let stream = of.stream();
         let bytes: Vec<u8> = [own, key as i64].iter().flat_map(|v| v.to_ne_bytes()).collect();
-        self.cuda.upload(&stream, &bytes, send.view_mut())?;
+        let room = Tensor::empty(&of, DType::I64, &[2]).and_then(|mut send| {
+            of.upload(&stream, &bytes, send.view_mut())?;
+            Ok((send, Tensor::empty(&of, DType::I64, &[size, 2])?))
+        });
+        let (send, mut recv) = self.check(tag, room)?;
         self.all_gather(tag, send.view(), recv.view_mut())?;
-        let all = self.cuda.download(&stream, recv.view())?;
+        let all = of.download(&stream, recv.view());
+        // The others go on to NCCL's own call, which has no end without this rank, and hear of it there.
+        let subject = Subject { rank: self.seat.link.rank, number: self.seat.calls, operation: CALL, tag };
+        let all = self.seat.begun(subject, all)?;
         let all: Vec<i64> = all.as_chunks().0.iter().map(|b| i64::from_ne_bytes(*b)).collect();
         let of_colour = |(rank, pair): (usize, &[i64])| (pair[0] == own).then_some((pair[1], rank));
         let mut members: Vec<(i64, usize)> = all.chunks_exact(2).enumerate().filter_map(of_colour).collect();
         members.sort_unstable();
-        let rank = members.iter().position(|(_, rank)| *rank == self.link.rank).unwrap_or(0);
+        let rank = members.iter().position(|(_, rank)| *rank == self.seat.link.rank).unwrap_or(0);
         let place = Place { rank, size: members.len(), engines };
         let (bound, working) = (cuda.clone(), cuda.clone());
         let place_of = (own as i32, key as i32);
         let ready = move |link: &Link| connect(link, &working);
-        let joining = self.link.split(place, place_of, move || bound.bind(CALL), ready)?;
-        let link = match joining.finish(self.timeout) {
+        let joining = self.seat.link.split(place, place_of, move || bound.bind(CALL), ready)?;
+        let notices = self.seat.board.notices();
+        let link = match joining.finish(self.seat.timeout, || notices.fault(subject)) {
             Ok(link) => link,
+            // What another rank has said of itself is the news.
+            Err(Error::Comm(fault)) => return Err(self.seat.end(fault)),
             Err(error) => {
-                let (rank, reason) = (self.link.rank, error.to_string());
-                return Err(self.end(CommError::Transport { operation: CALL, tag, rank, reason }));
+                let (rank, reason) = (self.seat.link.rank, error.to_string());
+                return Err(self.seat.end(CommError::Transport { operation: CALL, tag, rank, reason }));
             }
         };
         let (Some(link), Some(colour)) = (link, colour) else { return Ok(None) };
         let ranks: Vec<usize> = members.iter().map(|(_, rank)| *rank).collect();
-        let board = self.board.part((self.calls, colour), &ranks);
-        Self::new(Arc::new(link), cuda, board, self.timeout).map(Some)
+        let board = self.seat.board.part((self.seat.calls, colour), &ranks);
+        Self::new(Arc::new(link), cuda, board, self.seat.timeout).map(Some)
     }
 
     /// This rank's group on an axis of a mesh of all ranks (collective).
@@ -265,10 +307,10 @@ impl NcclComm {
     /// As [`NcclComm::split`]; a mesh of another number of ranks.
     pub fn group(&mut self, tag: Tag, mesh: &Mesh, axis: Axis) -> Result<Self> {
         const CALL: &str = "NcclComm::group";
-        if mesh.world() != self.link.size {
-            return Err(Error::invalid(CALL, "mesh", format!("{} ranks", self.link.size), mesh.world()));
+        if mesh.world() != self.seat.link.size {
+            return Err(Error::invalid(CALL, "mesh", format!("{} ranks", self.seat.link.size), mesh.world()));
         }
-        let member = mesh.member(axis, self.link.rank)?;
+        let member = mesh.member(axis, self.seat.link.rank)?;
         let part = self.split(tag, Some(member.group), member.rank)?;
         part.ok_or_else(|| Error::invalid(CALL, "mesh", "a group for each rank", "none"))
     }
