@@ -87,8 +87,7 @@ __device__ void lay_out(const Plan& p) {
     p.stats[2 * p.experts] = needed;
     p.stats[2 * p.experts + 1] = all_dropped;
     if (needed > p.rows && !p.may_drop) {
-        raise_fault(p.fault, FAULT_CAPACITY, p.rows);
-        raise_needed(p.fault, needed, 0);
+        raise_capacity(p.fault, needed, 0, p.rows);
     }
 }
 
@@ -282,8 +281,7 @@ extern "C" __global__ void __launch_bounds__(256) plan_received(const __grid_con
         p.counts[at] = filled(at);
     }
     if (at == 0 && *p.total > p.rows) {
-        raise_fault(p.fault, FAULT_CAPACITY, p.rows);
-        raise_needed(p.fault, *p.total, p.first / p.groups);
+        raise_capacity(p.fault, *p.total, p.first / p.groups, p.rows);
     }
     if (at >= p.rows) return;
     // The last zone that starts at or before the slot.

@@ -114,8 +114,7 @@ __device__ void lay_out(const Records& p) {
             tail[3] = needed(r), tail[4] = r;
             return;
         }
-        raise_fault(p.fault, FAULT_CAPACITY, p.rows);
-        raise_needed(p.fault, needed(r), r);
+        raise_capacity(p.fault, needed(r), r, p.rows);
         if (p.heard[0] == 0) {
             p.heard[1] = r, p.heard[2] = needed(r), p.heard[3] = p.rows;
             p.heard[0] = HEARD_CAPACITY;

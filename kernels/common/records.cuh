@@ -3,7 +3,7 @@
 #include "walk.cuh"
 
 // Layout of a header and of `heard`, in words of 8 bytes.
-enum : int { HEADER_WORDS = 24, HEADER_BYTES = 512, KIND = 0, TOKENS = 1, BACKWARD = 2, BAD = 4, FIELD = 9, PENDING = 18 };
+enum : int { HEADER_WORDS = 24, HEADER_BYTES = 512, KIND = 0, TOKENS = 1, BACKWARD = 2, BAD = 4, FIELD = 9, PENDING = 19 };
 enum : int { HEARD_FIRST_BAD = 4, HEARD_TICKET = 5, HEARD_WORDS = 8 };
 enum : unsigned long long { HEARD_RECORDS = 1, HEARD_CAPACITY = 2 };
 

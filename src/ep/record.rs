@@ -26,8 +26,10 @@ pub(crate) const FIRST_FIELD: usize = 9;
 /// Word that says that a rank still holds an error of an earlier call.
 pub(crate) const PENDING: usize = FIRST_FIELD + FIELDS.len();
 
-/// Numbers of a spec that all ranks must agree on; `layer` is in the tag, `backward` is each rank's own.
-pub(crate) const FIELDS: [&str; 9] = [
+/// Numbers of a spec that all ranks must agree on; `backward` is each rank's own. `layer` is in the tag too, which ranks that
+/// are processes do not compare unless asked to.
+pub(crate) const FIELDS: [&str; 10] = [
+    "spec.layer",
     "spec.top_k",
     "spec.alignment",
     "spec.capacity",
@@ -126,6 +128,7 @@ pub(crate) fn fields(spec: &DispatchSpec) -> Fields {
     };
     let expert = spec.expert_capacity.as_ref();
     [
+        u64::from(spec.layer),
         spec.top_k as u64,
         spec.alignment as u64,
         capacity,

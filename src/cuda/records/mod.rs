@@ -19,7 +19,7 @@ pub(super) use plan::plan;
 
 // `kernels/common/records.cuh` has the same numbers.
 const _: () = assert!(WORDS == 24 && record::HEADER == 512 && heard::WORDS == 8);
-const _: () = assert!(record::FIRST_FIELD == 9 && record::PENDING == 18);
+const _: () = assert!(record::FIRST_FIELD == 9 && record::PENDING == 19);
 
 const CALL: &str = "prepare";
 /// Most blocks that write a record.
