@@ -305,3 +305,33 @@ fn put<const N: usize>(bytes: &mut [u8], values: impl Iterator<Item = [u8; N]>) 
 fn get<T, const N: usize>(bytes: &[u8], count: usize, of: impl Fn([u8; N]) -> T) -> Vec<T> {
     bytes.as_chunks::<N>().0.iter().take(count).map(|c| of(*c)).collect()
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Each field alone, the layer as well: ranks that are processes have nothing else that compares it.
+    #[test]
+    fn every_field_is_compared() {
+        let good = DispatchSpec::new(3, 2);
+        let record = |spec: &DispatchSpec| Record { fields: fields(spec), ..Record::failed(Status::Ready) };
+        let sizes = Sizes { max_tokens: 0, top_k: 2, weights: false };
+        for (i, field) in FIELDS.into_iter().enumerate() {
+            let mut records = vec![record(&good); 3];
+            records[2].fields[i] = records[2].fields[i].wrapping_add(1);
+            let records: Vec<Record> = records.iter().map(|r| Record::decode(&r.encode(sizes), sizes)).collect();
+            for (rank, other) in [(0, 2), (1, 2), (2, 0)] {
+                match problem(&records, rank, 8) {
+                    Some(Error::ConfigMismatch { field: named, rank: own, peer, .. }) => {
+                        assert_eq!((&named[..], own, peer), (field, rank, other));
+                    }
+                    found => panic!("{field}: {found:?}"),
+                }
+            }
+        }
+        let other = DispatchSpec::new(4, 2);
+        let text = problem(&[record(&good), record(&other)], 0, 8).map(|e| e.to_string()).unwrap_or_default();
+        assert!(text.contains("spec.layer") && text.contains('3') && text.contains('4'), "{text}");
+        assert!(problem(&[record(&good), record(&good)], 0, 8).is_none());
+    }
+}

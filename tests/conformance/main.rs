@@ -85,6 +85,11 @@ fn suite(kind: DispatcherKind, ranks: &[usize], later: bool) {
 }
 
 #[test]
+fn random_steps_keep_the_rules_of_the_library() {
+    random::keep_the_rules(&Cpu::new());
+}
+
+#[test]
 fn local() {
     suite(DispatcherKind::Local, &[1], false);
 }

@@ -1,10 +1,10 @@
 //! Random cases against the straight-line reference. Values are small integers, so that every sum is exact in every
-//! dtype and comparisons need no tolerance: |x| <= 4, w <= 2, experts' factors <= 2, K <= 8 give sums below 2⁷, and
-//! bf16 holds integers up to 2⁸.
+//! dtype and comparisons need no tolerance: |x| <= 4, w <= 2, experts' factors <= 2, K <= 8 give sums of at most 2⁷, and
+//! bf16 holds integers up to 2⁸. So is every partial sum, where ranks add their own experts' first: a part of those terms.
 
 use moebius::DType;
 use moebius::config::{CapacityOrder, ExpertCapacity};
-use moebius::ep::{Capacity, DispatchSpec, GroupConfig, Overflow};
+use moebius::ep::{Capacity, DispatchSpec, DispatcherKind, GroupConfig, Overflow};
 use proptest::prelude::*;
 use proptest::test_runner::{Config, RngAlgorithm, TestRng, TestRunner};
 
@@ -17,6 +17,8 @@ pub fn cases<D: Target>() -> Vec<Case<D>> {
 
 /// Cases per dispatcher and number of ranks.
 const CASES_EACH: u32 = 48;
+/// Most rows of a capacity.
+const MAX_ROWS: usize = 64;
 
 #[derive(Debug, Clone)]
 struct Scenario {
@@ -41,19 +43,60 @@ fn ids(tokens: usize, k: usize, experts: usize, skew: u32, absent: f64) -> impl 
     })
 }
 
-fn scenarios(ranks: usize, floats: &'static [DType]) -> impl Strategy<Value = Scenario> {
-    let sizes =
-        (1..=4usize, prop::collection::vec(0..=7usize, ranks), 0..=4u32, prop::sample::select(vec![0.0, 0.3, 1.0]));
+/// What scenarios may ask of a dispatcher.
+#[derive(Debug, Clone)]
+struct Limits {
+    ranks: usize,
+    floats: &'static [DType],
+    /// Experts of a rank.
+    locals: Vec<usize>,
+    /// Experts that are more than a token's choices, at least.
+    spare: usize,
+    /// Capacities are multiples of the alignment.
+    whole: bool,
+    /// Longest row.
+    hidden: usize,
+    cases: u32,
+}
+
+impl Limits {
+    fn of<D: Target>(s: &Setup<D>) -> Self {
+        let (ranks, locals) = (s.ranks, (1..=4).collect());
+        let all = Self { ranks, floats: D::FLOATS, locals, spare: 0, whole: false, hidden: 9, cases: CASES_EACH };
+        // One width of rows, as the harness pads them: the library compiles kernels for each.
+        let library = |of: Self| Self { hidden: 8, cases: CASES_EACH / 2, ..of };
+        match s.kind {
+            // Experts of an NVLink domain, here of all ranks, come in fours.
+            DispatcherKind::NcclEp => {
+                let locals = (1..=8).filter(|local: &usize| (local * ranks).is_multiple_of(4)).collect();
+                library(Self { locals, whole: true, ..all })
+            }
+            // One choice more than a token has travels, and there are no more of them than experts.
+            DispatcherKind::NcclEpLowLatency => library(Self { locals: (1..=8).collect(), spare: 1, ..all }),
+            _ => all,
+        }
+    }
+}
+
+fn scenarios(limits: Limits) -> impl Strategy<Value = Scenario> {
+    let Limits { ranks, floats, locals, spare, whole, hidden, .. } = limits;
+    let sizes = (
+        prop::sample::select(locals),
+        prop::collection::vec(0..=7usize, ranks),
+        0..=4u32,
+        prop::sample::select(vec![0.0, 0.3, 1.0]),
+    );
     let spec = (
         prop::sample::select(vec![1, 2, 8, 16]),
         prop::option::of(0..=40usize),
         prop::option::of((0.3..2.0f64, any::<bool>())),
     );
     let dtypes = prop::sample::select(floats);
-    (sizes, spec, dtypes, 1..=9usize, any::<bool>(), 1..=8usize).prop_flat_map(
+    (sizes, spec, dtypes, 1..=hidden, any::<bool>(), 1..=8usize).prop_flat_map(
         move |((local, tokens, skew, absent), (alignment, capacity, limit), dtype, hidden, rows_api, k)| {
             let experts = local * ranks;
-            let k = k.min(experts);
+            let k = k.min(experts - spare);
+            let capacity = capacity.map(|rows| if whole { rows.next_multiple_of(alignment) } else { rows });
             let all: Vec<_> = tokens.iter().map(|t| ids(*t, k, experts, skew, absent)).collect();
             let weights: Vec<_> = tokens.iter().map(|t| prop::collection::vec(1..=2u8, t * k)).collect();
             (all, weights).prop_map(move |(ids, weights)| {
@@ -70,6 +113,33 @@ fn scenarios(ranks: usize, floats: &'static [DType]) -> impl Strategy<Value = Sc
     )
 }
 
+/// What the steps of a library's dispatcher are made of keeps its rules, which only a GPU would see otherwise.
+#[cfg(test)]
+pub fn keep_the_rules<D: Target>(device: &D) {
+    for (kind, ranks) in
+        [DispatcherKind::NcclEp, DispatcherKind::NcclEpLowLatency].into_iter().flat_map(|k| [2, 4, 8].map(|r| (k, r)))
+    {
+        let setup = Setup { device: device.clone(), kind, ranks, name: "rules", later: false };
+        let limits = Limits::of(&setup);
+        let rng = TestRng::from_seed(RngAlgorithm::ChaCha, &[9; 32]);
+        let mut runner =
+            TestRunner::new_with_rng(Config { cases: 200, failure_persistence: None, ..Config::default() }, rng);
+        let kept = runner.run(&scenarios(limits), |scenario| {
+            let Problem { experts, k, alignment, capacity, .. } = scenario.problem;
+            assert!(experts.is_multiple_of(ranks) && k >= 1 && scenario.hidden <= 8);
+            match kind {
+                DispatcherKind::NcclEp => {
+                    assert!(experts.is_multiple_of(4) && k <= experts);
+                    assert!(capacity.is_none_or(|rows| rows.is_multiple_of(alignment) && rows <= MAX_ROWS));
+                }
+                _ => assert!(k < experts),
+            }
+            Ok(())
+        });
+        kept.expect("every scenario");
+    }
+}
+
 /// Token r, t at column h.
 fn value(r: usize, t: usize, h: usize) -> f64 {
     ((r * 31 + t * 7 + h * 3) % 9) as f64 - 4.0
@@ -83,9 +153,10 @@ fn factor(expert: i64) -> f64 {
 fn random_steps<D: Target>(s: &Setup<D>) {
     // A fixed seed: the same cases everywhere, and a failure can be met again.
     let rng = TestRng::from_seed(RngAlgorithm::ChaCha, &[s.ranks as u8 + 1; 32]);
-    let config = Config { cases: CASES_EACH, failure_persistence: None, ..Config::default() };
+    let limits = Limits::of(s);
+    let config = Config { cases: limits.cases, failure_persistence: None, ..Config::default() };
     let mut runner = TestRunner::new_with_rng(config, rng);
-    let outcome = runner.run(&scenarios(s.ranks, D::FLOATS), |scenario| {
+    let outcome = runner.run(&scenarios(limits), |scenario| {
         check(s, &scenario);
         Ok(())
     });
@@ -108,7 +179,7 @@ fn check<D: Target>(s: &Setup<D>, scenario: &Scenario) {
     };
     let weight = |r: usize, t: usize, j: usize| p.weights[r][t * k + j];
     let expert = |r: usize, t: usize, j: usize| factor(p.ids[r][t * k + j]);
-    let config = GroupConfig { max_rows: 64, ..GroupConfig::new(p.experts, 7) };
+    let config = GroupConfig { max_rows: MAX_ROWS, ..GroupConfig::new(p.experts, 7) };
     s.run(config, |rank| {
         let me = rank.rank;
         let tokens = p.tokens(me);
@@ -150,6 +221,9 @@ fn check<D: Target>(s: &Setup<D>, scenario: &Scenario) {
         let eo = with_tail(rank, expected.scattered(me, hidden, output), hidden);
         let out = rank.combine(&h, rows, &eo).expect("combine");
         assert_eq!(out, expected.summed(me, tokens, hidden, output));
+        if rank.forward_only {
+            return;
+        }
 
         // Gradients of the outputs to the experts.
         let grad: Vec<f64> = x.iter().map(|v| -v).collect();

@@ -4,10 +4,11 @@ use std::time::Instant;
 
 use moebius::comm::{Communicator, ReduceOp};
 use moebius::config::MoeConfig;
-use moebius::ep::{Group, GroupConfig};
+use moebius::cuda::Cuda;
+use moebius::ep::{Capacity, DispatchSpec, DispatcherKind, Group, GroupConfig, Reporting};
 use moebius::kernels::Kernels;
-use moebius::nccl::NcclComm;
-use moebius::ranks::{Axis, Mesh};
+use moebius::nccl::{NcclComm, NcclLibrary};
+use moebius::ranks::{Axis, Bootstrap, Identity, Mesh, Token};
 use moebius::{CommError, DType, Error, Tensor};
 
 use crate::launched::{AT_ONCE, join, start, succeed, tag, word};
@@ -24,8 +25,14 @@ pub fn cases() -> Vec<(&'static str, Run)> {
         ("another_configuration", |_, ranks| succeed(&start("configuration", ranks, &[]))),
         ("refused_and_joined_again", |_, ranks| succeed(&start("refused", ranks, &[]))),
         ("meshes", |_, ranks| succeed(&start("meshes", ranks, &[]))),
+        ("prepares_of_different_layers", |_, ranks| succeed(&start("different_layers", ranks, &[]))),
+        ("calls_compared", |_, ranks| succeed(&start("compared", ranks, &COMPARED))),
+        ("layers_with_calls_compared", |_, ranks| succeed(&start("layers", ranks, &COMPARED))),
+        ("calls_compared_by_one_rank", |_, ranks| succeed(&start("compared_by_one", ranks, &[]))),
     ]
 }
+
+const COMPARED: [(&str, &str); 1] = [("MOEBIUS_CHECKED", "1")];
 
 /// Sockets on loopback between ranks that think that they are on two hosts.
 const IMITATED: [(&str, &str); 4] =
@@ -65,6 +72,9 @@ pub fn child(body: &str) {
         "configuration" => configuration(),
         "refused" => refused(),
         "meshes" => meshes(),
+        "different_layers" => different_layers(),
+        "compared" => compared(),
+        "compared_by_one" => compared_by_one(),
         other => panic!("no body {other}"),
     }
 }
@@ -154,4 +164,76 @@ fn meshes() {
     drop(data);
     works(&mut experts);
     works(&mut world);
+}
+
+/// Prepare's records have the layer in them, so that no rank gets a plan of another's.
+fn different_layers() {
+    let comm = join(0);
+    let (rank, ranks, cuda) = (comm.rank(), comm.size(), comm.cuda().clone());
+    let config = GroupConfig { dispatcher: DispatcherKind::AllGather, ..GroupConfig::new(4 * ranks, 16) };
+    let mut group = Group::new(cuda.clone(), cuda.stream(), Box::new(comm), config).expect("a group");
+    let host = Tensor::from_vec(vec![0i32, 1, 1, 0], &[2, 2]).expect("ids");
+    let ids = host.to(&cuda, &cuda.stream()).expect("on the GPU");
+    let last = ranks - 1;
+    let spec = |layer, reporting| DispatchSpec { reporting, ..DispatchSpec::new(layer, 2) };
+    let differs = |error: Option<Error>| match error {
+        Some(Error::ConfigMismatch { field, rank: own, peer, value, peer_value }) => {
+            assert_eq!((&field[..], own, peer), ("spec.layer", rank, if rank == last { 0 } else { last }));
+            assert_eq!([value, peer_value], if rank == last { ["6", "5"] } else { ["5", "6"] });
+        }
+        other => panic!("{other:?}"),
+    };
+    let layer = if rank == last { 6 } else { 5 };
+    differs(group.dispatcher().prepare(ids.view(), None, &spec(layer, Reporting::Immediate)).err());
+    // Told later, where the GPUs plan and no host waits.
+    let fixed = DispatchSpec { capacity: Capacity::Static(64), ..spec(layer, Reporting::Deferred) };
+    group.dispatcher().prepare(ids.view(), None, &spec(5, Reporting::Deferred)).expect("one layer");
+    let planned = group.dispatcher().prepare(ids.view(), None, &fixed);
+    differs(planned.err().or(group.dispatcher().check().err()));
+    group.dispatcher().prepare(ids.view(), None, &spec(5, Reporting::Immediate)).expect("one layer again");
+}
+
+/// Ranks that compare: a disagreement or a refusal is told on each, nothing is exchanged, and they go on.
+fn compared() {
+    let mut comm = join(0);
+    let (rank, cuda) = (comm.rank(), comm.cuda().clone());
+    works(&mut comm);
+    let mut value = word(&cuda, 5.0);
+    match comm.all_reduce(tag(2 + u64::from(rank == 0)), ReduceOp::Sum, value.view_mut()) {
+        Err(Error::Comm(CommError::TagMismatch { tag, peer_tag, peer, .. })) => {
+            assert_eq!((tag.sequence, peer_tag.sequence), if rank == 0 { (3, 2) } else { (2, 3) });
+            assert_eq!(peer, usize::from(rank == 0));
+        }
+        other => panic!("{other:?}"),
+    }
+    assert_eq!(cuda.read(&cuda.stream(), value.view()).expect("a read"), [5.0], "nothing was exchanged");
+    works(&mut comm);
+    if rank == 0 {
+        comm.refuse(tag(4), "no room for this").expect("told");
+    } else {
+        let error = comm.barrier(tag(4));
+        assert!(matches!(error, Err(Error::Comm(CommError::Refused { peer: 0, .. }))), "{error:?}");
+    }
+    works(&mut comm);
+    let mut part = comm.split(tag(5), Some(0), rank).expect("a part").expect("of all");
+    works(&mut part);
+    assert!(matches!(part.barrier(tag(rank as u64)), Err(Error::Comm(CommError::TagMismatch { .. }))));
+    works(&mut part);
+    works(&mut comm);
+}
+
+fn compared_by_one() {
+    let me = Identity::from_env().expect("an identity");
+    let job = Bootstrap::new(&me, Token::from_env().expect("a token"), AT_ONCE).expect("a job");
+    let (cuda, library) = (Cuda::new(me.local_rank).expect("a GPU"), NcclLibrary::open().expect("NCCL"));
+    let comm = if me.rank == 0 { NcclComm::join_checked } else { NcclComm::join };
+    let mut comm = comm(&library, &job, &cuda).expect("a communicator");
+    let start = Instant::now();
+    let error = loop {
+        match comm.barrier(tag(1)) {
+            Ok(()) => assert!(me.rank != 0 && start.elapsed() < AT_ONCE),
+            Err(error) => break error.to_string(),
+        }
+    };
+    assert!(error.contains("MOEBIUS_CHECKED"), "{error}");
 }
