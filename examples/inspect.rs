@@ -4,6 +4,8 @@
 //! cargo run --release --example inspect -- tests/golden/deepseek_v3 --ranks 4
 //! ```
 
+use std::fmt::Display;
+use std::io::Write;
 use std::path::PathBuf;
 use std::process::ExitCode;
 
@@ -44,6 +46,13 @@ struct Arguments {
     follow_links: bool,
 }
 
+/// A line of the output. Whoever has read enough of it and closes it (`| head`) is no failure.
+fn say(line: impl Display) {
+    if writeln!(std::io::stdout(), "{line}").is_err() {
+        std::process::exit(0);
+    }
+}
+
 fn main() -> ExitCode {
     match run(&Arguments::parse()) {
         Ok(()) => ExitCode::SUCCESS,
@@ -64,7 +73,7 @@ fn run(arguments: &Arguments) -> Result<()> {
         "f16" => DType::F16,
         _ => DType::BF16,
     });
-    let line = |name: &str, value: String| println!("{name:<12} {value}");
+    let line = |name: &str, value: String| say(format_args!("{name:<12} {value}"));
     line("folder", checkpoint.dir().display().to_string());
     line("family", checkpoint.family().to_string());
     line("model type", checkpoint.model_dtype().map_or("not stated".to_string(), |dtype| dtype.to_string()));
@@ -77,7 +86,7 @@ fn run(arguments: &Arguments) -> Result<()> {
     for &layer in layers {
         let config = checkpoint.block_config(layer)?;
         if previous.as_ref() != Some(&config) {
-            println!("\nblock from layer {layer} on ({}*)", checkpoint.block_prefix(layer)?);
+            say(format_args!("\nblock from layer {layer} on ({}*)", checkpoint.block_prefix(layer)?));
             describe(&config);
             previous = Some(config);
         }
@@ -91,7 +100,7 @@ fn run(arguments: &Arguments) -> Result<()> {
             None => of_form.push((form, 1)),
         }
     }
-    println!();
+    say("");
     for (form, count) in of_form {
         line("stored as", format!("{} ({count} of the blocks)", name_of(form)));
     }
@@ -122,27 +131,30 @@ fn plan(arguments: &Arguments, tokens: usize, config: &MoeConfig, dtype: DType, 
         ("even routing", StepSizes::even(config, shape, dtype, kind)),
         ("all choices here", StepSizes::worst(config, shape, dtype, kind)),
     ];
-    println!("\na step of {tokens} {dtype} tokens a rank, on one rank");
-    println!("  {:<18} {:>10} {:>10} {:>18} {:>10} {:>10}", "", "slots", "rows", "kept a layer", "passing", "routing");
+    say(format_args!("\na step of {tokens} {dtype} tokens a rank, on one rank"));
+    say(format_args!(
+        "  {:<18} {:>10} {:>10} {:>18} {:>10} {:>10}",
+        "", "slots", "rows", "kept a layer", "passing", "routing"
+    ));
     for (name, sizes) in cases {
         let of = sizes.memory(config);
-        println!(
+        say(format_args!(
             "  {name:<18} {:>10} {:>10} {:>18} {:>10} {:>10}",
             sizes.slots,
             sizes.rows,
             format!("{} x {layers}", size(of.kept as u64)),
             size(of.passing as u64),
             size(of.routing as u64)
-        );
+        ));
     }
-    println!(
+    say(format_args!(
         "  slots: rows of this rank's experts (a static capacity is a bound on them); rows: those that travel here;"
-    );
-    println!("  kept: from forward to backward; passing: at once beside that, for all layers together");
+    ));
+    say(format_args!("  kept: from forward to backward; passing: at once beside that, for all layers together"));
 }
 
 fn describe(config: &MoeConfig) {
-    let line = |name: &str, value: String| println!("  {name:<10} {value}");
+    let line = |name: &str, value: String| say(format_args!("  {name:<10} {value}"));
     let router = &config.router;
     line("experts", format!("E = {}, K = {} a token", router.num_experts, router.top_k));
     line("sizes", format!("H = {} hidden, I = {} inner", config.hidden, config.intermediate));
@@ -225,9 +237,9 @@ fn name_of(form: Form) -> String {
 
 fn list(checkpoint: &Checkpoint, layer: usize) -> Result<()> {
     let prefix = checkpoint.block_prefix(layer)?;
-    println!("\ntensors of layer {layer}");
+    say(format_args!("\ntensors of layer {layer}"));
     for name in checkpoint.names().filter(|name| name.starts_with(&prefix)) {
-        println!("  {name}");
+        say(format_args!("  {name}"));
     }
     Ok(())
 }

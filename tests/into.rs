@@ -262,6 +262,7 @@ fn kept_of(config: &MoeConfig, group: &mut Group<Cpu>) -> Result<(StepSizes, usi
         rows: handle.arriving_rows(),
         ranks: group.ranks(),
         dtype: DType::F32,
+        kind: group.config().dispatcher,
     };
     Ok((sizes, context.bytes()))
 }

@@ -243,7 +243,7 @@ fn counted(config: &MoeConfig, (ranks, kind): (usize, DispatcherKind), dtype: DT
         let context = forward.context.unwrap();
         let handle = context.handle();
         let (slots, rows) = (handle.rows(), handle.arriving_rows());
-        let (kept, sizes) = (context.bytes(), StepSizes { tokens, slots, rows, ranks, dtype });
+        let (kept, sizes) = (context.bytes(), StepSizes { tokens, slots, rows, ranks, dtype, kind });
         let inputs = Inputs { x: x.view(), params: &params };
         let cotangents = Cotangents { y: Some(d_y.view()), aux: 0.0 };
         layer.backward(&mut group, context, inputs, cotangents, Wanted::ALL).unwrap();

@@ -19,6 +19,8 @@ pub struct StepSizes {
     pub ranks: usize,
     /// Type of the tokens.
     pub dtype: DType,
+    /// How tokens travel.
+    pub kind: DispatcherKind,
 }
 
 /// Bytes of a step on one rank, beside parameters, their gradients, the input and the output.
@@ -43,25 +45,21 @@ impl StepSizes {
             .map(|i| experts.saturating_sub(local + i) as f64 / experts.saturating_sub(i).max(1) as f64)
             .product();
         let visits = ranks as f64 * tokens as f64 * (1.0 - elsewhere);
-        Self {
-            tokens,
-            slots: product(&[tokens, k]),
-            rows: travelled((tokens, ranks), kind, visits.ceil() as usize),
-            ranks,
-            dtype,
-        }
+        let rows = travelled((tokens, ranks), kind, visits.ceil() as usize);
+        Self { tokens, slots: product(&[tokens, k]), rows, ranks, dtype, kind }
     }
 
     /// The most that can reach a rank: every token of every rank chooses as many of its experts as it can.
     pub fn worst(config: &MoeConfig, (tokens, ranks): (usize, usize), dtype: DType, kind: DispatcherKind) -> Self {
         let local = config.router.num_experts / ranks.max(1);
         let slots = product(&[ranks, tokens, config.router.top_k.min(local)]);
-        Self { tokens, slots, rows: travelled((tokens, ranks), kind, product(&[ranks, tokens])), ranks, dtype }
+        let rows = travelled((tokens, ranks), kind, product(&[ranks, tokens]));
+        Self { tokens, slots, rows, ranks, dtype, kind }
     }
 
     /// Bytes that a layer takes.
     pub fn memory(&self, config: &MoeConfig) -> StepMemory {
-        let Self { tokens, slots, rows, ranks, dtype } = *self;
+        let Self { tokens, slots, rows, ranks, dtype, kind } = *self;
         let (b, a) = (dtype.size(), dtype.accumulator().size());
         let (experts, k, gate) = (config.router.num_experts, config.router.top_k, config.activation.gate_factor());
         let pre = |rows: usize, inner: usize| if config.recompute { 0 } else { product(&[rows, gate, inner, b]) };
@@ -76,8 +74,13 @@ impl StepSizes {
         // This rank's packets, those that leave, those that arrive, and these taken apart.
         let packets = if ranks > 1 { sum(&[tokens, rows, rows, rows]) } else { tokens };
         let products = product(&[slots, sum(&[config.intermediate, config.hidden]), b]);
-        // Packed at the experts' rank, and received at the tokens'.
-        let returning = if ranks > 1 { sum(&[slots, slots, product(&[tokens, k])]) } else { 0 };
+        let returning = match kind {
+            _ if ranks <= 1 => 0,
+            // Partial sums of all ranks' tokens, and as many received.
+            DispatcherKind::AllGather => sum(&[slots, rows, rows]),
+            // Packed at the experts' rank, and received at the tokens'.
+            _ => sum(&[slots, slots, product(&[tokens, k])]),
+        };
         StepMemory {
             kept: sum(&[router, aux, shared, received, pre(slots, config.intermediate)]),
             passing: products.max(product(&[returning, config.hidden, b])).max(product(&[packets, packet])),
@@ -118,6 +121,64 @@ mod tests {
             assert_eq!((kept, passing, routing), (usize::MAX, usize::MAX, 1 << 61));
             let most = StepSizes::even(&config, (usize::MAX, 1 << 16), DType::F32, kind);
             assert_eq!((most.slots, most.rows), (usize::MAX, usize::MAX));
+        }
+    }
+
+    /// `docs/nccl.md`, "Memory", in its words: bf16, so 2 bytes.
+    fn formula(config: &MoeConfig, sizes: &StepSizes, kind: DispatcherKind) -> (usize, usize) {
+        let (h, i, e, k) = (config.hidden, config.intermediate, config.router.num_experts, config.router.top_k);
+        let StepSizes { tokens: t, slots, rows, ranks: r, .. } = *sizes;
+        let received = match kind {
+            DispatcherKind::AllGather => 2 * h * r * t,
+            _ => 2 * h * rows,
+        };
+        let kept = received + (4 + 4 * i) * slots + 4 * t * e + 8 * t * k;
+        let out = 2 * h * slots;
+        let returned = match kind {
+            DispatcherKind::AllGather => 2 * (2 * h * r * t),
+            _ => 2 * h * slots + 2 * h * t * k,
+        };
+        (kept, (2 * i * slots + out).max(out + returned))
+    }
+
+    #[test]
+    fn the_calculator_has_the_guides_formula() {
+        for (config, t) in [(MoeConfig::new(7168, 2048, 256, 8), 4096), (MoeConfig::new(2048, 768, 128, 8), 128)] {
+            for ranks in [2, 8, 64] {
+                for kind in [DispatcherKind::AllToAll, DispatcherKind::AllGather] {
+                    for of in [StepSizes::even, StepSizes::worst] {
+                        let sizes = of(&config, (t, ranks), DType::BF16, kind);
+                        let memory = sizes.memory(&config);
+                        let (kept, passing) = formula(&config, &sizes, kind);
+                        assert_eq!(
+                            (memory.kept, memory.passing),
+                            (kept, passing),
+                            "{ranks} ranks, {kind:?}, {sizes:?}"
+                        );
+                        assert_eq!(memory.routing, 4 * ranks * t * 8);
+                    }
+                }
+            }
+        }
+    }
+
+    /// The figures of its example are the calculator's.
+    #[test]
+    fn the_guides_example() {
+        let config = MoeConfig::new(7168, 2048, 256, 8);
+        let guide = include_str!("../../docs/nccl.md");
+        for (name, kind) in [("all-to-all", DispatcherKind::AllToAll), ("all-gather", DispatcherKind::AllGather)] {
+            let of = |sizes: StepSizes| {
+                let StepMemory { kept, passing, .. } = sizes.memory(&config);
+                let gib = |bytes: usize| format!("{:.2}", bytes as f64 / (1 << 30) as f64);
+                format!("{} + {}", gib(kept), gib(passing))
+            };
+            let (even, worst) = (
+                of(StepSizes::even(&config, (4096, 8), DType::BF16, kind)),
+                of(StepSizes::worst(&config, (4096, 8), DType::BF16, kind)),
+            );
+            let row = format!("| {name} | {even} | {worst} |");
+            assert!(guide.contains(&row), "docs/nccl.md has no row {row}");
         }
     }
 }
