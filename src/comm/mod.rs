@@ -1,7 +1,18 @@
 //! Collectives between the ranks of a group.
 //!
 //! [`Communicator`] is the little that the dispatchers need; [`threads`] implements it between threads of one
-//! process, `moebius::nccl` between GPUs. Every call carries a [`Tag`]: ranks that meet with different tags get an error each and exchange nothing.
+//! process, `moebius::nccl` between GPUs. Every call carries a [`Tag`], which says what it is for.
+//!
+//! What is compared before anything is exchanged: the call, its tag, dtype and arguments (reduction, root), and its sizes. Ranks
+//! that disagree get an error each ([`TagMismatch`](crate::CommError::TagMismatch) and its like), exchange nothing, and go on.
+//!
+//! | ranks | compared |
+//! |---|---|
+//! | threads, on the CPU or on GPUs | always |
+//! | processes over NCCL, `MOEBIUS_CHECKED=1` or `NcclComm::join_checked` | always, but sizes that differ from rank to rank (`all_to_all_v`) |
+//! | processes over NCCL | nothing by the communicator: a message between hosts before each collective would cost more than most collectives. Prepare's exchange holds the layer and all numbers of its spec, so that ranks in different layers get an error there ([`ConfigMismatch`](crate::Error::ConfigMismatch), on each), at no cost; what follows belongs to its handle |
+//!
+//! Sends and puts between two ranks are compared nowhere.
 
 pub(crate) mod agree;
 pub(crate) mod rendezvous;
@@ -22,7 +33,7 @@ pub use solo::Solo;
 pub use symmetric::{Put, Span, SymmetricMemory, ThreadWindow};
 pub use threads::{ThreadComm, ThreadWorld};
 
-/// What a collective is for.
+/// What a collective is for. The [module](self) says when it is compared.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Tag {
     /// The layer, as the caller numbers its layers.
