@@ -63,16 +63,17 @@ impl Limits {
     fn of<D: Target>(s: &Setup<D>) -> Self {
         let (ranks, locals) = (s.ranks, (1..=4).collect());
         let all = Self { ranks, floats: D::FLOATS, locals, spare: 0, whole: false, hidden: 9, cases: CASES_EACH };
-        // One width of rows, as the harness pads them: the library compiles kernels for each.
-        let library = |of: Self| Self { hidden: 8, cases: CASES_EACH / 2, ..of };
+        // One width of rows, as the harness pads them, and few kinds of anything else: the library compiles kernels, a
+        // second or more each, for every combination that it meets.
+        let library = |of: Self| Self { floats: &[DType::F32, DType::BF16], hidden: 8, cases: CASES_EACH / 4, ..of };
         match s.kind {
             // Experts of an NVLink domain, here of all ranks, come in fours.
             DispatcherKind::NcclEp => {
-                let locals = (1..=8).filter(|local: &usize| (local * ranks).is_multiple_of(4)).collect();
-                library(Self { locals, whole: true, ..all })
+                let fours = (1..).filter(|local: &usize| (local * ranks).is_multiple_of(4));
+                library(Self { locals: fours.take(2).collect(), whole: true, ..all })
             }
             // One choice more than a token has travels, and there are no more of them than experts.
-            DispatcherKind::NcclEpLowLatency => library(Self { locals: (1..=8).collect(), spare: 1, ..all }),
+            DispatcherKind::NcclEpLowLatency => library(Self { spare: 1, ..all }),
             _ => all,
         }
     }

@@ -170,7 +170,7 @@ fn meshes() {
 fn different_layers() {
     let comm = join(0);
     let (rank, ranks, cuda) = (comm.rank(), comm.size(), comm.cuda().clone());
-    let config = GroupConfig { dispatcher: DispatcherKind::AllGather, ..GroupConfig::new(4 * ranks, 16) };
+    let config = GroupConfig { dispatcher: DispatcherKind::AllGather, max_rows: 64, ..GroupConfig::new(4 * ranks, 16) };
     let mut group = Group::new(cuda.clone(), cuda.stream(), Box::new(comm), config).expect("a group");
     let host = Tensor::from_vec(vec![0i32, 1, 1, 0], &[2, 2]).expect("ids");
     let ids = host.to(&cuda, &cuda.stream()).expect("on the GPU");
