@@ -19,6 +19,7 @@ pub fn cases<D: Target>() -> Vec<Case<D>> {
         case!(minus_one),
         case!(all_to_one_expert),
         case!(ranks_that_receive_nothing, 2),
+        case!(every_kind_of_routing),
     ]
 }
 
@@ -278,5 +279,87 @@ fn ranks_that_receive_nothing<D: Target>(s: &Setup<D>) {
         let d_eo = r.combine_bwd(&h, F32(4), &x).expect("combine_bwd");
         let halves: Vec<f64> = d_eo.iter().map(|v| v / 2.0).collect();
         assert_eq!(r.dispatch_bwd(&h, F32(4), &halves, None).expect("dispatch_bwd").tokens, x);
+    });
+}
+
+/// How tokens choose.
+#[derive(Debug, Clone, Copy, PartialEq)]
+enum Choosing {
+    Uniform,
+    /// Expert e in proportion to 1 / (e + 1).
+    Zipf,
+    /// One expert is every token's first.
+    Hot,
+    RoundRobin,
+}
+
+/// Choice `i` of so many: a number in [0, 1), the same in every run.
+fn fraction(rank: usize, i: usize) -> f64 {
+    let mixed = ((rank * 65_537 + i + 1) as u64).wrapping_mul(0x9e37_79b9_7f4a_7c15);
+    ((mixed ^ mixed >> 29).wrapping_mul(0xbf58_476d_1ce4_e5b9) >> 11) as f64 / (1u64 << 53) as f64
+}
+
+impl Choosing {
+    /// K different experts for each of T tokens.
+    fn ids(self, rank: usize, [tokens, k, experts]: [usize; 3]) -> Vec<i64> {
+        if self == Self::RoundRobin {
+            return round_robin(rank, tokens, k, experts);
+        }
+        let weight = |e: usize| if self == Self::Zipf { 1.0 / (e + 1) as f64 } else { 1.0 };
+        let one = |chosen: &[i64], i: usize| {
+            if self == Self::Hot && chosen.is_empty() {
+                return (experts - 1) as i64;
+            }
+            let left: Vec<usize> = (0..experts).filter(|e| !chosen.contains(&(*e as i64))).collect();
+            let mut at = fraction(rank, i) * left.iter().map(|e| weight(*e)).sum::<f64>();
+            let found = left.iter().find(|e| {
+                at -= weight(**e);
+                at < 0.0
+            });
+            *found.unwrap_or(&left[left.len() - 1]) as i64
+        };
+        let token = |t: usize| {
+            (0..k).fold(Vec::new(), |mut chosen, j| {
+                chosen.push(one(&chosen, t * k + j));
+                chosen
+            })
+        };
+        (0..tokens).flat_map(token).collect()
+    }
+}
+
+/// Loads are the choices counted; experts that return what they get give K times the token, and so does the way back. Sums
+/// of 2 integers below 2⁶: exact in f32.
+fn every_kind_of_routing<D: Target>(s: &Setup<D>) {
+    let (tokens, k, experts) = (24, 2, s.experts(4));
+    let all = [Choosing::Uniform, Choosing::Zipf, Choosing::Hot, Choosing::RoundRobin];
+    let chosen = all.map(|how| (0..s.ranks).map(|r| how.ids(r, [tokens, k, experts])).collect::<Vec<_>>());
+    let loads = chosen.clone().map(|ranks| {
+        let count = |e: usize| ranks.iter().flatten().filter(|id| **id == e as i64).count();
+        (0..experts).map(count).collect::<Vec<_>>()
+    });
+    // What they are called for.
+    assert_eq!(loads[2][experts - 1], s.ranks * tokens);
+    assert!(loads[1][0] > 2 * loads[1][experts - 1], "{:?}", loads[1]);
+    assert!(loads[3].iter().all(|load| *load == s.ranks * tokens * k / experts));
+    s.run(GroupConfig::new(experts, tokens), |r| {
+        let (me, local) = (r.rank, experts / s.ranks);
+        let x: Vec<f64> = (0..tokens * 2).map(|i| ((me * 31 + i * 7) % 61) as f64 - 30.0).collect();
+        let twice: Vec<f64> = x.iter().map(|v| k as f64 * v).collect();
+        for (of, how) in all.iter().enumerate() {
+            let h = r.prepare(&chosen[of][me], &training(0, k)).expect("prepare");
+            assert_eq!(h.stats().expect("stats").expert_load, loads[of], "{how:?}");
+            let counts: Vec<usize> = r.zones(&h).iter().map(|(_, count)| *count).collect();
+            assert_eq!(counts, loads[of][me * local..(me + 1) * local], "{how:?}");
+            let recv = r.dispatch(&h, F32(2), &x, Some(&vec![0.5; tokens * k])).expect("dispatch");
+            assert!(r.filled(&h).iter().all(|slot| recv.weights[*slot] == 0.5), "{how:?}");
+            assert_eq!(r.combine(&h, F32(2), &recv.rows).expect("combine"), twice, "{how:?}");
+            if r.forward_only {
+                continue;
+            }
+            let grad = r.combine_bwd(&h, F32(2), &x).expect("combine_bwd");
+            let d = r.dispatch_bwd(&h, F32(2), &grad, Some(&recv.weights)).expect("dispatch_bwd");
+            assert_eq!((d.tokens, d.weights), (twice.clone(), vec![0.5; tokens * k]), "{how:?}");
+        }
     });
 }
