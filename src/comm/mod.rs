@@ -3,14 +3,16 @@
 //! [`Communicator`] is the little that the dispatchers need; [`threads`] implements it between threads of one
 //! process, `moebius::nccl` between GPUs. Every call carries a [`Tag`], which says what it is for.
 //!
-//! What is compared before anything is exchanged: the call, its tag, dtype and arguments (reduction, root), and its sizes. Ranks
-//! that disagree get an error each ([`TagMismatch`](crate::CommError::TagMismatch) and its like), exchange nothing, and go on.
+//! What is compared before anything is exchanged: the call, its tag, dtype and arguments (reduction, root), and its
+//! sizes. Ranks that disagree get an error each ([`TagMismatch`](crate::CommError::TagMismatch) and its like), exchange
+//! nothing, and go on. That is so
 //!
-//! | ranks | compared |
-//! |---|---|
-//! | threads, on the CPU or on GPUs | always |
-//! | processes over NCCL, `MOEBIUS_CHECKED=1` or `NcclComm::join_checked` | always, but sizes that differ from rank to rank (`all_to_all_v`) |
-//! | processes over NCCL | nothing by the communicator: a message between hosts before each collective would cost more than most collectives. Prepare's exchange holds the layer and all numbers of its spec, so that ranks in different layers get an error there ([`ConfigMismatch`](crate::Error::ConfigMismatch), on each), at no cost; what follows belongs to its handle |
+//! * between threads always, on the CPU and on GPUs;
+//! * between processes over NCCL where asked for, by `MOEBIUS_CHECKED=1` or `NcclComm::join_checked`, but for sizes that
+//!   differ from rank to rank (`all_to_all_v`), which follow from prepare's exchange;
+//! * between processes otherwise not: a message between hosts before each would take longer than most collectives do. But
+//!   prepare's exchange holds the layer and all numbers of its spec, so ranks in different layers get an error each
+//!   there ([`ConfigMismatch`](crate::Error::ConfigMismatch)) at no cost, and what follows belongs to its handle.
 //!
 //! Sends and puts between two ranks are compared nowhere.
 

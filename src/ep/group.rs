@@ -204,3 +204,66 @@ impl<D: Kernels> Group<D> {
         &mut *self.dispatcher
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use std::sync::{Arc, Mutex};
+
+    use tracing::field::{Field, Visit};
+    use tracing::span::{Attributes, Id, Record};
+    use tracing::{Event, Metadata, Subscriber};
+
+    use super::*;
+    use crate::comm::Solo;
+    use crate::cpu::Cpu;
+
+    /// Keeps what is logged.
+    #[derive(Default, Clone)]
+    struct Log(Arc<Mutex<Vec<String>>>);
+
+    struct Line(String);
+
+    impl Visit for Line {
+        fn record_debug(&mut self, field: &Field, value: &dyn std::fmt::Debug) {
+            self.0.push_str(&format!("{}={value:?};", field.name()));
+        }
+    }
+
+    impl Subscriber for Log {
+        fn enabled(&self, _: &Metadata<'_>) -> bool {
+            true
+        }
+        fn new_span(&self, _: &Attributes<'_>) -> Id {
+            Id::from_u64(1)
+        }
+        fn record(&self, _: &Id, _: &Record<'_>) {}
+        fn record_follows_from(&self, _: &Id, _: &Id) {}
+        fn event(&self, event: &Event<'_>) {
+            let mut line = Line(String::new());
+            event.record(&mut line);
+            self.0.lock().expect("no panic").push(line.0);
+        }
+        fn enter(&self, _: &Id) {}
+        fn exit(&self, _: &Id) {}
+    }
+
+    #[test]
+    fn a_dispatcher_and_the_reason_for_it_are_logged_once_a_group() {
+        for (dispatcher, reason) in [(DispatcherKind::Auto, "one rank"), (DispatcherKind::AllGather, "asked for")] {
+            let log = Log::default();
+            tracing::subscriber::with_default(log.clone(), || {
+                let config = GroupConfig { dispatcher, ..GroupConfig::new(4, 8) };
+                let mut group = Group::new(Cpu::new(), (), Box::new(Solo::new(Cpu::new())), config).expect("a group");
+                let ids = Tensor::from_vec(vec![0i32, 1], &[1, 2]).expect("ids");
+                let spec = crate::ep::DispatchSpec::new(0, 2);
+                (0..2).for_each(|_| drop(group.dispatcher().prepare(ids.view(), None, &spec).expect("prepare")));
+                let lines = log.0.lock().expect("no panic").clone();
+                assert_eq!(lines.len(), 1, "{lines:?}");
+                let name = group.dispatcher().name();
+                for part in [name, reason, "rank=0", "ranks=1", &format!("requested={dispatcher:?}")] {
+                    assert!(lines[0].contains(part), "{part} is not in {}", lines[0]);
+                }
+            });
+        }
+    }
+}
