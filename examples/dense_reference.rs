@@ -18,6 +18,7 @@ use candle_core::{Tensor, Var};
 use clap::{Parser, ValueEnum};
 use moebius::MoeConfig;
 use moebius::checkpoint::Checkpoint;
+use moebius::etp::Payload;
 use support::compare::{Difference, difference};
 use support::dense::{Dense, DenseOutput, Params, choice_scores, choose};
 use support::device::Place;
@@ -28,6 +29,7 @@ use support::processes::Process;
 use support::random::Random;
 use support::stages::Stages;
 use support::table::{Row, natural, print_load, print_rows};
+use support::travel::{TOKENS, through};
 
 /// Runs one Mixture-of-Experts block of a checkpoint folder over R ranks of this process, one thread a rank, forward
 /// and backward through the framework's autograd, and compares the results with
@@ -68,6 +70,10 @@ struct Args {
     /// Rows of the table for weights; past it, only those with the largest errors are shown.
     #[arg(long, value_name = "N", default_value_t = 64)]
     rows: usize,
+    /// In what form tokens travel to their experts, which read what it stands for, as the dense reference's do; the
+    /// golden's results are then not compared.
+    #[arg(long, value_enum, default_value_t = Form::Plain)]
+    payload: Form,
     /// Be one rank of several that a launcher has started as processes, one GPU each (docs/ranks.md); rank 0 compares.
     #[arg(long)]
     processes: bool,
@@ -82,6 +88,26 @@ enum Framework {
     Candle,
     /// moebius::burn (a build with --features burn)
     Burn,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+enum Form {
+    /// As they are
+    Plain,
+    /// Quantised, 0.565 bytes an element
+    Nvfp4,
+    /// Quantised, 1.031 bytes an element
+    Mxfp8,
+}
+
+impl From<Form> for Payload {
+    fn from(form: Form) -> Self {
+        match form {
+            Form::Plain => Payload::Plain,
+            Form::Nvfp4 => Payload::Nvfp4,
+            Form::Mxfp8 => Payload::Mxfp8,
+        }
+    }
 }
 
 fn main() -> ExitCode {
@@ -136,6 +162,7 @@ fn compare(args: &Args) -> Result<bool, AnyError> {
     let reference = Reference::run(&job, &found)?;
     clock.lap("dense reference");
 
+    let golden = golden.filter(|_| job.payload == Payload::Plain);
     let rows = rows(&folder, &config, golden, &found, &reference)?;
     print_rows(&rows, args.rows, ALWAYS_SHOWN);
     if reference.near_ties > 0 {
@@ -219,6 +246,7 @@ fn job(
         dir: args.checkpoint.clone(),
         layer,
         dtype: folder.dtype,
+        payload: args.payload.into(),
         split: uneven(x.dim(0)?, ranks),
         x: rounded(x)?,
         dy: rounded(dy)?,
@@ -234,7 +262,8 @@ fn print_header(folder: &Folder, config: &MoeConfig, job: &Job) {
     println!("{} ({}), layer {}, {}", job.dir.display(), folder.model_type, job.layer, folder.dtype);
     println!("hidden {}, {} experts of {}, top {}{shared}", config.hidden, r.num_experts, config.intermediate, r.top_k);
     println!("routing {:?}, activation {:?}", r.score, config.activation);
-    println!("{} ranks, tokens {:?}\n", job.split.len(), job.split);
+    let form = if job.payload == Payload::Plain { String::new() } else { format!(" in {:?}", job.payload) };
+    println!("{} ranks, tokens {:?}{form}\n", job.split.len(), job.split);
 }
 
 /// Output, gradient of the input and of the router's weight.
@@ -257,7 +286,7 @@ impl Reference {
         let dense = Dense { config: &config, params: &params };
         let x = Var::from_tensor(&job.x)?;
         let (ids, near_ties) = agree_on_ties(&config, &params, &x, &found.ids)?;
-        let output = dense.forward(&x, Some(&ids))?;
+        let output = dense.forward_reading((&x, &read(job, &x)?), Some(&ids))?;
         let grads = (&output.y * &job.dy)?.sum_all()?.backward()?;
         let gradient = |t: &Tensor| grads.get(t).cloned().map_or_else(|| t.zeros_like(), Ok);
         Ok(Self {
@@ -267,6 +296,16 @@ impl Reference {
             near_ties,
         })
     }
+}
+
+/// What experts read of the tokens: what arrives. Gradients pass straight through.
+fn read(job: &Job, x: &Tensor) -> Result<Tensor, AnyError> {
+    if job.payload == Payload::Plain {
+        return Ok(x.clone());
+    }
+    let values = x.flatten_all()?.to_vec1::<f64>()?;
+    let back = through((job.payload, TOKENS), (job.dtype, &values), x.dims2()?.into())?;
+    Ok((x + (Tensor::from_vec(back, x.shape(), x.device())? - x)?.detach())?)
 }
 
 /// The reference's own choice of experts, but the layer's where the two differ by a near tie; and how many those are.
@@ -345,4 +384,37 @@ fn label(name: &str) -> String {
     let short = name.split('.').skip_while(|p| p.parse::<usize>().is_err()).skip(1).collect::<Vec<_>>().join(".");
     let short = if short.is_empty() { name } else { &short };
     if names::is_router(name) { format!("d router ({short})") } else { format!("d {short}") }
+}
+
+#[cfg(all(test, feature = "candle"))]
+mod tests {
+    use super::*;
+
+    /// Results over tolerance, where the layer has one payload and the reference another.
+    fn failed(golden: &str, layer: Form, reference: Form) -> usize {
+        let dir = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/golden/").to_string() + golden;
+        let args = Args::parse_from(["dense_reference", "--checkpoint", &dir]);
+        let folder = Folder::open(&args.checkpoint).unwrap();
+        let checkpoint = Checkpoint::open(&args.checkpoint).unwrap();
+        let number = checkpoint.moe_layers()[0];
+        let config = checkpoint.block_config(number).unwrap();
+        let job = job(&args, (&folder, 4), number, config.hidden, folder.golden.as_ref()).unwrap();
+        let found = run(&args, &Job { payload: layer.into(), ..job.clone() }).unwrap();
+        let reference = Reference::run(&Job { payload: reference.into(), ..job }, &found).unwrap();
+        let rows = rows(&folder, &config, None, &found, &reference).unwrap();
+        assert!(rows.len() > 4);
+        rows.iter().filter(|row| !row.ok()).count()
+    }
+
+    /// The layer's results are the reference's with the tokens' own form, within the tolerances that whole tokens have; a
+    /// reference that reads another finds them wrong.
+    #[test]
+    fn tokens_that_travel_quantised() {
+        for golden in ["qwen3_moe", "gpt_oss", "llama4"] {
+            for form in [Form::Nvfp4, Form::Mxfp8] {
+                assert_eq!(failed(golden, form, form), 0, "{golden}, {form:?}");
+                assert!(failed(golden, form, Form::Plain) > 0, "{golden}, {form:?}");
+            }
+        }
+    }
 }

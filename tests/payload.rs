@@ -15,6 +15,7 @@ use changed::Changed;
 use common::support::compare::{difference, values};
 use common::support::dense::{Dense, Params};
 use common::support::random::Random;
+use common::support::travel::{TOKENS as FORMAT, through};
 use common::{CoreTensor, Cotangent, Outcome, Setup};
 use moebius::comm::{Communicator, Op, ThreadWorld};
 use moebius::config::{AuxConfig, Payload};
@@ -22,8 +23,6 @@ use moebius::cpu::Cpu;
 use moebius::ep::{DispatcherKind, Group, GroupConfig};
 use moebius::kernels::Kernels;
 use moebius::layer::{Cotangents, Inputs, Layer, Mode, ParamViews, Role, StepSizes, Wanted};
-use moebius::quant::{Codec, DequantizeMxfp8, Direction, Matrix, Mxfp8, Mxfp8Tensors, Nvfp4, Nvfp4Tensors};
-use moebius::quant::{Quantize, QuantizeMxfp8};
 use moebius::{DType, MoeConfig};
 
 const PAYLOADS: [Payload; 2] = [Payload::Nvfp4, Payload::Mxfp8];
@@ -56,25 +55,9 @@ fn run(config: &MoeConfig, split: &[usize], dtype: DType, (params, x, d_y): (&Pa
 
 /// Rows there and back as the codec has it, by values of `dtype`.
 fn rounded(payload: Payload, x: &Tensor, dtype: DType) -> Tensor {
-    let (cpu, x) = (Cpu::poisoning(), common::core(x, dtype));
-    let dims = [x.dims()[0], x.dims()[1]];
-    let mut back = CoreTensor::empty(&cpu, dtype, &dims).unwrap();
-    let matrix = Matrix::new(x.view()).unwrap();
-    if payload == Payload::Nvfp4 {
-        let format = Nvfp4::TE.row_scaled();
-        let mut cast = Nvfp4Tensors::empty(&cpu, &format, dims, Direction::Rows).unwrap();
-        let call = Quantize { format: &format, matrix, rows: Some(cast.view_mut()), columns: None };
-        cpu.quantize(&(), call).unwrap();
-        cpu.dequantize(&(), cast.dequantize(&format, back.view_mut())).unwrap();
-    } else {
-        let mut cast = Mxfp8Tensors::empty(&cpu, dims, Direction::Rows).unwrap();
-        let call = QuantizeMxfp8 { format: Mxfp8::TE, matrix, rows: Some(cast.view_mut()), columns: None };
-        cpu.quantize_mxfp8(&(), call).unwrap();
-        let (codes, scales) = (cast.codes.view(), cast.scales.view());
-        let call = DequantizeMxfp8 { direction: Direction::Rows, codes, scales, out: back.view_mut() };
-        cpu.dequantize_mxfp8(&(), call).unwrap();
-    }
-    common::framework(&back)
+    let values = common::support::compare::values(x).unwrap();
+    let back = through((payload, FORMAT), (dtype, &values), [x.dims()[0], x.dims()[1]]).unwrap();
+    Tensor::from_vec(back, x.dims(), x.device()).unwrap()
 }
 
 #[test]

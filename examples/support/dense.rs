@@ -37,6 +37,11 @@ pub struct DenseOutput {
 impl Dense<'_> {
     /// Forward over `x [T, H]`, T > 0, in x's dtype. `ids` overrules the choice of experts (for near ties).
     pub fn forward(&self, x: &Tensor, ids: Option<&[Vec<usize>]>) -> Result<DenseOutput> {
+        self.forward_reading((x, x), ids)
+    }
+
+    /// The same with `read [T, H]` before the routed experts in place of `x`: what arrives of it.
+    pub fn forward_reading(&self, (x, read): (&Tensor, &Tensor), ids: Option<&[Vec<usize>]>) -> Result<DenseOutput> {
         let router = &self.config.router;
         if router.expert_capacity.is_some() {
             bail!("the dense reference drops no tokens: expert_capacity must be off");
@@ -60,9 +65,9 @@ impl Dense<'_> {
         for e in 0..router.num_experts {
             let (w, m) = (weights.narrow(1, e, 1)?, mask.narrow(1, e, 1)?);
             let (input, factor) = match self.config.weight_at {
-                WeightAt::Input => (x.broadcast_mul(&w)?, m),
+                WeightAt::Input => (read.broadcast_mul(&w)?, m),
                 // Weighting inside the activation or at the output is the same in exact arithmetic.
-                _ => (x.clone(), w),
+                _ => (read.clone(), w),
             };
             let mut pre = input.matmul(&self.get("experts.up")?.get(e)?.t()?)?;
             if let Some(bias) = self.params.get("experts.up_bias") {

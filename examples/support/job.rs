@@ -12,6 +12,7 @@ use moebius::checkpoint::{Block, Checkpoint, LoadOptions};
 use moebius::comm::{ThreadComm, ThreadWorld};
 use moebius::cpu::Cpu;
 use moebius::ep::{Group, GroupConfig};
+use moebius::etp::Payload;
 
 use super::dense::Params;
 
@@ -27,6 +28,8 @@ pub struct Job {
     pub layer: usize,
     /// Convert weights and tokens to this type.
     pub dtype: MoebiusDType,
+    /// In what form tokens travel to their experts.
+    pub payload: Payload,
     /// Tokens of each rank; their number is the number of ranks.
     pub split: Vec<usize>,
     /// Tokens of all ranks `[T, H]`, F64.
@@ -35,6 +38,19 @@ pub struct Job {
     pub dy: Tensor,
     /// Longest wait for another rank.
     pub timeout: Duration,
+}
+
+impl Job {
+    /// A rank's share of the block.
+    ///
+    /// # Errors
+    /// What loading finds.
+    pub fn load(&self, rank: usize, ranks: usize) -> Result<Block, AnyError> {
+        let options = LoadOptions { rank, ranks, dtype: Some(self.dtype) };
+        let mut block = Checkpoint::open(&self.dir)?.load_block(self.layer, options)?;
+        block.config.payload = self.payload;
+        Ok(block)
+    }
 }
 
 /// What a job gave, over all ranks; tensors are F64.
@@ -151,8 +167,7 @@ pub fn join_params(ranks: &[&Params]) -> candle_core::Result<Params> {
 /// # Errors
 /// Whatever reading the checkpoint can meet.
 pub fn whole_block(job: &Job, track: bool) -> Result<(moebius::MoeConfig, Params), AnyError> {
-    let options = LoadOptions { rank: 0, ranks: 1, dtype: Some(job.dtype) };
-    let block = Checkpoint::open(&job.dir)?.load_block(job.layer, options)?;
+    let block = job.load(0, 1)?;
     let p = &block.params;
     let fields = [
         ("router.weight", Some(&p.router)),
@@ -222,9 +237,7 @@ pub fn candle_dtype(dtype: MoebiusDType) -> candle_core::Result<DType> {
 /// # Errors
 /// What loading or joining finds.
 pub fn enter(job: &Job, rank: usize, comm: ThreadComm, clock: &mut Clock) -> Result<(Block, Group<Cpu>), AnyError> {
-    let checkpoint = Checkpoint::open(&job.dir)?;
-    let options = LoadOptions { rank, ranks: job.split.len(), dtype: Some(job.dtype) };
-    let block = checkpoint.load_block(job.layer, options)?;
+    let block = job.load(rank, job.split.len())?;
     clock.lap("load");
     let most = job.split.iter().copied().max().unwrap_or(0);
     let group = Group::new(Cpu::new(), (), Box::new(comm), GroupConfig::new(block.config.router.num_experts, most))?;

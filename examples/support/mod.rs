@@ -17,3 +17,4 @@ pub mod run_burn;
 pub mod run_candle;
 pub mod stages;
 pub mod table;
+pub mod travel;

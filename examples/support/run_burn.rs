@@ -26,7 +26,6 @@ pub fn run(job: &Job) -> Result<Outcome, AnyError> {
 /// Several ranks; no GPU; the rank's error.
 #[cfg(feature = "burn-cuda")]
 pub fn run_on_gpu(job: &Job) -> Result<Outcome, AnyError> {
-    use moebius::checkpoint::{Checkpoint, LoadOptions};
     use moebius::ep::GroupConfig;
 
     type Gpu = burn::backend::Cuda<f32, i32>;
@@ -34,8 +33,7 @@ pub fn run_on_gpu(job: &Job) -> Result<Outcome, AnyError> {
         return Err(format!("--device cuda: one GPU is one rank; give --ranks 1 instead of {}", job.split.len()).into());
     }
     let mut clock = Clock::start();
-    let options = LoadOptions { rank: 0, ranks: 1, dtype: Some(job.dtype) };
-    let block = Checkpoint::open(&job.dir)?.load_block(job.layer, options)?;
+    let block = job.load(0, 1)?;
     clock.lap("load");
     let config = GroupConfig::new(block.config.router.num_experts, job.split[0].max(1));
     let group = DeviceGroup::single::<Gpu>(config, &Default::default())?;

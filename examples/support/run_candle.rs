@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use candle_core::{DType, Device, Tensor, Var};
 use moebius::candle::{DeviceGroup, ExpertParallelMoE};
-use moebius::checkpoint::{Block, Checkpoint, LoadOptions};
+use moebius::checkpoint::Block;
 use moebius::comm::{Op, Tag};
 use moebius::ep::GroupConfig;
 use moebius::layer::Mode;
@@ -84,8 +84,7 @@ fn one_rank(job: &Job, rank: usize, seat: Seat) -> Result<RankOutcome, AnyError>
 
 fn in_group(job: &Job, rank: usize, seat: Seat) -> Result<(RankOutcome, DeviceGroup), AnyError> {
     let mut clock = Clock::start();
-    let options = LoadOptions { rank, ranks: job.split.len(), dtype: Some(job.dtype) };
-    let block = Checkpoint::open(&job.dir)?.load_block(job.layer, options)?;
+    let block = job.load(rank, job.split.len())?;
     clock.lap("load");
     let most = job.split.iter().copied().max().unwrap_or(0);
     let group = seat.join(GroupConfig::new(block.config.router.num_experts, most))?;

@@ -268,7 +268,7 @@ impl<Bk: MoeBackend + NativeBackend> Worker for Rank<Bk> {
         let check = check.then(|| {
             let mut snapshot = Snapshot { path: Path::default(), gradients: &gradients, params: BTreeMap::new() };
             model.visit(&mut snapshot);
-            Check { params: snapshot.params, ids: ids.into_iter().map(rows_of).collect() }
+            Check { params: snapshot.params, ids: ids.into_iter().map(rows_of).collect(), tokens: Vec::new() }
         });
         self.model = Some(self.optimiser.step(self.settings.learning_rate_at(step), model, gradients));
         // Read last: on a GPU the host has nothing left to enqueue.

@@ -7,7 +7,7 @@ use candle_core::{DType, Device, Tensor, Var};
 use candle_nn::optim::{AdamW, Optimizer, ParamsAdamW};
 use candle_nn::{VarBuilder, VarMap};
 use moebius::candle::ExpertParallelMoE;
-use moebius::etp::Phase;
+use moebius::etp::{Payload, Phase};
 use moebius::layer::{Layer, Mode};
 
 use crate::Failure;
@@ -86,6 +86,9 @@ impl Rank {
                 let out = self.layers[layer].forward_full(x, Mode::default())?;
                 for (sum, tokens) in seen.load[layer].iter_mut().zip(&out.load.get()?.tokens_per_expert) {
                     *sum += tokens;
+                }
+                if seen.ids.is_some() && self.settings.tokens != Payload::Plain {
+                    seen.tokens[layer].extend(x.to_device(&Device::Cpu)?.flatten_all()?.to_vec1::<f32>()?);
                 }
                 if let Some(ids) = &mut seen.ids {
                     ids[layer].extend(out.ids.to_device(&Device::Cpu)?.to_dtype(DType::U32)?.to_vec2::<u32>()?);
@@ -173,6 +176,8 @@ struct Seen {
     load: Vec<Vec<usize>>,
     /// Choices by layer and token, where they are asked for.
     ids: Option<Vec<Vec<Vec<u32>>>>,
+    /// Tokens by layer, where these are asked for and travel quantised.
+    tokens: Vec<Vec<f32>>,
 }
 
 impl Worker for Rank {
@@ -180,7 +185,8 @@ impl Worker for Rank {
         let settings = self.settings.clone();
         let length = settings.context + 1;
         let ids = check.then(|| vec![Vec::new(); settings.layers]);
-        let mut seen = Seen { loss: 0.0, load: vec![vec![0; settings.experts]; settings.layers], ids };
+        let (load, tokens) = (vec![vec![0; settings.experts]; settings.layers], vec![Vec::new(); settings.layers]);
+        let mut seen = Seen { loss: 0.0, load, ids, tokens };
         let mut sum = None;
         for number in 0..settings.microbatches {
             let (first, rows) = settings.microbatch(rows, number);
@@ -190,7 +196,7 @@ impl Worker for Rank {
         let mut grads = sum.ok_or("a step without microbatches")?;
         self.reduce(step, &mut grads)?;
         let check = match seen.ids {
-            Some(ids) => Some(Check { params: self.snapshot(&grads)?, ids }),
+            Some(ids) => Some(Check { params: self.snapshot(&grads)?, ids, tokens: seen.tokens }),
             None => None,
         };
         let norm = settings.clip.map(|most| self.clip(step, most, &mut grads)).transpose()?;

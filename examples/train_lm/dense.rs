@@ -102,6 +102,8 @@ pub struct DenseExperts<'a> {
     pub balance: f64,
     /// Tokens that are balanced among themselves; the loss is the mean over these blocks.
     pub blocks: &'a [Vec<u32>],
+    /// Where tokens travel quantised: what the experts read in their place, `[T, H]`. Gradients pass straight through.
+    pub read: Option<Tensor>,
 }
 
 /// Logits may differ by rounding between the two computations, and with them the choice between experts that are as
@@ -125,8 +127,13 @@ impl DenseExperts<'_> {
         let w = (&p * &mask)?;
         let w = w.broadcast_div(&w.sum_keepdim(1)?)?;
         let mut y = x.zeros_like()?;
+        let read = match &self.read {
+            // Of the value of `read`: a row is rounded to 0 or by less than a factor of two, so that no bit is lost.
+            Some(read) => (x + (read - x)?.detach())?,
+            None => x.clone(),
+        };
         for expert in 0..e {
-            let up = x.matmul(&self.up.get(expert)?.t()?)?.chunk(2, 1)?;
+            let up = read.matmul(&self.up.get(expert)?.t()?)?.chunk(2, 1)?;
             let out = (silu(&up[0])? * &up[1])?.matmul(&self.down.get(expert)?.t()?)?;
             y = (y + out.broadcast_mul(&w.narrow(1, expert, 1)?)?)?;
         }

@@ -17,6 +17,8 @@ pub struct Settings {
     pub mesh: Mesh,
     /// How shards travel.
     pub payload: Payload,
+    /// How tokens travel to their experts.
+    pub tokens: Payload,
     /// Parts of a rank's sequences, one forward and backward each, whose gradients are added.
     pub microbatches: usize,
     /// Largest norm of all gradients.

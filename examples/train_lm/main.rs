@@ -25,6 +25,8 @@ mod ranks;
 mod sharded;
 #[cfg(test)]
 mod tests;
+#[path = "../support/travel.rs"]
+mod travel;
 mod twin;
 mod world;
 
@@ -75,6 +77,13 @@ struct Args {
     /// In what form shards travel; weights that the layers see are then what it stands for, in the twin too.
     #[arg(long, value_enum, default_value = "plain", requires = "etp")]
     payload: Form,
+    /// The GPUs' copy engines carry shards and their gradients, over NCCL 2.28 or later: with --device cuda, and --etp
+    /// above 1.
+    #[arg(long, requires = "etp")]
+    copy_engines: bool,
+    /// In what form tokens travel to their experts, which read what it stands for, in the twin too (candle).
+    #[arg(long, value_enum, default_value = "plain")]
+    token_payload: Form,
     /// Forwards and backwards a step; a rank's sequences are divided among them (candle).
     #[arg(long, default_value_t = 1)]
     microbatches: usize,
@@ -133,6 +142,16 @@ enum Form {
     Mxfp8,
 }
 
+impl Form {
+    fn payload(self) -> Payload {
+        match self {
+            Form::Plain => Payload::Plain,
+            Form::Nvfp4 => Payload::Nvfp4,
+            Form::Mxfp8 => Payload::Mxfp8,
+        }
+    }
+}
+
 impl Args {
     fn mesh(&self) -> Result<Mesh, String> {
         let default = match (self.device, self.etp) {
@@ -150,7 +169,7 @@ impl Args {
         if each.is_none() {
             return Err(format!("--ep {ep} times --etp {} does not divide --ranks {ranks}", self.etp.unwrap_or(1)));
         }
-        Ok(Mesh { ranks, ep, etp: self.etp })
+        Ok(Mesh { ranks, ep, etp: self.etp, engines: self.copy_engines })
     }
 
     fn settings(&self) -> Result<Settings, String> {
@@ -159,9 +178,10 @@ impl Args {
             let each = format!("--ranks {} times --microbatches {}", mesh.ranks, self.microbatches);
             return Err(format!("--batch {} is less than {each}", self.batch));
         }
-        let candle_only = self.etp.is_some() || self.microbatches > 1 || self.clip.is_some();
+        let candle_only =
+            self.etp.is_some() || self.microbatches > 1 || self.clip.is_some() || self.token_payload != Form::Plain;
         if candle_only && self.framework != Framework::Candle {
-            return Err("--etp, --microbatches and --clip: give --framework candle".into());
+            return Err("--etp, --microbatches, --clip and --token-payload: give --framework candle".into());
         }
         if self.framework == Framework::Burn {
             let (on_gpu, ranks) = (self.device == Place::Cuda, mesh.ranks);
@@ -181,6 +201,12 @@ impl Args {
         if self.etp.is_some() && self.device != Place::Cpu && !cfg!(feature = "nccl") {
             return Err("--etp: give --device cpu, or build with --features nccl".into());
         }
+        if self.copy_engines && (self.device == Place::Cpu || !cfg!(feature = "nccl")) {
+            return Err("--copy-engines: give --device cuda, in a build with --features nccl".into());
+        }
+        if self.copy_engines && mesh.shards() < 2 {
+            return Err("--copy-engines: a rank alone gathers nothing; give --etp 2 or more".into());
+        }
         if self.clip.is_some_and(|norm| norm.is_nan() || norm <= 0.0) {
             return Err("--clip must be above 0".into());
         }
@@ -190,11 +216,8 @@ impl Args {
         }
         Ok(Settings {
             mesh,
-            payload: match self.payload {
-                Form::Plain => Payload::Plain,
-                Form::Nvfp4 => Payload::Nvfp4,
-                Form::Mxfp8 => Payload::Mxfp8,
-            },
+            payload: self.payload.payload(),
+            tokens: self.token_payload.payload(),
             microbatches: self.microbatches,
             clip: self.clip,
             steps: self.steps,
@@ -309,7 +332,11 @@ fn print_header(settings: &Settings, corpus: &Corpus) {
         settings.context
     );
     if mesh.etp.is_some() {
-        println!("EP {} x ETP {} x {} replicas", mesh.ep, mesh.shards(), mesh.replicas());
+        let engines = if mesh.engines { ", shards and their gradients by copy engines" } else { "" };
+        println!("EP {} x ETP {} x {} replicas{engines}", mesh.ep, mesh.shards(), mesh.replicas());
+    }
+    if settings.tokens != Payload::Plain {
+        println!("tokens travel in {:?}", settings.tokens);
     }
 }
 

@@ -21,6 +21,8 @@ pub struct Mesh {
     pub ep: usize,
     /// Ranks that share each expert weight; `None`: weights are whole, without a chain.
     pub etp: Option<usize>,
+    /// Copy engines carry shards and gradients.
+    pub engines: bool,
 }
 
 impl Mesh {
@@ -109,6 +111,7 @@ pub fn places(mesh: Mesh, devices: &[Device], timeout: Duration) -> Result<Vec<P
         return Ok(seats(devices, timeout)?.into_iter().map(whole).collect());
     }
     match devices {
+        [Device::Cpu, ..] if mesh.engines => Err("copy engines are GPUs', over NCCL".into()),
         [Device::Cpu, ..] => Ok(on_threads(mesh, timeout)),
         #[cfg(feature = "nccl")]
         gpus => gpus::places(mesh, gpus, timeout),
@@ -168,7 +171,7 @@ mod gpus {
     use moebius::comm::{Communicator, Op, Solo, Tag};
     use moebius::cuda::Cuda;
     use moebius::etp;
-    use moebius::nccl::{NcclComm, NcclLibrary};
+    use moebius::nccl::{NcclComm, NcclLibrary, NcclWorld};
 
     use super::{Comms, Mesh, Of, Place, split};
     use crate::Failure;
@@ -187,9 +190,21 @@ mod gpus {
             }
             Ok(among(gpus, members)?.into_iter().map(|comm| Box::new(comm) as Box<_>).collect())
         };
+        let by_engines = |gpus: &[Cuda], members: &[usize]| -> Result<Vec<Box<dyn Communicator<Cuda>>>, Failure> {
+            let own: Vec<Cuda> = members.iter().map(|w| gpus[*w].clone()).collect();
+            let comms = NcclWorld::with_copy_engines(&library, &own, timeout)?.communicators(timeout)?;
+            Ok(comms.into_iter().map(|comm| Box::new(comm) as Box<_>).collect())
+        };
         let lane = || -> Result<_, Failure> {
             let beside = gpus.iter().map(Cuda::beside).collect::<moebius::Result<Vec<_>>>()?;
-            split(mesh.ranks, |w| mesh.shard(w), |members| boxed(&beside, members))
+            split(
+                mesh.ranks,
+                |w| mesh.shard(w),
+                |members| match mesh.engines {
+                    true => by_engines(&beside, members),
+                    false => boxed(&beside, members),
+                },
+            )
         };
         let lanes = lane()?.into_iter().zip(lane()?).map(|(gather, reduce)| etp::Comms { gather, reduce });
         let replicas = split(mesh.ranks, |w| mesh.replica(w), |members| boxed(&gpus, members))?;
@@ -213,9 +228,13 @@ mod gpus {
     /// The same of one rank, which all ranks call: parts of the communicator of all.
     pub fn of_process(mesh: Mesh, rank: usize, (gpu, mut world): (Device, NcclComm)) -> Result<Place, Failure> {
         let device = world.cuda().clone();
-        let mut part = |number: u64, (colour, key): (usize, usize), cuda: &Cuda| -> Result<NcclComm, Failure> {
-            let tag = Tag { layer: 0, op: Op::User, sequence: number };
-            Ok(world.split_on(tag, (Some(colour), key), cuda)?.ok_or("a split without a part for this rank")?)
+        let mut part = |(number, engines): (u64, bool), (colour, key): (usize, usize), cuda: &Cuda| {
+            let (tag, place) = (Tag { layer: 0, op: Op::User, sequence: number }, (Some(colour), key));
+            let own = match engines {
+                true => world.split_with_copy_engines(tag, place, cuda)?,
+                false => world.split_on(tag, place, cuda)?,
+            };
+            own.ok_or_else(|| Failure::from("a split without a part for this rank"))
         };
         let boxed = |comm: NcclComm| -> Box<dyn Communicator<Cuda>> {
             match comm.size() {
@@ -223,10 +242,10 @@ mod gpus {
                 _ => Box::new(comm),
             }
         };
-        let experts = part(1, mesh.expert(rank), &device)?;
-        let replicas = boxed(part(2, mesh.replica(rank), &device)?);
-        let gather = boxed(part(3, mesh.shard(rank), &device.beside()?)?);
-        let reduce = boxed(part(4, mesh.shard(rank), &device.beside()?)?);
+        let experts = part((1, false), mesh.expert(rank), &device)?;
+        let replicas = boxed(part((2, false), mesh.replica(rank), &device)?);
+        let gather = boxed(part((3, mesh.engines), mesh.shard(rank), &device.beside()?)?);
+        let reduce = boxed(part((4, mesh.engines), mesh.shard(rank), &device.beside()?)?);
         let experts = match experts.size() {
             1 => Seat::Gpu(gpu),
             _ => Seat::Gpus(gpu, experts),

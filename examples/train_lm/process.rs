@@ -58,6 +58,9 @@ fn packed(report: &Report) -> Parcel {
         let dims = [ids.len(), ids.first().map_or(0, Vec::len)];
         parcel.put(format!("ids.{layer}"), &dims, ids.iter().flatten().map(|id| f64::from(*id)));
     }
+    for (layer, tokens) in check.tokens.iter().enumerate() {
+        parcel.put(format!("tokens.{layer}"), &[tokens.len()], tokens.iter().map(|v| f64::from(*v)));
+    }
     parcel
 }
 
@@ -77,7 +80,14 @@ fn unpacked(settings: &Settings, parcel: &Parcel) -> Result<Report, Failure> {
     }
     let check = match params.is_empty() {
         true => None,
-        false => Some(Check { params, ids: layers().map(ids).collect::<Result<_, _>>()? }),
+        false => {
+            let tokens = |layer| Ok(floats(parcel.get(&format!("tokens.{layer}"))?.1));
+            Some(Check {
+                params,
+                ids: layers().map(ids).collect::<Result<_, _>>()?,
+                tokens: layers().map(tokens).collect::<Result<_, Failure>>()?,
+            })
+        }
     };
     Ok(Report {
         loss: first(parcel.get("loss")?.1),

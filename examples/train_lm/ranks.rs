@@ -45,6 +45,8 @@ pub struct Check {
     pub params: BTreeMap<String, Values>,
     /// This rank's choices by layer and token.
     pub ids: Vec<Vec<Vec<u32>>>,
+    /// Where tokens travel quantised: this rank's, as its layers were given them, by layer.
+    pub tokens: Vec<Vec<f32>>,
 }
 
 /// A parameter and its gradient.
@@ -64,6 +66,7 @@ pub fn moe_config(settings: &Settings) -> MoeConfig {
     // The mean over the EP groups.
     moe.aux.balance = settings.balance / settings.mesh.groups() as f64;
     moe.aux.over_ranks = true;
+    moe.payload = settings.tokens;
     moe
 }
 

@@ -50,7 +50,8 @@ pub struct Sharded<D: ShardDevice> {
 }
 
 impl<D: ShardDevice> Sharded<D> {
-    /// A chain without weights. Gradients are sums over the ranks: each rank's loss is its part of the whole.
+    /// A chain without weights. Gradients are sums over the ranks: each rank's loss is its part of the whole. Copy engines
+    /// take one collective at a time, started a layer ahead.
     pub fn new(
         mesh: Mesh,
         device: &D,
@@ -58,8 +59,12 @@ impl<D: ShardDevice> Sharded<D> {
         replicas: Box<dyn Communicator<D>>,
     ) -> Result<Self, Failure> {
         let (reduction, replicated) = (Reduction::Pairwise, mesh.replicas());
-        let options = EtpOptions { reduction, replicas: replicated, ..EtpOptions::default() };
+        let (in_turn, ahead) = if mesh.engines { (true, 2) } else { (false, 1) };
+        let options = EtpOptions { reduction, replicas: replicated, in_turn, ahead, ..EtpOptions::default() };
         let chain = Arc::new(Chain::new(device.clone(), device.own_stream(), comms, options)?);
+        if mesh.engines && !chain.copies_beside() {
+            return Err("these ranks' communicators have no copy engines".into());
+        }
         Ok(Self { chain, replicas, vars: Vec::new(), elements: 0 })
     }
 }

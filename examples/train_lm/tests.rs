@@ -11,8 +11,9 @@ use crate::{Args, TOLERANCE, candle, process, ranks};
 
 fn settings(ep: usize, etp: Option<usize>) -> Settings {
     Settings {
-        mesh: Mesh { ranks: 4, ep, etp },
+        mesh: Mesh { ranks: 4, ep, etp, engines: false },
         payload: Payload::Plain,
+        tokens: Payload::Plain,
         microbatches: 1,
         clip: None,
         steps: 4,
@@ -84,6 +85,56 @@ fn shards_that_travel_quantised() {
     }
 }
 
+/// The twin's experts read what the ranks' tokens are where they arrive. How ranks share the experts decides no bit of
+/// that, nor does the form in which shards travel beside.
+#[test]
+fn tokens_that_travel_quantised() {
+    for tokens in [Payload::Nvfp4, Payload::Mxfp8] {
+        let run = |mesh: Settings| train(&Settings { tokens, hidden: 32, ..mesh });
+        let one = run(settings(1, Some(1)));
+        for n in [2, 4] {
+            assert_eq!(bits(&run(settings(1, Some(n)))), bits(&one), "{tokens:?}, ETP {n}");
+        }
+        assert_eq!(bits(&run(settings(2, Some(2)))), bits(&run(settings(2, Some(1)))), "{tokens:?}, EP 2");
+        let plain = train(&Settings { hidden: 32, ..settings(1, Some(1)) });
+        assert_ne!(bits(&one), bits(&plain), "{tokens:?}");
+        // In parts, over whole weights, and with shards in a form of their own.
+        run(Settings { microbatches: 2, ..settings(4, None) });
+        run(Settings { payload: Payload::Nvfp4, ..settings(2, Some(2)) });
+    }
+}
+
+/// The comparison can fail: a twin whose experts read the tokens themselves is further off than any rounding.
+#[test]
+fn a_twin_that_reads_other_tokens_is_found() {
+    // A second layer would choose other experts, which is found before.
+    let settings = Settings { tokens: Payload::Nvfp4, hidden: 32, steps: 1, layers: 1, ..settings(1, Some(1)) };
+    let corpus = Corpus::load(None).unwrap();
+    let plain = Settings { tokens: Payload::Plain, ..settings.clone() };
+    let places = mesh::places(settings.mesh, &vec![Device::Cpu; 4], ranks::TIMEOUT).unwrap();
+    let make = |params: &[_], place, rank| candle::Rank::new(&settings, params, (place, rank));
+    let mut errors = Vec::new();
+    let on_step = |step: Step| {
+        errors.push(step.twin.unwrap().error);
+        Ok(())
+    };
+    ranks::train(&plain, (places, 1), &corpus, make, on_step).unwrap();
+    assert!(errors.len() == 1 && errors[0] > 100.0 * TOLERANCE, "{errors:?}");
+}
+
+/// Copy engines are refused where there are none, whoever asks.
+#[test]
+fn copy_engines_without_gpus() {
+    let mesh = Mesh { engines: true, ..settings(1, Some(4)).mesh };
+    let error = mesh::places(mesh, &vec![Device::Cpu; 4], ranks::TIMEOUT).map(drop).unwrap_err();
+    assert!(error.to_string().contains("over NCCL"), "{error}");
+    #[cfg(feature = "nccl")]
+    {
+        let args = ["train_lm", "--copy-engines", "--etp", "1", "--device", "cuda"];
+        assert!(Args::parse_from(args).settings().unwrap_err().contains("--etp 2 or more"));
+    }
+}
+
 /// Whole weights over four EP ranks and sharded ones add gradients in other orders: their losses agree to rounding, and
 /// each agrees with the twin.
 #[test]
@@ -136,6 +187,9 @@ fn arguments_that_cannot_be() {
         (&["--microbatches", "0"], "--microbatches 0"),
         (&["--etp", "0"], "--etp 0"),
         (&["--clip", "NaN"], "--clip"),
+        (&["--copy-engines"], "--etp"),
+        (&["--copy-engines", "--etp", "2"], "--copy-engines: give --device cuda"),
+        (&["--token-payload", "fp4"], "--token-payload"),
     ] {
         let text = refused(arguments);
         assert!(text.contains(word), "{arguments:?}: {text}");
@@ -145,7 +199,10 @@ fn arguments_that_cannot_be() {
 /// Ranks that tell each other of each step, as processes do, train to the bits of ranks that report to one thread.
 #[test]
 fn ranks_as_processes_train_alike() {
-    for settings in [settings(4, None), Settings { clip: Some(0.5), ..settings(2, Some(2)) }, settings(1, Some(4))] {
+    let tokens = Settings { tokens: Payload::Nvfp4, hidden: 32, ..settings(2, Some(2)) };
+    for settings in
+        [settings(4, None), Settings { clip: Some(0.5), ..settings(2, Some(2)) }, settings(1, Some(4)), tokens]
+    {
         let expected = train(&settings);
         let (corpus, params) = (Corpus::load(None).unwrap(), initial(&settings));
         let places = mesh::places(settings.mesh, &vec![Device::Cpu; 4], ranks::TIMEOUT).unwrap();
@@ -189,8 +246,9 @@ fn processes_that_cannot_be() {
     // Sizes are found wrong on every rank alike, whatever its place.
     let sizes = crate::Args::parse_from(["train_lm", "--processes", "--etp", "2", "--ranks", "3", "--device", "cuda"]);
     assert!(sizes.settings().unwrap_err().contains("does not divide --ranks 3"));
-    let whole = mesh::places(Mesh { ranks: 1, ep: 1, etp: None }, &[Device::Cpu], ranks::TIMEOUT).unwrap().remove(0);
-    let error = mesh::of_process(Mesh { ranks: 1, ep: 1, etp: Some(1) }, 0, whole.experts).map(drop).unwrap_err();
+    let alone = |etp| Mesh { ranks: 1, ep: 1, etp, engines: false };
+    let whole = mesh::places(alone(None), &[Device::Cpu], ranks::TIMEOUT).unwrap().remove(0);
+    let error = mesh::of_process(alone(Some(1)), 0, whole.experts).map(drop).unwrap_err();
     assert!(error.to_string().contains("over NCCL"), "{error}");
 }
 
@@ -211,4 +269,5 @@ fn what_burn_cannot_do_is_refused() {
     assert!(text.contains(wanted), "{text}");
     assert_eq!(refused(&["--ranks", "2"]).contains("--features burn"), !cfg!(feature = "burn"));
     assert!(!refused(&["--clip", "1"]).is_empty());
+    assert!(refused(&["--token-payload", "nvfp4"]).contains("--framework candle"));
 }

@@ -6,17 +6,15 @@ use std::collections::BTreeMap;
 
 use candle_core::{Device, Tensor, Var};
 
-use moebius::TensorMut;
-use moebius::cpu::Cpu;
+use moebius::DType;
 use moebius::etp::Payload;
-use moebius::quant::{
-    Codec, DequantizeMxfp8, Direction, Matrix, Mxfp8, Mxfp8Tensors, Nvfp4, Nvfp4Tensors, Quantize, QuantizeMxfp8,
-};
+use moebius::quant::Nvfp4;
 
-use crate::Failure;
 use crate::dense::{DenseExperts, Loss, Model};
 use crate::lm::{Param, Settings, TwinCheck, fingerprint, is_share};
 use crate::ranks::{Check, Values};
+use crate::travel::{TOKENS, through};
+use crate::{Failure, TOLERANCE};
 
 /// The twin's model.
 pub struct Twin {
@@ -53,6 +51,7 @@ impl Twin {
         let Loss { sum, aux } = self.model.loss(bytes, settings.batch, |layer, x| {
             let get = |part: &str| self.model.get(&format!("layers.{layer}.moe.{part}"));
             let experts = DenseExperts {
+                read: self.read(layer, x, ranks)?,
                 router: get("router.weight")?,
                 up: get("experts.up")?,
                 down: get("experts.down")?,
@@ -76,6 +75,25 @@ impl Twin {
             }
         }
         Ok(result)
+    }
+
+    /// What a layer's experts read of tokens `x` that travel quantised: the ranks' own, as these come back. The twin's
+    /// differ from them by rounding, which a code may turn into a step of its grid; so they are compared as they are, and
+    /// what is computed with is what the ranks have sent.
+    fn read(&self, layer: usize, x: &Tensor, ranks: &[Check]) -> candle_core::Result<Option<Tensor>> {
+        if self.settings.tokens == Payload::Plain {
+            return Ok(None);
+        }
+        let sent: Vec<f32> = ranks.iter().flat_map(|rank| rank.tokens[layer].iter().copied()).collect();
+        let error = relative_error(&sent, &x.flatten_all()?.to_vec1::<f32>()?);
+        if error.is_nan() || error > TOLERANCE {
+            candle_core::bail!("layer {layer}: the ranks' tokens differ from the twin's by {error:e}");
+        }
+        let (values, dims) = (sent.iter().map(|v| f64::from(*v)).collect::<Vec<_>>(), x.dims2()?);
+        let back = through((self.settings.tokens, TOKENS), (DType::F32, &values), dims.into());
+        let back = back.map_err(candle_core::Error::wrap)?;
+        let back: Vec<f32> = back.into_iter().map(|v| v as f32).collect();
+        Ok(Some(Tensor::from_vec(back, dims, x.device())?))
     }
 
     /// The ranks' shares of a parameter joined, or what all ranks must hold alike.
@@ -113,30 +131,14 @@ impl Twin {
 }
 
 /// What the ranks' layers see of a stack of experts: each expert as it comes out of the form in which shards travel.
-fn travelled(payload: Payload, mut values: Vec<f32>, dims: &[usize]) -> Result<Vec<f32>, Failure> {
-    let (cpu, dims) = (Cpu::new(), [dims[1], dims[2]]);
-    for expert in values.chunks_mut(dims[0] * dims[1]) {
-        let own = moebius::Tensor::<Cpu>::from_vec(expert.to_vec(), &dims)?;
-        let (matrix, out) = (Matrix::new(own.view())?, TensorMut::from_slice(expert, &dims)?);
-        match payload {
-            Payload::Nvfp4 => {
-                let format = Nvfp4::TE;
-                let mut form = Nvfp4Tensors::empty(&cpu, &format, dims, Direction::Rows)?;
-                let call = Quantize { format: &format, matrix, rows: Some(form.view_mut()), columns: None };
-                cpu.quantize(&(), call)?;
-                cpu.dequantize(&(), form.dequantize(&format, out))?;
-            }
-            Payload::Mxfp8 => {
-                let mut form = Mxfp8Tensors::empty(&cpu, dims, Direction::Rows)?;
-                let rows = Some(form.view_mut());
-                cpu.quantize_mxfp8(&(), QuantizeMxfp8 { format: Mxfp8::TE, matrix, rows, columns: None })?;
-                let (codes, scales) = (form.codes.view(), form.scales.view());
-                cpu.dequantize_mxfp8(&(), DequantizeMxfp8 { direction: Direction::Rows, codes, scales, out })?;
-            }
-            _ => {}
-        }
+fn travelled(payload: Payload, values: Vec<f32>, dims: &[usize]) -> Result<Vec<f32>, Failure> {
+    let mut back = Vec::with_capacity(values.len());
+    for expert in values.chunks(dims[1] * dims[2]) {
+        let own: Vec<f64> = expert.iter().map(|v| f64::from(*v)).collect();
+        let own = through((payload, Nvfp4::TE), (DType::F32, &own), [dims[1], dims[2]])?;
+        back.extend(own.into_iter().map(|v| v as f32));
     }
-    Ok(values)
+    Ok(back)
 }
 
 /// ‖a − b‖ / ‖b‖ in f64.

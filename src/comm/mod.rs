@@ -166,6 +166,10 @@ pub trait Communicator<D: Device>: fmt::Debug + Send {
         let _ = (tag, dtype, dims);
         Ok(None)
     }
+    /// Whether it has failed for good: every later call returns why, whatever kind of error that was.
+    fn ended(&self) -> bool {
+        false
+    }
     /// The communicator as its own type, for dispatchers that need one kind of it.
     fn as_any(&mut self) -> Option<&mut dyn std::any::Any> {
         None

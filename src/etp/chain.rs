@@ -6,10 +6,9 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use crate::comm::{Communicator, Op, Tag};
 use crate::error::{Error, Result};
-use crate::tensor::Tensor;
 
 use super::casts::Amaxes;
-use super::lane::Lane;
+use super::lane::{Lane, told};
 use super::links::Step;
 use super::packed::Packed;
 use super::pass::Active;
@@ -274,6 +273,12 @@ impl<D: ShardDevice> Inner<D> {
         Key { dims: weight.shards.gathered_dims().to_vec(), dtype: weight.spec.dtype, usage, parity }
     }
 
+    /// Key of the buffer that a weight is read from.
+    pub fn read_key(&self, weight: usize, parity: usize) -> Key {
+        let apart = self.gathers.has_memory && self.weights[weight].packed.is_some();
+        self.key(weight, if apart { Usage::Unpacked } else { Usage::Gathered }, parity)
+    }
+
     /// The same of the buffer for what arrives of it, if it travels quantised.
     pub fn arrived_key(&self, weight: usize, parity: usize) -> Option<Key> {
         let dims = vec![self.weights[weight].packed.as_ref()?.bytes()];
@@ -295,7 +300,6 @@ fn compare<D: ShardDevice>(
     options: &EtpOptions,
 ) -> Result<()> {
     let device = &comm.device().unwrap_or(device).clone();
-    let stream = &device.own_stream();
     // The last four decide the order of the lanes' jobs.
     let names = ["pad", "reduction", "scale", "replicas", "in_turn", "prefetch", "ahead", "copies_beside"];
     let pairwise = options.reduction == Reduction::Pairwise;
@@ -305,13 +309,7 @@ fn compare<D: ShardDevice>(
     let ahead = if options.prefetch { options.ahead as u64 } else { 0 };
     let beside = u64::from(comm.copies_beside()) + 2 * u64::from(reduce.copies_beside());
     let own = [options.pad as u64, u64::from(pairwise), u64::from(mean), replicas, in_turn, prefetch, ahead, beside];
-    let bytes: Vec<u8> = own.iter().flat_map(|v| v.to_ne_bytes()).collect();
-    let mut send = Tensor::empty(device, crate::DType::U8, &[bytes.len()])?;
-    device.upload(stream, &bytes, send.view_mut())?;
-    let mut recv = Tensor::empty(device, crate::DType::U8, &[comm.size(), bytes.len()])?;
-    comm.all_gather(Tag { layer: 0, op: Op::Init, sequence: 0 }, send.view(), recv.view_mut())?;
-    let all = device.download(stream, recv.view())?;
-    let all: Vec<u64> = all.as_chunks().0.iter().map(|b| u64::from_ne_bytes(*b)).collect();
+    let all = told(device, comm, Tag { layer: 0, op: Op::Init, sequence: 0 }, &own)?;
     for (i, (field, value)) in names.into_iter().zip(own).enumerate() {
         let theirs = all.iter().skip(i).step_by(names.len());
         if let Some((peer, other)) = theirs.enumerate().find(|(_, other)| **other != value) {

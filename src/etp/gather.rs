@@ -145,7 +145,7 @@ impl<D: ShardDevice> Inner<D> {
             return Err(self.trouble(&name, "a pass", "none"));
         };
         if !self.is_linked() {
-            let node = self.meet(id.0);
+            let node = self.meet(id.0, active)?;
             let loan = self.gather_now(node, active)?;
             self.hold(node, active);
             return Ok((loan, Step { node, fetch: true, keep: false }, active.serial));
@@ -185,21 +185,45 @@ impl<D: ShardDevice> Inner<D> {
     }
 
     /// One more use in the first forward.
-    fn meet(&mut self, weight: usize) -> usize {
-        // Nothing is known of what follows, so any free buffer will do.
-        let mut parity = 0;
-        let ticket = loop {
-            let key = self.key(weight, Usage::Gathered, parity);
-            let ticket = self.tickets.reserve(key);
-            if self.tickets.is_free(ticket) {
-                break ticket;
-            }
-            parity += 1;
-        };
+    fn meet(&mut self, weight: usize, active: Active) -> Result<usize> {
+        let ticket = self.unforeseen(weight, active)?;
         let arrived = self.arrived_key(weight, 0).map(|key| self.tickets.reserve(key));
         let state = Machine::default();
         self.nodes.push(Node { weight, state, ticket, arrived, flight: None, kept: None, holder: 0 });
-        self.nodes.len() - 1
+        Ok(self.nodes.len() - 1)
+    }
+
+    /// A buffer where nothing is known of what follows, so that any free one will do. Which are free each rank's guards
+    /// decide, and what a failed forward has left; where ranks write each other's memory they settle on one.
+    fn unforeseen(&mut self, weight: usize, active: Active) -> Result<Ticket> {
+        let together = self.gathers.has_memory && self.weights[weight].packed.is_none();
+        let layer = self.weights[weight].spec.layer;
+        let tag = Tag { layer, op: Op::Init, sequence: active.number << 32 | self.nodes.len() as u64 };
+        let mut least = 0;
+        loop {
+            let (ticket, parity) = self.free_from(weight, least);
+            if !together {
+                return Ok(ticket);
+            }
+            let all = self.gathers.compare(tag, parity as u64)?;
+            least = all.iter().fold(parity, |least, other| least.max(*other as usize));
+            if all.iter().all(|other| *other as usize == least) {
+                return Ok(ticket);
+            }
+        }
+    }
+
+    /// The first free buffer from a parity on, and its own.
+    fn free_from(&mut self, weight: usize, least: usize) -> (Ticket, usize) {
+        let mut parity = least;
+        loop {
+            let key = self.read_key(weight, parity);
+            let ticket = self.tickets.reserve(key);
+            if self.tickets.is_free(ticket) {
+                return (ticket, parity);
+            }
+            parity += 1;
+        }
     }
 
     /// The buffer that a step reads: one that is kept, one under way, or one gathered now.
@@ -399,7 +423,8 @@ mod tests {
             let id = chain.add(spec, Arc::new(shard) as Arc<dyn ShardSource<Cpu>>).unwrap();
             chain.begin(Phase::Forward).unwrap();
             let mut inner = chain.lock();
-            let (node, active) = (inner.meet(id.0), inner.active.unwrap());
+            let active = inner.active.unwrap();
+            let node = inner.meet(id.0, active).unwrap();
             let key = match usage {
                 Usage::Amaxes => Key { dims: vec![1], dtype: DType::F32, usage, parity: 0 },
                 Usage::Arrived => inner.arrived_key(id.0, 0).unwrap(),

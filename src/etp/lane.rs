@@ -51,6 +51,8 @@ pub(super) enum Job<D: ShardDevice> {
     Refuse { tag: Tag },
     /// Memory that the lane's collectives move beside the computation.
     Memory { tag: Tag, dtype: DType, dims: Vec<usize>, made: Option<Tensor<D>> },
+    /// A number of this rank, for all ranks'.
+    Compare { tag: Tag, own: u64, all: Vec<u64> },
     /// Meets the other ranks after a failure: whatever they have in their lanes fails, until all meet here.
     Recover { tag: Tag, reason: Option<String> },
 }
@@ -64,11 +66,13 @@ pub(super) struct Done<D: ShardDevice> {
     pub ready: Option<D::Event>,
     /// Memory, where that was asked for.
     pub made: Option<Tensor<D>>,
+    /// All ranks' numbers, where they were compared.
+    pub numbers: Vec<u64>,
 }
 
 impl<D: ShardDevice> Done<D> {
     fn failed(error: Error) -> Self {
-        Self { loans: Vec::new(), outcome: Err(error), ready: None, made: None }
+        Self { loans: Vec::new(), outcome: Err(error), ready: None, made: None, numbers: Vec::new() }
     }
 }
 
@@ -243,6 +247,15 @@ impl<D: ShardDevice> Lane<D> {
         made.map_or_else(own, Ok)
     }
 
+    /// A number of each rank (collective).
+    ///
+    /// # Errors
+    /// The collective's.
+    pub fn compare(&self, tag: Tag, own: u64) -> Result<Vec<u64>> {
+        let Done { numbers, outcome, .. } = self.give(Job::Compare { tag, own, all: Vec::new() }).wait();
+        outcome.map(|()| numbers)
+    }
+
     /// Lends a ticket's buffer, one that its collectives are to move.
     ///
     /// # Errors
@@ -268,7 +281,7 @@ impl<D: ShardDevice> Lane<D> {
         };
         if let Err(Order { job, after, reply, .. }) = refused {
             let outcome = after.and(Err(ended(self.name)));
-            let _ = reply.send(Done { loans: job.loans(), outcome, ready: None, made: None });
+            let _ = reply.send(Done { loans: job.loans(), outcome, ready: None, made: None, numbers: Vec::new() });
         }
         Pending { lane: self.name, reply: receiver, recording, _under_way: Counted::among(&self.given.under_way) }
     }
@@ -300,7 +313,7 @@ impl<D: ShardDevice> Job<D> {
         match self {
             Job::Gather { into: loan, .. } | Job::Join { amaxes: loan, .. } => vec![loan],
             Job::Reduce { gradient, into, .. } => vec![gradient, into],
-            Job::Memory { .. } | Job::Refuse { .. } | Job::Recover { .. } => Vec::new(),
+            Job::Memory { .. } | Job::Compare { .. } | Job::Refuse { .. } | Job::Recover { .. } => Vec::new(),
         }
     }
 
@@ -311,31 +324,35 @@ impl<D: ShardDevice> Job<D> {
     ) -> Done<D> {
         let away = &between.away;
         let outcome = match after.and_then(|after| away.wait(&away.own_stream(), after.as_ref())) {
-            Ok(()) => self.collective(comm),
+            Ok(()) => self.collective(comm, away),
             Err(error) => {
                 let _ = comm.refuse(self.tag(), &error.to_string());
                 Err(error)
             }
         };
-        let (ready, outcome) = match away.mark() {
-            Ok(ready) => (ready, outcome),
-            Err(error) => (None, outcome.and(Err(error))),
-        };
-        let made = match &mut self {
-            Job::Memory { made, .. } => made.take(),
-            _ => None,
-        };
-        Done { loans: self.loans(), outcome, ready, made }
+        match self {
+            // Nothing is left on the stream, and what all ranks have made none of them gives up.
+            Job::Memory { made, .. } => Done { loans: Vec::new(), outcome, ready: None, made, numbers: Vec::new() },
+            Job::Compare { all, .. } => Done { loans: Vec::new(), outcome, ready: None, made: None, numbers: all },
+            job => {
+                let (ready, outcome) = match away.mark() {
+                    Ok(ready) => (ready, outcome),
+                    Err(error) => (None, outcome.and(Err(error))),
+                };
+                Done { loans: job.loans(), outcome, ready, made: None, numbers: Vec::new() }
+            }
+        }
     }
 
     fn tag(&self) -> Tag {
         match self {
             Job::Gather { tag, .. } | Job::Join { tag, .. } | Job::Reduce { tag, .. } => *tag,
-            Job::Memory { tag, .. } | Job::Refuse { tag } | Job::Recover { tag, .. } => *tag,
+            Job::Memory { tag, .. } | Job::Compare { tag, .. } => *tag,
+            Job::Refuse { tag } | Job::Recover { tag, .. } => *tag,
         }
     }
 
-    fn collective(&mut self, comm: &mut dyn Communicator<D>) -> Result<()> {
+    fn collective(&mut self, comm: &mut dyn Communicator<D>, away: &D) -> Result<()> {
         let gone = || Error::invalid("etp", "buffer", "one for the collective", "none");
         match self {
             Job::Gather { tag, shard, into } => {
@@ -361,11 +378,32 @@ impl<D: ShardDevice> Job<D> {
                 *made = comm.memory(*tag, *dtype, dims)?;
                 Ok(())
             }
+            Job::Compare { tag, own, all } => {
+                *all = told(away, comm, *tag, &[*own])?;
+                Ok(())
+            }
             // Its order brings the reason, and does not come here.
             Job::Refuse { .. } => Err(gone()),
             Job::Recover { tag, reason } => recover(comm, *tag, reason.take()),
         }
     }
+}
+
+/// Numbers of every rank, in rank order (collective).
+pub(super) fn told<D: ShardDevice>(
+    device: &D,
+    comm: &mut dyn Communicator<D>,
+    tag: Tag,
+    own: &[u64],
+) -> Result<Vec<u64>> {
+    let stream = &device.own_stream();
+    let bytes: Vec<u8> = own.iter().flat_map(|v| v.to_ne_bytes()).collect();
+    let mut send = Tensor::empty(device, DType::U8, &[bytes.len()])?;
+    device.upload(stream, &bytes, send.view_mut())?;
+    let mut recv = Tensor::empty(device, DType::U8, &[comm.size(), bytes.len()])?;
+    comm.all_gather(tag, send.view(), recv.view_mut())?;
+    let all = device.download(stream, recv.view())?;
+    Ok(all.as_chunks().0.iter().map(|b| u64::from_ne_bytes(*b)).collect())
 }
 
 fn gather_plain<D: Device>(
@@ -425,7 +463,9 @@ fn recover<D: Device>(comm: &mut dyn Communicator<D>, tag: Tag, reason: Option<S
     };
     loop {
         match met {
-            Err(Error::Comm(Refused { .. } | TagMismatch { .. } | SizeMismatch { .. } | ArgumentMismatch { .. })) => {
+            Err(Error::Comm(Refused { .. } | TagMismatch { .. } | SizeMismatch { .. } | ArgumentMismatch { .. }))
+                if !comm.ended() =>
+            {
                 met = comm.barrier(tag)
             }
             other => return other,

@@ -2,7 +2,7 @@
 //! that failed.
 
 use crate::comm::{Op, Tag};
-use crate::error::{Error, Result};
+use crate::error::{CommError, Error, Result};
 
 use super::chain::{Chain, Inner, Node};
 use super::lane::Job;
@@ -117,7 +117,8 @@ impl<D: ShardDevice> Chain<D> {
     /// them.
     ///
     /// # Errors
-    /// A rank that is lost.
+    /// [`CommError::Poisoned`] with what went wrong: communicators have ended, with a rank that is lost or whose GPU failed
+    /// within a collective, and so has the chain. A new one is made over new ones, of the shards that the ranks keep.
     pub fn recover(&self, reason: Option<&Error>) -> Result<()> {
         let mut inner = self.give_up("Chain::recover")?;
         let job = |op| {
@@ -137,7 +138,12 @@ impl<D: ShardDevice> Chain<D> {
         if !inner.is_linked() {
             inner.unlink();
         }
-        waiting.into_iter().flatten().map(|pending| pending.wait().outcome).fold(Ok(()), Result::and)
+        let outcomes = waiting.into_iter().flatten().map(|pending| pending.wait().outcome);
+        outcomes.fold(Ok(()), Result::and).map_err(|failure| {
+            let reason = format!("{failure}; a new chain over new communicators is needed");
+            let tag = Tag { layer: 0, op: Op::Weights, sequence: u64::MAX };
+            CommError::Poisoned { operation: "Chain::recover", tag, rank: self.rank(), reason }.into()
+        })
     }
 }
 
@@ -150,7 +156,7 @@ impl<D: ShardDevice> Inner<D> {
         };
         let links: Vec<Link> = self.nodes.iter().map(of).collect();
         let same = |a: usize, b: usize| {
-            let key = |i: usize| self.key(links[i].weight, Usage::Gathered, 0);
+            let key = |i: usize| self.read_key(links[i].weight, 0);
             key(a) == key(b)
         };
         let same_arrivals = |a: usize, b: usize| {
@@ -163,7 +169,7 @@ impl<D: ShardDevice> Inner<D> {
         let ahead = if packed { 1 } else { ahead };
         let (gather, gradient) = (gather_parities(&links, ahead, same), gradient_parities(&links, D::ENQUEUES, same));
         for (i, link) in links.iter().enumerate() {
-            let key = self.key(link.weight, Usage::Gathered, gather[i]);
+            let key = self.read_key(link.weight, gather[i]);
             self.nodes[i].ticket = self.tickets.reserve(key);
             let key = self.arrived_key(link.weight, arrivals[i]);
             self.nodes[i].arrived = key.map(|key| self.tickets.reserve(key));

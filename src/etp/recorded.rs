@@ -29,8 +29,9 @@ impl<D: ShardDevice> Chain<D> {
     /// dropped before the chain.
     ///
     /// # Errors
-    /// A pass that runs, no forward yet; [`Reduction::Native`], whose sums take memory of another stream; a recording
-    /// under way; those of the gradients under way.
+    /// A pass that runs, no forward yet; [`Reduction::Native`], whose sums take memory of another stream;
+    /// [`Error::NotCapturable`]: lanes of copy engines ([`Communicator::memory`](crate::comm::Communicator::memory)), a
+    /// recording under way; those of the gradients under way.
     pub fn prepare_recording(&self) -> Result<()> {
         const CALL: &str = "Chain::prepare_recording";
         let mut inner = self.not_recorded(CALL)?;
@@ -43,6 +44,12 @@ impl<D: ShardDevice> Chain<D> {
                 "reduction",
                 "Pairwise",
                 "Native, whose sums take another stream's memory",
+            ));
+        }
+        if inner.gathers.has_memory || inner.reductions().has_memory {
+            return Err(refused(
+                CALL,
+                "record what copy engines move: where such a recording fails, NCCL has crashed (2.30.7)",
             ));
         }
         inner.drop_gathers().and(inner.settle(self))?;

@@ -72,7 +72,7 @@ impl<D: ShardDevice> Chain<D> {
         let inner = self.lock();
         Memory {
             main: inner.weights.iter().filter_map(|w| w.main.as_ref()).map(|main| main.sums.bytes()).sum(),
-            gathered: inner.tickets.bytes(Usage::Gathered),
+            gathered: inner.tickets.bytes(Usage::Gathered) + inner.tickets.bytes(Usage::Unpacked),
             quantised: inner.packed().map(|packed| packed.kept()).sum::<usize>() + inner.tickets.bytes(Usage::Amaxes),
             arrived: inner.tickets.bytes(Usage::Arrived),
             gradients: inner.tickets.bytes(Usage::Gradient),

@@ -12,6 +12,8 @@ use super::recorded::refused;
 pub(super) enum Usage {
     /// A gathered weight.
     Gathered,
+    /// A weight that has been de-quantised, where what collectives fill is memory of the communicators.
+    Unpacked,
     /// What arrives of one that travels quantised.
     Arrived,
     /// A gradient of the whole weight, to be reduce-scattered.
@@ -56,6 +58,8 @@ struct Slot<D: Device> {
     out: bool,
     /// Its memory is a communicator's and is not given back.
     stays: bool,
+    /// Such memory has not come back, and is not asked for by one rank alone.
+    lost: bool,
 }
 
 /// The cache.
@@ -77,7 +81,7 @@ impl<D: Device> Tickets<D> {
     pub fn reserve(&mut self, key: Key) -> Ticket {
         let found = self.slots.iter().position(|slot| slot.key == key);
         Ticket(found.unwrap_or_else(|| {
-            self.slots.push(Slot { key, buffer: None, out: false, stays: false });
+            self.slots.push(Slot { key, buffer: None, out: false, stays: false, lost: false });
             self.slots.len() - 1
         }))
     }
@@ -112,6 +116,10 @@ impl<D: Device> Tickets<D> {
         }
         let tensor = match slot.buffer.take() {
             Some(tensor) => tensor,
+            None if slot.lost => {
+                let found = format!("{:?} lost with a collective: a new chain is needed", slot.key);
+                return Err(Error::invalid("etp", "buffer", "one that is the communicators'", found));
+            }
             None if self.fixed => return Err(refused("etp", "allocate a chain's buffer, as a first use does")),
             None => {
                 let made = make(&slot.key)?;
@@ -135,9 +143,11 @@ impl<D: Device> Tickets<D> {
         self.slots.iter_mut().filter(|slot| !slot.stays).for_each(|slot| slot.buffer = None);
     }
 
-    /// Marks a buffer as never coming back (its holder is gone with it): the next use allocates.
+    /// Marks a buffer as never coming back (its holder is gone with it): the next use allocates, but what all ranks
+    /// allocate together.
     pub fn forget(&mut self, ticket: Ticket) {
-        self.slots[ticket.0].out = false;
+        let slot = &mut self.slots[ticket.0];
+        (slot.out, slot.lost) = (false, slot.stays);
     }
 
     /// Bytes of a usage, lent or not.
@@ -179,6 +189,22 @@ mod tests {
             assert_ne!(a, b);
         }
         assert_eq!((tickets.bytes(Usage::Gathered), tickets.allocations()), (0, 0), "a ticket holds no memory");
+    }
+
+    #[test]
+    fn what_all_ranks_have_together_no_rank_allocates_alone() {
+        for stays in [false, true] {
+            let mut tickets = Tickets::new(Cpu::new());
+            let a = tickets.reserve(key(0, DType::F32));
+            let make = |key: &Key| Tensor::empty(&Cpu::new(), key.dtype, &key.dims);
+            drop(tickets.take_with(a, (stays, make)).unwrap());
+            tickets.forget(a);
+            let again = tickets.take_with(a, (stays, make)).map(drop);
+            match stays {
+                false => again.unwrap(),
+                true => assert!(again.unwrap_err().to_string().contains("a new chain is needed")),
+            }
+        }
     }
 
     #[test]

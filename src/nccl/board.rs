@@ -12,7 +12,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use crate::comm::agree::{Call, Verdict, failed, judge};
-use crate::comm::rendezvous::Rendezvous;
+use crate::comm::rendezvous::{Failure, Rendezvous};
 use crate::error::CommError;
 
 use super::message::{Kind, Of};
@@ -135,7 +135,12 @@ impl Board {
         };
         let Subject { rank, operation, tag, .. } = subject;
         let round = hall.meeting.meet(rank, call, timeout, |all| judge(all.iter()));
-        let round = round.map_err(|failure| Unmet::Differ(failed((operation, tag), rank, timeout, failure)))?;
+        let told = |failure| {
+            // Why a rank has left is more than that it has.
+            let why = self.notices().fault(subject).filter(|_| matches!(failure, Failure::Gone(_)));
+            Unmet::Differ(why.unwrap_or_else(|| failed((operation, tag), rank, timeout, failure)))
+        };
+        let round = round.map_err(told)?;
         match round.verdict.as_ref().and_then(|errors| errors.get(rank)) {
             Some(error) => Err(Unmet::Differ(error.clone())),
             None => Ok(()),

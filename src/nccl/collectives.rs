@@ -123,6 +123,10 @@ impl Communicator<Cuda> for NcclComm {
         }
     }
 
+    fn ended(&self) -> bool {
+        self.failure().is_some()
+    }
+
     fn as_any(&mut self) -> Option<&mut dyn std::any::Any> {
         Some(self)
     }

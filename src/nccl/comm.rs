@@ -68,6 +68,15 @@ impl Work for Until {
     }
 }
 
+/// What is watched of the work that a GPU has been given; not inside a recording, which runs later and any number of
+/// times.
+fn until_now(cuda: &Cuda) -> Result<Option<Box<dyn Work>>> {
+    Ok(match cuda.is_capturing()? {
+        true => None,
+        false => Some(Box::new(Until { event: cuda.record()?, cuda: cuda.clone() })),
+    })
+}
+
 impl NcclComm {
     pub(super) fn new(link: Arc<Link>, cuda: &Cuda, board: Board, timeout: Duration) -> Result<Self> {
         let seat = Seat::new(link, board, timeout)?;
@@ -141,15 +150,10 @@ impl NcclComm {
         subject: Subject,
         calls: impl FnOnce(&Lane<'_>) -> Option<Result<T>>,
     ) -> Result<T> {
-        if let Err(error) = self.cuda.bind(subject.operation) {
-            return Err(self.seat.broken(subject, error));
-        }
-        self.seat.enter(subject);
-        match calls(&Lane { link: &self.seat.link, stream: self.stream() }) {
-            Some(Ok(value)) => self.watched(subject).map(|()| value),
-            Some(Err(error)) => Err(self.seat.broken(subject, error)),
-            None => Err(self.seat.ended(subject.operation, subject.tag)),
-        }
+        let bound = self.cuda.bind(subject.operation);
+        self.seat.begun(subject, bound)?;
+        let (stream, cuda) = (self.stream(), &self.cuda);
+        self.seat.run(subject, |link| calls(&Lane { link, stream }), || until_now(cuda))
     }
 
     /// The same for calls of NCCL alone.
@@ -162,16 +166,5 @@ impl NcclComm {
             Ok(()) => Some(Ok(())),
             Err(refused) => refused.map(|error| Err(error.into())),
         })
-    }
-
-    /// Watches what has been enqueued; not inside a recording, which runs later and any number of times.
-    fn watched(&mut self, subject: Subject) -> Result<()> {
-        self.seat.last = subject.number;
-        let work: Option<Box<dyn Work>> = match self.cuda.is_capturing()? {
-            true => None,
-            false => Some(Box::new(Until { event: self.cuda.record()?, cuda: self.cuda.clone() })),
-        };
-        self.seat.entered(work);
-        Ok(())
     }
 }

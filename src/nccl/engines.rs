@@ -2,20 +2,26 @@
 //! all of them.
 //!
 //! NCCL (2.28 or later) moves windows that way for communicators made with its policy `NCCL_CTA_POLICY_ZERO`. A window is
-//! registered by all ranks together, and stays until the communicator ends.
+//! registered by all ranks together, and stays until the communicator ends. Whether that works is tried when a
+//! communicator is made ([`attempt`]), so that all ranks hear alike of one where it does not, before anything is under way.
 
 use std::ffi::c_void;
 use std::fmt;
 use std::sync::Arc;
 
 use crate::comm::{SymmetricMemory, Tag};
-use crate::cuda::Cuda;
+use crate::cuda::{Cuda, DeviceMut, DeviceRef};
+use crate::device::Device;
 use crate::dtype::DType;
-use crate::error::Result;
-use crate::tensor::{Shape, Tensor};
+use crate::error::{Error, Result};
+use crate::kernels::Kernels;
+use crate::tensor::{Shape, Tensor, TensorMut, TensorRef};
 
-use super::sys::{CommPtr, Functions, Status};
-use super::{NcclComm, NcclLibrary, NcclWindow};
+use super::lane::Lane;
+use super::link::Link;
+use super::symmetric::Registering;
+use super::sys::{CommPtr, DataType, Functions, Status};
+use super::{NcclComm, NcclError, NcclLibrary, NcclWindow};
 
 /// Memory of `ncclMemAlloc`.
 struct Block {
@@ -63,6 +69,111 @@ impl Registered {
         let ended = |of: &Self| unsafe { deregister(comm, of.window.raw()) } == Status::SUCCESS;
         done && all.iter().all(ended)
     }
+}
+
+/// What the ranks try together, step by step: `tell` brings every rank's trouble with a step, in rank order, empty where
+/// there is none. No rank goes on where one cannot, and all return the same rank's trouble.
+pub(super) fn in_step(
+    rank: usize,
+    steps: &mut [&mut dyn FnMut() -> Result<()>],
+    mut tell: impl FnMut(&str) -> Result<Vec<String>>,
+) -> Result<()> {
+    for step in steps {
+        let trouble = step().err().map_or(String::new(), |error| error.to_string());
+        let all = tell(&trouble)?;
+        if let Some((peer, reason)) = all.into_iter().enumerate().find(|(_, trouble)| !trouble.is_empty()) {
+            return Err(NcclError::Engines { rank, peer, reason }.into());
+        }
+    }
+    Ok(())
+}
+
+/// Bytes of a rank's trouble as it is told: the first of them.
+const TOLD: usize = 256;
+/// Bytes of a block of the attempt.
+const BLOCK: usize = 16;
+
+/// Makes a first window and has both of a chain's collectives move it, as the communicator's first user. Its first
+/// collectives over windows make NCCL's own windows too, and leave no flag there that those of a recording, which all have
+/// the same number, could take for theirs.
+pub(super) fn attempt(link: &Link, cuda: &Cuda) -> Result<()> {
+    let (library, rank, ranks) = (link.library().clone(), link.rank, link.size);
+    let lane = Lane { link, stream: cuda.stream().raw().cu_stream().cast() };
+    let mut memory: Option<Arc<Block>> = None;
+    let mut base = 0;
+    let part = ranks * BLOCK;
+    let mut allocate = || {
+        let address = Registering::of(&library)?.allocate(2 * part)?;
+        memory = Some(Arc::new(Block { library: library.clone(), cuda: cuda.clone(), address }));
+        base = address;
+        Ok(())
+    };
+    in_step(rank, &mut [&mut allocate], |trouble| tell(&lane, cuda, trouble))?;
+    let mut register = || {
+        let Some(block) = memory.take() else { return Err(ended()) };
+        let registering = Registering::of(&library)?;
+        let window = link.with(|_, comm| registering.register(comm, base, 2 * part)).ok_or_else(ended)??;
+        link.keep(Registered { window, block });
+        Ok(())
+    };
+    // To all ranks' blocks, and from there to each rank a block of every other.
+    let mut moves = || {
+        // SAFETY: the first half of the window, which is kept as long as the communicator.
+        let mut sent = unsafe { DeviceMut::from_raw(base, part) };
+        let bytes: Vec<u8> =
+            (0..part).map(|at| if at / BLOCK == rank { (at as u8).wrapping_add(1) } else { 0 }).collect();
+        cuda.upload(&cuda.stream(), &bytes, TensorMut::new(Cuda::reborrow(&mut sent), DType::U8, &[part])?)?;
+        let own = base + (rank * BLOCK) as u64;
+        let exchange = library.newer("ncclAlltoAll", library.functions().all_to_all)?;
+        let (from, to) = (base as *const c_void, (base + part as u64) as *mut c_void);
+        // SAFETY: all in the window; its halves have a block for each rank.
+        let moved = unsafe {
+            lane.all_gather(own, base, BLOCK).and_then(|()| {
+                lane.other("ncclAlltoAll", |comm, stream| exchange(from, to, BLOCK, DataType::U8, comm, stream))
+            })
+        };
+        moved.map_err(|refused| refused.map_or_else(ended, Error::from))?;
+        // SAFETY: the window as above.
+        let all = unsafe { DeviceRef::from_raw(base, 2 * part) };
+        let found = cuda.download(&cuda.stream(), TensorRef::new(all, DType::U8, &[2 * part])?)?;
+        check_moved(rank, &found)
+    };
+    let steps: &mut [&mut dyn FnMut() -> Result<()>] = &mut [&mut register, &mut moves];
+    // One that is alone moves nothing.
+    let steps = if ranks > 1 { steps } else { &mut steps[..1] };
+    in_step(rank, steps, |trouble| tell(&lane, cuda, trouble))
+}
+
+/// Block r of the first half is rank r's; block r of the second is this rank's of rank r's first half.
+pub(super) fn check_moved(rank: usize, found: &[u8]) -> Result<()> {
+    let (first, second) = found.split_at(found.len() / 2);
+    let gathered = first.iter().enumerate().all(|(at, byte)| *byte == (at as u8).wrapping_add(1));
+    let own = &first[rank * BLOCK..(rank + 1) * BLOCK];
+    match gathered && second.chunks(BLOCK).all(|block| block == own) {
+        true => Ok(()),
+        false => Err(Error::invalid("NcclComm", "window", "all ranks' blocks", format!("{found:?}"))),
+    }
+}
+
+fn ended() -> Error {
+    Error::invalid("NcclComm", "communicator", "one in use", "one that has ended")
+}
+
+/// Every rank's trouble, by a collective over plain memory.
+fn tell(lane: &Lane<'_>, cuda: &Cuda, trouble: &str) -> Result<Vec<String>> {
+    let (stream, ranks) = (cuda.stream(), lane.link.size);
+    let mut own = trouble.as_bytes()[..trouble.len().min(TOLD)].to_vec();
+    own.resize(TOLD, 0);
+    let (mut send, mut recv) =
+        (Tensor::empty(cuda, DType::U8, &[TOLD])?, Tensor::empty(cuda, DType::U8, &[ranks, TOLD])?);
+    cuda.upload(&stream, &own, send.view_mut())?;
+    let (from, to) = (send.view().data().address(), recv.view_mut().into_data().address());
+    // SAFETY: both tensors have those bytes and live until the stream has been waited for.
+    let gathered = unsafe { lane.all_gather(from, to, TOLD) };
+    gathered.map_err(|refused| refused.map_or_else(ended, Error::from))?;
+    let all = cuda.download(&stream, recv.view())?;
+    let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).trim_end_matches('\0').to_string();
+    Ok(all.chunks_exact(TOLD).map(text).collect())
 }
 
 impl NcclComm {

@@ -70,6 +70,16 @@ pub enum NcclError {
         /// This rank.
         rank: usize,
     },
+    /// Collectives cannot be the copy engines' on some rank; told alike by all that tried, when the communicator was made.
+    #[error("NCCL: rank {rank}: copy engines are of no use to this communicator: rank {peer}: {reason}")]
+    Engines {
+        /// This rank.
+        rank: usize,
+        /// The first rank with trouble.
+        peer: usize,
+        /// What it was.
+        reason: String,
+    },
     /// The library has no such function.
     #[error("NCCL: version {found} has no {function}")]
     Missing {

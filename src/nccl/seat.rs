@@ -12,7 +12,7 @@ use crate::error::{CommError, Error, Result};
 use super::board::{Board, Unmet};
 use super::link::Link;
 use super::notices::Subject;
-use super::watch::{Watch, Work};
+use super::watch::{Farewell, Watch, Work};
 
 /// A rank's place. Dropping it is to [`leave`](Self::leave).
 #[derive(Debug)]
@@ -35,8 +35,13 @@ impl Drop for Seat {
 
 impl Seat {
     pub(super) fn new(link: Arc<Link>, board: Board, timeout: Duration) -> Result<Self> {
-        let (rank, farewell) = (link.rank, board.clone());
-        let farewell = Box::new(move |last| farewell.give_up(rank, last));
+        let (rank, own) = (link.rank, board.clone());
+        let farewell: Farewell = Box::new(move |broken, last| {
+            if let Some((subject, reason)) = broken {
+                own.post_refusal(subject, reason);
+            }
+            own.give_up(rank, last);
+        });
         let watch = Watch::start(Arc::clone(&link), Arc::clone(board.notices()), farewell)?;
         Ok(Self { timeout, board, calls: 0, last: 0, watch: Some(watch), link })
     }
@@ -94,18 +99,29 @@ impl Seat {
         }
     }
 
-    /// The host is about to enter NCCL.
-    pub(super) fn enter(&self, subject: Subject) {
+    /// Runs a collective's calls with the watchdog looking on, then has it watch `work`, which they have enqueued.
+    /// `None` from the calls: the communicator has ended. Where either fails the others may be inside the collective.
+    pub(super) fn run<T>(
+        &mut self,
+        subject: Subject,
+        calls: impl FnOnce(&Link) -> Option<Result<T>>,
+        work: impl FnOnce() -> Result<Option<Box<dyn Work>>>,
+    ) -> Result<T> {
         if let Some(watch) = &self.watch {
             watch.enter(subject, self.timeout);
         }
-    }
-
-    /// It is out again, and has enqueued a collective; `None`: nothing that is to be watched.
-    pub(super) fn entered(&self, work: Option<Box<dyn Work>>) {
+        let value = match calls(&self.link) {
+            Some(Ok(value)) => value,
+            Some(Err(error)) => return Err(self.broken(subject, error)),
+            None => return Err(self.ended(subject.operation, subject.tag)),
+        };
+        self.last = subject.number;
+        // Work that nobody can see the end of would be nobody's failure until time is up.
+        let work = work().map_err(|error| self.broken(subject, error))?;
         if let Some(watch) = &self.watch {
             watch.entered(work);
         }
+        Ok(value)
     }
 
     /// The others may have begun a collective that this rank could not: it ends the communicator.

@@ -1,6 +1,6 @@
 //! Windows: memory of all ranks that each can write.
 
-use std::ffi::c_void;
+use std::ffi::{c_int, c_void};
 
 use crate::comm::agree::{Call, Detail};
 use crate::comm::{Communicator, Put, Span, SymmetricMemory, Tag};
@@ -10,9 +10,9 @@ use crate::dtype::DType;
 use crate::error::{Error, Result};
 use crate::tensor::{TensorMut, TensorRef};
 
-use super::NcclComm;
 use super::comm::Raw;
-use super::sys::{self, DataType, Status, WaitSignal, WindowPtr};
+use super::sys::{self, CommPtr, DataType, Status, WaitSignal, WindowPtr};
+use super::{NcclComm, NcclLibrary};
 
 /// NCCL wants windows of whole pages.
 const PAGE: usize = 4096;
@@ -47,6 +47,10 @@ impl NcclWindow {
         self.bytes
     }
 
+    pub(super) fn new(address: u64, bytes: usize, window: WindowPtr) -> Self {
+        Self { address, bytes, window }
+    }
+
     fn own(&self, span: Span) -> DeviceRef<'_> {
         // SAFETY: callers have checked the span; the memory is the window's, and given back behind its uses.
         unsafe { DeviceRef::from_raw(self.address + span.offset as u64, span.bytes) }
@@ -56,6 +60,62 @@ impl NcclWindow {
         // SAFETY: as above. Peers write where they agree with this rank to write.
         unsafe { DeviceMut::from_raw(self.address + span.offset as u64, span.bytes) }
     }
+}
+
+/// What makes windows, of a library that can.
+pub(super) struct Registering<'a> {
+    library: &'a NcclLibrary,
+    alloc: unsafe extern "C" fn(*mut *mut c_void, usize) -> Status,
+    free: unsafe extern "C" fn(*mut c_void) -> Status,
+    register: unsafe extern "C" fn(CommPtr, *mut c_void, usize, *mut WindowPtr, c_int) -> Status,
+}
+
+impl<'a> Registering<'a> {
+    pub(super) fn of(library: &'a NcclLibrary) -> Result<Self> {
+        let functions = library.functions();
+        let alloc = library.newer("ncclMemAlloc", functions.mem_alloc)?;
+        let free = library.newer("ncclMemFree", functions.mem_free)?;
+        let register = library.newer("ncclCommWindowRegister", functions.window_register)?;
+        Ok(Self { library, alloc, free, register })
+    }
+
+    /// Memory for a window, of the GPU that is the thread's.
+    pub(super) fn allocate(&self, bytes: usize) -> Result<u64> {
+        let mut memory: *mut c_void = std::ptr::null_mut();
+        // SAFETY: the result is written to a local.
+        let status = unsafe { (self.alloc)(&raw mut memory, size(bytes)) };
+        self.library.check("ncclMemAlloc", std::ptr::null_mut(), status)?;
+        Ok(memory as u64)
+    }
+
+    /// Gives back memory of `allocate` that is in no window.
+    pub(super) fn free(&self, memory: u64) {
+        // SAFETY: as callers keep to.
+        let _ = unsafe { (self.free)(memory as *mut c_void) };
+    }
+
+    /// Makes memory of `allocate`, of as many bytes, a window (collective); the communicator lives during the call.
+    pub(super) fn register(&self, comm: CommPtr, memory: u64, bytes: usize) -> Result<NcclWindow> {
+        const CALL: &str = "ncclCommWindowRegister";
+        let mut window: WindowPtr = std::ptr::null_mut();
+        let to = memory as *mut c_void;
+        // SAFETY: the memory has that many bytes and is NCCL's own; the communicator lives during the call.
+        let status = unsafe { (self.register)(comm, to, size(bytes), &raw mut window, sys::WINDOW_SYMMETRIC) };
+        self.library.check(CALL, comm, status)?;
+        match window.is_null() {
+            false => Ok(NcclWindow::new(memory, bytes, window)),
+            // How NCCL says that this machine has no symmetric memory.
+            true => {
+                self.library.check(CALL, comm, Status::INVALID_ARGUMENT)?;
+                Err(Error::invalid(CALL, "window", "one", "none"))
+            }
+        }
+    }
+}
+
+/// Bytes of a window.
+fn size(bytes: usize) -> usize {
+    bytes.max(1).next_multiple_of(PAGE)
 }
 
 impl NcclComm {
@@ -82,36 +142,13 @@ impl SymmetricMemory<Cuda> for NcclComm {
 
     fn allocate(&mut self, tag: Tag, bytes: usize) -> Result<NcclWindow> {
         let library = self.library().clone();
-        let functions = *library.functions();
-        let alloc = library.newer("ncclMemAlloc", functions.mem_alloc)?;
-        let free = library.newer("ncclMemFree", functions.mem_free)?;
-        let register = library.newer("ncclCommWindowRegister", functions.window_register)?;
-        let size = bytes.max(1).next_multiple_of(PAGE);
+        let registering = Registering::of(&library)?;
         // Before the ranks meet: one without memory tells the others, and the communicator works on.
-        let memory = self.cuda.bind("allocate").and_then(|()| {
-            let mut memory: *mut c_void = std::ptr::null_mut();
-            // SAFETY: the result is written to a local; the rank's GPU is the thread's.
-            let status = unsafe { alloc(&raw mut memory, size) };
-            library.check("ncclMemAlloc", std::ptr::null_mut(), status)?;
-            Ok(memory)
-        });
+        let memory = self.cuda.bind("allocate").and_then(|()| registering.allocate(bytes));
         let memory = self.check(tag, memory)?;
-        let made = self.of_window(("allocate", tag), bytes, |raw| {
-            let mut window: WindowPtr = std::ptr::null_mut();
-            // SAFETY: the memory has that many bytes and is NCCL's own; the communicator lives during the call.
-            let status = unsafe { register(raw.comm, memory, size, &raw mut window, sys::WINDOW_SYMMETRIC) };
-            let registered = library.check("ncclCommWindowRegister", raw.comm, status);
-            let registered = registered.and_then(|()| match window.is_null() {
-                false => Ok(()),
-                // How NCCL says that this machine has no symmetric memory.
-                true => library.check("ncclCommWindowRegister", raw.comm, Status::INVALID_ARGUMENT),
-            });
-            registered?;
-            Ok(NcclWindow { address: memory as u64, bytes, window })
-        });
+        let made = self.of_window(("allocate", tag), bytes, |raw| registering.register(raw.comm, memory, bytes));
         if made.is_err() {
-            // SAFETY: the memory was just allocated and is in no window.
-            let _ = unsafe { free(memory) };
+            registering.free(memory);
         }
         made
     }

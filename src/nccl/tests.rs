@@ -1,5 +1,6 @@
 //! What happens when things fail, over a library of functions that fail as told: no GPU, no NCCL.
 
+mod engines;
 mod seats;
 
 use std::ffi::{CStr, c_char, c_int, c_void};
@@ -14,8 +15,8 @@ use crate::error::{CommError, Error};
 use super::lane::{Lane, Piece};
 use super::link::{Link, Place};
 use super::notices::{Notices, Subject};
-use super::sys::{CommPtr, Config, DataType, Functions, RawUniqueId, Reduction, Status, StreamPtr};
-use super::watch::{Watch, Work};
+use super::sys::{CommPtr, Config, DataType, Functions, RawUniqueId, Reduction, Status, StreamPtr, WindowPtr};
+use super::watch::{Farewell, Watch, Work};
 use super::{NcclError, NcclLibrary};
 
 /// What a `ncclComm_t` of these tests points to.
@@ -32,6 +33,11 @@ struct Fake {
     /// What a send returns.
     send: AtomicI32,
     groups: AtomicI32,
+    /// What copy engines' exchange returns.
+    exchange: AtomicI32,
+    /// What a window's registration returns, and whether there is one then.
+    register: AtomicI32,
+    no_window: AtomicBool,
 }
 
 /// # Safety
@@ -148,6 +154,39 @@ unsafe extern "C" fn recv(_: *mut c_void, _: usize, _: DataType, _: c_int, comm:
     OK
 }
 
+unsafe extern "C" fn all_to_all(
+    _: *const c_void,
+    _: *mut c_void,
+    _: usize,
+    _: DataType,
+    comm: CommPtr,
+    _: StreamPtr,
+) -> Status {
+    // SAFETY: a test's.
+    Status(unsafe { fake(comm) }.exchange.load(SeqCst))
+}
+unsafe extern "C" fn allocate(to: *mut *mut c_void, bytes: usize) -> Status {
+    assert!(bytes > 0 && bytes.is_multiple_of(4096), "whole pages");
+    // SAFETY: the caller's local.
+    unsafe { *to = 4096 as *mut c_void };
+    OK
+}
+unsafe extern "C" fn no_memory(_: *mut *mut c_void, _: usize) -> Status {
+    Status(1)
+}
+unsafe extern "C" fn free(_: *mut c_void) -> Status {
+    OK
+}
+unsafe extern "C" fn register(comm: CommPtr, _: *mut c_void, _: usize, to: *mut WindowPtr, _: c_int) -> Status {
+    // SAFETY: a test's.
+    let comm = unsafe { fake(comm) };
+    if !comm.no_window.load(SeqCst) {
+        // SAFETY: the caller's local.
+        unsafe { *to = to.cast() };
+    }
+    Status(comm.register.load(SeqCst))
+}
+
 fn functions() -> Functions {
     Functions {
         get_version,
@@ -168,10 +207,10 @@ fn functions() -> Functions {
         send,
         recv,
         comm_revoke: Some(revoke),
-        all_to_all: None,
-        mem_alloc: None,
-        mem_free: None,
-        window_register: None,
+        all_to_all: Some(all_to_all),
+        mem_alloc: Some(allocate),
+        mem_free: Some(free),
+        window_register: Some(register),
         window_deregister: None,
         get_peer_pointer: None,
         put_signal: None,
@@ -217,7 +256,7 @@ impl Rig {
     fn new() -> Self {
         let ((link, fake), notices, last) = (link(), Arc::<Notices>::default(), Arc::new(Mutex::new(None)));
         let told = Arc::clone(&last);
-        let farewell = Box::new(move |number| *told.lock().unwrap() = Some(number));
+        let farewell: Farewell = Box::new(move |_, number| *told.lock().unwrap() = Some(number));
         let watch = Watch::start(Arc::clone(&link), Arc::clone(&notices), farewell).expect("a thread");
         Self { link, fake, notices, watch, last }
     }

@@ -36,8 +36,9 @@ struct Running {
     work: Option<Box<dyn Work>>,
 }
 
-/// What tells the other ranks that this one takes part in nothing after a collective of this number.
-pub(super) type Farewell = Box<dyn Fn(u64) + Send>;
+/// What tells the other ranks that this one takes part in nothing after a collective of this number; and, where its own
+/// part of one is what failed, of which and why: they may be inside it, and wait for what will not come.
+pub(super) type Farewell = Box<dyn Fn(Option<(Subject, &str)>, u64) + Send>;
 
 struct Shared {
     link: Arc<Link>,
@@ -124,10 +125,14 @@ impl Shared {
                     let failure = self.link.fail(failure);
                     tracing::error!(rank = self.link.rank, %failure, "communicator aborted");
                     let last = queue.running.back().map_or(0, |last| last.subject.number);
+                    let broken = match (&failure, queue.running.front()) {
+                        (CommError::Transport { reason, .. }, Some(oldest)) => Some((oldest.subject, &reason[..])),
+                        _ => None,
+                    };
                     let Queue { running, spent, .. } = &mut *queue;
                     spent.extend(running.drain(..).filter_map(|r| r.work));
                     drop(queue);
-                    self.farewell.lock().unwrap_or_else(PoisonError::into_inner)(last);
+                    self.farewell.lock().unwrap_or_else(PoisonError::into_inner)(broken, last);
                     self.link.abort();
                     return;
                 }

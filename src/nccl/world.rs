@@ -13,12 +13,13 @@ use crate::ranks::{Axis, Bootstrap, Mesh, UniqueId};
 use crate::tensor::Tensor;
 
 use super::board::{Board, Hall, Mail};
+use super::engines::attempt;
 use super::lane::{Lane, Piece};
 use super::link::{Joining, Link, Place};
 use super::notices::Subject;
 use super::sys::Reduction;
 use super::wire::Wire;
-use super::{NcclComm, NcclLibrary};
+use super::{NcclComm, NcclError, NcclLibrary};
 
 fn joined(joining: Joining, timeout: Duration) -> Result<Arc<Link>> {
     let link = joining.finish(timeout, || None)?;
@@ -49,7 +50,13 @@ pub struct NcclWorld {
 /// where the host waits for the peers.
 fn start(library: &NcclLibrary, id: UniqueId, place: Place, cuda: &Cuda) -> Result<Joining> {
     let (bound, cuda) = (cuda.clone(), cuda.clone());
-    Link::start(library, id, place, move || bound.bind("NcclComm"), move |link| connect(link, &cuda))
+    Link::start(library, id, place, move || bound.bind("NcclComm"), move |link| ready(link, &cuda))
+}
+
+/// The first use of a communicator: its connections, and its copy engines where it is to have them.
+fn ready(link: &Link, cuda: &Cuda) -> Result<()> {
+    connect(link, cuda)?;
+    if link.engines { attempt(link, cuda) } else { Ok(()) }
 }
 
 /// That the library moves windows by copy engines: it has what came with that.
@@ -98,7 +105,8 @@ impl NcclWorld {
     /// go; after a failure the process keeps it.
     ///
     /// # Errors
-    /// As [`NcclWorld::new`]; an older library.
+    /// As [`NcclWorld::new`]; an older library; [`NcclError::Engines`](super::NcclError::Engines): a rank whose memory
+    /// cannot be moved that way, which is tried here.
     pub fn with_copy_engines(library: &NcclLibrary, gpus: &[Cuda], timeout: Duration) -> Result<Self> {
         engines(library)?;
         Self::connected(library, gpus, (timeout, true))
@@ -233,7 +241,8 @@ impl NcclComm {
     /// [`NcclWorld::with_copy_engines`] has them.
     ///
     /// # Errors
-    /// As [`NcclComm::split_on`]; a library older than 2.28.
+    /// As [`NcclComm::split_on`]; a library older than 2.28, which the other ranks are told;
+    /// [`NcclError::Engines`] on every rank of a part, where it cannot be done on one: this communicator works on.
     pub fn split_with_copy_engines(
         &mut self,
         tag: Tag,
@@ -283,11 +292,13 @@ impl NcclComm {
         let place = Place { rank, size: members.len(), engines };
         let (bound, working) = (cuda.clone(), cuda.clone());
         let place_of = (own as i32, key as i32);
-        let ready = move |link: &Link| connect(link, &working);
+        let ready = move |link: &Link| ready(link, &working);
         let joining = self.seat.link.split(place, place_of, move || bound.bind(CALL), ready)?;
         let notices = self.seat.board.notices();
         let link = match joining.finish(self.seat.timeout, || notices.fault(subject)) {
             Ok(link) => link,
+            // All ranks of the part have it, and none waits for another.
+            Err(error @ Error::Nccl(NcclError::Engines { .. })) => return Err(error),
             // What another rank has said of itself is the news.
             Err(Error::Comm(fault)) => return Err(self.seat.end(fault)),
             Err(error) => {

@@ -1,10 +1,11 @@
 //! A communicator of which something is changed.
 #![allow(dead_code, reason = "each suite uses some of it")]
 
+use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex};
 
 use moebius::comm::{Communicator, Exchange, Op, ReduceOp, Tag};
-use moebius::{DType, Device, Error, Result, Tensor, TensorMut, TensorRef};
+use moebius::{CommError, DType, Device, Error, Result, Tensor, TensorMut, TensorRef};
 
 /// All-reduces with the sizes of their buffers.
 pub type Reduced = Arc<Mutex<Vec<(ReduceOp, Vec<usize>)>>>;
@@ -17,6 +18,13 @@ pub type Sent = Arc<Mutex<Vec<(Op, Vec<usize>)>>>;
 
 /// What the collectives entered so far are for.
 pub type Entered = Arc<Mutex<Vec<Op>>>;
+
+/// Which of its windows a rank has let a collective write, by the collective's number: all the same one, as each writes to
+/// that place of the others'.
+pub type Windows = Arc<Mutex<BTreeMap<u64, Option<usize>>>>;
+
+/// Where a buffer lies.
+pub type Address<D> = fn(&TensorMut<'_, D>) -> usize;
 
 /// A communicator, changed as the fields say.
 #[derive(Debug)]
@@ -31,6 +39,17 @@ pub struct Changed<D: Device> {
     pub memory: Option<D>,
     /// So many of the first requests of it fail, which the other ranks are told.
     pub scarce: usize,
+    /// Where memory is, and what the ranks' collectives have written: another window than the other ranks' is an error.
+    pub windows: Option<(Address<D>, Windows)>,
+    /// Its windows so far.
+    pub own: Vec<usize>,
+    /// Its part of the first collective from this number on fails: as over NCCL the communicator has ended then, on all
+    /// ranks.
+    pub breaks: Option<u64>,
+    /// Ends with a failure, and returns it from there on.
+    pub mortal: bool,
+    /// That failure.
+    pub ended: Option<CommError>,
     /// All-reduces so far.
     pub reduced: Reduced,
     /// Exchanges so far.
@@ -45,12 +64,55 @@ impl<D: Device> Changed<D> {
     /// Nothing is changed yet.
     pub fn new(inner: Box<dyn Communicator<D>>) -> Self {
         let (reduced, moved, sent, entered) = Default::default();
-        Self { inner, size: None, silent: false, memory: None, scarce: 0, reduced, moved, sent, entered }
+        Self {
+            inner,
+            size: None,
+            silent: false,
+            memory: None,
+            scarce: 0,
+            windows: None,
+            own: Vec::new(),
+            breaks: None,
+            mortal: false,
+            ended: None,
+            reduced,
+            moved,
+            sent,
+            entered,
+        }
     }
 
-    fn entering(&mut self, tag: Tag) -> &mut dyn Communicator<D> {
+    /// Whether the ranks write the same window.
+    fn in_one_window(&mut self, tag: Tag, recv: &TensorMut<'_, D>) -> Result<()> {
+        let Some((address, all)) = &self.windows else { return Ok(()) };
+        let (at, number) = (address(recv), self.inner.calls());
+        let own = self.own.iter().position(|window| *window == at);
+        let first = *all.lock().unwrap().entry(number).or_insert(own);
+        if first == own {
+            return Ok(());
+        }
+        self.inner.refuse(tag, "another window")?;
+        let message = format!("window {own:?} where the others have {first:?}");
+        Err(Error::Device { call: "collective", operation: "write".into(), message })
+    }
+
+    /// A collective, unless the communicator has ended or ends here.
+    fn call(&mut self, tag: Tag, run: impl FnOnce(&mut dyn Communicator<D>) -> Result<()>) -> Result<()> {
         self.entered.lock().unwrap().push(tag.op);
-        &mut *self.inner
+        if let Some(failure) = &self.ended {
+            return Err(failure.clone().into());
+        }
+        let (operation, rank, reason) = ("copy", self.inner.rank(), "an illegal address".to_string());
+        if self.breaks.is_some_and(|first| self.inner.calls() >= first) {
+            self.inner.refuse(tag, &reason)?;
+            let failure = CommError::Transport { operation, tag, rank, reason };
+            return Err(self.ended.insert(failure).clone().into());
+        }
+        let done = run(&mut *self.inner);
+        if let (true, Err(Error::Comm(failure))) = (self.mortal, &done) {
+            self.ended = Some(failure.clone());
+        }
+        done
     }
 }
 
@@ -78,36 +140,46 @@ impl<D: Device> Communicator<D> for Changed<D> {
                 Err(Error::Device { call: "memory", operation: "allocate".into(), message: "out of memory".into() })
             }
             // All ranks together, as windows are registered.
-            Some(device) => self.inner.barrier(tag).and_then(|()| Tensor::empty(device, dtype, dims)).map(Some),
+            Some(device) => {
+                self.inner.barrier(tag)?;
+                let mut made = Tensor::empty(device, dtype, dims)?;
+                self.own.extend(self.windows.as_ref().map(|(address, _)| address(&made.view_mut())));
+                Ok(Some(made))
+            }
             None => self.inner.memory(tag, dtype, dims),
         }
     }
     fn all_gather(&mut self, tag: Tag, send: TensorRef<'_, D>, recv: TensorMut<'_, D>) -> Result<()> {
+        self.in_one_window(tag, &recv)?;
         self.sent.lock().unwrap().push((tag.op, vec![send.count() * send.dtype().size()]));
-        self.entering(tag).all_gather(tag, send, recv)
+        self.call(tag, |inner| inner.all_gather(tag, send, recv))
     }
     fn reduce_scatter(&mut self, tag: Tag, send: TensorRef<'_, D>, recv: TensorMut<'_, D>) -> Result<()> {
-        self.entering(tag).reduce_scatter(tag, send, recv)
+        self.call(tag, |inner| inner.reduce_scatter(tag, send, recv))
     }
     fn all_reduce(&mut self, tag: Tag, op: ReduceOp, buffer: TensorMut<'_, D>) -> Result<()> {
         self.reduced.lock().unwrap().push((op, buffer.dims().to_vec()));
-        self.entering(tag).all_reduce(tag, op, buffer)
+        self.call(tag, |inner| inner.all_reduce(tag, op, buffer))
     }
     fn all_to_all_v(&mut self, tag: Tag, exchange: Exchange<'_, D>) -> Result<()> {
         self.sent.lock().unwrap().push((tag.op, exchange.send_bytes.to_vec()));
-        self.entering(tag).all_to_all_v(tag, exchange)
+        self.call(tag, |inner| inner.all_to_all_v(tag, exchange))
     }
     fn exchange_blocks(&mut self, tag: Tag, send: TensorRef<'_, D>, recv: TensorMut<'_, D>) -> Result<()> {
+        self.in_one_window(tag, &recv)?;
         self.moved.lock().unwrap().push((send.dims().to_vec(), recv.dims().to_vec()));
-        self.entering(tag).exchange_blocks(tag, send, recv)
+        self.call(tag, |inner| inner.exchange_blocks(tag, send, recv))
     }
     fn broadcast(&mut self, tag: Tag, root: usize, buffer: TensorMut<'_, D>) -> Result<()> {
-        self.entering(tag).broadcast(tag, root, buffer)
+        self.call(tag, |inner| inner.broadcast(tag, root, buffer))
     }
     fn barrier(&mut self, tag: Tag) -> Result<()> {
-        self.entering(tag).barrier(tag)
+        self.call(tag, |inner| inner.barrier(tag))
+    }
+    fn ended(&self) -> bool {
+        self.ended.is_some() || self.inner.ended()
     }
     fn refuse(&mut self, tag: Tag, reason: &str) -> Result<()> {
-        self.entering(tag).refuse(tag, reason)
+        self.call(tag, |inner| inner.refuse(tag, reason))
     }
 }

@@ -92,10 +92,18 @@ fn a_rank_that_leaves<D: Chained>(device: &D) {
             if rank == last {
                 return Ok(());
             }
-            rig.read(1)?;
-            rig.gradient(1, 0.0)?;
-            rig.read(0)?;
-            rig.finish(&[])
+            let rest = || {
+                rig.read(1)?;
+                rig.gradient(1, 0.0)?;
+                rig.read(0)?;
+                rig.finish(&[])
+            };
+            let outcome = rest();
+            // Which does not bring the rank back, and says so.
+            let recovered = rig.chain.recover(outcome.as_ref().err());
+            let Err(Error::Comm(CommError::Poisoned { reason, .. })) = recovered else { panic!("{recovered:?}") };
+            assert!(reason.contains("has left the group; a new chain"), "{reason}");
+            outcome
         });
         assert!(outcomes[last].is_ok());
         for outcome in &outcomes[..last] {

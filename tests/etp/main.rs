@@ -24,7 +24,8 @@ mod turns;
 mod world;
 
 use rig::Chained;
-pub use rig::with_memory;
+#[allow(unused_imports, reason = "GPUs' suites ask for both")]
+pub use rig::{has_memory, with_memory};
 #[cfg(feature = "nccl")]
 pub use target::gpus;
 

@@ -11,9 +11,9 @@ use moebius::etp::{
     Chain, Comms, EtpOptions, Phase, Reduction, Scale, Shard, ShardDevice, ShardSource, WeightId, WeightSpec,
 };
 use moebius::weights::{WeightGuard, WeightSource};
-use moebius::{DType, Result, Tensor, TensorRef};
+use moebius::{DType, Result, Tensor, TensorMut, TensorRef};
 
-use super::changed::Changed;
+use super::changed::{Address, Changed, Windows};
 use super::target::Target;
 #[cfg(feature = "nccl")]
 use super::target::gpus;
@@ -65,6 +65,11 @@ pub fn with_memory(run: impl FnOnce()) {
     run();
 }
 
+/// Whether that is how this thread runs.
+pub fn has_memory() -> bool {
+    MEMORY.get()
+}
+
 impl Chained for Cpu {
     fn most(&self) -> usize {
         8
@@ -76,7 +81,12 @@ impl Chained for Cpu {
 
     fn among(&self, ranks: &[usize], _: &'static str, limit: Duration) -> Vec<Box<dyn Communicator<Self>>> {
         let memory = MEMORY.get().then_some(*self);
-        let seat = |comm| Box::new(Changed { memory, ..Changed::new(Box::new(comm)) }) as Box<_>;
+        let written = Windows::default();
+        let address = |recv: &TensorMut<'_, Cpu>| recv.as_ref().data().as_ptr() as usize;
+        let seat = |comm| {
+            let windows = memory.map(|_| (address as Address<Cpu>, Arc::clone(&written)));
+            Box::new(Changed { memory, windows, ..Changed::new(Box::new(comm)) }) as Box<_>
+        };
         ThreadWorld::create(ranks.len(), limit).into_iter().map(seat).collect()
     }
 }

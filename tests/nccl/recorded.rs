@@ -24,6 +24,7 @@ pub fn cases() -> Vec<(&'static str, Run)> {
         ("a_recording_that_never_runs_leaves_nothing", a_recording_that_never_runs_leaves_nothing),
         ("a_recording_that_fails_is_given_up", a_recording_that_fails_is_given_up),
         ("what_a_recording_cannot_have", what_a_recording_cannot_have),
+        ("copy_engines_are_not_recorded", copy_engines_are_not_recorded),
     ]
 }
 
@@ -383,5 +384,23 @@ fn what_a_recording_cannot_have(_: &Cuda, n: usize) {
         rank.change(3);
         graph.replay().unwrap();
         rank.check(3, "recorded after refusals");
+    });
+}
+
+/// Refused before a recording can begin; eager steps go on.
+fn copy_engines_are_not_recorded(_: &Cuda, n: usize) {
+    crate::etp::with_memory(|| {
+        ranks(n, MINUTE, |rank, comms| {
+            let mut rank = Rank::new((rank, n), comms, on(Payload::Plain, 2));
+            assert!(rank.chain.copies_beside());
+            rank.eager(0, "before");
+            for step in 1..3 {
+                let refused = rank.chain.prepare_recording();
+                assert!(matches!(refused, Err(Error::NotCapturable { .. })), "{refused:?}");
+                let graph = rank.capture(Rank::step).map(drop);
+                assert!(matches!(graph, Err(Error::NotCapturable { .. })), "{graph:?}");
+                rank.eager(step, "after");
+            }
+        });
     });
 }

@@ -101,7 +101,8 @@ impl Rank {
 
 pub fn ranks<R: Send>(n: usize, limit: Duration, run: impl Fn(usize, Comms<Cuda>) -> R + Sync) -> Vec<R> {
     let all: Vec<usize> = (0..n).collect();
-    let comms = gpus::among(&all, "gather", limit).into_iter().zip(gpus::among(&all, "reduce", limit));
+    let lane = |name| gpus::lanes(&all, (name, crate::etp::has_memory()), limit);
+    let comms = lane("gather").into_iter().zip(lane("reduce"));
     thread::scope(|scope| {
         let start = |(rank, (gather, reduce))| {
             let run = &run;

@@ -15,6 +15,8 @@ use crate::weights::WeightSource;
 
 use super::*;
 
+mod engines;
+
 const DIMS: [usize; 3] = [2, 6, 8];
 const COUNT: usize = 2 * 6 * 8;
 const WEIGHTS: usize = 3;

@@ -170,8 +170,8 @@ fn a_failure_in_the_middle_of_a_collective() {
             (begun, peer.join().expect("no panic"))
         });
         // The other is in the second call, which does not end without the first rank.
-        waiting.enter(begun.1);
-        waiting.entered(Some(Box::new(Told(Arc::default()))));
+        let never: Option<Box<dyn Work>> = Some(Box::new(Told(Arc::default())));
+        waiting.run(begun.1, |_| Some(Ok(())), || Ok(never)).expect("enqueued");
         let lost: Result<(), Error> = failing.begun(begun.0, Err(Error::invalid("add", "memory", "some", "none")));
         assert!(matches!(lost, Err(Error::Invalid { .. })), "its own error: {lost:?}");
         until("aborted", || other.aborts.load(SeqCst) > 0 && fake.aborts.load(SeqCst) > 0);
