@@ -48,8 +48,13 @@ struct Arguments {
 
 /// A line of the output. Whoever has read enough of it and closes it (`| head`) is no failure.
 fn say(line: impl Display) {
-    if writeln!(std::io::stdout(), "{line}").is_err() {
-        std::process::exit(0);
+    match writeln!(std::io::stdout(), "{line}") {
+        Ok(()) => {}
+        Err(error) if error.kind() == std::io::ErrorKind::BrokenPipe => std::process::exit(0),
+        Err(error) => {
+            eprintln!("error: {error}");
+            std::process::exit(1);
+        }
     }
 }
 

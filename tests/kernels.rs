@@ -29,7 +29,7 @@ const EXPERTS: usize = 3;
 
 fn zones_of<D: Target>(device: &D, offsets: [i64; EXPERTS], counts: [i64; EXPERTS]) -> Zones<D> {
     let put = |v: [i64; EXPERTS]| device.host(&Tensor::from_vec(v.to_vec(), &[EXPERTS]).expect("zones"));
-    Zones { offsets: put(offsets), counts: put(counts), rows: 8, tiles: None }
+    Zones::new(put(offsets), put(counts), 8)
 }
 
 /// Zones of 3, 0 and 2 filled slots, padded to 4: slots 3, 6 and 7 are padding.

@@ -106,7 +106,7 @@ impl Case {
             at - (c as usize).next_multiple_of(8) as i64
         });
         let put = |v: [i64; 3]| device.host(&Tensor::from_vec(v.to_vec(), &[3]).unwrap());
-        Zones { offsets: put(offsets), counts: put(self.counts), rows: self.slots(), tiles: None }
+        Zones::new(put(offsets), put(self.counts), self.slots())
     }
 
     fn filled(&self) -> Vec<usize> {

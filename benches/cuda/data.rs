@@ -65,6 +65,6 @@ pub fn slots(cuda: &Cuda, w: &Workload, ids: &[i32]) -> Result<(Zones<Cuda>, Ten
     let counts: Vec<i64> = of_expert.iter().map(|l| l.len() as i64).collect();
     let offsets: Vec<i64> = counts.iter().scan(0, |sum, c| Some(std::mem::replace(sum, *sum + c))).collect();
     let put = |v: Vec<i64>| Tensor::from_vec(v, &[w.experts])?.to(cuda, &cuda.stream());
-    let zones = Zones { offsets: put(offsets)?, counts: put(counts)?, rows: w.slots(), tiles: None };
+    let zones = Zones::new(put(offsets)?, put(counts)?, w.slots());
     Ok((zones, Tensor::from_vec(of_expert.concat(), &[w.slots()])?.to(cuda, &cuda.stream())?))
 }

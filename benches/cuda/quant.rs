@@ -66,6 +66,9 @@ pub fn codec(cuda: &Cuda, report: &Report) -> Result<()> {
         if name == "modelopt" {
             continue;
         }
+        let (own, across) = (Some(rows.amax.view_mut()), Some(columns.amax.view_mut()));
+        let matrix = Matrix::new(sets[0].view())?;
+        cuda.compute_amax(&stream, Amax { format: &format, matrix, rows: own, columns: across })?;
         let ms = report.time(|set| {
             let (rows, columns) = (Some(rows.view_mut()), Some(columns.view_mut()));
             cuda.quantize_cast_only(

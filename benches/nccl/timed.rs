@@ -74,6 +74,9 @@ impl Communicator<Cuda> for Timed {
     fn calls(&self) -> u64 {
         self.inner.calls()
     }
+    fn ended(&self) -> bool {
+        self.inner.ended()
+    }
     fn as_any(&mut self) -> Option<&mut dyn std::any::Any> {
         self.inner.as_any()
     }

@@ -166,7 +166,8 @@ pub trait Communicator<D: Device>: fmt::Debug + Send {
         let _ = (tag, dtype, dims);
         Ok(None)
     }
-    /// Whether it has failed for good: every later call returns why, whatever kind of error that was.
+    /// Whether it has failed for good: every later call returns why, whatever kind of error that was. One that wraps
+    /// another says what that does.
     fn ended(&self) -> bool {
         false
     }

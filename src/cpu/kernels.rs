@@ -78,7 +78,7 @@ impl Kernels for Cpu {
     fn single_zone(&self, _: &(), rows: usize) -> Result<Arc<Zones<Self>>> {
         let offsets = Tensor::from_vec(vec![0i64], &[1])?;
         let counts = Tensor::from_vec(vec![rows as i64], &[1])?;
-        Ok(Arc::new(Zones { offsets, counts, rows, tiles: None }))
+        Ok(Arc::new(Zones::new(offsets, counts, rows)))
     }
     fn wait(&self, _: &(), _: Option<&()>) -> Result<()> {
         Ok(())

@@ -204,12 +204,8 @@ impl Layout {
         let ends = starts.iter().skip(1).copied().chain([self.needed[rank].min(rows)]);
         let padded: Vec<usize> = starts.iter().zip(ends).map(|(start, end)| end - start).collect();
         let counts = self.counts[experts].iter().zip(&starts).map(|(c, start)| *c.min(&(rows - start)) as i64);
-        let zones = Zones {
-            counts: Tensor::from_vec(counts.collect(), &[self.local_experts])?,
-            offsets: Tensor::from_vec(starts.iter().map(|s| *s as i64).collect(), &[self.local_experts])?,
-            rows,
-            tiles: None,
-        };
+        let list = |values: Vec<i64>| Tensor::from_vec(values, &[self.local_experts]);
+        let zones = Zones::new(list(starts.iter().map(|s| *s as i64).collect())?, list(counts.collect())?, rows);
         Ok((zones, padded))
     }
 }

@@ -53,7 +53,7 @@ pub(super) fn serves(device: &Cuda, dtype: DType, p: &params::Gemm) -> bool {
         && words
         && p.vector_a == 1
         && p.vector_b == 1
-        // A row past a tile's end is read as row 0.
+        // Rows past a tile's end are read as its first, and rows that a map does not have as row 0.
         && p.a_rows > 0
         && p.n % 8 == 0
         && p.k % 8 == 0

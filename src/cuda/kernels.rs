@@ -115,7 +115,7 @@ impl Kernels for Cuda {
         let offsets = Tensor::zeros(self, DType::I64, &[1])?;
         let mut counts = Tensor::empty(self, DType::I64, &[1])?;
         self.fill_word(counts.view_mut(), rows as u64)?;
-        Ok(Arc::new(Zones { offsets, counts, rows, tiles: None }))
+        Ok(Arc::new(Zones::new(offsets, counts, rows)))
     }
     fn wait(&self, stream: &Stream, event: Option<&Event>) -> Result<()> {
         self.on_stream("wait", stream)?;

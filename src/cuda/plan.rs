@@ -158,7 +158,7 @@ pub(crate) fn received(device: &Cuda, from: &Foreign<'_>) -> Result<(Zones<Cuda>
     // SAFETY: every tensor has the size that `params.h` states for it.
     unsafe { device.launch(CALL, "plan_received", Grid::new(blocks, 256), &p) }?;
     device.report(CALL)?;
-    Ok((Zones { offsets, counts, rows: from.rows, tiles: None }, row_map))
+    Ok((Zones::new(offsets, counts, from.rows), row_map))
 }
 
 /// A plan, but for its statistics, and these as kernels leave them.
@@ -290,12 +290,11 @@ pub(super) fn plan(device: &Cuda, call: PlanRequest<'_, Cpu>) -> Result<Plan<Cud
         tokens: plan.tokens,
         total_tokens: plan.total_tokens,
         first_token: plan.first_token,
-        zones: Arc::new(Zones {
-            offsets: plan.zones.offsets.to(device, stream)?,
-            counts: plan.zones.counts.to(device, stream)?,
-            rows: plan.zones.rows,
-            tiles: None,
-        }),
+        zones: Arc::new(Zones::new(
+            plan.zones.offsets.to(device, stream)?,
+            plan.zones.counts.to(device, stream)?,
+            plan.zones.rows,
+        )),
         stats: plan.stats,
         kept_ids: plan.kept_ids.to(device, stream)?,
         row_map: plan.row_map.to(device, stream)?,

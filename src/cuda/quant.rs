@@ -182,7 +182,7 @@ impl Cuda {
     fn cast(&self, call: &'static str, quantize: Quantize<'_, Self>) -> Result<()> {
         check::quantize(call, &quantize)?;
         let Quantize { format, matrix, rows, columns } = quantize;
-        if matrix.dims().contains(&0) {
+        if matrix.dims().contains(&0) || (rows.is_none() && columns.is_none()) {
             return Ok(());
         }
         let mut p = params::QuantCast {
@@ -343,7 +343,7 @@ impl Codec for Cuda {
         self.on_stream(CALL, stream)?;
         check::quantize_mxfp8(CALL, &call)?;
         let QuantizeMxfp8 { format, matrix, rows, columns } = call;
-        if matrix.dims().contains(&0) {
+        if matrix.dims().contains(&0) || (rows.is_none() && columns.is_none()) {
             return Ok(());
         }
         let side = |side: Mxfp8Mut<'_, Cuda>| {

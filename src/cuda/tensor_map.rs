@@ -39,8 +39,7 @@ impl Matrices<'_> {
             DType::BF16 => (Kind::CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 2),
             DType::F16 => (Kind::CU_TENSOR_MAP_DATA_TYPE_FLOAT16, 2),
             DType::F32 => (Kind::CU_TENSOR_MAP_DATA_TYPE_FLOAT32, 4),
-            DType::U8 => (Kind::CU_TENSOR_MAP_DATA_TYPE_UINT8, 1),
-            other => return Err(Error::invalid(self.call, "type", "bf16, f16, f32 or u8", other)),
+            other => return Err(Error::invalid(self.call, "type", "bf16, f16 or f32", other)),
         };
         let mut dims = [1u64; 3];
         // An empty tensor is described as one row, and never touched.

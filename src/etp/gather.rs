@@ -4,6 +4,7 @@ use std::fmt;
 use std::sync::Arc;
 
 use crate::comm::{Op, Tag};
+use crate::dtype::DType;
 use crate::error::Result;
 use crate::tensor::{Tensor, TensorRef};
 use crate::weights::{Lease, WeightGuard, WeightSource};
@@ -37,6 +38,7 @@ pub struct Gathered<'a, D: ShardDevice> {
     chain: &'a Chain<D>,
     id: WeightId,
     shards: Arc<Shards>,
+    dtype: DType,
 }
 
 impl<D: ShardDevice> fmt::Debug for Gathered<'_, D> {
@@ -48,6 +50,10 @@ impl<D: ShardDevice> fmt::Debug for Gathered<'_, D> {
 impl<D: ShardDevice> WeightSource<D> for Gathered<'_, D> {
     fn dims(&self) -> &[usize] {
         self.shards.dims()
+    }
+
+    fn dtype(&self) -> Option<DType> {
+        Some(self.dtype)
     }
 
     fn acquire(&self, stream: &D::Stream) -> Result<WeightGuard<'_, D>> {
@@ -107,8 +113,9 @@ impl<D: ShardDevice> Chain<D> {
     /// # Errors
     /// A weight that there is not.
     pub fn source(&self, id: WeightId) -> Result<Gathered<'_, D>> {
-        let shards = Arc::clone(&self.lock().weight(id)?.shards);
-        Ok(Gathered { chain: self, id, shards })
+        let inner = self.lock();
+        let weight = inner.weight(id)?;
+        Ok(Gathered { chain: self, id, shards: Arc::clone(&weight.shards), dtype: weight.spec.dtype })
     }
 
     /// The whole weight, to be saved (collective), between passes.

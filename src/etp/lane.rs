@@ -398,9 +398,12 @@ pub(super) fn told<D: ShardDevice>(
 ) -> Result<Vec<u64>> {
     let stream = &device.own_stream();
     let bytes: Vec<u8> = own.iter().flat_map(|v| v.to_ne_bytes()).collect();
-    let mut send = Tensor::empty(device, DType::U8, &[bytes.len()])?;
-    device.upload(stream, &bytes, send.view_mut())?;
-    let mut recv = Tensor::empty(device, DType::U8, &[comm.size(), bytes.len()])?;
+    let room = Tensor::empty(device, DType::U8, &[bytes.len()]).and_then(|mut send| {
+        device.upload(stream, &bytes, send.view_mut())?;
+        Ok((send, Tensor::empty(device, DType::U8, &[comm.size(), bytes.len()])?))
+    });
+    // The others are told: they are in the collective.
+    let (send, mut recv) = room.inspect_err(|error| drop(comm.refuse(tag, &error.to_string())))?;
     comm.all_gather(tag, send.view(), recv.view_mut())?;
     let all = device.download(stream, recv.view())?;
     Ok(all.as_chunks().0.iter().map(|b| u64::from_ne_bytes(*b)).collect())

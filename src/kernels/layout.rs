@@ -16,8 +16,15 @@ pub struct Zones<D: Device> {
     pub counts: Tensor<D>,
     /// Rows N of buffers in this layout.
     pub rows: usize,
-    /// The device's own list of row tiles, where it has made one with the layout.
-    pub tiles: Option<Tensor<D>>,
+    /// The device's own list of row tiles, which it has made with the layout: kernels go by it unchecked.
+    pub(crate) tiles: Option<Tensor<D>>,
+}
+
+impl<D: Device> Zones<D> {
+    /// A layout of one's own; what does not fit is an error of the call that takes it.
+    pub fn new(offsets: Tensor<D>, counts: Tensor<D>, rows: usize) -> Self {
+        Self { offsets, counts, rows, tiles: None }
+    }
 }
 
 /// Where a GEMM reads its rows: slot s is row `map[s]` of `base`, or row s without a map.

@@ -47,7 +47,7 @@ impl Hall {
 /// Why ranks have not met.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) enum Unmet {
-    /// Each knows why, and the communicator goes on.
+    /// Each knows why, and this rank's communicator is as it was.
     Differ(CommError),
     /// The communicator is at its end.
     Over(CommError),
@@ -78,6 +78,8 @@ impl Mail {
         self.notices.call(rank, number, own.clone());
         self.wire.post(Kind::Call(self.of(number), own));
         loop {
+            // Before the calls: who has said the last one may have left since.
+            let fault = self.notices.fault(subject);
             let missing = match self.notices.called(number, self.ranks.len()) {
                 Ok(all) => {
                     let all: Vec<Call> = all.iter().map(|told| told.call(operation)).collect();
@@ -86,7 +88,7 @@ impl Mail {
                 }
                 Err(missing) => missing,
             };
-            if let Some(fault) = self.notices.fault(subject) {
+            if let Some(fault) = fault {
                 return Err(Unmet::Over(fault));
             }
             if start.elapsed() >= timeout {
@@ -137,8 +139,12 @@ impl Board {
         let round = hall.meeting.meet(rank, call, timeout, |all| judge(all.iter()));
         let told = |failure| {
             // Why a rank has left is more than that it has.
-            let why = self.notices().fault(subject).filter(|_| matches!(failure, Failure::Gone(_)));
-            Unmet::Differ(why.unwrap_or_else(|| failed((operation, tag), rank, timeout, failure)))
+            match self.notices().fault(subject).filter(|_| matches!(failure, Failure::Gone(_))) {
+                // What one has aborted has ended for all.
+                Some(why) if self.notices().aborted().is_some() => Unmet::Over(why),
+                Some(why) => Unmet::Differ(why),
+                None => Unmet::Differ(failed((operation, tag), rank, timeout, failure)),
+            }
         };
         let round = round.map_err(told)?;
         match round.verdict.as_ref().and_then(|errors| errors.get(rank)) {

@@ -246,7 +246,11 @@ impl Link {
                     // this one beside another; it does not free.
                     unsafe { end(Alive(comm), move |comm| revoke(comm, 0)) };
                 }
-                lock(&self.gate)
+                // A library that cannot be called back keeps its call, and what is left is the call's.
+                match self.lock_within(END) {
+                    Some(gate) => gate,
+                    None => return,
+                }
             }
         };
         let alive = gate.take();

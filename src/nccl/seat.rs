@@ -147,7 +147,7 @@ impl Seat {
         if let Some(watch) = &self.watch {
             watch.entered(None);
         }
-        self.board.give_up(self.link.rank, self.calls);
+        self.board.give_up(self.link.rank, self.last);
         self.link.abort();
         first.into()
     }

@@ -147,7 +147,8 @@ impl SymmetricMemory<Cuda> for NcclComm {
         let memory = self.cuda.bind("allocate").and_then(|()| registering.allocate(bytes));
         let memory = self.check(tag, memory)?;
         let made = self.of_window(("allocate", tag), bytes, |raw| registering.register(raw.comm, memory, bytes));
-        if made.is_err() {
+        // Where the communicator has ended, a window may have been made over it.
+        if made.is_err() && self.seat.link.failure().is_none() {
             registering.free(memory);
         }
         made

@@ -293,7 +293,8 @@ impl NcclComm {
         let (bound, working) = (cuda.clone(), cuda.clone());
         let place_of = (own as i32, key as i32);
         let ready = move |link: &Link| ready(link, &working);
-        let joining = self.seat.link.split(place, place_of, move || bound.bind(CALL), ready)?;
+        let joining = self.seat.link.split(place, place_of, move || bound.bind(CALL), ready);
+        let joining = self.seat.begun(subject, joining)?;
         let notices = self.seat.board.notices();
         let link = match joining.finish(self.seat.timeout, || notices.fault(subject)) {
             Ok(link) => link,

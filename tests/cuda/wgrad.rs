@@ -63,7 +63,7 @@ fn check(cuda: &Cuda, s: &Setting) -> Result<()> {
     let (left, left_rows) = rows(s.mapped_left, s.m)?;
     let (right, right_rows) = rows(!s.mapped_left, s.n)?;
     let put = |values: &[i64]| Tensor::from_vec(values.to_vec(), &[COUNTS.len()])?.to(cuda, &cuda.stream());
-    let zones = Zones { offsets: put(&offsets)?, counts: put(&COUNTS)?, rows: slots, tiles: None };
+    let zones = Zones::new(put(&offsets)?, put(&COUNTS)?, slots);
     let on_gpu = Tensor::from_vec(map.clone(), &[slots])?.to(cuda, &cuda.stream())?;
     let dims = [COUNTS.len(), s.m, s.n];
     let before = random.tensor(&dims, s.out, 3.0)?;
@@ -137,7 +137,7 @@ fn rows_in_order_are_there_when_they_are_multiplied(cuda: &Cuda) -> Result<()> {
     };
     let (left, right) = (rows(wide)?, rows(narrow)?);
     let put = |values: &[i64]| Tensor::from_vec(values.to_vec(), &[COUNTS.len()])?.to(cuda, &stream);
-    let zones = Zones { offsets: put(&offsets)?, counts: put(&COUNTS)?, rows: slots, tiles: None };
+    let zones = Zones::new(put(&offsets)?, put(&COUNTS)?, slots);
     // Sums of the columns of 256 rows of the result at a time: any tile that differs changes one.
     let lines = COUNTS.len() * wide;
     let map = Tensor::from_vec((0..lines as i32).collect(), &[lines / run, run])?.to(cuda, &stream)?;

@@ -23,6 +23,8 @@ cases!(
     mxfp8_round_trip,
     cropped_or_whole_blocks,
     empty_matrices,
+    no_direction_is_nothing_to_do,
+    each_direction_has_its_own_amax,
     finds_what_is_not_finite
 );
 
@@ -73,7 +75,8 @@ fn phases<D: Target>(
 }
 
 fn one_call_is_the_phases<D: Target>(device: &D) {
-    for dims in [[32, 48], [16, 70], [160, 32], [256, 384]] {
+    // The last two are whole panels: an even number, and an odd one in more rows of panels than go together.
+    for dims in [[32, 48], [16, 70], [160, 32], [256, 384], [1152, 384]] {
         let x = normal(dims, 1, DType::BF16);
         for format in formats() {
             let matrix = Matrix::new(x.view()).unwrap();
@@ -81,6 +84,20 @@ fn one_call_is_the_phases<D: Target>(device: &D) {
             assert_eq!(rows, quantize(device, &format, matrix, Direction::Rows), "{format:?}");
             assert_eq!(columns, quantize(device, &format, matrix, Direction::Columns), "{format:?}");
         }
+    }
+}
+
+/// An amax of its own for each direction, of a matrix of whole panels.
+fn each_direction_has_its_own_amax<D: Target>(device: &D) {
+    let x = normal([256, 384], 9, DType::BF16);
+    for format in [Nvfp4::TE, Nvfp4::TE.tiled(), Nvfp4::TE.stochastic(RANDOM)] {
+        let run = |rows: f32, columns: f32| {
+            phases(device, (&format, &x), |direction, amax| {
+                amax[0] *= if direction == Direction::Rows { rows } else { columns };
+            })
+        };
+        let ([plain, _], [_, doubled], mixed) = (run(1.0, 1.0), run(2.0, 2.0), run(1.0, 2.0));
+        assert_eq!(mixed, [plain, doubled], "{format:?}");
     }
 }
 
@@ -387,6 +404,18 @@ fn empty_matrices<D: Target>(device: &D) {
         let own = there(device, x.view());
         assert_eq!(device.first_non_finite(&device.order(), Matrix::new(own.view()).unwrap()).unwrap(), None);
     }
+}
+
+fn no_direction_is_nothing_to_do<D: Target>(device: &D) {
+    let own = there(device, normal([16, 32], 3, DType::BF16).view());
+    let (order, matrix) = (device.order(), Matrix::new(own.view()).unwrap());
+    for format in formats() {
+        let call = Quantize { format: &format, matrix: matrix.borrow(), rows: None, columns: None };
+        device.quantize_cast_only(&order, call).unwrap();
+    }
+    let call = QuantizeMxfp8 { format: Mxfp8::TE, matrix: matrix.borrow(), rows: None, columns: None };
+    device.quantize_mxfp8(&order, call).unwrap();
+    assert_eq!(device.first_non_finite(&order, matrix).unwrap(), None);
 }
 
 fn finds_what_is_not_finite<D: Target>(device: &D) {

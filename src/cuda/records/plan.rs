@@ -169,7 +169,7 @@ impl Counting {
             tokens: of.tokens,
             total_tokens,
             first_token,
-            zones: Arc::new(Zones { offsets: self.offsets, counts: self.counts, rows, tiles: None }),
+            zones: Arc::new(Zones::new(self.offsets, self.counts, rows)),
             stats: read_later(device, self.stats, self.numbers),
             kept_ids: self.kept_ids,
             row_map: maps.row,
