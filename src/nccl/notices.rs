@@ -124,8 +124,9 @@ impl Notices {
             let (value, peer_value) = (says(self.checked), says(!self.checked));
             return Some(CommError::ArgumentMismatch { operation, tag, rank, peer, value, peer_value });
         }
-        // A refusal of an earlier one has ended the communicator too.
-        if let Some((_, Refusal { peer, reason })) = state.refused.range(..=number).next() {
+        // A refusal of an earlier one has ended the communicator too. What this rank has refused itself it need not hear.
+        let refused = state.refused.range(..=number).find(|(_, refusal)| refusal.peer != rank);
+        if let Some((_, Refusal { peer, reason })) = refused {
             return Some(CommError::Refused { operation, tag, rank, peer: *peer, reason: reason.clone() });
         }
         let left = state.left.iter().find(|(peer, last)| **last < number && **peer != rank).map(|(peer, _)| peer);
