@@ -191,12 +191,12 @@ impl Tiles {
     ) -> Result<Self> {
         let groups = zones.offsets.dims()[0];
         let most = order.most((zones.rows, groups), tile);
-        if let Some(tiles) = &zones.tiles
+        if let Some(tiles) = zones.tiles()
             && (tile, order) == (ROWS.tile, TileOrder::Pairs)
         {
             Error::check_shape(call, "zones.tiles", &[1 + most, 4], tiles.dims())?;
             Error::check_dtype(call, "zones.tiles", DType::I32, tiles.dtype())?;
-            let count = tiles.view().data().ptr;
+            let count = tiles.data().ptr;
             return Ok(Self { list: count + TILE_BYTES, count, most, _made: None });
         }
         let mut list = Tensor::empty(device, DType::I32, &[most, 4])?;

@@ -16,7 +16,7 @@ pub struct Zones<D: Device> {
     pub counts: Tensor<D>,
     /// Rows N of buffers in this layout.
     pub rows: usize,
-    /// The device's own list of row tiles, which it has made with the layout: kernels go by it unchecked.
+    /// Kernels go by it unchecked, so none but the device gives one.
     pub(crate) tiles: Option<Tensor<D>>,
 }
 
@@ -24,6 +24,11 @@ impl<D: Device> Zones<D> {
     /// A layout of one's own; what does not fit is an error of the call that takes it.
     pub fn new(offsets: Tensor<D>, counts: Tensor<D>, rows: usize) -> Self {
         Self { offsets, counts, rows, tiles: None }
+    }
+
+    /// The device's own list of row tiles, where it has made one with the layout.
+    pub fn tiles(&self) -> Option<TensorRef<'_, D>> {
+        self.tiles.as_ref().map(Tensor::view)
     }
 }
 
