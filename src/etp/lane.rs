@@ -71,8 +71,13 @@ pub(super) struct Done<D: ShardDevice> {
 }
 
 impl<D: ShardDevice> Done<D> {
+    /// With nothing left on a stream.
+    fn with(loans: Vec<Sent<D>>, outcome: Result<()>) -> Self {
+        Self { loans, outcome, ready: None, made: None, numbers: Vec::new() }
+    }
+
     fn failed(error: Error) -> Self {
-        Self { loans: Vec::new(), outcome: Err(error), ready: None, made: None, numbers: Vec::new() }
+        Self::with(Vec::new(), Err(error))
     }
 }
 
@@ -280,8 +285,7 @@ impl<D: ShardDevice> Lane<D> {
             None => Err(order),
         };
         if let Err(Order { job, after, reply, .. }) = refused {
-            let outcome = after.and(Err(ended(self.name)));
-            let _ = reply.send(Done { loans: job.loans(), outcome, ready: None, made: None, numbers: Vec::new() });
+            let _ = reply.send(Done::with(job.loans(), after.and(Err(ended(self.name)))));
         }
         Pending { lane: self.name, reply: receiver, recording, _under_way: Counted::among(&self.given.under_way) }
     }
@@ -332,14 +336,14 @@ impl<D: ShardDevice> Job<D> {
         };
         match self {
             // Nothing is left on the stream, and what all ranks have made none of them gives up.
-            Job::Memory { made, .. } => Done { loans: Vec::new(), outcome, ready: None, made, numbers: Vec::new() },
-            Job::Compare { all, .. } => Done { loans: Vec::new(), outcome, ready: None, made: None, numbers: all },
+            Job::Memory { made, .. } => Done { made, ..Done::with(Vec::new(), outcome) },
+            Job::Compare { all, .. } => Done { numbers: all, ..Done::with(Vec::new(), outcome) },
             job => {
                 let (ready, outcome) = match away.mark() {
                     Ok(ready) => (ready, outcome),
                     Err(error) => (None, outcome.and(Err(error))),
                 };
-                Done { loans: job.loans(), outcome, ready, made: None, numbers: Vec::new() }
+                Done { ready, ..Done::with(job.loans(), outcome) }
             }
         }
     }

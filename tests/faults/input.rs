@@ -96,6 +96,21 @@ fn backward_with<D: Target>(r: &mut Rank<D>, spoil: fn(&mut Tensor<Cpu>, &mut Te
     r.backward(context, &x, &views.params(), &d_y).map(drop)
 }
 
+/// A good forward, and a backward for which the culprit has another layer.
+fn backward_of<D: Target>(r: &mut Rank<D>, other: fn(&Layer) -> Result<Layer>) -> Result<()> {
+    let own = r.own(&params(r.rank, r.group.ranks()));
+    let views = own.views()?;
+    let x = r.put(&r.x());
+    let (_, context) = r.forward(x.view(), &views.params())?;
+    let right = r.layer.clone();
+    if r.is_culprit() {
+        r.layer = other(&right)?;
+    }
+    let result = r.backward(context, &x, &views.params(), &x);
+    r.layer = right;
+    result.map(drop)
+}
+
 fn backward_faults<D: Target>() -> Vec<Fault<D>> {
     vec![
         ("gradient of y", |r| backward_with(r, |_, d_y| *d_y = tensor(4, 0, &[TOKENS + 1, HIDDEN]))),
@@ -103,33 +118,13 @@ fn backward_faults<D: Target>() -> Vec<Fault<D>> {
             backward_with(r, |_, d_y| *d_y = Tensor::zeros(&Cpu::new(), DType::F16, d_y.dims()).expect("d y"))
         }),
         ("tensor x", |r| backward_with(r, |x, _| *x = tensor(4, 0, &[TOKENS - 1, HIDDEN]))),
-        ("context", |r| {
-            let own = r.own(&params(r.rank, r.group.ranks()));
-            let views = own.views()?;
-            let x = r.put(&r.x());
-            let (_, context) = r.forward(x.view(), &views.params())?;
-            let right = r.layer.clone();
-            if r.is_culprit() {
-                r.layer = Layer::new(config(), 6)?;
-            }
-            let result = r.backward(context, &x, &views.params(), &x);
-            r.layer = right;
-            result.map(drop)
-        }),
+        ("context", |r| backward_of(r, |_| Layer::new(config(), 6))),
         ("context: expected one of this configuration", |r| {
-            let own = r.own(&params(r.rank, r.group.ranks()));
-            let views = own.views()?;
-            let x = r.put(&r.x());
-            let (_, context) = r.forward(x.view(), &views.params())?;
-            let right = r.layer.clone();
-            if r.is_culprit() {
+            backward_of(r, |right| {
                 let mut other = config();
                 other.router.scale = 2.0;
-                r.layer = Layer::new(other, right.number())?;
-            }
-            let result = r.backward(context, &x, &views.params(), &x);
-            r.layer = right;
-            result.map(drop)
+                Layer::new(other, right.number())
+            })
         }),
         ("no weight", |r| {
             let own = r.own(&params(r.rank, r.group.ranks()));
