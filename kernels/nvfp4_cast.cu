@@ -118,7 +118,7 @@ __device__ __forceinline__ void cast(const QuantCast& p) {
 // Rows alone, of a matrix without gaps whose rows are whole blocks, with one amax: a block's place follows from its number.
 template <class T, int MODE>
 __device__ __forceinline__ void cast_rows(const QuantCast& p) {
-        constexpr int EACH = 8 / sizeof(T), THREADS = 256;
+    constexpr int EACH = 8 / sizeof(T), THREADS = 256;
     const QuantSide& side = p.rows;
     const int64_t all = p.matrix.rows * side.blocks, first = static_cast<int64_t>(blockIdx.x) * EACH * THREADS + threadIdx.x;
     Block<T> blocks[EACH];

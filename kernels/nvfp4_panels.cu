@@ -7,17 +7,15 @@
 namespace {
 using namespace quant;
 
-constexpr int ROWS = 128, COLUMNS = 128, THREADS = 256, HIGH = ROWS / 16;
-constexpr unsigned EACH = 2;  // panels that a block of threads takes one after another
-// Bytes from a row of the panel to the next, and from a column's codes to the next's: few lanes meet on a bank.
-constexpr int PITCH = 272, CODES = 72;
+constexpr int THREADS = 256, HIGH = SIDE / 16;
+constexpr int PITCH = 272;  // bytes from a row of the panel to the next: few lanes meet on a bank
 
 struct Shared {
-    unsigned char panel[ROWS * PITCH];
+    unsigned char panel[SIDE * PITCH];
     float factors[2][128];  // by scale, of rows and of columns
     float first[2];
-    alignas(16) unsigned char codes[COLUMNS * CODES];
-    alignas(16) unsigned char scales[COLUMNS * HIGH];
+    alignas(16) unsigned char codes[SIDE * CODES];
+    alignas(16) unsigned char scales[SIDE * HIGH];
 };
 
 // A block: its elements, and by twos as they are stored.
@@ -105,16 +103,11 @@ __device__ __forceinline__ void down_columns(const QuantCast& p, Shared& s, int6
     }
 }
 
-// What columns became, on its way out: a column's codes lie together, 64 bytes of eight lanes.
+// What columns became, on its way out.
 __device__ __forceinline__ void write_columns(const QuantCast& p, const Shared& s, int64_t row, int64_t column) {
     const QuantSide& side = p.columns;
-    const int first = threadIdx.x / 8, piece = threadIdx.x % 8 * 8;
-    uint8_t* codes = side.codes + (column + first) * side.code_bytes + row / 2 + piece;
-#pragma unroll
-    for (int i = 0; i < COLUMNS / 32; i++) {
-        *reinterpret_cast<uint2*>(codes + i * 32 * side.code_bytes) = *reinterpret_cast<const uint2*>(s.codes + (first + i * 32) * CODES + piece);
-    }
-    if (threadIdx.x >= COLUMNS) return;
+    write_codes(side, s.codes, row, column);
+    if (threadIdx.x >= SIDE) return;
     uint8_t* scales = side.scales + (column + threadIdx.x) * side.blocks + row / 16;
     *reinterpret_cast<uint2*>(scales) = *reinterpret_cast<const uint2*>(s.scales + threadIdx.x * HIGH);
 }
@@ -122,7 +115,7 @@ __device__ __forceinline__ void write_columns(const QuantCast& p, const Shared& 
 // A panel on its way to shared memory.
 template <class T>
 struct Load {
-    static constexpr int LOADS = ROWS / 16;
+    static constexpr int LOADS = SIDE / 16;
     uint4 words[LOADS];
 
     __device__ __forceinline__ void start(const Strided& m, uint2 at) {
@@ -136,24 +129,13 @@ struct Load {
     }
 };
 
-// What blocks of each scale are multiplied by: half of the threads for rows, half for columns.
-template <int MODE>
-__device__ __forceinline__ void tabulate(const QuantCast& p, Shared& s) {
-    const int which = threadIdx.x / 128;
-    const QuantSide& side = which ? p.columns : p.rows;
-    if (!side.codes) return;
-    const Factors<MODE> factors(*side.amax);
-    s.factors[which][threadIdx.x % 128] = factors.factor(threadIdx.x % 128);
-    s.first[which] = factors.first;
-}
-
 template <class T, int MODE>
 __device__ __forceinline__ void cast(const QuantCast& p) {
     extern __shared__ __align__(16) unsigned char memory[];
     Shared& s = *reinterpret_cast<Shared*>(memory);
-    const unsigned all = static_cast<unsigned>((p.matrix.rows / ROWS) * (p.matrix.columns / COLUMNS)), end = min(all, (blockIdx.x + 1) * EACH);
+    const unsigned all = static_cast<unsigned>((p.matrix.rows / SIDE) * (p.matrix.columns / SIDE)), end = min(all, (blockIdx.x + 1) * EACH);
     unsigned panel = blockIdx.x * EACH;
-    uint2 at = place(p.matrix, panel);
+    uint2 at = whole_panel(p.matrix, panel);
     Load<T> load;
     load.start(p.matrix, at);
     tabulate<MODE>(p, s);
@@ -168,7 +150,7 @@ __device__ __forceinline__ void cast(const QuantCast& p) {
         const bool last = ++panel == end;
         if (p.columns.codes) write_columns(p, s, before.x, before.y);
         if (last) return;
-        at = place(p.matrix, panel), load.start(p.matrix, at);
+        at = whole_panel(p.matrix, panel), load.start(p.matrix, at);
     }
 }
 

@@ -6,13 +6,10 @@
 namespace {
 using namespace quant;
 
-constexpr int CODES = 72;  // bytes from a column's codes to the next's
-constexpr unsigned EACH = 2;  // panels that a block of threads takes one after another
-
 struct Shared {
     alignas(16) unsigned char codes[SIDE * CODES];
     alignas(8) unsigned char tiles[8][8], transposed[8][8];  // scales
-    float factors[2][128];                                   // by scale, of rows and of columns
+    float factors[2][128];  // by scale, of rows and of columns
     float first[2];
 };
 
@@ -72,13 +69,7 @@ __device__ __forceinline__ void turn(unsigned char* to, const unsigned (&codes)[
 
 // What codes and scales of the panel became, on their way out.
 __device__ __forceinline__ void write(const QuantCast& p, const Shared& s, uint2 at) {
-    if (p.columns.codes) {
-        const QuantSide& side = p.columns;
-        const int first = threadIdx.x / 8, piece = threadIdx.x % 8 * 8;
-        uint8_t* codes = side.codes + (at.y + first) * side.code_bytes + at.x / 2 + piece;
-#pragma unroll
-        for (int i = 0; i < 4; i++) *reinterpret_cast<uint2*>(codes + i * 32 * side.code_bytes) = *reinterpret_cast<const uint2*>(s.codes + (first + i * 32) * CODES + piece);
-    }
+    if (p.columns.codes) write_codes(p.columns, s.codes, at.x, at.y);
     const bool down = threadIdx.x >= SIDE;
     const unsigned i = threadIdx.x % SIDE;
     const QuantSide& side = down ? p.columns : p.rows;
@@ -91,21 +82,13 @@ template <class T>
 __device__ __forceinline__ void cast(const QuantCast& p) {
     __shared__ Shared s;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, quarter = lane / 8 * 4, eight = lane % 8 * 8;
-    {
-        const int which = threadIdx.x / 128;
-        const QuantSide& side = which ? p.columns : p.rows;
-        if (side.codes) {
-            const Factors<TILED> factors(*side.amax);
-            s.factors[which][threadIdx.x % 128] = factors.factor(threadIdx.x % 128);
-            s.first[which] = factors.first;
-        }
-    }
+    tabulate<TILED>(p, s);
     // Amaxes that differ, or are NaN, make codes that differ.
     const bool apart = p.rows.codes && p.columns.codes && *p.rows.amax != *p.columns.amax;
     const unsigned all = static_cast<unsigned>((p.matrix.rows / SIDE) * (p.matrix.columns / SIDE)), end = min(all, (blockIdx.x + 1) * EACH);
 #pragma unroll 1
     for (unsigned panel = blockIdx.x * EACH; panel < end; panel++) {
-        const uint2 at = place(p.matrix, panel);
+        const uint2 at = whole_panel(p.matrix, panel);
         const unsigned row = at.x + warp * 16 + quarter, column = at.y + eight;
         Unit<T> units[2];
         const T* from = static_cast<const T*>(p.matrix.base) + row * p.matrix.row_stride + column;

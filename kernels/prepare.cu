@@ -215,7 +215,8 @@ extern "C" __global__ void __launch_bounds__(32) plan_count(const __grid_constan
     for (int e = threadIdx.x; e < p.experts; e += 32) p.before[e * p.chunks + blockIdx.x] = count[e];
 }
 
-// A warp an expert: chunks' counts become counts before the chunk. Blocks beyond the experts' help to clear the maps.
+// A warp an expert: chunks' counts become counts before the chunk. All blocks clear the maps;
+// there are more than experts need where maps are long.
 extern "C" __global__ void __launch_bounds__(256) plan_scan(const __grid_constant__ Plan p) {
     clear_maps(p);
     scan_chunks(p.before, p.chunks, p.experts, p.stats);

@@ -20,7 +20,8 @@ __device__ inline void raise_fault(unsigned long long* fault, Fault code, long l
     atomicMax(fault, (static_cast<unsigned long long>(code) << 48) | (0xffffffffffffull - (detail & 0xffffffffffffull)));
 }
 
-// Both of these words begin with the need, so that capacity and rank are those of one layout.
+// Both of these words begin with the need, so that capacity and rank are those of the layout that needs most; of equal
+// needs the highest rank and the fewest rows.
 __device__ inline void raise_capacity(unsigned long long* fault, long long needed, long long rank, long long rows) {
     raise_fault(fault, FAULT_CAPACITY, rows);
     atomicMax(fault + 2, (static_cast<unsigned long long>(needed) << 16) | (rank & 0xffff));

@@ -49,11 +49,34 @@ __device__ __forceinline__ unsigned nearest8_signed(const float (&y)[8]) {
 #endif
 }
 
-constexpr int SIDE = 128;  // of a panel
+constexpr int SIDE = 128, CODES = 72;  // of a panel; bytes from a column's codes to the next's: few lanes meet on a bank
+constexpr unsigned EACH = 2;           // panels that a block of threads takes one after another
 
-// Row and column of a panel. Eight rows of panels go together, so that what neighbours write to the same lines of memory,
-// they write at about the same time.
-__device__ __forceinline__ uint2 place(const Strided& m, unsigned panel) {
+// What blocks of each scale are multiplied by, and what makes their scales, of rows and of columns: half of the threads
+// for either.
+template <int MODE, class Shared>
+__device__ __forceinline__ void tabulate(const QuantCast& p, Shared& s) {
+    const int which = threadIdx.x / 128;
+    const QuantSide& side = which ? p.columns : p.rows;
+    if (!side.codes) return;
+    const Factors<MODE> factors(*side.amax);
+    s.factors[which][threadIdx.x % 128] = factors.factor(threadIdx.x % 128);
+    s.first[which] = factors.first;
+}
+
+// Columns' codes of a panel on their way out: a column's lie together, 64 bytes of eight lanes.
+template <class Index>
+__device__ __forceinline__ void write_codes(const QuantSide& side, const unsigned char* from, Index row, Index column) {
+    const int first = threadIdx.x / 8, piece = threadIdx.x % 8 * 8;
+    uint8_t* codes = side.codes + (column + first) * side.code_bytes + row / 2 + piece;
+#pragma unroll
+    for (int i = 0; i < SIDE / 32; i++) {
+        *reinterpret_cast<uint2*>(codes + i * 32 * side.code_bytes) = *reinterpret_cast<const uint2*>(from + (first + i * 32) * CODES + piece);
+    }
+}
+
+// Row and column of a whole panel, in the order of `place` (quant.cuh).
+__device__ __forceinline__ uint2 whole_panel(const Strided& m, unsigned panel) {
     constexpr unsigned GROUP = 8;
     const unsigned wide = static_cast<unsigned>(m.columns / SIDE), high = static_cast<unsigned>(m.rows / SIDE);
     const unsigned first = panel / (GROUP * wide) * GROUP, rest = panel - first * wide, own = min(high - first, GROUP), across = rest / own;

@@ -22,8 +22,8 @@ const SPLIT_TOKENS: usize = 256;
 /// does not depend on the number of tokens, so a token's logits do not either.
 const SPLIT_HIDDEN: usize = 1024;
 
-/// Experts of which Hopper's kernel makes the tokens' gradient at most, and columns of its tiles; those of the weight's
-/// gradient.
+/// Experts of which Hopper's kernel makes the tokens' gradient at most, and columns of the weight that a block keeps;
+/// columns of a tile of the weight's gradient.
 const HOPPER_EXPERTS: usize = 128;
 const HOPPER_COLUMNS: usize = 512;
 const HOPPER_WEIGHT_COLUMNS: usize = 128;

@@ -24,7 +24,7 @@ const PANEL: [usize; 2] = [128, 256];
 /// Shared memory of the NVFP4 kernels, without and with columns (`kernels/nvfp4_cast.cu`).
 const CAST_SHARED: [u32; 2] = [35_072, 46_336];
 
-/// Whole panels that a block takes one after another (`kernels/nvfp4_panels.cu`, `kernels/nvfp4_tiles.cu`), and the shared
+/// Whole panels that a block takes one after another (`kernels/common/panels.cuh`), and the shared
 /// memory of the first.
 const PANELS_EACH: usize = 2;
 const PANELS_SHARED: u32 = 46_096;
