@@ -73,7 +73,7 @@ struct Args {
     /// In what form tokens travel to their experts, which read what it stands for, as the dense reference's do; the
     /// golden's results are then not compared.
     #[arg(long, value_enum, default_value_t = Form::Plain)]
-    payload: Form,
+    token_payload: Form,
     /// Be one rank of several that a launcher has started as processes, one GPU each (docs/ranks.md); rank 0 compares.
     #[arg(long)]
     processes: bool,
@@ -162,7 +162,7 @@ fn compare(args: &Args) -> Result<bool, AnyError> {
     let reference = Reference::run(&job, &found)?;
     clock.lap("dense reference");
 
-    let golden = golden.filter(|_| job.payload == Payload::Plain);
+    let golden = golden.filter(|_| job.token_payload == Payload::Plain);
     let rows = rows(&folder, &config, golden, &found, &reference)?;
     print_rows(&rows, args.rows, ALWAYS_SHOWN);
     if reference.near_ties > 0 {
@@ -246,7 +246,7 @@ fn job(
         dir: args.checkpoint.clone(),
         layer,
         dtype: folder.dtype,
-        payload: args.payload.into(),
+        token_payload: args.token_payload.into(),
         split: uneven(x.dim(0)?, ranks),
         x: rounded(x)?,
         dy: rounded(dy)?,
@@ -262,7 +262,7 @@ fn print_header(folder: &Folder, config: &MoeConfig, job: &Job) {
     println!("{} ({}), layer {}, {}", job.dir.display(), folder.model_type, job.layer, folder.dtype);
     println!("hidden {}, {} experts of {}, top {}{shared}", config.hidden, r.num_experts, config.intermediate, r.top_k);
     println!("routing {:?}, activation {:?}", r.score, config.activation);
-    let form = if job.payload == Payload::Plain { String::new() } else { format!(" in {:?}", job.payload) };
+    let form = if job.token_payload == Payload::Plain { String::new() } else { format!(" in {:?}", job.token_payload) };
     println!("{} ranks, tokens {:?}{form}\n", job.split.len(), job.split);
 }
 
@@ -300,11 +300,11 @@ impl Reference {
 
 /// What experts read of the tokens: what arrives. Gradients pass straight through.
 fn read(job: &Job, x: &Tensor) -> Result<Tensor, AnyError> {
-    if job.payload == Payload::Plain {
+    if job.token_payload == Payload::Plain {
         return Ok(x.clone());
     }
     let values = x.flatten_all()?.to_vec1::<f64>()?;
-    let back = through((job.payload, TOKENS), (job.dtype, &values), x.dims2()?.into())?;
+    let back = through((job.token_payload, TOKENS), (job.dtype, &values), x.dims2()?.into())?;
     Ok((x + (Tensor::from_vec(back, x.shape(), x.device())? - x)?.detach())?)
 }
 
@@ -399,8 +399,8 @@ mod tests {
         let number = checkpoint.moe_layers()[0];
         let config = checkpoint.block_config(number).unwrap();
         let job = job(&args, (&folder, 4), number, config.hidden, folder.golden.as_ref()).unwrap();
-        let found = run(&args, &Job { payload: layer.into(), ..job.clone() }).unwrap();
-        let reference = Reference::run(&Job { payload: reference.into(), ..job }, &found).unwrap();
+        let found = run(&args, &Job { token_payload: layer.into(), ..job.clone() }).unwrap();
+        let reference = Reference::run(&Job { token_payload: reference.into(), ..job }, &found).unwrap();
         let rows = rows(&folder, &config, None, &found, &reference).unwrap();
         assert!(rows.len() > 4);
         rows.iter().filter(|row| !row.ok()).count()

@@ -200,7 +200,7 @@ impl Suite {
             dir: self.folder.dir.clone(),
             layer,
             dtype: self.folder.dtype,
-            payload: moebius::etp::Payload::Plain,
+            token_payload: moebius::etp::Payload::Plain,
             split: split.to_vec(),
             x: x.clone(),
             dy: dy.clone(),

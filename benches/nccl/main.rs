@@ -5,11 +5,12 @@
 //! ```text
 //! cargo bench -p moebius --no-default-features --features nccl --bench nccl --
 //!     [--ranks N] [--tokens 128,4096] [--routing uniform] [--mode "ht windows"] [--workload dsv3]
-//!     [--payload nvfp4] [--ahead 0,2] [--spare 0,16] [--lanes 2,1] [--engines 0,1] [calls] [layer] [etp]
+//!     [--token-payload nvfp4] [--shard-payload nvfp4] [--ahead 0,2] [--spare 0,16] [--lanes 2,1] [--engines 0,1]
+//!     [calls] [layer] [etp]
 //! ```
 //!
-//! `--payload` names forms, `plain`, `nvfp4` and `mxfp8`: those in which a layer's tokens travel (`plain` unless told) and
-//! those of shards (`plain` and `nvfp4`).
+//! `--token-payload` and `--shard-payload` name forms, `plain`, `nvfp4` and `mxfp8`: those in which a layer's tokens
+//! travel (`plain` unless told), and those in which shards do (`plain` and `nvfp4`).
 //!
 //! A call is timed from when all ranks stand before it with idle GPUs until its last work on the GPU is done, so what
 //! the host does in between counts.
@@ -185,8 +186,8 @@ fn main() -> Result<()> {
         workloads.extend(tokens.iter().map(|&tokens| Workload { tokens, ..workload }));
     }
     let forms = [("plain", Payload::Plain), ("nvfp4", Payload::Nvfp4), ("mxfp8", Payload::Mxfp8)];
-    let payloads = |default: &str| -> Vec<Payload> {
-        let names: Vec<&str> = value("--payload").map_or(default, String::as_str).split(',').collect();
+    let payloads = |flag: &str, default: &str| -> Vec<Payload> {
+        let names: Vec<&str> = value(flag).map_or(default, String::as_str).split(',').collect();
         forms.into_iter().filter(|(name, _)| names.contains(name)).map(|(_, payload)| payload).collect()
     };
     let dispatchers: Vec<Dispatcher> = DISPATCHERS.iter().copied().filter(|d| only("--mode", d.mode)).collect();
@@ -196,14 +197,14 @@ fn main() -> Result<()> {
             calls::run(&world, &report, (workload, &serving), value("--routing"))?;
         }
         if asked("layer") {
-            for payload in payloads("plain") {
+            for payload in payloads("--token-payload", "plain") {
                 layer::run(&world, &report, (workload, &serving, payload))?;
             }
         }
     }
     if asked("etp") {
         let asked = etp::Asked {
-            payloads: payloads("plain,nvfp4"),
+            payloads: payloads("--shard-payload", "plain,nvfp4"),
             ahead: numbers("--ahead").unwrap_or_else(|| vec![0, 1, 2]),
             spare: numbers("--spare").unwrap_or_else(|| vec![0, 16]),
             lanes: numbers("--lanes").unwrap_or_else(|| vec![2]),

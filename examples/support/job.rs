@@ -29,7 +29,7 @@ pub struct Job {
     /// Convert weights and tokens to this type.
     pub dtype: MoebiusDType,
     /// In what form tokens travel to their experts.
-    pub payload: Payload,
+    pub token_payload: Payload,
     /// Tokens of each rank; their number is the number of ranks.
     pub split: Vec<usize>,
     /// Tokens of all ranks `[T, H]`, F64.
@@ -48,7 +48,7 @@ impl Job {
     pub fn load(&self, rank: usize, ranks: usize) -> Result<Block, AnyError> {
         let options = LoadOptions { rank, ranks, dtype: Some(self.dtype) };
         let mut block = Checkpoint::open(&self.dir)?.load_block(self.layer, options)?;
-        block.config.payload = self.payload;
+        block.config.payload = self.token_payload;
         Ok(block)
     }
 }

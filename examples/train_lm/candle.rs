@@ -62,7 +62,7 @@ impl Rank {
             let layer = Layer::new(moe_config(settings), number as u32)?;
             let vb = vb.pp(format!("layers.{number}.moe"));
             layers.push(match &sharded {
-                Some(sharded) => sharded.module(layer, Parts { group: &group, vb, payload: settings.payload })?,
+                Some(sharded) => sharded.module(layer, Parts { group: &group, vb, payload: settings.shard_payload })?,
                 None => ExpertParallelMoE::new(layer, &group, vb)?,
             });
         }
@@ -87,7 +87,7 @@ impl Rank {
                 for (sum, tokens) in seen.load[layer].iter_mut().zip(&out.load.get()?.tokens_per_expert) {
                     *sum += tokens;
                 }
-                if seen.ids.is_some() && self.settings.tokens != Payload::Plain {
+                if seen.ids.is_some() && self.settings.token_payload != Payload::Plain {
                     seen.tokens[layer].extend(x.to_device(&Device::Cpu)?.flatten_all()?.to_vec1::<f32>()?);
                 }
                 if let Some(ids) = &mut seen.ids {

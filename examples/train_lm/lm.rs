@@ -16,9 +16,9 @@ pub const VOCABULARY: usize = 256;
 pub struct Settings {
     pub mesh: Mesh,
     /// How shards travel.
-    pub payload: Payload,
+    pub shard_payload: Payload,
     /// How tokens travel to their experts.
-    pub tokens: Payload,
+    pub token_payload: Payload,
     /// Parts of a rank's sequences, one forward and backward each, whose gradients are added.
     pub microbatches: usize,
     /// Largest norm of all gradients.

@@ -76,7 +76,7 @@ struct Args {
     ep: Option<usize>,
     /// In what form shards travel; weights that the layers see are then what it stands for, in the twin too.
     #[arg(long, value_enum, default_value = "plain", requires = "etp")]
-    payload: Form,
+    shard_payload: Form,
     /// The GPUs' copy engines carry shards and their gradients, over NCCL 2.28 or later: with --device cuda, and --etp
     /// above 1.
     #[arg(long, requires = "etp")]
@@ -216,8 +216,8 @@ impl Args {
         }
         Ok(Settings {
             mesh,
-            payload: self.payload.payload(),
-            tokens: self.token_payload.payload(),
+            shard_payload: self.shard_payload.payload(),
+            token_payload: self.token_payload.payload(),
             microbatches: self.microbatches,
             clip: self.clip,
             steps: self.steps,
@@ -335,8 +335,8 @@ fn print_header(settings: &Settings, corpus: &Corpus) {
         let engines = if mesh.engines { ", shards and their gradients by copy engines" } else { "" };
         println!("EP {} x ETP {} x {} replicas{engines}", mesh.ep, mesh.shards(), mesh.replicas());
     }
-    if settings.tokens != Payload::Plain {
-        println!("tokens travel in {:?}", settings.tokens);
+    if settings.token_payload != Payload::Plain {
+        println!("tokens travel in {:?}", settings.token_payload);
     }
 }
 

@@ -66,7 +66,7 @@ pub fn moe_config(settings: &Settings) -> MoeConfig {
     // The mean over the EP groups.
     moe.aux.balance = settings.balance / settings.mesh.groups() as f64;
     moe.aux.over_ranks = true;
-    moe.payload = settings.tokens;
+    moe.payload = settings.token_payload;
     moe
 }
 

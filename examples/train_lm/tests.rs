@@ -12,8 +12,8 @@ use crate::{Args, TOLERANCE, candle, process, ranks};
 fn settings(ep: usize, etp: Option<usize>) -> Settings {
     Settings {
         mesh: Mesh { ranks: 4, ep, etp, engines: false },
-        payload: Payload::Plain,
-        tokens: Payload::Plain,
+        shard_payload: Payload::Plain,
+        token_payload: Payload::Plain,
         microbatches: 1,
         clip: None,
         steps: 4,
@@ -74,7 +74,7 @@ fn losses_and_weights_do_not_depend_on_the_number_of_shards() {
 #[test]
 fn shards_that_travel_quantised() {
     for (payload, [up, down]) in [(Payload::Nvfp4, [9.0, 12.0]), (Payload::Mxfp8, [17.0, 21.0])] {
-        let runs = [1, 2, 4].map(|n| train(&Settings { payload, ..settings(1, Some(n)) }));
+        let runs = [1, 2, 4].map(|n| train(&Settings { shard_payload: payload, ..settings(1, Some(n)) }));
         assert_eq!(bits(&runs[0]), bits(&runs[1]), "{payload:?}");
         assert_eq!(bits(&runs[0]), bits(&runs[2]), "{payload:?}");
         assert_ne!(bits(&runs[0]), bits(&train(&settings(1, Some(1)))), "{payload:?}");
@@ -90,7 +90,7 @@ fn shards_that_travel_quantised() {
 #[test]
 fn tokens_that_travel_quantised() {
     for tokens in [Payload::Nvfp4, Payload::Mxfp8] {
-        let run = |mesh: Settings| train(&Settings { tokens, hidden: 32, ..mesh });
+        let run = |mesh: Settings| train(&Settings { token_payload: tokens, hidden: 32, ..mesh });
         let one = run(settings(1, Some(1)));
         for n in [2, 4] {
             assert_eq!(bits(&run(settings(1, Some(n)))), bits(&one), "{tokens:?}, ETP {n}");
@@ -100,7 +100,7 @@ fn tokens_that_travel_quantised() {
         assert_ne!(bits(&one), bits(&plain), "{tokens:?}");
         // In parts, over whole weights, and with shards in a form of their own.
         run(Settings { microbatches: 2, ..settings(4, None) });
-        run(Settings { payload: Payload::Nvfp4, ..settings(2, Some(2)) });
+        run(Settings { shard_payload: Payload::Nvfp4, ..settings(2, Some(2)) });
     }
 }
 
@@ -108,9 +108,9 @@ fn tokens_that_travel_quantised() {
 #[test]
 fn a_twin_that_reads_other_tokens_is_found() {
     // A second layer would choose other experts, which is found before.
-    let settings = Settings { tokens: Payload::Nvfp4, hidden: 32, steps: 1, layers: 1, ..settings(1, Some(1)) };
+    let settings = Settings { token_payload: Payload::Nvfp4, hidden: 32, steps: 1, layers: 1, ..settings(1, Some(1)) };
     let corpus = Corpus::load(None).unwrap();
-    let plain = Settings { tokens: Payload::Plain, ..settings.clone() };
+    let plain = Settings { token_payload: Payload::Plain, ..settings.clone() };
     let places = mesh::places(settings.mesh, &vec![Device::Cpu; 4], ranks::TIMEOUT).unwrap();
     let make = |params: &[_], place, rank| candle::Rank::new(&settings, params, (place, rank));
     let mut errors = Vec::new();
@@ -190,6 +190,7 @@ fn arguments_that_cannot_be() {
         (&["--copy-engines"], "--etp"),
         (&["--copy-engines", "--etp", "2"], "--copy-engines: give --device cuda"),
         (&["--token-payload", "fp4"], "--token-payload"),
+        (&["--shard-payload", "nvfp4"], "--etp"),
     ] {
         let text = refused(arguments);
         assert!(text.contains(word), "{arguments:?}: {text}");
@@ -199,7 +200,7 @@ fn arguments_that_cannot_be() {
 /// Ranks that tell each other of each step, as processes do, train to the bits of ranks that report to one thread.
 #[test]
 fn ranks_as_processes_train_alike() {
-    let tokens = Settings { tokens: Payload::Nvfp4, hidden: 32, ..settings(2, Some(2)) };
+    let tokens = Settings { token_payload: Payload::Nvfp4, hidden: 32, ..settings(2, Some(2)) };
     for settings in
         [settings(4, None), Settings { clip: Some(0.5), ..settings(2, Some(2)) }, settings(1, Some(4)), tokens]
     {

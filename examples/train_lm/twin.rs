@@ -42,7 +42,7 @@ impl Twin {
             let weight = self.whole(ranks, (name, var), |v| &v.weight)?;
             hashes.push(fingerprint(weight.iter().map(|v| u64::from(v.to_bits()))));
             let weight = match is_share(name) {
-                true => travelled(self.settings.payload, weight.into_owned(), var.dims())?,
+                true => travelled(self.settings.shard_payload, weight.into_owned(), var.dims())?,
                 false => weight.into_owned(),
             };
             var.set(&Tensor::from_slice(&weight, var.shape(), &Device::Cpu)?)?;
@@ -81,7 +81,7 @@ impl Twin {
     /// differ from them by rounding, which a code may turn into a step of its grid; so they are compared as they are, and
     /// what is computed with is what the ranks have sent.
     fn read(&self, layer: usize, x: &Tensor, ranks: &[Check]) -> candle_core::Result<Option<Tensor>> {
-        if self.settings.tokens == Payload::Plain {
+        if self.settings.token_payload == Payload::Plain {
             return Ok(None);
         }
         let sent: Vec<f32> = ranks.iter().flat_map(|rank| rank.tokens[layer].iter().copied()).collect();
@@ -90,7 +90,7 @@ impl Twin {
             candle_core::bail!("layer {layer}: the ranks' tokens differ from the twin's by {error:e}");
         }
         let (values, dims) = (sent.iter().map(|v| f64::from(*v)).collect::<Vec<_>>(), x.dims2()?);
-        let back = through((self.settings.tokens, TOKENS), (DType::F32, &values), dims.into());
+        let back = through((self.settings.token_payload, TOKENS), (DType::F32, &values), dims.into());
         let back = back.map_err(candle_core::Error::wrap)?;
         let back: Vec<f32> = back.into_iter().map(|v| v as f32).collect();
         Ok(Some(Tensor::from_vec(back, dims, x.device())?))
