@@ -195,9 +195,22 @@ impl<D: Kernels> Member for EpGroup<D> {
     fn exchange(&self, exchange: Exchange, on: HostTensor<'_>) -> Result<()> {
         let mut group = self.lock();
         let (device, stream) = (group.device().clone(), group.stream().clone());
-        let mut values = Tensor::empty(&device, on.dtype, on.dims)?;
-        device.upload(&stream, on.bytes, values.view_mut())?;
+        let sent = || {
+            let mut values = Tensor::empty(&device, on.dtype, on.dims)?;
+            device.upload(&stream, on.bytes, values.view_mut())?;
+            Ok(values)
+        };
+        let sent: Result<_> = sent();
         let comm = group.dispatcher().communicator();
+        let (Exchange::Broadcast(tag) | Exchange::Sum(tag)) = exchange;
+        let mut values = match sent {
+            Ok(values) => values,
+            Err(error) => {
+                // The other ranks are told: they are in the collective.
+                let _ = comm.refuse(tag, &error.to_string());
+                return Err(error);
+            }
+        };
         match exchange {
             Exchange::Broadcast(tag) => comm.broadcast(tag, 0, values.view_mut())?,
             Exchange::Sum(tag) => comm.all_reduce(tag, ReduceOp::Sum, values.view_mut())?,

@@ -88,9 +88,10 @@
 //!
 //! # Errors in backward
 //! burn's `backward()` returns nothing, so an error unwinds: the panic's message is the error's text, and the typed
-//! error waits in [`DeviceGroup::take_failure`]. Peers end in typed errors by the communicator's timeout. A second
-//! `backward()` of the same loss is refused by burn before it reaches the layer. burn frees the nodes that a backward
-//! used: a new loss made of an old output reaches neither this layer nor any other operation before it.
+//! error waits in [`DeviceGroup::take_failure`]. Peers are told at once of what fails in the layer's own part, and know
+//! by the communicator's timeout of a rank that fails elsewhere; they end in typed errors. A second `backward()` of the
+//! same loss is refused by burn before it reaches the layer. burn frees the nodes that a backward used: a new loss made
+//! of an old output reaches neither this layer nor any other operation before it.
 //!
 //! # Other back ends
 //! Fusion, and back ends of other devices, are refused when the program is compiled: they do not implement
@@ -113,6 +114,8 @@ mod group;
 mod init;
 mod module;
 mod run;
+#[cfg(test)]
+mod tests;
 
 pub use crate::ep::EpGroup;
 pub use backend::{Call, MoeBackend, Named, NativeBackend, Operands, Outputs, Place, RoutingData};

@@ -62,26 +62,33 @@ pub(super) fn run_forward<B: NativeBackend>(
     let mut group = call.group.expect::<B, B::Core>(FORWARD, &device)?.lock();
     let core = group.device().clone();
     let mode = Mode { backward, ..call.mode };
-    let prepared = Views::<B>::new(&core, operands)
-        .and_then(|views| Ok((views, Results::<B>::allocate(call, &core, &operands.x)?)));
-    let (views, mut results) = match prepared {
-        Ok(prepared) => prepared,
+    let mut called = false;
+    let mut forward = || {
+        let views = Views::<B>::new(&core, operands)?;
+        let mut results = Results::<B>::allocate(call, &core, &operands.x)?;
+        let made = ordered::<B, _>(call, &core, || {
+            // Before the call: nothing of the back end's fails behind it.
+            let y = B::view_mut(&mut results.y)?;
+            let [logits, ids, weights] = [&mut results.logits, &mut results.ids, &mut results.weights].map(B::view_mut);
+            let (logits, ids, weights, aux) = (logits?, ids?, weights?, B::view_mut(&mut results.aux)?);
+            called = true;
+            let made = call.layer.forward_into(&mut group, mode, (views.x, &views.params.params()), y)?;
+            for (from, to) in
+                [(&made.routing.logits, logits), (&made.routing.ids, ids), (&made.routing.weights, weights)]
+            {
+                core.copy(from.view().data(), to.into_data())?;
+            }
+            made.aux.write(aux)?;
+            Ok(made)
+        })?;
+        Ok((results, made))
+    };
+    let (results, made) = match forward() {
+        Ok(done) => done,
+        Err(error) if called => return Err(error),
         // The other ranks are told: they are in forward.
         Err(error) => return Err(call.layer.refuse_forward(&mut group, error)),
     };
-    let made = ordered::<B, _>(call, &core, || {
-        let y = B::view_mut(&mut results.y)?;
-        let made = call.layer.forward_into(&mut group, mode, (views.x, &views.params.params()), y)?;
-        for (from, to) in [
-            (&made.routing.logits, &mut results.logits),
-            (&made.routing.ids, &mut results.ids),
-            (&made.routing.weights, &mut results.weights),
-        ] {
-            core.copy(from.view().data(), B::view_mut(to)?.into_data())?;
-        }
-        made.aux.write(B::view_mut(&mut results.aux)?)?;
-        Ok(made)
-    })?;
     let outputs = Outputs {
         y: B::float(results.y)?,
         aux: B::float(results.aux)?,
@@ -145,7 +152,8 @@ pub(super) fn run_backward<B: NativeBackend>(
     context.handle().check_backward(BACKWARD)?;
     let mut group = call.group.expect::<B, B::Core>(BACKWARD, &device)?.lock();
     let core = group.device().clone();
-    let prepare = || {
+    let mut called = false;
+    let backward = || {
         let views = Views::<B>::new(&core, operands)?;
         let view = |name, tensor| B::view(&core, Named { name, tensor });
         let y = dy.as_ref().map(|tensor| view("gradient of y", tensor)).transpose()?;
@@ -160,26 +168,28 @@ pub(super) fn run_backward<B: NativeBackend>(
         for role in Role::ALL.into_iter().filter(|&role| tracked.makes(role)) {
             made.params[role as usize] = views.params.get(role).map(like).transpose()?;
         }
-        Ok((views, made, Cotangents { y, aux: aux.map_or(Scalar::Host(0.0), Scalar::Device) }))
-    };
-    let (views, mut made, cotangents) = match prepare() {
-        Ok(prepared) => prepared,
-        // The other ranks are told: they are in backward.
-        Err(error) => return Err(call.layer.refuse_backward(&mut group, error)),
-    };
-    ordered::<B, _>(call, &core, || {
-        let mut into = GradientsMut::none();
-        into.x = made.x.as_mut().map(B::view_mut).transpose()?;
-        for (role, output) in Role::ALL.into_iter().zip(&mut made.params) {
-            if let Some(output) = output {
-                into.set(role, B::view_mut(output)?);
+        let cotangents = Cotangents { y, aux: aux.map_or(Scalar::Host(0.0), Scalar::Device) };
+        ordered::<B, _>(call, &core, || {
+            let mut into = GradientsMut::none();
+            into.x = made.x.as_mut().map(B::view_mut).transpose()?;
+            for (role, output) in Role::ALL.into_iter().zip(&mut made.params) {
+                if let Some(output) = output {
+                    into.set(role, B::view_mut(output)?);
+                }
             }
-        }
-        let params = views.params.params();
-        let inputs = Inputs { x: views.x.borrow(), params: &params };
-        call.layer.backward_into(&mut group, context, (inputs, cotangents), into)
-    })?;
-    made.try_map(B::float)
+            let params = views.params.params();
+            let inputs = Inputs { x: views.x.borrow(), params: &params };
+            called = true;
+            call.layer.backward_into(&mut group, context, (inputs, cotangents), into)
+        })?;
+        Ok(made)
+    };
+    match backward() {
+        Ok(made) => made.try_map(B::float),
+        Err(error) if called => Err(error),
+        // The other ranks are told: they are in backward.
+        Err(error) => Err(call.layer.refuse_backward(&mut group, error)),
+    }
 }
 
 /// Views of one call's tensors.

@@ -1,0 +1,167 @@
+//! What fails on one rank between burn's work and the core's, on a back end that fails as told.
+
+use std::cell::Cell;
+use std::sync::Arc;
+use std::thread;
+use std::time::Duration;
+
+use burn::backend::autodiff::checkpoint::strategy::BalancedCheckpointing;
+use burn::backend::flex::FlexDevice;
+use burn::backend::{Autodiff, Flex};
+use burn::tensor::TensorData;
+use burn::tensor::backend::AutodiffBackend;
+use burn::tensor::ops::{FloatTensor, FloatTensorOps, IntTensor};
+
+use crate::comm::ThreadWorld;
+use crate::cpu::Cpu;
+use crate::device::Waited;
+use crate::ep::{EpGroup, Group, GroupConfig};
+use crate::error::{CommError, Error, Result};
+use crate::layer::{Layer, Mode, Role};
+use crate::tensor::{TensorMut, TensorRef};
+use crate::{MoeConfig, Tensor as CoreTensor};
+
+use super::backend::{Call, Named, NativeBackend, Operands, Place};
+use super::run::{Tracked, run_backward, run_forward};
+
+/// Flex, under a name that nothing else uses.
+type Failing = Autodiff<Flex, BalancedCheckpointing>;
+
+/// Calls of a back end that fail.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum At {
+    Begin,
+    /// The view of a result that comes behind so many others.
+    ViewMut(usize),
+}
+
+thread_local! {
+    /// What the next call of this rank fails at.
+    static FAILS: Cell<Option<At>> = const { Cell::new(None) };
+}
+
+fn fails(at: At) -> Result<()> {
+    match FAILS.get() {
+        Some(told) if told == at => Err(Error::invalid("test", "GPU", "one that works", format!("{at:?}"))),
+        Some(At::ViewMut(others)) if at == At::ViewMut(0) => {
+            FAILS.set(Some(At::ViewMut(others - 1)));
+            Ok(())
+        }
+        _ => Ok(()),
+    }
+}
+
+impl NativeBackend for Failing {
+    type Core = Cpu;
+    type Output = CoreTensor<Cpu>;
+
+    fn contiguous(tensor: FloatTensor<Self>) -> FloatTensor<Self> {
+        tensor
+    }
+
+    fn view<'a>(core: &Cpu, Named { name, tensor }: Named<'a, FloatTensor<Self>>) -> Result<TensorRef<'a, Cpu>> {
+        Flex::view(core, Named { name, tensor: &tensor.primitive })
+    }
+
+    fn output(core: &Cpu, _: &FloatTensor<Self>, Place { dtype, dims }: Place<'_>) -> Result<CoreTensor<Cpu>> {
+        CoreTensor::empty(core, dtype, dims)
+    }
+
+    fn view_mut(output: &mut CoreTensor<Cpu>) -> Result<TensorMut<'_, Cpu>> {
+        fails(At::ViewMut(0))?;
+        Flex::view_mut(output)
+    }
+
+    fn float(output: CoreTensor<Cpu>) -> Result<FloatTensor<Self>> {
+        Ok(Self::from_inner(Flex::float(output)?))
+    }
+
+    fn int(output: CoreTensor<Cpu>) -> Result<IntTensor<Self>> {
+        Flex::int(output)
+    }
+
+    fn begin(_: &Cpu) -> Result<Waited> {
+        fails(At::Begin)?;
+        Ok(Waited::Nothing)
+    }
+
+    fn end(_: &Cpu) -> Result<Waited> {
+        Ok(Waited::Nothing)
+    }
+}
+
+const TOKENS: usize = 3;
+const HIDDEN: usize = 4;
+/// A rank that is not told waits this long: the test is slow then, and fails.
+const PATIENCE: Duration = Duration::from_secs(20);
+
+fn float(dims: &[usize]) -> FloatTensor<Failing> {
+    let values: Vec<f32> = (0..dims.iter().product()).map(|at| at as f32 * 0.01).collect();
+    Failing::float_from_data(TensorData::new(values, dims.to_vec()), &FlexDevice)
+}
+
+/// A forward and a backward of one rank, one of which may fail there, and then both again.
+fn run(call: &Call, at: Option<(At, bool)>) -> [Result<()>; 2] {
+    let config = call.layer.config();
+    let operands = Operands::new(float(&[TOKENS, HIDDEN]), |role| {
+        let mut dims = role.dims(config, config.router.num_experts)?;
+        if !role.is_replicated() {
+            dims[0] /= call.group.ranks();
+        }
+        Some(float(&dims))
+    });
+    let tracked = Tracked { x: true, params: Role::ALL.map(|role| operands.param(role).is_some()) };
+    let backward = |context| {
+        let dy = Some(float(&[TOKENS, HIDDEN]));
+        run_backward::<Failing>(call, &operands, context, (dy, None), tracked).map(drop)
+    };
+    let forward = || run_forward::<Failing>(call, &operands, true).map(|(_, context)| context.expect("kept"));
+    FAILS.set(at.and_then(|(at, backward)| (!backward).then_some(at)));
+    let first = match forward() {
+        Ok(context) => {
+            FAILS.set(at.map(|(at, _)| at));
+            backward(context)
+        }
+        Err(error) => Err(error),
+    };
+    FAILS.set(None);
+    [first, forward().and_then(backward)]
+}
+
+/// Whatever fails on a rank before the layer is called, the others get its reason at once, and the group goes on.
+#[test]
+fn what_fails_before_the_layer_is_told() {
+    // Results of a forward: y, logits, ids, weights, losses. Of a backward: gradients of x, router, up, down.
+    let cases = [(false, 5), (true, 4)].into_iter().flat_map(|(backward, results)| {
+        let all = (0..results).map(At::ViewMut).chain([At::Begin]);
+        all.map(move |at| (at, backward))
+    });
+    for case in cases {
+        let outcomes: Vec<_> = thread::scope(|scope| {
+            let seats = ThreadWorld::create(2, PATIENCE).into_iter().enumerate();
+            let rank = |(rank, comm)| {
+                scope.spawn(move || {
+                    let group = Group::new(Cpu::new(), (), Box::new(comm), GroupConfig::new(4, 8)).unwrap();
+                    let layer = Arc::new(Layer::new(MoeConfig::new(HIDDEN, 2, 4, 2), 7).unwrap());
+                    let call = Call { layer, group: EpGroup::new(group).into(), mode: Mode::default() };
+                    run(&call, (rank == 1).then_some(case))
+                })
+            };
+            let threads: Vec<_> = seats.map(rank).collect();
+            threads.into_iter().map(|thread| thread.join().expect("no panic")).collect()
+        });
+        let [[told, after], [own, again]] = &outcomes[..] else { panic!("two ranks") };
+        match told {
+            // In prepare, and in backward's first collective.
+            Err(
+                Error::Peer { rank: 0, peer: 1, reason, .. }
+                | Error::Comm(CommError::Refused { rank: 0, peer: 1, reason, .. }),
+            ) => {
+                assert!(reason.contains("one that works"), "{case:?}: {reason}");
+            }
+            other => panic!("{case:?}: {other:?}"),
+        }
+        assert!(matches!(own, Err(Error::Invalid { .. })), "{case:?}: {own:?}");
+        assert!(after.is_ok() && again.is_ok(), "{case:?}: {after:?}, {again:?}");
+    }
+}
