@@ -5,6 +5,7 @@
 //! registered by all ranks together, and stays until the communicator ends. Whether that works is tried when a
 //! communicator is made ([`attempt`]), so that all ranks hear alike of one where it does not, before anything is under way.
 
+use std::cell::{Cell, RefCell};
 use std::ffi::c_void;
 use std::fmt;
 use std::sync::Arc;
@@ -93,55 +94,118 @@ const TOLD: usize = 256;
 /// Bytes of a block of the attempt.
 const BLOCK: usize = 16;
 
+/// What the attempt asks of a rank's GPU, and of all ranks over plain memory.
+pub(super) trait Ground {
+    /// Takes over memory of `ncclMemAlloc` on this GPU, of that many bytes.
+    fn hold(&self, address: u64, bytes: usize);
+    /// Takes over the window of the memory that it holds.
+    fn keep(&self, window: NcclWindow) -> Result<()>;
+    /// Writes the start of the memory.
+    fn write(&self, bytes: &[u8]) -> Result<()>;
+    /// Reads the start of the memory, once the stream has passed.
+    fn read(&self, bytes: usize) -> Result<Vec<u8>>;
+    /// Brings every rank's trouble (collective).
+    fn tell(&self, trouble: &str) -> Result<Vec<String>>;
+}
+
+struct Gpu<'a> {
+    lane: &'a Lane<'a>,
+    cuda: &'a Cuda,
+    memory: RefCell<Option<(Arc<Block>, usize)>>,
+}
+
+impl Gpu<'_> {
+    /// The memory, of which that many bytes are asked for.
+    fn held(&self, bytes: usize) -> Result<Arc<Block>> {
+        match &*self.memory.borrow() {
+            Some((block, all)) if bytes <= *all => Ok(Arc::clone(block)),
+            _ => Err(Error::invalid("NcclComm", "memory", format!("{bytes} bytes"), "less")),
+        }
+    }
+}
+
+impl Ground for Gpu<'_> {
+    fn hold(&self, address: u64, bytes: usize) {
+        let (library, cuda) = (self.lane.link.library().clone(), self.cuda.clone());
+        *self.memory.borrow_mut() = Some((Arc::new(Block { library, cuda, address }), bytes));
+    }
+
+    fn keep(&self, window: NcclWindow) -> Result<()> {
+        let block = self.held(window.bytes())?;
+        self.lane.link.keep(Registered { window, block });
+        Ok(())
+    }
+
+    fn write(&self, bytes: &[u8]) -> Result<()> {
+        let block = self.held(bytes.len())?;
+        // SAFETY: the memory has as many bytes, and nothing else writes them.
+        let mut to = unsafe { DeviceMut::from_raw(block.address, bytes.len()) };
+        let to = TensorMut::new(Cuda::reborrow(&mut to), DType::U8, &[bytes.len()])?;
+        self.cuda.upload(&self.cuda.stream(), bytes, to)
+    }
+
+    fn read(&self, bytes: usize) -> Result<Vec<u8>> {
+        let block = self.held(bytes)?;
+        // SAFETY: as in `write`; what the stream does before has written them.
+        let from = unsafe { DeviceRef::from_raw(block.address, bytes) };
+        self.cuda.download(&self.cuda.stream(), TensorRef::new(from, DType::U8, &[bytes])?)
+    }
+
+    fn tell(&self, trouble: &str) -> Result<Vec<String>> {
+        tell(self.lane, self.cuda, trouble)
+    }
+}
+
 /// Makes a first window and has both of a chain's collectives move it, as the communicator's first user. Its first
 /// collectives over windows make NCCL's own windows too, and leave no flag there that those of a recording, which all have
 /// the same number, could take for theirs.
 pub(super) fn attempt(link: &Link, cuda: &Cuda) -> Result<()> {
-    let (library, rank, ranks) = (link.library().clone(), link.rank, link.size);
-    let lane = Lane { link, stream: cuda.stream().raw().cu_stream().cast() };
-    let mut memory: Option<Arc<Block>> = None;
-    let mut base = 0;
+    let lane = &Lane { link, stream: cuda.stream().raw().cu_stream().cast() };
+    attempt_on(lane, &Gpu { lane, cuda, memory: RefCell::default() })
+}
+
+/// What a rank does alone is a step of its own, before the collective that needs it: one that cannot tells the others,
+/// which would wait for it there.
+pub(super) fn attempt_on(lane: &Lane<'_>, ground: &impl Ground) -> Result<()> {
+    let link = lane.link;
+    let (library, rank, ranks) = (link.library(), link.rank, link.size);
     let part = ranks * BLOCK;
+    let base = Cell::new(0);
     let mut allocate = || {
-        let address = Registering::of(&library)?.allocate(2 * part)?;
-        memory = Some(Arc::new(Block { library: library.clone(), cuda: cuda.clone(), address }));
-        base = address;
+        let address = Registering::of(library)?.allocate(2 * part)?;
+        ground.hold(address, 2 * part);
+        base.set(address);
         Ok(())
     };
-    in_step(rank, &mut [&mut allocate], |trouble| tell(&lane, cuda, trouble))?;
     let mut register = || {
-        let Some(block) = memory.take() else { return Err(ended()) };
-        let registering = Registering::of(&library)?;
-        let window = link.with(|_, comm| registering.register(comm, base, 2 * part)).ok_or_else(ended)??;
-        link.keep(Registered { window, block });
-        Ok(())
+        let registering = Registering::of(library)?;
+        let window = link.with(|_, comm| registering.register(comm, base.get(), 2 * part)).ok_or_else(ended)??;
+        ground.keep(window)
+    };
+    let exchange = || library.newer("ncclAlltoAll", library.functions().all_to_all);
+    let mut fill = || {
+        exchange()?;
+        let own = |at: usize| if at / BLOCK == rank { (at as u8).wrapping_add(1) } else { 0 };
+        ground.write(&(0..part).map(own).collect::<Vec<u8>>())
     };
     // To all ranks' blocks, and from there to each rank a block of every other.
     let mut moves = || {
-        // SAFETY: the first half of the window, which is kept as long as the communicator.
-        let mut sent = unsafe { DeviceMut::from_raw(base, part) };
-        let bytes: Vec<u8> =
-            (0..part).map(|at| if at / BLOCK == rank { (at as u8).wrapping_add(1) } else { 0 }).collect();
-        cuda.upload(&cuda.stream(), &bytes, TensorMut::new(Cuda::reborrow(&mut sent), DType::U8, &[part])?)?;
+        let (base, exchange) = (base.get(), exchange()?);
         let own = base + (rank * BLOCK) as u64;
-        let exchange = library.newer("ncclAlltoAll", library.functions().all_to_all)?;
         let (from, to) = (base as *const c_void, (base + part as u64) as *mut c_void);
-        // SAFETY: all in the window; its halves have a block for each rank.
+        // SAFETY: all in the window, which is kept as long as the communicator; its halves have a block for each rank.
         let moved = unsafe {
             lane.all_gather(own, base, BLOCK).and_then(|()| {
                 lane.other("ncclAlltoAll", |comm, stream| exchange(from, to, BLOCK, DataType::U8, comm, stream))
             })
         };
         moved.map_err(|refused| refused.map_or_else(ended, Error::from))?;
-        // SAFETY: the window as above.
-        let all = unsafe { DeviceRef::from_raw(base, 2 * part) };
-        let found = cuda.download(&cuda.stream(), TensorRef::new(all, DType::U8, &[2 * part])?)?;
-        check_moved(rank, &found)
+        check_moved(rank, &ground.read(2 * part)?)
     };
-    let steps: &mut [&mut dyn FnMut() -> Result<()>] = &mut [&mut register, &mut moves];
+    let steps: &mut [&mut dyn FnMut() -> Result<()>] = &mut [&mut allocate, &mut register, &mut fill, &mut moves];
     // One that is alone moves nothing.
-    let steps = if ranks > 1 { steps } else { &mut steps[..1] };
-    in_step(rank, steps, |trouble| tell(&lane, cuda, trouble))
+    let steps = if ranks > 1 { steps } else { &mut steps[..2] };
+    in_step(rank, steps, |trouble| ground.tell(trouble))
 }
 
 /// Block r of the first half is rank r's; block r of the second is this rank's of rank r's first half.

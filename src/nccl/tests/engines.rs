@@ -1,12 +1,15 @@
 //! Copy engines: what fails as they are tried, and as they copy.
 
+use std::cell::RefCell;
+
 use super::*;
 use crate::comm::agree::{Call, Detail};
 use crate::comm::{Communicator, ThreadComm, ThreadWorld};
 use crate::cpu::Cpu;
 use crate::dtype::DType;
+use crate::nccl::NcclWindow;
 use crate::nccl::board::{Board, Hall};
-use crate::nccl::engines::{check_moved, in_step};
+use crate::nccl::engines::{Ground, attempt_on, check_moved, in_step};
 use crate::nccl::seat::Seat;
 use crate::nccl::symmetric::Registering;
 use crate::tensor::{TensorMut, TensorRef};
@@ -172,6 +175,93 @@ fn what_ranks_try_together_fails_on_all_alike() {
                 (None, Ok(())) => {}
                 (Some(_), Err(Error::Nccl(NcclError::Engines { rank, peer: 1, reason }))) => {
                     assert!(rank == own && reason.contains("memory"), "{reason}");
+                }
+                other => panic!("rank {own}: {other:?}"),
+            }
+        }
+    }
+}
+
+/// Where a rank fails as copy engines are tried.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Step {
+    Register,
+    Keep,
+    Write,
+    Exchange,
+    Read,
+    Check,
+}
+
+/// A rank's GPU, whose memory is what copy engines should have left there.
+struct Fails {
+    rank: usize,
+    comm: RefCell<ThreadComm>,
+    at: Option<Step>,
+}
+
+impl Fails {
+    fn reach(&self, step: Step) -> crate::Result<()> {
+        match self.at == Some(step) {
+            true => Err(Error::invalid("test", "GPU", "one that works", format!("{step:?}"))),
+            false => Ok(()),
+        }
+    }
+}
+
+impl Ground for Fails {
+    fn hold(&self, _: u64, _: usize) {}
+
+    fn keep(&self, _: NcclWindow) -> crate::Result<()> {
+        self.reach(Step::Keep)
+    }
+
+    fn write(&self, _: &[u8]) -> crate::Result<()> {
+        self.reach(Step::Write)
+    }
+
+    fn read(&self, bytes: usize) -> crate::Result<Vec<u8>> {
+        self.reach(Step::Read)?;
+        let gathered: Vec<u8> = (1..=bytes as u8 / 2).collect();
+        let own = &gathered[self.rank * 16..][..16];
+        Ok(match self.at {
+            Some(Step::Check) => vec![0; bytes],
+            _ => [&gathered[..], &own.repeat(gathered.len() / 16)].concat(),
+        })
+    }
+
+    fn tell(&self, trouble: &str) -> crate::Result<Vec<String>> {
+        told(&mut self.comm.borrow_mut(), trouble)
+    }
+}
+
+/// Whatever a rank cannot do as its copy engines are tried, all ranks hear of it; where that is its own part, before any
+/// of them is in a collective that would wait for it.
+#[test]
+fn an_attempt_that_fails_on_a_rank_fails_on_all() {
+    use Step::*;
+    for at in [None, Some(Register), Some(Keep), Some(Write), Some(Exchange), Some(Read), Some(Check)] {
+        let run = |(rank, comm): (usize, ThreadComm)| {
+            let (link, fake) = link_of(rank, 3);
+            let at = at.filter(|_| rank == 1);
+            fake.register.store(i32::from(at == Some(Register)), SeqCst);
+            fake.exchange.store(i32::from(at == Some(Exchange)), SeqCst);
+            let lane = Lane { link: &link, stream: std::ptr::null_mut() };
+            let outcome = attempt_on(&lane, &Fails { rank, comm: RefCell::new(comm), at });
+            (outcome, fake.inside.load(SeqCst))
+        };
+        let outcomes: Vec<_> = thread::scope(|scope| {
+            let seats = ThreadWorld::create(3, PATIENCE).into_iter().enumerate();
+            let threads: Vec<_> = seats.map(|seat| scope.spawn(move || run(seat))).collect();
+            threads.into_iter().map(|t| t.join().expect("no panic")).collect()
+        });
+        for (own, (outcome, inside)) in outcomes.into_iter().enumerate() {
+            let begun = !matches!(at, Some(Register | Keep | Write));
+            assert_eq!(inside, begun, "rank {own}, {at:?}: in a collective");
+            match (at, outcome) {
+                (None, Ok(())) => {}
+                (Some(_), Err(Error::Nccl(NcclError::Engines { rank, peer: 1, .. }))) => {
+                    assert_eq!(rank, own, "{at:?}")
                 }
                 other => panic!("rank {own}: {other:?}"),
             }
