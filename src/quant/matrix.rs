@@ -50,7 +50,7 @@ impl<'a, D: Device> Matrix<'a, D> {
     /// Part of a tensor, or its transpose, or any other strides.
     ///
     /// # Errors
-    /// A layout that leaves the tensor, or another element type.
+    /// A layout that leaves the tensor, or that names more elements than it has, one many times; another element type.
     pub fn strided(base: TensorRef<'a, D>, layout: Layout) -> Result<Self> {
         const CALL: &str = "Matrix::strided";
         if !matches!(base.dtype(), DType::F32 | DType::BF16 | DType::F16) {
@@ -60,9 +60,11 @@ impl<'a, D: Device> Matrix<'a, D> {
         let last = |axis: usize| dims[axis].saturating_sub(1).checked_mul(strides[axis]);
         let end = || last(0)?.checked_add(last(1)?)?.checked_add(offset);
         let empty = dims.contains(&0);
-        // Sizes are multiplied later, in bytes and with padding.
+        // Sizes are multiplied later, in bytes and with padding. Work and scratch are for as many elements as a matrix
+        // names: a stride of 0 must not name more than there is memory for.
         let count = dims[0].max(1).checked_mul(dims[1].max(1)).filter(|c| *c <= isize::MAX as usize / 64);
-        if count.is_none() || !(empty || end().is_some_and(|end| end < base.count())) {
+        let within = || end().is_some_and(|end| end < base.count()) && count.is_some_and(|c| c <= base.count());
+        if count.is_none() || !(empty || within()) {
             let expected = format!("elements within the tensor's {}", base.count());
             return Err(Error::invalid(CALL, "layout", expected, format!("{layout:?}")));
         }

@@ -101,11 +101,48 @@ fn layouts_that_leave_the_tensor() {
         layout(0, [usize::MAX, 1], [0, 1]),
         layout(0, [usize::MAX, 0], [0, 1]),
         layout(0, [usize::MAX, usize::MAX], [0, 0]),
+        // All within the tensor, and more than any memory holds.
+        layout(0, [1, 1 << 55], [1, 0]),
+        layout(99, [1 << 28, 1 << 27], [0, 0]),
+        layout(0, [10, 11], [0, 1]),
     ] {
         assert!(message(Matrix::strided(x.view(), wrong).map(|_| ())).contains("layout"), "{wrong:?}");
     }
-    for right in [layout(0, [10, 10], [1, 10]), layout(99, [1, 1], [7, 7]), layout(500, [0, 4], [9, 9])] {
+    for right in [
+        layout(0, [10, 10], [1, 10]),
+        layout(99, [1, 1], [7, 7]),
+        layout(500, [0, 4], [9, 9]),
+        layout(0, [10, 10], [0, 1]),
+    ] {
         Matrix::strided(x.view(), right).unwrap();
+    }
+}
+
+/// However many lines an empty matrix has, nobody goes through them, nor makes room for one however long.
+#[test]
+fn lines_of_nothing() {
+    let (cpu, x, format) = (Cpu::new(), zeros(DType::F32, &[1]), Nvfp4::TE);
+    for dims in [[1 << 56, 0], [0, 1 << 56]] {
+        let matrix = || Matrix::strided(x.view(), Layout { offset: 0, dims, strides: [0, 0] }).unwrap();
+        assert_eq!(cpu.first_non_finite(&(), matrix()).unwrap(), None);
+        let [mut rows, mut columns] = [1.0; 2].map(|value| tensor(&[value], DType::F32, &[1]));
+        let (rows_to, columns_to) = (Some(rows.view_mut()), Some(columns.view_mut()));
+        let call = Amax { format: &format, matrix: matrix(), rows: rows_to, columns: columns_to };
+        cpu.compute_amax(&(), call).unwrap();
+        for amax in [rows, columns] {
+            assert_eq!(amax.as_slice::<f32>().unwrap(), [0.0]);
+        }
+    }
+    for dims in [[1 << 20, 0], [0, 1 << 56]] {
+        let mut made = Nvfp4Tensors::empty(&cpu, &format, dims, Direction::Rows).unwrap();
+        let matrix = Matrix::strided(x.view(), Layout { offset: 0, dims, strides: [0, 0] }).unwrap();
+        cpu.quantize(&(), Quantize { format: &format, matrix, rows: Some(made.view_mut()), columns: None }).unwrap();
+        if dims[1] == 0 {
+            continue;
+        }
+        let mut out = zeros(DType::F32, &dims);
+        let (codes, scales, amax) = (made.codes.view(), made.scales.view(), made.amax.view());
+        cpu.dequantize(&(), Dequantize { format: &format, codes, scales, amax, out: out.view_mut() }).unwrap();
     }
 }
 

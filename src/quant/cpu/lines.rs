@@ -100,6 +100,10 @@ pub(super) fn write_lines(
             },
         );
     }
+    // Scratch is for a line, whose length may be larger than any memory where there is none.
+    if out.dims().contains(&0) {
+        return Ok(());
+    }
     match out.dtype() {
         DType::BF16 => narrow(out.into_slice::<bf16>()?, [len, scratch], make),
         DType::F16 => narrow(out.into_slice::<f16>()?, [len, scratch], make),
@@ -111,8 +115,12 @@ pub(super) fn write_lines(
 pub(super) fn first_non_finite(matrix: Matrix<'_, Cpu>) -> Result<Option<[usize; 2]>> {
     let lines = Lines::of(matrix)?;
     let len = lines.len();
+    // One of the two may be larger than any memory.
+    if len == 0 || lines.count() == 0 {
+        return Ok(None);
+    }
     let first = |values: &mut Vec<f32>, line| {
-        lines.load(line..line + 1, len.max(1), values);
+        lines.load(line..line + 1, len, values);
         Some([line, values.iter().position(|v| !v.is_finite())?])
     };
     let found = (0..lines.count()).into_par_iter().map_init(|| vec![0.0; len], first);

@@ -65,6 +65,8 @@ fn amax_of<'a>(
                 }
             });
         }
+        // However many lines of nothing there are.
+        AmaxScope::Matrix if panels.width == 0 => out.fill(0.0),
         AmaxScope::Matrix => {
             let panel_max = |panel: &mut Vec<f32>, index| {
                 panels.load(index, panel);
