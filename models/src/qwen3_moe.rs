@@ -41,6 +41,27 @@ enum FeedForward {
     Experts(Box<ExpertParallelMoE>),
 }
 
+impl FeedForward {
+    fn forward(&self, h: &Tensor, at: &mut Progress) -> Result<Tensor> {
+        at.inside = matches!(self, FeedForward::Experts(_));
+        let y = match self {
+            FeedForward::Dense(mlp) => mlp.forward(h)?,
+            FeedForward::Experts(moe) => moe.forward_full(h, Mode::default())?.y,
+        };
+        *at = Progress { layers: at.layers + 1, inside: false };
+        Ok(y)
+    }
+}
+
+/// How far a rank has come in a forward.
+#[derive(Debug, Clone, Copy)]
+struct Progress {
+    /// Layers whose collectives, if any, are behind it, or some fewer without any.
+    layers: usize,
+    /// Within a layer with experts, which tells the other ranks of its errors itself.
+    inside: bool,
+}
+
 /// Keys and values of the tokens so far, for decoding.
 #[derive(Debug, Clone)]
 pub struct Cache {
@@ -142,14 +163,6 @@ impl Qwen3Moe {
     /// # Errors
     /// As [`decode`](Self::decode).
     pub fn decode_hidden(&self, ids: &Tensor, cache: &mut Cache) -> Result<Tensor> {
-        const CALL: &str = "Qwen3Moe::decode";
-        if self.trainable {
-            return Err(Error::Usage { call: CALL, problem: "the model was loaded as trainable; load another".into() });
-        }
-        if cache.layers.len() != self.layers.len() {
-            let problem = format!("the cache has {} layers, the model {}", cache.layers.len(), self.layers.len());
-            return Err(Error::Usage { call: CALL, problem });
-        }
         self.run(ids, Some(cache))
     }
 
@@ -167,8 +180,33 @@ impl Qwen3Moe {
         }
     }
 
+    /// What fails on a rank is told to the others, which go on to the next layer with experts and would wait there.
     fn run(&self, ids: &Tensor, cache: Option<&mut Cache>) -> Result<Tensor> {
+        let mut at = Progress { layers: 0, inside: false };
+        self.through(ids, cache, &mut at).inspect_err(|error| {
+            let next = self.layers.iter().skip(at.layers).find_map(|layer| match &layer.feed_forward {
+                FeedForward::Dense(_) => None,
+                FeedForward::Experts(moe) => Some(moe),
+            });
+            if let Some(moe) = next.filter(|_| !at.inside) {
+                moe.refuse_forward(&error.to_string());
+            }
+        })
+    }
+
+    fn through(&self, ids: &Tensor, cache: Option<&mut Cache>, at: &mut Progress) -> Result<Tensor> {
         const CALL: &str = "Qwen3Moe::forward";
+        if let Some(cache) = &cache {
+            const CALL: &str = "Qwen3Moe::decode";
+            if self.trainable {
+                let problem = "the model was loaded as trainable; load another".into();
+                return Err(Error::Usage { call: CALL, problem });
+            }
+            if cache.layers.len() != self.layers.len() {
+                let problem = format!("the cache has {} layers, the model {}", cache.layers.len(), self.layers.len());
+                return Err(Error::Usage { call: CALL, problem });
+            }
+        }
         let &[b, s] = ids.dims() else {
             return Err(Error::Shape {
                 call: CALL,
@@ -194,7 +232,7 @@ impl Qwen3Moe {
             c.layers.iter_mut()
         });
         for layer in &self.layers {
-            x = layer.forward(&x, (b, s), (&angles, &mask), caches.as_mut().and_then(Iterator::next))?;
+            x = layer.forward(&x, (b, s), (&angles, &mask), caches.as_mut().and_then(Iterator::next), at)?;
         }
         if b * s > 0 {
             x = self.norm.forward(&x)?;
@@ -235,21 +273,18 @@ impl DecoderLayer {
         (b, s): (usize, usize),
         positions: (&Angles, &Mask),
         cache: Option<&mut ConcatKvCache>,
+        at: &mut Progress,
     ) -> Result<Tensor> {
         if b * s == 0 {
             // A rank without tokens still takes part in the experts' collectives, backward too. Candle's norms and
             // softmax refuse empty tensors, and its sum `x + y` of empty tensors is `x`, without a way back to y.
-            return Ok(match &self.feed_forward {
-                FeedForward::Dense(_) => x.clone(),
-                FeedForward::Experts(moe) => moe.forward_full(x, Mode::default())?.y,
-            });
+            return match &self.feed_forward {
+                FeedForward::Dense(_) => Ok(x.clone()),
+                FeedForward::Experts(_) => self.feed_forward.forward(x, at),
+            };
         }
         let x = (x + self.attention.forward(&self.input_norm.forward(x)?, (b, s), positions, cache)?)?;
         let h = self.post_attention_norm.forward(&x)?;
-        let y = match &self.feed_forward {
-            FeedForward::Dense(mlp) => mlp.forward(&h)?,
-            FeedForward::Experts(moe) => moe.forward_full(&h, Mode::default())?.y,
-        };
-        Ok((x + y)?)
+        Ok((x + self.feed_forward.forward(&h, at)?)?)
     }
 }

@@ -7,12 +7,12 @@ use std::thread;
 use std::time::Duration;
 
 use candle_core::{D, DType, Device, Result as CandleResult, Tensor};
-use moebius::candle::EpGroup;
+use moebius::candle::{EpGroup, error_of};
 use moebius::checkpoint::Checkpoint;
 use moebius::comm::ThreadWorld;
 use moebius::cpu::Cpu;
 use moebius::ep::{Group, GroupConfig};
-use moebius_models::{LoadOptions, Qwen3Moe};
+use moebius_models::{Error, LoadOptions, Qwen3Moe};
 
 /// f32: each of some 20 chained products sums at most 64 terms (relative rounding about √64 · 2⁻²⁴ ≈ 5e-7), in
 /// another order than the reference; errors of independent products add up to about √20 · 5e-7 ≈ 2e-6, and the
@@ -278,6 +278,40 @@ fn gradients_of_the_first_block() {
         let error = relative(&sum, &g["grad.model.layers.0.mlp.gate.weight"]);
         println!("gradients over {shares:?}: router {error:.1e}");
         assert!(error <= F32_GRADIENT, "{shares:?}: router differs by {error:e}");
+    }
+}
+
+/// A rank that fails before its layers with experts, or in one, tells the others, which would wait for it there; all go on.
+#[test]
+fn what_fails_on_a_rank_is_told_to_the_others() {
+    let golden = Golden::qwen3_moe();
+    let ids = |value: u32, dims: &[usize]| Tensor::full(value, dims, &Device::Cpu).expect("ids");
+    for (wrong, word) in [
+        (ids(0, &[1, 300]), "300"),
+        (ids(0, &[300]), "[300]"),
+        (ids(97, &[1, 1]), "97"),
+        // Of this the layer itself tells.
+        (ids(0, &[5, 250]), "1250"),
+    ] {
+        on_ranks(2, golden.experts, |rank, group| {
+            let model = golden.load(&group, golden.options());
+            let token = ids(0, &[1, 1]);
+            let error = model.forward(if rank == 1 { &wrong } else { &token }).expect_err("a failure on rank 1");
+            assert!(error.to_string().contains(word), "rank {rank}: {error}");
+            if rank == 0 {
+                let Error::Candle(theirs) = &error else { panic!("{error:?}") };
+                let own = error_of(theirs);
+                assert!(matches!(own, Some(moebius::Error::Peer { rank: 0, peer: 1, .. })), "{error:?}");
+            }
+            model.forward(&token).expect("logits");
+            // A cache that holds two sequences continues two.
+            let mut cache = model.cache();
+            model.decode(&ids(0, &[2, 3]), &mut cache).expect("logits");
+            let next = ids(0, if rank == 1 { &[1, 1] } else { &[2, 1] });
+            model.decode(&next, &mut cache).expect_err("a failure on rank 1");
+            cache.clear();
+            model.decode(&next, &mut cache).expect("logits");
+        });
     }
 }
 

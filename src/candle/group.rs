@@ -116,8 +116,8 @@ pub(super) trait Member: Debug + Send + Sync {
     fn ranks(&self) -> usize;
     fn local_experts(&self) -> usize;
     fn check_experts(&self, call: &'static str, layer: &Layer) -> Result<()>;
-    /// Meets the other ranks, which are in [`replicate`](Self::replicate), as a failure.
-    fn refuse(&self, layer: &Layer, reason: &str);
+    /// Meets the other ranks, which are in the collective of that tag, as a failure.
+    fn refuse(&self, tag: Tag, reason: &str);
     /// Gives a variable rank 0's values; a constant takes part and stays as it is.
     fn replicate(&self, layer: &Layer, t: &Tensor) -> candle_core::Result<()>;
     fn forward(&self, call: &run::Call<'_>, mode: Mode) -> candle_core::Result<MoeOutput>;
@@ -148,16 +148,21 @@ impl<D: Host> Member for On<D> {
         self.group.check_experts(call, layer.config().router.num_experts)
     }
 
-    fn refuse(&self, layer: &Layer, reason: &str) {
-        let _ = self.group.lock().dispatcher().communicator().refuse(weights(layer), reason);
+    fn refuse(&self, tag: Tag, reason: &str) {
+        // The rank's own error is the news, whatever becomes of the meeting.
+        let _ = self.group.lock().dispatcher().communicator().refuse(tag, reason);
     }
 
     fn replicate(&self, layer: &Layer, t: &Tensor) -> candle_core::Result<()> {
         const CALL: &str = "ExpertParallelMoE::new";
         let mut group = self.group.lock();
         let device = group.device().clone();
-        let mut values = with_views(&device, CALL, &[("of a replicated parameter", &t.contiguous()?)], |views| {
-            copy_of(&device, views[0])
+        let copied = t.contiguous().and_then(|t| {
+            Ok(with_views(&device, CALL, &[("of a replicated parameter", &t)], |views| copy_of(&device, views[0]))?)
+        });
+        let mut values = copied.inspect_err(|e| {
+            // The other ranks are told: they are in the collective below.
+            let _ = group.dispatcher().communicator().refuse(weights(layer), &e.to_string());
         })?;
         group.dispatcher().communicator().broadcast(weights(layer), 0, values.view_mut())?;
         if t.is_variable() {
@@ -171,8 +176,14 @@ impl<D: Host> Member for On<D> {
     }
 }
 
-fn weights(layer: &Layer) -> Tag {
+/// The collective that [`Member::replicate`] is.
+pub(super) fn weights(layer: &Layer) -> Tag {
     Tag { layer: layer.number(), op: Op::Weights, sequence: 0 }
+}
+
+/// A forward's first collective.
+pub(super) fn prepare(layer: &Layer) -> Tag {
+    Tag { layer: layer.number(), op: Op::Prepare, sequence: 0 }
 }
 
 /// The parameters in contiguous memory; as they are where they lie so.

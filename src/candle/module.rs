@@ -13,7 +13,7 @@ use crate::layer::{AuxValue, Layer, Mode, Role};
 use crate::lazy::Lazy;
 use crate::metrics::Load;
 
-use super::group::DeviceGroup;
+use super::group::{DeviceGroup, prepare, weights};
 use super::host::{Host, copy_of, into_candle, location, with_views};
 use super::run::Call;
 use super::sharded::Sharded;
@@ -125,7 +125,7 @@ impl ExpertParallelMoE {
     ) -> Result<Self> {
         let (params, sharded) = variables((&layer, &group), vb, chain).inspect_err(|e| {
             // The other ranks are in the collectives below: they are told, and the group stays usable.
-            group.member().refuse(&layer, &e.to_string());
+            group.member().refuse(weights(&layer), &e.to_string());
         })?;
         let moe = Self { layer, group, params, sharded };
         if moe.group.ranks() > 1 {
@@ -258,6 +258,12 @@ impl ExpertParallelMoE {
         [Role::Up, Role::Down].into_iter().zip(sharded.ids).filter_map(shard).collect()
     }
 
+    /// Meets the other ranks' forward of this layer as a failure: for a model that fails before it, where they would wait.
+    /// They get the reason at once, and the group stays usable.
+    pub fn refuse_forward(&self, reason: &str) {
+        self.group.member().refuse(prepare(&self.layer), reason);
+    }
+
     /// Forward over `[T, H]` or `[…, H]`. `mode.backward` is set here, from whether x or a parameter tracks gradients;
     /// where none does, nothing is kept.
     ///
@@ -266,10 +272,11 @@ impl ExpertParallelMoE {
     pub fn forward_full(&self, x: &Tensor, mode: Mode) -> Result<MoeOutput> {
         let hidden = self.layer.config().hidden;
         let flat = match x.dims() {
-            [.., h] if *h == hidden => x.reshape((x.elem_count() / hidden, hidden))?.contiguous()?,
+            [.., h] if *h == hidden => x.reshape((x.elem_count() / hidden, hidden)).and_then(|x| x.contiguous()),
             // The layer refuses it, on every rank.
-            _ => x.contiguous()?,
+            _ => x.contiguous(),
         };
+        let flat = flat.inspect_err(|e| self.refuse_forward(&e.to_string()))?;
         let tracks = x.track_op() || self.trainable().next().is_some();
         let sharded = self.sharded.as_ref();
         let call = Call { layer: &self.layer, params: &self.params, sharded, flat: &flat, shape: x.shape() };
