@@ -200,14 +200,14 @@ impl Cuda {
     /// Whether the driver may have the GPU read this memory of the host itself, instead of copying it first: it is
     /// page-locked, or the GPU follows the host's page tables (Grace).
     fn reads_in_place(&self, memory: &[u8]) -> bool {
-        use sys::CUdevice_attribute::CU_DEVICE_ATTRIBUTE_PAGEABLE_MEMORY_ACCESS_USES_HOST_PAGE_TABLES as HOST_TABLES;
         use sys::CUpointer_attribute::CU_POINTER_ATTRIBUTE_MEMORY_TYPE as KIND;
+        if self.inner.host_tables {
+            return true;
+        }
         let mut kind = 0u32;
         // SAFETY: the result is written to a local, of the attribute's size; the address is looked up and not followed.
         let known = unsafe { sys::cuPointerGetAttribute((&raw mut kind).cast(), KIND, memory.as_ptr() as u64) };
-        // SAFETY: the device is the context's.
-        let follows = unsafe { result::device::get_attribute(self.inner.context.cu_device(), HOST_TABLES) };
-        known == sys::CUresult::CUDA_SUCCESS || follows != Ok(0)
+        known == sys::CUresult::CUDA_SUCCESS
     }
 }
 

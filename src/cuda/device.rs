@@ -38,6 +38,8 @@ pub(super) struct Inner {
     pub(super) context: Arc<CudaContext>,
     /// Multiprocessors: blocks of a persistent kernel.
     pub(super) processors: usize,
+    /// The GPU follows the host's page tables (Grace), and so reads any memory of the host itself.
+    pub(super) host_tables: bool,
     /// Words that kernels raise errors in (`report`'s).
     pub(super) status: CUdeviceptr,
     pub(super) report: Status,
@@ -155,12 +157,27 @@ impl Cuda {
             .attribute(sys::CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)
             .map_err(driver(CALL, "ask for the number of multiprocessors"))?;
         let processors = usize::try_from(processors).unwrap_or(1);
+        let host_tables = context
+            .attribute(sys::CUdevice_attribute::CU_DEVICE_ATTRIBUTE_PAGEABLE_MEMORY_ACCESS_USES_HOST_PAGE_TABLES)
+            .map_err(driver(CALL, "ask whether the GPU follows the host's page tables"))?
+            != 0;
         let report = Status::new(&stream)?;
         let arena = RwLock::new(Arena::new(&stream)?);
         let (status, capturing) = (report.words, AtomicBool::new(false));
         let (guards, recordings) = (Mutex::default(), Recordings::default());
-        let inner =
-            Inner { functions, stream, context, processors, status, report, arena, capturing, recordings, guards };
+        let inner = Inner {
+            functions,
+            stream,
+            context,
+            processors,
+            host_tables,
+            status,
+            report,
+            arena,
+            capturing,
+            recordings,
+            guards,
+        };
         let cuda = Self { inner: Arc::new(inner), poison: false, portable: false, spare: 0 };
         cuda.reset_status(CALL)?;
         Ok(cuda)
