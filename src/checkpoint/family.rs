@@ -411,6 +411,20 @@ pub(super) static FAMILIES: &[Family] = &[
     },
 ];
 
+/// Families that are known to be none of these, and what the layer lacks for them.
+pub(super) static REFUSED: &[(&[&str], &str)] = &[
+    (
+        &["ernie4_5_vl_moe", "ernie4_5_vl_moe_text"],
+        "two groups of experts in a block, one for text and one for images, each with a router and a selection bias",
+    ),
+    (&["deepseek_v4"], "scores by sqrt(softplus) (scoring_func)"),
+];
+
+/// What the layer lacks for a `model_type`, where that is known.
+pub(super) fn lacking(model_type: &str) -> Option<&'static str> {
+    REFUSED.iter().find(|(types, _)| types.contains(&model_type)).map(|(_, lacking)| *lacking)
+}
+
 /// The family of a `model_type`.
 pub(super) fn find(model_type: &str) -> Option<&'static Family> {
     FAMILIES.iter().find(|family| family.types.contains(&model_type))

@@ -41,6 +41,10 @@ impl Model {
         let outer = Fields::new(&name, &root, None);
         let inner = Fields::new(&name, text, None);
         let types = [inner.word("model_type")?, outer.word("model_type")?];
+        if let Some((word, lacking)) = types.into_iter().flatten().find_map(|word| Some((word, family::lacking(word)?)))
+        {
+            return Err(CheckpointError::UnsupportedFamily { path: name.clone(), found: word.to_string(), lacking });
+        }
         let found = types.into_iter().flatten().find_map(|word| Some((word, family::find(word)?)));
         let Some((model_type, family)) = found else {
             return match outer.word("model_type")? {

@@ -34,6 +34,16 @@ pub enum CheckpointError {
         /// Comma-separated known families.
         known: String,
     },
+    /// `model_type` names a family whose blocks the layer cannot compute.
+    #[error("{path}: model_type {found:?} is not supported: the layer has no {lacking}")]
+    UnsupportedFamily {
+        /// The file.
+        path: String,
+        /// The model_type found.
+        found: String,
+        /// What the layer lacks for it.
+        lacking: &'static str,
+    },
     /// A safetensors header is damaged.
     #[error("{path}: damaged safetensors header: {problem}")]
     Header {

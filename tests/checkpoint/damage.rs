@@ -16,6 +16,7 @@ enum Kind {
     Io,
     Config,
     UnknownFamily,
+    UnsupportedFamily,
     Header,
     TooLarge,
     OutsideFolder,
@@ -31,6 +32,7 @@ fn kind(error: &Error) -> Kind {
         Error::Checkpoint(CheckpointError::Io { .. }) => Kind::Io,
         Error::Checkpoint(CheckpointError::Config { .. }) => Kind::Config,
         Error::Checkpoint(CheckpointError::UnknownFamily { .. }) => Kind::UnknownFamily,
+        Error::Checkpoint(CheckpointError::UnsupportedFamily { .. }) => Kind::UnsupportedFamily,
         Error::Checkpoint(CheckpointError::Header { .. }) => Kind::Header,
         Error::Checkpoint(CheckpointError::TooLarge { .. }) => Kind::TooLarge,
         Error::Checkpoint(CheckpointError::OutsideFolder { .. }) => Kind::OutsideFolder,
@@ -213,6 +215,8 @@ fn configurations() {
     let cases: Vec<((&str, &str, Value), Kind, &str)> = vec![
         (set("qwen3_moe", "model_type", json!("gpt2")), Kind::UnknownFamily, "qwen3_moe"),
         (set("qwen3_moe", "model_type", json!("x".repeat(1 << 20))), Kind::UnknownFamily, "xxx"),
+        (set("qwen3_moe", "model_type", json!("ernie4_5_vl_moe")), Kind::UnsupportedFamily, "one for images"),
+        (set("qwen3_moe", "model_type", json!("deepseek_v4")), Kind::UnsupportedFamily, "sqrt(softplus)"),
         (set("qwen3_moe", "model_type", json!(null)), Kind::Config, "model_type"),
         (set("qwen3_moe", "model_type", json!(3)), Kind::Config, "model_type"),
         (set("qwen3_moe", "num_local_experts", json!(0)), Kind::Config, "num_local_experts"),
@@ -275,6 +279,10 @@ fn configurations() {
     fs::write(dir.path().join("config.json"), json!({"model_type": "a_wrapper", "text_config": text}).to_string())
         .unwrap();
     refuse("a text model's own blocks", dir.path(), Kind::Config, "weight_block_size");
+    // A wrapper of a family that is known by its text model's.
+    let wrapper = json!({"model_type": "ernie4_5_vl_moe", "text_config": config("ernie4_5_moe")});
+    fs::write(dir.path().join("config.json"), wrapper.to_string()).unwrap();
+    refuse("a wrapper", dir.path(), Kind::UnsupportedFamily, "ernie4_5_vl_moe");
     for (what, text, expected) in [
         ("no JSON", "{".to_string(), Kind::Config),
         ("an array", "[]".to_string(), Kind::Config),
