@@ -20,8 +20,10 @@ use super::notices::{Notices, Subject};
 use super::spoken::Spoken;
 use super::wire::Wire;
 
-/// Pause between two looks at what the others call.
+/// Pause between two looks at what the others call, or whether they have ended.
 const LOOK: Duration = Duration::from_millis(1);
+/// Longest wait of a rank that aborts for the others to end of their own accord, and then for them to end as they are told.
+const OTHERS: Duration = Duration::from_millis(250);
 
 /// Meeting place of the threads of one communicator.
 #[derive(Debug)]
@@ -171,13 +173,36 @@ impl Board {
         }
     }
 
-    /// The same of a rank that aborts its communicator.
-    pub(super) fn give_up(&self, rank: usize, last: u64) {
+    /// The same of a rank of `size` that is about to abort its communicator, with the collectives from `first` on not ended.
+    /// Returns when it may.
+    ///
+    /// An abort lets the peers' kernels of a collective go on with what happens to lie in memory, and a peer that has not
+    /// heard of it would take that for the result. So every other rank ends its communicator first: most find out by
+    /// themselves what this one has, and have that for their reason. The rest hear that this rank has left before `first`.
+    /// A rank that is in no collective says nothing, and is waited for no longer than for these two.
+    pub(super) fn give_up(&self, (rank, size): (usize, usize), (first, last): (u64, u64)) {
         self.notices().abort(rank);
-        if let Board::Mail(mail) = self {
-            mail.wire.post(Kind::Aborted(mail.of(last)));
+        let before = last.min(first.saturating_sub(1));
+        for last in if before < last { vec![last, before] } else { vec![last] } {
+            if let Board::Mail(mail) = self {
+                mail.wire.post(Kind::Aborted(mail.of(last)));
+            }
+            self.leave(rank, last);
+            if self.others_end(rank, size) {
+                return;
+            }
         }
-        self.leave(rank, last);
+    }
+
+    fn others_end(&self, rank: usize, size: usize) -> bool {
+        let start = Instant::now();
+        while !matches!(self, Board::Alone(_)) && !self.notices().others_ended(rank, size) {
+            if start.elapsed() >= OTHERS {
+                return false;
+            }
+            thread::sleep(LOOK);
+        }
+        true
     }
 
     /// The board of a part of this communicator: which split, its colour, and its ranks as they are numbered here.

@@ -87,6 +87,13 @@ impl Notices {
         self.lock().aborted
     }
 
+    /// Whether every rank of `size` but this one has left, aborted or is gone.
+    pub(super) fn others_ended(&self, rank: usize, size: usize) -> bool {
+        let state = self.lock();
+        let ended = |peer| state.left.contains_key(&peer) || state.lost.contains_key(&peer);
+        (0..size).all(|peer| peer == rank || ended(peer))
+    }
+
     /// A rank fails in this collective.
     pub(super) fn refuse(&self, peer: usize, number: u64, reason: &str) {
         self.lock().refused.entry(number).or_insert_with(|| Refusal { peer, reason: reason.to_string() });

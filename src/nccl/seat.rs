@@ -35,12 +35,12 @@ impl Drop for Seat {
 
 impl Seat {
     pub(super) fn new(link: Arc<Link>, board: Board, timeout: Duration) -> Result<Self> {
-        let (rank, own) = (link.rank, board.clone());
-        let farewell: Farewell = Box::new(move |broken, last| {
+        let (place, own) = ((link.rank, link.size), board.clone());
+        let farewell: Farewell = Box::new(move |broken, unfinished| {
             if let Some((subject, reason)) = broken {
                 own.post_refusal(subject, reason);
             }
-            own.give_up(rank, last);
+            own.give_up(place, unfinished);
         });
         let watch = Watch::start(Arc::clone(&link), Arc::clone(board.notices()), farewell)?;
         Ok(Self { timeout, board, calls: 0, last: 0, watch: Some(watch), link })
@@ -144,10 +144,12 @@ impl Seat {
 
     pub(super) fn end(&self, error: CommError) -> Error {
         let first = self.link.fail(error);
+        // Of a call that has failed half of the work may have been enqueued.
+        let oldest = self.watch.as_ref().and_then(Watch::oldest).unwrap_or(self.last + 1);
         if let Some(watch) = &self.watch {
             watch.entered(None);
         }
-        self.board.give_up(self.link.rank, self.last);
+        self.board.give_up((self.link.rank, self.link.size), (oldest, self.last));
         self.link.abort();
         first.into()
     }

@@ -249,16 +249,16 @@ struct Rig {
     notices: Arc<Notices>,
     watch: Watch,
     /// What the watchdog told the other ranks.
-    last: Arc<Mutex<Option<u64>>>,
+    unfinished: Arc<Mutex<Option<(u64, u64)>>>,
 }
 
 impl Rig {
     fn new() -> Self {
-        let ((link, fake), notices, last) = (link(), Arc::<Notices>::default(), Arc::new(Mutex::new(None)));
-        let told = Arc::clone(&last);
-        let farewell: Farewell = Box::new(move |_, number| *told.lock().unwrap() = Some(number));
+        let ((link, fake), notices, unfinished) = (link(), Arc::<Notices>::default(), Arc::new(Mutex::new(None)));
+        let told = Arc::clone(&unfinished);
+        let farewell: Farewell = Box::new(move |_, numbers| *told.lock().unwrap() = Some(numbers));
         let watch = Watch::start(Arc::clone(&link), Arc::clone(&notices), farewell).expect("a thread");
-        Self { link, fake, notices, watch, last }
+        Self { link, fake, notices, watch, unfinished }
     }
 
     /// Enqueues a collective that ends when the returned flag is set.
@@ -308,7 +308,7 @@ fn a_collective_that_does_not_end_in_time() {
     }
     assert!(rig.link.with(|_, _| ()).is_none(), "nobody uses a communicator that is gone");
     drop(rig.watch);
-    assert_eq!(*rig.last.lock().unwrap(), Some(2));
+    assert_eq!(*rig.unfinished.lock().unwrap(), Some((2, 2)));
     drop(rig.link);
     assert_eq!((rig.fake.aborts.load(SeqCst), rig.fake.destroys.load(SeqCst)), (1, 0));
 }
@@ -323,7 +323,7 @@ fn what_ends_is_destroyed_in_order() {
     assert!(rig.link.failure().is_none());
     drop(rig.link);
     assert_eq!((rig.fake.aborts.load(SeqCst), rig.fake.destroys.load(SeqCst)), (0, 1));
-    assert_eq!(*rig.last.lock().unwrap(), None);
+    assert_eq!(*rig.unfinished.lock().unwrap(), None);
 }
 
 #[test]

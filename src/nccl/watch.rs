@@ -36,9 +36,10 @@ struct Running {
     work: Option<Box<dyn Work>>,
 }
 
-/// What tells the other ranks that this one takes part in nothing after a collective of this number; and, where its own
-/// part of one is what failed, of which and why: they may be inside it, and wait for what will not come.
-pub(super) type Farewell = Box<dyn Fn(Option<(Subject, &str)>, u64) + Send>;
+/// What tells the other ranks that this one takes part in nothing any more, by the first and the last collective that have
+/// not ended; and, where its own part of one is what failed, of which and why: they may be inside it, and wait for what
+/// will not come. Returns when the communicator may be aborted.
+pub(super) type Farewell = Box<dyn Fn(Option<(Subject, &str)>, (u64, u64)) + Send>;
 
 struct Shared {
     link: Arc<Link>,
@@ -89,6 +90,11 @@ impl Watch {
         drop(spent);
     }
 
+    /// Number of the oldest collective that has not ended, the one included that the host is inside of.
+    pub(super) fn oldest(&self) -> Option<u64> {
+        self.shared.lock().running.front().map(|running| running.subject.number)
+    }
+
     /// The host is out again, and has enqueued this; `None`: nothing that is to be watched.
     pub(super) fn entered(&self, work: Option<Box<dyn Work>>) {
         let mut queue = self.shared.lock();
@@ -124,7 +130,8 @@ impl Shared {
                     // First the reason, then what lets the waits return.
                     let failure = self.link.fail(failure);
                     tracing::error!(rank = self.link.rank, %failure, "communicator aborted");
-                    let last = queue.running.back().map_or(0, |last| last.subject.number);
+                    let number = |running: Option<&Running>| running.map_or(0, |running| running.subject.number);
+                    let unfinished = (number(queue.running.front()), number(queue.running.back()));
                     let broken = match (&failure, queue.running.front()) {
                         (CommError::Transport { reason, .. }, Some(oldest)) => Some((oldest.subject, &reason[..])),
                         _ => None,
@@ -132,7 +139,7 @@ impl Shared {
                     let Queue { running, spent, .. } = &mut *queue;
                     spent.extend(running.drain(..).filter_map(|r| r.work));
                     drop(queue);
-                    self.farewell.lock().unwrap_or_else(PoisonError::into_inner)(broken, last);
+                    self.farewell.lock().unwrap_or_else(PoisonError::into_inner)(broken, unfinished);
                     self.link.abort();
                     return;
                 }

@@ -215,3 +215,29 @@ fn refusals_end_what_does_not_compare() {
         assert_eq!(met, outlives);
     }
 }
+
+/// The first to give up on a collective aborts only when the other, which would have waited longer, has ended too: an abort
+/// lets the other's kernel go on with whatever lies in its memory.
+#[test]
+fn nobody_aborts_before_the_others_know() {
+    let hall = Hall::new(2);
+    let ends = wires([false; 3]);
+    let mail = |rank: usize| Board::Mail(Mail::new(&ends[rank], 0, vec![0, 1]));
+    for boards in [[Board::Hall(Arc::clone(&hall)), Board::Hall(hall)], [mail(0), mail(1)]] {
+        let [(mut hasty, fake), (mut patient, _)] = seats(boards);
+        thread::scope(|scope| {
+            for (seat, timeout) in [(&mut hasty, SHORT), (&mut patient, LONG)] {
+                scope.spawn(move || {
+                    let subject = seat.begin(same()).expect("the same call");
+                    seat.timeout = timeout;
+                    let never: Option<Box<dyn Work>> = Some(Box::new(Told(Arc::default())));
+                    seat.run(subject, |_| Some(Ok(())), || Ok(never)).expect("enqueued");
+                });
+            }
+        });
+        until("aborted", || fake.aborts.load(SeqCst) > 0);
+        let [own, other] = [&hasty, &patient].map(|seat| seat.link.failure());
+        assert!(matches!(own, Some(CommError::Timeout { .. })), "{own:?}");
+        assert!(matches!(other, Some(CommError::PeerGone { rank: 1, peer: 0, .. })), "{other:?}");
+    }
+}
