@@ -27,7 +27,7 @@ use std::fmt;
 
 use crate::device::Device;
 use crate::dtype::DType;
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::tensor::{Tensor, TensorMut, TensorRef};
 
 pub use solo::Solo;
@@ -128,6 +128,15 @@ pub trait Communicator<D: Device>: fmt::Debug + Send {
     /// Gathers `send` of every rank, in rank order, on every rank. `recv` has `size` times the bytes of `send`,
     /// whose size is the same on all ranks.
     fn all_gather(&mut self, tag: Tag, send: TensorRef<'_, D>, recv: TensorMut<'_, D>) -> Result<()>;
+    /// The same of parts that lie in their places: this rank's is block `rank` of `buffer` (`[size, …]`). For communicators
+    /// with memory of their own ([`copies_beside`](Self::copies_beside)).
+    ///
+    /// # Errors
+    /// As all collectives; a communicator without.
+    fn gather_in_place(&mut self, tag: Tag, buffer: TensorMut<'_, D>) -> Result<()> {
+        let _ = (tag, buffer);
+        Err(Error::invalid("gather_in_place", "communicator", "one with memory of its own", "one without"))
+    }
     /// Sums `send` (`[size, …]`) over the ranks in rank order, in `f32` for types below it, and leaves row block
     /// `rank` in `recv` (`[…]`).
     fn reduce_scatter(&mut self, tag: Tag, send: TensorRef<'_, D>, recv: TensorMut<'_, D>) -> Result<()>;

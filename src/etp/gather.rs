@@ -15,6 +15,7 @@ use super::lane::{Job, Pending, Travels};
 use super::links::Step;
 use super::packed::Packed;
 use super::pass::Active;
+use super::placed;
 use super::state::{Machine, State};
 use super::tickets::{Loan, Ticket, Usage};
 use super::{ShardDevice, Shards, WeightId};
@@ -303,7 +304,7 @@ impl<D: ShardDevice> Inner<D> {
             Some(_) => self.cast(weight, (tag, epoch))?,
             None => Ok(()),
         };
-        let into = match self.gathers.take(&mut self.tickets, ticket) {
+        let mut into = match self.gathers.take(&mut self.tickets, ticket) {
             Ok(into) => into,
             // On a lane of gathers alone it can still be tried again at its use, in the same place among them.
             Err(error) if self.apart.is_some() => return Err(error),
@@ -317,12 +318,21 @@ impl<D: ShardDevice> Inner<D> {
         let packed = weight.packed.clone().filter(|_| arrived.is_some());
         self.traffic.gathers += 1;
         self.traffic.gathered_bytes += into.tensor.bytes() as u64;
-        let into = Sent::new(into, &self.gathers.between);
-        let shard = match &packed {
-            Some(packed) => Travels::Cast(Arc::clone(packed)),
-            None => Travels::Plain(Arc::clone(&weight.source)),
+        let (shard, ready) = match &packed {
+            _ if self.gathers.has_memory => {
+                let (home, rank) = (&self.gathers.between.home, self.gathers.rank);
+                let place = into.tensor.view_mut();
+                let placed = cast.and_then(|()| match &packed {
+                    Some(packed) => packed.put(home, place),
+                    None => placed::place_plain(home, rank, &*weight.source, place),
+                });
+                (Travels::Placed, placed)
+            }
+            Some(packed) => (Travels::Cast(Arc::clone(packed)), cast),
+            None => (Travels::Plain(Arc::clone(&weight.source)), cast),
         };
-        let after = cast.and_then(|()| self.gathers.between.home.mark());
+        let after = ready.and_then(|()| self.gathers.between.home.mark());
+        let into = Sent::new(into, &self.gathers.between);
         let pending = self.gathers.give_after(Job::Gather { tag, shard, into }, after);
         Ok(Flight { pending, ticket: Some(ticket), packed: packed.map(|packed| (packed, own)), serial })
     }

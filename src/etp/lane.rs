@@ -24,6 +24,7 @@ use crate::tensor::{Tensor, TensorMut, TensorRef};
 use super::beside::{Beside, Sent};
 use super::chain::CALL;
 use super::packed::Packed;
+use super::placed;
 use super::recorded::refused;
 use super::source::ShardSource;
 use super::tickets::{Key, Loan, Ticket, Tickets};
@@ -36,6 +37,8 @@ pub(super) enum Travels<D: ShardDevice> {
     Plain(Arc<dyn ShardSource<D>>),
     /// As it was cast.
     Cast(Arc<Packed<D>>),
+    /// It lies in its place of what is gathered (`placed.rs`).
+    Placed,
 }
 
 /// One collective.
@@ -183,6 +186,8 @@ pub(super) struct Lane<D: ShardDevice> {
     pub between: Arc<Beside<D>>,
     /// Whether its communicator has memory of its own to move ([`Communicator::copies_beside`]).
     pub has_memory: bool,
+    /// Its rank, and how many there are.
+    pub rank: (usize, usize),
 }
 
 impl<D: ShardDevice> fmt::Debug for Lane<D> {
@@ -210,6 +215,7 @@ impl<D: ShardDevice> Lane<D> {
             return Err(Error::invalid("Chain::new", format!("comms.{name}"), expected, "one that does not"));
         }
         let (between, has_memory) = (Beside::new(home, comm.device()), comm.copies_beside());
+        let rank = (comm.rank(), comm.size());
         let (jobs, orders) = channel::<Order<D>>();
         let (end, ended) = sync_channel(1);
         let given = Arc::<Given>::default();
@@ -233,7 +239,7 @@ impl<D: ShardDevice> Lane<D> {
         let (own, settled) = (Arc::clone(&between), Arc::clone(&given));
         let ending: Arc<Ending> = Arc::new(move |failed| settled.settle(&own, failed));
         home.before_recordings_end(&ending);
-        Ok(Self { name, jobs: Some(jobs), given, _ending: ending, ended, between, has_memory })
+        Ok(Self { name, jobs: Some(jobs), given, _ending: ending, ended, between, has_memory, rank })
     }
 
     /// A buffer that its collectives are to move (collective where its communicator has memory for them).
@@ -364,6 +370,7 @@ impl<D: ShardDevice> Job<D> {
                 match shard {
                     Travels::Cast(packed) => packed.gather(comm, *tag, into),
                     Travels::Plain(shard) => gather_plain(comm, *tag, &**shard, into),
+                    Travels::Placed => comm.gather_in_place(*tag, into),
                 }
             }
             Job::Join { tag, amaxes } => {
@@ -438,9 +445,7 @@ fn gather<D: Device>(
     shard: TensorRef<'_, D>,
     into: TensorMut<'_, D>,
 ) -> Result<()> {
-    let expected = [into.dims()[0] / comm.size().max(1), into.dims()[1]];
-    let checked = Error::check_shape("etp gather", "shard", &expected, shard.dims())
-        .and_then(|()| Error::check_dtype("etp gather", "shard", into.dtype(), shard.dtype()));
+    let checked = placed::fits(&shard, &into, comm.size());
     if let Err(error) = checked {
         let _ = comm.refuse(tag, &error.to_string());
         return Err(error);

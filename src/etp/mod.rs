@@ -27,6 +27,7 @@ mod lane;
 mod links;
 mod packed;
 mod pass;
+mod placed;
 mod recorded;
 mod reduce;
 mod report;

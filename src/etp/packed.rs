@@ -21,6 +21,7 @@ use crate::quant::{
 use crate::tensor::{Tensor, TensorMut, TensorRef};
 
 use super::beside::Beside;
+use super::placed;
 use super::source::ShardSource;
 use super::{Payload, ShardDevice, Shards};
 
@@ -169,6 +170,15 @@ impl<D: ShardDevice> Packed<D> {
     /// Whether it is cast as it was in that state.
     pub fn is_of(&self, epoch: u64) -> bool {
         self.read_cast().epoch == Some(epoch)
+    }
+
+    /// Copies this rank's codes and scales to their place in what is gathered.
+    pub fn put(&self, device: &D, into: TensorMut<'_, D>) -> Result<()> {
+        let cast = self.read_cast();
+        match (&cast.bytes, cast.epoch) {
+            (Some(bytes), Some(_)) => placed::place(device, self.rank, bytes.view(), into),
+            _ => Err(Error::invalid("etp gather", "shard", "to be cast", "nothing")),
+        }
     }
 
     /// Gathers codes and scales into `into`.

@@ -8,7 +8,8 @@ use crate::error::{Error, Result};
 use crate::tensor::{Tensor, TensorRef};
 
 /// A rank's shard of a weight, `[S, C]`, wherever the optimiser keeps it. A gather reads it from a thread of its own;
-/// one that travels quantised is read by the thread that asks for a weight, within the [`Chain`](super::Chain)'s lock.
+/// one that travels quantised, or by copy engines, is read by the thread that asks for a weight, within the
+/// [`Chain`](super::Chain)'s lock.
 pub trait ShardSource<D: Device>: Debug + Send + Sync {
     /// Calls `visit` once with the shard as it is now; whoever writes it waits until the call is over. Calls nothing of
     /// the chain, nor waits for a thread that does.

@@ -160,6 +160,25 @@ impl Communicator<Cuda> for NcclComm {
         self.enqueue(subject, |lane| unsafe { lane.all_gather(from, to, bytes) })
     }
 
+    fn gather_in_place(&mut self, tag: Tag, buffer: TensorMut<'_, Cuda>) -> Result<()> {
+        const CALL: &str = "gather_in_place";
+        let (size, dtype, all) = (self.seat.link.size, buffer.dtype(), Cuda::len(buffer.as_ref().data()));
+        let checked = match all.is_multiple_of(size) {
+            true => Ok(all / size),
+            false => Err(Error::invalid(CALL, "buffer", format!("a block for each of {size} ranks"), all)),
+        };
+        let bytes = self.check(tag, checked)?;
+        let call = Call { operation: "all_gather", tag, dtype, detail: Detail::Plain, bytes };
+        let subject = self.seat.begin(call)?;
+        let to = buffer.into_data().address();
+        if bytes == 0 {
+            return self.nothing(subject);
+        }
+        let own = to + (self.seat.link.rank * bytes) as u64;
+        // SAFETY: `own` is this rank's block of `buffer`, which is given back in the stream's order.
+        self.enqueue(subject, |lane| unsafe { lane.all_gather(own, to, bytes) })
+    }
+
     fn reduce_scatter(&mut self, tag: Tag, send: TensorRef<'_, Cuda>, recv: TensorMut<'_, Cuda>) -> Result<()> {
         const CALL: &str = "reduce_scatter";
         let checked = Error::check_dtype(CALL, "recv", send.dtype(), recv.dtype())

@@ -154,6 +154,22 @@ impl<D: Device> Communicator<D> for Changed<D> {
         self.sent.lock().unwrap().push((tag.op, vec![send.count() * send.dtype().size()]));
         self.call(tag, |inner| inner.all_gather(tag, send, recv))
     }
+    fn gather_in_place(&mut self, tag: Tag, mut buffer: TensorMut<'_, D>) -> Result<()> {
+        let Some(device) = &self.memory else {
+            self.in_one_window(tag, &buffer)?;
+            let bytes = buffer.count() * buffer.dtype().size() / self.size();
+            self.sent.lock().unwrap().push((tag.op, vec![bytes]));
+            return self.call(tag, |inner| inner.gather_in_place(tag, buffer));
+        };
+        let count = buffer.count() / self.size();
+        let mut own = Tensor::empty(device, buffer.dtype(), &[count])?;
+        let bytes = own.bytes();
+        let block = D::slice_mut(buffer.reborrow().into_data(), self.rank() * bytes..(self.rank() + 1) * bytes);
+        device.copy(D::downgrade(&block), own.view_mut().into_data())?;
+        // What has not arrived is not there.
+        device.zero(block)?;
+        self.all_gather(tag, own.view(), buffer)
+    }
     fn reduce_scatter(&mut self, tag: Tag, send: TensorRef<'_, D>, recv: TensorMut<'_, D>) -> Result<()> {
         self.call(tag, |inner| inner.reduce_scatter(tag, send, recv))
     }

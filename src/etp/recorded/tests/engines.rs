@@ -37,6 +37,13 @@ impl Communicator<Cpu> for WithMemory {
     fn all_gather(&mut self, tag: Tag, send: TensorRef<'_, Cpu>, recv: TensorMut<'_, Cpu>) -> Result<()> {
         self.inner().all_gather(tag, send, recv)
     }
+    fn gather_in_place(&mut self, tag: Tag, mut buffer: TensorMut<'_, Cpu>) -> Result<()> {
+        let bytes = buffer.count() * buffer.dtype().size() / Communicator::<Cpu>::size(self);
+        let at = Communicator::<Cpu>::rank(self) * bytes;
+        let own = Tensor::from_vec(buffer.reborrow().into_data()[at..at + bytes].to_vec(), &[bytes])?;
+        let all = TensorMut::new(buffer.into_data(), DType::U8, &[bytes * Communicator::<Cpu>::size(self)])?;
+        self.all_gather(tag, own.view(), all)
+    }
     fn reduce_scatter(&mut self, tag: Tag, send: TensorRef<'_, Cpu>, recv: TensorMut<'_, Cpu>) -> Result<()> {
         self.inner().reduce_scatter(tag, send, recv)
     }
