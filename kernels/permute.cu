@@ -2,7 +2,7 @@
 //
 //   gather_rows                   source [S, row], map [N] -> [N, row], zeros where the map has -1; a thread a word
 //   reduce_rows, reduce_few_rows  source [N, width], map [T, K] -> [T, width]: sums of K rows in f32; a block a row
-//   add_shares_*                  ranks' shares [parts, count] -> added to f32 [count], in pairs; a thread 16 bytes
+//   add_shares_*                  ranks' shares [parts, count] -> added to f32 [count], in pairs; a thread 16 bytes of these
 //   slot_dots                     parts f32 [N, column tiles] -> f32 [N]; a block a row tile
 //   sigmoid                       f32, or its gradient; a thread an element
 //
@@ -152,65 +152,89 @@ struct Pairs {
     }
 };
 
+template <class T>
+__device__ __forceinline__ const T* share(const Shares& p, int64_t k) {
+    if (k == p.rank) return static_cast<const T*>(p.own);
+    return static_cast<const T*>(p.others) + (k - (k > p.rank)) * p.count;
+}
+
 // Products and sums are rounded one by one, as on the CPU; a first sum is added to zeros, which decides the sign of a
-// zero. PARTS 0: any number of them.
-template <class T, int N, int PARTS>
-__device__ void add_parts(const Shares& p) {
-    struct alignas(sizeof(T) * N) Pack {
-        T v[N];
-    };
-    struct alignas(N == 1 ? 4 : 16) Sums {
-        float v[N];
-    };
-    const int64_t parts = PARTS ? PARTS : p.parts;
+// zero.
+__device__ __forceinline__ float add_to(float main, float scale, float sum) {
+    return __fadd_rn(main, __fmul_rn(scale, sum));
+}
+
+// PARTS shares, four elements of each at a time: so that a warp's words of main lie together. A thread with eight would
+// write every sector in two parts, at three quarters of the rate. All words are under way before the first is added.
+template <class T, int PARTS>
+__device__ void add_few(const Shares& p) {
+    constexpr int N = 4, WORDS = PARTS > 4 ? 1 : PARTS > 2 ? 2 : 4;
+    using Pack = typename std::conditional<sizeof(T) == 2, uint2, uint4>::type;
     const float scale = static_cast<float>(p.scale);
-    const int64_t step = static_cast<int64_t>(gridDim.x) * blockDim.x * N;
-    for (int64_t at = (static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x) * N; at < p.count; at += step) {
-        Pairs<N> pairs;
-#pragma unroll PARTS ? PARTS : 1
-        for (int64_t k = 0; k < parts; k++) {
-            const T* block = static_cast<const T*>(k == p.rank ? p.own : p.others);
-            if (k != p.rank) block += (k - (k > p.rank)) * p.count;
-            const Pack pack = *reinterpret_cast<const Pack*>(block + at);
-            float value[N];
+    const int64_t next = static_cast<int64_t>(blockDim.x) * N, span = next * WORDS;
+    for (int64_t at = blockIdx.x * span + threadIdx.x * N; at < p.count; at += gridDim.x * span) {
+        Pack packs[WORDS][PARTS];
 #pragma unroll
-            for (int i = 0; i < N; i++) value[i] = to_float(pack.v[i]);
-            pairs.add(k, value);
+        for (int w = 0; w < WORDS; w++) {
+            if (at + w * next >= p.count) break;
+#pragma unroll
+            for (int k = 0; k < PARTS; k++) packs[w][k] = *reinterpret_cast<const Pack*>(share<T>(p, k) + at + w * next);
         }
-        float sum[N];
-        pairs.take(parts, sum);
-        Sums* main = reinterpret_cast<Sums*>(p.main + at);
-        Sums out = {};
-        if (!p.first) out = *main;
 #pragma unroll
-        for (int i = 0; i < N; i++) out.v[i] = __fadd_rn(out.v[i], __fmul_rn(scale, sum[i]));
-        *main = out;
+        for (int w = 0; w < WORDS; w++) {
+            if (at + w * next >= p.count) break;
+            Pairs<N> pairs;
+#pragma unroll
+            for (int k = 0; k < PARTS; k++) {
+                T v[N];
+                memcpy(v, &packs[w][k], sizeof v);
+                pairs.add(k, {to_float(v[0]), to_float(v[1]), to_float(v[2]), to_float(v[3])});
+            }
+            float sum[N];
+            pairs.take(PARTS, sum);
+            float4* main = reinterpret_cast<float4*>(p.main + at + w * next);
+            float4 out = {};
+            if (!p.first) out = *main;
+            out.x = add_to(out.x, scale, sum[0]), out.y = add_to(out.y, scale, sum[1]);
+            out.z = add_to(out.z, scale, sum[2]), out.w = add_to(out.w, scale, sum[3]);
+            *main = out;
+        }
     }
 }
 
-template <class T, int N>
-__device__ void add_any(const Shares& p) {
-    if (p.parts == 1) add_parts<T, N, 1>(p);
-    else if (p.parts == 2) add_parts<T, N, 2>(p);
-    else if (p.parts == 4) add_parts<T, N, 4>(p);
-    else if (p.parts == 8) add_parts<T, N, 8>(p);
-    else add_parts<T, 1, 0>(p);
+// Any number of shares, at any address: an element at a time.
+template <class T>
+__device__ void add_many(const Shares& p) {
+    const float scale = static_cast<float>(p.scale);
+    const int64_t step = static_cast<int64_t>(gridDim.x) * blockDim.x;
+    for (int64_t at = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x; at < p.count; at += step) {
+        Pairs<1> pairs;
+        for (int64_t k = 0; k < p.parts; k++) pairs.add(k, {to_float(share<T>(p, k)[at])});
+        float sum[1];
+        pairs.take(p.parts, sum);
+        p.main[at] = add_to(p.first ? 0.0f : p.main[at], scale, sum[0]);
+    }
 }
 
 // Adds ranks' shares to a main gradient.
-template <class T, int N>
+template <class T>
 __device__ void add_shares(const Shares& p) {
-    p.wide ? add_any<T, N>(p) : add_parts<T, 1, 0>(p);
+    if (!p.wide) add_many<T>(p);
+    else if (p.parts == 1) add_few<T, 1>(p);
+    else if (p.parts == 2) add_few<T, 2>(p);
+    else if (p.parts == 4) add_few<T, 4>(p);
+    else if (p.parts == 8) add_few<T, 8>(p);
+    else add_many<T>(p);
 }
 
 extern "C" __global__ void add_shares_f32(const __grid_constant__ Shares p) {
-    add_shares<float, 4>(p);
+    add_shares<float>(p);
 }
 extern "C" __global__ void add_shares_f16(const __grid_constant__ Shares p) {
-    add_shares<f16, 8>(p);
+    add_shares<f16>(p);
 }
 extern "C" __global__ void add_shares_bf16(const __grid_constant__ Shares p) {
-    add_shares<bf16, 8>(p);
+    add_shares<bf16>(p);
 }
 
 // Gradient of each slot's weight from the parts that the tiles left: a thread a slot or, with a bias, a warp.

@@ -2,9 +2,11 @@
 //!
 //! A stack of layers, each with all experts on every rank and its weights cut over the ranks. Times are of a layer in the
 //! middle of the stack, between events of the computation's stream: of the computation alone, with whole weights at hand;
-//! of the collectives alone, each weight taken and let go; and of both.
+//! of the collectives alone, each weight taken and let go; of both; and of both without the collectives, which leaves the
+//! chain's own work in the computation's order (shards put in place, sums, casts, de-quantising).
 
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use moebius::config::MoeConfig;
 use moebius::cuda::Cuda;
@@ -21,6 +23,7 @@ use moebius::{DType, Result, Tensor};
 use crate::data::Random;
 use crate::layer::gradients;
 use crate::report::{Report, Spread, spread};
+use crate::silent::Silenced;
 use crate::timed::{between, event};
 use crate::{PATIENCE, Rank, Workload, on_ranks};
 
@@ -102,6 +105,8 @@ struct Part {
     alone: Times,
     collectives: Times,
     both: Times,
+    /// The computation and the chain's own work.
+    work: Times,
     /// After the last layer's backward, until its gradients have arrived.
     tail: Vec<f64>,
     memory: Memory,
@@ -125,17 +130,19 @@ fn lines(report: &Report, (w, setting): (Workload, Setting), parts: &[Part]) {
     let (mut exposed, mut whole) = (0.0, 0.0);
     for (i, phase) in ["fwd", "bwd"].into_iter().enumerate() {
         let (alone, collectives) = (of(&|p| &p.alone[i]), of(&|p| &p.collectives[i]));
-        let both = of(&|p| &p.both[i]);
+        let (both, work) = (of(&|p| &p.both[i]), of(&|p| &p.work[i]));
         let more = both.median - alone.median;
         let bound = (collectives.median - alone.median).max(0.0) + 0.1 * alone.median;
         (exposed, whole) = (exposed + more, whole + alone.median);
         let rest = format!(
-            "\"p99_ms\":{:.4},\"compute_ms\":{:.4},\"collectives_ms\":{:.4},\"exposed_ms\":{more:.4},\
-             \"exposed_share\":{:.3},\"bound_ms\":{bound:.4}",
+            "\"p99_ms\":{:.4},\"compute_ms\":{:.4},\"collectives_ms\":{:.4},\"work_ms\":{:.4},\
+             \"exposed_ms\":{more:.4},\"exposed_share\":{:.3},\"exposed_collectives_ms\":{:.4},\"bound_ms\":{bound:.4}",
             both.p99,
             alone.median,
             collectives.median,
-            more / alone.median
+            work.median,
+            more / alone.median,
+            both.median - work.median
         );
         report.etp(&w, &format!("etp_{phase}"), both.median, &format!("{about},{rest}"));
     }
@@ -188,6 +195,7 @@ enum What {
     Alone,
     Collectives,
     Both,
+    Work,
 }
 
 fn measure(
@@ -201,7 +209,9 @@ fn measure(
     let (prefetch, ahead) = (setting.ahead > 0, setting.ahead.max(1));
     let (in_turn, reduction) = (setting.lanes == 1, Reduction::Pairwise);
     let options = EtpOptions { prefetch, ahead, in_turn, reduction, ..EtpOptions::default() };
-    let comms = Comms { gather: Box::new(gather), reduce: Box::new(reduce) };
+    let silent = Arc::new(AtomicBool::new(false));
+    let [gather, reduce] = [gather, reduce].map(|inner| Box::new(Silenced { inner, silent: Arc::clone(&silent) }));
+    let comms = Comms { gather, reduce };
     let chain = Arc::new(Chain::new(cuda.clone(), cuda.stream(), comms, options)?);
     let group = |cuda: &Cuda| cuda.group(GroupConfig::new(w.experts, w.tokens));
     let groups = [group(gpu)?, group(&cuda)?];
@@ -236,6 +246,7 @@ fn measure(
         alone: Times::default(),
         collectives: Times::default(),
         both: Times::default(),
+        work: Times::default(),
         tail: Vec::new(),
         memory: Memory::default(),
         lanes: 0,
@@ -244,10 +255,16 @@ fn measure(
         add: Vec::new(),
         add_bytes: 0,
     };
-    for what in [What::Alone, What::Collectives, What::Both] {
+    let mut traffic = bench.chain.traffic();
+    for what in [What::Alone, What::Collectives, What::Both, What::Work] {
+        if what == What::Work {
+            bench.chain.drain()?;
+            traffic = bench.chain.traffic();
+        }
         for repeat in 0..WARM_UP + REPEATS {
             rank.meet()?;
             bench.cuda.check()?;
+            silent.store(what == What::Work, Ordering::Release);
             let (forward, backward, tail) = bench.step(&mut own, what)?;
             if repeat < WARM_UP {
                 continue;
@@ -256,6 +273,7 @@ fn measure(
                 What::Alone => &mut part.alone,
                 What::Collectives => &mut part.collectives,
                 What::Both => &mut part.both,
+                What::Work => &mut part.work,
             };
             times[0].push(forward);
             times[1].push(backward);
@@ -279,7 +297,6 @@ fn measure(
     part.add.drain(..WARM_UP);
     part.memory = bench.chain.memory();
     part.lanes = lanes.iter().map(|lane| lane.memory().reserved).sum();
-    let traffic = bench.chain.traffic();
     let elements = (LAYERS * 3 * w.experts * w.inner * w.hidden) as f64;
     let steps = (2 * (WARM_UP + REPEATS)) as f64;
     part.bytes_an_element = (traffic.gathered_bytes + traffic.reduced_bytes) as f64 / elements / steps;
@@ -343,13 +360,13 @@ impl Bench {
             return Ok(None);
         }
         let mode = Mode { backward: true, noise: None };
-        let (views, group) = (self.views()?, &mut own.groups[usize::from(what == What::Both)]);
+        let (views, group) = (self.views()?, &mut own.groups[usize::from(what != What::Alone)]);
         let made = match what {
-            What::Both => {
+            What::Alone => self.layer.forward(group, mode, self.x.view(), &views.params())?,
+            _ => {
                 let (up, down) = (self.chain.source(up)?, self.chain.source(down)?);
                 self.layer.forward(group, mode, self.x.view(), &params(&views, &up, &down))?
             }
-            _ => self.layer.forward(group, mode, self.x.view(), &views.params())?,
         };
         Ok(made.context)
     }
@@ -368,7 +385,7 @@ impl Bench {
         }
         let Some(context) = context else { return Ok(()) };
         let cotangents = Cotangents { y: Some(self.d_y.view()), aux: 0.0 };
-        let (views, group) = (self.views()?, &mut own.groups[usize::from(what == What::Both)]);
+        let (views, group) = (self.views()?, &mut own.groups[usize::from(what != What::Alone)]);
         let mut d_x = Tensor::empty(&self.cuda, DType::BF16, self.x.dims())?;
         let mut d_router = Tensor::empty(&self.cuda, DType::BF16, self.router.dims())?;
         let [d_up, d_down] = &mut own.gradients;

@@ -23,6 +23,7 @@ mod etp;
 mod layer;
 mod report;
 mod routing;
+mod silent;
 mod timed;
 
 use std::sync::Barrier;

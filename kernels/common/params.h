@@ -278,7 +278,7 @@ struct Shares {
     int64_t count;
     int64_t parts;
     int64_t rank;
-    int64_t wide;              // every block may be moved in words of 16 bytes
+    int64_t wide;              // four elements of every block may be moved at once
     int64_t first;             // main is not read: the sum is added to zeros
     double scale;
 };

@@ -15,6 +15,8 @@ const THREADS: u32 = 256;
 const MOST_PARTS: usize = (1 << 16) - 1;
 /// Blocks a multiprocessor has at the same time.
 const BLOCKS: usize = 8;
+/// Elements that a thread of sums takes at a time.
+const LANES: usize = 4;
 
 impl ShardDevice for Cuda {
     const ENQUEUES: bool = true;
@@ -29,8 +31,8 @@ impl ShardDevice for Cuda {
             return Err(Error::invalid(CALL, "shares", format!("{MOST_PARTS} at most"), parts));
         }
         let (own, others, to) = (shares.own.data().ptr, shares.others.data().ptr, main.into_data().ptr);
-        let lanes = 16 / dtype.size();
-        let wide = (own | others | to).is_multiple_of(16) && count.is_multiple_of(lanes);
+        let word = (LANES * dtype.size()) as u64;
+        let wide = (own | others).is_multiple_of(word) && to.is_multiple_of(16) && count.is_multiple_of(LANES);
         let p = params::Shares {
             own,
             others,
@@ -42,7 +44,7 @@ impl ShardDevice for Cuda {
             first: i64::from(shares.first),
             scale: shares.scale,
         };
-        let threads = count / if wide { lanes } else { 1 };
+        let threads = count / if wide { LANES } else { 1 };
         let blocks = threads.div_ceil(THREADS as usize).min(BLOCKS * self.inner.processors);
         let kernel = format!("add_shares_{dtype}");
         // SAFETY: `own` and each of the `parts - 1` blocks of `others` have `main`'s size.
