@@ -61,7 +61,7 @@ def draw(times):
         y += 10
     head = [f'<svg xmlns="http://www.w3.org/2000/svg" width="{LEFT + SCALE + 70}" height="{y}" '
             'font-family="sans-serif" font-size="11">', '<rect width="100%" height="100%" fill="white"/>',
-            text(10, 16, "One call after another, µs, median of the slower rank; each workload has a scale of its own")]
+            text(10, 16, "One call after another, µs, median of the slowest rank; each workload has a scale of its own")]
     for i, (call, colour) in enumerate(CALLS):
         head += [f'<rect x="{LEFT + 110 * i}" y="24" width="11" height="11" fill="{colour}"/>',
                  text(LEFT + 110 * i + 16, 34, call)]
