@@ -168,7 +168,7 @@ __device__ __forceinline__ float add_to(float main, float scale, float sum) {
 // write every sector in two parts, at three quarters of the rate. All words are under way before the first is added.
 template <class T, int PARTS>
 __device__ void add_few(const Shares& p) {
-    constexpr int N = 4, WORDS = PARTS > 4 ? 1 : PARTS > 2 ? 2 : 4;
+    constexpr int N = 4, WORDS = PARTS > 4 ? 1 : PARTS > 2 ? 4 : 8;
     using Pack = typename std::conditional<sizeof(T) == 2, uint2, uint4>::type;
     const float scale = static_cast<float>(p.scale);
     const int64_t next = static_cast<int64_t>(blockDim.x) * N, span = next * WORDS;

@@ -146,8 +146,8 @@ pub trait Communicator<D: Device>: fmt::Debug + Send {
     /// pieces back to back in rank order; their dtype is [`DType::U8`].
     fn all_to_all_v(&mut self, tag: Tag, exchange: Exchange<'_, D>) -> Result<()>;
     /// Sends row block p of `send` (`[size, …]`) to each other rank p, and receives in `recv` (`[size − 1, …]`) what these
-    /// send to this one, in rank order. This rank's own block stays where it is, and nothing of it is copied. With room for
-    /// all (`[size, …]`, on all ranks) it is copied to its place among them.
+    /// send to this one, in rank order. This rank's own block stays where it is, and nothing of it is copied. Where one of
+    /// them is [`memory`](Self::memory) of the communicator's, both are, at the same places on all ranks.
     fn exchange_blocks(&mut self, tag: Tag, send: TensorRef<'_, D>, recv: TensorMut<'_, D>) -> Result<()>;
     /// Copies `buffer` of `root` to every rank.
     fn broadcast(&mut self, tag: Tag, root: usize, buffer: TensorMut<'_, D>) -> Result<()>;
@@ -186,40 +186,16 @@ pub trait Communicator<D: Device>: fmt::Debug + Send {
     }
 }
 
-/// What [`Communicator::exchange_blocks`] exchanges.
-#[derive(Debug, Clone, Copy, Default)]
-pub(crate) struct Blocks {
-    /// Bytes of one.
-    pub bytes: usize,
-    /// Whether there is room for this rank's own.
-    pub all: bool,
-}
-
-impl Blocks {
-    /// As the ranks compare it.
-    pub fn detail(self, size: usize) -> agree::Detail {
-        let pieces = || vec![self.bytes; size];
-        match self.all {
-            true => agree::Detail::Pieces { send: pieces(), recv: pieces() },
-            false => agree::Detail::Plain,
-        }
-    }
-}
-
-/// Checks the buffers of [`Communicator::exchange_blocks`].
-pub(crate) fn check_blocks<D: Device>(size: usize, send: &TensorRef<'_, D>, recv: &TensorMut<'_, D>) -> Result<Blocks> {
-    use crate::error::Error;
+/// Checks the buffers of [`Communicator::exchange_blocks`]; bytes of a block.
+pub(crate) fn check_blocks<D: Device>(size: usize, send: &TensorRef<'_, D>, recv: &TensorMut<'_, D>) -> Result<usize> {
     const CALL: &str = "exchange_blocks";
     Error::check_dtype(CALL, "recv", send.dtype(), recv.dtype())?;
     let (count, size) = (send.count(), size.max(1));
     if !count.is_multiple_of(size) {
         return Err(Error::invalid(CALL, "send", format!("{size} equal blocks"), format!("{:?}", send.dims())));
     }
-    let all = recv.count() == count;
-    if !all {
-        Error::check_shape(CALL, "recv", &[count - count / size], &[recv.count()])?;
-    }
-    Ok(Blocks { bytes: count / size * send.dtype().size(), all })
+    Error::check_shape(CALL, "recv", &[count - count / size], &[recv.count()])?;
+    Ok(count / size * send.dtype().size())
 }
 
 /// Arguments of [`Communicator::all_to_all_v`].

@@ -63,13 +63,9 @@ impl<D: Device> Communicator<D> for Solo<D> {
     }
 
     fn exchange_blocks(&mut self, _: Tag, send: TensorRef<'_, D>, recv: TensorMut<'_, D>) -> Result<()> {
-        match check_blocks(1, &send, &recv)?.all {
-            true => self.copy("exchange_blocks", send, recv),
-            false => {
-                self.calls += 1;
-                Ok(())
-            }
-        }
+        check_blocks(1, &send, &recv)?;
+        self.calls += 1;
+        Ok(())
     }
 
     fn broadcast(&mut self, _: Tag, root: usize, _: TensorMut<'_, D>) -> Result<()> {

@@ -16,7 +16,7 @@ use super::agree::{Call, Detail, Verdict, failed, judge};
 use super::rendezvous::{Arc, Rendezvous, Round};
 #[cfg(not(loom))]
 use super::symmetric::{Put, Shelf, Span, SymmetricMemory, ThreadWindow};
-use super::{Blocks, Communicator, Exchange, ReduceOp, Tag, check_blocks};
+use super::{Communicator, Exchange, ReduceOp, Tag, check_blocks};
 
 /// Factory of the communicators of a group of threads.
 #[derive(Debug)]
@@ -92,7 +92,7 @@ impl ThreadComm {
     }
 
     /// Passes a check of this rank's arguments, or tells the others that it failed.
-    fn check(&mut self, tag: Tag, checked: Result<()>) -> Result<()> {
+    fn check<T>(&mut self, tag: Tag, checked: Result<T>) -> Result<T> {
         if let Err(error) = &checked {
             // The first error is the one to report, whatever becomes of the meeting.
             let _ = Communicator::<Cpu>::refuse(self, tag, &error.to_string());
@@ -167,13 +167,10 @@ impl Communicator<Cpu> for ThreadComm {
     }
 
     fn exchange_blocks(&mut self, tag: Tag, send: TensorRef<'_, Cpu>, recv: TensorMut<'_, Cpu>) -> Result<()> {
-        let checked = check_blocks(self.size, &send, &recv);
-        let blocks = *checked.as_ref().unwrap_or(&Blocks::default());
-        self.check(tag, checked.map(drop))?;
-        let round = self.meet("exchange_blocks", tag, send.dtype(), blocks.detail(self.size), send.data())?;
-        let Blocks { bytes, all } = blocks;
+        let bytes = self.check(tag, check_blocks(self.size, &send, &recv))?;
+        let round = self.meet("exchange_blocks", tag, send.dtype(), Detail::Plain, send.data())?;
         let own = self.rank * bytes..(self.rank + 1) * bytes;
-        let from = round.deposits.iter().enumerate().filter(|(peer, _)| all || *peer != self.rank);
+        let from = round.deposits.iter().enumerate().filter(|(peer, _)| *peer != self.rank);
         if bytes > 0 {
             let to = recv.into_data().chunks_exact_mut(bytes);
             to.zip(from).for_each(|(to, (_, from))| to.copy_from_slice(&from.bytes[own.clone()]));

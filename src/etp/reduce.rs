@@ -224,10 +224,6 @@ impl<D: ShardDevice> Inner<D> {
         let [rows, width] = weight.shards.shard_dims();
         let dims = match how {
             Reduction::Native => [rows, width],
-            // Copy engines exchange all blocks alike.
-            Reduction::Pairwise if self.reductions().has_memory && weight.shards.ranks() > 1 => {
-                [rows * weight.shards.ranks(), width]
-            }
             // This rank's own is added where it lies.
             Reduction::Pairwise => [rows * (weight.shards.ranks() - 1), width],
         };
@@ -323,14 +319,13 @@ fn add<'a, D: ShardDevice>(
         }
     };
     let shares = match chain.options.reduction {
-        Reduction::Pairwise if reduced.count() < gradient.count() => {
+        Reduction::Pairwise => {
             let [rows, bytes] = [shards.shard_dims()[0], shards.shard_dims()[0] * gradient.row_bytes()];
             let own = D::slice(gradient.data(), chain.rank() * bytes..(chain.rank() + 1) * bytes);
             let own = TensorRef::new(own, dtype, &[rows, shards.shard_dims()[1]])?;
             Shares { own, rank: chain.rank(), others: reduced, scale: chain.factor(), first: *first }
         }
-        // A sum, or all ranks' shares with this one's among them.
-        _ => Shares::together(reduced, sums.view().count(), (chain.factor(), *first))?,
+        Reduction::Native => Shares::together(reduced, sums.view().count(), (chain.factor(), *first))?,
     };
     chain.device.add_shares(&chain.stream, shares, sums.view_mut())?;
     *first = false;

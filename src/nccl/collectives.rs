@@ -1,9 +1,7 @@
 //! The collectives of a communicator.
 
-use std::ffi::c_void;
-
 use crate::comm::agree::{Call, Detail};
-use crate::comm::{Blocks, Communicator, Exchange, ReduceOp, Tag, check_blocks};
+use crate::comm::{Communicator, Exchange, ReduceOp, Tag, check_blocks};
 use crate::cuda::{Cuda, DeviceMut, DeviceRef};
 use crate::device::Device;
 use crate::dtype::DType;
@@ -13,7 +11,8 @@ use crate::tensor::{Tensor, TensorMut, TensorRef};
 use super::NcclComm;
 use super::lane::Piece;
 use super::notices::Subject;
-use super::sys::{DataType, Reduction};
+use super::puts::{Blocks, Puts};
+use super::sys::Reduction;
 
 impl NcclComm {
     /// A collective without any bytes, on all ranks.
@@ -60,30 +59,6 @@ impl NcclComm {
         self.seat.begun(subject, copied)?;
         // SAFETY: the views have those bytes, and memory they are of is given back in the stream's order.
         self.enqueue(subject, |lane| unsafe { lane.exchange(&sends, &receives) })
-    }
-}
-
-impl NcclComm {
-    /// A block to and from each rank, this one's copied.
-    fn exchange_all(
-        &mut self,
-        subject: Subject,
-        (send, recv): (TensorRef<'_, Cuda>, TensorMut<'_, Cuda>),
-        block: usize,
-    ) -> Result<()> {
-        let (from, to) = (send.data().address(), recv.as_ref().data().address());
-        match self.library().functions().all_to_all.filter(|_| self.seat.link.engines && block > 0) {
-            // SAFETY: the views have a block for each rank, and memory they are of is given back in the stream's order.
-            Some(function) => self.enqueue(subject, |lane| unsafe {
-                lane.other("ncclAlltoAll", |comm, stream| {
-                    function(from as *const c_void, to as *mut c_void, block, DataType::U8, comm, stream)
-                })
-            }),
-            None => {
-                let sizes = vec![block; self.seat.link.size];
-                self.scatter_pieces(subject, (send.data(), &sizes), (recv.into_data(), &sizes))
-            }
-        }
     }
 }
 
@@ -213,24 +188,23 @@ impl Communicator<Cuda> for NcclComm {
     }
 
     fn exchange_blocks(&mut self, tag: Tag, send: TensorRef<'_, Cuda>, recv: TensorMut<'_, Cuda>) -> Result<()> {
-        let checked = check_blocks(self.seat.link.size, &send, &recv);
-        let blocks_of = *checked.as_ref().unwrap_or(&Blocks::default());
-        self.check(tag, checked.map(drop))?;
-        let Blocks { bytes: block, all } = blocks_of;
-        let (size, dtype, bytes) = (self.seat.link.size, send.dtype(), Cuda::len(send.data()));
-        let detail = blocks_of.detail(size);
-        let subject = self.seat.begin(Call { operation: "exchange_blocks", tag, dtype, detail, bytes })?;
-        if all {
-            return self.exchange_all(subject, (send, recv), block);
-        }
-        let (sends, receives) = blocks(
-            (self.seat.link.rank, self.seat.link.size),
-            (send.data().address(), recv.into_data().address()),
-            block,
-        );
-        if receives.is_empty() || block == 0 {
+        let size = self.seat.link.size;
+        let block = self.check(tag, check_blocks(size, &send, &recv))?;
+        let (dtype, bytes) = (send.dtype(), Cuda::len(send.data()));
+        let subject =
+            self.seat.begin(Call { operation: "exchange_blocks", tag, dtype, detail: Detail::Plain, bytes })?;
+        if size == 1 || block == 0 {
             return self.nothing(subject);
         }
+        let (from, to) = (send.data().address(), recv.into_data().address());
+        let place = self.seat.link.place(to, (size - 1) * block).filter(|_| self.seat.link.in_window(from, bytes));
+        if let Some((window, offset)) = place {
+            let (puts, blocks) = (Puts::of(self.library()), Blocks { from, bytes: block, window, offset });
+            let puts = self.seat.begun(subject, puts)?;
+            // SAFETY: the views have those bytes, as checked, on all ranks; windows stay as long as the communicator.
+            return self.enqueue(subject, |lane| unsafe { puts.exchange(lane, blocks) });
+        }
+        let (sends, receives) = blocks((self.seat.link.rank, size), (from, to), block);
         // SAFETY: the views have those bytes, as checked, and memory they are of is given back in the stream's order.
         self.enqueue(subject, |lane| unsafe { lane.exchange(&sends, &receives) })
     }

@@ -20,8 +20,9 @@ use crate::tensor::{Shape, Tensor, TensorMut, TensorRef};
 
 use super::lane::Lane;
 use super::link::Link;
+use super::puts::{Blocks, Puts};
 use super::symmetric::Registering;
-use super::sys::{CommPtr, DataType, Functions, Status};
+use super::sys::{CommPtr, Functions, Status, WindowPtr};
 use super::{NcclComm, NcclError, NcclLibrary, NcclWindow};
 
 /// Memory of `ncclMemAlloc`.
@@ -55,9 +56,10 @@ pub(super) struct Registered {
 }
 
 impl Registered {
-    pub(super) fn holds(&self, address: u64, bytes: usize) -> bool {
-        let start = self.window.base();
-        address >= start && address - start + bytes as u64 <= self.window.bytes() as u64
+    /// The window, and where in it some memory lies.
+    pub(super) fn place(&self, address: u64, bytes: usize) -> Option<(WindowPtr, usize)> {
+        let offset = usize::try_from(address.checked_sub(self.window.base())?).ok()?;
+        (offset.checked_add(bytes)? <= self.window.bytes()).then_some((self.window.raw(), offset))
     }
 
     /// Ends a communicator's windows once the GPU has done all that any of its streams was given; tells whether it has,
@@ -170,7 +172,7 @@ pub(super) fn attempt_on(lane: &Lane<'_>, ground: &impl Ground) -> Result<()> {
     let link = lane.link;
     let (library, rank, ranks) = (link.library(), link.rank, link.size);
     let part = ranks * BLOCK;
-    let base = Cell::new(0);
+    let (base, window) = (Cell::new(0), Cell::new(None));
     let mut allocate = || {
         let address = Registering::of(library)?.allocate(2 * part)?;
         ground.hold(address, 2 * part);
@@ -179,26 +181,20 @@ pub(super) fn attempt_on(lane: &Lane<'_>, ground: &impl Ground) -> Result<()> {
     };
     let mut register = || {
         let registering = Registering::of(library)?;
-        let window = link.with(|_, comm| registering.register(comm, base.get(), 2 * part)).ok_or_else(ended)??;
-        ground.keep(window)
+        let made = link.with(|_, comm| registering.register(comm, base.get(), 2 * part)).ok_or_else(ended)??;
+        window.set(Some(made.raw()));
+        ground.keep(made)
     };
-    let exchange = || library.newer("ncclAlltoAll", library.functions().all_to_all);
     let mut fill = || {
-        exchange()?;
         let own = |at: usize| if at / BLOCK == rank { (at as u8).wrapping_add(1) } else { 0 };
         ground.write(&(0..part).map(own).collect::<Vec<u8>>())
     };
     // To all ranks' blocks, and from there to each rank a block of every other.
     let mut moves = || {
-        let (base, exchange) = (base.get(), exchange()?);
-        let own = base + (rank * BLOCK) as u64;
-        let (from, to) = (base as *const c_void, (base + part as u64) as *mut c_void);
+        let (from, puts, window) = (base.get(), Puts::of(library)?, window.get().ok_or_else(ended)?);
+        let (own, blocks) = (from + (rank * BLOCK) as u64, Blocks { from, bytes: BLOCK, window, offset: part });
         // SAFETY: all in the window, which is kept as long as the communicator; its halves have a block for each rank.
-        let moved = unsafe {
-            lane.all_gather(own, base, BLOCK).and_then(|()| {
-                lane.other("ncclAlltoAll", |comm, stream| exchange(from, to, BLOCK, DataType::U8, comm, stream))
-            })
-        };
+        let moved = unsafe { lane.all_gather(own, from, BLOCK).and_then(|()| puts.exchange(lane, blocks)) };
         moved.map_err(|refused| refused.map_or_else(ended, Error::from))?;
         check_moved(rank, &ground.read(2 * part)?)
     };
@@ -208,9 +204,10 @@ pub(super) fn attempt_on(lane: &Lane<'_>, ground: &impl Ground) -> Result<()> {
     in_step(rank, steps, |trouble| ground.tell(trouble))
 }
 
-/// Block r of the first half is rank r's; block r of the second is this rank's of rank r's first half.
+/// Block r of the first half is rank r's; the second has this rank's block of every other's first half, and room.
 pub(super) fn check_moved(rank: usize, found: &[u8]) -> Result<()> {
     let (first, second) = found.split_at(found.len() / 2);
+    let second = &second[..second.len().saturating_sub(BLOCK)];
     let gathered = first.iter().enumerate().all(|(at, byte)| *byte == (at as u8).wrapping_add(1));
     let own = &first[rank * BLOCK..(rank + 1) * BLOCK];
     match gathered && second.chunks(BLOCK).all(|block| block == own) {

@@ -13,7 +13,7 @@ use crate::error::{CommError, Error, Result};
 use crate::ranks::UniqueId;
 
 use super::engines::Registered;
-use super::sys::{CommPtr, Config, Functions, RawComm, RawUniqueId, Status};
+use super::sys::{CommPtr, Config, Functions, RawComm, RawUniqueId, Status, WindowPtr};
 use super::{NcclError, NcclLibrary};
 
 /// How long the end of a communicator waits for a call that is under way, before it ends that from outside.
@@ -182,7 +182,12 @@ impl Link {
 
     /// Whether memory lies in a window that is kept.
     pub(super) fn in_window(&self, address: u64, bytes: usize) -> bool {
-        lock(&self.windows).iter().any(|window| window.holds(address, bytes))
+        self.place(address, bytes).is_some()
+    }
+
+    /// The window that is kept of some memory, and where in it that lies.
+    pub(super) fn place(&self, address: u64, bytes: usize) -> Option<(WindowPtr, usize)> {
+        lock(&self.windows).iter().find_map(|window| window.place(address, bytes))
     }
 
     pub(super) fn library(&self) -> &NcclLibrary {

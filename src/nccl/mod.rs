@@ -29,6 +29,7 @@ mod link;
 mod message;
 mod notices;
 mod pairs;
+mod puts;
 mod seat;
 mod spoken;
 mod sums;

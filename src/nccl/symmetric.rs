@@ -11,13 +11,13 @@ use crate::error::{Error, Result};
 use crate::tensor::{TensorMut, TensorRef};
 
 use super::comm::Raw;
-use super::sys::{self, CommPtr, DataType, Status, WaitSignal, WindowPtr};
+use super::notices::Subject;
+use super::puts::{self, Puts};
+use super::sys::{self, CommPtr, Status, WindowPtr};
 use super::{NcclComm, NcclLibrary};
 
 /// NCCL wants windows of whole pages.
 const PAGE: usize = 4096;
-/// The only signal and context that NCCL 2.30 has.
-const SIGNAL: i32 = 0;
 
 /// A rank's handle of a window of NCCL's (`ncclWindow_t`), over memory of `ncclMemAlloc`.
 #[derive(Debug)]
@@ -119,10 +119,19 @@ fn size(bytes: usize) -> usize {
 }
 
 impl NcclComm {
-    fn another(&self, call: &'static str, peer: usize) -> Result<()> {
-        match peer == self.seat.link.rank {
-            false => Ok(()),
-            true => Err(Error::invalid(call, "peer", "another rank", format!("{peer}, this one"))),
+    /// A call that signals those peers, or waits for theirs.
+    fn signals(&self, call: &'static str, tag: Tag, peers: impl Iterator<Item = usize> + Clone) -> Result<Subject> {
+        let link = &self.seat.link;
+        let subject = self.aside(call, tag, peers.clone())?;
+        if let Some(peer) = peers.into_iter().find(|peer| *peer == link.rank) {
+            return Err(Error::invalid(call, "peer", "another rank", format!("{peer}, this one")));
+        }
+        match link.engines {
+            false => Ok(subject),
+            // There is one signal, which would be taken for another's.
+            true => {
+                Err(Error::invalid(call, "communicator", "one whose own exchanges need no signals", "copy engines'"))
+            }
         }
     }
 
@@ -211,56 +220,31 @@ impl SymmetricMemory<Cuda> for NcclComm {
         let Span { bytes, .. } = put.span;
         put.span.check(CALL, "from", put.from.bytes)?;
         Span { offset: put.offset, bytes }.check(CALL, "to", put.to.bytes)?;
-        let subject = self.aside(CALL, tag, std::iter::once(put.peer))?;
-        self.another(CALL, put.peer)?;
+        let subject = self.signals(CALL, tag, std::iter::once(put.peer))?;
         if bytes == 0 {
             return self.signal(tag, put.peer);
         }
-        let library = self.library();
-        let function = library.newer("ncclPutSignal", library.functions().put_signal)?;
-        let (from, peer) = (put.from.own(put.span).address() as *const c_void, put.peer as i32);
-        let (window, offset) = (put.to.window, put.offset);
+        let puts = Puts::of(self.library())?;
+        let (from, offset, peer) = (put.from.own(put.span).address(), put.offset, put.peer);
+        let put = puts::Put { from, bytes, peer, window: put.to.window, offset };
         // SAFETY: both spans are inside their windows, which live until `release`, behind a barrier of all ranks.
-        self.enqueue(subject, |lane| unsafe {
-            lane.other("ncclPutSignal", |comm, stream| {
-                function(from, bytes, DataType::U8, peer, window, offset, SIGNAL, 0, 0, comm, stream)
-            })
-        })
+        self.enqueue(subject, |lane| unsafe { puts.put(lane, put) })
     }
 
     fn signal(&mut self, tag: Tag, peer: usize) -> Result<()> {
         const CALL: &str = "signal";
-        let subject = self.aside(CALL, tag, std::iter::once(peer))?;
-        self.another(CALL, peer)?;
-        let library = self.library();
-        let function = library.newer("ncclSignal", library.functions().signal)?;
-        // SAFETY: nothing but NCCL's own memory is written.
-        self.enqueue(subject, |lane| unsafe {
-            lane.other("ncclSignal", |comm, stream| function(peer as i32, SIGNAL, 0, 0, comm, stream))
-        })
+        let subject = self.signals(CALL, tag, std::iter::once(peer))?;
+        let puts = Puts::of(self.library())?;
+        self.enqueue(subject, |lane| puts.signal(lane, peer))
     }
 
     fn wait(&mut self, tag: Tag, signals: &[(usize, usize)]) -> Result<()> {
         const CALL: &str = "wait";
-        let subject = self.aside(CALL, tag, signals.iter().map(|(peer, _)| *peer))?;
-        signals.iter().try_for_each(|(peer, _)| self.another(CALL, *peer))?;
-        let library = self.library();
-        let function = library.newer("ncclWaitSignal", library.functions().wait_signal)?;
-        let wanted = signals.iter().filter(|(_, count)| *count > 0);
-        let describe = |(peer, count): &(usize, usize)| WaitSignal {
-            count: *count as i32,
-            peer: *peer as i32,
-            index: SIGNAL,
-            context: 0,
-        };
-        let mut list: Vec<WaitSignal> = wanted.map(describe).collect();
-        if list.is_empty() {
+        let subject = self.signals(CALL, tag, signals.iter().map(|(peer, _)| *peer))?;
+        let puts = Puts::of(self.library())?;
+        if signals.iter().all(|(_, count)| *count == 0) {
             return Ok(());
         }
-        let count = list.len() as i32;
-        // SAFETY: the list has that many entries and is read before the call returns.
-        self.enqueue(subject, |lane| unsafe {
-            lane.other("ncclWaitSignal", |comm, stream| function(count, list.as_mut_ptr(), comm, stream))
-        })
+        self.enqueue(subject, |lane| puts.wait(lane, signals.iter().copied()))
     }
 }

@@ -249,8 +249,6 @@ functions! {
         mem_alloc: "ncclMemAlloc" = fn(*mut *mut c_void, usize) -> Status;
         /// Gives it back (2.19).
         mem_free: "ncclMemFree" = fn(*mut c_void) -> Status;
-        /// Send, receive, count to each rank, type (2.28).
-        all_to_all: "ncclAlltoAll" = fn(*const c_void, *mut c_void, usize, DataType, CommPtr, StreamPtr) -> Status;
         /// Makes memory of all ranks a window (collective, 2.27).
         window_register: "ncclCommWindowRegister" = fn(CommPtr, *mut c_void, usize, *mut WindowPtr, c_int) -> Status;
         /// Ends a window (2.27).

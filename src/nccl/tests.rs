@@ -3,7 +3,7 @@
 mod engines;
 mod seats;
 
-use std::ffi::{CStr, c_char, c_int, c_void};
+use std::ffi::{CStr, c_char, c_int, c_uint, c_void};
 use std::sync::atomic::{AtomicBool, AtomicI32, AtomicU32, Ordering::SeqCst};
 use std::sync::{Arc, Mutex};
 use std::thread;
@@ -15,7 +15,10 @@ use crate::error::{CommError, Error};
 use super::lane::{Lane, Piece};
 use super::link::{Link, Place};
 use super::notices::{Notices, Subject};
-use super::sys::{CommPtr, Config, DataType, Functions, RawUniqueId, Reduction, Status, StreamPtr, WindowPtr};
+use super::puts::Puts;
+use super::sys::{
+    CommPtr, Config, DataType, Functions, RawUniqueId, Reduction, Status, StreamPtr, WaitSignal, WindowPtr,
+};
 use super::watch::{Farewell, Watch, Work};
 use super::{NcclError, NcclLibrary};
 
@@ -33,8 +36,8 @@ struct Fake {
     /// What a send returns.
     send: AtomicI32,
     groups: AtomicI32,
-    /// What copy engines' exchange returns.
-    exchange: AtomicI32,
+    /// What a put returns.
+    put: AtomicI32,
     /// What a window's registration returns, and whether there is one then.
     register: AtomicI32,
     no_window: AtomicBool,
@@ -154,16 +157,27 @@ unsafe extern "C" fn recv(_: *mut c_void, _: usize, _: DataType, _: c_int, comm:
     OK
 }
 
-unsafe extern "C" fn all_to_all(
+unsafe extern "C" fn put_signal(
     _: *const c_void,
-    _: *mut c_void,
     _: usize,
     _: DataType,
+    _: c_int,
+    _: WindowPtr,
+    _: usize,
+    _: c_int,
+    _: c_int,
+    _: c_uint,
     comm: CommPtr,
     _: StreamPtr,
 ) -> Status {
     // SAFETY: a test's.
-    Status(unsafe { fake(comm) }.exchange.load(SeqCst))
+    Status(unsafe { fake(comm) }.put.load(SeqCst))
+}
+unsafe extern "C" fn signal(_: c_int, _: c_int, _: c_int, _: c_uint, _: CommPtr, _: StreamPtr) -> Status {
+    OK
+}
+unsafe extern "C" fn wait_signal(_: c_int, _: *mut WaitSignal, _: CommPtr, _: StreamPtr) -> Status {
+    OK
 }
 unsafe extern "C" fn allocate(to: *mut *mut c_void, bytes: usize) -> Status {
     assert!(bytes > 0 && bytes.is_multiple_of(4096), "whole pages");
@@ -207,15 +221,14 @@ fn functions() -> Functions {
         send,
         recv,
         comm_revoke: Some(revoke),
-        all_to_all: Some(all_to_all),
         mem_alloc: Some(allocate),
         mem_free: Some(free),
         window_register: Some(register),
         window_deregister: None,
         get_peer_pointer: None,
-        put_signal: None,
-        signal: None,
-        wait_signal: None,
+        put_signal: Some(put_signal),
+        signal: Some(signal),
+        wait_signal: Some(wait_signal),
     }
 }
 
@@ -452,6 +465,7 @@ fn a_library_that_is_too_old() {
         other => panic!("{:?}", other.map(drop)),
     }
     assert_eq!(library().version(), "2.30.7");
-    let missing = library().newer("ncclPutSignal", functions().put_signal.map(drop));
-    assert!(missing.is_err_and(|e| e.to_string().contains("2.30.7 has no ncclPutSignal")));
+    let poor = Functions { put_signal: None, ..functions() };
+    let poor = NcclLibrary::of(poor, "a fake".to_string(), "a test").unwrap();
+    assert!(Puts::of(&poor).is_err_and(|e| e.to_string().contains("2.30.7 has no ncclPutSignal")));
 }

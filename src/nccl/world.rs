@@ -17,6 +17,7 @@ use super::engines::attempt;
 use super::lane::{Lane, Piece};
 use super::link::{Joining, Link, Place};
 use super::notices::Subject;
+use super::puts::Puts;
 use super::sys::Reduction;
 use super::wire::Wire;
 use super::{NcclComm, NcclError, NcclLibrary};
@@ -61,8 +62,7 @@ fn ready(link: &Link, cuda: &Cuda) -> Result<()> {
 
 /// That the library moves windows by copy engines: it has what came with that.
 fn engines(library: &NcclLibrary) -> Result<()> {
-    library.newer("ncclAlltoAll", library.functions().all_to_all)?;
-    Ok(())
+    Puts::of(library).map(drop)
 }
 
 fn connect(link: &Link, cuda: &Cuda) -> Result<()> {

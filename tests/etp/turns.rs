@@ -173,8 +173,8 @@ fn only_what_others_need_is_moved<D: Chained>(device: &D) {
             rig.finish(&[0.0]).unwrap();
             rig.gradient(0, 5.0).unwrap();
             rig.finish(&[rig.sum(5.0), 0.0]).unwrap();
-            // 12 rows of two, padded to 16; copy engines bring a rank's own too.
-            let rows = if rig.chain.copies_beside() { 16 } else { 16 - 16 / n };
+            // 12 rows of two, padded to 16, of which a rank's own stay.
+            let rows = 16 - 16 / n;
             assert_eq!(*moved.lock().unwrap(), vec![(vec![16, 2], vec![rows, 2]); 7]);
             assert_eq!(rig.chain.memory().reduced, rows * 2 * 4);
         });

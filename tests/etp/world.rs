@@ -465,8 +465,6 @@ impl<D: Chained> Rank<D> {
         assert_eq!((memory.gathered, memory.gradients), (gathered * size, gradients * size));
         // Sums, or the other ranks' shares: a rank's own are added where they lie.
         let blocks = match run.options.reduction {
-            // Copy engines bring them too.
-            Reduction::Pairwise if chain.copies_beside() && run.etp > 1 => run.etp,
             Reduction::Pairwise => run.etp - 1,
             _ => 1,
         };

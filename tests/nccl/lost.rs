@@ -1,13 +1,15 @@
 //! Ranks that are lost inside a collective, and what the others get: a typed error in time, from every later call and from
 //! every wait of the GPU, and a new world afterwards.
 
+use std::ffi::c_void;
 use std::thread;
 use std::time::{Duration, Instant};
 
-use moebius::comm::{Communicator, Op, Tag};
+use moebius::comm::{Communicator, Op, SymmetricMemory, Tag};
 use moebius::cuda::Cuda;
 use moebius::kernels::Kernels;
-use moebius::nccl::NcclComm;
+use moebius::nccl::sys::{DataType, Status, WaitSignal};
+use moebius::nccl::{NcclComm, Raw};
 use moebius::{CommError, DType, Error, Result, Tensor};
 
 use crate::Run;
@@ -16,6 +18,9 @@ use crate::conformance::gpus;
 pub fn cases() -> Vec<(&'static str, Run)> {
     vec![
         ("never_enters", never_enters),
+        ("never_gathers_by_copy_engines", never_gathers_by_copy_engines),
+        ("never_puts_by_copy_engines", never_puts_by_copy_engines),
+        ("copy_engines_exchange", copy_engines_exchange),
         ("fails_inside", fails_inside),
         ("panics_inside", panics_inside),
         ("splits", splits),
@@ -54,8 +59,8 @@ fn half_entered(comm: &mut NcclComm, culprit: impl Fn() -> Result<()>) -> Result
         }
         // SAFETY: both tensors live until the stream has been waited for or the communicator aborted.
         let status = unsafe {
-            let (from, to) = (from as *const std::ffi::c_void, to as *mut std::ffi::c_void);
-            (raw.functions.all_gather)(from, to, 4, moebius::nccl::sys::DataType::U8, raw.comm, raw.stream)
+            let (from, to) = (from as *const c_void, to as *mut c_void);
+            (raw.functions.all_gather)(from, to, 4, DataType::U8, raw.comm, raw.stream)
         };
         assert_eq!(status.0, 0);
         Ok(())
@@ -84,12 +89,13 @@ impl FromValue for Tensor<Cuda> {
     }
 }
 
-/// The last rank meets the others and never enqueues its part: they time out inside the driver, not after it.
-fn never_enters(_: &Cuda, ranks: usize) {
-    let done = std::sync::Barrier::new(ranks);
-    let results = each(gpus::communicators(ranks, LIMIT), |mut comm| {
+/// What the others get of a last rank that meets them and never enqueues its part: they time out inside the driver, not
+/// after it.
+fn times_out(comms: Vec<NcclComm>, enter: impl Fn(&mut NcclComm) -> Result<Tensor<Cuda>> + Sync) {
+    let (ranks, done) = (comms.len(), std::sync::Barrier::new(comms.len()));
+    let results = each(comms, |mut comm| {
         let start = Instant::now();
-        let recv = half_entered(&mut comm, || Ok(()));
+        let recv = enter(&mut comm);
         let last = comm.rank() + 1 == comm.size();
         if last {
             done.wait();
@@ -108,6 +114,78 @@ fn never_enters(_: &Cuda, ranks: usize) {
     });
     assert!(results.iter().all(Option::is_some));
     afterwards(ranks);
+}
+
+fn never_enters(_: &Cuda, ranks: usize) {
+    times_out(gpus::communicators(ranks, LIMIT), |comm| half_entered(comm, || Ok(())));
+}
+
+fn with_copy_engines(ranks: usize, limit: Duration) -> Vec<NcclComm> {
+    gpus::lanes(&(0..ranks).collect::<Vec<_>>(), ("lost", true), limit)
+}
+
+/// The first call that the last rank leaves out, of memory that copy engines move.
+fn half_moved(comm: &mut NcclComm, call: impl FnOnce(Raw<'_>, u64) -> Status) -> Result<Tensor<Cuda>> {
+    let last = comm.rank() + 1 == comm.size();
+    let mut all = comm.memory(tag(0), DType::F32, &[comm.size()])?.expect("memory of its own");
+    let address = all.view_mut().into_data().address();
+    comm.collective_raw("test", tag(1), |raw| {
+        if !last {
+            assert_eq!(call(raw, address).0, 0);
+        }
+        Ok(())
+    })?;
+    Ok(all)
+}
+
+fn never_gathers_by_copy_engines(_: &Cuda, ranks: usize) {
+    times_out(with_copy_engines(ranks, LIMIT), |comm| {
+        let rank = comm.rank() as u64;
+        half_moved(comm, |raw, all| {
+            let (from, to) = ((all + 4 * rank) as *const c_void, all as *mut c_void);
+            // SAFETY: the memory is a window's, which stays as long as the communicator.
+            unsafe { (raw.functions.all_gather)(from, to, 4, DataType::U8, raw.comm, raw.stream) }
+        })
+    });
+}
+
+fn never_puts_by_copy_engines(_: &Cuda, ranks: usize) {
+    times_out(with_copy_engines(ranks, LIMIT), |comm| {
+        half_moved(comm, |raw, _| {
+            let mut last = WaitSignal { count: 1, peer: ranks as i32 - 1, index: 0, context: 0 };
+            let wait = raw.functions.wait_signal.expect("ncclWaitSignal");
+            // SAFETY: nothing but NCCL's own memory is read.
+            unsafe { wait(1, &raw mut last, raw.comm, raw.stream) }
+        })
+    });
+}
+
+/// Blocks from window to window, of any size, one exchange right behind another.
+fn copy_engines_exchange(_: &Cuda, ranks: usize) {
+    let results = each(with_copy_engines(ranks, PATIENCE), |mut comm| {
+        let (rank, cuda) = (comm.rank(), comm.cuda().clone());
+        let memory = |comm: &mut NcclComm, dims: &[usize]| comm.memory(tag(0), DType::F32, dims).expect("memory");
+        for (number, width) in [1, 3, 1000, 1 << 20].into_iter().enumerate() {
+            let mut send = memory(&mut comm, &[ranks, width]).expect("of its own");
+            let mut recv = [0, 1].map(|_| memory(&mut comm, &[ranks - 1, width]).expect("of its own"));
+            for (round, recv) in recv.iter_mut().enumerate() {
+                let value = |to: usize| (64 * round + 8 * rank + to) as f32;
+                let values: Vec<f32> = (0..ranks).flat_map(|to| vec![value(to); width]).collect();
+                let bytes = bytemuck::cast_slice(&values);
+                cuda.upload(&cuda.stream(), bytes, send.view_mut()).expect("an upload");
+                comm.exchange_blocks(tag(1 + number as u64), send.view(), recv.view_mut()).expect("exchanged");
+            }
+            for (round, recv) in recv.iter().enumerate() {
+                let value = |from: usize| vec![(64 * round + 8 * from + rank) as f64; width];
+                let expected: Vec<f64> = (0..ranks).filter(|from| *from != rank).flat_map(value).collect();
+                assert_eq!(cuda.read(&cuda.stream(), recv.view()).expect("a read"), expected, "{width}");
+            }
+        }
+        // Its one signal is the exchanges'.
+        let refused = SymmetricMemory::signal(&mut comm, tag(9), (rank + 1) % ranks).unwrap_err().to_string();
+        assert!(refused.contains("need no signals"), "{refused}");
+    });
+    assert!(results.iter().all(Option::is_some));
 }
 
 fn told_at_once(ranks: usize, culprit: fn() -> Result<()>, is: fn(&Error) -> bool) {

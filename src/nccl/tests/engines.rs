@@ -10,6 +10,7 @@ use crate::dtype::DType;
 use crate::nccl::NcclWindow;
 use crate::nccl::board::{Board, Hall};
 use crate::nccl::engines::{Ground, attempt_on, check_moved, in_step};
+use crate::nccl::puts::Blocks;
 use crate::nccl::seat::Seat;
 use crate::nccl::symmetric::Registering;
 use crate::tensor::{TensorMut, TensorRef};
@@ -38,7 +39,7 @@ enum At {
 fn exchange(rank: usize, hall: &Arc<Hall>, fails: Option<At>) -> [Option<Error>; 2] {
     let (link, fake) = link_of(rank, 2);
     let mut seat = Seat::new(Arc::clone(&link), Board::Hall(Arc::clone(hall)), LONG).expect("a thread");
-    fake.exchange.store(if matches!(fails, Some(At::Call)) { 1 } else { 0 }, SeqCst);
+    fake.put.store(if matches!(fails, Some(At::Call)) { 1 } else { 0 }, SeqCst);
     let call = || {
         let tag = Tag { layer: 3, op: Op::GradReduce, sequence: 7 };
         Call { operation: "exchange_blocks", tag, dtype: DType::U8, detail: Detail::Plain, bytes: 8 }
@@ -46,12 +47,9 @@ fn exchange(rank: usize, hall: &Arc<Hall>, fails: Option<At>) -> [Option<Error>;
     let subject = seat.begin(call()).expect("both come");
     let calls = |link: &Link| {
         let lane = Lane { link, stream: std::ptr::null_mut() };
+        let blocks = Blocks { from: 0, bytes: 8, window: std::ptr::null_mut(), offset: 0 };
         // SAFETY: nothing is read or written by these functions.
-        let done = unsafe {
-            lane.other("ncclAlltoAll", |comm, stream| {
-                all_to_all(std::ptr::null(), std::ptr::null_mut(), 8, DataType::U8, comm, stream)
-            })
-        };
+        let done = unsafe { Puts::of(link.library()).expect("a fake's").exchange(&lane, blocks) };
         // `None`: the other's failure has ended the communicator before this call.
         match done {
             Err(None) => None,
@@ -88,7 +86,7 @@ fn a_rank_whose_copies_fail_is_told_to_the_others() {
             <[_; 2]>::try_from(threads.into_iter().map(|t| t.join().expect("no panic")).collect::<Vec<_>>()).unwrap()
         });
         assert!(start.elapsed() < PATIENCE);
-        let what = if matches!(at, At::Call) { "ncclAlltoAll" } else { "an illegal address" };
+        let what = if matches!(at, At::Call) { "ncclPutSignal" } else { "an illegal address" };
         let [own, Some(Error::Comm(CommError::Refused { rank: 0, peer: 1, reason, .. }))] = &waiting else {
             panic!("{at:?}: {waiting:?}")
         };
@@ -100,7 +98,7 @@ fn a_rank_whose_copies_fail_is_told_to_the_others() {
         };
         assert!(reason.contains(what), "{at:?}: {reason}");
         match (at, own) {
-            (At::Call, Some(Error::Nccl(NcclError::Call { function: "ncclAlltoAll", .. }))) => {}
+            (At::Call, Some(Error::Nccl(NcclError::Call { function: "ncclPutSignal", .. }))) => {}
             (At::Event, Some(Error::Device { .. })) | (At::Gpu, None) => {}
             other => panic!("{other:?}"),
         }
@@ -245,7 +243,7 @@ fn an_attempt_that_fails_on_a_rank_fails_on_all() {
             let (link, fake) = link_of(rank, 3);
             let at = at.filter(|_| rank == 1);
             fake.register.store(i32::from(at == Some(Register)), SeqCst);
-            fake.exchange.store(i32::from(at == Some(Exchange)), SeqCst);
+            fake.put.store(i32::from(at == Some(Exchange)), SeqCst);
             let lane = Lane { link: &link, stream: std::ptr::null_mut() };
             let outcome = attempt_on(&lane, &Fails { rank, comm: RefCell::new(comm), at });
             (outcome, fake.inside.load(SeqCst))
@@ -275,9 +273,11 @@ fn blocks_that_copy_engines_should_have_moved() {
     let gathered: Vec<u8> = (1..=48).collect();
     let found = [&gathered[..], &gathered[16..32].repeat(3)].concat();
     check_moved(1, &found).unwrap();
-    for at in [0, 20, 47, 48, 70, 95] {
+    for at in [0, 20, 47, 48, 70, 79] {
         let mut wrong = found.clone();
         wrong[at] = 0;
         assert!(check_moved(1, &wrong).is_err(), "byte {at}");
     }
+    // Its own block has no place there.
+    check_moved(1, &[&found[..80], &[0; 16]].concat()).unwrap();
 }
