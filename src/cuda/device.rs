@@ -70,6 +70,11 @@ unsafe impl Sync for Inner {}
 
 impl Drop for Inner {
     fn drop(&mut self) {
+        if self.functions.stuck.is() {
+            // What may still run some day keeps what it runs in.
+            std::mem::forget((Arc::clone(&self.functions), Arc::clone(&self.stream), Arc::clone(&self.context)));
+            return;
+        }
         // Nothing can be reported from here; a context that is gone has freed everything itself.
         if self.context.bind_to_thread().is_ok() {
             // SAFETY: the stream is alive; kernels must not run on when their modules are unloaded.
@@ -161,8 +166,8 @@ impl Cuda {
             .attribute(sys::CUdevice_attribute::CU_DEVICE_ATTRIBUTE_PAGEABLE_MEMORY_ACCESS_USES_HOST_PAGE_TABLES)
             .map_err(driver(CALL, "ask whether the GPU follows the host's page tables"))?
             != 0;
-        let report = Status::new(&stream)?;
-        let arena = RwLock::new(Arena::new(&stream)?);
+        let report = Status::new(&stream, &functions.stuck)?;
+        let arena = RwLock::new(Arena::new(&stream, &functions.stuck)?);
         let (status, capturing) = (report.words, AtomicBool::new(false));
         let (guards, recordings) = (Mutex::default(), Recordings::default());
         let inner = Inner {

@@ -10,6 +10,7 @@ use crate::error::{Error, Result};
 
 use super::cubins::{self, CUBINS, Cubin, RELEASE};
 use super::device::{Cuda, driver};
+use super::waits::Stuck;
 
 /// Tile of the mma kernels, and their shared memory (`tensor` in `kernels/common/gemm.cuh`).
 pub(super) const TENSOR: Shape = Shape { tile: 128, threads: 256, shared: 81920 };
@@ -85,6 +86,8 @@ pub(super) struct Functions {
     pub(super) arch: &'static str,
     /// Shared memory that the kernels of few rows with quantised weights may take.
     pub(super) decode_shared: usize,
+    /// A stream of these devices is stuck.
+    pub(super) stuck: Stuck,
     table: HashMap<&'static str, sys::CUfunction>,
     modules: Vec<sys::CUmodule>,
 }
@@ -98,7 +101,8 @@ impl Functions {
         let most = context.attribute(MOST).map_err(driver(CALL, "ask for the shared memory of a block"))? as u32;
         let arch = cubins::choose(CUBINS.iter().map(|c| c.arch), (major as u32, minor as u32))?;
         let decode_shared = reserved("w4a16_decode", "", most) as usize;
-        let mut loaded = Self { arch, decode_shared, table: HashMap::new(), modules: Vec::new() };
+        let (table, modules) = (HashMap::new(), Vec::new());
+        let mut loaded = Self { arch, decode_shared, stuck: Stuck::default(), table, modules };
         let hopper = loaded.hopper();
         let serves = |c: &&Cubin| c.arch == arch && (hopper || !c.stage.starts_with(HOPPER_STAGES));
         for Cubin { stage, kernels, image, .. } in CUBINS.iter().filter(serves) {

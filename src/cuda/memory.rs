@@ -16,6 +16,7 @@ use cudarc::driver::{CudaContext, CudaStream, DriverError, result};
 use crate::error::Result;
 
 use super::device::driver;
+use super::waits::Stuck;
 
 /// Every block has at least this size and is a multiple of it, so that no tensor has a null pointer, which kernels read as "none".
 const GRAIN: usize = 512;
@@ -45,6 +46,7 @@ struct Pool {
     memory: Mutex<Memory>,
     /// Some of its memory is the host framework's now.
     lent: AtomicBool,
+    stuck: Stuck,
 }
 
 // SAFETY: the pool is a handle that the driver lets any thread use; the context is bound before each use.
@@ -55,7 +57,7 @@ unsafe impl Sync for Pool {}
 impl Drop for Pool {
     fn drop(&mut self) {
         // Nothing can be reported from here; a context that is gone has freed everything itself.
-        if self.context.bind_to_thread().is_ok() {
+        if !self.stuck.is() && self.context.bind_to_thread().is_ok() {
             // SAFETY: every arena, and so every block, holds an `Arc` of this: all have been freed on the stream, but for
             // those that were given away.
             unsafe {
@@ -154,13 +156,13 @@ impl Pool {
 impl Arena {
     /// An arena over a pool of its own: one that keeps freed memory, which the context's default pool does not, and
     /// whose setting is the host framework's.
-    pub(super) fn new(stream: &Arc<CudaStream>) -> Result<Arc<Self>> {
+    pub(super) fn new(stream: &Arc<CudaStream>, stuck: &Stuck) -> Result<Arc<Self>> {
         const CALL: &str = "Cuda::on";
         let context = Arc::clone(stream.context());
         let side = context.new_stream().map_err(driver(CALL, "create a stream"))?;
         let handle = create_pool(&context)?;
-        let pool =
-            Pool { handle, stream: Arc::clone(stream), side, context, memory: Mutex::default(), lent: false.into() };
+        let (stream, stuck) = (Arc::clone(stream), stuck.clone());
+        let pool = Pool { handle, stream, side, context, memory: Mutex::default(), lent: false.into(), stuck };
         Ok(Arc::new(Self { pool: Arc::new(pool), captured: false, state: Mutex::default() }))
     }
 
@@ -269,6 +271,10 @@ impl Arena {
 impl Drop for Arena {
     fn drop(&mut self) {
         let state = std::mem::take(self.state.get_mut().unwrap_or_else(PoisonError::into_inner));
+        if self.pool.stuck.is() {
+            // A stream takes only so much that it does not come to, and then has the caller wait.
+            return;
+        }
         let limbo = state.limbo.into_iter().map(|b| (b.size, b.ptr));
         self.pool.give_back(state.free.into_iter().chain(limbo));
     }

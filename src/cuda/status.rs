@@ -21,6 +21,7 @@ use crate::error::{Error, Result};
 use super::device::{Cuda, driver};
 use super::launch::Grid;
 use super::params;
+use super::waits::Stuck;
 
 /// Fault; first NaN logit; rows that would have been needed, above the 16 bits of their rank; the same above the 32 bits of
 /// what is left of those there are.
@@ -41,6 +42,7 @@ pub(super) struct Status {
     mirror: *mut AtomicU64,
     stream: Arc<CudaStream>,
     context: Arc<CudaContext>,
+    stuck: Stuck,
 }
 
 // SAFETY: the host touches the mirror through atomics alone.
@@ -51,7 +53,7 @@ unsafe impl Sync for Status {}
 impl Drop for Status {
     fn drop(&mut self) {
         // Nothing can be reported from here; a context that is gone has freed everything itself.
-        if self.context.bind_to_thread().is_ok() {
+        if !self.stuck.is() && self.context.bind_to_thread().is_ok() {
             // SAFETY: both were allocated by `new` and are freed once, when no copy is under way any more.
             unsafe {
                 let _ = result::stream::synchronize(self.stream.cu_stream());
@@ -63,7 +65,7 @@ impl Drop for Status {
 }
 
 impl Status {
-    pub(super) fn new(stream: &Arc<CudaStream>) -> Result<Self> {
+    pub(super) fn new(stream: &Arc<CudaStream>, stuck: &Stuck) -> Result<Self> {
         const CALL: &str = "Cuda::on";
         let context = Arc::clone(stream.context());
         // SAFETY: plain allocations, freed by `drop`.
@@ -75,7 +77,7 @@ impl Status {
             let _ = unsafe { result::free_sync(words) };
         }
         let mirror = mirror.map_err(driver(CALL, "allocate the status words"))?;
-        let status = Self { words, mirror: mirror.cast(), stream: Arc::clone(stream), context };
+        let status = Self { words, mirror: mirror.cast(), stream: Arc::clone(stream), context, stuck: stuck.clone() };
         status.clear_mirror();
         Ok(status)
     }

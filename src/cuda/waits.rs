@@ -1,5 +1,6 @@
 //! Waits of the host for a GPU, and what may spoil the work that they wait for.
 
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, MutexGuard, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
@@ -14,6 +15,17 @@ use super::device::{Cuda, Inner, driver};
 const SPIN: Duration = Duration::from_millis(2);
 /// How long after a failure a stream is given to end: an abort ends what waits inside NCCL.
 const ABORTING: Duration = Duration::from_secs(1);
+
+/// Whether a stream of a context waits for what will not come. Then whatever waits for the device waits for ever, as much
+/// of what frees memory or unloads modules does, and so what belongs to the context stays as it is dropped.
+#[derive(Debug, Clone, Default)]
+pub(super) struct Stuck(Arc<AtomicBool>);
+
+impl Stuck {
+    pub(super) fn is(&self) -> bool {
+        self.0.load(Ordering::SeqCst)
+    }
+}
 
 /// Something outside the stream that its work depends on, a peer for instance. When it has failed, the stream goes on
 /// with memory that nobody has written.
@@ -82,8 +94,18 @@ impl Cuda {
     #[cfg(feature = "nccl")]
     pub(crate) fn finish_all(&self, call: &'static str) -> Result<()> {
         self.not_captured(call, "wait for the device")?;
+        if self.inner.functions.stuck.is() {
+            let message = "one of its streams waits for a rank that is lost".to_string();
+            return Err(Error::Device { call, operation: "wait for the device".to_string(), message });
+        }
         self.bind(call)?;
         result::ctx::synchronize().map_err(driver(call, "wait for the device"))
+    }
+
+    /// Says that the stream will not end what it was given.
+    #[cfg(feature = "nccl")]
+    pub(crate) fn abandon(&self) {
+        self.inner.functions.stuck.0.store(true, Ordering::SeqCst);
     }
 
     /// Has every wait return what this finds, for as long as it lives.

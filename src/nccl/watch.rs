@@ -20,10 +20,15 @@ use super::notices::{Notices, Subject};
 /// Pause between two looks at a collective that runs.
 const LOOK: Duration = Duration::from_millis(2);
 
+/// How long work is given to end after its communicator.
+const ABORTED: Duration = Duration::from_secs(1);
+
 /// Work that was enqueued.
 pub(super) trait Work: Send {
     /// Whether it has ended; an error where the device has failed.
     fn ended(&self) -> std::result::Result<bool, String>;
+    /// It will not end.
+    fn abandon(&self) {}
 }
 
 /// One collective that runs.
@@ -141,6 +146,7 @@ impl Shared {
                     drop(queue);
                     self.farewell.lock().unwrap_or_else(PoisonError::into_inner)(broken, unfinished);
                     self.link.abort();
+                    self.abandon();
                     return;
                 }
                 None if queue.running.is_empty() && queue.closed => return,
@@ -151,6 +157,21 @@ impl Shared {
                 true => self.changed.wait(queue).unwrap_or_else(PoisonError::into_inner),
                 false => self.changed.wait_timeout(queue, LOOK).unwrap_or_else(PoisonError::into_inner).0,
             };
+        }
+    }
+
+    /// Kernels end with their communicator. What copy engines wait for is memory, which an abort does not write: a stream
+    /// that waits there will go on doing so.
+    fn abandon(&self) {
+        let until = Instant::now() + ABORTED;
+        loop {
+            let queue = self.lock();
+            let Some(last) = queue.spent.last().filter(|last| last.ended() == Ok(false)) else { return };
+            if Instant::now() >= until {
+                return last.abandon();
+            }
+            drop(queue);
+            thread::sleep(LOOK);
         }
     }
 
