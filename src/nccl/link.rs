@@ -2,9 +2,9 @@
 
 use std::fmt;
 use std::mem::ManuallyDrop;
-use std::sync::atomic::{AtomicPtr, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicPtr, Ordering};
 use std::sync::mpsc::{self, RecvTimeoutError};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, TryLockError};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -40,6 +40,9 @@ pub(super) struct Link {
     pub(super) engines: bool,
     /// Windows that stay as long as the communicator does.
     windows: Mutex<Vec<Registered>>,
+    /// A GPU of the world is stuck. NCCL's end of any communicator of it would free memory that the GPU may still use, wait
+    /// for it, and never return: what there is stays.
+    stuck: OnceLock<Arc<AtomicBool>>,
 }
 
 /// A pointer that the gate guards.
@@ -172,7 +175,18 @@ impl Link {
     /// Takes over a communicator.
     pub(super) fn new(library: NcclLibrary, Place { rank, size, engines }: Place, comm: CommPtr) -> Self {
         let (gate, shared) = (Mutex::new(Some(Alive(comm))), AtomicPtr::new(comm));
-        Self { library, rank, size, gate, shared, failure: Mutex::new(None), engines, windows: Mutex::default() }
+        let (failure, windows, stuck) = (Mutex::new(None), Mutex::default(), OnceLock::new());
+        Self { library, rank, size, gate, shared, failure, engines, windows, stuck }
+    }
+
+    /// Whether a GPU is stuck, of those of this world in this process.
+    pub(super) fn stuck(&self) -> &Arc<AtomicBool> {
+        self.stuck.get_or_init(Arc::default)
+    }
+
+    /// Has that be the same for other communicators, of the same world or parts of it: before anything is under way.
+    pub(super) fn share(&self, stuck: &Arc<AtomicBool>) {
+        self.stuck.get_or_init(|| Arc::clone(stuck));
     }
 
     /// Keeps a window until the communicator ends.
@@ -260,7 +274,7 @@ impl Link {
         };
         let alive = gate.take();
         drop(gate);
-        if let Some(alive) = alive {
+        if let Some(alive) = alive.filter(|_| !self.stuck().load(Ordering::SeqCst)) {
             self.shared.store(std::ptr::null_mut(), Ordering::SeqCst);
             let abort = self.library.functions().comm_abort;
             // SAFETY: the communicator lives, and with `gate` emptied nobody uses it again.
@@ -326,7 +340,7 @@ impl Drop for Link {
         let alive = lock(&self.gate).take();
         // Until what reads and writes them is known to have ended, nobody gets their memory.
         let windows = ManuallyDrop::new(std::mem::take(&mut *lock(&self.windows)));
-        if let Some(alive) = alive {
+        if let Some(alive) = alive.filter(|_| !self.stuck().load(Ordering::SeqCst)) {
             let functions = *self.library.functions();
             // Work that a peer will never join in is not waited for.
             let how = if failed { functions.comm_abort } else { functions.comm_destroy };
