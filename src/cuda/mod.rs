@@ -62,4 +62,4 @@ pub use device::{Cuda, Event, Stream};
 pub use graph::Captured;
 pub use memory::Memory;
 #[cfg(feature = "nccl")]
-pub(crate) use waits::Guard;
+pub(crate) use waits::{Guard, Stuck};

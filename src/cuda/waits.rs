@@ -19,10 +19,10 @@ const ABORTING: Duration = Duration::from_secs(1);
 /// Whether a stream of a context waits for what will not come. Then whatever waits for the device waits for ever, as much
 /// of what frees memory or unloads modules does, and so what belongs to the context stays as it is dropped.
 #[derive(Debug, Clone, Default)]
-pub(super) struct Stuck(Arc<AtomicBool>);
+pub(crate) struct Stuck(Arc<AtomicBool>);
 
 impl Stuck {
-    pub(super) fn is(&self) -> bool {
+    pub(crate) fn is(&self) -> bool {
         self.0.load(Ordering::SeqCst)
     }
 }
@@ -100,6 +100,12 @@ impl Cuda {
         }
         self.bind(call)?;
         result::ctx::synchronize().map_err(driver(call, "wait for the device"))
+    }
+
+    /// Whether a stream of the context is stuck, now and later.
+    #[cfg(feature = "nccl")]
+    pub(crate) fn stuck(&self) -> Stuck {
+        self.inner.functions.stuck.clone()
     }
 
     /// Says that the stream will not end what it was given.

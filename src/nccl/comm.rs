@@ -83,6 +83,7 @@ fn until_now(cuda: &Cuda) -> Result<Option<Box<dyn Work>>> {
 
 impl NcclComm {
     pub(super) fn new(link: Arc<Link>, cuda: &Cuda, board: Board, timeout: Duration) -> Result<Self> {
+        link.on(|| vec![cuda.stuck()]);
         let seat = Seat::new(link, board, timeout)?;
         let guard: Arc<dyn crate::cuda::Guard> = seat.link.clone();
         cuda.guard(&guard);

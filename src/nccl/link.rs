@@ -2,13 +2,13 @@
 
 use std::fmt;
 use std::mem::ManuallyDrop;
-use std::sync::atomic::{AtomicBool, AtomicPtr, Ordering};
+use std::sync::atomic::{AtomicPtr, Ordering};
 use std::sync::mpsc::{self, RecvTimeoutError};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, TryLockError};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use crate::cuda::Guard;
+use crate::cuda::{Guard, Stuck};
 use crate::error::{CommError, Error, Result};
 use crate::ranks::UniqueId;
 
@@ -40,9 +40,9 @@ pub(super) struct Link {
     pub(super) engines: bool,
     /// Windows that stay as long as the communicator does.
     windows: Mutex<Vec<Registered>>,
-    /// A GPU of the world is stuck. NCCL's end of any communicator of it would free memory that the GPU may still use, wait
-    /// for it, and never return: what there is stays.
-    stuck: OnceLock<Arc<AtomicBool>>,
+    /// Of the GPUs of its ranks in this process. Where one is stuck, NCCL's end of a communicator would free memory, wait
+    /// for that GPU, and never return: what there is stays.
+    stuck: OnceLock<Vec<Stuck>>,
 }
 
 /// A pointer that the gate guards.
@@ -179,14 +179,14 @@ impl Link {
         Self { library, rank, size, gate, shared, failure, engines, windows, stuck }
     }
 
-    /// Whether a GPU is stuck, of those of this world in this process.
-    pub(super) fn stuck(&self) -> &Arc<AtomicBool> {
-        self.stuck.get_or_init(Arc::default)
+    /// Says on which GPUs of this process its ranks are, the first time.
+    pub(super) fn on(&self, gpus: impl FnOnce() -> Vec<Stuck>) -> &[Stuck] {
+        self.stuck.get_or_init(gpus)
     }
 
-    /// Has that be the same for other communicators, of the same world or parts of it: before anything is under way.
-    pub(super) fn share(&self, stuck: &Arc<AtomicBool>) {
-        self.stuck.get_or_init(|| Arc::clone(stuck));
+    /// Whether one of those is stuck.
+    fn is_stuck(&self) -> bool {
+        self.on(Vec::new).iter().any(Stuck::is)
     }
 
     /// Keeps a window until the communicator ends.
@@ -274,11 +274,19 @@ impl Link {
         };
         let alive = gate.take();
         drop(gate);
-        if let Some(alive) = alive.filter(|_| !self.stuck().load(Ordering::SeqCst)) {
+        if let Some(alive) = alive {
             self.shared.store(std::ptr::null_mut(), Ordering::SeqCst);
-            let abort = self.library.functions().comm_abort;
+            let Functions { comm_abort, comm_revoke, .. } = *self.library.functions();
             // SAFETY: the communicator lives, and with `gate` emptied nobody uses it again.
-            unsafe { end(alive, move |comm| abort(comm)) };
+            unsafe {
+                match self.is_stuck() {
+                    false => end(alive, move |comm| comm_abort(comm)),
+                    // It ends kernels, and frees nothing.
+                    true => {
+                        drop(ending(alive, move |comm| comm_revoke.map_or(Status::SUCCESS, |revoke| revoke(comm, 0))))
+                    }
+                }
+            }
         }
     }
 
@@ -301,6 +309,17 @@ impl Link {
 /// # Safety
 /// `how` may be called with the communicator, now and later.
 unsafe fn end(comm: Alive, how: impl FnOnce(CommPtr) -> Status + Send + 'static) {
+    // SAFETY: as the caller promises.
+    if let Some(ended) = unsafe { ending(comm, how) } {
+        let _ = ended.recv_timeout(END);
+    }
+}
+
+/// Begins to; `None`: there is no thread to be had.
+///
+/// # Safety
+/// As [`end`].
+unsafe fn ending(comm: Alive, how: impl FnOnce(CommPtr) -> Status + Send + 'static) -> Option<mpsc::Receiver<()>> {
     let (send, ended) = mpsc::channel();
     let run = move || {
         let Alive(comm) = { comm };
@@ -308,9 +327,7 @@ unsafe fn end(comm: Alive, how: impl FnOnce(CommPtr) -> Status + Send + 'static)
         // Nobody listens any more where time is up.
         let _ = send.send(());
     };
-    if thread::Builder::new().name("nccl-end".to_string()).spawn(run).is_ok() {
-        let _ = ended.recv_timeout(END);
-    }
+    thread::Builder::new().name("nccl-end".to_string()).spawn(run).ok().map(|_| ended)
 }
 
 /// The status of a call when it is over. An environment that makes communicators return at once (NCCL_COMM_BLOCKING)
@@ -340,7 +357,7 @@ impl Drop for Link {
         let alive = lock(&self.gate).take();
         // Until what reads and writes them is known to have ended, nobody gets their memory.
         let windows = ManuallyDrop::new(std::mem::take(&mut *lock(&self.windows)));
-        if let Some(alive) = alive.filter(|_| !self.stuck().load(Ordering::SeqCst)) {
+        if let Some(alive) = alive.filter(|_| !self.is_stuck()) {
             let functions = *self.library.functions();
             // Work that a peer will never join in is not waited for.
             let how = if failed { functions.comm_abort } else { functions.comm_destroy };

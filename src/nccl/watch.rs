@@ -8,7 +8,6 @@
 
 use std::collections::VecDeque;
 use std::fmt;
-use std::sync::atomic::Ordering;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
@@ -169,7 +168,6 @@ impl Shared {
             let queue = self.lock();
             let Some(last) = queue.spent.last().filter(|last| last.ended() == Ok(false)) else { return };
             if Instant::now() >= until {
-                self.link.stuck().store(true, Ordering::SeqCst);
                 return last.abandon();
             }
             drop(queue);

@@ -127,8 +127,8 @@ impl NcclWorld {
         let begin = |(rank, cuda)| start(library, id, Place { rank, size: gpus.len(), engines }, cuda);
         let joining = gpus.iter().enumerate().map(begin).collect::<Result<Vec<_>>>()?;
         let links = joining.into_iter().map(|j| joined(j, timeout)).collect::<Result<Vec<_>>>()?;
-        if let Some((first, others)) = links.split_first() {
-            others.iter().for_each(|link| link.share(first.stuck()));
+        for link in &links {
+            link.on(|| gpus.iter().map(Cuda::stuck).collect());
         }
         Ok(Self { seats: links.into_iter().zip(gpus.iter().cloned()).collect() })
     }
@@ -311,7 +311,7 @@ impl NcclComm {
             }
         };
         let (Some(link), Some(colour)) = (link, colour) else { return Ok(None) };
-        link.share(self.seat.link.stuck());
+        link.on(|| self.seat.link.on(Vec::new).to_vec());
         let ranks: Vec<usize> = members.iter().map(|(_, rank)| *rank).collect();
         let board = self.seat.board.part((self.seat.calls, colour), &ranks);
         Self::new(Arc::new(link), cuda, board, self.seat.timeout).map(Some)

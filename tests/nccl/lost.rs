@@ -14,12 +14,13 @@ use moebius::{CommError, DType, Error, Result, Tensor};
 
 use crate::Run;
 use crate::conformance::gpus;
+use crate::launched::{start, succeed};
 
 pub fn cases() -> Vec<(&'static str, Run)> {
     vec![
         ("never_enters", never_enters),
-        ("never_gathers_by_copy_engines", never_gathers_by_copy_engines),
-        ("never_puts_by_copy_engines", never_puts_by_copy_engines),
+        ("never_gathers_by_copy_engines", |_, ranks| in_a_process("never_gathers", ranks)),
+        ("never_puts_by_copy_engines", |_, ranks| in_a_process("never_puts", ranks)),
         ("copy_engines_exchange", copy_engines_exchange),
         ("fails_inside", fails_inside),
         ("panics_inside", panics_inside),
@@ -138,7 +139,26 @@ fn half_moved(comm: &mut NcclComm, call: impl FnOnce(Raw<'_>, u64) -> Status) ->
     Ok(all)
 }
 
-fn never_gathers_by_copy_engines(_: &Cuda, ranks: usize) {
+/// How many ranks a child has, as threads.
+const RANKS: &str = "MOEBIUS_TEST_RANKS";
+
+/// In a process of its own, which has to end as well: what copy engines wait for leaves the GPU stuck.
+fn in_a_process(body: &str, ranks: usize) {
+    succeed(&start(body, 1, &[(RANKS, &ranks.to_string())]));
+}
+
+/// What such a child does.
+pub fn child(body: &str) {
+    let ranks = std::env::var(RANKS).ok().and_then(|ranks| ranks.parse().ok()).expect("a number of ranks");
+    match body {
+        "never_gathers" => never_gathers(ranks),
+        "never_puts" => never_puts(ranks),
+        other => panic!("no body {other}"),
+    }
+    gpus::close();
+}
+
+fn never_gathers(ranks: usize) {
     times_out(with_copy_engines(ranks, LIMIT), |comm| {
         let rank = comm.rank() as u64;
         half_moved(comm, |raw, all| {
@@ -149,7 +169,7 @@ fn never_gathers_by_copy_engines(_: &Cuda, ranks: usize) {
     });
 }
 
-fn never_puts_by_copy_engines(_: &Cuda, ranks: usize) {
+fn never_puts(ranks: usize) {
     times_out(with_copy_engines(ranks, LIMIT), |comm| {
         half_moved(comm, |raw, _| {
             let mut last = WaitSignal { count: 1, peer: ranks as i32 - 1, index: 0, context: 0 };

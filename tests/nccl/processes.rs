@@ -13,6 +13,7 @@ use moebius::{CommError, DType, Error, Tensor};
 
 use crate::launched::{AT_ONCE, join, start, succeed, tag, word};
 use crate::layer::Problem;
+use crate::lost;
 use crate::{KINDS, Run};
 
 pub fn cases() -> Vec<(&'static str, Run)> {
@@ -75,7 +76,7 @@ pub fn child(body: &str) {
         "different_layers" => different_layers(),
         "compared" => compared(),
         "compared_by_one" => compared_by_one(),
-        other => panic!("no body {other}"),
+        other => lost::child(other),
     }
 }
 
