@@ -25,6 +25,11 @@ impl Stuck {
     pub(crate) fn is(&self) -> bool {
         self.0.load(Ordering::SeqCst)
     }
+
+    #[cfg(feature = "nccl")]
+    pub(crate) fn set(&self) {
+        self.0.store(true, Ordering::SeqCst);
+    }
 }
 
 /// Something outside the stream that its work depends on, a peer for instance. When it has failed, the stream goes on
@@ -106,12 +111,6 @@ impl Cuda {
     #[cfg(feature = "nccl")]
     pub(crate) fn stuck(&self) -> Stuck {
         self.inner.functions.stuck.clone()
-    }
-
-    /// Says that the stream will not end what it was given.
-    #[cfg(feature = "nccl")]
-    pub(crate) fn abandon(&self) {
-        self.inner.functions.stuck.0.store(true, Ordering::SeqCst);
     }
 
     /// Has every wait return what this finds, for as long as it lives.

@@ -66,10 +66,6 @@ impl Work for Until {
     fn ended(&self) -> std::result::Result<bool, String> {
         self.cuda.bind("watch").and_then(|()| self.event.is_done()).map_err(|e| e.to_string())
     }
-
-    fn abandon(&self) {
-        self.cuda.abandon();
-    }
 }
 
 /// What is watched of the work that a GPU has been given; not inside a recording, which runs later and any number of

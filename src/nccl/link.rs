@@ -184,7 +184,12 @@ impl Link {
         self.stuck.get_or_init(gpus)
     }
 
-    /// Whether one of those is stuck.
+    /// Says that one of those will not end what it was given. All count as stuck: what frees memory that another GPU can
+    /// reach waits for that one too.
+    pub(super) fn abandon(&self) {
+        self.on(Vec::new).iter().for_each(Stuck::set);
+    }
+
     fn is_stuck(&self) -> bool {
         self.on(Vec::new).iter().any(Stuck::is)
     }

@@ -27,8 +27,6 @@ const ABORTED: Duration = Duration::from_secs(1);
 pub(super) trait Work: Send {
     /// Whether it has ended; an error where the device has failed.
     fn ended(&self) -> std::result::Result<bool, String>;
-    /// It will not end.
-    fn abandon(&self) {}
 }
 
 /// One collective that runs.
@@ -168,7 +166,7 @@ impl Shared {
             let queue = self.lock();
             let Some(last) = queue.spent.last().filter(|last| last.ended() == Ok(false)) else { return };
             if Instant::now() >= until {
-                return last.abandon();
+                return self.link.abandon();
             }
             drop(queue);
             thread::sleep(LOOK);
