@@ -1,4 +1,4 @@
-// Quick parts of NVFP4 casts that take whole panels of 128 x 128 elements of 16 bits.
+// Quick parts of NVFP4 casts that take whole panels of elements of 16 bits.
 #pragma once
 #include "quant.cuh"
 
@@ -15,6 +15,13 @@ __device__ __forceinline__ float high(unsigned pair) {
     else return __high2float(*reinterpret_cast<const __half2*>(&pair));
 }
 
+// Bits of `yes` where `mask` has ones, else of `no`; the compiler takes two instructions.
+__device__ __forceinline__ unsigned either(unsigned mask, unsigned yes, unsigned no) {
+    unsigned d;
+    asm("lop3.b32 %0, %1, %2, %3, 0xca;\n" : "=r"(d) : "r"(mask), "r"(yes), "r"(no));
+    return d;
+}
+
 // Larger magnitudes of two pairs, of any sign; NaN wins.
 template <class T>
 __device__ __forceinline__ unsigned larger(unsigned a, unsigned b) {
@@ -28,59 +35,115 @@ __device__ __forceinline__ unsigned larger(unsigned a, unsigned b) {
 #endif
 }
 
-// As `e2m1_nearest8` of values that are not -0 and not above 7: four upper bits of each are shifted in for its sign. In
-// blocks of so many threads.
+// Constants that the compiler shall not see through: of a factor of 16 it makes a shift, at half the rate, before the
+// assembler can weigh one against the other; and pairs of halves it makes anew wherever they are used. In blocks of so many
+// threads, which it does not know.
 template <int THREADS>
-__device__ __forceinline__ unsigned nearest8_signed(const float (&y)[8]) {
-#ifdef MOEBIUS_CVT_E2M1
-    return e2m1_nearest8(y);
-#else
-    const unsigned sixteen = blockDim.x / (THREADS / 16);  // which the compiler does not know: it would shift, at half the rate
+struct Kept {
+    unsigned sixteen, halves, ones, twos;
+
+    __device__ __forceinline__ Kept() {
+        asm volatile("mov.b32 %0, 16;\n" : "=r"(sixteen));
+        // 2^-12 and 2^-13, just below, and 2^-14.
+        const unsigned none = blockDim.x - THREADS;
+        halves = none + 0x0bff0bffu, ones = none + 0x07ff07ffu, twos = none + 0x04000400u;
+    }
+};
+
+// As `e2m1_nearest8` of values that are not -0 and not above 7: four upper bits of each are shifted in for its sign.
+template <class Kept>
+__device__ __forceinline__ unsigned nearest8_signed(const float (&y)[8], const Kept& kept) {
     unsigned word = 0, signs = 0;
 #pragma unroll
     for (int k = 7; k >= 0; k--) {
         const float a = fabsf(y[k]);
         const int halves = __float_as_int(__fmaf_rn(a, 2.0f, 8388608.0f)), ones = __float_as_int(__fadd_rn(a, 8388610.0f)),
                   twos = __float_as_int(__fmaf_rn(a, 0.5f, 8388612.0f));
-        word = word * sixteen + __vimin3_s32(halves, ones, twos);
+        word = word * kept.sixteen + __vimin3_s32(halves, ones, twos);
         signs = __funnelshift_l(__float_as_uint(y[k]), signs, 4);
     }
     return (word - 0xfb000000u) | (signs & 0x88888888u);
-#endif
 }
 
-constexpr int SIDE = 128, CODES = 72;  // of a panel; bytes from a column's codes to the next's: few lanes meet on a bank
-constexpr unsigned EACH = 2;           // panels that a block of threads takes one after another
-
-// What blocks of each scale are multiplied by, and what makes their scales, of rows and of columns: half of the threads
-// for either.
-template <int MODE, class Shared>
-__device__ __forceinline__ void tabulate(const QuantCast& p, Shared& s) {
-    const int which = threadIdx.x / 128;
-    const QuantSide& side = which ? p.columns : p.rows;
-    if (!side.codes) return;
-    const Factors<MODE> factors(*side.amax);
-    s.factors[which][threadIdx.x % 128] = factors.factor(threadIdx.x % 128);
-    s.first[which] = factors.first;
+// The same of bf16, two at a time in f16, with another factor: products are rounded to f16, and those to E2M1, ties
+// towards zero. Factors that make ties of elements' products, (4 + i) / v with 0 <= i < 4 and v of 128 to 255, lie 2^-11.4
+// or more apart; between them nothing changes. Rounding to f16 first moves those of i up by 2^-9 / (4 + i) of them, so that
+// none passes another; where several are one, those that ties to even round up (i of 2 and 3) come to lie below those that
+// they round down. So some factor between neighbours does what `own` does in binary32. (All 2^23 mantissas were tried.)
+__device__ __forceinline__ float reciprocal(float v) {
+    float r;
+    asm("rcp.approx.f32 %0, %1;\n" : "=f"(r) : "f"(v));
+    return r;
 }
-
-// Columns' codes of a panel on their way out: a column's lie together, 64 bytes of eight lanes.
-template <class Index>
-__device__ __forceinline__ void write_codes(const QuantSide& side, const unsigned char* from, Index row, Index column) {
-    const int first = threadIdx.x / 8, piece = threadIdx.x % 8 * 8;
-    uint8_t* codes = side.codes + (column + first) * side.code_bytes + row / 2 + piece;
+__device__ __forceinline__ float nudge(float own) {
+    const float m = __uint_as_float((__float_as_uint(own) & 0x7fffffu) | 0x3f800000u), power = __uint_as_float(__float_as_uint(own) & 0x7f800000u);
+    float above = __fmul_rn(m, 0.99932f), below = __fmul_rn(m, 1.00068f);
 #pragma unroll
-    for (int i = 0; i < SIDE / 32; i++) {
-        *reinterpret_cast<uint2*>(codes + i * 32 * side.code_bytes) = *reinterpret_cast<const uint2*>(from + (first + i * 32) * CODES + piece);
+    for (int i = 0; i < 4; i++) {
+        // The element nearest to a tie, and the factor from which on it passes.
+        const float c = 1.0f + 0.25f * i, s = c * reciprocal(m) < 1.0f ? 2.0f : 1.0f, tie = c * s;
+        const float v = __fsub_rn(__fadd_rn(__fmul_rn(tie, reciprocal(m)), 98304.0f), 98304.0f), product = __fmul_rn(v, m);
+        const float bound = __fmul_rn((c + 0x1p-11f) * s, reciprocal(v));
+        if (i < 2 ? product > tie : product >= tie) above = fmaxf(above, bound);
+        else below = fminf(below, bound);
     }
+    return __fmul_rn(__fmaf_rn(0.5f, above, 0.5f * below), power);
+}
+// |a| b + c
+__device__ __forceinline__ unsigned fma_halves(unsigned a, unsigned b, unsigned c) {
+    unsigned d;
+    asm("{\n.reg .b32 magnitude;\nabs.f16x2 magnitude, %1;\nfma.rn.f16x2 %0, magnitude, %2, %3;\n}\n" : "=r"(d) : "r"(a), "r"(b), "r"(c));
+    return d;
+}
+// `y` is times NUDGED_SCALE, so that the sums that round it are subnormal: multiples of 2^-24, and their bits the codes.
+constexpr float NUDGED_SCALE = 0x1p-11f;
+template <class Kept>
+__device__ __forceinline__ unsigned nearest8_nudged(const float (&y)[8], const Kept& kept) {
+    unsigned t[4], word = 0;
+#pragma unroll
+    for (int k = 3; k >= 0; k--) {
+        asm("cvt.rn.f16x2.f32 %0, %1, %2;\n" : "=r"(t[k]) : "f"(y[k + 4]), "f"(y[k]));
+        // Steps of a half, one and two; the first two just below, so that ties are not reached.
+        word = word * kept.sixteen + __vimin3_u16x2(fma_halves(t[k], kept.halves, 0), fma_halves(t[k], kept.ones, 0x00020002u), fma_halves(t[k], kept.twos, 0x00040004u));
+    }
+    unsigned signs;  // of elements 0, 2, 4 and 6, each in all bits of its byte
+    asm("prmt.b32 %0, %1, %2, 0xfbd9;\n" : "=r"(signs) : "r"(t[0]), "r"(t[2]));
+    return word | (signs & 0x08080808u) | (__byte_perm(t[1], t[3], 0x7351) & 0x80808080u);
 }
 
-// Row and column of a whole panel, in the order of `place` (quant.cuh).
-__device__ __forceinline__ uint2 whole_panel(const Strided& m, unsigned panel) {
-    constexpr unsigned GROUP = 8;
-    const unsigned wide = static_cast<unsigned>(m.columns / SIDE), high = static_cast<unsigned>(m.rows / SIDE);
-    const unsigned first = panel / (GROUP * wide) * GROUP, rest = panel - first * wide, own = min(high - first, GROUP), across = rest / own;
-    return make_uint2((first + rest - across * own) * SIDE, across * SIDE);
+// Stochastically: as `e2m1_stochastic8` of 16-bit elements, but of products times 2^-14, signs with them, and without what
+// is added to |y| there. That matters where a product that is below a quarter lies less than 2^-26 below a multiple of 2^-9:
+// 17 bits one behind another are ones then. `v`: a mantissa of bf16.
+__device__ __forceinline__ bool just_below(float own, int v) {
+    unsigned run = (__float_as_uint(__fmul_rn(__uint_as_float((__float_as_uint(own) & 0x7fffffu) | 0x3f800000u), static_cast<float>(v))) & 0x7fffffu) | 0x800000u;
+    run &= run >> 1, run &= run >> 2, run &= run >> 4, run &= run >> 8;
+    return run & run >> 1;
+}
+__device__ __forceinline__ unsigned at_most_six(unsigned a) {
+    unsigned d;
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 860
+    asm("min.xorsign.abs.f16x2 %0, %1, %2;\n" : "=r"(d) : "r"(a), "r"(0x0e000e00u));
+#else
+    d = __vminu2(a & 0x7fff7fffu, 0x0e000e00u) | (a & 0x80008000u);
+#endif
+    return d;
+}
+// Adds it.
+__device__ __forceinline__ void finer(float (&y)[8]) {
+#pragma unroll
+    for (int k = 0; k < 8; k++) y[k] = __fadd_rz(y[k], copysignf(0x1p-40f, y[k]));
+}
+__device__ __forceinline__ unsigned stochastic8_small(const float (&y)[8], unsigned low, unsigned high) {
+    unsigned c[4];  // signs in bit 15, codes in bits 9 to 11, of elements 0 and 2, 1 and 3, 4 and 6, 5 and 7
+#pragma unroll
+    for (int k = 0; k < 4; k++) {
+        const int first = k / 2 * 4 + k % 2;
+        unsigned t;
+        asm("cvt.rz.f16x2.f32 %0, %1, %2;\n" : "=r"(t) : "f"(y[first + 2]), "f"(y[first]));
+        c[k] = at_most_six(t) + __byte_perm(k < 2 ? low : high, 0, k % 2 ? 0x4341 : 0x4240) * 2;
+    }
+    const unsigned even = __byte_perm(c[0], c[2], 0x7531), odd = __byte_perm(c[1], c[3], 0x7531);
+    return either(0x0f0f0f0fu, either(0x07070707u, even >> 1, even >> 4), either(0x70707070u, odd * 8, odd));
 }
 
 }  // namespace quant

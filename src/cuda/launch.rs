@@ -39,6 +39,9 @@ pub(super) const W4A16: Shape = Shape { tile: 128, threads: 512, shared: 231_040
 /// What the stages begin with that exist for sm_90a alone.
 pub(super) const HOPPER_STAGES: &str = "hopper_";
 
+/// Shared memory of the NVFP4 casts of whole panels, to nearest and stochastically (`kernels/nvfp4_panels.cu`).
+pub(super) const NVFP4_PANELS_SHARED: [u32; 2] = [92_240, 73_808];
+
 /// Constants that a family of kernels was compiled with.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Shape {
@@ -56,6 +59,7 @@ fn reserved(stage: &str, name: &str, most: u32) -> u32 {
         "hopper_linear" => HOPPER_LINEAR.shared,
         "hopper_wgrad" => HOPPER_WGRAD.shared,
         "hopper_w4a16" => W4A16.shared,
+        "nvfp4_panels" => NVFP4_PANELS_SHARED[usize::from(name.contains("stochastic"))],
         "linear" if name.starts_with("linear_d_") && name.ends_with("f16") => TF32.shared,
         "w4a16_decode" => DECODE_SHARED.min(most),
         "grouped_gemm" | "linear" | "w4a16" | "wgrad" if name.ends_with("f16") => TENSOR.shared,

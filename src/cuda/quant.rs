@@ -11,7 +11,7 @@ use crate::quant::{
 use crate::tensor::{Tensor, TensorMut};
 
 use super::device::{Cuda, Stream};
-use super::launch::Grid;
+use super::launch::{Grid, NVFP4_PANELS_SHARED};
 use super::params::{self, AMAX_JOBS, BACK_JOBS, type_code};
 
 const THREADS: u32 = 256;
@@ -23,11 +23,9 @@ const BACK_EIGHTS: usize = 2048;
 const PANEL: [usize; 2] = [128, 256];
 /// Shared memory of the NVFP4 kernels, without and with columns (`kernels/nvfp4_cast.cu`).
 const CAST_SHARED: [u32; 2] = [35_072, 46_336];
-
-/// Whole panels that a block takes one after another (`kernels/common/panels.cuh`), and the shared
-/// memory of the first.
-const PANELS_EACH: usize = 2;
-const PANELS_SHARED: u32 = 46_096;
+/// Rows and columns that a block takes of a matrix whose own are multiples of [`WHOLE`] (`kernels/nvfp4_panels.cu`).
+const BLOCK: [usize; 2] = [256, 512];
+const WHOLE: usize = 128;
 
 /// What follows a kernel's name for a type.
 fn suffix(dtype: DType) -> &'static str {
@@ -69,9 +67,8 @@ fn panels(matrix: &Matrix<'_, Cuda>) -> usize {
 
 /// Whether columns are wanted of a matrix of whole panels of 16-bit elements with one amax, as they are, to whole words.
 fn whole_panels(p: &params::QuantCast, size: usize) -> bool {
-    let words = |side: &params::QuantSide| side.codes.is_multiple_of(8) && side.scales.is_multiple_of(8);
-    let whole = |n: i64| (n as usize).is_multiple_of(PANEL[0]) && u32::try_from(n).is_ok();
-    let panels = p.matrix.rows / PANEL[0] as i64 * (p.matrix.columns / PANEL[0] as i64);
+    let words = |side: &params::QuantSide| side.codes.is_multiple_of(16) && side.scales.is_multiple_of(8);
+    let whole = |n: i64| (n as usize).is_multiple_of(WHOLE) && i32::try_from(n).is_ok();
     p.columns.codes != 0
         && size == 2
         && p.by_line == 0
@@ -79,7 +76,6 @@ fn whole_panels(p: &params::QuantCast, size: usize) -> bool {
         && p.matrix.vector == 1
         && whole(p.matrix.rows)
         && whole(p.matrix.columns)
-        && u32::try_from(panels).is_ok()
         && words(&p.rows)
         && words(&p.columns)
 }
@@ -227,16 +223,17 @@ impl Cuda {
             && p.matrix.row_stride == p.matrix.columns
             && p.rows.codes.is_multiple_of(8)
             && u32::try_from(blocks).is_ok();
-        let stacks = panels(&matrix).div_ceil(PANELS_EACH);
+        let [height, width] = matrix.dims();
+        let whole_blocks = height.div_ceil(BLOCK[0]) * width.div_ceil(BLOCK[1]);
         let (kernel, grid) = match (plain, whole_panels(&p, size), mode) {
             // A thread takes four blocks of 16-bit elements, or two; of tiles two (`kernels/nvfp4_cast.cu`).
             (true, ..) => {
                 let of_block = THREADS as usize * if mode == "tiled" { 2 } else { 8 / size };
                 (format!("nvfp4_rows_{mode}_{type_name}"), Grid::new(blocks.div_ceil(of_block), THREADS))
             }
-            (_, true, "tiled") => (format!("nvfp4_tiles_{type_name}"), Grid::new(stacks, THREADS)),
-            (_, true, "te" | "stochastic") => {
-                let grid = Grid { shared: PANELS_SHARED, ..Grid::new(stacks, THREADS) };
+            (_, true, "te" | "stochastic" | "tiled") => {
+                let shared = NVFP4_PANELS_SHARED[usize::from(mode == "stochastic")];
+                let grid = Grid { shared, ..Grid::new(whole_blocks, THREADS) };
                 (format!("nvfp4_panels_{mode}_{type_name}"), grid)
             }
             _ => (format!("nvfp4_{mode}_{type_name}"), Grid { shared, ..Grid::new(panels(&matrix), THREADS) }),

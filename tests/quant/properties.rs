@@ -75,8 +75,8 @@ fn phases<D: Target>(
 }
 
 fn one_call_is_the_phases<D: Target>(device: &D) {
-    // The last two are whole panels: an even number, and an odd one in more rows of panels than go together.
-    for dims in [[32, 48], [16, 70], [160, 32], [256, 384], [1152, 384]] {
+    // The last two are whole panels: of one block of them, and of parts of blocks in more rows of blocks than go together.
+    for dims in [[32, 48], [16, 70], [160, 32], [256, 512], [1152, 640]] {
         let x = normal(dims, 1, DType::BF16);
         for format in formats() {
             let matrix = Matrix::new(x.view()).unwrap();
