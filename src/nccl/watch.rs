@@ -161,14 +161,11 @@ impl Shared {
     /// Kernels end with their communicator. What copy engines wait for is memory, which an abort does not write: a stream
     /// that waits there will go on doing so.
     fn abandon(&self) {
-        let until = Instant::now() + ABORTED;
-        loop {
-            let queue = self.lock();
-            let Some(last) = queue.spent.last().filter(|last| last.ended() == Ok(false)) else { return };
-            if Instant::now() >= until {
+        let since = Instant::now();
+        while self.lock().spent.last().is_some_and(|last| last.ended() == Ok(false)) {
+            if since.elapsed() >= ABORTED {
                 return self.link.abandon();
             }
-            drop(queue);
             thread::sleep(LOOK);
         }
     }
