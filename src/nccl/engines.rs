@@ -1,9 +1,14 @@
 //! Memory whose collectives are the copy engines': they need no multiprocessor, and so run beside kernels that take
 //! all of them.
 //!
-//! NCCL (2.28 or later) moves windows that way for communicators made with its policy `NCCL_CTA_POLICY_ZERO`. A window is
-//! registered by all ranks together, and stays until the communicator ends. Whether that works is tried when a
-//! communicator is made ([`attempt`]), so that all ranks hear alike of one where it does not, before anything is under way.
+//! NCCL gathers windows that way for communicators made with its policy `NCCL_CTA_POLICY_ZERO` (2.28), and writes into
+//! peers' windows so for any (2.29; [`puts`](super::puts)). A window is registered by all ranks together, and stays until the
+//! communicator ends. Whether that works is tried when a communicator is made ([`attempt`]), so that all ranks hear alike of
+//! one where it does not, before anything is under way.
+//!
+//! A rank that is lost meanwhile leaves the others' streams waiting for its flags in memory. They have their errors in time,
+//! but no abort ends such a wait (NCCL 2.30.7): what belongs to those GPUs is left as it is until the process ends
+//! ([`Link::abandon`]).
 
 use std::cell::{Cell, RefCell};
 use std::ffi::c_void;

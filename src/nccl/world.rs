@@ -101,8 +101,10 @@ impl NcclWorld {
 
     /// The same for communicators whose collectives over [`Communicator::memory`] are the GPUs' copy engines', and so run
     /// beside kernels that take every multiprocessor: for a [`Chain`](crate::etp::Chain)'s lanes, between GPUs that reach each
-    /// other's memory. NCCL 2.28 or later. That memory stays as long as the world, whose communicators may come and
-    /// go; after a failure the process keeps it.
+    /// other's memory. NCCL 2.29 or later. That memory stays as long as the world, whose communicators may come and
+    /// go; after a failure the process keeps it. Where a rank is lost inside such a collective, the streams of the others stay
+    /// stuck: they have their errors, other streams work on, and new worlds can be made, but what these GPUs have is kept to
+    /// the end of the process.
     ///
     /// # Errors
     /// As [`NcclWorld::new`]; an older library; [`NcclError::Engines`](super::NcclError::Engines): a rank whose memory
@@ -244,7 +246,7 @@ impl NcclComm {
     /// [`NcclWorld::with_copy_engines`] has them.
     ///
     /// # Errors
-    /// As [`NcclComm::split_on`]; a library older than 2.28, which the other ranks are told;
+    /// As [`NcclComm::split_on`]; a library older than 2.29, which the other ranks are told;
     /// [`NcclError::Engines`] on every rank of a part, where it cannot be done on one: this communicator works on.
     pub fn split_with_copy_engines(
         &mut self,
