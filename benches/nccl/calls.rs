@@ -99,7 +99,7 @@ impl Bench<'_> {
 fn measure(rank: &Rank<'_>, comm: Timed, what: (Workload, Dispatcher, &str)) -> Result<Part> {
     let (w, dispatcher, routing) = what;
     let cuda = &rank.cuda;
-    let spans = comm.spans.clone();
+    let spans = comm.about.clone();
     let mut bench = Bench { rank, group: dispatcher.make(comm, &w)?, spans };
     let chosen = experts(&w, routing, rank.rank);
     let pairs = pairs(&w, &chosen, rank.rank, rank.ranks);

@@ -6,7 +6,6 @@
 //! chain's own work in the computation's order (shards put in place, sums, casts, de-quantising).
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
 
 use moebius::config::MoeConfig;
 use moebius::cuda::Cuda;
@@ -23,8 +22,8 @@ use moebius::{DType, Result, Tensor};
 use crate::data::Random;
 use crate::layer::gradients;
 use crate::report::{Report, Spread, spread};
-use crate::silent::Silenced;
 use crate::timed::{between, event};
+use crate::wrapped::{Silent, Wrapped};
 use crate::{PATIENCE, Rank, Workload, on_ranks};
 
 const WARM_UP: usize = 2;
@@ -209,8 +208,8 @@ fn measure(
     let (prefetch, ahead) = (setting.ahead > 0, setting.ahead.max(1));
     let (in_turn, reduction) = (setting.lanes == 1, Reduction::Pairwise);
     let options = EtpOptions { prefetch, ahead, in_turn, reduction, ..EtpOptions::default() };
-    let silent = Arc::new(AtomicBool::new(false));
-    let [gather, reduce] = [gather, reduce].map(|inner| Box::new(Silenced { inner, silent: Arc::clone(&silent) }));
+    let silent = Silent::default();
+    let [gather, reduce] = [gather, reduce].map(|inner| Box::new(Wrapped { inner, about: silent.clone() }));
     let comms = Comms { gather, reduce };
     let chain = Arc::new(Chain::new(cuda.clone(), cuda.stream(), comms, options)?);
     let group = |cuda: &Cuda| cuda.group(GroupConfig::new(w.experts, w.tokens));
@@ -264,7 +263,7 @@ fn measure(
         for repeat in 0..WARM_UP + REPEATS {
             rank.meet()?;
             bench.cuda.check()?;
-            silent.store(what == What::Work, Ordering::Release);
+            silent.set(what == What::Work);
             let (forward, backward, tail) = bench.step(&mut own, what)?;
             if repeat < WARM_UP {
                 continue;

@@ -84,7 +84,7 @@ fn measure(
     (w, dispatcher, way, payload): (Workload, Dispatcher, Way, Payload),
 ) -> Result<Times> {
     let cuda = &rank.cuda;
-    let spans = comm.spans.clone();
+    let spans = comm.about.clone();
     let mut group: Group<Cuda> = dispatcher.make(comm, &w)?;
     let local = w.experts / rank.ranks;
     let scale = |n: usize| (n as f64).powf(-0.5);

@@ -23,8 +23,8 @@ mod etp;
 mod layer;
 mod report;
 mod routing;
-mod silent;
 mod timed;
+mod wrapped;
 
 use std::sync::Barrier;
 use std::thread;

@@ -1,12 +1,13 @@
-//! A communicator that notes when each of its collectives began and ended on the GPU.
+//! When each of a communicator's collectives began and ended on the GPU.
 
 use std::sync::{Arc, Mutex, PoisonError};
 
-use moebius::comm::{Communicator, Exchange, ReduceOp, Tag};
 use moebius::cuda::Cuda;
 use moebius::cuda::cudarc::driver::{CudaEvent, sys::CUevent_flags};
 use moebius::nccl::NcclComm;
-use moebius::{Error, Result, TensorMut, TensorRef};
+use moebius::{Error, Result};
+
+use crate::wrapped::{About, Wrapped};
 
 /// Spans of the collectives since they were last taken.
 #[derive(Debug, Clone, Default)]
@@ -26,11 +27,7 @@ impl Spans {
 }
 
 /// A rank's communicator with a note of its spans.
-#[derive(Debug)]
-pub struct Timed {
-    pub inner: NcclComm,
-    pub spans: Spans,
-}
+pub type Timed = Wrapped<Spans>;
 
 fn failed(e: impl std::fmt::Debug) -> Error {
     Error::Device { call: "bench", operation: "event".into(), message: format!("{e:?}") }
@@ -48,60 +45,20 @@ pub fn between(from: &CudaEvent, to: &CudaEvent) -> Result<f64> {
 
 impl Timed {
     pub fn new(inner: NcclComm) -> Self {
-        Self { inner, spans: Spans::default() }
+        Self { inner, about: Spans::default() }
     }
 
     pub fn cuda(&self) -> &Cuda {
         self.inner.cuda()
     }
-
-    fn spanned(&mut self, call: impl FnOnce(&mut NcclComm) -> Result<()>) -> Result<()> {
-        let from = event(self.inner.cuda())?;
-        call(&mut self.inner)?;
-        let to = event(self.inner.cuda())?;
-        self.spans.0.lock().unwrap_or_else(PoisonError::into_inner).push((from, to));
-        Ok(())
-    }
 }
 
-impl Communicator<Cuda> for Timed {
-    fn rank(&self) -> usize {
-        self.inner.rank()
-    }
-    fn size(&self) -> usize {
-        self.inner.size()
-    }
-    fn calls(&self) -> u64 {
-        self.inner.calls()
-    }
-    fn ended(&self) -> bool {
-        self.inner.ended()
-    }
-    fn as_any(&mut self) -> Option<&mut dyn std::any::Any> {
-        self.inner.as_any()
-    }
-    fn all_gather(&mut self, tag: Tag, send: TensorRef<'_, Cuda>, recv: TensorMut<'_, Cuda>) -> Result<()> {
-        self.spanned(|c| c.all_gather(tag, send, recv))
-    }
-    fn reduce_scatter(&mut self, tag: Tag, send: TensorRef<'_, Cuda>, recv: TensorMut<'_, Cuda>) -> Result<()> {
-        self.spanned(|c| c.reduce_scatter(tag, send, recv))
-    }
-    fn all_reduce(&mut self, tag: Tag, op: ReduceOp, buffer: TensorMut<'_, Cuda>) -> Result<()> {
-        self.spanned(|c| c.all_reduce(tag, op, buffer))
-    }
-    fn all_to_all_v(&mut self, tag: Tag, exchange: Exchange<'_, Cuda>) -> Result<()> {
-        self.spanned(|c| c.all_to_all_v(tag, exchange))
-    }
-    fn exchange_blocks(&mut self, tag: Tag, send: TensorRef<'_, Cuda>, recv: TensorMut<'_, Cuda>) -> Result<()> {
-        self.spanned(|c| c.exchange_blocks(tag, send, recv))
-    }
-    fn broadcast(&mut self, tag: Tag, root: usize, buffer: TensorMut<'_, Cuda>) -> Result<()> {
-        self.spanned(|c| c.broadcast(tag, root, buffer))
-    }
-    fn barrier(&mut self, tag: Tag) -> Result<()> {
-        self.inner.barrier(tag)
-    }
-    fn refuse(&mut self, tag: Tag, reason: &str) -> Result<()> {
-        self.inner.refuse(tag, reason)
+impl About for Spans {
+    fn about(&mut self, inner: &mut NcclComm, call: impl FnOnce(&mut NcclComm) -> Result<()>) -> Result<()> {
+        let from = event(inner.cuda())?;
+        call(inner)?;
+        let to = event(inner.cuda())?;
+        self.0.lock().unwrap_or_else(PoisonError::into_inner).push((from, to));
+        Ok(())
     }
 }
