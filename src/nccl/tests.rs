@@ -10,6 +10,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use crate::comm::{Op, Tag};
+use crate::cuda::Stuck;
 use crate::error::{CommError, Error};
 
 use super::lane::{Lane, Piece};
@@ -324,6 +325,29 @@ fn a_collective_that_does_not_end_in_time() {
     assert_eq!(*rig.unfinished.lock().unwrap(), Some((2, 2)));
     drop(rig.link);
     assert_eq!((rig.fake.aborts.load(SeqCst), rig.fake.destroys.load(SeqCst)), (1, 0));
+}
+
+/// Work that goes on after its communicator's end leaves the GPUs of the world stuck: other communicators of them are ended
+/// no more, of which a failed one's kernels are stopped all the same. Where it ends, nothing is stuck.
+#[test]
+fn what_does_not_end_with_its_communicator() {
+    for ends in [false, true] {
+        let gpus = [Stuck::default(), Stuck::default()];
+        let (rig, [other, failed]) = (Rig::new(), [link(), link()]);
+        for link in [&rig.link, &other.0, &failed.0] {
+            link.on(|| gpus.to_vec());
+        }
+        let work = rig.enqueue(1, SHORT);
+        rig.failure();
+        work.store(ends, SeqCst);
+        drop(rig.watch);
+        assert_eq!(gpus.each_ref().map(Stuck::is), [!ends; 2]);
+        failed.0.abort();
+        until("stopped", || ends || failed.1.revoked.load(SeqCst));
+        assert_eq!(failed.1.aborts.load(SeqCst), u32::from(ends));
+        drop((other.0, failed.0, rig.link));
+        assert_eq!((other.1.aborts.load(SeqCst), other.1.destroys.load(SeqCst)), (0, u32::from(ends)));
+    }
 }
 
 #[test]
