@@ -34,7 +34,7 @@ struct Shared {
     alignas(16) unsigned char stage[WARPS][STAGES][UNIT];
     alignas(8) unsigned char codes[WIDE * CODES];  // columns', of a panel
     alignas(8) unsigned char row_scales[HIGH * ROW_SCALES], column_scales[PANELS * WIDE * COLUMN_SCALES];
-    float factors[2][128];  // by scale, of rows and of columns
+    float factors[2][256];  // by scale, of rows and of columns; those of an amax below zero have their sign set
     float first[2];
     unsigned mantissas[2][8];
 };
@@ -80,7 +80,7 @@ __device__ __forceinline__ bool tabulate(const QuantCast& p, Shared& s, unsigned
     if (!fits) entry = __uint_as_float(0x7fc00000u);
     // Blocks of zeros alone have scale zero as a rule; what else has it is too large times this.
     if (MODE == STOCHASTIC && scale == 0) entry = FMAX;
-    s.factors[which][scale] = entry;
+    s.factors[which][scale] = entry, s.factors[which][128 + scale] = __uint_as_float(0x7fc00000u);
     s.first[which] = factors.first;
     return needs_finer;
 }
@@ -102,8 +102,8 @@ __device__ __forceinline__ unsigned nearest8(const float (&y)[8], const Kept& ke
     else return nearest8_signed(y, kept);
 #endif
 }
-// What products of blocks with a factor are below, in its units. Rounded they are at most 7, as `nearest8` wants them, or
-// finite; no NaN is below.
+// What products of blocks with a factor are below, in its units. To nearest they are at most 7 then, rounded to f16 as
+// well; stochastically far below f16's largest, and `at_most_six` caps them. No NaN is below.
 template <class T, int MODE>
 constexpr float LIMIT = MODE == STOCHASTIC ? 8.0f * 0x1p-14f : NUDGED<T> ? 6.9f * NUDGED_SCALE : 6.9f;
 
@@ -120,16 +120,6 @@ __device__ __forceinline__ uint2 codes_of(Elements element, Pairs pair, float mo
         return make_uint2(stochastic8_small(y[0], random.x, random.y), stochastic8_small(y[1], random.z, random.w));
     }
     return any_codes<T, MODE>(make_uint4(pair(0), pair(1), pair(2), pair(3)), make_uint4(pair(4), pair(5), pair(6), pair(7)), most, scale, random, side.amax);
-}
-// The upper element of a pair that is finite, or 0 for -0: by a product where the integer pipe is what limits.
-template <class T, int MODE>
-__device__ __forceinline__ float upper(unsigned pair) {
-    if constexpr (std::is_same<T, bf16>::value && MODE == STOCHASTIC) {
-        unsigned d;
-        asm("fma.rn.bf16x2 %0, %1, %2, %3;\n" : "=r"(d) : "r"(pair), "r"(0x3f800000u), "r"(0u));
-        return __uint_as_float(d);
-    }
-    return high<T>(pair);
 }
 
 // Where a lane of a warp is, and what it reads and writes there; in shared memory all that is 32 bits wide. What follows
@@ -181,7 +171,7 @@ __device__ __forceinline__ void along_rows(const QuantCast& p, const Lane& at, u
         const uint4 left = words[i][0], right = words[i][1];
         const unsigned pairs[8] = {left.x, left.y, left.z, left.w, right.x, right.y, right.z, right.w};
         auto pair = [&](int k) { return pairs[k]; };
-        auto element = [&](int k) { return k % 2 ? upper<T, MODE>(pairs[k / 2]) : low<T>(pairs[k / 2]); };
+        auto element = [&](int k) { return k % 2 ? high<T>(pairs[k / 2]) : low<T>(pairs[k / 2]); };
         uint4 random = at.row_counter;
         if (MODE == STOCHASTIC) random.x += i, random = philox(random, p.keys);
         codes[i] = codes_of<T, MODE, FINER>(element, pair, most[i], i ? scales >> 8 : scales & 0xff, own[i], random, p.rows, kept);
@@ -200,13 +190,13 @@ __device__ __forceinline__ void down_columns(const QuantCast& p, const Lane& at,
     const unsigned both = larger<T>(larger<T>(four[0], four[1]), larger<T>(four[2], four[3]));
     const float most[2] = {fabsf(low<T>(both)), fabsf(high<T>(both))};
     const unsigned scales = e4m3_pair(__fmul_rn(most[0], at.first[1]), __fmul_rn(most[1], at.first[1]));
-    const unsigned table = at.factors + 512;
+    const unsigned table = at.factors + 1024;
     const float own[2] = {__uint_as_float(word_at(table + (scales & 0xff) * 4)), __uint_as_float(word_at(table + (scales >> 8) * 4))};
     scales_of[0] = __byte_perm(scales_of[0], scales, 0x4321), scales_of[1] = __byte_perm(scales_of[1], scales, 0x5321);
 #pragma unroll
     for (int c = 0; c < 2; c++) {
         auto pair = [&](int k) { return __byte_perm(words[2 * k], words[2 * k + 1], c ? 0x7632 : 0x5410); };
-        auto element = [&](int k) { return c ? upper<T, MODE>(words[k]) : low<T>(words[k]); };
+        auto element = [&](int k) { return c ? high<T>(words[k]) : low<T>(words[k]); };
         uint4 random = at.column_counter;
         if (MODE == STOCHASTIC) random.y += c, random = philox(random, p.keys);
         const unsigned scale = c ? scales >> 8 : scales & 0xff;
@@ -250,7 +240,7 @@ __device__ __forceinline__ void in_tiles(const QuantCast& p, const Lane& at, uns
 #pragma unroll 1
     for (int pass = p.rows.codes ? 0 : 1; pass < (apart ? 2 : p.rows.codes ? 1 : 2); pass++) {
         const unsigned scale = e4m3_pair(__fmul_rn(most, pass ? at.first[1] : at.first[0]), 0.0f);
-        const float own = __uint_as_float(word_at(at.factors + pass * 512 + scale * 4));
+        const float own = __uint_as_float(word_at(at.factors + pass * 1024 + scale * 4));
         unsigned codes[4];
         if (__fmul_rn(most, own) < LIMIT<T, TILED>) {
 #pragma unroll
@@ -329,7 +319,7 @@ __device__ __forceinline__ void cast(const QuantCast& p) {
                 asm volatile("cp.async.cg.shared.global [%0], [%1], 16;\n" ::"r"(to + stage + j * 4 * PITCH), "l"(from) : "memory");
                 from += four_rows;
             }
-            if (--left % 4 == 0) from += WIDE * sizeof(T) - 16 * four_rows;
+            if (--left % 4 == 0) from += static_cast<int64_t>(WIDE * sizeof(T)) - 16 * four_rows;
         }
         asm volatile("cp.async.commit_group;\n" ::: "memory");
     };
@@ -413,4 +403,4 @@ CAST(nvfp4_panels_stochastic_f16, f16, STOCHASTIC)
 CAST(nvfp4_panels_tiled_bf16, bf16, TILED)
 CAST(nvfp4_panels_tiled_f16, f16, TILED)
 
-static_assert(sizeof(Shared<3>) == 92240 && sizeof(Shared<2>) == 73808, "src/cuda/launch.rs asks for as much");
+static_assert(sizeof(Shared<3>) == 93264 && sizeof(Shared<2>) == 74832, "src/cuda/launch.rs asks for as much");

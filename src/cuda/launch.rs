@@ -40,7 +40,7 @@ pub(super) const W4A16: Shape = Shape { tile: 128, threads: 512, shared: 231_040
 pub(super) const HOPPER_STAGES: &str = "hopper_";
 
 /// Shared memory of the NVFP4 casts of whole panels, to nearest and stochastically (`kernels/nvfp4_panels.cu`).
-pub(super) const NVFP4_PANELS_SHARED: [u32; 2] = [92_240, 73_808];
+pub(super) const NVFP4_PANELS_SHARED: [u32; 2] = [93_264, 74_832];
 
 /// Constants that a family of kernels was compiled with.
 #[derive(Debug, Clone, Copy)]

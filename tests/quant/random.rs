@@ -11,7 +11,7 @@ use super::reference::{self, Bits, Expected, Kind};
 use super::support::{CpuTensor, Side, bits, one_nan, quantize, quantize_mxfp8, same, tensor};
 use super::target::{Target, cases};
 
-cases!(nvfp4_to_nearest, nvfp4_stochastic, nvfp4_transformed, mxfp8, leading_dimensions_are_rows);
+cases!(nvfp4_to_nearest, nvfp4_stochastic, nvfp4_transformed, blocks_of_panels, mxfp8, leading_dimensions_are_rows);
 
 /// How a matrix's values are drawn.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -178,6 +178,43 @@ fn nvfp4_stochastic<D: Target>(device: &D) {
             compare(quantize(device, &format, case.matrix(), direction), expected, &format!("{name} {direction:?}"));
         }
     });
+}
+
+/// Sizes of which a kernel's blocks take whole panels, several and parts of them: a block that is right beside one that is
+/// not finite, columns too, and the zeros between them.
+fn blocks_of_panels<D: Target>(device: &D) {
+    let random = Random { seed: 11, stream: 3, first_row: 16 };
+    let mut rng = StdRng::seed_from_u64(5);
+    let dims = [384, 640];
+    for dtype in [DType::BF16, DType::F16] {
+        for infinite in [false, true] {
+            let values = if infinite { Values::Ties } else { Values::Ordinary };
+            let drawn = Case::new(values, dtype, dims, (0, &mut rng));
+            let place = |(i, row): (usize, Vec<f32>)| {
+                let change = move |(j, v): (usize, f32)| match (infinite, j % 4) {
+                    (true, 0) if i % 16 == j % 16 => f32::INFINITY,
+                    (true, 1) => 0.0,
+                    _ => v,
+                };
+                row.into_iter().enumerate().map(change).collect::<Vec<f32>>()
+            };
+            let rows: Vec<Vec<f32>> = drawn.rows.into_iter().enumerate().map(place).collect();
+            let case = Case { base: tensor(&rows.concat(), dtype, &[dims[0] * dims[1]]), rows, ..drawn };
+            for direction in DIRECTIONS {
+                let lines = case.lines(direction);
+                for (format, kind, stochastic) in [
+                    (Nvfp4::TE, Kind::Te, false),
+                    (Nvfp4::TE.tiled(), Kind::Tiled, false),
+                    (Nvfp4::TE.stochastic(random), Kind::Te, true),
+                ] {
+                    let bits = stochastic.then_some(Bits { random, columns: direction == Direction::Columns });
+                    let name = format!("{dtype} infinite {infinite} {kind:?} {stochastic} {direction:?}");
+                    let found = quantize(device, &format, case.matrix(), direction);
+                    compare(found, reference::nvfp4(&lines, kind, bits), &name);
+                }
+            }
+        }
+    }
 }
 
 fn nvfp4_transformed<D: Target>(device: &D) {
