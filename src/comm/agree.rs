@@ -25,7 +25,12 @@ pub(crate) enum Detail {
     Plain,
     Reduce(ReduceOp),
     Root(usize),
-    Pieces { send: Vec<usize>, recv: Vec<usize> },
+    Pieces {
+        send: Vec<usize>,
+        recv: Vec<usize>,
+    },
+    /// Where peers write, by a number that all ranks have for it; 0: nowhere that they could.
+    Place(u64),
     Refusal(String),
 }
 
@@ -110,6 +115,8 @@ fn argument(m: &Call) -> String {
     match &m.detail {
         Detail::Reduce(op) => format!("{op:?} of {}", m.dtype),
         Detail::Root(root) => format!("{} from root {root}", m.dtype),
+        Detail::Place(0) => format!("{} in no window", m.dtype),
+        Detail::Place(place) => format!("{} at place {place:#x} of the windows", m.dtype),
         _ => m.dtype.to_string(),
     }
 }

@@ -146,8 +146,8 @@ pub trait Communicator<D: Device>: fmt::Debug + Send {
     /// pieces back to back in rank order; their dtype is [`DType::U8`].
     fn all_to_all_v(&mut self, tag: Tag, exchange: Exchange<'_, D>) -> Result<()>;
     /// Sends row block p of `send` (`[size, …]`) to each other rank p, and receives in `recv` (`[size − 1, …]`) what these
-    /// send to this one, in rank order. This rank's own block stays where it is, and nothing of it is copied. Where one of
-    /// them is [`memory`](Self::memory) of the communicator's, both are, at the same places on all ranks.
+    /// send to this one, in rank order. This rank's own block stays where it is, and nothing of it is copied. `recv` lies in
+    /// [`memory`](Self::memory) of the communicator's, at the same place, on all ranks or on none: peers write there.
     fn exchange_blocks(&mut self, tag: Tag, send: TensorRef<'_, D>, recv: TensorMut<'_, D>) -> Result<()>;
     /// Copies `buffer` of `root` to every rank.
     fn broadcast(&mut self, tag: Tag, root: usize, buffer: TensorMut<'_, D>) -> Result<()>;

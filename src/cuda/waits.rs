@@ -27,8 +27,8 @@ impl Stuck {
     }
 
     #[cfg(feature = "nccl")]
-    pub(crate) fn set(&self) {
-        self.0.store(true, Ordering::SeqCst);
+    pub(crate) fn set(&self, stuck: bool) {
+        self.0.store(stuck, Ordering::SeqCst);
     }
 }
 
@@ -80,8 +80,11 @@ impl Cuda {
                 continue;
             }
             match failed {
-                None if self.guarded().is_err() => failed = Some(Instant::now()),
-                Some(since) if since.elapsed() > ABORTING => return Ok(()),
+                None if self.inner.functions.stuck.is() || self.guarded().is_err() => failed = Some(Instant::now()),
+                Some(since) if since.elapsed() > ABORTING => {
+                    let message = "it waits for a rank that is lost".to_string();
+                    return Err(Error::Device { call: "wait", operation: "wait for the stream".to_string(), message });
+                }
                 _ => {}
             }
             std::thread::sleep(if waited < SPIN * 10 { SPIN / 20 } else { SPIN / 2 });

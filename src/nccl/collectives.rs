@@ -15,6 +15,14 @@ use super::puts::{Blocks, Puts};
 use super::sys::Reduction;
 
 impl NcclComm {
+    /// What ranks must agree on whose peers may write to some memory, by its address and bytes.
+    fn place(&self, (address, bytes): (u64, usize)) -> Detail {
+        match self.seat.link.engines {
+            true => Detail::Place(self.seat.link.place_number(address, bytes)),
+            false => Detail::Plain,
+        }
+    }
+
     /// A collective without any bytes, on all ranks.
     fn nothing(&mut self, subject: Subject) -> Result<()> {
         self.seat.last = subject.number;
@@ -112,9 +120,9 @@ impl Communicator<Cuda> for NcclComm {
             .and_then(|()| Error::check_shape(CALL, "recv", &[self.seat.link.size * send.count()], &[recv.count()]));
         self.check(tag, checked)?;
         let bytes = Cuda::len(send.data());
-        let detail = Detail::Plain;
-        let subject = self.seat.begin(Call { operation: CALL, tag, dtype: send.dtype(), detail, bytes })?;
         let (from, to) = (send.data().address(), recv.into_data().address());
+        let detail = self.place((to, self.seat.link.size * bytes));
+        let subject = self.seat.begin(Call { operation: CALL, tag, dtype: send.dtype(), detail, bytes })?;
         if bytes == 0 {
             return self.nothing(subject);
         }
@@ -143,9 +151,9 @@ impl Communicator<Cuda> for NcclComm {
             false => Err(Error::invalid(CALL, "buffer", format!("a block for each of {size} ranks"), all)),
         };
         let bytes = self.check(tag, checked)?;
-        let call = Call { operation: "all_gather", tag, dtype, detail: Detail::Plain, bytes };
-        let subject = self.seat.begin(call)?;
         let to = buffer.into_data().address();
+        let call = Call { operation: "all_gather", tag, dtype, detail: self.place((to, all)), bytes };
+        let subject = self.seat.begin(call)?;
         if bytes == 0 {
             return self.nothing(subject);
         }
@@ -189,19 +197,30 @@ impl Communicator<Cuda> for NcclComm {
 
     fn exchange_blocks(&mut self, tag: Tag, send: TensorRef<'_, Cuda>, recv: TensorMut<'_, Cuda>) -> Result<()> {
         let size = self.seat.link.size;
-        let block = self.check(tag, check_blocks(size, &send, &recv))?;
+        let checked = check_blocks(size, &send, &recv).and_then(|block| {
+            let link = &self.seat.link;
+            let (from, to) = (send.data().address(), recv.as_ref().data().address());
+            let puts = block > 0 && link.in_window(to, (size - 1) * block);
+            match puts && !link.in_window(from, size * block) {
+                true => {
+                    Err(Error::invalid("exchange_blocks", "send", "memory of the communicator, as recv is", "other"))
+                }
+                false => Ok(block),
+            }
+        });
+        let block = self.check(tag, checked)?;
         let (dtype, bytes) = (send.dtype(), Cuda::len(send.data()));
-        let subject =
-            self.seat.begin(Call { operation: "exchange_blocks", tag, dtype, detail: Detail::Plain, bytes })?;
+        let (from, to) = (send.data().address(), recv.into_data().address());
+        let detail = self.place((to, (size - 1) * block));
+        let subject = self.seat.begin(Call { operation: "exchange_blocks", tag, dtype, detail, bytes })?;
         if size == 1 || block == 0 {
             return self.nothing(subject);
         }
-        let (from, to) = (send.data().address(), recv.into_data().address());
-        let place = self.seat.link.place(to, (size - 1) * block).filter(|_| self.seat.link.in_window(from, bytes));
-        if let Some((window, offset)) = place {
+        if let Some((window, offset)) = self.seat.link.place(to, (size - 1) * block) {
             let (puts, blocks) = (Puts::of(self.library()), Blocks { from, bytes: block, window, offset });
             let puts = self.seat.begun(subject, puts)?;
-            // SAFETY: the views have those bytes, as checked, on all ranks; windows stay as long as the communicator.
+            // SAFETY: the views have those bytes, as checked, and windows stay as long as the communicator. That peers have
+            // given the same place they have compared, or, as processes that do not compare, promised.
             return self.enqueue(subject, |lane| unsafe { puts.exchange(lane, blocks) });
         }
         let (sends, receives) = blocks((self.seat.link.rank, size), (from, to), block);

@@ -80,6 +80,8 @@ fn until_now(cuda: &Cuda) -> Result<Option<Box<dyn Work>>> {
 impl NcclComm {
     pub(super) fn new(link: Arc<Link>, cuda: &Cuda, board: Board, timeout: Duration) -> Result<Self> {
         link.on(|| vec![cuda.stuck()]);
+        let own = cuda.clone();
+        link.marked(Box::new(move || until_now(&own).ok().flatten()));
         let seat = Seat::new(link, board, timeout)?;
         let guard: Arc<dyn crate::cuda::Guard> = seat.link.clone();
         cuda.guard(&guard);

@@ -177,7 +177,7 @@ pub(super) fn attempt_on(lane: &Lane<'_>, ground: &impl Ground) -> Result<()> {
     let link = lane.link;
     let (library, rank, ranks) = (link.library(), link.rank, link.size);
     let part = ranks * BLOCK;
-    let (base, window) = (Cell::new(0), Cell::new(None));
+    let (base, window, puts) = (Cell::new(0), Cell::new(None), Cell::new(None));
     let mut allocate = || {
         let address = Registering::of(library)?.allocate(2 * part)?;
         ground.hold(address, 2 * part);
@@ -191,12 +191,13 @@ pub(super) fn attempt_on(lane: &Lane<'_>, ground: &impl Ground) -> Result<()> {
         ground.keep(made)
     };
     let mut fill = || {
+        puts.set(Some(Puts::of(library)?));
         let own = |at: usize| if at / BLOCK == rank { (at as u8).wrapping_add(1) } else { 0 };
         ground.write(&(0..part).map(own).collect::<Vec<u8>>())
     };
     // To all ranks' blocks, and from there to each rank a block of every other.
     let mut moves = || {
-        let (from, puts, window) = (base.get(), Puts::of(library)?, window.get().ok_or_else(ended)?);
+        let (from, Some(puts), Some(window)) = (base.get(), puts.get(), window.get()) else { return Err(ended()) };
         let (own, blocks) = (from + (rank * BLOCK) as u64, Blocks { from, bytes: BLOCK, window, offset: part });
         // SAFETY: all in the window, which is kept as long as the communicator; its halves have a block for each rank.
         let moved = unsafe { lane.all_gather(own, from, BLOCK).and_then(|()| puts.exchange(lane, blocks)) };

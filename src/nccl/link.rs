@@ -14,10 +14,13 @@ use crate::ranks::UniqueId;
 
 use super::engines::Registered;
 use super::sys::{CommPtr, Config, Functions, RawComm, RawUniqueId, Status, WindowPtr};
+use super::watch::Work;
 use super::{NcclError, NcclLibrary};
 
 /// How long the end of a communicator waits for a call that is under way, before it ends that from outside.
 const GRACE: Duration = Duration::from_millis(200);
+/// How long a stream is given to end after its communicator.
+const ABORTED: Duration = Duration::from_secs(3);
 /// Longest wait for the end itself.
 const END: Duration = Duration::from_secs(10);
 /// Pause between two looks at what the others say while a rank joins.
@@ -40,10 +43,15 @@ pub(super) struct Link {
     pub(super) engines: bool,
     /// Windows that stay as long as the communicator does.
     windows: Mutex<Vec<Registered>>,
-    /// Of the GPUs of its ranks in this process. Where one is stuck, NCCL's end of a communicator would free memory, wait
-    /// for that GPU, and never return: what there is stays.
-    stuck: OnceLock<Vec<Stuck>>,
+    /// The GPUs of its ranks in this process. Where one is stuck, NCCL's end of a communicator would free memory, wait for
+    /// that GPU, and never return: what there is stays.
+    gpus: OnceLock<Vec<Stuck>>,
+    /// Marks the end of what its stream has been given.
+    mark: OnceLock<Mark>,
 }
+
+/// What marks the end of the work that a stream has been given; `None`: the device has failed.
+pub(super) type Mark = Box<dyn Fn() -> Option<Box<dyn Work>> + Send + Sync>;
 
 /// A pointer that the gate guards.
 #[derive(Debug, Clone, Copy)]
@@ -175,23 +183,44 @@ impl Link {
     /// Takes over a communicator.
     pub(super) fn new(library: NcclLibrary, Place { rank, size, engines }: Place, comm: CommPtr) -> Self {
         let (gate, shared) = (Mutex::new(Some(Alive(comm))), AtomicPtr::new(comm));
-        let (failure, windows, stuck) = (Mutex::new(None), Mutex::default(), OnceLock::new());
-        Self { library, rank, size, gate, shared, failure, engines, windows, stuck }
+        let (failure, windows, gpus, mark) = (Mutex::new(None), Mutex::default(), OnceLock::new(), OnceLock::new());
+        Self { library, rank, size, gate, shared, failure, engines, windows, gpus, mark }
     }
 
-    /// Says on which GPUs of this process its ranks are, the first time.
-    pub(super) fn on(&self, gpus: impl FnOnce() -> Vec<Stuck>) -> &[Stuck] {
-        self.stuck.get_or_init(gpus)
+    /// Says on which GPUs of this process its ranks are; the first time counts.
+    pub(super) fn on(&self, gpus: impl FnOnce() -> Vec<Stuck>) {
+        self.gpus.get_or_init(gpus);
     }
 
-    /// Says that one of those will not end what it was given. All count as stuck: what frees memory that another GPU can
-    /// reach waits for that one too.
-    pub(super) fn abandon(&self) {
-        self.on(Vec::new).iter().for_each(Stuck::set);
+    pub(super) fn gpus(&self) -> &[Stuck] {
+        self.gpus.get().map_or(&[], Vec::as_slice)
     }
 
+    /// Says what marks the end of its stream's work; the first time counts.
+    pub(super) fn marked(&self, mark: Mark) {
+        self.mark.get_or_init(|| mark);
+    }
+
+    /// All of them count as stuck where one is: what frees memory that another GPU can reach waits for that one too.
     fn is_stuck(&self) -> bool {
-        self.on(Vec::new).iter().any(Stuck::is)
+        self.gpus().iter().any(Stuck::is)
+    }
+
+    fn set_stuck(&self, stuck: bool) {
+        self.gpus().iter().for_each(|gpu| gpu.set(stuck));
+    }
+
+    /// Whether the stream comes to an end after its communicator.
+    fn ends(&self) -> bool {
+        let since = Instant::now();
+        let Some(work) = self.mark.get().and_then(|mark| mark()) else { return true };
+        while work.ended() == Ok(false) {
+            if since.elapsed() >= ABORTED {
+                return false;
+            }
+            thread::sleep(PAUSE);
+        }
+        true
     }
 
     /// Keeps a window until the communicator ends.
@@ -207,6 +236,13 @@ impl Link {
     /// The window that is kept of some memory, and where in it that lies.
     pub(super) fn place(&self, address: u64, bytes: usize) -> Option<(WindowPtr, usize)> {
         lock(&self.windows).iter().find_map(|window| window.place(address, bytes))
+    }
+
+    /// The same as a number, of which all ranks have the same for a place; 0: in no window.
+    pub(super) fn place_number(&self, address: u64, bytes: usize) -> u64 {
+        let windows = lock(&self.windows);
+        let place = windows.iter().enumerate().find_map(|(i, window)| Some((i, window.place(address, bytes)?.1)));
+        place.map_or(0, |(i, offset)| (i as u64 + 1) << 48 | offset as u64)
     }
 
     pub(super) fn library(&self) -> &NcclLibrary {
@@ -279,20 +315,33 @@ impl Link {
         };
         let alive = gate.take();
         drop(gate);
-        if let Some(alive) = alive {
-            self.shared.store(std::ptr::null_mut(), Ordering::SeqCst);
-            let Functions { comm_abort, comm_revoke, .. } = *self.library.functions();
+        let Some(alive) = alive else { return };
+        self.shared.store(std::ptr::null_mut(), Ordering::SeqCst);
+        let Functions { comm_abort, comm_revoke, .. } = *self.library.functions();
+        // It ends kernels, and frees nothing.
+        // SAFETY: called below, with a communicator that lives.
+        let revoke = move |comm| comm_revoke.map_or(Status::SUCCESS, |revoke| unsafe { revoke(comm, 0) });
+        if self.is_stuck() {
             // SAFETY: the communicator lives, and with `gate` emptied nobody uses it again.
-            unsafe {
-                match self.is_stuck() {
-                    false => end(alive, move |comm| comm_abort(comm)),
-                    // It ends kernels, and frees nothing.
-                    true => {
-                        drop(ending(alive, move |comm| comm_revoke.map_or(Status::SUCCESS, |revoke| revoke(comm, 0))))
-                    }
-                }
+            drop(unsafe { ending(alive, revoke) });
+            return;
+        }
+        if self.engines {
+            // Flags that copy engines wait for lie in memory, which no abort writes: until the stream is seen to end, nothing
+            // that waits for the GPU may be dropped.
+            self.set_stuck(true);
+            // SAFETY: as above.
+            let revoked = unsafe { ending(alive, revoke) };
+            if !self.ends() {
+                return;
+            }
+            self.set_stuck(false);
+            if revoked.is_none_or(|revoked| revoked.recv_timeout(END).is_err()) {
+                return;
             }
         }
+        // SAFETY: as above.
+        unsafe { end(alive, move |comm| comm_abort(comm)) };
     }
 
     fn lock_within(&self, limit: Duration) -> Option<MutexGuard<'_, Option<Alive>>> {

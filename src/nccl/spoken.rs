@@ -1,7 +1,7 @@
 //! A collective as one process tells the others of it, in a notice's text, little-endian, unused bytes zero:
 //!
 //! ```text
-//! layer 4 | step 1 | dtype 1 | detail 1 | 0 | sequence 8 | bytes 8 | root or reduction 8 | call 32 | reason 96    = 160 bytes
+//! layer 4 | step 1 | dtype 1 | detail 1 | 0 | sequence 8 | bytes 8 | root or place 8 | call 32 | reason 96    = 160 bytes
 //! ```
 //!
 //! Sizes that differ from rank to rank (`all_to_all_v`) are left out: they follow from what prepare has exchanged.
@@ -29,6 +29,7 @@ enum Told {
     Sum,
     Max,
     Root(u64),
+    Place(u64),
     Refusal(String),
 }
 
@@ -75,6 +76,7 @@ impl Spoken {
             Detail::Reduce(ReduceOp::Sum) => (Told::Sum, call.bytes as u64),
             Detail::Reduce(ReduceOp::Max) => (Told::Max, call.bytes as u64),
             Detail::Root(root) => (Told::Root(*root as u64), call.bytes as u64),
+            Detail::Place(place) => (Told::Place(*place), call.bytes as u64),
             Detail::Pieces { .. } => (Told::Plain, 0),
             Detail::Refusal(reason) => {
                 let mut text = [0; TEXT - NAME.end];
@@ -94,6 +96,7 @@ impl Spoken {
             Told::Sum => Detail::Reduce(ReduceOp::Sum),
             Told::Max => Detail::Reduce(ReduceOp::Max),
             Told::Root(root) => Detail::Root(*root as usize),
+            Told::Place(place) => Detail::Place(*place),
             Told::Refusal(reason) => Detail::Refusal(reason.clone()),
         };
         Call { operation, tag: self.tag, dtype: self.dtype, detail, bytes: self.bytes as usize }
@@ -114,6 +117,7 @@ impl Spoken {
             Told::Max => (2, 0, ""),
             Told::Root(root) => (3, *root, ""),
             Told::Refusal(reason) => (4, 0, &reason[..]),
+            Told::Place(place) => (5, *place, ""),
         };
         bytes[..4].copy_from_slice(&self.tag.layer.to_le_bytes());
         bytes[4] = self.tag.op as u8;
@@ -136,6 +140,7 @@ impl Spoken {
             2 => Told::Max,
             3 => Told::Root(word(24)),
             4 => Told::Refusal(get(&bytes[NAME.end..])?),
+            5 => Told::Place(word(24)),
             _ => return None,
         };
         let (op, dtype) = (*STEPS.get(usize::from(bytes[4]))?, *DTYPES.get(usize::from(bytes[5]))?);
@@ -160,6 +165,7 @@ mod tests {
             Detail::Reduce(ReduceOp::Sum),
             Detail::Reduce(ReduceOp::Max),
             Detail::Root(7),
+            Detail::Place(1 << 50),
             Detail::Refusal("no room".into()),
         ];
         for detail in details {

@@ -16,12 +16,22 @@ use crate::error::{CommError, Error};
 use super::lane::{Lane, Piece};
 use super::link::{Link, Place};
 use super::notices::{Notices, Subject};
-use super::puts::Puts;
+use super::puts::{Blocks, Puts};
 use super::sys::{
     CommPtr, Config, DataType, Functions, RawUniqueId, Reduction, Status, StreamPtr, WaitSignal, WindowPtr,
 };
 use super::watch::{Farewell, Watch, Work};
 use super::{NcclError, NcclLibrary};
+
+/// A call of what exchanges blocks.
+#[derive(Debug, Clone, PartialEq)]
+enum Asked {
+    /// From, to whom, where there.
+    Put(u64, c_int, usize),
+    Signal(c_int),
+    /// Peers, and how many signals of each.
+    Wait(Vec<(c_int, c_int)>),
+}
 
 /// What a `ncclComm_t` of these tests points to.
 #[derive(Default)]
@@ -39,6 +49,7 @@ struct Fake {
     groups: AtomicI32,
     /// What a put returns.
     put: AtomicI32,
+    steps: Mutex<Vec<Asked>>,
     /// What a window's registration returns, and whether there is one then.
     register: AtomicI32,
     no_window: AtomicBool,
@@ -159,12 +170,12 @@ unsafe extern "C" fn recv(_: *mut c_void, _: usize, _: DataType, _: c_int, comm:
 }
 
 unsafe extern "C" fn put_signal(
-    _: *const c_void,
+    from: *const c_void,
     _: usize,
     _: DataType,
-    _: c_int,
+    peer: c_int,
     _: WindowPtr,
-    _: usize,
+    offset: usize,
     _: c_int,
     _: c_int,
     _: c_uint,
@@ -172,12 +183,20 @@ unsafe extern "C" fn put_signal(
     _: StreamPtr,
 ) -> Status {
     // SAFETY: a test's.
-    Status(unsafe { fake(comm) }.put.load(SeqCst))
+    let fake = unsafe { fake(comm) };
+    fake.steps.lock().unwrap().push(Asked::Put(from as u64, peer, offset));
+    Status(fake.put.load(SeqCst))
 }
-unsafe extern "C" fn signal(_: c_int, _: c_int, _: c_int, _: c_uint, _: CommPtr, _: StreamPtr) -> Status {
+unsafe extern "C" fn signal(peer: c_int, _: c_int, _: c_int, _: c_uint, comm: CommPtr, _: StreamPtr) -> Status {
+    // SAFETY: a test's.
+    unsafe { fake(comm) }.steps.lock().unwrap().push(Asked::Signal(peer));
     OK
 }
-unsafe extern "C" fn wait_signal(_: c_int, _: *mut WaitSignal, _: CommPtr, _: StreamPtr) -> Status {
+unsafe extern "C" fn wait_signal(count: c_int, list: *mut WaitSignal, comm: CommPtr, _: StreamPtr) -> Status {
+    // SAFETY: the caller's list, and a test's.
+    let (list, fake) = unsafe { (std::slice::from_raw_parts(list, count as usize), fake(comm)) };
+    let waits = list.iter().map(|wait| (wait.peer, wait.count)).collect();
+    fake.steps.lock().unwrap().push(Asked::Wait(waits));
     OK
 }
 unsafe extern "C" fn allocate(to: *mut *mut c_void, bytes: usize) -> Status {
@@ -243,9 +262,13 @@ fn link() -> (Arc<Link>, &'static Fake) {
 }
 
 fn link_of(rank: usize, size: usize) -> (Arc<Link>, &'static Fake) {
+    link_at(Place { rank, size, engines: false })
+}
+
+fn link_at(place: Place) -> (Arc<Link>, &'static Fake) {
     let fake: &'static Fake = Box::leak(Box::default());
     let comm = (&raw const *fake).cast_mut().cast();
-    (Arc::new(Link::new(library(), Place { rank, size, engines: false }, comm)), fake)
+    (Arc::new(Link::new(library(), place, comm)), fake)
 }
 
 /// Work that ends when told.
@@ -327,26 +350,48 @@ fn a_collective_that_does_not_end_in_time() {
     assert_eq!((rig.fake.aborts.load(SeqCst), rig.fake.destroys.load(SeqCst)), (1, 0));
 }
 
-/// Work that goes on after its communicator's end leaves the GPUs of the world stuck: other communicators of them are ended
-/// no more, of which a failed one's kernels are stopped all the same. Where it ends, nothing is stuck.
+/// A stream that copy engines keep waiting after its communicator's end leaves the GPUs of the world stuck: nothing more
+/// of them is freed, and of a communicator that fails only kernels are ended. Where the stream ends, all is as ever.
 #[test]
 fn what_does_not_end_with_its_communicator() {
     for ends in [false, true] {
         let gpus = [Stuck::default(), Stuck::default()];
-        let (rig, [other, failed]) = (Rig::new(), [link(), link()]);
-        for link in [&rig.link, &other.0, &failed.0] {
+        let [(link, fake), (other, others), (failed, failing)] =
+            [true, false, false].map(|engines| link_at(Place { rank: 0, size: 2, engines }));
+        for link in [&link, &other, &failed] {
             link.on(|| gpus.to_vec());
         }
-        let work = rig.enqueue(1, SHORT);
-        rig.failure();
-        work.store(ends, SeqCst);
-        drop(rig.watch);
+        link.marked(Box::new(move || Some(Box::new(Told(Arc::new(AtomicBool::new(ends)))))));
+        link.abort();
         assert_eq!(gpus.each_ref().map(Stuck::is), [!ends; 2]);
-        failed.0.abort();
-        until("stopped", || ends || failed.1.revoked.load(SeqCst));
-        assert_eq!(failed.1.aborts.load(SeqCst), u32::from(ends));
-        drop((other.0, failed.0, rig.link));
-        assert_eq!((other.1.aborts.load(SeqCst), other.1.destroys.load(SeqCst)), (0, u32::from(ends)));
+        assert!(fake.revoked.load(SeqCst));
+        failed.abort();
+        until("stopped", || ends || failing.revoked.load(SeqCst));
+        drop((link, other, failed));
+        let ended = [fake, failing].map(|fake| fake.aborts.load(SeqCst));
+        assert_eq!((ended, others.destroys.load(SeqCst)), ([u32::from(ends); 2], u32::from(ends)));
+    }
+}
+
+/// Signals that say that a rank's window may be written to, waited for before anything is put; each block to the place that
+/// its receiver has for it, beginning with another peer on each rank; then what the others have put is waited for.
+#[test]
+fn blocks_are_put_where_and_when_they_may_be() {
+    for rank in 0..3 {
+        let (link, fake) = link_of(rank, 3);
+        let lane = Lane { link: &link, stream: std::ptr::null_mut() };
+        let blocks = Blocks { from: 1000, bytes: 8, window: std::ptr::null_mut(), offset: 64 };
+        // SAFETY: nothing is read or written by these functions.
+        unsafe { Puts::of(link.library()).unwrap().exchange(&lane, blocks) }.unwrap();
+        let [one, two] = [(rank + 1) % 3, (rank + 2) % 3];
+        let put = |peer: usize| {
+            let place = (0..3).filter(|from| *from != peer).position(|from| from == rank).unwrap();
+            Asked::Put(1000 + 8 * peer as u64, peer as i32, 64 + 8 * place)
+        };
+        let wait = || Asked::Wait(vec![(one as i32, 1), (two as i32, 1)]);
+        let signals = [Asked::Signal(one as i32), Asked::Signal(two as i32)];
+        let expected = [&signals[..], &[wait(), put(one), put(two), wait()]].concat();
+        assert_eq!(*fake.steps.lock().unwrap(), expected, "rank {rank}");
     }
 }
 

@@ -20,9 +20,6 @@ use super::notices::{Notices, Subject};
 /// Pause between two looks at a collective that runs.
 const LOOK: Duration = Duration::from_millis(2);
 
-/// How long work is given to end after its communicator.
-const ABORTED: Duration = Duration::from_secs(1);
-
 /// Work that was enqueued.
 pub(super) trait Work: Send {
     /// Whether it has ended; an error where the device has failed.
@@ -144,7 +141,6 @@ impl Shared {
                     drop(queue);
                     self.farewell.lock().unwrap_or_else(PoisonError::into_inner)(broken, unfinished);
                     self.link.abort();
-                    self.abandon();
                     return;
                 }
                 None if queue.running.is_empty() && queue.closed => return,
@@ -155,18 +151,6 @@ impl Shared {
                 true => self.changed.wait(queue).unwrap_or_else(PoisonError::into_inner),
                 false => self.changed.wait_timeout(queue, LOOK).unwrap_or_else(PoisonError::into_inner).0,
             };
-        }
-    }
-
-    /// Kernels end with their communicator. What copy engines wait for is memory, which an abort does not write: a stream
-    /// that waits there will go on doing so.
-    fn abandon(&self) {
-        let since = Instant::now();
-        while self.lock().spent.last().is_some_and(|last| last.ended() == Ok(false)) {
-            if since.elapsed() >= ABORTED {
-                return self.link.abandon();
-            }
-            thread::sleep(LOOK);
         }
     }
 

@@ -128,7 +128,12 @@ impl NcclWorld {
         let id = library.unique_id()?;
         let begin = |(rank, cuda)| start(library, id, Place { rank, size: gpus.len(), engines }, cuda);
         let joining = gpus.iter().enumerate().map(begin).collect::<Result<Vec<_>>>()?;
-        let links = joining.into_iter().map(|j| joined(j, timeout)).collect::<Result<Vec<_>>>()?;
+        let links: Result<Vec<_>> = joining.into_iter().map(|j| joined(j, timeout)).collect();
+        if engines && matches!(links, Err(Error::Nccl(NcclError::Init { .. }))) {
+            // A rank may be inside the attempt, and wait there for another's flag.
+            gpus.iter().for_each(|gpu| gpu.stuck().set(true));
+        }
+        let links = links?;
         for link in &links {
             link.on(|| gpus.iter().map(Cuda::stuck).collect());
         }
@@ -308,12 +313,15 @@ impl NcclComm {
             // What another rank has said of itself is the news.
             Err(Error::Comm(fault)) => return Err(self.seat.end(fault)),
             Err(error) => {
+                if engines {
+                    cuda.stuck().set(true);
+                }
                 let (rank, reason) = (self.seat.link.rank, error.to_string());
                 return Err(self.seat.end(CommError::Transport { operation: CALL, tag, rank, reason }));
             }
         };
         let (Some(link), Some(colour)) = (link, colour) else { return Ok(None) };
-        link.on(|| self.seat.link.on(Vec::new).to_vec());
+        link.on(|| self.seat.link.gpus().iter().cloned().chain([cuda.stuck()]).collect());
         let ranks: Vec<usize> = members.iter().map(|(_, rank)| *rank).collect();
         let board = self.seat.board.part((self.seat.calls, colour), &ranks);
         Self::new(Arc::new(link), cuda, board, self.seat.timeout).map(Some)

@@ -189,15 +189,19 @@ fn copy_engines_exchange(_: &Cuda, ranks: usize) {
         let memory = |comm: &mut NcclComm, dims: &[usize]| comm.memory(tag(0), DType::F32, dims).expect("memory");
         for (number, width) in [1, 3, 1000, 1 << 20].into_iter().enumerate() {
             let mut send = memory(&mut comm, &[ranks, width]).expect("of its own");
-            let mut recv = [0, 1].map(|_| memory(&mut comm, &[ranks - 1, width]).expect("of its own"));
-            for (round, recv) in recv.iter_mut().enumerate() {
+            let mut recv = memory(&mut comm, &[ranks - 1, width]).expect("of its own");
+            let mut kept = [0, 1, 2, 3].map(|_| Tensor::zeros(&cuda, DType::F32, &[ranks - 1, width]).expect("room"));
+            // Into the same memory, and out of it before the next.
+            for (round, kept) in kept.iter_mut().enumerate() {
                 let value = |to: usize| (64 * round + 8 * rank + to) as f32;
                 let values: Vec<f32> = (0..ranks).flat_map(|to| vec![value(to); width]).collect();
                 let bytes = bytemuck::cast_slice(&values);
                 cuda.upload(&cuda.stream(), bytes, send.view_mut()).expect("an upload");
                 comm.exchange_blocks(tag(1 + number as u64), send.view(), recv.view_mut()).expect("exchanged");
+                let bytes = cuda.download(&cuda.stream(), recv.view()).expect("a read");
+                cuda.upload(&cuda.stream(), &bytes, kept.view_mut()).expect("kept");
             }
-            for (round, recv) in recv.iter().enumerate() {
+            for (round, recv) in kept.iter().enumerate() {
                 let value = |from: usize| vec![(64 * round + 8 * from + rank) as f64; width];
                 let expected: Vec<f64> = (0..ranks).filter(|from| *from != rank).flat_map(value).collect();
                 assert_eq!(cuda.read(&cuda.stream(), recv.view()).expect("a read"), expected, "{width}");
