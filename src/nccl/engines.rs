@@ -8,7 +8,7 @@
 //!
 //! A rank that is lost meanwhile leaves the others' streams waiting for its flags in memory. They have their errors in time,
 //! but no abort ends such a wait (NCCL 2.30.7): what belongs to those GPUs is left as it is until the process ends
-//! ([`Link::abandon`]).
+//! ([`Link::abort`]).
 
 use std::cell::{Cell, RefCell};
 use std::ffi::c_void;
