@@ -30,6 +30,7 @@ pub(crate) enum Detail {
         recv: Vec<usize>,
     },
     /// Where peers write, by a number that all ranks have for it; 0: nowhere that they could.
+    #[cfg(feature = "nccl")]
     Place(u64),
     Refusal(String),
 }
@@ -115,7 +116,9 @@ fn argument(m: &Call) -> String {
     match &m.detail {
         Detail::Reduce(op) => format!("{op:?} of {}", m.dtype),
         Detail::Root(root) => format!("{} from root {root}", m.dtype),
+        #[cfg(feature = "nccl")]
         Detail::Place(0) => format!("{} in no window", m.dtype),
+        #[cfg(feature = "nccl")]
         Detail::Place(place) => format!("{} at place {place:#x} of the windows", m.dtype),
         _ => m.dtype.to_string(),
     }
