@@ -15,6 +15,8 @@ use super::device::{Cuda, Inner, driver};
 const SPIN: Duration = Duration::from_millis(2);
 /// How long after a failure a stream is given to end: an abort ends what waits inside NCCL.
 const ABORTING: Duration = Duration::from_secs(1);
+/// The same for any stream of a GPU that is stuck: it may be one of those behind the one that is, or a long one.
+const STUCK: Duration = Duration::from_secs(30);
 
 /// Whether a stream of a context waits for what will not come. Then whatever waits for the device waits for ever, as much
 /// of what frees memory or unloads modules does, and so what belongs to the context stays as it is dropped.
@@ -30,6 +32,12 @@ impl Stuck {
     pub(crate) fn set(&self, stuck: bool) {
         self.0.store(stuck, Ordering::SeqCst);
     }
+}
+
+/// Of a stream that does not end.
+fn lost() -> Error {
+    let message = "it waits for a rank that is lost".to_string();
+    Error::Device { call: "wait", operation: "wait for the stream".to_string(), message }
 }
 
 /// Something outside the stream that its work depends on, a peer for instance. When it has failed, the stream goes on
@@ -80,11 +88,9 @@ impl Cuda {
                 continue;
             }
             match failed {
-                None if self.inner.functions.stuck.is() || self.guarded().is_err() => failed = Some(Instant::now()),
-                Some(since) if since.elapsed() > ABORTING => {
-                    let message = "it waits for a rank that is lost".to_string();
-                    return Err(Error::Device { call: "wait", operation: "wait for the stream".to_string(), message });
-                }
+                None if self.guarded().is_err() => failed = Some(Instant::now()),
+                Some(since) if since.elapsed() > ABORTING => return Err(lost()),
+                _ if waited > STUCK && self.inner.functions.stuck.is() => return Err(lost()),
                 _ => {}
             }
             std::thread::sleep(if waited < SPIN * 10 { SPIN / 20 } else { SPIN / 2 });

@@ -241,7 +241,8 @@ impl Link {
     /// The same as a number, of which all ranks have the same for a place; 0: in no window.
     pub(super) fn place_number(&self, address: u64, bytes: usize) -> u64 {
         let windows = lock(&self.windows);
-        let place = windows.iter().enumerate().find_map(|(i, window)| Some((i, window.place(address, bytes)?.1)));
+        let mut all = windows.iter().enumerate().filter(|_| bytes > 0);
+        let place = all.find_map(|(i, window)| Some((i, window.place(address, bytes)?.1)));
         place.map_or(0, |(i, offset)| (i as u64 + 1) << 48 | offset as u64)
     }
 
