@@ -2,10 +2,10 @@
 // recipe `te`, to nearest, stochastically or in 16 x 16 tiles (whose directions hold the same codes). `nvfp4_cast.cu` has
 // all other cases.
 //
-// A block has 256 rows of 512 columns, as four panels one beside another; a warp 64 rows of 64 columns of each, 16 rows at a
-// time, which it brings to its own part of shared memory while it has those before. Rows' codes leave at once; columns' as
+// A block has 256 rows of 512 columns, as four panels (256 rows of 128 columns) one beside another; a warp 64 rows of 64
+// columns of each, 16 rows at a time: it brings the next to its own part of shared memory while it encodes these. Rows' codes leave at once; columns' as
 // whole lines of memory when the panel is done; scales when the block is. What limits: bytes, and how they are written; both
-// directions stochastically, the integer pipe (`kernels/notes/quantisation.md`).
+// directions stochastically, issue and the integer pipe (`kernels/notes/quantisation.md`).
 //
 // Grid: blocks of 256 threads, a block 256 x 512 elements, the last of each direction in part. In: the matrix, amaxes. Out:
 // codes of rows [rows, columns / 2] and columns [columns, rows / 2], scales [rows, columns / 16] and [columns, rows / 16];
@@ -50,8 +50,8 @@ constexpr bool NUDGED =
 
 // What blocks of each scale are multiplied by, in the units of `nearest8` or `stochastic8_small`; NaN where they take the
 // long way: of factors below 2^-16 products may be rounded to zero. True where stochastic rounding needs `finer`: for bf16
-// where a product of one of eight mantissas, which all scales have, is just below a step, as it is for half of the amaxes
-// that bf16 has. By all threads.
+// where a product of one of eight mantissas, which all scales have, is `just_below`, as it is for half of the amaxes that
+// bf16 has. By all threads.
 template <class T, int MODE, class Shared>
 __device__ __forceinline__ bool tabulate(const QuantCast& p, Shared& s, unsigned thread) {
     constexpr bool MANTISSAS = MODE == STOCHASTIC && std::is_same<T, bf16>::value;

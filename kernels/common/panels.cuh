@@ -66,10 +66,11 @@ __device__ __forceinline__ unsigned nearest8_signed(const float (&y)[8], const K
 }
 
 // The same of bf16, two at a time in f16, with another factor: products are rounded to f16, and those to E2M1, ties
-// towards zero. Factors that make ties of elements' products, (4 + i) / v with 0 <= i < 4 and v of 128 to 255, lie 2^-11.4
-// or more apart; between them nothing changes. Rounding to f16 first moves those of i up by 2^-9 / (4 + i) of them, so that
-// none passes another; where several are one, those that ties to even round up (i of 2 and 3) come to lie below those that
-// they round down. So some factor between neighbours does what `own` does in binary32. (All 2^23 mantissas were tried.)
+// towards zero. Factors that make ties of elements' products, (4 + i) / v with 0 <= i < 4 and v of 128 to 255, lie 1/1785
+// of them or more apart; between them nothing changes. Rounding to f16 first moves those of i up by 2^-9 / (4 + i) of them,
+// which differs by less than 2^-12 from one i to another, so that none passes another; where several are one, those that ties
+// to even round up (i of 2 and 3) come to lie below those that they round down. So some factor between neighbours does what
+// `own` does in binary32. (All 2^23 mantissas were tried.)
 __device__ __forceinline__ float reciprocal(float v) {
     float r;
     asm("rcp.approx.f32 %0, %1;\n" : "=f"(r) : "f"(v));
@@ -112,7 +113,7 @@ __device__ __forceinline__ unsigned nearest8_nudged(const float (&y)[8], const K
 }
 
 // Stochastically: as `e2m1_stochastic8` of 16-bit elements, but of products times 2^-14, signs with them, and without what
-// is added to |y| there. That matters where a product that is below a quarter lies less than 2^-26 below a multiple of 2^-9:
+// is added to |y| there. That matters where a product that is below a quarter lies at most 2^-26 below a multiple of 2^-9:
 // 17 bits one behind another are ones then. `v`: a mantissa of bf16.
 __device__ __forceinline__ bool just_below(float own, int v) {
     unsigned run = (__float_as_uint(__fmul_rn(__uint_as_float((__float_as_uint(own) & 0x7fffffu) | 0x3f800000u), static_cast<float>(v))) & 0x7fffffu) | 0x800000u;
@@ -128,7 +129,7 @@ __device__ __forceinline__ unsigned at_most_six(unsigned a) {
 #endif
     return d;
 }
-// Adds it.
+// Adds what `e2m1_stochastic8` adds to |y|: 2^-26, half the step by which its sum with a byte rounds up in binary32.
 __device__ __forceinline__ void finer(float (&y)[8]) {
 #pragma unroll
     for (int k = 0; k < 8; k++) y[k] = __fadd_rz(y[k], copysignf(0x1p-40f, y[k]));

@@ -112,7 +112,7 @@ __device__ __forceinline__ unsigned e2m1_stochastic8(const float (&y)[8], unsign
 // The same of 16-bit elements, by twos: y is x by the block's factor, which is at least 2^-16, so that its sign is that of
 // an x that is not zero. As f16 scaled by 2^-14 and truncated, a magnitude's code is what is above its 9 low bits, below
 // one too, where f16 is subnormal; half a step's byte is added below. The sum of |y| and the byte's value, rounded
-// to binary32, reaches a step's end from 2^-26 below it on where |y| is below an eighth; a finer |y| has that added.
+// to binary32, reaches a step's end from 2^-26 below it on where |y| is below a quarter; a finer |y| has that added.
 template <class T>
 __device__ __forceinline__ unsigned e2m1_stochastic8(const unsigned (&words)[4], const float (&y)[8], unsigned low, unsigned high) {
     unsigned codes[4];  // in the upper 4 bits of each half
