@@ -107,19 +107,22 @@ __device__ __forceinline__ unsigned nearest8(const float (&y)[8], const Kept& ke
 template <class T, int MODE>
 constexpr float LIMIT = MODE == STOCHASTIC ? 8.0f * 0x1p-14f : NUDGED<T> ? 6.9f * NUDGED_SCALE : 6.9f;
 
-// A block by its elements, and by pairs as they are stored.
-template <class T, int MODE, bool FINER, class Elements, class Pairs>
-__device__ __forceinline__ uint2 codes_of(Elements element, Pairs pair, float most, unsigned scale, float own, uint4 random, const QuantSide& side,
-                                          const Kept& kept) {
-    if (__fmul_rn(most, own) < LIMIT<T, MODE>) {
-        float y[2][8];
+// Whether both of a lane's blocks have a factor that their elements fit. They go on together, so that the arithmetic of one
+// runs while that of the other waits.
+template <class T, int MODE>
+__device__ __forceinline__ bool both_fit(const float (&most)[2], const float (&own)[2]) {
+    return __fmul_rn(most[0], own[0]) < LIMIT<T, MODE> && __fmul_rn(most[1], own[1]) < LIMIT<T, MODE>;
+}
+
+// A block that fits, by its elements.
+template <class T, int MODE, bool FINER, class Elements>
+__device__ __forceinline__ uint2 codes_of(Elements element, float own, uint4 random, const Kept& kept) {
+    float y[2][8];
 #pragma unroll
-        for (int k = 0; k < 16; k++) y[k / 8][k % 8] = __fmaf_rn(element(k), own, 0.0f);
-        if constexpr (MODE != STOCHASTIC) return make_uint2(nearest8<T>(y[0], kept), nearest8<T>(y[1], kept));
-        if (FINER) finer(y[0]), finer(y[1]);
-        return make_uint2(stochastic8_small(y[0], random.x, random.y), stochastic8_small(y[1], random.z, random.w));
-    }
-    return any_codes<T, MODE>(make_uint4(pair(0), pair(1), pair(2), pair(3)), make_uint4(pair(4), pair(5), pair(6), pair(7)), most, scale, random, side.amax);
+    for (int k = 0; k < 16; k++) y[k / 8][k % 8] = __fmaf_rn(element(k), own, 0.0f);
+    if constexpr (MODE != STOCHASTIC) return make_uint2(nearest8<T>(y[0], kept), nearest8<T>(y[1], kept));
+    if (FINER) finer(y[0]), finer(y[1]);
+    return make_uint2(stochastic8_small(y[0], random.x, random.y), stochastic8_small(y[1], random.z, random.w));
 }
 
 // Where a lane of a warp is, and what it reads and writes there; in shared memory all that is 32 bits wide. What follows
@@ -165,16 +168,27 @@ __device__ __forceinline__ void along_rows(const QuantCast& p, const Lane& at, u
     const unsigned scales = e4m3_pair(__fmul_rn(most[0], at.first[0]), __fmul_rn(most[1], at.first[0]));
     const float own[2] = {__uint_as_float(word_at(at.factors + (scales & 0xff) * 4)), __uint_as_float(word_at(at.factors + (scales >> 8) * 4))};
     put_half(at.row_scales, scales);
+    uint4 random[2];
     uint2 codes[2];
 #pragma unroll
     for (int i = 0; i < 2; i++) {
-        const uint4 left = words[i][0], right = words[i][1];
-        const unsigned pairs[8] = {left.x, left.y, left.z, left.w, right.x, right.y, right.z, right.w};
-        auto pair = [&](int k) { return pairs[k]; };
-        auto element = [&](int k) { return k % 2 ? high<T>(pairs[k / 2]) : low<T>(pairs[k / 2]); };
-        uint4 random = at.row_counter;
-        if (MODE == STOCHASTIC) random.x += i, random = philox(random, p.keys);
-        codes[i] = codes_of<T, MODE, FINER>(element, pair, most[i], i ? scales >> 8 : scales & 0xff, own[i], random, p.rows, kept);
+        random[i] = at.row_counter;
+        if (MODE == STOCHASTIC) random[i].x += i, random[i] = philox(random[i], p.keys);
+    }
+    if (both_fit<T, MODE>(most, own)) {
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+            const uint4 left = words[i][0], right = words[i][1];
+            const unsigned pairs[8] = {left.x, left.y, left.z, left.w, right.x, right.y, right.z, right.w};
+            auto element = [&](int k) { return k % 2 ? high<T>(pairs[k / 2]) : low<T>(pairs[k / 2]); };
+            codes[i] = codes_of<T, MODE, FINER>(element, own[i], random[i], kept);
+        }
+    } else {
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+            const unsigned scale = i ? scales >> 8 : scales & 0xff;
+            codes[i] = any_codes<T, MODE>(words[i][0], words[i][1], most[i], scale, random[i], p.rows.amax);
+        }
     }
     *reinterpret_cast<uint4*>(at.row_codes) = make_uint4(codes[0].x, codes[0].y, codes[1].x, codes[1].y);
 }
@@ -193,14 +207,26 @@ __device__ __forceinline__ void down_columns(const QuantCast& p, const Lane& at,
     const unsigned table = at.factors + 1024;
     const float own[2] = {__uint_as_float(word_at(table + (scales & 0xff) * 4)), __uint_as_float(word_at(table + (scales >> 8) * 4))};
     scales_of[0] = __byte_perm(scales_of[0], scales, 0x4321), scales_of[1] = __byte_perm(scales_of[1], scales, 0x5321);
+    uint4 random[2];
 #pragma unroll
     for (int c = 0; c < 2; c++) {
-        auto pair = [&](int k) { return __byte_perm(words[2 * k], words[2 * k + 1], c ? 0x7632 : 0x5410); };
-        auto element = [&](int k) { return c ? high<T>(words[k]) : low<T>(words[k]); };
-        uint4 random = at.column_counter;
-        if (MODE == STOCHASTIC) random.y += c, random = philox(random, p.keys);
-        const unsigned scale = c ? scales >> 8 : scales & 0xff;
-        put(at.column_codes + c * CODES, codes_of<T, MODE, FINER>(element, pair, most[c], scale, own[c], random, p.columns, kept));
+        random[c] = at.column_counter;
+        if (MODE == STOCHASTIC) random[c].y += c, random[c] = philox(random[c], p.keys);
+    }
+    if (both_fit<T, MODE>(most, own)) {
+#pragma unroll
+        for (int c = 0; c < 2; c++) {
+            auto element = [&](int k) { return c ? high<T>(words[k]) : low<T>(words[k]); };
+            put(at.column_codes + c * CODES, codes_of<T, MODE, FINER>(element, own[c], random[c], kept));
+        }
+    } else {
+#pragma unroll
+        for (int c = 0; c < 2; c++) {
+            auto pair = [&](int k) { return __byte_perm(words[2 * k], words[2 * k + 1], c ? 0x7632 : 0x5410); };
+            const uint4 left = make_uint4(pair(0), pair(1), pair(2), pair(3)), right = make_uint4(pair(4), pair(5), pair(6), pair(7));
+            const unsigned scale = c ? scales >> 8 : scales & 0xff;
+            put(at.column_codes + c * CODES, any_codes<T, MODE>(left, right, most[c], scale, random[c], p.columns.amax));
+        }
     }
 }
 

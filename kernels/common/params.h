@@ -455,10 +455,10 @@ struct QuantCast {
     int64_t stream;
     int64_t signs;             // of the transform of columns; -1: none
     int64_t floor;             // MXFP8: scales rounded down
-    unsigned keys[20];         // of the ten rounds of random bits, from the seed
+    unsigned keys[14];         // of the seven rounds of random bits, from the seed
 };
 MOEBIUS_SIZE(QuantSide, 7);
-MOEBIUS_SIZE(QuantCast, 34);
+MOEBIUS_SIZE(QuantCast, 31);
 MOEBIUS_FIELD(QuantCast, columns, 13);
 MOEBIUS_FIELD(QuantCast, signs, 22);
 MOEBIUS_FIELD(QuantCast, keys, 24);

@@ -136,9 +136,9 @@ description!(QuantSide, 7:
     codes: u64, scales: u64, amax: u64, code_bytes: i64, blocks: i64, first_line: i64, first_block: i64;
     first_block @ 6);
 
-description!(QuantCast, 34:
+description!(QuantCast, 31:
     matrix: Strided, rows: QuantSide, columns: QuantSide, by_line: i64, stream: i64, signs: i64, floor: i64,
-    keys: [u32; 20];
+    keys: [u32; 14];
     columns @ 13, signs @ 22, keys @ 24);
 
 description!(QuantBack, 12:

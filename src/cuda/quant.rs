@@ -92,8 +92,8 @@ fn any_order<'a>(matrix: Matrix<'a, Cuda>) -> params::Strided {
     plain
 }
 
-/// Keys of the ten rounds of random bits.
-fn keys(seed: u64) -> [u32; 20] {
+/// Keys of the seven rounds of random bits.
+fn keys(seed: u64) -> [u32; 14] {
     let (own, steps) = ([seed as u32, (seed >> 32) as u32], [0x9e37_79b9, 0xbb67_ae85u32]);
     std::array::from_fn(|i| own[i % 2].wrapping_add(steps[i % 2].wrapping_mul(i as u32 / 2)))
 }
