@@ -6,7 +6,9 @@
 //! while it runs.
 //!
 //! On a GPU the thread enqueues, on its communicator's stream, behind what the computation had been given when the job
-//! was; whoever takes the result has its own stream wait for the job's event. No host waits for a GPU.
+//! was; whoever takes the result has its own stream wait for the job's event. No host waits for a GPU. In a recording
+//! whoever gives a job waits until it has been enqueued: no two threads may add to one graph at a time, which the driver
+//! does not see to (it crashes).
 
 use std::fmt;
 use std::sync::Arc;
@@ -88,16 +90,32 @@ impl<D: ShardDevice> Done<D> {
 #[derive(Debug)]
 pub(super) struct Pending<D: ShardDevice> {
     lane: &'static str,
-    reply: Receiver<Done<D>>,
+    reply: Reply<D>,
     /// The recording that it is part of.
     recording: Option<u64>,
     _under_way: Counted,
 }
 
+/// Where its outcome is.
+#[derive(Debug)]
+enum Reply<D: ShardDevice> {
+    Later(Receiver<Done<D>>),
+    Here(Done<D>),
+}
+
 impl<D: ShardDevice> Pending<D> {
     /// Waits until the job is done or enqueued; nothing of it is left on the lane's thread afterwards.
     pub fn wait(self) -> Done<D> {
-        self.reply.recv().unwrap_or_else(|_| Done::failed(ended(self.lane)))
+        self.reply.wait(self.lane)
+    }
+}
+
+impl<D: ShardDevice> Reply<D> {
+    fn wait(self, lane: &'static str) -> Done<D> {
+        match self {
+            Self::Later(reply) => reply.recv().unwrap_or_else(|_| Done::failed(ended(lane))),
+            Self::Here(done) => done,
+        }
     }
 }
 
@@ -147,19 +165,12 @@ impl Drop for Counted {
     }
 }
 
-/// Between two looks at a lane whose jobs have to be in a recording before that ends.
-const LOOK: Duration = Duration::from_micros(50);
-
 impl Given {
-    /// Has all jobs of a recording in it before it ends: one that came to its stream later would run, beside ranks whose
-    /// did not, and one that is inside NCCL then crashes it (2.30.7). With jobs that nobody has waited for the recording
-    /// fails: the driver would take it, as NCCL sets what its captured streams depend on.
+    /// The end of a recording. With jobs that nobody has waited for it fails: the driver would take it, as NCCL sets what
+    /// its captured streams depend on.
     fn settle<D: ShardDevice>(&self, between: &Beside<D>, failed: bool) -> Result<()> {
         if between.home.recording() != Some(self.recording.load(Ordering::SeqCst)) {
             return Ok(());
-        }
-        while self.open.load(Ordering::SeqCst) > 0 {
-            thread::sleep(LOOK);
         }
         let left = self.under_way.load(Ordering::SeqCst) > 0;
         if failed || left {
@@ -281,6 +292,7 @@ impl<D: ShardDevice> Lane<D> {
     }
 
     /// The same behind an event, or behind what went wrong before it, which the other ranks are told in the job's turn.
+    /// In a recording it has been enqueued when this returns.
     pub fn give_after(&self, job: Job<D>, after: Result<Option<D::Event>>) -> Pending<D> {
         let (reply, receiver) = sync_channel(1);
         let recording = self.between.home.recording();
@@ -293,7 +305,9 @@ impl<D: ShardDevice> Lane<D> {
         if let Err(Order { job, after, reply, .. }) = refused {
             let _ = reply.send(Done::with(job.loans(), after.and(Err(ended(self.name)))));
         }
-        Pending { lane: self.name, reply: receiver, recording, _under_way: Counted::among(&self.given.under_way) }
+        let later = Reply::Later(receiver);
+        let reply = if recording.is_some() { Reply::Here(later.wait(self.name)) } else { later };
+        Pending { lane: self.name, reply, recording, _under_way: Counted::among(&self.given.under_way) }
     }
 
     /// In place of a job whose buffer is not to be had: the other ranks are told.

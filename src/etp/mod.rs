@@ -91,8 +91,8 @@ pub trait ShardDevice: Kernels + Codec {
         None
     }
 
-    /// Has each recording call this before it ends, on its thread, for as long as it lives: other threads may still
-    /// have work to put into it.
+    /// Has each recording call this before it ends, on its thread, for as long as it lives: what it has of other threads
+    /// may not have been taken back.
     fn before_recordings_end(&self, ending: &Arc<Ending>) {
         let _ = ending;
     }

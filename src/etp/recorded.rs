@@ -1,12 +1,11 @@
 //! Chains whose passes are recorded (CUDA graphs), and run again without the host.
 //!
-//! In a recording the helper threads enqueue as ever: the event that a collective waits for is of the recording, and so is its
-//! stream from there on; the event that the computation takes its result behind joins the streams again. Hence a recording
-//! begins with nothing under way and ends so, has no buffer that is not there before, and decides nothing that a later run might
-//! have to decide otherwise: sums are added to what is there, and each forward casts. What is under way belongs to one
-//! recording or to none, and a call in another is refused before it touches anything.
-//!
-//! A recording that ends early waits for the helper threads first (`Lane`'s `Ending`): what they enqueued after it would run.
+//! In a recording the helper threads enqueue one at a time, while whoever gave them a job waits: no two threads may add to
+//! a graph at once. The event that a collective waits for is of the recording, and so is its stream from there on; the
+//! event that the computation takes its result behind joins the streams again. Hence a recording begins with nothing under
+//! way and ends so, has no buffer that is not there before, and decides nothing that a later run might have to decide
+//! otherwise: sums are added to what is there, and each forward casts. What is under way belongs to one recording or to
+//! none, and a call in another is refused before it touches anything.
 
 use std::sync::MutexGuard;
 
