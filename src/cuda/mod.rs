@@ -39,6 +39,8 @@ mod graph;
 mod hopper;
 mod kernels;
 mod launch;
+#[cfg(all(feature = "nccl", target_os = "linux", target_env = "gnu"))]
+mod leave;
 mod memory;
 mod order;
 mod params;
