@@ -134,17 +134,30 @@ __device__ __forceinline__ void finer(float (&y)[8]) {
 #pragma unroll
     for (int k = 0; k < 8; k++) y[k] = __fadd_rz(y[k], copysignf(0x1p-40f, y[k]));
 }
+// a b + c by one multiplication: the compiler would take shifts and sums, on the integer pipe, which is the fuller one.
+__device__ __forceinline__ unsigned multiply_add(unsigned a, unsigned b, unsigned c) {
+    unsigned d;
+    asm("mad.lo.u32 %0, %1, %2, %3;\n" : "=r"(d) : "r"(a), "r"(b), "r"(c));
+    return d;
+}
 __device__ __forceinline__ unsigned stochastic8_small(const float (&y)[8], unsigned low, unsigned high) {
     unsigned c[4];  // signs in bit 15, codes in bits 9 to 11, of elements 0 and 2, 1 and 3, 4 and 6, 5 and 7
 #pragma unroll
     for (int k = 0; k < 4; k++) {
         const int first = k / 2 * 4 + k % 2;
-        unsigned t;
-        asm("cvt.rz.f16x2.f32 %0, %1, %2;\n" : "=r"(t) : "f"(y[first + 2]), "f"(y[first]));
-        c[k] = at_most_six(t) + __byte_perm(k < 2 ? low : high, 0, k % 2 ? 0x4341 : 0x4240) * 2;
+        asm("cvt.rz.f16x2.f32 %0, %1, %2;\n" : "=r"(c[k]) : "f"(y[first + 2]), "f"(y[first]));
+        c[k] = at_most_six(c[k]);
     }
-    const unsigned even = __byte_perm(c[0], c[2], 0x7531), odd = __byte_perm(c[1], c[3], 0x7531);
-    return either(0x0f0f0f0fu, either(0x07070707u, even >> 1, even >> 4), either(0x70707070u, odd * 8, odd));
+    // Twice each element's byte. The even elements' are what the odd ones' leave of a word.
+#pragma unroll
+    for (int k = 0; k < 4; k += 2) {
+        const unsigned bytes = k ? high : low, odd = __byte_perm(bytes, 0, 0x4341);
+        c[k] = multiply_add(odd, 0u - 512, multiply_add(bytes, 2, c[k])), c[k + 1] = multiply_add(odd, 2, c[k + 1]);
+    }
+    // Codes beside their signs, in a byte's upper half.
+    unsigned even = __byte_perm(c[0], c[2], 0x7531), odd = __byte_perm(c[1], c[3], 0x7531);
+    even = either(0x70707070u, even * 8, even), odd = either(0x70707070u, odd * 8, odd);
+    return either(0x0f0f0f0fu, even >> 4, odd);
 }
 
 }  // namespace quant
