@@ -260,6 +260,16 @@ impl Link {
         lock(&self.failure).get_or_insert(error).clone()
     }
 
+    /// Whether it has failed and been ended: what it has enqueued has ended with it, or never will.
+    pub(super) fn is_over(&self) -> bool {
+        let gone = match self.gate.try_lock() {
+            Ok(gate) => gate.is_none(),
+            Err(TryLockError::Poisoned(e)) => e.into_inner().is_none(),
+            Err(TryLockError::WouldBlock) => false,
+        };
+        gone && self.failure().is_some()
+    }
+
     /// Runs calls of the library with the communicator, while nobody frees it. `None`: it has been freed.
     pub(super) fn with<T>(&self, calls: impl FnOnce(&Functions, CommPtr) -> T) -> Option<T> {
         let gate = lock(&self.gate);

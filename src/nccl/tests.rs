@@ -350,6 +350,20 @@ fn a_collective_that_does_not_end_in_time() {
     assert_eq!((rig.fake.aborts.load(SeqCst), rig.fake.destroys.load(SeqCst)), (1, 0));
 }
 
+/// What the rank's own thread has ended is not waited for, nor told again.
+#[test]
+fn a_communicator_that_its_rank_has_ended() {
+    let rig = Rig::new();
+    rig.enqueue(1, LONG);
+    let gone = CommError::PeerGone { operation: "all_gather", tag: subject(1).tag, rank: 0, peer: 1 };
+    rig.link.fail(gone);
+    rig.link.abort();
+    let start = Instant::now();
+    drop(rig.watch);
+    assert!(start.elapsed() < PATIENCE);
+    assert_eq!((*rig.unfinished.lock().unwrap(), rig.fake.aborts.load(SeqCst)), (None, 1));
+}
+
 /// A stream that copy engines keep waiting after its communicator's end leaves the GPUs of the world stuck: nothing more
 /// of them is freed, and of a communicator that fails only kernels are ended. Where the stream ends, all is as ever.
 #[test]

@@ -58,7 +58,7 @@ struct Queue {
     closed: bool,
 }
 
-/// The watchdog's handle. Dropping it waits until every collective has ended, one way or the other.
+/// The watchdog's handle. Dropping it waits until every collective has ended, one way or the other, or the communicator has.
 pub(super) struct Watch {
     shared: Arc<Shared>,
     thread: Option<JoinHandle<()>>,
@@ -166,6 +166,12 @@ impl Shared {
                         next.since = Instant::now();
                     }
                     continue;
+                }
+                Ok(false) if self.link.is_over() => {
+                    // The rank's own thread has ended the communicator, and told the others.
+                    let Queue { running, spent, .. } = queue;
+                    spent.extend(running.drain(..).filter_map(|r| r.work));
+                    return None;
                 }
                 Ok(false) => {}
                 Err(reason) => return Some(CommError::Transport { operation, tag, rank, reason }),
