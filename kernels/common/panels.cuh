@@ -148,7 +148,8 @@ __device__ __forceinline__ unsigned stochastic8_small(const float (&y)[8], unsig
         asm("cvt.rz.f16x2.f32 %0, %1, %2;\n" : "=r"(c[k]) : "f"(y[first + 2]), "f"(y[first]));
         c[k] = at_most_six(c[k]);
     }
-    // Twice each element's byte. The even elements' are what the odd ones' leave of a word.
+    // Twice each element's byte. The even elements' are the word less 256 times the odd ones'. No half carries into the
+    // next: at most 0x8e00 and 0x1fe meet.
 #pragma unroll
     for (int k = 0; k < 4; k += 2) {
         const unsigned bytes = k ? high : low, odd = __byte_perm(bytes, 0, 0x4341);

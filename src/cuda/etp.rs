@@ -67,6 +67,15 @@ impl ShardDevice for Cuda {
         self.recording_number()
     }
 
+    fn not_recorded_elsewhere(&self, call: &'static str) -> Result<()> {
+        match self.is_capturing()? && self.recording_number().is_none() {
+            false => Ok(()),
+            true => {
+                Err(Error::NotCapturable { call, operation: "be recorded by others than Cuda::capture".to_string() })
+            }
+        }
+    }
+
     fn before_recordings_end(&self, ending: &Arc<Ending>) {
         self.ends_behind(ending);
     }

@@ -2,33 +2,48 @@
 //!
 //! NCCL has a CUDA runtime of its own, which unloads its kernels as the process exits; where NCCL was loaded after the
 //! driver, that is before the driver's own end, and waits for the GPU: such a process would never end. So when one of its
-//! GPUs is stuck it leaves without the handlers that were there before, with its streams flushed and its own status. What
+//! GPUs is stuck it leaves without the handlers that were there before, with its output flushed and its own status. What
 //! Rust does at the end of `main` has been done by then.
 
 use std::ffi::{c_int, c_void};
+use std::process;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 unsafe extern "C" {
     /// glibc's `atexit` that tells the status; the last that is registered is called first.
     fn on_exit(function: extern "C" fn(c_int, *mut c_void), argument: *mut c_void) -> c_int;
+    fn ftrylockfile(stream: *mut libc::FILE) -> c_int;
+    fn fflush_unlocked(stream: *mut libc::FILE) -> c_int;
+    static stdout: *mut libc::FILE;
+}
+
+/// What the handler asks: whose GPU it is, and whether it is stuck.
+struct Owned {
+    process: u32,
+    stuck: Arc<AtomicBool>,
 }
 
 /// Has the process's exit end it at once where `stuck` is set by then.
 pub(super) fn at_exit_of(stuck: &Arc<AtomicBool>) {
+    let owned = Owned { process: process::id(), stuck: Arc::clone(stuck) };
     // Kept for the exit; where nothing can be registered, it is lost memory and no more.
-    let argument = Arc::into_raw(Arc::clone(stuck)).cast_mut().cast();
+    let argument = Box::into_raw(Box::new(owned)).cast();
     // SAFETY: the function takes what is given here, which stays.
     unsafe { on_exit(leave, argument) };
 }
 
 extern "C" fn leave(status: c_int, argument: *mut c_void) {
-    // SAFETY: `at_exit_of` gave a count of it away.
-    let stuck = unsafe { &*argument.cast_const().cast::<AtomicBool>() };
-    if stuck.load(Ordering::SeqCst) {
-        // SAFETY: null means all of C's streams; the call after it does not return.
+    // SAFETY: `at_exit_of` gave it away.
+    let owned = unsafe { &*argument.cast_const().cast::<Owned>() };
+    // A process that was forked off has no part in the GPU, and ends as ever.
+    if owned.process == process::id() && owned.stuck.load(Ordering::SeqCst) {
+        // SAFETY: C's own stream, used under its lock: a thread that holds it may wait for ever. The last call does not
+        // return.
         unsafe {
-            libc::fflush(std::ptr::null_mut());
+            if ftrylockfile(stdout) == 0 {
+                fflush_unlocked(stdout);
+            }
             libc::_exit(status)
         }
     }

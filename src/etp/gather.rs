@@ -266,7 +266,8 @@ impl<D: ShardDevice> Inner<D> {
     }
 
     /// Starts a later step's gather, if it is not under way; tells whether it is. Where it cannot start, the step itself
-    /// gathers, and reports what is wrong; but for want of memory, where lanes take turns: that is told in its turn.
+    /// gathers, and reports what is wrong; but for want of memory, where lanes take turns or calls are recorded: that is
+    /// told in its turn.
     fn ahead(&mut self, node: usize, active: Active) -> bool {
         let at = &self.nodes[node];
         if at.state.state() == State::AsyncWait {
@@ -306,8 +307,9 @@ impl<D: ShardDevice> Inner<D> {
         };
         let mut into = match self.gathers.take(&mut self.tickets, ticket) {
             Ok(into) => into,
-            // On a lane of gathers alone it can still be tried again at its use, in the same place among them.
-            Err(error) if self.apart.is_some() => return Err(error),
+            // On a lane of gathers alone it can still be tried again at its use, in the same place among them; but in a
+            // recording all lanes' jobs have one order.
+            Err(error) if self.apart.is_some() && self.recording.is_none() => return Err(error),
             Err(error) => {
                 // The others' next job would not be this rank's next: it has its turn, and fails.
                 let pending = self.gathers.refuse(tag, error);

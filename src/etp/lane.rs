@@ -8,11 +8,12 @@
 //! On a GPU the thread enqueues, on its communicator's stream, behind what the computation had been given when the job
 //! was; whoever takes the result has its own stream wait for the job's event. No host waits for a GPU. In a recording
 //! whoever gives a job waits until it has been enqueued: no two threads may add to one graph at a time, which the driver
-//! does not see to (it crashes).
+//! does not see to (it crashes). There the jobs of both lanes have one order on every rank, as on one lane: to be enqueued
+//! can mean to meet the other ranks.
 
 use std::fmt;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::mpsc::{Receiver, Sender, SyncSender, channel, sync_channel};
 use std::thread;
 use std::time::Duration;
@@ -146,6 +147,8 @@ struct Given {
     under_way: Arc<AtomicUsize>,
     /// The recording that the last was part of, or 0.
     recording: AtomicU64,
+    /// Calls are recorded: a job is enqueued before the next call.
+    one_at_a_time: AtomicBool,
 }
 
 /// One of a number that there are, for as long as it lives.
@@ -166,8 +169,8 @@ impl Drop for Counted {
 }
 
 impl Given {
-    /// The end of a recording. With jobs that nobody has waited for it fails: the driver would take it, as NCCL sets what
-    /// its captured streams depend on.
+    /// The end of a recording. With jobs whose results nobody has taken it fails: the driver would take it, as NCCL sets
+    /// what its captured streams depend on.
     fn settle<D: ShardDevice>(&self, between: &Beside<D>, failed: bool) -> Result<()> {
         if between.home.recording() != Some(self.recording.load(Ordering::SeqCst)) {
             return Ok(());
@@ -286,6 +289,11 @@ impl<D: ShardDevice> Lane<D> {
         tickets.take_with(ticket, (self.has_memory, |key: &Key| self.buffer(key)))
     }
 
+    /// Says whether calls are recorded from here on.
+    pub fn record(&self, recorded: bool) {
+        self.given.one_at_a_time.store(recorded, Ordering::SeqCst);
+    }
+
     /// Queues a job, behind the computation so far.
     pub fn give(&self, job: Job<D>) -> Pending<D> {
         self.give_after(job, self.between.home.mark())
@@ -306,7 +314,8 @@ impl<D: ShardDevice> Lane<D> {
             let _ = reply.send(Done::with(job.loans(), after.and(Err(ended(self.name)))));
         }
         let later = Reply::Later(receiver);
-        let reply = if recording.is_some() { Reply::Here(later.wait(self.name)) } else { later };
+        let here = self.given.one_at_a_time.load(Ordering::SeqCst);
+        let reply = if here { Reply::Here(later.wait(self.name)) } else { later };
         Pending { lane: self.name, reply, recording, _under_way: Counted::among(&self.given.under_way) }
     }
 

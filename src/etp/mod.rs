@@ -91,8 +91,18 @@ pub trait ShardDevice: Kernels + Codec {
         None
     }
 
-    /// Has each recording call this before it ends, on its thread, for as long as it lives: what it has of other threads
-    /// may not have been taken back.
+    /// Refuses a call that others record, on this device's stream: nobody else may add to their graph meanwhile, as the
+    /// helper threads would.
+    ///
+    /// # Errors
+    /// [`Error::NotCapturable`]; the device's.
+    fn not_recorded_elsewhere(&self, call: &'static str) -> Result<()> {
+        let _ = call;
+        Ok(())
+    }
+
+    /// Has each recording call this before it ends, on its thread, for as long as it lives: collectives of helper threads
+    /// may still have to be joined to the recording.
     fn before_recordings_end(&self, ending: &Arc<Ending>) {
         let _ = ending;
     }

@@ -46,10 +46,7 @@ impl<D: ShardDevice> Chain<D> {
             ));
         }
         if inner.gathers.has_memory || inner.reductions().has_memory {
-            return Err(refused(
-                CALL,
-                "record what copy engines move: where such a recording fails, NCCL has crashed (2.30.7)",
-            ));
+            return Err(refused(CALL, "record what copy engines move"));
         }
         inner.drop_gathers().and(inner.settle(self))?;
         for Main { sums, first } in inner.weights.iter_mut().filter_map(|weight| weight.main.as_mut()) {
@@ -74,6 +71,9 @@ impl<D: ShardDevice> Chain<D> {
     /// The chain's state, for a call that may be part of a recording.
     pub(super) fn enter(&self, call: &'static str) -> Result<MutexGuard<'_, Inner<D>>> {
         let (mut inner, recording) = (self.lock(), self.recording());
+        if recording.is_none() {
+            self.device.not_recorded_elsewhere(call)?;
+        }
         if recording.is_some() && !(inner.recorded && inner.is_linked()) {
             return Err(refused(call, "use a chain that is not ready for it (Chain::prepare_recording)"));
         }
@@ -112,6 +112,9 @@ impl<D: ShardDevice> Inner<D> {
     fn is_within(&mut self, recording: Option<u64>) {
         self.recording = recording;
         self.tickets.fixed = recording.is_some();
+        for lane in [Some(&self.gathers), self.apart.as_ref()].into_iter().flatten() {
+            lane.record(recording.is_some());
+        }
     }
 
     fn is_under_way(&self) -> bool {

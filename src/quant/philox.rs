@@ -7,7 +7,7 @@ const MULTIPLIERS: [u32; 2] = [0xD251_1F53, 0xCD9E_8D57];
 const WEYL: [u32; 2] = [0x9E37_79B9, 0xBB67_AE85];
 const ROUNDS: usize = 7;
 
-/// 128 random bits of a counter under a key, by seven rounds.
+/// 128 random bits of a counter under a key, by seven rounds: not those of the ten that NumPy's or cuRAND's Philox has.
 pub fn philox4x32(mut counter: [u32; 4], mut key: [u32; 2]) -> [u32; 4] {
     for _ in 0..ROUNDS {
         let wide = |i: usize, word: u32| u64::from(MULTIPLIERS[i]) * u64::from(word);

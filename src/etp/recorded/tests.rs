@@ -8,7 +8,7 @@ use std::time::Duration;
 use crate::comm::{Communicator, ThreadWorld};
 use crate::cpu::Cpu;
 use crate::dtype::DType;
-use crate::error::{Error, Result};
+use crate::error::{CommError, Error, Result};
 use crate::etp::{Comms, EtpOptions, Payload, Phase, Shard, WeightId, WeightSpec};
 use crate::tensor::Tensor;
 use crate::weights::WeightSource;
@@ -374,6 +374,36 @@ fn a_recording_that_fails_within_a_pass_is_given_up() {
             assert_eq!(rank.chain.traffic().allocations, allocations);
         });
     }
+}
+
+/// A gather that one rank cannot start ahead has its turn all the same: in a recording ranks meet in every lane's jobs in
+/// one order, and a rank that waited in this one would keep the others waiting in a reduction.
+#[test]
+fn a_buffer_that_one_rank_lacks_is_told_in_its_turn() {
+    let errors = ranks(2, |comms| {
+        let rank = Rank::prepared(comms, options(2, true), Payload::Plain);
+        let failed = rank.recorded(|| {
+            rank.forward()?;
+            if rank.chain.rank() == 1 {
+                let mut inner = rank.chain.lock();
+                let ticket = inner.nodes.iter().find(|node| node.weight == 0).unwrap().ticket;
+                drop(inner.tickets.take(ticket)?);
+                inner.tickets.forget(ticket);
+            }
+            rank.chain.begin(Phase::Backward)?;
+            for i in (0..WEIGHTS).rev() {
+                rank.weight(i)?;
+                rank.gradient(i, 1)?;
+            }
+            rank.chain.end()
+        });
+        rank.chain.recover(None).unwrap();
+        rank.passes(2).unwrap();
+        failed
+    });
+    let [told, own] = <[_; 2]>::try_from(errors).unwrap();
+    assert!(matches!(told, Err(Error::Comm(CommError::Refused { peer: 1, .. }))), "{told:?}");
+    not_capturable(own, "allocate");
 }
 
 /// What a recording has cast is cast anew by the eager pass that follows: nobody says whether it has run.
