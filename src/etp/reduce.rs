@@ -188,19 +188,20 @@ impl<D: ShardDevice> Inner<D> {
         }
         let (bytes, from) = (gradient.tensor.bytes(), gradient.ticket());
         let ticket = self.tickets.reserve(key);
+        self.reduced += 1;
+        let sequence = self.reduced << 32 | index as u64;
+        let tag = Tag { layer, op: Op::GradReduce, sequence };
         let into = match self.take_for_reduction(ticket) {
             Ok(into) => into,
             Err(error) => {
                 self.tickets.put(gradient);
                 self.weights[index].reduce.reset();
-                return Err(error);
+                // The others, which are in it, are told.
+                return self.reductions().refuse(tag, error).wait().outcome;
             }
         };
-        self.reduced += 1;
         self.traffic.reductions += 1;
         self.traffic.reduced_bytes += bytes as u64;
-        let sequence = self.reduced << 32 | index as u64;
-        let tag = Tag { layer, op: Op::GradReduce, sequence };
         let [gradient, into] = [gradient, into].map(|loan| Sent::new(loan, &self.reductions().between));
         let pending = self.reductions().give(Job::Reduce { tag, how, gradient, into });
         self.reducing.push_back(Reducing { weight: index, pending, tickets: [from, ticket] });
@@ -330,4 +331,61 @@ fn add<'a, D: ShardDevice>(
     chain.device.add_shares(&chain.stream, shares, sums.view_mut())?;
     *first = false;
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use super::super::{Comms, EtpOptions, Phase, Shard, ShardSource, WeightSpec};
+    use super::*;
+    use crate::comm::ThreadWorld;
+    use crate::cpu::Cpu;
+    use crate::dtype::DType;
+    use crate::error::CommError;
+    use crate::weights::WeightSource;
+
+    /// A rank that has no room for the others' shares refuses in the reduction's turn, and the next passes work.
+    #[test]
+    fn a_rank_without_room_for_shares_tells_the_others() {
+        let limit = Duration::from_secs(60);
+        let work = |(rank, (gather, reduce))| {
+            let comms = Comms::<Cpu> { gather: Box::new(gather), reduce: Box::new(reduce) };
+            let options = EtpOptions { pad: 0, reduction: Reduction::Pairwise, ..EtpOptions::default() };
+            let chain = Chain::new(Cpu::new(), (), comms, options).unwrap();
+            let shard = Shard::new(Tensor::zeros(&Cpu::new(), DType::F32, &[2, 16]).unwrap());
+            let spec = WeightSpec::new("w", 0, &[4, 16], DType::F32);
+            let id = chain.add(spec, Arc::new(shard) as Arc<dyn ShardSource<Cpu>>).unwrap();
+            let pass = |phase| {
+                chain.begin(phase)?;
+                drop(chain.source(id)?.acquire(&())?);
+                if phase == Phase::Backward {
+                    chain.submit(chain.room(id)?)?;
+                }
+                chain.end()
+            };
+            pass(Phase::Forward).unwrap();
+            let held = (rank == 1).then(|| {
+                let mut inner = chain.lock();
+                let key = inner.reduced_key(id.0, Reduction::Pairwise);
+                let ticket = inner.tickets.reserve(key);
+                inner.tickets.take(ticket).unwrap()
+            });
+            let reduced = pass(Phase::Backward).and_then(|()| chain.drain());
+            held.into_iter().for_each(|loan| chain.lock().tickets.put(loan));
+            chain.recover(None).unwrap();
+            pass(Phase::Forward).and_then(|()| pass(Phase::Backward)).unwrap();
+            chain.drain().unwrap();
+            reduced
+        };
+        let found: Vec<_> = std::thread::scope(|scope| {
+            let [gathers, reductions] = [(); 2].map(|()| ThreadWorld::create(2, limit).into_iter());
+            let seats = gathers.zip(reductions).enumerate();
+            let threads: Vec<_> = seats.map(|seat| scope.spawn(move || work(seat))).collect();
+            threads.into_iter().map(|thread| thread.join().unwrap()).collect()
+        });
+        let [told, own] = <[_; 2]>::try_from(found).unwrap();
+        assert!(matches!(told, Err(Error::Comm(CommError::Refused { peer: 1, .. }))), "{told:?}");
+        assert!(own.as_ref().is_err_and(|e| e.to_string().contains("in use")), "{own:?}");
+    }
 }
