@@ -3,9 +3,10 @@
 // all other cases.
 //
 // A block has 256 rows of 512 columns, as four panels (256 rows of 128 columns) one beside another; a warp 64 rows of 64
-// columns of each, 16 rows at a time: it brings the next to its own part of shared memory while it encodes these. Rows' codes leave at once; columns' as
-// whole lines of memory when the panel is done; scales when the block is. What limits: bytes, and how they are written; both
-// directions stochastically, issue and the integer pipe (`kernels/notes/quantisation.md`).
+// columns of each, 16 rows at a time: it brings the next to its own part of shared memory while it encodes these. Rows'
+// codes leave at once; columns' as whole lines of memory when the panel is done; scales when the block is. What limits:
+// bytes, and how they are written; both directions stochastically, issue and the integer pipe
+// (`kernels/notes/quantisation.md`).
 //
 // Grid: blocks of 256 threads, a block 256 x 512 elements, the last of each direction in part. In: the matrix, amaxes. Out:
 // codes of rows [rows, columns / 2] and columns [columns, rows / 2], scales [rows, columns / 16] and [columns, rows / 16];
@@ -35,7 +36,7 @@ struct Shared {
     alignas(8) unsigned char codes[WIDE * CODES];  // columns', of a panel
     alignas(8) unsigned char row_scales[HIGH * ROW_SCALES], column_scales[PANELS * WIDE * COLUMN_SCALES];
     float factors[2][256];  // by scale, of rows and of columns; those of an amax below zero have their sign set
-    float first[2];
+    float to_scale[2];  // what a block's largest is multiplied by for its scale, of rows and of columns
     unsigned mantissas[2][8];
 };
 
@@ -62,10 +63,10 @@ __device__ __forceinline__ bool tabulate(const QuantCast& p, Shared& s, unsigned
         for (int i = thread / 32; i < 16; i += WARPS) {
             const QuantSide& of = i / 8 ? p.columns : p.rows;
             if (!of.codes) continue;
-            const float own = Factors<MODE>(*of.amax).factor(0x38 + i % 8);  // of 1 and its eighths
+            const float factor = Factors<MODE>(*of.amax).factor(0x38 + i % 8);  // of 1 and its eighths
 #pragma unroll
-            for (int k = 0; k < 4; k++) below |= just_below(own, 128 + k * 32 + thread % 32);
-            s.mantissas[i / 8][i % 8] = __float_as_uint(own) & 0x7fffffu;
+            for (int k = 0; k < 4; k++) below |= just_below(factor, 128 + k * 32 + thread % 32);
+            s.mantissas[i / 8][i % 8] = __float_as_uint(factor) & 0x7fffffu;
         }
         needs_finer = __syncthreads_or(below);
     }
@@ -73,15 +74,15 @@ __device__ __forceinline__ bool tabulate(const QuantCast& p, Shared& s, unsigned
     const QuantSide& side = which ? p.columns : p.rows;
     if (!side.codes) return needs_finer;
     const Factors<MODE> factors(*side.amax);
-    const float own = factors.factor(scale);
-    float entry = MODE == STOCHASTIC ? __fmul_rn(own, 0x1p-14f) : NUDGED<T> ? __fmul_rn(nudge(own), NUDGED_SCALE) : own;
-    bool fits = own >= 0x1p-16f;
-    if (MANTISSAS && !needs_finer) fits = fits && (__float_as_uint(own) & 0x7fffffu) == s.mantissas[which][__float_as_uint(e4m3_value(scale)) >> 20 & 7];
+    const float factor = factors.factor(scale);
+    float entry = MODE == STOCHASTIC ? __fmul_rn(factor, 0x1p-14f) : NUDGED<T> ? __fmul_rn(nudge(factor), NUDGED_SCALE) : factor;
+    bool fits = factor >= 0x1p-16f;
+    if (MANTISSAS && !needs_finer) fits = fits && (__float_as_uint(factor) & 0x7fffffu) == s.mantissas[which][__float_as_uint(e4m3_value(scale)) >> 20 & 7];
     if (!fits) entry = __uint_as_float(0x7fc00000u);
     // Blocks of zeros alone have scale zero as a rule; what else has it is too large times this.
     if (MODE == STOCHASTIC && scale == 0) entry = FMAX;
     s.factors[which][scale] = entry, s.factors[which][128 + scale] = __uint_as_float(0x7fc00000u);
-    s.first[which] = factors.first;
+    s.to_scale[which] = factors.to_scale;
     return needs_finer;
 }
 
@@ -110,16 +111,16 @@ constexpr float LIMIT = MODE == STOCHASTIC ? 8.0f * 0x1p-14f : NUDGED<T> ? 6.9f 
 // Whether both of a lane's blocks have a factor that their elements fit. They go on together, so that the arithmetic of one
 // runs while that of the other waits.
 template <class T, int MODE>
-__device__ __forceinline__ bool both_fit(const float (&most)[2], const float (&own)[2]) {
-    return __fmul_rn(most[0], own[0]) < LIMIT<T, MODE> && __fmul_rn(most[1], own[1]) < LIMIT<T, MODE>;
+__device__ __forceinline__ bool both_fit(const float (&most)[2], const float (&factor)[2]) {
+    return __fmul_rn(most[0], factor[0]) < LIMIT<T, MODE> && __fmul_rn(most[1], factor[1]) < LIMIT<T, MODE>;
 }
 
 // A block that fits, by its elements.
 template <class T, int MODE, bool FINER, class Elements>
-__device__ __forceinline__ uint2 codes_of(Elements element, float own, uint4 random, const Kept& kept) {
+__device__ __forceinline__ uint2 codes_of(Elements element, float factor, uint4 random, const Kept& kept) {
     float y[2][8];
 #pragma unroll
-    for (int k = 0; k < 16; k++) y[k / 8][k % 8] = __fmaf_rn(element(k), own, 0.0f);
+    for (int k = 0; k < 16; k++) y[k / 8][k % 8] = __fmaf_rn(element(k), factor, 0.0f);
     if constexpr (MODE != STOCHASTIC) return make_uint2(nearest8<T>(y[0], kept), nearest8<T>(y[1], kept));
     if (FINER) finer(y[0]), finer(y[1]);
     return make_uint2(stochastic8_small(y[0], random.x, random.y), stochastic8_small(y[1], random.z, random.w));
@@ -130,7 +131,7 @@ __device__ __forceinline__ uint2 codes_of(Elements element, float own, uint4 ran
 struct Lane {
     unsigned row_words, column_words;  // of the first stage
     unsigned row_scales, column_codes, column_scales, factors;
-    float first[2];
+    float to_scale[2];
     uint8_t* row_codes;
     uint4 row_counter, column_counter;  // of random bits
 };
@@ -165,8 +166,8 @@ __device__ __forceinline__ void along_rows(const QuantCast& p, const Lane& at, u
         const unsigned both = larger<T>(first, larger<T>(larger<T>(left.z, right.z), larger<T>(left.w, right.w)));
         most[i] = fabsf(low<T>(larger<T>(both, both >> 16)));
     }
-    const unsigned scales = e4m3_pair(__fmul_rn(most[0], at.first[0]), __fmul_rn(most[1], at.first[0]));
-    const float own[2] = {__uint_as_float(word_at(at.factors + (scales & 0xff) * 4)), __uint_as_float(word_at(at.factors + (scales >> 8) * 4))};
+    const unsigned scales = e4m3_pair(__fmul_rn(most[0], at.to_scale[0]), __fmul_rn(most[1], at.to_scale[0]));
+    const float factor[2] = {__uint_as_float(word_at(at.factors + (scales & 0xff) * 4)), __uint_as_float(word_at(at.factors + (scales >> 8) * 4))};
     put_half(at.row_scales, scales);
     uint4 random[2];
     uint2 codes[2];
@@ -175,13 +176,13 @@ __device__ __forceinline__ void along_rows(const QuantCast& p, const Lane& at, u
         random[i] = at.row_counter;
         if (MODE == STOCHASTIC) random[i].x += i, random[i] = philox(random[i], p.keys);
     }
-    if (both_fit<T, MODE>(most, own)) {
+    if (both_fit<T, MODE>(most, factor)) {
 #pragma unroll
         for (int i = 0; i < 2; i++) {
             const uint4 left = words[i][0], right = words[i][1];
             const unsigned pairs[8] = {left.x, left.y, left.z, left.w, right.x, right.y, right.z, right.w};
             auto element = [&](int k) { return k % 2 ? high<T>(pairs[k / 2]) : low<T>(pairs[k / 2]); };
-            codes[i] = codes_of<T, MODE, FINER>(element, own[i], random[i], kept);
+            codes[i] = codes_of<T, MODE, FINER>(element, factor[i], random[i], kept);
         }
     } else {
 #pragma unroll
@@ -203,9 +204,9 @@ __device__ __forceinline__ void down_columns(const QuantCast& p, const Lane& at,
     for (int k = 0; k < 4; k++) four[k] = larger<T>(larger<T>(words[k], words[k + 4]), larger<T>(words[k + 8], words[k + 12]));
     const unsigned both = larger<T>(larger<T>(four[0], four[1]), larger<T>(four[2], four[3]));
     const float most[2] = {fabsf(low<T>(both)), fabsf(high<T>(both))};
-    const unsigned scales = e4m3_pair(__fmul_rn(most[0], at.first[1]), __fmul_rn(most[1], at.first[1]));
+    const unsigned scales = e4m3_pair(__fmul_rn(most[0], at.to_scale[1]), __fmul_rn(most[1], at.to_scale[1]));
     const unsigned table = at.factors + 1024;
-    const float own[2] = {__uint_as_float(word_at(table + (scales & 0xff) * 4)), __uint_as_float(word_at(table + (scales >> 8) * 4))};
+    const float factor[2] = {__uint_as_float(word_at(table + (scales & 0xff) * 4)), __uint_as_float(word_at(table + (scales >> 8) * 4))};
     scales_of[0] = __byte_perm(scales_of[0], scales, 0x4321), scales_of[1] = __byte_perm(scales_of[1], scales, 0x5321);
     uint4 random[2];
 #pragma unroll
@@ -213,11 +214,11 @@ __device__ __forceinline__ void down_columns(const QuantCast& p, const Lane& at,
         random[c] = at.column_counter;
         if (MODE == STOCHASTIC) random[c].y += c, random[c] = philox(random[c], p.keys);
     }
-    if (both_fit<T, MODE>(most, own)) {
+    if (both_fit<T, MODE>(most, factor)) {
 #pragma unroll
         for (int c = 0; c < 2; c++) {
             auto element = [&](int k) { return c ? high<T>(words[k]) : low<T>(words[k]); };
-            put(at.column_codes + c * CODES, codes_of<T, MODE, FINER>(element, own[c], random[c], kept));
+            put(at.column_codes + c * CODES, codes_of<T, MODE, FINER>(element, factor[c], random[c], kept));
         }
     } else {
 #pragma unroll
@@ -265,16 +266,16 @@ __device__ __forceinline__ void in_tiles(const QuantCast& p, const Lane& at, uns
     const float most = fabsf(low<T>(larger<T>(most_of, most_of >> 16)));
 #pragma unroll 1
     for (int pass = p.rows.codes ? 0 : 1; pass < (apart ? 2 : p.rows.codes ? 1 : 2); pass++) {
-        const unsigned scale = e4m3_pair(__fmul_rn(most, pass ? at.first[1] : at.first[0]), 0.0f);
-        const float own = __uint_as_float(word_at(at.factors + pass * 1024 + scale * 4));
+        const unsigned scale = e4m3_pair(__fmul_rn(most, pass ? at.to_scale[1] : at.to_scale[0]), 0.0f);
+        const float factor = __uint_as_float(word_at(at.factors + pass * 1024 + scale * 4));
         unsigned codes[4];
-        if (__fmul_rn(most, own) < LIMIT<T, TILED>) {
+        if (__fmul_rn(most, factor) < LIMIT<T, TILED>) {
 #pragma unroll
             for (int j = 0; j < 4; j++) {
                 const unsigned pairs[4] = {words[j].x, words[j].y, words[j].z, words[j].w};
                 float y[8];
 #pragma unroll
-                for (int k = 0; k < 4; k++) y[2 * k] = __fmaf_rn(low<T>(pairs[k]), own, 0.0f), y[2 * k + 1] = __fmaf_rn(high<T>(pairs[k]), own, 0.0f);
+                for (int k = 0; k < 4; k++) y[2 * k] = __fmaf_rn(low<T>(pairs[k]), factor, 0.0f), y[2 * k + 1] = __fmaf_rn(high<T>(pairs[k]), factor, 0.0f);
                 codes[j] = nearest8<T>(y, kept);
             }
         } else {
@@ -328,8 +329,8 @@ __device__ __forceinline__ void cast(const QuantCast& p) {
     constexpr unsigned GROUP = 4;
     const unsigned rows = static_cast<unsigned>(p.matrix.rows), columns = static_cast<unsigned>(p.matrix.columns);
     const unsigned wide = (columns + PANELS * WIDE - 1) / (PANELS * WIDE), high = (rows + HIGH - 1) / HIGH;
-    const unsigned head = blockIdx.x / (GROUP * wide) * GROUP, rest = blockIdx.x - head * wide, own = min(high - head, GROUP);
-    const unsigned row = (head + rest % own) * HIGH, column = rest / own * (PANELS * WIDE);
+    const unsigned head = blockIdx.x / (GROUP * wide) * GROUP, rest = blockIdx.x - head * wide, tall = min(high - head, GROUP);
+    const unsigned row = (head + rest % tall) * HIGH, column = rest / tall * (PANELS * WIDE);
     const int panels = min(PANELS, static_cast<int>(columns - column) / WIDE), height = min(HIGH, static_cast<int>(rows - row));
     const bool active = down < height;
 
@@ -365,7 +366,7 @@ __device__ __forceinline__ void cast(const QuantCast& p) {
     // Of two columns a lane: in tiles, of those that its tile has.
     at.column_scales = base + offsetof(Shared, column_scales) + (across + (TILES ? lane_column + lane / 8 * 2 : lane * 2)) * COLUMN_SCALES + down / 16;
     at.factors = base + offsetof(Shared, factors);
-    at.first[0] = s.first[0], at.first[1] = s.first[1];
+    at.to_scale[0] = s.to_scale[0], at.to_scale[1] = s.to_scale[1];
     at.row_codes = p.rows.codes + static_cast<int64_t>(row + down + lane_row) * p.rows.code_bytes + (column + across + lane_column) / 2;
     // Block, line, direction, stream.
     at.row_counter = make_uint4((column + across + lane_column) / 16, row + down + lane_row, 0, static_cast<unsigned>(p.stream));

@@ -70,14 +70,14 @@ __device__ __forceinline__ unsigned nearest8_signed(const float (&y)[8], const K
 // of them or more apart; between them nothing changes. Rounding to f16 first moves those of i up by 2^-9 / (4 + i) of them,
 // which differs by less than 2^-12 from one i to another, so that none passes another; where several are one, those that ties
 // to even round up (i of 2 and 3) come to lie below those that they round down. So some factor between neighbours does what
-// `own` does in binary32. (All 2^23 mantissas were tried.)
+// `factor` does in binary32. (All 2^23 mantissas were tried.)
 __device__ __forceinline__ float reciprocal(float v) {
     float r;
     asm("rcp.approx.f32 %0, %1;\n" : "=f"(r) : "f"(v));
     return r;
 }
-__device__ __forceinline__ float nudge(float own) {
-    const float m = __uint_as_float((__float_as_uint(own) & 0x7fffffu) | 0x3f800000u), power = __uint_as_float(__float_as_uint(own) & 0x7f800000u);
+__device__ __forceinline__ float nudge(float factor) {
+    const float m = __uint_as_float((__float_as_uint(factor) & 0x7fffffu) | 0x3f800000u), power = __uint_as_float(__float_as_uint(factor) & 0x7f800000u);
     float above = __fmul_rn(m, 0.99932f), below = __fmul_rn(m, 1.00068f);
 #pragma unroll
     for (int i = 0; i < 4; i++) {
@@ -115,8 +115,8 @@ __device__ __forceinline__ unsigned nearest8_nudged(const float (&y)[8], const K
 // Stochastically: as `e2m1_stochastic8` of 16-bit elements, but of products times 2^-14, signs with them, and without what
 // is added to |y| there. That matters where a product that is below a quarter lies at most 2^-26 below a multiple of 2^-9:
 // 17 bits one behind another are ones then. `v`: a mantissa of bf16.
-__device__ __forceinline__ bool just_below(float own, int v) {
-    unsigned run = (__float_as_uint(__fmul_rn(__uint_as_float((__float_as_uint(own) & 0x7fffffu) | 0x3f800000u), static_cast<float>(v))) & 0x7fffffu) | 0x800000u;
+__device__ __forceinline__ bool just_below(float factor, int v) {
+    unsigned run = (__float_as_uint(__fmul_rn(__uint_as_float((__float_as_uint(factor) & 0x7fffffu) | 0x3f800000u), static_cast<float>(v))) & 0x7fffffu) | 0x800000u;
     run &= run >> 1, run &= run >> 2, run &= run >> 4, run &= run >> 8;
     return run & run >> 1;
 }

@@ -154,27 +154,27 @@ enum Mode { TE, STOCHASTIC, TILED, MODELOPT };
 // What one amax gives for all its blocks.
 template <int MODE>
 struct Factors {
-    float first;   // te: S / 6. modelopt: amax / 2688
-    float decode;  // te: 1 / S
+    float to_scale;  // te: S / 6. modelopt: amax / 2688
+    float decode;    // te: 1 / S
 
     __device__ __forceinline__ explicit Factors(float amax) {
         if (MODE == MODELOPT) {
-            first = __fdiv_rn(amax, BOUND), decode = 0.0f;
+            to_scale = __fdiv_rn(amax, BOUND), decode = 0.0f;
             return;
         }
         float encode = cap(__fdiv_rn(BOUND, amax), FMAX);
         if (encode == 0.0f) encode = 1.0f;
-        first = __fmul_rn(encode, 1.0f / E2M1_MAX);
+        to_scale = __fmul_rn(encode, 1.0f / E2M1_MAX);
         decode = __frcp_rn(encode);
     }
     // E4M3 scale of a block with this largest magnitude.
     __device__ __forceinline__ unsigned scale(float block) const {
         if (MODE == MODELOPT) {
-            float d = __fdiv_rn(block, __fmul_rn(E2M1_MAX, first));
+            float d = __fdiv_rn(block, __fmul_rn(E2M1_MAX, to_scale));
             d = d == 0.0f ? 1.0f : d;
             return e4m3(d < 0.001953125f ? 0.001953125f : cap(d, E4M3_MAX));
         }
-        return e4m3(cap(__fmul_rn(block, first), E4M3_MAX));
+        return e4m3(cap(__fmul_rn(block, to_scale), E4M3_MAX));
     }
     // te: what elements of a block with this scale are multiplied by.
     __device__ __forceinline__ float factor(unsigned scale) const { return cap(__frcp_rn(__fmul_rn(e4m3_value(scale), decode)), FMAX); }
@@ -185,7 +185,7 @@ struct Factors {
         constexpr bool NARROW = sizeof(T) == 2;
         float y[2][8];
         if (MODE == MODELOPT) {
-            const float divisor = __fmul_rn(e4m3_value(scale), first);
+            const float divisor = __fmul_rn(e4m3_value(scale), to_scale);
             // A quotient from a reciprocal and its remainder is rounded right where nothing underflows, which it cannot
             // for elements of 16 bits.
             if (NARROW && divisor > 7.9e-31f && divisor < 65536.0f) {
@@ -203,12 +203,12 @@ struct Factors {
         }
         // A NaN in the block or above it: no comparison of the reference's holds, but its stochastic code is 7.
         if ((scale & 0x7fu) == 0x7fu) return MODE == STOCHASTIC ? make_uint2(0x77777777u, 0x77777777u) : make_uint2(0, 0);
-        const float own = factor(scale);
+        const float by = factor(scale);
 #pragma unroll
-        for (int k = 0; k < 16; k++) y[k / 8][k % 8] = __fmul_rn(v[k], own);
-        if (MODE != STOCHASTIC && __fmul_rn(most, own) < 7.0f) return make_uint2(e2m1_nearest8<false>(y[0]), e2m1_nearest8<false>(y[1]));
+        for (int k = 0; k < 16; k++) y[k / 8][k % 8] = __fmul_rn(v[k], by);
+        if (MODE != STOCHASTIC && __fmul_rn(most, by) < 7.0f) return make_uint2(e2m1_nearest8<false>(y[0]), e2m1_nearest8<false>(y[1]));
         if constexpr (MODE == STOCHASTIC && NARROW) {
-            if (words && own >= 0x1p-16f) {
+            if (words && by >= 0x1p-16f) {
                 const unsigned w[2][4] = {{words[0].x, words[0].y, words[0].z, words[0].w}, {words[1].x, words[1].y, words[1].z, words[1].w}};
                 return make_uint2(e2m1_stochastic8<T>(w[0], y[0], random.x, random.y), e2m1_stochastic8<T>(w[1], y[1], random.z, random.w));
             }
@@ -363,8 +363,8 @@ __device__ __forceinline__ void place(const Strided& m, int64_t& row, int64_t& c
     constexpr int64_t GROUP = 8;
     const int64_t wide = (m.columns + Panel<T>::COLUMNS - 1) / Panel<T>::COLUMNS, high = (m.rows + Panel<T>::ROWS - 1) / Panel<T>::ROWS;
     const int64_t first = blockIdx.x / (GROUP * wide) * GROUP, rest = blockIdx.x % (GROUP * wide);
-    const int64_t own = high - first < GROUP ? high - first : GROUP;
-    row = (first + rest % own) * Panel<T>::ROWS, column = rest / own * Panel<T>::COLUMNS;
+    const int64_t tall = high - first < GROUP ? high - first : GROUP;
+    row = (first + rest % tall) * Panel<T>::ROWS, column = rest / tall * Panel<T>::COLUMNS;
 }
 
 // True where all lines can be read and written in words of so many bytes.
