@@ -68,7 +68,9 @@ impl ShardDevice for Cuda {
     }
 
     fn not_recorded_elsewhere(&self, call: &'static str) -> Result<()> {
-        match self.is_capturing()? && self.recording_number().is_none() {
+        self.bind(call)?;
+        let capturing = self.is_capturing().or_else(|error| self.guarded().and(Err(error)))?;
+        match capturing && self.recording_number().is_none() {
             false => Ok(()),
             true => {
                 Err(Error::NotCapturable { call, operation: "be recorded by others than Cuda::capture".to_string() })

@@ -15,7 +15,7 @@ unsafe extern "C" {
     fn on_exit(function: extern "C" fn(c_int, *mut c_void), argument: *mut c_void) -> c_int;
     fn ftrylockfile(stream: *mut libc::FILE) -> c_int;
     fn fflush_unlocked(stream: *mut libc::FILE) -> c_int;
-    static stdout: *mut libc::FILE;
+    static mut stdout: *mut libc::FILE;
 }
 
 /// What the handler asks: whose GPU it is, and whether it is stuck.
@@ -41,8 +41,9 @@ extern "C" fn leave(status: c_int, argument: *mut c_void) {
         // SAFETY: C's own stream, used under its lock: a thread that holds it may wait for ever. The last call does not
         // return.
         unsafe {
-            if ftrylockfile(stdout) == 0 {
-                fflush_unlocked(stdout);
+            let out = stdout;
+            if ftrylockfile(out) == 0 {
+                fflush_unlocked(out);
             }
             libc::_exit(status)
         }

@@ -133,7 +133,7 @@ impl<D: ShardDevice> Chain<D> {
         let key = inner.key(id.0, Usage::Gathered, 0);
         let ticket = inner.tickets.reserve(key);
         // From the shards themselves.
-        let flight = inner.start(id.0, (ticket, None), (u64::MAX - 1 - id.0 as u64, WHOLE))?;
+        let flight = inner.start(id.0, (ticket, None), (u64::MAX - 1 - id.0 as u64, WHOLE), false)?;
         let loan = inner.land(flight)?;
         let copied = shards.strip(loan.tensor.view()).and_then(|view| {
             let mut whole = Tensor::empty(&self.device, dtype, shards.dims())?;
@@ -261,7 +261,7 @@ impl<D: ShardDevice> Inner<D> {
         // Checked first: a weight that is still in use must not be gathered over.
         let (at, name) = (&mut self.nodes[node], &self.weights[weight].spec.name);
         at.state.go(State::DataReadySync, name)?;
-        let gathered = self.begin(node, active).and_then(|flight| self.land(flight));
+        let gathered = self.begin(node, active, false).and_then(|flight| self.land(flight));
         gathered.inspect_err(|_| self.nodes[node].state.reset())
     }
 
@@ -276,7 +276,10 @@ impl<D: ShardDevice> Inner<D> {
         if at.state.state() != State::None || !self.tickets.is_free(at.arrived.unwrap_or(at.ticket)) {
             return false;
         }
-        let Ok(flight) = self.begin(node, active) else { return false };
+        // On a lane of gathers alone it is tried again at its use, in the same place among them; in a recording all lanes'
+        // jobs have one order.
+        let again = self.apart.is_some() && self.recording.is_none();
+        let Ok(flight) = self.begin(node, active, again) else { return false };
         self.traffic.ahead += 1;
         let (node, weights) = (&mut self.nodes[node], &self.weights);
         node.flight = Some(flight);
@@ -286,10 +289,11 @@ impl<D: ShardDevice> Inner<D> {
         true
     }
 
-    fn begin(&mut self, node: usize, active: Active) -> Result<Flight<D>> {
+    /// Starts a step's gather; `again`: what cannot be started will be tried again, and the others need not be told.
+    fn begin(&mut self, node: usize, active: Active, again: bool) -> Result<Flight<D>> {
         let sequence = active.number << 32 | node as u64;
         let at = &self.nodes[node];
-        self.start(at.weight, (at.ticket, at.arrived), (sequence, active.serial))
+        self.start(at.weight, (at.ticket, at.arrived), (sequence, active.serial), again)
     }
 
     fn start(
@@ -297,6 +301,7 @@ impl<D: ShardDevice> Inner<D> {
         weight: usize,
         (own, arrived): (Ticket, Option<Ticket>),
         (sequence, serial): (u64, u64),
+        again: bool,
     ) -> Result<Flight<D>> {
         let ticket = arrived.unwrap_or(own);
         let tag = Tag { layer: self.weights[weight].spec.layer, op: Op::Weights, sequence };
@@ -307,9 +312,7 @@ impl<D: ShardDevice> Inner<D> {
         };
         let mut into = match self.gathers.take(&mut self.tickets, ticket) {
             Ok(into) => into,
-            // On a lane of gathers alone it can still be tried again at its use, in the same place among them; but in a
-            // recording all lanes' jobs have one order.
-            Err(error) if self.apart.is_some() && self.recording.is_none() => return Err(error),
+            Err(error) if again => return Err(error),
             Err(error) => {
                 // The others' next job would not be this rank's next: it has its turn, and fails.
                 let pending = self.gathers.refuse(tag, error);
@@ -428,13 +431,13 @@ mod tests {
     const DIMS: [usize; 2] = [4, 16];
 
     /// What both ranks' next gather comes to where rank 1 has no room for a usage of its buffers.
-    fn without_room(payload: Payload, usage: Usage) -> Vec<[Result<()>; 2]> {
+    fn without_room(payload: Payload, usage: Usage, in_turn: bool) -> Vec<[Result<()>; 2]> {
         let limit = Duration::from_secs(60);
         let lanes = [ThreadWorld::create(2, limit), ThreadWorld::create(2, limit)].map(Vec::into_iter);
         let [gathers, reductions] = lanes;
         let work = |(rank, (gather, reduce))| {
             let comms = Comms::<Cpu> { gather: Box::new(gather), reduce: Box::new(reduce) };
-            let options = EtpOptions { pad: 0, in_turn: true, ..EtpOptions::default() };
+            let options = EtpOptions { pad: 0, in_turn, ..EtpOptions::default() };
             let chain = Chain::new(Cpu::new(), (), comms, options).unwrap();
             let shard = Shard::new(Tensor::zeros(&Cpu::new(), DType::F32, &[2, 16]).unwrap());
             let mut spec = WeightSpec::new("w", 0, &DIMS, DType::F32);
@@ -452,7 +455,7 @@ mod tests {
             let ticket = inner.tickets.reserve(key);
             let held = (rank == 1).then(|| inner.tickets.take(ticket).unwrap());
             let gather = |inner: &mut Inner<Cpu>| {
-                let flight = inner.begin(node, active)?;
+                let flight = inner.begin(node, active, false)?;
                 let loan = inner.land(flight)?;
                 inner.tickets.put(loan);
                 Ok(())
@@ -477,12 +480,12 @@ mod tests {
             (Payload::Nvfp4, Usage::Arrived),
             (Payload::Nvfp4, Usage::Amaxes),
         ];
-        for (payload, usage) in cases {
-            let [[told, met], [own, after]] = <[_; 2]>::try_from(without_room(payload, usage)).unwrap();
-            let heard = matches!(told, Err(Error::Comm(CommError::Refused { peer: 1, .. })));
-            assert!(heard, "{payload:?} {usage:?}: {told:?}");
-            assert!(own.as_ref().is_err_and(|e| e.to_string().contains("in use")), "{payload:?} {usage:?}: {own:?}");
-            assert!(met.is_ok() && after.is_ok(), "{payload:?} {usage:?}: {met:?} {after:?}");
+        for ((payload, usage), in_turn) in cases.into_iter().flat_map(|case| [(case, true), (case, false)]) {
+            let case = format!("{payload:?} {usage:?}, in turn: {in_turn}");
+            let [[told, met], [own, after]] = <[_; 2]>::try_from(without_room(payload, usage, in_turn)).unwrap();
+            assert!(matches!(told, Err(Error::Comm(CommError::Refused { peer: 1, .. }))), "{case}: {told:?}");
+            assert!(own.as_ref().is_err_and(|e| e.to_string().contains("in use")), "{case}: {own:?}");
+            assert!(met.is_ok() && after.is_ok(), "{case}: {met:?} {after:?}");
         }
     }
 }

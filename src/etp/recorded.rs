@@ -20,7 +20,8 @@ impl<D: ShardDevice> Chain<D> {
     /// used every buffer (on every rank). A recording has whole passes: gradients that are handed in between a backward's `begin`
     /// and its `end` have reached their main gradients at that `end`, others at once; [`finish`](Self::finish) may be
     /// part of it, or follow its run. Where shards travel quantised, each forward casts them from here on, eager ones too: what
-    /// recordings have left, and whether they have run, the host does not know.
+    /// recordings have left, and whether they have run, the host does not know. All ranks hold the same weights at the same
+    /// calls of it, as they then start the same gathers ahead: gathers and reductions have one order.
     ///
     /// A recording that fails within a pass is given up like any failed step, with [`recover`](Self::recover) on every rank; the
     /// next can follow at once. One that is complete goes on with the buffers, the order and the shards that it has seen,
@@ -102,7 +103,7 @@ impl<D: ShardDevice> Chain<D> {
 
     fn outside(&self, call: &'static str) -> Result<()> {
         match self.recording() {
-            None => Ok(()),
+            None => self.device.not_recorded_elsewhere(call),
             Some(_) => Err(refused(call, "wait for collectives that other threads have begun")),
         }
     }

@@ -113,8 +113,7 @@ impl<D: ShardDevice> Chain<D> {
         let most = if D::ENQUEUES { 2 } else { 1 };
         while inner.reducing.len() >= most || !inner.has_room(room.id.0, self.options.reduction) {
             if let Err(error) = inner.settle_first(self) {
-                inner.tickets.put(gradient);
-                return Err(error);
+                return Err(inner.refuse_reduction(room.id.0, gradient, error));
             }
         }
         // Between a recording's passes nothing may be left under way.
@@ -181,31 +180,41 @@ impl<D: ShardDevice> Inner<D> {
     fn reduce(&mut self, index: usize, gradient: Loan<D>, (how, state): (Reduction, State)) -> Result<()> {
         let key = self.reduced_key(index, how);
         let weight = &mut self.weights[index];
-        let layer = weight.spec.layer;
         if let Err(error) = weight.reduce.go(state, &weight.spec.name) {
             self.tickets.put(gradient);
             return Err(error);
         }
         let (bytes, from) = (gradient.tensor.bytes(), gradient.ticket());
         let ticket = self.tickets.reserve(key);
-        self.reduced += 1;
-        let sequence = self.reduced << 32 | index as u64;
-        let tag = Tag { layer, op: Op::GradReduce, sequence };
         let into = match self.take_for_reduction(ticket) {
             Ok(into) => into,
             Err(error) => {
-                self.tickets.put(gradient);
                 self.weights[index].reduce.reset();
-                // The others, which are in it, are told.
-                return self.reductions().refuse(tag, error).wait().outcome;
+                return Err(self.refuse_reduction(index, gradient, error));
             }
         };
+        let tag = self.next_reduction(index);
         self.traffic.reductions += 1;
         self.traffic.reduced_bytes += bytes as u64;
         let [gradient, into] = [gradient, into].map(|loan| Sent::new(loan, &self.reductions().between));
         let pending = self.reductions().give(Job::Reduce { tag, how, gradient, into });
         self.reducing.push_back(Reducing { weight: index, pending, tickets: [from, ticket] });
         Ok(())
+    }
+
+    fn next_reduction(&mut self, index: usize) -> Tag {
+        self.reduced += 1;
+        let sequence = self.reduced << 32 | index as u64;
+        Tag { layer: self.weights[index].spec.layer, op: Op::GradReduce, sequence }
+    }
+
+    /// In place of a reduction that this rank cannot give: the others, which wait in it, are told in its turn. That is
+    /// not waited for, as they may wait for this rank elsewhere.
+    fn refuse_reduction(&mut self, index: usize, gradient: Loan<D>, error: Error) -> Error {
+        self.tickets.put(gradient);
+        let tag = self.next_reduction(index);
+        drop(self.reductions().refuse(tag, error.clone()));
+        error
     }
 
     fn take_for_reduction(&mut self, ticket: Ticket) -> Result<Loan<D>> {

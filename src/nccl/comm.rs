@@ -30,7 +30,7 @@ use super::watch::Work;
 /// `BF16` are exchanged piece by piece and added by this crate's kernel, which moves as many bytes as NCCL's own ring;
 /// integers are NCCL's to add; `F64`, and the maximum of floating types, where a NaN must win, pass through the host.
 ///
-/// Dropping it tells the peers that the rank has left, and waits until its collectives have ended.
+/// Dropping it tells the peers that the rank has left, and waits until its collectives have ended, or it has failed.
 #[derive(Debug)]
 pub struct NcclComm {
     pub(super) cuda: Cuda,

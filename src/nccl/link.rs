@@ -260,7 +260,7 @@ impl Link {
         lock(&self.failure).get_or_insert(error).clone()
     }
 
-    /// Whether it has failed and been ended: what it has enqueued has ended with it, or never will.
+    /// Whether it has failed, and been ended or is being so. What it has enqueued may still run.
     pub(super) fn is_over(&self) -> bool {
         let gone = match self.gate.try_lock() {
             Ok(gate) => gate.is_none(),

@@ -167,7 +167,7 @@ impl Shared {
                     }
                     continue;
                 }
-                Ok(false) if self.link.is_over() => {
+                Ok(false) | Err(_) if self.link.is_over() => {
                     // The rank's own thread has ended the communicator, and told the others.
                     let Queue { running, spent, .. } = queue;
                     spent.extend(running.drain(..).filter_map(|r| r.work));
