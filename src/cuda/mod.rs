@@ -19,6 +19,7 @@
 //!
 //! ```text
 //! device, waits, status, graph             a GPU, waits for it, errors that kernels raise, recordings
+//! leave                                    the end of a process that leaves one stuck
 //! memory, buffer, order                    its memory, and streams that share it
 //! cubins, launch, params, tensor_map       kernels and what they are told
 //! plan, records, zones, arrivals, rows     slots: planned, tiled, moved
