@@ -68,9 +68,11 @@ impl ShardDevice for Cuda {
     }
 
     fn not_recorded_elsewhere(&self, call: &'static str) -> Result<()> {
+        if self.recording_number().is_some() {
+            return Ok(());
+        }
         self.bind(call)?;
-        let capturing = self.is_capturing().or_else(|error| self.guarded().and(Err(error)))?;
-        match capturing && self.recording_number().is_none() {
+        match self.is_capturing().or_else(|error| self.guarded().and(Err(error)))? {
             false => Ok(()),
             true => {
                 Err(Error::NotCapturable { call, operation: "be recorded by others than Cuda::capture".to_string() })

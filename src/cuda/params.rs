@@ -4,6 +4,7 @@
 use crate::config::Activation;
 use crate::dtype::DType;
 use crate::error::{Error, Result};
+use crate::quant::philox::Keys;
 
 macro_rules! description {
     ($name:ident, $fields:literal: $($field:ident: $type:ty),* $(,)?; $($check:ident @ $index:literal),*) => {
@@ -138,7 +139,7 @@ description!(QuantSide, 7:
 
 description!(QuantCast, 31:
     matrix: Strided, rows: QuantSide, columns: QuantSide, by_line: i64, stream: i64, signs: i64, floor: i64,
-    keys: [u32; 14];
+    keys: Keys;
     columns @ 13, signs @ 22, keys @ 24);
 
 description!(QuantBack, 12:

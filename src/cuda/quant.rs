@@ -4,6 +4,7 @@ use crate::device::Device;
 use crate::dtype::DType;
 use crate::error::Result;
 use crate::quant::check;
+use crate::quant::philox;
 use crate::quant::{
     Amax, AmaxScope, Blocks, Codec, Dequantize, DequantizeMxfp8, Direction, MX_BLOCK, Matrix, MxScale, Mxfp8, Mxfp8Mut,
     NVFP4_BLOCK, Nvfp4, Nvfp4Mut, Quantize, QuantizeMxfp8, Recipe, Rounding, Swizzle, TILE_ROWS,
@@ -90,12 +91,6 @@ fn any_order<'a>(matrix: Matrix<'a, Cuda>) -> params::Strided {
         plain.rows = 1;
     }
     plain
-}
-
-/// Keys of the seven rounds of random bits.
-fn keys(seed: u64) -> [u32; 14] {
-    let (own, steps) = ([seed as u32, (seed >> 32) as u32], [0x9e37_79b9, 0xbb67_ae85u32]);
-    std::array::from_fn(|i| own[i % 2].wrapping_add(steps[i % 2].wrapping_mul(i as u32 / 2)))
 }
 
 impl Cuda {
@@ -191,7 +186,8 @@ impl Cuda {
         let mode = match (format.recipe(), format.rounding(), format.blocks()) {
             (Recipe::ModelOpt, ..) => "modelopt",
             (_, Rounding::Stochastic(random), _) => {
-                (p.keys, p.stream, first_row) = (keys(random.seed), i64::from(random.stream), random.first_row as i64);
+                p.keys = philox::keys(philox::key(random.seed));
+                (p.stream, first_row) = (i64::from(random.stream), random.first_row as i64);
                 "stochastic"
             }
             (.., Blocks::Tile) => "tiled",

@@ -30,11 +30,11 @@ impl Stuck {
 
     #[cfg(feature = "nccl")]
     pub(crate) fn set(&self, stuck: bool) {
-        let _was = self.0.swap(stuck, Ordering::SeqCst);
         #[cfg(all(target_os = "linux", target_env = "gnu"))]
-        if stuck && !_was {
+        if stuck && !self.is() {
             super::leave::at_exit_of(&self.0);
         }
+        self.0.store(stuck, Ordering::SeqCst);
     }
 }
 

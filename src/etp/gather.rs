@@ -418,12 +418,10 @@ impl<D: ShardDevice> Inner<D> {
 
 #[cfg(test)]
 mod tests {
-    use std::time::Duration;
-
+    use super::super::rig::ranks;
     use super::super::tickets::Key;
-    use super::super::{Comms, EtpOptions, Payload, Phase, Shard, ShardSource, WeightSpec};
+    use super::super::{EtpOptions, Payload, Phase, Shard, ShardSource, WeightSpec};
     use super::*;
-    use crate::comm::ThreadWorld;
     use crate::cpu::Cpu;
     use crate::dtype::DType;
     use crate::error::{CommError, Error};
@@ -432,11 +430,7 @@ mod tests {
 
     /// What both ranks' next gather comes to where rank 1 has no room for a usage of its buffers.
     fn without_room(payload: Payload, usage: Usage, in_turn: bool) -> Vec<[Result<()>; 2]> {
-        let limit = Duration::from_secs(60);
-        let lanes = [ThreadWorld::create(2, limit), ThreadWorld::create(2, limit)].map(Vec::into_iter);
-        let [gathers, reductions] = lanes;
-        let work = |(rank, (gather, reduce))| {
-            let comms = Comms::<Cpu> { gather: Box::new(gather), reduce: Box::new(reduce) };
+        ranks(2, |comms| {
             let options = EtpOptions { pad: 0, in_turn, ..EtpOptions::default() };
             let chain = Chain::new(Cpu::new(), (), comms, options).unwrap();
             let shard = Shard::new(Tensor::zeros(&Cpu::new(), DType::F32, &[2, 16]).unwrap());
@@ -453,7 +447,7 @@ mod tests {
                 usage => inner.key(id.0, usage, 0),
             };
             let ticket = inner.tickets.reserve(key);
-            let held = (rank == 1).then(|| inner.tickets.take(ticket).unwrap());
+            let held = (chain.rank() == 1).then(|| inner.tickets.take(ticket).unwrap());
             let gather = |inner: &mut Inner<Cpu>| {
                 let flight = inner.begin(node, active, false)?;
                 let loan = inner.land(flight)?;
@@ -463,11 +457,6 @@ mod tests {
             let first = gather(&mut inner);
             held.into_iter().for_each(|loan| inner.tickets.put(loan));
             [first, gather(&mut inner)]
-        };
-        std::thread::scope(|scope| {
-            let seats = gathers.zip(reductions).enumerate();
-            let threads: Vec<_> = seats.map(|seat| scope.spawn(move || work(seat))).collect();
-            threads.into_iter().map(|thread| thread.join().unwrap()).collect()
         })
     }
 

@@ -31,6 +31,8 @@ mod placed;
 mod recorded;
 mod reduce;
 mod report;
+#[cfg(test)]
+mod rig;
 mod shards;
 mod source;
 mod state;

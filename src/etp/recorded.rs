@@ -71,10 +71,8 @@ impl<D: ShardDevice> Chain<D> {
 
     /// The chain's state, for a call that may be part of a recording.
     pub(super) fn enter(&self, call: &'static str) -> Result<MutexGuard<'_, Inner<D>>> {
+        self.device.not_recorded_elsewhere(call)?;
         let (mut inner, recording) = (self.lock(), self.recording());
-        if recording.is_none() {
-            self.device.not_recorded_elsewhere(call)?;
-        }
         if recording.is_some() && !(inner.recorded && inner.is_linked()) {
             return Err(refused(call, "use a chain that is not ready for it (Chain::prepare_recording)"));
         }
@@ -95,7 +93,7 @@ impl<D: ShardDevice> Chain<D> {
 
     /// The same, to give up whatever is under way.
     pub(super) fn give_up(&self, call: &'static str) -> Result<MutexGuard<'_, Inner<D>>> {
-        self.outside(call)?;
+        self.outside(call).and_then(|()| self.device.not_recorded_elsewhere(call))?;
         let mut inner = self.lock();
         inner.is_within(None);
         Ok(inner)
@@ -103,7 +101,7 @@ impl<D: ShardDevice> Chain<D> {
 
     fn outside(&self, call: &'static str) -> Result<()> {
         match self.recording() {
-            None => self.device.not_recorded_elsewhere(call),
+            None => Ok(()),
             Some(_) => Err(refused(call, "wait for collectives that other threads have begun")),
         }
     }

@@ -344,11 +344,9 @@ fn add<'a, D: ShardDevice>(
 
 #[cfg(test)]
 mod tests {
-    use std::time::Duration;
-
-    use super::super::{Comms, EtpOptions, Phase, Shard, ShardSource, WeightSpec};
+    use super::super::rig::ranks;
+    use super::super::{EtpOptions, Phase, Shard, ShardSource, WeightSpec};
     use super::*;
-    use crate::comm::ThreadWorld;
     use crate::cpu::Cpu;
     use crate::dtype::DType;
     use crate::error::CommError;
@@ -357,9 +355,7 @@ mod tests {
     /// A rank that has no room for the others' shares refuses in the reduction's turn, and the next passes work.
     #[test]
     fn a_rank_without_room_for_shares_tells_the_others() {
-        let limit = Duration::from_secs(60);
-        let work = |(rank, (gather, reduce))| {
-            let comms = Comms::<Cpu> { gather: Box::new(gather), reduce: Box::new(reduce) };
+        let found = ranks(2, |comms| {
             let options = EtpOptions { pad: 0, reduction: Reduction::Pairwise, ..EtpOptions::default() };
             let chain = Chain::new(Cpu::new(), (), comms, options).unwrap();
             let shard = Shard::new(Tensor::zeros(&Cpu::new(), DType::F32, &[2, 16]).unwrap());
@@ -374,7 +370,7 @@ mod tests {
                 chain.end()
             };
             pass(Phase::Forward).unwrap();
-            let held = (rank == 1).then(|| {
+            let held = (chain.rank() == 1).then(|| {
                 let mut inner = chain.lock();
                 let key = inner.reduced_key(id.0, Reduction::Pairwise);
                 let ticket = inner.tickets.reserve(key);
@@ -386,12 +382,6 @@ mod tests {
             pass(Phase::Forward).and_then(|()| pass(Phase::Backward)).unwrap();
             chain.drain().unwrap();
             reduced
-        };
-        let found: Vec<_> = std::thread::scope(|scope| {
-            let [gathers, reductions] = [(); 2].map(|()| ThreadWorld::create(2, limit).into_iter());
-            let seats = gathers.zip(reductions).enumerate();
-            let threads: Vec<_> = seats.map(|seat| scope.spawn(move || work(seat))).collect();
-            threads.into_iter().map(|thread| thread.join().unwrap()).collect()
         });
         let [told, own] = <[_; 2]>::try_from(found).unwrap();
         assert!(matches!(told, Err(Error::Comm(CommError::Refused { peer: 1, .. }))), "{told:?}");

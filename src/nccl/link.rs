@@ -262,12 +262,7 @@ impl Link {
 
     /// Whether it has failed, and been ended or is being so. What it has enqueued may still run.
     pub(super) fn is_over(&self) -> bool {
-        let gone = match self.gate.try_lock() {
-            Ok(gate) => gate.is_none(),
-            Err(TryLockError::Poisoned(e)) => e.into_inner().is_none(),
-            Err(TryLockError::WouldBlock) => false,
-        };
-        gone && self.failure().is_some()
+        self.try_gate().is_some_and(|gate| gate.is_none()) && self.failure().is_some()
     }
 
     /// Runs calls of the library with the communicator, while nobody frees it. `None`: it has been freed.
@@ -290,11 +285,7 @@ impl Link {
 
     /// What the library has found wrong since the last look; `None` where nothing, or where another call is under way.
     pub(super) fn asynchronous(&self) -> Option<NcclError> {
-        let gate = match self.gate.try_lock() {
-            Ok(gate) => gate,
-            Err(TryLockError::Poisoned(e)) => e.into_inner(),
-            Err(TryLockError::WouldBlock) => return None,
-        };
+        let gate = self.try_gate()?;
         let Alive(comm) = (*gate)?;
         let mut found = Status::SUCCESS;
         // SAFETY: the communicator lives while the gate is held; the result is a local.
@@ -355,14 +346,22 @@ impl Link {
         unsafe { end(alive, move |comm| comm_abort(comm)) };
     }
 
+    /// The gate, where no call is under way.
+    fn try_gate(&self) -> Option<MutexGuard<'_, Option<Alive>>> {
+        match self.gate.try_lock() {
+            Ok(gate) => Some(gate),
+            Err(TryLockError::Poisoned(e)) => Some(e.into_inner()),
+            Err(TryLockError::WouldBlock) => None,
+        }
+    }
+
     fn lock_within(&self, limit: Duration) -> Option<MutexGuard<'_, Option<Alive>>> {
         let until = Instant::now() + limit;
         loop {
-            match self.gate.try_lock() {
-                Ok(gate) => return Some(gate),
-                Err(TryLockError::Poisoned(e)) => return Some(e.into_inner()),
-                Err(TryLockError::WouldBlock) if Instant::now() >= until => return None,
-                Err(TryLockError::WouldBlock) => thread::sleep(PAUSE),
+            match self.try_gate() {
+                Some(gate) => return Some(gate),
+                None if Instant::now() >= until => return None,
+                None => thread::sleep(PAUSE),
             }
         }
     }

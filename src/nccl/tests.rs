@@ -354,7 +354,7 @@ fn a_collective_that_does_not_end_in_time() {
 #[test]
 fn a_communicator_that_its_rank_has_ended() {
     let rig = Rig::new();
-    rig.enqueue(1, LONG);
+    rig.enqueue(1, PATIENCE);
     let gone = CommError::PeerGone { operation: "all_gather", tag: subject(1).tag, rank: 0, peer: 1 };
     rig.link.fail(gone);
     rig.link.abort();

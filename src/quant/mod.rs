@@ -32,7 +32,7 @@ mod format;
 mod hadamard;
 mod matrix;
 mod nvfp4;
-mod philox;
+pub(crate) mod philox;
 mod swizzle;
 mod weight;
 

@@ -4,7 +4,7 @@
 use super::NVFP4_BLOCK as BLOCK;
 use super::element::{E2M1_MAX, E4M3, E4M3_MAX, e2m1_compared, e2m1_nearest, e2m1_stochastic, e4m3_nearest};
 use super::format::{Direction, Random, Recipe};
-use super::philox::philox4x32;
+use super::philox::{key, philox4x32};
 use crate::error::{Error, Result};
 
 /// 448 · 6: the largest value a block of scale 448 holds.
@@ -134,8 +134,7 @@ impl Bits {
         if !fits(first_line, lines) || !fits(first_block, blocks) {
             return refuse("fewer than 2^32 rows, columns and blocks of the whole matrix");
         }
-        let key = [random.seed as u32, (random.seed >> 32) as u32];
-        Ok(Self { key, stream: random.stream, direction, first_line, first_block })
+        Ok(Self { key: key(random.seed), stream: random.stream, direction, first_line, first_block })
     }
 
     /// A byte for each element of a block: one Philox call, its words' bytes from the lowest.

@@ -7,14 +7,25 @@ const MULTIPLIERS: [u32; 2] = [0xD251_1F53, 0xCD9E_8D57];
 const WEYL: [u32; 2] = [0x9E37_79B9, 0xBB67_AE85];
 const ROUNDS: usize = 7;
 
+/// The key of a seed: its low word, its high word.
+pub(crate) fn key(seed: u64) -> [u32; 2] {
+    [seed as u32, (seed >> 32) as u32]
+}
+
+/// A key for each round.
+pub(crate) type Keys = [[u32; 2]; ROUNDS];
+
+pub(crate) fn keys(key: [u32; 2]) -> Keys {
+    std::array::from_fn(|round| [0, 1].map(|i| key[i].wrapping_add(WEYL[i].wrapping_mul(round as u32))))
+}
+
 /// 128 random bits of a counter under a key, by seven rounds: not those of the ten that NumPy's or cuRAND's Philox has.
-pub fn philox4x32(mut counter: [u32; 4], mut key: [u32; 2]) -> [u32; 4] {
-    for _ in 0..ROUNDS {
+pub fn philox4x32(mut counter: [u32; 4], key: [u32; 2]) -> [u32; 4] {
+    for key in keys(key) {
         let wide = |i: usize, word: u32| u64::from(MULTIPLIERS[i]) * u64::from(word);
         let (p0, p1) = (wide(0, counter[0]), wide(1, counter[2]));
         let high = |p: u64| (p >> 32) as u32;
         counter = [high(p1) ^ counter[1] ^ key[0], p1 as u32, high(p0) ^ counter[3] ^ key[1], p0 as u32];
-        key = [key[0].wrapping_add(WEYL[0]), key[1].wrapping_add(WEYL[1])];
     }
     counter
 }

@@ -9,6 +9,7 @@ use crate::comm::{Communicator, ThreadWorld};
 use crate::cpu::Cpu;
 use crate::dtype::DType;
 use crate::error::{CommError, Error, Result};
+use crate::etp::rig::ranks;
 use crate::etp::{Comms, EtpOptions, Payload, Phase, Shard, WeightId, WeightSpec};
 use crate::tensor::Tensor;
 use crate::weights::WeightSource;
@@ -140,18 +141,6 @@ impl Rank {
         let inner = self.chain.lock();
         inner.reducing.is_empty() && inner.nodes.iter().all(|node| node.flight.is_none() && node.kept.is_none())
     }
-}
-
-fn ranks<R: Send>(n: usize, run: impl Fn(Comms<Cpu>) -> R + Sync) -> Vec<R> {
-    let lane = || ThreadWorld::create(n, Duration::from_secs(60));
-    thread::scope(|scope| {
-        let start = |(gather, reduce)| {
-            let run = &run;
-            scope.spawn(move || run(Comms { gather: Box::new(gather), reduce: Box::new(reduce) }))
-        };
-        let threads: Vec<_> = lane().into_iter().zip(lane()).map(start).collect();
-        threads.into_iter().map(|thread| thread.join().unwrap()).collect()
-    })
 }
 
 fn options(ahead: usize, prefetch: bool) -> EtpOptions {
