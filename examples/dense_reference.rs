@@ -26,10 +26,10 @@ use support::folder::{Folder, tokens};
 use support::job::{AnyError, Clock, Job, Outcome, uneven, whole_block};
 use support::names;
 use support::processes::Process;
+use support::quantized_payload::{TOKENS, through};
 use support::random::Random;
 use support::stages::Stages;
 use support::table::{Row, natural, print_load, print_rows};
-use support::travel::{TOKENS, through};
 
 /// Runs one Mixture-of-Experts block of a checkpoint folder over R ranks of this process, one thread a rank, forward
 /// and backward through the framework's autograd, and compares the results with
@@ -94,9 +94,9 @@ enum Framework {
 enum Form {
     /// As they are
     Plain,
-    /// Quantised, 0.565 bytes an element
+    /// Quantized, 0.565 bytes an element
     Nvfp4,
-    /// Quantised, 1.031 bytes an element
+    /// Quantized, 1.031 bytes an element
     Mxfp8,
 }
 
@@ -409,7 +409,7 @@ mod tests {
     /// The layer's results are the reference's with the tokens' own form, within the tolerances that whole tokens have; a
     /// reference that reads another finds them wrong.
     #[test]
-    fn tokens_that_travel_quantised() {
+    fn tokens_that_are_sent_quantized() {
         for golden in ["qwen3_moe", "gpt_oss", "llama4"] {
             for form in [Form::Nvfp4, Form::Mxfp8] {
                 assert_eq!(failed(golden, form, form), 0, "{golden}, {form:?}");

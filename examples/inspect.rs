@@ -29,7 +29,7 @@ struct Arguments {
     /// Ranks that share the experts of each block; must divide their number.
     #[arg(short, long, default_value_t = 1, value_name = "R")]
     ranks: usize,
-    /// Floating type to load as; by default as stored (bf16 or f32 for quantised weights).
+    /// Floating type to load as; by default as stored (bf16 or f32 for quantized weights).
     #[arg(short, long, value_name = "TYPE", value_parser = ["f64", "f32", "f16", "bf16"])]
     dtype: Option<String>,
     /// Also plan the memory of a step with so many tokens on each rank.

@@ -1,7 +1,7 @@
 //! Writes a checkpoint with its routed experts in NVFP4, and says what that costs.
 //!
 //! ```text
-//! cargo run --release --example quantize_checkpoint -- tests/golden/qwen3_moe_bf16 /tmp/quantised
+//! cargo run --release --example quantize_checkpoint -- tests/golden/qwen3_moe_bf16 /tmp/quantized
 //! ```
 
 use std::path::PathBuf;
@@ -17,10 +17,10 @@ use rand::rngs::StdRng;
 use rand::{Rng, SeedableRng};
 use rand_distr::StandardNormal;
 
-/// Quantises a checkpoint's routed experts to NVFP4, in the form that ModelOpt writes (weights only), and copies the rest.
+/// Quantizes a checkpoint's routed experts to NVFP4, in the form that ModelOpt writes (weights only), and copies the rest.
 ///
 /// Prints the relative error of every matrix, and how far the outputs of every block move on random tokens: the
-/// router is not quantised, so the same experts are chosen, and the change is the experts' own.
+/// router is not quantized, so the same experts are chosen, and the change is the experts' own.
 #[derive(Parser)]
 #[command(version)]
 struct Arguments {
@@ -63,10 +63,10 @@ fn run(arguments: &Arguments) -> Result<()> {
     let per_weight = bytes as f64 * 8.0 / elements.max(1) as f64;
     println!("\n{} matrices, {elements} weights in {bytes} bytes: {per_weight:.3} bits each", matrices.len());
 
-    let quantised = Checkpoint::open(&arguments.out)?;
+    let quantized = Checkpoint::open(&arguments.out)?;
     println!("\n{:<8} {:>12} {:>12}  on {} random tokens", "block", "relative", "max abs", arguments.tokens);
     for &layer in source.moe_layers() {
-        let [exact, found] = [&source, &quantised].map(|checkpoint| outputs(checkpoint, layer, arguments));
+        let [exact, found] = [&source, &quantized].map(|checkpoint| outputs(checkpoint, layer, arguments));
         let (exact, found) = (exact?, found?);
         let difference = || exact.iter().zip(&found).map(|(a, b)| (a - b).abs());
         let norm = |values: &mut dyn Iterator<Item = f64>| values.map(|v| v * v).sum::<f64>().sqrt();

@@ -1,31 +1,31 @@
 // Dense products with a small weight: router logits and shared gate, forward and backward. What Hopper's kernels do not
-// serve (hopper_linear.cu), and every other architecture.
+// serve (sm90_linear.cu), and every other architecture.
 //
 //   linear_*           x [T, H], weight [E, H] -> logits f32 [T, E], or parts of them over H
 //   linear_d_x_*       logits' gradients f32 [T, E], weight -> added to [T, H]
 //   linear_d_weight_*  those gradients, x -> f32 parts [parts, E, H] over T
 //   sum_parts          adds parts in their order, so that no sum depends on the order of blocks; a thread an element
 //
-// A block a tile and part: 128 x 128 with mma.sync for 16-bit types (gradients as tf32, common/linear.cuh), 64 x 64
+// A block a tile and part: 128 x 128 with mma.sync for 16-bit types (gradients as tf32, portable/linear_bwd_tf32.cuh), 64 x 64
 // with multiply-add for others. Limited by bytes where tensor cores serve. Notes: kernels/notes/router.md.
-#include "common/linear.cuh"
+#include "portable/linear_bwd_tf32.cuh"
 
-#define TENSOR(name, T) \
-    extern "C" __global__ void __launch_bounds__(tensor::THREADS, 2) name(const __grid_constant__ Gemm p) { tensor::run<T, LINEAR>(p); }
+#define MMA_SYNC(name, T) \
+    extern "C" __global__ void __launch_bounds__(mma_sync::THREADS, 2) name(const __grid_constant__ Gemm p) { mma_sync::run<T, LINEAR>(p); }
 #define TF32(name, T, KIND) \
     extern "C" __global__ void __launch_bounds__(tf32::THREADS, 2) name(const __grid_constant__ Gemm p) { tf32::run<T, KIND>(p); }
-#define SCALAR(name, KIND) \
-    extern "C" __global__ void __launch_bounds__(scalar::THREADS, 2) name(const __grid_constant__ Gemm p) { scalar::run<float, KIND>(p); }
+#define SIMT(name, KIND) \
+    extern "C" __global__ void __launch_bounds__(simt::THREADS, 2) name(const __grid_constant__ Gemm p) { simt::run<float, KIND>(p); }
 
-TENSOR(linear_bf16, bf16)
-TENSOR(linear_f16, f16)
-SCALAR(linear_any, LINEAR)
+MMA_SYNC(linear_bf16, bf16)
+MMA_SYNC(linear_f16, f16)
+SIMT(linear_any, LINEAR)
 TF32(linear_d_x_bf16, bf16, LINEAR_DX)
 TF32(linear_d_x_f16, f16, LINEAR_DX)
-SCALAR(linear_d_x_any, LINEAR_DX)
+SIMT(linear_d_x_any, LINEAR_DX)
 TF32(linear_d_weight_bf16, bf16, LINEAR_DW)
 TF32(linear_d_weight_f16, f16, LINEAR_DW)
-SCALAR(linear_d_weight_any, LINEAR_DW)
+SIMT(linear_d_weight_any, LINEAR_DW)
 
 // Adds the parts that a sum was cut into, in their order, and a bias of a value a column where there is one.
 extern "C" __global__ void sum_parts(const __grid_constant__ Gemm p) {

@@ -1,6 +1,6 @@
 // A matrix to MXFP8: E4M3 in blocks of 32 along rows, down columns, or 32 x 32, with an E8M0 scale each. Codes keep the
 // matrix's shape in both directions.
-#include "common/quant.cuh"
+#include "quant/quantize.cuh"
 
 namespace {
 using namespace quant;
@@ -33,16 +33,16 @@ __device__ __forceinline__ unsigned codes4(const float* v, float factor) {
     return e4m3_pair(__fmul_rn(v[0], factor), __fmul_rn(v[1], factor)) | e4m3_pair(__fmul_rn(v[2], factor), __fmul_rn(v[3], factor)) << 16;
 }
 
-struct Shared {
-    unsigned char panel[Panel<bf16>::BYTES];
+struct SharedStorage {
+    unsigned char panel[SmemPanel<bf16>::BYTES];
     unsigned tiles[4][4];
 };
 
 // Largest magnitude of each 32 x 32 tile: a warp row by row.
 template <class T>
-__device__ __forceinline__ void measure(const Panel<T>& panel, Shared& s, bool floor) {
-    constexpr int WIDE = Panel<T>::COLUMNS / 32;
-    for (int tile = threadIdx.x / 32; tile < WIDE * 4; tile += Panel<T>::THREADS / 32) {
+__device__ __forceinline__ void measure(const SmemPanel<T>& panel, SharedStorage& s, bool floor) {
+    constexpr int WIDE = SmemPanel<T>::COLUMNS / 32;
+    for (int tile = threadIdx.x / 32; tile < WIDE * 4; tile += SmemPanel<T>::THREADS / 32) {
         unsigned most = 0;
         for (int r = 0; r < 32; r++) most = join(most, to_float(*panel.element(tile / WIDE * 32 + r, tile % WIDE * 32 + threadIdx.x % 32)), floor);
         most = __reduce_max_sync(~0u, most);
@@ -52,11 +52,11 @@ __device__ __forceinline__ void measure(const Panel<T>& panel, Shared& s, bool f
 
 // Half a block a thread.
 template <class T, bool TILED>
-__device__ __forceinline__ void along_rows(const QuantCast& p, const Panel<T>& panel, Shared& s, int64_t row, int64_t column) {
-    constexpr int WIDE = Panel<T>::COLUMNS / 16;
+__device__ __forceinline__ void along_rows(const QuantCast& p, const SmemPanel<T>& panel, SharedStorage& s, int64_t row, int64_t column) {
+    constexpr int WIDE = SmemPanel<T>::COLUMNS / 16;
     const QuantSide& side = p.rows;
     const bool floor = p.floor, aligned = side.code_bytes % 8 == 0;
-    for (int i = threadIdx.x; i < Panel<T>::ROWS * WIDE; i += Panel<T>::THREADS) {
+    for (int i = threadIdx.x; i < SmemPanel<T>::ROWS * WIDE; i += SmemPanel<T>::THREADS) {
         const int r = i / WIDE, half = i % WIDE;
         const int64_t line = row + r, at = column + half * 16;
         float v[16];
@@ -80,11 +80,11 @@ __device__ __forceinline__ void along_rows(const QuantCast& p, const Panel<T>& p
 }
 
 template <class T, bool TILED>
-__device__ __forceinline__ void down_columns(const QuantCast& p, const Panel<T>& panel, Shared& s, int64_t row, int64_t column) {
-    constexpr int EACH = Panel<T>::EACH, WORDS = Panel<T>::COLUMNS / EACH;
+__device__ __forceinline__ void down_columns(const QuantCast& p, const SmemPanel<T>& panel, SharedStorage& s, int64_t row, int64_t column) {
+    constexpr int EACH = SmemPanel<T>::EACH, WORDS = SmemPanel<T>::COLUMNS / EACH;
     const QuantSide& side = p.columns;
     const bool floor = p.floor;
-    for (int i = threadIdx.x; i < WORDS * 4; i += Panel<T>::THREADS) {
+    for (int i = threadIdx.x; i < WORDS * 4; i += SmemPanel<T>::THREADS) {
         const int first = i % WORDS * EACH, high = i / WORDS;
         float v[EACH][32];
         panel.down(v, high * 32, first);
@@ -125,8 +125,8 @@ __device__ __forceinline__ void down_columns(const QuantCast& p, const Panel<T>&
 
 template <class T, bool TILED>
 __device__ __forceinline__ void cast(const QuantCast& p) {
-    __shared__ __align__(16) Shared s;
-    const Panel<T> panel{s.panel};
+    __shared__ __align__(16) SharedStorage s;
+    const SmemPanel<T> panel{s.panel};
     int64_t row, column;
     place<T>(p.matrix, row, column);
     panel.load(p.matrix, row, column);

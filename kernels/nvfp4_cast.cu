@@ -1,15 +1,15 @@
 // A matrix to NVFP4 with its amaxes given, in one or both directions: a block brings a panel of it to shared memory once,
 // and its threads take blocks of 16 along rows, then down columns.
-#include "common/quant.cuh"
+#include "quant/quantize.cuh"
 
 namespace {
 using namespace quant;
 
 // Codes and scales of columns, on their way out: a column's lie together in memory, and are written from here.
-constexpr int CODES = Panel<bf16>::ROWS / 2 + 16, SCALES = Panel<bf16>::ROWS / 16;
+constexpr int CODES = SmemPanel<bf16>::ROWS / 2 + 16, SCALES = SmemPanel<bf16>::ROWS / 16;
 
-struct Shared {
-    unsigned char panel[Panel<bf16>::BYTES];
+struct SharedStorage {
+    unsigned char panel[SmemPanel<bf16>::BYTES];
     unsigned tiles[8][8];
     // From here on only where columns are wanted.
     alignas(16) unsigned char codes[128 * CODES];
@@ -24,8 +24,8 @@ __device__ __forceinline__ uint4 random_of(const QuantCast& p, const QuantSide& 
 
 // Largest magnitude of each 16 x 16 tile of the panel: four threads a tile.
 template <class T>
-__device__ __forceinline__ void measure(const Panel<T>& panel, Shared& s) {
-    constexpr int WIDE = Panel<T>::COLUMNS / 16;
+__device__ __forceinline__ void measure(const SmemPanel<T>& panel, SharedStorage& s) {
+    constexpr int WIDE = SmemPanel<T>::COLUMNS / 16;
     const int tile = threadIdx.x / 4;
     if (tile >= WIDE * 8) return;  // whole warps
     unsigned most = 0;
@@ -41,13 +41,13 @@ __device__ __forceinline__ void measure(const Panel<T>& panel, Shared& s) {
 }
 
 template <class T, int MODE>
-__device__ __forceinline__ void along_rows(const QuantCast& p, const Panel<T>& panel, Shared& s, int64_t row, int64_t column) {
-    constexpr int WIDE = Panel<T>::COLUMNS / 16;
+__device__ __forceinline__ void along_rows(const QuantCast& p, const SmemPanel<T>& panel, SharedStorage& s, int64_t row, int64_t column) {
+    constexpr int WIDE = SmemPanel<T>::COLUMNS / 16;
     const QuantSide& side = p.rows;
     const bool aligned = words_of(side.codes, side.code_bytes, 8);
     Factors<MODE> factors(p.by_line ? 0.0f : *side.amax);
 #pragma unroll 1
-    for (int i = threadIdx.x; i < Panel<T>::ROWS * WIDE; i += Panel<T>::THREADS) {
+    for (int i = threadIdx.x; i < SmemPanel<T>::ROWS * WIDE; i += SmemPanel<T>::THREADS) {
         const int64_t line = row + i / WIDE, block = column / 16 + i % WIDE;
         if (line >= p.matrix.rows || block >= side.blocks) continue;
         float v[16];
@@ -63,17 +63,17 @@ __device__ __forceinline__ void along_rows(const QuantCast& p, const Panel<T>& p
 }
 
 template <class T, int MODE>
-__device__ __forceinline__ void down_columns(const QuantCast& p, const Panel<T>& panel, Shared& s, int64_t row, int64_t column) {
-    constexpr int WORDS = Panel<T>::COLUMNS / Panel<T>::EACH, HIGH = Panel<T>::ROWS / 16;
+__device__ __forceinline__ void down_columns(const QuantCast& p, const SmemPanel<T>& panel, SharedStorage& s, int64_t row, int64_t column) {
+    constexpr int WORDS = SmemPanel<T>::COLUMNS / SmemPanel<T>::EACH, HIGH = SmemPanel<T>::ROWS / 16;
     const QuantSide& side = p.columns;
     Factors<MODE> factors(p.by_line ? 0.0f : *side.amax);
 #pragma unroll 1
-    for (int i = threadIdx.x; i < WORDS * HIGH; i += Panel<T>::THREADS) {
-        const int first = i % WORDS * Panel<T>::EACH, high = i / WORDS;
-        float v[Panel<T>::EACH][16];
+    for (int i = threadIdx.x; i < WORDS * HIGH; i += SmemPanel<T>::THREADS) {
+        const int first = i % WORDS * SmemPanel<T>::EACH, high = i / WORDS;
+        float v[SmemPanel<T>::EACH][16];
         panel.down(v, high * 16, first);
 #pragma unroll
-        for (int c = 0; c < Panel<T>::EACH; c++) {
+        for (int c = 0; c < SmemPanel<T>::EACH; c++) {
             const int64_t line = column + first + c, block = row / 16 + high;
             if (p.by_line) factors = Factors<MODE>(line < p.matrix.columns ? side.amax[line] : 0.0f);
             if constexpr (sizeof(T) == 2 && (MODE == TE || MODE == STOCHASTIC)) {
@@ -87,9 +87,9 @@ __device__ __forceinline__ void down_columns(const QuantCast& p, const Panel<T>&
         }
     }
     __syncthreads();
-    // Out: pieces of 8 bytes, those of a column by neighbouring threads.
+    // Out: pieces of 8 bytes, those of a column by neighboring threads.
     const bool aligned = words_of(side.codes, side.code_bytes, 8);
-    for (int i = threadIdx.x; i < Panel<T>::COLUMNS * HIGH; i += Panel<T>::THREADS) {
+    for (int i = threadIdx.x; i < SmemPanel<T>::COLUMNS * HIGH; i += SmemPanel<T>::THREADS) {
         const int64_t line = column + i / HIGH, block = row / 16 + i % HIGH;
         if (line >= p.matrix.columns || block >= side.blocks) continue;
         const uint2 word = *reinterpret_cast<const uint2*>(s.codes + i / HIGH * CODES + i % HIGH * 8);
@@ -101,8 +101,8 @@ __device__ __forceinline__ void down_columns(const QuantCast& p, const Panel<T>&
 template <class T, int MODE>
 __device__ __forceinline__ void cast(const QuantCast& p) {
     extern __shared__ __align__(16) unsigned char memory[];
-    Shared& s = *reinterpret_cast<Shared*>(memory);
-    const Panel<T> panel{s.panel};
+    SharedStorage& s = *reinterpret_cast<SharedStorage*>(memory);
+    const SmemPanel<T> panel{s.panel};
     int64_t row, column;
     place<T>(p.matrix, row, column);
     panel.load(p.matrix, row, column);
@@ -209,4 +209,4 @@ CASTS(f32, float)
 CAST_TILES(nvfp4_rows_tiled_bf16, bf16)
 CAST_TILES(nvfp4_rows_tiled_f16, f16)
 
-static_assert(sizeof(Shared) == 46336 && offsetof(Shared, codes) == 35072, "src/cuda/quant.rs asks for as much");
+static_assert(sizeof(SharedStorage) == 46336 && offsetof(SharedStorage, codes) == 35072, "src/cuda/quant.rs asks for as much");

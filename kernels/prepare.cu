@@ -2,15 +2,15 @@
 //
 // A slot is its expert's first slot plus the number of earlier choices of that expert, in the order (token, k). Choices
 // are cut into chunks of one warp each: `plan_count` counts each expert's choices in each chunk, `plan_scan` adds up
-// the chunks before, `plan_zones` lays the experts out and lists their tiles, `plan_slots` walks the chunks again and
+// the chunks before, `plan_segments` lays the experts out and lists their tiles, `plan_slots` walks the chunks again and
 // numbers. `plan_small` is all of these in one block. Warps number their choices by comparing ids, so no result depends on the order of threads.
-#include "common/walk.cuh"
+#include "common/counting_sort.cuh"
 
 namespace {
 
 // Choices as the caller gave them. A bad id counts as none (-1) and raises the fault.
-struct Given {
-    const Plan& p;
+struct CallerChoices {
+    const LocalPlan& p;
     __device__ __forceinline__ int64_t id(int64_t i) const {
         return p.wide ? static_cast<const int64_t*>(p.ids)[i] : static_cast<const int32_t*>(p.ids)[i];
     }
@@ -31,8 +31,8 @@ struct Given {
     }
 };
 
-struct Number {
-    const Plan& p;
+struct NumberSlots {
+    const LocalPlan& p;
     __device__ void operator()(int64_t i, int e, int rank) const {
         const int64_t slot = e >= 0 && rank < p.counts[e] ? p.offsets[e] + rank : -1;
         p.kept[i] = slot >= 0 ? e : -1;
@@ -43,12 +43,12 @@ struct Number {
     }
 };
 
-__device__ __forceinline__ int64_t end_of(const Plan& p, int64_t first, int64_t chunk) {
+__device__ __forceinline__ int64_t end_of(const LocalPlan& p, int64_t first, int64_t chunk) {
     return first + chunk < p.choices ? first + chunk : p.choices;
 }
 
 // Slots without a choice; as many threads as may be.
-__device__ __forceinline__ void clear_maps(const Plan& p) {
+__device__ __forceinline__ void clear_maps(const LocalPlan& p) {
     const int64_t step = static_cast<int64_t>(gridDim.x) * blockDim.x;
     for (int64_t i = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x; i < p.rows; i += step) {
         p.row_map[i] = -1;
@@ -57,14 +57,14 @@ __device__ __forceinline__ void clear_maps(const Plan& p) {
 }
 
 // Copies the status words to memory of the host.
-__device__ __forceinline__ void tell(const unsigned long long* words, unsigned long long* host, int64_t count) {
+__device__ __forceinline__ void copy_status(const unsigned long long* words, unsigned long long* host, int64_t count) {
     const volatile unsigned long long* from = words;
     if (threadIdx.x < count) static_cast<volatile unsigned long long*>(host)[threadIdx.x] = from[threadIdx.x];
 }
 
 // Lays the experts out behind each other, from their numbers of choices in `stats`. A block of 1024 threads, each with
 // a run of experts.
-__device__ void lay_out(const Plan& p) {
+__device__ void layout_segments(const LocalPlan& p) {
     const int64_t per = (p.experts + blockDim.x - 1) / blockDim.x;
     const int64_t first = threadIdx.x * per, last = first + per < p.experts ? first + per : p.experts;
     auto kept = [&](int64_t e) { return p.stats[e] < p.expert_limit ? p.stats[e] : p.expert_limit; };
@@ -92,13 +92,13 @@ __device__ void lay_out(const Plan& p) {
 }
 
 // One block, of at most 1024 threads. Each thread takes a run of groups; runs are joined by a scan over the block, so the list is in slot order.
-// Filled zones must be ascending, apart and inside the layout; one that is not gets no tiles and raises the fault.
+// Filled segments must be ascending, apart and inside the layout; one that is not gets no tiles and raises the fault.
 //
 // PAIRED: for kernels whose blocks work on tiles 2 i and 2 i + 1 together. Both are of one group where possible: a
 // group's odd tile at the end is put together with that of the next group that has one. Should one be left over, its
 // partner is a tile of no rows.
 template <bool PAIRED>
-__device__ void list_tiles(const Schedule& p) {
+__device__ void write_tile_list(const TileList& p) {
     __shared__ int64_t totals[32];
     const int64_t per = (p.groups + blockDim.x - 1) / blockDim.x;
     const int64_t first = threadIdx.x * per, last = first + per < p.groups ? first + per : p.groups;
@@ -137,12 +137,12 @@ __device__ void list_tiles(const Schedule& p) {
         end = e > end ? e : end;
     }
     const int64_t floor = scan(end, true).before;
-    auto walk = [&](auto&& visit) {
+    auto for_each_group = [&](auto&& visit) {
         int64_t end = floor;
         for (int64_t g = first; g < last; g++) {
             if (p.counts[g] == 0) continue;
             if (!inside(g) || p.offsets[g] < end) {
-                raise_fault(p.fault, FAULT_ZONE, g);
+                raise_fault(p.fault, FAULT_SEGMENT, g);
                 continue;
             }
             end = p.offsets[g] + p.counts[g];
@@ -158,7 +158,7 @@ __device__ void list_tiles(const Schedule& p) {
         p.tiles[at] = make_int4(static_cast<int>(g), static_cast<int>(p.offsets[g] + s), empty ? 0 : static_cast<int>(rows), 0);
     };
     int64_t tiles = 0, odd = 0, last_odd = 0;  // the last group with an odd number of tiles, plus one
-    walk([&](int64_t g) {
+    for_each_group([&](int64_t g) {
         const int64_t n = tiles_of(g);
         tiles += n;
         if (PAIRED && n % 2 != 0) odd++, last_odd = g + 1;
@@ -167,14 +167,14 @@ __device__ void list_tiles(const Schedule& p) {
     if (!PAIRED) {
         if (threadIdx.x == blockDim.x - 1) *p.tile_count = static_cast<int32_t>(upto.own < p.max_tiles ? upto.own : p.max_tiles);
         int64_t at = upto.before;
-        walk([&](int64_t g) {
+        for_each_group([&](int64_t g) {
             for (int64_t i = 0; i < tiles_of(g); i++, at++) put(at, g, i);
         });
         return;
     }
     // A tile without its partner yet waits: what lies before it is written.
     int64_t odds = scan(odd, false).before, at = upto.before - odds % 2, waiting = scan(last_odd, true).before;
-    walk([&](int64_t g) {
+    for_each_group([&](int64_t g) {
         const int64_t n = tiles_of(g), even = n / 2 * 2;
         for (int64_t i = 0; i < even; i++, at++) put(at, g, i);
         if (n % 2 == 0) return;
@@ -192,51 +192,51 @@ __device__ void list_tiles(const Schedule& p) {
     *p.tile_count = static_cast<int32_t>(at < p.max_tiles ? at : p.max_tiles);
 }
 
-// What one block can do once the zones are laid out: the list of their tiles, and what has been found until now, which is
+// What one block can do once the segments are laid out: the list of their tiles, and what has been found until now, which is
 // all that there is to find: numbering raises what counting has raised.
-__device__ void finish_zones(const Plan& p) {
+__device__ void finish_segments(const LocalPlan& p) {
     __syncthreads();
     if (p.tiles != nullptr) {
         int32_t* count = &p.tiles->x;
-        list_tiles<true>({p.offsets, p.counts, p.experts, p.rows, p.tile_rows, p.tiles + 1, count, p.max_tiles, p.fault});
+        write_tile_list<true>({p.offsets, p.counts, p.experts, p.rows, p.tile_rows, p.tiles + 1, count, p.max_tiles, p.fault});
         __syncthreads();
     }
-    tell(p.fault, p.report, 4);
+    copy_status(p.fault, p.report, 4);
 }
 
 }  // namespace
 
-extern "C" __global__ void __launch_bounds__(32) plan_count(const __grid_constant__ Plan p) {
+extern "C" __global__ void __launch_bounds__(32) plan_count(const __grid_constant__ LocalPlan p) {
     extern __shared__ int32_t count[];
     for (int e = threadIdx.x; e < p.experts; e += 32) count[e] = 0;
     __syncwarp();
     const int64_t first = blockIdx.x * p.chunk;
-    walk(Given{p}, first, end_of(p, first, p.chunk), count, [](int64_t, int, int) {});
+    for_each_choice(CallerChoices{p}, first, end_of(p, first, p.chunk), count, [](int64_t, int, int) {});
     for (int e = threadIdx.x; e < p.experts; e += 32) p.before[e * p.chunks + blockIdx.x] = count[e];
 }
 
 // A warp an expert: chunks' counts become counts before the chunk. All blocks clear the maps;
 // there are more than experts need where maps are long.
-extern "C" __global__ void __launch_bounds__(256) plan_scan(const __grid_constant__ Plan p) {
+extern "C" __global__ void __launch_bounds__(256) plan_scan(const __grid_constant__ LocalPlan p) {
     clear_maps(p);
     scan_chunks(p.before, p.chunks, p.experts, p.stats);
 }
 
-extern "C" __global__ void __launch_bounds__(1024) plan_zones(const __grid_constant__ Plan p) {
-    lay_out(p);
-    finish_zones(p);
+extern "C" __global__ void __launch_bounds__(1024) plan_segments(const __grid_constant__ LocalPlan p) {
+    layout_segments(p);
+    finish_segments(p);
 }
 
-extern "C" __global__ void __launch_bounds__(32) plan_slots(const __grid_constant__ Plan p) {
+extern "C" __global__ void __launch_bounds__(32) plan_slots(const __grid_constant__ LocalPlan p) {
     extern __shared__ int32_t count[];
     for (int e = threadIdx.x; e < p.experts; e += 32) count[e] = p.before[e * p.chunks + blockIdx.x];
     __syncwarp();
     const int64_t first = blockIdx.x * p.chunk;
-    walk(Given{p}, first, end_of(p, first, p.chunk), count, Number{p});
+    for_each_choice(CallerChoices{p}, first, end_of(p, first, p.chunk), count, NumberSlots{p});
 }
 
 // One block, a warp a chunk; [chunks, E] counts in shared memory.
-extern "C" __global__ void __launch_bounds__(1024) plan_small(const __grid_constant__ Plan p) {
+extern "C" __global__ void __launch_bounds__(1024) plan_small(const __grid_constant__ LocalPlan p) {
     extern __shared__ int32_t count[];
     const int warps = blockDim.x / 32, warp = threadIdx.x / 32;
     int32_t* own = count + warp * p.experts;
@@ -244,7 +244,7 @@ extern "C" __global__ void __launch_bounds__(1024) plan_small(const __grid_const
     clear_maps(p);
     __syncthreads();
     const int64_t first = warp * p.chunk, last = end_of(p, first, p.chunk);
-    walk(Given{p}, first, last, own, [](int64_t, int, int) {});
+    for_each_choice(CallerChoices{p}, first, last, own, [](int64_t, int, int) {});
     __syncthreads();
     for (int e = threadIdx.x; e < p.experts; e += blockDim.x) {
         int32_t total = 0;
@@ -256,19 +256,19 @@ extern "C" __global__ void __launch_bounds__(1024) plan_small(const __grid_const
         p.stats[e] = total;
     }
     __syncthreads();
-    lay_out(p);
-    finish_zones(p);
-    walk(Given{p}, first, last, own, Number{p});
+    layout_segments(p);
+    finish_segments(p);
+    for_each_choice(CallerChoices{p}, first, last, own, NumberSlots{p});
 }
 
 // Status words to memory of the host.
-extern "C" __global__ void __launch_bounds__(32) report(const __grid_constant__ Rows p) {
-    tell(static_cast<const unsigned long long*>(p.source), static_cast<unsigned long long*>(p.out), p.width);
+extern "C" __global__ void __launch_bounds__(32) report(const __grid_constant__ RowsOp p) {
+    copy_status(static_cast<const unsigned long long*>(p.source), static_cast<unsigned long long*>(p.out), p.width);
 }
 
-// Zones and slots of a layout that another library made: filled slots, which it does not tell apart from padding, are the
+// Segments and slots of a layout that another library made: filled slots, which it does not tell apart from padding, are the
 // expert's choices. More rows than there is room for raise the fault.
-extern "C" __global__ void __launch_bounds__(256) plan_received(const __grid_constant__ Received p) {
+extern "C" __global__ void __launch_bounds__(256) plan_external_layout(const __grid_constant__ ExternalLayout p) {
     const int64_t at = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
     auto inside = [&](int64_t slot) { return slot < p.rows ? slot : p.rows; };
     auto filled = [&](int64_t j) {
@@ -285,7 +285,7 @@ extern "C" __global__ void __launch_bounds__(256) plan_received(const __grid_con
         raise_capacity(p.fault, *p.total, p.first / p.groups, p.rows);
     }
     if (at >= p.rows) return;
-    // The last zone that starts at or before the slot.
+    // The last segment that starts at or before the slot.
     int64_t low = 0, high = p.groups;
     while (high - low > 1) {
         const int64_t middle = (low + high) / 2;
@@ -294,8 +294,8 @@ extern "C" __global__ void __launch_bounds__(256) plan_received(const __grid_con
     p.row_map[at] = at - p.starts[low] < filled(low) ? static_cast<int32_t>(at) : -1;
 }
 
-// Where zones begin, from the counts of all ranks' choices. One block; L is small, and the counts stay in L1.
-extern "C" __global__ void __launch_bounds__(256) plan_starts(const __grid_constant__ Starts p) {
+// Where segments begin, from the counts of all ranks' choices. One block; L is small, and the counts stay in L1.
+extern "C" __global__ void __launch_bounds__(256) segment_starts(const __grid_constant__ SegmentStarts p) {
     auto padded = [&](int64_t j) { return (p.loads[p.first + j] + p.alignment - 1) / p.alignment * p.alignment; };
     for (int64_t j = threadIdx.x; j <= p.groups; j += blockDim.x) {
         int64_t start = 0;
@@ -305,7 +305,7 @@ extern "C" __global__ void __launch_bounds__(256) plan_starts(const __grid_const
 }
 
 // A choice more a token: none, whose weight is the token's number. That is exact below 2^24.
-extern "C" __global__ void __launch_bounds__(256) arrivals_pack(const __grid_constant__ Arrivals p) {
+extern "C" __global__ void __launch_bounds__(256) low_latency_pack(const __grid_constant__ LowLatencyRows p) {
     const int64_t at = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
     const int64_t wide = p.top_k + 1, token = at / wide, k = at % wide;
     if (token >= p.tokens) return;
@@ -317,7 +317,7 @@ extern "C" __global__ void __launch_bounds__(256) arrivals_pack(const __grid_con
 }
 
 // What arrived, in the order of its tokens.
-extern "C" __global__ void __launch_bounds__(256) arrivals_sort(const __grid_constant__ Arrivals p) {
+extern "C" __global__ void __launch_bounds__(256) low_latency_sort(const __grid_constant__ LowLatencyRows p) {
     const int64_t at = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
     const int64_t wide = p.top_k + 1, row = at / wide, k = at % wide;
     if (row >= p.ranks * p.tokens) return;
@@ -337,7 +337,7 @@ extern "C" __global__ void __launch_bounds__(256) arrivals_sort(const __grid_con
 }
 
 // Maps of a plan that was made in the order of tokens, for rows as they lie.
-extern "C" __global__ void __launch_bounds__(256) arrivals_map(const __grid_constant__ Arrivals p) {
+extern "C" __global__ void __launch_bounds__(256) low_latency_map(const __grid_constant__ LowLatencyRows p) {
     const int64_t at = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
     if (at < p.slots && p.row_map[at] >= 0) p.row_map[at] = p.row_of[p.row_map[at]];
     const int64_t row = at / p.top_k;
@@ -346,5 +346,5 @@ extern "C" __global__ void __launch_bounds__(256) arrivals_map(const __grid_cons
     p.out_map[at] = token >= 0 ? p.return_map[token * p.top_k + at % p.top_k] : -1;
 }
 
-extern "C" __global__ void __launch_bounds__(256) schedule(const __grid_constant__ Schedule p) { list_tiles<false>(p); }
-extern "C" __global__ void __launch_bounds__(256) schedule_pairs(const __grid_constant__ Schedule p) { list_tiles<true>(p); }
+extern "C" __global__ void __launch_bounds__(256) list_tiles(const __grid_constant__ TileList p) { write_tile_list<false>(p); }
+extern "C" __global__ void __launch_bounds__(256) list_tiles_paired(const __grid_constant__ TileList p) { write_tile_list<true>(p); }

@@ -1,7 +1,7 @@
 // Largest magnitudes: of many matrices in one launch, of lines, of a transformed matrix; and the first value that is not
 // finite. A maximum does not depend on the order in which it is taken, so blocks join theirs with atomics. Every place
 // must hold 0 before.
-#include "common/quant.cuh"
+#include "quant/quantize.cuh"
 
 namespace {
 using namespace quant;
@@ -42,7 +42,7 @@ struct Bits {
 };
 
 template <class T>
-__device__ __forceinline__ unsigned largest(const Strided& m, int64_t block) {
+__device__ __forceinline__ unsigned largest(const StridedMatrix& m, int64_t block) {
     unsigned most = 0;
     if (m.vector) {
         // Rows of words; usually one, the whole matrix.
@@ -81,14 +81,14 @@ __device__ __forceinline__ unsigned largest(const Strided& m, int64_t block) {
 }
 
 template <class T>
-__device__ __forceinline__ float at(const Strided& m, int64_t row, int64_t column) {
+__device__ __forceinline__ float at(const StridedMatrix& m, int64_t row, int64_t column) {
     return to_float(static_cast<const T*>(m.base)[row * m.row_stride + column * m.column_stride]);
 }
 
 // Lines are rows. Where their elements lie together, a warp a line; else a thread a line and 256 elements.
 template <class T>
 __device__ __forceinline__ void lines(const AmaxLines& p) {
-    const Strided& m = p.matrix;
+    const StridedMatrix& m = p.matrix;
     if (m.column_stride == 1) {
         const int64_t line = static_cast<int64_t>(blockIdx.x) * (THREADS / 32) + threadIdx.x / 32;
         if (line >= m.rows) return;
@@ -139,7 +139,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) amax_lines(const __grid_co
 
 // Of the columns of a bf16 matrix after the transform: a thread takes 16 rows of a column.
 extern "C" __global__ void __launch_bounds__(THREADS) amax_transformed(const __grid_constant__ AmaxLines p) {
-    const Strided& m = p.matrix;
+    const StridedMatrix& m = p.matrix;
     const int64_t groups = (m.columns + THREADS - 1) / THREADS, column = blockIdx.x % groups * THREADS + threadIdx.x;
     unsigned most = 0;
     for (int64_t row = blockIdx.x / groups * 64; row < m.rows && row < (blockIdx.x / groups + 1) * 64 && column < m.columns; row += 16) {
@@ -154,7 +154,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) amax_transformed(const __g
 
 // The least row-major number of an element that is not finite, in `out` (8 bytes, all ones before).
 extern "C" __global__ void __launch_bounds__(THREADS) first_non_finite(const __grid_constant__ AmaxLines p) {
-    const Strided& m = p.matrix;
+    const StridedMatrix& m = p.matrix;
     const int64_t all = m.rows * m.columns;
     for (int64_t i = static_cast<int64_t>(blockIdx.x) * THREADS + threadIdx.x; i < all; i += static_cast<int64_t>(gridDim.x) * THREADS) {
         const int64_t row = i / m.columns;

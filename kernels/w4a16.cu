@@ -1,27 +1,27 @@
-// Products of rows with quantised weights, and the gradients with respect to rows: any format, any activation, any
+// Products of rows with quantized weights, and the gradients with respect to rows: any format, any activation, any
 // number of rows, on any architecture. Shapes are those of grouped_gemm.cu, weights codes and scales (NVFP4, MXFP4, fp8
 // blocks).
 //
-// The weights are de-quantised between memory and shared memory (common/quant_gemm.cuh); the loop, its grid and its
-// tiles are the portable ones. Limited by mma.sync and by the de-quantising, which each tile of rows repeats. What is
-// faster for forward with FP4 weights: w4a16_decode.cu (few rows), hopper_w4a16.cu (many). Notes:
+// The weights are de-quantized between memory and shared memory (portable/quantized_operand.cuh); the loop, its grid and its
+// tiles are the portable ones. Limited by mma.sync and by the de-quantizing, which each tile of rows repeats. What is
+// faster for forward with FP4 weights: w4a16_decode.cu (few rows), sm90_w4a16.cu (many). Notes:
 // kernels/notes/w4a16.md.
-#include "common/quant_gemm.cuh"
+#include "portable/quantized_operand.cuh"
 
-#define TENSOR(name, T, KIND, FORMAT)                                                                                  \
-    extern "C" __global__ void __launch_bounds__(tensor::THREADS, 2)                                                   \
+#define MMA_SYNC(name, T, KIND, FORMAT)                                                                                  \
+    extern "C" __global__ void __launch_bounds__(mma_sync::THREADS, 2)                                                   \
         name(const __grid_constant__ Gemm p, const __grid_constant__ QuantWeight w) {                                  \
-        tensor::run<T, KIND, quant::Tensor<T, KIND, FORMAT>>(p, w);                                                    \
+        mma_sync::run<T, KIND, quant::MmaSyncOperand<T, KIND, FORMAT>>(p, w);                                                    \
     }
-#define SCALAR(name, KIND, FORMAT)                                                                                     \
-    extern "C" __global__ void __launch_bounds__(scalar::THREADS)                                                      \
+#define SIMT(name, KIND, FORMAT)                                                                                     \
+    extern "C" __global__ void __launch_bounds__(simt::THREADS)                                                      \
         name(const __grid_constant__ Gemm p, const __grid_constant__ QuantWeight w) {                                  \
-        scalar::run<float, KIND, quant::Scalar<KIND, FORMAT>>(p, w);                                                   \
+        simt::run<float, KIND, quant::SimtOperand<KIND, FORMAT>>(p, w);                                                   \
     }
 #define PRODUCT(product, KIND, format, FORMAT)                   \
-    TENSOR(product##_##format##_bf16, bf16, KIND, FORMAT)        \
-    TENSOR(product##_##format##_f16, f16, KIND, FORMAT)          \
-    SCALAR(product##_##format##_f32, KIND, FORMAT)
+    MMA_SYNC(product##_##format##_bf16, bf16, KIND, FORMAT)        \
+    MMA_SYNC(product##_##format##_f16, f16, KIND, FORMAT)          \
+    SIMT(product##_##format##_f32, KIND, FORMAT)
 #define PRODUCTS(format, FORMAT)                      \
     PRODUCT(up, UP, format, FORMAT)                   \
     PRODUCT(down, DOWN, format, FORMAT)               \

@@ -2,18 +2,18 @@
 // once, by the threads that multiply, straight into registers, and become bf16 there.
 //
 // Rows [N, k] or behind a map, codes and scales of [E, n, k] -> [N, n], k a multiple of 64. A block a tile of up to 8
-// rows (four warps, four blocks a multiprocessor) or 16 rows (eight warps), by 32 weight rows a warp, with a gate 16 of
+// rows (four warps, four blocks an SM) or 16 rows (eight warps), by 32 weight rows a warp, with a gate 16 of
 // gate and 16 of up.
 //
 // Weights are the left operand of m16n8k16, rows the right one (16 columns of the output by 8 rows). The order of k
-// within a product is free as long as both operands have the same: a thread takes 64 neighbouring codes of a weight
+// within a product is free as long as both operands have the same: a thread takes 64 neighboring codes of a weight
 // row, and rows lie in shared memory so that the matching numbers are 16 bytes. A code word's pairs are its nibbles i
 // and i + 4.
 //
 // E2M1 times E4M3 is exact in bf16; what is above the blocks is applied to the f32 sums. Notes: kernels/notes/w4a16.md.
 #include "common/epilogue.cuh"
-#include "common/fp4.cuh"
-#include "common/gemm.cuh"
+#include "quant/fp4_to_bf16.cuh"
+#include "portable/gemm.cuh"
 
 namespace {
 using namespace fp4;
@@ -22,19 +22,19 @@ constexpr int STEP = 256;
 
 // A thread's share of a step of one weight row: 64 codes and their scales.
 template <int FORMAT>
-struct Share {
+struct StepCodes {
     uint4 codes[2];
     uint32_t scales;
 };
 
 template <int FORMAT>
-struct Rows {
+struct WeightRows {
     const uint8_t* codes[4];   // of weight rows g and g + 8 of both tiles, from this thread's first code on
     const uint8_t* scales[4];
     int64_t columns;
     int first;                 // this thread's first k in a step
 
-    __device__ __forceinline__ void load(Share<FORMAT> (&to)[4], int64_t k0) const {
+    __device__ __forceinline__ void load(StepCodes<FORMAT> (&to)[4], int64_t k0) const {
         const bool inside = k0 + first < columns;
 #pragma unroll
         for (int r = 0; r < 4; r++) {
@@ -55,12 +55,12 @@ __device__ __forceinline__ uint32_t word_of(const uint4 (&codes)[2], int i) {
 }
 
 // Chunk of 8 k in a row of shared memory: threads of a quad read chunks 8 apart.
-__device__ __forceinline__ int place(int chunk) { return chunk ^ (chunk >> 3 & 3); }
+__device__ __forceinline__ int swizzled_chunk(int chunk) { return chunk ^ (chunk >> 3 & 3); }
 
 template <int FORMAT, int NT>
-__device__ __forceinline__ void products(float (&acc)[2][NT][4], const Rows<FORMAT>& rows, Share<FORMAT> (&now)[4], const uint4* x, int pitch, int steps) {
+__device__ __forceinline__ void mma_tile(float (&acc)[2][NT][4], const WeightRows<FORMAT>& rows, StepCodes<FORMAT> (&now)[4], const uint4* x, int pitch, int steps) {
     const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-    Share<FORMAT> next[4];
+    StepCodes<FORMAT> next[4];
 #pragma unroll 1
     for (int step = 0; step < steps; step++) {
         if (step + 1 < steps) rows.load(next, static_cast<int64_t>(step + 1) * STEP);
@@ -91,7 +91,7 @@ __device__ __forceinline__ void products(float (&acc)[2][NT][4], const Rows<FORM
 
 // One element of the output of an up projection, with gate and up.
 template <int ACT>
-__device__ __forceinline__ void finish_up(const Gemm& p, int64_t group, int64_t slot, int64_t column, float g, float u) {
+__device__ __forceinline__ void epilogue_up(const Gemm& p, int64_t group, int64_t slot, int64_t column, float g, float u) {
     const bool gated = ACT != ACT_RELU2;
     const int64_t wide = gated ? 2 * p.n : p.n;
     if (p.scale) g *= p.scale[slot], u *= p.scale[slot];
@@ -118,7 +118,7 @@ __device__ __forceinline__ void tile(const Gemm& p, const QuantWeight& w, const 
     // First output columns of the two tiles of 16: of gate and up, or next to each other.
     const int64_t first = (block * WARPS + warp) * (gated ? 16 : 32), second = gated ? first : first + 16;
     const int steps = static_cast<int>((p.k + STEP - 1) / STEP);
-    Rows<FORMAT> rows;
+    WeightRows<FORMAT> rows;
     rows.columns = p.k, rows.first = lane % 4 * 64;
 #pragma unroll
     for (int r = 0; r < 4; r++) {
@@ -128,8 +128,8 @@ __device__ __forceinline__ void tile(const Gemm& p, const QuantWeight& w, const 
         rows.codes[r] = w.codes + row * w.code_bytes + rows.first / 2;
         rows.scales[r] = static_cast<const uint8_t*>(w.scales) + row * w.blocks;
     }
-    Share<FORMAT> share[4];
-    rows.load(share, 0);
+    StepCodes<FORMAT> step_codes[4];
+    rows.load(step_codes, 0);
 
     // Rows, the numbers of a chunk in the order of code pairs.
     const int chunks = steps * (STEP / 8), filled = static_cast<int>(p.k / 8);
@@ -147,7 +147,7 @@ __device__ __forceinline__ void tile(const Gemm& p, const QuantWeight& w, const 
 #pragma unroll
             for (int j = 0; j < 8; j++) {
                 if (first + j * 32 >= chunks) break;
-                x[r * pitch + place(first + j * 32)] = make_uint4(__byte_perm(v[j].x, v[j].z, 0x5410), __byte_perm(v[j].x, v[j].z, 0x7632),
+                x[r * pitch + swizzled_chunk(first + j * 32)] = make_uint4(__byte_perm(v[j].x, v[j].z, 0x5410), __byte_perm(v[j].x, v[j].z, 0x7632),
                                                                   __byte_perm(v[j].y, v[j].w, 0x5410), __byte_perm(v[j].y, v[j].w, 0x7632));
             }
         }
@@ -155,7 +155,7 @@ __device__ __forceinline__ void tile(const Gemm& p, const QuantWeight& w, const 
     __syncthreads();
 
     float acc[2][NT][4] = {};
-    products<FORMAT, NT>(acc, rows, share, x, pitch, steps);
+    mma_tile<FORMAT, NT>(acc, rows, step_codes, x, pitch, steps);
 
     float factor[2];
 #pragma unroll
@@ -176,13 +176,13 @@ __device__ __forceinline__ void tile(const Gemm& p, const QuantWeight& w, const 
         if (gated) {
             with_gate(static_cast<int>(p.activation), [&](auto kind) {
                 each([&](int64_t slot, int j, float gate, float up) {
-                    if (first + j < p.n) finish_up<kind.value>(p, t.x, slot, first + j, gate, up);
+                    if (first + j < p.n) epilogue_up<kind.value>(p, t.x, slot, first + j, gate, up);
                 });
             });
         } else {
             each([&](int64_t slot, int j, float one, float two) {
-                if (first + j < p.n) finish_up<ACT_RELU2>(p, t.x, slot, first + j, one, 0.0f);
-                if (second + j < p.n) finish_up<ACT_RELU2>(p, t.x, slot, second + j, two, 0.0f);
+                if (first + j < p.n) epilogue_up<ACT_RELU2>(p, t.x, slot, first + j, one, 0.0f);
+                if (second + j < p.n) epilogue_up<ACT_RELU2>(p, t.x, slot, second + j, two, 0.0f);
             });
         }
     } else {

@@ -3,13 +3,13 @@
 // m].
 //
 // A block a tile of an expert's output: 128 x 128 by steps of 32 slots with mma.sync for 16-bit types, 64 x 64 by 16
-// with fused multiply-add for f32 (common/gemm.cuh). Slots may be weighted. Limited by the multiplying instructions.
-// What Hopper takes instead: hopper_wgrad.cu. Notes: kernels/NOTES.md, "Portable path".
-#include "common/gemm.cuh"
+// with fused multiply-add for f32 (portable/gemm.cuh). Slots may be weighted. Limited by the multiplying instructions.
+// What Hopper takes instead: sm90_wgrad.cu. Notes: kernels/NOTES.md, "Portable path".
+#include "portable/gemm.cuh"
 
-extern "C" __global__ void __launch_bounds__(tensor::THREADS, 2) wgrad_bf16(const __grid_constant__ Gemm p) { tensor::run<bf16, WGRAD>(p); }
-extern "C" __global__ void __launch_bounds__(tensor::THREADS, 2) wgrad_f16(const __grid_constant__ Gemm p) { tensor::run<f16, WGRAD>(p); }
-extern "C" __global__ void __launch_bounds__(scalar::THREADS) wgrad_f32(const __grid_constant__ Gemm p) { scalar::run<float, WGRAD>(p); }
+extern "C" __global__ void __launch_bounds__(mma_sync::THREADS, 2) wgrad_bf16(const __grid_constant__ Gemm p) { mma_sync::run<bf16, WGRAD>(p); }
+extern "C" __global__ void __launch_bounds__(mma_sync::THREADS, 2) wgrad_f16(const __grid_constant__ Gemm p) { mma_sync::run<f16, WGRAD>(p); }
+extern "C" __global__ void __launch_bounds__(simt::THREADS) wgrad_f32(const __grid_constant__ Gemm p) { simt::run<float, WGRAD>(p); }
 
 // Gradient of a bias: rows of a group summed, scaled where asked for. A block takes 32 columns of a group; its warps
 // take every eighth slot, and their sums are added in the order of the warps.
@@ -19,7 +19,7 @@ extern "C" __global__ void column_sums(const __grid_constant__ ColumnSums p) {
     const int64_t column = static_cast<int64_t>(blockIdx.x) * 32 + lane, group = blockIdx.y;
     int64_t offset = p.offsets ? p.offsets[group] : 0, count = p.counts ? p.counts[group] : p.slots;
     if (offset < 0 || count < 0 || offset > p.slots - count) {
-        if (threadIdx.x == 0 && count != 0) raise_fault(p.fault, FAULT_ZONE, group);
+        if (threadIdx.x == 0 && count != 0) raise_fault(p.fault, FAULT_SEGMENT, group);
         count = 0;
     }
     float sum = 0.0f;

@@ -29,7 +29,7 @@ pub struct MoeConfig {
     pub aux: AuxConfig,
     /// Keep received rows only and recompute pre-activations in backward.
     pub recompute: bool,
-    /// In which form tokens travel to the routed experts. Quantised, each row by itself, they are brought back where
+    /// In which form tokens travel to the routed experts. Quantized, each row by itself, they are brought back where
     /// they arrive, and the experts multiply what their codes stand for, on one rank as on many. Router and shared
     /// expert read the tokens as they are; outputs and gradients travel as they are too, so the gradient passes as if
     /// nothing had been rounded, and the experts' own is that of the rows they have read.
@@ -47,7 +47,7 @@ impl MoeConfig {
         text.bytes().fold(0xcbf2_9ce4_8422_2325, |h, b| (h ^ u64::from(b)).wrapping_mul(0x0100_0000_01b3))
     }
 
-    /// A silu-GLU block with softmax routing, renormalised over the top-k, without biases or shared expert.
+    /// A silu-GLU block with softmax routing, renormalized over the top-k, without biases or shared expert.
     pub fn new(hidden: usize, intermediate: usize, num_experts: usize, top_k: usize) -> Self {
         Self {
             hidden,
@@ -108,7 +108,7 @@ impl MoeConfig {
 }
 
 /// In which form rows travel between ranks: tokens to experts ([`MoeConfig::payload`]), or shards of a weight
-/// ([`WeightSpec::payload`](crate::etp::WeightSpec::payload)). Recipe `te` of `docs/quantisation.md`, to nearest.
+/// ([`WeightSpec::payload`](crate::etp::WeightSpec::payload)). Recipe `te` of `docs/quantization.md`, to nearest.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default, Serialize, Deserialize)]
 #[non_exhaustive]
 pub enum Payload {
@@ -121,7 +121,7 @@ pub enum Payload {
     Mxfp8,
 }
 
-/// Rows that travel quantised are whole blocks, and codes that are whole words of 16 bytes.
+/// Rows that travel quantized are whole blocks, and codes that are whole words of 16 bytes.
 const PAYLOAD_COLUMNS: usize = 32;
 /// Bytes of a row's amax.
 const AMAX: usize = size_of::<f32>();
@@ -148,7 +148,7 @@ impl Payload {
 }
 
 /// How logits become expert ids and weights. One pipeline, each step optional:
-/// score → bias → group limit → top-k → renormalise → scale. Sources and formulas: `docs/routing.md`.
+/// score → bias → group limit → top-k → renormalize → scale. Sources and formulas: `docs/routing.md`.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub struct RouterConfig {
@@ -166,7 +166,7 @@ pub struct RouterConfig {
     pub groups: Option<GroupLimit>,
     /// Divide the chosen weights by their norm.
     pub renorm: Option<Renorm>,
-    /// Multiply the weights, after renormalising.
+    /// Multiply the weights, after renormalizing.
     pub scale: f64,
     /// Multiplicative noise on logits while training: l·(1 + ε(2r − 1)), ε here; 0 for none.
     pub jitter: f64,
@@ -175,7 +175,7 @@ pub struct RouterConfig {
 }
 
 impl RouterConfig {
-    /// Softmax over all experts, top-k, renormalised (Mixtral's).
+    /// Softmax over all experts, top-k, renormalized (Mixtral's).
     pub fn new(num_experts: usize, top_k: usize) -> Self {
         Self {
             num_experts,

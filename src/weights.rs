@@ -1,12 +1,12 @@
 //! Where expert weights come from: a tensor at hand, one that is [gathered](crate::etp) just before use, or one that
-//! stays [quantised](crate::quant::Quantised) and is de-quantised as it is multiplied.
+//! stays [quantized](crate::quant::Quantized) and is de-quantized as it is multiplied.
 
 use std::fmt::Debug;
 
 use crate::device::Device;
 use crate::dtype::DType;
 use crate::error::{Error, Result};
-use crate::quant::{Quantised, QuantisedRef};
+use crate::quant::{Quantized, QuantizedRef};
 use crate::tensor::TensorRef;
 
 /// A stack of expert weights, as a product takes it.
@@ -14,8 +14,8 @@ use crate::tensor::TensorRef;
 pub enum Weight<'a, D: Device> {
     /// Of the rows' own type.
     Dense(TensorRef<'a, D>),
-    /// De-quantised as it is read.
-    Quantised(QuantisedRef<'a, D>),
+    /// De-quantized as it is read.
+    Quantized(QuantizedRef<'a, D>),
 }
 
 impl<D: Device> Clone for Weight<'_, D> {
@@ -31,9 +31,9 @@ impl<'a, D: Device> From<TensorRef<'a, D>> for Weight<'a, D> {
     }
 }
 
-impl<'a, D: Device> From<QuantisedRef<'a, D>> for Weight<'a, D> {
-    fn from(weight: QuantisedRef<'a, D>) -> Self {
-        Weight::Quantised(weight)
+impl<'a, D: Device> From<QuantizedRef<'a, D>> for Weight<'a, D> {
+    fn from(weight: QuantizedRef<'a, D>) -> Self {
+        Weight::Quantized(weight)
     }
 }
 
@@ -42,7 +42,7 @@ impl<D: Device> Weight<'_, D> {
     pub fn dims(&self) -> &[usize] {
         match self {
             Weight::Dense(tensor) => tensor.dims(),
-            Weight::Quantised(weight) => &weight.dims,
+            Weight::Quantized(weight) => &weight.dims,
         }
     }
 
@@ -50,7 +50,7 @@ impl<D: Device> Weight<'_, D> {
     pub fn borrow(&self) -> Weight<'_, D> {
         match self {
             Weight::Dense(tensor) => Weight::Dense(tensor.borrow()),
-            Weight::Quantised(weight) => Weight::Quantised(weight.borrow()),
+            Weight::Quantized(weight) => Weight::Quantized(weight.borrow()),
         }
     }
 }
@@ -59,7 +59,7 @@ impl<D: Device> Weight<'_, D> {
 pub trait WeightSource<D: Device>: Debug {
     /// Sizes of the whole weight.
     fn dims(&self) -> &[usize];
-    /// Element type, where that must be the tokens': a layer refuses another before any work. `None`: it is de-quantised
+    /// Element type, where that must be the tokens': a layer refuses another before any work. `None`: it is de-quantized
     /// to any, or known only when acquired.
     fn dtype(&self) -> Option<DType> {
         None
@@ -67,7 +67,7 @@ pub trait WeightSource<D: Device>: Debug {
     /// Makes the weight readable for work enqueued on `stream` after the guard's event.
     ///
     /// # Errors
-    /// Whatever gathering or de-quantising can meet.
+    /// Whatever gathering or de-quantizing can meet.
     fn acquire(&self, stream: &D::Stream) -> Result<WeightGuard<'_, D>>;
     /// True of a weight that has no gradient.
     fn frozen(&self) -> bool {
@@ -87,11 +87,11 @@ pub struct WeightGuard<'a, D: Device> {
 #[derive(Debug)]
 enum Held<'a, D: Device> {
     Borrowed(Weight<'a, D>),
-    Leased(Box<dyn Lease<D> + 'a>),
+    Leased(Box<dyn AcquiredWeight<D> + 'a>),
 }
 
 /// A weight in memory that is given back when this is dropped.
-pub trait Lease<D: Device>: Debug {
+pub trait AcquiredWeight<D: Device>: Debug {
     /// The weight.
     ///
     /// # Errors
@@ -106,14 +106,14 @@ impl<'a, D: Device> WeightGuard<'a, D> {
     }
 
     /// A weight that lives as long as its guard.
-    pub fn leased(lease: Box<dyn Lease<D> + 'a>, ready: Option<D::Event>) -> Self {
+    pub fn leased(lease: Box<dyn AcquiredWeight<D> + 'a>, ready: Option<D::Event>) -> Self {
         Self { held: Held::Leased(lease), ready }
     }
 
     /// The weight.
     ///
     /// # Errors
-    /// As [`Lease::tensor`].
+    /// As [`AcquiredWeight::tensor`].
     pub fn weight(&self) -> Result<Weight<'_, D>> {
         match &self.held {
             Held::Borrowed(weight) => Ok(weight.borrow()),
@@ -121,14 +121,14 @@ impl<'a, D: Device> WeightGuard<'a, D> {
         }
     }
 
-    /// The weight, where it is not quantised.
+    /// The weight, where it is not quantized.
     ///
     /// # Errors
-    /// As [`Lease::tensor`]; a quantised weight.
+    /// As [`AcquiredWeight::tensor`]; a quantized weight.
     pub fn tensor(&self) -> Result<TensorRef<'_, D>> {
         match &self.held {
             Held::Borrowed(Weight::Dense(tensor)) => Ok(tensor.borrow()),
-            Held::Borrowed(Weight::Quantised(weight)) => {
+            Held::Borrowed(Weight::Quantized(weight)) => {
                 let found = format!("one in {:?}", weight.format);
                 Err(Error::invalid("WeightGuard::tensor", "weight", "one of floating type", found))
             }
@@ -151,7 +151,7 @@ impl<D: Device> WeightSource<D> for TensorRef<'_, D> {
     }
 }
 
-impl<D: Device> WeightSource<D> for QuantisedRef<'_, D> {
+impl<D: Device> WeightSource<D> for QuantizedRef<'_, D> {
     fn dims(&self) -> &[usize] {
         &self.dims
     }
@@ -165,7 +165,7 @@ impl<D: Device> WeightSource<D> for QuantisedRef<'_, D> {
     }
 }
 
-impl<D: Device> WeightSource<D> for Quantised<D> {
+impl<D: Device> WeightSource<D> for Quantized<D> {
     fn dims(&self) -> &[usize] {
         self.dims()
     }

@@ -7,7 +7,7 @@ use std::time::Duration;
 use moebius::comm::{Communicator, Exchange, Op, ReduceOp, Tag, ThreadComm, ThreadWorld};
 use moebius::config::{AuxConfig, RouterConfig};
 use moebius::cpu::Cpu;
-use moebius::ep::{Capacity, DispatchInputs, DispatchSpec, DispatcherKind, Group, GroupConfig, PlanRequest, Transport};
+use moebius::ep::{Capacity, DispatchInputs, DispatchSpec, DispatcherKind, Group, GroupConfig, PlanRequest, RowOrder};
 use moebius::kernels::{Kernels, Linear, LinearBwd};
 use moebius::layer::{Cotangents, Inputs, Layer, Mode, Noise, Params, Wanted};
 use moebius::{DType, Error, MoeConfig, Shape, Tensor, TensorMut, TensorRef};
@@ -191,7 +191,7 @@ fn impossible_plans_are_errors() {
         ranks: usize,
         experts: usize,
         tokens: Vec<usize>,
-        transport: Transport,
+        row_order: RowOrder,
     }
     let good = || Case {
         name: "",
@@ -200,7 +200,7 @@ fn impossible_plans_are_errors() {
         ranks: 2,
         experts: 4,
         tokens: vec![1, 1],
-        transport: Transport::UniqueRows,
+        row_order: RowOrder::UniqueRows,
     };
     let cases = [
         good(),
@@ -208,7 +208,7 @@ fn impossible_plans_are_errors() {
         Case { name: "ids of all ranks", ids: [0, 1, 2, -2], ..good() },
         Case { name: "rank", rank: 2, ..good() },
         Case { name: "num_experts", experts: 5, ..good() },
-        Case { name: "top_k, transport", transport: Transport::Local, ..good() },
+        Case { name: "top_k, transport", row_order: RowOrder::Local, ..good() },
         Case { name: "tokens of each rank", tokens: vec![2], ..good() },
         Case { name: "ids of all ranks", tokens: vec![1, 2], ..good() },
     ];
@@ -223,7 +223,7 @@ fn impossible_plans_are_errors() {
             weights: None,
             tokens: &c.tokens,
             spec: &spec,
-            transport: c.transport,
+            row_order: c.row_order,
         };
         match (c.name, Cpu::new().plan(&(), request)) {
             ("", Ok(plan)) => assert_eq!(plan.stats.get().expect("stats").needed_rows, 1),

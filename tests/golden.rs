@@ -7,6 +7,7 @@ use std::io::Write;
 use std::path::{Path, PathBuf};
 
 use candle_core::{DType, Device, Result, Tensor};
+use common::devices::{self, Target, cases};
 use common::support::compare::{Difference, difference, difference_of, values};
 use common::support::dense::Params;
 use common::support::folder::{Folder, tokens};
@@ -16,13 +17,12 @@ use common::support::names;
 use common::support::run_burn;
 #[cfg(feature = "candle")]
 use common::support::run_candle;
-use common::target::{self, Target, cases};
 use common::{Cotangent, Outcome, Setup};
 use moebius::checkpoint::{BlockParams, Checkpoint, LoadOptions};
 use moebius::config::{BalanceKind, MoeConfig};
 use moebius::cpu::Cpu;
 use moebius::ep::DispatcherKind;
-use moebius::layer::Role;
+use moebius::layer::ParamKind;
 
 cases!(every_folder_matches_its_golden, bf16_is_near_f64);
 
@@ -165,7 +165,7 @@ impl Suite {
                     Some(found) => difference(&found, reference)?,
                     None => return Ok(None),
                 },
-                (_, Some(disk)) => self.dequantised(disk, reference)?,
+                (_, Some(disk)) => self.dequantized(disk, reference)?,
                 _ => return Ok(None),
             },
         }))
@@ -181,8 +181,8 @@ impl Suite {
         Ok(grads)
     }
 
-    /// A de-quantised weight, as the layer got it.
-    fn dequantised(&self, disk: &str, reference: &Tensor) -> AnyResult<Difference> {
+    /// A de-quantized weight, as the layer got it.
+    fn dequantized(&self, disk: &str, reference: &Tensor) -> AnyResult<Difference> {
         let layer = disk.split('.').find_map(|p| p.parse().ok()).unwrap_or(self.layer);
         if self.checkpoint.moe_layers().contains(&layer) {
             let job = self.job(layer, &[0], reference, reference);
@@ -287,7 +287,7 @@ fn ids_of(t: &Tensor) -> Result<Vec<Vec<usize>>> {
 
 /// Folders with a `config.json`, in order of name.
 fn folders() -> Vec<PathBuf> {
-    let root = target::golden();
+    let root = devices::golden();
     let entries = std::fs::read_dir(&root).unwrap_or_else(|e| panic!("{}: {e}", root.display()));
     let mut found: Vec<PathBuf> =
         entries.map(|e| e.unwrap().path()).filter(|p| p.join("config.json").is_file()).collect();
@@ -401,21 +401,21 @@ fn bf16_is_near_f64<D: Target>(device: &D) {
 
 /// The same values in f64.
 fn in_f64(params: &BlockParams) -> BlockParams {
-    let wide = |role: Role| {
+    let wide = |role: ParamKind| {
         let t = params.get(role)?;
         Some(common::CoreTensor::from_vec(t.to_f64(), t.dims()).expect("the same shape"))
     };
     BlockParams {
-        router: wide(Role::Router).expect("a router"),
-        router_bias: wide(Role::RouterBias),
-        selection_bias: wide(Role::SelectionBias),
-        up: wide(Role::Up).expect("up"),
-        up_bias: wide(Role::UpBias),
-        down: wide(Role::Down).expect("down"),
-        down_bias: wide(Role::DownBias),
-        shared_up: wide(Role::SharedUp),
-        shared_down: wide(Role::SharedDown),
-        shared_gate: wide(Role::SharedGate),
+        router: wide(ParamKind::Router).expect("a router"),
+        router_bias: wide(ParamKind::RouterBias),
+        selection_bias: wide(ParamKind::SelectionBias),
+        up: wide(ParamKind::Up).expect("up"),
+        up_bias: wide(ParamKind::UpBias),
+        down: wide(ParamKind::Down).expect("down"),
+        down_bias: wide(ParamKind::DownBias),
+        shared_up: wide(ParamKind::SharedUp),
+        shared_down: wide(ParamKind::SharedDown),
+        shared_gate: wide(ParamKind::SharedGate),
     }
 }
 
@@ -442,7 +442,7 @@ fn every_folder(check: impl Fn(&Path) -> AnyResult<(String, Vec<String>)>) {
 #[test]
 fn a_wrong_golden_is_found() {
     for name in ["qwen3_moe", "gpt_oss", "deepseek_v3_fp8"] {
-        let suite = Suite::open(&target::golden_of(name)).unwrap();
+        let suite = Suite::open(&devices::golden_of(name)).unwrap();
         let (main, aux) = suite.run(&Cpu::poisoning(), 1, DispatcherKind::Local).unwrap();
         for (tensor, value) in &suite.golden {
             if WHOLE_MODEL.contains(&tensor.as_str()) {

@@ -5,11 +5,11 @@
 mod common;
 
 use candle_core::{Tensor, Var};
+use common::devices::{Target, cases};
 use common::support::compare::{Difference, difference, values};
 use common::support::dense::{Dense, Params};
 use common::support::job::uneven;
 use common::support::random::Random;
-use common::target::{Target, cases};
 use common::{Cotangent, Outcome, Setup};
 use moebius::config::{
     Activation, BalanceKind, CapacityOrder, ExpertCapacity, GroupLimit, GroupScore, MoeConfig, Renorm, Score,

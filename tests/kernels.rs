@@ -1,7 +1,7 @@
 //! The seam that fused back-ends override: row maps, tile counters, destinations that add, padding, typed errors.
 //! Values are small integers, so every sum is exact in f32 and results are compared for equality.
 
-mod target;
+mod devices;
 
 use std::sync::atomic::{AtomicU32, Ordering};
 
@@ -10,7 +10,7 @@ use moebius::cpu::Cpu;
 use moebius::kernels::*;
 use moebius::{DType, Error, Tensor};
 
-use target::{Target, cases};
+use devices::{Target, cases};
 
 cases!(
     padding_is_neither_read_nor_written,
@@ -18,7 +18,7 @@ cases!(
     rows_go_where_the_map_says_and_add,
     weight_gradients_sum_over_filled_slots_only_and_add,
     wrong_arguments_are_errors,
-    zones_outside_are_errors,
+    segments_outside_are_errors,
     weights_at_activation_and_output_agree_and_input_differs,
     half_types_accumulate_in_f32,
 );
@@ -27,14 +27,14 @@ const H: usize = 8;
 const I: usize = 4;
 const EXPERTS: usize = 3;
 
-fn zones_of<D: Target>(device: &D, offsets: [i64; EXPERTS], counts: [i64; EXPERTS]) -> Zones<D> {
-    let put = |v: [i64; EXPERTS]| device.host(&Tensor::from_vec(v.to_vec(), &[EXPERTS]).expect("zones"));
-    Zones::new(put(offsets), put(counts), 8)
+fn segments_of<D: Target>(device: &D, offsets: [i64; EXPERTS], counts: [i64; EXPERTS]) -> Segments<D> {
+    let put = |v: [i64; EXPERTS]| device.host(&Tensor::from_vec(v.to_vec(), &[EXPERTS]).expect("segments"));
+    Segments::new(put(offsets), put(counts), 8)
 }
 
-/// Zones of 3, 0 and 2 filled slots, padded to 4: slots 3, 6 and 7 are padding.
-fn zones<D: Target>(device: &D) -> Zones<D> {
-    zones_of(device, [0, 4, 4], [3, 0, 2])
+/// Segments of 3, 0 and 2 filled slots, padded to 4: slots 3, 6 and 7 are padding.
+fn segments<D: Target>(device: &D) -> Segments<D> {
+    segments_of(device, [0, 4, 4], [3, 0, 2])
 }
 
 const FILLED: [(usize, usize); 5] = [(0, 0), (1, 0), (2, 0), (4, 2), (5, 2)];
@@ -87,14 +87,14 @@ impl<'a, D: Target> UpCase<'a, D> {
     }
 
     fn run(&self, rows: RowSource<'_, D>, out: RowDest<'_, D>) -> moebius::Result<()> {
-        self.run_in(&zones(self.device), rows, out)
+        self.run_in(&segments(self.device), rows, out)
     }
 
-    fn run_in(&self, zones: &Zones<D>, rows: RowSource<'_, D>, mut out: RowDest<'_, D>) -> moebius::Result<()> {
+    fn run_in(&self, segments: &Segments<D>, rows: RowSource<'_, D>, mut out: RowDest<'_, D>) -> moebius::Result<()> {
         let weight = f32s(self.device, &self.weight, &[EXPERTS, I, H]);
         let call = Up {
             rows: rows.borrow(),
-            zones,
+            segments,
             weight: weight.view().into(),
             bias: None,
             slot_weights: None,
@@ -168,7 +168,7 @@ fn finished_rows_are_counted() {
 fn a_gemm_waits_for_the_rows_of_its_producer() {
     let device = &Cpu::poisoning();
     let case = UpCase::new(device);
-    let zones = zones(device);
+    let segments = segments(device);
     let down = integers(EXPERTS * H * I, 3);
     let ready: Vec<AtomicU32> = (0..4).map(|_| AtomicU32::new(0)).collect();
     let mut slots = vec![f64::NAN; 8 * I];
@@ -178,7 +178,7 @@ fn a_gemm_waits_for_the_rows_of_its_producer() {
     let (hidden, weight) = (f32s(device, &slots, &[8, I]), f32s(device, &down, &[EXPERTS, H, I]));
     let mut out = f32s(device, &[0.0; 8 * H], &[8, H]);
     std::thread::scope(|scope| {
-        let (ready, hidden, weight, zones, out) = (&ready, &hidden, &weight, &zones, &mut out);
+        let (ready, hidden, weight, segments, out) = (&ready, &hidden, &weight, &segments, &mut out);
         let consumer = scope.spawn(move || {
             let rows = RowSource {
                 ready: Some(TileCounters { counters: ready.as_slice(), rows_per_tile: 2 }),
@@ -186,7 +186,7 @@ fn a_gemm_waits_for_the_rows_of_its_producer() {
             };
             let call = Down {
                 rows,
-                zones,
+                segments,
                 weight: weight.view().into(),
                 bias: None,
                 slot_weights: None,
@@ -213,7 +213,7 @@ fn weight_gradients_sum_over_filled_slots_only_and_add<D: Target>(device: &D) {
     let left = with_nan_padding(integers(8 * I, 4), I);
     let right = with_nan_padding(integers(8 * H, 5), H);
     let (left_rows, right_rows) = (f32s(device, &left, &[8, I]), f32s(device, &right, &[8, H]));
-    let zones = zones(device);
+    let segments = segments(device);
     for accumulate in [false, true] {
         let mut out = f32s(device, &[5.0; EXPERTS * I * H], &[EXPERTS, I, H]);
         let mut bias = f32s(device, &[5.0; EXPERTS * I], &[EXPERTS, I]);
@@ -221,7 +221,7 @@ fn weight_gradients_sum_over_filled_slots_only_and_add<D: Target>(device: &D) {
             left: RowSource::direct(left_rows.view()),
             right: RowSource::direct(right_rows.view()),
             slot_weights: None,
-            zones: &zones,
+            segments: &segments,
             out: out.view_mut(),
             bias: Some(BiasGrad { slot_weights: None, out: bias.view_mut() }),
             accumulate,
@@ -264,8 +264,8 @@ fn wrong_arguments_are_errors<D: Target>(device: &D) {
     assert!(matches!(error, Error::DType { .. } | Error::Invalid { .. }), "{error:?}");
 }
 
-/// An empty zone may lie anywhere; filled ones must be in order, apart and inside.
-fn zones_outside_are_errors<D: Target>(device: &D) {
+/// An empty segment may lie anywhere; filled ones must be in order, apart and inside.
+fn segments_outside_are_errors<D: Target>(device: &D) {
     let case = UpCase::new(device);
     let x = f32s(device, &case.x, &[8, H]);
     for (offsets, counts, good) in [
@@ -276,15 +276,15 @@ fn zones_outside_are_errors<D: Target>(device: &D) {
         ([0, 4, 4], [3, 0, -1], false),
     ] {
         let mut out = f32s(device, &[0.0; 8 * I], &[8, I]);
-        let zones = zones_of(device, offsets, counts);
-        let result = case.run_in(&zones, RowSource::direct(x.view()), RowDest::direct(out.view_mut()));
+        let segments = segments_of(device, offsets, counts);
+        let result = case.run_in(&segments, RowSource::direct(x.view()), RowDest::direct(out.view_mut()));
         assert_eq!(result.is_ok(), good, "{offsets:?} {counts:?}: {result:?}");
     }
 }
 
 fn weights_at_activation_and_output_agree_and_input_differs<D: Target>(device: &D) {
     let weights = f32s(device, &[0.5, 2.0, -1.0, f64::NAN, 0.25, 4.0, f64::NAN, f64::NAN], &[8]);
-    let (zones, case) = (zones(device), UpCase::new(device));
+    let (segments, case) = (segments(device), UpCase::new(device));
     let x = f32s(device, &case.x, &[8, H]);
     let up_weight = f32s(device, &case.weight, &[EXPERTS, I, H]);
     let down_weight = f32s(device, &integers(EXPERTS * H * I, 6), &[EXPERTS, H, I]);
@@ -293,7 +293,7 @@ fn weights_at_activation_and_output_agree_and_input_differs<D: Target>(device: &
         let mut out = f32s(device, &[0.0; 8 * H], &[8, H]);
         let up = Up {
             rows: RowSource::direct(x.view()),
-            zones: &zones,
+            segments: &segments,
             weight: up_weight.view().into(),
             bias: None,
             slot_weights: Some(SlotWeights { values: weights.view(), at }),
@@ -304,7 +304,7 @@ fn weights_at_activation_and_output_agree_and_input_differs<D: Target>(device: &
         device.up(&device.order(), up).unwrap();
         let down = Down {
             rows: RowSource::direct(hidden.view()),
-            zones: &zones,
+            segments: &segments,
             weight: down_weight.view().into(),
             bias: None,
             slot_weights: Some(SlotWeights { values: weights.view(), at }),

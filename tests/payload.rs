@@ -1,28 +1,28 @@
-//! Tokens that travel quantised, on CPU ranks: the same bits for any number of ranks, against a dense reference over rows
+//! Tokens that travel quantized, on CPU ranks: the same bits for any number of ranks, against a dense reference over rows
 //! that the codec has rounded, how far results move, how many bytes go where, and what is kept.
 //! (`conformance::payload` has every dispatcher and device.)
 
-#[path = "common/changed.rs"]
-mod changed;
 mod common;
+#[path = "common/faulty_comm.rs"]
+mod faulty_comm;
 
 use std::sync::Arc;
 use std::thread;
 use std::time::Duration;
 
 use candle_core::{Tensor, Var};
-use changed::Changed;
 use common::support::compare::{difference, values};
 use common::support::dense::{Dense, Params};
+use common::support::quantized_payload::{TOKENS as FORMAT, through};
 use common::support::random::Random;
-use common::support::travel::{TOKENS as FORMAT, through};
 use common::{CoreTensor, Cotangent, Outcome, Setup};
+use faulty_comm::Changed;
 use moebius::comm::{Communicator, Op, ThreadWorld};
 use moebius::config::{AuxConfig, Payload};
 use moebius::cpu::Cpu;
 use moebius::ep::{DispatcherKind, Group, GroupConfig};
 use moebius::kernels::Kernels;
-use moebius::layer::{Cotangents, Inputs, Layer, Mode, ParamViews, Role, StepSizes, Wanted};
+use moebius::layer::{Cotangents, Inputs, Layer, Mode, ParamKind, ParamViews, StepSizes, Wanted};
 use moebius::{DType, MoeConfig};
 
 const PAYLOADS: [Payload; 2] = [Payload::Nvfp4, Payload::Mxfp8];
@@ -39,8 +39,8 @@ fn config(payload: Payload) -> MoeConfig {
 /// Parameters, tokens and the gradient of the output.
 fn problem(config: &MoeConfig) -> (Params, Tensor, Tensor) {
     let mut random = Random::new(21);
-    let of = |role: Role| Some((role.name().to_string(), role.dims(config, EXPERTS)?));
-    let dims: Vec<(String, Vec<usize>)> = Role::ALL.into_iter().filter_map(of).collect();
+    let of = |role: ParamKind| Some((role.name().to_string(), role.dims(config, EXPERTS)?));
+    let dims: Vec<(String, Vec<usize>)> = ParamKind::ALL.into_iter().filter_map(of).collect();
     let params = dims.into_iter().map(|(name, dims)| (name, random.tensor(&dims, 0.2).unwrap())).collect();
     let dims = [TOKENS, config.hidden];
     (params, random.tensor(&dims, 1.0).unwrap(), random.tensor(&dims, 1.0).unwrap())
@@ -211,8 +211,8 @@ fn counted(config: &MoeConfig, (ranks, kind): (usize, DispatcherKind), dtype: DT
         let mut random = Random::new(3);
         let mut put = |dims: &[usize]| common::core(&random.tensor(dims, 0.3).unwrap(), dtype);
         let local = group.local_experts();
-        let params: Vec<(Role, CoreTensor)> =
-            Role::ALL.into_iter().filter_map(|role| Some((role, put(&role.dims(config, local)?)))).collect();
+        let params: Vec<(ParamKind, CoreTensor)> =
+            ParamKind::ALL.into_iter().filter_map(|role| Some((role, put(&role.dims(config, local)?)))).collect();
         // Other tokens on every rank.
         (0..=rank).for_each(|_| drop(put(&[1])));
         let (x, d_y) = (put(&[tokens, config.hidden]), put(&[tokens, config.hidden]));
@@ -311,10 +311,10 @@ fn what_is_kept_is_known_before() {
 /// Configurations that were written before there was a payload have none.
 #[test]
 fn configurations_without_a_payload_are_plain() {
-    let mut quantised = config(Payload::Nvfp4);
-    quantised.aux = AuxConfig::default();
-    let text = serde_json::to_string(&quantised).unwrap();
-    assert_eq!(serde_json::from_str::<MoeConfig>(&text).unwrap(), quantised);
+    let mut quantized = config(Payload::Nvfp4);
+    quantized.aux = AuxConfig::default();
+    let text = serde_json::to_string(&quantized).unwrap();
+    assert_eq!(serde_json::from_str::<MoeConfig>(&text).unwrap(), quantized);
     let mut older: serde_json::Value = serde_json::from_str(&text).unwrap();
     assert_eq!(older.as_object_mut().unwrap().remove("payload"), Some("Nvfp4".into()));
     assert_eq!(serde_json::from_value::<MoeConfig>(older).unwrap(), config(Payload::Plain));

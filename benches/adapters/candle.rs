@@ -5,7 +5,7 @@ use candle_nn::{VarBuilder, VarMap};
 use moebius::MoeConfig;
 use moebius::candle::{DeviceGroup, ExpertParallelMoE, cuda};
 use moebius::ep::GroupConfig;
-use moebius::layer::{Layer, Role};
+use moebius::layer::{Layer, ParamKind};
 
 use super::{Result, Workload, time};
 
@@ -19,7 +19,11 @@ pub fn run(workload: &Workload, gpu: &str) -> Result<()> {
     let device = Device::new_cuda_with_stream(0)?;
     let group = DeviceGroup::single(GroupConfig::new(e, t), &device)?;
     let map = VarMap::new();
-    let given = [(Role::Router, vec![e, h], h), (Role::Up, vec![e, 2 * i, h], h), (Role::Down, vec![e, h, i], i)];
+    let given = [
+        (ParamKind::Router, vec![e, h], h),
+        (ParamKind::Up, vec![e, 2 * i, h], h),
+        (ParamKind::Down, vec![e, h, i], i),
+    ];
     for (role, dims, scale) in given {
         let value = Var::from_tensor(&random(&dims, scale, &device)?)?;
         map.data().lock().map_err(|e| e.to_string())?.insert(role.name().to_string(), value);

@@ -1,9 +1,9 @@
-//! Random inputs. The host makes a few rows of normal values, and the GPU repeats them in random order: its matrix units
+//! Random inputs. The host makes a few rows of normal values, and the GPU repeats them in random order: its tensor cores
 //! see random bits everywhere, and the host is not the slowest part.
 
 use moebius::cpu::Cpu;
 use moebius::cuda::Cuda;
-use moebius::kernels::{GatherRows, Kernels, Zones};
+use moebius::kernels::{GatherRows, Kernels, Segments};
 use moebius::{DType, Result, Tensor};
 
 use crate::Workload;
@@ -56,8 +56,8 @@ impl Random {
     }
 }
 
-/// Slots of a routing: its zones, and the token of each slot.
-pub fn slots(cuda: &Cuda, w: &Workload, ids: &[i32]) -> Result<(Zones<Cuda>, Tensor<Cuda>)> {
+/// Slots of a routing: its segments, and the token of each slot.
+pub fn slots(cuda: &Cuda, w: &Workload, ids: &[i32]) -> Result<(Segments<Cuda>, Tensor<Cuda>)> {
     let mut of_expert = vec![Vec::new(); w.experts];
     for (choice, e) in ids.iter().enumerate() {
         of_expert[*e as usize].push((choice / w.top_k) as i32);
@@ -65,6 +65,6 @@ pub fn slots(cuda: &Cuda, w: &Workload, ids: &[i32]) -> Result<(Zones<Cuda>, Ten
     let counts: Vec<i64> = of_expert.iter().map(|l| l.len() as i64).collect();
     let offsets: Vec<i64> = counts.iter().scan(0, |sum, c| Some(std::mem::replace(sum, *sum + c))).collect();
     let put = |v: Vec<i64>| Tensor::from_vec(v, &[w.experts])?.to(cuda, &cuda.stream());
-    let zones = Zones::new(put(offsets)?, put(counts)?, w.slots());
-    Ok((zones, Tensor::from_vec(of_expert.concat(), &[w.slots()])?.to(cuda, &cuda.stream())?))
+    let segments = Segments::new(put(offsets)?, put(counts)?, w.slots());
+    Ok((segments, Tensor::from_vec(of_expert.concat(), &[w.slots()])?.to(cuda, &cuda.stream())?))
 }

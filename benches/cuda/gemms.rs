@@ -12,7 +12,7 @@ use crate::report::{Report, SETS};
 /// Rows in and out of the experts, of one routing.
 struct Set {
     x: Tensor<Cuda>,
-    zones: Zones<Cuda>,
+    segments: Segments<Cuda>,
     map: Tensor<Cuda>,
     pre: Tensor<Cuda>,
     hidden: Tensor<Cuda>,
@@ -32,10 +32,10 @@ pub fn run(cuda: &Cuda, report: &Report, w: &Workload) -> Result<()> {
     let n = w.slots();
     let sets = (0..SETS)
         .map(|_| {
-            let (zones, map) = slots(cuda, w, &random.experts(w))?;
+            let (segments, map) = slots(cuda, w, &random.experts(w))?;
             Ok(Set {
                 x: random.tensor(cuda, &[w.tokens, w.hidden], 1.0)?,
-                zones,
+                segments,
                 map,
                 pre: random.tensor(cuda, &[n, 2 * w.inner], 1.0)?,
                 hidden: random.tensor(cuda, &[n, w.inner], 0.5)?,
@@ -71,7 +71,7 @@ impl Gemms<'_> {
             self.time(phase, 2.0 * flop, |set, weights| {
                 let call = Up {
                     rows: RowSource::mapped(set.x.view(), set.map.view()),
-                    zones: &set.zones,
+                    segments: &set.segments,
                     weight: up.view().into(),
                     bias: None,
                     slot_weights: Some(SlotWeights { values: weights.view(), at: WeightAt::Activation }),
@@ -85,7 +85,7 @@ impl Gemms<'_> {
         self.time("gemm2", flop, |set, weights| {
             let call = Down {
                 rows: RowSource::direct(set.hidden.view()),
-                zones: &set.zones,
+                segments: &set.segments,
                 weight: down.view().into(),
                 bias: None,
                 slot_weights: Some(SlotWeights { values: weights.view(), at: WeightAt::Activation }),
@@ -103,7 +103,7 @@ impl Gemms<'_> {
         self.time("dgrad2", flop, |set, weights| {
             let call = DownBwd {
                 grad: RowSource::mapped(set.x.view(), set.map.view()),
-                zones: &set.zones,
+                segments: &set.segments,
                 weight: down.view().into(),
                 bias: None,
                 pre: set.pre.view(),
@@ -118,7 +118,7 @@ impl Gemms<'_> {
         self.time("dgrad1", 2.0 * flop, |set, _| {
             let call = UpDgrad {
                 d_pre: d_pre.view(),
-                zones: &set.zones,
+                segments: &set.segments,
                 weight: up.view().into(),
                 input_weight: None,
                 out: RowDest::direct(set.out.view_mut()),
@@ -138,7 +138,7 @@ impl Gemms<'_> {
                     left: RowSource::direct(set.pre.view()),
                     right: RowSource::mapped(set.x.view(), set.map.view()),
                     slot_weights: None,
-                    zones: &set.zones,
+                    segments: &set.segments,
                     out: d_up.view_mut(),
                     bias: None,
                     accumulate,
@@ -150,7 +150,7 @@ impl Gemms<'_> {
                     left: RowSource::mapped(set.x.view(), set.map.view()),
                     right: RowSource::direct(set.hidden.view()),
                     slot_weights: None,
-                    zones: &set.zones,
+                    segments: &set.segments,
                     out: d_down.view_mut(),
                     bias: None,
                     accumulate,

@@ -5,7 +5,7 @@ use std::cell::RefCell;
 use moebius::config::MoeConfig;
 use moebius::cuda::Cuda;
 use moebius::ep::{Group, GroupConfig};
-use moebius::layer::{Cotangents, GradientsMut, Inputs, Layer, Mode, ParamViews, Role};
+use moebius::layer::{Cotangents, GradientsMut, Inputs, Layer, Mode, ParamKind, ParamViews};
 use moebius::{DType, Result, Tensor};
 
 use crate::Workload;
@@ -117,9 +117,9 @@ pub fn run(cuda: &Cuda, report: &Report, w: &Workload) -> Result<()> {
     };
     let params = ParamViews::collect(|role| {
         Ok(match role {
-            Role::Router => Some(weights.router.view()),
-            Role::Up => Some(weights.up.view()),
-            Role::Down => Some(weights.down.view()),
+            ParamKind::Router => Some(weights.router.view()),
+            ParamKind::Up => Some(weights.up.view()),
+            ParamKind::Down => Some(weights.down.view()),
             _ => None,
         })
     })?;

@@ -6,7 +6,7 @@
 //!     [--portable] [--quant] [--workloads] [WORKLOAD …]
 //! ```
 //!
-//! `--quant` measures quantisation and products with quantised weights, and nothing else.
+//! `--quant` measures quantization and products with quantized weights, and nothing else.
 //! `--workloads` prints the workloads, for the peers, and measures nothing.
 
 mod data;

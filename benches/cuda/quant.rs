@@ -1,4 +1,4 @@
-//! Quantisation, and products with weights that stay quantised.
+//! Quantization, and products with weights that stay quantized.
 
 use moebius::config::Activation;
 use moebius::cuda::Cuda;
@@ -101,7 +101,7 @@ pub fn codec(cuda: &Cuda, report: &Report) -> Result<()> {
 }
 
 /// A stack in NVFP4 by the codec, one factor for all.
-fn quantised(cuda: &Cuda, dense: &Tensor<Cuda>) -> Result<Quantised<Cuda>> {
+fn quantized(cuda: &Cuda, dense: &Tensor<Cuda>) -> Result<Quantized<Cuda>> {
     let stream = cuda.stream();
     let dims = dense.dims();
     let (stack, rows, columns) = (dims[0], dims[1], dims[2]);
@@ -112,7 +112,7 @@ fn quantised(cuda: &Cuda, dense: &Tensor<Cuda>) -> Result<Quantised<Cuda>> {
     let factor = Nvfp4::second_scale(cuda.read(&stream, made.amax.view())?[0] as f32);
     let factors = Tensor::from_vec(vec![factor; stack], &[stack, 1])?.to(cuda, &cuda.stream())?;
     let parts = (made.codes.reshape(&[stack, rows, columns / 2])?, made.scales.reshape(&[stack, rows, columns / 16])?);
-    Quantised::new(WeightFormat::Nvfp4, ([stack, rows, columns], 1), (parts.0, parts.1, Some(factors)))
+    Quantized::new(WeightFormat::Nvfp4, ([stack, rows, columns], 1), (parts.0, parts.1, Some(factors)))
 }
 
 /// The two products of a forward with weights in bf16 and in NVFP4. Sets of weights take turns where they would fit a
@@ -122,22 +122,22 @@ pub fn products(cuda: &Cuda, report: &Report, w: &Workload) -> Result<()> {
     let n = w.slots();
     let up = random.tensor(cuda, &[w.experts, 2 * w.inner, w.hidden], (w.hidden as f64).powf(-0.5))?;
     let down = random.tensor(cuda, &[w.experts, w.hidden, w.inner], (w.inner as f64).powf(-0.5))?;
-    let (up_codes, down_codes) = (quantised(cuda, &up)?, quantised(cuda, &down)?);
+    let (up_codes, down_codes) = (quantized(cuda, &up)?, quantized(cuda, &down)?);
     let ids = random.experts(w);
     let used = (0..w.experts as i32).filter(|e| ids.contains(e)).count();
-    let (zones, map) = slots(cuda, w, &ids)?;
+    let (segments, map) = slots(cuda, w, &ids)?;
     let xs = (0..SETS).map(|_| random.tensor(cuda, &[w.tokens, w.hidden], 1.0)).collect::<Result<Vec<_>>>()?;
     let mut hidden = Tensor::empty(cuda, DType::BF16, &[n, w.inner])?;
     let mut out = Tensor::empty(cuda, DType::BF16, &[n, w.hidden])?;
     let bytes = (used * w.hidden * w.inner) as f64;
     for (suffix, up, down, each) in [
         ("", Weight::Dense(up.view()), Weight::Dense(down.view()), WIDE),
-        ("-w4a16", Weight::Quantised(up_codes.view()), Weight::Quantised(down_codes.view()), NARROW),
+        ("-w4a16", Weight::Quantized(up_codes.view()), Weight::Quantized(down_codes.view()), NARROW),
     ] {
         let mut first = |set: usize| {
             let call = Up {
                 rows: RowSource::mapped(xs[set].view(), map.view()),
-                zones: &zones,
+                segments: &segments,
                 weight: up.borrow(),
                 bias: None,
                 slot_weights: None,
@@ -152,7 +152,7 @@ pub fn products(cuda: &Cuda, report: &Report, w: &Workload) -> Result<()> {
         let mut second = |_| {
             let call = Down {
                 rows: RowSource::direct(hidden.view()),
-                zones: &zones,
+                segments: &segments,
                 weight: down.borrow(),
                 bias: None,
                 slot_weights: None,

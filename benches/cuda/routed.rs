@@ -70,7 +70,7 @@ impl<'a> Routed<'a> {
         let mut hidden = self.slots(w.inner)?;
         let up = Up {
             rows: received.source(set.x.view(), &handle),
-            zones: handle.zones(),
+            segments: handle.segments(),
             weight: self.weights.up.view().into(),
             bias: None,
             slot_weights: scaled(&received),
@@ -82,7 +82,7 @@ impl<'a> Routed<'a> {
         let mut out = self.slots(w.hidden)?;
         let down = Down {
             rows: RowSource::direct(hidden.view()),
-            zones: handle.zones(),
+            segments: handle.segments(),
             weight: self.weights.down.view().into(),
             bias: None,
             slot_weights: scaled(&received),
@@ -103,7 +103,7 @@ impl<'a> Routed<'a> {
         let mut d_slot_weights = Tensor::empty(cuda, DType::F32, &[w.slots()])?;
         let down = DownBwd {
             grad: d_out.source(set.d_y.view(), &handle),
-            zones: handle.zones(),
+            segments: handle.segments(),
             weight: self.weights.down.view().into(),
             bias: None,
             pre: pre.view(),
@@ -117,7 +117,7 @@ impl<'a> Routed<'a> {
         let mut d_rows = self.slots(w.hidden)?;
         let up = UpDgrad {
             d_pre: d_pre.view(),
-            zones: handle.zones(),
+            segments: handle.segments(),
             weight: self.weights.up.view().into(),
             input_weight: None,
             out: RowDest::direct(d_rows.view_mut()),
@@ -131,7 +131,7 @@ impl<'a> Routed<'a> {
                 left,
                 right,
                 slot_weights: None,
-                zones: handle.zones(),
+                segments: handle.segments(),
                 out: out.view_mut(),
                 bias: None,
                 accumulate: false,

@@ -3,7 +3,7 @@
 //! A stack of layers, each with all experts on every rank and its weights cut over the ranks. Times are of a layer in the
 //! middle of the stack, between events of the computation's stream: of the computation alone, with whole weights at hand;
 //! of the collectives alone, each weight taken and let go; of both; and of both without the collectives, which leaves the
-//! chain's own work in the computation's order (shards put in place, sums, casts, de-quantising).
+//! chain's own work in the computation's order (shards put in place, sums, casts, de-quantizing).
 
 use std::sync::Arc;
 
@@ -12,9 +12,9 @@ use moebius::cuda::Cuda;
 use moebius::cuda::cudarc::driver::CudaEvent;
 use moebius::ep::{Group, GroupConfig};
 use moebius::etp::{
-    Chain, Comms, EtpOptions, Memory, Payload, Phase, Reduction, Shard, ShardDevice, Shares, WeightId, WeightSpec,
+    Chain, ChainMemory, Comms, EtpOptions, Payload, Phase, Reduction, Shard, ShardDevice, Shares, WeightId, WeightSpec,
 };
-use moebius::layer::{Context, Cotangents, Inputs, Layer, Mode, ParamViews, Params, Role};
+use moebius::layer::{Context, Cotangents, Inputs, Layer, Mode, ParamKind, ParamViews, Params};
 use moebius::nccl::{NcclComm, NcclLibrary, NcclWorld};
 use moebius::weights::WeightSource;
 use moebius::{DType, Result, Tensor};
@@ -41,7 +41,7 @@ struct Setting {
     payload: Payload,
     /// Steps that gathers start ahead; 0: none does.
     ahead: usize,
-    /// Multiprocessors that the computation beside collectives leaves to them.
+    /// SMs that the computation beside collectives leaves to them.
     spare: usize,
     lanes: usize,
     /// Copy engines move what they can.
@@ -62,7 +62,7 @@ pub struct Asked {
 
 pub fn run(library: &NcclLibrary, world: &NcclWorld, report: &Report, (gpus, asked): (&[Cuda], &Asked)) -> Result<()> {
     let lane = |engines: bool| -> Result<NcclWorld> {
-        let beside: Vec<Cuda> = gpus.iter().map(Cuda::beside).collect::<Result<_>>()?;
+        let beside: Vec<Cuda> = gpus.iter().map(Cuda::with_new_stream).collect::<Result<_>>()?;
         let make = if engines { NcclWorld::with_copy_engines } else { NcclWorld::new };
         make(library, &beside, PATIENCE)
     };
@@ -108,7 +108,7 @@ struct Part {
     work: Times,
     /// After the last layer's backward, until its gradients have arrived.
     tail: Vec<f64>,
-    memory: Memory,
+    memory: ChainMemory,
     /// Bytes of the lanes' own memory.
     lanes: usize,
     shards: usize,
@@ -154,9 +154,9 @@ fn lines(report: &Report, (w, setting): (Workload, Setting), parts: &[Part]) {
     report.etp(&w, "etp_add", add.median, &format!("{about},{rest}"));
     let m = &p.memory;
     let rest = format!(
-        "\"layers\":{LAYERS},\"shards\":{},\"main\":{},\"gathered\":{},\"quantised\":{},\"arrived\":{},\"gradients\":{},\
+        "\"layers\":{LAYERS},\"shards\":{},\"main\":{},\"gathered\":{},\"quantized\":{},\"arrived\":{},\"gradients\":{},\
          \"reduced\":{},\"lanes\":{},\"bytes_an_element\":{:.4}",
-        p.shards, m.main, m.gathered, m.quantised, m.arrived, m.gradients, m.reduced, p.lanes, p.bytes_an_element
+        p.shards, m.main, m.gathered, m.quantized, m.arrived, m.gradients, m.reduced, p.lanes, p.bytes_an_element
     );
     report.etp(&w, "etp_memory", 0.0, &format!("{about},{rest}"));
 }
@@ -203,7 +203,7 @@ fn measure(
     (w, setting): (Workload, Setting),
     (gather, reduce): (NcclComm, NcclComm),
 ) -> Result<Part> {
-    let cuda = gpu.sparing(setting.spare);
+    let cuda = gpu.reserving_sms(setting.spare);
     let lanes = [gather.cuda().clone(), reduce.cuda().clone()];
     let (prefetch, ahead) = (setting.ahead > 0, setting.ahead.max(1));
     let (in_turn, reduction) = (setting.lanes == 1, Reduction::Pairwise);
@@ -247,7 +247,7 @@ fn measure(
         both: Times::default(),
         work: Times::default(),
         tail: Vec::new(),
-        memory: Memory::default(),
+        memory: ChainMemory::default(),
         lanes: 0,
         shards,
         bytes_an_element: 0.0,
@@ -341,9 +341,9 @@ impl Bench {
     fn views(&self) -> Result<ParamViews<'_, Cuda>> {
         ParamViews::collect(|role| {
             Ok(match role {
-                Role::Router => Some(self.router.view()),
-                Role::Up => Some(self.whole[0].view()),
-                Role::Down => Some(self.whole[1].view()),
+                ParamKind::Router => Some(self.router.view()),
+                ParamKind::Up => Some(self.whole[0].view()),
+                ParamKind::Down => Some(self.whole[1].view()),
                 _ => None,
             })
         })
@@ -378,7 +378,7 @@ impl Bench {
                 drop(self.chain.source(id)?.acquire(&stream)?);
             }
             for id in [down, up] {
-                self.chain.submit(self.chain.room(id)?)?;
+                self.chain.submit(self.chain.gradient_buffer(id)?)?;
             }
             return Ok(());
         }
@@ -394,7 +394,7 @@ impl Bench {
             let inputs = Inputs { x: self.x.view(), params: &params };
             return self.layer.backward_into(group, context, (inputs, cotangents), into);
         }
-        let (mut room_up, mut room_down) = (self.chain.room(up)?, self.chain.room(down)?);
+        let (mut room_up, mut room_down) = (self.chain.gradient_buffer(up)?, self.chain.gradient_buffer(down)?);
         let sources = (self.chain.source(up)?, self.chain.source(down)?);
         let params = params(&views, &sources.0, &sources.1);
         let into = gradients(&mut d_x, &mut d_router, [room_up.view_mut()?, room_down.view_mut()?]);

@@ -3,7 +3,7 @@
 use moebius::config::{MoeConfig, Payload};
 use moebius::cuda::Cuda;
 use moebius::ep::{Capacity, Group};
-use moebius::layer::{Cotangents, DispatchOptions, GradientsMut, Inputs, Layer, Mode, ParamViews, Role};
+use moebius::layer::{Cotangents, DispatchOptions, GradientsMut, Inputs, Layer, Mode, ParamKind, ParamViews};
 use moebius::nccl::NcclWorld;
 use moebius::{DType, Result, Tensor, TensorMut};
 
@@ -102,9 +102,9 @@ fn measure(
     let (mut d_router, mut d_up, mut d_down) = (of(&weights.router)?, of(&weights.up)?, of(&weights.down)?);
     let params = ParamViews::collect(|role| {
         Ok(match role {
-            Role::Router => Some(weights.router.view()),
-            Role::Up => Some(weights.up.view()),
-            Role::Down => Some(weights.down.view()),
+            ParamKind::Router => Some(weights.router.view()),
+            ParamKind::Up => Some(weights.up.view()),
+            ParamKind::Down => Some(weights.down.view()),
             _ => None,
         })
     })?;

@@ -32,7 +32,7 @@ def pieces(phases):
     prepare = [phases[p] for p in PREPARES if p in phases]
     found = {"prepare": min(prepare)} if prepare else {}
     found.update({call: phases[call] for call, _ in CALLS[1:] if call in phases})
-    return [(call, colour, found[call]) for call, colour in CALLS if call in found]
+    return [(call, color, found[call]) for call, color in CALLS if call in found]
 
 
 def text(x, y, what, more=""):
@@ -51,9 +51,9 @@ def draw(times):
         for name, bar in bars.items():
             out.append(text(LEFT - 8, y + BAR - 4, name, 'text-anchor="end"'))
             x = LEFT
-            for call, colour, time in bar:
+            for call, color, time in bar:
                 width = time / most * SCALE
-                out.append(f'<rect x="{x:.1f}" y="{y}" width="{width:.1f}" height="{BAR - 3}" fill="{colour}">'
+                out.append(f'<rect x="{x:.1f}" y="{y}" width="{width:.1f}" height="{BAR - 3}" fill="{color}">'
                            f'<title>{escape(call)}: {time:.0f} µs</title></rect>')
                 x += width
             out.append(text(x + 6, y + BAR - 4, f"{sum(time for _, _, time in bar):.0f}"))
@@ -62,8 +62,8 @@ def draw(times):
     head = [f'<svg xmlns="http://www.w3.org/2000/svg" width="{LEFT + SCALE + 70}" height="{y}" '
             'font-family="sans-serif" font-size="11">', '<rect width="100%" height="100%" fill="white"/>',
             text(10, 16, "One call after another, µs, median of the slowest rank; each workload has a scale of its own")]
-    for i, (call, colour) in enumerate(CALLS):
-        head += [f'<rect x="{LEFT + 110 * i}" y="24" width="11" height="11" fill="{colour}"/>',
+    for i, (call, color) in enumerate(CALLS):
+        head += [f'<rect x="{LEFT + 110 * i}" y="24" width="11" height="11" fill="{color}"/>',
                  text(LEFT + 110 * i + 16, 34, call)]
     return "\n".join(head + out + ["</svg>"]) + "\n"
 

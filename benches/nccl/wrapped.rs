@@ -69,8 +69,8 @@ impl<A: About> Communicator<Cuda> for Wrapped<A> {
     fn as_any(&mut self) -> Option<&mut dyn std::any::Any> {
         self.inner.as_any()
     }
-    fn copies_beside(&self) -> bool {
-        self.inner.copies_beside()
+    fn uses_copy_engines(&self) -> bool {
+        self.inner.uses_copy_engines()
     }
     fn memory(&mut self, tag: Tag, dtype: DType, dims: &[usize]) -> Result<Option<Tensor<Cuda>>> {
         self.inner.memory(tag, dtype, dims)

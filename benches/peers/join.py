@@ -102,11 +102,11 @@ def plot(lines, dense):
     ours = [line for line in ours if line["ratio_best_peer"]]
     width, left, top, bar = 900, 210, 40, 14
     height = top + len(ours) * (3 * bar + 14) + 10
-    colours = {"ours": "#0b6e4f", "best peer": "#c5a880", "at the dense rate": "#b8b8b8"}
+    colors = {"ours": "#0b6e4f", "best peer": "#c5a880", "at the dense rate": "#b8b8b8"}
     svg = [f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" font-family="sans-serif" font-size="12">']
     svg.append(f'<rect width="{width}" height="{height}" fill="white"/>')
-    for i, (name, colour) in enumerate(colours.items()):
-        svg.append(f'<rect x="{left + 170 * i}" y="12" width="12" height="12" fill="{colour}"/>')
+    for i, (name, color) in enumerate(colors.items()):
+        svg.append(f'<rect x="{left + 170 * i}" y="12" width="12" height="12" fill="{color}"/>')
         svg.append(f'<text x="{left + 170 * i + 18}" y="22">{name}</text>')
     for row, line in enumerate(ours):
         floor = line["ms"] * line["ratio_cublas"] if line["ratio_cublas"] else 0.0
@@ -117,7 +117,7 @@ def plot(lines, dense):
         svg.append(f'<text x="{left - 10}" y="{y + 1.7 * bar}" text-anchor="end">{line["workload"]}, {line["phase"]}</text>')
         for i, (name, time) in enumerate(times):
             label = f"{time:.2f} ms" + (f" ({line['best_peer']})" if name == "best peer" else "")
-            svg.append(f'<rect x="{left}" y="{y + i * bar}" width="{time * scale:.1f}" height="{bar - 2}" fill="{colours[name]}"/>')
+            svg.append(f'<rect x="{left}" y="{y + i * bar}" width="{time * scale:.1f}" height="{bar - 2}" fill="{colors[name]}"/>')
             svg.append(f'<text x="{left + time * scale + 5:.1f}" y="{y + (i + 0.8) * bar}" font-size="11">{label}</text>')
     svg.append("</svg>")
     return "\n".join(svg) + "\n"

@@ -27,11 +27,11 @@ impl Folder {
         let config = names::config_json(dir)?;
         let text = config.get("text_config").unwrap_or(&config);
         let field = |name: &str| text.get(name).or_else(|| config.get(name)).filter(|v| !v.is_null());
-        let quantised = field("quantization_config").is_some() || dir.join("hf_quant_config.json").exists();
+        let quantized = field("quantization_config").is_some() || dir.join("hf_quant_config.json").exists();
         let stored = field("dtype").or_else(|| field("torch_dtype")).and_then(|v| v.as_str());
         let dtype = match stored {
-            // Quantised weights are de-quantised to f32, and their goldens computed in it.
-            _ if quantised => MoebiusDType::F32,
+            // Quantized weights are de-quantized to f32, and their goldens computed in it.
+            _ if quantized => MoebiusDType::F32,
             Some("bfloat16") => MoebiusDType::BF16,
             Some("float16") => MoebiusDType::F16,
             _ => MoebiusDType::F32,

@@ -7,14 +7,14 @@ pub mod device;
 pub mod folder;
 pub mod job;
 pub mod names;
-#[cfg(feature = "candle")]
-pub mod parcel;
 pub mod processes;
+pub mod quantized_payload;
 pub mod random;
+#[cfg(feature = "candle")]
+pub mod rank_results;
 #[cfg(feature = "burn")]
 pub mod run_burn;
 #[cfg(feature = "candle")]
 pub mod run_candle;
 pub mod stages;
 pub mod table;
-pub mod travel;

@@ -11,8 +11,8 @@ use moebius::layer::Mode;
 
 use super::device::{Seat, seats};
 use super::job::{AnyError, Clock, Job, Outcome, RankOutcome, candle_dtype, join, on_ranks, share};
-use super::parcel::{Parcel, gather};
 use super::processes::Process;
+use super::rank_results::{RankResults, gather};
 
 /// Runs a job through candle's autograd, ranks as threads on the CPU.
 ///
@@ -42,12 +42,12 @@ pub fn run_process(job: &Job, process: Process) -> Result<Option<Outcome>, AnyEr
     if rank > 0 {
         return Ok(None);
     }
-    let parts = told.iter().map(|bytes| unpacked(&Parcel::unpack(bytes)?, &own.times));
+    let parts = told.iter().map(|bytes| unpacked(&RankResults::unpack(bytes)?, &own.times));
     join(parts.collect::<Result<_, _>>()?).map(Some)
 }
 
-fn packed(own: &RankOutcome) -> Result<Parcel, AnyError> {
-    let mut parcel = Parcel::default();
+fn packed(own: &RankOutcome) -> Result<RankResults, AnyError> {
+    let mut parcel = RankResults::default();
     let named = own.grads.iter().map(|(name, t)| (format!("gradient.{name}"), t));
     for (name, t) in [("y".to_string(), &own.y), ("dx".to_string(), &own.dx)].into_iter().chain(named) {
         parcel.put(name, t.dims(), t.flatten_all()?.to_vec1::<f64>()?);
@@ -60,7 +60,7 @@ fn packed(own: &RankOutcome) -> Result<Parcel, AnyError> {
 }
 
 /// A rank's outcome; its stages are `stages`' own.
-fn unpacked(parcel: &Parcel, stages: &[(&'static str, Duration)]) -> Result<RankOutcome, AnyError> {
+fn unpacked(parcel: &RankResults, stages: &[(&'static str, Duration)]) -> Result<RankOutcome, AnyError> {
     let tensor = |(dims, values): (&[usize], &[f64])| Tensor::from_slice(values, dims, &Device::Cpu);
     let whole = |values: &[f64]| values.iter().map(|n| *n as usize).collect::<Vec<usize>>();
     let grads =

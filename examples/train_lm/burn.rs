@@ -225,9 +225,9 @@ impl<A: AutodiffBackend> ModuleVisitor<A> for Snapshot<'_> {
 pub struct Rank<Bk: MoeBackend + NativeBackend> {
     settings: Settings,
     group: DeviceGroup,
-    /// Taken while the optimiser has it.
+    /// Taken while the optimizer has it.
     model: Option<Model<Autodiff<Bk>>>,
-    optimiser: OptimizerAdaptor<AdamW, Model<Autodiff<Bk>>, Autodiff<Bk>>,
+    optimizer: OptimizerAdaptor<AdamW, Model<Autodiff<Bk>>, Autodiff<Bk>>,
 }
 
 impl<Bk: MoeBackend + NativeBackend> Rank<Bk> {
@@ -244,8 +244,8 @@ impl<Bk: MoeBackend + NativeBackend> Rank<Bk> {
             return Err(format!("no first values for {:?}", fill.missing).into());
         }
         // As candle's AdamW has them.
-        let optimiser = AdamWConfig::new().with_weight_decay(0.01).with_epsilon(1e-8).init();
-        Ok(Self { settings: settings.clone(), group, model: Some(model), optimiser })
+        let optimizer = AdamWConfig::new().with_weight_decay(0.01).with_epsilon(1e-8).init();
+        Ok(Self { settings: settings.clone(), group, model: Some(model), optimizer })
     }
 }
 
@@ -270,7 +270,7 @@ impl<Bk: MoeBackend + NativeBackend> Worker for Rank<Bk> {
             model.visit(&mut snapshot);
             Check { params: snapshot.params, ids: ids.into_iter().map(rows_of).collect(), tokens: Vec::new() }
         });
-        self.model = Some(self.optimiser.step(self.settings.learning_rate_at(step), model, gradients));
+        self.model = Some(self.optimizer.step(self.settings.learning_rate_at(step), model, gradients));
         // Read last: on a GPU the host has nothing left to enqueue.
         let loss = loss.into_data().iter::<f64>().sum();
         let load = load.iter().map(|load| Ok(load.get()?.tokens_per_expert.clone())).collect::<moebius::Result<_>>()?;

@@ -26,7 +26,7 @@ pub struct Rank {
     model: Model,
     layers: Vec<ExpertParallelMoE>,
     sharded: Option<Box<dyn Experts>>,
-    optimiser: AdamW,
+    optimizer: AdamW,
 }
 
 impl Rank {
@@ -70,8 +70,8 @@ impl Rank {
             sharded.adopt(&layers);
         }
         let vars = model.vars().values().cloned().collect();
-        let optimiser = AdamW::new(vars, ParamsAdamW { lr: settings.learning_rate, ..ParamsAdamW::default() })?;
-        Ok(Self { settings: settings.clone(), world, model, layers, sharded, optimiser })
+        let optimizer = AdamW::new(vars, ParamsAdamW { lr: settings.learning_rate, ..ParamsAdamW::default() })?;
+        Ok(Self { settings: settings.clone(), world, model, layers, sharded, optimizer })
     }
 
     /// All ranks.
@@ -176,7 +176,7 @@ struct Seen {
     load: Vec<Vec<usize>>,
     /// Choices by layer and token, where they are asked for.
     ids: Option<Vec<Vec<Vec<u32>>>>,
-    /// Tokens by layer, where these are asked for and travel quantised.
+    /// Tokens by layer, where these are asked for and travel quantized.
     tokens: Vec<Vec<f32>>,
 }
 
@@ -200,8 +200,8 @@ impl Worker for Rank {
             None => None,
         };
         let norm = settings.clip.map(|most| self.clip(step, most, &mut grads)).transpose()?;
-        self.optimiser.set_learning_rate(settings.learning_rate_at(step));
-        self.optimiser.step(&grads)?;
+        self.optimizer.set_learning_rate(settings.learning_rate_at(step));
+        self.optimizer.step(&grads)?;
         let passes = (step + 1) * settings.microbatches;
         let cost = self.sharded.as_ref().map(|sharded| sharded.cost(passes));
         Ok(Report { loss: seen.loss, load: seen.load, norm, cost, check })

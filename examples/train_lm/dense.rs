@@ -102,7 +102,7 @@ pub struct DenseExperts<'a> {
     pub balance: f64,
     /// Tokens that are balanced among themselves; the loss is the mean over these blocks.
     pub blocks: &'a [Vec<u32>],
-    /// Where tokens travel quantised: what the experts read in their place, `[T, H]`. Gradients pass straight through.
+    /// Where tokens travel quantized: what the experts read in their place, `[T, H]`. Gradients pass straight through.
     pub read: Option<Tensor>,
 }
 
@@ -112,7 +112,7 @@ const NEAR: f32 = 1e-4;
 
 impl DenseExperts<'_> {
     /// Every expert on every token of `x [T, H]`, weighted by zero where it was not chosen. Softmax routing,
-    /// renormalised over the K experts in `ids` (U32 `[T, K]`); the balance loss is E · Σ f·P.
+    /// renormalized over the K experts in `ids` (U32 `[T, K]`); the balance loss is E · Σ f·P.
     pub fn forward(&self, x: &Tensor, ids: &[Vec<u32>]) -> Result<(Tensor, Tensor)> {
         let logits = x.matmul(&self.router.t()?)?;
         let (t, e) = logits.dims2()?;

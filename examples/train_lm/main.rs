@@ -15,18 +15,18 @@ mod dense;
 mod device;
 mod lm;
 mod mesh;
-#[path = "../support/parcel.rs"]
-mod parcel;
 mod plot;
 mod process;
 #[path = "../support/processes.rs"]
 mod processes;
+#[path = "../support/quantized_payload.rs"]
+mod quantized_payload;
+#[path = "../support/rank_results.rs"]
+mod rank_results;
 mod ranks;
 mod sharded;
 #[cfg(test)]
 mod tests;
-#[path = "../support/travel.rs"]
-mod travel;
 mod twin;
 mod world;
 
@@ -136,9 +136,9 @@ enum Framework {
 enum Form {
     /// as they are
     Plain,
-    /// quantised, 0.5625 bytes an element
+    /// quantized, 0.5625 bytes an element
     Nvfp4,
-    /// quantised, 1.03125 bytes an element
+    /// quantized, 1.03125 bytes an element
     Mxfp8,
 }
 

@@ -196,7 +196,7 @@ mod gpus {
             Ok(comms.into_iter().map(|comm| Box::new(comm) as Box<_>).collect())
         };
         let lane = || -> Result<_, Failure> {
-            let beside = gpus.iter().map(Cuda::beside).collect::<moebius::Result<Vec<_>>>()?;
+            let beside = gpus.iter().map(Cuda::with_new_stream).collect::<moebius::Result<Vec<_>>>()?;
             split(
                 mesh.ranks,
                 |w| mesh.shard(w),
@@ -228,8 +228,8 @@ mod gpus {
     /// The same of one rank, which all ranks call: parts of the communicator of all.
     pub fn of_process(mesh: Mesh, rank: usize, (gpu, mut world): (Device, NcclComm)) -> Result<Place, Failure> {
         let device = world.cuda().clone();
-        let mut part = |(number, engines): (u64, bool), (colour, key): (usize, usize), cuda: &Cuda| {
-            let (tag, place) = (Tag { layer: 0, op: Op::User, sequence: number }, (Some(colour), key));
+        let mut part = |(number, engines): (u64, bool), (color, key): (usize, usize), cuda: &Cuda| {
+            let (tag, place) = (Tag { layer: 0, op: Op::User, sequence: number }, (Some(color), key));
             let own = match engines {
                 true => world.split_with_copy_engines(tag, place, cuda)?,
                 false => world.split_on(tag, place, cuda)?,
@@ -244,8 +244,8 @@ mod gpus {
         };
         let experts = part((1, false), mesh.expert(rank), &device)?;
         let replicas = boxed(part((2, false), mesh.replica(rank), &device)?);
-        let gather = boxed(part((3, mesh.engines), mesh.shard(rank), &device.beside()?)?);
-        let reduce = boxed(part((4, mesh.engines), mesh.shard(rank), &device.beside()?)?);
+        let gather = boxed(part((3, mesh.engines), mesh.shard(rank), &device.with_new_stream()?)?);
+        let reduce = boxed(part((4, mesh.engines), mesh.shard(rank), &device.with_new_stream()?)?);
         let experts = match experts.size() {
             1 => Seat::Gpu(gpu),
             _ => Seat::Gpus(gpu, experts),

@@ -80,11 +80,11 @@ pub fn expert_load(path: &Path, steps: &[Step], bound: f64) -> Fallible {
             .y_label_formatter(&|v| format!("{:.0} %", v * 100.0))
             .draw()?;
         for expert in 0..experts {
-            let colour = Palette99::pick(expert).stroke_width(2);
+            let color = Palette99::pick(expert).stroke_width(2);
             chart
-                .draw_series(LineSeries::new(points.iter().map(|(x, s)| (*x, s[expert])), colour))?
+                .draw_series(LineSeries::new(points.iter().map(|(x, s)| (*x, s[expert])), color))?
                 .label(format!("expert {expert}"))
-                .legend(move |(x, y)| PathElement::new([(x, y), (x + 20, y)], colour));
+                .legend(move |(x, y)| PathElement::new([(x, y), (x + 20, y)], color));
         }
         chart.draw_series(LineSeries::new([(0, bound), (steps.len(), bound)], BLACK.mix(0.5)))?;
         chart.configure_series_labels().background_style(WHITE.mix(0.8)).border_style(BLACK).draw()?;

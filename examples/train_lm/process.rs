@@ -6,7 +6,7 @@ use crate::Failure;
 use crate::candle::Rank;
 use crate::corpus::Corpus;
 use crate::lm::{Param, Settings, Step};
-use crate::parcel::Parcel;
+use crate::rank_results::RankResults;
 use crate::ranks::{Check, Report, Values, joined, own_step};
 use crate::sharded::Cost;
 use crate::twin::Twin;
@@ -24,7 +24,7 @@ pub fn train(
         let report = own_step(&mut rank, settings, (corpus, check_every), number, step)?;
         let told = rank.world().tell(crate::ranks::gradients(step), &packed(&report).pack()?)?;
         if let Some(twin) = &twin {
-            let reports = told.iter().map(|bytes| unpacked(settings, &Parcel::unpack(bytes)?));
+            let reports = told.iter().map(|bytes| unpacked(settings, &RankResults::unpack(bytes)?));
             let reports = reports.collect::<Result<_, Failure>>()?;
             on_step(joined(settings, corpus, twin, (step, reports))?)?;
         }
@@ -33,8 +33,8 @@ pub fn train(
 }
 
 /// A report as others get it.
-fn packed(report: &Report) -> Parcel {
-    let mut parcel = Parcel::default();
+fn packed(report: &Report) -> RankResults {
+    let mut parcel = RankResults::default();
     parcel.put("loss", &[1], [report.loss]);
     for (layer, load) in report.load.iter().enumerate() {
         parcel.put(format!("load.{layer}"), &[load.len()], load.iter().map(|n| *n as f64));
@@ -64,7 +64,7 @@ fn packed(report: &Report) -> Parcel {
     parcel
 }
 
-fn unpacked(settings: &Settings, parcel: &Parcel) -> Result<Report, Failure> {
+fn unpacked(settings: &Settings, parcel: &RankResults) -> Result<Report, Failure> {
     let first = |values: &[f64]| values.first().copied().unwrap_or(f64::NAN);
     let layers = || 0..settings.layers;
     let load = |layer| Ok(parcel.get(&format!("load.{layer}"))?.1.iter().map(|n| *n as usize).collect());

@@ -20,7 +20,7 @@ use crate::twin::Twin;
 /// How long a rank waits for its peers.
 pub const TIMEOUT: Duration = Duration::from_secs(60);
 
-/// A rank's model and optimiser.
+/// A rank's model and optimizer.
 pub trait Worker {
     /// Trains on `rows` sequences of context + 1 bytes; with `check`, tells the twin what it needs.
     fn step(&mut self, step: usize, bytes: &[u8], rows: usize, check: bool) -> Result<Report, Failure>;
@@ -41,11 +41,11 @@ pub struct Report {
 
 /// What the twin needs of a rank.
 pub struct Check {
-    /// By name, before the optimiser's step; gradients of parameters that all ranks hold are summed over the ranks.
+    /// By name, before the optimizer's step; gradients of parameters that all ranks hold are summed over the ranks.
     pub params: BTreeMap<String, Values>,
     /// This rank's choices by layer and token.
     pub ids: Vec<Vec<Vec<u32>>>,
-    /// Where tokens travel quantised: this rank's, as its layers were given them, by layer.
+    /// Where tokens travel quantized: this rank's, as its layers were given them, by layer.
     pub tokens: Vec<Vec<f32>>,
 }
 

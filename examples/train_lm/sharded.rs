@@ -62,7 +62,7 @@ impl<D: ShardDevice> Sharded<D> {
         let (in_turn, ahead) = if mesh.engines { (true, 2) } else { (false, 1) };
         let options = EtpOptions { reduction, replicas: replicated, in_turn, ahead, ..EtpOptions::default() };
         let chain = Arc::new(Chain::new(device.clone(), device.own_stream(), comms, options)?);
-        if mesh.engines && !chain.copies_beside() {
+        if mesh.engines && !chain.uses_copy_engines() {
             return Err("these ranks' communicators have no copy engines".into());
         }
         Ok(Self { chain, replicas, vars: Vec::new(), elements: 0 })
@@ -127,7 +127,7 @@ pub struct Cost {
     /// Bytes of the shards.
     pub shards: usize,
     /// Bytes of the chain.
-    pub memory: etp::Memory,
+    pub memory: etp::ChainMemory,
     /// Bytes moved for each element of the experts' weights in a forward and its backward.
     pub moved: f64,
 }
@@ -135,16 +135,16 @@ pub struct Cost {
 impl Cost {
     /// As numbers, exact below 2⁵³.
     pub fn numbers(&self) -> [f64; 8] {
-        let etp::Memory { main, gathered, quantised, arrived, gradients, reduced } = self.memory;
+        let etp::ChainMemory { main, gathered, quantized, arrived, gradients, reduced } = self.memory;
         let [a, b, c, d, e, f, g] =
-            [self.shards, main, gathered, quantised, arrived, gradients, reduced].map(|n| n as f64);
+            [self.shards, main, gathered, quantized, arrived, gradients, reduced].map(|n| n as f64);
         [a, b, c, d, e, f, g, self.moved]
     }
 
     /// From these.
     pub fn of([shards, rest @ .., moved]: [f64; 8]) -> Self {
-        let [main, gathered, quantised, arrived, gradients, reduced] = rest.map(|n| n as usize);
-        let memory = etp::Memory { main, gathered, quantised, arrived, gradients, reduced };
+        let [main, gathered, quantized, arrived, gradients, reduced] = rest.map(|n| n as usize);
+        let memory = etp::ChainMemory { main, gathered, quantized, arrived, gradients, reduced };
         Self { shards: shards as usize, memory, moved }
     }
 }
@@ -152,16 +152,16 @@ impl Cost {
 /// Prints a table of the ranks' costs.
 pub fn print(costs: &[Cost]) {
     println!("memory of the expert weights in KiB, and bytes moved per element and microbatch");
-    println!("rank  shards  AdamW  main gradients  quantised  gathered  gradients  reduced  total  bytes/element");
+    println!("rank  shards  AdamW  main gradients  quantized  gathered  gradients  reduced  total  bytes/element");
     for (rank, cost) in costs.iter().enumerate() {
         let m = &cost.memory;
         // Two moments in the shards' own type.
-        let quantised = m.quantised + m.arrived;
-        let parts = [cost.shards, 2 * cost.shards, m.main, quantised, m.gathered, m.gradients, m.reduced];
+        let quantized = m.quantized + m.arrived;
+        let parts = [cost.shards, 2 * cost.shards, m.main, quantized, m.gathered, m.gradients, m.reduced];
         let total = parts.iter().sum::<usize>();
-        let [shards, adam, main, quantised, gathered, gradients, reduced] = parts.map(|bytes| bytes as f64 / 1024.0);
+        let [shards, adam, main, quantized, gathered, gradients, reduced] = parts.map(|bytes| bytes as f64 / 1024.0);
         println!(
-            "{rank:>4} {shards:>7.0} {adam:>6.0} {main:>15.0} {quantised:>10.0} {gathered:>9.0} {gradients:>10.0} {reduced:>8.0} \
+            "{rank:>4} {shards:>7.0} {adam:>6.0} {main:>15.0} {quantized:>10.0} {gathered:>9.0} {gradients:>10.0} {reduced:>8.0} \
              {:>6.0} {:>14.3}",
             total as f64 / 1024.0,
             cost.moved

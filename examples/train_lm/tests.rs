@@ -70,9 +70,9 @@ fn losses_and_weights_do_not_depend_on_the_number_of_shards() {
     }
 }
 
-/// The twin computes with experts that were quantised whole.
+/// The twin computes with experts that were quantized whole.
 #[test]
-fn shards_that_travel_quantised() {
+fn shards_that_are_sent_quantized() {
     for (payload, [up, down]) in [(Payload::Nvfp4, [9.0, 12.0]), (Payload::Mxfp8, [17.0, 21.0])] {
         let runs = [1, 2, 4].map(|n| train(&Settings { shard_payload: payload, ..settings(1, Some(n)) }));
         assert_eq!(bits(&runs[0]), bits(&runs[1]), "{payload:?}");
@@ -88,7 +88,7 @@ fn shards_that_travel_quantised() {
 /// The twin's experts read what the ranks' tokens are where they arrive. How ranks share the experts decides no bit of
 /// that, nor does the form in which shards travel beside.
 #[test]
-fn tokens_that_travel_quantised() {
+fn tokens_that_are_sent_quantized() {
     for tokens in [Payload::Nvfp4, Payload::Mxfp8] {
         let run = |mesh: Settings| train(&Settings { token_payload: tokens, hidden: 32, ..mesh });
         let one = run(settings(1, Some(1)));

@@ -12,8 +12,8 @@ use moebius::quant::Nvfp4;
 
 use crate::dense::{DenseExperts, Loss, Model};
 use crate::lm::{Param, Settings, TwinCheck, fingerprint, is_share};
+use crate::quantized_payload::{TOKENS, through};
 use crate::ranks::{Check, Values};
-use crate::travel::{TOKENS, through};
 use crate::{Failure, TOLERANCE};
 
 /// The twin's model.
@@ -42,7 +42,7 @@ impl Twin {
             let weight = self.whole(ranks, (name, var), |v| &v.weight)?;
             hashes.push(fingerprint(weight.iter().map(|v| u64::from(v.to_bits()))));
             let weight = match is_share(name) {
-                true => travelled(self.settings.shard_payload, weight.into_owned(), var.dims())?,
+                true => traveled(self.settings.shard_payload, weight.into_owned(), var.dims())?,
                 false => weight.into_owned(),
             };
             var.set(&Tensor::from_slice(&weight, var.shape(), &Device::Cpu)?)?;
@@ -77,7 +77,7 @@ impl Twin {
         Ok(result)
     }
 
-    /// What a layer's experts read of tokens `x` that travel quantised: the ranks' own, as these come back. The twin's
+    /// What a layer's experts read of tokens `x` that travel quantized: the ranks' own, as these come back. The twin's
     /// differ from them by rounding, which a code may turn into a step of its grid; so they are compared as they are, and
     /// what is computed with is what the ranks have sent.
     fn read(&self, layer: usize, x: &Tensor, ranks: &[Check]) -> candle_core::Result<Option<Tensor>> {
@@ -131,7 +131,7 @@ impl Twin {
 }
 
 /// What the ranks' layers see of a stack of experts: each expert as it comes out of the form in which shards travel.
-fn travelled(payload: Payload, values: Vec<f32>, dims: &[usize]) -> Result<Vec<f32>, Failure> {
+fn traveled(payload: Payload, values: Vec<f32>, dims: &[usize]) -> Result<Vec<f32>, Failure> {
     let mut back = Vec::with_capacity(values.len());
     for expert in values.chunks(dims[1] * dims[2]) {
         let own: Vec<f64> = expert.iter().map(|v| f64::from(*v)).collect();

@@ -6,7 +6,7 @@ use moebius::cpu::Cpu;
 use moebius::{TensorMut, TensorRef};
 
 use crate::Failure;
-use crate::parcel;
+use crate::rank_results;
 use crate::ranks::{gradients, sum_over_ranks};
 
 /// All ranks.
@@ -50,12 +50,12 @@ impl World {
     /// What every rank tells, in rank order.
     pub fn tell(&mut self, tag: Tag, own: &[u8]) -> Result<Vec<Vec<u8>>, Failure> {
         match self {
-            World::Group(group) => parcel::gather(group, tag, own),
-            World::Threads(comm) => parcel::gather_over((&Cpu::new(), &()), comm, tag, own),
+            World::Group(group) => rank_results::gather(group, tag, own),
+            World::Threads(comm) => rank_results::gather_over((&Cpu::new(), &()), comm, tag, own),
             #[cfg(feature = "nccl")]
             World::Gpus(comm) => {
                 let cuda = comm.cuda().clone();
-                parcel::gather_over((&cuda, &cuda.stream()), comm, tag, own)
+                rank_results::gather_over((&cuda, &cuda.stream()), comm, tag, own)
             }
         }
     }

@@ -1,6 +1,6 @@
 // What happens between the up and down projections. Formulas: src/cpu/activation.rs.
 #pragma once
-#include "common.cuh"
+#include "common/common.cuh"
 
 struct Glu {
     float value, by_gate, by_up;

@@ -2,7 +2,7 @@
 #pragma once
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
-#include "params.h"
+#include "common/params.h"
 
 using bf16 = __nv_bfloat16;
 using f16 = __half;
@@ -12,7 +12,7 @@ using f16 = __half;
 // wins, and of one code the smaller detail; of two needs the larger: words only grow, so that what they say does not
 // depend on the order of threads, blocks or kernels.
 enum Fault : unsigned long long {
-    FAULT_ZONE = 1, FAULT_MAP = 2, FAULT_OUT_MAP = 3, FAULT_ID = 4, FAULT_SUMS = 5, FAULT_CHOICE = 6, FAULT_CAPACITY = 7,
+    FAULT_SEGMENT = 1, FAULT_MAP = 2, FAULT_OUT_MAP = 3, FAULT_ID = 4, FAULT_SUMS = 5, FAULT_CHOICE = 6, FAULT_CAPACITY = 7,
     FAULT_RECORD = 8
 };
 

@@ -2,15 +2,15 @@
 // of multiplying (mma, fused multiply-add) shares these lines. A warp owns whole rows: dots along a row are summed in
 // one fixed order.
 #pragma once
-#include "activation.cuh"
+#include "common/activation.cuh"
 
 enum Kind { UP, DOWN, DOWN_BWD, UP_DGRAD, LINEAR, LINEAR_DX, WGRAD, LINEAR_DW };
 
 // How the operands of a kind are stored.
 template <int KIND>
-struct Stored {
-    static constexpr bool a_by_k = KIND == WGRAD || KIND == LINEAR_DW;                     // A is [k, m]
-    static constexpr bool b_by_k = a_by_k || KIND == DOWN_BWD || KIND == UP_DGRAD || KIND == LINEAR_DX;  // B is [k, n]
+struct OperandMajor {
+    static constexpr bool a_mn_major = KIND == WGRAD || KIND == LINEAR_DW;                     // A is [k, m]
+    static constexpr bool b_mn_major = a_mn_major || KIND == DOWN_BWD || KIND == UP_DGRAD || KIND == LINEAR_DX;  // B is [k, n]
 };
 
 struct Tile {
@@ -22,13 +22,13 @@ struct Tile {
 };
 
 // Columns of gate (and of up behind them) of a tile of an up projection.
-__device__ __forceinline__ int tile_columns(const Gemm& p, int kind, int bn) {
-    return kind == UP && p.activation != ACT_RELU2 ? bn / 2 : bn;
+__device__ __forceinline__ int tile_columns(const Gemm& p, int kind, int block_n) {
+    return kind == UP && p.activation != ACT_RELU2 ? block_n / 2 : block_n;
 }
 
 // Row of B (or column, for B as stored [k, n]) behind column j of a tile; -1 past the end.
-__device__ __forceinline__ int64_t tile_column(const Gemm& p, int kind, int bn, int64_t n_tile, int j) {
-    const int columns = tile_columns(p, kind, bn);
+__device__ __forceinline__ int64_t tile_column(const Gemm& p, int kind, int block_n, int64_t n_tile, int j) {
+    const int columns = tile_columns(p, kind, block_n);
     const int64_t n = n_tile * columns + (j < columns ? j : j - columns);
     if (n >= p.n) return -1;
     return j < columns ? n : p.n + n;
@@ -50,10 +50,10 @@ __device__ __forceinline__ int64_t out_row(const Gemm& p, int64_t slot, int lane
     return row;
 }
 
-template <class T, int KIND, int BN>
+template <class T, int KIND, int BLOCK_N>
 __device__ void epilogue(const Gemm& p, const float* tile, int ld, const Tile& t) {
     const int lane = threadIdx.x % 32, warps = blockDim.x / 32;
-    const int columns = tile_columns(p, KIND, BN);
+    const int columns = tile_columns(p, KIND, BLOCK_N);
     const int64_t n0 = t.n_tile * columns;
     const int valid = static_cast<int>(p.n - n0 < columns ? p.n - n0 : columns);
     const float alpha = static_cast<float>(p.alpha), limit = static_cast<float>(p.limit);

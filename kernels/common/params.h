@@ -24,7 +24,7 @@ struct Gemm {
     int64_t b_type;
     const int4* tiles;         // (group, first slot, rows, -) of each row tile; null: one group of m rows
     const int32_t* tile_count;
-    const int64_t* offsets;    // zones, for weight gradients
+    const int64_t* offsets;    // segments, for weight gradients
     const int64_t* counts;
     int64_t m;                 // slots; rows of a weight gradient
     int64_t n;                 // columns of the output (of the gate alone, with a gate)
@@ -84,7 +84,7 @@ MOEBIUS_SIZE(WeightGrad, 13);
 MOEBIUS_FIELD(WeightGrad, fault, 12);
 
 // Row tiles of a layout.
-struct Schedule {
+struct TileList {
     const int64_t* offsets;
     const int64_t* counts;
     int64_t groups;
@@ -95,11 +95,11 @@ struct Schedule {
     int64_t max_tiles;         // room in `tiles`
     unsigned long long* fault;
 };
-MOEBIUS_SIZE(Schedule, 9);
-MOEBIUS_FIELD(Schedule, fault, 8);
+MOEBIUS_SIZE(TileList, 9);
+MOEBIUS_FIELD(TileList, fault, 8);
 
 // The plan of a group of one rank: choices to slots.
-struct Plan {
+struct LocalPlan {
     const void* ids;           // [T, K], int64 or int32
     int64_t wide;              // 1: int64
     int64_t choices;           // T K
@@ -125,12 +125,12 @@ struct Plan {
     unsigned long long* fault;
     unsigned long long* report; // the host's copy of the 4 status words
 };
-MOEBIUS_SIZE(Plan, 24);
-MOEBIUS_FIELD(Plan, rows, 7);
-MOEBIUS_FIELD(Plan, report, 23);
+MOEBIUS_SIZE(LocalPlan, 24);
+MOEBIUS_FIELD(LocalPlan, rows, 7);
+MOEBIUS_FIELD(LocalPlan, report, 23);
 
-// A rank's choices, to be written as its record (src/ep/record.rs): a header of 24 words and a text, then ids.
-struct RecordIds {
+// A rank's choices, to be written as its record (src/ep/routing_record.rs): a header of 24 words and a text, then ids.
+struct WriteRecord {
     const void* ids;           // [T, K], int64 or int32
     int64_t wide;              // 1: int64
     int64_t choices;           // T K
@@ -138,14 +138,14 @@ struct RecordIds {
     int64_t experts;
     int64_t rank;
     unsigned long long* record;
-    unsigned long long* heard; // src/ep/heard.rs
+    unsigned long long* errors; // src/ep/deferred_errors.rs
     int64_t header[24];        // as it is where no id is bad
 };
-MOEBIUS_SIZE(RecordIds, 32);
-MOEBIUS_FIELD(RecordIds, header, 8);
+MOEBIUS_SIZE(WriteRecord, 32);
+MOEBIUS_FIELD(WriteRecord, header, 8);
 
 // The plan of one rank from all ranks' records.
-struct Records {
+struct RecordsPlan {
     const uint8_t* records;    // [R, size]; a multiple of 4 bytes each
     int64_t size;
     int64_t ranks;
@@ -158,7 +158,7 @@ struct Records {
     double factor;             // an expert keeps this many times its share of the choices; negative: all
     int64_t rows;              // N
     int64_t may_drop;          // 0: slots from N on are an error
-    int64_t asked;             // the host waits for the zones and looks at the records itself
+    int64_t host_waits;        // the host waits for the segments and looks at the records itself
     int64_t room;              // rows of each rank among those that arrive
     int64_t chunk;             // choices that a warp walks, of R max_tokens K
     int64_t chunks;
@@ -173,23 +173,23 @@ struct Records {
     int32_t* row_map;          // [N], filled with -1
     int32_t* weight_map;       // [N], filled with -1
     int32_t* return_map;       // [R room, K]; for messages [T, K]
-    unsigned long long* heard;
+    unsigned long long* errors;
     unsigned long long* fault;
     int2* places;              // [R max_tokens K] scratch: rank and slot where each choice is kept, or -1
-    int32_t* crossing;         // [4 R, chunks] scratch: choices and tokens of each message in chunks before
+    int32_t* message_counts;   // [4 R, chunks] scratch: choices and tokens of each message in chunks before
     int64_t* totals;           // [4 R]: choices from each rank, their tokens, choices to each rank, their tokens
     int32_t* send_tokens;
     int32_t* send_choices;
     int32_t* return_slots;
 };
-MOEBIUS_SIZE(Records, 33);
-MOEBIUS_FIELD(Records, rows, 10);
-MOEBIUS_FIELD(Records, stats, 20);
-MOEBIUS_FIELD(Records, fault, 26);
-MOEBIUS_FIELD(Records, return_slots, 32);
+MOEBIUS_SIZE(RecordsPlan, 33);
+MOEBIUS_FIELD(RecordsPlan, rows, 10);
+MOEBIUS_FIELD(RecordsPlan, stats, 20);
+MOEBIUS_FIELD(RecordsPlan, fault, 26);
+MOEBIUS_FIELD(RecordsPlan, return_slots, 32);
 
 // The layout that another library made of all ranks' choices.
-struct Received {
+struct ExternalLayout {
     const int64_t* loads;      // [E] choices of each expert over all ranks
     const int64_t* starts;     // [L] first slot of each local expert
     const int64_t* total;      // padded rows with nothing dropped
@@ -201,12 +201,12 @@ struct Received {
     int32_t* row_map;          // [N]
     unsigned long long* fault;
 };
-MOEBIUS_SIZE(Received, 10);
-MOEBIUS_FIELD(Received, rows, 5);
-MOEBIUS_FIELD(Received, fault, 9);
+MOEBIUS_SIZE(ExternalLayout, 10);
+MOEBIUS_FIELD(ExternalLayout, rows, 5);
+MOEBIUS_FIELD(ExternalLayout, fault, 9);
 
-// Where zones begin that hold all ranks' choices of the local experts.
-struct Starts {
+// Where segments begin that hold all ranks' choices of the local experts.
+struct SegmentStarts {
     const int64_t* loads;      // [E] choices of each expert over all ranks
     int64_t first;             // the first local expert
     int64_t groups;            // L
@@ -214,11 +214,11 @@ struct Starts {
     int64_t* starts;           // [L]
     int64_t* total;            // padded rows
 };
-MOEBIUS_SIZE(Starts, 6);
-MOEBIUS_FIELD(Starts, total, 5);
+MOEBIUS_SIZE(SegmentStarts, 6);
+MOEBIUS_FIELD(SegmentStarts, total, 5);
 
 // Rows that arrive in any order, each with a number of its token behind its weights.
-struct Arrivals {
+struct LowLatencyRows {
     const int32_t* ids;        // packing: [T, K]; sorting: [R M, K + 1] as they arrived
     const float* weights;      // the same
     const int32_t* counts;     // [R] rows that arrived
@@ -234,12 +234,12 @@ struct Arrivals {
     const int32_t* return_map; // [R M, K] slots by token
     int32_t* out_map;          // [R M, K] slots by row
 };
-MOEBIUS_SIZE(Arrivals, 14);
-MOEBIUS_FIELD(Arrivals, slots, 6);
-MOEBIUS_FIELD(Arrivals, out_map, 13);
+MOEBIUS_SIZE(LowLatencyRows, 14);
+MOEBIUS_FIELD(LowLatencyRows, slots, 6);
+MOEBIUS_FIELD(LowLatencyRows, out_map, 13);
 
 // Moving and adding rows; elementwise functions.
-struct Rows {
+struct RowsOp {
     const void* source;
     const int32_t* map;
     void* out;
@@ -252,11 +252,11 @@ struct Rows {
     const float* grad;
     unsigned long long* fault;
 };
-MOEBIUS_SIZE(Rows, 11);
-MOEBIUS_FIELD(Rows, fault, 10);
+MOEBIUS_SIZE(RowsOp, 11);
+MOEBIUS_FIELD(RowsOp, fault, 10);
 
 // Rows of two matrices of bytes behind each other, then zeros; or `back`, into the two.
-struct JoinRows {
+struct ConcatRows {
     uint8_t* left;
     uint8_t* right;
     uint8_t* whole;
@@ -267,11 +267,11 @@ struct JoinRows {
     int64_t word;              // bytes that are moved at a time: 4 or 1
     int64_t back;
 };
-MOEBIUS_SIZE(JoinRows, 9);
-MOEBIUS_FIELD(JoinRows, back, 8);
+MOEBIUS_SIZE(ConcatRows, 9);
+MOEBIUS_FIELD(ConcatRows, back, 8);
 
 // Ranks' shares of a gradient, `parts` blocks of `count` elements, to be added to `main` in pairs.
-struct Shares {
+struct AddShares {
     const void* own;           // block `rank` of `parts`
     const void* others;        // all but that, back to back
     float* main;
@@ -282,8 +282,8 @@ struct Shares {
     int64_t first;             // main is not read: the sum is added to zeros
     double scale;
 };
-MOEBIUS_SIZE(Shares, 9);
-MOEBIUS_FIELD(Shares, scale, 8);
+MOEBIUS_SIZE(AddShares, 9);
+MOEBIUS_FIELD(AddShares, scale, 8);
 
 // Sums of a slot's dots: partial sums over tiles, and a bias' dot with the gradient row.
 struct SlotDots {
@@ -324,7 +324,7 @@ MOEBIUS_SIZE(ColumnSums, 14);
 MOEBIUS_FIELD(ColumnSums, fault, 13);
 
 // Routing formula and tensors.
-struct Router {
+struct Routing {
     const float* logits;
     const void* bias;
     int64_t bias_type;
@@ -355,13 +355,13 @@ struct Router {
     const double* aux_z;       // one number, null: no z-loss
     unsigned long long* fault;
 };
-MOEBIUS_SIZE(Router, 29);
-MOEBIUS_FIELD(Router, score, 11);
-MOEBIUS_FIELD(Router, key, 22);
-MOEBIUS_FIELD(Router, fault, 28);
+MOEBIUS_SIZE(Routing, 29);
+MOEBIUS_FIELD(Routing, score, 11);
+MOEBIUS_FIELD(Routing, key, 22);
+MOEBIUS_FIELD(Routing, fault, 28);
 
 // Sums for auxiliary losses and their coefficients.
-struct Aux {
+struct AuxLoss {
     const float* logits;
     const int32_t* ids;
     float* scores;             // [T, E] scratch
@@ -369,7 +369,7 @@ struct Aux {
     double* z_terms;           // [T] scratch
     double* partial;           // [sequences, chunks, 2 E + 1] scratch
     double* totals;            // [sequences, 2 E + 1] scratch
-    float* out;                // [2 E + 4]; of aux_value one
+    float* out;                // [2 E + 4]; of aux_loss_value one
     const float* sums;
     double* coef;              // [sequences, E]
     double* z_coef;
@@ -387,11 +387,11 @@ struct Aux {
     const float* d_loss;       // that gradient where the device has it
     unsigned long long* fault;
 };
-MOEBIUS_SIZE(Aux, 24);
-MOEBIUS_FIELD(Aux, fault, 23);
+MOEBIUS_SIZE(AuxLoss, 24);
+MOEBIUS_FIELD(AuxLoss, fault, 23);
 
 // Weights of tokens with dropped choices.
-struct Keep {
+struct KeepSum {
     const float* weights;
     const int32_t* kept;
     const float* grad;
@@ -399,10 +399,10 @@ struct Keep {
     int64_t tokens;
     int64_t top_k;
 };
-MOEBIUS_SIZE(Keep, 6);
+MOEBIUS_SIZE(KeepSum, 6);
 
-// A matrix to quantise: element (i, j) is `base[i row_stride + j column_stride]`, in elements of its type.
-struct Strided {
+// A matrix to quantize: element (i, j) is `base[i row_stride + j column_stride]`, in elements of its type.
+struct StridedMatrix {
     const void* base;
     int64_t rows;
     int64_t columns;
@@ -410,11 +410,11 @@ struct Strided {
     int64_t column_stride;
     int64_t vector;            // columns lie together, in whole aligned words of 16 bytes a row
 };
-MOEBIUS_SIZE(Strided, 6);
+MOEBIUS_SIZE(StridedMatrix, 6);
 
 // One matrix's amax among many.
 struct AmaxJob {
-    Strided matrix;
+    StridedMatrix matrix;
     int64_t type;
     unsigned* out;             // bits of the amax
     unsigned* other;           // a second place for it; null: none
@@ -429,14 +429,14 @@ MOEBIUS_SIZE(AmaxJobs, 401);
 
 // Amaxes of lines, or of a transformed matrix.
 struct AmaxLines {
-    Strided matrix;            // lines are its rows
+    StridedMatrix matrix;      // lines are its rows
     int64_t type;
     unsigned* out;             // one a line, or one
     int64_t signs;             // of the transform
 };
 MOEBIUS_SIZE(AmaxLines, 9);
 
-// One direction of a quantised matrix. Null codes: not wanted.
+// One direction of a quantized matrix. Null codes: not wanted.
 struct QuantSide {
     uint8_t* codes;
     uint8_t* scales;
@@ -448,7 +448,7 @@ struct QuantSide {
 };
 // A matrix to NVFP4 (codes, scales and amax of each side) or to MXFP8 (codes and scales).
 struct QuantCast {
-    Strided matrix;
+    StridedMatrix matrix;
     QuantSide rows;
     QuantSide columns;
     int64_t by_line;           // an amax a line
@@ -463,8 +463,8 @@ MOEBIUS_FIELD(QuantCast, columns, 13);
 MOEBIUS_FIELD(QuantCast, signs, 22);
 MOEBIUS_FIELD(QuantCast, keys, 24);
 
-// A quantised matrix back to floating point, one of many.
-struct QuantBack {
+// A quantized matrix back to floating point, one of many.
+struct Dequantize {
     const uint8_t* codes;
     const uint8_t* scales;
     const float* amax;
@@ -478,25 +478,25 @@ struct QuantBack {
     int64_t modelopt;
     int64_t first_block;       // of the launch's
 };
-struct QuantBacks {
-    QuantBack jobs[40];
+struct DequantizeJobs {
+    Dequantize jobs[40];
     int64_t count;
 };
-MOEBIUS_SIZE(QuantBack, 12);
-MOEBIUS_FIELD(QuantBack, first_block, 11);
-MOEBIUS_SIZE(QuantBacks, 481);
+MOEBIUS_SIZE(Dequantize, 12);
+MOEBIUS_FIELD(Dequantize, first_block, 11);
+MOEBIUS_SIZE(DequantizeJobs, 481);
 
 // Block scales to another order.
-struct Reorder {
+struct SwizzleScales {
     const uint8_t* scales;
     uint8_t* out;
     int64_t lines;
     int64_t blocks;            // of a line
     int64_t back;              // to row-major
 };
-MOEBIUS_SIZE(Reorder, 5);
+MOEBIUS_SIZE(SwizzleScales, 5);
 
-// Quantised weights of all groups, [groups, rows, columns] as numbers. Blocks run along columns.
+// Quantized weights of all groups, [groups, rows, columns] as numbers. Blocks run along columns.
 struct QuantWeight {
     const uint8_t* codes;      // rows of `code_bytes`
     const void* scales;        // FP4: rows of `blocks` bytes; FP8: f32, a number a block of 128 x 128

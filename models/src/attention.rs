@@ -1,4 +1,4 @@
-//! Grouped-query attention with normalised queries and keys.
+//! Grouped-query attention with normalized queries and keys.
 
 use candle_core::{D, DType, Device, Module, Tensor};
 use candle_nn::Linear;

@@ -135,7 +135,7 @@ impl Qwen3Moe {
         self.logits(self.run(ids, None)?)
     }
 
-    /// What [`forward`](Self::forward) projects to logits: the normalised last hidden states `[B, S, H]`.
+    /// What [`forward`](Self::forward) projects to logits: the normalized last hidden states `[B, S, H]`.
     ///
     /// # Errors
     /// As [`forward`](Self::forward).
@@ -158,7 +158,7 @@ impl Qwen3Moe {
         self.logits(self.decode_hidden(ids, cache)?)
     }
 
-    /// What [`decode`](Self::decode) projects to logits: the normalised last hidden states `[B, S, H]`.
+    /// What [`decode`](Self::decode) projects to logits: the normalized last hidden states `[B, S, H]`.
     ///
     /// # Errors
     /// As [`decode`](Self::decode).

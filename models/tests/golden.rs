@@ -36,7 +36,7 @@ fn shipped() -> PathBuf {
 struct Golden {
     name: String,
     checkpoint: Checkpoint,
-    /// No de-quantisation, weights in bf16: the reference computed in bf16.
+    /// No de-quantization, weights in bf16: the reference computed in bf16.
     bf16: bool,
     experts: usize,
     tensors: HashMap<String, Tensor>,
@@ -50,7 +50,7 @@ impl Golden {
         if config["model_type"] != "qwen3_moe" {
             return None;
         }
-        let quantised = config.get("quantization_config").is_some() || dir.join("hf_quant_config.json").exists();
+        let quantized = config.get("quantization_config").is_some() || dir.join("hf_quant_config.json").exists();
         let dtype = config.get("dtype").or(config.get("torch_dtype"));
         let checkpoint = Checkpoint::open(dir).expect("a checkpoint");
         let first = *checkpoint.moe_layers().first().expect("a layer with experts");
@@ -60,7 +60,7 @@ impl Golden {
         }
         Some(Self {
             name: dir.file_name()?.to_string_lossy().into_owned(),
-            bf16: !quantised && dtype.is_some_and(|d| d == "bfloat16"),
+            bf16: !quantized && dtype.is_some_and(|d| d == "bfloat16"),
             experts: checkpoint.block_config(first).expect("a block").router.num_experts,
             checkpoint,
             tensors,
@@ -86,7 +86,7 @@ impl Golden {
         &self.tensors["input_ids"]
     }
 
-    /// As stored, but de-quantised weights in f32, as the reference ran them.
+    /// As stored, but de-quantized weights in f32, as the reference ran them.
     fn options(&self) -> LoadOptions {
         LoadOptions { dtype: Some(if self.bf16 { DType::BF16 } else { DType::F32 }), trainable: false }
     }

@@ -21,9 +21,9 @@ use burn::tensor::ops::FloatTensor;
 
 use crate::ep::GroupConfig;
 use crate::error::{Error, Result};
-use crate::layer::{Context, Role};
+use crate::layer::{Context, ParamKind};
 
-use super::backend::{Call, MoeBackend, NativeBackend, Operands, Outputs, PerRole, RoutingData};
+use super::backend::{Call, MoeBackend, NativeBackend, Operands, Outputs, PerParam, RoutingData};
 use super::group::DeviceGroup;
 use super::run::{Tracked, run_backward, run_forward};
 
@@ -50,7 +50,7 @@ fn consumed(call: &Call) -> Error {
 }
 
 /// Parents of a [`Run`]: x and a place for each role.
-const PARENTS: usize = 1 + Role::ALL.len();
+const PARENTS: usize = 1 + ParamKind::ALL.len();
 
 /// The layer: its parents are x and the parameters.
 #[derive(Debug)]
@@ -61,7 +61,7 @@ struct RunState<B: NativeBackend> {
     call: Call,
     /// x lies with burn's checkpointer, which may recompute it.
     x: NodeId,
-    params: PerRole<FloatTensor<B>>,
+    params: PerParam<FloatTensor<B>>,
     pending: Shared<B>,
 }
 

@@ -12,7 +12,7 @@ use crate::dtype::DType;
 use crate::ep::GroupConfig;
 use crate::error::{Error, Result};
 use crate::kernels::Kernels;
-use crate::layer::{AuxValue, Layer, Mode, Role};
+use crate::layer::{AuxValue, Layer, Mode, ParamKind};
 use crate::lazy::Lazy;
 use crate::metrics::Load;
 use crate::tensor::{Tensor, TensorMut, TensorRef};
@@ -132,20 +132,20 @@ pub struct Call {
 pub struct Operands<T> {
     /// `[T, H]`.
     pub x: T,
-    /// A place for each of [`Role::ALL`].
-    pub(super) params: PerRole<T>,
+    /// A place for each of [`ParamKind::ALL`].
+    pub(super) params: PerParam<T>,
 }
 
-pub(super) type PerRole<T> = [Option<T>; Role::ALL.len()];
+pub(super) type PerParam<T> = [Option<T>; ParamKind::ALL.len()];
 
 impl<T> Operands<T> {
     /// Asks for each role's tensor.
-    pub fn new(x: T, param: impl FnMut(Role) -> Option<T>) -> Self {
-        Self { x, params: Role::ALL.map(param) }
+    pub fn new(x: T, param: impl FnMut(ParamKind) -> Option<T>) -> Self {
+        Self { x, params: ParamKind::ALL.map(param) }
     }
 
     /// A parameter.
-    pub fn param(&self, role: Role) -> Option<&T> {
+    pub fn param(&self, role: ParamKind) -> Option<&T> {
         self.params[role as usize].as_ref()
     }
 

@@ -34,7 +34,7 @@ pub struct ExpertParallelMoEConfig {
     /// Divide the chosen weights by their norm.
     #[config(default = "Some(Renorm { p: 1.0, epsilon: 0.0, floor: 0.0 })")]
     pub renorm: Option<Renorm>,
-    /// Multiply the weights, after renormalising.
+    /// Multiply the weights, after renormalizing.
     #[config(default = 1.0)]
     pub scale: f64,
     /// Multiplicative noise on logits while training.

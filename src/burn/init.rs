@@ -13,10 +13,10 @@ use crate::comm::{Op, Tag};
 use crate::config::MoeConfig;
 use crate::cpu::Cpu;
 use crate::error::{Error, Result};
-use crate::layer::{Layer, Role};
+use crate::layer::{Layer, ParamKind};
 use crate::tensor;
 
-use super::backend::{PerRole, core_dtype, float};
+use super::backend::{PerParam, core_dtype, float};
 use super::config::ExpertParallelMoEConfig;
 use super::group::{DeviceGroup, Exchange, HostTensor};
 use super::module::{ExpertParallelMoE, Experts, Router, SharedExpert};
@@ -59,8 +59,8 @@ impl<B: Backend> ExpertParallelMoE<B> {
         group.check_experts(FROM_BLOCK, block.config.router.num_experts)?;
         let layer = Layer::new(block.config.clone(), number)?;
         block.check(FROM_BLOCK, group.local_experts())?;
-        let mut source = Loaded::<B> { params: Role::ALL.map(|_| None), device };
-        for (role, tensor) in block.params.into_roles() {
+        let mut source = Loaded::<B> { params: ParamKind::ALL.map(|_| None), device };
+        for (role, tensor) in block.params.into_params() {
             source.params[role as usize] = Some(tensor);
         }
         assemble(&mut source, layer, &group)
@@ -90,7 +90,7 @@ impl<B: Backend> ExpertParallelMoE<B> {
     /// Parameters of types that the layer has not.
     pub fn to_block(&self) -> Result<Block> {
         const CALL: &str = "ExpertParallelMoE::to_block";
-        let own = |(role, primitive): (Role, FloatTensor<B>)| {
+        let own = |(role, primitive): (ParamKind, FloatTensor<B>)| {
             let dims = primitive.shape().to_vec();
             let flat = B::float_reshape(primitive, Shape::from(vec![dims.iter().product::<usize>()]));
             let data = Tensor::<B, 1>::from_primitive(TensorPrimitive::Float(flat)).into_data();
@@ -98,7 +98,7 @@ impl<B: Backend> ExpertParallelMoE<B> {
             own.as_bytes_mut().copy_from_slice(data.as_bytes());
             Ok((role, own))
         };
-        let params = Role::ALL.into_iter().filter_map(|role| Some((role, self.param(role)?)));
+        let params = ParamKind::ALL.into_iter().filter_map(|role| Some((role, self.param(role)?)));
         let params = assemble_block(CALL, params.map(own).collect::<Result<_>>()?)?;
         Ok(Block { config: self.layer.config().clone(), params })
     }
@@ -106,7 +106,7 @@ impl<B: Backend> ExpertParallelMoE<B> {
 
 /// Gives a parameter of known sizes.
 trait Source<B: Backend> {
-    fn load(&mut self, role: Role, dims: &[usize]) -> Result<FloatTensor<B>>;
+    fn load(&mut self, role: ParamKind, dims: &[usize]) -> Result<FloatTensor<B>>;
 }
 
 fn assemble<B: Backend>(
@@ -117,22 +117,22 @@ fn assemble<B: Backend>(
     let mut params =
         Parts { source, config: layer.config(), local: group.local_experts(), backend: Default::default() };
     let router = Router {
-        weight: params.required(Role::Router)?,
-        bias: params.get(Role::RouterBias)?,
-        selection_bias: params.get(Role::SelectionBias)?,
+        weight: params.required(ParamKind::Router)?,
+        bias: params.get(ParamKind::RouterBias)?,
+        selection_bias: params.get(ParamKind::SelectionBias)?,
     };
     let experts = Experts {
-        up: params.required(Role::Up)?,
-        up_bias: params.get(Role::UpBias)?,
-        down: params.required(Role::Down)?,
-        down_bias: params.get(Role::DownBias)?,
+        up: params.required(ParamKind::Up)?,
+        up_bias: params.get(ParamKind::UpBias)?,
+        down: params.required(ParamKind::Down)?,
+        down_bias: params.get(ParamKind::DownBias)?,
     };
     let shared = match layer.config().shared {
         None => None,
         Some(_) => Some(SharedExpert {
-            up: params.required(Role::SharedUp)?,
-            down: params.required(Role::SharedDown)?,
-            gate: params.get(Role::SharedGate)?,
+            up: params.required(ParamKind::SharedUp)?,
+            down: params.required(ParamKind::SharedDown)?,
+            gate: params.get(ParamKind::SharedGate)?,
         }),
     };
     Ok(ExpertParallelMoE { router, experts, shared, layer: Arc::new(layer), group: group.clone() })
@@ -147,29 +147,29 @@ struct Parts<'a, B, S> {
 }
 
 impl<B: Backend, S: Source<B>> Parts<'_, B, S> {
-    fn get<const D: usize>(&mut self, role: Role) -> Result<Option<Param<Tensor<B, D>>>> {
+    fn get<const D: usize>(&mut self, role: ParamKind) -> Result<Option<Param<Tensor<B, D>>>> {
         let Some(dims) = role.dims(self.config, self.local) else { return Ok(None) };
         let tensor = Tensor::from_primitive(TensorPrimitive::Float(self.source.load(role, &dims)?));
         Ok(Some(match role {
-            // Has no gradient, so optimisers shall not see it.
-            Role::SelectionBias => Param::initialized(ParamId::new(), tensor),
+            // Has no gradient, so optimizers shall not see it.
+            ParamKind::SelectionBias => Param::initialized(ParamId::new(), tensor),
             _ => Param::from_tensor(tensor),
         }))
     }
 
-    fn required<const D: usize>(&mut self, role: Role) -> Result<Param<Tensor<B, D>>> {
+    fn required<const D: usize>(&mut self, role: ParamKind) -> Result<Param<Tensor<B, D>>> {
         self.get(role)?.ok_or_else(|| Error::invalid(INIT, format!("tensor {}", role.name()), "a tensor", "none"))
     }
 }
 
 /// Parameters of a block.
 struct Loaded<'a, B: Backend> {
-    params: PerRole<tensor::Tensor<Cpu>>,
+    params: PerParam<tensor::Tensor<Cpu>>,
     device: &'a B::Device,
 }
 
 impl<B: Backend> Source<B> for Loaded<'_, B> {
-    fn load(&mut self, role: Role, dims: &[usize]) -> Result<FloatTensor<B>> {
+    fn load(&mut self, role: ParamKind, dims: &[usize]) -> Result<FloatTensor<B>> {
         let Some(tensor) = self.params[role as usize].take() else {
             return Err(Error::invalid(FROM_BLOCK, format!("tensor {}", role.name()), format!("{dims:?}"), "none"));
         };
@@ -186,7 +186,7 @@ struct Draw<'a, B: Backend> {
 }
 
 impl<B: Backend> Source<B> for Draw<'_, B> {
-    fn load(&mut self, role: Role, dims: &[usize]) -> Result<FloatTensor<B>> {
+    fn load(&mut self, role: ParamKind, dims: &[usize]) -> Result<FloatTensor<B>> {
         let tensor = match *dims {
             [rows, columns] if role.is_replicated() => self.matrix([rows, columns])?.into_primitive(),
             [local, rows, columns] => {
@@ -217,7 +217,7 @@ impl<B: Backend> Draw<'_, B> {
             _ => Tensor::zeros([rows, columns], self.device),
         };
         if self.group.ranks() == 1 {
-            // burn's initialisers track what they draw; a parameter must be a leaf.
+            // burn's initializers track what they draw; a parameter must be a leaf.
             return Ok(weight.set_require_grad(false));
         }
         let mut data: TensorData = weight.into_data();

@@ -58,7 +58,7 @@
 //! Results lie in burn's memory, without a copy; what forward keeps for backward, and the workspace, lie in the
 //! crate's (`Cuda::memory`). burn pads rows of some sizes (those that are not a multiple
 //! of a power of two of bytes, up to 512): a tensor so padded is copied at each call, also a parameter. Parameters made
-//! here are not padded, but those that burn computes anew, as an optimiser's step does, may be.
+//! here are not padded, but those that burn computes anew, as an optimizer's step does, may be.
 //!
 //! NaN logits and the like are seen by kernels and told at the next wait: by [`Lazy::get`](crate::Lazy::get) of the
 //! load, or a later call.
@@ -68,7 +68,7 @@
 //! rank's share, so a record is one rank's too. The group is not part of the record: it is given to
 //! [`init`](ExpertParallelMoEConfig::init), and [`load_record`](burn::module::Module::load_record) keeps it.
 //! Parameters that every rank holds (router, shared expert) get this rank's share of the gradient:
-//! [`ExpertParallelMoE::reduce_gradients`] sums it over the ranks before an optimiser's step.
+//! [`ExpertParallelMoE::reduce_gradients`] sums it over the ranks before an optimizer's step.
 //!
 //! # Threads as ranks, and burn's graph lock
 //! `backward()` of burn 0.21 holds the lock of its autodiff graph throughout, and at its end takes the lock of every

@@ -10,7 +10,7 @@ use burn::tensor::{Int, Shape, Tensor, TensorData, TensorPrimitive};
 
 use crate::comm::{Op, Tag};
 use crate::error::{Error, Result};
-use crate::layer::{AuxValue, Layer, Mode, Role};
+use crate::layer::{AuxValue, Layer, Mode, ParamKind};
 use crate::lazy::Lazy;
 use crate::metrics::Load;
 
@@ -22,7 +22,7 @@ use super::group::{DeviceGroup, Exchange, HostTensor};
 /// [`from_checkpoint`](Self::from_checkpoint).
 ///
 /// The parameters are this rank's: router and shared expert whole, and L = E / R routed experts. G is 2 with a gate,
-/// 1 without; gate rows come first. Their paths in a record are [`Role::name`]'s.
+/// 1 without; gate rows come first. Their paths in a record are [`ParamKind::name`]'s.
 #[derive(Module, Debug)]
 pub struct ExpertParallelMoE<B: Backend> {
     /// Chooses experts.
@@ -102,19 +102,19 @@ impl<B: Backend> ExpertParallelMoE<B> {
         &self.group
     }
 
-    pub(super) fn param(&self, role: Role) -> Option<FloatTensor<B>> {
+    pub(super) fn param(&self, role: ParamKind) -> Option<FloatTensor<B>> {
         let (router, experts, shared) = (&self.router, &self.experts, self.shared.as_ref());
         match role {
-            Role::Router => Some(value(&router.weight)),
-            Role::RouterBias => router.bias.as_ref().map(value),
-            Role::SelectionBias => router.selection_bias.as_ref().map(value),
-            Role::Up => Some(value(&experts.up)),
-            Role::UpBias => experts.up_bias.as_ref().map(value),
-            Role::Down => Some(value(&experts.down)),
-            Role::DownBias => experts.down_bias.as_ref().map(value),
-            Role::SharedUp => shared.map(|s| value(&s.up)),
-            Role::SharedDown => shared.map(|s| value(&s.down)),
-            Role::SharedGate => shared.and_then(|s| s.gate.as_ref()).map(value),
+            ParamKind::Router => Some(value(&router.weight)),
+            ParamKind::RouterBias => router.bias.as_ref().map(value),
+            ParamKind::SelectionBias => router.selection_bias.as_ref().map(value),
+            ParamKind::Up => Some(value(&experts.up)),
+            ParamKind::UpBias => experts.up_bias.as_ref().map(value),
+            ParamKind::Down => Some(value(&experts.down)),
+            ParamKind::DownBias => experts.down_bias.as_ref().map(value),
+            ParamKind::SharedUp => shared.map(|s| value(&s.up)),
+            ParamKind::SharedDown => shared.map(|s| value(&s.down)),
+            ParamKind::SharedGate => shared.and_then(|s| s.gate.as_ref()).map(value),
         }
     }
 
@@ -127,7 +127,7 @@ impl<B: Backend> ExpertParallelMoE<B> {
     pub fn update_selection_bias(&mut self, load: &Load, u: f32) -> Result<()> {
         const CALL: &str = "ExpertParallelMoE::update_selection_bias";
         let Some(bias) = &mut self.router.selection_bias else {
-            return Err(Error::invalid(CALL, Role::SelectionBias.name(), "a tensor", "none"));
+            return Err(Error::invalid(CALL, ParamKind::SelectionBias.name(), "a tensor", "none"));
         };
         let (device, dtype) = (bias.device(), bias.dtype());
         let mut values: Vec<f32> = bias.val().into_data().iter::<f32>().collect();
@@ -182,7 +182,7 @@ impl<B: MoeBackend> ExpertParallelMoE<B> {
 
 impl<B: AutodiffBackend> ExpertParallelMoE<B> {
     /// Sums the gradients of the parameters that every rank holds (router, shared expert) over the ranks, one
-    /// collective each; an absent gradient counts as zeros. Call it on every rank before the optimiser's step.
+    /// collective each; an absent gradient counts as zeros. Call it on every rank before the optimizer's step.
     ///
     /// # Errors
     /// A communicator's error.

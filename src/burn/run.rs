@@ -7,10 +7,10 @@ use crate::device::Device;
 use crate::dtype::DType;
 use crate::error::Result;
 use crate::kernels::Scalar;
-use crate::layer::{Context, Cotangents, GradientsMut, Inputs, Mode, ParamViews, Role};
+use crate::layer::{Context, Cotangents, GradientsMut, Inputs, Mode, ParamKind, ParamViews};
 use crate::tensor::TensorRef;
 
-use super::backend::{Call, Named, NativeBackend, Operands, Outputs, PerRole, Place, RoutingData, core_dtype};
+use super::backend::{Call, Named, NativeBackend, Operands, Outputs, PerParam, Place, RoutingData, core_dtype};
 
 const FORWARD: &str = "ExpertParallelMoE::forward";
 const BACKWARD: &str = "ExpertParallelMoE::backward";
@@ -106,12 +106,12 @@ pub(super) fn run_forward<B: NativeBackend>(
 /// Gradients of one backward.
 pub(super) struct Gradients<T> {
     pub(super) x: Option<T>,
-    pub(super) params: PerRole<T>,
+    pub(super) params: PerParam<T>,
 }
 
 impl<T> Gradients<T> {
     fn try_map<U>(self, mut f: impl FnMut(T) -> Result<U>) -> Result<Gradients<U>> {
-        let mut out = Gradients { x: self.x.map(&mut f).transpose()?, params: [const { None }; Role::ALL.len()] };
+        let mut out = Gradients { x: self.x.map(&mut f).transpose()?, params: [const { None }; ParamKind::ALL.len()] };
         for (to, from) in out.params.iter_mut().zip(self.params) {
             *to = from.map(&mut f).transpose()?;
         }
@@ -123,18 +123,18 @@ impl<T> Gradients<T> {
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Tracked {
     pub(super) x: bool,
-    pub(super) params: [bool; Role::ALL.len()],
+    pub(super) params: [bool; ParamKind::ALL.len()],
 }
 
 impl Tracked {
     /// Whether the core shall make a parameter's gradient: a bias's comes beside its weight's only, the selection bias
     /// has none, also where somebody tracks it.
-    fn makes(&self, role: Role) -> bool {
-        let tracked = |role: Role| self.params[role as usize];
+    fn makes(&self, role: ParamKind) -> bool {
+        let tracked = |role: ParamKind| self.params[role as usize];
         match role {
-            Role::SelectionBias => false,
-            Role::Up => tracked(role) || tracked(Role::UpBias),
-            Role::Down => tracked(role) || tracked(Role::DownBias),
+            ParamKind::SelectionBias => false,
+            ParamKind::Up => tracked(role) || tracked(ParamKind::UpBias),
+            ParamKind::Down => tracked(role) || tracked(ParamKind::DownBias),
             _ => tracked(role),
         }
     }
@@ -161,18 +161,18 @@ pub(super) fn run_backward<B: NativeBackend>(
         let like = |tensor: TensorRef<'_, B::Core>| {
             B::output(&core, &operands.x, Place { dtype: tensor.dtype(), dims: tensor.dims() })
         };
-        let mut made = Gradients { x: None, params: [const { None }; Role::ALL.len()] };
+        let mut made = Gradients { x: None, params: [const { None }; ParamKind::ALL.len()] };
         if tracked.x {
             made.x = Some(like(views.x)?);
         }
-        for role in Role::ALL.into_iter().filter(|&role| tracked.makes(role)) {
+        for role in ParamKind::ALL.into_iter().filter(|&role| tracked.makes(role)) {
             made.params[role as usize] = views.params.get(role).map(like).transpose()?;
         }
         let cotangents = Cotangents { y, aux: aux.map_or(Scalar::Host(0.0), Scalar::Device) };
         ordered::<B, _>(call, &core, || {
             let mut into = GradientsMut::none();
             into.x = made.x.as_mut().map(B::view_mut).transpose()?;
-            for (role, output) in Role::ALL.into_iter().zip(&mut made.params) {
+            for (role, output) in ParamKind::ALL.into_iter().zip(&mut made.params) {
                 if let Some(output) = output {
                     into.set(role, B::view_mut(output)?);
                 }

@@ -17,7 +17,7 @@ use crate::cpu::Cpu;
 use crate::device::Waited;
 use crate::ep::{EpGroup, Group, GroupConfig};
 use crate::error::{CommError, Error, Result};
-use crate::layer::{Layer, Mode, Role};
+use crate::layer::{Layer, Mode, ParamKind};
 use crate::tensor::{TensorMut, TensorRef};
 use crate::{MoeConfig, Tensor as CoreTensor};
 
@@ -110,7 +110,7 @@ fn run(call: &Call, at: Option<(At, bool)>) -> [Result<()>; 2] {
         }
         Some(float(&dims))
     });
-    let tracked = Tracked { x: true, params: Role::ALL.map(|role| operands.param(role).is_some()) };
+    let tracked = Tracked { x: true, params: ParamKind::ALL.map(|role| operands.param(role).is_some()) };
     let backward = |context| {
         let dy = Some(float(&[TOKENS, HIDDEN]));
         run_backward::<Failing>(call, &operands, context, (dy, None), tracked).map(drop)

@@ -13,7 +13,7 @@ use crate::tensor::TensorRef;
 use super::error::framework;
 use super::host::{Host, copy_of, into_candle, with_views};
 
-/// A variable `[S, C]` as a rank's shard: a gather reads what the optimiser has left in it.
+/// A variable `[S, C]` as a rank's shard: a gather reads what the optimizer has left in it.
 #[derive(Debug, Clone)]
 pub struct VarShard<D: Host = Cpu> {
     device: D,
@@ -49,7 +49,7 @@ impl<D: Host> ShardSource<D> for VarShard<D> {
     }
 }
 
-/// [`Chain::finish`] into candle's gradients: each shard's gradient, in its variable's type, where the optimiser looks
+/// [`Chain::finish`] into candle's gradients: each shard's gradient, in its variable's type, where the optimizer looks
 /// for it. Weights without a variable in `vars` are frozen: their gradients are dropped.
 ///
 /// # Errors

@@ -10,7 +10,7 @@ use crate::comm::{Op, Tag};
 use crate::cpu::Cpu;
 use crate::ep::{EpGroup, GroupConfig};
 use crate::error::{Error, Result};
-use crate::layer::{Layer, Mode, Role};
+use crate::layer::{Layer, Mode, ParamKind};
 
 use super::error::framework;
 use super::host::{Host, copy_of, into_candle, location, with_views};
@@ -187,6 +187,6 @@ pub(super) fn prepare(layer: &Layer) -> Tag {
 }
 
 /// The parameters in contiguous memory; as they are where they lie so.
-pub(super) fn contiguous(call: &'static str, params: &[(Role, Tensor)]) -> Result<Vec<(Role, Tensor)>> {
+pub(super) fn contiguous(call: &'static str, params: &[(ParamKind, Tensor)]) -> Result<Vec<(ParamKind, Tensor)>> {
     params.iter().map(|(role, t)| Ok((*role, t.contiguous().map_err(framework(call))?))).collect()
 }

@@ -9,7 +9,7 @@ use crate::checkpoint::{Block, BlockParams, Checkpoint, LoadOptions, assemble};
 use crate::cpu::Cpu;
 use crate::error::Error;
 use crate::etp::{Chain, Payload, ShardDevice, WeightId};
-use crate::layer::{AuxValue, Layer, Mode, Role};
+use crate::layer::{AuxValue, Layer, Mode, ParamKind};
 use crate::lazy::Lazy;
 use crate::metrics::Load;
 
@@ -28,8 +28,8 @@ pub struct ExpertParallelMoE {
     sharded: Option<Sharded>,
 }
 
-/// Those that the configuration has, in the order of [`Role::ALL`].
-type Parameters = Vec<(Role, Tensor)>;
+/// Those that the configuration has, in the order of [`ParamKind::ALL`].
+type Parameters = Vec<(ParamKind, Tensor)>;
 
 /// What a forward gives.
 #[derive(Debug, Clone)]
@@ -51,8 +51,8 @@ pub struct MoeOutput {
 }
 
 impl ExpertParallelMoE {
-    /// From variables named as [`Role::name`] says (`router.weight`, `experts.up`, …), with this rank's experts only.
-    /// Missing ones are initialised: weights uniform in ±1/√fan-in, biases zero.
+    /// From variables named as [`ParamKind::name`] says (`router.weight`, `experts.up`, …), with this rank's experts only.
+    /// Missing ones are initialized: weights uniform in ±1/√fan-in, biases zero.
     ///
     /// Over several ranks this is a collective: the parameters that all ranks hold (router, shared expert) become
     /// rank 0's, so that every rank starts from the same router.
@@ -68,7 +68,7 @@ impl ExpertParallelMoE {
     /// `[L, H, I]`; the [`Payload`] says how they travel. A forward runs in a [`Phase::Forward`](crate::etp::Phase) of the chain, a backward in a
     /// [`Phase::Backward`](crate::etp::Phase); the shards' gradients are not among backward's, but come with
     /// [`finish_sharded`](super::finish_sharded). A pass is one forward, or one backward, of the whole model: the chain
-    /// has learnt the order of the layers in the first.
+    /// has learned the order of the layers in the first.
     ///
     /// ```
     /// use std::sync::Arc;
@@ -148,12 +148,12 @@ impl ExpertParallelMoE {
         let (layer, group) = (Layer::new(block.config.clone(), number)?, group.into());
         group.member().check_experts(CALL, &layer)?;
         block.check(CALL, group.local_experts())?;
-        let of = |(role, t): (Role, crate::Tensor<Cpu>)| {
+        let of = |(role, t): (ParamKind, crate::Tensor<Cpu>)| {
             let dims = t.dims().to_vec();
             let t = into_candle(t, &dims, &Device::Cpu)?.to_device(group.device())?;
             Ok((role, if trainable { Var::from_tensor(&t)?.into_inner() } else { t }))
         };
-        let params = block.params.into_roles().map(of).collect::<Result<_>>()?;
+        let params = block.params.into_params().map(of).collect::<Result<_>>()?;
         Ok(Self { layer, group, params, sharded: None })
     }
 
@@ -195,21 +195,21 @@ impl ExpertParallelMoE {
     }
 
     /// One parameter.
-    pub fn param(&self, role: Role) -> Option<&Tensor> {
+    pub fn param(&self, role: ParamKind) -> Option<&Tensor> {
         self.params.iter().find(|(r, _)| *r == role).map(|(_, t)| t)
     }
 
-    /// Trainable parameters, for an optimiser.
+    /// Trainable parameters, for an optimizer.
     pub fn vars(&self) -> Vec<Var> {
         self.trainable().filter(|t| t.is_variable()).filter_map(|t| Var::from_tensor(t).ok()).collect()
     }
 
     /// Parameters that gradients are tracked of. The selection bias has none.
     fn trainable(&self) -> impl Iterator<Item = &Tensor> {
-        self.params.iter().filter(|(role, t)| t.track_op() && *role != Role::SelectionBias).map(|(_, t)| t)
+        self.params.iter().filter(|(role, t)| t.track_op() && *role != ParamKind::SelectionBias).map(|(_, t)| t)
     }
 
-    /// The same module without gradients, for evaluation: it shares the parameters, sees what an optimiser makes of
+    /// The same module without gradients, for evaluation: it shares the parameters, sees what an optimizer makes of
     /// them, and keeps nothing for a backward. Where there are several ranks, all of them evaluate, or none.
     pub fn detached(&self) -> Self {
         let params = self.params.iter().map(|(role, t)| (*role, t.detach())).collect();
@@ -224,8 +224,8 @@ impl ExpertParallelMoE {
     /// A router without a selection bias, or one that is no variable; what the formula refuses.
     pub fn update_selection_bias(&self, load: &Load, u: f32) -> Result<()> {
         const CALL: &str = "ExpertParallelMoE::update_selection_bias";
-        let named = |expected, found| Error::invalid(CALL, Role::SelectionBias.name(), expected, found);
-        let Some(bias) = self.param(Role::SelectionBias) else { return Err(named("a tensor", "none").into()) };
+        let named = |expected, found| Error::invalid(CALL, ParamKind::SelectionBias.name(), expected, found);
+        let Some(bias) = self.param(ParamKind::SelectionBias) else { return Err(named("a tensor", "none").into()) };
         if !bias.is_variable() {
             return Err(named("a variable", "a constant").into());
         }
@@ -255,7 +255,7 @@ impl ExpertParallelMoE {
             let t = self.param(role).filter(|t| t.is_variable())?;
             Some((id, Var::from_tensor(t).ok()?))
         };
-        [Role::Up, Role::Down].into_iter().zip(sharded.ids).filter_map(shard).collect()
+        [ParamKind::Up, ParamKind::Down].into_iter().zip(sharded.ids).filter_map(shard).collect()
     }
 
     /// Meets the other ranks' forward of this layer as a failure: for a model that fails before it, where they would wait.
@@ -299,9 +299,9 @@ fn variables<D: Host + ShardDevice>(
     group.member().check_experts("ExpertParallelMoE::new", layer)?;
     let (config, local) = (layer.config(), group.local_experts());
     let mut params = Vec::new();
-    for role in Role::ALL {
+    for role in ParamKind::ALL {
         let Some(mut dims) = role.dims(config, local) else { continue };
-        if let Some((chain, _)) = chain.filter(|_| matches!(role, Role::Up | Role::Down)) {
+        if let Some((chain, _)) = chain.filter(|_| matches!(role, ParamKind::Up | ParamKind::Down)) {
             dims = chain.shards(&dims)?.shard_dims().to_vec();
         }
         let init = match role.fan_in(config) {
@@ -319,7 +319,7 @@ fn variables<D: Host + ShardDevice>(
         return Err(Error::invalid("ExpertParallelMoE::sharded", "group", "the chain's device", found).into());
     }
     let shard = |role| params.iter().find(|(r, _)| *r == role).map(|(r, t)| (*r, t));
-    let sharded = match (shard(Role::Up), shard(Role::Down)) {
+    let sharded = match (shard(ParamKind::Up), shard(ParamKind::Down)) {
         (Some(up), Some(down)) => Some(Sharded::new(chain, layer, local, [up, down])?),
         _ => None,
     };
@@ -327,10 +327,10 @@ fn variables<D: Host + ShardDevice>(
 }
 
 /// Copies of parameters.
-fn on_host(params: &[(Role, Tensor)]) -> Result<BlockParams> {
+fn on_host(params: &[(ParamKind, Tensor)]) -> Result<BlockParams> {
     const CALL: &str = "ExpertParallelMoE::to_block";
     let cpu = Cpu::new();
-    let own = |(role, t): &(Role, Tensor)| -> Result<_> {
+    let own = |(role, t): &(ParamKind, Tensor)| -> Result<_> {
         let t = t.to_device(&Device::Cpu)?.contiguous()?;
         Ok((*role, with_views(&cpu, CALL, &[(role.name(), &t)], |views| copy_of(&cpu, views[0]))?))
     };

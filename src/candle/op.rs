@@ -8,7 +8,7 @@ use candle_core::{CpuStorage, CudaStorage, CustomOp1, CustomOp2, Device, Layout,
 use crate::ep::{EpGroup, Group};
 use crate::error::Error;
 use crate::kernels::Scalar;
-use crate::layer::{Context, Cotangents, Gradients, Inputs, Layer, ParamViews, Role, Wanted};
+use crate::layer::{Context, Cotangents, Gradients, Inputs, Layer, ParamKind, ParamViews, Wanted};
 use crate::tensor::TensorRef;
 
 use super::error::framework;
@@ -25,7 +25,7 @@ pub(super) struct Step<D: Host> {
     pub(super) device: Device,
     /// x as `[T, H]`, contiguous.
     pub(super) x: Tensor,
-    pub(super) params: Vec<(Role, Tensor)>,
+    pub(super) params: Vec<(ParamKind, Tensor)>,
     /// Where `up` and `down` are gathered from, if their parameters are shards.
     pub(super) experts: Option<Arc<dyn ExpertWeights<D>>>,
     pub(super) state: Mutex<State<D>>,
@@ -83,7 +83,7 @@ impl<D: Host> Step<D> {
         let mut gradients = made.map_err(|e| if called { e } else { self.layer.refuse_backward(&mut group, e) })?;
         let own = |g, like: &Tensor| into_candle(g, like.dims(), &self.device);
         let x = gradients.x.take().map(|g| own(g, &self.x)).transpose()?;
-        let of = |(role, t): &(Role, Tensor)| gradients.take(*role).map(|g| own(g, t)).transpose();
+        let of = |(role, t): &(ParamKind, Tensor)| gradients.take(*role).map(|g| own(g, t)).transpose();
         let params = self.params.iter().map(of).collect::<crate::Result<_>>()?;
         *state = State::Done { x, params };
         Ok(())
@@ -98,12 +98,12 @@ impl<D: Host> Step<D> {
     ) -> crate::Result<Gradients<D>> {
         let d_y = d_y.map(|d| d.reshape(self.x.shape())?.contiguous()).transpose().map_err(framework(CALL))?;
         let d_aux = d_aux.filter(|_| !self.layer.config().aux.is_off());
-        let tracks = |roles: &[Role]| self.params.iter().any(|(r, t)| roles.contains(r) && t.track_op());
+        let tracks = |roles: &[ParamKind]| self.params.iter().any(|(r, t)| roles.contains(r) && t.track_op());
         let wanted = Wanted {
             x: self.x.track_op(),
-            router: tracks(&[Role::Router, Role::RouterBias]),
-            experts: tracks(&[Role::Up, Role::UpBias, Role::Down, Role::DownBias]),
-            shared: tracks(&[Role::SharedUp, Role::SharedDown, Role::SharedGate]),
+            router: tracks(&[ParamKind::Router, ParamKind::RouterBias]),
+            experts: tracks(&[ParamKind::Up, ParamKind::UpBias, ParamKind::Down, ParamKind::DownBias]),
+            shared: tracks(&[ParamKind::SharedUp, ParamKind::SharedDown, ParamKind::SharedGate]),
         };
         let params = contiguous(CALL, &self.params)?;
         let device = group.device().clone();
@@ -122,7 +122,7 @@ impl<D: Host> Step<D> {
                 let inputs = Inputs { x: views[0].borrow(), params: &weights };
                 return self.layer.backward(group, context, inputs, cotangents, wanted);
             };
-            let submit = [Role::Up, Role::Down].map(|role| tracks(&[role]));
+            let submit = [ParamKind::Up, ParamKind::Down].map(|role| tracks(&[role]));
             let call = Backward { layer: &self.layer, group, context, wanted, submit };
             call.run(&**experts, (views[0].borrow(), &weights), cotangents)
         })
@@ -138,7 +138,7 @@ impl<D: Host> Step<D> {
         };
         let role = input.map(|i| self.params[i].0);
         match taken {
-            None if self.experts.is_some() && matches!(role, Some(Role::Up | Role::Down)) => Ok(None),
+            None if self.experts.is_some() && matches!(role, Some(ParamKind::Up | ParamKind::Down)) => Ok(None),
             // candle wants a gradient of whatever it tracks.
             None => like.zeros_like().map(Some),
             some => Ok(some),
@@ -147,13 +147,13 @@ impl<D: Host> Step<D> {
 }
 
 /// x and the parameters, with their names.
-pub(super) fn named<'a>(x: &'a Tensor, params: &'a [(Role, Tensor)]) -> Vec<(&'static str, &'a Tensor)> {
+pub(super) fn named<'a>(x: &'a Tensor, params: &'a [(ParamKind, Tensor)]) -> Vec<(&'static str, &'a Tensor)> {
     std::iter::once(("x", x)).chain(params.iter().map(|(role, t)| (role.name(), t))).collect()
 }
 
 /// Views of parameters by role, given in the parameters' order.
 pub(super) fn views_of<'a, D: Host>(
-    params: &[(Role, Tensor)],
+    params: &[(ParamKind, Tensor)],
     views: &[TensorRef<'a, D>],
 ) -> crate::Result<ParamViews<'a, D>> {
     ParamViews::collect(|role| Ok(params.iter().position(|(r, _)| *r == role).map(|i| views[i])))

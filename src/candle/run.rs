@@ -4,7 +4,7 @@ use std::sync::{Arc, Mutex};
 
 use candle_core::{Result, Shape, Tensor};
 
-use crate::layer::{Forward, Layer, Mode, Role};
+use crate::layer::{Forward, Layer, Mode, ParamKind};
 
 use super::group::{On, contiguous};
 use super::host::{Host, copy_of, into_candle, with_views};
@@ -17,7 +17,7 @@ const CALL: &str = "ExpertParallelMoE::forward";
 /// What a forward is of.
 pub(super) struct Call<'a> {
     pub(super) layer: &'a Layer,
-    pub(super) params: &'a [(Role, Tensor)],
+    pub(super) params: &'a [(ParamKind, Tensor)],
     /// Where `up` and `down` are gathered from, if their parameters are shards.
     pub(super) sharded: Option<&'a Sharded>,
     /// x as `[T, H]`, contiguous.
@@ -51,8 +51,8 @@ pub(super) fn forward<D: Host>(on: &On<D>, call: &Call<'_>, mode: Mode) -> Resul
             });
             let mut token = Tensor::zeros((), candle_core::DType::F32, &on.device)?;
             token = token.apply_op2(call.flat, Join { step: step.clone(), input: None })?;
-            // The selection bias has no gradient: with one of zeros an optimiser's weight decay would move it.
-            let joined = call.params.iter().enumerate().filter(|(_, (role, _))| *role != Role::SelectionBias);
+            // The selection bias has no gradient: with one of zeros an optimizer's weight decay would move it.
+            let joined = call.params.iter().enumerate().filter(|(_, (role, _))| *role != ParamKind::SelectionBias);
             for (i, (_, t)) in joined {
                 token = token.apply_op2(t, Join { step: step.clone(), input: Some(i) })?;
             }

@@ -8,9 +8,9 @@ use candle_core::Tensor;
 
 use crate::ep::Group;
 use crate::error::{Error, Result};
-use crate::etp::{Chain, Payload, Room, ShardDevice, WeightId, WeightSpec};
+use crate::etp::{Chain, GradientBuffer, Payload, ShardDevice, WeightId, WeightSpec};
 use crate::kernels::Scalar;
-use crate::layer::{Context, Cotangents, Gradients, Inputs, Layer, ParamViews, Params, Role, Wanted};
+use crate::layer::{Context, Cotangents, Gradients, Inputs, Layer, ParamKind, ParamViews, Params, Wanted};
 use crate::tensor::{TensorMut, TensorRef};
 use crate::weights::WeightSource;
 
@@ -22,14 +22,14 @@ pub(super) trait ExpertWeights<D: Host>: Debug + Send + Sync {
     /// `up` and `down` as a layer takes them.
     fn sources(&self) -> Result<Sources<'_, D>>;
     /// Rooms for their gradients.
-    fn rooms(&self) -> Result<[Box<dyn GradientRoom<D> + '_>; 2]>;
+    fn gradient_buffers(&self) -> Result<[Box<dyn WeightGradient<D> + '_>; 2]>;
 }
 
 /// `up` and `down` as a layer takes them.
 pub(super) type Sources<'a, D> = [Box<dyn WeightSource<D> + 'a>; 2];
 
 /// Memory for the gradient of a whole weight.
-pub(super) trait GradientRoom<D: Host> {
+pub(super) trait WeightGradient<D: Host> {
     fn view_mut(&mut self) -> Result<TensorMut<'_, D>>;
     /// Hands the gradient in.
     fn submit(self: Box<Self>) -> Result<()>;
@@ -56,7 +56,7 @@ impl Sharded {
         (chain, payload): (&Arc<Chain<D>>, Payload),
         layer: &Layer,
         local: usize,
-        shards: [(Role, &Tensor); 2],
+        shards: [(ParamKind, &Tensor); 2],
     ) -> Result<Self> {
         let mut sources = Vec::new();
         for (role, shard) in shards {
@@ -65,7 +65,7 @@ impl Sharded {
             let source = VarShard::on(chain.device(), shard);
             let name = format!("layer {} {}", layer.number(), role.name());
             let mut spec = WeightSpec::new(name, layer.number(), &dims, source.dtype()?);
-            spec.recompute = role == Role::Up && layer.config().recompute;
+            spec.recompute = role == ParamKind::Up && layer.config().recompute;
             spec.payload = payload;
             sources.push((spec, Arc::new(source)));
         }
@@ -96,21 +96,21 @@ impl<D: Host + ShardDevice> ExpertWeights<D> for Chained<D> {
         Ok([Box::new(self.chain.source(up)?), Box::new(self.chain.source(down)?)])
     }
 
-    fn rooms(&self) -> Result<[Box<dyn GradientRoom<D> + '_>; 2]> {
-        let room = |id| -> Result<Box<dyn GradientRoom<D> + '_>> {
-            Ok(Box::new(ChainRoom { room: self.chain.room(id)?, chain: &self.chain }))
+    fn gradient_buffers(&self) -> Result<[Box<dyn WeightGradient<D> + '_>; 2]> {
+        let room = |id| -> Result<Box<dyn WeightGradient<D> + '_>> {
+            Ok(Box::new(ChainGradient { room: self.chain.gradient_buffer(id)?, chain: &self.chain }))
         };
         let [up, down] = self.ids;
         Ok([room(up)?, room(down)?])
     }
 }
 
-struct ChainRoom<'a, D: ShardDevice> {
-    room: Room<'a, D>,
+struct ChainGradient<'a, D: ShardDevice> {
+    room: GradientBuffer<'a, D>,
     chain: &'a Chain<D>,
 }
 
-impl<D: Host + ShardDevice> GradientRoom<D> for ChainRoom<'_, D> {
+impl<D: Host + ShardDevice> WeightGradient<D> for ChainGradient<'_, D> {
     fn view_mut(&mut self) -> Result<TensorMut<'_, D>> {
         self.room.view_mut()
     }
@@ -152,12 +152,12 @@ impl<D: Host> Backward<'_, D> {
         cotangents: Cotangents<'_, D, Scalar<'_, D>>,
     ) -> Result<Gradients<D>> {
         let Self { layer, group, context, wanted, submit } = self;
-        let rooms = || -> Result<_> {
+        let gradient_buffers = || -> Result<_> {
             let sources = experts.sources()?;
-            Ok((sources, if wanted.experts { Some(experts.rooms()?) } else { None }))
+            Ok((sources, if wanted.experts { Some(experts.gradient_buffers()?) } else { None }))
         };
-        let (sources, mut rooms) = rooms().map_err(|e| layer.refuse_backward(group, e))?;
-        let beside = match &mut rooms {
+        let (sources, mut gradient_buffers) = gradient_buffers().map_err(|e| layer.refuse_backward(group, e))?;
+        let beside = match &mut gradient_buffers {
             Some([up, down]) => up.view_mut().and_then(|up| Ok(Some([up, down.view_mut()?]))),
             None => Ok(None),
         };
@@ -165,8 +165,8 @@ impl<D: Host> Backward<'_, D> {
         let params = with_sources(views, Some(&sources));
         let cotangents = Cotangents { y: cotangents.y.as_ref().map(TensorRef::borrow), aux: cotangents.aux.borrow() };
         let inputs = (Inputs { x: x.borrow(), params: &params }, cotangents);
-        let gradients = layer.backward_beside(group, context, inputs, (wanted, beside))?;
-        if let Some([up, down]) = rooms {
+        let gradients = layer.backward_with_expert_grads(group, context, inputs, (wanted, beside))?;
+        if let Some([up, down]) = gradient_buffers {
             // In the order in which backward uses the weights.
             for (room, wanted) in [(down, submit[1]), (up, submit[0])] {
                 if wanted {

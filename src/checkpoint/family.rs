@@ -34,26 +34,26 @@ pub(super) struct Family {
 #[derive(Debug, Clone, Copy)]
 pub(super) enum Formula {
     /// Softmax over all experts, then top-k.
-    Softmax(Normalise),
-    /// DBRX: as `Softmax`, renormalised by the norm `moe_normalize_expert_weights`.
+    Softmax(Normalize),
+    /// DBRX: as `Softmax`, renormalized by the norm `moe_normalize_expert_weights`.
     SoftmaxPower,
     /// DeepSeek-V2: softmax, groups ranked by their maximum, scaled.
     SoftmaxGrouped,
-    /// Ernie: softmax, chosen with a bias, renormalised with a floor.
+    /// Ernie: softmax, chosen with a bias, renormalized with a floor.
     SoftmaxBiased,
     /// Top-k of the logits, softmax over those; with a bias on the logits or without.
     TopkSoftmax { logit_bias: bool },
     /// Top-k of the logits, sigmoid of those, applied to the experts' input.
     TopkSigmoid,
     /// Sigmoid, chosen with a bias, groups ranked by the sum of two.
-    Sigmoid { normalise: Normalise, epsilon: f64, scale: Option<&'static str> },
+    Sigmoid { normalize: Normalize, epsilon: f64, scale: Option<&'static str> },
     /// PhiMoE's.
     SparseMixer,
 }
 
 /// Whether chosen weights are divided by their sum.
 #[derive(Debug, Clone, Copy)]
-pub(super) enum Normalise {
+pub(super) enum Normalize {
     Always,
     Never,
     /// As a key says, with the default of the family's configuration class.
@@ -169,9 +169,9 @@ const FUSED: Experts =
 const FUSED_T: Experts =
     Experts::Fused { up: "experts.gate_up_proj", down: "experts.down_proj", transposed: true, interleaved: false };
 const SILU: Act = Act::Silu("hidden_act");
-const NORM: Formula = Formula::Softmax(Normalise::Always);
+const NORM: Formula = Formula::Softmax(Normalize::Always);
 const NOAUX: Formula = Formula::Sigmoid {
-    normalise: Normalise::Key("norm_topk_prob", true),
+    normalize: Normalize::Key("norm_topk_prob", true),
     epsilon: 1e-20,
     scale: Some("routed_scaling_factor"),
 };
@@ -209,7 +209,7 @@ const BASE: Family = Family {
 /// Qwen3-MoE, likewise.
 const QWEN: Family = Family {
     types: &["qwen3_moe"],
-    formula: Formula::Softmax(Normalise::Key("norm_topk_prob", false)),
+    formula: Formula::Softmax(Normalize::Key("norm_topk_prob", false)),
     layers: LayerRule::Step,
     width: "moe_intermediate_size",
     blocks: &["mlp"],
@@ -223,7 +223,7 @@ pub(super) static FAMILIES: &[Family] = &[
     Family { types: &["minimax"], ..BASE },
     Family {
         types: &["minimax_m2"],
-        formula: Formula::Sigmoid { normalise: Normalise::Always, epsilon: 0.0, scale: None },
+        formula: Formula::Sigmoid { normalize: Normalize::Always, epsilon: 0.0, scale: None },
         selection_bias: &[bias("e_score_correction_bias"), bias("gate.e_score_correction_bias")],
         ..BASE
     },
@@ -232,7 +232,7 @@ pub(super) static FAMILIES: &[Family] = &[
     Family { types: &["qwen2_moe"], shared: GATED_SHARED, ..QWEN },
     Family {
         types: &["qwen3_next"],
-        formula: Formula::Softmax(Normalise::Key("norm_topk_prob", true)),
+        formula: Formula::Softmax(Normalize::Key("norm_topk_prob", true)),
         shared: GATED_SHARED,
         ..QWEN
     },
@@ -273,7 +273,7 @@ pub(super) static FAMILIES: &[Family] = &[
     Family {
         types: &["kimi_linear"],
         formula: Formula::Sigmoid {
-            normalise: Normalise::Key("moe_renormalize", true),
+            normalize: Normalize::Key("moe_renormalize", true),
             epsilon: 1e-20,
             scale: Some("routed_scaling_factor"),
         },
@@ -286,7 +286,7 @@ pub(super) static FAMILIES: &[Family] = &[
     Family {
         types: &["hy_v3"],
         formula: Formula::Sigmoid {
-            normalise: Normalise::Always,
+            normalize: Normalize::Always,
             epsilon: 1e-20,
             scale: Some("router_scaling_factor"),
         },
@@ -299,7 +299,7 @@ pub(super) static FAMILIES: &[Family] = &[
     Family {
         types: &["lfm2_moe"],
         formula: Formula::Sigmoid {
-            normalise: Normalise::Key("norm_topk_prob", true),
+            normalize: Normalize::Key("norm_topk_prob", true),
             epsilon: 1e-6,
             scale: Some("routed_scaling_factor"),
         },
@@ -402,7 +402,7 @@ pub(super) static FAMILIES: &[Family] = &[
     },
     Family {
         types: &["jamba"],
-        formula: Formula::Softmax(Normalise::Never),
+        formula: Formula::Softmax(Normalize::Never),
         layers: LayerRule::Period,
         width: "intermediate_size",
         blocks: &["feed_forward"],

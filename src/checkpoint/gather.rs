@@ -10,7 +10,7 @@ use crate::config::MoeConfig;
 use crate::cpu::Cpu;
 use crate::dtype::DType;
 use crate::error::{Error, Result};
-use crate::layer::Role;
+use crate::layer::ParamKind;
 use crate::tensor::Tensor;
 
 /// Joins the ranks' shares of a block, in rank order: experts are concatenated, replicated parameters are the first
@@ -22,7 +22,7 @@ pub fn gather_blocks(shares: Vec<BlockParams>) -> Result<BlockParams> {
     const CALL: &str = "gather_blocks";
     let Some(first) = shares.first() else { return Err(Error::invalid(CALL, "shares", "at least one", 0)) };
     let mut tensors = std::collections::HashMap::new();
-    for role in Role::ALL {
+    for role in ParamKind::ALL {
         let name = role.name();
         let given = shares.iter().filter(|share| share.get(role).is_some()).count();
         if given != 0 && given != shares.len() {
@@ -51,7 +51,7 @@ impl BlockParams {
     /// Refuses tensors that the configuration has not, with `local` experts on this rank, or has otherwise. Absent ones
     /// may be.
     pub(super) fn check(&self, call: &'static str, config: &MoeConfig, local: usize) -> Result<()> {
-        for role in Role::ALL {
+        for role in ParamKind::ALL {
             let (name, Some(tensor)) = (role.name(), self.get(role)) else { continue };
             let Some(dims) = role.dims(config, local) else {
                 return Err(Error::invalid(call, name, "none, by the configuration", format!("{:?}", tensor.dims())));
@@ -147,7 +147,7 @@ impl Checkpoint {
         let checked = self.check_block(&layout, false)?;
         let mut bytes = BlockBytes { experts: 0, replicated: 0, disk: 0 };
         for (role, natural) in &checked.natural {
-            let size = self.role_dtype(*role, *natural, options.dtype).size();
+            let size = self.param_dtype(*role, *natural, options.dtype).size();
             let count: usize = role.dims(config, experts.len()).map_or(0, |dims| dims.iter().product());
             *(if role.is_replicated() { &mut bytes.replicated } else { &mut bytes.experts }) += (count * size) as u64;
         }

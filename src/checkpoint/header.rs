@@ -93,7 +93,7 @@ fn misfit((name, info): &(String, TensorInfo)) -> Option<String> {
     (!fits).then(|| format!("tensor {}, {} of shape {shape} at bytes {start}..{end}", clip(name), info.dtype))
 }
 
-/// Serialises a header, padded so that the tensors behind it are aligned.
+/// Serializes a header, padded so that the tensors behind it are aligned.
 pub(super) fn write(tensors: Vec<(String, TensorInfo)>) -> Result<Vec<u8>, String> {
     let format = HashMap::from([("format".to_string(), "pt".to_string())]);
     let metadata = Metadata::new(Some(format), tensors).map_err(|e| e.to_string())?;

@@ -3,7 +3,7 @@
 
 use super::family::{Experts, Family};
 use crate::config::MoeConfig;
-use crate::layer::Role;
+use crate::layer::ParamKind;
 
 /// Which of the layer's rows a matrix's rows are.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -27,10 +27,10 @@ impl Rows {
 /// A matrix on disk: a whole tensor, or one of several equal slices of it.
 #[derive(Debug, Clone)]
 pub(super) struct Part {
-    pub role: Role,
+    pub role: ParamKind,
     /// Tensor on disk.
     pub name: String,
-    /// Its shape, before quantisation.
+    /// Its shape, before quantization.
     pub dims: Vec<usize>,
     /// This matrix's place among the tensor's slices.
     pub slice: usize,
@@ -44,7 +44,7 @@ pub(super) struct Part {
 }
 
 impl Part {
-    fn new(role: Role, name: String, [out, inn]: [usize; 2]) -> Self {
+    fn new(role: ParamKind, name: String, [out, inn]: [usize; 2]) -> Self {
         Self { role, name, dims: vec![out, inn], slice: 0, out, inn, transposed: false, rows: Rows::From(0) }
     }
 
@@ -126,16 +126,16 @@ impl<'a> Layout<'a> {
     /// Matrices of the replicated parameters.
     pub fn replicated(&self) -> Vec<Part> {
         let (hidden, experts) = (self.config.hidden, self.config.router.num_experts);
-        let mut parts = vec![Part::new(Role::Router, self.name(self.router), [experts, hidden])];
+        let mut parts = vec![Part::new(ParamKind::Router, self.name(self.router), [experts, hidden])];
         if self.config.router.logit_bias {
             let name = self.name(&self.router.replace("weight", "bias"));
-            parts.push(Part::new(Role::RouterBias, name, [experts, 1]).dims(&[experts]));
+            parts.push(Part::new(ParamKind::RouterBias, name, [experts, 1]).dims(&[experts]));
         }
         if self.config.router.selection_bias
             && let Some(bias) = self.family.selection_bias.get(self.selection_bias)
         {
             let dims: &[usize] = if bias.row { &[1, experts] } else { &[experts] };
-            parts.push(Part::new(Role::SelectionBias, self.name(bias.name), [experts, 1]).dims(dims));
+            parts.push(Part::new(ParamKind::SelectionBias, self.name(bias.name), [experts, 1]).dims(dims));
         }
         self.shared(&mut parts);
         parts
@@ -151,18 +151,18 @@ impl<'a> Layout<'a> {
         let gates = self.config.activation.gate_factor();
         if shared.linear {
             let up = format!("{name}.input_linear.weight");
-            parts.push(Part::new(Role::SharedUp, up, [gates * size, hidden]));
-            parts.push(Part::new(Role::SharedDown, format!("{name}.output_linear.weight"), [hidden, size]));
+            parts.push(Part::new(ParamKind::SharedUp, up, [gates * size, hidden]));
+            parts.push(Part::new(ParamKind::SharedDown, format!("{name}.output_linear.weight"), [hidden, size]));
         } else {
             if gates == 2 {
-                parts.push(Part::new(Role::SharedUp, format!("{name}.gate_proj.weight"), [size, hidden]));
+                parts.push(Part::new(ParamKind::SharedUp, format!("{name}.gate_proj.weight"), [size, hidden]));
             }
-            let up = Part::new(Role::SharedUp, format!("{name}.up_proj.weight"), [size, hidden]);
+            let up = Part::new(ParamKind::SharedUp, format!("{name}.up_proj.weight"), [size, hidden]);
             parts.push(up.rows(Rows::From((gates - 1) * size)));
-            parts.push(Part::new(Role::SharedDown, format!("{name}.down_proj.weight"), [hidden, size]));
+            parts.push(Part::new(ParamKind::SharedDown, format!("{name}.down_proj.weight"), [hidden, size]));
         }
         if let Some(gate) = shared.gate {
-            parts.push(Part::new(Role::SharedGate, self.name(gate), [1, hidden]));
+            parts.push(Part::new(ParamKind::SharedGate, self.name(gate), [1, hidden]));
         }
     }
 
@@ -176,10 +176,10 @@ impl<'a> Layout<'a> {
             Experts::Each { gate, up, down } => {
                 let name = |name: &str| self.name(&format!("experts.{e}.{name}.weight"));
                 if gates == 2 {
-                    parts.push(Part::new(Role::Up, name(gate), [i, h]));
+                    parts.push(Part::new(ParamKind::Up, name(gate), [i, h]));
                 }
-                parts.push(Part::new(Role::Up, name(up), [i, h]).rows(Rows::From((gates - 1) * i)));
-                parts.push(Part::new(Role::Down, name(down), [h, i]));
+                parts.push(Part::new(ParamKind::Up, name(up), [i, h]).rows(Rows::From((gates - 1) * i)));
+                parts.push(Part::new(ParamKind::Down, name(down), [h, i]));
             }
             Experts::Fused { up, down, transposed, interleaved } => {
                 let rows = if *interleaved { Rows::Alternate(i) } else { Rows::From(0) };
@@ -188,22 +188,22 @@ impl<'a> Layout<'a> {
                     let part = Part::new(role, self.name(name), [out, inn]).dims(&dims(out, inn));
                     part.slice(e).transposed(*transposed)
                 };
-                parts.push(matrix(Role::Up, up, up_rows, h).rows(rows));
-                parts.push(matrix(Role::Down, down, h, i));
+                parts.push(matrix(ParamKind::Up, up, up_rows, h).rows(rows));
+                parts.push(matrix(ParamKind::Down, down, h, i));
                 if self.config.expert_bias {
                     let vector = |role, name: &str, len| {
                         Part::new(role, self.name(&format!("{name}_bias")), [len, 1]).dims(&[n, len]).slice(e)
                     };
-                    parts.push(vector(Role::UpBias, up, up_rows).rows(rows));
-                    parts.push(vector(Role::DownBias, down, h));
+                    parts.push(vector(ParamKind::UpBias, up, up_rows).rows(rows));
+                    parts.push(vector(ParamKind::DownBias, down, h));
                 }
             }
             Experts::Stacked { gate, up, down } => {
                 let stacked =
                     |role, name: &str, matrix| Part::new(role, self.name(name), matrix).dims(&[n * i, h]).slice(e);
-                parts.push(stacked(Role::Up, gate, [i, h]));
-                parts.push(stacked(Role::Up, up, [i, h]).rows(Rows::From(i)));
-                parts.push(stacked(Role::Down, down, [h, i]).transposed(true));
+                parts.push(stacked(ParamKind::Up, gate, [i, h]));
+                parts.push(stacked(ParamKind::Up, up, [i, h]).rows(Rows::From(i)));
+                parts.push(stacked(ParamKind::Down, down, [h, i]).transposed(true));
             }
         }
         parts

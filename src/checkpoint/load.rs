@@ -10,7 +10,7 @@ use super::{Block, BlockParams, Checkpoint, LoadOptions, Progress, ShardOptions}
 use crate::cpu::Cpu;
 use crate::dtype::DType;
 use crate::error::{CheckpointError, Error, Result};
-use crate::layer::Role;
+use crate::layer::ParamKind;
 use crate::tensor::Tensor;
 
 /// Bytes of one read, unless a row is longer: large enough to be fast, small beside any expert.
@@ -19,8 +19,8 @@ pub(super) const CHUNK: usize = 1 << 20;
 /// What checking a block finds.
 #[derive(Debug)]
 pub(super) struct Checked {
-    /// Type of each parameter as stored, or that de-quantised weights get.
-    pub natural: HashMap<Role, DType>,
+    /// Type of each parameter as stored, or that de-quantized weights get.
+    pub natural: HashMap<ParamKind, DType>,
     /// Form of the routed experts.
     pub form: Form,
     /// Every tensor that belongs to the block.
@@ -109,7 +109,7 @@ impl Checkpoint {
             && !dtype.is_float()
         {
             let found = stored.entry().dtype;
-            return Err(stored.mismatch("a floating-point type or a quantised form", found).into());
+            return Err(stored.mismatch("a floating-point type or a quantized form", found).into());
         }
         let natural = self.natural(stored.form);
         let first = *checked.natural.entry(part.role).or_insert(natural);
@@ -117,12 +117,12 @@ impl Checkpoint {
             return Err(stored.mismatch(format!("{first}, as the tensors before it"), natural).into());
         }
         let routed = !part.role.is_replicated();
-        if part.role == Role::Down {
+        if part.role == ParamKind::Down {
             checked.form = stored.form;
         }
         checked.disk[usize::from(!routed)] += stored.bytes();
         checked.names.extend(stored.names().map(str::to_string));
-        // Quantised tensors need not hold the name itself.
+        // Quantized tensors need not hold the name itself.
         checked.names.insert(part.name.clone());
         Ok(())
     }
@@ -141,9 +141,9 @@ impl Checkpoint {
         let checked = self.check_block(&layout, options.dtype.is_none())?;
         let (mut tensors, mut cuts) = (HashMap::new(), HashMap::new());
         for (role, natural) in &checked.natural {
-            let dtype = self.role_dtype(*role, *natural, options.dtype);
+            let dtype = self.param_dtype(*role, *natural, options.dtype);
             let dims = role.dims(&config, experts.len()).unwrap_or_default();
-            let tensor = match cut.filter(|_| matches!(role, Role::Up | Role::Down)) {
+            let tensor = match cut.filter(|_| matches!(role, ParamKind::Up | ParamKind::Down)) {
                 None => Tensor::<Cpu>::empty(&Cpu::new(), dtype, &dims)?,
                 Some(cut) => {
                     let shards = cut.shards(&dims)?;
@@ -187,11 +187,13 @@ impl Checkpoint {
     }
 
     /// The type a parameter gets: what decides routing keeps its precision.
-    pub(super) fn role_dtype(&self, role: Role, natural: DType, wanted: Option<DType>) -> DType {
+    pub(super) fn param_dtype(&self, role: ParamKind, natural: DType, wanted: Option<DType>) -> DType {
         match (role, wanted) {
             (_, None) => natural,
-            (Role::SelectionBias, Some(dtype)) => dtype.accumulator(),
-            (Role::Router | Role::RouterBias, Some(dtype)) if self.model.family.router_f32 => dtype.accumulator(),
+            (ParamKind::SelectionBias, Some(dtype)) => dtype.accumulator(),
+            (ParamKind::Router | ParamKind::RouterBias, Some(dtype)) if self.model.family.router_f32 => {
+                dtype.accumulator()
+            }
             (_, Some(dtype)) => dtype,
         }
     }
@@ -226,7 +228,7 @@ impl Checkpoint {
         }
         for (slice, bytes) in tensor.as_bytes_mut().chunks_exact_mut(matrix * dtype.size()).enumerate() {
             let part = Part {
-                role: Role::Router,
+                role: ParamKind::Router,
                 name: name.to_string(),
                 dims: stored.dims.clone(),
                 slice,
@@ -271,21 +273,21 @@ pub(super) fn read_part(
 }
 
 /// Parameters from their tensors.
-pub(crate) fn assemble(call: &'static str, mut tensors: HashMap<Role, Tensor<Cpu>>) -> Result<BlockParams> {
+pub(crate) fn assemble(call: &'static str, mut tensors: HashMap<ParamKind, Tensor<Cpu>>) -> Result<BlockParams> {
     let mut take = |role| tensors.remove(&role);
     let required = |tensor: Option<Tensor<Cpu>>, name: &str| {
         tensor.ok_or_else(|| Error::invalid(call, name, "a tensor", "nothing"))
     };
     Ok(BlockParams {
-        router: required(take(Role::Router), "router")?,
-        router_bias: take(Role::RouterBias),
-        selection_bias: take(Role::SelectionBias),
-        up: required(take(Role::Up), "up")?,
-        up_bias: take(Role::UpBias),
-        down: required(take(Role::Down), "down")?,
-        down_bias: take(Role::DownBias),
-        shared_up: take(Role::SharedUp),
-        shared_down: take(Role::SharedDown),
-        shared_gate: take(Role::SharedGate),
+        router: required(take(ParamKind::Router), "router")?,
+        router_bias: take(ParamKind::RouterBias),
+        selection_bias: take(ParamKind::SelectionBias),
+        up: required(take(ParamKind::Up), "up")?,
+        up_bias: take(ParamKind::UpBias),
+        down: required(take(ParamKind::Down), "down")?,
+        down_bias: take(ParamKind::DownBias),
+        shared_up: take(ParamKind::SharedUp),
+        shared_down: take(ParamKind::SharedDown),
+        shared_gate: take(ParamKind::SharedGate),
     })
 }

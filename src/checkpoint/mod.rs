@@ -15,8 +15,8 @@ mod json;
 mod layout;
 mod load;
 mod model;
-mod quantise;
-mod quantised;
+mod quantize;
+mod quantized;
 mod reader;
 mod save;
 mod stored;
@@ -32,13 +32,13 @@ use crate::error::CheckpointError;
 use crate::error::{Error, Result};
 use crate::etp::Shards;
 #[cfg(any(feature = "candle", feature = "burn"))]
-use crate::layer::Role;
+use crate::layer::ParamKind;
 use crate::tensor::Tensor;
 
 pub use gather::gather_blocks;
 #[cfg(any(feature = "candle", feature = "burn"))]
 pub(crate) use load::assemble;
-pub use quantised::QuantisedBlock;
+pub use quantized::QuantizedBlock;
 pub use stored::Form;
 
 /// An opened checkpoint folder.
@@ -81,8 +81,8 @@ impl Block {
     /// Refuses a block whose parameters are not those of its configuration, with `local` experts on this rank.
     pub(crate) fn check(&self, call: &'static str, local: usize) -> Result<()> {
         self.params.check(call, &self.config, local)?;
-        let absent = |role: &Role| role.dims(&self.config, local).is_some() && self.params.get(*role).is_none();
-        match Role::ALL.into_iter().find(absent) {
+        let absent = |role: &ParamKind| role.dims(&self.config, local).is_some() && self.params.get(*role).is_none();
+        match ParamKind::ALL.into_iter().find(absent) {
             None => Ok(()),
             Some(role) => Err(Error::invalid(call, format!("tensor {}", role.name()), "a tensor", "none")),
         }
@@ -96,7 +96,7 @@ pub struct LoadOptions {
     pub rank: usize,
     /// Ranks that share the experts.
     pub ranks: usize,
-    /// Convert to this floating type; `None`: as stored (de-quantised weights: BF16 or F16 where `config.json` names
+    /// Convert to this floating type; `None`: as stored (de-quantized weights: BF16 or F16 where `config.json` names
     /// it as the model's type, else F32).
     ///
     /// What decides routing keeps its precision: the selection bias, and the router of families that publish it in
@@ -219,7 +219,7 @@ impl Checkpoint {
         &self.moe_layers
     }
 
-    /// Names of all tensors on disk, sorted; quantised ones with their scales, by the names they have there.
+    /// Names of all tensors on disk, sorted; quantized ones with their scales, by the names they have there.
     pub fn names(&self) -> impl Iterator<Item = &str> {
         self.files.iter().map(|(name, _)| name)
     }
@@ -277,14 +277,14 @@ impl Checkpoint {
         self.load(layer, (options, None), &mut |_| {})
     }
 
-    /// Loads one rank's share of a block whose routed experts are quantised, and leaves them so.
+    /// Loads one rank's share of a block whose routed experts are quantized, and leaves them so.
     ///
     /// NVFP4 (ModelOpt's, compressed-tensors'), MXFP4 and fp8 in blocks of 128×128 stay as they are; all else is as
     /// [`load_block`](Self::load_block) has it.
     ///
     /// # Errors
     /// As [`load_block`](Self::load_block); experts that are stored otherwise.
-    pub fn load_quantised(&self, layer: usize, options: LoadOptions) -> Result<QuantisedBlock<Cpu>> {
+    pub fn load_quantized(&self, layer: usize, options: LoadOptions) -> Result<QuantizedBlock<Cpu>> {
         self.load_as_stored(layer, options)
     }
 
@@ -328,7 +328,7 @@ impl Checkpoint {
         self.measure(layer, options)
     }
 
-    /// Any tensor by its name on disk, de-quantised; `dtype` as in [`LoadOptions`].
+    /// Any tensor by its name on disk, de-quantized; `dtype` as in [`LoadOptions`].
     ///
     /// # Errors
     /// [`CheckpointError`] for a missing tensor, or one that cannot be converted.
@@ -359,7 +359,7 @@ impl Checkpoint {
     ///
     /// Each file is written under a temporary name, synced and renamed, so an interrupted save leaves what was there
     /// before; the folder may be this checkpoint's own. Blocks are written in the types of their tensors, and
-    /// loading them gives the same bits. Where this checkpoint is quantised, everything is written de-quantised and
+    /// loading them gives the same bits. Where this checkpoint is quantized, everything is written de-quantized and
     /// `config.json` loses its `quantization_config`.
     ///
     /// # Errors
@@ -369,7 +369,7 @@ impl Checkpoint {
     }
 }
 
-/// A matrix that [`Checkpoint::save_nvfp4`] quantised.
+/// A matrix that [`Checkpoint::save_nvfp4`] quantized.
 #[derive(Debug, Clone, PartialEq)]
 pub struct QuantizedTensor {
     /// Its name on disk.
@@ -378,7 +378,7 @@ pub struct QuantizedTensor {
     pub dims: [usize; 2],
     /// The largest magnitude of those that share its second-level scale.
     pub amax: f32,
-    /// ‖de-quantised − original‖ / ‖original‖, 0 of a zero matrix.
+    /// ‖de-quantized − original‖ / ‖original‖, 0 of a zero matrix.
     pub error: f64,
 }
 
@@ -388,7 +388,7 @@ impl Checkpoint {
     /// each complete before it takes its name. Gate and up of an expert share their second-level scale.
     ///
     /// # Errors
-    /// Blocks whose experts are fused, already quantised, not finite, or of columns that are no multiple of 16;
+    /// Blocks whose experts are fused, already quantized, not finite, or of columns that are no multiple of 16;
     /// [`CheckpointError`] where reading or writing fails.
     pub fn save_nvfp4(&self, dir: impl AsRef<Path>) -> Result<Vec<QuantizedTensor>> {
         self.write_nvfp4(dir.as_ref())

@@ -4,7 +4,7 @@ use std::path::Path;
 
 use serde_json::Value;
 
-use super::family::{self, Act, Family, Formula, LayerRule, Normalise, SharedWidth};
+use super::family::{self, Act, Family, Formula, LayerRule, Normalize, SharedWidth};
 use super::fields::{Fields, MAX_HIDDEN, MAX_INTERMEDIATE, MAX_LAYERS, clip};
 use super::json::config_error;
 use crate::config::{
@@ -62,8 +62,8 @@ impl Model {
             blocks.push((layer, block(family, &fields, layer)?));
         }
         let dtype = dtype(&fields)?.or(dtype(&outer)?);
-        let quantised = if inner.get("quantization_config").is_some() { &inner } else { &outer };
-        let fp8_block = fp8_block(quantised)?;
+        let quantized = if inner.get("quantization_config").is_some() { &inner } else { &outer };
+        let fp8_block = fp8_block(quantized)?;
         let model_type = model_type.to_string();
         Ok(Self { family, model_type, layers, blocks, dtype, fp8_block, json: root })
     }
@@ -90,8 +90,8 @@ fn dtype(fields: &Fields<'_>) -> Result<Option<DType>> {
 }
 
 fn fp8_block(fields: &Fields<'_>) -> Result<[usize; 2]> {
-    let Some(quantised) = fields.get("quantization_config") else { return Ok([128; 2]) };
-    let inner = Fields::new("quantization_config", quantised, None);
+    let Some(quantized) = fields.get("quantization_config") else { return Ok([128; 2]) };
+    let inner = Fields::new("quantization_config", quantized, None);
     match inner.list("weight_block_size", 1 << 16)?.as_deref() {
         None => Ok([128; 2]),
         Some(&[rows, columns]) if rows > 0 && columns > 0 => Ok([rows, columns]),
@@ -260,8 +260,8 @@ fn router(family: &Family, fields: &Fields<'_>, config: &mut MoeConfig) -> Resul
         Some(Some(key)) => fields.flag(key, true)?,
     };
     match family.formula {
-        Formula::Softmax(normalise) => {
-            router.renorm = normalised(normalise, fields)?.then(|| sum(0.0, 0.0)).flatten();
+        Formula::Softmax(normalize) => {
+            router.renorm = normalized(normalize, fields)?.then(|| sum(0.0, 0.0)).flatten();
         }
         Formula::SoftmaxPower => {
             // Absent means the default of 1, null means none.
@@ -288,12 +288,12 @@ fn router(family: &Family, fields: &Fields<'_>, config: &mut MoeConfig) -> Resul
             router.score = Score::TopkSigmoid;
             config.weight_at = WeightAt::Input;
         }
-        Formula::Sigmoid { normalise, epsilon, scale } => {
+        Formula::Sigmoid { normalize, epsilon, scale } => {
             fields.only("scoring_func", &["sigmoid"])?;
             fields.only("moe_router_activation_func", &["sigmoid"])?;
             fields.only("topk_method", &["noaux_tc"])?;
             router.score = Score::Sigmoid;
-            router.renorm = normalised(normalise, fields)?.then(|| sum(epsilon, 0.0)).flatten();
+            router.renorm = normalized(normalize, fields)?.then(|| sum(epsilon, 0.0)).flatten();
             if let Some(key) = scale {
                 router.scale = fields.number(key, 1.0)?;
                 router.groups = groups(fields, GroupScore::Top2Sum, router)?;
@@ -306,11 +306,11 @@ fn router(family: &Family, fields: &Fields<'_>, config: &mut MoeConfig) -> Resul
     Ok(())
 }
 
-fn normalised(normalise: Normalise, fields: &Fields<'_>) -> Result<bool> {
-    match normalise {
-        Normalise::Always => Ok(true),
-        Normalise::Never => Ok(false),
-        Normalise::Key(key, default) => fields.flag(key, default),
+fn normalized(normalize: Normalize, fields: &Fields<'_>) -> Result<bool> {
+    match normalize {
+        Normalize::Always => Ok(true),
+        Normalize::Never => Ok(false),
+        Normalize::Key(key, default) => fields.flag(key, default),
     }
 }
 

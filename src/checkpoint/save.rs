@@ -11,7 +11,7 @@ use tempfile::NamedTempFile;
 
 use super::gather::Planned;
 use super::json::{MAX_CONFIG, io_error, read_limited};
-use super::quantise::{Nvfp4Item, Nvfp4Part};
+use super::quantize::{Nvfp4Item, Nvfp4Part};
 use super::stored::{Stored, on_disk};
 use super::{BlockParams, Checkpoint, LoadOptions, header};
 use crate::error::{CheckpointError, Error, Result};
@@ -25,16 +25,16 @@ pub(super) enum Item<'a> {
     Block(usize, Planned),
     /// Copied as it is.
     Copy(&'a str),
-    /// De-quantised.
+    /// De-quantized.
     Plain(String, Stored<'a>),
-    /// Quantised.
+    /// Quantized.
     Nvfp4(Nvfp4Item),
 }
 
 impl Checkpoint {
     pub(super) fn write_all(&self, dir: &Path, blocks: &[(usize, &BlockParams)]) -> Result<()> {
-        let (items, dequantised) = self.items(blocks)?;
-        let config = self.config_text(dequantised)?;
+        let (items, dequantized) = self.items(blocks)?;
+        let config = self.config_text(dequantized)?;
         self.write_files(dir, items, blocks, vec![("config.json", config)])
     }
 
@@ -74,11 +74,11 @@ impl Checkpoint {
         sync_folder(dir)
     }
 
-    /// Everything the new file holds, and whether any of it was quantised.
+    /// Everything the new file holds, and whether any of it was quantized.
     fn items(&self, blocks: &[(usize, &BlockParams)]) -> Result<(Vec<Item<'_>>, bool)> {
         let mut items = Vec::new();
         let mut seen: HashSet<String> = HashSet::new();
-        let mut dequantised = false;
+        let mut dequantized = false;
         for (index, (layer, params)) in blocks.iter().enumerate() {
             if blocks[..index].iter().any(|(other, _)| other == layer) {
                 return Err(Error::invalid(CALL, "blocks", "each layer once", format!("layer {layer} twice")));
@@ -89,7 +89,7 @@ impl Checkpoint {
             }
             let all = LoadOptions { rank: 0, ranks: 1, dtype: None };
             let planned = self.plan(CALL, *layer, params, all)?;
-            dequantised |= checked.form.is_quantised();
+            dequantized |= checked.form.is_quantized();
             seen.extend(checked.names);
             items.extend(planned.into_iter().map(|tensor| Item::Block(index, tensor)));
         }
@@ -100,14 +100,14 @@ impl Checkpoint {
             let name = name.strip_suffix("_packed").or(name.strip_suffix("_blocks")).unwrap_or(name);
             // A scale is no weight: what does not resolve is copied or belongs to another.
             let Ok(Some(stored)) = self.stored(name) else { continue };
-            if stored.form.is_quantised() {
-                dequantised = true;
+            if stored.form.is_quantized() {
+                dequantized = true;
                 seen.extend(stored.names().map(str::to_string));
                 items.push(Item::Plain(name.to_string(), stored));
             }
         }
         items.extend(self.files.iter().filter(|(name, _)| !seen.contains(*name)).map(|(name, _)| Item::Copy(name)));
-        Ok((items, dequantised))
+        Ok((items, dequantized))
     }
 
     /// Name, type, shape and, as the end of its offsets, size of an item.
@@ -166,9 +166,9 @@ impl Checkpoint {
         }
     }
 
-    fn config_text(&self, dequantised: bool) -> Result<Vec<u8>> {
+    fn config_text(&self, dequantized: bool) -> Result<Vec<u8>> {
         let path = self.dir().join("config.json");
-        if !dequantised {
+        if !dequantized {
             return Ok(read_limited(&path, MAX_CONFIG)?);
         }
         let mut config = self.config().clone();

@@ -1,4 +1,4 @@
-//! How one tensor is stored: plain, or quantised with scales beside it. Reads it by rows as F32 or as it is.
+//! How one tensor is stored: plain, or quantized with scales beside it. Reads it by rows as F32 or as it is.
 
 use std::ops::Range;
 
@@ -15,7 +15,7 @@ type Result<T> = std::result::Result<T, CheckpointError>;
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum Form {
-    /// Not quantised.
+    /// Not quantized.
     Plain(DType),
     /// E4M3 with a scale a block of `weight_block_size`, ragged at the edges (DeepSeek-V3).
     Fp8Block,
@@ -31,7 +31,7 @@ pub enum Form {
 
 impl Form {
     /// True for every form but [`Form::Plain`].
-    pub fn is_quantised(self) -> bool {
+    pub fn is_quantized(self) -> bool {
         !matches!(self, Form::Plain(_))
     }
 }
@@ -49,7 +49,7 @@ pub(super) struct Stored<'a> {
     global: Option<(String, &'a Entry)>,
     /// Names that are there besides and have no part in the weight's value.
     unused: Vec<String>,
-    /// Shape, before quantisation.
+    /// Shape, before quantization.
     pub dims: Vec<usize>,
     /// The rows that can be read are those of the transpose of the last two dimensions.
     pub flipped: bool,
@@ -64,7 +64,7 @@ pub(super) struct Stored<'a> {
 pub(super) enum Chunk<'s> {
     /// As stored.
     Plain(DType, &'s [u8]),
-    /// De-quantised.
+    /// De-quantized.
     F32(&'s [f32]),
 }
 
@@ -186,7 +186,7 @@ impl<'a> Stored<'a> {
                 }
             }
             other if plain(other).is_none() => {
-                return Err(stored.wrong(&stored.data, "F32, F16, BF16, F64, I64, I32, U8 or a quantised form"));
+                return Err(stored.wrong(&stored.data, "F32, F16, BF16, F64, I64, I32, U8 or a quantized form"));
             }
             _ => {}
         }
@@ -249,7 +249,7 @@ impl<'a> Stored<'a> {
                 }
                 self.expect_shape(&scales, &codes[..last])?;
                 let columns = self.columns(codes[last - 1], MXFP4_BLOCK)?;
-                // Rows are outputs; the unquantised tensor of the same name is (in, out).
+                // Rows are outputs; the unquantized tensor of the same name is (in, out).
                 let rows = codes[last - 2];
                 let mut dims = codes[..last - 2].to_vec();
                 dims.extend([columns, rows]);

@@ -129,7 +129,7 @@ pub trait Communicator<D: Device>: fmt::Debug + Send {
     /// whose size is the same on all ranks.
     fn all_gather(&mut self, tag: Tag, send: TensorRef<'_, D>, recv: TensorMut<'_, D>) -> Result<()>;
     /// The same of parts that lie in their places: this rank's is block `rank` of `buffer` (`[size, …]`). For communicators
-    /// with memory of their own ([`copies_beside`](Self::copies_beside)).
+    /// with memory of their own ([`uses_copy_engines`](Self::uses_copy_engines)).
     ///
     /// # Errors
     /// As all collectives; a communicator without.
@@ -163,10 +163,10 @@ pub trait Communicator<D: Device>: fmt::Debug + Send {
     fn refuse(&mut self, tag: Tag, reason: &str) -> Result<()>;
     /// Whether collectives over [`memory`](Self::memory) are the device's copy engines' and take nothing from kernels that
     /// run beside.
-    fn copies_beside(&self) -> bool {
+    fn uses_copy_engines(&self) -> bool {
         false
     }
-    /// Memory that this communicator's collectives move best, uninitialised; `None`: any will do. Collective: all ranks
+    /// Memory that this communicator's collectives move best, uninitialized; `None`: any will do. Collective: all ranks
     /// ask for the same sizes in the same order. It stays until the communicator ends.
     ///
     /// # Errors

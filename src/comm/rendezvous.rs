@@ -18,11 +18,11 @@ pub(crate) use std::sync::Arc;
 
 /// Where ranks `0..size` meet, round after round.
 pub(crate) struct Rendezvous<T, V> {
-    state: Mutex<State<T, V>>,
+    state: Mutex<RendezvousState<T, V>>,
     changed: Condvar,
 }
 
-struct State<T, V> {
+struct RendezvousState<T, V> {
     /// Number of the round that is being filled.
     round: u64,
     /// What the ranks have brought to it.
@@ -65,7 +65,7 @@ impl<T, V> fmt::Debug for Rendezvous<T, V> {
 
 impl<T, V> Rendezvous<T, V> {
     pub fn new(size: usize) -> Self {
-        let state = State {
+        let state = RendezvousState {
             round: 0,
             deposits: (0..size).map(|_| None).collect(),
             finished: None,
@@ -134,23 +134,31 @@ impl<T, V> Rendezvous<T, V> {
     }
 
     /// The state is consistent between statements that can panic, so a poisoned lock carries no information.
-    fn lock(&self) -> MutexGuard<'_, State<T, V>> {
+    fn lock(&self) -> MutexGuard<'_, RendezvousState<T, V>> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     #[cfg(not(loom))]
-    fn wait<'a>(&self, state: MutexGuard<'a, State<T, V>>, left: Duration) -> MutexGuard<'a, State<T, V>> {
+    fn wait<'a>(
+        &self,
+        state: MutexGuard<'a, RendezvousState<T, V>>,
+        left: Duration,
+    ) -> MutexGuard<'a, RendezvousState<T, V>> {
         self.changed.wait_timeout(state, left).unwrap_or_else(PoisonError::into_inner).0
     }
 
     /// Loom has no clock: a round that never ends is a deadlock, which it reports.
     #[cfg(loom)]
-    fn wait<'a>(&self, state: MutexGuard<'a, State<T, V>>, _left: Duration) -> MutexGuard<'a, State<T, V>> {
+    fn wait<'a>(
+        &self,
+        state: MutexGuard<'a, RendezvousState<T, V>>,
+        _left: Duration,
+    ) -> MutexGuard<'a, RendezvousState<T, V>> {
         self.changed.wait(state).unwrap_or_else(PoisonError::into_inner)
     }
 }
 
-impl<T, V> State<T, V> {
+impl<T, V> RendezvousState<T, V> {
     fn finish(&mut self, judge: impl FnOnce(&[T]) -> V) -> Arc<Round<T, V>> {
         let deposits: Vec<T> = self.deposits.iter_mut().filter_map(Option::take).collect();
         let verdict = judge(&deposits);

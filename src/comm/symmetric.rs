@@ -81,11 +81,11 @@ pub(super) type Parts = Arc<Vec<Mutex<Vec<u8>>>>;
 
 /// What the threads of a group share for their windows.
 #[derive(Debug, Default)]
-pub(super) struct Shelf {
+pub(super) struct WindowRegistry {
     windows: Mutex<HashMap<u64, Parts>>,
     /// Signals from one rank to another that nobody has waited for.
     signals: Mutex<HashMap<(usize, usize), usize>>,
-    signalled: Condvar,
+    signaled: Condvar,
 }
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
@@ -93,7 +93,7 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-impl Shelf {
+impl WindowRegistry {
     /// The parts of the window that a call of this number made, which its first rank makes.
     pub(super) fn window(&self, number: u64, ranks: usize, bytes: usize) -> Result<Parts> {
         let mut windows = lock(&self.windows);
@@ -112,7 +112,7 @@ impl Shelf {
 
     pub(super) fn signal(&self, from: usize, to: usize) {
         *lock(&self.signals).entry((from, to)).or_insert(0) += 1;
-        self.signalled.notify_all();
+        self.signaled.notify_all();
     }
 
     /// Takes so many signals; false when they have not come in time.
@@ -126,7 +126,7 @@ impl Shelf {
                 return true;
             }
             let Some(left) = timeout.checked_sub(start.elapsed()) else { return false };
-            signals = self.signalled.wait_timeout(signals, left).unwrap_or_else(PoisonError::into_inner).0;
+            signals = self.signaled.wait_timeout(signals, left).unwrap_or_else(PoisonError::into_inner).0;
         }
     }
 }
@@ -155,8 +155,8 @@ mod tests {
 
     #[test]
     fn a_window_larger_than_memory_is_an_error() {
-        let shelf = Shelf::default();
-        assert!(matches!(shelf.window(1, 2, 1 << 58), Err(Error::Invalid { .. })));
-        assert_eq!(shelf.window(1, 2, 8).map(|parts| parts.len()).ok(), Some(2));
+        let windows = WindowRegistry::default();
+        assert!(matches!(windows.window(1, 2, 1 << 58), Err(Error::Invalid { .. })));
+        assert_eq!(windows.window(1, 2, 8).map(|parts| parts.len()).ok(), Some(2));
     }
 }

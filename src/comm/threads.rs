@@ -15,7 +15,7 @@ use crate::tensor::{TensorMut, TensorRef};
 use super::agree::{Call, Detail, Verdict, failed, judge};
 use super::rendezvous::{Arc, Rendezvous, Round};
 #[cfg(not(loom))]
-use super::symmetric::{Put, Shelf, Span, SymmetricMemory, ThreadWindow};
+use super::symmetric::{Put, Span, SymmetricMemory, ThreadWindow, WindowRegistry};
 use super::{Communicator, Exchange, ReduceOp, Tag, check_blocks};
 
 /// Factory of the communicators of a group of threads.
@@ -28,7 +28,7 @@ impl ThreadWorld {
     pub fn create(ranks: usize, timeout: Duration) -> Vec<ThreadComm> {
         let world = Arc::new(Rendezvous::new(ranks));
         #[cfg(not(loom))]
-        let shelf = Arc::<Shelf>::default();
+        let windows = Arc::<WindowRegistry>::default();
         let comm = |rank| ThreadComm {
             rank,
             size: ranks,
@@ -36,7 +36,7 @@ impl ThreadWorld {
             calls: 0,
             world: Arc::clone(&world),
             #[cfg(not(loom))]
-            shelf: Arc::clone(&shelf),
+            windows: Arc::clone(&windows),
         };
         (0..ranks).map(comm).collect()
     }
@@ -49,9 +49,9 @@ pub struct ThreadComm {
     size: usize,
     timeout: Duration,
     calls: u64,
-    world: Arc<Rendezvous<Message, Verdict>>,
+    world: Arc<Rendezvous<Deposit, Verdict>>,
     #[cfg(not(loom))]
-    shelf: Arc<Shelf>,
+    windows: Arc<WindowRegistry>,
 }
 
 impl Drop for ThreadComm {
@@ -62,7 +62,7 @@ impl Drop for ThreadComm {
 
 /// What a rank brings to a meeting.
 #[derive(Debug)]
-struct Message {
+struct Deposit {
     call: Call,
     bytes: Vec<u8>,
 }
@@ -76,11 +76,11 @@ impl ThreadComm {
         dtype: DType,
         detail: Detail,
         bytes: &[u8],
-    ) -> Result<Arc<Round<Message, Verdict>>> {
+    ) -> Result<Arc<Round<Deposit, Verdict>>> {
         self.calls += 1;
         let (rank, timeout) = (self.rank, self.timeout);
         let call = Call { operation, tag, dtype, detail, bytes: bytes.len() };
-        let message = Message { call, bytes: bytes.to_vec() };
+        let message = Deposit { call, bytes: bytes.to_vec() };
         let round = self
             .world
             .meet(rank, message, timeout, |all| judge(all.iter().map(|m| &m.call)))
@@ -217,12 +217,12 @@ impl SymmetricMemory<Cpu> for ThreadComm {
             &[],
         )?;
         let number = self.calls;
-        Ok(ThreadWindow { number, parts: self.shelf.window(number, self.size, bytes)? })
+        Ok(ThreadWindow { number, parts: self.windows.window(number, self.size, bytes)? })
     }
 
     fn release(&mut self, tag: Tag, window: ThreadWindow) -> Result<()> {
         self.meet("release", tag, DType::U8, Detail::Root(window.number as usize), &[])?;
-        self.shelf.forget(window.number);
+        self.windows.forget(window.number);
         Ok(())
     }
 
@@ -263,7 +263,7 @@ impl SymmetricMemory<Cpu> for ThreadComm {
 
     fn signal(&mut self, _: Tag, peer: usize) -> Result<()> {
         check_peer("signal", peer, self.size)?;
-        self.shelf.signal(self.rank, peer);
+        self.windows.signal(self.rank, peer);
         Ok(())
     }
 
@@ -271,7 +271,7 @@ impl SymmetricMemory<Cpu> for ThreadComm {
         let (rank, timeout) = (self.rank, self.timeout);
         for (peer, count) in signals {
             check_peer("wait", *peer, self.size)?;
-            if !self.shelf.take(*peer, rank, *count, timeout) {
+            if !self.windows.take(*peer, rank, *count, timeout) {
                 let missing = vec![*peer];
                 return Err(CommError::Timeout { operation: "wait", tag, rank, missing, timeout }.into());
             }

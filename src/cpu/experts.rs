@@ -12,41 +12,41 @@ use rayon::prelude::*;
 use crate::config::WeightAt;
 use crate::error::{Error, Result};
 use crate::kernels::{BiasGrad, Down, DownBwd, RowDest, SlotWeights, Up, UpDgrad, Wgrad};
-use crate::quant::QuantisedRef;
+use crate::quant::QuantizedRef;
 use crate::tensor::{TensorMut, TensorRef, dims3};
 use crate::weights::Weight;
 
 use super::element::{Acc, Float, with_float};
 use super::gemm::{Mat, ROW_TILE, product, store, to_acc};
-use super::zones::{Rows, ZoneList};
+use super::segments::{Rows, SegmentList};
 use super::{Cpu, activation};
 
 /// Tiles of the filled slots, in slot order, with their expert.
-fn tiles(zones: &ZoneList) -> Vec<(usize, Range<usize>)> {
-    let of_zone = |(j, z): (usize, &Range<usize>)| {
+fn tiles(segments: &SegmentList) -> Vec<(usize, Range<usize>)> {
+    let of_segment = |(j, z): (usize, &Range<usize>)| {
         let z = z.clone();
         z.clone().step_by(ROW_TILE).map(move |s| (j, s..z.end.min(s + ROW_TILE))).collect::<Vec<_>>()
     };
-    zones.filled.iter().enumerate().flat_map(of_zone).collect()
+    segments.filled.iter().enumerate().flat_map(of_segment).collect()
 }
 
-/// Cuts zone slices into the slices of [`tiles`].
+/// Cuts segment slices into the slices of [`tiles`].
 fn cut<T>(parts: Vec<&mut [T]>, width: usize) -> impl Iterator<Item = &mut [T]> {
     parts.into_iter().flat_map(move |p| p.chunks_mut(ROW_TILE * width))
 }
 
 /// As [`cut`], of a buffer that may be absent.
-fn cut_option<'a, T>(zones: &ZoneList, buffer: Option<&'a mut [T]>, width: usize) -> Vec<Option<&'a mut [T]>> {
+fn cut_option<'a, T>(segments: &SegmentList, buffer: Option<&'a mut [T]>, width: usize) -> Vec<Option<&'a mut [T]>> {
     match buffer {
-        Some(b) => cut(zones.split(b, width), width).map(Some).collect(),
-        None => tiles(zones).iter().map(|_| None).collect(),
+        Some(b) => cut(segments.split(b, width), width).map(Some).collect(),
+        None => tiles(segments).iter().map(|_| None).collect(),
     }
 }
 
 /// A stack of weights.
 enum Stack<'a, T> {
     Dense(&'a [T]),
-    Quantised(Box<QuantisedRef<'a, Cpu>>),
+    Quantized(Box<QuantizedRef<'a, Cpu>>),
 }
 
 impl<'a, T: Float> Stack<'a, T> {
@@ -56,19 +56,19 @@ impl<'a, T: Float> Stack<'a, T> {
                 Error::check_dtype(call, "weight", T::DTYPE, weight.dtype())?;
                 Ok(Stack::Dense(weight.as_slice()?))
             }
-            Weight::Quantised(weight) => {
+            Weight::Quantized(weight) => {
                 weight.check(call)?;
-                Ok(Stack::Quantised(Box::new(weight)))
+                Ok(Stack::Quantized(Box::new(weight)))
             }
         }
     }
 
-    /// One matrix of `len` elements as accumulators; of a quantised stack, for as long as a tile needs it.
+    /// One matrix of `len` elements as accumulators; of a quantized stack, for as long as a tile needs it.
     fn expert(&self, j: usize, len: usize) -> Result<std::borrow::Cow<'a, [T::Acc]>> {
         match self {
             Stack::Dense(stack) => Ok(expert(stack, j, len)),
-            Stack::Quantised(weight) => {
-                Ok(weight.dequantise(j)?.into_iter().map(|v| T::Acc::of(f64::from(v))).collect::<Vec<_>>().into())
+            Stack::Quantized(weight) => {
+                Ok(weight.dequantize(j)?.into_iter().map(|v| T::Acc::of(f64::from(v))).collect::<Vec<_>>().into())
             }
         }
     }
@@ -82,10 +82,10 @@ fn expert<'a, T: Float>(stack: &'a [T], j: usize, len: usize) -> std::borrow::Co
 fn slot_weights<'a, A: Float>(
     call: &'static str,
     values: Option<TensorRef<'a, Cpu>>,
-    zones: &ZoneList,
+    segments: &SegmentList,
 ) -> Result<Option<&'a [A]>> {
     let Some(values) = values else { return Ok(None) };
-    Error::check_shape(call, "slot_weights", &[zones.rows], values.dims())?;
+    Error::check_shape(call, "slot_weights", &[segments.rows], values.dims())?;
     Error::check_dtype(call, "slot_weights", A::DTYPE, values.dtype())?;
     values.as_slice::<A>().map(Some)
 }
@@ -124,23 +124,23 @@ fn applies<'a>(weights: &Option<SlotWeights<'a, Cpu>>, places: &[WeightAt]) -> O
 /// the tiles, in slot order.
 fn write_rows<T: Float, S: Send>(
     call: &'static str,
-    zones: &ZoneList,
+    segments: &SegmentList,
     (dest, width): (RowDest<'_, Cpu>, usize),
     sides: Vec<S>,
     tile: impl Fn(S, usize, Range<usize>) -> Result<Vec<T::Acc>> + Sync,
 ) -> Result<()> {
-    let list = tiles(zones);
+    let list = tiles(segments);
     let done = dest.done;
     let Some(map) = dest.map else {
-        Error::check_shape(call, "out", &[zones.rows, width], dest.base.dims())?;
+        Error::check_shape(call, "out", &[segments.rows, width], dest.base.dims())?;
         let out = dest.base.into_slice::<T>()?;
-        let parts: Vec<_> = cut(zones.split(out, width), width).collect();
+        let parts: Vec<_> = cut(segments.split(out, width), width).collect();
         return list.into_par_iter().zip(parts).zip(sides).try_for_each(|(((j, slots), out), side)| {
             store(out, &tile(side, j, slots.clone())?, dest.accumulate);
-            zones.raise(call, done, slots)
+            segments.raise(call, done, slots)
         });
     };
-    Error::check_shape(call, "out.map", &[zones.rows], map.dims())?;
+    Error::check_shape(call, "out.map", &[segments.rows], map.dims())?;
     let map = map.as_slice::<i32>()?;
     let rows = dest.base.rows();
     Error::check_shape(call, "out", &[rows, width], dest.base.dims())?;
@@ -155,7 +155,7 @@ fn write_rows<T: Float, S: Send>(
                 Ok(m) => return Err(Error::invalid(call, "out.map", format!("rows in 0..{rows}"), m)),
             }
         }
-        zones.raise(call, done, slots)?;
+        segments.raise(call, done, slots)?;
     }
     Ok(())
 }
@@ -167,21 +167,21 @@ pub(super) fn up(call: Up<'_, Cpu>) -> Result<()> {
 fn up_as<T: Float>(call: Up<'_, Cpu>) -> Result<()> {
     const CALL: &str = "up";
     let [experts, n, h] = dims3(CALL, "weight", call.weight.dims())?;
-    let zones = ZoneList::new(CALL, call.zones, experts)?;
+    let segments = SegmentList::new(CALL, call.segments, experts)?;
     let inner = n / call.activation.gate_factor();
     if n % call.activation.gate_factor() != 0 {
         return Err(Error::invalid(CALL, "weight", "an even number of rows for a gated activation", n));
     }
-    let rows = Rows::<T>::new(CALL, "rows", call.rows, h, &zones)?;
+    let rows = Rows::<T>::new(CALL, "rows", call.rows, h, &segments)?;
     let weight = Stack::<T>::new(CALL, call.weight)?;
     let bias = bias_of::<T>(CALL, call.bias, [experts, n])?;
-    let at_input = slot_weights::<T::Acc>(CALL, applies(&call.slot_weights, &[WeightAt::Input]), &zones)?;
-    let at_activation = slot_weights::<T::Acc>(CALL, applies(&call.slot_weights, &[WeightAt::Activation]), &zones)?;
-    let pre = out_of::<T>(CALL, "pre", call.pre, &[zones.rows, n])?;
-    let pre = cut_option(&zones, pre, n);
+    let at_input = slot_weights::<T::Acc>(CALL, applies(&call.slot_weights, &[WeightAt::Input]), &segments)?;
+    let at_activation = slot_weights::<T::Acc>(CALL, applies(&call.slot_weights, &[WeightAt::Activation]), &segments)?;
+    let pre = out_of::<T>(CALL, "pre", call.pre, &[segments.rows, n])?;
+    let pre = cut_option(&segments, pre, n);
 
-    write_rows::<T, _>(CALL, &zones, (call.out, inner), pre, |pre, j, slots| {
-        let x = rows.get(CALL, &zones, slots.clone())?;
+    write_rows::<T, _>(CALL, &segments, (call.out, inner), pre, |pre, j, slots| {
+        let x = rows.get(CALL, &segments, slots.clone())?;
         let mut sums = vec![T::Acc::zero(); slots.len() * n];
         product(&mut sums, false, Mat::rows(&x, slots.len(), h), Mat::rows(&weight.expert(j, n * h)?, n, h).t());
         let bias = bias.map(|b| expert(b, j, n));
@@ -212,17 +212,17 @@ pub(super) fn down(call: Down<'_, Cpu>) -> Result<()> {
 fn down_as<T: Float>(call: Down<'_, Cpu>) -> Result<()> {
     const CALL: &str = "down";
     let [experts, h, inner] = dims3(CALL, "weight", call.weight.dims())?;
-    let zones = ZoneList::new(CALL, call.zones, experts)?;
-    let rows = Rows::<T>::new(CALL, "rows", call.rows, inner, &zones)?;
+    let segments = SegmentList::new(CALL, call.segments, experts)?;
+    let rows = Rows::<T>::new(CALL, "rows", call.rows, inner, &segments)?;
     let weight = Stack::<T>::new(CALL, call.weight)?;
     let bias = bias_of::<T>(CALL, call.bias, [experts, h])?;
-    let at_output = slot_weights::<T::Acc>(CALL, applies(&call.slot_weights, &[WeightAt::Output]), &zones)?;
+    let at_output = slot_weights::<T::Acc>(CALL, applies(&call.slot_weights, &[WeightAt::Output]), &segments)?;
     let on_bias = applies(&call.slot_weights, &[WeightAt::Output, WeightAt::Activation]);
-    let on_bias = slot_weights::<T::Acc>(CALL, on_bias, &zones)?;
+    let on_bias = slot_weights::<T::Acc>(CALL, on_bias, &segments)?;
 
-    let sides = vec![(); tiles(&zones).len()];
-    write_rows::<T, _>(CALL, &zones, (call.out, h), sides, |(), j, slots| {
-        let x = rows.get(CALL, &zones, slots.clone())?;
+    let sides = vec![(); tiles(&segments).len()];
+    write_rows::<T, _>(CALL, &segments, (call.out, h), sides, |(), j, slots| {
+        let x = rows.get(CALL, &segments, slots.clone())?;
         let mut sums = vec![T::Acc::zero(); slots.len() * h];
         product(
             &mut sums,
@@ -252,21 +252,21 @@ fn down_bwd_as<T: Float>(call: DownBwd<'_, Cpu>) -> Result<()> {
     const CALL: &str = "down_bwd";
     let [experts, h, inner] = dims3(CALL, "weight", call.weight.dims())?;
     let n = inner * call.activation.gate_factor();
-    let zones = ZoneList::new(CALL, call.zones, experts)?;
-    let grad = Rows::<T>::new(CALL, "grad", call.grad, h, &zones)?;
+    let segments = SegmentList::new(CALL, call.segments, experts)?;
+    let grad = Rows::<T>::new(CALL, "grad", call.grad, h, &segments)?;
     let weight = Stack::<T>::new(CALL, call.weight)?;
     let bias = bias_of::<T>(CALL, call.bias, [experts, h])?;
-    Error::check_shape(CALL, "pre", &[zones.rows, n], call.pre.dims())?;
+    Error::check_shape(CALL, "pre", &[segments.rows, n], call.pre.dims())?;
     let pre = call.pre.as_slice::<T>()?;
     let weights = applies(&call.slot_weights, &[WeightAt::Output, WeightAt::Activation]);
-    let weights = slot_weights::<T::Acc>(CALL, weights, &zones)?;
-    let hidden = out_of::<T>(CALL, "hidden", call.hidden, &[zones.rows, inner])?;
+    let weights = slot_weights::<T::Acc>(CALL, weights, &segments)?;
+    let hidden = out_of::<T>(CALL, "hidden", call.hidden, &[segments.rows, inner])?;
     let d_weights = call.d_slot_weights.filter(|_| weights.is_some());
-    let d_weights = out_of::<T::Acc>(CALL, "d_slot_weights", d_weights, &[zones.rows])?;
-    let sides = cut_option(&zones, hidden, inner).into_iter().zip(cut_option(&zones, d_weights, 1)).collect();
+    let d_weights = out_of::<T::Acc>(CALL, "d_slot_weights", d_weights, &[segments.rows])?;
+    let sides = cut_option(&segments, hidden, inner).into_iter().zip(cut_option(&segments, d_weights, 1)).collect();
 
-    write_rows::<T, _>(CALL, &zones, (RowDest::direct(call.d_pre), n), sides, |(out, d_weights), j, slots| {
-        let g = grad.get(CALL, &zones, slots.clone())?;
+    write_rows::<T, _>(CALL, &segments, (RowDest::direct(call.d_pre), n), sides, |(out, d_weights), j, slots| {
+        let g = grad.get(CALL, &segments, slots.clone())?;
         let mut d_hidden = vec![T::Acc::zero(); slots.len() * inner];
         product(
             &mut d_hidden,
@@ -312,26 +312,26 @@ pub(super) fn up_dgrad(call: UpDgrad<'_, Cpu>) -> Result<()> {
 fn up_dgrad_as<T: Float>(call: UpDgrad<'_, Cpu>) -> Result<()> {
     const CALL: &str = "up_dgrad";
     let [experts, n, h] = dims3(CALL, "weight", call.weight.dims())?;
-    let zones = ZoneList::new(CALL, call.zones, experts)?;
-    Error::check_shape(CALL, "d_pre", &[zones.rows, n], call.d_pre.dims())?;
+    let segments = SegmentList::new(CALL, call.segments, experts)?;
+    Error::check_shape(CALL, "d_pre", &[segments.rows, n], call.d_pre.dims())?;
     let d_pre = call.d_pre.as_slice::<T>()?;
     let weight = Stack::<T>::new(CALL, call.weight)?;
     let (input, d_weights) = match call.input_weight {
         None => (None, None),
         Some(b) => {
-            let values = slot_weights::<T::Acc>(CALL, Some(b.values), &zones)?;
-            let rows = Rows::<T>::new(CALL, "input_weight.rows", b.rows, h, &zones)?;
-            (values.map(|v| (v, rows)), out_of::<T::Acc>(CALL, "d_slot_weights", b.d_slot_weights, &[zones.rows])?)
+            let values = slot_weights::<T::Acc>(CALL, Some(b.values), &segments)?;
+            let rows = Rows::<T>::new(CALL, "input_weight.rows", b.rows, h, &segments)?;
+            (values.map(|v| (v, rows)), out_of::<T::Acc>(CALL, "d_slot_weights", b.d_slot_weights, &[segments.rows])?)
         }
     };
-    let sides = cut_option(&zones, d_weights, 1);
+    let sides = cut_option(&segments, d_weights, 1);
 
-    write_rows::<T, _>(CALL, &zones, (call.out, h), sides, |d_weights, j, slots| {
+    write_rows::<T, _>(CALL, &segments, (call.out, h), sides, |d_weights, j, slots| {
         let d = to_acc(&d_pre[slots.start * n..slots.end * n]);
         let mut sums = vec![T::Acc::zero(); slots.len() * h];
         product(&mut sums, false, Mat::rows(&d, slots.len(), n), Mat::rows(&weight.expert(j, n * h)?, n, h));
         if let Some((w, rows)) = &input {
-            let x = rows.get(CALL, &zones, slots.clone())?;
+            let x = rows.get(CALL, &segments, slots.clone())?;
             let dots: Vec<T::Acc> = sums
                 .chunks_exact(h)
                 .zip(x.chunks_exact(h))
@@ -360,25 +360,25 @@ const WGRAD_ROWS: usize = 256;
 fn wgrad_as<T: Float>(call: Wgrad<'_, Cpu>) -> Result<()> {
     const CALL: &str = "wgrad";
     let [experts, m, p] = dims3(CALL, "out", call.out.dims())?;
-    let zones = ZoneList::new(CALL, call.zones, experts)?;
-    let left = Rows::<T>::new(CALL, "left", call.left, m, &zones)?;
-    let right = Rows::<T>::new(CALL, "right", call.right, p, &zones)?;
-    let weights = slot_weights::<T::Acc>(CALL, call.slot_weights, &zones)?;
+    let segments = SegmentList::new(CALL, call.segments, experts)?;
+    let left = Rows::<T>::new(CALL, "left", call.left, m, &segments)?;
+    let right = Rows::<T>::new(CALL, "right", call.right, p, &segments)?;
+    let weights = slot_weights::<T::Acc>(CALL, call.slot_weights, &segments)?;
     let out = call.out.into_slice::<T>()?;
     let accumulate = call.accumulate;
     out.par_chunks_mut(m * p).enumerate().try_for_each(|(j, out)| -> Result<()> {
-        let zone = zones.filled[j].clone();
-        if zone.is_empty() {
+        let segment = segments.filled[j].clone();
+        if segment.is_empty() {
             if !accumulate {
                 out.fill(T::default());
             }
             return Ok(());
         }
         let mut sums = vec![T::Acc::zero(); m * p];
-        for start in zone.clone().step_by(WGRAD_SLOTS) {
-            let slots = start..zone.end.min(start + WGRAD_SLOTS);
-            let mut l = left.get(CALL, &zones, slots.clone())?;
-            let r = right.get(CALL, &zones, slots.clone())?;
+        for start in segment.clone().step_by(WGRAD_SLOTS) {
+            let slots = start..segment.end.min(start + WGRAD_SLOTS);
+            let mut l = left.get(CALL, &segments, slots.clone())?;
+            let r = right.get(CALL, &segments, slots.clone())?;
             if let Some(w) = weights {
                 for (row, s) in l.to_mut().chunks_exact_mut(m).zip(slots.clone()) {
                     row.iter_mut().for_each(|v| *v *= w[s]);
@@ -386,14 +386,14 @@ fn wgrad_as<T: Float>(call: Wgrad<'_, Cpu>) -> Result<()> {
             }
             let (l, r) = (Mat::rows(&l, slots.len(), m), Mat::rows(&r, slots.len(), p));
             sums.par_chunks_mut(WGRAD_ROWS * p).enumerate().for_each(|(b, sums)| {
-                product(sums, start > zone.start, l.columns(b * WGRAD_ROWS, sums.len() / p).t(), r);
+                product(sums, start > segment.start, l.columns(b * WGRAD_ROWS, sums.len() / p).t(), r);
             });
         }
         store(out, &sums, accumulate);
         Ok(())
     })?;
     match call.bias {
-        Some(bias) => bias_grad(bias, accumulate, &left, &zones, [experts, m]),
+        Some(bias) => bias_grad(bias, accumulate, &left, &segments, [experts, m]),
         None => Ok(()),
     }
 }
@@ -402,19 +402,19 @@ fn bias_grad<T: Float>(
     bias: BiasGrad<'_, Cpu>,
     accumulate: bool,
     left: &Rows<'_, T>,
-    zones: &ZoneList,
+    segments: &SegmentList,
     dims: [usize; 2],
 ) -> Result<()> {
     const CALL: &str = "wgrad";
-    let weights = slot_weights::<T::Acc>(CALL, bias.slot_weights, zones)?;
+    let weights = slot_weights::<T::Acc>(CALL, bias.slot_weights, segments)?;
     Error::check_shape(CALL, "bias.out", &dims, bias.out.dims())?;
     let m = dims[1];
     bias.out.into_slice::<T>()?.par_chunks_mut(m).enumerate().try_for_each(|(j, out)| {
         let mut sums = vec![T::Acc::zero(); m];
-        let zone = zones.filled[j].clone();
-        for start in zone.clone().step_by(WGRAD_SLOTS) {
-            let slots = start..zone.end.min(start + WGRAD_SLOTS);
-            let rows = left.get(CALL, zones, slots.clone())?;
+        let segment = segments.filled[j].clone();
+        for start in segment.clone().step_by(WGRAD_SLOTS) {
+            let slots = start..segment.end.min(start + WGRAD_SLOTS);
+            let rows = left.get(CALL, segments, slots.clone())?;
             for (row, s) in rows.chunks_exact(m).zip(slots) {
                 let w = weights.map_or(num_traits::One::one(), |w| w[s]);
                 sums.iter_mut().zip(row).for_each(|(sum, v)| *sum += w * *v);

@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use crate::device::Device;
 use crate::dtype::DType;
-use crate::ep::{DispatchSpec, Gathered, Plan, PlanRecords, PlanRequest, RecordIds};
+use crate::ep::{DevicePlan, DispatchSpec, Plan, PlanRecords, PlanRequest, RecordIds};
 use crate::error::Result;
 use crate::kernels::*;
 use crate::tensor::{Tensor, TensorMut, TensorRef};
@@ -42,14 +42,14 @@ impl Kernels for Cpu {
     fn record_ids(&self, _: &(), call: RecordIds<'_, Self>) -> Result<()> {
         records::record(call)
     }
-    fn plan_records(&self, _: &(), call: PlanRecords<'_, Self>) -> Result<Gathered<Self>> {
+    fn plan_records(&self, _: &(), call: PlanRecords<'_, Self>) -> Result<DevicePlan<Self>> {
         records::plan(call)
     }
     fn gather_rows(&self, _: &(), call: GatherRows<'_, Self>) -> Result<()> {
         rows::gather_rows(call)
     }
-    fn join_rows(&self, _: &(), call: JoinRows<'_, Self>) -> Result<()> {
-        rows::join_rows(call)
+    fn concat_rows(&self, _: &(), call: ConcatRows<'_, Self>) -> Result<()> {
+        rows::concat_rows(call)
     }
     fn split_rows(&self, _: &(), call: SplitRows<'_, Self>) -> Result<()> {
         rows::split_rows(call)
@@ -75,10 +75,10 @@ impl Kernels for Cpu {
     fn sigmoid(&self, _: &(), call: Sigmoid<'_, Self>) -> Result<()> {
         rows::sigmoid(call)
     }
-    fn single_zone(&self, _: &(), rows: usize) -> Result<Arc<Zones<Self>>> {
+    fn single_segment(&self, _: &(), rows: usize) -> Result<Arc<Segments<Self>>> {
         let offsets = Tensor::from_vec(vec![0i64], &[1])?;
         let counts = Tensor::from_vec(vec![rows as i64], &[1])?;
-        Ok(Arc::new(Zones::new(offsets, counts, rows)))
+        Ok(Arc::new(Segments::new(offsets, counts, rows)))
     }
     fn wait(&self, _: &(), _: Option<&()>) -> Result<()> {
         Ok(())

@@ -12,7 +12,7 @@ mod plan;
 mod records;
 mod router;
 mod rows;
-mod zones;
+mod segments;
 
 pub(crate) use collective::{add_pairwise, sum_ranks};
 pub use device::{Cpu, HostBuffer};

@@ -6,9 +6,9 @@
 use std::sync::Arc;
 
 use crate::config::CapacityOrder;
-use crate::ep::{Capacity, Messages, Overflow, Plan, PlanRequest, Stats, Transport};
+use crate::ep::{Capacity, MessageMaps, Overflow, Plan, PlanRequest, RowOrder, Stats};
 use crate::error::{Error, Result};
-use crate::kernels::Zones;
+use crate::kernels::Segments;
 use crate::lazy::Lazy;
 use crate::tensor::Tensor;
 
@@ -46,17 +46,17 @@ pub(super) fn plan_of(call: PlanRequest<'_, Cpu>, choices: usize) -> Result<(Pla
     // An entry for "none", and one for each expert: a division a choice would take most of the time.
     let ranks = std::iter::once(NOWHERE).chain((0..call.num_experts).map(|e| e / layout.local_experts)).collect();
     let walk = Walk { call: &call, layout: &layout, ids: &ids, slots: &slots, first_token, ranks };
-    let maps = match call.transport {
-        Transport::Local | Transport::AllRows => walk.all_rows()?,
-        Transport::UniqueRows => walk.unique_rows()?,
-        Transport::Slots => walk.slots_only()?,
+    let maps = match call.row_order {
+        RowOrder::Local | RowOrder::AllRows => walk.all_rows()?,
+        RowOrder::UniqueRows => walk.unique_rows()?,
+        RowOrder::Slots => walk.slots_only()?,
     };
-    let (zones, padded_counts) = layout.zones(call.rank)?;
+    let (segments, padded_counts) = layout.segments(call.rank)?;
     let plan = Plan {
         tokens,
         total_tokens: total,
         first_token,
-        zones: Arc::new(zones),
+        segments: Arc::new(segments),
         stats: Lazy::ready(Stats { padded_counts, needed_rows: layout.needed[call.rank], expert_load, dropped }),
         kept_ids: Tensor::from_vec(ids[own].to_vec(), &[tokens, k])?,
         row_map: maps.row_map,
@@ -77,8 +77,8 @@ fn check(call: &PlanRequest<'_, Cpu>, total: usize) -> Result<()> {
     if experts == 0 || !experts.is_multiple_of(ranks) {
         return Err(Error::invalid(CALL, "num_experts", format!("a multiple of the {ranks} ranks"), experts));
     }
-    if k == 0 || (call.transport == Transport::Local && ranks != 1) {
-        let found = format!("{k}, {:?} of {ranks} ranks", call.transport);
+    if k == 0 || (call.row_order == RowOrder::Local && ranks != 1) {
+        let found = format!("{k}, {:?} of {ranks} ranks", call.row_order);
         return Err(Error::invalid(CALL, "top_k, transport", "at least 1, Local for one rank only", found));
     }
     Error::check_shape(CALL, "ids of all ranks", &[total, k], call.ids.dims())?;
@@ -119,7 +119,7 @@ fn limit_experts(ids: &mut [i32], loads: &[usize], (capacity, order): (usize, Ca
     }
     for mut candidates in of_expert.into_iter().filter(|c| !c.is_empty()) {
         if let (CapacityOrder::Probability, Some(w)) = (order, weights) {
-            // A NaN is nobody's favourite, on any rank. The sort is stable: ties stay in order of position.
+            // A NaN is nobody's favorite, on any rank. The sort is stable: ties stay in order of position.
             let key = |i: &usize| if w[*i].is_nan() { f64::NEG_INFINITY } else { w[*i] };
             candidates.sort_by(|a, b| key(b).total_cmp(&key(a)));
         }
@@ -127,7 +127,7 @@ fn limit_experts(ids: &mut [i32], loads: &[usize], (capacity, order): (usize, Ca
     }
 }
 
-/// Zones of every rank.
+/// Segments of every rank.
 struct Layout {
     local_experts: usize,
     /// Rows past which a slot is dropped; `usize::MAX` where nothing is.
@@ -196,8 +196,8 @@ impl Layout {
         }
     }
 
-    /// The rank's zones and their padded sizes, cut at the capacity.
-    fn zones(&self, rank: usize) -> Result<(Zones<Cpu>, Vec<usize>)> {
+    /// The rank's segments and their padded sizes, cut at the capacity.
+    fn segments(&self, rank: usize) -> Result<(Segments<Cpu>, Vec<usize>)> {
         let rows = self.rows(rank);
         let experts = rank * self.local_experts..(rank + 1) * self.local_experts;
         let starts: Vec<usize> = self.offsets[experts.clone()].iter().map(|o| *o.min(&rows)).collect();
@@ -205,8 +205,8 @@ impl Layout {
         let padded: Vec<usize> = starts.iter().zip(ends).map(|(start, end)| end - start).collect();
         let counts = self.counts[experts].iter().zip(&starts).map(|(c, start)| *c.min(&(rows - start)) as i64);
         let list = |values: Vec<i64>| Tensor::from_vec(values, &[self.local_experts]);
-        let zones = Zones::new(list(starts.iter().map(|s| *s as i64).collect())?, list(counts.collect())?, rows);
-        Ok((zones, padded))
+        let segments = Segments::new(list(starts.iter().map(|s| *s as i64).collect())?, list(counts.collect())?, rows);
+        Ok((segments, padded))
     }
 }
 
@@ -215,7 +215,7 @@ struct Maps {
     row_map: Tensor<Cpu>,
     weight_map: Tensor<Cpu>,
     return_map: Tensor<Cpu>,
-    messages: Option<Messages<Cpu>>,
+    messages: Option<MessageMaps<Cpu>>,
 }
 
 struct Walk<'a, 'r> {
@@ -326,7 +326,7 @@ impl Walk<'_, '_> {
             row_map: Tensor::from_vec(row_map, &[rows])?,
             weight_map: Tensor::from_vec(weight_map, &[rows])?,
             return_map: Tensor::from_vec(return_map, &[tokens, k])?,
-            messages: Some(Messages {
+            messages: Some(MessageMaps {
                 send_tokens: list(sent_tokens.concat())?,
                 send_choices: list(send_choices)?,
                 return_slots: list(return_slots)?,
@@ -365,7 +365,7 @@ mod tests {
             weights: None,
             tokens: &[2, 1],
             spec: &spec,
-            transport: Transport::Slots,
+            row_order: RowOrder::Slots,
         };
         let plan = plan(call)?;
         // Expert 2 has three rows and a pad, expert 3 one and three.

@@ -6,7 +6,7 @@ use rayon::prelude::*;
 
 use crate::dtype::DType;
 use crate::error::{Error, Result};
-use crate::kernels::{GatherRows, JoinRows, ReduceRows, Sigmoid, SplitRows};
+use crate::kernels::{ConcatRows, GatherRows, ReduceRows, Sigmoid, SplitRows};
 use crate::tensor::TensorRef;
 
 use super::Cpu;
@@ -35,8 +35,8 @@ pub(super) fn gather_rows(call: GatherRows<'_, Cpu>) -> Result<()> {
     Ok(())
 }
 
-pub(super) fn join_rows(call: JoinRows<'_, Cpu>) -> Result<()> {
-    let at = call.check("join_rows")?;
+pub(super) fn concat_rows(call: ConcatRows<'_, Cpu>) -> Result<()> {
+    let at = call.check("concat_rows")?;
     let (left, right) = (call.left.data(), call.right.map_or(&[][..], |t| t.data()));
     in_tasks(at.whole, call.out.into_data(), &|rows, out| {
         for (row, out) in rows.zip(out.chunks_exact_mut(at.whole)) {
@@ -186,7 +186,7 @@ mod tests {
             let (l, r) = (of(&left, 18)?, of(&right, 4)?);
             let empty = |width| Tensor::empty(&Cpu::poisoning(), DType::U8, &[rows, width]);
             let mut whole = empty(32)?;
-            join_rows(JoinRows { left: l.view(), right: Some(r.view()), out: whole.view_mut() })?;
+            concat_rows(ConcatRows { left: l.view(), right: Some(r.view()), out: whole.view_mut() })?;
             for (i, row) in whole.as_slice::<u8>()?.chunks(32).enumerate() {
                 assert_eq!((&row[..18], &row[18..22]), (&left[i * 18..][..18], &right[i * 4..][..4]));
                 assert_eq!(row[22..], [0; 10]);

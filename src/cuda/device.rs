@@ -9,11 +9,11 @@ use cudarc::driver::{CudaContext, CudaEvent, CudaStream, DriverError, result};
 
 use crate::error::{Error, Result};
 
-use super::graph::Recordings;
+use super::graph::Captures;
 use super::launch::Functions;
 use super::memory::{Arena, Memory};
 use super::status::Status;
-use super::waits::Guard;
+use super::sync::FailureSource;
 
 /// `CU_STREAM_PER_THREAD`. Buffers freed on another thread than the one that last used them would not be behind its work.
 const PER_THREAD: sys::CUstream = 0x2 as sys::CUstream;
@@ -27,8 +27,8 @@ pub struct Cuda {
     pub(super) inner: Arc<Inner>,
     poison: bool,
     portable: bool,
-    /// Multiprocessors that kernels leave alone which else fill the GPU.
-    spare: usize,
+    /// SMs that kernels leave alone which else fill the GPU.
+    reserved_sms: usize,
 }
 
 // Fields are dropped in order: modules go before the context that holds them.
@@ -36,8 +36,8 @@ pub(super) struct Inner {
     pub(super) functions: Arc<Functions>,
     pub(super) stream: Arc<CudaStream>,
     pub(super) context: Arc<CudaContext>,
-    /// Multiprocessors: blocks of a persistent kernel.
-    pub(super) processors: usize,
+    /// SMs: blocks of a persistent kernel.
+    pub(super) sm_count: usize,
     /// The GPU follows the host's page tables (Grace), and so reads any memory of the host itself.
     pub(super) host_tables: bool,
     /// Words that kernels raise errors in (`report`'s).
@@ -47,9 +47,9 @@ pub(super) struct Inner {
     arena: RwLock<Arc<Arena>>,
     /// A graph is being recorded.
     pub(super) capturing: AtomicBool,
-    pub(super) recordings: Recordings,
+    pub(super) captures: Captures,
     /// What may spoil the work on the stream from outside.
-    pub(super) guards: Mutex<Vec<Weak<dyn Guard>>>,
+    pub(super) failure_sources: Mutex<Vec<Weak<dyn FailureSource>>>,
 }
 
 impl Inner {
@@ -102,7 +102,7 @@ impl Cuda {
     /// [`Error::Device`]: no driver, no such GPU, or no kernels for it in this build.
     pub fn new(ordinal: usize) -> Result<Self> {
         const CALL: &str = "Cuda::new";
-        // SAFETY: libcuda's initialisers are the driver's own; nothing of it is called here.
+        // SAFETY: libcuda's initializers are the driver's own; nothing of it is called here.
         let found = ["libcuda.so.1", "libcuda.so", "nvcuda.dll"]
             .iter()
             .any(|n| unsafe { libloading::Library::new(*n) }.is_ok());
@@ -146,8 +146,8 @@ impl Cuda {
     ///
     /// # Errors
     /// A driver's error.
-    pub fn beside(&self) -> Result<Self> {
-        const CALL: &str = "Cuda::beside";
+    pub fn with_new_stream(&self) -> Result<Self> {
+        const CALL: &str = "Cuda::with_new_stream";
         let Inner { context, functions, .. } = &*self.inner;
         self.bind(CALL)?;
         let (_, first) = result::stream::get_priority_range().map_err(driver(CALL, "ask for priorities"))?;
@@ -158,10 +158,10 @@ impl Cuda {
     fn with(stream: Arc<CudaStream>, functions: Arc<Functions>) -> Result<Self> {
         const CALL: &str = "Cuda::on";
         let context = Arc::clone(stream.context());
-        let processors = context
+        let sm_count = context
             .attribute(sys::CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)
-            .map_err(driver(CALL, "ask for the number of multiprocessors"))?;
-        let processors = usize::try_from(processors).unwrap_or(1);
+            .map_err(driver(CALL, "ask for the number of SMs"))?;
+        let sm_count = usize::try_from(sm_count).unwrap_or(1);
         let host_tables = context
             .attribute(sys::CUdevice_attribute::CU_DEVICE_ATTRIBUTE_PAGEABLE_MEMORY_ACCESS_USES_HOST_PAGE_TABLES)
             .map_err(driver(CALL, "ask whether the GPU follows the host's page tables"))?
@@ -169,21 +169,21 @@ impl Cuda {
         let report = Status::new(&stream, &functions.stuck)?;
         let arena = RwLock::new(Arena::new(&stream, &functions.stuck)?);
         let (status, capturing) = (report.words, AtomicBool::new(false));
-        let (guards, recordings) = (Mutex::default(), Recordings::default());
+        let (failure_sources, captures) = (Mutex::default(), Captures::default());
         let inner = Inner {
             functions,
             stream,
             context,
-            processors,
+            sm_count,
             host_tables,
             status,
             report,
             arena,
             capturing,
-            recordings,
-            guards,
+            captures,
+            failure_sources,
         };
-        let cuda = Self { inner: Arc::new(inner), poison: false, portable: false, spare: 0 };
+        let cuda = Self { inner: Arc::new(inner), poison: false, portable: false, reserved_sms: 0 };
         cuda.reset_status(CALL)?;
         Ok(cuda)
     }
@@ -204,16 +204,16 @@ impl Cuda {
         Self { portable: true, ..self.clone() }
     }
 
-    /// The same device whose largest kernels leave so many of its multiprocessors (at most all but two) to what runs on
+    /// The same device whose largest kernels leave so many of its SMs (at most all but two) to what runs on
     /// other streams meanwhile. They fill the GPU for as long as they run, so that collectives beside them would else wait
     /// for their end, and the next such kernel for the collectives'. Results are the same to the bit.
-    pub fn sparing(&self, multiprocessors: usize) -> Self {
-        Self { spare: multiprocessors, ..self.clone() }
+    pub fn reserving_sms(&self, sms: usize) -> Self {
+        Self { reserved_sms: sms, ..self.clone() }
     }
 
-    /// Multiprocessors that a kernel may fill.
-    pub(super) fn fillable(&self) -> usize {
-        self.inner.processors.saturating_sub(self.spare).max(self.inner.processors.min(2))
+    /// SMs that a kernel may fill.
+    pub(super) fn usable_sms(&self) -> usize {
+        self.inner.sm_count.saturating_sub(self.reserved_sms).max(self.inner.sm_count.min(2))
     }
 
     /// Whether work on `stream` is in the order of this device's.
@@ -228,11 +228,11 @@ impl Cuda {
     }
 
     /// Whether calls may take the Hopper kernels.
-    pub(super) fn hopper(&self) -> bool {
-        self.inner.functions.hopper() && !self.portable
+    pub(super) fn sm90(&self) -> bool {
+        self.inner.functions.sm90() && !self.portable
     }
 
-    /// Shared memory that a block of the kernels of few rows with quantised weights may take.
+    /// Shared memory that a block of the kernels of few rows with quantized weights may take.
     pub(super) fn decode_shared(&self) -> usize {
         self.inner.functions.decode_shared
     }
@@ -250,10 +250,10 @@ impl Cuda {
         Ok((major as u32, minor as u32))
     }
 
-    /// Multiprocessors of the GPU.
+    /// SMs of the GPU.
     #[cfg(feature = "nccl-ep")]
-    pub(crate) fn processors(&self) -> usize {
-        self.inner.processors
+    pub(crate) fn sm_count(&self) -> usize {
+        self.inner.sm_count
     }
 
     /// Name of the GPU.
@@ -313,7 +313,7 @@ impl Cuda {
     /// kernel still reads, and then the whole context is lost with it.
     pub(crate) fn bind(&self, call: &'static str) -> Result<()> {
         self.inner.context.bind_to_thread().or_else(|error| {
-            self.guarded()?;
+            self.check_failure_sources()?;
             Err(driver(call, "bind the context")(error))
         })
     }

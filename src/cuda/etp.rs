@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use crate::error::{Error, Result};
-use crate::etp::{Ending, ShardDevice, Shares};
+use crate::etp::{CaptureHook, ShardDevice, Shares};
 use crate::tensor::TensorMut;
 
 use super::device::{Cuda, Event, Stream};
@@ -13,7 +13,7 @@ use super::params::{self, type_code};
 const THREADS: u32 = 256;
 /// Most parts whose sums the kernel can hold (`Pairs` in `kernels/permute.cu`).
 const MOST_PARTS: usize = (1 << 16) - 1;
-/// Blocks a multiprocessor has at the same time.
+/// Blocks an SM has at the same time.
 const BLOCKS: usize = 8;
 /// Elements that a thread of sums takes at a time.
 const LANES: usize = 4;
@@ -33,7 +33,7 @@ impl ShardDevice for Cuda {
         let (own, others, to) = (shares.own.data().ptr, shares.others.data().ptr, main.into_data().ptr);
         let word = (LANES * dtype.size()) as u64;
         let wide = (own | others).is_multiple_of(word) && to.is_multiple_of(16) && count.is_multiple_of(LANES);
-        let p = params::Shares {
+        let p = params::AddShares {
             own,
             others,
             main: to,
@@ -45,7 +45,7 @@ impl ShardDevice for Cuda {
             scale: shares.scale,
         };
         let threads = count / if wide { LANES } else { 1 };
-        let blocks = threads.div_ceil(THREADS as usize).min(BLOCKS * self.inner.processors);
+        let blocks = threads.div_ceil(THREADS as usize).min(BLOCKS * self.inner.sm_count);
         let kernel = format!("add_shares_{dtype}");
         // SAFETY: `own` and each of the `parts - 1` blocks of `others` have `main`'s size.
         unsafe { self.launch(CALL, &kernel, Grid::new(blocks, THREADS), &p) }
@@ -55,24 +55,24 @@ impl ShardDevice for Cuda {
         self.stream()
     }
 
-    fn mark(&self) -> Result<Option<Event>> {
+    fn record_event(&self) -> Result<Option<Event>> {
         self.record().map(Some)
     }
 
-    fn heed(&self, other: &Self) {
-        self.heed_guards(other);
+    fn adopt_errors_of(&self, other: &Self) {
+        self.adopt_failure_sources(other);
     }
 
-    fn recording(&self) -> Option<u64> {
-        self.recording_number()
+    fn capture_number(&self) -> Option<u64> {
+        self.capture_number()
     }
 
-    fn not_recorded_elsewhere(&self, call: &'static str) -> Result<()> {
-        if self.recording_number().is_some() {
+    fn check_not_captured_elsewhere(&self, call: &'static str) -> Result<()> {
+        if self.capture_number().is_some() {
             return Ok(());
         }
         self.bind(call)?;
-        match self.is_capturing().or_else(|error| self.guarded().and(Err(error)))? {
+        match self.is_capturing().or_else(|error| self.check_failure_sources().and(Err(error)))? {
             false => Ok(()),
             true => {
                 Err(Error::NotCapturable { call, operation: "be recorded by others than Cuda::capture".to_string() })
@@ -80,11 +80,11 @@ impl ShardDevice for Cuda {
         }
     }
 
-    fn before_recordings_end(&self, ending: &Arc<Ending>) {
-        self.ends_behind(ending);
+    fn add_capture_hook(&self, ending: &Arc<CaptureHook>) {
+        self.add_capture_hook(ending);
     }
 
-    fn in_order(&self, call: &'static str, stream: &Stream) -> Result<()> {
+    fn check_stream(&self, call: &'static str, stream: &Stream) -> Result<()> {
         self.on_stream(call, stream)
     }
 }

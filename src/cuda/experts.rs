@@ -6,29 +6,31 @@
 use crate::config::WeightAt;
 use crate::dtype::DType;
 use crate::error::{Error, Result};
-use crate::kernels::{Down, DownBwd, RowSource, SlotWeights, Up, UpDgrad, Zones};
+use crate::kernels::{Down, DownBwd, RowSource, Segments, SlotWeights, Up, UpDgrad};
 use crate::tensor::{Tensor, dims3};
 use crate::weights::Weight;
 
 use super::device::Cuda;
-use super::hopper::{self, Product};
-use super::launch::{Grid, ROWS, SCALAR, Shape, TENSOR};
+use super::launch::{Grid, MMA_SYNC, SIMT, SM90_GROUPED_GEMM, TileConfig};
+use super::layout::{
+    DestRows, SourceRows, TileOrder, Tiles, aligned, check_segments, input, optional, optional_output, output,
+};
 use super::params::{self, activation_code, type_code};
-use super::rows::to_slots;
-use super::w4a16::{Quantised, Special};
-use super::zones::{Dest, Source, TileOrder, Tiles, aligned, check_zones, input, optional, optional_output, output};
+use super::permute::gather_to_slots;
+use super::sm90_grouped_gemm::{self, Product};
+use super::w4a16::{QuantizedWeight, TunedKernel};
 
 /// Columns of gate (and as many of up), or of a gradient through the activation, from which mapped rows are brought into
 /// order first.
 const ORDER_FIRST: usize = 8192;
 
 /// Kernels for a type: name suffix and tile.
-pub(super) fn family(call: &'static str, tensor: &str, dtype: DType) -> Result<(&'static str, Shape)> {
+pub(super) fn family(call: &'static str, tensor: &str, dtype: DType) -> Result<(&'static str, TileConfig)> {
     type_code(call, tensor, dtype)?;
     Ok(match dtype {
-        DType::BF16 => ("bf16", TENSOR),
-        DType::F16 => ("f16", TENSOR),
-        _ => ("f32", SCALAR),
+        DType::BF16 => ("bf16", MMA_SYNC),
+        DType::F16 => ("f16", MMA_SYNC),
+        _ => ("f32", SIMT),
     })
 }
 
@@ -46,59 +48,65 @@ fn applies(
 }
 
 /// A product of a layout's rows, before its epilogue is described.
-struct RowsGemm<'a> {
+struct GroupedGemm<'a> {
     call: &'static str,
     device: &'a Cuda,
     dtype: DType,
     suffix: &'static str,
-    shape: Shape,
-    zones: &'a Zones<Cuda>,
+    shape: TileConfig,
+    segments: &'a Segments<Cuda>,
     slots: usize,
-    quantised: Option<Quantised>,
+    quantized: Option<QuantizedWeight>,
 }
 
 /// The kernels that make a product, and the tiles that they walk through.
-struct Choice {
-    hopper: Option<Product>,
+struct KernelChoice {
+    sm90: Option<Product>,
     tiles: Tiles,
-    /// With quantised weights: a kernel that serves these best.
-    special: Option<Special>,
+    /// With quantized weights: a kernel that serves these best.
+    tuned: Option<TunedKernel>,
 }
 
-impl<'a> RowsGemm<'a> {
-    fn new(call: &'static str, device: &'a Cuda, zones: &'a Zones<Cuda>, experts: usize, dtype: DType) -> Result<Self> {
+impl<'a> GroupedGemm<'a> {
+    fn new(
+        call: &'static str,
+        device: &'a Cuda,
+        segments: &'a Segments<Cuda>,
+        experts: usize,
+        dtype: DType,
+    ) -> Result<Self> {
         let (suffix, shape) = family(call, "rows", dtype)?;
-        check_zones(call, zones, experts)?;
-        Ok(Self { call, device, dtype, suffix, shape, zones, slots: zones.rows, quantised: None })
+        check_segments(call, segments, experts)?;
+        Ok(Self { call, device, dtype, suffix, shape, segments, slots: segments.rows, quantized: None })
     }
 
     /// With these weights.
     fn of(self, weight: &Weight<'_, Cuda>) -> Result<Self> {
-        let quantised = match weight {
+        let quantized = match weight {
             Weight::Dense(_) => None,
-            Weight::Quantised(weight) => Some(Quantised::new(self.call, weight)?),
+            Weight::Quantized(weight) => Some(QuantizedWeight::new(self.call, weight)?),
         };
-        Ok(Self { quantised, ..self })
+        Ok(Self { quantized, ..self })
     }
 
-    fn source(&self, name: &str, source: &RowSource<'_, Cuda>, width: usize) -> Result<Source> {
-        Source::new(self.call, name, source, (self.dtype, width, self.slots))
+    fn source(&self, name: &str, source: &RowSource<'_, Cuda>, width: usize) -> Result<SourceRows> {
+        SourceRows::new(self.call, name, source, (self.dtype, width, self.slots))
     }
 
-    /// Brings rows behind a map into slot order where so many columns are made of them that the copy engine, which
+    /// Brings rows behind a map into slot order where so many columns are made of them that TMA, which
     /// follows no map, makes up for it. The tensor is to live until the product has been launched.
     fn in_order(&self, p: &mut params::Gemm) -> Result<Option<Tensor<Cuda>>> {
         if p.a_map == 0 || (p.n as usize) < ORDER_FIRST {
             return Ok(None);
         }
-        let rows = Source { base: p.a, map: p.a_map, rows: p.a_rows, vector: true };
-        let rows = to_slots(self.device, self.call, &rows, (self.slots, p.k as usize, self.dtype))?;
+        let rows = SourceRows { base: p.a, map: p.a_map, rows: p.a_rows, vector: true };
+        let rows = gather_to_slots(self.device, self.call, &rows, (self.slots, p.k as usize, self.dtype))?;
         (p.a, p.a_map, p.a_rows) = (rows.view().data().ptr, 0, self.slots as i64);
         Ok(Some(rows))
     }
 
     /// Operands of a product of `n` columns.
-    fn params(&self, a: &Source, weight: Weight<'_, Cuda>, (n, k): (usize, usize)) -> Result<params::Gemm> {
+    fn params(&self, a: &SourceRows, weight: Weight<'_, Cuda>, (n, k): (usize, usize)) -> Result<params::Gemm> {
         let code = type_code(self.call, "rows", self.dtype)?;
         let groups = weight.dims().first().copied().unwrap_or(0) as i64;
         let (b, vector_b) = match weight {
@@ -106,7 +114,7 @@ impl<'a> RowsGemm<'a> {
                 Error::check_dtype(self.call, "weight", self.dtype, b.dtype())?;
                 (b.data().ptr, aligned(b, b.dims().last().copied().unwrap_or(1)))
             }
-            Weight::Quantised(_) => (0, false),
+            Weight::Quantized(_) => (0, false),
         };
         Ok(params::Gemm {
             a: a.base,
@@ -131,39 +139,39 @@ impl<'a> RowsGemm<'a> {
 
     /// Chooses the kernels, Hopper's for `product` where they can serve, and lists the tiles. A tile's columns are
     /// divided by `factor`.
-    fn choose(&self, p: &mut params::Gemm, product: Option<Product>, factor: usize) -> Result<Choice> {
-        let quantised = self.quantised.as_ref();
-        if let Some(kernel) = quantised.and_then(|q| q.special(self.device, self.dtype, p, (product, factor))) {
-            let tiles = Tiles::new(self.call, self.device, self.zones, (kernel.rows, TileOrder::Slots))?;
+    fn choose(&self, p: &mut params::Gemm, product: Option<Product>, factor: usize) -> Result<KernelChoice> {
+        let quantized = self.quantized.as_ref();
+        if let Some(kernel) = quantized.and_then(|q| q.tuned(self.device, self.dtype, p, (product, factor))) {
+            let tiles = Tiles::new(self.call, self.device, self.segments, (kernel.rows, TileOrder::Slots))?;
             (p.tiles, p.tile_count, p.m_tiles) = (tiles.list(), tiles.count(), tiles.most as i64);
             p.n_tiles = (p.n as usize).div_ceil(kernel.columns) as i64;
-            return Ok(Choice { hopper: None, tiles, special: Some(kernel) });
+            return Ok(KernelChoice { sm90: None, tiles, tuned: Some(kernel) });
         }
-        let dense = self.quantised.is_none();
-        let hopper = product.filter(|_| dense && hopper::serves(self.device, self.dtype, p));
-        let (rows, order, columns) = match hopper {
-            Some(product) => (ROWS.tile, TileOrder::Pairs, product.columns(p.k as usize)),
+        let dense = self.quantized.is_none();
+        let sm90 = product.filter(|_| dense && sm90_grouped_gemm::serves(self.device, self.dtype, p));
+        let (rows, order, columns) = match sm90 {
+            Some(product) => (SM90_GROUPED_GEMM.tile, TileOrder::Pairs, product.columns(p.k as usize)),
             None => (self.shape.tile, TileOrder::Slots, self.shape.tile),
         };
-        let tiles = Tiles::new(self.call, self.device, self.zones, (rows, order))?;
+        let tiles = Tiles::new(self.call, self.device, self.segments, (rows, order))?;
         (p.tiles, p.tile_count, p.m_tiles) = (tiles.list(), tiles.count(), tiles.most as i64);
         p.n_tiles = (p.n as usize).div_ceil(columns / factor) as i64;
-        Ok(Choice { hopper, tiles, special: None })
+        Ok(KernelChoice { sm90, tiles, tuned: None })
     }
 
-    fn launch(&self, name: &str, choice: &Choice, p: &params::Gemm) -> Result<()> {
+    fn launch(&self, name: &str, choice: &KernelChoice, p: &params::Gemm) -> Result<()> {
         let blocks = (p.m_tiles as usize).saturating_mul(p.n_tiles as usize);
-        if let Some(weight) = &self.quantised {
+        if let Some(weight) = &self.quantized {
             let grid = Grid { shared: self.shape.shared, ..Grid::new(blocks, self.shape.threads) };
-            return weight.launch((self.device, self.call), (name, self.suffix), (grid, choice.special), p);
+            return weight.launch((self.device, self.call), (name, self.suffix), (grid, choice.tuned), p);
         }
-        // SAFETY, both: callers have checked every tensor in `p` against the sizes in `p`; maps and zones, which only
+        // SAFETY, both: callers have checked every tensor in `p` against the sizes in `p`; maps and segments, which only
         // the device knows, are checked by the kernel.
-        match choice.hopper {
+        match choice.sm90 {
             // SAFETY: as above.
             Some(product) => unsafe {
                 let kernel = product.kernel(name, self.suffix, p.k as usize);
-                hopper::launch(self.device, self.call, &kernel, (product, self.dtype, blocks), p)
+                sm90_grouped_gemm::launch(self.device, self.call, &kernel, (product, self.dtype, blocks), p)
             },
             None => {
                 let grid = Grid { shared: self.shape.shared, ..Grid::new(blocks, self.shape.threads) };
@@ -183,7 +191,7 @@ impl<'a> RowsGemm<'a> {
         &self,
         (partial, tiles): (&Tensor<Cuda>, &Tiles),
         out: u64,
-        bias: Option<(u64, &Source, usize)>,
+        bias: Option<(u64, &SourceRows, usize)>,
     ) -> Result<()> {
         let mut p = params::SlotDots {
             partial: partial.view().data().ptr,
@@ -212,18 +220,18 @@ pub(super) fn up(device: &Cuda, call: Up<'_, Cuda>) -> Result<()> {
         return Err(Error::invalid(CALL, "weight", "an even number of rows for a gated activation", wide));
     }
     let (inner, dtype) = (wide / factor, call.rows.base.dtype());
-    let gemm = RowsGemm::new(CALL, device, call.zones, experts, dtype)?.of(&call.weight)?;
+    let gemm = GroupedGemm::new(CALL, device, call.segments, experts, dtype)?.of(&call.weight)?;
     let rows = gemm.source("rows", &call.rows, h)?;
     let mut p = gemm.params(&rows, call.weight, (inner, h))?;
     p.bias = optional(CALL, "bias", &call.bias, dtype, &[experts, wide])?;
     p.scale = applies(CALL, &call.slot_weights, &[WeightAt::Input], gemm.slots)?;
     p.out_scale = applies(CALL, &call.slot_weights, &[WeightAt::Activation], gemm.slots)?;
     p.pre_out = optional_output(CALL, "pre", call.pre, dtype, &[gemm.slots, wide])?;
-    let out = Dest::new(CALL, call.out, (dtype, inner, gemm.slots))?;
+    let out = DestRows::new(CALL, call.out, (dtype, inner, gemm.slots))?;
     (p.out, p.out_map, p.out_rows, p.accumulate) = (out.base, out.map, out.rows, out.accumulate);
     (p.activation, p.alpha, p.limit) = activation_code(call.activation);
     let choice = gemm.choose(&mut p, (factor == 2).then_some(Product::Up), factor)?;
-    let in_order = if choice.hopper.is_some() { gemm.in_order(&mut p)? } else { None };
+    let in_order = if choice.sm90.is_some() { gemm.in_order(&mut p)? } else { None };
     gemm.launch("up", &choice, &p)?;
     drop(in_order);
     Ok(())
@@ -233,13 +241,13 @@ pub(super) fn down(device: &Cuda, call: Down<'_, Cuda>) -> Result<()> {
     const CALL: &str = "down";
     let [experts, h, inner] = dims3(CALL, "weight", call.weight.dims())?;
     let dtype = call.rows.base.dtype();
-    let gemm = RowsGemm::new(CALL, device, call.zones, experts, dtype)?.of(&call.weight)?;
+    let gemm = GroupedGemm::new(CALL, device, call.segments, experts, dtype)?.of(&call.weight)?;
     let rows = gemm.source("rows", &call.rows, inner)?;
     let mut p = gemm.params(&rows, call.weight, (h, inner))?;
     p.bias = optional(CALL, "bias", &call.bias, dtype, &[experts, h])?;
     p.scale = applies(CALL, &call.slot_weights, &[WeightAt::Output], gemm.slots)?;
     p.bias_scale = applies(CALL, &call.slot_weights, &[WeightAt::Output, WeightAt::Activation], gemm.slots)?;
-    let out = Dest::new(CALL, call.out, (dtype, h, gemm.slots))?;
+    let out = DestRows::new(CALL, call.out, (dtype, h, gemm.slots))?;
     (p.out, p.out_map, p.out_rows, p.accumulate) = (out.base, out.map, out.rows, out.accumulate);
     let choice = gemm.choose(&mut p, Some(Product::Down), 1)?;
     gemm.launch("down", &choice, &p)
@@ -249,7 +257,7 @@ pub(super) fn down_bwd(device: &Cuda, call: DownBwd<'_, Cuda>) -> Result<()> {
     const CALL: &str = "down_bwd";
     let [experts, h, inner] = dims3(CALL, "weight", call.weight.dims())?;
     let (wide, dtype) = (inner * call.activation.gate_factor(), call.grad.base.dtype());
-    let gemm = RowsGemm::new(CALL, device, call.zones, experts, dtype)?.of(&call.weight)?;
+    let gemm = GroupedGemm::new(CALL, device, call.segments, experts, dtype)?.of(&call.weight)?;
     let grad = gemm.source("grad", &call.grad, h)?;
     let mut p = gemm.params(&grad, call.weight, (inner, h))?;
     let bias = optional(CALL, "bias", &call.bias, dtype, &[experts, h])?;
@@ -259,7 +267,7 @@ pub(super) fn down_bwd(device: &Cuda, call: DownBwd<'_, Cuda>) -> Result<()> {
     p.hidden = optional_output(CALL, "hidden", call.hidden, dtype, &[gemm.slots, inner])?;
     (p.activation, p.alpha, p.limit) = activation_code(call.activation);
     let choice = gemm.choose(&mut p, (call.activation.gate_factor() == 2).then_some(Product::DownBwd), 1)?;
-    let in_order = if choice.hopper.is_some() { gemm.in_order(&mut p)? } else { None };
+    let in_order = if choice.sm90.is_some() { gemm.in_order(&mut p)? } else { None };
     let d_weights = call.d_slot_weights.filter(|_| p.scale != 0);
     let d_weights = optional_output(CALL, "d_slot_weights", d_weights, DType::F32, &[gemm.slots])?;
     if d_weights == 0 {
@@ -276,10 +284,10 @@ pub(super) fn up_dgrad(device: &Cuda, call: UpDgrad<'_, Cuda>) -> Result<()> {
     const CALL: &str = "up_dgrad";
     let [experts, wide, h] = dims3(CALL, "weight", call.weight.dims())?;
     let dtype = call.d_pre.dtype();
-    let gemm = RowsGemm::new(CALL, device, call.zones, experts, dtype)?.of(&call.weight)?;
+    let gemm = GroupedGemm::new(CALL, device, call.segments, experts, dtype)?.of(&call.weight)?;
     let d_pre = gemm.source("d_pre", &RowSource::direct(call.d_pre), wide)?;
     let mut p = gemm.params(&d_pre, call.weight, (h, wide))?;
-    let out = Dest::new(CALL, call.out, (dtype, h, gemm.slots))?;
+    let out = DestRows::new(CALL, call.out, (dtype, h, gemm.slots))?;
     (p.out, p.out_map, p.out_rows, p.accumulate) = (out.base, out.map, out.rows, out.accumulate);
     let Some(at_input) = call.input_weight else {
         let choice = gemm.choose(&mut p, Some(Product::Dgrad), 1)?;

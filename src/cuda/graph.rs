@@ -6,7 +6,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use cudarc::driver::{result, sys};
 
 use crate::error::{Error, Result};
-use crate::etp::Ending;
+use crate::etp::CaptureHook;
 
 use super::device::{Cuda, driver};
 use super::memory::Arena;
@@ -26,23 +26,23 @@ pub struct Captured<T> {
     cuda: Cuda,
     /// Blocks of the graph itself; tensors in `output` are among them.
     arena: Arc<Arena>,
-    _hold: Hold,
+    _hold: ArenaHold,
 }
 
 /// Keeps the blocks that were in use in an arena when it was made from changing hands.
 #[derive(Debug)]
-struct Hold {
+struct ArenaHold {
     arena: Arc<Arena>,
     id: u64,
 }
 
-impl Hold {
+impl ArenaHold {
     fn new(arena: &Arc<Arena>) -> Self {
         Self { arena: Arc::clone(arena), id: arena.hold() }
     }
 }
 
-impl Drop for Hold {
+impl Drop for ArenaHold {
     fn drop(&mut self) {
         self.arena.release(self.id);
     }
@@ -50,33 +50,33 @@ impl Drop for Hold {
 
 /// A device's recordings.
 #[derive(Default)]
-pub(super) struct Recordings {
+pub(super) struct Captures {
     /// So far, one under way counted.
     begun: AtomicU64,
     /// What is called before one ends.
-    endings: Mutex<Vec<Weak<Ending>>>,
+    endings: Mutex<Vec<Weak<CaptureHook>>>,
 }
 
-impl Recordings {
-    fn endings(&self) -> MutexGuard<'_, Vec<Weak<Ending>>> {
+impl Captures {
+    fn endings(&self) -> MutexGuard<'_, Vec<Weak<CaptureHook>>> {
         self.endings.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
-/// A recording under way. However it ends, the stream is out of it afterwards, and the device has its memory again.
-struct Recording<'a> {
+/// A capture under way. However it ends, the stream is out of it afterwards, and the device has its memory again.
+struct ActiveCapture<'a> {
     cuda: &'a Cuda,
     shared: Arc<Arena>,
     /// Begun on the stream and not ended.
     open: bool,
 }
 
-impl Recording<'_> {
+impl ActiveCapture<'_> {
     fn run<T>(&mut self, calls: impl FnOnce() -> Result<T>) -> Result<(Graph, T)> {
         let mode = sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_RELAXED;
         // SAFETY: the stream is alive.
         unsafe { result::stream::begin_capture(self.cuda.inner.stream.cu_stream(), mode) }
-            .map_err(driver(CALL, "begin recording"))?;
+            .map_err(driver(CALL, "begin capture"))?;
         self.open = true;
         let output = calls();
         let graph = self.end(output.is_err());
@@ -88,16 +88,16 @@ impl Recording<'_> {
     fn end(&mut self, failed: bool) -> Result<Graph> {
         self.open = false;
         let inner = &self.cuda.inner;
-        let endings: Vec<_> = inner.recordings.endings().iter().filter_map(Weak::upgrade).collect();
+        let endings: Vec<_> = inner.captures.endings().iter().filter_map(Weak::upgrade).collect();
         let whole = endings.iter().map(|ending| ending(failed)).fold(Ok(()), Result::and);
-        // SAFETY: recording was begun on this stream, and not ended.
+        // SAFETY: capture was begun on this stream, and not ended.
         let graph = unsafe { result::stream::end_capture(inner.stream.cu_stream()) };
-        let graph = graph.map(Graph).map_err(driver(CALL, "end recording"));
+        let graph = graph.map(Graph).map_err(driver(CALL, "end capture"));
         whole.and(graph)
     }
 }
 
-impl Drop for Recording<'_> {
+impl Drop for ActiveCapture<'_> {
     fn drop(&mut self) {
         if self.open {
             // The calls panicked.
@@ -121,7 +121,7 @@ impl Graph {
 
 impl Drop for Graph {
     fn drop(&mut self) {
-        // SAFETY: made once, by the end of a recording; an executable one that was made of it does not need it.
+        // SAFETY: made once, by the end of a capture; an executable one that was made of it does not need it.
         let _ = unsafe { result::graph::destroy(self.0) };
     }
 }
@@ -148,24 +148,24 @@ impl Cuda {
         }
         let shared = self.inner.arena();
         // From here on, so that what the calls themselves free stays as it is too.
-        let hold = Hold::new(&shared);
+        let hold = ArenaHold::new(&shared);
         let arena = shared.private();
         self.inner.exchange_arena(Arc::clone(&arena));
-        self.inner.recordings.begun.fetch_add(1, Ordering::SeqCst);
-        let (graph, output) = Recording { cuda: self, shared, open: false }.run(calls)?;
+        self.inner.captures.begun.fetch_add(1, Ordering::SeqCst);
+        let (graph, output) = ActiveCapture { cuda: self, shared, open: false }.run(calls)?;
         let exec = graph.executable()?;
         Ok(Captured { exec, output, cuda: self.clone(), arena, _hold: hold })
     }
 
-    /// Number of the recording under way.
-    pub(super) fn recording_number(&self) -> Option<u64> {
-        let number = || self.inner.recordings.begun.load(Ordering::SeqCst);
+    /// Number of the capture under way.
+    pub(super) fn capture_number(&self) -> Option<u64> {
+        let number = || self.inner.captures.begun.load(Ordering::SeqCst);
         self.inner.capturing.load(Ordering::SeqCst).then(number)
     }
 
-    /// Has every recording call this before it ends.
-    pub(super) fn ends_behind(&self, ending: &Arc<Ending>) {
-        let mut endings = self.inner.recordings.endings();
+    /// Has every capture call this before it ends.
+    pub(super) fn add_capture_hook(&self, ending: &Arc<CaptureHook>) {
+        let mut endings = self.inner.captures.endings();
         endings.retain(|ending| ending.strong_count() > 0);
         endings.push(Arc::downgrade(ending));
     }

@@ -5,24 +5,24 @@ use std::sync::Arc;
 use crate::cpu::Cpu;
 use crate::device::Device;
 use crate::dtype::DType;
-use crate::ep::{DispatchSpec, Gathered, Plan, PlanRecords, PlanRequest, RecordIds, Reporting};
+use crate::ep::{DevicePlan, DispatchSpec, Plan, PlanRecords, PlanRequest, RecordIds, Reporting};
 use crate::error::{Error, Result};
 use crate::kernels::*;
 use crate::tensor::{Tensor, TensorMut, TensorRef};
 
 use super::device::{Cuda, Event, Stream, driver};
-use super::{dense, experts, plan, records, router, rows, wgrad};
+use super::{experts, linear, permute, plan, router, routing_records, wgrad};
 
 impl Kernels for Cuda {
     const REPORTING: Reporting = Reporting::Deferred;
 
     fn linear(&self, stream: &Stream, call: Linear<'_, Self>) -> Result<()> {
         self.on_stream("linear", stream)?;
-        dense::linear(self, call)
+        linear::linear(self, call)
     }
     fn linear_bwd(&self, stream: &Stream, call: LinearBwd<'_, Self>) -> Result<()> {
         self.on_stream("linear_bwd", stream)?;
-        dense::linear_bwd(self, call)
+        linear::linear_bwd(self, call)
     }
     fn route(&self, stream: &Stream, call: Route<'_, Self>) -> Result<()> {
         self.on_stream("route", stream)?;
@@ -48,20 +48,20 @@ impl Kernels for Cuda {
         self.on_stream("plan", stream)?;
         plan::plan(self, call)
     }
-    fn plan_behind(&self, stream: &Stream, call: PlanRequest<'_, Self>) -> Result<Option<Plan<Self>>> {
-        self.on_stream("plan_behind", stream)?;
-        plan::plan_behind(self, call)
+    fn plan_on_device(&self, stream: &Stream, call: PlanRequest<'_, Self>) -> Result<Option<Plan<Self>>> {
+        self.on_stream("plan_on_device", stream)?;
+        plan::plan_on_device(self, call)
     }
     fn plans_records(&self, spec: &DispatchSpec, num_experts: usize) -> bool {
-        records::plans(spec, num_experts)
+        routing_records::plans(spec, num_experts)
     }
     fn record_ids(&self, stream: &Stream, call: RecordIds<'_, Self>) -> Result<()> {
         self.on_stream("record_ids", stream)?;
-        records::record(self, call)
+        routing_records::record(self, call)
     }
-    fn plan_records(&self, stream: &Stream, call: PlanRecords<'_, Self>) -> Result<Gathered<Self>> {
+    fn plan_records(&self, stream: &Stream, call: PlanRecords<'_, Self>) -> Result<DevicePlan<Self>> {
         self.on_stream("plan_records", stream)?;
-        records::plan(self, call)
+        routing_records::plan(self, call)
     }
     fn check(&self, stream: &Stream) -> Result<()> {
         self.on_stream("check", stream)?;
@@ -72,19 +72,19 @@ impl Kernels for Cuda {
     }
     fn gather_rows(&self, stream: &Stream, call: GatherRows<'_, Self>) -> Result<()> {
         self.on_stream("gather_rows", stream)?;
-        rows::gather_rows(self, call)
+        permute::gather_rows(self, call)
     }
-    fn join_rows(&self, stream: &Stream, call: JoinRows<'_, Self>) -> Result<()> {
-        self.on_stream("join_rows", stream)?;
-        rows::join_rows(self, call)
+    fn concat_rows(&self, stream: &Stream, call: ConcatRows<'_, Self>) -> Result<()> {
+        self.on_stream("concat_rows", stream)?;
+        permute::concat_rows(self, call)
     }
     fn split_rows(&self, stream: &Stream, call: SplitRows<'_, Self>) -> Result<()> {
         self.on_stream("split_rows", stream)?;
-        rows::split_rows(self, call)
+        permute::split_rows(self, call)
     }
     fn reduce_rows(&self, stream: &Stream, call: ReduceRows<'_, Self>) -> Result<()> {
         self.on_stream("reduce_rows", stream)?;
-        rows::reduce_rows(self, call)
+        permute::reduce_rows(self, call)
     }
     fn up(&self, stream: &Stream, call: Up<'_, Self>) -> Result<()> {
         self.on_stream("up", stream)?;
@@ -108,14 +108,14 @@ impl Kernels for Cuda {
     }
     fn sigmoid(&self, stream: &Stream, call: Sigmoid<'_, Self>) -> Result<()> {
         self.on_stream("sigmoid", stream)?;
-        dense::sigmoid(self, call)
+        linear::sigmoid(self, call)
     }
-    fn single_zone(&self, stream: &Stream, rows: usize) -> Result<Arc<Zones<Self>>> {
-        self.on_stream("single_zone", stream)?;
+    fn single_segment(&self, stream: &Stream, rows: usize) -> Result<Arc<Segments<Self>>> {
+        self.on_stream("single_segment", stream)?;
         let offsets = Tensor::zeros(self, DType::I64, &[1])?;
         let mut counts = Tensor::empty(self, DType::I64, &[1])?;
         self.fill_word(counts.view_mut(), rows as u64)?;
-        Ok(Arc::new(Zones::new(offsets, counts, rows)))
+        Ok(Arc::new(Segments::new(offsets, counts, rows)))
     }
     fn wait(&self, stream: &Stream, event: Option<&Event>) -> Result<()> {
         self.on_stream("wait", stream)?;

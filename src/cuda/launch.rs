@@ -10,41 +10,41 @@ use crate::error::{Error, Result};
 
 use super::cubins::{self, CUBINS, Cubin, RELEASE};
 use super::device::{Cuda, driver};
-use super::waits::Stuck;
+use super::sync::StuckFlag;
 
-/// Tile of the mma kernels, and their shared memory (`tensor` in `kernels/common/gemm.cuh`).
-pub(super) const TENSOR: Shape = Shape { tile: 128, threads: 256, shared: 81920 };
-/// Tile of the multiply-add kernels, and their shared memory (`scalar` there).
-pub(super) const SCALAR: Shape = Shape { tile: 64, threads: 256, shared: 17408 };
+/// Tile of the mma kernels, and their shared memory (`mma_sync` in `kernels/portable/gemm.cuh`).
+pub(super) const MMA_SYNC: TileConfig = TileConfig { tile: 128, threads: 256, shared: 81920 };
+/// Tile of the multiply-add kernels, and their shared memory (`simt` there).
+pub(super) const SIMT: TileConfig = TileConfig { tile: 64, threads: 256, shared: 17408 };
 
-/// Tile of the tf32 kernels, and their shared memory (`tf32` in `kernels/common/linear.cuh`).
-pub(super) const TF32: Shape = Shape { tile: 128, threads: 256, shared: 87552 };
+/// Tile of the tf32 kernels, and their shared memory (`tf32` in `kernels/portable/linear_bwd_tf32.cuh`).
+pub(super) const TF32: TileConfig = TileConfig { tile: 128, threads: 256, shared: 87552 };
 
-/// Tile rows of the Hopper kernels over rows, and their shared memory (`kernels/common/rows.cuh`).
-pub(super) const ROWS: Shape = Shape { tile: 128, threads: 384, shared: 231_616 };
+/// Tile rows of the Hopper kernels over rows, and their shared memory (`kernels/sm90/grouped_gemm_mainloop.cuh`).
+pub(super) const SM90_GROUPED_GEMM: TileConfig = TileConfig { tile: 128, threads: 384, shared: 231_616 };
 /// Columns of a narrow operand that a block of the weight gradients' kernel takes, and its shared memory
-/// (`kernels/hopper_wgrad.cu`).
-pub(super) const HOPPER_WGRAD: Shape = Shape { tile: 128, threads: 384, shared: 230_464 };
-/// Most shared memory that the kernels of few rows with quantised weights take, which leaves room for another block; less
+/// (`kernels/sm90_wgrad.cu`).
+pub(super) const SM90_WGRAD: TileConfig = TileConfig { tile: 128, threads: 384, shared: 230_464 };
+/// Most shared memory that the kernels of few rows with quantized weights take, which leaves room for another block; less
 /// where a GPU lets no block have so much ([`Functions::decode_shared`]).
 const DECODE_SHARED: u32 = 115_712;
 /// Shared memory that a block has without asking for it, the kernel's own variables included.
-pub(super) const UNASKED: u32 = 48 << 10;
-/// Tiles of the router's products on Hopper (`kernels/hopper_linear.cu`): of tokens or experts, and shared memory.
-pub(super) const HOPPER_LINEAR: Shape = Shape { tile: 64, threads: 160, shared: 99_424 };
+pub(super) const DEFAULT_SMEM: u32 = 48 << 10;
+/// Tiles of the router's products on Hopper (`kernels/sm90_linear.cu`): of tokens or experts, and shared memory.
+pub(super) const SM90_LINEAR: TileConfig = TileConfig { tile: 64, threads: 160, shared: 99_424 };
 /// The same of the tokens' gradient.
-pub(super) const HOPPER_LINEAR_D_X: Shape = Shape { tile: 64, threads: 256, shared: 230_456 };
-/// Weight rows of a tile of Hopper's kernels with quantised weights, and their shared memory (`kernels/common/w4.cuh`).
-pub(super) const W4A16: Shape = Shape { tile: 128, threads: 512, shared: 231_040 };
+pub(super) const SM90_LINEAR_D_X: TileConfig = TileConfig { tile: 64, threads: 256, shared: 230_456 };
+/// Weight rows of a tile of Hopper's kernels with quantized weights, and their shared memory (`kernels/sm90/w4a16_pipeline.cuh`).
+pub(super) const SM90_W4A16: TileConfig = TileConfig { tile: 128, threads: 512, shared: 231_040 };
 /// What the stages begin with that exist for sm_90a alone.
-pub(super) const HOPPER_STAGES: &str = "hopper_";
+pub(super) const SM90_STAGES: &str = "sm90_";
 
-/// Shared memory of the NVFP4 casts of whole panels, to nearest and stochastically (`kernels/nvfp4_panels.cu`).
-pub(super) const NVFP4_PANELS_SHARED: [u32; 2] = [93_264, 74_832];
+/// Shared memory of the NVFP4 casts of aligned matrices, to nearest and stochastically (`kernels/nvfp4_cast_aligned.cu`).
+pub(super) const NVFP4_ALIGNED_SMEM: [u32; 2] = [93_264, 74_832];
 
 /// Constants that a family of kernels was compiled with.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct Shape {
+pub(super) struct TileConfig {
     /// Rows and columns of a tile.
     pub(super) tile: usize,
     pub(super) threads: u32,
@@ -54,17 +54,17 @@ pub(super) struct Shape {
 /// Shared memory beside its own variables that a kernel asks for, on a GPU whose blocks may have `most`; 0: none.
 fn reserved(stage: &str, name: &str, most: u32) -> u32 {
     match stage {
-        "hopper_gemm" => ROWS.shared,
-        "hopper_linear" if name == "hopper_linear_d_x" => HOPPER_LINEAR_D_X.shared,
-        "hopper_linear" => HOPPER_LINEAR.shared,
-        "hopper_wgrad" => HOPPER_WGRAD.shared,
-        "hopper_w4a16" => W4A16.shared,
-        "nvfp4_panels" => NVFP4_PANELS_SHARED[usize::from(name.contains("stochastic"))],
+        "sm90_grouped_gemm" => SM90_GROUPED_GEMM.shared,
+        "sm90_linear" if name == "sm90_linear_d_x" => SM90_LINEAR_D_X.shared,
+        "sm90_linear" => SM90_LINEAR.shared,
+        "sm90_wgrad" => SM90_WGRAD.shared,
+        "sm90_w4a16" => SM90_W4A16.shared,
+        "nvfp4_cast_aligned" => NVFP4_ALIGNED_SMEM[usize::from(name.contains("stochastic"))],
         "linear" if name.starts_with("linear_d_") && name.ends_with("f16") => TF32.shared,
         "w4a16_decode" => DECODE_SHARED.min(most),
-        "grouped_gemm" | "linear" | "w4a16" | "wgrad" if name.ends_with("f16") => TENSOR.shared,
+        "grouped_gemm" | "linear" | "w4a16" | "wgrad" if name.ends_with("f16") => MMA_SYNC.shared,
         // Its counts may take all that there is, and it has variables too.
-        "prepare" if name == "plan_small" => UNASKED,
+        "prepare" if name == "plan_small" => DEFAULT_SMEM,
         _ => 0,
     }
 }
@@ -88,10 +88,10 @@ fn not_loaded(stage: &str, arch: &str, error: DriverError) -> Error {
 /// The kernels of one context, shared by its devices.
 pub(super) struct Functions {
     pub(super) arch: &'static str,
-    /// Shared memory that the kernels of few rows with quantised weights may take.
+    /// Shared memory that the kernels of few rows with quantized weights may take.
     pub(super) decode_shared: usize,
     /// A stream of these devices is stuck.
-    pub(super) stuck: Stuck,
+    pub(super) stuck: StuckFlag,
     table: HashMap<&'static str, sys::CUfunction>,
     modules: Vec<sys::CUmodule>,
 }
@@ -106,9 +106,9 @@ impl Functions {
         let arch = cubins::choose(CUBINS.iter().map(|c| c.arch), (major as u32, minor as u32))?;
         let decode_shared = reserved("w4a16_decode", "", most) as usize;
         let (table, modules) = (HashMap::new(), Vec::new());
-        let mut loaded = Self { arch, decode_shared, stuck: Stuck::default(), table, modules };
-        let hopper = loaded.hopper();
-        let serves = |c: &&Cubin| c.arch == arch && (hopper || !c.stage.starts_with(HOPPER_STAGES));
+        let mut loaded = Self { arch, decode_shared, stuck: StuckFlag::default(), table, modules };
+        let sm90 = loaded.sm90();
+        let serves = |c: &&Cubin| c.arch == arch && (sm90 || !c.stage.starts_with(SM90_STAGES));
         for Cubin { stage, kernels, image, .. } in CUBINS.iter().filter(serves) {
             // SAFETY: the image is a whole cubin, as nvcc wrote it.
             let module =
@@ -133,7 +133,7 @@ impl Functions {
     }
 
     /// Whether the kernels for Hopper are among them.
-    pub(super) fn hopper(&self) -> bool {
+    pub(super) fn sm90(&self) -> bool {
         self.arch == "90a"
     }
 }
@@ -250,18 +250,25 @@ mod tests {
     #[test]
     fn shared_memory_is_there() {
         const LEAST: u32 = 99 << 10;
-        for cubin in CUBINS.iter().filter(|c| !c.stage.starts_with(HOPPER_STAGES)) {
+        for cubin in CUBINS.iter().filter(|c| !c.stage.starts_with(SM90_STAGES)) {
             let Cubin { stage, kernels, .. } = cubin;
             for kernel in *kernels {
                 let (own, asked) = (own_shared(cubin, kernel), reserved(stage, kernel, LEAST));
                 assert!(own + asked <= LEAST, "{kernel}: {own} + {asked}");
                 let launched = match *kernel {
-                    "plan_count" | "plan_slots" | "plan_small" | "records_count" | "records_slots"
-                    | "messages_places" => (4 * COUNTS) as u32,
-                    "route" | "route_bwd" => UNASKED,
+                    "plan_count"
+                    | "plan_slots"
+                    | "plan_small"
+                    | "routing_records_count"
+                    | "routing_records_slots"
+                    | "all_to_all_places" => (4 * COUNTS) as u32,
+                    "route" | "route_bwd" => DEFAULT_SMEM,
                     _ => 0,
                 };
-                assert!(launched <= asked.max(UNASKED - own.min(UNASKED)), "{kernel}: {launched} beside {own}");
+                assert!(
+                    launched <= asked.max(DEFAULT_SMEM - own.min(DEFAULT_SMEM)),
+                    "{kernel}: {launched} beside {own}"
+                );
             }
         }
     }

@@ -16,7 +16,7 @@ use cudarc::driver::{CudaContext, CudaStream, DriverError, result};
 use crate::error::Result;
 
 use super::device::driver;
-use super::waits::Stuck;
+use super::sync::StuckFlag;
 
 /// Every block has at least this size and is a multiple of it, so that no tensor has a null pointer, which kernels read as "none".
 const GRAIN: usize = 512;
@@ -46,7 +46,7 @@ struct Pool {
     memory: Mutex<Memory>,
     /// Some of its memory is the host framework's now.
     lent: AtomicBool,
-    stuck: Stuck,
+    stuck: StuckFlag,
 }
 
 // SAFETY: the pool is a handle that the driver lets any thread use; the context is bound before each use.
@@ -156,7 +156,7 @@ impl Pool {
 impl Arena {
     /// An arena over a pool of its own: one that keeps freed memory, which the context's default pool does not, and
     /// whose setting is the host framework's.
-    pub(super) fn new(stream: &Arc<CudaStream>, stuck: &Stuck) -> Result<Arc<Self>> {
+    pub(super) fn new(stream: &Arc<CudaStream>, stuck: &StuckFlag) -> Result<Arc<Self>> {
         const CALL: &str = "Cuda::on";
         let context = Arc::clone(stream.context());
         let side = context.new_stream().map_err(driver(CALL, "create a stream"))?;
@@ -289,7 +289,7 @@ fn create_pool(context: &CudaContext) -> Result<sys::CUmemoryPool> {
     // SAFETY: a location is the type and then the device's number, two ints, in every version of CUDA; newer bindings
     // wrap the second in a union, which is why it is not set by name.
     unsafe { (&raw mut props.location).cast::<[i32; 2]>().write(location) };
-    // SAFETY: `props` is initialised as the driver documents it.
+    // SAFETY: `props` is initialized as the driver documents it.
     let pool = unsafe { result::mem_pool::create(&props) }.map_err(driver(CALL, "create a memory pool"))?;
     // SAFETY: the pool was just made.
     let kept = unsafe { keep(pool, u64::MAX) };

@@ -18,44 +18,44 @@
 //! [`Reporting::Immediate`](crate::ep::Reporting::Immediate).
 //!
 //! ```text
-//! device, waits, status, graph             a GPU, waits for it, errors that kernels raise, recordings
-//! leave                                    the end of a process that leaves one stuck
-//! memory, buffer, order                    its memory, and streams that share it
-//! cubins, launch, params, tensor_map       kernels and what they are told
-//! plan, records, zones, arrivals, rows     slots: planned, tiled, moved
-//! experts, dense, wgrad, hopper, w4a16     products
-//! router, quant, etp                       routing, casts, sums of sharded gradients
-//! kernels                                  all of it as the trait has it
+//! device, sync, status, graph                                 a GPU, waits for it, errors that kernels raise, recordings
+//! exit                                                        the end of a process that leaves one stuck
+//! memory, buffer, context_sync                                its memory, and streams that share it
+//! cubins, launch, params, tensor_map                          kernels and what they are told
+//! plan, routing_records, layout, low_latency_sort, permute    slots: planned, tiled, moved
+//! experts, linear, wgrad, sm90_grouped_gemm, w4a16            products
+//! router, quant, etp                                          routing, casts, sums of sharded gradients
+//! kernels                                                     all of it as the trait has it
 //! ```
 
-#[cfg(feature = "nccl-ep")]
-pub(crate) mod arrivals;
 mod buffer;
+mod context_sync;
 mod cubins;
-mod dense;
 mod device;
 mod etp;
+#[cfg(all(feature = "nccl", target_os = "linux", target_env = "gnu"))]
+mod exit;
 mod experts;
 mod graph;
-mod hopper;
 mod kernels;
 mod launch;
-#[cfg(all(feature = "nccl", target_os = "linux", target_env = "gnu"))]
-mod leave;
+mod layout;
+mod linear;
+#[cfg(feature = "nccl-ep")]
+pub(crate) mod low_latency_sort;
 mod memory;
-mod order;
 mod params;
+mod permute;
 pub(crate) mod plan;
 mod quant;
-mod records;
 mod router;
-mod rows;
+mod routing_records;
+mod sm90_grouped_gemm;
 mod status;
+mod sync;
 mod tensor_map;
 mod w4a16;
-mod waits;
 mod wgrad;
-mod zones;
 
 /// The driver bindings whose streams [`Cuda::on`] takes.
 pub use cudarc;
@@ -65,4 +65,4 @@ pub use device::{Cuda, Event, Stream};
 pub use graph::Captured;
 pub use memory::Memory;
 #[cfg(feature = "nccl")]
-pub(crate) use waits::{Guard, Stuck};
+pub(crate) use sync::{FailureSource, StuckFlag};

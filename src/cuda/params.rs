@@ -32,53 +32,53 @@ description!(WeightGrad, 13:
     transposed: i64, out_type: i64, accumulate: i64, fault: u64;
     fault @ 12);
 
-description!(Schedule, 9:
+description!(TileList, 9:
     offsets: u64, counts: u64, groups: i64, rows: i64, tile_rows: i64, tiles: u64, tile_count: u64, max_tiles: i64,
     fault: u64;
     fault @ 8);
 
-description!(Plan, 24:
+description!(LocalPlan, 24:
     ids: u64, wide: i64, choices: i64, top_k: i64, experts: i64, alignment: i64, expert_limit: i64, rows: i64,
     may_drop: i64, chunk: i64, chunks: i64, before: u64, offsets: u64, counts: u64, stats: u64, kept: u64,
     row_map: u64, weight_map: u64, return_map: u64, tiles: u64, tile_rows: i64, max_tiles: i64, fault: u64, report: u64;
     rows @ 7, report @ 23);
 
-description!(RecordIds, 32:
-    ids: u64, wide: i64, choices: i64, top_k: i64, experts: i64, rank: i64, record: u64, heard: u64,
+description!(WriteRecord, 32:
+    ids: u64, wide: i64, choices: i64, top_k: i64, experts: i64, rank: i64, record: u64, errors: u64,
     header: [u64; 24];
     header @ 8);
 
-description!(Records, 33:
+description!(RecordsPlan, 33:
     records: u64, size: i64, ranks: i64, rank: i64, max_tokens: i64, tokens: i64, top_k: i64, experts: i64,
-    alignment: i64, factor: f64, rows: i64, may_drop: i64, asked: i64, room: i64, chunk: i64, chunks: i64, before: u64,
+    alignment: i64, factor: f64, rows: i64, may_drop: i64, host_waits: i64, room: i64, chunk: i64, chunks: i64, before: u64,
     scratch: u64, offsets: u64, counts: u64, stats: u64, kept: u64, row_map: u64, weight_map: u64, return_map: u64,
-    heard: u64, fault: u64, places: u64, crossing: u64, totals: u64, send_tokens: u64, send_choices: u64,
+    errors: u64, fault: u64, places: u64, message_counts: u64, totals: u64, send_tokens: u64, send_choices: u64,
     return_slots: u64;
     rows @ 10, stats @ 20, fault @ 26, return_slots @ 32);
 
 #[cfg(feature = "nccl-ep")]
-description!(Received, 10:
+description!(ExternalLayout, 10:
     loads: u64, starts: u64, total: u64, first: i64, groups: i64, rows: i64, offsets: u64, counts: u64, row_map: u64,
     fault: u64;
     rows @ 5, fault @ 9);
 
 #[cfg(feature = "nccl-ep")]
-description!(Starts, 6:
+description!(SegmentStarts, 6:
     loads: u64, first: i64, groups: i64, alignment: i64, starts: u64, total: u64;
     total @ 5);
 
 #[cfg(feature = "nccl-ep")]
-description!(Arrivals, 14:
+description!(LowLatencyRows, 14:
     ids: u64, weights: u64, counts: u64, tokens: i64, ranks: i64, top_k: i64, slots: i64, out_ids: u64,
     out_weights: u64, row_of: u64, token_of: u64, row_map: u64, return_map: u64, out_map: u64;
     slots @ 6, out_map @ 13);
 
-description!(Rows, 11:
+description!(RowsOp, 11:
     source: u64, map: u64, out: u64, source_rows: i64, out_rows: i64, width: i64, fan: i64, kind: i64, word: i64,
     grad: u64, fault: u64;
     fault @ 10);
 
-description!(Shares, 9:
+description!(AddShares, 9:
     own: u64, others: u64, main: u64, count: i64, parts: i64, rank: i64, wide: i64, first: i64, scale: f64;
     scale @ 8);
 
@@ -92,29 +92,29 @@ description!(ColumnSums, 14:
     width: i64, out: u64, out_type: i64, accumulate: i64, fault: u64;
     fault @ 13);
 
-description!(Router, 29:
+description!(Routing, 29:
     logits: u64, bias: u64, bias_type: i64, ids: u64, weights: u64, d_weights: u64, d_logits: u64, scratch: u64,
     tokens: i64, experts: i64, top_k: i64, score: i64, epsilon: f64, groups: i64, keep: i64, rank_by: i64,
     renorm: i64, p: f64, norm_epsilon: f64, floor: f64, scale: f64, jitter: f64, key: u64, first_token: u64,
     aux_coef: u64, sequence: i64, aux_sigmoid: i64, aux_z: u64, fault: u64;
     score @ 11, key @ 22, fault @ 28);
 
-description!(Aux, 24:
+description!(AuxLoss, 24:
     logits: u64, ids: u64, scores: u64, picks: u64, z_terms: u64, partial: u64, totals: u64, out: u64, sums: u64,
     coef: u64, z_coef: u64, tokens: i64, experts: i64, top_k: i64, sequence: i64, sequences: i64, chunks: i64,
     by_sequence: i64, hugging_face: i64, sigmoids: i64, balance: f64, z: f64, d_loss: u64,
     fault: u64;
     fault @ 23);
 
-description!(Keep, 6:
+description!(KeepSum, 6:
     weights: u64, kept: u64, grad: u64, out: u64, tokens: i64, top_k: i64;
     top_k @ 5);
 
-description!(Strided, 6:
+description!(StridedMatrix, 6:
     base: u64, rows: i64, columns: i64, row_stride: i64, column_stride: i64, vector: i64;
     vector @ 5);
 
-description!(AmaxJob, 10: matrix: Strided, kind: i64, out: u64, other: u64, first_block: i64; first_block @ 9);
+description!(AmaxJob, 10: matrix: StridedMatrix, kind: i64, out: u64, other: u64, first_block: i64; first_block @ 9);
 
 /// Matrices that one launch takes the amaxes of.
 pub(super) const AMAX_JOBS: usize = 40;
@@ -127,9 +127,9 @@ pub(super) struct AmaxJobs {
 }
 const _: () = assert!(size_of::<AmaxJobs>() == 8 * 401);
 
-description!(AmaxLines, 9: matrix: Strided, kind: i64, out: u64, signs: i64; signs @ 8);
+description!(AmaxLines, 9: matrix: StridedMatrix, kind: i64, out: u64, signs: i64; signs @ 8);
 
-description!(JoinRows, 9:
+description!(ConcatRows, 9:
     left: u64, right: u64, whole: u64, rows: i64, left_bytes: i64, right_bytes: i64, whole_bytes: i64, word: i64, back: i64;
     back @ 8);
 
@@ -138,11 +138,11 @@ description!(QuantSide, 7:
     first_block @ 6);
 
 description!(QuantCast, 31:
-    matrix: Strided, rows: QuantSide, columns: QuantSide, by_line: i64, stream: i64, signs: i64, floor: i64,
+    matrix: StridedMatrix, rows: QuantSide, columns: QuantSide, by_line: i64, stream: i64, signs: i64, floor: i64,
     keys: Keys;
     columns @ 13, signs @ 22, keys @ 24);
 
-description!(QuantBack, 12:
+description!(Dequantize, 12:
     codes: u64, scales: u64, amax: u64, out: u64, out_type: i64, lines: i64, len: i64, code_bytes: i64, blocks: i64,
     by_line: i64, modelopt: i64, first_block: i64;
     first_block @ 11);
@@ -152,13 +152,13 @@ pub(super) const BACK_JOBS: usize = 40;
 
 #[repr(C)]
 #[derive(Debug, Clone, Copy)]
-pub(super) struct QuantBacks {
-    pub(super) jobs: [QuantBack; BACK_JOBS],
+pub(super) struct DequantizeJobs {
+    pub(super) jobs: [Dequantize; BACK_JOBS],
     pub(super) count: i64,
 }
-const _: () = assert!(size_of::<QuantBacks>() == 8 * 481);
+const _: () = assert!(size_of::<DequantizeJobs>() == 8 * 481);
 
-description!(Reorder, 5: scales: u64, out: u64, lines: i64, blocks: i64, back: i64; back @ 4);
+description!(SwizzleScales, 5: scales: u64, out: u64, lines: i64, blocks: i64, back: i64; back @ 4);
 
 description!(QuantWeight, 9:
     codes: u64, scales: u64, factors: u64, format: i64, rows: i64, columns: i64, code_bytes: i64, blocks: i64, parts: i64;

@@ -1,6 +1,6 @@
 //! Layouts: the plan of a step, and groups of one rank.
 //!
-//! A group of one rank plans on the GPU ([`plan_behind`], `kernels/prepare.cu`): an eager layout gets as many rows as it may
+//! A group of one rank plans on the GPU ([`plan_on_device`], `kernels/prepare.cu`): an eager layout gets as many rows as it may
 //! need, since its size would be the GPU's to know. Several ranks plan there from records (`records.rs`). Everything else is
 //! planned on the host, which has all ranks' ids then, by the CPU's code, and the maps are copied over.
 
@@ -13,17 +13,17 @@ use crate::cpu::Cpu;
 #[cfg(feature = "nccl-ep")]
 use crate::device::Device;
 use crate::dtype::DType;
-use crate::ep::{Capacity, DispatchSpec, Group, GroupConfig, Messages, Overflow, Plan, PlanRequest, Stats};
+use crate::ep::{Capacity, DispatchSpec, Group, GroupConfig, MessageMaps, Overflow, Plan, PlanRequest, Stats};
 use crate::error::{Error, Result};
-use crate::kernels::{Kernels, Zones};
+use crate::kernels::{Kernels, Segments};
 use crate::lazy::Lazy;
 use crate::tensor::{Tensor, TensorRef};
 
 use super::device::Cuda;
-use super::launch::{Grid, ROWS, UNASKED};
+use super::launch::{DEFAULT_SMEM, Grid, SM90_GROUPED_GEMM};
+use super::layout::{at, room_for_tiles};
 use super::params;
-use super::rows::LOOP_BLOCKS;
-use super::zones::{at, room_for_tiles};
+use super::permute::LOOP_BLOCKS;
 
 impl Cuda {
     /// A tensor of the GPU on the host; waits for the stream.
@@ -55,7 +55,7 @@ const SMALL: usize = 8192;
 /// Entries of maps that a block clears where there are many.
 const CLEARED: usize = 2048;
 /// Counts that fit a block's shared memory without asking for more.
-pub(super) const COUNTS: usize = UNASKED as usize / 4;
+pub(super) const COUNTS: usize = DEFAULT_SMEM as usize / 4;
 
 /// Refuses more rows or choices than kernels number, in 32 bits.
 pub(super) fn check_number(call: &'static str, name: &str, number: Option<usize>) -> Result<usize> {
@@ -78,7 +78,7 @@ fn rows(spec: &DispatchSpec, choices: usize, experts: usize) -> Result<(usize, b
     Ok((check_number("prepare", "rows", rows)?, may_drop))
 }
 
-pub(super) fn plan_behind(device: &Cuda, call: PlanRequest<'_, Cuda>) -> Result<Option<Plan<Cuda>>> {
+pub(super) fn plan_on_device(device: &Cuda, call: PlanRequest<'_, Cuda>) -> Result<Option<Plan<Cuda>>> {
     let experts = call.num_experts;
     earlier_faults(device)?;
     let planned = plan_on_gpu(device, call)?;
@@ -112,7 +112,7 @@ pub(crate) fn examined(
 
 /// What another library says of all ranks' choices.
 #[cfg(feature = "nccl-ep")]
-pub(crate) struct Foreign<'a> {
+pub(crate) struct ExternalPlan<'a> {
     /// Choices of each expert over all ranks, `I64 [E]`.
     pub(crate) loads: &'a Tensor<Cuda>,
     /// First slot of each local expert, `I64 [L]`.
@@ -134,15 +134,15 @@ pub(crate) fn number(device: &Cuda, from: &Tensor<Cuda>) -> Result<i64> {
     Ok(i64::from_ne_bytes(word))
 }
 
-/// The layout of another library's plan: zones, and the map of filled slots to themselves.
+/// The layout of another library's plan: segments, and the map of filled slots to themselves.
 #[cfg(feature = "nccl-ep")]
-pub(crate) fn received(device: &Cuda, from: &Foreign<'_>) -> Result<(Zones<Cuda>, Tensor<Cuda>)> {
+pub(crate) fn external_layout(device: &Cuda, from: &ExternalPlan<'_>) -> Result<(Segments<Cuda>, Tensor<Cuda>)> {
     const CALL: &str = "prepare";
     let groups = from.starts.view().count();
     let mut offsets = Tensor::empty(device, DType::I64, &[groups])?;
     let mut counts = Tensor::empty(device, DType::I64, &[groups])?;
     let mut row_map = Tensor::empty(device, DType::I32, &[from.rows])?;
-    let p = params::Received {
+    let p = params::ExternalLayout {
         loads: from.loads.view().data().ptr,
         starts: from.starts.view().data().ptr,
         total: from.total.view().data().ptr,
@@ -156,9 +156,9 @@ pub(crate) fn received(device: &Cuda, from: &Foreign<'_>) -> Result<(Zones<Cuda>
     };
     let blocks = from.rows.max(groups).max(1).div_ceil(256);
     // SAFETY: every tensor has the size that `params.h` states for it.
-    unsafe { device.launch(CALL, "plan_received", Grid::new(blocks, 256), &p) }?;
+    unsafe { device.launch(CALL, "plan_external_layout", Grid::new(blocks, 256), &p) }?;
     device.report(CALL)?;
-    Ok((Zones::new(offsets, counts, from.rows), row_map))
+    Ok((Segments::new(offsets, counts, from.rows), row_map))
 }
 
 /// A plan, but for its statistics, and these as kernels leave them.
@@ -171,9 +171,9 @@ pub(super) fn plan_alone(
     ids: TensorRef<'_, Cuda>,
     (spec, num_experts): (&DispatchSpec, usize),
 ) -> Result<Option<Planned>> {
-    let (tokens, transport) = ([ids.rows()], crate::ep::Transport::Local);
+    let (tokens, row_order) = ([ids.rows()], crate::ep::RowOrder::Local);
     let (rank, ranks, weights, ids) = (0, 1, None, ids.borrow());
-    plan_on_gpu(device, PlanRequest { rank, ranks, num_experts, ids, weights, tokens: &tokens, spec, transport })
+    plan_on_gpu(device, PlanRequest { rank, ranks, num_experts, ids, weights, tokens: &tokens, spec, row_order })
 }
 
 pub(super) fn plan_on_gpu(device: &Cuda, call: PlanRequest<'_, Cuda>) -> Result<Option<Planned>> {
@@ -201,7 +201,7 @@ pub(super) fn plan_on_gpu(device: &Cuda, call: PlanRequest<'_, Cuda>) -> Result<
     let (mut kept_ids, mut return_map) = (of(DType::I32, &[tokens, k])?, of(DType::I32, &[tokens, k])?);
     let (mut row_map, mut weight_map) = (of(DType::I32, &[rows])?, of(DType::I32, &[rows])?);
     let mut tiles = room_for_tiles(device, rows, experts)?;
-    let p = params::Plan {
+    let p = params::LocalPlan {
         ids: call.ids.data().ptr,
         wide,
         choices: choices as i64,
@@ -221,7 +221,7 @@ pub(super) fn plan_on_gpu(device: &Cuda, call: PlanRequest<'_, Cuda>) -> Result<
         row_map: at(&mut row_map),
         weight_map: at(&mut weight_map),
         return_map: at(&mut return_map),
-        tile_rows: ROWS.tile as i64,
+        tile_rows: SM90_GROUPED_GEMM.tile as i64,
         max_tiles: tiles.as_ref().map_or(0, |t| t.dims()[0] as i64 - 1),
         tiles: tiles.as_mut().map_or(0, at),
         fault: device.inner.status,
@@ -238,7 +238,7 @@ pub(super) fn plan_on_gpu(device: &Cuda, call: PlanRequest<'_, Cuda>) -> Result<
             device.launch(CALL, "plan_count", walk, &p)?;
             let blocks = experts.div_ceil(8).max(rows.div_ceil(CLEARED).min(LOOP_BLOCKS));
             device.launch(CALL, "plan_scan", Grid::new(blocks, 256), &p)?;
-            device.launch(CALL, "plan_zones", one, &p)?;
+            device.launch(CALL, "plan_segments", one, &p)?;
             device.launch(CALL, "plan_slots", walk, &p)?;
         }
     }
@@ -247,7 +247,7 @@ pub(super) fn plan_on_gpu(device: &Cuda, call: PlanRequest<'_, Cuda>) -> Result<
         tokens,
         total_tokens: tokens,
         first_token: 0,
-        zones: Arc::new(Zones { offsets, counts, rows, tiles }),
+        segments: Arc::new(Segments { offsets, counts, rows, tiles }),
         stats: unread,
         kept_ids,
         row_map,
@@ -275,8 +275,8 @@ fn read_later(device: &Cuda, stats: Tensor<Cuda>, experts: usize) -> Lazy<Stats>
 
 pub(super) fn plan(device: &Cuda, call: PlanRequest<'_, Cpu>) -> Result<Plan<Cuda>> {
     let (plan, stream) = (Cpu::new().plan(&(), call)?, &device.stream());
-    let messages = |m: Messages<Cpu>| -> Result<Messages<Cuda>> {
-        Ok(Messages {
+    let messages = |m: MessageMaps<Cpu>| -> Result<MessageMaps<Cuda>> {
+        Ok(MessageMaps {
             send_tokens: m.send_tokens.to(device, stream)?,
             send_choices: m.send_choices.to(device, stream)?,
             return_slots: m.return_slots.to(device, stream)?,
@@ -290,10 +290,10 @@ pub(super) fn plan(device: &Cuda, call: PlanRequest<'_, Cpu>) -> Result<Plan<Cud
         tokens: plan.tokens,
         total_tokens: plan.total_tokens,
         first_token: plan.first_token,
-        zones: Arc::new(Zones::new(
-            plan.zones.offsets.to(device, stream)?,
-            plan.zones.counts.to(device, stream)?,
-            plan.zones.rows,
+        segments: Arc::new(Segments::new(
+            plan.segments.offsets.to(device, stream)?,
+            plan.segments.counts.to(device, stream)?,
+            plan.segments.rows,
         )),
         stats: plan.stats,
         kept_ids: plan.kept_ids.to(device, stream)?,

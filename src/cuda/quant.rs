@@ -12,19 +12,19 @@ use crate::quant::{
 use crate::tensor::{Tensor, TensorMut};
 
 use super::device::{Cuda, Stream};
-use super::launch::{Grid, NVFP4_PANELS_SHARED};
+use super::launch::{Grid, NVFP4_ALIGNED_SMEM};
 use super::params::{self, AMAX_JOBS, BACK_JOBS, type_code};
 
 const THREADS: u32 = 256;
 /// Bytes of a matrix that a block takes the maximum of (`kernels/quant_amax.cu`).
 const SPAN: usize = 1 << 17;
-/// Eights of elements that a block brings back to floating point (`kernels/quant_back.cu`).
+/// Eights of elements that a block brings back to floating point (`kernels/dequantize.cu`).
 const BACK_EIGHTS: usize = 2048;
-/// Rows of a panel, and bytes of one (`kernels/common/quant.cuh`).
+/// Rows of a panel, and bytes of one (`kernels/quant/quantize.cuh`).
 const PANEL: [usize; 2] = [128, 256];
 /// Shared memory of the NVFP4 kernels, without and with columns (`kernels/nvfp4_cast.cu`).
 const CAST_SHARED: [u32; 2] = [35_072, 46_336];
-/// Rows and columns that a block takes of a matrix whose own are multiples of [`WHOLE`] (`kernels/nvfp4_panels.cu`).
+/// Rows and columns that a block takes of a matrix whose own are multiples of [`WHOLE`] (`kernels/nvfp4_cast_aligned.cu`).
 const BLOCK: [usize; 2] = [256, 512];
 const WHOLE: usize = 128;
 
@@ -38,7 +38,7 @@ fn suffix(dtype: DType) -> &'static str {
 }
 
 /// A matrix as kernels take it.
-fn strided(matrix: &Matrix<'_, Cuda>) -> params::Strided {
+fn strided(matrix: &Matrix<'_, Cuda>) -> params::StridedMatrix {
     let layout = matrix.layout();
     let size = matrix.dtype().size();
     // Of an empty matrix nothing is read, and its offset may be anywhere.
@@ -50,7 +50,7 @@ fn strided(matrix: &Matrix<'_, Cuda>) -> params::Strided {
         && base.is_multiple_of(16)
         && words(layout.dims[1] * size)
         && (words(layout.strides[0] * size) || layout.dims[0] <= 1);
-    params::Strided {
+    params::StridedMatrix {
         base,
         rows: layout.dims[0] as i64,
         columns: layout.dims[1] as i64,
@@ -66,8 +66,8 @@ fn panels(matrix: &Matrix<'_, Cuda>) -> usize {
     rows.div_ceil(PANEL[0]) * columns.div_ceil(PANEL[1] / matrix.dtype().size())
 }
 
-/// Whether columns are wanted of a matrix of whole panels of 16-bit elements with one amax, as they are, to whole words.
-fn whole_panels(p: &params::QuantCast, size: usize) -> bool {
+/// Whether columns are wanted of an aligned matrix of 16-bit elements with one amax, as they are, to whole words.
+fn aligned_matrix(p: &params::QuantCast, size: usize) -> bool {
     let words = |side: &params::QuantSide| side.codes.is_multiple_of(16) && side.scales.is_multiple_of(8);
     let whole = |n: i64| (n as usize).is_multiple_of(WHOLE) && i32::try_from(n).is_ok();
     p.columns.codes != 0
@@ -82,7 +82,7 @@ fn whole_panels(p: &params::QuantCast, size: usize) -> bool {
 }
 
 /// The same elements, in an order that is read fast: for what does not depend on it.
-fn any_order<'a>(matrix: Matrix<'a, Cuda>) -> params::Strided {
+fn any_order<'a>(matrix: Matrix<'a, Cuda>) -> params::StridedMatrix {
     let layout = matrix.layout();
     let matrix = if layout.strides[1] > layout.strides[0] { matrix.transposed() } else { matrix };
     let mut plain = strided(&matrix);
@@ -221,16 +221,16 @@ impl Cuda {
             && u32::try_from(blocks).is_ok();
         let [height, width] = matrix.dims();
         let whole_blocks = height.div_ceil(BLOCK[0]) * width.div_ceil(BLOCK[1]);
-        let (kernel, grid) = match (plain, whole_panels(&p, size), mode) {
+        let (kernel, grid) = match (plain, aligned_matrix(&p, size), mode) {
             // A thread takes four blocks of 16-bit elements, or two; of tiles two (`kernels/nvfp4_cast.cu`).
             (true, ..) => {
                 let of_block = THREADS as usize * if mode == "tiled" { 2 } else { 8 / size };
                 (format!("nvfp4_rows_{mode}_{type_name}"), Grid::new(blocks.div_ceil(of_block), THREADS))
             }
             (_, true, "te" | "stochastic" | "tiled") => {
-                let shared = NVFP4_PANELS_SHARED[usize::from(mode == "stochastic")];
+                let shared = NVFP4_ALIGNED_SMEM[usize::from(mode == "stochastic")];
                 let grid = Grid { shared, ..Grid::new(whole_blocks, THREADS) };
-                (format!("nvfp4_panels_{mode}_{type_name}"), grid)
+                (format!("nvfp4_aligned_{mode}_{type_name}"), grid)
             }
             _ => (format!("nvfp4_{mode}_{type_name}"), Grid { shared, ..Grid::new(panels(&matrix), THREADS) }),
         };
@@ -240,12 +240,13 @@ impl Cuda {
 }
 
 /// Matrices back to floating point, each with its eights of elements, as many as fit a launch at a time.
-fn back(device: &Cuda, call: &'static str, kernel: &str, jobs: &[(params::QuantBack, usize)]) -> Result<()> {
+fn back(device: &Cuda, call: &'static str, kernel: &str, jobs: &[(params::Dequantize, usize)]) -> Result<()> {
     for jobs in jobs.chunks(BACK_JOBS) {
-        let mut p = params::QuantBacks { jobs: [params::QuantBack::default(); BACK_JOBS], count: jobs.len() as i64 };
+        let mut p =
+            params::DequantizeJobs { jobs: [params::Dequantize::default(); BACK_JOBS], count: jobs.len() as i64 };
         let mut blocks = 0;
         for (to, (from, eights)) in p.jobs.iter_mut().zip(jobs) {
-            *to = params::QuantBack { first_block: blocks as i64, ..*from };
+            *to = params::Dequantize { first_block: blocks as i64, ..*from };
             blocks += eights.div_ceil(BACK_EIGHTS);
         }
         // SAFETY: codes, scales and amaxes have the sizes that the format gives for their outputs, as was checked.
@@ -255,17 +256,17 @@ fn back(device: &Cuda, call: &'static str, kernel: &str, jobs: &[(params::QuantB
 }
 
 /// Fields of an output of `[lines, len]`.
-fn output(call: &'static str, out: TensorMut<'_, Cuda>, [lines, len]: [usize; 2]) -> Result<params::QuantBack> {
+fn output(call: &'static str, out: TensorMut<'_, Cuda>, [lines, len]: [usize; 2]) -> Result<params::Dequantize> {
     let out_type = type_code(call, "out", out.dtype())?;
     let out = out.into_data().ptr;
-    Ok(params::QuantBack { out, out_type, lines: lines as i64, len: len as i64, ..Default::default() })
+    Ok(params::Dequantize { out, out_type, lines: lines as i64, len: len as i64, ..Default::default() })
 }
 
 fn dequantize(device: &Cuda, call: &'static str, calls: Vec<Dequantize<'_, Cuda>>) -> Result<()> {
     let dims = calls.iter().map(|c| check::dequantize(call, c)).collect::<Result<Vec<_>>>()?;
     let job = |(c, dims): (Dequantize<'_, Cuda>, [usize; 2])| {
         let blocks = dims[1].div_ceil(NVFP4_BLOCK);
-        let job = params::QuantBack {
+        let job = params::Dequantize {
             codes: c.codes.data().ptr,
             scales: c.scales.data().ptr,
             amax: c.amax.data().ptr,
@@ -277,13 +278,13 @@ fn dequantize(device: &Cuda, call: &'static str, calls: Vec<Dequantize<'_, Cuda>
         };
         Ok((job, dims[0] * blocks * 2))
     };
-    back(device, call, "nvfp4_back", &calls.into_iter().zip(dims).map(job).collect::<Result<Vec<_>>>()?)
+    back(device, call, "nvfp4_dequantize", &calls.into_iter().zip(dims).map(job).collect::<Result<Vec<_>>>()?)
 }
 
 fn dequantize_mxfp8(device: &Cuda, call: &'static str, calls: Vec<DequantizeMxfp8<'_, Cuda>>) -> Result<()> {
     let dims = calls.iter().map(|c| check::dequantize_mxfp8(call, c)).collect::<Result<Vec<_>>>()?;
     let job = |(c, dims): (DequantizeMxfp8<'_, Cuda>, [usize; 2])| {
-        let job = params::QuantBack {
+        let job = params::Dequantize {
             codes: c.codes.data().ptr,
             scales: c.scales.data().ptr,
             code_bytes: dims[1] as i64,
@@ -293,12 +294,12 @@ fn dequantize_mxfp8(device: &Cuda, call: &'static str, calls: Vec<DequantizeMxfp
         };
         Ok((job, dims[0] * dims[1].div_ceil(8)))
     };
-    back(device, call, "mxfp8_back", &calls.into_iter().zip(dims).map(job).collect::<Result<Vec<_>>>()?)
+    back(device, call, "mxfp8_dequantize", &calls.into_iter().zip(dims).map(job).collect::<Result<Vec<_>>>()?)
 }
 
 fn reorder(device: &Cuda, call: &'static str, swizzle: Swizzle<'_, Cuda>, back: bool) -> Result<()> {
     let [lines, blocks] = check::swizzle(call, &swizzle, back)?;
-    let p = params::Reorder {
+    let p = params::SwizzleScales {
         scales: swizzle.from.data().ptr,
         out: swizzle.to.into_data().ptr,
         lines: lines as i64,
@@ -396,7 +397,7 @@ impl Codec for Cuda {
         let out = place.view().data().ptr;
         let kind = type_code(CALL, "matrix", matrix.dtype())?;
         let p = params::AmaxLines { matrix: strided(&matrix), kind, out, signs: 0 };
-        let blocks = (rows * columns).div_ceil(THREADS as usize).min(16 * self.inner.processors);
+        let blocks = (rows * columns).div_ceil(THREADS as usize).min(16 * self.inner.sm_count);
         // SAFETY: `out` holds a number of 8 bytes.
         unsafe { self.launch(CALL, CALL, Grid::new(blocks, THREADS), &p) }?;
         let mut bytes = [0; 8];

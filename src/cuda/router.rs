@@ -10,16 +10,16 @@ use crate::kernels::{AuxBwd, AuxSums, AuxTotal, Jitter, KeepSum, Route, RouteBwd
 use crate::tensor::{Tensor, TensorRef};
 
 use super::device::Cuda;
-use super::launch::{Grid, UNASKED};
+use super::launch::{DEFAULT_SMEM, Grid};
+use super::layout::{input, output};
 use super::params::{self, type_code};
-use super::zones::{input, output};
 
-/// Tokens that `aux_chunks` sums at a time.
+/// Tokens that `aux_loss_chunks` sums at a time.
 const CHUNK: usize = 64;
-/// Threads of `aux_value`, as in `kernels/aux.cu`.
+/// Threads of `aux_loss_value`, as in `kernels/aux_loss.cu`.
 const TOTAL_THREADS: u32 = 256;
 /// Shared memory that a block of the router takes at most.
-const SHARED: usize = UNASKED as usize;
+const SHARED: usize = DEFAULT_SMEM as usize;
 /// Rows of E words that a token works on.
 const WORK_ROWS: usize = 6;
 /// Blocks of one warp where the working rows do not fit shared memory.
@@ -37,14 +37,14 @@ fn over(
     call: &'static str,
     config: &RouterConfig,
     (logits, jitter): (&TensorRef<'_, Cuda>, Option<Jitter>),
-) -> Result<(params::Router, usize)> {
+) -> Result<(params::Routing, usize)> {
     config.validate()?;
     let t = tokens(call, config, logits)?;
-    Ok((params::Router { tokens: t as i64, logits: logits.data().ptr, ..formula(config, jitter) }, t))
+    Ok((params::Routing { tokens: t as i64, logits: logits.data().ptr, ..formula(config, jitter) }, t))
 }
 
 /// The formula.
-fn formula(config: &RouterConfig, jitter: Option<Jitter>) -> params::Router {
+fn formula(config: &RouterConfig, jitter: Option<Jitter>) -> params::Routing {
     let (score, epsilon) = match config.score {
         Score::Softmax => (0, 0.0),
         Score::Sigmoid => (1, 0.0),
@@ -52,7 +52,7 @@ fn formula(config: &RouterConfig, jitter: Option<Jitter>) -> params::Router {
         Score::TopkSigmoid => (3, 0.0),
         Score::SparseMixer { epsilon } => (4, epsilon),
     };
-    let mut p = params::Router {
+    let mut p = params::Routing {
         experts: config.num_experts as i64,
         top_k: config.top_k as i64,
         score,
@@ -80,22 +80,27 @@ const HELD: i64 = 256;
 
 /// Whether the kernels that hold a token's scores in registers serve: softmax over few experts, no groups, bias, jitter or
 /// auxiliary loss, and no norm or a sum.
-fn held(p: &params::Router) -> bool {
+fn fits_registers(p: &params::Routing) -> bool {
     let plain = p.score == 0 && p.groups == 0 && p.bias == 0 && p.jitter == 0.0;
     plain && p.aux_coef == 0 && p.aux_z == 0 && (p.renorm == 0 || p.p == 1.0) && p.experts <= HELD && p.top_k <= 32
 }
 
 /// Launches those, or others of a warp a token.
-fn launch_either(device: &Cuda, call: &'static str, (of_few, kernel): (&str, &str), p: params::Router) -> Result<()> {
-    if !held(&p) {
+fn launch_either(
+    device: &Cuda,
+    call: &'static str,
+    (in_registers, kernel): (&str, &str),
+    p: params::Routing,
+) -> Result<()> {
+    if !fits_registers(&p) {
         return launch(device, call, kernel, p);
     }
     // SAFETY: callers have checked the tensors in `p`; a block has eight warps, each of which takes a token.
-    unsafe { device.launch(call, of_few, Grid::new((p.tokens as usize).div_ceil(8), 256), &p) }
+    unsafe { device.launch(call, in_registers, Grid::new((p.tokens as usize).div_ceil(8), 256), &p) }
 }
 
 /// Launches a kernel of a warp a token, with its working rows in shared memory where they fit.
-fn launch(device: &Cuda, call: &'static str, kernel: &str, mut p: params::Router) -> Result<()> {
+fn launch(device: &Cuda, call: &'static str, kernel: &str, mut p: params::Routing) -> Result<()> {
     let (t, row) = (p.tokens as usize, WORK_ROWS * 4 * p.experts as usize);
     let warps = [8, 4, 2, 1].into_iter().find(|w| w * row <= SHARED);
     let scratch;
@@ -163,7 +168,7 @@ pub(super) fn route_bwd(device: &Cuda, call: RouteBwd<'_, Cuda>) -> Result<()> {
 }
 
 /// Sizes of the sums over a rank's tokens.
-struct Cut {
+struct AuxChunks {
     /// Tokens of a sequence: all of them where the loss is not over sequences.
     sequence: usize,
     sequences: usize,
@@ -171,7 +176,7 @@ struct Cut {
     chunks: usize,
 }
 
-impl Cut {
+impl AuxChunks {
     fn new(kind: BalanceKind, tokens: usize) -> Self {
         let sequence = match kind {
             BalanceKind::Sequence { length } => length.min(tokens.max(1)),
@@ -186,9 +191,9 @@ fn sigmoids(config: &RouterConfig, kind: BalanceKind) -> bool {
     kind != BalanceKind::HuggingFace && matches!(config.score, Score::Sigmoid | Score::TopkSigmoid)
 }
 
-fn aux_params(device: &Cuda, config: &RouterConfig, aux: &AuxConfig, t: usize) -> (params::Aux, Cut) {
-    let cut = Cut::new(aux.balance_kind, t);
-    let p = params::Aux {
+fn aux_params(device: &Cuda, config: &RouterConfig, aux: &AuxConfig, t: usize) -> (params::AuxLoss, AuxChunks) {
+    let cut = AuxChunks::new(aux.balance_kind, t);
+    let p = params::AuxLoss {
         tokens: t as i64,
         experts: config.num_experts as i64,
         top_k: config.top_k as i64,
@@ -205,7 +210,7 @@ fn aux_params(device: &Cuda, config: &RouterConfig, aux: &AuxConfig, t: usize) -
 }
 
 /// Sums over chunks and sequences: `totals [sequences, 2 E + 1]`, kept alive with the chunks' own.
-fn totals(device: &Cuda, call: &'static str, p: &mut params::Aux, cut: &Cut) -> Result<[Tensor<Cuda>; 2]> {
+fn totals(device: &Cuda, call: &'static str, p: &mut params::AuxLoss, cut: &AuxChunks) -> Result<[Tensor<Cuda>; 2]> {
     const F64_BYTES: usize = 8;
     let width = 2 * p.experts as usize + 1;
     let partial = Tensor::empty(device, DType::U8, &[cut.sequences * cut.chunks, width * F64_BYTES])?;
@@ -215,10 +220,10 @@ fn totals(device: &Cuda, call: &'static str, p: &mut params::Aux, cut: &Cut) -> 
     let threads = (p.experts as usize).next_multiple_of(32).clamp(32, 256) as u32;
     let grid = Grid { blocks: (cut.chunks, cut.sequences), threads, shared: 0 };
     // SAFETY: sizes as allocated above; logits, ids and scratch were checked or made by the callers.
-    unsafe { device.launch(call, "aux_chunks", grid, p) }?;
+    unsafe { device.launch(call, "aux_loss_chunks", grid, p) }?;
     let grid = Grid { blocks: (width.div_ceil(128), cut.sequences), threads: 128, shared: 0 };
     // SAFETY: as above.
-    unsafe { device.launch(call, "aux_totals", grid, p) }?;
+    unsafe { device.launch(call, "aux_loss_totals", grid, p) }?;
     Ok([partial, totals])
 }
 
@@ -239,10 +244,10 @@ pub(super) fn aux_sums(device: &Cuda, call: AuxSums<'_, Cuda>) -> Result<()> {
     p.picks = picks.view().data().ptr;
     p.z_terms = z_terms.view().data().ptr;
     // SAFETY: logits are `[t, e]`, the scratch was made for that.
-    unsafe { device.launch(CALL, "aux_scores", Grid::new(t.div_ceil(8), 256), &p) }?;
+    unsafe { device.launch(CALL, "aux_loss_scores", Grid::new(t.div_ceil(8), 256), &p) }?;
     let scratch = totals(device, CALL, &mut p, &cut)?;
     // SAFETY: `out` has 2 E + 4 elements.
-    unsafe { device.launch(CALL, "aux_finish", Grid::new(1, 256), &p) }?;
+    unsafe { device.launch(CALL, "aux_loss_finish", Grid::new(1, 256), &p) }?;
     drop(scratch);
     Ok(())
 }
@@ -257,7 +262,7 @@ pub(super) fn aux_total(device: &Cuda, call: AuxTotal<'_, Cuda>) -> Result<()> {
     Scalar::Device(call.out.as_ref()).check(CALL, "out", DType::F32)?;
     p.out = call.out.into_data().ptr;
     // SAFETY: sums have 2 E + 4 elements, and `out` has one.
-    unsafe { device.launch(CALL, "aux_value", Grid::new(1, TOTAL_THREADS), &p) }
+    unsafe { device.launch(CALL, "aux_loss_value", Grid::new(1, TOTAL_THREADS), &p) }
 }
 
 /// Coefficients of the losses' gradient.
@@ -303,7 +308,7 @@ impl AuxGrad {
         }
         let grid = Grid { blocks: (e.div_ceil(128), cut.sequences), threads: 128, shared: 0 };
         // SAFETY: sums have 2 E + 4 elements, coefficients E a sequence; totals where the loss is over sequences.
-        unsafe { device.launch(CALL, "aux_coefficients", grid, &p) }?;
+        unsafe { device.launch(CALL, "aux_loss_coefficients", grid, &p) }?;
         drop(scratch);
         Ok(Self { coef, z, sequence: cut.sequence, sigmoids: sigmoids(config, aux.aux.balance_kind) })
     }
@@ -316,7 +321,7 @@ pub(super) fn keep_sum(device: &Cuda, call: KeepSum<'_, Cuda>) -> Result<()> {
         dims => return Err(Error::invalid(CALL, "tensor weights", "shape [T, K]", format!("{dims:?}"))),
     };
     let grad = call.grad.as_ref().map_or(Ok(0), |g| input(CALL, "grad", g, DType::F32, &[t, k]))?;
-    let p = params::Keep {
+    let p = params::KeepSum {
         weights: input(CALL, "weights", &call.weights, DType::F32, &[t, k])?,
         kept: input(CALL, "kept", &call.kept, DType::I32, &[t, k])?,
         grad,

@@ -5,7 +5,7 @@
 //!
 //! 1. a NaN logit, the first by (token, expert);
 //! 2. else the fault of the largest code (`Fault` in `kernels/common/common.cuh`), so what is wrong with ranks' records before
-//!    a capacity, that before ids, and these before maps and zones, which are made from them;
+//!    a capacity, that before ids, and these before maps and segments, which are made from them;
 //! 3. of one code the smallest detail, which is the first in a tensor's order; of several capacities the one that would
 //!    have needed most rows, of these the smallest and the highest rank.
 
@@ -15,13 +15,13 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use cudarc::driver::sys::CUdeviceptr;
 use cudarc::driver::{CudaContext, CudaStream, result};
 
-use crate::ep::heard;
+use crate::ep::deferred_errors;
 use crate::error::{Error, Result};
 
 use super::device::{Cuda, driver};
 use super::launch::Grid;
 use super::params;
-use super::waits::Stuck;
+use super::sync::StuckFlag;
 
 /// Fault; first NaN logit; rows that would have been needed, above the 16 bits of their rank; the same above the 32 bits of
 /// what is left of those there are.
@@ -42,7 +42,7 @@ pub(super) struct Status {
     mirror: *mut AtomicU64,
     stream: Arc<CudaStream>,
     context: Arc<CudaContext>,
-    stuck: Stuck,
+    stuck: StuckFlag,
 }
 
 // SAFETY: the host touches the mirror through atomics alone.
@@ -65,7 +65,7 @@ impl Drop for Status {
 }
 
 impl Status {
-    pub(super) fn new(stream: &Arc<CudaStream>, stuck: &Stuck) -> Result<Self> {
+    pub(super) fn new(stream: &Arc<CudaStream>, stuck: &StuckFlag) -> Result<Self> {
         const CALL: &str = "Cuda::on";
         let context = Arc::clone(stream.context());
         // SAFETY: plain allocations, freed by `drop`.
@@ -106,7 +106,7 @@ impl Status {
 impl Cuda {
     /// Has the words copied to the host when the stream gets there: by a kernel, as a copy's start takes longer.
     pub(super) fn report(&self, call: &'static str) -> Result<()> {
-        let p = params::Rows {
+        let p = params::RowsOp {
             source: self.inner.status,
             out: self.inner.report.address(),
             width: WORDS as i64,
@@ -147,7 +147,7 @@ fn told(call: &'static str, words: &[u64]) -> Option<Error> {
     // The smallest detail of the largest code is what was raised first, in the order of the tensors.
     let detail = DETAIL - (fault & DETAIL);
     let (name, expected, found) = match fault >> 48 {
-        1 => (format!("zone {detail}"), "slots inside the layout, behind the zone before", "others"),
+        1 => (format!("segment {detail}"), "slots inside the layout, behind the segment before", "others"),
         2 => (format!("map[{detail}]"), "a row of the tensor behind it", "none of its rows"),
         3 => (format!("out.map[{detail}]"), "a row of the output, or a negative entry", "none of its rows"),
         4 => (format!("tensor ids, token {detail}"), "experts, as `route` gave them", "another number"),
@@ -158,7 +158,7 @@ fn told(call: &'static str, words: &[u64]) -> Option<Error> {
             "another number",
         ),
         8 => (
-            format!("{} {detail}", heard::RAISED),
+            format!("{} {detail}", deferred_errors::RAISED),
             "ids that are experts or -1, none twice in a token, and a spec like the other ranks'",
             "others",
         ),
@@ -218,7 +218,7 @@ mod tests {
     fn nothing_and_each_alone() {
         assert_eq!(told("check", &CLEAR).map(|e| e.to_string()), None);
         let named = [
-            "zone 5",
+            "segment 5",
             "map[5]",
             "out.map[5]",
             "ids, token 5",

@@ -1,4 +1,4 @@
-//! Descriptors of the copy engine (TMA), which moves boxes of a tensor between global and shared memory.
+//! Descriptors of TMA, which moves boxes of a tensor between global and shared memory.
 
 use cudarc::driver::sys::{self, CUtensorMap};
 
@@ -8,7 +8,7 @@ use crate::error::{Error, Result};
 use super::device::driver;
 
 /// A matrix, or a stack of them, with rows one after the other.
-pub(super) struct Matrices<'a> {
+pub(super) struct TensorMapSpec<'a> {
     pub(super) call: &'static str,
     pub(super) dtype: DType,
     pub(super) base: u64,
@@ -16,7 +16,7 @@ pub(super) struct Matrices<'a> {
     pub(super) sizes: &'a [u64],
 }
 
-impl Matrices<'_> {
+impl TensorMapSpec<'_> {
     /// Boxes of 128 bytes by `rows`, with the chunks of 16 bytes of a row permuted in shared memory (swizzle of 128
     /// bytes). What lies outside the matrix is read as zeros and not written.
     pub(super) fn boxes(&self, rows: u32) -> Result<CUtensorMap> {
@@ -65,7 +65,7 @@ impl Matrices<'_> {
                 sys::CUtensorMapFloatOOBfill::CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
             )
             .result()
-            .map_err(driver(self.call, "describe a tensor to the copy engine"))?;
+            .map_err(driver(self.call, "describe a tensor to TMA"))?;
             Ok(map.assume_init())
         }
     }

@@ -1,37 +1,37 @@
-//! Products with quantised weights: which kernel makes one, and its launch.
+//! Products with quantized weights: which kernel makes one, and its launch.
 
 use crate::dtype::DType;
 use crate::error::{Error, Result};
-use crate::quant::{QuantisedRef, WeightFormat};
+use crate::quant::{QuantizedRef, WeightFormat};
 
 use super::device::Cuda;
-use super::hopper::Product;
-use super::launch::{Grid, W4A16, argument};
+use super::launch::{Grid, SM90_W4A16, argument};
 use super::params;
-use super::tensor_map::Matrices;
+use super::sm90_grouped_gemm::Product;
+use super::tensor_map::TensorMapSpec;
 
 /// Columns of a weight that the kernels for few rows take in a step, and a thread of a quad in one
 /// (`kernels/w4a16_decode.cu`).
 const STEP: usize = 256;
 const THREAD_STEP: i64 = 64;
 /// Rows of an expert, on average, up to which they serve, and up to which tiles of 8 rows do.
-const FEW: i64 = 32;
+const FEW_ROWS: i64 = 32;
 const FEWEST: i64 = 6;
 /// Columns of a warp's tile there, of gate and up together.
 const WARP_COLUMNS: usize = 32;
-/// Kernels for many rows: what their names begin with, and the rows of a tile (`kernels/hopper_w4a16.cu`).
-const MANY: &str = "hopper";
+/// Kernels for many rows: what their names begin with, and the rows of a tile (`kernels/sm90_w4a16.cu`).
+const MANY_ROWS_PREFIX: &str = "sm90";
 const TILE_ROWS: u32 = 256;
 
 /// Checked weights, as kernels take them.
-pub(super) struct Quantised {
+pub(super) struct QuantizedWeight {
     format: WeightFormat,
     params: params::QuantWeight,
 }
 
 /// A kernel for some products, beside those that make any.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct Special {
+pub(super) struct TunedKernel {
     /// Rows and columns of a tile.
     pub(super) rows: usize,
     pub(super) columns: usize,
@@ -44,7 +44,7 @@ pub(super) struct Special {
 
 /// A kernel for few rows.
 #[derive(Debug, PartialEq, Eq)]
-struct Few {
+struct FewRowsKernel {
     /// Rows of a tile.
     rows: usize,
     warps: usize,
@@ -53,16 +53,16 @@ struct Few {
 
 /// The kernel for few rows that serves so many rows of so many experts, if any does: tiles whose rows, of `pitch` bytes
 /// each, fit the shared memory that a block may have.
-fn few((rows, experts): (i64, i64), pitch: usize, room: usize) -> Option<Few> {
+fn few_rows_kernel((rows, experts): (i64, i64), pitch: usize, room: usize) -> Option<FewRowsKernel> {
     if rows <= FEWEST * experts && 8 * pitch <= room / 2 {
-        return Some(Few { rows: 8, warps: 4, prefix: "decode8" });
+        return Some(FewRowsKernel { rows: 8, warps: 4, prefix: "decode8" });
     }
     let tile = [16, 8].into_iter().find(|tile| tile * pitch <= room)?;
-    (rows <= FEW * experts).then_some(Few { rows: tile, warps: 8, prefix: "decode16" })
+    (rows <= FEW_ROWS * experts).then_some(FewRowsKernel { rows: tile, warps: 8, prefix: "decode16" })
 }
 
-impl Quantised {
-    pub(super) fn new(call: &'static str, weight: &QuantisedRef<'_, Cuda>) -> Result<Self> {
+impl QuantizedWeight {
+    pub(super) fn new(call: &'static str, weight: &QuantizedRef<'_, Cuda>) -> Result<Self> {
         weight.check(call)?;
         let [_, rows, columns] = weight.dims;
         let words = weight.codes.data().ptr.is_multiple_of(16) && columns.is_multiple_of(8);
@@ -89,13 +89,13 @@ impl Quantised {
     }
 
     /// The kernel that serves a product of `p` best, if it is not one for any. A tile's columns are divided by `factor`.
-    pub(super) fn special(
+    pub(super) fn tuned(
         &self,
         device: &Cuda,
         dtype: DType,
         p: &params::Gemm,
         (product, factor): (Option<Product>, usize),
-    ) -> Option<Special> {
+    ) -> Option<TunedKernel> {
         let forward = matches!(product, Some(Product::Up | Product::Down));
         let parts = self.params.parts == 1 || self.params.parts == 2 && factor == 2;
         let serves = forward
@@ -109,19 +109,21 @@ impl Quantised {
             return None;
         }
         let pitch = ((p.k as usize).div_ceil(STEP) * STEP + 32) * dtype.size();
-        if let Some(Few { rows, warps, prefix }) = few((p.m, p.groups), pitch, device.decode_shared()) {
+        if let Some(FewRowsKernel { rows, warps, prefix }) =
+            few_rows_kernel((p.m, p.groups), pitch, device.decode_shared())
+        {
             let (columns, threads) = (warps * WARP_COLUMNS / factor, warps as u32 * 32);
             let shared = (rows * pitch) as u32;
-            return Some(Special { rows, columns, prefix, threads, shared, most: usize::MAX });
+            return Some(TunedKernel { rows, columns, prefix, threads, shared, most: usize::MAX });
         }
         let words = [p.out, p.pre_out].iter().all(|at| at.is_multiple_of(16)) && p.n % 8 == 0 && p.a_rows > 0;
-        (device.hopper() && words).then(|| Special {
+        (device.sm90() && words).then(|| TunedKernel {
             rows: TILE_ROWS as usize,
-            columns: W4A16.tile / factor,
-            prefix: MANY,
-            threads: W4A16.threads,
-            shared: W4A16.shared,
-            most: device.fillable(),
+            columns: SM90_W4A16.tile / factor,
+            prefix: MANY_ROWS_PREFIX,
+            threads: SM90_W4A16.threads,
+            shared: SM90_W4A16.shared,
+            most: device.usable_sms(),
         })
     }
 
@@ -130,7 +132,7 @@ impl Quantised {
         &self,
         (device, call): (&Cuda, &'static str),
         (product, suffix): (&str, &str),
-        (grid, special): (Grid, Option<Special>),
+        (grid, tuned): (Grid, Option<TunedKernel>),
         p: &params::Gemm,
     ) -> Result<()> {
         let format = match self.format {
@@ -138,24 +140,24 @@ impl Quantised {
             WeightFormat::Mxfp4 => "mxfp4",
             WeightFormat::Fp8Block => "fp8",
         };
-        let (kernel, grid) = match special {
-            Some(Special { prefix, threads, shared, most, .. }) => {
+        let (kernel, grid) = match tuned {
+            Some(TunedKernel { prefix, threads, shared, most, .. }) => {
                 let blocks = (grid.blocks.0.min(most), 1);
                 (format!("{prefix}_{product}_{format}"), Grid { blocks, threads, shared })
             }
             None => (format!("{product}_{format}_{suffix}"), grid),
         };
-        // Rows as the copy engine takes them.
-        let rows = match special {
-            Some(Special { prefix: MANY, .. }) => {
+        // Rows as TMA takes them.
+        let rows = match tuned {
+            Some(TunedKernel { prefix: MANY_ROWS_PREFIX, .. }) => {
                 let sizes = &[p.k as u64, p.a_rows as u64];
-                Some(Matrices { call, dtype: DType::BF16, base: p.a, sizes }.boxes(TILE_ROWS)?)
+                Some(TensorMapSpec { call, dtype: DType::BF16, base: p.a, sizes }.boxes(TILE_ROWS)?)
             }
             _ => None,
         };
         let mut arguments: Vec<_> =
             [argument(p), argument(&self.params)].into_iter().chain(rows.as_ref().map(argument)).collect();
-        // SAFETY: callers have checked every tensor in `p`, `new` those of the weight; maps and zones, which only the
+        // SAFETY: callers have checked every tensor in `p`, `new` those of the weight; maps and segments, which only the
         // device knows, are checked by the kernel.
         unsafe { device.launch_with(call, &kernel, grid, &mut arguments) }
     }
@@ -168,7 +170,10 @@ mod tests {
     #[test]
     fn tiles_of_few_rows_fit_every_gpu() {
         let pitch = |k: usize| (k.div_ceil(STEP) * STEP + 32) * 2;
-        let of = |rows, k, room| few((rows, 16), pitch(k), room).map(|few| (few.rows, few.warps));
+        let of = |rows, k, room| {
+            few_rows_kernel((rows, 16), pitch(k), room)
+                .map(|few_rows_kernel| (few_rows_kernel.rows, few_rows_kernel.warps))
+        };
         // Blocks of capability 8.6, 8.9 and 12.0 may have 99 KB, of 8.0 and 9.0 more than these kernels want.
         for (room, four, seven) in [(99 << 10, Some((8, 8)), None), (115_712, Some((8, 8)), Some((8, 8)))] {
             assert_eq!(of(16 * 6, 2048, room), Some((8, 4)));

@@ -4,39 +4,39 @@
 
 use crate::dtype::DType;
 use crate::error::Result;
-use crate::kernels::{BiasGrad, Wgrad, Zones};
+use crate::kernels::{BiasGrad, Segments, Wgrad};
 use crate::tensor::{TensorMut, dims3};
 
 use super::device::Cuda;
 use super::experts::family;
-use super::launch::{Grid, HOPPER_WGRAD, argument};
+use super::launch::{Grid, SM90_WGRAD, argument};
+use super::layout::{SourceRows, check_segments, input, optional, output, pointer};
 use super::params::{self, type_code};
-use super::rows::to_slots;
-use super::tensor_map::Matrices;
-use super::zones::{Source, check_zones, input, optional, output, pointer};
+use super::permute::gather_to_slots;
+use super::tensor_map::TensorMapSpec;
 
 const CALL: &str = "wgrad";
 /// Columns of a Hopper tile's wide side.
 const WIDE: usize = 256;
 
 /// Columns of the wide side from which rows behind a map are brought into slot order first: each is then read so often
-/// that the copy engine, which follows no map, makes up for it.
+/// that TMA, which follows no map, makes up for it.
 const GATHER_FIRST: usize = 8192;
 
 /// Whether a weight gradient of so many columns of the wide side brings mapped rows into order.
 pub(super) fn orders_rows(device: &Cuda, dtype: DType, columns: usize) -> bool {
-    device.hopper() && matches!(dtype, DType::BF16 | DType::F16) && columns >= GATHER_FIRST
+    device.sm90() && matches!(dtype, DType::BF16 | DType::F16) && columns >= GATHER_FIRST
 }
 
 /// A sum over slots, checked.
-struct Sums<'a> {
+struct WgradCall<'a> {
     device: &'a Cuda,
     dtype: DType,
-    left: Source,
-    right: Source,
+    left: SourceRows,
+    right: SourceRows,
     /// Experts, columns of the left rows, of the right rows.
     sizes: [usize; 3],
-    zones: &'a Zones<Cuda>,
+    segments: &'a Segments<Cuda>,
     slot_weights: u64,
     out: u64,
     out_type: DType,
@@ -47,23 +47,23 @@ pub(super) fn wgrad(device: &Cuda, call: Wgrad<'_, Cuda>) -> Result<()> {
     let [experts, m, n] = dims3(CALL, "out", call.out.dims())?;
     let dtype = call.left.base.dtype();
     type_code(CALL, "left", dtype)?;
-    let zones = call.zones;
-    check_zones(CALL, zones, experts)?;
+    let segments = call.segments;
+    check_segments(CALL, segments, experts)?;
     let out_type = gradient_type(dtype, &call.out);
-    let sums = Sums {
+    let sums = WgradCall {
         device,
         dtype,
-        left: Source::new(CALL, "left", &call.left, (dtype, m, zones.rows))?,
-        right: Source::new(CALL, "right", &call.right, (dtype, n, zones.rows))?,
+        left: SourceRows::new(CALL, "left", &call.left, (dtype, m, segments.rows))?,
+        right: SourceRows::new(CALL, "right", &call.right, (dtype, n, segments.rows))?,
         sizes: [experts, m, n],
-        zones,
-        slot_weights: optional(CALL, "slot_weights", &call.slot_weights, DType::F32, &[zones.rows])?,
+        segments,
+        slot_weights: optional(CALL, "slot_weights", &call.slot_weights, DType::F32, &[segments.rows])?,
         out: output(CALL, "out", call.out, out_type, &[experts, m, n])?,
         out_type,
         accumulate: call.accumulate,
     };
-    match sums.hopper_serves() {
-        true => sums.hopper()?,
+    match sums.sm90_serves() {
+        true => sums.sm90()?,
         false => sums.portable()?,
     }
     call.bias.map_or(Ok(()), |bias| sums.bias(bias))
@@ -74,13 +74,13 @@ fn gradient_type(operands: DType, out: &TensorMut<'_, Cuda>) -> DType {
     if out.dtype() == DType::F32 { DType::F32 } else { operands }
 }
 
-impl Sums<'_> {
+impl WgradCall<'_> {
     /// 16-bit types in whole 16-byte words, one operand at least in slot order, no weights in the sum.
-    fn hopper_serves(&self) -> bool {
+    fn sm90_serves(&self) -> bool {
         let [experts, m, n] = self.sizes;
-        let narrow = HOPPER_WGRAD.tile;
+        let narrow = SM90_WGRAD.tile;
         let tiles = (m.div_ceil(narrow) + 1) as u64 * (n.div_ceil(narrow) + 1) as u64;
-        self.device.hopper()
+        self.device.sm90()
             && matches!(self.dtype, DType::BF16 | DType::F16)
             && self.left.vector
             && self.right.vector
@@ -90,20 +90,20 @@ impl Sums<'_> {
             && i32::try_from(tiles.saturating_mul(experts as u64)).is_ok()
     }
 
-    fn hopper(&self) -> Result<()> {
+    fn sm90(&self) -> Result<()> {
         let [experts, m, n] = self.sizes;
         // The operand that may lie behind a map is the narrow one.
         let transposed = self.right.map != 0;
         let ((narrow, columns), (wide, wide_columns)) =
             if transposed { ((&self.right, n), (&self.left, m)) } else { ((&self.left, m), (&self.right, n)) };
         let gathered = match narrow.map != 0 && orders_rows(self.device, self.dtype, wide_columns) {
-            true => Some(to_slots(self.device, CALL, narrow, (self.zones.rows, columns, self.dtype))?),
+            true => Some(gather_to_slots(self.device, CALL, narrow, (self.segments.rows, columns, self.dtype))?),
             false => None,
         };
-        let in_order = gathered.as_ref().map(|rows| Source {
+        let in_order = gathered.as_ref().map(|rows| SourceRows {
             base: rows.view().data().ptr,
             map: 0,
-            rows: self.zones.rows as i64,
+            rows: self.segments.rows as i64,
             vector: true,
         });
         let narrow = in_order.as_ref().unwrap_or(narrow);
@@ -113,35 +113,35 @@ impl Sums<'_> {
             mapped_rows: narrow.rows,
             narrow: columns as i64,
             wide: wide_columns as i64,
-            offsets: self.zones.offsets.view().data().ptr,
-            counts: self.zones.counts.view().data().ptr,
-            slots: self.zones.rows as i64,
+            offsets: self.segments.offsets.view().data().ptr,
+            counts: self.segments.counts.view().data().ptr,
+            slots: self.segments.rows as i64,
             groups: experts as i64,
             transposed: i64::from(transposed),
             out_type: type_code(CALL, "out", self.out_type)?,
             accumulate: i64::from(self.accumulate),
             fault: self.device.inner.status,
         };
-        let rows = |source: &Source, columns: usize| {
+        let rows = |source: &SourceRows, columns: usize| {
             let sizes = [columns as u64, source.rows as u64];
-            Matrices { call: CALL, dtype: self.dtype, base: source.base, sizes: &sizes }.boxes(64)
+            TensorMapSpec { call: CALL, dtype: self.dtype, base: source.base, sizes: &sizes }.boxes(64)
         };
         let sizes = [n as u64, m as u64, experts as u64];
-        let out = Matrices { call: CALL, dtype: self.out_type, base: self.out, sizes: &sizes };
+        let out = TensorMapSpec { call: CALL, dtype: self.out_type, base: self.out, sizes: &sizes };
         // Operands come 64 rows at a time, sums leave in squares of 64 or, in f32, 32.
         let maps = [
             rows(narrow, columns)?,
             rows(wide, wide_columns)?,
             out.boxes(if self.out_type == DType::F32 { 32 } else { 64 })?,
         ];
-        // Blocks work in pairs, on neighbouring tiles of the narrow side.
-        let pairs = experts * columns.div_ceil(2 * HOPPER_WGRAD.tile) * wide_columns.div_ceil(WIDE);
-        let blocks = 2 * pairs.min(self.device.fillable() / 2);
-        let grid = Grid { shared: HOPPER_WGRAD.shared, ..Grid::new(blocks, HOPPER_WGRAD.threads) };
-        let kernel = if self.dtype == DType::BF16 { "hopper_wgrad_bf16" } else { "hopper_wgrad_f16" };
+        // Blocks work in pairs, on neighboring tiles of the narrow side.
+        let pairs = experts * columns.div_ceil(2 * SM90_WGRAD.tile) * wide_columns.div_ceil(WIDE);
+        let blocks = 2 * pairs.min(self.device.usable_sms() / 2);
+        let grid = Grid { shared: SM90_WGRAD.shared, ..Grid::new(blocks, SM90_WGRAD.threads) };
+        let kernel = if self.dtype == DType::BF16 { "sm90_wgrad_bf16" } else { "sm90_wgrad_f16" };
         let [a, b, c] = &maps;
         let mut arguments = [argument(&p), argument(a), argument(b), argument(c)];
-        // SAFETY: all tensors were checked against the sizes in `p`; maps and zones, which only the device knows, are
+        // SAFETY: all tensors were checked against the sizes in `p`; maps and segments, which only the device knows, are
         // checked by the kernel. It takes these four arguments.
         unsafe { self.device.launch_with(CALL, kernel, grid, &mut arguments) }
     }
@@ -160,11 +160,11 @@ impl Sums<'_> {
             b_map: self.right.map,
             b_rows: self.right.rows,
             b_type: code,
-            offsets: self.zones.offsets.view().data().ptr,
-            counts: self.zones.counts.view().data().ptr,
+            offsets: self.segments.offsets.view().data().ptr,
+            counts: self.segments.counts.view().data().ptr,
             m: m as i64,
             n: n as i64,
-            k: self.zones.rows as i64,
+            k: self.segments.rows as i64,
             groups: experts as i64,
             scale: self.slot_weights,
             out: self.out,
@@ -188,7 +188,7 @@ impl Sums<'_> {
     fn bias(&self, bias: BiasGrad<'_, Cuda>) -> Result<()> {
         let [experts, m, _] = self.sizes;
         if let Some(w) = &bias.slot_weights {
-            input(CALL, "bias.slot_weights", w, DType::F32, &[self.zones.rows])?;
+            input(CALL, "bias.slot_weights", w, DType::F32, &[self.segments.rows])?;
         }
         let out_type = gradient_type(self.dtype, &bias.out);
         let p = params::ColumnSums {
@@ -197,9 +197,9 @@ impl Sums<'_> {
             base_rows: self.left.rows,
             kind: type_code(CALL, "left", self.dtype)?,
             scale: pointer(&bias.slot_weights),
-            offsets: self.zones.offsets.view().data().ptr,
-            counts: self.zones.counts.view().data().ptr,
-            slots: self.zones.rows as i64,
+            offsets: self.segments.offsets.view().data().ptr,
+            counts: self.segments.counts.view().data().ptr,
+            slots: self.segments.rows as i64,
             groups: experts as i64,
             width: m as i64,
             out: output(CALL, "bias.out", bias.out, out_type, &[experts, m])?,

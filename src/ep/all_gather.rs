@@ -5,12 +5,12 @@ use crate::error::Result;
 use crate::kernels::Kernels;
 use crate::tensor::{Tensor, TensorMut, TensorRef};
 
-use super::carrier::{Back, Carrier, Step};
-use super::core::Core;
-use super::view::{
-    Arrived, Content, Parts, byte_rows, entries, flat, gather_elements, part_mut, reduce, total, unpack,
+use super::dispatcher_state::DispatcherState;
+use super::packing::{
+    MessageTypes, ReceivedRows, RowParts, byte_rows, entries, flat, gather_elements, part_mut, reduce, total, unpack,
 };
-use super::{DispatchInputs, Handle, Transport};
+use super::row_transport::{HandleCall, ReturnRows, RowTransport};
+use super::{DispatchInputs, Handle, RowOrder};
 
 /// Dispatcher over any communicator, best where most tokens visit most ranks. Every call is one collective, but
 /// dispatch_bwd, which is two: the tokens' gradients and the weights' have different dtypes.
@@ -19,7 +19,7 @@ use super::{DispatchInputs, Handle, Transport};
 /// differ from the other dispatchers' by rounding.
 #[derive(Debug)]
 pub struct AllGather<D: Kernels> {
-    pub(super) core: Core<D>,
+    pub(super) core: DispatcherState<D>,
 }
 
 /// Rows that every rank contributes: the most tokens that any has in this step, or may have.
@@ -29,7 +29,7 @@ fn room<D: Kernels>(handle: &Handle<D>) -> usize {
 
 impl<D: Kernels> AllGather<D> {
     /// This rank's message, padded to the size that all have.
-    fn pack(&self, inputs: &DispatchInputs<'_, D>, parts: Parts, room: usize, k: usize) -> Result<Tensor<D>> {
+    fn pack(&self, inputs: &DispatchInputs<'_, D>, parts: RowParts, room: usize, k: usize) -> Result<Tensor<D>> {
         let device = &self.core.device;
         let messages = parts.messages(&[room], &[room * k]);
         let mut buffer = Tensor::empty(device, DType::U8, &[total(&messages)])?;
@@ -46,9 +46,9 @@ impl<D: Kernels> AllGather<D> {
     }
 
     /// Sums `partial [R, room, width]` over ranks into this rank's rows.
-    fn scatter(&mut self, step: &Step<'_, D>, partial: &Tensor<D>, out: TensorMut<'_, D>) -> Result<()> {
-        let tag = Core::tag(step.handle, step.op);
-        let Core { device, comm, .. } = &mut self.core;
+    fn scatter(&mut self, step: &HandleCall<'_, D>, partial: &Tensor<D>, out: TensorMut<'_, D>) -> Result<()> {
+        let tag = DispatcherState::tag(step.handle, step.op);
+        let DispatcherState { device, comm, .. } = &mut self.core;
         let (room, width) = (partial.dims()[1], partial.dims()[2]);
         if out.rows() == room {
             return comm.reduce_scatter(tag, partial.view(), out);
@@ -85,18 +85,18 @@ impl<D: Kernels> AllGather<D> {
     }
 }
 
-impl<D: Kernels> Carrier<D> for AllGather<D> {
+impl<D: Kernels> RowTransport<D> for AllGather<D> {
     const NAME: &'static str = "all_gather";
-    const TRANSPORT: Transport = Transport::AllRows;
+    const ROW_ORDER: RowOrder = RowOrder::AllRows;
 
-    fn core(&mut self) -> &mut Core<D> {
+    fn core(&mut self) -> &mut DispatcherState<D> {
         &mut self.core
     }
 
-    fn out(&mut self, step: &Step<'_, D>, inputs: &DispatchInputs<'_, D>) -> Result<Arrived<D>> {
+    fn send(&mut self, step: &HandleCall<'_, D>, inputs: &DispatchInputs<'_, D>) -> Result<ReceivedRows<D>> {
         let handle = step.handle;
-        let tag = Core::tag(handle, step.op);
-        let (room, k, parts) = (room(handle), handle.spec().top_k, Parts::of(inputs));
+        let tag = DispatcherState::tag(handle, step.op);
+        let (room, k, parts) = (room(handle), handle.spec().top_k, RowParts::of(inputs));
         let (ranks, dtype) = (self.core.ranks(), inputs.tokens.dtype());
         let width = parts.row / dtype.size();
         if parts.rows_only() && handle.tokens.iter().all(|t| *t == room) {
@@ -108,30 +108,30 @@ impl<D: Kernels> Carrier<D> for AllGather<D> {
                 Some(bytes) => TensorRef::new(bytes.view().data(), dtype, &[room, width])?,
                 None => inputs.tokens.borrow(),
             };
-            let Core { device, comm, .. } = &mut self.core;
+            let DispatcherState { device, comm, .. } = &mut self.core;
             let mut rows = Tensor::empty(device, dtype, &[ranks * room, width])?;
             comm.all_gather(tag, own, rows.view_mut())?;
-            return Ok(Arrived { rows: Some(rows), weights: None, scales: None });
+            return Ok(ReceivedRows { rows: Some(rows), weights: None, scales: None });
         }
         let packed = self.pack(inputs, parts, room, k)?;
         let messages = parts.messages(&vec![room; ranks], &vec![room * k; ranks]);
-        let Core { device, comm, .. } = &mut self.core;
+        let DispatcherState { device, comm, .. } = &mut self.core;
         let mut buffer = Tensor::empty(device, DType::U8, &[total(&messages)])?;
         comm.all_gather(tag, packed.view(), buffer.view_mut())?;
         let choices: Vec<usize> = handle.tokens.iter().map(|t| t * k).collect();
         let weight_dtype = inputs.weights.map_or(dtype.accumulator(), |w| w.dtype());
-        let content = Content { dtype, width, weight_dtype };
+        let content = MessageTypes { dtype, width, weight_dtype };
         unpack(device, buffer.view(), &messages, (&handle.tokens, &choices), parts, content)
     }
 
-    fn back(&mut self, step: &Step<'_, D>, back: Back<'_, D>) -> Result<()> {
+    fn return_sums(&mut self, step: &HandleCall<'_, D>, back: ReturnRows<'_, D>) -> Result<()> {
         let handle = step.handle;
         let (ranks, room, k) = (self.core.ranks(), room(handle), handle.spec().top_k);
         let dtype = back.rows.dtype();
         let width = back.rows.row_bytes() / dtype.size();
         let mut partial = Tensor::empty(&self.core.device, dtype, &[ranks, room, width])?;
         self.fill(handle, &mut partial, |map, out| {
-            let Core { device, stream, .. } = &self.core;
+            let DispatcherState { device, stream, .. } = &self.core;
             reduce(device, stream, back.rows.borrow(), map, out)
         })?;
         self.scatter(step, &partial, back.out)?;
@@ -140,7 +140,7 @@ impl<D: Kernels> Carrier<D> for AllGather<D> {
         }
         let mut partial = Tensor::empty(&self.core.device, dtype.accumulator(), &[ranks, room, k])?;
         self.fill(handle, &mut partial, |map, out| {
-            let Core { device, stream, .. } = &self.core;
+            let DispatcherState { device, stream, .. } = &self.core;
             match &back.weights {
                 Some(w) => gather_elements(device, stream, w.borrow(), map, out),
                 None => device.zero(out.into_data()),

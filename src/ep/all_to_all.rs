@@ -8,13 +8,13 @@ use crate::error::{Error, Result};
 use crate::kernels::Kernels;
 use crate::tensor::{Tensor, TensorRef};
 
-use super::carrier::{Back, Carrier, Step};
-use super::core::Core;
-use super::view::{
-    Arrived, Content, Message, Parts, elements, entries, flat_mut, gather, gather_elements, part_mut, reduce, total,
-    unpack,
+use super::dispatcher_state::DispatcherState;
+use super::packing::{
+    MessageTypes, PeerMessage, ReceivedRows, RowParts, elements, entries, flat_mut, gather, gather_elements, part_mut,
+    reduce, total, unpack,
 };
-use super::{DispatchInputs, Messages, Plan, Transport};
+use super::row_transport::{HandleCall, ReturnRows, RowTransport};
+use super::{DispatchInputs, MessageMaps, Plan, RowOrder};
 
 /// Dispatcher over any communicator. Every call is one all-to-all.
 ///
@@ -23,11 +23,11 @@ use super::{DispatchInputs, Messages, Plan, Transport};
 /// ranks, at the price of more bytes than sums made at the sender.
 #[derive(Debug)]
 pub struct AllToAll<D: Kernels> {
-    pub(super) core: Core<D>,
+    pub(super) core: DispatcherState<D>,
 }
 
 /// Rows, weights and scales that messages are gathered from, with the maps that say which.
-struct Sources<'a, D: Kernels> {
+struct GatherSources<'a, D: Kernels> {
     rows: TensorRef<'a, D>,
     row_map: TensorRef<'a, D>,
     weights: Option<TensorRef<'a, D>>,
@@ -36,7 +36,7 @@ struct Sources<'a, D: Kernels> {
 }
 
 /// Counts of rows and choices to and from each rank.
-struct Traffic<'a> {
+struct PeerCounts<'a> {
     send: (&'a [usize], &'a [usize]),
     recv: (&'a [usize], &'a [usize]),
 }
@@ -50,28 +50,28 @@ fn range(counts: &[usize], p: usize) -> Range<usize> {
 impl<D: Kernels> AllToAll<D> {
     fn exchange(
         &mut self,
-        step: &Step<'_, D>,
-        parts: Parts,
-        traffic: &Traffic<'_>,
-        sources: &Sources<'_, D>,
-    ) -> Result<Arrived<D>> {
+        step: &HandleCall<'_, D>,
+        parts: RowParts,
+        traffic: &PeerCounts<'_>,
+        sources: &GatherSources<'_, D>,
+    ) -> Result<ReceivedRows<D>> {
         let send = parts.messages(traffic.send.0, traffic.send.1);
         let recv = parts.messages(traffic.recv.0, traffic.recv.1);
         let packed = self.pack(parts, traffic.send, &send, sources)?;
         let dtype = sources.rows.dtype();
-        let content = Content {
+        let content = MessageTypes {
             dtype,
             width: parts.row / dtype.size(),
             weight_dtype: sources.weights.map_or(dtype.accumulator(), |w| w.dtype()),
         };
-        let Core { device, comm, .. } = &mut self.core;
+        let DispatcherState { device, comm, .. } = &mut self.core;
         let (rows, size) = match parts.rows_only() {
             true => (Some(Tensor::empty(device, dtype, &[traffic.recv.0.iter().sum(), content.width])?), 0),
             false => (None, total(&recv)),
         };
         let mut rows = rows;
         let mut buffer = Tensor::empty(device, DType::U8, &[size])?;
-        let lengths = |messages: &[Message]| -> Vec<usize> { messages.iter().map(|m| m.bytes).collect() };
+        let lengths = |messages: &[PeerMessage]| -> Vec<usize> { messages.iter().map(|m| m.bytes).collect() };
         let (send_bytes, recv_bytes) = (lengths(&send), lengths(&recv));
         let exchange = Exchange {
             send: packed.view(),
@@ -80,21 +80,21 @@ impl<D: Kernels> AllToAll<D> {
             recv_bytes: &recv_bytes,
             payload: dtype,
         };
-        comm.all_to_all_v(Core::tag(step.handle, step.op), exchange)?;
+        comm.all_to_all_v(DispatcherState::tag(step.handle, step.op), exchange)?;
         match rows {
-            Some(rows) => Ok(Arrived { rows: Some(rows), weights: None, scales: None }),
+            Some(rows) => Ok(ReceivedRows { rows: Some(rows), weights: None, scales: None }),
             None => unpack(device, buffer.view(), &recv, traffic.recv, parts, content),
         }
     }
 
     fn pack(
         &self,
-        parts: Parts,
+        parts: RowParts,
         (rows, choices): (&[usize], &[usize]),
-        messages: &[Message],
-        sources: &Sources<'_, D>,
+        messages: &[PeerMessage],
+        sources: &GatherSources<'_, D>,
     ) -> Result<Tensor<D>> {
-        let Core { device, stream, .. } = &self.core;
+        let DispatcherState { device, stream, .. } = &self.core;
         let mut buffer = Tensor::empty(device, DType::U8, &[total(messages)])?;
         if parts.rows_only() {
             let out = buffer.view_mut().reshape(&[sources.row_map.count(), parts.row])?;
@@ -121,54 +121,54 @@ impl<D: Kernels> AllToAll<D> {
 }
 
 /// What plans for this transport have.
-fn messages<D: Kernels>(plan: &Plan<D>) -> Result<&Messages<D>> {
+fn messages<D: Kernels>(plan: &Plan<D>) -> Result<&MessageMaps<D>> {
     let missing = || Error::invalid("all_to_all", "plan.messages", "those of Transport::UniqueRows", "none");
     plan.messages.as_ref().ok_or_else(missing)
 }
 
-impl<D: Kernels> Carrier<D> for AllToAll<D> {
+impl<D: Kernels> RowTransport<D> for AllToAll<D> {
     const NAME: &'static str = "all_to_all";
-    const TRANSPORT: Transport = Transport::UniqueRows;
+    const ROW_ORDER: RowOrder = RowOrder::UniqueRows;
 
-    fn core(&mut self) -> &mut Core<D> {
+    fn core(&mut self) -> &mut DispatcherState<D> {
         &mut self.core
     }
 
-    fn out(&mut self, step: &Step<'_, D>, inputs: &DispatchInputs<'_, D>) -> Result<Arrived<D>> {
+    fn send(&mut self, step: &HandleCall<'_, D>, inputs: &DispatchInputs<'_, D>) -> Result<ReceivedRows<D>> {
         let m = messages(&step.handle.plan)?;
-        let traffic = Traffic { send: (&m.send_rows, &m.slots_at), recv: (&m.recv_rows, &m.slots_from) };
-        let sources = Sources {
+        let traffic = PeerCounts { send: (&m.send_rows, &m.slots_at), recv: (&m.recv_rows, &m.slots_from) };
+        let sources = GatherSources {
             rows: inputs.tokens.borrow(),
             row_map: m.send_tokens.view(),
             weights: inputs.weights.as_ref().map(|w| elements(w.borrow())).transpose()?,
             weight_map: m.send_choices.view(),
             scales: inputs.scales.as_ref().map(TensorRef::borrow),
         };
-        self.exchange(step, Parts::of(inputs), &traffic, &sources)
+        self.exchange(step, RowParts::of(inputs), &traffic, &sources)
     }
 
-    fn back(&mut self, step: &Step<'_, D>, back: Back<'_, D>) -> Result<()> {
+    fn return_sums(&mut self, step: &HandleCall<'_, D>, back: ReturnRows<'_, D>) -> Result<()> {
         let plan: &Plan<D> = &step.handle.plan;
         let m = messages(plan)?;
         let acc = back.rows.dtype().accumulator();
         let weight = if back.with_weights { acc.size() } else { 0 };
-        let parts = Parts { row: back.rows.row_bytes(), weight, scale: 0 };
-        let traffic = Traffic { send: (&m.slots_from, &m.slots_from), recv: (&m.slots_at, &m.slots_at) };
+        let parts = RowParts { row: back.rows.row_bytes(), weight, scale: 0 };
+        let traffic = PeerCounts { send: (&m.slots_from, &m.slots_from), recv: (&m.slots_at, &m.slots_at) };
         let slots = m.return_slots.view();
-        let sources = Sources {
+        let sources = GatherSources {
             rows: back.rows.borrow(),
             row_map: slots,
             weights: back.weights.as_ref().map(TensorRef::borrow),
             weight_map: slots,
             scales: None,
         };
-        let arrived = self.exchange(step, parts, &traffic, &sources)?;
-        let Core { device, stream, .. } = &self.core;
+        let received = self.exchange(step, parts, &traffic, &sources)?;
+        let DispatcherState { device, stream, .. } = &self.core;
         let map = plan.return_map.view();
-        if let Some(rows) = &arrived.rows {
+        if let Some(rows) = &received.rows {
             reduce(device, stream, rows.view(), map, back.out)?;
         }
-        if let (Some(out), Some(weights)) = (back.out_weights, &arrived.weights) {
+        if let (Some(out), Some(weights)) = (back.out_weights, &received.weights) {
             gather_elements(device, stream, weights.view(), map, out)?;
         }
         Ok(())

@@ -7,8 +7,8 @@ use crate::error::{Error, Result};
 use crate::kernels::Kernels;
 use crate::tensor::Tensor;
 
-use super::core::Core;
-use super::{TokenDispatcher, choice};
+use super::dispatcher_state::DispatcherState;
+use super::{TokenDispatcher, select};
 
 /// What all ranks of a group must agree on.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -156,15 +156,15 @@ impl<D: Kernels> Group<D> {
         let (rank, ranks) = (comm.rank(), comm.size());
         let requested = config.dispatcher;
         // A bad value of the variable fails below, when the other ranks have met this one.
-        let named = choice::named(requested, std::env::var_os(choice::VARIABLE).as_deref());
+        let named = select::named(requested, std::env::var_os(select::VARIABLE).as_deref());
         config.dispatcher = *named.as_ref().unwrap_or(&requested);
         let compared = compare(&device, &stream, &mut *comm, &config);
         named?;
         compared?;
         // All ranks hold the same values from here on, so they fail alike.
         config.validate(ranks)?;
-        let core = Core::new(device.clone(), stream.clone(), comm, config.clone());
-        let (dispatcher, reason) = choice::dispatcher(core)?;
+        let core = DispatcherState::new(device.clone(), stream.clone(), comm, config.clone());
+        let (dispatcher, reason) = select::dispatcher(core)?;
         tracing::info!(rank, ranks, dispatcher = dispatcher.name(), ?requested, reason, "joined a group");
         Ok(Self { config, device, stream, rank, ranks, dispatcher })
     }

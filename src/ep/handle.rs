@@ -7,7 +7,7 @@ use std::fmt;
 use std::sync::Arc;
 
 use crate::error::{Error, Result};
-use crate::kernels::{Kernels, Zones};
+use crate::kernels::{Kernels, Segments};
 use crate::lazy::Lazy;
 use crate::metrics::Load;
 use crate::tensor::{Tensor, TensorRef};
@@ -31,16 +31,16 @@ pub struct Handle<D: Kernels> {
     pub(crate) in_slots: bool,
     /// What the dispatcher itself keeps of this routing.
     #[cfg(feature = "nccl-ep")]
-    pub(crate) carried: Carried,
+    pub(crate) dispatcher_data: DispatcherData,
 }
 
 /// A dispatcher's own state.
 #[cfg(feature = "nccl-ep")]
 #[derive(Default)]
-pub(crate) struct Carried(pub(crate) Option<Box<dyn Any + Send + Sync>>);
+pub(crate) struct DispatcherData(pub(crate) Option<Box<dyn Any + Send + Sync>>);
 
 #[cfg(feature = "nccl-ep")]
-impl fmt::Debug for Carried {
+impl fmt::Debug for DispatcherData {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "Carried({})", self.0.is_some())
     }
@@ -83,14 +83,14 @@ impl<D: Kernels> Handle<D> {
     }
 
     /// Where the local experts' rows lie.
-    pub fn zones(&self) -> &Arc<Zones<D>> {
-        &self.plan.zones
+    pub fn segments(&self) -> &Arc<Segments<D>> {
+        &self.plan.segments
     }
 
     /// Rows N of expert-major buffers: the static capacity, or what this step needs (at most, see
     /// [`Capacity::Eager`](super::Capacity::Eager)).
     pub fn rows(&self) -> usize {
-        self.plan.zones.rows
+        self.plan.segments.rows
     }
 
     /// Rows that dispatch brings here: tokens of all ranks that chose an expert of this one, or all tokens, with their

@@ -3,31 +3,31 @@
 use crate::error::Result;
 use crate::kernels::Kernels;
 
-use super::carrier::{Back, Carrier, Step};
-use super::core::Core;
-use super::view::{Arrived, gather_elements, reduce};
-use super::{DispatchInputs, Transport};
+use super::dispatcher_state::DispatcherState;
+use super::packing::{ReceivedRows, gather_elements, reduce};
+use super::row_transport::{HandleCall, ReturnRows, RowTransport};
+use super::{DispatchInputs, RowOrder};
 
 /// Dispatcher of a group of one rank. No call is a collective: the experts read the caller's tokens through a map.
 #[derive(Debug)]
 pub struct Local<D: Kernels> {
-    pub(super) core: Core<D>,
+    pub(super) core: DispatcherState<D>,
 }
 
-impl<D: Kernels> Carrier<D> for Local<D> {
+impl<D: Kernels> RowTransport<D> for Local<D> {
     const NAME: &'static str = "local";
-    const TRANSPORT: Transport = Transport::Local;
+    const ROW_ORDER: RowOrder = RowOrder::Local;
 
-    fn core(&mut self) -> &mut Core<D> {
+    fn core(&mut self) -> &mut DispatcherState<D> {
         &mut self.core
     }
 
-    fn out(&mut self, _: &Step<'_, D>, _: &DispatchInputs<'_, D>) -> Result<Arrived<D>> {
-        Ok(Arrived { rows: None, weights: None, scales: None })
+    fn send(&mut self, _: &HandleCall<'_, D>, _: &DispatchInputs<'_, D>) -> Result<ReceivedRows<D>> {
+        Ok(ReceivedRows { rows: None, weights: None, scales: None })
     }
 
-    fn back(&mut self, step: &Step<'_, D>, back: Back<'_, D>) -> Result<()> {
-        let Core { device, stream, .. } = &self.core;
+    fn return_sums(&mut self, step: &HandleCall<'_, D>, back: ReturnRows<'_, D>) -> Result<()> {
+        let DispatcherState { device, stream, .. } = &self.core;
         let map = step.handle.plan.return_map.view();
         reduce(device, stream, back.rows, map, back.out)?;
         match (back.out_weights, back.weights) {

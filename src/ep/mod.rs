@@ -1,10 +1,10 @@
 //! Expert parallelism: prepare → dispatch → combine, and back.
 //!
-//! R ranks hold E experts; expert e lives on rank e / L, L = E / R. A token's K choices become rows in the zones of
+//! R ranks hold E experts; expert e lives on rank e / L, L = E / R. A token's K choices become rows in the segments of
 //! their experts:
 //!
 //! ```text
-//! prepare       ids [T, K]            → handle (slots, zones)          1 collective
+//! prepare       ids [T, K]            → handle (slots, segments)          1 collective
 //! dispatch      x [T, H], w [T, K]    → recv [N, H], recv_w [N]        1 collective
 //! combine       expert out [N, H]     → out [T, H]   (unweighted sum)  1 collective
 //! combine_bwd   d out [T, H]          → d expert out [N, H]            1 collective
@@ -22,34 +22,34 @@
 //! not depend on the number of ranks; [`AllGather`] adds per rank first and differs by rounding. All are the same in
 //! every run.
 //!
-//! Slot order inside a zone is (source rank, token, k) ascending in every dispatcher of this crate's own; NCCL EP has its
+//! Slot order inside a segment is (source rank, token, k) ascending in every dispatcher of this crate's own; NCCL EP has its
 //! library's. Pad rows are
 //! zero where a caller asks for the layout, and never read. Semantics follow TransformerEngine's EP interface.
 
 mod all_gather;
 mod all_to_all;
-mod behind;
-pub(crate) mod carrier;
-mod choice;
-pub(crate) mod core;
+pub(crate) mod deferred_errors;
+pub(crate) mod dispatcher_state;
 mod group;
 pub(crate) mod handle;
-pub(crate) mod heard;
 mod local;
+pub(crate) mod packing;
 mod plan;
-pub(crate) mod record;
-mod shared;
+mod prepare_on_device;
+pub(crate) mod routing_record;
+pub(crate) mod row_transport;
+mod select;
+mod shared_group;
 mod stats;
-pub(crate) mod view;
 
 pub use all_gather::AllGather;
 pub use all_to_all::AllToAll;
-pub use choice::VARIABLE;
 pub use group::{DispatcherKind, Group, GroupConfig};
 pub use handle::{Agreement, Handle};
 pub use local::Local;
-pub use plan::{Gathered, Known, Messages, Plan, PlanRecords, PlanRequest, RecordIds, Transport};
-pub use shared::EpGroup;
+pub use plan::{DevicePlan, HostCounts, MessageMaps, Plan, PlanRecords, PlanRequest, RecordIds, RowOrder};
+pub use select::VARIABLE;
+pub use shared_group::EpGroup;
 pub use stats::Stats;
 
 use std::fmt;
@@ -68,7 +68,7 @@ pub struct DispatchSpec {
     pub layer: u32,
     /// Choices per token K.
     pub top_k: usize,
-    /// Zones are padded to a multiple of this power of two (1: no padding).
+    /// Segments are padded to a multiple of this power of two (1: no padding).
     pub alignment: usize,
     /// Rows that the receiver has room for.
     pub capacity: Capacity,
@@ -155,11 +155,11 @@ pub struct DispatchInputs<'a, D: Kernels> {
     pub tokens: TensorRef<'a, D>,
     /// `[T, K]`, accumulator type.
     pub weights: Option<TensorRef<'a, D>>,
-    /// Quantisation scales that travel with the rows, `U8 [T, bytes]`, a multiple of 16 bytes each.
+    /// Quantization scales that travel with the rows, `U8 [T, bytes]`, a multiple of 16 bytes each.
     pub scales: Option<TensorRef<'a, D>>,
 }
 
-/// Outputs of dispatch in expert-major layout; padding is zeroed, rows from the last zone's end on are not
+/// Outputs of dispatch in expert-major layout; padding is zeroed, rows from the last segment's end on are not
 /// written (where only the device knows that end: zeroed).
 #[derive(Debug)]
 pub struct DispatchOutputs<'a, D: Kernels> {
@@ -227,7 +227,7 @@ pub trait TokenDispatcher<D: Kernels>: fmt::Debug + Send {
     ///
     /// # Errors
     /// As [`dispatch_rows`](Self::dispatch_rows); what `beside` returns, when the rows have arrived.
-    fn dispatch_rows_beside(
+    fn dispatch_rows_overlapped(
         &mut self,
         handle: &Handle<D>,
         inputs: DispatchInputs<'_, D>,

@@ -2,14 +2,14 @@
 
 use std::sync::Arc;
 
-use crate::kernels::{Kernels, Zones};
+use crate::kernels::{Kernels, Segments};
 use crate::lazy::Lazy;
 use crate::tensor::{Tensor, TensorMut, TensorRef};
 
 use super::{Capacity, DispatchSpec, Stats};
 
 /// A rank's choices, to be written as what it tells the others in prepare: a record of a size that all ranks know
-/// (`src/ep/record.rs` has its layout).
+/// (`src/ep/routing_record.rs` has its layout).
 #[derive(Debug)]
 pub struct RecordIds<'a, D: Kernels> {
     /// This rank.
@@ -22,13 +22,13 @@ pub struct RecordIds<'a, D: Kernels> {
     pub spec: &'a DispatchSpec,
     /// `[T, K]`, I32 or I64, not checked: bad ids count as −1, and the record tells of the first.
     pub ids: TensorRef<'a, D>,
-    /// What earlier calls have found (`src/ep/heard.rs`).
-    pub heard: TensorMut<'a, D>,
+    /// What earlier calls have found (`src/ep/deferred_errors.rs`).
+    pub errors: TensorMut<'a, D>,
     /// The record, U8.
     pub out: TensorMut<'a, D>,
 }
 
-/// All ranks' records, to be planned for one rank. For [`Transport::AllRows`], each rank's tokens are padded to the same
+/// All ranks' records, to be planned for one rank. For [`RowOrder::AllRows`], each rank's tokens are padded to the same
 /// number of rows.
 #[derive(Debug)]
 pub struct PlanRecords<'a, D: Kernels> {
@@ -44,40 +44,40 @@ pub struct PlanRecords<'a, D: Kernels> {
     pub tokens: usize,
     /// Alignment, capacities, overflow.
     pub spec: &'a DispatchSpec,
-    /// [`Transport::AllRows`] or [`Transport::UniqueRows`].
-    pub transport: Transport,
+    /// [`RowOrder::AllRows`] or [`RowOrder::UniqueRows`].
+    pub row_order: RowOrder,
     /// `U8 [R, size]`.
     pub records: TensorRef<'a, D>,
     /// Where what is wrong with them is kept until somebody asks; what is there stays.
-    pub heard: TensorMut<'a, D>,
+    pub errors: TensorMut<'a, D>,
 }
 
 impl<D: Kernels> PlanRecords<'_, D> {
     /// Whether the host has to know what the plan needs: the number of rows, or the sizes of messages.
     pub fn waits(&self) -> bool {
-        waits(self.transport, self.spec)
+        waits(self.row_order, self.spec)
     }
 }
 
 /// As [`PlanRecords::waits`].
-pub(crate) fn waits(transport: Transport, spec: &DispatchSpec) -> bool {
-    transport != Transport::AllRows || spec.capacity == Capacity::Eager
+pub(crate) fn waits(row_order: RowOrder, spec: &DispatchSpec) -> bool {
+    row_order != RowOrder::AllRows || spec.capacity == Capacity::Eager
 }
 
 /// A plan made of records.
 #[derive(Debug)]
-pub struct Gathered<D: Kernels> {
+pub struct DevicePlan<D: Kernels> {
     /// The plan.
     pub plan: Plan<D>,
     /// Rows of each rank among those that arrive where all do: token t of rank r is row r·room + t.
     pub room: usize,
     /// What the records say, where the host had to wait ([`PlanRecords::waits`]).
-    pub known: Option<Known>,
+    pub counts: Option<HostCounts>,
 }
 
 /// What the host knows of all ranks.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Known {
+pub struct HostCounts {
     /// Tokens of each rank.
     pub tokens: Vec<usize>,
     /// Ranks that will not call backward.
@@ -85,7 +85,7 @@ pub struct Known {
     /// Ranks that hold an error of an earlier call.
     pub pending: Vec<usize>,
     /// A rank has failed, or they disagree: the records say more, and the plan is worth nothing.
-    pub troubled: bool,
+    pub failed: bool,
     /// A rank that has too few rows, where that is an error, and how many it needs.
     pub overflow: Option<(usize, usize)>,
 }
@@ -108,12 +108,12 @@ pub struct PlanRequest<'a, D: Kernels> {
     /// Alignment, capacities, overflow.
     pub spec: &'a DispatchSpec,
     /// Transport that will carry rows: decides what `row_map` indexes.
-    pub transport: Transport,
+    pub row_order: RowOrder,
 }
 
 /// How rows reach a rank, and so in what order they lie there.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Transport {
+pub enum RowOrder {
     /// They are the rank's own tokens (R = 1): row t is token t.
     Local,
     /// Each (token, destination rank) once, in order (source rank, token).
@@ -134,7 +134,7 @@ pub struct Plan<D: Kernels> {
     /// Number of this rank's first token among all ranks'.
     pub first_token: usize,
     /// The local experts' layout.
-    pub zones: Arc<Zones<D>>,
+    pub segments: Arc<Segments<D>>,
     /// Counts, as data.
     pub stats: Lazy<Stats>,
     /// This rank's ids after dropping, `[T, K]`.
@@ -142,19 +142,19 @@ pub struct Plan<D: Kernels> {
     /// Row in the transport's order for each slot, `[N]`.
     pub row_map: Tensor<D>,
     /// For each slot, its weight's number among the weights that the transport brings, `[N]`. Local, AllRows: all
-    /// tokens' `[Σ T, K]` flattened. UniqueRows: those of [`Messages::return_slots`]. Slots: its own.
+    /// tokens' `[Σ T, K]` flattened. UniqueRows: those of [`MessageMaps::return_slots`]. Slots: its own.
     pub weight_map: Tensor<D>,
     /// Local, AllRows: slot here of each (token, k) of all tokens in transport order, `[Σ T, K]` (own tokens only
     /// for Local). UniqueRows: for each of this rank's (token, k), the row among all rows returned to it by combine,
     /// `[T, K]`. Slots: `[0, K]`, since the transport finds its own way back.
     pub return_map: Tensor<D>,
-    /// What [`Transport::UniqueRows`] needs beside; `None` for the others.
-    pub messages: Option<Messages<D>>,
+    /// What [`RowOrder::UniqueRows`] needs beside; `None` for the others.
+    pub messages: Option<MessageMaps<D>>,
 }
 
 /// Which rows and choices make up the messages between two ranks. All maps are `I32 [n]`.
 #[derive(Debug)]
-pub struct Messages<D: Kernels> {
+pub struct MessageMaps<D: Kernels> {
     /// Tokens to send, by (destination, token).
     pub send_tokens: Tensor<D>,
     /// Kept choices, numbered in `[T, K]` flattened, by (destination, token, k).

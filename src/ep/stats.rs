@@ -4,7 +4,7 @@
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Stats {
     /// Padded rows per local expert after dropping; a multiple of the alignment but where a static capacity that is
-    /// none cuts a zone.
+    /// none cuts a segment.
     pub padded_counts: Vec<usize>,
     /// Padded rows that this rank would receive with nothing dropped for capacity.
     pub needed_rows: usize,
@@ -15,8 +15,8 @@ pub struct Stats {
 }
 
 impl Stats {
-    /// End of the last zone: rows from here on hold nothing.
-    pub fn zone_end(&self) -> usize {
+    /// End of the last segment: rows from here on hold nothing.
+    pub fn segment_end(&self) -> usize {
         self.padded_counts.iter().sum()
     }
 }

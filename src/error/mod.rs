@@ -84,7 +84,7 @@ pub enum Error {
     Capacity {
         /// The rank whose buffer is too small.
         rank: usize,
-        /// Rows that its zones need, padding included.
+        /// Rows that its segments need, padding included.
         needed: usize,
         /// Rows reserved.
         capacity: usize,

@@ -4,7 +4,7 @@ use crate::cpu::{Cpu, add_pairwise};
 use crate::error::Result;
 use crate::tensor::TensorMut;
 
-use super::{ShardDevice, Shares};
+use crate::etp::{ShardDevice, Shares};
 
 impl ShardDevice for Cpu {
     fn add_shares(&self, (): &(), shares: Shares<'_, Cpu>, main: TensorMut<'_, Cpu>) -> Result<()> {

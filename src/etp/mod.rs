@@ -1,7 +1,7 @@
 //! Expert weights that are sharded over the ranks that hold the same experts.
 //!
 //! Each weight is cut along its rows ([`Shards`]). A rank keeps one shard of it, of its main gradient and of the
-//! optimiser's state; the whole weight is gathered just before its GEMM, and its gradient is reduce-scattered after.
+//! optimizer's state; the whole weight is gathered just before its GEMM, and its gradient is reduce-scattered after.
 //! This is no split of the GEMM: every rank multiplies its own tokens by whole weights. It goes with expert
 //! parallelism: a mesh has ranks that share experts among them, and ranks that hold the same ones.
 //!
@@ -12,31 +12,19 @@
 //!
 //! ```text
 //! chain.begin(Phase::Forward)?;    layers' forward with chain.source(up), chain.source(down)    chain.end()?;
-//! chain.begin(Phase::Backward)?;   per layer: chain.room(up) … backward_into … chain.submit(…)  chain.end()?;
-//! chain.finish(replicas, |weight, gradient| …)?;             the optimiser steps on shards
+//! chain.begin(Phase::Backward)?;   per layer: chain.gradient_buffer(up) … backward_into … chain.submit(…)  chain.end()?;
+//! chain.finish(replicas, |weight, gradient| …)?;             the optimizer steps on shards
 //! ```
 //!
 //! `docs/etp.md` says when it pays and what it needs of memory.
 
-mod beside;
-mod casts;
 mod chain;
+mod collectives;
 mod cpu;
-mod gather;
-mod lane;
-mod links;
-mod packed;
-mod pass;
-mod placed;
-mod recorded;
-mod reduce;
-mod report;
-#[cfg(test)]
-mod rig;
-mod shards;
-mod source;
+mod quantized;
 mod state;
-mod tickets;
+#[cfg(test)]
+mod test_ranks;
 
 use std::sync::Arc;
 
@@ -50,16 +38,16 @@ use crate::tensor::{TensorMut, TensorRef};
 
 pub use crate::config::Payload;
 pub use chain::Chain;
-pub use gather::Gathered;
-pub use reduce::Room;
-pub use report::{Memory, Traffic};
-pub use shards::Shards;
-pub use source::{Shard, ShardSource};
-pub use state::State;
+pub use chain::gather::ShardedWeight;
+pub use chain::reduce::GradientBuffer;
+pub use state::collective_state::CollectiveState;
+pub use state::report::{ChainMemory, ChainTraffic};
+pub use state::shards::Shards;
+pub use state::source::{Shard, ShardSource};
 
-/// What is called before a recording ends, told whether the recorded calls have failed; an error of its own is the
-/// recording's.
-pub type Ending = dyn Fn(bool) -> Result<()> + Send + Sync;
+/// What is called before a capture ends, told whether the captured calls have failed; an error of its own is the
+/// capture's.
+pub type CaptureHook = dyn Fn(bool) -> Result<()> + Send + Sync;
 
 /// What a device needs beside its kernels.
 pub trait ShardDevice: Kernels + Codec {
@@ -79,17 +67,17 @@ pub trait ShardDevice: Kernels + Codec {
     ///
     /// # Errors
     /// The device's.
-    fn mark(&self) -> Result<Option<Self::Event>> {
+    fn record_event(&self) -> Result<Option<Self::Event>> {
         Ok(None)
     }
 
     /// Has this device's waits return what goes wrong on another, whose results its work takes.
-    fn heed(&self, other: &Self) {
+    fn adopt_errors_of(&self, other: &Self) {
         let _ = other;
     }
 
-    /// Number of the recording, none twice, if calls are recorded, to be repeated later.
-    fn recording(&self) -> Option<u64> {
+    /// Number of the capture, none twice, if calls are captured, to be repeated later.
+    fn capture_number(&self) -> Option<u64> {
         None
     }
 
@@ -98,14 +86,14 @@ pub trait ShardDevice: Kernels + Codec {
     ///
     /// # Errors
     /// [`Error::NotCapturable`]; the device's.
-    fn not_recorded_elsewhere(&self, call: &'static str) -> Result<()> {
+    fn check_not_captured_elsewhere(&self, call: &'static str) -> Result<()> {
         let _ = call;
         Ok(())
     }
 
-    /// Has each recording call this before it ends, on its thread, for as long as it lives: collectives of helper threads
-    /// may still have to be joined to the recording.
-    fn before_recordings_end(&self, ending: &Arc<Ending>) {
+    /// Has each capture call this before it ends, on its thread, for as long as it lives: collectives of helper threads
+    /// may still have to be joined to the capture.
+    fn add_capture_hook(&self, ending: &Arc<CaptureHook>) {
         let _ = ending;
     }
 
@@ -113,7 +101,7 @@ pub trait ShardDevice: Kernels + Codec {
     ///
     /// # Errors
     /// Another stream.
-    fn in_order(&self, call: &'static str, stream: &Self::Stream) -> Result<()> {
+    fn check_stream(&self, call: &'static str, stream: &Self::Stream) -> Result<()> {
         let _ = (call, stream);
         Ok(())
     }
@@ -175,17 +163,17 @@ impl<'a, D: Device> Shares<'a, D> {
 /// How a chain works; the same on all ranks.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct EtpOptions {
-    /// Shards are padded to a multiple of this many rows: 16 keeps the tiles of block-quantised forms whole. 0: no
+    /// Shards are padded to a multiple of this many rows: 16 keeps the tiles of block-quantized forms whole. 0: no
     /// padding, rows must divide.
     pub pad: usize,
     /// Gather the next weight while the present one is in use, and reduce-scatter a gradient while the next is
     /// computed. Off: every collective when its result is asked for. The results are the same to the bit.
     pub prefetch: bool,
-    /// Steps ahead that gathers start then, 1 or more. With 1 a layer's `down` travels while its `up` is in use, and
+    /// Steps ahead that gathers start then, 1 or more. With 1 a layer's `down` is sent while its `up` is in use, and
     /// the next layer's `up`, twice as large, while `down` is; with 2 each has the time of a whole layer, and buffers
     /// are twice as many. The results are the same to the bit.
     pub ahead: usize,
-    /// Gathers and reductions take turns on one lane, as the pass asks for them, in place of one each: where both at
+    /// Gathers and reductions take turns on one collective thread, as the pass asks for them, in place of one each: where both at
     /// once take more of a GPU than they leave it. [`Comms::reduce`] is not used. The results are the same to the bit.
     pub in_turn: bool,
     /// How gradients are added over the ranks.
@@ -260,17 +248,17 @@ pub struct WeightSpec {
     /// Backward reads it twice: first to recompute what forward did not keep, before the layer's other weights. It is
     /// gathered once and kept between.
     pub recompute: bool,
-    /// How its shards travel. A quantised shard is cast, in the computation's order, before the first gather after a
-    /// [`Chain::finish`], a [`Chain::replace`] or [`Chain::changed`], and the cast serves until the next: all
-    /// microbatches of a step, forward and backward; from [`Chain::prepare_recording`] on, one forward and its backward. It is de-quantised on arrival: the layer computes with what the
-    /// quantised weight stands for. The shard itself stays as it is for the optimiser, and for [`Chain::whole`]. NVFP4
+    /// How its shards are sent. A quantized shard is cast, in the computation's order, before the first gather after a
+    /// [`Chain::finish`], a [`Chain::replace`] or [`Chain::invalidate_casts`], and the cast serves until the next: all
+    /// microbatches of a step, forward and backward; from [`Chain::prepare_capture`] on, one forward and its backward. It is de-quantized on arrival: the layer computes with what the
+    /// quantized weight stands for. The shard itself stays as it is for the optimizer, and for [`Chain::whole`]. NVFP4
     /// has an amax an expert (all of a chain joined in one all-reduce), and rows of an even number of elements; weights
     /// are f32, bf16 or f16.
     pub payload: Payload,
 }
 
 impl WeightSpec {
-    /// A weight that travels as it is and is read once a pass.
+    /// A weight that is sent as it is and is read once a pass.
     pub fn new(name: impl Into<String>, layer: u32, dims: &[usize], dtype: DType) -> Self {
         Self { name: name.into(), layer, dims: dims.to_vec(), dtype, recompute: false, payload: Payload::Plain }
     }
@@ -278,7 +266,7 @@ impl WeightSpec {
 
 /// Two communicators over the ranks that hold the same experts, one for each of a chain's helper threads
 /// ([`EtpOptions::in_turn`]: the first for the only one). On a GPU each is made with a `Cuda` of its own beside the
-/// chain's (`Cuda::beside`), or nothing runs beside the computation.
+/// chain's (`Cuda::with_new_stream`), or nothing runs beside the computation.
 #[derive(Debug)]
 pub struct Comms<D: Kernels> {
     /// Carries gathers.

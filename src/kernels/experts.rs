@@ -5,7 +5,7 @@ use crate::device::Device;
 use crate::tensor::{TensorMut, TensorRef};
 use crate::weights::Weight;
 
-use super::{RowDest, RowSource, SlotWeights, Zones};
+use super::{RowDest, RowSource, Segments, SlotWeights};
 
 /// Up projection and activation of every local expert.
 #[derive(Debug)]
@@ -13,7 +13,7 @@ pub struct Up<'a, D: Device> {
     /// Received rows x, `[·, H]`.
     pub rows: RowSource<'a, D>,
     /// The layout.
-    pub zones: &'a Zones<D>,
+    pub segments: &'a Segments<D>,
     /// `[L, G·I, H]`, gate rows first.
     pub weight: Weight<'a, D>,
     /// `[L, G·I]`.
@@ -36,7 +36,7 @@ pub struct Down<'a, D: Device> {
     /// h, `[N, I]`.
     pub rows: RowSource<'a, D>,
     /// The layout.
-    pub zones: &'a Zones<D>,
+    pub segments: &'a Segments<D>,
     /// `[L, H, I]`.
     pub weight: Weight<'a, D>,
     /// `[L, H]`; times the routing weight unless that is at [`WeightAt::Input`](crate::config::WeightAt::Input).
@@ -53,7 +53,7 @@ pub struct DownBwd<'a, D: Device> {
     /// Gradient of the expert outputs, `[·, H]`.
     pub grad: RowSource<'a, D>,
     /// The layout.
-    pub zones: &'a Zones<D>,
+    pub segments: &'a Segments<D>,
     /// `[L, H, I]`.
     pub weight: Weight<'a, D>,
     /// `[L, H]`.
@@ -80,7 +80,7 @@ pub struct UpDgrad<'a, D: Device> {
     /// Gradient of the pre-activations, `[N, G·I]`.
     pub d_pre: TensorRef<'a, D>,
     /// The layout.
-    pub zones: &'a Zones<D>,
+    pub segments: &'a Segments<D>,
     /// `[L, G·I, H]`.
     pub weight: Weight<'a, D>,
     /// Where the weight was applied to the rows.
@@ -111,7 +111,7 @@ pub struct Wgrad<'a, D: Device> {
     /// w in the sum; ones without it. Accumulator type, `[N]`.
     pub slot_weights: Option<TensorRef<'a, D>>,
     /// The layout.
-    pub zones: &'a Zones<D>,
+    pub segments: &'a Segments<D>,
     /// `[L, M, P]`, of the operands' type or, on devices that say so, F32.
     pub out: TensorMut<'a, D>,
     /// Gradient of the bias.

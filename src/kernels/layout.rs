@@ -9,7 +9,7 @@ use crate::tensor::{Tensor, TensorMut, TensorRef};
 /// Expert j owns slots `offsets[j] .. offsets[j] + counts[j]`; the slots after them up to the next offset are
 /// padding. Padding is never computed on and never read.
 #[derive(Debug)]
-pub struct Zones<D: Device> {
+pub struct Segments<D: Device> {
     /// First slot of each local expert, `I64 [L]`.
     pub offsets: Tensor<D>,
     /// Filled slots of each local expert, `I64 [L]`.
@@ -20,7 +20,7 @@ pub struct Zones<D: Device> {
     pub(crate) tiles: Option<Tensor<D>>,
 }
 
-impl<D: Device> Zones<D> {
+impl<D: Device> Segments<D> {
     /// A layout of one's own; what does not fit is an error of the call that takes it.
     pub fn new(offsets: Tensor<D>, counts: Tensor<D>, rows: usize) -> Self {
         Self { offsets, counts, rows, tiles: None }

@@ -14,13 +14,13 @@ use crate::config::{AuxConfig, RouterConfig};
 use crate::cpu::Cpu;
 use crate::device::Device;
 use crate::dtype::DType;
-use crate::ep::{DispatchSpec, Gathered, Plan, PlanRecords, PlanRequest, RecordIds, Reporting};
+use crate::ep::{DevicePlan, DispatchSpec, Plan, PlanRecords, PlanRequest, RecordIds, Reporting};
 use crate::error::{Error, Result};
 use crate::quant::Codec;
 use crate::tensor::{Tensor, TensorMut, TensorRef};
 
 pub use experts::{BiasGrad, Down, DownBwd, InputWeightBwd, Up, UpDgrad, Wgrad};
-pub use layout::{RowDest, RowSource, SlotWeights, TileCounters, Zones};
+pub use layout::{RowDest, RowSource, Segments, SlotWeights, TileCounters};
 
 /// A dense product with a small weight: router logits, shared gate. `out = x·Wᵀ + b` in the accumulator type.
 #[derive(Debug)]
@@ -206,7 +206,7 @@ pub struct GatherRows<'a, D: Device> {
 
 /// Rows of two tensors behind each other: `out[i] = left[i] ++ right[i] ++ zeros`. All `U8 [n, ·]`.
 #[derive(Debug)]
-pub struct JoinRows<'a, D: Device> {
+pub struct ConcatRows<'a, D: Device> {
     /// What rows begin with.
     pub left: TensorRef<'a, D>,
     /// What follows.
@@ -215,26 +215,26 @@ pub struct JoinRows<'a, D: Device> {
     pub out: TensorMut<'a, D>,
 }
 
-/// [`JoinRows`] taken apart.
+/// [`ConcatRows`] taken apart.
 #[derive(Debug)]
 pub struct SplitRows<'a, D: Device> {
     /// The joined rows.
     pub source: TensorRef<'a, D>,
-    /// As in [`JoinRows`].
+    /// As in [`ConcatRows`].
     pub left: TensorMut<'a, D>,
-    /// As in [`JoinRows`].
+    /// As in [`ConcatRows`].
     pub right: Option<TensorMut<'a, D>>,
 }
 
-/// Bytes of a row of [`JoinRows`] and [`SplitRows`], on the left, on the right and in all.
+/// Bytes of a row of [`ConcatRows`] and [`SplitRows`], on the left, on the right and in all.
 #[derive(Debug, Clone, Copy)]
-pub(crate) struct JoinedRows {
+pub(crate) struct ConcatLayout {
     pub left: usize,
     pub right: usize,
     pub whole: usize,
 }
 
-impl JoinedRows {
+impl ConcatLayout {
     /// Checks both sides.
     fn of<D: Device>(
         call: &'static str,
@@ -264,9 +264,9 @@ impl JoinedRows {
     }
 }
 
-impl<D: Device> JoinRows<'_, D> {
-    pub(crate) fn check(&self, call: &'static str) -> Result<JoinedRows> {
-        JoinedRows::of(
+impl<D: Device> ConcatRows<'_, D> {
+    pub(crate) fn check(&self, call: &'static str) -> Result<ConcatLayout> {
+        ConcatLayout::of(
             call,
             ("out", self.out.as_ref()),
             (self.left.borrow(), self.right.as_ref().map(TensorRef::borrow)),
@@ -275,8 +275,8 @@ impl<D: Device> JoinRows<'_, D> {
 }
 
 impl<D: Device> SplitRows<'_, D> {
-    pub(crate) fn check(&self, call: &'static str) -> Result<JoinedRows> {
-        JoinedRows::of(
+    pub(crate) fn check(&self, call: &'static str) -> Result<ConcatLayout> {
+        ConcatLayout::of(
             call,
             ("source", self.source.borrow()),
             (self.left.as_ref(), self.right.as_ref().map(TensorMut::as_ref)),
@@ -320,7 +320,7 @@ pub struct Sigmoid<'a, D: Device> {
     pub out: TensorMut<'a, D>,
 }
 
-/// Everything the layer computes, with the [`Codec`] of what travels quantised. A call enqueues its work on `stream`
+/// Everything the layer computes, with the [`Codec`] of what travels quantized. A call enqueues its work on `stream`
 /// and may return before it is done (not on the CPU, whose stream is `()`); it checks shapes and dtypes of its
 /// arguments first.
 pub trait Kernels: Codec {
@@ -342,10 +342,10 @@ pub trait Kernels: Codec {
     fn keep_sum(&self, stream: &Self::Stream, call: KeepSum<'_, Self>) -> Result<()>;
     /// Slots for all ranks' choices, which the host has, as seen from one rank.
     fn plan(&self, stream: &Self::Stream, call: PlanRequest<'_, Cpu>) -> Result<Plan<Self>>;
-    /// The plan of a group of one rank ([`Transport::Local`](crate::ep::Transport::Local)) from ids `[T, K]` (I32 or
+    /// The plan of a group of one rank ([`RowOrder::Local`](crate::ep::RowOrder::Local)) from ids `[T, K]` (I32 or
     /// I64) that nobody has checked, without waiting for the stream: bad ids count as −1, and [`check`](Self::check)
     /// tells of them. `None`: the device cannot, or not for this request. May return an error of an earlier call.
-    fn plan_behind(&self, stream: &Self::Stream, call: PlanRequest<'_, Self>) -> Result<Option<Plan<Self>>> {
+    fn plan_on_device(&self, stream: &Self::Stream, call: PlanRequest<'_, Self>) -> Result<Option<Plan<Self>>> {
         let _ = (stream, call);
         Ok(None)
     }
@@ -354,9 +354,9 @@ pub trait Kernels: Codec {
     /// [`RecordIds`].
     fn record_ids(&self, stream: &Self::Stream, call: RecordIds<'_, Self>) -> Result<()>;
     /// The plan of records that ranks have exchanged, without waiting for the stream but for the number of rows where
-    /// that is open. What is wrong with them is kept in [`PlanRecords::heard`], and [`check`](Self::check) fails for it
+    /// that is open. What is wrong with them is kept in [`PlanRecords::errors`], and [`check`](Self::check) fails for it
     /// on a device that runs behind the host.
-    fn plan_records(&self, stream: &Self::Stream, call: PlanRecords<'_, Self>) -> Result<Gathered<Self>>;
+    fn plan_records(&self, stream: &Self::Stream, call: PlanRecords<'_, Self>) -> Result<DevicePlan<Self>>;
     /// Waits for the stream, and returns and clears the first error that kernels have met since the last call.
     fn check(&self, stream: &Self::Stream) -> Result<()> {
         let _ = stream;
@@ -370,8 +370,8 @@ pub trait Kernels: Codec {
     }
     /// [`GatherRows`].
     fn gather_rows(&self, stream: &Self::Stream, call: GatherRows<'_, Self>) -> Result<()>;
-    /// [`JoinRows`].
-    fn join_rows(&self, stream: &Self::Stream, call: JoinRows<'_, Self>) -> Result<()>;
+    /// [`ConcatRows`].
+    fn concat_rows(&self, stream: &Self::Stream, call: ConcatRows<'_, Self>) -> Result<()>;
     /// [`SplitRows`].
     fn split_rows(&self, stream: &Self::Stream, call: SplitRows<'_, Self>) -> Result<()>;
     /// [`ReduceRows`].
@@ -389,7 +389,7 @@ pub trait Kernels: Codec {
     /// [`Sigmoid`].
     fn sigmoid(&self, stream: &Self::Stream, call: Sigmoid<'_, Self>) -> Result<()>;
     /// Layout of one expert that every one of `rows` tokens visits.
-    fn single_zone(&self, stream: &Self::Stream, rows: usize) -> Result<Arc<Zones<Self>>>;
+    fn single_segment(&self, stream: &Self::Stream, rows: usize) -> Result<Arc<Segments<Self>>>;
     /// Makes later work on `stream` wait for an event.
     fn wait(&self, stream: &Self::Stream, event: Option<&Self::Event>) -> Result<()>;
     /// A small tensor from values on the host; integers up to 2⁵³ are exact.

@@ -12,8 +12,10 @@ use crate::kernels::{
 };
 use crate::tensor::{Tensor, TensorMut, TensorRef};
 
-use super::forward::{Experts, borrow, refuse};
-use super::{Context, Cotangents, Gradients, GradientsMut, Inputs, Layer, Role, Wanted, check, payload, shared};
+use super::forward::{RoutedExperts, borrow, refuse};
+use super::{
+    Context, Cotangents, Gradients, GradientsMut, Inputs, Layer, ParamKind, Wanted, check, payload, shared_expert,
+};
 
 const CALL: &str = "Layer::backward";
 
@@ -29,19 +31,19 @@ pub(super) fn backward<D: Kernels>(
     context: Context<D>,
     inputs: Inputs<'_, D>,
     cotangents: Cotangents<'_, D, Scalar<'_, D>>,
-    (wanted, mut beside): (Wanted, Option<[TensorMut<'_, D>; 2]>),
+    (wanted, mut expert_grads): (Wanted, Option<[TensorMut<'_, D>; 2]>),
 ) -> Result<Gradients<D>> {
     context.handle.check_backward(CALL)?;
-    let elsewhere: &[Role] = if beside.is_some() { &[Role::Up, Role::Down] } else { &[] };
+    let elsewhere: &[ParamKind] = if expert_grads.is_some() { &[ParamKind::Up, ParamKind::Down] } else { &[] };
     // Shapes are checked below, where the other ranks are told.
     let mut gradients = match Gradients::empty(layer, group, &inputs, (wanted, elsewhere)) {
         Ok(gradients) => gradients,
         Err(e) => return Err(refuse(layer, group, Op::CombineBwd, e)),
     };
     let mut into = gradients.view_mut();
-    if let Some([up, down]) = &mut beside {
-        into.set(Role::Up, up.reborrow());
-        into.set(Role::Down, down.reborrow());
+    if let Some([up, down]) = &mut expert_grads {
+        into.set(ParamKind::Up, up.reborrow());
+        into.set(ParamKind::Down, down.reborrow());
     }
     let router = backward_into(layer, group, context, (inputs, cotangents), into)?;
     (gradients.logits, gradients.weights) = (router.logits, router.weights);
@@ -116,7 +118,7 @@ pub(super) fn backward_into<D: Kernels>(
     })?;
     if let Some(saved) = context.shared {
         trace_span!("shared expert_bwd")
-            .in_scope(|| shared::backward(layer, on, saved, &inputs, (d_y, d_x), &mut into))?;
+            .in_scope(|| shared_expert::backward(layer, on, saved, &inputs, (d_y, d_x), &mut into))?;
     }
     Ok(router)
 }
@@ -159,7 +161,7 @@ fn experts<D: Kernels>(
     into: &mut GradientsMut<'_, D>,
 ) -> Result<(Tensor<D>, Tensor<D>)> {
     let (config, params, handle) = (&layer.config, inputs.params, &context.handle);
-    let stage = Experts { layer, params, handle, received: &context.received, dtype: context.dtype };
+    let stage = RoutedExperts { layer, params, handle, received: &context.received, dtype: context.dtype };
     let x = inputs.x.borrow();
     let rows = context.received.source(x, handle);
     let grad = d_out.source(d_y.borrow(), handle);
@@ -203,7 +205,7 @@ fn experts<D: Kernels>(
     device.wait(stream, weight.ready.as_ref())?;
     let call = DownBwd {
         grad: grad.borrow(),
-        zones: handle.zones(),
+        segments: handle.segments(),
         weight: weight.weight()?,
         bias: borrow(&params.down_bias),
         pre: pre.view(),
@@ -239,7 +241,7 @@ fn experts<D: Kernels>(
     });
     let call = UpDgrad {
         d_pre: d_pre.view(),
-        zones: handle.zones(),
+        segments: handle.segments(),
         weight: weight.weight()?,
         input_weight,
         out: RowDest::direct(d_rows.view_mut()),
@@ -276,7 +278,7 @@ impl<D: Kernels> ExpertGrads<'_, D> {
             left: left.borrow(),
             right: right.borrow(),
             slot_weights: borrow(&weights.on_weight),
-            zones: self.handle.zones(),
+            segments: self.handle.segments(),
             out: out.reborrow(),
             bias: bias.map(|out| BiasGrad { slot_weights: borrow(&weights.on_bias), out: out.reborrow() }),
             accumulate: self.accumulate,

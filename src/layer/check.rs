@@ -5,7 +5,7 @@ use crate::error::{Error, Result};
 use crate::kernels::Kernels;
 use crate::tensor::{TensorMut, TensorRef};
 
-use super::{GradientsMut, Inputs, Layer, Params, Role, payload};
+use super::{GradientsMut, Inputs, Layer, ParamKind, Params, payload};
 
 /// Checks x and the parameters against the configuration; returns T.
 pub(super) fn inputs<D: Kernels>(
@@ -22,12 +22,12 @@ pub(super) fn inputs<D: Kernels>(
         let found = group.config().num_experts;
         return Err(Error::invalid(call, "group.num_experts", config.router.num_experts, found));
     }
-    for role in Role::ALL {
+    for role in ParamKind::ALL {
         let name = role.name();
         let tensor = params.tensor(role);
         let found = match role {
-            Role::Up => Some((params.up.dims(), params.up.dtype())),
-            Role::Down => Some((params.down.dims(), params.down.dtype())),
+            ParamKind::Up => Some((params.up.dims(), params.up.dtype())),
+            ParamKind::Down => Some((params.down.dims(), params.down.dtype())),
             _ => tensor.as_ref().map(|t| (t.dims(), Some(t.dtype()))),
         };
         let wrong =
@@ -74,7 +74,7 @@ pub(super) fn gradients<D: Kernels>(
         Error::check_shape(call, "gradient of x", inputs.x.dims(), x.dims())?;
         Error::check_dtype(call, "gradient of x", inputs.x.dtype(), x.dtype())?;
     }
-    for role in Role::ALL {
+    for role in ParamKind::ALL {
         let Some(out) = into.get(role) else { continue };
         let name = format!("gradient of {}", role.name());
         match role.dims(layer.config(), group.local_experts()) {
@@ -83,10 +83,10 @@ pub(super) fn gradients<D: Kernels>(
         }
     }
     let params = inputs.params;
-    for (out, source, role) in [(&into.up, params.up, Role::Up), (&into.down, params.down, Role::Down)] {
+    for (out, source, role) in [(&into.up, params.up, ParamKind::Up), (&into.down, params.down, ParamKind::Down)] {
         if out.is_some() && source.frozen() {
             let name = format!("gradient of {}", role.name());
-            return Err(Error::invalid(call, name, "none, as the weight is quantised", "one"));
+            return Err(Error::invalid(call, name, "none, as the weight is quantized", "one"));
         }
     }
     let alone = |bias: &Option<TensorMut<'_, D>>, weight: &Option<TensorMut<'_, D>>| bias.is_some() && weight.is_none();

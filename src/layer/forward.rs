@@ -14,8 +14,8 @@ use crate::lazy::Lazy;
 use crate::metrics::Load;
 use crate::tensor::{Tensor, TensorMut, TensorRef};
 
-use super::payload::{self, Packed};
-use super::{Context, Forward, Layer, Made, Mode, Params, Routing, aux, check, shared};
+use super::payload::{self, EncodedTokens};
+use super::{Context, Forward, ForwardInfo, Layer, Mode, Params, Routing, aux_losses, check, shared_expert};
 
 const CALL: &str = "Layer::forward";
 
@@ -32,7 +32,7 @@ pub(super) fn forward<D: Kernels>(
         Ok(y) => y,
         Err(e) => return Err(refuse(layer, group, Op::Prepare, e)),
     };
-    let Made { aux, routing, context } = forward_into(layer, group, mode, (x, params), y.view_mut())?;
+    let ForwardInfo { aux, routing, context } = forward_into(layer, group, mode, (x, params), y.view_mut())?;
     Ok(Forward { y, aux, routing, context })
 }
 
@@ -42,43 +42,45 @@ pub(super) fn forward_into<D: Kernels>(
     mode: Mode,
     (x, params): (TensorRef<'_, D>, &Params<'_, D>),
     mut y: TensorMut<'_, D>,
-) -> Result<Made<D>> {
+) -> Result<ForwardInfo<D>> {
     let spec = spec::<D>(layer, mode, x.dtype());
     let (device, stream) = (group.device().clone(), group.stream().clone());
     let jitter = jitter(layer, group, mode, x)?;
     // What fails on this rank alone is told to the others in prepare, where they wait.
     let checked = check::inputs(CALL, layer, group, x, params);
     let checked = checked.and_then(|tokens| check::output(CALL, layer, x, tokens, &y));
-    let begun = checked.and_then(|()| {
-        let chosen = trace_span!("route").in_scope(|| choose(layer, group, x, params, jitter))?;
-        Ok((chosen, Packed::new(&layer.config, (&device, &stream), x)?))
+    let pending = checked.and_then(|()| {
+        let routed = trace_span!("route").in_scope(|| route_tokens(layer, group, x, params, jitter))?;
+        Ok((routed, EncodedTokens::new(&layer.config, (&device, &stream), x)?))
     });
-    let (chosen, packed) = match begun {
-        Ok(begun) => begun,
+    let (routed, packed) = match pending {
+        Ok(pending) => pending,
         Err(e) => return Err(refuse(layer, group, Op::Prepare, e)),
     };
     let by_weight = spec.expert_capacity.filter(|c| c.order == CapacityOrder::Probability);
     let handle = trace_span!("prepare")
-        .in_scope(|| group.dispatcher().prepare(chosen.ids.view(), by_weight.map(|_| chosen.weights.view()), &spec))?;
-    let (aux, aux_sums) = aux::losses(layer, group, &handle, (chosen.logits.view(), chosen.ids.view()))?;
+        .in_scope(|| group.dispatcher().prepare(routed.ids.view(), by_weight.map(|_| routed.weights.view()), &spec))?;
+    let (aux, aux_sums) = aux_losses::losses(layer, group, &handle, (routed.logits.view(), routed.ids.view()))?;
 
-    let kept = match kept_weights(layer, (&device, &stream), &handle, &chosen) {
+    let kept = match kept_weights(layer, (&device, &stream), &handle, &routed) {
         Ok(kept) => kept,
         Err(e) => return Err(refuse(layer, group, Op::Dispatch, e)),
     };
-    let weights = kept.as_ref().unwrap_or(&chosen.weights);
+    let weights = kept.as_ref().unwrap_or(&routed.weights);
     let inputs = match &packed {
         Some(packed) => packed.inputs(weights.view()),
         None => DispatchInputs { tokens: x.borrow(), weights: Some(weights.view()), scales: None },
     };
-    let begin =
-        || trace_span!("shared expert").in_scope(|| shared::begin(layer, (&device, &stream), mode, x.borrow(), params));
+    let begin = || {
+        trace_span!("shared expert")
+            .in_scope(|| shared_expert::begin(layer, (&device, &stream), mode, x.borrow(), params))
+    };
     // Where rows take their time, this rank's own tokens have theirs.
-    let mut begun = None;
+    let mut pending = None;
     let received = trace_span!("dispatch").in_scope(|| match group.dispatcher().overlaps() {
         false => group.dispatcher().dispatch_rows(&handle, inputs),
-        true => group.dispatcher().dispatch_rows_beside(&handle, inputs, &mut || {
-            begun = Some(begin());
+        true => group.dispatcher().dispatch_rows_overlapped(&handle, inputs, &mut || {
+            pending = Some(begin());
             Ok(())
         }),
     })?;
@@ -86,12 +88,12 @@ pub(super) fn forward_into<D: Kernels>(
         Some(packed) => packed.unpack((&device, &stream), received),
         None => Ok(received),
     };
-    let (begun, received) = match begun.transpose().and_then(|begun| Ok((begun, unpacked?))) {
+    let (pending, received) = match pending.transpose().and_then(|pending| Ok((pending, unpacked?))) {
         Ok(ready) => ready,
         Err(e) => return Err(refuse(layer, group, Op::Combine, e)),
     };
 
-    let experts = Experts { layer, params, handle: &handle, received: &received, dtype: x.dtype() };
+    let experts = RoutedExperts { layer, params, handle: &handle, received: &received, dtype: x.dtype() };
     let keep = mode.backward && !layer.config.recompute;
     let place = group.dispatcher().place_for_return(&handle, x.dtype(), layer.config.hidden);
     let computed = place.and_then(|place| experts.forward((&device, &stream), x.borrow(), (keep, place)));
@@ -101,12 +103,12 @@ pub(super) fn forward_into<D: Kernels>(
     };
     trace_span!("combine").in_scope(|| group.dispatcher().combine(&handle, out.view(), y.reborrow()))?;
     drop(out);
-    let begun = begun.map_or_else(begin, Ok)?;
+    let pending = pending.map_or_else(begin, Ok)?;
     let shared = trace_span!("shared expert")
-        .in_scope(|| shared::finish(layer, (&device, &stream), mode, begun, params, y.reborrow()))?;
+        .in_scope(|| shared_expert::finish(layer, (&device, &stream), mode, pending, params, y.reborrow()))?;
 
-    let routing = chosen.routing(handle.load());
-    let Chosen { logits, ids, weights } = chosen;
+    let routing = routed.routing(handle.load());
+    let RouterOutput { logits, ids, weights } = routed;
     let dtype = x.dtype();
     let context = mode.backward.then_some(Context {
         handle,
@@ -120,7 +122,7 @@ pub(super) fn forward_into<D: Kernels>(
         pre,
         shared,
     });
-    Ok(Made { aux, routing, context })
+    Ok(ForwardInfo { aux, routing, context })
 }
 
 fn spec<D: Kernels>(layer: &Layer, mode: Mode, dtype: DType) -> DispatchSpec {
@@ -158,25 +160,25 @@ fn jitter<D: Kernels>(layer: &Layer, group: &mut Group<D>, mode: Mode, x: Tensor
 }
 
 /// What the router gave; shared by the result and the context.
-struct Chosen<D: Kernels> {
+struct RouterOutput<D: Kernels> {
     logits: Arc<Tensor<D>>,
     ids: Arc<Tensor<D>>,
     weights: Arc<Tensor<D>>,
 }
 
-impl<D: Kernels> Chosen<D> {
+impl<D: Kernels> RouterOutput<D> {
     fn routing(&self, load: Lazy<Load>) -> Routing<D> {
         Routing { logits: self.logits.clone(), ids: self.ids.clone(), weights: self.weights.clone(), load }
     }
 }
 
-fn choose<D: Kernels>(
+fn route_tokens<D: Kernels>(
     layer: &Layer,
     group: &Group<D>,
     x: TensorRef<'_, D>,
     params: &Params<'_, D>,
     jitter: Option<Jitter>,
-) -> Result<Chosen<D>> {
+) -> Result<RouterOutput<D>> {
     let tokens = x.rows();
     let (device, stream) = (group.device(), group.stream());
     let config = &layer.config.router;
@@ -203,7 +205,7 @@ fn choose<D: Kernels>(
             weights: weights.view_mut(),
         },
     )?;
-    Ok(Chosen { logits: Arc::new(logits), ids: Arc::new(ids), weights: Arc::new(weights) })
+    Ok(RouterOutput { logits: Arc::new(logits), ids: Arc::new(ids), weights: Arc::new(weights) })
 }
 
 /// The weights to use where choices were dropped and the rest is to keep their sum.
@@ -211,19 +213,19 @@ fn kept_weights<D: Kernels>(
     layer: &Layer,
     (device, stream): (&D, &D::Stream),
     handle: &Handle<D>,
-    chosen: &Chosen<D>,
+    routed: &RouterOutput<D>,
 ) -> Result<Option<Tensor<D>>> {
     if !layer.keeps_sum() {
         return Ok(None);
     }
-    let mut out = Tensor::empty(device, chosen.weights.dtype(), chosen.weights.dims())?;
-    let keep = KeepSum { weights: chosen.weights.view(), kept: handle.kept_ids(), grad: None, out: out.view_mut() };
+    let mut out = Tensor::empty(device, routed.weights.dtype(), routed.weights.dims())?;
+    let keep = KeepSum { weights: routed.weights.view(), kept: handle.kept_ids(), grad: None, out: out.view_mut() };
     device.keep_sum(stream, keep)?;
     Ok(Some(out))
 }
 
 /// The routed experts of this rank on the rows that one handle brought.
-pub(super) struct Experts<'a, 'p, D: Kernels> {
+pub(super) struct RoutedExperts<'a, 'p, D: Kernels> {
     pub(super) layer: &'a Layer,
     pub(super) params: &'a Params<'p, D>,
     pub(super) handle: &'a Handle<D>,
@@ -231,7 +233,7 @@ pub(super) struct Experts<'a, 'p, D: Kernels> {
     pub(super) dtype: DType,
 }
 
-impl<D: Kernels> Experts<'_, '_, D> {
+impl<D: Kernels> RoutedExperts<'_, '_, D> {
     /// Routing weight of each slot.
     pub(super) fn slot_weights(&self) -> Option<SlotWeights<'_, D>> {
         let at = self.layer.config.weight_at;
@@ -269,7 +271,7 @@ impl<D: Kernels> Experts<'_, '_, D> {
         device.wait(stream, weight.ready.as_ref())?;
         let call = Up {
             rows: rows.borrow(),
-            zones: self.handle.zones(),
+            segments: self.handle.segments(),
             weight: weight.weight()?,
             bias: borrow(&self.params.up_bias),
             slot_weights: self.slot_weights(),
@@ -293,7 +295,7 @@ impl<D: Kernels> Experts<'_, '_, D> {
         device.wait(stream, weight.ready.as_ref())?;
         let call = Down {
             rows: RowSource::direct(hidden.view()),
-            zones: self.handle.zones(),
+            segments: self.handle.segments(),
             weight: weight.weight()?,
             bias: borrow(&self.params.down_bias),
             slot_weights: self.slot_weights(),

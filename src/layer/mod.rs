@@ -1,22 +1,22 @@
 //! The whole layer: route → prepare → dispatch → up → down → combine, and back. This is the seam that the
 //! framework adapters call; the stages below it are its default implementation. Each stage is a `tracing` span at trace
 //! level, named as in the picture (`route`, `prepare`, …, `dispatch_bwd`, `route_bwd`; `pack` and `unpack` where tokens
-//! travel quantised).
+//! travel quantized).
 
-mod aux;
+mod aux_losses;
 mod backward;
 mod check;
 mod forward;
 mod memory;
+mod params;
 mod payload;
-mod role;
-mod shared;
+mod shared_expert;
 
 pub use crate::aux_loss::AuxValue;
 pub use crate::kernels::Scalar;
-pub use aux::AuxLoss;
+pub use aux_losses::AuxLoss;
 pub use memory::{StepMemory, StepSizes};
-pub use role::{ParamViews, Role};
+pub use params::{ParamKind, ParamViews};
 
 use std::sync::Arc;
 
@@ -48,7 +48,7 @@ pub struct DispatchOptions {
     pub capacity: Capacity,
     /// What happens past a static capacity.
     pub overflow: Overflow,
-    /// Zones are padded to a multiple of this power of two.
+    /// Segments are padded to a multiple of this power of two.
     pub alignment: usize,
     /// When what only the device sees is reported; `None`: as suits the device ([`Kernels::REPORTING`]: at once on
     /// the CPU, later on a GPU).
@@ -120,7 +120,7 @@ pub struct Forward<D: Kernels> {
 
 /// Result of [`Layer::forward_into`]: a [`Forward`] whose output is the caller's.
 #[derive(Debug)]
-pub struct Made<D: Kernels> {
+pub struct ForwardInfo<D: Kernels> {
     /// Auxiliary losses, coefficients included; zeros where none is asked for.
     pub aux: AuxLoss<D>,
     /// The routing, as data.
@@ -154,14 +154,14 @@ pub struct Context<D: Kernels> {
     aux_sums: Option<Arc<Tensor<D>>>,
     received: Received<D>,
     pre: Option<Tensor<D>>,
-    shared: Option<shared::Saved<D>>,
+    shared: Option<shared_expert::SharedContext<D>>,
 }
 
 impl<D: Kernels> Context<D> {
     /// Bytes that the context holds.
     pub fn bytes(&self) -> usize {
         let of = |t: &Option<Tensor<D>>| t.as_ref().map_or(0, Tensor::bytes);
-        let shared = self.shared.as_ref().map_or(0, shared::Saved::bytes);
+        let shared = self.shared.as_ref().map_or(0, shared_expert::SharedContext::bytes);
         self.logits.bytes()
             + self.ids.bytes()
             + self.weights.bytes()
@@ -313,7 +313,7 @@ impl Layer {
         mode: Mode,
         (x, params): (TensorRef<'_, D>, &Params<'_, D>),
         y: TensorMut<'_, D>,
-    ) -> Result<Made<D>> {
+    ) -> Result<ForwardInfo<D>> {
         forward::forward_into(self, group, mode, (x, params), y)
     }
 
@@ -347,7 +347,7 @@ impl Layer {
     /// [`backward`](Self::backward) with the gradients of `up` and `down` in memory of the caller, where there are to
     /// be any, and all others in new memory.
     #[cfg(feature = "candle")]
-    pub(crate) fn backward_beside<D: Kernels>(
+    pub(crate) fn backward_with_expert_grads<D: Kernels>(
         &self,
         group: &mut Group<D>,
         context: Context<D>,

@@ -1,6 +1,6 @@
-//! Tokens that travel quantised: packed before they leave, brought back where they arrive.
+//! Tokens that travel quantized: packed before they leave, brought back where they arrive.
 //!
-//! Each row is quantised by itself, so what it becomes depends on no other row and on no rank, and nothing has to be
+//! Each row is quantized by itself, so what it becomes depends on no other row and on no rank, and nothing has to be
 //! agreed on before. Codes are the rows of a dispatch, opaque; beside each travel its block scales, in NVFP4 with the
 //! row's amax behind them.
 
@@ -10,7 +10,7 @@ use crate::config::{MoeConfig, Payload};
 use crate::dtype::DType;
 use crate::ep::{DispatchInputs, Received};
 use crate::error::{Error, Result};
-use crate::kernels::{JoinRows, Kernels, SplitRows};
+use crate::kernels::{ConcatRows, Kernels, SplitRows};
 use crate::quant::{
     Dequantize, DequantizeMxfp8, Direction, Matrix, Mxfp8, Mxfp8Mut, Nvfp4, Nvfp4Mut, Quantize, QuantizeMxfp8,
 };
@@ -43,7 +43,7 @@ pub(super) fn formula(fingerprint: u64, payload: Payload, dtype: DType) -> u64 {
 
 /// A rank's tokens as they travel.
 #[derive(Debug)]
-pub(super) struct Packed<D: Kernels> {
+pub(super) struct EncodedTokens<D: Kernels> {
     payload: Payload,
     hidden: usize,
     dtype: DType,
@@ -53,7 +53,7 @@ pub(super) struct Packed<D: Kernels> {
     scales: Tensor<D>,
 }
 
-impl<D: Kernels> Packed<D> {
+impl<D: Kernels> EncodedTokens<D> {
     /// None of tokens that travel as they are.
     pub fn new(config: &MoeConfig, (device, stream): (&D, &D::Stream), x: TensorRef<'_, D>) -> Result<Option<Self>> {
         let (payload, hidden, dtype, tokens) = (config.payload, config.hidden, x.dtype(), x.rows());
@@ -82,7 +82,7 @@ impl<D: Kernels> Packed<D> {
             false => {
                 let mut scales = bytes(scale_bytes)?;
                 let right = amax.as_ref().map(|t| as_bytes(t.view())).transpose()?;
-                device.join_rows(stream, JoinRows { left: blocks.view(), right, out: scales.view_mut() })?;
+                device.concat_rows(stream, ConcatRows { left: blocks.view(), right, out: scales.view_mut() })?;
                 scales
             }
         };
@@ -101,7 +101,7 @@ impl<D: Kernels> Packed<D> {
         let codes = rows.as_ref().unwrap_or(&self.codes).view();
         let scales = scales.as_ref().unwrap_or(&self.scales);
         let mut out = Tensor::empty(device, self.dtype, &[codes.rows(), self.hidden])?;
-        let [blocks, amax] = self.apart((device, stream), scales.view())?;
+        let [blocks, amax] = self.split_scales((device, stream), scales.view())?;
         let (scales, out_mut) = (blocks.as_ref().unwrap_or(scales).view(), out.view_mut());
         match (self.payload, &amax) {
             (Payload::Nvfp4, Some(amax)) => {
@@ -125,7 +125,11 @@ impl<D: Kernels> Packed<D> {
     }
 
     /// Block scales and amaxes that rows of `scales` hold: no block scales where there is nothing beside them.
-    fn apart(&self, (device, stream): (&D, &D::Stream), scales: TensorRef<'_, D>) -> Result<[Option<Tensor<D>>; 2]> {
+    fn split_scales(
+        &self,
+        (device, stream): (&D, &D::Stream),
+        scales: TensorRef<'_, D>,
+    ) -> Result<[Option<Tensor<D>>; 2]> {
         let (n, width) = (scales.rows(), block_scales(self.payload, self.hidden)?);
         let mut amax = match self.payload {
             Payload::Nvfp4 => Some(Tensor::empty(device, DType::F32, &[n])?),

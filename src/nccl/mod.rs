@@ -8,48 +8,27 @@
 //! Collectives are enqueued. What goes wrong later, a watchdog finds; see [`NcclComm`]. `docs/nccl.md` is the guide.
 //!
 //! ```text
-//! library, sys                                  finding NCCL, and its interface
-//! world, wire, message                          how ranks join
-//! comm: collectives, pairs, symmetric, sums     a rank's communicator and its calls; lane: NCCL's own
-//! seat                                          the same as hosts see it, without a GPU
-//! board, notices, watch, link                   what ranks hear of each other, and how a communicator ends
-//! built                                         what libraries on top need
+//! ffi       finding NCCL, its interface, its calls on one communicator, and how that ends
+//! comm      how ranks join; a rank's communicator and its calls; what libraries on top need
+//! control   what ranks tell each other: calls compared, refusals, ends; the watchdog
 //! ```
 
-mod board;
-#[cfg(feature = "nccl-ep")]
-mod built;
-mod collectives;
 mod comm;
-mod engines;
-mod error;
-mod lane;
-mod library;
-mod link;
-mod message;
-mod notices;
-mod pairs;
-mod puts;
-mod seat;
-mod spoken;
-mod sums;
-mod symmetric;
-pub mod sys;
+mod control;
+mod ffi;
 #[cfg(test)]
 mod tests;
-mod watch;
-mod wire;
-mod world;
 
+pub use comm::communicator::{NcclComm, Raw};
+pub use comm::init::NcclWorld;
 #[cfg(feature = "nccl-ep")]
-pub(crate) use built::Shared;
-pub use comm::{NcclComm, Raw};
-pub use error::NcclError;
+pub(crate) use comm::shared_comm::SharedComm;
+pub use comm::symmetric::NcclWindow;
+pub use ffi::error::NcclError;
 #[cfg(feature = "nccl-ep")]
-pub(crate) use library::reason;
-pub use library::{NcclLibrary, VARIABLE};
-pub use symmetric::NcclWindow;
-pub use world::NcclWorld;
+pub(crate) use ffi::library::reason;
+pub use ffi::library::{NcclLibrary, VARIABLE};
+pub use ffi::sys;
 
 use crate::error::Error;
 

@@ -1,7 +1,7 @@
 //! What happens when things fail, over a library of functions that fail as told: no GPU, no NCCL.
 
-mod engines;
-mod seats;
+mod copy_engines;
+mod sessions;
 
 use std::ffi::{CStr, c_char, c_int, c_uint, c_void};
 use std::sync::atomic::{AtomicBool, AtomicI32, AtomicU32, Ordering::SeqCst};
@@ -10,18 +10,18 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use crate::comm::{Op, Tag};
-use crate::cuda::Stuck;
+use crate::cuda::StuckFlag;
 use crate::error::{CommError, Error};
 
-use super::lane::{Lane, Piece};
-use super::link::{Link, Place};
-use super::notices::{Notices, Subject};
-use super::puts::{Blocks, Puts};
-use super::sys::{
-    CommPtr, Config, DataType, Functions, RawUniqueId, Reduction, Status, StreamPtr, WaitSignal, WindowPtr,
+use crate::nccl::comm::one_sided::{BlockExchange, OneSided};
+use crate::nccl::control::peer_events::{CollectiveInfo, PeerEvents};
+use crate::nccl::control::watchdog::{EndNotice, Watchdog, Work};
+use crate::nccl::ffi::comm_handle::{CommHandle, RankPlace};
+use crate::nccl::ffi::enqueue::{CommStream, PeerBuffer};
+use crate::nccl::ffi::sys::{
+    CommPtr, Config, DataType, Functions, RawUniqueId, RedOp, Status, StreamPtr, WaitSignal, WindowPtr,
 };
-use super::watch::{Farewell, Watch, Work};
-use super::{NcclError, NcclLibrary};
+use crate::nccl::{NcclError, NcclLibrary};
 
 /// A call of what exchanges blocks.
 #[derive(Debug, Clone, PartialEq)]
@@ -140,7 +140,7 @@ unsafe extern "C" fn reduce(
     _: *mut c_void,
     _: usize,
     _: DataType,
-    _: Reduction,
+    _: RedOp,
     _: CommPtr,
     _: StreamPtr,
 ) -> Status {
@@ -257,18 +257,18 @@ fn library() -> NcclLibrary {
 }
 
 /// Lives until the process ends: a communicator may outlive its test's stack.
-fn link() -> (Arc<Link>, &'static Fake) {
-    link_of(0, 2)
+fn comm_handle() -> (Arc<CommHandle>, &'static Fake) {
+    comm_handle_of(0, 2)
 }
 
-fn link_of(rank: usize, size: usize) -> (Arc<Link>, &'static Fake) {
-    link_at(Place { rank, size, engines: false })
+fn comm_handle_of(rank: usize, size: usize) -> (Arc<CommHandle>, &'static Fake) {
+    comm_handle_at(RankPlace { rank, size, copy_engines: false })
 }
 
-fn link_at(place: Place) -> (Arc<Link>, &'static Fake) {
+fn comm_handle_at(place: RankPlace) -> (Arc<CommHandle>, &'static Fake) {
     let fake: &'static Fake = Box::leak(Box::default());
     let comm = (&raw const *fake).cast_mut().cast();
-    (Arc::new(Link::new(library(), place, comm)), fake)
+    (Arc::new(CommHandle::new(library(), place, comm)), fake)
 }
 
 /// Work that ends when told.
@@ -280,35 +280,37 @@ impl Work for Told {
     }
 }
 
-struct Rig {
-    link: Arc<Link>,
+struct WatchdogFixture {
+    comm_handle: Arc<CommHandle>,
     fake: &'static Fake,
-    notices: Arc<Notices>,
-    watch: Watch,
+    peer_events: Arc<PeerEvents>,
+    watchdog: Watchdog,
     /// What the watchdog told the other ranks.
     unfinished: Arc<Mutex<Option<(u64, u64)>>>,
 }
 
-impl Rig {
+impl WatchdogFixture {
     fn new() -> Self {
-        let ((link, fake), notices, unfinished) = (link(), Arc::<Notices>::default(), Arc::new(Mutex::new(None)));
+        let ((comm_handle, fake), peer_events, unfinished) =
+            (comm_handle(), Arc::<PeerEvents>::default(), Arc::new(Mutex::new(None)));
         let told = Arc::clone(&unfinished);
-        let farewell: Farewell = Box::new(move |_, numbers| *told.lock().unwrap() = Some(numbers));
-        let watch = Watch::start(Arc::clone(&link), Arc::clone(&notices), farewell).expect("a thread");
-        Self { link, fake, notices, watch, unfinished }
+        let end_notice: EndNotice = Box::new(move |_, numbers| *told.lock().unwrap() = Some(numbers));
+        let watchdog =
+            Watchdog::start(Arc::clone(&comm_handle), Arc::clone(&peer_events), end_notice).expect("a thread");
+        Self { comm_handle, fake, peer_events, watchdog, unfinished }
     }
 
     /// Enqueues a collective that ends when the returned flag is set.
     fn enqueue(&self, number: u64, timeout: Duration) -> Arc<AtomicBool> {
         let ends = Arc::new(AtomicBool::new(false));
-        self.watch.enter(subject(number), timeout);
-        self.watch.entered(Some(Box::new(Told(Arc::clone(&ends)))));
+        self.watchdog.enter(subject(number), timeout);
+        self.watchdog.entered(Some(Box::new(Told(Arc::clone(&ends)))));
         ends
     }
 
     fn failure(&self) -> CommError {
         until("aborted", || self.fake.aborts.load(SeqCst) > 0);
-        self.link.failure().expect("the reason is there before the abort")
+        self.comm_handle.failure().expect("the reason is there before the abort")
     }
 }
 
@@ -324,44 +326,44 @@ const PATIENCE: Duration = Duration::from_secs(20);
 const LONG: Duration = Duration::from_secs(3600);
 const SHORT: Duration = Duration::from_millis(60);
 
-fn subject(number: u64) -> Subject {
-    Subject { rank: 0, number, operation: "all_gather", tag: Tag { layer: 1, op: Op::User, sequence: number } }
+fn subject(number: u64) -> CollectiveInfo {
+    CollectiveInfo { rank: 0, number, operation: "all_gather", tag: Tag { layer: 1, op: Op::User, sequence: number } }
 }
 
 #[test]
 fn a_collective_that_does_not_end_in_time() {
-    let rig = Rig::new();
-    let first = rig.enqueue(1, LONG);
-    rig.enqueue(2, SHORT);
+    let fixture = WatchdogFixture::new();
+    let first = fixture.enqueue(1, LONG);
+    fixture.enqueue(2, SHORT);
     thread::sleep(2 * SHORT);
     // The second is behind the first: its time has not begun.
-    assert!(rig.link.failure().is_none());
+    assert!(fixture.comm_handle.failure().is_none());
     first.store(true, SeqCst);
-    match rig.failure() {
+    match fixture.failure() {
         CommError::Timeout { operation: "all_gather", tag, rank: 0, timeout, .. } => {
             assert_eq!((tag.sequence, timeout), (2, SHORT));
         }
         other => panic!("{other:?}"),
     }
-    assert!(rig.link.with(|_, _| ()).is_none(), "nobody uses a communicator that is gone");
-    drop(rig.watch);
-    assert_eq!(*rig.unfinished.lock().unwrap(), Some((2, 2)));
-    drop(rig.link);
-    assert_eq!((rig.fake.aborts.load(SeqCst), rig.fake.destroys.load(SeqCst)), (1, 0));
+    assert!(fixture.comm_handle.with(|_, _| ()).is_none(), "nobody uses a communicator that is gone");
+    drop(fixture.watchdog);
+    assert_eq!(*fixture.unfinished.lock().unwrap(), Some((2, 2)));
+    drop(fixture.comm_handle);
+    assert_eq!((fixture.fake.aborts.load(SeqCst), fixture.fake.destroys.load(SeqCst)), (1, 0));
 }
 
 /// What the rank's own thread has ended is not waited for, nor told again.
 #[test]
 fn a_communicator_that_its_rank_has_ended() {
-    let rig = Rig::new();
-    rig.enqueue(1, PATIENCE);
+    let fixture = WatchdogFixture::new();
+    fixture.enqueue(1, PATIENCE);
     let gone = CommError::PeerGone { operation: "all_gather", tag: subject(1).tag, rank: 0, peer: 1 };
-    rig.link.fail(gone);
-    rig.link.abort();
+    fixture.comm_handle.fail(gone);
+    fixture.comm_handle.abort();
     let start = Instant::now();
-    drop(rig.watch);
+    drop(fixture.watchdog);
     assert!(start.elapsed() < PATIENCE);
-    assert_eq!((*rig.unfinished.lock().unwrap(), rig.fake.aborts.load(SeqCst)), (None, 1));
+    assert_eq!((*fixture.unfinished.lock().unwrap(), fixture.fake.aborts.load(SeqCst)), (None, 1));
 }
 
 /// A stream that copy engines keep waiting after its communicator's end leaves the GPUs of the world stuck: nothing more
@@ -369,19 +371,19 @@ fn a_communicator_that_its_rank_has_ended() {
 #[test]
 fn what_does_not_end_with_its_communicator() {
     for ends in [false, true] {
-        let gpus = [Stuck::default(), Stuck::default()];
-        let [(link, fake), (other, others), (failed, failing)] =
-            [true, false, false].map(|engines| link_at(Place { rank: 0, size: 2, engines }));
-        for link in [&link, &other, &failed] {
-            link.on(|| gpus.to_vec());
+        let gpus = [StuckFlag::default(), StuckFlag::default()];
+        let [(comm_handle, fake), (other, others), (failed, failing)] =
+            [true, false, false].map(|copy_engines| comm_handle_at(RankPlace { rank: 0, size: 2, copy_engines }));
+        for comm_handle in [&comm_handle, &other, &failed] {
+            comm_handle.on(|| gpus.to_vec());
         }
-        link.marked(Box::new(move || Some(Box::new(Told(Arc::new(AtomicBool::new(ends)))))));
-        link.abort();
-        assert_eq!(gpus.each_ref().map(Stuck::is), [!ends; 2]);
+        comm_handle.marked(Box::new(move || Some(Box::new(Told(Arc::new(AtomicBool::new(ends)))))));
+        comm_handle.abort();
+        assert_eq!(gpus.each_ref().map(StuckFlag::is), [!ends; 2]);
         assert!(fake.revoked.load(SeqCst));
         failed.abort();
         until("stopped", || ends || failing.revoked.load(SeqCst));
-        drop((link, other, failed));
+        drop((comm_handle, other, failed));
         let ended = [fake, failing].map(|fake| fake.aborts.load(SeqCst));
         assert_eq!((ended, others.destroys.load(SeqCst)), ([u32::from(ends); 2], u32::from(ends)));
         // The end of this process is as ever.
@@ -394,11 +396,11 @@ fn what_does_not_end_with_its_communicator() {
 #[test]
 fn blocks_are_put_where_and_when_they_may_be() {
     for rank in 0..3 {
-        let (link, fake) = link_of(rank, 3);
-        let lane = Lane { link: &link, stream: std::ptr::null_mut() };
-        let blocks = Blocks { from: 1000, bytes: 8, window: std::ptr::null_mut(), offset: 64 };
+        let (comm_handle, fake) = comm_handle_of(rank, 3);
+        let comm_stream = CommStream { comm_handle: &comm_handle, stream: std::ptr::null_mut() };
+        let blocks = BlockExchange { from: 1000, bytes: 8, window: std::ptr::null_mut(), offset: 64 };
         // SAFETY: nothing is read or written by these functions.
-        unsafe { Puts::of(link.library()).unwrap().exchange(&lane, blocks) }.unwrap();
+        unsafe { OneSided::of(comm_handle.library()).unwrap().exchange(&comm_stream, blocks) }.unwrap();
         let [one, two] = [(rank + 1) % 3, (rank + 2) % 3];
         let put = |peer: usize| {
             let place = (0..3).filter(|from| *from != peer).position(|from| from == rank).unwrap();
@@ -413,27 +415,27 @@ fn blocks_are_put_where_and_when_they_may_be() {
 
 #[test]
 fn what_ends_is_destroyed_in_order() {
-    let rig = Rig::new();
+    let fixture = WatchdogFixture::new();
     for number in 1..=3 {
-        rig.enqueue(number, LONG).store(true, SeqCst);
+        fixture.enqueue(number, LONG).store(true, SeqCst);
     }
-    drop(rig.watch);
-    assert!(rig.link.failure().is_none());
-    drop(rig.link);
-    assert_eq!((rig.fake.aborts.load(SeqCst), rig.fake.destroys.load(SeqCst)), (0, 1));
-    assert_eq!(*rig.unfinished.lock().unwrap(), None);
+    drop(fixture.watchdog);
+    assert!(fixture.comm_handle.failure().is_none());
+    drop(fixture.comm_handle);
+    assert_eq!((fixture.fake.aborts.load(SeqCst), fixture.fake.destroys.load(SeqCst)), (0, 1));
+    assert_eq!(*fixture.unfinished.lock().unwrap(), None);
 }
 
 #[test]
 fn what_the_library_reports() {
-    let rig = Rig::new();
-    rig.enqueue(1, LONG);
+    let fixture = WatchdogFixture::new();
+    fixture.enqueue(1, LONG);
     // Not finished is no error.
-    rig.fake.asynchronous.store(Status::IN_PROGRESS.0, SeqCst);
+    fixture.fake.asynchronous.store(Status::IN_PROGRESS.0, SeqCst);
     thread::sleep(SHORT);
-    assert!(rig.link.failure().is_none());
-    rig.fake.asynchronous.store(Status::REMOTE_ERROR.0, SeqCst);
-    match rig.failure() {
+    assert!(fixture.comm_handle.failure().is_none());
+    fixture.fake.asynchronous.store(Status::REMOTE_ERROR.0, SeqCst);
+    match fixture.failure() {
         CommError::Transport { reason, .. } => {
             assert!(reason.contains("remote error (6): it happened"), "{reason}");
         }
@@ -443,68 +445,68 @@ fn what_the_library_reports() {
 
 #[test]
 fn refusals_and_departures() {
-    let rig = Rig::new();
-    let first = rig.enqueue(7, LONG);
+    let fixture = WatchdogFixture::new();
+    let first = fixture.enqueue(7, LONG);
     // Rank 1 took part in this one before it left, and refuses a later one: this one ends by itself.
-    rig.notices.leave(1, 7);
-    rig.notices.refuse(1, 8, "out of memory");
+    fixture.peer_events.leave(1, 7);
+    fixture.peer_events.refuse(1, 8, "out of memory");
     thread::sleep(SHORT);
-    assert!(rig.link.failure().is_none());
+    assert!(fixture.comm_handle.failure().is_none());
     first.store(true, SeqCst);
-    rig.enqueue(8, LONG);
-    match rig.failure() {
+    fixture.enqueue(8, LONG);
+    match fixture.failure() {
         CommError::Refused { peer: 1, reason, tag, .. } => {
             assert_eq!((&reason[..], tag.sequence), ("out of memory", 8))
         }
         other => panic!("{other:?}"),
     }
 
-    let rig = Rig::new();
-    rig.enqueue(3, LONG);
-    rig.notices.leave(1, 2);
-    assert!(matches!(rig.failure(), CommError::PeerGone { peer: 1, .. }));
+    let fixture = WatchdogFixture::new();
+    fixture.enqueue(3, LONG);
+    fixture.peer_events.leave(1, 2);
+    assert!(matches!(fixture.failure(), CommError::PeerGone { peer: 1, .. }));
     // One's own departure is nobody's fault.
-    let notices = Notices::default();
-    notices.leave(0, 1);
-    assert_eq!(notices.fault(subject(9)), None);
+    let peer_events = PeerEvents::default();
+    peer_events.leave(0, 1);
+    assert_eq!(peer_events.fault(subject(9)), None);
 }
 
 /// The host hangs inside NCCL, where it connects to a peer that does not come: it is let out, and gets the reason.
 #[test]
 fn a_host_stuck_inside_the_library() {
-    let rig = Rig::new();
-    rig.fake.stuck.store(true, SeqCst);
+    let fixture = WatchdogFixture::new();
+    fixture.fake.stuck.store(true, SeqCst);
     let outcome = thread::scope(|scope| {
         let host = scope.spawn(|| {
-            let lane = Lane { link: &rig.link, stream: std::ptr::null_mut() };
+            let comm_stream = CommStream { comm_handle: &fixture.comm_handle, stream: std::ptr::null_mut() };
             // SAFETY: nothing is read or written by these functions.
-            unsafe { lane.all_gather(0, 0, 1) }
+            unsafe { comm_stream.all_gather(0, 0, 1) }
         });
         // Its time runs from when it is inside: however slow the machine, that comes before its end.
-        until("inside", || rig.fake.inside.load(SeqCst));
-        rig.watch.enter(subject(1), SHORT);
+        until("inside", || fixture.fake.inside.load(SeqCst));
+        fixture.watchdog.enter(subject(1), SHORT);
         host.join().expect("no panic")
     });
     assert!(matches!(&outcome, Err(Some(NcclError::Call { code: 3, .. }))), "{outcome:?}");
-    assert!(rig.fake.revoked.load(SeqCst));
-    assert!(matches!(rig.failure(), CommError::Timeout { .. }));
+    assert!(fixture.fake.revoked.load(SeqCst));
+    assert!(matches!(fixture.failure(), CommError::Timeout { .. }));
 }
 
 #[test]
 fn groups_are_ended_whatever_happens_in_them() {
-    let (link, fake) = link();
-    let lane = Lane { link: &link, stream: std::ptr::null_mut() };
-    let pieces = |bytes| [Piece { peer: 1, address: 0, bytes }; 2];
+    let (comm_handle, fake) = comm_handle();
+    let comm_stream = CommStream { comm_handle: &comm_handle, stream: std::ptr::null_mut() };
+    let pieces = |bytes| [PeerBuffer { peer: 1, address: 0, bytes }; 2];
     // SAFETY: nothing is read or written by these functions.
-    unsafe { lane.exchange(&pieces(8), &pieces(8)) }.expect("sent");
+    unsafe { comm_stream.exchange(&pieces(8), &pieces(8)) }.expect("sent");
     assert_eq!(fake.groups.swap(0, SeqCst), 202);
     // SAFETY: as above.
-    unsafe { lane.exchange(&pieces(0), &pieces(0)) }.expect("nothing");
+    unsafe { comm_stream.exchange(&pieces(0), &pieces(0)) }.expect("nothing");
     assert_eq!(fake.groups.swap(0, SeqCst), 0);
     // A status that no header knows.
     fake.send.store(4711, SeqCst);
     // SAFETY: as above.
-    match unsafe { lane.exchange(&pieces(8), &pieces(8)) } {
+    match unsafe { comm_stream.exchange(&pieces(8), &pieces(8)) } {
         Err(Some(NcclError::Call { code: 4711, name, .. })) => assert_eq!(name, "unknown"),
         other => panic!("{other:?}"),
     }
@@ -513,27 +515,27 @@ fn groups_are_ended_whatever_happens_in_them() {
 
 #[test]
 fn blocks_without_ones_own() {
-    let piece = |peer, address, bytes| Piece { peer, address, bytes };
-    let (sends, receives) = super::collectives::blocks((1, 4), (1000, 5000), 8);
+    let piece = |peer, address, bytes| PeerBuffer { peer, address, bytes };
+    let (sends, receives) = crate::nccl::comm::collectives::blocks((1, 4), (1000, 5000), 8);
     assert_eq!(sends, [piece(0, 1000, 8), piece(2, 1016, 8), piece(3, 1024, 8)]);
     assert_eq!(receives, [piece(0, 5000, 8), piece(2, 5008, 8), piece(3, 5016, 8)]);
-    assert_eq!(super::collectives::blocks((0, 1), (1000, 5000), 8), (vec![], vec![]));
+    assert_eq!(crate::nccl::comm::collectives::blocks((0, 1), (1000, 5000), 8), (vec![], vec![]));
 }
 
 #[test]
 fn peers_that_do_not_join() {
-    let place = Place { rank: 3, size: 8, engines: false };
-    let joining = Link::start(&library(), [0; 128], place, || Ok(()), |_| Ok(())).expect("a thread");
+    let place = RankPlace { rank: 3, size: 8, copy_engines: false };
+    let pending_join = CommHandle::start(&library(), [0; 128], place, || Ok(()), |_| Ok(())).expect("a thread");
     // The library's call never returns, so this has not waited for it.
-    match joining.finish(SHORT, || None) {
+    match pending_join.finish(SHORT, || None) {
         Err(Error::Nccl(NcclError::Init { rank: 3, size: 8, timeout })) => assert_eq!(timeout, SHORT),
         other => panic!("{:?}", other.map(drop)),
     }
     // Nor is one waited for that has said that it will not come.
-    let joining = Link::start(&library(), [0; 128], place, || Ok(()), |_| Ok(())).expect("a thread");
-    let notices = Notices::default();
-    notices.refuse(1, 4, "no memory");
-    match joining.finish(LONG, || notices.fault(subject(4))) {
+    let pending_join = CommHandle::start(&library(), [0; 128], place, || Ok(()), |_| Ok(())).expect("a thread");
+    let peer_events = PeerEvents::default();
+    peer_events.refuse(1, 4, "no memory");
+    match pending_join.finish(LONG, || peer_events.fault(subject(4))) {
         Err(Error::Comm(CommError::Refused { peer: 1, reason, .. })) => assert_eq!(reason, "no memory"),
         other => panic!("{:?}", other.map(drop)),
     }
@@ -552,5 +554,5 @@ fn a_library_that_is_too_old() {
     assert_eq!(library().version(), "2.30.7");
     let poor = Functions { put_signal: None, ..functions() };
     let poor = NcclLibrary::of(poor, "a fake".to_string(), "a test").unwrap();
-    assert!(Puts::of(&poor).is_err_and(|e| e.to_string().contains("2.30.7 has no ncclPutSignal")));
+    assert!(OneSided::of(&poor).is_err_and(|e| e.to_string().contains("2.30.7 has no ncclPutSignal")));
 }

@@ -142,7 +142,7 @@ pub enum EpError {
         /// Windows of that way.
         windows: usize,
     },
-    /// Zones must begin at multiples of a power of two.
+    /// Segments must begin at multiples of a power of two.
     #[error("NCCL EP: alignment: expected a power of two, found {found}")]
     Alignment {
         /// What was asked for.
@@ -161,7 +161,7 @@ pub enum EpError {
         "NCCL EP: {stages} stages of {bytes} bytes do not fit the {limit} bytes of shared memory; set \
          NCCL_EP_DISPATCH_NUM_STAGES and NCCL_EP_COMBINE_NUM_STAGES_G2S lower, or choose another dispatcher"
     )]
-    Shared {
+    SharedComm {
         /// Rows in flight in a block.
         stages: usize,
         /// Bytes of a row.

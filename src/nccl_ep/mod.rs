@@ -8,7 +8,7 @@
 //! sys, result      the interface; calls through shim.cpp
 //! library          finding it, and the compiler and folder for its kernels
 //! member, made     what groups and handles of either mode are; rules: what they must keep to; tensor: memory described
-//! high, low        groups and handles: high throughput, low latency
+//! high_throughput, low        groups and handles: high throughput, low latency
 //! dispatcher       the layer's calls over these: joining, prepare, rows there and back, windows
 //! ```
 //!
@@ -19,11 +19,11 @@
 
 mod dispatcher;
 mod error;
-mod high;
+mod high_throughput;
 mod library;
-mod low;
-mod made;
-mod member;
+mod low_latency;
+mod raw_group;
+mod raw_handle;
 pub mod result;
 mod rules;
 pub mod sys;
@@ -31,6 +31,11 @@ mod tensor;
 
 pub use dispatcher::NcclEp;
 pub use error::EpError;
-pub use high::{Counters, Direction, Group, GroupOptions, Handle, HandleOptions, RowsBack, RowsOut};
+pub use high_throughput::{
+    CombineArgs, Direction, DispatchArgs, Group, GroupOptions, Handle, HandleOptions, UpdateCounters,
+};
 pub use library::{Compiler, EpLibrary, VARIABLE};
-pub use low::{Arrival, Departure, Layout, LowLatencyGroup, LowLatencyHandle, LowLatencyOptions, SentBack};
+pub use low_latency::{
+    Layout, LowLatencyCombineArgs, LowLatencyDispatchArgs, LowLatencyGroup, LowLatencyHandle, LowLatencyOptions,
+    LowLatencyReceiveArgs,
+};

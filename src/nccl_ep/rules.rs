@@ -2,7 +2,7 @@
 
 use crate::cuda::Cuda;
 use crate::error::Result;
-use crate::nccl::Shared;
+use crate::nccl::SharedComm;
 
 use super::EpError;
 
@@ -66,7 +66,7 @@ fn domain(comm: crate::nccl::sys::CommPtr) -> Option<usize> {
 }
 
 /// The rule for experts of a domain.
-pub(super) fn check_domain(call: &'static str, comm: &Shared, experts: usize) -> Checked<()> {
+pub(super) fn check_domain(call: &'static str, comm: &SharedComm, experts: usize) -> Checked<()> {
     let ranks = comm.size();
     let domain = comm.with(domain).ok_or(EpError::Ended { call })?.unwrap_or(ranks);
     let local = experts / ranks;

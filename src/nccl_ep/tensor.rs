@@ -12,21 +12,21 @@ use super::{EpError, sys};
 
 /// A window of NCCL's, by its addresses.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct Place {
+pub(super) struct WindowRange {
     pub(super) base: u64,
     pub(super) bytes: usize,
     pub(super) window: crate::nccl::sys::WindowPtr,
 }
 
 // SAFETY: a window is a handle that NCCL lets any thread pass to its calls.
-unsafe impl Send for Place {}
+unsafe impl Send for WindowRange {}
 
 /// The windows that rows may lie in; they outlive the calls that look here.
 #[derive(Debug, Clone, Default)]
-pub(super) struct Places(Arc<Mutex<Vec<Place>>>);
+pub(super) struct WindowRanges(Arc<Mutex<Vec<WindowRange>>>);
 
-impl Places {
-    pub(super) fn add(&self, place: Place) {
+impl WindowRanges {
+    pub(super) fn add(&self, place: WindowRange) {
         self.0.lock().unwrap_or_else(PoisonError::into_inner).push(place);
     }
 
@@ -34,14 +34,14 @@ impl Places {
         self.0.lock().unwrap_or_else(PoisonError::into_inner).clear();
     }
 
-    fn of(&self, address: u64) -> Option<Place> {
+    fn of(&self, address: u64) -> Option<WindowRange> {
         let places = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         places.iter().find(|p| (p.base..p.base + p.bytes as u64).contains(&address)).copied()
     }
 }
 
 /// A tensor's description, for one call.
-pub(super) struct Described<'a> {
+pub(super) struct TensorDescriptor<'a> {
     raw: sys::ncclEpTensor_t,
     sizes: [usize; 3],
     memory: PhantomData<&'a ()>,
@@ -59,7 +59,7 @@ fn number(call: &'static str, dtype: DType) -> Result<sys::ncclDataType_t> {
     })
 }
 
-impl<'a> Described<'a> {
+impl<'a> TensorDescriptor<'a> {
     fn new(call: &'static str, dtype: DType, dims: &[usize], address: u64) -> Result<Self> {
         let mut sizes = [1; 3];
         if dims.len() > sizes.len() {
@@ -89,7 +89,7 @@ impl<'a> Described<'a> {
     }
 
     /// The same memory by its window, where the group wants that.
-    pub(super) fn in_window(mut self, call: &'static str, places: Option<&Places>) -> Result<Self> {
+    pub(super) fn in_window(mut self, call: &'static str, places: Option<&WindowRanges>) -> Result<Self> {
         let Some(places) = places else { return Ok(self) };
         let address = self.raw.data as u64;
         let place = places.of(address).ok_or(EpError::NoWindow { call })?;
@@ -113,12 +113,15 @@ impl<'a> Described<'a> {
 }
 
 /// A pointer to an optional description.
-pub(super) fn pointer(t: &mut Option<Described<'_>>) -> *mut sys::ncclEpTensor_t {
-    t.as_mut().map_or(std::ptr::null_mut(), Described::pointer)
+pub(super) fn pointer(t: &mut Option<TensorDescriptor<'_>>) -> *mut sys::ncclEpTensor_t {
+    t.as_mut().map_or(std::ptr::null_mut(), TensorDescriptor::pointer)
 }
 
 /// Rows as the library moves them: bytes with scales are what it calls fp8, without it moves them as 16-bit elements.
-pub(super) fn on_wire<'a>(t: Described<'a>, (dtype, bytes, scale): (DType, usize, usize)) -> Described<'a> {
+pub(super) fn on_wire<'a>(
+    t: TensorDescriptor<'a>,
+    (dtype, bytes, scale): (DType, usize, usize),
+) -> TensorDescriptor<'a> {
     match (dtype, scale) {
         (DType::U8, 0) => t.retyped(sys::ncclDataType_t::ncclBfloat16, bytes / 2),
         (DType::U8, _) => t.retyped(sys::ncclDataType_t::ncclFloat8e4m3, bytes),

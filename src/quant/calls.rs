@@ -1,4 +1,4 @@
-//! Descriptions of quantisation calls, and the trait a device implements.
+//! Descriptions of quantization calls, and the trait a device implements.
 
 use super::check;
 use super::format::{Direction, Mxfp8, Nvfp4};
@@ -104,7 +104,7 @@ pub struct Swizzle<'a, D: Device> {
     pub to: TensorMut<'a, D>,
 }
 
-/// Quantisation on a device. A call enqueues its work on `stream`; shapes, dtypes and formats are checked first.
+/// Quantization on a device. A call enqueues its work on `stream`; shapes, dtypes and formats are checked first.
 ///
 /// [`quantize`](Self::quantize) is [`compute_amax`](Self::compute_amax) and
 /// [`quantize_cast_only`](Self::quantize_cast_only), to the bit. A matrix whose shards lie on several ranks takes the
@@ -144,7 +144,7 @@ pub trait Codec: Device {
     fn swizzle(&self, stream: &Self::Stream, call: Swizzle<'_, Self>) -> Result<()>;
     /// [`Swizzle`], back.
     fn unswizzle(&self, stream: &Self::Stream, call: Swizzle<'_, Self>) -> Result<()>;
-    /// Row and column of a matrix's first NaN or infinity, in row-major order: the check to make before quantising
+    /// Row and column of a matrix's first NaN or infinity, in row-major order: the check to make before quantizing
     /// where such a value should be an error. Waits for the stream.
     fn first_non_finite(&self, stream: &Self::Stream, matrix: Matrix<'_, Self>) -> Result<Option<[usize; 2]>>;
 }
@@ -177,7 +177,7 @@ impl<D: Device> Nvfp4Tensors<D> {
         Nvfp4Mut { codes: self.codes.view_mut(), scales: self.scales.view_mut(), amax: self.amax.view_mut() }
     }
 
-    /// To de-quantise into `out`.
+    /// To de-quantize into `out`.
     pub fn dequantize<'a>(&'a self, format: &'a Nvfp4, out: TensorMut<'a, D>) -> Dequantize<'a, D> {
         Dequantize { format, codes: self.codes.view(), scales: self.scales.view(), amax: self.amax.view(), out }
     }

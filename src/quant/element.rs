@@ -144,7 +144,7 @@ pub fn e8m0_floor(v: f32) -> u8 {
 mod tests {
     use super::*;
 
-    /// Neighbours of every finite E4M3 or E2M1 value and of every midpoint, from below to above.
+    /// Neighbors of every finite E4M3 or E2M1 value and of every midpoint, from below to above.
     fn probes(grid: &[f64]) -> Vec<f32> {
         let mut probes = Vec::new();
         for pair in grid.windows(2) {

@@ -1,4 +1,4 @@
-//! What a quantised matrix is: recipes, blocks, sizes.
+//! What a quantized matrix is: recipes, blocks, sizes.
 
 use super::{Hadamard, MX_BLOCK, NVFP4_BLOCK};
 use crate::error::{Error, Result};
@@ -13,7 +13,7 @@ pub enum Direction {
 }
 
 /// Whose arithmetic NVFP4 follows. They share format and packing, and differ in the order of operations, in what a
-/// zero block's scale is, and in what NaN and infinity give; `docs/quantisation.md` has both in full.
+/// zero block's scale is, and in what NaN and infinity give; `docs/quantization.md` has both in full.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Recipe {
     /// TransformerEngine's: training.
@@ -54,10 +54,10 @@ pub enum Rounding {
 pub struct Random {
     /// The run's seed.
     pub seed: u64,
-    /// Tells apart the quantisations of a run: a number never used twice with one seed.
+    /// Tells apart the quantizations of a run: a number never used twice with one seed.
     pub stream: u32,
     /// Number of the matrix's first row in the whole matrix, where it is a shard, so that shards round as the whole
-    /// does. A multiple of 16 where columns are quantised.
+    /// does. A multiple of 16 where columns are quantized.
     pub first_row: usize,
 }
 
@@ -158,9 +158,9 @@ impl Nvfp4 {
         }
     }
 
-    /// Sizes of the quantised form of a `[rows, columns]` matrix in one direction.
+    /// Sizes of the quantized form of a `[rows, columns]` matrix in one direction.
     ///
-    /// Column-wise it is the transpose that is quantised: its rows are the matrix's columns. Elements are counted to
+    /// Column-wise it is the transpose that is quantized: its rows are the matrix's columns. Elements are counted to
     /// the end of a last, partial block in scales, and in codes too by [`Recipe::ModelOpt`]; [`Recipe::Te`] crops
     /// the codes.
     ///

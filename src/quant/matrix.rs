@@ -1,4 +1,4 @@
-//! A matrix to quantise: any two strides over a tensor's elements.
+//! A matrix to quantize: any two strides over a tensor's elements.
 
 use super::format::Direction;
 use crate::device::Device;

@@ -1,7 +1,7 @@
-//! Quantised formats: NVFP4, MXFP8, and the elements that checkpoints are made of.
+//! Quantized formats: NVFP4, MXFP8, and the elements that checkpoints are made of.
 //!
 //! [`Codec`] is what a device does: [`quantize`](Codec::quantize), or its two phases with an all-reduce between them,
-//! and back. A [`Matrix`] goes in; an [`Nvfp4`] says how. `docs/quantisation.md` has the formulas, in the order in
+//! and back. A [`Matrix`] goes in; an [`Nvfp4`] says how. `docs/quantization.md` has the formulas, in the order in
 //! which they are computed, and what becomes of NaN, infinities and partial blocks.
 //!
 //! Sources: OCP Microscaling Formats (MX) 1.0 for E2M1, E8M0, MXFP4 and MXFP8; OCP 8-bit Floating Point (OFP8) 1.0
@@ -49,7 +49,7 @@ pub use hadamard::Hadamard;
 pub use matrix::{Layout, Matrix};
 pub use philox::philox4x32;
 pub use swizzle::{TILE_COLUMNS, TILE_ROWS, swizzled_index, swizzled_len};
-pub use weight::{FP8_BLOCK, Quantised, QuantisedRef, WeightFormat};
+pub use weight::{FP8_BLOCK, Quantized, QuantizedRef, WeightFormat};
 
 /// Elements of one NVFP4 block, which share an E4M3 scale.
 pub const NVFP4_BLOCK: usize = 16;

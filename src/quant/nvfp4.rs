@@ -128,7 +128,7 @@ impl Bits {
         let (first_line, first_block) = match direction {
             Direction::Rows => (first, 0),
             Direction::Columns if first.is_multiple_of(BLOCK) => (0, first / BLOCK),
-            Direction::Columns => return refuse("a multiple of 16 where columns are quantised"),
+            Direction::Columns => return refuse("a multiple of 16 where columns are quantized"),
         };
         let fits = |first: usize, count: usize| first.checked_add(count).is_some_and(|end| end as u64 <= 1 << 32);
         if !fits(first_line, lines) || !fits(first_block, blocks) {

@@ -1,7 +1,7 @@
 //! Random bits of stochastic rounding: Philox4x32-7 (Salmon, Moraes, Dror and Shaw, SC 2011). Counter-based, so the
 //! bits of a block depend on its place and the seed, on nothing that was computed before. Seven rounds are the fewest
 //! that pass all of TestU01's BigCrush, by that paper; ten, the usual number, add a margin that a byte an element does
-//! not need, and cost a cast of both directions 7 % of its time (`kernels/notes/quantisation.md`, "Version 6").
+//! not need, and cost a cast of both directions 7 % of its time (`kernels/notes/quantization.md`, "Version 6").
 
 const MULTIPLIERS: [u32; 2] = [0xD251_1F53, 0xCD9E_8D57];
 const WEYL: [u32; 2] = [0x9E37_79B9, 0xBB67_AE85];

@@ -1,4 +1,4 @@
-//! Quantised expert weights: what a product reads in place of a floating-point stack of matrices.
+//! Quantized expert weights: what a product reads in place of a floating-point stack of matrices.
 
 use super::element::{E4M3, e8m0};
 use super::{E2M1, MXFP4_BLOCK, NVFP4_BLOCK};
@@ -12,11 +12,11 @@ use crate::tensor::{Tensor, TensorRef};
 /// Rows and columns that share a scale in [`WeightFormat::Fp8Block`].
 pub const FP8_BLOCK: usize = 128;
 
-/// How a stack of weight matrices `[L, out, in]` is quantised. Blocks run along `in`.
+/// How a stack of weight matrices `[L, out, in]` is quantized. Blocks run along `in`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum WeightFormat {
     /// E2M1 in blocks of 16 with an E4M3 scale each: codes `[L, out, in / 2]`, scales `[L, out, in / 16]`. An E4M3
-    /// NaN among the scales counts as 480 where a device multiplies without de-quantising first.
+    /// NaN among the scales counts as 480 where a device multiplies without de-quantizing first.
     Nvfp4,
     /// E2M1 in blocks of 32 with an E8M0 scale each: codes `[L, out, in / 2]`, scales `[L, out, in / 32]`.
     Mxfp4,
@@ -53,9 +53,9 @@ impl WeightFormat {
     }
 }
 
-/// A quantised stack, borrowed: element `code · scale · factor`.
+/// A quantized stack, borrowed: element `code · scale · factor`.
 #[derive(Debug)]
-pub struct QuantisedRef<'a, D: Device> {
+pub struct QuantizedRef<'a, D: Device> {
     /// The format.
     pub format: WeightFormat,
     /// `[L, out, in]`, as numbers.
@@ -70,17 +70,17 @@ pub struct QuantisedRef<'a, D: Device> {
     pub factors: Option<TensorRef<'a, D>>,
 }
 
-impl<D: Device> Clone for QuantisedRef<'_, D> {
+impl<D: Device> Clone for QuantizedRef<'_, D> {
     fn clone(&self) -> Self {
         *self
     }
 }
-impl<D: Device> Copy for QuantisedRef<'_, D> {}
+impl<D: Device> Copy for QuantizedRef<'_, D> {}
 
-impl<D: Device> QuantisedRef<'_, D> {
+impl<D: Device> QuantizedRef<'_, D> {
     /// Shorter borrow.
-    pub fn borrow(&self) -> QuantisedRef<'_, D> {
-        QuantisedRef {
+    pub fn borrow(&self) -> QuantizedRef<'_, D> {
+        QuantizedRef {
             format: self.format,
             dims: self.dims,
             parts: self.parts,
@@ -117,13 +117,13 @@ impl<D: Device> QuantisedRef<'_, D> {
     }
 }
 
-impl QuantisedRef<'_, Cpu> {
-    /// De-quantises one matrix of the stack: `(code · scale) · factor`, the first product exact.
+impl QuantizedRef<'_, Cpu> {
+    /// De-quantizes one matrix of the stack: `(code · scale) · factor`, the first product exact.
     ///
     /// # Errors
     /// As [`check`](Self::check).
-    pub fn dequantise(&self, index: usize) -> Result<Vec<f32>> {
-        const CALL: &str = "QuantisedRef::dequantise";
+    pub fn dequantize(&self, index: usize) -> Result<Vec<f32>> {
+        const CALL: &str = "QuantizedRef::dequantize";
         self.check(CALL)?;
         let [stack, rows, columns] = self.dims;
         if index >= stack {
@@ -161,9 +161,9 @@ impl QuantisedRef<'_, Cpu> {
     }
 }
 
-/// A quantised stack of expert weights. Frozen: it has no gradient, but gradients pass through it to the rows.
+/// A quantized stack of expert weights. Frozen: it has no gradient, but gradients pass through it to the rows.
 #[derive(Debug)]
-pub struct Quantised<D: Device> {
+pub struct Quantized<D: Device> {
     format: WeightFormat,
     dims: [usize; 3],
     parts: usize,
@@ -172,8 +172,8 @@ pub struct Quantised<D: Device> {
     factors: Option<Tensor<D>>,
 }
 
-impl<D: Device> Quantised<D> {
-    /// A stack of these parts; see [`QuantisedRef`] for what they are.
+impl<D: Device> Quantized<D> {
+    /// A stack of these parts; see [`QuantizedRef`] for what they are.
     ///
     /// # Errors
     /// Parts that do not fit.
@@ -183,13 +183,13 @@ impl<D: Device> Quantised<D> {
         (codes, scales, factors): (Tensor<D>, Tensor<D>, Option<Tensor<D>>),
     ) -> Result<Self> {
         let made = Self { format, dims, parts, codes, scales, factors };
-        made.view().check("Quantised::new")?;
+        made.view().check("Quantized::new")?;
         Ok(made)
     }
 
     /// Borrows the stack.
-    pub fn view(&self) -> QuantisedRef<'_, D> {
-        QuantisedRef {
+    pub fn view(&self) -> QuantizedRef<'_, D> {
+        QuantizedRef {
             format: self.format,
             dims: self.dims,
             parts: self.parts,
@@ -215,14 +215,14 @@ impl<D: Device> Quantised<D> {
     }
 }
 
-impl Quantised<Cpu> {
+impl Quantized<Cpu> {
     /// The same stack on another device.
     ///
     /// # Errors
     /// Where there is no memory, or a driver's error.
-    pub fn to<D: Kernels>(&self, device: &D, stream: &D::Stream) -> Result<Quantised<D>> {
+    pub fn to<D: Kernels>(&self, device: &D, stream: &D::Stream) -> Result<Quantized<D>> {
         let put = |t: &Tensor<Cpu>| t.to(device, stream);
-        Ok(Quantised {
+        Ok(Quantized {
             format: self.format,
             dims: self.dims,
             parts: self.parts,

@@ -42,8 +42,8 @@ impl fmt::Display for Axis {
 
 /// A world as a grid of ranks.
 ///
-/// The order is the caller's: axes from the slowest to the fastest, ranks counted as digits are. Neighbouring ranks
-/// differ in the last axis, so name that one last whose group exchanges most: ranks of one host are neighbours.
+/// The order is the caller's: axes from the slowest to the fastest, ranks counted as digits are. Neighboring ranks
+/// differ in the last axis, so name that one last whose group exchanges most: ranks of one host are neighbors.
 ///
 /// ```
 /// use moebius::ranks::{Axis, Mesh};
@@ -62,7 +62,7 @@ pub struct Mesh {
 /// A rank's place in its group of one axis.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Member {
-    /// Number of the group among those of the axis, in the order of their first ranks (a split's colour).
+    /// Number of the group among those of the axis, in the order of their first ranks (a split's color).
     pub group: usize,
     /// Rank inside the group: the coordinate on the axis (a split's key).
     pub rank: usize,
@@ -137,7 +137,7 @@ impl Mesh {
         first.map(|first| (0..size).map(|i| first + i * stride).collect()).collect()
     }
 
-    /// Distance of neighbours on the axis: the product of all faster axes.
+    /// Distance of neighbors on the axis: the product of all faster axes.
     fn stride(&self, axis: Axis) -> usize {
         match self.axes.iter().position(|(a, _)| *a == axis) {
             Some(at) => self.axes[at + 1..].iter().map(|(_, size)| size).product(),

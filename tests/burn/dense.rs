@@ -4,7 +4,7 @@ use burn::backend::{Autodiff, Flex};
 use burn::tensor::Tensor;
 use burn::tensor::activation::{sigmoid, silu, softmax};
 use moebius::MoeConfig;
-use moebius::layer::{Mode, Role};
+use moebius::layer::{Mode, ParamKind};
 
 use super::support::*;
 use crate::trials::tests;
@@ -16,11 +16,11 @@ fn dense(config: &MoeConfig, ranks: usize) -> (Vec<Found>, Vec<(&'static str, Ve
     fn leaf<const D: usize>((values, dims): (Vec<f32>, Vec<usize>)) -> Tensor<B, D> {
         tensor(values, dims.try_into().unwrap()).require_grad()
     }
-    let (router, router_bias) = (leaf::<2>(param(Role::Router)), leaf::<1>(param(Role::RouterBias)));
-    let (up, up_bias) = (leaf::<3>(param(Role::Up)), leaf::<2>(param(Role::UpBias)));
-    let (down, down_bias) = (leaf::<3>(param(Role::Down)), leaf::<2>(param(Role::DownBias)));
-    let (s_up, s_down) = (leaf::<2>(param(Role::SharedUp)), leaf::<2>(param(Role::SharedDown)));
-    let s_gate = leaf::<2>(param(Role::SharedGate));
+    let (router, router_bias) = (leaf::<2>(param(ParamKind::Router)), leaf::<1>(param(ParamKind::RouterBias)));
+    let (up, up_bias) = (leaf::<3>(param(ParamKind::Up)), leaf::<2>(param(ParamKind::UpBias)));
+    let (down, down_bias) = (leaf::<3>(param(ParamKind::Down)), leaf::<2>(param(ParamKind::DownBias)));
+    let (s_up, s_down) = (leaf::<2>(param(ParamKind::SharedUp)), leaf::<2>(param(ParamKind::SharedDown)));
+    let s_gate = leaf::<2>(param(ParamKind::SharedGate));
     let glu = |h: Tensor<B, 2>| {
         let [t, n] = h.dims();
         let (gate, value) = (h.clone().slice([0..t, 0..n / 2]), h.slice([0..t, n / 2..n]));
@@ -73,15 +73,15 @@ fn dense(config: &MoeConfig, ranks: usize) -> (Vec<Found>, Vec<(&'static str, Ve
         rank.dx = x.as_ref().map_or(vec![], |x| floats(x.grad(&gradients).unwrap()));
     }
     let params = vec![
-        (Role::Router.name(), floats(router.grad(&gradients).unwrap())),
-        (Role::RouterBias.name(), floats(router_bias.grad(&gradients).unwrap())),
-        (Role::Up.name(), floats(up.grad(&gradients).unwrap())),
-        (Role::UpBias.name(), floats(up_bias.grad(&gradients).unwrap())),
-        (Role::Down.name(), floats(down.grad(&gradients).unwrap())),
-        (Role::DownBias.name(), floats(down_bias.grad(&gradients).unwrap())),
-        (Role::SharedUp.name(), floats(s_up.grad(&gradients).unwrap())),
-        (Role::SharedDown.name(), floats(s_down.grad(&gradients).unwrap())),
-        (Role::SharedGate.name(), floats(s_gate.grad(&gradients).unwrap())),
+        (ParamKind::Router.name(), floats(router.grad(&gradients).unwrap())),
+        (ParamKind::RouterBias.name(), floats(router_bias.grad(&gradients).unwrap())),
+        (ParamKind::Up.name(), floats(up.grad(&gradients).unwrap())),
+        (ParamKind::UpBias.name(), floats(up_bias.grad(&gradients).unwrap())),
+        (ParamKind::Down.name(), floats(down.grad(&gradients).unwrap())),
+        (ParamKind::DownBias.name(), floats(down_bias.grad(&gradients).unwrap())),
+        (ParamKind::SharedUp.name(), floats(s_up.grad(&gradients).unwrap())),
+        (ParamKind::SharedDown.name(), floats(s_down.grad(&gradients).unwrap())),
+        (ParamKind::SharedGate.name(), floats(s_gate.grad(&gradients).unwrap())),
     ];
     (found, params)
 }

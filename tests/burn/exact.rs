@@ -20,7 +20,7 @@ fn results_are_the_cores_bit_for_bit() {
     }
 }
 
-fn tokens_that_travel_quantised_are_the_cores() {
+fn tokens_that_are_sent_quantized_are_the_cores() {
     for payload in [Payload::Nvfp4, Payload::Mxfp8] {
         let wide = ExpertParallelMoEConfig { hidden: 32, ..config() }.with_payload(payload);
         for dtype in [moebius::DType::F32, moebius::DType::BF16] {
@@ -209,7 +209,7 @@ fn nothing_is_kept_where_nothing_tracks() {
 tests! {
     fn();
     results_are_the_cores_bit_for_bit,
-    tokens_that_travel_quantised_are_the_cores,
+    tokens_that_are_sent_quantized_are_the_cores,
     any_leading_dimensions_and_strides,
     a_gradient_that_is_not_contiguous_is_read_right,
     recomputed_input_gives_the_same_gradients,

@@ -11,7 +11,7 @@ use moebius::burn::{DeviceGroup, EpGroup, ExpertParallelMoE, NativeBackend, Wait
 use moebius::config::AuxConfig;
 use moebius::cuda::Cuda;
 use moebius::ep::GroupConfig;
-use moebius::layer::{Mode, Role};
+use moebius::layer::{Mode, ParamKind};
 use moebius::{Error, MoeConfig, Waited};
 
 use super::support::*;
@@ -101,15 +101,15 @@ impl Case {
     fn run<S: Subject>(&self, group: DeviceGroup) -> Vec<(String, Vec<f32>)> {
         let mut model = module::<Autodiff<S>>(&self.config, group);
         let e = self.config.router.num_experts;
-        fn cast<S: Subject, const D: usize>(case: &Case, role: Role, param: &mut Param<Tensor<Autodiff<S>, D>>) {
+        fn cast<S: Subject, const D: usize>(case: &Case, role: ParamKind, param: &mut Param<Tensor<Autodiff<S>, D>>) {
             let Some((values, dims)) = whole(role, &case.config) else { return };
             let scale = role.fan_in(&case.config).map_or(0.3, |n| 2.0 / (n as f32).sqrt());
             let values = values.into_iter().map(|v| v * scale).collect();
             *param = Param::from_tensor(case.leaf(values, dims.try_into().unwrap()));
         }
-        cast::<S, 2>(self, Role::Router, &mut model.router.weight);
-        cast::<S, 3>(self, Role::Up, &mut model.experts.up);
-        cast::<S, 3>(self, Role::Down, &mut model.experts.down);
+        cast::<S, 2>(self, ParamKind::Router, &mut model.router.weight);
+        cast::<S, 3>(self, ParamKind::Up, &mut model.experts.up);
+        cast::<S, 3>(self, ParamKind::Down, &mut model.experts.down);
         let (t, h) = (self.tokens, self.config.hidden);
         let x = self.leaf::<Autodiff<S>, 2>(values(1, t * h, 1.0), [t, h]).require_grad();
         let c = self.leaf::<Autodiff<S>, 2>(values(2, t * h, 1.0), [t, h]);

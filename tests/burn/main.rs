@@ -1,11 +1,11 @@
 //! The layer as a burn module: against a dense reference of burn operations, and as a citizen of burn's autodiff,
-//! records and optimisers. With the feature `burn-cuda` on a GPU too.
+//! records and optimizers. With the feature `burn-cuda` on a GPU too.
 
-#[path = "../common/changed.rs"]
-mod changed;
 mod dense;
 mod exact;
 mod faults;
+#[path = "../common/faulty_comm.rs"]
+mod faulty_comm;
 #[cfg(feature = "burn-cuda")]
 mod gpu;
 mod module;

@@ -11,7 +11,7 @@ use burn::tensor::backend::Backend;
 use burn::tensor::{Int, Tensor};
 use moebius::burn::{EpGroup, ExpertParallelMoE, ExpertParallelMoEConfig};
 use moebius::comm::{Op, ReduceOp, Tag};
-use moebius::layer::{Mode, Role};
+use moebius::layer::{Mode, ParamKind};
 use moebius::{MoeConfig, TensorMut};
 
 use super::support::*;
@@ -61,7 +61,7 @@ fn a_record_holds_the_parameters_under_the_crates_names() {
         }
         let mut names = Names(vec![], vec![]);
         loaded.visit(&mut names);
-        assert_eq!(names.1, Role::ALL.map(Role::name));
+        assert_eq!(names.1, ParamKind::ALL.map(ParamKind::name));
     });
 }
 
@@ -102,7 +102,7 @@ fn training_lowers_the_loss_and_keeps_the_ranks_together() {
         let mut first = burn::nn::LinearConfig::new(H, H).with_bias(false).init::<B>(&device());
         first.weight = Param::from_tensor(tensor(values(5, H * H, 0.5), [H, H]));
         let mut model = Model { first, moe };
-        let mut optimiser = AdamWConfig::new().init();
+        let mut optimizer = AdamWConfig::new().init();
         let (x, target) = inputs(rank);
         let (x, target) = (tensor::<B, 2>(x, [TOKENS[rank], H]), tensor::<B, 2>(target, [TOKENS[rank], H]));
         let mut losses = vec![];
@@ -113,7 +113,7 @@ fn training_lowers_the_loss_and_keeps_the_ranks_together() {
             let mut gradients = GradientsParams::from_grads((loss + out.aux).backward(), &model);
             model.moe.reduce_gradients(&mut gradients).unwrap();
             all_reduce(&group, &mut gradients, &model.first.weight);
-            model = optimiser.step(1e-2, model, gradients);
+            model = optimizer.step(1e-2, model, gradients);
         }
         let replicated = (floats(model.moe.router.weight.val()), floats(model.moe.shared.unwrap().up.val()));
         (losses, replicated, floats(model.first.weight.val()))
@@ -161,7 +161,7 @@ fn ids_come_as_data() {
     assert_eq!(out.logits.dims(), [TOKENS[0], E]);
     assert_eq!(out.load.get().unwrap().tokens_per_expert.iter().sum::<usize>(), TOKENS[0] * K);
     let sums = floats(out.weights.sum_dim(1));
-    // Renormalised: a sum of three f32.
+    // Renormalized: a sum of three f32.
     assert!(sums.iter().all(|s| (s - 1.0).abs() < 4.0 * f32::EPSILON));
 }
 

@@ -15,9 +15,9 @@ use moebius::comm::ThreadWorld;
 use moebius::config::{AuxConfig, SharedConfig};
 use moebius::cpu::Cpu;
 use moebius::ep::{Group, GroupConfig};
-use moebius::layer::{Mode, Role};
+use moebius::layer::{Mode, ParamKind};
 
-use super::changed::{Changed, Entered};
+use super::faulty_comm::{Changed, Entered};
 
 pub type B = Autodiff<Flex>;
 
@@ -82,13 +82,13 @@ pub fn values(seed: u64, count: usize, scale: f32) -> Vec<f32> {
 }
 
 /// Values of a parameter over all ranks (L = E).
-pub fn whole(role: Role, config: &MoeConfig) -> Option<(Vec<f32>, Vec<usize>)> {
+pub fn whole(role: ParamKind, config: &MoeConfig) -> Option<(Vec<f32>, Vec<usize>)> {
     let dims = role.dims(config, config.router.num_experts)?;
     Some((values(role as u64 + 10, dims.iter().product(), 0.5), dims))
 }
 
 /// One rank's share of it.
-fn share(role: Role, config: &MoeConfig, rank: usize, ranks: usize) -> Option<CoreTensor> {
+fn share(role: ParamKind, config: &MoeConfig, rank: usize, ranks: usize) -> Option<CoreTensor> {
     let (values, dims) = whole(role, config)?;
     if role.is_replicated() {
         return Some(CoreTensor::from_vec(values, &dims).unwrap());
@@ -102,16 +102,16 @@ fn share(role: Role, config: &MoeConfig, rank: usize, ranks: usize) -> Option<Co
 pub fn block(config: &MoeConfig, rank: usize, ranks: usize) -> Block {
     let of = |role| share(role, config, rank, ranks);
     let params = BlockParams {
-        router: of(Role::Router).unwrap(),
-        router_bias: of(Role::RouterBias),
-        selection_bias: of(Role::SelectionBias),
-        up: of(Role::Up).unwrap(),
-        up_bias: of(Role::UpBias),
-        down: of(Role::Down).unwrap(),
-        down_bias: of(Role::DownBias),
-        shared_up: of(Role::SharedUp),
-        shared_down: of(Role::SharedDown),
-        shared_gate: of(Role::SharedGate),
+        router: of(ParamKind::Router).unwrap(),
+        router_bias: of(ParamKind::RouterBias),
+        selection_bias: of(ParamKind::SelectionBias),
+        up: of(ParamKind::Up).unwrap(),
+        up_bias: of(ParamKind::UpBias),
+        down: of(ParamKind::Down).unwrap(),
+        down_bias: of(ParamKind::DownBias),
+        shared_up: of(ParamKind::SharedUp),
+        shared_down: of(ParamKind::SharedDown),
+        shared_gate: of(ParamKind::SharedGate),
     };
     Block { config: config.clone(), params }
 }

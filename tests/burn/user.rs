@@ -1,4 +1,4 @@
-//! What a user of burn expects of any module: derives, records, optimisers, accumulation, devices, threads.
+//! What a user of burn expects of any module: derives, records, optimizers, accumulation, devices, threads.
 
 use std::thread;
 
@@ -14,7 +14,7 @@ use moebius::MoeConfig;
 use moebius::burn::{EpGroup, ExpertParallelMoE, MoeBackend};
 use moebius::checkpoint::Checkpoint;
 use moebius::ep::GroupConfig;
-use moebius::layer::{Layer, Mode, Role};
+use moebius::layer::{Layer, Mode, ParamKind};
 
 use super::support::*;
 use crate::trials::tests;
@@ -52,8 +52,8 @@ fn rows(from: usize, count: usize) -> Vec<f32> {
     values(9, 12 * H, 1.0)[from * H..(from + count) * H].to_vec()
 }
 
-fn params<Bk: Backend>(model: &ExpertParallelMoE<Bk>) -> Vec<(Role, Vec<f32>)> {
-    let params = model.to_block().unwrap().params.into_roles();
+fn params<Bk: Backend>(model: &ExpertParallelMoE<Bk>) -> Vec<(ParamKind, Vec<f32>)> {
+    let params = model.to_block().unwrap().params.into_params();
     params.map(|(role, t)| (role, t.as_slice::<f32>().unwrap().to_vec())).collect()
 }
 
@@ -62,8 +62,8 @@ fn a_module_among_others() {
     let model = Model::<B>::new(&single());
     anywhere(&model);
     let layer = &model.layers[0];
-    let count = |role: Role| role.dims(layer.layer().config(), E).unwrap().iter().product::<usize>();
-    let of_layer: usize = Role::ALL.into_iter().map(count).sum();
+    let count = |role: ParamKind| role.dims(layer.layer().config(), E).unwrap().iter().product::<usize>();
+    let of_layer: usize = ParamKind::ALL.into_iter().map(count).sum();
     assert_eq!(model.num_params(), H * H + 3 * of_layer);
     assert!(format!("{model}").contains("ExpertParallelMoE"), "{model}");
     assert_eq!(model.devices(), [device()]);
@@ -99,8 +99,8 @@ fn gradients_are_tracked_where_the_user_says() {
     assert_eq!(tracked(&part), [false, false, true, false]);
 }
 
-/// An optimiser moves what has a gradient; weight decay too. The selection bias has none, tracked or not.
-fn an_optimiser_leaves_the_selection_bias_alone() {
+/// An optimizer moves what has a gradient; weight decay too. The selection bias has none, tracked or not.
+fn an_optimizer_leaves_the_selection_bias_alone() {
     let config = MoeConfig::from(&config().with_selection_bias(true));
     let group = single();
     for track in [false, true] {
@@ -113,14 +113,14 @@ fn an_optimiser_leaves_the_selection_bias_alone() {
         let gradients = GradientsParams::from_grads(out.y.powi_scalar(2).sum().backward(), &model);
         model = adam.step(0.1, model, gradients);
         for ((role, now), (_, before)) in params(&model).iter().zip(&before) {
-            assert_eq!(now == before, *role == Role::SelectionBias, "{role:?}, {track}");
+            assert_eq!(now == before, *role == ParamKind::SelectionBias, "{role:?}, {track}");
         }
         // The load moves it.
         let load = out.load.get().unwrap();
         model.update_selection_bias(load, 0.25).unwrap();
         let mut expected = before[2].1.clone();
         moebius::balance::update_selection_bias(&mut expected, &load.tokens_per_expert, 0.25).unwrap();
-        assert_eq!(params(&model)[2], (Role::SelectionBias, expected));
+        assert_eq!(params(&model)[2], (ParamKind::SelectionBias, expected));
         assert!(!model.router.selection_bias.as_ref().unwrap().is_require_grad());
     }
     let load = moebius::metrics::Load::new(vec![1; E], 0);
@@ -270,7 +270,7 @@ tests! {
     a_graph_outlives_other_threads_backwards_while_its_forward_waits,
     a_module_among_others,
     gradients_are_tracked_where_the_user_says,
-    an_optimiser_leaves_the_selection_bias_alone,
+    an_optimizer_leaves_the_selection_bias_alone,
     gradients_accumulate,
     a_deep_model_recomputes_to_the_same_bits,
     records_of_inference_and_of_half_precision,

@@ -7,7 +7,7 @@ use moebius::candle::{DeviceGroup, ExpertParallelMoE, cuda};
 use moebius::config::{SharedConfig, WeightAt};
 use moebius::cuda::Cuda;
 use moebius::ep::{EpGroup, GroupConfig, Reporting};
-use moebius::layer::{DispatchOptions, Mode, Role};
+use moebius::layer::{DispatchOptions, Mode, ParamKind};
 
 use crate::support::{
     AnyError, AnyResult, EXPERTS, close, config, distance, flat, group, of_type, seeded, step, tokens, wide_tokens,
@@ -35,7 +35,7 @@ fn results(moe: &ExpertParallelMoE, tokens: usize, dtype: DType) -> AnyResult<Ve
     let ids = out.ids.flatten_all()?.to_vec1::<i32>()?;
     all.push(("ids".to_string(), ids.into_iter().map(|id| id as f32).collect()));
     all.push(("d x".to_string(), flat(gradients.get(&x).ok_or("no gradient of x")?)?));
-    for role in Role::ALL {
+    for role in ParamKind::ALL {
         if let Some(gradient) = moe.param(role).and_then(|t| gradients.get(t)) {
             all.push((format!("d {}", role.name()), flat(gradient)?));
         }
@@ -92,14 +92,14 @@ fn two_calls_among_ordinary_operations(device: &Device) -> AnyResult<()> {
     Ok(())
 }
 
-fn steps_of_an_optimiser_follow_the_cpu(device: &Device) -> AnyResult<()> {
-    let train = |moe: &ExpertParallelMoE| -> AnyResult<Vec<(Role, Vec<f32>)>> {
+fn steps_of_an_optimizer_follow_the_cpu(device: &Device) -> AnyResult<()> {
+    let train = |moe: &ExpertParallelMoE| -> AnyResult<Vec<(ParamKind, Vec<f32>)>> {
         let x = tokens(0..40, moe.group().device())?;
         let mut adam = AdamW::new(moe.vars(), ParamsAdamW { lr: 1e-3, ..Default::default() })?;
         for _ in 0..5 {
             adam.backward_step(&moe.forward(&x)?.sqr()?.mean_all()?)?;
         }
-        Role::ALL.into_iter().filter_map(|r| Some((r, moe.param(r)?))).map(|(r, t)| Ok((r, flat(t)?))).collect()
+        ParamKind::ALL.into_iter().filter_map(|r| Some((r, moe.param(r)?))).map(|(r, t)| Ok((r, flat(t)?))).collect()
     };
     let expected = train(&seeded(group(&Device::Cpu)?, config())?)?;
     let found = train(&seeded(poisoned(device, 64)?, config())?)?;
@@ -242,7 +242,7 @@ tests! {
     fn(&Device) -> AnyResult<()>;
     a_gpu_gives_what_the_cpu_gives,
     two_calls_among_ordinary_operations,
-    steps_of_an_optimiser_follow_the_cpu,
+    steps_of_an_optimizer_follow_the_cpu,
     steps_are_bit_identical_and_reuse_memory,
     outputs_outlive_group_and_module,
     backward_on_another_thread,

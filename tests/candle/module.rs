@@ -5,7 +5,7 @@ use candle_nn::{AdamW, Optimizer, ParamsAdamW, VarBuilder, VarMap};
 use moebius::DType as OurDType;
 use moebius::candle::ExpertParallelMoE;
 use moebius::config::{AuxConfig, BalanceKind, Payload};
-use moebius::layer::{Layer, Mode, Role};
+use moebius::layer::{Layer, Mode, ParamKind};
 
 use crate::goldens::golden_of;
 use crate::support::{AnyResult, EXPERTS, H, config, distance, flat, group, seeded, single, tokens, wide_tokens};
@@ -67,18 +67,18 @@ fn an_absent_gradient_counts_as_zeros(device: &Device) -> AnyResult<()> {
     // Only the auxiliary loss is used: experts' gradients are exact zeros, the router's are not.
     let gradients = moe.forward_full(&x, Mode::default())?.aux.backward()?;
     let number = |t: &Tensor| -> AnyResult<f64> { Ok(t.to_dtype(DType::F64)?.to_scalar::<f64>()?) };
-    let norm = |role: Role| -> AnyResult<f64> {
+    let norm = |role: ParamKind| -> AnyResult<f64> {
         let param = moe.param(role).ok_or("no such parameter")?;
         number(&gradients.get(param).ok_or("no gradient")?.abs()?.sum_all()?)
     };
-    assert_eq!(norm(Role::Up)?, 0.0);
-    assert_eq!(norm(Role::Down)?, 0.0);
-    assert!(norm(Role::Router)? > 0.0);
+    assert_eq!(norm(ParamKind::Up)?, 0.0);
+    assert_eq!(norm(ParamKind::Down)?, 0.0);
+    assert!(norm(ParamKind::Router)? > 0.0);
     // Both outputs: the gradients add. Linear in the cotangents, so the sums agree to rounding.
     let both = moe.forward_full(&x, Mode::default())?;
     let both = both.y.sum_all()?.add(&(both.aux * 3.0)?)?.backward()?;
     let y_only = moe.forward(&x)?.sum_all()?.backward()?;
-    let router = moe.param(Role::Router).ok_or("no router")?;
+    let router = moe.param(ParamKind::Router).ok_or("no router")?;
     let of = |g: &candle_core::backprop::GradStore| g.get(router).cloned().ok_or("no gradient");
     let expected = (of(&y_only)? + (of(&gradients)? * 3.0)?)?;
     let error = number(&(of(&both)? - &expected)?.abs()?.max_all()?)?;
@@ -133,24 +133,24 @@ fn half_types_stay_near_f32(device: &Device) -> AnyResult<()> {
 }
 
 /// The layer's configuration says so, and the module knows nothing of it.
-fn tokens_may_travel_quantised(device: &Device) -> AnyResult<()> {
+fn tokens_may_be_sent_quantized(device: &Device) -> AnyResult<()> {
     const WIDE: usize = 64;
     for (payload, most) in [(Payload::Nvfp4, 0.45), (Payload::Mxfp8, 0.19)] {
         let mut config = moebius::MoeConfig::new(WIDE, 24, EXPERTS, 2);
         let plain = seeded(group(device)?, config.clone())?;
         config.payload = payload;
-        let quantised = plain.clone().with_layer(Layer::new(config.clone(), 4)?);
+        let quantized = plain.clone().with_layer(Layer::new(config.clone(), 4)?);
         // Both formats hold these; one element of every 16 is the row's largest.
         let values: Vec<f32> = (0..9 * WIDE).map(|i| [6.0, -0.5, 1.0, 3.0, -4.0, 1.5, 2.0, 0.0][i % 8]).collect();
         let exact = Tensor::from_vec(values, (9, WIDE), &Device::Cpu)?.to_device(device)?;
-        assert_eq!(flat(&quantised.forward(&exact)?)?, flat(&plain.forward(&exact)?)?);
+        assert_eq!(flat(&quantized.forward(&exact)?)?, flat(&plain.forward(&exact)?)?);
         // Elements move by 0.15 and 0.0625 of their norm at most, outputs three times as far.
         let x = wide_tokens(0..9, WIDE, DType::F32, device)?;
-        let (found, expected) = (quantised.forward(&x)?, flat(&plain.forward(&x)?)?);
+        let (found, expected) = (quantized.forward(&x)?, flat(&plain.forward(&x)?)?);
         let moved = distance(&flat(&found)?, &expected);
         assert!(moved > 0.0 && moved < most, "{payload:?}: {moved}");
         let gradients = found.sqr()?.sum_all()?.backward()?;
-        for t in quantised.vars().iter().map(|v| v.as_tensor()).chain([x.as_tensor()]) {
+        for t in quantized.vars().iter().map(|v| v.as_tensor()).chain([x.as_tensor()]) {
             let norm = flat(gradients.get(t).ok_or("no gradient")?)?.iter().map(|v| v * v).sum::<f32>();
             assert!(norm.is_finite() && norm > 0.0);
         }
@@ -167,9 +167,9 @@ fn checkpoints_do_not_say_how_tokens_travel(device: &Device) -> AnyResult<()> {
     let mut config = moe.layer().config().clone();
     assert_eq!(config.payload, Payload::Plain);
     config.payload = Payload::Mxfp8;
-    let quantised = moe.clone().with_layer(Layer::new(config.clone(), 1)?);
+    let quantized = moe.clone().with_layer(Layer::new(config.clone(), 1)?);
     let x = wide_tokens(0..9, config.hidden, DType::F32, device)?;
-    let moved = distance(&flat(&quantised.forward(&x)?)?, &flat(&moe.forward(&x)?)?);
+    let moved = distance(&flat(&quantized.forward(&x)?)?, &flat(&moe.forward(&x)?)?);
     assert!(moved > 0.0 && moved < 0.19, "{moved}");
     Ok(())
 }
@@ -196,6 +196,6 @@ tests! {
     an_absent_gradient_counts_as_zeros,
     adamw_trains_it_inside_a_model,
     half_types_stay_near_f32,
-    tokens_may_travel_quantised,
+    tokens_may_be_sent_quantized,
     checkpoints_do_not_say_how_tokens_travel,
 }

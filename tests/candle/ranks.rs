@@ -8,7 +8,7 @@ use moebius::candle::ExpertParallelMoE;
 use moebius::comm::ThreadWorld;
 use moebius::cpu::Cpu;
 use moebius::ep::{EpGroup, Group, GroupConfig};
-use moebius::layer::{Layer, Role};
+use moebius::layer::{Layer, ParamKind};
 
 use crate::support::{AnyResult, EXPERTS, H, Part, close, config, seeded, step, tokens};
 use crate::trials::tests;
@@ -89,7 +89,7 @@ fn fresh_variables_agree_where_ranks_share_them() -> AnyResult<()> {
         shared.shared = Some(moebius::config::SharedConfig { intermediate: 8, gated: true });
         let moe = ExpertParallelMoE::new(Layer::new(shared, 0)?, group, vb)?;
         let of = |t: &Tensor| -> AnyResult<Vec<f32>> { Ok(t.flatten_all()?.to_vec1()?) };
-        let all = Role::ALL.into_iter().filter_map(|r| moe.param(r).map(|t| (r, t)));
+        let all = ParamKind::ALL.into_iter().filter_map(|r| moe.param(r).map(|t| (r, t)));
         all.map(|(r, t)| Ok((r, of(t)?))).collect::<AnyResult<Vec<_>>>()
     });
     let results = results.into_iter().collect::<AnyResult<Vec<_>>>()?;

@@ -7,7 +7,7 @@ use candle_nn::{VarBuilder, VarMap};
 use moebius::MoeConfig;
 use moebius::candle::{DeviceGroup, ExpertParallelMoE};
 use moebius::ep::GroupConfig;
-use moebius::layer::{Layer, Role};
+use moebius::layer::{Layer, ParamKind};
 
 pub type AnyError = Box<dyn std::error::Error + Send + Sync>;
 pub type AnyResult<T> = Result<T, AnyError>;
@@ -41,7 +41,7 @@ pub fn of_type(group: impl Into<DeviceGroup>, config: MoeConfig, dtype: DType) -
     let local = experts / group.ranks();
     let first = group.rank() * local;
     let layer = Layer::new(config, 3)?;
-    let tensors = Role::ALL
+    let tensors = ParamKind::ALL
         .into_iter()
         .filter_map(|role| {
             let dims = role.dims(layer.config(), local)?;
@@ -78,7 +78,7 @@ pub fn flat(t: &Tensor) -> AnyResult<Vec<f32>> {
 }
 
 /// What one rank's part of a step gives: its y, d x, and (role, gradient).
-pub type Part = (Vec<f32>, Vec<f32>, Vec<(Role, Vec<f32>)>);
+pub type Part = (Vec<f32>, Vec<f32>, Vec<(ParamKind, Vec<f32>)>);
 
 /// Forward and backward of two calls of the layer in one graph, among ordinary operations.
 pub fn step(moe: &ExpertParallelMoE, rows: Range<usize>) -> AnyResult<Part> {
@@ -95,7 +95,7 @@ pub fn step(moe: &ExpertParallelMoE, rows: Range<usize>) -> AnyResult<Part> {
             None => Ok(vec![0.0; t.elem_count()]),
         }
     };
-    let params = Role::ALL.into_iter().filter_map(|r| moe.param(r).map(|t| (r, t)));
+    let params = ParamKind::ALL.into_iter().filter_map(|r| moe.param(r).map(|t| (r, t)));
     let params = params.map(|(r, t)| Ok((r, of(t)?))).collect::<AnyResult<_>>()?;
     Ok((flat(&y)?, of(&x)?, params))
 }

@@ -1,4 +1,4 @@
-//! What a user of candle expects of any module: names, files, clones, optimisers, threads.
+//! What a user of candle expects of any module: names, files, clones, optimizers, threads.
 
 use std::collections::HashMap;
 
@@ -9,7 +9,7 @@ use moebius::candle::ExpertParallelMoE;
 use moebius::checkpoint::{BlockParams, Checkpoint, LoadOptions};
 use moebius::config::SharedConfig;
 use moebius::ep::GroupConfig;
-use moebius::layer::{Layer, Mode, Role};
+use moebius::layer::{Layer, Mode, ParamKind};
 
 use crate::goldens::golden_of;
 use crate::support::{AnyResult, close, config, flat, group, seeded, single, tokens};
@@ -34,7 +34,7 @@ fn variables_go_through_a_file_and_back(device: &Device) -> AnyResult<()> {
     let expected = flat(&moe.forward(&x)?)?;
     let mut names: Vec<String> = vars.data().lock().map_err(|e| e.to_string())?.keys().cloned().collect();
     names.sort();
-    let mut wanted = Role::ALL.map(|role| format!("layers.0.moe.{}", role.name()));
+    let mut wanted = ParamKind::ALL.map(|role| format!("layers.0.moe.{}", role.name()));
     wanted.sort();
     assert_eq!(names, wanted);
     let folder = tempfile::tempdir()?;
@@ -99,13 +99,13 @@ fn a_clone_shares_its_variables_and_stands_where_modules_stand(device: &Device) 
 }
 
 /// Weight decay moves whatever has a gradient, be it of zeros.
-fn an_optimiser_leaves_the_selection_bias_alone(device: &Device) -> AnyResult<()> {
+fn an_optimizer_leaves_the_selection_bias_alone(device: &Device) -> AnyResult<()> {
     let (vars, moe) = in_map(full(), device)?;
-    let bias = moe.param(Role::SelectionBias).ok_or("no selection bias")?.clone();
+    let bias = moe.param(ParamKind::SelectionBias).ok_or("no selection bias")?.clone();
     let given = Tensor::arange(0f32, 8., device)?;
     Var::from_tensor(&bias)?.set(&given)?;
     let before: Vec<_> = moe.vars().iter().map(|v| flat(v)).collect::<AnyResult<_>>()?;
-    assert_eq!(before.len(), Role::ALL.len() - 1);
+    assert_eq!(before.len(), ParamKind::ALL.len() - 1);
     let mut adam = AdamW::new(vars.all_vars(), ParamsAdamW { lr: 0.1, weight_decay: 0.5, ..Default::default() })?;
     let x = tokens(0..40, device)?;
     let out = moe.forward_full(&x, Mode::default())?;
@@ -131,7 +131,7 @@ fn an_optimiser_leaves_the_selection_bias_alone(device: &Device) -> AnyResult<()
     Ok(())
 }
 
-fn evaluation_keeps_nothing_and_sees_the_optimisers_steps(device: &Device) -> AnyResult<()> {
+fn evaluation_keeps_nothing_and_sees_the_optimizers_steps(device: &Device) -> AnyResult<()> {
     let moe = seeded(group(device)?, full())?;
     let (evaluated, x) = (moe.detached(), tokens(0..9, device)?);
     let mut sgd = SGD::new(moe.vars(), 0.1)?;
@@ -155,17 +155,17 @@ fn a_part_of_the_parameters_is_trained(device: &Device) -> AnyResult<()> {
     let moe = seeded(group(device)?, full())?;
     let x = tokens(0..9, device)?.detach();
     let whole = moe.forward(&x)?.sqr()?.sum_all()?.backward()?;
-    for kept in [Role::Router, Role::DownBias, Role::SharedGate] {
-        let of = |role: Role| {
+    for kept in [ParamKind::Router, ParamKind::DownBias, ParamKind::SharedGate] {
+        let of = |role: ParamKind| {
             let t = moe.param(role).ok_or("a parameter")?;
             Ok((role.name().to_string(), if role == kept { t.clone() } else { t.detach() }))
         };
-        let tensors = Role::ALL.into_iter().map(of).collect::<AnyResult<_>>()?;
+        let tensors = ParamKind::ALL.into_iter().map(of).collect::<AnyResult<_>>()?;
         let vb = VarBuilder::from_tensors(tensors, DType::F32, device);
         let part = ExpertParallelMoE::new(moe.layer().clone(), moe.group(), vb)?;
         let gradients = part.forward(&x)?.sqr()?.sum_all()?.backward()?;
         assert_eq!(part.vars().len(), 1);
-        for role in Role::ALL {
+        for role in ParamKind::ALL {
             let found = gradients.get(part.param(role).ok_or("a parameter")?);
             assert_eq!(found.is_some(), role == kept, "{role:?}");
         }
@@ -201,7 +201,7 @@ fn half_types_and_the_loss_beside_them(device: &Device) -> AnyResult<()> {
     let moe = single(config, DType::BF16, device)?;
     let x = tokens(0..9, device)?.to_dtype(DType::BF16)?;
     let router = |loss: Tensor| -> AnyResult<Vec<f32>> {
-        flat(loss.backward()?.get(moe.param(Role::Router).ok_or("a router")?).ok_or("no gradient")?)
+        flat(loss.backward()?.get(moe.param(ParamKind::Router).ok_or("a router")?).ok_or("no gradient")?)
     };
     let out = || moe.forward_full(&x, Mode::default());
     assert_eq!(out()?.aux.dtype(), DType::F32);
@@ -282,9 +282,9 @@ fn a_loaded_selection_bias_moves_if_the_block_trains(device: &Device) -> AnyResu
     let (_, moe) = in_map(full(), device)?;
     let load = moebius::metrics::Load::new(vec![8, 0, 0, 0, 0, 0, 0, 0], 0);
     let trained = ExpertParallelMoE::from_block(moe.to_block()?, 0, group(device)?, true)?;
-    assert_eq!(trained.vars().len(), Role::ALL.len() - 1);
+    assert_eq!(trained.vars().len(), ParamKind::ALL.len() - 1);
     trained.update_selection_bias(&load, 0.25)?;
-    let bias = flat(trained.param(Role::SelectionBias).ok_or("no selection bias")?)?;
+    let bias = flat(trained.param(ParamKind::SelectionBias).ok_or("no selection bias")?)?;
     assert_eq!(bias, [-0.25, 0.25, 0.25, 0.25, 0.25, 0.25, 0.25, 0.25]);
     let frozen = ExpertParallelMoE::from_block(moe.to_block()?, 0, group(device)?, false)?;
     assert!(frozen.vars().is_empty() && frozen.update_selection_bias(&load, 0.25).is_err());
@@ -333,8 +333,8 @@ tests! {
     variables_go_through_a_file_and_back,
     a_variable_that_is_missing_or_mis_shaped_is_named,
     a_clone_shares_its_variables_and_stands_where_modules_stand,
-    an_optimiser_leaves_the_selection_bias_alone,
-    evaluation_keeps_nothing_and_sees_the_optimisers_steps,
+    an_optimizer_leaves_the_selection_bias_alone,
+    evaluation_keeps_nothing_and_sees_the_optimizers_steps,
     a_part_of_the_parameters_is_trained,
     gradients_accumulate_over_microbatches,
     half_types_and_the_loss_beside_them,

@@ -484,7 +484,7 @@ fn arguments() {
         let options = options(rank, ranks, dtype);
         let loads = [
             checkpoint.load_block(layer, options).map(drop),
-            checkpoint.load_quantised(layer, options).map(drop),
+            checkpoint.load_quantized(layer, options).map(drop),
             checkpoint.block_bytes(layer, options).map(drop),
         ];
         for error in loads.map(Result::unwrap_err) {

@@ -1,4 +1,4 @@
-//! The two on-disk forms of every family, sharded folders, element types, and the quantised forms without a fixture.
+//! The two on-disk forms of every family, sharded folders, element types, and the quantized forms without a fixture.
 
 use half::{bf16, f16};
 use moebius::DType;

@@ -32,7 +32,7 @@ fn disk_tensors_invert_load() {
             let block = checkpoint.load_block(layer, options(0, 1, None)).unwrap();
             let tensors = checkpoint.disk_tensors(layer, &block.params, 0, 1).unwrap();
             let prefix = checkpoint.block_prefix(layer).unwrap();
-            let quantised = checkpoint.block_form(layer).unwrap().is_quantised();
+            let quantized = checkpoint.block_form(layer).unwrap().is_quantized();
             for (name, tensor) in &tensors {
                 assert!(name.starts_with(&prefix), "{name}");
                 match file.get(name).filter(|t| t.dtype == tensor.dtype().name()) {
@@ -41,13 +41,13 @@ fn disk_tensors_invert_load() {
                         assert!(tensor.as_bytes() == stored.data, "{}: {name}", dir.display());
                     }
                     None => {
-                        assert!(quantised, "{name} is not in {}", dir.display());
+                        assert!(quantized, "{name} is not in {}", dir.display());
                         let dtype = Some(tensor.dtype());
                         assert_eq!(tensor.as_bytes(), checkpoint.tensor(name, dtype).unwrap().as_bytes(), "{name}");
                     }
                 }
             }
-            if !quantised {
+            if !quantized {
                 let expected: Vec<&String> = file.keys().filter(|name| name.starts_with(&prefix)).collect();
                 assert_eq!(tensors.iter().map(|(name, _)| name).collect::<Vec<_>>(), expected);
             }
@@ -55,9 +55,9 @@ fn disk_tensors_invert_load() {
     }
 }
 
-/// De-quantised weights are the reference's bit for bit.
+/// De-quantized weights are the reference's bit for bit.
 #[test]
-fn dequantised_weights_are_exact() {
+fn dequantized_weights_are_exact() {
     let mut compared = 0;
     for dir in golden() {
         let checkpoint = Checkpoint::open(&dir).unwrap();
@@ -101,7 +101,7 @@ fn save_and_load_give_the_same_bits() {
             let prefixes: Vec<String> = layers.iter().map(|l| saved.block_prefix(*l).unwrap()).collect();
             let others = |name: &&String| !prefixes.iter().any(|prefix| name.starts_with(prefix));
             if before.keys().any(|name| name.ends_with("_scale_inv")) {
-                // Attention was quantised too and is written de-quantised.
+                // Attention was quantized too and is written de-quantized.
                 assert!(after.keys().all(|name| !name.ends_with("_scale_inv")), "{what}");
                 let name = "model.layers.0.self_attn.o_proj.weight";
                 assert_eq!(from.tensor(name, None).unwrap().as_bytes(), after[name].data, "{what}");

@@ -4,7 +4,7 @@ mod damage;
 mod families;
 mod forms;
 mod golden;
-mod quantise;
+mod quantize;
 mod support;
 
 /// The references' own reading of names on disk.

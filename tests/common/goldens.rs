@@ -17,7 +17,7 @@ pub fn golden_of(name: &str) -> PathBuf {
     if own.join("config.json").is_file() { own } else { shipped("golden").join(name) }
 }
 
-/// The quantisation vectors: beside those folders, or the shipped ones.
+/// The quantization vectors: beside those folders, or the shipped ones.
 pub fn golden_quant() -> PathBuf {
     let own = golden().with_file_name("golden-quant");
     if own.is_dir() { own } else { shipped("golden-quant") }

@@ -1,10 +1,10 @@
 //! Runs whole layers over rank threads through the crate's core interface.
 #![allow(dead_code, reason = "every suite takes a part")]
 
+#[path = "../devices/mod.rs"]
+pub mod devices;
 #[path = "../../examples/support/mod.rs"]
 pub mod support;
-#[path = "../target/mod.rs"]
-pub mod target;
 
 use std::thread;
 use std::time::Duration;
@@ -14,11 +14,11 @@ use moebius::checkpoint::BlockParams;
 use moebius::config::MoeConfig;
 use moebius::cpu::Cpu;
 use moebius::ep::{DispatcherKind, Group, GroupConfig};
-use moebius::layer::{Cotangents, DispatchOptions, Inputs, Layer, Mode, Noise, ParamViews, Role, Wanted};
+use moebius::layer::{Cotangents, DispatchOptions, Inputs, Layer, Mode, Noise, ParamKind, ParamViews, Wanted};
 use moebius::{DType, Error};
 
+use devices::Target;
 use support::dense::Params;
-use target::Target;
 
 pub type CoreTensor = moebius::Tensor<Cpu>;
 
@@ -158,7 +158,7 @@ pub fn run_parts<D: Target>(
 
 /// One rank of the same.
 pub fn run_rank<D: Target>(
-    seat: target::Seat<D>,
+    seat: devices::Seat<D>,
     setup: &Setup,
     params: &BlockParams,
     x: &Tensor,
@@ -190,7 +190,7 @@ fn one_rank<D: Target>(
     let shown = |t: &moebius::Tensor<D>| framework(&device.to_cpu(t));
     let layer = Layer::new(setup.config.clone(), 0)?.with_dispatch(setup.dispatch);
     let own: Vec<Option<moebius::Tensor<D>>> =
-        Role::ALL.into_iter().map(|role| params.get(role).map(|t| device.host(t))).collect();
+        ParamKind::ALL.into_iter().map(|role| params.get(role).map(|t| device.host(t))).collect();
     let views = ParamViews::collect(|role| Ok(own[role as usize].as_ref().map(|t| t.view())))?;
     let params = views.params();
     let mode = Mode { backward: cotangent.is_some(), noise: setup.noise };
@@ -201,7 +201,7 @@ fn one_rank<D: Target>(
         let inputs = Inputs { x: x.view(), params: &params };
         let cotangents = Cotangents { y: dy.map(|t| t.view()), aux };
         let mut g = layer.backward(group, context, inputs, cotangents, Wanted::ALL)?;
-        let of_params = Role::ALL.into_iter().map(|role| (role.name(), g.take(role))).collect::<Vec<_>>();
+        let of_params = ParamKind::ALL.into_iter().map(|role| (role.name(), g.take(role))).collect::<Vec<_>>();
         let others = [("x", g.x), ("logits", Some(g.logits)), ("weights", Some(g.weights))];
         let named = of_params.into_iter().chain(others);
         grads.extend(named.filter_map(|(n, t)| Some((n.to_string(), shown(&t?)))));

@@ -90,5 +90,5 @@ pub fn run(here: Vec<Here>, cases: Vec<Case>) -> ExitCode {
 /// Ends the connections before the process does.
 pub fn close() {
     gpus::close();
-    super::common::target::gpus::close();
+    super::common::devices::gpus::close();
 }

@@ -10,7 +10,7 @@ use moebius::cpu::Cpu;
 use moebius::cuda::{Captured, Cuda};
 use moebius::ep::{DispatcherKind, Group, GroupConfig};
 use moebius::kernels::Kernels;
-use moebius::layer::{Cotangents, DispatchOptions, GradientsMut, Inputs, Layer, Mode, ParamViews, Role};
+use moebius::layer::{Cotangents, DispatchOptions, GradientsMut, Inputs, Layer, Mode, ParamKind, ParamViews};
 use moebius::nccl::NcclComm;
 use moebius::{DType, Error, Result, Tensor};
 
@@ -43,7 +43,7 @@ pub struct Steps {
     rank: usize,
     backward: bool,
     layer: Layer,
-    params: Vec<(Role, Tensor<Cuda>)>,
+    params: Vec<(ParamKind, Tensor<Cuda>)>,
     x: Tensor<Cuda>,
     d_y: Tensor<Cuda>,
     out: Vec<Tensor<Cuda>>,
@@ -61,10 +61,10 @@ impl Steps {
             cuda.write(&cuda.stream(), &values, DType::BF16, dims)
         };
         let mut params = Vec::new();
-        for (i, role) in Role::ALL.into_iter().enumerate() {
+        for (i, role) in ParamKind::ALL.into_iter().enumerate() {
             let Some(dims) = role.dims(&config, experts / ranks) else { continue };
             // The router and the shared expert are the same on all ranks.
-            let own = matches!(role, Role::Up | Role::Down);
+            let own = matches!(role, ParamKind::Up | ParamKind::Down);
             let seed = if own { 100 * (rank as u64 + 1) + i as u64 } else { 5 + i as u64 };
             params.push((role, put(seed, &dims, 0.4)?));
         }

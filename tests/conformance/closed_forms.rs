@@ -154,7 +154,7 @@ fn step<D: Target>(s: &Setup<D>) -> Vec<f64> {
         let h = r.prepare(&ids, &training(0, k)).expect("prepare");
         let recv = r.dispatch(&h, F32(H), &x, None).expect("dispatch");
         let factor: Vec<f64> = r
-            .zones(&h)
+            .segments(&h)
             .iter()
             .enumerate()
             .flat_map(|(e, (_, n))| vec![0.1 + (r.rank * 8 / s.ranks + e) as f64; *n])

@@ -8,7 +8,7 @@ use moebius::ep::{
 };
 use moebius::{DType, Error, Result, Tensor, TensorRef};
 
-pub use super::target::{Seat, Target};
+pub use super::devices::{Seat, Target};
 
 /// One case of the suite.
 pub struct Case<D: Target> {
@@ -347,15 +347,15 @@ impl<D: Target> Rank<D> {
     }
 
     /// Filled slots of each local expert: `(first, count)`.
-    pub fn zones(&self, handle: &Handle<D>) -> Vec<(usize, usize)> {
-        let zones = handle.zones();
-        let (offsets, counts) = (self.values(zones.offsets.view()), self.values(zones.counts.view()));
+    pub fn segments(&self, handle: &Handle<D>) -> Vec<(usize, usize)> {
+        let segments = handle.segments();
+        let (offsets, counts) = (self.values(segments.offsets.view()), self.values(segments.counts.view()));
         offsets.iter().zip(counts).map(|(o, c)| (*o as usize, c as usize)).collect()
     }
 
     /// Slots that hold a choice.
     pub fn filled(&self, handle: &Handle<D>) -> Vec<usize> {
-        self.zones(handle).into_iter().flat_map(|(first, count)| first..first + count).collect()
+        self.segments(handle).into_iter().flat_map(|(first, count)| first..first + count).collect()
     }
 
     /// Replaces every row that is no filled slot by NaN.

@@ -3,10 +3,12 @@
 
 mod closed_forms;
 mod communicator;
+mod deferred_reporting;
+#[path = "../devices/mod.rs"]
+mod devices;
 mod edges;
 mod faults;
 mod harness;
-mod later;
 #[path = "../common/limits.rs"]
 mod limits;
 mod payload;
@@ -14,17 +16,15 @@ mod random;
 mod reference;
 mod routing;
 mod symmetric;
-#[path = "../target/mod.rs"]
-mod target;
 
 use std::io::Write;
 
+use devices::Target;
+#[cfg(feature = "nccl")]
+pub use devices::gpus;
 use harness::{Case, Setup};
 use moebius::cpu::Cpu;
 use moebius::ep::DispatcherKind;
-use target::Target;
-#[cfg(feature = "nccl")]
-pub use target::gpus;
 
 /// Every case, with the name of its file.
 pub fn cases<D: Target>() -> Vec<(&'static str, Case<D>)> {
@@ -34,7 +34,7 @@ pub fn cases<D: Target>() -> Vec<(&'static str, Case<D>)> {
         ("edges", edges::cases()),
         ("faults", faults::cases()),
         ("random", random::cases()),
-        ("later", later::cases()),
+        ("later", deferred_reporting::cases()),
         ("payload", payload::cases()),
     ];
     files.into_iter().flat_map(|(file, cases)| cases.into_iter().map(move |c| (file, c))).collect()

@@ -1,4 +1,4 @@
-//! Whole layers whose tokens travel quantised, each against a layer of the same group whose tokens do not: over the same
+//! Whole layers whose tokens travel quantized, each against a layer of the same group whose tokens do not: over the same
 //! dispatcher every sum then has the same order, so that results are compared bit for bit.
 //!
 //! A token's first 32 elements are `code · 2^j` with `code` an E2M1 value and 6 among each 16 of them, which both formats
@@ -7,7 +7,7 @@
 
 use moebius::config::{MoeConfig, Payload, SharedConfig, WeightAt};
 use moebius::ep::{Capacity, GroupConfig, Overflow, Reporting};
-use moebius::layer::{Cotangents, DispatchOptions, Inputs, Layer, Mode, ParamViews, Role, Wanted};
+use moebius::layer::{Cotangents, DispatchOptions, Inputs, Layer, Mode, ParamKind, ParamViews, Wanted};
 use moebius::quant::{
     DequantizeMxfp8, Direction, Matrix, Mxfp8, Mxfp8Tensors, Nvfp4, Nvfp4Tensors, Quantize, QuantizeMxfp8,
 };
@@ -88,19 +88,19 @@ fn floats<D: Target>() -> impl Iterator<Item = DType> {
 }
 
 /// A block's tensors on a rank; its router sees the first 32 elements only.
-fn params<D: Target>(r: &Rank<D>, config: &MoeConfig, dtype: DType) -> Vec<(Role, Tensor<D>)> {
+fn params<D: Target>(r: &Rank<D>, config: &MoeConfig, dtype: DType) -> Vec<(ParamKind, Tensor<D>)> {
     let local = r.group.local_experts();
-    let one = |role: Role| {
+    let one = |role: ParamKind| {
         let dims = role.dims(config, local)?;
         let seed = if role.is_replicated() { 50 } else { 100 + r.rank as u64 };
         let mut values = Random(seed + role as u64).numbers(dims.iter().product(), 0.5);
-        if role == Role::Router {
+        if role == ParamKind::Router {
             let of = |(i, v): (usize, f64)| if i % config.hidden < EXACT { v } else { 0.0 };
             values = values.into_iter().enumerate().map(of).collect();
         }
         Some((role, r.put(dtype, &values, &dims)))
     };
-    Role::ALL.into_iter().filter_map(one).collect()
+    ParamKind::ALL.into_iter().filter_map(one).collect()
 }
 
 /// There and back as the formats have it.
@@ -136,7 +136,7 @@ type Results = Vec<(&'static str, Vec<u8>)>;
 fn step<D: Target>(
     r: &mut Rank<D>,
     layer: &Layer,
-    params: &[(Role, Tensor<D>)],
+    params: &[(ParamKind, Tensor<D>)],
     (x, d_y): (&Tensor<D>, &Tensor<D>),
 ) -> Result<Results> {
     let views = ParamViews::collect(|role| Ok(params.iter().find(|(r, _)| *r == role).map(|(_, t)| t.view())))?;
@@ -153,13 +153,15 @@ fn step<D: Target>(
     for (name, t) in [("d x", d.x.take()), ("d weights", Some(d.weights))] {
         results.push((name, bytes(t.as_ref().expect("a gradient"))?));
     }
-    for role in [Role::Router, Role::Up, Role::UpBias, Role::Down, Role::DownBias, Role::SharedUp] {
+    for role in
+        [ParamKind::Router, ParamKind::Up, ParamKind::UpBias, ParamKind::Down, ParamKind::DownBias, ParamKind::SharedUp]
+    {
         let found = match role {
-            Role::Router => d.router.take(),
-            Role::Up => d.up.take(),
-            Role::UpBias => d.up_bias.take(),
-            Role::Down => d.down.take(),
-            Role::DownBias => d.down_bias.take(),
+            ParamKind::Router => d.router.take(),
+            ParamKind::Up => d.up.take(),
+            ParamKind::UpBias => d.up_bias.take(),
+            ParamKind::Down => d.down.take(),
+            ParamKind::DownBias => d.down_bias.take(),
             _ => d.shared_up.take(),
         };
         if let Some(t) = found {
@@ -246,9 +248,9 @@ fn tokens_that_both_formats_hold_pass_unchanged<D: Target>(s: &Setup<D>) {
             let back = rounded(r, v.payload, &x).expect("there and back");
             assert!(bits(r, &back) == bits(r, &x), "{v:?}: the formats hold these tokens");
             let params = params(r, &config, v.dtype);
-            let (quantised, plain) = layers((&config, &v.plain(&config)), number, told(r, DispatchOptions::default()));
+            let (quantized, plain) = layers((&config, &v.plain(&config)), number, told(r, DispatchOptions::default()));
             let expected = step(r, &plain, &params, (&x, &d_y)).expect("a plain step");
-            let found = step(r, &quantised, &params, (&x, &d_y)).expect("a step");
+            let found = step(r, &quantized, &params, (&x, &d_y)).expect("a step");
             same(&format!("{v:?}"), &found, &expected);
         }
     });
@@ -279,9 +281,9 @@ fn as_rounded_before<D: Target>(s: &Setup<D>, options: DispatchOptions) {
             let lossy = v.hidden > EXACT && !x.dims().contains(&0);
             assert_eq!(bits(r, &back) != bits(r, &x), lossy, "{v:?}");
             let params = params(r, &config, v.dtype);
-            let (quantised, plain) = layers((&config, &v.plain(&config)), number, told(r, options));
+            let (quantized, plain) = layers((&config, &v.plain(&config)), number, told(r, options));
             let expected = step(r, &plain, &params, (&back, &d_y)).expect("a plain step");
-            let found = step(r, &quantised, &params, (&x, &d_y)).expect("a step");
+            let found = step(r, &quantized, &params, (&x, &d_y)).expect("a step");
             let others = |results: &Results| -> Results {
                 results.iter().filter(|(name, _)| !name.starts_with("router")).cloned().collect()
             };
@@ -312,13 +314,13 @@ fn shared_experts_read_tokens_as_they_are<D: Target>(s: &Setup<D>) {
             let (x, d_y) = data(r, v, EXACT);
             let mut params = params(r, &config, v.dtype);
             for (role, t) in &mut params {
-                if matches!(role, Role::Down | Role::DownBias) {
+                if matches!(role, ParamKind::Down | ParamKind::DownBias) {
                     *t = r.put(v.dtype, &vec![0.0; t.dims().iter().product()], t.dims());
                 }
             }
-            let (quantised, plain) = layers((&config, &v.plain(&config)), number, told(r, DispatchOptions::default()));
+            let (quantized, plain) = layers((&config, &v.plain(&config)), number, told(r, DispatchOptions::default()));
             let expected = step(r, &plain, &params, (&x, &d_y)).expect("a plain step");
-            let found = step(r, &quantised, &params, (&x, &d_y)).expect("a step");
+            let found = step(r, &quantized, &params, (&x, &d_y)).expect("a step");
             // Experts' gradients alone see the rows: those of `down`, and the signs of the others' zeros.
             let others = |results: &Results| -> Results {
                 results.iter().filter(|(name, _)| !name.starts_with("experts.")).cloned().collect()

@@ -208,16 +208,16 @@ fn check<D: Target>(s: &Setup<D>, scenario: &Scenario) {
             (h.stats().expect("stats").dropped, h.stats().expect("stats").needed_rows),
             (expected.dropped[me], expected.needed[me])
         );
-        assert_eq!(h.stats().expect("stats").zone_end(), expected.slots[me].len());
+        assert_eq!(h.stats().expect("stats").segment_end(), expected.slots[me].len());
         assert_eq!(h.rows(), p.capacity.unwrap_or(expected.needed[me]));
         let full: Vec<usize> =
-            (0..h.stats().expect("stats").zone_end()).filter(|i| expected.slots[me][*i].is_some()).collect();
+            (0..h.stats().expect("stats").segment_end()).filter(|i| expected.slots[me][*i].is_some()).collect();
         assert_eq!(rank.filled(&h), full);
 
-        // Rows to experts. From the last zone's end on nothing may be written.
+        // Rows to experts. From the last segment's end on nothing may be written.
         let sent = expected.scattered(me, hidden, |r, t, _, h| value(r, t, h));
         let sent_weights = expected.scattered(me, 1, |r, t, j, _| weight(r, t, j));
-        let (end, tail) = (h.stats().expect("stats").zone_end(), h.rows() - h.stats().expect("stats").zone_end());
+        let (end, tail) = (h.stats().expect("stats").segment_end(), h.rows() - h.stats().expect("stats").segment_end());
         let recv = match scenario.rows_api {
             true => rank.dispatch_rows(&h, rows, &x, Some(&p.weights[me])).expect("dispatch_rows"),
             false => rank.dispatch(&h, rows, &x, Some(&p.weights[me])).expect("dispatch"),

@@ -22,7 +22,7 @@ pub struct Problem {
 /// What each rank holds, and what each choice became.
 #[derive(Debug, Clone)]
 pub struct Solution {
-    /// `[rank][slot]`, padding included, up to the end of the last zone.
+    /// `[rank][slot]`, padding included, up to the end of the last segment.
     pub slots: Vec<Vec<Slot>>,
     /// Slots that each rank needs before dropping for capacity.
     pub needed: Vec<usize>,

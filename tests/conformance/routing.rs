@@ -31,19 +31,19 @@ fn eager_sizes<D: Target>(s: &Setup<D>) {
         let filled = s.run(GroupConfig::new(s.experts(2), T), |r| {
             let spec = DispatchSpec { alignment, ..DispatchSpec::new(0, k) };
             let h = r.prepare(&round_robin(r.rank, T, k, s.experts(2)), &spec).expect("prepare");
-            let (zones, padded) = (r.zones(&h), h.stats().expect("stats").padded_counts.clone());
+            let (segments, padded) = (r.segments(&h), h.stats().expect("stats").padded_counts.clone());
             assert_eq!(h.rows(), padded.iter().sum::<usize>());
             assert_eq!(
                 (h.rows(), h.stats().expect("stats").needed_rows),
-                (h.stats().expect("stats").zone_end(), h.stats().expect("stats").zone_end())
+                (h.stats().expect("stats").segment_end(), h.stats().expect("stats").segment_end())
             );
-            for ((first, count), padded) in zones.iter().zip(&padded) {
+            for ((first, count), padded) in segments.iter().zip(&padded) {
                 assert_eq!(first % alignment, 0);
                 assert_eq!(*padded, count.next_multiple_of(alignment));
             }
             assert_eq!((h.tokens(), h.total_tokens(), h.first_token()), (T, T * s.ranks, T * r.rank));
             assert_eq!(h.stats().expect("stats").expert_load, vec![T * k / 2; s.experts(2)]);
-            zones.iter().map(|(_, count)| count).sum::<usize>()
+            segments.iter().map(|(_, count)| count).sum::<usize>()
         });
         assert_eq!(filled.iter().sum::<usize>(), s.ranks * T * k);
     }
@@ -78,7 +78,7 @@ fn overflow_drops_and_counts<D: Target>(s: &Setup<D>) {
         let spec = DispatchSpec { capacity: Capacity::Static(capacity), overflow: Overflow::Drop, ..training(0, 1) };
         let h = r.prepare(&to_first(T, 1), &spec).expect("prepare");
         let here = if r.rank == 0 { (needed, capacity) } else { (0, 0) };
-        assert_eq!((h.stats().expect("stats").needed_rows, r.zones(&h)[0].1), here);
+        assert_eq!((h.stats().expect("stats").needed_rows, r.segments(&h)[0].1), here);
         assert_eq!((h.rows(), h.stats().expect("stats").expert_load[0]), (capacity, needed));
         let me = r.rank;
         let kept_here = |t: usize| me * T + t < capacity;
@@ -101,9 +101,9 @@ fn overflow_drops_and_counts<D: Target>(s: &Setup<D>) {
     });
 }
 
-/// Drop with alignment writes zones and their padding, nothing past them and nothing past the capacity.
+/// Drop with alignment writes segments and their padding, nothing past them and nothing past the capacity.
 fn aligned_drop_leaves_canaries<D: Target>(s: &Setup<D>) {
-    // (capacity, alignment): room to spare, none, and a capacity that cuts a zone's padding.
+    // (capacity, alignment): room to spare, none, and a capacity that cuts a segment's padding.
     for (capacity, alignment) in [(16 + 64, 16), (16, 16), (8, 4), (10, 4), (3, 8)] {
         let config = GroupConfig { max_rows: capacity, ..GroupConfig::new(s.experts(2), T) };
         s.run(config, |r| {
@@ -121,7 +121,7 @@ fn aligned_drop_leaves_canaries<D: Target>(s: &Setup<D>) {
             let x = x(r.rank, tokens, 2);
             let recv = r.dispatch(&h, F32(2), &x, Some(&vec![1.0; tokens * 2])).expect("dispatch");
             let d_eo = r.combine_bwd(&h, F32(2), &x).expect("combine_bwd");
-            let (filled, end) = (r.filled(&h), h.stats().expect("stats").zone_end());
+            let (filled, end) = (r.filled(&h), h.stats().expect("stats").segment_end());
             assert!(end <= capacity);
             if r.rank == 0 {
                 assert_eq!(h.stats().expect("stats").needed_rows, 2 * 5usize.next_multiple_of(alignment));
@@ -224,7 +224,7 @@ fn i32_and_i64_ids<D: Target>(s: &Setup<D>) {
         let a = r.prepare(&wide, &spec).expect("i64");
         let b = r.prepare_with(&narrow, None, &spec).expect("i32");
         assert_eq!((r.kept(&a), r.values(a.row_map())), (r.kept(&b), r.values(b.row_map())));
-        assert_eq!(r.zones(&a), r.zones(&b));
+        assert_eq!(r.segments(&a), r.segments(&b));
         let floats = r.put(DType::F32, &[0.0; T * 2], &[T, 2]);
         let error = r.prepare_with(&floats, None, &spec);
         assert!(matches!(error, Err(Error::Invalid { name, .. }) if name == "tensor topk_ids"));
@@ -349,7 +349,7 @@ fn every_kind_of_routing<D: Target>(s: &Setup<D>) {
         for (of, how) in all.iter().enumerate() {
             let h = r.prepare(&chosen[of][me], &training(0, k)).expect("prepare");
             assert_eq!(h.stats().expect("stats").expert_load, loads[of], "{how:?}");
-            let counts: Vec<usize> = r.zones(&h).iter().map(|(_, count)| *count).collect();
+            let counts: Vec<usize> = r.segments(&h).iter().map(|(_, count)| *count).collect();
             assert_eq!(counts, loads[of][me * local..(me + 1) * local], "{how:?}");
             let recv = r.dispatch(&h, F32(2), &x, Some(&vec![0.5; tokens * k])).expect("dispatch");
             assert!(r.filled(&h).iter().all(|slot| recv.weights[*slot] == 0.5), "{how:?}");

@@ -5,7 +5,7 @@ use moebius::cpu::Cpu;
 use moebius::cuda::Cuda;
 use moebius::ep::{Group, GroupConfig};
 use moebius::kernels::Kernels;
-use moebius::layer::{Cotangents, DispatchOptions, Inputs, Layer, Mode, Noise, ParamViews, Role, Wanted};
+use moebius::layer::{Cotangents, DispatchOptions, Inputs, Layer, Mode, Noise, ParamKind, ParamViews, Wanted};
 use moebius::{DType, Error, Result, Tensor};
 
 /// A test of the GPU.
@@ -93,7 +93,7 @@ impl Case {
 pub struct Data {
     pub x: Tensor<Cpu>,
     pub d_y: Tensor<Cpu>,
-    pub params: Vec<(Role, Tensor<Cpu>)>,
+    pub params: Vec<(ParamKind, Tensor<Cpu>)>,
 }
 
 impl Data {
@@ -103,11 +103,11 @@ impl Data {
         let x = random.tensor(&[case.tokens, config.hidden], case.dtype, 1.0)?;
         let d_y = random.tensor(&[case.tokens, config.hidden], case.dtype, 1.0)?;
         let mut params = Vec::new();
-        for role in Role::ALL {
+        for role in ParamKind::ALL {
             let Some(dims) = role.dims(config, config.router.num_experts) else { continue };
             let scale = role.fan_in(config).map_or(0.3, |n| 1.0 / (n as f64).sqrt());
             let mut t = random.tensor(&dims, case.dtype, scale)?;
-            if role == Role::RouterBias && case.hot != 0.0 {
+            if role == ParamKind::RouterBias && case.hot != 0.0 {
                 let mut values = t.to_f64();
                 values[0] += case.hot;
                 t = Cpu::new().write(&(), &values, case.dtype, &dims)?;
@@ -133,7 +133,7 @@ pub fn run<D: Kernels>(
     let layer = Layer::new(case.config.clone(), 3)?.with_dispatch(case.dispatch);
     let x = put(&data.x)?;
     let d_y = put(&data.d_y)?;
-    let params: Vec<(Role, Tensor<D>)> =
+    let params: Vec<(ParamKind, Tensor<D>)> =
         data.params.iter().map(|(role, t)| Ok((*role, put(t)?))).collect::<Result<_>>()?;
     let views = ParamViews::collect(|role| Ok(params.iter().find(|(r, _)| *r == role).map(|(_, t)| t.view())))?;
     let params = views.params();
@@ -162,7 +162,7 @@ pub fn run<D: Kernels>(
     }
     keep("d_logits", &gradients.logits)?;
     keep("d_weights", &gradients.weights)?;
-    for role in Role::ALL {
+    for role in ParamKind::ALL {
         if let Some(t) = gradients.take(role) {
             keep(&format!("d_{}", role.name()), &t)?;
         }

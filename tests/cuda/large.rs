@@ -5,7 +5,7 @@ use moebius::config::MoeConfig;
 use moebius::cpu::Cpu;
 use moebius::cuda::Cuda;
 use moebius::kernels::{GatherRows, Kernels};
-use moebius::layer::{Cotangents, Inputs, Layer, Mode, ParamViews, Role, Wanted};
+use moebius::layer::{Cotangents, Inputs, Layer, Mode, ParamKind, ParamViews, Wanted};
 use moebius::{DType, Result, Tensor};
 
 use crate::harness::{Case, Data, Random, Results, compare, distance, group_config, on_cpu, tests, tolerance};
@@ -81,7 +81,7 @@ fn sampled_on_gpu(cuda: &Cuda, case: &Case, data: &Data, sample: &[usize], token
     let again = |t: usize| (t % sample.len()) as i32;
     let x = rows_of(cuda, &small_x, (0..tokens).map(|t| row_of(t).max(again(t) * i32::from(row_of(t) < 0))).collect())?;
     let d_y = rows_of(cuda, &small_dy, (0..tokens).map(row_of).collect())?;
-    let params: Vec<(Role, Tensor<Cuda>)> =
+    let params: Vec<(ParamKind, Tensor<Cuda>)> =
         data.params.iter().map(|(role, t)| Ok((*role, t.to(cuda, &cuda.stream())?))).collect::<Result<_>>()?;
     let views = ParamViews::collect(|role| Ok(params.iter().find(|(r, _)| *r == role).map(|(_, t)| t.view())))?;
     let params = views.params();
@@ -99,7 +99,7 @@ fn sampled_on_gpu(cuda: &Cuda, case: &Case, data: &Data, sample: &[usize], token
     let mut results = vec![("y".to_string(), at(&forward.y)?)];
     results.push(("d_x".to_string(), at(gradients.x.as_ref().expect("asked for"))?));
     results.push(("d_weights".to_string(), at(&gradients.weights)?));
-    for role in [Role::Router, Role::Up, Role::Down] {
+    for role in [ParamKind::Router, ParamKind::Up, ParamKind::Down] {
         let gradient = gradients.take(role).expect("asked for");
         results.push((format!("d_{}", role.name()), cuda.read(&cuda.stream(), gradient.view())?));
     }
@@ -109,30 +109,30 @@ fn sampled_on_gpu(cuda: &Cuda, case: &Case, data: &Data, sample: &[usize], token
 fn last_expert(cuda: &Cuda, config: &MoeConfig) -> Result<()> {
     const TOKENS: usize = 48;
     let (experts, hidden, inner) = (config.router.num_experts, config.hidden, config.intermediate);
-    // What the CPU sees: one expert, whose weight is 1 by renormalisation, as the last one's is among many.
+    // What the CPU sees: one expert, whose weight is 1 by renormalization, as the last one's is among many.
     let mut alone = Case::new(MoeConfig::new(hidden, inner, 1, 1), TOKENS, DType::BF16);
     alone.config.router.logit_bias = true;
     let data = Data::new(&alone)?;
     let cpu = on_cpu(&alone, &data)?;
-    let of = |role: Role| &data.params.iter().find(|(r, _)| *r == role).expect("a parameter").1;
+    let of = |role: ParamKind| &data.params.iter().find(|(r, _)| *r == role).expect("a parameter").1;
 
     // Every expert has the same weights; what tells them apart is where they lie.
-    let everywhere = |role: Role| -> Result<Tensor<Cuda>> {
+    let everywhere = |role: ParamKind| -> Result<Tensor<Cuda>> {
         let dims = role.dims(config, experts).expect("a parameter");
         let one = of(role).to(cuda, &cuda.stream())?.reshape(&[dims[1], dims[2]])?;
         let map = (0..experts * dims[1]).map(|row| (row % dims[1]) as i32).collect();
         rows_of(cuda, &one, map)?.reshape(&dims)
     };
-    let (up, down) = (everywhere(Role::Up)?, everywhere(Role::Down)?);
+    let (up, down) = (everywhere(ParamKind::Up)?, everywhere(ParamKind::Down)?);
     let router = Random(3).tensor(&[experts, hidden], DType::BF16, 1e-3)?.to(cuda, &cuda.stream())?;
     let bias: Vec<f64> = (0..experts).map(|e| if e + 1 == experts { 50.0 } else { 0.0 }).collect();
     let bias = Cpu::new().write(&(), &bias, DType::BF16, &[experts])?.to(cuda, &cuda.stream())?;
     let views = ParamViews::collect(|role| {
         Ok(match role {
-            Role::Router => Some(router.view()),
-            Role::RouterBias => Some(bias.view()),
-            Role::Up => Some(up.view()),
-            Role::Down => Some(down.view()),
+            ParamKind::Router => Some(router.view()),
+            ParamKind::RouterBias => Some(bias.view()),
+            ParamKind::Up => Some(up.view()),
+            ParamKind::Down => Some(down.view()),
             _ => None,
         })
     })?;
@@ -154,7 +154,7 @@ fn last_expert(cuda: &Cuda, config: &MoeConfig) -> Result<()> {
     };
     check("y", &cuda.read(&cuda.stream(), forward.y.view())?);
     check("d_x", &cuda.read(&cuda.stream(), gradients.x.as_ref().expect("asked for").view())?);
-    for role in [Role::Up, Role::Down] {
+    for role in [ParamKind::Up, ParamKind::Down] {
         let dims = role.dims(config, experts).expect("a parameter");
         let gradient = gradients.take(role).expect("asked for").reshape(&[experts * dims[1], dims[2]])?;
         let rows = |first: usize, step: usize, count: usize| -> Result<Vec<f64>> {

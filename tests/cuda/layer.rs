@@ -132,7 +132,7 @@ fn routers() -> Vec<(&'static str, RouterConfig)> {
     };
     let groups = |groups, keep, rank_by| Some(GroupLimit { groups, keep, rank_by });
     vec![
-        ("softmax, not renormalised", with(&|r| r.renorm = None)),
+        ("softmax, not renormalized", with(&|r| r.renorm = None)),
         ("norm of power 2", with(&|r| r.renorm = Some(Renorm { p: 2.0, epsilon: 1e-3, floor: 0.0 }))),
         ("norm with a floor", with(&|r| r.renorm = Some(Renorm { p: 1.0, epsilon: 0.0, floor: 0.9 }))),
         ("deepseek v2", with(&|r| (r.groups, r.renorm, r.scale) = (groups(4, 2, GroupScore::Max), None, 16.0))),

@@ -23,14 +23,14 @@ mod kernels;
 #[path = "../quant/main.rs"]
 #[allow(dead_code, unused_imports, reason = "a suite has parts for the CPU alone")]
 mod quant;
-#[path = "../quantised.rs"]
+#[path = "../quantized.rs"]
 #[allow(dead_code, unused_imports, reason = "a suite has parts for the CPU alone")]
-mod quantised;
+mod quantized;
 #[path = "../router/main.rs"]
 #[allow(dead_code, unused_imports, reason = "a suite has parts for the CPU alone")]
 mod router;
 
-mod behind;
+mod deferred;
 mod harness;
 mod large;
 mod layer;
@@ -57,13 +57,13 @@ fn tests() -> Vec<(String, Test)> {
     };
     shared("kernels", kernels::cases());
     shared("quant", quant::cases());
-    shared("quantised", quantised::cases());
+    shared("quantized", quantized::cases());
     shared("router", router::cases());
     shared("gradients", gradients::cases());
     shared("golden", golden::cases());
     shared("small", small::cases());
     shared("layer", layer::cases());
-    shared("behind", behind::cases());
+    shared("behind", deferred::cases());
     shared("refused", refused::cases());
     shared("faults", faults::cases());
     shared("large::memory", memory::cases());

@@ -3,7 +3,7 @@
 use moebius::config::MoeConfig;
 use moebius::cuda::Cuda;
 use moebius::ep::DispatcherKind;
-use moebius::layer::{Cotangents, Inputs, Layer, Mode, ParamViews, Role, StepSizes, Wanted};
+use moebius::layer::{Cotangents, Inputs, Layer, Mode, ParamKind, ParamViews, StepSizes, Wanted};
 use moebius::{DType, Result, Tensor};
 
 use crate::harness::{Case, Data, group_config, tests};
@@ -27,7 +27,7 @@ fn step(cuda: &Cuda, k: usize) -> Result<Taken> {
     let case = Case::new(MoeConfig::new(HIDDEN, WIDTH / k, 16, k), TOKENS, DType::BF16);
     let data = Data::new(&case)?;
     let (x, d_y) = (data.x.to(cuda, &cuda.stream())?, data.d_y.to(cuda, &cuda.stream())?);
-    let params: Vec<(Role, Tensor<Cuda>)> =
+    let params: Vec<(ParamKind, Tensor<Cuda>)> =
         data.params.iter().map(|(role, t)| Ok((*role, t.to(cuda, &cuda.stream())?))).collect::<Result<_>>()?;
     let views = ParamViews::collect(|role| Ok(params.iter().find(|(r, _)| *r == role).map(|(_, t)| t.view())))?;
     let params = views.params();

@@ -1,16 +1,16 @@
-//! Weight gradients by themselves: f32 sums of 16-bit rows, adding, and every place a zone can end at.
+//! Weight gradients by themselves: f32 sums of 16-bit rows, adding, and every place a segment can end at.
 
 use moebius::cuda::Cuda;
-use moebius::kernels::{GatherRows, Kernels, ReduceRows, RowSource, Wgrad, Zones};
+use moebius::kernels::{GatherRows, Kernels, ReduceRows, RowSource, Segments, Wgrad};
 use moebius::{DType, Result, Tensor};
 
 use crate::harness::{Random, distance, tests, tolerance};
 
-tests!(sums_end_where_zones_do_in_every_type, rows_in_order_are_there_when_they_are_multiplied);
+tests!(sums_end_where_segments_do_in_every_type, rows_in_order_are_there_when_they_are_multiplied);
 
-/// Zone ends around the kernels' steps of 16 and 64 slots, empty zones, and one that is much larger.
+/// Segment ends around the kernels' steps of 16 and 64 slots, empty segments, and one that is much larger.
 const COUNTS: [i64; 14] = [0, 1, 15, 16, 17, 63, 64, 65, 0, 127, 128, 129, 300, 0];
-/// Slots of padding behind each zone.
+/// Slots of padding behind each segment.
 const PADDING: i64 = 5;
 
 struct Setting {
@@ -26,8 +26,8 @@ struct Setting {
 fn expected(s: &Setting, left: &[f64], right: &[f64], map: &[i32], offsets: &[i64], before: &[f64]) -> Vec<f64> {
     let mut out = if s.accumulate { before.to_vec() } else { vec![0.0; before.len()] };
     for (e, (offset, count)) in offsets.iter().zip(COUNTS).enumerate() {
-        let zone = *offset as usize..(offset + count) as usize;
-        for (slot, row) in zone.clone().zip(&map[zone]) {
+        let segment = *offset as usize..(offset + count) as usize;
+        for (slot, row) in segment.clone().zip(&map[segment]) {
             let (l, r) = if s.mapped_left { (*row as usize, slot) } else { (slot, *row as usize) };
             for i in 0..s.m {
                 for j in 0..s.n {
@@ -63,7 +63,7 @@ fn check(cuda: &Cuda, s: &Setting) -> Result<()> {
     let (left, left_rows) = rows(s.mapped_left, s.m)?;
     let (right, right_rows) = rows(!s.mapped_left, s.n)?;
     let put = |values: &[i64]| Tensor::from_vec(values.to_vec(), &[COUNTS.len()])?.to(cuda, &cuda.stream());
-    let zones = Zones::new(put(&offsets)?, put(&COUNTS)?, slots);
+    let segments = Segments::new(put(&offsets)?, put(&COUNTS)?, slots);
     let on_gpu = Tensor::from_vec(map.clone(), &[slots])?.to(cuda, &cuda.stream())?;
     let dims = [COUNTS.len(), s.m, s.n];
     let before = random.tensor(&dims, s.out, 3.0)?;
@@ -79,7 +79,7 @@ fn check(cuda: &Cuda, s: &Setting) -> Result<()> {
             left: l,
             right: r,
             slot_weights: None,
-            zones: &zones,
+            segments: &segments,
             out: out.view_mut(),
             bias: None,
             accumulate: s.accumulate,
@@ -95,7 +95,7 @@ fn check(cuda: &Cuda, s: &Setting) -> Result<()> {
     Ok(())
 }
 
-fn sums_end_where_zones_do_in_every_type(cuda: &Cuda) -> Result<()> {
+fn sums_end_where_segments_do_in_every_type(cuda: &Cuda) -> Result<()> {
     for (dtype, out) in [
         (DType::BF16, DType::BF16),
         (DType::BF16, DType::F32),
@@ -116,7 +116,7 @@ fn sums_end_where_zones_do_in_every_type(cuda: &Cuda) -> Result<()> {
     cuda.check()
 }
 
-/// A zone of four whole steps and one of two slots: the last is the only one that is not brought while the sums before leave,
+/// A segment of four whole steps and one of two slots: the last is the only one that is not brought while the sums before leave,
 /// so what is not waited for shows. Of 300 runs, five did where arrivals could overtake the announcement of what they stand for.
 fn rows_in_order_are_there_when_they_are_multiplied(cuda: &Cuda) -> Result<()> {
     const RUNS: usize = 600;
@@ -137,7 +137,7 @@ fn rows_in_order_are_there_when_they_are_multiplied(cuda: &Cuda) -> Result<()> {
     };
     let (left, right) = (rows(wide)?, rows(narrow)?);
     let put = |values: &[i64]| Tensor::from_vec(values.to_vec(), &[COUNTS.len()])?.to(cuda, &stream);
-    let zones = Zones::new(put(&offsets)?, put(&COUNTS)?, slots);
+    let segments = Segments::new(put(&offsets)?, put(&COUNTS)?, slots);
     // Sums of the columns of 256 rows of the result at a time: any tile that differs changes one.
     let lines = COUNTS.len() * wide;
     let map = Tensor::from_vec((0..lines as i32).collect(), &[lines / run, run])?.to(cuda, &stream)?;
@@ -147,7 +147,7 @@ fn rows_in_order_are_there_when_they_are_multiplied(cuda: &Cuda) -> Result<()> {
             left: RowSource::direct(left.view()),
             right: RowSource::direct(right.view()),
             slot_weights: None,
-            zones: &zones,
+            segments: &segments,
             out: out.view_mut(),
             bias: None,
             accumulate: true,

@@ -1,4 +1,4 @@
-//! Shards as candle's variables, under candle's optimiser.
+//! Shards as candle's variables, under candle's optimizer.
 
 use std::sync::Arc;
 
@@ -10,7 +10,7 @@ use moebius::cpu::Cpu;
 use moebius::etp::{Phase, WeightSpec};
 use moebius::weights::WeightSource;
 
-use super::rig::{COUNT, DIMS, MINUTE, ON, holds, ranks, tensor, value};
+use super::test_ranks::{COUNT, DIMS, MINUTE, ON, holds, ranks, tensor, value};
 
 const STEPS: usize = 3;
 const LARGEST_NORM: f64 = 10.0;
@@ -28,7 +28,7 @@ fn squares(t: &Tensor) -> f64 {
     flat(t).iter().map(|v| f64::from(*v).powi(2)).sum()
 }
 
-fn optimiser(var: &Var) -> AdamW {
+fn optimizer(var: &Var) -> AdamW {
     AdamW::new(vec![var.clone()], ParamsAdamW { lr: 0.1, ..ParamsAdamW::default() }).unwrap()
 }
 
@@ -45,7 +45,7 @@ fn clipped(gradient: &Tensor, squares: f64) -> Tensor {
 fn adamw_on_shards_is_adamw_on_the_whole() {
     // One variable, the sum of both ranks' gradients.
     let whole = Var::from_vec(value(0), &DIMS, &Device::Cpu).unwrap();
-    let mut adam = optimiser(&whole);
+    let mut adam = optimizer(&whole);
     let mut norms = Vec::new();
     for step in 0..STEPS {
         let sum: Vec<f32> = gradient(0, step).iter().zip(gradient(1, step)).map(|(a, b)| a + b).collect();
@@ -68,12 +68,12 @@ fn adamw_on_shards_is_adamw_on_the_whole() {
         let var = Var::from_slice(shard.as_slice::<f32>().unwrap(), &cut.shard_dims(), &Device::Cpu).unwrap();
         let spec = WeightSpec::new("w", 0, &DIMS, DType::F32);
         let id = chain.add(spec, Arc::new(VarShard::new(&var))).unwrap();
-        let mut adam = optimiser(&var);
+        let mut adam = optimizer(&var);
         for (step, norm) in norms.iter().enumerate() {
             chain.begin(Phase::Forward).unwrap();
             drop(chain.source(id).unwrap().acquire(&()).unwrap());
             chain.end().unwrap();
-            let mut room = chain.room(id).unwrap();
+            let mut room = chain.gradient_buffer(id).unwrap();
             let own = gradient(rank, step);
             room.view_mut().unwrap().into_data().copy_from_slice(bytemuck::cast_slice(&own));
             chain.submit(room).unwrap();

@@ -8,7 +8,7 @@ use moebius::weights::WeightSource;
 use moebius::{DType, MoeConfig, TensorRef};
 
 use super::random::Random;
-use super::rig::{Chained, MINUTE, ON, bodies, ranks};
+use super::test_ranks::{Chained, MINUTE, ON, bodies, ranks};
 use super::world::{Outcome, Run, of_type, train, tree};
 
 bodies! {
@@ -23,7 +23,7 @@ bodies! {
     2 means,
     2 bf16,
     2 native_reductions,
-    2 quantised_gathers,
+    2 quantized_gathers,
     2 sums_in_pairs,
 }
 
@@ -55,7 +55,7 @@ fn any_number_of_shards_gives_the_same_bits<D: Chained>(device: &D) {
         assert_same(&runs[0], run, &format!("ETP 1 and {n}"));
     }
     let first = Run::new(device, 1, 1);
-    assert_ne!(runs[0][0].weights[0], first.weight(0, 0, 0).as_bytes(), "the optimiser has moved the weights");
+    assert_ne!(runs[0][0].weights[0], first.weight(0, 0, 0).as_bytes(), "the optimizer has moved the weights");
 }
 
 fn with_expert_parallelism<D: Chained>(device: &D) {
@@ -97,7 +97,7 @@ fn prefetch_or_not<D: Chained>(device: &D) {
     assert_same(&train(device, &run, true), &ahead, "prefetch off, in turn");
 }
 
-/// One lane for gathers and reductions.
+/// One collective thread for gathers and reductions.
 fn lanes_or_one<D: Chained>(device: &D) {
     for (ep, n) in [(1, 2), (1, 4), (2, 2)].into_iter().filter(|(ep, n)| ep * n <= device.most()) {
         let mut run = Run::new(device, ep, n);
@@ -122,7 +122,7 @@ fn with_recomputation<D: Chained>(device: &D) {
     }
 }
 
-/// Both weights of a layer have one shape, so chain neighbours would meet in one buffer.
+/// Both weights of a layer have one shape, so chain neighbors would meet in one buffer.
 fn weights_of_one_shape<D: Chained>(device: &D) {
     for recompute in [false, true] {
         let mut run = Run::new(device, 1, device.up_to(4));
@@ -203,7 +203,7 @@ fn sums_in_pairs<D: Chained>(device: &D) {
             drop(chain.source(id).unwrap().acquire(&own.order()).unwrap());
             chain.end().unwrap();
             for _ in 0..2 {
-                let mut room = chain.room(id).unwrap();
+                let mut room = chain.gradient_buffer(id).unwrap();
                 let values = numbers(rank, dtype);
                 own.upload(&own.order(), values.as_bytes(), room.view_mut().unwrap()).unwrap();
                 chain.submit(room).unwrap();
@@ -224,9 +224,9 @@ fn sums_in_pairs<D: Chained>(device: &D) {
     }
 }
 
-/// The layer on shards that travel quantised is the layer on experts quantised whole, to the bit, in several
-/// microbatches and steps; the optimiser sees the weights themselves.
-fn quantised_gathers<D: Chained>(device: &D) {
+/// The layer on shards that are sent quantized is the layer on experts quantized whole, to the bit, in several
+/// microbatches and steps; the optimizer sees the weights themselves.
+fn quantized_gathers<D: Chained>(device: &D) {
     for payload in [Payload::Nvfp4, Payload::Mxfp8] {
         let cases =
             [(1, 1, DType::F32), (1, 2, DType::F32), (1, 2, DType::BF16), (1, 4, DType::BF16), (2, 2, DType::F32)];

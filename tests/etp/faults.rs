@@ -10,7 +10,7 @@ use moebius::weights::WeightSource;
 use moebius::{CommError, DType, Error, Result, Tensor, TensorRef};
 
 use super::limits::{Countdown, in_time};
-use super::rig::{Chained, DIMS, MINUTE, ON, bodies, cut, has_memory, ranks, value};
+use super::test_ranks::{Chained, DIMS, MINUTE, ON, bodies, cut, has_memory, ranks, value};
 
 bodies! {
     2 one_rank_fails_and_all_recover,
@@ -179,7 +179,7 @@ fn shards_that_cannot_be_cast<D: Chained>(device: &D) {
                 Ok(seen)
             };
             let before = pass()?;
-            chain.changed();
+            chain.invalidate_casts();
             shards[odd].shrunk.store(rank == 1, Ordering::SeqCst);
             let error = pass().unwrap_err();
             match (&error, rank) {
@@ -265,7 +265,7 @@ impl<D: Chained> ShardSource<D> for Panicking<D> {
     fn read(&self, visit: &mut dyn FnMut(TensorRef<'_, D>) -> Result<()>) -> Result<()> {
         if self.0.load(Ordering::SeqCst) {
             // Unwinds without the hook's noise.
-            std::panic::resume_unwind(Box::new("a shard's own trouble"));
+            std::panic::resume_unwind(Box::new("a shard's own error"));
         }
         self.1.read(visit)
     }
@@ -286,6 +286,6 @@ fn a_shard_that_panics<D: Chained>(device: &D) {
     });
     assert!(matches!(outcomes[0], Err(Error::Comm(CommError::PeerGone { peer: 1, .. }))), "{:?}", outcomes[0]);
     let text = outcomes[1].as_ref().unwrap_err().to_string();
-    let ended = text.contains("gather lane") && text.contains("has ended");
-    assert!(if has_memory() { text.contains("a shard's own trouble") } else { ended }, "{text}");
+    let ended = text.contains("gather collective thread") && text.contains("has ended");
+    assert!(if has_memory() { text.contains("a shard's own error") } else { ended }, "{text}");
 }

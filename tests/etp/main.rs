@@ -4,30 +4,30 @@
 
 #[cfg(feature = "candle")]
 mod candle;
-#[path = "../common/changed.rs"]
-pub mod changed;
-mod engines;
+mod copy_engines;
+#[path = "../devices/mod.rs"]
+mod devices;
 mod exact;
 mod faults;
+#[path = "../common/faulty_comm.rs"]
+pub mod faulty_comm;
 #[path = "../common/limits.rs"]
 mod limits;
 #[cfg(feature = "candle")]
 mod module;
-mod quantised;
+mod quantized;
 #[path = "../../examples/support/random.rs"]
 mod random;
-mod rig;
 mod stored;
-#[path = "../target/mod.rs"]
-mod target;
+mod test_ranks;
 mod turns;
 mod world;
 
-use rig::Chained;
-#[allow(unused_imports, reason = "GPUs' suites ask for both")]
-pub use rig::{has_memory, with_memory};
 #[cfg(feature = "nccl")]
-pub use target::gpus;
+pub use devices::gpus;
+use test_ranks::Chained;
+#[allow(unused_imports, reason = "GPUs' suites ask for both")]
+pub use test_ranks::{has_memory, with_memory};
 
 /// Every body with its file and the ranks that it needs at least.
 #[allow(clippy::type_complexity, reason = "numbers, names and functions, no more")]
@@ -35,7 +35,7 @@ pub fn bodies<D: Chained>() -> Vec<(&'static str, usize, &'static str, fn(&D))> 
     let files = [
         ("exact", exact::bodies()),
         ("faults", faults::bodies()),
-        ("quantised", quantised::bodies()),
+        ("quantized", quantized::bodies()),
         ("turns", turns::bodies()),
     ];
     files.into_iter().flat_map(|(file, all)| all.into_iter().map(move |(n, name, run)| (file, n, name, run))).collect()

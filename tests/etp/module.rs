@@ -11,11 +11,11 @@ use moebius::config::SharedConfig;
 use moebius::cpu::Cpu;
 use moebius::ep::{Group, GroupConfig};
 use moebius::etp::{Chain, Comms, EtpOptions, Payload, Phase, Reduction};
-use moebius::layer::{Layer, Mode, Role};
+use moebius::layer::{Layer, Mode, ParamKind};
 use moebius::{Error, MoeConfig, TensorMut, TensorRef};
 
 use super::random::Random;
-use super::rig::MINUTE;
+use super::test_ranks::MINUTE;
 use super::world::mesh;
 
 type Failure = Box<dyn std::error::Error + Send + Sync>;
@@ -57,12 +57,12 @@ fn module(
 ) -> Result<ExpertParallelMoE, Failure> {
     let local = group.local_experts();
     let mut tensors = std::collections::HashMap::new();
-    for role in Role::ALL {
+    for role in ParamKind::ALL {
         let Some(dims) = role.dims(config, local) else { continue };
         let place = if role.is_replicated() { 9 } else { group.rank() as u64 };
         let seed = (u64::from(number) * 100 + role as u64) * 10 + place;
         let whole = moebius::Tensor::<Cpu>::from_vec(values(seed, dims.iter().product()), &dims)?;
-        let t = match chain.filter(|_| matches!(role, Role::Up | Role::Down)) {
+        let t = match chain.filter(|_| matches!(role, ParamKind::Up | ParamKind::Down)) {
             Some(chain) => {
                 let cut = chain.shards(&dims)?;
                 cut.cut(&Cpu::new(), whole.view(), chain.rank())?
@@ -181,7 +181,8 @@ fn the_module_gives_what_whole_weights_give() {
                 let shards: Vec<_> = sharded.iter().flat_map(ExpertParallelMoE::shards).collect();
                 assert_eq!(shards.len(), 2 * LAYERS);
                 finish_sharded(&rank.chain, None, &shards, &mut found)?;
-                let weights = whole.iter().flat_map(|w| [Role::Up, Role::Down].map(|role| w.param(role).unwrap()));
+                let weights =
+                    whole.iter().flat_map(|w| [ParamKind::Up, ParamKind::Down].map(|role| w.param(role).unwrap()));
                 for (weight, (_, shard)) in weights.zip(&shards) {
                     let sum = sum_over(&mut *rank.data, &flat(expected.get(weight).unwrap()))?;
                     assert!(sum.iter().any(|v| *v != 0.0));
@@ -218,7 +219,7 @@ fn frozen_shards_and_passes() {
         assert!(loss.backward()?.get(&x).is_some());
         chain.end()?;
         assert_eq!(chain.traffic().reductions, 0);
-        // The other layer was not used in the first forward, so it is not linked.
+        // The other layer was not used in the first forward, so it is not ordered.
         assert_eq!(chain.order().len(), 2);
         Ok(())
     });
@@ -231,7 +232,7 @@ enum Fault {
     /// Layer 1 gets tokens of another width.
     Forward,
     /// The gradient of a weight of layer 0 has no room.
-    Room,
+    GradientBuffer,
     /// Its backward is not announced to the chain.
     Pass,
 }
@@ -239,7 +240,7 @@ enum Fault {
 /// A rank that fails in the middle of a step tells the others, and all go on after `recover`.
 #[test]
 fn all_ranks_hear_of_one_ranks_error_and_recover() {
-    for fault in [Fault::Forward, Fault::Room, Fault::Pass] {
+    for fault in [Fault::Forward, Fault::GradientBuffer, Fault::Pass] {
         let results = ranks(2, true, |rank| {
             let config = config(false);
             let layer = |l| module(&config, l, &rank.group, Some(&rank.chain));
@@ -255,7 +256,11 @@ fn all_ranks_hear_of_one_ranks_error_and_recover() {
                 if fault != Some(Fault::Pass) {
                     rank.chain.begin(Phase::Backward)?;
                 }
-                let taken = if fault == Some(Fault::Room) { Some(rank.chain.room(shards[0].0)?) } else { None };
+                let taken = if fault == Some(Fault::GradientBuffer) {
+                    Some(rank.chain.gradient_buffer(shards[0].0)?)
+                } else {
+                    None
+                };
                 let mut gradients = y.sqr()?.sum_all()?.backward()?;
                 drop(taken);
                 rank.chain.end()?;
@@ -272,7 +277,7 @@ fn all_ranks_hear_of_one_ranks_error_and_recover() {
         let errors: Vec<String> = results.into_iter().map(|r| r.unwrap()).collect();
         let own = match fault {
             Fault::Forward => "tensor x",
-            Fault::Room => "not in use",
+            Fault::GradientBuffer => "not in use",
             Fault::Pass => "expected a pass",
         };
         // Rank 0 shares rank 1's tokens.

@@ -7,9 +7,9 @@ use moebius::DType;
 use moebius::checkpoint::{BlockParams, Checkpoint, LoadOptions, ShardOptions, gather_blocks};
 use moebius::cpu::Cpu;
 use moebius::etp::{EtpOptions, Shard, Shards, WeightSpec};
-use moebius::layer::Role;
+use moebius::layer::ParamKind;
 
-use super::rig::{MINUTE, ranks};
+use super::test_ranks::{MINUTE, ranks};
 use super::world::Tensor;
 
 fn folders() -> Vec<PathBuf> {
@@ -21,7 +21,7 @@ fn folders() -> Vec<PathBuf> {
     all
 }
 
-/// Every family and form: per expert and fused, (out, in) and (in, out), plain and quantised.
+/// Every family and form: per expert and fused, (out, in) and (in, out), plain and quantized.
 #[test]
 fn shards_join_to_the_block() {
     for dir in folders() {
@@ -33,9 +33,9 @@ fn shards_join_to_the_block() {
             let load =
                 |rank| checkpoint.load_shard(layer, options, ShardOptions { rank, ranks: n, pad }).unwrap().params;
             let parts: Vec<BlockParams> = (0..n).map(load).collect();
-            for role in Role::ALL {
+            for role in ParamKind::ALL {
                 let Some(expected) = whole.get(role) else { continue };
-                if !matches!(role, Role::Up | Role::Down) {
+                if !matches!(role, ParamKind::Up | ParamKind::Down) {
                     assert!(parts.iter().all(|p| p.get(role).unwrap().as_bytes() == expected.as_bytes()), "{role:?}");
                     continue;
                 }
@@ -76,7 +76,7 @@ fn saved_at_one_size_and_loaded_at_another() {
                 let shard = ShardOptions { rank, ranks: n, pad: chain.options().pad };
                 let block = checkpoint.load_shard(layer, options, shard).unwrap();
                 let mut params = block.params;
-                for (role, part) in [(Role::Up, &mut params.up), (Role::Down, &mut params.down)] {
+                for (role, part) in [(ParamKind::Up, &mut params.up), (ParamKind::Down, &mut params.down)] {
                     let dims = role.dims(&block.config, block.config.router.num_experts).unwrap();
                     let dtype = part.dtype();
                     let own = std::mem::replace(part, Tensor::zeros(&Cpu::new(), dtype, &[0]).unwrap());

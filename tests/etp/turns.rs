@@ -4,12 +4,12 @@ use std::sync::mpsc::{Sender, channel};
 use std::sync::{Arc, Mutex};
 
 use moebius::comm::Solo;
-use moebius::etp::{Chain, Comms, EtpOptions, Phase, Shard, ShardSource, State, WeightSpec};
+use moebius::etp::{Chain, CollectiveState, Comms, EtpOptions, Phase, Shard, ShardSource, WeightSpec};
 use moebius::weights::WeightSource;
 use moebius::{Error, Result, TensorRef};
 
-use super::changed::Changed;
-use super::rig::{COUNT, Chained, DIMS, MINUTE, ON, Place, bodies, cut, holds, ranks, value};
+use super::faulty_comm::Changed;
+use super::test_ranks::{COUNT, Chained, DIMS, MINUTE, ON, Place, bodies, cut, holds, ranks, value};
 
 bodies! {
     2 gathers_run_one_step_ahead_in_both_directions,
@@ -20,10 +20,10 @@ bodies! {
     2 draining_in_every_state,
     2 a_recomputed_weight_is_gathered_once_a_backward,
     2 a_weight_used_twice_in_a_pass,
-    2 a_step_of_the_optimiser_shows_in_the_next_pass,
+    2 a_step_of_the_optimizer_shows_in_the_next_pass,
     2 what_was_gathered_for_another_pass_is_not_read,
     1 weights_out_of_turn_are_errors,
-    1 rooms,
+    1 gradient_buffers,
     1 wrong_arguments,
 }
 
@@ -44,17 +44,17 @@ fn gathers_run_one_step_ahead_in_both_directions<D: Chained>(device: &D) {
         assert_eq!(rig.chain.order(), rig.ids);
         for (phase, order) in [(Phase::Forward, [0, 1, 2]), (Phase::Backward, [2, 1, 0])] {
             rig.chain.begin(phase).unwrap();
-            assert_eq!(gather(order[0]), State::AsyncWait, "{phase:?}: begun with the pass");
+            assert_eq!(gather(order[0]), CollectiveState::AsyncWait, "{phase:?}: begun with the pass");
             for (at, i) in order.into_iter().enumerate() {
                 let source = rig.chain.source(rig.ids[i]).unwrap();
                 let guard = source.acquire(&rig.stream()).unwrap();
                 holds(&rig.device, &guard, &value(i));
-                assert_eq!(gather(i), State::DataReady, "{phase:?} {i}");
+                assert_eq!(gather(i), CollectiveState::DataReady, "{phase:?} {i}");
                 if let Some(next) = order.get(at + 1) {
-                    assert_eq!(gather(*next), State::AsyncWait, "{phase:?} {next}");
+                    assert_eq!(gather(*next), CollectiveState::AsyncWait, "{phase:?} {next}");
                 }
                 drop(guard);
-                assert_eq!(gather(i), State::None, "{phase:?} {i} after use");
+                assert_eq!(gather(i), CollectiveState::None, "{phase:?} {i} after use");
             }
             rig.chain.end().unwrap();
         }
@@ -92,7 +92,7 @@ fn a_gather_needs_no_help_of_the_thread_that_computes<D: Chained>(device: &D) {
         let source = rig.chain.source(rig.ids[0]).unwrap();
         let guard = source.acquire(&rig.stream()).unwrap();
         read.recv_timeout(MINUTE).expect("the gather of w1 is done");
-        assert_eq!(rig.chain.states(rig.ids[1]).0, State::AsyncWait);
+        assert_eq!(rig.chain.states(rig.ids[1]).0, CollectiveState::AsyncWait);
         drop(guard);
         rig.read(1).unwrap();
         rig.chain.end().unwrap();
@@ -109,11 +109,11 @@ fn without_prefetch_every_gather_is_waited_for<D: Chained>(device: &D) {
         rig.chain.begin(Phase::Backward).unwrap();
         let source = rig.chain.source(rig.ids[2]).unwrap();
         let guard = source.acquire(&rig.stream()).unwrap();
-        assert_eq!(rig.chain.states(rig.ids[2]).0, State::DataReadySync);
-        assert_eq!(rig.chain.states(rig.ids[1]).0, State::None);
+        assert_eq!(rig.chain.states(rig.ids[2]).0, CollectiveState::DataReadySync);
+        assert_eq!(rig.chain.states(rig.ids[1]).0, CollectiveState::None);
         drop(guard);
         rig.gradient(2, 1.0).unwrap();
-        assert_eq!(rig.chain.states(rig.ids[2]).1, State::None, "nothing is under way");
+        assert_eq!(rig.chain.states(rig.ids[2]).1, CollectiveState::None, "nothing is under way");
         rig.finish(&[102.0]).unwrap();
     });
 }
@@ -125,15 +125,15 @@ fn a_gradient_arrives_one_step_late<D: Chained>(device: &D) {
         let reduce = |i: usize| rig.chain.states(rig.ids[i]).1;
         rig.pass(Phase::Forward, &[0, 1, 2]).unwrap();
         rig.gradient(2, 2.0).unwrap();
-        assert_eq!((reduce(2), reduce(1)), (State::AsyncWait, State::None));
+        assert_eq!((reduce(2), reduce(1)), (CollectiveState::AsyncWait, CollectiveState::None));
         assert_eq!(rig.chain.memory().main, 0, "nothing has arrived");
         rig.gradient(1, 1.0).unwrap();
-        assert_eq!((reduce(2), reduce(1)), (State::None, State::AsyncWait));
+        assert_eq!((reduce(2), reduce(1)), (CollectiveState::None, CollectiveState::AsyncWait));
         assert_eq!(rig.chain.memory().main, 16 / n * 2 * 4, "one weight's shard");
         rig.gradient(1, 5.0).unwrap();
         // 0 + 100 + … of the ranks, and each one's own. Weight 0 has had none.
         rig.finish(&[rig.sum(1.0) + rig.sum(5.0), rig.sum(2.0)]).unwrap();
-        assert_eq!(reduce(1), State::None);
+        assert_eq!(reduce(1), CollectiveState::None);
         // The next step's start from zero.
         rig.gradient(0, 0.0).unwrap();
         rig.finish(&[rig.sum(0.0), 0.0, 0.0]).unwrap();
@@ -155,7 +155,7 @@ fn only_what_others_need_is_moved<D: Chained>(device: &D) {
                 rig.gradient(1, what).unwrap();
                 rig.finish(&[rig.sum(what)]).unwrap();
             }
-            let mut room = rig.chain.room(rig.ids[1]).unwrap();
+            let mut room = rig.chain.gradient_buffer(rig.ids[1]).unwrap();
             let zeros = [-0.0f32; COUNT];
             rig.device.upload(&rig.stream(), bytemuck::cast_slice(&zeros), room.view_mut().unwrap()).unwrap();
             rig.chain.submit(room).unwrap();
@@ -190,13 +190,13 @@ fn draining_in_every_state<D: Chained>(device: &D) {
         rig.chain.drain().unwrap();
         rig.chain.begin(Phase::Forward).unwrap();
         rig.read(0).unwrap();
-        assert_eq!(states(1).0, State::AsyncWait);
+        assert_eq!(states(1).0, CollectiveState::AsyncWait);
         rig.chain.drain().unwrap();
-        assert_eq!(states(1).0, State::None);
+        assert_eq!(states(1).0, CollectiveState::None);
         // Gathered anew; and while it is in use, with the next under way.
         let source = rig.chain.source(rig.ids[1]).unwrap();
         let guard = source.acquire(&rig.stream()).unwrap();
-        assert_eq!((states(1).0, states(2).0), (State::DataReadySync, State::AsyncWait));
+        assert_eq!((states(1).0, states(2).0), (CollectiveState::DataReadySync, CollectiveState::AsyncWait));
         rig.chain.drain().unwrap();
         holds(&rig.device, &guard, &value(1));
         drop(guard);
@@ -204,7 +204,7 @@ fn draining_in_every_state<D: Chained>(device: &D) {
         drop(source.acquire(&rig.stream()).unwrap());
         let source = rig.chain.source(rig.ids[3]).unwrap();
         let guard = source.acquire(&rig.stream()).unwrap();
-        assert_eq!(states(3).0, State::DataReady);
+        assert_eq!(states(3).0, CollectiveState::DataReady);
         rig.chain.drain().unwrap();
         holds(&rig.device, &guard, &value(3));
         drop(guard);
@@ -212,22 +212,22 @@ fn draining_in_every_state<D: Chained>(device: &D) {
         // A weight that is kept from its recomputation on is gathered again.
         rig.chain.begin(Phase::Backward).unwrap();
         rig.read(2).unwrap();
-        assert_ne!(states(2).0, State::None, "kept");
+        assert_ne!(states(2).0, CollectiveState::None, "kept");
         rig.chain.drain().unwrap();
-        assert_eq!(states(2).0, State::None);
+        assert_eq!(states(2).0, CollectiveState::None);
         for i in [3, 2, 0, 1, 0] {
             rig.read(i).unwrap();
         }
         rig.chain.end().unwrap();
         rig.gradient(3, 0.0).unwrap();
-        assert_eq!(states(3).1, State::AsyncWait);
+        assert_eq!(states(3).1, CollectiveState::AsyncWait);
         rig.chain.drain().unwrap();
-        assert_eq!((states(3).1, rig.chain.memory().main), (State::None, 8 * 2 * 4));
+        assert_eq!((states(3).1, rig.chain.memory().main), (CollectiveState::None, 8 * 2 * 4));
         rig.chain.drain().unwrap();
         rig.finish(&[100.0]).unwrap();
-        // The cache forgets its memory, but copy engines', not its tickets.
+        // The cache forgets its memory, but copy engines', not its buffer ids.
         rig.chain.clear();
-        assert_eq!(rig.chain.memory().gathered == 0, !rig.chain.copies_beside());
+        assert_eq!(rig.chain.memory().gathered == 0, !rig.chain.uses_copy_engines());
         rig.pass(Phase::Forward, &[0, 1, 2, 3]).unwrap();
     });
 }
@@ -260,7 +260,7 @@ fn a_weight_used_twice_in_a_pass<D: Chained>(device: &D) {
     }
 }
 
-fn a_step_of_the_optimiser_shows_in_the_next_pass<D: Chained>(device: &D) {
+fn a_step_of_the_optimizer_shows_in_the_next_pass<D: Chained>(device: &D) {
     ranks(device, 2, MINUTE, |_, place| {
         let rig = place.rig(ON, 2, false).unwrap();
         rig.pass(Phase::Forward, &[0, 1]).unwrap();
@@ -327,7 +327,7 @@ fn weights_out_of_turn_are_errors<D: Chained>(device: &D) {
         assert!(error.contains("w2") && error.contains("w1 next"), "{error}");
         assert!(text(rig.chain.end().unwrap_err()).contains("1 of 3"));
         assert!(text(rig.chain.whole(rig.ids[0]).unwrap_err()).contains("between passes"));
-        assert!(text(rig.chain.relink().unwrap_err()).contains("one that runs"));
+        assert!(text(rig.chain.reset_order().unwrap_err()).contains("one that runs"));
         rig.read(1).unwrap();
         rig.read(2).unwrap();
         assert!(read(0).contains("the end of the pass next"));
@@ -336,21 +336,21 @@ fn weights_out_of_turn_are_errors<D: Chained>(device: &D) {
         let spec = WeightSpec::new("late", 0, &DIMS, moebius::DType::F32);
         assert!(text(rig.chain.add(spec, shard).unwrap_err()).contains("before the first forward"));
         // A changed model links anew.
-        rig.chain.relink().unwrap();
+        rig.chain.reset_order().unwrap();
         rig.pass(Phase::Forward, &[2, 0]).unwrap();
         rig.pass(Phase::Backward, &[0, 2]).unwrap();
         assert_eq!(rig.chain.order(), [rig.ids[2], rig.ids[0]]);
     });
 }
 
-fn rooms<D: Chained>(device: &D) {
+fn gradient_buffers<D: Chained>(device: &D) {
     ranks(device, 1, MINUTE, |_, place| {
         let rig = place.rig(ON, 2, false).unwrap();
         rig.pass(Phase::Forward, &[0, 1]).unwrap();
-        let room = rig.chain.room(rig.ids[0]).unwrap();
-        assert!(rig.chain.room(rig.ids[0]).is_err(), "its buffer is out");
+        let room = rig.chain.gradient_buffer(rig.ids[0]).unwrap();
+        assert!(rig.chain.gradient_buffer(rig.ids[0]).is_err(), "its buffer is out");
         drop(room);
-        let room = rig.chain.room(rig.ids[0]).unwrap();
+        let room = rig.chain.gradient_buffer(rig.ids[0]).unwrap();
         // Two models of one process do not meet.
         let solo = || Box::new(Solo::new(rig.device.clone()));
         let comms = Comms { gather: solo(), reduce: solo() };

@@ -16,7 +16,7 @@ use moebius::weights::WeightSource;
 use moebius::{DType, MoeConfig, Result, TensorRef};
 
 use super::random::Random;
-use super::rig::{Chained, MINUTE};
+use super::test_ranks::{Chained, MINUTE};
 
 /// On the host.
 pub type Tensor = moebius::Tensor<Cpu>;
@@ -81,7 +81,7 @@ impl Run {
     }
 }
 
-/// A whole stack of experts as it comes out of a quantised form, each expert quantised by itself.
+/// A whole stack of experts as it comes out of a quantized form, each expert quantized by itself.
 pub fn through(payload: Payload, whole: &Tensor) -> Tensor {
     let (cpu, [l, rows, columns]) = (Cpu::poisoning(), <[usize; 3]>::try_from(whole.dims()).unwrap());
     let mut values = Vec::new();
@@ -133,7 +133,7 @@ pub struct Outcome {
     pub weights: Vec<Vec<u8>>,
 }
 
-/// Communicators of ranks `0..world` to the group that `place` names, at their place in it; their work is in a lane of
+/// Communicators of ranks `0..world` to the group that `place` names, at their place in it; their work is in a collective thread of
 /// this name.
 pub fn mesh<D: Chained>(
     device: &D,
@@ -270,7 +270,7 @@ impl<D: Chained> Rank<D> {
             match &self.weights {
                 Weights::Sharded { chain, ids, .. } => {
                     let [up, down] = ids[l];
-                    let (mut d_up, mut d_down) = (chain.room(up)?, chain.room(down)?);
+                    let (mut d_up, mut d_down) = (chain.gradient_buffer(up)?, chain.gradient_buffer(down)?);
                     let sources = (chain.source(up)?, chain.source(down)?);
                     let params = params(router, &sources.0, &sources.1);
                     let inputs = (Inputs { x: x.view(), params: &params }, cotangents);
@@ -322,7 +322,7 @@ impl<D: Chained> Rank<D> {
 
     fn train(mut self) -> Result<Outcome> {
         let mut out = Outcome::default();
-        let mut optimisers: Vec<Adam> = match &self.weights {
+        let mut optimizers: Vec<Adam> = match &self.weights {
             Weights::Whole(_) => {
                 let p = self.w % self.run.ep;
                 let first = |l| [0, 1].map(|which| Adam::new(&self.run.weight(p, l, which).to_f64()));
@@ -339,15 +339,15 @@ impl<D: Chained> Rank<D> {
                 local.push(self.microbatch(step, batch, &mut out)?);
             }
             match &self.weights {
-                Weights::Whole(_) => self.step_whole(step, &local, &mut optimisers, &mut out)?,
-                Weights::Sharded { .. } => self.step_shards(step, &mut optimisers, &mut out)?,
+                Weights::Whole(_) => self.step_whole(step, &local, &mut optimizers, &mut out)?,
+                Weights::Sharded { .. } => self.step_shards(step, &mut optimizers, &mut out)?,
             }
         }
         out.weights = match &self.weights {
             Weights::Whole(_) => {
                 let dims = self.run.dims();
                 let value = |(i, o): (usize, &Adam)| of_type(self.run.dtype, o.value.clone(), &dims[i % 2]);
-                optimisers.iter().enumerate().map(value).map(|t| t.as_bytes().to_vec()).collect()
+                optimizers.iter().enumerate().map(value).map(|t| t.as_bytes().to_vec()).collect()
             }
             Weights::Sharded { chain, ids, .. } => {
                 let whole = |id: &WeightId| Ok(self.device.bytes(chain.whole(*id)?.view()));
@@ -362,7 +362,7 @@ impl<D: Chained> Rank<D> {
         &mut self,
         step: usize,
         local: &[Vec<Vec<f32>>],
-        optimisers: &mut [Adam],
+        optimizers: &mut [Adam],
         out: &mut Outcome,
     ) -> Result<()> {
         let (n, replicas) = (self.run.etp, self.run.replicas());
@@ -370,7 +370,7 @@ impl<D: Chained> Rank<D> {
             Scale::Sum => 1.0,
             Scale::Mean => 1.0 / (n * replicas) as f32,
         };
-        for (i, optimiser) in optimisers.iter_mut().enumerate() {
+        for (i, optimizer) in optimizers.iter_mut().enumerate() {
             let count = local[0][i].len();
             let mut groups = vec![vec![0f32; count]; replicas];
             for batch in local {
@@ -382,18 +382,18 @@ impl<D: Chained> Rank<D> {
                 }
             }
             let sum: Vec<f32> = (0..count).map(|at| tree(&groups.iter().map(|g| g[at]).collect::<Vec<_>>())).collect();
-            optimiser.step(step, &sum);
+            optimizer.step(step, &sum);
             out.gradients.push(sum.iter().map(|v| v.to_bits()).collect());
             if let Weights::Whole(all) = &mut self.weights {
                 let dims = all[i / 2][i % 2].dims().to_vec();
-                let value = of_type(self.run.dtype, optimiser.value.clone(), &dims);
+                let value = of_type(self.run.dtype, optimizer.value.clone(), &dims);
                 all[i / 2][i % 2] = self.device.host(&through(self.run.payload, &value));
             }
         }
         Ok(())
     }
 
-    fn step_shards(&mut self, step: usize, optimisers: &mut [Adam], out: &mut Outcome) -> Result<()> {
+    fn step_shards(&mut self, step: usize, optimizers: &mut [Adam], out: &mut Outcome) -> Result<()> {
         let Weights::Sharded { chain, shards, .. } = &self.weights else { return Ok(()) };
         let (chain, shards) = (Arc::clone(chain), shards.clone());
         let mut gradients: Vec<Vec<f32>> = Vec::new();
@@ -406,10 +406,10 @@ impl<D: Chained> Rank<D> {
         self.check_memory(&chain);
         let n = self.run.etp;
         for (i, (gradient, shard)) in gradients.iter().zip(shards.iter().flatten()).enumerate() {
-            optimisers[i].step(step, gradient);
+            optimizers[i].step(step, gradient);
             shard.update(|t| {
                 let dims = t.dims().to_vec();
-                *t = device.host(&of_type(self.run.dtype, optimisers[i].value.clone(), &dims));
+                *t = device.host(&of_type(self.run.dtype, optimizers[i].value.clone(), &dims));
                 Ok(())
             })?;
             // The whole gradient, for comparison.
@@ -446,7 +446,7 @@ impl<D: Chained> Rank<D> {
         let [up, down] =
             [(u, run.config.hidden), (d, run.config.intermediate)].map(|(all, width)| all / width * row(width));
         let amaxes = if run.payload == Payload::Nvfp4 { 2 * 4 * run.dims()[0][0] } else { 0 };
-        assert_eq!(memory.quantised, run.layers * ((up + down) / run.etp + amaxes));
+        assert_eq!(memory.quantized, run.layers * ((up + down) / run.etp + amaxes));
         assert_eq!(memory.arrived, if up == down { up } else { up + down });
         if run.dims()[0] == run.dims()[1] {
             // One shape: two buffers, three with recomputation; a layer's gradients and one more.

@@ -9,7 +9,7 @@ use moebius::candle::{EpGroup, ExpertParallelMoE};
 use moebius::comm::{Communicator, ThreadComm};
 use moebius::cpu::Cpu;
 use moebius::ep::{Group, GroupConfig};
-use moebius::layer::{Layer, Role};
+use moebius::layer::{Layer, ParamKind};
 
 use super::limits::{Countdown, in_time};
 use super::support::{
@@ -28,9 +28,9 @@ fn group(comm: ThreadComm) -> EpGroup {
 fn module(group: EpGroup, up_rows: usize) -> candle_core::Result<ExpertParallelMoE> {
     let layer = Layer::new(config(), 5)?;
     let mut tensors = HashMap::new();
-    for (seed, role) in [Role::Router, Role::Up, Role::Down].into_iter().enumerate() {
+    for (seed, role) in [ParamKind::Router, ParamKind::Up, ParamKind::Down].into_iter().enumerate() {
         let mut dims = role.dims(&config(), EXPERTS / RANKS).expect("a parameter");
-        if role == Role::Up {
+        if role == ParamKind::Up {
             dims[1] += up_rows;
         }
         let count: usize = dims.iter().product();
@@ -49,7 +49,7 @@ fn tokens(rank: usize) -> candle_core::Result<Tensor> {
 fn step(moe: &ExpertParallelMoE) -> candle_core::Result<Vec<u64>> {
     let y = moe.forward(&tokens(moe.group().rank())?)?;
     let gradients = y.sqr()?.sum_all()?.backward()?;
-    let router = moe.param(Role::Router).expect("router");
+    let router = moe.param(ParamKind::Router).expect("router");
     let gradient = gradients.get(router).expect("its gradient");
     let all = [y.flatten_all()?.to_vec1::<f64>()?, gradient.flatten_all()?.to_vec1::<f64>()?].concat();
     assert!(all.iter().all(|v| v.is_finite()) && all.iter().any(|v| *v != 0.0));

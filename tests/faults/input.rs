@@ -6,11 +6,11 @@ use moebius::checkpoint::BlockParams;
 use moebius::comm::ThreadWorld;
 use moebius::cpu::Cpu;
 use moebius::ep::{Capacity, DispatcherKind, Overflow};
-use moebius::layer::{DispatchOptions, Layer, Role};
+use moebius::layer::{DispatchOptions, Layer, ParamKind};
 use moebius::{DType, Error, Result, Tensor};
 
+use super::devices::cases;
 use super::support::*;
-use super::target::cases;
 
 cases!(
     bad_input_on_one_rank_is_an_error_on_all_and_the_group_goes_on,
@@ -74,7 +74,7 @@ fn forward_faults<D: Target>() -> Vec<Fault<D>> {
             let own = r.own(&params(r.rank, r.group.ranks()));
             let views = own.views()?;
             let mut params = views.params();
-            let up = Troubled::new(own.get(Role::Up).expect("up"), r.is_culprit(), Trouble::Fail);
+            let up = Troubled::new(own.get(ParamKind::Up).expect("up"), r.is_culprit(), Trouble::Fail);
             params.up = &up;
             let x = r.put(&r.x());
             r.forward(x.view(), &params).map(drop)
@@ -130,7 +130,7 @@ fn backward_faults<D: Target>() -> Vec<Fault<D>> {
             let own = r.own(&params(r.rank, r.group.ranks()));
             let views = own.views()?;
             let mut params = views.params();
-            let up = Troubled::new(own.get(Role::Up).expect("up"), false, Trouble::Fail);
+            let up = Troubled::new(own.get(ParamKind::Up).expect("up"), false, Trouble::Fail);
             params.up = &up;
             let x = r.put(&r.x());
             let (_, context) = r.forward(x.view(), &params)?;

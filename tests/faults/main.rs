@@ -4,12 +4,12 @@
 #[cfg(feature = "candle")]
 mod candle;
 mod config;
+#[path = "../devices/mod.rs"]
+mod devices;
 mod input;
 #[path = "../common/limits.rs"]
 mod limits;
 mod lost;
 mod support;
-#[path = "../target/mod.rs"]
-mod target;
 
 pub use input::cases;

@@ -9,11 +9,11 @@ use moebius::checkpoint::BlockParams;
 use moebius::comm::{ThreadComm, ThreadWorld};
 use moebius::cpu::Cpu;
 use moebius::ep::{DispatcherKind, Group, GroupConfig};
-use moebius::layer::{Context, Cotangents, Gradients, Inputs, Layer, Mode, ParamViews, Params, Role, Wanted};
+use moebius::layer::{Context, Cotangents, Gradients, Inputs, Layer, Mode, ParamKind, ParamViews, Params, Wanted};
 use moebius::weights::{WeightGuard, WeightSource};
 use moebius::{DType, Error, MoeConfig, Result, Tensor, TensorRef};
 
-pub use super::target::Target;
+pub use super::devices::Target;
 
 pub const RANKS: usize = 4;
 pub const EXPERTS: usize = 8;
@@ -75,7 +75,7 @@ impl<D: Target> Own<D> {
         ParamViews::collect(|role| Ok(self.get(role)))
     }
 
-    pub fn get(&self, role: Role) -> Option<TensorRef<'_, D>> {
+    pub fn get(&self, role: ParamKind) -> Option<TensorRef<'_, D>> {
         self.0[role as usize].as_ref().map(Tensor::view)
     }
 }
@@ -117,7 +117,7 @@ impl<D: Target> Rank<D> {
 
     /// Parameters of the host likewise.
     pub fn own(&self, params: &BlockParams) -> Own<D> {
-        Own(Role::ALL.into_iter().map(|role| params.get(role).map(|t| self.put(t))).collect())
+        Own(ParamKind::ALL.into_iter().map(|role| params.get(role).map(|t| self.put(t))).collect())
     }
 
     /// This rank's tokens.

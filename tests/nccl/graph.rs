@@ -35,12 +35,12 @@ fn configs() -> Vec<MoeConfig> {
     let mut limited = plain.clone();
     limited.router.expert_capacity =
         Some(ExpertCapacity { factor: 0.9, order: CapacityOrder::Position, renormalize: true });
-    let quantised = |hidden, payload| {
+    let quantized = |hidden, payload| {
         let mut config = MoeConfig::new(hidden, 64, 16, 4);
         config.payload = payload;
         config
     };
-    vec![plain, aux, limited, quantised(128, Payload::Nvfp4), quantised(512, Payload::Mxfp8)]
+    vec![plain, aux, limited, quantized(128, Payload::Nvfp4), quantized(512, Payload::Mxfp8)]
 }
 
 fn steps(comm: NcclComm, config: &MoeConfig, kind: DispatcherKind, options: DispatchOptions) -> Result<Steps> {

@@ -10,9 +10,9 @@ use moebius::ep::{Capacity, DispatcherKind, Overflow, Reporting};
 use moebius::nccl::NcclComm;
 use moebius::{DType, Error};
 
+use crate::common::devices::Seat;
 use crate::common::support::compare::values;
 use crate::common::support::dense::Params;
-use crate::common::target::Seat;
 use crate::common::{Cotangent, Outcome, Setup, run_on, run_parts, run_rank, shard};
 use crate::several::numbers;
 use crate::{KINDS, Run, conformance::over};
@@ -109,7 +109,7 @@ impl Problem {
         compare(name, &gpu, &cpu, tolerance(self.dtype));
     }
 
-    fn on<D: crate::common::target::Target>(&self, device: &D) -> Result<Outcome, Error> {
+    fn on<D: crate::common::devices::Target>(&self, device: &D) -> Result<Outcome, Error> {
         let ranks = self.setup.split.len();
         let parts: Vec<BlockParams> = (0..ranks).map(|r| shard(&self.params, r, ranks, self.dtype)).collect();
         let cotangent = Cotangent { y: Some(&self.d_y), aux: 0.3 };
@@ -126,7 +126,7 @@ fn configs() -> Vec<(&'static str, MoeConfig)> {
     let mut limited = plain.clone();
     limited.router.expert_capacity =
         Some(ExpertCapacity { factor: 0.8, order: CapacityOrder::Probability, renormalize: true });
-    let quantised = |payload| {
+    let quantized = |payload| {
         let mut config = shared.clone();
         config.payload = payload;
         config
@@ -134,8 +134,8 @@ fn configs() -> Vec<(&'static str, MoeConfig)> {
     vec![
         ("plain", plain),
         ("auxiliary losses", aux),
-        ("nvfp4", quantised(Payload::Nvfp4)),
-        ("mxfp8", quantised(Payload::Mxfp8)),
+        ("nvfp4", quantized(Payload::Nvfp4)),
+        ("mxfp8", quantized(Payload::Mxfp8)),
         ("shared expert", shared),
         ("expert capacity", limited),
     ]

@@ -261,7 +261,7 @@ fn splits(_: &Cuda, ranks: usize) {
         let found = cuda.read(&cuda.stream(), all.view()).expect("a read");
         assert_eq!(found, members.iter().map(|r| *r as f64).collect::<Vec<_>>());
         // The same on a stream of its own.
-        let beside = cuda.beside().expect("a stream");
+        let beside = cuda.with_new_stream().expect("a stream");
         let apart = comm.split_on(tag(4), (Some(rank % 2), ranks - rank), &beside).expect("a split");
         let mut apart = apart.expect("a part for each");
         let own = Tensor::from_value(&beside, rank as f64 + 1.0);
@@ -273,13 +273,13 @@ fn splits(_: &Cuda, ranks: usize) {
         // And by copy engines, in memory of the part.
         let engines = comm.split_with_copy_engines(tag(6), (Some(0), ranks - rank), &beside).expect("a split");
         let mut engines = engines.expect("a part for each");
-        assert!(engines.copies_beside());
+        assert!(engines.uses_copy_engines());
         let mut all = engines.memory(tag(7), DType::F32, &[ranks]).expect("memory").expect("of its own");
         engines.all_gather(tag(8), own.view(), all.view_mut()).expect("inside the part");
         let found = beside.read(&beside.stream(), all.view()).expect("a read");
         assert_eq!(found, (0..ranks).rev().map(|r| r as f64 + 1.0).collect::<Vec<_>>());
         drop((all, engines));
-        // Without a colour there is no part, and the whole works on.
+        // Without a color there is no part, and the whole works on.
         let none = comm.split(tag(2), (rank == 0).then_some(0), 0).expect("a split");
         assert_eq!(none.is_some(), rank == 0);
         drop((part, none));

@@ -10,6 +10,7 @@ mod common;
 #[allow(dead_code, unused_imports, reason = "a suite has parts for the CPU alone")]
 mod conformance;
 
+mod captured;
 #[path = "../etp/main.rs"]
 #[allow(unused_imports, reason = "a suite has parts for the CPU alone")]
 mod etp;
@@ -21,7 +22,6 @@ mod layer;
 mod library;
 mod lost;
 mod processes;
-mod recorded;
 #[path = "../common/several.rs"]
 mod several;
 #[path = "../common/steps.rs"]
@@ -68,7 +68,7 @@ fn over_ranks(ranks: usize) -> Vec<(String, Body)> {
         ("layer", layer::cases()),
         ("lost", lost::cases()),
         ("processes", processes::cases()),
-        ("recorded", recorded::cases()),
+        ("recorded", captured::cases()),
         ("streams", streams::cases()),
     ];
     for (file, cases) in files {

@@ -11,12 +11,12 @@ use moebius::etp::{
     Chain, Comms, EtpOptions, Payload, Phase, Reduction, Shard, ShardDevice, Shares, WeightId, WeightSpec,
 };
 use moebius::kernels::Kernels;
-use moebius::layer::{Cotangents, GradientsMut, Inputs, Layer, Mode, ParamViews, Role};
+use moebius::layer::{Cotangents, GradientsMut, Inputs, Layer, Mode, ParamKind, ParamViews};
 use moebius::weights::WeightSource;
 use moebius::{CommError, DType, Device, Error, MoeConfig, Result, Tensor, TensorRef};
 
 use crate::Run;
-use crate::etp::changed::Changed;
+use crate::etp::faulty_comm::Changed;
 use crate::etp::gpus;
 
 pub fn cases() -> Vec<(&'static str, Run)> {
@@ -27,7 +27,7 @@ pub fn cases() -> Vec<(&'static str, Run)> {
         ("a_communicator_without_a_device_is_refused", a_communicator_without_a_device_is_refused),
         ("memory_comes_back", memory_comes_back),
         ("shares_add_to_the_cpus_bits", shares_add_to_the_cpus_bits),
-        ("sparing_changes_no_bit", sparing_changes_no_bit),
+        ("reserving_sms_changes_no_bit", reserving_sms_changes_no_bit),
     ]
 }
 
@@ -143,7 +143,7 @@ fn same_bits_under_load(_: &Cuda, n: usize) {
                         seen.push((i, own));
                         drop(guard);
                         if phase == Phase::Backward {
-                            let mut room = chain.room(rank.ids[i]).unwrap();
+                            let mut room = chain.gradient_buffer(rank.ids[i]).unwrap();
                             let value = Rank::number(cuda, (8 * step + i + rank.rank) as f64, &DIMS);
                             cuda.copy(value.view().data(), room.view_mut().unwrap().into_data()).unwrap();
                             chain.submit(room).unwrap();
@@ -191,7 +191,7 @@ fn no_host_waits_for_a_gpu(_: &Cuda, n: usize) {
                 let source = chain.source(rank.ids[i]).unwrap();
                 drop(source.acquire(&cuda.stream()).unwrap());
                 if reversed {
-                    let mut room = chain.room(rank.ids[i]).unwrap();
+                    let mut room = chain.gradient_buffer(rank.ids[i]).unwrap();
                     cuda.zero(room.view_mut().unwrap().into_data()).unwrap();
                     chain.submit(room).unwrap();
                 }
@@ -264,7 +264,7 @@ fn memory_comes_back(_: &Cuda, n: usize) {
                     for i in order {
                         drop(chain.source(rank.ids[i]).unwrap().acquire(&cuda.stream()).unwrap());
                         if phase == Phase::Backward {
-                            let mut room = chain.room(rank.ids[i]).unwrap();
+                            let mut room = chain.gradient_buffer(rank.ids[i]).unwrap();
                             cuda.zero(room.view_mut().unwrap().into_data()).unwrap();
                             chain.submit(room).unwrap();
                         }
@@ -341,8 +341,8 @@ fn shares_add_to_the_cpus_bits(cuda: &Cuda, _: usize) {
     assert!(error.contains("shares") && error.contains("blocks of main's size"), "{error}");
 }
 
-/// A layer's output and gradients on a part of the multiprocessors.
-fn sparing_changes_no_bit(cuda: &Cuda, _: usize) {
+/// A layer's output and gradients on a part of the SMs.
+fn reserving_sms_changes_no_bit(cuda: &Cuda, _: usize) {
     let config = MoeConfig::new(256, 128, 8, 2);
     let tokens = 700;
     let make = |seed: u64, dims: &[usize]| {
@@ -361,9 +361,9 @@ fn sparing_changes_no_bit(cuda: &Cuda, _: usize) {
         let mut group = cuda.group(GroupConfig::new(8, tokens)).unwrap();
         let params = ParamViews::collect(|role| {
             Ok(match role {
-                Role::Router => Some(router.view()),
-                Role::Up => Some(up.view()),
-                Role::Down => Some(down.view()),
+                ParamKind::Router => Some(router.view()),
+                ParamKind::Up => Some(up.view()),
+                ParamKind::Down => Some(down.view()),
                 _ => None,
             })
         })
@@ -385,6 +385,6 @@ fn sparing_changes_no_bit(cuda: &Cuda, _: usize) {
     };
     let whole = run(cuda);
     for spare in [1, 16, 40, 131, 10_000] {
-        assert!(run(&cuda.sparing(spare)) == whole, "{spare}");
+        assert!(run(&cuda.reserving_sms(spare)) == whole, "{spare}");
     }
 }

@@ -9,7 +9,9 @@ use cudarc::driver::CudaEvent;
 use cudarc::driver::sys::CUevent_flags;
 use moebius::comm::Communicator;
 use moebius::cuda::{Cuda, cudarc};
-use moebius::nccl_ep::{Counters, Direction, Group, GroupOptions, Handle, HandleOptions, RowsBack, RowsOut, sys};
+use moebius::nccl_ep::{
+    CombineArgs, Direction, DispatchArgs, Group, GroupOptions, Handle, HandleOptions, UpdateCounters, sys,
+};
 use moebius::{DType, Error, Result, Tensor};
 
 use crate::raw::{Seat, each};
@@ -106,12 +108,12 @@ impl Step {
         match phase {
             Phase::Prepare => {
                 let counters =
-                    Counters { counts: counts.view_mut(), offsets: offsets.view_mut(), total: total.view_mut() };
+                    UpdateCounters { counts: counts.view_mut(), offsets: offsets.view_mut(), total: total.view_mut() };
                 handle.update(self.ids.view(), counters)
             }
             Phase::Dispatch | Phase::CombineBwd => {
                 let forward = phase == Phase::Dispatch;
-                let rows = RowsOut {
+                let rows = DispatchArgs {
                     tokens: self.x.view(),
                     weights: forward.then(|| self.w.view()),
                     scales: None,
@@ -123,7 +125,7 @@ impl Step {
             }
             Phase::Combine | Phase::DispatchBwd => {
                 let backward = phase == Phase::DispatchBwd;
-                let rows = RowsBack {
+                let rows = CombineArgs {
                     rows: self.rows.view(),
                     weights: backward.then(|| self.rows_w.view()),
                     out: self.y.view_mut(),

@@ -6,7 +6,8 @@ use moebius::comm::Communicator;
 use moebius::cuda::Cuda;
 use moebius::kernels::Kernels;
 use moebius::nccl_ep::{
-    Arrival, Departure, EpError, Layout, LowLatencyGroup, LowLatencyHandle, LowLatencyOptions, SentBack,
+    EpError, Layout, LowLatencyCombineArgs, LowLatencyDispatchArgs, LowLatencyGroup, LowLatencyHandle,
+    LowLatencyOptions, LowLatencyReceiveArgs,
 };
 use moebius::{DType, Error, Result, Tensor};
 
@@ -110,8 +111,9 @@ impl Step {
 
     fn dispatch(&mut self, beside: Option<&mut dyn FnMut() -> Result<()>>) -> Result<()> {
         let by_rank = self.trip.layout == Layout::RankMajor;
-        let from = Departure { tokens: self.x.view(), weights: by_rank.then(|| self.w.view()), scales: None };
-        let to = Arrival {
+        let from =
+            LowLatencyDispatchArgs { tokens: self.x.view(), weights: by_rank.then(|| self.w.view()), scales: None };
+        let to = LowLatencyReceiveArgs {
             rows: self.rows.view_mut(),
             counts: self.counts.view_mut(),
             weights: by_rank.then(|| self.out_w.view_mut()),
@@ -120,17 +122,20 @@ impl Step {
         };
         match beside {
             None => self.handle.dispatch(from, to),
-            Some(beside) => self.handle.dispatch_while(from, to, beside),
+            Some(beside) => self.handle.dispatch_overlapped(from, to, beside),
         }
     }
 
     fn combine(&mut self, beside: Option<&mut dyn FnMut() -> Result<()>>) -> Result<()> {
         let by_expert = self.trip.layout == Layout::ExpertMajor;
-        let back =
-            SentBack { rows: self.rows.view(), weights: by_expert.then(|| self.w.view()), out: self.out.view_mut() };
+        let back = LowLatencyCombineArgs {
+            rows: self.rows.view(),
+            weights: by_expert.then(|| self.w.view()),
+            out: self.out.view_mut(),
+        };
         match beside {
             None => self.handle.combine(back),
-            Some(beside) => self.handle.combine_while(back, beside),
+            Some(beside) => self.handle.combine_overlapped(back, beside),
         }
     }
 
@@ -361,12 +366,12 @@ fn opaque_rows_with_scales(ranks: usize) {
             let n = step.handle.rows();
             let mut rows = Tensor::<Cuda>::empty(seat.cuda(), DType::U8, &[n, row])?;
             let mut scales = Tensor::<Cuda>::empty(seat.cuda(), DType::U8, &[n, scale])?;
-            let from = Departure {
+            let from = LowLatencyDispatchArgs {
                 tokens: x.view(),
                 weights: by_rank.then(|| step.w.view()),
                 scales: (scale > 0).then(|| s.view()),
             };
-            let to = Arrival {
+            let to = LowLatencyReceiveArgs {
                 rows: rows.view_mut(),
                 counts: step.counts.view_mut(),
                 weights: by_rank.then(|| step.out_w.view_mut()),

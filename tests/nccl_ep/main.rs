@@ -21,7 +21,7 @@ mod launched;
 mod bench;
 mod decode;
 mod graph;
-mod lent;
+mod handle_pool;
 mod library;
 mod lost;
 mod low_latency;
@@ -124,7 +124,7 @@ fn over_ranks(ranks: usize) -> Vec<(String, Body)> {
         ("raw", raw::cases()),
         ("graph", graph::cases()),
         ("low_latency", low_latency::cases()),
-        ("lent", lent::cases()),
+        ("lent", handle_pool::cases()),
         ("lost", lost::cases()),
         ("windows", windows::cases()),
     ];
@@ -146,7 +146,7 @@ fn main() -> ExitCode {
         return ExitCode::SUCCESS;
     }
     if let Ok(body) = std::env::var(launched::CHILD) {
-        lent::child(&body).or_else(|| lost::child(&body)).expect("a body");
+        handle_pool::child(&body).or_else(|| lost::child(&body)).expect("a body");
         return ExitCode::SUCCESS;
     }
     if std::env::args().nth(1).as_deref() == Some("bench") {

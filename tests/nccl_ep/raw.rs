@@ -10,7 +10,8 @@ use moebius::cuda::Cuda;
 use moebius::kernels::Kernels;
 use moebius::nccl::NcclComm;
 use moebius::nccl_ep::{
-    Counters, Direction, EpError, EpLibrary, Group, GroupOptions, Handle, HandleOptions, RowsBack, RowsOut,
+    CombineArgs, Direction, DispatchArgs, EpError, EpLibrary, Group, GroupOptions, Handle, HandleOptions,
+    UpdateCounters,
 };
 use moebius::{DType, Error, Result, Tensor};
 
@@ -188,7 +189,7 @@ fn updated(seat: &Seat<'_>, handle: &mut Handle, ids: &Tensor<Cuda>) -> Result<[
     let (mut counts, mut offsets, mut total) = (of(local)?, of(local)?, of(1)?);
     handle.update(
         ids.view(),
-        Counters { counts: counts.view_mut(), offsets: offsets.view_mut(), total: total.view_mut() },
+        UpdateCounters { counts: counts.view_mut(), offsets: offsets.view_mut(), total: total.view_mut() },
     )?;
     let whole = |t: &Tensor<Cuda>| Ok::<_, Error>(seat.get(t)?.iter().map(|v| *v as usize).collect());
     Ok([whole(&counts)?, whole(&offsets)?, whole(&total)?])
@@ -221,7 +222,7 @@ fn there_and_back(seat: &mut Seat<'_>, trip: &Trip, step: &Step) -> Result<()> {
     let (x, w) = (seat.put(trip.rows, &x, &[tokens, h])?, seat.put(DType::F32, &w, &[tokens, k])?);
     let mut rows = Tensor::empty(seat.cuda(), trip.rows, &[n, h])?;
     let mut weights = Tensor::empty(seat.cuda(), DType::F32, &[n])?;
-    let out = RowsOut {
+    let out = DispatchArgs {
         tokens: x.view(),
         weights: Some(w.view()),
         scales: None,
@@ -238,15 +239,15 @@ fn there_and_back(seat: &mut Seat<'_>, trip: &Trip, step: &Step) -> Result<()> {
             let hits = ids.iter().enumerate().filter(|(_, id)| **id == expert);
             expected.extend(hits.map(|(i, _)| ((source * 1000 + i) as f64 + 0.5, value(source, i / k, 0))));
         }
-        let zone = starts[j]..starts[j] + expected.len();
-        for slot in zone.clone() {
+        let segment = starts[j]..starts[j] + expected.len();
+        for slot in segment.clone() {
             let whole = got[slot * h..(slot + 1) * h].iter().enumerate();
             let base = got[slot * h];
             whole.for_each(|(c, v)| {
                 assert_eq!(*v, if c.is_multiple_of(2) { base } else { -base }, "{trip:?}: slot {slot}")
             });
         }
-        let mut found: Vec<(f64, f64)> = zone.map(|slot| (got_w[slot], got[slot * h])).collect();
+        let mut found: Vec<(f64, f64)> = segment.map(|slot| (got_w[slot], got[slot * h])).collect();
         found.sort_by(|a, b| a.0.total_cmp(&b.0));
         expected.sort_by(|a, b| a.0.total_cmp(&b.0));
         assert_eq!(found, expected, "{trip:?}: expert {expert}");
@@ -264,7 +265,7 @@ fn there_and_back(seat: &mut Seat<'_>, trip: &Trip, step: &Step) -> Result<()> {
     swung(&mut handle, &x, &mut again)?;
     assert_eq!(seat.get(&again)?[..filled * h], got[..filled * h], "{trip:?}: backward rows");
     let mut d_w = Tensor::empty(seat.cuda(), DType::F32, &[tokens, k])?;
-    let back = RowsBack {
+    let back = CombineArgs {
         rows: again.view(),
         weights: Some(weights.view()),
         out: sums.view_mut(),
@@ -281,12 +282,12 @@ fn there_and_back(seat: &mut Seat<'_>, trip: &Trip, step: &Step) -> Result<()> {
 /// Rows out and back as they are, without weights: backward out, forward back.
 fn swung(handle: &mut Handle, x: &Tensor<Cuda>, rows: &mut Tensor<Cuda>) -> Result<()> {
     let (tokens, out) = (x.view(), rows.view_mut());
-    let rows = RowsOut { tokens, weights: None, scales: None, out, out_weights: None, out_scales: None };
+    let rows = DispatchArgs { tokens, weights: None, scales: None, out, out_weights: None, out_scales: None };
     handle.dispatch(Direction::Backward, rows)
 }
 
 fn summed(handle: &mut Handle, rows: &Tensor<Cuda>, sums: &mut Tensor<Cuda>) -> Result<()> {
-    let back = RowsBack { rows: rows.view(), weights: None, out: sums.view_mut(), out_weights: None };
+    let back = CombineArgs { rows: rows.view(), weights: None, out: sums.view_mut(), out_weights: None };
     handle.combine(Direction::Forward, back)
 }
 
@@ -366,7 +367,7 @@ fn opaque(seat: &mut Seat<'_>, (row, scale): (usize, usize), trip: &Trip, step: 
     let mut rows = Tensor::empty(seat.cuda(), DType::U8, &[n, row])?;
     let mut scales = Tensor::empty(seat.cuda(), DType::U8, &[n, scale])?;
     let mut weights = Tensor::empty(seat.cuda(), DType::F32, &[n])?;
-    let out = RowsOut {
+    let out = DispatchArgs {
         tokens: x.view(),
         weights: Some(w.view()),
         scales: (scale > 0).then(|| s.view()),
@@ -409,7 +410,7 @@ fn past_the_capacity_rows_are_dropped_and_counted(ranks: usize) {
         let w = seat.put(DType::F32, &w, &[32, k])?;
         let mut rows = Tensor::empty(seat.cuda(), trip.rows, &[32, h])?;
         let mut weights = Tensor::empty(seat.cuda(), DType::F32, &[32])?;
-        let out = RowsOut {
+        let out = DispatchArgs {
             tokens: x.view(),
             weights: Some(w.view()),
             scales: None,
@@ -420,7 +421,7 @@ fn past_the_capacity_rows_are_dropped_and_counted(ranks: usize) {
         handle.dispatch(Direction::Forward, out)?;
         let mut sums = Tensor::empty(seat.cuda(), trip.rows, &[32, h])?;
         let mut d_w = Tensor::empty(seat.cuda(), DType::F32, &[32, k])?;
-        let back = RowsBack {
+        let back = CombineArgs {
             rows: rows.view(),
             weights: Some(weights.view()),
             out: sums.view_mut(),

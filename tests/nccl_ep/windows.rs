@@ -16,7 +16,7 @@ pub fn cases() -> Vec<(&'static str, fn(usize))> {
     vec![
         ("layers_have_the_bits_of_staged_rows", layers_have_the_bits_of_staged_rows),
         ("graphs_replay_the_bits_of_eager_steps", graphs_replay_the_bits_of_eager_steps),
-        ("tokens_that_travel_quantised_have_the_bits_of_staged_rows", quantised),
+        ("tokens_that_are_sent_quantized_have_the_bits_of_staged_rows", quantized),
         ("plain_memory_is_copied_and_a_full_ring_is_told", plain_memory_is_copied_and_a_full_ring_is_told),
     ]
 }
@@ -31,7 +31,7 @@ fn layers_have_the_bits_of_staged_rows(ranks: usize) {
 }
 
 /// Codes and scales arrive in windows, and are read from there once; outputs leave from others.
-fn quantised(ranks: usize) {
+fn quantized(ranks: usize) {
     staged_and_not(ranks, Payload::Nvfp4);
     staged_and_not(ranks, Payload::Mxfp8);
 }

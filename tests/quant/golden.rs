@@ -8,8 +8,8 @@ use moebius::quant::*;
 use moebius::{DType, Tensor};
 use safetensors::{Dtype, SafeTensors};
 
+use super::devices::{Target, cases, golden_quant};
 use super::support::{CpuTensor, bits, dequantize, one_nan, quantize, quantize_mxfp8, there};
-use super::target::{Target, cases, golden_quant};
 
 cases!(te_nvfp4, modelopt_nvfp4, mxfp8, swizzle);
 

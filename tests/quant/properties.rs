@@ -1,4 +1,4 @@
-//! What must hold of any input: phases, shards, sharing of tiles, stochastic rounding, de-quantisation.
+//! What must hold of any input: phases, shards, sharing of tiles, stochastic rounding, de-quantization.
 
 use half::bf16;
 use moebius::cpu::Cpu;
@@ -8,8 +8,8 @@ use rand::rngs::StdRng;
 use rand::{Rng, SeedableRng};
 use rand_distr::StandardNormal;
 
+use super::devices::{Target, cases};
 use super::support::{CpuTensor, Side, bits, dequantize, here, matrix, quantize, quantize_mxfp8, same, tensor, there};
-use super::target::{Target, cases};
 
 cases!(
     one_call_is_the_phases,
@@ -101,7 +101,7 @@ fn each_direction_has_its_own_amax<D: Target>(device: &D) {
     }
 }
 
-/// Row shards, their amaxes joined by the maximum, make the whole matrix: what a gather of quantised shards relies
+/// Row shards, their amaxes joined by the maximum, make the whole matrix: what a gather of quantized shards relies
 /// on. Rows concatenate; columns (and their scales) interleave by shard.
 fn shards_are_parts_of_the_whole<D: Target>(device: &D) {
     let (rows, columns, shards) = (96, 80, 3);
@@ -163,7 +163,7 @@ fn many_amaxes_at_once<D: Target>(device: &D) {
 }
 
 /// One matrix of many that are brought back at once.
-struct Quantised {
+struct Quantized {
     format: Nvfp4,
     side: Side,
     mxfp8: (Vec<u8>, Vec<u8>),
@@ -175,7 +175,7 @@ struct Quantised {
 /// of whole words and others, in every type of output; more than a device may take in one launch.
 fn many_back_at_once<D: Target>(device: &D) {
     let formats = [Nvfp4::TE, Nvfp4::MODELOPT, Nvfp4::TE.row_scaled()];
-    let matrices: Vec<Quantised> = (0..45)
+    let matrices: Vec<Quantized> = (0..45)
         .map(|i| {
             // Most have rows of whole blocks; some are of several thousand eights.
             let dims = [1 + i * 7 % 40, if i % 4 == 3 { 8 * i + 2 } else { 32 * (1 + i * 5 % 70) }];
@@ -183,7 +183,7 @@ fn many_back_at_once<D: Target>(device: &D) {
             let matrix = Matrix::new(x.view()).unwrap();
             let side = quantize(device, &format, matrix, Direction::Rows);
             let mxfp8 = quantize_mxfp8(device, Mxfp8::TE, matrix, Direction::Rows);
-            Quantised { format, side, mxfp8, dims, dtype: [DType::BF16, DType::F32, DType::F16][i / 3 % 3] }
+            Quantized { format, side, mxfp8, dims, dtype: [DType::BF16, DType::F32, DType::F16][i / 3 % 3] }
         })
         .collect();
     let bytes = |data: &[u8], rows: usize| {
@@ -197,7 +197,7 @@ fn many_back_at_once<D: Target>(device: &D) {
         || -> Vec<Tensor<D>> { matrices.iter().map(|m| Tensor::empty(device, m.dtype, &m.dims).unwrap()).collect() };
     // -0 is not +0.
     let signed = |values: Vec<f64>| -> Vec<u64> { values.into_iter().map(f64::to_bits).collect() };
-    let narrow = |m: &Quantised, values: Vec<f32>| tensor(&values, m.dtype, &m.dims).to_f64();
+    let narrow = |m: &Quantized, values: Vec<f32>| tensor(&values, m.dtype, &m.dims).to_f64();
 
     let sides: Vec<[Tensor<D>; 3]> = matrices
         .iter()
@@ -258,7 +258,7 @@ fn error(values: &[f64], x: &[f64]) -> f64 {
     values.iter().zip(x).map(|(v, x)| (v - x).powi(2)).sum::<f64>().sqrt()
 }
 
-/// Rounding errors of 50 stochastic quantisations average out, in both directions, with and without a transform.
+/// Rounding errors of 50 stochastic quantizations average out, in both directions, with and without a transform.
 ///
 /// Over values spread evenly in their steps, RN's error is √(1/12) of a step in the mean square, one stochastic
 /// rounding's √(1/6), the mean of 50's √(1/300), and 8 random bits leave a bias of 1/512 on average: a ratio of 0.2,
@@ -273,7 +273,7 @@ fn mean_of_stochastic_roundings<D: Target>(device: &D) {
                 Direction::Rows => dims,
                 Direction::Columns => [dims[1], dims[0]],
             };
-            // What is quantised: the matrix, its transpose, or the transpose transformed.
+            // What is quantized: the matrix, its transpose, or the transpose transformed.
             let mut exact: Vec<f64> = (0..lines[0] * lines[1])
                 .map(|i| match direction {
                     Direction::Rows => i,
@@ -377,7 +377,7 @@ fn mxfp8_round_trip<D: Target>(device: &D) {
     }
 }
 
-/// Codes that were cropped and codes of whole blocks de-quantise alike.
+/// Codes that were cropped and codes of whole blocks de-quantize alike.
 fn cropped_or_whole_blocks<D: Target>(device: &D) {
     let x = normal([3, 24], 7, DType::F32);
     let cropped = quantize(device, &Nvfp4::TE, Matrix::new(x.view()).unwrap(), Direction::Rows);

@@ -7,9 +7,9 @@ use moebius::{DType, Tensor};
 use rand::rngs::StdRng;
 use rand::{Rng, SeedableRng};
 
+use super::devices::{Target, cases};
 use super::reference::{self, Bits, Expected, Kind};
 use super::support::{CpuTensor, Side, bits, one_nan, quantize, quantize_mxfp8, same, tensor};
-use super::target::{Target, cases};
 
 cases!(nvfp4_to_nearest, nvfp4_stochastic, nvfp4_transformed, blocks_of_panels, mxfp8, leading_dimensions_are_rows);
 

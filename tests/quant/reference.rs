@@ -42,7 +42,7 @@ pub enum Kind {
     ModelOpt,
 }
 
-/// Lines of a matrix, quantised.
+/// Lines of a matrix, quantized.
 pub struct Expected {
     pub amax: Vec<f32>,
     pub scales: Vec<u8>,

@@ -5,11 +5,11 @@ use moebius::cpu::Cpu;
 use moebius::quant::*;
 use moebius::{DType, Tensor, TensorRef};
 
-use super::target::Target;
+use super::devices::Target;
 
 pub type CpuTensor = Tensor<Cpu>;
 
-/// One direction of a quantised matrix.
+/// One direction of a quantized matrix.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Side {
     pub codes: Vec<u8>,
@@ -62,7 +62,7 @@ pub fn here<D: Target>(device: &D, tensors: &Nvfp4Tensors<D>) -> Side {
     side(Nvfp4Tensors { codes, scales, amax })
 }
 
-/// Quantises in one direction.
+/// Quantizes in one direction.
 pub fn quantize<D: Target>(device: &D, format: &Nvfp4, from: Matrix<'_, Cpu>, direction: Direction) -> Side {
     let base = there(device, from.base());
     let matrix = matrix(&base, from);
@@ -75,7 +75,7 @@ pub fn quantize<D: Target>(device: &D, format: &Nvfp4, from: Matrix<'_, Cpu>, di
     here(device, &tensors)
 }
 
-/// Quantises to MXFP8 in one direction: codes and scales.
+/// Quantizes to MXFP8 in one direction: codes and scales.
 pub fn quantize_mxfp8<D: Target>(
     device: &D,
     format: Mxfp8,
@@ -94,7 +94,7 @@ pub fn quantize_mxfp8<D: Target>(
     (codes, device.to_cpu(&tensors.scales).as_bytes().to_vec())
 }
 
-/// De-quantises to F32 `[lines, len]`.
+/// De-quantizes to F32 `[lines, len]`.
 pub fn dequantize<D: Target>(device: &D, format: &Nvfp4, side: &Side, [lines, len]: [usize; 2]) -> Vec<f32> {
     let amax: Vec<f32> = side.amax.iter().map(|b| f32::from_bits(*b)).collect();
     let bytes = |data: &[u8]| Tensor::<Cpu>::from_vec(data.to_vec(), &[lines, data.len() / lines]).unwrap();

@@ -4,7 +4,7 @@ use moebius::Error;
 use moebius::balance::update_selection_bias;
 use moebius::metrics::Load;
 
-use super::target::cases;
+use super::devices::cases;
 use super::*;
 
 cases!(
@@ -66,7 +66,7 @@ fn softmax_with_and_without_renorm<D: Target>(device: &D) {
     check(&d, &c, &l, None, &[1, 3], &[0.8, 0.6]);
     c.renorm = Some(Renorm { p: 1.0, epsilon: 0.0, floor: 2.0 });
     check(&d, &c, &l, None, &[1, 3], &[0.2, 0.15]);
-    (c.renorm, c.scale) = (renorm(0.0), 7.0); // scaled after renormalising
+    (c.renorm, c.scale) = (renorm(0.0), 7.0); // scaled after renormalizing
     check(&d, &c, &l, None, &[1, 3], &[4.0, 3.0]);
 }
 
@@ -179,7 +179,7 @@ fn one_expert_and_all_experts<D: Target>(device: &D) {
     let (ids, w) = d.route(&c, &[3.0, -8.0], None, None).unwrap();
     assert_eq!((ids, w), (vec![0, 0], vec![1.0, 1.0]));
     assert_eq!(d.route_bwd(&c, &[3.0, -8.0], &[0, 0], &[2.0, 5.0], None, None).unwrap(), [0.0, 0.0]);
-    // K = E: all, in order; renormalising a softmax changes nothing.
+    // K = E: all, in order; renormalizing a softmax changes nothing.
     let mut c = router(4, 4, Score::Softmax);
     c.renorm = renorm(0.0);
     check(&d, &c, &ln(&[1.0, 4.0, 2.0, 3.0]), None, &[1, 3, 2, 0], &[0.4, 0.3, 0.2, 0.1]);

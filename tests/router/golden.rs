@@ -2,7 +2,7 @@
 
 use safetensors::{Dtype, SafeTensors};
 
-use super::target::cases;
+use super::devices::cases;
 use super::*;
 
 cases!(mixtral, qwen2_moe, qwen3_moe, olmoe, granitemoe, gpt_oss, deepseek_v2, deepseek_v3, llama4, phimoe,);
@@ -11,7 +11,7 @@ struct File(Vec<u8>);
 
 impl File {
     fn open(folder: &str, name: &str) -> Self {
-        let path = super::target::golden_of(folder).join(name);
+        let path = super::devices::golden_of(folder).join(name);
         Self(std::fs::read(&path).unwrap_or_else(|e| panic!("{}: {e}", path.display())))
     }
     fn floats(&self, name: &str) -> Option<Vec<f64>> {

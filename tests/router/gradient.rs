@@ -2,8 +2,8 @@
 
 use moebius::cpu::Cpu;
 
+use super::devices::cases;
 use super::reference::{Case, FAMILIES};
-use super::target::cases;
 use super::*;
 
 cases!(
@@ -157,7 +157,7 @@ fn kept_sum<D: Target>(device: &D) {
     }
 }
 
-/// A dropped choice has a zero gradient; the token's other choices keep theirs, through the renormalisation too.
+/// A dropped choice has a zero gradient; the token's other choices keep theirs, through the renormalization too.
 fn dropped_choices<D: Target>(device: &D) {
     let d = On::wide(device);
     let case = Case::new(FAMILIES[0], 4, 1, false);
@@ -201,7 +201,7 @@ fn check_aux<D: Target>(d: &On<D>, c: &RouterConfig, aux: &AuxConfig, ranks: &[V
         let want = differences(&ranks[r], |l| {
             let mut all = ranks.to_vec();
             all[r] = l.to_vec();
-            d_loss * super::aux::loss(c, aux, &all)
+            d_loss * super::aux_losses::loss(c, aux, &all)
         });
         let zeros = vec![0.0; ids[r].len()];
         let got = d.route_bwd(c, &ranks[r], &ids[r], &zeros, None, Some((aux, &sums, d_loss))).unwrap();

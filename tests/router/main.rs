@@ -1,26 +1,34 @@
 //! Routing: closed forms, a straight-line reference, finite differences and the goldens.
 
-mod aux;
+mod aux_losses;
 mod cases;
+#[path = "../devices/mod.rs"]
+mod devices;
 mod golden;
 mod gradient;
-mod held;
 mod reference;
-#[path = "../target/mod.rs"]
-mod target;
+mod register_kernel;
 
+use devices::Target;
 use moebius::config::{AuxConfig, BalanceKind, GroupLimit, GroupScore, Renorm, RouterConfig, Score};
 use moebius::ep::Reporting;
 use moebius::kernels::{AuxBwd, AuxSums, AuxTotal, Jitter, KeepSum, Route, RouteBwd, Scalar};
 use moebius::{DType, Error, Result, Tensor};
-use target::Target;
 
 /// Every body of the suite.
-pub fn cases<D: Target>() -> target::Cases<D> {
-    [cases::cases(), aux::cases(), reference::cases(), gradient::cases(), held::cases(), golden::cases()].concat()
+pub fn cases<D: Target>() -> devices::Cases<D> {
+    [
+        cases::cases(),
+        aux_losses::cases(),
+        reference::cases(),
+        gradient::cases(),
+        register_kernel::cases(),
+        golden::cases(),
+    ]
+    .concat()
 }
 
-/// A router of `experts` choosing `top_k`, without renormalisation.
+/// A router of `experts` choosing `top_k`, without renormalization.
 fn router(experts: usize, top_k: usize, score: Score) -> RouterConfig {
     let mut c = RouterConfig::new(experts, top_k);
     c.score = score;

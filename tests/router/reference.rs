@@ -5,7 +5,7 @@ use moebius::cpu::Cpu;
 use proptest::prelude::*;
 use proptest::test_runner::{RngAlgorithm, TestRng, TestRunner};
 
-use super::target::cases;
+use super::devices::cases;
 use super::*;
 
 cases!(f32_is_the_reference);

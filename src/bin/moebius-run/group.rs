@@ -117,7 +117,7 @@ impl Group {
 
 /// In the child: this program's blocked signals are not its own, and it does not outlive this program.
 fn prepare(parent: libc::pid_t, mask: &libc::sigset_t) -> io::Result<()> {
-    // SAFETY: plain calls; `mask` is an initialised set.
+    // SAFETY: plain calls; `mask` is an initialized set.
     unsafe {
         if libc::sigprocmask(libc::SIG_SETMASK, mask, std::ptr::null_mut()) != 0
             || libc::prctl(libc::PR_SET_PDEATHSIG, libc::SIGKILL) != 0

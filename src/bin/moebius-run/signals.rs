@@ -55,7 +55,7 @@ impl Signals {
             tv_sec: timeout.as_secs().min(3600) as libc::time_t,
             tv_nsec: timeout.subsec_nanos() as libc::c_long,
         };
-        // SAFETY: both point to initialised values that outlive the call; no information is asked for.
+        // SAFETY: both point to initialized values that outlive the call; no information is asked for.
         let signal = unsafe { libc::sigtimedwait(&self.waited_for, std::ptr::null_mut(), &time) };
         if PASSED.contains(&signal) { Event::Signal(signal) } else { Event::Look }
     }

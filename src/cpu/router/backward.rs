@@ -9,7 +9,7 @@ use crate::cpu::element::{Acc, with_acc};
 use crate::error::Result;
 use crate::kernels::RouteBwd;
 
-use super::aux::AuxGrad;
+use super::aux_losses::AuxGrad;
 use super::choose::Chooser;
 use super::jitter::Noise;
 use super::score::{Divisor, masked_softmax, raw_weights, sigmoid, softmax};

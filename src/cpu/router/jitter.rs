@@ -2,7 +2,7 @@
 //! same on whatever rank and thread it is computed.
 //!
 //! The words seed, step, layer, global token and expert are absorbed in this order into h = 0 by
-//! `h ← mix((h xor word) + γ)`, all modulo 2⁶⁴, with γ and `mix` the increment and finaliser of SplitMix64
+//! `h ← mix((h xor word) + γ)`, all modulo 2⁶⁴, with γ and `mix` the increment and finalizer of SplitMix64
 //! (Steele, Lea and Flood, OOPSLA 2014). r = ⌊h / 2⁴⁰⌋ / 2²⁴ lies in [0, 1), and the factor 1 + ε·(2r − 1) is computed
 //! in `f64` and rounded once.
 

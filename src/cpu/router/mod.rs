@@ -4,7 +4,7 @@
 //! Per-expert scores are in the accumulator type of the logits, as the formulas ask; sums are kept in `f64`, which
 //! costs nothing beside the exponentials.
 
-mod aux;
+mod aux_losses;
 mod backward;
 mod choose;
 mod jitter;
@@ -24,7 +24,7 @@ use super::element::{Acc, to_f64, with_acc};
 use choose::Chooser;
 use jitter::Noise;
 
-pub(super) use aux::{aux_sums, aux_total};
+pub(super) use aux_losses::{aux_sums, aux_total};
 pub(super) use backward::route_bwd;
 #[cfg(feature = "cuda")]
 pub(crate) use jitter::key as jitter_key;

@@ -1,4 +1,4 @@
-//! Scores from logits, weights from the scores of the chosen experts, and the gradient of the renormalisation.
+//! Scores from logits, weights from the scores of the chosen experts, and the gradient of the renormalization.
 
 use crate::config::{Renorm, RouterConfig, Score};
 use crate::cpu::element::Acc;
@@ -54,7 +54,7 @@ pub(super) fn masked_softmax<A: Acc>(logits: &[A], epsilon: f64, without: Option
     }
 }
 
-/// Weights of the chosen experts before renormalisation, of a token whose choice is made.
+/// Weights of the chosen experts before renormalization, of a token whose choice is made.
 pub(super) fn raw_weights<A: Acc>(config: &RouterConfig, row: &mut Chooser<'_, A>, out: &mut [A]) {
     let Chooser { logits, scores, order: chosen, .. } = row;
     match config.score {

@@ -3,17 +3,17 @@
 use crate::comm::{Communicator, Op};
 use crate::cuda::Cuda;
 use crate::dtype::DType;
-use crate::ep::carrier::{check_grads, check_inputs, check_outputs, check_slots, check_tokens};
-use crate::ep::record;
+use crate::ep::routing_record;
+use crate::ep::row_transport::{check_grads, check_inputs, check_outputs, check_slots, check_tokens};
 use crate::ep::{
-    DispatchGrads, DispatchInputs, DispatchOutputs, DispatchSpec, Handle, Received, TokenDispatcher, Transport,
+    DispatchGrads, DispatchInputs, DispatchOutputs, DispatchSpec, Handle, Received, RowOrder, TokenDispatcher,
 };
 use crate::error::{Error, Result};
-use crate::nccl_ep::high::{Direction, RowsBack};
+use crate::nccl_ep::high_throughput::{CombineArgs, Direction};
 use crate::tensor::{Tensor, TensorMut, TensorRef};
 
 use super::steps::{Rows, Step, high_of};
-use super::{Kept, Mode, NcclEp};
+use super::{Algorithm, Kept, NcclEp};
 
 impl TokenDispatcher<Cuda> for NcclEp {
     fn prepare(
@@ -22,24 +22,24 @@ impl TokenDispatcher<Cuda> for NcclEp {
         weights: Option<TensorRef<'_, Cuda>>,
         spec: &DispatchSpec,
     ) -> Result<Handle<Cuda>> {
-        let known = (spec.layer, record::fields(spec));
+        let known = (spec.layer, routing_record::fields(spec));
         if self.agreed.contains(&known)
-            && let Some(handle) = self.prepare_behind(ids, spec)?
+            && let Some(handle) = self.prepare_on_device(ids, spec)?
         {
             return Ok(handle);
         }
         let (rules, number) = (self.rules(spec), self.core.next());
-        let prepared = self.core.prepare((Transport::Slots, rules), ids, weights, spec);
+        let prepared = self.core.prepare((RowOrder::Slots, rules), ids, weights, spec);
         // All ranks have the same now, and each finds it again, whatever it fails at from here on.
         if self.core.has_compared(number) && !self.agreed.contains(&known) {
             self.agreed.push(known);
         }
         let mut handle = prepared?;
-        handle.carried.0 = Some(Box::new(Kept::default()));
+        handle.dispatcher_data.0 = Some(Box::new(Kept::default()));
         // The rows' size is the first dispatch's to know; from then on it is taken to stay.
         if let Some(bytes) = self.known_row() {
-            let routed = self.route(&handle, bytes).map_err(|e| self.core.explain("prepare", e))?;
-            handle.carried.0 = Some(Box::new(Kept::new(routed)));
+            let routed = self.route(&handle, bytes).map_err(|e| self.core.as_peer_error("prepare", e))?;
+            handle.dispatcher_data.0 = Some(Box::new(Kept::new(routed)));
         }
         Ok(handle)
     }
@@ -54,12 +54,12 @@ impl TokenDispatcher<Cuda> for NcclEp {
         let checked = check_inputs(STEP.0, handle, &inputs)
             .and_then(|()| check_outputs(STEP.0, handle, &inputs, &outputs))
             .and_then(|()| self.check_sent(&inputs));
-        self.agree(STEP, handle, checked)?;
-        if self.mode == Mode::LowLatency {
+        self.check_or_refuse(STEP, handle, checked)?;
+        if self.mode == Algorithm::LowLatency {
             return self.send_low_into(STEP, handle, &inputs, outputs);
         }
         let scale = inputs.scales.as_ref().map_or(0, TensorRef::row_bytes);
-        let Some((mut rows, mut scales)) = self.lent(STEP, handle, Rows::of(inputs.tokens), scale)? else {
+        let Some((mut rows, mut scales)) = self.window_rows(STEP, handle, Rows::of(inputs.tokens), scale)? else {
             return self.send(STEP, handle, &inputs, outputs);
         };
         let DispatchOutputs { tokens, mut weights, scales: out_scales } = outputs;
@@ -73,19 +73,19 @@ impl TokenDispatcher<Cuda> for NcclEp {
         out_scales.map_or(Ok(()), |out| self.copied(handle, &scales, out))
     }
 
-    fn dispatch_rows_beside(
+    fn dispatch_rows_overlapped(
         &mut self,
         handle: &Handle<Cuda>,
         inputs: DispatchInputs<'_, Cuda>,
         beside: &mut dyn FnMut() -> Result<()>,
     ) -> Result<Received<Cuda>> {
         const STEP: Step = ("dispatch_rows", Op::Dispatch);
-        if self.mode == Mode::HighThroughput {
+        if self.mode == Algorithm::HighThroughput {
             let received = self.dispatch_rows(handle, inputs)?;
             return beside().map(|()| received);
         }
         let checked = check_inputs(STEP.0, handle, &inputs).and_then(|()| self.check_sent(&inputs));
-        self.agree(STEP, handle, checked)?;
+        self.check_or_refuse(STEP, handle, checked)?;
         self.send_low(STEP, handle, &inputs, Some(beside))
     }
 
@@ -98,19 +98,19 @@ impl TokenDispatcher<Cuda> for NcclEp {
     }
 
     fn overlaps(&self) -> bool {
-        self.mode == Mode::LowLatency
+        self.mode == Algorithm::LowLatency
     }
 
     fn dispatch_rows(&mut self, handle: &Handle<Cuda>, inputs: DispatchInputs<'_, Cuda>) -> Result<Received<Cuda>> {
         const STEP: Step = ("dispatch_rows", Op::Dispatch);
         let checked = check_inputs(STEP.0, handle, &inputs).and_then(|()| self.check_sent(&inputs));
-        self.agree(STEP, handle, checked)?;
-        if self.mode == Mode::LowLatency {
+        self.check_or_refuse(STEP, handle, checked)?;
+        if self.mode == Algorithm::LowLatency {
             return self.send_low(STEP, handle, &inputs, None);
         }
         let (n, tokens) = (handle.rows(), inputs.tokens);
         let scale = inputs.scales.as_ref().map_or(0, TensorRef::row_bytes);
-        let (mut rows, mut scales) = match self.lent(STEP, handle, Rows::of(tokens), scale)? {
+        let (mut rows, mut scales) = match self.window_rows(STEP, handle, Rows::of(tokens), scale)? {
             Some((rows, scales)) => (rows, inputs.scales.is_some().then_some(scales)),
             None => {
                 let dims = [n, tokens.row_bytes() / tokens.dtype().size()];
@@ -140,13 +140,13 @@ impl TokenDispatcher<Cuda> for NcclEp {
         let checked = check_slots(STEP.0, "expert_out", handle, expert_out)
             .and_then(|()| check_tokens(STEP.0, "out", handle, expert_out, &out))
             .and_then(|()| self.check_words(expert_out.dtype(), (bytes, 0)));
-        self.agree(STEP, handle, checked)?;
-        if self.mode == Mode::LowLatency {
+        self.check_or_refuse(STEP, handle, checked)?;
+        if self.mode == Algorithm::LowLatency {
             return self.return_low(STEP, handle, (expert_out, out.reborrow()));
         }
         let left = self.left(STEP, handle, expert_out)?;
         let rows = left.as_ref().map_or(expert_out.borrow(), Tensor::view);
-        let rows = RowsBack { rows, weights: None, out: out.reborrow(), out_weights: None };
+        let rows = CombineArgs { rows, weights: None, out: out.reborrow(), out_weights: None };
         self.collective(STEP, (handle, Rows::of(expert_out)), |routed| {
             high_of(routed)?.combine(Direction::Forward, rows)
         })
@@ -165,8 +165,8 @@ impl TokenDispatcher<Cuda> for NcclEp {
             .check_grad(STEP.0, handle, grad)
             .and_then(|()| Error::check_dtype(STEP.0, "grad_expert_out", grad.dtype(), grad_expert_out.dtype()))
             .and_then(|()| Error::check_shape(STEP.0, "grad_expert_out", &expected, grad_expert_out.dims()));
-        self.agree(STEP, handle, checked)?;
-        let Some((mut rows, _)) = self.lent(STEP, handle, Rows::of(grad), 0)? else {
+        self.check_or_refuse(STEP, handle, checked)?;
+        let Some((mut rows, _)) = self.window_rows(STEP, handle, Rows::of(grad), 0)? else {
             return self.send_grad(STEP, handle, (grad, grad_expert_out));
         };
         self.send_grad(STEP, handle, (grad, rows.view_mut()))?;
@@ -177,8 +177,8 @@ impl TokenDispatcher<Cuda> for NcclEp {
         const STEP: Step = ("combine_bwd_rows", Op::CombineBwd);
         self.agreed_backward(STEP.0, handle)?;
         let checked = self.check_grad(STEP.0, handle, grad);
-        self.agree(STEP, handle, checked)?;
-        let mut rows = match self.lent(STEP, handle, Rows::of(grad), 0)? {
+        self.check_or_refuse(STEP, handle, checked)?;
+        let mut rows = match self.window_rows(STEP, handle, Rows::of(grad), 0)? {
             Some((rows, _)) => rows,
             None => {
                 let dims = [handle.rows(), grad.row_bytes() / grad.dtype().size()];
@@ -195,7 +195,7 @@ impl TokenDispatcher<Cuda> for NcclEp {
         let bytes = grads.rows.row_bytes();
         let checked =
             check_grads(STEP.0, handle, &grads).and_then(|()| self.check_words(grads.rows.dtype(), (bytes, 0)));
-        self.agree(STEP, handle, checked)?;
+        self.check_or_refuse(STEP, handle, checked)?;
         let DispatchGrads { rows, weights, mut d_tokens, mut d_weights } = grads;
         let zeros = self.zeros_unless(weights.is_some(), STEP, handle, &[handle.rows()])?;
         let mut unused = match d_weights {
@@ -204,7 +204,7 @@ impl TokenDispatcher<Cuda> for NcclEp {
         };
         let (moved, given) = (Rows::of(rows), d_weights.as_mut().map(TensorMut::reborrow));
         let left = self.left(STEP, handle, rows)?;
-        let rows = RowsBack {
+        let rows = CombineArgs {
             rows: left.as_ref().map_or(rows.borrow(), Tensor::view),
             weights: weights.as_ref().map(TensorRef::borrow).or(zeros.as_ref().map(Tensor::view)),
             out: d_tokens.reborrow(),
@@ -223,8 +223,8 @@ impl TokenDispatcher<Cuda> for NcclEp {
 
     fn name(&self) -> &'static str {
         match self.mode {
-            Mode::HighThroughput => "nccl_ep",
-            Mode::LowLatency => "nccl_ep_ll",
+            Algorithm::HighThroughput => "nccl_ep",
+            Algorithm::LowLatency => "nccl_ep_ll",
         }
     }
 }

@@ -3,17 +3,17 @@
 use crate::comm::{Op, Tag};
 use crate::cuda::Cuda;
 use crate::dtype::DType;
-use crate::ep::core::Core;
+use crate::ep::dispatcher_state::DispatcherState;
 use crate::ep::{Capacity, DispatchSpec, Handle};
 use crate::error::{Error, Result};
 use crate::nccl_ep::EpError;
-use crate::nccl_ep::high::{self, Counters, Group, GroupOptions, HandleOptions};
+use crate::nccl_ep::high_throughput::{self, Group, GroupOptions, HandleOptions, UpdateCounters};
 use crate::tensor::{Tensor, TensorRef};
 
-use super::join::told;
-use super::low::Low;
-use super::prepare::planned_behind;
-use super::{Mode, NcclEp, Routed, around};
+use super::join::gather_reports;
+use super::low_latency::LowLatencyState;
+use super::prepare::plans_on_device;
+use super::{Algorithm, LibraryHandle, NcclEp, around};
 
 /// What a rank tells of itself that fails begins so.
 const FAILED: char = '!';
@@ -24,7 +24,7 @@ impl NcclEp {
         if let Some((dtype, width)) = spec.returns {
             self.check_words(dtype, (width * dtype.size(), 0))?;
         }
-        if self.mode == Mode::LowLatency {
+        if self.mode == Algorithm::LowLatency {
             return self.late().and_then(|()| self.low_rules(spec));
         }
         match spec.capacity {
@@ -44,8 +44,8 @@ impl NcclEp {
     /// Bytes of the rows that were met last.
     pub(super) fn known_row(&self) -> Option<usize> {
         match self.mode {
-            Mode::HighThroughput => self.groups.last().map(|g| g.options().max_row_bytes),
-            Mode::LowLatency => self.low.last().map(Low::row_bytes),
+            Algorithm::HighThroughput => self.groups.last().map(|g| g.options().max_row_bytes),
+            Algorithm::LowLatency => self.low.last().map(LowLatencyState::row_bytes),
         }
     }
 
@@ -62,7 +62,7 @@ impl NcclEp {
     pub(super) fn group(&mut self, spec: &DispatchSpec, row_bytes: usize) -> Result<Group> {
         let capacity = self.fixed(spec);
         // What the host has planned fits, so the library need not look for rows to drop, nor clear room for them.
-        let trap = !planned_behind(spec);
+        let trap = !plans_on_device(spec);
         let windows = capacity.is_some() && self.core.config.windows > 0;
         let fits = |o: &GroupOptions| {
             let policy = capacity.is_none() || o.trap == trap;
@@ -102,7 +102,7 @@ impl NcclEp {
         let own = format!("{bytes:?} bytes, top_k {top_k}");
         // What a rank cannot do is told behind a mark.
         let failed = checked.as_ref().err().map(|error| format!("{FAILED}{error}"));
-        let all = told(&mut self.core, failed.as_ref().unwrap_or(&own))?;
+        let all = gather_reports(&mut self.core, failed.as_ref().unwrap_or(&own))?;
         checked?;
         let failure = |(peer, text): (usize, &String)| Some((peer, text.strip_prefix(FAILED)?.to_string()));
         if let Some((peer, reason)) = all.iter().enumerate().find_map(failure) {
@@ -121,14 +121,14 @@ impl NcclEp {
     }
 
     /// The library's handle of a planned routing, for rows of so many bytes.
-    pub(super) fn route(&mut self, handle: &Handle<Cuda>, row_bytes: usize) -> Result<Routed> {
+    pub(super) fn route(&mut self, handle: &Handle<Cuda>, row_bytes: usize) -> Result<LibraryHandle> {
         let spec = handle.spec();
-        if self.mode == Mode::LowLatency {
-            return self.route_low(spec, (Core::tag(handle, Op::Prepare), row_bytes), handle.kept_ids());
+        if self.mode == Algorithm::LowLatency {
+            return self.route_low(spec, (DispatcherState::tag(handle, Op::Prepare), row_bytes), handle.kept_ids());
         }
         // The plan has its counters already.
-        let at = (Core::tag(handle, Op::Prepare), row_bytes);
-        self.route_high(spec, at, handle.kept_ids()).map(|(routed, _)| Routed::High(routed))
+        let at = (DispatcherState::tag(handle, Op::Prepare), row_bytes);
+        self.route_high(spec, at, handle.kept_ids()).map(|(routed, _)| LibraryHandle::HighThroughput(routed))
     }
 
     /// The library's handle of a routing for high throughput, and its counters: padded rows of each local expert, the
@@ -138,24 +138,29 @@ impl NcclEp {
         spec: &DispatchSpec,
         (tag, row_bytes): (Tag, usize),
         ids: TensorRef<'_, Cuda>,
-    ) -> Result<(high::Handle, [Tensor<Cuda>; 3])> {
+    ) -> Result<(high_throughput::Handle, [Tensor<Cuda>; 3])> {
         let group = self.group(spec, row_bytes)?;
         // The most memory of a prepare, so before what the others wait in.
-        let made = self.made_high(&group, spec);
-        let (mut routed, [mut counts, mut offsets, mut total]) = self.core.agree(tag, made)?;
+        let made = self.new_high_throughput(&group, spec);
+        let (mut routed, [mut counts, mut offsets, mut total]) = self.core.check_or_refuse(tag, made)?;
         around(&mut self.core, ("nccl_ep_update", DType::U8, row_bytes), tag, || {
-            let counters = Counters { counts: counts.view_mut(), offsets: offsets.view_mut(), total: total.view_mut() };
+            let counters =
+                UpdateCounters { counts: counts.view_mut(), offsets: offsets.view_mut(), total: total.view_mut() };
             routed.update(ids, counters)
         })?;
         Ok((routed, [counts, offsets, total]))
     }
 
     /// The same before its first update.
-    fn made_high(&self, group: &Group, spec: &DispatchSpec) -> Result<(high::Handle, [Tensor<Cuda>; 3])> {
+    fn new_high_throughput(
+        &self,
+        group: &Group,
+        spec: &DispatchSpec,
+    ) -> Result<(high_throughput::Handle, [Tensor<Cuda>; 3])> {
         let of = |size| self.empty(DType::I64, &[size]);
         let local = group.local_experts();
         let counters = [of(local)?, of(local)?, of(1)?];
         let options = HandleOptions { top_k: spec.top_k, alignment: spec.alignment };
-        Ok((high::Handle::new(group, options)?, counters))
+        Ok((high_throughput::Handle::new(group, options)?, counters))
     }
 }

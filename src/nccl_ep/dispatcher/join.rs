@@ -4,17 +4,17 @@ use crate::comm::{Op, Tag};
 use crate::cuda::Cuda;
 use crate::dtype::DType;
 use crate::ep::DispatcherKind;
-use crate::ep::core::Core;
+use crate::ep::dispatcher_state::DispatcherState;
 use crate::error::{Error, Result};
 use crate::kernels::Kernels;
-use crate::nccl::{NcclComm, Shared};
+use crate::nccl::{NcclComm, SharedComm};
 use crate::nccl_ep::rules::{check_domain, check_experts, check_gpu, check_tokens};
-use crate::nccl_ep::tensor::Places;
+use crate::nccl_ep::tensor::WindowRanges;
 use crate::nccl_ep::{EpError, EpLibrary};
 use crate::tensor::Tensor;
 
-use super::windows::Windows;
-use super::{Mode, NcclEp};
+use super::windows::WindowPool;
+use super::{Algorithm, NcclEp};
 
 const CALL: &str = "Group::new";
 
@@ -22,17 +22,17 @@ const CALL: &str = "Group::new";
 const REASON: usize = 512;
 
 /// The dispatcher, or the state it was to have and the reason why not; the same on all ranks.
-type Possible = std::result::Result<NcclEp, Box<(Core<Cuda>, Error)>>;
+type Possible = std::result::Result<NcclEp, Box<(DispatcherState<Cuda>, Error)>>;
 
 impl NcclEp {
     /// Checks the library, the GPUs and the experts on every rank (one collective).
     ///
     /// # Errors
     /// The ranks could not be asked.
-    pub(crate) fn new(mut core: Core<Cuda>) -> Result<Possible> {
+    pub(crate) fn new(mut core: DispatcherState<Cuda>) -> Result<Possible> {
         let found = examine(&mut core);
         let reason = found.as_ref().err().map(ToString::to_string).unwrap_or_default();
-        let refusals = told(&mut core, &reason)?;
+        let refusals = gather_reports(&mut core, &reason)?;
         Ok(match found {
             Err(error) => Err(Box::new((core, error))),
             Ok((library, shared)) => match refusals.into_iter().enumerate().find(|(_, r)| !r.is_empty()) {
@@ -41,9 +41,9 @@ impl NcclEp {
                     Ok(Self {
                         groups: Vec::new(),
                         low: Vec::new(),
-                        windows: Windows::default(),
+                        windows: WindowPool::default(),
                         outgrown: Vec::new(),
-                        places: Places::default(),
+                        places: WindowRanges::default(),
                         mode,
                         library,
                         shared,
@@ -61,18 +61,18 @@ impl NcclEp {
 }
 
 /// What the group's configuration asks for.
-fn mode(core: &Core<Cuda>) -> Mode {
+fn mode(core: &DispatcherState<Cuda>) -> Algorithm {
     match core.config.dispatcher {
-        DispatcherKind::NcclEpLowLatency => Mode::LowLatency,
-        _ => Mode::HighThroughput,
+        DispatcherKind::NcclEpLowLatency => Algorithm::LowLatency,
+        _ => Algorithm::HighThroughput,
     }
 }
 
 /// The library and the communicator, where this rank can have them.
-fn examine(core: &mut Core<Cuda>) -> Result<(EpLibrary, Shared)> {
+fn examine(core: &mut DispatcherState<Cuda>) -> Result<(EpLibrary, SharedComm)> {
     check_experts(core.config.num_experts, core.ranks())?;
     check_tokens(CALL, core.config.max_tokens_per_rank.next_multiple_of(4))?;
-    let high = mode(core) == Mode::HighThroughput;
+    let high = mode(core) == Algorithm::HighThroughput;
     check_gpu(&core.device)?;
     let Some(comm) = core.comm.as_any().and_then(|comm| comm.downcast_mut::<NcclComm>()) else {
         return Err(EpError::Communicator { found: "another".to_string() }.into());
@@ -85,7 +85,7 @@ fn examine(core: &mut Core<Cuda>) -> Result<(EpLibrary, Shared)> {
 }
 
 /// What every rank says.
-pub(super) fn told(core: &mut Core<Cuda>, text: &str) -> Result<Vec<String>> {
+pub(super) fn gather_reports(core: &mut DispatcherState<Cuda>, text: &str) -> Result<Vec<String>> {
     let mut bytes = [0; REASON];
     let end = (0..=text.len().min(REASON)).rev().find(|i| text.is_char_boundary(*i)).unwrap_or(0);
     bytes[..end].copy_from_slice(&text.as_bytes()[..end]);
@@ -96,10 +96,10 @@ pub(super) fn told(core: &mut Core<Cuda>, text: &str) -> Result<Vec<String>> {
         Ok((send, Tensor::empty(&core.device, DType::U8, &[core.ranks(), REASON])?))
     };
     let room = room();
-    let (send, mut recv) = core.agree(tag, room)?;
+    let (send, mut recv) = core.check_or_refuse(tag, room)?;
     core.comm.all_gather(tag, send.view(), recv.view_mut())?;
     let all = core.device.download(&core.stream, recv.view());
-    let all = core.agree(tag, all)?;
+    let all = core.check_or_refuse(tag, all)?;
     let one = |bytes: &[u8]| String::from_utf8_lossy(bytes).trim_end_matches('\0').to_string();
     Ok(all.chunks_exact(REASON).map(one).collect())
 }

@@ -13,7 +13,7 @@
 mod calls;
 mod groups;
 mod join;
-mod low;
+mod low_latency;
 mod prepare;
 mod steps;
 mod windows;
@@ -23,16 +23,16 @@ use std::sync::Mutex;
 use crate::comm::{Op, Tag};
 use crate::cuda::Cuda;
 use crate::dtype::DType;
-use crate::ep::core::Core;
-use crate::ep::record;
+use crate::ep::dispatcher_state::DispatcherState;
+use crate::ep::routing_record;
 use crate::error::Result;
-use crate::nccl::{NcclComm, Shared};
+use crate::nccl::{NcclComm, SharedComm};
 
-use low::{Low, LowRouted};
-use windows::Windows;
+use low_latency::{LowLatencyRouting, LowLatencyState};
+use windows::WindowPool;
 
-use super::high;
-use super::tensor::Places;
+use super::high_throughput;
+use super::tensor::WindowRanges;
 use super::{EpError, EpLibrary};
 
 /// Dispatcher over NCCL EP, high throughput: rows arrive in the order of experts, and sums are made on the way back.
@@ -40,7 +40,7 @@ use super::{EpError, EpLibrary};
 /// A spec's first prepare is compared over the ranks and planned on the host, as every one is that reports at once,
 /// drops, or limits experts: the library gets what is kept, so it drops nothing. The others are planned by the library
 /// on the GPUs; rows past a static capacity, which it drops, are an error that is reported later. Its order of slots
-/// inside a zone is its own. A library's group is made for a capacity, a number of choices and bytes of a row when they
+/// inside a segment is its own. A library's group is made for a capacity, a number of choices and bytes of a row when they
 /// are first met, outside graphs, and lives as long as the dispatcher.
 ///
 /// Every collective passes the communicator's meeting and watchdog: a rank that cannot take part tells the others
@@ -52,23 +52,23 @@ use super::{EpError, EpLibrary};
 #[derive(Debug)]
 pub struct NcclEp {
     // Before the communicator, which they are built on.
-    groups: Vec<high::Group>,
-    low: Vec<Low>,
-    windows: Windows,
+    groups: Vec<high_throughput::Group>,
+    low: Vec<LowLatencyState>,
+    windows: WindowPool,
     /// Windows for smaller rows.
-    outgrown: Vec<Windows>,
-    places: Places,
-    mode: Mode,
+    outgrown: Vec<WindowPool>,
+    places: WindowRanges,
+    mode: Algorithm,
     library: EpLibrary,
-    shared: Shared,
+    shared: SharedComm,
     /// Layers and specs that all ranks have met with.
-    agreed: Vec<(u32, record::Fields)>,
-    core: Core<Cuda>,
+    agreed: Vec<(u32, routing_record::SpecFields)>,
+    core: DispatcherState<Cuda>,
 }
 
 /// Which of the library's algorithms.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Mode {
+enum Algorithm {
     /// Any number of tokens, forward and backward.
     HighThroughput,
     /// Few tokens, forward.
@@ -77,30 +77,30 @@ enum Mode {
 
 /// A library's handle, made when the size of its rows is known.
 #[derive(Debug, Default)]
-enum Routed {
+enum LibraryHandle {
     #[default]
-    Not,
-    High(high::Handle),
-    Low(LowRouted),
+    None,
+    HighThroughput(high_throughput::Handle),
+    LowLatency(LowLatencyRouting),
 }
 
-impl Routed {
+impl LibraryHandle {
     /// Most bytes of a row, if there is a handle.
     fn row_bytes(&self) -> Option<usize> {
         match self {
-            Routed::Not => None,
-            Routed::High(handle) => Some(handle.group().options().max_row_bytes),
-            Routed::Low(routed) => routed.row_bytes(),
+            LibraryHandle::None => None,
+            LibraryHandle::HighThroughput(handle) => Some(handle.group().options().max_row_bytes),
+            LibraryHandle::LowLatency(routed) => routed.row_bytes(),
         }
     }
 }
 
 /// What a handle of the layer keeps.
-type Kept = Mutex<Routed>;
+type Kept = Mutex<LibraryHandle>;
 
 /// A collective of the library, met and watched as one of the communicator.
 fn around<T>(
-    core: &mut Core<Cuda>,
+    core: &mut DispatcherState<Cuda>,
     named: (&'static str, DType, usize),
     tag: Tag,
     calls: impl FnOnce() -> Result<T>,

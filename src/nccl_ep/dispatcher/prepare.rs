@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use crate::comm::{Op, ReduceOp, Tag};
 use crate::cuda::Cuda;
-use crate::cuda::plan::{self, Foreign};
+use crate::cuda::plan::{self, ExternalPlan};
 use crate::device::Device;
 use crate::dtype::DType;
 use crate::ep::{Capacity, DispatchSpec, Handle, Overflow, Plan, Reporting, Stats};
@@ -13,22 +13,22 @@ use crate::kernels::Kernels;
 use crate::lazy::Lazy;
 use crate::tensor::{Tensor, TensorRef};
 
-use super::{Kept, Mode, NcclEp, Routed};
+use super::{Algorithm, Kept, LibraryHandle, NcclEp};
 
 impl NcclEp {
     /// Routing that the GPUs make among themselves: nothing waits for them, but for the number of rows where the
     /// capacity is open. For specs that all ranks have met with before, where what only the device sees is reported
     /// later; `None` where the host has to plan.
-    pub(super) fn prepare_behind(
+    pub(super) fn prepare_on_device(
         &mut self,
         ids: TensorRef<'_, Cuda>,
         spec: &DispatchSpec,
     ) -> Result<Option<Handle<Cuda>>> {
         const CALL: &str = "prepare";
         let open = spec.capacity == Capacity::Eager;
-        let small = self.mode == Mode::HighThroughput && !open && self.fixed(spec).is_none();
+        let small = self.mode == Algorithm::HighThroughput && !open && self.fixed(spec).is_none();
         let Some(bytes) = self.known_row() else { return Ok(None) };
-        if !planned_behind(spec) || small {
+        if !plans_on_device(spec) || small {
             return Ok(None);
         }
         let (device, experts) = (self.core.device.clone(), self.core.config.num_experts);
@@ -42,40 +42,43 @@ impl NcclEp {
             Ok(Some(found)) => found,
             Ok(None) => return Ok(None),
             Err(error) => {
-                self.core.agree(tag, Err(error))?;
+                self.core.check_or_refuse(tag, Err(error))?;
                 return Ok(None);
             }
         };
-        self.core.comm.all_reduce(tag, ReduceOp::Sum, loads.view_mut()).map_err(|e| self.core.explain(CALL, e))?;
+        self.core
+            .comm
+            .all_reduce(tag, ReduceOp::Sum, loads.view_mut())
+            .map_err(|e| self.core.as_peer_error(CALL, e))?;
         self.core.count();
         let behind = match self.mode {
-            Mode::HighThroughput => self.high_behind(spec, (tag, bytes), &kept_ids)?,
-            Mode::LowLatency => self.low_behind(spec, (tag, bytes), (&kept_ids, &loads))?,
+            Algorithm::HighThroughput => self.plan_high_throughput(spec, (tag, bytes), &kept_ids)?,
+            Algorithm::LowLatency => self.plan_low_latency(spec, (tag, bytes), (&kept_ids, &loads))?,
         };
         let planned = self.planned(spec, behind, (kept_ids, loads));
-        self.core.agree(tag, planned).map(Some)
+        self.core.check_or_refuse(tag, planned).map(Some)
     }
 
     /// The handle of a routing that the GPUs have made: this rank's own affair.
     fn planned(
         &self,
         spec: &DispatchSpec,
-        behind: Behind,
+        behind: DeviceRouting,
         (kept_ids, loads): (Tensor<Cuda>, Tensor<Cuda>),
     ) -> Result<Handle<Cuda>> {
         let device = &self.core.device;
-        let Behind { routed, padded, starts, total, rows } = behind;
-        let from = Foreign { loads: &loads, starts: &starts, total: &total, rank: self.core.rank(), rows };
-        let (zones, row_map) = plan::received(device, &from)?;
+        let DeviceRouting { routed, padded, starts, total, rows } = behind;
+        let from = ExternalPlan { loads: &loads, starts: &starts, total: &total, rank: self.core.rank(), rows };
+        let (segments, row_map) = plan::external_layout(device, &from)?;
         let tokens = kept_ids.view().rows();
         let local = starts.view().count();
-        let counts = Counted { first: self.core.rank() * local, local, alignment: spec.alignment, rows };
+        let counts = CountLayout { first: self.core.rank() * local, local, alignment: spec.alignment, rows };
         let stats = stats_later(device, [loads, total], (padded, counts));
         let plan = Plan {
             tokens,
             total_tokens: tokens,
             first_token: 0,
-            zones: Arc::new(zones),
+            segments: Arc::new(segments),
             stats,
             kept_ids,
             weight_map: of_slots(device, &row_map)?,
@@ -84,31 +87,31 @@ impl NcclEp {
             messages: None,
         };
         let mut handle = self.core.accept(spec, plan);
-        handle.carried.0 = Some(Box::new(Kept::new(routed)));
+        handle.dispatcher_data.0 = Some(Box::new(Kept::new(routed)));
         Ok(handle)
     }
 
     /// The library's routing for high throughput, which is the plan.
-    fn high_behind(
+    fn plan_high_throughput(
         &mut self,
         spec: &DispatchSpec,
         (tag, bytes): (Tag, usize),
         kept_ids: &Tensor<Cuda>,
-    ) -> Result<Behind> {
+    ) -> Result<DeviceRouting> {
         let routed = self.route_high(spec, (tag, bytes), kept_ids.view());
-        let (routed, [padded, starts, total]) = routed.map_err(|e| self.core.explain("prepare", e))?;
+        let (routed, [padded, starts, total]) = routed.map_err(|e| self.core.as_peer_error("prepare", e))?;
         let rows = match spec.capacity {
             Capacity::Static(rows) => Ok(rows),
             Capacity::Eager => plan::number(&self.core.device, &total).map(|rows| usize::try_from(rows).unwrap_or(0)),
         };
-        let rows = self.core.agree(tag, rows)?;
-        Ok(Behind { routed: Routed::High(routed), padded: Some(padded), starts, total, rows })
+        let rows = self.core.check_or_refuse(tag, rows)?;
+        Ok(DeviceRouting { routed: LibraryHandle::HighThroughput(routed), padded: Some(padded), starts, total, rows })
     }
 }
 
 /// What a prepare without the host has.
-pub(super) struct Behind {
-    pub(super) routed: Routed,
+pub(super) struct DeviceRouting {
+    pub(super) routed: LibraryHandle,
     /// Padded rows of each local expert, where the library says; else from the loads.
     pub(super) padded: Option<Tensor<Cuda>>,
     pub(super) starts: Tensor<Cuda>,
@@ -118,7 +121,7 @@ pub(super) struct Behind {
 }
 
 /// Whether the host leaves the plan to the library, once all ranks have met with the spec.
-pub(super) fn planned_behind(spec: &DispatchSpec) -> bool {
+pub(super) fn plans_on_device(spec: &DispatchSpec) -> bool {
     let drops = spec.capacity != Capacity::Eager && spec.overflow == Overflow::Drop;
     spec.reporting == Reporting::Deferred && spec.expert_capacity.is_none() && !drops
 }
@@ -131,7 +134,7 @@ fn of_slots(device: &Cuda, row_map: &Tensor<Cuda>) -> Result<Tensor<Cuda>> {
 }
 
 /// Whose counts are read later.
-struct Counted {
+struct CountLayout {
     /// The first local expert, and how many.
     first: usize,
     local: usize,
@@ -145,7 +148,7 @@ struct Counted {
 fn stats_later(
     device: &Cuda,
     [loads, total]: [Tensor<Cuda>; 2],
-    (padded, of): (Option<Tensor<Cuda>>, Counted),
+    (padded, of): (Option<Tensor<Cuda>>, CountLayout),
 ) -> Lazy<Stats> {
     let device = device.clone();
     Lazy::later(move || {

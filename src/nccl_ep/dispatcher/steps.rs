@@ -6,25 +6,30 @@ use crate::comm::Op;
 use crate::cuda::Cuda;
 use crate::device::Device;
 use crate::dtype::DType;
-use crate::ep::carrier::{check_float, check_inputs, written};
-use crate::ep::core::Core;
+use crate::ep::dispatcher_state::DispatcherState;
+use crate::ep::row_transport::{check_float, check_inputs, written};
 use crate::ep::{DispatchInputs, DispatchOutputs, Handle};
 use crate::error::{Error, Result};
 use crate::nccl_ep::EpError;
-use crate::nccl_ep::high::{self, Direction, RowsOut};
+use crate::nccl_ep::high_throughput::{self, Direction, DispatchArgs};
 use crate::tensor::{Tensor, TensorMut, TensorRef};
 
-use super::{Kept, Mode, NcclEp, Routed, around};
+use super::{Algorithm, Kept, LibraryHandle, NcclEp, around};
 
 impl NcclEp {
     /// Passes this rank's checks before a collective, or tells the others that they failed.
-    pub(super) fn agree(&mut self, (call, op): Step, handle: &Handle<Cuda>, checked: Result<()>) -> Result<()> {
+    pub(super) fn check_or_refuse(
+        &mut self,
+        (call, op): Step,
+        handle: &Handle<Cuda>,
+        checked: Result<()>,
+    ) -> Result<()> {
         let all = self.core.check_handle(call, handle).and(checked);
-        self.core.agree(Core::tag(handle, op), all)
+        self.core.check_or_refuse(DispatcherState::tag(handle, op), all)
     }
 
     /// Refuses a backward that was not agreed on. All ranks know, so nobody waits; a handle of another group is
-    /// [`agree`](Self::agree)'s to report.
+    /// [`check_or_refuse`](Self::check_or_refuse)'s to report.
     pub(super) fn agreed_backward(&self, call: &'static str, handle: &Handle<Cuda>) -> Result<()> {
         match self.core.check_handle(call, handle) {
             Ok(()) => handle.check_backward(call),
@@ -37,7 +42,7 @@ impl NcclEp {
         &mut self,
         step: Step,
         what: (&Handle<Cuda>, Rows),
-        calls: impl FnOnce(&mut Routed) -> Result<()>,
+        calls: impl FnOnce(&mut LibraryHandle) -> Result<()>,
     ) -> Result<()> {
         let done = self.collective_of(step, what, calls);
         self.windows.settle(done.is_ok());
@@ -48,25 +53,26 @@ impl NcclEp {
         &mut self,
         (call, op): Step,
         (handle, rows): (&Handle<Cuda>, Rows),
-        calls: impl FnOnce(&mut Routed) -> Result<()>,
+        calls: impl FnOnce(&mut LibraryHandle) -> Result<()>,
     ) -> Result<()> {
-        let (named, tag) = ((call, rows.dtype, rows.bytes), Core::tag(handle, op));
+        let (named, tag) = ((call, rows.dtype, rows.bytes), DispatcherState::tag(handle, op));
         let mut guard = kept(call, handle)?;
         let room = rows.bytes.max(handle.spec().returning_bytes());
         if guard.row_bytes().is_none_or(|most| most < room) {
             // The ranks' calls are compared before what they bring about, by what brings it about: `returns`, which
             // may, is in no record.
-            around(&mut self.core, (call, rows.dtype, room), tag, || Ok(())).map_err(|e| self.core.explain(call, e))?;
+            around(&mut self.core, (call, rows.dtype, room), tag, || Ok(()))
+                .map_err(|e| self.core.as_peer_error(call, e))?;
             let routed = self.route(handle, room);
-            *guard = routed.map_err(|e| self.core.explain(call, e))?;
+            *guard = routed.map_err(|e| self.core.as_peer_error(call, e))?;
         }
         let done = around(&mut self.core, named, tag, || calls(&mut guard));
-        done.map_err(|e| self.core.explain(call, e))
+        done.map_err(|e| self.core.as_peer_error(call, e))
     }
 
     /// The library moves rows in 16-byte words, and sums numbers by 8.
     pub(super) fn check_words(&self, dtype: DType, (row, scale): (usize, usize)) -> Result<()> {
-        if self.mode == Mode::LowLatency {
+        if self.mode == Algorithm::LowLatency {
             return self.check_low_row(dtype, (row, scale));
         }
         let (bytes, width) = (row + scale, (row + scale) / dtype.size());
@@ -104,11 +110,16 @@ impl NcclEp {
 
     /// What this rank alone has found between its checks and the collective, memory that it has not for instance: the
     /// others, which are on their way there, are told of an error.
-    pub(super) fn told_of<T>(&mut self, (_, op): Step, handle: &Handle<Cuda>, found: Result<T>) -> Result<T> {
-        self.core.agree(Core::tag(handle, op), found)
+    pub(super) fn refuse_own_error_of<T>(
+        &mut self,
+        (_, op): Step,
+        handle: &Handle<Cuda>,
+        found: Result<T>,
+    ) -> Result<T> {
+        self.core.check_or_refuse(DispatcherState::tag(handle, op), found)
     }
 
-    /// Memory for a collective; see [`told_of`](Self::told_of).
+    /// Memory for a collective; see [`refuse_own_error_of`](Self::refuse_own_error_of).
     pub(super) fn room(
         &mut self,
         step: Step,
@@ -116,7 +127,7 @@ impl NcclEp {
         (dtype, dims): (DType, &[usize]),
     ) -> Result<Tensor<Cuda>> {
         let room = self.empty(dtype, dims);
-        self.told_of(step, handle, room)
+        self.refuse_own_error_of(step, handle, room)
     }
 
     /// The same where there is none that a caller has given, of zeros.
@@ -128,11 +139,11 @@ impl NcclEp {
         dims: &[usize],
     ) -> Result<Option<Tensor<Cuda>>> {
         let zeros = (!given).then(|| Tensor::zeros(&self.core.device, DType::F32, dims)).transpose();
-        self.told_of(step, handle, zeros)
+        self.refuse_own_error_of(step, handle, zeros)
     }
 
     /// Rows of a window, where the handle's arrive in one.
-    pub(super) fn lent(
+    pub(super) fn window_rows(
         &mut self,
         step: Step,
         handle: &Handle<Cuda>,
@@ -166,7 +177,7 @@ impl NcclEp {
             Some(_) => None,
         };
         let given = outputs.weights.as_mut().map(TensorMut::reborrow);
-        let rows = RowsOut {
+        let rows = DispatchArgs {
             tokens: inputs.tokens.borrow(),
             weights: inputs.weights.as_ref().map(TensorRef::borrow).or(zeros.as_ref().map(Tensor::view)),
             scales: inputs.scales.as_ref().map(TensorRef::borrow),
@@ -186,15 +197,15 @@ impl NcclEp {
         (grad, mut out): (TensorRef<'_, Cuda>, TensorMut<'_, Cuda>),
     ) -> Result<()> {
         let (tokens, out) = (grad.borrow(), out.reborrow());
-        let rows = RowsOut { tokens, weights: None, scales: None, out, out_weights: None, out_scales: None };
+        let rows = DispatchArgs { tokens, weights: None, scales: None, out, out_weights: None, out_scales: None };
         self.collective(step, (handle, Rows::of(grad)), |routed| high_of(routed)?.dispatch(Direction::Backward, rows))
     }
 }
 
 /// The handle for high throughput.
-pub(super) fn high_of(routed: &mut Routed) -> Result<&mut high::Handle> {
+pub(super) fn high_of(routed: &mut LibraryHandle) -> Result<&mut high_throughput::Handle> {
     match routed {
-        Routed::High(handle) => Ok(handle),
+        LibraryHandle::HighThroughput(handle) => Ok(handle),
         _ => Err(Error::invalid("dispatch", "handle", "one for high throughput", "another")),
     }
 }
@@ -217,8 +228,8 @@ impl Rows {
 }
 
 /// What the dispatcher keeps of a handle's routing.
-pub(super) fn kept<'h>(call: &'static str, handle: &'h Handle<Cuda>) -> Result<MutexGuard<'h, Routed>> {
-    let kept = handle.carried.0.as_ref().and_then(|kept| kept.downcast_ref::<Kept>());
+pub(super) fn kept<'h>(call: &'static str, handle: &'h Handle<Cuda>) -> Result<MutexGuard<'h, LibraryHandle>> {
+    let kept = handle.dispatcher_data.0.as_ref().and_then(|kept| kept.downcast_ref::<Kept>());
     let foreign = || Error::invalid(call, "handle", "one that NCCL EP prepared", "another dispatcher's");
     kept.map(|kept| kept.lock().unwrap_or_else(PoisonError::into_inner)).ok_or_else(foreign)
 }

@@ -13,17 +13,17 @@ use crate::comm::{Op, SymmetricMemory, Tag};
 use crate::cuda::Cuda;
 use crate::device::Device;
 use crate::dtype::DType;
-use crate::ep::core::Core;
+use crate::ep::dispatcher_state::DispatcherState;
 use crate::ep::{Capacity, Handle};
 use crate::error::Result;
 use crate::nccl::{NcclComm, NcclWindow};
 use crate::nccl_ep::EpError;
-use crate::nccl_ep::tensor::Place;
+use crate::nccl_ep::tensor::WindowRange;
 use crate::tensor::{Tensor, TensorRef};
 
-use super::join::told;
+use super::join::gather_reports;
 use super::steps::Step;
-use super::{Mode, NcclEp};
+use super::{Algorithm, NcclEp};
 
 /// Turns of the way back.
 const LEAVING: usize = 2;
@@ -37,13 +37,13 @@ struct Window {
 
 /// Windows of one size that take turns.
 #[derive(Debug, Default)]
-struct Ring {
+struct WindowRing {
     windows: Vec<Window>,
     /// Collectives so far.
     turn: usize,
 }
 
-impl Ring {
+impl WindowRing {
     /// The window whose turn it is.
     fn current(&self) -> Option<&Window> {
         self.windows.get(self.turn.checked_rem(self.windows.len())?)
@@ -64,9 +64,9 @@ enum Way {
 
 /// A dispatcher's windows.
 #[derive(Debug, Default)]
-pub(super) struct Windows {
-    arriving: Ring,
-    leaving: Ring,
+pub(super) struct WindowPool {
+    arriving: WindowRing,
+    leaving: WindowRing,
     bytes: usize,
     /// The way whose turn the collective under way takes, if it takes place.
     pending: Option<Way>,
@@ -74,7 +74,7 @@ pub(super) struct Windows {
     copies: u64,
 }
 
-impl Windows {
+impl WindowPool {
     pub(super) fn is_empty(&self) -> bool {
         self.all().next().is_none()
     }
@@ -97,8 +97,8 @@ impl Windows {
         self.arriving.windows.iter().chain(&self.leaving.windows)
     }
 
-    fn place(of: &Window) -> Place {
-        Place { base: of.window.base(), bytes: of.window.bytes(), window: of.window.raw() }
+    fn place(of: &Window) -> WindowRange {
+        WindowRange { base: of.window.base(), bytes: of.window.bytes(), window: of.window.raw() }
     }
 }
 
@@ -116,7 +116,7 @@ impl NcclEp {
     fn windowed(&self, handle: &Handle<Cuda>) -> Option<usize> {
         let spec = handle.spec();
         match (self.core.config.windows, self.mode, spec.capacity) {
-            (1.., Mode::HighThroughput, Capacity::Static(_)) => self.fixed(spec),
+            (1.., Algorithm::HighThroughput, Capacity::Static(_)) => self.fixed(spec),
             _ => None,
         }
     }
@@ -128,7 +128,7 @@ impl NcclEp {
         }
         self.core.device.not_captured("dispatch", "allocate windows")?;
         let counts = [self.core.config.windows.max(2), LEAVING];
-        let tag = Core::tag(handle, Op::Init);
+        let tag = DispatcherState::tag(handle, Op::Init);
         let mut made: [Vec<Window>; 2] = Default::default();
         let Some(comm) = self.core.comm.as_any().and_then(|comm| comm.downcast_mut::<NcclComm>()) else {
             return Err(EpError::Communicator { found: "another".to_string() }.into());
@@ -142,7 +142,7 @@ impl NcclEp {
         let smaller = std::mem::take(&mut self.windows);
         self.windows.copies = smaller.copies;
         (self.windows.arriving.windows, self.windows.leaving.windows, self.windows.bytes) = (arriving, leaving, bytes);
-        self.windows.all().for_each(|w| self.places.add(Windows::place(w)));
+        self.windows.all().for_each(|w| self.places.add(WindowPool::place(w)));
         // Their tensors may be alive: they stay until the dispatcher goes.
         self.outgrown.push(smaller);
         Ok(())
@@ -162,13 +162,13 @@ impl NcclEp {
         let bytes = rows * width * dtype.size();
         self.windows_of(handle, (bytes + rows * scale).max(rows * handle.spec().returning_bytes()))?;
         let device = &self.core.device;
-        let lent = self.windows.arriving.free(step.0).and_then(|window| {
+        let window_rows = self.windows.arriving.free(step.0).and_then(|window| {
             let tokens = lend(device, window, 0, (dtype, [rows, width]))?;
             Ok((tokens, lend(device, window, bytes, (DType::U8, [rows, scale]))?))
         });
-        let lent = self.told_of(step, handle, lent)?;
+        let window_rows = self.refuse_own_error_of(step, handle, window_rows)?;
         self.windows.pending = Some(Way::Arriving);
-        Ok(Some(lent))
+        Ok(Some(window_rows))
     }
 
     /// Memory that the rows of the next way back had better be written to.
@@ -199,7 +199,7 @@ impl NcclEp {
             true => None,
             false => {
                 let copied = self.copied_in(step.0, (count, rows));
-                let copied = self.told_of(step, handle, copied)?;
+                let copied = self.refuse_own_error_of(step, handle, copied)?;
                 self.windows.copies += 1;
                 Some(copied)
             }
@@ -224,14 +224,14 @@ impl NcclEp {
 
     /// Gives the windows back, if no rank has a tensor in one; else they stay until the process ends.
     pub(super) fn end_windows(&mut self) {
-        let mut all: Vec<Windows> = std::mem::take(&mut self.outgrown);
+        let mut all: Vec<WindowPool> = std::mem::take(&mut self.outgrown);
         all.push(std::mem::take(&mut self.windows));
         let count: usize = all.iter().map(|w| w.all().count()).sum();
         if count == 0 {
             return;
         }
-        let busy = all.iter().flat_map(Windows::all).any(|w| w.loans.load(Ordering::Acquire) > 0);
-        let ranks = told(&mut self.core, if busy { "busy" } else { "" });
+        let busy = all.iter().flat_map(WindowPool::all).any(|w| w.loans.load(Ordering::Acquire) > 0);
+        let ranks = gather_reports(&mut self.core, if busy { "busy" } else { "" });
         if !ranks.is_ok_and(|ranks| ranks.iter().all(String::is_empty)) {
             tracing::warn!(windows = count, "windows stay, as tensors lie in them or a rank is gone");
             return;

@@ -8,7 +8,7 @@ use std::time::UNIX_EPOCH;
 
 use crate::nccl_ep::EpError;
 
-use super::search::{Env, Places, above, cache, shown};
+use super::search::{Env, SearchPaths, above, cache, shown};
 
 pub(super) const CACHE: &str = "NCCL_EP_JIT_CACHE_DIR";
 const NVCC: &str = "NCCL_EP_JIT_NVCC";
@@ -19,7 +19,7 @@ const CUDA_HEADERS: &str = "NCCL_EP_JIT_CUDA_INCLUDE_DIR";
 const KERNELS: &str = "device/ht_ep.cuh";
 /// Written when a trial compilation succeeded, with what it was of.
 const TRIED: &str = "tried";
-/// What a failed compilation leaves in a kernel's folder, to be honoured ever after.
+/// What a failed compilation leaves in a kernel's folder, to be honored ever after.
 const FAILED: &str = "compile.failed";
 
 /// A compiler for the library's kernels, and where it finds and puts things.
@@ -51,7 +51,7 @@ impl Compiler {
         let usual = PathBuf::from("/usr/local/cuda");
         let search: Vec<PathBuf> = get("PATH").map(|p| std::env::split_paths(&p).collect()).unwrap_or_default();
         let on_path = search.iter().map(|folder| folder.join("nvcc")).find(|p| p.is_file());
-        let nvcc = Places::new()
+        let nvcc = SearchPaths::new()
             .variable(get, NVCC, "")
             .variable(get, "NVCC", "")
             .variable(get, "CUDA_HOME", "bin/nvcc")
@@ -60,13 +60,13 @@ impl Compiler {
             .path("usual place", Some(usual.join("bin/nvcc")))
             .find(("nvcc", NVCC, ""))?;
         // A wheel has lib/cu13/libnccl_ep.so and include, an installation lib/libnccl_ep.so and include.
-        let sources = Places::new()
+        let sources = SearchPaths::new()
             .variable(get, SOURCES, "")
             .variable(get, "NCCL_EP_HOME", "include/nccl_ep")
             .path("beside the library", above(library, 2, "include/nccl_ep"))
             .path("beside the library", above(library, 3, "include/nccl_ep"))
             .find(("device code of NCCL EP", SOURCES, KERNELS))?;
-        let nccl = Places::new()
+        let nccl = SearchPaths::new()
             .variable(get, NCCL_HEADERS, "")
             .variable(get, "NCCL_HOME", "include")
             .path("beside NCCL EP's", sources.parent().map(Path::to_path_buf))
@@ -74,7 +74,7 @@ impl Compiler {
             .path("the wheel beside it", above(&sources, 4, "nvidia/nccl/include"))
             .path("usual place", Some(PathBuf::from("/usr/include")))
             .find(("headers of NCCL", NCCL_HEADERS, "nccl_device.h"))?;
-        let cuda = Places::new()
+        let cuda = SearchPaths::new()
             .variable(get, CUDA_HEADERS, "")
             .variable(get, "CUDA_HOME", "include")
             .variable(get, "CUDA_PATH", "include")

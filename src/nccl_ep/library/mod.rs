@@ -98,7 +98,7 @@ impl EpLibrary {
         }
         let name = path.to_string_lossy().into_owned();
         let refused = |e: &libloading::Error| EpError::Load { path: name.clone(), source_of_path, message: reason(e) };
-        // SAFETY: its initialisers only prepare its own state. What else a caller names by a path of theirs is, as with
+        // SAFETY: its initializers only prepare its own state. What else a caller names by a path of theirs is, as with
         // any library path, code that they trust.
         let library = unsafe { Library::open(Some(&path), RTLD_NOW | RTLD_LOCAL) }.map_err(|e| refused(&e))?;
         // SAFETY: the functions are the library's of these names, or the caller's word for it.

@@ -10,9 +10,9 @@ use crate::nccl_ep::EpError;
 use super::compiler::CACHE;
 
 /// Where to look, in order: a folder or file, and who names it.
-pub(super) struct Places(Vec<(String, PathBuf)>);
+pub(super) struct SearchPaths(Vec<(String, PathBuf)>);
 
-impl Places {
+impl SearchPaths {
     pub(super) fn new() -> Self {
         Self(Vec::new())
     }

@@ -79,7 +79,7 @@ fn amax_of<'a>(
     Ok(out)
 }
 
-/// The lines to quantise, 16 at a time, transformed and padded with zeros to whole blocks.
+/// The lines to quantize, 16 at a time, transformed and padded with zeros to whole blocks.
 struct Panels<'a> {
     lines: Lines<'a>,
     width: usize,

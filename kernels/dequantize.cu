@@ -1,0 +1,207 @@
+// Quantized matrices back to floating point, many in one launch, and block scales to and from the order in which tensor
+// cores read them.
+#include "quant/quantize.cuh"
+
+namespace {
+using namespace quant;
+
+// Threads take elements by eights, whose results lie beside their neighbors': a warp writes whole sectors. A thread
+// loads all that it takes before it computes (`src/cuda/quant.rs` has the same numbers).
+constexpr int THREADS = 256, EACH = 8, SPAN = THREADS * EACH;
+
+// Of 32 bits where that is enough: a division of 64 is a hundred instructions.
+__device__ __forceinline__ int64_t quotient(int64_t a, int64_t b) {
+    return (a | b) >> 32 ? a / b : static_cast<unsigned>(a) / static_cast<unsigned>(b);
+}
+
+// The job that this block belongs to.
+__device__ __forceinline__ const Dequantize& job_of(const DequantizeJobs& p) {
+    int low = 0, high = static_cast<int>(p.count);
+    while (high - low > 1) {
+        const int middle = (low + high) / 2;
+        if (p.jobs[middle].first_block <= blockIdx.x) low = middle;
+        else high = middle;
+    }
+    return p.jobs[low];
+}
+
+// Eight i to whole words of an output. In f32 two neighbors have exchanged halves of their eights before: each has a
+// quarter of both, so that both together write a sector.
+template <class T>
+__device__ __forceinline__ void store(void* to, unsigned i, const float (&v)[8]) {
+    if constexpr (sizeof(T) == 4) {
+        float4* out = static_cast<float4*>(to) + static_cast<int64_t>(i / 2) * 4 + i % 2;
+        out[0] = make_float4(v[0], v[1], v[2], v[3]), out[2] = make_float4(v[4], v[5], v[6], v[7]);
+    } else {
+        unsigned pairs[4];
+#pragma unroll
+        for (int k = 0; k < 4; k++) {
+            if constexpr (std::is_same<T, f16>::value) {
+                const __half2 pair = __floats2half2_rn(v[2 * k], v[2 * k + 1]);
+                pairs[k] = *reinterpret_cast<const unsigned*>(&pair);
+            } else {
+                const __nv_bfloat162 pair = __floats2bfloat162_rn(v[2 * k], v[2 * k + 1]);
+                pairs[k] = *reinterpret_cast<const unsigned*>(&pair);
+            }
+        }
+        static_cast<uint4*>(to)[i] = make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
+    }
+}
+
+// What blocks are multiplied by.
+__device__ __forceinline__ float factor_of(const Dequantize& p, unsigned scale, float amax) {
+    const float s = e4m3_value(scale);
+    return p.modelopt ? __fmul_rn(s, __fdiv_rn(amax, BOUND)) : __fmul_rn(__fmul_rn(s, amax), 1.0f / BOUND);
+}
+
+__device__ __forceinline__ void decode(const Dequantize& p, unsigned word, float factor, float (&v)[8]) {
+#pragma unroll
+    for (int k = 0; k < 8; k++) v[k] = __fmul_rn(e2m1_value(word >> 4 * k), factor);
+    if (!p.modelopt) return;
+#pragma unroll
+    for (int k = 0; k < 8; k++) v[k] = __fadd_rn(v[k], 0.0f);  // its table has +0 for code 8
+}
+
+// Values of eight E4M3 codes.
+__device__ __forceinline__ void e4m3_values(uint2 codes, float (&v)[8]) {
+#pragma unroll
+    for (int k = 0; k < 8; k += 2) {
+        const unsigned pair = (k < 4 ? codes.x : codes.y) >> 8 * (k % 4) & 0xffffu;
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890 && !defined(MOEBIUS_SOFT_E4M3)
+        unsigned halves;  // f16, exact
+        asm("cvt.rn.f16x2.e4m3x2 %0, %1;\n" : "=r"(halves) : "h"(static_cast<unsigned short>(pair)));
+        const float2 both = __half22float2(*reinterpret_cast<const __half2*>(&halves));
+        v[k] = both.x, v[k + 1] = both.y;
+#else
+        v[k] = e4m3_value(pair & 0xffu), v[k + 1] = e4m3_value(pair >> 8);
+#endif
+    }
+}
+
+// Lines of whole eights without gaps whose number fits 32 bits: an eight's place follows from its number alone.
+__device__ __forceinline__ bool plain(const Dequantize& p, int64_t bytes_of_eight, int64_t whole) {
+    const uintptr_t places = reinterpret_cast<uintptr_t>(p.out) | reinterpret_cast<uintptr_t>(p.codes) * (16 / bytes_of_eight);
+    return p.len % whole == 0 && p.code_bytes == p.len / 8 * bytes_of_eight && places % 16 == 0 && (p.lines * p.len / 8) >> 32 == 0;
+}
+
+// One eight of any matrix.
+__device__ __forceinline__ void nvfp4_eight(const Dequantize& p, int64_t i) {
+    const int64_t halves = p.blocks * 2;
+    if (i >= p.lines * halves) return;
+    const int64_t line = quotient(i, halves), half = i - line * halves, left = p.len - half * 8, bytes = p.code_bytes - half * 4;
+    const uint8_t* from = p.codes + line * p.code_bytes + half * 4;
+    unsigned word = 0;
+    for (int k = 0; k < 4 && k < bytes; k++) word |= static_cast<unsigned>(from[k]) << 8 * k;
+    const float factor = factor_of(p, p.scales[line * p.blocks + half / 2], p.amax[p.by_line ? line : 0]);
+    float v[8];
+    decode(p, word, factor, v);
+#pragma unroll
+    for (int k = 0; k < 8; k++) if (k < left) store_any(p.out, p.out_type, line * p.len + half * 8 + k, v[k]);
+}
+
+__device__ __forceinline__ void mxfp8_eight(const Dequantize& p, int64_t i) {
+    const int64_t wide = (p.len + 7) / 8;
+    if (i >= p.lines * wide) return;
+    const int64_t line = quotient(i, wide), column = (i - line * wide) * 8;
+    for (int k = 0; k < 8 && column + k < p.len; k++) {
+        const int64_t at = line * p.len + column + k;
+        const unsigned scale = p.by_line ? p.scales[line / 32 * p.len + column + k] : p.scales[line * p.blocks + column / 32];
+        store_any(p.out, p.out_type, at, __fmul_rn(e4m3_value(p.codes[at]), e8m0_value(scale)));
+    }
+}
+
+template <class T>
+__device__ __forceinline__ void nvfp4(const Dequantize& p, unsigned first) {
+    const unsigned halves = static_cast<unsigned>(p.len / 8), all = static_cast<unsigned>(p.lines) * halves;
+    unsigned words[EACH], scales[EACH];
+#pragma unroll
+    for (int j = 0; j < EACH; j++) {
+        const unsigned i = min(first + j * THREADS, all - 1);
+        words[j] = __ldcs(reinterpret_cast<const unsigned*>(p.codes) + i), scales[j] = p.scales[i / 2];
+    }
+    float amax = p.amax[0];
+#pragma unroll
+    for (int j = 0; j < EACH; j++) {
+        const unsigned i = first + j * THREADS;
+        // Both neighbors' eights are of one block.
+        if constexpr (sizeof(T) == 4) words[j] = __byte_perm(words[j], __shfl_xor_sync(~0u, words[j], 1), threadIdx.x % 2 ? 0x3276 : 0x5410);
+        if (i >= all) continue;
+        if (p.by_line) amax = p.amax[i / halves];
+        float v[8];
+        decode(p, words[j], factor_of(p, scales[j], amax), v);
+        store<T>(p.out, i, v);
+    }
+}
+
+template <class T>
+__device__ __forceinline__ void mxfp8(const Dequantize& p, unsigned first) {
+    const unsigned all = static_cast<unsigned>(p.lines * (p.len / 8));
+    uint2 codes[EACH];
+    unsigned scales[EACH];
+#pragma unroll
+    for (int j = 0; j < EACH; j++) {
+        const unsigned i = min(first + j * THREADS, all - 1);
+        codes[j] = __ldcs(reinterpret_cast<const uint2*>(p.codes) + i), scales[j] = p.scales[i / 4];
+    }
+#pragma unroll
+    for (int j = 0; j < EACH; j++) {
+        const unsigned i = first + j * THREADS;
+        if constexpr (sizeof(T) == 4) {
+            const bool odd = threadIdx.x % 2;
+            const unsigned other = __shfl_xor_sync(~0u, odd ? codes[j].x : codes[j].y, 1);
+            codes[j] = odd ? make_uint2(other, codes[j].y) : make_uint2(codes[j].x, other);
+        }
+        if (i >= all) continue;
+        float v[8];
+        e4m3_values(codes[j], v);
+        const float factor = e8m0_value(scales[j]);
+#pragma unroll
+        for (int k = 0; k < 8; k++) v[k] = __fmul_rn(v[k], factor);
+        store<T>(p.out, i, v);
+    }
+}
+
+}  // namespace
+
+extern "C" __global__ void __launch_bounds__(THREADS) nvfp4_dequantize(const __grid_constant__ DequantizeJobs jobs) {
+    const Dequantize& p = job_of(jobs);
+    const int64_t start = (blockIdx.x - p.first_block) * SPAN + threadIdx.x;
+    if (!plain(p, 4, 16)) {
+#pragma unroll 1
+        for (int j = 0; j < EACH; j++) nvfp4_eight(p, start + j * THREADS);
+        return;
+    }
+    if (p.out_type == TYPE_BF16) nvfp4<bf16>(p, static_cast<unsigned>(start));
+    else if (p.out_type == TYPE_F16) nvfp4<f16>(p, static_cast<unsigned>(start));
+    else nvfp4<float>(p, static_cast<unsigned>(start));
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS) mxfp8_dequantize(const __grid_constant__ DequantizeJobs jobs) {
+    const Dequantize& p = job_of(jobs);
+    const int64_t start = (blockIdx.x - p.first_block) * SPAN + threadIdx.x;
+    if (p.by_line || !plain(p, 8, 32)) {
+#pragma unroll 1
+        for (int j = 0; j < EACH; j++) mxfp8_eight(p, start + j * THREADS);
+        return;
+    }
+    if (p.out_type == TYPE_BF16) mxfp8<bf16>(p, static_cast<unsigned>(start));
+    else if (p.out_type == TYPE_F16) mxfp8<f16>(p, static_cast<unsigned>(start));
+    else mxfp8<float>(p, static_cast<unsigned>(start));
+}
+
+// Scales [lines, blocks] to tiles of 128 x 4, padded with zeros, or back. A thread four scales of a line.
+extern "C" __global__ void __launch_bounds__(THREADS) swizzle(const __grid_constant__ SwizzleScales p) {
+    const int64_t wide = (p.blocks + 3) / 4, high = (p.lines + 127) / 128 * 128, i = static_cast<int64_t>(blockIdx.x) * THREADS + threadIdx.x;
+    if (i >= high * wide) return;
+    // In the order of the tiles' words.
+    const int64_t tile = i / 128, in = i % 128, line = tile / wide * 128 + in % 4 * 32 + in / 4, block = tile % wide * 4;
+#pragma unroll
+    for (int k = 0; k < 4; k++) {
+        const bool inside = line < p.lines && block + k < p.blocks;
+        if (p.back) {
+            if (inside) p.out[line * p.blocks + block + k] = p.scales[i * 4 + k];
+        } else {
+            p.out[i * 4 + k] = inside ? p.scales[line * p.blocks + block + k] : 0;
+        }
+    }
+}

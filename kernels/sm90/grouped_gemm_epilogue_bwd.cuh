@@ -1,0 +1,216 @@
+// The epilogue of down's gradient: through the activation to the pre-activations' gradient, with the activation itself
+// (down's right operand in its weight gradient) and the rows' dots (gradients of the routing weights) beside it.
+//
+// The pre-activations come 32 columns at a time, two such chunks ahead, and are replaced by their gradients on the way
+// out. Both by TMA: loads of the warp's own would queue behind the rows that the producer gathers.
+#pragma once
+#include "sm90/grouped_gemm_epilogue.cuh"
+
+namespace grouped_gemm {
+
+template <class T>
+struct EpilogueChunks {
+    // Three buffers of gate and up, then two of the activation.
+    static constexpr int BUFFER = 1024, AHEAD = 3;
+    static_assert((2 * AHEAD + 2) * BUFFER == SmemLayout<DOWN_BWD>::STAGING, "staging buffer");
+    const Gemm& p;
+    const OutputMaps& maps;
+    const WarpRows& rows;
+    int column;
+    uint32_t barriers;  // of the warp
+
+    // Buffers of the `number`-th chunk of the warp.
+    __device__ __forceinline__ uint32_t gate(uint32_t number) const { return rows.staging + number % AHEAD * 2 * BUFFER; }
+    __device__ __forceinline__ uint32_t hidden(uint32_t number) const { return rows.staging + (2 * AHEAD + number % 2) * BUFFER; }
+    // Chunks of a half of the warp's rows: one for every 32 columns that exist.
+    __device__ __forceinline__ int per_half() const {
+        return static_cast<int>(min(static_cast<int64_t>(COLUMNS<DOWN_BWD>), p.n - column) + 31) / 32;
+    }
+    // Those of its tile: none for a half without rows.
+    __device__ __forceinline__ int count() const {
+        return per_half() * (64 + rows.first < rows.live ? 2 : rows.first < rows.live ? 1 : 0);
+    }
+    // Chunk q is of the first half, or of the second behind it.
+    __device__ __forceinline__ int first_column(int q) const { return column + (q < per_half() ? q : q - per_half()) * 32; }
+    __device__ __forceinline__ int first_row(int q) const { return rows.slot + (q < per_half() ? 0 : 64) + rows.first; }
+    // By one lane; the `number`-th chunk of the warp goes by way of barrier `number` % AHEAD.
+    __device__ __forceinline__ void load(int q, uint32_t number) const {
+        const uint32_t bar = barriers + number % AHEAD * 8;
+        mbarrier_arrive_expect_tx(bar, 2 * BUFFER);
+        tma_load_evict_first(gate(number), maps.pre, bar, first_column(q), 0, first_row(q));
+        tma_load_evict_first(gate(number) + BUFFER, maps.pre, bar, first_column(q), 1, first_row(q));
+    }
+    __device__ __forceinline__ void wait(uint32_t number) const { mbarrier_wait(barriers + number % AHEAD * 8, number / AHEAD & 1); }
+    // Sends gate, up and the activation. Boxes would run over the last row of a tile: that warp's go word by word.
+    __device__ __forceinline__ void store(int q, uint32_t number) const {
+        fence_proxy_async();
+        __syncwarp();
+        if (first_row(q) - rows.slot + 16 <= rows.live) {
+            if (rows.lane == 0) {
+                tma_store(maps.gated, gate(number), first_column(q), 0, first_row(q));
+                tma_store(maps.gated, gate(number) + BUFFER, first_column(q), 1, first_row(q));
+                if (p.hidden) tma_store(maps.plain, hidden(number), first_column(q), 0, first_row(q));
+            }
+        } else {
+            words(q, gate(number), static_cast<T*>(p.out), 2 * p.n);
+            words(q, gate(number) + BUFFER, static_cast<T*>(p.out) + p.n, 2 * p.n);
+            if (p.hidden) words(q, hidden(number), static_cast<T*>(p.hidden), p.n);
+        }
+        tma_store_commit();
+    }
+    __device__ __forceinline__ void words(int q, uint32_t from, T* base, int64_t ld) const {
+#pragma unroll 1
+        for (int i = 0; i < 2; i++) {
+            const int row = first_row(q) + i * 8 + rows.lane / 4, c = rows.lane % 4;
+            const int64_t n = first_column(q) + c * 8;
+            uint4 v;
+            asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];\n" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(from + swizzled(i * 8 + rows.lane / 4, c)) : "memory");
+            if (row - rows.slot < rows.live && n < p.n) *reinterpret_cast<uint4*>(base + static_cast<int64_t>(row) * ld + n) = v;
+        }
+    }
+    // Rows of 64 bytes, as TMA lays them out.
+    static __device__ __forceinline__ uint32_t swizzled(int row, int word) { return row * 64 + ((word ^ (row / 2 & 3)) << 4); }
+    // This lane's row of the matrices of block `block` of eight columns: of gate by the first 16 lanes, of up by the
+    // others.
+    __device__ __forceinline__ uint32_t matrices(int block) const { return rows.lane / 16 * BUFFER + swizzled(rows.lane % 16, block); }
+};
+
+// The four accumulators of block c of eight columns: a loop over c in place of as many copies of its body, which would
+// not fit the instruction cache. The moves are in assembly, as the compiler would put the array into memory.
+template <int FIRST, int COUNT>
+__device__ __forceinline__ void select_accumulators(const float (&acc)[96], int c, float (&d)[4]) {
+    if constexpr (COUNT == 1) {
+        const float* v = acc + FIRST * 4;
+        asm volatile("mov.f32 %0, %4;\nmov.f32 %1, %5;\nmov.f32 %2, %6;\nmov.f32 %3, %7;\n"
+                     : "=f"(d[0]), "=f"(d[1]), "=f"(d[2]), "=f"(d[3])
+                     : "f"(v[0]), "f"(v[1]), "f"(v[2]), "f"(v[3]));
+    } else {
+        if (c < FIRST + COUNT / 2) select_accumulators<FIRST, COUNT / 2>(acc, c, d);
+        else select_accumulators<FIRST + COUNT / 2, COUNT - COUNT / 2>(acc, c, d);
+    }
+}
+
+// Eight columns of 16 rows through the activation: `v` holds gate of rows 0 and 8, then up, and gets their gradients;
+// `h` gets the activation. Columns past the end are not `counted` in the rows' dots.
+template <class T, int ACT>
+__device__ __forceinline__ void activation_bwd(float alpha, float limit, const float (&d)[4], const float (&factor)[2], bool counted, uint32_t (&v)[4], uint32_t* h, float (&dot)[2]) {
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+        const float2 a = unpack<T>(v[i]), b = unpack<T>(v[i + 2]);
+        const Glu x = activate<true>(ACT, alpha, limit, a.x, b.x), y = activate<true>(ACT, alpha, limit, a.y, b.y);
+        const float f = factor[i], dx = d[2 * i], dy = d[2 * i + 1];
+        if (counted) dot[i] += dx * x.value + dy * y.value;
+        v[i] = pack<T>(x.by_gate * (dx * f), y.by_gate * (dy * f));
+        v[i + 2] = pack<T>(x.by_up * (dx * f), y.by_up * (dy * f));
+        h[i] = pack<T>(x.value * f, y.value * f);
+    }
+}
+
+// What a warp knows of its half of a tile.
+template <class T>
+struct TileHalf {
+    const EpilogueChunks<T>& chunks;
+    int half, first, count;  // first chunk of the half, chunks of the tile
+    float factor[2], dot[2];
+
+    __device__ __forceinline__ TileHalf(const EpilogueChunks<T>& chunks, int half, int count)
+        : chunks(chunks), half(half), first(half * chunks.per_half()), count(count), dot{0.0f, 0.0f} {
+        const float scale = chunks.rows.value(chunks.p.scale);
+        factor[0] = chunks.rows.of(scale, half, 0), factor[1] = chunks.rows.of(scale, half, 2);
+    }
+    // In the middle of a chunk: where the one after the next goes, the one before has left.
+    __device__ __forceinline__ void load_ahead(int q, uint32_t number) const {
+        if (chunks.rows.lane == 0) {
+            tma_store_wait_read();
+            if (q + 2 < count) chunks.load(q + 2, number + 2);
+        }
+        __syncwarp();
+    }
+    __device__ __forceinline__ void put_dots() {
+        const Gemm& p = chunks.p;
+        const WarpRows& rows = chunks.rows;
+        if (!p.partial) return;
+#pragma unroll
+        for (int h = 0; h < 2; h++) {
+            dot[h] += __shfl_xor_sync(~0u, dot[h], 1);
+            dot[h] += __shfl_xor_sync(~0u, dot[h], 2);
+            const int row = half * 64 + rows.first + rows.lane / 4 + h * 8;
+            // Rows past the end are not stored.
+            if (rows.lane % 4 == 0 && row < rows.live) {
+                p.partial[(static_cast<int64_t>(rows.slot) + row) * p.n_tiles + chunks.column / BLOCK_N<DOWN_BWD>] = dot[h];
+            }
+        }
+    }
+};
+
+// A half of a tile. `number` counts the chunks of the warp, of which two are on their way.
+template <class T>
+__device__ __forceinline__ void epilogue_half(TileHalf<T>& half, const float (&acc)[96], uint32_t& number) {
+    const EpilogueChunks<T>& chunks = half.chunks;
+    const Gemm& p = chunks.p;
+    const float alpha = static_cast<float>(p.alpha), limit = static_cast<float>(p.limit);
+    const int blocks = static_cast<int>(p.n - chunks.column) / 8, all = chunks.per_half() * 4;
+#pragma unroll 1
+    for (int c = 0; c < all; c++) {
+        const int q = half.first + c / 4;
+        if (c % 4 == 0) chunks.wait(number);
+        if (c % 4 == 2) half.load_ahead(q, number);
+        const uint32_t at = chunks.gate(number) + chunks.matrices(c % 4);
+        uint32_t v[4], h[2];
+        ldmatrix(at, v);
+        float d[4];
+        select_accumulators<0, 24>(acc, c, d);
+        with_gate(static_cast<int>(p.activation), [&](auto kind) { activation_bwd<T, kind.value>(alpha, limit, d, half.factor, c < blocks, v, h, half.dot); });
+        stmatrix(at, v);
+        stmatrix(chunks.hidden(number) + EpilogueChunks<T>::swizzled(chunks.rows.lane % 16, c % 4), h);
+        if (c % 4 == 3) chunks.store(q, number), number++;
+    }
+}
+
+// The same for one activation, without a loop: no accumulator is moved, and each that is done with makes room.
+template <class T, int ACT, int WIDTH>
+__device__ __forceinline__ void epilogue_half_fast(TileHalf<T>& half, const float (&acc)[96], uint32_t& number) {
+    const EpilogueChunks<T>& chunks = half.chunks;
+    const int blocks = static_cast<int>(chunks.p.n - chunks.column) / 8, per_half = chunks.per_half();
+#pragma unroll
+    for (int c = 0; c < WIDTH / 16; c++) {
+        if (c >= per_half) break;
+        chunks.wait(number);
+#pragma unroll
+        for (int two = 0; two < 2; two++) {
+            if (two == 1) half.load_ahead(half.first + c, number);
+            uint32_t v[2][4], h[4];
+#pragma unroll
+            for (int i = 0; i < 2; i++) ldmatrix(chunks.gate(number) + chunks.matrices(two * 2 + i), v[i]);
+#pragma unroll
+            for (int i = 0; i < 2; i++) {
+                const int block = c * 4 + two * 2 + i;
+                const float d[4] = {acc[block * 4], acc[block * 4 + 1], acc[block * 4 + 2], acc[block * 4 + 3]};
+                activation_bwd<T, ACT>(0.0f, 0.0f, d, half.factor, block < blocks, v[i], h + 2 * i, half.dot);
+                stmatrix(chunks.gate(number) + chunks.matrices(two * 2 + i), v[i]);
+            }
+            stmatrix(chunks.hidden(number) + EpilogueChunks<T>::swizzled(chunks.rows.lane % 16, two * 2 + chunks.rows.lane / 16), h);
+        }
+        chunks.store(half.first + c, number);
+        number++;
+    }
+}
+
+// A half after the other. The second one's accumulators become the first one's, so that there is one copy of the code.
+template <class T, int COUNT, int WIDTH>
+__device__ __forceinline__ void epilogue_down_bwd(const EpilogueChunks<T>& chunks, Accumulators<DOWN_BWD>& acc, uint32_t& number) {
+    const int count = chunks.count(), halves = count > chunks.per_half() ? 2 : count > 0 ? 1 : 0;
+#pragma unroll 1
+    for (int i = 0; i < halves; i++) {
+        TileHalf<T> half(chunks, i, count);
+        if (chunks.p.activation == ACT_SILU) epilogue_half_fast<T, ACT_SILU, WIDTH>(half, acc[0], number);
+        else epilogue_half<T>(half, acc[0], number);
+        half.put_dots();
+        if constexpr (COUNT == 2) {
+#pragma unroll
+            for (int j = 0; j < WIDTH; j++) acc[0][j] = acc[1][j];
+        }
+    }
+}
+
+}  // namespace grouped_gemm

@@ -1,0 +1,218 @@
+//! A block whose routed experts stay quantized, as they are on disk.
+
+use std::collections::HashMap;
+use std::collections::hash_map::Entry;
+
+use super::layout::{Part, Rows};
+use super::load::read_part;
+use super::stored::Scratch;
+use super::{Checkpoint, LoadOptions};
+use crate::config::MoeConfig;
+use crate::cpu::Cpu;
+use crate::dtype::DType;
+use crate::error::{Error, Result};
+use crate::kernels::Kernels;
+use crate::layer::{ParamKind, Params};
+use crate::quant::{Quantized, WeightFormat};
+use crate::tensor::{Tensor, TensorRef};
+
+const CALL: &str = "Checkpoint::load_quantized";
+
+/// One rank's share of a block with quantized routed experts. These are frozen: backward makes no gradient of them, but
+/// all others.
+#[derive(Debug)]
+pub struct QuantizedBlock<D: Kernels> {
+    /// Sizes and formulas, of all ranks.
+    pub config: MoeConfig,
+    /// `[L, G·I, H]`.
+    pub up: Quantized<D>,
+    /// `[L, H, I]`.
+    pub down: Quantized<D>,
+    /// Every other parameter.
+    others: HashMap<ParamKind, Tensor<D>>,
+}
+
+impl<D: Kernels> QuantizedBlock<D> {
+    /// One of the parameters that are not quantized.
+    pub fn get(&self, role: ParamKind) -> Option<TensorRef<'_, D>> {
+        self.others.get(&role).map(Tensor::view)
+    }
+
+    /// The parameters as a layer takes them.
+    ///
+    /// # Errors
+    /// No router, which loading has made sure of.
+    pub fn params(&self) -> Result<Params<'_, D>> {
+        let router = self.get(ParamKind::Router);
+        Ok(Params {
+            router: router.ok_or_else(|| Error::invalid(CALL, "router", "a tensor", "nothing"))?,
+            router_bias: self.get(ParamKind::RouterBias),
+            selection_bias: self.get(ParamKind::SelectionBias),
+            up: &self.up,
+            up_bias: self.get(ParamKind::UpBias),
+            down: &self.down,
+            down_bias: self.get(ParamKind::DownBias),
+            shared_up: self.get(ParamKind::SharedUp),
+            shared_down: self.get(ParamKind::SharedDown),
+            shared_gate: self.get(ParamKind::SharedGate),
+        })
+    }
+}
+
+impl QuantizedBlock<Cpu> {
+    /// The same block on another device.
+    ///
+    /// # Errors
+    /// Where there is no memory, or a driver's error.
+    pub fn to<D: Kernels>(&self, device: &D, stream: &D::Stream) -> Result<QuantizedBlock<D>> {
+        let put = |(role, t): (&ParamKind, &Tensor<Cpu>)| Ok((*role, t.to(device, stream)?));
+        Ok(QuantizedBlock {
+            config: self.config.clone(),
+            up: self.up.to(device, stream)?,
+            down: self.down.to(device, stream)?,
+            others: self.others.iter().map(put).collect::<Result<_>>()?,
+        })
+    }
+}
+
+/// A stack under way.
+struct Stack {
+    format: WeightFormat,
+    dims: [usize; 3],
+    parts: usize,
+    codes: Tensor<Cpu>,
+    scales: Tensor<Cpu>,
+    factors: Option<Tensor<Cpu>>,
+}
+
+impl Stack {
+    fn new(format: WeightFormat, (dims, parts): ([usize; 3], usize)) -> Result<Self> {
+        let cpu = Cpu::new();
+        let (dtype, scales) = format.scales(dims, parts);
+        let factors = match format {
+            WeightFormat::Nvfp4 => Some(Tensor::zeros(&cpu, DType::F32, &[dims[0], parts])?),
+            WeightFormat::Mxfp4 | WeightFormat::Fp8Block => None,
+        };
+        let codes = Tensor::empty(&cpu, DType::U8, &format.code_dims(dims))?;
+        Ok(Self { format, dims, parts, codes, scales: Tensor::empty(&cpu, dtype, &scales)?, factors })
+    }
+
+    fn finish(self) -> Result<Quantized<Cpu>> {
+        Quantized::new(self.format, (self.dims, self.parts), (self.codes, self.scales, self.factors))
+    }
+}
+
+impl Checkpoint {
+    pub(super) fn load_as_stored(&self, layer: usize, options: LoadOptions) -> Result<QuantizedBlock<Cpu>> {
+        let config = self.block_config(layer)?;
+        let experts = options.experts(CALL, config.router.num_experts)?;
+        let layout = self.layout(layer, &config);
+        let checked = self.check_block(&layout, false)?;
+        let mut stacks: HashMap<ParamKind, Stack> = HashMap::new();
+        let mut others: HashMap<ParamKind, Tensor<Cpu>> = HashMap::new();
+        let mut scratch = Scratch::default();
+        let replicated = layout.replicated().into_iter().map(|part| (0, part));
+        let routed = experts.clone().flat_map(|e| {
+            let parts = layout.expert(e).into_iter();
+            parts.map(move |part| (e - experts.start, part))
+        });
+        for (e, part) in replicated.chain(routed) {
+            let Some(dims) = part.role.dims(&config, experts.len()) else { continue };
+            if matches!(part.role, ParamKind::Up | ParamKind::Down) {
+                let parts = layout.expert(0).iter().filter(|p| p.role == part.role).count();
+                let dims = [dims[0], dims[1], dims[2]];
+                self.read_stored(&part, (e, dims, parts), &mut stacks, &mut scratch)?;
+                continue;
+            }
+            let natural = checked.natural.get(&part.role).copied().unwrap_or(DType::F32);
+            let dtype = self.param_dtype(part.role, natural, options.dtype);
+            let tensor = entry(&mut others, part.role, || Tensor::empty(&Cpu::new(), dtype, &dims))?;
+            let bytes = tensor.as_bytes_mut();
+            let one = if part.role.is_replicated() { bytes.len() } else { bytes.len() / experts.len() };
+            let stored = self.stored(&part.name)?.ok_or_else(|| self.missing(&part))?;
+            read_part(&stored, &part, &mut bytes[e * one..(e + 1) * one], dtype, &mut scratch)?;
+        }
+        let mut take = |role: ParamKind| {
+            let missing = || Error::invalid(CALL, role.name(), "a tensor", "nothing");
+            stacks.remove(&role).ok_or_else(missing)?.finish()
+        };
+        Ok(QuantizedBlock { up: take(ParamKind::Up)?, down: take(ParamKind::Down)?, config, others })
+    }
+
+    /// Reads one matrix of expert `e` to its place.
+    fn read_stored(
+        &self,
+        part: &Part,
+        (e, dims, parts): (usize, [usize; 3], usize),
+        stacks: &mut HashMap<ParamKind, Stack>,
+        scratch: &mut Scratch,
+    ) -> Result<()> {
+        let stored = self.stored(&part.name)?.ok_or_else(|| self.missing(part))?;
+        // Rows are outputs on disk where a transposed matrix was flipped, or one was neither.
+        let format = stored.weight_format().filter(|_| part.transposed == stored.flipped);
+        let refuse = |found: String| {
+            let expected = "NVFP4, MXFP4 or fp8 in blocks of 128x128, a row an output (load_block de-quantizes any)";
+            Error::invalid(CALL, &part.name, expected, found)
+        };
+        let format = format.ok_or_else(|| refuse(format!("{:?}", stored.form)))?;
+        let stack = entry(stacks, part.role, || Stack::new(format, (dims, parts)))?;
+        if stack.format != format {
+            return Err(refuse(format!("{:?} beside {:?}", format, stack.format)));
+        }
+        if format == WeightFormat::Fp8Block && !matches!(part.rows, Rows::From(_)) {
+            return Err(refuse("blocks of gate and up rows in turn".to_string()));
+        }
+        // Rows of the matrix and of its scales, in the order on disk.
+        let code_row = stack.codes.bytes() / (dims[0] * dims[1]);
+        place(
+            &mut stack.codes.as_bytes_mut()[e * dims[1] * code_row..][..dims[1] * code_row],
+            (part.rows, part.out, code_row),
+            |bytes| Ok(stored.read_codes(part.slice * part.out * code_row, bytes)?),
+        )?;
+        let [_, scale_rows, blocks] = format.scales(dims, parts).1;
+        let scale_row = blocks * if format == WeightFormat::Fp8Block { 4 } else { 1 };
+        let (rows, count) = match (format, part.rows) {
+            (WeightFormat::Fp8Block, Rows::From(first)) => {
+                let count = scale_rows / parts;
+                (Rows::From(if first == 0 { 0 } else { count }), count)
+            }
+            (_, rows) => (rows, part.out),
+        };
+        place(
+            &mut stack.scales.as_bytes_mut()[e * scale_rows * scale_row..][..scale_rows * scale_row],
+            (rows, count, scale_row),
+            |bytes| Ok(stored.read_block_scales(part.slice * count * blocks, bytes, scratch)?),
+        )?;
+        if let (Some(factors), Some(factor)) = (&mut stack.factors, stored.factor()?) {
+            let part = part.rows.map(0) / (dims[1] / parts);
+            factors.view_mut().into_slice::<f32>()?[e * parts + part] = factor;
+        }
+        Ok(())
+    }
+}
+
+/// What belongs to a role; made where there is nothing yet.
+fn entry<T>(map: &mut HashMap<ParamKind, T>, role: ParamKind, make: impl FnOnce() -> Result<T>) -> Result<&mut T> {
+    match map.entry(role) {
+        Entry::Occupied(found) => Ok(found.into_mut()),
+        Entry::Vacant(room) => Ok(room.insert(make()?)),
+    }
+}
+
+/// Reads `count` rows of `width` bytes each, and puts them where they belong.
+fn place(
+    to: &mut [u8],
+    (rows, count, width): (Rows, usize, usize),
+    read: impl FnOnce(&mut [u8]) -> Result<()>,
+) -> Result<()> {
+    if let Rows::From(first) = rows {
+        return read(&mut to[first * width..(first + count) * width]);
+    }
+    let mut bytes = vec![0; count * width];
+    read(&mut bytes)?;
+    for (row, from) in bytes.chunks_exact(width).enumerate() {
+        let at = rows.map(row) * width;
+        to[at..at + width].copy_from_slice(from);
+    }
+    Ok(())
+}

@@ -1,0 +1,200 @@
+//! Expert-major layouts on the host: checked ranges, and exclusive slices of each segment.
+
+use std::ops::Range;
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::time::{Duration, Instant};
+
+use crate::error::{Error, Result};
+use crate::kernels::{RowSource, Segments, TileCounters};
+
+use super::Cpu;
+use super::element::Float;
+use super::gemm::to_acc;
+
+/// How long a GEMM waits for rows that another thread produces.
+const READY_TIMEOUT: Duration = Duration::from_secs(60);
+
+/// Filled slots of each local expert: ascending, disjoint, within the layout's rows.
+pub(super) struct SegmentList {
+    pub(super) filled: Vec<Range<usize>>,
+    pub(super) rows: usize,
+}
+
+impl SegmentList {
+    pub(super) fn new(call: &'static str, segments: &Segments<Cpu>, experts: usize) -> Result<Self> {
+        let offsets = segments.offsets.as_slice::<i64>()?;
+        let counts = segments.counts.as_slice::<i64>()?;
+        Error::check_shape(call, "segments.offsets", &[experts], &[offsets.len()])?;
+        Error::check_shape(call, "segments.counts", &[experts], &[counts.len()])?;
+        let mut end = 0;
+        let mut filled = Vec::with_capacity(experts);
+        for (j, (&offset, &count)) in offsets.iter().zip(counts).enumerate() {
+            let range = usize::try_from(offset).ok().zip(usize::try_from(count).ok());
+            let range = range.and_then(|(o, c)| Some(o..o.checked_add(c)?));
+            match range {
+                Some(r) if r.is_empty() => filled.push(end..end),
+                Some(r) if r.start >= end && r.end <= segments.rows => {
+                    end = r.end;
+                    filled.push(r);
+                }
+                _ => {
+                    return Err(Error::invalid(
+                        call,
+                        format!("segment {j}"),
+                        format!("slots within {end}..{}", segments.rows),
+                        format!("{count} slots from {offset}"),
+                    ));
+                }
+            }
+        }
+        Ok(Self { filled, rows: segments.rows })
+    }
+
+    /// Exclusive slices of the filled slots of every expert, of a buffer with `width` elements a slot.
+    pub(super) fn split<'a, T>(&self, buffer: &'a mut [T], width: usize) -> Vec<&'a mut [T]> {
+        let mut rest = buffer;
+        let mut at = 0;
+        let mut parts = Vec::with_capacity(self.filled.len());
+        for r in &self.filled {
+            let (_, tail) = rest.split_at_mut((r.start - at) * width);
+            let (part, tail) = tail.split_at_mut(r.len() * width);
+            parts.push(part);
+            rest = tail;
+            at = r.end;
+        }
+        parts
+    }
+
+    /// Filled slots among `range`.
+    fn filled_in(&self, range: Range<usize>) -> usize {
+        self.filled.iter().map(|z| z.end.min(range.end).saturating_sub(z.start.max(range.start))).sum()
+    }
+
+    /// Waits until the producer has finished the rows of these slots.
+    pub(super) fn wait(
+        &self,
+        call: &'static str,
+        ready: Option<TileCounters<'_, Cpu>>,
+        slots: Range<usize>,
+    ) -> Result<()> {
+        let Some(ready) = ready else { return Ok(()) };
+        let deadline = Instant::now() + READY_TIMEOUT;
+        for (tile, counter) in tiles(call, &ready, &slots)? {
+            let start = tile * ready.rows_per_tile;
+            let wanted = self.filled_in(start..start + ready.rows_per_tile);
+            // Acquire pairs with the producer's Release: what it wrote before raising the counter is visible.
+            while (counter.load(Ordering::Acquire) as usize) < wanted {
+                if Instant::now() > deadline {
+                    return Err(Error::invalid(
+                        call,
+                        format!("ready counter of tile {tile}"),
+                        format!("{wanted} finished rows within {READY_TIMEOUT:?}"),
+                        counter.load(Ordering::Acquire),
+                    ));
+                }
+                std::thread::yield_now();
+            }
+        }
+        Ok(())
+    }
+
+    /// Tells consumers that these slots are finished.
+    pub(super) fn raise(
+        &self,
+        call: &'static str,
+        done: Option<TileCounters<'_, Cpu>>,
+        slots: Range<usize>,
+    ) -> Result<()> {
+        let Some(done) = done else { return Ok(()) };
+        for (tile, counter) in tiles(call, &done, &slots)? {
+            let start = tile * done.rows_per_tile;
+            let rows = slots.end.min(start + done.rows_per_tile) - slots.start.max(start);
+            counter.fetch_add(rows as u32, Ordering::Release);
+        }
+        Ok(())
+    }
+}
+
+/// The counters of the tiles that a range of slots touches.
+fn tiles<'a>(
+    call: &'static str,
+    counters: &TileCounters<'a, Cpu>,
+    slots: &Range<usize>,
+) -> Result<impl Iterator<Item = (usize, &'a AtomicU32)> + use<'a>> {
+    let per_tile = counters.rows_per_tile;
+    let all = counters.counters;
+    if per_tile == 0 || slots.end.div_ceil(per_tile) > all.len() {
+        return Err(Error::invalid(call, "tile counters", format!("a counter for slot {}", slots.end), all.len()));
+    }
+    Ok((slots.start / per_tile..slots.end.div_ceil(per_tile)).map(move |tile| (tile, &all[tile])))
+}
+
+/// A checked row source: rows of any slots in the accumulator type.
+pub(super) struct Rows<'a, T> {
+    base: &'a [T],
+    map: Option<&'a [i32]>,
+    width: usize,
+    ready: Option<TileCounters<'a, Cpu>>,
+}
+
+impl<'a, T: Float> Rows<'a, T> {
+    pub(super) fn new(
+        call: &'static str,
+        name: &str,
+        source: RowSource<'a, Cpu>,
+        width: usize,
+        segments: &SegmentList,
+    ) -> Result<Self> {
+        let rows = match (&source.map, source.base.dims()) {
+            (_, [rows, w]) if *w == width => *rows,
+            (_, dims) => {
+                return Err(Error::Shape {
+                    call,
+                    tensor: name.to_string(),
+                    expected: vec![segments.rows, width],
+                    found: dims.to_vec(),
+                });
+            }
+        };
+        Error::check_dtype(call, name, T::DTYPE, source.base.dtype())?;
+        let base = source.base.as_slice::<T>()?;
+        let map = source.map.map(|m| m.as_slice::<i32>()).transpose()?;
+        match map {
+            None => Error::check_shape(call, name, &[segments.rows, width], &[rows, width])?,
+            Some(map) => {
+                Error::check_shape(call, &format!("{name}.map"), &[segments.rows], &[map.len()])?;
+                let bad = segments
+                    .filled
+                    .iter()
+                    .flat_map(|r| map[r.clone()].iter())
+                    .find(|m| usize::try_from(**m).map_or(true, |m| m >= rows));
+                if let Some(bad) = bad {
+                    return Err(Error::invalid(call, format!("{name}.map"), format!("rows in 0..{rows}"), bad));
+                }
+            }
+        }
+        Ok(Self { base, map, width, ready: source.ready })
+    }
+
+    /// Rows of a range of filled slots, converted and gathered only where needed.
+    pub(super) fn get(
+        &self,
+        call: &'static str,
+        segments: &SegmentList,
+        slots: Range<usize>,
+    ) -> Result<std::borrow::Cow<'a, [T::Acc]>> {
+        segments.wait(call, self.ready, slots.clone())?;
+        let w = self.width;
+        Ok(match self.map {
+            None => to_acc(&self.base[slots.start * w..slots.end * w]),
+            Some(map) => {
+                let mut rows = Vec::with_capacity(slots.len() * w);
+                for &m in &map[slots] {
+                    let at = m as usize * w;
+                    rows.extend(self.base[at..at + w].iter().map(|v| v.to_acc()));
+                }
+                std::borrow::Cow::Owned(rows)
+            }
+        })
+    }
+}

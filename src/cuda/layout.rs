@@ -1,0 +1,232 @@
+//! Layouts, row sources and destinations, checked and as kernels take them.
+
+use crate::dtype::DType;
+use crate::error::{Error, Result};
+use crate::kernels::{RowDest, RowSource, Segments};
+use crate::tensor::{Tensor, TensorMut, TensorRef};
+
+use super::device::Cuda;
+use super::launch::{Grid, SM90_GROUPED_GEMM};
+use super::params;
+use super::plan::check_number;
+
+/// Bytes of a tile in a list.
+const TILE_BYTES: u64 = 16;
+
+/// Where kernels write a tensor.
+pub(super) fn at(t: &mut Tensor<Cuda>) -> u64 {
+    t.view_mut().into_data().ptr
+}
+
+/// Pointer of a view that may be absent.
+pub(super) fn pointer(t: &Option<TensorRef<'_, Cuda>>) -> u64 {
+    t.as_ref().map_or(0, |t| t.data().ptr)
+}
+
+/// Whether rows of `width` elements from here on start at multiples of 16 bytes.
+pub(super) fn aligned(t: TensorRef<'_, Cuda>, width: usize) -> bool {
+    t.data().ptr.is_multiple_of(16) && (width * t.dtype().size()).is_multiple_of(16)
+}
+
+/// Checks a layout of `experts` segments.
+pub(super) fn check_segments(call: &'static str, segments: &Segments<Cuda>, experts: usize) -> Result<()> {
+    for (name, t) in [("segments.offsets", &segments.offsets), ("segments.counts", &segments.counts)] {
+        Error::check_shape(call, name, &[experts], t.dims())?;
+        Error::check_dtype(call, name, DType::I64, t.dtype())?;
+    }
+    check_number(call, "segments.rows", Some(segments.rows)).map(drop)
+}
+
+/// A checked source of rows.
+pub(super) struct SourceRows {
+    pub(super) base: u64,
+    pub(super) map: u64,
+    pub(super) rows: i64,
+    pub(super) vector: bool,
+}
+
+impl SourceRows {
+    pub(super) fn new(
+        call: &'static str,
+        name: &str,
+        source: &RowSource<'_, Cuda>,
+        (dtype, width, slots): (DType, usize, usize),
+    ) -> Result<Self> {
+        Error::check_dtype(call, name, dtype, source.base.dtype())?;
+        let rows = source.base.rows();
+        Error::check_shape(call, name, &[rows, width], source.base.dims())?;
+        match &source.map {
+            None => Error::check_shape(call, name, &[slots, width], &[rows, width])?,
+            Some(map) => {
+                Error::check_shape(call, &format!("{name}.map"), &[slots], map.dims())?;
+                Error::check_dtype(call, &format!("{name}.map"), DType::I32, map.dtype())?;
+            }
+        }
+        Ok(Self {
+            base: source.base.data().ptr,
+            map: pointer(&source.map),
+            rows: rows as i64,
+            vector: aligned(source.base, width),
+        })
+    }
+}
+
+/// A checked destination of rows.
+pub(super) struct DestRows {
+    pub(super) base: u64,
+    pub(super) map: u64,
+    pub(super) rows: i64,
+    pub(super) accumulate: i64,
+}
+
+impl DestRows {
+    pub(super) fn new(
+        call: &'static str,
+        dest: RowDest<'_, Cuda>,
+        (dtype, width, slots): (DType, usize, usize),
+    ) -> Result<Self> {
+        Error::check_dtype(call, "out", dtype, dest.base.dtype())?;
+        let rows = dest.base.rows();
+        match &dest.map {
+            None => Error::check_shape(call, "out", &[slots, width], dest.base.dims())?,
+            Some(map) => {
+                Error::check_shape(call, "out", &[rows, width], dest.base.dims())?;
+                Error::check_shape(call, "out.map", &[slots], map.dims())?;
+                Error::check_dtype(call, "out.map", DType::I32, map.dtype())?;
+            }
+        }
+        let map = pointer(&dest.map);
+        Ok(Self { base: dest.base.into_data().ptr, map, rows: rows as i64, accumulate: i64::from(dest.accumulate) })
+    }
+}
+
+/// A checked tensor of a known shape and type.
+pub(super) fn input(
+    call: &'static str,
+    name: &str,
+    t: &TensorRef<'_, Cuda>,
+    dtype: DType,
+    dims: &[usize],
+) -> Result<u64> {
+    Error::check_dtype(call, name, dtype, t.dtype())?;
+    Error::check_shape(call, name, dims, t.dims())?;
+    Ok(t.data().ptr)
+}
+
+/// As [`input`], where it may be absent.
+pub(super) fn optional(
+    call: &'static str,
+    name: &str,
+    t: &Option<TensorRef<'_, Cuda>>,
+    dtype: DType,
+    dims: &[usize],
+) -> Result<u64> {
+    t.as_ref().map_or(Ok(0), |t| input(call, name, t, dtype, dims))
+}
+
+/// A checked output.
+pub(super) fn output(
+    call: &'static str,
+    name: &str,
+    t: TensorMut<'_, Cuda>,
+    dtype: DType,
+    dims: &[usize],
+) -> Result<u64> {
+    Error::check_dtype(call, name, dtype, t.dtype())?;
+    Error::check_shape(call, name, dims, t.dims())?;
+    Ok(t.into_data().ptr)
+}
+
+/// As [`output`], where it may be absent.
+pub(super) fn optional_output(
+    call: &'static str,
+    name: &str,
+    t: Option<TensorMut<'_, Cuda>>,
+    dtype: DType,
+    dims: &[usize],
+) -> Result<u64> {
+    t.map_or(Ok(0), |t| output(call, name, t, dtype, dims))
+}
+
+/// Row tiles of a layout, listed on the device.
+pub(super) struct Tiles {
+    list: u64,
+    count: u64,
+    /// Most tiles that there can be.
+    pub(super) most: usize,
+    /// Where the list is not the layout's own.
+    _made: Option<[Tensor<Cuda>; 2]>,
+}
+
+/// The order of row tiles.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum TileOrder {
+    /// That of the slots.
+    Slots,
+    /// Tiles 2 i and 2 i + 1 are of one expert where possible, for pairs of blocks.
+    Pairs,
+}
+
+impl TileOrder {
+    /// Most tiles of `tile` rows that there can be: every filled segment has one that may not be full, and a last pair may
+    /// want one of no rows.
+    fn most(self, (rows, groups): (usize, usize), tile: usize) -> usize {
+        rows / tile + groups.min(rows) + usize::from(self == Self::Pairs)
+    }
+}
+
+/// Room for the list that a plan makes with its layout, in pairs of [`SM90_GROUPED_GEMM`]'s tiles: their number, then the tiles. `None`:
+/// no kernels take these.
+pub(super) fn room_for_tiles(device: &Cuda, rows: usize, groups: usize) -> Result<Option<Tensor<Cuda>>> {
+    let most = TileOrder::Pairs.most((rows, groups), SM90_GROUPED_GEMM.tile);
+    device.sm90().then(|| Tensor::empty(device, DType::I32, &[1 + most, 4])).transpose()
+}
+
+impl Tiles {
+    pub(super) fn new(
+        call: &'static str,
+        device: &Cuda,
+        segments: &Segments<Cuda>,
+        (tile, order): (usize, TileOrder),
+    ) -> Result<Self> {
+        let groups = segments.offsets.dims()[0];
+        let most = order.most((segments.rows, groups), tile);
+        if let Some(tiles) = segments.tiles()
+            && (tile, order) == (SM90_GROUPED_GEMM.tile, TileOrder::Pairs)
+        {
+            Error::check_shape(call, "segments.tiles", &[1 + most, 4], tiles.dims())?;
+            Error::check_dtype(call, "segments.tiles", DType::I32, tiles.dtype())?;
+            let count = tiles.data().ptr;
+            return Ok(Self { list: count + TILE_BYTES, count, most, _made: None });
+        }
+        let mut list = Tensor::empty(device, DType::I32, &[most, 4])?;
+        let mut count = Tensor::empty(device, DType::I32, &[1])?;
+        let made = (at(&mut list), at(&mut count));
+        let call_params = params::TileList {
+            offsets: segments.offsets.view().data().ptr,
+            counts: segments.counts.view().data().ptr,
+            groups: groups as i64,
+            rows: segments.rows as i64,
+            tile_rows: tile as i64,
+            tiles: made.0,
+            tile_count: made.1,
+            max_tiles: most as i64,
+            fault: device.inner.status,
+        };
+        let kernel = match order {
+            TileOrder::Slots => "list_tiles",
+            TileOrder::Pairs => "list_tiles_paired",
+        };
+        // SAFETY: offsets and counts have `groups` entries, the list `most`; the kernel writes no more.
+        unsafe { device.launch(call, kernel, Grid::new(1, 256), &call_params) }?;
+        Ok(Self { list: made.0, count: made.1, most, _made: Some([list, count]) })
+    }
+
+    pub(super) fn list(&self) -> u64 {
+        self.list
+    }
+
+    pub(super) fn count(&self) -> u64 {
+        self.count
+    }
+}

@@ -1,0 +1,138 @@
+//! Moving and adding rows.
+
+use crate::dtype::DType;
+use crate::error::{Error, Result};
+use crate::kernels::{ConcatLayout, ConcatRows, GatherRows, ReduceRows, SplitRows};
+use crate::tensor::Tensor;
+
+use super::device::Cuda;
+use super::launch::Grid;
+use super::layout::{SourceRows, at};
+use super::params::{self, type_code};
+
+/// Blocks of a loop over a whole tensor.
+pub(super) const LOOP_BLOCKS: usize = 2048;
+
+pub(super) fn gather_rows(device: &Cuda, call: GatherRows<'_, Cuda>) -> Result<()> {
+    const CALL: &str = "gather_rows";
+    let row = call.source.row_bytes();
+    Error::check_dtype(CALL, "out", call.source.dtype(), call.out.dtype())?;
+    Error::check_dtype(CALL, "map", DType::I32, call.map.dtype())?;
+    Error::check_shape(CALL, "out", &[call.map.count(), row], &[call.out.rows(), call.out.row_bytes()])?;
+    let (rows, from) = (call.out.rows(), (call.source.data().ptr, call.source.rows()));
+    gather(device, CALL, (from, call.map.data().ptr), (call.out.into_data().ptr, rows), row)
+}
+
+/// Rows of `bytes` bytes behind a map, which has an entry for each row of the output.
+fn gather(
+    device: &Cuda,
+    call: &'static str,
+    ((source, source_rows), map): ((u64, usize), u64),
+    (out, rows): (u64, usize),
+    bytes: usize,
+) -> Result<()> {
+    let word = [16, 4, 1].into_iter().find(|w| (source | out | bytes as u64).is_multiple_of(*w)).unwrap_or(1);
+    let p = params::RowsOp {
+        source,
+        map,
+        out,
+        source_rows: source_rows as i64,
+        out_rows: rows as i64,
+        width: bytes as i64,
+        word: word as i64,
+        fault: device.inner.status,
+        ..Default::default()
+    };
+    let blocks = (rows * bytes).div_ceil(256 * word as usize).min(LOOP_BLOCKS);
+    // SAFETY: `out` has a row for each entry of the map; the kernel checks its entries against the source's rows.
+    unsafe { device.launch(call, "gather_rows", Grid::new(blocks, 256), &p) }
+}
+
+/// Rows joined (`whole` is written) or taken apart.
+fn joined(
+    device: &Cuda,
+    call: &'static str,
+    (rows, at): (usize, ConcatLayout),
+    [left, right, whole]: [u64; 3],
+    back: bool,
+) -> Result<()> {
+    let sizes = (at.left | at.right | at.whole) as u64 | left | right | whole;
+    let word = if sizes.is_multiple_of(4) { 4 } else { 1 };
+    let p = params::ConcatRows {
+        left,
+        right,
+        whole,
+        rows: rows as i64,
+        left_bytes: at.left as i64,
+        right_bytes: at.right as i64,
+        whole_bytes: at.whole as i64,
+        word,
+        back: i64::from(back),
+    };
+    let blocks = (rows * at.whole).div_ceil(256 * word as usize).min(LOOP_BLOCKS);
+    // SAFETY: all have as many rows, of the bytes that were checked.
+    unsafe { device.launch(call, "concat_rows", Grid::new(blocks, 256), &p) }
+}
+
+pub(super) fn concat_rows(device: &Cuda, call: ConcatRows<'_, Cuda>) -> Result<()> {
+    const CALL: &str = "concat_rows";
+    let at = call.check(CALL)?;
+    let right = call.right.map_or(0, |t| t.data().ptr);
+    let rows = call.out.rows();
+    joined(device, CALL, (rows, at), [call.left.data().ptr, right, call.out.into_data().ptr], false)
+}
+
+pub(super) fn split_rows(device: &Cuda, call: SplitRows<'_, Cuda>) -> Result<()> {
+    const CALL: &str = "split_rows";
+    let at = call.check(CALL)?;
+    let right = call.right.map_or(0, |t| t.into_data().ptr);
+    let rows = call.source.rows();
+    joined(device, CALL, (rows, at), [call.left.into_data().ptr, right, call.source.data().ptr], true)
+}
+
+/// The rows of a source in slot order; zeros at padding.
+pub(super) fn gather_to_slots(
+    device: &Cuda,
+    call: &'static str,
+    source: &SourceRows,
+    (slots, width, dtype): (usize, usize, DType),
+) -> Result<Tensor<Cuda>> {
+    let mut out = Tensor::empty(device, dtype, &[slots, width])?;
+    let from = ((source.base, source.rows as usize), source.map);
+    gather(device, call, from, (at(&mut out), slots), width * dtype.size())?;
+    Ok(out)
+}
+
+pub(super) fn reduce_rows(device: &Cuda, call: ReduceRows<'_, Cuda>) -> Result<()> {
+    const CALL: &str = "reduce_rows";
+    Error::check_dtype(CALL, "out", call.source.dtype(), call.out.dtype())?;
+    Error::check_dtype(CALL, "map", DType::I32, call.map.dtype())?;
+    let (tokens, row) = (call.out.rows(), call.out.row_bytes());
+    Error::check_shape(CALL, "map", &[tokens], &[call.map.rows()])?;
+    Error::check_shape(CALL, "source", &[row], &[call.source.row_bytes()])?;
+    let fan = call.map.count().checked_div(tokens).unwrap_or(0);
+    let kind = type_code(CALL, "source", call.source.dtype())?;
+    let width = row / call.source.dtype().size();
+    let source_rows = call.source.rows();
+    let (source, out) = (call.source.data().ptr, call.out.into_data().ptr);
+    let wide = (source | out | row as u64).is_multiple_of(16);
+    let p = params::RowsOp {
+        source,
+        map: call.map.data().ptr,
+        out,
+        source_rows: source_rows as i64,
+        out_rows: tokens as i64,
+        width: width as i64,
+        fan: fan as i64,
+        kind,
+        word: if wide { 16 } else { 1 },
+        fault: device.inner.status,
+        ..Default::default()
+    };
+    let lanes = if wide { row / 16 } else { width };
+    let threads = lanes.next_multiple_of(32).clamp(32, 256) as u32;
+    let few = wide && matches!(fan, 2 | 4 | 6 | 8) && [width, source_rows].iter().all(|n| i32::try_from(*n).is_ok());
+    let kernel = if few { "reduce_few_rows" } else { "reduce_rows" };
+    // SAFETY: `out` has a row for each line of the map; the kernel checks its entries against the source's rows.
+    unsafe { device.launch(CALL, kernel, Grid::new(tokens, threads), &p) }
+}

@@ -1,0 +1,64 @@
+//! Messages between two ranks (`kernels/all_to_all_plan.cu`).
+
+use crate::cuda::device::Cuda;
+use crate::cuda::launch::Grid;
+use crate::cuda::layout::at;
+use crate::cuda::params;
+use crate::dtype::DType;
+use crate::ep::MessageMaps;
+use crate::error::Result;
+use crate::tensor::Tensor;
+
+use super::CALL;
+use super::stats_layout::StatsLayout;
+
+/// Messages between two ranks, counted but not yet numbered. Holds what the kernels leave each other.
+pub(super) struct AllToAllCounts {
+    _places: Tensor<Cuda>,
+    _counts: Tensor<Cuda>,
+    walk: Grid,
+}
+
+impl AllToAllCounts {
+    /// Settles where choices are kept and counts the messages, behind the other numbers in `stats`.
+    pub(super) fn new(
+        device: &Cuda,
+        p: &mut params::RecordsPlan,
+        (choices, walk): (usize, Grid),
+        stats: &mut Tensor<Cuda>,
+        stats_layout: StatsLayout,
+    ) -> Result<Self> {
+        let kinds = 4 * stats_layout.ranks;
+        let mut places = Tensor::empty(device, DType::I32, &[choices, 2])?;
+        let mut counts = Tensor::empty(device, DType::I32, &[kinds, p.chunks as usize])?;
+        (p.places, p.message_counts) = (at(&mut places), at(&mut counts));
+        p.totals = at(stats) + 8 * stats_layout.messages_at() as u64;
+        let few = Grid { shared: (kinds * 4) as u32, ..walk };
+        // SAFETY: every tensor has the size that `params.h` states for it; the totals lie inside `stats`.
+        unsafe {
+            device.launch(CALL, "all_to_all_places", walk, p)?;
+            device.launch(CALL, "all_to_all_count", few, p)?;
+            device.launch(CALL, "all_to_all_scan", Grid::new(kinds.div_ceil(8), 256), p)?;
+        }
+        Ok(Self { _places: places, _counts: counts, walk: few })
+    }
+
+    /// Writes the maps.
+    pub(super) fn number(
+        self,
+        device: &Cuda,
+        p: &mut params::RecordsPlan,
+        counts: [Vec<usize>; 4],
+    ) -> Result<MessageMaps<Cuda>> {
+        let [slots_from, recv_rows, slots_at, send_rows] = counts;
+        let list = |counts: &[usize]| Tensor::empty(device, DType::I32, &[counts.iter().sum()]);
+        let mut return_slots = list(&slots_from)?;
+        let (mut send_choices, mut send_tokens) = (list(&slots_at)?, list(&send_rows)?);
+        p.return_slots = at(&mut return_slots);
+        p.send_choices = at(&mut send_choices);
+        p.send_tokens = at(&mut send_tokens);
+        // SAFETY: as above; the lists have as many entries as have been counted, which the kernel counts again.
+        unsafe { device.launch(CALL, "all_to_all_number", self.walk, p) }?;
+        Ok(MessageMaps { send_tokens, send_choices, return_slots, send_rows, recv_rows, slots_from, slots_at })
+    }
+}

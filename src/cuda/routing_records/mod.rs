@@ -1,0 +1,81 @@
+//! Prepare of several ranks on the GPU (`kernels/routing_records.cu`, `all_to_all_plan.cu`): this rank's record, and the plan from all
+//! ranks'.
+
+mod all_to_all;
+mod plan;
+mod stats_layout;
+
+use crate::dtype::DType;
+use crate::ep::routing_record::{self, RecordSizes, RecordStatus, RoutingRecord, WORDS};
+use crate::ep::{DispatchSpec, RecordIds, deferred_errors};
+use crate::error::{Error, Result};
+
+use super::device::Cuda;
+use super::launch::Grid;
+use super::params;
+use super::plan::COUNTS;
+
+pub(super) use plan::plan;
+
+// `kernels/common/routing_records.cuh` has the same numbers.
+const _: () = assert!(WORDS == 24 && routing_record::HEADER == 512 && deferred_errors::WORDS == 8);
+const _: () = assert!(routing_record::FIRST_FIELD == 9 && routing_record::PENDING == 19);
+
+const CALL: &str = "prepare";
+/// Most blocks that write a record.
+const BLOCKS: usize = 256;
+
+/// Whether blocks have room to count so many experts' choices; records of these specs carry no weights.
+pub(super) fn plans(spec: &DispatchSpec, experts: usize) -> bool {
+    !routing_record::needs_weights(spec) && experts <= COUNTS
+}
+
+fn sizes(max_tokens: usize, spec: &DispatchSpec) -> RecordSizes {
+    RecordSizes { max_tokens, top_k: spec.top_k, weights: false }
+}
+
+pub(super) fn record(device: &Cuda, call: RecordIds<'_, Cuda>) -> Result<()> {
+    let RecordIds { rank, num_experts, max_tokens, spec, ids, errors, out } = call;
+    let wide = match ids.dtype() {
+        DType::I64 => 1,
+        DType::I32 => 0,
+        other => return Err(Error::invalid(CALL, "tensor topk_ids", "i32 or i64", other)),
+    };
+    let sizes = sizes(max_tokens, spec);
+    Error::check_shape(CALL, "record", &[sizes.bytes()], out.dims())?;
+    Error::check_shape(CALL, "topk_ids", &[ids.rows().min(max_tokens), spec.top_k], ids.dims())?;
+    check_heard(errors.as_ref().dims(), 1)?;
+    let own = RoutingRecord {
+        fields: routing_record::fields(spec),
+        backward: spec.backward,
+        tokens: ids.rows(),
+        ..RoutingRecord::failed(RecordStatus::Ready)
+    };
+    let mut header = [0; WORDS];
+    let bytes = own.encode(RecordSizes { max_tokens: 0, ..sizes });
+    header.iter_mut().zip(bytes.as_chunks().0).for_each(|(to, word)| *to = u64::from_le_bytes(*word));
+    let p = params::WriteRecord {
+        ids: ids.data().ptr,
+        wide,
+        choices: ids.count() as i64,
+        top_k: spec.top_k as i64,
+        experts: num_experts as i64,
+        rank: rank as i64,
+        record: out.into_data().ptr,
+        errors: errors.into_data().ptr,
+        header,
+    };
+    let blocks = ids.count().div_ceil(256).clamp(1, BLOCKS);
+    // SAFETY: the record has room for a header and `max_tokens` tokens' ids, of which there are no more; `errors` has its
+    // words; the kernel checks the ids.
+    unsafe { device.launch(CALL, "record_ids", Grid::new(blocks, 256), &p) }
+}
+
+fn check_heard(dims: &[usize], ranks: usize) -> Result<()> {
+    match dims {
+        [bytes] if *bytes >= deferred_errors::bytes(ranks) => Ok(()),
+        dims => {
+            Err(Error::invalid(CALL, "heard", format!("{} bytes", deferred_errors::bytes(ranks)), format!("{dims:?}")))
+        }
+    }
+}

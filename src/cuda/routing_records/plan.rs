@@ -1,0 +1,220 @@
+//! The plan from all ranks' records.
+
+use std::sync::Arc;
+
+use crate::cuda::device::Cuda;
+use crate::cuda::launch::Grid;
+use crate::cuda::layout::at;
+use crate::cuda::params;
+use crate::cuda::plan::{CHUNKS, check_number};
+use crate::dtype::DType;
+use crate::ep::{Capacity, DevicePlan, HostCounts, MessageMaps, Overflow, Plan, PlanRecords, RowOrder};
+use crate::error::{Error, Result};
+use crate::kernels::Segments;
+use crate::tensor::Tensor;
+
+use super::all_to_all::AllToAllCounts;
+use super::stats_layout::{StatsLayout, read_later};
+use super::{CALL, check_heard, sizes};
+
+pub(in crate::cuda) fn plan(device: &Cuda, call: PlanRecords<'_, Cuda>) -> Result<DevicePlan<Cuda>> {
+    let of = PlanTarget { rank: call.rank, tokens: call.tokens, sends: call.row_order == RowOrder::UniqueRows };
+    let (waits, open, most) = (call.waits(), call.spec.capacity == Capacity::Eager, call.max_tokens);
+    let mut counting = PlanInProgress::new(device, call)?;
+    counting.segments(device)?;
+    let all_to_all = if of.sends { Some(counting.all_to_all(device)?) } else { None };
+    let mut sizes = PlanSizes { rows: counting.p.rows as usize, room: most, counts: None, values: Vec::new() };
+    if waits {
+        sizes.read(device, &counting, open)?;
+    }
+    let maps = counting.maps(device, &of, &sizes, all_to_all)?;
+    device.report(CALL)?;
+    Ok(counting.gathered(device, &of, sizes, maps))
+}
+
+/// Of which rank the plan is.
+struct PlanTarget {
+    rank: usize,
+    tokens: usize,
+    /// It sends rows, and so has messages.
+    sends: bool,
+}
+
+/// A plan in the making: what the kernels are told, and what they leave.
+struct PlanInProgress {
+    p: params::RecordsPlan,
+    stats_layout: StatsLayout,
+    /// Blocks that walk over all choices.
+    walk: Grid,
+    choices: usize,
+    offsets: Tensor<Cuda>,
+    counts: Tensor<Cuda>,
+    stats: Tensor<Cuda>,
+    kept_ids: Tensor<Cuda>,
+    // What the kernels leave each other, until the last of them.
+    _before: Tensor<Cuda>,
+    _scratch: Tensor<Cuda>,
+}
+
+/// Sizes that the host may have waited for.
+struct PlanSizes {
+    rows: usize,
+    room: usize,
+    counts: Option<HostCounts>,
+    values: Vec<usize>,
+}
+
+/// What the rows' movement follows.
+struct RowMaps {
+    row: Tensor<Cuda>,
+    weight: Tensor<Cuda>,
+    ret: Tensor<Cuda>,
+    messages: Option<MessageMaps<Cuda>>,
+}
+
+impl PlanInProgress {
+    fn new(device: &Cuda, call: PlanRecords<'_, Cuda>) -> Result<Self> {
+        let host_waits = i64::from(call.waits());
+        let PlanRecords { rank, ranks, num_experts: experts, max_tokens, tokens, spec, records, errors, .. } = call;
+        let (sizes, k) = (sizes(max_tokens, spec), spec.top_k);
+        Error::check_shape(CALL, "records", &[ranks, sizes.bytes()], records.dims())?;
+        check_heard(errors.as_ref().dims(), ranks)?;
+        let stats_layout = StatsLayout { experts, locals: experts / ranks, ranks };
+        let choices = max_tokens.checked_mul(k).and_then(|n| n.checked_mul(ranks));
+        let choices = check_number(CALL, "choices of all ranks", choices)?;
+        let chunk = choices.div_ceil(CHUNKS).next_multiple_of(32).max(32);
+        let chunks = choices.div_ceil(chunk);
+        let of = |dtype, dims: &[usize]| Tensor::empty(device, dtype, dims);
+        let (mut before, mut scratch) = (of(DType::I32, &[experts, chunks])?, of(DType::I64, &[3, experts])?);
+        let (mut offsets, mut counts) =
+            (of(DType::I64, &[stats_layout.locals])?, of(DType::I64, &[stats_layout.locals])?);
+        let (mut stats, mut kept_ids) = (of(DType::I64, &[stats_layout.count()])?, of(DType::I32, &[tokens, k])?);
+        let mut p = params::RecordsPlan {
+            records: records.data().ptr,
+            size: sizes.bytes() as i64,
+            ranks: ranks as i64,
+            rank: rank as i64,
+            max_tokens: max_tokens as i64,
+            tokens: tokens as i64,
+            top_k: k as i64,
+            experts: experts as i64,
+            alignment: spec.alignment as i64,
+            factor: spec.expert_capacity.map_or(-1.0, |c| c.factor),
+            rows: i64::MAX,
+            may_drop: 1,
+            host_waits,
+            room: max_tokens as i64,
+            chunk: chunk as i64,
+            chunks: chunks as i64,
+            before: at(&mut before),
+            scratch: at(&mut scratch),
+            offsets: at(&mut offsets),
+            counts: at(&mut counts),
+            stats: at(&mut stats),
+            kept: at(&mut kept_ids),
+            errors: errors.into_data().ptr,
+            fault: device.inner.status,
+            ..Default::default()
+        };
+        if let Capacity::Static(rows) = spec.capacity {
+            (p.rows, p.may_drop) = (rows as i64, i64::from(spec.overflow == Overflow::Drop));
+        }
+        let walk = Grid { shared: (experts * 4) as u32, ..Grid::new(chunks, 32) };
+        Ok(Self {
+            p,
+            stats_layout,
+            walk,
+            choices,
+            offsets,
+            counts,
+            stats,
+            kept_ids,
+            _before: before,
+            _scratch: scratch,
+        })
+    }
+
+    /// Counts choices, and from them segments and statistics.
+    fn segments(&self, device: &Cuda) -> Result<()> {
+        // SAFETY: every tensor has the size that `params.h` states for it; the kernels check what the records hold.
+        unsafe {
+            device.launch(CALL, "routing_records_count", self.walk, &self.p)?;
+            device.launch(
+                CALL,
+                "routing_records_scan",
+                Grid::new(self.stats_layout.experts.div_ceil(8), 256),
+                &self.p,
+            )?;
+            device.launch(CALL, "routing_records_segments", Grid::new(1, 1024), &self.p)
+        }
+    }
+
+    fn all_to_all(&mut self, device: &Cuda) -> Result<AllToAllCounts> {
+        AllToAllCounts::new(device, &mut self.p, (self.choices, self.walk), &mut self.stats, self.stats_layout)
+    }
+
+    /// Writes the maps of a plan of these sizes.
+    fn maps(
+        &mut self,
+        device: &Cuda,
+        of: &PlanTarget,
+        sizes: &PlanSizes,
+        all_to_all: Option<AllToAllCounts>,
+    ) -> Result<RowMaps> {
+        let (k, p) = (self.p.top_k as usize, &mut self.p);
+        let arriving = if of.sends { of.tokens } else { self.stats_layout.ranks * sizes.room };
+        let map = |dims: &[usize]| Tensor::empty(device, DType::I32, dims);
+        let (mut row, mut weight) = (map(&[sizes.rows])?, map(&[sizes.rows])?);
+        let mut ret = map(&[arriving, k])?;
+        for map in [&mut row, &mut weight] {
+            device.fill_bytes(CALL, map.view_mut().into_data(), 0xff)?;
+        }
+        (p.rows, p.room) = (sizes.rows as i64, sizes.room as i64);
+        (p.row_map, p.weight_map, p.return_map) = (at(&mut row), at(&mut weight), at(&mut ret));
+        let messages = match all_to_all {
+            Some(all_to_all) => Some(all_to_all.number(device, p, self.stats_layout.messages(&sizes.values))?),
+            None => {
+                // SAFETY: as for the segments, for this many rows.
+                unsafe { device.launch(CALL, "routing_records_slots", self.walk, p) }?;
+                None
+            }
+        };
+        Ok(RowMaps { row, weight, ret, messages })
+    }
+
+    fn gathered(self, device: &Cuda, of: &PlanTarget, sizes: PlanSizes, maps: RowMaps) -> DevicePlan<Cuda> {
+        let PlanSizes { rows, room, counts, .. } = sizes;
+        let (total_tokens, first_token) = match &counts {
+            Some(counts) => (counts.tokens.iter().sum(), counts.tokens[..of.rank].iter().sum()),
+            None => (of.tokens, 0),
+        };
+        let plan = Plan {
+            tokens: of.tokens,
+            total_tokens,
+            first_token,
+            segments: Arc::new(Segments::new(self.offsets, self.counts, rows)),
+            stats: read_later(device, self.stats, self.stats_layout),
+            kept_ids: self.kept_ids,
+            row_map: maps.row,
+            weight_map: maps.weight,
+            return_map: maps.ret,
+            messages: maps.messages,
+        };
+        DevicePlan { plan, room, counts }
+    }
+}
+
+impl PlanSizes {
+    /// Waits for what the records say: how many rows of each rank, and of the layout where that is open.
+    fn read(&mut self, device: &Cuda, counting: &PlanInProgress, open: bool) -> Result<()> {
+        let stats_layout = counting.stats_layout;
+        self.values = stats_layout.read(device, &counting.stats)?;
+        let counts = stats_layout.counts(&self.values);
+        self.room = counts.tokens.iter().copied().max().unwrap_or(0);
+        self.counts = Some(counts);
+        if open {
+            self.rows = check_number(CALL, "rows", Some(self.values[stats_layout.tail()]))?;
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,133 @@
+//! What a device has found wrong with all ranks' records while the host did not wait: kept on the device, the same on
+//! all ranks, until somebody asks.
+//!
+//! ```text
+//! WORDS · 8 bytes        kind; for a capacity: rank, rows needed, rows there are; the device's own
+//! R · HEADER bytes       headers of the records in question
+//! ```
+
+use crate::error::{Error, Result};
+
+use super::routing_record::{self, HEADER, RecordSizes, RoutingRecord};
+
+/// Words before the headers.
+pub(crate) const WORDS: usize = 8;
+/// Nothing; must be zero, as the memory is cleared with it.
+const NOTHING: u64 = 0;
+/// A rank has failed or masked an id, or they disagree: the headers say which.
+pub(crate) const RECORDS: u64 = 1;
+/// A rank has too few rows.
+pub(crate) const CAPACITY: u64 = 2;
+
+/// How the name begins of what a kernel raises for records that are kept here.
+pub(crate) const RAISED: &str = "record of rank";
+
+/// Bytes of it.
+pub(crate) fn bytes(ranks: usize) -> usize {
+    WORDS * 8 + ranks * HEADER
+}
+
+/// Whether something is kept.
+pub(crate) fn any(bytes: &[u8]) -> bool {
+    word(bytes, 0) != NOTHING
+}
+
+fn word(bytes: &[u8], i: usize) -> u64 {
+    bytes.as_chunks().0.get(i).map_or(NOTHING, |w| u64::from_le_bytes(*w))
+}
+
+/// Keeps the headers of these records.
+pub(crate) fn store_headers(bytes: &mut [u8], records: &[u8]) {
+    put(bytes, &[RECORDS]);
+    let size = records.len() / ((bytes.len() - WORDS * 8) / HEADER);
+    for (to, from) in bytes[WORDS * 8..].chunks_exact_mut(HEADER).zip(records.chunks_exact(size)) {
+        to.copy_from_slice(&from[..HEADER]);
+    }
+}
+
+/// Keeps a capacity that is too small.
+pub(crate) fn store_capacity(bytes: &mut [u8], [rank, needed, capacity]: [usize; 3]) {
+    put(bytes, &[CAPACITY, rank as u64, needed as u64, capacity as u64]);
+}
+
+fn put(bytes: &mut [u8], words: &[u64]) {
+    bytes.as_chunks_mut().0.iter_mut().zip(words).for_each(|(to, word)| *to = word.to_le_bytes());
+}
+
+/// It as an error of `rank`.
+pub(crate) fn error(bytes: &[u8], rank: usize, num_experts: usize) -> Option<Error> {
+    let number = |i| word(bytes, i) as usize;
+    match word(bytes, 0) {
+        NOTHING => None,
+        CAPACITY => Some(Error::Capacity { rank: number(1), needed: number(2), capacity: number(3) }),
+        _ => {
+            let sizes = RecordSizes { max_tokens: 0, top_k: 0, weights: false };
+            let headers = bytes[WORDS * 8..].chunks_exact(HEADER);
+            let records: Vec<RoutingRecord> = headers.map(|header| RoutingRecord::decode(header, sizes)).collect();
+            let masked = || routing_record::masked(&records).map(|bad| bad.error(num_experts));
+            routing_record::problem(&records, rank, num_experts).or_else(masked)
+        }
+    }
+}
+
+/// Of an error that is kept here and one that the device's kernels have raised, what is told now and what by the next
+/// call. What was raised may be the sign of what is kept, and is told with it then.
+pub(crate) fn split_errors(raised: Result<()>, kept: Option<Error>) -> (Result<()>, Option<Error>) {
+    match (raised, kept) {
+        (raised, None) => (raised, None),
+        (Ok(()), Some(kept)) => (Err(kept), None),
+        (Err(raised), Some(kept)) => {
+            let then = (!is_same_fault(&raised, &kept)).then_some(raised);
+            (Err(kept), then)
+        }
+    }
+}
+
+fn is_same_fault(raised: &Error, kept: &Error) -> bool {
+    let of_capacity = matches!(kept, Error::Capacity { .. });
+    match raised {
+        Error::Capacity { .. } => of_capacity,
+        Error::Invalid { name, .. } => !of_capacity && name.starts_with(RAISED),
+        _ => false,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const KEPT: Error = Error::Capacity { rank: 1, needed: 9, capacity: 8 };
+
+    fn reported(raised: Result<()>, kept: Option<Error>) -> (Option<String>, Option<String>) {
+        let (now, then) = split_errors(raised, kept);
+        (now.err().map(|e| e.to_string()), then.map(|e| e.to_string()))
+    }
+
+    fn record() -> Error {
+        Error::invalid("check", format!("{RAISED} 0 (seen by a kernel)"), "ids", "others")
+    }
+
+    #[test]
+    fn an_error_beside_the_kept_one_is_told_next() {
+        let nan = || Error::NanLogits { call: "route", token: 3, expert: 1 };
+        let map = || Error::invalid("check", "map[4] (seen by a kernel)", "a row", "none");
+        // Of records of a later step, of which nothing could be kept any more.
+        for other in [nan(), map(), record()] {
+            assert_eq!(reported(Err(other.clone()), Some(KEPT)), (Some(KEPT.to_string()), Some(other.to_string())));
+            assert_eq!(reported(Err(other.clone()), None), (Some(other.to_string()), None));
+        }
+        assert_eq!(reported(Ok(()), Some(KEPT)), (Some(KEPT.to_string()), None));
+        assert_eq!(reported(Ok(()), None), (None, None));
+    }
+
+    #[test]
+    fn the_sign_of_the_kept_one_is_told_with_it() {
+        // The largest need of several prepares, of which the first is kept.
+        let larger = Error::Capacity { rank: 0, needed: 11, capacity: 8 };
+        for sign in [KEPT, larger] {
+            assert_eq!(reported(Err(sign), Some(KEPT)), (Some(KEPT.to_string()), None));
+        }
+        let bad = || Error::Peer { call: "prepare", rank: 1, peer: 0, reason: "its records".into() };
+        assert_eq!(reported(Err(record()), Some(bad())), (Some(bad().to_string()), None));
+    }
+}

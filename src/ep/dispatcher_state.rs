@@ -1,0 +1,543 @@
+//! What all dispatchers of this crate share: prepare, and the checks before every collective.
+//!
+//! A rank that finds an error of its own still takes part in the collective that the others wait in, as a failure:
+//! in prepare through its record, elsewhere through [`Communicator::refuse`]. It returns its error, they return
+//! [`Error::Peer`] at once, and the group works again.
+
+use std::sync::Arc;
+
+use crate::comm::{Communicator, Op, Tag};
+use crate::dtype::DType;
+use crate::error::{CommError, Error, Result};
+use crate::kernels::Kernels;
+use crate::tensor::{Tensor, TensorRef};
+
+#[cfg(feature = "nccl-ep")]
+use super::handle::DispatcherData;
+use super::handle::{Agreement, Handle};
+use super::routing_record::{self, BadId, RecordSizes, RecordStatus, RoutingRecord};
+use super::{Capacity, DispatchSpec, GroupConfig, Plan, PlanRequest, Reporting, RowOrder, plan};
+
+pub(super) const PREPARE: &str = "prepare";
+
+/// State of a dispatcher.
+#[derive(Debug)]
+pub(crate) struct DispatcherState<D: Kernels> {
+    pub device: D,
+    pub stream: D::Stream,
+    pub comm: Box<dyn Communicator<D>>,
+    pub config: GroupConfig,
+    /// Says which group a handle belongs to.
+    identity: Arc<()>,
+    /// Prepares whose exchange took place. All ranks know that alike, whatever each makes of what it learned.
+    sequence: u64,
+    /// The last of them in which all ranks had the same spec and none failed. Known alike, too.
+    compared: u64,
+    deferred: Option<BadId>,
+    /// What the device has found in records.
+    pub(super) errors: Option<Tensor<D>>,
+    /// An error that was found beside one that has been told.
+    pub(super) pending_error: Option<Error>,
+}
+
+impl<D: Kernels> DispatcherState<D> {
+    pub fn new(device: D, stream: D::Stream, comm: Box<dyn Communicator<D>>, config: GroupConfig) -> Self {
+        Self {
+            device,
+            stream,
+            comm,
+            config,
+            identity: Arc::new(()),
+            sequence: 0,
+            compared: 0,
+            deferred: None,
+            errors: None,
+            pending_error: None,
+        }
+    }
+
+    pub fn rank(&self) -> usize {
+        self.comm.rank()
+    }
+
+    pub fn ranks(&self) -> usize {
+        self.comm.size()
+    }
+
+    pub fn take_deferred(&mut self) -> Result<()> {
+        self.take_masked()?;
+        self.take_device_error()
+    }
+
+    /// The same of what records told: the host knows it and waits for nothing.
+    pub fn take_masked(&mut self) -> Result<()> {
+        match self.deferred.take() {
+            Some(bad) => Err(bad.error(self.config.num_experts)),
+            None => Ok(()),
+        }
+    }
+
+    /// Tag of a collective that belongs to a handle.
+    pub fn tag(handle: &Handle<D>, op: Op) -> Tag {
+        Tag { layer: handle.spec.layer, op, sequence: handle.sequence }
+    }
+
+    /// Refuses a handle of another group.
+    pub fn check_handle(&self, call: &'static str, handle: &Handle<D>) -> Result<()> {
+        if Arc::ptr_eq(&self.identity, &handle.group) {
+            return Ok(());
+        }
+        Err(Error::invalid(call, "handle", "a handle that this group prepared", "one of another group"))
+    }
+
+    /// Passes this rank's checks before a collective, or tells the others that they failed.
+    pub fn check_or_refuse<T>(&mut self, tag: Tag, checked: Result<T>) -> Result<T> {
+        if let Err(error) = &checked {
+            // The rank's own error is the news, whatever becomes of the meeting.
+            let _ = self.comm.refuse(tag, &error.to_string());
+        }
+        checked
+    }
+
+    /// The same of what a rank needs for an exchange or makes of one: the others hear of it where they are next. That a
+    /// capacity is too small, or that nothing of this can be recorded, all of them see.
+    pub(super) fn refuse_own_error<T>(&mut self, tag: Tag, made: Result<T>) -> Result<T> {
+        match made {
+            Err(Error::Capacity { .. } | Error::NotCapturable { .. }) => made,
+            other => self.check_or_refuse(tag, other),
+        }
+    }
+
+    /// A collective's error, in terms of the call it served.
+    pub fn as_peer_error(&self, call: &'static str, error: Error) -> Error {
+        match error {
+            Error::Comm(CommError::Refused { peer, reason, .. }) => {
+                Error::Peer { call, rank: self.rank(), peer, reason }
+            }
+            other => other,
+        }
+    }
+
+    /// Routing of all ranks' tokens: one collective, an all-gather of a record per rank (none for
+    /// [`RowOrder::Local`]). `rules`: what the transport itself thinks of the spec.
+    pub fn prepare(
+        &mut self,
+        (row_order, rules): (RowOrder, Result<()>),
+        ids: TensorRef<'_, D>,
+        weights: Option<TensorRef<'_, D>>,
+        spec: &DispatchSpec,
+    ) -> Result<Handle<D>> {
+        let handle = self.prepare_any((row_order, rules), ids, weights, spec);
+        handle.map_err(|error| match error {
+            Error::NotCapturable { .. } => {
+                Error::NotCapturable { call: PREPARE, operation: uncapturable_part(row_order, spec).to_string() }
+            }
+            other => other,
+        })
+    }
+
+    fn prepare_any(
+        &mut self,
+        (row_order, rules): (RowOrder, Result<()>),
+        ids: TensorRef<'_, D>,
+        weights: Option<TensorRef<'_, D>>,
+        spec: &DispatchSpec,
+    ) -> Result<Handle<D>> {
+        let tag = Tag { layer: spec.layer, op: Op::Prepare, sequence: self.sequence + 1 };
+        let checked = self.check_spec(spec).and(rules);
+        if !(1..=self.config.num_experts).contains(&spec.top_k) {
+            // Not even the size of the record is certain.
+            self.check_or_refuse(tag, checked)?;
+        } else if let Err(error) = checked {
+            return self.fail((tag, row_order), spec, error);
+        }
+        if self.behind(row_order, spec) {
+            return self.prepare_on_device((tag, row_order), ids, spec);
+        }
+        if row_order == RowOrder::Local
+            && spec.reporting == Reporting::Deferred
+            && let Some(handle) = self.plan_on_device(ids, spec)?
+        {
+            return Ok(handle);
+        }
+        // What an earlier prepare has left on the device comes first.
+        let before = if self.errors.is_some() { self.take_device_error() } else { Ok(()) };
+        let own = match before.and_then(|()| self.own_record(ids, weights, spec)) {
+            Ok(own) => own,
+            Err(error) => return self.fail((tag, row_order), spec, error),
+        };
+        let records = match row_order {
+            RowOrder::Local => vec![own],
+            RowOrder::UniqueRows | RowOrder::AllRows | RowOrder::Slots => self.gather(tag, spec, &own)?,
+        };
+        if let Some(error) = routing_record::problem(&records, self.rank(), self.config.num_experts) {
+            return Err(error);
+        }
+        if row_order == RowOrder::Local {
+            self.sequence += 1;
+        }
+        self.compared = self.sequence;
+        self.deferred = self.deferred.or(routing_record::masked(&records));
+        let planned = self.plan(row_order, &records, spec);
+        self.refuse_own_error(tag, planned)
+    }
+
+    /// Counts a prepare whose exchange, not this module's, took place: straight after it, so that what a rank makes of it
+    /// alone does not come between the ranks' counts.
+    #[cfg(any(test, feature = "nccl-ep"))]
+    pub fn count(&mut self) {
+        self.sequence += 1;
+    }
+
+    /// A handle of a plan that was made without the ranks' records, of the prepare counted last.
+    #[cfg(any(test, feature = "nccl-ep"))]
+    pub fn accept(&self, spec: &DispatchSpec, plan: Plan<D>) -> Handle<D> {
+        let absent = if spec.backward { Vec::new() } else { vec![self.rank()] };
+        let tokens = vec![plan.tokens];
+        Handle { in_slots: true, ..self.handle(spec, plan, absent, tokens) }
+    }
+
+    /// Whether the ranks' specs were the same in the prepare of this number or a later one; the same on all ranks, whatever
+    /// each made of the records.
+    #[cfg(any(test, feature = "nccl-ep"))]
+    pub fn has_compared(&self, sequence: u64) -> bool {
+        self.compared >= sequence
+    }
+
+    /// The number of the next prepare.
+    #[cfg(any(test, feature = "nccl-ep"))]
+    pub fn next(&self) -> u64 {
+        self.sequence + 1
+    }
+
+    /// What a prepare of this rank's choices breaks.
+    #[cfg(feature = "nccl-ep")]
+    pub fn check_call(&self, ids: TensorRef<'_, D>, spec: &DispatchSpec) -> Result<()> {
+        self.check_spec(spec)?;
+        self.check_ids(ids, spec.top_k).map(|_| ())
+    }
+
+    fn check_spec(&self, spec: &DispatchSpec) -> Result<()> {
+        let experts = self.config.num_experts;
+        if !(1..=experts).contains(&spec.top_k) {
+            return Err(Error::invalid(PREPARE, "spec.top_k", format!("1..={experts} (num_experts)"), spec.top_k));
+        }
+        let choices = self.ranks().saturating_mul(self.config.max_tokens_per_rank).saturating_mul(spec.top_k);
+        if choices > i32::MAX as usize {
+            let most = format!("at most {} choices over all ranks' max_tokens_per_rank", i32::MAX);
+            return Err(Error::invalid(PREPARE, "spec.top_k", most, choices));
+        }
+        if !spec.alignment.is_power_of_two() {
+            return Err(Error::invalid(PREPARE, "spec.alignment", "a power of two", spec.alignment));
+        }
+        // Known to all ranks alike, unlike the rows that each needs.
+        if choices.saturating_add(experts.saturating_mul(spec.alignment)) > i32::MAX as usize {
+            let most = format!("segments of at most {} rows, padding included", i32::MAX);
+            return Err(Error::invalid(PREPARE, "spec.alignment", most, spec.alignment));
+        }
+        if let Capacity::Static(rows) = spec.capacity
+            && rows > self.config.max_rows
+        {
+            let most = format!("at most {} (the group's max_rows)", self.config.max_rows);
+            return Err(Error::invalid(PREPARE, "spec.capacity", most, rows));
+        }
+        match &spec.expert_capacity {
+            Some(c) if !(c.factor.is_finite() && c.factor > 0.0) => {
+                Err(Error::invalid(PREPARE, "spec.expert_capacity.factor", "a finite number > 0", c.factor))
+            }
+            _ => Ok(()),
+        }
+    }
+
+    /// T of this rank's choices `[T, K]`.
+    pub(super) fn check_ids(&self, ids: TensorRef<'_, D>, k: usize) -> Result<usize> {
+        let tokens = match ids.dims() {
+            [tokens, width] if *width == k => *tokens,
+            dims => return Err(Error::invalid(PREPARE, "tensor topk_ids", format!("[T, {k}]"), format!("{dims:?}"))),
+        };
+        if tokens > self.config.max_tokens_per_rank {
+            let most = format!("at most {} tokens (the group's max_tokens_per_rank)", self.config.max_tokens_per_rank);
+            return Err(Error::invalid(PREPARE, "tensor topk_ids", most, tokens));
+        }
+        Ok(tokens)
+    }
+
+    /// The only rank's plan without waiting for the device, where that can make it.
+    fn plan_on_device(&mut self, ids: TensorRef<'_, D>, spec: &DispatchSpec) -> Result<Option<Handle<D>>> {
+        let tokens = vec![self.check_ids(ids, spec.top_k)?];
+        let request = PlanRequest {
+            rank: 0,
+            ranks: 1,
+            num_experts: self.config.num_experts,
+            ids: ids.borrow(),
+            weights: None,
+            tokens: &tokens,
+            spec,
+            row_order: RowOrder::Local,
+        };
+        let Some(plan) = self.device.plan_on_device(&self.stream, request)? else { return Ok(None) };
+        self.sequence += 1;
+        Ok(Some(self.handle(spec, plan, if spec.backward { Vec::new() } else { vec![0] }, tokens)))
+    }
+
+    /// A handle of the last prepare that was counted.
+    pub(super) fn handle(
+        &self,
+        spec: &DispatchSpec,
+        plan: Plan<D>,
+        absent: Vec<usize>,
+        tokens: Vec<usize>,
+    ) -> Handle<D> {
+        Handle {
+            spec: *spec,
+            rank: self.rank(),
+            sequence: self.sequence,
+            agreement: Agreement { absent },
+            plan,
+            group: Arc::clone(&self.identity),
+            tokens,
+            in_slots: false,
+            #[cfg(feature = "nccl-ep")]
+            dispatcher_data: DispatcherData::default(),
+        }
+    }
+
+    /// Checks this rank's choices and packs them.
+    fn own_record(
+        &mut self,
+        ids: TensorRef<'_, D>,
+        weights: Option<TensorRef<'_, D>>,
+        spec: &DispatchSpec,
+    ) -> Result<RoutingRecord> {
+        let k = spec.top_k;
+        let tokens = self.check_ids(ids, k)?;
+        let weights = match (routing_record::needs_weights(spec), weights) {
+            (false, _) => Vec::new(),
+            (true, None) => {
+                let needed = "weights, to keep by probability";
+                return Err(Error::invalid(PREPARE, "tensor topk_weights", needed, "none"));
+            }
+            (true, Some(w)) => {
+                Error::check_shape(PREPARE, "topk_weights", &[tokens, k], w.dims())?;
+                if !w.dtype().is_float() {
+                    return Err(Error::invalid(PREPARE, "tensor topk_weights", "a floating dtype", w.dtype()));
+                }
+                self.device.read(&self.stream, w)?
+            }
+        };
+        let bytes = self.device.download(&self.stream, ids)?;
+        let (ids, bad) =
+            routing_record::mask_bad_ids((&bytes, ids.dtype()), (self.rank(), k, self.config.num_experts))?;
+        let status = match (self.deferred.take(), bad) {
+            // A deferred error that nobody asked for comes first.
+            (Some(bad), _) => RecordStatus::BadId(bad),
+            (None, None) => RecordStatus::Ready,
+            (None, Some(bad)) if spec.reporting == Reporting::Deferred => RecordStatus::Deferred(bad),
+            (None, Some(bad)) => RecordStatus::BadId(bad),
+        };
+        let (fields, backward) = (routing_record::fields(spec), spec.backward);
+        Ok(RoutingRecord { status, fields, backward, pending: false, tokens, ids, weights })
+    }
+
+    pub(super) fn sizes(&self, spec: &DispatchSpec) -> RecordSizes {
+        let weights = routing_record::needs_weights(spec);
+        RecordSizes { max_tokens: self.config.max_tokens_per_rank, top_k: spec.top_k, weights }
+    }
+
+    /// Takes part as a failure and returns this rank's error. Hosts that do not read records have to be told otherwise.
+    pub(super) fn fail<T>(
+        &mut self,
+        (tag, row_order): (Tag, RowOrder),
+        spec: &DispatchSpec,
+        error: Error,
+    ) -> Result<T> {
+        // The rank's own error is the news, whatever becomes of the exchange.
+        if self.behind(row_order, spec) && !plan::waits(row_order, spec) {
+            let _ = self.comm.refuse(tag, &error.to_string());
+        } else if self.ranks() > 1 {
+            let _ = self.gather(tag, spec, &RoutingRecord::failed(RecordStatus::Failed(error.to_string())));
+        }
+        Err(error)
+    }
+
+    /// Every rank's record, in rank order.
+    fn gather(&mut self, tag: Tag, spec: &DispatchSpec, own: &RoutingRecord) -> Result<Vec<RoutingRecord>> {
+        let sizes = self.sizes(spec);
+        let send = Tensor::empty(&self.device, DType::U8, &[sizes.bytes()]).and_then(|mut send| {
+            self.device.upload(&self.stream, &own.encode(sizes), send.view_mut())?;
+            Ok(send)
+        });
+        let send = self.refuse_own_error(tag, send)?;
+        let recv = self.exchange(tag, spec, &send)?;
+        let bytes = self.device.download(&self.stream, recv.view());
+        let bytes = self.refuse_own_error(tag, bytes)?;
+        Ok(bytes.chunks_exact(sizes.bytes()).map(|b| RoutingRecord::decode(b, sizes)).collect())
+    }
+
+    /// The same as the device has them.
+    pub(super) fn exchange(&mut self, tag: Tag, spec: &DispatchSpec, own: &Tensor<D>) -> Result<Tensor<D>> {
+        let recv = Tensor::empty(&self.device, DType::U8, &[self.ranks(), own.bytes()]);
+        let mut recv = self.refuse_own_error(tag, recv)?;
+        match self.comm.all_gather(tag, own.view(), recv.view_mut()) {
+            Ok(()) => {
+                self.sequence += 1;
+                Ok(recv)
+            }
+            Err(Error::Comm(CommError::SizeMismatch { rank, peer, expected, found, .. })) => {
+                let what = format!("a routing record of {expected} bytes (top_k = {})", spec.top_k);
+                let field = "spec.top_k or spec.expert_capacity".to_string();
+                let peer_value = format!("a routing record of {found} bytes");
+                Err(Error::ConfigMismatch { field, rank, value: what, peer, peer_value })
+            }
+            Err(error) => Err(self.as_peer_error(PREPARE, error)),
+        }
+    }
+
+    fn plan(&self, row_order: RowOrder, records: &[RoutingRecord], spec: &DispatchSpec) -> Result<Handle<D>> {
+        let tokens: Vec<usize> = records.iter().map(|r| r.tokens).collect();
+        let dims = [tokens.iter().sum(), spec.top_k];
+        let ids = Tensor::from_vec(records.iter().flat_map(|r| &r.ids).copied().collect::<Vec<i32>>(), &dims)?;
+        let weights = match routing_record::needs_weights(spec) {
+            true => {
+                let weights: Vec<f64> = records.iter().flat_map(|r| &r.weights).copied().collect();
+                Some(Tensor::from_vec(weights, &dims)?)
+            }
+            false => None,
+        };
+        let plan = self.device.plan(
+            &self.stream,
+            PlanRequest {
+                rank: self.rank(),
+                ranks: self.ranks(),
+                num_experts: self.config.num_experts,
+                ids: ids.view(),
+                weights: weights.as_ref().map(Tensor::view),
+                tokens: &tokens,
+                spec,
+                row_order,
+            },
+        )?;
+        let absent = (0..records.len()).filter(|r| !records[*r].backward).collect();
+        Ok(Handle { in_slots: row_order == RowOrder::Slots, ..self.handle(spec, plan, absent, tokens) })
+    }
+}
+
+/// What of a prepare cannot be recorded.
+fn uncapturable_part(row_order: RowOrder, spec: &DispatchSpec) -> &'static str {
+    match row_order {
+        _ if routing_record::needs_weights(spec) => "an expert capacity by probability, which the host plans",
+        RowOrder::AllRows => {
+            "the host's part in it, which deferred reporting with a static capacity has in a first step only"
+        }
+        _ => "the host's part in it",
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use super::*;
+    use crate::comm::{ReduceOp, ThreadComm, ThreadWorld};
+    use crate::config::{CapacityOrder, ExpertCapacity};
+    use crate::cpu::Cpu;
+    use crate::ep::DispatcherKind;
+
+    const IDS: [i32; 4] = [0, 1, 1, 0];
+
+    fn core(comm: ThreadComm) -> DispatcherState<Cpu> {
+        let config = GroupConfig { dispatcher: DispatcherKind::AllGather, ..GroupConfig::new(2, 4) };
+        DispatcherState::new(Cpu::default(), (), Box::new(comm), config)
+    }
+
+    fn on_both(body: impl Fn(DispatcherState<Cpu>) + Sync) {
+        std::thread::scope(|threads| {
+            for comm in ThreadWorld::create(2, Duration::from_secs(20)) {
+                let body = &body;
+                threads.spawn(move || body(core(comm)));
+            }
+        });
+    }
+
+    /// A prepare by records, whose number is to be the same on both ranks.
+    fn by_records(core: &mut DispatcherState<Cpu>, expected: u64) -> Handle<Cpu> {
+        let ids = Tensor::from_vec(IDS.to_vec(), &[2, 2]).expect("ids");
+        let spec = DispatchSpec::new(0, 2);
+        let handle = core.prepare((RowOrder::Slots, Ok(())), ids.view(), None, &spec).expect("a handle");
+        assert_eq!(handle.sequence, expected);
+        assert!(core.has_compared(expected) && !core.has_compared(expected + 1));
+        handle
+    }
+
+    /// What a dispatcher does that leaves the plan to a library: loads are summed, and the rest is each rank's own.
+    fn by_loads(core: &mut DispatcherState<Cpu>, own: Result<()>) -> Result<Handle<Cpu>> {
+        let spec = DispatchSpec::new(0, 2);
+        let tag = Tag { layer: 0, op: Op::Prepare, sequence: core.next() };
+        let mut loads = Tensor::from_vec(vec![2_i64, 2], &[2]).expect("loads");
+        core.comm.all_reduce(tag, ReduceOp::Sum, loads.view_mut()).map_err(|e| core.as_peer_error(PREPARE, e))?;
+        core.count();
+        core.check_or_refuse(tag, own)?;
+        let ids = Tensor::from_vec(IDS.to_vec(), &[2, 2]).expect("ids");
+        let request = PlanRequest {
+            rank: 0,
+            ranks: 1,
+            num_experts: 2,
+            ids: ids.view(),
+            weights: None,
+            tokens: &[2],
+            spec: &spec,
+            row_order: RowOrder::Local,
+        };
+        Ok(core.accept(&spec, core.device.plan(&(), request)?))
+    }
+
+    #[test]
+    fn an_error_behind_the_exchange_leaves_the_ranks_counting_alike() {
+        on_both(|mut core| {
+            by_records(&mut core, 1);
+            let failing = core.rank() == 0;
+            let own = if failing { Err(Error::invalid("test", "memory", "some", "none")) } else { Ok(()) };
+            match (failing, by_loads(&mut core, own)) {
+                (true, Err(Error::Invalid { .. })) => {}
+                (false, Ok(handle)) => {
+                    // Rank 0's error is met where the rows would go.
+                    let tag = DispatcherState::tag(&handle, Op::Dispatch);
+                    let met = core.comm.barrier(tag).map_err(|e| core.as_peer_error("dispatch", e));
+                    assert!(matches!(met, Err(Error::Peer { call: "dispatch", peer: 0, .. })), "{met:?}");
+                }
+                (_, other) => panic!("{other:?}"),
+            }
+            let handle = by_loads(&mut core, Ok(())).expect("a handle");
+            assert_eq!(handle.sequence, 3);
+            core.comm.barrier(DispatcherState::tag(&handle, Op::Dispatch)).expect("both are there");
+            by_records(&mut core, 4);
+        });
+    }
+
+    #[test]
+    fn specs_that_differ_are_not_compared_on_any_rank() {
+        on_both(|mut core| {
+            let ids = Tensor::from_vec(IDS.to_vec(), &[2, 2]).expect("ids");
+            let spec = DispatchSpec { alignment: 1 << core.rank(), ..DispatchSpec::new(0, 2) };
+            let differs = core.prepare((RowOrder::Slots, Ok(())), ids.view(), None, &spec);
+            assert!(matches!(differs, Err(Error::ConfigMismatch { .. })), "{differs:?}");
+            assert!(!core.has_compared(1));
+            by_records(&mut core, 2);
+        });
+    }
+
+    #[test]
+    fn what_keeps_a_prepare_out_of_a_graph_is_named() {
+        let plain = DispatchSpec::new(0, 2);
+        let by = |order| {
+            let limit = ExpertCapacity { factor: 1.0, order, renormalize: false };
+            DispatchSpec { expert_capacity: Some(limit), ..plain }
+        };
+        for row_order in [RowOrder::Local, RowOrder::AllRows, RowOrder::UniqueRows, RowOrder::Slots] {
+            assert!(uncapturable_part(row_order, &by(CapacityOrder::Probability)).contains("by probability"));
+            let advised = uncapturable_part(row_order, &by(CapacityOrder::Position)).contains("static capacity");
+            // No other has a prepare that a static capacity keeps from waiting.
+            assert_eq!(advised, row_order == RowOrder::AllRows, "{row_order:?}");
+        }
+    }
+}

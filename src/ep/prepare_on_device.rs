@@ -1,0 +1,134 @@
+//! Prepare whose records the device writes and plans from: what a device does that runs behind the host.
+
+use crate::comm::Tag;
+use crate::dtype::DType;
+use crate::error::{Error, Result};
+use crate::kernels::Kernels;
+use crate::tensor::{Tensor, TensorRef};
+
+use super::dispatcher_state::{DispatcherState, PREPARE};
+use super::routing_record::{self, RoutingRecord};
+use super::{
+    Capacity, DispatchSpec, GroupConfig, Handle, PlanRecords, RecordIds, Reporting, RowOrder, deferred_errors,
+};
+
+impl<D: Kernels> DispatcherState<D> {
+    /// Whether the device plans from records.
+    pub(super) fn behind(&self, row_order: RowOrder, spec: &DispatchSpec) -> bool {
+        matches!(row_order, RowOrder::AllRows | RowOrder::UniqueRows)
+            && spec.reporting == Reporting::Deferred
+            && self.device.plans_records(spec, self.config.num_experts)
+    }
+
+    /// [`DispatcherState::prepare`] with the records written, exchanged and planned on the device. The host learns nothing of them, or, where
+    /// it has to know how many rows the plan has, what it would have learned.
+    pub(super) fn prepare_on_device(
+        &mut self,
+        step: (Tag, RowOrder),
+        ids: TensorRef<'_, D>,
+        spec: &DispatchSpec,
+    ) -> Result<Handle<D>> {
+        let mut errors = match self.errors.take() {
+            Some(errors) => errors,
+            None => {
+                let new = self.empty_errors();
+                self.refuse_own_error(step.0, new)?
+            }
+        };
+        let prepared = self.exchange_records(step, ids, spec, &mut errors);
+        self.errors = Some(errors);
+        let (handle, pending) = prepared?;
+        let Some(peer) = pending else { return Ok(handle) };
+        // The same on all ranks, but for those that have asked.
+        self.take_device_error()?;
+        let reason = "it holds an error of an earlier call".to_string();
+        Err(Error::Peer { call: PREPARE, rank: self.rank(), peer, reason })
+    }
+
+    /// What the device keeps of records, before the first.
+    fn empty_errors(&self) -> Result<Tensor<D>> {
+        let mut new = Tensor::empty(&self.device, DType::U8, &[deferred_errors::bytes(self.ranks())])?;
+        // A copy from the host, which cannot be recorded: a fill would be noted down, and this outlives a recording.
+        self.device.upload(&self.stream, &vec![0; new.bytes()], new.view_mut())?;
+        Ok(new)
+    }
+
+    /// A handle, and the first rank that holds an error of an earlier call.
+    fn exchange_records(
+        &mut self,
+        (tag, row_order): (Tag, RowOrder),
+        ids: TensorRef<'_, D>,
+        spec: &DispatchSpec,
+        errors: &mut Tensor<D>,
+    ) -> Result<(Handle<D>, Option<usize>)> {
+        let Self { device, stream, .. } = self;
+        let (device, stream) = (device.clone(), stream.clone());
+        let (rank, ranks, sizes) = (self.rank(), self.ranks(), self.sizes(spec));
+        let GroupConfig { num_experts, max_tokens_per_rank: max_tokens, .. } = self.config;
+        let own = Tensor::empty(&device, DType::U8, &[sizes.bytes()]);
+        let mut own = self.refuse_own_error(tag, own)?;
+        let recorded = self.check_ids(ids, spec.top_k).and_then(|tokens| {
+            let (errors, out) = (errors.view_mut(), own.view_mut());
+            let ids = ids.borrow();
+            device.record_ids(&stream, RecordIds { rank, num_experts, max_tokens, spec, ids, errors, out })?;
+            Ok(tokens)
+        });
+        let tokens = match recorded {
+            Ok(tokens) => tokens,
+            Err(error) => return self.fail((tag, row_order), spec, error),
+        };
+        let records = self.exchange(tag, spec, &own)?;
+        let call = PlanRecords {
+            rank,
+            ranks,
+            num_experts,
+            max_tokens,
+            tokens,
+            spec,
+            row_order,
+            records: records.view(),
+            errors: errors.view_mut(),
+        };
+        let gathered = device.plan_records(&stream, call);
+        let gathered = self.refuse_own_error(tag, gathered)?;
+        let Some(counts) = gathered.counts else {
+            let absent = if spec.backward { Vec::new() } else { vec![rank] };
+            return Ok((self.handle(spec, gathered.plan, absent, vec![gathered.room; ranks]), None));
+        };
+        if counts.failed {
+            let all = device.download(&stream, records.view());
+            let all = self.refuse_own_error(tag, all)?;
+            let all: Vec<RoutingRecord> =
+                all.chunks_exact(sizes.bytes()).map(|b| RoutingRecord::decode(b, sizes)).collect();
+            let unknown = || Error::invalid(PREPARE, "records", "what is wrong with them", "nothing");
+            return Err(routing_record::problem(&all, rank, num_experts).unwrap_or_else(unknown));
+        }
+        if let (Some((rank, needed)), Capacity::Static(capacity)) = (counts.overflow, spec.capacity) {
+            return Err(Error::Capacity { rank, needed, capacity });
+        }
+        let rows = if row_order == RowOrder::AllRows { vec![gathered.room; ranks] } else { counts.tokens };
+        Ok((self.handle(spec, gathered.plan, counts.absent, rows), counts.pending.first().copied()))
+    }
+
+    /// Returns and clears what the device has found, from what it has kept of records if that is it. One error a call.
+    pub(super) fn take_device_error(&mut self) -> Result<()> {
+        if let Some(pending_error) = self.pending_error.take() {
+            return Err(pending_error);
+        }
+        // First, as it would keep the memory below from being read.
+        let raised = self.device.check(&self.stream);
+        let rank = self.comm.rank();
+        let Some(errors) = &mut self.errors else { return raised };
+        let bytes = match self.device.download(&self.stream, errors.view()) {
+            Ok(bytes) => bytes,
+            Err(error) => return raised.and(Err(error)),
+        };
+        let kept = deferred_errors::error(&bytes, rank, self.config.num_experts);
+        if kept.is_some() {
+            self.device.zero(errors.view_mut().into_data())?;
+        }
+        let (now, pending_error) = deferred_errors::split_errors(raised, kept);
+        self.pending_error = pending_error;
+        now
+    }
+}

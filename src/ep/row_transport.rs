@@ -1,0 +1,340 @@
+//! The dispatcher's calls over two movements: tokens out to the experts' ranks, and slots back to their tokens.
+
+use std::fmt;
+
+use crate::comm::{Communicator, Op};
+use crate::error::{Error, Result};
+use crate::kernels::Kernels;
+use crate::tensor::{Tensor, TensorMut, TensorRef};
+
+use super::dispatcher_state::DispatcherState;
+use super::packing::{ReceivedRows, byte_rows_mut, entries, gather};
+use super::{
+    DispatchGrads, DispatchInputs, DispatchOutputs, DispatchSpec, Handle, Received, RowOrder, Stats, TokenDispatcher,
+};
+
+/// One call over one handle.
+#[derive(Debug)]
+pub(super) struct HandleCall<'a, D: Kernels> {
+    pub call: &'static str,
+    pub op: Op,
+    pub handle: &'a Handle<D>,
+}
+
+/// What comes back from slots to tokens.
+#[derive(Debug)]
+pub(super) struct ReturnRows<'a, D: Kernels> {
+    /// `[N, H]`.
+    pub rows: TensorRef<'a, D>,
+    /// Whether weights travel too; the same on all ranks.
+    pub with_weights: bool,
+    /// `[N]`; zeros where absent.
+    pub weights: Option<TensorRef<'a, D>>,
+    /// `[T, H]`.
+    pub out: TensorMut<'a, D>,
+    /// `[T, K]`.
+    pub out_weights: Option<TensorMut<'a, D>>,
+}
+
+/// How rows travel. Arguments have been checked; each movement is one collective unless said otherwise.
+pub(super) trait RowTransport<D: Kernels>: fmt::Debug + Send {
+    const NAME: &'static str;
+    const ROW_ORDER: RowOrder;
+    fn core(&mut self) -> &mut DispatcherState<D>;
+    /// Tokens to the ranks of their experts, in the order that the plan's `row_map` and `weight_map` index.
+    fn send(&mut self, step: &HandleCall<'_, D>, inputs: &DispatchInputs<'_, D>) -> Result<ReceivedRows<D>>;
+    /// Sums of the tokens' slots, and each slot's weight to its choice.
+    fn return_sums(&mut self, step: &HandleCall<'_, D>, back: ReturnRows<'_, D>) -> Result<()>;
+}
+
+/// A rank's checks and the exchange's error, each in its place.
+fn checked<D: Kernels, C: RowTransport<D>>(
+    row_transport: &mut C,
+    step: &HandleCall<'_, D>,
+    arguments: Result<()>,
+) -> Result<()> {
+    let core = row_transport.core();
+    let all = core.check_handle(step.call, step.handle).and(arguments);
+    core.check_or_refuse(DispatcherState::tag(step.handle, step.op), all)
+}
+
+fn send_rows<D: Kernels, C: RowTransport<D>>(
+    row_transport: &mut C,
+    step: &HandleCall<'_, D>,
+    inputs: &DispatchInputs<'_, D>,
+) -> Result<ReceivedRows<D>> {
+    let result = row_transport.send(step, inputs);
+    result.map_err(|e| row_transport.core().as_peer_error(step.call, e))
+}
+
+fn return_rows<D: Kernels, C: RowTransport<D>>(
+    row_transport: &mut C,
+    step: &HandleCall<'_, D>,
+    back: ReturnRows<'_, D>,
+) -> Result<()> {
+    let result = row_transport.return_sums(step, back);
+    result.map_err(|e| row_transport.core().as_peer_error(step.call, e))
+}
+
+impl<D: Kernels, C: RowTransport<D>> TokenDispatcher<D> for C {
+    fn prepare(
+        &mut self,
+        ids: TensorRef<'_, D>,
+        weights: Option<TensorRef<'_, D>>,
+        spec: &DispatchSpec,
+    ) -> Result<Handle<D>> {
+        self.core().prepare((C::ROW_ORDER, Ok(())), ids, weights, spec)
+    }
+
+    fn dispatch(
+        &mut self,
+        handle: &Handle<D>,
+        inputs: DispatchInputs<'_, D>,
+        outputs: DispatchOutputs<'_, D>,
+    ) -> Result<()> {
+        let step = HandleCall { call: "dispatch", op: Op::Dispatch, handle };
+        let arguments =
+            check_inputs(step.call, handle, &inputs).and_then(|()| check_outputs(step.call, handle, &inputs, &outputs));
+        checked(self, &step, arguments)?;
+        let received = send_rows(self, &step, &inputs)?;
+        let core = self.core();
+        let end = written(handle);
+        let fill = |source: Option<TensorRef<'_, D>>, map: TensorRef<'_, D>, out: Option<TensorMut<'_, D>>| match (
+            source, out,
+        ) {
+            (Some(source), Some(out)) => {
+                gather(&core.device, &core.stream, source, entries(map, 0..end)?, byte_rows_mut(out, 0..end)?)
+            }
+            _ => Ok(()),
+        };
+        let rows = received.rows.as_ref().map_or(inputs.tokens.borrow(), Tensor::view);
+        fill(Some(rows), handle.row_map(), Some(outputs.tokens))?;
+        fill(weights_of(&received, &inputs)?, handle.plan.weight_map.view(), outputs.weights)?;
+        let scales = received.scales.as_ref().map(Tensor::view).or(inputs.scales.as_ref().map(TensorRef::borrow));
+        fill(scales, handle.row_map(), outputs.scales)
+    }
+
+    fn dispatch_rows(&mut self, handle: &Handle<D>, inputs: DispatchInputs<'_, D>) -> Result<Received<D>> {
+        let step = HandleCall { call: "dispatch_rows", op: Op::Dispatch, handle };
+        checked(self, &step, check_inputs(step.call, handle, &inputs))?;
+        let received = send_rows(self, &step, &inputs)?;
+        let core = self.core();
+        let mut weights = None;
+        if let Some(source) = weights_of(&received, &inputs)? {
+            let slots = weights.insert(Tensor::empty(&core.device, source.dtype(), &[handle.rows()])?);
+            gather(&core.device, &core.stream, source, handle.plan.weight_map.view(), slots.view_mut())?;
+        }
+        Ok(Received { rows: received.rows, weights, scales: received.scales, map: None })
+    }
+
+    fn combine(&mut self, handle: &Handle<D>, expert_out: TensorRef<'_, D>, mut out: TensorMut<'_, D>) -> Result<()> {
+        let step = HandleCall { call: "combine", op: Op::Combine, handle };
+        let arguments = check_slots(step.call, "expert_out", handle, expert_out)
+            .and_then(|()| check_tokens(step.call, "out", handle, expert_out, &out));
+        checked(self, &step, arguments)?;
+        let (rows, out) = (expert_out.borrow(), out.reborrow());
+        let back = ReturnRows { rows, with_weights: false, weights: None, out, out_weights: None };
+        return_rows(self, &step, back)
+    }
+
+    fn combine_bwd(
+        &mut self,
+        handle: &Handle<D>,
+        grad: TensorRef<'_, D>,
+        grad_expert_out: TensorMut<'_, D>,
+    ) -> Result<()> {
+        let step = HandleCall { call: "combine_bwd", op: Op::CombineBwd, handle };
+        let inputs = DispatchInputs { tokens: grad.borrow(), weights: None, scales: None };
+        let arguments = check_float(step.call, "grad", grad)
+            .and_then(|()| check_inputs(step.call, handle, &inputs))
+            .and_then(|()| Error::check_dtype(step.call, "grad_expert_out", grad.dtype(), grad_expert_out.dtype()))
+            .and_then(|()| {
+                let expected = [handle.rows(), grad.row_bytes() / grad.dtype().size()];
+                Error::check_shape(step.call, "grad_expert_out", &expected, grad_expert_out.dims())
+            });
+        agreed(self, &step)?;
+        checked(self, &step, arguments)?;
+        let received = send_rows(self, &step, &inputs)?;
+        let core = self.core();
+        let end = written(handle);
+        let rows = received.rows.as_ref().map_or(grad.borrow(), Tensor::view);
+        let out = byte_rows_mut(grad_expert_out, 0..end)?;
+        gather(&core.device, &core.stream, rows, entries(handle.row_map(), 0..end)?, out)
+    }
+
+    fn combine_bwd_rows(&mut self, handle: &Handle<D>, grad: TensorRef<'_, D>) -> Result<Received<D>> {
+        let step = HandleCall { call: "combine_bwd_rows", op: Op::CombineBwd, handle };
+        let inputs = DispatchInputs { tokens: grad.borrow(), weights: None, scales: None };
+        let arguments = check_float(step.call, "grad", grad).and_then(|()| check_inputs(step.call, handle, &inputs));
+        agreed(self, &step)?;
+        checked(self, &step, arguments)?;
+        let received = send_rows(self, &step, &inputs)?;
+        Ok(Received { rows: received.rows, weights: None, scales: None, map: None })
+    }
+
+    fn dispatch_bwd(&mut self, handle: &Handle<D>, grads: DispatchGrads<'_, D>) -> Result<()> {
+        let step = HandleCall { call: "dispatch_bwd", op: Op::DispatchBwd, handle };
+        agreed(self, &step)?;
+        let arguments = check_grads(step.call, handle, &grads);
+        checked(self, &step, arguments)?;
+        let DispatchGrads { rows, weights, d_tokens, d_weights } = grads;
+        let back = ReturnRows { rows, with_weights: true, weights, out: d_tokens, out_weights: d_weights };
+        return_rows(self, &step, back)
+    }
+
+    fn check(&mut self) -> Result<()> {
+        self.core().take_deferred()
+    }
+
+    fn communicator(&mut self) -> &mut dyn Communicator<D> {
+        &mut *self.core().comm
+    }
+
+    fn name(&self) -> &'static str {
+        C::NAME
+    }
+}
+
+/// Rows that dispatch writes: to the last segment's end, or all where only the device knows that.
+pub(crate) fn written<D: Kernels>(handle: &Handle<D>) -> usize {
+    handle.plan.stats.known().map_or(handle.rows(), Stats::segment_end)
+}
+
+/// Refuses a backward that was not agreed on. All ranks know, so nobody waits; a handle of another group is
+/// [`checked`]'s to report.
+fn agreed<D: Kernels, C: RowTransport<D>>(row_transport: &mut C, step: &HandleCall<'_, D>) -> Result<()> {
+    match row_transport.core().check_handle(step.call, step.handle) {
+        Ok(()) => step.handle.check_backward(step.call),
+        Err(_) => Ok(()),
+    }
+}
+
+/// Weights in the order that `weight_map` indexes.
+fn weights_of<'a, D: Kernels>(
+    received: &'a ReceivedRows<D>,
+    inputs: &'a DispatchInputs<'_, D>,
+) -> Result<Option<TensorRef<'a, D>>> {
+    match &received.weights {
+        Some(list) => Ok(Some(list.view())),
+        None => inputs.weights.as_ref().map(|w| w.borrow().reshape(&[w.count()])).transpose(),
+    }
+}
+
+pub(crate) fn check_float<D: Kernels>(call: &'static str, name: &str, t: TensorRef<'_, D>) -> Result<()> {
+    match t.dtype().is_float() {
+        true => Ok(()),
+        false => Err(Error::invalid(call, format!("tensor {name}"), "a floating dtype", t.dtype())),
+    }
+}
+
+/// `[T, H]` tokens, `[T, K]` weights, `[T, bytes]` scales. Opaque rows and scales travel as 16-byte words on devices,
+/// so they must be whole ones here too; floating rows may have any size.
+pub(crate) fn check_inputs<D: Kernels>(
+    call: &'static str,
+    handle: &Handle<D>,
+    inputs: &DispatchInputs<'_, D>,
+) -> Result<()> {
+    let words = |name: &str, t: TensorRef<'_, D>| {
+        let row = t.row_bytes();
+        match row > 0 && row.is_multiple_of(16) {
+            true => Ok(()),
+            false => Err(Error::invalid(call, format!("tensor {name}"), "rows of a multiple of 16 bytes", row)),
+        }
+    };
+    let tokens = inputs.tokens;
+    match tokens.dims() {
+        [t, _] if *t == handle.tokens() => {}
+        dims => {
+            let expected = format!("[{}, H]", handle.tokens());
+            return Err(Error::invalid(call, "tensor tokens", expected, format!("{dims:?}")));
+        }
+    }
+    if tokens.dtype() == crate::DType::U8 {
+        words("tokens", tokens)?;
+    } else {
+        check_float(call, "tokens", tokens)?;
+    }
+    if let Some(w) = &inputs.weights {
+        Error::check_dtype(call, "weights", tokens.dtype().accumulator(), w.dtype())?;
+        Error::check_shape(call, "weights", &[handle.tokens(), handle.spec().top_k], w.dims())?;
+    }
+    if let Some(s) = &inputs.scales {
+        Error::check_dtype(call, "scales", crate::DType::U8, s.dtype())?;
+        Error::check_shape(call, "scales", &[handle.tokens(), s.row_bytes()], s.dims())?;
+        words("scales", *s)?;
+    }
+    Ok(())
+}
+
+pub(crate) fn check_outputs<D: Kernels>(
+    call: &'static str,
+    handle: &Handle<D>,
+    inputs: &DispatchInputs<'_, D>,
+    outputs: &DispatchOutputs<'_, D>,
+) -> Result<()> {
+    let n = handle.rows();
+    let tokens = &inputs.tokens;
+    Error::check_dtype(call, "recv tokens", tokens.dtype(), outputs.tokens.dtype())?;
+    let width = tokens.row_bytes() / tokens.dtype().size();
+    Error::check_shape(call, "recv tokens", &[n, width], outputs.tokens.dims())?;
+    if let Some(out) = &outputs.weights {
+        let given = inputs.weights.as_ref().ok_or_else(|| Error::invalid(call, "tensor weights", "weights", "none"))?;
+        Error::check_dtype(call, "recv weights", given.dtype(), out.dtype())?;
+        Error::check_shape(call, "recv weights", &[n], out.dims())?;
+    }
+    if let Some(out) = &outputs.scales {
+        let given = inputs.scales.as_ref().ok_or_else(|| Error::invalid(call, "tensor scales", "scales", "none"))?;
+        Error::check_dtype(call, "recv scales", given.dtype(), out.dtype())?;
+        Error::check_shape(call, "recv scales", &[n, given.row_bytes()], out.dims())?;
+    }
+    Ok(())
+}
+
+/// A floating `[N, H]`.
+pub(crate) fn check_slots<D: Kernels>(
+    call: &'static str,
+    name: &str,
+    handle: &Handle<D>,
+    t: TensorRef<'_, D>,
+) -> Result<()> {
+    check_float(call, name, t)?;
+    match t.dims() {
+        [n, _] if *n == handle.rows() => Ok(()),
+        dims => {
+            let expected = format!("[{}, H]", handle.rows());
+            Err(Error::invalid(call, format!("tensor {name}"), expected, format!("{dims:?}")))
+        }
+    }
+}
+
+/// `[T, H]` of the slots' H and dtype.
+pub(crate) fn check_tokens<D: Kernels>(
+    call: &'static str,
+    name: &str,
+    handle: &Handle<D>,
+    slots: TensorRef<'_, D>,
+    t: &TensorMut<'_, D>,
+) -> Result<()> {
+    Error::check_dtype(call, name, slots.dtype(), t.dtype())?;
+    let width = slots.row_bytes() / slots.dtype().size();
+    Error::check_shape(call, name, &[handle.tokens(), width], t.dims())
+}
+
+pub(crate) fn check_grads<D: Kernels>(
+    call: &'static str,
+    handle: &Handle<D>,
+    grads: &DispatchGrads<'_, D>,
+) -> Result<()> {
+    check_slots(call, "grad rows", handle, grads.rows)?;
+    check_tokens(call, "d_tokens", handle, grads.rows, &grads.d_tokens)?;
+    let acc = grads.rows.dtype().accumulator();
+    if let Some(w) = &grads.weights {
+        Error::check_dtype(call, "grad weights", acc, w.dtype())?;
+        Error::check_shape(call, "grad weights", &[handle.rows()], w.dims())?;
+    }
+    if let Some(w) = &grads.d_weights {
+        Error::check_dtype(call, "d_weights", acc, w.dtype())?;
+        Error::check_shape(call, "d_weights", &[handle.tokens(), handle.spec().top_k], w.dims())?;
+    }
+    Ok(())
+}

@@ -1,0 +1,328 @@
+//! The chain: a model's sharded weights in the order of their use.
+
+pub(in crate::etp) mod capture;
+pub(in crate::etp) mod gather;
+pub(in crate::etp) mod pass;
+pub(in crate::etp) mod reduce;
+pub(in crate::etp) mod schedule;
+
+use std::collections::VecDeque;
+use std::fmt;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use crate::comm::{Communicator, Op, Tag};
+use crate::error::{Error, Result};
+
+use crate::etp::chain::pass::ActivePass;
+use crate::etp::chain::reduce::{MainGradient, PendingReduction};
+use crate::etp::chain::schedule::Acquisition;
+use crate::etp::collectives::collective_thread::{CollectiveThread, gather_numbers};
+use crate::etp::quantized::amaxes::JoinedAmaxes;
+use crate::etp::quantized::shards::QuantizedShard;
+use crate::etp::state::buffer_cache::{Buffer, BufferCache, BufferId, BufferKey, BufferUsage};
+use crate::etp::state::collective_state::StateMachine;
+use crate::etp::state::report::ChainTraffic;
+use crate::etp::state::source::ShardSource;
+use crate::etp::{Comms, EtpOptions, Reduction, Scale, ShardDevice, Shards, WeightId, WeightSpec};
+
+/// The call that errors name.
+pub(in crate::etp) const CALL: &str = "etp";
+
+/// Sharded weights of a model on one rank; see the [module](super). Shared by the model's layers, used by one thread
+/// at a time.
+pub struct Chain<D: ShardDevice> {
+    pub(in crate::etp) device: D,
+    pub(in crate::etp) stream: D::Stream,
+    pub(in crate::etp) options: EtpOptions,
+    rank: usize,
+    ranks: usize,
+    inner: Mutex<ChainState<D>>,
+    /// Number of a test's capture, where devices have none, or 0.
+    #[cfg(test)]
+    pub(in crate::etp) test_capture: std::sync::atomic::AtomicU64,
+}
+
+impl<D: ShardDevice> fmt::Debug for Chain<D> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Chain<rank {} of {}>", self.rank, self.ranks)
+    }
+}
+
+/// What changes.
+pub(in crate::etp) struct ChainState<D: ShardDevice> {
+    pub weights: Vec<Weight<D>>,
+    pub uses: Vec<UseState<D>>,
+    /// Acquisitions of a forward and of a backward; empty until the first forward has ended.
+    pub steps: [Vec<Acquisition>; 2],
+    pub active: Option<ActivePass>,
+    pub cache: BufferCache<D>,
+    pub gathers: CollectiveThread<D>,
+    /// Of reductions, where they do not take turns with gathers.
+    pub apart: Option<CollectiveThread<D>>,
+    /// Gradients under way, the oldest first.
+    pub pending_reductions: VecDeque<PendingReduction<D>>,
+    /// Gradients handed in since the ranks last agreed, for tags.
+    pub reduced: u64,
+    pub traffic: ChainTraffic,
+    /// Passes since the ranks last agreed, for tags.
+    pub passes: u64,
+    /// Passes so far, to tell one from another.
+    pub serial: u64,
+    /// Number of the shards' state: what was cast in another is cast anew.
+    pub epoch: u64,
+    /// Passes may be captured: main gradients stay where they are, and are zeros where nothing has been added.
+    pub capturable: bool,
+    /// The capture that the last call was part of, and so all that is under way.
+    pub capture: Option<u64>,
+    /// The last pass was captured: whether it has run, and with it its casts, is not known.
+    pub unknown: bool,
+    /// Amaxes of shards that are sent in NVFP4.
+    pub amaxes: Option<JoinedAmaxes<D>>,
+}
+
+/// A weight and what belongs to it.
+pub(in crate::etp) struct Weight<D: ShardDevice> {
+    pub spec: WeightSpec,
+    pub shards: Arc<Shards>,
+    pub source: Arc<dyn ShardSource<D>>,
+    /// Where it is sent quantized.
+    pub quantized: Option<Arc<QuantizedShard<D>>>,
+    /// Main gradient of the shard, from the first gradient on.
+    pub main: Option<MainGradient<D>>,
+    /// State of its reduce-scatter.
+    pub reduce: StateMachine,
+    pub gradient: Option<BufferId>,
+}
+
+/// One use of a weight in a forward, and its mirror in backward.
+pub(in crate::etp) struct UseState<D: ShardDevice> {
+    pub weight: usize,
+    pub state: StateMachine,
+    /// For the weight.
+    pub buffer_id: BufferId,
+    /// For what arrives, if it is sent quantized.
+    pub arrived: Option<BufferId>,
+    /// A gather under way.
+    pub pending_gather: Option<crate::etp::chain::gather::PendingGather<D>>,
+    /// What a step left for a later one.
+    pub kept: Option<Buffer<D>>,
+    /// The pass (its serial number) that has it in use, or had it last.
+    pub holder: u64,
+}
+
+impl<D: ShardDevice> Chain<D> {
+    /// An empty chain (collective: options are compared over the ranks).
+    ///
+    /// # Errors
+    /// [`Error::ConfigMismatch`] on every rank; communicators of different groups; no thread to be had.
+    pub fn new(device: D, stream: D::Stream, comms: Comms<D>, options: EtpOptions) -> Result<Self> {
+        let Comms { mut gather, reduce } = comms;
+        let (rank, ranks) = (gather.rank(), gather.size());
+        compare(&device, (&mut *gather, &*reduce), &options)?;
+        if (reduce.rank(), reduce.size()) != (rank, ranks) {
+            let found = format!("rank {} of {}", reduce.rank(), reduce.size());
+            return Err(Error::invalid("Chain::new", "comms.reduce", format!("rank {rank} of {ranks}"), found));
+        }
+        if options.ahead == 0 {
+            return Err(Error::invalid("Chain::new", "ahead", "at least 1 (prefetch: false turns it off)", 0));
+        }
+        if options.replicas == 0 {
+            return Err(Error::invalid("Chain::new", "replicas", "at least 1", 0));
+        }
+        let gathers = CollectiveThread::start("gather", &device, gather)?;
+        let apart = match options.in_turn {
+            true => None,
+            false => Some(CollectiveThread::start("reduce", &device, reduce)?),
+        };
+        let inner = ChainState {
+            weights: Vec::new(),
+            uses: Vec::new(),
+            steps: [Vec::new(), Vec::new()],
+            active: None,
+            cache: BufferCache::new(device.clone()),
+            gathers,
+            apart,
+            pending_reductions: VecDeque::new(),
+            reduced: 0,
+            traffic: ChainTraffic::default(),
+            passes: 0,
+            serial: 0,
+            epoch: 0,
+            capturable: false,
+            capture: None,
+            unknown: false,
+            amaxes: None,
+        };
+        Ok(Self {
+            device,
+            stream,
+            options,
+            rank,
+            ranks,
+            inner: Mutex::new(inner),
+            #[cfg(test)]
+            test_capture: 0.into(),
+        })
+    }
+
+    /// This rank.
+    pub fn rank(&self) -> usize {
+        self.rank
+    }
+
+    /// Ranks N that share each weight.
+    pub fn ranks(&self) -> usize {
+        self.ranks
+    }
+
+    /// The device of the computation.
+    pub fn device(&self) -> &D {
+        &self.device
+    }
+
+    /// How the chain works.
+    pub fn options(&self) -> &EtpOptions {
+        &self.options
+    }
+
+    /// The cut of a weight of these sizes.
+    ///
+    /// # Errors
+    /// As [`Shards::new`].
+    pub fn shards(&self, dims: &[usize]) -> Result<Shards> {
+        Shards::new(dims, self.ranks, self.options.pad)
+    }
+
+    /// Adds a weight whose shard on this rank is `source`, before the first forward.
+    ///
+    /// # Errors
+    /// Sizes that cannot be cut; a source of another size or type; a form in which it cannot are sent; a chain that is
+    /// ordered.
+    pub fn add(&self, spec: WeightSpec, source: Arc<dyn ShardSource<D>>) -> Result<WeightId> {
+        let shards = self.shards(&spec.dims)?;
+        if !spec.dtype.is_float() {
+            return Err(Error::invalid("Chain::add", &spec.name, "a floating type", spec.dtype));
+        }
+        check_source(&spec, &shards, &*source)?;
+        let mut inner = self.lock();
+        if inner.has_order() || inner.active.is_some() {
+            return Err(inner.order_error(&spec.name, "to be added before the first forward", "a chain in use"));
+        }
+        let (shards, reduce) = (Arc::new(shards), StateMachine::default());
+        let (form, cut) = ((spec.payload, spec.dtype), (Arc::clone(&shards), self.rank));
+        let joined = inner.quantized().map(|quantized| quantized.joined()).sum();
+        let quantized = QuantizedShard::new(&inner.gathers.streams, form, cut, joined)?.map(Arc::new);
+        // Amaxes that were joined without its own are of no use.
+        inner.epoch += u64::from(quantized.is_some());
+        inner.weights.push(Weight { spec, shards, source, quantized, main: None, reduce, gradient: None });
+        Ok(WeightId(inner.weights.len() - 1))
+    }
+
+    /// Replaces the source of a weight's shard, between passes; on every rank where shards are sent quantized. Captures
+    /// that there are go on reading the one before it.
+    ///
+    /// # Errors
+    /// A source of another size or type; a pass that runs; a weight that there is not.
+    pub fn replace(&self, id: WeightId, source: Arc<dyn ShardSource<D>>) -> Result<()> {
+        let mut inner = self.lock();
+        let weight = inner.weight(id)?;
+        check_source(&weight.spec, &weight.shards, &*source)?;
+        if inner.active.is_some() {
+            return Err(inner.order_error(&weight.spec.name, "to be replaced between passes", "a pass that runs"));
+        }
+        inner.weights[id.0].source = source;
+        inner.epoch += 1;
+        Ok(())
+    }
+
+    /// What each gradient is multiplied by.
+    pub(in crate::etp) fn factor(&self) -> f64 {
+        match self.options.scale {
+            Scale::Sum => 1.0,
+            Scale::Mean => 1.0 / (self.ranks * self.options.replicas) as f64,
+        }
+    }
+
+    /// The state is consistent between statements that can panic, so a poisoned lock carries no information.
+    pub(in crate::etp) fn lock(&self) -> MutexGuard<'_, ChainState<D>> {
+        self.inner.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl<D: ShardDevice> ChainState<D> {
+    pub fn has_order(&self) -> bool {
+        !self.steps[0].is_empty()
+    }
+
+    pub fn order_error(&self, weight: &str, expected: &str, found: &str) -> Error {
+        Error::WeightState { call: CALL, weight: weight.into(), expected: expected.into(), found: found.into() }
+    }
+
+    /// The collective thread of reductions.
+    pub fn reductions(&self) -> &CollectiveThread<D> {
+        self.apart.as_ref().unwrap_or(&self.gathers)
+    }
+
+    /// Weights that are sent quantized.
+    pub fn quantized(&self) -> impl Iterator<Item = &Arc<QuantizedShard<D>>> {
+        self.weights.iter().filter_map(|weight| weight.quantized.as_ref())
+    }
+
+    pub fn weight(&self, id: WeightId) -> Result<&Weight<D>> {
+        let there = format!("one of {}", self.weights.len());
+        self.weights.get(id.0).ok_or_else(|| Error::invalid(CALL, "weight", there, id.0))
+    }
+
+    /// Key of a weight's buffers; of equal keys but for the parity, one buffer serves in turn.
+    pub fn key(&self, weight: usize, usage: BufferUsage, parity: usize) -> BufferKey {
+        let weight = &self.weights[weight];
+        BufferKey { dims: weight.shards.gathered_dims().to_vec(), dtype: weight.spec.dtype, usage, parity }
+    }
+
+    /// Key of the buffer that a weight is read from.
+    pub fn read_key(&self, weight: usize, parity: usize) -> BufferKey {
+        let apart = self.gathers.has_own_memory && self.weights[weight].quantized.is_some();
+        self.key(weight, if apart { BufferUsage::Unpacked } else { BufferUsage::GatheredWeight }, parity)
+    }
+
+    /// The same of the buffer for what arrives of it, if it is sent quantized.
+    pub fn arrived_key(&self, weight: usize, parity: usize) -> Option<BufferKey> {
+        let dims = vec![self.weights[weight].quantized.as_ref()?.bytes()];
+        Some(BufferKey { dims, dtype: crate::DType::U8, usage: BufferUsage::Arrived, parity })
+    }
+}
+
+fn check_source<D: ShardDevice>(spec: &WeightSpec, shards: &Shards, source: &dyn ShardSource<D>) -> Result<()> {
+    source.read(&mut |shard| {
+        Error::check_shape("Chain", &spec.name, &shards.shard_dims(), shard.dims())?;
+        Error::check_dtype("Chain", &spec.name, spec.dtype, shard.dtype())
+    })
+}
+
+/// Finds the first option in which the ranks differ: one all-gather.
+fn compare<D: ShardDevice>(
+    device: &D,
+    (comm, reduce): (&mut dyn Communicator<D>, &dyn Communicator<D>),
+    options: &EtpOptions,
+) -> Result<()> {
+    let device = &comm.device().unwrap_or(device).clone();
+    // The last four decide the order of the collective threads' collectives.
+    let names = ["pad", "reduction", "scale", "replicas", "in_turn", "prefetch", "ahead", "uses_copy_engines"];
+    let pairwise = options.reduction == Reduction::Pairwise;
+    let mean = options.scale == Scale::Mean;
+    let (replicas, in_turn, prefetch) =
+        (options.replicas as u64, u64::from(options.in_turn), u64::from(options.prefetch));
+    let ahead = if options.prefetch { options.ahead as u64 } else { 0 };
+    let beside = u64::from(comm.uses_copy_engines()) + 2 * u64::from(reduce.uses_copy_engines());
+    let own = [options.pad as u64, u64::from(pairwise), u64::from(mean), replicas, in_turn, prefetch, ahead, beside];
+    let all = gather_numbers(device, comm, Tag { layer: 0, op: Op::Init, sequence: 0 }, &own)?;
+    for (i, (field, value)) in names.into_iter().zip(own).enumerate() {
+        let theirs = all.iter().skip(i).step_by(names.len());
+        if let Some((peer, other)) = theirs.enumerate().find(|(_, other)| **other != value) {
+            let (field, rank) = (field.to_string(), comm.rank());
+            let (value, peer_value) = (value.to_string(), other.to_string());
+            return Err(Error::ConfigMismatch { field, rank, value, peer, peer_value });
+        }
+    }
+    Ok(())
+}

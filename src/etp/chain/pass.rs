@@ -1,0 +1,189 @@
+//! Passes over the model: their beginning and end, the order that the first one shows, and what is done about those
+//! that failed.
+
+use crate::comm::{Op, Tag};
+use crate::error::{CommError, Error, Result};
+
+use crate::etp::chain::schedule::{WeightUse, arrival_parities, gather_parities, gradient_parities, schedule};
+use crate::etp::chain::{Chain, ChainState, UseState};
+use crate::etp::collectives::collective_thread::Collective;
+use crate::etp::state::buffer_cache::BufferUsage;
+use crate::etp::{Phase, ShardDevice};
+
+/// The pass that runs.
+#[derive(Debug, Clone, Copy)]
+pub(in crate::etp) struct ActivePass {
+    pub phase: Phase,
+    /// Acquisitions so far.
+    pub cursor: usize,
+    /// Among the passes on which the ranks agree.
+    pub number: u64,
+    pub serial: u64,
+    /// [`ChainState::epoch`] at its beginning, on which the ranks agree wherever in the pass they say that shards have
+    /// changed.
+    pub epoch: u64,
+}
+
+impl<D: ShardDevice> Chain<D> {
+    /// Says, on every rank before the same pass, that shards have changed otherwise than after
+    /// [`finish`](Self::finish), so that those which are sent quantized are cast anew. Said within a pass, it counts from
+    /// the next.
+    pub fn invalidate_casts(&self) {
+        self.lock().epoch += 1;
+    }
+
+    /// Begins a pass over the model, and with prefetch its first gathers: shards stay as they are from here to its end.
+    /// The first forward links the chain: every gather of it is waited for.
+    ///
+    /// # Errors
+    /// A pass that was not ended (after an error: [`recover`](Self::recover)); a backward before any forward.
+    pub fn begin(&self, phase: Phase) -> Result<()> {
+        let mut inner = self.enter("Chain::begin")?;
+        if let Some(active) = inner.active {
+            let found = format!("a {:?} pass that was not ended", active.phase);
+            return Err(inner.order_error("(chain)", "no pass", &found));
+        }
+        if phase == Phase::Backward && !inner.has_order() {
+            return Err(inner.order_error("(chain)", "a forward before a backward", "none"));
+        }
+        let capture = inner.capture.is_some();
+        let anew = match phase {
+            // Shards may have changed each time that a capture runs, and their casts with it.
+            Phase::Forward => inner.capturable,
+            Phase::Backward => inner.unknown && !capture,
+        };
+        inner.epoch += u64::from(anew);
+        inner.unknown = capture;
+        inner.passes += 1;
+        inner.serial += 1;
+        let (number, serial, epoch) = (inner.passes, inner.serial, inner.epoch);
+        let active = ActivePass { phase, cursor: 0, number, serial, epoch };
+        inner.active = Some(active);
+        if self.options.prefetch {
+            // What comes before the first use hides them.
+            inner.run_ahead((0, self.options.ahead), active);
+        }
+        Ok(())
+    }
+
+    /// Ends the pass.
+    ///
+    /// # Errors
+    /// No pass; weights that the pass has not used.
+    pub fn end(&self) -> Result<()> {
+        let mut inner = self.enter("Chain::end")?;
+        let Some(active) = inner.active else { return Err(inner.order_error("(chain)", "a pass", "none")) };
+        if !inner.has_order() {
+            inner.set_order(self.options.ahead);
+        }
+        let expected = inner.steps[active.phase as usize].len();
+        if active.cursor != expected {
+            let found = format!("{} of {expected} weights used", active.cursor);
+            return Err(inner.order_error("(chain)", "all weights of the ordered order used", &found));
+        }
+        inner.active = None;
+        // A capture ends with nothing under way.
+        if inner.capture.is_some() { inner.finish_reductions(self) } else { Ok(()) }
+    }
+
+    /// Forgets the ordered order, for a model that has changed; the next forward links anew.
+    ///
+    /// # Errors
+    /// A pass that runs.
+    pub fn reset_order(&self) -> Result<()> {
+        let mut inner = self.lock_outside_capture("Chain::relink")?;
+        if inner.active.is_some() {
+            return Err(inner.order_error("(chain)", "no pass", "one that runs"));
+        }
+        inner.finish_reductions(self)?;
+        inner.clear_order();
+        Ok(())
+    }
+
+    /// Waits for what is under way: gathers are given up and repeated where they are needed, gradients reach their main
+    /// gradient. All ranks drain at the same point.
+    ///
+    /// # Errors
+    /// Those of the collectives.
+    pub fn drain(&self) -> Result<()> {
+        let mut inner = self.enter("Chain::drain")?;
+        let gathers = inner.drop_gathers();
+        gathers.and(inner.finish_reductions(self))
+    }
+
+    /// After a failed step, on every rank (collective): gives up the pass, all that is under way and the main
+    /// gradients. Ranks that wait in a collective of the step are told `reason`. The chain works on afterwards, unless
+    /// a rank is lost, or the ranks are processes over NCCL: there a refusal ends the communicators, and the chain with
+    /// them.
+    ///
+    /// # Errors
+    /// [`CommError::Poisoned`] with what went wrong: communicators have ended, with a rank that is lost or whose GPU failed
+    /// within a collective, and so has the chain. A new one is made over new ones, of the shards that the ranks keep.
+    pub fn recover(&self, reason: Option<&Error>) -> Result<()> {
+        let mut inner = self.lock_to_abandon("Chain::recover")?;
+        let collective = |op| {
+            let tag = Tag { layer: 0, op, sequence: u64::MAX };
+            Collective::Recover { tag, reason: reason.map(ToString::to_string) }
+        };
+        // Both before any waiting, or one collective thread could wait for a rank that waits for the other.
+        let reductions = inner.apart.as_ref().map(|lane| lane.enqueue(collective(Op::GradReduce)));
+        let waiting = [Some(inner.gathers.enqueue(collective(Op::Weights))), reductions];
+        // Their errors are the failure that this is the end of.
+        let _ = inner.drop_gathers();
+        inner.give_up_gradients(self);
+        inner.active = None;
+        (inner.passes, inner.reduced) = (0, 0);
+        // Some ranks may have cast what others have not.
+        inner.epoch += 1;
+        if !inner.has_order() {
+            inner.clear_order();
+        }
+        let outcomes = waiting.into_iter().flatten().map(|pending| pending.wait().outcome);
+        outcomes.fold(Ok(()), Result::and).map_err(|failure| {
+            let reason = format!("{failure}; a new chain over new communicators is needed");
+            let tag = Tag { layer: 0, op: Op::Weights, sequence: u64::MAX };
+            CommError::Poisoned { operation: "Chain::recover", tag, rank: self.rank(), reason }.into()
+        })
+    }
+}
+
+impl<D: ShardDevice> ChainState<D> {
+    /// Makes what the first forward met the order.
+    fn set_order(&mut self, ahead: usize) {
+        let of = |node: &UseState<D>| {
+            let spec = &self.weights[node.weight].spec;
+            WeightUse { weight: node.weight, layer: spec.layer, recompute: spec.recompute }
+        };
+        let links: Vec<WeightUse> = self.uses.iter().map(of).collect();
+        let same = |a: usize, b: usize| {
+            let key = |i: usize| self.read_key(links[i].weight, 0);
+            key(a) == key(b)
+        };
+        let same_arrivals = |a: usize, b: usize| {
+            let key = |i: usize| self.arrived_key(links[i].weight, 0);
+            key(a) == key(b)
+        };
+        let arrivals = arrival_parities(&links, ahead, same_arrivals);
+        // What arrives quantized needs no room for the weight itself before its turn.
+        let quantized = self.weights.iter().all(|weight| weight.quantized.is_some());
+        let ahead = if quantized { 1 } else { ahead };
+        let (gather, gradient) = (gather_parities(&links, ahead, same), gradient_parities(&links, D::ENQUEUES, same));
+        for (i, set_order) in links.iter().enumerate() {
+            let key = self.read_key(set_order.weight, gather[i]);
+            self.uses[i].buffer_id = self.cache.reserve(key);
+            let key = self.arrived_key(set_order.weight, arrivals[i]);
+            self.uses[i].arrived = key.map(|key| self.cache.reserve(key));
+            let key = self.key(set_order.weight, BufferUsage::Gradient, gradient[i]);
+            let buffer_id = self.cache.reserve(key);
+            // A weight that is used twice has one gradient buffer.
+            self.weights[set_order.weight].gradient.get_or_insert(buffer_id);
+        }
+        self.steps = [Phase::Forward, Phase::Backward].map(|phase| schedule(&links, phase));
+    }
+
+    fn clear_order(&mut self) {
+        self.uses.clear();
+        self.steps = [Vec::new(), Vec::new()];
+        self.weights.iter_mut().for_each(|weight| weight.gradient = None);
+    }
+}

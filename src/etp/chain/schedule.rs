@@ -1,0 +1,211 @@
+//! The order of the weights in both directions, and which of them must not share memory.
+
+use crate::etp::Phase;
+
+/// One use of a weight in a forward, as the first forward met it.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(in crate::etp) struct WeightUse {
+    pub weight: usize,
+    pub layer: u32,
+    pub recompute: bool,
+}
+
+/// One acquisition in a pass.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(in crate::etp) struct Acquisition {
+    /// Which link.
+    pub node: usize,
+    /// It is gathered for this; else it is still there.
+    pub fetch: bool,
+    /// It stays after this, for a later step of the pass.
+    pub keep: bool,
+}
+
+/// Runs of links of one layer.
+fn layers(uses: &[WeightUse]) -> Vec<std::ops::Range<usize>> {
+    let mut runs: Vec<std::ops::Range<usize>> = Vec::new();
+    for (i, used) in uses.iter().enumerate() {
+        match runs.last_mut() {
+            Some(run) if uses[run.start].layer == used.layer => run.end = i + 1,
+            _ => runs.push(i..i + 1),
+        }
+    }
+    runs
+}
+
+/// The acquisitions of a pass, in order.
+pub(in crate::etp) fn schedule(uses: &[WeightUse], phase: Phase) -> Vec<Acquisition> {
+    if phase == Phase::Forward {
+        return (0..uses.len()).map(|node| Acquisition { node, fetch: true, keep: false }).collect();
+    }
+    let mut steps = Vec::new();
+    for run in layers(uses).into_iter().rev() {
+        let recomputed = run.clone().filter(|node| uses[*node].recompute);
+        steps.extend(recomputed.map(|node| Acquisition { node, fetch: true, keep: true }));
+        steps.extend(run.rev().map(|node| Acquisition { node, fetch: !uses[node].recompute, keep: false }));
+    }
+    steps
+}
+
+/// Pairs of links that are in memory at the same time: what is in use, what is kept, and what comes next, `ahead` steps
+/// of it.
+fn together(schedules: [&[Acquisition]; 2], ahead: usize) -> Vec<(usize, usize)> {
+    let mut pairs = Vec::new();
+    for steps in schedules {
+        let mut kept: Vec<usize> = Vec::new();
+        for (i, step) in steps.iter().enumerate() {
+            let mut live = kept.clone();
+            live.push(step.node);
+            live.extend(steps[i + 1..].iter().take(ahead).filter(|next| next.fetch).map(|next| next.node));
+            for a in &live {
+                pairs.extend(live.iter().filter(|b| a != *b).map(|b| (*a, *b)));
+            }
+            if step.keep {
+                kept.push(step.node);
+            } else {
+                kept.retain(|node| *node != step.node);
+            }
+        }
+    }
+    pairs
+}
+
+/// The least number for each of `count` things that differs from those of its partners before it.
+fn parities(count: usize, pairs: &[(usize, usize)], same: impl Fn(usize, usize) -> bool) -> Vec<usize> {
+    let mut parities: Vec<usize> = Vec::with_capacity(count);
+    for i in 0..count {
+        let before = |(a, b): &&(usize, usize)| *a == i && *b < i && same(i, *b);
+        let taken: Vec<usize> = pairs.iter().filter(before).map(|(_, b)| parities[*b]).collect();
+        parities.push((0..).find(|p| !taken.contains(p)).unwrap_or(i));
+    }
+    parities
+}
+
+/// Parity of each link's gathered buffer; `same` tells whether two links' buffers are of one size and type.
+pub(in crate::etp) fn gather_parities(
+    uses: &[WeightUse],
+    ahead: usize,
+    same: impl Fn(usize, usize) -> bool,
+) -> Vec<usize> {
+    let (forward, backward) = (schedule(uses, Phase::Forward), schedule(uses, Phase::Backward));
+    parities(uses.len(), &together([&forward, &backward], ahead), same)
+}
+
+/// Parity of each link's buffer for what arrives, which is free once the link's turn comes.
+pub(in crate::etp) fn arrival_parities(
+    uses: &[WeightUse],
+    ahead: usize,
+    same: impl Fn(usize, usize) -> bool,
+) -> Vec<usize> {
+    let mut pairs = Vec::new();
+    for phase in [Phase::Forward, Phase::Backward] {
+        let fetched: Vec<usize> = schedule(uses, phase).iter().filter(|s| s.fetch).map(|s| s.node).collect();
+        for (i, a) in fetched.iter().enumerate() {
+            for b in fetched[i + 1..].iter().take(ahead.saturating_sub(1)) {
+                pairs.extend([(*a, *b), (*b, *a)]);
+            }
+        }
+    }
+    parities(uses.len(), &pairs, same)
+}
+
+/// Parity of each link's unsharded gradient: a layer's gradients are made together, while that of the following
+/// layer's first weight, the last to be handed in, is under way; or `all` of that layer's, where nobody waits for them.
+pub(in crate::etp) fn gradient_parities(
+    uses: &[WeightUse],
+    all: bool,
+    same: impl Fn(usize, usize) -> bool,
+) -> Vec<usize> {
+    let runs = layers(uses);
+    let mut pairs = Vec::new();
+    for (i, run) in runs.iter().enumerate() {
+        let next = runs.get(i + 1).map_or(0..0, |next| if all { next.clone() } else { next.start..next.start + 1 });
+        for a in run.clone() {
+            for b in run.clone().filter(|b| *b != a).chain(next.clone()) {
+                pairs.extend([(a, b), (b, a)]);
+            }
+        }
+    }
+    parities(uses.len(), &pairs, same)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn model(layers: u32, recompute: bool) -> Vec<WeightUse> {
+        let two = |l| {
+            let up = WeightUse { weight: 2 * l as usize, layer: l, recompute };
+            let down = WeightUse { weight: 2 * l as usize + 1, layer: l, recompute: false };
+            [up, down]
+        };
+        (0..layers).flat_map(two).collect()
+    }
+
+    fn order(uses: &[WeightUse], phase: Phase) -> Vec<(usize, bool, bool)> {
+        schedule(uses, phase).iter().map(|s| (s.node, s.fetch, s.keep)).collect()
+    }
+
+    #[test]
+    fn backward_mirrors_forward() {
+        let plain = model(2, false);
+        assert_eq!(order(&plain, Phase::Forward), [0, 1, 2, 3].map(|n| (n, true, false)));
+        assert_eq!(order(&plain, Phase::Backward), [3, 2, 1, 0].map(|n| (n, true, false)));
+        let recomputed = order(&model(2, true), Phase::Backward);
+        let layer = |up, down| [(up, true, true), (down, true, false), (up, false, false)];
+        assert_eq!(recomputed, [layer(2, 3), layer(0, 1)].concat());
+    }
+
+    #[test]
+    fn uses_in_memory_together_differ_in_parity() {
+        for recompute in [false, true] {
+            for same_shape in [false, true] {
+                let uses = model(5, recompute);
+                let same = |a: usize, b: usize| same_shape || a % 2 == b % 2;
+                let parity = gather_parities(&uses, 1, same);
+                let (forward, backward) = (schedule(&uses, Phase::Forward), schedule(&uses, Phase::Backward));
+                for (a, b) in together([&forward, &backward], 1) {
+                    assert!(!same(a, b) || parity[a] != parity[b], "{a} and {b}: {parity:?}");
+                }
+                // Two buffers serve where all are of one shape, and one of each shape where neighbors differ.
+                let expected = if recompute { 1 + usize::from(same_shape) } else { usize::from(same_shape) };
+                assert_eq!(parity.iter().max(), Some(&expected), "{recompute} {same_shape}: {parity:?}");
+            }
+        }
+    }
+
+    #[test]
+    fn two_steps_ahead_a_layer_and_the_next_are_in_memory() {
+        let uses = model(5, false);
+        let parity = gather_parities(&uses, 2, |a, b| a % 2 == b % 2);
+        assert_eq!(parity, [0, 0, 1, 1, 0, 0, 1, 1, 0, 0]);
+        // Of one shape: the present one and two more.
+        let parity = gather_parities(&uses, 2, |_, _| true);
+        assert_eq!(parity, [0, 1, 2, 0, 1, 2, 0, 1, 2, 0]);
+    }
+
+    #[test]
+    fn arrivals_under_way_together_differ_in_parity() {
+        let uses = model(4, false);
+        assert_eq!(arrival_parities(&uses, 1, |_, _| true), [0; 8]);
+        assert_eq!(arrival_parities(&uses, 2, |_, _| true), [0, 1, 0, 1, 0, 1, 0, 1]);
+        assert_eq!(arrival_parities(&uses, 2, |a, b| a % 2 == b % 2), [0; 8]);
+    }
+
+    #[test]
+    fn gradients_in_memory_together_differ_in_parity() {
+        // Ups alternate, as the following layer's is under way; downs need one buffer.
+        let uses = model(4, false);
+        let parity = gradient_parities(&uses, false, |a, b| a % 2 == b % 2);
+        assert!([0, 2, 4].iter().all(|up| parity[*up] != parity[*up + 2]), "{parity:?}");
+        assert!([1, 3, 5, 7].iter().all(|down| parity[*down] == 0), "{parity:?}");
+        let parity = gradient_parities(&uses, false, |_, _| true);
+        for l in 0..3 {
+            let (up, down, next) = (parity[2 * l], parity[2 * l + 1], parity[2 * l + 2]);
+            assert!(up != down && up != next && down != next, "{parity:?}");
+        }
+        // Two buffers of each.
+        let parity = gradient_parities(&uses, true, |a, b| a % 2 == b % 2);
+        assert_eq!(parity, [0, 0, 1, 1, 0, 0, 1, 1]);
+    }
+}

@@ -1,0 +1,579 @@
+//! Collectives beside the computation: a helper thread with a communicator of its own runs one collective after another.
+//!
+//! A rank has two collective threads, one for gathers and one for reductions, so neither waits behind the other; or one, on which
+//! they take turns ([`EtpOptions::in_turn`](crate::etp::EtpOptions::in_turn)). Every rank gives its collective threads the same collectives in
+//! the same order: in place of one that it cannot give, its refusal. A collective owns its buffers, so nobody can touch them
+//! while it runs.
+//!
+//! On a GPU the thread enqueues, on its communicator's stream, behind what the computation had been given when the collective
+//! was; whoever takes the result has its own stream wait for the collective's event. No host waits for a GPU. In a capture
+//! whoever gives a collective waits until it has been enqueued: no two threads may add to one graph at a time, which the driver
+//! does not see to (it crashes). There the collectives of both collective threads have one order on every rank, as on one collective thread: to be enqueued
+//! can mean to meet the other ranks.
+
+use std::fmt;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
+use std::sync::mpsc::{Receiver, Sender, SyncSender, channel, sync_channel};
+use std::thread;
+use std::time::Duration;
+
+use crate::comm::{Communicator, Op, ReduceOp, Tag};
+use crate::device::Device;
+use crate::dtype::DType;
+use crate::error::{CommError, Error, Result};
+use crate::tensor::{Tensor, TensorMut, TensorRef};
+
+use crate::etp::chain::CALL;
+use crate::etp::chain::capture::not_capturable_error;
+use crate::etp::collectives::in_place;
+use crate::etp::collectives::stream_pair::{StreamPair, TransferBuffer};
+use crate::etp::quantized::shards::QuantizedShard;
+use crate::etp::state::buffer_cache::{Buffer, BufferCache, BufferId, BufferKey};
+use crate::etp::state::source::ShardSource;
+use crate::etp::{CaptureHook, Reduction, ShardDevice};
+
+/// A rank's shard on its way to the others.
+#[derive(Debug)]
+pub(in crate::etp) enum GatherInput<D: ShardDevice> {
+    /// As it is.
+    Plain(Arc<dyn ShardSource<D>>),
+    /// As it was cast.
+    ShardCodes(Arc<QuantizedShard<D>>),
+    /// It lies in its place of what is gathered (`in_place.rs`).
+    Placed,
+}
+
+/// One collective.
+#[derive(Debug)]
+pub(in crate::etp) enum Collective<D: ShardDevice> {
+    /// All ranks' shards to `into`.
+    Gather { tag: Tag, shard: GatherInput<D>, into: TransferBuffer<D> },
+    /// The ranks' amaxes, joined where they are.
+    Join { tag: Tag, amaxes: TransferBuffer<D> },
+    /// `gradient`, padded, to this rank's rows: their sum, or the other ranks' shares of it where the caller adds them.
+    Reduce { tag: Tag, how: Reduction, gradient: TransferBuffer<D>, into: TransferBuffer<D> },
+    /// In place of a collective that this rank cannot give: the others, which wait in it, are told why.
+    Refuse { tag: Tag },
+    /// Memory that the collective thread's collectives move beside the computation.
+    Allocate { tag: Tag, dtype: DType, dims: Vec<usize>, made: Option<Tensor<D>> },
+    /// A number of this rank, for all ranks'.
+    Compare { tag: Tag, own: u64, all: Vec<u64> },
+    /// Meets the other ranks after a failure: whatever they have in their collective threads fails, until all meet here.
+    Recover { tag: Tag, reason: Option<String> },
+}
+
+/// A collective that is done, or enqueued: its buffers, in the collective's order, and what became of it.
+#[derive(Debug)]
+pub(in crate::etp) struct CollectiveResult<D: ShardDevice> {
+    pub buffers: Vec<TransferBuffer<D>>,
+    pub outcome: Result<()>,
+    /// The end of its work.
+    pub ready: Option<D::Event>,
+    /// Memory, where that was asked for.
+    pub made: Option<Tensor<D>>,
+    /// All ranks' numbers, where they were compared.
+    pub numbers: Vec<u64>,
+}
+
+impl<D: ShardDevice> CollectiveResult<D> {
+    /// With nothing left on a stream.
+    fn with(buffers: Vec<TransferBuffer<D>>, outcome: Result<()>) -> Self {
+        Self { buffers, outcome, ready: None, made: None, numbers: Vec::new() }
+    }
+
+    fn failed(error: Error) -> Self {
+        Self::with(Vec::new(), Err(error))
+    }
+}
+
+/// A collective under way.
+#[derive(Debug)]
+pub(in crate::etp) struct PendingCollective<D: ShardDevice> {
+    thread_name: &'static str,
+    reply: ResultSlot<D>,
+    /// The capture that it is part of.
+    capture: Option<u64>,
+    _under_way: CountGuard,
+}
+
+/// Where its outcome is.
+#[derive(Debug)]
+enum ResultSlot<D: ShardDevice> {
+    Later(Receiver<CollectiveResult<D>>),
+    Here(CollectiveResult<D>),
+}
+
+impl<D: ShardDevice> PendingCollective<D> {
+    /// Waits until the collective is done or enqueued; nothing of it is left on the collective thread's thread afterwards.
+    pub fn wait(self) -> CollectiveResult<D> {
+        self.reply.wait(self.thread_name)
+    }
+}
+
+impl<D: ShardDevice> ResultSlot<D> {
+    fn wait(self, thread_name: &'static str) -> CollectiveResult<D> {
+        match self {
+            Self::Later(reply) => reply.recv().unwrap_or_else(|_| CollectiveResult::failed(thread_ended(thread_name))),
+            Self::Here(done) => done,
+        }
+    }
+}
+
+fn thread_ended(thread_name: &'static str) -> Error {
+    Error::Device {
+        call: "etp",
+        operation: format!("{thread_name} collective thread"),
+        message: "its thread has ended".to_string(),
+    }
+}
+
+/// A collective, what it comes behind, and where its outcome goes.
+struct QueuedCollective<D: ShardDevice> {
+    collective: Collective<D>,
+    /// The end of the computation so far; an error is for the other ranks to hear, in the collective's turn.
+    after: Result<Option<D::Event>>,
+    reply: SyncSender<CollectiveResult<D>>,
+    open: CountGuard,
+}
+
+/// Longest wait for the end of a thread without a collective: that of its communicator.
+const IDLE: Duration = Duration::from_secs(30);
+/// The same of one that has a collective, which may wait for ranks that do not come.
+const BUSY: Duration = Duration::from_millis(200);
+
+/// What a collective thread has been given.
+#[derive(Debug, Default)]
+struct ThreadCounters {
+    /// Jobs that are not done, nor dropped with a thread that has ended.
+    open: Arc<AtomicUsize>,
+    /// Jobs whose results nobody has taken.
+    under_way: Arc<AtomicUsize>,
+    /// The capture that the last was part of, or 0.
+    capture: AtomicU64,
+    /// Calls are captured: a collective is enqueued before the next call.
+    one_at_a_time: AtomicBool,
+}
+
+/// One of a number that there are, for as long as it lives.
+#[derive(Debug)]
+struct CountGuard(Arc<AtomicUsize>);
+
+impl CountGuard {
+    fn counting(number: &Arc<AtomicUsize>) -> Self {
+        number.fetch_add(1, Ordering::SeqCst);
+        Self(Arc::clone(number))
+    }
+}
+
+impl Drop for CountGuard {
+    fn drop(&mut self) {
+        self.0.fetch_sub(1, Ordering::SeqCst);
+    }
+}
+
+impl ThreadCounters {
+    /// The end of a capture. With collectives whose results nobody has taken it fails: the driver would take it, as NCCL sets
+    /// what its captured streams depend on.
+    fn finish_capture<D: ShardDevice>(&self, streams: &StreamPair<D>, failed: bool) -> Result<()> {
+        if streams.compute.capture_number() != Some(self.capture.load(Ordering::SeqCst)) {
+            return Ok(());
+        }
+        let left = self.under_way.load(Ordering::SeqCst) > 0;
+        if failed || left {
+            // What was captured is given up, joined or not.
+            let _ = streams.rejoin();
+        }
+        match left && !failed {
+            true => {
+                Err(not_capturable_error("Cuda::capture", "end within a pass of a chain, with collectives under way"))
+            }
+            false => Ok(()),
+        }
+    }
+}
+
+/// A helper thread with its communicator.
+pub(in crate::etp) struct CollectiveThread<D: ShardDevice> {
+    name: &'static str,
+    queue: Option<Sender<QueuedCollective<D>>>,
+    counters: Arc<ThreadCounters>,
+    /// What captures call before they end.
+    _ending: Arc<CaptureHook>,
+    /// Told when the thread has let go of its communicator.
+    thread_ended: Receiver<()>,
+    /// Its communicator's device beside the chain's.
+    pub streams: Arc<StreamPair<D>>,
+    /// Whether its communicator has memory of its own to move ([`Communicator::uses_copy_engines`]).
+    pub has_own_memory: bool,
+    /// Its rank, and how many there are.
+    pub rank: (usize, usize),
+}
+
+impl<D: ShardDevice> fmt::Debug for CollectiveThread<D> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Collective thread<{}>", self.name)
+    }
+}
+
+impl<D: ShardDevice> Drop for CollectiveThread<D> {
+    /// Ends the thread, and its communicator with it: a process that ended meanwhile would take the libraries from
+    /// under it. A collective that waits for other ranks is left to itself.
+    fn drop(&mut self) {
+        self.queue = None;
+        let limit = if self.counters.open.load(Ordering::SeqCst) == 0 { IDLE } else { BUSY };
+        // What is late is late.
+        let _ = self.thread_ended.recv_timeout(limit);
+    }
+}
+
+impl<D: ShardDevice> CollectiveThread<D> {
+    /// Starts the thread.
+    pub fn start(name: &'static str, compute: &D, mut comm: Box<dyn Communicator<D>>) -> Result<Self> {
+        if D::ENQUEUES && comm.device().is_none() {
+            let expected = "a communicator that tells its device (Communicator::device)";
+            return Err(Error::invalid("Chain::new", format!("comms.{name}"), expected, "one that does not"));
+        }
+        let (streams, has_own_memory) = (StreamPair::new(compute, comm.device()), comm.uses_copy_engines());
+        let rank = (comm.rank(), comm.size());
+        let (queue, accepted) = channel::<QueuedCollective<D>>();
+        let (end, thread_ended) = sync_channel(1);
+        let counters = Arc::<ThreadCounters>::default();
+        let own = Arc::clone(&streams);
+        let work = move || {
+            for QueuedCollective { collective, after, reply, open } in accepted {
+                let done = collective.run(&mut *comm, (&own, after));
+                drop(open);
+                // Whoever asked may be gone.
+                let _ = reply.send(done);
+            }
+            drop((comm, own));
+            let _ = end.send(());
+        };
+        let thread = thread::Builder::new().name(format!("etp {name}"));
+        thread.spawn(work).map_err(|e| Error::Device {
+            call: "Chain::new",
+            operation: format!("{name} collective thread"),
+            message: e.to_string(),
+        })?;
+        let (own, capture_counters) = (Arc::clone(&streams), Arc::clone(&counters));
+        let ending: Arc<CaptureHook> = Arc::new(move |failed| capture_counters.finish_capture(&own, failed));
+        compute.add_capture_hook(&ending);
+        Ok(Self { name, queue: Some(queue), counters, _ending: ending, thread_ended, streams, has_own_memory, rank })
+    }
+
+    /// A buffer that its collectives are to move (collective where its communicator has memory for them).
+    ///
+    /// # Errors
+    /// No memory; a collective's.
+    fn allocate(&self, key: &BufferKey) -> Result<Tensor<D>> {
+        let own = || Tensor::empty(&self.streams.compute, key.dtype, &key.dims);
+        if !self.has_own_memory {
+            return own();
+        }
+        let tag = Tag { layer: 0, op: Op::Init, sequence: key.number() };
+        let collective = Collective::Allocate { tag, dtype: key.dtype, dims: key.dims.clone(), made: None };
+        let CollectiveResult { made, outcome, .. } = self.enqueue(collective).wait();
+        outcome?;
+        made.map_or_else(own, Ok)
+    }
+
+    /// A number of each rank (collective).
+    ///
+    /// # Errors
+    /// The collective's.
+    pub fn compare(&self, tag: Tag, own: u64) -> Result<Vec<u64>> {
+        let CollectiveResult { numbers, outcome, .. } =
+            self.enqueue(Collective::Compare { tag, own, all: Vec::new() }).wait();
+        outcome.map(|()| numbers)
+    }
+
+    /// Lends a buffer id's buffer, one that its collectives are to move.
+    ///
+    /// # Errors
+    /// As [`BufferCache::take`] and [`allocate`](Self::allocate).
+    pub fn take(&self, cache: &mut BufferCache<D>, buffer_id: BufferId) -> Result<Buffer<D>> {
+        cache.take_with(buffer_id, (self.has_own_memory, |key: &BufferKey| self.allocate(key)))
+    }
+
+    /// Says whether calls are captured from here on.
+    pub fn record(&self, capturable: bool) {
+        self.counters.one_at_a_time.store(capturable, Ordering::SeqCst);
+    }
+
+    /// Queues a collective, behind the computation so far.
+    pub fn enqueue(&self, collective: Collective<D>) -> PendingCollective<D> {
+        self.enqueue_after(collective, self.streams.compute.record_event())
+    }
+
+    /// The same behind an event, or behind what went wrong before it, which the other ranks are told in the collective's turn.
+    /// In a capture it has been enqueued when this returns.
+    pub fn enqueue_after(&self, collective: Collective<D>, after: Result<Option<D::Event>>) -> PendingCollective<D> {
+        let (reply, receiver) = sync_channel(1);
+        let capture = self.streams.compute.capture_number();
+        self.counters.capture.store(capture.unwrap_or(0), Ordering::SeqCst);
+        let queued = QueuedCollective { collective, after, reply, open: CountGuard::counting(&self.counters.open) };
+        let refused = match &self.queue {
+            Some(queue) => queue.send(queued).map_err(|refused| refused.0),
+            None => Err(queued),
+        };
+        if let Err(QueuedCollective { collective, after, reply, .. }) = refused {
+            let _ = reply.send(CollectiveResult::with(collective.buffers(), after.and(Err(thread_ended(self.name)))));
+        }
+        let later = ResultSlot::Later(receiver);
+        let here = self.counters.one_at_a_time.load(Ordering::SeqCst);
+        let reply = if here { ResultSlot::Here(later.wait(self.name)) } else { later };
+        PendingCollective {
+            thread_name: self.name,
+            reply,
+            capture,
+            _under_way: CountGuard::counting(&self.counters.under_way),
+        }
+    }
+
+    /// In place of a collective whose buffer is not to be had: the other ranks are told.
+    pub fn refuse(&self, tag: Tag, error: Error) -> PendingCollective<D> {
+        self.enqueue_after(Collective::Refuse { tag }, Err(error))
+    }
+
+    /// Waits for a collective and takes its buffers: on a GPU, has the computation wait.
+    pub fn receive(&self, pending: PendingCollective<D>) -> (Vec<Buffer<D>>, Result<()>) {
+        let (compute, capture) = (&self.streams.compute, pending.capture);
+        let CollectiveResult { buffers, outcome, ready, .. } = pending.wait();
+        if capture.is_some_and(|part| compute.capture_number() != Some(part)) {
+            // Nothing has run, and nothing can be waited for.
+            let over = Error::invalid(CALL, "collective", "of a capture under way", "of one that has ended");
+            return (buffers.into_iter().filter_map(TransferBuffer::received).collect(), outcome.and(Err(over)));
+        }
+        let waited = compute.wait(&compute.own_stream(), ready.as_ref());
+        let known = waited.is_ok() && (ready.is_some() || !D::ENQUEUES);
+        // A buffer that is not received is waited for as it is dropped.
+        let buffers =
+            if known { buffers.into_iter().filter_map(TransferBuffer::received).collect() } else { Vec::new() };
+        (buffers, outcome.and(waited))
+    }
+}
+
+impl<D: ShardDevice> Collective<D> {
+    fn buffers(self) -> Vec<TransferBuffer<D>> {
+        match self {
+            Collective::Gather { into: buffer, .. } | Collective::Join { amaxes: buffer, .. } => vec![buffer],
+            Collective::Reduce { gradient, into, .. } => vec![gradient, into],
+            Collective::Allocate { .. }
+            | Collective::Compare { .. }
+            | Collective::Refuse { .. }
+            | Collective::Recover { .. } => Vec::new(),
+        }
+    }
+
+    fn run(
+        mut self,
+        comm: &mut dyn Communicator<D>,
+        (streams, after): (&StreamPair<D>, Result<Option<D::Event>>),
+    ) -> CollectiveResult<D> {
+        let transfer = &streams.transfer;
+        let outcome = match after.and_then(|after| transfer.wait(&transfer.own_stream(), after.as_ref())) {
+            Ok(()) => self.collective(comm, transfer),
+            Err(error) => {
+                let _ = comm.refuse(self.tag(), &error.to_string());
+                Err(error)
+            }
+        };
+        match self {
+            // Nothing is left on the stream, and what all ranks have made none of them gives up.
+            Collective::Allocate { made, .. } => {
+                CollectiveResult { made, ..CollectiveResult::with(Vec::new(), outcome) }
+            }
+            Collective::Compare { all, .. } => {
+                CollectiveResult { numbers: all, ..CollectiveResult::with(Vec::new(), outcome) }
+            }
+            collective => {
+                let (ready, outcome) = match transfer.record_event() {
+                    Ok(ready) => (ready, outcome),
+                    Err(error) => (None, outcome.and(Err(error))),
+                };
+                CollectiveResult { ready, ..CollectiveResult::with(collective.buffers(), outcome) }
+            }
+        }
+    }
+
+    fn tag(&self) -> Tag {
+        match self {
+            Collective::Gather { tag, .. } | Collective::Join { tag, .. } | Collective::Reduce { tag, .. } => *tag,
+            Collective::Allocate { tag, .. } | Collective::Compare { tag, .. } => *tag,
+            Collective::Refuse { tag } | Collective::Recover { tag, .. } => *tag,
+        }
+    }
+
+    fn collective(&mut self, comm: &mut dyn Communicator<D>, transfer: &D) -> Result<()> {
+        let gone = || Error::invalid("etp", "buffer", "one for the collective", "none");
+        match self {
+            Collective::Gather { tag, shard, into } => {
+                let into = into.buffer().ok_or_else(gone)?.tensor.view_mut();
+                match shard {
+                    GatherInput::ShardCodes(quantized) => quantized.gather(comm, *tag, into),
+                    GatherInput::Plain(shard) => gather_plain(comm, *tag, &**shard, into),
+                    GatherInput::Placed => comm.gather_in_place(*tag, into),
+                }
+            }
+            Collective::Join { tag, amaxes } => {
+                let amaxes = &mut amaxes.buffer().ok_or_else(gone)?.tensor;
+                let dims = amaxes.dims().to_vec();
+                // No amax has a sign, so their bits are in the numbers' order, and a NaN's are the largest: integers,
+                // which every communicator joins where they are.
+                let bits = TensorMut::new(amaxes.view_mut().into_data(), DType::I32, &dims)?;
+                comm.all_reduce(*tag, ReduceOp::Max, bits)
+            }
+            Collective::Reduce { tag, how, gradient, into } => {
+                let gradient = gradient.buffer().ok_or_else(gone)?.tensor.view();
+                reduce(comm, *tag, *how, (gradient, into.buffer().ok_or_else(gone)?.tensor.view_mut()))
+            }
+            Collective::Allocate { tag, dtype, dims, made } => {
+                *made = comm.memory(*tag, *dtype, dims)?;
+                Ok(())
+            }
+            Collective::Compare { tag, own, all } => {
+                *all = gather_numbers(transfer, comm, *tag, &[*own])?;
+                Ok(())
+            }
+            // Its order brings the reason, and does not come here.
+            Collective::Refuse { .. } => Err(gone()),
+            Collective::Recover { tag, reason } => recover(comm, *tag, reason.take()),
+        }
+    }
+}
+
+/// Numbers of every rank, in rank order (collective).
+pub(in crate::etp) fn gather_numbers<D: ShardDevice>(
+    device: &D,
+    comm: &mut dyn Communicator<D>,
+    tag: Tag,
+    own: &[u64],
+) -> Result<Vec<u64>> {
+    let stream = &device.own_stream();
+    let bytes: Vec<u8> = own.iter().flat_map(|v| v.to_ne_bytes()).collect();
+    let room = Tensor::empty(device, DType::U8, &[bytes.len()]).and_then(|mut send| {
+        device.upload(stream, &bytes, send.view_mut())?;
+        Ok((send, Tensor::empty(device, DType::U8, &[comm.size(), bytes.len()])?))
+    });
+    // The others are told: they are in the collective.
+    let (send, mut recv) = room.inspect_err(|error| drop(comm.refuse(tag, &error.to_string())))?;
+    comm.all_gather(tag, send.view(), recv.view_mut())?;
+    let all = device.download(stream, recv.view())?;
+    Ok(all.as_chunks().0.iter().map(|b| u64::from_ne_bytes(*b)).collect())
+}
+
+fn gather_plain<D: Device>(
+    comm: &mut dyn Communicator<D>,
+    tag: Tag,
+    shard: &dyn ShardSource<D>,
+    mut into: TensorMut<'_, D>,
+) -> Result<()> {
+    let mut met = false;
+    let gathered = shard.read(&mut |shard| {
+        met = true;
+        gather(comm, tag, shard, into.reborrow())
+    });
+    if let (false, Err(error)) = (met, &gathered) {
+        // The others are in the gather: they are told why this rank is not.
+        let _ = comm.refuse(tag, &error.to_string());
+    }
+    gathered
+}
+
+/// A shard of another size is told to the other ranks, and exchanged with nobody.
+fn gather<D: Device>(
+    comm: &mut dyn Communicator<D>,
+    tag: Tag,
+    shard: TensorRef<'_, D>,
+    into: TensorMut<'_, D>,
+) -> Result<()> {
+    let checked = in_place::fits(&shard, &into, comm.size());
+    if let Err(error) = checked {
+        let _ = comm.refuse(tag, &error.to_string());
+        return Err(error);
+    }
+    comm.all_gather(tag, shard, into)
+}
+
+fn reduce<D: Device>(
+    comm: &mut dyn Communicator<D>,
+    tag: Tag,
+    how: Reduction,
+    (gradient, into): (TensorRef<'_, D>, TensorMut<'_, D>),
+) -> Result<()> {
+    match how {
+        Reduction::Native => comm.reduce_scatter(tag, gradient, into),
+        Reduction::Pairwise => comm.exchange_blocks(tag, gradient, into),
+    }
+}
+
+/// Ranks that are still in an earlier collective meet this as a mismatch, and are one collective further. After as many
+/// meetings as the longest collective thread has collectives, all ranks are here.
+fn recover<D: Device>(comm: &mut dyn Communicator<D>, tag: Tag, reason: Option<String>) -> Result<()> {
+    use CommError::{ArgumentMismatch, Refused, SizeMismatch, TagMismatch};
+    let mut met = match reason {
+        Some(reason) => comm.refuse(tag, &reason).and_then(|()| comm.barrier(tag)),
+        None => comm.barrier(tag),
+    };
+    loop {
+        match met {
+            Err(Error::Comm(Refused { .. } | TagMismatch { .. } | SizeMismatch { .. } | ArgumentMismatch { .. }))
+                if !comm.ended() =>
+            {
+                met = comm.barrier(tag)
+            }
+            other => return other,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::comm::ThreadWorld;
+    use crate::cpu::Cpu;
+    use crate::etp::state::buffer_cache::BufferUsage;
+    use crate::etp::state::source::Shard;
+
+    /// A rank whose computation cannot be waited for tells the others, which are in the collective's collective; its next collective
+    /// meets theirs.
+    #[test]
+    fn an_error_before_a_collective_is_reported() {
+        let broken = |rank: usize| match rank {
+            1 => Err(Error::Device { call: "test", operation: "mark".into(), message: "out of luck".into() }),
+            _ => Ok(None),
+        };
+        let work = |(rank, comm): (usize, crate::comm::ThreadComm)| {
+            let cpu = Cpu::new();
+            let mut cache = BufferCache::new(cpu);
+            let key = BufferKey { dims: vec![4, 2], dtype: DType::F32, usage: BufferUsage::GatheredWeight, parity: 0 };
+            let buffer_id = cache.reserve(key);
+            let thread_name = CollectiveThread::start("gather", &cpu, Box::new(comm)).unwrap();
+            let shard: Arc<dyn ShardSource<Cpu>> =
+                Arc::new(Shard::new(Tensor::from_vec(vec![1f32; 4], &[2, 2]).unwrap()));
+            let mut gather = |sequence, after| {
+                let into = TransferBuffer::new(cache.take(buffer_id).unwrap(), &thread_name.streams);
+                let tag = Tag { layer: 0, op: Op::Weights, sequence };
+                let collective = Collective::Gather { tag, shard: GatherInput::Plain(Arc::clone(&shard)), into };
+                let (buffers, outcome) = thread_name.receive(thread_name.enqueue_after(collective, after));
+                assert_eq!(buffers.len(), 1, "the buffer comes back");
+                buffers.into_iter().for_each(|buffer| cache.put(buffer));
+                outcome
+            };
+            (gather(0, broken(rank)), gather(1, Ok(None)))
+        };
+        let comms = ThreadWorld::create(2, Duration::from_secs(60));
+        let outcomes: Vec<_> = thread::scope(|scope| {
+            let threads: Vec<_> = comms.into_iter().enumerate().map(|seat| scope.spawn(move || work(seat))).collect();
+            threads.into_iter().map(|thread| thread.join().unwrap()).collect()
+        });
+        let [(gather_numbers, met), (own, after)] = <[_; 2]>::try_from(outcomes).unwrap();
+        let Err(Error::Comm(CommError::Refused { peer: 1, reason, .. })) = &gather_numbers else {
+            panic!("{gather_numbers:?}")
+        };
+        assert!(reason.contains("out of luck"), "{reason}");
+        assert!(matches!(own, Err(Error::Device { call: "test", .. })), "{own:?}");
+        assert!(met.is_ok() && after.is_ok(), "{met:?} {after:?}");
+    }
+}

@@ -1,0 +1,89 @@
+//! Work of two devices of one memory, each with a stream: what is handed from one to the other, and in which order.
+//!
+//! A buffer that crosses to the other stream is used there after everything that its own stream had been given when it
+//! left, and on its own stream after everything that the other had been given when it came back. Where calls run to
+//! their end all of this is nothing.
+
+use std::fmt;
+use std::sync::Arc;
+
+use crate::error::Result;
+
+use crate::etp::ShardDevice;
+use crate::etp::state::buffer_cache::Buffer;
+
+/// The device of the computation, and the one that a communicator's work is on.
+pub(in crate::etp) struct StreamPair<D: ShardDevice> {
+    pub compute: D,
+    pub transfer: D,
+}
+
+impl<D: ShardDevice> fmt::Debug for StreamPair<D> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{:?} beside {:?}", self.transfer, self.compute)
+    }
+}
+
+impl<D: ShardDevice> StreamPair<D> {
+    /// A communicator's device beside that of the computation, which is to hear of its failures.
+    pub fn new(compute: &D, transfer: Option<&D>) -> Arc<Self> {
+        let transfer = transfer.unwrap_or(compute).clone();
+        compute.adopt_errors_of(&transfer);
+        Arc::new(Self { compute: compute.clone(), transfer })
+    }
+
+    /// Later work there waits for the work here so far.
+    pub fn fork(&self) -> Result<()> {
+        self.transfer.wait(&self.transfer.own_stream(), self.compute.record_event()?.as_ref())
+    }
+
+    /// Later work here waits for the work there so far.
+    pub fn rejoin(&self) -> Result<()> {
+        self.compute.wait(&self.compute.own_stream(), self.transfer.record_event()?.as_ref())
+    }
+
+    /// Runs work there between the work here before it and after it.
+    pub fn run_on_transfer<R>(&self, work: impl FnOnce() -> Result<R>) -> Result<R> {
+        self.fork()?;
+        let done = work();
+        self.rejoin().and(done)
+    }
+}
+
+/// A buffer on the other stream. Dropped there, it is still in order when its own stream gets its memory.
+pub(in crate::etp) struct TransferBuffer<D: ShardDevice> {
+    buffer: Option<Buffer<D>>,
+    streams: Arc<StreamPair<D>>,
+}
+
+impl<D: ShardDevice> fmt::Debug for TransferBuffer<D> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.buffer.fmt(f)
+    }
+}
+
+impl<D: ShardDevice> TransferBuffer<D> {
+    pub fn new(buffer: Buffer<D>, streams: &Arc<StreamPair<D>>) -> Self {
+        Self { buffer: Some(buffer), streams: Arc::clone(streams) }
+    }
+
+    /// The buffer, to be used there.
+    pub fn buffer(&mut self) -> Option<&mut Buffer<D>> {
+        self.buffer.as_mut()
+    }
+
+    /// The buffer, by a caller who keeps the order.
+    pub fn received(mut self) -> Option<Buffer<D>> {
+        self.buffer.take()
+    }
+}
+
+impl<D: ShardDevice> Drop for TransferBuffer<D> {
+    fn drop(&mut self) {
+        let Some(buffer) = self.buffer.take() else { return };
+        if self.streams.rejoin().is_err() {
+            // What the other stream still does with the memory is not known: nobody gets it.
+            std::mem::forget(buffer);
+        }
+    }
+}

@@ -1,0 +1,101 @@
+//! The auxiliary losses of a forward, for the host and for the device.
+
+use std::sync::Arc;
+
+use crate::aux_loss::{AuxValue, Sums, aux_value};
+use crate::comm::{Op, ReduceOp, Tag};
+use crate::config::{AuxConfig, RouterConfig};
+use crate::dtype::DType;
+use crate::ep::{Group, Handle};
+use crate::error::Result;
+use crate::kernels::{AuxSums, AuxTotal, Kernels, Scalar};
+use crate::lazy::Lazy;
+use crate::tensor::{Tensor, TensorMut, TensorRef};
+
+use super::Layer;
+use super::forward::refuse;
+
+/// Auxiliary losses of one forward. The device has the sums that they follow from; the host reads them when it asks.
+#[derive(Debug, Clone)]
+pub struct AuxLoss<D: Kernels> {
+    value: Lazy<AuxValue>,
+    /// Absent where no loss is asked for.
+    on_device: Option<Arc<DeviceAuxLoss<D>>>,
+    device: D,
+    /// Accumulator type.
+    dtype: DType,
+}
+
+#[derive(Debug)]
+struct DeviceAuxLoss<D: Kernels> {
+    stream: D::Stream,
+    router: RouterConfig,
+    aux: AuxConfig,
+    sums: Arc<Tensor<D>>,
+}
+
+impl<D: Kernels> AuxLoss<D> {
+    /// The losses, which waits for the device, once.
+    ///
+    /// # Errors
+    /// As [`Lazy::get`].
+    pub fn get(&self) -> Result<&AuxValue> {
+        self.value.get()
+    }
+
+    /// The losses, to be read by whoever asks, when they ask.
+    pub fn value(&self) -> &Lazy<AuxValue> {
+        &self.value
+    }
+
+    /// Writes their sum ([`AuxValue::total`], rounded to that type) to one element of the accumulator type, on the layer's
+    /// stream: on a GPU nothing waits, and the call can be captured.
+    ///
+    /// # Errors
+    /// Another type or size; a driver's error.
+    pub fn write(&self, mut out: TensorMut<'_, D>) -> Result<()> {
+        Scalar::Device(out.as_ref()).check("AuxLoss::write", "out", self.dtype)?;
+        let Some(DeviceAuxLoss { stream, router, aux, sums }) = self.on_device.as_deref() else {
+            return self.device.zero(out.into_data());
+        };
+        self.device.aux_total(stream, AuxTotal { config: router, aux, sums: sums.view(), out: out.reborrow() })
+    }
+}
+
+/// The losses, and the sums that their gradient needs.
+pub(super) type AuxAndSums<D> = (AuxLoss<D>, Option<Arc<Tensor<D>>>);
+
+pub(super) fn losses<D: Kernels>(
+    layer: &Layer,
+    group: &mut Group<D>,
+    handle: &Handle<D>,
+    (logits, ids): (TensorRef<'_, D>, TensorRef<'_, D>),
+) -> Result<AuxAndSums<D>> {
+    let config = &layer.config;
+    let (device, stream, dtype) = (group.device().clone(), group.stream().clone(), logits.dtype());
+    if config.aux.is_off() {
+        return Ok((AuxLoss { value: Lazy::ready(AuxValue::default()), on_device: None, device, dtype }, None));
+    }
+    let summed = config.aux.over_ranks && group.ranks() > 1;
+    let own = Tensor::empty(&device, dtype, &[Sums::len(config.router.num_experts)]).and_then(|mut sums| {
+        let (config, aux, out) = (&config.router, &config.aux, sums.view_mut());
+        device.aux_sums(&stream, AuxSums { config, aux, logits: logits.borrow(), ids: ids.borrow(), out })?;
+        Ok(sums)
+    });
+    let mut sums = match own {
+        Ok(sums) => sums,
+        Err(e) => return Err(refuse(layer, group, if summed { Op::Aux } else { Op::Dispatch }, e)),
+    };
+    if summed {
+        let tag = Tag { layer: layer.number, op: Op::Aux, sequence: handle.sequence() };
+        group.dispatcher().communicator().all_reduce(tag, ReduceOp::Sum, sums.view_mut())?;
+    }
+    let sums = Arc::new(sums);
+    let own = DeviceAuxLoss { stream, router: config.router.clone(), aux: config.aux, sums: sums.clone() };
+    let (on_device, reads) = (Arc::new(own), device.clone());
+    let value = {
+        let of = Arc::clone(&on_device);
+        Lazy::later(move || Ok(aux_value(&of.router, &of.aux, &reads.read(&of.stream, of.sums.view())?)))
+    };
+    Ok((AuxLoss { value, on_device: Some(on_device), device, dtype }, Some(sums)))
+}

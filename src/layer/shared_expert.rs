@@ -1,0 +1,230 @@
+//! The shared expert: one expert that every token visits, on this rank's own tokens.
+//!
+//! It runs through the routed experts' kernels, as a layout of one segment; its gate is a routing weight.
+
+use crate::config::{SharedConfig, WeightAt};
+use crate::error::Result;
+use crate::kernels::{
+    Down, DownBwd, Kernels, Linear, LinearBwd, RowDest, RowSource, Segments, Sigmoid, SlotWeights, Up, UpDgrad, Wgrad,
+};
+use crate::tensor::{Tensor, TensorMut, TensorRef};
+
+use super::{GradientsMut, Inputs, Layer, Mode, Params};
+
+/// What backward needs of the shared expert.
+#[derive(Debug)]
+pub(super) struct SharedContext<D: Kernels> {
+    /// `[T, G·S]`, unless recomputed.
+    pre: Option<Tensor<D>>,
+    /// sigmoid(x·gate), accumulator type `[T, 1]`.
+    gate: Option<Tensor<D>>,
+}
+
+impl<D: Kernels> SharedContext<D> {
+    pub(super) fn bytes(&self) -> usize {
+        self.pre.as_ref().map_or(0, Tensor::bytes) + self.gate.as_ref().map_or(0, Tensor::bytes)
+    }
+
+    fn slot_weights(&self) -> Result<Option<SlotWeights<'_, D>>> {
+        let Some(gate) = &self.gate else { return Ok(None) };
+        let values = gate.view().reshape(&[gate.dims()[0]])?;
+        Ok(Some(SlotWeights { values, at: WeightAt::Output }))
+    }
+}
+
+/// The shared expert's parameters, as stacks of one expert.
+struct SharedParams<'a, D: Kernels> {
+    config: SharedConfig,
+    up: TensorRef<'a, D>,
+    down: TensorRef<'a, D>,
+}
+
+impl<'a, D: Kernels> SharedParams<'a, D> {
+    /// `None` where the layer has no shared expert (the shapes were checked).
+    fn of(layer: &Layer, params: &'a Params<'_, D>) -> Result<Option<Self>> {
+        let (Some(config), Some(up), Some(down)) = (layer.config.shared, &params.shared_up, &params.shared_down) else {
+            return Ok(None);
+        };
+        let h = layer.config.hidden;
+        let up = up.borrow().reshape(&[1, layer.config.activation.gate_factor() * config.intermediate, h])?;
+        let down = down.borrow().reshape(&[1, h, config.intermediate])?;
+        Ok(Some(Self { config, up, down }))
+    }
+
+    /// Activations `[T, S]`, and pre-activations `[T, G·S]` if they are to be kept.
+    fn up(
+        &self,
+        layer: &Layer,
+        (device, stream): (&D, &D::Stream),
+        x: TensorRef<'_, D>,
+        keep: bool,
+    ) -> Result<(Tensor<D>, Option<Tensor<D>>)> {
+        let tokens = x.rows();
+        let segments = device.single_segment(stream, tokens)?;
+        let mut pre = match keep {
+            true => Some(Tensor::empty(device, x.dtype(), &[tokens, self.up.dims()[1]])?),
+            false => None,
+        };
+        let mut hidden = Tensor::empty(device, x.dtype(), &[tokens, self.config.intermediate])?;
+        let call = Up {
+            rows: RowSource::direct(x.borrow()),
+            segments: &segments,
+            weight: self.up.borrow().into(),
+            bias: None,
+            slot_weights: None,
+            activation: layer.config.activation,
+            pre: pre.as_mut().map(Tensor::view_mut),
+            out: RowDest::direct(hidden.view_mut()),
+        };
+        device.up(stream, call)?;
+        Ok((hidden, pre))
+    }
+}
+
+/// A shared expert on its way: all but the product that goes into the layer's output.
+#[derive(Debug)]
+pub(super) struct PendingSharedExpert<D: Kernels> {
+    /// `[T, S]`.
+    hidden: Tensor<D>,
+    saved: SharedContext<D>,
+}
+
+/// The part of the shared expert that needs no output; `None` where the layer has none.
+pub(super) fn begin<D: Kernels>(
+    layer: &Layer,
+    (device, stream): (&D, &D::Stream),
+    mode: Mode,
+    x: TensorRef<'_, D>,
+    params: &Params<'_, D>,
+) -> Result<Option<PendingSharedExpert<D>>> {
+    let Some(shared) = SharedParams::of(layer, params)? else { return Ok(None) };
+    let tokens = x.rows();
+    let gate = match &params.shared_gate {
+        None => None,
+        Some(weight) => {
+            let mut logit = Tensor::empty(device, x.dtype().accumulator(), &[tokens, 1])?;
+            let linear = Linear { x: x.borrow(), weight: weight.borrow(), bias: None, out: logit.view_mut() };
+            device.linear(stream, linear)?;
+            let mut gate = Tensor::empty(device, logit.dtype(), &[tokens, 1])?;
+            device.sigmoid(stream, Sigmoid { value: logit.view(), grad: None, out: gate.view_mut() })?;
+            Some(gate)
+        }
+    };
+    let (hidden, pre) = shared.up(layer, (device, stream), x, mode.backward && !layer.config.recompute)?;
+    Ok(Some(PendingSharedExpert { hidden, saved: SharedContext { pre, gate } }))
+}
+
+/// Adds the shared expert's output to `y`.
+pub(super) fn finish<D: Kernels>(
+    layer: &Layer,
+    (device, stream): (&D, &D::Stream),
+    mode: Mode,
+    pending: Option<PendingSharedExpert<D>>,
+    params: &Params<'_, D>,
+    mut y: TensorMut<'_, D>,
+) -> Result<Option<SharedContext<D>>> {
+    let (Some(shared), Some(PendingSharedExpert { hidden, saved })) = (SharedParams::of(layer, params)?, pending)
+    else {
+        return Ok(None);
+    };
+    let segments = device.single_segment(stream, hidden.dims()[0])?;
+    let call = Down {
+        rows: RowSource::direct(hidden.view()),
+        segments: &segments,
+        weight: shared.down.borrow().into(),
+        bias: None,
+        slot_weights: saved.slot_weights()?,
+        out: RowDest::adding(y.reborrow()),
+    };
+    device.down(stream, call)?;
+    Ok(mode.backward.then_some(saved))
+}
+
+/// Adds the shared expert's gradient to `d_x`; writes its parameters' where they are wanted.
+pub(super) fn backward<D: Kernels>(
+    layer: &Layer,
+    (device, stream): (&D, &D::Stream),
+    saved: SharedContext<D>,
+    inputs: &Inputs<'_, D>,
+    (d_y, mut d_x): (TensorRef<'_, D>, TensorMut<'_, D>),
+    into: &mut GradientsMut<'_, D>,
+) -> Result<()> {
+    let Some(shared) = SharedParams::of(layer, inputs.params)? else { return Ok(()) };
+    let x = inputs.x;
+    let tokens = x.rows();
+    let segments = device.single_segment(stream, tokens)?;
+    let (s, up_rows, acc) = (shared.config.intermediate, shared.up.dims()[1], x.dtype().accumulator());
+    let recomputed = match saved.pre {
+        Some(_) => None,
+        None => shared.up(layer, (device, stream), x, true)?.1,
+    };
+    let Some(pre) = saved.pre.as_ref().or(recomputed.as_ref()) else { return Ok(()) };
+    let mut d_pre = Tensor::empty(device, x.dtype(), &[tokens, up_rows])?;
+    let mut hidden = Tensor::empty(device, x.dtype(), &[tokens, s])?;
+    let mut d_gate = Tensor::empty(device, acc, &[tokens])?;
+    let call = DownBwd {
+        grad: RowSource::direct(d_y.borrow()),
+        segments: &segments,
+        weight: shared.down.borrow().into(),
+        bias: None,
+        pre: pre.view(),
+        slot_weights: saved.slot_weights()?,
+        activation: layer.config.activation,
+        d_pre: d_pre.view_mut(),
+        hidden: Some(hidden.view_mut()),
+        d_slot_weights: Some(d_gate.view_mut()),
+    };
+    device.down_bwd(stream, call)?;
+    let dgrad = UpDgrad {
+        d_pre: d_pre.view(),
+        segments: &segments,
+        weight: shared.up.borrow().into(),
+        input_weight: None,
+        out: RowDest::adding(d_x.reborrow()),
+    };
+    device.up_dgrad(stream, dgrad)?;
+    if let Some(out) = &mut into.shared_up {
+        wgrad((device, stream), &segments, (d_pre.view(), x), out.reborrow())?;
+    }
+    if let Some(out) = &mut into.shared_down {
+        wgrad((device, stream), &segments, (d_y, hidden.view()), out.reborrow())?;
+    }
+    match (&saved.gate, &inputs.params.shared_gate) {
+        (Some(gate), Some(weight)) => {
+            let mut d_logit = Tensor::empty(device, acc, &[tokens, 1])?;
+            let d_gate = d_gate.reshape(&[tokens, 1])?;
+            let sigmoid = Sigmoid { value: gate.view(), grad: Some(d_gate.view()), out: d_logit.view_mut() };
+            device.sigmoid(stream, sigmoid)?;
+            let linear = LinearBwd {
+                x: x.borrow(),
+                weight: weight.borrow(),
+                d_out: d_logit.view(),
+                d_x: Some(d_x.reborrow()),
+                d_weight: into.shared_gate.as_mut().map(TensorMut::reborrow),
+                d_bias: None,
+            };
+            device.linear_bwd(stream, linear)
+        }
+        _ => Ok(()),
+    }
+}
+
+/// Gradient of one of the two matrices, in its parameter's shape.
+fn wgrad<D: Kernels>(
+    (device, stream): (&D, &D::Stream),
+    segments: &Segments<D>,
+    (left, right): (TensorRef<'_, D>, TensorRef<'_, D>),
+    out: TensorMut<'_, D>,
+) -> Result<()> {
+    let mut out = out.reshape(&[1, left.dims()[1], right.dims()[1]])?;
+    let call = Wgrad {
+        left: RowSource::direct(left.borrow()),
+        right: RowSource::direct(right.borrow()),
+        slot_weights: None,
+        segments,
+        out: out.reborrow(),
+        bias: None,
+        accumulate: false,
+    };
+    device.wgrad(stream, call)
+}

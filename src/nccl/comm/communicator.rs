@@ -1,0 +1,178 @@
+//! One rank's communicator between GPUs.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use crate::comm::agree::{Call, Detail};
+use crate::comm::{Op, Tag};
+use crate::cuda::{Cuda, Event};
+use crate::dtype::DType;
+use crate::error::{CommError, Result};
+
+use crate::nccl::NcclLibrary;
+use crate::nccl::comm::reduce::RankReduce;
+use crate::nccl::comm::session::Session;
+use crate::nccl::control::peer_events::CollectiveInfo;
+use crate::nccl::control::plane::ControlPlane;
+use crate::nccl::control::watchdog::Work;
+use crate::nccl::ffi::comm_handle::CommHandle;
+use crate::nccl::ffi::enqueue::{CommStream, EnqueueError};
+use crate::nccl::ffi::sys::{CommPtr, Functions, StreamPtr};
+
+/// A rank's communicator between GPUs, on the stream of its [`Cuda`].
+///
+/// Collectives are enqueued; the host waits for a GPU only in [`barrier`](crate::comm::Communicator::barrier) and for
+/// what is summed on the host (see [`all_reduce`](crate::comm::Communicator::all_reduce) below). A failure is kept:
+/// every later call returns it, and so does every wait of the [`Cuda`] while this communicator lives. Then the
+/// communicator has been aborted, and what its collectives wrote is worth nothing.
+///
+/// Sums keep the trait's promise: in rank order, in f32, the same bits on every rank and in every run. `F32`, `F16` and
+/// `BF16` are exchanged piece by piece and added by this crate's kernel, which moves as many bytes as NCCL's own ring;
+/// integers are NCCL's to add; `F64`, and the maximum of floating types, where a NaN must win, pass through the host.
+///
+/// Dropping it tells the peers that the rank has left, and waits until its collectives have ended, or it has failed.
+#[derive(Debug)]
+pub struct NcclComm {
+    pub(in crate::nccl) cuda: Cuda,
+    pub(in crate::nccl) sums: RankReduce,
+    pub(in crate::nccl) session: Session,
+}
+
+impl Drop for NcclComm {
+    fn drop(&mut self) {
+        // Before anything else of it goes; the link is the last.
+        self.session.leave();
+    }
+}
+
+/// What other libraries that build on NCCL need of a communicator.
+#[derive(Debug, Clone, Copy)]
+pub struct Raw<'a> {
+    /// NCCL's functions.
+    pub functions: &'a Functions,
+    /// The communicator.
+    pub comm: CommPtr,
+    /// The stream of all its work.
+    pub stream: StreamPtr,
+}
+
+/// Work on a GPU up to an event.
+struct StreamWork {
+    cuda: Cuda,
+    event: Event,
+}
+
+impl Work for StreamWork {
+    fn ended(&self) -> std::result::Result<bool, String> {
+        self.cuda.bind("watch").and_then(|()| self.event.is_done()).map_err(|e| e.to_string())
+    }
+}
+
+/// What is watched of the work that a GPU has been given; not inside a recording, which runs later and any number of
+/// times.
+fn work_so_far(cuda: &Cuda) -> Result<Option<Box<dyn Work>>> {
+    Ok(match cuda.is_capturing()? {
+        true => None,
+        false => Some(Box::new(StreamWork { event: cuda.record()?, cuda: cuda.clone() })),
+    })
+}
+
+impl NcclComm {
+    pub(in crate::nccl) fn new(
+        comm_handle: Arc<CommHandle>,
+        cuda: &Cuda,
+        control: ControlPlane,
+        timeout: Duration,
+    ) -> Result<Self> {
+        comm_handle.on(|| vec![cuda.stuck()]);
+        let own = cuda.clone();
+        comm_handle.marked(Box::new(move || work_so_far(&own).ok().flatten()));
+        let session = Session::new(comm_handle, control, timeout)?;
+        let guard: Arc<dyn crate::cuda::FailureSource> = session.comm_handle.clone();
+        cuda.add_failure_source(&guard);
+        Ok(Self { cuda: cuda.clone(), sums: RankReduce::default(), session })
+    }
+
+    /// The GPU and its stream.
+    pub fn cuda(&self) -> &Cuda {
+        &self.cuda
+    }
+
+    /// The library.
+    pub fn library(&self) -> &NcclLibrary {
+        self.session.comm_handle.library()
+    }
+
+    /// Within which every collective ends.
+    pub fn timeout(&self) -> Duration {
+        self.session.timeout
+    }
+
+    /// Why the communicator has ended, if it has.
+    pub fn failure(&self) -> Option<CommError> {
+        self.session.comm_handle.failure()
+    }
+
+    /// Runs calls of NCCL, or of a library that takes its communicators, while nobody frees the communicator. Not
+    /// watched: for what ends without the peers.
+    ///
+    /// # Errors
+    /// What `calls` returns; the failure that ended the communicator.
+    pub fn with_raw<T>(&self, calls: impl FnOnce(Raw<'_>) -> Result<T>) -> Result<T> {
+        self.cuda.bind("NcclComm::with_raw")?;
+        let stream = self.stream();
+        match self.session.comm_handle.with(|functions, comm| calls(Raw { functions, comm, stream })) {
+            Some(result) => result,
+            None => Err(self.session.ended("with_raw", Tag { layer: 0, op: Op::User, sequence: 0 })),
+        }
+    }
+
+    /// The same for what all ranks call together: counted, compared over the ranks where they are threads, and watched.
+    ///
+    /// # Errors
+    /// What `calls` returns, which ends the communicator on all ranks; a collective's own errors.
+    pub fn collective_raw<T>(
+        &mut self,
+        operation: &'static str,
+        tag: Tag,
+        calls: impl FnOnce(Raw<'_>) -> Result<T>,
+    ) -> Result<T> {
+        self.together(Call { operation, tag, dtype: DType::U8, detail: Detail::Plain, bytes: 0 }, calls)
+    }
+
+    pub(in crate::nccl) fn together<T>(&mut self, call: Call, calls: impl FnOnce(Raw<'_>) -> Result<T>) -> Result<T> {
+        let subject = self.session.begin(call)?;
+        self.run_watched(subject, |CommStream { comm_handle, stream }| {
+            comm_handle.with(|functions, comm| calls(Raw { functions, comm, stream: *stream }))
+        })
+    }
+
+    pub(in crate::nccl) fn stream(&self) -> StreamPtr {
+        self.cuda.stream().raw().cu_stream().cast()
+    }
+
+    /// Runs a collective's calls with the watchdog looking on, then has it watch what they enqueued. `None` from them:
+    /// the communicator has ended.
+    pub(in crate::nccl) fn run_watched<T>(
+        &mut self,
+        subject: CollectiveInfo,
+        calls: impl FnOnce(&CommStream<'_>) -> Option<Result<T>>,
+    ) -> Result<T> {
+        let bound = self.cuda.bind(subject.operation);
+        self.session.check_begun(subject, bound)?;
+        let (stream, cuda) = (self.stream(), &self.cuda);
+        self.session.run(subject, |comm_handle| calls(&CommStream { comm_handle, stream }), || work_so_far(cuda))
+    }
+
+    /// The same for calls of NCCL alone.
+    pub(in crate::nccl) fn enqueue(
+        &mut self,
+        subject: CollectiveInfo,
+        calls: impl FnOnce(&CommStream<'_>) -> std::result::Result<(), EnqueueError>,
+    ) -> Result<()> {
+        self.run_watched(subject, |comm_stream| match calls(comm_stream) {
+            Ok(()) => Some(Ok(())),
+            Err(refused) => refused.map(|error| Err(error.into())),
+        })
+    }
+}

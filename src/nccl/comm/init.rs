@@ -1,0 +1,351 @@
+//! How communicators come about.
+
+use std::ffi::OsString;
+use std::sync::Arc;
+use std::time::Duration;
+
+use crate::comm::{Communicator, Tag};
+use crate::cuda::Cuda;
+use crate::dtype::DType;
+use crate::error::{CommError, Error, Result};
+use crate::kernels::Kernels;
+use crate::ranks::{Axis, Bootstrap, Mesh, UniqueId};
+use crate::tensor::Tensor;
+
+use crate::nccl::comm::copy_engines::probe;
+use crate::nccl::comm::one_sided::OneSided;
+use crate::nccl::control::peer_events::CollectiveInfo;
+use crate::nccl::control::plane::{ControlPlane, ProcessControl, ThreadRendezvous};
+use crate::nccl::control::socket::ControlSocket;
+use crate::nccl::ffi::comm_handle::{CommHandle, PendingJoin, RankPlace};
+use crate::nccl::ffi::enqueue::{CommStream, PeerBuffer};
+use crate::nccl::ffi::sys::RedOp;
+use crate::nccl::{NcclComm, NcclError, NcclLibrary};
+
+fn joined(pending_join: PendingJoin, timeout: Duration) -> Result<Arc<CommHandle>> {
+    let comm_handle = pending_join.finish(timeout, || None)?;
+    comm_handle.map(Arc::new).ok_or_else(|| Error::invalid("NcclComm", "library", "a communicator", "none"))
+}
+
+/// Variable with which ranks that are processes compare every collective: `1`, else `0`.
+const CHECKED: &str = "MOEBIUS_CHECKED";
+
+/// What the variable says.
+pub(in crate::nccl) fn checked(value: Option<OsString>) -> Result<bool> {
+    match value.as_ref().map(|v| v.as_encoded_bytes()) {
+        None | Some(b"0") => Ok(false),
+        Some(b"1") => Ok(true),
+        Some(other) => Err(Error::invalid("NcclComm::join", CHECKED, "0 or 1", String::from_utf8_lossy(other))),
+    }
+}
+
+/// Ranks that are threads of this process, one a GPU.
+///
+/// Making it is what takes time; the communicators between its ranks may come and go.
+#[derive(Debug)]
+pub struct NcclWorld {
+    sessions: Vec<(Arc<CommHandle>, Cuda)>,
+}
+
+/// Begins to join, and to make the connections that this crate's collectives use: NCCL makes each at the first use,
+/// where the host waits for the peers.
+fn start(library: &NcclLibrary, id: UniqueId, place: RankPlace, cuda: &Cuda) -> Result<PendingJoin> {
+    let (bound, cuda) = (cuda.clone(), cuda.clone());
+    CommHandle::start(library, id, place, move || bound.bind("NcclComm"), move |comm_handle| ready(comm_handle, &cuda))
+}
+
+/// The first use of a communicator: its connections, and its copy engines where it is to have them.
+fn ready(comm_handle: &CommHandle, cuda: &Cuda) -> Result<()> {
+    connect(comm_handle, cuda)?;
+    if comm_handle.copy_engines { probe(comm_handle, cuda) } else { Ok(()) }
+}
+
+/// That the library moves windows by copy engines: it has what came with that.
+fn check_copy_engines(library: &NcclLibrary) -> Result<()> {
+    OneSided::of(library).map(drop)
+}
+
+fn connect(comm_handle: &CommHandle, cuda: &Cuda) -> Result<()> {
+    const CALL: &str = "NcclComm";
+    const BYTES: usize = 16;
+    let (rank, size) = (comm_handle.rank, comm_handle.size);
+    let (own, mut all) = (Tensor::zeros(cuda, DType::U8, &[BYTES])?, Tensor::zeros(cuda, DType::U8, &[size, BYTES])?);
+    let (from, to) = (own.view().data().address(), all.view_mut().into_data().address());
+    let comm_stream = CommStream { comm_handle, stream: cuda.stream().raw().cu_stream().cast() };
+    let peers = || (0..size).filter(|peer| *peer != rank);
+    let sends: Vec<PeerBuffer> = peers().map(|peer| PeerBuffer { peer, address: from, bytes: BYTES }).collect();
+    let place = |peer| to + (peer * BYTES) as u64;
+    let receives: Vec<PeerBuffer> =
+        peers().map(|peer| PeerBuffer { peer, address: place(peer), bytes: BYTES }).collect();
+    // SAFETY: both tensors have those bytes and live until the stream has been waited for.
+    let done = unsafe {
+        comm_stream
+            .all_gather(from, to, BYTES)
+            .and_then(|()| comm_stream.exchange(&sends, &receives))
+            .and_then(|()| comm_stream.all_reduce(to, BYTES, DType::U8, RedOp::SUM))
+            .and_then(|()| comm_stream.broadcast(to, BYTES, 0))
+    };
+    match done {
+        Ok(()) => cuda.finish(CALL),
+        Err(Some(error)) => Err(error.into()),
+        Err(None) => Err(Error::invalid(CALL, "communicator", "one in use", "one that has ended")),
+    }
+}
+
+impl NcclWorld {
+    /// Connects one rank a GPU, in this order; ends within `timeout`.
+    ///
+    /// # Errors
+    /// [`NcclError`](crate::nccl::NcclError); the same GPU twice.
+    pub fn new(library: &NcclLibrary, gpus: &[Cuda], timeout: Duration) -> Result<Self> {
+        Self::connected(library, gpus, (timeout, false))
+    }
+
+    /// The same for communicators whose collectives over [`Communicator::memory`] are the GPUs' copy engines', and so run
+    /// beside kernels that take every SM: for a [`Chain`](crate::etp::Chain)'s lanes, between GPUs that reach each
+    /// other's memory. NCCL 2.29 or later. That memory stays as long as the world, whose communicators may come and
+    /// go; after a failure the process keeps it. Where a rank is lost inside such a collective, or fails in it, the streams of
+    /// the others stay stuck, and those behind them: they have their errors, streams that do not wait for these work on, and
+    /// new worlds can be made, but what these GPUs have is kept to the end of the process. The driver is of CUDA 12.5 or later.
+    ///
+    /// # Errors
+    /// As [`NcclWorld::new`]; an older library; [`NcclError::Engines`](crate::nccl::NcclError::Engines): a rank whose memory
+    /// cannot be moved that way, which is tried here.
+    pub fn with_copy_engines(library: &NcclLibrary, gpus: &[Cuda], timeout: Duration) -> Result<Self> {
+        check_copy_engines(library)?;
+        Self::connected(library, gpus, (timeout, true))
+    }
+
+    fn connected(library: &NcclLibrary, gpus: &[Cuda], (timeout, copy_engines): (Duration, bool)) -> Result<Self> {
+        for (i, gpu) in gpus.iter().enumerate() {
+            if gpus[..i].iter().any(|other| other.ordinal() == gpu.ordinal()) {
+                return Err(Error::invalid(
+                    "NcclWorld::new",
+                    "gpus",
+                    "each GPU once",
+                    format!("GPU {} twice", gpu.ordinal()),
+                ));
+            }
+        }
+        let id = library.unique_id()?;
+        let begin = |(rank, cuda)| start(library, id, RankPlace { rank, size: gpus.len(), copy_engines }, cuda);
+        let pending_join = gpus.iter().enumerate().map(begin).collect::<Result<Vec<_>>>()?;
+        let links: Result<Vec<_>> = pending_join.into_iter().map(|j| joined(j, timeout)).collect();
+        if copy_engines && matches!(links, Err(Error::Nccl(NcclError::Init { .. }))) {
+            // A rank may be inside the attempt, and wait there for another's flag.
+            gpus.iter().for_each(|gpu| gpu.stuck().set(true));
+        }
+        let links = links?;
+        for comm_handle in &links {
+            comm_handle.on(|| gpus.iter().map(Cuda::stuck).collect());
+        }
+        Ok(Self { sessions: links.into_iter().zip(gpus.iter().cloned()).collect() })
+    }
+
+    /// The ranks' communicators, in rank order, to be moved to one thread each; every collective ends within `timeout`.
+    /// Once those of an earlier call are dropped, and if none of them failed, they can be had again.
+    ///
+    /// # Errors
+    /// Some are in use; the failure that ended the world.
+    pub fn communicators(&self, timeout: Duration) -> Result<Vec<NcclComm>> {
+        for (rank, (comm_handle, _)) in self.sessions.iter().enumerate() {
+            if let Some(failure) = comm_handle.failure() {
+                return Err(failure.into());
+            }
+            if Arc::strong_count(comm_handle) > 1 {
+                let found = format!("rank {rank}'s in use");
+                return Err(Error::invalid("NcclWorld::communicators", "earlier communicators", "dropped", found));
+            }
+        }
+        let rendezvous = ThreadRendezvous::new(self.sessions.len());
+        let make = |(comm_handle, cuda): &(Arc<CommHandle>, Cuda)| {
+            NcclComm::new(
+                Arc::clone(comm_handle),
+                cuda,
+                ControlPlane::ThreadRendezvous(Arc::clone(&rendezvous)),
+                timeout,
+            )
+        };
+        self.sessions.iter().map(make).collect()
+    }
+}
+
+impl Drop for NcclWorld {
+    fn drop(&mut self) {
+        // What one rank has aborted the others must abort too: their peers' part of an orderly end will not come.
+        if let Some(failure) = self.sessions.iter().find_map(|(comm_handle, _)| comm_handle.failure()) {
+            self.sessions.iter().for_each(|(comm_handle, _)| drop(comm_handle.fail(failure.clone())));
+        }
+    }
+}
+
+impl NcclComm {
+    /// Communicators of ranks that are threads of this process, one a GPU, in rank order, to be moved to one thread
+    /// each. Every collective, and their making, ends within `timeout`.
+    ///
+    /// # Errors
+    /// As [`NcclWorld::new`].
+    pub fn threads(library: &NcclLibrary, gpus: &[Cuda], timeout: Duration) -> Result<Vec<Self>> {
+        NcclWorld::new(library, gpus, timeout)?.communicators(timeout)
+    }
+
+    /// Joins the communicator of a job's ranks, on this GPU. The id travels through the bootstrap, whose timeout is the
+    /// collectives' too, and whose connections stay open: a process that dies, or refuses, is heard of at once. With
+    /// `MOEBIUS_CHECKED=1`, as [`NcclComm::join_checked`].
+    ///
+    /// # Errors
+    /// [`NcclError`](crate::nccl::NcclError); [`RankError`](crate::ranks::RankError) where the ranks do not find each other;
+    /// another value of that variable.
+    pub fn join(library: &NcclLibrary, job: &Bootstrap, cuda: &Cuda) -> Result<Self> {
+        Self::join_as(library, job, (cuda, checked(std::env::var_os(CHECKED))?))
+    }
+
+    /// The same with every collective of it and of its parts compared over the ranks before anything is enqueued, as
+    /// between threads: the call, its [`Tag`], dtype and arguments, and sizes that are the same on all ranks. A
+    /// disagreement or a refusal is an error on every rank, no data is exchanged, and the communicator goes on. For finding
+    /// mistakes: each collective's host waits for all others', about ten milliseconds. All ranks do so or none; one
+    /// that does not is an error on all.
+    ///
+    /// # Errors
+    /// As [`NcclComm::join`].
+    pub fn join_checked(library: &NcclLibrary, job: &Bootstrap, cuda: &Cuda) -> Result<Self> {
+        Self::join_as(library, job, (cuda, true))
+    }
+
+    fn join_as(library: &NcclLibrary, job: &Bootstrap, (cuda, checked): (&Cuda, bool)) -> Result<Self> {
+        let (id, streams) = job.connect(|| library.unique_id())?;
+        let socket = ControlSocket::new(job.rank, streams, checked)?;
+        let mail = ProcessControl::new(&socket, 0, (0..job.world).collect());
+        let place = RankPlace { rank: job.rank, size: job.world, copy_engines: false };
+        let comm_handle = joined(start(library, id, place, cuda)?, job.timeout)?;
+        Self::new(comm_handle, cuda, ControlPlane::ProcessControl(mail), job.timeout)
+    }
+
+    /// Joins a communicator whose id has reached every rank by other ways: `(id, rank, ranks)`. Ranks hear nothing of
+    /// each other beside NCCL: one that dies or refuses is a [`CommError::Timeout`] to the others.
+    ///
+    /// # Errors
+    /// [`NcclError`](crate::nccl::NcclError).
+    pub fn from_id(
+        library: &NcclLibrary,
+        (id, rank, size): (UniqueId, usize, usize),
+        cuda: &Cuda,
+        timeout: Duration,
+    ) -> Result<Self> {
+        let comm_handle = joined(start(library, id, RankPlace { rank, size, copy_engines: false }, cuda)?, timeout)?;
+        Self::new(comm_handle, cuda, ControlPlane::Alone(Arc::default()), timeout)
+    }
+
+    /// Divides the ranks (collective): those of one color become a communicator, in the order of their keys, then
+    /// ranks; one without a color gets none. On the same stream, with the same timeout.
+    ///
+    /// # Errors
+    /// A collective's; [`NcclError`](crate::nccl::NcclError).
+    pub fn split(&mut self, tag: Tag, color: Option<usize>, key: usize) -> Result<Option<Self>> {
+        let cuda = self.cuda.clone();
+        self.split_on(tag, (color, key), &cuda)
+    }
+
+    /// The same for work on another stream of this GPU, such as [`Cuda::with_new_stream`]'s.
+    ///
+    /// # Errors
+    /// As [`NcclComm::split`]; another GPU, which the other ranks are told.
+    pub fn split_on(&mut self, tag: Tag, place: (Option<usize>, usize), cuda: &Cuda) -> Result<Option<Self>> {
+        self.divide(tag, place, (cuda, false))
+    }
+
+    /// The same for a communicator whose collectives over [`Communicator::memory`] are the GPU's copy engines', as
+    /// [`NcclWorld::with_copy_engines`] has them.
+    ///
+    /// # Errors
+    /// As [`NcclComm::split_on`]; a library older than 2.29, which the other ranks are told;
+    /// [`NcclError::Engines`] on every rank of a part, where it cannot be done on one: this communicator works on.
+    pub fn split_with_copy_engines(
+        &mut self,
+        tag: Tag,
+        place: (Option<usize>, usize),
+        cuda: &Cuda,
+    ) -> Result<Option<Self>> {
+        let had = check_copy_engines(self.library());
+        self.check(tag, had)?;
+        self.divide(tag, place, (cuda, true))
+    }
+
+    fn divide(
+        &mut self,
+        tag: Tag,
+        (color, key): (Option<usize>, usize),
+        (cuda, copy_engines): (&Cuda, bool),
+    ) -> Result<Option<Self>> {
+        const CALL: &str = "split";
+        let own = color.map_or(-1, |c| i64::try_from(c).unwrap_or(i64::MAX));
+        let fits = |number: i64| i32::try_from(number).is_ok();
+        let checked = if cuda.ordinal() != self.cuda.ordinal() {
+            Err(Error::invalid(CALL, "cuda", format!("GPU {}", self.cuda.ordinal()), cuda.ordinal()))
+        } else if !fits(own) || !i64::try_from(key).is_ok_and(fits) {
+            Err(Error::invalid(CALL, "color, key", format!("at most {}", i32::MAX), format!("{color:?}, {key}")))
+        } else {
+            Ok(())
+        };
+        self.check(tag, checked)?;
+        let (of, size) = (self.cuda.clone(), self.session.comm_handle.size);
+        let stream = of.stream();
+        let bytes: Vec<u8> = [own, key as i64].iter().flat_map(|v| v.to_ne_bytes()).collect();
+        let room = Tensor::empty(&of, DType::I64, &[2]).and_then(|mut send| {
+            of.upload(&stream, &bytes, send.view_mut())?;
+            Ok((send, Tensor::empty(&of, DType::I64, &[size, 2])?))
+        });
+        let (send, mut recv) = self.check(tag, room)?;
+        self.all_gather(tag, send.view(), recv.view_mut())?;
+        let all = of.download(&stream, recv.view());
+        // The others go on to NCCL's own call, which has no end without this rank, and hear of it there.
+        let subject =
+            CollectiveInfo { rank: self.session.comm_handle.rank, number: self.session.calls, operation: CALL, tag };
+        let all = self.session.check_begun(subject, all)?;
+        let all: Vec<i64> = all.as_chunks().0.iter().map(|b| i64::from_ne_bytes(*b)).collect();
+        let of_color = |(rank, pair): (usize, &[i64])| (pair[0] == own).then_some((pair[1], rank));
+        let mut members: Vec<(i64, usize)> = all.chunks_exact(2).enumerate().filter_map(of_color).collect();
+        members.sort_unstable();
+        let rank = members.iter().position(|(_, rank)| *rank == self.session.comm_handle.rank).unwrap_or(0);
+        let place = RankPlace { rank, size: members.len(), copy_engines };
+        let (bound, working) = (cuda.clone(), cuda.clone());
+        let place_of = (own as i32, key as i32);
+        let ready = move |comm_handle: &CommHandle| ready(comm_handle, &working);
+        let pending_join = self.session.comm_handle.split(place, place_of, move || bound.bind(CALL), ready);
+        let pending_join = self.session.check_begun(subject, pending_join)?;
+        let peer_events = self.session.control.peer_events();
+        let comm_handle = match pending_join.finish(self.session.timeout, || peer_events.fault(subject)) {
+            Ok(comm_handle) => comm_handle,
+            // All ranks of the part have it, and none waits for another.
+            Err(error @ Error::Nccl(NcclError::Engines { .. })) => return Err(error),
+            // What another rank has said of itself is the news.
+            Err(Error::Comm(fault)) => return Err(self.session.end(fault)),
+            Err(error) => {
+                if copy_engines {
+                    cuda.stuck().set(true);
+                }
+                let (rank, reason) = (self.session.comm_handle.rank, error.to_string());
+                return Err(self.session.end(CommError::Transport { operation: CALL, tag, rank, reason }));
+            }
+        };
+        let (Some(comm_handle), Some(color)) = (comm_handle, color) else { return Ok(None) };
+        comm_handle.on(|| self.session.comm_handle.gpus().iter().cloned().chain([cuda.stuck()]).collect());
+        let ranks: Vec<usize> = members.iter().map(|(_, rank)| *rank).collect();
+        let control = self.session.control.part((self.session.calls, color), &ranks);
+        Self::new(Arc::new(comm_handle), cuda, control, self.session.timeout).map(Some)
+    }
+
+    /// This rank's group on an axis of a mesh of all ranks (collective).
+    ///
+    /// # Errors
+    /// As [`NcclComm::split`]; a mesh of another number of ranks.
+    pub fn group(&mut self, tag: Tag, mesh: &Mesh, axis: Axis) -> Result<Self> {
+        const CALL: &str = "NcclComm::group";
+        if mesh.world() != self.session.comm_handle.size {
+            return Err(Error::invalid(CALL, "mesh", format!("{} ranks", self.session.comm_handle.size), mesh.world()));
+        }
+        let member = mesh.member(axis, self.session.comm_handle.rank)?;
+        let part = self.split(tag, Some(member.group), member.rank)?;
+        part.ok_or_else(|| Error::invalid(CALL, "mesh", "a group for each rank", "none"))
+    }
+}

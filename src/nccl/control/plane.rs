@@ -1,0 +1,233 @@
+//! Where the ranks of a communicator meet beside NCCL.
+//!
+//! Threads of one process have a [`ThreadRendezvous`]: before every collective their hosts meet in it and compare what they are
+//! about to do, so that a disagreement or a refusal is an error on each of them with nothing enqueued, and the
+//! communicator stays usable. Between processes such a meeting costs a network's round trip a collective, and is held
+//! where it was asked for only (`MOEBIUS_CHECKED`): else only [`PeerEvents`] travel, and whoever is refused loses the
+//! communicator.
+
+use std::collections::HashMap;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use crate::comm::agree::{Call, Verdict, failed, judge};
+use crate::comm::rendezvous::{Failure, Rendezvous};
+use crate::error::CommError;
+
+use crate::nccl::control::call_descriptor::CallDescriptor;
+use crate::nccl::control::message::{CollectiveId, MessageKind};
+use crate::nccl::control::peer_events::{CollectiveInfo, PeerEvents};
+use crate::nccl::control::socket::ControlSocket;
+
+/// Pause between two looks at what the others call, or whether they have ended.
+const LOOK: Duration = Duration::from_millis(1);
+/// Longest wait of a rank that aborts for the others to end of their own accord, and then for them to end as they are told.
+const OTHERS: Duration = Duration::from_millis(250);
+
+/// Meeting place of the threads of one communicator.
+#[derive(Debug)]
+pub(in crate::nccl) struct ThreadRendezvous {
+    meeting: Rendezvous<Call, Verdict>,
+    peer_events: Arc<PeerEvents>,
+    /// Halls of the parts that this communicator was split into, by the split's number and the part's color.
+    parts: Mutex<HashMap<(u64, usize), Arc<ThreadRendezvous>>>,
+}
+
+impl ThreadRendezvous {
+    pub(in crate::nccl) fn new(size: usize) -> Arc<Self> {
+        Arc::new(Self { meeting: Rendezvous::new(size), peer_events: Arc::default(), parts: Mutex::default() })
+    }
+
+    /// The rendezvous of one part, which the first of its ranks makes.
+    fn part(&self, key: (u64, usize), size: usize) -> Arc<Self> {
+        let mut parts = self.parts.lock().unwrap_or_else(PoisonError::into_inner);
+        Arc::clone(parts.entry(key).or_insert_with(|| ThreadRendezvous::new(size)))
+    }
+}
+
+/// Why ranks have not met.
+#[derive(Debug, PartialEq, Eq)]
+pub(in crate::nccl) enum MeetError {
+    /// Each knows why, and this rank's communicator is as it was.
+    Differ(CommError),
+    /// The communicator is at its end.
+    Over(CommError),
+}
+
+/// What processes have.
+#[derive(Debug, Clone)]
+pub(in crate::nccl) struct ProcessControl {
+    peer_events: Arc<PeerEvents>,
+    socket: Arc<ControlSocket>,
+    /// The communicator's number.
+    id: u64,
+    /// Its ranks, as the world numbers them.
+    ranks: Vec<usize>,
+}
+
+impl ProcessControl {
+    pub(in crate::nccl) fn new(socket: &Arc<ControlSocket>, id: u64, ranks: Vec<usize>) -> Self {
+        let peer_events = PeerEvents::new(socket.checked());
+        socket.register(id, ranks.clone(), &peer_events);
+        Self { peer_events, socket: Arc::clone(socket), id, ranks }
+    }
+
+    /// Tells the others what this rank is about to call, and hears what they are.
+    fn meet(&self, subject: CollectiveInfo, call: &Call, timeout: Duration) -> Result<(), MeetError> {
+        let CollectiveInfo { rank, number, operation, tag } = subject;
+        let (own, start) = (CallDescriptor::of(call), Instant::now());
+        self.peer_events.call(rank, number, own.clone());
+        self.socket.post(MessageKind::Call(self.of(number), own));
+        loop {
+            // Before the calls: who has said the last one may have left since.
+            let fault = self.peer_events.fault(subject);
+            let missing = match self.peer_events.called(number, self.ranks.len()) {
+                Ok(all) => {
+                    let all: Vec<Call> = all.iter().map(|told| told.call(operation)).collect();
+                    let error = judge(all.iter()).and_then(|errors| errors.into_iter().nth(rank));
+                    return error.map_or(Ok(()), |error| Err(MeetError::Differ(error)));
+                }
+                Err(missing) => missing,
+            };
+            if let Some(fault) = fault {
+                return Err(MeetError::Over(fault));
+            }
+            if start.elapsed() >= timeout {
+                return Err(MeetError::Over(CommError::Timeout { operation, tag, rank, missing, timeout }));
+            }
+            thread::sleep(LOOK);
+        }
+    }
+
+    fn of(&self, number: u64) -> CollectiveId {
+        CollectiveId { communicator: self.id, number }
+    }
+}
+
+/// One rank's access.
+#[derive(Debug, Clone)]
+pub(in crate::nccl) enum ControlPlane {
+    /// Threads of one process.
+    ThreadRendezvous(Arc<ThreadRendezvous>),
+    /// Processes.
+    ProcessControl(ProcessControl),
+    /// Nobody but this rank reads it.
+    Alone(Arc<PeerEvents>),
+}
+
+impl ControlPlane {
+    pub(in crate::nccl) fn peer_events(&self) -> &Arc<PeerEvents> {
+        match self {
+            ControlPlane::ThreadRendezvous(rendezvous) => &rendezvous.peer_events,
+            ControlPlane::ProcessControl(mail) => &mail.peer_events,
+            ControlPlane::Alone(peer_events) => peer_events,
+        }
+    }
+
+    /// Whether a refusal leaves the communicator usable.
+    pub(in crate::nccl) fn meets(&self) -> bool {
+        matches!(self, ControlPlane::ThreadRendezvous(_)) || self.peer_events().checked
+    }
+
+    /// Passes when all ranks are about to make the same call, or as far as that can be known.
+    pub(in crate::nccl) fn meet(
+        &self,
+        subject: CollectiveInfo,
+        call: Call,
+        timeout: Duration,
+    ) -> Result<(), MeetError> {
+        let rendezvous = match self {
+            ControlPlane::ThreadRendezvous(rendezvous) => rendezvous,
+            ControlPlane::ProcessControl(mail) if mail.peer_events.checked => {
+                return mail.meet(subject, &call, timeout);
+            }
+            _ => return self.peer_events().fault(subject).map_or(Ok(()), |fault| Err(MeetError::Over(fault))),
+        };
+        let CollectiveInfo { rank, operation, tag, .. } = subject;
+        let round = rendezvous.meeting.meet(rank, call, timeout, |all| judge(all.iter()));
+        let told = |failure| {
+            // Why a rank has left is more than that it has.
+            match self.peer_events().fault(subject).filter(|_| matches!(failure, Failure::Gone(_))) {
+                // What one has aborted has ended for all.
+                Some(why) if self.peer_events().aborted().is_some() => MeetError::Over(why),
+                Some(why) => MeetError::Differ(why),
+                None => MeetError::Differ(failed((operation, tag), rank, timeout, failure)),
+            }
+        };
+        let round = round.map_err(told)?;
+        match round.verdict.as_ref().and_then(|errors| errors.get(rank)) {
+            Some(error) => Err(MeetError::Differ(error.clone())),
+            None => Ok(()),
+        }
+    }
+
+    /// Tells the others that a collective will not end, after they have begun it.
+    pub(in crate::nccl) fn post_refusal(&self, subject: CollectiveInfo, reason: &str) {
+        self.peer_events().refuse(subject.rank, subject.number, reason);
+        if let ControlPlane::ProcessControl(mail) = self {
+            mail.socket.post(MessageKind::Refused(mail.of(subject.number), reason.to_string()));
+        }
+    }
+
+    /// Tells the others that this rank takes part in nothing after its `last` collective.
+    pub(in crate::nccl) fn leave(&self, rank: usize, last: u64) {
+        self.peer_events().leave(rank, last);
+        match self {
+            ControlPlane::ThreadRendezvous(rendezvous) => rendezvous.meeting.leave(rank),
+            ControlPlane::ProcessControl(mail) => mail.socket.post(MessageKind::Left(mail.of(last))),
+            ControlPlane::Alone(_) => {}
+        }
+    }
+
+    /// The same of a rank of `size` that is about to abort its communicator, with the collectives from `first` on not ended.
+    /// Returns when it may.
+    ///
+    /// An abort lets the peers' kernels of a collective go on with what happens to lie in memory, and a peer that has not
+    /// heard of it would take that for the result. So every other rank ends its communicator first: most find out by
+    /// themselves what this one has, and have that for their reason. The rest hear that this rank has left before `first`.
+    /// A rank that is in no collective says nothing, and is waited for no longer than for these two.
+    pub(in crate::nccl) fn give_up(&self, (rank, size): (usize, usize), (first, last): (u64, u64)) {
+        self.peer_events().abort(rank);
+        let before = last.min(first.saturating_sub(1));
+        for last in if before < last { vec![last, before] } else { vec![last] } {
+            if let ControlPlane::ProcessControl(mail) = self {
+                mail.socket.post(MessageKind::Aborted(mail.of(last)));
+            }
+            self.leave(rank, last);
+            if self.wait_for_others(rank, size) {
+                return;
+            }
+        }
+    }
+
+    fn wait_for_others(&self, rank: usize, size: usize) -> bool {
+        let start = Instant::now();
+        while !matches!(self, ControlPlane::Alone(_)) && !self.peer_events().others_ended(rank, size) {
+            if start.elapsed() >= OTHERS {
+                return false;
+            }
+            thread::sleep(LOOK);
+        }
+        true
+    }
+
+    /// The control plane of a part of this communicator: which split, its color, and its ranks as they are numbered here.
+    pub(in crate::nccl) fn part(&self, key: (u64, usize), ranks: &[usize]) -> Self {
+        match self {
+            ControlPlane::ThreadRendezvous(rendezvous) => {
+                ControlPlane::ThreadRendezvous(rendezvous.part(key, ranks.len()))
+            }
+            ControlPlane::ProcessControl(mail) => {
+                // Parts of one split have ranks apart, so its number and the color name each for all who are in it.
+                let id = mail.id.wrapping_mul(1 << 20).wrapping_add(key.0 << 32).wrapping_add(key.1 as u64 + 1);
+                ControlPlane::ProcessControl(ProcessControl::new(
+                    &mail.socket,
+                    id,
+                    ranks.iter().map(|r| mail.ranks[*r]).collect(),
+                ))
+            }
+            ControlPlane::Alone(_) => ControlPlane::Alone(Arc::default()),
+        }
+    }
+}

@@ -1,0 +1,250 @@
+//! What ranks' hosts tell each other: between threads, and between processes, whose ends are joined here by TCP.
+
+use super::*;
+use crate::comm::ReduceOp;
+use crate::comm::agree::{Call, Detail};
+use crate::dtype::DType;
+use crate::nccl::comm::init::checked;
+use crate::nccl::comm::session::Session;
+use crate::nccl::control::plane::{ControlPlane, MeetError, ProcessControl, ThreadRendezvous};
+use crate::nccl::control::socket::{ControlSocket, tests::sockets};
+
+fn call(operation: &'static str, layer: u32, detail: Detail) -> Call {
+    Call { operation, tag: Tag { layer, op: Op::Dispatch, sequence: 4 }, dtype: DType::F32, detail, bytes: 64 }
+}
+
+fn same() -> Call {
+    call("all_gather", 1, Detail::Plain)
+}
+
+fn controls(sockets: &[Arc<ControlSocket>], ranks: &[usize], id: u64) -> Vec<ControlPlane> {
+    ranks.iter().map(|r| ControlPlane::ProcessControl(ProcessControl::new(&sockets[*r], id, ranks.to_vec()))).collect()
+}
+
+/// Every rank's outcome of its collective of this number.
+fn meet(controls: &[ControlPlane], number: u64, calls: impl Fn(usize) -> Call + Sync) -> Vec<Result<(), MeetError>> {
+    thread::scope(|scope| {
+        let calls = &calls;
+        let each = |(rank, control): (usize, &ControlPlane)| {
+            let (control, call) = (control.clone(), calls(rank));
+            scope.spawn(move || {
+                let subject = CollectiveInfo { rank, number, operation: call.operation, tag: call.tag };
+                control.meet(subject, call, PATIENCE)
+            })
+        };
+        let ranks: Vec<_> = controls.iter().enumerate().map(each).collect();
+        ranks.into_iter().map(|r| r.join().expect("no panic")).collect()
+    })
+}
+
+fn differences(met: Vec<Result<(), MeetError>>) -> Vec<CommError> {
+    let error = |met| match met {
+        Err(MeetError::Differ(error)) => error,
+        other => panic!("{other:?}"),
+    };
+    met.into_iter().map(error).collect()
+}
+
+#[test]
+fn processes_that_compare_go_on_after_a_disagreement() {
+    let sockets = sockets([true; 3]);
+    let all = controls(&sockets, &[0, 1, 2], 0);
+    assert_eq!(meet(&all, 1, |_| same()), [Ok(()), Ok(()), Ok(())]);
+
+    // The tag alone: rank 2 is a layer ahead.
+    for (rank, error) in
+        differences(meet(&all, 2, |r| call("all_gather", 1 + (r == 2) as u32, Detail::Plain))).into_iter().enumerate()
+    {
+        match error {
+            CommError::TagMismatch { rank: own, peer, tag, peer_tag, peer_operation: "all_gather", .. } => {
+                assert_eq!((own, peer), (rank, if rank == 2 { 0 } else { 2 }));
+                assert_eq!((tag.layer, peer_tag.layer), if rank == 2 { (2, 1) } else { (1, 2) });
+            }
+            other => panic!("{other:?}"),
+        }
+    }
+    // The call alone, of a name that nobody knows.
+    let odd = |r| call(if r == 0 { "a library's own" } else { "broadcast" }, 1, Detail::Plain);
+    let named = |error: CommError| match error {
+        CommError::TagMismatch { operation, peer_operation, .. } => (operation, peer_operation),
+        other => panic!("{other:?}"),
+    };
+    let named: Vec<_> = differences(meet(&all, 3, odd)).into_iter().map(named).collect();
+    let other = ("broadcast", "another call");
+    assert_eq!(named, [("a library's own", "broadcast"), other, other]);
+
+    // Arguments and sizes.
+    let reduce = |r| call("all_reduce", 1, Detail::Reduce(if r == 1 { ReduceOp::Max } else { ReduceOp::Sum }));
+    for error in differences(meet(&all, 4, reduce)) {
+        assert!(matches!(error, CommError::ArgumentMismatch { .. }), "{error:?}");
+    }
+    let short = |r| Call { bytes: if r == 1 { 60 } else { 64 }, ..same() };
+    for error in differences(meet(&all, 5, short)) {
+        assert!(matches!(error, CommError::SizeMismatch { .. }), "{error:?}");
+    }
+    // What each sends to whom is its own affair.
+    let pieces = |r| call("all_to_all_v", 1, Detail::Pieces { send: vec![r; 3], recv: vec![0; 3] });
+    assert_eq!(meet(&all, 6, pieces), [Ok(()), Ok(()), Ok(())]);
+
+    // A rank that fails where the others expect it.
+    let refusing = |r| if r == 1 { call("refuse", 1, Detail::Refusal("no memory".into())) } else { same() };
+    for error in differences(meet(&all, 7, refusing)) {
+        let CommError::Refused { peer: 1, reason, .. } = error else { panic!("{error:?}") };
+        assert_eq!(reason, "no memory");
+    }
+    assert_eq!(meet(&all, 8, |_| same()), [Ok(()), Ok(()), Ok(())]);
+
+    // Ranks 2 and 1 among themselves, in that order.
+    let part = controls(&sockets, &[2, 1], 77);
+    assert_eq!(meet(&part, 1, |_| same()), [Ok(()), Ok(())]);
+}
+
+#[test]
+fn processes_that_compare_hear_of_those_that_do_not_come() {
+    let sockets = sockets([true; 3]);
+    let all = controls(&sockets, &[0, 1, 2], 0);
+    let subject = |rank, number| CollectiveInfo { rank, number, operation: "all_gather", tag: same().tag };
+    match all[0].meet(subject(0, 1), same(), SHORT) {
+        Err(MeetError::Over(CommError::Timeout { missing, rank: 0, .. })) => assert_eq!(missing, [1, 2]),
+        other => panic!("{other:?}"),
+    }
+    all[2].leave(2, 0);
+    match all[1].meet(subject(1, 1), same(), PATIENCE) {
+        Err(MeetError::Over(CommError::PeerGone { peer: 2, rank: 1, .. })) => {}
+        other => panic!("{other:?}"),
+    }
+}
+
+#[test]
+fn all_processes_compare_or_none() {
+    let sockets = sockets([true, true, false]);
+    let all = controls(&sockets, &[0, 1, 2], 0);
+    for (rank, control) in all.iter().enumerate() {
+        let subject = CollectiveInfo { rank, number: 1, operation: "all_gather", tag: same().tag };
+        // The one that does not compare goes on until it hears of it.
+        let start = Instant::now();
+        let error = loop {
+            match control.meet(subject, same(), PATIENCE) {
+                Err(MeetError::Over(error)) => break error,
+                other => assert!(rank == 2 && start.elapsed() < PATIENCE, "{other:?}"),
+            }
+        };
+        let text = error.to_string();
+        let (own, other) = if rank == 2 { (0, 1) } else { (1, 0) };
+        assert!(text.contains(&format!("asks for MOEBIUS_CHECKED={own}")), "{text}");
+        assert!(text.contains(&format!("for MOEBIUS_CHECKED={other}")), "{text}");
+    }
+}
+
+#[test]
+fn what_the_variable_says() {
+    let of = |value: Option<&str>| checked(value.map(Into::into));
+    assert_eq!((of(None).ok(), of(Some("0")).ok(), of(Some("1")).ok()), (Some(false), Some(false), Some(true)));
+    let error = of(Some("yes")).expect_err("another value").to_string();
+    assert!(error.contains("MOEBIUS_CHECKED") && error.contains("0 or 1") && error.contains("yes"), "{error}");
+}
+
+/// Two ranks' sessions over each way that hosts have.
+fn sessions(controls: [ControlPlane; 2]) -> [(Session, &'static Fake); 2] {
+    let mut rank = 0;
+    controls.map(|control| {
+        let (comm_handle, fake) = comm_handle_of(rank, 2);
+        rank += 1;
+        (Session::new(comm_handle, control, LONG).expect("a thread"), fake)
+    })
+}
+
+/// A rank fails between two calls of one collective: the other, which waits in the second, is told at once, not at
+/// the end of its patience.
+#[test]
+fn a_failure_in_the_middle_of_a_collective() {
+    let rendezvous = ThreadRendezvous::new(2);
+    let ends = sockets([false; 3]);
+    let mail = |rank: usize| ControlPlane::ProcessControl(ProcessControl::new(&ends[rank], 0, vec![0, 1]));
+    for controls in [
+        [ControlPlane::ThreadRendezvous(Arc::clone(&rendezvous)), ControlPlane::ThreadRendezvous(rendezvous)],
+        [mail(0), mail(1)],
+    ] {
+        let [(mut failing, fake), (mut waiting, other)] = sessions(controls);
+        let start = Instant::now();
+        let begun = thread::scope(|scope| {
+            let peer = scope.spawn(|| waiting.begin(same()).expect("the same call"));
+            let begun = failing.begin(same()).expect("the same call");
+            (begun, peer.join().expect("no panic"))
+        });
+        // The other is in the second call, which does not end without the first rank.
+        let never: Option<Box<dyn Work>> = Some(Box::new(Told(Arc::default())));
+        waiting.run(begun.1, |_| Some(Ok(())), || Ok(never)).expect("enqueued");
+        let lost: Result<(), Error> =
+            failing.check_begun(begun.0, Err(Error::invalid("add", "memory", "some", "none")));
+        assert!(matches!(lost, Err(Error::Invalid { .. })), "its own error: {lost:?}");
+        until("aborted", || other.aborts.load(SeqCst) > 0 && fake.aborts.load(SeqCst) > 0);
+        assert!(start.elapsed() < PATIENCE);
+        match waiting.comm_handle.failure() {
+            Some(CommError::Refused { rank: 1, peer: 0, operation: "all_gather", reason, .. }) => {
+                assert!(reason.contains("memory"), "{reason}");
+            }
+            other => panic!("{other:?}"),
+        }
+        // And so does every later call.
+        assert!(matches!(waiting.begin(same()), Err(Error::Comm(CommError::Refused { .. }))));
+        assert!(matches!(failing.begin(same()), Err(Error::Comm(CommError::Transport { .. }))));
+    }
+}
+
+/// A refusal between processes ends the communicator, but where they compare: there it goes on, as between threads.
+#[test]
+fn refusals_end_what_does_not_compare() {
+    for (compare, outlives) in [(false, false), (true, true)] {
+        let ends = sockets([compare; 3]);
+        let control = |rank: usize| ControlPlane::ProcessControl(ProcessControl::new(&ends[rank], 0, vec![0, 1]));
+        let [(mut first, _), (mut second, _)] = sessions([control(0), control(1)]);
+        let met = thread::scope(|scope| {
+            let tag = same().tag;
+            scope.spawn(move || first.refuse(tag, "no room").and_then(|()| first.begin(same()).map(drop)));
+            let start = Instant::now();
+            loop {
+                match second.begin(same()) {
+                    // It has not heard of it.
+                    Ok(_) => assert!(!compare && start.elapsed() < PATIENCE),
+                    Err(Error::Comm(CommError::Refused { peer: 0, reason, .. })) => {
+                        assert_eq!(reason, "no room");
+                        break second.begin(same()).is_ok();
+                    }
+                    Err(other) => panic!("{other}"),
+                }
+                thread::sleep(Duration::from_millis(1));
+            }
+        });
+        assert_eq!(met, outlives);
+    }
+}
+
+/// The first to give up on a collective aborts only when the other, which would have waited longer, has ended too: an abort
+/// lets the other's kernel go on with whatever lies in its memory.
+#[test]
+fn nobody_aborts_before_the_others_know() {
+    let rendezvous = ThreadRendezvous::new(2);
+    let ends = sockets([false; 3]);
+    let mail = |rank: usize| ControlPlane::ProcessControl(ProcessControl::new(&ends[rank], 0, vec![0, 1]));
+    for controls in [
+        [ControlPlane::ThreadRendezvous(Arc::clone(&rendezvous)), ControlPlane::ThreadRendezvous(rendezvous)],
+        [mail(0), mail(1)],
+    ] {
+        let [(mut hasty, fake), (mut patient, _)] = sessions(controls);
+        thread::scope(|scope| {
+            for (session, timeout) in [(&mut hasty, SHORT), (&mut patient, LONG)] {
+                scope.spawn(move || {
+                    let subject = session.begin(same()).expect("the same call");
+                    session.timeout = timeout;
+                    let never: Option<Box<dyn Work>> = Some(Box::new(Told(Arc::default())));
+                    session.run(subject, |_| Some(Ok(())), || Ok(never)).expect("enqueued");
+                });
+            }
+        });
+        until("aborted", || fake.aborts.load(SeqCst) > 0);
+        let [own, other] = [&hasty, &patient].map(|session| session.comm_handle.failure());
+        assert!(matches!(own, Some(CommError::Timeout { .. })), "{own:?}");
+        assert!(matches!(other, Some(CommError::PeerGone { rank: 1, peer: 0, .. })), "{other:?}");
+    }
+}

@@ -1,0 +1,156 @@
+//! Communicators that have memory of their own for collectives, as copy engines want it: every body again, and what can go
+//! wrong with the memory.
+
+use moebius::cpu::Cpu;
+use moebius::etp::{Comms, Phase};
+use moebius::weights::WeightSource;
+use moebius::{CommError, Error, Result};
+
+use super::faulty_comm::Changed;
+use super::test_ranks::{MINUTE, ON, Place, holds, ranks, value};
+use super::{bodies, with_memory};
+
+#[test]
+fn every_body_with_memory_of_the_communicators() {
+    for (file, _, name, run) in bodies::<Cpu>() {
+        println!("{file}::{name}");
+        with_memory(|| run(&Cpu::new()));
+    }
+}
+
+/// Lanes with memory, of which `scarce` first requests fail on the gathers' collective thread.
+fn place(place: Place<Cpu>, scarce: usize) -> Place<Cpu> {
+    let with = |comm, scarce| Box::new(Changed { memory: Some(place.device), scarce, ..Changed::new(comm) });
+    let Comms { gather, reduce } = place.comms;
+    Place { comms: Comms { gather: with(gather, scarce), reduce: with(reduce, 0) }, ..place }
+}
+
+#[test]
+fn a_rank_without_memory_is_told_to_the_others_and_all_recover() {
+    ranks(&Cpu::new(), 2, MINUTE, |rank, own| {
+        let rig = place(own, usize::from(rank == 1)).rig(ON, 2, false).unwrap();
+        assert!(rig.chain.uses_copy_engines());
+        let found = rig.pass(Phase::Forward, &[0, 1]).unwrap_err();
+        match rank {
+            0 => assert!(matches!(&found, Error::Comm(CommError::Refused { peer: 1, .. })), "{found:?}"),
+            _ => assert!(matches!(&found, Error::Device { call: "memory", .. }), "{found:?}"),
+        }
+        rig.chain.recover(None).unwrap();
+        rig.pass(Phase::Forward, &[0, 1]).unwrap();
+    });
+}
+
+/// Copies that fail on a rank, in any of a step's collectives, end the communicators on all: each rank has an error that
+/// names it, and recovery says that there is nothing to go on with.
+#[test]
+fn copies_that_fail_end_the_chain_on_every_rank() {
+    // Comparison of options; for each of two weights of the first forward a comparison, memory and a gather.
+    for (lane, at) in [("gather", 3), ("gather", 5), ("gather", 6), ("gather", 7), ("reduce", 2), ("reduce", 4)] {
+        ranks(&Cpu::new(), 2, MINUTE, |rank, own| {
+            let with = |comm, name: &str| {
+                let breaks = Some(at).filter(|_| rank == 1 && name == lane);
+                Box::new(Changed { memory: Some(own.device), mortal: true, breaks, ..Changed::new(comm) })
+            };
+            let Comms { gather, reduce } = own.comms;
+            let comms = Comms { gather: with(gather, "gather"), reduce: with(reduce, "reduce") };
+            let rig = Place { comms, ..own }.rig(ON, 2, false).unwrap();
+            let steps = || -> Result<()> {
+                for _ in 0..2 {
+                    rig.pass(Phase::Forward, &[0, 1])?;
+                    rig.chain.begin(Phase::Backward)?;
+                    for i in [1, 0] {
+                        rig.read(i)?;
+                        rig.gradient(i, 1.0)?;
+                    }
+                    rig.chain.end()?;
+                    rig.finish(&[rig.sum(1.0); 2])?;
+                }
+                Ok(())
+            };
+            let failure = steps().unwrap_err();
+            match (rank, &failure) {
+                (0, Error::Comm(CommError::Refused { peer: 1, reason, .. }))
+                | (1, Error::Comm(CommError::Transport { rank: 1, reason, .. })) => {
+                    assert!(reason.contains("an illegal address"), "{reason}");
+                }
+                other => panic!("{lane} {at}: {other:?}"),
+            }
+            let recovered = rig.chain.recover(Some(&failure));
+            let Err(Error::Comm(CommError::Poisoned { reason, .. })) = &recovered else { panic!("{recovered:?}") };
+            assert!(reason.contains("rank 1") && reason.contains("a new chain over new communicators"), "{reason}");
+            assert!(steps().is_err(), "{lane} {at}");
+        });
+    }
+}
+
+#[test]
+fn memory_stays_when_a_chain_is_cleared() {
+    ranks(&Cpu::new(), 2, MINUTE, |rank, own| {
+        let rig = place(own, 0).rig(ON, 2, false).unwrap();
+        // The second runs ahead, and needs one buffer more.
+        for _ in 0..2 {
+            rig.pass(Phase::Forward, &[0, 1]).unwrap();
+        }
+        let before = (rig.chain.memory().gathered, rig.chain.traffic().allocations);
+        if rank == 0 {
+            rig.chain.clear();
+        }
+        rig.pass(Phase::Forward, &[0, 1]).unwrap();
+        assert_eq!((rig.chain.memory().gathered, rig.chain.traffic().allocations), before);
+    });
+}
+
+#[test]
+fn ranks_whose_lanes_differ_are_refused() {
+    ranks(&Cpu::new(), 2, MINUTE, |rank, own| {
+        let own = if rank == 0 { place(own, 0) } else { own };
+        let found = own.rig(ON, 1, false).map(drop).unwrap_err();
+        assert!(matches!(&found, Error::ConfigMismatch { field, .. } if field == "uses_copy_engines"), "{found:?}");
+    });
+}
+
+/// Which buffers are free in a first forward each rank's own guards decide. Ranks that write each other's memory take the
+/// same all the same: also after one that failed, whose weights a rank still holds, and whose order is not the next one's.
+#[test]
+fn ranks_agree_on_the_buffers_of_a_first_forward() {
+    for fails in [false, true] {
+        with_memory(|| {
+            ranks(&Cpu::new(), 3, MINUTE, |rank, own| {
+                let rig = own.rig(ON, 4, false).unwrap();
+                let sources: Vec<_> = rig.ids.iter().map(|id| rig.chain.source(*id).unwrap()).collect();
+                let mut held = Vec::new();
+                // Rank 1 holds what it has been given, rank 2 the second.
+                let keeps = |n: usize| rank == 1 || rank == 2 && n == 1;
+                if fails {
+                    rig.chain.begin(Phase::Forward).unwrap();
+                    for (n, source) in sources[..2].iter().enumerate() {
+                        let guard = source.acquire(&()).unwrap();
+                        held.extend(keeps(n).then_some(guard));
+                    }
+                    let broken = Error::Framework { call: "test", framework: "test", message: "an error".into() };
+                    if rank != 0 {
+                        assert!(sources[2].acquire(&()).is_err());
+                    }
+                    rig.chain.recover((rank == 0).then_some(&broken)).unwrap();
+                }
+                let order = [3, 1, 0, 2];
+                rig.chain.begin(Phase::Forward).unwrap();
+                for (n, i) in order.into_iter().enumerate() {
+                    let guard = sources[i].acquire(&()).unwrap();
+                    holds(&rig.device, &guard, &value(i));
+                    held.extend(keeps(n).then_some(guard));
+                }
+                rig.chain.end().unwrap();
+                held.clear();
+                for _ in 0..2 {
+                    rig.pass(Phase::Forward, &order).unwrap();
+                    rig.pass(Phase::Backward, &[2, 0, 1, 3]).unwrap();
+                    for i in [2, 0, 1, 3] {
+                        rig.gradient(i, i as f32).unwrap();
+                    }
+                    rig.finish(&[0.0, 1.0, 2.0, 3.0].map(|what| rig.sum(what))).unwrap();
+                }
+            });
+        });
+    }
+}
