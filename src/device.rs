@@ -12,7 +12,7 @@ pub(crate) mod sealed {
     pub trait Sealed {}
 }
 
-/// How an order between streams came about.
+/// How an order between the work of two streams came about.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Waited {
     /// Nothing had to wait.
@@ -23,7 +23,8 @@ pub enum Waited {
     Host,
 }
 
-/// A kind of memory and the order of work on it. Sealed: [`Cpu`](crate::cpu::Cpu) now, CUDA beside it.
+/// A kind of memory and the order of work on it: a device is also its stream, and a second stream of the same memory is
+/// a second device. Sealed: [`Cpu`](crate::cpu::Cpu) now, CUDA beside it.
 ///
 /// Buffers and views are untyped bytes; [`TensorRef`](crate::TensorRef) and [`TensorMut`](crate::TensorMut) give
 /// them a dtype and a shape.
@@ -37,8 +38,6 @@ pub trait Device: sealed::Sealed + Clone + Debug + Send + Sync + 'static {
     /// Counters that a producer of row tiles raises and a consumer waits on
     /// (see [`RowSource`](crate::kernels::RowSource)).
     type Counters: ?Sized + Debug + Send + Sync;
-    /// Order in which work is enqueued (`()` where every call runs to its end).
-    type Stream: Clone + Debug + Send + Sync;
     /// Completion of work enqueued earlier (`()` where every call runs to its end).
     type Event: Debug + Send + Sync;
 

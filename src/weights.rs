@@ -64,11 +64,11 @@ pub trait WeightSource<D: Device>: Debug {
     fn dtype(&self) -> Option<DType> {
         None
     }
-    /// Makes the weight readable for work enqueued on `stream` after the guard's event.
+    /// Makes the weight readable for work enqueued after the guard's event.
     ///
     /// # Errors
     /// Whatever gathering or de-quantizing can meet.
-    fn acquire(&self, stream: &D::Stream) -> Result<WeightGuard<'_, D>>;
+    fn acquire(&self) -> Result<WeightGuard<'_, D>>;
     /// True of a weight that has no gradient.
     fn frozen(&self) -> bool {
         false
@@ -146,7 +146,7 @@ impl<D: Device> WeightSource<D> for TensorRef<'_, D> {
         Some(TensorRef::dtype(self))
     }
 
-    fn acquire(&self, _stream: &D::Stream) -> Result<WeightGuard<'_, D>> {
+    fn acquire(&self) -> Result<WeightGuard<'_, D>> {
         Ok(WeightGuard::borrowed(self.borrow(), None))
     }
 }
@@ -156,7 +156,7 @@ impl<D: Device> WeightSource<D> for QuantizedRef<'_, D> {
         &self.dims
     }
 
-    fn acquire(&self, _stream: &D::Stream) -> Result<WeightGuard<'_, D>> {
+    fn acquire(&self) -> Result<WeightGuard<'_, D>> {
         Ok(WeightGuard::borrowed(self.borrow(), None))
     }
 
@@ -170,7 +170,7 @@ impl<D: Device> WeightSource<D> for Quantized<D> {
         self.dims()
     }
 
-    fn acquire(&self, _stream: &D::Stream) -> Result<WeightGuard<'_, D>> {
+    fn acquire(&self) -> Result<WeightGuard<'_, D>> {
         Ok(WeightGuard::borrowed(self.view(), None))
     }
 

@@ -24,7 +24,7 @@ fn on_ranks<T: Send>(ranks: usize, body: impl Fn(ThreadComm) -> T + Sync) -> Vec
 }
 
 fn group(comm: ThreadComm, config: GroupConfig) -> Group<Cpu> {
-    Group::new(Cpu::poisoning(), (), Box::new(comm), config).expect("group")
+    Group::new(Cpu::poisoning(), Box::new(comm), config).expect("group")
 }
 
 fn ids(values: &[i32], k: usize) -> Tensor<Cpu> {
@@ -168,7 +168,7 @@ fn a_linear_without_outputs_is_an_error() {
     let make = |dims: &[usize]| Tensor::from_vec(vec![0f32; dims.iter().product()], dims).expect("tensor");
     let (x, weight, mut out) = (make(&[2, 3]), make(&[0, 3]), make(&[2, 0]));
     let call = Linear { x: x.view(), weight: weight.view(), bias: None, out: out.view_mut() };
-    assert!(matches!(Cpu::new().linear(&(), call), Err(Error::Invalid { name, .. }) if name == "tensor weight"));
+    assert!(matches!(Cpu::new().linear(call), Err(Error::Invalid { name, .. }) if name == "tensor weight"));
     let (d_out, mut d_x) = (make(&[2, 0]), make(&[2, 3]));
     let call = LinearBwd {
         x: x.view(),
@@ -178,7 +178,7 @@ fn a_linear_without_outputs_is_an_error() {
         d_weight: None,
         d_bias: None,
     };
-    assert!(matches!(Cpu::new().linear_bwd(&(), call), Err(Error::Invalid { name, .. }) if name == "tensor weight"));
+    assert!(matches!(Cpu::new().linear_bwd(call), Err(Error::Invalid { name, .. }) if name == "tensor weight"));
 }
 
 /// A plan indexes by ids and ranks: those that are none are refused, not followed.
@@ -225,7 +225,7 @@ fn impossible_plans_are_errors() {
             spec: &spec,
             row_order: c.row_order,
         };
-        match (c.name, Cpu::new().plan(&(), request)) {
+        match (c.name, Cpu::new().plan(request)) {
             ("", Ok(plan)) => assert_eq!(plan.stats.get().expect("stats").needed_rows, 1),
             (name, Err(Error::Invalid { name: found, .. })) if !name.is_empty() => assert_eq!(name, found),
             (name, Err(Error::Shape { tensor, .. })) if !name.is_empty() => assert_eq!(name, tensor),

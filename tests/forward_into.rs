@@ -123,10 +123,10 @@ fn experts_gradients_are_added_where_asked() -> Result<()> {
     }
     let cpu = Cpu::new();
     for (found, once) in [(&up, &owned.up), (&down, &owned.down)] {
-        let once = cpu.read(&(), once.as_ref().expect("a gradient").view())?;
+        let once = cpu.read(once.as_ref().expect("a gradient").view())?;
         // g + g is exact.
         let twice: Vec<f64> = once.iter().map(|g| 2.0 * g).collect();
-        assert_eq!(cpu.read(&(), found.view())?, twice);
+        assert_eq!(cpu.read(found.view())?, twice);
     }
     assert_eq!(router.as_bytes(), owned.router.as_ref().expect("a gradient").as_bytes());
     Ok(())
@@ -223,7 +223,7 @@ fn what_is_kept_is_known_before() -> Result<()> {
                 let mut limits = GroupConfig::new(8, T);
                 limits.dispatcher = kind;
                 let one = |comm| {
-                    let mut group = Group::new(Cpu::new(), (), Box::new(comm), limits.clone())?;
+                    let mut group = Group::new(Cpu::new(), Box::new(comm), limits.clone())?;
                     kept_of(config, &mut group)
                 };
                 let found: Result<Vec<_>> = std::thread::scope(|scope| {

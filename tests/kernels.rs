@@ -102,7 +102,7 @@ impl<'a, D: Target> UpCase<'a, D> {
             pre: None,
             out: out.reborrow(),
         };
-        self.device.settled(self.device.up(&self.device.order(), call))
+        self.device.settled(self.device.up(call))
     }
 }
 
@@ -192,7 +192,7 @@ fn a_gemm_waits_for_the_rows_of_its_producer() {
                 slot_weights: None,
                 out: RowDest::direct(out.view_mut()),
             };
-            device.down(&(), call).unwrap();
+            device.down(call).unwrap();
         });
         for (tile, rows) in [(2, 2), (0, 2), (1, 1)] {
             std::thread::sleep(std::time::Duration::from_millis(20));
@@ -226,7 +226,7 @@ fn weight_gradients_sum_over_filled_slots_only_and_add<D: Target>(device: &D) {
             bias: Some(BiasGrad { slot_weights: None, out: bias.view_mut() }),
             accumulate,
         };
-        device.settled(device.wgrad(&device.order(), call)).unwrap();
+        device.settled(device.wgrad(call)).unwrap();
         let (out, bias) = (device.values(out.view()), device.values(bias.view()));
         let start = if accumulate { 5.0 } else { 0.0 };
         for e in 0..EXPERTS {
@@ -301,7 +301,7 @@ fn weights_at_activation_and_output_agree_and_input_differs<D: Target>(device: &
             pre: None,
             out: RowDest::direct(hidden.view_mut()),
         };
-        device.up(&device.order(), up).unwrap();
+        device.up(up).unwrap();
         let down = Down {
             rows: RowSource::direct(hidden.view()),
             segments: &segments,
@@ -310,7 +310,7 @@ fn weights_at_activation_and_output_agree_and_input_differs<D: Target>(device: &
             slot_weights: Some(SlotWeights { values: weights.view(), at }),
             out: RowDest::direct(out.view_mut()),
         };
-        device.settled(device.down(&device.order(), down)).unwrap();
+        device.settled(device.down(down)).unwrap();
         let out = device.values(out.view());
         FILLED.iter().flat_map(|(s, _)| out[s * H..][..H].to_vec()).collect::<Vec<_>>()
     };
@@ -326,7 +326,7 @@ fn half_types_accumulate_in_f32<D: Target>(device: &D) {
     let ones = device.put(DType::BF16, &vec![1.0; long], &[1, long]);
     let mut out = f32s(device, &[0.0], &[1, 1]);
     let call = Linear { x: ones.view(), weight: ones.view(), bias: None, out: out.view_mut() };
-    device.settled(device.linear(&device.order(), call)).unwrap();
+    device.settled(device.linear(call)).unwrap();
     assert_eq!(device.values(out.view()), [4096.0]);
     assert_eq!(DType::BF16.accumulator(), DType::F32);
 }

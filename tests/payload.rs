@@ -207,7 +207,7 @@ fn counted(config: &MoeConfig, (ranks, kind): (usize, DispatcherKind), dtype: DT
         let (rank, comm, cpu) = (Communicator::<Cpu>::rank(&comm), Changed::new(Box::new(comm)), Cpu::poisoning());
         let sent = Arc::clone(&comm.sent);
         let limits = GroupConfig { dispatcher: kind, ..GroupConfig::new(config.router.num_experts, tokens) };
-        let mut group = Group::new(cpu, (), Box::new(comm), limits).unwrap();
+        let mut group = Group::new(cpu, Box::new(comm), limits).unwrap();
         let mut random = Random::new(3);
         let mut put = |dims: &[usize]| common::core(&random.tensor(dims, 0.3).unwrap(), dtype);
         let local = group.local_experts();
@@ -230,7 +230,7 @@ fn counted(config: &MoeConfig, (ranks, kind): (usize, DispatcherKind), dtype: DT
         let inputs = Inputs { x: x.view(), params: &params };
         let cotangents = Cotangents { y: Some(d_y.view()), aux: 0.0 };
         layer.backward(&mut group, context, inputs, cotangents, Wanted::ALL).unwrap();
-        let ids = cpu.read(&(), forward.routing.ids.view()).unwrap();
+        let ids = cpu.read(forward.routing.ids.view()).unwrap();
         let sent = sent.lock().unwrap().clone();
         Counted { sent, ids: ids.iter().map(|id| *id as usize).collect(), kept, sizes }
     };

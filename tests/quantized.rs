@@ -121,7 +121,7 @@ impl Case {
 
     /// Every product with these weights; the rows of filled slots.
     fn run<D: Target>(&self, device: &D, dtype: DType, [up, down]: [Weight<'_, D>; 2]) -> ForwardInfo {
-        let (order, mut random) = (device.order(), Random(7));
+        let mut random = Random(7);
         let (n, h, i) = (self.slots(), self.hidden, self.inner);
         let wide = i * self.activation.gate_factor();
         let segments = self.segments(device);
@@ -158,7 +158,7 @@ impl Case {
             pre: Some(pre.view_mut()),
             out: RowDest::direct(hidden.view_mut()),
         };
-        device.up(&order, call).unwrap();
+        device.up(call).unwrap();
         let call = Down {
             rows: RowSource::direct(rows.view()),
             segments: &segments,
@@ -167,7 +167,7 @@ impl Case {
             slot_weights: slot_weights(WeightAt::Output),
             out: RowDest { base: y.view_mut(), map: Some(to.view()), done: None, accumulate: true },
         };
-        device.down(&order, call).unwrap();
+        device.down(call).unwrap();
         let call = DownBwd {
             grad: RowSource::direct(d_y.view()),
             segments: &segments,
@@ -180,7 +180,7 @@ impl Case {
             hidden: Some(again.view_mut()),
             d_slot_weights: Some(d_weights.view_mut()),
         };
-        device.down_bwd(&order, call).unwrap();
+        device.down_bwd(call).unwrap();
         let call = UpDgrad {
             d_pre: d_pre_given.view(),
             segments: &segments,
@@ -188,7 +188,7 @@ impl Case {
             input_weight: None,
             out: RowDest::direct(d_x.view_mut()),
         };
-        device.up_dgrad(&order, call).unwrap();
+        device.up_dgrad(call).unwrap();
         let rows = |t: &Tensor<D>| {
             let all = device.values(t.view());
             filled.iter().flat_map(|s| all[s * all.len() / n..(s + 1) * all.len() / n].to_vec()).collect()
@@ -206,7 +206,7 @@ impl Case {
         let down = random.weight(self.format, [3, h, i], 1);
         let [up_values, down_values] = [exact(&up), exact(&down)];
         let expected = self.run(&Cpu::poisoning(), DType::F64, [up_values.view().into(), down_values.view().into()]);
-        let (up, down) = (up.to(device, &device.order()).unwrap(), down.to(device, &device.order()).unwrap());
+        let (up, down) = (up.to(device).unwrap(), down.to(device).unwrap());
         let found = self.run(device, dtype, [up.view().into(), down.view().into()]);
         for ((name, found), (_, expected)) in found.iter().zip(&expected) {
             let norm = |v: &mut dyn Iterator<Item = f64>| v.map(|v| v * v).sum::<f64>().sqrt();
@@ -263,9 +263,9 @@ fn run_folder<D: Target>(device: &D, dir: &Path) -> usize {
     let name = dir.file_name().unwrap().to_string_lossy();
     let folder = Folder::open(dir).unwrap();
     let golden = folder.golden.as_ref().unwrap();
-    let (order, dtype) = (device.order(), folder.dtype);
+    let dtype = folder.dtype;
     let options = LoadOptions { rank: 0, ranks: 1, dtype: Some(dtype) };
-    let block = checkpoint.load_quantized(layer, options).unwrap().to(device, &order).unwrap();
+    let block = checkpoint.load_quantized(layer, options).unwrap().to(device).unwrap();
     let plain = checkpoint.block_bytes(layer, options).unwrap().experts as usize;
     assert!(block.up.bytes() + block.down.bytes() <= plain * 4 / 13, "{name}: {plain} bytes de-quantized");
     let x = values(&tokens(&golden["moe_input"]).unwrap()).unwrap();
@@ -305,7 +305,7 @@ fn quantized_weights_have_no_gradient<D: Target>(device: &D) {
     let checkpoint = Checkpoint::open(dir).unwrap();
     let layer = checkpoint.moe_layers()[0];
     let options = LoadOptions { rank: 0, ranks: 1, dtype: Some(DType::F32) };
-    let block = checkpoint.load_quantized(layer, options).unwrap().to(device, &device.order()).unwrap();
+    let block = checkpoint.load_quantized(layer, options).unwrap().to(device).unwrap();
     let x = device.put(DType::F32, &vec![0.5; 3 * block.config.hidden], &[3, block.config.hidden]);
     let mut group = device.alone(GroupConfig::new(block.config.router.num_experts, 3)).unwrap();
     let moe = Layer::new(block.config.clone(), 0).unwrap();
@@ -319,7 +319,7 @@ fn quantized_weights_have_no_gradient<D: Target>(device: &D) {
 }
 
 fn weights_that_do_not_fit_are_errors<D: Target>(device: &D) {
-    let whole = Random(1).weight(WeightFormat::Nvfp4, [2, 32, 64], 2).to(device, &device.order()).unwrap();
+    let whole = Random(1).weight(WeightFormat::Nvfp4, [2, 32, 64], 2).to(device).unwrap();
     let view = whole.view();
     let message = |weight: QuantizedRef<'_, D>| weight.check("up").unwrap_err().to_string();
     let wrong = [

@@ -32,11 +32,11 @@ impl Random {
         let width = dims[dims.len() - 1];
         let rows: usize = dims[..dims.len() - 1].iter().product();
         let values: Vec<f64> = (0..ROWS * width).map(|_| self.normal() * deviation).collect();
-        let source = Cpu::new().write(&(), &values, DType::BF16, &[ROWS, width])?.to(cuda, &cuda.stream())?;
+        let source = Cpu::new().write(&values, DType::BF16, &[ROWS, width])?.to(cuda)?;
         let map: Vec<i32> = (0..rows).map(|_| (self.next() % ROWS as u64) as i32).collect();
-        let map = Tensor::from_vec(map, &[rows])?.to(cuda, &cuda.stream())?;
+        let map = Tensor::from_vec(map, &[rows])?.to(cuda)?;
         let mut out = Tensor::empty(cuda, DType::BF16, &[rows, width])?;
-        cuda.gather_rows(&cuda.stream(), GatherRows { source: source.view(), map: map.view(), out: out.view_mut() })?;
+        cuda.gather_rows(GatherRows { source: source.view(), map: map.view(), out: out.view_mut() })?;
         out.reshape(dims)
     }
 
@@ -64,7 +64,7 @@ pub fn slots(cuda: &Cuda, w: &Workload, ids: &[i32]) -> Result<(Segments<Cuda>, 
     }
     let counts: Vec<i64> = of_expert.iter().map(|l| l.len() as i64).collect();
     let offsets: Vec<i64> = counts.iter().scan(0, |sum, c| Some(std::mem::replace(sum, *sum + c))).collect();
-    let put = |v: Vec<i64>| Tensor::from_vec(v, &[w.experts])?.to(cuda, &cuda.stream());
+    let put = |v: Vec<i64>| Tensor::from_vec(v, &[w.experts])?.to(cuda);
     let segments = Segments::new(put(offsets)?, put(counts)?, w.slots());
-    Ok((segments, Tensor::from_vec(of_expert.concat(), &[w.slots()])?.to(cuda, &cuda.stream())?))
+    Ok((segments, Tensor::from_vec(of_expert.concat(), &[w.slots()])?.to(cuda)?))
 }

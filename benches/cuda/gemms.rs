@@ -43,7 +43,7 @@ pub fn run(cuda: &Cuda, report: &Report, w: &Workload) -> Result<()> {
             })
         })
         .collect::<Result<_>>()?;
-    let weights = Tensor::from_vec(vec![1.0 / w.top_k as f32; n], &[n])?.to(cuda, &cuda.stream())?;
+    let weights = Tensor::from_vec(vec![1.0 / w.top_k as f32; n], &[n])?.to(cuda)?;
     let up = random.tensor(cuda, &[w.experts, 2 * w.inner, w.hidden], (w.hidden as f64).powf(-0.5))?;
     let down = random.tensor(cuda, &[w.experts, w.hidden, w.inner], (w.inner as f64).powf(-0.5))?;
     let mut gemms = Gemms { cuda, report, w, sets, weights };
@@ -79,7 +79,7 @@ impl Gemms<'_> {
                     pre: keep.then(|| set.pre.view_mut()),
                     out: RowDest::direct(set.hidden.view_mut()),
                 };
-                cuda.up(&cuda.stream(), call)
+                cuda.up(call)
             })?;
         }
         self.time("gemm2", flop, |set, weights| {
@@ -91,7 +91,7 @@ impl Gemms<'_> {
                 slot_weights: Some(SlotWeights { values: weights.view(), at: WeightAt::Activation }),
                 out: RowDest::direct(set.out.view_mut()),
             };
-            cuda.down(&cuda.stream(), call)
+            cuda.down(call)
         })
     }
 
@@ -113,7 +113,7 @@ impl Gemms<'_> {
                 hidden: Some(set.hidden.view_mut()),
                 d_slot_weights: Some(d_weights.view_mut()),
             };
-            cuda.down_bwd(&cuda.stream(), call)
+            cuda.down_bwd(call)
         })?;
         self.time("dgrad1", 2.0 * flop, |set, _| {
             let call = UpDgrad {
@@ -123,7 +123,7 @@ impl Gemms<'_> {
                 input_weight: None,
                 out: RowDest::direct(set.out.view_mut()),
             };
-            cuda.up_dgrad(&cuda.stream(), call)
+            cuda.up_dgrad(call)
         })
     }
 
@@ -143,7 +143,7 @@ impl Gemms<'_> {
                     bias: None,
                     accumulate,
                 };
-                cuda.wgrad(&cuda.stream(), call)
+                cuda.wgrad(call)
             });
             let down = self.time(&format!("wgrad2{suffix}"), flop, |set, _| {
                 let call = Wgrad {
@@ -155,7 +155,7 @@ impl Gemms<'_> {
                     bias: None,
                     accumulate,
                 };
-                cuda.wgrad(&cuda.stream(), call)
+                cuda.wgrad(call)
             });
             match up.and(down) {
                 Err(e) if accumulate => eprintln!("{}: no gradients in f32: {e}", self.w.name),

@@ -22,7 +22,7 @@ const NARROW: f64 = 9.0 / 16.0;
 
 /// Amaxes and casts: the share of the copy rate is bytes read and written by it.
 pub fn codec(cuda: &Cuda, report: &Report) -> Result<()> {
-    let (mut random, stream) = (Random(3), cuda.stream());
+    let mut random = Random(3);
     let dims = [ROWS, COLUMNS];
     let sets = (0..SETS).map(|_| random.tensor(cuda, &dims, 1.0)).collect::<Result<Vec<_>>>()?;
     let elements = (ROWS * COLUMNS) as f64;
@@ -38,7 +38,7 @@ pub fn codec(cuda: &Cuda, report: &Report) -> Result<()> {
             let matrix = Matrix::strided(base, layout)?;
             Ok(Amax { format: &format, matrix, rows: Some(amax.view_mut()), columns: None })
         });
-        cuda.multi_compute_amax(&stream, calls.collect::<Result<_>>()?)
+        cuda.multi_compute_amax(calls.collect::<Result<_>>()?)
     })?;
     line("multi_amax", ms, WIDE);
 
@@ -55,12 +55,12 @@ pub fn codec(cuda: &Cuda, report: &Report) -> Result<()> {
         let mut columns = Nvfp4Tensors::empty(cuda, &format, dims, Direction::Columns)?;
         let ms = report.time(|set| {
             let matrix = Matrix::new(sets[set].view())?;
-            cuda.quantize(&stream, Quantize { format: &format, matrix, rows: Some(rows.view_mut()), columns: None })
+            cuda.quantize(Quantize { format: &format, matrix, rows: Some(rows.view_mut()), columns: None })
         })?;
         line(&format!("quantize-{name}"), ms, 2.0 * WIDE + NARROW);
         let ms = report.time(|set| {
             let (matrix, rows) = (Matrix::new(sets[set].view())?, Some(rows.view_mut()));
-            cuda.quantize_cast_only(&stream, Quantize { format: &format, matrix, rows, columns: None })
+            cuda.quantize_cast_only(Quantize { format: &format, matrix, rows, columns: None })
         })?;
         line(&format!("cast-{name}"), ms, WIDE + NARROW);
         if name == "modelopt" {
@@ -68,17 +68,14 @@ pub fn codec(cuda: &Cuda, report: &Report) -> Result<()> {
         }
         let (own, across) = (Some(rows.amax.view_mut()), Some(columns.amax.view_mut()));
         let matrix = Matrix::new(sets[0].view())?;
-        cuda.compute_amax(&stream, Amax { format: &format, matrix, rows: own, columns: across })?;
+        cuda.compute_amax(Amax { format: &format, matrix, rows: own, columns: across })?;
         let ms = report.time(|set| {
             let (rows, columns) = (Some(rows.view_mut()), Some(columns.view_mut()));
-            cuda.quantize_cast_only(
-                &stream,
-                Quantize { format: &format, matrix: Matrix::new(sets[set].view())?, rows, columns },
-            )
+            cuda.quantize_cast_only(Quantize { format: &format, matrix: Matrix::new(sets[set].view())?, rows, columns })
         })?;
         line(&format!("cast-both-{name}"), ms, WIDE + 2.0 * NARROW);
         if name == "te" {
-            let ms = report.time(|_| cuda.dequantize(&stream, rows.dequantize(&format, back.view_mut())))?;
+            let ms = report.time(|_| cuda.dequantize(rows.dequantize(&format, back.view_mut())))?;
             line("back-te", ms, WIDE + NARROW);
         }
     }
@@ -86,15 +83,12 @@ pub fn codec(cuda: &Cuda, report: &Report) -> Result<()> {
     let ms = report.time(|set| {
         let matrix = Matrix::new(sets[set].view())?;
         let call = QuantizeMxfp8 { format: Mxfp8::TE, matrix, rows: Some(made.view_mut()), columns: None };
-        cuda.quantize_mxfp8(&stream, call)
+        cuda.quantize_mxfp8(call)
     })?;
     line("cast-mxfp8", ms, WIDE + 33.0 / 32.0);
     let ms = report.time(|_| {
         let (codes, scales) = (made.codes.view(), made.scales.view());
-        cuda.dequantize_mxfp8(
-            &stream,
-            DequantizeMxfp8 { direction: Direction::Rows, codes, scales, out: back.view_mut() },
-        )
+        cuda.dequantize_mxfp8(DequantizeMxfp8 { direction: Direction::Rows, codes, scales, out: back.view_mut() })
     })?;
     line("back-mxfp8", ms, WIDE + 33.0 / 32.0);
     cuda.check()
@@ -102,15 +96,14 @@ pub fn codec(cuda: &Cuda, report: &Report) -> Result<()> {
 
 /// A stack in NVFP4 by the codec, one factor for all.
 fn quantized(cuda: &Cuda, dense: &Tensor<Cuda>) -> Result<Quantized<Cuda>> {
-    let stream = cuda.stream();
     let dims = dense.dims();
     let (stack, rows, columns) = (dims[0], dims[1], dims[2]);
     let matrix = Matrix::new(dense.view())?;
     let mut made = Nvfp4Tensors::empty(cuda, &Nvfp4::MODELOPT, matrix.dims(), Direction::Rows)?;
     let call = Quantize { format: &Nvfp4::MODELOPT, matrix, rows: Some(made.view_mut()), columns: None };
-    cuda.quantize(&stream, call)?;
-    let factor = Nvfp4::second_scale(cuda.read(&stream, made.amax.view())?[0] as f32);
-    let factors = Tensor::from_vec(vec![factor; stack], &[stack, 1])?.to(cuda, &cuda.stream())?;
+    cuda.quantize(call)?;
+    let factor = Nvfp4::second_scale(cuda.read(made.amax.view())?[0] as f32);
+    let factors = Tensor::from_vec(vec![factor; stack], &[stack, 1])?.to(cuda)?;
     let parts = (made.codes.reshape(&[stack, rows, columns / 2])?, made.scales.reshape(&[stack, rows, columns / 16])?);
     Quantized::new(WeightFormat::Nvfp4, ([stack, rows, columns], 1), (parts.0, parts.1, Some(factors)))
 }
@@ -118,7 +111,7 @@ fn quantized(cuda: &Cuda, dense: &Tensor<Cuda>) -> Result<Quantized<Cuda>> {
 /// The two products of a forward with weights in bf16 and in NVFP4. Sets of weights take turns where they would fit a
 /// cache.
 pub fn products(cuda: &Cuda, report: &Report, w: &Workload) -> Result<()> {
-    let (mut random, stream) = (Random(1), cuda.stream());
+    let mut random = Random(1);
     let n = w.slots();
     let up = random.tensor(cuda, &[w.experts, 2 * w.inner, w.hidden], (w.hidden as f64).powf(-0.5))?;
     let down = random.tensor(cuda, &[w.experts, w.hidden, w.inner], (w.inner as f64).powf(-0.5))?;
@@ -145,7 +138,7 @@ pub fn products(cuda: &Cuda, report: &Report, w: &Workload) -> Result<()> {
                 pre: None,
                 out: RowDest::direct(hidden.view_mut()),
             };
-            cuda.up(&stream, call)
+            cuda.up(call)
         };
         let ms = report.time(&mut first)?;
         report.bytes(w.name, &format!("up{suffix}"), ms, 2.0 * bytes * each);
@@ -158,7 +151,7 @@ pub fn products(cuda: &Cuda, report: &Report, w: &Workload) -> Result<()> {
                 slot_weights: None,
                 out: RowDest::direct(out.view_mut()),
             };
-            cuda.down(&stream, call)
+            cuda.down(call)
         };
         let ms = report.time(&mut second)?;
         report.bytes(w.name, &format!("down{suffix}"), ms, bytes * each);

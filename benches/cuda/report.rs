@@ -49,8 +49,7 @@ impl Report {
     /// The same for so many calls.
     pub fn time_burst(&self, burst: Burst, mut call: impl FnMut(usize) -> Result<()>) -> Result<f64> {
         let failed = |e| Error::Device { call: "bench", operation: "event".into(), message: format!("{e:?}") };
-        let stream = self.cuda.stream();
-        let event = || stream.raw().record_event(Some(CUevent_flags::CU_EVENT_DEFAULT)).map_err(failed);
+        let event = || self.cuda.stream().record_event(Some(CUevent_flags::CU_EVENT_DEFAULT)).map_err(failed);
         self.cuda.check()?;
         std::thread::sleep(PAUSE);
         for repeat in 0..burst.warm_up {

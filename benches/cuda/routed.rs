@@ -42,9 +42,8 @@ impl<'a> Routed<'a> {
         let dims = [w.tokens, w.top_k];
         let routing = (0..SETS)
             .map(|_| {
-                let ids = Tensor::from_vec(random.experts(w), &dims)?.to(cuda, &cuda.stream())?;
-                let weights =
-                    Tensor::from_vec(vec![1.0 / w.top_k as f32; w.slots()], &dims)?.to(cuda, &cuda.stream())?;
+                let ids = Tensor::from_vec(random.experts(w), &dims)?.to(cuda)?;
+                let weights = Tensor::from_vec(vec![1.0 / w.top_k as f32; w.slots()], &dims)?.to(cuda)?;
                 Ok(Routing { ids, weights })
             })
             .collect::<Result<_>>()?;
@@ -60,7 +59,7 @@ impl<'a> Routed<'a> {
     }
 
     fn experts_of(&mut self, set: &Set, number: usize, results: &mut Results, backward: bool) -> Result<Kept> {
-        let (cuda, stream, w) = (self.cuda, self.cuda.stream(), self.w);
+        let (cuda, w) = (self.cuda, self.w);
         let Routing { ids, weights } = &self.routing[number];
         let spec = DispatchSpec { backward, reporting: Reporting::Deferred, ..DispatchSpec::new(0, w.top_k) };
         let handle = self.group.dispatcher().prepare(ids.view(), None, &spec)?;
@@ -78,7 +77,7 @@ impl<'a> Routed<'a> {
             pre: pre.as_mut().map(Tensor::view_mut),
             out: RowDest::direct(hidden.view_mut()),
         };
-        cuda.up(&stream, up)?;
+        cuda.up(up)?;
         let mut out = self.slots(w.hidden)?;
         let down = Down {
             rows: RowSource::direct(hidden.view()),
@@ -88,7 +87,7 @@ impl<'a> Routed<'a> {
             slot_weights: scaled(&received),
             out: RowDest::direct(out.view_mut()),
         };
-        cuda.down(&stream, down)?;
+        cuda.down(down)?;
         self.group.dispatcher().combine(&handle, out.view(), results.y.view_mut())?;
         Ok(Kept { handle, received, pre })
     }
@@ -97,7 +96,7 @@ impl<'a> Routed<'a> {
     pub fn step(&mut self, set: &Set, number: usize, results: &mut Results) -> Result<()> {
         let Kept { handle, received, pre } = self.experts_of(set, number, results, true)?;
         let Some(pre) = pre else { return Ok(()) };
-        let (cuda, stream, w) = (self.cuda, self.cuda.stream(), self.w);
+        let (cuda, w) = (self.cuda, self.w);
         let d_out = self.group.dispatcher().combine_bwd_rows(&handle, set.d_y.view())?;
         let (mut d_pre, mut hidden) = (self.slots(2 * w.inner)?, self.slots(w.inner)?);
         let mut d_slot_weights = Tensor::empty(cuda, DType::F32, &[w.slots()])?;
@@ -113,7 +112,7 @@ impl<'a> Routed<'a> {
             hidden: Some(hidden.view_mut()),
             d_slot_weights: Some(d_slot_weights.view_mut()),
         };
-        cuda.down_bwd(&stream, down)?;
+        cuda.down_bwd(down)?;
         let mut d_rows = self.slots(w.hidden)?;
         let up = UpDgrad {
             d_pre: d_pre.view(),
@@ -122,7 +121,7 @@ impl<'a> Routed<'a> {
             input_weight: None,
             out: RowDest::direct(d_rows.view_mut()),
         };
-        cuda.up_dgrad(&stream, up)?;
+        cuda.up_dgrad(up)?;
         for (left, right, out) in [
             (d_out.source(set.d_y.view(), &handle), RowSource::direct(hidden.view()), &mut results.d_down),
             (RowSource::direct(d_pre.view()), received.source(set.x.view(), &handle), &mut results.d_up),
@@ -136,7 +135,7 @@ impl<'a> Routed<'a> {
                 bias: None,
                 accumulate: false,
             };
-            cuda.wgrad(&stream, call)?;
+            cuda.wgrad(call)?;
         }
         let mut d_weights = Tensor::empty(cuda, DType::F32, &[w.tokens, w.top_k])?;
         let grads = DispatchGrads {

@@ -103,9 +103,9 @@ fn measure(rank: &Rank<'_>, comm: Timed, what: (Workload, Dispatcher, &str)) -> 
     let mut bench = Bench { rank, group: dispatcher.make(comm, &w)?, spans };
     let chosen = experts(&w, routing, rank.rank);
     let pairs = pairs(&w, &chosen, rank.rank, rank.ranks);
-    let ids = Tensor::from_vec(chosen, &[w.tokens, w.top_k])?.to(cuda, &cuda.stream())?;
+    let ids = Tensor::from_vec(chosen, &[w.tokens, w.top_k])?.to(cuda)?;
     let weights = vec![1.0 / w.top_k as f32; w.slots()];
-    let weights = Tensor::from_vec(weights, &[w.tokens, w.top_k])?.to(cuda, &cuda.stream())?;
+    let weights = Tensor::from_vec(weights, &[w.tokens, w.top_k])?.to(cuda)?;
     let mut random = Random(7 + rank.rank as u64);
     let x = random.tensor(cuda, &[w.tokens, w.hidden], 1.0)?;
     let waits = !dispatcher.fixed && dispatcher.decodes.is_none();

@@ -211,7 +211,7 @@ fn measure(
     let silent = Silent::default();
     let [gather, reduce] = [gather, reduce].map(|inner| Box::new(Wrapped { inner, about: silent.clone() }));
     let comms = Comms { gather, reduce };
-    let chain = Arc::new(Chain::new(cuda.clone(), cuda.stream(), comms, options)?);
+    let chain = Arc::new(Chain::new(cuda.clone(), comms, options)?);
     let group = |cuda: &Cuda| cuda.group(GroupConfig::new(w.experts, w.tokens));
     let groups = [group(gpu)?, group(&cuda)?];
     let scale = |n: usize| (n as f64).powf(-0.5);
@@ -288,7 +288,7 @@ fn measure(
     for _ in 0..WARM_UP + REPEATS {
         let from = event(gpu)?;
         let shares = Shares::together(shares.view(), main.view().count(), (1.0, true))?;
-        gpu.add_shares(&gpu.stream(), shares, main.view_mut())?;
+        gpu.add_shares(shares, main.view_mut())?;
         let to = event(gpu)?;
         gpu.check()?;
         part.add.push(between(&from, &to)?);
@@ -351,10 +351,9 @@ impl Bench {
 
     fn forward(&self, own: &mut Own, (l, what): (usize, What)) -> Result<Option<Context<Cuda>>> {
         let [up, down] = self.ids[l];
-        let stream = self.cuda.stream();
         if what == What::Collectives {
             for id in [up, down] {
-                drop(self.chain.source(id)?.acquire(&stream)?);
+                drop(self.chain.source(id)?.acquire()?);
             }
             return Ok(None);
         }
@@ -372,10 +371,9 @@ impl Bench {
 
     fn backward(&self, own: &mut Own, (l, what): (usize, What), context: Option<Context<Cuda>>) -> Result<()> {
         let [up, down] = self.ids[l];
-        let stream = self.cuda.stream();
         if what == What::Collectives {
             for id in [down, up] {
-                drop(self.chain.source(id)?.acquire(&stream)?);
+                drop(self.chain.source(id)?.acquire()?);
             }
             for id in [down, up] {
                 self.chain.submit(self.chain.gradient_buffer(id)?)?;

@@ -96,7 +96,7 @@ impl Dispatcher {
             windows: self.windows,
             ..GroupConfig::new(w.experts, w.tokens)
         };
-        Group::new(cuda.clone(), cuda.stream(), Box::new(comm), config)
+        Group::new(cuda.clone(), Box::new(comm), config)
     }
 
     fn serves(&self, w: &Workload) -> bool {

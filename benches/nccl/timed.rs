@@ -35,7 +35,7 @@ fn failed(e: impl std::fmt::Debug) -> Error {
 
 /// A point in time on the GPU.
 pub fn event(cuda: &Cuda) -> Result<CudaEvent> {
-    cuda.stream().raw().record_event(Some(CUevent_flags::CU_EVENT_DEFAULT)).map_err(failed)
+    cuda.stream().record_event(Some(CUevent_flags::CU_EVENT_DEFAULT)).map_err(failed)
 }
 
 /// Milliseconds between two.

@@ -82,12 +82,12 @@ mod seats {
         /// What joining finds.
         pub fn join(self, config: GroupConfig) -> Result<DeviceGroup, AnyError> {
             Ok(match self {
-                Seat::Cpu(comm) => EpGroup::new(Group::new(Cpu::new(), (), Box::new(comm), config)?).into(),
+                Seat::Cpu(comm) => EpGroup::new(Group::new(Cpu::new(), Box::new(comm), config)?).into(),
                 Seat::Gpu(device) => DeviceGroup::single(config, &device)?,
                 #[cfg(feature = "nccl")]
                 Seat::Gpus(device, comm) => {
                     let cuda = comm.cuda().clone();
-                    let group = Group::new(cuda.clone(), cuda.stream(), Box::new(comm), config)?;
+                    let group = Group::new(cuda.clone(), Box::new(comm), config)?;
                     DeviceGroup::new(EpGroup::new(group), &device)?
                 }
             })

@@ -240,6 +240,6 @@ pub fn enter(job: &Job, rank: usize, comm: ThreadComm, clock: &mut Clock) -> Res
     let block = job.load(rank, job.split.len())?;
     clock.lap("load");
     let most = job.split.iter().copied().max().unwrap_or(0);
-    let group = Group::new(Cpu::new(), (), Box::new(comm), GroupConfig::new(block.config.router.num_experts, most))?;
+    let group = Group::new(Cpu::new(), Box::new(comm), GroupConfig::new(block.config.router.num_experts, most))?;
     Ok((block, group))
 }

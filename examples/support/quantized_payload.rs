@@ -21,22 +21,22 @@ pub fn through(
     dims: [usize; 2],
 ) -> Result<Vec<f64>> {
     let cpu = Cpu::new();
-    let rows = cpu.write(&(), values, dtype, &dims)?;
+    let rows = cpu.write(values, dtype, &dims)?;
     let (matrix, mut back) = (Matrix::new(rows.view())?, Tensor::empty(&cpu, dtype, &dims)?);
     match payload {
         Payload::Nvfp4 => {
             let mut form = Nvfp4Tensors::empty(&cpu, &format, dims, Direction::Rows)?;
-            cpu.quantize(&(), Quantize { format: &format, matrix, rows: Some(form.view_mut()), columns: None })?;
-            cpu.dequantize(&(), form.dequantize(&format, back.view_mut()))?;
+            cpu.quantize(Quantize { format: &format, matrix, rows: Some(form.view_mut()), columns: None })?;
+            cpu.dequantize(form.dequantize(&format, back.view_mut()))?;
         }
         Payload::Mxfp8 => {
             let mut form = Mxfp8Tensors::empty(&cpu, dims, Direction::Rows)?;
             let call = QuantizeMxfp8 { format: Mxfp8::TE, matrix, rows: Some(form.view_mut()), columns: None };
-            cpu.quantize_mxfp8(&(), call)?;
+            cpu.quantize_mxfp8(call)?;
             let (codes, scales, out) = (form.codes.view(), form.scales.view(), back.view_mut());
-            cpu.dequantize_mxfp8(&(), DequantizeMxfp8 { direction: Direction::Rows, codes, scales, out })?;
+            cpu.dequantize_mxfp8(DequantizeMxfp8 { direction: Direction::Rows, codes, scales, out })?;
         }
         _ => return Ok(values.to_vec()),
     }
-    cpu.read(&(), back.view())
+    cpu.read(back.view())
 }

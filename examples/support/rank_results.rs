@@ -31,8 +31,8 @@ pub fn gather(group: &DeviceGroup, tag: Tag, own: &[u8]) -> Result<Vec<Vec<u8>>,
 
 fn gather_on<D: Kernels>(group: &EpGroup<D>, tag: Tag, own: &[u8]) -> Result<Vec<Vec<u8>>, AnyError> {
     let mut group = group.lock();
-    let (device, stream) = (group.device().clone(), group.stream().clone());
-    gather_over((&device, &stream), group.dispatcher().communicator(), tag, own)
+    let device = group.device().clone();
+    gather_over(&device, group.dispatcher().communicator(), tag, own)
 }
 
 /// The same over a communicator.
@@ -40,7 +40,7 @@ fn gather_on<D: Kernels>(group: &EpGroup<D>, tag: Tag, own: &[u8]) -> Result<Vec
 /// # Errors
 /// The collective's.
 pub fn gather_over<D: Kernels>(
-    (device, stream): (&D, &D::Stream),
+    device: &D,
     comm: &mut dyn Communicator<D>,
     tag: Tag,
     own: &[u8],
@@ -48,10 +48,10 @@ pub fn gather_over<D: Kernels>(
     let ranks = comm.size();
     let mut exchange = |bytes: &[u8]| -> moebius::Result<Vec<u8>> {
         let mut send = Tensor::empty(device, DType::U8, &[bytes.len()])?;
-        device.upload(stream, bytes, send.view_mut())?;
+        device.upload(bytes, send.view_mut())?;
         let mut recv = Tensor::empty(device, DType::U8, &[ranks, bytes.len()])?;
         comm.all_gather(tag, send.view(), recv.view_mut())?;
-        device.download(stream, recv.view())
+        device.download(recv.view())
     };
     let lengths = exchange(&(own.len() as u64).to_le_bytes())?;
     let lengths = || lengths.as_chunks().0.iter().map(|n| u64::from_le_bytes(*n) as usize);

@@ -295,7 +295,7 @@ pub fn train(
         Place::Cpu => {
             let comms = ThreadWorld::create(settings.mesh.ranks, TIMEOUT);
             let make = |params: &[_], comm, _: usize| {
-                let group = EpGroup::new(Group::new(Cpu::new(), (), Box::new(comm), group_config(settings))?);
+                let group = EpGroup::new(Group::new(Cpu::new(), Box::new(comm), group_config(settings))?);
                 Rank::<Flex>::new(settings, params, (group.into(), &Default::default()))
             };
             ranks::train(settings, (comms, check_every), corpus, make, on_step)

@@ -61,7 +61,7 @@ impl<D: ShardDevice> Sharded<D> {
         let (reduction, replicated) = (Reduction::Pairwise, mesh.replicas());
         let (in_turn, ahead) = if mesh.engines { (true, 2) } else { (false, 1) };
         let options = EtpOptions { reduction, replicas: replicated, in_turn, ahead, ..EtpOptions::default() };
-        let chain = Arc::new(Chain::new(device.clone(), device.own_stream(), comms, options)?);
+        let chain = Arc::new(Chain::new(device.clone(), comms, options)?);
         if mesh.engines && !chain.uses_copy_engines() {
             return Err("these ranks' communicators have no copy engines".into());
         }

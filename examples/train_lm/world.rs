@@ -51,11 +51,11 @@ impl World {
     pub fn tell(&mut self, tag: Tag, own: &[u8]) -> Result<Vec<Vec<u8>>, Failure> {
         match self {
             World::Group(group) => rank_results::gather(group, tag, own),
-            World::Threads(comm) => rank_results::gather_over((&Cpu::new(), &()), comm, tag, own),
+            World::Threads(comm) => rank_results::gather_over(&Cpu::new(), comm, tag, own),
             #[cfg(feature = "nccl")]
             World::Gpus(comm) => {
                 let cuda = comm.cuda().clone();
-                rank_results::gather_over((&cuda, &cuda.stream()), comm, tag, own)
+                rank_results::gather_over(&cuda, comm, tag, own)
             }
         }
     }
@@ -113,13 +113,13 @@ mod gpus {
         flat: Vec<f32>,
     ) -> Result<Vec<f32>, Failure> {
         let count = flat.len();
-        let mut values = Tensor::from_vec(flat, &[count])?.to(cuda, &cuda.stream())?;
+        let mut values = Tensor::from_vec(flat, &[count])?.to(cuda)?;
         comm.all_reduce(gradients(step), ReduceOp::Sum, values.view_mut())?;
         Ok(cuda.to_host(values.view())?.as_slice::<f32>()?.to_vec())
     }
 
     pub fn gather(cuda: &Cuda, comm: &mut dyn Communicator<Cuda>, tag: Tag, own: &[f64]) -> Result<Vec<f64>, Failure> {
-        let send = Tensor::from_vec(own.to_vec(), &[own.len()])?.to(cuda, &cuda.stream())?;
+        let send = Tensor::from_vec(own.to_vec(), &[own.len()])?.to(cuda)?;
         let mut all = Tensor::empty(cuda, moebius::DType::F64, &[own.len() * comm.size()])?;
         comm.all_gather(tag, send.view(), all.view_mut())?;
         Ok(cuda.to_host(all.view())?.as_slice::<f64>()?.to_vec())

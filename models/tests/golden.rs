@@ -141,7 +141,7 @@ fn on_ranks<T: Send>(ranks: usize, experts: usize, work: impl Fn(usize, EpGroup)
             .map(|(rank, comm)| {
                 scope.spawn(move || {
                     let config = GroupConfig::new(experts, TOKENS);
-                    let group = Group::new(Cpu::new(), (), Box::new(comm), config).expect("a group");
+                    let group = Group::new(Cpu::new(), Box::new(comm), config).expect("a group");
                     work(rank, EpGroup::new(group))
                 })
             })

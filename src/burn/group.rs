@@ -194,10 +194,10 @@ impl<D: Kernels> Member for EpGroup<D> {
 
     fn exchange(&self, exchange: Exchange, on: HostTensor<'_>) -> Result<()> {
         let mut group = self.lock();
-        let (device, stream) = (group.device().clone(), group.stream().clone());
+        let device = group.device().clone();
         let sent = || {
             let mut values = Tensor::empty(&device, on.dtype, on.dims)?;
-            device.upload(&stream, on.bytes, values.view_mut())?;
+            device.upload(on.bytes, values.view_mut())?;
             Ok(values)
         };
         let sent: Result<_> = sent();
@@ -215,7 +215,7 @@ impl<D: Kernels> Member for EpGroup<D> {
             Exchange::Broadcast(tag) => comm.broadcast(tag, 0, values.view_mut())?,
             Exchange::Sum(tag) => comm.all_reduce(tag, ReduceOp::Sum, values.view_mut())?,
         }
-        on.bytes.copy_from_slice(&device.download(&stream, values.view())?);
+        on.bytes.copy_from_slice(&device.download(values.view())?);
         Ok(())
     }
 }

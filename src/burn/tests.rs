@@ -141,7 +141,7 @@ fn what_fails_before_the_layer_is_told() {
             let seats = ThreadWorld::create(2, PATIENCE).into_iter().enumerate();
             let rank = |(rank, comm)| {
                 scope.spawn(move || {
-                    let group = Group::new(Cpu::new(), (), Box::new(comm), GroupConfig::new(4, 8)).unwrap();
+                    let group = Group::new(Cpu::new(), Box::new(comm), GroupConfig::new(4, 8)).unwrap();
                     let layer = Arc::new(Layer::new(MoeConfig::new(HIDDEN, 2, 4, 2), 7).unwrap());
                     let call = Call { layer, group: EpGroup::new(group).into(), mode: Mode::default() };
                     run(&call, (rank == 1).then_some(case))

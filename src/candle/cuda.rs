@@ -91,7 +91,7 @@ fn view<'a, T: CudaDType + DeviceRepr + 'a>(
         return Err(part.elsewhere(EXPECTED));
     }
     let range = part.range();
-    let (ptr, hold) = slice.device_ptr(cuda.raw_stream());
+    let (ptr, hold) = slice.device_ptr(cuda.stream());
     let (ptr, bytes) = match range.len() * size_of::<T>() {
         0 => (NOWHERE, 0),
         bytes => (ptr + (range.start * size_of::<T>()) as u64, bytes),

@@ -118,10 +118,10 @@ impl Checkpoint {
             let rows = Some(TensorMut::from_slice(std::slice::from_mut(amax), &[1])?);
             Ok(Amax { format: FORMAT, matrix: Matrix::new(weight.view())?, rows, columns: None })
         });
-        cpu.multi_compute_amax(&(), calls.collect::<Result<_>>()?)?;
+        cpu.multi_compute_amax(calls.collect::<Result<_>>()?)?;
         for (name, weight) in names.iter().zip(&weights) {
             // ModelOpt's formulas turn the whole matrix into NaN for one such value.
-            if let Some([i, j]) = cpu.first_non_finite(&(), Matrix::new(weight.view())?)? {
+            if let Some([i, j]) = cpu.first_non_finite(Matrix::new(weight.view())?)? {
                 return Err(Error::invalid(CALL, name, "finite weights", format!("NaN or infinity at [{i}, {j}]")));
             }
         }
@@ -131,7 +131,7 @@ impl Checkpoint {
             let dims = Matrix::new(weight.view())?.dims();
             let made = cast(&weight, amax)?;
             let mut back = Tensor::<Cpu>::empty(&cpu, DType::F32, &dims)?;
-            cpu.dequantize(&(), made.dequantize(FORMAT, back.view_mut()))?;
+            cpu.dequantize(made.dequantize(FORMAT, back.view_mut()))?;
             let (mut difference, mut norm) = (0.0, 0.0);
             for (back, weight) in back.to_f64().into_iter().zip(weight.to_f64()) {
                 difference += (back - weight).powi(2);
@@ -193,7 +193,7 @@ fn cast(weight: &Tensor<Cpu>, amax: f32) -> Result<Nvfp4Tensors<Cpu>> {
     let matrix = Matrix::new(weight.view())?;
     let mut made = Nvfp4Tensors::empty(&cpu, FORMAT, matrix.dims(), Direction::Rows)?;
     made.amax.view_mut().into_slice::<f32>()?.fill(amax);
-    cpu.quantize_cast_only(&(), Quantize { format: FORMAT, matrix, rows: Some(made.view_mut()), columns: None })?;
+    cpu.quantize_cast_only(Quantize { format: FORMAT, matrix, rows: Some(made.view_mut()), columns: None })?;
     Ok(made)
 }
 

@@ -64,12 +64,12 @@ impl QuantizedBlock<Cpu> {
     ///
     /// # Errors
     /// Where there is no memory, or a driver's error.
-    pub fn to<D: Kernels>(&self, device: &D, stream: &D::Stream) -> Result<QuantizedBlock<D>> {
-        let put = |(role, t): (&ParamKind, &Tensor<Cpu>)| Ok((*role, t.to(device, stream)?));
+    pub fn to<D: Kernels>(&self, device: &D) -> Result<QuantizedBlock<D>> {
+        let put = |(role, t): (&ParamKind, &Tensor<Cpu>)| Ok((*role, t.to(device)?));
         Ok(QuantizedBlock {
             config: self.config.clone(),
-            up: self.up.to(device, stream)?,
-            down: self.down.to(device, stream)?,
+            up: self.up.to(device)?,
+            down: self.down.to(device)?,
             others: self.others.iter().map(put).collect::<Result<_>>()?,
         })
     }

@@ -74,7 +74,6 @@ impl Device for Cpu {
     type Ref<'a> = &'a [u8];
     type Mut<'a> = &'a mut [u8];
     type Counters = [AtomicU32];
-    type Stream = ();
     type Event = ();
 
     fn alloc(&self, dtype: DType, count: usize) -> Result<HostBuffer> {

@@ -12,6 +12,6 @@ impl Group<Cpu> {
     /// # Errors
     /// As [`Group::new`].
     pub fn single(config: GroupConfig) -> Result<Self> {
-        Group::new(Cpu::new(), (), Box::new(Solo::new(Cpu::new())), config)
+        Group::new(Cpu::new(), Box::new(Solo::new(Cpu::new())), config)
     }
 }

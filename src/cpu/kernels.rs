@@ -12,87 +12,87 @@ use crate::tensor::{Tensor, TensorMut, TensorRef};
 use super::{Cpu, element, experts, gemm, plan, records, router, rows};
 
 impl Kernels for Cpu {
-    fn linear(&self, _: &(), call: Linear<'_, Self>) -> Result<()> {
+    fn linear(&self, call: Linear<'_, Self>) -> Result<()> {
         gemm::linear(call)
     }
-    fn linear_bwd(&self, _: &(), call: LinearBwd<'_, Self>) -> Result<()> {
+    fn linear_bwd(&self, call: LinearBwd<'_, Self>) -> Result<()> {
         gemm::linear_bwd(call)
     }
-    fn route(&self, _: &(), call: Route<'_, Self>) -> Result<()> {
+    fn route(&self, call: Route<'_, Self>) -> Result<()> {
         router::route(call)
     }
-    fn route_bwd(&self, _: &(), call: RouteBwd<'_, Self>) -> Result<()> {
+    fn route_bwd(&self, call: RouteBwd<'_, Self>) -> Result<()> {
         router::route_bwd(call)
     }
-    fn aux_sums(&self, _: &(), call: AuxSums<'_, Self>) -> Result<()> {
+    fn aux_sums(&self, call: AuxSums<'_, Self>) -> Result<()> {
         router::aux_sums(call)
     }
-    fn aux_total(&self, _: &(), call: AuxTotal<'_, Self>) -> Result<()> {
+    fn aux_total(&self, call: AuxTotal<'_, Self>) -> Result<()> {
         router::aux_total(call)
     }
-    fn keep_sum(&self, _: &(), call: KeepSum<'_, Self>) -> Result<()> {
+    fn keep_sum(&self, call: KeepSum<'_, Self>) -> Result<()> {
         router::keep_sum(call)
     }
-    fn plan(&self, _: &(), call: PlanRequest<'_, Self>) -> Result<Plan<Self>> {
+    fn plan(&self, call: PlanRequest<'_, Self>) -> Result<Plan<Self>> {
         plan::plan(call)
     }
     fn plans_records(&self, spec: &DispatchSpec, _: usize) -> bool {
         records::plans(spec)
     }
-    fn record_ids(&self, _: &(), call: RecordIds<'_, Self>) -> Result<()> {
+    fn record_ids(&self, call: RecordIds<'_, Self>) -> Result<()> {
         records::record(call)
     }
-    fn plan_records(&self, _: &(), call: PlanRecords<'_, Self>) -> Result<DevicePlan<Self>> {
+    fn plan_records(&self, call: PlanRecords<'_, Self>) -> Result<DevicePlan<Self>> {
         records::plan(call)
     }
-    fn gather_rows(&self, _: &(), call: GatherRows<'_, Self>) -> Result<()> {
+    fn gather_rows(&self, call: GatherRows<'_, Self>) -> Result<()> {
         rows::gather_rows(call)
     }
-    fn concat_rows(&self, _: &(), call: ConcatRows<'_, Self>) -> Result<()> {
+    fn concat_rows(&self, call: ConcatRows<'_, Self>) -> Result<()> {
         rows::concat_rows(call)
     }
-    fn split_rows(&self, _: &(), call: SplitRows<'_, Self>) -> Result<()> {
+    fn split_rows(&self, call: SplitRows<'_, Self>) -> Result<()> {
         rows::split_rows(call)
     }
-    fn reduce_rows(&self, _: &(), call: ReduceRows<'_, Self>) -> Result<()> {
+    fn reduce_rows(&self, call: ReduceRows<'_, Self>) -> Result<()> {
         rows::reduce_rows(call)
     }
-    fn up(&self, _: &(), call: Up<'_, Self>) -> Result<()> {
+    fn up(&self, call: Up<'_, Self>) -> Result<()> {
         experts::up(call)
     }
-    fn down(&self, _: &(), call: Down<'_, Self>) -> Result<()> {
+    fn down(&self, call: Down<'_, Self>) -> Result<()> {
         experts::down(call)
     }
-    fn down_bwd(&self, _: &(), call: DownBwd<'_, Self>) -> Result<()> {
+    fn down_bwd(&self, call: DownBwd<'_, Self>) -> Result<()> {
         experts::down_bwd(call)
     }
-    fn up_dgrad(&self, _: &(), call: UpDgrad<'_, Self>) -> Result<()> {
+    fn up_dgrad(&self, call: UpDgrad<'_, Self>) -> Result<()> {
         experts::up_dgrad(call)
     }
-    fn wgrad(&self, _: &(), call: Wgrad<'_, Self>) -> Result<()> {
+    fn wgrad(&self, call: Wgrad<'_, Self>) -> Result<()> {
         experts::wgrad(call)
     }
-    fn sigmoid(&self, _: &(), call: Sigmoid<'_, Self>) -> Result<()> {
+    fn sigmoid(&self, call: Sigmoid<'_, Self>) -> Result<()> {
         rows::sigmoid(call)
     }
-    fn single_segment(&self, _: &(), rows: usize) -> Result<Arc<Segments<Self>>> {
+    fn single_segment(&self, rows: usize) -> Result<Arc<Segments<Self>>> {
         let offsets = Tensor::from_vec(vec![0i64], &[1])?;
         let counts = Tensor::from_vec(vec![rows as i64], &[1])?;
         Ok(Arc::new(Segments::new(offsets, counts, rows)))
     }
-    fn wait(&self, _: &(), _: Option<&()>) -> Result<()> {
+    fn wait(&self, _: Option<&()>) -> Result<()> {
         Ok(())
     }
-    fn write(&self, _: &(), values: &[f64], dtype: DType, dims: &[usize]) -> Result<Tensor<Self>> {
+    fn write(&self, values: &[f64], dtype: DType, dims: &[usize]) -> Result<Tensor<Self>> {
         element::from_f64(values, dtype, dims)
     }
-    fn read(&self, _: &(), tensor: TensorRef<'_, Self>) -> Result<Vec<f64>> {
+    fn read(&self, tensor: TensorRef<'_, Self>) -> Result<Vec<f64>> {
         Ok(element::to_f64(tensor))
     }
-    fn download(&self, _: &(), from: TensorRef<'_, Self>) -> Result<Vec<u8>> {
+    fn download(&self, from: TensorRef<'_, Self>) -> Result<Vec<u8>> {
         Ok(from.data().to_vec())
     }
-    fn upload(&self, _: &(), from: &[u8], to: TensorMut<'_, Self>) -> Result<()> {
+    fn upload(&self, from: &[u8], to: TensorMut<'_, Self>) -> Result<()> {
         self.copy(from, to.into_data())
     }
 }

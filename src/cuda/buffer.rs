@@ -17,7 +17,7 @@ use crate::dtype::DType;
 use crate::error::{Error, Result};
 use crate::tensor::TensorMut;
 
-use super::device::{Cuda, Event, Stream, driver};
+use super::device::{Cuda, Event, driver};
 use super::memory::{Arena, Block};
 
 /// Owned memory of a GPU, given back in the order of its stream.
@@ -222,7 +222,6 @@ impl Device for Cuda {
     type Ref<'a> = DeviceRef<'a>;
     type Mut<'a> = DeviceMut<'a>;
     type Counters = NoCounters;
-    type Stream = Stream;
     type Event = Event;
 
     fn alloc(&self, dtype: DType, count: usize) -> Result<DeviceBuffer> {

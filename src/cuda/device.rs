@@ -217,14 +217,9 @@ impl Cuda {
     }
 
     /// Whether work on `stream` is in the order of this device's.
+    #[cfg(feature = "candle")]
     pub(crate) fn is_on(&self, stream: &CudaStream) -> bool {
         stream.cu_stream() == self.inner.stream.cu_stream() && stream.context() == &self.inner.context
-    }
-
-    /// The stream of all work on this device, borrowed.
-    #[cfg(feature = "candle")]
-    pub(crate) fn raw_stream(&self) -> &CudaStream {
-        &self.inner.stream
     }
 
     /// Whether calls may take the Hopper kernels.
@@ -237,9 +232,9 @@ impl Cuda {
         self.inner.functions.decode_shared
     }
 
-    /// The stream of all work on this device.
-    pub fn stream(&self) -> Stream {
-        Stream(Arc::clone(&self.inner.stream))
+    /// The stream of all work on this device, for the host framework.
+    pub fn stream(&self) -> &Arc<CudaStream> {
+        &self.inner.stream
     }
 
     /// Compute capability of the GPU.
@@ -316,25 +311,6 @@ impl Cuda {
             self.check_failure_sources()?;
             Err(driver(call, "bind the context")(error))
         })
-    }
-
-    /// Refuses another stream than this device's.
-    pub(super) fn on_stream(&self, call: &'static str, stream: &Stream) -> Result<()> {
-        match self.is_on(&stream.0) {
-            true => Ok(()),
-            false => Err(Error::invalid(call, "stream", "the device's own (Cuda::stream)", "another")),
-        }
-    }
-}
-
-/// The order of work on a [`Cuda`].
-#[derive(Debug, Clone)]
-pub struct Stream(pub(super) Arc<CudaStream>);
-
-impl Stream {
-    /// The stream, for the host framework.
-    pub fn raw(&self) -> &Arc<CudaStream> {
-        &self.0
     }
 }
 

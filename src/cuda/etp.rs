@@ -6,7 +6,7 @@ use crate::error::{Error, Result};
 use crate::etp::{CaptureHook, ShardDevice, Shares};
 use crate::tensor::TensorMut;
 
-use super::device::{Cuda, Event, Stream};
+use super::device::{Cuda, Event};
 use super::launch::Grid;
 use super::params::{self, type_code};
 
@@ -21,9 +21,8 @@ const LANES: usize = 4;
 impl ShardDevice for Cuda {
     const ENQUEUES: bool = true;
 
-    fn add_shares(&self, stream: &Stream, shares: Shares<'_, Self>, main: TensorMut<'_, Self>) -> Result<()> {
+    fn add_shares(&self, shares: Shares<'_, Self>, main: TensorMut<'_, Self>) -> Result<()> {
         const CALL: &str = "add_shares";
-        self.on_stream(CALL, stream)?;
         let dtype = shares.own.dtype();
         type_code(CALL, "shares", dtype)?;
         let (parts, count) = (shares.parts(&main)?, main.count());
@@ -49,10 +48,6 @@ impl ShardDevice for Cuda {
         let kernel = format!("add_shares_{dtype}");
         // SAFETY: `own` and each of the `parts - 1` blocks of `others` have `main`'s size.
         unsafe { self.launch(CALL, &kernel, Grid::new(blocks, THREADS), &p) }
-    }
-
-    fn own_stream(&self) -> Stream {
-        self.stream()
     }
 
     fn record_event(&self) -> Result<Option<Event>> {
@@ -82,9 +77,5 @@ impl ShardDevice for Cuda {
 
     fn add_capture_hook(&self, ending: &Arc<CaptureHook>) {
         self.add_capture_hook(ending);
-    }
-
-    fn check_stream(&self, call: &'static str, stream: &Stream) -> Result<()> {
-        self.on_stream(call, stream)
     }
 }

@@ -10,136 +10,108 @@ use crate::error::{Error, Result};
 use crate::kernels::*;
 use crate::tensor::{Tensor, TensorMut, TensorRef};
 
-use super::device::{Cuda, Event, Stream, driver};
+use super::device::{Cuda, Event, driver};
 use super::{experts, linear, permute, plan, router, routing_records, wgrad};
 
 impl Kernels for Cuda {
     const REPORTING: Reporting = Reporting::Deferred;
 
-    fn linear(&self, stream: &Stream, call: Linear<'_, Self>) -> Result<()> {
-        self.on_stream("linear", stream)?;
+    fn linear(&self, call: Linear<'_, Self>) -> Result<()> {
         linear::linear(self, call)
     }
-    fn linear_bwd(&self, stream: &Stream, call: LinearBwd<'_, Self>) -> Result<()> {
-        self.on_stream("linear_bwd", stream)?;
+    fn linear_bwd(&self, call: LinearBwd<'_, Self>) -> Result<()> {
         linear::linear_bwd(self, call)
     }
-    fn route(&self, stream: &Stream, call: Route<'_, Self>) -> Result<()> {
-        self.on_stream("route", stream)?;
+    fn route(&self, call: Route<'_, Self>) -> Result<()> {
         router::route(self, call)
     }
-    fn route_bwd(&self, stream: &Stream, call: RouteBwd<'_, Self>) -> Result<()> {
-        self.on_stream("route_bwd", stream)?;
+    fn route_bwd(&self, call: RouteBwd<'_, Self>) -> Result<()> {
         router::route_bwd(self, call)
     }
-    fn aux_sums(&self, stream: &Stream, call: AuxSums<'_, Self>) -> Result<()> {
-        self.on_stream("aux_sums", stream)?;
+    fn aux_sums(&self, call: AuxSums<'_, Self>) -> Result<()> {
         router::aux_sums(self, call)
     }
-    fn aux_total(&self, stream: &Stream, call: AuxTotal<'_, Self>) -> Result<()> {
-        self.on_stream("aux_total", stream)?;
+    fn aux_total(&self, call: AuxTotal<'_, Self>) -> Result<()> {
         router::aux_total(self, call)
     }
-    fn keep_sum(&self, stream: &Stream, call: KeepSum<'_, Self>) -> Result<()> {
-        self.on_stream("keep_sum", stream)?;
+    fn keep_sum(&self, call: KeepSum<'_, Self>) -> Result<()> {
         router::keep_sum(self, call)
     }
-    fn plan(&self, stream: &Stream, call: PlanRequest<'_, Cpu>) -> Result<Plan<Self>> {
-        self.on_stream("plan", stream)?;
+    fn plan(&self, call: PlanRequest<'_, Cpu>) -> Result<Plan<Self>> {
         plan::plan(self, call)
     }
-    fn plan_on_device(&self, stream: &Stream, call: PlanRequest<'_, Self>) -> Result<Option<Plan<Self>>> {
-        self.on_stream("plan_on_device", stream)?;
+    fn plan_on_device(&self, call: PlanRequest<'_, Self>) -> Result<Option<Plan<Self>>> {
         plan::plan_on_device(self, call)
     }
     fn plans_records(&self, spec: &DispatchSpec, num_experts: usize) -> bool {
         routing_records::plans(spec, num_experts)
     }
-    fn record_ids(&self, stream: &Stream, call: RecordIds<'_, Self>) -> Result<()> {
-        self.on_stream("record_ids", stream)?;
+    fn record_ids(&self, call: RecordIds<'_, Self>) -> Result<()> {
         routing_records::record(self, call)
     }
-    fn plan_records(&self, stream: &Stream, call: PlanRecords<'_, Self>) -> Result<DevicePlan<Self>> {
-        self.on_stream("plan_records", stream)?;
+    fn plan_records(&self, call: PlanRecords<'_, Self>) -> Result<DevicePlan<Self>> {
         routing_records::plan(self, call)
     }
-    fn check(&self, stream: &Stream) -> Result<()> {
-        self.on_stream("check", stream)?;
+    fn check(&self) -> Result<()> {
         self.faults("check")
     }
     fn orders_rows(&self, dtype: DType, columns: usize) -> bool {
         wgrad::orders_rows(self, dtype, columns)
     }
-    fn gather_rows(&self, stream: &Stream, call: GatherRows<'_, Self>) -> Result<()> {
-        self.on_stream("gather_rows", stream)?;
+    fn gather_rows(&self, call: GatherRows<'_, Self>) -> Result<()> {
         permute::gather_rows(self, call)
     }
-    fn concat_rows(&self, stream: &Stream, call: ConcatRows<'_, Self>) -> Result<()> {
-        self.on_stream("concat_rows", stream)?;
+    fn concat_rows(&self, call: ConcatRows<'_, Self>) -> Result<()> {
         permute::concat_rows(self, call)
     }
-    fn split_rows(&self, stream: &Stream, call: SplitRows<'_, Self>) -> Result<()> {
-        self.on_stream("split_rows", stream)?;
+    fn split_rows(&self, call: SplitRows<'_, Self>) -> Result<()> {
         permute::split_rows(self, call)
     }
-    fn reduce_rows(&self, stream: &Stream, call: ReduceRows<'_, Self>) -> Result<()> {
-        self.on_stream("reduce_rows", stream)?;
+    fn reduce_rows(&self, call: ReduceRows<'_, Self>) -> Result<()> {
         permute::reduce_rows(self, call)
     }
-    fn up(&self, stream: &Stream, call: Up<'_, Self>) -> Result<()> {
-        self.on_stream("up", stream)?;
+    fn up(&self, call: Up<'_, Self>) -> Result<()> {
         experts::up(self, call)
     }
-    fn down(&self, stream: &Stream, call: Down<'_, Self>) -> Result<()> {
-        self.on_stream("down", stream)?;
+    fn down(&self, call: Down<'_, Self>) -> Result<()> {
         experts::down(self, call)
     }
-    fn down_bwd(&self, stream: &Stream, call: DownBwd<'_, Self>) -> Result<()> {
-        self.on_stream("down_bwd", stream)?;
+    fn down_bwd(&self, call: DownBwd<'_, Self>) -> Result<()> {
         experts::down_bwd(self, call)
     }
-    fn up_dgrad(&self, stream: &Stream, call: UpDgrad<'_, Self>) -> Result<()> {
-        self.on_stream("up_dgrad", stream)?;
+    fn up_dgrad(&self, call: UpDgrad<'_, Self>) -> Result<()> {
         experts::up_dgrad(self, call)
     }
-    fn wgrad(&self, stream: &Stream, call: Wgrad<'_, Self>) -> Result<()> {
-        self.on_stream("wgrad", stream)?;
+    fn wgrad(&self, call: Wgrad<'_, Self>) -> Result<()> {
         wgrad::wgrad(self, call)
     }
-    fn sigmoid(&self, stream: &Stream, call: Sigmoid<'_, Self>) -> Result<()> {
-        self.on_stream("sigmoid", stream)?;
+    fn sigmoid(&self, call: Sigmoid<'_, Self>) -> Result<()> {
         linear::sigmoid(self, call)
     }
-    fn single_segment(&self, stream: &Stream, rows: usize) -> Result<Arc<Segments<Self>>> {
-        self.on_stream("single_segment", stream)?;
+    fn single_segment(&self, rows: usize) -> Result<Arc<Segments<Self>>> {
         let offsets = Tensor::zeros(self, DType::I64, &[1])?;
         let mut counts = Tensor::empty(self, DType::I64, &[1])?;
         self.fill_word(counts.view_mut(), rows as u64)?;
         Ok(Arc::new(Segments::new(offsets, counts, rows)))
     }
-    fn wait(&self, stream: &Stream, event: Option<&Event>) -> Result<()> {
-        self.on_stream("wait", stream)?;
+    fn wait(&self, event: Option<&Event>) -> Result<()> {
         event.map_or(Ok(()), |e| self.inner.stream.wait(&e.0).map_err(driver("wait", "wait for an event")))
     }
-    fn write(&self, stream: &Stream, values: &[f64], dtype: DType, dims: &[usize]) -> Result<Tensor<Self>> {
-        self.on_stream("write", stream)?;
-        Cpu::new().write(&(), values, dtype, dims)?.to(self, stream)
+    fn write(&self, values: &[f64], dtype: DType, dims: &[usize]) -> Result<Tensor<Self>> {
+        Cpu::new().write(values, dtype, dims)?.to(self)
     }
-    fn read(&self, stream: &Stream, tensor: TensorRef<'_, Self>) -> Result<Vec<f64>> {
-        self.on_stream("read", stream)?;
+    fn read(&self, tensor: TensorRef<'_, Self>) -> Result<Vec<f64>> {
         Ok(self.to_host(tensor)?.to_f64())
     }
-    fn download(&self, stream: &Stream, from: TensorRef<'_, Self>) -> Result<Vec<u8>> {
+    fn download(&self, from: TensorRef<'_, Self>) -> Result<Vec<u8>> {
         const CALL: &str = "download";
-        self.on_stream(CALL, stream)?;
         let mut bytes = vec![0; <Self as Device>::len(from.data())];
         self.read_bytes(CALL, from.data().ptr, &mut bytes)?;
         self.faults(CALL)?;
         Ok(bytes)
     }
-    fn upload(&self, stream: &Stream, from: &[u8], to: TensorMut<'_, Self>) -> Result<()> {
+    fn upload(&self, from: &[u8], to: TensorMut<'_, Self>) -> Result<()> {
         const CALL: &str = "upload";
-        self.on_stream(CALL, stream)?;
         let to = to.into_data();
         Error::check_shape(CALL, "to", &[from.len()], &[<Self as Device>::len_mut(&to)])?;
         match from.is_empty() {

@@ -2,8 +2,8 @@
 //!
 //! A [`Cuda`] is one stream of one context, its own or the host framework's. All its work (kernels, copies,
 //! allocations and frees) is ordered on that stream, which is what makes borrowed views safe: memory that a kernel
-//! still uses can be given back only behind it. [`Kernels`](crate::kernels::Kernels) calls take the stream and refuse
-//! any other.
+//! still uses can be given back only behind it. A second stream is a `Cuda` of its own ([`Cuda::with_new_stream`]), ordered with
+//! the first by events alone.
 //!
 //! Types: bf16 and f16 with sums in f32, and f32; `F64` is for the CPU. Gradients of weights may be f32 where rows are
 //! 16-bit. Results are the same bits in every run: no kernel adds floats with atomics.
@@ -61,7 +61,7 @@ mod wgrad;
 pub use cudarc;
 
 pub use buffer::{DeviceBuffer, DeviceMut, DeviceRef, NoCounters};
-pub use device::{Cuda, Event, Stream};
+pub use device::{Cuda, Event};
 pub use graph::Captured;
 pub use memory::Memory;
 #[cfg(feature = "nccl")]

@@ -32,7 +32,7 @@ impl Cuda {
     /// A fault of an earlier kernel, or a driver's error.
     pub fn to_host(&self, from: TensorRef<'_, Cuda>) -> Result<Tensor<Cpu>> {
         let mut to = Tensor::empty(&Cpu::new(), from.dtype(), from.dims())?;
-        let bytes = self.download(&self.stream(), from)?;
+        let bytes = self.download(from)?;
         to.as_bytes_mut().copy_from_slice(&bytes);
         Ok(to)
     }
@@ -42,7 +42,7 @@ impl Cuda {
     /// # Errors
     /// As [`Group::new`].
     pub fn group(&self, config: GroupConfig) -> Result<Group<Cuda>> {
-        Group::new(self.clone(), self.stream(), Box::new(Solo::new(self.clone())), config)
+        Group::new(self.clone(), Box::new(Solo::new(self.clone())), config)
     }
 }
 
@@ -274,12 +274,12 @@ fn read_later(device: &Cuda, stats: Tensor<Cuda>, experts: usize) -> Lazy<Stats>
 }
 
 pub(super) fn plan(device: &Cuda, call: PlanRequest<'_, Cpu>) -> Result<Plan<Cuda>> {
-    let (plan, stream) = (Cpu::new().plan(&(), call)?, &device.stream());
+    let plan = Cpu::new().plan(call)?;
     let messages = |m: MessageMaps<Cpu>| -> Result<MessageMaps<Cuda>> {
         Ok(MessageMaps {
-            send_tokens: m.send_tokens.to(device, stream)?,
-            send_choices: m.send_choices.to(device, stream)?,
-            return_slots: m.return_slots.to(device, stream)?,
+            send_tokens: m.send_tokens.to(device)?,
+            send_choices: m.send_choices.to(device)?,
+            return_slots: m.return_slots.to(device)?,
             send_rows: m.send_rows,
             recv_rows: m.recv_rows,
             slots_from: m.slots_from,
@@ -291,15 +291,15 @@ pub(super) fn plan(device: &Cuda, call: PlanRequest<'_, Cpu>) -> Result<Plan<Cud
         total_tokens: plan.total_tokens,
         first_token: plan.first_token,
         segments: Arc::new(Segments::new(
-            plan.segments.offsets.to(device, stream)?,
-            plan.segments.counts.to(device, stream)?,
+            plan.segments.offsets.to(device)?,
+            plan.segments.counts.to(device)?,
             plan.segments.rows,
         )),
         stats: plan.stats,
-        kept_ids: plan.kept_ids.to(device, stream)?,
-        row_map: plan.row_map.to(device, stream)?,
-        weight_map: plan.weight_map.to(device, stream)?,
-        return_map: plan.return_map.to(device, stream)?,
+        kept_ids: plan.kept_ids.to(device)?,
+        row_map: plan.row_map.to(device)?,
+        weight_map: plan.weight_map.to(device)?,
+        return_map: plan.return_map.to(device)?,
         messages: plan.messages.map(messages).transpose()?,
     })
 }

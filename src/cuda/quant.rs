@@ -11,7 +11,7 @@ use crate::quant::{
 };
 use crate::tensor::{Tensor, TensorMut};
 
-use super::device::{Cuda, Stream};
+use super::device::Cuda;
 use super::launch::{Grid, NVFP4_ALIGNED_SMEM};
 use super::params::{self, AMAX_JOBS, BACK_JOBS, type_code};
 
@@ -312,29 +312,23 @@ fn reorder(device: &Cuda, call: &'static str, swizzle: Swizzle<'_, Cuda>, back: 
 }
 
 impl Codec for Cuda {
-    fn compute_amax(&self, stream: &Stream, call: Amax<'_, Self>) -> Result<()> {
-        self.on_stream("compute_amax", stream)?;
+    fn compute_amax(&self, call: Amax<'_, Self>) -> Result<()> {
         self.amax("compute_amax", vec![call])
     }
-    fn multi_compute_amax(&self, stream: &Stream, calls: Vec<Amax<'_, Self>>) -> Result<()> {
-        self.on_stream("multi_compute_amax", stream)?;
+    fn multi_compute_amax(&self, calls: Vec<Amax<'_, Self>>) -> Result<()> {
         self.amax("multi_compute_amax", calls)
     }
-    fn quantize_cast_only(&self, stream: &Stream, call: Quantize<'_, Self>) -> Result<()> {
-        self.on_stream("quantize_cast_only", stream)?;
+    fn quantize_cast_only(&self, call: Quantize<'_, Self>) -> Result<()> {
         self.cast("quantize_cast_only", call)
     }
-    fn dequantize(&self, stream: &Stream, call: Dequantize<'_, Self>) -> Result<()> {
-        self.on_stream("dequantize", stream)?;
+    fn dequantize(&self, call: Dequantize<'_, Self>) -> Result<()> {
         dequantize(self, "dequantize", vec![call])
     }
-    fn multi_dequantize(&self, stream: &Stream, calls: Vec<Dequantize<'_, Self>>) -> Result<()> {
-        self.on_stream("multi_dequantize", stream)?;
+    fn multi_dequantize(&self, calls: Vec<Dequantize<'_, Self>>) -> Result<()> {
         dequantize(self, "multi_dequantize", calls)
     }
-    fn quantize_mxfp8(&self, stream: &Stream, call: QuantizeMxfp8<'_, Self>) -> Result<()> {
+    fn quantize_mxfp8(&self, call: QuantizeMxfp8<'_, Self>) -> Result<()> {
         const CALL: &str = "quantize_mxfp8";
-        self.on_stream(CALL, stream)?;
         check::quantize_mxfp8(CALL, &call)?;
         let QuantizeMxfp8 { format, matrix, rows, columns } = call;
         if matrix.dims().contains(&0) || (rows.is_none() && columns.is_none()) {
@@ -372,25 +366,20 @@ impl Codec for Cuda {
         // SAFETY: sides have the sizes that the format gives for this matrix, as was checked.
         unsafe { self.launch(CALL, &kernel, Grid::new(blocks, THREADS), &p) }
     }
-    fn dequantize_mxfp8(&self, stream: &Stream, call: DequantizeMxfp8<'_, Self>) -> Result<()> {
-        self.on_stream("dequantize_mxfp8", stream)?;
+    fn dequantize_mxfp8(&self, call: DequantizeMxfp8<'_, Self>) -> Result<()> {
         dequantize_mxfp8(self, "dequantize_mxfp8", vec![call])
     }
-    fn multi_dequantize_mxfp8(&self, stream: &Stream, calls: Vec<DequantizeMxfp8<'_, Self>>) -> Result<()> {
-        self.on_stream("multi_dequantize_mxfp8", stream)?;
+    fn multi_dequantize_mxfp8(&self, calls: Vec<DequantizeMxfp8<'_, Self>>) -> Result<()> {
         dequantize_mxfp8(self, "multi_dequantize_mxfp8", calls)
     }
-    fn swizzle(&self, stream: &Stream, call: Swizzle<'_, Self>) -> Result<()> {
-        self.on_stream("swizzle", stream)?;
+    fn swizzle(&self, call: Swizzle<'_, Self>) -> Result<()> {
         reorder(self, "swizzle", call, false)
     }
-    fn unswizzle(&self, stream: &Stream, call: Swizzle<'_, Self>) -> Result<()> {
-        self.on_stream("unswizzle", stream)?;
+    fn unswizzle(&self, call: Swizzle<'_, Self>) -> Result<()> {
         reorder(self, "unswizzle", call, true)
     }
-    fn first_non_finite(&self, stream: &Stream, matrix: Matrix<'_, Self>) -> Result<Option<[usize; 2]>> {
+    fn first_non_finite(&self, matrix: Matrix<'_, Self>) -> Result<Option<[usize; 2]>> {
         const CALL: &str = "first_non_finite";
-        self.on_stream(CALL, stream)?;
         let [rows, columns] = matrix.dims();
         let mut place = Tensor::empty(self, DType::I64, &[1])?;
         self.fill_bytes(CALL, place.view_mut().into_data(), 0xff)?;

@@ -131,8 +131,8 @@ impl<D: Kernels> RowTransport<D> for AllGather<D> {
         let width = back.rows.row_bytes() / dtype.size();
         let mut partial = Tensor::empty(&self.core.device, dtype, &[ranks, room, width])?;
         self.fill(handle, &mut partial, |map, out| {
-            let DispatcherState { device, stream, .. } = &self.core;
-            reduce(device, stream, back.rows.borrow(), map, out)
+            let device = &self.core.device;
+            reduce(device, back.rows.borrow(), map, out)
         })?;
         self.scatter(step, &partial, back.out)?;
         if !back.with_weights {
@@ -140,9 +140,9 @@ impl<D: Kernels> RowTransport<D> for AllGather<D> {
         }
         let mut partial = Tensor::empty(&self.core.device, dtype.accumulator(), &[ranks, room, k])?;
         self.fill(handle, &mut partial, |map, out| {
-            let DispatcherState { device, stream, .. } = &self.core;
+            let device = &self.core.device;
             match &back.weights {
-                Some(w) => gather_elements(device, stream, w.borrow(), map, out),
+                Some(w) => gather_elements(device, w.borrow(), map, out),
                 None => device.zero(out.into_data()),
             }
         })?;

@@ -94,24 +94,24 @@ impl<D: Kernels> AllToAll<D> {
         messages: &[PeerMessage],
         sources: &GatherSources<'_, D>,
     ) -> Result<Tensor<D>> {
-        let DispatcherState { device, stream, .. } = &self.core;
+        let device = &self.core.device;
         let mut buffer = Tensor::empty(device, DType::U8, &[total(messages)])?;
         if parts.rows_only() {
             let out = buffer.view_mut().reshape(&[sources.row_map.count(), parts.row])?;
-            gather(device, stream, sources.rows, sources.row_map, out)?;
+            gather(device, sources.rows, sources.row_map, out)?;
             return Ok(buffer);
         }
         for (p, m) in messages.iter().enumerate() {
             let map = entries(sources.row_map, range(rows, p))?;
-            gather(device, stream, sources.rows, map, part_mut(buffer.view_mut(), m.start, rows[p], parts.row)?)?;
+            gather(device, sources.rows, map, part_mut(buffer.view_mut(), m.start, rows[p], parts.row)?)?;
             if let Some(scales) = sources.scales {
                 let out = part_mut(buffer.view_mut(), m.scales, rows[p], parts.scale)?;
-                gather(device, stream, scales, map, out)?;
+                gather(device, scales, map, out)?;
             }
             if parts.weight > 0 {
                 let out = part_mut(buffer.view_mut(), m.weights, choices[p], parts.weight)?;
                 match sources.weights {
-                    Some(w) => gather(device, stream, w, entries(sources.weight_map, range(choices, p))?, out)?,
+                    Some(w) => gather(device, w, entries(sources.weight_map, range(choices, p))?, out)?,
                     None => device.zero(out.into_data())?,
                 }
             }
@@ -163,13 +163,13 @@ impl<D: Kernels> RowTransport<D> for AllToAll<D> {
             scales: None,
         };
         let received = self.exchange(step, parts, &traffic, &sources)?;
-        let DispatcherState { device, stream, .. } = &self.core;
+        let device = &self.core.device;
         let map = plan.return_map.view();
         if let Some(rows) = &received.rows {
-            reduce(device, stream, rows.view(), map, back.out)?;
+            reduce(device, rows.view(), map, back.out)?;
         }
         if let (Some(out), Some(weights)) = (back.out_weights, &received.weights) {
-            gather_elements(device, stream, weights.view(), map, out)?;
+            gather_elements(device, weights.view(), map, out)?;
         }
         Ok(())
     }

@@ -24,7 +24,6 @@ pub(super) const PREPARE: &str = "prepare";
 #[derive(Debug)]
 pub(crate) struct DispatcherState<D: Kernels> {
     pub device: D,
-    pub stream: D::Stream,
     pub comm: Box<dyn Communicator<D>>,
     pub config: GroupConfig,
     /// Says which group a handle belongs to.
@@ -41,10 +40,9 @@ pub(crate) struct DispatcherState<D: Kernels> {
 }
 
 impl<D: Kernels> DispatcherState<D> {
-    pub fn new(device: D, stream: D::Stream, comm: Box<dyn Communicator<D>>, config: GroupConfig) -> Self {
+    pub fn new(device: D, comm: Box<dyn Communicator<D>>, config: GroupConfig) -> Self {
         Self {
             device,
-            stream,
             comm,
             config,
             identity: Arc::new(()),
@@ -275,7 +273,7 @@ impl<D: Kernels> DispatcherState<D> {
             spec,
             row_order: RowOrder::Local,
         };
-        let Some(plan) = self.device.plan_on_device(&self.stream, request)? else { return Ok(None) };
+        let Some(plan) = self.device.plan_on_device(request)? else { return Ok(None) };
         self.sequence += 1;
         Ok(Some(self.handle(spec, plan, if spec.backward { Vec::new() } else { vec![0] }, tokens)))
     }
@@ -322,10 +320,10 @@ impl<D: Kernels> DispatcherState<D> {
                 if !w.dtype().is_float() {
                     return Err(Error::invalid(PREPARE, "tensor topk_weights", "a floating dtype", w.dtype()));
                 }
-                self.device.read(&self.stream, w)?
+                self.device.read(w)?
             }
         };
-        let bytes = self.device.download(&self.stream, ids)?;
+        let bytes = self.device.download(ids)?;
         let (ids, bad) =
             routing_record::mask_bad_ids((&bytes, ids.dtype()), (self.rank(), k, self.config.num_experts))?;
         let status = match (self.deferred.take(), bad) {
@@ -364,12 +362,12 @@ impl<D: Kernels> DispatcherState<D> {
     fn gather(&mut self, tag: Tag, spec: &DispatchSpec, own: &RoutingRecord) -> Result<Vec<RoutingRecord>> {
         let sizes = self.sizes(spec);
         let send = Tensor::empty(&self.device, DType::U8, &[sizes.bytes()]).and_then(|mut send| {
-            self.device.upload(&self.stream, &own.encode(sizes), send.view_mut())?;
+            self.device.upload(&own.encode(sizes), send.view_mut())?;
             Ok(send)
         });
         let send = self.refuse_own_error(tag, send)?;
         let recv = self.exchange(tag, spec, &send)?;
-        let bytes = self.device.download(&self.stream, recv.view());
+        let bytes = self.device.download(recv.view());
         let bytes = self.refuse_own_error(tag, bytes)?;
         Ok(bytes.chunks_exact(sizes.bytes()).map(|b| RoutingRecord::decode(b, sizes)).collect())
     }
@@ -404,19 +402,16 @@ impl<D: Kernels> DispatcherState<D> {
             }
             false => None,
         };
-        let plan = self.device.plan(
-            &self.stream,
-            PlanRequest {
-                rank: self.rank(),
-                ranks: self.ranks(),
-                num_experts: self.config.num_experts,
-                ids: ids.view(),
-                weights: weights.as_ref().map(Tensor::view),
-                tokens: &tokens,
-                spec,
-                row_order,
-            },
-        )?;
+        let plan = self.device.plan(PlanRequest {
+            rank: self.rank(),
+            ranks: self.ranks(),
+            num_experts: self.config.num_experts,
+            ids: ids.view(),
+            weights: weights.as_ref().map(Tensor::view),
+            tokens: &tokens,
+            spec,
+            row_order,
+        })?;
         let absent = (0..records.len()).filter(|r| !records[*r].backward).collect();
         Ok(Handle { in_slots: row_order == RowOrder::Slots, ..self.handle(spec, plan, absent, tokens) })
     }
@@ -447,7 +442,7 @@ mod tests {
 
     fn core(comm: ThreadComm) -> DispatcherState<Cpu> {
         let config = GroupConfig { dispatcher: DispatcherKind::AllGather, ..GroupConfig::new(2, 4) };
-        DispatcherState::new(Cpu::default(), (), Box::new(comm), config)
+        DispatcherState::new(Cpu::default(), Box::new(comm), config)
     }
 
     fn on_both(body: impl Fn(DispatcherState<Cpu>) + Sync) {
@@ -488,7 +483,7 @@ mod tests {
             spec: &spec,
             row_order: RowOrder::Local,
         };
-        Ok(core.accept(&spec, core.device.plan(&(), request)?))
+        Ok(core.accept(&spec, core.device.plan(request)?))
     }
 
     #[test]

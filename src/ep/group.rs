@@ -102,20 +102,14 @@ impl GroupConfig {
 }
 
 /// Finds the first field in which the ranks' configurations differ: one all-gather.
-fn compare<D: Kernels>(
-    device: &D,
-    stream: &D::Stream,
-    comm: &mut dyn Communicator<D>,
-    config: &GroupConfig,
-) -> Result<()> {
+fn compare<D: Kernels>(device: &D, comm: &mut dyn Communicator<D>, config: &GroupConfig) -> Result<()> {
     let fields = config.fields();
     let bytes: Vec<u8> = fields.iter().flat_map(|(_, number, _)| number.to_ne_bytes()).collect();
     let mut send = Tensor::empty(device, DType::U8, &[bytes.len()])?;
-    device.upload(stream, &bytes, send.view_mut())?;
+    device.upload(&bytes, send.view_mut())?;
     let mut recv = Tensor::empty(device, DType::U8, &[comm.size(), bytes.len()])?;
     comm.all_gather(Tag { layer: 0, op: Op::Init, sequence: 0 }, send.view(), recv.view_mut())?;
-    let all: Vec<u64> =
-        device.download(stream, recv.view())?.as_chunks().0.iter().map(|b| u64::from_ne_bytes(*b)).collect();
+    let all: Vec<u64> = device.download(recv.view())?.as_chunks().0.iter().map(|b| u64::from_ne_bytes(*b)).collect();
     for (i, (field, number, value)) in fields.iter().enumerate() {
         let theirs = all.iter().skip(i).step_by(fields.len());
         if let Some((peer, other)) = theirs.enumerate().find(|(_, other)| *other != number) {
@@ -136,7 +130,6 @@ fn compare<D: Kernels>(
 pub struct Group<D: Kernels> {
     config: GroupConfig,
     device: D,
-    stream: D::Stream,
     rank: usize,
     ranks: usize,
     dispatcher: Box<dyn TokenDispatcher<D>>,
@@ -147,26 +140,21 @@ impl<D: Kernels> Group<D> {
     ///
     /// # Errors
     /// [`Error::ConfigMismatch`] on every rank, naming the field; E not divisible by R; a communicator's error.
-    pub fn new(
-        device: D,
-        stream: D::Stream,
-        mut comm: Box<dyn Communicator<D>>,
-        mut config: GroupConfig,
-    ) -> Result<Self> {
+    pub fn new(device: D, mut comm: Box<dyn Communicator<D>>, mut config: GroupConfig) -> Result<Self> {
         let (rank, ranks) = (comm.rank(), comm.size());
         let requested = config.dispatcher;
         // A bad value of the variable fails below, when the other ranks have met this one.
         let named = select::named(requested, std::env::var_os(select::VARIABLE).as_deref());
         config.dispatcher = *named.as_ref().unwrap_or(&requested);
-        let compared = compare(&device, &stream, &mut *comm, &config);
+        let compared = compare(&device, &mut *comm, &config);
         named?;
         compared?;
         // All ranks hold the same values from here on, so they fail alike.
         config.validate(ranks)?;
-        let core = DispatcherState::new(device.clone(), stream.clone(), comm, config.clone());
+        let core = DispatcherState::new(device.clone(), comm, config.clone());
         let (dispatcher, reason) = select::dispatcher(core)?;
         tracing::info!(rank, ranks, dispatcher = dispatcher.name(), ?requested, reason, "joined a group");
-        Ok(Self { config, device, stream, rank, ranks, dispatcher })
+        Ok(Self { config, device, rank, ranks, dispatcher })
     }
 
     /// What was agreed on.
@@ -177,11 +165,6 @@ impl<D: Kernels> Group<D> {
     /// The device.
     pub fn device(&self) -> &D {
         &self.device
-    }
-
-    /// The stream that the group's work is ordered on.
-    pub fn stream(&self) -> &D::Stream {
-        &self.stream
     }
 
     /// This rank.
@@ -253,7 +236,7 @@ mod tests {
             let log = Log::default();
             tracing::subscriber::with_default(log.clone(), || {
                 let config = GroupConfig { dispatcher, ..GroupConfig::new(4, 8) };
-                let mut group = Group::new(Cpu::new(), (), Box::new(Solo::new(Cpu::new())), config).expect("a group");
+                let mut group = Group::new(Cpu::new(), Box::new(Solo::new(Cpu::new())), config).expect("a group");
                 let ids = Tensor::from_vec(vec![0i32, 1], &[1, 2]).expect("ids");
                 let spec = crate::ep::DispatchSpec::new(0, 2);
                 (0..2).for_each(|_| drop(group.dispatcher().prepare(ids.view(), None, &spec).expect("prepare")));

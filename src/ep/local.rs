@@ -27,11 +27,11 @@ impl<D: Kernels> RowTransport<D> for Local<D> {
     }
 
     fn return_sums(&mut self, step: &HandleCall<'_, D>, back: ReturnRows<'_, D>) -> Result<()> {
-        let DispatcherState { device, stream, .. } = &self.core;
+        let device = &self.core.device;
         let map = step.handle.plan.return_map.view();
-        reduce(device, stream, back.rows, map, back.out)?;
+        reduce(device, back.rows, map, back.out)?;
         match (back.out_weights, back.weights) {
-            (Some(out), Some(weights)) => gather_elements(device, stream, weights, map, out),
+            (Some(out), Some(weights)) => gather_elements(device, weights, map, out),
             (Some(out), None) => device.zero(out.into_data()),
             (None, _) => Ok(()),
         }

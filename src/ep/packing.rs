@@ -65,7 +65,6 @@ fn check(name: &str, range: &Range<usize>, len: usize) -> Result<()> {
 /// Gathers rows of bytes.
 pub(crate) fn gather<D: Kernels>(
     device: &D,
-    stream: &D::Stream,
     source: TensorRef<'_, D>,
     map: TensorRef<'_, D>,
     mut out: TensorMut<'_, D>,
@@ -73,31 +72,29 @@ pub(crate) fn gather<D: Kernels>(
     let n = out.rows();
     let source = byte_rows(source.borrow(), 0..source.rows())?;
     let map = map.borrow().reshape(&[map.count()])?;
-    device.gather_rows(stream, GatherRows { source, map, out: byte_rows_mut(out.reborrow(), 0..n)? })
+    device.gather_rows(GatherRows { source, map, out: byte_rows_mut(out.reborrow(), 0..n)? })
 }
 
 /// Gathers the elements of a list: one an entry of the map, in any shape.
 pub(crate) fn gather_elements<D: Kernels>(
     device: &D,
-    stream: &D::Stream,
     source: TensorRef<'_, D>,
     map: TensorRef<'_, D>,
     out: TensorMut<'_, D>,
 ) -> Result<()> {
     let n = out.count();
-    gather(device, stream, source, map, out.reshape(&[n])?)
+    gather(device, source, map, out.reshape(&[n])?)
 }
 
 /// Sums rows of each token: as many entries of the map a row of `out`.
 pub(crate) fn reduce<D: Kernels>(
     device: &D,
-    stream: &D::Stream,
     source: TensorRef<'_, D>,
     map: TensorRef<'_, D>,
     mut out: TensorMut<'_, D>,
 ) -> Result<()> {
     let (source, map) = (source.borrow(), map.borrow());
-    device.reduce_rows(stream, ReduceRows { source, map, out: out.reborrow() })
+    device.reduce_rows(ReduceRows { source, map, out: out.reborrow() })
 }
 
 /// A tensor's elements as a list.

@@ -49,7 +49,7 @@ impl<D: Kernels> DispatcherState<D> {
     fn empty_errors(&self) -> Result<Tensor<D>> {
         let mut new = Tensor::empty(&self.device, DType::U8, &[deferred_errors::bytes(self.ranks())])?;
         // A copy from the host, which cannot be recorded: a fill would be noted down, and this outlives a recording.
-        self.device.upload(&self.stream, &vec![0; new.bytes()], new.view_mut())?;
+        self.device.upload(&vec![0; new.bytes()], new.view_mut())?;
         Ok(new)
     }
 
@@ -61,8 +61,7 @@ impl<D: Kernels> DispatcherState<D> {
         spec: &DispatchSpec,
         errors: &mut Tensor<D>,
     ) -> Result<(Handle<D>, Option<usize>)> {
-        let Self { device, stream, .. } = self;
-        let (device, stream) = (device.clone(), stream.clone());
+        let device = self.device.clone();
         let (rank, ranks, sizes) = (self.rank(), self.ranks(), self.sizes(spec));
         let GroupConfig { num_experts, max_tokens_per_rank: max_tokens, .. } = self.config;
         let own = Tensor::empty(&device, DType::U8, &[sizes.bytes()]);
@@ -70,7 +69,7 @@ impl<D: Kernels> DispatcherState<D> {
         let recorded = self.check_ids(ids, spec.top_k).and_then(|tokens| {
             let (errors, out) = (errors.view_mut(), own.view_mut());
             let ids = ids.borrow();
-            device.record_ids(&stream, RecordIds { rank, num_experts, max_tokens, spec, ids, errors, out })?;
+            device.record_ids(RecordIds { rank, num_experts, max_tokens, spec, ids, errors, out })?;
             Ok(tokens)
         });
         let tokens = match recorded {
@@ -89,14 +88,14 @@ impl<D: Kernels> DispatcherState<D> {
             records: records.view(),
             errors: errors.view_mut(),
         };
-        let gathered = device.plan_records(&stream, call);
+        let gathered = device.plan_records(call);
         let gathered = self.refuse_own_error(tag, gathered)?;
         let Some(counts) = gathered.counts else {
             let absent = if spec.backward { Vec::new() } else { vec![rank] };
             return Ok((self.handle(spec, gathered.plan, absent, vec![gathered.room; ranks]), None));
         };
         if counts.failed {
-            let all = device.download(&stream, records.view());
+            let all = device.download(records.view());
             let all = self.refuse_own_error(tag, all)?;
             let all: Vec<RoutingRecord> =
                 all.chunks_exact(sizes.bytes()).map(|b| RoutingRecord::decode(b, sizes)).collect();
@@ -116,10 +115,10 @@ impl<D: Kernels> DispatcherState<D> {
             return Err(pending_error);
         }
         // First, as it would keep the memory below from being read.
-        let raised = self.device.check(&self.stream);
+        let raised = self.device.check();
         let rank = self.comm.rank();
         let Some(errors) = &mut self.errors else { return raised };
-        let bytes = match self.device.download(&self.stream, errors.view()) {
+        let bytes = match self.device.download(errors.view()) {
             Ok(bytes) => bytes,
             Err(error) => return raised.and(Err(error)),
         };

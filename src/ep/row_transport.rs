@@ -103,7 +103,7 @@ impl<D: Kernels, C: RowTransport<D>> TokenDispatcher<D> for C {
             source, out,
         ) {
             (Some(source), Some(out)) => {
-                gather(&core.device, &core.stream, source, entries(map, 0..end)?, byte_rows_mut(out, 0..end)?)
+                gather(&core.device, source, entries(map, 0..end)?, byte_rows_mut(out, 0..end)?)
             }
             _ => Ok(()),
         };
@@ -122,7 +122,7 @@ impl<D: Kernels, C: RowTransport<D>> TokenDispatcher<D> for C {
         let mut weights = None;
         if let Some(source) = weights_of(&received, &inputs)? {
             let slots = weights.insert(Tensor::empty(&core.device, source.dtype(), &[handle.rows()])?);
-            gather(&core.device, &core.stream, source, handle.plan.weight_map.view(), slots.view_mut())?;
+            gather(&core.device, source, handle.plan.weight_map.view(), slots.view_mut())?;
         }
         Ok(Received { rows: received.rows, weights, scales: received.scales, map: None })
     }
@@ -159,7 +159,7 @@ impl<D: Kernels, C: RowTransport<D>> TokenDispatcher<D> for C {
         let end = written(handle);
         let rows = received.rows.as_ref().map_or(grad.borrow(), Tensor::view);
         let out = byte_rows_mut(grad_expert_out, 0..end)?;
-        gather(&core.device, &core.stream, rows, entries(handle.row_map(), 0..end)?, out)
+        gather(&core.device, rows, entries(handle.row_map(), 0..end)?, out)
     }
 
     fn combine_bwd_rows(&mut self, handle: &Handle<D>, grad: TensorRef<'_, D>) -> Result<Received<D>> {

@@ -7,7 +7,7 @@ use crate::tensor::TensorMut;
 use crate::etp::{ShardDevice, Shares};
 
 impl ShardDevice for Cpu {
-    fn add_shares(&self, (): &(), shares: Shares<'_, Cpu>, main: TensorMut<'_, Cpu>) -> Result<()> {
+    fn add_shares(&self, shares: Shares<'_, Cpu>, main: TensorMut<'_, Cpu>) -> Result<()> {
         shares.parts(&main)?;
         let (dtype, scale) = (shares.own.dtype(), shares.scale);
         let mut parts: Vec<&[u8]> = shares.others.data().chunks_exact(main.count() * dtype.size()).collect();
@@ -15,6 +15,4 @@ impl ShardDevice for Cpu {
         add_pairwise(dtype, &parts, (scale, shares.first), main.into_data());
         Ok(())
     }
-
-    fn own_stream(&self) {}
 }

@@ -58,10 +58,7 @@ pub trait ShardDevice: Kernels + Codec {
     ///
     /// # Errors
     /// Sizes or types that do not fit.
-    fn add_shares(&self, stream: &Self::Stream, shares: Shares<'_, Self>, main: TensorMut<'_, Self>) -> Result<()>;
-
-    /// The stream of the device's work.
-    fn own_stream(&self) -> Self::Stream;
+    fn add_shares(&self, shares: Shares<'_, Self>, main: TensorMut<'_, Self>) -> Result<()>;
 
     /// Marks the end of the work enqueued so far; nothing where calls run to their end.
     ///
@@ -95,15 +92,6 @@ pub trait ShardDevice: Kernels + Codec {
     /// may still have to be joined to the capture.
     fn add_capture_hook(&self, ending: &Arc<CaptureHook>) {
         let _ = ending;
-    }
-
-    /// Refuses a stream other than [`own_stream`](Self::own_stream)'s, in whose order a chain's weights come.
-    ///
-    /// # Errors
-    /// Another stream.
-    fn check_stream(&self, call: &'static str, stream: &Self::Stream) -> Result<()> {
-        let _ = (call, stream);
-        Ok(())
     }
 }
 

@@ -320,46 +320,45 @@ pub struct Sigmoid<'a, D: Device> {
     pub out: TensorMut<'a, D>,
 }
 
-/// Everything the layer computes, with the [`Codec`] of what travels quantized. A call enqueues its work on `stream`
-/// and may return before it is done (not on the CPU, whose stream is `()`); it checks shapes and dtypes of its
-/// arguments first.
+/// Everything the layer computes, with the [`Codec`] of what travels quantized. A device's calls do
+/// their work in the order in which they are made, and may return before it is done (not on the CPU): a [`Device`] is its
+/// stream. A call checks shapes and dtypes of its arguments first.
 pub trait Kernels: Codec {
     /// How a layer has what only the device sees reported, unless told otherwise.
     const REPORTING: Reporting = Reporting::Immediate;
     /// [`Linear`].
-    fn linear(&self, stream: &Self::Stream, call: Linear<'_, Self>) -> Result<()>;
+    fn linear(&self, call: Linear<'_, Self>) -> Result<()>;
     /// [`LinearBwd`].
-    fn linear_bwd(&self, stream: &Self::Stream, call: LinearBwd<'_, Self>) -> Result<()>;
+    fn linear_bwd(&self, call: LinearBwd<'_, Self>) -> Result<()>;
     /// [`Route`]. Fails on a NaN logit, at once or as [`Route::reporting`] says.
-    fn route(&self, stream: &Self::Stream, call: Route<'_, Self>) -> Result<()>;
+    fn route(&self, call: Route<'_, Self>) -> Result<()>;
     /// [`RouteBwd`].
-    fn route_bwd(&self, stream: &Self::Stream, call: RouteBwd<'_, Self>) -> Result<()>;
+    fn route_bwd(&self, call: RouteBwd<'_, Self>) -> Result<()>;
     /// [`AuxSums`].
-    fn aux_sums(&self, stream: &Self::Stream, call: AuxSums<'_, Self>) -> Result<()>;
+    fn aux_sums(&self, call: AuxSums<'_, Self>) -> Result<()>;
     /// [`AuxTotal`].
-    fn aux_total(&self, stream: &Self::Stream, call: AuxTotal<'_, Self>) -> Result<()>;
+    fn aux_total(&self, call: AuxTotal<'_, Self>) -> Result<()>;
     /// [`KeepSum`].
-    fn keep_sum(&self, stream: &Self::Stream, call: KeepSum<'_, Self>) -> Result<()>;
+    fn keep_sum(&self, call: KeepSum<'_, Self>) -> Result<()>;
     /// Slots for all ranks' choices, which the host has, as seen from one rank.
-    fn plan(&self, stream: &Self::Stream, call: PlanRequest<'_, Cpu>) -> Result<Plan<Self>>;
+    fn plan(&self, call: PlanRequest<'_, Cpu>) -> Result<Plan<Self>>;
     /// The plan of a group of one rank ([`RowOrder::Local`](crate::ep::RowOrder::Local)) from ids `[T, K]` (I32 or
-    /// I64) that nobody has checked, without waiting for the stream: bad ids count as −1, and [`check`](Self::check)
+    /// I64) that nobody has checked, without waiting for the device: bad ids count as −1, and [`check`](Self::check)
     /// tells of them. `None`: the device cannot, or not for this request. May return an error of an earlier call.
-    fn plan_on_device(&self, stream: &Self::Stream, call: PlanRequest<'_, Self>) -> Result<Option<Plan<Self>>> {
-        let _ = (stream, call);
+    fn plan_on_device(&self, call: PlanRequest<'_, Self>) -> Result<Option<Plan<Self>>> {
+        let _ = call;
         Ok(None)
     }
     /// Whether [`plan_records`](Self::plan_records) can plan for such a spec, whatever the ids.
     fn plans_records(&self, spec: &DispatchSpec, num_experts: usize) -> bool;
     /// [`RecordIds`].
-    fn record_ids(&self, stream: &Self::Stream, call: RecordIds<'_, Self>) -> Result<()>;
-    /// The plan of records that ranks have exchanged, without waiting for the stream but for the number of rows where
+    fn record_ids(&self, call: RecordIds<'_, Self>) -> Result<()>;
+    /// The plan of records that ranks have exchanged, without waiting for the device but for the number of rows where
     /// that is open. What is wrong with them is kept in [`PlanRecords::errors`], and [`check`](Self::check) fails for it
     /// on a device that runs behind the host.
-    fn plan_records(&self, stream: &Self::Stream, call: PlanRecords<'_, Self>) -> Result<DevicePlan<Self>>;
-    /// Waits for the stream, and returns and clears the first error that kernels have met since the last call.
-    fn check(&self, stream: &Self::Stream) -> Result<()> {
-        let _ = stream;
+    fn plan_records(&self, call: PlanRecords<'_, Self>) -> Result<DevicePlan<Self>>;
+    /// Waits for the device, and returns and clears the first error that kernels have met since the last call.
+    fn check(&self) -> Result<()> {
         Ok(())
     }
     /// Whether rows behind a map, which several products read, had better be brought into slot order once: `columns` is
@@ -369,37 +368,37 @@ pub trait Kernels: Codec {
         false
     }
     /// [`GatherRows`].
-    fn gather_rows(&self, stream: &Self::Stream, call: GatherRows<'_, Self>) -> Result<()>;
+    fn gather_rows(&self, call: GatherRows<'_, Self>) -> Result<()>;
     /// [`ConcatRows`].
-    fn concat_rows(&self, stream: &Self::Stream, call: ConcatRows<'_, Self>) -> Result<()>;
+    fn concat_rows(&self, call: ConcatRows<'_, Self>) -> Result<()>;
     /// [`SplitRows`].
-    fn split_rows(&self, stream: &Self::Stream, call: SplitRows<'_, Self>) -> Result<()>;
+    fn split_rows(&self, call: SplitRows<'_, Self>) -> Result<()>;
     /// [`ReduceRows`].
-    fn reduce_rows(&self, stream: &Self::Stream, call: ReduceRows<'_, Self>) -> Result<()>;
+    fn reduce_rows(&self, call: ReduceRows<'_, Self>) -> Result<()>;
     /// [`Up`].
-    fn up(&self, stream: &Self::Stream, call: Up<'_, Self>) -> Result<()>;
+    fn up(&self, call: Up<'_, Self>) -> Result<()>;
     /// [`Down`].
-    fn down(&self, stream: &Self::Stream, call: Down<'_, Self>) -> Result<()>;
+    fn down(&self, call: Down<'_, Self>) -> Result<()>;
     /// [`DownBwd`].
-    fn down_bwd(&self, stream: &Self::Stream, call: DownBwd<'_, Self>) -> Result<()>;
+    fn down_bwd(&self, call: DownBwd<'_, Self>) -> Result<()>;
     /// [`UpDgrad`].
-    fn up_dgrad(&self, stream: &Self::Stream, call: UpDgrad<'_, Self>) -> Result<()>;
+    fn up_dgrad(&self, call: UpDgrad<'_, Self>) -> Result<()>;
     /// [`Wgrad`].
-    fn wgrad(&self, stream: &Self::Stream, call: Wgrad<'_, Self>) -> Result<()>;
+    fn wgrad(&self, call: Wgrad<'_, Self>) -> Result<()>;
     /// [`Sigmoid`].
-    fn sigmoid(&self, stream: &Self::Stream, call: Sigmoid<'_, Self>) -> Result<()>;
+    fn sigmoid(&self, call: Sigmoid<'_, Self>) -> Result<()>;
     /// Layout of one expert that every one of `rows` tokens visits.
-    fn single_segment(&self, stream: &Self::Stream, rows: usize) -> Result<Arc<Segments<Self>>>;
-    /// Makes later work on `stream` wait for an event.
-    fn wait(&self, stream: &Self::Stream, event: Option<&Self::Event>) -> Result<()>;
+    fn single_segment(&self, rows: usize) -> Result<Arc<Segments<Self>>>;
+    /// Makes later work of this device wait for an event, which may be another device's of the same memory.
+    fn wait(&self, event: Option<&Self::Event>) -> Result<()>;
     /// A small tensor from values on the host; integers up to 2⁵³ are exact.
-    fn write(&self, stream: &Self::Stream, values: &[f64], dtype: DType, dims: &[usize]) -> Result<Tensor<Self>>;
-    /// Values of a small tensor on the host, as `f64`; waits for the stream.
-    fn read(&self, stream: &Self::Stream, tensor: TensorRef<'_, Self>) -> Result<Vec<f64>>;
-    /// A tensor's bytes on the host; waits for the stream.
-    fn download(&self, stream: &Self::Stream, from: TensorRef<'_, Self>) -> Result<Vec<u8>>;
+    fn write(&self, values: &[f64], dtype: DType, dims: &[usize]) -> Result<Tensor<Self>>;
+    /// Values of a small tensor on the host, as `f64`; waits for the device.
+    fn read(&self, tensor: TensorRef<'_, Self>) -> Result<Vec<f64>>;
+    /// A tensor's bytes on the host; waits for the device.
+    fn download(&self, from: TensorRef<'_, Self>) -> Result<Vec<u8>>;
     /// Copies bytes of the host, as many as the tensor has.
-    fn upload(&self, stream: &Self::Stream, from: &[u8], to: TensorMut<'_, Self>) -> Result<()>;
+    fn upload(&self, from: &[u8], to: TensorMut<'_, Self>) -> Result<()>;
 }
 
 impl Tensor<Cpu> {
@@ -407,9 +406,9 @@ impl Tensor<Cpu> {
     ///
     /// # Errors
     /// Where there is no memory, or a driver's error.
-    pub fn to<D: Kernels>(&self, device: &D, stream: &D::Stream) -> Result<Tensor<D>> {
+    pub fn to<D: Kernels>(&self, device: &D) -> Result<Tensor<D>> {
         let mut to = Tensor::empty(device, self.dtype(), self.dims())?;
-        device.upload(stream, self.as_bytes(), to.view_mut())?;
+        device.upload(self.as_bytes(), to.view_mut())?;
         Ok(to)
     }
 }

@@ -28,7 +28,6 @@ pub struct AuxLoss<D: Kernels> {
 
 #[derive(Debug)]
 struct DeviceAuxLoss<D: Kernels> {
-    stream: D::Stream,
     router: RouterConfig,
     aux: AuxConfig,
     sums: Arc<Tensor<D>>,
@@ -55,10 +54,10 @@ impl<D: Kernels> AuxLoss<D> {
     /// Another type or size; a driver's error.
     pub fn write(&self, mut out: TensorMut<'_, D>) -> Result<()> {
         Scalar::Device(out.as_ref()).check("AuxLoss::write", "out", self.dtype)?;
-        let Some(DeviceAuxLoss { stream, router, aux, sums }) = self.on_device.as_deref() else {
+        let Some(DeviceAuxLoss { router, aux, sums }) = self.on_device.as_deref() else {
             return self.device.zero(out.into_data());
         };
-        self.device.aux_total(stream, AuxTotal { config: router, aux, sums: sums.view(), out: out.reborrow() })
+        self.device.aux_total(AuxTotal { config: router, aux, sums: sums.view(), out: out.reborrow() })
     }
 }
 
@@ -72,14 +71,14 @@ pub(super) fn losses<D: Kernels>(
     (logits, ids): (TensorRef<'_, D>, TensorRef<'_, D>),
 ) -> Result<AuxAndSums<D>> {
     let config = &layer.config;
-    let (device, stream, dtype) = (group.device().clone(), group.stream().clone(), logits.dtype());
+    let (device, dtype) = (group.device().clone(), logits.dtype());
     if config.aux.is_off() {
         return Ok((AuxLoss { value: Lazy::ready(AuxValue::default()), on_device: None, device, dtype }, None));
     }
     let summed = config.aux.over_ranks && group.ranks() > 1;
     let own = Tensor::empty(&device, dtype, &[Sums::len(config.router.num_experts)]).and_then(|mut sums| {
         let (config, aux, out) = (&config.router, &config.aux, sums.view_mut());
-        device.aux_sums(&stream, AuxSums { config, aux, logits: logits.borrow(), ids: ids.borrow(), out })?;
+        device.aux_sums(AuxSums { config, aux, logits: logits.borrow(), ids: ids.borrow(), out })?;
         Ok(sums)
     });
     let mut sums = match own {
@@ -91,11 +90,11 @@ pub(super) fn losses<D: Kernels>(
         group.dispatcher().communicator().all_reduce(tag, ReduceOp::Sum, sums.view_mut())?;
     }
     let sums = Arc::new(sums);
-    let own = DeviceAuxLoss { stream, router: config.router.clone(), aux: config.aux, sums: sums.clone() };
+    let own = DeviceAuxLoss { router: config.router.clone(), aux: config.aux, sums: sums.clone() };
     let (on_device, reads) = (Arc::new(own), device.clone());
     let value = {
         let of = Arc::clone(&on_device);
-        Lazy::later(move || Ok(aux_value(&of.router, &of.aux, &reads.read(&of.stream, of.sums.view())?)))
+        Lazy::later(move || Ok(aux_value(&of.router, &of.aux, &reads.read(of.sums.view())?)))
     };
     Ok((AuxLoss { value, on_device: Some(on_device), device, dtype }, Some(sums)))
 }

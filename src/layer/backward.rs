@@ -63,8 +63,7 @@ pub(super) fn backward_into<D: Kernels>(
     if let Err(e) = checked {
         return Err(refuse(layer, group, Op::CombineBwd, e));
     }
-    let (device, stream) = (group.device().clone(), group.stream().clone());
-    let on = (&device, &stream);
+    let device = group.device().clone();
     let dims = [context.handle.tokens(), layer.config.hidden];
     let zeros = match &cotangents.y {
         None => Tensor::zeros(&device, context.dtype, &dims).map(Some),
@@ -80,8 +79,8 @@ pub(super) fn backward_into<D: Kernels>(
 
     let d_out = trace_span!("combine_bwd").in_scope(|| group.dispatcher().combine_bwd_rows(&context.handle, d_y))?;
     let place = group.dispatcher().place_for_return(&context.handle, context.dtype, layer.config.hidden);
-    let computed =
-        trace_span!("experts_bwd").in_scope(|| experts(layer, on, &context, &inputs, (&d_out, d_y, place?), &mut into));
+    let computed = trace_span!("experts_bwd")
+        .in_scope(|| experts(layer, &device, &context, &inputs, (&d_out, d_y, place?), &mut into));
     let (d_rows, d_slot_weights) = match computed {
         Ok(computed) => computed,
         Err(e) => return Err(refuse(layer, group, Op::DispatchBwd, e)),
@@ -114,11 +113,11 @@ pub(super) fn backward_into<D: Kernels>(
 
     let router = trace_span!("route_bwd").in_scope(|| {
         let grads = (d_weights, d_x.reborrow());
-        router(layer, on, &context, &inputs, grads, (&mut into, cotangents.aux))
+        router(layer, &device, &context, &inputs, grads, (&mut into, cotangents.aux))
     })?;
     if let Some(saved) = context.shared {
         trace_span!("shared expert_bwd")
-            .in_scope(|| shared_expert::backward(layer, on, saved, &inputs, (d_y, d_x), &mut into))?;
+            .in_scope(|| shared_expert::backward(layer, &device, saved, &inputs, (d_y, d_x), &mut into))?;
     }
     Ok(router)
 }
@@ -154,7 +153,7 @@ fn check_inputs<D: Kernels>(
 /// Gradients of the routed experts into `into`; gives those of the received rows `[N, H]` and the slot weights `[N]`.
 fn experts<D: Kernels>(
     layer: &Layer,
-    (device, stream): (&D, &D::Stream),
+    device: &D,
     context: &Context<D>,
     inputs: &Inputs<'_, D>,
     (d_out, d_y, place): (&Received<D>, TensorRef<'_, D>, Option<Tensor<D>>),
@@ -170,7 +169,7 @@ fn experts<D: Kernels>(
         Some(map) if device.orders_rows(context.dtype, config.intermediate) => {
             let mut rows = handle.slot_tensor(device, context.dtype, config.hidden)?;
             let call = GatherRows { source: grad.base.borrow(), map: map.borrow(), out: rows.view_mut() };
-            device.gather_rows(stream, call)?;
+            device.gather_rows(call)?;
             Some(rows)
         }
         _ => None,
@@ -187,7 +186,7 @@ fn experts<D: Kernels>(
         Some(_) => None,
         None => {
             let mut pre = handle.slot_tensor(device, context.dtype, config.up_rows())?;
-            stage.up(device, stream, rows.borrow(), Some(pre.view_mut()))?;
+            stage.up(device, rows.borrow(), Some(pre.view_mut()))?;
             Some(pre)
         }
     };
@@ -201,8 +200,8 @@ fn experts<D: Kernels>(
         false => None,
     };
     let mut d_slot_weights = Tensor::empty(device, context.dtype.accumulator(), &[handle.rows()])?;
-    let weight = params.down.acquire(stream)?;
-    device.wait(stream, weight.ready.as_ref())?;
+    let weight = params.down.acquire()?;
+    device.wait(weight.ready.as_ref())?;
     let call = DownBwd {
         grad: grad.borrow(),
         segments: handle.segments(),
@@ -215,11 +214,11 @@ fn experts<D: Kernels>(
         hidden: hidden.as_mut().map(Tensor::view_mut),
         d_slot_weights: Some(d_slot_weights.view_mut()),
     };
-    device.down_bwd(stream, call)?;
+    device.down_bwd(call)?;
     drop(weight);
 
     // Before the rows' gradient takes its room: a device may need as much for the sums.
-    let grads = ExpertGrads { device, stream, handle, accumulate: into.accumulate };
+    let grads = ExpertGrads { device, handle, accumulate: into.accumulate };
     if let (Some(weight), Some(hidden)) = (&mut into.down, &hidden) {
         let weights = SumWeights { on_weight: None, on_bias };
         grads.wgrad(grad, RowSource::direct(hidden.view()), weights, (weight, into.down_bias.as_mut()))?;
@@ -232,8 +231,8 @@ fn experts<D: Kernels>(
     drop(hidden);
 
     let mut d_rows = place.map_or_else(|| handle.slot_tensor(device, context.dtype, config.hidden), Ok)?;
-    let weight = params.up.acquire(stream)?;
-    device.wait(stream, weight.ready.as_ref())?;
+    let weight = params.up.acquire()?;
+    device.wait(weight.ready.as_ref())?;
     let input_weight = on_rows.as_ref().map(|values| InputWeightBwd {
         values: values.borrow(),
         rows: rows.borrow(),
@@ -246,7 +245,7 @@ fn experts<D: Kernels>(
         input_weight,
         out: RowDest::direct(d_rows.view_mut()),
     };
-    device.up_dgrad(stream, call)?;
+    device.up_dgrad(call)?;
     drop(weight);
     Ok((d_rows, d_slot_weights))
 }
@@ -260,7 +259,6 @@ struct SumWeights<'a, D: Kernels> {
 /// Weight gradients in one handle's layout.
 struct ExpertGrads<'a, D: Kernels> {
     device: &'a D,
-    stream: &'a D::Stream,
     handle: &'a Handle<D>,
     accumulate: bool,
 }
@@ -283,14 +281,14 @@ impl<D: Kernels> ExpertGrads<'_, D> {
             bias: bias.map(|out| BiasGrad { slot_weights: borrow(&weights.on_bias), out: out.reborrow() }),
             accumulate: self.accumulate,
         };
-        self.device.wgrad(self.stream, call)
+        self.device.wgrad(call)
     }
 }
 
 /// From the routing weights' gradient to logits, router and x.
 fn router<D: Kernels>(
     layer: &Layer,
-    (device, stream): (&D, &D::Stream),
+    device: &D,
     context: &Context<D>,
     inputs: &Inputs<'_, D>,
     (mut weights, mut d_x): (Tensor<D>, TensorMut<'_, D>),
@@ -305,7 +303,7 @@ fn router<D: Kernels>(
             grad: Some(weights.view()),
             out: d_weights.view_mut(),
         };
-        device.keep_sum(stream, keep)?;
+        device.keep_sum(keep)?;
         weights = d_weights;
     }
     let mut logits = Tensor::empty(device, context.logits.dtype(), context.logits.dims())?;
@@ -320,7 +318,7 @@ fn router<D: Kernels>(
         aux,
         d_logits: logits.view_mut(),
     };
-    device.route_bwd(stream, call)?;
+    device.route_bwd(call)?;
     let linear = LinearBwd {
         x: inputs.x.borrow(),
         weight: params.router.borrow(),
@@ -329,6 +327,6 @@ fn router<D: Kernels>(
         d_weight: into.router.as_mut().map(TensorMut::reborrow),
         d_bias: into.router_bias.as_mut().map(TensorMut::reborrow),
     };
-    device.linear_bwd(stream, linear)?;
+    device.linear_bwd(linear)?;
     Ok(RouterGrads { logits, weights })
 }

@@ -44,14 +44,14 @@ pub(super) fn forward_into<D: Kernels>(
     mut y: TensorMut<'_, D>,
 ) -> Result<ForwardInfo<D>> {
     let spec = spec::<D>(layer, mode, x.dtype());
-    let (device, stream) = (group.device().clone(), group.stream().clone());
+    let device = group.device().clone();
     let jitter = jitter(layer, group, mode, x)?;
     // What fails on this rank alone is told to the others in prepare, where they wait.
     let checked = check::inputs(CALL, layer, group, x, params);
     let checked = checked.and_then(|tokens| check::output(CALL, layer, x, tokens, &y));
     let pending = checked.and_then(|()| {
         let routed = trace_span!("route").in_scope(|| route_tokens(layer, group, x, params, jitter))?;
-        Ok((routed, EncodedTokens::new(&layer.config, (&device, &stream), x)?))
+        Ok((routed, EncodedTokens::new(&layer.config, &device, x)?))
     });
     let (routed, packed) = match pending {
         Ok(pending) => pending,
@@ -62,7 +62,7 @@ pub(super) fn forward_into<D: Kernels>(
         .in_scope(|| group.dispatcher().prepare(routed.ids.view(), by_weight.map(|_| routed.weights.view()), &spec))?;
     let (aux, aux_sums) = aux_losses::losses(layer, group, &handle, (routed.logits.view(), routed.ids.view()))?;
 
-    let kept = match kept_weights(layer, (&device, &stream), &handle, &routed) {
+    let kept = match kept_weights(layer, &device, &handle, &routed) {
         Ok(kept) => kept,
         Err(e) => return Err(refuse(layer, group, Op::Dispatch, e)),
     };
@@ -71,10 +71,8 @@ pub(super) fn forward_into<D: Kernels>(
         Some(packed) => packed.inputs(weights.view()),
         None => DispatchInputs { tokens: x.borrow(), weights: Some(weights.view()), scales: None },
     };
-    let begin = || {
-        trace_span!("shared expert")
-            .in_scope(|| shared_expert::begin(layer, (&device, &stream), mode, x.borrow(), params))
-    };
+    let begin =
+        || trace_span!("shared expert").in_scope(|| shared_expert::begin(layer, &device, mode, x.borrow(), params));
     // Where rows take their time, this rank's own tokens have theirs.
     let mut pending = None;
     let received = trace_span!("dispatch").in_scope(|| match group.dispatcher().overlaps() {
@@ -85,7 +83,7 @@ pub(super) fn forward_into<D: Kernels>(
         }),
     })?;
     let unpacked = match packed {
-        Some(packed) => packed.unpack((&device, &stream), received),
+        Some(packed) => packed.unpack(&device, received),
         None => Ok(received),
     };
     let (pending, received) = match pending.transpose().and_then(|pending| Ok((pending, unpacked?))) {
@@ -96,7 +94,7 @@ pub(super) fn forward_into<D: Kernels>(
     let experts = RoutedExperts { layer, params, handle: &handle, received: &received, dtype: x.dtype() };
     let keep = mode.backward && !layer.config.recompute;
     let place = group.dispatcher().place_for_return(&handle, x.dtype(), layer.config.hidden);
-    let computed = place.and_then(|place| experts.forward((&device, &stream), x.borrow(), (keep, place)));
+    let computed = place.and_then(|place| experts.forward(&device, x.borrow(), (keep, place)));
     let (out, pre) = match computed {
         Ok(computed) => computed,
         Err(e) => return Err(refuse(layer, group, Op::Combine, e)),
@@ -105,7 +103,7 @@ pub(super) fn forward_into<D: Kernels>(
     drop(out);
     let pending = pending.map_or_else(begin, Ok)?;
     let shared = trace_span!("shared expert")
-        .in_scope(|| shared_expert::finish(layer, (&device, &stream), mode, pending, params, y.reborrow()))?;
+        .in_scope(|| shared_expert::finish(layer, &device, mode, pending, params, y.reborrow()))?;
 
     let routing = routed.routing(handle.load());
     let RouterOutput { logits, ids, weights } = routed;
@@ -145,16 +143,16 @@ fn spec<D: Kernels>(layer: &Layer, mode: Mode, dtype: DType) -> DispatchSpec {
 /// router runs before prepare.
 fn jitter<D: Kernels>(layer: &Layer, group: &mut Group<D>, mode: Mode, x: TensorRef<'_, D>) -> Result<Option<Jitter>> {
     let Some(noise) = mode.noise.filter(|_| layer.config.router.jitter > 0.0) else { return Ok(None) };
-    let (device, stream) = (group.device().clone(), group.stream().clone());
+    let device = group.device().clone();
     let (rank, ranks) = (group.rank(), group.ranks());
     if ranks == 1 {
         return Ok(Some(Jitter { seed: noise.seed, step: noise.step, layer: layer.number, first_token: 0 }));
     }
-    let own = device.write(&stream, &[x.rows() as f64], DType::I64, &[1])?;
+    let own = device.write(&[x.rows() as f64], DType::I64, &[1])?;
     let mut all = Tensor::empty(&device, DType::I64, &[ranks])?;
     let tag = Tag { layer: layer.number, op: Op::Count, sequence: noise.step };
     group.dispatcher().communicator().all_gather(tag, own.view(), all.view_mut())?;
-    let counts = device.read(&stream, all.view())?;
+    let counts = device.read(all.view())?;
     let first_token = counts.iter().take(rank).sum::<f64>() as u64;
     Ok(Some(Jitter { seed: noise.seed, step: noise.step, layer: layer.number, first_token }))
 }
@@ -180,7 +178,7 @@ fn route_tokens<D: Kernels>(
     jitter: Option<Jitter>,
 ) -> Result<RouterOutput<D>> {
     let tokens = x.rows();
-    let (device, stream) = (group.device(), group.stream());
+    let device = group.device();
     let config = &layer.config.router;
     let acc = x.dtype().accumulator();
     let mut logits = Tensor::empty(device, acc, &[tokens, config.num_experts])?;
@@ -190,28 +188,25 @@ fn route_tokens<D: Kernels>(
         bias: borrow(&params.router_bias),
         out: logits.view_mut(),
     };
-    device.linear(stream, linear)?;
+    device.linear(linear)?;
     let mut ids = Tensor::empty(device, DType::I32, &[tokens, config.top_k])?;
     let mut weights = Tensor::empty(device, acc, &[tokens, config.top_k])?;
-    device.route(
-        stream,
-        Route {
-            config,
-            logits: logits.view(),
-            selection_bias: borrow(&params.selection_bias),
-            jitter,
-            reporting: layer.dispatch.reporting.unwrap_or(D::REPORTING),
-            ids: ids.view_mut(),
-            weights: weights.view_mut(),
-        },
-    )?;
+    device.route(Route {
+        config,
+        logits: logits.view(),
+        selection_bias: borrow(&params.selection_bias),
+        jitter,
+        reporting: layer.dispatch.reporting.unwrap_or(D::REPORTING),
+        ids: ids.view_mut(),
+        weights: weights.view_mut(),
+    })?;
     Ok(RouterOutput { logits: Arc::new(logits), ids: Arc::new(ids), weights: Arc::new(weights) })
 }
 
 /// The weights to use where choices were dropped and the rest is to keep their sum.
 fn kept_weights<D: Kernels>(
     layer: &Layer,
-    (device, stream): (&D, &D::Stream),
+    device: &D,
     handle: &Handle<D>,
     routed: &RouterOutput<D>,
 ) -> Result<Option<Tensor<D>>> {
@@ -220,7 +215,7 @@ fn kept_weights<D: Kernels>(
     }
     let mut out = Tensor::empty(device, routed.weights.dtype(), routed.weights.dims())?;
     let keep = KeepSum { weights: routed.weights.view(), kept: handle.kept_ids(), grad: None, out: out.view_mut() };
-    device.keep_sum(stream, keep)?;
+    device.keep_sum(keep)?;
     Ok(Some(out))
 }
 
@@ -243,7 +238,7 @@ impl<D: Kernels> RoutedExperts<'_, '_, D> {
     /// Expert outputs `[N, H]`, in `place` where there is one, and pre-activations `[N, G·I]` if they are to be kept.
     fn forward(
         &self,
-        (device, stream): (&D, &D::Stream),
+        device: &D,
         x: TensorRef<'_, D>,
         (keep, place): (bool, Option<Tensor<D>>),
     ) -> Result<(Tensor<D>, Option<Tensor<D>>)> {
@@ -252,23 +247,21 @@ impl<D: Kernels> RoutedExperts<'_, '_, D> {
             false => None,
         };
         let rows = self.received.source(x.borrow(), self.handle);
-        let hidden =
-            trace_span!("up").in_scope(|| self.up(device, stream, rows, pre.as_mut().map(Tensor::view_mut)))?;
-        Ok((trace_span!("down").in_scope(|| self.down(device, stream, (hidden, place)))?, pre))
+        let hidden = trace_span!("up").in_scope(|| self.up(device, rows, pre.as_mut().map(Tensor::view_mut)))?;
+        Ok((trace_span!("down").in_scope(|| self.down(device, (hidden, place)))?, pre))
     }
 
     /// Activations h `[N, I]` of the received rows; pre-activations where asked for.
     pub(super) fn up(
         &self,
         device: &D,
-        stream: &D::Stream,
         rows: RowSource<'_, D>,
         mut pre: Option<TensorMut<'_, D>>,
     ) -> Result<Tensor<D>> {
         let config = &self.layer.config;
         let mut hidden = self.handle.slot_tensor(device, self.dtype, config.intermediate)?;
-        let weight = self.params.up.acquire(stream)?;
-        device.wait(stream, weight.ready.as_ref())?;
+        let weight = self.params.up.acquire()?;
+        device.wait(weight.ready.as_ref())?;
         let call = Up {
             rows: rows.borrow(),
             segments: self.handle.segments(),
@@ -279,20 +272,15 @@ impl<D: Kernels> RoutedExperts<'_, '_, D> {
             pre: pre.as_mut().map(TensorMut::reborrow),
             out: RowDest::direct(hidden.view_mut()),
         };
-        device.up(stream, call)?;
+        device.up(call)?;
         Ok(hidden)
     }
 
-    fn down(
-        &self,
-        device: &D,
-        stream: &D::Stream,
-        (hidden, place): (Tensor<D>, Option<Tensor<D>>),
-    ) -> Result<Tensor<D>> {
+    fn down(&self, device: &D, (hidden, place): (Tensor<D>, Option<Tensor<D>>)) -> Result<Tensor<D>> {
         let width = self.layer.config.hidden;
         let mut out = place.map_or_else(|| self.handle.slot_tensor(device, self.dtype, width), Ok)?;
-        let weight = self.params.down.acquire(stream)?;
-        device.wait(stream, weight.ready.as_ref())?;
+        let weight = self.params.down.acquire()?;
+        device.wait(weight.ready.as_ref())?;
         let call = Down {
             rows: RowSource::direct(hidden.view()),
             segments: self.handle.segments(),
@@ -301,7 +289,7 @@ impl<D: Kernels> RoutedExperts<'_, '_, D> {
             slot_weights: self.slot_weights(),
             out: RowDest::direct(out.view_mut()),
         };
-        device.down(stream, call)?;
+        device.down(call)?;
         Ok(out)
     }
 }

@@ -55,7 +55,7 @@ pub(super) struct EncodedTokens<D: Kernels> {
 
 impl<D: Kernels> EncodedTokens<D> {
     /// None of tokens that travel as they are.
-    pub fn new(config: &MoeConfig, (device, stream): (&D, &D::Stream), x: TensorRef<'_, D>) -> Result<Option<Self>> {
+    pub fn new(config: &MoeConfig, device: &D, x: TensorRef<'_, D>) -> Result<Option<Self>> {
         let (payload, hidden, dtype, tokens) = (config.payload, config.hidden, x.dtype(), x.rows());
         let Some([code_bytes, scale_bytes]) = payload.row_bytes(hidden) else { return Ok(None) };
         let _span = trace_span!("pack").entered();
@@ -67,13 +67,12 @@ impl<D: Kernels> EncodedTokens<D> {
             Payload::Nvfp4 => {
                 let mut amax = Tensor::empty(device, DType::F32, &[tokens])?;
                 let rows = Nvfp4Mut { codes: codes.view_mut(), scales: blocks.view_mut(), amax: amax.view_mut() };
-                device.quantize(stream, Quantize { format: &NVFP4, matrix, rows: Some(rows), columns: None })?;
+                device.quantize(Quantize { format: &NVFP4, matrix, rows: Some(rows), columns: None })?;
                 Some(amax)
             }
             Payload::Mxfp8 => {
                 let rows = Mxfp8Mut { codes: codes.view_mut(), scales: blocks.view_mut() };
-                device
-                    .quantize_mxfp8(stream, QuantizeMxfp8 { format: MXFP8, matrix, rows: Some(rows), columns: None })?;
+                device.quantize_mxfp8(QuantizeMxfp8 { format: MXFP8, matrix, rows: Some(rows), columns: None })?;
                 None
             }
         };
@@ -82,7 +81,7 @@ impl<D: Kernels> EncodedTokens<D> {
             false => {
                 let mut scales = bytes(scale_bytes)?;
                 let right = amax.as_ref().map(|t| as_bytes(t.view())).transpose()?;
-                device.concat_rows(stream, ConcatRows { left: blocks.view(), right, out: scales.view_mut() })?;
+                device.concat_rows(ConcatRows { left: blocks.view(), right, out: scales.view_mut() })?;
                 scales
             }
         };
@@ -95,22 +94,22 @@ impl<D: Kernels> EncodedTokens<D> {
     }
 
     /// Rows as the experts read them, of what arrived, where it arrived; of these tokens where they stayed.
-    pub fn unpack(self, (device, stream): (&D, &D::Stream), received: Received<D>) -> Result<Received<D>> {
+    pub fn unpack(self, device: &D, received: Received<D>) -> Result<Received<D>> {
         let _span = trace_span!("unpack").entered();
         let Received { rows, weights, scales, map } = received;
         let codes = rows.as_ref().unwrap_or(&self.codes).view();
         let scales = scales.as_ref().unwrap_or(&self.scales);
         let mut out = Tensor::empty(device, self.dtype, &[codes.rows(), self.hidden])?;
-        let [blocks, amax] = self.split_scales((device, stream), scales.view())?;
+        let [blocks, amax] = self.split_scales(device, scales.view())?;
         let (scales, out_mut) = (blocks.as_ref().unwrap_or(scales).view(), out.view_mut());
         match (self.payload, &amax) {
             (Payload::Nvfp4, Some(amax)) => {
                 let call = Dequantize { format: &NVFP4, codes, scales, amax: amax.view(), out: out_mut };
-                device.dequantize(stream, call)?;
+                device.dequantize(call)?;
             }
             (Payload::Mxfp8, _) => {
                 let call = DequantizeMxfp8 { direction: ROWS, codes, scales, out: out_mut };
-                device.dequantize_mxfp8(stream, call)?;
+                device.dequantize_mxfp8(call)?;
             }
             (Payload::Nvfp4, None) | (Payload::Plain, _) => {
                 return Err(Error::invalid(
@@ -125,11 +124,7 @@ impl<D: Kernels> EncodedTokens<D> {
     }
 
     /// Block scales and amaxes that rows of `scales` hold: no block scales where there is nothing beside them.
-    fn split_scales(
-        &self,
-        (device, stream): (&D, &D::Stream),
-        scales: TensorRef<'_, D>,
-    ) -> Result<[Option<Tensor<D>>; 2]> {
+    fn split_scales(&self, device: &D, scales: TensorRef<'_, D>) -> Result<[Option<Tensor<D>>; 2]> {
         let (n, width) = (scales.rows(), block_scales(self.payload, self.hidden)?);
         let mut amax = match self.payload {
             Payload::Nvfp4 => Some(Tensor::empty(device, DType::F32, &[n])?),
@@ -140,7 +135,7 @@ impl<D: Kernels> EncodedTokens<D> {
         }
         let mut blocks = Tensor::empty(device, DType::U8, &[n, width])?;
         let right = amax.as_mut().map(|t| as_bytes_mut(t.view_mut())).transpose()?;
-        device.split_rows(stream, SplitRows { source: scales.borrow(), left: blocks.view_mut(), right })?;
+        device.split_rows(SplitRows { source: scales.borrow(), left: blocks.view_mut(), right })?;
         Ok([Some(blocks), amax])
     }
 }

@@ -52,15 +52,9 @@ impl<'a, D: Kernels> SharedParams<'a, D> {
     }
 
     /// Activations `[T, S]`, and pre-activations `[T, G·S]` if they are to be kept.
-    fn up(
-        &self,
-        layer: &Layer,
-        (device, stream): (&D, &D::Stream),
-        x: TensorRef<'_, D>,
-        keep: bool,
-    ) -> Result<(Tensor<D>, Option<Tensor<D>>)> {
+    fn up(&self, layer: &Layer, device: &D, x: TensorRef<'_, D>, keep: bool) -> Result<(Tensor<D>, Option<Tensor<D>>)> {
         let tokens = x.rows();
-        let segments = device.single_segment(stream, tokens)?;
+        let segments = device.single_segment(tokens)?;
         let mut pre = match keep {
             true => Some(Tensor::empty(device, x.dtype(), &[tokens, self.up.dims()[1]])?),
             false => None,
@@ -76,7 +70,7 @@ impl<'a, D: Kernels> SharedParams<'a, D> {
             pre: pre.as_mut().map(Tensor::view_mut),
             out: RowDest::direct(hidden.view_mut()),
         };
-        device.up(stream, call)?;
+        device.up(call)?;
         Ok((hidden, pre))
     }
 }
@@ -92,7 +86,7 @@ pub(super) struct PendingSharedExpert<D: Kernels> {
 /// The part of the shared expert that needs no output; `None` where the layer has none.
 pub(super) fn begin<D: Kernels>(
     layer: &Layer,
-    (device, stream): (&D, &D::Stream),
+    device: &D,
     mode: Mode,
     x: TensorRef<'_, D>,
     params: &Params<'_, D>,
@@ -104,20 +98,20 @@ pub(super) fn begin<D: Kernels>(
         Some(weight) => {
             let mut logit = Tensor::empty(device, x.dtype().accumulator(), &[tokens, 1])?;
             let linear = Linear { x: x.borrow(), weight: weight.borrow(), bias: None, out: logit.view_mut() };
-            device.linear(stream, linear)?;
+            device.linear(linear)?;
             let mut gate = Tensor::empty(device, logit.dtype(), &[tokens, 1])?;
-            device.sigmoid(stream, Sigmoid { value: logit.view(), grad: None, out: gate.view_mut() })?;
+            device.sigmoid(Sigmoid { value: logit.view(), grad: None, out: gate.view_mut() })?;
             Some(gate)
         }
     };
-    let (hidden, pre) = shared.up(layer, (device, stream), x, mode.backward && !layer.config.recompute)?;
+    let (hidden, pre) = shared.up(layer, device, x, mode.backward && !layer.config.recompute)?;
     Ok(Some(PendingSharedExpert { hidden, saved: SharedContext { pre, gate } }))
 }
 
 /// Adds the shared expert's output to `y`.
 pub(super) fn finish<D: Kernels>(
     layer: &Layer,
-    (device, stream): (&D, &D::Stream),
+    device: &D,
     mode: Mode,
     pending: Option<PendingSharedExpert<D>>,
     params: &Params<'_, D>,
@@ -127,7 +121,7 @@ pub(super) fn finish<D: Kernels>(
     else {
         return Ok(None);
     };
-    let segments = device.single_segment(stream, hidden.dims()[0])?;
+    let segments = device.single_segment(hidden.dims()[0])?;
     let call = Down {
         rows: RowSource::direct(hidden.view()),
         segments: &segments,
@@ -136,14 +130,14 @@ pub(super) fn finish<D: Kernels>(
         slot_weights: saved.slot_weights()?,
         out: RowDest::adding(y.reborrow()),
     };
-    device.down(stream, call)?;
+    device.down(call)?;
     Ok(mode.backward.then_some(saved))
 }
 
 /// Adds the shared expert's gradient to `d_x`; writes its parameters' where they are wanted.
 pub(super) fn backward<D: Kernels>(
     layer: &Layer,
-    (device, stream): (&D, &D::Stream),
+    device: &D,
     saved: SharedContext<D>,
     inputs: &Inputs<'_, D>,
     (d_y, mut d_x): (TensorRef<'_, D>, TensorMut<'_, D>),
@@ -152,11 +146,11 @@ pub(super) fn backward<D: Kernels>(
     let Some(shared) = SharedParams::of(layer, inputs.params)? else { return Ok(()) };
     let x = inputs.x;
     let tokens = x.rows();
-    let segments = device.single_segment(stream, tokens)?;
+    let segments = device.single_segment(tokens)?;
     let (s, up_rows, acc) = (shared.config.intermediate, shared.up.dims()[1], x.dtype().accumulator());
     let recomputed = match saved.pre {
         Some(_) => None,
-        None => shared.up(layer, (device, stream), x, true)?.1,
+        None => shared.up(layer, device, x, true)?.1,
     };
     let Some(pre) = saved.pre.as_ref().or(recomputed.as_ref()) else { return Ok(()) };
     let mut d_pre = Tensor::empty(device, x.dtype(), &[tokens, up_rows])?;
@@ -174,7 +168,7 @@ pub(super) fn backward<D: Kernels>(
         hidden: Some(hidden.view_mut()),
         d_slot_weights: Some(d_gate.view_mut()),
     };
-    device.down_bwd(stream, call)?;
+    device.down_bwd(call)?;
     let dgrad = UpDgrad {
         d_pre: d_pre.view(),
         segments: &segments,
@@ -182,19 +176,19 @@ pub(super) fn backward<D: Kernels>(
         input_weight: None,
         out: RowDest::adding(d_x.reborrow()),
     };
-    device.up_dgrad(stream, dgrad)?;
+    device.up_dgrad(dgrad)?;
     if let Some(out) = &mut into.shared_up {
-        wgrad((device, stream), &segments, (d_pre.view(), x), out.reborrow())?;
+        wgrad(device, &segments, (d_pre.view(), x), out.reborrow())?;
     }
     if let Some(out) = &mut into.shared_down {
-        wgrad((device, stream), &segments, (d_y, hidden.view()), out.reborrow())?;
+        wgrad(device, &segments, (d_y, hidden.view()), out.reborrow())?;
     }
     match (&saved.gate, &inputs.params.shared_gate) {
         (Some(gate), Some(weight)) => {
             let mut d_logit = Tensor::empty(device, acc, &[tokens, 1])?;
             let d_gate = d_gate.reshape(&[tokens, 1])?;
             let sigmoid = Sigmoid { value: gate.view(), grad: Some(d_gate.view()), out: d_logit.view_mut() };
-            device.sigmoid(stream, sigmoid)?;
+            device.sigmoid(sigmoid)?;
             let linear = LinearBwd {
                 x: x.borrow(),
                 weight: weight.borrow(),
@@ -203,7 +197,7 @@ pub(super) fn backward<D: Kernels>(
                 d_weight: into.shared_gate.as_mut().map(TensorMut::reborrow),
                 d_bias: None,
             };
-            device.linear_bwd(stream, linear)
+            device.linear_bwd(linear)
         }
         _ => Ok(()),
     }
@@ -211,7 +205,7 @@ pub(super) fn backward<D: Kernels>(
 
 /// Gradient of one of the two matrices, in its parameter's shape.
 fn wgrad<D: Kernels>(
-    (device, stream): (&D, &D::Stream),
+    device: &D,
     segments: &Segments<D>,
     (left, right): (TensorRef<'_, D>, TensorRef<'_, D>),
     out: TensorMut<'_, D>,
@@ -226,5 +220,5 @@ fn wgrad<D: Kernels>(
         bias: None,
         accumulate: false,
     };
-    device.wgrad(stream, call)
+    device.wgrad(call)
 }

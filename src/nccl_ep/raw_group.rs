@@ -50,7 +50,7 @@ impl RawGroup {
         calls: impl FnOnce(&sys::Library, sys::cudaStream_t) -> Checked<T>,
     ) -> Result<T> {
         self.cuda.bind(call)?;
-        let stream: sys::cudaStream_t = self.cuda.stream().raw().cu_stream().cast();
+        let stream: sys::cudaStream_t = self.cuda.stream().cu_stream().cast();
         match self.comm.with(|_| calls(self.library.functions(), stream)) {
             Some(done) => Ok(done?),
             None => Err(EpError::Ended { call }.into()),

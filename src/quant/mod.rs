@@ -18,9 +18,9 @@
 //! let (cpu, format) = (Cpu::new(), Nvfp4::TE.tiled());
 //! let mut rows = Nvfp4Tensors::empty(&cpu, &format, [16, 32], Direction::Rows)?;
 //! let matrix = Matrix::new(weight.view())?;
-//! cpu.quantize(&(), Quantize { format: &format, matrix, rows: Some(rows.view_mut()), columns: None })?;
+//! cpu.quantize(Quantize { format: &format, matrix, rows: Some(rows.view_mut()), columns: None })?;
 //! let mut back = Tensor::<Cpu>::empty(&cpu, DType::F32, &[16, 32])?;
-//! cpu.dequantize(&(), rows.dequantize(&format, back.view_mut()))?;
+//! cpu.dequantize(rows.dequantize(&format, back.view_mut()))?;
 //! # Ok::<(), moebius::Error>(())
 //! ```
 

@@ -220,8 +220,8 @@ impl Quantized<Cpu> {
     ///
     /// # Errors
     /// Where there is no memory, or a driver's error.
-    pub fn to<D: Kernels>(&self, device: &D, stream: &D::Stream) -> Result<Quantized<D>> {
-        let put = |t: &Tensor<Cpu>| t.to(device, stream);
+    pub fn to<D: Kernels>(&self, device: &D) -> Result<Quantized<D>> {
+        let put = |t: &Tensor<Cpu>| t.to(device);
         Ok(Quantized {
             format: self.format,
             dims: self.dims,

@@ -21,7 +21,7 @@ fn a_device_follows_and_leads_streams_that_it_does_not_know() -> Result<()> {
     let (ours, theirs) = (Cuda::new(0)?, Cuda::new(0)?);
     let values: Vec<f32> = (0..1024).map(|i| i as f32).collect();
     let expected: Vec<f64> = values.iter().map(|v| f64::from(*v)).collect();
-    let source = Tensor::from_vec(values, &[1024])?.to(&theirs, &theirs.stream())?;
+    let source = Tensor::from_vec(values, &[1024])?.to(&theirs)?;
     let big = || Tensor::zeros(&theirs, DType::F32, &[1 << 28]);
     let mut big = [big()?, big()?];
     let mut shared = Tensor::empty(&theirs, DType::F32, &[1024])?;
@@ -47,8 +47,8 @@ fn a_device_follows_and_leads_streams_that_it_does_not_know() -> Result<()> {
         theirs.copy(own.view().data(), last.view_mut().into_data())?;
         theirs.zero(shared.view_mut().into_data())?;
 
-        assert_eq!(theirs.read(&theirs.stream(), last.view())?, expected);
-        assert_eq!(ours.read(&ours.stream(), own.view())?, expected);
+        assert_eq!(theirs.read(last.view())?, expected);
+        assert_eq!(ours.read(own.view())?, expected);
     }
     Ok(())
 }

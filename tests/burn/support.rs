@@ -170,7 +170,7 @@ pub fn on_watched_ranks<T: Send>(
             .enumerate()
             .map(|(r, comm)| {
                 s.spawn(move || {
-                    let group = Group::new(Cpu::new(), (), Box::new(comm), GroupConfig::new(E, 64)).unwrap();
+                    let group = Group::new(Cpu::new(), Box::new(comm), GroupConfig::new(E, 64)).unwrap();
                     run(r, EpGroup::new(group), entered)
                 })
             })

@@ -21,7 +21,7 @@ fn ranks<R: Send>(count: usize, timeout: Duration, run: impl Fn(EpGroup) -> AnyR
             .map(|comm| {
                 let run = &run;
                 scope.spawn(move || {
-                    let group = Group::new(Cpu::new(), (), Box::new(comm), GroupConfig::new(EXPERTS, 1024))?;
+                    let group = Group::new(Cpu::new(), Box::new(comm), GroupConfig::new(EXPERTS, 1024))?;
                     run(EpGroup::new(group))
                 })
             })

@@ -44,12 +44,12 @@ fn experts_become_nvfp4() {
             made.amax = Tensor::from_vec(vec![line.amax], &[1]).unwrap();
             let matrix = Matrix::new(weight.view()).unwrap();
             let call = Quantize { format: &Nvfp4::MODELOPT, matrix, rows: Some(made.view_mut()), columns: None };
-            cpu.quantize_cast_only(&(), call).unwrap();
+            cpu.quantize_cast_only(call).unwrap();
             assert_eq!(after[name].data, made.codes.as_bytes(), "{name}");
             assert_eq!(after[&format!("{name}_scale")].data, made.scales.as_bytes(), "{name}");
 
             let mut back = Tensor::empty(&cpu, DType::F32, &dims).unwrap();
-            cpu.dequantize(&(), made.dequantize(&Nvfp4::MODELOPT, back.view_mut())).unwrap();
+            cpu.dequantize(made.dequantize(&Nvfp4::MODELOPT, back.view_mut())).unwrap();
             let read = saved.tensor(name, Some(DType::F32)).unwrap();
             assert_eq!(read.to_f64(), back.to_f64(), "{name}");
             // A normal block's error: E2M1's steps are ½ to 2 of a block's largest 6.
@@ -83,7 +83,7 @@ fn bytes_are_those_of_modelopt() {
             let matrix = Matrix::new(weight.view()).unwrap();
             let mut made = Nvfp4Tensors::empty(&Cpu::new(), &Nvfp4::MODELOPT, matrix.dims(), Direction::Rows).unwrap();
             let call = Quantize { format: &Nvfp4::MODELOPT, matrix, rows: Some(made.view_mut()), columns: None };
-            Cpu::new().quantize(&(), call).unwrap();
+            Cpu::new().quantize(call).unwrap();
             let amax = made.amax.as_slice::<f32>().unwrap()[0];
             let own = [
                 (second, Nvfp4::second_scale(amax).to_le_bytes().to_vec()),

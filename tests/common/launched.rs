@@ -78,5 +78,5 @@ pub fn join_within(round: u32, limit: Duration) -> NcclComm {
 }
 
 pub fn word(cuda: &Cuda, value: f64) -> Tensor<Cuda> {
-    cuda.write(&cuda.stream(), &[value], DType::F32, &[1]).expect("a tensor")
+    cuda.write(&[value], DType::F32, &[1]).expect("a tensor")
 }

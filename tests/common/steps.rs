@@ -55,10 +55,10 @@ impl Steps {
         let (cuda, rank, ranks) = (comm.cuda().clone(), comm.rank(), comm.size());
         let experts = config.router.num_experts;
         let group = GroupConfig { dispatcher: kind, max_rows: 1 << 16, windows, ..GroupConfig::new(experts, tokens) };
-        let group = Group::new(cuda.clone(), cuda.stream(), Box::new(comm), group)?;
+        let group = Group::new(cuda.clone(), Box::new(comm), group)?;
         let put = |seed: u64, dims: &[usize], scale: f64| {
             let values = numbers(seed, dims.iter().product(), scale);
-            cuda.write(&cuda.stream(), &values, DType::BF16, dims)
+            cuda.write(&values, DType::BF16, dims)
         };
         let mut params = Vec::new();
         for (i, role) in ParamKind::ALL.into_iter().enumerate() {
@@ -82,20 +82,20 @@ impl Steps {
     pub fn set_x(&mut self, seed: u64) -> Result<()> {
         let dims = self.x.dims().to_vec();
         let values = numbers(1000 + 10 * seed + self.rank as u64, dims.iter().product(), 3.0);
-        let values: Tensor<Cpu> = Cpu::new().write(&(), &values, DType::BF16, &dims)?;
-        self.cuda.upload(&self.cuda.stream(), values.as_bytes(), self.x.view_mut())
+        let values: Tensor<Cpu> = Cpu::new().write(&values, DType::BF16, &dims)?;
+        self.cuda.upload(values.as_bytes(), self.x.view_mut())
     }
 
     /// Inputs and a router by which every token chooses the first four experts.
     pub fn choose_the_first_four(&mut self) -> Result<()> {
-        let (stream, dims) = (self.cuda.stream(), self.x.dims().to_vec());
+        let dims = self.x.dims().to_vec();
         let router = &mut self.params[0].1;
         let (experts, hidden) = (router.dims()[0], router.dims()[1]);
-        let ones: Tensor<Cpu> = Cpu::new().write(&(), &vec![1.0; dims.iter().product()], DType::BF16, &dims)?;
+        let ones: Tensor<Cpu> = Cpu::new().write(&vec![1.0; dims.iter().product()], DType::BF16, &dims)?;
         let values: Vec<f64> = (0..experts * hidden).map(|i| if i / hidden < 4 { 0.01 } else { -0.01 }).collect();
-        let values: Tensor<Cpu> = Cpu::new().write(&(), &values, DType::BF16, &[experts, hidden])?;
-        self.cuda.upload(&stream, ones.as_bytes(), self.x.view_mut())?;
-        self.cuda.upload(&stream, values.as_bytes(), router.view_mut())
+        let values: Tensor<Cpu> = Cpu::new().write(&values, DType::BF16, &[experts, hidden])?;
+        self.cuda.upload(ones.as_bytes(), self.x.view_mut())?;
+        self.cuda.upload(values.as_bytes(), router.view_mut())
     }
 
     /// Forward and, where the shape says so, backward.
@@ -123,7 +123,7 @@ impl Steps {
 
     /// What the last step has written.
     pub fn results(&self) -> Result<Bits> {
-        self.out.iter().map(|t| self.cuda.download(&self.cuda.stream(), t.view())).collect()
+        self.out.iter().map(|t| self.cuda.download(t.view())).collect()
     }
 
     /// Results of steps over these inputs.

@@ -105,7 +105,7 @@ fn params<D: Target>(r: &Rank<D>, config: &MoeConfig, dtype: DType) -> Vec<(Para
 
 /// There and back as the formats have it.
 fn rounded<D: Target>(r: &Rank<D>, payload: Payload, x: &Tensor<D>) -> Result<Tensor<D>> {
-    let (device, stream) = (r.group.device().clone(), r.group.stream().clone());
+    let device = r.group.device().clone();
     let dims = [x.dims()[0], x.dims()[1]];
     let mut back = Tensor::empty(&device, x.dtype(), &dims)?;
     let matrix = Matrix::new(x.view())?;
@@ -114,16 +114,16 @@ fn rounded<D: Target>(r: &Rank<D>, payload: Payload, x: &Tensor<D>) -> Result<Te
             let format = Nvfp4::TE.row_scaled();
             let mut cast = Nvfp4Tensors::empty(&device, &format, dims, Direction::Rows)?;
             let call = Quantize { format: &format, matrix, rows: Some(cast.view_mut()), columns: None };
-            device.quantize(&stream, call)?;
-            device.dequantize(&stream, cast.dequantize(&format, back.view_mut()))?;
+            device.quantize(call)?;
+            device.dequantize(cast.dequantize(&format, back.view_mut()))?;
         }
         _ => {
             let mut cast = Mxfp8Tensors::empty(&device, dims, Direction::Rows)?;
             let call = QuantizeMxfp8 { format: Mxfp8::TE, matrix, rows: Some(cast.view_mut()), columns: None };
-            device.quantize_mxfp8(&stream, call)?;
+            device.quantize_mxfp8(call)?;
             let (codes, scales) = (cast.codes.view(), cast.scales.view());
             let call = DequantizeMxfp8 { direction: Direction::Rows, codes, scales, out: back.view_mut() };
-            device.dequantize_mxfp8(&stream, call)?;
+            device.dequantize_mxfp8(call)?;
         }
     }
     Ok(back)
@@ -141,8 +141,8 @@ fn step<D: Target>(
 ) -> Result<Results> {
     let views = ParamViews::collect(|role| Ok(params.iter().find(|(r, _)| *r == role).map(|(_, t)| t.view())))?;
     let params = views.params();
-    let (device, stream) = (r.group.device().clone(), r.group.stream().clone());
-    let bytes = |t: &Tensor<D>| device.download(&stream, t.view());
+    let device = r.group.device().clone();
+    let bytes = |t: &Tensor<D>| device.download(t.view());
     let mode = Mode { backward: !r.forward_only, noise: None };
     let forward = layer.forward(&mut r.group, mode, x.view(), &params)?;
     let mut results = vec![("y", bytes(&forward.y)?), ("ids", bytes(&forward.routing.ids)?)];
@@ -238,7 +238,7 @@ fn data<D: Target>(r: &Rank<D>, v: &Variant, exact: usize) -> (Tensor<D>, Tensor
 }
 
 fn bits<D: Target>(r: &Rank<D>, t: &Tensor<D>) -> Vec<u8> {
-    r.group.device().download(r.group.stream(), t.view()).expect("a download")
+    r.group.device().download(t.view()).expect("a download")
 }
 
 fn tokens_that_both_formats_hold_pass_unchanged<D: Target>(s: &Setup<D>) {

@@ -35,10 +35,10 @@ struct Seen {
 }
 
 fn prepare<D: Kernels>(group: &mut Group<D>, ids: TensorRef<'_, D>, spec: &DispatchSpec) -> Result<Seen> {
-    let (device, stream) = (group.device().clone(), group.stream().clone());
+    let device = group.device().clone();
     let handle = group.dispatcher().prepare(ids, None, spec)?;
     let told = group.dispatcher().check().is_err();
-    let read = |t: TensorRef<'_, D>| device.read(&stream, t);
+    let read = |t: TensorRef<'_, D>| device.read(t);
     let stats = handle.stats()?.clone();
     let mut row_map = read(handle.row_map())?;
     assert!(row_map[stats.segment_end()..].iter().all(|row| *row == -1.0), "rows past the end");
@@ -60,7 +60,7 @@ fn same(name: &str, cuda: &Cuda, ids: &Tensor<Cpu>, experts: usize, spec: &Dispa
     let mut host = Group::<Cpu>::single(config.clone()).expect("a group");
     let expected = prepare(&mut host, ids.view(), &spec).unwrap_or_else(|e| panic!("{name} on the CPU: {e}"));
     let mut group = cuda.group(config).expect("a group");
-    let on_gpu = ids.to(cuda, &cuda.stream()).expect("ids");
+    let on_gpu = ids.to(cuda).expect("ids");
     let found = prepare(&mut group, on_gpu.view(), &spec).unwrap_or_else(|e| panic!("{name} on the GPU: {e}"));
     assert_eq!(found.stats, expected.stats, "{name}");
     assert_eq!(found.kept, expected.kept, "{name}: kept ids");
@@ -127,9 +127,9 @@ fn bad_ids_are_masked_and_told_later(cuda: &Cuda) -> Result<()> {
     // Without a check in between, a later prepare tells, once the news has reached the host.
     let mut group = cuda.group(GroupConfig::new(4, 2))?;
     let spec = DispatchSpec { reporting: Reporting::Deferred, ..DispatchSpec::new(0, 2) };
-    let ids = Tensor::from_vec(vec![0i32, 9, 1, 2], &[2, 2])?.to(cuda, &cuda.stream())?;
+    let ids = Tensor::from_vec(vec![0i32, 9, 1, 2], &[2, 2])?.to(cuda)?;
     group.dispatcher().prepare(ids.view(), None, &spec)?;
-    cuda.stream().raw().synchronize().expect("the stream");
+    cuda.stream().synchronize().expect("the stream");
     let error = group.dispatcher().prepare(ids.view(), None, &spec).err().map(|e| e.to_string());
     assert!(error.as_ref().is_some_and(|e| e.contains("choice 1")), "{error:?}");
     cuda.check()
@@ -141,7 +141,7 @@ fn too_small_a_capacity_is_told_later(cuda: &Cuda) -> Result<()> {
     let mut group = cuda.group(config)?;
     let spec =
         DispatchSpec { capacity: Capacity::Static(3), reporting: Reporting::Deferred, ..DispatchSpec::new(0, 2) };
-    let ids = Tensor::from_vec(vec![0i32, 1, 1, 2], &[2, 2])?.to(cuda, &cuda.stream())?;
+    let ids = Tensor::from_vec(vec![0i32, 1, 1, 2], &[2, 2])?.to(cuda)?;
     group.dispatcher().prepare(ids.view(), None, &spec)?;
     let error = group.dispatcher().check().err();
     assert!(matches!(error, Some(Error::Capacity { rank: 0, needed: 4, capacity: 3 })), "{error:?}");
@@ -170,7 +170,7 @@ struct Steps {
 impl Steps {
     fn new(cuda: &Cuda, case: &Case) -> Result<Self> {
         let data = Data::new(case)?;
-        let put = |t: &Tensor<Cpu>| t.to(cuda, &cuda.stream());
+        let put = |t: &Tensor<Cpu>| t.to(cuda);
         let params: Vec<_> = data.params.iter().map(|(role, t)| Ok((*role, put(t)?))).collect::<Result<_>>()?;
         let like = |wanted: ParamKind| {
             let dims = wanted.dims(&case.config, case.config.router.num_experts).unwrap_or_default();
@@ -219,11 +219,11 @@ impl Steps {
     /// Bits of all results.
     fn results(&self) -> Result<Vec<Vec<u8>>> {
         let all = [&self.y, &self.d_x, &self.d_router, &self.d_up, &self.d_down, &self.aux];
-        all.iter().map(|t| self.cuda.download(&self.cuda.stream(), t.view())).collect()
+        all.iter().map(|t| self.cuda.download(t.view())).collect()
     }
 
     fn set_x(&mut self, x: &Tensor<Cpu>) -> Result<()> {
-        self.cuda.upload(&self.cuda.stream(), x.as_bytes(), self.x.view_mut())
+        self.cuda.upload(x.as_bytes(), self.x.view_mut())
     }
 
     /// The losses' gradient as a tensor of the device, in the same memory each time.
@@ -233,7 +233,7 @@ impl Steps {
             None => Tensor::empty(&self.cuda, DType::F32, &[1])?,
         };
         let d_aux = self.d_aux.insert(d_aux);
-        self.cuda.upload(&self.cuda.stream(), &value.to_ne_bytes(), d_aux.view_mut())
+        self.cuda.upload(&value.to_ne_bytes(), d_aux.view_mut())
     }
 }
 
@@ -298,7 +298,7 @@ fn graphs_replay_the_bits_of_eager_steps(cuda: &Cuda) -> Result<()> {
         steps.set_x(x)?;
         steps.step()?;
         let noise = random.tensor(&[1 << 16], DType::F32, 1.0)?;
-        let others: Vec<_> = (0..8).map(|_| noise.to(cuda, &cuda.stream())).collect::<Result<_>>()?;
+        let others: Vec<_> = (0..8).map(|_| noise.to(cuda)).collect::<Result<_>>()?;
         graph.replay()?;
         assert!(steps.results()? == *expected, "a replay after other work differs");
         for t in &others {
@@ -352,9 +352,9 @@ fn a_nan_that_is_told_later_goes_its_way(cuda: &Cuda) -> Result<()> {
         let mut steps = Steps::new(cuda, &case)?;
         let router = steps.params.iter_mut().find(|(role, _)| *role == ParamKind::Router).map(|(_, t)| t);
         let router = router.expect("every layer has one");
-        let mut weights = cuda.read(&cuda.stream(), router.view())?;
+        let mut weights = cuda.read(router.view())?;
         *weights.last_mut().expect("experts") = f64::NAN;
-        *router = cuda.write(&cuda.stream(), &weights, DType::F32, &[experts, 64])?;
+        *router = cuda.write(&weights, DType::F32, &[experts, 64])?;
         let views =
             ParamViews::collect(|role| Ok(steps.params.iter().find(|(r, _)| *r == role).map(|(_, t)| t.view())))?;
         let (mode, params) = (Mode { backward: false, noise: None }, views.params());
@@ -363,7 +363,7 @@ fn a_nan_that_is_told_later_goes_its_way(cuda: &Cuda) -> Result<()> {
         let told = cuda.check();
         let last = experts - 1;
         assert!(matches!(told, Err(Error::NanLogits { token: 0, expert, .. }) if expert == last), "{told:?}");
-        let y = cuda.read(&cuda.stream(), steps.y.view())?;
+        let y = cuda.read(steps.y.view())?;
         assert!(y.iter().all(|v| v.is_nan()), "E {experts}: a NaN was lost on its way");
         let load = made.routing.load.get()?;
         assert_eq!((load.dropped, load.total()), (0, 400), "E {experts}: choices were masked");
@@ -383,22 +383,22 @@ fn memory_that_a_graph_reads_stays_while_it_lives(cuda: &Cuda) -> Result<()> {
     drop((x, params, d_y));
     let zeros: Vec<_> = (0..64).map(|_| Tensor::zeros(cuda, DType::U8, &[bytes])).collect::<Result<_>>()?;
     graph.replay()?;
-    assert!(cuda.download(&cuda.stream(), y.view())? == expected[0]);
+    assert!(cuda.download(y.view())? == expected[0]);
     for t in &zeros {
-        assert!(cuda.download(&cuda.stream(), t.view())?.iter().all(|b| *b == 0));
+        assert!(cuda.download(t.view())?.iter().all(|b| *b == 0));
     }
     Ok(())
 }
 
 fn what_waits_for_the_gpu_cannot_be_recorded(cuda: &Cuda) -> Result<()> {
     let t = Tensor::zeros(cuda, DType::F32, &[4])?;
-    let error = cuda.capture(|| cuda.read(&cuda.stream(), t.view())).err().map(|e| e.to_string());
+    let error = cuda.capture(|| cuda.read(t.view())).err().map(|e| e.to_string());
     assert!(error.as_ref().is_some_and(|e| e.contains("recorded into a graph")), "{error:?}");
     let nested = cuda.capture(|| cuda.capture(|| Ok(())).map(drop)).err().map(|e| e.to_string());
     assert!(nested.as_ref().is_some_and(|e| e.contains("no capture under way")), "{nested:?}");
     // The device works on.
     assert!(!cuda.is_capturing()?);
-    assert_eq!(cuda.read(&cuda.stream(), t.view())?, [0.0; 4]);
+    assert_eq!(cuda.read(t.view())?, [0.0; 4]);
     let mut config = MoeConfig::new(64, 40, 16, 4);
     config.router.expert_capacity =
         Some(ExpertCapacity { factor: 0.9, order: CapacityOrder::Probability, renormalize: false });

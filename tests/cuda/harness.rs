@@ -66,7 +66,7 @@ impl Random {
 
     pub fn tensor(&mut self, dims: &[usize], dtype: DType, scale: f64) -> Result<Tensor<Cpu>> {
         let values: Vec<f64> = (0..dims.iter().product()).map(|_| self.normal() * scale).collect();
-        Cpu::new().write(&(), &values, dtype, dims)
+        Cpu::new().write(&values, dtype, dims)
     }
 }
 
@@ -110,7 +110,7 @@ impl Data {
             if role == ParamKind::RouterBias && case.hot != 0.0 {
                 let mut values = t.to_f64();
                 values[0] += case.hot;
-                t = Cpu::new().write(&(), &values, case.dtype, &dims)?;
+                t = Cpu::new().write(&values, case.dtype, &dims)?;
             }
             params.push((role, t));
         }
@@ -129,7 +129,6 @@ pub fn run<D: Kernels>(
     group: &mut Group<D>,
     put: &dyn Fn(&Tensor<Cpu>) -> Result<Tensor<D>>,
 ) -> Result<Results> {
-    let stream = group.stream().clone();
     let layer = Layer::new(case.config.clone(), 3)?.with_dispatch(case.dispatch);
     let x = put(&data.x)?;
     let d_y = put(&data.d_y)?;
@@ -141,7 +140,7 @@ pub fn run<D: Kernels>(
     let forward = layer.forward(group, mode, x.view(), &params)?;
     let mut results = Vec::new();
     let mut keep = |name: &str, t: &Tensor<D>| -> Result<()> {
-        results.push((name.to_string(), device.read(&stream, t.view())?));
+        results.push((name.to_string(), device.read(t.view())?));
         Ok(())
     };
     keep("ids", &forward.routing.ids)?;
@@ -191,7 +190,7 @@ fn copy(t: &Tensor<Cpu>) -> moebius::cpu::HostBuffer {
 }
 
 pub fn on_gpu(case: &Case, data: &Data, cuda: &Cuda) -> Result<Results> {
-    let results = run(case, data, cuda, &mut cuda.group(group_config(case))?, &|t| t.to(cuda, &cuda.stream()))?;
+    let results = run(case, data, cuda, &mut cuda.group(group_config(case))?, &|t| t.to(cuda))?;
     cuda.check()?;
     Ok(results)
 }

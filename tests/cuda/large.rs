@@ -52,9 +52,9 @@ fn each_path(cuda: &Cuda, run: impl Fn(&Cuda)) {
 /// Rows of a small source, by number; zeros where negative.
 fn rows_of(cuda: &Cuda, source: &Tensor<Cuda>, map: Vec<i32>) -> Result<Tensor<Cuda>> {
     let dims = [map.len(), source.dims()[1]];
-    let map = Tensor::from_vec(map, &dims[..1])?.to(cuda, &cuda.stream())?;
+    let map = Tensor::from_vec(map, &dims[..1])?.to(cuda)?;
     let mut out = Tensor::empty(cuda, source.dtype(), &dims)?;
-    cuda.gather_rows(&cuda.stream(), GatherRows { source: source.view(), map: map.view(), out: out.view_mut() })?;
+    cuda.gather_rows(GatherRows { source: source.view(), map: map.view(), out: out.view_mut() })?;
     Ok(out)
 }
 
@@ -76,13 +76,13 @@ fn sampled(cuda: &Cuda, name: &str, config: &MoeConfig, tokens: usize) {
 
 fn sampled_on_gpu(cuda: &Cuda, case: &Case, data: &Data, sample: &[usize], tokens: usize) -> Result<Results> {
     let row_of = |t: usize| sample.binary_search(&t).map_or(-1, |i| i as i32);
-    let (small_x, small_dy) = (data.x.to(cuda, &cuda.stream())?, data.d_y.to(cuda, &cuda.stream())?);
+    let (small_x, small_dy) = (data.x.to(cuda)?, data.d_y.to(cuda)?);
     // Tokens outside the sample are the sample's again, without a gradient.
     let again = |t: usize| (t % sample.len()) as i32;
     let x = rows_of(cuda, &small_x, (0..tokens).map(|t| row_of(t).max(again(t) * i32::from(row_of(t) < 0))).collect())?;
     let d_y = rows_of(cuda, &small_dy, (0..tokens).map(row_of).collect())?;
     let params: Vec<(ParamKind, Tensor<Cuda>)> =
-        data.params.iter().map(|(role, t)| Ok((*role, t.to(cuda, &cuda.stream())?))).collect::<Result<_>>()?;
+        data.params.iter().map(|(role, t)| Ok((*role, t.to(cuda)?))).collect::<Result<_>>()?;
     let views = ParamViews::collect(|role| Ok(params.iter().find(|(r, _)| *r == role).map(|(_, t)| t.view())))?;
     let params = views.params();
     let layer = Layer::new(case.config.clone(), 0)?;
@@ -94,14 +94,14 @@ fn sampled_on_gpu(cuda: &Cuda, case: &Case, data: &Data, sample: &[usize], token
 
     let at = |t: &Tensor<Cuda>| -> Result<Vec<f64>> {
         let rows = rows_of(cuda, t, sample.iter().map(|&t| t as i32).collect())?;
-        cuda.read(&cuda.stream(), rows.view())
+        cuda.read(rows.view())
     };
     let mut results = vec![("y".to_string(), at(&forward.y)?)];
     results.push(("d_x".to_string(), at(gradients.x.as_ref().expect("asked for"))?));
     results.push(("d_weights".to_string(), at(&gradients.weights)?));
     for role in [ParamKind::Router, ParamKind::Up, ParamKind::Down] {
         let gradient = gradients.take(role).expect("asked for");
-        results.push((format!("d_{}", role.name()), cuda.read(&cuda.stream(), gradient.view())?));
+        results.push((format!("d_{}", role.name()), cuda.read(gradient.view())?));
     }
     Ok(results)
 }
@@ -119,14 +119,14 @@ fn last_expert(cuda: &Cuda, config: &MoeConfig) -> Result<()> {
     // Every expert has the same weights; what tells them apart is where they lie.
     let everywhere = |role: ParamKind| -> Result<Tensor<Cuda>> {
         let dims = role.dims(config, experts).expect("a parameter");
-        let one = of(role).to(cuda, &cuda.stream())?.reshape(&[dims[1], dims[2]])?;
+        let one = of(role).to(cuda)?.reshape(&[dims[1], dims[2]])?;
         let map = (0..experts * dims[1]).map(|row| (row % dims[1]) as i32).collect();
         rows_of(cuda, &one, map)?.reshape(&dims)
     };
     let (up, down) = (everywhere(ParamKind::Up)?, everywhere(ParamKind::Down)?);
-    let router = Random(3).tensor(&[experts, hidden], DType::BF16, 1e-3)?.to(cuda, &cuda.stream())?;
+    let router = Random(3).tensor(&[experts, hidden], DType::BF16, 1e-3)?.to(cuda)?;
     let bias: Vec<f64> = (0..experts).map(|e| if e + 1 == experts { 50.0 } else { 0.0 }).collect();
-    let bias = Cpu::new().write(&(), &bias, DType::BF16, &[experts])?.to(cuda, &cuda.stream())?;
+    let bias = Cpu::new().write(&bias, DType::BF16, &[experts])?.to(cuda)?;
     let views = ParamViews::collect(|role| {
         Ok(match role {
             ParamKind::Router => Some(router.view()),
@@ -136,12 +136,12 @@ fn last_expert(cuda: &Cuda, config: &MoeConfig) -> Result<()> {
             _ => None,
         })
     })?;
-    let (x, d_y) = (data.x.to(cuda, &cuda.stream())?, data.d_y.to(cuda, &cuda.stream())?);
+    let (x, d_y) = (data.x.to(cuda)?, data.d_y.to(cuda)?);
     let params = views.params();
     let layer = Layer::new(config.clone(), 0)?;
     let mut group = cuda.group(group_config(&Case::new(config.clone(), TOKENS, DType::BF16)))?;
     let forward = layer.forward(&mut group, Mode { backward: true, noise: None }, x.view(), &params)?;
-    let ids = cuda.read(&cuda.stream(), forward.routing.ids.view())?;
+    let ids = cuda.read(forward.routing.ids.view())?;
     assert!(ids.iter().all(|id| *id as usize + 1 == experts), "{ids:?}");
     let (inputs, cotangents) = (Inputs { x: x.view(), params: &params }, Cotangents { y: Some(d_y.view()), aux: 0.0 });
     let context = forward.context.expect("a context");
@@ -152,14 +152,14 @@ fn last_expert(cuda: &Cuda, config: &MoeConfig) -> Result<()> {
         let d = distance(found, expected);
         assert!(d <= tolerance(DType::BF16), "experts x 2I x H: {key} is off by {d:e}");
     };
-    check("y", &cuda.read(&cuda.stream(), forward.y.view())?);
-    check("d_x", &cuda.read(&cuda.stream(), gradients.x.as_ref().expect("asked for").view())?);
+    check("y", &cuda.read(forward.y.view())?);
+    check("d_x", &cuda.read(gradients.x.as_ref().expect("asked for").view())?);
     for role in [ParamKind::Up, ParamKind::Down] {
         let dims = role.dims(config, experts).expect("a parameter");
         let gradient = gradients.take(role).expect("asked for").reshape(&[experts * dims[1], dims[2]])?;
         let rows = |first: usize, step: usize, count: usize| -> Result<Vec<f64>> {
             let rows = rows_of(cuda, &gradient, (0..count).map(|i| (first + i * step) as i32).collect())?;
-            cuda.read(&cuda.stream(), rows.view())
+            cuda.read(rows.view())
         };
         check(&format!("d_{}", role.name()), &rows((experts - 1) * dims[1], 1, dims[1])?);
         // The others had no token.

@@ -26,9 +26,9 @@ struct Taken {
 fn step(cuda: &Cuda, k: usize) -> Result<Taken> {
     let case = Case::new(MoeConfig::new(HIDDEN, WIDTH / k, 16, k), TOKENS, DType::BF16);
     let data = Data::new(&case)?;
-    let (x, d_y) = (data.x.to(cuda, &cuda.stream())?, data.d_y.to(cuda, &cuda.stream())?);
+    let (x, d_y) = (data.x.to(cuda)?, data.d_y.to(cuda)?);
     let params: Vec<(ParamKind, Tensor<Cuda>)> =
-        data.params.iter().map(|(role, t)| Ok((*role, t.to(cuda, &cuda.stream())?))).collect::<Result<_>>()?;
+        data.params.iter().map(|(role, t)| Ok((*role, t.to(cuda)?))).collect::<Result<_>>()?;
     let views = ParamViews::collect(|role| Ok(params.iter().find(|(r, _)| *r == role).map(|(_, t)| t.view())))?;
     let params = views.params();
     let layer = Layer::new(case.config.clone(), 0)?;

@@ -41,7 +41,6 @@ fn expected(s: &Setting, left: &[f64], right: &[f64], map: &[i32], offsets: &[i6
 
 fn check(cuda: &Cuda, s: &Setting) -> Result<()> {
     const ROWS: usize = 90;
-    let stream = cuda.stream();
     let mut random = Random(5);
     let mut offsets = Vec::new();
     let slots = COUNTS.iter().fold(0, |at, count| {
@@ -57,20 +56,20 @@ fn check(cuda: &Cuda, s: &Setting) -> Result<()> {
         for slot in (0..slots).filter(|slot| !mapped && !inside(*slot)) {
             values[slot * width..][..width].fill(f64::NAN);
         }
-        let tensor = cuda.write(&stream, &values, s.dtype, &[count, width])?;
+        let tensor = cuda.write(&values, s.dtype, &[count, width])?;
         Ok((values, tensor))
     };
     let (left, left_rows) = rows(s.mapped_left, s.m)?;
     let (right, right_rows) = rows(!s.mapped_left, s.n)?;
-    let put = |values: &[i64]| Tensor::from_vec(values.to_vec(), &[COUNTS.len()])?.to(cuda, &cuda.stream());
+    let put = |values: &[i64]| Tensor::from_vec(values.to_vec(), &[COUNTS.len()])?.to(cuda);
     let segments = Segments::new(put(&offsets)?, put(&COUNTS)?, slots);
-    let on_gpu = Tensor::from_vec(map.clone(), &[slots])?.to(cuda, &cuda.stream())?;
+    let on_gpu = Tensor::from_vec(map.clone(), &[slots])?.to(cuda)?;
     let dims = [COUNTS.len(), s.m, s.n];
     let before = random.tensor(&dims, s.out, 3.0)?;
     let before_values = before.to_f64();
     let want = expected(s, &left, &right, &map, &offsets, &before_values);
     for device in [cuda.clone(), cuda.portable()] {
-        let mut out = before.to(cuda, &cuda.stream())?;
+        let mut out = before.to(cuda)?;
         let (l, r) = match s.mapped_left {
             true => (RowSource::mapped(left_rows.view(), on_gpu.view()), RowSource::direct(right_rows.view())),
             false => (RowSource::direct(left_rows.view()), RowSource::mapped(right_rows.view(), on_gpu.view())),
@@ -84,8 +83,8 @@ fn check(cuda: &Cuda, s: &Setting) -> Result<()> {
             bias: None,
             accumulate: s.accumulate,
         };
-        device.wgrad(&stream, call)?;
-        let off = distance(&cuda.read(&stream, out.view())?, &want);
+        device.wgrad(call)?;
+        let off = distance(&cuda.read(out.view())?, &want);
         let Setting { dtype, out, mapped_left, accumulate, m, n } = s;
         let name =
             format!("{dtype:?} to {out:?}, left mapped {mapped_left}, adding {accumulate}, {m} x {n}, {device:?}");
@@ -122,25 +121,24 @@ fn rows_in_order_are_there_when_they_are_multiplied(cuda: &Cuda) -> Result<()> {
     const RUNS: usize = 600;
     const COUNTS: [i64; 4] = [239, 250, 258, 253];
     let (wide, narrow, padding, run) = (16384, 512, 3, 256);
-    let stream = cuda.stream();
     let mut random = Random(6);
     let offsets: Vec<i64> =
         COUNTS.iter().scan(0, |at, count| Some(std::mem::replace(at, *at + count + padding))).collect();
     let slots = COUNTS.iter().map(|count| (count + padding) as usize).sum();
     let mut rows = |width: usize| -> Result<Tensor<Cuda>> {
-        let source = random.tensor(&[97, width], DType::BF16, 1.0)?.to(cuda, &stream)?;
+        let source = random.tensor(&[97, width], DType::BF16, 1.0)?.to(cuda)?;
         let map = (0..slots).map(|_| (random.next() % 97) as i32).collect();
-        let map = Tensor::from_vec(map, &[slots])?.to(cuda, &stream)?;
+        let map = Tensor::from_vec(map, &[slots])?.to(cuda)?;
         let mut out = Tensor::empty(cuda, DType::BF16, &[slots, width])?;
-        cuda.gather_rows(&stream, GatherRows { source: source.view(), map: map.view(), out: out.view_mut() })?;
+        cuda.gather_rows(GatherRows { source: source.view(), map: map.view(), out: out.view_mut() })?;
         Ok(out)
     };
     let (left, right) = (rows(wide)?, rows(narrow)?);
-    let put = |values: &[i64]| Tensor::from_vec(values.to_vec(), &[COUNTS.len()])?.to(cuda, &stream);
+    let put = |values: &[i64]| Tensor::from_vec(values.to_vec(), &[COUNTS.len()])?.to(cuda);
     let segments = Segments::new(put(&offsets)?, put(&COUNTS)?, slots);
     // Sums of the columns of 256 rows of the result at a time: any tile that differs changes one.
     let lines = COUNTS.len() * wide;
-    let map = Tensor::from_vec((0..lines as i32).collect(), &[lines / run, run])?.to(cuda, &stream)?;
+    let map = Tensor::from_vec((0..lines as i32).collect(), &[lines / run, run])?.to(cuda)?;
     let sums = || -> Result<Vec<f64>> {
         let mut out = Tensor::zeros(cuda, DType::F32, &[COUNTS.len(), wide, narrow])?;
         let call = Wgrad {
@@ -152,11 +150,11 @@ fn rows_in_order_are_there_when_they_are_multiplied(cuda: &Cuda) -> Result<()> {
             bias: None,
             accumulate: true,
         };
-        cuda.wgrad(&stream, call)?;
+        cuda.wgrad(call)?;
         let source = out.view().reshape(&[lines, narrow])?;
         let mut sums = Tensor::empty(cuda, DType::F32, &[lines / run, narrow])?;
-        cuda.reduce_rows(&stream, ReduceRows { source, map: map.view(), out: sums.view_mut() })?;
-        cuda.read(&stream, sums.view())
+        cuda.reduce_rows(ReduceRows { source, map: map.view(), out: sums.view_mut() })?;
+        cuda.read(sums.view())
     };
     let first = sums()?;
     for i in 0..RUNS {

@@ -29,7 +29,7 @@ pub struct Seat<D: Kernels> {
 impl<D: Target> Seat<D> {
     /// Joins a group.
     pub fn join(self, config: GroupConfig) -> Result<Group<D>> {
-        Group::new(self.device.clone(), self.device.order(), self.comm, config)
+        Group::new(self.device.clone(), self.comm, config)
     }
 }
 
@@ -37,9 +37,6 @@ impl<D: Target> Seat<D> {
 pub trait Target: Kernels + Codec {
     /// The floating types it computes in, the widest first.
     const FLOATS: &'static [DType];
-
-    /// The stream that all its work is on.
-    fn order(&self) -> Self::Stream;
 
     /// Ranks to be, in rank order, each for a thread of its own.
     fn seats(&self, ranks: usize, timeout: Duration) -> Vec<Seat<Self>>;
@@ -49,7 +46,7 @@ pub trait Target: Kernels + Codec {
 
     /// The group of a rank alone.
     fn alone(&self, config: GroupConfig) -> Result<Group<Self>> {
-        Group::new(self.clone(), self.order(), Box::new(Solo::new(self.clone())), config)
+        Group::new(self.clone(), Box::new(Solo::new(self.clone())), config)
     }
 
     /// What came of the work enqueued so far, where a call may return before it knows.
@@ -60,24 +57,24 @@ pub trait Target: Kernels + Codec {
 
     /// A tensor of these values, rounded to the type.
     fn put(&self, dtype: DType, values: &[f64], dims: &[usize]) -> Tensor<Self> {
-        self.write(&self.order(), values, dtype, dims).expect("a tensor")
+        self.write(values, dtype, dims).expect("a tensor")
     }
 
     /// A host tensor on the device.
     fn host(&self, t: &Tensor<Cpu>) -> Tensor<Self> {
         let mut to = Tensor::empty(self, t.dtype(), t.dims()).expect("room");
-        self.upload(&self.order(), t.as_bytes(), to.view_mut()).expect("an upload");
+        self.upload(t.as_bytes(), to.view_mut()).expect("an upload");
         to
     }
 
     /// A tensor's elements.
     fn values(&self, t: TensorRef<'_, Self>) -> Vec<f64> {
-        self.read(&self.order(), t).expect("a read")
+        self.read(t).expect("a read")
     }
 
     /// A tensor on the host.
     fn to_cpu(&self, t: &Tensor<Self>) -> Tensor<Cpu> {
-        let bytes = self.download(&self.order(), t.view()).expect("a download");
+        let bytes = self.download(t.view()).expect("a download");
         let mut to = Tensor::empty(&Cpu::new(), t.dtype(), t.dims()).expect("room");
         to.as_bytes_mut().copy_from_slice(&bytes);
         to
@@ -102,15 +99,13 @@ pub trait Target: Kernels + Codec {
 impl Target for Cpu {
     const FLOATS: &'static [DType] = &[DType::F64, DType::F32, DType::F16, DType::BF16];
 
-    fn order(&self) {}
-
     fn seats(&self, ranks: usize, timeout: Duration) -> Vec<Seat<Self>> {
         let comms = ThreadWorld::create(ranks, timeout).into_iter();
         comms.map(|comm| Seat { device: *self, comm: Box::new(comm) }).collect()
     }
 
     fn join(&self, comm: ThreadComm, config: GroupConfig) -> Result<Group<Self>> {
-        Group::new(*self, (), Box::new(comm), config)
+        Group::new(*self, Box::new(comm), config)
     }
 
     fn settled(&self, result: Result<()>) -> Result<()> {
@@ -123,10 +118,6 @@ impl Target for Cpu {
 #[cfg(feature = "cuda")]
 impl Target for moebius::cuda::Cuda {
     const FLOATS: &'static [DType] = &[DType::F32, DType::F16, DType::BF16];
-
-    fn order(&self) -> Self::Stream {
-        self.stream()
-    }
 
     #[cfg(not(feature = "nccl"))]
     fn seats(&self, ranks: usize, _: Duration) -> Vec<Seat<Self>> {
@@ -149,7 +140,7 @@ impl Target for moebius::cuda::Cuda {
     }
 
     fn wait_for_news(&self) {
-        self.stream().raw().synchronize().expect("the stream");
+        self.stream().synchronize().expect("the stream");
     }
 }
 

@@ -71,7 +71,7 @@ fn adamw_on_shards_is_adamw_on_the_whole() {
         let mut adam = optimizer(&var);
         for (step, norm) in norms.iter().enumerate() {
             chain.begin(Phase::Forward).unwrap();
-            drop(chain.source(id).unwrap().acquire(&()).unwrap());
+            drop(chain.source(id).unwrap().acquire().unwrap());
             chain.end().unwrap();
             let mut room = chain.gradient_buffer(id).unwrap();
             let own = gradient(rank, step);
@@ -89,7 +89,7 @@ fn adamw_on_shards_is_adamw_on_the_whole() {
             adam.step(&gradients).unwrap();
         }
         chain.begin(Phase::Forward).unwrap();
-        holds(&Cpu::new(), &chain.source(id).unwrap().acquire(&()).unwrap(), &expected);
+        holds(&Cpu::new(), &chain.source(id).unwrap().acquire().unwrap(), &expected);
         chain.end().unwrap();
     });
 }

@@ -124,19 +124,19 @@ fn ranks_agree_on_the_buffers_of_a_first_forward() {
                 if fails {
                     rig.chain.begin(Phase::Forward).unwrap();
                     for (n, source) in sources[..2].iter().enumerate() {
-                        let guard = source.acquire(&()).unwrap();
+                        let guard = source.acquire().unwrap();
                         held.extend(keeps(n).then_some(guard));
                     }
                     let broken = Error::Framework { call: "test", framework: "test", message: "an error".into() };
                     if rank != 0 {
-                        assert!(sources[2].acquire(&()).is_err());
+                        assert!(sources[2].acquire().is_err());
                     }
                     rig.chain.recover((rank == 0).then_some(&broken)).unwrap();
                 }
                 let order = [3, 1, 0, 2];
                 rig.chain.begin(Phase::Forward).unwrap();
                 for (n, i) in order.into_iter().enumerate() {
-                    let guard = sources[i].acquire(&()).unwrap();
+                    let guard = sources[i].acquire().unwrap();
                     holds(&rig.device, &guard, &value(i));
                     held.extend(keeps(n).then_some(guard));
                 }

@@ -200,12 +200,12 @@ fn sums_in_pairs<D: Chained>(device: &D) {
             let shard = Shard::new(moebius::Tensor::zeros(&own, dtype, &cut.shard_dims()).unwrap());
             let id = chain.add(WeightSpec::new("w", 0, &DIMS, dtype), Arc::new(shard)).unwrap();
             chain.begin(Phase::Forward).unwrap();
-            drop(chain.source(id).unwrap().acquire(&own.order()).unwrap());
+            drop(chain.source(id).unwrap().acquire().unwrap());
             chain.end().unwrap();
             for _ in 0..2 {
                 let mut room = chain.gradient_buffer(id).unwrap();
                 let values = numbers(rank, dtype);
-                own.upload(&own.order(), values.as_bytes(), room.view_mut().unwrap()).unwrap();
+                own.upload(values.as_bytes(), room.view_mut().unwrap()).unwrap();
                 chain.submit(room).unwrap();
             }
             let of: Vec<Vec<f64>> = (0..n).map(|rank| numbers(rank, dtype).to_f64()).collect();

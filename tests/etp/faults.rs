@@ -173,7 +173,7 @@ fn shards_that_cannot_be_cast<D: Chained>(device: &D) {
                 let mut seen = Vec::new();
                 for id in &ids {
                     let source = chain.source(*id)?;
-                    seen.push(device.bytes(source.acquire(&device.order())?.tensor()?));
+                    seen.push(device.bytes(source.acquire()?.tensor()?));
                 }
                 chain.end()?;
                 Ok(seen)

@@ -131,10 +131,10 @@ fn ranks<R: Send>(
             .map(|(w, ((group, data), (gather, reduce)))| {
                 let run = &run;
                 scope.spawn(move || {
-                    let group = Group::new(Cpu::poisoning(), (), group, GroupConfig::new(EXPERTS, 64))?;
+                    let group = Group::new(Cpu::poisoning(), group, GroupConfig::new(EXPERTS, 64))?;
                     let comms = Comms { gather, reduce };
                     let options = EtpOptions { reduction: Reduction::Pairwise, prefetch, ..EtpOptions::default() };
-                    let chain = Arc::new(Chain::new(Cpu::poisoning(), (), comms, options)?);
+                    let chain = Arc::new(Chain::new(Cpu::poisoning(), comms, options)?);
                     run(Rank { w, group: EpGroup::new(group).into(), chain, data })
                 })
             })

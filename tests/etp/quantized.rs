@@ -36,7 +36,7 @@ fn shards_of_odd_bytes<D: Chained>(device: &D) {
             let id = chain.add(spec, Arc::new(Shard::new(shard))).unwrap();
             chain.begin(Phase::Forward).unwrap();
             let source = chain.source(id).unwrap();
-            let guard = source.acquire(&own.order()).unwrap();
+            let guard = source.acquire().unwrap();
             let expected = super::world::through(payload, &whole);
             assert_eq!(own.bytes(guard.tensor().unwrap()), expected.as_bytes(), "{payload:?}");
             drop(guard);
@@ -63,7 +63,7 @@ fn added_after_the_first_steps<D: Chained>(device: &D) {
                     chain.begin(Phase::Forward).unwrap();
                     for (i, id) in ids.iter().enumerate() {
                         let source = chain.source(*id).unwrap();
-                        let guard = source.acquire(&own.order()).unwrap();
+                        let guard = source.acquire().unwrap();
                         let expected = super::world::through(Payload::Nvfp4, &tensor(value(i)));
                         assert_eq!(own.bytes(guard.tensor().unwrap()), expected.as_bytes(), "weight {i}");
                     }
@@ -88,7 +88,7 @@ fn draining_what_has_arrived<D: Chained>(device: &D) {
         let ids: Vec<_> = (0..4).map(add).collect();
         let read = |i: usize| {
             let source = chain.source(ids[i]).unwrap();
-            let guard = source.acquire(&own.order()).unwrap();
+            let guard = source.acquire().unwrap();
             let expected = super::world::through(Payload::Nvfp4, &tensor(value(i)));
             assert_eq!(own.bytes(guard.tensor().unwrap()), expected.as_bytes(), "weight {i}");
         };
@@ -99,7 +99,7 @@ fn draining_what_has_arrived<D: Chained>(device: &D) {
         }
         chain.begin(Phase::Forward).unwrap();
         let source = chain.source(ids[0]).unwrap();
-        let guard = source.acquire(&own.order()).unwrap();
+        let guard = source.acquire().unwrap();
         chain.drain().unwrap();
         drop(guard);
         (1..4).for_each(read);
@@ -123,7 +123,7 @@ fn bytes_an_element_in_bf16<D: Chained>(device: &D) {
             let id = chain.add(spec, Arc::new(Shard::new(shard))).unwrap();
             for phase in [Phase::Forward, Phase::Backward] {
                 chain.begin(phase).unwrap();
-                drop(chain.source(id).unwrap().acquire(&own.order()).unwrap());
+                drop(chain.source(id).unwrap().acquire().unwrap());
                 chain.end().unwrap();
             }
             let mut room = chain.gradient_buffer(id).unwrap();
@@ -159,7 +159,7 @@ fn one_cast_a_step<D: Chained>(device: &D) {
             let pass = |phase, sign: f32| {
                 chain.begin(phase).unwrap();
                 let source = chain.source(id).unwrap();
-                let guard = source.acquire(&own.order()).unwrap();
+                let guard = source.acquire().unwrap();
                 let found = own.bytes(guard.tensor().unwrap());
                 let whole = tensor(value(0).iter().map(|v| sign * v).collect());
                 assert_eq!(found, super::world::through(payload, &whole).as_bytes());
@@ -224,7 +224,7 @@ fn one_all_reduce_of_amaxes_a_step<D: Chained>(device: &D) {
                 chain.begin(phase).unwrap();
                 for i in order {
                     let source = chain.source(ids[i]).unwrap();
-                    let guard = source.acquire(&own.order()).unwrap();
+                    let guard = source.acquire().unwrap();
                     let expected = super::world::through(payloads[i], &tensor(value(i)));
                     assert_eq!(own.bytes(guard.tensor().unwrap()), expected.as_bytes(), "weight {i}");
                 }
@@ -270,7 +270,7 @@ fn changed_within_a_pass<D: Chained>(device: &D) {
                         chain.invalidate_casts();
                     }
                     let source = chain.source(*id).unwrap();
-                    let guard = source.acquire(&own.order()).unwrap();
+                    let guard = source.acquire().unwrap();
                     let expected = super::world::through(Payload::Nvfp4, &tensor(value(i)));
                     assert_eq!(own.bytes(guard.tensor().unwrap()), expected.as_bytes(), "weight {i}");
                 }

@@ -43,7 +43,7 @@ pub trait Chained: Target + ShardDevice {
 
     /// Bytes of a tensor.
     fn bytes(&self, t: TensorRef<'_, Self>) -> Vec<u8> {
-        self.download(&self.order(), t).unwrap()
+        self.download(t).unwrap()
     }
 }
 
@@ -135,7 +135,7 @@ pub struct Place<D: Chained> {
 impl<D: Chained> Place<D> {
     /// A chain without weights.
     pub fn chain(self, options: EtpOptions) -> Result<Chain<D>> {
-        Chain::new(self.device.clone(), self.device.order(), self.comms, options)
+        Chain::new(self.device.clone(), self.comms, options)
     }
 
     pub fn rig(self, options: EtpOptions, weights: usize, recompute: bool) -> Result<Rig<D>> {
@@ -174,14 +174,10 @@ impl<D: Chained> Rig<D> {
         Ok(rig)
     }
 
-    pub fn stream(&self) -> D::Stream {
-        self.device.order()
-    }
-
     /// Acquires weight `i`, checks its values, and lets go of it.
     pub fn read(&self, i: usize) -> Result<()> {
         let source = self.chain.source(self.ids[i])?;
-        let guard = source.acquire(&self.stream())?;
+        let guard = source.acquire()?;
         holds(&self.device, &guard, &value(i));
         Ok(())
     }
@@ -197,7 +193,7 @@ impl<D: Chained> Rig<D> {
     pub fn gradient(&self, i: usize, what: f32) -> Result<()> {
         let mut room = self.chain.gradient_buffer(self.ids[i])?;
         let values = vec![self.chain.rank() as f32 * 100.0 + what; COUNT];
-        self.device.upload(&self.stream(), bytemuck::cast_slice(&values), room.view_mut()?)?;
+        self.device.upload(bytemuck::cast_slice(&values), room.view_mut()?)?;
         self.chain.submit(room)
     }
 

@@ -47,7 +47,7 @@ fn gathers_run_one_step_ahead_in_both_directions<D: Chained>(device: &D) {
             assert_eq!(gather(order[0]), CollectiveState::AsyncWait, "{phase:?}: begun with the pass");
             for (at, i) in order.into_iter().enumerate() {
                 let source = rig.chain.source(rig.ids[i]).unwrap();
-                let guard = source.acquire(&rig.stream()).unwrap();
+                let guard = source.acquire().unwrap();
                 holds(&rig.device, &guard, &value(i));
                 assert_eq!(gather(i), CollectiveState::DataReady, "{phase:?} {i}");
                 if let Some(next) = order.get(at + 1) {
@@ -90,7 +90,7 @@ fn a_gather_needs_no_help_of_the_thread_that_computes<D: Chained>(device: &D) {
         read.recv_timeout(MINUTE).unwrap();
         rig.chain.begin(Phase::Forward).unwrap();
         let source = rig.chain.source(rig.ids[0]).unwrap();
-        let guard = source.acquire(&rig.stream()).unwrap();
+        let guard = source.acquire().unwrap();
         read.recv_timeout(MINUTE).expect("the gather of w1 is done");
         assert_eq!(rig.chain.states(rig.ids[1]).0, CollectiveState::AsyncWait);
         drop(guard);
@@ -108,7 +108,7 @@ fn without_prefetch_every_gather_is_waited_for<D: Chained>(device: &D) {
         assert_eq!(rig.chain.traffic().ahead, 0);
         rig.chain.begin(Phase::Backward).unwrap();
         let source = rig.chain.source(rig.ids[2]).unwrap();
-        let guard = source.acquire(&rig.stream()).unwrap();
+        let guard = source.acquire().unwrap();
         assert_eq!(rig.chain.states(rig.ids[2]).0, CollectiveState::DataReadySync);
         assert_eq!(rig.chain.states(rig.ids[1]).0, CollectiveState::None);
         drop(guard);
@@ -157,7 +157,7 @@ fn only_what_others_need_is_moved<D: Chained>(device: &D) {
             }
             let mut room = rig.chain.gradient_buffer(rig.ids[1]).unwrap();
             let zeros = [-0.0f32; COUNT];
-            rig.device.upload(&rig.stream(), bytemuck::cast_slice(&zeros), room.view_mut().unwrap()).unwrap();
+            rig.device.upload(bytemuck::cast_slice(&zeros), room.view_mut().unwrap()).unwrap();
             rig.chain.submit(room).unwrap();
             let mut found = Vec::new();
             let give = |_, gradient: TensorRef<'_, D>| {
@@ -195,15 +195,15 @@ fn draining_in_every_state<D: Chained>(device: &D) {
         assert_eq!(states(1).0, CollectiveState::None);
         // Gathered anew; and while it is in use, with the next under way.
         let source = rig.chain.source(rig.ids[1]).unwrap();
-        let guard = source.acquire(&rig.stream()).unwrap();
+        let guard = source.acquire().unwrap();
         assert_eq!((states(1).0, states(2).0), (CollectiveState::DataReadySync, CollectiveState::AsyncWait));
         rig.chain.drain().unwrap();
         holds(&rig.device, &guard, &value(1));
         drop(guard);
         let source = rig.chain.source(rig.ids[2]).unwrap();
-        drop(source.acquire(&rig.stream()).unwrap());
+        drop(source.acquire().unwrap());
         let source = rig.chain.source(rig.ids[3]).unwrap();
-        let guard = source.acquire(&rig.stream()).unwrap();
+        let guard = source.acquire().unwrap();
         assert_eq!(states(3).0, CollectiveState::DataReady);
         rig.chain.drain().unwrap();
         holds(&rig.device, &guard, &value(3));
@@ -275,14 +275,14 @@ fn a_step_of_the_optimizer_shows_in_the_next_pass<D: Chained>(device: &D) {
         rig.chain.begin(Phase::Forward).unwrap();
         rig.read(0).unwrap();
         let source = rig.chain.source(rig.ids[1]).unwrap();
-        holds(&rig.device, &source.acquire(&rig.stream()).unwrap(), &changed);
+        holds(&rig.device, &source.acquire().unwrap(), &changed);
         rig.chain.end().unwrap();
         assert_eq!(rig.device.floats(rig.chain.whole(rig.ids[1]).unwrap().view()), changed);
         // Another object in its place.
         let shard = cut(&rig.device, &rig.chain, value(7));
         rig.chain.replace(rig.ids[1], Arc::new(Shard::new(shard))).unwrap();
         rig.chain.begin(Phase::Backward).unwrap();
-        holds(&rig.device, &source.acquire(&rig.stream()).unwrap(), &value(7));
+        holds(&rig.device, &source.acquire().unwrap(), &value(7));
         rig.read(0).unwrap();
         rig.chain.end().unwrap();
     });
@@ -295,7 +295,7 @@ fn what_was_gathered_for_another_pass_is_not_read<D: Chained>(device: &D) {
         rig.chain.begin(Phase::Forward).unwrap();
         rig.read(0).unwrap();
         let source = rig.chain.source(rig.ids[1]).unwrap();
-        let guard = source.acquire(&rig.stream()).unwrap();
+        let guard = source.acquire().unwrap();
         holds(&rig.device, &guard, &value(1));
         rig.chain.end().unwrap();
         let error = text(guard.tensor().unwrap_err());
@@ -303,7 +303,7 @@ fn what_was_gathered_for_another_pass_is_not_read<D: Chained>(device: &D) {
         // Nor is its memory gathered over while somebody holds it.
         rig.chain.begin(Phase::Backward).unwrap();
         assert!(text(guard.tensor().unwrap_err()).contains("in pass 3"));
-        assert!(text(source.acquire(&rig.stream()).unwrap_err()).contains("DataReady"));
+        assert!(text(source.acquire().unwrap_err()).contains("DataReady"));
         drop(guard);
         rig.read(1).unwrap();
         rig.read(0).unwrap();

@@ -94,17 +94,17 @@ pub fn through(payload: Payload, whole: &Tensor) -> Tensor {
                 let format = Nvfp4::TE;
                 let mut form = Nvfp4Tensors::empty(&cpu, &format, dims, Direction::Rows).unwrap();
                 let call = Quantize { format: &format, matrix, rows: Some(form.view_mut()), columns: None };
-                cpu.quantize(&(), call).unwrap();
-                cpu.dequantize(&(), form.dequantize(&format, out.view_mut())).unwrap();
+                cpu.quantize(call).unwrap();
+                cpu.dequantize(form.dequantize(&format, out.view_mut())).unwrap();
             }
             Payload::Mxfp8 => {
                 let mut form = Mxfp8Tensors::empty(&cpu, dims, Direction::Rows).unwrap();
                 let rows = Some(form.view_mut());
-                cpu.quantize_mxfp8(&(), QuantizeMxfp8 { format: Mxfp8::TE, matrix, rows, columns: None }).unwrap();
+                cpu.quantize_mxfp8(QuantizeMxfp8 { format: Mxfp8::TE, matrix, rows, columns: None }).unwrap();
                 let (codes, scales) = (form.codes.view(), form.scales.view());
                 let (direction, out) = (Direction::Rows, out.view_mut());
                 let call = moebius::quant::DequantizeMxfp8 { direction, codes, scales, out };
-                cpu.dequantize_mxfp8(&(), call).unwrap();
+                cpu.dequantize_mxfp8(call).unwrap();
             }
             _ => return of_type(whole.dtype(), whole.to_f64().iter().map(|v| *v as f32).collect(), whole.dims()),
         }
@@ -489,7 +489,7 @@ pub fn tree(values: &[f32]) -> f32 {
 /// A chain with the first weights of a run.
 fn sharded<D: Chained>(device: &D, run: &Run, p: usize, comms: Comms<D>) -> Result<Weights<D>> {
     let options = EtpOptions { replicas: run.replicas(), ..run.options };
-    let chain = Chain::new(device.clone(), device.order(), comms, options)?;
+    let chain = Chain::new(device.clone(), comms, options)?;
     let (mut ids, mut shards) = (Vec::new(), Vec::new());
     for l in 0..run.layers {
         let add = |which: usize| -> Result<(WeightId, Arc<Shard<D>>)> {
@@ -529,7 +529,7 @@ pub fn train<D: Chained>(device: &D, run: &Run, shard: bool) -> Vec<Outcome> {
                 scope.spawn(move || -> Result<Outcome> {
                     let e = run.config.router.num_experts;
                     let most = run.tokens(world);
-                    let group = Group::new(device.clone(), device.order(), experts, GroupConfig::new(e, most))?;
+                    let group = Group::new(device.clone(), experts, GroupConfig::new(e, most))?;
                     let weights = match shard {
                         true => sharded(&device, run, w % ep, Comms { gather, reduce })?,
                         false => {

@@ -17,7 +17,7 @@ use super::support::{
 };
 
 fn joined(comm: ThreadComm) -> candle_core::Result<EpGroup> {
-    let group = Group::new(Cpu::poisoning(), (), Box::new(comm), GroupConfig::new(EXPERTS, 64));
+    let group = Group::new(Cpu::poisoning(), Box::new(comm), GroupConfig::new(EXPERTS, 64));
     Ok(EpGroup::new(group?))
 }
 

@@ -68,7 +68,7 @@ fn limit(groups: usize, keep: usize) -> GroupLimit {
 #[test]
 fn experts_that_the_ranks_do_not_divide() {
     let results = on_ranks(PATIENCE, |comm| {
-        let error = Group::new(Cpu::new(), (), Box::new(comm), GroupConfig::new(6, TOKENS)).expect_err("6 over 4");
+        let error = Group::new(Cpu::new(), Box::new(comm), GroupConfig::new(6, TOKENS)).expect_err("6 over 4");
         assert!(matches!(&error, Error::Invalid { name, .. } if name == "num_experts"), "{error}");
         assert!(error.to_string().contains("a multiple of the 4 ranks"), "{error}");
     });
@@ -80,7 +80,7 @@ fn a_group_of_differing_configurations() {
     let results = on_ranks(PATIENCE, |comm| {
         let rank = Communicator::<Cpu>::rank(&comm);
         let tokens = if rank == CULPRIT { TOKENS + 1 } else { TOKENS };
-        let error = Group::new(Cpu::new(), (), Box::new(comm), GroupConfig::new(EXPERTS, tokens)).expect_err("differ");
+        let error = Group::new(Cpu::new(), Box::new(comm), GroupConfig::new(EXPERTS, tokens)).expect_err("differ");
         match error {
             Error::ConfigMismatch { field, rank: found, peer, .. } => {
                 assert_eq!((&field[..], found), ("max_tokens_per_rank", rank));

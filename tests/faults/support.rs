@@ -234,9 +234,9 @@ impl<D: Target> WeightSource<D> for Troubled<'_, D> {
         self.tensor.dims()
     }
 
-    fn acquire(&self, stream: &D::Stream) -> Result<WeightGuard<'_, D>> {
+    fn acquire(&self) -> Result<WeightGuard<'_, D>> {
         if !self.armed.load(Ordering::SeqCst) {
-            return self.tensor.acquire(stream);
+            return self.tensor.acquire();
         }
         let trouble = *self.trouble.lock().expect("trouble");
         match trouble {

@@ -79,7 +79,7 @@ fn on(payload: Payload, ahead: usize) -> (Payload, EtpOptions) {
 impl Rank {
     fn new((number, of): (usize, usize), comms: Comms<Cuda>, (payload, options): (Payload, EtpOptions)) -> Self {
         let cuda = gpus::first(number + 1).1.swap_remove(number);
-        let chain = Chain::new(cuda.clone(), cuda.stream(), comms, options).unwrap();
+        let chain = Chain::new(cuda.clone(), comms, options).unwrap();
         let cut = chain.shards(&DIMS).unwrap();
         let empty = |dims: &[usize], dtype| Tensor::empty(&cuda, dtype, dims).unwrap();
         let (mut ids, mut shards) = (Vec::new(), Vec::new());
@@ -99,18 +99,17 @@ impl Rank {
 
     /// Weights and gradients of another step.
     fn change(&mut self, step: usize) {
-        let stream = self.cuda.stream();
         for i in 0..WEIGHTS {
             let shard = rows(self.own.clone(), |row| weight(step, i, row));
-            self.shards[i].update(|to| self.cuda.upload(&stream, &shard, to.view_mut())).unwrap();
+            self.shards[i].update(|to| self.cuda.upload(&shard, to.view_mut())).unwrap();
             let handed = rows(0..ROWS, |row| gradient(step, i, row, self.number));
-            self.cuda.upload(&stream, &handed, self.handed[i].view_mut()).unwrap();
+            self.cuda.upload(&handed, self.handed[i].view_mut()).unwrap();
         }
     }
 
     fn see(&mut self, i: usize, slot: usize) -> Result<()> {
         let source = self.chain.source(self.ids[i])?;
-        let guard = source.acquire(&self.cuda.stream())?;
+        let guard = source.acquire()?;
         self.cuda.copy(guard.tensor()?.data(), self.seen[slot].view_mut().into_data())
     }
 
@@ -158,15 +157,14 @@ impl Rank {
 
     /// Whether the last step was this one's.
     fn check(&self, step: usize, what: &str) {
-        let stream = self.cuda.stream();
         for (slot, seen) in self.seen.iter().enumerate() {
             let expected = rows(0..ROWS, |row| weight(step, slot % WEIGHTS, row));
-            assert!(self.cuda.download(&stream, seen.view()).unwrap() == expected, "{what}: use {slot} of step {step}");
+            assert!(self.cuda.download(seen.view()).unwrap() == expected, "{what}: use {slot} of step {step}");
         }
         for (i, sum) in self.sums.iter().enumerate() {
             let of_row = |row| (0..self.of).map(|rank| gradient(step, i, row, rank)).sum::<f32>();
             let expected: Vec<u8> = self.own.clone().flat_map(|row| of_row(row).to_ne_bytes().repeat(WIDTH)).collect();
-            assert!(self.cuda.download(&stream, sum.view()).unwrap() == expected, "{what}: sum {i} of step {step}");
+            assert!(self.cuda.download(sum.view()).unwrap() == expected, "{what}: sum {i} of step {step}");
         }
         self.cuda.check().unwrap();
     }

@@ -74,7 +74,7 @@ fn afterwards(ranks: usize) {
         let cuda = comm.cuda().clone();
         let mut value = Tensor::from_value(&cuda, comm.rank() as f64);
         comm.all_reduce(tag(9), moebius::comm::ReduceOp::Sum, value.view_mut()).expect("a new world");
-        cuda.read(&cuda.stream(), value.view()).expect("a sum")[0]
+        cuda.read(value.view()).expect("a sum")[0]
     });
     let expected = (ranks * (ranks - 1) / 2) as f64;
     assert!(sums.iter().all(|sum| *sum == Some(expected)), "{sums:?}");
@@ -86,7 +86,7 @@ trait FromValue {
 
 impl FromValue for Tensor<Cuda> {
     fn from_value(cuda: &Cuda, value: f64) -> Self {
-        cuda.write(&cuda.stream(), &[value], DType::F32, &[1]).expect("a tensor")
+        cuda.write(&[value], DType::F32, &[1]).expect("a tensor")
     }
 }
 
@@ -103,7 +103,7 @@ fn times_out(comms: Vec<NcclComm>, enter: impl Fn(&mut NcclComm) -> Result<Tenso
             return;
         }
         let cuda = comm.cuda().clone();
-        let waited = recv.and_then(|recv| cuda.read(&cuda.stream(), recv.view()));
+        let waited = recv.and_then(|recv| cuda.read(recv.view()));
         let timeout = |e: &Error| matches!(e, Error::Comm(CommError::Timeout { .. }));
         assert!(waited.as_ref().is_err_and(timeout), "{waited:?}");
         let later = comm.barrier(tag(2));
@@ -196,15 +196,15 @@ fn copy_engines_exchange(_: &Cuda, ranks: usize) {
                 let value = |to: usize| (64 * round + 8 * rank + to) as f32;
                 let values: Vec<f32> = (0..ranks).flat_map(|to| vec![value(to); width]).collect();
                 let bytes = bytemuck::cast_slice(&values);
-                cuda.upload(&cuda.stream(), bytes, send.view_mut()).expect("an upload");
+                cuda.upload(bytes, send.view_mut()).expect("an upload");
                 comm.exchange_blocks(tag(1 + number as u64), send.view(), recv.view_mut()).expect("exchanged");
-                let bytes = cuda.download(&cuda.stream(), recv.view()).expect("a read");
-                cuda.upload(&cuda.stream(), &bytes, kept.view_mut()).expect("kept");
+                let bytes = cuda.download(recv.view()).expect("a read");
+                cuda.upload(&bytes, kept.view_mut()).expect("kept");
             }
             for (round, recv) in kept.iter().enumerate() {
                 let value = |from: usize| vec![(64 * round + 8 * from + rank) as f64; width];
                 let expected: Vec<f64> = (0..ranks).filter(|from| *from != rank).flat_map(value).collect();
-                assert_eq!(cuda.read(&cuda.stream(), recv.view()).expect("a read"), expected, "{width}");
+                assert_eq!(cuda.read(recv.view()).expect("a read"), expected, "{width}");
             }
         }
         // Its one signal is the exchanges'.
@@ -224,7 +224,7 @@ fn told_at_once(ranks: usize, culprit: fn() -> Result<()>, is: fn(&Error) -> boo
             return;
         }
         let cuda = comm.cuda().clone();
-        let waited = recv.and_then(|recv| cuda.read(&cuda.stream(), recv.view()));
+        let waited = recv.and_then(|recv| cuda.read(recv.view()));
         assert!(waited.as_ref().is_err_and(is), "{waited:?}");
         assert!(comm.barrier(tag(2)).as_ref().is_err_and(is));
         assert!(start.elapsed() < PATIENCE / 3, "told at once");
@@ -258,7 +258,7 @@ fn splits(_: &Cuda, ranks: usize) {
         let own = Tensor::from_value(&cuda, rank as f64);
         let mut all = Tensor::empty(&cuda, DType::F32, &[members.len()]).expect("room");
         part.all_gather(tag(1), own.view(), all.view_mut()).expect("inside the part");
-        let found = cuda.read(&cuda.stream(), all.view()).expect("a read");
+        let found = cuda.read(all.view()).expect("a read");
         assert_eq!(found, members.iter().map(|r| *r as f64).collect::<Vec<_>>());
         // The same on a stream of its own.
         let beside = cuda.with_new_stream().expect("a stream");
@@ -267,7 +267,7 @@ fn splits(_: &Cuda, ranks: usize) {
         let own = Tensor::from_value(&beside, rank as f64 + 1.0);
         let mut all = Tensor::empty(&beside, DType::F32, &[members.len()]).expect("room");
         apart.all_gather(tag(5), own.view(), all.view_mut()).expect("inside the part");
-        let found = beside.read(&beside.stream(), all.view()).expect("a read");
+        let found = beside.read(all.view()).expect("a read");
         assert_eq!(found, members.iter().map(|r| *r as f64 + 1.0).collect::<Vec<_>>());
         drop(apart);
         // And by copy engines, in memory of the part.
@@ -276,7 +276,7 @@ fn splits(_: &Cuda, ranks: usize) {
         assert!(engines.uses_copy_engines());
         let mut all = engines.memory(tag(7), DType::F32, &[ranks]).expect("memory").expect("of its own");
         engines.all_gather(tag(8), own.view(), all.view_mut()).expect("inside the part");
-        let found = beside.read(&beside.stream(), all.view()).expect("a read");
+        let found = beside.read(all.view()).expect("a read");
         assert_eq!(found, (0..ranks).rev().map(|r| r as f64 + 1.0).collect::<Vec<_>>());
         drop((all, engines));
         // Without a color there is no part, and the whole works on.

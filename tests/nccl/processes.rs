@@ -51,7 +51,7 @@ fn works(comm: &mut NcclComm) {
     let (cuda, n) = (comm.cuda().clone(), comm.size());
     let mut value = word(&cuda, comm.rank() as f64);
     comm.all_reduce(tag(1), ReduceOp::Sum, value.view_mut()).expect("a sum");
-    assert_eq!(cuda.read(&cuda.stream(), value.view()).expect("a read"), [(n * (n - 1) / 2) as f64]);
+    assert_eq!(cuda.read(value.view()).expect("a read"), [(n * (n - 1) / 2) as f64]);
 }
 
 /// What a child does.
@@ -103,7 +103,7 @@ fn killed(mut comm: NcclComm, before: impl Fn(&mut NcclComm)) {
     let gone = |e: &Error| matches!(e, Error::Comm(CommError::PeerGone { .. }));
     let mut value = word(&cuda, 1.0);
     let first = comm.all_reduce(tag(7), ReduceOp::Sum, value.view_mut());
-    let first = first.and_then(|()| cuda.read(&cuda.stream(), value.view()).map(drop));
+    let first = first.and_then(|()| cuda.read(value.view()).map(drop));
     assert!(first.as_ref().is_err_and(gone), "{first:?}");
     let later = comm.barrier(tag(8));
     assert!(later.as_ref().is_err_and(gone), "{later:?}");
@@ -116,7 +116,7 @@ fn configuration() {
     let comm = join(0);
     let (rank, ranks, cuda) = (comm.rank(), comm.size(), comm.cuda().clone());
     let config = GroupConfig::new(if rank == 0 { 8 * ranks } else { 4 * ranks }, 16);
-    match Group::new(cuda.clone(), cuda.stream(), Box::new(comm), config) {
+    match Group::new(cuda.clone(), Box::new(comm), config) {
         Err(Error::ConfigMismatch { field, rank: own, .. }) => assert_eq!((&field[..], own), ("num_experts", rank)),
         other => panic!("{other:?}"),
     }
@@ -133,7 +133,7 @@ fn refused() {
         let cuda = comm.cuda().clone();
         let mut value = word(&cuda, 1.0);
         let error = comm.all_reduce(tag(2), ReduceOp::Sum, value.view_mut());
-        let error = error.and_then(|()| cuda.read(&cuda.stream(), value.view()).map(drop));
+        let error = error.and_then(|()| cuda.read(value.view()).map(drop));
         let is = |e: &Error| match e {
             Error::Comm(CommError::Refused { peer: 0, reason, .. }) => reason == "no room for this",
             _ => false,
@@ -172,9 +172,9 @@ fn different_layers() {
     let comm = join(0);
     let (rank, ranks, cuda) = (comm.rank(), comm.size(), comm.cuda().clone());
     let config = GroupConfig { dispatcher: DispatcherKind::AllGather, max_rows: 64, ..GroupConfig::new(4 * ranks, 16) };
-    let mut group = Group::new(cuda.clone(), cuda.stream(), Box::new(comm), config).expect("a group");
+    let mut group = Group::new(cuda.clone(), Box::new(comm), config).expect("a group");
     let host = Tensor::from_vec(vec![0i32, 1, 1, 0], &[2, 2]).expect("ids");
-    let ids = host.to(&cuda, &cuda.stream()).expect("on the GPU");
+    let ids = host.to(&cuda).expect("on the GPU");
     let last = ranks - 1;
     let spec = |layer, reporting| DispatchSpec { reporting, ..DispatchSpec::new(layer, 2) };
     let differs = |error: Option<Error>| match error {
@@ -207,7 +207,7 @@ fn compared() {
         }
         other => panic!("{other:?}"),
     }
-    assert_eq!(cuda.read(&cuda.stream(), value.view()).expect("a read"), [5.0], "nothing was exchanged");
+    assert_eq!(cuda.read(value.view()).expect("a read"), [5.0], "nothing was exchanged");
     works(&mut comm);
     if rank == 0 {
         comm.refuse(tag(4), "no room for this").expect("told");

@@ -47,9 +47,7 @@ struct Rank {
 impl Rank {
     /// Fills a tensor with a number.
     fn number(cuda: &Cuda, value: f64, dims: &[usize]) -> Tensor<Cuda> {
-        let mut one = cuda
-            .write(&cuda.stream(), &vec![value; dims[dims.len() - 1]], DType::BF16, &dims[dims.len() - 1..])
-            .unwrap();
+        let mut one = cuda.write(&vec![value; dims[dims.len() - 1]], DType::BF16, &dims[dims.len() - 1..]).unwrap();
         let mut out = Tensor::empty(cuda, DType::BF16, dims).unwrap();
         let row = one.bytes();
         let rows = out.bytes() / row;
@@ -70,7 +68,7 @@ impl Rank {
     fn new(rank: usize, comms: Comms<Cuda>, options: EtpOptions, weights: usize, payload: Payload) -> Result<Self> {
         let (_, mut all) = gpus::first(rank + 1);
         let cuda = all.swap_remove(rank);
-        let chain = Chain::new(cuda.clone(), cuda.stream(), comms, options)?;
+        let chain = Chain::new(cuda.clone(), comms, options)?;
         let mut ids = Vec::new();
         for i in 0..weights {
             let cut = chain.shards(&DIMS)?;
@@ -86,7 +84,7 @@ impl Rank {
     fn pass(&self) -> Result<()> {
         self.chain.begin(Phase::Forward)?;
         for id in &self.ids {
-            drop(self.chain.source(*id)?.acquire(&self.cuda.stream())?);
+            drop(self.chain.source(*id)?.acquire()?);
         }
         self.chain.end()
     }
@@ -135,7 +133,7 @@ fn same_bits_under_load(_: &Cuda, n: usize) {
                     for at in 0..weights {
                         let i = if phase == Phase::Forward { at } else { weights - 1 - at };
                         let source = chain.source(rank.ids[i]).unwrap();
-                        let guard = source.acquire(&cuda.stream()).unwrap();
+                        let guard = source.acquire().unwrap();
                         rank.load(&mut noise, load);
                         let copy = guard.tensor().unwrap();
                         let mut own = Tensor::empty(cuda, DType::BF16, &DIMS).unwrap();
@@ -153,7 +151,7 @@ fn same_bits_under_load(_: &Cuda, n: usize) {
                 }
                 let mut sums = Vec::new();
                 let take = |_: WeightId, gradient: TensorRef<'_, Cuda>| {
-                    sums.push(cuda.download(&cuda.stream(), gradient)?);
+                    sums.push(cuda.download(gradient)?);
                     Ok(())
                 };
                 chain.finish(None, take).unwrap();
@@ -165,7 +163,7 @@ fn same_bits_under_load(_: &Cuda, n: usize) {
             }
             for (number, (i, own)) in seen.into_iter().enumerate() {
                 let expected = half::bf16::from_f32(1.0 + i as f32).to_ne_bytes();
-                let values = cuda.download(&cuda.stream(), own.view()).unwrap();
+                let values = cuda.download(own.view()).unwrap();
                 assert_eq!(values.len(), 2 * COUNT);
                 let same = values.chunks_exact(2).all(|v| v == expected);
                 assert!(same, "use {number} of weight {i}, {ahead} ahead, load {load}, {payload:?}");
@@ -189,7 +187,7 @@ fn no_host_waits_for_a_gpu(_: &Cuda, n: usize) {
             for at in 0..weights {
                 let i = if reversed { weights - 1 - at } else { at };
                 let source = chain.source(rank.ids[i]).unwrap();
-                drop(source.acquire(&cuda.stream()).unwrap());
+                drop(source.acquire().unwrap());
                 if reversed {
                     let mut room = chain.gradient_buffer(rank.ids[i]).unwrap();
                     cuda.zero(room.view_mut().unwrap().into_data()).unwrap();
@@ -262,7 +260,7 @@ fn memory_comes_back(_: &Cuda, n: usize) {
                 for (phase, order) in [(Phase::Forward, [0, 1, 2]), (Phase::Backward, [2, 1, 0])] {
                     chain.begin(phase).unwrap();
                     for i in order {
-                        drop(chain.source(rank.ids[i]).unwrap().acquire(&cuda.stream()).unwrap());
+                        drop(chain.source(rank.ids[i]).unwrap().acquire().unwrap());
                         if phase == Phase::Backward {
                             let mut room = chain.gradient_buffer(rank.ids[i]).unwrap();
                             cuda.zero(room.view_mut().unwrap().into_data()).unwrap();
@@ -315,17 +313,16 @@ fn shares_add_to_the_cpus_bits(cuda: &Cuda, _: usize) {
             (64, 63, false),
         ] {
             for (count, skip) in [(1, 0), (7, 0), (24, 0), (24, 3), (1 << 13, 0), ((1 << 13) + 4, 1)] {
-                let shares = Cpu::new().write(&(), &numbers(7, parts * count + skip), dtype, &[parts * count + skip]);
+                let shares = Cpu::new().write(&numbers(7, parts * count + skip), dtype, &[parts * count + skip]);
                 let shares = shares.unwrap();
-                let mut expected = Cpu::new().write(&(), &numbers(9, count), DType::F32, &[count]).unwrap();
-                let (on_gpu, mut main) =
-                    (shares.to(cuda, &cuda.stream()).unwrap(), expected.to(cuda, &cuda.stream()).unwrap());
+                let mut expected = Cpu::new().write(&numbers(9, count), DType::F32, &[count]).unwrap();
+                let (on_gpu, mut main) = (shares.to(cuda).unwrap(), expected.to(cuda).unwrap());
                 let bytes = skip * dtype.size()..(skip + parts * count) * dtype.size();
                 let all =
                     TensorRef::<Cpu>::new(Cpu::slice(shares.view().data(), bytes.clone()), dtype, &[parts, count]);
-                Cpu::new().add_shares(&(), apart(all.unwrap(), (rank, first)), expected.view_mut()).unwrap();
+                Cpu::new().add_shares(apart(all.unwrap(), (rank, first)), expected.view_mut()).unwrap();
                 let all = TensorRef::<Cuda>::new(Cuda::slice(on_gpu.view().data(), bytes), dtype, &[parts, count]);
-                cuda.add_shares(&cuda.stream(), apart(all.unwrap(), (rank, first)), main.view_mut()).unwrap();
+                cuda.add_shares(apart(all.unwrap(), (rank, first)), main.view_mut()).unwrap();
                 let found = cuda.to_host(main.view()).unwrap();
                 assert!(
                     found.as_bytes() == expected.as_bytes(),
@@ -337,7 +334,7 @@ fn shares_add_to_the_cpus_bits(cuda: &Cuda, _: usize) {
     let (mut main, shares) =
         (Tensor::zeros(cuda, DType::F32, &[4]).unwrap(), Tensor::zeros(cuda, DType::F32, &[6]).unwrap());
     let shares = Shares::together(shares.view(), 4, (1.0, false)).unwrap();
-    let error = cuda.add_shares(&cuda.stream(), shares, main.view_mut()).unwrap_err().to_string();
+    let error = cuda.add_shares(shares, main.view_mut()).unwrap_err().to_string();
     assert!(error.contains("shares") && error.contains("blocks of main's size"), "{error}");
 }
 
@@ -352,7 +349,7 @@ fn reserving_sms_changes_no_bit(cuda: &Cuda, _: usize) {
             (state >> 33) as f64 / (1u64 << 31) as f64 - 0.5
         };
         let values: Vec<f64> = (0..dims.iter().product()).map(|_| next()).collect();
-        Cpu::new().write(&(), &values, DType::BF16, dims).unwrap().to(cuda, &cuda.stream()).unwrap()
+        Cpu::new().write(&values, DType::BF16, dims).unwrap().to(cuda).unwrap()
     };
     let (x, router) = (make(1, &[tokens, 256]), make(2, &[8, 256]));
     let (up, down) = (make(3, &[8, 256, 256]), make(4, &[8, 256, 128]));
@@ -381,7 +378,7 @@ fn reserving_sms_changes_no_bit(cuda: &Cuda, _: usize) {
         let inputs = Inputs { x: x.view(), params: &params };
         let cotangents = Cotangents { y: Some(x.view()), aux: 0.0 };
         layer.backward_into(&mut group, made.context.unwrap(), (inputs, cotangents), into).unwrap();
-        [made.y, d_x, d_up, d_down].map(|t| cuda.download(&cuda.stream(), t.view()).unwrap())
+        [made.y, d_x, d_up, d_down].map(|t| cuda.download(t.view()).unwrap())
     };
     let whole = run(cuda);
     for spare in [1, 16, 40, 131, 10_000] {

@@ -255,10 +255,9 @@ impl Times {
     fn of(&mut self, (cuda, together): (&Cuda, &Barrier), call: impl FnOnce() -> Result<()>) -> Result<()> {
         // All ranks stand before the call with idle GPUs.
         together.wait();
-        let stream = cuda.stream();
         let event = || {
             let flags = Some(CUevent_flags::CU_EVENT_DEFAULT);
-            stream.raw().record_event(flags).map_err(|e| problem(&e.to_string()))
+            cuda.stream().record_event(flags).map_err(|e| problem(&e.to_string()))
         };
         let before: CudaEvent = event()?;
         let began = Instant::now();
@@ -301,8 +300,7 @@ fn measure(seat: &mut Seat<'_>, run: &Run) -> Result<()> {
     let (rank, ranks) = (seat.comm.rank(), seat.comm.size());
     let Shape { name, hidden, experts, k } = run.shape;
     let (cuda, together) = (seat.cuda().clone(), seat.together);
-    let free =
-        || cuda.stream().raw().context().mem_get_info().map(|(free, _)| free).map_err(|e| problem(&e.to_string()));
+    let free = || cuda.stream().context().mem_get_info().map(|(free, _)| free).map_err(|e| problem(&e.to_string()));
     let before = free()?;
     let most = if run.zipf { ranks * run.tokens * k } else { ranks * run.tokens * k * 3 / 2 / ranks };
     let options = GroupOptions {
@@ -334,7 +332,7 @@ fn measure(seat: &mut Seat<'_>, run: &Run) -> Result<()> {
     let n = if run.fixed { most } else { total };
     assert!(total <= n, "{total} rows of {n}");
     (step.rows, step.rows_w) = (of(DType::BF16, &[n, hidden])?, of(DType::F32, &[n])?);
-    let stream: sys::cudaStream_t = cuda.stream().raw().cu_stream().cast();
+    let stream: sys::cudaStream_t = cuda.stream().cu_stream().cast();
     let [rows, own_rows, choices, own_choices] = traffic(run, rank, ranks);
     for (phase, phase_name) in PHASES {
         let mut times = [Times::default(), Times::default()];

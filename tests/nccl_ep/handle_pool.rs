@@ -50,17 +50,17 @@ struct Seat {
 impl Seat {
     fn new(comm: NcclComm) -> Result<Self> {
         let (cuda, rank, ranks) = (comm.cuda().clone(), comm.rank(), comm.size());
-        let (stream, experts) = (cuda.stream(), 4 * ranks);
+        let experts = 4 * ranks;
         let config = GroupConfig { dispatcher: DispatcherKind::NcclEpLowLatency, ..GroupConfig::new(experts, T) };
         // Each token to two ranks, and each rank to all.
         let ids = (0..T * K).map(|i| ((rank + i / K + i % K) % ranks * 4 + i / K % 4) as i32).collect::<Vec<_>>();
         let x: Vec<f64> = (0..T * H).map(|i| value(rank, i / H, i % H)).collect();
         Ok(Self {
             rank,
-            ids: Tensor::from_vec(ids, &[T, K])?.to(&cuda, &stream)?,
-            x: cuda.write(&stream, &x, DType::BF16, &[T, H])?,
+            ids: Tensor::from_vec(ids, &[T, K])?.to(&cuda)?,
+            x: cuda.write(&x, DType::BF16, &[T, H])?,
             y: Tensor::zeros(&cuda, DType::BF16, &[T, H])?,
-            group: Group::new(cuda.clone(), stream, Box::new(comm), config)?,
+            group: Group::new(cuda.clone(), Box::new(comm), config)?,
             cuda,
         })
     }
@@ -90,7 +90,7 @@ impl Seat {
         self.cuda.zero(self.y.view_mut().into_data())?;
         let handle = self.prepare()?;
         self.travel(&handle)?;
-        for (i, found) in self.cuda.read(&self.cuda.stream(), self.y.view())?.iter().enumerate() {
+        for (i, found) in self.cuda.read(self.y.view())?.iter().enumerate() {
             // Twice a number of 8 bits.
             assert_eq!(*found, K as f64 * value(self.rank, i / H, i % H), "rank {}: element {i}", self.rank);
         }

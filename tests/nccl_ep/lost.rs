@@ -56,12 +56,10 @@ fn lost(last: fn(), is_it: fn(&Error) -> bool) -> Result<()> {
     let cuda = comm.cuda().clone();
     let (rank, ranks) = (moebius::comm::Communicator::rank(&comm), moebius::comm::Communicator::size(&comm));
     let config = GroupConfig { dispatcher: DispatcherKind::NcclEp, ..GroupConfig::new(4 * ranks, 8) };
-    let mut group = Group::new(cuda.clone(), cuda.stream(), Box::new(comm), config)?;
-    let stream = cuda.stream();
-    let ids = Tensor::from_vec((0..8).map(|t| t % (4 * ranks as i32)).collect::<Vec<_>>(), &[8, 1])?
-        .to(&cuda, &cuda.stream())?;
+    let mut group = Group::new(cuda.clone(), Box::new(comm), config)?;
+    let ids = Tensor::from_vec((0..8).map(|t| t % (4 * ranks as i32)).collect::<Vec<_>>(), &[8, 1])?.to(&cuda)?;
     let handle = group.dispatcher().prepare(ids.view(), None, &DispatchSpec::new(0, 1))?;
-    let x = cuda.write(&stream, &[1.0; 8 * 64], DType::BF16, &[8, 64])?;
+    let x = cuda.write(&[1.0; 8 * 64], DType::BF16, &[8, 64])?;
     let inputs = || DispatchInputs { tokens: x.view(), weights: None, scales: None };
     group.dispatcher().dispatch_rows(&handle, inputs())?;
     cuda.check()?;

@@ -252,7 +252,7 @@ fn work_runs_beside(ranks: usize) {
             let mut made = Vec::new();
             for round in 0..3 {
                 let mut beside = || {
-                    made.push(cuda.write(&cuda.stream(), &[round as f64; 4], DType::F32, &[4])?);
+                    made.push(cuda.write(&[round as f64; 4], DType::F32, &[4])?);
                     Ok(())
                 };
                 step.dispatch(Some(&mut beside))?;

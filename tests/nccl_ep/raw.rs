@@ -43,20 +43,19 @@ impl Seat<'_> {
     }
 
     pub fn put(&self, dtype: DType, values: &[f64], dims: &[usize]) -> Result<Tensor<Cuda>> {
-        self.cuda().write(&self.cuda().stream(), values, dtype, dims)
+        self.cuda().write(values, dtype, dims)
     }
 
     pub fn ids(&self, dtype: DType, ids: &[i64], k: usize) -> Result<Tensor<Cuda>> {
         let dims = [ids.len() / k, k];
         match dtype {
-            DType::I64 => Tensor::<Cpu>::from_vec(ids.to_vec(), &dims)?.to(self.cuda(), &self.cuda().stream()),
-            _ => Tensor::<Cpu>::from_vec(ids.iter().map(|i| *i as i32).collect(), &dims)?
-                .to(self.cuda(), &self.cuda().stream()),
+            DType::I64 => Tensor::<Cpu>::from_vec(ids.to_vec(), &dims)?.to(self.cuda()),
+            _ => Tensor::<Cpu>::from_vec(ids.iter().map(|i| *i as i32).collect(), &dims)?.to(self.cuda()),
         }
     }
 
     pub fn get(&self, t: &Tensor<Cuda>) -> Result<Vec<f64>> {
-        self.cuda().read(&self.cuda().stream(), t.view())
+        self.cuda().read(t.view())
     }
 }
 

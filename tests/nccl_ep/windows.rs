@@ -83,15 +83,15 @@ fn plain_memory_is_copied_and_a_full_ring_is_told(ranks: usize) {
             windows: 2,
             ..GroupConfig::new(4 * ranks, T)
         };
-        let mut group = Group::new(cuda.clone(), cuda.stream(), Box::new(comm), config)?;
-        let (stream, dispatcher) = (cuda.stream(), group.dispatcher());
+        let mut group = Group::new(cuda.clone(), Box::new(comm), config)?;
+        let dispatcher = group.dispatcher();
         let ids: Vec<i32> = (0..2 * T).map(|i| ((rank + i) % (4 * ranks)) as i32).collect();
-        let ids = Tensor::from_vec(ids, &[T, 2])?.to(&cuda, &cuda.stream())?;
+        let ids = Tensor::from_vec(ids, &[T, 2])?.to(&cuda)?;
         let spec =
             DispatchSpec { capacity: Capacity::Static(rows), overflow: Overflow::Error, ..DispatchSpec::new(0, 2) };
         let values: Vec<f64> = (0..T * H).map(|i| ((rank * 7 + i) % 100) as f64).collect();
         let twice: Vec<f64> = values.iter().map(|v| 2.0 * v).collect();
-        let x = cuda.write(&stream, &values, DType::BF16, &[T, H])?;
+        let x = cuda.write(&values, DType::BF16, &[T, H])?;
         let inputs = || DispatchInputs { tokens: x.view(), weights: None, scales: None };
         let mut y = Tensor::zeros(&cuda, DType::BF16, &[T, H])?;
         for _ in 0..5 {
@@ -101,14 +101,14 @@ fn plain_memory_is_copied_and_a_full_ring_is_told(ranks: usize) {
             let outputs = DispatchOutputs { tokens: plain.view_mut(), weights: None, scales: None };
             dispatcher.dispatch(&handle, inputs(), outputs)?;
             dispatcher.combine(&handle, plain.view(), y.view_mut())?;
-            assert_eq!(cuda.read(&stream, y.view())?, twice);
+            assert_eq!(cuda.read(y.view())?, twice);
             // From where they arrived to where they leave from.
             let received = dispatcher.dispatch_rows(&handle, inputs())?;
             let arrived = received.rows.expect("rows");
             let mut place = dispatcher.place_for_return(&handle, DType::BF16, H)?.expect("a window");
             cuda.copy(arrived.view().data(), place.view_mut().into_data())?;
             dispatcher.combine(&handle, place.view(), y.view_mut())?;
-            assert_eq!(cuda.read(&stream, y.view())?, twice);
+            assert_eq!(cuda.read(y.view())?, twice);
         }
         // Every other dispatch and combine.
         assert_eq!(dispatcher.copies(), 10);
@@ -121,7 +121,7 @@ fn plain_memory_is_copied_and_a_full_ring_is_told(ranks: usize) {
         drop(kept);
         let received = dispatcher.dispatch_rows(&handle, inputs())?;
         dispatcher.combine(&handle, received.rows.expect("rows").view(), y.view_mut())?;
-        assert_eq!(cuda.read(&stream, y.view())?, twice);
+        assert_eq!(cuda.read(y.view())?, twice);
         barrier.wait();
         Ok(())
     });

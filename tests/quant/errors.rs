@@ -24,7 +24,7 @@ fn quantize_both(format: Nvfp4, dtype: DType, dims: [usize; 2]) -> Result<()> {
     let mut rows = Nvfp4Tensors::empty(&cpu, &format, dims, Direction::Rows)?;
     let mut columns = Nvfp4Tensors::empty(&cpu, &format, dims, Direction::Columns)?;
     let (rows, columns) = (Some(rows.view_mut()), Some(columns.view_mut()));
-    cpu.quantize(&(), Quantize { format: &format, matrix: Matrix::new(x.view())?, rows, columns })
+    cpu.quantize(Quantize { format: &format, matrix: Matrix::new(x.view())?, rows, columns })
 }
 
 #[test]
@@ -124,11 +124,11 @@ fn lines_of_nothing() {
     let (cpu, x, format) = (Cpu::new(), zeros(DType::F32, &[1]), Nvfp4::TE);
     for dims in [[1 << 56, 0], [0, 1 << 56]] {
         let matrix = || Matrix::strided(x.view(), Layout { offset: 0, dims, strides: [0, 0] }).unwrap();
-        assert_eq!(cpu.first_non_finite(&(), matrix()).unwrap(), None);
+        assert_eq!(cpu.first_non_finite(matrix()).unwrap(), None);
         let [mut rows, mut columns] = [1.0; 2].map(|value| tensor(&[value], DType::F32, &[1]));
         let (rows_to, columns_to) = (Some(rows.view_mut()), Some(columns.view_mut()));
         let call = Amax { format: &format, matrix: matrix(), rows: rows_to, columns: columns_to };
-        cpu.compute_amax(&(), call).unwrap();
+        cpu.compute_amax(call).unwrap();
         for amax in [rows, columns] {
             assert_eq!(amax.as_slice::<f32>().unwrap(), [0.0]);
         }
@@ -136,13 +136,13 @@ fn lines_of_nothing() {
     for dims in [[1 << 20, 0], [0, 1 << 56]] {
         let mut made = Nvfp4Tensors::empty(&cpu, &format, dims, Direction::Rows).unwrap();
         let matrix = Matrix::strided(x.view(), Layout { offset: 0, dims, strides: [0, 0] }).unwrap();
-        cpu.quantize(&(), Quantize { format: &format, matrix, rows: Some(made.view_mut()), columns: None }).unwrap();
+        cpu.quantize(Quantize { format: &format, matrix, rows: Some(made.view_mut()), columns: None }).unwrap();
         if dims[1] == 0 {
             continue;
         }
         let mut out = zeros(DType::F32, &dims);
         let (codes, scales, amax) = (made.codes.view(), made.scales.view(), made.amax.view());
-        cpu.dequantize(&(), Dequantize { format: &format, codes, scales, amax, out: out.view_mut() }).unwrap();
+        cpu.dequantize(Dequantize { format: &format, codes, scales, amax, out: out.view_mut() }).unwrap();
     }
 }
 
@@ -170,20 +170,19 @@ fn tensors_of_a_call() {
         let side = Nvfp4Mut { codes: codes.view_mut(), scales: scales.view_mut(), amax: amax.view_mut() };
         let matrix = Matrix::new(x.view()).unwrap();
         let call = Quantize { format: &format, matrix, rows: Some(side), columns: None };
-        let found = message(cpu.quantize_cast_only(&(), call));
+        let found = message(cpu.quantize_cast_only(call));
         assert!(found.starts_with(&format!("quantize_cast_only: tensor rows.{name}: expected ")), "{found}");
         assert!(codes.as_bytes().iter().chain(scales.as_bytes()).all(|b| *b == 0));
 
         let mut out = zeros(DType::F32, &[16, 32]);
         let (codes, scales, amax) = (codes.view(), scales.view(), amax.view());
-        let found =
-            message(cpu.dequantize(&(), Dequantize { format: &format, codes, scales, amax, out: out.view_mut() }));
+        let found = message(cpu.dequantize(Dequantize { format: &format, codes, scales, amax, out: out.view_mut() }));
         assert!(found.starts_with(&format!("dequantize: tensor {name}: expected ")), "{found}");
     }
     let (codes, scales, amax) = (zeros(DType::U8, &[16, 16]), zeros(DType::U8, &[16, 2]), zeros(DType::F32, &[1]));
     let mut out = zeros(DType::F64, &[16, 32]);
     let (codes, scales, amax) = (codes.view(), scales.view(), amax.view());
-    let found = message(cpu.dequantize(&(), Dequantize { format: &format, codes, scales, amax, out: out.view_mut() }));
+    let found = message(cpu.dequantize(Dequantize { format: &format, codes, scales, amax, out: out.view_mut() }));
     assert_eq!(found, "dequantize: tensor out: expected f32, bf16 or f16, found f64");
 }
 
@@ -199,7 +198,7 @@ fn many_amaxes_all_or_none() {
         Amax { format: &format, matrix: matrix(), rows: Some(good.view_mut()), columns: None },
         Amax { format: &format, matrix: matrix(), rows: None, columns: Some(bad.view_mut()) },
     ];
-    let found = message(cpu.multi_compute_amax(&(), calls));
+    let found = message(cpu.multi_compute_amax(calls));
     assert_eq!(found, "multi_compute_amax: tensor columns.amax: expected shape [1], found [16]");
     assert_eq!(good.to_f64(), [0.0]);
 }
@@ -215,14 +214,14 @@ fn many_back_all_or_none() {
         let (codes, scales, amax) = (codes.view(), scales.view(), amax.view());
         Dequantize { format: &format, codes, scales, amax, out: out.view_mut() }
     });
-    let found = message(cpu.multi_dequantize(&(), calls.collect()));
+    let found = message(cpu.multi_dequantize(calls.collect()));
     assert_eq!(found, "multi_dequantize: tensor amax: expected shape [1], found [2]");
     let (codes, scales) = (zeros(DType::U8, &[16, 32]), [1, 2].map(|n| zeros(DType::U8, &[16, n])));
     let calls = scales.iter().zip(&mut outs).map(|(scales, out)| {
         let (codes, scales) = (codes.view(), scales.view());
         DequantizeMxfp8 { direction: Direction::Rows, codes, scales, out: out.view_mut() }
     });
-    let found = message(cpu.multi_dequantize_mxfp8(&(), calls.collect()));
+    let found = message(cpu.multi_dequantize_mxfp8(calls.collect()));
     assert_eq!(found, "multi_dequantize_mxfp8: tensor scales: expected shape [16, 1], found [16, 2]");
     assert!(outs.iter().all(|out| out.to_f64().iter().all(|v| *v == 1.0)));
 }
@@ -235,18 +234,18 @@ fn mxfp8_and_swizzle() {
     let matrix = Matrix::new(x.view()).unwrap();
     // Column-wise tensors for rows.
     let call = QuantizeMxfp8 { format: Mxfp8::TE, matrix, rows: Some(made.view_mut()), columns: None };
-    let found = message(cpu.quantize_mxfp8(&(), call));
+    let found = message(cpu.quantize_mxfp8(call));
     assert_eq!(found, "quantize_mxfp8: tensor rows.scales: expected shape [16, 1], found [1, 32]");
     let mut out = zeros(DType::F32, &[16, 32]);
     let (codes, scales) = (made.codes.view(), made.scales.view());
     let call = DequantizeMxfp8 { direction: Direction::Rows, codes, scales, out: out.view_mut() };
-    let found = message(cpu.dequantize_mxfp8(&(), call));
+    let found = message(cpu.dequantize_mxfp8(call));
     assert_eq!(found, "dequantize_mxfp8: tensor scales: expected shape [16, 1], found [1, 32]");
 
     let (plain, mut tiled) = (zeros(DType::U8, &[16, 3]), zeros(DType::U8, &[256]));
-    let found = message(cpu.swizzle(&(), Swizzle { from: plain.view(), to: tiled.view_mut() }));
+    let found = message(cpu.swizzle(Swizzle { from: plain.view(), to: tiled.view_mut() }));
     assert_eq!(found, "swizzle: tensor to: expected shape [512], found [256]");
     let mut back = zeros(DType::U8, &[16, 3]);
-    let found = message(cpu.unswizzle(&(), Swizzle { from: tiled.view(), to: back.view_mut() }));
+    let found = message(cpu.unswizzle(Swizzle { from: tiled.view(), to: back.view_mut() }));
     assert_eq!(found, "unswizzle: tensor from: expected shape [512], found [256]");
 }

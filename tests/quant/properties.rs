@@ -54,23 +54,21 @@ fn phases<D: Target>(
     (format, x): (&Nvfp4, &CpuTensor),
     reduce: impl Fn(Direction, &mut [f32]),
 ) -> [Side; 2] {
-    let (order, base) = (device.order(), there(device, x.view()));
+    let base = there(device, x.view());
     let whole = Matrix::new(x.view()).unwrap();
     let whole = matrix(&base, whole);
     let dims = [x.dims()[0], x.dims()[1]];
     let mut made = [Direction::Rows, Direction::Columns].map(|d| Nvfp4Tensors::empty(device, format, dims, d).unwrap());
     let [rows, columns] = &mut made;
     let (rows_amax, columns_amax) = (Some(rows.amax.view_mut()), Some(columns.amax.view_mut()));
-    device
-        .compute_amax(&order, Amax { format, matrix: whole.borrow(), rows: rows_amax, columns: columns_amax })
-        .unwrap();
+    device.compute_amax(Amax { format, matrix: whole.borrow(), rows: rows_amax, columns: columns_amax }).unwrap();
     for (side, direction) in [(&mut *rows, Direction::Rows), (&mut *columns, Direction::Columns)] {
         let mut amax = device.to_cpu(&side.amax);
         reduce(direction, amax.view_mut().into_slice().unwrap());
-        device.upload(&order, amax.as_bytes(), side.amax.view_mut()).unwrap();
+        device.upload(amax.as_bytes(), side.amax.view_mut()).unwrap();
     }
     let (rows, columns) = (Some(rows.view_mut()), Some(columns.view_mut()));
-    device.quantize_cast_only(&order, Quantize { format, matrix: whole.borrow(), rows, columns }).unwrap();
+    device.quantize_cast_only(Quantize { format, matrix: whole.borrow(), rows, columns }).unwrap();
     made.map(|tensors| here(device, &tensors))
 }
 
@@ -155,7 +153,7 @@ fn many_amaxes_at_once<D: Target>(device: &D) {
         let [rows, columns] = [rows, columns].map(|t| Some(t.view_mut()));
         Amax { format: &format, matrix: Matrix::new(x.view()).unwrap(), rows, columns }
     });
-    device.multi_compute_amax(&device.order(), calls.collect()).unwrap();
+    device.multi_compute_amax(calls.collect()).unwrap();
     for (x, found) in tensors.iter().zip(found) {
         let expected = x.to_f64().into_iter().fold(0.0f64, |m, v| m.max(v.abs()));
         assert_eq!(found.map(|t| device.values(t.view())), [[expected]; 2]);
@@ -208,7 +206,7 @@ fn many_back_at_once<D: Target>(device: &D) {
         let (codes, scales, amax) = (codes.view(), scales.view(), amax.view());
         Dequantize { format: &m.format, codes, scales, amax, out: out.view_mut() }
     });
-    device.multi_dequantize(&device.order(), calls.collect()).unwrap();
+    device.multi_dequantize(calls.collect()).unwrap();
     for (i, (m, found)) in matrices.iter().zip(&found).enumerate() {
         let expected = narrow(m, {
             let amax: Vec<f32> = m.side.amax.iter().map(|b| f32::from_bits(*b)).collect();
@@ -225,7 +223,7 @@ fn many_back_at_once<D: Target>(device: &D) {
         let (codes, scales) = (codes.view(), scales.view());
         DequantizeMxfp8 { direction: Direction::Rows, codes, scales, out: out.view_mut() }
     });
-    device.multi_dequantize_mxfp8(&device.order(), calls.collect()).unwrap();
+    device.multi_dequantize_mxfp8(calls.collect()).unwrap();
     for (i, (m, found)) in matrices.iter().zip(&found).enumerate() {
         let (codes, scales) = &m.mxfp8;
         let width = m.dims[1].div_ceil(32);
@@ -333,16 +331,15 @@ fn exact_values_survive<D: Target>(device: &D) {
     // An amax of 2688 makes the second-level factor 1; every block has its 6·448.
     let values: Vec<f32> = (0..64).map(|i| E2M1[i * 5 % 16] * if i % 16 == 0 { 0.0 } else { 448.0 }).collect();
     let values: Vec<f32> = values.iter().enumerate().map(|(i, v)| if i % 16 == 0 { 2688.0 } else { *v }).collect();
-    let order = device.order();
     for format in [Nvfp4::TE, Nvfp4::MODELOPT, Nvfp4::TE.row_scaled()] {
         let x = there(device, tensor(&values, DType::F32, &[2, 32]).view());
         let mut made = Nvfp4Tensors::empty(device, &format, [2, 32], Direction::Rows).unwrap();
         let matrix = Matrix::new(x.view()).unwrap();
         let call = Quantize { format: &format, matrix, rows: Some(made.view_mut()), columns: None };
-        device.quantize(&order, call).unwrap();
+        device.quantize(call).unwrap();
         for dtype in [DType::F32, DType::BF16, DType::F16] {
             let mut out = Tensor::empty(device, dtype, &[2, 32]).unwrap();
-            device.dequantize(&order, made.dequantize(&format, out.view_mut())).unwrap();
+            device.dequantize(made.dequantize(&format, out.view_mut())).unwrap();
             let expected: Vec<f64> = values.iter().map(|v| f64::from(*v)).collect();
             assert_eq!(device.values(out.view()), expected, "{format:?} {dtype}");
         }
@@ -363,7 +360,7 @@ fn mxfp8_round_trip<D: Target>(device: &D) {
             let own = there(device, Tensor::<Cpu>::from_vec(scales.clone(), &scale_dims).unwrap().view());
             let mut out = Tensor::empty(device, DType::F32, &dims).unwrap();
             let call = DequantizeMxfp8 { direction, codes: codes.view(), scales: own.view(), out: out.view_mut() };
-            device.dequantize_mxfp8(&device.order(), call).unwrap();
+            device.dequantize_mxfp8(call).unwrap();
             let place = |i: usize| match direction {
                 Direction::Rows => i / dims[1] * scale_dims[1] + i % dims[1] / 32,
                 Direction::Columns => i / dims[1] / 32 * scale_dims[1] + i % dims[1],
@@ -402,20 +399,20 @@ fn empty_matrices<D: Target>(device: &D) {
             quantize_mxfp8(device, Mxfp8::TE, matrix, direction);
         }
         let own = there(device, x.view());
-        assert_eq!(device.first_non_finite(&device.order(), Matrix::new(own.view()).unwrap()).unwrap(), None);
+        assert_eq!(device.first_non_finite(Matrix::new(own.view()).unwrap()).unwrap(), None);
     }
 }
 
 fn no_direction_is_nothing_to_do<D: Target>(device: &D) {
     let own = there(device, normal([16, 32], 3, DType::BF16).view());
-    let (order, matrix) = (device.order(), Matrix::new(own.view()).unwrap());
+    let matrix = Matrix::new(own.view()).unwrap();
     for format in formats() {
         let call = Quantize { format: &format, matrix: matrix.borrow(), rows: None, columns: None };
-        device.quantize_cast_only(&order, call).unwrap();
+        device.quantize_cast_only(call).unwrap();
     }
     let call = QuantizeMxfp8 { format: Mxfp8::TE, matrix: matrix.borrow(), rows: None, columns: None };
-    device.quantize_mxfp8(&order, call).unwrap();
-    assert_eq!(device.first_non_finite(&order, matrix).unwrap(), None);
+    device.quantize_mxfp8(call).unwrap();
+    assert_eq!(device.first_non_finite(matrix).unwrap(), None);
 }
 
 fn finds_what_is_not_finite<D: Target>(device: &D) {
@@ -423,7 +420,7 @@ fn finds_what_is_not_finite<D: Target>(device: &D) {
     let find = |values: &[f32]| {
         let own = there(device, TensorRef::from_slice(values, &[6, 40]).unwrap());
         let matrix = Matrix::new(own.view()).unwrap();
-        [matrix, matrix.transposed()].map(|m| device.first_non_finite(&device.order(), m).unwrap())
+        [matrix, matrix.transposed()].map(|m| device.first_non_finite(m).unwrap())
     };
     assert_eq!(find(&values), [None; 2]);
     values[3 * 40 + 7] = f32::NAN;

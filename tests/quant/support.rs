@@ -47,7 +47,7 @@ pub fn tensor(values: &[f32], dtype: DType, dims: &[usize]) -> CpuTensor {
 /// A view of the host as a tensor of the device.
 pub fn there<D: Target>(device: &D, t: TensorRef<'_, Cpu>) -> Tensor<D> {
     let mut to = Tensor::empty(device, t.dtype(), t.dims()).unwrap();
-    device.upload(&device.order(), t.data(), to.view_mut()).unwrap();
+    device.upload(t.data(), to.view_mut()).unwrap();
     to
 }
 
@@ -71,7 +71,7 @@ pub fn quantize<D: Target>(device: &D, format: &Nvfp4, from: Matrix<'_, Cpu>, di
         Direction::Rows => (Some(tensors.view_mut()), None),
         Direction::Columns => (None, Some(tensors.view_mut())),
     };
-    device.quantize(&device.order(), Quantize { format, matrix, rows, columns }).unwrap();
+    device.quantize(Quantize { format, matrix, rows, columns }).unwrap();
     here(device, &tensors)
 }
 
@@ -89,7 +89,7 @@ pub fn quantize_mxfp8<D: Target>(
         Direction::Rows => (Some(tensors.view_mut()), None),
         Direction::Columns => (None, Some(tensors.view_mut())),
     };
-    device.quantize_mxfp8(&device.order(), QuantizeMxfp8 { format, matrix, rows, columns }).unwrap();
+    device.quantize_mxfp8(QuantizeMxfp8 { format, matrix, rows, columns }).unwrap();
     let codes = device.to_cpu(&tensors.codes).as_bytes().iter().map(|b| one_nan(*b)).collect();
     (codes, device.to_cpu(&tensors.scales).as_bytes().to_vec())
 }
@@ -102,7 +102,7 @@ pub fn dequantize<D: Target>(device: &D, format: &Nvfp4, side: &Side, [lines, le
     let amax = there(device, TensorRef::from_slice(&amax, &[amax.len()]).unwrap());
     let mut out = Tensor::empty(device, DType::F32, &[lines, len]).unwrap();
     let (codes, scales, amax) = (codes.view(), scales.view(), amax.view());
-    device.dequantize(&device.order(), Dequantize { format, codes, scales, amax, out: out.view_mut() }).unwrap();
+    device.dequantize(Dequantize { format, codes, scales, amax, out: out.view_mut() }).unwrap();
     device.to_cpu(&out).into_vec().unwrap()
 }
 

@@ -117,7 +117,7 @@ fn totals_are_refused<D: Target>(device: &D) {
         let sums = d.put(&vec![1.0; sums], &[sums]).unwrap();
         let mut out = Tensor::empty(&d.device, out.0, out.1).unwrap();
         let call = AuxTotal { config: &c, aux: &aux, sums: sums.view(), out: out.view_mut() };
-        d.device.aux_total(&d.device.order(), call)
+        d.device.aux_total(call)
     };
     assert!(wrong(8, (d.dtype, &[1])).is_ok());
     let error = wrong(7, (d.dtype, &[1]));

@@ -397,7 +397,7 @@ fn wrong_arguments<D: Target>(device: &D) {
             ids: ids.view_mut(),
             weights: weights.view_mut(),
         };
-        device.route(&device.order(), call)
+        device.route(call)
     };
     assert!(matches!(run(&[4, 1], D::wide()), Err(Error::Shape { .. })));
     assert!(matches!(run(&[2, 2], DType::BF16), Err(Error::DType { .. })));

@@ -73,7 +73,7 @@ impl<D: Target> On<D> {
     }
 
     fn put(&self, values: &[f64], dims: &[usize]) -> Result<Tensor<D>> {
-        self.device.write(&self.device.order(), values, self.dtype, dims)
+        self.device.write(values, self.dtype, dims)
     }
 
     fn ids(&self, ids: &[i32], dims: &[usize]) -> Result<Tensor<D>> {
@@ -125,7 +125,7 @@ impl<D: Target> On<D> {
             ids: ids.view_mut(),
             weights: weights.view_mut(),
         };
-        let result = self.device.route(&self.device.order(), call);
+        let result = self.device.route(call);
         let returned = result.is_ok();
         // Before a read, which would be told.
         let settled = self.device.settled(result);
@@ -162,7 +162,7 @@ impl<D: Target> On<D> {
                 }),
                 d_logits: d_logits.view_mut(),
             };
-            self.done(self.device.route_bwd(&self.device.order(), call), &d_logits)
+            self.done(self.device.route_bwd(call), &d_logits)
         };
         let Some((.., d_loss)) = aux else { return run(0.0.into()) };
         // The loss's own gradient as the device has it, and as a number of the host: the same bits.
@@ -178,7 +178,7 @@ impl<D: Target> On<D> {
     fn aux_total(&self, c: &RouterConfig, aux: &AuxConfig, sums: &[f64]) -> Result<f64> {
         let (sums, mut out) = (self.put(sums, &[sums.len()])?, self.empty(&[])?);
         let call = AuxTotal { config: c, aux, sums: sums.view(), out: out.view_mut() };
-        Ok(self.done(self.device.aux_total(&self.device.order(), call), &out)?[0])
+        Ok(self.done(self.device.aux_total(call), &out)?[0])
     }
 
     /// The sums, `[2·E + 4]`.
@@ -188,7 +188,7 @@ impl<D: Target> On<D> {
         let (logits, ids) = (self.put(logits, &[t, e])?, self.ids(ids, &[t, k])?);
         let mut out = self.empty(&[2 * e + 4])?;
         let call = AuxSums { config: c, aux, logits: logits.view(), ids: ids.view(), out: out.view_mut() };
-        self.done(self.device.aux_sums(&self.device.order(), call), &out)
+        self.done(self.device.aux_sums(call), &out)
     }
 
     fn keep_sum(&self, k: usize, weights: &[f64], kept: &[i32], grad: Option<&[f64]>) -> Result<Vec<f64>> {
@@ -202,7 +202,7 @@ impl<D: Target> On<D> {
             grad: grad.as_ref().map(Tensor::view),
             out: out.view_mut(),
         };
-        self.done(self.device.keep_sum(&self.device.order(), call), &out)
+        self.done(self.device.keep_sum(call), &out)
     }
 }
 

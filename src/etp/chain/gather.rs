@@ -57,8 +57,7 @@ impl<D: ShardDevice> WeightSource<D> for ShardedWeight<'_, D> {
         Some(self.dtype)
     }
 
-    fn acquire(&self, stream: &D::Stream) -> Result<WeightGuard<'_, D>> {
-        self.chain.device.check_stream(CALL, stream)?;
+    fn acquire(&self) -> Result<WeightGuard<'_, D>> {
         let mut inner = self.chain.enter(CALL)?;
         let options = &self.chain.options;
         let ahead = if options.prefetch { options.ahead } else { 0 };
@@ -437,7 +436,7 @@ mod tests {
     fn without_memory(payload: Payload, usage: BufferUsage, in_turn: bool) -> Vec<[Result<()>; 2]> {
         ranks(2, |comms| {
             let options = EtpOptions { pad: 0, in_turn, ..EtpOptions::default() };
-            let chain = Chain::new(Cpu::new(), (), comms, options).unwrap();
+            let chain = Chain::new(Cpu::new(), comms, options).unwrap();
             let shard = Shard::new(Tensor::zeros(&Cpu::new(), DType::F32, &[2, 16]).unwrap());
             let mut spec = WeightSpec::new("w", 0, &DIMS, DType::F32);
             spec.payload = payload;

@@ -32,7 +32,6 @@ pub(in crate::etp) const CALL: &str = "etp";
 /// at a time.
 pub struct Chain<D: ShardDevice> {
     pub(in crate::etp) device: D,
-    pub(in crate::etp) stream: D::Stream,
     pub(in crate::etp) options: EtpOptions,
     rank: usize,
     ranks: usize,
@@ -115,7 +114,7 @@ impl<D: ShardDevice> Chain<D> {
     ///
     /// # Errors
     /// [`Error::ConfigMismatch`] on every rank; communicators of different groups; no thread to be had.
-    pub fn new(device: D, stream: D::Stream, comms: Comms<D>, options: EtpOptions) -> Result<Self> {
+    pub fn new(device: D, comms: Comms<D>, options: EtpOptions) -> Result<Self> {
         let Comms { mut gather, reduce } = comms;
         let (rank, ranks) = (gather.rank(), gather.size());
         compare(&device, (&mut *gather, &*reduce), &options)?;
@@ -155,7 +154,6 @@ impl<D: ShardDevice> Chain<D> {
         };
         Ok(Self {
             device,
-            stream,
             options,
             rank,
             ranks,

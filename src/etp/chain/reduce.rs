@@ -172,7 +172,7 @@ impl<D: ShardDevice> Chain<D> {
         let mut shares = Tensor::empty(&self.device, main.dtype(), &[comm.size() * rows, width])?;
         streams.run_on_transfer(|| comm.all_gather(tag, main.view(), shares.view_mut()))?;
         let shares = Shares::together(shares.view(), main.view().count(), (1.0, true))?;
-        self.device.add_shares(&self.stream, shares, main.view_mut())
+        self.device.add_shares(shares, main.view_mut())
     }
 }
 
@@ -337,7 +337,7 @@ fn add<'a, D: ShardDevice>(
         }
         Reduction::Native => Shares::together(reduced, sums.view().count(), (chain.factor(), *first))?,
     };
-    chain.device.add_shares(&chain.stream, shares, sums.view_mut())?;
+    chain.device.add_shares(shares, sums.view_mut())?;
     *first = false;
     Ok(())
 }
@@ -357,13 +357,13 @@ mod tests {
     fn a_rank_without_memory_for_shares_tells_the_others() {
         let found = ranks(2, |comms| {
             let options = EtpOptions { pad: 0, reduction: Reduction::Pairwise, ..EtpOptions::default() };
-            let chain = Chain::new(Cpu::new(), (), comms, options).unwrap();
+            let chain = Chain::new(Cpu::new(), comms, options).unwrap();
             let shard = Shard::new(Tensor::zeros(&Cpu::new(), DType::F32, &[2, 16]).unwrap());
             let spec = WeightSpec::new("w", 0, &[4, 16], DType::F32);
             let id = chain.add(spec, Arc::new(shard) as Arc<dyn ShardSource<Cpu>>).unwrap();
             let pass = |phase| {
                 chain.begin(phase)?;
-                drop(chain.source(id)?.acquire(&())?);
+                drop(chain.source(id)?.acquire()?);
                 if phase == Phase::Backward {
                     chain.submit(chain.gradient_buffer(id)?)?;
                 }

@@ -345,7 +345,7 @@ impl<D: ShardDevice> CollectiveThread<D> {
             let over = Error::invalid(CALL, "collective", "of a capture under way", "of one that has ended");
             return (buffers.into_iter().filter_map(TransferBuffer::received).collect(), outcome.and(Err(over)));
         }
-        let waited = compute.wait(&compute.own_stream(), ready.as_ref());
+        let waited = compute.wait(ready.as_ref());
         let known = waited.is_ok() && (ready.is_some() || !D::ENQUEUES);
         // A buffer that is not received is waited for as it is dropped.
         let buffers =
@@ -372,7 +372,7 @@ impl<D: ShardDevice> Collective<D> {
         (streams, after): (&StreamPair<D>, Result<Option<D::Event>>),
     ) -> CollectiveResult<D> {
         let transfer = &streams.transfer;
-        let outcome = match after.and_then(|after| transfer.wait(&transfer.own_stream(), after.as_ref())) {
+        let outcome = match after.and_then(|after| transfer.wait(after.as_ref())) {
             Ok(()) => self.collective(comm, transfer),
             Err(error) => {
                 let _ = comm.refuse(self.tag(), &error.to_string());
@@ -450,16 +450,15 @@ pub(in crate::etp) fn gather_numbers<D: ShardDevice>(
     tag: Tag,
     own: &[u64],
 ) -> Result<Vec<u64>> {
-    let stream = &device.own_stream();
     let bytes: Vec<u8> = own.iter().flat_map(|v| v.to_ne_bytes()).collect();
     let room = Tensor::empty(device, DType::U8, &[bytes.len()]).and_then(|mut send| {
-        device.upload(stream, &bytes, send.view_mut())?;
+        device.upload(&bytes, send.view_mut())?;
         Ok((send, Tensor::empty(device, DType::U8, &[comm.size(), bytes.len()])?))
     });
     // The others are told: they are in the collective.
     let (send, mut recv) = room.inspect_err(|error| drop(comm.refuse(tag, &error.to_string())))?;
     comm.all_gather(tag, send.view(), recv.view_mut())?;
-    let all = device.download(stream, recv.view())?;
+    let all = device.download(recv.view())?;
     Ok(all.as_chunks().0.iter().map(|b| u64::from_ne_bytes(*b)).collect())
 }
 

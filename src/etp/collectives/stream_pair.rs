@@ -34,12 +34,12 @@ impl<D: ShardDevice> StreamPair<D> {
 
     /// Later work there waits for the work here so far.
     pub fn fork(&self) -> Result<()> {
-        self.transfer.wait(&self.transfer.own_stream(), self.compute.record_event()?.as_ref())
+        self.transfer.wait(self.compute.record_event()?.as_ref())
     }
 
     /// Later work here waits for the work there so far.
     pub fn rejoin(&self) -> Result<()> {
-        self.compute.wait(&self.compute.own_stream(), self.transfer.record_event()?.as_ref())
+        self.compute.wait(self.transfer.record_event()?.as_ref())
     }
 
     /// Runs work there between the work here before it and after it.

@@ -242,7 +242,7 @@ impl<D: ShardDevice> QuantizedShard<D> {
                 let amax = TensorMut::new(D::slice_mut(slot, place..place + 4), DType::F32, &[1])?;
                 calls.push(Amax { format: &NVFP4, matrix, rows: Some(amax), columns: None });
             }
-            device.multi_compute_amax(&device.own_stream(), calls)
+            device.multi_compute_amax(calls)
         })
     }
 
@@ -253,7 +253,7 @@ impl<D: ShardDevice> QuantizedShard<D> {
         source: &dyn ShardSource<D>,
         (bytes, mut amaxes): (&mut Tensor<D>, Option<TensorMut<'_, D>>),
     ) -> Result<()> {
-        let (pieces, stream) = (self.pieces(self.rank), device.own_stream());
+        let pieces = self.pieces(self.rank);
         // Codes of all rows come before all scales.
         let first_scale = self.place(1, &(0..0)).start;
         self.read(source, |shard| {
@@ -271,13 +271,13 @@ impl<D: ShardDevice> QuantizedShard<D> {
                         let amax = TensorMut::new(slot, DType::F32, &[1])?;
                         let rows = Some(Nvfp4Mut { codes, scales, amax });
                         let call = Quantize { format: &NVFP4, matrix, rows, columns: None };
-                        device.quantize_cast_only(&stream, call)?;
+                        device.quantize_cast_only(call)?;
                     }
                     (Payload::Nvfp4, None) | (Payload::Plain, _) => return Err(self.without_amaxes()),
                     (Payload::Mxfp8, _) => {
                         let rows = Some(Mxfp8Mut { codes, scales });
                         let call = QuantizeMxfp8 { format: MXFP8, matrix, rows, columns: None };
-                        device.quantize_mxfp8(&stream, call)?;
+                        device.quantize_mxfp8(call)?;
                     }
                 }
             }
@@ -327,10 +327,9 @@ impl<D: ShardDevice> QuantizedShard<D> {
                 }
             }
         }
-        let stream = device.own_stream();
         match self.payload {
-            Payload::Mxfp8 => device.multi_dequantize_mxfp8(&stream, mxfp8),
-            Payload::Nvfp4 | Payload::Plain => device.multi_dequantize(&stream, nvfp4),
+            Payload::Mxfp8 => device.multi_dequantize_mxfp8(mxfp8),
+            Payload::Nvfp4 | Payload::Plain => device.multi_dequantize(nvfp4),
         }
     }
 }

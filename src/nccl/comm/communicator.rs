@@ -148,7 +148,7 @@ impl NcclComm {
     }
 
     pub(in crate::nccl) fn stream(&self) -> StreamPtr {
-        self.cuda.stream().raw().cu_stream().cast()
+        self.cuda.stream().cu_stream().cast()
     }
 
     /// Runs a collective's calls with the watchdog looking on, then has it watch what they enqueued. `None` from them:

@@ -148,14 +148,14 @@ impl ProbeDevice for GpuProbe<'_> {
         // SAFETY: the memory has as many bytes, and nothing else writes them.
         let mut to = unsafe { DeviceMut::from_raw(block.address, bytes.len()) };
         let to = TensorMut::new(Cuda::reborrow(&mut to), DType::U8, &[bytes.len()])?;
-        self.cuda.upload(&self.cuda.stream(), bytes, to)
+        self.cuda.upload(bytes, to)
     }
 
     fn read(&self, bytes: usize) -> Result<Vec<u8>> {
         let block = self.held(bytes)?;
         // SAFETY: as in `write`; what the stream does before has written them.
         let from = unsafe { DeviceRef::from_raw(block.address, bytes) };
-        self.cuda.download(&self.cuda.stream(), TensorRef::new(from, DType::U8, &[bytes])?)
+        self.cuda.download(TensorRef::new(from, DType::U8, &[bytes])?)
     }
 
     fn gather_errors(&self, trouble: &str) -> Result<Vec<String>> {
@@ -167,7 +167,7 @@ impl ProbeDevice for GpuProbe<'_> {
 /// collectives over windows make NCCL's own windows too, and leave no flag there that those of a recording, which all have
 /// the same number, could take for theirs.
 pub(in crate::nccl) fn probe(comm_handle: &CommHandle, cuda: &Cuda) -> Result<()> {
-    let comm_stream = &CommStream { comm_handle, stream: cuda.stream().raw().cu_stream().cast() };
+    let comm_stream = &CommStream { comm_handle, stream: cuda.stream().cu_stream().cast() };
     probe_on(comm_stream, &GpuProbe { comm_stream, cuda, memory: RefCell::default() })
 }
 
@@ -229,17 +229,17 @@ fn ended() -> Error {
 
 /// Every rank's trouble, by a collective over plain memory.
 fn gather_errors(comm_stream: &CommStream<'_>, cuda: &Cuda, trouble: &str) -> Result<Vec<String>> {
-    let (stream, ranks) = (cuda.stream(), comm_stream.comm_handle.size);
+    let ranks = comm_stream.comm_handle.size;
     let mut own = trouble.as_bytes()[..trouble.len().min(ERROR_BYTES)].to_vec();
     own.resize(ERROR_BYTES, 0);
     let (mut send, mut recv) =
         (Tensor::empty(cuda, DType::U8, &[ERROR_BYTES])?, Tensor::empty(cuda, DType::U8, &[ranks, ERROR_BYTES])?);
-    cuda.upload(&stream, &own, send.view_mut())?;
+    cuda.upload(&own, send.view_mut())?;
     let (from, to) = (send.view().data().address(), recv.view_mut().into_data().address());
     // SAFETY: both tensors have those bytes and live until the stream has been waited for.
     let gathered = unsafe { comm_stream.all_gather(from, to, ERROR_BYTES) };
     gathered.map_err(|refused| refused.map_or_else(ended, Error::from))?;
-    let all = cuda.download(&stream, recv.view())?;
+    let all = cuda.download(recv.view())?;
     let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).trim_end_matches('\0').to_string();
     Ok(all.chunks_exact(ERROR_BYTES).map(text).collect())
 }

@@ -71,7 +71,7 @@ fn connect(comm_handle: &CommHandle, cuda: &Cuda) -> Result<()> {
     let (rank, size) = (comm_handle.rank, comm_handle.size);
     let (own, mut all) = (Tensor::zeros(cuda, DType::U8, &[BYTES])?, Tensor::zeros(cuda, DType::U8, &[size, BYTES])?);
     let (from, to) = (own.view().data().address(), all.view_mut().into_data().address());
-    let comm_stream = CommStream { comm_handle, stream: cuda.stream().raw().cu_stream().cast() };
+    let comm_stream = CommStream { comm_handle, stream: cuda.stream().cu_stream().cast() };
     let peers = || (0..size).filter(|peer| *peer != rank);
     let sends: Vec<PeerBuffer> = peers().map(|peer| PeerBuffer { peer, address: from, bytes: BYTES }).collect();
     let place = |peer| to + (peer * BYTES) as u64;
@@ -289,15 +289,14 @@ impl NcclComm {
         };
         self.check(tag, checked)?;
         let (of, size) = (self.cuda.clone(), self.session.comm_handle.size);
-        let stream = of.stream();
         let bytes: Vec<u8> = [own, key as i64].iter().flat_map(|v| v.to_ne_bytes()).collect();
         let room = Tensor::empty(&of, DType::I64, &[2]).and_then(|mut send| {
-            of.upload(&stream, &bytes, send.view_mut())?;
+            of.upload(&bytes, send.view_mut())?;
             Ok((send, Tensor::empty(&of, DType::I64, &[size, 2])?))
         });
         let (send, mut recv) = self.check(tag, room)?;
         self.all_gather(tag, send.view(), recv.view_mut())?;
-        let all = of.download(&stream, recv.view());
+        let all = of.download(recv.view());
         // The others go on to NCCL's own call, which has no end without this rank, and hear of it there.
         let subject =
             CollectiveInfo { rank: self.session.comm_handle.rank, number: self.session.calls, operation: CALL, tag };

@@ -141,13 +141,13 @@ impl NcclComm {
     /// The same on the host.
     fn gathered(&mut self, subject: CollectiveInfo, send: TensorRef<'_, Cuda>) -> Result<Vec<u8>> {
         let parts = self.gather(subject, send)?;
-        self.cuda.download(&self.cuda.stream(), parts.view())
+        self.cuda.download(parts.view())
     }
 
     fn joined(&self, op: ReduceOp, parts: &[&[u8]], out: TensorMut<'_, Cuda>) -> Result<()> {
         let mut bytes = vec![0; out.count() * out.dtype().size()];
         sum_ranks(op, out.dtype(), parts, &mut bytes);
-        self.cuda.upload(&self.cuda.stream(), &bytes, out)
+        self.cuda.upload(&bytes, out)
     }
 
     /// Adds the ranks' parts `[size, count]`, in rank order, in f32.
@@ -161,7 +161,7 @@ impl NcclComm {
         }
         if !self.sums.maps.contains_key(&rows) {
             let map: Vec<i32> = (0..rows).flat_map(|row| (0..size).map(move |p| (p * rows + row) as i32)).collect();
-            let map = Tensor::from_vec(map, &[rows, size])?.to(&self.cuda, &self.cuda.stream())?;
+            let map = Tensor::from_vec(map, &[rows, size])?.to(&self.cuda)?;
             if self.sums.maps.len() >= MOST_MAPS {
                 self.sums.maps.clear();
             }
@@ -173,7 +173,7 @@ impl NcclComm {
             map: map.view(),
             out: out.reborrow().reshape(&[rows, width])?,
         };
-        self.cuda.reduce_rows(&self.cuda.stream(), call)
+        self.cuda.reduce_rows(call)
     }
 }
 

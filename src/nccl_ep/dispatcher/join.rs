@@ -92,13 +92,13 @@ pub(super) fn gather_reports(core: &mut DispatcherState<Cuda>, text: &str) -> Re
     let tag = Tag { layer: 0, op: Op::Init, sequence: 0 };
     let room = || {
         let mut send = Tensor::empty(&core.device, DType::U8, &[REASON])?;
-        core.device.upload(&core.stream, &bytes, send.view_mut())?;
+        core.device.upload(&bytes, send.view_mut())?;
         Ok((send, Tensor::empty(&core.device, DType::U8, &[core.ranks(), REASON])?))
     };
     let room = room();
     let (send, mut recv) = core.check_or_refuse(tag, room)?;
     core.comm.all_gather(tag, send.view(), recv.view_mut())?;
-    let all = core.device.download(&core.stream, recv.view());
+    let all = core.device.download(recv.view());
     let all = core.check_or_refuse(tag, all)?;
     let one = |bytes: &[u8]| String::from_utf8_lossy(bytes).trim_end_matches('\0').to_string();
     Ok(all.chunks_exact(REASON).map(one).collect())

@@ -153,7 +153,7 @@ fn stats_later(
     let device = device.clone();
     Lazy::later(move || {
         let whole = |t: &Tensor<Cuda>| -> Result<Vec<usize>> {
-            Ok(device.read(&device.stream(), t.view())?.iter().map(|n| *n as usize).collect())
+            Ok(device.read(t.view())?.iter().map(|n| *n as usize).collect())
         };
         let needed_rows = whole(&total)?.first().copied().unwrap_or(0);
         let expert_load = whole(&loads)?;

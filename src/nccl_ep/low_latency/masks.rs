@@ -59,7 +59,7 @@ impl LowLatencyGroup {
         let to = mask.view_mut().into_data().address() as *mut std::ffi::c_int;
         // SAFETY: the group lives and has masks; the tensor has a number a rank and is given back behind the stream.
         self.raw_group().with(CALL, |library, stream| unsafe { result::mask_query(library, raw, to, stream) })?;
-        Ok(cuda.read(&cuda.stream(), mask.view())?.iter().map(|v| *v != 0.0).collect())
+        Ok(cuda.read(mask.view())?.iter().map(|v| *v != 0.0).collect())
     }
 
     /// Skips ranks from now on, here; every rank decides for itself.

@@ -12,37 +12,37 @@ use crate::cpu::Cpu;
 use crate::error::Result;
 
 impl Codec for Cpu {
-    fn compute_amax(&self, _: &(), call: Amax<'_, Self>) -> Result<()> {
+    fn compute_amax(&self, call: Amax<'_, Self>) -> Result<()> {
         nvfp4::amax("compute_amax", vec![call])
     }
-    fn multi_compute_amax(&self, _: &(), calls: Vec<Amax<'_, Self>>) -> Result<()> {
+    fn multi_compute_amax(&self, calls: Vec<Amax<'_, Self>>) -> Result<()> {
         nvfp4::amax("multi_compute_amax", calls)
     }
-    fn quantize_cast_only(&self, _: &(), call: Quantize<'_, Self>) -> Result<()> {
+    fn quantize_cast_only(&self, call: Quantize<'_, Self>) -> Result<()> {
         nvfp4::cast(call)
     }
-    fn dequantize(&self, _: &(), call: Dequantize<'_, Self>) -> Result<()> {
+    fn dequantize(&self, call: Dequantize<'_, Self>) -> Result<()> {
         nvfp4::dequantize("dequantize", vec![call])
     }
-    fn multi_dequantize(&self, _: &(), calls: Vec<Dequantize<'_, Self>>) -> Result<()> {
+    fn multi_dequantize(&self, calls: Vec<Dequantize<'_, Self>>) -> Result<()> {
         nvfp4::dequantize("multi_dequantize", calls)
     }
-    fn quantize_mxfp8(&self, _: &(), call: QuantizeMxfp8<'_, Self>) -> Result<()> {
+    fn quantize_mxfp8(&self, call: QuantizeMxfp8<'_, Self>) -> Result<()> {
         mxfp8::quantize(call)
     }
-    fn dequantize_mxfp8(&self, _: &(), call: DequantizeMxfp8<'_, Self>) -> Result<()> {
+    fn dequantize_mxfp8(&self, call: DequantizeMxfp8<'_, Self>) -> Result<()> {
         mxfp8::dequantize("dequantize_mxfp8", vec![call])
     }
-    fn multi_dequantize_mxfp8(&self, _: &(), calls: Vec<DequantizeMxfp8<'_, Self>>) -> Result<()> {
+    fn multi_dequantize_mxfp8(&self, calls: Vec<DequantizeMxfp8<'_, Self>>) -> Result<()> {
         mxfp8::dequantize("multi_dequantize_mxfp8", calls)
     }
-    fn swizzle(&self, _: &(), call: Swizzle<'_, Self>) -> Result<()> {
+    fn swizzle(&self, call: Swizzle<'_, Self>) -> Result<()> {
         swizzle::swizzle(call)
     }
-    fn unswizzle(&self, _: &(), call: Swizzle<'_, Self>) -> Result<()> {
+    fn unswizzle(&self, call: Swizzle<'_, Self>) -> Result<()> {
         swizzle::unswizzle(call)
     }
-    fn first_non_finite(&self, _: &(), matrix: Matrix<'_, Self>) -> Result<Option<[usize; 2]>> {
+    fn first_non_finite(&self, matrix: Matrix<'_, Self>) -> Result<Option<[usize; 2]>> {
         lines::first_non_finite(matrix)
     }
 }

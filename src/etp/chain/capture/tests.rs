@@ -36,7 +36,7 @@ fn value(weight: usize, at: usize) -> f32 {
 
 impl Rank {
     fn new(comms: Comms<Cpu>, options: EtpOptions, payload: Payload) -> Result<Self> {
-        let chain = Chain::new(Cpu::poisoning(), (), comms, options)?;
+        let chain = Chain::new(Cpu::poisoning(), comms, options)?;
         let (mut ids, mut shards) = (Vec::new(), Vec::new());
         for i in 0..WEIGHTS {
             let whole = Tensor::from_vec((0..COUNT).map(|at| value(i, at)).collect::<Vec<f32>>(), &DIMS)?;
@@ -66,7 +66,7 @@ impl Rank {
     }
 
     fn weight(&self, i: usize) -> Result<Vec<u8>> {
-        Ok(self.chain.source(self.ids[i])?.acquire(&())?.tensor()?.data().to_vec())
+        Ok(self.chain.source(self.ids[i])?.acquire()?.tensor()?.data().to_vec())
     }
 
     fn forward(&self) -> Result<Vec<Vec<u8>>> {

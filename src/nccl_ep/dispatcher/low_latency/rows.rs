@@ -94,7 +94,7 @@ impl NcclEp {
         handle: &Handle<Cuda>,
         (weighted, [ids, all, counts]): (bool, [&Tensor<Cuda>; 3]),
     ) -> Result<(Tensor<Cuda>, Option<Tensor<Cuda>>)> {
-        let (DispatcherState { device, stream, config, .. }, spec) = (&self.core, handle.spec());
+        let (DispatcherState { device, config, .. }, spec) = (&self.core, handle.spec());
         let arrived = ReceivedRows {
             ids,
             weights: all,
@@ -108,7 +108,7 @@ impl NcclEp {
         if let Some(out) = &mut of_slots {
             let count = self.core.ranks() * self.max_tokens() * spec.top_k;
             let elements = weights.view().reshape(&[count])?;
-            gather_elements(device, stream, elements, weight_map.view(), out.view_mut())?;
+            gather_elements(device, elements, weight_map.view(), out.view_mut())?;
         }
         self.keep_low(call, handle, return_map)?;
         Ok((row_map, of_slots))
@@ -144,14 +144,14 @@ impl NcclEp {
         inputs: &DispatchInputs<'_, Cuda>,
         outputs: DispatchOutputs<'_, Cuda>,
     ) -> Result<()> {
-        let (device, stream) = (self.core.device.clone(), self.core.stream.clone());
+        let device = self.core.device.clone();
         let Received { rows, weights, scales, map } = self.send_low(step, handle, inputs, None)?;
         let Some(map) = &map else { return Ok(()) };
         let end = written(handle);
         let into_slots = || {
             for (from, to) in [(&rows, Some(outputs.tokens)), (&scales, outputs.scales)] {
                 if let (Some(from), Some(to)) = (from, to) {
-                    gather(&device, &stream, from.view(), entries(map.view(), 0..end)?, byte_rows_mut(to, 0..end)?)?;
+                    gather(&device, from.view(), entries(map.view(), 0..end)?, byte_rows_mut(to, 0..end)?)?;
                 }
             }
             match (&weights, outputs.weights) {
@@ -170,7 +170,7 @@ impl NcclEp {
         handle: &Handle<Cuda>,
         (expert_out, mut out): (TensorRef<'_, Cuda>, TensorMut<'_, Cuda>),
     ) -> Result<()> {
-        let (device, stream) = (self.core.device.clone(), self.core.stream.clone());
+        let device = self.core.device.clone();
         let n = self.core.ranks() * self.max_tokens();
         let sums = self.empty(expert_out.dtype(), &[n, expert_out.row_bytes() / expert_out.dtype().size()]);
         let mut sums = self.refuse_own_error_of(step, handle, sums)?;
@@ -183,7 +183,7 @@ impl NcclEp {
                     Err(Error::invalid(step.0, "tensor expert_out", "rows no wider than were dispatched", moved.bytes))
                 }
                 LibraryHandle::LowLatency(LowLatencyRouting { back: Some(back), .. }) => {
-                    reduce(&device, &stream, expert_out, back.view(), sums.view_mut())
+                    reduce(&device, expert_out, back.view(), sums.view_mut())
                 }
                 _ => Err(Error::invalid(step.0, "handle", "one whose rows were dispatched", "a new one")),
             }
