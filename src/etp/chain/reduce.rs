@@ -111,7 +111,9 @@ impl<D: ShardDevice> Chain<D> {
         // An earlier one that this would wait behind in any case, or that has its buffer, ends here.
         // Where nobody waits, a layer's are under way together.
         let most = if D::ENQUEUES { 2 } else { 1 };
-        while inner.pending_reductions.len() >= most || !inner.has_free_buffer(gradient_buffer.id.0, self.options.reduction) {
+        while inner.pending_reductions.len() >= most
+            || !inner.has_free_buffer(gradient_buffer.id.0, self.options.reduction)
+        {
             if let Err(error) = inner.finish_oldest_reduction(self) {
                 return Err(inner.refuse_reduction(gradient_buffer.id.0, gradient, error));
             }
