@@ -165,7 +165,7 @@ fn signals_reach_the_group_and_no_one_else() {
     // In the launcher's own group: it would get what is sent to the wrong one.
     let mut bystander = Bystander(Command::new("sleep").arg("600").stdout(Stdio::null()).spawn().unwrap());
     let script = "trap 'echo usr1' USR1; trap 'echo term; exit 0' TERM; echo ready; while :; do sleep 0.05; done";
-    let mut running = Running::start(&["-n", "2"], script);
+    let mut running = Running::start(&["--grace", "600", "-n", "2"], script);
     let both = |what: &str| BTreeSet::from([format!("[0] {what}"), format!("[1] {what}")]);
     assert_eq!(running.lines(2), both("ready"));
     send("USR1", running.child.id());
@@ -183,11 +183,12 @@ fn signals_reach_the_group_and_no_one_else() {
     assert_eq!(running.end().0.code(), Some(128 + 15));
 }
 
-/// A launcher that is killed takes its ranks with it.
+/// A launcher that is killed takes its ranks with it, and what these have started, whatever signals they ignore.
 #[test]
 fn ranks_do_not_outlive_the_launcher() {
-    let mut running = Running::start(&["-n", "2"], "echo $$; exec sleep 600");
-    let pids: Vec<String> = running.lines(2).iter().map(|line| line[4..].to_string()).collect();
+    let script = "trap '' TERM HUP INT; sh -c 'sleep 600 & echo $!; wait' & echo $!; wait";
+    let mut running = Running::start(&["-n", "2"], script);
+    let pids: Vec<String> = running.lines(4).iter().map(|line| line[4..].to_string()).collect();
     assert!(pids.iter().all(|pid| runs(pid)));
     running.child.kill().unwrap();
     until("the ranks are gone", || !pids.iter().any(|pid| runs(pid)));
@@ -204,13 +205,56 @@ fn odd_output() {
     let lines = lines(&done.stdout);
     assert!(lines.len() > 1 && lines.iter().all(|line| line.starts_with("[0] x") && line.len() < 200_000));
     assert_eq!(lines.iter().map(|line| line.len() - 4).sum::<usize>(), 1_000_000);
-    // Nobody reads: the ranks are drained all the same.
-    let mut running = Running::start(&["-n", "1"], "echo go; seq 1000000; echo done >&2");
-    running.lines(1);
+}
+
+/// The reader of what the ranks print is gone: they are told to end, drained until they have, and the status is what it
+/// is of a program that SIGPIPE ends. One rank would print for ever, the other waits for a TERM that it ignores.
+#[test]
+fn output_that_nobody_reads_ends_the_job() {
+    let script = "if [ $MOEBIUS_RANK = 0 ]; then trap 'seq 1000000; echo told >&2; exit 0' TERM; \
+                  else trap '' TERM; fi; echo $$; while :; do echo on; sleep 0.05; done";
+    let mut running = Running::start(&["--grace", "1", "-n", "2"], script);
+    let mut pids = Vec::new();
+    while pids.len() < 2 {
+        pids.extend(running.lines(1).iter().map(|line| line[4..].to_string()).filter(|text| text != "on"));
+    }
     drop(running.out);
     let mut errors = String::new();
     running.child.stderr.take().unwrap().read_to_string(&mut errors).unwrap();
-    assert_eq!((running.child.wait().unwrap().code(), errors.as_str()), (Some(0), "[0] done\n"));
+    assert_eq!(running.child.wait().unwrap().code(), Some(128 + 13), "{errors}");
+    assert!(!errors.contains("panicked"), "{errors}");
+    until("the ranks are gone", || !pids.iter().any(|pid| runs(pid)));
+}
+
+/// A user's TERM counts from the moment it came, whatever the ranks make of it: one ends well, one ignores it.
+#[test]
+fn a_rank_that_ignores_a_signal_to_end_is_killed() {
+    let script = "if [ $MOEBIUS_RANK = 0 ]; then trap 'exit 0' TERM; else trap '' TERM; fi; echo $$; \
+                  while :; do sleep 0.05; done";
+    let mut running = Running::start(&["--grace", "1", "-n", "2"], script);
+    let pids: Vec<String> = running.lines(2).iter().map(|line| line[4..].to_string()).collect();
+    send("TERM", running.child.id());
+    assert_eq!(running.end().0.code(), Some(128 + 9));
+    until("the ranks are gone", || !pids.iter().any(|pid| runs(pid)));
+    // What asks for no end ends nothing: the rank outlives a grace period of no length.
+    let script = "trap 'echo usr1' USR1; echo ready; while :; do sleep 0.05; done";
+    let mut running = Running::start(&["--grace", "0", "-n", "1"], script);
+    running.lines(1);
+    for _ in 0..2 {
+        send("USR1", running.child.id());
+        running.lines(1);
+    }
+    send("TERM", running.child.id());
+    assert!(running.end().0.code().is_some_and(|status| status > 128));
+}
+
+/// Who reads nothing cannot keep a launcher that was told to end.
+#[test]
+fn a_reader_that_stands_still_does_not_keep_the_launcher() {
+    let mut running = Running::start(&["--grace", "0", "-n", "1"], "trap '' TERM; echo ready; exec yes");
+    running.lines(1);
+    send("TERM", running.child.id());
+    assert_eq!(running.child.wait().unwrap().code(), Some(128 + 9));
 }
 
 #[test]

@@ -1,16 +1,19 @@
 //! The ranks as processes of one group.
 //!
-//! The first rank leads the group. None is reaped before all have ended: until then neither the group's number nor a
-//! rank's can come to belong to another process, so a signal never reaches a stranger.
+//! A [`Guard`] leads the group. Neither it nor a rank is reaped before all have ended: until then neither the group's
+//! number nor a rank's can come to belong to another process, so a signal never reaches a stranger.
 
 use std::io;
 use std::mem::MaybeUninit;
 use std::os::unix::process::CommandExt;
 use std::process::{Child, Command, Stdio};
 
+use super::guard::Guard;
+
 pub struct Group {
     ranks: Vec<Rank>,
-    number: libc::pid_t,
+    /// Until the group has been killed.
+    guard: Option<Guard>,
 }
 
 pub struct Rank {
@@ -46,28 +49,26 @@ impl std::fmt::Display for Ended {
 }
 
 impl Group {
-    /// Starts `count` ranks; `command` makes each one's. If one cannot start, none is left.
+    /// Starts `count` ranks; `command` makes each one's. If one cannot start, none is left. This process has no other
+    /// thread yet.
     pub fn start(
         first: usize,
         count: usize,
         mask: libc::sigset_t,
         command: impl Fn(usize) -> Command,
     ) -> io::Result<Self> {
-        let mut group = Group { ranks: Vec::with_capacity(count), number: 0 };
+        let guard = Guard::start()?;
+        let number = guard.group();
+        let mut group = Group { ranks: Vec::with_capacity(count), guard: Some(guard) };
         for rank in first..first + count {
             let mut command = command(rank);
-            command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped()).process_group(group.number);
+            command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped()).process_group(number);
             let parent = std::process::id() as libc::pid_t;
             // SAFETY: runs between fork and exec, where only async-signal-safe calls are allowed: these are, and
             // nothing allocates.
             unsafe { command.pre_exec(move || prepare(parent, &mask)) };
             match command.spawn() {
-                Ok(child) => {
-                    if group.number == 0 {
-                        group.number = child.id() as libc::pid_t;
-                    }
-                    group.ranks.push(Rank { rank, child, ended: None });
-                }
+                Ok(child) => group.ranks.push(Rank { rank, child, ended: None }),
                 Err(error) => {
                     group.finish();
                     return Err(error);
@@ -83,10 +84,9 @@ impl Group {
 
     /// Sends a signal to every process of the group.
     pub fn signal(&self, signal: i32) {
-        // 0 and 1 would mean this program's own group, and everybody.
-        if self.number > 1 {
+        if let Some(guard) = &self.guard {
             // SAFETY: no memory is involved; the group's number is still its own, see above.
-            unsafe { libc::kill(-self.number, signal) };
+            unsafe { libc::kill(-guard.group(), signal) };
         }
     }
 
@@ -111,7 +111,9 @@ impl Group {
             let _ = rank.child.wait();
         }
         self.ranks.clear();
-        self.number = 0;
+        if let Some(guard) = self.guard.take() {
+            guard.reap();
+        }
     }
 }
 

@@ -5,6 +5,7 @@ use std::os::fd::{AsRawFd, OwnedFd};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
 
 use super::group::Group;
 
@@ -12,11 +13,15 @@ use super::group::Group;
 const LONGEST_LINE: usize = 64 << 10;
 /// How often the thread looks whether the ranks have ended, in milliseconds.
 const LOOK: i32 = 100;
+/// How often it is looked whether all is written.
+const FINISH: Duration = Duration::from_millis(2);
 /// What is still read from a pipe once they have: more than a pipe holds comes from a process that left the group.
 const MOST_AFTER_END: usize = 1 << 20;
 
 pub struct Output {
     ended: Arc<AtomicBool>,
+    /// Nobody reads what this program writes any more.
+    unread: Arc<AtomicBool>,
     thread: JoinHandle<()>,
 }
 
@@ -24,6 +29,7 @@ impl Output {
     /// Takes the ranks' pipes to a thread of its own.
     pub fn of(group: &mut Group) -> io::Result<Self> {
         let mut streams = Vec::new();
+        let unread = Arc::new(AtomicBool::new(false));
         for rank in group.ranks() {
             let pipes = [
                 (rank.child.stdout.take().map(OwnedFd::from), Sink::Out),
@@ -32,19 +38,36 @@ impl Output {
             for (pipe, sink) in pipes {
                 let Some(pipe) = pipe else { continue };
                 let prefix = format!("[{}] ", rank.rank).into_bytes();
-                streams.push(Stream { pipe: pipe.into(), sink, prefix, line: Vec::new(), after_end: 0 });
+                streams.push(Stream {
+                    pipe: pipe.into(),
+                    sink,
+                    prefix,
+                    line: Vec::new(),
+                    after_end: 0,
+                    unread: Arc::clone(&unread),
+                });
             }
         }
         let ended = Arc::new(AtomicBool::new(false));
         let told = Arc::clone(&ended);
         let thread = std::thread::Builder::new().name("output".to_string()).spawn(move || pump(streams, &told))?;
-        Ok(Self { ended, thread })
+        Ok(Self { ended, unread, thread })
     }
 
-    /// After the ranks have ended: returns once all they printed is written.
-    pub fn finish(self) {
+    /// Whether the reader of this program's output or errors is gone. What the ranks print is still taken from them.
+    pub fn unread(&self) -> bool {
+        self.unread.load(Ordering::Acquire)
+    }
+
+    /// After the ranks have ended: returns once all they printed is written, or after `limit`; as
+    /// [`Self::unread`].
+    pub fn finish(self, limit: Option<Duration>) -> bool {
         self.ended.store(true, Ordering::Release);
-        let _ = self.thread.join();
+        let deadline = limit.map(|limit| Instant::now() + limit);
+        while !self.thread.is_finished() && deadline.is_none_or(|deadline| Instant::now() < deadline) {
+            std::thread::sleep(FINISH);
+        }
+        self.unread()
     }
 }
 
@@ -61,6 +84,8 @@ struct Stream {
     /// The start of a line whose end has not come.
     line: Vec<u8>,
     after_end: usize,
+    /// Set when a line cannot be written, as its reader is gone.
+    unread: Arc<AtomicBool>,
 }
 
 fn pump(mut streams: Vec<Stream>, ended: &AtomicBool) {
@@ -135,14 +160,18 @@ impl Stream {
         }
     }
 
-    /// Whole lines at once. If nobody reads them any more the ranks are still drained, or they would stand still.
+    /// Whole lines at once. If nobody reads them any more the ranks are still drained, or they would stand still before
+    /// they are told to end.
     fn write(&self, text: &[u8]) {
-        let _ = match self.sink {
+        let written = match self.sink {
             Sink::Out => {
                 let mut out = io::stdout().lock();
                 out.write_all(text).and_then(|()| out.flush())
             }
             Sink::Err => io::stderr().lock().write_all(text),
         };
+        if written.is_err_and(|error| error.kind() == io::ErrorKind::BrokenPipe) {
+            self.unread.store(true, Ordering::Release);
+        }
     }
 }

@@ -7,13 +7,17 @@ use std::time::{Duration, Instant};
 use moebius::ranks::{Identity, Token, VARIABLES};
 
 use super::args::Options;
-use super::group::Group;
+use super::group::{Ended, Group};
 use super::output::Output;
 use super::say;
-use super::signals::{Event, Signals};
+use super::signals::{ENDS, Event, Signals};
 
 /// Longest time between two looks at the ranks: SIGCHLD tells sooner.
 const LOOK: Duration = Duration::from_millis(200);
+/// How a program ends whose output nobody reads.
+const UNREAD: Ended = Ended::Signal(libc::SIGPIPE);
+/// What the last lines have at least to be written, where the job was asked to end.
+const LEAST_FLUSH: Duration = Duration::from_secs(1);
 /// Ports to choose from: below those that Linux gives to connections, which could take one before rank 0 does.
 const PORTS: std::ops::Range<u16> = 20_000..32_000;
 
@@ -74,29 +78,40 @@ pub fn run(options: &Options) -> Result<u8, RunError> {
             return Err(RunError::System { operation: "start a thread", error });
         }
     };
-    let status = watch(&mut group, &signals, options.grace);
+    let (status, asked) = watch(&mut group, &signals, &output, options.grace);
     group.finish();
-    output.finish();
-    Ok(status)
+    // A program that its user ends waits for no reader for ever.
+    let unread = output.finish(asked.then(|| options.grace.max(LEAST_FLUSH)));
+    Ok(if status == 0 && unread { UNREAD.status() } else { status })
 }
 
-/// Waits until all ranks have ended; the status is the first failed one's.
-fn watch(group: &mut Group, signals: &Signals, grace: Duration) -> u8 {
+/// Waits until all ranks have ended; the status is the first failed one's, and whether the end was asked for. From the
+/// first reason to end the job on (a rank that failed, a signal of the user's, output that nobody reads) the ranks have
+/// the grace period; what is left then is killed.
+fn watch(group: &mut Group, signals: &Signals, output: &Output, grace: Duration) -> (u8, bool) {
     let mut status = 0;
     let mut kill_at = None;
+    let (mut unread, mut asked) = (false, false);
     loop {
         for (rank, ended) in group.newly_ended() {
             if ended.status() == 0 || status != 0 {
                 continue;
             }
             status = ended.status();
-            kill_at = Some(Instant::now() + grace);
+            kill_at.get_or_insert_with(|| Instant::now() + grace);
             let others = if group.all_ended() { "" } else { "; ending the others" };
             say(&format!("rank {rank} {ended}{others}"));
             group.signal(libc::SIGTERM);
         }
         if group.all_ended() {
-            return status;
+            return (status, asked);
+        }
+        if output.unread() && !unread {
+            (unread, asked) = (true, true);
+            // As of a program that SIGPIPE ends; the ranks' own come after it.
+            status = if status == 0 { UNREAD.status() } else { status };
+            kill_at.get_or_insert_with(|| Instant::now() + grace);
+            group.signal(libc::SIGTERM);
         }
         let mut wait = LOOK;
         if let Some(at) = kill_at {
@@ -109,6 +124,10 @@ fn watch(group: &mut Group, signals: &Signals, grace: Duration) -> u8 {
         }
         if let Event::Signal(signal) = signals.next(wait) {
             group.signal(signal);
+            if ENDS.contains(&signal) {
+                asked = true;
+                kill_at.get_or_insert_with(|| Instant::now() + grace);
+            }
         }
     }
 }

@@ -7,6 +7,9 @@ use std::time::Duration;
 /// Passed to the ranks.
 const PASSED: [i32; 6] = [libc::SIGHUP, libc::SIGINT, libc::SIGQUIT, libc::SIGTERM, libc::SIGUSR1, libc::SIGUSR2];
 
+/// Those of them that ask a job to end.
+pub const ENDS: [i32; 4] = [libc::SIGHUP, libc::SIGINT, libc::SIGQUIT, libc::SIGTERM];
+
 pub struct Signals {
     waited_for: libc::sigset_t,
     before: libc::sigset_t,
