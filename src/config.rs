@@ -7,6 +7,8 @@ use crate::error::{Error, Result};
 use crate::quant::{MX_BLOCK, NVFP4_BLOCK};
 use crate::tensor::Shape;
 
+pub use crate::fingerprint::Fingerprint;
+
 /// A Mixture-of-Experts block, independent of ranks, device and framework.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[non_exhaustive]
@@ -38,15 +40,6 @@ pub struct MoeConfig {
 }
 
 impl MoeConfig {
-    /// A number that differs where results would: all fields but [`recompute`](Self::recompute), which is each rank's
-    /// own choice.
-    pub(crate) fn fingerprint(&self) -> u64 {
-        // FNV-1a over the configuration's text, in which every number is exact.
-        let shared = Self { recompute: false, ..self.clone() };
-        let text = serde_json::to_string(&shared).unwrap_or_default();
-        text.bytes().fold(0xcbf2_9ce4_8422_2325, |h, b| (h ^ u64::from(b)).wrapping_mul(0x0100_0000_01b3))
-    }
-
     /// A silu-GLU block with softmax routing, renormalized over the top-k, without biases or shared expert.
     pub fn new(hidden: usize, intermediate: usize, num_experts: usize, top_k: usize) -> Self {
         Self {

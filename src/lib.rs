@@ -29,6 +29,8 @@ mod aux_loss;
 mod device;
 mod dtype;
 mod error;
+mod fingerprint;
+mod host_memory;
 mod lazy;
 mod tensor;
 

@@ -3,7 +3,7 @@
 #include "common/counting_sort.cuh"
 
 // Layout of a header and of `errors`, in words of 8 bytes.
-enum : int { HEADER_WORDS = 24, HEADER_BYTES = 512, KIND = 0, TOKENS = 1, BACKWARD = 2, BAD = 4, FIELD = 9, PENDING = 19 };
+enum : int { HEADER_WORDS = 24, HEADER_BYTES = 512, KIND = 0, TOKENS = 1, BACKWARD = 2, BAD = 4, FIELD = 9, PENDING = 23 };
 enum : int { ERRORS_FIRST_BAD = 4, ERRORS_TICKET = 5, ERRORS_WORDS = 8 };
 enum : unsigned long long { ERRORS_RECORDS = 1, ERRORS_CAPACITY = 2 };
 

@@ -156,7 +156,7 @@ mod tests {
     #[test]
     fn a_window_larger_than_memory_is_an_error() {
         let windows = WindowRegistry::default();
-        assert!(matches!(windows.window(1, 2, 1 << 58), Err(Error::Invalid { .. })));
+        assert!(matches!(windows.window(1, 2, 1 << 58), Err(Error::OutOfMemory { .. })));
         assert_eq!(windows.window(1, 2, 8).map(|parts| parts.len()).ok(), Some(2));
     }
 }

@@ -10,6 +10,7 @@ use std::time::Duration;
 use crate::cpu::{Cpu, sum_ranks};
 use crate::dtype::DType;
 use crate::error::{CommError, Error, Result};
+use crate::host_memory;
 use crate::tensor::{TensorMut, TensorRef};
 
 use super::agree::{Call, Detail, Verdict, failed, judge};
@@ -77,10 +78,13 @@ impl ThreadComm {
         detail: Detail,
         bytes: &[u8],
     ) -> Result<Arc<Round<Deposit, Verdict>>> {
+        // What has no room for a copy refuses, which needs none.
+        let copy = host_memory::copied(operation, "a copy of what this rank brings", bytes);
+        let copy = self.check(tag, copy)?;
         self.calls += 1;
         let (rank, timeout) = (self.rank, self.timeout);
         let call = Call { operation, tag, dtype, detail, bytes: bytes.len() };
-        let message = Deposit { call, bytes: bytes.to_vec() };
+        let message = Deposit { call, bytes: copy };
         let round = self
             .world
             .meet(rank, message, timeout, |all| judge(all.iter().map(|m| &m.call)))
@@ -256,7 +260,7 @@ impl SymmetricMemory<Cpu> for ThreadComm {
         put.span.check(CALL, "from", put.from.bytes())?;
         Span { offset: put.offset, bytes }.check(CALL, "to", put.to.bytes())?;
         // Copied out first: both may be parts of one window, and even the same.
-        let copy = put.from.part(self.rank)[offset..offset + bytes].to_vec();
+        let copy = host_memory::copied(CALL, "a copy of the part", &put.from.part(self.rank)[offset..offset + bytes])?;
         put.to.part(put.peer)[put.offset..put.offset + bytes].copy_from_slice(&copy);
         self.signal(tag, put.peer)
     }

@@ -8,6 +8,7 @@ use half::{bf16, f16};
 use crate::device::{Device, sealed::Sealed};
 use crate::dtype::DType;
 use crate::error::{Error, Result};
+use crate::host_memory;
 
 /// Host memory and the machine's cores.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -77,20 +78,14 @@ impl Device for Cpu {
     type Event = ();
 
     fn alloc(&self, dtype: DType, count: usize) -> Result<HostBuffer> {
-        // Zeroed allocation hands out untouched pages, so it costs nothing that a later write would not.
-        fn zeroed<T: Clone + Default>(count: usize) -> Result<Vec<T>> {
-            let mut v = Vec::<T>::new();
-            v.try_reserve_exact(count).map_err(|e| {
-                Error::invalid("Cpu::alloc", "count", "memory for it", format!("{count} elements: {e}"))
-            })?;
-            drop(v);
-            Ok(vec![T::default(); count])
+        fn zeroed<T: bytemuck::Zeroable>(count: usize) -> Result<Vec<T>> {
+            host_memory::zeroed("Cpu::alloc", "a tensor", count)
         }
         let mut buffer = match dtype {
             DType::F64 => HostBuffer::F64(zeroed(count)?),
             DType::F32 => HostBuffer::F32(zeroed(count)?),
-            DType::F16 => HostBuffer::F16(bytemuck::allocation::cast_vec(zeroed::<u16>(count)?)),
-            DType::BF16 => HostBuffer::BF16(bytemuck::allocation::cast_vec(zeroed::<u16>(count)?)),
+            DType::F16 => HostBuffer::F16(zeroed(count)?),
+            DType::BF16 => HostBuffer::BF16(zeroed(count)?),
             DType::I64 => HostBuffer::I64(zeroed(count)?),
             DType::I32 => HostBuffer::I32(zeroed(count)?),
             DType::U8 => HostBuffer::U8(zeroed(count)?),

@@ -6,6 +6,7 @@ use crate::device::Device;
 use crate::dtype::DType;
 use crate::ep::{DevicePlan, DispatchSpec, Plan, PlanRecords, PlanRequest, RecordIds};
 use crate::error::Result;
+use crate::host_memory;
 use crate::kernels::*;
 use crate::tensor::{Tensor, TensorMut, TensorRef};
 
@@ -90,7 +91,7 @@ impl Kernels for Cpu {
         Ok(element::to_f64(tensor))
     }
     fn download(&self, from: TensorRef<'_, Self>) -> Result<Vec<u8>> {
-        Ok(from.data().to_vec())
+        host_memory::copied("download", "a tensor", from.data())
     }
     fn upload(&self, from: &[u8], to: TensorMut<'_, Self>) -> Result<()> {
         self.copy(from, to.into_data())

@@ -8,6 +8,7 @@ use std::sync::Arc;
 use crate::config::CapacityOrder;
 use crate::ep::{Capacity, MessageMaps, Overflow, Plan, PlanRequest, RowOrder, Stats};
 use crate::error::{Error, Result};
+use crate::host_memory;
 use crate::kernels::Segments;
 use crate::lazy::Lazy;
 use crate::tensor::Tensor;
@@ -26,7 +27,7 @@ pub(super) fn plan_of(call: PlanRequest<'_, Cpu>, choices: usize) -> Result<(Pla
     let total: usize = call.tokens.iter().sum();
     let k = call.spec.top_k;
     check(&call, total)?;
-    let mut ids = call.ids.as_slice::<i32>()?.to_vec();
+    let mut ids = host_memory::copied(CALL, "ids of all ranks", call.ids.as_slice::<i32>()?)?;
     let expert_load = loads(&ids, call.num_experts);
     let mut counts = expert_load.clone();
     if let Some(limit) = &call.spec.expert_capacity {
@@ -36,7 +37,7 @@ pub(super) fn plan_of(call: PlanRequest<'_, Cpu>, choices: usize) -> Result<(Pla
         counts = loads(&ids, call.num_experts);
     }
     let layout = Layout::new(&call, &counts)?;
-    let slots = layout.slots(&mut ids);
+    let slots = layout.slots(&mut ids)?;
 
     let first_token: usize = call.tokens[..call.rank].iter().sum();
     let tokens = call.tokens[call.rank];
@@ -58,7 +59,7 @@ pub(super) fn plan_of(call: PlanRequest<'_, Cpu>, choices: usize) -> Result<(Pla
         first_token,
         segments: Arc::new(segments),
         stats: Lazy::ready(Stats { padded_counts, needed_rows: layout.needed[call.rank], expert_load, dropped }),
-        kept_ids: Tensor::from_vec(ids[own].to_vec(), &[tokens, k])?,
+        kept_ids: Tensor::from_vec(host_memory::copied(CALL, "ids", &ids[own])?, &[tokens, k])?,
         row_map: maps.row_map,
         weight_map: maps.weight_map,
         return_map: maps.return_map,
@@ -171,7 +172,7 @@ impl Layout {
     }
 
     /// Slot of each choice on its expert's rank, −1 where dropped; drops in `ids` too.
-    fn slots(&self, ids: &mut [i32]) -> Vec<i32> {
+    fn slots(&self, ids: &mut [i32]) -> Result<Vec<i32>> {
         // No slot is past an i32, as `new` has seen to.
         let mut next: Vec<i32> = self.offsets.iter().map(|o| *o as i32).collect();
         let limit = i32::try_from(self.limit).unwrap_or(i32::MAX);
@@ -185,7 +186,9 @@ impl Layout {
             }
             slot
         };
-        ids.iter_mut().map(slot_of).collect()
+        let mut slots = host_memory::reserved(CALL, "slots of all choices", ids.len())?;
+        slots.extend(ids.iter_mut().map(slot_of));
+        Ok(slots)
     }
 
     /// Rows N of a rank's buffers.
@@ -208,6 +211,14 @@ impl Layout {
         let segments = Segments::new(list(starts.iter().map(|s| *s as i64).collect())?, list(counts.collect())?, rows);
         Ok((segments, padded))
     }
+}
+
+/// What a map is called where there is no memory for it.
+const MAP: &str = "a map of rows";
+
+/// A map of which every entry says "none".
+fn no_rows(count: usize) -> Result<Vec<i32>> {
+    host_memory::filled(CALL, MAP, -1, count)
 }
 
 /// The maps of a [`Plan`].
@@ -239,9 +250,9 @@ impl Walk<'_, '_> {
 
     fn all_rows(&self) -> Result<Maps> {
         let (rows, k) = (self.layout.rows(self.call.rank), self.call.spec.top_k);
-        let mut row_map = vec![-1i32; rows];
-        let mut weight_map = vec![-1i32; rows];
-        let mut return_map = vec![-1i32; self.ids.len()];
+        let mut row_map = no_rows(rows)?;
+        let mut weight_map = no_rows(rows)?;
+        let mut return_map = no_rows(self.ids.len())?;
         for (token, (ids, slots)) in self.ids.chunks_exact(k).zip(self.slots.chunks_exact(k)).enumerate() {
             for (j, (id, slot)) in ids.iter().zip(slots).enumerate() {
                 if self.rank_of(*id) == self.call.rank {
@@ -262,12 +273,12 @@ impl Walk<'_, '_> {
 
     fn slots_only(&self) -> Result<Maps> {
         let rows = self.layout.rows(self.call.rank);
-        let mut row_map = vec![-1i32; rows];
+        let mut row_map = no_rows(rows)?;
         for (_, slot) in self.ids.iter().zip(self.slots).filter(|(id, _)| self.rank_of(**id) == self.call.rank) {
             row_map[*slot as usize] = *slot;
         }
         Ok(Maps {
-            weight_map: Tensor::from_vec(row_map.clone(), &[rows])?,
+            weight_map: Tensor::from_vec(host_memory::copied(CALL, MAP, &row_map)?, &[rows])?,
             row_map: Tensor::from_vec(row_map, &[rows])?,
             return_map: Tensor::from_vec(Vec::<i32>::new(), &[0, self.call.spec.top_k])?,
             messages: None,
@@ -277,8 +288,8 @@ impl Walk<'_, '_> {
     fn unique_rows(&self) -> Result<Maps> {
         let (rank, ranks, k) = (self.call.rank, self.call.ranks, self.call.spec.top_k);
         let rows = self.layout.rows(rank);
-        let mut row_map = vec![-1i32; rows];
-        let mut weight_map = vec![-1i32; rows];
+        let mut row_map = no_rows(rows)?;
+        let mut weight_map = no_rows(rows)?;
         let mut return_slots = Vec::new();
         let (mut recv_rows, mut slots_from) = (vec![0; ranks], vec![0; ranks]);
         let (mut received, mut choice) = (0i32, 0);
@@ -320,7 +331,7 @@ impl Walk<'_, '_> {
         }
         let (send_rows, slots_at) = (lengths(&sent_tokens), lengths(&sent_choices));
         let send_choices = sent_choices.concat();
-        let mut return_map = vec![-1i32; tokens * k];
+        let mut return_map = no_rows(tokens * k)?;
         send_choices.iter().enumerate().for_each(|(i, j)| return_map[*j as usize] = i as i32);
         Ok(Maps {
             row_map: Tensor::from_vec(row_map, &[rows])?,

@@ -6,6 +6,7 @@ use crate::ep::{
     Capacity, DevicePlan, DispatchSpec, HostCounts, Overflow, PlanRecords, PlanRequest, RecordIds, RowOrder,
 };
 use crate::error::{Error, Result};
+use crate::host_memory;
 use crate::lazy::Lazy;
 use crate::tensor::Tensor;
 
@@ -34,7 +35,7 @@ pub(super) fn record(call: RecordIds<'_, Cpu>) -> Result<()> {
         ids: clean,
         weights: Vec::new(),
     };
-    let bytes = record.encode(sizes(max_tokens, spec));
+    let bytes = record.encode(sizes(max_tokens, spec))?;
     Error::check_shape(CALL, "record", &[bytes.len()], out.dims())?;
     out.into_data().copy_from_slice(&bytes);
     Ok(())
@@ -59,11 +60,12 @@ pub(super) fn plan(call: PlanRecords<'_, Cpu>) -> Result<DevicePlan<Cpu>> {
     // Rows of each rank.
     let split = if row_order == RowOrder::AllRows { vec![room; ranks] } else { all.clone() };
     let real = |id: &i32| if usize::try_from(*id).is_ok_and(|e| e < num_experts) { *id } else { -1 };
-    let padded = |(r, rows): (&RoutingRecord, &usize)| {
-        r.ids.iter().map(real).chain(std::iter::repeat(-1)).take(rows * k).collect::<Vec<i32>>()
-    };
-    let ids = records.iter().zip(&split).flat_map(padded).collect();
-    let ids = Tensor::from_vec(ids, &[split.iter().sum(), k])?;
+    let rows: usize = split.iter().sum();
+    let mut ids = host_memory::reserved(CALL, "ids of all ranks", rows.saturating_mul(k))?;
+    for (r, rows) in records.iter().zip(&split) {
+        ids.extend(r.ids.iter().map(real).chain(std::iter::repeat(-1)).take(rows * k));
+    }
+    let ids = Tensor::from_vec(ids, &[rows, k])?;
     let request = PlanRequest {
         rank,
         ranks,

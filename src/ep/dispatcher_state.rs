@@ -142,11 +142,11 @@ impl<D: Kernels> DispatcherState<D> {
         spec: &DispatchSpec,
     ) -> Result<Handle<D>> {
         let tag = Tag { layer: spec.layer, op: Op::Prepare, sequence: self.sequence + 1 };
-        let checked = self.check_spec(spec).and(rules);
-        if !(1..=self.config.num_experts).contains(&spec.top_k) {
-            // Not even the size of the record is certain.
-            self.check_or_refuse(tag, checked)?;
-        } else if let Err(error) = checked {
+        // Where sizes are refused there is no record of that size either.
+        let sizes = self.check_sizes(spec);
+        self.check_or_refuse(tag, sizes)?;
+        let checked = self.check_spec(spec).and(rules).and_then(|()| check_weights(ids, weights));
+        if let Err(error) = checked {
             return self.fail((tag, row_order), spec, error);
         }
         if self.behind(row_order, spec) {
@@ -210,26 +210,45 @@ impl<D: Kernels> DispatcherState<D> {
 
     /// What a prepare of this rank's choices breaks.
     #[cfg(feature = "nccl-ep")]
-    pub fn check_call(&self, ids: TensorRef<'_, D>, spec: &DispatchSpec) -> Result<()> {
+    pub fn check_call(
+        &self,
+        ids: TensorRef<'_, D>,
+        weights: Option<TensorRef<'_, D>>,
+        spec: &DispatchSpec,
+    ) -> Result<()> {
+        self.check_sizes(spec)?;
         self.check_spec(spec)?;
+        check_weights(ids, weights)?;
         self.check_ids(ids, spec.top_k).map(|_| ())
     }
 
-    fn check_spec(&self, spec: &DispatchSpec) -> Result<()> {
+    /// Whether the numbers fit that all ranks know alike, the size of a record among them.
+    fn check_sizes(&self, spec: &DispatchSpec) -> Result<()> {
         let experts = self.config.num_experts;
         if !(1..=experts).contains(&spec.top_k) {
             return Err(Error::invalid(PREPARE, "spec.top_k", format!("1..={experts} (num_experts)"), spec.top_k));
         }
-        let choices = self.ranks().saturating_mul(self.config.max_tokens_per_rank).saturating_mul(spec.top_k);
-        if choices > i32::MAX as usize {
-            let most = format!("at most {} choices over all ranks' max_tokens_per_rank", i32::MAX);
+        // Segments count rows in i32, padding included.
+        let (choices, most) = (self.most_choices(spec), i32::MAX as usize - experts);
+        if choices > most {
+            let most = format!("at most {most} choices over all ranks' max_tokens_per_rank");
             return Err(Error::invalid(PREPARE, "spec.top_k", most, choices));
         }
+        Ok(())
+    }
+
+    /// Choices of all ranks where each brings as many tokens as it may.
+    fn most_choices(&self, spec: &DispatchSpec) -> usize {
+        self.ranks().saturating_mul(self.config.max_tokens_per_rank).saturating_mul(spec.top_k)
+    }
+
+    fn check_spec(&self, spec: &DispatchSpec) -> Result<()> {
         if !spec.alignment.is_power_of_two() {
             return Err(Error::invalid(PREPARE, "spec.alignment", "a power of two", spec.alignment));
         }
         // Known to all ranks alike, unlike the rows that each needs.
-        if choices.saturating_add(experts.saturating_mul(spec.alignment)) > i32::MAX as usize {
+        let padding = self.config.num_experts.saturating_mul(spec.alignment);
+        if self.most_choices(spec).saturating_add(padding) > i32::MAX as usize {
             let most = format!("segments of at most {} rows, padding included", i32::MAX);
             return Err(Error::invalid(PREPARE, "spec.alignment", most, spec.alignment));
         }
@@ -315,13 +334,7 @@ impl<D: Kernels> DispatcherState<D> {
                 let needed = "weights, to keep by probability";
                 return Err(Error::invalid(PREPARE, "tensor topk_weights", needed, "none"));
             }
-            (true, Some(w)) => {
-                Error::check_shape(PREPARE, "topk_weights", &[tokens, k], w.dims())?;
-                if !w.dtype().is_float() {
-                    return Err(Error::invalid(PREPARE, "tensor topk_weights", "a floating dtype", w.dtype()));
-                }
-                self.device.read(w)?
-            }
+            (true, Some(w)) => self.device.read(w)?,
         };
         let bytes = self.device.download(ids)?;
         let (ids, bad) =
@@ -362,7 +375,7 @@ impl<D: Kernels> DispatcherState<D> {
     fn gather(&mut self, tag: Tag, spec: &DispatchSpec, own: &RoutingRecord) -> Result<Vec<RoutingRecord>> {
         let sizes = self.sizes(spec);
         let send = Tensor::empty(&self.device, DType::U8, &[sizes.bytes()]).and_then(|mut send| {
-            self.device.upload(&own.encode(sizes), send.view_mut())?;
+            self.device.upload(&own.encode(sizes)?, send.view_mut())?;
             Ok(send)
         });
         let send = self.refuse_own_error(tag, send)?;
@@ -414,6 +427,16 @@ impl<D: Kernels> DispatcherState<D> {
         })?;
         let absent = (0..records.len()).filter(|r| !records[*r].backward).collect();
         Ok(Handle { in_slots: row_order == RowOrder::Slots, ..self.handle(spec, plan, absent, tokens) })
+    }
+}
+
+/// Checks the weights of choices, whether or not anything reads them.
+fn check_weights<D: Kernels>(ids: TensorRef<'_, D>, weights: Option<TensorRef<'_, D>>) -> Result<()> {
+    let Some(weights) = weights else { return Ok(()) };
+    Error::check_shape(PREPARE, "topk_weights", ids.dims(), weights.dims())?;
+    match weights.dtype().is_float() {
+        true => Ok(()),
+        false => Err(Error::invalid(PREPARE, "tensor topk_weights", "a floating dtype", weights.dtype())),
     }
 }
 

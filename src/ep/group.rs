@@ -67,7 +67,8 @@ impl GroupConfig {
 const CALL: &str = "Group::new";
 
 impl GroupConfig {
-    fn validate(&self, ranks: usize) -> Result<()> {
+    /// `source`: what has chosen the dispatcher, the field or the variable.
+    fn validate(&self, ranks: usize, source: &'static str) -> Result<()> {
         let experts = self.num_experts;
         if !(1..=MAX_EXPERTS).contains(&experts) {
             return Err(Error::invalid(CALL, "num_experts", format!("1..={MAX_EXPERTS}"), experts));
@@ -83,7 +84,8 @@ impl GroupConfig {
             return Err(Error::invalid(CALL, "max_rows", format!("at most {}", i32::MAX), self.max_rows));
         }
         if self.dispatcher == DispatcherKind::Local && ranks != 1 {
-            return Err(Error::invalid(CALL, "dispatcher", "any but Local for more than one rank", ranks));
+            let expected = format!("a dispatcher between the {ranks} ranks");
+            return Err(Error::invalid(CALL, source, expected, "local, which is for one rank"));
         }
         Ok(())
     }
@@ -150,9 +152,10 @@ impl<D: Kernels> Group<D> {
         named?;
         compared?;
         // All ranks hold the same values from here on, so they fail alike.
-        config.validate(ranks)?;
+        let source = if config.dispatcher == requested { "dispatcher" } else { select::VARIABLE };
+        config.validate(ranks, source)?;
         let core = DispatcherState::new(device.clone(), comm, config.clone());
-        let (dispatcher, reason) = select::dispatcher(core)?;
+        let (dispatcher, reason) = select::dispatcher(core, source)?;
         tracing::info!(rank, ranks, dispatcher = dispatcher.name(), ?requested, reason, "joined a group");
         Ok(Self { config, device, rank, ranks, dispatcher })
     }
@@ -228,6 +231,17 @@ mod tests {
         }
         fn enter(&self, _: &Id) {}
         fn exit(&self, _: &Id) {}
+    }
+
+    /// The variable may have been set far from the program that reads it.
+    #[test]
+    fn a_dispatcher_that_cannot_be_is_blamed_on_what_named_it() {
+        let config = GroupConfig { dispatcher: DispatcherKind::Local, ..GroupConfig::new(4, 8) };
+        for source in ["dispatcher", select::VARIABLE] {
+            let error = config.validate(2, source).expect_err("two ranks").to_string();
+            assert!(error.contains(source) && error.contains("2 ranks") && error.contains("local"), "{error}");
+        }
+        assert!(config.validate(1, "dispatcher").is_ok());
     }
 
     #[test]

@@ -55,7 +55,7 @@ pub use stats::Stats;
 use std::fmt;
 
 use crate::comm::Communicator;
-use crate::config::ExpertCapacity;
+use crate::config::{ExpertCapacity, Fingerprint};
 use crate::dtype::DType;
 use crate::error::Result;
 use crate::kernels::{Kernels, RowSource};
@@ -76,8 +76,8 @@ pub struct DispatchSpec {
     pub overflow: Overflow,
     /// Limit per expert.
     pub expert_capacity: Option<ExpertCapacity>,
-    /// What else all ranks must agree on, as one number: a layer's fingerprint of its configuration.
-    pub formula: u64,
+    /// What else all ranks must agree on: a layer's configuration.
+    pub formula: Fingerprint,
     /// Type and width of the rows that return, where dispatch sends others (opaque ones), for transports that make their
     /// buffers for them, and that refuse here what they could not add.
     pub returns: Option<(DType, usize)>,
@@ -97,7 +97,7 @@ impl DispatchSpec {
             capacity: Capacity::Eager,
             overflow: Overflow::Error,
             expert_capacity: None,
-            formula: 0,
+            formula: Fingerprint::default(),
             returns: None,
             backward: false,
             reporting: Reporting::Immediate,
@@ -203,10 +203,11 @@ impl<D: Kernels> Received<D> {
 /// same on all ranks.
 pub trait TokenDispatcher<D: Kernels>: fmt::Debug + Send {
     /// Turns choices into slots. `ids`: `[T, K]`, I32 or I64, −1 = dropped choice. `weights` (accumulator type,
-    /// `[T, K]`) are needed where an expert capacity keeps by probability.
+    /// `[T, K]`) are needed where an expert capacity keeps by probability; their shape is checked in any case.
     ///
     /// # Errors
-    /// Bad ids, too small capacity, different specs or dtypes between ranks: on every rank.
+    /// Bad ids, weights of another shape, too small capacity, no memory for the ranks' routing, different specs or dtypes
+    /// between ranks: on every rank.
     fn prepare(
         &mut self,
         ids: TensorRef<'_, D>,

@@ -7,9 +7,10 @@
 //! max_tokens · K · 8                weights as f64, where an expert capacity keeps by probability
 //! ```
 
-use crate::config::CapacityOrder;
+use crate::config::{CapacityOrder, Fingerprint};
 use crate::dtype::DType;
 use crate::error::{Error, IdProblem, Result};
+use crate::host_memory;
 
 use super::{Capacity, DispatchSpec, Overflow, Reporting};
 
@@ -23,12 +24,13 @@ const TEXT: usize = 320;
 pub(crate) const HEADER: usize = WORDS * 8 + TEXT;
 /// Word of the spec's first number.
 pub(crate) const FIRST_FIELD: usize = 9;
+const _: () = assert!(PENDING + 1 == WORDS);
 /// Word that says that a rank still holds an error of an earlier call.
 pub(crate) const PENDING: usize = FIRST_FIELD + FIELDS.len();
 
 /// Numbers of a spec that all ranks must agree on; `backward` is each rank's own. `layer` is in the tag too, which ranks that
 /// are processes do not compare unless asked to.
-pub(crate) const FIELDS: [&str; 10] = [
+pub(crate) const FIELDS: [&str; 14] = [
     "spec.layer",
     "spec.top_k",
     "spec.alignment",
@@ -38,8 +40,16 @@ pub(crate) const FIELDS: [&str; 10] = [
     "spec.expert_capacity.factor",
     "spec.expert_capacity.order",
     "spec.expert_capacity.renormalize",
-    "spec.formula",
+    FORMULA,
+    FORMULA,
+    FORMULA,
+    FORMULA,
+    FORMULA,
 ];
+/// The layer's configuration, of which fields have names of their own.
+const FORMULA: &str = "spec.formula";
+/// Where that begins among the fields.
+const FORMULA_AT: usize = FIELDS.len() - Fingerprint::WORDS;
 
 /// An id that is out of range or doubled.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -127,6 +137,7 @@ pub(crate) fn fields(spec: &DispatchSpec) -> SpecFields {
         Capacity::Static(rows) => (rows as u64).saturating_add(1),
     };
     let expert = spec.expert_capacity.as_ref();
+    let [whole, first, second, third, fourth] = spec.formula.words();
     [
         u64::from(spec.layer),
         spec.top_k as u64,
@@ -137,7 +148,11 @@ pub(crate) fn fields(spec: &DispatchSpec) -> SpecFields {
         expert.map_or(0, |c| c.factor.to_bits()),
         u64::from(needs_weights(spec)),
         u64::from(expert.is_some_and(|c| c.renormalize)),
-        spec.formula,
+        whole,
+        first,
+        second,
+        third,
+        fourth,
     ]
 }
 
@@ -151,11 +166,6 @@ fn show(field: &str, value: u64) -> String {
         ("spec.expert_capacity.factor", 0) => "none".to_string(),
         ("spec.expert_capacity.factor", bits) => f64::from_bits(bits).to_string(),
         ("spec.expert_capacity.order", n) => if n == 0 { "position or none" } else { "probability" }.to_string(),
-        ("spec.formula", n) => {
-            format!(
-                "fingerprint {n:016x} of a layer's configuration, and of the tokens' type where they travel quantized"
-            )
-        }
         (_, n) => n.to_string(),
     }
 }
@@ -184,6 +194,9 @@ fn disagreement(records: &[RoutingRecord], rank: usize) -> Option<Error> {
     let own = &records[rank].fields;
     (0..FIELDS.len()).find_map(|i| {
         let peer = records.iter().position(|r| r.fields[i] != own[i])?;
+        if FIELDS[i] == FORMULA {
+            return Some(formulas((rank, &own[FORMULA_AT..]), (peer, &records[peer].fields[FORMULA_AT..])));
+        }
         Some(Error::ConfigMismatch {
             field: FIELDS[i].to_string(),
             rank,
@@ -194,6 +207,14 @@ fn disagreement(records: &[RoutingRecord], rank: usize) -> Option<Error> {
     })
 }
 
+/// Two ranks' layers, each as it travels, by the names of the fields that differ.
+fn formulas((rank, own): (usize, &[u64]), (peer, other): (usize, &[u64])) -> Error {
+    let names = Fingerprint::differing(own, other);
+    let field = if names.is_empty() { FORMULA.to_string() } else { names.join(", ") };
+    let (value, peer_value) = ("one value".to_string(), "another".to_string());
+    Error::ConfigMismatch { field, rank, value, peer, peer_value }
+}
+
 impl RoutingRecord {
     /// A record that says only that this rank failed.
     pub fn failed(status: RecordStatus) -> Self {
@@ -201,8 +222,10 @@ impl RoutingRecord {
         Self { status, fields: [0; FIELDS.len()], backward: false, pending: false, tokens: 0, ids, weights }
     }
 
-    pub fn encode(&self, sizes: RecordSizes) -> Vec<u8> {
-        let mut bytes = vec![0; sizes.bytes()];
+    /// # Errors
+    /// [`Error::OutOfMemory`]: the size is the group's and not this call's.
+    pub fn encode(&self, sizes: RecordSizes) -> Result<Vec<u8>> {
+        let mut bytes = host_memory::zeroed(CALL, "a routing record", sizes.bytes())?;
         let (kind, bad, text) = match &self.status {
             RecordStatus::Ready => (0, None, ""),
             RecordStatus::Deferred(bad) => (1, Some(*bad), ""),
@@ -221,7 +244,7 @@ impl RoutingRecord {
         if sizes.weights {
             put(&mut bytes[sizes.weights_at()..], self.weights.iter().map(|v| v.to_le_bytes()));
         }
-        bytes
+        Ok(bytes)
     }
 
     pub fn decode(bytes: &[u8], sizes: RecordSizes) -> Self {
@@ -320,12 +343,15 @@ mod tests {
         for (i, field) in FIELDS.into_iter().enumerate() {
             let mut records = vec![record(&good); 3];
             records[2].fields[i] = records[2].fields[i].wrapping_add(1);
+            let encoded = |r: &RoutingRecord| r.encode(sizes).expect("a header's bytes");
             let records: Vec<RoutingRecord> =
-                records.iter().map(|r| RoutingRecord::decode(&r.encode(sizes), sizes)).collect();
+                records.iter().map(|r| RoutingRecord::decode(&encoded(r), sizes)).collect();
             for (rank, other) in [(0, 2), (1, 2), (2, 0)] {
                 match problem(&records, rank, 8) {
                     Some(Error::ConfigMismatch { field: named, rank: own, peer, .. }) => {
-                        assert_eq!((&named[..], own, peer), (field, rank, other));
+                        // Of a layer's configuration a field is named that a digest's first bits are of.
+                        assert!(named == field || i > FORMULA_AT, "{named} in place of {field}");
+                        assert_eq!((own, peer), (rank, other));
                     }
                     found => panic!("{field}: {found:?}"),
                 }

@@ -9,8 +9,8 @@ use super::dispatcher_state::DispatcherState;
 use super::{AllGather, AllToAll, DispatcherKind, Local, TokenDispatcher};
 
 /// Names the dispatcher of groups that leave it to `Auto`: `auto`, `local`, `all_to_all`, `all_gather`, `nccl_ep` or
-/// `nccl_ep_ll` (low latency).
-/// What cannot be had is an error then, as it is where the configuration names it. All ranks need the same value.
+/// `nccl_ep_ll` (low latency); `-` counts as `_`. What cannot be had is an error then, as it is where the
+/// configuration names it. All ranks need the same value.
 pub const VARIABLE: &str = "MOEBIUS_EP";
 
 const CALL: &str = "Group::new";
@@ -27,7 +27,8 @@ const NAMES: [(&str, DispatcherKind); 6] = [
 pub(super) fn named(config: DispatcherKind, variable: Option<&OsStr>) -> Result<DispatcherKind> {
     let value = variable.filter(|v| config == DispatcherKind::Auto && !v.is_empty());
     let Some(value) = value else { return Ok(config) };
-    let found = NAMES.iter().find(|(name, _)| value == *name);
+    let text = value.to_string_lossy().replace('-', "_");
+    let found = NAMES.iter().find(|(name, _)| text == *name);
     found.map(|(_, kind)| *kind).ok_or_else(|| {
         let counts = NAMES.map(|(name, _)| name).join(", ");
         Error::invalid(CALL, VARIABLE, format!("one of {counts}"), value.to_string_lossy())
@@ -38,18 +39,19 @@ pub(super) fn named(config: DispatcherKind, variable: Option<&OsStr>) -> Result<
 type SelectedDispatcher<D> = (Box<dyn TokenDispatcher<D>>, String);
 
 /// The dispatcher that the group's configuration asks for.
-pub(super) fn dispatcher<D: Kernels>(core: DispatcherState<D>) -> Result<SelectedDispatcher<D>> {
+/// `source`: what has asked, the field or the variable.
+pub(super) fn dispatcher<D: Kernels>(core: DispatcherState<D>, source: &'static str) -> Result<SelectedDispatcher<D>> {
     let reason = |text: &str| text.to_string();
     Ok(match (core.config.dispatcher, core.ranks()) {
         (DispatcherKind::Auto, 1) => (Box::new(Local { core }), reason("one rank")),
         (DispatcherKind::Local, _) => (Box::new(Local { core }), reason("asked for")),
         (DispatcherKind::AllToAll, _) => (Box::new(AllToAll { core }), reason("asked for")),
         (DispatcherKind::AllGather, _) => (Box::new(AllGather { core }), reason("asked for")),
-        (DispatcherKind::NcclEp | DispatcherKind::NcclEpLowLatency, _) => match nccl_ep(core)? {
+        (DispatcherKind::NcclEp | DispatcherKind::NcclEpLowLatency, _) => match nccl_ep(core, source)? {
             Ok(dispatcher) => (dispatcher, reason("asked for")),
             Err(refused) => return Err(refused.1),
         },
-        (DispatcherKind::Auto, _) => match nccl_ep(core)? {
+        (DispatcherKind::Auto, _) => match nccl_ep(core, source)? {
             Ok(dispatcher) => (dispatcher, reason("NCCL EP's checks pass on every rank")),
             Err(refused) => {
                 let (core, refusal) = *refused;
@@ -63,13 +65,13 @@ pub(super) fn dispatcher<D: Kernels>(core: DispatcherState<D>) -> Result<Selecte
 type NcclEpOrReason<D> = std::result::Result<Box<dyn TokenDispatcher<D>>, Box<(DispatcherState<D>, Error)>>;
 
 #[cfg(not(feature = "nccl-ep"))]
-fn nccl_ep<D: Kernels>(core: DispatcherState<D>) -> Result<NcclEpOrReason<D>> {
-    let refusal = Error::invalid(CALL, "dispatcher", "one that this build has", "NcclEp (feature nccl-ep)");
+fn nccl_ep<D: Kernels>(core: DispatcherState<D>, source: &'static str) -> Result<NcclEpOrReason<D>> {
+    let refusal = Error::invalid(CALL, source, "one that this build has", "NcclEp (feature nccl-ep)");
     Ok(Err(Box::new((core, refusal))))
 }
 
 #[cfg(feature = "nccl-ep")]
-fn nccl_ep<D: Kernels>(core: DispatcherState<D>) -> Result<NcclEpOrReason<D>> {
+fn nccl_ep<D: Kernels>(core: DispatcherState<D>, _: &'static str) -> Result<NcclEpOrReason<D>> {
     use crate::cuda::Cuda;
     use crate::nccl_ep::{EpError, NcclEp};
     use std::any::{Any, type_name};
@@ -107,6 +109,8 @@ mod tests {
         assert_eq!(kind(DispatcherKind::Auto, "nccl_ep"), Ok(DispatcherKind::NcclEp));
         assert_eq!(kind(DispatcherKind::AllGather, "nccl_ep"), Ok(DispatcherKind::AllGather));
         assert_eq!(kind(DispatcherKind::Auto, "nccl_ep_ll"), Ok(DispatcherKind::NcclEpLowLatency));
+        assert_eq!(kind(DispatcherKind::Auto, "all-gather"), Ok(DispatcherKind::AllGather));
+        assert_eq!(kind(DispatcherKind::Auto, "all_to-all"), Ok(DispatcherKind::AllToAll));
         assert_eq!(kind(DispatcherKind::Auto, ""), Ok(DispatcherKind::Auto));
         assert_eq!(named(DispatcherKind::Auto, None).ok(), Some(DispatcherKind::Auto));
         let error = kind(DispatcherKind::Auto, "ncclep");

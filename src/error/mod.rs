@@ -89,6 +89,16 @@ pub enum Error {
         /// Rows reserved.
         capacity: usize,
     },
+    /// The host has no memory of the size that a call needs.
+    #[error("{call}: {name}: no memory for {bytes} bytes")]
+    OutOfMemory {
+        /// The call.
+        call: &'static str,
+        /// What the memory is for.
+        name: String,
+        /// Bytes asked for.
+        bytes: usize,
+    },
     /// Another rank refused the call that this rank was part of.
     #[error("{call} on rank {rank}: rank {peer} failed: {reason}")]
     Peer {

@@ -1,5 +1,6 @@
 //! Shapes and dtypes of a layer's inputs, checked before any work.
 
+use crate::dtype::DType;
 use crate::ep::Group;
 use crate::error::{Error, Result};
 use crate::kernels::Kernels;
@@ -21,6 +22,9 @@ pub(super) fn inputs<D: Kernels>(
     if config.router.num_experts != group.config().num_experts {
         let found = group.config().num_experts;
         return Err(Error::invalid(call, "group.num_experts", config.router.num_experts, found));
+    }
+    if let Some(dtype) = common_type(params) {
+        Error::check_dtype(call, "x", dtype, x.dtype())?;
     }
     for role in ParamKind::ALL {
         let name = role.name();
@@ -47,6 +51,17 @@ pub(super) fn inputs<D: Kernels>(
         }
     }
     Ok(tokens)
+}
+
+/// The type that all parameters have which must have the tokens': where they agree, it is x that is of another.
+fn common_type<D: Kernels>(params: &Params<'_, D>) -> Option<DType> {
+    let mut typed = ParamKind::ALL.into_iter().filter(|role| !role.any_float()).filter_map(|role| match role {
+        ParamKind::Up => params.up.dtype(),
+        ParamKind::Down => params.down.dtype(),
+        _ => params.tensor(role).map(|tensor| tensor.dtype()),
+    });
+    let agreed = |first: Option<DType>, dtype| first.is_none_or(|first| first == dtype).then_some(Some(dtype));
+    typed.try_fold(None, agreed).flatten().filter(|dtype| dtype.is_float())
 }
 
 /// Checks memory for y.

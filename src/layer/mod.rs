@@ -21,7 +21,7 @@ pub use params::{ParamKind, ParamViews};
 use std::sync::Arc;
 
 use crate::comm::Op;
-use crate::config::MoeConfig;
+use crate::config::{Fingerprint, MoeConfig};
 use crate::dtype::DType;
 use crate::ep::{Capacity, Group, Handle, Overflow, Received, Reporting};
 use crate::error::{Error, Result};
@@ -38,7 +38,7 @@ pub struct Layer {
     number: u32,
     dispatch: DispatchOptions,
     /// Of the configuration, to be compared over the ranks.
-    fingerprint: u64,
+    fingerprint: Fingerprint,
 }
 
 /// How a layer's tokens travel.
@@ -261,7 +261,7 @@ impl Layer {
     /// What [`MoeConfig::validate`] finds.
     pub fn new(config: MoeConfig, number: u32) -> Result<Self> {
         config.validate()?;
-        let fingerprint = config.fingerprint();
+        let fingerprint = Fingerprint::of(&config);
         Ok(Self { config, number, dispatch: DispatchOptions::default(), fingerprint })
     }
 

@@ -6,7 +6,7 @@
 
 use tracing::trace_span;
 
-use crate::config::{MoeConfig, Payload};
+use crate::config::{Fingerprint, MoeConfig, Payload};
 use crate::dtype::DType;
 use crate::ep::{DispatchInputs, Received};
 use crate::error::{Error, Result};
@@ -34,10 +34,10 @@ pub(super) fn returns(config: &MoeConfig, dtype: DType) -> Option<(DType, usize)
 }
 
 /// What ranks must agree on: codes do not show of which type they were made, and its rows come back.
-pub(super) fn formula(fingerprint: u64, payload: Payload, dtype: DType) -> u64 {
+pub(super) fn formula(fingerprint: Fingerprint, payload: Payload, dtype: DType) -> Fingerprint {
     match payload {
         Payload::Plain => fingerprint,
-        Payload::Nvfp4 | Payload::Mxfp8 => fingerprint ^ (dtype as u64 + 1) << 56,
+        Payload::Nvfp4 | Payload::Mxfp8 => fingerprint.with_tokens(dtype),
     }
 }
 

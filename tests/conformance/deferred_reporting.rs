@@ -166,7 +166,7 @@ fn a_spec_that_differs_is_told_everywhere<D: Target>(s: &Setup<D>) {
         ("spec.capacity", DispatchSpec { capacity: Capacity::Static(63), ..good }),
         ("spec.overflow", DispatchSpec { overflow: Overflow::Drop, ..good }),
         ("spec.expert_capacity.factor", DispatchSpec { expert_capacity: limit, ..good }),
-        ("spec.formula", DispatchSpec { formula: 7, ..good }),
+        ("spec.formula", DispatchSpec { formula: 7.into(), ..good }),
     ];
     let config = GroupConfig { max_rows: 64, ..GroupConfig::new(s.experts(2), T) };
     s.run(config, |r| {

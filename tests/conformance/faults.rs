@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 use moebius::comm::Op;
 use moebius::config::{CapacityOrder, ExpertCapacity};
 use moebius::ep::{Capacity, DispatchSpec, DispatcherKind, GroupConfig, Handle, Reporting};
-use moebius::{CommError, Error, IdProblem, Result};
+use moebius::{CommError, DType, Error, IdProblem, Result, Tensor};
 
 use super::harness::*;
 use super::limits::{Countdown, in_time};
@@ -159,6 +159,13 @@ fn bad_specs<D: Target>(s: &Setup<D>) {
                 fails_on_rank_zero(r, name, prepare);
             }
         }
+        // Weights are checked where nothing reads them, too.
+        for (dtype, dims) in [(DType::F32, [1, 3]), (DType::F32, [2, 2]), (DType::I32, [1, 2])] {
+            let weights = Tensor::zeros(r.group.device(), dtype, &dims).expect("weights");
+            let weights = (r.rank == 0).then_some(weights);
+            let ids = r.ids(&[0, 1], 2).expect("ids");
+            fails_on_rank_zero(r, "topk_weights", |r| r.prepare_with(&ids, weights.as_ref(), &good));
+        }
         // No columns at all.
         let none = r.ids(&[], 0).expect("ids");
         let spec = DispatchSpec { top_k: 0, ..good };
@@ -178,7 +185,7 @@ fn specs_that_differ<D: Target>(s: &Setup<D>) {
         ("spec.overflow", DispatchSpec { overflow: moebius::ep::Overflow::Drop, ..good }),
         ("spec.reporting", DispatchSpec { reporting: Reporting::Deferred, ..good }),
         ("spec.expert_capacity.factor", DispatchSpec { expert_capacity: limit(CapacityOrder::Position), ..good }),
-        ("spec.formula", DispatchSpec { formula: 7, ..good }),
+        ("spec.formula", DispatchSpec { formula: 7.into(), ..good }),
     ];
     let config = GroupConfig { max_rows: 64, ..GroupConfig::new(s.experts(2), T) };
     s.run(config, |r| {

@@ -59,6 +59,10 @@ fn forward_faults<D: Target>() -> Vec<Fault<D>> {
             let x = tokens(r, || Tensor::zeros(&Cpu::new(), DType::I32, &[TOKENS, HIDDEN]).expect("x"));
             forward_with(r, &x)
         }),
+        ("tensor x: expected f", |r| {
+            let x = tokens(r, || Tensor::zeros(&Cpu::new(), DType::F16, &[TOKENS, HIDDEN]).expect("x"));
+            forward_with(r, &x)
+        }),
         ("max_tokens_per_rank", |r| {
             let x = tokens(r, || tensor(4, 0, &[4 * TOKENS + 1, HIDDEN]));
             forward_with(r, &x)
@@ -190,9 +194,14 @@ fn a_formula_that_differs_is_an_error_on_all() {
         let results = on_ranks(PATIENCE, |comm| {
             let mut r = Rank::new(comm, kind);
             let own = r.layer.clone();
-            let changes: [fn(&mut moebius::MoeConfig); 3] =
-                [|c| c.activation = moebius::config::Activation::GeluGlu, |c| c.router.scale = 2.0, |c| c.aux.z = 0.5];
-            for change in changes {
+            type Change = fn(&mut moebius::MoeConfig);
+            let changes: [(&str, Change); 4] = [
+                ("activation", |c| c.activation = moebius::config::Activation::GeluGlu),
+                ("router.scale", |c| c.router.scale = 2.0),
+                ("aux.z", |c| c.aux.z = 0.5),
+                ("router.jitter, aux.balance", |c| (c.router.jitter, c.aux.balance) = (0.1, 0.25)),
+            ];
+            for (fields, change) in changes {
                 let mut config = own.config().clone();
                 if r.is_culprit() {
                     change(&mut config);
@@ -201,7 +210,7 @@ fn a_formula_that_differs_is_an_error_on_all() {
                 let x = r.x();
                 match forward_with(&mut r, &x) {
                     Err(Error::ConfigMismatch { field, value, peer_value, .. }) => {
-                        assert_eq!(field, "spec.formula");
+                        assert_eq!(field, fields);
                         assert_ne!(value, peer_value);
                     }
                     other => panic!("{other:?}"),

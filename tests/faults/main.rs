@@ -10,6 +10,7 @@ mod input;
 #[path = "../common/limits.rs"]
 mod limits;
 mod lost;
+mod memory;
 mod support;
 
 pub use input::cases;

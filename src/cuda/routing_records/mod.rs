@@ -19,7 +19,7 @@ pub(super) use plan::plan;
 
 // `kernels/common/routing_records.cuh` has the same numbers.
 const _: () = assert!(WORDS == 24 && routing_record::HEADER == 512 && deferred_errors::WORDS == 8);
-const _: () = assert!(routing_record::FIRST_FIELD == 9 && routing_record::PENDING == 19);
+const _: () = assert!(routing_record::FIRST_FIELD == 9 && routing_record::PENDING == 23);
 
 const CALL: &str = "prepare";
 /// Most blocks that write a record.
@@ -52,7 +52,7 @@ pub(super) fn record(device: &Cuda, call: RecordIds<'_, Cuda>) -> Result<()> {
         ..RoutingRecord::failed(RecordStatus::Ready)
     };
     let mut header = [0; WORDS];
-    let bytes = own.encode(RecordSizes { max_tokens: 0, ..sizes });
+    let bytes = own.encode(RecordSizes { max_tokens: 0, ..sizes })?;
     header.iter_mut().zip(bytes.as_chunks().0).for_each(|(to, word)| *to = u64::from_le_bytes(*word));
     let p = params::WriteRecord {
         ids: ids.data().ptr,

@@ -24,7 +24,7 @@ impl TokenDispatcher<Cuda> for NcclEp {
     ) -> Result<Handle<Cuda>> {
         let known = (spec.layer, routing_record::fields(spec));
         if self.agreed.contains(&known)
-            && let Some(handle) = self.prepare_on_device(ids, spec)?
+            && let Some(handle) = self.prepare_on_device(ids, weights, spec)?
         {
             return Ok(handle);
         }

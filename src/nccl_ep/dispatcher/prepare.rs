@@ -22,6 +22,7 @@ impl NcclEp {
     pub(super) fn prepare_on_device(
         &mut self,
         ids: TensorRef<'_, Cuda>,
+        weights: Option<TensorRef<'_, Cuda>>,
         spec: &DispatchSpec,
     ) -> Result<Option<Handle<Cuda>>> {
         const CALL: &str = "prepare";
@@ -36,7 +37,7 @@ impl NcclEp {
         // What a prepare by records has masked all ranks were told of, but one that has asked knows it no more: so it
         // is told again, and they take the same way.
         let masked = self.core.take_masked();
-        let checked = masked.and_then(|()| self.late()).and_then(|()| self.core.check_call(ids, spec));
+        let checked = masked.and_then(|()| self.late()).and_then(|()| self.core.check_call(ids, weights, spec));
         let examined = checked.and_then(|()| plan::examined(&device, ids, (spec, experts)));
         let (kept_ids, mut loads) = match examined {
             Ok(Some(found)) => found,

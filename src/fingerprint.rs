@@ -1,0 +1,169 @@
+//! What of a layer's configuration ranks must have alike, in a few numbers that travel with the routing.
+
+use serde_json::Value;
+
+use crate::config::MoeConfig;
+use crate::dtype::DType;
+
+/// Fields that have a digest of their own, as paths into a [`MoeConfig`]; the last is no field of it. What a dispatch's
+/// own fields compare (experts, top-k, expert capacity) is not among them.
+const NAMES: [&str; 19] = [
+    "hidden",
+    "intermediate",
+    "router.score",
+    "router.logit_bias",
+    "router.selection_bias",
+    "router.groups",
+    "router.renorm",
+    "router.scale",
+    "router.jitter",
+    "activation",
+    "weight_at",
+    "expert_bias",
+    "shared",
+    "aux.balance",
+    "aux.balance_kind",
+    "aux.z",
+    "aux.over_ranks",
+    "payload",
+    TOKENS,
+];
+const TOKENS: &str = "the tokens' type";
+/// Bits of a field's digest: two values have the same once in 4096.
+const BITS: usize = 12;
+const EACH: usize = 64 / BITS;
+
+/// Numbers that differ where the results of two configurations would: one of all fields, by which ranks compare their
+/// layers, and a short one of each field, which says where they differ.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct Fingerprint {
+    whole: u64,
+    digests: [u64; Self::WORDS - 1],
+}
+
+impl Fingerprint {
+    /// Numbers that it travels as.
+    pub(crate) const WORDS: usize = 1 + NAMES.len().div_ceil(EACH);
+
+    /// Of all fields but [`recompute`](MoeConfig::recompute), which is each rank's own choice.
+    pub(crate) fn of(config: &MoeConfig) -> Self {
+        // Every number is exact in the text.
+        let config = serde_json::to_value(MoeConfig { recompute: false, ..config.clone() }).unwrap_or_default();
+        let field = |path: &str| path.split('.').try_fold(&config, |value, key| value.get(key)).map(Value::to_string);
+        let mut own = Self { whole: hash(&config.to_string()), digests: Default::default() };
+        NAMES.iter().enumerate().for_each(|(i, name)| own.set(i, &field(name).unwrap_or_default()));
+        own
+    }
+
+    /// The same with the type of tokens, where ranks must have that alike too.
+    pub(crate) fn with_tokens(mut self, dtype: DType) -> Self {
+        self.whole ^= hash(dtype.name());
+        self.set(NAMES.len() - 1, dtype.name());
+        self
+    }
+
+    fn set(&mut self, i: usize, text: &str) {
+        let (mask, shift) = ((1 << BITS) - 1, i % EACH * BITS);
+        let word = &mut self.digests[i / EACH];
+        // The upper bits depend on all of the text.
+        *word = *word & !(mask << shift) | (hash(text) >> (64 - BITS)) << shift;
+    }
+
+    /// As it travels: the number of all fields first.
+    pub(crate) fn words(&self) -> [u64; Self::WORDS] {
+        let mut words = [self.whole; Self::WORDS];
+        words[1..].copy_from_slice(&self.digests);
+        words
+    }
+
+    /// The fields in which two differ, as they travel; none where only the number of all says so.
+    pub(crate) fn differing(own: &[u64], other: &[u64]) -> Vec<&'static str> {
+        let digest =
+            |words: &[u64], i: usize| words.get(1 + i / EACH).map(|w| w >> (i % EACH * BITS) & ((1 << BITS) - 1));
+        let differs = |i: &usize| digest(own, *i) != digest(other, *i);
+        (0..NAMES.len()).filter(differs).map(|i| NAMES[i]).collect()
+    }
+}
+
+impl From<u64> for Fingerprint {
+    /// Of what is no layer's, by one number.
+    fn from(whole: u64) -> Self {
+        Self { whole, ..Self::default() }
+    }
+}
+
+/// FNV-1a, its bits mixed once more.
+fn hash(text: &str) -> u64 {
+    let fnv = text.bytes().fold(0xcbf2_9ce4_8422_2325, |h: u64, b| (h ^ u64::from(b)).wrapping_mul(0x0100_0000_01b3));
+    (fnv ^ fnv >> 32).wrapping_mul(0x9e37_79b9_7f4a_7c15)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::config::{Activation, BalanceKind, GroupLimit, GroupScore, Payload, Score, SharedConfig, WeightAt};
+
+    fn named(a: Fingerprint, b: Fingerprint) -> Vec<&'static str> {
+        Fingerprint::differing(&a.words(), &b.words())
+    }
+
+    #[test]
+    fn each_field_that_differs_is_named_and_no_other() {
+        type Change = fn(&mut MoeConfig);
+        let changes: [(&str, Change); 18] = [
+            ("hidden", |c| c.hidden = 128),
+            ("intermediate", |c| c.intermediate = 48),
+            ("router.score", |c| c.router.score = Score::Sigmoid),
+            ("router.logit_bias", |c| c.router.logit_bias = true),
+            ("router.selection_bias", |c| c.router.selection_bias = true),
+            ("router.groups", |c| {
+                c.router.groups = Some(GroupLimit { groups: 2, keep: 1, rank_by: GroupScore::Max });
+            }),
+            ("router.renorm", |c| c.router.renorm = None),
+            ("router.scale", |c| c.router.scale = 2.5),
+            ("router.jitter", |c| c.router.jitter = 0.1),
+            ("activation", |c| c.activation = Activation::GeluGlu),
+            ("weight_at", |c| c.weight_at = WeightAt::Output),
+            ("expert_bias", |c| c.expert_bias = true),
+            ("shared", |c| c.shared = Some(SharedConfig { intermediate: 32, gated: false })),
+            ("aux.balance", |c| c.aux.balance = 0.01),
+            ("aux.balance_kind", |c| c.aux.balance_kind = BalanceKind::HuggingFace),
+            ("aux.z", |c| c.aux.z = 0.001),
+            ("aux.over_ranks", |c| c.aux.over_ranks = true),
+            ("payload", |c| c.payload = Payload::Mxfp8),
+        ];
+        let config = MoeConfig::new(64, 32, 8, 2);
+        let own = Fingerprint::of(&config);
+        assert_eq!(own, Fingerprint::of(&MoeConfig { recompute: true, ..config.clone() }), "each rank's own choice");
+        for (i, (name, change)) in changes.iter().enumerate() {
+            assert_eq!(NAMES[i], *name);
+            let mut other = config.clone();
+            change(&mut other);
+            let other = Fingerprint::of(&other);
+            assert!(own.whole != other.whole, "{name}");
+            assert_eq!(named(own, other), [*name]);
+            assert_eq!(named(other, own), [*name]);
+        }
+        let types = [own.with_tokens(DType::F32), own.with_tokens(DType::BF16)];
+        assert!(types[0].whole != types[1].whole);
+        assert_eq!(named(types[0], types[1]), [TOKENS]);
+        assert!(named(7.into(), 8.into()).is_empty());
+    }
+
+    /// So that a field that is added to the configuration is added to the names too.
+    #[test]
+    fn every_field_of_a_configuration_is_compared_here_or_by_the_dispatch() {
+        let elsewhere = ["recompute", "router.num_experts", "router.top_k", "router.expert_capacity"];
+        let config = serde_json::to_value(MoeConfig::new(64, 32, 8, 2)).expect("a value");
+        for (key, value) in config.as_object().expect("fields") {
+            let inner = value.as_object().filter(|_| ["router", "aux"].contains(&&key[..]));
+            let paths = match inner {
+                Some(fields) => fields.keys().map(|inner| format!("{key}.{inner}")).collect(),
+                None => vec![key.clone()],
+            };
+            for path in paths {
+                assert!(NAMES.contains(&&path[..]) || elsewhere.contains(&&path[..]), "{path}");
+            }
+        }
+    }
+}
