@@ -14,7 +14,7 @@ use std::path::PathBuf;
 use std::process::ExitCode;
 use std::time::Duration;
 
-use candle_core::{Tensor, Var};
+use candle_core::{Device, Tensor, Var};
 use clap::{Parser, ValueEnum};
 use moebius::MoeConfig;
 use moebius::checkpoint::Checkpoint;
@@ -25,6 +25,7 @@ use support::device::Place;
 use support::folder::{Folder, tokens};
 use support::job::{AnyError, Clock, Job, Outcome, uneven, whole_block};
 use support::names;
+use support::output::{Usage, conclude, say};
 use support::processes::Process;
 use support::quantized_payload::{TOKENS, through};
 use support::random::Random;
@@ -42,7 +43,8 @@ use support::table::{Row, natural, print_load, print_rows};
 /// and the relative error ‖a−b‖/‖b‖; then tokens per expert and the time of each stage. Gradients of parameters that
 /// every rank has are summed over the ranks, those of experts are put side by side.
 ///
-/// Exit code: 0 where everything is within tolerance, 1 where something is not, 2 where the run failed.
+/// Exit code: 0 where everything is within tolerance, 1 where something is not or the run failed, 2 for a wrong command
+/// line.
 #[derive(Debug, Parser)]
 #[command(verbatim_doc_comment)]
 struct Args {
@@ -111,14 +113,7 @@ impl From<Form> for Payload {
 }
 
 fn main() -> ExitCode {
-    match compare(&Args::parse()) {
-        Ok(true) => ExitCode::SUCCESS,
-        Ok(false) => ExitCode::from(1),
-        Err(e) => {
-            eprintln!("dense_reference: {e}");
-            ExitCode::from(2)
-        }
-    }
+    conclude(compare(&Args::parse()))
 }
 
 /// Runs the layer and its references; true where all results agree.
@@ -127,6 +122,7 @@ fn compare(args: &Args) -> Result<bool, AnyError> {
         let dir = args.checkpoint.display();
         return Err(format!("{dir}: no checkpoint folder (no config.json); name one with --checkpoint DIR").into());
     }
+    check_framework(args)?;
     let process = args.processes.then(|| process(args)).transpose()?;
     let default = if args.device == Place::Cpu { 4 } else { 1 };
     let ranks = process.as_ref().map(|process| process.world).or(args.ranks).unwrap_or(default);
@@ -138,9 +134,13 @@ fn compare(args: &Args) -> Result<bool, AnyError> {
     let golden = folder.golden.as_ref().filter(|_| args.tokens.is_none() && Some(layer) == first);
     let experts = config.router.num_experts;
     if ranks == 0 || !experts.is_multiple_of(ranks) {
-        return Err(format!("--ranks: expected a divisor of {experts} experts, found {ranks}").into());
+        return Err(Usage(format!("--ranks: expected a divisor of {experts} experts, found {ranks}")).into());
     }
     let job = job(args, (&folder, ranks), layer, config.hidden, golden)?;
+    let devices = match (args.framework, &process) {
+        (Framework::Candle, None) => args.device.open(ranks)?,
+        _ => Vec::new(),
+    };
     if process.as_ref().is_none_or(|process| process.rank == 0) {
         print_header(&folder, &config, &job);
     }
@@ -156,7 +156,7 @@ fn compare(args: &Args) -> Result<bool, AnyError> {
         },
         #[cfg(not(feature = "candle"))]
         Some(_) => return Ok(false),
-        None => run(args, &job)?,
+        None => run(args, &job, &devices)?,
     };
     let mut clock = Clock::start();
     let reference = Reference::run(&job, &found)?;
@@ -166,25 +166,25 @@ fn compare(args: &Args) -> Result<bool, AnyError> {
     let rows = rows(&folder, &config, golden, &found, &reference)?;
     print_rows(&rows, args.rows, ALWAYS_SHOWN);
     if reference.near_ties > 0 {
-        println!(
+        say(format_args!(
             "{} tokens' routing is tied within {NEAR_TIE:.0e}: the reference follows the layer",
             reference.near_ties
-        );
+        ));
     }
-    println!("\ntokens per expert");
+    say("\ntokens per expert");
     print_load(&found.tokens_per_expert);
-    println!("\ntime (slowest rank)");
+    say("\ntime (slowest rank)");
     for (stage, time) in found.times.iter().chain(&clock.laps) {
-        println!("  {stage:20} {:>10.3} ms", time.as_secs_f64() * 1e3);
+        say(format_args!("  {stage:20} {:>10.3} ms", time.as_secs_f64() * 1e3));
     }
-    println!("of forward and backward, waiting for other ranks included");
+    say("of forward and backward, waiting for other ranks included");
     for (stage, time) in stages.slowest() {
-        println!("  {stage:20} {:>10.3} ms", time.as_secs_f64() * 1e3);
+        say(format_args!("  {stage:20} {:>10.3} ms", time.as_secs_f64() * 1e3));
     }
     let failed = rows.iter().filter(|r| !r.ok()).count();
     match failed {
-        0 => println!("\nall {} results within tolerance", rows.len()),
-        _ => println!("\n{failed} of {} results over tolerance", rows.len()),
+        0 => say(format_args!("\nall {} results within tolerance", rows.len())),
+        _ => say(format_args!("\n{failed} of {} results over tolerance", rows.len())),
     }
     Ok(failed == 0)
 }
@@ -192,34 +192,47 @@ fn compare(args: &Args) -> Result<bool, AnyError> {
 /// This process's place among those that a launcher has started.
 fn process(args: &Args) -> Result<Process, AnyError> {
     if args.framework != Framework::Candle || args.device != Place::Cuda {
-        return Err("--processes: give --framework candle and --device cuda".into());
+        return Err(Usage::from("--processes: give --framework candle and --device cuda").into());
     }
     let process = Process::join(Duration::from_secs(args.timeout))?;
     match args.ranks {
         Some(ranks) if ranks != process.world => {
-            Err(format!("--ranks {ranks}: the launcher has started {}", process.world).into())
+            Err(Usage(format!("--ranks {ranks}: the launcher has started {}", process.world)).into())
         }
         _ => Ok(process),
     }
 }
 
+/// Refuses what this build has not.
+fn check_framework(args: &Args) -> Result<(), Usage> {
+    let missing = match (args.framework, args.device) {
+        (Framework::Candle, _) => (!cfg!(feature = "candle")).then_some("candle"),
+        (Framework::Burn, Place::Cpu) => (!cfg!(feature = "burn")).then_some("burn"),
+        (Framework::Burn, Place::Cuda) => (!cfg!(feature = "burn-cuda")).then_some("burn-cuda"),
+    };
+    let device = if args.device == Place::Cuda { " --device cuda" } else { "" };
+    let framework = format!("{:?}", args.framework).to_lowercase();
+    match missing {
+        Some(feature) => Err(format!("--framework {framework}{device}: build with --features {feature}").into()),
+        None => Ok(()),
+    }
+}
+
 /// The layer, through the framework that was asked for.
 #[cfg_attr(
-    not(any(feature = "candle", feature = "burn")),
-    expect(unused_variables, reason = "no framework is built in")
+    not(feature = "candle"),
+    allow(unused_variables, reason = "devices are candle's, and no framework may be built in")
 )]
-fn run(args: &Args, job: &Job) -> Result<Outcome, AnyError> {
+fn run(args: &Args, job: &Job, devices: &[Device]) -> Result<Outcome, AnyError> {
     match args.framework {
         #[cfg(feature = "candle")]
-        Framework::Candle => support::run_candle::run_on(job, &args.device.open(job.split.len())?),
+        Framework::Candle => support::run_candle::run_on(job, devices),
         #[cfg(feature = "burn")]
         Framework::Burn if args.device == Place::Cpu => support::run_burn::run(job),
         #[cfg(feature = "burn-cuda")]
         Framework::Burn => support::run_burn::run_on_gpu(job),
-        #[cfg(all(feature = "burn", not(feature = "burn-cuda")))]
-        Framework::Burn => Err("--device cuda --framework burn: build with --features burn-cuda".into()),
         #[allow(unreachable_patterns, reason = "reachable where a framework is not built in")]
-        other => Err(format!("this build has no {other:?}: add --features {other:?}").to_lowercase().into()),
+        other => Err(format!("{other:?} is not in this build").into()),
     }
 }
 
@@ -259,11 +272,14 @@ fn print_header(folder: &Folder, config: &MoeConfig, job: &Job) {
     let shared = config.shared.map_or(String::new(), |s| {
         format!(", shared expert {}{}", s.intermediate, if s.gated { " (gated)" } else { "" })
     });
-    println!("{} ({}), layer {}, {}", job.dir.display(), folder.model_type, job.layer, folder.dtype);
-    println!("hidden {}, {} experts of {}, top {}{shared}", config.hidden, r.num_experts, config.intermediate, r.top_k);
-    println!("routing {:?}, activation {:?}", r.score, config.activation);
+    say(format_args!("{} ({}), layer {}, {}", job.dir.display(), folder.model_type, job.layer, folder.dtype));
+    say(format_args!(
+        "hidden {}, {} experts of {}, top {}{shared}",
+        config.hidden, r.num_experts, config.intermediate, r.top_k
+    ));
+    say(format_args!("routing {:?}, activation {:?}", r.score, config.activation));
     let form = if job.token_payload == Payload::Plain { String::new() } else { format!(" in {:?}", job.token_payload) };
-    println!("{} ranks, tokens {:?}{form}\n", job.split.len(), job.split);
+    say(format_args!("{} ranks, tokens {:?}{form}\n", job.split.len(), job.split));
 }
 
 /// Output, gradient of the input and of the router's weight.
@@ -399,7 +415,8 @@ mod tests {
         let number = checkpoint.moe_layers()[0];
         let config = checkpoint.block_config(number).unwrap();
         let job = job(&args, (&folder, 4), number, config.hidden, folder.golden.as_ref()).unwrap();
-        let found = run(&args, &Job { token_payload: layer.into(), ..job.clone() }).unwrap();
+        let devices = args.device.open(4).unwrap();
+        let found = run(&args, &Job { token_payload: layer.into(), ..job.clone() }, &devices).unwrap();
         let reference = Reference::run(&Job { token_payload: reference.into(), ..job }, &found).unwrap();
         let rows = rows(&folder, &config, None, &found, &reference).unwrap();
         assert!(rows.len() > 4);

@@ -4,22 +4,28 @@
 //! cargo run --release --example inspect -- tests/golden/deepseek_v3 --ranks 4
 //! ```
 
-use std::fmt::Display;
-use std::io::Write;
+#[path = "support/output.rs"]
+mod output;
+
+use std::error::Error;
 use std::path::PathBuf;
 use std::process::ExitCode;
 
-use clap::Parser;
+use clap::{Parser, ValueEnum};
 use moebius::checkpoint::{BlockBytes, Checkpoint, Form, LoadOptions, OpenOptions};
 use moebius::config::{Activation, GroupScore, MoeConfig, RouterConfig, Score, WeightAt};
 use moebius::ep::DispatcherKind;
 use moebius::layer::StepSizes;
 use moebius::{DType, Result};
 
+use output::{Usage, conclude, say};
+
 /// Prints a checkpoint's family, routing formula and shapes, and what each rank would load.
 ///
 /// Reads config.json and the headers of the safetensors files only, so it is quick on a checkpoint of any size. Every
 /// tensor of every Mixture-of-Experts block is checked by name, shape and type; what does not fit is an error.
+///
+/// Exit code: 0, 1 for an error, 2 for a wrong command line.
 #[derive(Parser)]
 #[command(version)]
 struct Arguments {
@@ -27,7 +33,7 @@ struct Arguments {
     #[arg(default_value = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/golden/qwen3_moe"))]
     checkpoint: PathBuf,
     /// Ranks that share the experts of each block; must divide their number.
-    #[arg(short, long, default_value_t = 1, value_name = "R")]
+    #[arg(short, long, default_value_t = 1, value_name = "R", value_parser = ranks)]
     ranks: usize,
     /// Floating type to load as; by default as stored (bf16 or f32 for quantized weights).
     #[arg(short, long, value_name = "TYPE", value_parser = ["f64", "f32", "f16", "bf16"])]
@@ -36,8 +42,8 @@ struct Arguments {
     #[arg(short, long, value_name = "T", value_parser = clap::value_parser!(u32).range(..1 << 31))]
     tokens: Option<u32>,
     /// How tokens travel in that step.
-    #[arg(long, default_value = "all-to-all", value_parser = ["all-to-all", "all-gather"])]
-    dispatcher: String,
+    #[arg(long, value_enum, default_value_t = Dispatcher::AllToAll)]
+    dispatcher: Dispatcher,
     /// List the tensors of this layer's block.
     #[arg(short, long, value_name = "L")]
     layer: Option<usize>,
@@ -46,32 +52,56 @@ struct Arguments {
     follow_links: bool,
 }
 
-/// A line of the output. Whoever has read enough of it and closes it (`| head`) is no failure.
-fn say(line: impl Display) {
-    match writeln!(std::io::stdout(), "{line}") {
-        Ok(()) => {}
-        Err(error) if error.kind() == std::io::ErrorKind::BrokenPipe => std::process::exit(0),
-        Err(error) => {
-            eprintln!("error: {error}");
-            std::process::exit(1);
-        }
-    }
+/// Names as `MOEBIUS_EP` has them; the other spelling is taken too.
+#[derive(Clone, Copy, PartialEq, Eq, ValueEnum)]
+#[value(rename_all = "snake_case")]
+enum Dispatcher {
+    /// Each (token, destination rank) travels once
+    #[value(alias = "all-to-all")]
+    AllToAll,
+    /// Every rank gets all tokens
+    #[value(alias = "all-gather")]
+    AllGather,
+}
+
+fn ranks(text: &str) -> std::result::Result<usize, String> {
+    text.parse().ok().filter(|ranks| *ranks > 0).ok_or_else(|| "expected a number of at least 1".to_string())
 }
 
 fn main() -> ExitCode {
-    match run(&Arguments::parse()) {
-        Ok(()) => ExitCode::SUCCESS,
-        Err(error) => {
-            eprintln!("error: {error}");
-            ExitCode::FAILURE
-        }
-    }
+    conclude(run(&Arguments::parse()).map(|()| true))
 }
 
-fn run(arguments: &Arguments) -> Result<()> {
+type AnyError = Box<dyn Error + Send + Sync>;
+
+/// What a command line asks for that this checkpoint has not, before anything is printed.
+fn check(arguments: &Arguments, checkpoint: &Checkpoint) -> std::result::Result<(), AnyError> {
+    let layers = checkpoint.moe_layers();
+    if let Some(layer) = arguments.layer.filter(|layer| !layers.contains(layer)) {
+        let text = format!("--layer {layer}: expected a layer with a Mixture-of-Experts block, {}", ranges(layers));
+        return Err(Usage(text).into());
+    }
+    for &layer in layers {
+        let experts = checkpoint.block_config(layer)?.router.num_experts;
+        if !experts.is_multiple_of(arguments.ranks) {
+            let text = format!("--ranks {}: expected a divisor of {experts} experts (layer {layer})", arguments.ranks);
+            return Err(Usage(text).into());
+        }
+    }
+    Ok(())
+}
+
+fn run(arguments: &Arguments) -> std::result::Result<(), AnyError> {
+    if arguments.checkpoint.is_file() {
+        let file = arguments.checkpoint.display();
+        return Err(
+            format!("{file}: expected a checkpoint's folder, found a file; name the folder that it is in").into()
+        );
+    }
     let mut open = OpenOptions::default();
     open.follow_links = arguments.follow_links;
     let checkpoint = Checkpoint::open_with(&arguments.checkpoint, open)?;
+    check(arguments, &checkpoint)?;
     let dtype = arguments.dtype.as_deref().map(|name| match name {
         "f64" => DType::F64,
         "f32" => DType::F32,
@@ -122,14 +152,14 @@ fn run(arguments: &Arguments) -> Result<()> {
         let dtype = dtype.or(checkpoint.model_dtype()).unwrap_or(DType::BF16);
         plan(arguments, tokens as usize, &config, dtype, layers.len());
     }
-    arguments.layer.map_or(Ok(()), |layer| list(&checkpoint, layer))
+    Ok(arguments.layer.map_or(Ok(()), |layer| list(&checkpoint, layer))?)
 }
 
 /// What a step takes, evenly routed and at worst.
 fn plan(arguments: &Arguments, tokens: usize, config: &MoeConfig, dtype: DType, layers: usize) {
-    let kind = match arguments.dispatcher.as_str() {
-        "all-gather" => DispatcherKind::AllGather,
-        _ => DispatcherKind::AllToAll,
+    let kind = match arguments.dispatcher {
+        Dispatcher::AllGather => DispatcherKind::AllGather,
+        Dispatcher::AllToAll => DispatcherKind::AllToAll,
     };
     let shape = (tokens, arguments.ranks);
     let cases = [

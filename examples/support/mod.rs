@@ -7,6 +7,7 @@ pub mod device;
 pub mod folder;
 pub mod job;
 pub mod names;
+pub mod output;
 pub mod processes;
 pub mod quantized_payload;
 pub mod random;

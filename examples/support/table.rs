@@ -1,6 +1,7 @@
 //! What the reference comparison prints.
 
 use super::compare::Difference;
+use super::output::say;
 
 /// One result against its references.
 #[derive(Debug, Clone)]
@@ -35,11 +36,11 @@ impl Row {
 /// counted.
 pub fn print_rows(rows: &[Row], limit: usize, always: usize) {
     let width = rows.iter().map(|r| r.name.chars().count()).max().unwrap_or(0).max(24);
-    println!("{:width$}  {:^21}  {:^21}", "", "against dense", "against golden");
-    println!(
+    say(format_args!("{:width$}  {:^21}  {:^21}", "", "against dense", "against golden"));
+    say(format_args!(
         "{:width$}  {:>10} {:>10}  {:>10} {:>10}  {:>9}",
         "", "max abs", "relative", "max abs", "relative", "tolerance"
-    );
+    ));
     let always = always.min(rows.len());
     let mut by_error: Vec<usize> = (always..rows.len()).collect();
     // Failures first, then by error.
@@ -57,10 +58,10 @@ pub fn print_rows(rows: &[Row], limit: usize, always: usize) {
     for row in shown.iter().map(|&i| &rows[i]) {
         let verdict = if row.ok() { "ok" } else { "FAIL" };
         let (dense, golden) = (cell(row.dense), cell(row.golden));
-        println!("{:width$}  {dense}  {golden}  {:>9.0e}  {verdict}", row.name, row.tolerance);
+        say(format_args!("{:width$}  {dense}  {golden}  {:>9.0e}  {verdict}", row.name, row.tolerance));
     }
     if rows.len() > shown.len() {
-        println!("{} smaller errors not shown (--rows {} shows all)", rows.len() - shown.len(), rows.len());
+        say(format_args!("{} smaller errors not shown (--rows {} shows all)", rows.len() - shown.len(), rows.len()));
     }
 }
 
@@ -69,11 +70,11 @@ pub fn print_load(tokens_per_expert: &[usize]) {
     const WIDTH: usize = 40;
     let most = tokens_per_expert.iter().copied().max().unwrap_or(0).max(1);
     for (expert, &tokens) in tokens_per_expert.iter().enumerate() {
-        println!("  expert {expert:>3} {tokens:>6} {}", "█".repeat((tokens * WIDTH).div_ceil(most)));
+        say(format_args!("  expert {expert:>3} {tokens:>6} {}", "█".repeat((tokens * WIDTH).div_ceil(most))));
     }
     let total: usize = tokens_per_expert.iter().sum();
     let mean = total as f64 / tokens_per_expert.len().max(1) as f64;
-    println!("  {total} choices, most/mean {:.2}", if mean > 0.0 { most as f64 / mean } else { 0.0 });
+    say(format_args!("  {total} choices, most/mean {:.2}", if mean > 0.0 { most as f64 / mean } else { 0.0 }));
 }
 
 /// Key that sorts `experts.10` after `experts.2`.

@@ -15,6 +15,8 @@ mod dense;
 mod device;
 mod lm;
 mod mesh;
+#[path = "../support/output.rs"]
+mod output;
 mod plot;
 mod process;
 #[path = "../support/processes.rs"]
@@ -31,7 +33,7 @@ mod twin;
 mod world;
 
 use std::error::Error;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::time::Instant;
 
@@ -43,6 +45,7 @@ use device::Place;
 use lm::{Settings, Step, fingerprint, shares};
 use mesh::Mesh;
 use moebius::etp::Payload;
+use output::{Usage, say};
 
 /// Largest relative difference between the gradients of the ranks and of the twin: rounding in f32 over a backward
 /// pass of some ten layers, whose sums are over up to 1024 tokens in different orders (√1024 · 2⁻²⁴ ≈ 2e-6 each).
@@ -51,6 +54,11 @@ const TOLERANCE: f64 = 1e-5;
 const LEAST_SHARE: f64 = 0.01;
 /// Steps at the end over which loss and shares are taken.
 const TAIL: usize = 20;
+/// What the loss is below after so many steps, with every other option at its default.
+const MAX_LOSS: f64 = 2.4;
+const MAX_LOSS_STEPS: usize = 500;
+/// What is written to `--out`.
+const PLOTS: [&str; 2] = ["loss.png", "expert-load.png"];
 /// More would take gigabytes.
 const MOST_EXPERTS: usize = 1024;
 
@@ -58,6 +66,8 @@ const MOST_EXPERTS: usize = 1024;
 ///
 /// Fails where a gradient differs from the dense twin's by more than 1e-5, the loss does not fall below --max-loss,
 /// or an expert ends with less than 1 % of the load.
+///
+/// Exit code: 0 where all of that holds, 1 where something does not or the run failed, 2 for a wrong command line.
 #[derive(Debug, Clone, Parser)]
 struct Args {
     /// Host framework.
@@ -97,7 +107,7 @@ struct Args {
     #[arg(long, value_enum, default_value = "cpu")]
     device: Place,
     /// Training steps.
-    #[arg(long, default_value_t = 500)]
+    #[arg(long, default_value_t = MAX_LOSS_STEPS)]
     steps: usize,
     /// Text to train on [default: this crate's own sources].
     #[arg(long)]
@@ -108,9 +118,10 @@ struct Args {
     /// Seed of the first weights and of the batches.
     #[arg(long, default_value_t = 1)]
     seed: u64,
-    /// The mean loss of the last 20 steps must be below this (nats per byte; a uniform guess has 5.55).
-    #[arg(long, default_value_t = 2.4)]
-    max_loss: f64,
+    /// The mean loss of the last 20 steps must be below this (nats per byte; a uniform guess has 5.55) [default: 2.4
+    /// from 500 steps on; a shorter run's loss is not checked].
+    #[arg(long)]
+    max_loss: Option<f64>,
     /// Steps from one comparison with the twin to the next.
     #[arg(long, default_value_t = 1)]
     check_every: usize,
@@ -153,7 +164,12 @@ impl Form {
 }
 
 impl Args {
-    fn mesh(&self) -> Result<Mesh, String> {
+    /// What the loss must be below at the end, where that can be asked of a run of this length.
+    fn loss_bound(&self) -> Option<f64> {
+        self.max_loss.or((self.steps >= MAX_LOSS_STEPS).then_some(MAX_LOSS))
+    }
+
+    fn mesh(&self) -> Result<Mesh, Usage> {
         let default = match (self.device, self.etp) {
             (Place::Cpu, None) => 2,
             (Place::Cpu, Some(_)) => 4,
@@ -162,21 +178,38 @@ impl Args {
         };
         let ranks = self.ranks.unwrap_or(default);
         let ep = self.ep.unwrap_or(if self.etp.is_some() { 1 } else { ranks });
-        if ranks == 0 || ep == 0 || !self.experts.is_multiple_of(ep) {
-            return Err(format!("{ep} of {ranks} ranks do not divide --experts {}", self.experts));
+        for (name, value) in [("--ranks", ranks), ("--ep", ep), ("--etp", self.etp.unwrap_or(1))] {
+            if value == 0 {
+                return Err(format!("{name}: expected at least 1, found 0").into());
+            }
         }
-        let each = ep.checked_mul(self.etp.unwrap_or(1)).filter(|each| *each > 0 && ranks.is_multiple_of(*each));
-        if each.is_none() {
-            return Err(format!("--ep {ep} times --etp {} does not divide --ranks {ranks}", self.etp.unwrap_or(1)));
+        let given = match self.ranks {
+            Some(_) if self.processes => format!("the {ranks} ranks that the launcher has started"),
+            Some(_) => format!("--ranks {ranks}"),
+            None => format!("the {ranks} ranks that are the default (give --ranks)"),
+        };
+        if !self.experts.is_multiple_of(ep) {
+            // Without --etp all ranks share the experts.
+            let parts = if self.ep.is_some() { format!("--ep {ep}") } else { given };
+            return Err(format!("--experts {}: expected a multiple of {parts}", self.experts).into());
+        }
+        let etp = self.etp.unwrap_or(1);
+        if !ep.checked_mul(etp).is_some_and(|each| ranks.is_multiple_of(each)) {
+            let each = if self.ep.is_some() { format!("--ep {ep} times --etp {etp}") } else { format!("--etp {etp}") };
+            return Err(format!("{each} does not divide {given}").into());
         }
         Ok(Mesh { ranks, ep, etp: self.etp, engines: self.copy_engines })
     }
 
-    fn settings(&self) -> Result<Settings, String> {
+    fn settings(&self) -> Result<Settings, Usage> {
         let mesh = self.mesh()?;
-        if self.microbatches == 0 || self.batch / mesh.ranks < self.microbatches {
-            let each = format!("--ranks {} times --microbatches {}", mesh.ranks, self.microbatches);
-            return Err(format!("--batch {} is less than {each}", self.batch));
+        if self.microbatches == 0 {
+            return Err("--microbatches: expected at least 1, found 0".into());
+        }
+        if self.batch / mesh.ranks < self.microbatches {
+            let least = mesh.ranks.saturating_mul(self.microbatches);
+            let each = format!("one for each of {} ranks and {} microbatches", mesh.ranks, self.microbatches);
+            return Err(format!("--batch {}: expected at least {least} sequences, {each}", self.batch).into());
         }
         let candle_only =
             self.etp.is_some() || self.microbatches > 1 || self.clip.is_some() || self.token_payload != Form::Plain;
@@ -193,7 +226,7 @@ impl Args {
                 _ if on_gpu && ranks != 1 => {
                     let text =
                         "--framework burn --device cuda: a GPU is one rank; give --framework candle, or --ranks 1";
-                    return Err(format!("{text} instead of {ranks}"));
+                    return Err(format!("{text} instead of {ranks}").into());
                 }
                 _ => {}
             }
@@ -212,7 +245,7 @@ impl Args {
         }
         if !(2..=MOST_EXPERTS).contains(&self.experts) || self.check_every == 0 || self.steps == 0 {
             let experts = format!("--experts must be in 2..={MOST_EXPERTS}");
-            return Err(format!("{experts}, --check-every and --steps at least 1"));
+            return Err(format!("{experts}, --check-every and --steps at least 1").into());
         }
         Ok(Settings {
             mesh,
@@ -252,14 +285,7 @@ fn limit_threads() {
 
 fn main() -> ExitCode {
     limit_threads();
-    match run(&Args::parse()) {
-        Ok(true) => ExitCode::SUCCESS,
-        Ok(false) => ExitCode::FAILURE,
-        Err(e) => {
-            eprintln!("error: {e}");
-            ExitCode::FAILURE
-        }
-    }
+    output::conclude(run(&Args::parse()))
 }
 
 fn run(args: &Args) -> Result<bool, Failure> {
@@ -267,6 +293,7 @@ fn run(args: &Args) -> Result<bool, Failure> {
         return run_process(args);
     }
     let settings = args.settings()?;
+    check_out(&args.out)?;
     let devices = match args.framework {
         Framework::Candle => args.device.open(settings.mesh.ranks)?,
         Framework::Burn => Vec::new(),
@@ -295,7 +322,7 @@ fn run(args: &Args) -> Result<bool, Failure> {
 /// The same as one rank of several processes.
 fn run_process(args: &Args) -> Result<bool, Failure> {
     if args.framework != Framework::Candle || args.device != Place::Cuda {
-        return Err("--processes: give --framework candle and --device cuda".into());
+        return Err(Usage::from("--processes: give --framework candle and --device cuda").into());
     }
     let process = processes::Process::join(ranks::TIMEOUT)?;
     if let Some(ranks) = args.ranks.filter(|ranks| *ranks != process.world) {
@@ -305,6 +332,7 @@ fn run_process(args: &Args) -> Result<bool, Failure> {
     let (corpus, params) = (Corpus::load(args.text.as_deref())?, lm::initial(&settings));
     let speaks = process.rank == 0;
     if speaks {
+        check_out(&args.out)?;
         print_header(&settings, &corpus);
     }
     let mut progress = Progress::start(&settings)?;
@@ -318,9 +346,25 @@ fn run_process(args: &Args) -> Result<bool, Failure> {
     if speaks { conclude(args, &settings, progress) } else { Ok(true) }
 }
 
+/// Whether the plots can be written, before there is anything to plot.
+fn check_out(out: &Path) -> Result<(), Failure> {
+    let refused = |path: &Path, e: std::io::Error| Failure::from(format!("--out: {}: {e}", path.display()));
+    std::fs::create_dir_all(out).map_err(|e| refused(out, e))?;
+    for plot in PLOTS.map(|name| out.join(name)) {
+        match std::fs::OpenOptions::new().write(true).open(&plot) {
+            Ok(_) => {}
+            Err(e) if e.kind() == std::io::ErrorKind::NotFound => {
+                tempfile::tempfile_in(out).map(drop).map_err(|e| refused(out, e))?;
+            }
+            Err(e) => return Err(refused(&plot, e)),
+        }
+    }
+    Ok(())
+}
+
 fn print_header(settings: &Settings, corpus: &Corpus) {
     let mesh = settings.mesh;
-    println!(
+    say(format_args!(
         "{} bytes of text; {} layers, hidden {}, {} experts top-{}, {} ranks, {} sequences of {} bytes a step",
         corpus.len(),
         settings.layers,
@@ -330,13 +374,13 @@ fn print_header(settings: &Settings, corpus: &Corpus) {
         mesh.ranks,
         settings.batch,
         settings.context
-    );
+    ));
     if mesh.etp.is_some() {
         let engines = if mesh.engines { ", shards and their gradients by copy engines" } else { "" };
-        println!("EP {} x ETP {} x {} replicas{engines}", mesh.ep, mesh.shards(), mesh.replicas());
+        say(format_args!("EP {} x ETP {} x {} replicas{engines}", mesh.ep, mesh.shards(), mesh.replicas()));
     }
     if settings.token_payload != Payload::Plain {
-        println!("tokens travel in {:?}", settings.token_payload);
+        say(format_args!("tokens travel in {:?}", settings.token_payload));
     }
 }
 
@@ -366,11 +410,11 @@ impl Progress {
 fn conclude(args: &Args, settings: &Settings, progress: Progress) -> Result<bool, Failure> {
     let Progress { bar, started, steps } = progress;
     bar.finish_and_clear();
-    println!("{} steps in {:.1} s", steps.len(), started.elapsed().as_secs_f64());
-    std::fs::create_dir_all(&args.out).map_err(|e| format!("{}: {e}", args.out.display()))?;
-    plot::loss(&args.out.join("loss.png"), &steps, args.max_loss)?;
-    plot::expert_load(&args.out.join("expert-load.png"), &steps, LEAST_SHARE)?;
-    println!("plots: {0}/loss.png, {0}/expert-load.png", args.out.display());
+    say(format_args!("{} steps in {:.1} s", steps.len(), started.elapsed().as_secs_f64()));
+    let [loss, load] = PLOTS.map(|name| args.out.join(name));
+    plot::loss(&loss, &steps, args.loss_bound())?;
+    plot::expert_load(&load, &steps, LEAST_SHARE)?;
+    say(format_args!("plots: {0}/loss.png, {0}/expert-load.png", args.out.display()));
     if let Some(last) = steps.last().filter(|last| !last.costs.is_empty()) {
         sharded::print(&last.costs);
     }
@@ -383,7 +427,7 @@ fn verdict(args: &Args, settings: &Settings, steps: &[Step]) -> bool {
     let mut good = true;
     let mut line = |met: bool, text: String| {
         good &= met;
-        println!("{} {text}", if met { "ok    " } else { "FAILED" });
+        say(format_args!("{} {text}", if met { "ok    " } else { "FAILED" }));
     };
     let checks = || steps.iter().filter_map(|s| Some((s.step, s.twin.as_ref()?)));
     let worst = checks().max_by(|a, b| a.1.error.total_cmp(&b.1.error));
@@ -399,15 +443,21 @@ fn verdict(args: &Args, settings: &Settings, steps: &[Step]) -> bool {
     let losses = fingerprint(steps.iter().map(|s| s.loss.to_bits()));
     let weights =
         checks().next_back().map(|(step, twin)| format!(", of the weights before step {step} {:016x}", twin.weights));
-    println!("       fingerprint of the losses {losses:016x}{}", weights.unwrap_or_default());
+    say(format_args!("       fingerprint of the losses {losses:016x}{}", weights.unwrap_or_default()));
     if let Some(most) = settings.clip {
         let norms = || steps.iter().filter_map(|s| s.norm);
         let clipped = norms().filter(|norm| *norm > most).count();
-        println!("       gradients clipped to a norm of {most} in {clipped} steps of {}", norms().count());
+        say(format_args!("       gradients clipped to a norm of {most} in {clipped} steps of {}", norms().count()));
     }
     let loss = tail.iter().map(|s| s.loss).sum::<f64>() / tail.len().max(1) as f64;
     let first = steps.first().map_or(f64::NAN, |s| s.loss);
-    line(loss < args.max_loss, format!("loss fell from {first:.3} to {loss:.3}; bound {}", args.max_loss));
+    let text = format!("loss went from {first:.3} to {loss:.3}");
+    match args.loss_bound() {
+        Some(bound) => line(loss < bound, format!("{text}; bound {bound}")),
+        None => say(format_args!(
+            "       {text}: not checked, as the bound of {MAX_LOSS} is one for {MAX_LOSS_STEPS} steps (--max-loss gives another)"
+        )),
+    }
     for layer in 0..settings.layers {
         let shares = shares(tail, layer);
         let least = shares.iter().copied().fold(f64::INFINITY, f64::min);

@@ -22,11 +22,11 @@ fn font() -> Fallible {
 }
 
 /// Loss by step, with the twin's values at the steps it was computed.
-pub fn loss(path: &Path, steps: &[Step], bound: f64) -> Fallible {
+pub fn loss(path: &Path, steps: &[Step], bound: Option<f64>) -> Fallible {
     font()?;
     let root = BitMapBackend::new(path, SIZE).into_drawing_area();
     root.fill(&WHITE)?;
-    let top = steps.iter().map(|s| s.loss).fold(bound, f64::max) * 1.05;
+    let top = steps.iter().map(|s| s.loss).fold(bound.unwrap_or(0.0), f64::max) * 1.05;
     let mut chart = ChartBuilder::on(&root)
         .caption("Loss", ("sans-serif", 24))
         .margin(15)
@@ -45,10 +45,12 @@ pub fn loss(path: &Path, steps: &[Step], bound: f64) -> Fallible {
         .draw_series(twins.map(|at| Circle::new(at, 4, RED.stroke_width(1))))?
         .label("dense twin, same weights")
         .legend(|(x, y)| Circle::new((x + 10, y), 4, RED.stroke_width(1)));
-    chart
-        .draw_series(LineSeries::new([(0, bound), (steps.len(), bound)], BLACK.mix(0.5)))?
-        .label(format!("bound {bound}"))
-        .legend(|(x, y)| PathElement::new([(x, y), (x + 20, y)], BLACK.mix(0.5)));
+    if let Some(bound) = bound {
+        chart
+            .draw_series(LineSeries::new([(0, bound), (steps.len(), bound)], BLACK.mix(0.5)))?
+            .label(format!("bound {bound}"))
+            .legend(|(x, y)| PathElement::new([(x, y), (x + 20, y)], BLACK.mix(0.5)));
+    }
     let labels = SeriesLabelPosition::UpperRight;
     chart.configure_series_labels().position(labels).background_style(WHITE.mix(0.8)).border_style(BLACK).draw()?;
     root.present()?;

@@ -15,6 +15,7 @@ use moebius::layer::Layer;
 use crate::Failure;
 use crate::lm::{Param, is_share};
 use crate::mesh::Mesh;
+use crate::output::say;
 
 /// What a layer is made from.
 pub struct Parts<'a> {
@@ -151,8 +152,8 @@ impl Cost {
 
 /// Prints a table of the ranks' costs.
 pub fn print(costs: &[Cost]) {
-    println!("memory of the expert weights in KiB, and bytes moved per element and microbatch");
-    println!("rank  shards  AdamW  main gradients  quantized  gathered  gradients  reduced  total  bytes/element");
+    say("memory of the expert weights in KiB, and bytes moved per element and microbatch");
+    say("rank  shards  AdamW  main gradients  quantized  gathered  gradients  reduced  total  bytes/element");
     for (rank, cost) in costs.iter().enumerate() {
         let m = &cost.memory;
         // Two moments in the shards' own type.
@@ -160,11 +161,11 @@ pub fn print(costs: &[Cost]) {
         let parts = [cost.shards, 2 * cost.shards, m.main, quantized, m.gathered, m.gradients, m.reduced];
         let total = parts.iter().sum::<usize>();
         let [shards, adam, main, quantized, gathered, gradients, reduced] = parts.map(|bytes| bytes as f64 / 1024.0);
-        println!(
+        say(format_args!(
             "{rank:>4} {shards:>7.0} {adam:>6.0} {main:>15.0} {quantized:>10.0} {gathered:>9.0} {gradients:>10.0} {reduced:>8.0} \
              {:>6.0} {:>14.3}",
             total as f64 / 1024.0,
             cost.moved
-        );
+        ));
     }
 }

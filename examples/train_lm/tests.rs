@@ -131,7 +131,7 @@ fn copy_engines_without_gpus() {
     #[cfg(feature = "nccl")]
     {
         let args = ["train_lm", "--copy-engines", "--etp", "1", "--device", "cuda"];
-        assert!(Args::parse_from(args).settings().unwrap_err().contains("--etp 2 or more"));
+        assert!(Args::parse_from(args).settings().unwrap_err().0.contains("--etp 2 or more"));
     }
 }
 
@@ -176,16 +176,22 @@ fn memory_and_traffic() {
 fn arguments_that_cannot_be() {
     let refused = |arguments: &[&str]| {
         let all = ["train_lm"].iter().chain(arguments);
-        Args::try_parse_from(all).map_err(|e| e.to_string()).and_then(|args| args.settings()).map(drop).unwrap_err()
+        let parsed = Args::try_parse_from(all).map_err(|e| e.to_string());
+        parsed.and_then(|args| args.settings().map_err(|e| e.0)).map(drop).unwrap_err()
     };
     for (arguments, word) in [
         (&["--experts", "1000000", "--ranks", "1"][..], "--experts must be in 2..=1024"),
         (&["--experts", "0"], "--experts"),
         (&["--steps", "0"], "--steps"),
-        (&["--ranks", "3"], "3 ranks"),
-        (&["--batch", "1"], "--batch 1"),
-        (&["--microbatches", "0"], "--microbatches 0"),
-        (&["--etp", "0"], "--etp 0"),
+        (&["--ranks", "3"], "--experts 8: expected a multiple of --ranks 3"),
+        (&["--experts", "7"], "--experts 7: expected a multiple of the 2 ranks that are the default"),
+        (&["--ranks", "0"], "--ranks: expected at least 1, found 0"),
+        (&["--etp", "3"], "--etp 3 does not divide the 4 ranks that are the default (give --ranks)"),
+        (&["--etp", "2", "--ep", "4"], "--ep 4 times --etp 2 does not divide the 4 ranks"),
+        (&["--etp", "2", "--ep", "3", "--ranks", "6"], "--experts 8: expected a multiple of --ep 3"),
+        (&["--batch", "1"], "--batch 1: expected at least 2 sequences, one for each of 2 ranks and 1 microbatches"),
+        (&["--microbatches", "0"], "--microbatches: expected at least 1, found 0"),
+        (&["--etp", "0"], "--etp: expected at least 1, found 0"),
         (&["--clip", "NaN"], "--clip"),
         (&["--copy-engines"], "--etp"),
         (&["--copy-engines", "--etp", "2"], "--copy-engines: give --device cuda"),
@@ -195,6 +201,35 @@ fn arguments_that_cannot_be() {
         let text = refused(arguments);
         assert!(text.contains(word), "{arguments:?}: {text}");
     }
+}
+
+/// What cannot be written is found before training, which would take days here.
+#[test]
+fn outputs_are_checked_first() {
+    let folder = tempfile::tempdir().unwrap();
+    let (file, plots) = (folder.path().join("file"), folder.path().join("plots"));
+    std::fs::write(&file, "").unwrap();
+    std::fs::create_dir_all(plots.join("expert-load.png")).unwrap();
+    let mut cases = vec![(file.to_str().unwrap(), "file"), (plots.to_str().unwrap(), "expert-load.png")];
+    if cfg!(target_os = "linux") {
+        cases.push(("/proc/x", "/proc/x"));
+    }
+    for (out, word) in cases {
+        let args = Args::parse_from(["train_lm", "--steps", "100000000", "--out", out]);
+        let error = crate::run(&args).unwrap_err().to_string();
+        assert!(error.contains("--out") && error.contains(word), "{error}");
+    }
+}
+
+/// A run too short to learn fails nothing for its loss; whoever names a bound is judged by it.
+#[test]
+fn three_steps_are_not_judged_by_their_loss() {
+    let folder = tempfile::tempdir().unwrap();
+    let arguments = ["train_lm", "--steps", "3", "--batch", "4", "--out", folder.path().to_str().unwrap()];
+    assert!(crate::run(&Args::parse_from(arguments)).unwrap());
+    assert!(folder.path().join("loss.png").exists() && folder.path().join("expert-load.png").exists());
+    let bounded = arguments.into_iter().chain(["--max-loss", "0.1"]);
+    assert!(!crate::run(&Args::parse_from(bounded)).unwrap());
 }
 
 /// Ranks that tell each other of each step, as processes do, train to the bits of ranks that report to one thread.
@@ -246,7 +281,9 @@ fn processes_that_cannot_be() {
     assert!(refused(&["--device", "cuda"]).contains("--features candle,nccl"));
     // Sizes are found wrong on every rank alike, whatever its place.
     let sizes = crate::Args::parse_from(["train_lm", "--processes", "--etp", "2", "--ranks", "3", "--device", "cuda"]);
-    assert!(sizes.settings().unwrap_err().contains("does not divide --ranks 3"));
+    assert!(
+        sizes.settings().unwrap_err().0.contains("--etp 2 does not divide the 3 ranks that the launcher has started")
+    );
     let alone = |etp| Mesh { ranks: 1, ep: 1, etp, engines: false };
     let whole = mesh::places(alone(None), &[Device::Cpu], ranks::TIMEOUT).unwrap().remove(0);
     let error = mesh::of_process(alone(Some(1)), 0, whole.experts).map(drop).unwrap_err();
@@ -259,7 +296,7 @@ fn what_burn_cannot_do_is_refused() {
     use clap::Parser;
     let refused = |more: &[&str]| {
         let args = ["train_lm", "--framework", "burn"].iter().chain(more);
-        crate::Args::try_parse_from(args).unwrap().settings().err().unwrap_or_default()
+        crate::Args::try_parse_from(args).unwrap().settings().err().map(|e| e.0).unwrap_or_default()
     };
     let text = refused(&["--device", "cuda", "--ranks", "2"]);
     let wanted = match (cfg!(feature = "burn"), cfg!(feature = "burn-cuda")) {

@@ -1,0 +1,64 @@
+//! What the examples and benches print, and how they end.
+#![allow(dead_code, reason = "every user takes a part")]
+
+use std::error::Error;
+use std::fmt::Display;
+use std::io::{ErrorKind, Write};
+use std::process::ExitCode;
+
+/// The status of a program that SIGPIPE ends, as a shell reports it.
+const UNREAD: i32 = 128 + 13;
+
+/// A line of the output. Whoever has read enough of it and closes it (`| head`) ends the program, without a word.
+pub fn say(line: impl Display) {
+    match writeln!(std::io::stdout(), "{line}") {
+        Ok(()) => {}
+        Err(error) if error.kind() == ErrorKind::BrokenPipe => std::process::exit(UNREAD),
+        Err(error) => {
+            complain(format_args!("error: standard output: {error}"));
+            std::process::exit(1);
+        }
+    }
+}
+
+/// A line on standard error; unlike `eprintln!` without a panic where nobody reads it.
+pub fn complain(line: impl Display) {
+    let _ = writeln!(std::io::stderr(), "{line}");
+}
+
+/// A command line that cannot be: what clap cannot know of it.
+#[derive(Debug)]
+pub struct Usage(pub String);
+
+impl Display for Usage {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(&self.0)
+    }
+}
+
+impl Error for Usage {}
+
+impl From<String> for Usage {
+    fn from(text: String) -> Self {
+        Self(text)
+    }
+}
+
+impl From<&str> for Usage {
+    fn from(text: &str) -> Self {
+        Self(text.to_string())
+    }
+}
+
+/// A program's status, and its error where it has one: 0 where all is well; 1 where a check fails (`Ok(false)`) or
+/// something else does; 2 where the command line cannot be, as clap has it.
+pub fn conclude(outcome: Result<bool, Box<dyn Error + Send + Sync>>) -> ExitCode {
+    match outcome {
+        Ok(true) => ExitCode::SUCCESS,
+        Ok(false) => ExitCode::FAILURE,
+        Err(error) => {
+            complain(format_args!("error: {error}"));
+            ExitCode::from(if error.is::<Usage>() { 2 } else { 1 })
+        }
+    }
+}

@@ -1,0 +1,75 @@
+//! The examples as programs: what they print, how they end. `cargo test` builds them first; a run of this test alone
+//! (`--test examples`) takes them as they are.
+
+use std::path::PathBuf;
+use std::process::{Command, Output, Stdio};
+
+/// A program of `examples/`, beside this one.
+fn example(name: &str) -> Command {
+    let this = std::env::current_exe().unwrap();
+    let folder: PathBuf = this.parent().and_then(|deps| deps.parent()).unwrap().join("examples");
+    let program = folder.join(name).with_extension(std::env::consts::EXE_EXTENSION);
+    assert!(program.exists(), "{}: not built; `cargo build --examples` in this profile does", program.display());
+    let mut command = Command::new(program);
+    command.stdin(Stdio::null()).env_remove("MOEBIUS_EP");
+    command
+}
+
+fn run(name: &str, arguments: &[&str]) -> Output {
+    example(name).args(arguments).output().unwrap()
+}
+
+/// Ends with this status, prints nothing but an error, and that has these words.
+fn refused(name: &str, arguments: &[&str], status: i32, words: &[&str]) {
+    let done = run(name, arguments);
+    let (out, errors) = (String::from_utf8_lossy(&done.stdout), String::from_utf8_lossy(&done.stderr));
+    assert_eq!(done.status.code(), Some(status), "{name} {arguments:?}: {out}{errors}");
+    assert_eq!(out, "", "{name} {arguments:?} printed a report before its error");
+    for word in words {
+        assert!(errors.contains(word), "{name} {arguments:?}: {word:?} is not in {errors}");
+    }
+}
+
+/// As `program | head` does once it has read enough, on both streams.
+#[cfg(unix)]
+#[test]
+fn a_reader_that_is_gone_ends_a_program_quietly() {
+    for (name, arguments) in [("inspect", &["--tokens", "8"][..]), ("dense_reference", &[])] {
+        let closed = || {
+            let (read, write) = std::io::pipe().unwrap();
+            drop(read);
+            write
+        };
+        let done = example(name).args(arguments).stdout(closed()).stderr(Stdio::piped()).output().unwrap();
+        assert_eq!(String::from_utf8_lossy(&done.stderr), "", "{name}");
+        assert_eq!(done.status.code(), Some(128 + 13), "{name}: as of a program that SIGPIPE ends");
+        let status = example(name).args(arguments).stdout(closed()).stderr(closed()).status().unwrap();
+        assert_eq!(status.code(), Some(128 + 13), "{name}");
+        let status = example(name).arg("--ranks").arg("3").stdout(closed()).stderr(closed()).status().unwrap();
+        assert_eq!(status.code(), Some(2), "{name}: its error is read by nobody either");
+    }
+}
+
+#[test]
+fn inspect_checks_before_it_prints() {
+    let config = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/golden/qwen3_moe/config.json");
+    refused("inspect", &[config], 1, &["config.json", "folder", "found a file"]);
+    refused("inspect", &["--ranks", "3"], 2, &["--ranks 3", "divisor"]);
+    refused("inspect", &["--ranks", "0"], 2, &["--ranks"]);
+    refused("inspect", &["--layer", "7"], 2, &["--layer 7", "Mixture-of-Experts block"]);
+    refused("inspect", &["--layer", "99999999999999"], 2, &["--layer 99999999999999"]);
+    refused("inspect", &["--no-such-option"], 2, &["--no-such-option"]);
+    // Both spellings of a dispatcher are one.
+    let [a, b] = ["all_gather", "all-gather"].map(|name| run("inspect", &["--tokens", "8", "--dispatcher", name]));
+    assert!(a.status.success() && a.stdout == b.stdout, "{a:?} {b:?}");
+}
+
+#[test]
+fn dense_reference_checks_before_it_prints() {
+    refused("dense_reference", &["--ranks", "3"], 2, &["--ranks", "found 3"]);
+    refused("dense_reference", &["--checkpoint", "/no/such/folder"], 1, &["/no/such/folder", "--checkpoint"]);
+    if !cfg!(feature = "burn") {
+        refused("dense_reference", &["--framework", "burn"], 2, &["--framework burn", "--features burn"]);
+    }
+    refused("dense_reference", &["--framework", "jax"], 2, &["jax"]);
+}
