@@ -4,6 +4,8 @@
 //! It has no router, no permutation and no sum over a token's experts: its rate is the bound for any such layer built
 //! on the same products.
 
+#[path = "../examples/support/output.rs"]
+mod output;
 #[path = "support/pair.rs"]
 mod pair;
 
@@ -17,6 +19,7 @@ use moebius::candle::{EpGroup, ExpertParallelMoE};
 use moebius::ep::GroupConfig;
 use moebius::layer::{Layer, Mode};
 
+use output::say;
 use pair::{Case, Subject, compare};
 
 const TOKENS: usize = 2048;
@@ -106,8 +109,8 @@ fn forward_backward(c: &mut Criterion) -> Result<Option<String>> {
 fn main() -> Result<()> {
     let mut c = Criterion::default().configure_from_args();
     let rows = [forward(&mut c)?, forward_backward(&mut c)?];
-    println!("\nT={TOKENS}, H={HIDDEN}, I={INNER}, E={EXPERTS}, K={TOP_K}, f32, R=1\n\n{}", pair::HEADER);
-    rows.into_iter().flatten().for_each(|row| println!("{row}"));
+    say(format_args!("\nT={TOKENS}, H={HIDDEN}, I={INNER}, E={EXPERTS}, K={TOP_K}, f32, R=1\n\n{}", pair::HEADER));
+    rows.into_iter().flatten().for_each(|row| say(format_args!("{row}")));
     c.final_summary();
     Ok(())
 }

@@ -16,11 +16,15 @@
 mod burn;
 #[cfg(feature = "candle")]
 mod candle;
+#[path = "../../examples/support/output.rs"]
+mod output;
 
 use std::error::Error;
 use std::time::Instant;
 
 use moebius::cuda::Cuda;
+
+use output::say;
 
 type Result<T> = std::result::Result<T, Box<dyn Error>>;
 
@@ -70,11 +74,11 @@ impl Workload {
         let Self { name, tokens, hidden, intermediate, top_k, .. } = *self;
         let passes = if phase == "fwd" { 1.0 } else { 3.0 };
         let flop = passes * 6.0 * (tokens * top_k) as f64 * hidden as f64 * intermediate as f64;
-        println!(
+        say(format_args!(
             "{{\"impl\":\"{who}\",\"workload\":\"{name}\",\"phase\":\"{phase}\",\"ms\":{ms:.4},\"tflops\":{:.1},\
              \"gpu\":\"{gpu}\"}}",
             flop / ms / 1e9,
-        );
+        ));
     }
 }
 
@@ -83,7 +87,7 @@ fn main() -> Result<()> {
     let gpu = match Cuda::new(0).and_then(|device| device.name()) {
         Ok(name) => name,
         Err(e) => {
-            println!("skipped: no GPU ({e})");
+            say(format_args!("skipped: no GPU ({e})"));
             return Ok(());
         }
     };

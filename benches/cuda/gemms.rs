@@ -7,6 +7,7 @@ use moebius::{DType, Result, Tensor};
 
 use crate::Workload;
 use crate::data::{Random, slots};
+use crate::output::complain;
 use crate::report::{Report, SETS};
 
 /// Rows in and out of the experts, of one routing.
@@ -158,7 +159,7 @@ impl Gemms<'_> {
                 cuda.wgrad(call)
             });
             match up.and(down) {
-                Err(e) if accumulate => eprintln!("{}: no gradients in f32: {e}", self.w.name),
+                Err(e) if accumulate => complain(format_args!("{}: no gradients in f32: {e}", self.w.name)),
                 done => done?,
             }
         }

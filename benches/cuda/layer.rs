@@ -10,6 +10,7 @@ use moebius::{DType, Result, Tensor};
 
 use crate::Workload;
 use crate::data::Random;
+use crate::output::complain;
 use crate::report::{CALLS, LONG, Report, SETS, STEPS};
 use crate::routed::Routed;
 
@@ -147,7 +148,7 @@ pub fn run(cuda: &Cuda, report: &Report, w: &Workload) -> Result<()> {
     let mut results = Results::new(cuda, &weights, &sets[0].x, DType::F32)?;
     match report.time_burst(STEPS, |set| bench.step(set, &mut results, true)) {
         Ok(ms) => report.line(w, "fwd+bwd-f32-add", ms, 3.0 * w.flop()),
-        Err(e) => eprintln!("{}: no gradients in f32: {e}", w.name),
+        Err(e) => complain(format_args!("{}: no gradients in f32: {e}", w.name)),
     }
     cuda.check()
 }
@@ -171,7 +172,7 @@ fn graphs(cuda: &Cuda, report: &Report, w: &Workload, (bench, results): (&mut Be
                 let ms = report.time_burst(burst, |set| graphs[set].replay())?;
                 report.line(w, phase, ms, flop);
             }
-            Err(e) => eprintln!("{}: {phase} was not recorded: {e}", w.name),
+            Err(e) => complain(format_args!("{}: {phase} was not recorded: {e}", w.name)),
         }
     }
     Ok(())

@@ -12,6 +12,8 @@
 mod data;
 mod gemms;
 mod layer;
+#[path = "../../examples/support/output.rs"]
+mod output;
 mod quant;
 mod report;
 mod routed;
@@ -19,6 +21,7 @@ mod routed;
 use moebius::cuda::Cuda;
 use moebius::{DType, Device, Result, Tensor};
 
+use output::{complain, say};
 use report::Report;
 
 /// Sizes of a layer and of its input.
@@ -79,13 +82,13 @@ fn main() -> Result<()> {
     };
     let workloads = WORKLOADS.into_iter().filter(wanted);
     if asked("--workloads") {
-        workloads.for_each(|w| println!("{}", w.json()));
+        workloads.for_each(|w| say(format_args!("{}", w.json())));
         return Ok(());
     }
     let cuda = match Cuda::new(0) {
         Ok(cuda) => cuda,
         Err(e) => {
-            eprintln!("skipped: no GPU ({e})");
+            complain(format_args!("skipped: no GPU ({e})"));
             return Ok(());
         }
     };

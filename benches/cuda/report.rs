@@ -7,6 +7,7 @@ use moebius::cuda::cudarc::driver::sys::CUevent_flags;
 use moebius::{Error, Result};
 
 use crate::Workload;
+use crate::output::say;
 
 /// Idle time before each phase, so that none starts at the lower clocks that another's heat has left.
 const PAUSE: Duration = Duration::from_millis(400);
@@ -90,10 +91,10 @@ impl Report {
 
     fn print(&self, name: &str, workload: &str, phase: &str, ms: f64, rest: &str) {
         let Self { gpu, date, .. } = self;
-        println!(
+        say(format_args!(
             "{{\"impl\":\"{name}\",\"workload\":\"{workload}\",\"phase\":\"{phase}\",\"ms\":{ms:.4},{rest},\
              \"gpu\":\"{gpu}\",\"date\":\"{date}\"}}"
-        );
+        ));
     }
 }
 

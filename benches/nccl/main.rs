@@ -21,6 +21,8 @@ mod calls;
 mod data;
 mod etp;
 mod layer;
+#[path = "../../examples/support/output.rs"]
+mod output;
 mod report;
 mod routing;
 mod timed;
@@ -37,6 +39,7 @@ use moebius::etp::Payload;
 use moebius::nccl::{NcclComm, NcclLibrary, NcclWorld};
 use moebius::{Error, Result};
 
+use output::complain;
 use report::Report;
 use timed::Timed;
 
@@ -171,7 +174,7 @@ fn main() -> Result<()> {
     let gpus: Vec<Cuda> = (0..).map_while(|ordinal| Cuda::new(ordinal).ok()).collect();
     let ranks = numbers("--ranks").and_then(|n| n.first().copied()).unwrap_or(gpus.len());
     if gpus.len() < ranks.max(2) {
-        eprintln!("skipped: {} GPUs, {} wanted", gpus.len(), ranks.max(2));
+        complain(format_args!("skipped: {} GPUs, {} wanted", gpus.len(), ranks.max(2)));
         return Ok(());
     }
     let library = NcclLibrary::open()?;

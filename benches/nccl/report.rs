@@ -6,6 +6,7 @@ use moebius::Result;
 use moebius::cuda::Cuda;
 use moebius::nccl::NcclLibrary;
 
+use crate::output::say;
 use crate::{Dispatcher, Workload};
 
 pub struct Report {
@@ -49,32 +50,32 @@ impl Report {
     pub fn line(&self, subject: Subject<'_>, phase: &str, time: Spread, rest: &str) {
         let Subject { workload: w, dispatcher: d, routing } = subject;
         let Self { gpu, date, ranks, nccl } = self;
-        println!(
+        say(format_args!(
             "{{\"impl\":\"moebius\",\"workload\":\"{}-t{}-{routing}\",\"phase\":\"{phase}\",\"ms\":{:.4},\"p99_ms\":{:.4},\
              \"ranks\":{ranks},\"dispatcher\":\"{}\",\"mode\":\"{}\",\"tokens\":{},\"hidden\":{},\"experts\":{},\
              \"top_k\":{}{rest},\"nccl\":\"{nccl}\",\"gpu\":\"{gpu}\",\"date\":\"{date}\"}}",
             w.name, w.tokens, time.median, time.p99, d.name, d.mode, w.tokens, w.hidden, w.experts, w.top_k
-        );
+        ));
     }
 
     /// A line about sharded weights; `rest` are further members.
     pub fn etp(&self, w: &Workload, phase: &str, ms: f64, rest: &str) {
         let Self { gpu, date, ranks, nccl } = self;
-        println!(
+        say(format_args!(
             "{{\"impl\":\"moebius\",\"workload\":\"{}-t{}\",\"phase\":\"{phase}\",\"ms\":{ms:.4},{rest},\"ranks\":{ranks},\
              \"tokens\":{},\"hidden\":{},\"inner\":{},\"experts\":{},\"top_k\":{},\"nccl\":\"{nccl}\",\"gpu\":\"{gpu}\",\
              \"date\":\"{date}\"}}",
             w.name, w.tokens, w.tokens, w.hidden, w.inner, w.experts, w.top_k
-        );
+        ));
     }
 
     /// What a communicator takes of a GPU.
     pub fn memory(&self, of: &str, bytes: usize) {
         let Self { gpu, date, ranks, nccl } = self;
-        println!(
+        say(format_args!(
             "{{\"impl\":\"{of}\",\"phase\":\"memory\",\"bytes\":{bytes},\"ranks\":{ranks},\"nccl\":\"{nccl}\",\
              \"gpu\":\"{gpu}\",\"date\":\"{date}\"}}"
-        );
+        ));
     }
 }
 

@@ -2,6 +2,8 @@
 
 #[path = "support/checkpoint.rs"]
 mod checkpoint;
+#[path = "../../examples/support/output.rs"]
+mod output;
 #[path = "../../benches/support/pair.rs"]
 mod pair;
 
@@ -19,6 +21,7 @@ use moebius::ep::GroupConfig;
 use moebius_models::{LoadOptions, Qwen3Moe};
 
 use checkpoint::Sizes;
+use output::say;
 use pair::{Case, Subject, compare};
 
 const TOKENS: usize = 2048;
@@ -82,9 +85,9 @@ fn main() -> Result<(), Box<dyn Error>> {
         Subject { name: "moebius", run: &mut run_ours },
         Subject { name: "candle-transformers", run: &mut run_theirs },
     );
-    println!("\none layer, one sequence of {TOKENS}, H={HIDDEN}, I={INNER}, E={EXPERTS}, K={TOP_K}, f32, R=1");
-    println!("outputs differ by {error:.1e} (relative)\n\n{}", pair::HEADER);
-    row.into_iter().for_each(|row| println!("{row}"));
+    say(format_args!("\none layer, one sequence of {TOKENS}, H={HIDDEN}, I={INNER}, E={EXPERTS}, K={TOP_K}, f32, R=1"));
+    say(format_args!("outputs differ by {error:.1e} (relative)\n\n{}", pair::HEADER));
+    row.into_iter().for_each(|row| say(format_args!("{row}")));
     c.final_summary();
     Ok(())
 }

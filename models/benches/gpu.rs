@@ -14,6 +14,8 @@
 
 #[path = "support/checkpoint.rs"]
 mod checkpoint;
+#[path = "../../examples/support/output.rs"]
+mod output;
 
 use std::collections::HashMap;
 use std::error::Error;
@@ -28,6 +30,7 @@ use moebius::candle::DeviceGroup;
 use moebius::checkpoint::Checkpoint;
 use moebius::ep::GroupConfig;
 use moebius_models::{Cache, LoadOptions, Qwen3Moe};
+use output::say;
 
 /// Qwen3-30B-A3B's, but for its 48 layers and its 151936 tokens: the projection to them is left out.
 const SIZES: Sizes = Sizes {
@@ -99,7 +102,7 @@ fn agree(
     let mut theirs = qwen3_moe::Model::new(config, VarBuilder::from_tensors(wide, DType::F32, device))?;
     let ids = ids(1, PREFILL, device)?;
     let error = relative(&reference.hidden(&ids)?, &theirs.forward(&ids, 0)?)?;
-    println!("{{\"workload\":\"{WORKLOAD}\",\"phase\":\"f32 prefill {PREFILL}\",\"differ\":{error:.1e}}}");
+    say(format_args!("{{\"workload\":\"{WORKLOAD}\",\"phase\":\"f32 prefill {PREFILL}\",\"differ\":{error:.1e}}}"));
     // Rounding gives 1e-6; each token of the 4096 whose choice is a near tie gives 0.1 / √4096 more. A few may.
     if error <= 5e-3 { Ok(()) } else { Err(format!("in f32 the two decoders differ by {error:e}").into()) }
 }
@@ -167,10 +170,10 @@ impl Turns {
         };
         let (a, b, ratio) = (of(&|t| t.0), of(&|t| t.1), of(&|t| t.1 / t.0));
         let (error, their_error) = self.errors;
-        println!(
+        say(format_args!(
             "{{\"workload\":\"{WORKLOAD}\",\"phase\":\"{phase}\",\"moebius_ms\":{a:.3},\"against\":\
              \"{theirs}\",\"their_ms\":{b:.3},\"ratio\":{ratio:.2},\"error\":{error:.1e},\"their_error\":{their_error:.1e}}}"
-        );
+        ));
         match error <= 1.05 * their_error {
             true => Ok(()),
             false => Err(format!("{phase}: off by {error:e}, candle-transformers by {their_error:e}").into()),
@@ -214,7 +217,7 @@ fn main() -> Result<()> {
     let device = match Device::new_cuda_with_stream(0) {
         Ok(device) => device,
         Err(e) => {
-            println!("skipped: no GPU ({})", e.to_string().lines().next().unwrap_or_default());
+            say(format_args!("skipped: no GPU ({})", e.to_string().lines().next().unwrap_or_default()));
             return Ok(());
         }
     };
