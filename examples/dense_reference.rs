@@ -17,7 +17,7 @@ use std::time::Duration;
 use candle_core::{Device, Tensor, Var};
 use clap::{Parser, ValueEnum};
 use moebius::MoeConfig;
-use moebius::checkpoint::Checkpoint;
+use moebius::checkpoint::{Checkpoint, OpenOptions};
 use moebius::etp::Payload;
 use support::compare::{Difference, difference};
 use support::dense::{Dense, DenseOutput, Params, choice_scores, choose};
@@ -51,6 +51,9 @@ struct Args {
     /// Checkpoint folder: config.json and safetensors files, in any of the families that the crate loads.
     #[arg(long, value_name = "DIR", default_value = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/golden/qwen3_moe"))]
     checkpoint: PathBuf,
+    /// Let the checkpoint's files be links out of its folder (the Hugging Face cache is made of such).
+    #[arg(long)]
+    follow_links: bool,
     /// Ranks that share the experts; must divide their number. Tokens are split unevenly. 4 if absent; 1 on a GPU.
     #[arg(long, value_name = "R")]
     ranks: Option<usize>,
@@ -116,6 +119,14 @@ fn main() -> ExitCode {
     conclude(compare(&Args::parse()))
 }
 
+impl Args {
+    fn open(&self) -> OpenOptions {
+        let mut open = OpenOptions::default();
+        open.follow_links = self.follow_links;
+        open
+    }
+}
+
 /// Runs the layer and its references; true where all results agree.
 fn compare(args: &Args) -> Result<bool, AnyError> {
     if !args.checkpoint.join("config.json").is_file() {
@@ -127,7 +138,7 @@ fn compare(args: &Args) -> Result<bool, AnyError> {
     let default = if args.device == Place::Cpu { 4 } else { 1 };
     let ranks = process.as_ref().map(|process| process.world).or(args.ranks).unwrap_or(default);
     let folder = Folder::open(&args.checkpoint)?;
-    let checkpoint = Checkpoint::open(&args.checkpoint)?;
+    let checkpoint = Checkpoint::open_with(&args.checkpoint, args.open())?;
     let first = checkpoint.moe_layers().first().copied();
     let layer = args.layer.or(first).ok_or("the checkpoint has no Mixture-of-Experts layer")?;
     let config = checkpoint.block_config(layer)?;
@@ -257,6 +268,7 @@ fn job(
     let rounded = |t: Tensor| t.to_dtype(support::job::candle_dtype(folder.dtype)?)?.to_dtype(candle_core::DType::F64);
     Ok(Job {
         dir: args.checkpoint.clone(),
+        open: args.open(),
         layer,
         dtype: folder.dtype,
         token_payload: args.token_payload.into(),

@@ -16,7 +16,7 @@ use moebius::checkpoint::{BlockBytes, Checkpoint, Form, LoadOptions, OpenOptions
 use moebius::config::{Activation, GroupScore, MoeConfig, RouterConfig, Score, WeightAt};
 use moebius::ep::DispatcherKind;
 use moebius::layer::StepSizes;
-use moebius::{DType, Result};
+use moebius::{DType, Result, printable};
 
 use output::{Usage, conclude, say};
 
@@ -47,7 +47,7 @@ struct Arguments {
     /// List the tensors of this layer's block.
     #[arg(short, long, value_name = "L")]
     layer: Option<usize>,
-    /// Follow an index's links out of the folder (the Hugging Face cache is made of such).
+    /// Let the checkpoint's files be links out of the folder (the Hugging Face cache is made of such).
     #[arg(long)]
     follow_links: bool,
 }
@@ -109,7 +109,7 @@ fn run(arguments: &Arguments) -> std::result::Result<(), AnyError> {
         _ => DType::BF16,
     });
     let line = |name: &str, value: String| say(format_args!("{name:<12} {value}"));
-    line("folder", checkpoint.dir().display().to_string());
+    line("folder", printable(&checkpoint.dir().display().to_string()));
     line("family", checkpoint.family().to_string());
     line("model type", checkpoint.model_dtype().map_or("not stated".to_string(), |dtype| dtype.to_string()));
     line("tensors", checkpoint.names().count().to_string());
@@ -274,7 +274,7 @@ fn list(checkpoint: &Checkpoint, layer: usize) -> Result<()> {
     let prefix = checkpoint.block_prefix(layer)?;
     say(format_args!("\ntensors of layer {layer}"));
     for name in checkpoint.names().filter(|name| name.starts_with(&prefix)) {
-        say(format_args!("  {name}"));
+        say(format_args!("  {}", printable(name)));
     }
     Ok(())
 }

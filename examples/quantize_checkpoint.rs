@@ -8,11 +8,11 @@ use std::path::PathBuf;
 use std::process::ExitCode;
 
 use clap::Parser;
-use moebius::checkpoint::{Checkpoint, LoadOptions, QuantizedTensor};
+use moebius::checkpoint::{Checkpoint, LoadOptions, OpenOptions, QuantizedTensor, SaveOptions};
 use moebius::cpu::Cpu;
 use moebius::ep::{Group, GroupConfig};
 use moebius::layer::{Layer, Mode};
-use moebius::{DType, Result, Tensor};
+use moebius::{DType, Error, Result, Tensor};
 use rand::rngs::StdRng;
 use rand::{Rng, SeedableRng};
 use rand_distr::StandardNormal;
@@ -26,8 +26,17 @@ use rand_distr::StandardNormal;
 struct Arguments {
     /// Folder of a checkpoint in f32, bf16 or f16 whose experts are stored one by one.
     checkpoint: PathBuf,
-    /// Folder to write; made if it is not there.
+    /// Folder to write; made if it is not there. Never the checkpoint's own.
     out: PathBuf,
+    /// Write into a folder that holds something; a checkpoint in it is replaced, other files stay.
+    #[arg(short, long)]
+    force: bool,
+    /// Let the checkpoint's files be links out of its folder (the Hugging Face cache is made of such).
+    #[arg(long)]
+    follow_links: bool,
+    /// Most bytes of tensors in a file; more become several, with an index.
+    #[arg(long, value_name = "BYTES", default_value_t = SaveOptions::default().max_shard_bytes)]
+    max_shard_bytes: u64,
     /// Random tokens for each block.
     #[arg(short, long, default_value_t = 256, value_parser = clap::value_parser!(u32).range(1..=1 << 20))]
     tokens: u32,
@@ -50,8 +59,21 @@ fn main() -> ExitCode {
 }
 
 fn run(arguments: &Arguments) -> Result<()> {
-    let source = Checkpoint::open(&arguments.checkpoint)?;
-    let matrices = source.save_nvfp4(&arguments.out)?;
+    let mut open = OpenOptions::default();
+    open.follow_links = arguments.follow_links;
+    let source = Checkpoint::open_with(&arguments.checkpoint, open)?;
+    let holds_something = std::fs::read_dir(&arguments.out).is_ok_and(|mut entries| entries.next().is_some());
+    if holds_something && !arguments.force {
+        return Err(Error::Invalid {
+            call: "quantize_checkpoint",
+            name: arguments.out.display().to_string(),
+            expected: "a folder that is new or empty, or --force".to_string(),
+            found: "one that holds files".to_string(),
+        });
+    }
+    let mut save = SaveOptions::default();
+    save.max_shard_bytes = arguments.max_shard_bytes;
+    let matrices = source.save_nvfp4_with(&arguments.out, save)?;
     if arguments.summary {
         summary(&matrices)
     } else {
@@ -121,4 +143,50 @@ fn outputs(checkpoint: &Checkpoint, layer: usize, arguments: &Arguments) -> Resu
     let mode = Mode { backward: false, noise: None };
     let forward = Layer::new(block.config, layer as u32)?.forward(&mut group, mode, x.view(), &views.params())?;
     Ok(forward.y.to_f64())
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs;
+    use std::path::Path;
+
+    use super::*;
+
+    fn quantize(from: &Path, to: &Path, more: &[&str]) -> Result<()> {
+        let paths = [Path::new("quantize_checkpoint"), from, to].map(|path| path.as_os_str().to_owned());
+        run(&Arguments::parse_from(paths.into_iter().chain(more.iter().map(Into::into))))
+    }
+
+    /// Neither its source, by whatever name, nor a folder that holds something is written over unasked.
+    #[test]
+    fn what_is_there_stays() {
+        let golden = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/qwen3_moe_bf16");
+        let parent = tempfile::tempdir().unwrap();
+        let (dir, out) = (parent.path().join("dir"), parent.path().join("out"));
+        fs::create_dir(&dir).unwrap();
+        for name in ["config.json", "model.safetensors"] {
+            fs::copy(golden.join(name), dir.join(name)).unwrap();
+        }
+        let before = fs::read(dir.join("model.safetensors")).unwrap();
+        let mut names = vec![dir.clone(), dir.join("../dir")];
+        #[cfg(unix)]
+        {
+            std::os::unix::fs::symlink(&dir, parent.path().join("link")).unwrap();
+            names.push(parent.path().join("link"));
+        }
+        for name in names {
+            let error = quantize(&dir, &name, &["--force"]).unwrap_err().to_string();
+            assert!(error.contains("is the checkpoint that is read"), "{error}");
+            assert!(quantize(&dir, &name, &[]).is_err());
+            assert!(fs::read(dir.join("model.safetensors")).unwrap() == before);
+        }
+        quantize(&dir, &out, &[]).unwrap();
+        let made = fs::read(out.join("model.safetensors")).unwrap();
+        let error = quantize(&dir, &out, &[]).unwrap_err().to_string();
+        assert!(error.contains("--force"), "{error}");
+        quantize(&dir, &out, &["--force", "--max-shard-bytes", "50000"]).unwrap();
+        assert!(!out.join("model.safetensors").exists() && out.join("model.safetensors.index.json").exists());
+        quantize(&dir, &out, &["--force"]).unwrap();
+        assert!(fs::read(out.join("model.safetensors")).unwrap() == made);
+    }
 }

@@ -37,6 +37,6 @@ mod tensor;
 pub use config::MoeConfig;
 pub use device::{Device, Waited};
 pub use dtype::DType;
-pub use error::{CheckpointError, CommError, Error, IdProblem, Result};
+pub use error::{CheckpointError, CommError, Error, IdProblem, Result, printable};
 pub use lazy::Lazy;
 pub use tensor::{Shape, Tensor, TensorMut, TensorRef};

@@ -198,6 +198,7 @@ impl Suite {
     fn job(&self, layer: usize, split: &[usize], x: &Tensor, dy: &Tensor) -> Job {
         Job {
             dir: self.folder.dir.clone(),
+            open: moebius::checkpoint::OpenOptions::default(),
             layer,
             dtype: self.folder.dtype,
             token_payload: moebius::etp::Payload::Plain,

@@ -1,4 +1,5 @@
-//! A rank reads its own experts only: peak memory of a process that loads one rank of eight.
+//! Peak memory: of a process that loads one rank of eight, and reads its own experts only; of processes that open hostile
+//! files, and refuse them before they take memory.
 #![cfg(target_os = "linux")]
 
 use std::fs::File;
@@ -110,5 +111,87 @@ fn a_rank_reads_only_its_experts() {
         assert!(grown <= limit, "{dtype}: peak grew by {grown} bytes, the limit is {limit} for {bytes} of experts");
         // Filled memory is resident: less would mean that this measures nothing.
         assert!(grown >= bytes, "{dtype}: peak grew by {grown} bytes for {bytes} of experts");
+    }
+}
+
+const HOSTILE: &str = "MOEBIUS_RSS_HOSTILE";
+
+/// A header of this text, in a file with nothing behind it.
+fn headed(json: &[u8]) -> Vec<u8> {
+    [&(json.len() as u64).to_le_bytes(), json].concat()
+}
+
+/// What a hostile folder holds beside a good config.json or in its place, and by how much memory may grow: the bytes of what
+/// has to be read to be refused, and what a process takes anyway.
+fn hostile() -> Vec<(&'static str, &'static str, Vec<u8>, u64)> {
+    const MIB: u64 = 1 << 20;
+    let repeated = |text: &str, bytes: usize| text.repeat(bytes / text.len());
+    let nested = |bytes| format!("[{}{{}}]", repeated("{\"\":{}},", bytes));
+    let pairs = |bytes: usize, entry: fn(usize) -> String| {
+        let mut text = String::with_capacity(bytes + 100);
+        for n in 0.. {
+            if text.len() > bytes {
+                return text;
+            }
+            text += &entry(n);
+            text.push(',');
+        }
+        text
+    };
+    let metadata = pairs(60 << 20, |n| format!("\"{n}\":\"\""));
+    let metadata = format!("{{\"__metadata__\":{{{metadata}\"end\":\"\"}}}}");
+    let shape =
+        format!("{{\"a\":{{\"dtype\":\"F32\",\"shape\":[{}1],\"data_offsets\":[0,0]}}}}", "1,".repeat(30 << 20));
+    let tensors = pairs(60 << 20, |n| format!("\"{n}\":{{\"dtype\":\"U8\",\"shape\":[],\"data_offsets\":[0,0]}}"));
+    let tensors = format!("{{{tensors}\"end\":{{\"dtype\":\"U8\",\"shape\":[],\"data_offsets\":[0,0]}}}}");
+    let map = pairs(60 << 20, |n| format!("\"{n}\":\"a\""));
+    let (index, file) = ("model.safetensors.index.json", "model.safetensors");
+    vec![
+        ("a config of 16 MiB", "config.json", nested(16 << 20).into_bytes(), 8 * MIB),
+        ("a config of many objects", "config.json", nested((4 << 20) - 64).into_bytes(), 16 * MIB),
+        ("a config of one key", "config.json", format!("{{\"{}\":0}}", "k".repeat(4_000_000)).into_bytes(), 16 * MIB),
+        ("a header of metadata", file, headed(metadata.as_bytes()), 72 * MIB),
+        ("a header of one string", file, headed(format!("{{\"{}\":0}}", "k".repeat(60 << 20)).as_bytes()), 72 * MIB),
+        ("a header of one shape", file, headed(shape.as_bytes()), 72 * MIB),
+        ("a header of many tensors", file, headed(tensors.as_bytes()), 72 * MIB),
+        ("a header of 98 MB", file, headed(&vec![b' '; 98_000_000]), 8 * MIB),
+        ("an index of 256 MB", index, vec![b' '; 256_000_000], 8 * MIB),
+        (
+            "an index of many tensors",
+            index,
+            format!("{{\"weight_map\":{{{map}\"end\":\"a\"}}}}").into_bytes(),
+            72 * MIB,
+        ),
+    ]
+}
+
+#[test]
+fn hostile_files_take_little_memory() {
+    if let Ok(dir) = std::env::var(HOSTILE) {
+        let before = peak();
+        let error = Checkpoint::open(dir).unwrap_err().to_string();
+        println!("rss {} {}", peak() - before, error.len());
+        return;
+    }
+    let dir = tempfile::tempdir().unwrap();
+    let config = json!({"model_type": "qwen3_moe", "num_hidden_layers": 1, "hidden_size": 8, "num_experts": 2,
+        "num_experts_per_tok": 1, "moe_intermediate_size": 8});
+    for (what, name, bytes, limit) in hostile() {
+        std::fs::write(dir.path().join("config.json"), config.to_string()).unwrap();
+        std::fs::write(dir.path().join(name), &bytes).unwrap();
+        let output = Command::new(std::env::current_exe().unwrap())
+            .args(["--exact", "hostile_files_take_little_memory", "--nocapture"])
+            .env(HOSTILE, dir.path())
+            .output()
+            .unwrap();
+        std::fs::remove_file(dir.path().join(name)).unwrap();
+        let text = String::from_utf8_lossy(&output.stdout);
+        assert!(output.status.success(), "{what}: {text}{}", String::from_utf8_lossy(&output.stderr));
+        let line = text.lines().find_map(|line| line.split_once("rss ")).unwrap().1;
+        let mut numbers = line.split_whitespace().map(|n| n.parse::<u64>().unwrap());
+        let (grown, message) = (numbers.next().unwrap(), numbers.next().unwrap());
+        println!("{what}: {} bytes, peak grew by {grown}, limit {limit}", bytes.len());
+        assert!(grown <= limit, "{what}: peak grew by {grown} bytes, the limit is {limit}");
+        assert!(message < 2000, "{what}: a message of {message} bytes");
     }
 }

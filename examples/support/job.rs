@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use candle_core::{DType, Device, Tensor, Var};
 use moebius::DType as MoebiusDType;
-use moebius::checkpoint::{Block, Checkpoint, LoadOptions};
+use moebius::checkpoint::{Block, Checkpoint, LoadOptions, OpenOptions};
 use moebius::comm::{ThreadComm, ThreadWorld};
 use moebius::cpu::Cpu;
 use moebius::ep::{Group, GroupConfig};
@@ -24,6 +24,8 @@ pub type AnyError = Box<dyn StdError + Send + Sync>;
 pub struct Job {
     /// The checkpoint folder.
     pub dir: PathBuf,
+    /// How it is opened.
+    pub open: OpenOptions,
     /// Which of its layers.
     pub layer: usize,
     /// Convert weights and tokens to this type.
@@ -47,7 +49,7 @@ impl Job {
     /// What loading finds.
     pub fn load(&self, rank: usize, ranks: usize) -> Result<Block, AnyError> {
         let options = LoadOptions { rank, ranks, dtype: Some(self.dtype) };
-        let mut block = Checkpoint::open(&self.dir)?.load_block(self.layer, options)?;
+        let mut block = Checkpoint::open_with(&self.dir, self.open)?.load_block(self.layer, options)?;
         block.config.payload = self.token_payload;
         Ok(block)
     }

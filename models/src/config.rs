@@ -1,7 +1,7 @@
 //! The part of `config.json` that concerns the decoder around the experts; the experts' own part is
 //! [`moebius::checkpoint::Checkpoint::block_config`].
 
-use std::path::Path;
+use moebius::checkpoint::Checkpoint;
 
 use serde::Deserialize;
 
@@ -53,33 +53,23 @@ struct Rope {
     rope_type: Option<String>,
 }
 
-/// No published `config.json` comes near this.
-const MAX_CONFIG_BYTES: u64 = 1 << 20;
 /// Bound on every size, far above published models, so that products of two of them cannot overflow.
 const MAX_SIZE: usize = 1 << 28;
 
 impl Config {
-    /// Reads `dir/config.json`.
+    /// Of a checkpoint: what its `config.json` said when it was opened.
     ///
     /// # Errors
     /// [`Error::Config`], naming the field.
-    pub fn read(dir: &Path) -> Result<Self> {
-        let path = dir.join("config.json");
-        let shown = path.display().to_string();
-        let fail = |field, expected: &str, found: String| Error::Config {
-            path: shown.clone(),
-            field,
-            expected: expected.into(),
-            found,
-        };
-        let size = std::fs::metadata(&path).map_err(|e| fail("(file)", "a readable file", e.to_string()))?.len();
-        if size > MAX_CONFIG_BYTES {
-            return Err(fail("(file)", "at most 1 MiB", format!("{size} bytes")));
-        }
-        let text = std::fs::read(&path).map_err(|e| fail("(file)", "a readable file", e.to_string()))?;
-        let config: Self =
-            serde_json::from_slice(&text).map_err(|e| fail("(file)", "a Qwen3-MoE config", e.to_string()))?;
-        config.check(&shown)?;
+    pub fn of(checkpoint: &Checkpoint) -> Result<Self> {
+        let path = checkpoint.dir().join("config.json").display().to_string();
+        let config: Self = Deserialize::deserialize(checkpoint.config()).map_err(|e| Error::Config {
+            path: path.clone(),
+            field: "(file)",
+            expected: "a Qwen3-MoE config".into(),
+            found: e.to_string(),
+        })?;
+        config.check(&path)?;
         Ok(config)
     }
 

@@ -93,7 +93,7 @@ impl Qwen3Moe {
     /// # Errors
     /// A configuration that this decoder does not do, missing or mis-shaped tensors.
     pub fn load(checkpoint: &Checkpoint, group: impl Into<DeviceGroup>, options: LoadOptions) -> Result<Self> {
-        let config = Config::read(checkpoint.dir())?;
+        let config = Config::of(checkpoint)?;
         let group = &group.into();
         let mut p = Params::new(checkpoint, options, group.device().clone());
         let (vocab, hidden, eps) = (config.vocab_size, config.hidden_size, config.rms_norm_eps);

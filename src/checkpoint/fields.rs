@@ -136,10 +136,15 @@ impl<'a> Fields<'a> {
 }
 
 /// A value for a message: a hostile file must not fill the log.
-fn short(value: &Value) -> String {
+pub(super) fn short(value: &Value) -> String {
     match value {
         Value::Array(list) => format!("a list of {}", list.len()),
-        Value::Object(map) => format!("an object of {}", map.len()),
+        Value::Object(map) => match map.iter().next() {
+            Some((key, value @ (Value::String(_) | Value::Number(_)))) if map.len() == 1 => {
+                format!("an object with {:?}: {}", clip(key), short(value))
+            }
+            _ => format!("an object of {}", map.len()),
+        },
         Value::String(text) => format!("{:?}", clip(text)),
         other => other.to_string(),
     }

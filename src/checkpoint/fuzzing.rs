@@ -4,7 +4,7 @@ use std::path::Path;
 
 use super::layout::Layout;
 use super::model::Model;
-use super::{header, reader};
+use super::{folder, header, reader};
 
 /// A whole safetensors file, header first; true if it is accepted.
 pub fn header(file: &[u8]) -> bool {
@@ -20,7 +20,7 @@ pub fn header(file: &[u8]) -> bool {
 /// An index; true if it is accepted.
 pub fn index(json: &[u8]) -> bool {
     let Ok(entries) = reader::parse_index(json, Path::new("index")) else { return false };
-    entries.iter().all(|(_, file)| reader::plain_name(file).is_some())
+    entries.iter().all(|(_, file)| folder::plain_name(file).is_some())
 }
 
 /// A `config.json`; true if it is accepted. Names of the first block are made too.

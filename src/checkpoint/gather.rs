@@ -80,18 +80,35 @@ impl Planned {
     pub fn build(&self, params: &BlockParams, local: usize) -> Result<Tensor<Cpu>> {
         let mut whole = Tensor::empty(&Cpu::new(), self.dtype, &self.dims)?;
         for (expert, part) in &self.parts {
-            let Some(tensor) = params.get(part.role) else { continue };
-            let matrix = match !part.role.is_replicated() {
-                true => {
-                    let one = tensor.bytes() / local;
-                    &tensor.as_bytes()[expert * one..][..one]
-                }
-                false => tensor.as_bytes(),
-            };
-            write_part(part, matrix, &mut whole);
+            let bytes = disk_bytes(part, params, *expert, local)?;
+            whole.as_bytes_mut()[part.slice * bytes.len()..][..bytes.len()].copy_from_slice(&bytes);
         }
         Ok(whole)
     }
+
+    /// Its matrices in the order in which they lie on disk, back to back.
+    pub fn parts(&self) -> &[(usize, Part)] {
+        &self.parts
+    }
+}
+
+/// One matrix as it lies on disk, of `local` experts' parameters.
+pub(super) fn disk_bytes(part: &Part, params: &BlockParams, expert: usize, local: usize) -> Result<Vec<u8>> {
+    let missing = || Error::invalid("Checkpoint::save", part.role.name(), "a tensor", "none");
+    let tensor = params.get(part.role).ok_or_else(missing)?;
+    let matrix = match part.role.is_replicated() {
+        false => {
+            let one = tensor.bytes() / local;
+            &tensor.as_bytes()[expert * one..][..one]
+        }
+        true => tensor.as_bytes(),
+    };
+    let size = tensor.dtype().size();
+    let mut disk = vec![0; part.out * part.inn * size];
+    let columns = if part.transposed { part.out } else { part.inn };
+    let place = Place { first: 0, columns, transposed: part.transposed, rows: part.rows, inn: part.inn };
+    place.extract(matrix, &mut disk, size);
+    Ok(disk)
 }
 
 impl Checkpoint {
@@ -107,8 +124,32 @@ impl Checkpoint {
         planned.into_iter().map(|tensor| Ok((tensor.name.clone(), tensor.build(params, local)?))).collect()
     }
 
-    /// The tensors on disk that parameters make, by name.
-    pub(super) fn plan(
+    /// The tensors on disk that one rank's parameters make, by name.
+    fn plan(
+        &self,
+        call: &'static str,
+        layer: usize,
+        params: &BlockParams,
+        options: LoadOptions,
+    ) -> Result<Vec<Planned>> {
+        let experts = options.experts(call, self.block(layer)?.router.num_experts)?;
+        let mut tensors = self.plan_whole(call, layer, params, options)?;
+        let shared = |tensor: &&Planned| tensor.parts.len() > 1 && options.ranks > 1;
+        if let Some(tensor) = tensors.iter().find(shared) {
+            let slices = tensor.parts.len();
+            let expected = format!("all {slices} experts, as gather_blocks joins them: one tensor holds them");
+            return Err(Error::invalid(call, &tensor.name, expected, format!("those of rank {}", options.rank)));
+        }
+        let own = |(e, part): &(usize, Part)| part.role.is_replicated() || experts.contains(e);
+        tensors.retain(|tensor| tensor.parts.iter().all(own));
+        for (e, part) in tensors.iter_mut().flat_map(|tensor| &mut tensor.parts) {
+            *e -= if part.role.is_replicated() { 0 } else { experts.start };
+        }
+        Ok(tensors)
+    }
+
+    /// The tensors on disk that all ranks' parameters make, by name, of the types of one rank's.
+    pub(super) fn plan_whole(
         &self,
         call: &'static str,
         layer: usize,
@@ -121,21 +162,17 @@ impl Checkpoint {
         let layout = self.layout(layer, config);
         let mut tensors: BTreeMap<String, Planned> = BTreeMap::new();
         let replicated = layout.replicated().into_iter().map(|part| (0, part));
-        let own = experts.clone().flat_map(|e| layout.expert(e).into_iter().map(move |part| (e, part)));
-        for (e, part) in replicated.chain(own) {
+        let routed =
+            (0..config.router.num_experts).flat_map(|e| layout.expert(e).into_iter().map(move |part| (e, part)));
+        for (e, part) in replicated.chain(routed) {
             let Some(tensor) = params.get(part.role) else { continue };
-            let slices = part.dims.iter().product::<usize>() / (part.out * part.inn).max(1);
-            if slices > 1 && options.ranks > 1 {
-                let expected = format!("all {slices} experts, as gather_blocks joins them: one tensor holds them");
-                return Err(Error::invalid(call, &part.name, expected, format!("those of rank {}", options.rank)));
-            }
             let planned = tensors.entry(part.name.clone()).or_insert_with(|| Planned {
                 name: part.name.clone(),
                 dtype: tensor.dtype(),
                 dims: part.dims.clone(),
                 parts: Vec::new(),
             });
-            planned.parts.push((e.saturating_sub(experts.start), part));
+            planned.parts.push((e, part));
         }
         Ok(tensors.into_values().collect())
     }
@@ -154,13 +191,4 @@ impl Checkpoint {
         bytes.disk = checked.disk[0] / options.ranks as u64 + checked.disk[1];
         Ok(bytes)
     }
-}
-
-fn write_part(part: &Part, matrix: &[u8], whole: &mut Tensor<Cpu>) {
-    let size = whole.dtype().size();
-    let one = part.out * part.inn * size;
-    let disk = &mut whole.as_bytes_mut()[part.slice * one..][..one];
-    let columns = if part.transposed { part.out } else { part.inn };
-    let place = Place { first: 0, columns, transposed: part.transposed, rows: part.rows, inn: part.inn };
-    place.extract(matrix, disk, size);
 }

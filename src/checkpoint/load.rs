@@ -93,6 +93,7 @@ impl Checkpoint {
                 }
             }
         }
+        self.declared.check(&layout.prefixes()[0], checked.form)?;
         Ok(checked)
     }
 
@@ -202,7 +203,7 @@ impl Checkpoint {
         let stored = self.stored(name)?.ok_or_else(|| CheckpointError::Missing {
             path: self.files.dir().display().to_string(),
             tensor: name.to_string(),
-            expected: "it".to_string(),
+            expected: "one of this name".to_string(),
         })?;
         let natural = self.natural(stored.form);
         let dtype = dtype.unwrap_or(natural);

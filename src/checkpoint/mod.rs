@@ -1,12 +1,16 @@
 //! Published safetensors checkpoints: a rank's share of a Mixture-of-Experts block, and back.
 //!
 //! [`Checkpoint::open`] reads `config.json` and the headers of the tensor files; [`Checkpoint::load_block`] then reads
-//! the bytes of one rank's experts and no others. Checkpoints are untrusted: every size is checked against the file
-//! before anything is allocated, and what is wrong is a [`CheckpointError`] that names file and tensor.
+//! the bytes of one rank's experts and no others. Checkpoints are untrusted: files, their JSON and every name in it have
+//! limits, far above published ones, that are checked before anything is parsed; every size is checked against the file
+//! before a tensor is allocated; and what is wrong is a [`CheckpointError`] that names file and tensor.
 
+mod commit;
 mod convert;
+mod declared;
 mod family;
 mod fields;
+mod folder;
 #[doc(hidden)]
 pub mod fuzzing;
 mod gather;
@@ -17,6 +21,7 @@ mod load;
 mod model;
 mod quantize;
 mod quantized;
+mod rank_params;
 mod reader;
 mod save;
 mod stored;
@@ -27,13 +32,17 @@ use std::path::Path;
 use crate::config::MoeConfig;
 use crate::cpu::Cpu;
 use crate::dtype::DType;
-#[cfg(doc)]
-use crate::error::CheckpointError;
-use crate::error::{Error, Result};
+use crate::ep::Group;
+use crate::error::{CheckpointError, Error, Result};
 use crate::etp::Shards;
+use crate::kernels::Kernels;
 #[cfg(any(feature = "candle", feature = "burn"))]
 use crate::layer::ParamKind;
 use crate::tensor::Tensor;
+
+/// How often a folder is opened anew that is replaced meanwhile.
+const ATTEMPTS: usize = 100;
+const REPLACED: &str = "the checkpoint is replaced again and again while it is opened";
 
 pub use gather::gather_blocks;
 #[cfg(any(feature = "candle", feature = "burn"))]
@@ -48,6 +57,8 @@ pub struct Checkpoint {
     model: model::Model,
     /// Prefix of a layer's number in tensor names.
     root: &'static str,
+    /// What the files say of quantization.
+    declared: declared::Declared,
     moe_layers: Vec<usize>,
 }
 
@@ -132,9 +143,28 @@ impl ShardOptions {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 #[non_exhaustive]
 pub struct OpenOptions {
-    /// Let an index name links that leave the folder, as those of the Hugging Face cache do. Off by default: a
+    /// Let the checkpoint's files be links that leave the folder, as those of the Hugging Face cache are. Off by default: a
     /// checkpoint from a stranger could name any file.
     pub follow_links: bool,
+}
+
+/// How to save.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct SaveOptions {
+    /// Most bytes of tensors in a file; more become several, with an index (`model-00001-of-00003.safetensors`, …,
+    /// `model.safetensors.index.json`). A tensor is in one file, however large it is. 5 GB by default, as with Hugging
+    /// Face's tools.
+    pub max_shard_bytes: u64,
+    /// Replace the checkpoint that is read, where its folder is given to save to. What is open stays readable. Off by
+    /// default. [`save_nvfp4`](Checkpoint::save_nvfp4) never does, as it would leave nothing of the weights' precision.
+    pub replace_source: bool,
+}
+
+impl Default for SaveOptions {
+    fn default() -> Self {
+        Self { max_shard_bytes: 5_000_000_000, replace_source: false }
+    }
 }
 
 /// How far a load has come; given after each tensor.
@@ -176,12 +206,33 @@ impl Checkpoint {
     /// As [`open`](Self::open).
     pub fn open_with(dir: impl AsRef<Path>, options: OpenOptions) -> Result<Self> {
         let dir = dir.as_ref();
-        let path = dir.join("config.json");
+        let mut attempts = 1..;
+        loop {
+            let before = folder::Version::now(dir, options);
+            let opened = Self::open_once(dir, options);
+            let after = folder::Version::now(dir, options);
+            // A save that finishes meanwhile may have given config.json of one checkpoint and tensors of another, or have
+            // moved a file between finding and opening it.
+            let moved = matches!(&opened, Err(Error::Checkpoint(CheckpointError::Io { .. })));
+            let settled = after.is(&before) && !(moved && (before.pending || after.pending));
+            if settled || attempts.next() == Some(ATTEMPTS) {
+                return if after.is(&before) { opened } else { Err(json::io_error(dir, REPLACED).into()) };
+            }
+        }
+    }
+
+    fn open_once(dir: &Path, options: OpenOptions) -> Result<Self> {
+        let folder = folder::Folder::open(dir, options)?;
+        let path = folder.require(folder::CONFIG)?;
         let model = model::Model::parse(&json::read_limited(&path, json::MAX_CONFIG)?, &path)?;
-        let files = reader::Files::open(dir, options)?;
+        let mut declared = model.declared.clone();
+        if let Some(path) = folder.find(folder::QUANTIZATION)? {
+            declared.add_file(&path)?;
+        }
+        let files = reader::Files::open(&folder)?;
         let moe_layers: Vec<usize> = model.blocks.iter().map(|(layer, _)| *layer).collect();
         let root = find_root(&files, &model);
-        Ok(Self { files, model, root, moe_layers })
+        Ok(Self { files, model, root, declared, moe_layers })
     }
 
     /// Folder.
@@ -354,18 +405,66 @@ impl Checkpoint {
 }
 
 impl Checkpoint {
-    /// Writes a checkpoint of one file, `model.safetensors` beside `config.json`: the given blocks, as
-    /// [`gather_blocks`] joins them, under their published names, everything else copied from this one.
+    /// Writes a checkpoint: the given blocks, as [`gather_blocks`] joins them, under their published names, everything else
+    /// copied from this one. `config.json` is written as it is.
     ///
-    /// Each file is written under a temporary name, synced and renamed, so an interrupted save leaves what was there
-    /// before; the folder may be this checkpoint's own. Blocks are written in the types of their tensors, and
-    /// loading them gives the same bits. Where this checkpoint is quantized, everything is written de-quantized and
-    /// `config.json` loses its `quantization_config`.
+    /// The folder changes as one: a reader finds what was there or what was saved, each whole, also where the process is
+    /// killed; what a killed save leaves, the next one removes. (On Linux that is so for every reader. Where the system
+    /// cannot exchange folders, or the folder holds subfolders or access lists, other programs may find no `config.json`
+    /// for a moment, or after a kill until the next save; this crate's readers do not.) Files of an older checkpoint that
+    /// the new one does not have go (`hf_quant_config.json`, the index and the shards that it names); all others stay.
+    ///
+    /// Blocks are written in the types of their tensors, and loading them gives the same bits. Where this checkpoint is
+    /// quantized, everything is written de-quantized and `config.json` loses its `quantization_config`.
     ///
     /// # Errors
-    /// Blocks whose tensors do not fit, or lack any; [`CheckpointError`] where reading or writing fails.
+    /// Blocks whose tensors do not fit, or lack any; the folder of this checkpoint itself; [`CheckpointError`] where reading
+    /// or writing fails, or another save into the folder is under way.
     pub fn save(&self, dir: impl AsRef<Path>, blocks: &[(usize, &BlockParams)]) -> Result<()> {
-        self.write_all(dir.as_ref(), blocks)
+        self.save_with(dir, blocks, SaveOptions::default())
+    }
+
+    /// As [`save`](Self::save), with options.
+    ///
+    /// # Errors
+    /// As [`save`](Self::save).
+    pub fn save_with(
+        &self,
+        dir: impl AsRef<Path>,
+        blocks: &[(usize, &BlockParams)],
+        options: SaveOptions,
+    ) -> Result<()> {
+        let mut shares = rank_params::RankParams::own(blocks);
+        self.check_target(dir.as_ref(), Some(options.replace_source))?;
+        let plan = self.plan_save(&shares, options)?;
+        self.write_plan(dir.as_ref(), &plan, &mut shares)
+    }
+
+    /// As [`save_with`](Self::save_with), of blocks whose experts lie on the ranks of a group. Collective: every rank gives its
+    /// own share of the same layers; the first one writes, with its own replicated parameters, and holds one matrix of
+    /// another rank at a time.
+    ///
+    /// # Errors
+    /// As [`save`](Self::save), on every rank; shares that differ in layers or types; a collective's.
+    pub fn save_over_ranks<D: Kernels>(
+        &self,
+        dir: impl AsRef<Path>,
+        shares: &[(usize, &BlockParams)],
+        group: &mut Group<D>,
+        options: SaveOptions,
+    ) -> Result<()> {
+        let dir = dir.as_ref();
+        let mut shares = rank_params::RankParams::over(shares, group);
+        let planned = match shares.writes() {
+            true => self.check_target(dir, Some(options.replace_source)),
+            false => Ok(()),
+        };
+        let planned = planned.and_then(|()| self.plan_save(&shares, options));
+        let plan = shares.refuse_on_error(planned)?;
+        let fingerprint = plan.fingerprint(&shares);
+        shares.agree(fingerprint)?;
+        let written = self.write_plan(dir, &plan, &mut shares);
+        shares.refuse_on_error(written)
     }
 }
 
@@ -384,14 +483,22 @@ pub struct QuantizedTensor {
 
 impl Checkpoint {
     /// Writes this checkpoint with the routed experts of every block in NVFP4, in ModelOpt's form without scales of
-    /// activations, and everything else as it is: `model.safetensors`, `config.json` and `hf_quant_config.json`,
-    /// each complete before it takes its name. Gate and up of an expert share their second-level scale.
+    /// activations, and everything else as it is, with `hf_quant_config.json` beside `config.json`. The folder changes as
+    /// one, as with [`save`](Self::save). Gate and up of an expert share their second-level scale.
     ///
     /// # Errors
-    /// Blocks whose experts are fused, already quantized, not finite, or of columns that are no multiple of 16;
+    /// The folder of this checkpoint itself, whose weights would be lost. Blocks whose experts are fused, already quantized, not finite, or of columns that are no multiple of 16;
     /// [`CheckpointError`] where reading or writing fails.
     pub fn save_nvfp4(&self, dir: impl AsRef<Path>) -> Result<Vec<QuantizedTensor>> {
-        self.write_nvfp4(dir.as_ref())
+        self.save_nvfp4_with(dir, SaveOptions::default())
+    }
+
+    /// As [`save_nvfp4`](Self::save_nvfp4), with options.
+    ///
+    /// # Errors
+    /// As [`save_nvfp4`](Self::save_nvfp4).
+    pub fn save_nvfp4_with(&self, dir: impl AsRef<Path>, options: SaveOptions) -> Result<Vec<QuantizedTensor>> {
+        self.write_nvfp4(dir.as_ref(), options)
     }
 }
 

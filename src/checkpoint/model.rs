@@ -4,9 +4,10 @@ use std::path::Path;
 
 use serde_json::Value;
 
+use super::declared::Declared;
 use super::family::{self, Act, Family, Formula, LayerRule, Normalize, SharedWidth};
-use super::fields::{Fields, MAX_HIDDEN, MAX_INTERMEDIATE, MAX_LAYERS, clip};
-use super::json::config_error;
+use super::fields::{Fields, MAX_HIDDEN, MAX_INTERMEDIATE, MAX_LAYERS, clip, short};
+use super::json::parse_value;
 use crate::config::{
     Activation, GroupLimit, GroupScore, MAX_EXPERTS, MoeConfig, Renorm, RouterConfig, Score, SharedConfig, WeightAt,
 };
@@ -19,6 +20,8 @@ type Result<T> = std::result::Result<T, CheckpointError>;
 #[derive(Debug)]
 pub(super) struct Model {
     pub json: Value,
+    /// Its text.
+    pub text: Vec<u8>,
     pub family: &'static Family,
     /// The `model_type` that named the family.
     pub model_type: String,
@@ -28,13 +31,14 @@ pub(super) struct Model {
     pub dtype: Option<DType>,
     /// Rows and columns of a block of `weight_scale_inv`.
     pub fp8_block: [usize; 2],
+    /// How the weights are quantized, as it says.
+    pub declared: Declared,
 }
 
 impl Model {
     /// Parses and checks a configuration.
     pub fn parse(json: &[u8], path: &Path) -> Result<Self> {
-        let root: Value =
-            serde_json::from_slice(json).map_err(|e| config_error(path, "(whole file)", "a JSON object", e))?;
+        let root = parse_value(json, path)?;
         let name = path.display().to_string();
         // Multimodal wrappers keep the text model's keys in an object of their own.
         let text = root.get("text_config").filter(|text| text.is_object()).unwrap_or(&root);
@@ -64,8 +68,9 @@ impl Model {
         let dtype = dtype(&fields)?.or(dtype(&outer)?);
         let quantized = if inner.get("quantization_config").is_some() { &inner } else { &outer };
         let fp8_block = fp8_block(quantized)?;
-        let model_type = model_type.to_string();
-        Ok(Self { family, model_type, layers, blocks, dtype, fp8_block, json: root })
+        let declared = Declared::of_config(&name, quantized.get("quantization_config"))?;
+        let (model_type, text) = (model_type.to_string(), json.to_vec());
+        Ok(Self { family, model_type, layers, blocks, dtype, fp8_block, declared, text, json: root })
     }
 }
 
@@ -210,16 +215,27 @@ fn block(family: &Family, fields: &Fields<'_>, layer: usize) -> Result<MoeConfig
     Ok(config)
 }
 
+/// Names of silu.
+const SILU: &[&str] = &["silu", "swish"];
+
 fn activation(act: Act, fields: &Fields<'_>) -> Result<Activation> {
     match act {
         Act::Silu(key) => {
             // DBRX nests the name: `ffn_act_fn: {"name": "silu"}`.
-            let nested = fields.get(key).filter(|value| value.is_object());
-            let fields = nested.map_or(*fields, |value| Fields::new(key, value, None));
-            fields.only(if nested.is_some() { "name" } else { key }, &["silu", "swish"])?;
+            match fields.get(key).filter(|value| value.is_object() && key == "ffn_act_fn") {
+                None => fields.only(key, SILU)?,
+                Some(value) if value.get("name").and_then(Value::as_str).is_some_and(|name| SILU.contains(&name)) => {}
+                Some(value) => {
+                    let expected = format!("an object whose name is {}", SILU.join(" or "));
+                    return Err(fields.error(key, expected, short(value)));
+                }
+            }
             Ok(Activation::SiluGlu)
         }
-        Act::Clamped => Ok(Activation::ClampedGlu { alpha: 1.702, limit: fields.number("swiglu_limit", 7.0)? }),
+        Act::Clamped => {
+            fields.only("hidden_act", SILU)?;
+            Ok(Activation::ClampedGlu { alpha: 1.702, limit: fields.number("swiglu_limit", 7.0)? })
+        }
         Act::Relu2(key) => {
             fields.only(key, &["relu2"])?;
             Ok(Activation::Relu2)

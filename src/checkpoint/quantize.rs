@@ -7,9 +7,11 @@ use std::path::Path;
 use serde_json::{Value, json};
 
 use super::family::Experts;
+use super::folder::{CONFIG, QUANTIZATION};
+use super::rank_params::RankParams;
 use super::save::Item;
 use super::stored::{Form, sibling};
-use super::{Checkpoint, QuantizedTensor};
+use super::{Checkpoint, QuantizedTensor, SaveOptions};
 use crate::cpu::Cpu;
 use crate::dtype::DType;
 use crate::error::{Error, Result};
@@ -60,7 +62,8 @@ impl Nvfp4Item {
 }
 
 impl Checkpoint {
-    pub(super) fn write_nvfp4(&self, dir: &Path) -> Result<Vec<QuantizedTensor>> {
+    pub(super) fn write_nvfp4(&self, dir: &Path, options: SaveOptions) -> Result<Vec<QuantizedTensor>> {
+        self.check_target(dir, None)?;
         let mut tensors = Vec::new();
         for &layer in self.moe_layers() {
             for names in self.sharing(layer)? {
@@ -78,8 +81,10 @@ impl Checkpoint {
                     .map(|part| Item::Nvfp4(Nvfp4Item { part, matrix: name.clone(), dims: *dims, amax: *amax })),
             );
         }
-        let others = vec![("config.json", config), ("hf_quant_config.json", sidecar)];
-        self.write_files(dir, items, &[], others)?;
+        let others = vec![(CONFIG, config), (QUANTIZATION, sidecar)];
+        let plan = self.plan_files(items, others, options)?;
+        self.write_plan(dir, &plan, &mut RankParams::own(&[]))?;
+        drop(plan);
         Ok(tensors)
     }
 

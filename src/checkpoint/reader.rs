@@ -5,20 +5,20 @@
 
 use std::collections::{BTreeMap, HashMap};
 use std::fs::File;
-use std::path::{Component, Path, PathBuf};
+use std::path::{Path, PathBuf};
 
 use safetensors::Dtype;
 use serde::de::{IgnoredAny, MapAccess};
 
-use super::OpenOptions;
+use super::folder::{Folder, INDEX, SINGLE, plain_name};
 use super::header;
-use super::json::{Keyed, MAX_INDEX, Unique, config_error, io_error, open_file, read_limited};
+use super::json::{
+    Keyed, MAX_INDEX, MAX_TENSORS, Unique, check_index, config_error, io_error, open_file, read_limited,
+};
 use crate::error::CheckpointError;
 
-const SINGLE: &str = "model.safetensors";
-const INDEX: &str = "model.safetensors.index.json";
 /// Most files of a checkpoint; DeepSeek-V3 has 163.
-const MAX_SHARDS: usize = 4096;
+pub(super) const MAX_SHARDS: usize = 4096;
 
 #[cfg(target_endian = "big")]
 compile_error!("safetensors are little-endian and are read without conversion");
@@ -53,33 +53,34 @@ pub(super) struct Files {
 
 impl Files {
     /// Opens `model.safetensors`, or the shards that `model.safetensors.index.json` names.
-    pub fn open(dir: &Path, options: OpenOptions) -> Result<Self, CheckpointError> {
+    pub fn open(folder: &Folder) -> Result<Self, CheckpointError> {
+        let dir = folder.dir();
         let mut files = Self { dir: dir.to_path_buf(), shards: Vec::new(), tensors: BTreeMap::new() };
-        let single = dir.join(SINGLE);
-        if single.exists() {
-            for (name, entry) in files.add(&single)? {
-                files.tensors.insert(name, entry);
-            }
+        if let Some(single) = folder.find(SINGLE)? {
+            files.tensors = files.add(&single)?.into_iter().collect();
             return Ok(files);
         }
-        let index = dir.join(INDEX);
-        if !index.exists() {
-            return Err(io_error(dir, format_args!("holds neither {SINGLE} nor {INDEX}")));
-        }
-        files.open_index(&index, options)?;
+        let index = folder.find(INDEX)?;
+        let index = index.ok_or_else(|| io_error(dir, format_args!("holds neither {SINGLE} nor {INDEX}")))?;
+        files.open_index(&index, folder)?;
         Ok(files)
     }
 
-    fn open_index(&mut self, index: &Path, options: OpenOptions) -> Result<(), CheckpointError> {
+    fn open_index(&mut self, index: &Path, folder: &Folder) -> Result<(), CheckpointError> {
         let map = parse_index(&read_limited(index, MAX_INDEX)?, index)?;
         let mut shards: BTreeMap<&str, HashMap<String, Entry>> = BTreeMap::new();
+        let mut tensors = 0;
         for (name, file) in &map {
             if !shards.contains_key(file.as_str()) {
                 if shards.len() == MAX_SHARDS {
                     return Err(config_error(index, "weight_map", format!("at most {MAX_SHARDS} files"), "more"));
                 }
-                let path = inside(&self.dir, index, file, options)?;
-                shards.insert(file, self.add(&path)?.into_iter().collect());
+                let added = self.add(&shard_path(folder, index, file)?)?;
+                tensors += added.len();
+                if tensors > MAX_TENSORS {
+                    return Err(config_error(index, "weight_map", format!("shards of {MAX_TENSORS} tensors"), "more"));
+                }
+                shards.insert(file, added.into_iter().collect());
             }
             let entry = shards.get_mut(file.as_str()).and_then(|tensors| tensors.remove(name));
             let entry = entry.ok_or_else(|| CheckpointError::Missing {
@@ -110,6 +111,11 @@ impl Files {
     /// Folder.
     pub fn dir(&self) -> &Path {
         &self.dir
+    }
+
+    /// Files that are read.
+    pub fn paths(&self) -> impl Iterator<Item = &Path> {
+        self.shards.iter().map(|shard| shard.path.as_path())
     }
 
     /// A tensor's place.
@@ -172,6 +178,8 @@ impl Keyed for WeightMap {
 
 /// Tensor names and file names of an index.
 pub(super) fn parse_index(json: &[u8], path: &Path) -> Result<Vec<(String, String)>, CheckpointError> {
+    let refuse = |problem| config_error(path, "weight_map", "tensor names with file names, within the limits", problem);
+    check_index(json).map_err(refuse)?;
     let Unique(mut fields) = serde_json::from_slice::<Unique<WeightMap>>(json)
         .map_err(|e| config_error(path, "weight_map", "tensor names with file names", e))?;
     match fields.pop() {
@@ -180,29 +188,14 @@ pub(super) fn parse_index(json: &[u8], path: &Path) -> Result<Vec<(String, Strin
     }
 }
 
-/// A shard's name, if it is no path: neither absolute, nor with `..`, nor in a folder.
-pub(super) fn plain_name(entry: &str) -> Option<&str> {
-    let mut parts = Path::new(entry).components();
-    match (parts.next(), parts.next()) {
-        (Some(Component::Normal(name)), None) if name == entry => Some(entry),
-        _ => None,
-    }
-}
-
-/// A shard's path, if its file lies in the folder itself.
-fn inside(dir: &Path, index: &Path, entry: &str, options: OpenOptions) -> Result<PathBuf, CheckpointError> {
-    let outside = |problem: String| CheckpointError::OutsideFolder {
+/// A shard's path.
+fn shard_path(folder: &Folder, index: &Path, entry: &str) -> Result<PathBuf, CheckpointError> {
+    let name = plain_name(entry).ok_or_else(|| CheckpointError::OutsideFolder {
         path: index.display().to_string(),
-        entry: super::fields::clip(entry),
-        problem,
-    };
-    let name = plain_name(entry).ok_or_else(|| outside("not a plain file name".to_string()))?;
-    let real = |path: &Path| path.canonicalize().map_err(|e| io_error(path, e));
-    let (folder, path) = (real(dir)?, real(&dir.join(name))?);
-    if !options.follow_links && path.parent() != Some(folder.as_path()) {
-        return Err(outside(format!("a link to {}, outside the folder", path.display())));
-    }
-    Ok(path)
+        entry: entry.to_string(),
+        problem: "not a plain file name".to_string(),
+    })?;
+    folder.require(name)
 }
 
 /// Reads by position, without moving a cursor that threads would share.

@@ -1,25 +1,29 @@
-//! Writes a whole checkpoint: planned first, so that the header is complete before the first byte, then streamed.
+//! Writes a whole checkpoint: planned first, so that each header is complete before its file's first byte, then streamed, a
+//! matrix of a block at a time.
 
 use std::collections::HashSet;
-use std::fs::File;
-use std::io::{BufWriter, Write};
+use std::io::Write;
 use std::path::Path;
 
 use safetensors::Dtype;
 use safetensors::tensor::TensorInfo;
-use tempfile::NamedTempFile;
+use serde_json::{Map, Value, json};
 
+use super::commit::Save;
+use super::folder::{CONFIG, INDEX, SINGLE, same_file};
 use super::gather::Planned;
-use super::json::{MAX_CONFIG, io_error, read_limited};
+use super::json::io_error;
 use super::quantize::{Nvfp4Item, Nvfp4Part};
+use super::rank_params::RankParams;
+use super::reader::MAX_SHARDS;
 use super::stored::{Stored, on_disk};
-use super::{BlockParams, Checkpoint, LoadOptions, header};
+use super::{Checkpoint, LoadOptions, SaveOptions, header};
 use crate::error::{CheckpointError, Error, Result};
 
 const CALL: &str = "Checkpoint::save";
 const CHUNK: usize = 1 << 20;
 
-/// One tensor of the new file.
+/// One tensor of the new checkpoint.
 pub(super) enum Item<'a> {
     /// Made of the parameters of the block with this index.
     Block(usize, Planned),
@@ -31,64 +35,150 @@ pub(super) enum Item<'a> {
     Nvfp4(Nvfp4Item),
 }
 
+/// One file of tensors of the new checkpoint.
+struct ShardPlan<'a> {
+    file: String,
+    header: Vec<u8>,
+    items: Vec<(String, Item<'a>)>,
+}
+
+/// What a save writes.
+pub(super) struct SavePlan<'a> {
+    shards: Vec<ShardPlan<'a>>,
+    /// Files of text, the index among them.
+    others: Vec<(&'static str, Vec<u8>)>,
+}
+
+impl SavePlan<'_> {
+    /// A number that differs where layers do, or tensors in name, type, shape or file.
+    pub fn fingerprint(&self, shares: &RankParams<'_>) -> u64 {
+        use std::hash::{DefaultHasher, Hash, Hasher};
+        let mut hasher = DefaultHasher::new();
+        for (layer, _) in shares.blocks {
+            layer.hash(&mut hasher);
+        }
+        for shard in &self.shards {
+            (&shard.file, &shard.header).hash(&mut hasher);
+        }
+        hasher.finish()
+    }
+}
+
 impl Checkpoint {
-    pub(super) fn write_all(&self, dir: &Path, blocks: &[(usize, &BlockParams)]) -> Result<()> {
-        let (items, dequantized) = self.items(blocks)?;
-        let config = self.config_text(dequantized)?;
-        self.write_files(dir, items, blocks, vec![("config.json", config)])
+    /// Plans a save of blocks, everything else as it is here.
+    pub(super) fn plan_save(&self, shares: &RankParams<'_>, options: SaveOptions) -> Result<SavePlan<'_>> {
+        let (items, dequantized) = self.items(shares)?;
+        self.plan_files(items, vec![(CONFIG, self.config_text(dequantized)?)], options)
     }
 
-    /// Writes `model.safetensors` of `items`, then the other files.
-    pub(super) fn write_files(
-        &self,
-        dir: &Path,
-        items: Vec<Item<'_>>,
-        blocks: &[(usize, &BlockParams)],
-        others: Vec<(&str, Vec<u8>)>,
-    ) -> Result<()> {
+    /// Plans a save of `items` and other files.
+    pub(super) fn plan_files<'a>(
+        &'a self,
+        items: Vec<Item<'a>>,
+        mut others: Vec<(&'static str, Vec<u8>)>,
+        options: SaveOptions,
+    ) -> Result<SavePlan<'a>> {
         let mut items = items.into_iter().map(|item| Ok((self.info(&item)?, item))).collect::<Result<Vec<_>>>()?;
-        // Wide types first, so that every tensor is aligned to its type.
-        items.sort_by(|((a, left), _), ((b, right), _)| (right.dtype, a).cmp(&(left.dtype, b)));
-        let mut offset = 0usize;
-        for ((name, info), _) in &mut items {
-            let size = info.data_offsets.1;
-            let end = offset.checked_add(size).ok_or_else(|| Error::invalid(CALL, name.as_str(), "a size", size))?;
-            info.data_offsets = (offset, end);
-            offset = end;
+        items.sort_by(|((a, _), _), ((b, _), _)| a.cmp(b));
+        let mut groups: Vec<(u64, Vec<_>)> = Vec::new();
+        for ((name, info), item) in items {
+            let bytes = info.data_offsets.1 as u64;
+            match groups.last_mut() {
+                Some((sum, group)) if sum.saturating_add(bytes) <= options.max_shard_bytes => {
+                    *sum += bytes;
+                    group.push(((name, info), item));
+                }
+                _ => groups.push((bytes, vec![((name, info), item)])),
+            }
         }
-        let header = header::write(items.iter().map(|(info, _)| info.clone()).collect())
-            .map_err(|problem| CheckpointError::Header { path: dir.display().to_string(), problem })?;
-        std::fs::create_dir_all(dir).map_err(|e| io_error(dir, e))?;
-        let model = temporary(dir, |out| {
-            write(dir, out, &header)?;
-            items.iter().try_for_each(|(_, item)| self.write_item(dir, out, item, blocks))
-        })?;
-        let mut files = vec![(model, "model.safetensors")];
-        for (name, content) in others {
-            files.push((temporary(dir, |out| write(dir, out, &content))?, name));
+        let count = groups.len();
+        if count > MAX_SHARDS {
+            let expected = format!("a size that makes at most {MAX_SHARDS} files");
+            return Err(Error::invalid(CALL, "max_shard_bytes", expected, options.max_shard_bytes));
         }
-        for (file, name) in files {
-            let path = dir.join(name);
-            file.persist(&path).map_err(|e| io_error(&path, e.error))?;
+        if count == 0 {
+            groups.push((0, Vec::new()));
         }
-        sync_folder(dir)
+        let total = groups.iter().fold(0u64, |total, (bytes, _)| total.saturating_add(*bytes));
+        let mut shards = Vec::new();
+        for (n, (_, group)) in groups.into_iter().enumerate() {
+            let file = match count {
+                0 | 1 => SINGLE.to_string(),
+                _ => format!("model-{:05}-of-{count:05}.safetensors", n + 1),
+            };
+            shards.push(shard(file, group)?);
+        }
+        if count > 1 {
+            let files = shards.iter().flat_map(|shard| shard.items.iter().map(|(name, _)| (name, &shard.file)));
+            let map: Map<String, Value> = files.map(|(name, file)| (name.clone(), file.as_str().into())).collect();
+            let index = json!({ "metadata": { "total_size": total }, "weight_map": map });
+            let text =
+                serde_json::to_vec_pretty(&index).map_err(|e| Error::invalid(CALL, INDEX, "JSON to write", e))?;
+            others.push((INDEX, text));
+        }
+        Ok(SavePlan { shards, others })
+    }
+
+    /// Refuses to replace what is being read. A folder is the same through whatever links it is named.
+    pub(super) fn check_target(&self, dir: &Path, allowed: Option<bool>) -> Result<()> {
+        let Ok(target) = dir.canonicalize() else { return Ok(()) };
+        let meta = |path: &Path| path.metadata();
+        let same = |folder: &Path| match (meta(folder), meta(&target)) {
+            (Ok(a), Ok(b)) => folder.canonicalize().is_ok_and(|real| real == target) || same_folder(&a, &b),
+            _ => false,
+        };
+        // Shards may be links to files of other folders.
+        let real = |path: &Path| path.canonicalize().ok().and_then(|path| path.parent().map(Path::to_path_buf));
+        let own = same(self.dir()) || self.files.paths().any(|path| real(path).is_some_and(|folder| same(&folder)));
+        if !own || allowed == Some(true) {
+            return Ok(());
+        }
+        Err(CheckpointError::OwnSource {
+            path: dir.display().to_string(),
+            source_dir: self.dir().display().to_string(),
+            allowed: allowed.is_some(),
+        }
+        .into())
+    }
+
+    /// Writes what was planned. With several ranks all of them call it, and the first one writes.
+    pub(super) fn write_plan(&self, dir: &Path, plan: &SavePlan<'_>, shares: &mut RankParams<'_>) -> Result<()> {
+        let mut save = if shares.writes() { Some(Save::begin(dir)?) } else { None };
+        for shard in &plan.shards {
+            let mut content = |out: &mut dyn Write| {
+                write(dir, out, &shard.header)?;
+                shard.items.iter().try_for_each(|(_, item)| self.write_item(dir, out, item, shares))
+            };
+            match &mut save {
+                Some(save) => save.file(&shard.file, content)?,
+                None => content(&mut std::io::sink())?,
+            }
+            shares.barrier()?;
+        }
+        if let Some(mut save) = save {
+            for (name, text) in &plan.others {
+                save.file(name, |out| write(dir, out, text))?;
+            }
+            save.finish()?;
+        }
+        shares.barrier()
     }
 
     /// Everything the new file holds, and whether any of it was quantized.
-    fn items(&self, blocks: &[(usize, &BlockParams)]) -> Result<(Vec<Item<'_>>, bool)> {
+    fn items(&self, shares: &RankParams<'_>) -> Result<(Vec<Item<'_>>, bool)> {
         let mut items = Vec::new();
         let mut seen: HashSet<String> = HashSet::new();
         let mut dequantized = false;
-        for (index, (layer, params)) in blocks.iter().enumerate() {
-            if blocks[..index].iter().any(|(other, _)| other == layer) {
+        for (index, (layer, params)) in shares.blocks.iter().enumerate() {
+            if shares.blocks[..index].iter().any(|(other, _)| other == layer) {
                 return Err(Error::invalid(CALL, "blocks", "each layer once", format!("layer {layer} twice")));
             }
             let checked = self.check_block(&self.layout(*layer, self.block(*layer)?), false)?;
             if let Some(role) = checked.natural.keys().find(|role| params.get(**role).is_none()) {
                 return Err(Error::invalid(CALL, format!("layer {layer}: {role:?}"), "a tensor", "none"));
             }
-            let all = LoadOptions { rank: 0, ranks: 1, dtype: None };
-            let planned = self.plan(CALL, *layer, params, all)?;
+            let own = LoadOptions { rank: shares.rank(), ranks: shares.ranks(), dtype: None };
+            let planned = self.plan_whole(CALL, *layer, params, own)?;
             dequantized |= checked.form.is_quantized();
             seen.extend(checked.names);
             items.extend(planned.into_iter().map(|tensor| Item::Block(index, tensor)));
@@ -133,32 +223,37 @@ impl Checkpoint {
         Ok((name, TensorInfo { dtype, shape, data_offsets: (0, bits / 8) }))
     }
 
-    fn write_item(
-        &self,
-        dir: &Path,
-        out: &mut dyn Write,
-        item: &Item<'_>,
-        blocks: &[(usize, &BlockParams)],
-    ) -> Result<()> {
+    /// Writes an item's bytes; on ranks that do not write, takes part in fetching them.
+    fn write_item(&self, dir: &Path, out: &mut dyn Write, item: &Item<'_>, shares: &mut RankParams<'_>) -> Result<()> {
         match item {
             Item::Block(index, planned) => {
-                let (layer, params) = blocks[*index];
+                let (layer, _) = shares.blocks[*index];
                 let experts = self.block(layer)?.router.num_experts;
-                write(dir, out, planned.build(params, experts)?.as_bytes())
+                for part in planned.parts() {
+                    let bytes = shares.matrix(*index, part, planned.dtype, experts)?;
+                    write(dir, out, &bytes)?;
+                }
+                Ok(())
             }
             Item::Plain(name, stored) => {
-                let tensor = self.tensor(name, Some(self.natural(stored.form)))?;
-                write(dir, out, tensor.as_bytes())
+                let dtype = self.natural(stored.form);
+                if shares.writes() {
+                    write(dir, out, self.tensor(name, Some(dtype))?.as_bytes())?;
+                }
+                shares.wrote(stored.dims.iter().product::<usize>() * dtype.size())
             }
             Item::Nvfp4(item) => write(dir, out, &self.nvfp4_bytes(item)?),
             Item::Copy(name) => {
                 let Some(entry) = self.files.get(name) else { return Ok(()) };
-                let mut buffer = vec![0; CHUNK.min(entry.bytes as usize)];
+                let mut buffer = vec![0; if shares.writes() { CHUNK.min(entry.bytes as usize) } else { 0 }];
                 let mut offset = 0;
                 while offset < entry.bytes {
-                    let len = buffer.len().min((entry.bytes - offset) as usize);
-                    self.files.read(name, entry, offset, &mut buffer[..len])?;
-                    write(dir, out, &buffer[..len])?;
+                    let len = CHUNK.min((entry.bytes - offset) as usize);
+                    if shares.writes() {
+                        self.files.read(name, entry, offset, &mut buffer[..len])?;
+                        write(dir, out, &buffer[..len])?;
+                    }
+                    shares.wrote(len)?;
                     offset += len as u64;
                 }
                 Ok(())
@@ -167,9 +262,8 @@ impl Checkpoint {
     }
 
     fn config_text(&self, dequantized: bool) -> Result<Vec<u8>> {
-        let path = self.dir().join("config.json");
         if !dequantized {
-            return Ok(read_limited(&path, MAX_CONFIG)?);
+            return Ok(self.model.text.clone());
         }
         let mut config = self.config().clone();
         for object in [Some("text_config"), None] {
@@ -181,36 +275,30 @@ impl Checkpoint {
                 map.remove("quantization_config");
             }
         }
-        Ok(serde_json::to_vec_pretty(&config).map_err(|e| io_error(&path, e))?)
+        Ok(serde_json::to_vec_pretty(&config).map_err(|e| io_error(&self.dir().join(CONFIG), e))?)
     }
+}
+
+/// A file of tensors, wide types first, so that every tensor is aligned to its type.
+fn shard<'a>(file: String, mut items: Vec<((String, TensorInfo), Item<'a>)>) -> Result<ShardPlan<'a>> {
+    items.sort_by(|((a, left), _), ((b, right), _)| (right.dtype, a).cmp(&(left.dtype, b)));
+    let mut offset = 0usize;
+    for ((name, info), _) in &mut items {
+        let size = info.data_offsets.1;
+        let end = offset.checked_add(size).ok_or_else(|| Error::invalid(CALL, name.as_str(), "a size", size))?;
+        info.data_offsets = (offset, end);
+        offset = end;
+    }
+    let header = header::write(items.iter().map(|(info, _)| info.clone()).collect())
+        .map_err(|problem| CheckpointError::Header { path: file.clone(), problem })?;
+    Ok(ShardPlan { file, header, items: items.into_iter().map(|((name, _), item)| (name, item)).collect() })
 }
 
 fn write(dir: &Path, out: &mut dyn Write, bytes: &[u8]) -> Result<()> {
     Ok(out.write_all(bytes).map_err(|e| io_error(dir, e))?)
 }
 
-/// A complete, synced file under a temporary name.
-fn temporary(dir: &Path, content: impl FnOnce(&mut dyn Write) -> Result<()>) -> Result<NamedTempFile> {
-    let failed = |e: std::io::Error| Error::from(io_error(dir, e));
-    let mut builder = tempfile::Builder::new();
-    builder.prefix(".moebius-");
-    // Readable as any new file is; a temporary file's default is the owner only.
-    #[cfg(unix)]
-    builder.permissions(std::os::unix::fs::PermissionsExt::from_mode(0o666));
-    let file = builder.tempfile_in(dir).map_err(failed)?;
-    let mut out = BufWriter::with_capacity(CHUNK, file.as_file());
-    content(&mut out)?;
-    out.flush().map_err(failed)?;
-    drop(out);
-    file.as_file().sync_all().map_err(failed)?;
-    Ok(file)
-}
-
-/// Makes renames durable.
-fn sync_folder(dir: &Path) -> Result<()> {
-    if cfg!(unix) {
-        let sync = File::open(dir).and_then(|folder| folder.sync_all());
-        sync.map_err(|e| io_error(dir, e))?;
-    }
-    Ok(())
+/// Whether two folders are one; where files have no numbers, their canonical paths alone say so.
+fn same_folder(a: &std::fs::Metadata, b: &std::fs::Metadata) -> bool {
+    cfg!(unix) && same_file(a, b)
 }

@@ -1,11 +1,13 @@
 //! What can be wrong with a checkpoint.
 
+use super::text::printable;
+
 /// A checkpoint cannot be read, or is not what its `config.json` says.
 #[derive(Debug, Clone, thiserror::Error)]
 #[non_exhaustive]
 pub enum CheckpointError {
     /// The file system refused.
-    #[error("{path}: {message}")]
+    #[error("{}: {}", printable(.path), printable(.message))]
     Io {
         /// File or folder.
         path: String,
@@ -13,7 +15,7 @@ pub enum CheckpointError {
         message: String,
     },
     /// `config.json` or the index does not parse or holds impossible values.
-    #[error("{path}: field {field}: expected {expected}, found {found}")]
+    #[error("{}: field {}: expected {expected}, found {}", printable(.path), printable(.field), printable(.found))]
     Config {
         /// The file.
         path: String,
@@ -25,7 +27,7 @@ pub enum CheckpointError {
         found: String,
     },
     /// `model_type` names a family this crate does not know.
-    #[error("{path}: unknown model_type {found:?}; known: {known}")]
+    #[error("{}: unknown model_type \"{}\"; known: {known}", printable(.path), printable(.found))]
     UnknownFamily {
         /// The file.
         path: String,
@@ -35,7 +37,7 @@ pub enum CheckpointError {
         known: String,
     },
     /// `model_type` names a family whose blocks the layer cannot compute.
-    #[error("{path}: model_type {found:?} is not supported: the layer has no {lacking}")]
+    #[error("{}: model_type \"{}\" is not supported: the layer has no {lacking}", printable(.path), printable(.found))]
     UnsupportedFamily {
         /// The file.
         path: String,
@@ -45,7 +47,7 @@ pub enum CheckpointError {
         lacking: &'static str,
     },
     /// A safetensors header is damaged.
-    #[error("{path}: damaged safetensors header: {problem}")]
+    #[error("{}: damaged safetensors header: {}", printable(.path), printable(.problem))]
     Header {
         /// The file.
         path: String,
@@ -53,7 +55,7 @@ pub enum CheckpointError {
         problem: String,
     },
     /// A file is larger than anything of its kind needs to be.
-    #[error("{path}: {bytes} bytes, at most {limit} are read")]
+    #[error("{}: {bytes} bytes, at most {limit} are read", printable(.path))]
     TooLarge {
         /// The file.
         path: String,
@@ -62,18 +64,18 @@ pub enum CheckpointError {
         /// The limit.
         limit: u64,
     },
-    /// The index names a file that is not a plain file of the checkpoint's folder.
-    #[error("{path}: shard {entry:?}: {problem}")]
+    /// A file that the index names, or another of the checkpoint's, is not a plain file of its folder.
+    #[error("{}: file \"{}\": {}", printable(.path), printable(.entry), printable(.problem))]
     OutsideFolder {
-        /// The index.
+        /// The folder, or the index that names the file.
         path: String,
-        /// The file it names.
+        /// The file.
         entry: String,
         /// What is wrong with it.
         problem: String,
     },
     /// A file ended before a tensor did: it has shrunk since it was opened.
-    #[error("{path}: tensor {tensor}: expected {expected} bytes at offset {offset}, the file ends before them")]
+    #[error("{}: tensor {}: expected {expected} bytes at offset {offset}, the file ends before them", printable(.path), printable(.tensor))]
     Truncated {
         /// The file.
         path: String,
@@ -85,7 +87,7 @@ pub enum CheckpointError {
         expected: usize,
     },
     /// A tensor that `config.json` calls for is not there.
-    #[error("{path}: tensor {tensor} is missing; expected {expected}")]
+    #[error("{}: tensor {} is missing; expected {}", printable(.path), printable(.tensor), printable(.expected))]
     Missing {
         /// The file or folder.
         path: String,
@@ -95,7 +97,7 @@ pub enum CheckpointError {
         expected: String,
     },
     /// The block holds a tensor that its family does not have.
-    #[error("{path}: unexpected tensor {tensor} ({found}); {family} has none of this name")]
+    #[error("{}: unexpected tensor {} ({}); {} has none of this name", printable(.path), printable(.tensor), printable(.found), printable(.family))]
     Unexpected {
         /// The file or folder.
         path: String,
@@ -107,7 +109,7 @@ pub enum CheckpointError {
         family: String,
     },
     /// A tensor is of another shape or type.
-    #[error("{path}: tensor {tensor}: expected {expected}, found {found}")]
+    #[error("{}: tensor {}: expected {}, found {}", printable(.path), printable(.tensor), printable(.expected), printable(.found))]
     Tensor {
         /// The file or folder.
         path: String,
@@ -117,5 +119,37 @@ pub enum CheckpointError {
         expected: String,
         /// What is there.
         found: String,
+    },
+    /// What `config.json` or `hf_quant_config.json` says of the weights is not so.
+    #[error("{}: field {}: expected {}, as the experts of {}* are {}; found {}", printable(.path), printable(.field), printable(.expected), printable(.block), printable(.form), printable(.found))]
+    Declaration {
+        /// The file.
+        path: String,
+        /// JSON key.
+        field: String,
+        /// Start of the names of the first block whose experts are otherwise.
+        block: String,
+        /// How its experts are stored.
+        form: String,
+        /// What it may be for such experts.
+        expected: String,
+        /// What it is.
+        found: String,
+    },
+    /// A save would replace the checkpoint that it reads.
+    #[error("{}: is the checkpoint that is read ({}); save to another folder{}", printable(.path), printable(.source_dir), if *.allowed { ", or say SaveOptions::replace_source" } else { "" })]
+    OwnSource {
+        /// The folder to save to.
+        path: String,
+        /// The folder that is read.
+        source_dir: String,
+        /// Whether an option allows it.
+        allowed: bool,
+    },
+    /// Another save into the folder is under way.
+    #[error("{}: another save into this folder is under way", printable(.path))]
+    Busy {
+        /// The folder.
+        path: String,
     },
 }

@@ -3,12 +3,14 @@
 
 mod checkpoint;
 mod comm;
+mod text;
 
 use crate::dtype::DType;
 use crate::ranks::RankError;
 
 pub use checkpoint::CheckpointError;
 pub use comm::CommError;
+pub use text::printable;
 
 /// Result with this crate's [`Error`].
 pub type Result<T> = std::result::Result<T, Error>;

@@ -24,6 +24,7 @@ enum Kind {
     Missing,
     Unexpected,
     Tensor,
+    Declaration,
     Invalid,
 }
 
@@ -40,6 +41,7 @@ fn kind(error: &Error) -> Kind {
         Error::Checkpoint(CheckpointError::Missing { .. }) => Kind::Missing,
         Error::Checkpoint(CheckpointError::Unexpected { .. }) => Kind::Unexpected,
         Error::Checkpoint(CheckpointError::Tensor { .. }) => Kind::Tensor,
+        Error::Checkpoint(CheckpointError::Declaration { .. }) => Kind::Declaration,
         Error::Invalid { .. } => Kind::Invalid,
         other => panic!("{other}"),
     }
@@ -126,12 +128,28 @@ fn headers() {
         ("overflow hidden by a zero", one("F32", "[4294967296,4294967296,0]", "[0,0]"), "overflow"),
         ("negative size", one("F32", "[-4]", "[0,16]"), "tensor a: "),
         ("size of the type", one("F64", "[4]", "[0,16]"), "tensor a, F64 of shape [4] at bytes 0..16"),
-        ("a shape of many sizes", one("F32", &format!("[{}1]", "1,".repeat(100_000)), "[0,16]"), "tensor a, F32"),
+        (
+            "a shape of many sizes",
+            one("F32", &format!("[{}1]", "1,".repeat(100_000)), "[0,16]"),
+            "a longer array (limit 16)",
+        ),
+        ("a shape of 17 sizes", one("F32", &format!("[{}1]", "1,".repeat(16)), "[0,16]"), "a longer array (limit 16)"),
         ("a long type", one(&"F".repeat(1 << 20), "[4]", "[0,16]"), "tensor a: unknown variant"),
         ("half a byte", one("F4", "[3]", "[0,16]"), "tensor a, F4 of shape [3]"),
         ("unknown type", one("F99", "[4]", "[0,16]"), "F99"),
         ("a name twice", headed(same.as_bytes(), 16), "twice"),
         ("a name twice, once empty", headed(empty.as_bytes(), 16), "twice"),
+        (
+            "a long name",
+            headed(format!(r#"{{"{}":{{}}}}"#, "x".repeat(1 << 20)).as_bytes(), 0),
+            "a key of 1048578 bytes",
+        ),
+        ("metadata twice", headed(br#"{"__metadata__":{"a":"1","a":"2"}}"#, 0), "twice"),
+        (
+            "long metadata",
+            headed(format!(r#"{{"__metadata__":{{"a":"{}"}}}}"#, "x".repeat(2 << 20)).as_bytes(), 0),
+            "a string of",
+        ),
         ("metadata of numbers", headed(br#"{"__metadata__":{"a":1}}"#, 0), ""),
         ("no offsets", headed(br#"{"a":{"dtype":"F32","shape":[4]}}"#, 16), "data_offsets"),
     ];
@@ -194,6 +212,19 @@ fn folders_and_indices() {
         index(dir.path(), map("link.safetensors"));
         std::os::unix::fs::symlink(&absolute, dir.path().join("link.safetensors")).unwrap();
         refuse("a link out of the folder", dir.path(), Kind::OutsideFolder, "link");
+        for name in ["model.safetensors", "config.json"] {
+            let dir = copy("qwen3_moe");
+            let real = outside.path().join(name);
+            fs::rename(dir.path().join(name), &real).unwrap();
+            std::os::unix::fs::symlink(&real, dir.path().join(name)).unwrap();
+            refuse("a file that is a link out", dir.path(), Kind::OutsideFolder, "OpenOptions::follow_links");
+        }
+        let dir = copy("qwen3_moe");
+        fs::rename(dir.path().join("model.safetensors"), dir.path().join("a.safetensors")).unwrap();
+        fs::write(outside.path().join("index"), map("a.safetensors")).unwrap();
+        let name = "model.safetensors.index.json";
+        std::os::unix::fs::symlink(outside.path().join("index"), dir.path().join(name)).unwrap();
+        refuse("an index that is a link out", dir.path(), Kind::OutsideFolder, name);
         let dir = copy("qwen3_moe");
         index(dir.path(), map("link.safetensors"));
         std::os::unix::fs::symlink("a.safetensors", dir.path().join("link.safetensors")).unwrap();
@@ -264,6 +295,12 @@ fn configurations() {
         (set("llama4_top2", "moe_layers", json!([1, 7])), Kind::Config, "moe_layers"),
         (set("phimoe", "num_experts_per_tok", json!(3)), Kind::Config, "top_k"),
         (set("gpt_oss", "swiglu_limit", json!(-1.0)), Kind::Config, "limit"),
+        (set("gpt_oss", "hidden_act", json!("gelu")), Kind::Config, "expected silu or swish, found \"gelu\""),
+        (set("qwen3_moe", "hidden_act", json!({})), Kind::Config, "field hidden_act: expected a string"),
+        (set("qwen3_moe", "hidden_act", json!({"name": "silu"})), Kind::Config, "field hidden_act"),
+        (set("qwen3_moe", "hidden_act", json!(["silu"])), Kind::Config, "field hidden_act"),
+        (set("qwen3_moe", "quantization_config", json!("fp8")), Kind::Config, "expected an object"),
+        (set("qwen3_moe", "quantization_config", json!({"quant_method": 3})), Kind::Config, "quant_method"),
     ];
     for ((family, key, value), expected, words) in cases {
         let dir = copy(family);
@@ -288,12 +325,144 @@ fn configurations() {
         ("an array", "[]".to_string(), Kind::Config),
         ("a number", "3".to_string(), Kind::Config),
         ("deep nesting", "[".repeat(100_000), Kind::Config),
-        ("17 MiB", " ".repeat(17 << 20), Kind::TooLarge),
+        ("5 MiB", " ".repeat(5 << 20), Kind::TooLarge),
+        ("many values", format!("[{}{{}}]", "{},".repeat(70_000)), Kind::Config),
+        ("nesting beyond the limit", format!("{{\"a\":{}{}}}", "[".repeat(40), "]".repeat(40)), Kind::Config),
+        ("a long key", format!("{{\"{}\":1}}", "k".repeat(2000)), Kind::Config),
     ] {
         let dir = copy("qwen3_moe");
         fs::write(dir.path().join("config.json"), text).unwrap();
         refuse(what, dir.path(), expected, "config.json");
     }
+}
+
+/// A key that comes twice is an error wherever it stands, as in a header and an index; the last one does not win.
+#[test]
+fn keys_that_come_twice() {
+    for (from, to) in [
+        ("{", r#"{"model_type": "mixtral","#),
+        ("{", r#"{"x": [{"a": 1, "b": {"hidden\u005fsize": 1, "hidden_size": 2}}],"#),
+    ] {
+        let dir = copy("qwen3_moe");
+        let text = config("qwen3_moe").to_string().replacen(from, to, 1);
+        fs::write(dir.path().join("config.json"), text).unwrap();
+        refuse("a key twice", dir.path(), Kind::Config, "comes twice");
+    }
+}
+
+/// What the files say of quantization is held against the tensors.
+#[test]
+fn declarations_that_are_not_so() {
+    let nvfp4 = "qwen3_moe_nvfp4_modelopt";
+    let at = |family: &'static str, path: &'static str, value: Value, words: &'static str| (family, path, value, words);
+    for (family, path, value, words) in [
+        at(nvfp4, "/quant_algo", json!("FP8"), "field quant_algo: expected a name with NVFP4"),
+        at(nvfp4, "/quant_method", json!("awq"), "found \"awq\""),
+        at(nvfp4, "/group_size", json!(32), ""),
+        at(nvfp4, "/config_groups/group_0/weights/group_size", json!(32), "field group_size: expected 16"),
+        at("qwen3_moe_nvfp4_ct", "/quant_method", json!("modelopt"), "expected compressed-tensors"),
+        at("qwen3_moe_nvfp4_ct", "/config_groups/group_0/weights/group_size", json!(128), "found 128"),
+        at("gpt_oss_mxfp4", "/quant_method", json!("fp8"), "expected mxfp4"),
+        at("deepseek_v3_fp8", "/quant_method", json!("mxfp4"), "expected fp8"),
+        at("deepseek_v3_fp8", "/quant_algo", json!("NVFP4"), "a name with FP8"),
+    ] {
+        let dir = copy(family);
+        let mut changed = config(family);
+        let quantized = &mut changed["quantization_config"];
+        match quantized.pointer_mut(path) {
+            Some(place) => *place = value,
+            None => quantized[&path[1..]] = value,
+        }
+        if path == "/group_size" {
+            // One statement among several that agree: groups of layers may differ, so this alone is no contradiction.
+            quantized.as_object_mut().unwrap().remove("config_groups");
+        }
+        fs::write(dir.path().join("config.json"), changed.to_string()).unwrap();
+        refuse(&format!("{family}: {path}"), dir.path(), Kind::Declaration, words);
+    }
+    for (change, expected) in [
+        (json!({"quantization": {"quant_algo": "FP8"}}), Some(Kind::Declaration)),
+        (json!({"quantization": {"quant_algo": "NVFP4", "group_size": 32}}), Some(Kind::Declaration)),
+        (json!({"quantization": {"quant_algo": 4}}), Some(Kind::Config)),
+        (json!({"quantization": {"quant_algo": "W4A16_NVFP4", "group_size": 16}}), None),
+        (json!({"quantization": {"quant_algo": "MIXED_PRECISION"}}), None),
+    ] {
+        let dir = copy(nvfp4);
+        fs::write(dir.path().join("hf_quant_config.json"), change.to_string()).unwrap();
+        match expected {
+            Some(kind) => refuse(&change.to_string(), dir.path(), kind, "hf_quant_config.json"),
+            None => attempt(dir.path()).unwrap(),
+        }
+    }
+}
+
+/// A save that was killed half-way is read where its files lie, but not out of the folder.
+#[cfg(unix)]
+#[test]
+fn a_save_that_was_killed() {
+    use std::os::unix::fs::symlink;
+    let pending = |dir: &Path| {
+        fs::create_dir_all(dir).unwrap();
+        fs::write(dir.join("commit.json"), r#"{"files":["config.json","model.safetensors"],"stale":[]}"#).unwrap();
+        for name in ["config.json", "model.safetensors"] {
+            fs::copy(fixture("mixtral").join(name), dir.join(name)).unwrap();
+        }
+    };
+    let family = |dir: &Path| Checkpoint::open(dir).unwrap().family().to_string();
+    let dir = copy("qwen3_moe");
+    let staging = dir.path().join(".moebius-save");
+    pending(&staging);
+    assert_eq!(family(dir.path()), "mixtral");
+    // One file has come to its place.
+    fs::rename(staging.join("model.safetensors"), dir.path().join("model.safetensors")).unwrap();
+    assert_eq!(family(dir.path()), "mixtral");
+    attempt(dir.path()).unwrap();
+    let outside = tempfile::tempdir().unwrap();
+    symlink(fixture("mixtral").join("model.safetensors"), staging.join("model.safetensors")).unwrap();
+    refuse("a link out of the staging folder", dir.path(), Kind::OutsideFolder, "model.safetensors");
+    fs::remove_dir_all(&staging).unwrap();
+    pending(outside.path());
+    symlink(outside.path(), &staging).unwrap();
+    fs::copy(fixture("qwen3_moe").join("model.safetensors"), dir.path().join("model.safetensors")).unwrap();
+    assert_eq!(family(dir.path()), "qwen3_moe");
+    // A save goes by no link either.
+    Checkpoint::open(fixture("qwen3_moe")).unwrap().save(dir.path(), &[]).unwrap();
+    assert_eq!(files(dir.path()), ["config.json", "model.safetensors"]);
+    assert_eq!(files(outside.path()), ["commit.json", "config.json", "model.safetensors"]);
+    // A manifest of other files is none.
+    fs::create_dir(&staging).unwrap();
+    fs::write(staging.join("commit.json"), r#"{"files":["config.json"],"stale":["../x"]}"#).unwrap();
+    refuse("a path in a manifest", dir.path(), Kind::Config, "stale");
+}
+
+/// Names of tensors and files that would steer a terminal are escaped in messages.
+#[test]
+fn names_in_messages() {
+    let evil = "model.layers.0.mlp.experts.9.\u{1b}]0;owned\u{7}\u{202e}\r\n.weight";
+    let mut tensors = raw(&fixture("qwen3_moe").join("model.safetensors"));
+    tensors.insert(evil.to_string(), Raw::f32(&[1], [0.0]));
+    let dir = folder(&config("qwen3_moe"), &tensors);
+    let index = json!({"weight_map": {evil: "a.safetensors"}}).to_string();
+    let missing = copy("qwen3_moe");
+    fs::rename(missing.path().join("model.safetensors"), missing.path().join("a.safetensors")).unwrap();
+    fs::write(missing.path().join("model.safetensors.index.json"), index).unwrap();
+    let file = copy("qwen3_moe");
+    fs::remove_file(file.path().join("model.safetensors")).unwrap();
+    let index = json!({"weight_map": {"a": format!("{evil}{}", "x".repeat(500))}}).to_string();
+    fs::write(file.path().join("model.safetensors.index.json"), index).unwrap();
+    let opened = Checkpoint::open(dir.path()).unwrap();
+    for error in [
+        attempt(dir.path()).unwrap_err(),
+        attempt(missing.path()).unwrap_err(),
+        attempt(file.path()).unwrap_err(),
+        opened.tensor(&format!("{evil}{}", "y".repeat(1 << 20)), None).unwrap_err(),
+    ] {
+        let text = error.to_string();
+        assert!(text.len() < 2000 && !text.chars().any(|c| c.is_control() || c == '\u{202e}'), "{text:?}");
+        assert!(text.contains(r"\u{1b}]0;owned\u{7}\u{202e}"), "{text}");
+    }
+    let error = opened.tensor("nope", None).unwrap_err().to_string();
+    assert!(error.ends_with("tensor nope is missing; expected one of this name"), "{error}");
 }
 
 fn clip(value: &Value) -> String {

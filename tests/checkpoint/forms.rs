@@ -2,7 +2,7 @@
 
 use half::{bf16, f16};
 use moebius::DType;
-use moebius::checkpoint::{Checkpoint, Form, OpenOptions};
+use moebius::checkpoint::{Checkpoint, Form, OpenOptions, SaveOptions};
 use serde_json::json;
 
 use crate::support::*;
@@ -143,9 +143,12 @@ fn sharded_folders_load_and_save() {
         let layer = sharded.moe_layers()[0];
         let load = |c: &Checkpoint| c.load_block(layer, options(1, 4, None)).unwrap().params;
         assert_same(&load(&whole), &load(&sharded), family);
-        // Saved over itself, it is one file, which takes precedence over the shards.
+        // Saved over itself, it is one file; index and shards go.
         let block = sharded.load_block(layer, options(0, 1, None)).unwrap().params;
-        sharded.save(dir.path(), &[(layer, &block)]).unwrap();
+        let mut replace = SaveOptions::default();
+        replace.replace_source = true;
+        sharded.save_with(dir.path(), &[(layer, &block)], replace).unwrap();
+        assert_eq!(files(dir.path()), ["config.json", "model.safetensors"]);
         let again = Checkpoint::open(dir.path()).unwrap();
         assert_same(&block, &again.load_block(layer, options(0, 1, None)).unwrap().params, family);
     }
@@ -164,6 +167,32 @@ fn links_are_followed_on_request() {
     let mut follow = OpenOptions::default();
     follow.follow_links = true;
     assert!(Checkpoint::open_with(cache.path(), follow).is_ok());
+}
+
+/// The cache of the Hugging Face hub: a snapshot's files are links to blobs, config.json and a single file too.
+#[cfg(unix)]
+#[test]
+fn the_hugging_face_cache() {
+    let cache = tempfile::tempdir().unwrap();
+    let (blobs, snapshot) = (cache.path().join("blobs"), cache.path().join("snapshots/0123abcd"));
+    std::fs::create_dir_all(&blobs).unwrap();
+    std::fs::create_dir_all(&snapshot).unwrap();
+    for (n, name) in ["config.json", "model.safetensors"].into_iter().enumerate() {
+        std::fs::copy(fixture("qwen3_moe").join(name), blobs.join(n.to_string())).unwrap();
+        std::os::unix::fs::symlink(format!("../../blobs/{n}"), snapshot.join(name)).unwrap();
+    }
+    let error = Checkpoint::open(&snapshot).unwrap_err().to_string();
+    assert!(error.contains("config.json") && error.contains("OpenOptions::follow_links"), "{error}");
+    let mut follow = OpenOptions::default();
+    follow.follow_links = true;
+    let (linked, plain) =
+        (Checkpoint::open_with(&snapshot, follow).unwrap(), Checkpoint::open(fixture("qwen3_moe")).unwrap());
+    let load = |c: &Checkpoint| c.load_block(0, options(0, 1, None)).unwrap().params;
+    assert_same(&load(&linked), &load(&plain), "a snapshot");
+    // A save beside it is of files.
+    let target = tempfile::tempdir().unwrap();
+    linked.save(target.path(), &[]).unwrap();
+    assert_same(&load(&Checkpoint::open(target.path()).unwrap()), &load(&plain), "saved");
 }
 
 /// Conversions round once, to nearest even; equal types keep every bit.

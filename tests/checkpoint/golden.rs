@@ -1,7 +1,7 @@
 //! Every shipped folder: load on any number of ranks, back to names on disk, saved and loaded again.
 
 use moebius::DType;
-use moebius::checkpoint::{BlockParams, Checkpoint, gather_blocks};
+use moebius::checkpoint::{BlockParams, Checkpoint, SaveOptions, gather_blocks};
 
 use crate::support::*;
 
@@ -88,8 +88,10 @@ fn save_and_load_give_the_same_bits() {
         let borrowed: Vec<(usize, &BlockParams)> = blocks.iter().map(|(layer, block)| (*layer, block)).collect();
         // The second round writes into the folder that it reads.
         let mut from = checkpoint;
+        let mut replace = SaveOptions::default();
+        replace.replace_source = true;
         for round in 0..2 {
-            from.save(target.path(), &borrowed).unwrap();
+            from.save_with(target.path(), &borrowed, replace).unwrap();
             let what = format!("{} round {round}", source.display());
             let saved = Checkpoint::open(target.path()).unwrap();
             assert_eq!(saved.moe_layers(), layers);

@@ -5,6 +5,7 @@ mod families;
 mod forms;
 mod golden;
 mod quantize;
+mod saving;
 mod support;
 
 /// The references' own reading of names on disk.

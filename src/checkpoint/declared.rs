@@ -1,0 +1,129 @@
+//! How `config.json` and `hf_quant_config.json` say that weights are quantized, held against how they are.
+//!
+//! Only what is said is compared: many checkpoints say it in one of both files, or nowhere. Experts that are not quantized
+//! never contradict: both files may leave them out by patterns.
+
+use std::path::Path;
+
+use serde_json::Value;
+
+use super::fields::{Fields, short};
+use super::json::{MAX_CONFIG, parse_value, read_limited};
+use super::stored::Form;
+use crate::error::CheckpointError;
+use crate::quant::{MXFP4_BLOCK, NVFP4_BLOCK};
+
+type Result<T> = std::result::Result<T, CheckpointError>;
+
+/// Largest group that a file may name.
+const MAX_GROUP: usize = 1 << 20;
+
+/// One statement, and where it stands.
+#[derive(Debug, Clone)]
+struct Said<T> {
+    path: String,
+    field: &'static str,
+    value: T,
+}
+
+/// What the files say.
+#[derive(Debug, Clone, Default)]
+pub(super) struct Declared {
+    methods: Vec<Said<String>>,
+    algorithms: Vec<Said<String>>,
+    /// Sizes, of which one must be right: groups of layers may differ.
+    groups: Vec<Said<Vec<usize>>>,
+}
+
+impl Declared {
+    /// Of a `quantization_config`.
+    pub fn of_config(path: &str, object: Option<&Value>) -> Result<Self> {
+        let mut declared = Self::default();
+        let Some(object) = object else { return Ok(declared) };
+        if !object.is_object() {
+            return Err(Fields::new(path, object, None).error("quantization_config", "an object", short(object)));
+        }
+        declared.add(path, object)?;
+        Ok(declared)
+    }
+
+    /// Adds what a `hf_quant_config.json` says.
+    pub fn add_file(&mut self, path: &Path) -> Result<()> {
+        let json = parse_value(&read_limited(path, MAX_CONFIG)?, path)?;
+        match json.get("quantization") {
+            Some(object) => self.add(&path.display().to_string(), object),
+            None => Ok(()),
+        }
+    }
+
+    fn add(&mut self, path: &str, object: &Value) -> Result<()> {
+        let fields = Fields::new(path, object, None);
+        let said = |field, value: &str| Said { path: path.to_string(), field, value: value.to_string() };
+        self.methods.extend(fields.word("quant_method")?.map(|word| said("quant_method", word)));
+        self.algorithms.extend(fields.word("quant_algo")?.map(|word| said("quant_algo", word)));
+        let group = |fields: &Fields<'_>| fields.size_or(&["group_size"], MAX_GROUP);
+        // -1 is compressed-tensors' and GPTQ's for none.
+        let none = |object: &Value| object.get("group_size").and_then(Value::as_i64) == Some(-1);
+        let mut sizes = Vec::new();
+        if !none(object) {
+            sizes.extend(group(&fields)?);
+        }
+        let layers = object.get("config_groups").and_then(Value::as_object);
+        for weights in layers.into_iter().flat_map(|map| map.values()).filter_map(|group| group.get("weights")) {
+            if weights.is_object() && !none(weights) {
+                sizes.extend(group(&Fields::new(path, weights, None))?);
+            }
+        }
+        if !sizes.is_empty() {
+            self.groups.push(Said { path: path.to_string(), field: "group_size", value: sizes });
+        }
+        Ok(())
+    }
+
+    /// Refuses what is not so of a block's experts.
+    pub fn check(&self, block: &str, form: Form) -> Result<()> {
+        let refuse = |path: &str, field: &str, expected: String, found: String| {
+            Err(CheckpointError::Declaration {
+                path: path.to_string(),
+                field: field.to_string(),
+                block: block.to_string(),
+                form: format!("{form:?}"),
+                expected,
+                found,
+            })
+        };
+        // Methods whose tensors have the names and types of the form; words that the algorithm's name holds; the group.
+        let (methods, words, size): (&[&str], &[&str], Option<usize>) = match form {
+            Form::Plain(_) => return Ok(()),
+            Form::Fp8Block | Form::Fp8Scaled => {
+                (&["fp8", "fbgemm_fp8", "modelopt", "compressed-tensors", "quark"], &["FP8"], None)
+            }
+            Form::Mxfp4 => (&["mxfp4", "modelopt", "quark"], &["MXFP4"], Some(MXFP4_BLOCK)),
+            Form::Nvfp4ModelOpt => (&["modelopt", "modelopt_fp4", "nvfp4"], &["NVFP4"], Some(NVFP4_BLOCK)),
+            Form::Nvfp4CompressedTensors => (&["compressed-tensors"], &["NVFP4"], Some(NVFP4_BLOCK)),
+        };
+        for Said { path, field, value } in &self.methods {
+            let method = value.to_ascii_lowercase();
+            if !methods.contains(&method.as_str()) && method != "modelopt_mixed" {
+                return refuse(path, field, methods.join(" or "), format!("{value:?}"));
+            }
+        }
+        for Said { path, field, value } in &self.algorithms {
+            let name = value.to_ascii_uppercase();
+            // NVFP4's names may hold FP8 too: that of the activations.
+            let other = words == ["FP8"] && (name.contains("NVFP4") || name.contains("MXFP4"));
+            if !name.contains("MIXED") && (other || !words.iter().any(|word| name.contains(word))) {
+                return refuse(path, field, format!("a name with {}", words.join(" or ")), format!("{value:?}"));
+            }
+        }
+        if let Some(size) = size {
+            for Said { path, field, value } in &self.groups {
+                if !value.contains(&size) {
+                    let found = value.iter().take(8).map(usize::to_string).collect::<Vec<_>>().join(", ");
+                    return refuse(path, field, size.to_string(), found);
+                }
+            }
+        }
+        Ok(())
+    }
+}

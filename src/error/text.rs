@@ -1,0 +1,52 @@
+//! Text of others in messages: names of tensors and files, values of a configuration.
+
+use std::fmt::Write;
+
+/// Most characters of one such text; tensors' names, paths and lists of what is expected are shorter.
+const MAX_CHARS: usize = 400;
+/// How many of a longer one's last characters are shown.
+const TAIL: usize = 40;
+
+/// A text for a terminal or a log: what would steer a terminal or change the order of what is read is escaped, and what is
+/// too long is shortened in its middle.
+pub fn printable(text: &str) -> String {
+    let mut out = String::with_capacity(text.len().min(2 * MAX_CHARS));
+    if text.chars().nth(MAX_CHARS).is_none() {
+        escape(text, &mut out);
+        return out;
+    }
+    let end = |n: usize| text.char_indices().nth(n).map_or(text.len(), |(at, _)| at);
+    let tail = text.char_indices().rev().nth(TAIL - 1).map_or(0, |(at, _)| at);
+    escape(&text[..end(MAX_CHARS - 2 * TAIL)], &mut out);
+    let _ = write!(out, "…[{} bytes]…", text.len());
+    escape(&text[tail..], &mut out);
+    out
+}
+
+fn escape(text: &str, out: &mut String) {
+    for c in text.chars() {
+        // Marks that change the direction of text, invisible characters, and what ends a line.
+        let unseen = matches!(c, '\u{ad}' | '\u{200b}'..='\u{200f}' | '\u{2028}'..='\u{202e}' | '\u{2060}'..='\u{206f}' | '\u{feff}' | '\u{fff9}'..='\u{fffb}' | '\u{e0000}'..='\u{e007f}');
+        match c.is_control() || unseen {
+            true => out.extend(c.escape_default()),
+            false => out.push(c),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::printable;
+
+    #[test]
+    fn terminals_are_not_steered_and_logs_not_filled() {
+        assert_eq!(printable("model.layers.3.mlp.gate.weight"), "model.layers.3.mlp.gate.weight");
+        assert_eq!(printable("grün 層 \\ \"x\""), "grün 層 \\ \"x\"");
+        assert_eq!(printable("a\u{1b}[31m\r\n\u{202e}b\u{9b}0m"), "a\\u{1b}[31m\\r\\n\\u{202e}b\\u{9b}0m");
+        let long = printable(&format!("start{}end", "é".repeat(1 << 20)));
+        assert!(long.starts_with("starté") && long.ends_with("éend") && long.contains("…[2097160 bytes]…"));
+        assert!(long.chars().count() < 400, "{}", long.chars().count());
+        // Escapes take at most 10 characters for one.
+        assert!(printable(&"\u{1b}".repeat(1 << 20)).len() < 4000);
+    }
+}
