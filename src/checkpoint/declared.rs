@@ -86,9 +86,7 @@ impl Declared {
             Err(CheckpointError::Declaration {
                 path: path.to_string(),
                 field: field.to_string(),
-                block: block.to_string(),
-                form: format!("{form:?}"),
-                expected,
+                expected: format!("{expected}, as the experts of {block}* are {form:?}"),
                 found,
             })
         };

@@ -90,7 +90,9 @@ impl Limits {
                     values += 1;
                     objects += usize::from(byte == b'{');
                 }
-                b'}' | b']' => drop(open.pop()),
+                b'}' | b']' => {
+                    open.pop();
+                }
                 b',' => {
                     if let Some((array, commas)) = open.last_mut() {
                         *commas += 1;
@@ -194,7 +196,9 @@ impl<'de> Deserialize<'de> for Strict {
                 while let Some(key) = map.next_key::<String>()? {
                     let Strict(value) = map.next_value()?;
                     match object.entry(key) {
-                        Entry::Vacant(room) => drop(room.insert(value)),
+                        Entry::Vacant(room) => {
+                            room.insert(value);
+                        }
                         Entry::Occupied(entry) => return Err(A::Error::custom(twice(entry.key()))),
                     }
                 }

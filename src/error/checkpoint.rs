@@ -121,17 +121,13 @@ pub enum CheckpointError {
         found: String,
     },
     /// What `config.json` or `hf_quant_config.json` says of the weights is not so.
-    #[error("{}: field {}: expected {}, as the experts of {}* are {}; found {}", printable(.path), printable(.field), printable(.expected), printable(.block), printable(.form), printable(.found))]
+    #[error("{}: field {}: expected {}, found {}", printable(.path), printable(.field), printable(.expected), printable(.found))]
     Declaration {
         /// The file.
         path: String,
         /// JSON key.
         field: String,
-        /// Start of the names of the first block whose experts are otherwise.
-        block: String,
-        /// How its experts are stored.
-        form: String,
-        /// What it may be for such experts.
+        /// What it may be, and which experts make it so.
         expected: String,
         /// What it is.
         found: String,

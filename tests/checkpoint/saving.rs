@@ -70,6 +70,7 @@ fn killed_saves_leave_one_form_whole() {
         println!("\nready");
         loop {
             save_form(&source, Path::new(&dir), turn).unwrap();
+            println!("saved");
             turn += 1;
         }
     }
@@ -90,8 +91,12 @@ fn killed_saves_leave_one_form_whole() {
             .unwrap();
         let mut lines = std::io::BufReader::new(child.stdout.take().unwrap()).lines();
         lines.find(|line| line.as_ref().unwrap() == "ready").unwrap().unwrap();
+        // At least so many saves are complete.
+        for _ in 0..next() % 3 {
+            assert_eq!(lines.next().unwrap().unwrap(), "saved", "seed {SEED}, kill {kill}");
+        }
         // Not a measurement: whichever moment this hits, the same must hold.
-        std::thread::sleep(Duration::from_micros(next() % 30_000));
+        std::thread::sleep(Duration::from_micros(next() % 15_000));
         child.kill().unwrap();
         assert!(!child.wait().unwrap().success(), "seed {SEED}, kill {kill}: the saver failed of itself");
         let quantized = one_form(&dir, &expected);
