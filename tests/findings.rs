@@ -12,6 +12,9 @@ use moebius::kernels::{Kernels, Linear, LinearBwd};
 use moebius::layer::{Cotangents, Inputs, Layer, Mode, Noise, Params, Wanted};
 use moebius::{DType, Error, MoeConfig, Shape, Tensor, TensorMut, TensorRef};
 
+#[path = "common/seed.rs"]
+mod seed;
+
 const PATIENCE: Duration = Duration::from_secs(30);
 
 fn on_ranks<T: Send>(ranks: usize, body: impl Fn(ThreadComm) -> T + Sync) -> Vec<T> {
@@ -242,11 +245,16 @@ fn a_gradient_that_is_not_contiguous_is_read_right() -> candle_core::Result<()> 
     use candle_core::{Device, Module, Tensor, Var};
     use candle_nn::{VarBuilder, VarMap};
     use moebius::candle::{EpGroup, ExpertParallelMoE};
-    let vb = VarBuilder::from_varmap(&VarMap::new(), candle_core::DType::F64, &Device::Cpu);
+    let vars = VarMap::new();
+    let vb = VarBuilder::from_varmap(&vars, candle_core::DType::F64, &Device::Cpu);
     let group = EpGroup::single(GroupConfig::new(4, 8))?;
     let moe = ExpertParallelMoE::new(Layer::new(MoeConfig::new(6, 5, 4, 2), 0)?, group, vb)?;
-    let x = Var::randn(0f64, 1., (5, 6), &Device::Cpu)?;
-    let weight = Tensor::randn(0f64, 1., (5, 6), &Device::Cpu)?;
+    for (own, var) in vars.all_vars().into_iter().enumerate() {
+        let values = seed::normal(own as u64 + 2, var.elem_count());
+        var.set(&Tensor::from_vec(values, var.dims(), &Device::Cpu)?)?;
+    }
+    let normal = |own| Tensor::from_vec(seed::normal(own, 30), (5, 6), &Device::Cpu);
+    let (x, weight) = (Var::from_tensor(&normal(0)?)?, normal(1)?);
     let gradient = |loss: Tensor| -> candle_core::Result<Vec<f64>> {
         loss.backward()?.get(&x).expect("d x").flatten_all()?.to_vec1()
     };

@@ -9,7 +9,10 @@ use moebius::ep::{DispatcherKind, Group, GroupConfig};
 use moebius::kernels::Kernels;
 use moebius::layer::{Cotangents, GradientsMut, Inputs, Layer, Mode, ParamKind, ParamViews, StepSizes, Wanted};
 use moebius::{DType, Error, MoeConfig, Result, Tensor};
-use rand::{Rng, SeedableRng, rngs::StdRng};
+use rand::{Rng, rngs::StdRng};
+
+#[path = "common/seed.rs"]
+mod seed;
 
 const T: usize = 11;
 const BACKWARD: Mode = Mode { backward: true, noise: None };
@@ -32,7 +35,7 @@ impl Setup {
         let mut config = MoeConfig::new(12, 8, 6, 2);
         config.expert_bias = true;
         config.router.logit_bias = true;
-        let rng = &mut StdRng::seed_from_u64(3);
+        let rng = &mut seed::generator(3);
         let (x, d_y) = (random(rng, &[T, 12])?, random(rng, &[T, 12])?);
         let params = ParamKind::ALL
             .into_iter()
@@ -244,12 +247,12 @@ fn what_is_kept_is_known_before() -> Result<()> {
 
 /// What one forward brought, and what it kept.
 fn kept_of(config: &MoeConfig, group: &mut Group<Cpu>) -> Result<(StepSizes, usize)> {
-    let rng = &mut StdRng::seed_from_u64(group.rank() as u64);
+    let rng = &mut seed::generator(group.rank() as u64);
     let local = group.local_experts();
     let params: Vec<(ParamKind, Tensor<Cpu>)> = ParamKind::ALL
         .into_iter()
         .filter_map(|role| Some((role, role.dims(config, local)?)))
-        .map(|(role, dims)| Ok((role, random(&mut StdRng::seed_from_u64(9), &dims)?)))
+        .map(|(role, dims)| Ok((role, random(&mut seed::generator(9), &dims)?)))
         .collect::<Result<_>>()?;
     let views = ParamViews::collect(|role| Ok(params.iter().find(|(r, _)| *r == role).map(|(_, t)| t.view())))?;
     let x = random(rng, &[T, 12])?;

@@ -38,7 +38,7 @@ fn config(payload: Payload) -> MoeConfig {
 
 /// Parameters, tokens and the gradient of the output.
 fn problem(config: &MoeConfig) -> (Params, Tensor, Tensor) {
-    let mut random = Random::new(21);
+    let mut random = Random::new(common::devices::seed::seed(21));
     let of = |role: ParamKind| Some((role.name().to_string(), role.dims(config, EXPERTS)?));
     let dims: Vec<(String, Vec<usize>)> = ParamKind::ALL.into_iter().filter_map(of).collect();
     let params = dims.into_iter().map(|(name, dims)| (name, random.tensor(&dims, 0.2).unwrap())).collect();
@@ -208,7 +208,7 @@ fn counted(config: &MoeConfig, (ranks, kind): (usize, DispatcherKind), dtype: DT
         let sent = Arc::clone(&comm.sent);
         let limits = GroupConfig { dispatcher: kind, ..GroupConfig::new(config.router.num_experts, tokens) };
         let mut group = Group::new(cpu, Box::new(comm), limits).unwrap();
-        let mut random = Random::new(3);
+        let mut random = Random::new(common::devices::seed::seed(3));
         let mut put = |dims: &[usize]| common::core(&random.tensor(dims, 0.3).unwrap(), dtype);
         let local = group.local_experts();
         let params: Vec<(ParamKind, CoreTensor)> =

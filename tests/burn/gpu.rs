@@ -6,7 +6,7 @@ use burn::backend::cuda::CudaDevice;
 use burn::backend::{Autodiff, Flex};
 use burn::module::Param;
 use burn::tensor::backend::Backend;
-use burn::tensor::{DType, Distribution, Tensor, TensorData};
+use burn::tensor::{DType, Tensor, TensorData};
 use moebius::burn::{DeviceGroup, EpGroup, ExpertParallelMoE, NativeBackend, Waits, cuda};
 use moebius::config::AuxConfig;
 use moebius::cuda::Cuda;
@@ -360,7 +360,10 @@ pub fn a_bf16_back_end_alone() {
     let moe = moebius::burn::ExpertParallelMoEConfig::from(&config)
         .init::<Autodiff<Half>>(0, &group, &CudaDevice::default())
         .unwrap();
-    let x = Tensor::<Autodiff<Half>, 2>::random([16, 64], Distribution::Default, &CudaDevice::default());
+    let x = Tensor::<Autodiff<Half>, 2>::from_data(
+        TensorData::new(values(17, 16 * 64, 1.0), [16, 64]).convert::<half::bf16>(),
+        &CudaDevice::default(),
+    );
     let y = moe.forward(x).unwrap();
     assert_eq!(y.dtype(), DType::BF16);
     let gradients = y.sum().backward();

@@ -71,7 +71,7 @@ pub fn config() -> ExpertParallelMoEConfig {
 
 /// Reproducible values in ±scale, another sequence for each seed.
 pub fn values(seed: u64, count: usize, scale: f32) -> Vec<f32> {
-    let mut state = seed.wrapping_mul(0x9E37_79B9_7F4A_7C15) | 1;
+    let mut state = crate::trials::seed::seed(seed).wrapping_mul(0x9E37_79B9_7F4A_7C15) | 1;
     let mut next = || {
         state ^= state << 13;
         state ^= state >> 7;

@@ -8,12 +8,14 @@ use moebius::config::{AuxConfig, BalanceKind, Payload};
 use moebius::layer::{Layer, Mode, ParamKind};
 
 use crate::goldens::golden_of;
-use crate::support::{AnyResult, EXPERTS, H, config, distance, flat, group, seeded, single, tokens, wide_tokens};
+use crate::support::{
+    AnyResult, EXPERTS, H, config, distance, flat, group, normal, redraw, seeded, single, tokens, wide_tokens,
+};
 use crate::trials::tests;
 
 fn any_leading_dimensions_and_layouts(device: &Device) -> AnyResult<()> {
     let moe = single(config(), DType::F32, device)?;
-    let x = Tensor::randn(0f32, 1., (6, H), device)?;
+    let x = normal(41, (6, H), DType::F32, device)?;
     let flat = moe.forward(&x)?.to_vec2::<f32>()?;
     let cube = moe.forward(&x.reshape((2, 3, H))?)?;
     assert_eq!(cube.dims(), [2, 3, H]);
@@ -29,7 +31,7 @@ fn any_leading_dimensions_and_layouts(device: &Device) -> AnyResult<()> {
 
 fn nothing_is_kept_where_nothing_tracks(device: &Device) -> AnyResult<()> {
     let trained = single(config(), DType::F32, device)?;
-    let x = Tensor::randn(0f32, 1., (6, H), device)?;
+    let x = normal(42, (6, H), DType::F32, device)?;
     assert!(trained.forward(&x)?.track_op(), "parameters are variables");
     let frozen = trained.params().into_iter().map(|(n, t)| (n.to_string(), t.detach())).collect();
     let vb = VarBuilder::from_tensors(frozen, DType::F32, device);
@@ -63,7 +65,7 @@ fn an_absent_gradient_counts_as_zeros(device: &Device) -> AnyResult<()> {
     with_aux.aux.balance = 0.5;
     with_aux.aux.z = 0.25;
     let moe = single(with_aux, dtype, device)?;
-    let x = Var::from_tensor(&Tensor::randn(0f64, 1., (12, H), device)?.to_dtype(dtype)?)?;
+    let x = Var::from_tensor(&normal(43, (12, H), dtype, device)?)?;
     // Only the auxiliary loss is used: experts' gradients are exact zeros, the router's are not.
     let gradients = moe.forward_full(&x, Mode::default())?.aux.backward()?;
     let number = |t: &Tensor| -> AnyResult<f64> { Ok(t.to_dtype(DType::F64)?.to_scalar::<f64>()?) };
@@ -96,6 +98,7 @@ fn adamw_trains_it_inside_a_model(device: &Device) -> AnyResult<()> {
     let first = candle_nn::linear(4, H, vb.pp("first"))?;
     let moe = ExpertParallelMoE::new(Layer::new(with_aux, 0)?, group(device)?, vb.pp("moe"))?;
     let last = candle_nn::linear(H, 1, vb.pp("last"))?;
+    redraw(&vars, 45)?;
     let values: Vec<f32> = (0..256).map(|i| ((i * 7919) % 127) as f32 / 63.5 - 1.0).collect();
     let x = Tensor::from_vec(values, (64, 4), device)?;
     let target = (x.narrow(1, 0, 1)? * x.narrow(1, 1, 1)?)?;
@@ -116,7 +119,7 @@ fn half_types_stay_near_f32(device: &Device) -> AnyResult<()> {
     // One rounding to 8 (11) bits at each of four stored tensors: 4 half-ulps of relative size 2^-9 (2^-12).
     for (dtype, bound) in [(DType::BF16, 4.0 / 512.0), (DType::F16, 4.0 / 4096.0)] {
         let moe = single(config(), dtype, device)?;
-        let x = Tensor::randn(0f32, 1., (32, H), device)?.to_dtype(dtype)?;
+        let x = normal(44, (32, H), dtype, device)?;
         let y = moe.forward(&x)?;
         assert_eq!(y.dtype(), dtype);
         let wide = moe.params().into_iter().map(|(n, t)| Ok((n.to_string(), t.to_dtype(DType::F32)?)));
@@ -178,7 +181,7 @@ fn auxiliary_losses_are_read_by_who_asks(device: &Device) -> AnyResult<()> {
     let mut config = config();
     (config.aux.balance, config.aux.z) = (0.1, 0.01);
     let moe = single(config, DType::F32, device)?;
-    let out = moe.forward_full(&Tensor::randn(0f32, 1., (6, H), device)?, Mode::default())?;
+    let out = moe.forward_full(&normal(43, (6, H), DType::F32, device)?, Mode::default())?;
     (out.y.sum_all()? + (&out.aux * 0.5)?)?.backward()?;
     assert!(out.losses.known().is_none(), "neither forward nor backward has read them");
     let losses = out.losses.get()?;

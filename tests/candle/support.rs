@@ -2,12 +2,14 @@
 
 use std::ops::Range;
 
-use candle_core::{DType, Device, Module, Tensor, Var};
+use candle_core::{DType, Device, Module, Shape, Tensor, Var};
 use candle_nn::{VarBuilder, VarMap};
 use moebius::MoeConfig;
 use moebius::candle::{DeviceGroup, ExpertParallelMoE};
 use moebius::ep::GroupConfig;
 use moebius::layer::{Layer, ParamKind};
+
+use crate::trials::seed;
 
 pub type AnyError = Box<dyn std::error::Error + Send + Sync>;
 pub type AnyResult<T> = Result<T, AnyError>;
@@ -25,8 +27,33 @@ pub fn group(device: &Device) -> AnyResult<DeviceGroup> {
 
 /// A layer of random weights.
 pub fn single(config: MoeConfig, dtype: DType, device: &Device) -> AnyResult<ExpertParallelMoE> {
-    let vb = VarBuilder::from_varmap(&VarMap::new(), dtype, device);
-    Ok(ExpertParallelMoE::new(Layer::new(config, 0)?, group(device)?, vb)?)
+    let vars = VarMap::new();
+    let vb = VarBuilder::from_varmap(&vars, dtype, device);
+    let moe = ExpertParallelMoE::new(Layer::new(config, 0)?, group(device)?, vb)?;
+    redraw(&vars, 30)?;
+    Ok(moe)
+}
+
+/// Draws variables anew, as candle's generator of the CPU takes no seed: of variance 1 / (the last size).
+pub fn redraw(vars: &VarMap, own: u64) -> AnyResult<()> {
+    let vars = vars.data().lock().map_err(|e| e.to_string())?;
+    let mut names: Vec<&String> = vars.keys().collect();
+    names.sort();
+    for (at, name) in names.into_iter().enumerate() {
+        let var = &vars[name];
+        let inputs = var.dims().last().copied().unwrap_or(1);
+        let values = normal(own * 100 + at as u64, var.dims(), DType::F64, &Device::Cpu)?;
+        let values = (values * (inputs as f64).powf(-0.5))?.to_dtype(var.dtype())?;
+        var.set(&values.to_device(var.device())?)?;
+    }
+    Ok(())
+}
+
+/// Numbers of mean 0 and variance 1, drawn from the suite's seed.
+pub fn normal(own: u64, dims: impl Into<Shape>, dtype: DType, device: &Device) -> AnyResult<Tensor> {
+    let dims = dims.into();
+    let values = seed::normal(own, dims.elem_count());
+    Ok(Tensor::from_vec(values, dims, &Device::Cpu)?.to_dtype(dtype)?.to_device(device)?)
 }
 
 /// A layer of a rank with the same weights whatever the number of ranks: expert e's are filled from e.

@@ -12,7 +12,7 @@ use moebius::ep::GroupConfig;
 use moebius::layer::{Layer, Mode, ParamKind};
 
 use crate::goldens::golden_of;
-use crate::support::{AnyResult, close, config, flat, group, seeded, single, tokens};
+use crate::support::{AnyResult, close, config, flat, group, normal, redraw, seeded, single, tokens};
 use crate::trials::tests;
 
 fn full() -> MoeConfig {
@@ -25,7 +25,9 @@ fn full() -> MoeConfig {
 fn in_map(config: MoeConfig, device: &Device) -> AnyResult<(VarMap, ExpertParallelMoE)> {
     let vars = VarMap::new();
     let vb = VarBuilder::from_varmap(&vars, DType::F32, device).pp("layers.0");
-    Ok((vars, ExpertParallelMoE::new(Layer::new(config, 0)?, group(device)?, vb.pp("moe"))?))
+    let moe = ExpertParallelMoE::new(Layer::new(config, 0)?, group(device)?, vb.pp("moe"))?;
+    redraw(&vars, 32)?;
+    Ok((vars, moe))
 }
 
 fn variables_go_through_a_file_and_back(device: &Device) -> AnyResult<()> {
@@ -266,7 +268,7 @@ fn a_trained_checkpoint_is_saved_under_its_published_names(device: &Device) -> A
     let (experts, hidden) = (block.config.router.num_experts, block.config.hidden);
     let group = || moebius::candle::DeviceGroup::single(GroupConfig::new(experts, 64), device);
     let moe = ExpertParallelMoE::from_block(block, 0, group()?, true)?;
-    let x = Tensor::randn(0f32, 1., (5, hidden), device)?;
+    let x = normal(31, (5, hidden), DType::F32, device)?;
     let before = flat(&moe.forward(&x)?)?;
     SGD::new(moe.vars(), 0.5)?.backward_step(&moe.forward(&x)?.sqr()?.sum_all()?)?;
     let expected = flat(&moe.forward(&x)?)?;

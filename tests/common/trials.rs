@@ -6,6 +6,9 @@ use std::process::ExitCode;
 
 use libtest_mimic::{Arguments, Completion, Trial};
 
+#[path = "seed.rs"]
+pub mod seed;
+
 /// What a test returns.
 pub trait Outcome {
     fn result(self) -> Result<(), String>;
@@ -19,7 +22,7 @@ impl Outcome for () {
 
 impl<E: Into<Box<dyn Error + Send + Sync>>> Outcome for Result<(), E> {
     fn result(self) -> Result<(), String> {
-        self.map_err(|e| e.into().to_string())
+        self.map_err(|e| format!("{}\nrandom data of {}={}", e.into(), seed::VARIABLE, seed::shift()))
     }
 }
 

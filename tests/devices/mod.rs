@@ -14,6 +14,8 @@ use moebius::{DType, Result, Tensor, TensorRef};
 mod goldens;
 #[cfg(feature = "nccl")]
 pub mod gpus;
+#[path = "../common/seed.rs"]
+pub mod seed;
 
 pub use goldens::{golden, golden_of, golden_quant};
 

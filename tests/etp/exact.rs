@@ -187,7 +187,7 @@ fn sums_in_pairs<D: Chained>(device: &D) {
     const DIMS: [usize; 3] = [2, 16, 24];
     const COUNT: usize = 2 * 16 * 24;
     let numbers = |rank: usize, dtype| {
-        let mut random = Random::new(77 + rank as u64);
+        let mut random = Random::new(super::devices::seed::seed(77 + rank as u64));
         of_type(dtype, (0..COUNT).map(|_| (random.normal() * 3.0) as f32).collect(), &DIMS)
     };
     for dtype in [DType::F32, DType::BF16] {

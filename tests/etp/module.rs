@@ -36,7 +36,7 @@ fn config(recompute: bool) -> MoeConfig {
 }
 
 fn values(seed: u64, count: usize) -> Vec<f32> {
-    let mut random = Random::new(seed);
+    let mut random = Random::new(super::devices::seed::seed(seed));
     (0..count).map(|_| (0.5 * random.normal()) as f32).collect()
 }
 

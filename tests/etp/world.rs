@@ -66,7 +66,7 @@ impl Run {
     /// A tensor that depends on `what` alone.
     fn tensor(&self, what: [usize; 4], dims: &[usize], deviation: f64) -> Tensor {
         let seed = what.iter().fold(7u64, |s, v| s.wrapping_mul(0x1000_0000_01b3).wrapping_add(*v as u64));
-        let mut random = Random::new(seed);
+        let mut random = Random::new(super::devices::seed::seed(seed));
         let values = (0..dims.iter().product()).map(|_| (deviation * random.normal()) as f32).collect();
         of_type(self.dtype, values, dims)
     }

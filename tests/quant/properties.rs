@@ -4,8 +4,8 @@ use half::bf16;
 use moebius::cpu::Cpu;
 use moebius::quant::*;
 use moebius::{DType, Tensor, TensorRef};
+use rand::Rng;
 use rand::rngs::StdRng;
-use rand::{Rng, SeedableRng};
 use rand_distr::StandardNormal;
 
 use super::devices::{Target, cases};
@@ -31,7 +31,7 @@ cases!(
 const RANDOM: Random = Random { seed: 11, stream: 3, first_row: 0 };
 
 fn normal(dims: [usize; 2], seed: u64, dtype: DType) -> CpuTensor {
-    let mut rng = StdRng::seed_from_u64(seed);
+    let mut rng = super::devices::seed::generator(seed);
     let values: Vec<f32> = (0..dims[0] * dims[1]).map(|_| rng.sample(StandardNormal)).collect();
     tensor(&values, dtype, &dims)
 }

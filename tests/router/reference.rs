@@ -252,9 +252,9 @@ impl Case {
     }
 }
 
-/// Random cases, the same in every run.
+/// Random cases of a seed.
 fn each(seed: u8, check: impl Fn(&Case), coarse: impl Strategy<Value = bool>) {
-    let rng = TestRng::from_seed(RngAlgorithm::ChaCha, &[seed; 32]);
+    let rng = TestRng::from_seed(RngAlgorithm::ChaCha, &devices::seed::bytes(u64::from(seed)));
     let config = ProptestConfig { failure_persistence: None, ..ProptestConfig::with_cases(600) };
     let cases = (prop::sample::select(&FAMILIES[..]), 0usize..150, any::<u64>(), coarse);
     let outcome = TestRunner::new_with_rng(config, rng).run(&cases, |(family, tokens, seed, coarse)| {

@@ -134,6 +134,11 @@ mod tests {
     }
 
     proptest! {
+        #![proptest_config(ProptestConfig {
+            rng_seed: proptest::test_runner::RngSeed::Fixed(7),
+            failure_persistence: None,
+            ..ProptestConfig::default()
+        })]
         /// Whatever comes is refused or means what it says.
         #[test]
         fn any_bytes(mut bytes in prop::collection::vec(any::<u8>(), BYTES), real in any::<bool>(), kind in 0..9u8) {
