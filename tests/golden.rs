@@ -19,12 +19,12 @@ use common::support::run_burn;
 use common::support::run_candle;
 use common::{Cotangent, Outcome, Setup};
 use moebius::checkpoint::{BlockParams, Checkpoint, LoadOptions};
-use moebius::config::{BalanceKind, MoeConfig};
+use moebius::config::{Activation, BalanceKind, MoeConfig};
 use moebius::cpu::Cpu;
 use moebius::ep::DispatcherKind;
 use moebius::layer::ParamKind;
 
-cases!(every_folder_matches_its_golden, bf16_is_near_f64);
+cases!(every_folder_matches_its_golden, bf16_is_near_f64, a_clamp_that_roundings_cross);
 
 /// Tensors that a block alone cannot give.
 const WHOLE_MODEL: [&str; 3] = ["input_ids", "logits", "loss"];
@@ -366,38 +366,77 @@ fn every_folder_matches_its_golden<D: Target>(device: &D) {
 /// Everything in bf16 but sums, against f64 from the same bf16 weights and inputs. A rounding is 2⁻⁹ at most: up to four
 /// of them (pre-activation, inner, expert's, result) make √4·2⁻⁹ = 3.9e-3, and the nine of a gradient's longest chain
 /// √9·2⁻⁹ = 5.9e-3.
+///
+/// That is without the jumps of a derivative. A clamped activation's is 1 up to its limit and 0 beyond; a pre-activation
+/// that rounding carries over the limit gets the other one, an error as large as its whole part of the gradient. The
+/// stored pre-activation is rounded by half a unit, 2⁻⁹ of the limit at most (2⁻⁸ below a power of two), so what can cross
+/// lies within 2⁻⁸·limit of it. With the limit moved by 2⁻⁸ of itself down and up, all of these cross and nothing else
+/// changes by more than 2⁻⁸ of a clamped value: the distance of the two gradients bounds what the jumps add. It is 0
+/// without a clamp, and where no pre-activation is near.
 const BF16_FORWARD: f64 = 4e-3;
 const BF16_BACKWARD: f64 = 6e-3;
 
+/// As [`BF16_BACKWARD`] says: a configuration whose clamp, if it has one, is moved by this part of itself.
+fn moved_clamp(config: &MoeConfig, by: f64) -> MoeConfig {
+    let mut config = config.clone();
+    if let Activation::ClampedGlu { limit, .. } = &mut config.activation {
+        *limit *= 1.0 + by;
+    }
+    config
+}
+
 fn bf16_is_near_f64<D: Target>(device: &D) {
-    every_folder(|dir| {
-        let suite = Suite::open(dir)?;
-        let bf16 = moebius::DType::BF16;
-        let rounded = |t: &Tensor| common::framework(&common::core(t, bf16));
-        let (x, dy) = (rounded(&suite.input()?), suite.output_gradient()?.as_ref().map(rounded));
-        let setup = Setup::new(&suite.config, &[x.dim(0)?]);
-        let cotangent = dy.as_ref().map(|dy| Cotangent { y: Some(dy), aux: 0.0 });
-        let params = suite.shares(1, bf16)?;
-        let found = common::run_on(device, &setup, &params, &x, bf16, cotangent)?;
-        let exact: Vec<BlockParams> = params.iter().map(in_f64).collect();
-        let reference = common::run(&setup, &exact, &x, moebius::DType::F64, cotangent)?;
-        let (mut worst, mut wrong) = (Difference::NONE, Vec::new());
-        if found.ids != reference.ids {
-            wrong.push("experts differ".to_string());
+    every_folder(|dir| bf16_against_f64(device, dir, Suite::open(dir)?));
+}
+
+/// A clamp among many pre-activations: some are carried over it.
+fn a_clamp_that_roundings_cross<D: Target>(device: &D) {
+    let dir = devices::golden_of("gpt_oss");
+    for limit in [0.5, 0.25, 0.0625] {
+        let mut suite = Suite::open(&dir).unwrap();
+        let Activation::ClampedGlu { alpha, .. } = suite.config.activation else { panic!("gpt_oss has a clamp") };
+        suite.config.activation = Activation::ClampedGlu { alpha, limit };
+        let (line, wrong) = bf16_against_f64(device, &dir, suite).unwrap();
+        say(&format!("clamp {limit}: {line}"));
+        assert!(wrong.is_empty(), "clamp {limit}: {}", wrong.join("\n"));
+    }
+}
+
+fn bf16_against_f64<D: Target>(device: &D, dir: &Path, suite: Suite) -> AnyResult<(String, Vec<String>)> {
+    let bf16 = moebius::DType::BF16;
+    let rounded = |t: &Tensor| common::framework(&common::core(t, bf16));
+    let (x, dy) = (rounded(&suite.input()?), suite.output_gradient()?.as_ref().map(rounded));
+    let setup = Setup::new(&suite.config, &[x.dim(0)?]);
+    let cotangent = dy.as_ref().map(|dy| Cotangent { y: Some(dy), aux: 0.0 });
+    let params = suite.shares(1, bf16)?;
+    let found = common::run_on(device, &setup, &params, &x, bf16, cotangent)?;
+    let exact: Vec<BlockParams> = params.iter().map(in_f64).collect();
+    let reference = common::run(&setup, &exact, &x, moebius::DType::F64, cotangent)?;
+    let moved = |by| {
+        let setup = Setup { config: moved_clamp(&suite.config, by), ..setup.clone() };
+        common::run(&setup, &exact, &x, moebius::DType::F64, cotangent)
+    };
+    let (below, above) = (moved(-1.0 / 256.0)?, moved(1.0 / 256.0)?);
+    let (mut worst, mut wrong) = (Difference::NONE, Vec::new());
+    if found.ids != reference.ids {
+        wrong.push("experts differ".to_string());
+    }
+    let own = [("y", &found.y, &reference.y), ("weights", &found.weights, &reference.weights)];
+    let own = own.map(|(name, a, b)| (name, a, b, BF16_FORWARD));
+    let mut grads = Vec::new();
+    for (name, t) in &found.grads {
+        let jumps = difference(&below.grads[name], &above.grads[name])?.relative;
+        grads.push((&name[..], t, &reference.grads[name], BF16_BACKWARD + jumps));
+    }
+    for (name, found, reference, tolerance) in own.into_iter().chain(grads) {
+        let d = difference(found, reference)?;
+        worst = worst.worst(d);
+        if !d.within(tolerance) {
+            wrong.push(format!("{name}: relative {:.2e} > {tolerance:.0e}, max {:.2e}", d.relative, d.max_abs));
         }
-        let own = [("y", &found.y, &reference.y), ("weights", &found.weights, &reference.weights)];
-        let own = own.map(|(name, a, b)| (name, a, b, BF16_FORWARD));
-        let grads = found.grads.iter().map(|(name, t)| (&name[..], t, &reference.grads[name], BF16_BACKWARD));
-        for (name, found, reference, tolerance) in own.into_iter().chain(grads) {
-            let d = difference(found, reference)?;
-            worst = worst.worst(d);
-            if !d.within(tolerance) {
-                wrong.push(format!("{name}: relative {:.2e} > {tolerance:.0e}, max {:.2e}", d.relative, d.max_abs));
-            }
-        }
-        let name = dir.file_name().unwrap_or_default().to_string_lossy();
-        Ok((format!("{name:26} bf16 against f64: {:.1e}", worst.relative), wrong))
-    });
+    }
+    let name = dir.file_name().unwrap_or_default().to_string_lossy();
+    Ok((format!("{name:26} bf16 against f64: {:.1e}", worst.relative), wrong))
 }
 
 /// The same values in f64.
