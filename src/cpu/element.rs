@@ -45,7 +45,9 @@ pub(crate) trait Float: Element {
 }
 
 /// The two accumulator types.
-pub(crate) trait Acc: Float<Acc = Self> + num_traits::Float + num_traits::NumAssign + std::iter::Sum {
+pub(crate) trait Acc:
+    Float<Acc = Self> + super::ordered::Lanes + num_traits::Float + num_traits::NumAssign + std::iter::Sum
+{
     fn of(value: f64) -> Self;
     fn as_f64(self) -> f64;
 }

@@ -17,7 +17,7 @@ use crate::tensor::{TensorMut, TensorRef, dims3};
 use crate::weights::Weight;
 
 use super::element::{Acc, Float, with_float};
-use super::gemm::{Mat, ROW_TILE, product, store, to_acc};
+use super::gemm::{Mat, ROW_TILE, by_columns, by_rows, product, store, to_acc};
 use super::segments::{Rows, SegmentList};
 use super::{Cpu, activation};
 
@@ -183,7 +183,7 @@ fn up_as<T: Float>(call: Up<'_, Cpu>) -> Result<()> {
     write_rows::<T, _>(CALL, &segments, (call.out, inner), pre, |pre, j, slots| {
         let x = rows.get(CALL, &segments, slots.clone())?;
         let mut sums = vec![T::Acc::zero(); slots.len() * n];
-        product(&mut sums, false, Mat::rows(&x, slots.len(), h), Mat::rows(&weight.expert(j, n * h)?, n, h).t());
+        by_rows(&mut sums, &x, &weight.expert(j, n * h)?, [n, h]);
         let bias = bias.map(|b| expert(b, j, n));
         let mut out = vec![T::Acc::zero(); slots.len() * inner];
         for ((s, sums), out) in slots.clone().zip(sums.chunks_exact_mut(n)).zip(out.chunks_exact_mut(inner)) {
@@ -224,12 +224,7 @@ fn down_as<T: Float>(call: Down<'_, Cpu>) -> Result<()> {
     write_rows::<T, _>(CALL, &segments, (call.out, h), sides, |(), j, slots| {
         let x = rows.get(CALL, &segments, slots.clone())?;
         let mut sums = vec![T::Acc::zero(); slots.len() * h];
-        product(
-            &mut sums,
-            false,
-            Mat::rows(&x, slots.len(), inner),
-            Mat::rows(&weight.expert(j, h * inner)?, h, inner).t(),
-        );
+        by_rows(&mut sums, &x, &weight.expert(j, h * inner)?, [h, inner]);
         let bias = bias.map(|b| expert(b, j, h));
         for (s, sums) in slots.zip(sums.chunks_exact_mut(h)) {
             if let Some(w) = at_output {
@@ -268,12 +263,7 @@ fn down_bwd_as<T: Float>(call: DownBwd<'_, Cpu>) -> Result<()> {
     write_rows::<T, _>(CALL, &segments, (RowDest::direct(call.d_pre), n), sides, |(out, d_weights), j, slots| {
         let g = grad.get(CALL, &segments, slots.clone())?;
         let mut d_hidden = vec![T::Acc::zero(); slots.len() * inner];
-        product(
-            &mut d_hidden,
-            false,
-            Mat::rows(&g, slots.len(), h),
-            Mat::rows(&weight.expert(j, h * inner)?, h, inner),
-        );
+        by_columns(&mut d_hidden, &g, &weight.expert(j, h * inner)?, [h, inner]);
         let pre = to_acc(&pre[slots.start * n..slots.end * n]);
         let bias = bias.map(|b| expert(b, j, h));
         let mut hidden = vec![T::Acc::zero(); slots.len() * inner];
@@ -329,7 +319,7 @@ fn up_dgrad_as<T: Float>(call: UpDgrad<'_, Cpu>) -> Result<()> {
     write_rows::<T, _>(CALL, &segments, (call.out, h), sides, |d_weights, j, slots| {
         let d = to_acc(&d_pre[slots.start * n..slots.end * n]);
         let mut sums = vec![T::Acc::zero(); slots.len() * h];
-        product(&mut sums, false, Mat::rows(&d, slots.len(), n), Mat::rows(&weight.expert(j, n * h)?, n, h));
+        by_columns(&mut sums, &d, &weight.expert(j, n * h)?, [n, h]);
         if let Some((w, rows)) = &input {
             let x = rows.get(CALL, &segments, slots.clone())?;
             let dots: Vec<T::Acc> = sums

@@ -1,4 +1,5 @@
-//! Matrix products: a checked wrapper of the `gemm` crate, and the dense products of router and shared gate.
+//! Matrix products: rows by a weight ([`super::ordered`]), a checked wrapper of the `gemm` crate for sums over rows, and
+//! the dense products of router and shared gate.
 
 use std::borrow::Cow;
 
@@ -10,6 +11,7 @@ use crate::tensor::{TensorMut, TensorRef, dims2};
 
 use super::Cpu;
 use super::element::{Acc, Float, with_float};
+use super::ordered::{Layout, Product};
 
 /// Rows that one task computes. Large enough that packing the weight is a small part of a task, small enough that a
 /// few hot experts still fill all cores.
@@ -45,7 +47,18 @@ impl<'a, A> Mat<'a, A> {
     }
 }
 
-/// `dst = lhs · rhs` or `dst += lhs · rhs`, `dst` row-major and dense. One thread: tasks are spread above.
+/// `x · wᵀ` of rows `[m, k]` and a weight `[n, k]`. One thread: tasks are spread above.
+pub(super) fn by_rows<A: Acc>(out: &mut [A], x: &[A], weight: &[A], [n, k]: [usize; 2]) {
+    Product { out, x, weight, layout: Layout::Rows, k, n }.run();
+}
+
+/// `x · w` of rows `[m, k]` and a weight `[k, n]`. One thread: tasks are spread above.
+pub(super) fn by_columns<A: Acc>(out: &mut [A], x: &[A], weight: &[A], [k, n]: [usize; 2]) {
+    Product { out, x, weight, layout: Layout::Columns, k, n }.run();
+}
+
+/// `dst = lhs · rhs` or `dst += lhs · rhs`, `dst` row-major and dense. One thread: tasks are spread above. The order of
+/// sums depends on all three sizes, so this is for sums over rows: gradients of weights.
 pub(super) fn product<A: Acc>(dst: &mut [A], add: bool, lhs: Mat<'_, A>, rhs: Mat<'_, A>) {
     let (m, n, k) = (lhs.rows, rhs.cols, lhs.cols);
     assert!(dst.len() == m * n && rhs.rows == k, "product of {m} x {k} and {} x {n}", rhs.rows);
@@ -143,8 +156,7 @@ fn linear_as<T: Float>(call: Linear<'_, Cpu>, h: usize, e: usize) -> Result<()> 
     let out = call.out.into_slice::<T::Acc>()?;
     let tile = ROW_TILE;
     out.par_chunks_mut(tile * e).zip(x.par_chunks(tile * h)).for_each(|(out, x)| {
-        let rows = x.len() / h;
-        product(out, false, Mat::rows(&to_acc(x), rows, h), Mat::rows(&weight, e, h).t());
+        by_rows(out, &to_acc(x), &weight, [e, h]);
         if let Some(bias) = &bias {
             out.chunks_exact_mut(e).for_each(|row| row.iter_mut().zip(&**bias).for_each(|(o, b)| *o += *b));
         }
@@ -182,7 +194,7 @@ fn linear_bwd_as<T: Float>(call: LinearBwd<'_, Cpu>, h: usize, e: usize) -> Resu
         d_x.par_chunks_mut(tile * h).zip(d_out.par_chunks(tile * e)).for_each(|(d_x, d_out)| {
             let rows = d_out.len() / e;
             let mut sum = vec![<T::Acc as num_traits::Zero>::zero(); rows * h];
-            product(&mut sum, false, Mat::rows(d_out, rows, e), Mat::rows(&weight, e, h));
+            by_columns(&mut sum, d_out, &weight, [e, h]);
             store(d_x, &sum, true);
         });
     }

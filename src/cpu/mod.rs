@@ -8,6 +8,7 @@ mod experts;
 mod gemm;
 mod group;
 mod kernels;
+mod ordered;
 mod plan;
 mod records;
 mod router;

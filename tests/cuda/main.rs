@@ -17,6 +17,9 @@ mod golden;
 #[path = "../gradients.rs"]
 #[allow(dead_code, unused_imports, reason = "a suite has parts for the CPU alone")]
 mod gradients;
+#[path = "../invariance.rs"]
+#[allow(dead_code, unused_imports, reason = "a suite has parts for the CPU alone")]
+mod invariance;
 #[path = "../kernels.rs"]
 #[allow(dead_code, unused_imports, reason = "a suite has parts for the CPU alone")]
 mod kernels;
@@ -61,6 +64,7 @@ fn tests() -> Vec<(String, Test)> {
     shared("router", router::cases());
     shared("gradients", gradients::cases());
     shared("golden", golden::cases());
+    shared("invariance", invariance::cases());
     shared("small", small::cases());
     shared("layer", layer::cases());
     shared("behind", deferred::cases());
