@@ -14,8 +14,8 @@
 #define EACH(i, n) for (int64_t i = lane; i < (n); i += 32)
 
 namespace {
-constexpr int64_t CHUNK = 64;
-constexpr int TOTAL_THREADS = 256;
+constexpr int64_t CHUNK = AUX_CHUNK;
+constexpr int TOTAL_THREADS = AUX_TOTAL_THREADS;
 
 __device__ float sigmoid_of(float l) {
     const float small = expf(-fabsf(l));

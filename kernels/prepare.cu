@@ -201,7 +201,7 @@ __device__ void finish_segments(const LocalPlan& p) {
         write_tile_list<true>({p.offsets, p.counts, p.experts, p.rows, p.tile_rows, p.tiles + 1, count, p.max_tiles, p.fault});
         __syncthreads();
     }
-    copy_status(p.fault, p.report, 4);
+    copy_status(p.fault, p.report, STATUS_WORDS);
 }
 
 }  // namespace

@@ -7,7 +7,7 @@ namespace {
 using namespace quant;
 
 constexpr int THREADS = 256;
-constexpr int64_t SPAN = 1 << 17;  // bytes of a matrix that a block takes
+constexpr int64_t SPAN = AMAX_SPAN;  // bytes of a matrix that a block takes
 
 // Joins a block's maxima.
 __device__ __forceinline__ void join(unsigned most, unsigned* out, unsigned* other) {

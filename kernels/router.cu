@@ -10,9 +10,6 @@
 // shared memory asks for it. Limited by instructions, not bytes. Notes: kernels/notes/router.md.
 #include "common/common.cuh"
 
-enum : int64_t { SCORE_SOFTMAX = 0, SCORE_SIGMOID = 1, SCORE_TOPK_SOFTMAX = 2, SCORE_TOPK_SIGMOID = 3, SCORE_SPARSEMIXER = 4 };
-enum : int64_t { RANK_MAX = 0, RANK_TOP2 = 1 };
-
 #define EACH(i, n) for (int i = lane; i < (n); i += 32)
 
 namespace {
@@ -97,7 +94,7 @@ struct Token {
         key = absorb(p.key, p.first_token + t);
         EACH(i, e) {
             const float l = from[i];
-            if (checked && isnan(l)) atomicMin(p.fault + 1, static_cast<unsigned long long>(t) << 24 | i); // token, and expert in the last 24 bits
+            if (checked && isnan(l)) atomicMin(p.fault + STATUS_NAN, static_cast<unsigned long long>(t) << NAN_EXPERT_BITS | i);
             logits[i] = p.jitter > 0.0 ? l * static_cast<float>(noise(i)) : l;
         }
         __syncwarp();
@@ -249,8 +246,8 @@ struct Divisor {
 __device__ float* memory_of_warp(const Routing& p) {
     extern __shared__ float shared[];
     const int64_t warp = threadIdx.x / 32, of_block = blockDim.x / 32;
-    if (p.scratch) return p.scratch + (blockIdx.x * of_block + warp) * 6 * p.experts;
-    return shared + warp * 6 * p.experts;
+    if (p.scratch) return p.scratch + (blockIdx.x * of_block + warp) * ROUTER_WORK_ROWS * p.experts;
+    return shared + warp * ROUTER_WORK_ROWS * p.experts;
 }
 
 }  // namespace
@@ -446,7 +443,7 @@ __device__ __forceinline__ void choose_in_registers(const Routing& p, int64_t t)
         // As in the general kernel: the first NaN of all is noted, every score is NaN, and the choices are the first K
         // experts, as whoever takes them before the host is told counts on distinct ids.
         for (int i = lane; i < e; i += 32) {
-            if (isnan(p.logits[t * e + i])) atomicMin(p.fault + 1, static_cast<unsigned long long>(t) << 24 | i);
+            if (isnan(p.logits[t * e + i])) atomicMin(p.fault + STATUS_NAN, static_cast<unsigned long long>(t) << NAN_EXPERT_BITS | i);
         }
     } else {
         // Scores are not negative, so that their bits are in their order; 0 is for what is taken.

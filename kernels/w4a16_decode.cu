@@ -18,7 +18,7 @@
 namespace {
 using namespace fp4;
 
-constexpr int STEP = 256;
+constexpr int STEP = DECODE_STEP;
 
 // A thread's share of a step of one weight row: 64 codes and their scales.
 template <int FORMAT>

@@ -7,25 +7,20 @@
 using bf16 = __nv_bfloat16;
 using f16 = __half;
 
-// Errors that a kernel finds, in the first word of the status; the second is the first NaN logit, the third and fourth
-// the rows that a layout would have needed, with its rank and with the rows there are. Of two faults the larger code
-// wins, and of one code the smaller detail; of two needs the larger: words only grow, so that what they say does not
-// depend on the order of threads, blocks or kernels.
-enum Fault : unsigned long long {
-    FAULT_SEGMENT = 1, FAULT_MAP = 2, FAULT_OUT_MAP = 3, FAULT_ID = 4, FAULT_SUMS = 5, FAULT_CHOICE = 6, FAULT_CAPACITY = 7,
-    FAULT_RECORD = 8
-};
-
+// A fault in the first word of the status (params.h). Of two faults the larger code wins, and of one code the smaller
+// detail; of two needs of rows the larger: words only grow, so that what they say does not depend on the order of
+// threads, blocks or kernels.
 __device__ inline void raise_fault(unsigned long long* fault, Fault code, long long detail) {
-    atomicMax(fault, (static_cast<unsigned long long>(code) << 48) | (0xffffffffffffull - (detail & 0xffffffffffffull)));
+    constexpr unsigned long long DETAIL = (1ull << FAULT_DETAIL_BITS) - 1;
+    atomicMax(fault, (static_cast<unsigned long long>(code) << FAULT_DETAIL_BITS) | (DETAIL - (detail & DETAIL)));
 }
 
 // Both of these words begin with the need, so that capacity and rank are those of the layout that needs most; of equal
 // needs the highest rank and the fewest rows.
 __device__ inline void raise_capacity(unsigned long long* fault, long long needed, long long rank, long long rows) {
     raise_fault(fault, FAULT_CAPACITY, rows);
-    atomicMax(fault + 2, (static_cast<unsigned long long>(needed) << 16) | (rank & 0xffff));
-    atomicMax(fault + 3, (static_cast<unsigned long long>(needed) << 32) | (0xffffffffull - (rows & 0xffffffffull)));
+    atomicMax(fault + STATUS_NEEDED_RANK, (static_cast<unsigned long long>(needed) << 16) | (rank & 0xffff));
+    atomicMax(fault + STATUS_NEEDED_ROWS, (static_cast<unsigned long long>(needed) << 32) | (0xffffffffull - (rows & 0xffffffffull)));
 }
 
 __device__ __forceinline__ float to_float(float v) { return v; }

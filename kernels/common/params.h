@@ -1,16 +1,34 @@
-// Descriptions that the host passes to kernels by value. src/cuda/params.rs holds the same structs; both sides assert
-// sizes and offsets. Every field is 8 bytes wide, so field i lies at 8*i and no compiler has padding to disagree on.
+// Descriptions that the host passes to kernels by value, and the numbers that both sides know.
+//
+// `cargo run -p xtask -- params` makes src/cuda/bindings.rs from this file and those that it includes, with the layout
+// asserted; pointers, which the host does not follow, are u64 there. Every field is 8 bytes wide, or an array of such
+// words, so no compiler has padding to disagree on.
 #pragma once
-#include <cstddef>
-#include <cstdint>
+#include <stddef.h>
+#include <stdint.h>
+#include "shapes.h"
 
-#define MOEBIUS_FIELD(type, field, index) static_assert(offsetof(type, field) == 8 * (index), #type "." #field)
-#define MOEBIUS_SIZE(type, fields) static_assert(sizeof(type) == 8 * (fields), #type)
-
-// Element types, as src/cuda/params.rs numbers them.
-enum : int64_t { TYPE_F32 = 0, TYPE_F16 = 1, TYPE_BF16 = 2 };
+// Element types.
+enum ElementType : int64_t { TYPE_F32 = 0, TYPE_F16 = 1, TYPE_BF16 = 2 };
 // Activations.
-enum : int64_t { ACT_SILU = 0, ACT_GELU = 1, ACT_CLAMPED = 2, ACT_RELU2 = 3 };
+enum ActivationFunction : int64_t { ACT_SILU = 0, ACT_GELU = 1, ACT_CLAMPED = 2, ACT_RELU2 = 3 };
+
+// What a kernel finds wrong, and the detail that it raises with it. A larger code is told before a smaller one.
+enum Fault : unsigned long long {
+    FAULT_SEGMENT = 1,      // a segment outside its layout, or in another: the group
+    FAULT_MAP = 2,       // a map's entry past the tensor: the entry
+    FAULT_OUT_MAP = 3,   // the same of an output's map
+    FAULT_ID = 4,        // ids of a backward that name no expert: the token
+    FAULT_SUMS = 5,      // auxiliary sums over no tokens: 0
+    FAULT_CHOICE = 6,    // an id that is no expert, or twice in a token: the choice
+    FAULT_CAPACITY = 7,  // a layout of too few rows: these; need and rank in words of their own
+    FAULT_RECORD = 8,    // records that are odd: the first such rank
+    FAULT_END = 9,       // no code
+};
+// Words of the status: the fault, its code above a detail that is inverted; the first NaN logit, token above expert; rows
+// that a layout would have needed, above its rank and above what is left of those there are.
+enum StatusWord : int { STATUS_FAULT = 0, STATUS_NAN = 1, STATUS_NEEDED_RANK = 2, STATUS_NEEDED_ROWS = 3, STATUS_WORDS = 4 };
+constexpr uint32_t FAULT_DETAIL_BITS = 48, NAN_EXPERT_BITS = 24;
 
 // A matrix product over groups of rows, with its epilogue. Null pointers mean "none".
 struct Gemm {
@@ -57,12 +75,6 @@ struct Gemm {
     int64_t n_tiles;
     int64_t split;             // parts that k is cut into
 };
-MOEBIUS_SIZE(Gemm, 42);
-MOEBIUS_FIELD(Gemm, tiles, 8);
-MOEBIUS_FIELD(Gemm, bias, 16);
-MOEBIUS_FIELD(Gemm, out, 23);
-MOEBIUS_FIELD(Gemm, activation, 33);
-MOEBIUS_FIELD(Gemm, split, 41);
 
 // A weight gradient on Hopper. Null pointers mean "none".
 struct WeightGrad {
@@ -80,8 +92,6 @@ struct WeightGrad {
     int64_t accumulate;
     unsigned long long* fault;
 };
-MOEBIUS_SIZE(WeightGrad, 13);
-MOEBIUS_FIELD(WeightGrad, fault, 12);
 
 // Row tiles of a layout.
 struct TileList {
@@ -95,8 +105,6 @@ struct TileList {
     int64_t max_tiles;         // room in `tiles`
     unsigned long long* fault;
 };
-MOEBIUS_SIZE(TileList, 9);
-MOEBIUS_FIELD(TileList, fault, 8);
 
 // The plan of a group of one rank: choices to slots.
 struct LocalPlan {
@@ -125,9 +133,6 @@ struct LocalPlan {
     unsigned long long* fault;
     unsigned long long* report; // the host's copy of the 4 status words
 };
-MOEBIUS_SIZE(LocalPlan, 24);
-MOEBIUS_FIELD(LocalPlan, rows, 7);
-MOEBIUS_FIELD(LocalPlan, report, 23);
 
 // A rank's choices, to be written as its record (src/ep/routing_record.rs): a header of 24 words and a text, then ids.
 struct WriteRecord {
@@ -141,8 +146,6 @@ struct WriteRecord {
     unsigned long long* errors; // src/ep/deferred_errors.rs
     int64_t header[24];        // as it is where no id is bad
 };
-MOEBIUS_SIZE(WriteRecord, 32);
-MOEBIUS_FIELD(WriteRecord, header, 8);
 
 // The plan of one rank from all ranks' records.
 struct RecordsPlan {
@@ -182,11 +185,6 @@ struct RecordsPlan {
     int32_t* send_choices;
     int32_t* return_slots;
 };
-MOEBIUS_SIZE(RecordsPlan, 33);
-MOEBIUS_FIELD(RecordsPlan, rows, 10);
-MOEBIUS_FIELD(RecordsPlan, stats, 20);
-MOEBIUS_FIELD(RecordsPlan, fault, 26);
-MOEBIUS_FIELD(RecordsPlan, return_slots, 32);
 
 // The layout that another library made of all ranks' choices.
 struct ExternalLayout {
@@ -201,9 +199,6 @@ struct ExternalLayout {
     int32_t* row_map;          // [N]
     unsigned long long* fault;
 };
-MOEBIUS_SIZE(ExternalLayout, 10);
-MOEBIUS_FIELD(ExternalLayout, rows, 5);
-MOEBIUS_FIELD(ExternalLayout, fault, 9);
 
 // Where segments begin that hold all ranks' choices of the local experts.
 struct SegmentStarts {
@@ -214,8 +209,6 @@ struct SegmentStarts {
     int64_t* starts;           // [L]
     int64_t* total;            // padded rows
 };
-MOEBIUS_SIZE(SegmentStarts, 6);
-MOEBIUS_FIELD(SegmentStarts, total, 5);
 
 // Rows that arrive in any order, each with a number of its token behind its weights.
 struct LowLatencyRows {
@@ -234,9 +227,6 @@ struct LowLatencyRows {
     const int32_t* return_map; // [R M, K] slots by token
     int32_t* out_map;          // [R M, K] slots by row
 };
-MOEBIUS_SIZE(LowLatencyRows, 14);
-MOEBIUS_FIELD(LowLatencyRows, slots, 6);
-MOEBIUS_FIELD(LowLatencyRows, out_map, 13);
 
 // Moving and adding rows; elementwise functions.
 struct RowsOp {
@@ -252,8 +242,6 @@ struct RowsOp {
     const float* grad;
     unsigned long long* fault;
 };
-MOEBIUS_SIZE(RowsOp, 11);
-MOEBIUS_FIELD(RowsOp, fault, 10);
 
 // Rows of two matrices of bytes behind each other, then zeros; or `back`, into the two.
 struct ConcatRows {
@@ -267,8 +255,6 @@ struct ConcatRows {
     int64_t word;              // bytes that are moved at a time: 4 or 1
     int64_t back;
 };
-MOEBIUS_SIZE(ConcatRows, 9);
-MOEBIUS_FIELD(ConcatRows, back, 8);
 
 // Ranks' shares of a gradient, `parts` blocks of `count` elements, to be added to `main` in pairs.
 struct AddShares {
@@ -282,8 +268,6 @@ struct AddShares {
     int64_t first;             // main is not read: the sum is added to zeros
     double scale;
 };
-MOEBIUS_SIZE(AddShares, 9);
-MOEBIUS_FIELD(AddShares, scale, 8);
 
 // Sums of a slot's dots: partial sums over tiles, and a bias' dot with the gradient row.
 struct SlotDots {
@@ -300,8 +284,6 @@ struct SlotDots {
     float* out;
     unsigned long long* fault;
 };
-MOEBIUS_SIZE(SlotDots, 12);
-MOEBIUS_FIELD(SlotDots, fault, 11);
 
 // Sums of rows over each group: gradients of biases.
 struct ColumnSums {
@@ -320,8 +302,10 @@ struct ColumnSums {
     int64_t accumulate;
     unsigned long long* fault;
 };
-MOEBIUS_SIZE(ColumnSums, 14);
-MOEBIUS_FIELD(ColumnSums, fault, 13);
+
+// Scores of experts, and what groups of experts are ranked by.
+enum RouterScore : int64_t { SCORE_SOFTMAX = 0, SCORE_SIGMOID = 1, SCORE_TOPK_SOFTMAX = 2, SCORE_TOPK_SIGMOID = 3, SCORE_SPARSEMIXER = 4 };
+enum GroupRank : int64_t { RANK_MAX = 0, RANK_TOP2 = 1 };
 
 // Routing formula and tensors.
 struct Routing {
@@ -355,10 +339,6 @@ struct Routing {
     const double* aux_z;       // one number, null: no z-loss
     unsigned long long* fault;
 };
-MOEBIUS_SIZE(Routing, 29);
-MOEBIUS_FIELD(Routing, score, 11);
-MOEBIUS_FIELD(Routing, key, 22);
-MOEBIUS_FIELD(Routing, fault, 28);
 
 // Sums for auxiliary losses and their coefficients.
 struct AuxLoss {
@@ -387,8 +367,6 @@ struct AuxLoss {
     const float* d_loss;       // that gradient where the device has it
     unsigned long long* fault;
 };
-MOEBIUS_SIZE(AuxLoss, 24);
-MOEBIUS_FIELD(AuxLoss, fault, 23);
 
 // Weights of tokens with dropped choices.
 struct KeepSum {
@@ -399,7 +377,6 @@ struct KeepSum {
     int64_t tokens;
     int64_t top_k;
 };
-MOEBIUS_SIZE(KeepSum, 6);
 
 // A matrix to quantize: element (i, j) is `base[i row_stride + j column_stride]`, in elements of its type.
 struct StridedMatrix {
@@ -410,7 +387,6 @@ struct StridedMatrix {
     int64_t column_stride;
     int64_t vector;            // columns lie together, in whole aligned words of 16 bytes a row
 };
-MOEBIUS_SIZE(StridedMatrix, 6);
 
 // One matrix's amax among many.
 struct AmaxJob {
@@ -420,12 +396,12 @@ struct AmaxJob {
     unsigned* other;           // a second place for it; null: none
     int64_t first_block;       // of the launch's
 };
+// Matrices that one launch takes the amaxes of.
+constexpr size_t AMAX_JOBS = 40;
 struct AmaxJobs {
-    AmaxJob jobs[40];
+    AmaxJob jobs[AMAX_JOBS];
     int64_t count;
 };
-MOEBIUS_SIZE(AmaxJob, 10);
-MOEBIUS_SIZE(AmaxJobs, 401);
 
 // Amaxes of lines, or of a transformed matrix.
 struct AmaxLines {
@@ -434,7 +410,6 @@ struct AmaxLines {
     unsigned* out;             // one a line, or one
     int64_t signs;             // of the transform
 };
-MOEBIUS_SIZE(AmaxLines, 9);
 
 // One direction of a quantized matrix. Null codes: not wanted.
 struct QuantSide {
@@ -457,11 +432,6 @@ struct QuantCast {
     int64_t floor;             // MXFP8: scales rounded down
     unsigned keys[14];         // of the seven rounds of random bits, from the seed
 };
-MOEBIUS_SIZE(QuantSide, 7);
-MOEBIUS_SIZE(QuantCast, 31);
-MOEBIUS_FIELD(QuantCast, columns, 13);
-MOEBIUS_FIELD(QuantCast, signs, 22);
-MOEBIUS_FIELD(QuantCast, keys, 24);
 
 // A quantized matrix back to floating point, one of many.
 struct Dequantize {
@@ -478,13 +448,12 @@ struct Dequantize {
     int64_t modelopt;
     int64_t first_block;       // of the launch's
 };
+// Matrices that one launch brings back to floating point.
+constexpr size_t BACK_JOBS = 40;
 struct DequantizeJobs {
-    Dequantize jobs[40];
+    Dequantize jobs[BACK_JOBS];
     int64_t count;
 };
-MOEBIUS_SIZE(Dequantize, 12);
-MOEBIUS_FIELD(Dequantize, first_block, 11);
-MOEBIUS_SIZE(DequantizeJobs, 481);
 
 // Block scales to another order.
 struct SwizzleScales {
@@ -494,7 +463,6 @@ struct SwizzleScales {
     int64_t blocks;            // of a line
     int64_t back;              // to row-major
 };
-MOEBIUS_SIZE(SwizzleScales, 5);
 
 // Quantized weights of all groups, [groups, rows, columns] as numbers. Blocks run along columns.
 struct QuantWeight {
@@ -508,7 +476,5 @@ struct QuantWeight {
     int64_t blocks;            // scales of a row (of blocks)
     int64_t parts;
 };
-MOEBIUS_SIZE(QuantWeight, 9);
-MOEBIUS_FIELD(QuantWeight, parts, 8);
 // Formats of weights: E2M1 with an E4M3 scale each 16; E2M1 with an E8M0 scale each 32; E4M3 with f32 scales.
-enum : int64_t { WEIGHT_NVFP4 = 0, WEIGHT_MXFP4 = 1, WEIGHT_FP8 = 2 };
+enum WeightEncoding : int64_t { WEIGHT_NVFP4 = 0, WEIGHT_MXFP4 = 1, WEIGHT_FP8 = 2 };

@@ -1,11 +1,7 @@
 // All ranks' records of a prepare, as one rank's plan reads them.
 #pragma once
+#include "record_layout.h"
 #include "common/counting_sort.cuh"
-
-// Layout of a header and of `errors`, in words of 8 bytes.
-enum : int { HEADER_WORDS = 24, HEADER_BYTES = 512, KIND = 0, TOKENS = 1, BACKWARD = 2, BAD = 4, FIELD = 9, PENDING = 23 };
-enum : int { ERRORS_FIRST_BAD = 4, ERRORS_TICKET = 5, ERRORS_WORDS = 8 };
-enum : unsigned long long { ERRORS_RECORDS = 1, ERRORS_CAPACITY = 2 };
 
 __device__ __forceinline__ const uint32_t* header_of(const RecordsPlan& p, int64_t rank) {
     return reinterpret_cast<const uint32_t*>(p.records + rank * p.size);

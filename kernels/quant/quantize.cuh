@@ -299,7 +299,7 @@ struct Block {
 // 128, so that words of 16 bytes one below another lie on different banks.
 template <class T>
 struct SmemPanel {
-    static constexpr int ROWS = 128, COLUMNS = 256 / sizeof(T), PITCH = 272, BYTES = ROWS * PITCH, THREADS = 256;
+    static constexpr int ROWS = PANEL_ROWS, COLUMNS = PANEL_BYTES / sizeof(T), PITCH = 272, BYTES = ROWS * PITCH, THREADS = 256;
     static constexpr int EACH = 4 / sizeof(T);  // columns of a word of 4 bytes
     unsigned char* at;
 

@@ -21,7 +21,8 @@ constexpr int STAGES = 5, CODE_STAGES = 3, STAGE_BYTES = BLOCK_N * BLOCK_K * 2, 
 constexpr int CODES_OFFSET = STAGES * STAGE_BYTES, RAW_CODES_OFFSET = CODES_OFFSET + CODE_STAGES * CODE_STAGE_BYTES, STAGING_OFFSET = RAW_CODES_OFFSET + AHEAD * RAW_STEP_BYTES;
 constexpr int BARRIER_OFFSET = STAGING_OFFSET + 2 * STAGING_BYTES;
 constexpr int SMEM_BYTES = BARRIER_OFFSET + 2 * (STAGES + CODE_STAGES) * 8;
-static_assert(SMEM_BYTES == 231040 && SMEM_BYTES <= 232448, "src/cuda/launch.rs reserves as much");
+static_assert(SMEM_BYTES <= 232448, "a block has no more");
+static_assert(BLOCK_M == W4_WEIGHTS && BLOCK_N == W4_ROWS && THREADS == W4_THREADS && SMEM_BYTES == W4_SHARED, "common/shapes.h has others");
 
 // The thread's number, read where this stands, and a value that the compiler keeps: left to itself it keeps what
 // follows from the number through a whole tile, and makes what is wanted in each step anew, which takes a hundred

@@ -30,6 +30,11 @@ fn fit(arch: &str, (major, minor): (u32, u32)) -> Option<u32> {
     }
 }
 
+/// Whether code for `arch` has the stages that exist for Hopper alone.
+pub(super) fn arch_is_hopper(arch: &str) -> bool {
+    arch == "90a"
+}
+
 /// The best architecture among `built` for a GPU.
 pub(super) fn choose<'a>(built: impl Iterator<Item = &'a str> + Clone, capability: (u32, u32)) -> Result<&'a str> {
     built.clone().filter_map(|a| Some((fit(a, capability)?, a))).max().map(|(_, a)| a).ok_or_else(|| {

@@ -10,7 +10,8 @@ use cudarc::driver::{CudaContext, CudaEvent, CudaStream, DriverError, result};
 use crate::error::{Error, Result};
 
 use super::graph::Captures;
-use super::launch::Functions;
+use super::kernel_table::{Hopper, Table};
+use super::launch::{Functions, Kernel};
 use super::memory::{Arena, Memory};
 use super::status::Status;
 use super::sync::FailureSource;
@@ -222,9 +223,25 @@ impl Cuda {
         stream.cu_stream() == self.inner.stream.cu_stream() && stream.context() == &self.inner.context
     }
 
+    /// The stream of all work on this device, borrowed.
+    #[cfg(feature = "candle")]
+    pub(crate) fn raw_stream(&self) -> &CudaStream {
+        &self.inner.stream
+    }
+
+    /// The kernels of the GPU.
+    pub(super) fn kernels(&self) -> &Table<Kernel> {
+        &self.inner.functions.table
+    }
+
+    /// The Hopper kernels, where calls may take them.
+    pub(super) fn sm90_kernels(&self) -> Option<&Hopper<Kernel>> {
+        self.kernels().sm90.as_ref().filter(|_| !self.portable)
+    }
+
     /// Whether calls may take the Hopper kernels.
     pub(super) fn sm90(&self) -> bool {
-        self.inner.functions.sm90() && !self.portable
+        self.sm90_kernels().is_some()
     }
 
     /// Shared memory that a block of the kernels of few rows with quantized weights may take.

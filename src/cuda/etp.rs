@@ -7,14 +7,13 @@ use crate::etp::{CaptureHook, ShardDevice, Shares};
 use crate::tensor::TensorMut;
 
 use super::device::{Cuda, Event};
+use super::heuristics::ADD_SHARES_BLOCKS;
 use super::launch::Grid;
 use super::params::{self, type_code};
 
 const THREADS: u32 = 256;
 /// Most parts whose sums the kernel can hold (`Pairs` in `kernels/permute.cu`).
 const MOST_PARTS: usize = (1 << 16) - 1;
-/// Blocks an SM has at the same time.
-const BLOCKS: usize = 8;
 /// Elements that a thread of sums takes at a time.
 const LANES: usize = 4;
 
@@ -44,10 +43,10 @@ impl ShardDevice for Cuda {
             scale: shares.scale,
         };
         let threads = count / if wide { LANES } else { 1 };
-        let blocks = threads.div_ceil(THREADS as usize).min(BLOCKS * self.inner.sm_count);
-        let kernel = format!("add_shares_{dtype}");
+        let blocks = threads.div_ceil(THREADS as usize).min(ADD_SHARES_BLOCKS * self.inner.sm_count);
+        let kernel = self.kernels().permute.add_shares.of(dtype);
         // SAFETY: `own` and each of the `parts - 1` blocks of `others` have `main`'s size.
-        unsafe { self.launch(CALL, &kernel, Grid::new(blocks, THREADS), &p) }
+        unsafe { self.launch(CALL, kernel, Grid::new(blocks, THREADS), &p) }
     }
 
     fn record_event(&self) -> Result<Option<Event>> {

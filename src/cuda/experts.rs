@@ -11,7 +11,8 @@ use crate::tensor::{Tensor, dims3};
 use crate::weights::Weight;
 
 use super::device::Cuda;
-use super::launch::{Grid, MMA_SYNC, SIMT, SM90_GROUPED_GEMM, TileConfig};
+use super::heuristics::ORDER_ROWS_COLUMNS;
+use super::launch::{Grid, Kernel, MMA_SYNC, SIMT, SM90_GROUPED_GEMM, TileConfig};
 use super::layout::{
     DestRows, SourceRows, TileOrder, Tiles, aligned, check_segments, input, optional, optional_output, output,
 };
@@ -20,18 +21,10 @@ use super::permute::gather_to_slots;
 use super::sm90_grouped_gemm::{self, Product};
 use super::w4a16::{QuantizedWeight, TunedKernel};
 
-/// Columns of gate (and as many of up), or of a gradient through the activation, from which mapped rows are brought into
-/// order first.
-const ORDER_FIRST: usize = 8192;
-
-/// Kernels for a type: name suffix and tile.
-pub(super) fn family(call: &'static str, tensor: &str, dtype: DType) -> Result<(&'static str, TileConfig)> {
+/// Tiles of the portable kernels for a type.
+pub(super) fn portable_shape(call: &'static str, tensor: &str, dtype: DType) -> Result<TileConfig> {
     type_code(call, tensor, dtype)?;
-    Ok(match dtype {
-        DType::BF16 => ("bf16", MMA_SYNC),
-        DType::F16 => ("f16", MMA_SYNC),
-        _ => ("f32", SIMT),
-    })
+    Ok(if matches!(dtype, DType::BF16 | DType::F16) { MMA_SYNC } else { SIMT })
 }
 
 /// Weight that applies at one of `places`, checked.
@@ -52,7 +45,6 @@ struct GroupedGemm<'a> {
     call: &'static str,
     device: &'a Cuda,
     dtype: DType,
-    suffix: &'static str,
     shape: TileConfig,
     segments: &'a Segments<Cuda>,
     slots: usize,
@@ -60,11 +52,12 @@ struct GroupedGemm<'a> {
 }
 
 /// The kernels that make a product, and the tiles that they walk through.
-struct KernelChoice {
-    sm90: Option<Product>,
+struct KernelChoice<'a> {
+    /// Hopper's kernel, and what its operands' layout depends on.
+    sm90: Option<(Product, &'a Kernel)>,
     tiles: Tiles,
     /// With quantized weights: a kernel that serves these best.
-    tuned: Option<TunedKernel>,
+    tuned: Option<TunedKernel<'a>>,
 }
 
 impl<'a> GroupedGemm<'a> {
@@ -75,9 +68,9 @@ impl<'a> GroupedGemm<'a> {
         experts: usize,
         dtype: DType,
     ) -> Result<Self> {
-        let (suffix, shape) = family(call, "rows", dtype)?;
+        let shape = portable_shape(call, "rows", dtype)?;
         check_segments(call, segments, experts)?;
-        Ok(Self { call, device, dtype, suffix, shape, segments, slots: segments.rows, quantized: None })
+        Ok(Self { call, device, dtype, shape, segments, slots: segments.rows, quantized: None })
     }
 
     /// With these weights.
@@ -96,7 +89,7 @@ impl<'a> GroupedGemm<'a> {
     /// Brings rows behind a map into slot order where so many columns are made of them that TMA, which
     /// follows no map, makes up for it. The tensor is to live until the product has been launched.
     fn in_order(&self, p: &mut params::Gemm) -> Result<Option<Tensor<Cuda>>> {
-        if p.a_map == 0 || (p.n as usize) < ORDER_FIRST {
+        if p.a_map == 0 || (p.n as usize) < ORDER_ROWS_COLUMNS {
             return Ok(None);
         }
         let rows = SourceRows { base: p.a, map: p.a_map, rows: p.a_rows, vector: true };
@@ -139,7 +132,7 @@ impl<'a> GroupedGemm<'a> {
 
     /// Chooses the kernels, Hopper's for `product` where they can serve, and lists the tiles. A tile's columns are
     /// divided by `factor`.
-    fn choose(&self, p: &mut params::Gemm, product: Option<Product>, factor: usize) -> Result<KernelChoice> {
+    fn choose(&self, p: &mut params::Gemm, product: Option<Product>, factor: usize) -> Result<KernelChoice<'a>> {
         let quantized = self.quantized.as_ref();
         if let Some(kernel) = quantized.and_then(|q| q.tuned(self.device, self.dtype, p, (product, factor))) {
             let tiles = Tiles::new(self.call, self.device, self.segments, (kernel.rows, TileOrder::Slots))?;
@@ -148,9 +141,14 @@ impl<'a> GroupedGemm<'a> {
             return Ok(KernelChoice { sm90: None, tiles, tuned: Some(kernel) });
         }
         let dense = self.quantized.is_none();
-        let sm90 = product.filter(|_| dense && sm90_grouped_gemm::serves(self.device, self.dtype, p));
+        let serves = dense && sm90_grouped_gemm::serves(self.device, self.dtype, p);
+        let kernels = self.device.sm90_kernels().filter(|_| serves);
+        let sm90 = product.zip(kernels).and_then(|(product, kernels)| {
+            let kernel = product.kernels(kernels, p.k as usize).of(self.dtype)?;
+            Some((product, kernel))
+        });
         let (rows, order, columns) = match sm90 {
-            Some(product) => (SM90_GROUPED_GEMM.tile, TileOrder::Pairs, product.columns(p.k as usize)),
+            Some((product, _)) => (SM90_GROUPED_GEMM.tile, TileOrder::Pairs, product.columns(p.k as usize)),
             None => (self.shape.tile, TileOrder::Slots, self.shape.tile),
         };
         let tiles = Tiles::new(self.call, self.device, self.segments, (rows, order))?;
@@ -159,24 +157,24 @@ impl<'a> GroupedGemm<'a> {
         Ok(KernelChoice { sm90, tiles, tuned: None })
     }
 
-    fn launch(&self, name: &str, choice: &KernelChoice, p: &params::Gemm) -> Result<()> {
+    fn launch(&self, product: Product, choice: &KernelChoice<'_>, p: &params::Gemm) -> Result<()> {
         let blocks = (p.m_tiles as usize).saturating_mul(p.n_tiles as usize);
         if let Some(weight) = &self.quantized {
             let grid = Grid { shared: self.shape.shared, ..Grid::new(blocks, self.shape.threads) };
-            return weight.launch((self.device, self.call), (name, self.suffix), (grid, choice.tuned), p);
+            return weight.launch((self.device, self.call), (product, self.dtype), (grid, choice.tuned), p);
         }
         // SAFETY, both: callers have checked every tensor in `p` against the sizes in `p`; maps and segments, which only
         // the device knows, are checked by the kernel.
         match choice.sm90 {
             // SAFETY: as above.
-            Some(product) => unsafe {
-                let kernel = product.kernel(name, self.suffix, p.k as usize);
-                sm90_grouped_gemm::launch(self.device, self.call, &kernel, (product, self.dtype, blocks), p)
+            Some((product, kernel)) => unsafe {
+                sm90_grouped_gemm::launch(self.device, self.call, kernel, (product, self.dtype, blocks), p)
             },
             None => {
                 let grid = Grid { shared: self.shape.shared, ..Grid::new(blocks, self.shape.threads) };
+                let kernel = self.device.kernels().grouped_gemm.of(product).of(self.dtype);
                 // SAFETY: as above.
-                unsafe { self.device.launch(self.call, &format!("{name}_{}", self.suffix), grid, p) }
+                unsafe { self.device.launch(self.call, kernel, grid, p) }
             }
         }
     }
@@ -196,7 +194,7 @@ impl<'a> GroupedGemm<'a> {
         let mut p = params::SlotDots {
             partial: partial.view().data().ptr,
             parts: partial.dims()[1] as i64,
-            kind: type_code(self.call, "rows", self.dtype)?,
+            type_: type_code(self.call, "rows", self.dtype)?,
             tiles: tiles.list(),
             tile_count: tiles.count(),
             out,
@@ -208,7 +206,9 @@ impl<'a> GroupedGemm<'a> {
             (p.grad, p.grad_map, p.grad_rows) = (grad.base, grad.map, grad.rows);
         }
         // SAFETY: `out` has a value for each slot, `partial` the parts of each; bias and gradient were checked.
-        unsafe { self.device.launch(self.call, "slot_dots", Grid::new(tiles.most, 256), &p) }
+        unsafe {
+            self.device.launch(self.call, &self.device.kernels().permute.slot_dots, Grid::new(tiles.most, 256), &p)
+        }
     }
 }
 
@@ -232,7 +232,7 @@ pub(super) fn up(device: &Cuda, call: Up<'_, Cuda>) -> Result<()> {
     (p.activation, p.alpha, p.limit) = activation_code(call.activation);
     let choice = gemm.choose(&mut p, (factor == 2).then_some(Product::Up), factor)?;
     let in_order = if choice.sm90.is_some() { gemm.in_order(&mut p)? } else { None };
-    gemm.launch("up", &choice, &p)?;
+    gemm.launch(Product::Up, &choice, &p)?;
     drop(in_order);
     Ok(())
 }
@@ -250,7 +250,7 @@ pub(super) fn down(device: &Cuda, call: Down<'_, Cuda>) -> Result<()> {
     let out = DestRows::new(CALL, call.out, (dtype, h, gemm.slots))?;
     (p.out, p.out_map, p.out_rows, p.accumulate) = (out.base, out.map, out.rows, out.accumulate);
     let choice = gemm.choose(&mut p, Some(Product::Down), 1)?;
-    gemm.launch("down", &choice, &p)
+    gemm.launch(Product::Down, &choice, &p)
 }
 
 pub(super) fn down_bwd(device: &Cuda, call: DownBwd<'_, Cuda>) -> Result<()> {
@@ -271,11 +271,11 @@ pub(super) fn down_bwd(device: &Cuda, call: DownBwd<'_, Cuda>) -> Result<()> {
     let d_weights = call.d_slot_weights.filter(|_| p.scale != 0);
     let d_weights = optional_output(CALL, "d_slot_weights", d_weights, DType::F32, &[gemm.slots])?;
     if d_weights == 0 {
-        return gemm.launch("down_bwd", &choice, &p);
+        return gemm.launch(Product::DownBwd, &choice, &p);
     }
     let partial = gemm.partial(p.n_tiles)?;
     p.partial = partial.view().data().ptr;
-    gemm.launch("down_bwd", &choice, &p)?;
+    gemm.launch(Product::DownBwd, &choice, &p)?;
     drop(in_order);
     gemm.slot_dots((&partial, &choice.tiles), d_weights, (bias != 0).then_some((bias, &grad, h)))
 }
@@ -291,7 +291,7 @@ pub(super) fn up_dgrad(device: &Cuda, call: UpDgrad<'_, Cuda>) -> Result<()> {
     (p.out, p.out_map, p.out_rows, p.accumulate) = (out.base, out.map, out.rows, out.accumulate);
     let Some(at_input) = call.input_weight else {
         let choice = gemm.choose(&mut p, Some(Product::Dgrad), 1)?;
-        return gemm.launch("up_dgrad", &choice, &p);
+        return gemm.launch(Product::Dgrad, &choice, &p);
     };
     p.scale = input(CALL, "slot_weights", &at_input.values, DType::F32, &[gemm.slots])?;
     let x = gemm.source("input_weight.rows", &at_input.rows, h)?;
@@ -299,10 +299,10 @@ pub(super) fn up_dgrad(device: &Cuda, call: UpDgrad<'_, Cuda>) -> Result<()> {
     let d_weights = optional_output(CALL, "d_slot_weights", at_input.d_slot_weights, DType::F32, &[gemm.slots])?;
     let choice = gemm.choose(&mut p, None, 1)?;
     if d_weights == 0 {
-        return gemm.launch("up_dgrad", &choice, &p);
+        return gemm.launch(Product::Dgrad, &choice, &p);
     }
     let partial = gemm.partial(p.n_tiles)?;
     p.partial = partial.view().data().ptr;
-    gemm.launch("up_dgrad", &choice, &p)?;
+    gemm.launch(Product::Dgrad, &choice, &p)?;
     gemm.slot_dots((&partial, &choice.tiles), d_weights, None)
 }

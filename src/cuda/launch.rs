@@ -1,6 +1,5 @@
 //! Loaded kernels, and their launch.
 
-use std::collections::HashMap;
 use std::ffi::{CString, c_void};
 
 use cudarc::driver::sys::{self, CUdevice_attribute};
@@ -8,39 +7,49 @@ use cudarc::driver::{CudaContext, DriverError, result};
 
 use crate::error::{Error, Result};
 
-use super::cubins::{self, CUBINS, Cubin, RELEASE};
+use super::cubins::{self, CUBINS, Cubin, RELEASE, arch_is_hopper};
 use super::device::{Cuda, driver};
+use super::kernel_table::{Table, Traits, Wanted};
 use super::sync::StuckFlag;
+use super::{heuristics, params};
 
-/// Tile of the mma kernels, and their shared memory (`mma_sync` in `kernels/portable/gemm.cuh`).
-pub(super) const MMA_SYNC: TileConfig = TileConfig { tile: 128, threads: 256, shared: 81920 };
-/// Tile of the multiply-add kernels, and their shared memory (`simt` there).
-pub(super) const SIMT: TileConfig = TileConfig { tile: 64, threads: 256, shared: 17408 };
-
-/// Tile of the tf32 kernels, and their shared memory (`tf32` in `kernels/portable/linear_bwd_tf32.cuh`).
-pub(super) const TF32: TileConfig = TileConfig { tile: 128, threads: 256, shared: 87552 };
-
-/// Tile rows of the Hopper kernels over rows, and their shared memory (`kernels/sm90/grouped_gemm_mainloop.cuh`).
-pub(super) const SM90_GROUPED_GEMM: TileConfig = TileConfig { tile: 128, threads: 384, shared: 231_616 };
-/// Columns of a narrow operand that a block of the weight gradients' kernel takes, and its shared memory
-/// (`kernels/sm90_wgrad.cu`).
-pub(super) const SM90_WGRAD: TileConfig = TileConfig { tile: 128, threads: 384, shared: 230_464 };
-/// Most shared memory that the kernels of few rows with quantized weights take, which leaves room for another block; less
-/// where a GPU lets no block have so much ([`Functions::decode_shared`]).
-const DECODE_SHARED: u32 = 115_712;
+/// Tiles of the mma kernels (`mma_sync` in `kernels/portable/gemm.cuh`).
+pub(super) const MMA_SYNC: TileConfig =
+    TileConfig { tile: params::TENSOR_TILE as usize, threads: params::TENSOR_THREADS, shared: params::TENSOR_SHARED };
+/// Tiles of the multiply-add kernels (`simt` there).
+pub(super) const SIMT: TileConfig =
+    TileConfig { tile: params::SCALAR_TILE as usize, threads: params::SCALAR_THREADS, shared: params::SCALAR_SHARED };
+/// Tiles of the tf32 kernels (`tf32` in `kernels/portable/linear_bwd_tf32.cuh`).
+pub(super) const TF32: TileConfig =
+    TileConfig { tile: params::TF32_TILE as usize, threads: params::TF32_THREADS, shared: params::TF32_SHARED };
+/// Tile rows of the Hopper kernels over rows (`kernels/sm90/grouped_gemm_mainloop.cuh`).
+pub(super) const SM90_GROUPED_GEMM: TileConfig =
+    TileConfig { tile: params::ROWS_TILE as usize, threads: params::ROWS_THREADS, shared: params::ROWS_SHARED };
+/// Columns of a narrow operand that a block of the weight gradients' kernel takes (`kernels/sm90_wgrad.cu`).
+pub(super) const SM90_WGRAD: TileConfig =
+    TileConfig { tile: params::WGRAD_NARROW as usize, threads: params::WGRAD_THREADS, shared: params::WGRAD_SHARED };
+/// Tokens or experts of a tile of the router's products on Hopper (`kernels/sm90_linear.cu`).
+pub(super) const SM90_LINEAR: TileConfig = TileConfig {
+    tile: params::SM90_LINEAR_TILE as usize,
+    threads: params::SM90_LINEAR_THREADS,
+    shared: params::SM90_LINEAR_SHARED,
+};
+/// The same of the tokens' gradient.
+pub(super) const SM90_LINEAR_D_X: TileConfig = TileConfig {
+    tile: params::SM90_LINEAR_DX_TILE as usize,
+    threads: params::SM90_LINEAR_DX_THREADS,
+    shared: params::SM90_LINEAR_DX_SHARED,
+};
+/// Weight rows of a tile of Hopper's kernels with quantized weights (`kernels/sm90/w4a16_pipeline.cuh`).
+pub(super) const SM90_W4A16: TileConfig =
+    TileConfig { tile: params::W4_WEIGHTS as usize, threads: params::W4_THREADS, shared: params::W4_SHARED };
+/// Shared memory of the NVFP4 casts of aligned matrices, to nearest and stochastically (`kernels/nvfp4_cast_aligned.cu`).
+pub(super) const NVFP4_ALIGNED_SMEM: [u32; 2] = [params::NVFP4_ALIGNED_SMEM, params::NVFP4_PANELS_STOCHASTIC_SHARED];
 /// Shared memory that a block has without asking for it, the kernel's own variables included.
 pub(super) const DEFAULT_SMEM: u32 = 48 << 10;
-/// Tiles of the router's products on Hopper (`kernels/sm90_linear.cu`): of tokens or experts, and shared memory.
-pub(super) const SM90_LINEAR: TileConfig = TileConfig { tile: 64, threads: 160, shared: 99_424 };
-/// The same of the tokens' gradient.
-pub(super) const SM90_LINEAR_D_X: TileConfig = TileConfig { tile: 64, threads: 256, shared: 230_456 };
-/// Weight rows of a tile of Hopper's kernels with quantized weights, and their shared memory (`kernels/sm90/w4a16_pipeline.cuh`).
-pub(super) const SM90_W4A16: TileConfig = TileConfig { tile: 128, threads: 512, shared: 231_040 };
 /// What the stages begin with that exist for sm_90a alone.
+#[cfg(test)]
 pub(super) const SM90_STAGES: &str = "sm90_";
-
-/// Shared memory of the NVFP4 casts of aligned matrices, to nearest and stochastically (`kernels/nvfp4_cast_aligned.cu`).
-pub(super) const NVFP4_ALIGNED_SMEM: [u32; 2] = [93_264, 74_832];
 
 /// Constants that a family of kernels was compiled with.
 #[derive(Debug, Clone, Copy)]
@@ -49,24 +58,6 @@ pub(super) struct TileConfig {
     pub(super) tile: usize,
     pub(super) threads: u32,
     pub(super) shared: u32,
-}
-
-/// Shared memory beside its own variables that a kernel asks for, on a GPU whose blocks may have `most`; 0: none.
-fn reserved(stage: &str, name: &str, most: u32) -> u32 {
-    match stage {
-        "sm90_grouped_gemm" => SM90_GROUPED_GEMM.shared,
-        "sm90_linear" if name == "sm90_linear_d_x" => SM90_LINEAR_D_X.shared,
-        "sm90_linear" => SM90_LINEAR.shared,
-        "sm90_wgrad" => SM90_WGRAD.shared,
-        "sm90_w4a16" => SM90_W4A16.shared,
-        "nvfp4_cast_aligned" => NVFP4_ALIGNED_SMEM[usize::from(name.contains("stochastic"))],
-        "linear" if name.starts_with("linear_d_") && name.ends_with("f16") => TF32.shared,
-        "w4a16_decode" => DECODE_SHARED.min(most),
-        "grouped_gemm" | "linear" | "w4a16" | "wgrad" if name.ends_with("f16") => MMA_SYNC.shared,
-        // Its counts may take all that there is, and it has variables too.
-        "prepare" if name == "plan_small" => DEFAULT_SMEM,
-        _ => 0,
-    }
 }
 
 /// Why a cubin was not loaded: most often by a driver that is older than the nvcc.
@@ -85,6 +76,13 @@ fn not_loaded(stage: &str, arch: &str, error: DriverError) -> Error {
     }
 }
 
+/// A kernel of a loaded module.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Kernel {
+    pub(super) name: &'static str,
+    function: sys::CUfunction,
+}
+
 /// The kernels of one context, shared by its devices.
 pub(super) struct Functions {
     pub(super) arch: &'static str,
@@ -92,49 +90,66 @@ pub(super) struct Functions {
     pub(super) decode_shared: usize,
     /// A stream of these devices is stuck.
     pub(super) stuck: StuckFlag,
-    table: HashMap<&'static str, sys::CUfunction>,
-    modules: Vec<sys::CUmodule>,
+    pub(super) table: Table<Kernel>,
+    /// Held until the table is gone.
+    _modules: Modules,
+}
+
+/// Modules of a context, unloaded when dropped.
+#[derive(Default)]
+struct Modules(Vec<(&'static Cubin, sys::CUmodule)>);
+
+impl Modules {
+    /// The module whose cubin has a kernel.
+    ///
+    /// # Errors
+    /// [`Error::MissingKernel`].
+    fn of(&self, arch: &'static str, wanted: Wanted) -> Result<sys::CUmodule> {
+        let with = |(cubin, _): &&(&Cubin, _)| cubin.stage == wanted.stage && cubin.kernels.contains(&wanted.name);
+        self.0.iter().find(with).map(|(_, module)| *module).ok_or_else(|| missing(arch, wanted))
+    }
+}
+
+fn missing(arch: &str, Wanted { stage, name, .. }: Wanted) -> Error {
+    Error::MissingKernel { kernel: name, cubin: format!("kernels/{stage}.cu for sm_{arch}") }
 }
 
 impl Functions {
-    /// Loads every stage into a context, which is the thread's.
+    /// Loads every stage into a context, which is the thread's, and finds all kernels in them.
+    ///
+    /// # Errors
+    /// [`Error::MissingKernel`]; a driver's error.
     pub(super) fn load(context: &CudaContext) -> Result<Self> {
         const CALL: &str = "Cuda::on";
         const MOST: CUdevice_attribute = CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN;
         let (major, minor) = context.compute_capability().map_err(driver(CALL, "ask for the compute capability"))?;
         let most = context.attribute(MOST).map_err(driver(CALL, "ask for the shared memory of a block"))? as u32;
         let arch = cubins::choose(CUBINS.iter().map(|c| c.arch), (major as u32, minor as u32))?;
-        let decode_shared = reserved("w4a16_decode", "", most) as usize;
-        let (table, modules) = (HashMap::new(), Vec::new());
-        let mut loaded = Self { arch, decode_shared, stuck: StuckFlag::default(), table, modules };
-        let sm90 = loaded.sm90();
-        let serves = |c: &&Cubin| c.arch == arch && (sm90 || !c.stage.starts_with(SM90_STAGES));
-        for Cubin { stage, kernels, image, .. } in CUBINS.iter().filter(serves) {
+        let mut modules = Modules::default();
+        // Stages for another architecture have no kernels.
+        for cubin in CUBINS.iter().filter(|c| c.arch == arch && !c.kernels.is_empty()) {
             // SAFETY: the image is a whole cubin, as nvcc wrote it.
-            let module =
-                unsafe { result::module::load_data(image.as_ptr().cast()) }.map_err(|e| not_loaded(stage, arch, e))?;
-            loaded.modules.push(module);
-            for name in *kernels {
-                let text = CString::new(*name).map_err(|e| Error::invalid(CALL, "kernel", "a name", e))?;
-                // SAFETY: the module was just loaded and is unloaded with `self` only.
-                let function = unsafe { result::module::get_function(module, text) }
-                    .map_err(driver(CALL, &format!("find kernel {name}")))?;
-                loaded.table.insert(name, function);
-                let shared = reserved(stage, name, most);
-                if shared > 0 {
-                    let limit = sys::CUfunction_attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
-                    // SAFETY: the function was just found.
-                    unsafe { result::function::set_function_attribute(function, limit, shared as i32) }
-                        .map_err(driver(CALL, &format!("reserve shared memory for kernel {name}")))?;
-                }
-            }
+            let module = unsafe { result::module::load_data(cubin.image.as_ptr().cast()) }
+                .map_err(|e| not_loaded(cubin.stage, arch, e))?;
+            modules.0.push((cubin, module));
         }
-        Ok(loaded)
-    }
-
-    /// Whether the kernels for Hopper are among them.
-    pub(super) fn sm90(&self) -> bool {
-        self.arch == "90a"
+        let traits = Traits { sm90: arch_is_hopper(arch), decode_shared: heuristics::DECODE_SHARED.min(most) };
+        let table = Table::new(traits, |wanted| {
+            let Wanted { name, shared, .. } = wanted;
+            let module = modules.of(arch, wanted)?;
+            let text = CString::new(name).map_err(|_| missing(arch, wanted))?;
+            // SAFETY: the module was loaded above and is unloaded behind the table only.
+            let function = unsafe { result::module::get_function(module, text) }.map_err(|_| missing(arch, wanted))?;
+            if shared > 0 {
+                let limit = sys::CUfunction_attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
+                // SAFETY: the function was just found.
+                unsafe { result::function::set_function_attribute(function, limit, shared as i32) }
+                    .map_err(driver(CALL, &format!("reserve shared memory for kernel {name}")))?;
+            }
+            Ok(Kernel { name, function })
+        })?;
+        let decode_shared = traits.decode_shared as usize;
+        Ok(Self { arch, decode_shared, stuck: StuckFlag::default(), table, _modules: modules })
     }
 }
 
@@ -143,9 +158,9 @@ unsafe impl Send for Functions {}
 // SAFETY: as above.
 unsafe impl Sync for Functions {}
 
-impl Drop for Functions {
+impl Drop for Modules {
     fn drop(&mut self) {
-        for module in &self.modules {
+        for (_, module) in &self.0 {
             // SAFETY: loaded once by `load`; the owner has waited for the stream. A context that is gone has unloaded
             // them itself, which the driver answers with an error.
             let _ = unsafe { result::module::unload(*module) };
@@ -178,7 +193,7 @@ impl Cuda {
     ///
     /// # Safety
     /// `params` is the struct that the kernel takes, and its pointers are valid for what the kernel does with them.
-    pub(super) unsafe fn launch<P>(&self, call: &'static str, kernel: &str, grid: Grid, params: &P) -> Result<()> {
+    pub(super) unsafe fn launch<P>(&self, call: &'static str, kernel: &Kernel, grid: Grid, params: &P) -> Result<()> {
         // SAFETY: as the caller promises.
         unsafe { self.launch_with(call, kernel, grid, &mut [argument(params)]) }
     }
@@ -190,7 +205,7 @@ impl Cuda {
     pub(super) unsafe fn launch_with(
         &self,
         call: &'static str,
-        kernel: &str,
+        kernel: &Kernel,
         grid: Grid,
         arguments: &mut [*mut c_void],
     ) -> Result<()> {
@@ -206,17 +221,12 @@ impl Cuda {
                 format!("{x} x {y}"),
             ));
         };
-        let function = self.inner.functions.table.get(kernel).copied().ok_or_else(|| Error::Device {
-            call,
-            operation: format!("launch {kernel}"),
-            message: "no such kernel".to_string(),
-        })?;
         self.bind(call)?;
         // SAFETY: the function belongs to this context; its arguments are copied before the call returns; the rest is
         // the caller's promise.
         unsafe {
             result::launch_kernel(
-                function,
+                kernel.function,
                 (x as u32, u32::from(y), 1),
                 (grid.threads, 1, 1),
                 grid.shared,
@@ -224,7 +234,7 @@ impl Cuda {
                 arguments,
             )
         }
-        .map_err(driver(call, &format!("launch {kernel}")))
+        .map_err(driver(call, &format!("launch {}", kernel.name)))
     }
 }
 
@@ -246,14 +256,32 @@ mod tests {
         (0..word(0x3c, 2)).map(section).find(named).map_or(0, |at| (word(at + 32, 8) as u32).saturating_sub(system))
     }
 
+    #[test]
+    fn a_kernel_that_is_missing_is_named_with_its_cubin() {
+        let wanted = Wanted { stage: "prepare", name: "plan_smal", shared: 0 };
+        let error = Modules::default().of("90a", wanted).err().map(|e| e.to_string()).unwrap_or_default();
+        assert_eq!(error, "Cuda::on: kernels/prepare.cu for sm_90a has no kernel plan_smal");
+        static CUBIN: Cubin = Cubin { stage: "prepare", arch: "90a", kernels: &["plan_small"], image: &[] };
+        let modules = std::mem::ManuallyDrop::new(Modules(vec![(&CUBIN, std::ptr::null_mut())]));
+        assert!(modules.of("90a", wanted).is_err());
+        assert!(modules.of("90a", Wanted { name: "plan_small", ..wanted }).is_ok());
+        assert!(modules.of("90a", Wanted { name: "plan_small", stage: "records", ..wanted }).is_err());
+    }
+
     /// Kernels get the shared memory that they are launched with, on the GPU whose blocks may have least, too: 99 KB (8.6).
     #[test]
     fn shared_memory_is_there() {
         const LEAST: u32 = 99 << 10;
+        let mut reserved = std::collections::BTreeMap::new();
+        let traits = Traits { sm90: false, decode_shared: heuristics::DECODE_SHARED.min(LEAST) };
+        let table = Table::new(traits, |wanted| {
+            reserved.insert(wanted.name, wanted.shared);
+            Ok(())
+        });
+        assert!(table.is_ok());
         for cubin in CUBINS.iter().filter(|c| !c.stage.starts_with(SM90_STAGES)) {
-            let Cubin { stage, kernels, .. } = cubin;
-            for kernel in *kernels {
-                let (own, asked) = (own_shared(cubin, kernel), reserved(stage, kernel, LEAST));
+            for kernel in cubin.kernels {
+                let (own, asked) = (own_shared(cubin, kernel), reserved[kernel]);
                 assert!(own + asked <= LEAST, "{kernel}: {own} + {asked}");
                 let launched = match *kernel {
                     "plan_count"

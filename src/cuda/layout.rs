@@ -213,9 +213,10 @@ impl Tiles {
             max_tiles: most as i64,
             fault: device.inner.status,
         };
+        let kernels = &device.kernels().prepare;
         let kernel = match order {
-            TileOrder::Slots => "list_tiles",
-            TileOrder::Pairs => "list_tiles_paired",
+            TileOrder::Slots => &kernels.schedule,
+            TileOrder::Pairs => &kernels.list_tiles_paired,
         };
         // SAFETY: offsets and counts have `groups` entries, the list `most`; the kernel writes no more.
         unsafe { device.launch(call, kernel, Grid::new(1, 256), &call_params) }?;

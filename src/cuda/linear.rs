@@ -8,25 +8,18 @@ use crate::kernels::{Linear, LinearBwd, Sigmoid};
 use crate::tensor::{Tensor, TensorMut, TensorRef, dims2};
 
 use super::device::Cuda;
-use super::launch::{Grid, MMA_SYNC, SIMT, SM90_LINEAR, SM90_LINEAR_D_X, TF32, TileConfig, argument};
+use super::heuristics::{SPLIT_BLOCKS, SPLIT_HIDDEN, SPLIT_PARTS, SPLIT_TOKENS};
+use super::kernel_table::HalfOrAny;
+use super::launch::{Grid, Kernel, MMA_SYNC, SIMT, SM90_LINEAR, SM90_LINEAR_D_X, TF32, TileConfig, argument};
 use super::layout::{aligned, input, output, pointer};
 use super::params::{self, type_code};
 use super::tensor_map::TensorMapSpec;
 
-/// Blocks that a sum over tokens is cut into at least, as far as there are tokens: a number of its own, so that
-/// results do not depend on the GPU's size.
-const SPLIT_BLOCKS: usize = 264;
-/// Fewest tokens of a part.
-const SPLIT_TOKENS: usize = 256;
-/// Hidden elements of a part of a logit, where there are at least four such parts: few tokens make few blocks. The cut
-/// does not depend on the number of tokens, so a token's logits do not either.
-const SPLIT_HIDDEN: usize = 1024;
-
 /// Experts of which Hopper's kernel makes the tokens' gradient at most, and columns of the weight that a block keeps;
 /// columns of a tile of the weight's gradient.
-const SM90_EXPERTS: usize = 128;
-const SM90_COLUMNS: usize = 512;
-const SM90_WEIGHT_COLUMNS: usize = 128;
+const SM90_EXPERTS: usize = params::SM90_LINEAR_DX_EXPERTS as usize;
+const SM90_COLUMNS: usize = params::SM90_LINEAR_DX_COLUMNS as usize;
+const SM90_WEIGHT_COLUMNS: usize = params::SM90_LINEAR_DW_COLUMNS as usize;
 
 /// A tensor of any type that kernels compute in.
 fn any(call: &'static str, name: &str, t: TensorRef<'_, Cuda>, dims: &[usize]) -> Result<(u64, i64)> {
@@ -48,18 +41,18 @@ pub(super) fn linear(device: &Cuda, call: Linear<'_, Cuda>) -> Result<()> {
     let (b, b_type) = any(CALL, "weight", call.weight, &[e, h])?;
     let (bias, bias_type) = call.bias.map_or(Ok((0, 0)), |bias| any(CALL, "bias", bias, &[e]))?;
     let dtype = call.x.dtype();
-    let (kernel, shape) = match dtype {
-        _ if dtype != call.weight.dtype() => ("linear_any", SIMT),
-        DType::BF16 => ("linear_bf16", MMA_SYNC),
-        DType::F16 => ("linear_f16", MMA_SYNC),
-        _ => ("linear_any", SIMT),
-    };
+    let kernels = device.kernels();
+    // On tensor cores where both are of one 16-bit type.
+    let half = kernels.linear.forward.half.of(dtype).filter(|_| dtype == call.weight.dtype());
+    let (kernel, shape) = half.map_or((&kernels.linear.forward.any, SIMT), |kernel| (kernel, MMA_SYNC));
     let out = output(CALL, "out", call.out, DType::F32, &[t, e])?;
     let vector = [aligned(call.x, h), aligned(call.weight, h)];
-    let sm90 = device.sm90() && kernel != "linear_any" && vector == [true; 2] && t > 0;
-    let shape = if sm90 { SM90_LINEAR } else { shape };
+    let sm90 = device.sm90_kernels().filter(|_| half.is_some() && vector == [true; 2] && t > 0);
+    let sm90 = sm90.and_then(|sm90| sm90.linear.of(dtype));
+    let shape = if sm90.is_some() { SM90_LINEAR } else { shape };
     let (m_tiles, n_tiles) = (t.div_ceil(shape.tile), e.div_ceil(shape.tile));
-    let split = if sm90 || kernel == "linear_any" || h < 4 * SPLIT_HIDDEN { 1 } else { h.div_ceil(SPLIT_HIDDEN) };
+    let whole = sm90.is_some() || half.is_none() || h < SPLIT_PARTS * SPLIT_HIDDEN;
+    let split = if whole { 1 } else { h.div_ceil(SPLIT_HIDDEN) };
     let mut parts = Tensor::empty(device, DType::F32, &[if split > 1 { split } else { 0 }, t, e])?;
     let p = params::Gemm {
         a,
@@ -85,11 +78,11 @@ pub(super) fn linear(device: &Cuda, call: Linear<'_, Cuda>) -> Result<()> {
     };
     let blocks = m_tiles.saturating_mul(n_tiles).saturating_mul(split);
     let grid = Grid { shared: shape.shared, ..Grid::new(blocks, shape.threads) };
-    if sm90 {
+    if let Some(kernel) = sm90 {
         let map = |base, rows| TensorMapSpec { call: CALL, dtype, base, sizes: &[h as u64, rows as u64] }.boxes(64);
         let maps = [map(a, t)?, map(b, e)?];
         // SAFETY: all tensors were checked against the sizes in `p`.
-        return unsafe { launch_mapped(device, CALL, (&format!("sm90_{kernel}"), grid), &p, &maps) };
+        return unsafe { launch_mapped(device, CALL, (kernel, grid), &p, &maps) };
     }
     // SAFETY: all tensors were checked against the sizes in `p`; `parts` has `split` matrices.
     unsafe { device.launch(CALL, kernel, grid, &p) }?;
@@ -106,7 +99,7 @@ pub(super) fn linear(device: &Cuda, call: Linear<'_, Cuda>) -> Result<()> {
 unsafe fn launch_mapped(
     device: &Cuda,
     call: &'static str,
-    (kernel, grid): (&str, Grid),
+    (kernel, grid): (&Kernel, Grid),
     p: &params::Gemm,
     maps: &[CUtensorMap],
 ) -> Result<()> {
@@ -119,7 +112,7 @@ unsafe fn launch_mapped(
 fn sum_parts(device: &Cuda, call: &'static str, p: &params::Gemm) -> Result<()> {
     let count = (p.m as usize).saturating_mul(p.n as usize);
     // SAFETY: `partial` has `split` matrices of the output's size, as the caller made it.
-    unsafe { device.launch(call, "sum_parts", Grid::new(count.div_ceil(256), 256), p) }
+    unsafe { device.launch(call, &device.kernels().linear.sum_parts, Grid::new(count.div_ceil(256), 256), p) }
 }
 
 pub(super) fn linear_bwd(device: &Cuda, call: LinearBwd<'_, Cuda>) -> Result<()> {
@@ -141,12 +134,15 @@ pub(super) fn linear_bwd(device: &Cuda, call: LinearBwd<'_, Cuda>) -> Result<()>
     // On tensor cores where operands of the model's 16-bit type and the gradients come in whole 16-byte words.
     let dtype = call.x.dtype();
     let words = aligned(call.x, h) && aligned(call.weight, h) && aligned(call.d_out, e);
-    let tensor = [("bf16", DType::BF16), ("f16", DType::F16)].into_iter().find(|(_, of)| *of == dtype);
-    let tensor = tensor.filter(|_| words && dtype == call.weight.dtype());
-    let (suffix, shape) = tensor.map_or(("any", SIMT), |(suffix, _)| (suffix, TF32));
+    let kernels = device.kernels();
+    let choose = |of: &HalfOrAny<Kernel>| -> (Kernel, TileConfig) {
+        let half = of.half.of(dtype).filter(|_| words && dtype == call.weight.dtype());
+        half.map_or((of.any, SIMT), |kernel| (*kernel, TF32))
+    };
     let grid = |shape: TileConfig, blocks| Grid { shared: shape.shared, ..Grid::new(blocks, shape.threads) };
     // Hopper's are for bf16: gradients are small, and f16 holds small numbers badly.
-    let sm90 = device.sm90() && suffix == "bf16" && t > 0;
+    let sm90 = device.sm90_kernels();
+    let sm90 = sm90.filter(|_| words && dtype == DType::BF16 && dtype == call.weight.dtype() && t > 0);
     let map = |base, rows: usize, high: usize| {
         TensorMapSpec { call: CALL, dtype, base, sizes: &[h as u64, rows as u64] }.boxes(high as u32)
     };
@@ -156,10 +152,11 @@ pub(super) fn linear_bwd(device: &Cuda, call: LinearBwd<'_, Cuda>) -> Result<()>
     if let Some(d_x) = call.d_x {
         Error::check_dtype(CALL, "d_x", dtype, d_x.dtype())?;
         let (out, out_type) = any_mut(CALL, "d_x", d_x, &[t, h])?;
-        let sm90 = sm90 && e <= SM90_EXPERTS && out.is_multiple_of(16);
+        let sm90 = sm90.filter(|_| e <= SM90_EXPERTS && out.is_multiple_of(16));
+        let (kernel, shape) = choose(&kernels.linear.d_x);
         let (m_tiles, n_tiles) = match sm90 {
-            true => (t.div_ceil(SM90_LINEAR_D_X.tile), h.div_ceil(SM90_COLUMNS)),
-            false => (t.div_ceil(shape.tile), h.div_ceil(shape.tile)),
+            Some(_) => (t.div_ceil(SM90_LINEAR_D_X.tile), h.div_ceil(SM90_COLUMNS)),
+            None => (t.div_ceil(shape.tile), h.div_ceil(shape.tile)),
         };
         let p = params::Gemm {
             b: weight,
@@ -176,27 +173,28 @@ pub(super) fn linear_bwd(device: &Cuda, call: LinearBwd<'_, Cuda>) -> Result<()>
         };
         let blocks = m_tiles.saturating_mul(n_tiles);
         // SAFETY, both: all tensors were checked against the sizes in `p`.
-        if sm90 {
+        if let Some(sm90) = sm90 {
             // Blocks stay, two row tiles at a time.
             let most = (device.usable_sms() / n_tiles.max(1)).min(m_tiles.div_ceil(2)).max(1) * n_tiles;
             let maps = [map(weight, e, e.next_power_of_two().max(16))?, stack(out, t)?];
             let grid = grid(SM90_LINEAR_D_X, most);
             // SAFETY: as above.
-            unsafe { launch_mapped(device, CALL, ("sm90_linear_d_x", grid), &p, &maps) }?;
+            unsafe { launch_mapped(device, CALL, (&sm90.linear_d_x, grid), &p, &maps) }?;
         } else {
             // SAFETY: as above.
-            unsafe { device.launch(CALL, &format!("linear_d_x_{suffix}"), grid(shape, blocks), &p) }?;
+            unsafe { device.launch(CALL, &kernel, grid(shape, blocks), &p) }?;
         }
     }
     if let Some(d_weight) = call.d_weight {
         let (out, out_type) = any_mut(CALL, "d_weight", d_weight, &[e, h])?;
+        let (kernel, shape) = choose(&kernels.linear.d_weight);
         let (m_tiles, n_tiles) = match sm90 {
-            true => (e.div_ceil(SM90_LINEAR.tile), h.div_ceil(SM90_WEIGHT_COLUMNS)),
-            false => (e.div_ceil(shape.tile), h.div_ceil(shape.tile)),
+            Some(_) => (e.div_ceil(SM90_LINEAR.tile), h.div_ceil(SM90_WEIGHT_COLUMNS)),
+            None => (e.div_ceil(shape.tile), h.div_ceil(shape.tile)),
         };
         let tiles = m_tiles.saturating_mul(n_tiles).max(1);
         // Two of Hopper's blocks share an SM: one more than all of them hold would double the time.
-        let parts = if sm90 { SPLIT_BLOCKS / tiles } else { SPLIT_BLOCKS.div_ceil(tiles) };
+        let parts = if sm90.is_some() { SPLIT_BLOCKS / tiles } else { SPLIT_BLOCKS.div_ceil(tiles) };
         let split = parts.min(t.div_ceil(SPLIT_TOKENS)).max(1);
         let mut parts = Tensor::empty(device, DType::F32, &[split, e, h])?;
         let p = params::Gemm {
@@ -216,16 +214,16 @@ pub(super) fn linear_bwd(device: &Cuda, call: LinearBwd<'_, Cuda>) -> Result<()>
         };
         let blocks = tiles.saturating_mul(split);
         // SAFETY, both: as above; `parts` has `split` matrices.
-        if sm90 {
+        if let Some(sm90) = sm90 {
             let sizes = [e as u64, t as u64];
             let logits = TensorMapSpec { call: CALL, dtype: DType::F32, base: d_out, sizes: &sizes };
             let maps = [map(x, t, SM90_LINEAR.tile)?, logits.boxes(SM90_LINEAR.tile as u32)?];
             let grid = grid(SM90_LINEAR, blocks);
             // SAFETY: as above.
-            unsafe { launch_mapped(device, CALL, ("sm90_linear_d_weight", grid), &p, &maps) }?;
+            unsafe { launch_mapped(device, CALL, (&sm90.linear_d_weight, grid), &p, &maps) }?;
         } else {
             // SAFETY: as above.
-            unsafe { device.launch(CALL, &format!("linear_d_weight_{suffix}"), grid(shape, blocks), &p) }?;
+            unsafe { device.launch(CALL, &kernel, grid(shape, blocks), &p) }?;
         }
         sum_parts(device, CALL, &p)?;
     }
@@ -243,7 +241,7 @@ pub(super) fn linear_bwd(device: &Cuda, call: LinearBwd<'_, Cuda>) -> Result<()>
             ..Default::default()
         };
         // SAFETY: `d_out` is `[t, e]` in f32 (type 0), `out` has e elements.
-        unsafe { device.launch(CALL, "column_sums", Grid::new(e.div_ceil(32), 256), &p) }?;
+        unsafe { device.launch(CALL, &kernels.wgrad.column_sums, Grid::new(e.div_ceil(32), 256), &p) }?;
     }
     Ok(())
 }
@@ -267,5 +265,5 @@ pub(super) fn sigmoid(device: &Cuda, call: Sigmoid<'_, Cuda>) -> Result<()> {
         ..Default::default()
     };
     // SAFETY: all three have n elements of f32.
-    unsafe { device.launch(CALL, "sigmoid", Grid::new(n.div_ceil(256), 256), &p) }
+    unsafe { device.launch(CALL, &device.kernels().permute.sigmoid, Grid::new(n.div_ceil(256), 256), &p) }
 }

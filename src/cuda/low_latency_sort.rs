@@ -7,7 +7,7 @@ use crate::error::{Error, Result};
 use crate::tensor::{Tensor, TensorRef};
 
 use super::device::Cuda;
-use super::launch::Grid;
+use super::launch::{Grid, Kernel};
 use super::layout::at;
 use super::{params, plan};
 
@@ -37,7 +37,7 @@ pub(crate) fn starts(
         total: at(&mut total),
     };
     // SAFETY: every tensor has the size that `params.h` states for it; the experts are among those of `loads`.
-    unsafe { device.launch("prepare", "segment_starts", Grid::new(1, THREADS as u32), &p) }?;
+    unsafe { device.launch("prepare", &device.kernels().prepare.segment_starts, Grid::new(1, THREADS as u32), &p) }?;
     Ok(SegmentStarts { starts, total })
 }
 
@@ -53,7 +53,7 @@ pub(crate) fn packed_ids(device: &Cuda, ids: TensorRef<'_, Cuda>) -> Result<Tens
         out_ids: at(&mut out),
         ..Default::default()
     };
-    spread(device, "low_latency_pack", tokens * (k + 1), &p)?;
+    spread(device, &device.kernels().prepare.low_latency_pack, tokens * (k + 1), &p)?;
     Ok(out)
 }
 
@@ -75,7 +75,7 @@ pub(crate) fn packed_weights(
         out_weights: at(&mut out),
         ..Default::default()
     };
-    spread(device, "low_latency_pack", tokens * (k + 1), &p)?;
+    spread(device, &device.kernels().prepare.low_latency_pack, tokens * (k + 1), &p)?;
     Ok(out)
 }
 
@@ -132,7 +132,7 @@ pub(crate) fn sorted(device: &Cuda, from: &ReceivedRows<'_>) -> Result<SortedRow
         token_of: at(&mut token_of),
         ..Default::default()
     };
-    spread(device, "low_latency_sort", rows * wide, &p)?;
+    spread(device, &device.kernels().prepare.low_latency_sort, rows * wide, &p)?;
     let spec = DispatchSpec {
         alignment: from.alignment.max(1),
         capacity: Capacity::Static(from.slots),
@@ -147,12 +147,12 @@ pub(crate) fn sorted(device: &Cuda, from: &ReceivedRows<'_>) -> Result<SortedRow
     p.row_map = at(&mut row_map);
     p.return_map = by_token.view().data().address();
     p.out_map = at(&mut return_map);
-    spread(device, "low_latency_map", from.slots.max(rows * k), &p)?;
+    spread(device, &device.kernels().prepare.low_latency_map, from.slots.max(rows * k), &p)?;
     Ok(SortedRows { row_map, weight_map: plan.weight_map, weights, return_map })
 }
 
 /// One thread an entry.
-fn spread(device: &Cuda, kernel: &'static str, entries: usize, p: &params::LowLatencyRows) -> Result<()> {
+fn spread(device: &Cuda, kernel: &Kernel, entries: usize, p: &params::LowLatencyRows) -> Result<()> {
     match entries {
         0 => Ok(()),
         // SAFETY: every tensor has the size that `params.h` states for it; the kernels check what arrived.

@@ -21,13 +21,16 @@
 //! device, sync, status, graph                                 a GPU, waits for it, errors that kernels raise, recordings
 //! exit                                                        the end of a process that leaves one stuck
 //! memory, buffer, context_sync                                its memory, and streams that share it
-//! cubins, launch, params, tensor_map                          kernels and what they are told
+//! cubins, kernel_table, launch, tensor_map kernels, and how they are launched
+//! params, bindings                                            what they are told
+//! heuristics                                                  choices that were measured
 //! plan, routing_records, layout, low_latency_sort, permute    slots: planned, tiled, moved
 //! experts, linear, wgrad, sm90_grouped_gemm, w4a16            products
 //! router, quant, etp                                          routing, casts, sums of sharded gradients
 //! kernels                                                     all of it as the trait has it
 //! ```
 
+mod bindings;
 mod buffer;
 mod context_sync;
 mod cubins;
@@ -37,6 +40,8 @@ mod etp;
 mod exit;
 mod experts;
 mod graph;
+mod heuristics;
+mod kernel_table;
 mod kernels;
 mod launch;
 mod layout;

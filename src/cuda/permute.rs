@@ -6,12 +6,10 @@ use crate::kernels::{ConcatLayout, ConcatRows, GatherRows, ReduceRows, SplitRows
 use crate::tensor::Tensor;
 
 use super::device::Cuda;
+use super::heuristics::LOOP_BLOCKS;
 use super::launch::Grid;
 use super::layout::{SourceRows, at};
 use super::params::{self, type_code};
-
-/// Blocks of a loop over a whole tensor.
-pub(super) const LOOP_BLOCKS: usize = 2048;
 
 pub(super) fn gather_rows(device: &Cuda, call: GatherRows<'_, Cuda>) -> Result<()> {
     const CALL: &str = "gather_rows";
@@ -45,7 +43,7 @@ fn gather(
     };
     let blocks = (rows * bytes).div_ceil(256 * word as usize).min(LOOP_BLOCKS);
     // SAFETY: `out` has a row for each entry of the map; the kernel checks its entries against the source's rows.
-    unsafe { device.launch(call, "gather_rows", Grid::new(blocks, 256), &p) }
+    unsafe { device.launch(call, &device.kernels().permute.gather_rows, Grid::new(blocks, 256), &p) }
 }
 
 /// Rows joined (`whole` is written) or taken apart.
@@ -71,7 +69,7 @@ fn joined(
     };
     let blocks = (rows * at.whole).div_ceil(256 * word as usize).min(LOOP_BLOCKS);
     // SAFETY: all have as many rows, of the bytes that were checked.
-    unsafe { device.launch(call, "concat_rows", Grid::new(blocks, 256), &p) }
+    unsafe { device.launch(call, &device.kernels().concat_rows, Grid::new(blocks, 256), &p) }
 }
 
 pub(super) fn concat_rows(device: &Cuda, call: ConcatRows<'_, Cuda>) -> Result<()> {
@@ -124,7 +122,7 @@ pub(super) fn reduce_rows(device: &Cuda, call: ReduceRows<'_, Cuda>) -> Result<(
         out_rows: tokens as i64,
         width: width as i64,
         fan: fan as i64,
-        kind,
+        type_: kind,
         word: if wide { 16 } else { 1 },
         fault: device.inner.status,
         ..Default::default()
@@ -132,7 +130,8 @@ pub(super) fn reduce_rows(device: &Cuda, call: ReduceRows<'_, Cuda>) -> Result<(
     let lanes = if wide { row / 16 } else { width };
     let threads = lanes.next_multiple_of(32).clamp(32, 256) as u32;
     let few = wide && matches!(fan, 2 | 4 | 6 | 8) && [width, source_rows].iter().all(|n| i32::try_from(*n).is_ok());
-    let kernel = if few { "reduce_few_rows" } else { "reduce_rows" };
+    let kernels = &device.kernels().permute;
+    let kernel = if few { &kernels.reduce_few_rows } else { &kernels.reduce_rows };
     // SAFETY: `out` has a row for each line of the map; the kernel checks its entries against the source's rows.
     unsafe { device.launch(CALL, kernel, Grid::new(tokens, threads), &p) }
 }

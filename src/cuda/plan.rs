@@ -20,10 +20,10 @@ use crate::lazy::Lazy;
 use crate::tensor::{Tensor, TensorRef};
 
 use super::device::Cuda;
+use super::heuristics::{LOOP_BLOCKS, PLAN_CHUNKS, PLAN_CLEARED, PLAN_SMALL};
 use super::launch::{DEFAULT_SMEM, Grid, SM90_GROUPED_GEMM};
 use super::layout::{at, room_for_tiles};
 use super::params;
-use super::permute::LOOP_BLOCKS;
 
 impl Cuda {
     /// A tensor of the GPU on the host; waits for the stream.
@@ -46,14 +46,8 @@ impl Cuda {
     }
 }
 
-/// Chunks that choices are cut into at most, one a warp; a chunk is a multiple of a warp.
-pub(super) const CHUNKS: usize = 1024;
-/// As many in one block.
+/// Chunks that choices are cut into in one block.
 const WARPS: usize = 32;
-/// Choices that one block plans, of at most twice as many rows.
-const SMALL: usize = 8192;
-/// Entries of maps that a block clears where there are many.
-const CLEARED: usize = 2048;
 /// Counts that fit a block's shared memory without asking for more.
 pub(super) const COUNTS: usize = DEFAULT_SMEM as usize / 4;
 
@@ -156,7 +150,7 @@ pub(crate) fn external_layout(device: &Cuda, from: &ExternalPlan<'_>) -> Result<
     };
     let blocks = from.rows.max(groups).max(1).div_ceil(256);
     // SAFETY: every tensor has the size that `params.h` states for it.
-    unsafe { device.launch(CALL, "plan_external_layout", Grid::new(blocks, 256), &p) }?;
+    unsafe { device.launch(CALL, &device.kernels().prepare.plan_external_layout, Grid::new(blocks, 256), &p) }?;
     device.report(CALL)?;
     Ok((Segments::new(offsets, counts, from.rows), row_map))
 }
@@ -191,8 +185,8 @@ pub(super) fn plan_on_gpu(device: &Cuda, call: PlanRequest<'_, Cuda>) -> Result<
     };
     let (rows, may_drop) = rows(spec, choices, experts)?;
     let limit = spec.expert_capacity.map_or(i64::MAX, |c| c.limit(choices, experts) as i64);
-    let small = choices <= SMALL && rows <= 2 * SMALL && experts * WARPS <= COUNTS;
-    let chunk = choices.div_ceil(if small { WARPS } else { CHUNKS }).next_multiple_of(32).max(32);
+    let small = choices <= PLAN_SMALL && rows <= 2 * PLAN_SMALL && experts * WARPS <= COUNTS;
+    let chunk = choices.div_ceil(if small { WARPS } else { PLAN_CHUNKS }).next_multiple_of(32).max(32);
     let chunks = if small { WARPS } else { choices.div_ceil(chunk) };
     let of = |dtype, dims: &[usize]| Tensor::empty(device, dtype, dims);
     let mut before = of(DType::I32, &[experts, chunks])?;
@@ -230,16 +224,17 @@ pub(super) fn plan_on_gpu(device: &Cuda, call: PlanRequest<'_, Cuda>) -> Result<
     let shared = (experts * 4) as u32;
     let walk = Grid { shared, ..Grid::new(chunks, 32) };
     let one = Grid::new(1, WARPS as u32 * 32);
+    let kernels = &device.kernels().prepare;
     // SAFETY: every tensor has the size that `params.h` states for it; the kernels check the ids.
     unsafe {
         if small {
-            device.launch(CALL, "plan_small", Grid { shared: shared * WARPS as u32, ..one }, &p)?;
+            device.launch(CALL, &kernels.plan_small, Grid { shared: shared * WARPS as u32, ..one }, &p)?;
         } else {
-            device.launch(CALL, "plan_count", walk, &p)?;
-            let blocks = experts.div_ceil(8).max(rows.div_ceil(CLEARED).min(LOOP_BLOCKS));
-            device.launch(CALL, "plan_scan", Grid::new(blocks, 256), &p)?;
-            device.launch(CALL, "plan_segments", one, &p)?;
-            device.launch(CALL, "plan_slots", walk, &p)?;
+            device.launch(CALL, &kernels.plan_count, walk, &p)?;
+            let blocks = experts.div_ceil(8).max(rows.div_ceil(PLAN_CLEARED).min(LOOP_BLOCKS));
+            device.launch(CALL, &kernels.plan_scan, Grid::new(blocks, 256), &p)?;
+            device.launch(CALL, &kernels.plan_segments, one, &p)?;
+            device.launch(CALL, &kernels.plan_slots, walk, &p)?;
         }
     }
     let unread = Lazy::later(|| Err(Error::invalid(CALL, "stats", "a plan's", "none yet")));

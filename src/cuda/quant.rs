@@ -12,30 +12,23 @@ use crate::quant::{
 use crate::tensor::{Tensor, TensorMut};
 
 use super::device::Cuda;
-use super::launch::{Grid, NVFP4_ALIGNED_SMEM};
+use super::heuristics::FINITE_BLOCKS;
+use super::kernel_table::Nvfp4Mode;
+use super::launch::{Grid, Kernel, NVFP4_ALIGNED_SMEM};
 use super::params::{self, AMAX_JOBS, BACK_JOBS, type_code};
 
 const THREADS: u32 = 256;
 /// Bytes of a matrix that a block takes the maximum of (`kernels/quant_amax.cu`).
-const SPAN: usize = 1 << 17;
+const SPAN: usize = params::AMAX_SPAN as usize;
 /// Eights of elements that a block brings back to floating point (`kernels/dequantize.cu`).
-const BACK_EIGHTS: usize = 2048;
+const BACK_EIGHTS: usize = params::BACK_SPAN as usize;
 /// Rows of a panel, and bytes of one (`kernels/quant/quantize.cuh`).
-const PANEL: [usize; 2] = [128, 256];
+const PANEL: [usize; 2] = [params::PANEL_ROWS as usize, params::PANEL_BYTES as usize];
 /// Shared memory of the NVFP4 kernels, without and with columns (`kernels/nvfp4_cast.cu`).
-const CAST_SHARED: [u32; 2] = [35_072, 46_336];
+const CAST_SHARED: [u32; 2] = [params::NVFP4_CAST_SHARED, params::NVFP4_CAST_COLUMNS_SHARED];
 /// Rows and columns that a block takes of a matrix whose own are multiples of [`WHOLE`] (`kernels/nvfp4_cast_aligned.cu`).
-const BLOCK: [usize; 2] = [256, 512];
+const BLOCK: [usize; 2] = [params::NVFP4_PANELS_ROWS as usize, params::NVFP4_PANELS_COLUMNS as usize];
 const WHOLE: usize = 128;
-
-/// What follows a kernel's name for a type.
-fn suffix(dtype: DType) -> &'static str {
-    match dtype {
-        DType::BF16 => "bf16",
-        DType::F16 => "f16",
-        _ => "f32",
-    }
-}
 
 /// A matrix as kernels take it.
 fn strided(matrix: &Matrix<'_, Cuda>) -> params::StridedMatrix {
@@ -101,13 +94,13 @@ impl Cuda {
             let mut blocks = 0;
             for (to, from) in p.jobs.iter_mut().zip(jobs) {
                 *to = params::AmaxJob { first_block: blocks as i64, ..*from };
-                let size = if from.kind == 0 { 4 } else { 2 };
+                let size = if from.type_ == params::TYPE_F32 { 4 } else { 2 };
                 blocks += (from.matrix.rows * from.matrix.columns) as usize * size / SPAN + 1;
             }
             // SAFETY: each job's outputs hold a number, and its matrix lies in its tensor.
-            unsafe { self.launch(call, "amax_zero", Grid::new(1, 64), &p) }?;
+            unsafe { self.launch(call, &self.kernels().quant_amax.zero, Grid::new(1, 64), &p) }?;
             // SAFETY: as above.
-            unsafe { self.launch(call, "amax", Grid::new(blocks, THREADS), &p) }?;
+            unsafe { self.launch(call, &self.kernels().quant_amax.whole, Grid::new(blocks, THREADS), &p) }?;
         }
         Ok(())
     }
@@ -130,18 +123,21 @@ impl Cuda {
         if let Some(transform) = format.transform().filter(|_| columns) {
             // Row by row of the matrix itself.
             let matrix = lines.transposed();
-            let p = params::AmaxLines { matrix: strided(&matrix), kind, out: to, signs: i64::from(transform.signs) };
+            let p =
+                params::AmaxLines { matrix: strided(&matrix), type_: kind, out: to, signs: i64::from(transform.signs) };
             let blocks = len.div_ceil(64) * count.div_ceil(THREADS as usize);
             // SAFETY: `out` holds one number; rows come in sixteens, as was checked.
-            return unsafe { self.launch(call, "amax_transformed", Grid::new(blocks, THREADS), &p) };
+            return unsafe {
+                self.launch(call, &self.kernels().quant_amax.transformed, Grid::new(blocks, THREADS), &p)
+            };
         }
-        let p = params::AmaxLines { matrix: strided(&lines), kind, out: to, signs: 0 };
+        let p = params::AmaxLines { matrix: strided(&lines), type_: kind, out: to, signs: 0 };
         let blocks = match p.matrix.column_stride {
             1 => count.div_ceil(THREADS as usize / 32),
             _ => count.div_ceil(THREADS as usize) * len.div_ceil(256),
         };
         // SAFETY: `out` holds a number a line.
-        unsafe { self.launch(call, "amax_lines", Grid::new(blocks, THREADS), &p) }
+        unsafe { self.launch(call, &self.kernels().quant_amax.lines, Grid::new(blocks, THREADS), &p) }
     }
 
     fn amax(&self, call: &'static str, calls: Vec<Amax<'_, Self>>) -> Result<()> {
@@ -158,7 +154,7 @@ impl Cuda {
             if let Some(out) = first.or(second) {
                 let other = first.and(second).unwrap_or(0);
                 let kind = type_code(call, "matrix", matrix.dtype())?;
-                jobs.push(params::AmaxJob { matrix: any_order(matrix), kind, out, other, first_block: 0 });
+                jobs.push(params::AmaxJob { matrix: any_order(matrix), type_: kind, out, other, first_block: 0 });
             }
             if let Some(rows) = rows {
                 self.amax_lines(call, (format, matrix), rows, false)?;
@@ -184,14 +180,14 @@ impl Cuda {
         };
         let mut first_row = 0;
         let mode = match (format.recipe(), format.rounding(), format.blocks()) {
-            (Recipe::ModelOpt, ..) => "modelopt",
+            (Recipe::ModelOpt, ..) => Nvfp4Mode::ModelOpt,
             (_, Rounding::Stochastic(random), _) => {
-                p.keys = philox::keys(philox::key(random.seed));
+                p.keys = bytemuck::cast(philox::keys(philox::key(random.seed)));
                 (p.stream, first_row) = (i64::from(random.stream), random.first_row as i64);
-                "stochastic"
+                Nvfp4Mode::Stochastic
             }
-            (.., Blocks::Tile) => "tiled",
-            _ => "te",
+            (.., Blocks::Tile) => Nvfp4Mode::Tiled,
+            _ => Nvfp4Mode::Te,
         };
         let side = |side: Nvfp4Mut<'_, Cuda>| {
             let (code_bytes, blocks) = (side.codes.row_bytes() as i64, side.scales.row_bytes() as i64);
@@ -205,11 +201,13 @@ impl Cuda {
         if let Some(columns) = columns {
             p.columns = params::QuantSide { first_block: first_row / NVFP4_BLOCK as i64, ..side(columns) };
         }
-        let (size, type_name) = (matrix.dtype().size(), suffix(matrix.dtype()));
+        let (size, dtype) = (matrix.dtype().size(), matrix.dtype());
         // Whole blocks without gaps, numbered in 32 bits.
         let blocks = matrix.dims()[0] * matrix.dims()[1] / NVFP4_BLOCK;
         let whole = match mode {
-            "tiled" => size == 2 && matrix.dims()[0].is_multiple_of(NVFP4_BLOCK) && matrix.dims()[1].is_multiple_of(64),
+            Nvfp4Mode::Tiled => {
+                size == 2 && matrix.dims()[0].is_multiple_of(NVFP4_BLOCK) && matrix.dims()[1].is_multiple_of(64)
+            }
             _ => matrix.dims()[1].is_multiple_of(NVFP4_BLOCK),
         };
         let plain = p.columns.codes == 0
@@ -221,26 +219,28 @@ impl Cuda {
             && u32::try_from(blocks).is_ok();
         let [height, width] = matrix.dims();
         let whole_blocks = height.div_ceil(BLOCK[0]) * width.div_ceil(BLOCK[1]);
-        let (kernel, grid) = match (plain, aligned_matrix(&p, size), mode) {
+        let kernels = self.kernels();
+        let of_rows = kernels.nvfp4_cast.rows(mode, dtype).filter(|_| plain);
+        let of_panels = kernels.nvfp4_panels.of(mode, dtype).filter(|_| aligned_matrix(&p, size));
+        let (kernel, grid) = match (of_rows, of_panels) {
             // A thread takes four blocks of 16-bit elements, or two; of tiles two (`kernels/nvfp4_cast.cu`).
-            (true, ..) => {
-                let of_block = THREADS as usize * if mode == "tiled" { 2 } else { 8 / size };
-                (format!("nvfp4_rows_{mode}_{type_name}"), Grid::new(blocks.div_ceil(of_block), THREADS))
+            (Some(kernel), _) => {
+                let of_block = THREADS as usize * if mode == Nvfp4Mode::Tiled { 2 } else { 8 / size };
+                (kernel, Grid::new(blocks.div_ceil(of_block), THREADS))
             }
-            (_, true, "te" | "stochastic" | "tiled") => {
-                let shared = NVFP4_ALIGNED_SMEM[usize::from(mode == "stochastic")];
-                let grid = Grid { shared, ..Grid::new(whole_blocks, THREADS) };
-                (format!("nvfp4_aligned_{mode}_{type_name}"), grid)
+            (None, Some(kernel)) => {
+                let shared = NVFP4_ALIGNED_SMEM[usize::from(mode == Nvfp4Mode::Stochastic)];
+                (kernel, Grid { shared, ..Grid::new(whole_blocks, THREADS) })
             }
-            _ => (format!("nvfp4_{mode}_{type_name}"), Grid { shared, ..Grid::new(panels(&matrix), THREADS) }),
+            _ => (kernels.nvfp4_cast.any(mode, dtype), Grid { shared, ..Grid::new(panels(&matrix), THREADS) }),
         };
         // SAFETY: sides have the sizes that the format gives for this matrix, as was checked; the kernel writes no more.
-        unsafe { self.launch(call, &kernel, grid, &p) }
+        unsafe { self.launch(call, kernel, grid, &p) }
     }
 }
 
 /// Matrices back to floating point, each with its eights of elements, as many as fit a launch at a time.
-fn back(device: &Cuda, call: &'static str, kernel: &str, jobs: &[(params::Dequantize, usize)]) -> Result<()> {
+fn back(device: &Cuda, call: &'static str, kernel: &Kernel, jobs: &[(params::Dequantize, usize)]) -> Result<()> {
     for jobs in jobs.chunks(BACK_JOBS) {
         let mut p =
             params::DequantizeJobs { jobs: [params::Dequantize::default(); BACK_JOBS], count: jobs.len() as i64 };
@@ -278,7 +278,12 @@ fn dequantize(device: &Cuda, call: &'static str, calls: Vec<Dequantize<'_, Cuda>
         };
         Ok((job, dims[0] * blocks * 2))
     };
-    back(device, call, "nvfp4_dequantize", &calls.into_iter().zip(dims).map(job).collect::<Result<Vec<_>>>()?)
+    back(
+        device,
+        call,
+        &device.kernels().quant_back.nvfp4,
+        &calls.into_iter().zip(dims).map(job).collect::<Result<Vec<_>>>()?,
+    )
 }
 
 fn dequantize_mxfp8(device: &Cuda, call: &'static str, calls: Vec<DequantizeMxfp8<'_, Cuda>>) -> Result<()> {
@@ -294,7 +299,12 @@ fn dequantize_mxfp8(device: &Cuda, call: &'static str, calls: Vec<DequantizeMxfp
         };
         Ok((job, dims[0] * dims[1].div_ceil(8)))
     };
-    back(device, call, "mxfp8_dequantize", &calls.into_iter().zip(dims).map(job).collect::<Result<Vec<_>>>()?)
+    back(
+        device,
+        call,
+        &device.kernels().quant_back.mxfp8,
+        &calls.into_iter().zip(dims).map(job).collect::<Result<Vec<_>>>()?,
+    )
 }
 
 fn reorder(device: &Cuda, call: &'static str, swizzle: Swizzle<'_, Cuda>, back: bool) -> Result<()> {
@@ -308,7 +318,14 @@ fn reorder(device: &Cuda, call: &'static str, swizzle: Swizzle<'_, Cuda>, back: 
     };
     let words = lines.next_multiple_of(TILE_ROWS) * blocks.div_ceil(4);
     // SAFETY: both sides have the sizes that were checked.
-    unsafe { device.launch(call, "swizzle", Grid::new(words.div_ceil(THREADS as usize), THREADS), &p) }
+    unsafe {
+        device.launch(
+            call,
+            &device.kernels().quant_back.swizzle,
+            Grid::new(words.div_ceil(THREADS as usize), THREADS),
+            &p,
+        )
+    }
 }
 
 impl Codec for Cuda {
@@ -346,7 +363,8 @@ impl Codec for Cuda {
             floor: i64::from(format.scale == MxScale::Floor),
             ..Default::default()
         };
-        let type_name = suffix(matrix.dtype());
+        let dtype = matrix.dtype();
+        let kernels = &self.kernels().mxfp8_cast;
         let [lines, len] = matrix.dims();
         let plain = p.columns.codes == 0
             && format.blocks != Blocks::Tile
@@ -357,14 +375,14 @@ impl Codec for Cuda {
         let (kernel, blocks) = match (plain, format.blocks) {
             // A thread takes four halves of blocks of 16-bit elements, or two (`kernels/mxfp8_cast.cu`).
             (true, _) => {
-                let of_block = THREADS as usize * 128 / matrix.dtype().size();
-                (format!("mxfp8_rows_{type_name}"), (lines * len).div_ceil(of_block))
+                let of_block = THREADS as usize * 128 / dtype.size();
+                (kernels.rows.of(dtype), (lines * len).div_ceil(of_block))
             }
-            (_, Blocks::Tile) => (format!("mxfp8_tiled_{type_name}"), panels(&matrix)),
-            _ => (format!("mxfp8_{type_name}"), panels(&matrix)),
+            (_, Blocks::Tile) => (kernels.tiled.of(dtype), panels(&matrix)),
+            _ => (kernels.any.of(dtype), panels(&matrix)),
         };
         // SAFETY: sides have the sizes that the format gives for this matrix, as was checked.
-        unsafe { self.launch(CALL, &kernel, Grid::new(blocks, THREADS), &p) }
+        unsafe { self.launch(CALL, kernel, Grid::new(blocks, THREADS), &p) }
     }
     fn dequantize_mxfp8(&self, call: DequantizeMxfp8<'_, Self>) -> Result<()> {
         dequantize_mxfp8(self, "dequantize_mxfp8", vec![call])
@@ -385,10 +403,10 @@ impl Codec for Cuda {
         self.fill_bytes(CALL, place.view_mut().into_data(), 0xff)?;
         let out = place.view().data().ptr;
         let kind = type_code(CALL, "matrix", matrix.dtype())?;
-        let p = params::AmaxLines { matrix: strided(&matrix), kind, out, signs: 0 };
-        let blocks = (rows * columns).div_ceil(THREADS as usize).min(16 * self.inner.sm_count);
+        let p = params::AmaxLines { matrix: strided(&matrix), type_: kind, out, signs: 0 };
+        let blocks = (rows * columns).div_ceil(THREADS as usize).min(FINITE_BLOCKS * self.inner.sm_count);
         // SAFETY: `out` holds a number of 8 bytes.
-        unsafe { self.launch(CALL, CALL, Grid::new(blocks, THREADS), &p) }?;
+        unsafe { self.launch(CALL, &self.kernels().quant_amax.first_non_finite, Grid::new(blocks, THREADS), &p) }?;
         let mut bytes = [0; 8];
         self.read_bytes(CALL, out, &mut bytes)?;
         let at = u64::from_ne_bytes(bytes);

@@ -10,20 +10,19 @@ use crate::kernels::{AuxBwd, AuxSums, AuxTotal, Jitter, KeepSum, Route, RouteBwd
 use crate::tensor::{Tensor, TensorRef};
 
 use super::device::Cuda;
-use super::launch::{DEFAULT_SMEM, Grid};
+use super::heuristics::ROUTER_SCRATCH_BLOCKS;
+use super::launch::{DEFAULT_SMEM, Grid, Kernel};
 use super::layout::{input, output};
 use super::params::{self, type_code};
 
 /// Tokens that `aux_loss_chunks` sums at a time.
-const CHUNK: usize = 64;
+const CHUNK: usize = params::AUX_CHUNK as usize;
 /// Threads of `aux_loss_value`, as in `kernels/aux_loss.cu`.
-const TOTAL_THREADS: u32 = 256;
+const TOTAL_THREADS: u32 = params::AUX_TOTAL_THREADS;
 /// Shared memory that a block of the router takes at most.
 const SHARED: usize = DEFAULT_SMEM as usize;
 /// Rows of E words that a token works on.
-const WORK_ROWS: usize = 6;
-/// Blocks of one warp where the working rows do not fit shared memory.
-const SCRATCH_BLOCKS: usize = 264;
+const WORK_ROWS: usize = params::ROUTER_WORK_ROWS as usize;
 
 /// T of logits `[T, E]`.
 fn tokens(call: &'static str, config: &RouterConfig, logits: &TensorRef<'_, Cuda>) -> Result<usize> {
@@ -46,11 +45,11 @@ fn over(
 /// The formula.
 fn formula(config: &RouterConfig, jitter: Option<Jitter>) -> params::Routing {
     let (score, epsilon) = match config.score {
-        Score::Softmax => (0, 0.0),
-        Score::Sigmoid => (1, 0.0),
-        Score::TopkSoftmax => (2, 0.0),
-        Score::TopkSigmoid => (3, 0.0),
-        Score::SparseMixer { epsilon } => (4, epsilon),
+        Score::Softmax => (params::SCORE_SOFTMAX, 0.0),
+        Score::Sigmoid => (params::SCORE_SIGMOID, 0.0),
+        Score::TopkSoftmax => (params::SCORE_TOPK_SOFTMAX, 0.0),
+        Score::TopkSigmoid => (params::SCORE_TOPK_SIGMOID, 0.0),
+        Score::SparseMixer { epsilon } => (params::SCORE_SPARSEMIXER, epsilon),
     };
     let mut p = params::Routing {
         experts: config.num_experts as i64,
@@ -62,7 +61,10 @@ fn formula(config: &RouterConfig, jitter: Option<Jitter>) -> params::Routing {
     };
     if let Some(limit) = &config.groups {
         (p.groups, p.keep) = (limit.groups as i64, limit.keep as i64);
-        p.rank_by = i64::from(limit.rank_by == GroupScore::Top2Sum);
+        p.rank_by = match limit.rank_by {
+            GroupScore::Max => params::RANK_MAX,
+            GroupScore::Top2Sum => params::RANK_TOP2,
+        };
     }
     if let Some(renorm) = &config.renorm {
         (p.renorm, p.p, p.norm_epsilon, p.floor) = (1, renorm.p, renorm.epsilon, renorm.floor);
@@ -76,7 +78,7 @@ fn formula(config: &RouterConfig, jitter: Option<Jitter>) -> params::Routing {
 }
 
 /// Experts of which a warp holds a token's scores in registers.
-const HELD: i64 = 256;
+const HELD: i64 = params::ROUTER_HELD_EXPERTS as i64;
 
 /// Whether the kernels that hold a token's scores in registers serve: softmax over few experts, no groups, bias, jitter or
 /// auxiliary loss, and no norm or a sum.
@@ -89,7 +91,7 @@ fn fits_registers(p: &params::Routing) -> bool {
 fn launch_either(
     device: &Cuda,
     call: &'static str,
-    (in_registers, kernel): (&str, &str),
+    (in_registers, kernel): (&Kernel, &Kernel),
     p: params::Routing,
 ) -> Result<()> {
     if !fits_registers(&p) {
@@ -100,14 +102,14 @@ fn launch_either(
 }
 
 /// Launches a kernel of a warp a token, with its working rows in shared memory where they fit.
-fn launch(device: &Cuda, call: &'static str, kernel: &str, mut p: params::Routing) -> Result<()> {
+fn launch(device: &Cuda, call: &'static str, kernel: &Kernel, mut p: params::Routing) -> Result<()> {
     let (t, row) = (p.tokens as usize, WORK_ROWS * 4 * p.experts as usize);
     let warps = [8, 4, 2, 1].into_iter().find(|w| w * row <= SHARED);
     let scratch;
     let grid = match warps {
         Some(warps) => Grid { shared: (warps * row) as u32, ..Grid::new(t.div_ceil(warps), 32 * warps as u32) },
         None => {
-            let blocks = t.min(SCRATCH_BLOCKS);
+            let blocks = t.min(ROUTER_SCRATCH_BLOCKS);
             scratch = Tensor::empty(device, DType::U8, &[blocks, row])?;
             p.scratch = scratch.view().data().ptr;
             Grid::new(blocks, 32)
@@ -139,7 +141,8 @@ pub(super) fn route(device: &Cuda, call: Route<'_, Cuda>) -> Result<()> {
         }
     }
     p.fault = device.inner.status;
-    launch_either(device, CALL, ("route_softmax", "route"), p)?;
+    let kernels = &device.kernels().router;
+    launch_either(device, CALL, (&kernels.route_softmax, &kernels.route), p)?;
     match call.reporting {
         Reporting::Immediate => device.faults(CALL),
         Reporting::Deferred => Ok(()),
@@ -164,7 +167,8 @@ pub(super) fn route_bwd(device: &Cuda, call: RouteBwd<'_, Cuda>) -> Result<()> {
         p.sequence = aux.sequence as i64;
         p.aux_sigmoid = i64::from(aux.sigmoids);
     }
-    launch_either(device, CALL, ("route_softmax_bwd", "route_bwd"), p)
+    let kernels = &device.kernels().router;
+    launch_either(device, CALL, (&kernels.route_softmax_bwd, &kernels.route_bwd), p)
 }
 
 /// Sizes of the sums over a rank's tokens.
@@ -220,10 +224,10 @@ fn totals(device: &Cuda, call: &'static str, p: &mut params::AuxLoss, cut: &AuxC
     let threads = (p.experts as usize).next_multiple_of(32).clamp(32, 256) as u32;
     let grid = Grid { blocks: (cut.chunks, cut.sequences), threads, shared: 0 };
     // SAFETY: sizes as allocated above; logits, ids and scratch were checked or made by the callers.
-    unsafe { device.launch(call, "aux_loss_chunks", grid, p) }?;
+    unsafe { device.launch(call, &device.kernels().aux.chunks, grid, p) }?;
     let grid = Grid { blocks: (width.div_ceil(128), cut.sequences), threads: 128, shared: 0 };
     // SAFETY: as above.
-    unsafe { device.launch(call, "aux_loss_totals", grid, p) }?;
+    unsafe { device.launch(call, &device.kernels().aux.totals, grid, p) }?;
     Ok([partial, totals])
 }
 
@@ -244,10 +248,10 @@ pub(super) fn aux_sums(device: &Cuda, call: AuxSums<'_, Cuda>) -> Result<()> {
     p.picks = picks.view().data().ptr;
     p.z_terms = z_terms.view().data().ptr;
     // SAFETY: logits are `[t, e]`, the scratch was made for that.
-    unsafe { device.launch(CALL, "aux_loss_scores", Grid::new(t.div_ceil(8), 256), &p) }?;
+    unsafe { device.launch(CALL, &device.kernels().aux.scores, Grid::new(t.div_ceil(8), 256), &p) }?;
     let scratch = totals(device, CALL, &mut p, &cut)?;
     // SAFETY: `out` has 2 E + 4 elements.
-    unsafe { device.launch(CALL, "aux_loss_finish", Grid::new(1, 256), &p) }?;
+    unsafe { device.launch(CALL, &device.kernels().aux.finish, Grid::new(1, 256), &p) }?;
     drop(scratch);
     Ok(())
 }
@@ -262,7 +266,7 @@ pub(super) fn aux_total(device: &Cuda, call: AuxTotal<'_, Cuda>) -> Result<()> {
     Scalar::Device(call.out.as_ref()).check(CALL, "out", DType::F32)?;
     p.out = call.out.into_data().ptr;
     // SAFETY: sums have 2 E + 4 elements, and `out` has one.
-    unsafe { device.launch(CALL, "aux_loss_value", Grid::new(1, TOTAL_THREADS), &p) }
+    unsafe { device.launch(CALL, &device.kernels().aux.value, Grid::new(1, TOTAL_THREADS), &p) }
 }
 
 /// Coefficients of the losses' gradient.
@@ -308,7 +312,7 @@ impl AuxGrad {
         }
         let grid = Grid { blocks: (e.div_ceil(128), cut.sequences), threads: 128, shared: 0 };
         // SAFETY: sums have 2 E + 4 elements, coefficients E a sequence; totals where the loss is over sequences.
-        unsafe { device.launch(CALL, "aux_loss_coefficients", grid, &p) }?;
+        unsafe { device.launch(CALL, &device.kernels().aux.coefficients, grid, &p) }?;
         drop(scratch);
         Ok(Self { coef, z, sequence: cut.sequence, sigmoids: sigmoids(config, aux.aux.balance_kind) })
     }
@@ -330,5 +334,5 @@ pub(super) fn keep_sum(device: &Cuda, call: KeepSum<'_, Cuda>) -> Result<()> {
         top_k: k as i64,
     };
     // SAFETY: all are `[t, k]`.
-    unsafe { device.launch(CALL, "keep_sum", Grid::new(t.div_ceil(128), 128), &p) }
+    unsafe { device.launch(CALL, &device.kernels().router.keep_sum, Grid::new(t.div_ceil(128), 128), &p) }
 }

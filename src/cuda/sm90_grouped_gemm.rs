@@ -4,7 +4,9 @@ use crate::dtype::DType;
 use crate::error::Result;
 
 use super::device::Cuda;
-use super::launch::{Grid, SM90_GROUPED_GEMM, argument};
+use super::heuristics::WIDE_SUM;
+use super::kernel_table::{Half, Hopper};
+use super::launch::{Grid, Kernel, SM90_GROUPED_GEMM, argument};
 use super::params;
 use super::tensor_map::TensorMapSpec;
 
@@ -21,10 +23,6 @@ pub(super) enum Product {
     DownBwd,
 }
 
-/// Length of a sum from which down and the rows' gradient are made in wider tiles: what follows the sum, which these do
-/// not hide, is then a small part.
-const WIDE_SUM: usize = 8192;
-
 impl Product {
     fn wide(self, k: usize) -> bool {
         matches!(self, Self::Down | Self::Dgrad) && k >= WIDE_SUM
@@ -33,15 +31,15 @@ impl Product {
     /// Columns of weights in a tile of a sum of `k` (`kernels/sm90/grouped_gemm_mainloop.cuh`).
     pub(super) fn columns(self, k: usize) -> usize {
         match self {
-            Self::Up => 256,
-            _ if self.wide(k) => 256,
-            _ => 192,
+            Self::Up => params::ROWS_UP_COLUMNS as usize,
+            _ if self.wide(k) => params::ROWS_WIDE_COLUMNS as usize,
+            _ => params::ROWS_COLUMNS as usize,
         }
     }
 
-    /// The kernel: `name` is what it is called beside the portable ones.
-    pub(super) fn kernel(self, name: &str, suffix: &str, k: usize) -> String {
-        format!("sm90_{name}{}_{suffix}", if self.wide(k) { "_wide" } else { "" })
+    /// The kernels of a sum of `k`.
+    pub(super) fn kernels(self, sm90: &Hopper<Kernel>, k: usize) -> &Half<Kernel> {
+        sm90.gemm(self, self.wide(k))
     }
 }
 
@@ -66,7 +64,7 @@ pub(super) fn serves(device: &Cuda, dtype: DType, p: &params::Gemm) -> bool {
 pub(super) unsafe fn launch(
     device: &Cuda,
     call: &'static str,
-    kernel: &str,
+    kernel: &Kernel,
     (product, dtype, blocks): (Product, DType, usize),
     p: &params::Gemm,
 ) -> Result<()> {

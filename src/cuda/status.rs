@@ -113,7 +113,7 @@ impl Cuda {
             ..Default::default()
         };
         // SAFETY: the words and their mirror live until the stream has been waited for, and the host reads through atomics.
-        unsafe { self.launch(call, "report", Grid::new(1, 32), &p) }
+        unsafe { self.launch(call, &self.kernels().prepare.report, Grid::new(1, 32), &p) }
     }
 
     pub(super) fn reset_status(&self, call: &'static str) -> Result<()> {

@@ -5,23 +5,20 @@ use crate::error::{Error, Result};
 use crate::quant::{QuantizedRef, WeightFormat};
 
 use super::device::Cuda;
-use super::launch::{Grid, SM90_W4A16, argument};
+use super::heuristics::{DECODE_EIGHT_ROWS, DECODE_ROWS};
+use super::launch::{Grid, Kernel, SM90_W4A16, argument};
 use super::params;
 use super::sm90_grouped_gemm::Product;
 use super::tensor_map::TensorMapSpec;
 
 /// Columns of a weight that the kernels for few rows take in a step, and a thread of a quad in one
 /// (`kernels/w4a16_decode.cu`).
-const STEP: usize = 256;
-const THREAD_STEP: i64 = 64;
-/// Rows of an expert, on average, up to which they serve, and up to which tiles of 8 rows do.
-const FEW_ROWS: i64 = 32;
-const FEWEST: i64 = 6;
+const STEP: usize = params::DECODE_STEP as usize;
+const THREAD_STEP: i64 = params::DECODE_THREAD_STEP as i64;
 /// Columns of a warp's tile there, of gate and up together.
-const WARP_COLUMNS: usize = 32;
-/// Kernels for many rows: what their names begin with, and the rows of a tile (`kernels/sm90_w4a16.cu`).
-const MANY_ROWS_PREFIX: &str = "sm90";
-const TILE_ROWS: u32 = 256;
+const WARP_COLUMNS: usize = params::DECODE_WARP_COLUMNS as usize;
+/// Rows of a tile of the kernels for many rows (`kernels/sm90_w4a16.cu`).
+const TILE_ROWS: u32 = params::W4_ROWS;
 
 /// Checked weights, as kernels take them.
 pub(super) struct QuantizedWeight {
@@ -31,15 +28,24 @@ pub(super) struct QuantizedWeight {
 
 /// A kernel for some products, beside those that make any.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct TunedKernel {
+pub(super) struct TunedKernel<'a> {
     /// Rows and columns of a tile.
     pub(super) rows: usize,
     pub(super) columns: usize,
-    prefix: &'static str,
+    kernel: &'a Kernel,
+    /// Rows come by TMA.
+    mapped: bool,
     threads: u32,
     shared: u32,
     /// Blocks, where each walks through tiles.
     most: usize,
+}
+
+/// Which kernels for few rows: of tiles of 8 rows, or of up to 16.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum DecodeTiles {
+    Eight,
+    Sixteen,
 }
 
 /// A kernel for few rows.
@@ -48,17 +54,17 @@ struct FewRowsKernel {
     /// Rows of a tile.
     rows: usize,
     warps: usize,
-    prefix: &'static str,
+    tiles: DecodeTiles,
 }
 
 /// The kernel for few rows that serves so many rows of so many experts, if any does: tiles whose rows, of `pitch` bytes
 /// each, fit the shared memory that a block may have.
 fn few_rows_kernel((rows, experts): (i64, i64), pitch: usize, room: usize) -> Option<FewRowsKernel> {
-    if rows <= FEWEST * experts && 8 * pitch <= room / 2 {
-        return Some(FewRowsKernel { rows: 8, warps: 4, prefix: "decode8" });
+    if rows <= DECODE_EIGHT_ROWS * experts && 8 * pitch <= room / 2 {
+        return Some(FewRowsKernel { rows: 8, warps: 4, tiles: DecodeTiles::Eight });
     }
     let tile = [16, 8].into_iter().find(|tile| tile * pitch <= room)?;
-    (rows <= FEW_ROWS * experts).then_some(FewRowsKernel { rows: tile, warps: 8, prefix: "decode16" })
+    (rows <= DECODE_ROWS * experts).then_some(FewRowsKernel { rows: tile, warps: 8, tiles: DecodeTiles::Sixteen })
 }
 
 impl QuantizedWeight {
@@ -75,9 +81,9 @@ impl QuantizedWeight {
             scales: weight.scales.data().ptr,
             factors: weight.factors.as_ref().map_or(0, |f| f.data().ptr),
             format: match weight.format {
-                WeightFormat::Nvfp4 => 0,
-                WeightFormat::Mxfp4 => 1,
-                WeightFormat::Fp8Block => 2,
+                WeightFormat::Nvfp4 => params::WEIGHT_NVFP4,
+                WeightFormat::Mxfp4 => params::WEIGHT_MXFP4,
+                WeightFormat::Fp8Block => params::WEIGHT_FP8,
             },
             rows: rows as i64,
             columns: columns as i64,
@@ -89,17 +95,16 @@ impl QuantizedWeight {
     }
 
     /// The kernel that serves a product of `p` best, if it is not one for any. A tile's columns are divided by `factor`.
-    pub(super) fn tuned(
+    pub(super) fn tuned<'a>(
         &self,
-        device: &Cuda,
+        device: &'a Cuda,
         dtype: DType,
         p: &params::Gemm,
         (product, factor): (Option<Product>, usize),
-    ) -> Option<TunedKernel> {
-        let forward = matches!(product, Some(Product::Up | Product::Down));
+    ) -> Option<TunedKernel<'a>> {
+        let product = product.filter(|product| matches!(product, Product::Up | Product::Down))?;
         let parts = self.params.parts == 1 || self.params.parts == 2 && factor == 2;
-        let serves = forward
-            && dtype == DType::BF16
+        let serves = dtype == DType::BF16
             && self.format != WeightFormat::Fp8Block
             && self.params.scales.is_multiple_of(16)
             && p.vector_a == 1
@@ -109,18 +114,26 @@ impl QuantizedWeight {
             return None;
         }
         let pitch = ((p.k as usize).div_ceil(STEP) * STEP + 32) * dtype.size();
-        if let Some(FewRowsKernel { rows, warps, prefix }) =
+        if let Some(FewRowsKernel { rows, warps, tiles }) =
             few_rows_kernel((p.m, p.groups), pitch, device.decode_shared())
         {
             let (columns, threads) = (warps * WARP_COLUMNS / factor, warps as u32 * 32);
             let shared = (rows * pitch) as u32;
-            return Some(TunedKernel { rows, columns, prefix, threads, shared, most: usize::MAX });
+            let kernels = &device.kernels().w4a16_decode;
+            let kernels = match tiles {
+                DecodeTiles::Eight => &kernels.eight,
+                DecodeTiles::Sixteen => &kernels.sixteen,
+            };
+            let (kernel, mapped) = (kernels.of(product, self.format)?, false);
+            return Some(TunedKernel { rows, columns, kernel, mapped, threads, shared, most: usize::MAX });
         }
         let words = [p.out, p.pre_out].iter().all(|at| at.is_multiple_of(16)) && p.n % 8 == 0 && p.a_rows > 0;
-        (device.sm90() && words).then(|| TunedKernel {
+        let kernel = device.sm90_kernels().filter(|_| words)?.w4a16.of(product, self.format)?;
+        Some(TunedKernel {
             rows: TILE_ROWS as usize,
             columns: SM90_W4A16.tile / factor,
-            prefix: MANY_ROWS_PREFIX,
+            kernel,
+            mapped: true,
             threads: SM90_W4A16.threads,
             shared: SM90_W4A16.shared,
             most: device.usable_sms(),
@@ -131,25 +144,20 @@ impl QuantizedWeight {
     pub(super) fn launch(
         &self,
         (device, call): (&Cuda, &'static str),
-        (product, suffix): (&str, &str),
-        (grid, tuned): (Grid, Option<TunedKernel>),
+        (product, dtype): (Product, DType),
+        (grid, tuned): (Grid, Option<TunedKernel<'_>>),
         p: &params::Gemm,
     ) -> Result<()> {
-        let format = match self.format {
-            WeightFormat::Nvfp4 => "nvfp4",
-            WeightFormat::Mxfp4 => "mxfp4",
-            WeightFormat::Fp8Block => "fp8",
-        };
         let (kernel, grid) = match tuned {
-            Some(TunedKernel { prefix, threads, shared, most, .. }) => {
+            Some(TunedKernel { kernel, threads, shared, most, .. }) => {
                 let blocks = (grid.blocks.0.min(most), 1);
-                (format!("{prefix}_{product}_{format}"), Grid { blocks, threads, shared })
+                (kernel, Grid { blocks, threads, shared })
             }
-            None => (format!("{product}_{format}_{suffix}"), grid),
+            None => (device.kernels().w4a16.of(self.format).of(product).of(dtype), grid),
         };
         // Rows as TMA takes them.
         let rows = match tuned {
-            Some(TunedKernel { prefix: MANY_ROWS_PREFIX, .. }) => {
+            Some(TunedKernel { mapped: true, .. }) => {
                 let sizes = &[p.k as u64, p.a_rows as u64];
                 Some(TensorMapSpec { call, dtype: DType::BF16, base: p.a, sizes }.boxes(TILE_ROWS)?)
             }
@@ -159,7 +167,7 @@ impl QuantizedWeight {
             [argument(p), argument(&self.params)].into_iter().chain(rows.as_ref().map(argument)).collect();
         // SAFETY: callers have checked every tensor in `p`, `new` those of the weight; maps and segments, which only the
         // device knows, are checked by the kernel.
-        unsafe { device.launch_with(call, &kernel, grid, &mut arguments) }
+        unsafe { device.launch_with(call, kernel, grid, &mut arguments) }
     }
 }
 

@@ -8,8 +8,9 @@ use crate::kernels::{BiasGrad, Segments, Wgrad};
 use crate::tensor::{TensorMut, dims3};
 
 use super::device::Cuda;
-use super::experts::family;
-use super::launch::{Grid, SM90_WGRAD, argument};
+use super::experts::portable_shape;
+use super::heuristics::ORDER_WGRAD_COLUMNS;
+use super::launch::{Grid, Kernel, SM90_WGRAD, argument};
 use super::layout::{SourceRows, check_segments, input, optional, output, pointer};
 use super::params::{self, type_code};
 use super::permute::gather_to_slots;
@@ -17,15 +18,11 @@ use super::tensor_map::TensorMapSpec;
 
 const CALL: &str = "wgrad";
 /// Columns of a Hopper tile's wide side.
-const WIDE: usize = 256;
-
-/// Columns of the wide side from which rows behind a map are brought into slot order first: each is then read so often
-/// that TMA, which follows no map, makes up for it.
-const GATHER_FIRST: usize = 8192;
+const WIDE: usize = params::WGRAD_WIDE as usize;
 
 /// Whether a weight gradient of so many columns of the wide side brings mapped rows into order.
 pub(super) fn orders_rows(device: &Cuda, dtype: DType, columns: usize) -> bool {
-    device.sm90() && matches!(dtype, DType::BF16 | DType::F16) && columns >= GATHER_FIRST
+    device.sm90() && matches!(dtype, DType::BF16 | DType::F16) && columns >= ORDER_WGRAD_COLUMNS
 }
 
 /// A sum over slots, checked.
@@ -62,9 +59,9 @@ pub(super) fn wgrad(device: &Cuda, call: Wgrad<'_, Cuda>) -> Result<()> {
         out_type,
         accumulate: call.accumulate,
     };
-    match sums.sm90_serves() {
-        true => sums.sm90()?,
-        false => sums.portable()?,
+    match sums.sm90_kernel() {
+        Some(kernel) => sums.sm90(kernel)?,
+        None => sums.portable()?,
     }
     call.bias.map_or(Ok(()), |bias| sums.bias(bias))
 }
@@ -76,21 +73,20 @@ fn gradient_type(operands: DType, out: &TensorMut<'_, Cuda>) -> DType {
 
 impl WgradCall<'_> {
     /// 16-bit types in whole 16-byte words, one operand at least in slot order, no weights in the sum.
-    fn sm90_serves(&self) -> bool {
+    fn sm90_kernel(&self) -> Option<&Kernel> {
         let [experts, m, n] = self.sizes;
         let narrow = SM90_WGRAD.tile;
         let tiles = (m.div_ceil(narrow) + 1) as u64 * (n.div_ceil(narrow) + 1) as u64;
-        self.device.sm90()
-            && matches!(self.dtype, DType::BF16 | DType::F16)
-            && self.left.vector
+        let serves = self.left.vector
             && self.right.vector
             && self.out.is_multiple_of(16)
             && (self.left.map == 0 || self.right.map == 0)
             && self.slot_weights == 0
-            && i32::try_from(tiles.saturating_mul(experts as u64)).is_ok()
+            && i32::try_from(tiles.saturating_mul(experts as u64)).is_ok();
+        self.device.sm90_kernels().filter(|_| serves)?.wgrad.of(self.dtype)
     }
 
-    fn sm90(&self) -> Result<()> {
+    fn sm90(&self, kernel: &Kernel) -> Result<()> {
         let [experts, m, n] = self.sizes;
         // The operand that may lie behind a map is the narrow one.
         let transposed = self.right.map != 0;
@@ -138,7 +134,6 @@ impl WgradCall<'_> {
         let pairs = experts * columns.div_ceil(2 * SM90_WGRAD.tile) * wide_columns.div_ceil(WIDE);
         let blocks = 2 * pairs.min(self.device.usable_sms() / 2);
         let grid = Grid { shared: SM90_WGRAD.shared, ..Grid::new(blocks, SM90_WGRAD.threads) };
-        let kernel = if self.dtype == DType::BF16 { "sm90_wgrad_bf16" } else { "sm90_wgrad_f16" };
         let [a, b, c] = &maps;
         let mut arguments = [argument(&p), argument(a), argument(b), argument(c)];
         // SAFETY: all tensors were checked against the sizes in `p`; maps and segments, which only the device knows, are
@@ -148,7 +143,7 @@ impl WgradCall<'_> {
 
     fn portable(&self) -> Result<()> {
         let [experts, m, n] = self.sizes;
-        let (suffix, shape) = family(CALL, "left", self.dtype)?;
+        let shape = portable_shape(CALL, "left", self.dtype)?;
         let code = type_code(CALL, "left", self.dtype)?;
         let (m_tiles, n_tiles) = (m.div_ceil(shape.tile), n.div_ceil(shape.tile));
         let p = params::Gemm {
@@ -180,8 +175,9 @@ impl WgradCall<'_> {
         };
         let blocks = experts.saturating_mul(m_tiles).saturating_mul(n_tiles);
         let grid = Grid { shared: shape.shared, ..Grid::new(blocks, shape.threads) };
+        let kernel = self.device.kernels().wgrad.sums.of(self.dtype);
         // SAFETY: as for Hopper's kernels.
-        unsafe { self.device.launch(CALL, &format!("wgrad_{suffix}"), grid, &p) }
+        unsafe { self.device.launch(CALL, kernel, grid, &p) }
     }
 
     /// Gradient of the bias: the left rows alone, summed.
@@ -195,7 +191,7 @@ impl WgradCall<'_> {
             rows: self.left.base,
             map: self.left.map,
             base_rows: self.left.rows,
-            kind: type_code(CALL, "left", self.dtype)?,
+            type_: type_code(CALL, "left", self.dtype)?,
             scale: pointer(&bias.slot_weights),
             offsets: self.segments.offsets.view().data().ptr,
             counts: self.segments.counts.view().data().ptr,
@@ -209,6 +205,6 @@ impl WgradCall<'_> {
         };
         let grid = Grid { blocks: (m.div_ceil(32), experts), threads: 256, shared: 0 };
         // SAFETY: as for the weight gradient.
-        unsafe { self.device.launch(CALL, "column_sums", grid, &p) }
+        unsafe { self.device.launch(CALL, &self.device.kernels().wgrad.column_sums, grid, &p) }
     }
 }

@@ -177,6 +177,15 @@ pub enum Error {
     #[cfg(feature = "nccl-ep")]
     #[error(transparent)]
     NcclEp(#[from] crate::nccl_ep::EpError),
+    /// This build's kernels lack one that it launches.
+    #[cfg(feature = "cuda")]
+    #[error("Cuda::on: {cubin} has no kernel {kernel}")]
+    MissingKernel {
+        /// Name of the kernel.
+        kernel: &'static str,
+        /// File and architecture that it is looked for in.
+        cubin: String,
+    },
     /// A driver call failed, or this machine or build has nothing to run on.
     #[error("{call}: {operation}: {message}")]
     Device {

@@ -1,11 +1,11 @@
 //! The raw bindings of NCCL EP.
 
 use std::path::{Path, PathBuf};
-use std::process::Command;
 
 use bindgen::{Builder, EnumVariation, Formatter};
 
 use super::USAGE;
+use super::generated::{compiler_headers, root, settle};
 
 const FILE: &str = "src/nccl_ep/sys.rs";
 const HEAD: &str =
@@ -45,21 +45,8 @@ fn options(arguments: &[String]) -> Result<Options, String> {
 
 pub(super) fn run(arguments: &[String]) -> Result<String, String> {
     let options = options(arguments)?;
-    let root = Path::new(env!("CARGO_MANIFEST_DIR")).parent().ok_or("the repository's folder is not to be found")?;
-    let file = root.join(FILE);
-    let text = generate(&options, root)?;
-    if !options.check {
-        std::fs::write(&file, &text).map_err(|e| format!("{}: {e}", file.display()))?;
-        return Ok(format!("{FILE}: {} lines", text.lines().count()));
-    }
-    let found = std::fs::read_to_string(&file).map_err(|e| format!("{}: {e}", file.display()))?;
-    if found == text {
-        return Ok(format!("{FILE} is what these headers give"));
-    }
-    let differs = found.lines().zip(text.lines()).position(|(a, b)| a != b);
-    let line = differs.unwrap_or_else(|| found.lines().count().min(text.lines().count()));
-    let at = |text: &str| text.lines().nth(line).unwrap_or("(its end)").to_string();
-    Err(format!("{FILE}, line {}: the file has\n  {}\nthe headers give\n  {}", line + 1, at(&found), at(&text)))
+    let text = generate(&options, root()?)?;
+    settle(FILE, &text, options.check)
 }
 
 fn generate(options: &Options, root: &Path) -> Result<String, String> {
@@ -92,11 +79,4 @@ fn generate(options: &Options, root: &Path) -> Result<String, String> {
     }
     let bindings = builder.generate().map_err(|e| format!("bindgen: {e}"))?;
     Ok(format!("{HEAD}\n\n{bindings}"))
-}
-
-/// gcc's own headers (`stddef.h` …), which a libclang without a clang beside it lacks.
-fn compiler_headers() -> Option<String> {
-    let output = Command::new("gcc").arg("-print-file-name=include").output().ok()?;
-    let folder = String::from_utf8(output.stdout).ok()?.trim().to_string();
-    Path::new(&folder).is_absolute().then_some(folder)
 }

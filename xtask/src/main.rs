@@ -1,14 +1,18 @@
 //! Chores: `cargo run -p xtask -- CHORE`.
 
 mod bindings;
+mod generated;
+mod params;
 
 use std::process::ExitCode;
 
 const USAGE: &str = "usage: cargo run -p xtask -- bindings --headers DIR [--cuda DIR] [--check]
+       cargo run -p xtask -- params [--check]
 
 bindings  writes src/nccl_ep/sys.rs from DIR/nccl_ep.h and DIR/nccl.h
   --headers DIR  headers of NCCL and NCCL EP
   --cuda DIR     CUDA's headers (CUDA_HOME/include where left out)
+params    writes src/cuda/bindings.rs from kernels/common/params.h and the headers beside it
   --check        writes nothing, and fails where the file is not what would be written
 Needs libclang (LIBCLANG_PATH) and gcc, whose own headers libclang reads.";
 
@@ -16,6 +20,7 @@ fn main() -> ExitCode {
     let arguments: Vec<String> = std::env::args().skip(1).collect();
     let done = match arguments.split_first() {
         Some((chore, rest)) if chore == "bindings" => bindings::run(rest),
+        Some((chore, rest)) if chore == "params" => params::run(rest),
         _ => Err(USAGE.to_string()),
     };
     match done {

@@ -33,12 +33,13 @@ impl AllToAllCounts {
         let mut counts = Tensor::empty(device, DType::I32, &[kinds, p.chunks as usize])?;
         (p.places, p.message_counts) = (at(&mut places), at(&mut counts));
         p.totals = at(stats) + 8 * stats_layout.messages_at() as u64;
+        let kernels = &device.kernels().messages;
         let few = Grid { shared: (kinds * 4) as u32, ..walk };
         // SAFETY: every tensor has the size that `params.h` states for it; the totals lie inside `stats`.
         unsafe {
-            device.launch(CALL, "all_to_all_places", walk, p)?;
-            device.launch(CALL, "all_to_all_count", few, p)?;
-            device.launch(CALL, "all_to_all_scan", Grid::new(kinds.div_ceil(8), 256), p)?;
+            device.launch(CALL, &kernels.places, walk, p)?;
+            device.launch(CALL, &kernels.count, few, p)?;
+            device.launch(CALL, &kernels.scan, Grid::new(kinds.div_ceil(8), 256), p)?;
         }
         Ok(Self { _places: places, _counts: counts, walk: few })
     }
@@ -58,7 +59,7 @@ impl AllToAllCounts {
         p.send_choices = at(&mut send_choices);
         p.send_tokens = at(&mut send_tokens);
         // SAFETY: as above; the lists have as many entries as have been counted, which the kernel counts again.
-        unsafe { device.launch(CALL, "all_to_all_number", self.walk, p) }?;
+        unsafe { device.launch(CALL, &device.kernels().messages.number, self.walk, p) }?;
         Ok(MessageMaps { send_tokens, send_choices, return_slots, send_rows, recv_rows, slots_from, slots_at })
     }
 }

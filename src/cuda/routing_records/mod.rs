@@ -11,19 +11,24 @@ use crate::ep::{DispatchSpec, RecordIds, deferred_errors};
 use crate::error::{Error, Result};
 
 use super::device::Cuda;
+use super::heuristics::RECORD_BLOCKS;
 use super::launch::Grid;
 use super::params;
 use super::plan::COUNTS;
 
 pub(super) use plan::plan;
 
-// `kernels/common/routing_records.cuh` has the same numbers.
-const _: () = assert!(WORDS == 24 && routing_record::HEADER == 512 && deferred_errors::WORDS == 8);
-const _: () = assert!(routing_record::FIRST_FIELD == 9 && routing_record::PENDING == 23);
+// Kernels write and read what the host does.
+const _: () =
+    assert!(WORDS == params::HEADER_WORDS as usize && routing_record::HEADER == params::HEADER_BYTES as usize);
+const _: () = assert!(
+    routing_record::FIRST_FIELD == params::FIELD as usize && routing_record::PENDING == params::PENDING as usize
+);
+const _: () = assert!(deferred_errors::WORDS == params::HEARD_WORDS as usize);
+const _: () =
+    assert!(deferred_errors::RECORDS == params::HEARD_RECORDS && deferred_errors::CAPACITY == params::HEARD_CAPACITY);
 
 const CALL: &str = "prepare";
-/// Most blocks that write a record.
-const BLOCKS: usize = 256;
 
 /// Whether blocks have room to count so many experts' choices; records of these specs carry no weights.
 pub(super) fn plans(spec: &DispatchSpec, experts: usize) -> bool {
@@ -53,7 +58,7 @@ pub(super) fn record(device: &Cuda, call: RecordIds<'_, Cuda>) -> Result<()> {
     };
     let mut header = [0; WORDS];
     let bytes = own.encode(RecordSizes { max_tokens: 0, ..sizes })?;
-    header.iter_mut().zip(bytes.as_chunks().0).for_each(|(to, word)| *to = u64::from_le_bytes(*word));
+    header.iter_mut().zip(bytes.as_chunks().0).for_each(|(to, word)| *to = i64::from_le_bytes(*word));
     let p = params::WriteRecord {
         ids: ids.data().ptr,
         wide,
@@ -65,10 +70,10 @@ pub(super) fn record(device: &Cuda, call: RecordIds<'_, Cuda>) -> Result<()> {
         errors: errors.into_data().ptr,
         header,
     };
-    let blocks = ids.count().div_ceil(256).clamp(1, BLOCKS);
+    let blocks = ids.count().div_ceil(256).clamp(1, RECORD_BLOCKS);
     // SAFETY: the record has room for a header and `max_tokens` tokens' ids, of which there are no more; `errors` has its
     // words; the kernel checks the ids.
-    unsafe { device.launch(CALL, "record_ids", Grid::new(blocks, 256), &p) }
+    unsafe { device.launch(CALL, &device.kernels().records.record_ids, Grid::new(blocks, 256), &p) }
 }
 
 fn check_heard(dims: &[usize], ranks: usize) -> Result<()> {

@@ -3,10 +3,11 @@
 use std::sync::Arc;
 
 use crate::cuda::device::Cuda;
+use crate::cuda::heuristics::PLAN_CHUNKS;
 use crate::cuda::launch::Grid;
 use crate::cuda::layout::at;
 use crate::cuda::params;
-use crate::cuda::plan::{CHUNKS, check_number};
+use crate::cuda::plan::check_number;
 use crate::dtype::DType;
 use crate::ep::{Capacity, DevicePlan, HostCounts, MessageMaps, Overflow, Plan, PlanRecords, RowOrder};
 use crate::error::{Error, Result};
@@ -82,7 +83,7 @@ impl PlanInProgress {
         let stats_layout = StatsLayout { experts, locals: experts / ranks, ranks };
         let choices = max_tokens.checked_mul(k).and_then(|n| n.checked_mul(ranks));
         let choices = check_number(CALL, "choices of all ranks", choices)?;
-        let chunk = choices.div_ceil(CHUNKS).next_multiple_of(32).max(32);
+        let chunk = choices.div_ceil(PLAN_CHUNKS).next_multiple_of(32).max(32);
         let chunks = choices.div_ceil(chunk);
         let of = |dtype, dims: &[usize]| Tensor::empty(device, dtype, dims);
         let (mut before, mut scratch) = (of(DType::I32, &[experts, chunks])?, of(DType::I64, &[3, experts])?);
@@ -136,16 +137,12 @@ impl PlanInProgress {
 
     /// Counts choices, and from them segments and statistics.
     fn segments(&self, device: &Cuda) -> Result<()> {
+        let kernels = &device.kernels().records;
         // SAFETY: every tensor has the size that `params.h` states for it; the kernels check what the records hold.
         unsafe {
-            device.launch(CALL, "routing_records_count", self.walk, &self.p)?;
-            device.launch(
-                CALL,
-                "routing_records_scan",
-                Grid::new(self.stats_layout.experts.div_ceil(8), 256),
-                &self.p,
-            )?;
-            device.launch(CALL, "routing_records_segments", Grid::new(1, 1024), &self.p)
+            device.launch(CALL, &kernels.count, self.walk, &self.p)?;
+            device.launch(CALL, &kernels.scan, Grid::new(self.stats_layout.experts.div_ceil(8), 256), &self.p)?;
+            device.launch(CALL, &kernels.segments, Grid::new(1, 1024), &self.p)
         }
     }
 
@@ -175,7 +172,7 @@ impl PlanInProgress {
             Some(all_to_all) => Some(all_to_all.number(device, p, self.stats_layout.messages(&sizes.values))?),
             None => {
                 // SAFETY: as for the segments, for this many rows.
-                unsafe { device.launch(CALL, "routing_records_slots", self.walk, p) }?;
+                unsafe { device.launch(CALL, &device.kernels().records.slots, self.walk, p) }?;
                 None
             }
         };

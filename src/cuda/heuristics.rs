@@ -1,0 +1,78 @@
+//! Numbers that were measured or weighed, and that nothing else determines: where one kernel takes over from another, and
+//! how work is cut. None changes what is computed but where its documentation says so. What kernels are compiled with
+//! stands in `kernels/common/shapes.h`; notes are in `kernels/notes/`.
+
+// ------------------------------------------------------------------------------------------------ experts' products
+
+/// Columns of gate (and as many of up), or of a gradient through the activation, from which mapped rows are brought into
+/// slot order before Hopper's product: each is then read so often that TMA, which follows no map, makes up for it.
+/// Measured on an H100 at the sizes of `benches/cuda`: `notes/rows.md`.
+pub(super) const ORDER_ROWS_COLUMNS: usize = 8192;
+
+/// The same of the wide side of a weight gradient: `notes/wgrad.md`.
+pub(super) const ORDER_WGRAD_COLUMNS: usize = 8192;
+
+/// Length of a sum from which down and the rows' gradient are made in wider tiles: what follows the sum, which these do
+/// not hide, is then a small part. `notes/rows.md`.
+pub(super) const WIDE_SUM: usize = 8192;
+
+// ------------------------------------------------------------------------------------------------ quantized weights
+
+/// Rows of an expert, on average, up to which the kernels for few rows serve. They sum in another order than those for
+/// many rows, so results change there. `notes/w4a16.md`.
+pub(super) const DECODE_ROWS: i64 = 32;
+
+/// Rows of an expert, on average, up to which their tiles of 8 rows serve: four blocks an SM instead of one of eight
+/// warps. `notes/w4a16.md`.
+pub(super) const DECODE_EIGHT_ROWS: i64 = 6;
+
+/// Most shared memory that they take, which leaves room for another block of an SM of 227 KiB; less where a GPU lets no
+/// block have so much. `notes/w4a16.md`.
+pub(super) const DECODE_SHARED: u32 = 115_712;
+
+// ------------------------------------------------------------------------------------------------ the router's products
+
+/// Blocks that a sum over tokens is cut into at least, as far as there are tokens: two for each of an H100's 132 SMs, and
+/// a number of its own, so that results do not depend on the GPU's size. Another number changes the order of the sum.
+/// `notes/router.md`.
+pub(super) const SPLIT_BLOCKS: usize = 264;
+
+/// Fewest tokens of a part of such a sum. Changes the order of the sum.
+pub(super) const SPLIT_TOKENS: usize = 256;
+
+/// Hidden elements of a part of a logit, where there are at least [`SPLIT_PARTS`]: few tokens make few blocks. The cut
+/// does not depend on the number of tokens, so a token's logits do not either. Changes the order of the sum.
+pub(super) const SPLIT_HIDDEN: usize = 1024;
+
+/// Fewest parts of a logit.
+pub(super) const SPLIT_PARTS: usize = 4;
+
+/// Blocks of one warp that route where a token's working rows do not fit shared memory: two an SM of an H100, which bounds
+/// the scratch.
+pub(super) const ROUTER_SCRATCH_BLOCKS: usize = 264;
+
+// ------------------------------------------------------------------------------------------------ plans
+
+/// Chunks that choices are cut into at most, one a warp; a chunk is a multiple of a warp. `notes/prepare.md`.
+pub(super) const PLAN_CHUNKS: usize = 1024;
+
+/// Choices that one block plans alone, of at most twice as many rows: a launch less than it takes by several.
+/// `notes/prepare.md`.
+pub(super) const PLAN_SMALL: usize = 8192;
+
+/// Entries of maps that a block clears where there are many.
+pub(super) const PLAN_CLEARED: usize = 2048;
+
+/// Most blocks that write a record.
+pub(super) const RECORD_BLOCKS: usize = 256;
+
+// ------------------------------------------------------------------------------------------------ moving and adding
+
+/// Most blocks of a loop over a whole tensor. `notes/movement.md`.
+pub(super) const LOOP_BLOCKS: usize = 2048;
+
+/// Blocks an SM has at the same time when ranks' shares are added.
+pub(super) const ADD_SHARES_BLOCKS: usize = 8;
+
+/// Blocks an SM has at the same time when numbers that are not finite are looked for.
+pub(super) const FINITE_BLOCKS: usize = 16;
