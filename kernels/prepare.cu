@@ -8,9 +8,11 @@
 
 namespace {
 
-// Choices as the caller gave them. A bad id counts as none (-1) and raises the fault.
+// Choices as the caller gave them. A bad id counts as none (-1) and raises the fault. All choices are walked twice, and the
+// first walk is over before the second begins; in this one, the choice that the fault is of tells its id.
 struct CallerChoices {
     const LocalPlan& p;
+    bool second;
     __device__ __forceinline__ int64_t id(int64_t i) const {
         return p.wide ? static_cast<const int64_t*>(p.ids)[i] : static_cast<const int32_t*>(p.ids)[i];
     }
@@ -26,8 +28,26 @@ struct CallerChoices {
         if (real && token * p.top_k < at) {
             for (int64_t other = token * p.top_k; other < at; other++) bad = bad || this->id(other) == id;
         }
-        if (bad) raise_fault(p.fault, FAULT_CHOICE, i);
+        if (bad) raise(i, id);
         return real && !bad ? static_cast<int>(id) : -1;
+    }
+    __device__ void raise(int64_t i, int64_t id) const {
+        const int64_t detail = i << ORIGIN_BITS | p.origin;
+        if (!second) {
+            raise_fault(p.fault, FAULT_CHOICE, detail);
+            return;
+        }
+        volatile unsigned long long* status = p.fault;
+        const unsigned long long own = fault_word(FAULT_CHOICE, detail);
+        // Of an earlier call's fault the same words were told already.
+        if (status[STATUS_FAULT] != own || status[STATUS_CHOICE] == own) return;
+        int64_t first = i / p.top_k * p.top_k;
+        const int64_t begin = first;
+        while (first < i && this->id(first) != id) first++;
+        status[STATUS_CHOICE] = own;
+        status[STATUS_CHOICE_ID] = static_cast<unsigned long long>(id);
+        status[STATUS_CHOICE_FIRST] = first < i && id >= 0 && id < p.experts ? first - begin + 1 : 0;
+        status[STATUS_CHOICE_SIZES] = static_cast<unsigned long long>(p.experts) << 32 | p.top_k;
     }
 };
 
@@ -211,7 +231,7 @@ extern "C" __global__ void __launch_bounds__(32) plan_count(const __grid_constan
     for (int e = threadIdx.x; e < p.experts; e += 32) count[e] = 0;
     __syncwarp();
     const int64_t first = blockIdx.x * p.chunk;
-    for_each_choice(CallerChoices{p}, first, end_of(p, first, p.chunk), count, [](int64_t, int, int) {});
+    for_each_choice(CallerChoices{p, false}, first, end_of(p, first, p.chunk), count, [](int64_t, int, int) {});
     for (int e = threadIdx.x; e < p.experts; e += 32) p.before[e * p.chunks + blockIdx.x] = count[e];
 }
 
@@ -232,7 +252,7 @@ extern "C" __global__ void __launch_bounds__(32) plan_slots(const __grid_constan
     for (int e = threadIdx.x; e < p.experts; e += 32) count[e] = p.before[e * p.chunks + blockIdx.x];
     __syncwarp();
     const int64_t first = blockIdx.x * p.chunk;
-    for_each_choice(CallerChoices{p}, first, end_of(p, first, p.chunk), count, NumberSlots{p});
+    for_each_choice(CallerChoices{p, true}, first, end_of(p, first, p.chunk), count, NumberSlots{p});
 }
 
 // One block, a warp a chunk; [chunks, E] counts in shared memory.
@@ -244,7 +264,7 @@ extern "C" __global__ void __launch_bounds__(1024) plan_small(const __grid_const
     clear_maps(p);
     __syncthreads();
     const int64_t first = warp * p.chunk, last = end_of(p, first, p.chunk);
-    for_each_choice(CallerChoices{p}, first, last, own, [](int64_t, int, int) {});
+    for_each_choice(CallerChoices{p, false}, first, last, own, [](int64_t, int, int) {});
     __syncthreads();
     for (int e = threadIdx.x; e < p.experts; e += blockDim.x) {
         int32_t total = 0;
@@ -258,7 +278,7 @@ extern "C" __global__ void __launch_bounds__(1024) plan_small(const __grid_const
     __syncthreads();
     layout_segments(p);
     finish_segments(p);
-    for_each_choice(CallerChoices{p}, first, last, own, NumberSlots{p});
+    for_each_choice(CallerChoices{p, true}, first, last, own, NumberSlots{p});
 }
 
 // Status words to memory of the host.

@@ -94,7 +94,7 @@ struct Token {
         key = absorb(p.key, p.first_token + t);
         EACH(i, e) {
             const float l = from[i];
-            if (checked && isnan(l)) atomicMin(p.fault + STATUS_NAN, static_cast<unsigned long long>(t) << NAN_EXPERT_BITS | i);
+            if (checked && isnan(l)) atomicMin(p.fault + STATUS_NAN, (static_cast<unsigned long long>(t) << NAN_EXPERT_BITS | i) << ORIGIN_BITS | p.origin);
             logits[i] = p.jitter > 0.0 ? l * static_cast<float>(noise(i)) : l;
         }
         __syncwarp();
@@ -443,7 +443,7 @@ __device__ __forceinline__ void choose_in_registers(const Routing& p, int64_t t)
         // As in the general kernel: the first NaN of all is noted, every score is NaN, and the choices are the first K
         // experts, as whoever takes them before the host is told counts on distinct ids.
         for (int i = lane; i < e; i += 32) {
-            if (isnan(p.logits[t * e + i])) atomicMin(p.fault + STATUS_NAN, static_cast<unsigned long long>(t) << NAN_EXPERT_BITS | i);
+            if (isnan(p.logits[t * e + i])) atomicMin(p.fault + STATUS_NAN, (static_cast<unsigned long long>(t) << NAN_EXPERT_BITS | i) << ORIGIN_BITS | p.origin);
         }
     } else {
         // Scores are not negative, so that their bits are in their order; 0 is for what is taken.

@@ -10,9 +10,12 @@ using f16 = __half;
 // A fault in the first word of the status (params.h). Of two faults the larger code wins, and of one code the smaller
 // detail; of two needs of rows the larger: words only grow, so that what they say does not depend on the order of
 // threads, blocks or kernels.
-__device__ inline void raise_fault(unsigned long long* fault, Fault code, long long detail) {
+__device__ inline unsigned long long fault_word(Fault code, long long detail) {
     constexpr unsigned long long DETAIL = (1ull << FAULT_DETAIL_BITS) - 1;
-    atomicMax(fault, (static_cast<unsigned long long>(code) << FAULT_DETAIL_BITS) | (DETAIL - (detail & DETAIL)));
+    return (static_cast<unsigned long long>(code) << FAULT_DETAIL_BITS) | (DETAIL - (detail & DETAIL));
+}
+__device__ inline void raise_fault(unsigned long long* fault, Fault code, long long detail) {
+    atomicMax(fault, fault_word(code, detail));
 }
 
 // Both of these words begin with the need, so that capacity and rank are those of the layout that needs most; of equal

@@ -20,15 +20,21 @@ enum Fault : unsigned long long {
     FAULT_OUT_MAP = 3,   // the same of an output's map
     FAULT_ID = 4,        // ids of a backward that name no expert: the token
     FAULT_SUMS = 5,      // auxiliary sums over no tokens: 0
-    FAULT_CHOICE = 6,    // an id that is no expert, or twice in a token: the choice
+    FAULT_CHOICE = 6,    // an id that is no expert, or twice in a token: the choice, above its origin
     FAULT_CAPACITY = 7,  // a layout of too few rows: these; need and rank in words of their own
     FAULT_RECORD = 8,    // records that are odd: the first such rank
     FAULT_END = 9,       // no code
 };
-// Words of the status: the fault, its code above a detail that is inverted; the first NaN logit, token above expert; rows
-// that a layout would have needed, above its rank and above what is left of those there are.
-enum StatusWord : int { STATUS_FAULT = 0, STATUS_NAN = 1, STATUS_NEEDED_RANK = 2, STATUS_NEEDED_ROWS = 3, STATUS_WORDS = 4 };
-constexpr uint32_t FAULT_DETAIL_BITS = 48, NAN_EXPERT_BITS = 24;
+// Words of the status: the fault, its code above a detail that is inverted; the first NaN logit, token above expert above
+// origin; rows that a layout would have needed, above its rank and above what is left of those there are; of the first bad
+// choice the fault that it raised, the id, one more than the column that has it too (0: none) and experts above top k.
+enum StatusWord : int {
+    STATUS_FAULT = 0, STATUS_NAN = 1, STATUS_NEEDED_RANK = 2, STATUS_NEEDED_ROWS = 3, STATUS_CHOICE = 4, STATUS_CHOICE_ID = 5,
+    STATUS_CHOICE_FIRST = 6, STATUS_CHOICE_SIZES = 7, STATUS_WORDS = 8
+};
+// An origin is the host's number for the rank and layer that a call is made for. It stands below the token and expert of a
+// NaN logit, and below the choice in the detail of a bad one.
+constexpr uint32_t FAULT_DETAIL_BITS = 48, NAN_EXPERT_BITS = 22, ORIGIN_BITS = 11;
 
 // A matrix product over groups of rows, with its epilogue. Null pointers mean "none".
 struct Gemm {
@@ -131,7 +137,8 @@ struct LocalPlan {
     int64_t tile_rows;
     int64_t max_tiles;
     unsigned long long* fault;
-    unsigned long long* report; // the host's copy of the 4 status words
+    unsigned long long* report; // the host's copy of the status words
+    int64_t origin;
 };
 
 // A rank's choices, to be written as its record (src/ep/routing_record.rs): a header of 24 words and a text, then ids.
@@ -144,7 +151,7 @@ struct WriteRecord {
     int64_t rank;
     unsigned long long* record;
     unsigned long long* errors; // src/ep/deferred_errors.rs
-    int64_t header[24];        // as it is where no id is bad
+    int64_t header[26];        // as it is where no id is bad
 };
 
 // The plan of one rank from all ranks' records.
@@ -338,6 +345,7 @@ struct Routing {
     int64_t aux_sigmoid;
     const double* aux_z;       // one number, null: no z-loss
     unsigned long long* fault;
+    int64_t origin;
 };
 
 // Sums for auxiliary losses and their coefficients.

@@ -7,6 +7,7 @@ use crate::ep::{
 };
 use crate::error::{Error, Result};
 use crate::host_memory;
+use crate::kernels::Origin;
 use crate::lazy::Lazy;
 use crate::tensor::Tensor;
 
@@ -25,7 +26,8 @@ fn sizes(max_tokens: usize, spec: &DispatchSpec) -> RecordSizes {
 
 pub(super) fn record(call: RecordIds<'_, Cpu>) -> Result<()> {
     let RecordIds { rank, num_experts, max_tokens, spec, ids, errors, out } = call;
-    let (clean, bad) = routing_record::mask_bad_ids((ids.data(), ids.dtype()), (rank, spec.top_k, num_experts))?;
+    let origin = Origin { rank, layer: spec.layer };
+    let (clean, bad) = routing_record::mask_bad_ids((ids.data(), ids.dtype()), (origin, spec.top_k, num_experts))?;
     let record = RoutingRecord {
         status: bad.map_or(RecordStatus::Ready, RecordStatus::Deferred),
         fields: routing_record::fields(spec),

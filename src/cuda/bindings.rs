@@ -79,10 +79,15 @@ pub const STATUS_FAULT: StatusWord = 0;
 pub const STATUS_NAN: StatusWord = 1;
 pub const STATUS_NEEDED_RANK: StatusWord = 2;
 pub const STATUS_NEEDED_ROWS: StatusWord = 3;
-pub const STATUS_WORDS: StatusWord = 4;
+pub const STATUS_CHOICE: StatusWord = 4;
+pub const STATUS_CHOICE_ID: StatusWord = 5;
+pub const STATUS_CHOICE_FIRST: StatusWord = 6;
+pub const STATUS_CHOICE_SIZES: StatusWord = 7;
+pub const STATUS_WORDS: StatusWord = 8;
 pub type StatusWord = ::core::ffi::c_int;
 pub const FAULT_DETAIL_BITS: u32 = 48;
-pub const NAN_EXPERT_BITS: u32 = 24;
+pub const NAN_EXPERT_BITS: u32 = 22;
+pub const ORIGIN_BITS: u32 = 11;
 #[repr(C)]
 #[derive(Debug, Copy, Clone, Default)]
 pub struct Gemm {
@@ -265,10 +270,11 @@ pub struct Plan {
     pub max_tiles: i64,
     pub fault: u64,
     pub report: u64,
+    pub origin: i64,
 }
 #[allow(clippy::unnecessary_operation, clippy::identity_op)]
 const _: () = {
-    ["Size of Plan"][::core::mem::size_of::<Plan>() - 192usize];
+    ["Size of Plan"][::core::mem::size_of::<Plan>() - 200usize];
     ["Alignment of Plan"][::core::mem::align_of::<Plan>() - 8usize];
     ["Offset of field: Plan::ids"][::core::mem::offset_of!(Plan, ids) - 0usize];
     ["Offset of field: Plan::wide"][::core::mem::offset_of!(Plan, wide) - 8usize];
@@ -294,6 +300,7 @@ const _: () = {
     ["Offset of field: Plan::max_tiles"][::core::mem::offset_of!(Plan, max_tiles) - 168usize];
     ["Offset of field: Plan::fault"][::core::mem::offset_of!(Plan, fault) - 176usize];
     ["Offset of field: Plan::report"][::core::mem::offset_of!(Plan, report) - 184usize];
+    ["Offset of field: Plan::origin"][::core::mem::offset_of!(Plan, origin) - 192usize];
 };
 #[repr(C)]
 #[derive(Debug, Copy, Clone, Default)]
@@ -680,10 +687,11 @@ pub struct Router {
     pub aux_sigmoid: i64,
     pub aux_z: u64,
     pub fault: u64,
+    pub origin: i64,
 }
 #[allow(clippy::unnecessary_operation, clippy::identity_op)]
 const _: () = {
-    ["Size of Router"][::core::mem::size_of::<Router>() - 232usize];
+    ["Size of Router"][::core::mem::size_of::<Router>() - 240usize];
     ["Alignment of Router"][::core::mem::align_of::<Router>() - 8usize];
     ["Offset of field: Router::logits"][::core::mem::offset_of!(Router, logits) - 0usize];
     ["Offset of field: Router::bias"][::core::mem::offset_of!(Router, bias) - 8usize];
@@ -714,6 +722,7 @@ const _: () = {
     ["Offset of field: Router::aux_sigmoid"][::core::mem::offset_of!(Router, aux_sigmoid) - 208usize];
     ["Offset of field: Router::aux_z"][::core::mem::offset_of!(Router, aux_z) - 216usize];
     ["Offset of field: Router::fault"][::core::mem::offset_of!(Router, fault) - 224usize];
+    ["Offset of field: Router::origin"][::core::mem::offset_of!(Router, origin) - 232usize];
 };
 #[repr(C)]
 #[derive(Debug, Copy, Clone, Default)]
@@ -1009,7 +1018,7 @@ pub const WEIGHT_NVFP4: WeightEncoding = 0;
 pub const WEIGHT_MXFP4: WeightEncoding = 1;
 pub const WEIGHT_FP8: WeightEncoding = 2;
 pub type WeightEncoding = i64;
-pub const HEADER_WORDS: RecordLayout = 24;
+pub const HEADER_WORDS: RecordLayout = 26;
 pub const HEADER_BYTES: RecordLayout = 512;
 pub const KIND: RecordLayout = 0;
 pub const TOKENS: RecordLayout = 1;

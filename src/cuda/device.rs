@@ -8,6 +8,7 @@ use cudarc::driver::sys::{self, CUdeviceptr};
 use cudarc::driver::{CudaContext, CudaEvent, CudaStream, DriverError, result};
 
 use crate::error::{Error, Result};
+use crate::kernels::Origin;
 
 use super::graph::Captures;
 use super::kernel_table::{Hopper, Table};
@@ -49,6 +50,8 @@ pub(super) struct Inner {
     /// A graph is being recorded.
     pub(super) capturing: AtomicBool,
     pub(super) captures: Captures,
+    /// The ranks and layers that calls were made for, by the numbers that kernels know them by.
+    pub(super) origins: Mutex<Vec<Origin>>,
     /// What may spoil the work on the stream from outside.
     pub(super) failure_sources: Mutex<Vec<Weak<dyn FailureSource>>>,
 }
@@ -170,7 +173,7 @@ impl Cuda {
         let report = Status::new(&stream, &functions.stuck)?;
         let arena = RwLock::new(Arena::new(&stream, &functions.stuck)?);
         let (status, capturing) = (report.words, AtomicBool::new(false));
-        let (failure_sources, captures) = (Mutex::default(), Captures::default());
+        let (failure_sources, origins, captures) = (Mutex::default(), Mutex::default(), Captures::default());
         let inner = Inner {
             functions,
             stream,
@@ -182,6 +185,7 @@ impl Cuda {
             arena,
             capturing,
             captures,
+            origins,
             failure_sources,
         };
         let cuda = Self { inner: Arc::new(inner), poison: false, portable: false, reserved_sms: 0 };

@@ -140,7 +140,7 @@ pub(crate) fn sorted(device: &Cuda, from: &ReceivedRows<'_>) -> Result<SortedRow
         overflow: Overflow::Drop,
         ..DispatchSpec::new(0, k)
     };
-    let planned = plan::plan_alone(device, ids.view(), (&spec, from.experts))?;
+    let planned = plan::plan_alone(device, ids.view(), (&spec, from.experts, 0))?;
     let (plan, _) = planned.ok_or_else(|| Error::invalid(CALL, "experts", "as many as the GPU plans", from.experts))?;
     let (mut row_map, by_token) = (plan.row_map, plan.return_map);
     let mut return_map = of(DType::I32, &[rows, k])?;

@@ -15,7 +15,7 @@ use crate::device::Device;
 use crate::dtype::DType;
 use crate::ep::{Capacity, DispatchSpec, Group, GroupConfig, MessageMaps, Overflow, Plan, PlanRequest, Stats};
 use crate::error::{Error, Result};
-use crate::kernels::{Kernels, Segments};
+use crate::kernels::{Kernels, Origin, Segments};
 use crate::lazy::Lazy;
 use crate::tensor::{Tensor, TensorRef};
 
@@ -88,16 +88,16 @@ fn earlier_faults(device: &Cuda) -> Result<()> {
 }
 
 /// Ids that a rank may send elsewhere: `[T, K]`, bad ones masked, and how many chose each expert, `I64 [E]`. `None`: the
-/// GPU cannot plan so many experts.
+/// GPU cannot plan so many experts. Errors name `rank`.
 #[cfg(feature = "nccl-ep")]
 pub(crate) fn examined(
     device: &Cuda,
     ids: TensorRef<'_, Cuda>,
-    (spec, experts): (&DispatchSpec, usize),
+    (spec, experts, rank): (&DispatchSpec, usize, usize),
 ) -> Result<Option<(Tensor<Cuda>, Tensor<Cuda>)>> {
     earlier_faults(device)?;
     let spec = DispatchSpec { alignment: 1, capacity: Capacity::Eager, expert_capacity: None, ..*spec };
-    let Some((plan, stats)) = plan_alone(device, ids, (&spec, experts))? else { return Ok(None) };
+    let Some((plan, stats)) = plan_alone(device, ids, (&spec, experts, rank))? else { return Ok(None) };
     let mut loads = Tensor::empty(device, DType::I64, &[experts])?;
     let bytes = experts * DType::I64.size();
     device.copy(Cuda::slice(stats.view().data(), 0..bytes), loads.view_mut().into_data())?;
@@ -158,15 +158,15 @@ pub(crate) fn external_layout(device: &Cuda, from: &ExternalPlan<'_>) -> Result<
 /// A plan, but for its statistics, and these as kernels leave them.
 type Planned = (Plan<Cuda>, Tensor<Cuda>);
 
-/// The plan of these ids as those of a rank without others.
+/// The plan of these ids as those of a rank without others; errors name `rank`.
 #[cfg(feature = "nccl-ep")]
 pub(super) fn plan_alone(
     device: &Cuda,
     ids: TensorRef<'_, Cuda>,
-    (spec, num_experts): (&DispatchSpec, usize),
+    (spec, num_experts, rank): (&DispatchSpec, usize, usize),
 ) -> Result<Option<Planned>> {
     let (tokens, row_order) = ([ids.rows()], crate::ep::RowOrder::Local);
-    let (rank, ranks, weights, ids) = (0, 1, None, ids.borrow());
+    let (ranks, weights, ids) = (1, None, ids.borrow());
     plan_on_gpu(device, PlanRequest { rank, ranks, num_experts, ids, weights, tokens: &tokens, spec, row_order })
 }
 
@@ -220,6 +220,7 @@ pub(super) fn plan_on_gpu(device: &Cuda, call: PlanRequest<'_, Cuda>) -> Result<
         tiles: tiles.as_mut().map_or(0, at),
         fault: device.inner.status,
         report: device.inner.report.address(),
+        origin: device.origin(CALL, Origin { rank: call.rank, layer: spec.layer })?,
     };
     let shared = (experts * 4) as u32;
     let walk = Grid { shared, ..Grid::new(chunks, 32) };

@@ -21,6 +21,8 @@ const CHUNK: usize = params::AUX_CHUNK as usize;
 const TOTAL_THREADS: u32 = params::AUX_TOTAL_THREADS;
 /// Shared memory that a block of the router takes at most.
 const SHARED: usize = DEFAULT_SMEM as usize;
+/// Experts that the place of a NaN logit has room for.
+const MOST_EXPERTS: usize = 1 << params::NAN_EXPERT_BITS;
 /// Rows of E words that a token works on.
 const WORK_ROWS: usize = params::ROUTER_WORK_ROWS as usize;
 
@@ -38,6 +40,14 @@ fn over(
     (logits, jitter): (&TensorRef<'_, Cuda>, Option<Jitter>),
 ) -> Result<(params::Routing, usize)> {
     config.validate()?;
+    if config.num_experts > MOST_EXPERTS {
+        return Err(Error::invalid(
+            call,
+            "num_experts",
+            format!("at most {MOST_EXPERTS} (on CUDA)"),
+            config.num_experts,
+        ));
+    }
     let t = tokens(call, config, logits)?;
     Ok((params::Routing { tokens: t as i64, logits: logits.data().ptr, ..formula(config, jitter) }, t))
 }
@@ -141,6 +151,7 @@ pub(super) fn route(device: &Cuda, call: Route<'_, Cuda>) -> Result<()> {
         }
     }
     p.fault = device.inner.status;
+    p.origin = device.origin(CALL, call.origin)?;
     let kernels = &device.kernels().router;
     launch_either(device, CALL, (&kernels.route_softmax, &kernels.route), p)?;
     match call.reporting {

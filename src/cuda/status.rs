@@ -4,36 +4,41 @@
 //! the others are forgotten with it, as most of them follow from it:
 //!
 //! 1. a NaN logit, the first by (token, expert);
-//! 2. else the fault of the largest code (`Fault` in `kernels/common/common.cuh`), so what is wrong with ranks' records before
+//! 2. else the fault of the largest code (`Fault` in `kernels/common/params.h`), so what is wrong with ranks' records before
 //!    a capacity, that before ids, and these before maps and segments, which are made from them;
 //! 3. of one code the smallest detail, which is the first in a tensor's order; of several capacities the one that would
 //!    have needed most rows, of these the smallest and the highest rank.
 
-use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, PoisonError};
 
 use cudarc::driver::sys::CUdeviceptr;
 use cudarc::driver::{CudaContext, CudaStream, result};
 
-use crate::ep::deferred_errors;
-use crate::error::{Error, Result};
+use crate::error::{Error, IdProblem, Result};
+use crate::kernels::Origin;
 
 use super::device::{Cuda, driver};
 use super::launch::Grid;
 use super::params;
 use super::sync::StuckFlag;
 
-/// Fault; first NaN logit; rows that would have been needed, above the 16 bits of their rank; the same above the 32 bits of
-/// what is left of those there are.
-const WORDS: usize = 4;
+/// The words are `StatusWord`s of `kernels/common/params.h`.
+const WORDS: usize = params::STATUS_WORDS as usize;
+const FAULT: usize = params::STATUS_FAULT as usize;
+const NAN: usize = params::STATUS_NAN as usize;
 const BYTES: usize = WORDS * 8;
-const CLEAR: [u64; WORDS] = [0, u64::MAX, 0, 0];
-/// Bits of a NaN logit's position that are its expert's (`router.cu`).
-const EXPERT_BITS: u32 = 24;
+const CLEAR: [u64; WORDS] = {
+    let mut words = [0; WORDS];
+    words[NAN] = u64::MAX;
+    words
+};
 /// Bits of a fault that are its detail.
-const DETAIL: u64 = (1 << 48) - 1;
-/// Bits of the last word that are a layout's rows.
+const DETAIL: u64 = (1 << params::FAULT_DETAIL_BITS) - 1;
+/// Bits of a capacity's word that are a layout's rows.
 const ROWS: u64 = (1 << 32) - 1;
+/// Ranks and layers that kernels tell apart.
+const ORIGINS: usize = 1 << params::ORIGIN_BITS;
 
 /// The words, and their copy in memory that the GPU writes and the host reads.
 pub(super) struct Status {
@@ -99,7 +104,7 @@ impl Status {
 
     /// Whether a copy that has arrived shows an error.
     pub(super) fn raised(&self) -> bool {
-        self.word(0).load(Ordering::Relaxed) != CLEAR[0] || self.word(1).load(Ordering::Relaxed) != CLEAR[1]
+        [FAULT, NAN].into_iter().any(|i| self.word(i).load(Ordering::Relaxed) != CLEAR[i])
     }
 }
 
@@ -116,6 +121,11 @@ impl Cuda {
         unsafe { self.launch(call, &self.kernels().prepare.report, Grid::new(1, 32), &p) }
     }
 
+    /// The number by which kernels know a rank and layer, for as long as the stream lives: recordings hold it.
+    pub(super) fn origin(&self, call: &'static str, of: Origin) -> Result<i64> {
+        numbered(call, &mut self.inner.origins.lock().unwrap_or_else(PoisonError::into_inner), of)
+    }
+
     pub(super) fn reset_status(&self, call: &'static str) -> Result<()> {
         let bytes: Vec<u8> = CLEAR.iter().flat_map(|w| w.to_ne_bytes()).collect();
         self.write_bytes(call, self.inner.status, &bytes)
@@ -125,71 +135,165 @@ impl Cuda {
     pub(super) fn faults(&self, call: &'static str) -> Result<()> {
         let mut bytes = [0u8; BYTES];
         self.read_bytes(call, self.inner.status, &mut bytes)?;
-        let words: Vec<u64> = bytes.as_chunks().0.iter().map(|b| u64::from_ne_bytes(*b)).collect();
-        let Some(told) = told(call, &words) else { return Ok(()) };
+        let mut words = CLEAR;
+        words.iter_mut().zip(bytes.as_chunks().0).for_each(|(word, b)| *word = u64::from_ne_bytes(*b));
+        let origins = self.inner.origins.lock().unwrap_or_else(PoisonError::into_inner).clone();
+        let Some(told) = (Raised { call, words, origins: &origins }).told() else { return Ok(()) };
         self.reset_status(call)?;
         self.inner.report.clear_mirror();
         Err(told)
     }
 }
 
-/// What the words say; `None`: nothing.
-fn told(call: &'static str, words: &[u64]) -> Option<Error> {
-    let word = |i: usize| words.get(i).copied().unwrap_or(CLEAR[i]);
-    let (fault, nan) = (word(0), word(1));
-    if nan != CLEAR[1] {
-        let (token, expert) = ((nan >> EXPERT_BITS) as usize, (nan & ((1 << EXPERT_BITS) - 1)) as usize);
-        return Some(Error::NanLogits { call: "route", token, expert });
-    }
-    if fault == CLEAR[0] {
-        return None;
-    }
-    // The smallest detail of the largest code is what was raised first, in the order of the tensors.
-    let detail = DETAIL - (fault & DETAIL);
-    let (name, expected, found) = match fault >> 48 {
-        1 => (format!("segment {detail}"), "slots inside the layout, behind the segment before", "others"),
-        2 => (format!("map[{detail}]"), "a row of the tensor behind it", "none of its rows"),
-        3 => (format!("out.map[{detail}]"), "a row of the output, or a negative entry", "none of its rows"),
-        4 => (format!("tensor ids, token {detail}"), "experts, as `route` gave them", "another number"),
-        5 => ("tensor aux.sums".to_string(), "the sums of at least this rank's tokens", "no tokens"),
-        6 => (
-            format!("topk_ids, choice {detail}"),
-            "-1, or an expert that the token has not chosen yet",
-            "another number",
-        ),
-        8 => (
-            format!("{} {detail}", deferred_errors::RAISED),
-            "ids that are experts or -1, none twice in a token, and a spec like the other ranks'",
-            "others",
-        ),
-        _ => {
-            let (rank, needed) = ((word(2) & 0xffff) as usize, (word(2) >> 16) as usize);
-            let capacity = (ROWS - (word(3) & ROWS)) as usize;
-            return Some(Error::Capacity { rank, needed, capacity });
+fn numbered(call: &'static str, known: &mut Vec<Origin>, of: Origin) -> Result<i64> {
+    let number = known.iter().position(|o| *o == of).unwrap_or(known.len());
+    if number == known.len() {
+        if number == ORIGINS {
+            let most = format!("at most {ORIGINS} layers and ranks on one stream");
+            return Err(Error::invalid(call, "layer", most, format!("{of:?} beside as many others")));
         }
-    };
-    Some(Error::invalid(call, format!("{name} (seen by a kernel)"), expected, found))
+        known.push(of);
+    }
+    Ok(number as i64)
+}
+
+/// What kernels have raised.
+struct Raised<'a> {
+    /// The call that asks.
+    call: &'static str,
+    words: [u64; WORDS],
+    origins: &'a [Origin],
+}
+
+impl Raised<'_> {
+    fn word(&self, word: params::StatusWord) -> u64 {
+        self.words[word as usize]
+    }
+
+    fn origin(&self, number: u64) -> Origin {
+        self.origins.get(number as usize).copied().unwrap_or_default()
+    }
+
+    /// What the words say, as the error that the CPU returns where it finds the same; `None`: nothing.
+    fn told(&self) -> Option<Error> {
+        let nan = self.word(params::STATUS_NAN);
+        if nan != CLEAR[NAN] {
+            let Origin { rank, layer } = self.origin(nan % ORIGINS as u64);
+            let place = nan >> params::ORIGIN_BITS;
+            let token = (place >> params::NAN_EXPERT_BITS) as usize;
+            let expert = (place & ((1 << params::NAN_EXPERT_BITS) - 1)) as usize;
+            return Some(Error::NanLogits { call: "route", rank, layer, token, expert });
+        }
+        let fault = self.word(params::STATUS_FAULT);
+        if fault == CLEAR[FAULT] {
+            return None;
+        }
+        // The smallest detail of the largest code is what was raised first, in the order of the tensors.
+        let (code, detail) = (fault >> params::FAULT_DETAIL_BITS, DETAIL - (fault & DETAIL));
+        let invalid = |name: String, expected, found| {
+            Error::invalid(self.call, format!("{name} (seen by a kernel)"), expected, found)
+        };
+        let rows = "a row of the tensor behind it";
+        Some(match code {
+            params::FAULT_SEGMENT => {
+                invalid(format!("segment {detail}"), "slots inside the layout, behind the segment before", "others")
+            }
+            params::FAULT_MAP => invalid(format!("map[{detail}]"), rows, "none of its rows"),
+            params::FAULT_OUT_MAP => {
+                invalid(format!("out.map[{detail}]"), "a row of the output, or a negative entry", "none of its rows")
+            }
+            params::FAULT_ID => {
+                invalid(format!("tensor ids, token {detail}"), "experts, as `route` gave them", "another number")
+            }
+            params::FAULT_SUMS => {
+                invalid("tensor aux.sums".to_string(), "the sums of at least this rank's tokens", "no tokens")
+            }
+            params::FAULT_CHOICE => self.choice(fault, detail),
+            params::FAULT_CAPACITY => self.capacity(),
+            params::FAULT_RECORD => Error::OddRecord { call: self.call, peer: detail as usize },
+            code => Error::UnknownFault { call: self.call, code, detail },
+        })
+    }
+
+    fn choice(&self, fault: u64, detail: u64) -> Error {
+        let sizes = self.word(params::STATUS_CHOICE_SIZES);
+        let (num_experts, k) = ((sizes >> 32) as usize, (sizes & ROWS) as usize);
+        let choice = (detail >> params::ORIGIN_BITS) as usize;
+        if self.word(params::STATUS_CHOICE) != fault || k == 0 {
+            // The walk that tells the id did not run: a driver's error came between.
+            let expected = "-1, or an expert that the token has not chosen yet";
+            return Error::invalid(
+                self.call,
+                format!("topk_ids, choice {choice} (seen by a kernel)"),
+                expected,
+                "another number",
+            );
+        }
+        let Origin { rank, layer } = self.origin(detail % ORIGINS as u64);
+        let problem = match self.word(params::STATUS_CHOICE_FIRST).checked_sub(1) {
+            Some(first) => IdProblem::Duplicate { first: first as usize },
+            None => IdProblem::OutOfRange { num_experts },
+        };
+        let id = self.word(params::STATUS_CHOICE_ID) as i64;
+        Error::ExpertId { rank, layer, token: choice / k, k: choice % k, id, problem }
+    }
+
+    fn capacity(&self) -> Error {
+        let (needed, rows) = (self.word(params::STATUS_NEEDED_RANK), self.word(params::STATUS_NEEDED_ROWS));
+        let (rank, needed) = ((needed & 0xffff) as usize, (needed >> 16) as usize);
+        Error::Capacity { rank, needed, capacity: (ROWS - (rows & ROWS)) as usize }
+    }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
 
+    const ORIGINS_OF_TEST: [Origin; 2] = [Origin { rank: 0, layer: 3 }, Origin { rank: 2, layer: 9 }];
+
+    fn told(words: &[u64; WORDS]) -> Option<Error> {
+        Raised { call: "check", words: *words, origins: &ORIGINS_OF_TEST }.told()
+    }
+
     /// As `raise_fault` of `common.cuh` writes it.
     fn fault(words: &mut [u64; WORDS], code: u64, detail: u64) {
-        words[0] = words[0].max(code << 48 | (DETAIL - detail));
+        words[FAULT] = words[FAULT].max(code << params::FAULT_DETAIL_BITS | (DETAIL - detail));
     }
 
     /// As `raise_capacity` does.
     fn capacity(words: &mut [u64; WORDS], [needed, rank, rows]: [u64; 3]) {
-        fault(words, 7, rows);
-        words[2] = words[2].max(needed << 16 | rank);
-        words[3] = words[3].max(needed << 32 | (ROWS - rows));
+        fault(words, params::FAULT_CAPACITY, rows);
+        let [of_rank, of_rows] = [params::STATUS_NEEDED_RANK, params::STATUS_NEEDED_ROWS].map(|i| i as usize);
+        words[of_rank] = words[of_rank].max(needed << 16 | rank);
+        words[of_rows] = words[of_rows].max(needed << 32 | (ROWS - rows));
     }
 
     /// As the router does.
-    fn nan(words: &mut [u64; WORDS], token: u64, expert: u64) {
-        words[1] = words[1].min(token << EXPERT_BITS | expert);
+    fn nan(words: &mut [u64; WORDS], token: u64, expert: u64, origin: u64) {
+        let word = (token << params::NAN_EXPERT_BITS | expert) << params::ORIGIN_BITS | origin;
+        words[NAN] = words[NAN].min(word);
+    }
+
+    /// A choice of a token of 4, among 16 experts.
+    #[derive(Clone, Copy)]
+    struct Choice {
+        at: u64,
+        origin: u64,
+        id: i64,
+        first: Option<u64>,
+    }
+
+    /// As the two walks of `prepare.cu` do.
+    fn choice(words: &mut [u64; WORDS], Choice { at, origin, id, first }: Choice) {
+        let detail = at << params::ORIGIN_BITS | origin;
+        fault(words, params::FAULT_CHOICE, detail);
+        let own = params::FAULT_CHOICE << params::FAULT_DETAIL_BITS | (DETAIL - detail);
+        if words[FAULT] == own && words[params::STATUS_CHOICE as usize] != own {
+            words[params::STATUS_CHOICE as usize] = own;
+            words[params::STATUS_CHOICE_ID as usize] = id as u64;
+            words[params::STATUS_CHOICE_FIRST as usize] = first.map_or(0, |f| f + 1);
+            words[params::STATUS_CHOICE_SIZES as usize] = 16 << 32 | 4;
+        }
     }
 
     type Raise = Box<dyn Fn(&mut [u64; WORDS])>;
@@ -199,10 +303,10 @@ mod tests {
         let one = |first: usize| {
             let mut words = CLEAR;
             all.iter().cycle().skip(first).take(all.len()).for_each(|raise| raise(&mut words));
-            let forward = told("check", &words);
+            let forward = told(&words);
             words = CLEAR;
             all.iter().rev().cycle().skip(first).take(all.len()).for_each(|raise| raise(&mut words));
-            assert_eq!(told("check", &words).map(|e| e.to_string()), forward.as_ref().map(|e| e.to_string()));
+            assert_eq!(told(&words).map(|e| e.to_string()), forward.as_ref().map(|e| e.to_string()));
             forward.expect("something was raised").to_string()
         };
         let said: Vec<String> = (0..all.len()).map(one).collect();
@@ -214,38 +318,95 @@ mod tests {
         Box::new(move |words| fault(words, code, detail))
     }
 
-    #[test]
-    fn nothing_and_each_alone() {
-        assert_eq!(told("check", &CLEAR).map(|e| e.to_string()), None);
-        let named = [
-            "segment 5",
-            "map[5]",
-            "out.map[5]",
-            "ids, token 5",
-            "aux.sums",
-            "topk_ids, choice 5",
-            "",
-            "record of rank 5",
-        ];
-        for (code, name) in (1..).zip(named).filter(|(code, _)| *code != 7) {
-            let text = met(&[of(code, 5)]);
-            assert!(text.contains(name) && text.contains("seen by a kernel"), "{text}");
-        }
-        let nan: Raise = Box::new(|words| nan(words, 3, 4));
-        let text = met(&[nan]);
-        assert_eq!(text, Error::NanLogits { call: "route", token: 3, expert: 4 }.to_string());
+    fn choosing(of: Choice) -> Raise {
+        Box::new(move |words| choice(words, of))
     }
 
+    #[test]
+    fn every_code_is_known_and_no_other() {
+        let mut words = CLEAR;
+        assert_eq!(told(&words).map(|e| e.to_string()), None);
+        let named =
+            ["segment 5", "map[5]", "out.map[5]", "ids, token 5", "aux.sums", "topk_ids", "rows", "record of rank 5"];
+        assert_eq!(named.len() as u64 + 1, params::FAULT_END, "a name for each code");
+        for (code, name) in (1..params::FAULT_END).zip(named) {
+            let error = match code {
+                params::FAULT_CHOICE => met(&[choosing(Choice { at: 5, origin: 0, id: 99, first: None })]),
+                params::FAULT_CAPACITY => met(&[Box::new(|words| capacity(words, [9, 0, 8]))]),
+                code => met(&[of(code, 5)]),
+            };
+            assert!(error.contains(name), "{code}: {error}");
+            fault(&mut words, code, 5);
+            assert!(!matches!(told(&words), Some(Error::UnknownFault { .. })), "{code}");
+        }
+        for unknown in [params::FAULT_END, params::FAULT_END + 1, 0xffff] {
+            words = CLEAR;
+            fault(&mut words, unknown, 5);
+            let error = told(&words);
+            assert!(matches!(error, Some(Error::UnknownFault { code, detail: 5, .. }) if code == unknown), "{error:?}");
+        }
+        // Code 0 is raised by nobody.
+        words = CLEAR;
+        words[FAULT] = 1;
+        assert!(matches!(told(&words), Some(Error::UnknownFault { code: 0, .. })));
+    }
+
+    #[test]
+    fn a_bad_id_is_told_as_the_cpu_tells_it() {
+        let expert = |origin: Origin, at: usize, id, problem| {
+            let Origin { rank, layer } = origin;
+            Error::ExpertId { rank, layer, token: at / 4, k: at % 4, id, problem }.to_string()
+        };
+        let outside = IdProblem::OutOfRange { num_experts: 16 };
+        for id in [16, -2, i64::MIN, i64::MAX, 1 << 40] {
+            let text = met(&[choosing(Choice { at: 6, origin: 1, id, first: None })]);
+            assert_eq!(text, expert(ORIGINS_OF_TEST[1], 6, id, outside));
+        }
+        let most = i32::MAX as u64;
+        let text = met(&[choosing(Choice { at: most, origin: 0, id: 3, first: Some(2) })]);
+        assert_eq!(text, expert(ORIGINS_OF_TEST[0], most as usize, 3, IdProblem::Duplicate { first: 2 }));
+        // The first choice's id, whatever was raised before or behind it.
+        let late = choosing(Choice { at: 9, origin: 0, id: 77, first: None });
+        let early = choosing(Choice { at: 2, origin: 1, id: 99, first: None });
+        assert_eq!(met(&[late, early, of(params::FAULT_MAP, 0)]), expert(ORIGINS_OF_TEST[1], 2, 99, outside));
+        // Of several calls the first stays.
+        let mut words = CLEAR;
+        for id in [1000, 2000] {
+            choice(&mut words, Choice { at: 0, origin: 0, id, first: None });
+        }
+        assert!(matches!(told(&words), Some(Error::ExpertId { id: 1000, .. })));
+        // Without the walk that tells the id.
+        assert!(met(&[of(params::FAULT_CHOICE, 7 << params::ORIGIN_BITS)]).contains("topk_ids, choice 7"));
+    }
+
+    #[test]
+    fn a_nan_is_told_with_rank_and_layer() {
+        let nan: Raise = Box::new(|words| nan(words, 3, 4, 1));
+        let text = met(&[nan]);
+        assert_eq!(text, Error::NanLogits { call: "route", rank: 2, layer: 9, token: 3, expert: 4 }.to_string());
+    }
+
+    #[test]
+    fn origins_keep_their_numbers() {
+        let (mut known, at) = (Vec::new(), |layer| Origin { rank: 1, layer });
+        for layer in (0..ORIGINS as u32).chain(0..3) {
+            assert_eq!(numbered("route", &mut known, at(layer)).ok(), Some(i64::from(layer)));
+        }
+        let error = numbered("route", &mut known, at(1 << 20)).err().map(|e| e.to_string()).unwrap_or_default();
+        assert!(error.contains("2048 layers"), "{error}");
+        assert_eq!(known.len(), ORIGINS);
+    }
     #[test]
     fn what_is_told_of_several_does_not_depend_on_their_order() {
         // Of one kind the first in the tensor; of several kinds the largest code.
         assert!(met(&[of(2, 9), of(2, 0), of(2, 4)]).contains("map[0]"));
-        assert!(met(&[of(1, 0), of(6, 8), of(2, 3), of(6, 7)]).contains("choice 7"));
+        let [bad, worse] = [8, 7].map(|choice| of(params::FAULT_CHOICE, choice << params::ORIGIN_BITS));
+        assert!(met(&[of(1, 0), bad, of(2, 3), worse]).contains("choice 7"));
         // A NaN goes before everything, the first of them.
-        let nans: [Raise; 2] = [Box::new(|words| nan(words, 6, 0)), Box::new(|words| nan(words, 5, 9))];
+        let nans: [Raise; 2] = [Box::new(|words| nan(words, 6, 0, 0)), Box::new(|words| nan(words, 5, 9, 1))];
         let [later, first] = nans;
         let text = met(&[of(8, 1), later, of(4, 0), first]);
-        assert_eq!(text, Error::NanLogits { call: "route", token: 5, expert: 9 }.to_string());
+        assert_eq!(text, Error::NanLogits { call: "route", rank: 2, layer: 9, token: 5, expert: 9 }.to_string());
     }
 
     #[test]

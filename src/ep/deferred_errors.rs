@@ -19,9 +19,6 @@ pub(crate) const RECORDS: u64 = 1;
 /// A rank has too few rows.
 pub(crate) const CAPACITY: u64 = 2;
 
-/// How the name begins of what a kernel raises for records that are kept here.
-pub(crate) const RAISED: &str = "record of rank";
-
 /// Bytes of it.
 pub(crate) fn bytes(ranks: usize) -> usize {
     WORDS * 8 + ranks * HEADER
@@ -87,7 +84,7 @@ fn is_same_fault(raised: &Error, kept: &Error) -> bool {
     let of_capacity = matches!(kept, Error::Capacity { .. });
     match raised {
         Error::Capacity { .. } => of_capacity,
-        Error::Invalid { name, .. } => !of_capacity && name.starts_with(RAISED),
+        Error::OddRecord { .. } => !of_capacity,
         _ => false,
     }
 }
@@ -104,12 +101,12 @@ mod tests {
     }
 
     fn record() -> Error {
-        Error::invalid("check", format!("{RAISED} 0 (seen by a kernel)"), "ids", "others")
+        Error::OddRecord { call: "check", peer: 0 }
     }
 
     #[test]
     fn an_error_beside_the_kept_one_is_told_next() {
-        let nan = || Error::NanLogits { call: "route", token: 3, expert: 1 };
+        let nan = || Error::NanLogits { call: "route", rank: 1, layer: 2, token: 3, expert: 1 };
         let map = || Error::invalid("check", "map[4] (seen by a kernel)", "a row", "none");
         // Of records of a later step, of which nothing could be kept any more.
         for other in [nan(), map(), record()] {

@@ -9,7 +9,7 @@ use std::sync::Arc;
 use crate::comm::{Communicator, Op, Tag};
 use crate::dtype::DType;
 use crate::error::{CommError, Error, Result};
-use crate::kernels::Kernels;
+use crate::kernels::{Kernels, Origin};
 use crate::tensor::{Tensor, TensorRef};
 
 #[cfg(feature = "nccl-ep")]
@@ -337,8 +337,8 @@ impl<D: Kernels> DispatcherState<D> {
             (true, Some(w)) => self.device.read(w)?,
         };
         let bytes = self.device.download(ids)?;
-        let (ids, bad) =
-            routing_record::mask_bad_ids((&bytes, ids.dtype()), (self.rank(), k, self.config.num_experts))?;
+        let origin = Origin { rank: self.rank(), layer: spec.layer };
+        let (ids, bad) = routing_record::mask_bad_ids((&bytes, ids.dtype()), (origin, k, self.config.num_experts))?;
         let status = match (self.deferred.take(), bad) {
             // A deferred error that nobody asked for comes first.
             (Some(bad), _) => RecordStatus::BadId(bad),

@@ -11,6 +11,7 @@ use crate::config::{CapacityOrder, Fingerprint};
 use crate::dtype::DType;
 use crate::error::{Error, IdProblem, Result};
 use crate::host_memory;
+use crate::kernels::Origin;
 
 use super::{Capacity, DispatchSpec, Overflow, Reporting};
 
@@ -18,15 +19,17 @@ const CALL: &str = "prepare";
 
 /// Words of a header: kind, tokens, backward, length of the reason; of a bad id rank, token, k, id, first column + 1; the
 /// spec's numbers; whether an error of an earlier call has not been asked for.
-pub(crate) const WORDS: usize = 24;
-const TEXT: usize = 320;
+pub(crate) const WORDS: usize = 26;
+const TEXT: usize = 304;
 /// Bytes before the ids.
 pub(crate) const HEADER: usize = WORDS * 8 + TEXT;
 /// Word of the spec's first number.
 pub(crate) const FIRST_FIELD: usize = 9;
-const _: () = assert!(PENDING + 1 == WORDS);
+const _: () = assert!(BAD_LAYER < WORDS);
 /// Word that says that a rank still holds an error of an earlier call.
 pub(crate) const PENDING: usize = FIRST_FIELD + FIELDS.len();
+/// Layer of a bad id, behind whether an error is pending.
+const BAD_LAYER: usize = PENDING + 1;
 
 /// Numbers of a spec that all ranks must agree on; `backward` is each rank's own. `layer` is in the tag too, which ranks that
 /// are processes do not compare unless asked to.
@@ -55,6 +58,7 @@ const FORMULA_AT: usize = FIELDS.len() - Fingerprint::WORDS;
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct BadId {
     pub rank: usize,
+    pub layer: u32,
     pub token: usize,
     pub k: usize,
     pub id: i64,
@@ -68,7 +72,7 @@ impl BadId {
             Some(first) => IdProblem::Duplicate { first },
             None => IdProblem::OutOfRange { num_experts },
         };
-        Error::ExpertId { rank: self.rank, token: self.token, k: self.k, id: self.id, problem }
+        Error::ExpertId { rank: self.rank, layer: self.layer, token: self.token, k: self.k, id: self.id, problem }
     }
 }
 
@@ -232,12 +236,14 @@ impl RoutingRecord {
             RecordStatus::BadId(bad) => (2, Some(*bad), ""),
             RecordStatus::Failed(reason) => (3, None, truncate(reason)),
         };
-        let bad = bad.unwrap_or(BadId { rank: 0, token: 0, k: 0, id: 0, first: None });
+        let reported = bad.unwrap_or(BadId { rank: 0, layer: 0, token: 0, k: 0, id: 0, first: None });
         let mut words = vec![kind, self.tokens as u64, u64::from(self.backward), text.len() as u64];
-        let first = bad.first.map_or(0, |f| f as u64 + 1);
-        words.extend([bad.rank as u64, bad.token as u64, bad.k as u64, bad.id as u64, first]);
+        let first = reported.first.map_or(0, |f| f as u64 + 1);
+        words.extend([reported.rank as u64, reported.token as u64, reported.k as u64, reported.id as u64, first]);
         words.extend(self.fields);
         words.push(u64::from(self.pending));
+        // A kernel that masks an id of these itself leaves the layer alone; an earlier call's error is another layer's.
+        words.push(bad.map_or(self.fields[0], |bad| u64::from(bad.layer)));
         put(&mut bytes[..WORDS * 8], words.iter().map(|w| w.to_le_bytes()));
         bytes[WORDS * 8..WORDS * 8 + text.len()].copy_from_slice(text.as_bytes());
         put(&mut bytes[sizes.ids_at()..], self.ids.iter().map(|v| v.to_le_bytes()));
@@ -251,6 +257,7 @@ impl RoutingRecord {
         let words: Vec<u64> = get(bytes, WORDS, u64::from_le_bytes);
         let bad = BadId {
             rank: words[4] as usize,
+            layer: words[BAD_LAYER] as u32,
             token: words[5] as usize,
             k: words[6] as usize,
             id: words[7] as i64,
@@ -283,7 +290,7 @@ impl RoutingRecord {
 /// Ids as i32, bad entries masked, and the first of these.
 pub(crate) fn mask_bad_ids(
     (bytes, dtype): (&[u8], DType),
-    (rank, k, num_experts): (usize, usize, usize),
+    (Origin { rank, layer }, k, num_experts): (Origin, usize, usize),
 ) -> Result<(Vec<i32>, Option<BadId>)> {
     let wide: Vec<i64> = match dtype {
         DType::I64 => bytes.as_chunks().0.iter().map(|b| i64::from_ne_bytes(*b)).collect(),
@@ -296,7 +303,7 @@ pub(crate) fn mask_bad_ids(
     let mut mask_bad_ids = Vec::with_capacity(wide.len());
     for (i, &id) in wide.iter().enumerate() {
         let (token, column) = (i / k, i % k);
-        let problem = |first| BadId { rank, token, k: column, id, first };
+        let problem = |first| BadId { rank, layer, token, k: column, id, first };
         let mut kept = -1;
         match usize::try_from(id) {
             Ok(e) if e < num_experts => {

@@ -56,10 +56,12 @@ pub enum Error {
         found: DType,
     },
     /// An expert id is out of range, or twice in one token.
-    #[error("prepare on rank {rank}: topk_ids[{token}, {k}] = {id}: {problem}")]
+    #[error("prepare on rank {rank}, layer {layer}: topk_ids[{token}, {k}] = {id}: {problem}")]
     ExpertId {
         /// Rank whose ids these are.
         rank: usize,
+        /// The layer that they were chosen in.
+        layer: u32,
         /// Row of the entry.
         token: usize,
         /// Column of the entry.
@@ -70,10 +72,16 @@ pub enum Error {
         problem: IdProblem,
     },
     /// Routing logits hold a NaN.
-    #[error("{call}: router logits of token {token} hold a NaN (first at expert {expert})")]
+    #[error(
+        "{call} on rank {rank}, layer {layer}: router logits of token {token} hold a NaN (first at expert {expert})"
+    )]
     NanLogits {
         /// The call that refused.
         call: &'static str,
+        /// Rank whose logits these are.
+        rank: usize,
+        /// The router's layer.
+        layer: u32,
         /// First token affected.
         token: usize,
         /// First expert affected in that token.
@@ -100,6 +108,28 @@ pub enum Error {
         name: String,
         /// Bytes asked for.
         bytes: usize,
+    },
+    /// A device has found something odd in what a rank sent in a prepare that the host did not wait for, and has not kept
+    /// what.
+    #[error(
+        "{call}: record of rank {peer}: expected ids that are experts or -1, none twice in a token, and a spec like the \
+         other ranks', found others (seen by a kernel)"
+    )]
+    OddRecord {
+        /// The call that was told.
+        call: &'static str,
+        /// The first rank that sent such.
+        peer: usize,
+    },
+    /// A kernel has raised a fault that the host does not know.
+    #[error("{call}: a kernel has raised fault {code} (detail {detail}), which is none of this crate's")]
+    UnknownFault {
+        /// The call that was told.
+        call: &'static str,
+        /// The fault's code.
+        code: u64,
+        /// What was raised with it.
+        detail: u64,
     },
     /// Another rank refused the call that this rank was part of.
     #[error("{call} on rank {rank}: rank {peer} failed: {reason}")]

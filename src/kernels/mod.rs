@@ -66,6 +66,15 @@ pub struct Jitter {
     pub first_token: u64,
 }
 
+/// The rank and layer that a call is made for, as errors name them.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Hash)]
+pub struct Origin {
+    /// Rank in the group.
+    pub rank: usize,
+    /// The layer's number.
+    pub layer: u32,
+}
+
 /// Logits to expert ids and weights.
 #[derive(Debug)]
 pub struct Route<'a, D: Device> {
@@ -77,6 +86,8 @@ pub struct Route<'a, D: Device> {
     pub selection_bias: Option<TensorRef<'a, D>>,
     /// Noise, where the formula has it and the layer trains.
     pub jitter: Option<Jitter>,
+    /// Whose logits these are, for errors.
+    pub origin: Origin,
     /// When a NaN is reported; deferred, the token's experts are any, and its weights NaN where they depend on it.
     pub reporting: Reporting,
     /// Chosen experts, best first, `I32 [T, K]`.

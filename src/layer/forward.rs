@@ -9,7 +9,7 @@ use crate::config::CapacityOrder;
 use crate::dtype::DType;
 use crate::ep::{DispatchInputs, DispatchSpec, Group, Handle, Received};
 use crate::error::{Error, Result};
-use crate::kernels::{Down, Jitter, KeepSum, Kernels, Linear, Route, RowDest, RowSource, SlotWeights, Up};
+use crate::kernels::{Down, Jitter, KeepSum, Kernels, Linear, Origin, Route, RowDest, RowSource, SlotWeights, Up};
 use crate::lazy::Lazy;
 use crate::metrics::Load;
 use crate::tensor::{Tensor, TensorMut, TensorRef};
@@ -196,6 +196,7 @@ fn route_tokens<D: Kernels>(
         logits: logits.view(),
         selection_bias: borrow(&params.selection_bias),
         jitter,
+        origin: Origin { rank: group.rank(), layer: layer.number() },
         reporting: layer.dispatch.reporting.unwrap_or(D::REPORTING),
         ids: ids.view_mut(),
         weights: weights.view_mut(),

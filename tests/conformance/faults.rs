@@ -50,8 +50,8 @@ fn bad_ids_are_named_on_every_rank<D: Target>(s: &Setup<D>) {
                 ids[3 * k + 1] = experts as i64 + 7;
             }
             match r.prepare(&ids, &training(0, k)) {
-                Err(Error::ExpertId { rank, token, k, id: found, problem }) => {
-                    assert_eq!((rank, token, k, found), (culprit, 2, 2, id));
+                Err(Error::ExpertId { rank, layer, token, k, id: found, problem }) => {
+                    assert_eq!((rank, layer, token, k, found), (culprit, training(0, k).layer, 2, 2, id));
                     let expected = match first {
                         Some(first) => IdProblem::Duplicate { first },
                         None => IdProblem::OutOfRange { num_experts: experts },
@@ -67,16 +67,14 @@ fn bad_ids_are_named_on_every_rank<D: Target>(s: &Setup<D>) {
 
 /// The entry counts as −1; every rank can ask for the error, once, or gets it from the next prepare.
 fn deferred_ids_are_masked_and_reported<D: Target>(s: &Setup<D>) {
-    let spec = DispatchSpec { reporting: Reporting::Deferred, ..training(0, 2) };
+    let spec = DispatchSpec { reporting: Reporting::Deferred, layer: 5, ..training(0, 2) };
     let is_it = |result: Result<()>| match result {
-        Err(Error::ExpertId { rank: 0, token: 1, k: 1, id: 1, problem }) => {
+        Err(Error::ExpertId { rank: 0, layer: 5, token: 1, k: 1, id: 1, problem }) => {
             assert_eq!(problem, IdProblem::Duplicate { first: 0 });
         }
-        // What a GPU alone has seen has no more to say.
-        Err(Error::Invalid { name, .. }) if !D::has_f64() => assert!(name.contains("choice 3"), "{name}"),
-        // Nor do the others hear more of it where GPUs make the plan.
+        // Where GPUs make the plan, the others hear it as what a peer says.
         Err(Error::Peer { peer: 0, reason, .. }) if s.is_nccl_ep() => {
-            assert!(reason.contains("choice 3"), "{reason}");
+            assert!(reason.contains("on rank 0, layer 5: topk_ids[1, 1] = 1: "), "{reason}");
         }
         other => panic!("{other:?}"),
     };

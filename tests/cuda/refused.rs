@@ -1,12 +1,20 @@
 //! What a caller gets wrong is an error, also where only the GPU can see it.
 
+use moebius::comm::Solo;
+use moebius::cpu::Cpu;
 use moebius::cuda::Cuda;
+use moebius::ep::{Capacity, DispatchSpec, Group, GroupConfig, Overflow, Reporting};
 use moebius::kernels::*;
 use moebius::{DType, Error, Tensor};
 
-use crate::harness::{Case, Data, on_gpu, tests};
+use crate::harness::{Case, Data, on_cpu, on_gpu, tests};
 
-tests!(nan_logits_name_token_and_expert, maps_outside_are_reported_and_not_followed, f64_is_refused,);
+tests!(
+    nan_logits_name_token_and_expert,
+    the_gpu_returns_the_errors_of_the_cpu,
+    maps_outside_are_reported_and_not_followed,
+    f64_is_refused,
+);
 
 fn tensor<T: moebius::cpu::Element>(cuda: &Cuda, values: Vec<T>, dims: &[usize]) -> Tensor<Cuda> {
     Tensor::from_vec(values, dims).expect("values").to(cuda).expect("a tensor")
@@ -22,6 +30,60 @@ fn nan_logits_name_token_and_expert(cuda: &Cuda) {
     assert!(matches!(error, Some(Error::NanLogits { token: 3, expert: 0, .. })), "{error:?}");
     // The next call is not blamed for it.
     on_gpu(&case, &Data::new(&case).expect("inputs"), cuda).expect("a good run");
+}
+
+/// The words of an error, without the call that was told.
+fn text<T>(result: Result<T, Error>) -> String {
+    result.err().map_or("no error".to_string(), |e| e.to_string())
+}
+
+/// What prepare, over a group of one rank, says of these ids, now or when it is asked.
+fn prepared<D: Kernels>(device: D, stream: D::Stream, ids: &[i64], spec: &DispatchSpec) -> String {
+    let dims = [ids.len() / spec.top_k, spec.top_k];
+    let ids = Tensor::from_vec(ids.to_vec(), &dims).and_then(|ids| ids.to(&device, &stream)).expect("ids");
+    let config = GroupConfig { max_rows: 1 << 17, ..GroupConfig::new(8, dims[0]) };
+    let solo = Box::new(Solo::new(device.clone()));
+    let mut group = Group::new(device, stream, solo, config).expect("a group");
+    let prepared = group.dispatcher().prepare(ids.view(), None, spec).map(drop);
+    text(prepared.and_then(|()| group.dispatcher().check()))
+}
+
+/// Whatever the host finds on the one, a kernel finds on the other.
+fn the_gpu_returns_the_errors_of_the_cpu(cuda: &Cuda) {
+    let both = |ids: &[i64], spec: &DispatchSpec| {
+        let (gpu, cpu) = (prepared(cuda.clone(), cuda.stream(), ids, spec), prepared(Cpu::new(), (), ids, spec));
+        assert_eq!(gpu, cpu);
+        cpu
+    };
+    // Few choices, which one block plans, and many.
+    for (tokens, rows) in [(6, 64), (20_000, 1 << 17)] {
+        let spec = DispatchSpec {
+            layer: 11,
+            capacity: Capacity::Static(rows),
+            reporting: Reporting::Deferred,
+            ..DispatchSpec::new(0, 2)
+        };
+        let (good, last) = ([0, 1, 2, 3].repeat(tokens / 2), 2 * tokens - 1);
+        assert_eq!(both(&good, &spec), "no error");
+        for (at, id) in [(3, 8), (3, -2), (2, i64::MAX), (4, i64::MIN), (5, 1 << 40), (7, 2), (last, 77)] {
+            let mut ids = good.clone();
+            // The last one is told only where there is no other.
+            (ids[last], ids[at]) = (99, id);
+            let place = format!("on rank 0, layer 11: topk_ids[{}, {}] = {id}: ", at / 2, at % 2);
+            let said = both(&ids, &spec);
+            assert!(said.contains(&place), "{said}");
+        }
+        let short = DispatchSpec { capacity: Capacity::Static(last), overflow: Overflow::Error, ..spec };
+        let said = both(&good, &short);
+        assert!(said.contains(&format!("{} rows, its capacity is {last}", 2 * tokens)), "{said}");
+    }
+    // A layer's own rank and number.
+    let case = Case::new(moebius::MoeConfig::new(16, 8, 4, 2), 6, DType::F32);
+    let mut data = Data::new(&case).expect("inputs");
+    let mut x = data.x.to_f64();
+    (x[2 * 16], x[5 * 16]) = (f64::NAN, f64::NAN);
+    data.x = Cpu::new().write(&(), &x, DType::F32, &[6, 16]).expect("x");
+    assert_eq!(text(on_gpu(&case, &data, cuda)), text(on_cpu(&case, &data)));
 }
 
 fn maps_outside_are_reported_and_not_followed(cuda: &Cuda) {

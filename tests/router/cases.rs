@@ -231,7 +231,7 @@ fn nan_is_an_error_naming_the_first<D: Target>(device: &D) {
             logits[2 * 4 + 3] = f64::NAN;
             logits[tokens * 4 - 1] = f64::NAN;
             match d.route(&router(4, 2, score), &logits, None, None) {
-                Err(Error::NanLogits { token: 2, expert: 1, .. }) => {}
+                Err(Error::NanLogits { call: "route", rank: 3, layer: 7, token: 2, expert: 1 }) => {}
                 other => panic!("{other:?}"),
             }
         }
@@ -393,6 +393,7 @@ fn wrong_arguments<D: Target>(device: &D) {
             logits: l.view(),
             selection_bias: None,
             jitter: None,
+            origin: ORIGIN,
             reporting: Reporting::Immediate,
             ids: ids.view_mut(),
             weights: weights.view_mut(),

@@ -12,8 +12,11 @@ mod register_kernel;
 use devices::Target;
 use moebius::config::{AuxConfig, BalanceKind, GroupLimit, GroupScore, Renorm, RouterConfig, Score};
 use moebius::ep::Reporting;
-use moebius::kernels::{AuxBwd, AuxSums, AuxTotal, Jitter, KeepSum, Route, RouteBwd, Scalar};
+use moebius::kernels::{AuxBwd, AuxSums, AuxTotal, Jitter, KeepSum, Origin, Route, RouteBwd, Scalar};
 use moebius::{DType, Error, Result, Tensor};
+
+/// What errors say of where they come from.
+const ORIGIN: Origin = Origin { rank: 3, layer: 7 };
 
 /// Every body of the suite.
 pub fn cases<D: Target>() -> devices::Cases<D> {
@@ -121,6 +124,7 @@ impl<D: Target> On<D> {
             logits: logits.view(),
             selection_bias: bias.as_ref().map(Tensor::view),
             jitter,
+            origin: ORIGIN,
             reporting,
             ids: ids.view_mut(),
             weights: weights.view_mut(),

@@ -165,7 +165,7 @@ fn a_nan_is_named_wherever_it_lies<D: Target>(device: &D) {
             logits[place] = f64::NAN;
         }
         match d.route(&router(experts, 8, Score::Softmax), &logits, None, None) {
-            Err(Error::NanLogits { token: 11, expert, .. }) if expert == at => {}
+            Err(Error::NanLogits { call: "route", rank: 3, layer: 7, token: 11, expert }) if expert == at => {}
             other => panic!("E {experts}: {other:?}"),
         }
     }
@@ -186,7 +186,8 @@ fn a_nan_that_is_told_later_leaves_distinct_choices<D: Target>(device: &D) {
                 let deferred = |c: &RouterConfig, bias: Option<&[f64]>| {
                     let routed = d.routed(c, &logits, (bias, None), Reporting::Deferred).expect("tensors");
                     match routed.settled {
-                        Err(Error::NanLogits { token: 2, expert, .. }) if expert == at => {}
+                        Err(Error::NanLogits { call: "route", rank: 3, layer: 7, token: 2, expert })
+                            if expert == at => {}
                         other => panic!("{name}: {other:?}"),
                     }
                     routed.returned.then_some((routed.ids, routed.weights))

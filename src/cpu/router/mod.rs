@@ -16,7 +16,7 @@ use rayon::prelude::*;
 use crate::config::RouterConfig;
 use crate::dtype::DType;
 use crate::error::{Error, Result};
-use crate::kernels::Route;
+use crate::kernels::{Origin, Route};
 use crate::tensor::TensorRef;
 
 use super::Cpu;
@@ -49,7 +49,8 @@ fn route_as<A: Acc>(call: Route<'_, Cpu>) -> Result<()> {
     let logits = call.logits.as_slice::<A>()?;
     let (ids, weights) = (call.ids.into_slice::<i32>()?, call.weights.into_slice::<A>()?);
     if let Some(at) = logits.par_iter().with_min_len(4096).position_first(|l| l.is_nan()) {
-        return Err(Error::NanLogits { call: CALL, token: at / e, expert: at % e });
+        let Origin { rank, layer } = call.origin;
+        return Err(Error::NanLogits { call: CALL, rank, layer, token: at / e, expert: at % e });
     }
 
     let noise = Noise::new(config, call.jitter);
