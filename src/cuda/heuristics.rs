@@ -37,11 +37,12 @@ pub(super) const DECODE_SHARED: u32 = 115_712;
 /// `notes/router.md`.
 pub(super) const SPLIT_BLOCKS: usize = 264;
 
-/// Fewest tokens of a part of such a sum. Changes the order of the sum.
+/// Fewest tokens of a part of such a sum. Changes the order of the sum. `notes/router.md`.
 pub(super) const SPLIT_TOKENS: usize = 256;
 
 /// Hidden elements of a part of a logit, where there are at least [`SPLIT_PARTS`]: few tokens make few blocks. The cut
 /// does not depend on the number of tokens, so a token's logits do not either. Changes the order of the sum.
+/// `notes/router.md`.
 pub(super) const SPLIT_HIDDEN: usize = 1024;
 
 /// Fewest parts of a logit.
@@ -60,19 +61,19 @@ pub(super) const PLAN_CHUNKS: usize = 1024;
 /// `notes/prepare.md`.
 pub(super) const PLAN_SMALL: usize = 8192;
 
-/// Entries of maps that a block clears where there are many.
+/// Entries of maps that a block clears where there are many. Weighed, not measured.
 pub(super) const PLAN_CLEARED: usize = 2048;
 
-/// Most blocks that write a record.
+/// Most blocks that write a record. Weighed, not measured.
 pub(super) const RECORD_BLOCKS: usize = 256;
 
 // ------------------------------------------------------------------------------------------------ moving and adding
 
-/// Most blocks of a loop over a whole tensor. `notes/movement.md`.
+/// Most blocks of a loop over a whole tensor: some fifteen an SM of an H100. Weighed, not measured.
 pub(super) const LOOP_BLOCKS: usize = 2048;
 
-/// Blocks an SM has at the same time when ranks' shares are added.
+/// Blocks an SM has at the same time when ranks' shares are added: as many as fit.
 pub(super) const ADD_SHARES_BLOCKS: usize = 8;
 
-/// Blocks an SM has at the same time when numbers that are not finite are looked for.
+/// Blocks an SM is given when numbers that are not finite are looked for. Weighed, not measured.
 pub(super) const FINITE_BLOCKS: usize = 16;
