@@ -26,15 +26,15 @@ pub const WGRAD_NARROW: u32 = 128;
 pub const WGRAD_WIDE: u32 = 256;
 pub const WGRAD_THREADS: u32 = 384;
 pub const WGRAD_SHARED: u32 = 230464;
-pub const SM90_LINEAR_TILE: u32 = 64;
-pub const SM90_LINEAR_THREADS: u32 = 160;
-pub const SM90_LINEAR_SHARED: u32 = 99424;
-pub const SM90_LINEAR_DW_COLUMNS: u32 = 128;
-pub const SM90_LINEAR_DX_TILE: u32 = 64;
-pub const SM90_LINEAR_DX_THREADS: u32 = 256;
-pub const SM90_LINEAR_DX_SHARED: u32 = 230456;
-pub const SM90_LINEAR_DX_COLUMNS: u32 = 512;
-pub const SM90_LINEAR_DX_EXPERTS: u32 = 128;
+pub const HOPPER_LINEAR_TILE: u32 = 64;
+pub const HOPPER_LINEAR_THREADS: u32 = 160;
+pub const HOPPER_LINEAR_SHARED: u32 = 99424;
+pub const HOPPER_LINEAR_DW_COLUMNS: u32 = 128;
+pub const HOPPER_LINEAR_DX_TILE: u32 = 64;
+pub const HOPPER_LINEAR_DX_THREADS: u32 = 256;
+pub const HOPPER_LINEAR_DX_SHARED: u32 = 230456;
+pub const HOPPER_LINEAR_DX_COLUMNS: u32 = 512;
+pub const HOPPER_LINEAR_DX_EXPERTS: u32 = 128;
 pub const W4_WEIGHTS: u32 = 128;
 pub const W4_ROWS: u32 = 256;
 pub const W4_THREADS: u32 = 512;
@@ -44,7 +44,7 @@ pub const DECODE_THREAD_STEP: u32 = 64;
 pub const DECODE_WARP_COLUMNS: u32 = 32;
 pub const NVFP4_CAST_SHARED: u32 = 35072;
 pub const NVFP4_CAST_COLUMNS_SHARED: u32 = 46336;
-pub const NVFP4_ALIGNED_SMEM: u32 = 93264;
+pub const NVFP4_PANELS_SHARED: u32 = 93264;
 pub const NVFP4_PANELS_STOCHASTIC_SHARED: u32 = 74832;
 pub const NVFP4_PANELS_ROWS: u32 = 256;
 pub const NVFP4_PANELS_COLUMNS: u32 = 512;
@@ -218,7 +218,7 @@ const _: () = {
 };
 #[repr(C)]
 #[derive(Debug, Copy, Clone, Default)]
-pub struct Schedule {
+pub struct TileList {
     pub offsets: u64,
     pub counts: u64,
     pub groups: i64,
@@ -231,21 +231,21 @@ pub struct Schedule {
 }
 #[allow(clippy::unnecessary_operation, clippy::identity_op)]
 const _: () = {
-    ["Size of Schedule"][::core::mem::size_of::<Schedule>() - 72usize];
-    ["Alignment of Schedule"][::core::mem::align_of::<Schedule>() - 8usize];
-    ["Offset of field: Schedule::offsets"][::core::mem::offset_of!(Schedule, offsets) - 0usize];
-    ["Offset of field: Schedule::counts"][::core::mem::offset_of!(Schedule, counts) - 8usize];
-    ["Offset of field: Schedule::groups"][::core::mem::offset_of!(Schedule, groups) - 16usize];
-    ["Offset of field: Schedule::rows"][::core::mem::offset_of!(Schedule, rows) - 24usize];
-    ["Offset of field: Schedule::tile_rows"][::core::mem::offset_of!(Schedule, tile_rows) - 32usize];
-    ["Offset of field: Schedule::tiles"][::core::mem::offset_of!(Schedule, tiles) - 40usize];
-    ["Offset of field: Schedule::tile_count"][::core::mem::offset_of!(Schedule, tile_count) - 48usize];
-    ["Offset of field: Schedule::max_tiles"][::core::mem::offset_of!(Schedule, max_tiles) - 56usize];
-    ["Offset of field: Schedule::fault"][::core::mem::offset_of!(Schedule, fault) - 64usize];
+    ["Size of TileList"][::core::mem::size_of::<TileList>() - 72usize];
+    ["Alignment of TileList"][::core::mem::align_of::<TileList>() - 8usize];
+    ["Offset of field: TileList::offsets"][::core::mem::offset_of!(TileList, offsets) - 0usize];
+    ["Offset of field: TileList::counts"][::core::mem::offset_of!(TileList, counts) - 8usize];
+    ["Offset of field: TileList::groups"][::core::mem::offset_of!(TileList, groups) - 16usize];
+    ["Offset of field: TileList::rows"][::core::mem::offset_of!(TileList, rows) - 24usize];
+    ["Offset of field: TileList::tile_rows"][::core::mem::offset_of!(TileList, tile_rows) - 32usize];
+    ["Offset of field: TileList::tiles"][::core::mem::offset_of!(TileList, tiles) - 40usize];
+    ["Offset of field: TileList::tile_count"][::core::mem::offset_of!(TileList, tile_count) - 48usize];
+    ["Offset of field: TileList::max_tiles"][::core::mem::offset_of!(TileList, max_tiles) - 56usize];
+    ["Offset of field: TileList::fault"][::core::mem::offset_of!(TileList, fault) - 64usize];
 };
 #[repr(C)]
 #[derive(Debug, Copy, Clone, Default)]
-pub struct Plan {
+pub struct LocalPlan {
     pub ids: u64,
     pub wide: i64,
     pub choices: i64,
@@ -274,37 +274,37 @@ pub struct Plan {
 }
 #[allow(clippy::unnecessary_operation, clippy::identity_op)]
 const _: () = {
-    ["Size of Plan"][::core::mem::size_of::<Plan>() - 200usize];
-    ["Alignment of Plan"][::core::mem::align_of::<Plan>() - 8usize];
-    ["Offset of field: Plan::ids"][::core::mem::offset_of!(Plan, ids) - 0usize];
-    ["Offset of field: Plan::wide"][::core::mem::offset_of!(Plan, wide) - 8usize];
-    ["Offset of field: Plan::choices"][::core::mem::offset_of!(Plan, choices) - 16usize];
-    ["Offset of field: Plan::top_k"][::core::mem::offset_of!(Plan, top_k) - 24usize];
-    ["Offset of field: Plan::experts"][::core::mem::offset_of!(Plan, experts) - 32usize];
-    ["Offset of field: Plan::alignment"][::core::mem::offset_of!(Plan, alignment) - 40usize];
-    ["Offset of field: Plan::expert_limit"][::core::mem::offset_of!(Plan, expert_limit) - 48usize];
-    ["Offset of field: Plan::rows"][::core::mem::offset_of!(Plan, rows) - 56usize];
-    ["Offset of field: Plan::may_drop"][::core::mem::offset_of!(Plan, may_drop) - 64usize];
-    ["Offset of field: Plan::chunk"][::core::mem::offset_of!(Plan, chunk) - 72usize];
-    ["Offset of field: Plan::chunks"][::core::mem::offset_of!(Plan, chunks) - 80usize];
-    ["Offset of field: Plan::before"][::core::mem::offset_of!(Plan, before) - 88usize];
-    ["Offset of field: Plan::offsets"][::core::mem::offset_of!(Plan, offsets) - 96usize];
-    ["Offset of field: Plan::counts"][::core::mem::offset_of!(Plan, counts) - 104usize];
-    ["Offset of field: Plan::stats"][::core::mem::offset_of!(Plan, stats) - 112usize];
-    ["Offset of field: Plan::kept"][::core::mem::offset_of!(Plan, kept) - 120usize];
-    ["Offset of field: Plan::row_map"][::core::mem::offset_of!(Plan, row_map) - 128usize];
-    ["Offset of field: Plan::weight_map"][::core::mem::offset_of!(Plan, weight_map) - 136usize];
-    ["Offset of field: Plan::return_map"][::core::mem::offset_of!(Plan, return_map) - 144usize];
-    ["Offset of field: Plan::tiles"][::core::mem::offset_of!(Plan, tiles) - 152usize];
-    ["Offset of field: Plan::tile_rows"][::core::mem::offset_of!(Plan, tile_rows) - 160usize];
-    ["Offset of field: Plan::max_tiles"][::core::mem::offset_of!(Plan, max_tiles) - 168usize];
-    ["Offset of field: Plan::fault"][::core::mem::offset_of!(Plan, fault) - 176usize];
-    ["Offset of field: Plan::report"][::core::mem::offset_of!(Plan, report) - 184usize];
-    ["Offset of field: Plan::origin"][::core::mem::offset_of!(Plan, origin) - 192usize];
+    ["Size of LocalPlan"][::core::mem::size_of::<LocalPlan>() - 200usize];
+    ["Alignment of LocalPlan"][::core::mem::align_of::<LocalPlan>() - 8usize];
+    ["Offset of field: LocalPlan::ids"][::core::mem::offset_of!(LocalPlan, ids) - 0usize];
+    ["Offset of field: LocalPlan::wide"][::core::mem::offset_of!(LocalPlan, wide) - 8usize];
+    ["Offset of field: LocalPlan::choices"][::core::mem::offset_of!(LocalPlan, choices) - 16usize];
+    ["Offset of field: LocalPlan::top_k"][::core::mem::offset_of!(LocalPlan, top_k) - 24usize];
+    ["Offset of field: LocalPlan::experts"][::core::mem::offset_of!(LocalPlan, experts) - 32usize];
+    ["Offset of field: LocalPlan::alignment"][::core::mem::offset_of!(LocalPlan, alignment) - 40usize];
+    ["Offset of field: LocalPlan::expert_limit"][::core::mem::offset_of!(LocalPlan, expert_limit) - 48usize];
+    ["Offset of field: LocalPlan::rows"][::core::mem::offset_of!(LocalPlan, rows) - 56usize];
+    ["Offset of field: LocalPlan::may_drop"][::core::mem::offset_of!(LocalPlan, may_drop) - 64usize];
+    ["Offset of field: LocalPlan::chunk"][::core::mem::offset_of!(LocalPlan, chunk) - 72usize];
+    ["Offset of field: LocalPlan::chunks"][::core::mem::offset_of!(LocalPlan, chunks) - 80usize];
+    ["Offset of field: LocalPlan::before"][::core::mem::offset_of!(LocalPlan, before) - 88usize];
+    ["Offset of field: LocalPlan::offsets"][::core::mem::offset_of!(LocalPlan, offsets) - 96usize];
+    ["Offset of field: LocalPlan::counts"][::core::mem::offset_of!(LocalPlan, counts) - 104usize];
+    ["Offset of field: LocalPlan::stats"][::core::mem::offset_of!(LocalPlan, stats) - 112usize];
+    ["Offset of field: LocalPlan::kept"][::core::mem::offset_of!(LocalPlan, kept) - 120usize];
+    ["Offset of field: LocalPlan::row_map"][::core::mem::offset_of!(LocalPlan, row_map) - 128usize];
+    ["Offset of field: LocalPlan::weight_map"][::core::mem::offset_of!(LocalPlan, weight_map) - 136usize];
+    ["Offset of field: LocalPlan::return_map"][::core::mem::offset_of!(LocalPlan, return_map) - 144usize];
+    ["Offset of field: LocalPlan::tiles"][::core::mem::offset_of!(LocalPlan, tiles) - 152usize];
+    ["Offset of field: LocalPlan::tile_rows"][::core::mem::offset_of!(LocalPlan, tile_rows) - 160usize];
+    ["Offset of field: LocalPlan::max_tiles"][::core::mem::offset_of!(LocalPlan, max_tiles) - 168usize];
+    ["Offset of field: LocalPlan::fault"][::core::mem::offset_of!(LocalPlan, fault) - 176usize];
+    ["Offset of field: LocalPlan::report"][::core::mem::offset_of!(LocalPlan, report) - 184usize];
+    ["Offset of field: LocalPlan::origin"][::core::mem::offset_of!(LocalPlan, origin) - 192usize];
 };
 #[repr(C)]
 #[derive(Debug, Copy, Clone, Default)]
-pub struct RecordIds {
+pub struct WriteRecord {
     pub ids: u64,
     pub wide: i64,
     pub choices: i64,
@@ -312,26 +312,26 @@ pub struct RecordIds {
     pub experts: i64,
     pub rank: i64,
     pub record: u64,
-    pub heard: u64,
-    pub header: [i64; 24usize],
+    pub errors: u64,
+    pub header: [i64; 26usize],
 }
 #[allow(clippy::unnecessary_operation, clippy::identity_op)]
 const _: () = {
-    ["Size of RecordIds"][::core::mem::size_of::<RecordIds>() - 256usize];
-    ["Alignment of RecordIds"][::core::mem::align_of::<RecordIds>() - 8usize];
-    ["Offset of field: RecordIds::ids"][::core::mem::offset_of!(RecordIds, ids) - 0usize];
-    ["Offset of field: RecordIds::wide"][::core::mem::offset_of!(RecordIds, wide) - 8usize];
-    ["Offset of field: RecordIds::choices"][::core::mem::offset_of!(RecordIds, choices) - 16usize];
-    ["Offset of field: RecordIds::top_k"][::core::mem::offset_of!(RecordIds, top_k) - 24usize];
-    ["Offset of field: RecordIds::experts"][::core::mem::offset_of!(RecordIds, experts) - 32usize];
-    ["Offset of field: RecordIds::rank"][::core::mem::offset_of!(RecordIds, rank) - 40usize];
-    ["Offset of field: RecordIds::record"][::core::mem::offset_of!(RecordIds, record) - 48usize];
-    ["Offset of field: RecordIds::heard"][::core::mem::offset_of!(RecordIds, heard) - 56usize];
-    ["Offset of field: RecordIds::header"][::core::mem::offset_of!(RecordIds, header) - 64usize];
+    ["Size of WriteRecord"][::core::mem::size_of::<WriteRecord>() - 272usize];
+    ["Alignment of WriteRecord"][::core::mem::align_of::<WriteRecord>() - 8usize];
+    ["Offset of field: WriteRecord::ids"][::core::mem::offset_of!(WriteRecord, ids) - 0usize];
+    ["Offset of field: WriteRecord::wide"][::core::mem::offset_of!(WriteRecord, wide) - 8usize];
+    ["Offset of field: WriteRecord::choices"][::core::mem::offset_of!(WriteRecord, choices) - 16usize];
+    ["Offset of field: WriteRecord::top_k"][::core::mem::offset_of!(WriteRecord, top_k) - 24usize];
+    ["Offset of field: WriteRecord::experts"][::core::mem::offset_of!(WriteRecord, experts) - 32usize];
+    ["Offset of field: WriteRecord::rank"][::core::mem::offset_of!(WriteRecord, rank) - 40usize];
+    ["Offset of field: WriteRecord::record"][::core::mem::offset_of!(WriteRecord, record) - 48usize];
+    ["Offset of field: WriteRecord::errors"][::core::mem::offset_of!(WriteRecord, errors) - 56usize];
+    ["Offset of field: WriteRecord::header"][::core::mem::offset_of!(WriteRecord, header) - 64usize];
 };
 #[repr(C)]
 #[derive(Debug, Copy, Clone, Default)]
-pub struct Records {
+pub struct RecordsPlan {
     pub records: u64,
     pub size: i64,
     pub ranks: i64,
@@ -344,7 +344,7 @@ pub struct Records {
     pub factor: f64,
     pub rows: i64,
     pub may_drop: i64,
-    pub asked: i64,
+    pub host_waits: i64,
     pub room: i64,
     pub chunk: i64,
     pub chunks: i64,
@@ -357,10 +357,10 @@ pub struct Records {
     pub row_map: u64,
     pub weight_map: u64,
     pub return_map: u64,
-    pub heard: u64,
+    pub errors: u64,
     pub fault: u64,
     pub places: u64,
-    pub crossing: u64,
+    pub message_counts: u64,
     pub totals: u64,
     pub send_tokens: u64,
     pub send_choices: u64,
@@ -368,45 +368,45 @@ pub struct Records {
 }
 #[allow(clippy::unnecessary_operation, clippy::identity_op)]
 const _: () = {
-    ["Size of Records"][::core::mem::size_of::<Records>() - 264usize];
-    ["Alignment of Records"][::core::mem::align_of::<Records>() - 8usize];
-    ["Offset of field: Records::records"][::core::mem::offset_of!(Records, records) - 0usize];
-    ["Offset of field: Records::size"][::core::mem::offset_of!(Records, size) - 8usize];
-    ["Offset of field: Records::ranks"][::core::mem::offset_of!(Records, ranks) - 16usize];
-    ["Offset of field: Records::rank"][::core::mem::offset_of!(Records, rank) - 24usize];
-    ["Offset of field: Records::max_tokens"][::core::mem::offset_of!(Records, max_tokens) - 32usize];
-    ["Offset of field: Records::tokens"][::core::mem::offset_of!(Records, tokens) - 40usize];
-    ["Offset of field: Records::top_k"][::core::mem::offset_of!(Records, top_k) - 48usize];
-    ["Offset of field: Records::experts"][::core::mem::offset_of!(Records, experts) - 56usize];
-    ["Offset of field: Records::alignment"][::core::mem::offset_of!(Records, alignment) - 64usize];
-    ["Offset of field: Records::factor"][::core::mem::offset_of!(Records, factor) - 72usize];
-    ["Offset of field: Records::rows"][::core::mem::offset_of!(Records, rows) - 80usize];
-    ["Offset of field: Records::may_drop"][::core::mem::offset_of!(Records, may_drop) - 88usize];
-    ["Offset of field: Records::asked"][::core::mem::offset_of!(Records, asked) - 96usize];
-    ["Offset of field: Records::room"][::core::mem::offset_of!(Records, room) - 104usize];
-    ["Offset of field: Records::chunk"][::core::mem::offset_of!(Records, chunk) - 112usize];
-    ["Offset of field: Records::chunks"][::core::mem::offset_of!(Records, chunks) - 120usize];
-    ["Offset of field: Records::before"][::core::mem::offset_of!(Records, before) - 128usize];
-    ["Offset of field: Records::scratch"][::core::mem::offset_of!(Records, scratch) - 136usize];
-    ["Offset of field: Records::offsets"][::core::mem::offset_of!(Records, offsets) - 144usize];
-    ["Offset of field: Records::counts"][::core::mem::offset_of!(Records, counts) - 152usize];
-    ["Offset of field: Records::stats"][::core::mem::offset_of!(Records, stats) - 160usize];
-    ["Offset of field: Records::kept"][::core::mem::offset_of!(Records, kept) - 168usize];
-    ["Offset of field: Records::row_map"][::core::mem::offset_of!(Records, row_map) - 176usize];
-    ["Offset of field: Records::weight_map"][::core::mem::offset_of!(Records, weight_map) - 184usize];
-    ["Offset of field: Records::return_map"][::core::mem::offset_of!(Records, return_map) - 192usize];
-    ["Offset of field: Records::heard"][::core::mem::offset_of!(Records, heard) - 200usize];
-    ["Offset of field: Records::fault"][::core::mem::offset_of!(Records, fault) - 208usize];
-    ["Offset of field: Records::places"][::core::mem::offset_of!(Records, places) - 216usize];
-    ["Offset of field: Records::crossing"][::core::mem::offset_of!(Records, crossing) - 224usize];
-    ["Offset of field: Records::totals"][::core::mem::offset_of!(Records, totals) - 232usize];
-    ["Offset of field: Records::send_tokens"][::core::mem::offset_of!(Records, send_tokens) - 240usize];
-    ["Offset of field: Records::send_choices"][::core::mem::offset_of!(Records, send_choices) - 248usize];
-    ["Offset of field: Records::return_slots"][::core::mem::offset_of!(Records, return_slots) - 256usize];
+    ["Size of RecordsPlan"][::core::mem::size_of::<RecordsPlan>() - 264usize];
+    ["Alignment of RecordsPlan"][::core::mem::align_of::<RecordsPlan>() - 8usize];
+    ["Offset of field: RecordsPlan::records"][::core::mem::offset_of!(RecordsPlan, records) - 0usize];
+    ["Offset of field: RecordsPlan::size"][::core::mem::offset_of!(RecordsPlan, size) - 8usize];
+    ["Offset of field: RecordsPlan::ranks"][::core::mem::offset_of!(RecordsPlan, ranks) - 16usize];
+    ["Offset of field: RecordsPlan::rank"][::core::mem::offset_of!(RecordsPlan, rank) - 24usize];
+    ["Offset of field: RecordsPlan::max_tokens"][::core::mem::offset_of!(RecordsPlan, max_tokens) - 32usize];
+    ["Offset of field: RecordsPlan::tokens"][::core::mem::offset_of!(RecordsPlan, tokens) - 40usize];
+    ["Offset of field: RecordsPlan::top_k"][::core::mem::offset_of!(RecordsPlan, top_k) - 48usize];
+    ["Offset of field: RecordsPlan::experts"][::core::mem::offset_of!(RecordsPlan, experts) - 56usize];
+    ["Offset of field: RecordsPlan::alignment"][::core::mem::offset_of!(RecordsPlan, alignment) - 64usize];
+    ["Offset of field: RecordsPlan::factor"][::core::mem::offset_of!(RecordsPlan, factor) - 72usize];
+    ["Offset of field: RecordsPlan::rows"][::core::mem::offset_of!(RecordsPlan, rows) - 80usize];
+    ["Offset of field: RecordsPlan::may_drop"][::core::mem::offset_of!(RecordsPlan, may_drop) - 88usize];
+    ["Offset of field: RecordsPlan::host_waits"][::core::mem::offset_of!(RecordsPlan, host_waits) - 96usize];
+    ["Offset of field: RecordsPlan::room"][::core::mem::offset_of!(RecordsPlan, room) - 104usize];
+    ["Offset of field: RecordsPlan::chunk"][::core::mem::offset_of!(RecordsPlan, chunk) - 112usize];
+    ["Offset of field: RecordsPlan::chunks"][::core::mem::offset_of!(RecordsPlan, chunks) - 120usize];
+    ["Offset of field: RecordsPlan::before"][::core::mem::offset_of!(RecordsPlan, before) - 128usize];
+    ["Offset of field: RecordsPlan::scratch"][::core::mem::offset_of!(RecordsPlan, scratch) - 136usize];
+    ["Offset of field: RecordsPlan::offsets"][::core::mem::offset_of!(RecordsPlan, offsets) - 144usize];
+    ["Offset of field: RecordsPlan::counts"][::core::mem::offset_of!(RecordsPlan, counts) - 152usize];
+    ["Offset of field: RecordsPlan::stats"][::core::mem::offset_of!(RecordsPlan, stats) - 160usize];
+    ["Offset of field: RecordsPlan::kept"][::core::mem::offset_of!(RecordsPlan, kept) - 168usize];
+    ["Offset of field: RecordsPlan::row_map"][::core::mem::offset_of!(RecordsPlan, row_map) - 176usize];
+    ["Offset of field: RecordsPlan::weight_map"][::core::mem::offset_of!(RecordsPlan, weight_map) - 184usize];
+    ["Offset of field: RecordsPlan::return_map"][::core::mem::offset_of!(RecordsPlan, return_map) - 192usize];
+    ["Offset of field: RecordsPlan::errors"][::core::mem::offset_of!(RecordsPlan, errors) - 200usize];
+    ["Offset of field: RecordsPlan::fault"][::core::mem::offset_of!(RecordsPlan, fault) - 208usize];
+    ["Offset of field: RecordsPlan::places"][::core::mem::offset_of!(RecordsPlan, places) - 216usize];
+    ["Offset of field: RecordsPlan::message_counts"][::core::mem::offset_of!(RecordsPlan, message_counts) - 224usize];
+    ["Offset of field: RecordsPlan::totals"][::core::mem::offset_of!(RecordsPlan, totals) - 232usize];
+    ["Offset of field: RecordsPlan::send_tokens"][::core::mem::offset_of!(RecordsPlan, send_tokens) - 240usize];
+    ["Offset of field: RecordsPlan::send_choices"][::core::mem::offset_of!(RecordsPlan, send_choices) - 248usize];
+    ["Offset of field: RecordsPlan::return_slots"][::core::mem::offset_of!(RecordsPlan, return_slots) - 256usize];
 };
 #[repr(C)]
 #[derive(Debug, Copy, Clone, Default)]
-pub struct Received {
+pub struct ExternalLayout {
     pub loads: u64,
     pub starts: u64,
     pub total: u64,
@@ -420,18 +420,18 @@ pub struct Received {
 }
 #[allow(clippy::unnecessary_operation, clippy::identity_op)]
 const _: () = {
-    ["Size of Received"][::core::mem::size_of::<Received>() - 80usize];
-    ["Alignment of Received"][::core::mem::align_of::<Received>() - 8usize];
-    ["Offset of field: Received::loads"][::core::mem::offset_of!(Received, loads) - 0usize];
-    ["Offset of field: Received::starts"][::core::mem::offset_of!(Received, starts) - 8usize];
-    ["Offset of field: Received::total"][::core::mem::offset_of!(Received, total) - 16usize];
-    ["Offset of field: Received::first"][::core::mem::offset_of!(Received, first) - 24usize];
-    ["Offset of field: Received::groups"][::core::mem::offset_of!(Received, groups) - 32usize];
-    ["Offset of field: Received::rows"][::core::mem::offset_of!(Received, rows) - 40usize];
-    ["Offset of field: Received::offsets"][::core::mem::offset_of!(Received, offsets) - 48usize];
-    ["Offset of field: Received::counts"][::core::mem::offset_of!(Received, counts) - 56usize];
-    ["Offset of field: Received::row_map"][::core::mem::offset_of!(Received, row_map) - 64usize];
-    ["Offset of field: Received::fault"][::core::mem::offset_of!(Received, fault) - 72usize];
+    ["Size of ExternalLayout"][::core::mem::size_of::<ExternalLayout>() - 80usize];
+    ["Alignment of ExternalLayout"][::core::mem::align_of::<ExternalLayout>() - 8usize];
+    ["Offset of field: ExternalLayout::loads"][::core::mem::offset_of!(ExternalLayout, loads) - 0usize];
+    ["Offset of field: ExternalLayout::starts"][::core::mem::offset_of!(ExternalLayout, starts) - 8usize];
+    ["Offset of field: ExternalLayout::total"][::core::mem::offset_of!(ExternalLayout, total) - 16usize];
+    ["Offset of field: ExternalLayout::first"][::core::mem::offset_of!(ExternalLayout, first) - 24usize];
+    ["Offset of field: ExternalLayout::groups"][::core::mem::offset_of!(ExternalLayout, groups) - 32usize];
+    ["Offset of field: ExternalLayout::rows"][::core::mem::offset_of!(ExternalLayout, rows) - 40usize];
+    ["Offset of field: ExternalLayout::offsets"][::core::mem::offset_of!(ExternalLayout, offsets) - 48usize];
+    ["Offset of field: ExternalLayout::counts"][::core::mem::offset_of!(ExternalLayout, counts) - 56usize];
+    ["Offset of field: ExternalLayout::row_map"][::core::mem::offset_of!(ExternalLayout, row_map) - 64usize];
+    ["Offset of field: ExternalLayout::fault"][::core::mem::offset_of!(ExternalLayout, fault) - 72usize];
 };
 #[repr(C)]
 #[derive(Debug, Copy, Clone, Default)]
@@ -456,7 +456,7 @@ const _: () = {
 };
 #[repr(C)]
 #[derive(Debug, Copy, Clone, Default)]
-pub struct Arrivals {
+pub struct LowLatencyRows {
     pub ids: u64,
     pub weights: u64,
     pub counts: u64,
@@ -474,26 +474,26 @@ pub struct Arrivals {
 }
 #[allow(clippy::unnecessary_operation, clippy::identity_op)]
 const _: () = {
-    ["Size of Arrivals"][::core::mem::size_of::<Arrivals>() - 112usize];
-    ["Alignment of Arrivals"][::core::mem::align_of::<Arrivals>() - 8usize];
-    ["Offset of field: Arrivals::ids"][::core::mem::offset_of!(Arrivals, ids) - 0usize];
-    ["Offset of field: Arrivals::weights"][::core::mem::offset_of!(Arrivals, weights) - 8usize];
-    ["Offset of field: Arrivals::counts"][::core::mem::offset_of!(Arrivals, counts) - 16usize];
-    ["Offset of field: Arrivals::tokens"][::core::mem::offset_of!(Arrivals, tokens) - 24usize];
-    ["Offset of field: Arrivals::ranks"][::core::mem::offset_of!(Arrivals, ranks) - 32usize];
-    ["Offset of field: Arrivals::top_k"][::core::mem::offset_of!(Arrivals, top_k) - 40usize];
-    ["Offset of field: Arrivals::slots"][::core::mem::offset_of!(Arrivals, slots) - 48usize];
-    ["Offset of field: Arrivals::out_ids"][::core::mem::offset_of!(Arrivals, out_ids) - 56usize];
-    ["Offset of field: Arrivals::out_weights"][::core::mem::offset_of!(Arrivals, out_weights) - 64usize];
-    ["Offset of field: Arrivals::row_of"][::core::mem::offset_of!(Arrivals, row_of) - 72usize];
-    ["Offset of field: Arrivals::token_of"][::core::mem::offset_of!(Arrivals, token_of) - 80usize];
-    ["Offset of field: Arrivals::row_map"][::core::mem::offset_of!(Arrivals, row_map) - 88usize];
-    ["Offset of field: Arrivals::return_map"][::core::mem::offset_of!(Arrivals, return_map) - 96usize];
-    ["Offset of field: Arrivals::out_map"][::core::mem::offset_of!(Arrivals, out_map) - 104usize];
+    ["Size of LowLatencyRows"][::core::mem::size_of::<LowLatencyRows>() - 112usize];
+    ["Alignment of LowLatencyRows"][::core::mem::align_of::<LowLatencyRows>() - 8usize];
+    ["Offset of field: LowLatencyRows::ids"][::core::mem::offset_of!(LowLatencyRows, ids) - 0usize];
+    ["Offset of field: LowLatencyRows::weights"][::core::mem::offset_of!(LowLatencyRows, weights) - 8usize];
+    ["Offset of field: LowLatencyRows::counts"][::core::mem::offset_of!(LowLatencyRows, counts) - 16usize];
+    ["Offset of field: LowLatencyRows::tokens"][::core::mem::offset_of!(LowLatencyRows, tokens) - 24usize];
+    ["Offset of field: LowLatencyRows::ranks"][::core::mem::offset_of!(LowLatencyRows, ranks) - 32usize];
+    ["Offset of field: LowLatencyRows::top_k"][::core::mem::offset_of!(LowLatencyRows, top_k) - 40usize];
+    ["Offset of field: LowLatencyRows::slots"][::core::mem::offset_of!(LowLatencyRows, slots) - 48usize];
+    ["Offset of field: LowLatencyRows::out_ids"][::core::mem::offset_of!(LowLatencyRows, out_ids) - 56usize];
+    ["Offset of field: LowLatencyRows::out_weights"][::core::mem::offset_of!(LowLatencyRows, out_weights) - 64usize];
+    ["Offset of field: LowLatencyRows::row_of"][::core::mem::offset_of!(LowLatencyRows, row_of) - 72usize];
+    ["Offset of field: LowLatencyRows::token_of"][::core::mem::offset_of!(LowLatencyRows, token_of) - 80usize];
+    ["Offset of field: LowLatencyRows::row_map"][::core::mem::offset_of!(LowLatencyRows, row_map) - 88usize];
+    ["Offset of field: LowLatencyRows::return_map"][::core::mem::offset_of!(LowLatencyRows, return_map) - 96usize];
+    ["Offset of field: LowLatencyRows::out_map"][::core::mem::offset_of!(LowLatencyRows, out_map) - 104usize];
 };
 #[repr(C)]
 #[derive(Debug, Copy, Clone, Default)]
-pub struct Rows {
+pub struct RowsOp {
     pub source: u64,
     pub map: u64,
     pub out: u64,
@@ -508,19 +508,19 @@ pub struct Rows {
 }
 #[allow(clippy::unnecessary_operation, clippy::identity_op)]
 const _: () = {
-    ["Size of Rows"][::core::mem::size_of::<Rows>() - 88usize];
-    ["Alignment of Rows"][::core::mem::align_of::<Rows>() - 8usize];
-    ["Offset of field: Rows::source"][::core::mem::offset_of!(Rows, source) - 0usize];
-    ["Offset of field: Rows::map"][::core::mem::offset_of!(Rows, map) - 8usize];
-    ["Offset of field: Rows::out"][::core::mem::offset_of!(Rows, out) - 16usize];
-    ["Offset of field: Rows::source_rows"][::core::mem::offset_of!(Rows, source_rows) - 24usize];
-    ["Offset of field: Rows::out_rows"][::core::mem::offset_of!(Rows, out_rows) - 32usize];
-    ["Offset of field: Rows::width"][::core::mem::offset_of!(Rows, width) - 40usize];
-    ["Offset of field: Rows::fan"][::core::mem::offset_of!(Rows, fan) - 48usize];
-    ["Offset of field: Rows::type_"][::core::mem::offset_of!(Rows, type_) - 56usize];
-    ["Offset of field: Rows::word"][::core::mem::offset_of!(Rows, word) - 64usize];
-    ["Offset of field: Rows::grad"][::core::mem::offset_of!(Rows, grad) - 72usize];
-    ["Offset of field: Rows::fault"][::core::mem::offset_of!(Rows, fault) - 80usize];
+    ["Size of RowsOp"][::core::mem::size_of::<RowsOp>() - 88usize];
+    ["Alignment of RowsOp"][::core::mem::align_of::<RowsOp>() - 8usize];
+    ["Offset of field: RowsOp::source"][::core::mem::offset_of!(RowsOp, source) - 0usize];
+    ["Offset of field: RowsOp::map"][::core::mem::offset_of!(RowsOp, map) - 8usize];
+    ["Offset of field: RowsOp::out"][::core::mem::offset_of!(RowsOp, out) - 16usize];
+    ["Offset of field: RowsOp::source_rows"][::core::mem::offset_of!(RowsOp, source_rows) - 24usize];
+    ["Offset of field: RowsOp::out_rows"][::core::mem::offset_of!(RowsOp, out_rows) - 32usize];
+    ["Offset of field: RowsOp::width"][::core::mem::offset_of!(RowsOp, width) - 40usize];
+    ["Offset of field: RowsOp::fan"][::core::mem::offset_of!(RowsOp, fan) - 48usize];
+    ["Offset of field: RowsOp::type_"][::core::mem::offset_of!(RowsOp, type_) - 56usize];
+    ["Offset of field: RowsOp::word"][::core::mem::offset_of!(RowsOp, word) - 64usize];
+    ["Offset of field: RowsOp::grad"][::core::mem::offset_of!(RowsOp, grad) - 72usize];
+    ["Offset of field: RowsOp::fault"][::core::mem::offset_of!(RowsOp, fault) - 80usize];
 };
 #[repr(C)]
 #[derive(Debug, Copy, Clone, Default)]
@@ -551,7 +551,7 @@ const _: () = {
 };
 #[repr(C)]
 #[derive(Debug, Copy, Clone, Default)]
-pub struct Shares {
+pub struct AddShares {
     pub own: u64,
     pub others: u64,
     pub main: u64,
@@ -564,17 +564,17 @@ pub struct Shares {
 }
 #[allow(clippy::unnecessary_operation, clippy::identity_op)]
 const _: () = {
-    ["Size of Shares"][::core::mem::size_of::<Shares>() - 72usize];
-    ["Alignment of Shares"][::core::mem::align_of::<Shares>() - 8usize];
-    ["Offset of field: Shares::own"][::core::mem::offset_of!(Shares, own) - 0usize];
-    ["Offset of field: Shares::others"][::core::mem::offset_of!(Shares, others) - 8usize];
-    ["Offset of field: Shares::main"][::core::mem::offset_of!(Shares, main) - 16usize];
-    ["Offset of field: Shares::count"][::core::mem::offset_of!(Shares, count) - 24usize];
-    ["Offset of field: Shares::parts"][::core::mem::offset_of!(Shares, parts) - 32usize];
-    ["Offset of field: Shares::rank"][::core::mem::offset_of!(Shares, rank) - 40usize];
-    ["Offset of field: Shares::wide"][::core::mem::offset_of!(Shares, wide) - 48usize];
-    ["Offset of field: Shares::first"][::core::mem::offset_of!(Shares, first) - 56usize];
-    ["Offset of field: Shares::scale"][::core::mem::offset_of!(Shares, scale) - 64usize];
+    ["Size of AddShares"][::core::mem::size_of::<AddShares>() - 72usize];
+    ["Alignment of AddShares"][::core::mem::align_of::<AddShares>() - 8usize];
+    ["Offset of field: AddShares::own"][::core::mem::offset_of!(AddShares, own) - 0usize];
+    ["Offset of field: AddShares::others"][::core::mem::offset_of!(AddShares, others) - 8usize];
+    ["Offset of field: AddShares::main"][::core::mem::offset_of!(AddShares, main) - 16usize];
+    ["Offset of field: AddShares::count"][::core::mem::offset_of!(AddShares, count) - 24usize];
+    ["Offset of field: AddShares::parts"][::core::mem::offset_of!(AddShares, parts) - 32usize];
+    ["Offset of field: AddShares::rank"][::core::mem::offset_of!(AddShares, rank) - 40usize];
+    ["Offset of field: AddShares::wide"][::core::mem::offset_of!(AddShares, wide) - 48usize];
+    ["Offset of field: AddShares::first"][::core::mem::offset_of!(AddShares, first) - 56usize];
+    ["Offset of field: AddShares::scale"][::core::mem::offset_of!(AddShares, scale) - 64usize];
 };
 #[repr(C)]
 #[derive(Debug, Copy, Clone, Default)]
@@ -657,7 +657,7 @@ pub const RANK_TOP2: GroupRank = 1;
 pub type GroupRank = i64;
 #[repr(C)]
 #[derive(Debug, Copy, Clone, Default)]
-pub struct Router {
+pub struct Routing {
     pub logits: u64,
     pub bias: u64,
     pub bias_type: i64,
@@ -691,42 +691,42 @@ pub struct Router {
 }
 #[allow(clippy::unnecessary_operation, clippy::identity_op)]
 const _: () = {
-    ["Size of Router"][::core::mem::size_of::<Router>() - 240usize];
-    ["Alignment of Router"][::core::mem::align_of::<Router>() - 8usize];
-    ["Offset of field: Router::logits"][::core::mem::offset_of!(Router, logits) - 0usize];
-    ["Offset of field: Router::bias"][::core::mem::offset_of!(Router, bias) - 8usize];
-    ["Offset of field: Router::bias_type"][::core::mem::offset_of!(Router, bias_type) - 16usize];
-    ["Offset of field: Router::ids"][::core::mem::offset_of!(Router, ids) - 24usize];
-    ["Offset of field: Router::weights"][::core::mem::offset_of!(Router, weights) - 32usize];
-    ["Offset of field: Router::d_weights"][::core::mem::offset_of!(Router, d_weights) - 40usize];
-    ["Offset of field: Router::d_logits"][::core::mem::offset_of!(Router, d_logits) - 48usize];
-    ["Offset of field: Router::scratch"][::core::mem::offset_of!(Router, scratch) - 56usize];
-    ["Offset of field: Router::tokens"][::core::mem::offset_of!(Router, tokens) - 64usize];
-    ["Offset of field: Router::experts"][::core::mem::offset_of!(Router, experts) - 72usize];
-    ["Offset of field: Router::top_k"][::core::mem::offset_of!(Router, top_k) - 80usize];
-    ["Offset of field: Router::score"][::core::mem::offset_of!(Router, score) - 88usize];
-    ["Offset of field: Router::epsilon"][::core::mem::offset_of!(Router, epsilon) - 96usize];
-    ["Offset of field: Router::groups"][::core::mem::offset_of!(Router, groups) - 104usize];
-    ["Offset of field: Router::keep"][::core::mem::offset_of!(Router, keep) - 112usize];
-    ["Offset of field: Router::rank_by"][::core::mem::offset_of!(Router, rank_by) - 120usize];
-    ["Offset of field: Router::renorm"][::core::mem::offset_of!(Router, renorm) - 128usize];
-    ["Offset of field: Router::p"][::core::mem::offset_of!(Router, p) - 136usize];
-    ["Offset of field: Router::norm_epsilon"][::core::mem::offset_of!(Router, norm_epsilon) - 144usize];
-    ["Offset of field: Router::floor"][::core::mem::offset_of!(Router, floor) - 152usize];
-    ["Offset of field: Router::scale"][::core::mem::offset_of!(Router, scale) - 160usize];
-    ["Offset of field: Router::jitter"][::core::mem::offset_of!(Router, jitter) - 168usize];
-    ["Offset of field: Router::key"][::core::mem::offset_of!(Router, key) - 176usize];
-    ["Offset of field: Router::first_token"][::core::mem::offset_of!(Router, first_token) - 184usize];
-    ["Offset of field: Router::aux_coef"][::core::mem::offset_of!(Router, aux_coef) - 192usize];
-    ["Offset of field: Router::sequence"][::core::mem::offset_of!(Router, sequence) - 200usize];
-    ["Offset of field: Router::aux_sigmoid"][::core::mem::offset_of!(Router, aux_sigmoid) - 208usize];
-    ["Offset of field: Router::aux_z"][::core::mem::offset_of!(Router, aux_z) - 216usize];
-    ["Offset of field: Router::fault"][::core::mem::offset_of!(Router, fault) - 224usize];
-    ["Offset of field: Router::origin"][::core::mem::offset_of!(Router, origin) - 232usize];
+    ["Size of Routing"][::core::mem::size_of::<Routing>() - 240usize];
+    ["Alignment of Routing"][::core::mem::align_of::<Routing>() - 8usize];
+    ["Offset of field: Routing::logits"][::core::mem::offset_of!(Routing, logits) - 0usize];
+    ["Offset of field: Routing::bias"][::core::mem::offset_of!(Routing, bias) - 8usize];
+    ["Offset of field: Routing::bias_type"][::core::mem::offset_of!(Routing, bias_type) - 16usize];
+    ["Offset of field: Routing::ids"][::core::mem::offset_of!(Routing, ids) - 24usize];
+    ["Offset of field: Routing::weights"][::core::mem::offset_of!(Routing, weights) - 32usize];
+    ["Offset of field: Routing::d_weights"][::core::mem::offset_of!(Routing, d_weights) - 40usize];
+    ["Offset of field: Routing::d_logits"][::core::mem::offset_of!(Routing, d_logits) - 48usize];
+    ["Offset of field: Routing::scratch"][::core::mem::offset_of!(Routing, scratch) - 56usize];
+    ["Offset of field: Routing::tokens"][::core::mem::offset_of!(Routing, tokens) - 64usize];
+    ["Offset of field: Routing::experts"][::core::mem::offset_of!(Routing, experts) - 72usize];
+    ["Offset of field: Routing::top_k"][::core::mem::offset_of!(Routing, top_k) - 80usize];
+    ["Offset of field: Routing::score"][::core::mem::offset_of!(Routing, score) - 88usize];
+    ["Offset of field: Routing::epsilon"][::core::mem::offset_of!(Routing, epsilon) - 96usize];
+    ["Offset of field: Routing::groups"][::core::mem::offset_of!(Routing, groups) - 104usize];
+    ["Offset of field: Routing::keep"][::core::mem::offset_of!(Routing, keep) - 112usize];
+    ["Offset of field: Routing::rank_by"][::core::mem::offset_of!(Routing, rank_by) - 120usize];
+    ["Offset of field: Routing::renorm"][::core::mem::offset_of!(Routing, renorm) - 128usize];
+    ["Offset of field: Routing::p"][::core::mem::offset_of!(Routing, p) - 136usize];
+    ["Offset of field: Routing::norm_epsilon"][::core::mem::offset_of!(Routing, norm_epsilon) - 144usize];
+    ["Offset of field: Routing::floor"][::core::mem::offset_of!(Routing, floor) - 152usize];
+    ["Offset of field: Routing::scale"][::core::mem::offset_of!(Routing, scale) - 160usize];
+    ["Offset of field: Routing::jitter"][::core::mem::offset_of!(Routing, jitter) - 168usize];
+    ["Offset of field: Routing::key"][::core::mem::offset_of!(Routing, key) - 176usize];
+    ["Offset of field: Routing::first_token"][::core::mem::offset_of!(Routing, first_token) - 184usize];
+    ["Offset of field: Routing::aux_coef"][::core::mem::offset_of!(Routing, aux_coef) - 192usize];
+    ["Offset of field: Routing::sequence"][::core::mem::offset_of!(Routing, sequence) - 200usize];
+    ["Offset of field: Routing::aux_sigmoid"][::core::mem::offset_of!(Routing, aux_sigmoid) - 208usize];
+    ["Offset of field: Routing::aux_z"][::core::mem::offset_of!(Routing, aux_z) - 216usize];
+    ["Offset of field: Routing::fault"][::core::mem::offset_of!(Routing, fault) - 224usize];
+    ["Offset of field: Routing::origin"][::core::mem::offset_of!(Routing, origin) - 232usize];
 };
 #[repr(C)]
 #[derive(Debug, Copy, Clone, Default)]
-pub struct Aux {
+pub struct AuxLoss {
     pub logits: u64,
     pub ids: u64,
     pub scores: u64,
@@ -754,36 +754,36 @@ pub struct Aux {
 }
 #[allow(clippy::unnecessary_operation, clippy::identity_op)]
 const _: () = {
-    ["Size of Aux"][::core::mem::size_of::<Aux>() - 192usize];
-    ["Alignment of Aux"][::core::mem::align_of::<Aux>() - 8usize];
-    ["Offset of field: Aux::logits"][::core::mem::offset_of!(Aux, logits) - 0usize];
-    ["Offset of field: Aux::ids"][::core::mem::offset_of!(Aux, ids) - 8usize];
-    ["Offset of field: Aux::scores"][::core::mem::offset_of!(Aux, scores) - 16usize];
-    ["Offset of field: Aux::picks"][::core::mem::offset_of!(Aux, picks) - 24usize];
-    ["Offset of field: Aux::z_terms"][::core::mem::offset_of!(Aux, z_terms) - 32usize];
-    ["Offset of field: Aux::partial"][::core::mem::offset_of!(Aux, partial) - 40usize];
-    ["Offset of field: Aux::totals"][::core::mem::offset_of!(Aux, totals) - 48usize];
-    ["Offset of field: Aux::out"][::core::mem::offset_of!(Aux, out) - 56usize];
-    ["Offset of field: Aux::sums"][::core::mem::offset_of!(Aux, sums) - 64usize];
-    ["Offset of field: Aux::coef"][::core::mem::offset_of!(Aux, coef) - 72usize];
-    ["Offset of field: Aux::z_coef"][::core::mem::offset_of!(Aux, z_coef) - 80usize];
-    ["Offset of field: Aux::tokens"][::core::mem::offset_of!(Aux, tokens) - 88usize];
-    ["Offset of field: Aux::experts"][::core::mem::offset_of!(Aux, experts) - 96usize];
-    ["Offset of field: Aux::top_k"][::core::mem::offset_of!(Aux, top_k) - 104usize];
-    ["Offset of field: Aux::sequence"][::core::mem::offset_of!(Aux, sequence) - 112usize];
-    ["Offset of field: Aux::sequences"][::core::mem::offset_of!(Aux, sequences) - 120usize];
-    ["Offset of field: Aux::chunks"][::core::mem::offset_of!(Aux, chunks) - 128usize];
-    ["Offset of field: Aux::by_sequence"][::core::mem::offset_of!(Aux, by_sequence) - 136usize];
-    ["Offset of field: Aux::hugging_face"][::core::mem::offset_of!(Aux, hugging_face) - 144usize];
-    ["Offset of field: Aux::sigmoids"][::core::mem::offset_of!(Aux, sigmoids) - 152usize];
-    ["Offset of field: Aux::balance"][::core::mem::offset_of!(Aux, balance) - 160usize];
-    ["Offset of field: Aux::z"][::core::mem::offset_of!(Aux, z) - 168usize];
-    ["Offset of field: Aux::d_loss"][::core::mem::offset_of!(Aux, d_loss) - 176usize];
-    ["Offset of field: Aux::fault"][::core::mem::offset_of!(Aux, fault) - 184usize];
+    ["Size of AuxLoss"][::core::mem::size_of::<AuxLoss>() - 192usize];
+    ["Alignment of AuxLoss"][::core::mem::align_of::<AuxLoss>() - 8usize];
+    ["Offset of field: AuxLoss::logits"][::core::mem::offset_of!(AuxLoss, logits) - 0usize];
+    ["Offset of field: AuxLoss::ids"][::core::mem::offset_of!(AuxLoss, ids) - 8usize];
+    ["Offset of field: AuxLoss::scores"][::core::mem::offset_of!(AuxLoss, scores) - 16usize];
+    ["Offset of field: AuxLoss::picks"][::core::mem::offset_of!(AuxLoss, picks) - 24usize];
+    ["Offset of field: AuxLoss::z_terms"][::core::mem::offset_of!(AuxLoss, z_terms) - 32usize];
+    ["Offset of field: AuxLoss::partial"][::core::mem::offset_of!(AuxLoss, partial) - 40usize];
+    ["Offset of field: AuxLoss::totals"][::core::mem::offset_of!(AuxLoss, totals) - 48usize];
+    ["Offset of field: AuxLoss::out"][::core::mem::offset_of!(AuxLoss, out) - 56usize];
+    ["Offset of field: AuxLoss::sums"][::core::mem::offset_of!(AuxLoss, sums) - 64usize];
+    ["Offset of field: AuxLoss::coef"][::core::mem::offset_of!(AuxLoss, coef) - 72usize];
+    ["Offset of field: AuxLoss::z_coef"][::core::mem::offset_of!(AuxLoss, z_coef) - 80usize];
+    ["Offset of field: AuxLoss::tokens"][::core::mem::offset_of!(AuxLoss, tokens) - 88usize];
+    ["Offset of field: AuxLoss::experts"][::core::mem::offset_of!(AuxLoss, experts) - 96usize];
+    ["Offset of field: AuxLoss::top_k"][::core::mem::offset_of!(AuxLoss, top_k) - 104usize];
+    ["Offset of field: AuxLoss::sequence"][::core::mem::offset_of!(AuxLoss, sequence) - 112usize];
+    ["Offset of field: AuxLoss::sequences"][::core::mem::offset_of!(AuxLoss, sequences) - 120usize];
+    ["Offset of field: AuxLoss::chunks"][::core::mem::offset_of!(AuxLoss, chunks) - 128usize];
+    ["Offset of field: AuxLoss::by_sequence"][::core::mem::offset_of!(AuxLoss, by_sequence) - 136usize];
+    ["Offset of field: AuxLoss::hugging_face"][::core::mem::offset_of!(AuxLoss, hugging_face) - 144usize];
+    ["Offset of field: AuxLoss::sigmoids"][::core::mem::offset_of!(AuxLoss, sigmoids) - 152usize];
+    ["Offset of field: AuxLoss::balance"][::core::mem::offset_of!(AuxLoss, balance) - 160usize];
+    ["Offset of field: AuxLoss::z"][::core::mem::offset_of!(AuxLoss, z) - 168usize];
+    ["Offset of field: AuxLoss::d_loss"][::core::mem::offset_of!(AuxLoss, d_loss) - 176usize];
+    ["Offset of field: AuxLoss::fault"][::core::mem::offset_of!(AuxLoss, fault) - 184usize];
 };
 #[repr(C)]
 #[derive(Debug, Copy, Clone, Default)]
-pub struct Keep {
+pub struct KeepSum {
     pub weights: u64,
     pub kept: u64,
     pub grad: u64,
@@ -793,18 +793,18 @@ pub struct Keep {
 }
 #[allow(clippy::unnecessary_operation, clippy::identity_op)]
 const _: () = {
-    ["Size of Keep"][::core::mem::size_of::<Keep>() - 48usize];
-    ["Alignment of Keep"][::core::mem::align_of::<Keep>() - 8usize];
-    ["Offset of field: Keep::weights"][::core::mem::offset_of!(Keep, weights) - 0usize];
-    ["Offset of field: Keep::kept"][::core::mem::offset_of!(Keep, kept) - 8usize];
-    ["Offset of field: Keep::grad"][::core::mem::offset_of!(Keep, grad) - 16usize];
-    ["Offset of field: Keep::out"][::core::mem::offset_of!(Keep, out) - 24usize];
-    ["Offset of field: Keep::tokens"][::core::mem::offset_of!(Keep, tokens) - 32usize];
-    ["Offset of field: Keep::top_k"][::core::mem::offset_of!(Keep, top_k) - 40usize];
+    ["Size of KeepSum"][::core::mem::size_of::<KeepSum>() - 48usize];
+    ["Alignment of KeepSum"][::core::mem::align_of::<KeepSum>() - 8usize];
+    ["Offset of field: KeepSum::weights"][::core::mem::offset_of!(KeepSum, weights) - 0usize];
+    ["Offset of field: KeepSum::kept"][::core::mem::offset_of!(KeepSum, kept) - 8usize];
+    ["Offset of field: KeepSum::grad"][::core::mem::offset_of!(KeepSum, grad) - 16usize];
+    ["Offset of field: KeepSum::out"][::core::mem::offset_of!(KeepSum, out) - 24usize];
+    ["Offset of field: KeepSum::tokens"][::core::mem::offset_of!(KeepSum, tokens) - 32usize];
+    ["Offset of field: KeepSum::top_k"][::core::mem::offset_of!(KeepSum, top_k) - 40usize];
 };
 #[repr(C)]
 #[derive(Debug, Copy, Clone, Default)]
-pub struct Strided {
+pub struct StridedMatrix {
     pub base: u64,
     pub rows: i64,
     pub columns: i64,
@@ -814,19 +814,19 @@ pub struct Strided {
 }
 #[allow(clippy::unnecessary_operation, clippy::identity_op)]
 const _: () = {
-    ["Size of Strided"][::core::mem::size_of::<Strided>() - 48usize];
-    ["Alignment of Strided"][::core::mem::align_of::<Strided>() - 8usize];
-    ["Offset of field: Strided::base"][::core::mem::offset_of!(Strided, base) - 0usize];
-    ["Offset of field: Strided::rows"][::core::mem::offset_of!(Strided, rows) - 8usize];
-    ["Offset of field: Strided::columns"][::core::mem::offset_of!(Strided, columns) - 16usize];
-    ["Offset of field: Strided::row_stride"][::core::mem::offset_of!(Strided, row_stride) - 24usize];
-    ["Offset of field: Strided::column_stride"][::core::mem::offset_of!(Strided, column_stride) - 32usize];
-    ["Offset of field: Strided::vector"][::core::mem::offset_of!(Strided, vector) - 40usize];
+    ["Size of StridedMatrix"][::core::mem::size_of::<StridedMatrix>() - 48usize];
+    ["Alignment of StridedMatrix"][::core::mem::align_of::<StridedMatrix>() - 8usize];
+    ["Offset of field: StridedMatrix::base"][::core::mem::offset_of!(StridedMatrix, base) - 0usize];
+    ["Offset of field: StridedMatrix::rows"][::core::mem::offset_of!(StridedMatrix, rows) - 8usize];
+    ["Offset of field: StridedMatrix::columns"][::core::mem::offset_of!(StridedMatrix, columns) - 16usize];
+    ["Offset of field: StridedMatrix::row_stride"][::core::mem::offset_of!(StridedMatrix, row_stride) - 24usize];
+    ["Offset of field: StridedMatrix::column_stride"][::core::mem::offset_of!(StridedMatrix, column_stride) - 32usize];
+    ["Offset of field: StridedMatrix::vector"][::core::mem::offset_of!(StridedMatrix, vector) - 40usize];
 };
 #[repr(C)]
 #[derive(Debug, Copy, Clone, Default)]
 pub struct AmaxJob {
-    pub matrix: Strided,
+    pub matrix: StridedMatrix,
     pub type_: i64,
     pub out: u64,
     pub other: u64,
@@ -859,7 +859,7 @@ const _: () = {
 #[repr(C)]
 #[derive(Debug, Copy, Clone, Default)]
 pub struct AmaxLines {
-    pub matrix: Strided,
+    pub matrix: StridedMatrix,
     pub type_: i64,
     pub out: u64,
     pub signs: i64,
@@ -899,7 +899,7 @@ const _: () = {
 #[repr(C)]
 #[derive(Debug, Copy, Clone, Default)]
 pub struct QuantCast {
-    pub matrix: Strided,
+    pub matrix: StridedMatrix,
     pub rows: QuantSide,
     pub columns: QuantSide,
     pub by_line: i64,
@@ -923,7 +923,7 @@ const _: () = {
 };
 #[repr(C)]
 #[derive(Debug, Copy, Clone, Default)]
-pub struct QuantBack {
+pub struct Dequantize {
     pub codes: u64,
     pub scales: u64,
     pub amax: u64,
@@ -939,38 +939,38 @@ pub struct QuantBack {
 }
 #[allow(clippy::unnecessary_operation, clippy::identity_op)]
 const _: () = {
-    ["Size of QuantBack"][::core::mem::size_of::<QuantBack>() - 96usize];
-    ["Alignment of QuantBack"][::core::mem::align_of::<QuantBack>() - 8usize];
-    ["Offset of field: QuantBack::codes"][::core::mem::offset_of!(QuantBack, codes) - 0usize];
-    ["Offset of field: QuantBack::scales"][::core::mem::offset_of!(QuantBack, scales) - 8usize];
-    ["Offset of field: QuantBack::amax"][::core::mem::offset_of!(QuantBack, amax) - 16usize];
-    ["Offset of field: QuantBack::out"][::core::mem::offset_of!(QuantBack, out) - 24usize];
-    ["Offset of field: QuantBack::out_type"][::core::mem::offset_of!(QuantBack, out_type) - 32usize];
-    ["Offset of field: QuantBack::lines"][::core::mem::offset_of!(QuantBack, lines) - 40usize];
-    ["Offset of field: QuantBack::len"][::core::mem::offset_of!(QuantBack, len) - 48usize];
-    ["Offset of field: QuantBack::code_bytes"][::core::mem::offset_of!(QuantBack, code_bytes) - 56usize];
-    ["Offset of field: QuantBack::blocks"][::core::mem::offset_of!(QuantBack, blocks) - 64usize];
-    ["Offset of field: QuantBack::by_line"][::core::mem::offset_of!(QuantBack, by_line) - 72usize];
-    ["Offset of field: QuantBack::modelopt"][::core::mem::offset_of!(QuantBack, modelopt) - 80usize];
-    ["Offset of field: QuantBack::first_block"][::core::mem::offset_of!(QuantBack, first_block) - 88usize];
+    ["Size of Dequantize"][::core::mem::size_of::<Dequantize>() - 96usize];
+    ["Alignment of Dequantize"][::core::mem::align_of::<Dequantize>() - 8usize];
+    ["Offset of field: Dequantize::codes"][::core::mem::offset_of!(Dequantize, codes) - 0usize];
+    ["Offset of field: Dequantize::scales"][::core::mem::offset_of!(Dequantize, scales) - 8usize];
+    ["Offset of field: Dequantize::amax"][::core::mem::offset_of!(Dequantize, amax) - 16usize];
+    ["Offset of field: Dequantize::out"][::core::mem::offset_of!(Dequantize, out) - 24usize];
+    ["Offset of field: Dequantize::out_type"][::core::mem::offset_of!(Dequantize, out_type) - 32usize];
+    ["Offset of field: Dequantize::lines"][::core::mem::offset_of!(Dequantize, lines) - 40usize];
+    ["Offset of field: Dequantize::len"][::core::mem::offset_of!(Dequantize, len) - 48usize];
+    ["Offset of field: Dequantize::code_bytes"][::core::mem::offset_of!(Dequantize, code_bytes) - 56usize];
+    ["Offset of field: Dequantize::blocks"][::core::mem::offset_of!(Dequantize, blocks) - 64usize];
+    ["Offset of field: Dequantize::by_line"][::core::mem::offset_of!(Dequantize, by_line) - 72usize];
+    ["Offset of field: Dequantize::modelopt"][::core::mem::offset_of!(Dequantize, modelopt) - 80usize];
+    ["Offset of field: Dequantize::first_block"][::core::mem::offset_of!(Dequantize, first_block) - 88usize];
 };
 pub const BACK_JOBS: usize = 40;
 #[repr(C)]
-#[derive(Debug, Copy, Clone)]
-pub struct QuantBacks {
-    pub jobs: [QuantBack; 40usize],
+#[derive(Debug, Copy, Clone, Default)]
+pub struct DequantizeJobs {
+    pub jobs: [Dequantize; 40usize],
     pub count: i64,
 }
 #[allow(clippy::unnecessary_operation, clippy::identity_op)]
 const _: () = {
-    ["Size of QuantBacks"][::core::mem::size_of::<QuantBacks>() - 3848usize];
-    ["Alignment of QuantBacks"][::core::mem::align_of::<QuantBacks>() - 8usize];
-    ["Offset of field: QuantBacks::jobs"][::core::mem::offset_of!(QuantBacks, jobs) - 0usize];
-    ["Offset of field: QuantBacks::count"][::core::mem::offset_of!(QuantBacks, count) - 3840usize];
+    ["Size of DequantizeJobs"][::core::mem::size_of::<DequantizeJobs>() - 3848usize];
+    ["Alignment of DequantizeJobs"][::core::mem::align_of::<DequantizeJobs>() - 8usize];
+    ["Offset of field: DequantizeJobs::jobs"][::core::mem::offset_of!(DequantizeJobs, jobs) - 0usize];
+    ["Offset of field: DequantizeJobs::count"][::core::mem::offset_of!(DequantizeJobs, count) - 3840usize];
 };
 #[repr(C)]
 #[derive(Debug, Copy, Clone, Default)]
-pub struct Reorder {
+pub struct SwizzleScales {
     pub scales: u64,
     pub out: u64,
     pub lines: i64,
@@ -979,13 +979,13 @@ pub struct Reorder {
 }
 #[allow(clippy::unnecessary_operation, clippy::identity_op)]
 const _: () = {
-    ["Size of Reorder"][::core::mem::size_of::<Reorder>() - 40usize];
-    ["Alignment of Reorder"][::core::mem::align_of::<Reorder>() - 8usize];
-    ["Offset of field: Reorder::scales"][::core::mem::offset_of!(Reorder, scales) - 0usize];
-    ["Offset of field: Reorder::out"][::core::mem::offset_of!(Reorder, out) - 8usize];
-    ["Offset of field: Reorder::lines"][::core::mem::offset_of!(Reorder, lines) - 16usize];
-    ["Offset of field: Reorder::blocks"][::core::mem::offset_of!(Reorder, blocks) - 24usize];
-    ["Offset of field: Reorder::back"][::core::mem::offset_of!(Reorder, back) - 32usize];
+    ["Size of SwizzleScales"][::core::mem::size_of::<SwizzleScales>() - 40usize];
+    ["Alignment of SwizzleScales"][::core::mem::align_of::<SwizzleScales>() - 8usize];
+    ["Offset of field: SwizzleScales::scales"][::core::mem::offset_of!(SwizzleScales, scales) - 0usize];
+    ["Offset of field: SwizzleScales::out"][::core::mem::offset_of!(SwizzleScales, out) - 8usize];
+    ["Offset of field: SwizzleScales::lines"][::core::mem::offset_of!(SwizzleScales, lines) - 16usize];
+    ["Offset of field: SwizzleScales::blocks"][::core::mem::offset_of!(SwizzleScales, blocks) - 24usize];
+    ["Offset of field: SwizzleScales::back"][::core::mem::offset_of!(SwizzleScales, back) - 32usize];
 };
 #[repr(C)]
 #[derive(Debug, Copy, Clone, Default)]
@@ -1027,10 +1027,10 @@ pub const BAD: RecordLayout = 4;
 pub const FIELD: RecordLayout = 9;
 pub const PENDING: RecordLayout = 23;
 pub type RecordLayout = ::core::ffi::c_int;
-pub const HEARD_FIRST_BAD: HeardLayout = 4;
-pub const HEARD_TICKET: HeardLayout = 5;
-pub const HEARD_WORDS: HeardLayout = 8;
-pub type HeardLayout = ::core::ffi::c_int;
-pub const HEARD_RECORDS: HeardKind = 1;
-pub const HEARD_CAPACITY: HeardKind = 2;
-pub type HeardKind = ::core::ffi::c_ulonglong;
+pub const ERRORS_FIRST_BAD: ErrorsLayout = 4;
+pub const ERRORS_TICKET: ErrorsLayout = 5;
+pub const ERRORS_WORDS: ErrorsLayout = 8;
+pub type ErrorsLayout = ::core::ffi::c_int;
+pub const ERRORS_RECORDS: ErrorsKind = 1;
+pub const ERRORS_CAPACITY: ErrorsKind = 2;
+pub type ErrorsKind = ::core::ffi::c_ulonglong;
