@@ -209,4 +209,4 @@ CASTS(f32, float)
 CAST_TILES(nvfp4_rows_tiled_bf16, bf16)
 CAST_TILES(nvfp4_rows_tiled_f16, f16)
 
-static_assert(sizeof(SharedStorage) == NVFP4_CAST_COLUMNS_SHARED && offsetof(SharedStorage, codes) == NVFP4_CAST_SHARED, "common/shapes.h has others");
+static_assert(sizeof(SharedStorage) == NVFP4_CAST_COLUMNS_SMEM && offsetof(SharedStorage, codes) == NVFP4_CAST_SMEM, "common/shapes.h has others");

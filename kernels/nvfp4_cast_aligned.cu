@@ -430,5 +430,5 @@ CAST(nvfp4_aligned_stochastic_f16, f16, STOCHASTIC)
 CAST(nvfp4_aligned_tiled_bf16, bf16, TILED)
 CAST(nvfp4_aligned_tiled_f16, f16, TILED)
 
-static_assert(sizeof(SharedStorage<3>) == NVFP4_PANELS_SHARED && sizeof(SharedStorage<2>) == NVFP4_PANELS_STOCHASTIC_SHARED, "common/shapes.h has others");
-static_assert(HIGH == NVFP4_PANELS_ROWS && SLABS * WIDE == NVFP4_PANELS_COLUMNS, "common/shapes.h has others");
+static_assert(sizeof(SharedStorage<3>) == NVFP4_ALIGNED_SMEM && sizeof(SharedStorage<2>) == NVFP4_ALIGNED_STOCHASTIC_SMEM, "common/shapes.h has others");
+static_assert(HIGH == NVFP4_ALIGNED_ROWS && SLABS * WIDE == NVFP4_ALIGNED_COLUMNS, "common/shapes.h has others");

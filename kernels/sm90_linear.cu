@@ -26,9 +26,9 @@ constexpr int SMEM_BYTES = 1024 + STAGES * STAGE_BYTES + 2 * STAGES * 8;
 constexpr int DX_PARTS = 4, DX_COLUMNS = DX_PARTS * 128, DX_EXPERTS = 128, DX_THREADS = 256, DX_TILES = 3, DX_TILE_BYTES = 64 * 256;
 constexpr int DX_WEIGHT_BYTES = DX_COLUMNS * DX_EXPERTS * 2;
 constexpr int DX_SMEM_BYTES = 1024 + DX_WEIGHT_BYTES + 2 * DX_TILES * DX_TILE_BYTES + (2 * DX_TILES + 1) * 8;
-static_assert(THREADS == HOPPER_LINEAR_THREADS && SMEM_BYTES == HOPPER_LINEAR_SHARED && BLOCK_K == HOPPER_LINEAR_TILE, "common/shapes.h has others");
-static_assert(DX_THREADS == HOPPER_LINEAR_DX_THREADS && DX_SMEM_BYTES == HOPPER_LINEAR_DX_SHARED, "common/shapes.h has others");
-static_assert(DX_COLUMNS == HOPPER_LINEAR_DX_COLUMNS && DX_EXPERTS == HOPPER_LINEAR_DX_EXPERTS, "common/shapes.h has others");
+static_assert(THREADS == SM90_LINEAR_THREADS && SMEM_BYTES == SM90_LINEAR_SMEM && BLOCK_K == SM90_LINEAR_TILE, "common/shapes.h has others");
+static_assert(DX_THREADS == SM90_LINEAR_DX_THREADS && DX_SMEM_BYTES == SM90_LINEAR_DX_SMEM, "common/shapes.h has others");
+static_assert(DX_COLUMNS == SM90_LINEAR_DX_COLUMNS && DX_EXPERTS == SM90_LINEAR_DX_EXPERTS, "common/shapes.h has others");
 
 template <int COUNT, int BYTES>
 struct Ring {

@@ -108,7 +108,7 @@ fn any_batch_gives_a_token_the_same_bits<D: Target>(device: &D) {
         let all: Vec<usize> = (0..TOKENS).collect();
         let even = vec![TOKENS / over.0; over.0];
         let expected = subject.run(&all, &even);
-        let mut check = |tokens: &[usize], random: &mut Random| {
+        let check = |tokens: &[usize], random: &mut Random| {
             let split = split(random, tokens.len(), over.0);
             for (found, token) in subject.run(tokens, &split).iter().zip(tokens) {
                 let (name, count) = (&subject.name, tokens.len());

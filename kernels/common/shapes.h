@@ -5,41 +5,41 @@
 
 // Portable products: on tensor cores (`tensor` in portable/gemm.cuh), multiply-add (`scalar` there), tf32 (linear.cuh). Tiles are
 // square.
-constexpr uint32_t TENSOR_TILE = 128, TENSOR_THREADS = 256, TENSOR_SHARED = 81920;
-constexpr uint32_t SCALAR_TILE = 64, SCALAR_THREADS = 256, SCALAR_SHARED = 17408;
-constexpr uint32_t TF32_TILE = 128, TF32_THREADS = 256, TF32_SHARED = 87552;
+constexpr uint32_t TENSOR_TILE = 128, TENSOR_THREADS = 256, TENSOR_SMEM = 81920;
+constexpr uint32_t SCALAR_TILE = 64, SCALAR_THREADS = 256, SCALAR_SMEM = 17408;
+constexpr uint32_t TF32_TILE = 128, TF32_THREADS = 256, TF32_SMEM = 87552;
 
 // Hopper's products over rows (sm90/grouped_gemm_mainloop.cuh): rows of a tile; columns of weights, of gate and up together, of others, and of
 // the wider tiles of long sums.
-constexpr uint32_t ROWS_TILE = 128, ROWS_THREADS = 384, ROWS_SHARED = 231616;
-constexpr uint32_t ROWS_UP_COLUMNS = 256, ROWS_COLUMNS = 192, ROWS_WIDE_COLUMNS = 256;
+constexpr uint32_t GROUPED_GEMM_TILE = 128, GROUPED_GEMM_THREADS = 384, GROUPED_GEMM_SMEM = 231616;
+constexpr uint32_t GROUPED_GEMM_UP_COLUMNS = 256, GROUPED_GEMM_COLUMNS = 192, GROUPED_GEMM_WIDE_COLUMNS = 256;
 
 // Hopper's weight gradients (sm90_wgrad.cu): columns of either side.
-constexpr uint32_t WGRAD_NARROW = 128, WGRAD_WIDE = 256, WGRAD_THREADS = 384, WGRAD_SHARED = 230464;
+constexpr uint32_t WGRAD_NARROW = 128, WGRAD_WIDE = 256, WGRAD_THREADS = 384, WGRAD_SMEM = 230464;
 
 // The router's products on Hopper (sm90_linear.cu): tokens or experts of a tile, columns of a tile of the weight's
 // gradient; of the tokens' gradient also the columns of the weight that a block keeps and the most experts.
-constexpr uint32_t HOPPER_LINEAR_TILE = 64, HOPPER_LINEAR_THREADS = 160, HOPPER_LINEAR_SHARED = 99424;
-constexpr uint32_t HOPPER_LINEAR_DW_COLUMNS = 128;
-constexpr uint32_t HOPPER_LINEAR_DX_TILE = 64, HOPPER_LINEAR_DX_THREADS = 256, HOPPER_LINEAR_DX_SHARED = 230456;
-constexpr uint32_t HOPPER_LINEAR_DX_COLUMNS = 512, HOPPER_LINEAR_DX_EXPERTS = 128;
+constexpr uint32_t SM90_LINEAR_TILE = 64, SM90_LINEAR_THREADS = 160, SM90_LINEAR_SMEM = 99424;
+constexpr uint32_t SM90_LINEAR_DW_COLUMNS = 128;
+constexpr uint32_t SM90_LINEAR_DX_TILE = 64, SM90_LINEAR_DX_THREADS = 256, SM90_LINEAR_DX_SMEM = 230456;
+constexpr uint32_t SM90_LINEAR_DX_COLUMNS = 512, SM90_LINEAR_DX_EXPERTS = 128;
 
 // Hopper's products of many rows with 4-bit weights (sm90/w4a16_pipeline.cuh): weight rows and rows of a tile.
-constexpr uint32_t W4_WEIGHTS = 128, W4_ROWS = 256, W4_THREADS = 512, W4_SHARED = 231040;
+constexpr uint32_t W4A16_WEIGHTS = 128, W4A16_ROWS = 256, W4A16_THREADS = 512, W4A16_SMEM = 231040;
 // Those of few rows (w4a16_decode.cu): columns of a weight in a step, those of a thread of a quad, weight rows of a warp.
 constexpr uint32_t DECODE_STEP = 256, DECODE_THREAD_STEP = 64, DECODE_WARP_COLUMNS = 32;
 
 // Casts to NVFP4: shared memory without and with columns (nvfp4_cast.cu), of whole panels to nearest and stochastically
 // (nvfp4_cast_aligned.cu), and rows and columns that a block of these takes.
-constexpr uint32_t NVFP4_CAST_SHARED = 35072, NVFP4_CAST_COLUMNS_SHARED = 46336;
-constexpr uint32_t NVFP4_PANELS_SHARED = 93264, NVFP4_PANELS_STOCHASTIC_SHARED = 74832;
-constexpr uint32_t NVFP4_PANELS_ROWS = 256, NVFP4_PANELS_COLUMNS = 512;
+constexpr uint32_t NVFP4_CAST_SMEM = 35072, NVFP4_CAST_COLUMNS_SMEM = 46336;
+constexpr uint32_t NVFP4_ALIGNED_SMEM = 93264, NVFP4_ALIGNED_STOCHASTIC_SMEM = 74832;
+constexpr uint32_t NVFP4_ALIGNED_ROWS = 256, NVFP4_ALIGNED_COLUMNS = 512;
 // Rows of a panel of any cast, and bytes of one (quant/quantize.cuh).
 constexpr uint32_t PANEL_ROWS = 128, PANEL_BYTES = 256;
 
 // Bytes of a matrix whose amax a block takes (quant_amax.cu); eights of elements that a block brings back to floating
 // point (dequantize.cu).
-constexpr uint32_t AMAX_SPAN = 1 << 17, BACK_SPAN = 2048;
+constexpr uint32_t AMAX_SPAN = 1 << 17, DEQUANTIZE_SPAN = 2048;
 
 // The router (router.cu): rows of E words that a warp works on; experts of which a warp holds a token's scores in
 // registers. Tokens that auxiliary sums take at a time, and threads of the block that adds them up (aux_loss.cu).

@@ -11,7 +11,7 @@ constexpr int LD_K = BLOCK_K + 8, LD_M = BLOCK_M + 4, LD_N = BLOCK_N + 8, LD_C =
 constexpr int A_BYTES = BLOCK_M * LD_K * 4 > BLOCK_K * LD_M * 4 ? BLOCK_M * LD_K * 4 : BLOCK_K * LD_M * 4, B_BYTES = BLOCK_K * LD_N * 2;
 constexpr int SMEM_BYTES = STAGES * (A_BYTES + B_BYTES);
 static_assert(SMEM_BYTES >= BLOCK_M * LD_C * 4, "room for the sums");
-static_assert(BLOCK_M == TF32_TILE && BLOCK_N == BLOCK_M && THREADS == TF32_THREADS && SMEM_BYTES == TF32_SHARED, "common/shapes.h has others");
+static_assert(BLOCK_M == TF32_TILE && BLOCK_N == BLOCK_M && THREADS == TF32_THREADS && SMEM_BYTES == TF32_SMEM, "common/shapes.h has others");
 
 // 16 bytes, or zeros.
 __device__ __forceinline__ void cp_async_or_zero(void* to, const void* from, bool valid) {

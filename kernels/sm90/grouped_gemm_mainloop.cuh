@@ -62,9 +62,9 @@ struct SmemLayout {
     static constexpr int WARP_BARRIER_OFFSET = BARRIER_OFFSET + 2 * STAGES * 8;  // barriers of each warp
     static constexpr int BYTES = WARP_BARRIER_OFFSET + (KIND == DOWN_BWD ? 8 * 3 * 8 : 0);
 };
-constexpr int SMEM_BYTES = ROWS_SHARED;
+constexpr int SMEM_BYTES = GROUPED_GEMM_SMEM;
 static_assert(SmemLayout<UP>::BYTES <= SMEM_BYTES && SmemLayout<DOWN + WIDE_TILE>::BYTES <= SMEM_BYTES && SmemLayout<DOWN_BWD>::BYTES <= SMEM_BYTES && SMEM_BYTES <= 232448, "a block has no more");
-static_assert(BLOCK_M == ROWS_TILE && THREADS == ROWS_THREADS && BLOCK_N<UP> == ROWS_UP_COLUMNS && BLOCK_N<DOWN> == ROWS_COLUMNS && BLOCK_N<DOWN_BWD> == ROWS_COLUMNS && BLOCK_N<DOWN + WIDE_TILE> == ROWS_WIDE_COLUMNS, "common/shapes.h has others");
+static_assert(BLOCK_M == GROUPED_GEMM_TILE && THREADS == GROUPED_GEMM_THREADS && BLOCK_N<UP> == GROUPED_GEMM_UP_COLUMNS && BLOCK_N<DOWN> == GROUPED_GEMM_COLUMNS && BLOCK_N<DOWN_BWD> == GROUPED_GEMM_COLUMNS && BLOCK_N<DOWN + WIDE_TILE> == GROUPED_GEMM_WIDE_COLUMNS, "common/shapes.h has others");
 
 // One tile: `rows` of group `group` from slot `slot` on, and the columns from `column` on.
 struct WorkTile {

@@ -138,11 +138,11 @@ impl<D: Kernels> RankExchange for Group<D> {
     }
 
     fn fetch(&mut self, owner: usize, own: &[u8], count: usize) -> Result<Vec<u8>> {
-        let (device, stream) = (self.device().clone(), self.stream().clone());
+        let device = self.device().clone();
         let (rank, ranks) = (Group::rank(self), Group::ranks(self));
         let mut send = Tensor::<D>::empty(&device, DType::U8, &[own.len()])?;
         if !own.is_empty() {
-            device.upload(&stream, own, send.view_mut())?;
+            device.upload(own, send.view_mut())?;
         }
         let (mut send_bytes, mut recv_bytes) = (vec![0; ranks], vec![0; ranks]);
         send_bytes[0] = own.len();
@@ -156,16 +156,16 @@ impl<D: Kernels> RankExchange for Group<D> {
             payload: DType::U8,
         };
         self.dispatcher().communicator().all_to_all_v(TAG, exchange)?;
-        if recv.bytes() == 0 { Ok(Vec::new()) } else { device.download(&stream, recv.view()) }
+        if recv.bytes() == 0 { Ok(Vec::new()) } else { device.download(recv.view()) }
     }
 
     fn gather(&mut self, number: u64) -> Result<Vec<u64>> {
-        let (device, stream) = (self.device().clone(), self.stream().clone());
+        let device = self.device().clone();
         let mut send = Tensor::<D>::empty(&device, DType::U8, &[8])?;
-        device.upload(&stream, &number.to_le_bytes(), send.view_mut())?;
+        device.upload(&number.to_le_bytes(), send.view_mut())?;
         let mut recv = Tensor::<D>::empty(&device, DType::U8, &[8 * Group::ranks(self)])?;
         self.dispatcher().communicator().all_gather(TAG, send.view(), recv.view_mut())?;
-        let bytes = device.download(&stream, recv.view())?;
+        let bytes = device.download(recv.view())?;
         Ok(bytes.chunks_exact(8).map(bytemuck::pod_read_unaligned).collect())
     }
 

@@ -9,49 +9,49 @@
 
 pub const TENSOR_TILE: u32 = 128;
 pub const TENSOR_THREADS: u32 = 256;
-pub const TENSOR_SHARED: u32 = 81920;
+pub const TENSOR_SMEM: u32 = 81920;
 pub const SCALAR_TILE: u32 = 64;
 pub const SCALAR_THREADS: u32 = 256;
-pub const SCALAR_SHARED: u32 = 17408;
+pub const SCALAR_SMEM: u32 = 17408;
 pub const TF32_TILE: u32 = 128;
 pub const TF32_THREADS: u32 = 256;
-pub const TF32_SHARED: u32 = 87552;
-pub const ROWS_TILE: u32 = 128;
-pub const ROWS_THREADS: u32 = 384;
-pub const ROWS_SHARED: u32 = 231616;
-pub const ROWS_UP_COLUMNS: u32 = 256;
-pub const ROWS_COLUMNS: u32 = 192;
-pub const ROWS_WIDE_COLUMNS: u32 = 256;
+pub const TF32_SMEM: u32 = 87552;
+pub const GROUPED_GEMM_TILE: u32 = 128;
+pub const GROUPED_GEMM_THREADS: u32 = 384;
+pub const GROUPED_GEMM_SMEM: u32 = 231616;
+pub const GROUPED_GEMM_UP_COLUMNS: u32 = 256;
+pub const GROUPED_GEMM_COLUMNS: u32 = 192;
+pub const GROUPED_GEMM_WIDE_COLUMNS: u32 = 256;
 pub const WGRAD_NARROW: u32 = 128;
 pub const WGRAD_WIDE: u32 = 256;
 pub const WGRAD_THREADS: u32 = 384;
-pub const WGRAD_SHARED: u32 = 230464;
-pub const HOPPER_LINEAR_TILE: u32 = 64;
-pub const HOPPER_LINEAR_THREADS: u32 = 160;
-pub const HOPPER_LINEAR_SHARED: u32 = 99424;
-pub const HOPPER_LINEAR_DW_COLUMNS: u32 = 128;
-pub const HOPPER_LINEAR_DX_TILE: u32 = 64;
-pub const HOPPER_LINEAR_DX_THREADS: u32 = 256;
-pub const HOPPER_LINEAR_DX_SHARED: u32 = 230456;
-pub const HOPPER_LINEAR_DX_COLUMNS: u32 = 512;
-pub const HOPPER_LINEAR_DX_EXPERTS: u32 = 128;
-pub const W4_WEIGHTS: u32 = 128;
-pub const W4_ROWS: u32 = 256;
-pub const W4_THREADS: u32 = 512;
-pub const W4_SHARED: u32 = 231040;
+pub const WGRAD_SMEM: u32 = 230464;
+pub const SM90_LINEAR_TILE: u32 = 64;
+pub const SM90_LINEAR_THREADS: u32 = 160;
+pub const SM90_LINEAR_SMEM: u32 = 99424;
+pub const SM90_LINEAR_DW_COLUMNS: u32 = 128;
+pub const SM90_LINEAR_DX_TILE: u32 = 64;
+pub const SM90_LINEAR_DX_THREADS: u32 = 256;
+pub const SM90_LINEAR_DX_SMEM: u32 = 230456;
+pub const SM90_LINEAR_DX_COLUMNS: u32 = 512;
+pub const SM90_LINEAR_DX_EXPERTS: u32 = 128;
+pub const W4A16_WEIGHTS: u32 = 128;
+pub const W4A16_ROWS: u32 = 256;
+pub const W4A16_THREADS: u32 = 512;
+pub const W4A16_SMEM: u32 = 231040;
 pub const DECODE_STEP: u32 = 256;
 pub const DECODE_THREAD_STEP: u32 = 64;
 pub const DECODE_WARP_COLUMNS: u32 = 32;
-pub const NVFP4_CAST_SHARED: u32 = 35072;
-pub const NVFP4_CAST_COLUMNS_SHARED: u32 = 46336;
-pub const NVFP4_PANELS_SHARED: u32 = 93264;
-pub const NVFP4_PANELS_STOCHASTIC_SHARED: u32 = 74832;
-pub const NVFP4_PANELS_ROWS: u32 = 256;
-pub const NVFP4_PANELS_COLUMNS: u32 = 512;
+pub const NVFP4_CAST_SMEM: u32 = 35072;
+pub const NVFP4_CAST_COLUMNS_SMEM: u32 = 46336;
+pub const NVFP4_ALIGNED_SMEM: u32 = 93264;
+pub const NVFP4_ALIGNED_STOCHASTIC_SMEM: u32 = 74832;
+pub const NVFP4_ALIGNED_ROWS: u32 = 256;
+pub const NVFP4_ALIGNED_COLUMNS: u32 = 512;
 pub const PANEL_ROWS: u32 = 128;
 pub const PANEL_BYTES: u32 = 256;
 pub const AMAX_SPAN: u32 = 131072;
-pub const BACK_SPAN: u32 = 2048;
+pub const DEQUANTIZE_SPAN: u32 = 2048;
 pub const ROUTER_WORK_ROWS: u32 = 6;
 pub const ROUTER_HELD_EXPERTS: u32 = 256;
 pub const AUX_CHUNK: u32 = 64;
@@ -956,7 +956,7 @@ const _: () = {
 };
 pub const BACK_JOBS: usize = 40;
 #[repr(C)]
-#[derive(Debug, Copy, Clone, Default)]
+#[derive(Debug, Copy, Clone)]
 pub struct DequantizeJobs {
     pub jobs: [Dequantize; 40usize],
     pub count: i64,

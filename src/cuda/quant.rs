@@ -21,13 +21,13 @@ const THREADS: u32 = 256;
 /// Bytes of a matrix that a block takes the maximum of (`kernels/quant_amax.cu`).
 const SPAN: usize = params::AMAX_SPAN as usize;
 /// Eights of elements that a block brings back to floating point (`kernels/dequantize.cu`).
-const BACK_EIGHTS: usize = params::BACK_SPAN as usize;
+const BACK_EIGHTS: usize = params::DEQUANTIZE_SPAN as usize;
 /// Rows of a panel, and bytes of one (`kernels/quant/quantize.cuh`).
 const PANEL: [usize; 2] = [params::PANEL_ROWS as usize, params::PANEL_BYTES as usize];
 /// Shared memory of the NVFP4 kernels, without and with columns (`kernels/nvfp4_cast.cu`).
-const CAST_SHARED: [u32; 2] = [params::NVFP4_CAST_SHARED, params::NVFP4_CAST_COLUMNS_SHARED];
+const CAST_SHARED: [u32; 2] = [params::NVFP4_CAST_SMEM, params::NVFP4_CAST_COLUMNS_SMEM];
 /// Rows and columns that a block takes of a matrix whose own are multiples of [`WHOLE`] (`kernels/nvfp4_cast_aligned.cu`).
-const BLOCK: [usize; 2] = [params::NVFP4_PANELS_ROWS as usize, params::NVFP4_PANELS_COLUMNS as usize];
+const BLOCK: [usize; 2] = [params::NVFP4_ALIGNED_ROWS as usize, params::NVFP4_ALIGNED_COLUMNS as usize];
 const WHOLE: usize = 128;
 
 /// A matrix as kernels take it.

@@ -31,9 +31,9 @@ impl Product {
     /// Columns of weights in a tile of a sum of `k` (`kernels/sm90/grouped_gemm_mainloop.cuh`).
     pub(super) fn columns(self, k: usize) -> usize {
         match self {
-            Self::Up => params::ROWS_UP_COLUMNS as usize,
-            _ if self.wide(k) => params::ROWS_WIDE_COLUMNS as usize,
-            _ => params::ROWS_COLUMNS as usize,
+            Self::Up => params::GROUPED_GEMM_UP_COLUMNS as usize,
+            _ if self.wide(k) => params::GROUPED_GEMM_WIDE_COLUMNS as usize,
+            _ => params::GROUPED_GEMM_COLUMNS as usize,
         }
     }
 

@@ -18,7 +18,7 @@ const THREAD_STEP: i64 = params::DECODE_THREAD_STEP as i64;
 /// Columns of a warp's tile there, of gate and up together.
 const WARP_COLUMNS: usize = params::DECODE_WARP_COLUMNS as usize;
 /// Rows of a tile of the kernels for many rows (`kernels/sm90_w4a16.cu`).
-const TILE_ROWS: u32 = params::W4_ROWS;
+const TILE_ROWS: u32 = params::W4A16_ROWS;
 
 /// Checked weights, as kernels take them.
 pub(super) struct QuantizedWeight {

@@ -312,7 +312,7 @@ fn on_ranks<T: Send>(ranks: usize, body: impl Fn(&mut moebius::ep::Group<moebius
         let spawn = |comm| {
             scope.spawn(|| {
                 let cpu = moebius::cpu::Cpu::new();
-                body(&mut Group::new(cpu, (), Box::new(comm), GroupConfig::new(8, 4)).unwrap())
+                body(&mut Group::new(cpu, Box::new(comm), GroupConfig::new(8, 4)).unwrap())
             })
         };
         let threads: Vec<_> = ThreadWorld::create(ranks, minute).into_iter().map(spawn).collect();

@@ -38,12 +38,12 @@ fn text<T>(result: Result<T, Error>) -> String {
 }
 
 /// What prepare, over a group of one rank, says of these ids, now or when it is asked.
-fn prepared<D: Kernels>(device: D, stream: D::Stream, ids: &[i64], spec: &DispatchSpec) -> String {
+fn prepared<D: Kernels>(device: D, ids: &[i64], spec: &DispatchSpec) -> String {
     let dims = [ids.len() / spec.top_k, spec.top_k];
-    let ids = Tensor::from_vec(ids.to_vec(), &dims).and_then(|ids| ids.to(&device, &stream)).expect("ids");
+    let ids = Tensor::from_vec(ids.to_vec(), &dims).and_then(|ids| ids.to(&device)).expect("ids");
     let config = GroupConfig { max_rows: 1 << 17, ..GroupConfig::new(8, dims[0]) };
     let solo = Box::new(Solo::new(device.clone()));
-    let mut group = Group::new(device, stream, solo, config).expect("a group");
+    let mut group = Group::new(device, solo, config).expect("a group");
     let prepared = group.dispatcher().prepare(ids.view(), None, spec).map(drop);
     text(prepared.and_then(|()| group.dispatcher().check()))
 }
@@ -51,7 +51,7 @@ fn prepared<D: Kernels>(device: D, stream: D::Stream, ids: &[i64], spec: &Dispat
 /// Whatever the host finds on the one, a kernel finds on the other.
 fn the_gpu_returns_the_errors_of_the_cpu(cuda: &Cuda) {
     let both = |ids: &[i64], spec: &DispatchSpec| {
-        let (gpu, cpu) = (prepared(cuda.clone(), cuda.stream(), ids, spec), prepared(Cpu::new(), (), ids, spec));
+        let (gpu, cpu) = (prepared(cuda.clone(), ids, spec), prepared(Cpu::new(), ids, spec));
         assert_eq!(gpu, cpu);
         cpu
     };
@@ -82,7 +82,7 @@ fn the_gpu_returns_the_errors_of_the_cpu(cuda: &Cuda) {
     let mut data = Data::new(&case).expect("inputs");
     let mut x = data.x.to_f64();
     (x[2 * 16], x[5 * 16]) = (f64::NAN, f64::NAN);
-    data.x = Cpu::new().write(&(), &x, DType::F32, &[6, 16]).expect("x");
+    data.x = Cpu::new().write(&x, DType::F32, &[6, 16]).expect("x");
     assert_eq!(text(on_gpu(&case, &data, cuda)), text(on_cpu(&case, &data)));
 }
 

@@ -37,7 +37,7 @@ fn prepared(config: &GroupConfig, spec: DispatchSpec) -> Vec<Result<usize>> {
             .into_iter()
             .map(|comm| {
                 threads.spawn(move || {
-                    let mut group = Group::new(Cpu::new(), (), Box::new(comm), config.clone())?;
+                    let mut group = Group::new(Cpu::new(), Box::new(comm), config.clone())?;
                     let ids = Tensor::from_vec(vec![0, 1, 2, 3, 4, 5], &[3, 2])?;
                     let handle = group.dispatcher().prepare(ids.view(), None, &spec)?;
                     Ok(handle.tokens())

@@ -5,7 +5,6 @@ use moebius::cpu::Cpu;
 use moebius::quant::*;
 use moebius::{DType, Tensor, TensorRef};
 use rand::Rng;
-use rand::rngs::StdRng;
 use rand_distr::StandardNormal;
 
 use super::devices::{Target, cases};
