@@ -17,7 +17,7 @@ use criterion::Criterion;
 use moebius::MoeConfig;
 use moebius::candle::{EpGroup, ExpertParallelMoE};
 use moebius::ep::GroupConfig;
-use moebius::layer::{Layer, Mode};
+use moebius::layer::Layer;
 
 use output::say;
 use pair::{Case, Subject, compare};
@@ -73,7 +73,7 @@ fn forward(c: &mut Criterion) -> Result<Option<String>> {
     let (moe, chain) = (layer(vb.pp("layer"))?, Chain::new(vb.pp("chain"))?);
     let x = Tensor::randn(0f32, 1.0, (TOKENS, HIDDEN), &Device::Cpu)?;
     let rows = Tensor::randn(0f32, 1.0, (TOKENS * TOP_K, HIDDEN), &Device::Cpu)?;
-    let mut ours = || drop(black_box(moe.forward_full(&x, Mode::default()).expect("a forward")));
+    let mut ours = || drop(black_box(moe.forward_full(&x, None).expect("a forward")));
     let mut theirs = || drop(black_box(chain.forward(&rows).expect("a forward")));
     Ok(compare(
         c,
@@ -90,7 +90,7 @@ fn forward_backward(c: &mut Criterion) -> Result<Option<String>> {
     let x = Var::randn(0f32, 1.0, (TOKENS, HIDDEN), &Device::Cpu)?;
     let rows = Var::randn(0f32, 1.0, (TOKENS * TOP_K, HIDDEN), &Device::Cpu)?;
     let mut ours = || {
-        let y = moe.forward_full(&x, Mode::default()).expect("a forward").y;
+        let y = moe.forward_full(&x, None).expect("a forward").y;
         drop(black_box(y.sum_all().and_then(|s| s.backward()).expect("gradients")));
     };
     let mut theirs = || {

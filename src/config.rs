@@ -1,5 +1,7 @@
 //! What a layer is: sizes, routing formula, activation. Plain values, checked once by [`MoeConfig::validate`].
 
+mod build;
+
 use serde::{Deserialize, Serialize};
 
 use crate::dtype::DType;

@@ -25,6 +25,8 @@ pub mod nccl;
 #[cfg(feature = "nccl-ep")]
 pub mod nccl_ep;
 
+#[cfg(any(feature = "candle", feature = "burn"))]
+mod adapter;
 mod aux_loss;
 mod device;
 mod dtype;

@@ -49,7 +49,13 @@ impl Setup {
     /// Runs a backward behind a forward.
     fn backward<R>(
         &mut self,
-        run: impl FnOnce(&Layer, &mut Group<Cpu>, moebius::layer::Context<Cpu>, (Inputs<'_, Cpu>, Cotangents<'_, Cpu>)) -> R,
+        run: impl FnOnce(
+            &Layer,
+            &mut Group<Cpu>,
+            moebius::layer::Context<Cpu>,
+            Inputs<'_, '_, Cpu>,
+            Cotangents<'_, Cpu>,
+        ) -> R,
     ) -> Result<R> {
         let views =
             ParamViews::collect(|role| Ok(self.params.iter().find(|(r, _)| *r == role).map(|(_, t)| t.view())))?;
@@ -58,7 +64,7 @@ impl Setup {
         let context = forward.context.expect("backward was asked for");
         let inputs = Inputs { x: self.x.view(), params: &params };
         let cotangents = Cotangents { y: Some(self.d_y.view()), aux: 0.0 };
-        Ok(run(&self.layer, &mut self.group, context, (inputs, cotangents)))
+        Ok(run(&self.layer, &mut self.group, context, inputs, cotangents))
     }
 }
 
@@ -73,15 +79,22 @@ fn forward_into_writes_the_bits_of_forward() -> Result<()> {
     let params = views.params();
     let owned = s.layer.forward(&mut s.group, Mode::default(), s.x.view(), &params)?;
     let mut y = poisoned(&[T, 12])?;
-    let made = s.layer.forward_into(&mut s.group, Mode::default(), (s.x.view(), &params), y.view_mut())?;
+    let made =
+        s.layer.forward_into(&mut s.group, Mode::default(), Inputs { x: s.x.view(), params: &params }, y.view_mut())?;
     assert_eq!(y.as_bytes(), owned.y.as_bytes());
     assert_eq!(made.routing.load.get()?, owned.routing.load.get()?);
     assert!(made.context.is_none());
     let mut short = poisoned(&[T - 1, 12])?;
-    let error = s.layer.forward_into(&mut s.group, Mode::default(), (s.x.view(), &params), short.view_mut());
+    let error = s.layer.forward_into(
+        &mut s.group,
+        Mode::default(),
+        Inputs { x: s.x.view(), params: &params },
+        short.view_mut(),
+    );
     assert!(matches!(error, Err(Error::Shape { ref tensor, .. }) if tensor == "y"), "{error:?}");
     let mut wide = Tensor::empty(&Cpu::new(), DType::F64, &[T, 12])?;
-    let error = s.layer.forward_into(&mut s.group, Mode::default(), (s.x.view(), &params), wide.view_mut());
+    let error =
+        s.layer.forward_into(&mut s.group, Mode::default(), Inputs { x: s.x.view(), params: &params }, wide.view_mut());
     assert!(matches!(error, Err(Error::DType { ref tensor, .. }) if tensor == "y"), "{error:?}");
     Ok(())
 }
@@ -89,7 +102,7 @@ fn forward_into_writes_the_bits_of_forward() -> Result<()> {
 #[test]
 fn backward_into_writes_what_it_is_given_room_for() -> Result<()> {
     let mut s = Setup::new()?;
-    let owned = s.backward(|l, g, c, (i, d)| l.backward(g, c, i, d, Wanted::ALL))??;
+    let owned = s.backward(|l, g, c, i, d| l.backward(g, c, i, d, Wanted::ALL))??;
     let of = |t: &Option<Tensor<Cpu>>| t.as_ref().map(|t| t.as_bytes().to_vec());
     let (mut x, mut router) = (poisoned(&[T, 12])?, poisoned(&[6, 12])?);
     let (mut up, mut up_bias) = (poisoned(&[6, 16, 12])?, poisoned(&[6, 16])?);
@@ -100,17 +113,17 @@ fn backward_into_writes_what_it_is_given_room_for() -> Result<()> {
         up_bias: Some(up_bias.view_mut()),
         ..GradientsMut::none()
     };
-    s.backward(|l, g, c, i| l.backward_into(g, c, i, into))??;
+    s.backward(|l, g, c, i, d| l.backward_into(g, c, i, d, into))??;
     let found = [&x, &router, &up, &up_bias].map(|t| Some(t.as_bytes().to_vec()));
     assert_eq!(found, [of(&owned.x), of(&owned.router), of(&owned.up), of(&owned.up_bias)]);
     // Room for nothing: everything still runs.
-    s.backward(|l, g, c, i| l.backward_into(g, c, i, GradientsMut::none()))?
+    s.backward(|l, g, c, i, d| l.backward_into(g, c, i, d, GradientsMut::none()))?
 }
 
 #[test]
 fn experts_gradients_are_added_where_asked() -> Result<()> {
     let mut s = Setup::new()?;
-    let owned = s.backward(|l, g, c, (i, d)| l.backward(g, c, i, d, Wanted::ALL))??;
+    let owned = s.backward(|l, g, c, i, d| l.backward(g, c, i, d, Wanted::ALL))??;
     let zeros = |dims: &[usize]| Tensor::zeros(&Cpu::new(), DType::F32, dims);
     // The router's is overwritten each time, also where NaN was.
     let (mut up, mut down, mut router) = (zeros(&[6, 16, 12])?, zeros(&[6, 12, 8])?, poisoned(&[6, 12])?);
@@ -122,7 +135,7 @@ fn experts_gradients_are_added_where_asked() -> Result<()> {
             accumulate: true,
             ..GradientsMut::none()
         };
-        s.backward(|l, g, c, i| l.backward_into(g, c, i, into))??;
+        s.backward(|l, g, c, i, d| l.backward_into(g, c, i, d, into))??;
     }
     let cpu = Cpu::new();
     for (found, once) in [(&up, &owned.up), (&down, &owned.down)] {
@@ -140,18 +153,18 @@ fn wrong_room_is_an_error_that_names_it() -> Result<()> {
     let mut s = Setup::new()?;
     let mut wrong = poisoned(&[6, 12, 16])?;
     let into = GradientsMut { up: Some(wrong.view_mut()), ..GradientsMut::none() };
-    let error = s.backward(|l, g, c, i| l.backward_into(g, c, i, into))?;
+    let error = s.backward(|l, g, c, i, d| l.backward_into(g, c, i, d, into))?;
     assert!(matches!(error, Err(Error::Shape { ref tensor, .. }) if tensor.contains("experts.up")), "{error:?}");
     let mut bias = poisoned(&[6, 16])?;
     let into = GradientsMut { up_bias: Some(bias.view_mut()), ..GradientsMut::none() };
-    let error = s.backward(|l, g, c, i| l.backward_into(g, c, i, into))?.err().map(|e| e.to_string());
+    let error = s.backward(|l, g, c, i, d| l.backward_into(g, c, i, d, into))?.err().map(|e| e.to_string());
     assert!(error.as_ref().is_some_and(|e| e.contains("a bias alone")), "{error:?}");
     let mut none = poisoned(&[8, 12])?;
     let into = GradientsMut { shared_up: Some(none.view_mut()), ..GradientsMut::none() };
-    let error = s.backward(|l, g, c, i| l.backward_into(g, c, i, into))?.err().map(|e| e.to_string());
+    let error = s.backward(|l, g, c, i, d| l.backward_into(g, c, i, d, into))?.err().map(|e| e.to_string());
     assert!(error.as_ref().is_some_and(|e| e.contains("shared.up")), "{error:?}");
     // The group works on.
-    s.backward(|l, g, c, i| l.backward_into(g, c, i, GradientsMut::none()))?
+    s.backward(|l, g, c, i, d| l.backward_into(g, c, i, d, GradientsMut::none()))?
 }
 
 /// The losses' sum and its gradient as tensors: the bits of the host's numbers, and nobody reads them.

@@ -33,8 +33,8 @@ pub fn run(workload: &Workload, gpu: &str) -> Result<()> {
     let leaf2 = |dims, scale| Param::from_tensor(Tensor::<B, 2>::from_inner(random::<2>(dims, scale)));
     let leaf3 = |dims, scale| Param::from_tensor(Tensor::<B, 3>::from_inner(random::<3>(dims, scale)));
     // Drawn on the GPU below: the configuration's own way goes expert by expert.
-    let small = ExpertParallelMoEConfig::new(h, i, e, k).with_initializer(burn::nn::Initializer::Zeros);
-    let mut moe: ExpertParallelMoE<B> = small.init(0, &group, &device)?;
+    let small = ExpertParallelMoEConfig::new(MoeConfig::new(h, i, e, k)).with_initializer(burn::nn::Initializer::Zeros);
+    let mut moe: ExpertParallelMoE<B> = small.init_on(&group, &device)?;
     moe.router.weight = leaf2([e, h], h);
     moe.experts.up = leaf3([e, 2 * i, h], h);
     moe.experts.down = leaf3([e, h, i], i);

@@ -72,7 +72,12 @@ impl Bench<'_> {
     fn forward(&mut self, set: usize, results: &mut Results) -> Result<()> {
         let x = self.sets[set].x.view();
         self.layer
-            .forward_into(&mut self.group, Mode::default(), (x, &self.params.params()), results.y.view_mut())
+            .forward_into(
+                &mut self.group,
+                Mode::default(),
+                Inputs { x, params: &self.params.params() },
+                results.y.view_mut(),
+            )
             .map(drop)
     }
 
@@ -80,12 +85,17 @@ impl Bench<'_> {
         let Set { x, d_y } = &self.sets[set];
         let params = self.params.params();
         let mode = Mode { backward: true, noise: None };
-        let made = self.layer.forward_into(&mut self.group, mode, (x.view(), &params), results.y.view_mut())?;
+        let made = self.layer.forward_into(
+            &mut self.group,
+            mode,
+            Inputs { x: x.view(), params: &params },
+            results.y.view_mut(),
+        )?;
         let Some(context) = made.context else { return Ok(()) };
         let inputs = Inputs { x: x.view(), params: &params };
         let cotangents = Cotangents { y: Some(d_y.view()), aux: 0.0 };
         let into = results.gradients(accumulate);
-        self.layer.backward_into(&mut self.group, context, (inputs, cotangents), into)
+        self.layer.backward_into(&mut self.group, context, inputs, cotangents, into)
     }
 
     /// Bytes of the weights of the experts that a set's tokens use.
@@ -94,7 +104,7 @@ impl Bench<'_> {
         let made = self.layer.forward_into(
             &mut self.group,
             Mode::default(),
-            (x, &self.params.params()),
+            Inputs { x, params: &self.params.params() },
             results.y.view_mut(),
         )?;
         let used = made.routing.load.get()?.tokens_per_expert.iter().filter(|n| **n > 0).count();

@@ -390,14 +390,14 @@ impl Bench {
             let params = views.params();
             let into = gradients(&mut d_x, &mut d_router, [d_up.view_mut(), d_down.view_mut()]);
             let inputs = Inputs { x: self.x.view(), params: &params };
-            return self.layer.backward_into(group, context, (inputs, cotangents), into);
+            return self.layer.backward_into(group, context, inputs, cotangents, into);
         }
         let (mut room_up, mut room_down) = (self.chain.gradient_buffer(up)?, self.chain.gradient_buffer(down)?);
         let sources = (self.chain.source(up)?, self.chain.source(down)?);
         let params = params(&views, &sources.0, &sources.1);
         let into = gradients(&mut d_x, &mut d_router, [room_up.view_mut()?, room_down.view_mut()?]);
         let inputs = Inputs { x: self.x.view(), params: &params };
-        self.layer.backward_into(group, context, (inputs, cotangents), into)?;
+        self.layer.backward_into(group, context, inputs, cotangents, into)?;
         self.chain.submit(room_down)?;
         self.chain.submit(room_up)
     }

@@ -120,11 +120,11 @@ fn measure(
 
     let mut step = |backward: bool| -> Result<()> {
         let mode = Mode { backward, noise: None };
-        let made = layer.forward_into(&mut group, mode, (x.view(), &params), y.view_mut())?;
+        let made = layer.forward_into(&mut group, mode, Inputs { x: x.view(), params: &params }, y.view_mut())?;
         let Some(context) = made.context else { return Ok(()) };
         let cotangents = Cotangents { y: Some(d_y.view()), aux: 0.0 };
         let into = gradients(&mut d_x, &mut d_router, [d_up.view_mut(), d_down.view_mut()]);
-        layer.backward_into(&mut group, context, (Inputs { x: x.view(), params: &params }, cotangents), into)
+        layer.backward_into(&mut group, context, Inputs { x: x.view(), params: &params }, cotangents, into)
     };
     let mut times: Times = Default::default();
     for backward in [false, true].into_iter().filter(|b| !b || dispatcher.decodes.is_none()) {

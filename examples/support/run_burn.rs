@@ -7,7 +7,6 @@ use burn::tensor::{DType, Tensor, TensorData};
 use moebius::burn::{DeviceGroup, EpGroup, ExpertParallelMoE, MoeBackend, NativeBackend};
 use moebius::checkpoint::Block;
 use moebius::comm::ThreadComm;
-use moebius::layer::Mode;
 
 use super::dense::Params;
 use super::job::{AnyError, Clock, Job, Outcome, RankOutcome, enter, on_threads, share};
@@ -58,7 +57,7 @@ fn step<Bk: MoeBackend + NativeBackend>(
     let (x, dy) = (rows(&job.x)?.require_grad(), rows(&job.dy)?);
     clock.lap("build");
     let sync = || Bk::sync(&device).map_err(|e| format!("{e:?}"));
-    let out = moe.forward_full(x.clone(), Mode::default())?;
+    let out = moe.forward_full(x.clone(), None)?;
     sync()?;
     clock.lap("forward");
     let gradients = (out.y.clone() * dy).sum().backward();

@@ -3,11 +3,10 @@
 use std::time::Duration;
 
 use candle_core::{DType, Device, Tensor, Var};
-use moebius::candle::{DeviceGroup, ExpertParallelMoE};
+use moebius::candle::{DeviceGroup, ExpertParallelMoE, Parameters};
 use moebius::checkpoint::Block;
 use moebius::comm::{Op, Tag};
 use moebius::ep::GroupConfig;
-use moebius::layer::Mode;
 
 use super::device::{Seat, seats};
 use super::job::{AnyError, Clock, Job, Outcome, RankOutcome, candle_dtype, join, on_ranks, share};
@@ -97,12 +96,12 @@ fn step(
     (block, group): (Block, DeviceGroup),
     mut clock: Clock,
 ) -> Result<RankOutcome, AnyError> {
-    let moe = ExpertParallelMoE::from_block(block, job.layer as u32, &group, true)?;
+    let moe = ExpertParallelMoE::from_block(block, job.layer as u32, &group, Parameters::Trainable)?;
     let dtype = candle_dtype(job.dtype)?;
     let own = |t: &Tensor| share(t, &job.split, rank, dtype)?.to_device(group.device());
     let (x, dy) = (Var::from_tensor(&own(&job.x)?)?, own(&job.dy)?);
     clock.lap("build");
-    let out = moe.forward_full(&x, Mode::default())?;
+    let out = moe.forward_full(&x, None)?;
     group.device().synchronize()?;
     clock.lap("forward");
     let grads = (&out.y * &dy)?.sum_all()?.backward()?;

@@ -15,7 +15,6 @@ use moebius::burn::{DeviceGroup, ExpertParallelMoE, ExpertParallelMoEConfig, Moe
 use moebius::comm::ThreadWorld;
 use moebius::cpu::Cpu;
 use moebius::ep::{EpGroup, Group};
-use moebius::layer::Mode;
 use moebius::metrics::Load;
 
 use crate::Failure;
@@ -68,7 +67,7 @@ impl<B: MoeBackend> Model<B> {
                 qkv: matrix(3 * h, h),
                 out: matrix(h, h),
                 moe_norm: vector(),
-                moe: config.init(number as u32, group, device)?,
+                moe: config.clone().with_number(Some(number as u32)).init_on(group, device)?,
             })
         };
         Ok(Self {
@@ -91,7 +90,7 @@ impl<B: MoeBackend> Model<B> {
         let (mut aux, mut load, mut ids) = (Tensor::zeros([1], &device), Vec::new(), Vec::new());
         for layer in &self.layers {
             x = x.clone() + layer.attention(settings, x, rows);
-            let out = layer.moe.forward_full(norm(x.clone(), &layer.moe_norm), Mode::default())?;
+            let out = layer.moe.forward_full(norm(x.clone(), &layer.moe_norm), None)?;
             x = x + out.y;
             aux = aux + out.aux;
             load.push(out.load);

@@ -8,7 +8,7 @@ use candle_nn::optim::{AdamW, Optimizer, ParamsAdamW};
 use candle_nn::{VarBuilder, VarMap};
 use moebius::candle::ExpertParallelMoE;
 use moebius::etp::{Payload, Phase};
-use moebius::layer::{Layer, Mode};
+use moebius::layer::Layer;
 
 use crate::Failure;
 use crate::clip::Gradients;
@@ -83,7 +83,7 @@ impl Rank {
     fn microbatch(&self, bytes: &[u8], rows: usize, seen: &mut Seen) -> Result<GradStore, Failure> {
         let mut forward = || -> Result<Loss, Failure> {
             Ok(self.model.loss(bytes, rows, |layer, x| {
-                let out = self.layers[layer].forward_full(x, Mode::default())?;
+                let out = self.layers[layer].forward_full(x, None)?;
                 for (sum, tokens) in seen.load[layer].iter_mut().zip(&out.load.get()?.tokens_per_expert) {
                     *sum += tokens;
                 }
@@ -91,7 +91,7 @@ impl Rank {
                     seen.tokens[layer].extend(x.to_device(&Device::Cpu)?.flatten_all()?.to_vec1::<f32>()?);
                 }
                 if let Some(ids) = &mut seen.ids {
-                    ids[layer].extend(out.ids.to_device(&Device::Cpu)?.to_dtype(DType::U32)?.to_vec2::<u32>()?);
+                    ids[layer].extend(out.ids.to_device(&Device::Cpu)?.to_vec2::<u32>()?);
                 }
                 Ok((out.y, out.aux))
             })?)

@@ -70,7 +70,7 @@ impl<D: ShardDevice> Sharded<D> {
     }
 }
 
-impl<D: Host + ShardDevice> Experts for Sharded<D> {
+impl<D: Host> Experts for Sharded<D> {
     fn cut(
         &mut self,
         param: &Param,
@@ -87,7 +87,7 @@ impl<D: Host + ShardDevice> Experts for Sharded<D> {
     }
 
     fn module(&self, layer: Layer, Parts { group, vb, payload }: Parts<'_>) -> Result<ExpertParallelMoE, Failure> {
-        Ok(ExpertParallelMoE::sharded(layer, group, vb, (&self.chain, payload))?)
+        Ok(ExpertParallelMoE::sharded(layer, group, &self.chain, payload, vb)?)
     }
 
     fn adopt(&mut self, layers: &[ExpertParallelMoE]) {

@@ -3,9 +3,8 @@
 use candle_core::{DType, Module, Tensor, Var};
 use candle_nn::kv_cache::ConcatKvCache;
 use candle_nn::{Embedding, Linear};
-use moebius::candle::{DeviceGroup, ExpertParallelMoE};
+use moebius::candle::{DeviceGroup, ExpertParallelMoE, Parameters};
 use moebius::checkpoint::{self, Checkpoint};
-use moebius::layer::Mode;
 
 use crate::attention::{Attention, Mask};
 use crate::blocks::{Mlp, Norm, linear};
@@ -46,7 +45,7 @@ impl FeedForward {
         at.inside = matches!(self, FeedForward::Experts(_));
         let y = match self {
             FeedForward::Dense(mlp) => mlp.forward(h)?,
-            FeedForward::Experts(moe) => moe.forward_full(h, Mode::default())?.y,
+            FeedForward::Experts(moe) => moe.forward_full(h, None)?.y,
         };
         *at = Progress { layers: at.layers + 1, inside: false };
         Ok(y)
@@ -254,7 +253,8 @@ impl DecoderLayer {
             let options =
                 checkpoint::LoadOptions { rank: group.rank(), ranks: group.ranks(), dtype: p.options().moe_dtype()? };
             let block = p.checkpoint().load_block(number, options)?;
-            let moe = ExpertParallelMoE::from_block(block, number as u32, group, p.trainable())?;
+            let trainable = if p.trainable() { Parameters::Trainable } else { Parameters::Frozen };
+            let moe = ExpertParallelMoE::from_block(block, number as u32, group, trainable)?;
             FeedForward::Experts(Box::new(moe))
         } else {
             FeedForward::Dense(Mlp::load(p, &format!("{prefix}.mlp"), hidden, config.intermediate_size)?)

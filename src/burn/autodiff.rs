@@ -21,26 +21,25 @@ use burn::tensor::ops::FloatTensor;
 
 use crate::ep::GroupConfig;
 use crate::error::{Error, Result};
-use crate::layer::{Context, ParamKind};
+use crate::layer::{Context, ParamKind, PerParam};
 
-use super::backend::{Call, MoeBackend, NativeBackend, Operands, Outputs, PerParam, RoutingData};
+use super::backend::{Call, LayerBackend, NativeBackend, NativeMemory, Operands, Outputs, RoutingData};
 use super::group::DeviceGroup;
-use super::run::{Tracked, run_backward, run_forward};
+use super::run::{Arrived, Tracked, run_backward, run_forward};
 
 const CALL: &str = "ExpertParallelMoE::backward";
 
 /// What passes between the three nodes of one forward.
 #[derive(Debug)]
-struct Pending<B: NativeBackend> {
+struct Pending<B: NativeMemory> {
     /// Taken by the first backward.
     context: Option<Context<B::Core>>,
-    dy: Option<FloatTensor<B>>,
-    d_aux: Option<FloatTensor<B>>,
+    arrived: Arrived<FloatTensor<B>>,
 }
 
 type Shared<B> = Arc<Mutex<Pending<B>>>;
 
-fn locked<B: NativeBackend>(pending: &Shared<B>) -> MutexGuard<'_, Pending<B>> {
+fn locked<B: NativeMemory>(pending: &Shared<B>) -> MutexGuard<'_, Pending<B>> {
     // Every holder leaves the fields whole, so a panic elsewhere does not matter.
     pending.lock().unwrap_or_else(PoisonError::into_inner)
 }
@@ -57,32 +56,32 @@ const PARENTS: usize = 1 + ParamKind::ALL.len();
 struct Run;
 
 #[derive(Debug, Clone)]
-struct RunState<B: NativeBackend> {
+struct RunState<B: NativeMemory> {
     call: Call,
     /// x lies with burn's checkpointer, which may recompute it.
     x: NodeId,
-    params: PerParam<FloatTensor<B>>,
+    params: PerParam<Option<FloatTensor<B>>>,
     pending: Shared<B>,
 }
 
-impl<B: NativeBackend> Backward<B, PARENTS> for Run {
+impl<B: NativeMemory> Backward<B, PARENTS> for Run {
     type State = RunState<B>;
 
     fn backward(self, ops: Ops<RunState<B>, PARENTS>, grads: &mut Gradients, checkpointer: &mut Checkpointer) {
         let RunState { call, x, params, pending } = ops.state;
         let x = B::contiguous(checkpointer.retrieve_node_output::<FloatTensor<B>>(x));
-        let (context, cotangents) = {
+        let (context, arrived) = {
             let mut pending = locked(&pending);
-            (pending.context.take(), (pending.dy.take(), pending.d_aux.take()))
+            (pending.context.take(), std::mem::take(&mut pending.arrived))
         };
         let Some(context) = context else { call.group.unwind(consumed(&call)) };
-        let tracked =
-            Tracked { x: ops.parents[0].is_some(), params: std::array::from_fn(|i| ops.parents[1 + i].is_some()) };
-        let cotangents = (cotangents.0.map(B::contiguous), cotangents.1.map(B::contiguous));
-        match run_backward::<B>(&call, &Operands { x, params }, context, cotangents, tracked) {
+        let params_tracked = PerParam::from_fn(|role| ops.parents[1 + role as usize].is_some());
+        let tracked = Tracked { x: ops.parents[0].is_some(), params: params_tracked };
+        let arrived = Arrived { dy: arrived.dy.map(B::contiguous), d_aux: arrived.d_aux.map(B::contiguous) };
+        match run_backward::<B>(&call, &Operands { x, params }, context, arrived, tracked) {
             Err(error) => call.group.unwind(error),
             Ok(gradients) => {
-                let gradients = std::iter::once(gradients.x).chain(gradients.params);
+                let gradients = std::iter::once(gradients.x).chain(gradients.params.into_iter().map(|(_, t)| t));
                 for (parent, gradient) in ops.parents.into_iter().zip(gradients) {
                     if let (Some(parent), Some(gradient)) = (parent, gradient) {
                         grads.register::<B>(parent.id, gradient);
@@ -101,12 +100,12 @@ enum Output {
 }
 
 #[derive(Debug, Clone)]
-struct OutputState<B: NativeBackend> {
+struct OutputState<B: NativeMemory> {
     call: Call,
     pending: Shared<B>,
 }
 
-impl<B: NativeBackend> Backward<B, 1> for Output {
+impl<B: NativeMemory> Backward<B, 1> for Output {
     type State = OutputState<B>;
 
     fn backward(self, ops: Ops<OutputState<B>, 1>, grads: &mut Gradients, _checkpointer: &mut Checkpointer) {
@@ -115,8 +114,8 @@ impl<B: NativeBackend> Backward<B, 1> for Output {
         let alive = {
             let mut pending = locked(&pending);
             match self {
-                Output::Y => pending.dy = Some(gradient),
-                Output::Aux => pending.d_aux = Some(gradient),
+                Output::Y => pending.arrived.dy = Some(gradient),
+                Output::Aux => pending.arrived.d_aux = Some(gradient),
             }
             pending.context.is_some()
         };
@@ -127,7 +126,7 @@ impl<B: NativeBackend> Backward<B, 1> for Output {
     }
 }
 
-impl<B: NativeBackend + MoeBackend, C: CheckpointStrategy> MoeBackend for Autodiff<B, C> {
+impl<B: NativeBackend, C: CheckpointStrategy> LayerBackend for Autodiff<B, C> {
     fn moe_forward(call: &Call, operands: Operands<FloatTensor<Self>>) -> Result<Outputs<Self>> {
         let device = B::float_device(&operands.x.primitive);
         // Stands for operands that the layer has not, so that the number of parents is fixed.
@@ -135,7 +134,7 @@ impl<B: NativeBackend + MoeBackend, C: CheckpointStrategy> MoeBackend for Autodi
         let absent = <Self as AutodiffBackend>::from_inner(zero);
         let nodes = std::array::from_fn(|i| match i {
             0 => operands.x.node.clone(),
-            _ => operands.params[i - 1].as_ref().unwrap_or(&absent).node.clone(),
+            _ => operands.params.get(ParamKind::ALL[i - 1]).unwrap_or(&absent).node.clone(),
         });
         let inner = |operands: Operands<FloatTensor<Self>>| operands.map(|t| B::contiguous(t.primitive));
 
@@ -151,11 +150,13 @@ impl<B: NativeBackend + MoeBackend, C: CheckpointStrategy> MoeBackend for Autodi
         let x = run.checkpoint(&operands.x);
         // At the end of any thread's backward burn forgets graphs of which no tensor is alive. Until `Run` is in the graph,
         // the operands may be all that keeps theirs.
-        let alive: Vec<_> =
-            std::iter::once(&operands.x).chain(operands.params.iter().flatten()).map(|t| t.rc.clone()).collect();
+        let alive: Vec<_> = std::iter::once(&operands.x)
+            .chain(operands.params.present().map(|(_, t)| t))
+            .map(|t| t.rc.clone())
+            .collect();
         let operands = inner(operands);
         let (out, context) = run_forward::<B>(call, &operands, true)?;
-        let pending = Arc::new(Mutex::new(Pending { context, dy: None, d_aux: None }));
+        let pending = Arc::new(Mutex::new(Pending { context, arrived: Arrived::default() }));
         let state = RunState { call: call.clone(), x, params: operands.params, pending: pending.clone() };
         let root = run.finish(state, absent.primitive);
         drop(alive);
@@ -181,7 +182,7 @@ impl<B: NativeBackend + MoeBackend, C: CheckpointStrategy> MoeBackend for Autodi
     }
 }
 
-fn detached<B: NativeBackend, C: CheckpointStrategy>(routing: RoutingData<B>) -> RoutingData<Autodiff<B, C>> {
+fn detached<B: NativeMemory, C: CheckpointStrategy>(routing: RoutingData<B>) -> RoutingData<Autodiff<B, C>> {
     RoutingData {
         logits: <Autodiff<B, C> as AutodiffBackend>::from_inner(routing.logits),
         ids: routing.ids,

@@ -12,7 +12,7 @@ use crate::dtype::DType;
 use crate::ep::GroupConfig;
 use crate::error::{Error, Result};
 use crate::kernels::Kernels;
-use crate::layer::{AuxValue, Layer, Mode, ParamKind};
+use crate::layer::{AuxValue, Layer, Noise, PerParam};
 use crate::lazy::Lazy;
 use crate::metrics::Load;
 use crate::tensor::{Tensor, TensorMut, TensorRef};
@@ -26,27 +26,40 @@ use super::group::DeviceGroup;
     note = "it runs on `Flex`, on `CubeBackend<CudaRuntime, ..>` (burn's `Cuda` without its `fusion` feature) where \
             moebius has its `burn-cuda` feature, and on `Autodiff` over either; `Fusion` and others are not supported"
 )]
-pub trait MoeBackend: Backend {
-    /// Forward over all ranks; keeps what backward needs where an operand tracks gradients.
-    ///
-    /// # Errors
-    /// As [`Layer::forward`]; a group of another device.
-    fn moe_forward(call: &Call, operands: Operands<FloatTensor<Self>>) -> Result<Outputs<Self>>;
+pub trait MoeBackend: LayerBackend {}
 
-    /// A group of one rank on a device.
-    ///
-    /// # Errors
-    /// No such device; what [`Group::new`](crate::ep::Group::new) finds.
-    fn group_of_one(config: GroupConfig, device: &Self::Device) -> Result<DeviceGroup>;
-}
+impl<B: LayerBackend> MoeBackend for B {}
 
-/// A back end whose tensors lie in memory of a device of the core, which works on them in place.
+/// A [`MoeBackend`] whose tensors lie in memory of a device of the core, which works on them in place: all but
+/// `Autodiff`, which goes over one of these.
 #[diagnostic::on_unimplemented(
     message = "moebius cannot work on tensors of the burn back end `{Self}` in place",
     note = "it works on those of `Flex` and, with the `burn-cuda` feature, of `CubeBackend<CudaRuntime, ..>`; \
             `Fusion`, nested `Autodiff` and other back ends are not supported"
 )]
-pub trait NativeBackend: Backend {
+pub trait NativeBackend: MoeBackend + NativeMemory {}
+
+impl<B: MoeBackend + NativeMemory> NativeBackend for B {}
+
+/// What the adapter asks of a [`MoeBackend`].
+#[diagnostic::on_unimplemented(
+    message = "moebius' layer does not run on the burn back end `{Self}`",
+    note = "see `moebius::burn::MoeBackend`"
+)]
+pub trait LayerBackend: Backend {
+    /// Forward over all ranks; keeps what backward needs where an operand tracks gradients.
+    fn moe_forward(call: &Call, operands: Operands<FloatTensor<Self>>) -> Result<Outputs<Self>>;
+
+    /// A group of one rank on a device.
+    fn group_of_one(config: GroupConfig, device: &Self::Device) -> Result<DeviceGroup>;
+}
+
+/// What the adapter asks of a [`NativeBackend`].
+#[diagnostic::on_unimplemented(
+    message = "moebius cannot work on tensors of the burn back end `{Self}` in place",
+    note = "see `moebius::burn::NativeBackend`"
+)]
+pub trait NativeMemory: Backend {
     /// The core's device.
     type Core: Kernels;
     /// Memory of the back end that the core fills.
@@ -55,46 +68,25 @@ pub trait NativeBackend: Backend {
     /// The tensor with its elements in row-major order: itself where they are so already, else a copy.
     fn contiguous(tensor: FloatTensor<Self>) -> FloatTensor<Self>;
 
-    /// Borrows a contiguous tensor.
-    ///
-    /// # Errors
-    /// Another device; an element type that the core has not.
+    /// Borrows a contiguous tensor; fails for another device, or an element type that the core has not.
     fn view<'a>(core: &Self::Core, tensor: Named<'a, FloatTensor<Self>>) -> Result<TensorRef<'a, Self::Core>>;
 
     /// Allocates a result where `beside` lies.
-    ///
-    /// # Errors
-    /// No memory.
     fn output(core: &Self::Core, beside: &FloatTensor<Self>, place: Place<'_>) -> Result<Self::Output>;
 
     /// Borrows a result to fill it.
-    ///
-    /// # Errors
-    /// None that the back end itself does not cause.
     fn view_mut(output: &mut Self::Output) -> Result<TensorMut<'_, Self::Core>>;
 
-    /// The result as a tensor.
-    ///
-    /// # Errors
-    /// A type that is not floating.
+    /// The result as a tensor; fails for a type that is not floating.
     fn float(output: Self::Output) -> Result<FloatTensor<Self>>;
 
-    /// The result as a tensor of integers.
-    ///
-    /// # Errors
-    /// A type that is no integer.
+    /// The result as a tensor of integers; fails for a type that is no integer.
     fn int(output: Self::Output) -> Result<IntTensor<Self>>;
 
     /// Puts the core's later work behind the back end's so far.
-    ///
-    /// # Errors
-    /// A device's error.
     fn begin(core: &Self::Core) -> Result<Waited>;
 
     /// Puts the back end's later work behind the core's so far.
-    ///
-    /// # Errors
-    /// A device's error.
     fn end(core: &Self::Core) -> Result<Waited>;
 }
 
@@ -123,8 +115,8 @@ pub struct Call {
     pub layer: Arc<Layer>,
     /// This rank's group.
     pub group: DeviceGroup,
-    /// What the call is for; `backward` is set by the back end.
-    pub mode: Mode,
+    /// Seed and step of the router's jitter, where it is to be applied.
+    pub noise: Option<Noise>,
 }
 
 /// Tensors of one call.
@@ -132,29 +124,17 @@ pub struct Call {
 pub struct Operands<T> {
     /// `[T, H]`.
     pub x: T,
-    /// A place for each of [`ParamKind::ALL`].
-    pub(super) params: PerParam<T>,
+    /// Those that the configuration has.
+    pub params: PerParam<Option<T>>,
 }
-
-pub(super) type PerParam<T> = [Option<T>; ParamKind::ALL.len()];
 
 impl<T> Operands<T> {
-    /// Asks for each role's tensor.
-    pub fn new(x: T, param: impl FnMut(ParamKind) -> Option<T>) -> Self {
-        Self { x, params: ParamKind::ALL.map(param) }
-    }
-
-    /// A parameter.
-    pub fn param(&self, role: ParamKind) -> Option<&T> {
-        self.params[role as usize].as_ref()
-    }
-
     pub(super) fn map<U>(self, mut f: impl FnMut(T) -> U) -> Operands<U> {
-        Operands { x: f(self.x), params: self.params.map(|t| t.map(&mut f)) }
+        Operands { x: f(self.x), params: self.params.map(|_, t| t.map(&mut f)) }
     }
 }
 
-/// Result of [`MoeBackend::moe_forward`].
+/// Result of [`LayerBackend::moe_forward`].
 #[derive(Debug)]
 pub struct Outputs<B: Backend> {
     /// `[T, H]`.

@@ -17,7 +17,7 @@ use crate::ep::{EpGroup, GroupConfig};
 use crate::error::{Error, Result};
 use crate::tensor::{TensorMut, TensorRef};
 
-use super::backend::{Call, MoeBackend, Named, NativeBackend, Operands, Outputs, Place, core_dtype};
+use super::backend::{Call, LayerBackend, Named, NativeMemory, Operands, Outputs, Place, core_dtype};
 use super::group::DeviceGroup;
 use super::run::run_forward;
 
@@ -65,7 +65,7 @@ fn address(name: &str, tensor: &Primitive, bytes: usize) -> Result<u64> {
     }
 }
 
-impl<F: FloatElement, I: IntElement, T: BoolElement> NativeBackend for CubeBackend<CudaRuntime, F, I, T> {
+impl<F: FloatElement, I: IntElement, T: BoolElement> NativeMemory for CubeBackend<CudaRuntime, F, I, T> {
     type Core = Cuda;
     type Output = CudaOutput;
 
@@ -127,7 +127,7 @@ impl<F: FloatElement, I: IntElement, T: BoolElement> NativeBackend for CubeBacke
     }
 }
 
-impl<F: FloatElement, I: IntElement, T: BoolElement> MoeBackend for CubeBackend<CudaRuntime, F, I, T> {
+impl<F: FloatElement, I: IntElement, T: BoolElement> LayerBackend for CubeBackend<CudaRuntime, F, I, T> {
     fn moe_forward(call: &Call, operands: Operands<Primitive>) -> Result<Outputs<Self>> {
         // Nothing tracks gradients here, so nothing is kept.
         Ok(run_forward::<Self>(call, &operands.map(Self::contiguous), false)?.0)

@@ -11,13 +11,13 @@ use crate::ep::{EpGroup, GroupConfig};
 use crate::error::{Error, Result};
 use crate::tensor::{Tensor, TensorMut, TensorRef};
 
-use super::backend::{Call, MoeBackend, Named, NativeBackend, Operands, Outputs, Place, core_dtype, data, float};
+use super::backend::{Call, LayerBackend, Named, NativeMemory, Operands, Outputs, Place, core_dtype, data, float};
 use super::group::DeviceGroup;
 use super::run::run_forward;
 
 const CALL: &str = "ExpertParallelMoE";
 
-impl NativeBackend for Flex {
+impl NativeMemory for Flex {
     type Core = Cpu;
     type Output = Tensor<Cpu>;
 
@@ -69,7 +69,7 @@ fn not_contiguous(name: &str) -> Error {
     Error::invalid(CALL, format!("tensor {name}"), "a contiguous tensor", "a strided one")
 }
 
-impl MoeBackend for Flex {
+impl LayerBackend for Flex {
     fn moe_forward(call: &Call, operands: Operands<FlexTensor>) -> Result<Outputs<Self>> {
         // Nothing tracks gradients here, so nothing is kept.
         Ok(run_forward::<Self>(call, &operands.map(Self::contiguous), false)?.0)

@@ -1,23 +1,22 @@
 //! A rank's group as a module holds it, whatever its device: burn's `Module` has no place for the device's type.
 
-use std::any::Any;
 use std::fmt::Debug;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use burn::tensor::backend::Backend;
 
-use crate::comm::{ReduceOp, Tag};
+use crate::adapter::{AnyGroup, Exchange, exchange};
 use crate::device::Waited;
 use crate::dtype::DType;
-use crate::ep::{EpGroup, GroupConfig};
+use crate::ep::{EpGroup, Group, GroupConfig};
 use crate::error::{Error, Result};
 use crate::kernels::Kernels;
 use crate::tensor::Tensor;
 
 use super::backend::MoeBackend;
 
-/// One rank's group, shared by its layers. An [`EpGroup`] of any device converts into it; [`on`](Self::on) gives it
+/// One rank's group, shared by its layers. A [`Group`] or [`EpGroup`] of any device converts into it; [`on`](Self::on) gives it
 /// back.
 #[derive(Debug, Clone)]
 pub struct DeviceGroup {
@@ -42,45 +41,46 @@ struct Counters {
 }
 
 impl DeviceGroup {
-    /// A group of one rank on `device` of a back end.
+    /// A group of one rank on `device` of a back end: of a layer's configuration (`&MoeConfig`) one for its experts,
+    /// which takes any number of tokens.
     ///
     /// # Errors
     /// No such device; what [`Group::new`](crate::ep::Group::new) finds.
-    pub fn single<B: MoeBackend>(config: GroupConfig, device: &B::Device) -> Result<Self> {
-        B::group_of_one(config, device)
+    pub fn single<B: MoeBackend>(config: impl Into<GroupConfig>, device: &B::Device) -> Result<Self> {
+        B::group_of_one(config.into(), device)
     }
 
     /// The group itself, if it works on a `D`: for collectives beside the layers' own.
     pub fn on<D: Kernels>(&self) -> Option<&EpGroup<D>> {
-        self.member.as_any().downcast_ref()
+        self.member.any().as_any().downcast_ref()
     }
 
     /// The group, or an error that says that it is no group of this back end's device.
     pub(super) fn expect<B: Backend, D: Kernels>(&self, call: &'static str, device: &B::Device) -> Result<&EpGroup<D>> {
         self.on().ok_or_else(|| {
             let expected = format!("one of the device of {} {device:?}", B::name(device));
-            Error::invalid(call, "group", expected, format!("one of {}", self.member.device()))
+            Error::invalid(call, "group", expected, format!("one of {}", self.member.any().device()))
         })
     }
 
     /// This rank.
     pub fn rank(&self) -> usize {
-        self.member.rank()
+        self.member.any().rank()
     }
 
     /// Number of ranks.
     pub fn ranks(&self) -> usize {
-        self.member.ranks()
+        self.member.any().ranks()
     }
 
     /// Experts of this rank, L = E / R.
     pub fn local_experts(&self) -> usize {
-        self.member.local_experts()
+        self.member.any().local_experts()
     }
 
     /// The error that unwound the last failed backward, if any; forgets it.
     pub fn take_failure(&self) -> Option<Error> {
-        self.member.take_failure()
+        self.member.any().take_failure()
     }
 
     /// Waits in calls of the layers that hold this value or a clone of it.
@@ -98,16 +98,16 @@ impl DeviceGroup {
     }
 
     pub(super) fn unwind(&self, error: Error) -> ! {
-        self.member.unwind(error)
+        self.member.any().unwind(error)
     }
 
-    pub(super) fn check_experts(&self, call: &'static str, found: usize) -> Result<()> {
-        self.member.check_experts(call, found)
+    pub(super) fn any(&self) -> &dyn AnyGroup {
+        self.member.any()
     }
 
     /// Runs a collective over a tensor of the host, in place.
-    pub(super) fn exchange(&self, exchange: Exchange, on: HostTensor<'_>) -> Result<()> {
-        self.member.exchange(exchange, on)
+    pub(super) fn exchange(&self, layer: u32, exchange: Exchange, on: HostTensor<'_>) -> Result<()> {
+        self.member.exchange(layer, exchange, on)
     }
 }
 
@@ -123,19 +123,16 @@ impl<D: Kernels> From<&EpGroup<D>> for DeviceGroup {
     }
 }
 
+impl<D: Kernels> From<Group<D>> for DeviceGroup {
+    fn from(group: Group<D>) -> Self {
+        EpGroup::new(group).into()
+    }
+}
+
 impl From<&DeviceGroup> for DeviceGroup {
     fn from(group: &DeviceGroup) -> Self {
         group.clone()
     }
-}
-
-/// A collective that the adapter runs itself.
-#[derive(Debug, Clone, Copy)]
-pub(super) enum Exchange {
-    /// Rank 0's values to all.
-    Broadcast(Tag),
-    /// The sum over the ranks.
-    Sum(Tag),
 }
 
 /// A tensor of the host.
@@ -148,74 +145,23 @@ pub(super) struct HostTensor<'a> {
 
 /// What a module asks of its group, whatever its device.
 trait Member: Debug + Send + Sync {
-    fn as_any(&self) -> &dyn Any;
-    fn device(&self) -> String;
-    fn rank(&self) -> usize;
-    fn ranks(&self) -> usize;
-    fn local_experts(&self) -> usize;
-    fn take_failure(&self) -> Option<Error>;
-    fn unwind(&self, error: Error) -> !;
-    fn check_experts(&self, call: &'static str, found: usize) -> Result<()>;
-    fn exchange(&self, exchange: Exchange, on: HostTensor<'_>) -> Result<()>;
+    fn any(&self) -> &dyn AnyGroup;
+    fn exchange(&self, layer: u32, exchange: Exchange, on: HostTensor<'_>) -> Result<()>;
 }
 
 impl<D: Kernels> Member for EpGroup<D> {
-    fn as_any(&self) -> &dyn Any {
+    fn any(&self) -> &dyn AnyGroup {
         self
     }
 
-    fn device(&self) -> String {
-        format!("{:?}", self.lock().device())
-    }
-
-    fn rank(&self) -> usize {
-        self.rank()
-    }
-
-    fn ranks(&self) -> usize {
-        self.ranks()
-    }
-
-    fn local_experts(&self) -> usize {
-        self.local_experts()
-    }
-
-    fn take_failure(&self) -> Option<Error> {
-        self.take_failure()
-    }
-
-    fn unwind(&self, error: Error) -> ! {
-        self.unwind(error)
-    }
-
-    fn check_experts(&self, call: &'static str, found: usize) -> Result<()> {
-        self.check_experts(call, found)
-    }
-
-    fn exchange(&self, exchange: Exchange, on: HostTensor<'_>) -> Result<()> {
-        let mut group = self.lock();
-        let device = group.device().clone();
-        let sent = || {
-            let mut values = Tensor::empty(&device, on.dtype, on.dims)?;
-            device.upload(on.bytes, values.view_mut())?;
+    fn exchange(&self, layer: u32, what: Exchange, HostTensor { bytes, dtype, dims }: HostTensor<'_>) -> Result<()> {
+        let made = exchange(self, layer, what, |device| {
+            let mut values = Tensor::empty(device, dtype, dims)?;
+            device.upload(bytes, values.view_mut())?;
             Ok(values)
-        };
-        let sent: Result<_> = sent();
-        let comm = group.dispatcher().communicator();
-        let (Exchange::Broadcast(tag) | Exchange::Sum(tag)) = exchange;
-        let mut values = match sent {
-            Ok(values) => values,
-            Err(error) => {
-                // The other ranks are told: they are in the collective.
-                let _ = comm.refuse(tag, &error.to_string());
-                return Err(error);
-            }
-        };
-        match exchange {
-            Exchange::Broadcast(tag) => comm.broadcast(tag, 0, values.view_mut())?,
-            Exchange::Sum(tag) => comm.all_reduce(tag, ReduceOp::Sum, values.view_mut())?,
-        }
-        on.bytes.copy_from_slice(&device.download(values.view())?);
+        })?;
+        let device = self.lock().device().clone();
+        bytes.copy_from_slice(&device.download(made.view())?);
         Ok(())
     }
 }

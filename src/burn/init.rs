@@ -1,6 +1,6 @@
 //! Where a module's parameters come from: drawn, or a checkpoint; and the way back.
 
-use std::path::Path;
+use std::fmt;
 use std::sync::Arc;
 
 use burn::module::{Param, ParamId};
@@ -8,77 +8,118 @@ use burn::tensor::backend::Backend;
 use burn::tensor::ops::FloatTensor;
 use burn::tensor::{Shape, Tensor, TensorData, TensorMetadata, TensorPrimitive};
 
-use crate::checkpoint::{Block, Checkpoint, LoadOptions, assemble as assemble_block};
-use crate::comm::{Op, Tag};
+use crate::adapter::Exchange;
+use crate::checkpoint::{Block, Checkpoint, LoadOptions, Progress, assemble as assemble_block};
 use crate::config::MoeConfig;
 use crate::cpu::Cpu;
+use crate::dtype::DType;
 use crate::error::{Error, Result};
-use crate::layer::{Layer, ParamKind};
+use crate::layer::{Layer, ParamKind, PerParam};
 use crate::tensor;
 
-use super::backend::{PerParam, core_dtype, float};
+use super::backend::{MoeBackend, core_dtype, float};
 use super::config::ExpertParallelMoEConfig;
-use super::group::{DeviceGroup, Exchange, HostTensor};
+use super::group::{DeviceGroup, HostTensor};
 use super::module::{ExpertParallelMoE, Experts, Router, SharedExpert};
 
 const INIT: &str = "ExpertParallelMoEConfig::init";
 const FROM_BLOCK: &str = "ExpertParallelMoE::from_block";
 
 impl ExpertParallelMoEConfig {
-    /// A module with new parameters. A collective of all ranks: rank 0 draws router, shared expert and all E experts
-    /// from its back end's generator and sends them, so the ranks agree on what they share, and the same
-    /// [`Backend::seed`] gives the same model whatever the number of ranks.
+    /// A module of one rank with new parameters, drawn from the back end's generator; any number of tokens a call. For
+    /// several ranks, and for layers that share a workspace on a GPU, see [`init_on`](Self::init_on).
     ///
-    /// `number` names the layer in tags and errors: the same on all ranks, another for each layer of a model.
+    /// # Errors
+    /// What [`MoeConfig::validate`] finds; no such device.
+    pub fn init<B: MoeBackend>(&self, device: &B::Device) -> Result<ExpertParallelMoE<B>> {
+        self.init_on(DeviceGroup::single::<B>(&self.moe, device)?, device)
+    }
+
+    /// A module of a group with new parameters. A collective of all ranks: rank 0 draws router, shared expert and all E
+    /// experts from its back end's generator and sends them, so the ranks agree on what they share, and the same
+    /// [`Backend::seed`] gives the same model whatever the number of ranks.
     ///
     /// # Errors
     /// What [`MoeConfig::validate`] finds; another number of experts than the group's; a communicator's error.
-    pub fn init<B: Backend>(
+    pub fn init_on<B: Backend>(
         &self,
-        number: u32,
         group: impl Into<DeviceGroup>,
         device: &B::Device,
     ) -> Result<ExpertParallelMoE<B>> {
         let group = group.into();
-        group.check_experts(INIT, self.num_experts)?;
-        let layer = Layer::new(MoeConfig::from(self), number)?;
+        let number = group.any().number_layer(self.number);
+        group.any().check_experts(INIT, self.moe.router.num_experts)?;
+        let layer = Layer::new(self.moe.clone(), number)?;
         assemble(&mut Draw::<B> { config: self, number, group: &group, device }, layer, &group)
+    }
+}
+
+/// How [`ExpertParallelMoE::from_checkpoint`] loads; the default: in the types that are stored.
+#[derive(Default)]
+pub struct LoadAs<'a> {
+    dtype: Option<DType>,
+    progress: Option<&'a mut dyn FnMut(Progress<'_>)>,
+}
+
+impl fmt::Debug for LoadAs<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("LoadAs").field("dtype", &self.dtype).finish_non_exhaustive()
+    }
+}
+
+impl<'a> LoadAs<'a> {
+    /// In this floating type, as [`LoadOptions::dtype`] says.
+    pub fn dtype(self, dtype: DType) -> Self {
+        Self { dtype: Some(dtype), ..self }
+    }
+
+    /// Tells after each tensor how far it has come.
+    pub fn progress(self, progress: &'a mut dyn FnMut(Progress<'_>)) -> Self {
+        Self { progress: Some(progress), ..self }
     }
 }
 
 impl<B: Backend> ExpertParallelMoE<B> {
     /// A module with the parameters of a checkpoint's block, in their types; trainable but for the selection bias
-    /// ([`no_grad`](burn::module::Module::no_grad) freezes it). `number` as in
-    /// [`init`](ExpertParallelMoEConfig::init).
+    /// ([`no_grad`](burn::module::Module::no_grad) freezes it). `number` names the layer as
+    /// [`ExpertParallelMoEConfig::number`] does.
     ///
     /// # Errors
     /// What [`MoeConfig::validate`] finds; another number of experts than the group's; missing, extra or mis-shaped
     /// parameters.
-    pub fn from_block(block: Block, number: u32, group: impl Into<DeviceGroup>, device: &B::Device) -> Result<Self> {
-        let group = group.into();
-        group.check_experts(FROM_BLOCK, block.config.router.num_experts)?;
-        let layer = Layer::new(block.config.clone(), number)?;
-        block.check(FROM_BLOCK, group.local_experts())?;
-        let mut source = Loaded::<B> { params: ParamKind::ALL.map(|_| None), device };
-        for (role, tensor) in block.params.into_params() {
-            source.params[role as usize] = Some(tensor);
-        }
-        assemble(&mut source, layer, &group)
-    }
-
-    /// From layer `layer` of a checkpoint folder: reads this rank's experts only.
-    ///
-    /// # Errors
-    /// What [`Checkpoint::open`], [`Checkpoint::load_block`] and [`from_block`](Self::from_block) find.
-    pub fn from_checkpoint(
-        dir: impl AsRef<Path>,
-        layer: usize,
+    pub fn from_block(
+        block: Block,
+        number: impl Into<Option<u32>>,
         group: impl Into<DeviceGroup>,
         device: &B::Device,
     ) -> Result<Self> {
         let group = group.into();
-        let options = LoadOptions { rank: group.rank(), ranks: group.ranks(), dtype: None };
-        Self::from_block(Checkpoint::open(dir)?.load_block(layer, options)?, layer as u32, group, device)
+        let number = group.any().number_layer(number.into());
+        group.any().check_experts(FROM_BLOCK, block.config.router.num_experts)?;
+        let layer = Layer::new(block.config.clone(), number)?;
+        block.check(FROM_BLOCK, group.local_experts())?;
+        let params = block.params.into_params().collect();
+        assemble(&mut Loaded::<B> { params, device }, layer, &group)
+    }
+
+    /// From layer `layer` of an opened checkpoint, which is the layer's number too: reads this rank's experts only.
+    ///
+    /// # Errors
+    /// What [`Checkpoint::load_block`] and [`from_block`](Self::from_block) find.
+    pub fn from_checkpoint(
+        checkpoint: &Checkpoint,
+        layer: usize,
+        group: impl Into<DeviceGroup>,
+        load: LoadAs<'_>,
+        device: &B::Device,
+    ) -> Result<Self> {
+        let group = group.into();
+        let options = LoadOptions { rank: group.rank(), ranks: group.ranks(), dtype: load.dtype };
+        let block = match load.progress {
+            Some(progress) => checkpoint.load_block_with(layer, options, progress),
+            None => checkpoint.load_block(layer, options),
+        };
+        Self::from_block(block?, layer as u32, group, device)
     }
 }
 
@@ -164,13 +205,13 @@ impl<B: Backend, S: Source<B>> Parts<'_, B, S> {
 
 /// Parameters of a block.
 struct Loaded<'a, B: Backend> {
-    params: PerParam<tensor::Tensor<Cpu>>,
+    params: PerParam<Option<tensor::Tensor<Cpu>>>,
     device: &'a B::Device,
 }
 
 impl<B: Backend> Source<B> for Loaded<'_, B> {
     fn load(&mut self, role: ParamKind, dims: &[usize]) -> Result<FloatTensor<B>> {
-        let Some(tensor) = self.params[role as usize].take() else {
+        let Some(tensor) = self.params[role].take() else {
             return Err(Error::invalid(FROM_BLOCK, format!("tensor {}", role.name()), format!("{dims:?}"), "none"));
         };
         float::<B>(tensor, self.device)
@@ -193,7 +234,7 @@ impl<B: Backend> Source<B> for Draw<'_, B> {
                 let first = self.group.rank() * local;
                 let mut own = Vec::with_capacity(local);
                 // One expert travels at a time, so that no rank holds them all.
-                for expert in 0..self.config.num_experts {
+                for expert in 0..self.config.moe.router.num_experts {
                     let weight = self.matrix([rows, columns])?;
                     if (first..first + local).contains(&expert) {
                         own.push(weight);
@@ -222,9 +263,8 @@ impl<B: Backend> Draw<'_, B> {
         }
         let mut data: TensorData = weight.into_data();
         let dtype = core_dtype(INIT, "weight", data.dtype)?;
-        let tag = Tag { layer: self.number, op: Op::Weights, sequence: 0 };
         let on = HostTensor { bytes: &mut data.bytes[..], dtype, dims: &[rows, columns] };
-        self.group.exchange(Exchange::Broadcast(tag), on)?;
+        self.group.exchange(self.number, Exchange::Weights, on)?;
         let dtype = data.dtype;
         Ok(Tensor::from_data(data, (self.device, dtype)))
     }

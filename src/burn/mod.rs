@@ -10,16 +10,16 @@
 //! use burn::module::Module;
 //! use burn::nn::{Linear, LinearConfig};
 //! use burn::tensor::{Distribution, Tensor, backend::Backend};
-//! use moebius::burn::{DeviceGroup, ExpertParallelMoE, ExpertParallelMoEConfig, MoeBackend};
-//! use moebius::ep::GroupConfig;
+//! use moebius::MoeConfig;
+//! use moebius::burn::{ExpertParallelMoE, ExpertParallelMoEConfig, MoeBackend};
 //!
 //! #[derive(Module, Debug)]
 //! struct Model<B: Backend> { embed: Linear<B>, moe: ExpertParallelMoE<B> }
 //!
 //! impl<B: MoeBackend> Model<B> {
 //!     fn new(device: &B::Device) -> moebius::Result<Self> {
-//!         let group = DeviceGroup::single::<B>(GroupConfig::new(8, 4096), device)?; // one rank, at most 4096 tokens a call
-//!         let moe = ExpertParallelMoEConfig::new(64, 32, 8, 2).init(0, group, device)?; // sizes; its number
+//!         let config = MoeConfig::new(64, 32, 8, 2); // hidden, intermediate, experts, top-k
+//!         let moe = ExpertParallelMoEConfig::new(config).init(device)?;
 //!         Ok(Self { embed: LinearConfig::new(16, 64).init(device), moe })
 //!     }
 //!
@@ -45,8 +45,9 @@
 //! ```ignore
 //! type B = Autodiff<burn::backend::Cuda>;
 //! let device = Default::default();
-//! let group = DeviceGroup::single::<B>(GroupConfig::new(128, 16384), &device)?;
-//! let moe = ExpertParallelMoEConfig::new(2048, 768, 128, 8).init::<B>(0, &group, &device)?;
+//! let config = MoeConfig::new(2048, 768, 128, 8);
+//! let group = DeviceGroup::single::<B>(&config, &device)?; // its layers share one workspace
+//! let moe = ExpertParallelMoEConfig::new(config).init_on::<B>(&group, &device)?;
 //! ```
 //!
 //! burn hides its stream, so the kernels have one of their own, in the same context. A call puts its work behind all
@@ -66,7 +67,7 @@
 //! # Ranks
 //! A rank is a thread (or a process) with its own [`EpGroup`] and its own module; the module's parameters are this
 //! rank's share, so a record is one rank's too. The group is not part of the record: it is given to
-//! [`init`](ExpertParallelMoEConfig::init), and [`load_record`](burn::module::Module::load_record) keeps it.
+//! [`init_on`](ExpertParallelMoEConfig::init_on), and [`load_record`](burn::module::Module::load_record) keeps it.
 //! Parameters that every rank holds (router, shared expert) get this rank's share of the gradient:
 //! [`ExpertParallelMoE::reduce_gradients`] sums it over the ranks before an optimizer's step.
 //!
@@ -118,11 +119,12 @@ mod run;
 mod tests;
 
 pub use crate::ep::EpGroup;
-pub use backend::{Call, MoeBackend, Named, NativeBackend, Operands, Outputs, Place, RoutingData};
+pub use backend::{MoeBackend, NativeBackend};
 pub use config::ExpertParallelMoEConfig;
 #[cfg(feature = "burn-cuda")]
-pub use cuda::{CudaOutput, cuda};
+pub use cuda::cuda;
 pub use group::{DeviceGroup, Waits};
+pub use init::LoadAs;
 pub use module::{
     ExpertParallelMoE, ExpertParallelMoERecord, Experts, ExpertsRecord, MoeOutput, Router, RouterRecord, SharedExpert,
     SharedExpertRecord,

@@ -2,20 +2,20 @@
 
 use std::sync::Arc;
 
-use burn::module::{Module, Param};
+use burn::module::{Content, DisplaySettings, Module, ModuleDisplay, Param};
 use burn::optim::GradientsParams;
 use burn::tensor::backend::{AutodiffBackend, Backend};
 use burn::tensor::ops::FloatTensor;
 use burn::tensor::{Int, Shape, Tensor, TensorData, TensorPrimitive};
 
-use crate::comm::{Op, Tag};
+use crate::adapter::Exchange;
 use crate::error::{Error, Result};
-use crate::layer::{AuxValue, Layer, Mode, ParamKind};
+use crate::layer::{AuxValue, Layer, Noise, ParamKind, PerParam};
 use crate::lazy::Lazy;
 use crate::metrics::Load;
 
 use super::backend::{Call, MoeBackend, Operands, core_dtype};
-use super::group::{DeviceGroup, Exchange, HostTensor};
+use super::group::{DeviceGroup, HostTensor};
 
 /// A Mixture-of-Experts layer over the ranks of a group. Made by
 /// [`ExpertParallelMoEConfig::init`](super::ExpertParallelMoEConfig::init), [`from_block`](Self::from_block) or
@@ -24,6 +24,7 @@ use super::group::{DeviceGroup, Exchange, HostTensor};
 /// The parameters are this rank's: router and shared expert whole, and L = E / R routed experts. G is 2 with a gate,
 /// 1 without; gate rows come first. Their paths in a record are [`ParamKind::name`]'s.
 #[derive(Module, Debug)]
+#[module(custom_display)]
 pub struct ExpertParallelMoE<B: Backend> {
     /// Chooses experts.
     pub router: Router<B>,
@@ -35,6 +36,30 @@ pub struct ExpertParallelMoE<B: Backend> {
     pub(super) layer: Arc<Layer>,
     #[module(skip)]
     pub(super) group: DeviceGroup,
+}
+
+impl<B: Backend> ModuleDisplay for ExpertParallelMoE<B> {
+    fn custom_settings(&self) -> Option<DisplaySettings> {
+        DisplaySettings::new().with_new_line_after_attribute(false).optional()
+    }
+
+    fn custom_content(&self, content: Content) -> Option<Content> {
+        let config = self.layer.config();
+        let content = content
+            .add("hidden", &config.hidden)
+            .add("intermediate", &config.intermediate)
+            .add("experts", &config.router.num_experts)
+            .add("top_k", &config.router.top_k);
+        let content = match &config.shared {
+            Some(shared) => content.add("shared", &shared.intermediate),
+            None => content,
+        };
+        let content = match self.group.ranks() {
+            1 => content,
+            ranks => content.add("rank", &self.group.rank()).add("ranks", &ranks),
+        };
+        content.optional()
+    }
 }
 
 /// Parameters of the router.
@@ -151,23 +176,24 @@ impl<B: MoeBackend> ExpertParallelMoE<B> {
     /// # Errors
     /// As [`Layer::forward`].
     pub fn forward<const D: usize>(&self, x: Tensor<B, D>) -> Result<Tensor<B, D>> {
-        Ok(self.forward_full(x, Mode::default())?.y)
+        Ok(self.forward_full(x, None)?.y)
     }
 
-    /// As [`forward`](Self::forward), with everything that the layer knows. `mode.backward` is set from whether
-    /// anything tracks gradients; nothing is kept for backward where nothing does.
+    /// As [`forward`](Self::forward), with everything that the layer knows; `noise`: seed and step of the router's
+    /// jitter, where it is to be applied. Nothing is kept for backward where nothing tracks gradients.
     ///
     /// # Errors
     /// As [`Layer::forward`].
-    pub fn forward_full<const D: usize>(&self, x: Tensor<B, D>, mode: Mode) -> Result<MoeOutput<B, D>> {
+    pub fn forward_full<const D: usize>(&self, x: Tensor<B, D>, noise: Option<Noise>) -> Result<MoeOutput<B, D>> {
         let dims: [usize; D] = x.dims();
         let Some((&hidden, leading)) = dims.split_last() else {
             return Err(Error::invalid("ExpertParallelMoE::forward", "tensor x", "[.., H]", "a scalar"));
         };
         // Not `Tensor::reshape`, which reads a 0 as "as before".
         let tokens = B::float_reshape(primitive(x), Shape::from(vec![leading.iter().product(), hidden]));
-        let call = Call { layer: self.layer.clone(), group: self.group.clone(), mode };
-        let out = B::moe_forward(&call, Operands::new(tokens, |role| self.param(role)))?;
+        let call = Call { layer: self.layer.clone(), group: self.group.clone(), noise };
+        let params = PerParam::from_fn(|role| self.param(role));
+        let out = B::moe_forward(&call, Operands { x: tokens, params })?;
         Ok(MoeOutput {
             y: float(B::float_reshape(out.y, Shape::from(dims.to_vec()))),
             aux: float(out.aux),
@@ -215,9 +241,8 @@ impl<B: AutodiffBackend> ExpertParallelMoE<B> {
         }
         let mut data = gradient.into_data();
         let dtype = core_dtype(CALL, "gradient", data.dtype)?;
-        let tag = Tag { layer: self.layer.number(), op: Op::GradReduce, sequence: 0 };
         let on = HostTensor { bytes: &mut data.bytes[..], dtype, dims: &data.shape };
-        self.group.exchange(Exchange::Sum(tag), on)?;
+        self.group.exchange(self.layer.number(), Exchange::Gradient, on)?;
         let dtype = data.dtype;
         gradients.register::<B::InnerBackend, D>(param.id, Tensor::from_data(data, (&device, dtype)));
         Ok(())

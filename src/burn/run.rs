@@ -7,16 +7,16 @@ use crate::device::Device;
 use crate::dtype::DType;
 use crate::error::Result;
 use crate::kernels::Scalar;
-use crate::layer::{Context, Cotangents, GradientsMut, Inputs, Mode, ParamKind, ParamViews};
+use crate::layer::{Context, Cotangents, Entry, GradientsMut, Inputs, Mode, ParamKind, ParamViews, PerParam};
 use crate::tensor::TensorRef;
 
-use super::backend::{Call, Named, NativeBackend, Operands, Outputs, PerParam, Place, RoutingData, core_dtype};
+use super::backend::{Call, Named, NativeMemory, Operands, Outputs, Place, RoutingData, core_dtype};
 
 const FORWARD: &str = "ExpertParallelMoE::forward";
 const BACKWARD: &str = "ExpertParallelMoE::backward";
 
 /// What forward writes, in the back end's memory.
-struct Results<B: NativeBackend> {
+struct Results<B: NativeMemory> {
     y: B::Output,
     logits: B::Output,
     ids: B::Output,
@@ -24,7 +24,7 @@ struct Results<B: NativeBackend> {
     aux: B::Output,
 }
 
-impl<B: NativeBackend> Results<B> {
+impl<B: NativeMemory> Results<B> {
     fn allocate(call: &Call, core: &B::Core, x: &FloatTensor<B>) -> Result<Self> {
         let dtype = core_dtype(FORWARD, "x", x.dtype())?;
         let shape = x.shape();
@@ -41,7 +41,7 @@ impl<B: NativeBackend> Results<B> {
 }
 
 /// Runs the core's work between the back end's: what it reads was enqueued before, what reads its results comes behind.
-fn ordered<B: NativeBackend, R>(call: &Call, core: &B::Core, work: impl FnOnce() -> Result<R>) -> Result<R> {
+fn ordered<B: NativeMemory, R>(call: &Call, core: &B::Core, work: impl FnOnce() -> Result<R>) -> Result<R> {
     call.group.count(B::begin(core)?);
     let done = work();
     // Also behind a failure: what it enqueued may still use the back end's memory.
@@ -50,10 +50,10 @@ fn ordered<B: NativeBackend, R>(call: &Call, core: &B::Core, work: impl FnOnce()
 }
 
 /// Outputs, and what backward needs where it will follow.
-type Forwarded<B> = (Outputs<B>, Option<Context<<B as NativeBackend>::Core>>);
+type Forwarded<B> = (Outputs<B>, Option<Context<<B as NativeMemory>::Core>>);
 
 /// Forward through the core over contiguous operands; with a context if `backward` will follow.
-pub(super) fn run_forward<B: NativeBackend>(
+pub(super) fn run_forward<B: NativeMemory>(
     call: &Call,
     operands: &Operands<FloatTensor<B>>,
     backward: bool,
@@ -61,9 +61,8 @@ pub(super) fn run_forward<B: NativeBackend>(
     let device = B::float_device(&operands.x);
     let mut group = call.group.expect::<B, B::Core>(FORWARD, &device)?.lock();
     let core = group.device().clone();
-    let mode = Mode { backward, ..call.mode };
-    let mut called = false;
-    let mut forward = || {
+    let mode = Mode { backward, noise: call.noise };
+    let done = Entry::forward(&call.layer, &mut group).run(|entry| {
         let views = Views::<B>::new(&core, operands)?;
         let mut results = Results::<B>::allocate(call, &core, &operands.x)?;
         let made = ordered::<B, _>(call, &core, || {
@@ -71,8 +70,9 @@ pub(super) fn run_forward<B: NativeBackend>(
             let y = B::view_mut(&mut results.y)?;
             let [logits, ids, weights] = [&mut results.logits, &mut results.ids, &mut results.weights].map(B::view_mut);
             let (logits, ids, weights, aux) = (logits?, ids?, weights?, B::view_mut(&mut results.aux)?);
-            called = true;
-            let made = call.layer.forward_into(&mut group, mode, (views.x, &views.params.params()), y)?;
+            let params = views.params.params();
+            let inputs = Inputs { x: views.x.borrow(), params: &params };
+            let made = call.layer.forward_into(entry.enter(), mode, inputs, y)?;
             for (from, to) in
                 [(&made.routing.logits, logits), (&made.routing.ids, ids), (&made.routing.weights, weights)]
             {
@@ -82,13 +82,8 @@ pub(super) fn run_forward<B: NativeBackend>(
             Ok(made)
         })?;
         Ok((results, made))
-    };
-    let (results, made) = match forward() {
-        Ok(done) => done,
-        Err(error) if called => return Err(error),
-        // The other ranks are told: they are in forward.
-        Err(error) => return Err(call.layer.refuse_forward(&mut group, error)),
-    };
+    });
+    let (results, made) = done?;
     let outputs = Outputs {
         y: B::float(results.y)?,
         aux: B::float(results.aux)?,
@@ -106,16 +101,28 @@ pub(super) fn run_forward<B: NativeBackend>(
 /// Gradients of one backward.
 pub(super) struct Gradients<T> {
     pub(super) x: Option<T>,
-    pub(super) params: PerParam<T>,
+    pub(super) params: PerParam<Option<T>>,
 }
 
 impl<T> Gradients<T> {
     fn try_map<U>(self, mut f: impl FnMut(T) -> Result<U>) -> Result<Gradients<U>> {
-        let mut out = Gradients { x: self.x.map(&mut f).transpose()?, params: [const { None }; ParamKind::ALL.len()] };
-        for (to, from) in out.params.iter_mut().zip(self.params) {
-            *to = from.map(&mut f).transpose()?;
-        }
-        Ok(out)
+        Ok(Gradients {
+            x: self.x.map(&mut f).transpose()?,
+            params: self.params.try_map(|_, t| t.map(&mut f).transpose())?,
+        })
+    }
+}
+
+/// Cotangents of the outputs that a loss reaches.
+#[derive(Debug)]
+pub(super) struct Arrived<T> {
+    pub(super) dy: Option<T>,
+    pub(super) d_aux: Option<T>,
+}
+
+impl<T> Default for Arrived<T> {
+    fn default() -> Self {
+        Self { dy: None, d_aux: None }
     }
 }
 
@@ -123,14 +130,14 @@ impl<T> Gradients<T> {
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Tracked {
     pub(super) x: bool,
-    pub(super) params: [bool; ParamKind::ALL.len()],
+    pub(super) params: PerParam<bool>,
 }
 
 impl Tracked {
     /// Whether the core shall make a parameter's gradient: a bias's comes beside its weight's only, the selection bias
     /// has none, also where somebody tracks it.
     fn makes(&self, role: ParamKind) -> bool {
-        let tracked = |role: ParamKind| self.params[role as usize];
+        let tracked = |role: ParamKind| self.params[role];
         match role {
             ParamKind::SelectionBias => false,
             ParamKind::Up => tracked(role) || tracked(ParamKind::UpBias),
@@ -141,19 +148,18 @@ impl Tracked {
 }
 
 /// Backward through the core over contiguous operands and cotangents.
-pub(super) fn run_backward<B: NativeBackend>(
+pub(super) fn run_backward<B: NativeMemory>(
     call: &Call,
     operands: &Operands<FloatTensor<B>>,
     context: Context<B::Core>,
-    (dy, d_aux): (Option<FloatTensor<B>>, Option<FloatTensor<B>>),
+    Arrived { dy, d_aux }: Arrived<FloatTensor<B>>,
     tracked: Tracked,
 ) -> Result<Gradients<FloatTensor<B>>> {
     let device = B::float_device(&operands.x);
     context.handle().check_backward(BACKWARD)?;
     let mut group = call.group.expect::<B, B::Core>(BACKWARD, &device)?.lock();
     let core = group.device().clone();
-    let mut called = false;
-    let backward = || {
+    let made = Entry::backward(&call.layer, &mut group).run(|entry| {
         let views = Views::<B>::new(&core, operands)?;
         let view = |name, tensor| B::view(&core, Named { name, tensor });
         let y = dy.as_ref().map(|tensor| view("gradient of y", tensor)).transpose()?;
@@ -161,49 +167,43 @@ pub(super) fn run_backward<B: NativeBackend>(
         let like = |tensor: TensorRef<'_, B::Core>| {
             B::output(&core, &operands.x, Place { dtype: tensor.dtype(), dims: tensor.dims() })
         };
-        let mut made = Gradients { x: None, params: [const { None }; ParamKind::ALL.len()] };
+        let mut made = Gradients { x: None, params: PerParam::none() };
         if tracked.x {
             made.x = Some(like(views.x)?);
         }
         for role in ParamKind::ALL.into_iter().filter(|&role| tracked.makes(role)) {
-            made.params[role as usize] = views.params.get(role).map(like).transpose()?;
+            made.params[role] = views.params.get(role).map(like).transpose()?;
         }
         let cotangents = Cotangents { y, aux: aux.map_or(Scalar::Host(0.0), Scalar::Device) };
         ordered::<B, _>(call, &core, || {
             let mut into = GradientsMut::none();
             into.x = made.x.as_mut().map(B::view_mut).transpose()?;
-            for (role, output) in ParamKind::ALL.into_iter().zip(&mut made.params) {
+            for (role, output) in made.params.as_mut() {
                 if let Some(output) = output {
                     into.set(role, B::view_mut(output)?);
                 }
             }
             let params = views.params.params();
             let inputs = Inputs { x: views.x.borrow(), params: &params };
-            called = true;
-            call.layer.backward_into(&mut group, context, (inputs, cotangents), into)
+            call.layer.backward_into(entry.enter(), context, inputs, cotangents, into)
         })?;
         Ok(made)
-    };
-    match backward() {
-        Ok(made) => made.try_map(B::float),
-        Err(error) if called => Err(error),
-        // The other ranks are told: they are in backward.
-        Err(error) => Err(call.layer.refuse_backward(&mut group, error)),
-    }
+    });
+    made?.try_map(B::float)
 }
 
 /// Views of one call's tensors.
-struct Views<'a, B: NativeBackend> {
+struct Views<'a, B: NativeMemory> {
     x: TensorRef<'a, B::Core>,
     params: ParamViews<'a, B::Core>,
 }
 
-impl<'a, B: NativeBackend> Views<'a, B> {
+impl<'a, B: NativeMemory> Views<'a, B> {
     fn new(core: &B::Core, operands: &'a Operands<FloatTensor<B>>) -> Result<Self> {
         let view = |name, tensor| B::view(core, Named { name, tensor });
         Ok(Self {
             x: view("x", &operands.x)?,
-            params: ParamViews::collect(|role| operands.param(role).map(|t| view(role.name(), t)).transpose())?,
+            params: ParamViews::collect(|role| operands.params.get(role).map(|t| view(role.name(), t)).transpose())?,
         })
     }
 }

@@ -17,12 +17,12 @@ use crate::cpu::Cpu;
 use crate::device::Waited;
 use crate::ep::{EpGroup, Group, GroupConfig};
 use crate::error::{CommError, Error, Result};
-use crate::layer::{Layer, Mode, ParamKind};
+use crate::layer::{Layer, PerParam};
 use crate::tensor::{TensorMut, TensorRef};
 use crate::{MoeConfig, Tensor as CoreTensor};
 
-use super::backend::{Call, Named, NativeBackend, Operands, Place};
-use super::run::{Tracked, run_backward, run_forward};
+use super::backend::{Call, Named, NativeMemory, Operands, Place};
+use super::run::{Arrived, Tracked, run_backward, run_forward};
 
 /// Flex, under a name that nothing else uses.
 type Failing = Autodiff<Flex, BalancedCheckpointing>;
@@ -51,7 +51,7 @@ fn fails(at: At) -> Result<()> {
     }
 }
 
-impl NativeBackend for Failing {
+impl NativeMemory for Failing {
     type Core = Cpu;
     type Output = CoreTensor<Cpu>;
 
@@ -103,17 +103,18 @@ fn float(dims: &[usize]) -> FloatTensor<Failing> {
 /// A forward and a backward of one rank, one of which may fail there, and then both again.
 fn run(call: &Call, at: Option<(At, bool)>) -> [Result<()>; 2] {
     let config = call.layer.config();
-    let operands = Operands::new(float(&[TOKENS, HIDDEN]), |role| {
+    let params = PerParam::from_fn(|role| {
         let mut dims = role.dims(config, config.router.num_experts)?;
         if !role.is_replicated() {
             dims[0] /= call.group.ranks();
         }
         Some(float(&dims))
     });
-    let tracked = Tracked { x: true, params: ParamKind::ALL.map(|role| operands.param(role).is_some()) };
+    let operands = Operands { x: float(&[TOKENS, HIDDEN]), params };
+    let tracked = Tracked { x: true, params: operands.params.as_ref().map(|_, t| t.is_some()) };
     let backward = |context| {
-        let dy = Some(float(&[TOKENS, HIDDEN]));
-        run_backward::<Failing>(call, &operands, context, (dy, None), tracked).map(drop)
+        let arrived = Arrived { dy: Some(float(&[TOKENS, HIDDEN])), d_aux: None };
+        run_backward::<Failing>(call, &operands, context, arrived, tracked).map(drop)
     };
     let forward = || run_forward::<Failing>(call, &operands, true).map(|(_, context)| context.expect("kept"));
     FAILS.set(at.and_then(|(at, backward)| (!backward).then_some(at)));
@@ -143,7 +144,7 @@ fn what_fails_before_the_layer_is_told() {
                 scope.spawn(move || {
                     let group = Group::new(Cpu::new(), Box::new(comm), GroupConfig::new(4, 8)).unwrap();
                     let layer = Arc::new(Layer::new(MoeConfig::new(HIDDEN, 2, 4, 2), 7).unwrap());
-                    let call = Call { layer, group: EpGroup::new(group).into(), mode: Mode::default() };
+                    let call = Call { layer, group: EpGroup::new(group).into(), noise: None };
                     run(&call, (rank == 1).then_some(case))
                 })
             };

@@ -28,6 +28,17 @@ impl Host for Cpu {
         Ok((view?, ()))
     }
 
+    fn view_ids<'a>(&'a self, part: Part<'a>) -> Result<(TensorRef<'a, Self>, ())> {
+        let Storage::Cpu(storage) = part.storage else { return Err(part.elsewhere("one on the CPU, as the group")) };
+        let (range, dims) = (part.range(), part.dims);
+        let view = match storage {
+            CpuStorage::U32(v) => TensorRef::from_slice(bytemuck::cast_slice::<u32, i32>(&v[range]), dims),
+            CpuStorage::I64(v) => TensorRef::from_slice(&v[range], dims),
+            _ => Err(part.unfit("u32 or i64")),
+        };
+        Ok((view?, ()))
+    }
+
     fn storage(tensor: crate::Tensor<Self>, _: &Device) -> Result<Storage> {
         Ok(Storage::Cpu(match tensor.into_buffer() {
             HostBuffer::F32(v) => CpuStorage::F32(v),
@@ -35,7 +46,8 @@ impl Host for Cpu {
             HostBuffer::BF16(v) => CpuStorage::BF16(v),
             HostBuffer::F16(v) => CpuStorage::F16(v),
             HostBuffer::I64(v) => CpuStorage::I64(v),
-            HostBuffer::I32(v) => CpuStorage::I32(v),
+            // Ids of experts: candle's type for indices.
+            HostBuffer::I32(v) => CpuStorage::U32(bytemuck::cast_vec(v)),
             HostBuffer::U8(v) => CpuStorage::U8(v),
         }))
     }

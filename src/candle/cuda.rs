@@ -62,6 +62,15 @@ impl Host for Cuda {
         }
     }
 
+    fn view_ids<'a>(&'a self, part: Part<'a>) -> Result<(TensorRef<'a, Self>, SyncOnDrop<'a>)> {
+        let Storage::Cuda(storage) = part.storage else { return Err(part.elsewhere(EXPECTED)) };
+        match part.storage.dtype() {
+            candle_core::DType::U32 => view::<u32>(self, DType::I32, storage, part),
+            candle_core::DType::I64 => view::<i64>(self, DType::I64, storage, part),
+            _ => Err(part.unfit("u32 or i64")),
+        }
+    }
+
     fn storage(tensor: crate::Tensor<Self>, device: &Device) -> Result<Storage> {
         let device = device.as_cuda_device().map_err(framework("candle::cuda"))?;
         let dtype = tensor.dtype();
@@ -72,7 +81,8 @@ impl Host for Cuda {
             DType::BF16 => storage::<bf16>(buffer, device)?,
             DType::F16 => storage::<f16>(buffer, device)?,
             DType::I64 => storage::<i64>(buffer, device)?,
-            DType::I32 => storage::<i32>(buffer, device)?,
+            // Ids of experts: candle's type for indices.
+            DType::I32 => storage::<u32>(buffer, device)?,
             DType::U8 => storage::<u8>(buffer, device)?,
         }))
     }

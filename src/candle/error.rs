@@ -12,15 +12,31 @@ impl From<Error> for Theirs {
     }
 }
 
-/// This crate's error behind one of candle's, to tell a rank that is gone from a capacity that is too small.
-pub fn error_of(error: &Theirs) -> Option<&Error> {
+/// This crate's error behind one of candle's, or behind whatever error wraps it as its source: to tell a rank that is
+/// gone from a capacity that is too small.
+///
+/// ```
+/// use candle_core::{DType, Device, Module, Tensor};
+/// use candle_nn::{VarBuilder, VarMap};
+/// use moebius::{Error, MoeConfig, candle};
+///
+/// let vb = VarBuilder::from_varmap(&VarMap::new(), DType::F32, &Device::Cpu);
+/// let moe = candle::moe(MoeConfig::new(64, 32, 8, 2), vb)?;
+/// let error = moe.forward(&Tensor::zeros((3, 65), DType::F32, &Device::Cpu)?).unwrap_err();
+/// assert!(matches!(candle::error_of(&error), Some(Error::Invalid { .. })));
+/// # Ok::<(), candle_core::Error>(())
+/// ```
+pub fn error_of<'a>(error: &'a (dyn std::error::Error + 'static)) -> Option<&'a Error> {
+    let own = error.downcast_ref().or_else(|| error.downcast_ref().and_then(inside));
+    own.or_else(|| error.source().and_then(error_of))
+}
+
+/// The same of candle's, whose wrappers name no source.
+fn inside(error: &Theirs) -> Option<&Error> {
     match error {
-        Theirs::Cuda(own) => own.downcast_ref(),
-        Theirs::WrappedContext { wrapped, .. } => {
-            wrapped.downcast_ref().or_else(|| wrapped.downcast_ref().and_then(error_of))
-        }
+        Theirs::Cuda(wrapped) | Theirs::WrappedContext { wrapped, .. } => error_of(&**wrapped),
         Theirs::Context { inner, .. } | Theirs::WithPath { inner, .. } | Theirs::WithBacktrace { inner, .. } => {
-            error_of(inner)
+            inside(inner)
         }
         _ => None,
     }
@@ -40,9 +56,8 @@ mod tests {
     use candle_nn::{VarBuilder, VarMap};
 
     use super::*;
-    use crate::candle::{EpGroup, ExpertParallelMoE};
-    use crate::ep::GroupConfig;
-    use crate::{MoeConfig, layer::Layer};
+    use crate::MoeConfig;
+    use crate::candle::moe;
 
     fn ours() -> Error {
         Error::Capacity { rank: 1, needed: 9, capacity: 8 }
@@ -57,6 +72,9 @@ mod tests {
         assert!(is_ours(&theirs().with_path("model").context("in layer 3")));
         assert!(is_ours(&Err::<(), _>(theirs()).context("in layer 3").unwrap_err()));
         assert!(is_ours(&Err::<(), _>(ours()).context("in layer 3").unwrap_err()));
+        let boxed: Box<dyn std::error::Error> = theirs().context("in layer 3").into();
+        assert!(matches!(error_of(&*boxed), Some(Error::Capacity { needed: 9, .. })));
+        assert!(matches!(error_of(&ours()), Some(Error::Capacity { needed: 9, .. })));
         assert!(error_of(&Theirs::msg(ours())).is_none());
         assert!(matches!(framework("test")(theirs()), Error::Capacity { .. }));
         assert!(matches!(framework("test")(Theirs::msg("other")), Error::Framework { .. }));
@@ -66,13 +84,9 @@ mod tests {
     fn what_a_module_refuses_keeps_its_type() {
         let vars = VarMap::new();
         let vb = VarBuilder::from_varmap(&vars, DType::F32, &Device::Cpu);
-        let group = EpGroup::single(GroupConfig::new(4, 8)).unwrap();
-        let moe = ExpertParallelMoE::new(Layer::new(MoeConfig::new(6, 4, 4, 2), 0).unwrap(), group, vb).unwrap();
+        let moe = moe(MoeConfig::new(6, 4, 4, 2), vb).unwrap();
         let narrow = Tensor::zeros((3, 5), DType::F32, &Device::Cpu).unwrap();
         let error = moe.forward(&narrow).unwrap_err();
         assert!(matches!(error_of(&error), Some(Error::Shape { .. } | Error::Invalid { .. })), "{error}");
-        let many = Tensor::zeros((9, 6), DType::F32, &Device::Cpu).unwrap();
-        let error = moe.forward(&many).unwrap_err();
-        assert!(matches!(error_of(&error), Some(Error::Invalid { .. })), "{error}");
     }
 }

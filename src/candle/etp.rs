@@ -7,7 +7,7 @@ use crate::comm::Communicator;
 use crate::cpu::Cpu;
 use crate::dtype::DType;
 use crate::error::Result;
-use crate::etp::{Chain, ShardDevice, ShardSource, WeightId};
+use crate::etp::{Chain, ShardSource, WeightId};
 use crate::tensor::TensorRef;
 
 use super::error::framework;
@@ -54,7 +54,7 @@ impl<D: Host> ShardSource<D> for VarShard<D> {
 ///
 /// # Errors
 /// As [`Chain::finish`]; a variable of another shape than its shard.
-pub fn finish_sharded<D: Host + ShardDevice>(
+pub fn finish_sharded<D: Host>(
     chain: &Chain<D>,
     replicas: Option<&mut dyn Communicator<D>>,
     vars: &[(WeightId, Var)],

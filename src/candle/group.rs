@@ -1,16 +1,15 @@
 //! A rank's group as a module holds it: on whichever device candle chose at run time.
 
-use std::any::Any;
 use std::fmt::Debug;
 use std::sync::Arc;
 
-use candle_core::{Device, Tensor, Var};
+use candle_core::{Device, Tensor};
 
-use crate::comm::{Op, Tag};
+use crate::adapter::{AnyGroup, Exchange, exchange};
 use crate::cpu::Cpu;
-use crate::ep::{EpGroup, GroupConfig};
+use crate::ep::{EpGroup, Group, GroupConfig};
 use crate::error::{Error, Result};
-use crate::layer::{Layer, Mode, ParamKind};
+use crate::layer::{Mode, PerParam};
 
 use super::error::framework;
 use super::host::{Host, copy_of, into_candle, location, with_views};
@@ -20,7 +19,7 @@ use super::run;
 /// One rank's group, shared by its layers, and the candle device that it works on. candle knows its devices at run
 /// time only, so this type hides ours; [`on`](Self::on) gives the group back.
 ///
-/// An [`EpGroup`] on the CPU converts into it.
+/// A [`Group`] or [`EpGroup`] on the CPU converts into it.
 #[derive(Debug, Clone)]
 pub struct DeviceGroup(Arc<dyn Member>);
 
@@ -36,12 +35,14 @@ impl DeviceGroup {
         Err(Error::invalid("DeviceGroup::new", "device", "the group's own", location(device)))
     }
 
-    /// A group of one rank on `device`. On a GPU that is a device of `Device::new_cuda_with_stream`: the stream of
-    /// `Device::new_cuda` is another one on every thread.
+    /// A group of one rank on `device`: of a layer's configuration (`&MoeConfig`) one for its experts, which takes any
+    /// number of tokens. On a GPU `device` is of `Device::new_cuda_with_stream`: the stream of `Device::new_cuda` is
+    /// another one on every thread.
     ///
     /// # Errors
     /// A device that this build does not serve; what [`Group::new`](crate::ep::Group::new) finds.
-    pub fn single(config: GroupConfig, device: &Device) -> Result<Self> {
+    pub fn single(config: impl Into<GroupConfig>, device: &Device) -> Result<Self> {
+        let config = config.into();
         match device {
             Device::Cpu => Ok(EpGroup::single(config)?.into()),
             #[cfg(feature = "cuda")]
@@ -55,7 +56,7 @@ impl DeviceGroup {
 
     /// The group itself, if it works on a `D`: for collectives beside the layers' own.
     pub fn on<D: Host>(&self) -> Option<&EpGroup<D>> {
-        self.0.as_any().downcast_ref::<On<D>>().map(|on| &on.group)
+        self.any().as_any().downcast_ref()
     }
 
     /// candle's device.
@@ -65,17 +66,21 @@ impl DeviceGroup {
 
     /// This rank.
     pub fn rank(&self) -> usize {
-        self.0.rank()
+        self.any().rank()
     }
 
     /// Number of ranks.
     pub fn ranks(&self) -> usize {
-        self.0.ranks()
+        self.any().ranks()
     }
 
     /// Experts of this rank, L = E / R.
     pub fn local_experts(&self) -> usize {
-        self.0.local_experts()
+        self.any().local_experts()
+    }
+
+    pub(super) fn any(&self) -> &dyn AnyGroup {
+        self.0.any()
     }
 
     pub(super) fn member(&self) -> &dyn Member {
@@ -95,6 +100,12 @@ impl From<&EpGroup<Cpu>> for DeviceGroup {
     }
 }
 
+impl From<Group<Cpu>> for DeviceGroup {
+    fn from(group: Group<Cpu>) -> Self {
+        EpGroup::new(group).into()
+    }
+}
+
 impl From<&DeviceGroup> for DeviceGroup {
     fn from(group: &DeviceGroup) -> Self {
         group.clone()
@@ -110,65 +121,29 @@ pub(super) struct On<D: Host> {
 
 /// What a module asks of its group, whatever its device.
 pub(super) trait Member: Debug + Send + Sync {
-    fn as_any(&self) -> &dyn Any;
+    fn any(&self) -> &dyn AnyGroup;
     fn device(&self) -> &Device;
-    fn rank(&self) -> usize;
-    fn ranks(&self) -> usize;
-    fn local_experts(&self) -> usize;
-    fn check_experts(&self, call: &'static str, layer: &Layer) -> Result<()>;
-    /// Meets the other ranks, which are in the collective of that tag, as a failure.
-    fn refuse(&self, tag: Tag, reason: &str);
-    /// Gives a variable rank 0's values; a constant takes part and stays as it is.
-    fn replicate(&self, layer: &Layer, t: &Tensor) -> candle_core::Result<()>;
+    /// Runs a collective of layer `layer` over a tensor's values, which are not changed; gives the result.
+    fn exchange(&self, layer: u32, exchange: Exchange, t: &Tensor) -> Result<Tensor>;
     fn forward(&self, call: &run::Call<'_>, mode: Mode) -> candle_core::Result<MoeOutput>;
 }
 
 impl<D: Host> Member for On<D> {
-    fn as_any(&self) -> &dyn Any {
-        self
+    fn any(&self) -> &dyn AnyGroup {
+        &self.group
     }
 
     fn device(&self) -> &Device {
         &self.device
     }
 
-    fn rank(&self) -> usize {
-        self.group.rank()
-    }
-
-    fn ranks(&self) -> usize {
-        self.group.ranks()
-    }
-
-    fn local_experts(&self) -> usize {
-        self.group.local_experts()
-    }
-
-    fn check_experts(&self, call: &'static str, layer: &Layer) -> Result<()> {
-        self.group.check_experts(call, layer.config().router.num_experts)
-    }
-
-    fn refuse(&self, tag: Tag, reason: &str) {
-        // The rank's own error is the news, whatever becomes of the meeting.
-        let _ = self.group.lock().dispatcher().communicator().refuse(tag, reason);
-    }
-
-    fn replicate(&self, layer: &Layer, t: &Tensor) -> candle_core::Result<()> {
-        const CALL: &str = "ExpertParallelMoE::new";
-        let mut group = self.group.lock();
-        let device = group.device().clone();
-        let copied = t.contiguous().and_then(|t| {
-            Ok(with_views(&device, CALL, &[("of a replicated parameter", &t)], |views| copy_of(&device, views[0]))?)
-        });
-        let mut values = copied.inspect_err(|e| {
-            // The other ranks are told: they are in the collective below.
-            let _ = group.dispatcher().communicator().refuse(weights(layer), &e.to_string());
+    fn exchange(&self, layer: u32, what: Exchange, t: &Tensor) -> Result<Tensor> {
+        const CALL: &str = "ExpertParallelMoE";
+        let made = exchange(&self.group, layer, what, |device| {
+            let t = t.contiguous().map_err(framework(CALL))?;
+            with_views(device, CALL, &[("of a replicated parameter", &t)], |views| copy_of(device, views[0]))
         })?;
-        group.dispatcher().communicator().broadcast(weights(layer), 0, values.view_mut())?;
-        if t.is_variable() {
-            Var::from_tensor(t)?.set(&into_candle(values, t.dims(), &self.device)?)?;
-        }
-        Ok(())
+        into_candle(made, t.dims(), &self.device)
     }
 
     fn forward(&self, call: &run::Call<'_>, mode: Mode) -> candle_core::Result<MoeOutput> {
@@ -176,17 +151,8 @@ impl<D: Host> Member for On<D> {
     }
 }
 
-/// The collective that [`Member::replicate`] is.
-pub(super) fn weights(layer: &Layer) -> Tag {
-    Tag { layer: layer.number(), op: Op::Weights, sequence: 0 }
-}
-
-/// A forward's first collective.
-pub(super) fn prepare(layer: &Layer) -> Tag {
-    Tag { layer: layer.number(), op: Op::Prepare, sequence: 0 }
-}
-
 /// The parameters in contiguous memory; as they are where they lie so.
-pub(super) fn contiguous(call: &'static str, params: &[(ParamKind, Tensor)]) -> Result<Vec<(ParamKind, Tensor)>> {
-    params.iter().map(|(role, t)| Ok((*role, t.contiguous().map_err(framework(call))?))).collect()
+pub(super) fn contiguous(call: &'static str, params: &PerParam<Option<Tensor>>) -> Result<PerParam<Option<Tensor>>> {
+    let of = |t: &Option<Tensor>| t.as_ref().map(Tensor::contiguous).transpose().map_err(framework(call));
+    params.as_ref().try_map(|_, t| of(t))
 }

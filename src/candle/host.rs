@@ -5,11 +5,13 @@ use candle_core::op::BackpropOp;
 use candle_core::{Device, DeviceLocation, Storage, Tensor};
 
 use crate::error::{Error, Result};
-use crate::kernels::Kernels;
+use crate::etp::ShardDevice;
 use crate::tensor::TensorRef;
 
+use super::error::framework;
+
 /// A device whose memory candle and this crate share: [`Cpu`](crate::cpu::Cpu), and with the `cuda` feature `Cuda`.
-pub trait Host: Kernels {
+pub trait Host: ShardDevice {
     /// What must live until the work that reads a view is enqueued.
     #[doc(hidden)]
     type Hold<'a>;
@@ -28,6 +30,10 @@ pub trait Host: Kernels {
     /// Elements of candle's storage as a tensor.
     #[doc(hidden)]
     fn view<'a>(&'a self, part: Part<'a>) -> Result<(TensorRef<'a, Self>, Self::Hold<'a>)>;
+
+    /// Ids of experts in candle's storage as a tensor: U32 as I32, I64 as it is.
+    #[doc(hidden)]
+    fn view_ids<'a>(&'a self, part: Part<'a>) -> Result<(TensorRef<'a, Self>, Self::Hold<'a>)>;
 
     /// Our tensor as candle's storage on `device`, which is this one; the memory moves over.
     #[doc(hidden)]
@@ -101,6 +107,26 @@ pub(super) fn with_views<D: Host, R>(
 pub(super) fn into_candle<D: Host>(t: crate::Tensor<D>, shape: &[usize], device: &Device) -> Result<Tensor> {
     let t = t.reshape(shape)?;
     Ok(Tensor::from_storage(D::storage(t, device)?, shape, BackpropOp::none(), false))
+}
+
+/// A copy of routing ids that candle has, U32 or I64, as [`TokenDispatcher::prepare`] takes them: for a router of your
+/// own over [`DeviceGroup::on`](super::DeviceGroup::on). A choice that is dropped is `u32::MAX` or −1.
+///
+/// # Errors
+/// Another type, or another device than the group's.
+///
+/// [`TokenDispatcher::prepare`]: crate::ep::TokenDispatcher::prepare
+pub fn routing_ids<D: Host>(device: &D, ids: &Tensor) -> Result<crate::Tensor<D>> {
+    const CALL: &str = "routing_ids";
+    let ids = ids.contiguous().map_err(framework(CALL))?;
+    device.ready(CALL)?;
+    let (storage, layout) = ids.storage_and_layout();
+    let part =
+        Part { call: CALL, name: "topk_ids", storage: &storage, start: layout.start_offset(), dims: layout.dims() };
+    let (view, hold) = device.view_ids(part)?;
+    let copy = copy_of(device, view);
+    drop(hold);
+    copy
 }
 
 /// Our own copy of a view.

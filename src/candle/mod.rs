@@ -4,15 +4,13 @@
 //! ```
 //! use candle_core::{DType, Device, Module, Tensor};
 //! use candle_nn::{VarBuilder, VarMap};
-//! use moebius::candle::{EpGroup, ExpertParallelMoE};
-//! use moebius::{MoeConfig, ep::GroupConfig, layer::Layer};
+//! use moebius::{MoeConfig, candle};
 //!
 //! # fn main() -> Result<(), Box<dyn std::error::Error>> {
 //! let vars = VarMap::new();
 //! let vb = VarBuilder::from_varmap(&vars, DType::F32, &Device::Cpu);
 //! let config = MoeConfig::new(64, 32, 8, 2); // hidden, intermediate, experts, top-k
-//! let group = EpGroup::single(GroupConfig::new(8, 4096))?; // one rank, up to 4096 tokens a call
-//! let moe = ExpertParallelMoE::new(Layer::new(config, 0)?, group, vb.pp("moe"))?;
+//! let moe = candle::moe(config, vb.pp("moe"))?; // one rank
 //! let x = Tensor::randn(0f32, 1., (3, 5, 64), &Device::Cpu)?;
 //! let y = moe.forward(&x)?;
 //! let gradients = y.sqr()?.mean_all()?.backward()?;
@@ -20,7 +18,69 @@
 //! # Ok(()) }
 //! ```
 //!
-//! On a GPU (the `cuda` feature) the group is made with candle's device, [`DeviceGroup::single`], and nothing else differs:
+//! Training with auxiliary losses and a bias that balances the experts:
+//!
+//! ```
+//! use candle_core::{DType, Device, Tensor};
+//! use candle_nn::{AdamW, Optimizer, ParamsAdamW, VarBuilder, VarMap};
+//! use moebius::config::AuxConfig;
+//! use moebius::{MoeConfig, candle};
+//!
+//! # fn main() -> Result<(), Box<dyn std::error::Error>> {
+//! let config = MoeConfig::new(16, 32, 8, 2)
+//!     .with_router(|router| router.with_selection_bias(true).with_jitter(0.01))
+//!     .with_aux(AuxConfig::default().with_balance(0.01).with_z(0.001));
+//! let vars = VarMap::new();
+//! let moe = candle::moe(config, VarBuilder::from_varmap(&vars, DType::F32, &Device::Cpu))?;
+//! let mut adam = AdamW::new(moe.vars(), ParamsAdamW { lr: 0.01, ..Default::default() })?;
+//! for _step in 0..20 {
+//!     let x = Tensor::randn(0f32, 1., (64, 16), &Device::Cpu)?;
+//!     let y = moe.forward_t(&x, true)?; // with jitter; a backward through y adds the auxiliary losses' gradient
+//!     adam.backward_step(&(y - x)?.sqr()?.mean_all()?)?;
+//!     moe.update_selection_bias(moe.last_load()?.get()?, 0.001)?;
+//!     println!("auxiliary losses {:?}", moe.last_aux()?.get()?);
+//! }
+//! # Ok(()) }
+//! ```
+//!
+//! Two ranks, each a thread with half of the experts:
+//!
+//! ```
+//! use std::time::Duration;
+//!
+//! use candle_core::{DType, Device, Module, Result, Tensor};
+//! use candle_nn::{Optimizer, SGD, VarBuilder, VarMap};
+//! use moebius::MoeConfig;
+//! use moebius::candle::{DeviceGroup, ExpertParallelMoE};
+//! use moebius::comm::{ThreadComm, ThreadWorld};
+//! use moebius::cpu::Cpu;
+//! use moebius::ep::{Group, GroupConfig};
+//!
+//! fn rank(comm: ThreadComm) -> Result<f32> {
+//!     let config = MoeConfig::new(16, 32, 8, 2);
+//!     let group = Group::new(Cpu::new(), (), Box::new(comm), GroupConfig::of(&config, 64))?; // at most 64 tokens a rank
+//!     let vb = VarBuilder::from_varmap(&VarMap::new(), DType::F32, &Device::Cpu);
+//!     let moe = ExpertParallelMoE::new(config, group, vb)?;
+//!     let x = Tensor::randn(0f32, 1., (10, 16), &Device::Cpu)?;
+//!     let loss = (moe.forward(&x)? - x)?.sqr()?.mean_all()?;
+//!     let mut gradients = loss.backward()?;
+//!     moe.reduce_gradients(&mut gradients)?; // the router's, which both ranks hold
+//!     SGD::new(moe.vars(), 0.1)?.step(&gradients)?;
+//!     loss.to_scalar()
+//! }
+//!
+//! let ranks = ThreadWorld::create(2, Duration::from_secs(60)).into_iter();
+//! let ranks: Vec<_> = ranks.map(|comm| std::thread::spawn(|| rank(comm))).collect();
+//! for rank in ranks {
+//!     println!("loss {}", rank.join().expect("a rank panicked")?);
+//! }
+//! # Ok::<(), candle_core::Error>(())
+//! ```
+//!
+//! Loading published weights, evaluating, saving: [`ExpertParallelMoE::from_checkpoint`].
+//!
+//! On a GPU (the `cuda` feature) the device is one of `Device::new_cuda_with_stream`, and nothing else differs; layers
+//! that share a [`DeviceGroup`] share a workspace:
 //! the layer works in the device's context and stream, reads candle's memory where it lies, and its outputs and gradients
 //! become candle's without a copy. All tensors of a module are of that one candle device. The forward does not wait for the
 //! GPU, so that a NaN logit is told later, by whoever waits next; see
@@ -29,7 +89,8 @@
 //! Every rank of a group calls the same layers in the same order, forward and backward. A rank whose loss does not
 //! reach the layer's output never runs its backward: its peers get a typed error after the communicator's timeout.
 //! Through candle errors come as candle's; [`error_of`] gives this crate's back.
-//! Gradients of replicated parameters (router, shared expert) are each rank's own share; sum them over the ranks.
+//! Gradients of replicated parameters (router, shared expert) are each rank's own share:
+//! [`ExpertParallelMoE::reduce_gradients`] sums them over the ranks.
 //!
 //! A rank may have no tokens. candle's binary operations on empty tensors return their left operand and forget the
 //! right one, so write a residual as `moe.forward(&x)? + x`: the other way round, an empty rank would lose the layer
@@ -40,6 +101,7 @@
 //! the inputs into a token, and the token's backward, which candle runs after those of `y` and the loss, runs the
 //! layer's backward once.
 
+mod build;
 mod cpu;
 #[cfg(feature = "cuda")]
 mod cuda;
@@ -49,14 +111,18 @@ mod group;
 mod host;
 mod module;
 mod op;
+mod options;
 mod run;
 mod sharded;
+mod train;
 
 pub use crate::ep::EpGroup;
+pub use build::moe;
 #[cfg(feature = "cuda")]
 pub use cuda::cuda;
 pub use error::error_of;
 pub use etp::{VarShard, finish_sharded};
 pub use group::DeviceGroup;
-pub use host::Host;
+pub use host::{Host, routing_ids};
 pub use module::{ExpertParallelMoE, MoeOutput};
+pub use options::{LoadAs, Parameters};

@@ -5,16 +5,16 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use candle_core::backend::BackendStorage;
 use candle_core::{CpuStorage, CudaStorage, CustomOp1, CustomOp2, Device, Layout, Result, Shape, Storage, Tensor};
 
-use crate::ep::{EpGroup, Group};
+use crate::ep::EpGroup;
 use crate::error::Error;
 use crate::kernels::Scalar;
-use crate::layer::{Context, Cotangents, Gradients, Inputs, Layer, ParamKind, ParamViews, Wanted};
+use crate::layer::{Context, Cotangents, Entry, Gradients, Inputs, Layer, ParamKind, ParamViews, PerParam, Wanted};
 use crate::tensor::TensorRef;
 
 use super::error::framework;
 use super::group::contiguous;
 use super::host::{Host, into_candle, with_views};
-use super::sharded::{Backward, ExpertWeights};
+use super::sharded::{Backward, Chained};
 
 const CALL: &str = "ExpertParallelMoE::backward";
 
@@ -25,20 +25,29 @@ pub(super) struct Step<D: Host> {
     pub(super) device: Device,
     /// x as `[T, H]`, contiguous.
     pub(super) x: Tensor,
-    pub(super) params: Vec<(ParamKind, Tensor)>,
+    pub(super) params: PerParam<Option<Tensor>>,
     /// Where `up` and `down` are gathered from, if their parameters are shards.
-    pub(super) experts: Option<Arc<dyn ExpertWeights<D>>>,
+    pub(super) experts: Option<Chained<D>>,
+    /// Gradient of the auxiliary losses that comes with y's.
+    pub(super) aux_scale: f64,
     pub(super) state: Mutex<State<D>>,
 }
 
 /// What a step still has.
 pub(super) enum State<D: Host> {
     /// Forward is done; cotangents arrive.
-    Ready { context: Box<Context<D>>, d_y: Option<Tensor>, d_aux: Option<Tensor> },
+    Ready { context: Box<Context<D>>, arrived: Arrived },
     /// Backward is done: gradients of x and the parameters wait to be handed out.
-    Done { x: Option<Tensor>, params: Vec<Option<Tensor>> },
+    Done { x: Option<Tensor>, params: PerParam<Option<Tensor>> },
     /// Backward failed, or is running.
     Consumed,
+}
+
+/// Cotangents of the outputs that a loss reaches.
+#[derive(Debug, Default)]
+pub(super) struct Arrived {
+    d_y: Option<Tensor>,
+    d_aux: Option<Tensor>,
 }
 
 /// Which output of the layer a cotangent belongs to.
@@ -59,8 +68,8 @@ impl<D: Host> Step<D> {
 
     fn keep(&self, output: Output, gradient: &Tensor) -> Result<()> {
         match (&mut *self.state(), output) {
-            (State::Ready { d_y, .. }, Output::Y) => *d_y = Some(gradient.clone()),
-            (State::Ready { d_aux, .. }, Output::Aux) => *d_aux = Some(gradient.clone()),
+            (State::Ready { arrived, .. }, Output::Y) => arrived.d_y = Some(gradient.clone()),
+            (State::Ready { arrived, .. }, Output::Aux) => arrived.d_aux = Some(gradient.clone()),
             _ => return Err(self.consumed().into()),
         }
         Ok(())
@@ -72,73 +81,74 @@ impl<D: Host> Step<D> {
         if matches!(*state, State::Done { .. }) {
             return Ok(());
         }
-        let State::Ready { context, d_y, d_aux } = std::mem::replace(&mut *state, State::Consumed) else {
+        let State::Ready { context, arrived } = std::mem::replace(&mut *state, State::Consumed) else {
             return Err(self.consumed());
         };
         context.handle().check_backward(CALL)?;
         let mut group = self.group.lock();
-        let mut called = false;
-        let made = self.gradients(&mut group, (*context, d_y, d_aux), &mut called);
         // What candle's tensors alone make impossible is told to the other ranks, which are in backward.
-        let mut gradients = made.map_err(|e| if called { e } else { self.layer.refuse_backward(&mut group, e) })?;
+        let made = Entry::backward(&self.layer, &mut group).run(|entry| self.gradients(entry, *context, arrived));
+        let mut gradients = made?;
         let own = |g, like: &Tensor| into_candle(g, like.dims(), &self.device);
         let x = gradients.x.take().map(|g| own(g, &self.x)).transpose()?;
-        let of = |(role, t): &(ParamKind, Tensor)| gradients.take(*role).map(|g| own(g, t)).transpose();
-        let params = self.params.iter().map(of).collect::<crate::Result<_>>()?;
+        let params = self.params.as_ref().try_map(|role, t| {
+            let of = t.as_ref().and_then(|t| Some(own(gradients.take(role)?, t)));
+            of.transpose()
+        })?;
         *state = State::Done { x, params };
         Ok(())
     }
 
-    /// The layer's backward; `called` once it is up to that to tell the other ranks of an error.
+    /// The layer's backward.
     fn gradients(
         &self,
-        group: &mut Group<D>,
-        (context, d_y, d_aux): (Context<D>, Option<Tensor>, Option<Tensor>),
-        called: &mut bool,
+        entry: &mut Entry<'_, D>,
+        context: Context<D>,
+        Arrived { d_y, d_aux }: Arrived,
     ) -> crate::Result<Gradients<D>> {
         let d_y = d_y.map(|d| d.reshape(self.x.shape())?.contiguous()).transpose().map_err(framework(CALL))?;
         let d_aux = d_aux.filter(|_| !self.layer.config().aux.is_off());
-        let tracks = |roles: &[ParamKind]| self.params.iter().any(|(r, t)| roles.contains(r) && t.track_op());
+        let tracks = |role: ParamKind| self.params.get(role).is_some_and(Tensor::track_op);
+        let any = |roles: &[ParamKind]| roles.iter().any(|role| tracks(*role));
         let wanted = Wanted {
             x: self.x.track_op(),
-            router: tracks(&[ParamKind::Router, ParamKind::RouterBias]),
-            experts: tracks(&[ParamKind::Up, ParamKind::UpBias, ParamKind::Down, ParamKind::DownBias]),
-            shared: tracks(&[ParamKind::SharedUp, ParamKind::SharedDown, ParamKind::SharedGate]),
+            router: any(&[ParamKind::Router, ParamKind::RouterBias]),
+            experts: any(&[ParamKind::Up, ParamKind::UpBias, ParamKind::Down, ParamKind::DownBias]),
+            shared: any(&[ParamKind::SharedUp, ParamKind::SharedDown, ParamKind::SharedGate]),
         };
         let params = contiguous(CALL, &self.params)?;
-        let device = group.device().clone();
+        let device = entry.device().clone();
         let mut tensors = named(&self.x, &params);
+        let first = tensors.len();
         tensors.extend(d_y.as_ref().map(|d| ("gradient of y", d)));
         tensors.extend(d_aux.as_ref().map(|d| ("gradient of aux", d)));
         with_views(&device, CALL, &tensors, |views| {
-            let weights = views_of(&params, &views[1..])?;
-            let mut left = views[1 + params.len()..].iter().copied();
+            let weights = views_of(&params, &views[1..first])?;
+            let mut left = views[first..].iter().copied();
             let y = d_y.as_ref().and_then(|_| left.next());
-            let aux = left.next().map_or(Scalar::Host(0.0), Scalar::Device);
+            let aux = left.next().map_or(Scalar::Host(self.aux_scale), Scalar::Device);
             let cotangents = Cotangents { y, aux };
-            *called = true;
             let Some(experts) = &self.experts else {
                 let weights = weights.params();
                 let inputs = Inputs { x: views[0].borrow(), params: &weights };
-                return self.layer.backward(group, context, inputs, cotangents, wanted);
+                return self.layer.backward(entry.enter(), context, inputs, cotangents, wanted);
             };
-            let submit = [ParamKind::Up, ParamKind::Down].map(|role| tracks(&[role]));
-            let call = Backward { layer: &self.layer, group, context, wanted, submit };
-            call.run(&**experts, (views[0].borrow(), &weights), cotangents)
+            let submit = [ParamKind::Up, ParamKind::Down].map(tracks);
+            let call = Backward { layer: &self.layer, context, wanted, submit };
+            call.run(entry, experts, views[0].borrow(), &weights, cotangents)
         })
     }
 
-    /// Hands out one gradient: of x for `None`, of a parameter by its place. Those of shards go another way.
-    fn gradient(&self, input: Option<usize>, like: &Tensor) -> Result<Option<Tensor>> {
+    /// Hands out one gradient: of x for `None`, else of a parameter. Those of shards go another way.
+    fn gradient(&self, input: Option<ParamKind>, like: &Tensor) -> Result<Option<Tensor>> {
         self.run()?;
         let taken = match (&mut *self.state(), input) {
             (State::Done { x, .. }, None) => x.take(),
-            (State::Done { params, .. }, Some(i)) => params[i].take(),
+            (State::Done { params, .. }, Some(role)) => params[role].take(),
             _ => None,
         };
-        let role = input.map(|i| self.params[i].0);
         match taken {
-            None if self.experts.is_some() && matches!(role, Some(ParamKind::Up | ParamKind::Down)) => Ok(None),
+            None if self.experts.is_some() && matches!(input, Some(ParamKind::Up | ParamKind::Down)) => Ok(None),
             // candle wants a gradient of whatever it tracks.
             None => like.zeros_like().map(Some),
             some => Ok(some),
@@ -147,23 +157,24 @@ impl<D: Host> Step<D> {
 }
 
 /// x and the parameters, with their names.
-pub(super) fn named<'a>(x: &'a Tensor, params: &'a [(ParamKind, Tensor)]) -> Vec<(&'static str, &'a Tensor)> {
-    std::iter::once(("x", x)).chain(params.iter().map(|(role, t)| (role.name(), t))).collect()
+pub(super) fn named<'a>(x: &'a Tensor, params: &'a PerParam<Option<Tensor>>) -> Vec<(&'static str, &'a Tensor)> {
+    std::iter::once(("x", x)).chain(params.present().map(|(role, t)| (role.name(), t))).collect()
 }
 
-/// Views of parameters by role, given in the parameters' order.
+/// Views of parameters, given in the parameters' order.
 pub(super) fn views_of<'a, D: Host>(
-    params: &[(ParamKind, Tensor)],
+    params: &PerParam<Option<Tensor>>,
     views: &[TensorRef<'a, D>],
 ) -> crate::Result<ParamViews<'a, D>> {
-    ParamViews::collect(|role| Ok(params.iter().position(|(r, _)| *r == role).map(|i| views[i])))
+    let mut views = views.iter().copied();
+    ParamViews::collect(|role| Ok(params.get(role).and_then(|_| views.next())))
 }
 
 /// Joins one more input to the token: the first link of the chain that candle runs backwards last.
 pub(super) struct Join<D: Host> {
     pub(super) step: Arc<Step<D>>,
-    /// `None`: x; else a parameter's place.
-    pub(super) input: Option<usize>,
+    /// `None`: x; else a parameter.
+    pub(super) input: Option<ParamKind>,
 }
 
 impl<D: Host> CustomOp2 for Join<D> {

@@ -16,7 +16,7 @@ use crate::tensor::{Tensor, TensorRef};
 use super::handle::DispatcherData;
 use super::handle::{Agreement, Handle};
 use super::routing_record::{self, BadId, RecordSizes, RecordStatus, RoutingRecord};
-use super::{Capacity, DispatchSpec, GroupConfig, Plan, PlanRequest, Reporting, RowOrder, plan};
+use super::{Capacity, DispatchSpec, DispatcherKind, GroupConfig, Plan, PlanRequest, Reporting, RowOrder, plan};
 
 pub(super) const PREPARE: &str = "prepare";
 
@@ -219,7 +219,7 @@ impl<D: Kernels> DispatcherState<D> {
         self.check_sizes(spec)?;
         self.check_spec(spec)?;
         check_weights(ids, weights)?;
-        self.check_ids(ids, spec.top_k).map(|_| ())
+        self.check_ids(ids, spec).map(|_| ())
     }
 
     /// Whether the numbers fit that all ranks know alike, the size of a record among them.
@@ -237,9 +237,10 @@ impl<D: Kernels> DispatcherState<D> {
         Ok(())
     }
 
-    /// Choices of all ranks where each brings as many tokens as it may.
+    /// Choices of all ranks where each brings as many tokens as it may; a rank alone is asked when it brings its tokens.
     fn most_choices(&self, spec: &DispatchSpec) -> usize {
-        self.ranks().saturating_mul(self.config.max_tokens_per_rank).saturating_mul(spec.top_k)
+        let most = if self.is_local() { 0 } else { self.config.max_tokens_per_rank };
+        self.ranks().saturating_mul(most).saturating_mul(spec.top_k)
     }
 
     fn check_spec(&self, spec: &DispatchSpec) -> Result<()> {
@@ -247,11 +248,7 @@ impl<D: Kernels> DispatcherState<D> {
             return Err(Error::invalid(PREPARE, "spec.alignment", "a power of two", spec.alignment));
         }
         // Known to all ranks alike, unlike the rows that each needs.
-        let padding = self.config.num_experts.saturating_mul(spec.alignment);
-        if self.most_choices(spec).saturating_add(padding) > i32::MAX as usize {
-            let most = format!("segments of at most {} rows, padding included", i32::MAX);
-            return Err(Error::invalid(PREPARE, "spec.alignment", most, spec.alignment));
-        }
+        self.check_rows(spec, self.most_choices(spec))?;
         if let Capacity::Static(rows) = spec.capacity
             && rows > self.config.max_rows
         {
@@ -266,13 +263,34 @@ impl<D: Kernels> DispatcherState<D> {
         }
     }
 
+    /// Whether tokens stay where they are, so that their number is nobody else's concern.
+    fn is_local(&self) -> bool {
+        self.ranks() == 1 && matches!(self.config.dispatcher, DispatcherKind::Auto | DispatcherKind::Local)
+    }
+
+    /// Refuses more rows than kernels count.
+    fn check_rows(&self, spec: &DispatchSpec, choices: usize) -> Result<()> {
+        if choices > i32::MAX as usize {
+            let most = format!("at most {} choices over all ranks' tokens (max_tokens_per_rank)", i32::MAX);
+            return Err(Error::invalid(PREPARE, "spec.top_k", most, choices));
+        }
+        if choices.saturating_add(self.config.num_experts.saturating_mul(spec.alignment)) > i32::MAX as usize {
+            let most = format!("segments of at most {} rows, padding included", i32::MAX);
+            return Err(Error::invalid(PREPARE, "spec.alignment", most, spec.alignment));
+        }
+        Ok(())
+    }
+
     /// T of this rank's choices `[T, K]`.
-    pub(super) fn check_ids(&self, ids: TensorRef<'_, D>, k: usize) -> Result<usize> {
+    pub(super) fn check_ids(&self, ids: TensorRef<'_, D>, spec: &DispatchSpec) -> Result<usize> {
+        let k = spec.top_k;
         let tokens = match ids.dims() {
             [tokens, width] if *width == k => *tokens,
             dims => return Err(Error::invalid(PREPARE, "tensor topk_ids", format!("[T, {k}]"), format!("{dims:?}"))),
         };
-        if tokens > self.config.max_tokens_per_rank {
+        if self.is_local() {
+            self.check_rows(spec, tokens.saturating_mul(k))?;
+        } else if tokens > self.config.max_tokens_per_rank {
             let most = format!("at most {} tokens (the group's max_tokens_per_rank)", self.config.max_tokens_per_rank);
             return Err(Error::invalid(PREPARE, "tensor topk_ids", most, tokens));
         }
@@ -281,7 +299,7 @@ impl<D: Kernels> DispatcherState<D> {
 
     /// The only rank's plan without waiting for the device, where that can make it.
     fn plan_on_device(&mut self, ids: TensorRef<'_, D>, spec: &DispatchSpec) -> Result<Option<Handle<D>>> {
-        let tokens = vec![self.check_ids(ids, spec.top_k)?];
+        let tokens = vec![self.check_ids(ids, spec)?];
         let request = PlanRequest {
             rank: 0,
             ranks: 1,
@@ -327,7 +345,7 @@ impl<D: Kernels> DispatcherState<D> {
         spec: &DispatchSpec,
     ) -> Result<RoutingRecord> {
         let k = spec.top_k;
-        let tokens = self.check_ids(ids, k)?;
+        let tokens = self.check_ids(ids, spec)?;
         let weights = match (routing_record::needs_weights(spec), weights) {
             (false, _) => Vec::new(),
             (true, None) => {
@@ -459,7 +477,6 @@ mod tests {
     use crate::comm::{ReduceOp, ThreadComm, ThreadWorld};
     use crate::config::{CapacityOrder, ExpertCapacity};
     use crate::cpu::Cpu;
-    use crate::ep::DispatcherKind;
 
     const IDS: [i32; 4] = [0, 1, 1, 0];
 

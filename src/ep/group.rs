@@ -1,7 +1,7 @@
 //! A rank's membership in a group of ranks that share experts.
 
 use crate::comm::{Communicator, Op, Tag};
-use crate::config::MAX_EXPERTS;
+use crate::config::{MAX_EXPERTS, MoeConfig};
 use crate::dtype::DType;
 use crate::error::{Error, Result};
 use crate::kernels::Kernels;
@@ -15,7 +15,8 @@ use super::{TokenDispatcher, select};
 pub struct GroupConfig {
     /// Experts E over all ranks; a multiple of the number of ranks.
     pub num_experts: usize,
-    /// Most tokens that one rank may bring to a call. Reserve no more than needed: prepare ships this many rows of K
+    /// Most tokens that one rank may bring to a call, where tokens travel: [`DispatcherKind::Local`] asks for none of
+    /// this, so that one rank alone may bring any number. Reserve no more than needed: prepare ships this many rows of K
     /// ids whatever a step has, 4 bytes an id (12 where an expert capacity keeps by probability), to every rank.
     pub max_tokens_per_rank: usize,
     /// Largest static capacity in rows; 0: eager calls only.
@@ -61,6 +62,23 @@ impl GroupConfig {
     /// Eager calls of up to `max_tokens_per_rank` tokens over `num_experts` experts.
     pub fn new(num_experts: usize, max_tokens_per_rank: usize) -> Self {
         Self { num_experts, max_tokens_per_rank, max_rows: 0, dispatcher: DispatcherKind::Auto, windows: 0 }
+    }
+
+    /// The group of a layer: its experts, and up to `max_tokens_per_rank` tokens a call.
+    pub fn of(layer: &MoeConfig, max_tokens_per_rank: usize) -> Self {
+        Self::new(layer.router.num_experts, max_tokens_per_rank)
+    }
+
+    /// A group of one rank, whose tokens stay where they are and may be any number.
+    pub fn one_rank(num_experts: usize) -> Self {
+        Self { dispatcher: DispatcherKind::Local, ..Self::new(num_experts, i32::MAX as usize) }
+    }
+}
+
+/// [`GroupConfig::one_rank`] with the layer's experts.
+impl From<&MoeConfig> for GroupConfig {
+    fn from(layer: &MoeConfig) -> Self {
+        Self::one_rank(layer.router.num_experts)
     }
 }
 

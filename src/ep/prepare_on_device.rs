@@ -66,7 +66,7 @@ impl<D: Kernels> DispatcherState<D> {
         let GroupConfig { num_experts, max_tokens_per_rank: max_tokens, .. } = self.config;
         let own = Tensor::empty(&device, DType::U8, &[sizes.bytes()]);
         let mut own = self.refuse_own_error(tag, own)?;
-        let recorded = self.check_ids(ids, spec.top_k).and_then(|tokens| {
+        let recorded = self.check_ids(ids, spec).and_then(|tokens| {
             let (errors, out) = (errors.view_mut(), own.view_mut());
             let ids = ids.borrow();
             device.record_ids(RecordIds { rank, num_experts, max_tokens, spec, ids, errors, out })?;

@@ -1,5 +1,7 @@
 //! A rank's group, as the layers of a model share it.
 
+#[cfg(any(feature = "candle", feature = "burn"))]
+use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use crate::cpu::Cpu;
@@ -16,23 +18,32 @@ pub struct EpGroup<D: Kernels = Cpu> {
     rank: usize,
     ranks: usize,
     local: usize,
+    /// Number of the next layer that has none of its own.
+    #[cfg(any(feature = "candle", feature = "burn"))]
+    next_layer: Arc<AtomicU32>,
     #[cfg(any(feature = "candle", feature = "burn"))]
     experts: usize,
 }
 
 impl<D: Kernels> Clone for EpGroup<D> {
     fn clone(&self) -> Self {
-        Self { group: self.group.clone(), failure: self.failure.clone(), ..*self }
+        Self {
+            group: self.group.clone(),
+            failure: self.failure.clone(),
+            #[cfg(any(feature = "candle", feature = "burn"))]
+            next_layer: self.next_layer.clone(),
+            ..*self
+        }
     }
 }
 
 impl EpGroup {
-    /// A group of one rank on the CPU.
+    /// A group of one rank on the CPU; of a layer's configuration, one for that layer.
     ///
     /// # Errors
     /// What [`Group::new`] finds.
-    pub fn single(config: GroupConfig) -> Result<Self> {
-        Group::single(config).map(Self::new)
+    pub fn single(config: impl Into<GroupConfig>) -> Result<Self> {
+        Group::single(config.into()).map(Self::new)
     }
 }
 
@@ -45,6 +56,8 @@ impl<D: Kernels> EpGroup<D> {
             experts: group.config().num_experts,
             group: Arc::new(Mutex::new(group)),
             failure: Arc::default(),
+            #[cfg(any(feature = "candle", feature = "burn"))]
+            next_layer: Arc::default(),
             rank,
             ranks,
             local,
@@ -86,6 +99,19 @@ impl<D: Kernels> EpGroup<D> {
         let message = format!("moebius: {error}");
         *self.failure.lock().unwrap_or_else(PoisonError::into_inner) = Some(error);
         panic!("{message}")
+    }
+
+    /// The number of a new layer: `explicit`, or the next one after all that this group has given or seen. Every rank
+    /// makes the same layers in the same order.
+    #[cfg(any(feature = "candle", feature = "burn"))]
+    pub(crate) fn number_layer(&self, explicit: Option<u32>) -> u32 {
+        match explicit {
+            None => self.next_layer.fetch_add(1, Ordering::Relaxed),
+            Some(number) => {
+                self.next_layer.fetch_max(number.saturating_add(1), Ordering::Relaxed);
+                number
+            }
+        }
     }
 
     /// Refuses a layer of another number of experts.

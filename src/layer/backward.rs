@@ -12,9 +12,11 @@ use crate::kernels::{
 };
 use crate::tensor::{Tensor, TensorMut, TensorRef};
 
-use super::forward::{RoutedExperts, borrow, refuse};
+use super::forward::{RoutedExperts, borrow};
+use super::told::told;
 use super::{
-    Context, Cotangents, Gradients, GradientsMut, Inputs, Layer, ParamKind, Wanted, check, payload, shared_expert,
+    Beside, Context, Cotangents, Gradients, GradientsMut, Inputs, Layer, ParamKind, Wanted, check, payload,
+    shared_expert,
 };
 
 const CALL: &str = "Layer::backward";
@@ -29,23 +31,22 @@ pub(super) fn backward<D: Kernels>(
     layer: &Layer,
     group: &mut Group<D>,
     context: Context<D>,
-    inputs: Inputs<'_, D>,
+    inputs: Inputs<'_, '_, D>,
     cotangents: Cotangents<'_, D, Scalar<'_, D>>,
-    (wanted, mut expert_grads): (Wanted, Option<[TensorMut<'_, D>; 2]>),
+    wanted: Wanted,
+    mut expert_grads: Option<Beside<'_, D>>,
 ) -> Result<Gradients<D>> {
     context.handle.check_backward(CALL)?;
     let elsewhere: &[ParamKind] = if expert_grads.is_some() { &[ParamKind::Up, ParamKind::Down] } else { &[] };
     // Shapes are checked below, where the other ranks are told.
-    let mut gradients = match Gradients::empty(layer, group, &inputs, (wanted, elsewhere)) {
-        Ok(gradients) => gradients,
-        Err(e) => return Err(refuse(layer, group, Op::CombineBwd, e)),
-    };
+    let gradients = Gradients::empty(layer, group, &inputs, (wanted, elsewhere));
+    let mut gradients = told(layer, group, Op::CombineBwd, gradients)?;
     let mut into = gradients.view_mut();
-    if let Some([up, down]) = &mut expert_grads {
+    if let Some(Beside { up, down }) = &mut expert_grads {
         into.set(ParamKind::Up, up.reborrow());
         into.set(ParamKind::Down, down.reborrow());
     }
-    let router = backward_into(layer, group, context, (inputs, cotangents), into)?;
+    let router = backward_into(layer, group, context, inputs, cotangents, into)?;
     (gradients.logits, gradients.weights) = (router.logits, router.weights);
     Ok(gradients)
 }
@@ -54,37 +55,30 @@ pub(super) fn backward_into<D: Kernels>(
     layer: &Layer,
     group: &mut Group<D>,
     context: Context<D>,
-    (inputs, cotangents): (Inputs<'_, D>, Cotangents<'_, D, Scalar<'_, D>>),
+    inputs: Inputs<'_, '_, D>,
+    cotangents: Cotangents<'_, D, Scalar<'_, D>>,
     mut into: GradientsMut<'_, D>,
 ) -> Result<RouterGrads<D>> {
     context.handle.check_backward(CALL)?;
     let checked = check_inputs(layer, group, &context, &inputs, &cotangents)
         .and_then(|()| check::gradients(CALL, layer, group, &inputs, &into));
-    if let Err(e) = checked {
-        return Err(refuse(layer, group, Op::CombineBwd, e));
-    }
+    told(layer, group, Op::CombineBwd, checked)?;
     let device = group.device().clone();
     let dims = [context.handle.tokens(), layer.config.hidden];
     let zeros = match &cotangents.y {
         None => Tensor::zeros(&device, context.dtype, &dims).map(Some),
         Some(_) => Ok(None),
     };
-    let zeros = match zeros {
-        Ok(zeros) => zeros,
-        Err(e) => return Err(refuse(layer, group, Op::CombineBwd, e)),
-    };
+    let zeros = told(layer, group, Op::CombineBwd, zeros)?;
     let Some(d_y) = zeros.as_ref().map(Tensor::view).or_else(|| borrow(&cotangents.y)) else {
         return Err(Error::invalid(CALL, "gradient of y", "a tensor", "none"));
     };
 
     let d_out = trace_span!("combine_bwd").in_scope(|| group.dispatcher().combine_bwd_rows(&context.handle, d_y))?;
     let place = group.dispatcher().place_for_return(&context.handle, context.dtype, layer.config.hidden);
-    let computed = trace_span!("experts_bwd")
-        .in_scope(|| experts(layer, &device, &context, &inputs, (&d_out, d_y, place?), &mut into));
-    let (d_rows, d_slot_weights) = match computed {
-        Ok(computed) => computed,
-        Err(e) => return Err(refuse(layer, group, Op::DispatchBwd, e)),
-    };
+    let computed =
+        trace_span!("experts_bwd").in_scope(|| experts(layer, &device, &context, &inputs, (&d_out, d_y, place?), &mut into));
+    let (d_rows, d_slot_weights) = told(layer, group, Op::DispatchBwd, computed)?;
     drop(d_out);
     // Router and shared expert add to the gradient of x, so it is made also where nobody wants it.
     let unwanted = match &into.x {
@@ -93,10 +87,7 @@ pub(super) fn backward_into<D: Kernels>(
     };
     let weights = &context.weights;
     let room = unwanted.and_then(|x| Ok((x, Tensor::empty(&device, weights.dtype(), weights.dims())?)));
-    let (mut unwanted, mut d_weights) = match room {
-        Ok(room) => room,
-        Err(e) => return Err(refuse(layer, group, Op::DispatchBwd, e)),
-    };
+    let (mut unwanted, mut d_weights) = told(layer, group, Op::DispatchBwd, room)?;
     let mut given = into.x.take();
     let d_x = given.as_mut().map(TensorMut::reborrow).or(unwanted.as_mut().map(Tensor::view_mut));
     let Some(mut d_x) = d_x else {
@@ -127,7 +118,7 @@ fn check_inputs<D: Kernels>(
     layer: &Layer,
     group: &Group<D>,
     context: &Context<D>,
-    inputs: &Inputs<'_, D>,
+    inputs: &Inputs<'_, '_, D>,
     cotangents: &Cotangents<'_, D, Scalar<'_, D>>,
 ) -> Result<()> {
     check::inputs(CALL, layer, group, inputs.x, inputs.params)?;
@@ -155,7 +146,7 @@ fn experts<D: Kernels>(
     layer: &Layer,
     device: &D,
     context: &Context<D>,
-    inputs: &Inputs<'_, D>,
+    inputs: &Inputs<'_, '_, D>,
     (d_out, d_y, place): (&Received<D>, TensorRef<'_, D>, Option<Tensor<D>>),
     into: &mut GradientsMut<'_, D>,
 ) -> Result<(Tensor<D>, Tensor<D>)> {
@@ -290,7 +281,7 @@ fn router<D: Kernels>(
     layer: &Layer,
     device: &D,
     context: &Context<D>,
-    inputs: &Inputs<'_, D>,
+    inputs: &Inputs<'_, '_, D>,
     (mut weights, mut d_x): (Tensor<D>, TensorMut<'_, D>),
     (into, d_aux): (&mut GradientsMut<'_, D>, Scalar<'_, D>),
 ) -> Result<RouterGrads<D>> {

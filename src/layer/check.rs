@@ -82,7 +82,7 @@ pub(super) fn gradients<D: Kernels>(
     call: &'static str,
     layer: &Layer,
     group: &Group<D>,
-    inputs: &Inputs<'_, D>,
+    inputs: &Inputs<'_, '_, D>,
     into: &GradientsMut<'_, D>,
 ) -> Result<()> {
     if let Some(x) = &into.x {

@@ -8,14 +8,15 @@ use crate::comm::{Op, Tag};
 use crate::config::CapacityOrder;
 use crate::dtype::DType;
 use crate::ep::{DispatchInputs, DispatchSpec, Group, Handle, Received};
-use crate::error::{Error, Result};
+use crate::error::Result;
 use crate::kernels::{Down, Jitter, KeepSum, Kernels, Linear, Origin, Route, RowDest, RowSource, SlotWeights, Up};
 use crate::lazy::Lazy;
 use crate::metrics::Load;
 use crate::tensor::{Tensor, TensorMut, TensorRef};
 
 use super::payload::{self, EncodedTokens};
-use super::{Context, Forward, ForwardInfo, Layer, Mode, Params, Routing, aux_losses, check, shared_expert};
+use super::told::told;
+use super::{Context, Forward, ForwardInfo, Inputs, Layer, Mode, Params, Routing, aux_losses, check, shared_expert};
 
 const CALL: &str = "Layer::forward";
 
@@ -28,11 +29,9 @@ pub(super) fn forward<D: Kernels>(
 ) -> Result<Forward<D>> {
     // Shapes are checked below, where the other ranks are told.
     let y = Tensor::empty(group.device(), x.dtype(), &[x.rows(), layer.config.hidden]);
-    let mut y = match y {
-        Ok(y) => y,
-        Err(e) => return Err(refuse(layer, group, Op::Prepare, e)),
-    };
-    let ForwardInfo { aux, routing, context } = forward_into(layer, group, mode, (x, params), y.view_mut())?;
+    let mut y = told(layer, group, Op::Prepare, y)?;
+    let ForwardInfo { aux, routing, context } =
+        forward_into(layer, group, mode, Inputs { x: x.borrow(), params }, y.view_mut())?;
     Ok(Forward { y, aux, routing, context })
 }
 
@@ -40,7 +39,7 @@ pub(super) fn forward_into<D: Kernels>(
     layer: &Layer,
     group: &mut Group<D>,
     mode: Mode,
-    (x, params): (TensorRef<'_, D>, &Params<'_, D>),
+    Inputs { x, params }: Inputs<'_, '_, D>,
     mut y: TensorMut<'_, D>,
 ) -> Result<ForwardInfo<D>> {
     let spec = spec::<D>(layer, mode, x.dtype());
@@ -53,19 +52,14 @@ pub(super) fn forward_into<D: Kernels>(
         let routed = trace_span!("route").in_scope(|| route_tokens(layer, group, x, params, jitter))?;
         Ok((routed, EncodedTokens::new(&layer.config, &device, x)?))
     });
-    let (routed, packed) = match pending {
-        Ok(pending) => pending,
-        Err(e) => return Err(refuse(layer, group, Op::Prepare, e)),
-    };
+    let (routed, packed) = told(layer, group, Op::Prepare, pending)?;
     let by_weight = spec.expert_capacity.filter(|c| c.order == CapacityOrder::Probability);
     let handle = trace_span!("prepare")
         .in_scope(|| group.dispatcher().prepare(routed.ids.view(), by_weight.map(|_| routed.weights.view()), &spec))?;
     let (aux, aux_sums) = aux_losses::losses(layer, group, &handle, (routed.logits.view(), routed.ids.view()))?;
 
-    let kept = match kept_weights(layer, &device, &handle, &routed) {
-        Ok(kept) => kept,
-        Err(e) => return Err(refuse(layer, group, Op::Dispatch, e)),
-    };
+    let kept = kept_weights(layer, &device, &handle, &routed);
+    let kept = told(layer, group, Op::Dispatch, kept)?;
     let weights = kept.as_ref().unwrap_or(&routed.weights);
     let inputs = match &packed {
         Some(packed) => packed.inputs(weights.view()),
@@ -86,19 +80,14 @@ pub(super) fn forward_into<D: Kernels>(
         Some(packed) => packed.unpack(&device, received),
         None => Ok(received),
     };
-    let (pending, received) = match pending.transpose().and_then(|pending| Ok((pending, unpacked?))) {
-        Ok(ready) => ready,
-        Err(e) => return Err(refuse(layer, group, Op::Combine, e)),
-    };
+    let ready = pending.transpose().and_then(|pending| Ok((pending, unpacked?)));
+    let (pending, received) = told(layer, group, Op::Combine, ready)?;
 
     let experts = RoutedExperts { layer, params, handle: &handle, received: &received, dtype: x.dtype() };
     let keep = mode.backward && !layer.config.recompute;
     let place = group.dispatcher().place_for_return(&handle, x.dtype(), layer.config.hidden);
     let computed = place.and_then(|place| experts.forward(&device, x.borrow(), (keep, place)));
-    let (out, pre) = match computed {
-        Ok(computed) => computed,
-        Err(e) => return Err(refuse(layer, group, Op::Combine, e)),
-    };
+    let (out, pre) = told(layer, group, Op::Combine, computed)?;
     trace_span!("combine").in_scope(|| group.dispatcher().combine(&handle, out.view(), y.reborrow()))?;
     drop(out);
     let pending = pending.map_or_else(begin, Ok)?;
@@ -293,15 +282,6 @@ impl<D: Kernels> RoutedExperts<'_, '_, D> {
         device.down(call)?;
         Ok(out)
     }
-}
-
-/// Meets the other ranks in the collective `op` where they wait, as a failure: they get this error's text at once.
-/// Returns the error.
-pub(super) fn refuse<D: Kernels>(layer: &Layer, group: &mut Group<D>, op: Op, error: Error) -> Error {
-    let tag = Tag { layer: layer.number, op, sequence: 0 };
-    // The rank's own error is the news, whatever becomes of the meeting.
-    let _ = group.dispatcher().communicator().refuse(tag, &error.to_string());
-    error
 }
 
 /// Shorter borrow of an optional view.

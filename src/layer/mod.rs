@@ -10,17 +10,23 @@ mod forward;
 mod memory;
 mod params;
 mod payload;
+mod per_param;
 mod shared_expert;
+mod spec;
+mod told;
 
 pub use crate::aux_loss::AuxValue;
 pub use crate::kernels::Scalar;
 pub use aux_losses::AuxLoss;
 pub use memory::{StepMemory, StepSizes};
 pub use params::{ParamKind, ParamViews};
+pub use per_param::PerParam;
+pub use spec::LayerSpec;
+#[cfg(any(feature = "candle", feature = "burn"))]
+pub(crate) use told::Entry;
 
 use std::sync::Arc;
 
-use crate::comm::Op;
 use crate::config::{Fingerprint, MoeConfig};
 use crate::dtype::DType;
 use crate::ep::{Capacity, Group, Handle, Overflow, Received, Reporting};
@@ -238,6 +244,13 @@ pub struct GradientsMut<'a, D: Kernels> {
     pub accumulate: bool,
 }
 
+/// The caller's memory for the gradients of the routed experts' weights.
+#[derive(Debug)]
+pub(crate) struct Beside<'a, D: Kernels> {
+    pub(crate) up: TensorMut<'a, D>,
+    pub(crate) down: TensorMut<'a, D>,
+}
+
 /// Cotangents of a forward.
 #[derive(Debug, Clone, Copy)]
 pub struct Cotangents<'a, D: Kernels, A = f64> {
@@ -311,21 +324,10 @@ impl Layer {
         &self,
         group: &mut Group<D>,
         mode: Mode,
-        (x, params): (TensorRef<'_, D>, &Params<'_, D>),
+        inputs: Inputs<'_, '_, D>,
         y: TensorMut<'_, D>,
     ) -> Result<ForwardInfo<D>> {
-        forward::forward_into(self, group, mode, (x, params), y)
-    }
-
-    /// Meets the other ranks' [`forward`](Self::forward) as a failure: for an adapter that cannot call it. They get
-    /// this error's text at once, and the group stays usable. Returns the error.
-    pub fn refuse_forward<D: Kernels>(&self, group: &mut Group<D>, error: Error) -> Error {
-        forward::refuse(self, group, Op::Prepare, error)
-    }
-
-    /// [`refuse_forward`](Self::refuse_forward), for [`backward`](Self::backward).
-    pub fn refuse_backward<D: Kernels>(&self, group: &mut Group<D>, error: Error) -> Error {
-        forward::refuse(self, group, Op::CombineBwd, error)
+        forward::forward_into(self, group, mode, inputs, y)
     }
 
     /// Backward over all ranks of the group, with the same `x` and parameters as forward. Collectives:
@@ -337,11 +339,11 @@ impl Layer {
         &self,
         group: &mut Group<D>,
         context: Context<D>,
-        inputs: Inputs<'_, D>,
+        inputs: Inputs<'_, '_, D>,
         cotangents: Cotangents<'a, D, impl Into<Scalar<'a, D>>>,
         wanted: Wanted,
     ) -> Result<Gradients<D>> {
-        backward::backward(self, group, context, inputs, cotangents.scalar(), (wanted, None))
+        backward::backward(self, group, context, inputs, cotangents.scalar(), wanted, None)
     }
 
     /// [`backward`](Self::backward) with the gradients of `up` and `down` in memory of the caller, where there are to
@@ -351,10 +353,12 @@ impl Layer {
         &self,
         group: &mut Group<D>,
         context: Context<D>,
-        (inputs, cotangents): (Inputs<'_, D>, Cotangents<'_, D, Scalar<'_, D>>),
-        wanted: (Wanted, Option<[TensorMut<'_, D>; 2]>),
+        inputs: Inputs<'_, '_, D>,
+        cotangents: Cotangents<'_, D, Scalar<'_, D>>,
+        wanted: Wanted,
+        beside: Option<Beside<'_, D>>,
     ) -> Result<Gradients<D>> {
-        backward::backward(self, group, context, inputs, cotangents, wanted)
+        backward::backward(self, group, context, inputs, cotangents, wanted, beside)
     }
 
     /// [`backward`](Self::backward) into memory of the caller; see [`forward_into`](Self::forward_into).
@@ -365,10 +369,11 @@ impl Layer {
         &self,
         group: &mut Group<D>,
         context: Context<D>,
-        (inputs, cotangents): (Inputs<'_, D>, Cotangents<'a, D, impl Into<Scalar<'a, D>>>),
+        inputs: Inputs<'_, '_, D>,
+        cotangents: Cotangents<'a, D, impl Into<Scalar<'a, D>>>,
         into: GradientsMut<'_, D>,
     ) -> Result<()> {
-        backward::backward_into(self, group, context, (inputs, cotangents.scalar()), into).map(drop)
+        backward::backward_into(self, group, context, inputs, cotangents.scalar(), into).map(drop)
     }
 
     /// True where kept weights are scaled to the sum they had before dropping.
@@ -391,9 +396,9 @@ impl Layer {
 
 /// Inputs of a forward, given to backward again.
 #[derive(Debug, Clone, Copy)]
-pub struct Inputs<'a, D: Kernels> {
+pub struct Inputs<'a, 'p, D: Kernels> {
     /// `[T, H]`.
     pub x: TensorRef<'a, D>,
     /// The parameters.
-    pub params: &'a Params<'a, D>,
+    pub params: &'a Params<'p, D>,
 }

@@ -136,7 +136,7 @@ impl<D: Kernels> Gradients<D> {
     pub(super) fn empty(
         layer: &Layer,
         group: &Group<D>,
-        inputs: &Inputs<'_, D>,
+        inputs: &Inputs<'_, '_, D>,
         (wanted, elsewhere): (Wanted, &[ParamKind]),
     ) -> Result<Self> {
         let device = group.device();

@@ -139,7 +139,7 @@ pub(super) fn backward<D: Kernels>(
     layer: &Layer,
     device: &D,
     saved: SharedContext<D>,
-    inputs: &Inputs<'_, D>,
+    inputs: &Inputs<'_, '_, D>,
     (d_y, mut d_x): (TensorRef<'_, D>, TensorMut<'_, D>),
     into: &mut GradientsMut<'_, D>,
 ) -> Result<()> {

@@ -4,7 +4,7 @@ use burn::backend::{Autodiff, Flex};
 use burn::tensor::Tensor;
 use burn::tensor::activation::{sigmoid, silu, softmax};
 use moebius::MoeConfig;
-use moebius::layer::{Mode, ParamKind};
+use moebius::layer::ParamKind;
 
 use super::support::*;
 use crate::trials::tests;
@@ -96,7 +96,7 @@ fn joined(found: &[Found], name: &str) -> Vec<f32> {
 }
 
 pub fn matches_a_dense_model<S: Subject>() {
-    let config = MoeConfig::from(&config());
+    let config = config();
     for &ranks in S::RANKS {
         // Rank 2 of 4 brings no token.
         let found = S::on_ranks(ranks, |rank, group| run_rank::<S>(&module(&config, &group), rank));
@@ -118,13 +118,13 @@ fn forward_and_gradients_match_a_dense_model_over_1_2_and_4_ranks() {
 }
 
 pub fn each_output_alone<S: Subject>(ranks: usize) {
-    let config = MoeConfig::from(&config());
+    let config = config();
     let parts = |with_y: bool, with_aux: bool| {
         S::on_ranks(ranks, |rank, group| {
             let model = module::<Autodiff<S>>(&config, &group);
             let (x, c) = inputs(rank);
             let x = tensor::<Autodiff<S>, 2>(x, [TOKENS[rank], H]).require_grad();
-            let out = model.forward_full(x.clone(), Mode::default()).unwrap();
+            let out = model.forward_full(x.clone(), None).unwrap();
             let y = (out.y * tensor(c, [TOKENS[rank], H])).sum();
             let loss = match (with_y, with_aux) {
                 (true, true) => y + out.aux,

@@ -14,7 +14,7 @@ use super::support::*;
 use crate::trials::tests;
 
 fn results_are_the_cores_bit_for_bit() {
-    let config = MoeConfig::from(&config());
+    let config = config();
     for dtype in [moebius::DType::F32, moebius::DType::BF16, moebius::DType::F16, moebius::DType::F64] {
         as_the_core(&config, dtype);
     }
@@ -22,11 +22,12 @@ fn results_are_the_cores_bit_for_bit() {
 
 fn tokens_that_are_sent_quantized_are_the_cores() {
     for payload in [Payload::Nvfp4, Payload::Mxfp8] {
-        let wide = ExpertParallelMoEConfig { hidden: 32, ..config() }.with_payload(payload);
+        let mut wide = config().with_payload(payload);
+        wide.hidden = 32;
         for dtype in [moebius::DType::F32, moebius::DType::BF16] {
-            as_the_core(&MoeConfig::from(&wide), dtype);
+            as_the_core(&wide, dtype);
         }
-        let narrow = config().with_payload(payload).init::<B>(0, &single(), &device());
+        let narrow = ExpertParallelMoEConfig::new(config().with_payload(payload)).init_on::<B>(&single(), &device());
         let error = narrow.err().map(|e| e.to_string());
         assert!(error.as_ref().is_some_and(|e| e.contains("hidden") && e.contains("multiple of 32")), "{error:?}");
     }
@@ -60,7 +61,7 @@ fn as_the_core(config: &MoeConfig, dtype: moebius::DType) {
         let model = ExpertParallelMoE::<B>::from_block(given, 3, &group, &device()).unwrap();
         let leaf = |t: &CoreTensor| burn_tensor::<2>(t);
         let bx = leaf(&x).require_grad();
-        let out = model.forward_full(bx.clone(), Mode::default()).unwrap();
+        let out = model.forward_full(bx.clone(), None).unwrap();
         assert_eq!(out.y.to_data().as_bytes(), core.y.as_bytes());
         assert_eq!(out.logits.into_data().as_bytes(), core.routing.logits.as_bytes());
         assert_eq!(out.weights.into_data().as_bytes(), core.routing.weights.as_bytes());
@@ -123,7 +124,7 @@ fn burn_tensor<const D: usize>(t: &CoreTensor) -> Tensor<B, D> {
 }
 
 pub fn leading_dimensions_and_strides<S: Subject>() {
-    let config = MoeConfig::from(&config());
+    let config = config();
     let group = S::alone();
     let model = module::<S>(&config, &group);
     let x = tensor::<S, 2>(values(1, 6 * H, 1.0), [6, H]);
@@ -148,7 +149,7 @@ fn any_leading_dimensions_and_strides() {
 }
 
 pub fn strided_gradient<S: Subject>() {
-    let config = MoeConfig::from(&config());
+    let config = config();
     let group = S::alone();
     let model = module::<Autodiff<S>>(&config, &group);
     let run = |transpose: bool| {
@@ -174,7 +175,7 @@ pub fn recomputed_input<S: Subject>() {
         let y = model.forward(x.clone()).unwrap() + x;
         floats(leaf.grad(&y.powi_scalar(2).sum().backward()).unwrap())
     }
-    let config = MoeConfig::from(&config());
+    let config = config();
     let plain = run::<S, NoCheckpointing>(&config);
     assert_eq!(run::<S, BalancedCheckpointing>(&config), plain);
 }
@@ -184,7 +185,7 @@ fn recomputed_input_gives_the_same_gradients() {
 }
 
 fn nothing_is_kept_where_nothing_tracks() {
-    let config = MoeConfig::from(&config());
+    let config = config();
     let group = single();
     // Whatever keeps x shares its memory.
     let shared_after = |model: &ExpertParallelMoE<B>| {

@@ -10,7 +10,6 @@ use burn::module::Module;
 use burn::tensor::{DType, Tensor};
 use moebius::burn::{ExpertParallelMoE, ExpertParallelMoEConfig};
 use moebius::comm::Op;
-use moebius::layer::Mode;
 use moebius::{CommError, Error, MoeConfig};
 
 use super::support::*;
@@ -21,14 +20,14 @@ fn message(panic: Box<dyn std::any::Any + Send>) -> String {
 }
 
 fn backward_against_a_rank_that_tracks_nothing_is_refused_before_any_collective() {
-    let config = MoeConfig::from(&config());
+    let config = config();
     on_ranks(2, LONG, |rank, group| {
         let model = module::<B>(&config, &group);
         let x = tensor::<B, 2>(inputs(rank).0, [TOKENS[rank], H]);
         if rank == 0 {
             model.clone().no_grad().forward(x.clone()).unwrap();
         } else {
-            let out = model.forward_full(x.clone(), Mode::default()).unwrap();
+            let out = model.forward_full(x.clone(), None).unwrap();
             let loss = out.y.sum();
             let panic = catch_unwind(AssertUnwindSafe(|| loss.backward())).err().unwrap();
             assert!(message(panic).contains("not agreed"), "the error's text");
@@ -44,11 +43,11 @@ fn backward_against_a_rank_that_tracks_nothing_is_refused_before_any_collective(
 }
 
 fn a_second_backward_is_refused_before_any_collective() {
-    let config = MoeConfig::from(&config());
+    let config = config();
     on_ranks(2, LONG, |rank, group| {
         let model = module::<B>(&config, &group);
         let x = tensor::<B, 2>(inputs(rank).0, [TOKENS[rank], H]);
-        let out = model.forward_full(x.clone(), Mode::default()).unwrap();
+        let out = model.forward_full(x.clone(), None).unwrap();
         let loss = out.y.sum();
         loss.backward();
         // burn itself refuses the same loss, and what else hangs on the nodes it consumed. Only on one rank: a
@@ -65,9 +64,9 @@ fn a_second_backward_is_refused_before_any_collective() {
 }
 
 pub fn second_backward<S: Subject>() {
-    let config = MoeConfig::from(&config());
+    let config = config();
     let model = module::<Autodiff<S>>(&config, S::alone());
-    let out = model.forward_full(tensor::<Autodiff<S>, 2>(inputs(0).0, [TOKENS[0], H]), Mode::default()).unwrap();
+    let out = model.forward_full(tensor::<Autodiff<S>, 2>(inputs(0).0, [TOKENS[0], H]), None).unwrap();
     let loss = out.y.sum();
     loss.backward();
     for again in [loss, out.aux] {
@@ -92,7 +91,7 @@ fn waiting() -> MutexGuard<'static, ()> {
 
 fn a_backward_that_never_comes_is_a_typed_timeout() {
     let _alone = waiting();
-    let config = MoeConfig::from(&config());
+    let config = config();
     let finished = Barrier::new(2);
     let failures = on_ranks(2, SHORT, |rank, group| {
         let model = module::<B>(&config, &group);
@@ -109,7 +108,7 @@ fn a_backward_that_never_comes_is_a_typed_timeout() {
 /// Each rank's error of its backward; `before` is what rank 1 does meanwhile.
 fn locked_out(shared: bool, before: fn()) {
     let _alone = waiting();
-    let config = MoeConfig::from(&config());
+    let config = config();
     let (done, finished) = mpsc::channel();
     thread::spawn(move || {
         let about_to = Barrier::new(2);
@@ -156,12 +155,12 @@ fn a_leaf_shared_between_ranks_ends_in_typed_errors_and_not_in_a_hang() {
 fn bad_input_is_a_typed_error() {
     let config = config();
     let group = single();
-    let other = ExpertParallelMoEConfig::new(H, I, E * 2, K).init::<Flex>(0, &group, &device());
+    let other = ExpertParallelMoEConfig::new(MoeConfig::new(H, I, E * 2, K)).init_on::<Flex>(&group, &device());
     assert!(matches!(other, Err(Error::Invalid { ref name, .. }) if name == "num_experts"), "{other:?}");
-    let too_many = ExpertParallelMoEConfig::new(H, I, E, E + 1).init::<Flex>(0, &group, &device());
+    let too_many = ExpertParallelMoEConfig::new(MoeConfig::new(H, I, E, E + 1)).init_on::<Flex>(&group, &device());
     assert!(matches!(too_many, Err(Error::Invalid { ref name, .. }) if name == "top_k"), "{too_many:?}");
 
-    let config = MoeConfig::from(&config);
+    let config = config.clone();
     let mut missing = block(&config, 0, 1);
     missing.params.shared_down = None;
     let found = ExpertParallelMoE::<Flex>::from_block(missing, 0, &group, &device());
@@ -187,7 +186,7 @@ fn bad_input_is_a_typed_error() {
 }
 
 pub fn bad_tokens<S: Subject>() {
-    let config = MoeConfig::from(&config());
+    let config = config();
     let device = Default::default();
     let model = module::<S>(&config, S::alone());
     let found = model.forward(Tensor::<S, 2>::zeros([4, H + 1], &device));

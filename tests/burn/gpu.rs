@@ -11,7 +11,7 @@ use moebius::burn::{DeviceGroup, EpGroup, ExpertParallelMoE, NativeBackend, Wait
 use moebius::config::AuxConfig;
 use moebius::cuda::Cuda;
 use moebius::ep::GroupConfig;
-use moebius::layer::{Mode, ParamKind};
+use moebius::layer::ParamKind;
 use moebius::{Error, MoeConfig, Waited};
 
 use super::support::*;
@@ -113,7 +113,7 @@ impl Case {
         let (t, h) = (self.tokens, self.config.hidden);
         let x = self.leaf::<Autodiff<S>, 2>(values(1, t * h, 1.0), [t, h]).require_grad();
         let c = self.leaf::<Autodiff<S>, 2>(values(2, t * h, 1.0), [t, h]);
-        let out = model.forward_full(x.clone(), Mode::default()).unwrap();
+        let out = model.forward_full(x.clone(), None).unwrap();
         assert_eq!(out.load.get().unwrap().tokens_per_expert.len(), e);
         let mut found = vec![
             ("y".to_string(), floats(out.y.clone())),
@@ -175,7 +175,7 @@ fn a_step_repeats_to_the_bit() {
 
 fn a_group_of_another_device_is_refused() {
     let _alone = gpu();
-    let config = MoeConfig::from(&config());
+    let config = config();
     let x = tensor::<Gpu, 2>(inputs(0).0, [TOKENS[0], H]);
     let error = module::<Gpu>(&config, single()).forward(x).unwrap_err();
     assert!(matches!(&error, Error::Invalid { name, .. } if name == "group"), "{error}");
@@ -190,7 +190,7 @@ fn a_call_waits_on_the_gpu_alone() {
         let group = Gpu::alone();
         let model = module::<A>(config, &group);
         let x = tensor::<A, 2>(inputs(0).0, [TOKENS[0], H]).require_grad();
-        let out = model.forward_full(x, Mode::default()).unwrap();
+        let out = model.forward_full(x, None).unwrap();
         let forward = group.waits();
         (out.y.sum() + out.aux).backward();
         (forward, group.waits())
@@ -201,10 +201,10 @@ fn a_call_waits_on_the_gpu_alone() {
         true => Waits { device: order, host: 0 },
         false => Waits { device: 0, host: order },
     };
-    let mut plain = MoeConfig::from(&config());
+    let mut plain = config();
     plain.aux = AuxConfig::default();
     assert_eq!(step(&plain), (waits(2), waits(4)), "no auxiliary loss");
-    assert_eq!(step(&MoeConfig::from(&config())), (waits(2), waits(4)), "neither its value nor its gradient");
+    assert_eq!(step(&config()), (waits(2), waits(4)), "neither its value nor its gradient");
     let inference = Gpu::alone();
     let model = module::<Gpu>(&plain, &inference);
     model.forward(tensor::<Gpu, 2>(inputs(0).0, [TOKENS[0], H])).unwrap();
@@ -221,14 +221,14 @@ fn the_host_runs_ahead_of_a_step() {
         println!("skipped: this driver leaves the order to the host");
         return;
     }
-    let model = module::<A>(&MoeConfig::from(&config()), &group);
+    let model = module::<A>(&config(), &group);
     let x = tensor::<A, 2>(inputs(0).0, [TOKENS[0], H]).require_grad();
     let n = 8192;
     let big = Tensor::<Gpu, 2>::zeros([n, n], &x.device());
     // Half a second at 70 TFLOP/s, 0.1 at 350: a GPU may take its TF32 units for f32.
     let long = || (0..32).fold(big.clone(), |product, _| product.matmul(big.clone()));
     let step = || {
-        let out = model.forward_full(x.clone(), Mode::default()).unwrap();
+        let out = model.forward_full(x.clone(), None).unwrap();
         let gradients = (out.y.sum() + out.aux.clone() * 0.5).backward();
         (out.aux, x.grad(&gradients).unwrap(), out.losses)
     };
@@ -239,7 +239,7 @@ fn the_host_runs_ahead_of_a_step() {
     let product = long();
     // This call brings the layer's stream behind burn's, which is hidden: the event comes once the products are done, and
     // before anything of the step.
-    let first = model.forward_full(x.clone(), Mode::default()).unwrap();
+    let first = model.forward_full(x.clone(), None).unwrap();
     let ahead = core.record().unwrap();
     let (again, d_again, losses) = step();
     assert!(!ahead.is_done().unwrap(), "the host waited for the GPU");
@@ -307,7 +307,7 @@ fn results_lie_in_burns_memory_and_workspace_is_given_back() {
 
 fn a_nan_is_reported_at_the_next_wait() {
     let _alone = gpu();
-    let config = MoeConfig::from(&config());
+    let config = config();
     let group = Gpu::alone();
     let model = module::<Gpu>(&config, &group);
     let nan = tensor::<Gpu, 2>(vec![f32::NAN; H], [1, H]);
@@ -319,7 +319,7 @@ fn a_nan_is_reported_at_the_next_wait() {
 
 fn a_capture_of_burns_layer_is_refused() {
     let _alone = gpu();
-    let mut config = MoeConfig::from(&config());
+    let mut config = config();
     config.aux = AuxConfig::default();
     let group = Gpu::alone();
     let (model, core) = (module::<Gpu>(&config, &group), device_of(&group));
@@ -358,7 +358,7 @@ pub fn a_bf16_back_end_alone() {
     let config = MoeConfig::new(64, 32, 8, 2);
     let group = DeviceGroup::single::<Autodiff<Half>>(GroupConfig::new(8, 16), &CudaDevice::default()).unwrap();
     let moe = moebius::burn::ExpertParallelMoEConfig::from(&config)
-        .init::<Autodiff<Half>>(0, &group, &CudaDevice::default())
+        .init_on::<Autodiff<Half>>(&group, &CudaDevice::default())
         .unwrap();
     let x = Tensor::<Autodiff<Half>, 2>::from_data(
         TensorData::new(values(17, 16 * 64, 1.0), [16, 64]).convert::<half::bf16>(),

@@ -3,6 +3,7 @@
 
 mod dense;
 mod exact;
+mod facade;
 mod faults;
 #[path = "../common/faulty_comm.rs"]
 mod faulty_comm;
@@ -29,6 +30,7 @@ fn main() -> ExitCode {
     let files = [
         ("dense", dense::cases()),
         ("exact", exact::cases()),
+        ("facade", facade::cases()),
         ("faults", faults::cases()),
         ("module", module::cases()),
         ("user", user::cases()),

@@ -9,10 +9,11 @@ use burn::optim::{AdamWConfig, GradientsParams, Optimizer};
 use burn::record::{BinBytesRecorder, FullPrecisionSettings, NamedMpkFileRecorder, Recorder};
 use burn::tensor::backend::Backend;
 use burn::tensor::{Int, Tensor};
-use moebius::burn::{EpGroup, ExpertParallelMoE, ExpertParallelMoEConfig};
+use moebius::TensorMut;
+use moebius::burn::{EpGroup, ExpertParallelMoE, ExpertParallelMoEConfig, LoadAs};
+use moebius::checkpoint::Checkpoint;
 use moebius::comm::{Op, ReduceOp, Tag};
-use moebius::layer::{Mode, ParamKind};
-use moebius::{MoeConfig, TensorMut};
+use moebius::layer::ParamKind;
 
 use super::support::*;
 use crate::trials::tests;
@@ -25,7 +26,7 @@ fn generator() -> MutexGuard<'static, ()> {
 
 fn a_record_holds_the_parameters_under_the_crates_names() {
     let _alone = generator();
-    let config = MoeConfig::from(&config().with_selection_bias(true));
+    let config = biased();
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("layer");
     on_ranks(2, LONG, |rank, group| {
@@ -38,7 +39,8 @@ fn a_record_holds_the_parameters_under_the_crates_names() {
         let bytes = BinBytesRecorder::<FullPrecisionSettings>::default().record(model.into_record(), ()).unwrap();
 
         Flex::seed(&device(), crate::trials::seed::seed(9));
-        let fresh = || ExpertParallelMoEConfig::from(&config).init::<B>(3, &group, &device()).unwrap();
+        let fresh =
+            || ExpertParallelMoEConfig::from(&config).with_number(Some(3)).init_on::<B>(&group, &device()).unwrap();
         let before = floats(fresh().forward(x.clone()).unwrap());
         assert_ne!(before, y);
         let loaded = fresh().load_file(&path, &recorder, &device()).unwrap();
@@ -67,14 +69,15 @@ fn a_record_holds_the_parameters_under_the_crates_names() {
 }
 
 fn the_configuration_survives_a_file_and_the_cores_form() {
-    let config = config().with_selection_bias(true).with_scale(2.5).with_renorm(None).with_recompute(true);
-    let config = config.with_payload(moebius::config::Payload::Nvfp4);
+    let moe = biased().with_router(|r| r.with_scale(2.5).with_renorm(None)).with_recompute(true);
+    let moe = moe.with_payload(moebius::config::Payload::Nvfp4);
+    let config = ExpertParallelMoEConfig::new(moe.clone()).with_number(Some(7));
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("config.json");
     config.save(&path).unwrap();
     assert_eq!(ExpertParallelMoEConfig::load(&path).unwrap(), config);
-    assert_eq!(ExpertParallelMoEConfig::from(&MoeConfig::from(&config)), config);
-    assert_eq!(MoeConfig::from(&ExpertParallelMoEConfig::new(H, I, E, K)), MoeConfig::new(H, I, E, K));
+    assert_eq!(config.moe, moe);
+    assert_eq!(ExpertParallelMoEConfig::from(&moe).with_number(Some(7)), config);
 }
 
 fn training_lowers_the_loss_and_keeps_the_ranks_together() {
@@ -84,11 +87,11 @@ fn training_lowers_the_loss_and_keeps_the_ranks_together() {
         first: burn::nn::Linear<B>,
         moe: ExpertParallelMoE<B>,
     }
-    let config = config();
+    let config = ExpertParallelMoEConfig::from(config());
     let weights = |ranks: usize| {
         Flex::seed(&device(), crate::trials::seed::seed(7));
         on_ranks(ranks, LONG, |_, group| {
-            let moe = config.init::<Flex>(0, &group, &device()).unwrap();
+            let moe = config.init_on::<Flex>(&group, &device()).unwrap();
             (floats(moe.router.weight.val()), floats(moe.experts.down.val()))
         })
     };
@@ -99,7 +102,7 @@ fn training_lowers_the_loss_and_keeps_the_ranks_together() {
 
     Flex::seed(&device(), crate::trials::seed::seed(8));
     let runs = on_ranks(2, LONG, |rank, group| {
-        let moe = config.init::<B>(0, &group, &device()).unwrap();
+        let moe = config.init_on::<B>(&group, &device()).unwrap();
         // Equal on both ranks: values are given, not drawn.
         let mut first = burn::nn::LinearConfig::new(H, H).with_bias(false).init::<B>(&device());
         first.weight = Param::from_tensor(tensor(values(5, H * H, 0.5), [H, H]));
@@ -109,7 +112,7 @@ fn training_lowers_the_loss_and_keeps_the_ranks_together() {
         let (x, target) = (tensor::<B, 2>(x, [TOKENS[rank], H]), tensor::<B, 2>(target, [TOKENS[rank], H]));
         let mut losses = vec![];
         for _ in 0..40 {
-            let out = model.moe.forward_full(model.first.forward(x.clone()), Mode::default()).unwrap();
+            let out = model.moe.forward_full(model.first.forward(x.clone()), None).unwrap();
             let loss = (out.y - target.clone()).powi_scalar(2).mean();
             losses.push(floats(loss.clone())[0]);
             let mut gradients = GradientsParams::from_grads((loss + out.aux).backward(), &model);
@@ -137,7 +140,7 @@ fn all_reduce(group: &EpGroup, gradients: &mut GradientsParams, param: &Param<Te
 }
 
 fn an_absent_gradient_of_a_replicated_parameter_counts_as_zeros() {
-    let config = MoeConfig::from(&config());
+    let config = config();
     let sums = on_ranks(2, LONG, |rank, group| {
         let model = module::<B>(&config, &group);
         let y = model.forward(tensor::<B, 2>(inputs(rank).0, [TOKENS[rank], H])).unwrap();
@@ -154,10 +157,10 @@ fn an_absent_gradient_of_a_replicated_parameter_counts_as_zeros() {
 }
 
 fn ids_come_as_data() {
-    let config = MoeConfig::from(&config());
+    let config = config();
     let group = single();
     let model = module::<Flex>(&config, &group);
-    let out = model.forward_full(tensor::<Flex, 2>(inputs(0).0, [TOKENS[0], H]), Mode::default()).unwrap();
+    let out = model.forward_full(tensor::<Flex, 2>(inputs(0).0, [TOKENS[0], H]), None).unwrap();
     let ids: Tensor<Flex, 2, Int> = out.ids;
     assert_eq!(ids.dims(), [TOKENS[0], K]);
     assert_eq!(out.logits.dims(), [TOKENS[0], E]);
@@ -171,7 +174,14 @@ fn a_checkpoint_gives_a_rank_its_experts_in_their_type() {
     use burn::tensor::DType;
     let dir = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/golden/qwen3_moe_bf16");
     on_ranks(4, LONG, |_, group| {
-        let model = ExpertParallelMoE::<B>::from_checkpoint(dir, 0, &group, &device()).unwrap();
+        let model = ExpertParallelMoE::<B>::from_checkpoint(
+            &Checkpoint::open(dir).unwrap(),
+            0,
+            &group,
+            LoadAs::default(),
+            &device(),
+        )
+        .unwrap();
         let hidden = model.layer().config().hidden;
         assert_eq!(model.experts.up.dims(), [E / 4, model.layer().config().up_rows(), hidden]);
         assert_eq!(model.experts.up.dtype(), DType::BF16);

@@ -9,20 +9,20 @@ use burn::module::{Module, ModuleVisitor, Param};
 use burn::tensor::backend::{AutodiffBackend, Backend};
 use burn::tensor::{Tensor, TensorData};
 use moebius::MoeConfig;
-use moebius::burn::{DeviceGroup, EpGroup, ExpertParallelMoE, ExpertParallelMoEConfig, MoeBackend, NativeBackend};
+use moebius::burn::{DeviceGroup, EpGroup, ExpertParallelMoE, NativeBackend};
 use moebius::checkpoint::{Block, BlockParams};
 use moebius::comm::ThreadWorld;
 use moebius::config::{AuxConfig, SharedConfig};
 use moebius::cpu::Cpu;
 use moebius::ep::{Group, GroupConfig};
-use moebius::layer::{Mode, ParamKind};
+use moebius::layer::ParamKind;
 
 use super::faulty_comm::{Changed, Entered};
 
 pub type B = Autodiff<Flex>;
 
 /// A back end that the suite runs on.
-pub trait Subject: MoeBackend + NativeBackend {
+pub trait Subject: NativeBackend {
     /// Numbers of ranks that it can have in one process.
     const RANKS: &'static [usize];
 
@@ -59,14 +59,17 @@ pub fn device() -> FlexDevice {
 }
 
 /// Every part that has a gradient: router bias, expert biases, gated shared expert, both auxiliary losses per rank.
-pub fn config() -> ExpertParallelMoEConfig {
-    let mut aux = AuxConfig::default();
-    (aux.balance, aux.z) = (0.02, 0.01);
-    ExpertParallelMoEConfig::new(H, I, E, K)
-        .with_logit_bias(true)
+pub fn config() -> MoeConfig {
+    MoeConfig::new(H, I, E, K)
+        .with_router(|router| router.with_logit_bias(true))
         .with_expert_bias(true)
-        .with_shared(Some(SharedConfig { intermediate: 6, gated: true }))
-        .with_aux(aux)
+        .with_shared(SharedConfig { intermediate: 6, gated: true })
+        .with_aux(AuxConfig::default().with_balance(0.02).with_z(0.01))
+}
+
+/// The same with a selection bias.
+pub fn biased() -> MoeConfig {
+    config().with_router(|router| router.with_selection_bias(true))
 }
 
 /// Reproducible values in ±scale, another sequence for each seed.
@@ -231,7 +234,7 @@ pub fn run_rank<S: Subject>(model: &ExpertParallelMoE<Autodiff<S>>, rank: usize)
     let (x, c) = inputs(rank);
     let x = tensor::<Autodiff<S>, 2>(x, [TOKENS[rank], H]).require_grad();
     let c = tensor::<Autodiff<S>, 2>(c, [TOKENS[rank], H]);
-    let out = model.forward_full(x.clone(), Mode::default()).unwrap();
+    let out = model.forward_full(x.clone(), None).unwrap();
     let (y, aux) = (floats(out.y.clone()), floats(out.aux.clone())[0]);
     let gradients = ((out.y * c).sum() + out.aux).backward();
     let dx = floats(x.grad(&gradients).unwrap());

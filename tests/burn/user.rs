@@ -10,11 +10,10 @@ use burn::optim::{AdamWConfig, GradientsAccumulator, GradientsParams, Optimizer,
 use burn::record::{BinFileRecorder, HalfPrecisionSettings, NamedMpkBytesRecorder, Recorder};
 use burn::tensor::backend::{AutodiffBackend, Backend};
 use burn::tensor::{DType, Tensor};
-use moebius::MoeConfig;
-use moebius::burn::{EpGroup, ExpertParallelMoE, MoeBackend};
+use moebius::burn::{EpGroup, ExpertParallelMoE, LoadAs, MoeBackend};
 use moebius::checkpoint::Checkpoint;
 use moebius::ep::GroupConfig;
-use moebius::layer::{Layer, Mode, ParamKind};
+use moebius::layer::{Layer, ParamKind};
 
 use super::support::*;
 use crate::trials::tests;
@@ -30,7 +29,7 @@ struct Model<B: Backend> {
 impl<B: MoeBackend> Model<B> {
     /// Its layers share one group.
     fn new(group: &EpGroup) -> Self {
-        let config = MoeConfig::from(&config().with_selection_bias(true));
+        let config = biased();
         let mut first = LinearConfig::new(H, H).with_bias(false).init(&Default::default());
         first.weight = Param::from_tensor(tensor(values(5, H * H, 0.5), [H, H]));
         Self { first, layers: vec![module(&config, group), module(&config, group)], last: Some(module(&config, group)) }
@@ -40,7 +39,7 @@ impl<B: MoeBackend> Model<B> {
         let mut x = self.first.forward(x);
         let mut aux = Tensor::zeros([1], &x.device());
         for layer in self.layers.iter().chain(&self.last) {
-            let out = layer.forward_full(x.clone(), Mode::default()).unwrap();
+            let out = layer.forward_full(x.clone(), None).unwrap();
             x = out.y + x;
             aux = aux + out.aux;
         }
@@ -101,7 +100,7 @@ fn gradients_are_tracked_where_the_user_says() {
 
 /// An optimizer moves what has a gradient; weight decay too. The selection bias has none, tracked or not.
 fn an_optimizer_leaves_the_selection_bias_alone() {
-    let config = MoeConfig::from(&config().with_selection_bias(true));
+    let config = biased();
     let group = single();
     for track in [false, true] {
         let mut model = module::<B>(&config, &group);
@@ -109,7 +108,7 @@ fn an_optimizer_leaves_the_selection_bias_alone() {
         model.router.selection_bias = Some(bias.map(|bias| bias.set_require_grad(track)));
         let before = params(&model);
         let mut adam = AdamWConfig::new().with_weight_decay(0.5).init::<B, ExpertParallelMoE<B>>();
-        let out = model.forward_full(tensor::<B, 2>(rows(0, 12), [12, H]), Mode::default()).unwrap();
+        let out = model.forward_full(tensor::<B, 2>(rows(0, 12), [12, H]), None).unwrap();
         let gradients = GradientsParams::from_grads(out.y.powi_scalar(2).sum().backward(), &model);
         model = adam.step(0.1, model, gradients);
         for ((role, now), (_, before)) in params(&model).iter().zip(&before) {
@@ -124,7 +123,7 @@ fn an_optimizer_leaves_the_selection_bias_alone() {
         assert!(!model.router.selection_bias.as_ref().unwrap().is_require_grad());
     }
     let load = moebius::metrics::Load::new(vec![1; E], 0);
-    let plain = MoeConfig::from(&super::support::config());
+    let plain = super::support::config();
     let error = module::<B>(&plain, &group).update_selection_bias(&load, 0.25).unwrap_err();
     assert!(error.to_string().contains("router.selection_bias"), "{error}");
 }
@@ -195,10 +194,10 @@ fn a_cast_module_runs_in_its_type() {
             param.map(|t| t.cast(self.0).detach().require_grad())
         }
     }
-    let config = MoeConfig::from(&config());
+    let config = config();
     let model = module::<B>(&config, &single()).map(&mut Cast(DType::BF16));
     let x = tensor::<B, 2>(rows(0, 12), [12, H]);
-    let out = model.forward_full(x.clone().cast(DType::BF16), Mode::default()).unwrap();
+    let out = model.forward_full(x.clone().cast(DType::BF16), None).unwrap();
     assert_eq!((out.y.dtype(), out.aux.dtype()), (DType::BF16, DType::F32));
     let gradients = (out.y.sum() + out.aux.cast(DType::BF16)).backward();
     let up = model.experts.up.grad(&gradients).unwrap();
@@ -209,14 +208,14 @@ fn a_cast_module_runs_in_its_type() {
 
 /// Other options for the same parameters, as for evaluation without capacities.
 fn another_layer_over_the_same_parameters() {
-    let config = MoeConfig::from(&config());
+    let config = config();
     let model = module::<B>(&config, &single());
     let id = model.experts.up.id;
     let mut plain = config;
     plain.aux = Default::default();
     let other = model.with_layer(Layer::new(plain, 3).unwrap());
     assert_eq!(other.experts.up.id, id);
-    let out = other.forward_full(tensor::<B, 2>(rows(0, 2), [2, H]), Mode::default()).unwrap();
+    let out = other.forward_full(tensor::<B, 2>(rows(0, 2), [2, H]), None).unwrap();
     assert_eq!(floats(out.aux), [0.0]);
 }
 
@@ -228,7 +227,14 @@ fn a_trained_checkpoint_is_saved_under_its_published_names() {
     }
     let dir = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/golden/qwen3_moe_bf16");
     let group = EpGroup::single(GroupConfig::new(E, 64)).unwrap();
-    let moe = ExpertParallelMoE::<B>::from_checkpoint(dir, 0, &group, &device()).unwrap();
+    let moe = ExpertParallelMoE::<B>::from_checkpoint(
+        &Checkpoint::open(dir).unwrap(),
+        0,
+        &group,
+        LoadAs::default(),
+        &device(),
+    )
+    .unwrap();
     let hidden = moe.layer().config().hidden;
     let x = tensor::<B, 2>(values(1, 3 * hidden, 1.0), [3, hidden]).cast(DType::BF16);
     let before = floats(moe.forward(x.clone()).unwrap());
@@ -237,7 +243,14 @@ fn a_trained_checkpoint_is_saved_under_its_published_names() {
     assert_ne!(before, expected);
     let folder = tempfile::tempdir().unwrap();
     Checkpoint::open(dir).unwrap().save(folder.path(), &[(0, &moe.to_block().unwrap().params)]).unwrap();
-    let again = ExpertParallelMoE::<Flex>::from_checkpoint(folder.path(), 0, &group, &device()).unwrap();
+    let again = ExpertParallelMoE::<Flex>::from_checkpoint(
+        &Checkpoint::open(folder.path()).unwrap(),
+        0,
+        &group,
+        LoadAs::default(),
+        &device(),
+    )
+    .unwrap();
     assert_eq!(again.experts.up.dtype(), DType::BF16);
     assert_eq!(floats(again.forward(x.inner()).unwrap()), expected);
 }
@@ -245,7 +258,7 @@ fn a_trained_checkpoint_is_saved_under_its_published_names() {
 /// At its end a backward forgets graphs of the whole process of which no tensor is alive: not one that waits in a
 /// forward for its peer.
 fn a_graph_outlives_other_threads_backwards_while_its_forward_waits() {
-    let config = MoeConfig::from(&config());
+    let config = config();
     let found = on_ranks(2, LONG, |rank, group| {
         let model = module::<B>(&config, &group);
         let leaf = tensor::<B, 2>(inputs(rank).0, [TOKENS[rank], H]).require_grad();

@@ -8,7 +8,7 @@ use candle_core::{DType, Device, Tensor};
 use moebius::Lazy;
 use moebius::candle::ExpertParallelMoE;
 use moebius::cuda::Cuda;
-use moebius::layer::{AuxValue, Mode};
+use moebius::layer::AuxValue;
 
 use crate::gpu::poisoned;
 use crate::support::{AnyResult, config, flat, seeded, tokens};
@@ -49,7 +49,7 @@ impl<'a> Watch<'a> {
     fn step(&mut self, moe: &ExpertParallelMoE, x: &Tensor) -> AnyResult<(Tensor, Tensor, Lazy<AuxValue>)> {
         let own = self.part("candle's own arithmetic", || Ok((x.sqr()?.sum_all()? * 0.5)?.backward()?))?;
         own.get(x).ok_or("no gradient of x")?;
-        let out = self.part("the layer's forward", || Ok(moe.forward_full(x, Mode::default())?))?;
+        let out = self.part("the layer's forward", || Ok(moe.forward_full(x, None)?))?;
         let loss = self.part("candle's loss", || Ok((out.y.sqr()?.sum_all()? + (&out.aux * 0.5)?)?))?;
         let gradients = self.part("the backward", || Ok(loss.backward()?))?;
         Ok((out.aux, gradients.get(x).ok_or("no gradient of x")?.clone(), out.losses))

@@ -7,7 +7,7 @@ use moebius::candle::{DeviceGroup, ExpertParallelMoE, cuda};
 use moebius::config::{SharedConfig, WeightAt};
 use moebius::cuda::Cuda;
 use moebius::ep::{EpGroup, GroupConfig, Reporting};
-use moebius::layer::{DispatchOptions, Mode, ParamKind};
+use moebius::layer::{DispatchOptions, ParamKind};
 
 use crate::support::{
     AnyError, AnyResult, EXPERTS, close, config, distance, flat, group, normal, of_type, seeded, step, tokens,
@@ -27,13 +27,13 @@ fn results(moe: &ExpertParallelMoE, tokens: usize, dtype: DType) -> AnyResult<Ve
     let hidden = moe.layer().config().hidden;
     let x = wide_tokens(0..tokens, hidden, dtype, device)?;
     let cotangent = wide_tokens(tokens..2 * tokens, hidden, dtype, device)?;
-    let out = moe.forward_full(&x, Mode::default())?;
+    let out = moe.forward_full(&x, None)?;
     let loss = (&out.y * cotangent.as_tensor())?.sum_all()?.to_dtype(DType::F32)?;
     let gradients = (loss + (&out.aux * 0.5)?)?.backward()?;
     let mut all = vec![("y".to_string(), flat(&out.y)?), ("aux".to_string(), vec![out.aux.to_scalar::<f32>()?])];
     all.push(("logits".to_string(), flat(&out.logits)?));
     all.push(("weights".to_string(), flat(&out.weights)?));
-    let ids = out.ids.flatten_all()?.to_vec1::<i32>()?;
+    let ids = out.ids.flatten_all()?.to_vec1::<u32>()?;
     all.push(("ids".to_string(), ids.into_iter().map(|id| id as f32).collect()));
     all.push(("d x".to_string(), flat(gradients.get(&x).ok_or("no gradient of x")?)?));
     for role in ParamKind::ALL {

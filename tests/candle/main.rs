@@ -3,6 +3,7 @@
 
 #[cfg(feature = "cuda")]
 mod ahead;
+mod facade;
 #[path = "../common/goldens.rs"]
 mod goldens;
 #[cfg(feature = "cuda")]
@@ -34,13 +35,15 @@ fn main() -> ExitCode {
     for (name, body) in ranks::cases() {
         trials.add(format!("ranks::{name}"), body);
     }
-    for (file, cases) in [("module", module::cases()), ("user", user::cases())] {
+    for (file, cases) in [("facade", facade::cases()), ("module", module::cases()), ("user", user::cases())] {
         for (name, body) in cases {
             trials.add(format!("{file}::{name}"), move || body(&Device::Cpu));
         }
     }
     #[cfg(feature = "cuda")]
-    for (file, cases) in [("module", module::cases()), ("user", user::cases()), ("gpu", gpu::cases())] {
+    let shared = [("facade", facade::cases()), ("module", module::cases()), ("user", user::cases())];
+    #[cfg(feature = "cuda")]
+    for (file, cases) in shared.into_iter().chain([("gpu", gpu::cases())]) {
         for (name, body) in cases {
             // A device of its own for each: they run side by side.
             trials.add_gpu(format!("{file}::{name}, GPU"), move || {

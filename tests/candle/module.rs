@@ -3,9 +3,10 @@
 use candle_core::{D, DType, Device, Module, Tensor, Var};
 use candle_nn::{AdamW, Optimizer, ParamsAdamW, VarBuilder, VarMap};
 use moebius::DType as OurDType;
-use moebius::candle::ExpertParallelMoE;
+use moebius::candle::{ExpertParallelMoE, Parameters};
+use moebius::checkpoint::Checkpoint;
 use moebius::config::{AuxConfig, BalanceKind, Payload};
-use moebius::layer::{Layer, Mode, ParamKind};
+use moebius::layer::{Layer, ParamKind};
 
 use crate::goldens::golden_of;
 use crate::support::{
@@ -67,7 +68,7 @@ fn an_absent_gradient_counts_as_zeros(device: &Device) -> AnyResult<()> {
     let moe = single(with_aux, dtype, device)?;
     let x = Var::from_tensor(&normal(43, (12, H), dtype, device)?)?;
     // Only the auxiliary loss is used: experts' gradients are exact zeros, the router's are not.
-    let gradients = moe.forward_full(&x, Mode::default())?.aux.backward()?;
+    let gradients = moe.forward_full(&x, None)?.aux.backward()?;
     let number = |t: &Tensor| -> AnyResult<f64> { Ok(t.to_dtype(DType::F64)?.to_scalar::<f64>()?) };
     let norm = |role: ParamKind| -> AnyResult<f64> {
         let param = moe.param(role).ok_or("no such parameter")?;
@@ -77,7 +78,7 @@ fn an_absent_gradient_counts_as_zeros(device: &Device) -> AnyResult<()> {
     assert_eq!(norm(ParamKind::Down)?, 0.0);
     assert!(norm(ParamKind::Router)? > 0.0);
     // Both outputs: the gradients add. Linear in the cotangents, so the sums agree to rounding.
-    let both = moe.forward_full(&x, Mode::default())?;
+    let both = moe.forward_full(&x, None)?;
     let both = both.y.sum_all()?.add(&(both.aux * 3.0)?)?.backward()?;
     let y_only = moe.forward(&x)?.sum_all()?.backward()?;
     let router = moe.param(ParamKind::Router).ok_or("no router")?;
@@ -105,7 +106,7 @@ fn adamw_trains_it_inside_a_model(device: &Device) -> AnyResult<()> {
     let mut adam = AdamW::new(vars.all_vars(), ParamsAdamW { lr: 0.01, ..Default::default() })?;
     let mut losses = Vec::new();
     for _ in 0..150 {
-        let out = moe.forward_full(&first.forward(&x)?, Mode::default())?;
+        let out = moe.forward_full(&first.forward(&x)?, None)?;
         let error = (last.forward(&out.y)? - &target)?.sqr()?.mean_all()?;
         losses.push(error.to_scalar::<f32>()?);
         adam.backward_step(&(error + out.aux)?)?;
@@ -166,7 +167,12 @@ fn tokens_may_be_sent_quantized(device: &Device) -> AnyResult<()> {
 
 /// What a checkpoint says is loaded as ever; the payload is the layer's.
 fn checkpoints_do_not_say_how_tokens_travel(device: &Device) -> AnyResult<()> {
-    let moe = ExpertParallelMoE::from_checkpoint(golden_of("qwen3_moe"), 0, group(device)?, false)?;
+    let moe = ExpertParallelMoE::from_checkpoint(
+        &Checkpoint::open(golden_of("qwen3_moe"))?,
+        0,
+        group(device)?,
+        Parameters::Frozen,
+    )?;
     let mut config = moe.layer().config().clone();
     assert_eq!(config.payload, Payload::Plain);
     config.payload = Payload::Mxfp8;
@@ -181,7 +187,7 @@ fn auxiliary_losses_are_read_by_who_asks(device: &Device) -> AnyResult<()> {
     let mut config = config();
     (config.aux.balance, config.aux.z) = (0.1, 0.01);
     let moe = single(config, DType::F32, device)?;
-    let out = moe.forward_full(&normal(43, (6, H), DType::F32, device)?, Mode::default())?;
+    let out = moe.forward_full(&normal(43, (6, H), DType::F32, device)?, None)?;
     (out.y.sum_all()? + (&out.aux * 0.5)?)?.backward()?;
     assert!(out.losses.known().is_none(), "neither forward nor backward has read them");
     let losses = out.losses.get()?;

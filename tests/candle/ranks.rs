@@ -147,8 +147,109 @@ fn wrong_inputs_are_errors_on_every_rank() -> AnyResult<()> {
     Ok(())
 }
 
+/// A rank's gradients by parameter.
+type Gradients = Vec<(ParamKind, Vec<f32>)>;
+
+/// One rank's router and shared expert see all tokens; of two ranks' each sees its own, until the gradients are reduced.
+fn reduced_gradients_are_those_of_one_rank() -> AnyResult<()> {
+    let full = config()
+        .with_router(|router| router.with_logit_bias(true).with_selection_bias(true))
+        .with_shared(moebius::config::SharedConfig { intermediate: 8, gated: true });
+    let total = 13;
+    let run = |cuts: &[usize], lost: bool| -> AnyResult<Vec<Gradients>> {
+        let parts = ranks(cuts.len() - 1, Duration::from_secs(20), |group| {
+            let rank = group.rank();
+            let moe = seeded(group, full.clone())?;
+            let x = tokens(cuts[rank]..cuts[rank + 1], &Device::Cpu)?;
+            let mut gradients = moe.forward(&x)?.sqr()?.sum_all()?.backward()?;
+            let router = moe.param(ParamKind::Router).ok_or("a router")?;
+            if lost && rank == 1 {
+                gradients.remove(router);
+            }
+            moe.reduce_gradients(&mut gradients)?;
+            let all = ParamKind::ALL.into_iter().filter_map(|r| Some((r, gradients.get(moe.param(r)?)?)));
+            all.map(|(r, t)| Ok((r, crate::support::flat(t)?))).collect::<AnyResult<Vec<_>>>()
+        });
+        parts.into_iter().collect()
+    };
+    let whole = run(&[0, total], false)?.remove(0);
+    let parts = run(&[0, 5, total], false)?;
+    for (i, (role, expected)) in whole.iter().enumerate() {
+        match role.is_replicated() {
+            true => parts.iter().for_each(|part| close(role.name(), &part[i].1, expected)),
+            false => close(role.name(), &[parts[0][i].1.clone(), parts[1][i].1.clone()].concat(), expected),
+        }
+    }
+    assert_eq!(parts[0][0], parts[1][0], "the same bits on both ranks");
+    // An absent gradient counts as zeros: both ranks then have rank 0's own part.
+    let parts = run(&[0, 5, total], true)?;
+    assert_eq!(parts[0][0], parts[1][0]);
+    assert_ne!(parts[0][0], whole[0]);
+    Ok(())
+}
+
+/// Jitter and auxiliary losses know of all ranks' tokens.
+fn training_on_two_ranks_is_training_on_one() -> AnyResult<()> {
+    use moebius::config::AuxConfig;
+    let config = config()
+        .with_router(|router| router.with_jitter(0.5))
+        .with_aux(AuxConfig::default().with_balance(0.5).with_z(0.25).with_over_ranks(true));
+    let run = |cuts: &[usize]| -> AnyResult<Vec<[Vec<f32>; 3]>> {
+        let parts = ranks(cuts.len() - 1, Duration::from_secs(20), |group| {
+            let rank = group.rank();
+            // Each rank's backward gives its part of the gradient of all ranks' losses.
+            let moe = seeded(group, config.clone())?;
+            let x = tokens(cuts[rank]..cuts[rank + 1], &Device::Cpu)?;
+            let y = moe.forward_t(&x, true)?;
+            let loss = y.sqr()?.sum_all()?;
+            let mut gradients = loss.backward()?;
+            moe.reduce_gradients(&mut gradients)?;
+            let of = |t: Option<&Tensor>| crate::support::flat(t.ok_or("no gradient")?);
+            let losses = moe.last_aux()?.get()?.total();
+            assert!(losses > 0.0);
+            Ok([
+                crate::support::flat(&y)?,
+                of(moe.param(ParamKind::Router).and_then(|t| gradients.get(t)))?,
+                vec![losses as f32],
+            ])
+        });
+        parts.into_iter().collect()
+    };
+    let whole = run(&[0, 13])?.remove(0);
+    let parts = run(&[0, 5, 13])?;
+    close("y", &[parts[0][0].clone(), parts[1][0].clone()].concat(), &whole[0]);
+    for part in &parts {
+        close("the router's gradient", &part[1], &whole[1]);
+        close("the losses", &part[2], &whole[2]);
+    }
+    Ok(())
+}
+
+/// A rank whose variables are wrong tells the other, and both number their next layer alike.
+fn a_layer_that_one_rank_cannot_make_fails_on_both() -> AnyResult<()> {
+    let results = ranks(2, Duration::from_secs(20), |group| {
+        let rank = group.rank();
+        let drawn = || VarBuilder::from_varmap(&VarMap::new(), DType::F32, &Device::Cpu);
+        let vb = match rank {
+            1 => VarBuilder::from_tensors(Default::default(), DType::F32, &Device::Cpu),
+            _ => drawn(),
+        };
+        let error = ExpertParallelMoE::new(config(), &group, vb).err().map(|e| e.to_string()).unwrap_or_default();
+        let vb = drawn();
+        let next = ExpertParallelMoE::new(config(), &group, vb)?;
+        next.forward(tokens(0..4, &Device::Cpu)?.as_tensor())?;
+        Ok((error, next.layer().number()))
+    });
+    let results = results.into_iter().collect::<AnyResult<Vec<_>>>()?;
+    assert!(results.iter().all(|(error, number)| error.contains("router.weight") && *number == 1), "{results:?}");
+    Ok(())
+}
+
 tests! {
     fn() -> AnyResult<()>;
+    reduced_gradients_are_those_of_one_rank,
+    training_on_two_ranks_is_training_on_one,
+    a_layer_that_one_rank_cannot_make_fails_on_both,
     a_second_backward_is_an_error_before_any_collective,
     ranks_share_the_work_of_one,
     fresh_variables_agree_where_ranks_share_them,

@@ -5,11 +5,11 @@ use std::collections::HashMap;
 use candle_core::{DType, Device, Module, Tensor, Var};
 use candle_nn::{AdamW, Optimizer, ParamsAdamW, SGD, VarBuilder, VarMap};
 use moebius::MoeConfig;
-use moebius::candle::ExpertParallelMoE;
+use moebius::candle::{ExpertParallelMoE, Parameters};
 use moebius::checkpoint::{BlockParams, Checkpoint, LoadOptions};
 use moebius::config::SharedConfig;
 use moebius::ep::GroupConfig;
-use moebius::layer::{Layer, Mode, ParamKind};
+use moebius::layer::{Layer, ParamKind};
 
 use crate::goldens::golden_of;
 use crate::support::{AnyResult, close, config, flat, group, normal, redraw, seeded, single, tokens};
@@ -85,7 +85,7 @@ fn a_clone_shares_its_variables_and_stands_where_modules_stand(device: &Device) 
     fn anywhere<T: Send + Sync + Clone + std::fmt::Debug + 'static>(_: &T) {}
     let moe = seeded(group(device)?, config())?;
     anywhere(&moe);
-    anywhere(&moe.forward_full(tokens(0..2, device)?.as_tensor(), Mode::default())?);
+    anywhere(&moe.forward_full(tokens(0..2, device)?.as_tensor(), None)?);
     let x = tokens(0..9, device)?;
     let expected = flat(&moe.forward(&moe.forward(&x)?)?)?;
     let stack = candle_nn::seq().add(moe.clone()).add_fn(|x| Ok(x.clone())).add(moe.clone());
@@ -110,7 +110,7 @@ fn an_optimizer_leaves_the_selection_bias_alone(device: &Device) -> AnyResult<()
     assert_eq!(before.len(), ParamKind::ALL.len() - 1);
     let mut adam = AdamW::new(vars.all_vars(), ParamsAdamW { lr: 0.1, weight_decay: 0.5, ..Default::default() })?;
     let x = tokens(0..40, device)?;
-    let out = moe.forward_full(&x, Mode::default())?;
+    let out = moe.forward_full(&x, None)?;
     let gradients = out.y.sqr()?.mean_all()?.backward()?;
     assert!(gradients.get(&bias).is_none());
     adam.step(&gradients)?;
@@ -205,7 +205,7 @@ fn half_types_and_the_loss_beside_them(device: &Device) -> AnyResult<()> {
     let router = |loss: Tensor| -> AnyResult<Vec<f32>> {
         flat(loss.backward()?.get(moe.param(ParamKind::Router).ok_or("a router")?).ok_or("no gradient")?)
     };
-    let out = || moe.forward_full(&x, Mode::default());
+    let out = || moe.forward_full(&x, None);
     assert_eq!(out()?.aux.dtype(), DType::F32);
     // The gradient reaches the loss through casts and through shapes.
     let plain = router((out()?.aux * 0.5)?)?;
@@ -267,7 +267,7 @@ fn a_trained_checkpoint_is_saved_under_its_published_names(device: &Device) -> A
     let block = published.load_block(0, options)?;
     let (experts, hidden) = (block.config.router.num_experts, block.config.hidden);
     let group = || moebius::candle::DeviceGroup::single(GroupConfig::new(experts, 64), device);
-    let moe = ExpertParallelMoE::from_block(block, 0, group()?, true)?;
+    let moe = ExpertParallelMoE::from_block(block, 0, group()?, Parameters::Trainable)?;
     let x = normal(31, (5, hidden), DType::F32, device)?;
     let before = flat(&moe.forward(&x)?)?;
     SGD::new(moe.vars(), 0.5)?.backward_step(&moe.forward(&x)?.sqr()?.sum_all()?)?;
@@ -275,7 +275,7 @@ fn a_trained_checkpoint_is_saved_under_its_published_names(device: &Device) -> A
     assert!(before != expected);
     let folder = tempfile::tempdir()?;
     published.save(folder.path(), &[(0, &moe.to_block()?.params)])?;
-    let again = ExpertParallelMoE::from_checkpoint(folder.path(), 0, group()?, false)?;
+    let again = ExpertParallelMoE::from_checkpoint(&Checkpoint::open(folder.path())?, 0, group()?, Parameters::Frozen)?;
     assert_eq!(flat(&again.forward(&x)?)?, expected);
     Ok(())
 }
@@ -283,12 +283,12 @@ fn a_trained_checkpoint_is_saved_under_its_published_names(device: &Device) -> A
 fn a_loaded_selection_bias_moves_if_the_block_trains(device: &Device) -> AnyResult<()> {
     let (_, moe) = in_map(full(), device)?;
     let load = moebius::metrics::Load::new(vec![8, 0, 0, 0, 0, 0, 0, 0], 0);
-    let trained = ExpertParallelMoE::from_block(moe.to_block()?, 0, group(device)?, true)?;
+    let trained = ExpertParallelMoE::from_block(moe.to_block()?, 0, group(device)?, Parameters::Trainable)?;
     assert_eq!(trained.vars().len(), ParamKind::ALL.len() - 1);
     trained.update_selection_bias(&load, 0.25)?;
     let bias = flat(trained.param(ParamKind::SelectionBias).ok_or("no selection bias")?)?;
     assert_eq!(bias, [-0.25, 0.25, 0.25, 0.25, 0.25, 0.25, 0.25, 0.25]);
-    let frozen = ExpertParallelMoE::from_block(moe.to_block()?, 0, group(device)?, false)?;
+    let frozen = ExpertParallelMoE::from_block(moe.to_block()?, 0, group(device)?, Parameters::Frozen)?;
     assert!(frozen.vars().is_empty() && frozen.update_selection_bias(&load, 0.25).is_err());
     Ok(())
 }
@@ -304,12 +304,12 @@ fn what_does_not_fit_is_named_at_once(device: &Device) -> AnyResult<()> {
     let spoilt = |spoil: fn(&mut BlockParams)| -> AnyResult<String> {
         let mut block = moe.to_block()?;
         spoil(&mut block.params);
-        Ok(text(ExpertParallelMoE::from_block(block, 0, group(device)?, true)))
+        Ok(text(ExpertParallelMoE::from_block(block, 0, group(device)?, Parameters::Trainable)))
     };
     let bad = [
         (spoilt(|p| p.up_bias = None)?, "experts.up_bias"),
         (spoilt(|p| std::mem::swap(&mut p.up, &mut p.down))?, "experts.up"),
-        (text(ExpertParallelMoE::from_block(moe.to_block()?, 0, few()?, true)), "num_experts"),
+        (text(ExpertParallelMoE::from_block(moe.to_block()?, 0, few()?, Parameters::Trainable)), "num_experts"),
         (
             text(ExpertParallelMoE::new(
                 Layer::new(full(), 0)?,
@@ -325,7 +325,7 @@ fn what_does_not_fit_is_named_at_once(device: &Device) -> AnyResult<()> {
     }
     let mut plain = moe.to_block()?;
     plain.config.router.logit_bias = false;
-    let text = text(ExpertParallelMoE::from_block(plain, 0, group(device)?, true));
+    let text = text(ExpertParallelMoE::from_block(plain, 0, group(device)?, Parameters::Trainable));
     assert!(text.contains("router.bias") && text.contains("none"), "{text}");
     Ok(())
 }

@@ -107,7 +107,12 @@ impl Steps {
             return Err(Error::Device { call: "test", operation: "outputs".into(), message: "not five".into() });
         };
         let mode = Mode { backward: self.backward, noise: None };
-        let made = self.layer.forward_into(&mut self.group, mode, (self.x.view(), &params), y.view_mut())?;
+        let made = self.layer.forward_into(
+            &mut self.group,
+            mode,
+            Inputs { x: self.x.view(), params: &params },
+            y.view_mut(),
+        )?;
         let Some(context) = made.context else { return Ok(()) };
         let inputs = Inputs { x: self.x.view(), params: &params };
         let cotangents = Cotangents { y: Some(self.d_y.view()), aux: 0.3 };
@@ -118,7 +123,7 @@ impl Steps {
             down: Some(down.view_mut()),
             ..GradientsMut::none()
         };
-        self.layer.backward_into(&mut self.group, context, (inputs, cotangents), into)
+        self.layer.backward_into(&mut self.group, context, inputs, cotangents, into)
     }
 
     /// What the last step has written.

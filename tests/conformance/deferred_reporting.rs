@@ -317,6 +317,7 @@ fn a_rank_that_cannot_take_part_says_so<D: Target>(s: &Setup<D>) {
         let tokens = if r.rank == 0 { T + 1 } else { T };
         let error = r.prepare(&vec![0; tokens], &good);
         match (r.rank, error) {
+            (0, Ok(handle)) => assert!(s.kind == DispatcherKind::Local && handle.tokens() == T + 1, "{handle:?}"),
             (0, Err(Error::Invalid { expected, .. })) => assert!(expected.contains("max_tokens_per_rank")),
             (0, other) => panic!("{other:?}"),
             (_, other) => assert_peer(other, 0, "max_tokens_per_rank"),

@@ -199,7 +199,7 @@ impl Steps {
             ParamViews::collect(|role| Ok(self.params.iter().find(|(r, _)| *r == role).map(|(_, t)| t.view())))?;
         let params = views.params();
         let mode = Mode { backward: true, noise: None };
-        let inputs = (self.x.view(), &params);
+        let inputs = Inputs { x: self.x.view(), params: &params };
         let made = self.layer.forward_into(&mut self.group, mode, inputs, self.y.view_mut())?;
         made.aux.write(self.aux.view_mut())?;
         let Some(context) = made.context else { return Ok(()) };
@@ -213,7 +213,7 @@ impl Steps {
             down: Some(self.d_down.view_mut()),
             ..GradientsMut::none()
         };
-        self.layer.backward_into(&mut self.group, context, (inputs, cotangents), into)
+        self.layer.backward_into(&mut self.group, context, inputs, cotangents, into)
     }
 
     /// Bits of all results.
@@ -358,7 +358,7 @@ fn a_nan_that_is_told_later_goes_its_way(cuda: &Cuda) -> Result<()> {
         let views =
             ParamViews::collect(|role| Ok(steps.params.iter().find(|(r, _)| *r == role).map(|(_, t)| t.view())))?;
         let (mode, params) = (Mode { backward: false, noise: None }, views.params());
-        let inputs = (steps.x.view(), &params);
+        let inputs = Inputs { x: steps.x.view(), params: &params };
         let made = steps.layer.forward_into(&mut steps.group, mode, inputs, steps.y.view_mut())?;
         let told = cuda.check();
         let last = experts - 1;

@@ -11,7 +11,7 @@ use moebius::config::SharedConfig;
 use moebius::cpu::Cpu;
 use moebius::ep::{Group, GroupConfig};
 use moebius::etp::{Chain, Comms, EtpOptions, Payload, Phase, Reduction};
-use moebius::layer::{Layer, Mode, ParamKind};
+use moebius::layer::{Layer, ParamKind};
 use moebius::{Error, MoeConfig, TensorMut, TensorRef};
 
 use super::random::Random;
@@ -75,7 +75,7 @@ fn module(
     let vb = VarBuilder::from_tensors(tensors, candle_core::DType::F32, &Device::Cpu);
     let layer = Layer::new(config.clone(), number)?;
     Ok(match chain {
-        Some(chain) => ExpertParallelMoE::sharded(layer, group, vb, (chain, Payload::Plain))?,
+        Some(chain) => ExpertParallelMoE::sharded(layer, group, chain, Payload::Plain, vb)?,
         None => ExpertParallelMoE::new(layer, group, vb)?,
     })
 }
@@ -84,7 +84,7 @@ fn module(
 fn loss(layers: &[ExpertParallelMoE], x: &Tensor) -> CandleResult<(Tensor, Tensor)> {
     let (mut x, mut aux) = (x.clone(), Tensor::zeros((), candle_core::DType::F32, &Device::Cpu)?);
     for layer in layers {
-        let out = layer.forward_full(&x, Mode::default())?;
+        let out = layer.forward_full(&x, None)?;
         x = (out.y + x)?;
         aux = (aux + out.aux)?;
     }
@@ -207,10 +207,10 @@ fn frozen_shards_and_passes() {
         let vb = VarBuilder::from_tensors(constants, candle_core::DType::F32, &Device::Cpu);
         let chain = &rank.chain;
         let layer = Layer::new(config(false), 1)?;
-        let moe = ExpertParallelMoE::sharded(layer, &rank.group, vb, (chain, Payload::Plain))?;
+        let moe = ExpertParallelMoE::sharded(layer, &rank.group, chain, Payload::Plain, vb)?;
         assert!(moe.shards().is_empty() && moe.vars().is_empty());
         let x = Var::from_slice(&values(rank.w as u64, 2 * H), (2, H), &Device::Cpu)?;
-        let error = moe.forward_full(&x, Mode::default()).unwrap_err().to_string();
+        let error = moe.forward_full(&x, None).unwrap_err().to_string();
         assert!(error.contains("expected a pass, found none"), "{error}");
         chain.begin(Phase::Forward)?;
         let (loss, _) = loss(std::slice::from_ref(&moe), &x)?;
@@ -249,9 +249,9 @@ fn all_ranks_hear_of_one_ranks_error_and_recover() {
             let step = |fault: Option<Fault>| -> CandleResult<Vec<u32>> {
                 let x = Var::from_slice(&values(rank.w as u64, 2 * H), (2, H), &Device::Cpu)?;
                 rank.chain.begin(Phase::Forward)?;
-                let once = layers[0].forward_full(&x, Mode::default())?;
+                let once = layers[0].forward_full(&x, None)?;
                 let x = if fault == Some(Fault::Forward) { once.y.narrow(1, 0, 3)? } else { once.y };
-                let y = layers[1].forward_full(&x, Mode::default())?.y;
+                let y = layers[1].forward_full(&x, None)?.y;
                 rank.chain.end()?;
                 if fault != Some(Fault::Pass) {
                     rank.chain.begin(Phase::Backward)?;

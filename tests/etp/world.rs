@@ -273,14 +273,14 @@ impl<D: Chained> Rank<D> {
                     let (mut d_up, mut d_down) = (chain.gradient_buffer(up)?, chain.gradient_buffer(down)?);
                     let sources = (chain.source(up)?, chain.source(down)?);
                     let params = params(router, &sources.0, &sources.1);
-                    let inputs = (Inputs { x: x.view(), params: &params }, cotangents);
+                    let inputs = Inputs { x: x.view(), params: &params };
                     let into = GradientsMut {
                         x: Some(d_x.view_mut()),
                         up: Some(d_up.view_mut()?),
                         down: Some(d_down.view_mut()?),
                         ..none()
                     };
-                    self.layers[l].backward_into(&mut self.group, context, inputs, into)?;
+                    self.layers[l].backward_into(&mut self.group, context, inputs, cotangents, into)?;
                     chain.submit(d_down)?;
                     chain.submit(d_up)?;
                 }
@@ -290,14 +290,14 @@ impl<D: Chained> Rank<D> {
                     let mut d_down = OnDevice::empty(&device, self.run.dtype, &down)?;
                     let sources = (all[l][0].view(), all[l][1].view());
                     let params = params(router, &sources.0, &sources.1);
-                    let inputs = (Inputs { x: x.view(), params: &params }, cotangents);
+                    let inputs = Inputs { x: x.view(), params: &params };
                     let into = GradientsMut {
                         x: Some(d_x.view_mut()),
                         up: Some(d_up.view_mut()),
                         down: Some(d_down.view_mut()),
                         ..none()
                     };
-                    self.layers[l].backward_into(&mut self.group, context, inputs, into)?;
+                    self.layers[l].backward_into(&mut self.group, context, inputs, cotangents, into)?;
                     gradients.splice(0..0, [d_up, d_down]);
                 }
             }

@@ -377,7 +377,7 @@ fn reserving_sms_changes_no_bit(cuda: &Cuda, _: usize) {
         };
         let inputs = Inputs { x: x.view(), params: &params };
         let cotangents = Cotangents { y: Some(x.view()), aux: 0.0 };
-        layer.backward_into(&mut group, made.context.unwrap(), (inputs, cotangents), into).unwrap();
+        layer.backward_into(&mut group, made.context.unwrap(), inputs, cotangents, into).unwrap();
         [made.y, d_x, d_up, d_down].map(|t| cuda.download(t.view()).unwrap())
     };
     let whole = run(cuda);

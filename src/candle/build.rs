@@ -1,0 +1,247 @@
+//! Where a module's parameters come from: variables, a chain's shards, or a checkpoint.
+
+use std::sync::Arc;
+
+use candle_core::{Device, Result, Tensor, Var};
+
+use crate::adapter::Exchange;
+use crate::checkpoint::{Block, Checkpoint};
+use crate::comm::Op;
+use crate::cpu::Cpu;
+use crate::error::Error;
+use crate::etp::{Chain, Payload};
+use crate::layer::{Layer, LayerSpec, ParamKind, PerParam};
+
+use super::group::DeviceGroup;
+use super::host::{Host, into_candle, location};
+use super::module::ExpertParallelMoE;
+use super::options::{LoadAs, Parameters};
+use super::sharded::{Sharded, ShardedParams};
+
+/// A layer of one rank, on the device and in the type of `vb`, of any number of tokens a call: the common case. For
+/// several ranks, and for layers that share a workspace on a GPU, see [`ExpertParallelMoE::new`].
+///
+/// # Errors
+/// As [`ExpertParallelMoE::new`].
+pub fn moe(config: impl Into<LayerSpec>, vb: candle_nn::VarBuilder<'_>) -> Result<ExpertParallelMoE> {
+    let spec = config.into();
+    let group = DeviceGroup::single(spec.config(), vb.device())?;
+    ExpertParallelMoE::new(spec, group, vb)
+}
+
+/// A chain that experts are added to, and how their shards travel.
+struct InChain<'a, D: Host> {
+    chain: &'a Arc<Chain<D>>,
+    payload: Payload,
+}
+
+impl ExpertParallelMoE {
+    /// From variables named as [`ParamKind::name`] says (`router.weight`, `experts.up`, …), with this rank's experts only.
+    /// Missing ones are initialized: weights uniform in ±1/√fan-in, biases zero. A configuration gets the group's next
+    /// layer number, a [`Layer`] has its own.
+    ///
+    /// Over several ranks this is a collective: the parameters that all ranks hold (router, shared expert) become
+    /// rank 0's, so that every rank starts from the same router.
+    ///
+    /// # Errors
+    /// Another number of experts than the group's; a variable of another shape; a collective's error.
+    pub fn new(
+        layer: impl Into<LayerSpec>,
+        group: impl Into<DeviceGroup>,
+        vb: candle_nn::VarBuilder<'_>,
+    ) -> Result<Self> {
+        Self::build::<Cpu>(layer.into(), group.into(), vb, None)
+    }
+
+    /// [`new`](Self::new) with `experts.up` and `experts.down` sharded over the ranks of `chain`, to which they are
+    /// added: their variables are this rank's shards, `[S, C]` as [`Chain::shards`] cuts `[L, G·I, H]` and
+    /// `[L, H, I]`; the [`Payload`] says how they travel. A forward runs in a [`Phase::Forward`](crate::etp::Phase) of the chain, a backward in a
+    /// [`Phase::Backward`](crate::etp::Phase); the shards' gradients are not among backward's, but come with
+    /// [`finish_sharded`](super::finish_sharded). A pass is one forward, or one backward, of the whole model: the chain
+    /// has learned the order of the layers in the first.
+    ///
+    /// ```
+    /// use std::sync::Arc;
+    /// use candle_core::{DType, Device, Module, Tensor};
+    /// use candle_nn::optim::{AdamW, Optimizer, ParamsAdamW};
+    /// use candle_nn::{VarBuilder, VarMap};
+    /// use moebius::candle::{EpGroup, ExpertParallelMoE, finish_sharded};
+    /// use moebius::comm::Solo;
+    /// use moebius::cpu::Cpu;
+    /// use moebius::etp::{Chain, Comms, EtpOptions, Payload, Phase};
+    /// use moebius::MoeConfig;
+    ///
+    /// # fn main() -> Result<(), Box<dyn std::error::Error>> {
+    /// // One rank here; over several, communicators of the ranks that hold the same experts.
+    /// let comms = Comms::<Cpu> { gather: Box::new(Solo::new(Cpu::new())), reduce: Box::new(Solo::new(Cpu::new())) };
+    /// let chain = Arc::new(Chain::new(Cpu::new(), (), comms, EtpOptions::default())?);
+    /// let vars = VarMap::new();
+    /// let vb = VarBuilder::from_varmap(&vars, DType::F32, &Device::Cpu);
+    /// let config = MoeConfig::new(64, 32, 8, 2);
+    /// let group = EpGroup::single(&config)?;
+    /// let moe = ExpertParallelMoE::sharded(config, group, &chain, Payload::Plain, vb)?;
+    /// let mut adam = AdamW::new(moe.vars(), ParamsAdamW::default())?;
+    /// for _microbatch_and_step in 0..2 {
+    ///     let x = Tensor::randn(0f32, 1., (5, 64), &Device::Cpu)?;
+    ///     chain.begin(Phase::Forward)?;
+    ///     let loss = moe.forward(&x)?.sqr()?.mean_all()?;
+    ///     chain.end()?;
+    ///     chain.begin(Phase::Backward)?;
+    ///     let mut gradients = loss.backward()?;
+    ///     chain.end()?;
+    ///     finish_sharded(&chain, None, &moe.shards(), &mut gradients)?;
+    ///     adam.step(&gradients)?;
+    /// }
+    /// # Ok(()) }
+    /// ```
+    ///
+    /// # Errors
+    /// As [`new`](Self::new); a group on another device than the chain's; a chain that is in use. After an error of a
+    /// pass every rank of the chain calls [`Chain::recover`].
+    pub fn sharded<D: Host>(
+        layer: impl Into<LayerSpec>,
+        group: impl Into<DeviceGroup>,
+        chain: &Arc<Chain<D>>,
+        payload: Payload,
+        vb: candle_nn::VarBuilder<'_>,
+    ) -> Result<Self> {
+        Self::build(layer.into(), group.into(), vb, Some(InChain { chain, payload }))
+    }
+
+    fn build<D: Host>(
+        spec: LayerSpec,
+        group: DeviceGroup,
+        vb: candle_nn::VarBuilder<'_>,
+        chain: Option<InChain<'_, D>>,
+    ) -> Result<Self> {
+        let number = group.any().number_layer(spec.number());
+        let made = spec.layer(number).map_err(Into::into).and_then(|layer| {
+            let (params, sharded) = variables(&layer, &group, vb, chain)?;
+            Ok(Self { layer, group: group.clone(), params, sharded, training: Arc::default() })
+        });
+        // The other ranks are in the collectives below: they are told, and the group stays usable.
+        let moe = made.inspect_err(|e: &candle_core::Error| group.any().refuse(number, Op::Weights, &e.to_string()))?;
+        if group.ranks() > 1 {
+            // All ranks take part, whatever their parameters are.
+            for (_, t) in moe.params.present().filter(|(role, _)| role.is_replicated()) {
+                let first = group.member().exchange(number, Exchange::Weights, t)?;
+                if t.is_variable() {
+                    Var::from_tensor(t)?.set(&first)?;
+                }
+            }
+        }
+        Ok(moe)
+    }
+
+    /// From a loaded block. `number` names the layer in tags and errors; `None`: the group's next. A selection bias that
+    /// is [trainable](Parameters::Trainable) is one for [`update_selection_bias`](Self::update_selection_bias) alone, as
+    /// it has no gradient.
+    ///
+    /// # Errors
+    /// A configuration that does not hold together; another number of experts than the group's; missing, extra or
+    /// mis-shaped parameters.
+    pub fn from_block(
+        block: Block,
+        number: impl Into<Option<u32>>,
+        group: impl Into<DeviceGroup>,
+        params: Parameters,
+    ) -> Result<Self> {
+        const CALL: &str = "ExpertParallelMoE::from_block";
+        let group = group.into();
+        let layer = Layer::new(block.config.clone(), group.any().number_layer(number.into()))?;
+        group.any().check_experts(CALL, layer.config().router.num_experts)?;
+        block.check(CALL, group.local_experts())?;
+        let of = |(role, t): (ParamKind, crate::Tensor<Cpu>)| -> Result<_> {
+            let dims = t.dims().to_vec();
+            let t = into_candle(t, &dims, &Device::Cpu)?.to_device(group.device())?;
+            let t = match params {
+                Parameters::Trainable => Var::from_tensor(&t)?.into_inner(),
+                Parameters::Frozen => t,
+            };
+            Ok((role, t))
+        };
+        let params = block.params.into_params().map(of).collect::<Result<PerParam<Option<Tensor>>>>()?;
+        Ok(Self { layer, group, params, sharded: None, training: Arc::default() })
+    }
+
+    /// From layer `layer` of an opened checkpoint, which is the layer's number too: reads this rank's experts only.
+    /// [`Parameters`] say enough of how; [`LoadAs`] has a type and progress as well.
+    ///
+    /// ```
+    /// use candle_core::{DType, Device, Module, Tensor};
+    /// use moebius::candle::{DeviceGroup, ExpertParallelMoE, LoadAs, Parameters};
+    /// use moebius::checkpoint::Checkpoint;
+    ///
+    /// # fn main() -> Result<(), Box<dyn std::error::Error>> {
+    /// # let (dir, out) = (concat!(env!("CARGO_MANIFEST_DIR"), "/tests/golden/qwen3_moe"), tempfile::tempdir()?);
+    /// # let out = out.path();
+    /// let checkpoint = Checkpoint::open(dir)?; // once for all layers
+    /// let config = checkpoint.block_config(0)?;
+    /// let group = DeviceGroup::single(&config, &Device::Cpu)?; // one for all layers
+    /// let mut modules = Vec::new();
+    /// for &layer in checkpoint.moe_layers() {
+    ///     let load = LoadAs::new(Parameters::Trainable).dtype(DType::F32);
+    ///     modules.push(ExpertParallelMoE::from_checkpoint(&checkpoint, layer, &group, load)?);
+    /// }
+    /// let x = Tensor::randn(0f32, 1., (5, config.hidden), &Device::Cpu)?;
+    /// let y = modules[0].detached().forward(&x)?; // keeps nothing for a backward
+    /// assert_eq!(y.dims(), x.dims());
+    /// let blocks = modules.iter().map(ExpertParallelMoE::to_block).collect::<Result<Vec<_>, _>>()?;
+    /// let blocks: Vec<_> = checkpoint.moe_layers().iter().zip(&blocks).map(|(l, b)| (*l, &b.params)).collect();
+    /// checkpoint.save(out, &blocks)?;
+    /// # Ok(()) }
+    /// ```
+    ///
+    /// # Errors
+    /// What [`Checkpoint::load_block`] finds; as [`from_block`](Self::from_block).
+    pub fn from_checkpoint<'a>(
+        checkpoint: &Checkpoint,
+        layer: usize,
+        group: impl Into<DeviceGroup>,
+        load: impl Into<LoadAs<'a>>,
+    ) -> Result<Self> {
+        let (group, load) = (group.into(), load.into());
+        let options = load.options(&group)?;
+        let block = match load.progress {
+            Some(progress) => checkpoint.load_block_with(layer, options, progress),
+            None => checkpoint.load_block(layer, options),
+        };
+        Self::from_block(block?, layer as u32, group, load.params)
+    }
+}
+
+/// Variables of a module, and their place in a chain if there is one.
+fn variables<D: Host>(
+    layer: &Layer,
+    group: &DeviceGroup,
+    vb: candle_nn::VarBuilder<'_>,
+    chain: Option<InChain<'_, D>>,
+) -> Result<(PerParam<Option<Tensor>>, Option<Sharded>)> {
+    let (config, local) = (layer.config(), group.local_experts());
+    group.any().check_experts("ExpertParallelMoE::new", config.router.num_experts)?;
+    let params = PerParam::try_from_fn(|role| -> Result<Option<Tensor>> {
+        let Some(mut dims) = role.dims(config, local) else { return Ok(None) };
+        if let Some(InChain { chain, .. }) = chain.as_ref().filter(|_| matches!(role, ParamKind::Up | ParamKind::Down))
+        {
+            dims = chain.shards(&dims)?.shard_dims().to_vec();
+        }
+        let init = match role.fan_in(config) {
+            Some(n) => {
+                let bound = 1.0 / (n as f64).sqrt();
+                candle_nn::Init::Uniform { lo: -bound, up: bound }
+            }
+            None => candle_nn::Init::Const(0.0),
+        };
+        vb.get_with_hints(dims, role.name(), init).map(Some)
+    })?;
+    let Some(InChain { chain, payload }) = chain else { return Ok((params, None)) };
+    if !chain.device().is(group.device()) {
+        let found = location(group.device());
+        return Err(Error::invalid("ExpertParallelMoE::sharded", "group", "the chain's device", found).into());
+    }
+    let sharded = match (&params.up, &params.down) {
+        (Some(up), Some(down)) => Some(Sharded::new(chain, payload, layer, local, ShardedParams { up, down })?),
+        _ => None,
+    };
+    Ok((params, sharded))
+}

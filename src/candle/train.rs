@@ -1,0 +1,163 @@
+//! What training needs of a module beside its forward: jitter, the auxiliary losses behind y, balance, and gradients of
+//! parameters that all ranks hold.
+
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+
+use candle_core::backprop::GradStore;
+use candle_core::{Module, Result, Tensor, Var};
+
+use crate::adapter::Exchange;
+use crate::error::Error;
+use crate::layer::{AuxValue, Noise, ParamKind};
+use crate::lazy::Lazy;
+use crate::metrics::Load;
+
+use super::module::{ExpertParallelMoE, MoeOutput};
+
+/// What the clones of a module share beside the parameters.
+#[derive(Debug)]
+pub(super) struct Training {
+    seed: u64,
+    /// Of the next training forward's noise.
+    step: AtomicU64,
+    /// What the auxiliary losses' gradient is multiplied by.
+    aux_scale: f64,
+    last: Mutex<Option<Last>>,
+}
+
+/// What the last forward has left to be read.
+#[derive(Debug, Clone)]
+struct Last {
+    losses: Lazy<AuxValue>,
+    load: Lazy<Load>,
+}
+
+impl Default for Training {
+    fn default() -> Self {
+        Self { seed: 0, step: AtomicU64::new(0), aux_scale: 1.0, last: Mutex::default() }
+    }
+}
+
+impl Training {
+    fn noise(&self) -> Noise {
+        Noise { seed: self.seed, step: self.step.load(Ordering::Relaxed) }
+    }
+
+    fn keep(&self, out: &MoeOutput) {
+        let last = Last { losses: out.losses.clone(), load: out.load.clone() };
+        *self.last.lock().unwrap_or_else(PoisonError::into_inner) = Some(last);
+    }
+
+    fn last(&self, call: &'static str) -> Result<Last> {
+        let last = self.last.lock().unwrap_or_else(PoisonError::into_inner).clone();
+        last.ok_or_else(|| Error::invalid(call, "forward", "one before this call", "none").into())
+    }
+}
+
+impl ExpertParallelMoE {
+    /// Seed of the router's jitter, and the step that the next training forward counts from (0 and 0 without this). Each
+    /// [`forward_t`](Self::forward_t) that trains takes one step; a run that goes on from a checkpoint sets its own.
+    pub fn with_noise(mut self, noise: Noise) -> Self {
+        let step = AtomicU64::new(noise.step);
+        self.training = Arc::new(Training { seed: noise.seed, step, ..self.training.settings() });
+        self
+    }
+
+    /// What the auxiliary losses' gradient is multiplied by in [`forward_t`](Self::forward_t), 1 without this: what the
+    /// loss is multiplied by before its backward, as by a loss scaler or for gradients that add up over microbatches.
+    pub fn with_aux_scale(mut self, aux_scale: f64) -> Self {
+        self.training = Arc::new(Training { aux_scale, ..self.training.settings() });
+        self
+    }
+
+    /// [`Module::forward`]; where it trains, the router's jitter is applied ([`with_noise`](Self::with_noise)), and the
+    /// auxiliary losses' gradient comes with y's: y's value is as it is, and a backward through it adds the gradient of
+    /// the losses, as if they had been added to the loss. Their value is [`last_aux`](Self::last_aux)'s.
+    ///
+    /// A method beside `ModuleT`'s, which candle has for every `Module` and which does not train: code that is generic
+    /// over `ModuleT` wants `candle_nn::func_t(move |x, train| moe.forward_t(x, train))`.
+    ///
+    /// # Errors
+    /// As [`forward_full`](Self::forward_full).
+    pub fn forward_t(&self, x: &Tensor, train: bool) -> Result<Tensor> {
+        if !train {
+            return self.forward(x);
+        }
+        let noise = Noise { step: self.training.step.fetch_add(1, Ordering::Relaxed), ..self.training.noise() };
+        let out = self.pass(x, Some(noise), Some(self.training.aux_scale))?;
+        self.training.keep(&out);
+        Ok(out.y)
+    }
+
+    /// Auxiliary losses of the last [`forward_t`](Self::forward_t) or [`forward`](Module::forward) of this module or a
+    /// clone of it, coefficients included.
+    ///
+    /// # Errors
+    /// No forward yet.
+    pub fn last_aux(&self) -> Result<Lazy<AuxValue>> {
+        Ok(self.training.last("ExpertParallelMoE::last_aux")?.losses)
+    }
+
+    /// Load of the experts over all ranks in that forward.
+    ///
+    /// # Errors
+    /// No forward yet.
+    pub fn last_load(&self) -> Result<Lazy<Load>> {
+        Ok(self.training.last("ExpertParallelMoE::last_load")?.load)
+    }
+
+    /// Moves the selection bias towards an even load, in place:
+    /// [`update_selection_bias`](crate::balance::update_selection_bias) with the load of all ranks
+    /// ([`last_load`](Self::last_load), [`MoeOutput::load`]) and a step `u`. Call it after each training step, on every
+    /// rank.
+    ///
+    /// # Errors
+    /// A router without a selection bias, or one that is no variable; what the formula refuses.
+    pub fn update_selection_bias(&self, load: &Load, u: f32) -> Result<()> {
+        const CALL: &str = "ExpertParallelMoE::update_selection_bias";
+        let named = |expected, found| Error::invalid(CALL, ParamKind::SelectionBias.name(), expected, found);
+        let Some(bias) = self.param(ParamKind::SelectionBias) else { return Err(named("a tensor", "none").into()) };
+        if !bias.is_variable() {
+            return Err(named("a variable", "a constant").into());
+        }
+        let mut values = bias.to_dtype(candle_core::DType::F32)?.to_vec1::<f32>()?;
+        crate::balance::update_selection_bias(&mut values, &load.tokens_per_expert, u)?;
+        let values = Tensor::from_vec(values, bias.dims(), bias.device())?.to_dtype(bias.dtype())?;
+        Var::from_tensor(bias)?.set(&values)
+    }
+
+    /// Sums the gradients of the variables that every rank holds (router, shared expert) over the ranks, one collective
+    /// each; an absent gradient counts as zeros. Call it on every rank before the optimizer's step. Nothing to do for one
+    /// rank.
+    ///
+    /// # Errors
+    /// A communicator's error.
+    pub fn reduce_gradients(&self, gradients: &mut GradStore) -> Result<()> {
+        if self.group.ranks() == 1 {
+            return Ok(());
+        }
+        for (_, t) in self.trainable().filter(|(role, _)| role.is_replicated()) {
+            let own = gradients.get(t).cloned().map_or_else(|| t.zeros_like(), Ok);
+            let own = own.inspect_err(|e| self.refuse(crate::comm::Op::GradReduce, &e.to_string()))?;
+            gradients.insert(t, self.group.member().exchange(self.layer.number(), Exchange::Gradient, &own)?);
+        }
+        Ok(())
+    }
+}
+
+impl Training {
+    /// The settings, for a module of its own.
+    pub(super) fn settings(&self) -> Self {
+        let Noise { seed, step } = self.noise();
+        Self { seed, step: AtomicU64::new(step), aux_scale: self.aux_scale, last: Mutex::default() }
+    }
+}
+
+impl Module for ExpertParallelMoE {
+    fn forward(&self, x: &Tensor) -> Result<Tensor> {
+        let out = self.pass(x, None, None)?;
+        self.training.keep(&out);
+        Ok(out.y)
+    }
+}

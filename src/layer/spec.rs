@@ -1,0 +1,66 @@
+//! How a host framework's module is told which layer it is.
+
+use crate::config::MoeConfig;
+use crate::error::Result;
+
+use super::Layer;
+
+/// The layer of a module: a configuration, which gets the next number of the module's group, or a [`Layer`], which has
+/// a number (a checkpoint's, say) and dispatch options of its own. Both convert into it.
+///
+/// Numbers tell the layers of a group apart, in tags and errors. All ranks make the same layers in the same order.
+#[derive(Debug, Clone)]
+pub struct LayerSpec(Given);
+
+#[derive(Debug, Clone)]
+enum Given {
+    Config(MoeConfig),
+    Layer(Layer),
+}
+
+impl From<MoeConfig> for LayerSpec {
+    fn from(config: MoeConfig) -> Self {
+        Self(Given::Config(config))
+    }
+}
+
+impl From<&MoeConfig> for LayerSpec {
+    fn from(config: &MoeConfig) -> Self {
+        config.clone().into()
+    }
+}
+
+impl From<Layer> for LayerSpec {
+    fn from(layer: Layer) -> Self {
+        Self(Given::Layer(layer))
+    }
+}
+
+impl LayerSpec {
+    /// Sizes and formulas.
+    pub fn config(&self) -> &MoeConfig {
+        match &self.0 {
+            Given::Config(config) => config,
+            Given::Layer(layer) => layer.config(),
+        }
+    }
+
+    /// The number that the layer has already.
+    pub fn number(&self) -> Option<u32> {
+        match &self.0 {
+            Given::Config(_) => None,
+            Given::Layer(layer) => Some(layer.number()),
+        }
+    }
+
+    /// The layer, of this number if it has none of its own.
+    ///
+    /// # Errors
+    /// As [`Layer::new`].
+    pub fn layer(self, number: u32) -> Result<Layer> {
+        match self.0 {
+            Given::Config(config) => Layer::new(config, number),
+            Given::Layer(layer) => Ok(layer),
+        }
+    }
+}

@@ -1,0 +1,183 @@
+//! What a user of candle-nn meets first: one call, numbers without being asked, training, ids, checkpoints, errors.
+
+use candle_core::backprop::GradStore;
+use candle_core::{DType, Device, Module, ModuleT, Tensor};
+use candle_nn::{VarBuilder, VarMap};
+use moebius::candle::{ExpertParallelMoE, LoadAs, Parameters, error_of, moe, routing_ids};
+use moebius::checkpoint::Checkpoint;
+use moebius::config::AuxConfig;
+use moebius::cpu::Cpu;
+use moebius::layer::{Layer, Noise, ParamKind};
+use moebius::{Error, MoeConfig};
+
+use crate::goldens::golden_of;
+use crate::support::{AnyResult, EXPERTS, H, config, flat, group, seeded, tokens};
+use crate::trials::tests;
+
+/// The parameters of another module, in one that `moe` makes.
+fn alone(like: &ExpertParallelMoE, device: &Device) -> AnyResult<ExpertParallelMoE> {
+    let tensors = like.params().into_iter().map(|(name, t)| (name.to_string(), t.clone())).collect();
+    Ok(moe(like.layer().config(), VarBuilder::from_tensors(tensors, DType::F32, device))?)
+}
+
+/// Gradients of the parameters and of x, in order.
+fn gradients(moe: &ExpertParallelMoE, x: &Tensor, store: &GradStore) -> AnyResult<Vec<Vec<f32>>> {
+    let all = moe.vars();
+    let tensors = all.iter().map(|v| v.as_tensor()).chain([x]);
+    tensors.map(|t| flat(store.get(t).ok_or("no gradient")?)).collect()
+}
+
+fn one_call_makes_a_layer_of_any_number_of_tokens(device: &Device) -> AnyResult<()> {
+    let grouped = seeded(group(device)?, config())?;
+    let alone = alone(&grouped, device)?;
+    assert_eq!((alone.group().ranks(), alone.layer().number()), (1, 0));
+    let x = tokens(0..9, device)?;
+    assert_eq!(flat(&alone.forward(&x)?)?, flat(&grouped.forward(&x)?)?);
+    // The group of `grouped` takes 1024 tokens, which one rank has no use for.
+    let many = tokens(0..5000, device)?;
+    let gradients = alone.forward(&many)?.sqr()?.mean_all()?.backward()?;
+    assert!(gradients.get(&many).is_some());
+    Ok(())
+}
+
+fn layers_are_numbered_in_the_order_of_their_making(device: &Device) -> AnyResult<()> {
+    let shared = group(device)?;
+    let vb = || VarBuilder::from_varmap(&VarMap::new(), DType::F32, device);
+    let number = |made: candle_core::Result<ExpertParallelMoE>| made.map(|moe| moe.layer().number());
+    assert_eq!(number(ExpertParallelMoE::new(config(), &shared, vb()))?, 0);
+    assert_eq!(number(ExpertParallelMoE::new(config(), &shared, vb()))?, 1);
+    assert_eq!(number(ExpertParallelMoE::new(Layer::new(config(), 7)?, &shared, vb()))?, 7);
+    assert_eq!(number(ExpertParallelMoE::new(config(), &shared, vb()))?, 8);
+    let checkpoint = Checkpoint::open(golden_of("qwen3_moe"))?;
+    let own = moebius::candle::DeviceGroup::single(&checkpoint.block_config(0)?, device)?;
+    let load = || ExpertParallelMoE::from_checkpoint(&checkpoint, 0, &own, Parameters::Frozen);
+    assert_eq!((number(load())?, number(load())?), (0, 0), "a checkpoint's layers have their own");
+    let block = load()?.to_block()?;
+    assert_eq!(number(ExpertParallelMoE::from_block(block, None, &own, Parameters::Frozen))?, 1);
+    Ok(())
+}
+
+fn with_losses() -> MoeConfig {
+    config().with_aux(AuxConfig::default().with_balance(0.5).with_z(0.25))
+}
+
+fn training_has_the_losses_gradient_behind_y(device: &Device) -> AnyResult<()> {
+    let moe = seeded(group(device)?, with_losses())?;
+    let x = tokens(0..12, device)?;
+    assert!(matches!(error_of(&moe.last_aux().err().ok_or("a loss")?), Some(Error::Invalid { .. })));
+    // 1 and 0.5 are exact in every type, so that the gradient is the same number from the host and from a tensor.
+    for scale in [1.0, 0.5] {
+        let trained = moe.clone().with_aux_scale(scale);
+        let y = trained.forward_t(&x, true)?;
+        let full = moe.forward_full(&x, None)?;
+        assert_eq!(flat(&y)?, flat(&full.y)?, "y's value is as it is");
+        assert_eq!(trained.last_aux()?.get()?, full.losses.get()?);
+        assert_eq!(trained.last_load()?.get()?, full.load.get()?);
+        let found = gradients(&moe, &x, &y.sqr()?.sum_all()?.backward()?)?;
+        let plain = full.y.sqr()?.sum_all()?;
+        let expected = gradients(&moe, &x, &(plain + (full.aux * scale)?)?.backward()?)?;
+        assert_eq!(found, expected, "scale {scale}");
+        // Not in evaluation, nor through `Module` and candle's `ModuleT` of it.
+        let without = gradients(&moe, &x, &moe.forward(&x)?.sqr()?.sum_all()?.backward()?)?;
+        assert_ne!(without, expected);
+        let evaluated = [moe.forward_t(&x, false)?, ModuleT::forward_t(&moe, &x, true)?];
+        for y in evaluated {
+            assert_eq!(gradients(&moe, &x, &y.sqr()?.sum_all()?.backward()?)?, without);
+        }
+    }
+    Ok(())
+}
+
+fn training_takes_a_step_of_jitter_each_time(device: &Device) -> AnyResult<()> {
+    let moe = seeded(group(device)?, config().with_router(|router| router.with_jitter(0.5)))?;
+    let x = tokens(0..40, device)?;
+    let of = |noise: Option<Noise>| -> AnyResult<Vec<f32>> { flat(&moe.forward_full(&x, noise)?.y) };
+    let plain = of(None)?;
+    for (seed, first) in [(0, 0), (3, 5)] {
+        let moe = moe.clone().with_noise(Noise { seed, step: first });
+        for step in first..first + 2 {
+            let expected = of(Some(Noise { seed, step }))?;
+            assert_eq!(flat(&moe.forward_t(&x, true)?)?, expected);
+            assert_ne!(expected, plain);
+            assert_eq!(flat(&moe.forward_t(&x, false)?)?, plain, "no jitter, and no step");
+        }
+    }
+    Ok(())
+}
+
+fn ids_are_of_candles_index_type_and_back(device: &Device) -> AnyResult<()> {
+    let moe = seeded(group(device)?, config())?;
+    let out = moe.forward_full(tokens(0..9, device)?.as_tensor(), None)?;
+    assert_eq!((out.ids.dtype(), out.ids.dims()), (DType::U32, &[9, 2][..]));
+    // They index without a cast: each choice's own logit.
+    let chosen = flat(&out.logits.gather(&out.ids, 1)?)?;
+    assert!(chosen.iter().all(|logit| logit.is_finite()));
+    let ids = out.ids.to_device(&Device::Cpu)?;
+    let expected: Vec<f64> = ids.flatten_all()?.to_vec1::<u32>()?.into_iter().map(f64::from).collect();
+    let wide = ids.to_dtype(DType::I64)?;
+    // A part of a larger storage, too.
+    for given in [&ids, &wide, &Tensor::cat(&[&wide, &wide], 0)?.narrow(0, 9, 9)?] {
+        let own = routing_ids(&Cpu::new(), given)?;
+        assert_eq!((own.dims(), own.to_f64()), (&[9, 2][..], expected.clone()));
+    }
+    let dropped = routing_ids(&Cpu::new(), &Tensor::new(&[[u32::MAX, 1]], &Device::Cpu)?)?;
+    assert_eq!(dropped.to_f64(), [-1.0, 1.0]);
+    let refused = routing_ids(&Cpu::new(), &ids.to_dtype(DType::F32)?).err().map(|e| e.to_string());
+    assert!(refused.as_ref().is_some_and(|e| e.contains("u32 or i64") && e.contains("f32")), "{refused:?}");
+    Ok(())
+}
+
+fn a_checkpoint_is_opened_once_and_loaded_as_told(device: &Device) -> AnyResult<()> {
+    let folder = tempfile::tempdir()?;
+    for entry in std::fs::read_dir(golden_of("qwen3_moe"))? {
+        let entry = entry?;
+        std::fs::copy(entry.path(), folder.path().join(entry.file_name()))?;
+    }
+    let checkpoint = Checkpoint::open(folder.path())?;
+    let group = moebius::candle::DeviceGroup::single(&checkpoint.block_config(0)?, device)?;
+    // Not read again.
+    std::fs::remove_file(folder.path().join("config.json"))?;
+    let mut seen = Vec::new();
+    let mut progress = |p: moebius::checkpoint::Progress<'_>| seen.push((p.layer, p.done, p.total));
+    let load = LoadAs::new(Parameters::Trainable).dtype(DType::BF16).progress(&mut progress);
+    let trained = ExpertParallelMoE::from_checkpoint(&checkpoint, 0, &group, load)?;
+    assert!(seen.len() > EXPERTS && seen.is_sorted_by(|a, b| a.1 < b.1), "{seen:?}");
+    assert!(seen.last().is_some_and(|(layer, done, total)| *layer == 0 && done == total), "{seen:?}");
+    assert_eq!(trained.param(ParamKind::Up).map(Tensor::dtype), Some(DType::BF16));
+    assert!(!trained.vars().is_empty());
+    let frozen = ExpertParallelMoE::from_checkpoint(&checkpoint, 0, &group, Parameters::Frozen)?;
+    assert!(frozen.vars().is_empty());
+    let refused = ExpertParallelMoE::from_checkpoint(&checkpoint, 0, &group, LoadAs::default().dtype(DType::U8));
+    assert!(refused.as_ref().is_err_and(|e| e.to_string().contains("u8")), "{refused:?}");
+    Ok(())
+}
+
+fn errors_are_this_crates_own(device: &Device) -> AnyResult<()> {
+    let moe = seeded(group(device)?, config())?;
+    let wide = Tensor::zeros((4, H + 1), DType::F32, device)?;
+    let error = moe.forward(&wide).err().ok_or("an error")?;
+    assert!(matches!(error_of(&error), Some(Error::Invalid { .. })), "{error}");
+    // As a user's function hands it on.
+    let boxed: Box<dyn std::error::Error> = error.context("in layer 3").into();
+    assert!(matches!(error_of(&*boxed), Some(Error::Invalid { .. })), "{boxed}");
+    let x = tokens(0..3, device)?;
+    let loss = moe.forward(&x)?.sqr()?.sum_all()?;
+    loss.backward()?;
+    let error = loss.backward().err().ok_or("an error")?;
+    assert!(matches!(error_of(&error), Some(Error::ContextConsumed { rank: 0, .. })), "{error}");
+    let made = moebius::candle::moe(MoeConfig::new(H, 4, 4, 5), VarBuilder::zeros(DType::F32, device));
+    let error = made.err().ok_or("an error")?;
+    assert!(matches!(error_of(&error), Some(Error::Invalid { name, .. }) if name == "top_k"), "{error}");
+    Ok(())
+}
+
+tests! {
+    fn(&Device) -> AnyResult<()>;
+    one_call_makes_a_layer_of_any_number_of_tokens,
+    layers_are_numbered_in_the_order_of_their_making,
+    training_has_the_losses_gradient_behind_y,
+    training_takes_a_step_of_jitter_each_time,
+    ids_are_of_candles_index_type_and_back,
+    a_checkpoint_is_opened_once_and_loaded_as_told,
+    errors_are_this_crates_own,
+}
