@@ -163,8 +163,8 @@ fn plan(arguments: &Arguments, tokens: usize, config: &MoeConfig, dtype: DType, 
     };
     let shape = (tokens, arguments.ranks);
     let cases = [
-        ("even routing", StepSizes::even(config, shape, dtype, kind)),
-        ("all choices here", StepSizes::worst(config, shape, dtype, kind)),
+        ("even routing", StepSizes::even(config, shape.0, shape.1, dtype, kind)),
+        ("all choices here", StepSizes::worst(config, shape.0, shape.1, dtype, kind)),
     ];
     say(format_args!("\na step of {tokens} {dtype} tokens a rank, on one rank"));
     say(format_args!(

@@ -7,7 +7,9 @@ use moebius::config::SharedConfig;
 use moebius::cpu::Cpu;
 use moebius::ep::{DispatcherKind, Group, GroupConfig};
 use moebius::kernels::Kernels;
-use moebius::layer::{Cotangents, GradientsMut, Inputs, Layer, Mode, ParamKind, ParamViews, StepSizes, Wanted};
+use moebius::layer::{
+    Cotangents, GradientsMut, Inputs, Layer, Mode, ParamKind, ParamViews, PerParam, StepSizes, Wanted,
+};
 use moebius::{DType, Error, MoeConfig, Result, Tensor};
 use rand::{Rng, rngs::StdRng};
 
@@ -108,9 +110,12 @@ fn backward_into_writes_what_it_is_given_room_for() -> Result<()> {
     let (mut up, mut up_bias) = (poisoned(&[6, 16, 12])?, poisoned(&[6, 16])?);
     let into = GradientsMut {
         x: Some(x.view_mut()),
-        router: Some(router.view_mut()),
-        up: Some(up.view_mut()),
-        up_bias: Some(up_bias.view_mut()),
+        params: PerParam {
+            router: Some(router.view_mut()),
+            up: Some(up.view_mut()),
+            up_bias: Some(up_bias.view_mut()),
+            ..PerParam::none()
+        },
         ..GradientsMut::none()
     };
     s.backward(|l, g, c, i, d| l.backward_into(g, c, i, d, into))??;
@@ -129,10 +134,13 @@ fn experts_gradients_are_added_where_asked() -> Result<()> {
     let (mut up, mut down, mut router) = (zeros(&[6, 16, 12])?, zeros(&[6, 12, 8])?, poisoned(&[6, 12])?);
     for _ in 0..2 {
         let into = GradientsMut {
-            up: Some(up.view_mut()),
-            down: Some(down.view_mut()),
-            router: Some(router.view_mut()),
             accumulate: true,
+            params: PerParam {
+                up: Some(up.view_mut()),
+                down: Some(down.view_mut()),
+                router: Some(router.view_mut()),
+                ..PerParam::none()
+            },
             ..GradientsMut::none()
         };
         s.backward(|l, g, c, i, d| l.backward_into(g, c, i, d, into))??;
@@ -152,15 +160,22 @@ fn experts_gradients_are_added_where_asked() -> Result<()> {
 fn wrong_room_is_an_error_that_names_it() -> Result<()> {
     let mut s = Setup::new()?;
     let mut wrong = poisoned(&[6, 12, 16])?;
-    let into = GradientsMut { up: Some(wrong.view_mut()), ..GradientsMut::none() };
+    let into =
+        GradientsMut { params: PerParam { up: Some(wrong.view_mut()), ..PerParam::none() }, ..GradientsMut::none() };
     let error = s.backward(|l, g, c, i, d| l.backward_into(g, c, i, d, into))?;
     assert!(matches!(error, Err(Error::Shape { ref tensor, .. }) if tensor.contains("experts.up")), "{error:?}");
     let mut bias = poisoned(&[6, 16])?;
-    let into = GradientsMut { up_bias: Some(bias.view_mut()), ..GradientsMut::none() };
+    let into = GradientsMut {
+        params: PerParam { up_bias: Some(bias.view_mut()), ..PerParam::none() },
+        ..GradientsMut::none()
+    };
     let error = s.backward(|l, g, c, i, d| l.backward_into(g, c, i, d, into))?.err().map(|e| e.to_string());
     assert!(error.as_ref().is_some_and(|e| e.contains("a bias alone")), "{error:?}");
     let mut none = poisoned(&[8, 12])?;
-    let into = GradientsMut { shared_up: Some(none.view_mut()), ..GradientsMut::none() };
+    let into = GradientsMut {
+        params: PerParam { shared_up: Some(none.view_mut()), ..PerParam::none() },
+        ..GradientsMut::none()
+    };
     let error = s.backward(|l, g, c, i, d| l.backward_into(g, c, i, d, into))?.err().map(|e| e.to_string());
     assert!(error.as_ref().is_some_and(|e| e.contains("shared.up")), "{error:?}");
     // The group works on.
@@ -195,7 +210,7 @@ fn auxiliary_losses_stay_on_the_device() -> Result<()> {
         assert!(forward.aux.value().known().is_none(), "nobody has read it");
         assert_eq!(total.as_slice::<f32>()?, [forward.aux.get()?.total() as f32]);
         assert!(total.as_slice::<f32>()?[0] > 0.02);
-        Ok(gradients.map(|g| [g.x, g.router].map(|t| t.expect("a gradient").as_bytes().to_vec())))
+        Ok(gradients.map(|g| [g.x, g.params.router].map(|t| t.expect("a gradient").as_bytes().to_vec())))
     };
     let without = run(Some(0.0), None)??;
     let from_host = run(Some(0.75), None)??;
@@ -249,7 +264,7 @@ fn what_is_kept_is_known_before() -> Result<()> {
                 });
                 for (sizes, bytes) in found? {
                     assert_eq!(sizes.memory(config).kept, bytes, "R = {ranks}, {kind:?}, {config:?}");
-                    let worst = StepSizes::worst(config, (T, ranks), DType::F32, kind);
+                    let worst = StepSizes::worst(config, T, ranks, DType::F32, kind);
                     assert!(sizes.slots <= worst.slots && sizes.rows <= worst.rows, "{sizes:?}, {worst:?}");
                 }
             }

@@ -72,7 +72,7 @@ impl Random {
             let all = self.values(dims[0] * parts).into_iter().map(|v| v as f32 + 1.5);
             Tensor::from_vec(all.collect(), &[dims[0], parts]).unwrap()
         });
-        Quantized::new(format, (dims, parts), (codes, scales, factors)).unwrap()
+        Quantized::new(format, dims, parts, codes, scales, factors).unwrap()
     }
 }
 

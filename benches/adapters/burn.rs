@@ -5,6 +5,7 @@ use burn::backend::cuda::CudaDevice;
 use burn::module::{Module, Param};
 use burn::tensor::backend::Backend;
 use burn::tensor::{DType, Distribution, Shape, Tensor};
+use moebius::MoeConfig;
 use moebius::burn::{DeviceGroup, ExpertParallelMoE, ExpertParallelMoEConfig, cuda};
 use moebius::ep::{EpGroup, GroupConfig};
 

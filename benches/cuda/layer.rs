@@ -5,7 +5,7 @@ use std::cell::RefCell;
 use moebius::config::MoeConfig;
 use moebius::cuda::Cuda;
 use moebius::ep::{Group, GroupConfig};
-use moebius::layer::{Cotangents, GradientsMut, Inputs, Layer, Mode, ParamKind, ParamViews};
+use moebius::layer::{Cotangents, GradientsMut, Inputs, Layer, Mode, ParamKind, ParamViews, PerParam};
 use moebius::{DType, Result, Tensor};
 
 use crate::Workload;
@@ -52,11 +52,13 @@ impl Results {
     pub fn gradients(&mut self, accumulate: bool) -> GradientsMut<'_, Cuda> {
         GradientsMut {
             x: Some(self.d_x.view_mut()),
-            router: Some(self.d_router.view_mut()),
-            up: Some(self.d_up.view_mut()),
-            down: Some(self.d_down.view_mut()),
             accumulate,
-            ..GradientsMut::none()
+            params: PerParam {
+                router: Some(self.d_router.view_mut()),
+                up: Some(self.d_up.view_mut()),
+                down: Some(self.d_down.view_mut()),
+                ..PerParam::none()
+            },
         }
     }
 }

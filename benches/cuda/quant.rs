@@ -105,7 +105,7 @@ fn quantized(cuda: &Cuda, dense: &Tensor<Cuda>) -> Result<Quantized<Cuda>> {
     let factor = Nvfp4::second_scale(cuda.read(made.amax.view())?[0] as f32);
     let factors = Tensor::from_vec(vec![factor; stack], &[stack, 1])?.to(cuda)?;
     let parts = (made.codes.reshape(&[stack, rows, columns / 2])?, made.scales.reshape(&[stack, rows, columns / 16])?);
-    Quantized::new(WeightFormat::Nvfp4, ([stack, rows, columns], 1), (parts.0, parts.1, Some(factors)))
+    Quantized::new(WeightFormat::Nvfp4, [stack, rows, columns], 1, parts.0, parts.1, Some(factors))
 }
 
 /// The two products of a forward with weights in bf16 and in NVFP4. Sets of weights take turns where they would fit a

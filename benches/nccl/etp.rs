@@ -287,7 +287,7 @@ fn measure(
     part.add_bytes = shares.bytes() + main.bytes();
     for _ in 0..WARM_UP + REPEATS {
         let from = event(gpu)?;
-        let shares = Shares::together(shares.view(), main.view().count(), (1.0, true))?;
+        let shares = Shares::together(shares.view(), main.view().count(), 1.0, true)?;
         gpu.add_shares(shares, main.view_mut())?;
         let to = event(gpu)?;
         gpu.check()?;

@@ -3,7 +3,7 @@
 use moebius::config::{MoeConfig, Payload};
 use moebius::cuda::Cuda;
 use moebius::ep::{Capacity, Group};
-use moebius::layer::{Cotangents, DispatchOptions, GradientsMut, Inputs, Layer, Mode, ParamKind, ParamViews};
+use moebius::layer::{Cotangents, DispatchOptions, GradientsMut, Inputs, Layer, Mode, ParamKind, ParamViews, PerParam};
 use moebius::nccl::NcclWorld;
 use moebius::{DType, Result, Tensor, TensorMut};
 
@@ -164,5 +164,9 @@ pub fn gradients<'a>(
     [up, down]: [TensorMut<'a, Cuda>; 2],
 ) -> GradientsMut<'a, Cuda> {
     let (x, router) = (Some(x.view_mut()), Some(router.view_mut()));
-    GradientsMut { x, router, up: Some(up), down: Some(down), ..GradientsMut::none() }
+    GradientsMut {
+        x,
+        params: PerParam { router, up: Some(up), down: Some(down), ..PerParam::none() },
+        ..GradientsMut::none()
+    }
 }

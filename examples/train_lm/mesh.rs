@@ -231,8 +231,8 @@ mod gpus {
         let mut part = |(number, engines): (u64, bool), (color, key): (usize, usize), cuda: &Cuda| {
             let (tag, place) = (Tag { layer: 0, op: Op::User, sequence: number }, (Some(color), key));
             let own = match engines {
-                true => world.split_with_copy_engines(tag, place, cuda)?,
-                false => world.split_on(tag, place, cuda)?,
+                true => world.split_with_copy_engines(tag, place.0, place.1, cuda)?,
+                false => world.split_on(tag, place.0, place.1, cuda)?,
             };
             own.ok_or_else(|| Failure::from("a split without a part for this rank"))
         };

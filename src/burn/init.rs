@@ -9,7 +9,7 @@ use burn::tensor::ops::FloatTensor;
 use burn::tensor::{Shape, Tensor, TensorData, TensorMetadata, TensorPrimitive};
 
 use crate::adapter::Exchange;
-use crate::checkpoint::{Block, Checkpoint, LoadOptions, Progress, assemble as assemble_block};
+use crate::checkpoint::{Block, BlockParams, Checkpoint, LoadOptions, Progress};
 use crate::config::MoeConfig;
 use crate::cpu::Cpu;
 use crate::dtype::DType;
@@ -98,7 +98,7 @@ impl<B: Backend> ExpertParallelMoE<B> {
         group.any().check_experts(FROM_BLOCK, block.config.router.num_experts)?;
         let layer = Layer::new(block.config.clone(), number)?;
         block.check(FROM_BLOCK, group.local_experts())?;
-        let params = block.params.into_params().collect();
+        let params = block.params.into_per_param();
         assemble(&mut Loaded::<B> { params, device }, layer, &group)
     }
 
@@ -131,16 +131,16 @@ impl<B: Backend> ExpertParallelMoE<B> {
     /// Parameters of types that the layer has not.
     pub fn to_block(&self) -> Result<Block> {
         const CALL: &str = "ExpertParallelMoE::to_block";
-        let own = |(role, primitive): (ParamKind, FloatTensor<B>)| {
+        let own = |role: ParamKind| -> Result<_> {
+            let Some(primitive) = self.param(role) else { return Ok(None) };
             let dims = primitive.shape().to_vec();
             let flat = B::float_reshape(primitive, Shape::from(vec![dims.iter().product::<usize>()]));
             let data = Tensor::<B, 1>::from_primitive(TensorPrimitive::Float(flat)).into_data();
             let mut own = tensor::Tensor::empty(&Cpu::new(), core_dtype(CALL, role.name(), data.dtype)?, &dims)?;
             own.as_bytes_mut().copy_from_slice(data.as_bytes());
-            Ok((role, own))
+            Ok(Some(own))
         };
-        let params = ParamKind::ALL.into_iter().filter_map(|role| Some((role, self.param(role)?)));
-        let params = assemble_block(CALL, params.map(own).collect::<Result<_>>()?)?;
+        let params = BlockParams::of(CALL, PerParam::try_from_fn(own)?)?;
         Ok(Block { config: self.layer.config().clone(), params })
     }
 }

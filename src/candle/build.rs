@@ -151,16 +151,16 @@ impl ExpertParallelMoE {
         let layer = Layer::new(block.config.clone(), group.any().number_layer(number.into()))?;
         group.any().check_experts(CALL, layer.config().router.num_experts)?;
         block.check(CALL, group.local_experts())?;
-        let of = |(role, t): (ParamKind, crate::Tensor<Cpu>)| -> Result<_> {
+        let params = block.params.into_per_param().try_map(|_, t| -> Result<_> {
+            let Some(t) = t else { return Ok(None) };
             let dims = t.dims().to_vec();
             let t = into_candle(t, &dims, &Device::Cpu)?.to_device(group.device())?;
             let t = match params {
                 Parameters::Trainable => Var::from_tensor(&t)?.into_inner(),
                 Parameters::Frozen => t,
             };
-            Ok((role, t))
-        };
-        let params = block.params.into_params().map(of).collect::<Result<PerParam<Option<Tensor>>>>()?;
+            Ok(Some(t))
+        })?;
         Ok(Self { layer, group, params, sharded: None, training: Arc::default() })
     }
 

@@ -6,7 +6,7 @@ use candle_core::{Device, Result, Tensor, Var};
 
 #[cfg(doc)]
 use crate::checkpoint::Checkpoint;
-use crate::checkpoint::{Block, BlockParams, assemble};
+use crate::checkpoint::{Block, BlockParams};
 use crate::comm::Op;
 use crate::cpu::Cpu;
 use crate::error::Error;
@@ -160,10 +160,10 @@ impl ExpertParallelMoE {
 fn on_host(params: &PerParam<Option<Tensor>>) -> Result<BlockParams> {
     const CALL: &str = "ExpertParallelMoE::to_block";
     let cpu = Cpu::new();
-    let own = |(role, t): (ParamKind, &Tensor)| -> Result<_> {
+    let tensors = params.as_ref().try_map(|role, t| -> Result<_> {
+        let Some(t) = t else { return Ok(None) };
         let t = t.to_device(&Device::Cpu)?.contiguous()?;
-        Ok((role, with_views(&cpu, CALL, &[(role.name(), &t)], |views| copy_of(&cpu, views[0]))?))
-    };
-    let tensors = params.present().map(own).collect::<Result<_>>()?;
-    Ok(assemble(CALL, tensors)?)
+        Ok(Some(with_views(&cpu, CALL, &[(role.name(), &t)], |views| copy_of(&cpu, views[0]))?))
+    })?;
+    Ok(BlockParams::of(CALL, tensors)?)
 }

@@ -4,7 +4,6 @@ use std::collections::BTreeMap;
 
 use super::convert::Place;
 use super::layout::Part;
-use super::load::assemble;
 use super::{BlockBytes, BlockParams, Checkpoint, LoadOptions};
 use crate::config::MoeConfig;
 use crate::cpu::Cpu;
@@ -44,7 +43,7 @@ pub fn gather_blocks(shares: Vec<BlockParams>) -> Result<BlockParams> {
         }
         tensors.insert(role, whole);
     }
-    assemble(CALL, tensors)
+    BlockParams::of(CALL, tensors.into_iter().collect())
 }
 
 impl BlockParams {

@@ -184,7 +184,7 @@ impl Checkpoint {
             done += (part.out * part.inn * dtype.size()) as u64;
             progress(Progress { layer, tensor: &part.name, done, total });
         }
-        Ok(Block { params: assemble(CALL, tensors)?, config })
+        Ok(Block { params: BlockParams::of(CALL, tensors.into_iter().collect())?, config })
     }
 
     /// The type a parameter gets: what decides routing keeps its precision.
@@ -271,24 +271,4 @@ pub(super) fn read_part(
         place.store(&chunk, matrix, dtype);
     }
     Ok(())
-}
-
-/// Parameters from their tensors.
-pub(crate) fn assemble(call: &'static str, mut tensors: HashMap<ParamKind, Tensor<Cpu>>) -> Result<BlockParams> {
-    let mut take = |role| tensors.remove(&role);
-    let required = |tensor: Option<Tensor<Cpu>>, name: &str| {
-        tensor.ok_or_else(|| Error::invalid(call, name, "a tensor", "nothing"))
-    };
-    Ok(BlockParams {
-        router: required(take(ParamKind::Router), "router")?,
-        router_bias: take(ParamKind::RouterBias),
-        selection_bias: take(ParamKind::SelectionBias),
-        up: required(take(ParamKind::Up), "up")?,
-        up_bias: take(ParamKind::UpBias),
-        down: required(take(ParamKind::Down), "down")?,
-        down_bias: take(ParamKind::DownBias),
-        shared_up: take(ParamKind::SharedUp),
-        shared_down: take(ParamKind::SharedDown),
-        shared_gate: take(ParamKind::SharedGate),
-    })
 }

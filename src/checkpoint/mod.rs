@@ -19,6 +19,7 @@ mod json;
 mod layout;
 mod load;
 mod model;
+mod params;
 mod quantize;
 mod quantized;
 mod rank_params;
@@ -45,8 +46,6 @@ const ATTEMPTS: usize = 100;
 const REPLACED: &str = "the checkpoint is replaced again and again while it is opened";
 
 pub use gather::gather_blocks;
-#[cfg(any(feature = "candle", feature = "burn"))]
-pub(crate) use load::assemble;
 pub use quantized::QuantizedBlock;
 pub use stored::Form;
 

@@ -12,7 +12,7 @@ use crate::cpu::Cpu;
 use crate::dtype::DType;
 use crate::error::{Error, Result};
 use crate::kernels::Kernels;
-use crate::layer::{ParamKind, Params};
+use crate::layer::{ParamKind, Params, PerParam};
 use crate::quant::{Quantized, WeightFormat};
 use crate::tensor::{Tensor, TensorRef};
 
@@ -43,19 +43,9 @@ impl<D: Kernels> QuantizedBlock<D> {
     /// # Errors
     /// No router, which loading has made sure of.
     pub fn params(&self) -> Result<Params<'_, D>> {
-        let router = self.get(ParamKind::Router);
-        Ok(Params {
-            router: router.ok_or_else(|| Error::invalid(CALL, "router", "a tensor", "nothing"))?,
-            router_bias: self.get(ParamKind::RouterBias),
-            selection_bias: self.get(ParamKind::SelectionBias),
-            up: &self.up,
-            up_bias: self.get(ParamKind::UpBias),
-            down: &self.down,
-            down_bias: self.get(ParamKind::DownBias),
-            shared_up: self.get(ParamKind::SharedUp),
-            shared_down: self.get(ParamKind::SharedDown),
-            shared_gate: self.get(ParamKind::SharedGate),
-        })
+        let router =
+            self.get(ParamKind::Router).ok_or_else(|| Error::invalid(CALL, "router", "a tensor", "nothing"))?;
+        Ok(Params::of(router, &self.up, &self.down, PerParam::from_fn(|role| self.get(role))))
     }
 }
 
@@ -98,7 +88,7 @@ impl Stack {
     }
 
     fn finish(self) -> Result<Quantized<Cpu>> {
-        Quantized::new(self.format, (self.dims, self.parts), (self.codes, self.scales, self.factors))
+        Quantized::new(self.format, self.dims, self.parts, self.codes, self.scales, self.factors)
     }
 }
 

@@ -116,7 +116,7 @@ impl<'a, D: Device> Shares<'a, D> {
     ///
     /// # Errors
     /// Less than one block.
-    pub fn together(all: TensorRef<'a, D>, count: usize, (scale, first): (f64, bool)) -> Result<Self> {
+    pub fn together(all: TensorRef<'a, D>, count: usize, scale: f64, first: bool) -> Result<Self> {
         let (dtype, elements) = (all.dtype(), all.count());
         if elements < count {
             let found = format!("{dtype} {:?}", all.dims());

@@ -186,7 +186,7 @@ fn experts<D: Kernels>(
     };
 
     let mut d_pre = handle.slot_tensor(device, context.dtype, config.up_rows())?;
-    let mut hidden = match into.down.is_some() {
+    let mut hidden = match into.params.down.is_some() {
         true => Some(handle.slot_tensor(device, context.dtype, config.intermediate)?),
         false => None,
     };
@@ -210,14 +210,15 @@ fn experts<D: Kernels>(
 
     // Before the rows' gradient takes its room: a device may need as much for the sums.
     let grads = ExpertGrads { device, handle, accumulate: into.accumulate };
-    if let (Some(weight), Some(hidden)) = (&mut into.down, &hidden) {
+    let out = &mut into.params;
+    if let (Some(weight), Some(hidden)) = (&mut out.down, &hidden) {
         let weights = SumWeights { on_weight: None, on_bias };
-        grads.wgrad(grad, RowSource::direct(hidden.view()), weights, (weight, into.down_bias.as_mut()))?;
+        grads.wgrad(grad, RowSource::direct(hidden.view()), weights, (weight, out.down_bias.as_mut()))?;
     }
     drop(in_order);
-    if let Some(weight) = &mut into.up {
+    if let Some(weight) = &mut out.up {
         let weights = SumWeights { on_weight: borrow(&on_rows), on_bias: None };
-        grads.wgrad(RowSource::direct(d_pre.view()), rows.borrow(), weights, (weight, into.up_bias.as_mut()))?;
+        grads.wgrad(RowSource::direct(d_pre.view()), rows.borrow(), weights, (weight, out.up_bias.as_mut()))?;
     }
     drop(hidden);
 
@@ -315,8 +316,8 @@ fn router<D: Kernels>(
         weight: params.router.borrow(),
         d_out: logits.view(),
         d_x: Some(d_x.reborrow()),
-        d_weight: into.router.as_mut().map(TensorMut::reborrow),
-        d_bias: into.router_bias.as_mut().map(TensorMut::reborrow),
+        d_weight: into.params.router.as_mut().map(TensorMut::reborrow),
+        d_bias: into.params.router_bias.as_mut().map(TensorMut::reborrow),
     };
     device.linear_bwd(linear)?;
     Ok(RouterGrads { logits, weights })

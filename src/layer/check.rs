@@ -98,14 +98,14 @@ pub(super) fn gradients<D: Kernels>(
         }
     }
     let params = inputs.params;
-    for (out, source, role) in [(&into.up, params.up, ParamKind::Up), (&into.down, params.down, ParamKind::Down)] {
-        if out.is_some() && source.frozen() {
+    for (source, role) in [(params.up, ParamKind::Up), (params.down, ParamKind::Down)] {
+        if into.get(role).is_some() && source.frozen() {
             let name = format!("gradient of {}", role.name());
             return Err(Error::invalid(call, name, "none, as the weight is quantized", "one"));
         }
     }
-    let alone = |bias: &Option<TensorMut<'_, D>>, weight: &Option<TensorMut<'_, D>>| bias.is_some() && weight.is_none();
-    if alone(&into.up_bias, &into.up) || alone(&into.down_bias, &into.down) {
+    let alone = |bias: ParamKind, weight: ParamKind| into.get(bias).is_some() && into.get(weight).is_none();
+    if alone(ParamKind::UpBias, ParamKind::Up) || alone(ParamKind::DownBias, ParamKind::Down) {
         return Err(Error::invalid(call, "gradients", "a bias with its weight", "a bias alone"));
     }
     Ok(())

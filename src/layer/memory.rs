@@ -37,7 +37,7 @@ pub struct StepMemory {
 
 impl StepSizes {
     /// Even routing: every rank has `tokens` tokens and its experts an equal share of the choices.
-    pub fn even(config: &MoeConfig, (tokens, ranks): (usize, usize), dtype: DType, kind: DispatcherKind) -> Self {
+    pub fn even(config: &MoeConfig, tokens: usize, ranks: usize, dtype: DType, kind: DispatcherKind) -> Self {
         let (experts, k) = (config.router.num_experts, config.router.top_k);
         let local = experts / ranks.max(1);
         // That none of K different experts is among a rank's.
@@ -50,7 +50,7 @@ impl StepSizes {
     }
 
     /// The most that can reach a rank: every token of every rank chooses as many of its experts as it can.
-    pub fn worst(config: &MoeConfig, (tokens, ranks): (usize, usize), dtype: DType, kind: DispatcherKind) -> Self {
+    pub fn worst(config: &MoeConfig, tokens: usize, ranks: usize, dtype: DType, kind: DispatcherKind) -> Self {
         let local = config.router.num_experts / ranks.max(1);
         let slots = product(&[ranks, tokens, config.router.top_k.min(local)]);
         let rows = transported_rows((tokens, ranks), kind, product(&[ranks, tokens]));
@@ -114,12 +114,12 @@ mod tests {
     fn numbers_too_large_are_the_largest() {
         let config = MoeConfig::new(1 << 24, 1 << 24, 1 << 16, 8);
         for kind in [DispatcherKind::AllToAll, DispatcherKind::AllGather] {
-            let sizes = StepSizes::worst(&config, (1 << 40, 1 << 16), DType::F32, kind);
+            let sizes = StepSizes::worst(&config, 1 << 40, 1 << 16, DType::F32, kind);
             // As many rows as there are choices of this rank's only expert.
             assert_eq!((sizes.slots, sizes.rows), (1 << 56, 1 << 56));
             let StepMemory { kept, passing, routing } = sizes.memory(&config);
             assert_eq!((kept, passing, routing), (usize::MAX, usize::MAX, 1 << 61));
-            let most = StepSizes::even(&config, (usize::MAX, 1 << 16), DType::F32, kind);
+            let most = StepSizes::even(&config, usize::MAX, 1 << 16, DType::F32, kind);
             assert_eq!((most.slots, most.rows), (usize::MAX, usize::MAX));
         }
     }
@@ -147,7 +147,7 @@ mod tests {
             for ranks in [2, 8, 64] {
                 for kind in [DispatcherKind::AllToAll, DispatcherKind::AllGather] {
                     for of in [StepSizes::even, StepSizes::worst] {
-                        let sizes = of(&config, (t, ranks), DType::BF16, kind);
+                        let sizes = of(&config, t, ranks, DType::BF16, kind);
                         let memory = sizes.memory(&config);
                         let (kept, passing) = formula(&config, &sizes, kind);
                         assert_eq!(
@@ -174,8 +174,8 @@ mod tests {
                 format!("{} + {}", gib(kept), gib(passing))
             };
             let (even, worst) = (
-                of(StepSizes::even(&config, (4096, 8), DType::BF16, kind)),
-                of(StepSizes::worst(&config, (4096, 8), DType::BF16, kind)),
+                of(StepSizes::even(&config, 4096, 8, DType::BF16, kind)),
+                of(StepSizes::worst(&config, 4096, 8, DType::BF16, kind)),
             );
             let row = format!("| {name} | {even} | {worst} |");
             assert!(guide.contains(&row), "docs/nccl.md has no row {row}");

@@ -208,15 +208,8 @@ impl Wanted {
 #[allow(missing_docs)]
 pub struct Gradients<D: Kernels> {
     pub x: Option<Tensor<D>>,
-    pub router: Option<Tensor<D>>,
-    pub router_bias: Option<Tensor<D>>,
-    pub up: Option<Tensor<D>>,
-    pub up_bias: Option<Tensor<D>>,
-    pub down: Option<Tensor<D>>,
-    pub down_bias: Option<Tensor<D>>,
-    pub shared_up: Option<Tensor<D>>,
-    pub shared_down: Option<Tensor<D>>,
-    pub shared_gate: Option<Tensor<D>>,
+    /// By parameter; the selection bias has none.
+    pub params: PerParam<Option<Tensor<D>>>,
     /// Gradient of the logits, accumulator type `[T, E]`, for inspection.
     pub logits: Tensor<D>,
     /// Gradient of the routing weights, accumulator type `[T, K]`, for inspection.
@@ -229,17 +222,8 @@ pub struct Gradients<D: Kernels> {
 #[allow(missing_docs)]
 pub struct GradientsMut<'a, D: Kernels> {
     pub x: Option<TensorMut<'a, D>>,
-    pub router: Option<TensorMut<'a, D>>,
-    pub router_bias: Option<TensorMut<'a, D>>,
-    pub up: Option<TensorMut<'a, D>>,
-    /// Only beside `up`.
-    pub up_bias: Option<TensorMut<'a, D>>,
-    pub down: Option<TensorMut<'a, D>>,
-    /// Only beside `down`.
-    pub down_bias: Option<TensorMut<'a, D>>,
-    pub shared_up: Option<TensorMut<'a, D>>,
-    pub shared_down: Option<TensorMut<'a, D>>,
-    pub shared_gate: Option<TensorMut<'a, D>>,
+    /// By parameter; that of an expert's bias only beside its weight's. The selection bias has none.
+    pub params: PerParam<Option<TensorMut<'a, D>>>,
     /// Add to what the routed experts' gradients (`up`, `down` and their biases) hold; all others are overwritten.
     pub accumulate: bool,
 }

@@ -1,13 +1,15 @@
 //! The parameters by role, so that adapters can list, name and shape them without knowing what they are for.
 
+use std::ops::{Deref, DerefMut};
+
 use crate::config::MoeConfig;
-use crate::cpu::Cpu;
 use crate::ep::Group;
 use crate::error::{Error, Result};
 use crate::kernels::Kernels;
 use crate::tensor::{Tensor, TensorMut, TensorRef};
+use crate::weights::WeightSource;
 
-use super::{Gradients, GradientsMut, Inputs, Layer, Params, Wanted};
+use super::{Gradients, GradientsMut, Inputs, Layer, Params, PerParam, Wanted};
 
 /// One parameter of a layer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -98,6 +100,18 @@ impl ParamKind {
 }
 
 impl<'a, D: Kernels> Params<'a, D> {
+    /// The parameters of a rank; of `others` those that are not given before.
+    pub fn of(
+        router: TensorRef<'a, D>,
+        up: &'a dyn WeightSource<D>,
+        down: &'a dyn WeightSource<D>,
+        others: PerParam<Option<TensorRef<'a, D>>>,
+    ) -> Self {
+        let PerParam { router_bias, selection_bias, up_bias, down_bias, shared_up, shared_down, shared_gate, .. } =
+            others;
+        Self { router, router_bias, selection_bias, up, up_bias, down, down_bias, shared_up, shared_down, shared_gate }
+    }
+
     /// A parameter that is a tensor: any but `up` and `down`, where the configuration has it.
     pub(super) fn tensor(&self, role: ParamKind) -> Option<TensorRef<'a, D>> {
         match role {
@@ -117,18 +131,7 @@ impl<'a, D: Kernels> Params<'a, D> {
 impl<D: Kernels> Gradients<D> {
     /// Takes a parameter's gradient out. The selection bias has none.
     pub fn take(&mut self, role: ParamKind) -> Option<Tensor<D>> {
-        match role {
-            ParamKind::Router => self.router.take(),
-            ParamKind::RouterBias => self.router_bias.take(),
-            ParamKind::SelectionBias => None,
-            ParamKind::Up => self.up.take(),
-            ParamKind::UpBias => self.up_bias.take(),
-            ParamKind::Down => self.down.take(),
-            ParamKind::DownBias => self.down_bias.take(),
-            ParamKind::SharedUp => self.shared_up.take(),
-            ParamKind::SharedDown => self.shared_down.take(),
-            ParamKind::SharedGate => self.shared_gate.take(),
-        }
+        self.params[role].take()
     }
 
     /// Room for the gradients that are wanted, and none yet for those of logits and routing weights, nor for those of
@@ -157,15 +160,7 @@ impl<D: Kernels> Gradients<D> {
         let none = || Tensor::empty(device, inputs.x.dtype().accumulator(), &[0, 0]);
         Ok(Self {
             x: if wanted.x { Some(like(inputs.x.borrow())?) } else { None },
-            router: of(ParamKind::Router)?,
-            router_bias: of(ParamKind::RouterBias)?,
-            up: of(ParamKind::Up)?,
-            up_bias: of(ParamKind::UpBias)?,
-            down: of(ParamKind::Down)?,
-            down_bias: of(ParamKind::DownBias)?,
-            shared_up: of(ParamKind::SharedUp)?,
-            shared_down: of(ParamKind::SharedDown)?,
-            shared_gate: of(ParamKind::SharedGate)?,
+            params: PerParam::try_from_fn(of)?,
             logits: none()?,
             weights: none()?,
         })
@@ -173,20 +168,9 @@ impl<D: Kernels> Gradients<D> {
 
     /// Borrows them to be overwritten.
     pub(super) fn view_mut(&mut self) -> GradientsMut<'_, D> {
-        fn of<D: Kernels>(t: &mut Option<Tensor<D>>) -> Option<TensorMut<'_, D>> {
-            t.as_mut().map(Tensor::view_mut)
-        }
         GradientsMut {
-            x: of(&mut self.x),
-            router: of(&mut self.router),
-            router_bias: of(&mut self.router_bias),
-            up: of(&mut self.up),
-            up_bias: of(&mut self.up_bias),
-            down: of(&mut self.down),
-            down_bias: of(&mut self.down_bias),
-            shared_up: of(&mut self.shared_up),
-            shared_down: of(&mut self.shared_down),
-            shared_gate: of(&mut self.shared_gate),
+            x: self.x.as_mut().map(Tensor::view_mut),
+            params: self.params.as_mut().map(|_, t| t.as_mut().map(Tensor::view_mut)),
             accumulate: false,
         }
     }
@@ -195,52 +179,34 @@ impl<D: Kernels> Gradients<D> {
 impl<'a, D: Kernels> GradientsMut<'a, D> {
     /// Memory for no gradient.
     pub fn none() -> Self {
-        Self {
-            x: None,
-            router: None,
-            router_bias: None,
-            up: None,
-            up_bias: None,
-            down: None,
-            down_bias: None,
-            shared_up: None,
-            shared_down: None,
-            shared_gate: None,
-            accumulate: false,
-        }
+        Self { x: None, params: PerParam::none(), accumulate: false }
     }
 
     /// Gives memory for a parameter's gradient. The selection bias has none.
     pub fn set(&mut self, role: ParamKind, memory: TensorMut<'a, D>) {
-        let place = match role {
-            ParamKind::Router => &mut self.router,
-            ParamKind::RouterBias => &mut self.router_bias,
-            ParamKind::SelectionBias => return,
-            ParamKind::Up => &mut self.up,
-            ParamKind::UpBias => &mut self.up_bias,
-            ParamKind::Down => &mut self.down,
-            ParamKind::DownBias => &mut self.down_bias,
-            ParamKind::SharedUp => &mut self.shared_up,
-            ParamKind::SharedDown => &mut self.shared_down,
-            ParamKind::SharedGate => &mut self.shared_gate,
-        };
-        *place = Some(memory);
+        if role != ParamKind::SelectionBias {
+            self.params[role] = Some(memory);
+        }
     }
 
     /// Memory for a parameter's gradient. The selection bias has none.
     pub fn get(&self, role: ParamKind) -> Option<&TensorMut<'a, D>> {
-        match role {
-            ParamKind::Router => self.router.as_ref(),
-            ParamKind::RouterBias => self.router_bias.as_ref(),
-            ParamKind::SelectionBias => None,
-            ParamKind::Up => self.up.as_ref(),
-            ParamKind::UpBias => self.up_bias.as_ref(),
-            ParamKind::Down => self.down.as_ref(),
-            ParamKind::DownBias => self.down_bias.as_ref(),
-            ParamKind::SharedUp => self.shared_up.as_ref(),
-            ParamKind::SharedDown => self.shared_down.as_ref(),
-            ParamKind::SharedGate => self.shared_gate.as_ref(),
-        }
+        self.params.get(role).filter(|_| role != ParamKind::SelectionBias)
+    }
+}
+
+/// Its gradients by parameter: `gradients.up`.
+impl<D: Kernels> Deref for Gradients<D> {
+    type Target = PerParam<Option<Tensor<D>>>;
+
+    fn deref(&self) -> &Self::Target {
+        &self.params
+    }
+}
+
+impl<D: Kernels> DerefMut for Gradients<D> {
+    fn deref_mut(&mut self) -> &mut Self::Target {
+        &mut self.params
     }
 }
 
@@ -250,7 +216,7 @@ pub struct ParamViews<'a, D: Kernels> {
     router: TensorRef<'a, D>,
     up: TensorRef<'a, D>,
     down: TensorRef<'a, D>,
-    others: [Option<TensorRef<'a, D>>; 10],
+    all: PerParam<Option<TensorRef<'a, D>>>,
 }
 
 impl<'a, D: Kernels> ParamViews<'a, D> {
@@ -259,82 +225,28 @@ impl<'a, D: Kernels> ParamViews<'a, D> {
     /// # Errors
     /// No router, up or down.
     pub fn collect(mut view: impl FnMut(ParamKind) -> Result<Option<TensorRef<'a, D>>>) -> Result<Self> {
-        let mut others = [None; 10];
-        for (slot, role) in others.iter_mut().zip(ParamKind::ALL) {
-            *slot = view(role)?;
-        }
+        let all = PerParam::try_from_fn(&mut view)?;
         let required = |role: ParamKind| {
             let missing =
                 || Error::invalid("ParamViews::collect", format!("tensor {}", role.name()), "a tensor", "none");
-            others[role as usize].ok_or_else(missing)
+            all[role].ok_or_else(missing)
         };
         Ok(Self {
             router: required(ParamKind::Router)?,
             up: required(ParamKind::Up)?,
             down: required(ParamKind::Down)?,
-            others,
+            all,
         })
     }
 
     /// A parameter's view.
     pub fn get(&self, role: ParamKind) -> Option<TensorRef<'a, D>> {
-        self.others[role as usize]
+        self.all[role]
     }
 
     /// The parameters as a layer takes them.
     pub fn params(&self) -> Params<'_, D> {
-        let of = |role: ParamKind| self.others[role as usize].as_ref().map(TensorRef::borrow);
-        Params {
-            router: self.router.borrow(),
-            router_bias: of(ParamKind::RouterBias),
-            selection_bias: of(ParamKind::SelectionBias),
-            up: &self.up,
-            up_bias: of(ParamKind::UpBias),
-            down: &self.down,
-            down_bias: of(ParamKind::DownBias),
-            shared_up: of(ParamKind::SharedUp),
-            shared_down: of(ParamKind::SharedDown),
-            shared_gate: of(ParamKind::SharedGate),
-        }
-    }
-}
-
-impl crate::checkpoint::BlockParams {
-    /// One parameter.
-    pub fn get(&self, role: ParamKind) -> Option<&Tensor<Cpu>> {
-        match role {
-            ParamKind::Router => Some(&self.router),
-            ParamKind::RouterBias => self.router_bias.as_ref(),
-            ParamKind::SelectionBias => self.selection_bias.as_ref(),
-            ParamKind::Up => Some(&self.up),
-            ParamKind::UpBias => self.up_bias.as_ref(),
-            ParamKind::Down => Some(&self.down),
-            ParamKind::DownBias => self.down_bias.as_ref(),
-            ParamKind::SharedUp => self.shared_up.as_ref(),
-            ParamKind::SharedDown => self.shared_down.as_ref(),
-            ParamKind::SharedGate => self.shared_gate.as_ref(),
-        }
-    }
-
-    /// The parameters that are there, by role.
-    pub fn into_params(self) -> impl Iterator<Item = (ParamKind, Tensor<Cpu>)> {
-        let all = [
-            Some(self.router),
-            self.router_bias,
-            self.selection_bias,
-            Some(self.up),
-            self.up_bias,
-            Some(self.down),
-            self.down_bias,
-            self.shared_up,
-            self.shared_down,
-            self.shared_gate,
-        ];
-        ParamKind::ALL.into_iter().zip(all).filter_map(|(role, t)| Some((role, t?)))
-    }
-
-    /// Views for a layer.
-    pub fn views(&self) -> Result<ParamViews<'_, Cpu>> {
-        ParamViews::collect(|role| Ok(self.get(role).map(Tensor::view)))
+        let all = self.all.as_ref().map(|_, t| t.as_ref().map(TensorRef::borrow));
+        Params::of(self.router.borrow(), &self.up, &self.down, all)
     }
 }

@@ -177,10 +177,10 @@ pub(super) fn backward<D: Kernels>(
         out: RowDest::adding(d_x.reborrow()),
     };
     device.up_dgrad(dgrad)?;
-    if let Some(out) = &mut into.shared_up {
+    if let Some(out) = &mut into.params.shared_up {
         wgrad(device, &segments, (d_pre.view(), x), out.reborrow())?;
     }
-    if let Some(out) = &mut into.shared_down {
+    if let Some(out) = &mut into.params.shared_down {
         wgrad(device, &segments, (d_y, hidden.view()), out.reborrow())?;
     }
     match (&saved.gate, &inputs.params.shared_gate) {
@@ -194,7 +194,7 @@ pub(super) fn backward<D: Kernels>(
                 weight: weight.borrow(),
                 d_out: d_logit.view(),
                 d_x: Some(d_x.reborrow()),
-                d_weight: into.shared_gate.as_mut().map(TensorMut::reborrow),
+                d_weight: into.params.shared_gate.as_mut().map(TensorMut::reborrow),
                 d_bias: None,
             };
             device.linear_bwd(linear)

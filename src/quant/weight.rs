@@ -179,8 +179,11 @@ impl<D: Device> Quantized<D> {
     /// Parts that do not fit.
     pub fn new(
         format: WeightFormat,
-        (dims, parts): ([usize; 3], usize),
-        (codes, scales, factors): (Tensor<D>, Tensor<D>, Option<Tensor<D>>),
+        dims: [usize; 3],
+        parts: usize,
+        codes: Tensor<D>,
+        scales: Tensor<D>,
+        factors: Option<Tensor<D>>,
     ) -> Result<Self> {
         let made = Self { format, dims, parts, codes, scales, factors };
         made.view().check("Quantized::new")?;

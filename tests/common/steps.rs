@@ -10,7 +10,7 @@ use moebius::cpu::Cpu;
 use moebius::cuda::{Captured, Cuda};
 use moebius::ep::{DispatcherKind, Group, GroupConfig};
 use moebius::kernels::Kernels;
-use moebius::layer::{Cotangents, DispatchOptions, GradientsMut, Inputs, Layer, Mode, ParamKind, ParamViews};
+use moebius::layer::{Cotangents, DispatchOptions, GradientsMut, Inputs, Layer, Mode, ParamKind, ParamViews, PerParam};
 use moebius::nccl::NcclComm;
 use moebius::{DType, Error, Result, Tensor};
 
@@ -118,9 +118,12 @@ impl Steps {
         let cotangents = Cotangents { y: Some(self.d_y.view()), aux: 0.3 };
         let into = GradientsMut {
             x: Some(d_x.view_mut()),
-            router: Some(router.view_mut()),
-            up: Some(up.view_mut()),
-            down: Some(down.view_mut()),
+            params: PerParam {
+                router: Some(router.view_mut()),
+                up: Some(up.view_mut()),
+                down: Some(down.view_mut()),
+                ..PerParam::none()
+            },
             ..GradientsMut::none()
         };
         self.layer.backward_into(&mut self.group, context, inputs, cotangents, into)

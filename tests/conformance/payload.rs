@@ -156,14 +156,7 @@ fn step<D: Target>(
     for role in
         [ParamKind::Router, ParamKind::Up, ParamKind::UpBias, ParamKind::Down, ParamKind::DownBias, ParamKind::SharedUp]
     {
-        let found = match role {
-            ParamKind::Router => d.router.take(),
-            ParamKind::Up => d.up.take(),
-            ParamKind::UpBias => d.up_bias.take(),
-            ParamKind::Down => d.down.take(),
-            ParamKind::DownBias => d.down_bias.take(),
-            _ => d.shared_up.take(),
-        };
+        let found = d.params[role].take();
         if let Some(t) = found {
             results.push((role.name(), bytes(&t)?));
         }

@@ -6,7 +6,7 @@ use moebius::cpu::Cpu;
 use moebius::cuda::Cuda;
 use moebius::ep::{Capacity, DispatchSpec, Group, GroupConfig, Overflow, Reporting, Stats};
 use moebius::kernels::Kernels;
-use moebius::layer::{Cotangents, GradientsMut, Inputs, Layer, Mode, ParamKind, ParamViews, Scalar};
+use moebius::layer::{Cotangents, GradientsMut, Inputs, Layer, Mode, ParamKind, ParamViews, PerParam, Scalar};
 use moebius::{DType, Error, MoeConfig, Result, Tensor, TensorRef};
 
 use crate::harness::{Case, Data, Random, tests};
@@ -208,9 +208,12 @@ impl Steps {
         let cotangents = Cotangents { y: Some(self.d_y.view()), aux };
         let into = GradientsMut {
             x: Some(self.d_x.view_mut()),
-            router: Some(self.d_router.view_mut()),
-            up: Some(self.d_up.view_mut()),
-            down: Some(self.d_down.view_mut()),
+            params: PerParam {
+                router: Some(self.d_router.view_mut()),
+                up: Some(self.d_up.view_mut()),
+                down: Some(self.d_down.view_mut()),
+                ..PerParam::none()
+            },
             ..GradientsMut::none()
         };
         self.layer.backward_into(&mut self.group, context, inputs, cotangents, into)

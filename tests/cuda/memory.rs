@@ -39,7 +39,7 @@ fn step(cuda: &Cuda, k: usize) -> Result<Taken> {
     let forward = layer.forward(&mut group, Mode { backward: true, noise: None }, x.view(), &params)?;
     let context = forward.context.expect("a context");
     let bytes = context.bytes();
-    let sizes = StepSizes::even(&case.config, (TOKENS, 1), DType::BF16, DispatcherKind::Local);
+    let sizes = StepSizes::even(&case.config, TOKENS, 1, DType::BF16, DispatcherKind::Local);
     let planned = sizes.memory(&case.config);
     assert_eq!(bytes, planned.kept, "K = {k}");
     // Blocks change hands if they exceed what is asked for by at most an eighth. Beside them: maps and counts.

@@ -10,7 +10,7 @@ use moebius::ep::{Group, GroupConfig};
 use moebius::etp::{
     Chain, Comms, EtpOptions, Payload, Phase, Reduction, Scale, Shard, ShardSource, Shards, WeightId, WeightSpec,
 };
-use moebius::layer::{Context, Cotangents, GradientsMut, Inputs, Layer, Mode, Params};
+use moebius::layer::{Context, Cotangents, GradientsMut, Inputs, Layer, Mode, Params, PerParam};
 use moebius::quant::{Codec, Direction, Matrix, Mxfp8, Mxfp8Tensors, Nvfp4, Nvfp4Tensors, Quantize, QuantizeMxfp8};
 use moebius::weights::WeightSource;
 use moebius::{DType, MoeConfig, Result, TensorRef};
@@ -276,8 +276,11 @@ impl<D: Chained> Rank<D> {
                     let inputs = Inputs { x: x.view(), params: &params };
                     let into = GradientsMut {
                         x: Some(d_x.view_mut()),
-                        up: Some(d_up.view_mut()?),
-                        down: Some(d_down.view_mut()?),
+                        params: PerParam {
+                            up: Some(d_up.view_mut()?),
+                            down: Some(d_down.view_mut()?),
+                            ..PerParam::none()
+                        },
                         ..none()
                     };
                     self.layers[l].backward_into(&mut self.group, context, inputs, cotangents, into)?;
@@ -293,8 +296,11 @@ impl<D: Chained> Rank<D> {
                     let inputs = Inputs { x: x.view(), params: &params };
                     let into = GradientsMut {
                         x: Some(d_x.view_mut()),
-                        up: Some(d_up.view_mut()),
-                        down: Some(d_down.view_mut()),
+                        params: PerParam {
+                            up: Some(d_up.view_mut()),
+                            down: Some(d_down.view_mut()),
+                            ..PerParam::none()
+                        },
                         ..none()
                     };
                     self.layers[l].backward_into(&mut self.group, context, inputs, cotangents, into)?;

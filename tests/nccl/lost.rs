@@ -262,7 +262,7 @@ fn splits(_: &Cuda, ranks: usize) {
         assert_eq!(found, members.iter().map(|r| *r as f64).collect::<Vec<_>>());
         // The same on a stream of its own.
         let beside = cuda.with_new_stream().expect("a stream");
-        let apart = comm.split_on(tag(4), (Some(rank % 2), ranks - rank), &beside).expect("a split");
+        let apart = comm.split_on(tag(4), Some(rank % 2), ranks - rank, &beside).expect("a split");
         let mut apart = apart.expect("a part for each");
         let own = Tensor::from_value(&beside, rank as f64 + 1.0);
         let mut all = Tensor::empty(&beside, DType::F32, &[members.len()]).expect("room");
@@ -271,7 +271,7 @@ fn splits(_: &Cuda, ranks: usize) {
         assert_eq!(found, members.iter().map(|r| *r as f64 + 1.0).collect::<Vec<_>>());
         drop(apart);
         // And by copy engines, in memory of the part.
-        let engines = comm.split_with_copy_engines(tag(6), (Some(0), ranks - rank), &beside).expect("a split");
+        let engines = comm.split_with_copy_engines(tag(6), Some(0), ranks - rank, &beside).expect("a split");
         let mut engines = engines.expect("a part for each");
         assert!(engines.uses_copy_engines());
         let mut all = engines.memory(tag(7), DType::F32, &[ranks]).expect("memory").expect("of its own");

@@ -11,7 +11,7 @@ use moebius::etp::{
     Chain, Comms, EtpOptions, Payload, Phase, Reduction, Shard, ShardDevice, Shares, WeightId, WeightSpec,
 };
 use moebius::kernels::Kernels;
-use moebius::layer::{Cotangents, GradientsMut, Inputs, Layer, Mode, ParamKind, ParamViews};
+use moebius::layer::{Cotangents, GradientsMut, Inputs, Layer, Mode, ParamKind, ParamViews, PerParam};
 use moebius::weights::WeightSource;
 use moebius::{CommError, DType, Device, Error, MoeConfig, Result, Tensor, TensorRef};
 
@@ -287,7 +287,7 @@ fn memory_comes_back(_: &Cuda, n: usize) {
 /// The first block as this rank's own, wherever that comes among the rest.
 fn apart<D: Device>(all: TensorRef<'_, D>, (rank, first): (usize, bool)) -> Shares<'_, D> {
     let count = all.dims()[1];
-    Shares { rank, ..Shares::together(all, count, (0.3, first)).unwrap() }
+    Shares { rank, ..Shares::together(all, count, 0.3, first).unwrap() }
 }
 
 /// Any number of parts, of any size and at any address.
@@ -333,7 +333,7 @@ fn shares_add_to_the_cpus_bits(cuda: &Cuda, _: usize) {
     }
     let (mut main, shares) =
         (Tensor::zeros(cuda, DType::F32, &[4]).unwrap(), Tensor::zeros(cuda, DType::F32, &[6]).unwrap());
-    let shares = Shares::together(shares.view(), 4, (1.0, false)).unwrap();
+    let shares = Shares::together(shares.view(), 4, 1.0, false).unwrap();
     let error = cuda.add_shares(shares, main.view_mut()).unwrap_err().to_string();
     assert!(error.contains("shares") && error.contains("blocks of main's size"), "{error}");
 }
@@ -371,8 +371,7 @@ fn reserving_sms_changes_no_bit(cuda: &Cuda, _: usize) {
         let (mut d_x, mut d_up, mut d_down) = (empty(&x), empty(&up), empty(&down));
         let into = GradientsMut {
             x: Some(d_x.view_mut()),
-            up: Some(d_up.view_mut()),
-            down: Some(d_down.view_mut()),
+            params: PerParam { up: Some(d_up.view_mut()), down: Some(d_down.view_mut()), ..PerParam::none() },
             ..GradientsMut::none()
         };
         let inputs = Inputs { x: x.view(), params: &params };

@@ -173,7 +173,7 @@ impl<D: ShardDevice> Chain<D> {
         let [rows, width] = [main.view().rows(), main.dims()[1]];
         let mut shares = Tensor::empty(&self.device, main.dtype(), &[comm.size() * rows, width])?;
         streams.run_on_transfer(|| comm.all_gather(tag, main.view(), shares.view_mut()))?;
-        let shares = Shares::together(shares.view(), main.view().count(), (1.0, true))?;
+        let shares = Shares::together(shares.view(), main.view().count(), 1.0, true)?;
         self.device.add_shares(shares, main.view_mut())
     }
 }
@@ -337,7 +337,7 @@ fn add<'a, D: ShardDevice>(
             let own = TensorRef::new(own, dtype, &[rows, shards.shard_dims()[1]])?;
             Shares { own, rank: chain.rank(), others: reduced, scale: chain.factor(), first: *first }
         }
-        Reduction::Native => Shares::together(reduced, sums.view().count(), (chain.factor(), *first))?,
+        Reduction::Native => Shares::together(reduced, sums.view().count(), chain.factor(), *first)?,
     };
     chain.device.add_shares(shares, sums.view_mut())?;
     *first = false;

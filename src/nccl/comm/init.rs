@@ -243,15 +243,15 @@ impl NcclComm {
     /// A collective's; [`NcclError`](crate::nccl::NcclError).
     pub fn split(&mut self, tag: Tag, color: Option<usize>, key: usize) -> Result<Option<Self>> {
         let cuda = self.cuda.clone();
-        self.split_on(tag, (color, key), &cuda)
+        self.split_on(tag, color, key, &cuda)
     }
 
     /// The same for work on another stream of this GPU, such as [`Cuda::with_new_stream`]'s.
     ///
     /// # Errors
     /// As [`NcclComm::split`]; another GPU, which the other ranks are told.
-    pub fn split_on(&mut self, tag: Tag, place: (Option<usize>, usize), cuda: &Cuda) -> Result<Option<Self>> {
-        self.divide(tag, place, (cuda, false))
+    pub fn split_on(&mut self, tag: Tag, color: Option<usize>, key: usize, cuda: &Cuda) -> Result<Option<Self>> {
+        self.divide(tag, (color, key), (cuda, false))
     }
 
     /// The same for a communicator whose collectives over [`Communicator::memory`] are the GPU's copy engines', as
@@ -263,12 +263,13 @@ impl NcclComm {
     pub fn split_with_copy_engines(
         &mut self,
         tag: Tag,
-        place: (Option<usize>, usize),
+        color: Option<usize>,
+        key: usize,
         cuda: &Cuda,
     ) -> Result<Option<Self>> {
         let had = check_copy_engines(self.library());
         self.check(tag, had)?;
-        self.divide(tag, place, (cuda, true))
+        self.divide(tag, (color, key), (cuda, true))
     }
 
     fn divide(
