@@ -10,6 +10,7 @@ use burn::tensor::{Shape, Tensor, TensorData, TensorMetadata, TensorPrimitive};
 
 use crate::adapter::Exchange;
 use crate::checkpoint::{Block, BlockParams, Checkpoint, LoadOptions, Progress};
+use crate::comm::Op;
 use crate::config::MoeConfig;
 use crate::cpu::Cpu;
 use crate::dtype::DType;
@@ -48,8 +49,11 @@ impl ExpertParallelMoEConfig {
     ) -> Result<ExpertParallelMoE<B>> {
         let group = group.into();
         let number = group.any().number_layer(self.number);
-        group.any().check_experts(INIT, self.moe.router.num_experts)?;
-        let layer = Layer::new(self.moe.clone(), number)?;
+        let experts = group.any().check_experts(INIT, self.moe.router.num_experts);
+        // The other ranks are in the collectives below: they are told, and the group stays usable.
+        let layer = experts
+            .and_then(|()| Layer::new(self.moe.clone(), number))
+            .inspect_err(|e| group.any().refuse(number, Op::Weights, &e.to_string()))?;
         assemble(&mut Draw::<B> { config: self, number, group: &group, device }, layer, &group)
     }
 }

@@ -76,8 +76,8 @@ pub(super) fn backward_into<D: Kernels>(
 
     let d_out = trace_span!("combine_bwd").in_scope(|| group.dispatcher().combine_bwd_rows(&context.handle, d_y))?;
     let place = group.dispatcher().place_for_return(&context.handle, context.dtype, layer.config.hidden);
-    let computed =
-        trace_span!("experts_bwd").in_scope(|| experts(layer, &device, &context, &inputs, (&d_out, d_y, place?), &mut into));
+    let computed = trace_span!("experts_bwd")
+        .in_scope(|| experts(layer, &device, &context, &inputs, (&d_out, d_y, place?), &mut into));
     let (d_rows, d_slot_weights) = told(layer, group, Op::DispatchBwd, computed)?;
     drop(d_out);
     // Router and shared expert add to the gradient of x, so it is made also where nobody wants it.

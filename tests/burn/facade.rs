@@ -5,7 +5,7 @@ use burn::config::Config;
 use burn::tensor::DType;
 use moebius::burn::{DeviceGroup, ExpertParallelMoE, ExpertParallelMoEConfig, LoadAs};
 use moebius::checkpoint::Checkpoint;
-use moebius::{Error, MoeConfig};
+use moebius::{CommError, Error, MoeConfig};
 
 use super::support::*;
 use crate::trials::tests;
@@ -28,6 +28,25 @@ fn layers_are_numbered_in_the_order_of_their_making() {
     assert_eq!((number(&config), number(&config)), (0, 1));
     assert_eq!(number(&config.clone().with_number(Some(7))), 7);
     assert_eq!(number(&config), 8);
+}
+
+/// The other rank hears of it at once, and both number their next layer alike.
+fn a_layer_that_one_rank_cannot_make_fails_on_both() {
+    let outcomes = on_ranks(2, LONG, |rank, group| {
+        let moe = if rank == 1 { MoeConfig::new(H, I, E, E + 1) } else { config() };
+        let error = ExpertParallelMoEConfig::new(moe).init_on::<Flex>(&group, &device()).err();
+        let next = ExpertParallelMoEConfig::new(config()).init_on::<Flex>(&group, &device()).unwrap();
+        (error, next.layer().number())
+    });
+    match &outcomes[..] {
+        [
+            (Some(Error::Comm(CommError::Refused { peer: 1, reason, .. })), 1),
+            (Some(Error::Invalid { name, .. }), 1),
+        ] => {
+            assert!(name == "top_k" && reason.contains("top_k"), "{reason}");
+        }
+        other => panic!("{other:?}"),
+    }
 }
 
 fn a_module_shows_its_sizes() {
@@ -69,6 +88,7 @@ tests! {
     fn();
     a_configuration_makes_a_layer_of_any_number_of_tokens,
     layers_are_numbered_in_the_order_of_their_making,
+    a_layer_that_one_rank_cannot_make_fails_on_both,
     a_module_shows_its_sizes,
     a_configuration_of_the_crate_is_a_file_of_burns,
     a_checkpoint_is_opened_once_and_loaded_as_told,

@@ -7,7 +7,7 @@ use burn::backend::{Autodiff, Flex};
 use burn::module::Param;
 use burn::tensor::backend::Backend;
 use burn::tensor::{DType, Tensor, TensorData};
-use moebius::burn::{DeviceGroup, EpGroup, ExpertParallelMoE, NativeBackend, Waits, cuda};
+use moebius::burn::{DeviceGroup, EpGroup, ExpertParallelMoE, Waits, cuda};
 use moebius::config::AuxConfig;
 use moebius::cuda::Cuda;
 use moebius::ep::GroupConfig;
@@ -336,10 +336,11 @@ fn a_tensor_of_another_gpu_is_refused() {
         println!("skipped: one GPU");
         return;
     }
-    let core = cuda(&CudaDevice::new(1)).unwrap();
-    let x = tensor::<Gpu, 2>(inputs(0).0, [TOKENS[0], H]).into_primitive().tensor();
-    let named = moebius::burn::Named { name: "x", tensor: &x };
-    assert!(<Gpu as NativeBackend>::view(&core, named).is_err());
+    // Tensors on the first GPU, a group on the second.
+    let group = DeviceGroup::single::<Gpu>(&config(), &CudaDevice::new(1)).unwrap();
+    let x = tensor::<Gpu, 2>(inputs(0).0, [TOKENS[0], H]);
+    let error = module::<Gpu>(&config(), &group).forward(x).err().map(|e| e.to_string());
+    assert!(error.as_ref().is_some_and(|e| e.contains("the group's GPU 1")), "{error:?}");
 }
 
 fn a_bf16_back_end_runs_it_too() {
