@@ -4,21 +4,14 @@ usage: join.py LINES OUT
 
 LINES is a file of JSON lines. Writes OUT.jsonl (ours and the peers', with ratios), OUT.md and OUT.svg.
 
-ratio_best_peer: our time over the best peer's, the faster of the same run's peers and SonicMoE's tabled time, which is
-scaled by the dense rate then over the dense rate now. Below 1, ours is faster.
+ratio_best_peer: our time over that of the best peer of the same run. Below 1, ours is faster. What did not run counts nowhere;
+the table says which peers ran.
 ratio_cublas: the rate over that of a dense product of the same run; of a phase at the power limit (`-long`), over that there.
 """
 import json
 import statistics
 import sys
 
-# SonicMoE 0.1.2, whole layer with its router, on an H200 whose dense rate was 794 TFLOP/s; ms.
-SONIC_DENSE = 794.0
-SONIC = {
-    "qwen3-30b-a3b": {"fwd": 2.67, "fwd+bwd": 7.23},
-    "olmoe-7b": {"fwd": 3.51, "fwd+bwd": 9.26},
-    "mixtral-8x7b": {"fwd": 9.99, "fwd+bwd": 29.7},
-}
 # Which of the peers' phases ours is beside.
 SAME = {
     "gemm1+pre": "gemm1",
@@ -32,16 +25,13 @@ SAME = {
 }
 
 
-def best_peer(lines, dense, workload, phase):
+def best_peer(lines, workload, phase):
     """(ms, whose) of the fastest peer, or None."""
     found = [
         (line["ms"], line["impl"])
         for line in lines
         if line["workload"] == workload and line["phase"] == phase and line["impl"] not in ("moebius", "cublas", "copy")
     ]
-    tabled = SONIC.get(workload, {}).get(phase)
-    if tabled and dense and not any(impl == "sonicmoe" for _, impl in found):
-        found.append((tabled * SONIC_DENSE / dense, "sonicmoe (tabled)"))
     return min(found, default=None)
 
 
@@ -64,7 +54,7 @@ def rated(lines):
         line["ratio_best_peer"] = None
         if line["impl"] != "moebius":
             continue
-        best = best_peer(lines, dense, line["workload"], SAME.get(line["phase"], line["phase"]))
+        best = best_peer(lines, line["workload"], SAME.get(line["phase"], line["phase"]))
         if best:
             line["ratio_best_peer"] = round(line["ms"] / best[0], 3)
             line["best_peer"], line["best_peer_ms"] = best[1], round(best[0], 4)
@@ -78,7 +68,9 @@ def table(lines, dense, copy):
     ours = [line for line in lines if line["impl"] == "moebius"]
     gpu, date = (ours[0]["gpu"], ours[0]["date"]) if ours else ("?", "?")
     shown = lambda value, form: "–" if value is None else format(value, form)  # noqa: E731
-    out = [f"{gpu}, {date}; dense cuBLAS {shown(dense, '.0f')} TFLOP/s, copy {shown(copy, '.0f')} GB/s\n"]
+    peers = sorted({line["impl"] for line in lines} - {"moebius", "cublas", "copy"})
+    out = [f"{gpu}, {date}; dense cuBLAS {shown(dense, '.0f')} TFLOP/s, copy {shown(copy, '.0f')} GB/s"]
+    out.append(f"peers of this run: {', '.join(peers) or 'none'}\n")
     out.append("| workload | phase | ms | TFLOP/s | of cuBLAS | best peer | its ms | ours / best |")
     out.append("|---|---|---|---|---|---|---|---|")
     for line in ours:

@@ -3,9 +3,10 @@
 usage: torch_moe.py WORKLOADS [--compile SECONDS] [--sonic]
 
 WORKLOADS is a file of JSON lines, as `cuda --workloads` prints them. One JSON line a measurement goes to stdout.
-Workloads are compiled in turn until SECONDS are spent (0: none). SonicMoE runs where it is installed and asked for.
+Workloads are compiled in turn until SECONDS are spent (0: none). SonicMoE runs where it is asked for; not being installed is then
+an error, told at the end.
 Timed as ours is: 400 ms idle, 5 calls to warm up, then 20 calls queued one behind the other, each between two events,
-three input sets in turn, the median; for a forward and backward 3 and 10 calls, as the tabled times were taken. (A longer
+three input sets in turn, the median; for a forward and backward 3 and 10 calls. (A longer
 burst reads the power limit: after 100 ms the dense rate falls by a tenth. The dense rate at that limit is `gemm-long`.)
 """
 import argparse
@@ -98,13 +99,13 @@ class Inputs:
         self.ends = torch.bincount(self.ids.flatten(), minlength=s.experts).cumsum(0).to(torch.int32)
 
 
-def layer(impl, s, module, call, sets):
-    """Forward, and both."""
+def layer(impl, s, module, call, sets, inference=None):
+    """Forward, and both. `inference`: options of a forward that nothing follows."""
 
     def forward(number):
         i = sets[number]
         with torch.no_grad():
-            call(i.x, i.ids, i.weights)
+            call(i.x, i.ids, i.weights, **(inference or {}))
 
     def both(number):
         i = sets[number]
@@ -143,12 +144,10 @@ def dense():
 
 
 def sonic(s, sets):
-    try:
-        from sonicmoe import KernelBackendMoE, MoE
-        from sonicmoe.enums import ActivationType
-    except ImportError as e:
-        note(f"sonicmoe: not installed ({e})")
-        return
+    """SonicMoE's layer, its router included, as the layer of ours is."""
+    from sonicmoe import KernelBackendMoE, MoE
+    from sonicmoe.enums import ActivationType
+
     module = MoE(
         num_experts=s.experts, num_experts_per_tok=s.top_k, hidden_size=s.hidden, intermediate_size=s.inner,
         activation_function=ActivationType.SWIGLU, add_bias=False, std=0.02,
@@ -157,7 +156,18 @@ def sonic(s, sets):
     def call(x, *_, **options):
         return module(x, kernel_backend_moe=KernelBackendMoE.sonicmoe, **options)[0]
 
-    layer("sonicmoe", s, module, call, sets)
+    layer("sonicmoe", s, module, call, sets, {"is_inference_mode": True})
+
+
+def whole(workload, failures, run, *arguments):
+    """Runs a peer; one that fails is told at the end, and the others are still measured."""
+    start = time.monotonic()
+    try:
+        run(*arguments)
+    except Exception as e:  # noqa: BLE001: whatever a compiler or a library meets
+        failures.append(f"{run.__name__}, {workload}: {e!r}"[:300])
+        note(failures[-1])
+    return time.monotonic() - start
 
 
 def main():
@@ -168,7 +178,7 @@ def main():
     arguments = arguments.parse_args()
     torch.manual_seed(0)
     dense()
-    compiling = 0.0
+    compiling, failures = 0.0, []
     with open(arguments.workloads) as lines:
         workloads = [Sizes(json.loads(line)) for line in lines if line.strip()]
     for s in workloads:
@@ -176,22 +186,20 @@ def main():
         layer("torch-eager", s, module, module, sets)
         products(s, module, sets)
         if compiling < arguments.compile:
-            start = time.monotonic()
             # What was compiled for other sizes does not count against this module's.
             torch._dynamo.reset()
-            try:
-                layer("torch-compile", s, module, torch.compile(module, dynamic=False), sets)
-            except Exception as e:  # noqa: BLE001: whatever a compiler meets, the others are still measured
-                note(f"torch-compile, {s.name}: {e!r}"[:300])
-            compiling += time.monotonic() - start
-            note(f"torch-compile, {s.name}: {time.monotonic() - start:.0f} s with its compilation")
+            spent = whole(s.name, failures, layer, "torch-compile", s, module, torch.compile(module, dynamic=False), sets)
+            compiling += spent
+            note(f"torch-compile, {s.name}: {spent:.0f} s with its compilation")
         elif arguments.compile > 0:
             note(f"torch-compile, {s.name}: not run, {compiling:.0f} s spent on others")
         if arguments.sonic:
-            sonic(s, sets)
+            whole(s.name, failures, sonic, s, sets)
         del module, sets
         torch.cuda.empty_cache()
     dense()
+    if failures:
+        sys.exit("torch_moe.py: not measured:\n  " + "\n  ".join(failures))
 
 
 if __name__ == "__main__":
