@@ -1,0 +1,189 @@
+//! Links between this repository's documents: each relative one leads to a file, and each anchor to a heading.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::path::{Path, PathBuf};
+
+/// Where documents are, beside the root's own.
+const FOLDERS: [&str; 4] = ["docs", "kernels", "tests", "benches/results"];
+
+/// A link of a document.
+#[derive(Debug, PartialEq)]
+struct Link {
+    line: usize,
+    target: String,
+}
+
+pub(super) fn run(arguments: &[String]) -> Result<String, String> {
+    if let Some(unknown) = arguments.first() {
+        return Err(format!("links: {unknown}: no argument is taken"));
+    }
+    let root = Path::new(env!("CARGO_MANIFEST_DIR")).parent().ok_or("the repository's folder is not to be found")?;
+    let mut documents = documents(root, false)?;
+    for folder in FOLDERS {
+        documents.extend(self::documents(&root.join(folder), true)?);
+    }
+    let (mut count, mut problems, mut anchors) = (0, Vec::new(), BTreeMap::new());
+    for document in &documents {
+        let text = read(document)?;
+        let shown = document.strip_prefix(root).unwrap_or(document).display();
+        for link in links(&text) {
+            count += 1;
+            if let Some(problem) = check(document, &link.target, &mut anchors)? {
+                problems.push(format!("{shown}, line {}: {}: {problem}", link.line, link.target));
+            }
+        }
+    }
+    match problems.is_empty() {
+        true => Ok(format!("{count} links in {} documents lead somewhere", documents.len())),
+        false => Err(format!("links that lead nowhere:\n  {}", problems.join("\n  "))),
+    }
+}
+
+fn read(path: &Path) -> Result<String, String> {
+    std::fs::read_to_string(path).map_err(|e| format!("{}: {e}", path.display()))
+}
+
+/// Markdown files of a folder, with those below it or without.
+fn documents(folder: &Path, below: bool) -> Result<Vec<PathBuf>, String> {
+    let failed = |e| format!("{}: {e}", folder.display());
+    let mut found = Vec::new();
+    for entry in std::fs::read_dir(folder).map_err(failed)? {
+        let path = entry.map_err(failed)?.path();
+        if below && path.is_dir() {
+            found.extend(documents(&path, true)?);
+        } else if path.extension().is_some_and(|e| e == "md") {
+            found.push(path);
+        }
+    }
+    found.sort();
+    Ok(found)
+}
+
+/// Why a link leads nowhere. Addresses of other hosts are not asked.
+fn check(
+    document: &Path,
+    target: &str,
+    anchors: &mut BTreeMap<PathBuf, BTreeSet<String>>,
+) -> Result<Option<String>, String> {
+    if target.contains("://") || target.starts_with("mailto:") {
+        return Ok(None);
+    }
+    let (path, anchor) = target.split_once('#').map_or((target, None), |(path, anchor)| (path, Some(anchor)));
+    let file = match path {
+        "" => document.to_path_buf(),
+        path => document.parent().unwrap_or(Path::new("")).join(path),
+    };
+    if !file.exists() {
+        return Ok(Some("no such file".into()));
+    }
+    let Some(anchor) = anchor else { return Ok(None) };
+    if file.extension().is_none_or(|e| e != "md") {
+        return Ok(Some("only documents have anchors".into()));
+    }
+    if !anchors.contains_key(&file) {
+        anchors.insert(file.clone(), headings(&read(&file)?));
+    }
+    Ok((!anchors[&file].contains(anchor)).then(|| "no such heading".into()))
+}
+
+/// The lines that are no code, with code spans blanked, and their numbers from 1.
+fn prose(text: &str) -> Vec<(usize, String)> {
+    let (mut fence, mut lines) = (None, Vec::new());
+    for (number, line) in text.lines().enumerate() {
+        let trimmed = line.trim_start();
+        let mark = ["```", "~~~"].into_iter().find(|mark| trimmed.starts_with(mark));
+        match (fence, mark) {
+            (None, Some(mark)) => fence = Some(mark),
+            (Some(open), Some(mark)) if open == mark => fence = None,
+            (None, None) => lines.push((number + 1, line.to_string())),
+            _ => {}
+        }
+    }
+    lines
+}
+
+/// A line without what stands between backticks.
+fn without_code(line: &str) -> String {
+    line.split('`').step_by(2).collect::<Vec<_>>().join("")
+}
+
+/// `[text](target)`, `![text](target)` and `[name]: target`. A target stands on one line.
+fn links(text: &str) -> Vec<Link> {
+    let mut found = Vec::new();
+    for (line, text) in prose(text) {
+        let text = without_code(&text);
+        for part in text.split("](").skip(1) {
+            let target = part.split([')', ' ']).next().unwrap_or_default();
+            found.push(Link { line, target: target.to_string() });
+        }
+        if let Some((name, target)) = text.split_once("]: ")
+            && name.starts_with('[')
+            && !name.starts_with("[^")
+        {
+            found.push(Link { line, target: target.split(' ').next().unwrap_or_default().to_string() });
+        }
+    }
+    found
+}
+
+/// Anchors of a document's headings, as its readers make them: letters, digits, `-` and `_` stay, blanks become `-`, and a
+/// second heading of a name gets a number.
+fn headings(text: &str) -> BTreeSet<String> {
+    let mut counts: BTreeMap<String, usize> = BTreeMap::new();
+    let mut anchors = BTreeSet::new();
+    for (_, line) in prose(text) {
+        let title = line.trim_start_matches('#');
+        if title.len() == line.len() || !title.starts_with(' ') {
+            continue;
+        }
+        let kept = |c: char| (c.is_alphanumeric() || c == '-' || c == '_').then_some(c);
+        let anchor: String =
+            title.trim().to_lowercase().chars().filter_map(|c| if c == ' ' { Some('-') } else { kept(c) }).collect();
+        let count = counts.entry(anchor.clone()).or_default();
+        anchors.insert(if *count == 0 { anchor } else { format!("{anchor}-{count}") });
+        *count += 1;
+    }
+    anchors
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn links_are_found_outside_code() {
+        let text = "a [b](c.md#d) `[no](x)` ![e](f.png)\n```\n[no](y)\n```\n[g\nh](https://i)\n[j]: k.md\n";
+        let found: Vec<_> = links(text).into_iter().map(|l| (l.line, l.target)).collect();
+        let expected = [(1, "c.md#d"), (1, "f.png"), (6, "https://i"), (7, "k.md")];
+        assert_eq!(found, expected.map(|(line, target)| (line, target.to_string())));
+    }
+
+    #[test]
+    fn anchors_are_those_of_headings() {
+        let found = headings("# A `b`, c\n```sh\n# no\n```\n## Same\n## Same\n#no\n### 1×16: \"x\"\n");
+        let expected = ["a-b-c", "same", "same-1", "116-x"].map(String::from);
+        assert_eq!(found, expected.into_iter().collect());
+    }
+
+    #[test]
+    fn what_leads_nowhere_is_said() {
+        let folder = std::env::temp_dir().join(format!("moebius-links-{}", std::process::id()));
+        std::fs::create_dir_all(&folder).expect("a folder");
+        let document = folder.join("a.md");
+        std::fs::write(&document, "# One\n").expect("a file");
+        std::fs::write(folder.join("b.rs"), "").expect("a file");
+        let of = |target: &str| check(&document, target, &mut BTreeMap::new()).expect("a readable file");
+        for good in ["#one", "a.md#one", "b.rs", "https://elsewhere/x", "../"] {
+            assert_eq!(of(good), None, "{good}");
+        }
+        for (bad, problem) in [
+            ("c.md", "no such file"),
+            ("#two", "no such heading"),
+            ("a.md#two", "no such heading"),
+            ("b.rs#one", "only documents have anchors"),
+        ] {
+            assert_eq!(of(bad).as_deref(), Some(problem), "{bad}");
+        }
+        std::fs::remove_dir_all(&folder).expect("the folder's end");
+    }
+}
