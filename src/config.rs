@@ -1,4 +1,4 @@
-//! What a layer is: sizes, routing formula, activation. Plain values, checked once by [`MoeConfig::validate`].
+//! Configuration of a layer: sizes, routing formula, activation. Plain values, checked once by [`MoeConfig::validate`].
 
 mod build;
 

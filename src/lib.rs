@@ -1,4 +1,113 @@
-#![doc = include_str!("../README.md")]
+//! Expert-parallel Mixture-of-Experts layers for candle and burn, forward and backward.
+//!
+//! A layer routes each token to K of E experts. The experts are spread over ranks, which are threads or processes with
+//! one device each; the layer sends tokens to the ranks of their experts, multiplies, and brings the results back. Most
+//! programs need one type, `ExpertParallelMoE`, which is a module of [`candle`] or of `burn`.
+//!
+//! # From candle
+//!
+//! ```
+//! use candle_core::{DType, Device, Module, Tensor};
+//! use candle_nn::{VarBuilder, VarMap};
+//! use moebius::{MoeConfig, candle};
+//!
+//! fn main() -> Result<(), Box<dyn std::error::Error>> {
+//!     let vars = VarMap::new();
+//!     let vb = VarBuilder::from_varmap(&vars, DType::F32, &Device::Cpu);
+//!     let config = MoeConfig::new(64, 32, 8, 2); // hidden, intermediate, experts, top-k
+//!     let moe = candle::moe(config, vb.pp("moe"))?; // one rank
+//!     let x = Tensor::randn(0f32, 1., (3, 5, 64), &Device::Cpu)?;
+//!     let y = (moe.forward(&x)? + x)?;
+//!     let gradients = y.sqr()?.mean_all()?.backward()?; // for every variable: router and experts
+//!     assert!(moe.vars().iter().all(|v| gradients.get(v).is_some()));
+//!     Ok(())
+//! }
+//! ```
+//!
+//! # From burn
+//!
+//! With the feature `burn`; the same program is a test in the documentation of `moebius::burn`.
+//!
+//! ```ignore
+//! use burn::backend::{Autodiff, Flex};
+//! use burn::module::Module;
+//! use burn::nn::{Linear, LinearConfig};
+//! use burn::tensor::{Distribution, Tensor, backend::Backend};
+//! use moebius::MoeConfig;
+//! use moebius::burn::{ExpertParallelMoE, ExpertParallelMoEConfig, MoeBackend};
+//!
+//! #[derive(Module, Debug)]
+//! struct Model<B: Backend> { embed: Linear<B>, moe: ExpertParallelMoE<B> }
+//!
+//! impl<B: MoeBackend> Model<B> {
+//!     fn new(device: &B::Device) -> moebius::Result<Self> {
+//!         let config = MoeConfig::new(64, 32, 8, 2); // hidden, intermediate, experts, top-k
+//!         let moe = ExpertParallelMoEConfig::new(config).init(device)?;
+//!         Ok(Self { embed: LinearConfig::new(16, 64).init(device), moe })
+//!     }
+//!
+//!     fn forward(&self, x: Tensor<B, 3>) -> moebius::Result<Tensor<B, 3>> {
+//!         let x = self.embed.forward(x);
+//!         Ok(self.moe.forward(x.clone())? + x)
+//!     }
+//! }
+//!
+//! let device = Default::default();
+//! let model = Model::<Autodiff<Flex>>::new(&device)?;
+//! let y = model.forward(Tensor::random([2, 5, 16], Distribution::Default, &device))?;
+//! let gradients = y.powi_scalar(2).mean().backward();
+//! assert_eq!(model.moe.experts.up.grad(&gradients).map(|g| g.dims()), Some([8, 64, 64]));
+//! ```
+//!
+//! # Concepts
+//!
+//! | concept | what it is | type |
+//! |---|---|---|
+//! | configuration | sizes, routing formula, activation, auxiliary losses | [`MoeConfig`], [`config`] |
+//! | device | memory, kernels, and the stream that they run on | [`Cpu`](crate::cpu::Cpu), `cuda::Cuda`; [`Device`], [`Kernels`](crate::kernels::Kernels) |
+//! | tensor | untyped bytes of a device with a [`DType`] and a shape, and borrowed views of it | [`Tensor`], [`TensorRef`], [`TensorMut`] |
+//! | communicator | collectives between ranks, with tags and timeouts | [`Communicator`](crate::comm::Communicator), [`ThreadWorld`](crate::comm::ThreadWorld), `nccl::NcclComm` |
+//! | group | a rank's membership: experts, limits, dispatcher; serves any number of layers | [`Group`](crate::ep::Group), [`GroupConfig`](crate::ep::GroupConfig) |
+//! | dispatcher | moves tokens to experts and back | [`TokenDispatcher`](crate::ep::TokenDispatcher), [`DispatcherKind`](crate::ep::DispatcherKind) |
+//! | handle | the routing of one call, which backward needs again | [`Handle`](crate::ep::Handle) |
+//! | slot | a row of the expert-major layout, one for each choice that is kept | [`kernels`] |
+//! | layer | route, prepare, dispatch, up, down, combine, and their gradients | [`Layer`](crate::layer::Layer) |
+//! | checkpoint | a published folder of safetensors, of which a rank reads its own experts | [`Checkpoint`](crate::checkpoint::Checkpoint) |
+//! | quantized matrix | NVFP4, MXFP8 and the codecs of both | [`quant`] |
+//! | chain | expert weights sharded over ranks, gathered just before use | [`Chain`](crate::etp::Chain) |
+//! | identity, mesh | which rank a process is, and how a world divides | [`ranks`] |
+//! | lazy value | what a device computes and nobody waits for until it is read | [`Lazy`] |
+//! | error | typed, with call, rank, tensor, expected and found | [`Error`], [`CommError`], [`CheckpointError`] |
+//!
+//! # Layers of the crate
+//!
+//! ```text
+//! candle, burn       adapters: they gather tensors, call the layer, and wrap what comes back
+//! layer              composes the stages, holds no arithmetic
+//! ep, etp            dispatchers and sharded weights, over any device and communicator
+//! kernels, comm      traits: the primitives of a device, the collectives between ranks
+//! cpu, cuda, nccl    what implements them
+//! ```
+//!
+//! # Features
+//!
+//! | feature | adds |
+//! |---|---|
+//! | `candle` (default) | [`candle`] |
+//! | `burn`, `burn-cuda` | `burn`, on its CPU back end `Flex` and on its CUDA back end |
+//! | `cuda` | `cuda`: one NVIDIA GPU |
+//! | `nccl`, `nccl-ep` | `nccl` and `nccl_ep`: several GPUs |
+//!
+//! # The guide
+//!
+//! The repository's `docs/` is a guide (`mdbook build docs`): how to install and train, how a layer works, with one token
+//! followed through a run over two ranks, every routing and quantization formula, the terms, and how to extend the crate.
+//! `kernels/NOTES.md` explains the CUDA kernels.
+
+/// The README's examples compile and run.
+#[cfg(all(doctest, feature = "candle"))]
+#[doc = include_str!("../README.md")]
+struct Readme;
 
 pub mod balance;
 pub mod checkpoint;

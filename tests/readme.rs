@@ -1,4 +1,4 @@
-//! The README's examples for burn are those of its module's documentation, which are compiled and run as its tests.
+//! The README's examples are those of the crate's documentation, which are compiled and run as its tests.
 
 /// Lines between the first fence that is `fence` behind `heading` and the fence that ends it.
 fn example<'a>(lines: impl Iterator<Item = &'a str>, heading: &str, fence: &str) -> Vec<&'a str> {
@@ -14,4 +14,15 @@ fn the_readmes_burn_example_is_a_test_of_the_module() {
     let shown: Vec<_> = docs.into_iter().filter(|line| !line.starts_with("# ")).collect();
     assert!(readme.len() > 20);
     assert_eq!(readme, shown);
+}
+
+#[test]
+fn the_front_page_has_the_readmes_examples() {
+    let front = || include_str!("../src/lib.rs").lines().filter_map(|line| line.strip_prefix("//!"));
+    let front = || front().map(|line| line.strip_prefix(' ').unwrap_or(line));
+    let readme = || include_str!("../README.md").lines();
+    let candle = example(readme(), "In a candle model:", "```rust");
+    assert!(candle.len() > 10);
+    assert_eq!(candle, example(front(), "# From candle", "```"));
+    assert_eq!(example(readme(), "In a burn model:", "```rust,ignore"), example(front(), "# From burn", "```ignore"));
 }
