@@ -74,7 +74,7 @@ impl ExpertParallelMoE {
     /// # fn main() -> Result<(), Box<dyn std::error::Error>> {
     /// // One rank here; over several, communicators of the ranks that hold the same experts.
     /// let comms = Comms::<Cpu> { gather: Box::new(Solo::new(Cpu::new())), reduce: Box::new(Solo::new(Cpu::new())) };
-    /// let chain = Arc::new(Chain::new(Cpu::new(), (), comms, EtpOptions::default())?);
+    /// let chain = Arc::new(Chain::new(Cpu::new(), comms, EtpOptions::default())?);
     /// let vars = VarMap::new();
     /// let vb = VarBuilder::from_varmap(&vars, DType::F32, &Device::Cpu);
     /// let config = MoeConfig::new(64, 32, 8, 2);

@@ -58,7 +58,7 @@
 //!
 //! fn rank(comm: ThreadComm) -> Result<f32> {
 //!     let config = MoeConfig::new(16, 32, 8, 2);
-//!     let group = Group::new(Cpu::new(), (), Box::new(comm), GroupConfig::of(&config, 64))?; // at most 64 tokens a rank
+//!     let group = Group::new(Cpu::new(), Box::new(comm), GroupConfig::of(&config, 64))?; // at most 64 tokens a rank
 //!     let vb = VarBuilder::from_varmap(&VarMap::new(), DType::F32, &Device::Cpu);
 //!     let moe = ExpertParallelMoE::new(config, group, vb)?;
 //!     let x = Tensor::randn(0f32, 1., (10, 16), &Device::Cpu)?;

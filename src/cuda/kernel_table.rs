@@ -133,7 +133,7 @@ impl<K> Fp4Forward<K> {
 
 /// `aux_loss.cu`.
 #[derive(Debug)]
-pub(super) struct Aux<K> {
+pub(super) struct AuxLoss<K> {
     pub(super) scores: K,
     pub(super) chunks: K,
     pub(super) totals: K,
@@ -217,13 +217,13 @@ impl<K> Nvfp4Cast<K> {
 
 /// `nvfp4_cast_aligned.cu`: rows and columns of whole panels.
 #[derive(Debug)]
-pub(super) struct Nvfp4Panels<K> {
+pub(super) struct Nvfp4Aligned<K> {
     te: Half<K>,
     stochastic: Half<K>,
     tiled: Half<K>,
 }
 
-impl<K> Nvfp4Panels<K> {
+impl<K> Nvfp4Aligned<K> {
     pub(super) fn of(&self, mode: Nvfp4Mode, dtype: DType) -> Option<&K> {
         match mode {
             Nvfp4Mode::Te => self.te.of(dtype),
@@ -259,7 +259,7 @@ pub(super) struct Prepare<K> {
     pub(super) low_latency_pack: K,
     pub(super) low_latency_sort: K,
     pub(super) low_latency_map: K,
-    pub(super) schedule: K,
+    pub(super) list_tiles: K,
     pub(super) list_tiles_paired: K,
     pub(super) report: K,
 }
@@ -276,7 +276,7 @@ pub(super) struct QuantAmax<K> {
 
 /// `dequantize.cu`.
 #[derive(Debug)]
-pub(super) struct QuantBack<K> {
+pub(super) struct Dequantize<K> {
     pub(super) nvfp4: K,
     pub(super) mxfp8: K,
     pub(super) swizzle: K,
@@ -284,7 +284,7 @@ pub(super) struct QuantBack<K> {
 
 /// `routing_records.cu`.
 #[derive(Debug)]
-pub(super) struct Records<K> {
+pub(super) struct RoutingRecords<K> {
     pub(super) record_ids: K,
     pub(super) count: K,
     pub(super) scan: K,
@@ -343,19 +343,19 @@ impl<K> Hopper<K> {
 /// All of them.
 #[derive(Debug)]
 pub(super) struct Table<K> {
-    pub(super) aux: Aux<K>,
+    pub(super) aux_loss: AuxLoss<K>,
     pub(super) grouped_gemm: PerProduct<PerType<K>>,
     pub(super) concat_rows: K,
     pub(super) linear: Linear<K>,
-    pub(super) messages: MessageMaps<K>,
+    pub(super) all_to_all_plan: MessageMaps<K>,
     pub(super) mxfp8_cast: Mxfp8Cast<K>,
     pub(super) nvfp4_cast: Nvfp4Cast<K>,
-    pub(super) nvfp4_panels: Nvfp4Panels<K>,
+    pub(super) nvfp4_aligned: Nvfp4Aligned<K>,
     pub(super) permute: Permute<K>,
     pub(super) prepare: Prepare<K>,
     pub(super) quant_amax: QuantAmax<K>,
-    pub(super) quant_back: QuantBack<K>,
-    pub(super) records: Records<K>,
+    pub(super) dequantize: Dequantize<K>,
+    pub(super) routing_records: RoutingRecords<K>,
     pub(super) router: Router<K>,
     pub(super) w4a16: PerFormat<PerProduct<PerType<K>>>,
     pub(super) w4a16_decode: Decode<K>,
@@ -412,19 +412,19 @@ impl<K> Table<K> {
     pub(super) fn new(traits: Traits, mut find: impl FnMut(Wanted) -> Result<K>) -> Result<Self> {
         let find = &mut find;
         Ok(Self {
-            aux: aux(Stage { stage: "aux", find })?,
+            aux_loss: aux_loss(Stage { stage: "aux_loss", find })?,
             grouped_gemm: grouped_gemm(Stage { stage: "grouped_gemm", find })?,
-            concat_rows: Stage { stage: "join", find }.one("concat_rows")?,
+            concat_rows: Stage { stage: "concat_rows", find }.one("concat_rows")?,
             linear: linear(Stage { stage: "linear", find })?,
-            messages: messages(Stage { stage: "messages", find })?,
+            all_to_all_plan: all_to_all_plan(Stage { stage: "all_to_all_plan", find })?,
             mxfp8_cast: mxfp8_cast(Stage { stage: "mxfp8_cast", find })?,
             nvfp4_cast: nvfp4_cast(Stage { stage: "nvfp4_cast", find })?,
-            nvfp4_panels: nvfp4_panels(Stage { stage: "nvfp4_cast_aligned", find })?,
+            nvfp4_aligned: nvfp4_aligned(Stage { stage: "nvfp4_cast_aligned", find })?,
             permute: permute(Stage { stage: "permute", find })?,
             prepare: prepare(Stage { stage: "prepare", find })?,
             quant_amax: quant_amax(Stage { stage: "quant_amax", find })?,
-            quant_back: quant_back(Stage { stage: "quant_back", find })?,
-            records: records(Stage { stage: "records", find })?,
+            dequantize: dequantize(Stage { stage: "dequantize", find })?,
+            routing_records: routing_records(Stage { stage: "routing_records", find })?,
             router: router(Stage { stage: "router", find })?,
             w4a16: w4a16(Stage { stage: "w4a16", find })?,
             w4a16_decode: w4a16_decode(Stage { stage: "w4a16_decode", find }, traits.decode_shared)?,
@@ -434,8 +434,8 @@ impl<K> Table<K> {
     }
 }
 
-fn aux<K>(mut stage: Stage<'_, K>) -> Result<Aux<K>> {
-    Ok(Aux {
+fn aux_loss<K>(mut stage: Stage<'_, K>) -> Result<AuxLoss<K>> {
+    Ok(AuxLoss {
         scores: stage.one("aux_loss_scores")?,
         chunks: stage.one("aux_loss_chunks")?,
         totals: stage.one("aux_loss_totals")?,
@@ -464,7 +464,7 @@ fn linear<K>(mut stage: Stage<'_, K>) -> Result<Linear<K>> {
     })
 }
 
-fn messages<K>(mut stage: Stage<'_, K>) -> Result<MessageMaps<K>> {
+fn all_to_all_plan<K>(mut stage: Stage<'_, K>) -> Result<MessageMaps<K>> {
     Ok(MessageMaps {
         places: stage.one("all_to_all_places")?,
         count: stage.one("all_to_all_count")?,
@@ -496,9 +496,9 @@ fn nvfp4_cast<K>(mut stage: Stage<'_, K>) -> Result<Nvfp4Cast<K>> {
     })
 }
 
-fn nvfp4_panels<K>(mut stage: Stage<'_, K>) -> Result<Nvfp4Panels<K>> {
+fn nvfp4_aligned<K>(mut stage: Stage<'_, K>) -> Result<Nvfp4Aligned<K>> {
     let [nearest, stochastic] = NVFP4_ALIGNED_SMEM;
-    Ok(Nvfp4Panels {
+    Ok(Nvfp4Aligned {
         te: stage.half(["nvfp4_aligned_te_f16", "nvfp4_aligned_te_bf16"], nearest)?,
         stochastic: stage.half(["nvfp4_aligned_stochastic_f16", "nvfp4_aligned_stochastic_bf16"], stochastic)?,
         tiled: stage.half(["nvfp4_aligned_tiled_f16", "nvfp4_aligned_tiled_bf16"], nearest)?,
@@ -529,7 +529,7 @@ fn prepare<K>(mut stage: Stage<'_, K>) -> Result<Prepare<K>> {
         low_latency_pack: stage.one("low_latency_pack")?,
         low_latency_sort: stage.one("low_latency_sort")?,
         low_latency_map: stage.one("low_latency_map")?,
-        schedule: stage.one("list_tiles")?,
+        list_tiles: stage.one("list_tiles")?,
         list_tiles_paired: stage.one("list_tiles_paired")?,
         report: stage.one("report")?,
     })
@@ -545,16 +545,16 @@ fn quant_amax<K>(mut stage: Stage<'_, K>) -> Result<QuantAmax<K>> {
     })
 }
 
-fn quant_back<K>(mut stage: Stage<'_, K>) -> Result<QuantBack<K>> {
-    Ok(QuantBack {
+fn dequantize<K>(mut stage: Stage<'_, K>) -> Result<Dequantize<K>> {
+    Ok(Dequantize {
         nvfp4: stage.one("nvfp4_dequantize")?,
         mxfp8: stage.one("mxfp8_dequantize")?,
         swizzle: stage.one("swizzle")?,
     })
 }
 
-fn records<K>(mut stage: Stage<'_, K>) -> Result<Records<K>> {
-    Ok(Records {
+fn routing_records<K>(mut stage: Stage<'_, K>) -> Result<RoutingRecords<K>> {
+    Ok(RoutingRecords {
         record_ids: stage.one("record_ids")?,
         count: stage.one("routing_records_count")?,
         scan: stage.one("routing_records_scan")?,

@@ -215,7 +215,7 @@ impl Tiles {
         };
         let kernels = &device.kernels().prepare;
         let kernel = match order {
-            TileOrder::Slots => &kernels.schedule,
+            TileOrder::Slots => &kernels.list_tiles,
             TileOrder::Pairs => &kernels.list_tiles_paired,
         };
         // SAFETY: offsets and counts have `groups` entries, the list `most`; the kernel writes no more.

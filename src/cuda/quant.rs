@@ -221,7 +221,7 @@ impl Cuda {
         let whole_blocks = height.div_ceil(BLOCK[0]) * width.div_ceil(BLOCK[1]);
         let kernels = self.kernels();
         let of_rows = kernels.nvfp4_cast.rows(mode, dtype).filter(|_| plain);
-        let of_panels = kernels.nvfp4_panels.of(mode, dtype).filter(|_| aligned_matrix(&p, size));
+        let of_panels = kernels.nvfp4_aligned.of(mode, dtype).filter(|_| aligned_matrix(&p, size));
         let (kernel, grid) = match (of_rows, of_panels) {
             // A thread takes four blocks of 16-bit elements, or two; of tiles two (`kernels/nvfp4_cast.cu`).
             (Some(kernel), _) => {
@@ -281,7 +281,7 @@ fn dequantize(device: &Cuda, call: &'static str, calls: Vec<Dequantize<'_, Cuda>
     back(
         device,
         call,
-        &device.kernels().quant_back.nvfp4,
+        &device.kernels().dequantize.nvfp4,
         &calls.into_iter().zip(dims).map(job).collect::<Result<Vec<_>>>()?,
     )
 }
@@ -302,7 +302,7 @@ fn dequantize_mxfp8(device: &Cuda, call: &'static str, calls: Vec<DequantizeMxfp
     back(
         device,
         call,
-        &device.kernels().quant_back.mxfp8,
+        &device.kernels().dequantize.mxfp8,
         &calls.into_iter().zip(dims).map(job).collect::<Result<Vec<_>>>()?,
     )
 }
@@ -321,7 +321,7 @@ fn reorder(device: &Cuda, call: &'static str, swizzle: Swizzle<'_, Cuda>, back: 
     unsafe {
         device.launch(
             call,
-            &device.kernels().quant_back.swizzle,
+            &device.kernels().dequantize.swizzle,
             Grid::new(words.div_ceil(THREADS as usize), THREADS),
             &p,
         )

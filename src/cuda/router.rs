@@ -235,10 +235,10 @@ fn totals(device: &Cuda, call: &'static str, p: &mut params::AuxLoss, cut: &AuxC
     let threads = (p.experts as usize).next_multiple_of(32).clamp(32, 256) as u32;
     let grid = Grid { blocks: (cut.chunks, cut.sequences), threads, shared: 0 };
     // SAFETY: sizes as allocated above; logits, ids and scratch were checked or made by the callers.
-    unsafe { device.launch(call, &device.kernels().aux.chunks, grid, p) }?;
+    unsafe { device.launch(call, &device.kernels().aux_loss.chunks, grid, p) }?;
     let grid = Grid { blocks: (width.div_ceil(128), cut.sequences), threads: 128, shared: 0 };
     // SAFETY: as above.
-    unsafe { device.launch(call, &device.kernels().aux.totals, grid, p) }?;
+    unsafe { device.launch(call, &device.kernels().aux_loss.totals, grid, p) }?;
     Ok([partial, totals])
 }
 
@@ -259,10 +259,10 @@ pub(super) fn aux_sums(device: &Cuda, call: AuxSums<'_, Cuda>) -> Result<()> {
     p.picks = picks.view().data().ptr;
     p.z_terms = z_terms.view().data().ptr;
     // SAFETY: logits are `[t, e]`, the scratch was made for that.
-    unsafe { device.launch(CALL, &device.kernels().aux.scores, Grid::new(t.div_ceil(8), 256), &p) }?;
+    unsafe { device.launch(CALL, &device.kernels().aux_loss.scores, Grid::new(t.div_ceil(8), 256), &p) }?;
     let scratch = totals(device, CALL, &mut p, &cut)?;
     // SAFETY: `out` has 2 E + 4 elements.
-    unsafe { device.launch(CALL, &device.kernels().aux.finish, Grid::new(1, 256), &p) }?;
+    unsafe { device.launch(CALL, &device.kernels().aux_loss.finish, Grid::new(1, 256), &p) }?;
     drop(scratch);
     Ok(())
 }
@@ -277,7 +277,7 @@ pub(super) fn aux_total(device: &Cuda, call: AuxTotal<'_, Cuda>) -> Result<()> {
     Scalar::Device(call.out.as_ref()).check(CALL, "out", DType::F32)?;
     p.out = call.out.into_data().ptr;
     // SAFETY: sums have 2 E + 4 elements, and `out` has one.
-    unsafe { device.launch(CALL, &device.kernels().aux.value, Grid::new(1, TOTAL_THREADS), &p) }
+    unsafe { device.launch(CALL, &device.kernels().aux_loss.value, Grid::new(1, TOTAL_THREADS), &p) }
 }
 
 /// Coefficients of the losses' gradient.
@@ -323,7 +323,7 @@ impl AuxGrad {
         }
         let grid = Grid { blocks: (e.div_ceil(128), cut.sequences), threads: 128, shared: 0 };
         // SAFETY: sums have 2 E + 4 elements, coefficients E a sequence; totals where the loss is over sequences.
-        unsafe { device.launch(CALL, &device.kernels().aux.coefficients, grid, &p) }?;
+        unsafe { device.launch(CALL, &device.kernels().aux_loss.coefficients, grid, &p) }?;
         drop(scratch);
         Ok(Self { coef, z, sequence: cut.sequence, sigmoids: sigmoids(config, aux.aux.balance_kind) })
     }

@@ -33,7 +33,7 @@ impl AllToAllCounts {
         let mut counts = Tensor::empty(device, DType::I32, &[kinds, p.chunks as usize])?;
         (p.places, p.message_counts) = (at(&mut places), at(&mut counts));
         p.totals = at(stats) + 8 * stats_layout.messages_at() as u64;
-        let kernels = &device.kernels().messages;
+        let kernels = &device.kernels().all_to_all_plan;
         let few = Grid { shared: (kinds * 4) as u32, ..walk };
         // SAFETY: every tensor has the size that `params.h` states for it; the totals lie inside `stats`.
         unsafe {
@@ -59,7 +59,7 @@ impl AllToAllCounts {
         p.send_choices = at(&mut send_choices);
         p.send_tokens = at(&mut send_tokens);
         // SAFETY: as above; the lists have as many entries as have been counted, which the kernel counts again.
-        unsafe { device.launch(CALL, &device.kernels().messages.number, self.walk, p) }?;
+        unsafe { device.launch(CALL, &device.kernels().all_to_all_plan.number, self.walk, p) }?;
         Ok(MessageMaps { send_tokens, send_choices, return_slots, send_rows, recv_rows, slots_from, slots_at })
     }
 }

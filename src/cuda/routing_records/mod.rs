@@ -73,7 +73,7 @@ pub(super) fn record(device: &Cuda, call: RecordIds<'_, Cuda>) -> Result<()> {
     let blocks = ids.count().div_ceil(256).clamp(1, RECORD_BLOCKS);
     // SAFETY: the record has room for a header and `max_tokens` tokens' ids, of which there are no more; `errors` has its
     // words; the kernel checks the ids.
-    unsafe { device.launch(CALL, &device.kernels().records.record_ids, Grid::new(blocks, 256), &p) }
+    unsafe { device.launch(CALL, &device.kernels().routing_records.record_ids, Grid::new(blocks, 256), &p) }
 }
 
 fn check_heard(dims: &[usize], ranks: usize) -> Result<()> {

@@ -137,7 +137,7 @@ impl PlanInProgress {
 
     /// Counts choices, and from them segments and statistics.
     fn segments(&self, device: &Cuda) -> Result<()> {
-        let kernels = &device.kernels().records;
+        let kernels = &device.kernels().routing_records;
         // SAFETY: every tensor has the size that `params.h` states for it; the kernels check what the records hold.
         unsafe {
             device.launch(CALL, &kernels.count, self.walk, &self.p)?;
@@ -172,7 +172,7 @@ impl PlanInProgress {
             Some(all_to_all) => Some(all_to_all.number(device, p, self.stats_layout.messages(&sizes.values))?),
             None => {
                 // SAFETY: as for the segments, for this many rows.
-                unsafe { device.launch(CALL, &device.kernels().records.slots, self.walk, p) }?;
+                unsafe { device.launch(CALL, &device.kernels().routing_records.slots, self.walk, p) }?;
                 None
             }
         };
