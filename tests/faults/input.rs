@@ -150,6 +150,12 @@ fn bad_input_on_one_rank_is_an_error_on_all_and_the_group_goes_on<D: Target>(dev
     let alone = alone();
     each_kind(device, "bad input", |r| {
         for (name, fault) in forward_faults().into_iter().chain(backward_faults()) {
+            if name == "max_tokens_per_rank" && r.group.ranks() == 1 {
+                // Tokens that stay where they are may be any number.
+                fault(r).expect(name);
+                r.works(&alone);
+                continue;
+            }
             let start = Instant::now();
             let error = fault(r).expect_err(name);
             match &error {
