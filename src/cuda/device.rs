@@ -227,12 +227,6 @@ impl Cuda {
         stream.cu_stream() == self.inner.stream.cu_stream() && stream.context() == &self.inner.context
     }
 
-    /// The stream of all work on this device, borrowed.
-    #[cfg(feature = "candle")]
-    pub(crate) fn raw_stream(&self) -> &CudaStream {
-        &self.inner.stream
-    }
-
     /// The kernels of the GPU.
     pub(super) fn kernels(&self) -> &Table<Kernel> {
         &self.inner.functions.table
