@@ -161,7 +161,7 @@ pub enum EpError {
         "NCCL EP: {stages} stages of {bytes} bytes do not fit the {limit} bytes of shared memory; set \
          NCCL_EP_DISPATCH_NUM_STAGES and NCCL_EP_COMBINE_NUM_STAGES_G2S lower, or choose another dispatcher"
     )]
-    SharedComm {
+    SharedMemory {
         /// Rows in flight in a block.
         stages: usize,
         /// Bytes of a row.

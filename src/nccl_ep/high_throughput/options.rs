@@ -32,7 +32,7 @@ impl GroupOptions {
         let stages = STAGE_VARIABLES.map(|name| set(name).unwrap_or(STAGES)).into_iter().max().unwrap_or(STAGES);
         match stages.saturating_mul(self.max_row_bytes) <= SHARED {
             true => Ok(()),
-            false => Err(EpError::SharedComm { stages, bytes: self.max_row_bytes, limit: SHARED }),
+            false => Err(EpError::SharedMemory { stages, bytes: self.max_row_bytes, limit: SHARED }),
         }
     }
 
@@ -110,7 +110,7 @@ mod tests {
     #[test]
     fn rows_in_flight_must_fit_unless_a_variable_lowers_their_number() {
         let long = GroupOptions { max_row_bytes: 28_672, ..good() };
-        let error = EpError::SharedComm { stages: 12, bytes: 28_672, limit: SHARED };
+        let error = EpError::SharedMemory { stages: 12, bytes: 28_672, limit: SHARED };
         assert_eq!(long.check_shared(|_| None), Err(error));
         assert_eq!(long.check_shared(|_| Some(6)), Ok(()));
         // One of the two kernels still has too many.

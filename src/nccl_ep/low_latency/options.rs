@@ -109,7 +109,7 @@ impl LowLatencyOptions {
             (2..=WARPS / groups).any(|warps| on_chip(width, dtype.size(), groups * warps).is_some_and(|n| n <= SHARED));
         match fits {
             true => Ok(()),
-            false => Err(EpError::SharedComm { stages: STAGES, bytes: width * dtype.size(), limit: SHARED }),
+            false => Err(EpError::SharedMemory { stages: STAGES, bytes: width * dtype.size(), limit: SHARED }),
         }
     }
 }
@@ -183,7 +183,7 @@ mod tests {
         assert_eq!(added(DType::F32, 512), Ok(()));
         let dtype = DType::BF16.to_string();
         assert_eq!(added(DType::BF16, 256), Err(EpError::LowLatencyWidth { lanes: 512, dtype, width: 256 }));
-        assert!(matches!(added(DType::F32, 16_384), Err(EpError::SharedComm { .. })));
+        assert!(matches!(added(DType::F32, 16_384), Err(EpError::SharedMemory { .. })));
         let sent = |dtype, row, scale| good().check_sent((dtype, row), scale);
         assert_eq!(sent(DType::BF16, 512, 0), Ok(()));
         assert!(matches!(sent(DType::BF16, 256, 0), Err(EpError::LowLatencyWidth { lanes: 256, width: 128, .. })));
