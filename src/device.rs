@@ -35,9 +35,6 @@ pub trait Device: sealed::Sealed + Clone + Debug + Send + Sync + 'static {
     type Ref<'a>: Copy + Debug + Send + Sync;
     /// Exclusive view of bytes.
     type Mut<'a>: Debug + Send;
-    /// Counters that a producer of row tiles raises and a consumer waits on
-    /// (see [`RowSource`](crate::kernels::RowSource)).
-    type Counters: ?Sized + Debug + Send + Sync;
     /// Completion of work enqueued earlier (`()` where every call runs to its end).
     type Event: Debug + Send + Sync;
 

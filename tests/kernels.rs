@@ -1,12 +1,9 @@
-//! The seam that fused back-ends override: row maps, tile counters, destinations that add, padding, typed errors.
+//! The seam that fused back-ends override: row maps, destinations that add, padding, typed errors.
 //! Values are small integers, so every sum is exact in f32 and results are compared for equality.
 
 mod devices;
 
-use std::sync::atomic::{AtomicU32, Ordering};
-
 use moebius::config::{Activation, WeightAt};
-use moebius::cpu::Cpu;
 use moebius::kernels::*;
 use moebius::{DType, Error, Tensor};
 
@@ -16,6 +13,7 @@ cases!(
     padding_is_neither_read_nor_written,
     rows_come_from_where_the_map_says,
     rows_go_where_the_map_says_and_add,
+    down_multiplies_filled_slots_by_their_experts,
     weight_gradients_sum_over_filled_slots_only_and_add,
     wrong_arguments_are_errors,
     segments_outside_are_errors,
@@ -133,79 +131,45 @@ fn rows_come_from_where_the_map_says<D: Target>(device: &D) {
     }
 }
 
-const SCATTER: [i32; 8] = [1, -1, 0, -1, 3, 2, -1, -1];
-
-/// Four rows of tens, and what [`SCATTER`] adds to them.
-fn scattered<D: Target>(device: &D, done: Option<TileCounters<'_, D>>) {
+fn rows_go_where_the_map_says_and_add<D: Target>(device: &D) {
     let case = UpCase::new(device);
-    let (x, map) = (f32s(device, &case.x, &[8, H]), map(device, &SCATTER));
+    let entries = [1i32, -1, 0, -1, 3, 2, -1, -1];
+    let (x, map) = (f32s(device, &case.x, &[8, H]), map(device, &entries));
     let mut out = f32s(device, &[10.0; 4 * I], &[4, I]);
-    let dest = RowDest { base: out.view_mut(), map: Some(map.view()), done, accumulate: true };
+    let dest = RowDest { base: out.view_mut(), map: Some(map.view()), accumulate: true };
     case.run(RowSource::direct(x.view()), dest).unwrap();
     let out = device.values(out.view());
     for (slot, expert) in FILLED {
-        let Ok(row) = usize::try_from(SCATTER[slot]) else { continue };
+        let Ok(row) = usize::try_from(entries[slot]) else { continue };
         let expected: Vec<f64> =
             up_reference(&case.x[slot * H..][..H], &case.weight, expert).iter().map(|v| v + 10.0).collect();
         assert_eq!(out[row * I..][..I], expected, "slot {slot}");
     }
 }
 
-fn rows_go_where_the_map_says_and_add<D: Target>(device: &D) {
-    scattered(device, None);
-}
-
-/// Counters are the CPU's alone so far, here and below.
-#[test]
-fn finished_rows_are_counted() {
-    let counters: Vec<AtomicU32> = (0..4).map(|_| AtomicU32::new(0)).collect();
-    scattered(&Cpu::poisoning(), Some(TileCounters { counters: &counters, rows_per_tile: 2 }));
-    let done: Vec<u32> = counters.iter().map(|c| c.load(Ordering::Acquire)).collect();
-    assert_eq!(done, [2, 1, 2, 0], "filled slots of each tile of two");
-}
-
-#[test]
-fn a_gemm_waits_for_the_rows_of_its_producer() {
-    let device = &Cpu::poisoning();
-    let case = UpCase::new(device);
-    let segments = segments(device);
+fn down_multiplies_filled_slots_by_their_experts<D: Target>(device: &D) {
+    let rows = with_nan_padding(integers(8 * I, 7), I);
     let down = integers(EXPERTS * H * I, 3);
-    let ready: Vec<AtomicU32> = (0..4).map(|_| AtomicU32::new(0)).collect();
-    let mut slots = vec![f64::NAN; 8 * I];
-    for (slot, expert) in FILLED {
-        slots[slot * I..][..I].copy_from_slice(&up_reference(&case.x[slot * H..][..H], &case.weight, expert));
-    }
-    let (hidden, weight) = (f32s(device, &slots, &[8, I]), f32s(device, &down, &[EXPERTS, H, I]));
-    let mut out = f32s(device, &[0.0; 8 * H], &[8, H]);
-    std::thread::scope(|scope| {
-        let (ready, hidden, weight, segments, out) = (&ready, &hidden, &weight, &segments, &mut out);
-        let consumer = scope.spawn(move || {
-            let rows = RowSource {
-                ready: Some(TileCounters { counters: ready.as_slice(), rows_per_tile: 2 }),
-                ..RowSource::direct(hidden.view())
-            };
-            let call = Down {
-                rows,
-                segments,
-                weight: weight.view().into(),
-                bias: None,
-                slot_weights: None,
-                out: RowDest::direct(out.view_mut()),
-            };
-            device.down(call).unwrap();
-        });
-        for (tile, rows) in [(2, 2), (0, 2), (1, 1)] {
-            std::thread::sleep(std::time::Duration::from_millis(20));
-            assert!(!consumer.is_finished(), "finished before tile {tile} was ready");
-            ready[tile].fetch_add(rows, Ordering::Release);
-        }
-    });
+    let (hidden, weight) = (f32s(device, &rows, &[8, I]), f32s(device, &down, &[EXPERTS, H, I]));
+    let mut out = f32s(device, &[-7.0; 8 * H], &[8, H]);
+    let call = Down {
+        rows: RowSource::direct(hidden.view()),
+        segments: &segments(device),
+        weight: weight.view().into(),
+        bias: None,
+        slot_weights: None,
+        out: RowDest::direct(out.view_mut()),
+    };
+    device.settled(device.down(call)).unwrap();
     let out = device.values(out.view());
     for (slot, expert) in FILLED {
-        let x = &slots[slot * I..][..I];
+        let x = &rows[slot * I..][..I];
         let expected: Vec<f64> =
             (0..H).map(|h| down[(expert * H + h) * I..][..I].iter().zip(x).map(|(w, x)| w * x).sum()).collect();
         assert_eq!(out[slot * H..][..H], expected, "slot {slot}");
+    }
+    for pad in PADDING {
+        assert_eq!(out[pad * H..][..H], [-7.0; H], "padding slot {pad}");
     }
 }
 

@@ -165,7 +165,7 @@ impl Case {
             weight: down.borrow(),
             bias: Some(down_bias.view()),
             slot_weights: slot_weights(WeightAt::Output),
-            out: RowDest { base: y.view_mut(), map: Some(to.view()), done: None, accumulate: true },
+            out: RowDest { base: y.view_mut(), map: Some(to.view()), accumulate: true },
         };
         device.down(call).unwrap();
         let call = DownBwd {

@@ -1,7 +1,6 @@
 //! Host memory.
 
 use std::ops::Range;
-use std::sync::atomic::AtomicU32;
 
 use half::{bf16, f16};
 
@@ -74,7 +73,6 @@ impl Device for Cpu {
     type Buffer = HostBuffer;
     type Ref<'a> = &'a [u8];
     type Mut<'a> = &'a mut [u8];
-    type Counters = [AtomicU32];
     type Event = ();
 
     fn alloc(&self, dtype: DType, count: usize) -> Result<HostBuffer> {

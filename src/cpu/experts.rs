@@ -130,14 +130,13 @@ fn write_rows<T: Float, S: Send>(
     tile: impl Fn(S, usize, Range<usize>) -> Result<Vec<T::Acc>> + Sync,
 ) -> Result<()> {
     let list = tiles(segments);
-    let done = dest.done;
     let Some(map) = dest.map else {
         Error::check_shape(call, "out", &[segments.rows, width], dest.base.dims())?;
         let out = dest.base.into_slice::<T>()?;
         let parts: Vec<_> = cut(segments.split(out, width), width).collect();
         return list.into_par_iter().zip(parts).zip(sides).try_for_each(|(((j, slots), out), side)| {
-            store(out, &tile(side, j, slots.clone())?, dest.accumulate);
-            segments.raise(call, done, slots)
+            store(out, &tile(side, j, slots)?, dest.accumulate);
+            Ok(())
         });
     };
     Error::check_shape(call, "out.map", &[segments.rows], map.dims())?;
@@ -148,14 +147,13 @@ fn write_rows<T: Float, S: Send>(
     let values: Vec<_> =
         list.par_iter().zip(sides).map(|((j, slots), side)| tile(side, *j, slots.clone())).collect::<Result<_>>()?;
     for ((_, slots), values) in list.into_iter().zip(&values) {
-        for (&m, row) in map[slots.clone()].iter().zip(values.chunks_exact(width)) {
+        for (&m, row) in map[slots].iter().zip(values.chunks_exact(width)) {
             match usize::try_from(m) {
                 Err(_) => {}
                 Ok(m) if m < rows => store(&mut out[m * width..(m + 1) * width], row, dest.accumulate),
                 Ok(m) => return Err(Error::invalid(call, "out.map", format!("rows in 0..{rows}"), m)),
             }
         }
-        segments.raise(call, done, slots)?;
     }
     Ok(())
 }
@@ -181,7 +179,7 @@ fn up_as<T: Float>(call: Up<'_, Cpu>) -> Result<()> {
     let pre = cut_option(&segments, pre, n);
 
     write_rows::<T, _>(CALL, &segments, (call.out, inner), pre, |pre, j, slots| {
-        let x = rows.get(CALL, &segments, slots.clone())?;
+        let x = rows.get(slots.clone());
         let mut sums = vec![T::Acc::zero(); slots.len() * n];
         by_rows(&mut sums, &x, &weight.expert(j, n * h)?, [n, h]);
         let bias = bias.map(|b| expert(b, j, n));
@@ -222,7 +220,7 @@ fn down_as<T: Float>(call: Down<'_, Cpu>) -> Result<()> {
 
     let sides = vec![(); tiles(&segments).len()];
     write_rows::<T, _>(CALL, &segments, (call.out, h), sides, |(), j, slots| {
-        let x = rows.get(CALL, &segments, slots.clone())?;
+        let x = rows.get(slots.clone());
         let mut sums = vec![T::Acc::zero(); slots.len() * h];
         by_rows(&mut sums, &x, &weight.expert(j, h * inner)?, [h, inner]);
         let bias = bias.map(|b| expert(b, j, h));
@@ -261,7 +259,7 @@ fn down_bwd_as<T: Float>(call: DownBwd<'_, Cpu>) -> Result<()> {
     let sides = cut_option(&segments, hidden, inner).into_iter().zip(cut_option(&segments, d_weights, 1)).collect();
 
     write_rows::<T, _>(CALL, &segments, (RowDest::direct(call.d_pre), n), sides, |(out, d_weights), j, slots| {
-        let g = grad.get(CALL, &segments, slots.clone())?;
+        let g = grad.get(slots.clone());
         let mut d_hidden = vec![T::Acc::zero(); slots.len() * inner];
         by_columns(&mut d_hidden, &g, &weight.expert(j, h * inner)?, [h, inner]);
         let pre = to_acc(&pre[slots.start * n..slots.end * n]);
@@ -321,7 +319,7 @@ fn up_dgrad_as<T: Float>(call: UpDgrad<'_, Cpu>) -> Result<()> {
         let mut sums = vec![T::Acc::zero(); slots.len() * h];
         by_columns(&mut sums, &d, &weight.expert(j, n * h)?, [n, h]);
         if let Some((w, rows)) = &input {
-            let x = rows.get(CALL, &segments, slots.clone())?;
+            let x = rows.get(slots.clone());
             let dots: Vec<T::Acc> = sums
                 .chunks_exact(h)
                 .zip(x.chunks_exact(h))
@@ -356,19 +354,19 @@ fn wgrad_as<T: Float>(call: Wgrad<'_, Cpu>) -> Result<()> {
     let weights = slot_weights::<T::Acc>(CALL, call.slot_weights, &segments)?;
     let out = call.out.into_slice::<T>()?;
     let accumulate = call.accumulate;
-    out.par_chunks_mut(m * p).enumerate().try_for_each(|(j, out)| -> Result<()> {
+    out.par_chunks_mut(m * p).enumerate().for_each(|(j, out)| {
         let segment = segments.filled[j].clone();
         if segment.is_empty() {
             if !accumulate {
                 out.fill(T::default());
             }
-            return Ok(());
+            return;
         }
         let mut sums = vec![T::Acc::zero(); m * p];
         for start in segment.clone().step_by(WGRAD_SLOTS) {
             let slots = start..segment.end.min(start + WGRAD_SLOTS);
-            let mut l = left.get(CALL, &segments, slots.clone())?;
-            let r = right.get(CALL, &segments, slots.clone())?;
+            let mut l = left.get(slots.clone());
+            let r = right.get(slots.clone());
             if let Some(w) = weights {
                 for (row, s) in l.to_mut().chunks_exact_mut(m).zip(slots.clone()) {
                     row.iter_mut().for_each(|v| *v *= w[s]);
@@ -380,8 +378,7 @@ fn wgrad_as<T: Float>(call: Wgrad<'_, Cpu>) -> Result<()> {
             });
         }
         store(out, &sums, accumulate);
-        Ok(())
-    })?;
+    });
     match call.bias {
         Some(bias) => bias_grad(bias, accumulate, &left, &segments, [experts, m]),
         None => Ok(()),
@@ -399,18 +396,18 @@ fn bias_grad<T: Float>(
     let weights = slot_weights::<T::Acc>(CALL, bias.slot_weights, segments)?;
     Error::check_shape(CALL, "bias.out", &dims, bias.out.dims())?;
     let m = dims[1];
-    bias.out.into_slice::<T>()?.par_chunks_mut(m).enumerate().try_for_each(|(j, out)| {
+    bias.out.into_slice::<T>()?.par_chunks_mut(m).enumerate().for_each(|(j, out)| {
         let mut sums = vec![T::Acc::zero(); m];
         let segment = segments.filled[j].clone();
         for start in segment.clone().step_by(WGRAD_SLOTS) {
             let slots = start..segment.end.min(start + WGRAD_SLOTS);
-            let rows = left.get(CALL, segments, slots.clone())?;
+            let rows = left.get(slots.clone());
             for (row, s) in rows.chunks_exact(m).zip(slots) {
                 let w = weights.map_or(num_traits::One::one(), |w| w[s]);
                 sums.iter_mut().zip(row).for_each(|(sum, v)| *sum += w * *v);
             }
         }
         store(out, &sums, accumulate);
-        Ok(())
-    })
+    });
+    Ok(())
 }

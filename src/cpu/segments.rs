@@ -1,18 +1,13 @@
 //! Expert-major layouts on the host: checked ranges, and exclusive slices of each segment.
 
 use std::ops::Range;
-use std::sync::atomic::{AtomicU32, Ordering};
-use std::time::{Duration, Instant};
 
 use crate::error::{Error, Result};
-use crate::kernels::{RowSource, Segments, TileCounters};
+use crate::kernels::{RowSource, Segments};
 
 use super::Cpu;
 use super::element::Float;
 use super::gemm::to_acc;
-
-/// How long a GEMM waits for rows that another thread produces.
-const READY_TIMEOUT: Duration = Duration::from_secs(60);
 
 /// Filled slots of each local expert: ascending, disjoint, within the layout's rows.
 pub(super) struct SegmentList {
@@ -64,69 +59,6 @@ impl SegmentList {
         }
         parts
     }
-
-    /// Filled slots among `range`.
-    fn filled_in(&self, range: Range<usize>) -> usize {
-        self.filled.iter().map(|z| z.end.min(range.end).saturating_sub(z.start.max(range.start))).sum()
-    }
-
-    /// Waits until the producer has finished the rows of these slots.
-    pub(super) fn wait(
-        &self,
-        call: &'static str,
-        ready: Option<TileCounters<'_, Cpu>>,
-        slots: Range<usize>,
-    ) -> Result<()> {
-        let Some(ready) = ready else { return Ok(()) };
-        let deadline = Instant::now() + READY_TIMEOUT;
-        for (tile, counter) in tiles(call, &ready, &slots)? {
-            let start = tile * ready.rows_per_tile;
-            let wanted = self.filled_in(start..start + ready.rows_per_tile);
-            // Acquire pairs with the producer's Release: what it wrote before raising the counter is visible.
-            while (counter.load(Ordering::Acquire) as usize) < wanted {
-                if Instant::now() > deadline {
-                    return Err(Error::invalid(
-                        call,
-                        format!("ready counter of tile {tile}"),
-                        format!("{wanted} finished rows within {READY_TIMEOUT:?}"),
-                        counter.load(Ordering::Acquire),
-                    ));
-                }
-                std::thread::yield_now();
-            }
-        }
-        Ok(())
-    }
-
-    /// Tells consumers that these slots are finished.
-    pub(super) fn raise(
-        &self,
-        call: &'static str,
-        done: Option<TileCounters<'_, Cpu>>,
-        slots: Range<usize>,
-    ) -> Result<()> {
-        let Some(done) = done else { return Ok(()) };
-        for (tile, counter) in tiles(call, &done, &slots)? {
-            let start = tile * done.rows_per_tile;
-            let rows = slots.end.min(start + done.rows_per_tile) - slots.start.max(start);
-            counter.fetch_add(rows as u32, Ordering::Release);
-        }
-        Ok(())
-    }
-}
-
-/// The counters of the tiles that a range of slots touches.
-fn tiles<'a>(
-    call: &'static str,
-    counters: &TileCounters<'a, Cpu>,
-    slots: &Range<usize>,
-) -> Result<impl Iterator<Item = (usize, &'a AtomicU32)> + use<'a>> {
-    let per_tile = counters.rows_per_tile;
-    let all = counters.counters;
-    if per_tile == 0 || slots.end.div_ceil(per_tile) > all.len() {
-        return Err(Error::invalid(call, "tile counters", format!("a counter for slot {}", slots.end), all.len()));
-    }
-    Ok((slots.start / per_tile..slots.end.div_ceil(per_tile)).map(move |tile| (tile, &all[tile])))
 }
 
 /// A checked row source: rows of any slots in the accumulator type.
@@ -134,7 +66,6 @@ pub(super) struct Rows<'a, T> {
     base: &'a [T],
     map: Option<&'a [i32]>,
     width: usize,
-    ready: Option<TileCounters<'a, Cpu>>,
 }
 
 impl<'a, T: Float> Rows<'a, T> {
@@ -173,19 +104,13 @@ impl<'a, T: Float> Rows<'a, T> {
                 }
             }
         }
-        Ok(Self { base, map, width, ready: source.ready })
+        Ok(Self { base, map, width })
     }
 
     /// Rows of a range of filled slots, converted and gathered only where needed.
-    pub(super) fn get(
-        &self,
-        call: &'static str,
-        segments: &SegmentList,
-        slots: Range<usize>,
-    ) -> Result<std::borrow::Cow<'a, [T::Acc]>> {
-        segments.wait(call, self.ready, slots.clone())?;
+    pub(super) fn get(&self, slots: Range<usize>) -> std::borrow::Cow<'a, [T::Acc]> {
         let w = self.width;
-        Ok(match self.map {
+        match self.map {
             None => to_acc(&self.base[slots.start * w..slots.end * w]),
             Some(map) => {
                 let mut rows = Vec::with_capacity(slots.len() * w);
@@ -195,6 +120,6 @@ impl<'a, T: Float> Rows<'a, T> {
                 }
                 std::borrow::Cow::Owned(rows)
             }
-        })
+        }
     }
 }

@@ -211,17 +211,12 @@ impl Cuda {
     }
 }
 
-/// Tile counters do not exist on this device: kernels of one stream run one after another.
-#[derive(Debug, Clone, Copy)]
-pub enum NoCounters {}
-
 impl Sealed for Cuda {}
 
 impl Device for Cuda {
     type Buffer = DeviceBuffer;
     type Ref<'a> = DeviceRef<'a>;
     type Mut<'a> = DeviceMut<'a>;
-    type Counters = NoCounters;
     type Event = Event;
 
     fn alloc(&self, dtype: DType, count: usize) -> Result<DeviceBuffer> {

@@ -65,7 +65,7 @@ mod wgrad;
 /// The driver bindings whose streams [`Cuda::on`] takes.
 pub use cudarc;
 
-pub use buffer::{DeviceBuffer, DeviceMut, DeviceRef, NoCounters};
+pub use buffer::{DeviceBuffer, DeviceMut, DeviceRef};
 pub use device::{Cuda, Event};
 pub use graph::Captured;
 pub use memory::Memory;

@@ -39,8 +39,6 @@ pub struct RowSource<'a, D: Device> {
     pub base: TensorRef<'a, D>,
     /// Row of `base` for each slot, `I32 [N]`; negative at padding.
     pub map: Option<TensorRef<'a, D>>,
-    /// Rows of each tile that the producer has finished, where it still runs.
-    pub ready: Option<TileCounters<'a, D>>,
 }
 
 impl<D: Device> Clone for RowSource<'_, D> {
@@ -51,38 +49,21 @@ impl<D: Device> Clone for RowSource<'_, D> {
 impl<D: Device> Copy for RowSource<'_, D> {}
 
 impl<'a, D: Device> RowSource<'a, D> {
-    /// Rows in slot order, complete.
+    /// Rows in slot order.
     pub fn direct(base: TensorRef<'a, D>) -> Self {
-        Self { base, map: None, ready: None }
+        Self { base, map: None }
     }
 
     /// Shorter borrow, to join sources of different lifetimes in one description.
     pub fn borrow(&self) -> RowSource<'_, D> {
-        RowSource { base: self.base.borrow(), map: self.map.as_ref().map(TensorRef::borrow), ready: self.ready }
+        RowSource { base: self.base.borrow(), map: self.map.as_ref().map(TensorRef::borrow) }
     }
 
-    /// Rows behind a map, complete.
+    /// Rows behind a map.
     pub fn mapped(base: TensorRef<'a, D>, map: TensorRef<'a, D>) -> Self {
-        Self { base, map: Some(map), ready: None }
+        Self { base, map: Some(map) }
     }
 }
-
-/// Progress per tile of `rows_per_tile` slots: counter i counts the finished rows of slots
-/// `i·rows_per_tile .. (i + 1)·rows_per_tile`, padding not counted.
-#[derive(Debug)]
-pub struct TileCounters<'a, D: Device> {
-    /// One counter a tile.
-    pub counters: &'a D::Counters,
-    /// Slots of a tile.
-    pub rows_per_tile: usize,
-}
-
-impl<D: Device> Clone for TileCounters<'_, D> {
-    fn clone(&self) -> Self {
-        *self
-    }
-}
-impl<D: Device> Copy for TileCounters<'_, D> {}
 
 /// Where a GEMM writes its rows: slot s goes to row s of `base`.
 #[derive(Debug)]
@@ -91,8 +72,6 @@ pub struct RowDest<'a, D: Device> {
     pub base: TensorMut<'a, D>,
     /// Row of `base` for each slot, `I32 [N]`, distinct; negative: the row is not written.
     pub map: Option<TensorRef<'a, D>>,
-    /// Raised as rows are finished.
-    pub done: Option<TileCounters<'a, D>>,
     /// Add to what `base` holds instead of overwriting it.
     pub accumulate: bool,
 }
@@ -100,7 +79,7 @@ pub struct RowDest<'a, D: Device> {
 impl<'a, D: Device> RowDest<'a, D> {
     /// Overwrites rows in slot order.
     pub fn direct(base: TensorMut<'a, D>) -> Self {
-        Self { base, map: None, done: None, accumulate: false }
+        Self { base, map: None, accumulate: false }
     }
 
     /// Shorter borrow.
@@ -108,14 +87,13 @@ impl<'a, D: Device> RowDest<'a, D> {
         RowDest {
             base: self.base.reborrow(),
             map: self.map.as_ref().map(TensorRef::borrow),
-            done: self.done,
             accumulate: self.accumulate,
         }
     }
 
     /// Adds to rows in slot order.
     pub fn adding(base: TensorMut<'a, D>) -> Self {
-        Self { base, map: None, done: None, accumulate: true }
+        Self { base, map: None, accumulate: true }
     }
 }
 

@@ -20,7 +20,7 @@ use crate::quant::Codec;
 use crate::tensor::{Tensor, TensorMut, TensorRef};
 
 pub use experts::{BiasGrad, Down, DownBwd, InputWeightBwd, Up, UpDgrad, Wgrad};
-pub use layout::{RowDest, RowSource, Segments, SlotWeights, TileCounters};
+pub use layout::{RowDest, RowSource, Segments, SlotWeights};
 
 /// A dense product with a small weight: router logits, shared gate. `out = x·Wᵀ + b` in the accumulator type.
 #[derive(Debug)]
