@@ -1,4 +1,5 @@
-//! Compiles `kernels/*.cu` for the `cuda` feature (`build/cuda.rs`), and a shim for `nccl-ep`; does nothing without them.
+//! Compiles `kernels/*.cu` for the `cuda` feature (`build/cuda.rs`), and a shim for `nccl-ep`; does nothing without
+//! them.
 
 #[cfg(feature = "cuda")]
 #[path = "build/cubin_cache.rs"]

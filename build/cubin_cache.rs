@@ -2,8 +2,9 @@
 //!
 //! Every set of features has a build script's run of its own, and each would compile the same kernels. An entry is a
 //! folder named by a hash of all that a cubin depends on: the stage's source and all that it includes from the kernels'
-//! folder, nvcc's flags and its version. It appears whole, by a rename, and only for a compilation that succeeded; it is
-//! read only if the cubin still has the hash noted beside it. A cache that cannot be written is no error: it stays as it is.
+//! folder, nvcc's flags and its version. It appears whole, by a rename, and only for a compilation that succeeded; it
+//! is read only if the cubin still has the hash noted beside it. A cache that cannot be written is no error: it stays
+//! as it is.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -16,7 +17,7 @@ use sha2::{Digest, Sha256};
 pub const KEPT_ENTRIES: usize = 256;
 /// Age from which what an interrupted build left is removed.
 pub const STALE: Duration = Duration::from_secs(24 * 3600);
-/// What names of unfinished entries begin with.
+/// Prefix of the names of unfinished entries.
 const UNFINISHED: &str = "unfinished-";
 
 /// Files of an entry.
@@ -35,7 +36,7 @@ pub struct Cache {
 pub struct Output<'a> {
     /// The cubin.
     pub cubin: &'a Path,
-    /// What nvcc said: registers, spills, stack frames.
+    /// Output of nvcc: registers, spills, stack frames.
     pub log: &'a Path,
 }
 
@@ -69,8 +70,8 @@ impl Cache {
         &self.folder
     }
 
-    /// The cubin of `inputs` in `output`, from the cache or from `compile`, which writes both files of `output`. Whether
-    /// it was compiled.
+    /// The cubin of `inputs` in `output`, from the cache or from `compile`, which writes both files of `output`.
+    /// Whether it was compiled.
     pub fn fetch(
         &self,
         inputs: &Inputs<'_>,
@@ -170,7 +171,7 @@ pub struct Inputs<'a> {
     pub folder: &'a Path,
     /// nvcc's arguments, but for the names of the source and of the output.
     pub flags: &'a [String],
-    /// What nvcc says of itself, and what the environment adds to its arguments.
+    /// nvcc's own version text, and the arguments that the environment adds to it.
     pub compiler: &'a str,
 }
 
@@ -220,7 +221,7 @@ fn read_with_includes(file: &Path, folder: &Path, files: &mut BTreeMap<PathBuf, 
     Ok(())
 }
 
-/// What a line includes; `Err` where a macro says.
+/// The file that a line includes; `Err` where a macro names it.
 fn included(line: &str) -> Result<Option<String>, String> {
     let directive = line.trim_start().strip_prefix('#').map(str::trim_start);
     let Some(rest) = directive.and_then(|d| d.strip_prefix("include")) else { return Ok(None) };

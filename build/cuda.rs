@@ -2,9 +2,9 @@
 //!
 //! nvcc: `NVCC` (a path), else `CUDA_HOME/bin`, `CUDA_PATH/bin`, `PATH`, `/usr/local/cuda/bin`; 12.0 or later.
 //! Architectures: `MOEBIUS_CUDA_ARCHS`, else `CUDA_COMPUTE_CAP`: a list of compute capabilities such as `80,90a` or
-//! `8.0 100f`, or `native`; else the GPU of this machine; else 80 and 90a. `90` means `90a`, as Hopper's own instructions
-//! need the suffix. The first variable is for builds with candle, whose own kernels read the second and take a single
-//! capability there.
+//! `8.0 100f`, or `native`; else the GPU of this machine; else 80 and 90a. `90` means `90a`, as Hopper's own
+//! instructions need the suffix. The first variable is for builds with candle, whose own kernels read the second and
+//! take a single capability there.
 //!
 //! Each stage becomes one cubin an architecture, embedded in the library and loaded through the driver. Cubins are kept
 //! for other builds (`build/cubin_cache.rs`), in `MOEBIUS_CUBIN_CACHE` or else in `moebius-cubins` under cargo's target
@@ -22,7 +22,7 @@ const OLDEST_NVCC: (u32, u32) = (12, 0);
 const DEFAULT_ARCHITECTURES: [&str; 2] = ["80", "90a"];
 const ARCHITECTURE_VARIABLES: [&str; 2] = ["MOEBIUS_CUDA_ARCHS", "CUDA_COMPUTE_CAP"];
 const NVCC_VARIABLES: [&str; 3] = ["NVCC", "CUDA_HOME", "CUDA_PATH"];
-/// What nvcc itself reads, beside its arguments.
+/// Variables that nvcc itself reads, beside its arguments.
 const FLAG_VARIABLES: [&str; 3] = ["NVCC_PREPEND_FLAGS", "NVCC_APPEND_FLAGS", "NVCC_CCBIN"];
 const CACHE_VARIABLE: &str = "MOEBIUS_CUBIN_CACHE";
 /// nvcc's arguments beside the architecture and files.

@@ -326,7 +326,7 @@ impl Reference {
     }
 }
 
-/// What experts read of the tokens: what arrives. Gradients pass straight through.
+/// Tokens as the experts read them, after dispatch. Gradients pass straight through.
 fn read(job: &Job, x: &Tensor) -> Result<Tensor, AnyError> {
     if job.token_payload == Payload::Plain {
         return Ok(x.clone());
@@ -435,8 +435,8 @@ mod tests {
         rows.iter().filter(|row| !row.ok()).count()
     }
 
-    /// The layer's results are the reference's with the tokens' own form, within the tolerances that whole tokens have; a
-    /// reference that reads another finds them wrong.
+    /// The layer's results are the reference's with the tokens' own form, within the tolerances that whole tokens have;
+    /// a reference that reads another finds them wrong.
     #[test]
     fn tokens_that_are_sent_quantized() {
         for golden in ["qwen3_moe", "gpt_oss", "llama4"] {

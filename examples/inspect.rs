@@ -74,7 +74,7 @@ fn main() -> ExitCode {
 
 type AnyError = Box<dyn Error + Send + Sync>;
 
-/// What a command line asks for that this checkpoint has not, before anything is printed.
+/// Refuses, before anything is printed, a command line that asks for something that this checkpoint has not.
 fn check(arguments: &Arguments, checkpoint: &Checkpoint) -> std::result::Result<(), AnyError> {
     let layers = checkpoint.moe_layers();
     if let Some(layer) = arguments.layer.filter(|layer| !layers.contains(layer)) {
@@ -155,7 +155,7 @@ fn run(arguments: &Arguments) -> std::result::Result<(), AnyError> {
     Ok(arguments.layer.map_or(Ok(()), |layer| list(&checkpoint, layer))?)
 }
 
-/// What a step takes, evenly routed and at worst.
+/// Memory of a step, evenly routed and at worst.
 fn plan(arguments: &Arguments, tokens: usize, config: &MoeConfig, dtype: DType, layers: usize) {
     let kind = match arguments.dispatcher {
         Dispatcher::AllGather => DispatcherKind::AllGather,

@@ -17,7 +17,8 @@ use rand::rngs::StdRng;
 use rand::{Rng, SeedableRng};
 use rand_distr::StandardNormal;
 
-/// Quantizes a checkpoint's routed experts to NVFP4, in the form that ModelOpt writes (weights only), and copies the rest.
+/// Quantizes a checkpoint's routed experts to NVFP4, in the form that ModelOpt writes (weights only), and copies the
+/// rest.
 ///
 /// Prints the relative error of every matrix, and how far the outputs of every block move on random tokens: the
 /// router is not quantized, so the same experts are chosen, and the change is the experts' own.
@@ -129,7 +130,7 @@ fn summary(matrices: &[QuantizedTensor]) {
     }
 }
 
-/// What a block makes of the random tokens, in f32.
+/// Outputs of a block for the random tokens, in f32.
 fn outputs(checkpoint: &Checkpoint, layer: usize, arguments: &Arguments) -> Result<Vec<f64>> {
     let block = checkpoint.load_block(layer, LoadOptions { rank: 0, ranks: 1, dtype: Some(DType::F32) })?;
     let hidden = block.config.hidden;

@@ -1,10 +1,10 @@
 // Plans of several ranks for a transport that sends each token once to every rank that keeps a choice of it: which rows
 // and choices make up the messages between this rank and the others.
 //
-// routing_records.cu has counted and laid out the experts. `all_to_all_places` numbers the choices and notes where each is kept;
-// `all_to_all_count` and `all_to_all_scan` count choices and tokens of each message over the chunks; `all_to_all_number`
-// writes the maps. Messages to this rank are told apart by their source and those from it by their destination, each
-// with its own ones among them: 4 R counts of choices in, tokens in, choices out and tokens out.
+// routing_records.cu has counted and laid out the experts. `all_to_all_places` numbers the choices and notes where each
+// is kept; `all_to_all_count` and `all_to_all_scan` count choices and tokens of each message over the chunks;
+// `all_to_all_number` writes the maps. Messages to this rank are told apart by their source and those from it by their
+// destination, each with its own ones among them: 4 R counts of choices in, tokens in, choices out and tokens out.
 //
 // A block of one warp a chunk of the choices; of the scan a warp a count. Limited by launches and walks of single
 // warps. Notes: kernels/notes/prepare.md.

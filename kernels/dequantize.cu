@@ -49,7 +49,7 @@ __device__ __forceinline__ void store(void* to, unsigned i, const float (&v)[8])
     }
 }
 
-// What blocks are multiplied by.
+// Factor of a block.
 __device__ __forceinline__ float factor_of(const Dequantize& p, unsigned scale, float amax) {
     const float s = e4m3_value(scale);
     return p.modelopt ? __fmul_rn(s, __fdiv_rn(amax, BOUND)) : __fmul_rn(__fmul_rn(s, amax), 1.0f / BOUND);

@@ -6,8 +6,8 @@
 //   linear_d_weight_*  those gradients, x -> f32 parts [parts, E, H] over T
 //   sum_parts          adds parts in their order, so that no sum depends on the order of blocks; a thread an element
 //
-// A block a tile and part: 128 x 128 with mma.sync for 16-bit types (gradients as tf32, portable/linear_bwd_tf32.cuh), 64 x 64
-// with multiply-add for others. Limited by bytes where tensor cores serve. Notes: kernels/notes/router.md.
+// A block a tile and part: 128 x 128 with mma.sync for 16-bit types (gradients as tf32, portable/linear_bwd_tf32.cuh),
+// 64 x 64 with multiply-add for others. Limited by bytes where tensor cores serve. Notes: kernels/notes/router.md.
 #include "portable/linear_bwd_tf32.cuh"
 
 #define MMA_SYNC(name, T) \

@@ -23,7 +23,7 @@ __device__ __forceinline__ unsigned scale_of(unsigned most, bool floor) {
     return exponent + (mantissa > 0);
 }
 
-// What elements are multiplied by. With `floor` they are divided by a power of two, whose reciprocal is one too.
+// Factor of a block's elements. With `floor` they are divided by a power of two, whose reciprocal is one too.
 __device__ __forceinline__ float factor_of(unsigned scale, bool floor) {
     if (!floor) return e8m0_value(254 - min(scale, 254u));
     return scale == 255 ? 0.0f : __frcp_rn(fmaxf(e8m0_value(scale), 1.17549435e-38f));

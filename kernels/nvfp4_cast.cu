@@ -1,5 +1,5 @@
-// A matrix to NVFP4 with its amaxes given, in one or both directions: a block brings a panel of it to shared memory once,
-// and its threads take blocks of 16 along rows, then down columns.
+// A matrix to NVFP4 with its amaxes given, in one or both directions: a block brings a panel of it to shared memory
+// once, and its threads take blocks of 16 along rows, then down columns.
 #include "quant/quantize.cuh"
 
 namespace {
@@ -115,7 +115,8 @@ __device__ __forceinline__ void cast(const QuantCast& p) {
     if (p.columns.codes) down_columns<T, MODE>(p, panel, s, row, column);
 }
 
-// Rows alone, of a matrix without gaps whose rows are whole blocks, with one amax: a block's place follows from its number.
+// Rows alone, of a matrix without gaps whose rows are whole blocks, with one amax: a block's place follows from its
+// number.
 template <class T, int MODE>
 __device__ __forceinline__ void cast_rows(const QuantCast& p) {
     constexpr int EACH = 8 / sizeof(T), THREADS = 256;
@@ -147,8 +148,8 @@ __device__ __forceinline__ void cast_rows(const QuantCast& p) {
     }
 }
 
-// Rows alone in 16 x 16 tiles, of a matrix without gaps of whole tiles and a multiple of 64 columns. A warp has 16 rows of 64
-// columns, 8 lanes a row, so that a line of memory is one load; a thread's four rows are of one tile.
+// Rows alone in 16 x 16 tiles, of a matrix without gaps of whole tiles and a multiple of 64 columns. A warp has 16 rows
+// of 64 columns, 8 lanes a row, so that a line of memory is one load; a thread's four rows are of one tile.
 template <class T>
 __device__ __forceinline__ void cast_tiles(const QuantCast& p) {
     const QuantSide& side = p.rows;

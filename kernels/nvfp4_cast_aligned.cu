@@ -1,6 +1,6 @@
-// Columns of a matrix to NVFP4, or both directions of it: elements of 16 bits, rows and columns multiples of 128, one amax,
-// recipe `te`, to nearest, stochastically or in 16 x 16 tiles (whose directions hold the same codes). `nvfp4_cast.cu` has
-// all other cases.
+// Columns of a matrix to NVFP4, or both directions of it: elements of 16 bits, rows and columns multiples of 128, one
+// amax, recipe `te`, to nearest, stochastically or in 16 x 16 tiles (whose directions hold the same codes).
+// `nvfp4_cast.cu` has all other cases.
 //
 // A block has 256 rows of 512 columns, as four slabs (256 rows of 128 columns) one beside another; a warp 64 rows of 64
 // columns of each, 16 rows at a time: it brings the next to its own part of shared memory while it encodes these. Rows'
@@ -8,9 +8,9 @@
 // bytes, and how they are written; both directions stochastically, issue and the integer pipe
 // (`kernels/notes/quantization.md`).
 //
-// Grid: blocks of 256 threads, a block 256 x 512 elements, the last of each direction in part. In: the matrix, amaxes. Out:
-// codes of rows [rows, columns / 2] and columns [columns, rows / 2], scales [rows, columns / 16] and [columns, rows / 16];
-// rows' may be missing.
+// Grid: blocks of 256 threads, a block 256 x 512 elements, the last of each direction in part. In: the matrix, amaxes.
+// Out: codes of rows [rows, columns / 2] and columns [columns, rows / 2], scales [rows, columns / 16] and [columns,
+// rows / 16]; rows' may be missing.
 #include "quant/e2m1_rounding.cuh"
 #include <cstddef>
 
@@ -49,10 +49,10 @@ constexpr bool NUDGED =
     std::is_same<T, bf16>::value;
 #endif
 
-// What blocks of each scale are multiplied by, in the units of `nearest8` or `stochastic8_small`; NaN where they take the
-// long way: of factors below 2^-16 products may be rounded to zero. True where stochastic rounding needs `finer`: for bf16
-// where a product of one of eight mantissas, which all scales have, is `just_below`, as it is for half of the amaxes that
-// bf16 has. By all threads.
+// Factors of the blocks of each scale, in the units of `nearest8` or `stochastic8_small`; NaN where they take the
+// long way: of factors below 2^-16 products may be rounded to zero. True where stochastic rounding needs `finer`: for
+// bf16 where a product of one of eight mantissas, which all scales have, is `just_below`, as it is for half of the
+// amaxes that bf16 has. By all threads.
 template <class T, int MODE, class SharedStorage>
 __device__ __forceinline__ bool tabulate_factors(const QuantCast& p, SharedStorage& s, unsigned thread) {
     constexpr bool MANTISSAS = MODE == STOCHASTIC && std::is_same<T, bf16>::value;
@@ -103,13 +103,13 @@ __device__ __forceinline__ unsigned nearest8(const float (&y)[8], const OpaqueCo
     else return nearest8_signed(y, kept);
 #endif
 }
-// What products of blocks with a factor are below, in its units. To nearest they are at most 7 then, rounded to f16 as
-// well; stochastically far below f16's largest, and `at_most_six` caps them. No NaN is below.
+// Bound that products of blocks with a factor are below, in its units. To nearest they are at most 7 then, rounded to
+// f16 as well; stochastically far below f16's largest, and `at_most_six` caps them. No NaN is below.
 template <class T, int MODE>
 constexpr float LIMIT = MODE == STOCHASTIC ? 8.0f * 0x1p-14f : NUDGED<T> ? 6.9f * NUDGED_SCALE : 6.9f;
 
-// Whether both of a lane's blocks have a factor that their elements fit. They go on together, so that the arithmetic of one
-// runs while that of the other waits.
+// Whether both of a lane's blocks have a factor that their elements fit. They go on together, so that the arithmetic of
+// one runs while that of the other waits.
 template <class T, int MODE>
 __device__ __forceinline__ bool both_fit(const float (&most)[2], const float (&factor)[2]) {
     return __fmul_rn(most[0], factor[0]) < LIMIT<T, MODE> && __fmul_rn(most[1], factor[1]) < LIMIT<T, MODE>;
@@ -126,8 +126,8 @@ __device__ __forceinline__ uint2 codes_of(Elements element, float factor, uint4 
     return make_uint2(stochastic8_small(y[0], random.x, random.y), stochastic8_small(y[1], random.z, random.w));
 }
 
-// Where a lane of a warp is, and what it reads and writes there; in shared memory all that is 32 bits wide. What follows
-// from a place is added to it as the warp goes on, since its multiplication costs more.
+// Where a lane of a warp is, and what it reads and writes there; in shared memory all that is 32 bits wide. What
+// follows from a place is added to it as the warp goes on, since its multiplication costs more.
 struct LaneState {
     unsigned row_words, column_words;  // of the first stage
     unsigned row_scales, column_codes, column_scales, factors;
@@ -249,7 +249,8 @@ __device__ __forceinline__ void turn(unsigned to, const unsigned (&codes)[4]) {
     }
 }
 
-// Four tiles: a lane has four rows of eight columns, encoded once. Amaxes that differ, or are NaN, make codes that differ.
+// Four tiles: a lane has four rows of eight columns, encoded once. Amaxes that differ, or are NaN, make codes that
+// differ.
 template <class T>
 __device__ __forceinline__ void in_tiles(const QuantCast& p, const LaneState& at, unsigned stage, unsigned (&scales_of)[2], bool apart, int lane, const OpaqueConstants& kept) {
     uint4 words[4];
@@ -324,8 +325,8 @@ __device__ __forceinline__ void cast(const QuantCast& p) {
     asm volatile("mov.u32 %0, %%tid.x;\n" : "=r"(thread));  // once
     const OpaqueConstants kept;
     const int lane = thread % 32, warp = thread / 32, across = warp % ACROSS * 64, down = warp / ACROSS * 64;
-    // Four rows of blocks go together, so that what neighbors write to the same lines of memory, they write at about the
-    // same time.
+    // Four rows of blocks go together, so that what neighbors write to the same lines of memory, they write at about
+    // the same time.
     constexpr unsigned GROUP = 4;
     const unsigned rows = static_cast<unsigned>(p.matrix.rows), columns = static_cast<unsigned>(p.matrix.columns);
     const unsigned wide = (columns + SLABS * WIDE - 1) / (SLABS * WIDE), high = (rows + HIGH - 1) / HIGH;

@@ -2,7 +2,8 @@
 //
 //   gather_rows                   source [S, row], map [N] -> [N, row], zeros where the map has -1; a thread a word
 //   reduce_rows, reduce_few_rows  source [N, width], map [T, K] -> [T, width]: sums of K rows in f32; a block a row
-//   add_shares_*                  ranks' shares [parts, count] -> added to f32 [count], in pairs; a thread words of four elements
+//   add_shares_*                  ranks' shares [parts, count] -> added to f32 [count], in pairs; a thread words of
+//                                 four elements
 //   slot_dots                     parts f32 [N, column tiles] -> f32 [N]; a block a row tile
 //   sigmoid                       f32, or its gradient; a thread an element
 //

@@ -2,14 +2,15 @@
 //
 // A slot is its expert's first slot plus the number of earlier choices of that expert, in the order (token, k). Choices
 // are cut into chunks of one warp each: `plan_count` counts each expert's choices in each chunk, `plan_scan` adds up
-// the chunks before, `plan_segments` lays the experts out and lists their tiles, `plan_slots` walks the chunks again and
-// numbers. `plan_small` is all of these in one block. Warps number their choices by comparing ids, so no result depends on the order of threads.
+// the chunks before, `plan_segments` lays the experts out and lists their tiles, `plan_slots` walks the chunks again
+// and numbers. `plan_small` is all of these in one block. Warps number their choices by comparing ids, so no result
+// depends on the order of threads.
 #include "common/counting_sort.cuh"
 
 namespace {
 
-// Choices as the caller gave them. A bad id counts as none (-1) and raises the fault. All choices are walked twice, and the
-// first walk is over before the second begins; in this one, the choice that the fault is of tells its id.
+// Choices as the caller gave them. A bad id counts as none (-1) and raises the fault. All choices are walked twice, and
+// the first walk is over before the second begins; in this one, the choice that the fault is of tells its id.
 struct CallerChoices {
     const LocalPlan& p;
     bool second;
@@ -111,8 +112,9 @@ __device__ void layout_segments(const LocalPlan& p) {
     }
 }
 
-// One block, of at most 1024 threads. Each thread takes a run of groups; runs are joined by a scan over the block, so the list is in slot order.
-// Filled segments must be ascending, apart and inside the layout; one that is not gets no tiles and raises the fault.
+// One block, of at most 1024 threads. Each thread takes a run of groups; runs are joined by a scan over the block, so
+// the list is in slot order. Filled segments must be ascending, apart and inside the layout; one that is not gets no
+// tiles and raises the fault.
 //
 // PAIRED: for kernels whose blocks work on tiles 2 i and 2 i + 1 together. Both are of one group where possible: a
 // group's odd tile at the end is put together with that of the next group that has one. Should one be left over, its
@@ -212,8 +214,8 @@ __device__ void write_tile_list(const TileList& p) {
     *p.tile_count = static_cast<int32_t>(at < p.max_tiles ? at : p.max_tiles);
 }
 
-// What one block can do once the segments are laid out: the list of their tiles, and what has been found until now, which is
-// all that there is to find: numbering raises what counting has raised.
+// The work of one block once the segments are laid out: the list of their tiles, and what has been found until now,
+// which is all that there is to find: numbering raises what counting has raised.
 __device__ void finish_segments(const LocalPlan& p) {
     __syncthreads();
     if (p.tiles != nullptr) {
@@ -286,8 +288,8 @@ extern "C" __global__ void __launch_bounds__(32) report(const __grid_constant__ 
     copy_status(static_cast<const unsigned long long*>(p.source), static_cast<unsigned long long*>(p.out), p.width);
 }
 
-// Segments and slots of a layout that another library made: filled slots, which it does not tell apart from padding, are the
-// expert's choices. More rows than there is room for raise the fault.
+// Segments and slots of a layout that another library made: filled slots, which it does not tell apart from padding,
+// are the expert's choices. More rows than there is room for raise the fault.
 extern "C" __global__ void __launch_bounds__(256) plan_external_layout(const __grid_constant__ ExternalLayout p) {
     const int64_t at = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
     auto inside = [&](int64_t slot) { return slot < p.rows ? slot : p.rows; };
@@ -336,7 +338,7 @@ extern "C" __global__ void __launch_bounds__(256) low_latency_pack(const __grid_
     p.out_weights[at] = own ? weight : static_cast<float>(token);
 }
 
-// What arrived, in the order of its tokens.
+// Sorts the rows that arrived into the order of their tokens.
 extern "C" __global__ void __launch_bounds__(256) low_latency_sort(const __grid_constant__ LowLatencyRows p) {
     const int64_t at = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
     const int64_t wide = p.top_k + 1, row = at / wide, k = at % wide;

@@ -1,6 +1,6 @@
-// Largest magnitudes: of many matrices in one launch, of lines, of a transformed matrix; and the first value that is not
-// finite. A maximum does not depend on the order in which it is taken, so blocks join theirs with atomics. Every place
-// must hold 0 before.
+// Largest magnitudes: of many matrices in one launch, of lines, of a transformed matrix; and the first value that is
+// not finite. A maximum does not depend on the order in which it is taken, so blocks join theirs with atomics. Every
+// place must hold 0 before.
 #include "quant/quantize.cuh"
 
 namespace {

@@ -12,8 +12,8 @@
 // history: kernels/notes/w4a16.md.
 //
 // Rows in slot order come by TMA, rows behind a map by copies of 16 bytes a thread. Those past a tile's end
-// are the next segment's, or whatever the stage held: a row of the right operand has a column of the sums to itself, and
-// theirs are never stored.
+// are the next segment's, or whatever the stage held: a row of the right operand has a column of the sums to itself,
+// and theirs are never stored.
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL) || !defined(__CUDA_ARCH__)
 #include "sm90/w4a16_epilogue.cuh"
 #include "sm90/w4a16_weight_producer.cuh"

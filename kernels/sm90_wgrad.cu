@@ -47,8 +47,8 @@ struct WorkTile {
 
 // The tiles of this block, an expert after the other; within one, along the narrow side first: blocks that run side by
 // side then read the same columns of the wide one. Two blocks make a cluster and take neighboring tiles of the narrow
-// side (the last may lie outside); either brings half of the wide one, for both. Segments are read a tile ahead of their
-// use.
+// side (the last may lie outside); either brings half of the wide one, for both. Segments are read a tile ahead of
+// their use.
 struct TileScheduler {
     const WeightGrad& p;
     unsigned id, pairs, per_group, total;

@@ -2,9 +2,9 @@
 // number of rows, on any architecture. Shapes are those of grouped_gemm.cu, weights codes and scales (NVFP4, MXFP4, fp8
 // blocks).
 //
-// The weights are de-quantized between memory and shared memory (portable/quantized_operand.cuh); the loop, its grid and its
-// tiles are the portable ones. Limited by mma.sync and by the de-quantizing, which each tile of rows repeats. What is
-// faster for forward with FP4 weights: w4a16_decode.cu (few rows), sm90_w4a16.cu (many). Notes:
+// The weights are de-quantized between memory and shared memory (portable/quantized_operand.cuh); the loop, its grid
+// and its tiles are the portable ones. Limited by mma.sync and by the de-quantizing, which each tile of rows repeats.
+// What is faster for forward with FP4 weights: w4a16_decode.cu (few rows), sm90_w4a16.cu (many). Notes:
 // kernels/notes/w4a16.md.
 #include "portable/quantized_operand.cuh"
 

@@ -4,7 +4,7 @@
 //
 // A block a tile of an expert's output: 128 x 128 by steps of 32 slots with mma.sync for 16-bit types, 64 x 64 by 16
 // with fused multiply-add for f32 (portable/gemm.cuh). Slots may be weighted. Limited by the multiplying instructions.
-// What Hopper takes instead: sm90_wgrad.cu. Notes: kernels/NOTES.md, "Portable path".
+// Hopper takes sm90_wgrad.cu instead. Notes: kernels/NOTES.md, "Portable path".
 #include "portable/gemm.cuh"
 
 extern "C" __global__ void __launch_bounds__(mma_sync::THREADS, 2) wgrad_bf16(const __grid_constant__ Gemm p) { mma_sync::run<bf16, WGRAD>(p); }

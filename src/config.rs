@@ -21,7 +21,7 @@ pub struct MoeConfig {
     pub intermediate: usize,
     /// Routing.
     pub router: RouterConfig,
-    /// What happens between up and down.
+    /// Activation between up and down.
     pub activation: Activation,
     /// Where the routing weight is applied.
     pub weight_at: WeightAt,
@@ -329,7 +329,7 @@ pub enum CapacityOrder {
     Probability,
 }
 
-/// What happens between the up and down projections. G is the number of rows of up per inner unit.
+/// Activation between the up and down projections. G is the number of rows of up per inner unit.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub enum Activation {

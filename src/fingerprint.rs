@@ -1,4 +1,5 @@
-//! What of a layer's configuration ranks must have alike, in a few numbers that travel with the routing.
+//! Fingerprint of a layer's configuration: the fields that ranks must have alike, in a few numbers that travel with the
+//! routing.
 
 use serde_json::Value;
 

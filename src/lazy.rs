@@ -33,7 +33,7 @@ impl<T> Lazy<T> {
     /// The value.
     ///
     /// # Errors
-    /// What an earlier call left to be reported by the device; a driver's error.
+    /// Errors that an earlier call left to be reported by the device; a driver's error.
     pub fn get(&self) -> Result<&T> {
         match (self.0.value.get(), &self.0.read) {
             (None, Some(read)) => {

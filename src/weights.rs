@@ -59,8 +59,8 @@ impl<D: Device> Weight<'_, D> {
 pub trait WeightSource<D: Device>: Debug {
     /// Sizes of the whole weight.
     fn dims(&self) -> &[usize];
-    /// Element type, where that must be the tokens': a layer refuses another before any work. `None`: it is de-quantized
-    /// to any, or known only when acquired.
+    /// Element type, where that must be the tokens': a layer refuses another before any work. `None`: it is
+    /// de-quantized to any, or known only when acquired.
     fn dtype(&self) -> Option<DType> {
         None
     }

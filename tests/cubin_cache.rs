@@ -36,7 +36,7 @@ impl Place {
         std::fs::write(self.path(name), text)
     }
 
-    /// What `use_them` makes of the stage's inputs.
+    /// Result of `use_them` for the stage's inputs.
     fn with_inputs<T>(&self, flags: &[&str], compiler: &str, use_them: impl FnOnce(Inputs<'_>) -> T) -> T {
         let flags: Vec<String> = flags.iter().map(|f| f.to_string()).collect();
         let (source, folder) = (self.path("kernels/stage.cu"), self.path("kernels"));
@@ -51,8 +51,8 @@ impl Place {
         Cache::new(self.path("cache"))
     }
 
-    /// Fetches the cubin of a flag into `out/name.*`, compiling to `text` if need be: what the cubin and the log are then,
-    /// and whether it was compiled.
+    /// Fetches the cubin of a flag into `out/name.*`, compiling to `text` if need be: what the cubin and the log are
+    /// then, and whether it was compiled.
     fn fetch(&self, flag: &str, name: &str, text: &str) -> Result<(String, String, bool), Box<dyn std::error::Error>> {
         let (cubin, log) = (self.path(&format!("out/{name}.cubin")), self.path(&format!("out/{name}.log")));
         let compile = || {

@@ -1,4 +1,5 @@
-//! Outputs and gradients in the caller's memory: the bits of the owned ones, only what was asked for, added where asked.
+//! Outputs and gradients in the caller's memory: the bits of the owned ones, only what was asked for, added where
+//! asked.
 
 use std::time::Duration;
 
@@ -273,7 +274,7 @@ fn what_is_kept_is_known_before() -> Result<()> {
     Ok(())
 }
 
-/// What one forward brought, and what it kept.
+/// Sizes of one forward: those that it brought, and those that it kept.
 fn kept_of(config: &MoeConfig, group: &mut Group<Cpu>) -> Result<(StepSizes, usize)> {
     let rng = &mut seed::generator(group.rank() as u64);
     let local = group.local_experts();

@@ -1,5 +1,5 @@
-//! Every checkpoint folder with a golden: each tensor of `golden.safetensors` against the layer's, on the CPU over 1, 2,
-//! 4 and 8 ranks. `MOEBIUS_GOLDEN` names another folder of such folders than the shipped one.
+//! Every checkpoint folder with a golden: each tensor of `golden.safetensors` against the layer's, on the CPU over 1,
+//! 2, 4 and 8 ranks. `MOEBIUS_GOLDEN` names another folder of such folders than the shipped one.
 
 mod common;
 
@@ -363,16 +363,16 @@ fn every_folder_matches_its_golden<D: Target>(device: &D) {
     every_folder(|dir| check_folder(device, dir));
 }
 
-/// Everything in bf16 but sums, against f64 from the same bf16 weights and inputs. A rounding is 2⁻⁹ at most: up to four
-/// of them (pre-activation, inner, expert's, result) make √4·2⁻⁹ = 3.9e-3, and the nine of a gradient's longest chain
-/// √9·2⁻⁹ = 5.9e-3.
+/// Everything in bf16 but sums, against f64 from the same bf16 weights and inputs. A rounding is 2⁻⁹ at most: up to
+/// four of them (pre-activation, inner, expert's, result) make √4·2⁻⁹ = 3.9e-3, and the nine of a gradient's longest
+/// chain √9·2⁻⁹ = 5.9e-3.
 ///
-/// That is without the jumps of a derivative. A clamped activation's is 1 up to its limit and 0 beyond; a pre-activation
-/// that rounding carries over the limit gets the other one, an error as large as its whole part of the gradient. The
-/// stored pre-activation is rounded by half a unit, 2⁻⁹ of the limit at most (2⁻⁸ below a power of two), so what can cross
-/// lies within 2⁻⁸·limit of it. With the limit moved by 2⁻⁸ of itself down and up, all of these cross and nothing else
-/// changes by more than 2⁻⁸ of a clamped value: the distance of the two gradients bounds what the jumps add. It is 0
-/// without a clamp, and where no pre-activation is near.
+/// That is without the jumps of a derivative. A clamped activation's is 1 up to its limit and 0 beyond; a
+/// pre-activation that rounding carries over the limit gets the other one, an error as large as its whole part of the
+/// gradient. The stored pre-activation is rounded by half a unit, 2⁻⁹ of the limit at most (2⁻⁸ below a power of two),
+/// so what can cross lies within 2⁻⁸·limit of it. With the limit moved by 2⁻⁸ of itself down and up, all of these cross
+/// and nothing else changes by more than 2⁻⁸ of a clamped value: the distance of the two gradients bounds what the
+/// jumps add. It is 0 without a clamp, and where no pre-activation is near.
 const BF16_FORWARD: f64 = 4e-3;
 const BF16_BACKWARD: f64 = 6e-3;
 

@@ -88,7 +88,7 @@ impl Case {
         self.run_on(&Cpu::poisoning(), params, x, false)
     }
 
-    /// What the device gives.
+    /// Results of the device.
     fn step<D: Target>(&self, device: &D) -> Outcome {
         self.run_on(device, &self.params, &self.x, true)
     }
@@ -376,7 +376,7 @@ fn auxiliary_losses<D: Target>(device: &D) {
     }
 }
 
-/// What the dense reference cannot do: dropped tokens, noise, static capacities. Differences only.
+/// Cases that the dense reference cannot do: dropped tokens, noise, static capacities. Differences only.
 fn drops_noise_and_static_capacity<D: Target>(device: &D) {
     let noise = Some(Noise { seed: 3, step: 5 });
     for split in splits::<D>() {

@@ -1,6 +1,6 @@
 //! Batch invariance: a token's output and its gradient of x have the same bits whatever other tokens the call holds and
-//! wherever it stands among them, its rank included, at a fixed dispatcher and number of ranks. `docs/invariance.md` says for
-//! which settings.
+//! wherever it stands among them, its rank included, at a fixed dispatcher and number of ranks. `docs/invariance.md`
+//! says for which settings.
 
 mod common;
 
@@ -22,8 +22,8 @@ const TOKENS: usize = 600;
 const EXPERTS: usize = 4;
 /// Random batches, over all settings.
 const BATCHES: usize = 1000;
-/// Numbers of tokens, and one below and above, at which something else takes over: few rows, tiles of 3, 4, 6 and 8 rows,
-/// copies of rows, tasks of the router, blocks and tasks of rows, and all.
+/// Numbers of tokens, and one below and above, at which something else takes over: few rows, tiles of 3, 4, 6 and 8
+/// rows, copies of rows, tasks of the router, blocks and tasks of rows, and all.
 const SIZES: [usize; 12] = [1, 2, 4, 6, 8, 12, 16, 32, 64, 128, 256, TOKENS - 1];
 
 /// A layer over some ranks, and what all tokens at once give.

@@ -1,5 +1,5 @@
-//! Tokens that travel quantized, on CPU ranks: the same bits for any number of ranks, against a dense reference over rows
-//! that the codec has rounded, how far results move, how many bytes go where, and what is kept.
+//! Tokens that travel quantized, on CPU ranks: the same bits for any number of ranks, against a dense reference over
+//! rows that the codec has rounded, how far results move, how many bytes go where, and what is kept.
 //! (`conformance::payload` has every dispatcher and device.)
 
 mod common;
@@ -73,7 +73,8 @@ fn the_same_bits_on_any_number_of_ranks() {
                 assert!(values(&one.y).unwrap() == values(&many.y).unwrap(), "y, {split:?}");
                 assert_eq!(one.ids, many.ids);
                 for (name, t) in &one.grads {
-                    // The router's product adds in another order for another number of rows: it is in these by rounding.
+                    // The router's product adds in another order for another number of rows: it is in these by
+                    // rounding.
                     match name.as_str() {
                         "x" | "logits" | "router.weight" => {
                             let d = difference(&many.grads[name], t).unwrap();
@@ -96,10 +97,10 @@ fn rounding(dtype: DType) -> f64 {
     }
 }
 
-/// Experts read the rounded rows, forward and for their own gradients; the gradient of the tokens is that of the rounded
-/// ones (straight through); the router reads the tokens. Straight-line arithmetic in f64 on one side, f32 on the other: a
-/// chain of some ten products and sums of up to 64 terms, each a rounding of 2⁻²⁴ of values that cancel to a tenth at most:
-/// 10·64·6e-8/√(10·64)·10 ≈ 1.5e-5.
+/// Experts read the rounded rows, forward and for their own gradients; the gradient of the tokens is that of the
+/// rounded ones (straight through); the router reads the tokens. Straight-line arithmetic in f64 on one side, f32 on
+/// the other: a chain of some ten products and sums of up to 64 terms, each a rounding of 2⁻²⁴ of values that cancel to
+/// a tenth at most: 10·64·6e-8/√(10·64)·10 ≈ 1.5e-5.
 #[test]
 fn as_a_dense_layer_over_rounded_rows() {
     const TOLERANCE: f64 = 2e-5;
@@ -144,9 +145,9 @@ fn as_a_dense_layer_over_rounded_rows() {
     }
 }
 
-/// An element moves by half a step of its format at most, 1/6 (E2M1, 5 to 4 or 6, with scales of 1/16 at most off) or 1/16
-/// (E4M3) of the larger values; normal numbers by a tenth and a fortieth of their norm. An output is a product of two such
-/// sums, silu's slope at most 1.1: three times as far.
+/// An element moves by half a step of its format at most, 1/6 (E2M1, 5 to 4 or 6, with scales of 1/16 at most off) or
+/// 1/16 (E4M3) of the larger values; normal numbers by a tenth and a fortieth of their norm. An output is a product of
+/// two such sums, silu's slope at most 1.1: three times as far.
 #[test]
 fn results_move_no_further_than_the_formats_steps() {
     for (payload, least, most) in [(Payload::Nvfp4, 0.05, 0.15), (Payload::Mxfp8, 0.01, 0.0625)] {
@@ -167,8 +168,8 @@ fn results_move_no_further_than_the_formats_steps() {
     }
 }
 
-/// Rows of zeros, of one large element, of the largest and the least numbers of bf16: nothing becomes a NaN or an infinity
-/// that was none.
+/// Rows of zeros, of one large element, of the largest and the least numbers of bf16: nothing becomes a NaN or an
+/// infinity that was none.
 #[test]
 fn extreme_rows_stay_finite() {
     let mut rows = vec![vec![0.0; HIDDEN]; 5];
@@ -194,7 +195,8 @@ fn extreme_rows_stay_finite() {
     }
 }
 
-/// What one step of a layer sends from each of two ranks, the experts that its tokens chose, and what it keeps.
+/// Bytes that one step of a layer sends from each of two ranks, the experts that its tokens chose, and bytes that it
+/// keeps.
 struct Counted {
     sent: Vec<(Op, Vec<usize>)>,
     ids: Vec<usize>,
@@ -241,8 +243,8 @@ fn counted(config: &MoeConfig, (ranks, kind): (usize, DispatcherKind), dtype: DT
     })
 }
 
-/// With one choice a token, a message's rows are the choices of the rank's experts. Beside them travel 4 bytes of weight a
-/// choice; rows, weights and scales begin at multiples of 16.
+/// With one choice a token, a message's rows are the choices of the rank's experts. Beside them travel 4 bytes of
+/// weight a choice; rows, weights and scales begin at multiples of 16.
 #[test]
 fn bytes_a_token_and_rank() {
     assert_eq!(Payload::Plain.row_bytes(7168), None);

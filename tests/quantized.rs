@@ -91,7 +91,7 @@ struct Case {
     activation: Activation,
 }
 
-/// What one device makes of a case.
+/// Outputs of one device for a case.
 type ForwardInfo = Vec<(&'static str, Vec<f64>)>;
 
 impl Case {
@@ -235,8 +235,8 @@ fn products_are_those_of_the_values<D: Target>(device: &D) {
     }
 }
 
-/// Sizes at which the ways of multiplying differ: few rows and many, a last step of a row that is not full, columns that
-/// are no multiple of a tile, blocks that end with gate and begin anew with up.
+/// Sizes at which the ways of multiplying differ: few rows and many, a last step of a row that is not full, columns
+/// that are no multiple of a tile, blocks that end with gate and begin anew with up.
 fn few_and_many_rows_and_ragged_sizes<D: Target>(device: &D) {
     let clamped = Activation::ClampedGlu { alpha: 1.7, limit: 7.0 };
     for format in FORMATS {

@@ -1,5 +1,5 @@
-//! Peak memory: of a process that loads one rank of eight, and reads its own experts only; of processes that open hostile
-//! files, and refuse them before they take memory.
+//! Peak memory: of a process that loads one rank of eight, and reads its own experts only; of processes that open
+//! hostile files, and refuse them before they take memory.
 #![cfg(target_os = "linux")]
 
 use std::fs::File;
@@ -64,7 +64,7 @@ fn peak() -> u64 {
     line.trim().strip_suffix(" kB").unwrap().trim().parse::<u64>().unwrap() * 1024
 }
 
-/// What the child does: loads its share of every layer, keeps it, and says by how much the peak grew.
+/// Work of the child: loads its share of every layer, keeps it, and says by how much the peak grew.
 fn child(dir: &str) {
     let dtype = std::env::var(TYPE).is_ok_and(|name| name == "f32").then_some(DType::F32);
     let before = peak();
@@ -121,8 +121,8 @@ fn headed(json: &[u8]) -> Vec<u8> {
     [&(json.len() as u64).to_le_bytes(), json].concat()
 }
 
-/// What a hostile folder holds beside a good config.json or in its place, and by how much memory may grow: the bytes of what
-/// has to be read to be refused, and what a process takes anyway.
+/// Files of a hostile folder, beside a good config.json or in its place, and by how much memory may grow: the bytes of
+/// what has to be read to be refused, and what a process takes anyway.
 fn hostile() -> Vec<(&'static str, &'static str, Vec<u8>, u64)> {
     const MIB: u64 = 1 << 20;
     let repeated = |text: &str, bytes: usize| text.repeat(bytes / text.len());

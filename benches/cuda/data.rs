@@ -1,5 +1,5 @@
-//! Random inputs. The host makes a few rows of normal values, and the GPU repeats them in random order: its tensor cores
-//! see random bits everywhere, and the host is not the slowest part.
+//! Random inputs. The host makes a few rows of normal values, and the GPU repeats them in random order: its tensor
+//! cores see random bits everywhere, and the host is not the slowest part.
 
 use moebius::cpu::Cpu;
 use moebius::cuda::Cuda;

@@ -27,7 +27,7 @@ pub struct Weights {
     pub down: Tensor<Cuda>,
 }
 
-/// What a step writes; the same memory each time.
+/// Outputs of a step; the same memory each time.
 pub struct Results {
     pub y: Tensor<Cuda>,
     pub d_x: Tensor<Cuda>,

@@ -11,8 +11,8 @@ use crate::output::say;
 
 /// Idle time before each phase, so that none starts at the lower clocks that another's heat has left.
 const PAUSE: Duration = Duration::from_millis(400);
-/// Calls of a phase, queued in one burst: those before the first that counts, in which every input set is seen, and those
-/// that count.
+/// Calls of a phase, queued in one burst: those before the first that counts, in which every input set is seen, and
+/// those that count.
 #[derive(Debug, Clone, Copy)]
 pub struct Burst {
     warm_up: usize,
@@ -24,7 +24,7 @@ pub const CALLS: Burst = Burst { warm_up: 5, repeats: 20 };
 /// Of a forward and backward: as many as the tabled peers' times come from. A chip reaches its power limit after some
 /// 100 ms and then clocks lower, so that a burst's length is part of what is measured.
 pub const STEPS: Burst = Burst { warm_up: 3, repeats: 10 };
-/// What is left at the power limit.
+/// A burst for measurements at the power limit.
 pub const LONG: Burst = Burst { warm_up: 60, repeats: 20 };
 /// Input sets, taken in turn.
 pub const SETS: usize = 3;

@@ -25,7 +25,7 @@ pub struct Routed<'a> {
     routing: Vec<Routing>,
 }
 
-/// What backward needs of forward.
+/// State of a forward that its backward needs.
 struct Kept {
     handle: Handle<Cuda>,
     received: Received<Cuda>,

@@ -35,7 +35,7 @@ pub fn run(
     Ok(())
 }
 
-/// What one rank has measured.
+/// Measurements of one rank.
 struct Part {
     phases: Vec<Phase>,
     pairs: Pairs,

@@ -1,9 +1,9 @@
 //! Sharded expert weights: what gathers and reduce-scatters beside the computation cost, and what memory they need.
 //!
-//! A stack of layers, each with all experts on every rank and its weights cut over the ranks. Times are of a layer in the
-//! middle of the stack, between events of the computation's stream: of the computation alone, with whole weights at hand;
-//! of the collectives alone, each weight taken and let go; of both; and of both without the collectives, which leaves the
-//! chain's own work in the computation's order (shards put in place, sums, casts, de-quantizing).
+//! A stack of layers, each with all experts on every rank and its weights cut over the ranks. Times are of a layer in
+//! the middle of the stack, between events of the computation's stream: of the computation alone, with whole weights at
+//! hand; of the collectives alone, each weight taken and let go; of both; and of both without the collectives, which
+//! leaves the chain's own work in the computation's order (shards put in place, sums, casts, de-quantizing).
 
 use std::sync::Arc;
 
@@ -35,7 +35,7 @@ const LAYERS: usize = 5;
 const DSV3_EP8: Workload =
     Workload { name: "dsv3-ep8-rank", tokens: 4096, hidden: 7168, inner: 2048, experts: 32, top_k: 8 };
 
-/// What is measured.
+/// A measured configuration.
 #[derive(Debug, Clone, Copy)]
 struct Setting {
     payload: Payload,
@@ -48,7 +48,7 @@ struct Setting {
     engines: bool,
 }
 
-/// What is asked for.
+/// Options of the measurements.
 #[derive(Debug, Clone)]
 pub struct Asked {
     pub payloads: Vec<Payload>,
@@ -99,7 +99,7 @@ pub fn run(library: &NcclLibrary, world: &NcclWorld, report: &Report, (gpus, ask
 /// Milliseconds a layer of a forward and of a backward.
 type Times = [Vec<f64>; 2];
 
-/// What one rank has measured.
+/// Measurements of one rank.
 struct Part {
     alone: Times,
     collectives: Times,
@@ -170,7 +170,7 @@ fn params<'a>(
     Params { up, down, ..views.params() }
 }
 
-/// What a step changes.
+/// State that a step changes.
 struct Own {
     /// On the whole GPU, and on what is not spared.
     groups: [Group<Cuda>; 2],
@@ -188,7 +188,7 @@ struct Bench {
     d_y: Tensor<Cuda>,
 }
 
-/// What a pass does.
+/// Kind of a pass.
 #[derive(Debug, Clone, Copy, PartialEq)]
 enum What {
     Alone,

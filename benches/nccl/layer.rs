@@ -18,7 +18,7 @@ const REPEATS: usize = 15;
 /// Milliseconds of forward, of forward and backward, and of the collectives in each.
 type Times = [Vec<f64>; 4];
 
-/// What is asked of a step.
+/// Kind of a step.
 #[derive(Clone, Copy, PartialEq)]
 enum Way {
     /// As many rows as it needs, or may need.

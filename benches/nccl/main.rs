@@ -1,6 +1,6 @@
-//! Times of expert parallelism over several GPUs, ranks as threads: prepare, dispatch, combine and their backwards for every
-//! dispatcher, the whole layer with the share of its time that is communication, and weights that are sharded. One JSON line a measurement: the
-//! slowest rank of each repeat, median and 99th percentile.
+//! Times of expert parallelism over several GPUs, ranks as threads: prepare, dispatch, combine and their backwards for
+//! every dispatcher, the whole layer with the share of its time that is communication, and weights that are sharded.
+//! One JSON line a measurement: the slowest rank of each repeat, median and 99th percentile.
 //!
 //! ```text
 //! cargo bench -p moebius --no-default-features --features nccl --bench nccl --

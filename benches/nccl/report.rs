@@ -16,7 +16,7 @@ pub struct Report {
     nccl: String,
 }
 
-/// What a line is about.
+/// Subject of a line.
 #[derive(Clone, Copy)]
 pub struct Subject<'a> {
     pub workload: Workload,
@@ -69,7 +69,7 @@ impl Report {
         ));
     }
 
-    /// What a communicator takes of a GPU.
+    /// Memory of a GPU that a communicator takes.
     pub fn memory(&self, of: &str, bytes: usize) {
         let Self { gpu, date, ranks, nccl } = self;
         say(format_args!(

@@ -10,7 +10,7 @@ use moebius::cuda::Cuda;
 use moebius::nccl::NcclComm;
 use moebius::{DType, Tensor, TensorMut, TensorRef};
 
-/// What is done about a collective.
+/// Action around a collective.
 pub trait About: fmt::Debug + Send {
     fn about(&mut self, inner: &mut NcclComm, call: impl FnOnce(&mut NcclComm) -> Result<()>) -> Result<()>;
 
@@ -29,8 +29,8 @@ pub struct Wrapped<A> {
 /// Leaves collectives out while it is set, so that what a chain does besides is timed without them: buffers keep what
 /// earlier ones have left there. All ranks set and clear it between the same two passes.
 ///
-/// All-reduces go on: what a chain joins by them are a step's amaxes, 4 bytes an expert, and without them weights would be
-/// zeros, which a GPU multiplies faster.
+/// All-reduces go on: what a chain joins by them are a step's amaxes, 4 bytes an expert, and without them weights would
+/// be zeros, which a GPU multiplies faster.
 #[derive(Debug, Clone, Default)]
 pub struct Silent(Arc<AtomicBool>);
 

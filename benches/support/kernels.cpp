@@ -1,8 +1,9 @@
-// What a program ran on its GPUs, and when: loaded into it by the driver, asked of CUPTI.
+// Records kernels, copies and fills of a program on its GPUs, with their times: loaded into it by the driver, asked of
+// CUPTI.
 //   g++ -O2 -shared -fPIC kernels.cpp -I$CUDA_HOME/include -o kernels.so -lcupti     (CUPTI is part of CUDA's toolkit)
 //   CUDA_INJECTION64_PATH=$PWD/kernels.so KERNELS=out.tsv PROGRAM …
-// out.tsv: GPU, start and end in nanoseconds, stream, blocks (of a kernel) or bytes (of a copy or fill), and what it was; in
-// no order. Replays of graphs have their kernels in it. kernels.py sums it.
+// out.tsv: GPU, start and end in nanoseconds, stream, blocks (of a kernel) or bytes (of a copy or fill), and what it
+// was; in no order. Replays of graphs have their kernels in it. kernels.py sums it.
 #include <cupti.h>
 
 #include <cstdio>

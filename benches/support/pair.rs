@@ -10,7 +10,7 @@ pub struct Subject<'a> {
     pub run: &'a mut dyn FnMut(),
 }
 
-/// What a comparison is about.
+/// Subject of a comparison.
 pub struct Case<'a> {
     pub name: &'a str,
     /// Floating-point operations that either subject does at least.

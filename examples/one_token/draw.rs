@@ -7,7 +7,7 @@ use super::{number, numbers};
 
 const WIDTH: f64 = 1180.0;
 const HEIGHT: f64 = 580.0;
-/// What the stages are called, left of the ranks.
+/// Width of the stages' labels, left of the ranks.
 const LABELS: f64 = 110.0;
 const COLUMN: f64 = (WIDTH - LABELS) / RANKS as f64;
 const MARGIN: f64 = 24.0;

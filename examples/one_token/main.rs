@@ -1,5 +1,5 @@
-//! Follows one token of a two-rank run from `forward` to its experts and back: prints every number on its way, and draws
-//! them. `docs/layer.md` explains the run; its text and its picture are this program's output.
+//! Follows one token of a two-rank run from `forward` to its experts and back: prints every number on its way, and
+//! draws them. `docs/layer.md` explains the run; its text and its picture are this program's output.
 //!
 //! ```text
 //! cargo run --release --example one_token -- docs/images/one-token.svg

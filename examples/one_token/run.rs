@@ -81,8 +81,8 @@ pub fn run() -> Result<Vec<Trace>> {
     ranks.into_iter().map(|rank| rank.join().expect("a rank panicked")).collect()
 }
 
-/// Weights of an expert: its inner row 0 reads element e of a token and returns to it, its inner row 1 reads half of the
-/// token's sum and returns half of the result to element 0. The activation squares what is positive.
+/// Weights of an expert: its inner row 0 reads element e of a token and returns to it, its inner row 1 reads half of
+/// the token's sum and returns half of the result to element 0. The activation squares what is positive.
 struct Expert {
     up: [[f32; H]; INNER],
     down: [[f32; INNER]; H],

@@ -1,6 +1,6 @@
 //! A Mixture-of-Experts block the slow and obvious way: every expert runs on every token with plain candle operations,
-//! and masks decide what counts. It shares nothing with the crate but the plain values of [`MoeConfig`] and the names of
-//! the parameters; gradients come from candle's autograd.
+//! and masks decide what counts. It shares nothing with the crate but the plain values of [`MoeConfig`] and the names
+//! of the parameters; gradients come from candle's autograd.
 
 use std::collections::BTreeMap;
 
@@ -21,7 +21,7 @@ pub struct Dense<'a> {
     pub params: &'a Params,
 }
 
-/// What a forward gives.
+/// Result of a forward.
 #[derive(Debug, Clone)]
 pub struct DenseOutput {
     /// `[T, H]`.

@@ -79,7 +79,7 @@ mod seats {
         /// Joins the group of all ranks.
         ///
         /// # Errors
-        /// What joining finds.
+        /// Errors of joining.
         pub fn join(self, config: GroupConfig) -> Result<DeviceGroup, AnyError> {
             Ok(match self {
                 Seat::Cpu(comm) => EpGroup::new(Group::new(Cpu::new(), Box::new(comm), config)?).into(),

@@ -17,7 +17,7 @@ pub struct Folder {
     pub model_type: String,
     /// The type to compute in.
     pub dtype: MoebiusDType,
-    /// What a reference computed, F64 (I64 for ids), where the folder has it.
+    /// Outputs and gradients of a reference, F64 (I64 for ids), where the folder has them.
     pub golden: Option<Params>,
 }
 

@@ -46,7 +46,7 @@ impl Job {
     /// A rank's share of the block.
     ///
     /// # Errors
-    /// What loading finds.
+    /// Errors of loading.
     pub fn load(&self, rank: usize, ranks: usize) -> Result<Block, AnyError> {
         let options = LoadOptions { rank, ranks, dtype: Some(self.dtype) };
         let mut block = Checkpoint::open_with(&self.dir, self.open)?.load_block(self.layer, options)?;
@@ -55,7 +55,7 @@ impl Job {
     }
 }
 
-/// What a job gave, over all ranks; tensors are F64.
+/// Results of a job, over all ranks; tensors are F64.
 #[derive(Debug, Clone)]
 pub struct Outcome {
     /// `[T, H]`.
@@ -237,7 +237,7 @@ pub fn candle_dtype(dtype: MoebiusDType) -> candle_core::Result<DType> {
 /// A rank's share of the job's block, and its place in the group.
 ///
 /// # Errors
-/// What loading or joining finds.
+/// Errors of loading or joining.
 pub fn enter(job: &Job, rank: usize, comm: ThreadComm, clock: &mut Clock) -> Result<(Block, Group<Cpu>), AnyError> {
     let block = job.load(rank, job.split.len())?;
     clock.lap("load");

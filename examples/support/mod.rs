@@ -1,4 +1,4 @@
-//! What the examples and the test suites share. Nothing here is part of the crate.
+//! Code shared by the examples and the test suites. Nothing here is part of the crate.
 #![allow(dead_code, reason = "every user takes a part")]
 
 pub mod compare;

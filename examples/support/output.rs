@@ -1,4 +1,4 @@
-//! What the examples and benches print, and how they end.
+//! Output of the examples and benches, and how they end.
 #![allow(dead_code, reason = "every user takes a part")]
 
 use std::error::Error;

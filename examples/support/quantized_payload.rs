@@ -1,4 +1,4 @@
-//! What is computed with where tokens or weights travel quantized: their rows as they come back.
+//! Rows of tokens or weights that travel quantized, as they come back: the values that are computed with.
 
 use moebius::cpu::Cpu;
 use moebius::etp::Payload;

@@ -1,4 +1,4 @@
-//! What the reference comparison prints.
+//! Table that the reference comparison prints.
 
 use super::compare::Difference;
 use super::output::say;
@@ -6,7 +6,7 @@ use super::output::say;
 /// One result against its references.
 #[derive(Debug, Clone)]
 pub struct Row {
-    /// What it is.
+    /// Name of the compared value.
     pub name: String,
     /// Distance from the dense reference.
     pub dense: Option<Difference>,

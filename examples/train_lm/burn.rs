@@ -1,6 +1,6 @@
-//! A rank's training in burn, on its CPU back end or, alone, on its CUDA back end. Every module of a rank is made on that
-//! rank's thread, so that ranks share no leaf, and there is one backward a step: more, burn's graph lock does not allow
-//! between threads.
+//! A rank's training in burn, on its CPU back end or, alone, on its CUDA back end. Every module of a rank is made on
+//! that rank's thread, so that ranks share no leaf, and there is one backward a step: more, burn's graph lock does not
+//! allow between threads.
 
 use std::collections::BTreeMap;
 

@@ -170,7 +170,7 @@ impl Rank {
     }
 }
 
-/// What the microbatches of a step show.
+/// Figures of the microbatches of a step.
 struct Seen {
     loss: f64,
     load: Vec<Vec<usize>>,

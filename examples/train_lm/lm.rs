@@ -1,4 +1,4 @@
-//! What is common to the frameworks' language models: sizes, first weights, what a step reports.
+//! Parts common to the frameworks' language models: sizes, first weights, the report of a step.
 
 use moebius::etp::Payload;
 use rand::SeedableRng;
@@ -141,7 +141,7 @@ pub fn initial(s: &Settings) -> Vec<Param> {
     params
 }
 
-/// What one step showed.
+/// Report of one step.
 #[derive(Debug, Clone)]
 pub struct Step {
     pub step: usize,

@@ -54,10 +54,10 @@ const TOLERANCE: f64 = 1e-5;
 const LEAST_SHARE: f64 = 0.01;
 /// Steps at the end over which loss and shares are taken.
 const TAIL: usize = 20;
-/// What the loss is below after so many steps, with every other option at its default.
+/// Bound that the loss is below after so many steps, with every other option at its default.
 const MAX_LOSS: f64 = 2.4;
 const MAX_LOSS_STEPS: usize = 500;
-/// What is written to `--out`.
+/// Files written to `--out`.
 const PLOTS: [&str; 2] = ["loss.png", "expert-load.png"];
 /// More would take gigabytes.
 const MOST_EXPERTS: usize = 1024;
@@ -164,7 +164,7 @@ impl Form {
 }
 
 impl Args {
-    /// What the loss must be below at the end, where that can be asked of a run of this length.
+    /// Bound that the loss must be below at the end, where that can be asked of a run of this length.
     fn loss_bound(&self) -> Option<f64> {
         self.max_loss.or((self.steps >= MAX_LOSS_STEPS).then_some(MAX_LOSS))
     }

@@ -146,7 +146,7 @@ fn on_threads(mesh: Mesh, timeout: Duration) -> Vec<Place> {
     places.map(place).collect()
 }
 
-/// What `create` makes for each group that `place` names, of its members' places in it: a thing a rank.
+/// Has `create` make, for each group that `place` names, a value a rank from its members' places in it.
 fn split<C>(
     ranks: usize,
     place: impl Fn(usize) -> (usize, usize),

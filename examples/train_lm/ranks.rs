@@ -26,7 +26,7 @@ pub trait Worker {
     fn step(&mut self, step: usize, bytes: &[u8], rows: usize, check: bool) -> Result<Report, Failure>;
 }
 
-/// What a rank tells of a step.
+/// Report of a rank on a step.
 pub struct Report {
     /// This rank's share of the mean cross-entropy.
     pub loss: f64,
@@ -39,7 +39,7 @@ pub struct Report {
     pub check: Option<Check>,
 }
 
-/// What the twin needs of a rank.
+/// Tensors of a rank that the twin needs.
 pub struct Check {
     /// By name, before the optimizer's step; gradients of parameters that all ranks hold are summed over the ranks.
     pub params: BTreeMap<String, Values>,
@@ -55,7 +55,7 @@ pub struct Values {
     pub gradient: Vec<f32>,
 }
 
-/// What an EP group agrees on.
+/// Configuration that an EP group agrees on.
 pub fn group_config(settings: &Settings) -> GroupConfig {
     GroupConfig::new(settings.experts, settings.rows_of(0).1 * settings.context)
 }

@@ -17,7 +17,7 @@ use crate::lm::{Param, is_share};
 use crate::mesh::Mesh;
 use crate::output::say;
 
-/// What a layer is made from.
+/// Parts that a layer is made from.
 pub struct Parts<'a> {
     pub group: &'a DeviceGroup,
     pub vb: VarBuilder<'a>,
@@ -37,7 +37,7 @@ pub trait Experts {
     fn end(&self) -> Result<(), Failure>;
     /// The shards' gradients, summed over all ranks.
     fn finish(&mut self, gradients: &mut GradStore) -> Result<(), Failure>;
-    /// What the chain holds, and has moved in `passes` forwards with their backwards.
+    /// Memory that the chain holds, and bytes that it has moved in `passes` forwards with their backwards.
     fn cost(&self, passes: usize) -> Cost;
 }
 
@@ -51,8 +51,8 @@ pub struct Sharded<D: ShardDevice> {
 }
 
 impl<D: ShardDevice> Sharded<D> {
-    /// A chain without weights. Gradients are sums over the ranks: each rank's loss is its part of the whole. Copy engines
-    /// take one collective at a time, started a layer ahead.
+    /// A chain without weights. Gradients are sums over the ranks: each rank's loss is its part of the whole. Copy
+    /// engines take one collective at a time, started a layer ahead.
     pub fn new(
         mesh: Mesh,
         device: &D,

@@ -203,7 +203,7 @@ fn arguments_that_cannot_be() {
     }
 }
 
-/// What cannot be written is found before training, which would take days here.
+/// Outputs that cannot be written are found before training, which would take days here.
 #[test]
 fn outputs_are_checked_first() {
     let folder = tempfile::tempdir().unwrap();
@@ -266,7 +266,7 @@ fn ranks_as_processes_train_alike() {
     }
 }
 
-/// What a process refuses before it looks for others, and what it has no way to them for.
+/// Command lines that a process refuses before it looks for others, and those for which it has no way to them.
 #[test]
 fn processes_that_cannot_be() {
     use clap::Parser;

@@ -77,9 +77,9 @@ impl Twin {
         Ok(result)
     }
 
-    /// What a layer's experts read of tokens `x` that travel quantized: the ranks' own, as these come back. The twin's
-    /// differ from them by rounding, which a code may turn into a step of its grid; so they are compared as they are, and
-    /// what is computed with is what the ranks have sent.
+    /// Tokens `x` as a layer's experts read them where they travel quantized: the ranks' own, as these come back. The
+    /// twin's differ from them by rounding, which a code may turn into a step of its grid; so they are compared as they
+    /// are, and what is computed with is what the ranks have sent.
     fn read(&self, layer: usize, x: &Tensor, ranks: &[Check]) -> candle_core::Result<Option<Tensor>> {
         if self.settings.token_payload == Payload::Plain {
             return Ok(None);
@@ -130,7 +130,7 @@ impl Twin {
     }
 }
 
-/// What the ranks' layers see of a stack of experts: each expert as it comes out of the form in which shards travel.
+/// A stack of experts as the ranks' layers see it: each expert as it comes out of the form in which shards travel.
 fn traveled(payload: Payload, values: Vec<f32>, dims: &[usize]) -> Result<Vec<f32>, Failure> {
     let mut back = Vec::with_capacity(values.len());
     for expert in values.chunks(dims[1] * dims[2]) {

@@ -47,7 +47,7 @@ impl World {
         Ok(flat)
     }
 
-    /// What every rank tells, in rank order.
+    /// Bytes that every rank tells, in rank order.
     pub fn tell(&mut self, tag: Tag, own: &[u8]) -> Result<Vec<Vec<u8>>, Failure> {
         match self {
             World::Group(group) => rank_results::gather(group, tag, own),

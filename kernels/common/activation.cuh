@@ -1,4 +1,4 @@
-// What happens between the up and down projections. Formulas: src/cpu/activation.rs.
+// Activations between the up and down projections. Formulas: src/cpu/activation.rs.
 #pragma once
 #include "common/common.cuh"
 

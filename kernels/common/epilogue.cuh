@@ -1,6 +1,6 @@
-// What happens to a tile of sums before it leaves the chip. The tile lies in shared memory in f32, so that every way
-// of multiplying (mma, fused multiply-add) shares these lines. A warp owns whole rows: dots along a row are summed in
-// one fixed order.
+// Epilogues: the work on a tile of sums before it leaves the chip. The tile lies in shared memory in f32, so that every
+// way of multiplying (mma, fused multiply-add) shares these lines. A warp owns whole rows: dots along a row are summed
+// in one fixed order.
 #pragma once
 #include "common/activation.cuh"
 

@@ -13,7 +13,7 @@ enum ElementType : int64_t { TYPE_F32 = 0, TYPE_F16 = 1, TYPE_BF16 = 2 };
 // Activations.
 enum ActivationFunction : int64_t { ACT_SILU = 0, ACT_GELU = 1, ACT_CLAMPED = 2, ACT_RELU2 = 3 };
 
-// What a kernel finds wrong, and the detail that it raises with it. A larger code is told before a smaller one.
+// Faults that a kernel finds, and the detail that it raises with each. A larger code is told before a smaller one.
 enum Fault : unsigned long long {
     FAULT_SEGMENT = 1,      // a segment outside its layout, or in another: the group
     FAULT_MAP = 2,       // a map's entry past the tensor: the entry
@@ -25,15 +25,16 @@ enum Fault : unsigned long long {
     FAULT_RECORD = 8,    // records that are odd: the first such rank
     FAULT_END = 9,       // no code
 };
-// Words of the status: the fault, its code above a detail that is inverted; the first NaN logit, token above expert above
-// origin; rows that a layout would have needed, above its rank and above what is left of those there are; of the first bad
-// choice the fault that it raised, the id, one more than the column that has it too (0: none) and experts above top k.
+// Words of the status: the fault, its code above a detail that is inverted; the first NaN logit, token above expert
+// above origin; rows that a layout would have needed, above its rank and above what is left of those there are; of the
+// first bad choice the fault that it raised, the id, one more than the column that has it too (0: none) and experts
+// above top k.
 enum StatusWord : int {
     STATUS_FAULT = 0, STATUS_NAN = 1, STATUS_NEEDED_RANK = 2, STATUS_NEEDED_ROWS = 3, STATUS_CHOICE = 4, STATUS_CHOICE_ID = 5,
     STATUS_CHOICE_FIRST = 6, STATUS_CHOICE_SIZES = 7, STATUS_WORDS = 8
 };
-// An origin is the host's number for the rank and layer that a call is made for. It stands below the token and expert of a
-// NaN logit, and below the choice in the detail of a bad one.
+// An origin is the host's number for the rank and layer that a call is made for. It stands below the token and expert
+// of a NaN logit, and below the choice in the detail of a bad one.
 constexpr uint32_t FAULT_DETAIL_BITS = 48, NAN_EXPERT_BITS = 22, ORIGIN_BITS = 11;
 
 // A matrix product over groups of rows, with its epilogue. Null pointers mean "none".

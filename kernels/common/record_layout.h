@@ -1,4 +1,5 @@
-// Layout of a record's header (src/ep/routing_record.rs) and of what is kept of records (src/ep/deferred_errors.rs), in words of 8 bytes.
+// Layout of a record's header (src/ep/routing_record.rs) and of what is kept of records (src/ep/deferred_errors.rs), in
+// words of 8 bytes.
 #pragma once
 
 enum RecordLayout : int { HEADER_WORDS = 26, HEADER_BYTES = 512, KIND = 0, TOKENS = 1, BACKWARD = 2, BAD = 4, FIELD = 9, PENDING = 23 };

@@ -1,16 +1,16 @@
-// What both sides know of the kernels' work: tiles, threads and shared memory of a block, and how much it takes on.
+// Sizes that host and kernels share: tiles, threads and shared memory of a block, and how much it takes on.
 // Kernels assert that theirs are these; src/cuda/bindings.rs has them for the host (`cargo run -p xtask -- params`).
 #pragma once
 #include <stdint.h>
 
-// Portable products: on tensor cores (`tensor` in portable/gemm.cuh), multiply-add (`scalar` there), tf32 (linear.cuh). Tiles are
-// square.
+// Portable products: on tensor cores (`tensor` in portable/gemm.cuh), multiply-add (`scalar` there), tf32 (linear.cuh).
+// Tiles are square.
 constexpr uint32_t TENSOR_TILE = 128, TENSOR_THREADS = 256, TENSOR_SMEM = 81920;
 constexpr uint32_t SCALAR_TILE = 64, SCALAR_THREADS = 256, SCALAR_SMEM = 17408;
 constexpr uint32_t TF32_TILE = 128, TF32_THREADS = 256, TF32_SMEM = 87552;
 
-// Hopper's products over rows (sm90/grouped_gemm_mainloop.cuh): rows of a tile; columns of weights, of gate and up together, of others, and of
-// the wider tiles of long sums.
+// Hopper's products over rows (sm90/grouped_gemm_mainloop.cuh): rows of a tile; columns of weights, of gate and up
+// together, of others, and of the wider tiles of long sums.
 constexpr uint32_t GROUPED_GEMM_TILE = 128, GROUPED_GEMM_THREADS = 384, GROUPED_GEMM_SMEM = 231616;
 constexpr uint32_t GROUPED_GEMM_UP_COLUMNS = 256, GROUPED_GEMM_COLUMNS = 192, GROUPED_GEMM_WIDE_COLUMNS = 256;
 
@@ -26,7 +26,8 @@ constexpr uint32_t SM90_LINEAR_DX_COLUMNS = 512, SM90_LINEAR_DX_EXPERTS = 128;
 
 // Hopper's products of many rows with 4-bit weights (sm90/w4a16_pipeline.cuh): weight rows and rows of a tile.
 constexpr uint32_t W4A16_WEIGHTS = 128, W4A16_ROWS = 256, W4A16_THREADS = 512, W4A16_SMEM = 231040;
-// Those of few rows (w4a16_decode.cu): columns of a weight in a step, those of a thread of a quad, weight rows of a warp.
+// Those of few rows (w4a16_decode.cu): columns of a weight in a step, those of a thread of a quad, weight rows of a
+// warp.
 constexpr uint32_t DECODE_STEP = 256, DECODE_THREAD_STEP = 64, DECODE_WARP_COLUMNS = 32;
 
 // Casts to NVFP4: shared memory without and with columns (nvfp4_cast.cu), of whole panels to nearest and stochastically

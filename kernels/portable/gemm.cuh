@@ -180,7 +180,7 @@ struct DenseOperand {
     }
     __device__ __forceinline__ void load(int64_t k0) { at = k0; }
     __device__ __forceinline__ void store(T* shared) { b.load(shared, at); }
-    // What the sums of a column are multiplied by.
+    // Factor of a column's sums.
     __device__ __forceinline__ float factor(int) const { return 1.0f; }
 };
 

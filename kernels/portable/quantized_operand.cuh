@@ -1,6 +1,6 @@
-// Quantized weights as the right operand of the portable products: eight neighboring columns of a weight row are brought
-// as codes, and leave for shared memory as T. Code times block scale is exact in T (FP4); the factor above it is applied
-// to the sums where it is the same for a whole column, else to the elements.
+// Quantized weights as the right operand of the portable products: eight neighboring columns of a weight row are
+// brought as codes, and leave for shared memory as T. Code times block scale is exact in T (FP4); the factor above it
+// is applied to the sums where it is the same for a whole column, else to the elements.
 #pragma once
 #include "portable/gemm.cuh"
 #include "quant/quantize.cuh"

@@ -1,4 +1,4 @@
-// What Hopper kernels build their pipelines from: barriers in shared memory, asynchronous copies, TMA.
+// Building blocks of the Hopper kernels' pipelines: barriers in shared memory, asynchronous copies, TMA.
 #pragma once
 #include <cuda.h>
 #include <cstdint>
@@ -53,7 +53,7 @@ __device__ __forceinline__ void cp_async(uint32_t to, const void* from, bool val
     asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;\n" ::"r"(to), "l"(from), "r"(valid ? 16 : 0));
 }
 
-// What TMA is to bring in this phase, beside the threads' own copies, whose arrivals come later.
+// Bytes that TMA is to bring in this phase, beside the threads' own copies, whose arrivals come later.
 __device__ __forceinline__ void mbarrier_expect_tx(uint32_t bar, uint32_t bytes) {
     asm volatile("mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [%0], %1;\n" ::"r"(bar), "r"(bytes) : "memory");
 }
@@ -104,7 +104,7 @@ __device__ __forceinline__ void tma_load_multicast(uint32_t to, const CUtensorMa
         : "memory");
 }
 
-// What passes through L2 once is the first to leave it, so that operands which many blocks read stay.
+// Data that passes through L2 once is the first to leave it, so that operands which many blocks read stay.
 #define EVICT_FIRST(INSTRUCTION) "{\n.reg .b64 policy;\ncreatepolicy.fractional.L2::evict_first.b64 policy, 1.0;\n" INSTRUCTION ", policy;\n}\n"
 
 // As `tma_load`, of what no other block reads.

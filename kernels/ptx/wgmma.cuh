@@ -1,6 +1,6 @@
-// Matrix instructions of a warpgroup: 64 x N x 16 for N of 256, 192, 128 and 64. Accumulators 4 j .. 4 j + 3 of thread t are, in
-// columns 8 j + 2 (t % 4) and the one after, row t / 4 and then row t / 4 + 8 (of the warp's 16). TA and TB: 1 for an operand
-// stored [k, m or n]. A tag chooses the type. `wgmma_128` of 96 leaves the rest of `d` alone.
+// Matrix instructions of a warpgroup: 64 x N x 16 for N of 256, 192, 128 and 64. Accumulators 4 j .. 4 j + 3 of thread
+// t are, in columns 8 j + 2 (t % 4) and the one after, row t / 4 and then row t / 4 + 8 (of the warp's 16). TA and TB:
+// 1 for an operand stored [k, m or n]. A tag chooses the type. `wgmma_128` of 96 leaves the rest of `d` alone.
 #pragma once
 #include "common/common.cuh"
 

@@ -36,8 +36,8 @@ __device__ __forceinline__ unsigned max_magnitude(unsigned a, unsigned b) {
 }
 
 // Constants that the compiler shall not see through: of a factor of 16 it makes a shift, at half the rate, before the
-// assembler can weigh one against the other; and pairs of halves it makes anew wherever they are used. In blocks of so many
-// threads, which it does not know.
+// assembler can weigh one against the other; and pairs of halves it makes anew wherever they are used. In blocks of so
+// many threads, which it does not know.
 template <int THREADS>
 struct OpaqueConstants {
     unsigned sixteen, halves, ones, twos;
@@ -66,11 +66,11 @@ __device__ __forceinline__ unsigned nearest8_signed(const float (&y)[8], const O
 }
 
 // The same of bf16, two at a time in f16, with another factor: products are rounded to f16, and those to E2M1, ties
-// towards zero. Factors that make ties of elements' products, (4 + i) / v with 0 <= i < 4 and v of 128 to 255, lie 1/1785
-// of them or more apart; between them nothing changes. Rounding to f16 first moves those of i up by 2^-9 / (4 + i) of them,
-// which differs by less than 2^-12 from one i to another, so that none passes another; where several are one, those that ties
-// to even round up (i of 2 and 3) come to lie below those that they round down. So some factor between neighbors does what
-// `factor` does in binary32. (All 2^23 mantissas were tried.)
+// towards zero. Factors that make ties of elements' products, (4 + i) / v with 0 <= i < 4 and v of 128 to 255, lie
+// 1/1785 of them or more apart; between them nothing changes. Rounding to f16 first moves those of i up by 2^-9 / (4 +
+// i) of them, which differs by less than 2^-12 from one i to another, so that none passes another; where several are
+// one, those that ties to even round up (i of 2 and 3) come to lie below those that they round down. So some factor
+// between neighbors does what `factor` does in binary32. (All 2^23 mantissas were tried.)
 __device__ __forceinline__ float reciprocal(float v) {
     float r;
     asm("rcp.approx.f32 %0, %1;\n" : "=f"(r) : "f"(v));
@@ -96,7 +96,8 @@ __device__ __forceinline__ unsigned fma_halves(unsigned a, unsigned b, unsigned 
     asm("{\n.reg .b32 magnitude;\nabs.f16x2 magnitude, %1;\nfma.rn.f16x2 %0, magnitude, %2, %3;\n}\n" : "=r"(d) : "r"(a), "r"(b), "r"(c));
     return d;
 }
-// `y` is times NUDGED_SCALE, so that the sums that round it are subnormal: multiples of 2^-24, and their bits the codes.
+// `y` is times NUDGED_SCALE, so that the sums that round it are subnormal: multiples of 2^-24, and their bits the
+// codes.
 constexpr float NUDGED_SCALE = 0x1p-11f;
 template <class OpaqueConstants>
 __device__ __forceinline__ unsigned nearest8_nudged(const float (&y)[8], const OpaqueConstants& kept) {
@@ -112,9 +113,9 @@ __device__ __forceinline__ unsigned nearest8_nudged(const float (&y)[8], const O
     return word | (signs & 0x08080808u) | (__byte_perm(t[1], t[3], 0x7351) & 0x80808080u);
 }
 
-// Stochastically: as `e2m1_stochastic8` of 16-bit elements, but of products times 2^-14, signs with them, and without what
-// is added to |y| there. That matters where a product that is below a quarter lies at most 2^-26 below a multiple of 2^-9:
-// 17 bits one behind another are ones then. `v`: a mantissa of bf16.
+// Stochastically: as `e2m1_stochastic8` of 16-bit elements, but of products times 2^-14, signs with them, and without
+// what is added to |y| there. That matters where a product that is below a quarter lies at most 2^-26 below a multiple
+// of 2^-9: 17 bits one behind another are ones then. `v`: a mantissa of bf16.
 __device__ __forceinline__ bool just_below(float factor, int v) {
     unsigned run = (__float_as_uint(__fmul_rn(__uint_as_float((__float_as_uint(factor) & 0x7fffffu) | 0x3f800000u), static_cast<float>(v))) & 0x7fffffu) | 0x800000u;
     run &= run >> 1, run &= run >> 2, run &= run >> 4, run &= run >> 8;

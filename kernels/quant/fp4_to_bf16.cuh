@@ -1,5 +1,5 @@
-// FP4 weights to bf16 in registers, eight codes at a time. E2M1 times E4M3 is exact in bf16; what is above the blocks is for
-// the f32 sums.
+// FP4 weights to bf16 in registers, eight codes at a time. E2M1 times E4M3 is exact in bf16; what is above the blocks
+// is for the f32 sums.
 #pragma once
 #include "common/common.cuh"
 
@@ -17,7 +17,8 @@ template <int FORMAT>
 struct Format;
 template <>
 struct Format<WEIGHT_NVFP4> {
-    // Scales times 2^119, so that a code's bits in the place of bf16's, which are its value times 2^-126, come out times 2^-7.
+    // Scales times 2^119, so that a code's bits in the place of bf16's, which are its value times 2^-126, come out
+    // times 2^-7.
     static constexpr float LEFT = 128.0f;
     static constexpr int BLOCK = 16;
     static __device__ __forceinline__ uint32_t load(const uint8_t* row, int64_t k) {
@@ -51,8 +52,8 @@ struct Format<WEIGHT_MXFP4> {
     }
 };
 
-// Pair i of a code word, nibbles i and i + 4: their bits to sign, exponent and mantissa of bf16 by a product, which copies
-// them to two places of which one is masked away.
+// Pair i of a code word, nibbles i and i + 4: their bits to sign, exponent and mantissa of bf16 by a product, which
+// copies them to two places of which one is masked away.
 __device__ __forceinline__ uint32_t pattern(uint32_t word, int i) {
     const uint32_t from = i < 2 ? word : word >> 8;
     return (i % 2 ? (from & 0x00f000f0u) * 260u : (from & 0x000f000fu) * 4160u) & 0x81c081c0u;

@@ -1,5 +1,6 @@
 // Element formats and block arithmetic of the quantizers. Every operation is one of binary32 with one rounding, in the
-// order of docs/quantization.md: the intrinsics keep the compiler from joining a product and a sum. Subnormals are kept.
+// order of docs/quantization.md: the intrinsics keep the compiler from joining a product and a sum. Subnormals are
+// kept.
 #pragma once
 #include "common/common.cuh"
 #include <type_traits>
@@ -54,8 +55,8 @@ __device__ __forceinline__ float e8m0_value(unsigned byte) {
 
 // Eight E2M1 codes, the first in the low nibble. A magnitude's code is the least of three sums that round it to each of
 // the format's steps: 2^23 as a summand makes the addition round to an integer, ties to even, and the step's own first
-// code, added with it, keeps its parity. What is above 7 is 7, as is NaN (not in recipe `te`, whose caller knows); without
-// CAPPED the caller knows that nothing is.
+// code, added with it, keeps its parity. What is above 7 is 7, as is NaN (not in recipe `te`, whose caller knows);
+// without CAPPED the caller knows that nothing is.
 #if defined(__CUDA_ARCH_FEAT_SM100_ALL) || defined(__CUDA_ARCH_FEAT_SM101_ALL) || defined(__CUDA_ARCH_FEAT_SM103_ALL) || defined(__CUDA_ARCH_FEAT_SM120_ALL)
 #define MOEBIUS_CVT_E2M1
 #endif
@@ -90,9 +91,10 @@ __device__ __forceinline__ unsigned e2m1_nearest8(const float (&y)[8]) {
 #endif
 }
 
-// The same stochastically: t = |y| + u step truncated, u = byte / 256, with steps of half, one and two. From 1 on a step is
-// the second bit of a binary32's mantissa, so the byte is added below it and carries by itself, exactly. Below, t is rounded
-// once, and adding 1 brings its halves to the same place. Either way the code is 254 less than what is above that place.
+// The same stochastically: t = |y| + u step truncated, u = byte / 256, with steps of half, one and two. From 1 on a
+// step is the second bit of a binary32's mantissa, so the byte is added below it and carries by itself, exactly. Below,
+// t is rounded once, and adding 1 brings its halves to the same place. Either way the code is 254 less than what is
+// above that place.
 __device__ __forceinline__ unsigned e2m1_stochastic8(const float (&y)[8], unsigned low, unsigned high) {
     unsigned word = 0;
 #pragma unroll
@@ -109,10 +111,11 @@ __device__ __forceinline__ unsigned e2m1_stochastic8(const float (&y)[8], unsign
     return word - 0xeeeeeedeu;
 }
 
-// The same of 16-bit elements, by twos: y is x by the block's factor, which is at least 2^-16, so that its sign is that of
-// an x that is not zero. As f16 scaled by 2^-14 and truncated, a magnitude's code is what is above its 9 low bits, below
-// one too, where f16 is subnormal; half a step's byte is added below. The sum of |y| and the byte's value, rounded
-// to binary32, reaches a step's end from 2^-26 below it on where |y| is below a quarter; a finer |y| has that added.
+// The same of 16-bit elements, by twos: y is x by the block's factor, which is at least 2^-16, so that its sign is that
+// of an x that is not zero. As f16 scaled by 2^-14 and truncated, a magnitude's code is what is above its 9 low bits,
+// below one too, where f16 is subnormal; half a step's byte is added below. The sum of |y| and the byte's value,
+// rounded to binary32, reaches a step's end from 2^-26 below it on where |y| is below a quarter; a finer |y| has that
+// added.
 template <class T>
 __device__ __forceinline__ unsigned e2m1_stochastic8(const unsigned (&words)[4], const float (&y)[8], unsigned low, unsigned high) {
     unsigned codes[4];  // in the upper 4 bits of each half
@@ -151,7 +154,7 @@ __device__ __forceinline__ uint4 philox(uint4 c, const unsigned (&keys)[14]) {
 
 enum Mode { TE, STOCHASTIC, TILED, MODELOPT };
 
-// What one amax gives for all its blocks.
+// Factors that one amax gives for all its blocks.
 template <int MODE>
 struct Factors {
     float to_scale;  // te: S / 6. modelopt: amax / 2688
@@ -178,8 +181,8 @@ struct Factors {
     }
     // te: what elements of a block with this scale are multiplied by.
     __device__ __forceinline__ float factor(unsigned scale) const { return cap(__frcp_rn(__fmul_rn(e4m3_value(scale), decode)), FMAX); }
-    // Codes of a block whose largest magnitude is at most `most`; `random` counts in mode STOCHASTIC. NARROW: of elements of
-    // 16 bits.
+    // Codes of a block whose largest magnitude is at most `most`; `random` counts in mode STOCHASTIC. NARROW: of
+    // elements of 16 bits.
     template <class T>
     __device__ __forceinline__ uint2 encode(const float (&v)[16], float most, unsigned scale, uint4 random, const uint4* words = nullptr) const {
         constexpr bool NARROW = sizeof(T) == 2;
@@ -295,8 +298,8 @@ struct Block {
     }
 };
 
-// A part of a matrix in shared memory, as it is stored: 128 rows of 256 bytes. Rows are 16 bytes apart from a multiple of
-// 128, so that words of 16 bytes one below another lie on different banks.
+// A part of a matrix in shared memory, as it is stored: 128 rows of 256 bytes. Rows are 16 bytes apart from a multiple
+// of 128, so that words of 16 bytes one below another lie on different banks.
 template <class T>
 struct SmemPanel {
     static constexpr int ROWS = PANEL_ROWS, COLUMNS = PANEL_BYTES / sizeof(T), PITCH = 272, BYTES = ROWS * PITCH, THREADS = 256;

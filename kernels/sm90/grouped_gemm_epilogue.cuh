@@ -1,7 +1,7 @@
-// What happens to a tile of sums of `sm90/grouped_gemm_mainloop.cuh` before it leaves the chip. A warp owns 16 rows of each half of the tile,
-// and works on its own: results are gathered in its staging buffers and leave them in boxes of 16 rows of 64 columns by
-// TMA, or row by row where rows do not follow each other. Where an option is not used (bias, weights,
-// adding), its code is jumped over as one piece: code that is not fetched costs nothing.
+// Epilogue of `sm90/grouped_gemm_mainloop.cuh`: the work on a tile of sums before it leaves the chip. A warp owns 16
+// rows of each half of the tile, and works on its own: results are gathered in its staging buffers and leave them in
+// boxes of 16 rows of 64 columns by TMA, or row by row where rows do not follow each other. Where an option is not used
+// (bias, weights, adding), its code is jumped over as one piece: code that is not fetched costs nothing.
 #pragma once
 #include "sm90/grouped_gemm_mainloop.cuh"
 

@@ -106,7 +106,7 @@ __device__ __forceinline__ void activation_bwd(float alpha, float limit, const f
     }
 }
 
-// What a warp knows of its half of a tile.
+// A warp's part of its half of a tile.
 template <class T>
 struct TileHalf {
     const EpilogueChunks<T>& chunks;

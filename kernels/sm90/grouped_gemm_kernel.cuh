@@ -1,10 +1,11 @@
-// The roles of a block over rows (see sm90/grouped_gemm_mainloop.cuh): start, producer, the two warpgroups that multiply, end.
+// The roles of a block over rows (see sm90/grouped_gemm_mainloop.cuh): start, producer, the two warpgroups that
+// multiply, end.
 #pragma once
 #include "sm90/grouped_gemm_epilogue_bwd.cuh"
 
 namespace grouped_gemm {
 
-// What a tile's describer wrote.
+// Description of a tile, as its describer wrote it.
 template <int KIND>
 __device__ __forceinline__ WorkTile read_tile(const Ring<KIND>& ring, int i) {
     WorkTile w;

@@ -16,8 +16,8 @@
 // when the readers of both blocks have released it, whether it was shared or not.
 //
 // Rows in slot order and weights come by TMA; rows behind a map by copies of 16 bytes a thread, which can
-// follow it. Rows past a tile's end are the next segment's, zeros, the tile's first row again, or whatever the stage held;
-// their products are never stored. Tiles, ring and barriers in pictures, and the history: kernels/notes/rows.md.
+// follow it. Rows past a tile's end are the next segment's, zeros, the tile's first row again, or whatever the stage
+// held; their products are never stored. Tiles, ring and barriers in pictures, and the history: kernels/notes/rows.md.
 #pragma once
 #include "common/epilogue.cuh"
 #include "ptx/mbarrier_tma.cuh"
@@ -96,8 +96,8 @@ struct TileScheduler {
     }
 };
 
-// What all roles share of a block: the ring by position. Position i is stage i % STAGES, used for the (i / STAGES)-th
-// time.
+// State of a block that all roles share: the ring by position. Position i is stage i % STAGES, used for the (i /
+// STAGES)-th time.
 template <int KIND>
 struct Ring {
     static constexpr uint32_t STAGES = SmemLayout<KIND>::STAGES;

@@ -1,4 +1,4 @@
-// What happens to a tile of sums of `sm90_w4a16.cu` before it leaves the chip: turned through shared memory, row by
+// Epilogue of `sm90_w4a16.cu`: a tile of sums, before it leaves the chip, is turned through shared memory, row by
 // row.
 #pragma once
 #include "sm90/w4a16_pipeline.cuh"
@@ -104,7 +104,7 @@ struct Staging {
     }
 };
 
-// What a tile's end needs to know of its place.
+// Position of a tile, as its end needs it.
 struct TilePosition {
     const int4& t;
     int64_t column;  // the warpgroup's first

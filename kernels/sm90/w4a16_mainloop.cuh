@@ -86,11 +86,11 @@ __device__ __forceinline__ void multiply(float (&acc)[BLOCK_N / 2], const Fragme
     else multiply_rows<64, 0>(acc, a, b);
 }
 
-// What a multiplying warpgroup keeps from tile to tile.
+// State that a multiplying warpgroup keeps from tile to tile.
 //
-// What a warp does between two batches of products, one thing after another, is what limits these kernels, and what it
-// asks of barriers and shared memory behind a batch waits for that batch to be taken. So a step's codes are read, and
-// its rows' barrier is looked at, before the batch of the step before.
+// The work of a warp between two batches of products, one thing after another, is what limits these kernels, and what
+// it asks of barriers and shared memory behind a batch waits for that batch to be taken. So a step's codes are read,
+// and its rows' barrier is looked at, before the batch of the step before.
 template <int FORMAT>
 struct MmaWarpgroup {
     const Rings& rings;

@@ -1,4 +1,4 @@
-// What the parts of `sm90_w4a16.cu` share: the shape of a tile, the rings between the warpgroups, the tiles of a
+// Parts that the files of `sm90_w4a16.cu` share: the shape of a tile, the rings between the warpgroups, the tiles of a
 // block.
 #pragma once
 #include "common/epilogue.cuh"

@@ -8,9 +8,9 @@
 //! ```
 //!
 //! Both give hidden states: the projection to the vocabulary is the same product in either. Beside the times are the
-//! relative differences of both from the same weights in f32: of 128 experts some are near ties, and a token whose choice
-//! hangs on a rounding differs by an expert, so that neither decoder is near the other in bf16. In f32, where near ties
-//! are rare, the two are compared with each other.
+//! relative differences of both from the same weights in f32: of 128 experts some are near ties, and a token whose
+//! choice hangs on a rounding differs by an expert, so that neither decoder is near the other in bf16. In f32, where
+//! near ties are rare, the two are compared with each other.
 
 #[path = "support/checkpoint.rs"]
 mod checkpoint;
@@ -53,8 +53,8 @@ const PREFILL: usize = 4096;
 /// Sequences that decode together, and how long they are already.
 const SEQUENCES: usize = 64;
 const CONTEXT: usize = 128;
-/// Most tokens that candle-transformers' fused kernels take in a call: they sort the choices in 48 KiB of shared memory,
-/// so longer prompts go in pieces.
+/// Most tokens that candle-transformers' fused kernels take in a call: they sort the choices in 48 KiB of shared
+/// memory, so longer prompts go in pieces.
 const FUSED_MOST: usize = 1024;
 const WARM_UP: usize = 2;
 const REPEATS: usize = 7;

@@ -22,8 +22,8 @@ pub(crate) struct Norm {
 impl Norm {
     pub fn load(p: &mut Params<'_>, prefix: &str, size: usize, eps: f64) -> Result<Self> {
         let weight = p.get(&format!("{prefix}.weight"), &[size])?;
-        // On the CPU the fused operation rounds the root mean square to the tokens' type: in bf16 that scales whole rows
-        // by up to 1 ± 2⁻⁹. The other computes in f32, as the fused one does on a GPU.
+        // On the CPU the fused operation rounds the root mean square to the tokens' type: in bf16 that scales whole
+        // rows by up to 1 ± 2⁻⁹. The other computes in f32, as the fused one does on a GPU.
         let exact = weight.device().is_cuda() || matches!(weight.dtype(), DType::F32 | DType::F64);
         let fused = exact && !p.trainable();
         Ok(Self { inner: candle_nn::RmsNorm::new(weight, eps), fused })

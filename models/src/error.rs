@@ -14,9 +14,9 @@ pub enum Error {
         path: String,
         /// JSON key.
         field: &'static str,
-        /// What the decoder needs.
+        /// Requirement of the decoder.
         expected: String,
-        /// What is there.
+        /// Value that is there.
         found: String,
     },
     /// A tensor or argument has the wrong shape.
@@ -36,7 +36,7 @@ pub enum Error {
     Usage {
         /// The call that refused.
         call: &'static str,
-        /// What is wrong, and what to do.
+        /// The problem, and how to mend it.
         problem: String,
     },
     /// The checkpoint or the layer failed.

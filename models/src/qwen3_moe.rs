@@ -134,7 +134,7 @@ impl Qwen3Moe {
         self.logits(self.run(ids, None)?)
     }
 
-    /// What [`forward`](Self::forward) projects to logits: the normalized last hidden states `[B, S, H]`.
+    /// Hidden states that [`forward`](Self::forward) projects to logits, after the last norm: `[B, S, H]`.
     ///
     /// # Errors
     /// As [`forward`](Self::forward).
@@ -157,7 +157,7 @@ impl Qwen3Moe {
         self.logits(self.decode_hidden(ids, cache)?)
     }
 
-    /// What [`decode`](Self::decode) projects to logits: the normalized last hidden states `[B, S, H]`.
+    /// Hidden states that [`decode`](Self::decode) projects to logits, after the last norm: `[B, S, H]`.
     ///
     /// # Errors
     /// As [`decode`](Self::decode).
@@ -179,7 +179,8 @@ impl Qwen3Moe {
         }
     }
 
-    /// What fails on a rank is told to the others, which go on to the next layer with experts and would wait there.
+    /// Runs all layers. A failure on one rank is told to the others, which go on to the next layer with experts and
+    /// would wait there.
     fn run(&self, ids: &Tensor, cache: Option<&mut Cache>) -> Result<Tensor> {
         let mut at = Progress { layers: 0, inside: false };
         self.through(ids, cache, &mut at).inspect_err(|error| {

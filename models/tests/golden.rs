@@ -281,7 +281,8 @@ fn gradients_of_the_first_block() {
     }
 }
 
-/// A rank that fails before its layers with experts, or in one, tells the others, which would wait for it there; all go on.
+/// A rank that fails before its layers with experts, or in one, tells the others, which would wait for it there; all go
+/// on.
 #[test]
 fn what_fails_on_a_rank_is_told_to_the_others() {
     let golden = Golden::qwen3_moe();

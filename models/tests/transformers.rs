@@ -1,4 +1,4 @@
-//! What the golden checkpoints do not have, against candle-transformers: dense layers between those with experts,
+//! Structures that the golden checkpoints lack, against candle-transformers: dense layers between those with experts,
 //! biases in attention, tied embeddings, sequences of more than one block of queries.
 
 use std::collections::HashMap;

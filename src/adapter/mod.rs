@@ -1,4 +1,4 @@
-//! What the adapters of candle and burn share: a group whose device's type is hidden, and the collectives that an
+//! Code that the adapters of candle and burn share: a group whose device's type is hidden, and the collectives that an
 //! adapter runs itself.
 
 use std::any::Any;

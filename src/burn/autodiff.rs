@@ -29,7 +29,7 @@ use super::run::{Arrived, Tracked, run_backward, run_forward};
 
 const CALL: &str = "ExpertParallelMoE::backward";
 
-/// What passes between the three nodes of one forward.
+/// State that passes between the three nodes of one forward.
 #[derive(Debug)]
 struct Pending<B: NativeMemory> {
     /// Taken by the first backward.
@@ -148,8 +148,8 @@ impl<B: NativeBackend, C: CheckpointStrategy> LayerBackend for Autodiff<B, C> {
             OpsKind::Tracked(run) => run,
         };
         let x = run.checkpoint(&operands.x);
-        // At the end of any thread's backward burn forgets graphs of which no tensor is alive. Until `Run` is in the graph,
-        // the operands may be all that keeps theirs.
+        // At the end of any thread's backward burn forgets graphs of which no tensor is alive. Until `Run` is in the
+        // graph, the operands may be all that keeps theirs.
         let alive: Vec<_> = std::iter::once(&operands.x)
             .chain(operands.params.present().map(|(_, t)| t))
             .map(|t| t.rc.clone())

@@ -1,4 +1,4 @@
-//! What a burn back end must offer, and the way from burn's tensors to the core and back.
+//! Requirements on a burn back end, and the way from burn's tensors to the core and back.
 
 use std::sync::Arc;
 
@@ -41,7 +41,7 @@ pub trait NativeBackend: MoeBackend + NativeMemory {}
 
 impl<B: MoeBackend + NativeMemory> NativeBackend for B {}
 
-/// What the adapter asks of a [`MoeBackend`].
+/// Requirements of the adapter on a [`MoeBackend`].
 #[diagnostic::on_unimplemented(
     message = "moebius' layer does not run on the burn back end `{Self}`",
     note = "see `moebius::burn::MoeBackend`"
@@ -54,7 +54,7 @@ pub trait LayerBackend: Backend {
     fn group_of_one(config: GroupConfig, device: &Self::Device) -> Result<DeviceGroup>;
 }
 
-/// What the adapter asks of a [`NativeBackend`].
+/// Requirements of the adapter on a [`NativeBackend`].
 #[diagnostic::on_unimplemented(
     message = "moebius cannot work on tensors of the burn back end `{Self}` in place",
     note = "see `moebius::burn::NativeBackend`"

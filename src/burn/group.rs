@@ -16,8 +16,8 @@ use crate::tensor::Tensor;
 
 use super::backend::MoeBackend;
 
-/// One rank's group, shared by its layers. A [`Group`] or [`EpGroup`] of any device converts into it; [`on`](Self::on) gives it
-/// back.
+/// One rank's group, shared by its layers. A [`Group`] or [`EpGroup`] of any device converts into it; [`on`](Self::on)
+/// gives it back.
 #[derive(Debug, Clone)]
 pub struct DeviceGroup {
     member: Arc<dyn Member>,
@@ -143,7 +143,7 @@ pub(super) struct HostTensor<'a> {
     pub(super) dims: &'a [usize],
 }
 
-/// What a module asks of its group, whatever its device.
+/// Calls of a module to its group, whatever its device.
 trait Member: Debug + Send + Sync {
     fn any(&self) -> &dyn AnyGroup;
     fn exchange(&self, layer: u32, exchange: Exchange, on: HostTensor<'_>) -> Result<()>;

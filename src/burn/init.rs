@@ -31,7 +31,7 @@ impl ExpertParallelMoEConfig {
     /// several ranks, and for layers that share a workspace on a GPU, see [`init_on`](Self::init_on).
     ///
     /// # Errors
-    /// What [`MoeConfig::validate`] finds; no such device.
+    /// Errors of [`MoeConfig::validate`]; no such device.
     pub fn init<B: MoeBackend>(&self, device: &B::Device) -> Result<ExpertParallelMoE<B>> {
         self.init_on(DeviceGroup::single::<B>(&self.moe, device)?, device)
     }
@@ -41,7 +41,7 @@ impl ExpertParallelMoEConfig {
     /// [`Backend::seed`] gives the same model whatever the number of ranks.
     ///
     /// # Errors
-    /// What [`MoeConfig::validate`] finds; another number of experts than the group's; a communicator's error.
+    /// Errors of [`MoeConfig::validate`]; another number of experts than the group's; a communicator's error.
     pub fn init_on<B: Backend>(
         &self,
         group: impl Into<DeviceGroup>,
@@ -89,7 +89,7 @@ impl<B: Backend> ExpertParallelMoE<B> {
     /// [`ExpertParallelMoEConfig::number`] does.
     ///
     /// # Errors
-    /// What [`MoeConfig::validate`] finds; another number of experts than the group's; missing, extra or mis-shaped
+    /// Errors of [`MoeConfig::validate`]; another number of experts than the group's; missing, extra or mis-shaped
     /// parameters.
     pub fn from_block(
         block: Block,
@@ -109,7 +109,7 @@ impl<B: Backend> ExpertParallelMoE<B> {
     /// From layer `layer` of an opened checkpoint, which is the layer's number too: reads this rank's experts only.
     ///
     /// # Errors
-    /// What [`Checkpoint::load_block`] and [`from_block`](Self::from_block) find.
+    /// Errors of [`Checkpoint::load_block`] and of [`from_block`](Self::from_block).
     pub fn from_checkpoint(
         checkpoint: &Checkpoint,
         layer: usize,

@@ -1,9 +1,9 @@
 //! The layer as a burn module.
 //!
-//! [`ExpertParallelMoE`] is a [`Module`](burn::module::Module) on burn's CPU back end, `Flex`, on its CUDA back end, and
-//! on `Autodiff` over either, where one custom operation carries forward and backward. It holds no arithmetic: it hands
-//! burn's memory to [`Layer`](crate::layer::Layer), without a copy where a tensor is contiguous, and has the layer write
-//! into memory of burn's.
+//! [`ExpertParallelMoE`] is a [`Module`](burn::module::Module) on burn's CPU back end, `Flex`, on its CUDA back end,
+//! and on `Autodiff` over either, where one custom operation carries forward and backward. It holds no arithmetic: it
+//! hands burn's memory to [`Layer`](crate::layer::Layer), without a copy where a tensor is contiguous, and has the
+//! layer write into memory of burn's.
 //!
 //! ```
 //! use burn::backend::{Autodiff, Flex};

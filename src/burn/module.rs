@@ -97,7 +97,7 @@ pub struct SharedExpert<B: Backend> {
     pub gate: Option<Param<Tensor<B, 2>>>,
 }
 
-/// What a forward gives.
+/// Result of a forward.
 #[derive(Debug, Clone)]
 pub struct MoeOutput<B: Backend, const D: usize> {
     /// Same shape and type as the input.

@@ -15,7 +15,7 @@ use super::backend::{Call, Named, NativeMemory, Operands, Outputs, Place, Routin
 const FORWARD: &str = "ExpertParallelMoE::forward";
 const BACKWARD: &str = "ExpertParallelMoE::backward";
 
-/// What forward writes, in the back end's memory.
+/// Outputs of a forward, in the back end's memory.
 struct Results<B: NativeMemory> {
     y: B::Output,
     logits: B::Output,

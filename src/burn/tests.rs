@@ -1,4 +1,4 @@
-//! What fails on one rank between burn's work and the core's, on a back end that fails as told.
+//! Failures on one rank between burn's work and the core's, on a back end that fails as told.
 
 use std::cell::Cell;
 use std::sync::Arc;
@@ -36,7 +36,7 @@ enum At {
 }
 
 thread_local! {
-    /// What the next call of this rank fails at.
+    /// The point at which the next call of this rank fails.
     static FAILS: Cell<Option<At>> = const { Cell::new(None) };
 }
 

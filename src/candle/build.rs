@@ -36,9 +36,9 @@ struct InChain<'a, D: Host> {
 }
 
 impl ExpertParallelMoE {
-    /// From variables named as [`ParamKind::name`] says (`router.weight`, `experts.up`, …), with this rank's experts only.
-    /// Missing ones are initialized: weights uniform in ±1/√fan-in, biases zero. A configuration gets the group's next
-    /// layer number, a [`Layer`] has its own.
+    /// From variables named as [`ParamKind::name`] says (`router.weight`, `experts.up`, …), with this rank's experts
+    /// only. Missing ones are initialized: weights uniform in ±1/√fan-in, biases zero. A configuration gets the group's
+    /// next layer number, a [`Layer`] has its own.
     ///
     /// Over several ranks this is a collective: the parameters that all ranks hold (router, shared expert) become
     /// rank 0's, so that every rank starts from the same router.
@@ -55,10 +55,10 @@ impl ExpertParallelMoE {
 
     /// [`new`](Self::new) with `experts.up` and `experts.down` sharded over the ranks of `chain`, to which they are
     /// added: their variables are this rank's shards, `[S, C]` as [`Chain::shards`] cuts `[L, G·I, H]` and
-    /// `[L, H, I]`; the [`Payload`] says how they travel. A forward runs in a [`Phase::Forward`](crate::etp::Phase) of the chain, a backward in a
-    /// [`Phase::Backward`](crate::etp::Phase); the shards' gradients are not among backward's, but come with
-    /// [`finish_sharded`](super::finish_sharded). A pass is one forward, or one backward, of the whole model: the chain
-    /// has learned the order of the layers in the first.
+    /// `[L, H, I]`; the [`Payload`] says how they travel. A forward runs in a [`Phase::Forward`](crate::etp::Phase) of
+    /// the chain, a backward in a [`Phase::Backward`](crate::etp::Phase); the shards' gradients are not among
+    /// backward's, but come with [`finish_sharded`](super::finish_sharded). A pass is one forward, or one backward, of
+    /// the whole model: the chain has learned the order of the layers in the first.
     ///
     /// ```
     /// use std::sync::Arc;
@@ -133,9 +133,9 @@ impl ExpertParallelMoE {
         Ok(moe)
     }
 
-    /// From a loaded block. `number` names the layer in tags and errors; `None`: the group's next. A selection bias that
-    /// is [trainable](Parameters::Trainable) is one for [`update_selection_bias`](Self::update_selection_bias) alone, as
-    /// it has no gradient.
+    /// From a loaded block. `number` names the layer in tags and errors; `None`: the group's next. A selection bias
+    /// that is [trainable](Parameters::Trainable) is one for [`update_selection_bias`](Self::update_selection_bias)
+    /// alone, as it has no gradient.
     ///
     /// # Errors
     /// A configuration that does not hold together; another number of experts than the group's; missing, extra or
@@ -193,7 +193,7 @@ impl ExpertParallelMoE {
     /// ```
     ///
     /// # Errors
-    /// What [`Checkpoint::load_block`] finds; as [`from_block`](Self::from_block).
+    /// Errors of [`Checkpoint::load_block`]; as [`from_block`](Self::from_block).
     pub fn from_checkpoint<'a>(
         checkpoint: &Checkpoint,
         layer: usize,

@@ -18,11 +18,11 @@ const NOWHERE: u64 = 256;
 
 /// This crate's kernels on candle's stream.
 ///
-/// Why not on that of `Device::new_cuda`: it is CUDA's per-thread default stream, one handle that names another stream on
-/// every thread. A layer's kernels run behind those that made its tensors only as long as both are launched, and all
+/// Why not on that of `Device::new_cuda`: it is CUDA's per-thread default stream, one handle that names another stream
+/// on every thread. A layer's kernels run behind those that made its tensors only as long as both are launched, and all
 /// memory between them is freed, by one thread. candle frees a tensor, runs a backward and reads a result on whichever
-/// thread it is told to, and this crate gives its own blocks from one tensor to the next in the order of a stream; nothing
-/// would say when that order is lost. `Device::new_cuda_with_stream` has one stream for all threads.
+/// thread it is told to, and this crate gives its own blocks from one tensor to the next in the order of a stream;
+/// nothing would say when that order is lost. `Device::new_cuda_with_stream` has one stream for all threads.
 ///
 /// # Errors
 /// [`Error::Invalid`] for a candle device that is no GPU, and for one of `Device::new_cuda`, which names

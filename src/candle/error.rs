@@ -4,7 +4,8 @@ use candle_core::Error as Theirs;
 
 use crate::error::Error;
 
-/// So that `?` serves inside functions of candle's `Result`. The message is ours, and [`error_of`] gives the error back.
+/// So that `?` serves inside functions of candle's `Result`. The message is ours, and [`error_of`] gives the error
+/// back.
 impl From<Error> for Theirs {
     fn from(error: Error) -> Self {
         // Whatever its name, the one variant that keeps an error as such and shows nothing else: `wrap` keeps its text.

@@ -119,7 +119,7 @@ pub(super) struct On<D: Host> {
     pub(super) device: Device,
 }
 
-/// What a module asks of its group, whatever its device.
+/// Calls of a module to its group, whatever its device.
 pub(super) trait Member: Debug + Send + Sync {
     fn any(&self) -> &dyn AnyGroup;
     fn device(&self) -> &Device;

@@ -1,5 +1,5 @@
-//! What the adapter needs of a device: candle's tensors as ours and back, without a copy of what is contiguous. One
-//! file a device implements it.
+//! Requirements of the adapter on a device: candle's tensors as ours and back, without a copy of what is contiguous.
+//! One file a device implements it.
 
 use candle_core::op::BackpropOp;
 use candle_core::{Device, DeviceLocation, Storage, Tensor};
@@ -12,7 +12,7 @@ use super::error::framework;
 
 /// A device whose memory candle and this crate share: [`Cpu`](crate::cpu::Cpu), and with the `cuda` feature `Cuda`.
 pub trait Host: ShardDevice {
-    /// What must live until the work that reads a view is enqueued.
+    /// Owner of memory that must live until the work that reads a view is enqueued.
     #[doc(hidden)]
     type Hold<'a>;
 

@@ -33,7 +33,7 @@ pub struct ExpertParallelMoE {
     pub(super) training: Arc<Training>,
 }
 
-/// What a forward gives.
+/// Result of a forward.
 #[derive(Debug, Clone)]
 pub struct MoeOutput {
     /// Same shape and dtype as the input.
@@ -119,8 +119,8 @@ impl ExpertParallelMoE {
         [ParamKind::Up, ParamKind::Down].into_iter().zip(sharded.ids).filter_map(shard).collect()
     }
 
-    /// Meets the other ranks' forward of this layer as a failure: for a model that fails before it, where they would wait.
-    /// They get the reason at once, and the group stays usable.
+    /// Meets the other ranks' forward of this layer as a failure: for a model that fails before it, where they would
+    /// wait. They get the reason at once, and the group stays usable.
     pub fn refuse_forward(&self, reason: &str) {
         self.refuse(Op::Prepare, reason);
     }
@@ -130,11 +130,11 @@ impl ExpertParallelMoE {
     }
 
     /// Forward over `[T, H]` or `[…, H]`, with everything that the layer knows; `noise`: seed and step of the router's
-    /// jitter, where it is to be applied. A backward can follow where x or a parameter tracks gradients; where none does,
-    /// nothing is kept.
+    /// jitter, where it is to be applied. A backward can follow where x or a parameter tracks gradients; where none
+    /// does, nothing is kept.
     ///
     /// # Errors
-    /// What [`Layer::forward`] finds, with its text.
+    /// Errors of [`Layer::forward`], with their text.
     pub fn forward_full(&self, x: &Tensor, noise: Option<Noise>) -> Result<MoeOutput> {
         self.pass(x, noise, None)
     }

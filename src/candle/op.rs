@@ -33,7 +33,7 @@ pub(super) struct Step<D: Host> {
     pub(super) state: Mutex<State<D>>,
 }
 
-/// What a step still has.
+/// State of a step between forward and its gradients.
 pub(super) enum State<D: Host> {
     /// Forward is done; cotangents arrive.
     Ready { context: Box<Context<D>>, arrived: Arrived },

@@ -9,7 +9,7 @@ use crate::error::{Error, Result};
 
 use super::group::DeviceGroup;
 
-/// What a module's parameters are.
+/// Kind of a module's parameters.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Parameters {
     /// Constants, for inference: nothing is kept for a backward on their account.

@@ -14,7 +14,7 @@ use super::sharded::{Chained, Sharded, with_sources};
 
 const CALL: &str = "ExpertParallelMoE::forward";
 
-/// What a forward is of.
+/// Inputs of a forward.
 pub(super) struct Call<'a> {
     pub(super) layer: &'a Layer,
     pub(super) params: &'a PerParam<Option<Tensor>>,

@@ -1,5 +1,5 @@
-//! What training needs of a module beside its forward: jitter, the auxiliary losses behind y, balance, and gradients of
-//! parameters that all ranks hold.
+//! Parts of a module that training needs beside its forward: jitter, the auxiliary losses behind y, balance, and
+//! gradients of parameters that all ranks hold.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -15,18 +15,18 @@ use crate::metrics::Load;
 
 use super::module::{ExpertParallelMoE, MoeOutput};
 
-/// What the clones of a module share beside the parameters.
+/// State beside the parameters that the clones of a module share.
 #[derive(Debug)]
 pub(super) struct Training {
     seed: u64,
     /// Of the next training forward's noise.
     step: AtomicU64,
-    /// What the auxiliary losses' gradient is multiplied by.
+    /// Factor of the auxiliary losses' gradient.
     aux_scale: f64,
     last: Mutex<Option<Last>>,
 }
 
-/// What the last forward has left to be read.
+/// Figures that the last forward has left to be read.
 #[derive(Debug, Clone)]
 struct Last {
     losses: Lazy<AuxValue>,
@@ -56,15 +56,16 @@ impl Training {
 }
 
 impl ExpertParallelMoE {
-    /// Seed of the router's jitter, and the step that the next training forward counts from (0 and 0 without this). Each
-    /// [`forward_t`](Self::forward_t) that trains takes one step; a run that goes on from a checkpoint sets its own.
+    /// Seed of the router's jitter, and the step that the next training forward counts from (0 and 0 without this).
+    /// Each [`forward_t`](Self::forward_t) that trains takes one step; a run that goes on from a checkpoint sets its
+    /// own.
     pub fn with_noise(mut self, noise: Noise) -> Self {
         let step = AtomicU64::new(noise.step);
         self.training = Arc::new(Training { seed: noise.seed, step, ..self.training.settings() });
         self
     }
 
-    /// What the auxiliary losses' gradient is multiplied by in [`forward_t`](Self::forward_t), 1 without this: what the
+    /// Factor of the auxiliary losses' gradient in [`forward_t`](Self::forward_t), 1 without this: what the
     /// loss is multiplied by before its backward, as by a loss scaler or for gradients that add up over microbatches.
     pub fn with_aux_scale(mut self, aux_scale: f64) -> Self {
         self.training = Arc::new(Training { aux_scale, ..self.training.settings() });
@@ -128,8 +129,8 @@ impl ExpertParallelMoE {
     }
 
     /// Sums the gradients of the variables that every rank holds (router, shared expert) over the ranks, one collective
-    /// each; an absent gradient counts as zeros. Call it on every rank before the optimizer's step. Nothing to do for one
-    /// rank.
+    /// each; an absent gradient counts as zeros. Call it on every rank before the optimizer's step. Nothing to do for
+    /// one rank.
     ///
     /// # Errors
     /// A communicator's error.

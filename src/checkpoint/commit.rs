@@ -1,21 +1,22 @@
 //! Replaces the checkpoint in a folder by another as one step.
 //!
-//! A folder holds a checkpoint in several files, and a file system replaces one name at a time. A save goes through these
-//! states, in each of which a reader finds the old checkpoint whole or the new one whole, whatever is killed when:
+//! A folder holds a checkpoint in several files, and a file system replaces one name at a time. A save goes through
+//! these states, in each of which a reader finds the old checkpoint whole or the new one whole, whatever is killed
+//! when:
 //!
 //! 1. Every new file is written and synced in a folder of its own in the target, [`STAGING`].
-//! 2. Where the system can exchange two names (`renameat2` of Linux), a *stand-in* is made beside the target: a folder of
-//!    links to the new files and to those files of the target that are not the checkpoint's. It takes the target's name,
-//!    and the target that of the stand-in, in one step.
+//! 2. Where the system can exchange two names (`renameat2` of Linux), a *stand-in* is made beside the target: a folder
+//!    of links to the new files and to those files of the target that are not the checkpoint's. It takes the target's
+//!    name, and the target that of the stand-in, in one step.
 //! 3. A [`Manifest`] is written in the target, then the old files go, config.json first, and the new ones take their
 //!    names, config.json last.
 //! 4. The target and its stand-in change names again, and the stand-in goes.
 //!
-//! So the target stays the folder that it was, with its permissions, its subfolders and whoever stands in it, and nothing
-//! in it that is not the checkpoint's is touched. No stand-in is made where one could not show all that the target holds
-//! (a subfolder, extended attributes, files that this user may not link, a mount point), nor on other systems. Then the
-//! target has no config.json during step 3. This crate's reader goes by the manifest and finds the new checkpoint; another
-//! program finds none for that moment, but never parts of both.
+//! So the target stays the folder that it was, with its permissions, its subfolders and whoever stands in it, and
+//! nothing in it that is not the checkpoint's is touched. No stand-in is made where one could not show all that the
+//! target holds (a subfolder, extended attributes, files that this user may not link, a mount point), nor on other
+//! systems. Then the target has no config.json during step 3. This crate's reader goes by the manifest and finds the
+//! new checkpoint; another program finds none for that moment, but never parts of both.
 //!
 //! The next save into the folder finishes what a killed one left: [`recover`].
 
@@ -201,8 +202,9 @@ fn recover(target: &Path) -> io::Result<()> {
         && same_owner(&other, target)
     {
         let _lock = lock(&other).map_err(io::Error::other)?;
-        // A stand-in that has not been shown yet is links alone. Then all new files still lie in the target. Once it has been
-        // shown, both folders may hold what a program has put there; the one at the target's place is complete.
+        // A stand-in that has not been shown yet is links alone. Then all new files still lie in the target. Once it
+        // has been shown, both folders may hold what a program has put there; the one at the target's place is
+        // complete.
         let shown = other.join(STAGING).is_dir() || !target.join(STAGING).join(CONFIG).exists();
         discard(&other, shown.then_some(target))?;
     }
@@ -397,7 +399,7 @@ fn same_owner(_: &Path, _: &Path) -> bool {
     false
 }
 
-/// What a stand-in takes of the system.
+/// System calls that a stand-in needs.
 #[cfg(target_os = "linux")]
 mod system {
     use std::ffi::CString;
@@ -415,8 +417,8 @@ mod system {
     pub fn exchange(a: &Path, b: &Path) -> io::Result<()> {
         let (a, b) = (c_path(a)?, c_path(b)?);
         let at = libc::AT_FDCWD;
-        // SAFETY: both paths end with a zero and outlive the call, which keeps nothing of them. By its number, as not every
-        // C library has a function for it.
+        // SAFETY: both paths end with a zero and outlive the call, which keeps nothing of them. By its number, as not
+        // every C library has a function for it.
         let done = unsafe {
             libc::syscall(libc::SYS_renameat2, at, a.as_ptr(), at, b.as_ptr(), libc::RENAME_EXCHANGE as libc::c_long)
         };

@@ -1,7 +1,7 @@
 //! How `config.json` and `hf_quant_config.json` say that weights are quantized, held against how they are.
 //!
-//! Only what is said is compared: many checkpoints say it in one of both files, or nowhere. Experts that are not quantized
-//! never contradict: both files may leave them out by patterns.
+//! Only what is said is compared: many checkpoints say it in one of both files, or nowhere. Experts that are not
+//! quantized never contradict: both files may leave them out by patterns.
 
 use std::path::Path;
 
@@ -26,7 +26,7 @@ struct Said<T> {
     value: T,
 }
 
-/// What the files say.
+/// Declarations of the files.
 #[derive(Debug, Clone, Default)]
 pub(super) struct Declared {
     methods: Vec<Said<String>>,

@@ -163,7 +163,7 @@ pub(super) const ROOTS: &[&str] = &[
 
 const PROJ: Experts = Experts::Each { gate: "gate_proj", up: "up_proj", down: "down_proj" };
 const W123: Experts = Experts::Each { gate: "w1", up: "w3", down: "w2" };
-/// What transformers 5 holds in memory and writes with `save_original_format=False`.
+/// The form that transformers 5 holds in memory and writes with `save_original_format=False`.
 const FUSED: Experts =
     Experts::Fused { up: "experts.gate_up_proj", down: "experts.down_proj", transposed: false, interleaved: false };
 const FUSED_T: Experts =
@@ -420,7 +420,7 @@ pub(super) static REFUSED: &[(&[&str], &str)] = &[
     (&["deepseek_v4"], "scores by sqrt(softplus) (scoring_func)"),
 ];
 
-/// What the layer lacks for a `model_type`, where that is known.
+/// The feature that the layer lacks for a `model_type`, where that is known.
 pub(super) fn lacking(model_type: &str) -> Option<&'static str> {
     REFUSED.iter().find(|(types, _)| types.contains(&model_type)).map(|(_, lacking)| *lacking)
 }

@@ -85,8 +85,8 @@ impl Folder {
         &self.dir
     }
 
-    /// Where a file lies; `None` if the checkpoint has none of this name. Without the option it lies in the folder itself,
-    /// not only a link to it.
+    /// Where a file lies; `None` if the checkpoint has none of this name. Without the option it lies in the folder
+    /// itself, not only a link to it.
     pub fn find(&self, name: &str) -> Result<Option<PathBuf>> {
         let mut places = vec![self.dir.join(name)];
         if let Some(pending) = &self.pending {

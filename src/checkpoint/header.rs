@@ -22,7 +22,7 @@ const LENGTH: u64 = 8;
 /// Most characters of a problem's description, which may quote a hostile file.
 const MAX_PROBLEM: usize = 400;
 
-/// What a header says, checked against the file's length.
+/// Content of a header, checked against the file's length.
 #[derive(Debug)]
 pub(super) struct Header {
     /// Names and places; offsets are relative to `data`.

@@ -1,7 +1,7 @@
 //! JSON of untrusted files: bounded in size before it is parsed, duplicate keys refused.
 //!
-//! [`Limits::check`] walks over a text without taking memory. What it lets through makes values of a bounded size, so that
-//! a hostile file costs its own bytes (bounded too) and little more.
+//! [`Limits::check`] walks over a text without taking memory. What it lets through makes values of a bounded size, so
+//! that a hostile file costs its own bytes (bounded too) and little more.
 
 use std::fmt;
 use std::fs::File;
@@ -27,7 +27,7 @@ pub(super) const MAX_NAME: usize = 1024;
 /// Most dimensions of a tensor; published ones have at most 5.
 pub(super) const MAX_DIMS: usize = 16;
 
-/// What a JSON text may hold.
+/// Limits of a JSON text.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Limits {
     /// Arrays and objects within each other.

@@ -16,7 +16,7 @@ use crate::tensor::Tensor;
 /// Bytes of one read, unless a row is longer: large enough to be fast, small beside any expert.
 pub(super) const CHUNK: usize = 1 << 20;
 
-/// What checking a block finds.
+/// Results of checking a block.
 #[derive(Debug)]
 pub(super) struct Checked {
     /// Type of each parameter as stored, or that de-quantized weights get.

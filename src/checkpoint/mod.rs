@@ -1,9 +1,9 @@
 //! Published safetensors checkpoints: a rank's share of a Mixture-of-Experts block, and back.
 //!
 //! [`Checkpoint::open`] reads `config.json` and the headers of the tensor files; [`Checkpoint::load_block`] then reads
-//! the bytes of one rank's experts and no others. Checkpoints are untrusted: files, their JSON and every name in it have
-//! limits, far above published ones, that are checked before anything is parsed; every size is checked against the file
-//! before a tensor is allocated; and what is wrong is a [`CheckpointError`] that names file and tensor.
+//! the bytes of one rank's experts and no others. Checkpoints are untrusted: files, their JSON and every name in it
+//! have limits, far above published ones, that are checked before anything is parsed; every size is checked against the
+//! file before a tensor is allocated; and what is wrong is a [`CheckpointError`] that names file and tensor.
 
 mod commit;
 mod convert;
@@ -56,7 +56,7 @@ pub struct Checkpoint {
     model: model::Model,
     /// Prefix of a layer's number in tensor names.
     root: &'static str,
-    /// What the files say of quantization.
+    /// Declarations of quantization in the files.
     declared: declared::Declared,
     moe_layers: Vec<usize>,
 }
@@ -109,8 +109,8 @@ pub struct LoadOptions {
     /// Convert to this floating type; `None`: as stored (de-quantized weights: BF16 or F16 where `config.json` names
     /// it as the model's type, else F32).
     ///
-    /// What decides routing keeps its precision: the selection bias, and the router of families that publish it in
-    /// F32 (Ernie, Hunyuan), get this type's [accumulator](DType::accumulator).
+    /// Parameters that decide routing keep their precision: the selection bias, and the router of families that publish
+    /// it in F32 (Ernie, Hunyuan), get this type's [accumulator](DType::accumulator).
     pub dtype: Option<DType>,
 }
 
@@ -142,8 +142,8 @@ impl ShardOptions {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 #[non_exhaustive]
 pub struct OpenOptions {
-    /// Let the checkpoint's files be links that leave the folder, as those of the Hugging Face cache are. Off by default: a
-    /// checkpoint from a stranger could name any file.
+    /// Let the checkpoint's files be links that leave the folder, as those of the Hugging Face cache are. Off by
+    /// default: a checkpoint from a stranger could name any file.
     pub follow_links: bool,
 }
 
@@ -186,7 +186,7 @@ pub struct BlockBytes {
     pub experts: u64,
     /// Router and shared expert in memory, the same on every rank.
     pub replicated: u64,
-    /// What this rank reads of the files.
+    /// Bytes that this rank reads of the files.
     pub disk: u64,
 }
 
@@ -210,8 +210,8 @@ impl Checkpoint {
             let before = folder::Version::now(dir, options);
             let opened = Self::open_once(dir, options);
             let after = folder::Version::now(dir, options);
-            // A save that finishes meanwhile may have given config.json of one checkpoint and tensors of another, or have
-            // moved a file between finding and opening it.
+            // A save that finishes meanwhile may have given config.json of one checkpoint and tensors of another, or
+            // have moved a file between finding and opening it.
             let moved = matches!(&opened, Err(Error::Checkpoint(CheckpointError::Io { .. })));
             let settled = after.is(&before) && !(moved && (before.pending || after.pending));
             if settled || attempts.next() == Some(ATTEMPTS) {
@@ -404,21 +404,22 @@ impl Checkpoint {
 }
 
 impl Checkpoint {
-    /// Writes a checkpoint: the given blocks, as [`gather_blocks`] joins them, under their published names, everything else
-    /// copied from this one. `config.json` is written as it is.
+    /// Writes a checkpoint: the given blocks, as [`gather_blocks`] joins them, under their published names, everything
+    /// else copied from this one. `config.json` is written as it is.
     ///
-    /// The folder changes as one: a reader finds what was there or what was saved, each whole, also where the process is
-    /// killed; what a killed save leaves, the next one removes. (On Linux that is so for every reader. Where the system
-    /// cannot exchange folders, or the folder holds subfolders or access lists, other programs may find no `config.json`
-    /// for a moment, or after a kill until the next save; this crate's readers do not.) Files of an older checkpoint that
-    /// the new one does not have go (`hf_quant_config.json`, the index and the shards that it names); all others stay.
+    /// The folder changes as one: a reader finds what was there or what was saved, each whole, also where the process
+    /// is killed; what a killed save leaves, the next one removes. (On Linux that is so for every reader. Where the
+    /// system cannot exchange folders, or the folder holds subfolders or access lists, other programs may find no
+    /// `config.json` for a moment, or after a kill until the next save; this crate's readers do not.) Files of an older
+    /// checkpoint that the new one does not have go (`hf_quant_config.json`, the index and the shards that it names);
+    /// all others stay.
     ///
     /// Blocks are written in the types of their tensors, and loading them gives the same bits. Where this checkpoint is
     /// quantized, everything is written de-quantized and `config.json` loses its `quantization_config`.
     ///
     /// # Errors
-    /// Blocks whose tensors do not fit, or lack any; the folder of this checkpoint itself; [`CheckpointError`] where reading
-    /// or writing fails, or another save into the folder is under way.
+    /// Blocks whose tensors do not fit, or lack any; the folder of this checkpoint itself; [`CheckpointError`] where
+    /// reading or writing fails, or another save into the folder is under way.
     pub fn save(&self, dir: impl AsRef<Path>, blocks: &[(usize, &BlockParams)]) -> Result<()> {
         self.save_with(dir, blocks, SaveOptions::default())
     }
@@ -439,9 +440,9 @@ impl Checkpoint {
         self.write_plan(dir.as_ref(), &plan, &mut shares)
     }
 
-    /// As [`save_with`](Self::save_with), of blocks whose experts lie on the ranks of a group. Collective: every rank gives its
-    /// own share of the same layers; the first one writes, with its own replicated parameters, and holds one matrix of
-    /// another rank at a time.
+    /// As [`save_with`](Self::save_with), of blocks whose experts lie on the ranks of a group. Collective: every rank
+    /// gives its own share of the same layers; the first one writes, with its own replicated parameters, and holds one
+    /// matrix of another rank at a time.
     ///
     /// # Errors
     /// As [`save`](Self::save), on every rank; shares that differ in layers or types; a collective's.
@@ -482,12 +483,13 @@ pub struct QuantizedTensor {
 
 impl Checkpoint {
     /// Writes this checkpoint with the routed experts of every block in NVFP4, in ModelOpt's form without scales of
-    /// activations, and everything else as it is, with `hf_quant_config.json` beside `config.json`. The folder changes as
-    /// one, as with [`save`](Self::save). Gate and up of an expert share their second-level scale.
+    /// activations, and everything else as it is, with `hf_quant_config.json` beside `config.json`. The folder changes
+    /// as one, as with [`save`](Self::save). Gate and up of an expert share their second-level scale.
     ///
     /// # Errors
-    /// The folder of this checkpoint itself, whose weights would be lost. Blocks whose experts are fused, already quantized, not finite, or of columns that are no multiple of 16;
-    /// [`CheckpointError`] where reading or writing fails.
+    /// The folder of this checkpoint itself, whose weights would be lost. Blocks whose experts are fused, already
+    /// quantized, not finite, or of columns that are no multiple of 16; [`CheckpointError`] where reading or writing
+    /// fails.
     pub fn save_nvfp4(&self, dir: impl AsRef<Path>) -> Result<Vec<QuantizedTensor>> {
         self.save_nvfp4_with(dir, SaveOptions::default())
     }

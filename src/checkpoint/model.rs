@@ -16,7 +16,7 @@ use crate::error::CheckpointError;
 
 type Result<T> = std::result::Result<T, CheckpointError>;
 
-/// What a `config.json` says about the blocks.
+/// Description of the blocks in a `config.json`.
 #[derive(Debug)]
 pub(super) struct Model {
     pub json: Value,

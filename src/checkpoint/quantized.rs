@@ -181,7 +181,7 @@ impl Checkpoint {
     }
 }
 
-/// What belongs to a role; made where there is nothing yet.
+/// The entry of a role; made where there is nothing yet.
 fn entry<T>(map: &mut HashMap<ParamKind, T>, role: ParamKind, make: impl FnOnce() -> Result<T>) -> Result<&mut T> {
     match map.entry(role) {
         Entry::Occupied(found) => Ok(found.into_mut()),

@@ -1,5 +1,5 @@
-//! The parameters that a save writes, asked for matrix by matrix: this process's own, or those of several ranks, which come
-//! to the first one as it writes.
+//! The parameters that a save writes, asked for matrix by matrix: this process's own, or those of several ranks, which
+//! come to the first one as it writes.
 
 use std::borrow::Cow;
 
@@ -13,7 +13,8 @@ use crate::error::{Error, Result};
 use crate::kernels::Kernels;
 use crate::tensor::Tensor;
 
-/// The other ranks wait for the first one in collectives, whose time is bounded: it meets them at least once in so many bytes.
+/// The other ranks wait for the first one in collectives, whose time is bounded: it meets them at least once in so many
+/// bytes.
 const BARRIER_BYTES: usize = 256 << 20;
 
 /// Parameters of blocks, by layer, and the ranks that hold them.

@@ -1,5 +1,5 @@
-//! Writes a whole checkpoint: planned first, so that each header is complete before its file's first byte, then streamed, a
-//! matrix of a block at a time.
+//! Writes a whole checkpoint: planned first, so that each header is complete before its file's first byte, then
+//! streamed, a matrix of a block at a time.
 
 use std::collections::HashSet;
 use std::io::Write;
@@ -42,7 +42,7 @@ struct ShardPlan<'a> {
     items: Vec<(String, Item<'a>)>,
 }
 
-/// What a save writes.
+/// Content of a save.
 pub(super) struct SavePlan<'a> {
     shards: Vec<ShardPlan<'a>>,
     /// Files of text, the index among them.

@@ -1,4 +1,4 @@
-//! What ranks compare before they exchange anything: the call, its purpose, its arguments and its sizes.
+//! Comparison of calls before ranks exchange anything: the call, its purpose, its arguments and its sizes.
 
 use std::time::Duration;
 
@@ -19,7 +19,7 @@ pub(crate) struct Call {
     pub bytes: usize,
 }
 
-/// What else the ranks must agree on.
+/// Further arguments on which the ranks must agree.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum Detail {
     Plain,
@@ -111,7 +111,7 @@ pub(crate) fn judge<'a>(messages: impl Iterator<Item = &'a Call>) -> Verdict {
     None
 }
 
-/// What ranks must agree on besides operation, tag and sizes.
+/// Arguments on which ranks must agree besides operation, tag and sizes.
 fn argument(m: &Call) -> String {
     match &m.detail {
         Detail::Reduce(op) => format!("{op:?} of {}", m.dtype),

@@ -3,15 +3,15 @@
 //! [`Communicator`] is the little that the dispatchers need; [`threads`] implements it between threads of one
 //! process, `moebius::nccl` between GPUs. Every call carries a [`Tag`], which says what it is for.
 //!
-//! What is compared before anything is exchanged: the call, its tag, dtype and arguments (reduction, root), and its
+//! Compared before anything is exchanged are the call, its tag, dtype and arguments (reduction, root), and its
 //! sizes. Ranks that disagree get an error each ([`TagMismatch`](crate::CommError::TagMismatch) and its like), exchange
 //! nothing, and go on. That is so
 //!
 //! * between threads always, on the CPU and on GPUs;
-//! * between processes over NCCL where asked for, by `MOEBIUS_CHECKED=1` or `NcclComm::join_checked`, but for sizes that
-//!   differ from rank to rank (`all_to_all_v`), which follow from prepare's exchange;
-//! * between processes otherwise not: a message between hosts before each would take longer than most collectives do. But
-//!   prepare's exchange holds the layer and all numbers of its spec, so ranks in different layers get an error each
+//! * between processes over NCCL where asked for, by `MOEBIUS_CHECKED=1` or `NcclComm::join_checked`, but for sizes
+//!   that differ from rank to rank (`all_to_all_v`), which follow from prepare's exchange;
+//! * between processes otherwise not: a message between hosts before each would take longer than most collectives do.
+//!   But prepare's exchange holds the layer and all numbers of its spec, so ranks in different layers get an error each
 //!   there ([`ConfigMismatch`](crate::Error::ConfigMismatch)) at no cost, and what follows belongs to its handle.
 //!
 //! Sends and puts between two ranks are compared nowhere.
@@ -35,7 +35,7 @@ pub use solo::Solo;
 pub use symmetric::{Put, Span, SymmetricMemory, ThreadWindow};
 pub use threads::{ThreadComm, ThreadWorld};
 
-/// What a collective is for. The [module](self) says when it is compared.
+/// Purpose of a collective. The [module](self) says when it is compared.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Tag {
     /// The layer, as the caller numbers its layers.
@@ -111,9 +111,9 @@ pub enum ReduceOp {
 
 /// Collectives over the ranks of a group. `&mut self`: one thread drives a rank, as NCCL demands.
 ///
-/// On the CPU all calls block until done or failed; they fail on every rank or on none, within the communicator's timeout.
-/// On a GPU they are enqueued: what is found before is returned, what is found later by every later call and by every
-/// wait of the device. Buffers are row-major and contiguous; sizes are checked before anything is exchanged.
+/// On the CPU all calls block until done or failed; they fail on every rank or on none, within the communicator's
+/// timeout. On a GPU they are enqueued: what is found before is returned, what is found later by every later call and
+/// by every wait of the device. Buffers are row-major and contiguous; sizes are checked before anything is exchanged.
 pub trait Communicator<D: Device>: fmt::Debug + Send {
     /// This rank, `0..size`.
     fn rank(&self) -> usize;
@@ -128,8 +128,8 @@ pub trait Communicator<D: Device>: fmt::Debug + Send {
     /// Gathers `send` of every rank, in rank order, on every rank. `recv` has `size` times the bytes of `send`,
     /// whose size is the same on all ranks.
     fn all_gather(&mut self, tag: Tag, send: TensorRef<'_, D>, recv: TensorMut<'_, D>) -> Result<()>;
-    /// The same of parts that lie in their places: this rank's is block `rank` of `buffer` (`[size, …]`). For communicators
-    /// with memory of their own ([`uses_copy_engines`](Self::uses_copy_engines)).
+    /// The same of parts that lie in their places: this rank's is block `rank` of `buffer` (`[size, …]`). For
+    /// communicators with memory of their own ([`uses_copy_engines`](Self::uses_copy_engines)).
     ///
     /// # Errors
     /// As all collectives; a communicator without.
@@ -145,9 +145,10 @@ pub trait Communicator<D: Device>: fmt::Debug + Send {
     /// Sends `send_bytes[p]` bytes to each rank p and receives `recv_bytes[p]` from it. Both buffers hold the
     /// pieces back to back in rank order; their dtype is [`DType::U8`].
     fn all_to_all_v(&mut self, tag: Tag, exchange: Exchange<'_, D>) -> Result<()>;
-    /// Sends row block p of `send` (`[size, …]`) to each other rank p, and receives in `recv` (`[size − 1, …]`) what these
-    /// send to this one, in rank order. This rank's own block stays where it is, and nothing of it is copied. `recv` lies in
-    /// [`memory`](Self::memory) of the communicator's, at the same place, on all ranks or on none: peers write there.
+    /// Sends row block p of `send` (`[size, …]`) to each other rank p, and receives in `recv` (`[size − 1, …]`) what
+    /// these send to this one, in rank order. This rank's own block stays where it is, and nothing of it is copied.
+    /// `recv` lies in [`memory`](Self::memory) of the communicator's, at the same place, on all ranks or on none: peers
+    /// write there.
     fn exchange_blocks(&mut self, tag: Tag, send: TensorRef<'_, D>, recv: TensorMut<'_, D>) -> Result<()>;
     /// Copies `buffer` of `root` to every rank.
     fn broadcast(&mut self, tag: Tag, root: usize, buffer: TensorMut<'_, D>) -> Result<()>;
@@ -161,8 +162,8 @@ pub trait Communicator<D: Device>: fmt::Debug + Send {
     /// # Errors
     /// The meeting itself failed (a rank is gone, or none came).
     fn refuse(&mut self, tag: Tag, reason: &str) -> Result<()>;
-    /// Whether collectives over [`memory`](Self::memory) are the device's copy engines' and take nothing from kernels that
-    /// run beside.
+    /// Whether collectives over [`memory`](Self::memory) are the device's copy engines' and take nothing from kernels
+    /// that run beside.
     fn uses_copy_engines(&self) -> bool {
         false
     }
@@ -209,7 +210,7 @@ pub struct Exchange<'a, D: Device> {
     pub recv: TensorMut<'a, D>,
     /// Bytes from each rank.
     pub recv_bytes: &'a [usize],
-    /// What the bytes are made of; ranks must agree.
+    /// Type of the bytes' elements; ranks must agree.
     pub payload: DType,
 }
 

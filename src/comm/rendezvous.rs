@@ -25,7 +25,7 @@ pub(crate) struct Rendezvous<T, V> {
 struct RendezvousState<T, V> {
     /// Number of the round that is being filled.
     round: u64,
-    /// What the ranks have brought to it.
+    /// Deposits of the ranks.
     deposits: Vec<Option<T>>,
     /// The round before, until every rank has picked it up. The next cannot finish earlier: it needs them all.
     finished: Option<Arc<Round<T, V>>>,
@@ -42,7 +42,7 @@ struct RendezvousState<T, V> {
 pub(crate) struct Round<T, V> {
     /// Deposits in rank order.
     pub deposits: Vec<T>,
-    /// What the last rank to arrive found about them.
+    /// The last rank's finding about them.
     pub verdict: V,
 }
 

@@ -39,7 +39,7 @@ pub struct Put<'a, W> {
     pub peer: usize,
     /// The window read here.
     pub from: &'a W,
-    /// What of it.
+    /// The part of the window.
     pub span: Span,
     /// The window written there.
     pub to: &'a W,
@@ -47,8 +47,8 @@ pub struct Put<'a, W> {
     pub offset: usize,
 }
 
-/// Windows: memory of one size on every rank, made and given up by all ranks together. Each rank reads and writes its own
-/// part; any rank puts into another's, which learns of it by a signal.
+/// Windows: memory of one size on every rank, made and given up by all ranks together. Each rank reads and writes its
+/// own part; any rank puts into another's, which learns of it by a signal.
 ///
 /// A put and the signal after it are ordered: who has waited for the signal sees the bytes. Signals of a pair of ranks
 /// count; a wait takes as many as it names. Work is enqueued as the device's other work is.
@@ -79,7 +79,7 @@ pub trait SymmetricMemory<D: Device>: Communicator<D> {
 /// The ranks' parts of one window.
 pub(super) type Parts = Arc<Vec<Mutex<Vec<u8>>>>;
 
-/// What the threads of a group share for their windows.
+/// State that the threads of a group share for their windows.
 #[derive(Debug, Default)]
 pub(super) struct WindowRegistry {
     windows: Mutex<HashMap<u64, Parts>>,

@@ -61,7 +61,7 @@ impl Drop for ThreadComm {
     }
 }
 
-/// What a rank brings to a meeting.
+/// Deposit of a rank at a meeting.
 #[derive(Debug)]
 struct Deposit {
     call: Call,

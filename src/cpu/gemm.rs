@@ -1,5 +1,5 @@
-//! Matrix products: rows by a weight ([`super::ordered`]), a checked wrapper of the `gemm` crate for sums over rows, and
-//! the dense products of router and shared gate.
+//! Matrix products: rows by a weight ([`super::ordered`]), a checked wrapper of the `gemm` crate for sums over rows,
+//! and the dense products of router and shared gate.
 
 use std::borrow::Cow;
 

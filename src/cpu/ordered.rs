@@ -9,8 +9,8 @@
 //! - [`Layout::Columns`], `x · w`: k in chunks of [`AXPY_CHUNK`]. In a chunk the terms are summed in sequence, by fused
 //!   multiply-adds; then the chunks in sequence.
 //!
-//! Where a machine has no fused multiply-add, each is a multiplication and an addition. The lanes are those of the widest
-//! SIMD registers that the machine has, so that bits may differ between machines.
+//! Where a machine has no fused multiply-add, each is a multiplication and an addition. The lanes are those of the
+//! widest SIMD registers that the machine has, so that bits may differ between machines.
 
 use std::ops::Range;
 

@@ -213,7 +213,7 @@ impl Layout {
     }
 }
 
-/// What a map is called where there is no memory for it.
+/// Name of a map in the error where there is no memory for it.
 const MAP: &str = "a map of rows";
 
 /// A map of which every entry says "none".

@@ -47,8 +47,8 @@ impl fmt::Debug for DeviceBuffer {
 }
 
 impl DeviceBuffer {
-    /// The memory as the driver bindings' own: it leaves the workspace, and whoever holds it gives it back to the driver, in
-    /// the order of the stream. `T` is the element type that the buffer was allocated for.
+    /// The memory as the driver bindings' own: it leaves the workspace, and whoever holds it gives it back to the
+    /// driver, in the order of the stream. `T` is the element type that the buffer was allocated for.
     #[cfg(feature = "candle")]
     pub(crate) fn into_slice<T: cudarc::driver::DeviceRepr>(mut self) -> Result<CudaSlice<T>> {
         let stream = Arc::clone(self.arena.stream());
@@ -187,8 +187,8 @@ impl Cuda {
     pub(super) fn write_bytes(&self, call: &'static str, to: CUdeviceptr, from: &[u8]) -> Result<()> {
         self.not_captured(call, "copy from the host")?;
         self.bind(call)?;
-        // SAFETY: callers give a pointer of at least `from.len()` bytes; `from` is copied before the call returns or, where
-        // the GPU reads it later, waited for below.
+        // SAFETY: callers give a pointer of at least `from.len()` bytes; `from` is copied before the call returns or,
+        // where the GPU reads it later, waited for below.
         unsafe { result::memcpy_htod_async(to, from, self.inner.stream.cu_stream()) }
             .map_err(driver(call, "copy to the GPU"))?;
         match self.reads_in_place(from) {

@@ -17,13 +17,14 @@ use super::memory::{Arena, Memory};
 use super::status::Status;
 use super::sync::FailureSource;
 
-/// `CU_STREAM_PER_THREAD`. Buffers freed on another thread than the one that last used them would not be behind its work.
+/// `CU_STREAM_PER_THREAD`. Buffers freed on another thread than the one that last used them would not be behind its
+/// work.
 const PER_THREAD: sys::CUstream = 0x2 as sys::CUstream;
 
 /// A stream of a GPU with this crate's kernels loaded.
 ///
-/// Making one, and dropping the last clone, is for a program's start and end, not for its steps: the driver then waits for
-/// all work of the context, and launches of other threads may be held up until it is done.
+/// Making one, and dropping the last clone, is for a program's start and end, not for its steps: the driver then waits
+/// for all work of the context, and launches of other threads may be held up until it is done.
 #[derive(Clone)]
 pub struct Cuda {
     pub(super) inner: Arc<Inner>,
@@ -52,7 +53,7 @@ pub(super) struct Inner {
     pub(super) captures: Captures,
     /// The ranks and layers that calls were made for, by the numbers that kernels know them by.
     pub(super) origins: Mutex<Vec<Origin>>,
-    /// What may spoil the work on the stream from outside.
+    /// Sources of failures from outside that may spoil the work on the stream.
     pub(super) failure_sources: Mutex<Vec<Weak<dyn FailureSource>>>,
 }
 
@@ -210,8 +211,8 @@ impl Cuda {
     }
 
     /// The same device whose largest kernels leave so many of its SMs (at most all but two) to what runs on
-    /// other streams meanwhile. They fill the GPU for as long as they run, so that collectives beside them would else wait
-    /// for their end, and the next such kernel for the collectives'. Results are the same to the bit.
+    /// other streams meanwhile. They fill the GPU for as long as they run, so that collectives beside them would else
+    /// wait for their end, and the next such kernel for the collectives'. Results are the same to the bit.
     pub fn reserving_sms(&self, sms: usize) -> Self {
         Self { reserved_sms: sms, ..self.clone() }
     }
@@ -319,8 +320,8 @@ impl Cuda {
     /// Makes the context the thread's.
     ///
     /// # Errors
-    /// A driver's error; where a guard has failed, its failure: what an aborted communicator takes with it may be what a
-    /// kernel still reads, and then the whole context is lost with it.
+    /// A driver's error; where a guard has failed, its failure: what an aborted communicator takes with it may be what
+    /// a kernel still reads, and then the whole context is lost with it.
     pub(crate) fn bind(&self, call: &'static str) -> Result<()> {
         self.inner.context.bind_to_thread().or_else(|error| {
             self.check_failure_sources()?;

@@ -1,9 +1,9 @@
 //! The end of a process that leaves a GPU stuck.
 //!
 //! NCCL has a CUDA runtime of its own, which unloads its kernels as the process exits; where NCCL was loaded after the
-//! driver, that is before the driver's own end, and waits for the GPU: such a process would never end. So when one of its
-//! GPUs is stuck it leaves without the handlers that were there before, with its output flushed and its own status. What
-//! Rust does at the end of `main` has been done by then.
+//! driver, that is before the driver's own end, and waits for the GPU: such a process would never end. So when one of
+//! its GPUs is stuck it leaves without the handlers that were there before, with its output flushed and its own status.
+//! By then everything has been done that Rust does at the end of `main`.
 
 use std::ffi::{c_int, c_void};
 use std::process;
@@ -18,7 +18,7 @@ unsafe extern "C" {
     static mut stdout: *mut libc::FILE;
 }
 
-/// What the handler asks: whose GPU it is, and whether it is stuck.
+/// State that the handler asks for: whose GPU it is, and whether it is stuck.
 struct Owned {
     process: u32,
     stuck: Arc<AtomicBool>,

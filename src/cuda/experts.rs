@@ -163,8 +163,8 @@ impl<'a> GroupedGemm<'a> {
             let grid = Grid { shared: self.shape.shared, ..Grid::new(blocks, self.shape.threads) };
             return weight.launch((self.device, self.call), (product, self.dtype), (grid, choice.tuned), p);
         }
-        // SAFETY, both: callers have checked every tensor in `p` against the sizes in `p`; maps and segments, which only
-        // the device knows, are checked by the kernel.
+        // SAFETY, both: callers have checked every tensor in `p` against the sizes in `p`; maps and segments, which
+        // only the device knows, are checked by the kernel.
         match choice.sm90 {
             // SAFETY: as above.
             Some((product, kernel)) => unsafe {

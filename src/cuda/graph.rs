@@ -13,8 +13,8 @@ use super::memory::Arena;
 
 const CALL: &str = "Cuda::capture";
 
-/// A recorded sequence of calls with everything that it touches: the memory that it allocated, and a hold on every tensor
-/// of its [`Cuda`] that was alive when it was recorded, so that none of that memory is given to anything else
+/// A recorded sequence of calls with everything that it touches: the memory that it allocated, and a hold on every
+/// tensor of its [`Cuda`] that was alive when it was recorded, so that none of that memory is given to anything else
 /// while the graph lives. `T` is what the calls returned.
 ///
 /// Tensors read by the graph may be written between replays (with [`Kernels::upload`](crate::kernels::Kernels::upload),
@@ -53,7 +53,7 @@ impl Drop for ArenaHold {
 pub(super) struct Captures {
     /// So far, one under way counted.
     begun: AtomicU64,
-    /// What is called before one ends.
+    /// Hooks called before a capture ends.
     endings: Mutex<Vec<Weak<CaptureHook>>>,
 }
 
@@ -108,7 +108,7 @@ impl Drop for ActiveCapture<'_> {
     }
 }
 
-/// What was recorded.
+/// A recorded graph.
 struct Graph(sys::CUgraph);
 
 impl Graph {
@@ -135,11 +135,11 @@ impl Cuda {
     /// Records what `calls` enqueues, without running it. Run them once before, so that what happens at a first use is
     /// behind.
     ///
-    /// Until it returns, nothing else may use this device's stream. Where `calls` fail, what they have recorded is given
-    /// up: nothing of it runs.
+    /// Until it returns, nothing else may use this device's stream. Where `calls` fail, what they have recorded is
+    /// given up: nothing of it runs.
     ///
     /// # Errors
-    /// What `calls` returns; [`Error::NotCapturable`] where one of them waits for the device or copies from the host, or
+    /// Errors of `calls`; [`Error::NotCapturable`] where one of them waits for the device or copies from the host, or
     /// where they end within a pass of a chain; a driver's error.
     pub fn capture<T>(&self, calls: impl FnOnce() -> Result<T>) -> Result<Captured<T>> {
         self.bind(CALL)?;
@@ -203,7 +203,7 @@ impl<T> Captured<T> {
             .map_err(driver(CALL, "launch the graph"))
     }
 
-    /// What the recorded calls returned: tensors in it hold the results of the last replay.
+    /// Result of the recorded calls: tensors in it hold the results of the last replay.
     pub fn output(&self) -> &T {
         &self.output
     }

@@ -1,11 +1,11 @@
-//! Numbers that were measured or weighed, and that nothing else determines: where one kernel takes over from another, and
-//! how work is cut. None changes what is computed but where its documentation says so. What kernels are compiled with
-//! stands in `kernels/common/shapes.h`; notes are in `kernels/notes/`.
+//! Numbers that were measured or weighed, and that nothing else determines: where one kernel takes over from another,
+//! and how work is cut. None changes what is computed but where its documentation says so. What kernels are compiled
+//! with stands in `kernels/common/shapes.h`; notes are in `kernels/notes/`.
 
 // ------------------------------------------------------------------------------------------------ experts' products
 
-/// Columns of gate (and as many of up), or of a gradient through the activation, from which mapped rows are brought into
-/// slot order before Hopper's product: each is then read so often that TMA, which follows no map, makes up for it.
+/// Columns of gate (and as many of up), or of a gradient through the activation, from which mapped rows are brought
+/// into slot order before Hopper's product: each is then read so often that TMA, which follows no map, makes up for it.
 /// Measured on an H100 at the sizes of `benches/cuda`: `notes/rows.md`.
 pub(super) const ORDER_ROWS_COLUMNS: usize = 8192;
 
@@ -30,11 +30,11 @@ pub(super) const DECODE_EIGHT_ROWS: i64 = 6;
 /// block have so much. `notes/w4a16.md`.
 pub(super) const DECODE_SHARED: u32 = 115_712;
 
-// ------------------------------------------------------------------------------------------------ the router's products
+// ----------------------------------------------------------------------------------------------- the router's products
 
-/// Blocks that a sum over tokens is cut into at least, as far as there are tokens: two for each of an H100's 132 SMs, and
-/// a number of its own, so that results do not depend on the GPU's size. Another number changes the order of the sum.
-/// `notes/router.md`.
+/// Blocks that a sum over tokens is cut into at least, as far as there are tokens: two for each of an H100's 132 SMs,
+/// and a number of its own, so that results do not depend on the GPU's size. Another number changes the order of the
+/// sum. `notes/router.md`.
 pub(super) const SPLIT_BLOCKS: usize = 264;
 
 /// Fewest tokens of a part of such a sum. Changes the order of the sum. `notes/router.md`.
@@ -48,8 +48,8 @@ pub(super) const SPLIT_HIDDEN: usize = 1024;
 /// Fewest parts of a logit.
 pub(super) const SPLIT_PARTS: usize = 4;
 
-/// Blocks of one warp that route where a token's working rows do not fit shared memory: two an SM of an H100, which bounds
-/// the scratch.
+/// Blocks of one warp that route where a token's working rows do not fit shared memory: two an SM of an H100, which
+/// bounds the scratch.
 pub(super) const ROUTER_SCRATCH_BLOCKS: usize = 264;
 
 // ------------------------------------------------------------------------------------------------ plans

@@ -46,11 +46,12 @@ pub(super) const SM90_LINEAR_D_X: TileConfig = TileConfig {
 /// Weight rows of a tile of Hopper's kernels with quantized weights (`kernels/sm90/w4a16_pipeline.cuh`).
 pub(super) const SM90_W4A16: TileConfig =
     TileConfig { tile: params::W4A16_WEIGHTS as usize, threads: params::W4A16_THREADS, shared: params::W4A16_SMEM };
-/// Shared memory of the NVFP4 casts of aligned matrices, to nearest and stochastically (`kernels/nvfp4_cast_aligned.cu`).
+/// Shared memory of the NVFP4 casts of aligned matrices, to nearest and stochastically
+/// (`kernels/nvfp4_cast_aligned.cu`).
 pub(super) const NVFP4_ALIGNED_SMEM: [u32; 2] = [params::NVFP4_ALIGNED_SMEM, params::NVFP4_ALIGNED_STOCHASTIC_SMEM];
 /// Shared memory that a block has without asking for it, the kernel's own variables included.
 pub(super) const DEFAULT_SMEM: u32 = 48 << 10;
-/// What the stages begin with that exist for sm_90a alone.
+/// Prefix of the names of stages that exist for sm_90a alone.
 #[cfg(test)]
 pub(super) const SM90_STAGES: &str = "sm90_";
 
@@ -271,7 +272,8 @@ mod tests {
         assert!(modules.of("90a", Wanted { name: "plan_small", stage: "records", ..wanted }).is_err());
     }
 
-    /// Kernels get the shared memory that they are launched with, on the GPU whose blocks may have least, too: 99 KB (8.6).
+    /// Kernels get the shared memory that they are launched with, on the GPU whose blocks may have least, too: 99 KB
+    /// (8.6).
     #[test]
     fn shared_memory_is_there() {
         const LEAST: u32 = 99 << 10;

@@ -168,15 +168,15 @@ pub(super) enum TileOrder {
 }
 
 impl TileOrder {
-    /// Most tiles of `tile` rows that there can be: every filled segment has one that may not be full, and a last pair may
-    /// want one of no rows.
+    /// Most tiles of `tile` rows that there can be: every filled segment has one that may not be full, and a last pair
+    /// may want one of no rows.
     fn most(self, (rows, groups): (usize, usize), tile: usize) -> usize {
         rows / tile + groups.min(rows) + usize::from(self == Self::Pairs)
     }
 }
 
-/// Room for the list that a plan makes with its layout, in pairs of [`SM90_GROUPED_GEMM`]'s tiles: their number, then the tiles. `None`:
-/// no kernels take these.
+/// Room for the list that a plan makes with its layout, in pairs of [`SM90_GROUPED_GEMM`]'s tiles: their number, then
+/// the tiles. `None`: no kernels take these.
 pub(super) fn room_for_tiles(device: &Cuda, rows: usize, groups: usize) -> Result<Option<Tensor<Cuda>>> {
     let most = TileOrder::Pairs.most((rows, groups), SM90_GROUPED_GEMM.tile);
     device.sm90().then(|| Tensor::empty(device, DType::I32, &[1 + most, 4])).transpose()

@@ -1,5 +1,5 @@
-//! Rows that arrive in any order (NCCL EP's low latency): brought into the order of their tokens, and planned from there, so
-//! that slots lie as they do with every other dispatcher and in every run.
+//! Rows that arrive in any order (NCCL EP's low latency): brought into the order of their tokens, and planned from
+//! there, so that slots lie as they do with every other dispatcher and in every run.
 
 use crate::dtype::DType;
 use crate::ep::{Capacity, DispatchSpec, Overflow};
@@ -79,7 +79,7 @@ pub(crate) fn packed_weights(
     Ok(out)
 }
 
-/// What a dispatch has brought of R ranks' at most M tokens.
+/// Rows that a dispatch has brought of R ranks' at most M tokens.
 pub(crate) struct ReceivedRows<'a> {
     /// `I32 [R · M, K + 1]`: local experts, or −1.
     pub(crate) ids: &'a Tensor<Cuda>,

@@ -2,8 +2,8 @@
 //!
 //! A freed block may be written again by whatever is enqueued next, since everything runs on the same stream; so a
 //! step whose sizes were seen before asks the driver for nothing. All layers on a [`Cuda`](super::Cuda) share these
-//! blocks: together they are the workspace. A captured graph has blocks of its own ([`Arena::private`]), and keeps those
-//! that were in use when it was captured from changing hands ([`Arena::hold`]).
+//! blocks: together they are the workspace. A captured graph has blocks of its own ([`Arena::private`]), and keeps
+//! those that were in use when it was captured from changing hands ([`Arena::hold`]).
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
@@ -18,7 +18,8 @@ use crate::error::Result;
 use super::device::driver;
 use super::sync::StuckFlag;
 
-/// Every block has at least this size and is a multiple of it, so that no tensor has a null pointer, which kernels read as "none".
+/// Every block has at least this size and is a multiple of it, so that no tensor has a null pointer, which kernels read
+/// as "none".
 const GRAIN: usize = 512;
 /// A free block serves a request that it exceeds by at most one part in so many.
 const SLACK: usize = 8;
@@ -58,14 +59,15 @@ impl Drop for Pool {
     fn drop(&mut self) {
         // Nothing can be reported from here; a context that is gone has freed everything itself.
         if !self.stuck.is() && self.context.bind_to_thread().is_ok() {
-            // SAFETY: every arena, and so every block, holds an `Arc` of this: all have been freed on the stream, but for
-            // those that were given away.
+            // SAFETY: every arena, and so every block, holds an `Arc` of this: all have been freed on the stream, but
+            // for those that were given away.
             unsafe {
                 let _ = result::stream::synchronize(self.stream.cu_stream());
                 if self.lent.load(Ordering::Relaxed) {
                     // The driver may be told to destroy it before the last of its memory is freed, and then releases it
-                    // behind the back of a `cuCtxSynchronize` on another thread, which crashes (driver 580). So it stays, a
-                    // handle without memory: what is freed from here on goes back to the system at the next wait.
+                    // behind the back of a `cuCtxSynchronize` on another thread, which crashes (driver 580). So it
+                    // stays, a handle without memory: what is freed from here on goes back to the system at the next
+                    // wait.
                     let _ = keep(self.handle, 0);
                     let _ = result::mem_pool::trim_to(self.handle, 0);
                 } else {

@@ -2,8 +2,8 @@
 //!
 //! A [`Cuda`] is one stream of one context, its own or the host framework's. All its work (kernels, copies,
 //! allocations and frees) is ordered on that stream, which is what makes borrowed views safe: memory that a kernel
-//! still uses can be given back only behind it. A second stream is a `Cuda` of its own ([`Cuda::with_new_stream`]), ordered with
-//! the first by events alone.
+//! still uses can be given back only behind it. A second stream is a `Cuda` of its own ([`Cuda::with_new_stream`]),
+//! ordered with the first by events alone.
 //!
 //! Types: bf16 and f16 with sums in f32, and f32; `F64` is for the CPU. Gradients of weights may be f32 where rows are
 //! 16-bit. Results are the same bits in every run: no kernel adds floats with atomics.
@@ -12,10 +12,10 @@
 //! ([`Cuda::check`], `read`, `download`) returns, or a prepare that finds it has reached the host.
 //!
 //! With one rank, forward and backward of a layer wait for nothing and, once they have seen their sizes, ask the driver
-//! for no memory ([`Cuda::memory`]); so they can be recorded ([`Cuda::capture`]). With several ranks the same holds over
-//! all-gather with a static capacity; all-to-all, and an open capacity, wait in prepare for numbers of rows. What waits in any
-//! case: reading a load or an auxiliary loss, an expert capacity that keeps by probability (planned on the host), and
-//! [`Reporting::Immediate`](crate::ep::Reporting::Immediate).
+//! for no memory ([`Cuda::memory`]); so they can be recorded ([`Cuda::capture`]). With several ranks the same holds
+//! over all-gather with a static capacity; all-to-all, and an open capacity, wait in prepare for numbers of rows. What
+//! waits in any case: reading a load or an auxiliary loss, an expert capacity that keeps by probability (planned on the
+//! host), and [`Reporting::Immediate`](crate::ep::Reporting::Immediate).
 //!
 //! ```text
 //! device, sync, status, graph                                 a GPU, waits for it, errors that kernels raise, recordings

@@ -1,4 +1,5 @@
-//! Descriptions that kernels take by value (`kernels/common/params.h`), and what types and activations are called in them.
+//! Descriptions that kernels take by value (`kernels/common/params.h`), and what types and activations are called in
+//! them.
 
 use crate::config::Activation;
 use crate::dtype::DType;

@@ -1,8 +1,9 @@
 //! Layouts: the plan of a step, and groups of one rank.
 //!
-//! A group of one rank plans on the GPU ([`plan_on_device`], `kernels/prepare.cu`): an eager layout gets as many rows as it may
-//! need, since its size would be the GPU's to know. Several ranks plan there from records (`records.rs`). Everything else is
-//! planned on the host, which has all ranks' ids then, by the CPU's code, and the maps are copied over.
+//! A group of one rank plans on the GPU ([`plan_on_device`], `kernels/prepare.cu`): an eager layout gets as many rows
+//! as it may need, since its size would be the GPU's to know. Several ranks plan there from records (`records.rs`).
+//! Everything else is planned on the host, which has all ranks' ids then, by the CPU's code, and the maps are copied
+//! over.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -79,7 +80,7 @@ pub(super) fn plan_on_device(device: &Cuda, call: PlanRequest<'_, Cuda>) -> Resu
     Ok(planned.map(|(plan, stats)| Plan { stats: read_later(device, stats, experts), ..plan }))
 }
 
-/// What kernels of an earlier step have raised and nobody has asked for.
+/// Reports faults that kernels of an earlier step have raised and nobody has asked for.
 fn earlier_faults(device: &Cuda) -> Result<()> {
     match device.inner.report.raised() && !device.inner.capturing.load(Ordering::SeqCst) {
         true => device.faults("prepare"),
@@ -87,8 +88,8 @@ fn earlier_faults(device: &Cuda) -> Result<()> {
     }
 }
 
-/// Ids that a rank may send elsewhere: `[T, K]`, bad ones masked, and how many chose each expert, `I64 [E]`. `None`: the
-/// GPU cannot plan so many experts. Errors name `rank`.
+/// Ids that a rank may send elsewhere: `[T, K]`, bad ones masked, and how many chose each expert, `I64 [E]`. `None`:
+/// the GPU cannot plan so many experts. Errors name `rank`.
 #[cfg(feature = "nccl-ep")]
 pub(crate) fn examined(
     device: &Cuda,
@@ -104,7 +105,7 @@ pub(crate) fn examined(
     Ok(Some((plan.kept_ids, loads)))
 }
 
-/// What another library says of all ranks' choices.
+/// Description by another library of all ranks' choices.
 #[cfg(feature = "nccl-ep")]
 pub(crate) struct ExternalPlan<'a> {
     /// Choices of each expert over all ranks, `I64 [E]`.

@@ -26,7 +26,8 @@ const BACK_EIGHTS: usize = params::DEQUANTIZE_SPAN as usize;
 const PANEL: [usize; 2] = [params::PANEL_ROWS as usize, params::PANEL_BYTES as usize];
 /// Shared memory of the NVFP4 kernels, without and with columns (`kernels/nvfp4_cast.cu`).
 const CAST_SHARED: [u32; 2] = [params::NVFP4_CAST_SMEM, params::NVFP4_CAST_COLUMNS_SMEM];
-/// Rows and columns that a block takes of a matrix whose own are multiples of [`WHOLE`] (`kernels/nvfp4_cast_aligned.cu`).
+/// Rows and columns that a block takes of a matrix whose own are multiples of [`WHOLE`]
+/// (`kernels/nvfp4_cast_aligned.cu`).
 const BLOCK: [usize; 2] = [params::NVFP4_ALIGNED_ROWS as usize, params::NVFP4_ALIGNED_COLUMNS as usize];
 const WHOLE: usize = 128;
 
@@ -234,7 +235,8 @@ impl Cuda {
             }
             _ => (kernels.nvfp4_cast.any(mode, dtype), Grid { shared, ..Grid::new(panels(&matrix), THREADS) }),
         };
-        // SAFETY: sides have the sizes that the format gives for this matrix, as was checked; the kernel writes no more.
+        // SAFETY: sides have the sizes that the format gives for this matrix, as was checked; the kernel writes no
+        // more.
         unsafe { self.launch(call, kernel, grid, &p) }
     }
 }

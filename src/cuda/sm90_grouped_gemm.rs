@@ -79,8 +79,8 @@ pub(super) unsafe fn launch(
         Product::Down => (map(p.a, &[k, p.a_rows as u64], 128)?, map(p.b, &[k, n, groups], 32)?),
         Product::Dgrad | Product::DownBwd => (map(p.a, &[k, p.a_rows as u64], 128)?, map(p.b, &[n, k, groups], 32)?),
     };
-    // What epilogues read and write: gate and up are planes of a row, so that a box over the last column of one does not
-    // reach into the other. Rows that leave by a map do so without TMA.
+    // What epilogues read and write: gate and up are planes of a row, so that a box over the last column of one does
+    // not reach into the other. Rows that leave by a map do so without TMA.
     let planes = |base, planes| {
         let matrices = TensorMapSpec { call, dtype, base, sizes: &[n, planes, p.m as u64] };
         if product == Product::DownBwd { matrices.plane_boxes() } else { matrices.wide_plane_boxes() }

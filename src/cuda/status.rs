@@ -1,11 +1,11 @@
 //! Errors that kernels find: words on the GPU that they raise, and a copy of them on the host that costs no waiting.
 //!
-//! Where several are met before anybody asks, one is told, the same whatever the order of threads, blocks and kernels, and
-//! the others are forgotten with it, as most of them follow from it:
+//! Where several are met before anybody asks, one is told, the same whatever the order of threads, blocks and kernels,
+//! and the others are forgotten with it, as most of them follow from it:
 //!
 //! 1. a NaN logit, the first by (token, expert);
-//! 2. else the fault of the largest code (`Fault` in `kernels/common/params.h`), so what is wrong with ranks' records before
-//!    a capacity, that before ids, and these before maps and segments, which are made from them;
+//! 2. else the fault of the largest code (`Fault` in `kernels/common/params.h`), so what is wrong with ranks' records
+//!    before a capacity, that before ids, and these before maps and segments, which are made from them;
 //! 3. of one code the smallest detail, which is the first in a tensor's order; of several capacities the one that would
 //!    have needed most rows, of these the smallest and the highest rank.
 
@@ -117,7 +117,8 @@ impl Cuda {
             width: WORDS as i64,
             ..Default::default()
         };
-        // SAFETY: the words and their mirror live until the stream has been waited for, and the host reads through atomics.
+        // SAFETY: the words and their mirror live until the stream has been waited for, and the host reads through
+        // atomics.
         unsafe { self.launch(call, &self.kernels().prepare.report, Grid::new(1, 32), &p) }
     }
 
@@ -157,7 +158,7 @@ fn numbered(call: &'static str, known: &mut Vec<Origin>, of: Origin) -> Result<i
     Ok(number as i64)
 }
 
-/// What kernels have raised.
+/// Faults that kernels have raised.
 struct Raised<'a> {
     /// The call that asks.
     call: &'static str,
@@ -174,7 +175,7 @@ impl Raised<'_> {
         self.origins.get(number as usize).copied().unwrap_or_default()
     }
 
-    /// What the words say, as the error that the CPU returns where it finds the same; `None`: nothing.
+    /// The fault in the words, as the error that the CPU returns where it finds the same; `None`: nothing.
     fn told(&self) -> Option<Error> {
         let nan = self.word(params::STATUS_NAN);
         if nan != CLEAR[NAN] {
@@ -298,7 +299,7 @@ mod tests {
 
     type Raise = Box<dyn Fn(&mut [u64; WORDS])>;
 
-    /// What is told when all of these are raised, in every order that begins with another of them.
+    /// The fault told when all of these are raised, in every order that begins with another of them.
     fn met(all: &[Raise]) -> String {
         let one = |first: usize| {
             let mut words = CLEAR;

@@ -18,8 +18,8 @@ const ABORTING: Duration = Duration::from_secs(1);
 /// The same for any stream of a GPU that is stuck: it may be one of those behind the one that is, or a long one.
 const STUCK: Duration = Duration::from_secs(30);
 
-/// Whether a stream of a context waits for what will not come. Then whatever waits for the device waits for ever, as much
-/// of what frees memory or unloads modules does, and so what belongs to the context stays as it is dropped.
+/// Whether a stream of a context waits for what will not come. Then whatever waits for the device waits for ever, as
+/// much of what frees memory or unloads modules does, and so what belongs to the context stays as it is dropped.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct StuckFlag(Arc<AtomicBool>);
 
@@ -66,8 +66,9 @@ impl Cuda {
         // SAFETY: the stream lives as long as `self`.
         let wait = || unsafe { result::stream::synchronize(stream) }.map_err(driver(call, "wait for the stream"));
         if !self.inner.failure_sources().is_empty() {
-            // A copy to pageable memory waits for the stream inside the driver, under a lock that the thread which would
-            // abort what the stream hangs in needs; this wait does not. Why it came to an end matters more than how.
+            // A copy to pageable memory waits for the stream inside the driver, under a lock that the thread which
+            // would abort what the stream hangs in needs; this wait does not. Why it came to an end matters more than
+            // how.
             let waited = self.wait_guarded();
             self.check_failure_sources()?;
             waited?;

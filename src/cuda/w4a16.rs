@@ -94,7 +94,8 @@ impl QuantizedWeight {
         Ok(Self { format: weight.format, params })
     }
 
-    /// The kernel that serves a product of `p` best, if it is not one for any. A tile's columns are divided by `factor`.
+    /// The kernel that serves a product of `p` best, if it is not one for any. A tile's columns are divided by
+    /// `factor`.
     pub(super) fn tuned<'a>(
         &self,
         device: &'a Cuda,
@@ -165,8 +166,8 @@ impl QuantizedWeight {
         };
         let mut arguments: Vec<_> =
             [argument(p), argument(&self.params)].into_iter().chain(rows.as_ref().map(argument)).collect();
-        // SAFETY: callers have checked every tensor in `p`, `new` those of the weight; maps and segments, which only the
-        // device knows, are checked by the kernel.
+        // SAFETY: callers have checked every tensor in `p`, `new` those of the weight; maps and segments, which only
+        // the device knows, are checked by the kernel.
         unsafe { device.launch_with(call, kernel, grid, &mut arguments) }
     }
 }

@@ -136,8 +136,8 @@ impl WgradCall<'_> {
         let grid = Grid { shared: SM90_WGRAD.shared, ..Grid::new(blocks, SM90_WGRAD.threads) };
         let [a, b, c] = &maps;
         let mut arguments = [argument(&p), argument(a), argument(b), argument(c)];
-        // SAFETY: all tensors were checked against the sizes in `p`; maps and segments, which only the device knows, are
-        // checked by the kernel. It takes these four arguments.
+        // SAFETY: all tensors were checked against the sizes in `p`; maps and segments, which only the device knows,
+        // are checked by the kernel. It takes these four arguments.
         unsafe { self.device.launch_with(CALL, kernel, grid, &mut arguments) }
     }
 

@@ -1,4 +1,4 @@
-//! What a device has found wrong with all ranks' records while the host did not wait: kept on the device, the same on
+//! Errors that a device has found in all ranks' records while the host did not wait: kept on the device, the same on
 //! all ranks, until somebody asks.
 //!
 //! ```text

@@ -1,4 +1,4 @@
-//! What all dispatchers of this crate share: prepare, and the checks before every collective.
+//! Code that all dispatchers of this crate share: prepare, and the checks before every collective.
 //!
 //! A rank that finds an error of its own still takes part in the collective that the others wait in, as a failure:
 //! in prepare through its record, elsewhere through [`Communicator::refuse`]. It returns its error, they return
@@ -33,7 +33,7 @@ pub(crate) struct DispatcherState<D: Kernels> {
     /// The last of them in which all ranks had the same spec and none failed. Known alike, too.
     compared: u64,
     deferred: Option<BadId>,
-    /// What the device has found in records.
+    /// Errors that the device has found in records.
     pub(super) errors: Option<Tensor<D>>,
     /// An error that was found beside one that has been told.
     pub(super) pending_error: Option<Error>,
@@ -180,8 +180,8 @@ impl<D: Kernels> DispatcherState<D> {
         self.refuse_own_error(tag, planned)
     }
 
-    /// Counts a prepare whose exchange, not this module's, took place: straight after it, so that what a rank makes of it
-    /// alone does not come between the ranks' counts.
+    /// Counts a prepare whose exchange, not this module's, took place: straight after it, so that what a rank makes of
+    /// it alone does not come between the ranks' counts.
     #[cfg(any(test, feature = "nccl-ep"))]
     pub fn count(&mut self) {
         self.sequence += 1;
@@ -195,8 +195,8 @@ impl<D: Kernels> DispatcherState<D> {
         Handle { in_slots: true, ..self.handle(spec, plan, absent, tokens) }
     }
 
-    /// Whether the ranks' specs were the same in the prepare of this number or a later one; the same on all ranks, whatever
-    /// each made of the records.
+    /// Whether the ranks' specs were the same in the prepare of this number or a later one; the same on all ranks,
+    /// whatever each made of the records.
     #[cfg(any(test, feature = "nccl-ep"))]
     pub fn has_compared(&self, sequence: u64) -> bool {
         self.compared >= sequence
@@ -208,7 +208,7 @@ impl<D: Kernels> DispatcherState<D> {
         self.sequence + 1
     }
 
-    /// What a prepare of this rank's choices breaks.
+    /// Checks a prepare of this rank's choices against the rules.
     #[cfg(feature = "nccl-ep")]
     pub fn check_call(
         &self,
@@ -237,7 +237,8 @@ impl<D: Kernels> DispatcherState<D> {
         Ok(())
     }
 
-    /// Choices of all ranks where each brings as many tokens as it may; a rank alone is asked when it brings its tokens.
+    /// Choices of all ranks where each brings as many tokens as it may; a rank alone is asked when it brings its
+    /// tokens.
     fn most_choices(&self, spec: &DispatchSpec) -> usize {
         let most = if self.is_local() { 0 } else { self.config.max_tokens_per_rank };
         self.ranks().saturating_mul(most).saturating_mul(spec.top_k)
@@ -458,7 +459,7 @@ fn check_weights<D: Kernels>(ids: TensorRef<'_, D>, weights: Option<TensorRef<'_
     }
 }
 
-/// What of a prepare cannot be recorded.
+/// The part of a prepare that cannot be recorded.
 fn uncapturable_part(row_order: RowOrder, spec: &DispatchSpec) -> &'static str {
     match row_order {
         _ if routing_record::needs_weights(spec) => "an expert capacity by probability, which the host plans",
@@ -504,7 +505,7 @@ mod tests {
         handle
     }
 
-    /// What a dispatcher does that leaves the plan to a library: loads are summed, and the rest is each rank's own.
+    /// Prepares as a dispatcher that leaves the plan to a library: loads are summed, and the rest is each rank's own.
     fn by_loads(core: &mut DispatcherState<Cpu>, own: Result<()>) -> Result<Handle<Cpu>> {
         let spec = DispatchSpec::new(0, 2);
         let tag = Tag { layer: 0, op: Op::Prepare, sequence: core.next() };

@@ -10,22 +10,22 @@ use crate::tensor::Tensor;
 use super::dispatcher_state::DispatcherState;
 use super::{TokenDispatcher, select};
 
-/// What all ranks of a group must agree on.
+/// Configuration of a group, on which all its ranks must agree.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct GroupConfig {
     /// Experts E over all ranks; a multiple of the number of ranks.
     pub num_experts: usize,
     /// Most tokens that one rank may bring to a call, where tokens travel: [`DispatcherKind::Local`] asks for none of
-    /// this, so that one rank alone may bring any number. Reserve no more than needed: prepare ships this many rows of K
-    /// ids whatever a step has, 4 bytes an id (12 where an expert capacity keeps by probability), to every rank.
+    /// this, so that one rank alone may bring any number. Reserve no more than needed: prepare ships this many rows of
+    /// K ids whatever a step has, 4 bytes an id (12 where an expert capacity keeps by probability), to every rank.
     pub max_tokens_per_rank: usize,
     /// Largest static capacity in rows; 0: eager calls only.
     pub max_rows: usize,
     /// How tokens travel.
     pub dispatcher: DispatcherKind,
-    /// NCCL EP, high throughput, static capacities: windows that rows arrive in, which peers write directly; one for each
-    /// dispatch whose rows are kept, forward and backward, and one more (at least 2). Each has room for a capacity's rows.
-    /// 0: none; the library stages rows.
+    /// NCCL EP, high throughput, static capacities: windows that rows arrive in, which peers write directly; one for
+    /// each dispatch whose rows are kept, forward and backward, and one more (at least 2). Each has room for a
+    /// capacity's rows. 0: none; the library stages rows.
     pub windows: usize,
 }
 
@@ -33,8 +33,8 @@ pub struct GroupConfig {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 #[non_exhaustive]
 pub enum DispatcherKind {
-    /// What `MOEBIUS_EP` names ([`VARIABLE`](super::VARIABLE)); where that is not set, local for one rank, NCCL EP where
-    /// it is built in and its checks pass on every rank, else all-to-all.
+    /// The dispatcher that `MOEBIUS_EP` names ([`VARIABLE`](super::VARIABLE)); where that is not set, local for one
+    /// rank, NCCL EP where it is built in and its checks pass on every rank, else all-to-all.
     #[default]
     Auto,
     /// One rank: tokens stay where they are.
@@ -178,7 +178,7 @@ impl<D: Kernels> Group<D> {
         Ok(Self { config, device, rank, ranks, dispatcher })
     }
 
-    /// What was agreed on.
+    /// The configuration that was agreed on.
     pub fn config(&self) -> &GroupConfig {
         &self.config
     }

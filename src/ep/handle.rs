@@ -29,7 +29,7 @@ pub struct Handle<D: Kernels> {
     pub(super) tokens: Vec<usize>,
     /// Received rows lie in slots.
     pub(crate) in_slots: bool,
-    /// What the dispatcher itself keeps of this routing.
+    /// The dispatcher's own data of this routing.
     #[cfg(feature = "nccl-ep")]
     pub(crate) dispatcher_data: DispatcherData,
 }
@@ -54,7 +54,7 @@ pub struct Agreement {
 }
 
 impl<D: Kernels> Handle<D> {
-    /// What the handle was made for.
+    /// The specification that the handle was made for.
     pub fn spec(&self) -> &DispatchSpec {
         &self.spec
     }
@@ -69,8 +69,8 @@ impl<D: Kernels> Handle<D> {
         self.plan.tokens
     }
 
-    /// Tokens of all ranks; of this one alone where prepare did not wait (NCCL EP, or all-gather with a static capacity;
-    /// [`Reporting::Deferred`]).
+    /// Tokens of all ranks; of this one alone where prepare did not wait (NCCL EP, or all-gather with a static
+    /// capacity; [`Reporting::Deferred`]).
     ///
     /// [`Reporting::Deferred`]: super::Reporting::Deferred
     pub fn total_tokens(&self) -> usize {

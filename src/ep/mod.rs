@@ -22,9 +22,9 @@
 //! not depend on the number of ranks; [`AllGather`] adds per rank first and differs by rounding. All are the same in
 //! every run.
 //!
-//! Slot order inside a segment is (source rank, token, k) ascending in every dispatcher of this crate's own; NCCL EP has its
-//! library's. Pad rows are
-//! zero where a caller asks for the layout, and never read. Semantics follow TransformerEngine's EP interface.
+//! Slot order inside a segment is (source rank, token, k) ascending in every dispatcher of this crate's own; NCCL EP
+//! has its library's. Pad rows are zero where a caller asks for the layout, and never read. Semantics follow
+//! TransformerEngine's EP interface.
 
 mod all_gather;
 mod all_to_all;
@@ -61,7 +61,7 @@ use crate::error::Result;
 use crate::kernels::{Kernels, RowSource};
 use crate::tensor::{Tensor, TensorMut, TensorRef};
 
-/// What one handle is for; may differ between handles of a group.
+/// Specification of one handle; may differ between handles of a group.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct DispatchSpec {
     /// The layer's number, in tags and messages.
@@ -72,14 +72,14 @@ pub struct DispatchSpec {
     pub alignment: usize,
     /// Rows that the receiver has room for.
     pub capacity: Capacity,
-    /// What happens past the capacity.
+    /// Treatment of rows past the capacity.
     pub overflow: Overflow,
     /// Limit per expert.
     pub expert_capacity: Option<ExpertCapacity>,
-    /// What else all ranks must agree on: a layer's configuration.
+    /// Further configuration on which all ranks must agree: a layer's.
     pub formula: Fingerprint,
-    /// Type and width of the rows that return, where dispatch sends others (opaque ones), for transports that make their
-    /// buffers for them, and that refuse here what they could not add.
+    /// Type and width of the rows that return, where dispatch sends others (opaque ones), for transports that make
+    /// their buffers for them, and that refuse here what they could not add.
     pub returns: Option<(DType, usize)>,
     /// This rank will call backward.
     pub backward: bool,
@@ -114,15 +114,15 @@ impl DispatchSpec {
 /// Rows of the receive layout.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Capacity {
-    /// As many as this step needs, known to the host after prepare, which waits for that number where the device makes the
-    /// plan; with one rank and [`Reporting::Deferred`] as many as it may need at most, without waiting.
+    /// As many as this step needs, known to the host after prepare, which waits for that number where the device makes
+    /// the plan; with one rank and [`Reporting::Deferred`] as many as it may need at most, without waiting.
     Eager,
-    /// A fixed number per call, at most the group's reserved maximum. With [`Reporting::Deferred`], [`AllGather`]'s prepare
-    /// does not wait for the device; each rank's tokens then travel as `max_tokens_per_rank` rows.
+    /// A fixed number per call, at most the group's reserved maximum. With [`Reporting::Deferred`], [`AllGather`]'s
+    /// prepare does not wait for the device; each rank's tokens then travel as `max_tokens_per_rank` rows.
     Static(usize),
 }
 
-/// What happens to rows past a static capacity.
+/// Treatment of rows past a static capacity.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Overflow {
     /// Prepare fails on every rank with [`Error::Capacity`](crate::Error::Capacity).
@@ -141,9 +141,10 @@ pub enum Reporting {
     /// returned by [`TokenDispatcher::check`], or by a later prepare. With one rank nothing waits for the device.
     ///
     /// Several ranks are told the same. Where prepare has to wait for numbers of rows ([`AllToAll`] always, others as
-    /// [`Capacity`] says), a capacity that is too small, and ranks that disagree or fail, are its own errors. Where nothing
-    /// waits they are kept too, and told by [`TokenDispatcher::check`] alone: of a later prepare, some ranks' hosts might
-    /// know and others not yet. Not told there are ranks of which only some will call backward: those wait for the others.
+    /// [`Capacity`] says), a capacity that is too small, and ranks that disagree or fail, are its own errors. Where
+    /// nothing waits they are kept too, and told by [`TokenDispatcher::check`] alone: of a later prepare, some ranks'
+    /// hosts might know and others not yet. Not told there are ranks of which only some will call backward: those wait
+    /// for the others.
     Deferred,
 }
 
@@ -206,8 +207,8 @@ pub trait TokenDispatcher<D: Kernels>: fmt::Debug + Send {
     /// `[T, K]`) are needed where an expert capacity keeps by probability; their shape is checked in any case.
     ///
     /// # Errors
-    /// Bad ids, weights of another shape, too small capacity, no memory for the ranks' routing, different specs or dtypes
-    /// between ranks: on every rank.
+    /// Bad ids, weights of another shape, too small capacity, no memory for the ranks' routing, different specs or
+    /// dtypes between ranks: on every rank.
     fn prepare(
         &mut self,
         ids: TensorRef<'_, D>,
@@ -241,8 +242,8 @@ pub trait TokenDispatcher<D: Kernels>: fmt::Debug + Send {
     fn overlaps(&self) -> bool {
         false
     }
-    /// Memory `[N, width]` that the rows of the next combine or dispatch_bwd had better be written to, where the transport
-    /// has some that peers can read; elsewhere rows may lie anywhere.
+    /// Memory `[N, width]` that the rows of the next combine or dispatch_bwd had better be written to, where the
+    /// transport has some that peers can read; elsewhere rows may lie anywhere.
     ///
     /// # Errors
     /// A driver's.

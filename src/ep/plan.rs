@@ -18,11 +18,11 @@ pub struct RecordIds<'a, D: Kernels> {
     pub num_experts: usize,
     /// Tokens that a record has room for.
     pub max_tokens: usize,
-    /// What the choices are for.
+    /// Specification of the choices.
     pub spec: &'a DispatchSpec,
     /// `[T, K]`, I32 or I64, not checked: bad ids count as −1, and the record tells of the first.
     pub ids: TensorRef<'a, D>,
-    /// What earlier calls have found (`src/ep/deferred_errors.rs`).
+    /// Errors that earlier calls have found (`src/ep/deferred_errors.rs`).
     pub errors: TensorMut<'a, D>,
     /// The record, U8.
     pub out: TensorMut<'a, D>,
@@ -71,11 +71,11 @@ pub struct DevicePlan<D: Kernels> {
     pub plan: Plan<D>,
     /// Rows of each rank among those that arrive where all do: token t of rank r is row r·room + t.
     pub room: usize,
-    /// What the records say, where the host had to wait ([`PlanRecords::waits`]).
+    /// Counts from the records, where the host had to wait ([`PlanRecords::waits`]).
     pub counts: Option<HostCounts>,
 }
 
-/// What the host knows of all ranks.
+/// Counts of all ranks that the host knows.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct HostCounts {
     /// Tokens of each rank.
@@ -148,7 +148,7 @@ pub struct Plan<D: Kernels> {
     /// for Local). UniqueRows: for each of this rank's (token, k), the row among all rows returned to it by combine,
     /// `[T, K]`. Slots: `[0, K]`, since the transport finds its own way back.
     pub return_map: Tensor<D>,
-    /// What [`RowOrder::UniqueRows`] needs beside; `None` for the others.
+    /// Maps that [`RowOrder::UniqueRows`] needs beside; `None` for the others.
     pub messages: Option<MessageMaps<D>>,
 }
 

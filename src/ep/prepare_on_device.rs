@@ -20,8 +20,8 @@ impl<D: Kernels> DispatcherState<D> {
             && self.device.plans_records(spec, self.config.num_experts)
     }
 
-    /// [`DispatcherState::prepare`] with the records written, exchanged and planned on the device. The host learns nothing of them, or, where
-    /// it has to know how many rows the plan has, what it would have learned.
+    /// [`DispatcherState::prepare`] with the records written, exchanged and planned on the device. The host learns
+    /// nothing of them, or, where it has to know how many rows the plan has, what it would have learned.
     pub(super) fn prepare_on_device(
         &mut self,
         step: (Tag, RowOrder),
@@ -45,7 +45,7 @@ impl<D: Kernels> DispatcherState<D> {
         Err(Error::Peer { call: PREPARE, rank: self.rank(), peer, reason })
     }
 
-    /// What the device keeps of records, before the first.
+    /// Error words that the device keeps of records, before the first.
     fn empty_errors(&self) -> Result<Tensor<D>> {
         let mut new = Tensor::empty(&self.device, DType::U8, &[deferred_errors::bytes(self.ranks())])?;
         // A copy from the host, which cannot be recorded: a fill would be noted down, and this outlives a recording.

@@ -1,4 +1,4 @@
-//! What a rank tells the others in prepare: one record of a size that all ranks know.
+//! The record of a rank in prepare, of a size that all ranks know: it tells the others the rank's choices.
 //!
 //! ```text
 //! HEADER bytes                      numbers and, where the rank failed, its reason
@@ -17,8 +17,8 @@ use super::{Capacity, DispatchSpec, Overflow, Reporting};
 
 const CALL: &str = "prepare";
 
-/// Words of a header: kind, tokens, backward, length of the reason; of a bad id rank, token, k, id, first column + 1; the
-/// spec's numbers; whether an error of an earlier call has not been asked for.
+/// Words of a header: kind, tokens, backward, length of the reason; of a bad id rank, token, k, id, first column + 1;
+/// the spec's numbers; whether an error of an earlier call has not been asked for.
 pub(crate) const WORDS: usize = 26;
 const TEXT: usize = 304;
 /// Bytes before the ids.
@@ -31,8 +31,8 @@ pub(crate) const PENDING: usize = FIRST_FIELD + FIELDS.len();
 /// Layer of a bad id, behind whether an error is pending.
 const BAD_LAYER: usize = PENDING + 1;
 
-/// Numbers of a spec that all ranks must agree on; `backward` is each rank's own. `layer` is in the tag too, which ranks that
-/// are processes do not compare unless asked to.
+/// Numbers of a spec that all ranks must agree on; `backward` is each rank's own. `layer` is in the tag too, which
+/// ranks that are processes do not compare unless asked to.
 pub(crate) const FIELDS: [&str; 14] = [
     "spec.layer",
     "spec.top_k",
@@ -174,7 +174,7 @@ fn show(field: &str, value: u64) -> String {
     }
 }
 
-/// What fails for what the ranks say, as an error of `rank`; each names its own problem first.
+/// The failure that the ranks' records call for, as an error of `rank`; each names its own problem first.
 pub(crate) fn problem(records: &[RoutingRecord], rank: usize, num_experts: usize) -> Option<Error> {
     let failure = |(peer, r): (usize, &RoutingRecord)| match &r.status {
         RecordStatus::BadId(bad) => Some(bad.error(num_experts)),

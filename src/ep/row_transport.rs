@@ -21,7 +21,7 @@ pub(super) struct HandleCall<'a, D: Kernels> {
     pub handle: &'a Handle<D>,
 }
 
-/// What comes back from slots to tokens.
+/// Arguments of the way back of rows, from slots to tokens.
 #[derive(Debug)]
 pub(super) struct ReturnRows<'a, D: Kernels> {
     /// `[N, H]`.

@@ -23,7 +23,7 @@ const NAMES: [(&str, DispatcherKind); 6] = [
     ("nccl_ep_ll", DispatcherKind::NcclEpLowLatency),
 ];
 
-/// What is asked for: the configuration's choice, or where that is `Auto` the variable's.
+/// The requested dispatcher: the configuration's choice, or where that is `Auto` the variable's.
 pub(super) fn named(config: DispatcherKind, variable: Option<&OsStr>) -> Result<DispatcherKind> {
     let value = variable.filter(|v| config == DispatcherKind::Auto && !v.is_empty());
     let Some(value) = value else { return Ok(config) };

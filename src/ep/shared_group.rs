@@ -41,7 +41,7 @@ impl EpGroup {
     /// A group of one rank on the CPU; of a layer's configuration, one for that layer.
     ///
     /// # Errors
-    /// What [`Group::new`] finds.
+    /// Errors of [`Group::new`].
     pub fn single(config: impl Into<GroupConfig>) -> Result<Self> {
         Group::single(config.into()).map(Self::new)
     }
@@ -79,8 +79,8 @@ impl<D: Kernels> EpGroup<D> {
         self.local
     }
 
-    /// The group, for collectives beside the layers' own. Waits for a layer that runs. A layer that is called, forward or
-    /// backward, by the thread that holds the guard waits for ever: drop it first.
+    /// The group, for collectives beside the layers' own. Waits for a layer that runs. A layer that is called, forward
+    /// or backward, by the thread that holds the guard waits for ever: drop it first.
     pub fn lock(&self) -> MutexGuard<'_, Group<D>> {
         // A thread that panicked inside a collective left the group usable or its communicator poisoned; both
         // answer for themselves.

@@ -1,4 +1,4 @@
-//! What can be wrong with a checkpoint.
+//! Errors of checkpoints.
 
 use super::text::printable;
 
@@ -21,9 +21,9 @@ pub enum CheckpointError {
         path: String,
         /// JSON key.
         field: String,
-        /// What is needed.
+        /// Requirement.
         expected: String,
-        /// What is there.
+        /// Value that is there.
         found: String,
     },
     /// `model_type` names a family this crate does not know.
@@ -43,7 +43,7 @@ pub enum CheckpointError {
         path: String,
         /// The model_type found.
         found: String,
-        /// What the layer lacks for it.
+        /// The feature that the layer lacks for it.
         lacking: &'static str,
     },
     /// A safetensors header is damaged.
@@ -51,7 +51,7 @@ pub enum CheckpointError {
     Header {
         /// The file.
         path: String,
-        /// What is wrong.
+        /// The problem.
         problem: String,
     },
     /// A file is larger than anything of its kind needs to be.
@@ -71,7 +71,7 @@ pub enum CheckpointError {
         path: String,
         /// The file.
         entry: String,
-        /// What is wrong with it.
+        /// The problem with it.
         problem: String,
     },
     /// A file ended before a tensor did: it has shrunk since it was opened.
@@ -93,7 +93,7 @@ pub enum CheckpointError {
         path: String,
         /// Name of the tensor on disk.
         tensor: String,
-        /// What is needed.
+        /// Requirement.
         expected: String,
     },
     /// The block holds a tensor that its family does not have.
@@ -103,7 +103,7 @@ pub enum CheckpointError {
         path: String,
         /// Name of the tensor on disk.
         tensor: String,
-        /// What is there.
+        /// Value that is there.
         found: String,
         /// The family.
         family: String,
@@ -115,21 +115,21 @@ pub enum CheckpointError {
         path: String,
         /// Name of the tensor on disk.
         tensor: String,
-        /// What is needed.
+        /// Requirement.
         expected: String,
-        /// What is there.
+        /// Value that is there.
         found: String,
     },
-    /// What `config.json` or `hf_quant_config.json` says of the weights is not so.
+    /// A declaration of `config.json` or `hf_quant_config.json` about the weights is not so.
     #[error("{}: field {}: expected {}, found {}", printable(.path), printable(.field), printable(.expected), printable(.found))]
     Declaration {
         /// The file.
         path: String,
         /// JSON key.
         field: String,
-        /// What it may be, and which experts make it so.
+        /// Values that it may have, and the experts that make it so.
         expected: String,
-        /// What it is.
+        /// Value that it has.
         found: String,
     },
     /// A save would replace the checkpoint that it reads.

@@ -1,4 +1,4 @@
-//! What can go wrong between ranks.
+//! Errors between ranks.
 
 use std::time::Duration;
 
@@ -13,7 +13,7 @@ pub enum CommError {
     Timeout {
         /// The collective.
         operation: &'static str,
-        /// What it was for.
+        /// Purpose of the call.
         tag: Tag,
         /// This rank.
         rank: usize,
@@ -27,7 +27,7 @@ pub enum CommError {
     TagMismatch {
         /// This rank's collective.
         operation: &'static str,
-        /// What it was for.
+        /// Purpose of the call.
         tag: Tag,
         /// This rank.
         rank: usize,
@@ -35,7 +35,7 @@ pub enum CommError {
         peer: usize,
         /// Its collective.
         peer_operation: &'static str,
-        /// What its was for.
+        /// Purpose of the peer's call.
         peer_tag: Tag,
     },
     /// Ranks disagree about sizes; no data was exchanged.
@@ -43,7 +43,7 @@ pub enum CommError {
     SizeMismatch {
         /// The collective.
         operation: &'static str,
-        /// What it was for.
+        /// Purpose of the call.
         tag: Tag,
         /// This rank.
         rank: usize,
@@ -59,7 +59,7 @@ pub enum CommError {
     ArgumentMismatch {
         /// The collective.
         operation: &'static str,
-        /// What it was for.
+        /// Purpose of the call.
         tag: Tag,
         /// This rank.
         rank: usize,
@@ -75,7 +75,7 @@ pub enum CommError {
     Refused {
         /// The collective.
         operation: &'static str,
-        /// What it was for.
+        /// Purpose of the call.
         tag: Tag,
         /// This rank.
         rank: usize,
@@ -89,23 +89,23 @@ pub enum CommError {
     PeerGone {
         /// The collective.
         operation: &'static str,
-        /// What it was for.
+        /// Purpose of the call.
         tag: Tag,
         /// This rank.
         rank: usize,
         /// The rank that left.
         peer: usize,
     },
-    /// What carries the bytes failed: a GPU, the library between them, or the network.
+    /// The carrier of the bytes failed: a GPU, the library between them, or the network.
     #[error("{operation} [{tag}] on rank {rank}: {reason}")]
     Transport {
         /// The collective.
         operation: &'static str,
-        /// What it was for.
+        /// Purpose of the call.
         tag: Tag,
         /// This rank.
         rank: usize,
-        /// What is known of it.
+        /// The reason, as far as it is known.
         reason: String,
     },
     /// The communicator failed earlier.
@@ -113,7 +113,7 @@ pub enum CommError {
     Poisoned {
         /// The collective.
         operation: &'static str,
-        /// What it was for.
+        /// Purpose of the call.
         tag: Tag,
         /// This rank.
         rank: usize,

@@ -26,9 +26,9 @@ pub enum Error {
         call: &'static str,
         /// Tensor, argument or configuration field.
         name: String,
-        /// What the call needs.
+        /// Requirement of the call.
         expected: String,
-        /// What it was given.
+        /// Value that it was given.
         found: String,
     },
     /// A tensor has the wrong shape.
@@ -68,7 +68,7 @@ pub enum Error {
         k: usize,
         /// The id found.
         id: i64,
-        /// What is wrong with it.
+        /// The problem with it.
         problem: IdProblem,
     },
     /// Routing logits hold a NaN.
@@ -104,13 +104,13 @@ pub enum Error {
     OutOfMemory {
         /// The call.
         call: &'static str,
-        /// What the memory is for.
+        /// Purpose of the memory.
         name: String,
         /// Bytes asked for.
         bytes: usize,
     },
-    /// A device has found something odd in what a rank sent in a prepare that the host did not wait for, and has not kept
-    /// what.
+    /// A device has found something odd in what a rank sent in a prepare that the host did not wait for, and has not
+    /// kept what.
     #[error(
         "{call}: record of rank {peer}: expected ids that are experts or -1, none twice in a token, and a spec like the \
          other ranks', found others (seen by a kernel)"
@@ -128,7 +128,7 @@ pub enum Error {
         call: &'static str,
         /// The fault's code.
         code: u64,
-        /// What was raised with it.
+        /// Detail that was raised with it.
         detail: u64,
     },
     /// Another rank refused the call that this rank was part of.
@@ -191,7 +191,7 @@ pub enum Error {
         call: &'static str,
         /// Name of the weight.
         weight: String,
-        /// What the call needs.
+        /// Requirement of the call.
         expected: String,
         /// How things stand.
         found: String,
@@ -221,7 +221,7 @@ pub enum Error {
     Device {
         /// The call.
         call: &'static str,
-        /// What was asked of the driver.
+        /// The operation asked of the driver.
         operation: String,
         /// Its message.
         message: String,
@@ -231,7 +231,7 @@ pub enum Error {
     NotCapturable {
         /// The call.
         call: &'static str,
-        /// What a graph cannot do.
+        /// The operation that a graph cannot do.
         operation: String,
     },
     /// The host framework failed.
@@ -274,7 +274,7 @@ impl Error {
     }
 }
 
-/// What is wrong with an expert id.
+/// Problem with an expert id.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum IdProblem {

@@ -7,8 +7,8 @@ const MAX_CHARS: usize = 400;
 /// How many of a longer one's last characters are shown.
 const TAIL: usize = 40;
 
-/// A text for a terminal or a log: what would steer a terminal or change the order of what is read is escaped, and what is
-/// too long is shortened in its middle.
+/// A text for a terminal or a log: what would steer a terminal or change the order of what is read is escaped, and what
+/// is too long is shortened in its middle.
 pub fn printable(text: &str) -> String {
     let mut out = String::with_capacity(text.len().min(2 * MAX_CHARS));
     if text.chars().nth(MAX_CHARS).is_none() {

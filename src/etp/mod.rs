@@ -45,11 +45,11 @@ pub use state::report::{ChainMemory, ChainTraffic};
 pub use state::shards::Shards;
 pub use state::source::{Shard, ShardSource};
 
-/// What is called before a capture ends, told whether the captured calls have failed; an error of its own is the
+/// A hook called before a capture ends, told whether the captured calls have failed; an error of its own is the
 /// capture's.
 pub type CaptureHook = dyn Fn(bool) -> Result<()> + Send + Sync;
 
-/// What a device needs beside its kernels.
+/// Calls that sharded weights need of a device beside its kernels.
 pub trait ShardDevice: Kernels + Codec {
     /// Whether calls return before their work is done, so that it goes on beside other work.
     const ENQUEUES: bool = false;
@@ -105,7 +105,7 @@ pub struct Shares<'a, D: Device> {
     pub rank: usize,
     /// The others', back to back.
     pub others: TensorRef<'a, D>,
-    /// What the sum is multiplied by.
+    /// Factor of the sum.
     pub scale: f64,
     /// The first sum since `main` was last read: it is added to zeros, whatever `main` holds.
     pub first: bool,
@@ -161,12 +161,13 @@ pub struct EtpOptions {
     /// the next layer's `up`, twice as large, while `down` is; with 2 each has the time of a whole layer, and buffers
     /// are twice as many. The results are the same to the bit.
     pub ahead: usize,
-    /// Gathers and reductions take turns on one collective thread, as the pass asks for them, in place of one each: where both at
-    /// once take more of a GPU than they leave it. [`Comms::reduce`] is not used. The results are the same to the bit.
+    /// Gathers and reductions take turns on one collective thread, as the pass asks for them, in place of one each:
+    /// where both at once take more of a GPU than they leave it. [`Comms::reduce`] is not used. The results are the
+    /// same to the bit.
     pub in_turn: bool,
     /// How gradients are added over the ranks.
     pub reduction: Reduction,
-    /// What the ranks' gradients become.
+    /// Scale of the ranks' gradients.
     pub scale: Scale,
     /// Groups that hold copies of the same shards (data parallelism around the chain): 1 if there is none. The ranks of
     /// [`Chain::finish`]'s communicator.
@@ -200,7 +201,7 @@ pub enum Reduction {
     Pairwise,
 }
 
-/// What the ranks' gradients become.
+/// Result of the reduction of the ranks' gradients.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Scale {
     /// Their sum: each rank's loss is its part of the whole.
@@ -222,7 +223,7 @@ pub enum Phase {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct WeightId(pub(crate) usize);
 
-/// What a chain needs to know of a weight; the same on all ranks.
+/// Description of a weight for a chain; the same on all ranks.
 #[derive(Debug, Clone)]
 pub struct WeightSpec {
     /// For errors.
@@ -238,10 +239,10 @@ pub struct WeightSpec {
     pub recompute: bool,
     /// How its shards are sent. A quantized shard is cast, in the computation's order, before the first gather after a
     /// [`Chain::finish`], a [`Chain::replace`] or [`Chain::invalidate_casts`], and the cast serves until the next: all
-    /// microbatches of a step, forward and backward; from [`Chain::prepare_capture`] on, one forward and its backward. It is de-quantized on arrival: the layer computes with what the
-    /// quantized weight stands for. The shard itself stays as it is for the optimizer, and for [`Chain::whole`]. NVFP4
-    /// has an amax an expert (all of a chain joined in one all-reduce), and rows of an even number of elements; weights
-    /// are f32, bf16 or f16.
+    /// microbatches of a step, forward and backward; from [`Chain::prepare_capture`] on, one forward and its backward.
+    /// It is de-quantized on arrival: the layer computes with what the quantized weight stands for. The shard itself
+    /// stays as it is for the optimizer, and for [`Chain::whole`]. NVFP4 has an amax an expert (all of a chain joined
+    /// in one all-reduce), and rows of an even number of elements; weights are f32, bf16 or f16.
     pub payload: Payload,
 }
 

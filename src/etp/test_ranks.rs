@@ -8,7 +8,7 @@ use crate::cpu::Cpu;
 
 use crate::etp::Comms;
 
-/// What `run` returns for each of `n` ranks, which have two collective threads, in rank order.
+/// Results of `run` for each of `n` ranks, which have two collective threads, in rank order.
 pub(in crate::etp) fn ranks<R: Send>(n: usize, run: impl Fn(Comms<Cpu>) -> R + Sync) -> Vec<R> {
     let lane = || ThreadWorld::create(n, Duration::from_secs(60));
     thread::scope(|scope| {

@@ -155,8 +155,8 @@ pub struct AuxBwd<'a, D: Device> {
     pub d_loss: Scalar<'a, D>,
 }
 
-/// A number that the host has, or one that a device has, which its caller need not read, nor the call: kernels do. Made by
-/// `into()` from either.
+/// A number that the host has, or one that a device has, which its caller need not read, nor the call: kernels do. Made
+/// by `into()` from either.
 #[derive(Debug)]
 pub enum Scalar<'a, D: Device> {
     /// A number.
@@ -218,9 +218,9 @@ pub struct GatherRows<'a, D: Device> {
 /// Rows of two tensors behind each other: `out[i] = left[i] ++ right[i] ++ zeros`. All `U8 [n, ·]`.
 #[derive(Debug)]
 pub struct ConcatRows<'a, D: Device> {
-    /// What rows begin with.
+    /// First part of each row.
     pub left: TensorRef<'a, D>,
-    /// What follows.
+    /// Second part of each row.
     pub right: Option<TensorRef<'a, D>>,
     /// Rows of at least both their bytes.
     pub out: TensorMut<'a, D>,
@@ -332,8 +332,8 @@ pub struct Sigmoid<'a, D: Device> {
 }
 
 /// Everything the layer computes, with the [`Codec`] of what travels quantized. A device's calls do
-/// their work in the order in which they are made, and may return before it is done (not on the CPU): a [`Device`] is its
-/// stream. A call checks shapes and dtypes of its arguments first.
+/// their work in the order in which they are made, and may return before it is done (not on the CPU): a [`Device`] is
+/// its stream. A call checks shapes and dtypes of its arguments first.
 pub trait Kernels: Codec {
     /// How a layer has what only the device sees reported, unless told otherwise.
     const REPORTING: Reporting = Reporting::Immediate;
@@ -365,8 +365,8 @@ pub trait Kernels: Codec {
     /// [`RecordIds`].
     fn record_ids(&self, call: RecordIds<'_, Self>) -> Result<()>;
     /// The plan of records that ranks have exchanged, without waiting for the device but for the number of rows where
-    /// that is open. What is wrong with them is kept in [`PlanRecords::errors`], and [`check`](Self::check) fails for it
-    /// on a device that runs behind the host.
+    /// that is open. What is wrong with them is kept in [`PlanRecords::errors`], and [`check`](Self::check) fails for
+    /// it on a device that runs behind the host.
     fn plan_records(&self, call: PlanRecords<'_, Self>) -> Result<DevicePlan<Self>>;
     /// Waits for the device, and returns and clears the first error that kernels have met since the last call.
     fn check(&self) -> Result<()> {

@@ -47,8 +47,8 @@ impl<D: Kernels> AuxLoss<D> {
         &self.value
     }
 
-    /// Writes their sum ([`AuxValue::total`], rounded to that type) to one element of the accumulator type, on the layer's
-    /// stream: on a GPU nothing waits, and the call can be captured.
+    /// Writes their sum ([`AuxValue::total`], rounded to that type) to one element of the accumulator type, on the
+    /// layer's stream: on a GPU nothing waits, and the call can be captured.
     ///
     /// # Errors
     /// Another type or size; a driver's error.

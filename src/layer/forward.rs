@@ -146,7 +146,7 @@ fn jitter<D: Kernels>(layer: &Layer, group: &mut Group<D>, mode: Mode, x: Tensor
     Ok(Some(Jitter { seed: noise.seed, step: noise.step, layer: layer.number, first_token }))
 }
 
-/// What the router gave; shared by the result and the context.
+/// Outputs of the router; shared by the result and the context.
 struct RouterOutput<D: Kernels> {
     logits: Arc<Tensor<D>>,
     ids: Arc<Tensor<D>>,

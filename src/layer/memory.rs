@@ -5,7 +5,7 @@ use crate::config::MoeConfig;
 use crate::dtype::DType;
 use crate::ep::DispatcherKind;
 
-/// What reaches a rank in a step. Numbers too large for their type are the largest of it.
+/// Sizes of a step on a rank. Numbers too large for their type are the largest of it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct StepSizes {
     /// Tokens T of this rank.
@@ -31,7 +31,7 @@ pub struct StepMemory {
     /// Most that a forward holds beside that at once, for all layers together: activations, expert outputs, and the
     /// rows that return.
     pub passing: usize,
-    /// What prepare gathers from all ranks: 4 bytes a choice of every rank's tokens.
+    /// Bytes that prepare gathers from all ranks: 4 bytes a choice of every rank's tokens.
     pub routing: usize,
 }
 

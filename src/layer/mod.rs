@@ -52,7 +52,7 @@ pub struct Layer {
 pub struct DispatchOptions {
     /// Rows of the receive layout.
     pub capacity: Capacity,
-    /// What happens past a static capacity.
+    /// Treatment of rows past a static capacity.
     pub overflow: Overflow,
     /// Segments are padded to a multiple of this power of two.
     pub alignment: usize,
@@ -93,7 +93,7 @@ pub struct Params<'a, D: Kernels> {
     pub shared_gate: Option<TensorRef<'a, D>>,
 }
 
-/// What a call of forward is for.
+/// Purpose of a call of forward.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Mode {
     /// Backward will follow: keep a context.
@@ -120,7 +120,7 @@ pub struct Forward<D: Kernels> {
     pub aux: AuxLoss<D>,
     /// The routing, as data.
     pub routing: Routing<D>,
-    /// What backward needs; present if asked for.
+    /// State that backward needs; present if asked for.
     pub context: Option<Context<D>>,
 }
 
@@ -131,7 +131,7 @@ pub struct ForwardInfo<D: Kernels> {
     pub aux: AuxLoss<D>,
     /// The routing, as data.
     pub routing: Routing<D>,
-    /// What backward needs; present if asked for.
+    /// State that backward needs; present if asked for.
     pub context: Option<Context<D>>,
 }
 
@@ -148,7 +148,8 @@ pub struct Routing<D: Kernels> {
     pub load: Lazy<Load>,
 }
 
-/// What backward needs of a forward; consumed by it. The adapter keeps the inputs themselves (x and parameters).
+/// State of a forward that its backward needs; consumed by it. The adapter keeps the inputs themselves (x and
+/// parameters).
 #[derive(Debug)]
 pub struct Context<D: Kernels> {
     handle: Handle<D>,
@@ -255,7 +256,7 @@ impl Layer {
     /// A layer of `config`; `number` names it in tags and errors and must be the same on all ranks.
     ///
     /// # Errors
-    /// What [`MoeConfig::validate`] finds.
+    /// Errors of [`MoeConfig::validate`].
     pub fn new(config: MoeConfig, number: u32) -> Result<Self> {
         config.validate()?;
         let fingerprint = Fingerprint::of(&config);

@@ -33,7 +33,7 @@ pub(super) fn returns(config: &MoeConfig, dtype: DType) -> Option<(DType, usize)
     (config.payload != Payload::Plain).then_some((dtype, config.hidden))
 }
 
-/// What ranks must agree on: codes do not show of which type they were made, and its rows come back.
+/// Fingerprint on which ranks must agree: codes do not show of which type they were made, and its rows come back.
 pub(super) fn formula(fingerprint: Fingerprint, payload: Payload, dtype: DType) -> Fingerprint {
     match payload {
         Payload::Plain => fingerprint,
@@ -88,7 +88,7 @@ impl<D: Kernels> EncodedTokens<D> {
         Ok(Some(Self { payload, hidden, dtype, codes, scales }))
     }
 
-    /// What dispatch takes.
+    /// Inputs of dispatch.
     pub fn inputs<'a>(&'a self, weights: TensorRef<'a, D>) -> DispatchInputs<'a, D> {
         DispatchInputs { tokens: self.codes.view(), weights: Some(weights), scales: Some(self.scales.view()) }
     }

@@ -11,7 +11,7 @@ use crate::tensor::{Tensor, TensorMut, TensorRef};
 
 use super::{GradientsMut, Inputs, Layer, Mode, Params};
 
-/// What backward needs of the shared expert.
+/// State of the shared expert that backward needs.
 #[derive(Debug)]
 pub(super) struct SharedContext<D: Kernels> {
     /// `[T, G·S]`, unless recomputed.

@@ -1,4 +1,4 @@
-//! What fails on one rank is told to the others, which wait for it in a collective.
+//! Failures of one rank, told to the others, which wait for it in a collective.
 
 use crate::comm::{Op, Tag};
 use crate::ep::Group;
@@ -55,7 +55,7 @@ impl<'a, D: Kernels> Entry<'a, D> {
         Self { layer, group, op: Op::CombineBwd, entered: false }
     }
 
-    /// What the adapter does before, around and after the layer's call.
+    /// Runs the adapter's work before, around and after the layer's call.
     pub(crate) fn run<T>(mut self, work: impl FnOnce(&mut Self) -> Result<T>) -> Result<T> {
         let result = work(&mut self);
         if self.entered { result } else { told(self.layer, self.group, self.op, result) }

@@ -37,7 +37,7 @@ use crate::error::Error;
 #[doc = include_str!("../../docs/nccl.md")]
 struct Page;
 
-/// What the operating system refused.
+/// Error of an operation that the operating system refused.
 fn system(operation: &'static str, error: std::io::Error) -> Error {
     Error::Device { call: "nccl", operation: operation.to_string(), message: error.to_string() }
 }

@@ -1,4 +1,4 @@
-//! What happens when things fail, over a library of functions that fail as told: no GPU, no NCCL.
+//! Failures, over a library of functions that fail as told: no GPU, no NCCL.
 
 mod copy_engines;
 mod sessions;
@@ -33,7 +33,7 @@ enum Asked {
     Wait(Vec<(c_int, c_int)>),
 }
 
-/// What a `ncclComm_t` of these tests points to.
+/// Target of a `ncclComm_t` of these tests.
 #[derive(Default)]
 struct Fake {
     aborts: AtomicU32,
@@ -44,13 +44,13 @@ struct Fake {
     stuck: AtomicBool,
     /// A gather has begun.
     inside: AtomicBool,
-    /// What a send returns.
+    /// Result of a send.
     send: AtomicI32,
     groups: AtomicI32,
-    /// What a put returns.
+    /// Result of a put.
     put: AtomicI32,
     steps: Mutex<Vec<Asked>>,
-    /// What a window's registration returns, and whether there is one then.
+    /// Result of a window's registration, and whether there is a window then.
     register: AtomicI32,
     no_window: AtomicBool,
 }
@@ -285,7 +285,7 @@ struct WatchdogFixture {
     fake: &'static Fake,
     peer_events: Arc<PeerEvents>,
     watchdog: Watchdog,
-    /// What the watchdog told the other ranks.
+    /// Collectives of which the watchdog told the other ranks.
     unfinished: Arc<Mutex<Option<(u64, u64)>>>,
 }
 
@@ -352,7 +352,7 @@ fn a_collective_that_does_not_end_in_time() {
     assert_eq!((fixture.fake.aborts.load(SeqCst), fixture.fake.destroys.load(SeqCst)), (1, 0));
 }
 
-/// What the rank's own thread has ended is not waited for, nor told again.
+/// A collective that the rank's own thread has ended is not waited for, nor told again.
 #[test]
 fn a_communicator_that_its_rank_has_ended() {
     let fixture = WatchdogFixture::new();
@@ -366,8 +366,9 @@ fn a_communicator_that_its_rank_has_ended() {
     assert_eq!((*fixture.unfinished.lock().unwrap(), fixture.fake.aborts.load(SeqCst)), (None, 1));
 }
 
-/// A stream that copy engines keep waiting after its communicator's end leaves the GPUs of the world stuck: nothing more
-/// of them is freed, and of a communicator that fails only kernels are ended. Where the stream ends, all is as ever.
+/// A stream that copy engines keep waiting after its communicator's end leaves the GPUs of the world stuck: nothing
+/// more of them is freed, and of a communicator that fails only kernels are ended. Where the stream ends, all is as
+/// ever.
 #[test]
 fn what_does_not_end_with_its_communicator() {
     for ends in [false, true] {
@@ -391,8 +392,8 @@ fn what_does_not_end_with_its_communicator() {
     }
 }
 
-/// Signals that say that a rank's window may be written to, waited for before anything is put; each block to the place that
-/// its receiver has for it, beginning with another peer on each rank; then what the others have put is waited for.
+/// Signals that say that a rank's window may be written to, waited for before anything is put; each block to the place
+/// that its receiver has for it, beginning with another peer on each rank; then what the others have put is waited for.
 #[test]
 fn blocks_are_put_where_and_when_they_may_be() {
     for rank in 0..3 {

@@ -1,4 +1,4 @@
-//! What can go wrong with NCCL EP itself.
+//! Errors of NCCL EP itself.
 
 /// NCCL EP is not there, is not usable for what was asked, or refused a call.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
@@ -7,7 +7,7 @@ pub enum EpError {
     /// The library cannot be loaded, or lacks a function.
     #[error("NCCL EP: {path} ({source_of_path}) cannot be loaded: {message}")]
     Load {
-        /// What was looked for.
+        /// The file that was looked for.
         path: String,
         /// Who asked for it.
         source_of_path: &'static str,
@@ -57,7 +57,7 @@ pub enum EpError {
     /// The communicator is not NCCL's.
     #[error("NCCL EP: needs a communicator of NCCL on GPUs, found {found}")]
     Communicator {
-        /// What it is instead.
+        /// The value found instead.
         found: String,
     },
     /// The experts cannot be divided among the ranks.
@@ -108,10 +108,10 @@ pub enum EpError {
         /// Numbers of a row.
         width: usize,
     },
-    /// What low latency does not do.
+    /// The call asks for something that low latency does not do.
     #[error("NCCL EP, low latency: {what}; choose another dispatcher for this layer")]
     LowLatency {
-        /// What was asked for.
+        /// The request.
         what: &'static str,
     },
     /// Ranks were late in a call of the dispatcher, and skipped, there and in every call since.
@@ -145,15 +145,15 @@ pub enum EpError {
     /// Segments must begin at multiples of a power of two.
     #[error("NCCL EP: alignment: expected a power of two, found {found}")]
     Alignment {
-        /// What was asked for.
+        /// The requested value.
         found: usize,
     },
     /// A fixed capacity that the library does not take.
     #[error("NCCL EP: capacity: expected {expected}, found {found}")]
     Capacity {
-        /// What is possible.
+        /// Values that are possible.
         expected: String,
-        /// What was asked for.
+        /// The requested value.
         found: usize,
     },
     /// Rows too long for what its kernels keep of them on chip; the library would end the process.
@@ -166,7 +166,7 @@ pub enum EpError {
         stages: usize,
         /// Bytes of a row.
         bytes: usize,
-        /// What a block can have.
+        /// Bytes that a block can have.
         limit: usize,
     },
     /// A number that the library does not take.
@@ -176,9 +176,9 @@ pub enum EpError {
         call: &'static str,
         /// The argument.
         name: &'static str,
-        /// What is possible.
+        /// Values that are possible.
         expected: String,
-        /// What was asked for.
+        /// The requested value.
         found: String,
     },
     /// Its compiler, or headers for it, are missing.
@@ -186,7 +186,7 @@ pub enum EpError {
         "NCCL EP compiles its kernels when they are first used, and finds no {what}. Looked at: {tried}. Set {variable}"
     )]
     Environment {
-        /// What is missing.
+        /// The missing part.
         what: &'static str,
         /// Where it was looked for.
         tried: String,
@@ -198,7 +198,7 @@ pub enum EpError {
     Cache {
         /// The folder.
         path: String,
-        /// What is wrong with it.
+        /// The problem with it.
         problem: String,
     },
     /// A trial compilation failed; the library would end the process at its first call.
@@ -208,7 +208,7 @@ pub enum EpError {
         status: String,
         /// The command.
         command: String,
-        /// What the compiler said.
+        /// Output of the compiler.
         output: String,
     },
     /// A call failed.
@@ -226,7 +226,7 @@ pub enum EpError {
     Thrown {
         /// The function.
         function: &'static str,
-        /// What it said.
+        /// The library's message.
         message: String,
     },
     /// The communicator has ended, so nothing that is built on it can be used.

@@ -9,7 +9,7 @@ use crate::nccl::SharedComm;
 use super::rules::Checked;
 use super::{EpError, EpLibrary, result, sys};
 
-/// What the library made for a group of either mode, and what that needs.
+/// The library's group of either mode, and the values that it needs.
 pub(super) struct RawGroup {
     pub(super) library: EpLibrary,
     pub(super) cuda: Cuda,

@@ -1,4 +1,4 @@
-//! What handles of either mode are: the library's routing of a step, in memory of ours.
+//! Handles of either mode: the library's routing of a step, in memory of ours.
 
 use std::ffi::c_int;
 use std::sync::Arc;
@@ -27,7 +27,7 @@ unsafe impl Send for RawHandle {}
 // SAFETY: nothing is called through a shared reference.
 unsafe impl Sync for RawHandle {}
 
-/// What a handle is made with, checked.
+/// Sizes that a handle is made with, checked.
 pub(super) struct Shape {
     pub(super) layout: sys::ncclEpLayout_t,
     /// Of segments; 0 where the layout has none.

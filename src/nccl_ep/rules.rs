@@ -9,7 +9,7 @@ use super::EpError;
 /// A result of this module alone.
 pub(super) type Checked<T> = std::result::Result<T, EpError>;
 
-/// What the library's kernels are made for.
+/// Most tokens that the library's kernels are made for.
 pub(super) const MOST_TOKENS: usize = 8192;
 pub(super) const MOST_CHOICES: usize = 32;
 /// Shared memory that a block of the GPU can have.

@@ -104,7 +104,8 @@ pub struct Swizzle<'a, D: Device> {
     pub to: TensorMut<'a, D>,
 }
 
-/// Quantization on a device. Calls do their work in the order in which they are made, and may return before it is done; shapes, dtypes and formats are checked first.
+/// Quantization on a device. Calls do their work in the order in which they are made, and may return before it is done;
+/// shapes, dtypes and formats are checked first.
 ///
 /// [`quantize`](Self::quantize) is [`compute_amax`](Self::compute_amax) and
 /// [`quantize_cast_only`](Self::quantize_cast_only), to the bit. A matrix whose shards lie on several ranks takes the

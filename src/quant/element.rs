@@ -15,7 +15,7 @@ pub static E4M3: [f32; 256] = e4m3_table();
 
 /// 2⁻⁶, the least normal E4M3 magnitude. Below it values are multiples of 2⁻⁹.
 const E4M3_NORMAL: f32 = 0.015_625;
-/// What binary32's biased exponent exceeds E4M3's by, at the place of E4M3's exponent.
+/// The excess of binary32's biased exponent over E4M3's, at the place of E4M3's exponent.
 const E4M3_REBIAS: u32 = (127 - 7) << 3;
 
 /// E8M0 byte b to 2^(b − 127); 255 is NaN.

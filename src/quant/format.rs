@@ -1,4 +1,4 @@
-//! What a quantized matrix is: recipes, blocks, sizes.
+//! Form of a quantized matrix: recipes, blocks, sizes.
 
 use super::{Hadamard, MX_BLOCK, NVFP4_BLOCK};
 use crate::error::{Error, Result};
@@ -124,7 +124,7 @@ impl Nvfp4 {
         self.blocks
     }
 
-    /// What has an amax of its own.
+    /// The part of a matrix that has an amax of its own.
     pub const fn scope(&self) -> AmaxScope {
         self.scope
     }

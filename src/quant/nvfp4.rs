@@ -28,7 +28,7 @@ pub(super) fn magnitude(values: &[f32]) -> f32 {
     if max.is_nan() { f32::NAN } else { max }
 }
 
-/// What one amax gives for all its blocks.
+/// Factors that one amax gives for all its blocks.
 #[derive(Debug, Clone, Copy)]
 pub(super) enum Factors {
     /// `S/6` and `1/S`.
@@ -37,7 +37,7 @@ pub(super) enum Factors {
     ModelOpt { second: f32 },
 }
 
-/// What brings a block's elements to E2M1's range.
+/// Factor that brings a block's elements to E2M1's range.
 #[derive(Debug, Clone, Copy)]
 enum Range {
     Times(f32),
@@ -97,7 +97,7 @@ impl Factors {
     }
 }
 
-/// What a block's codes are multiplied by.
+/// Factor of a block's codes.
 pub(super) fn block_factor(recipe: Recipe, scale: u8, amax: f32) -> f32 {
     match recipe {
         Recipe::Te => E4M3[scale as usize] * amax * (1.0 / BOUND),

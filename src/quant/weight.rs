@@ -93,7 +93,7 @@ impl<D: Device> QuantizedRef<'_, D> {
     /// Checks parts against each other.
     ///
     /// # Errors
-    /// What does not fit, by its name.
+    /// Checks that all parts fit, and names one that does not.
     pub fn check(&self, call: &'static str) -> Result<()> {
         let [stack, rows, columns] = self.dims;
         if rows == 0

@@ -9,7 +9,7 @@ use super::join;
 use super::nodes::first_host;
 use crate::error::{Error, Result};
 
-/// What started this rank.
+/// Launcher that started this rank.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum Launcher {
@@ -92,7 +92,7 @@ const PMI: Names = Names { rank: "PMI_RANK", world: "PMI_SIZE", local: "MPI_LOCA
 /// Not SLURM_NTASKS: a batch script has that too, with SLURM_PROCID = 0, without being a rank.
 const SLURM: Names = Names { rank: "SLURM_PROCID", world: "SLURM_STEP_NUM_TASKS", local: "SLURM_LOCALID" };
 
-/// What one launcher's variables say.
+/// Values of one launcher's variables.
 struct Found {
     names: &'static Names,
     rank: usize,

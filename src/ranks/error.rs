@@ -1,4 +1,4 @@
-//! What can go wrong before there is a communicator.
+//! Errors before there is a communicator.
 
 use std::time::Duration;
 
@@ -23,7 +23,7 @@ pub enum RankError {
         present: String,
         /// Variables that are needed beside them.
         missing: String,
-        /// What to do; may be empty.
+        /// Advice; may be empty.
         hint: &'static str,
     },
     /// Two launchers' variables contradict each other.
@@ -43,9 +43,9 @@ pub enum RankError {
     Variable {
         /// The variable.
         variable: &'static str,
-        /// What it may be.
+        /// Values that it may have.
         expected: String,
-        /// What it is; never a secret.
+        /// Its value; never a secret.
         found: String,
     },
     /// The launcher tells of no address where the ranks could meet.
@@ -59,7 +59,7 @@ pub enum RankError {
     Network {
         /// This rank.
         rank: usize,
-        /// What was asked of the system.
+        /// The operation asked of the system.
         operation: &'static str,
         /// The address concerned.
         address: String,
@@ -122,14 +122,14 @@ pub enum RankError {
         /// The start of its error, as text.
         reason: String,
     },
-    /// What answers at the address is no rank 0 of this version.
+    /// The process that answers at the address is no rank 0 of this version.
     #[error("bootstrap on rank {rank}: {address} does not speak this protocol: {problem}")]
     Message {
         /// This rank.
         rank: usize,
         /// Who answered.
         address: String,
-        /// What is wrong with the answer.
+        /// The problem with the answer.
         problem: &'static str,
     },
 }

@@ -2,7 +2,7 @@
 
 use super::message::{Hello, Reply};
 
-/// What a stranger may send to rank 0; true if it is a hello.
+/// Reads bytes that a stranger may send to rank 0; true if they are a hello.
 pub fn hello(bytes: &[u8]) -> bool {
     let Ok(hello) = Hello::parse(bytes) else { return false };
     // One form for each message.
@@ -10,7 +10,7 @@ pub fn hello(bytes: &[u8]) -> bool {
     true
 }
 
-/// What a stranger may answer to a rank; true if it is a reply.
+/// Reads bytes that a stranger may answer to a rank; true if they are a reply.
 pub fn reply(bytes: &[u8]) -> bool {
     let Ok(reply) = Reply::parse(bytes) else { return false };
     assert_eq!(reply.encode(), bytes, "{reply:?}");

@@ -5,7 +5,7 @@ use std::fmt;
 use super::MAX_WORLD;
 use crate::error::{Error, Result};
 
-/// What the ranks of a group divide among them.
+/// Kind of work that the ranks of a group divide among them.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 #[non_exhaustive]
 pub enum Axis {

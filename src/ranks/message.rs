@@ -10,7 +10,7 @@
 use super::error::Refusal;
 use super::token::{TOKEN_BYTES, Token};
 
-/// What a communicator is made from (NCCL's `ncclUniqueId`); opaque here.
+/// Id that a communicator is made from (NCCL's `ncclUniqueId`); opaque here.
 pub type UniqueId = [u8; 128];
 
 pub(super) const HELLO_BYTES: usize = 64;

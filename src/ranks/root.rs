@@ -136,7 +136,7 @@ struct Hall<'a> {
     silent: Vec<Stranger>,
     /// Ranks 1.. that have come.
     ranks: Vec<Option<TcpStream>>,
-    /// What was refused.
+    /// Reasons of refusals.
     notes: Vec<String>,
 }
 

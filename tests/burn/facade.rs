@@ -1,4 +1,4 @@
-//! What a user of burn expects of any module: `init` on a device, a display, a configuration, loading.
+//! Conduct that a user of burn expects of any module: `init` on a device, a display, a configuration, loading.
 
 use burn::backend::{Autodiff, Flex};
 use burn::config::Config;

@@ -1,4 +1,4 @@
-//! What is refused, and how failures inside burn's backward end.
+//! Refusals, and how failures inside burn's backward end.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Barrier, Mutex, MutexGuard, PoisonError, mpsc};
@@ -138,7 +138,7 @@ fn locked_out(shared: bool, before: fn()) {
     }
 }
 
-/// What the module's documentation forbids: the end of rank 1's own backward waits for rank 0's graph, and rank 0 for
+/// The module's documentation forbids this: the end of rank 1's own backward waits for rank 0's graph, and rank 0 for
 /// rank 1 in a collective.
 fn an_independent_backward_beside_a_peers_ends_in_typed_errors_and_not_in_a_hang() {
     locked_out(false, || {

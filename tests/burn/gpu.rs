@@ -136,8 +136,8 @@ impl Case {
     }
 }
 
-/// What two runs of the same arithmetic in another order may differ by: a rounding to the type at each of the layer's
-/// stores (2⁻⁹ in bf16, 2⁻¹² in f16, of which a few add up), and sums in f32 otherwise.
+/// Differences that two runs of the same arithmetic in another order may have: a rounding to the type at each of the
+/// layer's stores (2⁻⁹ in bf16, 2⁻¹² in f16, of which a few add up), and sums in f32 otherwise.
 const TOLERANCES: [(DType, f64); 3] = [(DType::F32, 1e-5), (DType::BF16, 4e-3), (DType::F16, 1e-3)];
 
 fn results_are_the_cpus_within_rounding() {
@@ -211,8 +211,8 @@ fn a_call_waits_on_the_gpu_alone() {
     assert_eq!(inference.waits(), waits(2), "inference");
 }
 
-/// Behind work that takes long, a step with auxiliary losses is enqueued before any of it has run; then it gives what it
-/// gave before.
+/// Behind work that takes long, a step with auxiliary losses is enqueued before any of it has run; then it gives what
+/// it gave before.
 fn the_host_runs_ahead_of_a_step() {
     let _alone = gpu();
     let group = Gpu::alone();
@@ -237,8 +237,8 @@ fn the_host_runs_ahead_of_a_step() {
     let (aux, dx, _) = step();
     let (aux, dx) = (floats(aux), floats(dx));
     let product = long();
-    // This call brings the layer's stream behind burn's, which is hidden: the event comes once the products are done, and
-    // before anything of the step.
+    // This call brings the layer's stream behind burn's, which is hidden: the event comes once the products are done,
+    // and before anything of the step.
     let first = model.forward_full(x.clone(), None).unwrap();
     let ahead = core.record().unwrap();
     let (again, d_again, losses) = step();

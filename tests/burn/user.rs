@@ -1,4 +1,4 @@
-//! What a user of burn expects of any module: derives, records, optimizers, accumulation, devices, threads.
+//! Conduct that a user of burn expects of any module: derives, records, optimizers, accumulation, devices, threads.
 
 use std::thread;
 

@@ -1,6 +1,6 @@
-//! What the host does not wait for. Run with no other test beside it: every device of candle's is of the one context of the
-//! GPU, and where another thread loads kernels or gives page-locked memory back, as a device's start and end do, the driver
-//! waits for all that the context runs, and holds up every thread's launches until then.
+//! Work that the host does not wait for. Run with no other test beside it: every device of candle's is of the one
+//! context of the GPU, and where another thread loads kernels or gives page-locked memory back, as a device's start and
+//! end do, the driver waits for all that the context runs, and holds up every thread's launches until then.
 
 use std::time::Instant;
 

@@ -1,4 +1,4 @@
-//! What a user of candle-nn meets first: one call, numbers without being asked, training, ids, checkpoints, errors.
+//! First steps of a user of candle-nn: one call, numbers without being asked, training, ids, checkpoints, errors.
 
 use candle_core::backprop::GradStore;
 use candle_core::{DType, Device, Module, ModuleT, Tensor};

@@ -1,5 +1,5 @@
-//! The layer as a candle user meets it: inside a model, trained, with odd shapes, and used wrongly. What one rank does is
-//! done on every device: the CPU, and with the `cuda` feature a GPU.
+//! The layer as a candle user meets it: inside a model, trained, with odd shapes, and used wrongly. What one rank does
+//! is done on every device: the CPU, and with the `cuda` feature a GPU.
 
 #[cfg(feature = "cuda")]
 mod ahead;

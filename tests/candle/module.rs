@@ -165,7 +165,7 @@ fn tokens_may_be_sent_quantized(device: &Device) -> AnyResult<()> {
     Ok(())
 }
 
-/// What a checkpoint says is loaded as ever; the payload is the layer's.
+/// A checkpoint's own payload is loaded as ever; the payload of tokens is the layer's.
 fn checkpoints_do_not_say_how_tokens_travel(device: &Device) -> AnyResult<()> {
     let moe = ExpertParallelMoE::from_checkpoint(
         &Checkpoint::open(golden_of("qwen3_moe"))?,

@@ -150,7 +150,8 @@ fn wrong_inputs_are_errors_on_every_rank() -> AnyResult<()> {
 /// A rank's gradients by parameter.
 type Gradients = Vec<(ParamKind, Vec<f32>)>;
 
-/// One rank's router and shared expert see all tokens; of two ranks' each sees its own, until the gradients are reduced.
+/// One rank's router and shared expert see all tokens; of two ranks' each sees its own, until the gradients are
+/// reduced.
 fn reduced_gradients_are_those_of_one_rank() -> AnyResult<()> {
     let full = config()
         .with_router(|router| router.with_logit_bias(true).with_selection_bias(true))

@@ -104,7 +104,7 @@ pub fn flat(t: &Tensor) -> AnyResult<Vec<f32>> {
     Ok(t.to_dtype(DType::F32)?.flatten_all()?.to_vec1()?)
 }
 
-/// What one rank's part of a step gives: its y, d x, and (role, gradient).
+/// Results of one rank's part of a step: its y, d x, and (role, gradient).
 pub type Part = (Vec<f32>, Vec<f32>, Vec<(ParamKind, Vec<f32>)>);
 
 /// Forward and backward of two calls of the layer in one graph, among ordinary operations.

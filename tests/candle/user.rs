@@ -1,4 +1,4 @@
-//! What a user of candle expects of any module: names, files, clones, optimizers, threads.
+//! Conduct that a user of candle expects of any module: names, files, clones, optimizers, threads.
 
 use std::collections::HashMap;
 

@@ -350,7 +350,7 @@ fn keys_that_come_twice() {
     }
 }
 
-/// What the files say of quantization is held against the tensors.
+/// The files' declarations of quantization are held against the tensors.
 #[test]
 fn declarations_that_are_not_so() {
     let nvfp4 = "qwen3_moe_nvfp4_modelopt";

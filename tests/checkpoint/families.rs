@@ -11,7 +11,7 @@ const H: usize = 6;
 const I: usize = 5;
 const S: usize = 3;
 
-/// What an element is, as a number that F32 holds exactly.
+/// Value of an element, as a number that F32 holds exactly.
 fn element(kind: usize, expert: usize, row: usize, column: usize) -> f32 {
     (((kind * 8 + expert) * 32 + row) * 32 + column) as f32
 }

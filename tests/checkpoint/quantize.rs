@@ -11,7 +11,7 @@ fn second_scale(tensors: &crate::support::Tensors, name: &str) -> f32 {
     f32::from_le_bytes(tensors[&format!("{name}.weight_scale_2")].data[..].try_into().unwrap())
 }
 
-/// What is written is what the codec gives, gate and up under one amax; what is read back is its de-quantized form;
+/// The save writes what the codec gives, gate and up under one amax; reading it back gives the de-quantized form;
 /// everything else is as it was.
 #[test]
 fn experts_become_nvfp4() {

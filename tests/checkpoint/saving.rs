@@ -52,8 +52,8 @@ fn both_forms(source: &Checkpoint) -> [BlockParams; 2] {
     })
 }
 
-/// A process that saves one form after another is killed 500 times: each time the folder is wholly one form, for this crate
-/// and for a program that opens the files by their names.
+/// A process that saves one form after another is killed 500 times: each time the folder is wholly one form, for this
+/// crate and for a program that opens the files by their names.
 #[cfg(unix)]
 #[test]
 fn killed_saves_leave_one_form_whole() {
@@ -320,8 +320,8 @@ fn on_ranks<T: Send>(ranks: usize, body: impl Fn(&mut moebius::ep::Group<moebius
     })
 }
 
-/// Experts that lie on four ranks are saved by one of them, to the bytes that a save of the gathered blocks has: an expert a
-/// tensor, all of them in one, and stacked.
+/// Experts that lie on four ranks are saved by one of them, to the bytes that a save of the gathered blocks has: an
+/// expert a tensor, all of them in one, and stacked.
 #[test]
 fn ranks_stream_their_experts_to_the_writer() {
     for family in ["qwen3_moe", "deepseek_v3_fp8", "gpt_oss", "dbrx", "qwen2_moe"] {

@@ -16,11 +16,11 @@ pub type Moved = Arc<Mutex<Vec<(Vec<usize>, Vec<usize>)>>>;
 /// Bytes to each rank of all-gathers (one number) and all-to-alls, by what they served.
 pub type Sent = Arc<Mutex<Vec<(Op, Vec<usize>)>>>;
 
-/// What the collectives entered so far are for.
+/// Purposes of the collectives entered so far.
 pub type Entered = Arc<Mutex<Vec<Op>>>;
 
-/// Which of its windows a rank has let a collective write, by the collective's number: all the same one, as each writes to
-/// that place of the others'.
+/// Which of its windows a rank has let a collective write, by the collective's number: all the same one, as each writes
+/// to that place of the others'.
 pub type Windows = Arc<Mutex<BTreeMap<u64, Option<usize>>>>;
 
 /// Where a buffer lies.

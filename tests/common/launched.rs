@@ -16,7 +16,7 @@ pub const CHILD: &str = "MOEBIUS_TEST_RANK_BODY";
 const PATIENCE: Duration = Duration::from_secs(60);
 /// Seconds after which a child is killed.
 const LIMIT: &str = "45";
-/// What is told at once is told well within the above.
+/// Limit for failures that are told at once, well within the above.
 pub const AT_ONCE: Duration = Duration::from_secs(10);
 
 /// A child's exit and what it said.

@@ -7,8 +7,8 @@ use std::time::Duration;
 /// Attempts, each with five times the limit of the one before.
 const ATTEMPTS: usize = 4;
 
-/// What is found within a limit. `None` from `attempt`: a rank that was to be in time was late, or the attempt took longer
-/// than the limit explains; the next one gives it more. What is always late fails all of them.
+/// A result found within a limit. `None` from `attempt`: a rank that was to be in time was late, or the attempt took
+/// longer than the limit explains; the next one gives it more. What is always late fails all of them.
 pub fn in_time<T>(first: Duration, attempt: impl Fn(Duration) -> Option<T>) -> T {
     let limits = std::iter::successors(Some(first), |limit| Some(*limit * 5)).take(ATTEMPTS);
     limits.into_iter().find_map(attempt).expect("ranks that are in time at the longest limit")

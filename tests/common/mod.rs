@@ -96,12 +96,12 @@ pub struct Part {
 }
 
 impl Part {
-    /// What must be equal: experts, and tokens that chose each.
+    /// Values that must be equal: experts, and tokens that chose each.
     pub fn counts(&self) -> (&[Vec<usize>], &[usize]) {
         (&self.ids, &self.load)
     }
 
-    /// What may differ by rounding, by name.
+    /// Tensors that may differ by rounding, by name.
     pub fn tensors(&self) -> Vec<(&str, &Tensor)> {
         let own = [("y", &self.y), ("logits", &self.logits), ("weights", &self.weights)];
         own.into_iter().chain(self.grads.iter().map(|(name, t)| (&name[..], t))).collect()

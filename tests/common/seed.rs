@@ -1,5 +1,5 @@
-//! Seeds of random test data. Each place has a number of its own; the environment variable `MOEBIUS_TEST_SEED` moves all of
-//! them, and stands beside every failure, so that it can be met again.
+//! Seeds of random test data. Each place has a number of its own; the environment variable `MOEBIUS_TEST_SEED` moves
+//! all of them, and stands beside every failure, so that it can be met again.
 #![allow(dead_code, reason = "every suite takes a part")]
 
 use std::panic;

@@ -1,4 +1,5 @@
-//! Suites over several GPUs: each test is there for every number of ranks, and ignored where there are not as many GPUs.
+//! Suites over several GPUs: each test is there for every number of ranks, and ignored where there are not as many
+//! GPUs.
 
 use std::process::ExitCode;
 

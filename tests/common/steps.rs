@@ -129,7 +129,7 @@ impl Steps {
         self.layer.backward_into(&mut self.group, context, inputs, cotangents, into)
     }
 
-    /// What the last step has written.
+    /// Results of the last step.
     pub fn results(&self) -> Result<Bits> {
         self.out.iter().map(|t| self.cuda.download(t.view())).collect()
     }

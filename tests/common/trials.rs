@@ -9,7 +9,7 @@ use libtest_mimic::{Arguments, Completion, Trial};
 #[path = "seed.rs"]
 pub mod seed;
 
-/// What a test returns.
+/// Result of a test.
 pub trait Outcome {
     fn result(self) -> Result<(), String>;
 }

@@ -148,7 +148,7 @@ fn a_step_is_the_same<D: Target>(s: &Setup<D>) {
     }
 }
 
-/// What a handle of a spec is good for whatever is wrong: all go through it together.
+/// Calls that a handle of a spec takes whatever is wrong: all go through it together.
 fn through<D: Target>(r: &mut Rank<D>, h: &Handle<D>) {
     let x = vec![1.0; h.tokens() * H];
     let recv = r.dispatch_rows(h, F32(H), &x, None);

@@ -406,7 +406,7 @@ fn widths_and_dtypes_that_differ<D: Target>(s: &Setup<D>) {
     });
 }
 
-/// What the survivors of a rank 0 that leaves after prepare get, now and later.
+/// Errors of the survivors of a rank 0 that leaves after prepare, now and later.
 fn survivors_of<D: Target>(s: &Setup<D>, leave: impl Fn() + Sync) {
     let results = s.on_threads(PATIENCE, |seat| {
         let config = GroupConfig { dispatcher: s.kind, ..GroupConfig::new(s.experts(2), T) };
@@ -458,7 +458,7 @@ fn too_late<T, U: std::fmt::Debug>(outcome: Result<U>) -> Option<T> {
     }
 }
 
-/// What a rank that never comes costs each of the two cases below.
+/// Time that a rank that never comes costs each of the two cases below.
 const LIMIT: Duration = Duration::from_millis(1500);
 
 /// A group and a handle on every rank, or nothing: collectives fail on all ranks or on none.

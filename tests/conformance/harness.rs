@@ -105,7 +105,8 @@ impl<D: Target> Setup<D> {
         match self.kind {
             DispatcherKind::Local => [0; 5],
             DispatcherKind::AllGather => [1, 1, 1, 1, 2],
-            // The first dispatch also meets before it compares the rows' size, makes the library's group, and tells it the routing.
+            // The first dispatch also meets before it compares the rows' size, makes the library's group, and tells it
+            // the routing.
             DispatcherKind::NcclEp | DispatcherKind::NcclEpLowLatency => [1, 5, 1, 1, 1],
             _ => [1; 5],
         }
@@ -160,7 +161,7 @@ pub struct Rows {
 
 pub const F32: fn(usize) -> Rows = |hidden| Rows { dtype: DType::F32, hidden };
 
-/// What fills caller-supplied outputs before a call.
+/// Value that fills caller-supplied outputs before a call.
 pub const CANARY: f64 = 77.0;
 
 impl<D: Target> Rank<D> {

@@ -1,9 +1,9 @@
-//! Whole layers whose tokens travel quantized, each against a layer of the same group whose tokens do not: over the same
-//! dispatcher every sum then has the same order, so that results are compared bit for bit.
+//! Whole layers whose tokens travel quantized, each against a layer of the same group whose tokens do not: over the
+//! same dispatcher every sum then has the same order, so that results are compared bit for bit.
 //!
-//! A token's first 32 elements are `code · 2^j` with `code` an E2M1 value and 6 among each 16 of them, which both formats
-//! hold exactly: the row's amax is `6 · 2^j`, its second-level scale a power of two. The router looks at these alone, so it
-//! chooses the same of a token and of what is left of it.
+//! A token's first 32 elements are `code · 2^j` with `code` an E2M1 value and 6 among each 16 of them, which both
+//! formats hold exactly: the row's amax is `6 · 2^j`, its second-level scale a power of two. The router looks at these
+//! alone, so it chooses the same of a token and of what is left of it.
 
 use moebius::config::{MoeConfig, Payload, SharedConfig, WeightAt};
 use moebius::ep::{Capacity, GroupConfig, Overflow, Reporting};
@@ -172,7 +172,7 @@ fn same(name: &str, found: &Results, expected: &Results) {
     }
 }
 
-/// What a case varies.
+/// Parameters of a case.
 #[derive(Debug, Clone, Copy)]
 struct Variant {
     payload: Payload,
@@ -263,8 +263,8 @@ fn layers((config, plain): (&MoeConfig, &MoeConfig), number: usize, options: Dis
     (of(config, 2 * number), of(plain, 2 * number + 1))
 }
 
-/// Against a plain layer over rows that were rounded before: output, and gradients of the experts and (as if nothing had been
-/// rounded) of the tokens. The router's is of the tokens themselves, and is left out.
+/// Against a plain layer over rows that were rounded before: output, and gradients of the experts and (as if nothing
+/// had been rounded) of the tokens. The router's is of the tokens themselves, and is left out.
 fn as_rounded_before<D: Target>(s: &Setup<D>, options: DispatchOptions) {
     s.run(group(s), |r| {
         for (number, v) in Variant::all(r).iter().enumerate() {
@@ -360,7 +360,8 @@ fn tokens_of_different_types<D: Target>(s: &Setup<D>) {
     }
 }
 
-/// f64 is refused, told before the first collective; so are hidden sizes of other than whole blocks and words, by any layer.
+/// f64 is refused, told before the first collective; so are hidden sizes of other than whole blocks and words, by any
+/// layer.
 fn tokens_without_a_form<D: Target>(s: &Setup<D>) {
     for payload in PAYLOADS {
         for (hidden, fits) in [(32, true), (48, false), (72, false), (1, false), (96, true), (2880, true), (7168, true)]

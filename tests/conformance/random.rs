@@ -1,6 +1,7 @@
 //! Random cases against the straight-line reference. Values are small integers, so that every sum is exact in every
-//! dtype and comparisons need no tolerance: |x| <= 4, w <= 2, experts' factors <= 2, K <= 8 give sums of at most 2⁷, and
-//! bf16 holds integers up to 2⁸. So is every partial sum, where ranks add their own experts' first: a part of those terms.
+//! dtype and comparisons need no tolerance: |x| <= 4, w <= 2, experts' factors <= 2, K <= 8 give sums of at most 2⁷,
+//! and bf16 holds integers up to 2⁸. So is every partial sum, where ranks add their own experts' first: a part of those
+//! terms.
 
 use moebius::DType;
 use moebius::config::{CapacityOrder, ExpertCapacity};
@@ -44,7 +45,7 @@ fn ids(tokens: usize, k: usize, experts: usize, skew: u32, absent: f64) -> impl 
     })
 }
 
-/// What scenarios may ask of a dispatcher.
+/// Limits of the scenarios for a dispatcher.
 #[derive(Debug, Clone)]
 struct Limits {
     ranks: usize,
@@ -129,7 +130,7 @@ fn scenarios(limits: Limits) -> impl Strategy<Value = Scenario> {
     )
 }
 
-/// What the steps of a library's dispatcher are made of keeps its rules, which only a GPU would see otherwise.
+/// The steps of a library's dispatcher are made of parts that keep its rules, which only a GPU would see otherwise.
 #[cfg(test)]
 pub fn keep_the_rules<D: Target>(device: &D) {
     for (kind, ranks) in

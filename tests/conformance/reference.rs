@@ -19,7 +19,7 @@ pub struct Problem {
     pub weights: Vec<Vec<f64>>,
 }
 
-/// What each rank holds, and what each choice became.
+/// Rows that each rank holds, and the slot of each choice.
 #[derive(Debug, Clone)]
 pub struct Solution {
     /// `[rank][slot]`, padding included, up to the end of the last segment.
@@ -99,14 +99,14 @@ impl Problem {
 }
 
 impl Solution {
-    /// What dispatch writes on a rank: `value(choice)` rows of `width`, zeros in padding.
+    /// Rows that dispatch writes on a rank: `value(choice)` rows of `width`, zeros in padding.
     pub fn scattered(&self, rank: usize, width: usize, value: impl Fn(usize, usize, usize, usize) -> f64) -> Vec<f64> {
         let row =
             |slot: &Slot| -> Vec<f64> { (0..width).map(|h| slot.map_or(0.0, |(r, t, k)| value(r, t, k, h))).collect() };
         self.slots[rank].iter().flat_map(row).collect()
     }
 
-    /// What combine gives rank `own`: sums over its tokens' slots of `value(choice, column)`.
+    /// Sums that combine gives rank `own`: over its tokens' slots of `value(choice, column)`.
     pub fn summed(
         &self,
         own: usize,

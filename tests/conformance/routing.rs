@@ -328,8 +328,8 @@ impl Choosing {
     }
 }
 
-/// Loads are the choices counted; experts that return what they get give K times the token, and so does the way back. Sums
-/// of 2 integers below 2⁶: exact in f32.
+/// Loads are the choices counted; experts that return what they get give K times the token, and so does the way back.
+/// Sums of 2 integers below 2⁶: exact in f32.
 fn every_kind_of_routing<D: Target>(s: &Setup<D>) {
     let (tokens, k, experts) = (24, 2, s.experts(4));
     let all = [Choosing::Uniform, Choosing::Zipf, Choosing::Hot, Choosing::RoundRobin];

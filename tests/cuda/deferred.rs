@@ -1,5 +1,5 @@
-//! Plans that the GPU makes behind the host's back: the same as the CPU's, with errors told later, and a step that waits
-//! for nothing and asks the driver for nothing.
+//! Plans that the GPU makes behind the host's back: the same as the CPU's, with errors told later, and a step that
+//! waits for nothing and asks the driver for nothing.
 
 use moebius::config::{BalanceKind, CapacityOrder, ExpertCapacity, Payload};
 use moebius::cpu::Cpu;
@@ -23,7 +23,7 @@ tests!(
     what_waits_for_the_gpu_cannot_be_recorded,
 );
 
-/// What a plan says, as far as anybody can see.
+/// Content of a plan, as far as anybody can see.
 struct Seen {
     /// Whether a bad id was told of.
     told: bool,
@@ -346,7 +346,8 @@ fn losses_of_the_device_are_replayed_with_other_gradients(cuda: &Cuda) -> Result
     Ok(())
 }
 
-/// NaN weights of the router, finite tokens: what follows is NaN, not 0, and every choice stands until the host is told.
+/// NaN weights of the router, finite tokens: what follows is NaN, not 0, and every choice stands until the host is
+/// told.
 fn a_nan_that_is_told_later_goes_its_way(cuda: &Cuda) -> Result<()> {
     for experts in [16, 64, 257] {
         let mut config = MoeConfig::new(64, 40, experts, 4);

@@ -11,7 +11,7 @@ use moebius::{DType, Error, Result, Tensor};
 /// A test of the GPU.
 pub type Test = Box<dyn Fn(&Cuda) + Send>;
 
-/// What a test returns.
+/// Result of a test.
 pub trait Outcome {
     fn must_hold(self);
 }
@@ -70,7 +70,7 @@ impl Random {
     }
 }
 
-/// What a run is of.
+/// Parameters of a run.
 #[derive(Clone)]
 pub struct Case {
     pub config: MoeConfig,
@@ -205,8 +205,8 @@ pub fn distance(a: &[f64], b: &[f64]) -> f64 {
     if relative.is_nan() { f64::INFINITY } else { relative }
 }
 
-/// What two runs of the same arithmetic in another order may differ by: a rounding to the type at each of the layer's
-/// stores (2⁻⁹ in bf16, 2⁻¹² in f16, of which a few add up), and sums in f32 otherwise.
+/// Differences that two runs of the same arithmetic in another order may have: a rounding to the type at each of the
+/// layer's stores (2⁻⁹ in bf16, 2⁻¹² in f16, of which a few add up), and sums in f32 otherwise.
 pub fn tolerance(dtype: DType) -> f64 {
     match dtype {
         DType::BF16 => 4e-3,

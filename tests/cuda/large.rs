@@ -1,5 +1,5 @@
-//! Sizes past 2³¹ elements, and many tokens. What the CPU would take minutes for is compared on a sample: every gradient
-//! but the sample's is zero, so that its weight gradients are the whole ones.
+//! Sizes past 2³¹ elements, and many tokens. What the CPU would take minutes for is compared on a sample: every
+//! gradient but the sample's is zero, so that its weight gradients are the whole ones.
 
 use moebius::config::MoeConfig;
 use moebius::cpu::Cpu;

@@ -1,6 +1,6 @@
 //! The GPU suite: the CPU suites' own bodies, the layer against the CPU's from the same inputs, and what only a GPU can
-//! get wrong. Without a GPU every test is ignored, and none passes. `large::` in a name: seconds and gigabytes; `small::`: for
-//! sanitizers (`scripts/sanitize-gpu`).
+//! get wrong. Without a GPU every test is ignored, and none passes. `large::` in a name: seconds and gigabytes;
+//! `small::`: for sanitizers (`scripts/sanitize-gpu`).
 #![allow(clippy::duplicate_mod, reason = "each shared suite brings its helpers")]
 #![allow(clippy::type_complexity, reason = "names and functions, no more")]
 

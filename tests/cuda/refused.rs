@@ -1,4 +1,4 @@
-//! What a caller gets wrong is an error, also where only the GPU can see it.
+//! Mistakes of a caller are errors, also where only the GPU can see them.
 
 use moebius::comm::Solo;
 use moebius::cpu::Cpu;
@@ -37,7 +37,7 @@ fn text<T>(result: Result<T, Error>) -> String {
     result.err().map_or("no error".to_string(), |e| e.to_string())
 }
 
-/// What prepare, over a group of one rank, says of these ids, now or when it is asked.
+/// Answer of prepare, over a group of one rank, to these ids, now or when it is asked.
 fn prepared<D: Kernels>(device: D, ids: &[i64], spec: &DispatchSpec) -> String {
     let dims = [ids.len() / spec.top_k, spec.top_k];
     let ids = Tensor::from_vec(ids.to_vec(), &dims).and_then(|ids| ids.to(&device)).expect("ids");

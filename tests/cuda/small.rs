@@ -1,4 +1,5 @@
-//! The layer at sizes small enough for any sanitizer: between them these reach every kernel, on both paths, in every type.
+//! The layer at sizes small enough for any sanitizer: between them these reach every kernel, on both paths, in every
+//! type.
 
 use moebius::DType;
 use moebius::config::*;

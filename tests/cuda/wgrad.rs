@@ -115,8 +115,9 @@ fn sums_end_where_segments_do_in_every_type(cuda: &Cuda) -> Result<()> {
     cuda.check()
 }
 
-/// A segment of four whole steps and one of two slots: the last is the only one that is not brought while the sums before leave,
-/// so what is not waited for shows. Of 300 runs, five did where arrivals could overtake the announcement of what they stand for.
+/// A segment of four whole steps and one of two slots: the last is the only one that is not brought while the sums
+/// before leave, so what is not waited for shows. Of 300 runs, five did where arrivals could overtake the announcement
+/// of what they stand for.
 fn rows_in_order_are_there_when_they_are_multiplied(cuda: &Cuda) -> Result<()> {
     const RUNS: usize = 600;
     const COUNTS: [i64; 4] = [239, 250, 258, 253];

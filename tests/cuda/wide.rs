@@ -19,7 +19,8 @@ fn logits_of_many_hidden_elements(cuda: &Cuda) {
     }
 }
 
-/// Down and the rows' gradient are sums of 8192 and more, and up, down's gradient and the weights' make as many columns.
+/// Down and the rows' gradient are sums of 8192 and more, and up, down's gradient and the weights' make as many
+/// columns.
 fn many_inner_elements(cuda: &Cuda) {
     for bias in [false, true] {
         let mut config = MoeConfig::new(136, 8200, 3, 2);

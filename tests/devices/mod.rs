@@ -1,4 +1,4 @@
-//! What a suite runs on: its bodies are the same for the CPU and for a GPU.
+//! Devices that a suite runs on: its bodies are the same for the CPU and for a GPU.
 #![allow(dead_code, unused_macros, unused_imports, reason = "every suite takes a part")]
 
 use std::time::Duration;
@@ -22,7 +22,7 @@ pub use goldens::{golden, golden_of, golden_quant};
 /// Tests by name.
 pub type Cases<D> = Vec<(&'static str, fn(&D))>;
 
-/// What a rank's thread is given: its device, and its access to the other ranks.
+/// Arguments of a rank's thread: its device, and its access to the other ranks.
 pub struct Seat<D: Kernels> {
     pub device: D,
     pub comm: Box<dyn Communicator<D>>,
@@ -51,7 +51,7 @@ pub trait Target: Kernels + Codec {
         Group::new(self.clone(), Box::new(Solo::new(self.clone())), config)
     }
 
-    /// What came of the work enqueued so far, where a call may return before it knows.
+    /// Result of the work enqueued so far, where a call may return before it knows.
     fn settled(&self, result: Result<()>) -> Result<()>;
 
     /// Waits until the host could know what the device has seen, without asking.

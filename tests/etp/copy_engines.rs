@@ -1,5 +1,5 @@
-//! Communicators that have memory of their own for collectives, as copy engines want it: every body again, and what can go
-//! wrong with the memory.
+//! Communicators that have memory of their own for collectives, as copy engines want it: every body again, and what can
+//! go wrong with the memory.
 
 use moebius::cpu::Cpu;
 use moebius::etp::{Comms, Phase};
@@ -40,8 +40,8 @@ fn a_rank_without_memory_is_told_to_the_others_and_all_recover() {
     });
 }
 
-/// Copies that fail on a rank, in any of a step's collectives, end the communicators on all: each rank has an error that
-/// names it, and recovery says that there is nothing to go on with.
+/// Copies that fail on a rank, in any of a step's collectives, end the communicators on all: each rank has an error
+/// that names it, and recovery says that there is nothing to go on with.
 #[test]
 fn copies_that_fail_end_the_chain_on_every_rank() {
     // Comparison of options; for each of two weights of the first forward a comparison, memory and a gather.
@@ -109,8 +109,9 @@ fn ranks_whose_lanes_differ_are_refused() {
     });
 }
 
-/// Which buffers are free in a first forward each rank's own guards decide. Ranks that write each other's memory take the
-/// same all the same: also after one that failed, whose weights a rank still holds, and whose order is not the next one's.
+/// Which buffers are free in a first forward each rank's own guards decide. Ranks that write each other's memory take
+/// the same all the same: also after one that failed, whose weights a rank still holds, and whose order is not the next
+/// one's.
 #[test]
 fn ranks_agree_on_the_buffers_of_a_first_forward() {
     for fails in [false, true] {

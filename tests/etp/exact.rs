@@ -182,7 +182,7 @@ fn native_reductions<D: Chained>(device: &D) {
     }
 }
 
-/// What arrives in a main gradient, of numbers without a pattern: the bits of sums in pairs, each rounded to f32.
+/// Sums that arrive in a main gradient, of numbers without a pattern: the bits of sums in pairs, each rounded to f32.
 fn sums_in_pairs<D: Chained>(device: &D) {
     const DIMS: [usize; 3] = [2, 16, 24];
     const COUNT: usize = 2 * 16 * 24;

@@ -151,8 +151,8 @@ impl<D: Chained> ShardSource<D> for Shrinking<D> {
     }
 }
 
-/// A rank that cannot cast a shard, the first or one that is gathered ahead, tells the others, in the amaxes' all-reduce or
-/// in the gather.
+/// A rank that cannot cast a shard, the first or one that is gathered ahead, tells the others, in the amaxes'
+/// all-reduce or in the gather.
 fn shards_that_cannot_be_cast<D: Chained>(device: &D) {
     for (payload, odd) in [(Payload::Nvfp4, 0), (Payload::Nvfp4, 1), (Payload::Mxfp8, 0), (Payload::Mxfp8, 1)] {
         let outcomes = ranks(device, 2, MINUTE, |rank, place| -> Result<()> {
@@ -256,8 +256,8 @@ fn options_that_differ_between_ranks<D: Chained>(device: &D) {
     }
 }
 
-/// A shard whose reading panics takes its helper thread along: an error here, a rank that has left there. With memory of the
-/// communicators' it is read by whoever asks for the weight, and the panic is theirs.
+/// A shard whose reading panics takes its helper thread along: an error here, a rank that has left there. With memory
+/// of the communicators' it is read by whoever asks for the weight, and the panic is theirs.
 #[derive(Debug)]
 struct Panicking<D: Chained>(AtomicBool, Shard<D>);
 

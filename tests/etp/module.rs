@@ -108,7 +108,7 @@ fn sum_over(comm: &mut dyn Communicator<Cpu>, own: &[f32]) -> Result<Vec<f32>, F
         .collect())
 }
 
-/// What each rank has of a mesh of `ep` by WORLD / ep.
+/// State of each rank of a mesh of `ep` by WORLD / ep.
 struct Rank {
     w: usize,
     group: DeviceGroup,

@@ -19,8 +19,8 @@ bodies! {
     2 shards_of_odd_bytes,
 }
 
-/// Three rows of 48 are 81 bytes in NVFP4 and 150 in MXFP8, so without more behind them the second rank's codes would lie
-/// where no word of them can be read.
+/// Three rows of 48 are 81 bytes in NVFP4 and 150 in MXFP8, so without more behind them the second rank's codes would
+/// lie where no word of them can be read.
 fn shards_of_odd_bytes<D: Chained>(device: &D) {
     const DIMS: [usize; 3] = [1, 6, 48];
     for payload in [Payload::Nvfp4, Payload::Mxfp8] {
@@ -75,7 +75,7 @@ fn added_after_the_first_steps<D: Chained>(device: &D) {
     }
 }
 
-/// What was gathered two steps ahead is given up as it came: no weight's buffer is free for it while one is in use.
+/// A weight gathered two steps ahead is given up as it came: no weight's buffer is free for it while one is in use.
 fn draining_what_has_arrived<D: Chained>(device: &D) {
     ranks(device, 2, MINUTE, |_, place| {
         let own = place.device.clone();
@@ -107,8 +107,8 @@ fn draining_what_has_arrived<D: Chained>(device: &D) {
     });
 }
 
-/// A step in bf16 moves 2 bytes of each element in forward, 2 in backward, and 2 of its gradient. Quantized, forward and
-/// backward move half a byte and a 16th, or a byte and a 32nd, of each.
+/// A step in bf16 moves 2 bytes of each element in forward, 2 in backward, and 2 of its gradient. Quantized, forward
+/// and backward move half a byte and a 16th, or a byte and a 32nd, of each.
 fn bytes_an_element_in_bf16<D: Chained>(device: &D) {
     const DIMS: [usize; 3] = [2, 32, 64];
     const COUNT: u64 = 2 * 32 * 64;

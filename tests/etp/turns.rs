@@ -140,8 +140,8 @@ fn a_gradient_arrives_one_step_late<D: Chained>(device: &D) {
     });
 }
 
-/// A rank's own share stays where the gradient was made, and the first sum after a step does not read what is there: what
-/// it finds decides no bit, not even the sign of a zero.
+/// A rank's own share stays where the gradient was made, and the first sum after a step does not read what is there:
+/// what it finds decides no bit, not even the sign of a zero.
 fn only_what_others_need_is_moved<D: Chained>(device: &D) {
     let n = device.up_to(4);
     for prefetch in [true, false] {

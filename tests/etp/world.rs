@@ -23,8 +23,8 @@ pub type Tensor = moebius::Tensor<Cpu>;
 /// On the device under test.
 type OnDevice<D> = moebius::Tensor<D>;
 
-/// What is trained, and how it is spread. Rank w has experts of `w % ep`; of the ranks with the same, `etp` in a row
-/// share a shard group.
+/// Model that is trained, and how it is spread. Rank w has experts of `w % ep`; of the ranks with the same, `etp` in a
+/// row share a shard group.
 #[derive(Debug, Clone)]
 pub struct Run {
     pub world: usize,
@@ -122,7 +122,7 @@ pub fn of_type(dtype: DType, values: Vec<f32>, dims: &[usize]) -> Tensor {
     .unwrap()
 }
 
-/// What a rank saw.
+/// Results that a rank saw.
 #[derive(Debug, Clone, PartialEq, Default)]
 pub struct Outcome {
     /// Bytes of outputs and gradients of x, per microbatch.
@@ -133,8 +133,8 @@ pub struct Outcome {
     pub weights: Vec<Vec<u8>>,
 }
 
-/// Communicators of ranks `0..world` to the group that `place` names, at their place in it; their work is in a collective thread of
-/// this name.
+/// Communicators of ranks `0..world` to the group that `place` names, at their place in it; their work is in a
+/// collective thread of this name.
 pub fn mesh<D: Chained>(
     device: &D,
     (world, lane): (usize, &'static str),

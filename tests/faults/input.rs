@@ -252,7 +252,7 @@ fn an_overflowing_capacity_is_an_error_on_all_and_the_group_goes_on<D: Target>(d
     });
 }
 
-/// What the tests above check with finds a step that is off by a little.
+/// The comparison of the tests above finds a step that is off by a little.
 #[test]
 #[should_panic(expected = "after a fault")]
 fn a_wrong_step_is_found() {

@@ -103,7 +103,7 @@ fn a_rank_that_panics() {
     survivors_are_told(&places, || std::panic::resume_unwind(Box::new("a rank's own trouble")));
 }
 
-/// What the others get where the culprit never arrives; `None`: a rank that was to be there was late too.
+/// Results of the others where the culprit never arrives; `None`: a rank that was to be there was late too.
 fn waited_for(comm: ThreadComm, (kind, at): (DispatcherKind, At), limit: Duration, others: &Countdown) -> Option<()> {
     let counted = (Communicator::rank(&comm) != CULPRIT).then(|| others.counted());
     let mut r = match Rank::joined(&Cpu::poisoning(), comm, kind) {

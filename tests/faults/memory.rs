@@ -30,7 +30,7 @@ fn limit_address_space() {
     assert_eq!(unsafe { libc::setrlimit(libc::RLIMIT_AS, &limit) }, 0);
 }
 
-/// What prepare of three tokens a rank says, by rank, in a group of this size.
+/// Results of prepare of three tokens a rank, by rank, in a group of this size.
 fn prepared(config: &GroupConfig, spec: DispatchSpec) -> Vec<Result<usize>> {
     thread::scope(|threads| {
         let ranks: Vec<_> = ThreadWorld::create(RANKS, AT_ONCE)

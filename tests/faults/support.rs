@@ -204,7 +204,7 @@ pub fn all_well<T>(name: &str, results: Vec<thread::Result<T>>) -> Vec<T> {
     results.into_iter().map(|r| r.unwrap_or_else(|_| panic!("{name}: a rank panicked"))).collect()
 }
 
-/// What a weight does when it is acquired.
+/// Conduct of a weight when it is acquired.
 #[derive(Debug, Clone, Copy)]
 pub enum Trouble {
     Fail,

@@ -1,4 +1,5 @@
-//! Passes of a chain in CUDA graphs, over several GPUs: the bits of eager passes, and what becomes of recordings that fail.
+//! Passes of a chain in CUDA graphs, over several GPUs: the bits of eager passes, and what becomes of recordings that
+//! fail.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -201,8 +202,8 @@ impl Rank {
     }
 }
 
-/// Whole steps from a graph: each weight holds what its shards hold at that replay, and each gradient what was handed in,
-/// whatever ran before.
+/// Whole steps from a graph: each weight holds what its shards hold at that replay, and each gradient what was handed
+/// in, whatever ran before.
 fn a_step_has_eager_bits(_: &Cuda, n: usize) {
     let plain = on(Payload::Plain, 1);
     let without = |(payload, options)| (payload, EtpOptions { prefetch: false, ..options });
@@ -252,7 +253,7 @@ fn replicas_in_a_recording(_: &Cuda, n: usize) {
     });
 }
 
-/// What was recorded and never ran has cast nothing.
+/// A recording that never ran has cast nothing.
 fn a_recording_that_never_runs_leaves_nothing(_: &Cuda, n: usize) {
     for payload in [Payload::Nvfp4, Payload::Mxfp8] {
         ranks(n, MINUTE, |rank, comms| {
@@ -283,8 +284,8 @@ enum Ends {
     Silently,
 }
 
-/// A recording that ends with collectives under way: none of them runs, recovery gives the chain back as it was, an eager step
-/// has its bits, and recording works.
+/// A recording that ends with collectives under way: none of them runs, recovery gives the chain back as it was, an
+/// eager step has its bits, and recording works.
 fn a_recording_that_fails_is_given_up(_: &Cuda, n: usize) {
     use Phase::{Backward, Forward};
     let ends = [(Forward, Ends::All), (Backward, Ends::All), (Forward, Ends::First), (Backward, Ends::First)];

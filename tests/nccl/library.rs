@@ -48,7 +48,7 @@ fn a_wrong_path_in_the_environment_is_final() {
 /// Set in children that only open the library and say what came of it.
 pub const CHILD: &str = "MOEBIUS_TEST_OPENS_NCCL";
 
-/// What such a child does.
+/// Work of such a child.
 pub fn child() {
     match NcclLibrary::open() {
         Ok(library) => println!("{} {}", library.path(), library.version()),

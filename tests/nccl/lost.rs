@@ -1,5 +1,5 @@
-//! Ranks that are lost inside a collective, and what the others get: a typed error in time, from every later call and from
-//! every wait of the GPU, and a new world afterwards.
+//! Ranks that are lost inside a collective, and what the others get: a typed error in time, from every later call and
+//! from every wait of the GPU, and a new world afterwards.
 
 use std::ffi::c_void;
 use std::thread;
@@ -30,7 +30,7 @@ pub fn cases() -> Vec<(&'static str, Run)> {
 }
 
 const LIMIT: Duration = Duration::from_secs(2);
-/// What is told at once is told well within the limit of these.
+/// Limit well within which failures are known that are told at once.
 const PATIENCE: Duration = Duration::from_secs(30);
 
 fn tag(sequence: u64) -> Tag {
@@ -90,7 +90,7 @@ impl FromValue for Tensor<Cuda> {
     }
 }
 
-/// What the others get of a last rank that meets them and never enqueues its part: they time out inside the driver, not
+/// Results of the others where a last rank meets them and never enqueues its part: they time out inside the driver, not
 /// after it.
 fn times_out(comms: Vec<NcclComm>, enter: impl Fn(&mut NcclComm) -> Result<Tensor<Cuda>> + Sync) {
     let (ranks, done) = (comms.len(), std::sync::Barrier::new(comms.len()));
@@ -147,7 +147,7 @@ fn in_a_process(body: &str, ranks: usize) {
     succeed(&start(body, 1, &[(RANKS, &ranks.to_string())]));
 }
 
-/// What such a child does.
+/// Work of such a child.
 pub fn child(body: &str) {
     let ranks = std::env::var(RANKS).ok().and_then(|ranks| ranks.parse().ok()).expect("a number of ranks");
     match body {

@@ -1,6 +1,6 @@
 //! Several GPUs over NCCL: the CPU ranks' conformance suite from the same source, the communicator's own bodies, whole
-//! layers against CPU ranks, lost ranks. Each test is there for every number of ranks and ignored where there are not as many
-//! GPUs; what needs no GPU (finding the library) runs everywhere.
+//! layers against CPU ranks, lost ranks. Each test is there for every number of ranks and ignored where there are not
+//! as many GPUs; what needs no GPU (finding the library) runs everywhere.
 #![allow(clippy::duplicate_mod, reason = "each shared suite brings its helpers")]
 
 #[path = "../common/mod.rs"]

@@ -54,7 +54,7 @@ fn works(comm: &mut NcclComm) {
     assert_eq!(cuda.read(value.view()).expect("a read"), [(n * (n - 1) / 2) as f64]);
 }
 
-/// What a child does.
+/// Work of a child.
 pub fn child(body: &str) {
     match body {
         "layers" => layers(),

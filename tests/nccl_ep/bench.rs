@@ -1,5 +1,6 @@
-//! Times of the library's calls: through this crate's safe layer, and raw on the same handle in the same process, in turns.
-//! JSON lines on stdout. Bytes are counted once per (token, rank) and once per (token, expert), a rank's own apart.
+//! Times of the library's calls: through this crate's safe layer, and raw on the same handle in the same process, in
+//! turns. JSON lines on stdout. Bytes are counted once per (token, rank) and once per (token, expert), a rank's own
+//! apart.
 
 use std::ffi::c_void;
 use std::sync::Barrier;

@@ -1,5 +1,5 @@
-//! Decoding: whole layers forward over low latency. The same as CPU ranks, the same bits in every step and replay, with the
-//! shared expert beside the rows' way.
+//! Decoding: whole layers forward over low latency. The same as CPU ranks, the same bits in every step and replay, with
+//! the shared expert beside the rows' way.
 
 use moebius::DType;
 use moebius::config::{MoeConfig, Payload, SharedConfig};

@@ -1,5 +1,5 @@
-//! Whole layers over NCCL EP with nothing waiting for the GPU: the routing that the library makes gives what the host's plan
-//! gives, errors are told later, and forward and backward, prepare included, replay to the bit.
+//! Whole layers over NCCL EP with nothing waiting for the GPU: the routing that the library makes gives what the host's
+//! plan gives, errors are told later, and forward and backward, prepare included, replay to the bit.
 
 use moebius::Error;
 use moebius::config::{MoeConfig, Payload};

@@ -1,5 +1,6 @@
-//! Low latency whose ranks do not have the same: a handle that one of them keeps, a graph that only some could record, a
-//! GPU that is late. What one rank finds alone the others hear of where they are next, and the steps behind are as before.
+//! Low latency whose ranks do not have the same: a handle that one of them keeps, a graph that only some could record,
+//! a GPU that is late. What one rank finds alone the others hear of where they are next, and the steps behind are as
+//! before.
 
 use std::time::{Duration, Instant};
 
@@ -158,7 +159,7 @@ fn a_late_gpu_is_told_of(ranks: usize) {
     succeed(&start(LATE, 1, &[(RANKS, &ranks), (TIMEOUT, &patience)]));
 }
 
-/// What a child does; `None`: no body of this file's.
+/// Work of a child; `None`: no body of this file's.
 pub fn child(body: &str) -> Option<()> {
     if body != LATE {
         return None;
@@ -179,8 +180,8 @@ pub fn child(body: &str) -> Option<()> {
         seat.cuda.check()?;
         barrier.wait();
         if seat.rank == late {
-            // Its host goes on to meet the others while its GPU writes 16 TB: three seconds and more, in as many calls as
-            // are enqueued without a wait.
+            // Its host goes on to meet the others while its GPU writes 16 TB: three seconds and more, in as many calls
+            // as are enqueued without a wait.
             (0..1000).try_for_each(|_| seat.cuda.zero(room.view_mut().into_data()))?;
         }
         // There only: on the way back the late rank would wait for those that have given it up, and be told of them.

@@ -1,4 +1,5 @@
-//! Finding NCCL EP: what is asked for is what is tried, and errors name it. Needs no GPU, but NCCL where a case says so.
+//! Finding NCCL EP: what is asked for is what is tried, and errors name it. Needs no GPU, but NCCL where a case says
+//! so.
 
 use std::process::Command;
 
@@ -16,7 +17,7 @@ pub fn cases() -> Vec<(&'static str, fn())> {
 /// Set in children that only open the library and say what came of it.
 pub const CHILD: &str = "MOEBIUS_TEST_OPENS_NCCL_EP";
 
-/// What such a child does.
+/// Work of such a child.
 pub fn child() {
     match NcclLibrary::open().map(|nccl| EpLibrary::open(&nccl)) {
         Ok(Ok(library)) => println!("{} {}", library.path(), library.version()),

@@ -1,6 +1,6 @@
-//! A rank that is lost to a collective of NCCL EP: its kernels wait for it on the GPU and nothing ends them, yet every wait
-//! of the others returns a typed error in time. Between threads the ranks' meeting tells (`rank_that_never_arrives` of the
-//! conformance suite); here ranks are processes, which do not meet.
+//! A rank that is lost to a collective of NCCL EP: its kernels wait for it on the GPU and nothing ends them, yet every
+//! wait of the others returns a typed error in time. Between threads the ranks' meeting tells
+//! (`rank_that_never_arrives` of the conformance suite); here ranks are processes, which do not meet.
 
 use std::io::Write;
 use std::time::{Duration, Instant};
@@ -35,7 +35,7 @@ fn survivors_are_told(body: &str, ranks: usize) {
     }
 }
 
-/// What a child does; `None`: no body of this file's.
+/// Work of a child; `None`: no body of this file's.
 pub fn child(body: &str) -> Option<()> {
     let last: fn() = match body {
         // It stays meanwhile: late, not gone.

@@ -1,6 +1,6 @@
-//! NCCL EP on several GPUs: the conformance suite and whole layers from the sources of the other dispatchers, and what is
-//! its own: routing on the GPU, opaque rows, refusals. Ignored where there are not as many GPUs; what needs no GPU (finding
-//! the library) runs everywhere. `bench`: times as JSON lines instead.
+//! NCCL EP on several GPUs: the conformance suite and whole layers from the sources of the other dispatchers, and what
+//! is its own: routing on the GPU, opaque rows, refusals. Ignored where there are not as many GPUs; what needs no GPU
+//! (finding the library) runs everywhere. `bench`: times as JSON lines instead.
 #![allow(clippy::type_complexity, reason = "names and functions, no more")]
 #![allow(clippy::duplicate_mod, reason = "each shared suite brings its helpers")]
 
@@ -46,8 +46,8 @@ const KINDS: [DispatcherKind; 1] = [DispatcherKind::NcclEp];
 /// The suite's dispatchers, as the cases' names have them.
 const MODES: [(&str, DispatcherKind); 2] =
     [("conformance", DispatcherKind::NcclEp), ("conformance_ll", DispatcherKind::NcclEpLowLatency)];
-/// Cases that low latency has no say in: about backward, which it refuses in prepare, and about a combine of rows that were
-/// never dispatched, which it refuses before the ranks meet.
+/// Cases that low latency has no say in: about backward, which it refuses in prepare, and about a combine of rows that
+/// were never dispatched, which it refuses before the ranks meet.
 const NOT_FOR_LOW_LATENCY: [&str; 4] =
     ["backward_that_was_not_agreed", "backward_that_never_comes", "handle_of_another_group", "tags_that_differ"];
 /// Rules of the library that cases of the shared suites break, as its errors say them and as `expect` shows them.

@@ -141,7 +141,7 @@ fn trips(ranks: usize) -> Vec<Trip> {
     ]
 }
 
-/// What every rank knows of a step.
+/// Figures of a step that every rank knows.
 struct Step {
     ids: Vec<Vec<i64>>,
     /// Choices of each expert.

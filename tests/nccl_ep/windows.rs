@@ -1,5 +1,5 @@
-//! Rows that arrive in windows and leave from windows: the same bits as with the library's own staging, eager and replayed;
-//! copies are counted where the caller's memory is none, and a window that is not free is told on every rank.
+//! Rows that arrive in windows and leave from windows: the same bits as with the library's own staging, eager and
+//! replayed; copies are counted where the caller's memory is none, and a window that is not free is told on every rank.
 
 use moebius::DType;
 use moebius::config::{MoeConfig, Payload};

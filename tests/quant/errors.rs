@@ -65,7 +65,7 @@ fn sizes_and_types() {
     assert!(message(Matrix::new(flat.view()).map(|_| ())).contains("at least two dimensions"));
 }
 
-/// What no memory holds is an error, or a size that none has.
+/// Sizes that no memory holds are errors, also ones that no type holds.
 #[test]
 fn sizes_that_overflow() {
     let lines = |dims, direction| Nvfp4::MODELOPT.sizes(dims, direction).map(drop);

@@ -1,4 +1,4 @@
-//! What must hold of any input: phases, shards, sharing of tiles, stochastic rounding, de-quantization.
+//! Properties that hold of any input: phases, shards, sharing of tiles, stochastic rounding, de-quantization.
 
 use half::bf16;
 use moebius::cpu::Cpu;
@@ -72,7 +72,8 @@ fn phases<D: Target>(
 }
 
 fn one_call_is_the_phases<D: Target>(device: &D) {
-    // The last two are whole panels: of one block of them, and of parts of blocks in more rows of blocks than go together.
+    // The last two are whole panels: of one block of them, and of parts of blocks in more rows of blocks than go
+    // together.
     for dims in [[32, 48], [16, 70], [160, 32], [256, 512], [1152, 640]] {
         let x = normal(dims, 1, DType::BF16);
         for format in formats() {
@@ -168,7 +169,7 @@ struct Quantized {
     dtype: DType,
 }
 
-/// What many calls bring back is what the formulas make of each: of both recipes, with an amax a matrix and a row, of sizes
+/// Many calls bring back what the formulas make of each: of both recipes, with an amax a matrix and a row, of sizes
 /// of whole words and others, in every type of output; more than a device may take in one launch.
 fn many_back_at_once<D: Target>(device: &D) {
     let formats = [Nvfp4::TE, Nvfp4::MODELOPT, Nvfp4::TE.row_scaled()];

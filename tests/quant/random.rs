@@ -180,8 +180,8 @@ fn nvfp4_stochastic<D: Target>(device: &D) {
     });
 }
 
-/// Sizes of which a kernel's blocks take whole panels, several and parts of them: a block that is right beside one that is
-/// not finite, columns too, and the zeros between them.
+/// Sizes of which a kernel's blocks take whole panels, several and parts of them: a block that is right beside one that
+/// is not finite, columns too, and the zeros between them.
 fn blocks_of_panels<D: Target>(device: &D) {
     let random = Random { seed: 11, stream: 3, first_row: 16 };
     let mut rng = super::devices::seed::generator(5);

@@ -176,7 +176,8 @@ fn signals_reach_the_group_and_no_one_else() {
     // The shells may tell of their sleeps; the launcher has nothing to tell.
     assert!(!errors.contains("moebius-run"), "{errors}");
     assert!(bystander.0.try_wait().unwrap().is_none(), "the bystander was signaled");
-    // Ranks that do not handle it die of it, and so says the status. (Not INT, which a shell has its background jobs ignore.)
+    // Ranks that do not handle it die of it, and so says the status. (Not INT, which a shell has its background jobs
+    // ignore.)
     let mut running = Running::start(&["-n", "2"], "echo ready; exec sleep 600");
     running.lines(2);
     send("TERM", running.child.id());

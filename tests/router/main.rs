@@ -15,7 +15,7 @@ use moebius::ep::Reporting;
 use moebius::kernels::{AuxBwd, AuxSums, AuxTotal, Jitter, KeepSum, Origin, Route, RouteBwd, Scalar};
 use moebius::{DType, Error, Result, Tensor};
 
-/// What errors say of where they come from.
+/// Origin that errors name.
 const ORIGIN: Origin = Origin { rank: 3, layer: 7 };
 
 /// Every body of the suite.
@@ -53,7 +53,7 @@ struct On<D: Target> {
     dtype: DType,
 }
 
-/// What came of a call of the router.
+/// Results of a call of the router.
 struct Routed {
     /// The call itself said nothing.
     returned: bool,
@@ -105,7 +105,7 @@ impl<D: Target> On<D> {
         Ok((routed.ids, routed.weights))
     }
 
-    /// What comes of a call, with its outputs whatever that is.
+    /// Results of a call, with its outputs whatever that is.
     fn routed(
         &self,
         c: &RouterConfig,

@@ -1,6 +1,7 @@
-//! The router that a GPU holds in registers (softmax, at most 256 experts, at most 32 choices), where it is special: logits
-//! that lanes share, ties across lanes and within one, and both its borders. A selection bias of zeros changes no choice
-//! and is for the general kernel, whose bits are expected. The CPU has one formula, which must keep to this as well.
+//! The router that a GPU holds in registers (softmax, at most 256 experts, at most 32 choices), where it is special:
+//! logits that lanes share, ties across lanes and within one, and both its borders. A selection bias of zeros changes
+//! no choice and is for the general kernel, whose bits are expected. The CPU has one formula, which must keep to this
+//! as well.
 
 use moebius::cpu::Cpu;
 

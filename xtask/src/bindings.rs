@@ -16,7 +16,7 @@ const HEAD: &str =
 #![allow(non_camel_case_types, non_snake_case, non_upper_case_globals, reason = \"the library's names\")]
 #![allow(clippy::all, clippy::undocumented_unsafe_blocks, reason = \"generated\")]";
 
-/// What a call was asked for.
+/// Options of a call.
 struct Options {
     headers: PathBuf,
     cuda: PathBuf,

@@ -31,8 +31,8 @@ pub(super) fn run(arguments: &[String]) -> Result<String, String> {
     Ok(format!("{}: {} pages", index.display(), pages.len()))
 }
 
-/// A page whose links out of the book lead to the repository's own files, which lie one folder further up from the built
-/// pages than from their sources. mdBook has made `.html` of each `.md`.
+/// A page whose links out of the book lead to the repository's own files, which lie one folder further up from the
+/// built pages than from their sources. mdBook has made `.html` of each `.md`.
 fn outward(page: &str, exists: &dyn Fn(&str) -> bool) -> String {
     const LINK: &str = "href=\"../";
     let mut parts = page.split(LINK);

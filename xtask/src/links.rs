@@ -126,8 +126,8 @@ fn links(text: &str) -> Vec<Link> {
     found
 }
 
-/// Anchors of a document's headings, as its readers make them: letters, digits, `-` and `_` stay, blanks become `-`, and a
-/// second heading of a name gets a number.
+/// Anchors of a document's headings, as its readers make them: letters, digits, `-` and `_` stay, blanks become `-`,
+/// and a second heading of a name gets a number.
 fn headings(text: &str) -> BTreeSet<String> {
     let mut counts: BTreeMap<String, usize> = BTreeMap::new();
     let mut anchors = BTreeSet::new();

@@ -21,7 +21,7 @@ pub struct Sizes {
 }
 
 impl Sizes {
-    /// What `config.json` says.
+    /// Content of `config.json`.
     pub fn config(&self, dtype: DType) -> serde_json::Value {
         serde_json::json!({
             "model_type": "qwen3_moe",

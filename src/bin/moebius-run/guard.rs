@@ -46,12 +46,13 @@ impl Guard {
     }
 }
 
-/// The child's part. Signals to the group are the ranks' affair; nobody must wait for a stream that this one holds open.
+/// The child's part. Signals to the group are the ranks' affair; nobody must wait for a stream that this one holds
+/// open.
 fn watch(read: i32, alive: i32) -> ! {
     let mut all = MaybeUninit::uninit();
     let mut byte = 0u8;
-    // SAFETY: plain calls on memory of the right type; `sigfillset` fills the set before it is read, and `byte` has room
-    // for what is read. 0 as a group is this process's own, which `setpgid` has made the ranks'.
+    // SAFETY: plain calls on memory of the right type; `sigfillset` fills the set before it is read, and `byte` has
+    // room for what is read. 0 as a group is this process's own, which `setpgid` has made the ranks'.
     unsafe {
         libc::sigfillset(all.as_mut_ptr());
         libc::sigprocmask(libc::SIG_SETMASK, all.as_ptr(), std::ptr::null_mut());

@@ -1,4 +1,4 @@
-//! What the ranks print, line by line with the rank before it.
+//! Output of the ranks, line by line with the rank before it.
 
 use std::io::{self, Read, Write};
 use std::os::fd::{AsRawFd, OwnedFd};
@@ -15,7 +15,7 @@ const LONGEST_LINE: usize = 64 << 10;
 const LOOK: i32 = 100;
 /// How often it is looked whether all is written.
 const FINISH: Duration = Duration::from_millis(2);
-/// What is still read from a pipe once they have: more than a pipe holds comes from a process that left the group.
+/// Most bytes still read from a pipe once they have: more than a pipe holds comes from a process that left the group.
 const MOST_AFTER_END: usize = 1 << 20;
 
 pub struct Output {

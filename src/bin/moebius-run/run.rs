@@ -16,7 +16,7 @@ use super::signals::{ENDS, Event, Signals};
 const LOOK: Duration = Duration::from_millis(200);
 /// How a program ends whose output nobody reads.
 const UNREAD: Ended = Ended::Signal(libc::SIGPIPE);
-/// What the last lines have at least to be written, where the job was asked to end.
+/// Least time that the last lines have to be written, where the job was asked to end.
 const LEAST_FLUSH: Duration = Duration::from_secs(1);
 /// Ports to choose from: below those that Linux gives to connections, which could take one before rank 0 does.
 const PORTS: std::ops::Range<u16> = 20_000..32_000;

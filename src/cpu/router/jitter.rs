@@ -40,14 +40,14 @@ pub(super) struct TokenNoise {
 }
 
 impl TokenNoise {
-    /// What the logit of `expert` is multiplied by.
+    /// Factor of the logit of `expert`.
     pub(super) fn factor(self, expert: usize) -> f64 {
         let r = (absorb(self.key, expert as u64) >> 40) as f64 / (1u64 << 24) as f64;
         1.0 + self.epsilon * (2.0 * r - 1.0)
     }
 }
 
-/// What all tokens of a call have in common.
+/// Key that all tokens of a call have in common.
 pub(crate) fn key(jitter: Jitter) -> u64 {
     [jitter.seed, jitter.step, u64::from(jitter.layer)].into_iter().fold(0, absorb)
 }

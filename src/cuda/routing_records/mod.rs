@@ -1,5 +1,5 @@
-//! Prepare of several ranks on the GPU (`kernels/routing_records.cu`, `all_to_all_plan.cu`): this rank's record, and the plan from all
-//! ranks'.
+//! Prepare of several ranks on the GPU (`kernels/routing_records.cu`, `all_to_all_plan.cu`): this rank's record, and
+//! the plan from all ranks'.
 
 mod all_to_all;
 mod plan;
@@ -71,8 +71,8 @@ pub(super) fn record(device: &Cuda, call: RecordIds<'_, Cuda>) -> Result<()> {
         header,
     };
     let blocks = ids.count().div_ceil(256).clamp(1, RECORD_BLOCKS);
-    // SAFETY: the record has room for a header and `max_tokens` tokens' ids, of which there are no more; `errors` has its
-    // words; the kernel checks the ids.
+    // SAFETY: the record has room for a header and `max_tokens` tokens' ids, of which there are no more; `errors` has
+    // its words; the kernel checks the ids.
     unsafe { device.launch(CALL, &device.kernels().routing_records.record_ids, Grid::new(blocks, 256), &p) }
 }
 

@@ -65,7 +65,7 @@ struct PlanSizes {
     values: Vec<usize>,
 }
 
-/// What the rows' movement follows.
+/// Maps that the rows' movement follows.
 struct RowMaps {
     row: Tensor<Cuda>,
     weight: Tensor<Cuda>,

@@ -49,7 +49,7 @@ impl StatsLayout {
         [of(0), of(1), of(2), of(3)]
     }
 
-    /// What the records say; the number of rows stands in the statistics.
+    /// The records' counts; the number of rows stands in the statistics.
     pub(super) fn counts(self, values: &[usize]) -> HostCounts {
         let of = |i: usize| values[self.ranks_at() + i..].iter().step_by(3).take(self.ranks).copied();
         let [failed, needed, short] = [2, 3, 4].map(|i| values[self.tail() + i]);

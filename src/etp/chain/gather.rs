@@ -264,9 +264,9 @@ impl<D: ShardDevice> ChainState<D> {
         gathered.inspect_err(|_| self.uses[node].state.reset())
     }
 
-    /// Starts a later step's gather, if it is not under way; tells whether it is. Where it cannot start, the step itself
-    /// gathers, and reports what is wrong; but for want of memory, where collective threads take turns or calls are captured: that is
-    /// told in its turn.
+    /// Starts a later step's gather, if it is not under way; tells whether it is. Where it cannot start, the step
+    /// itself gathers, and reports what is wrong; but for want of memory, where collective threads take turns or calls
+    /// are captured: that is told in its turn.
     fn ahead(&mut self, node: usize, active: ActivePass) -> bool {
         let at = &self.uses[node];
         if at.state.state() == CollectiveState::AsyncWait {
@@ -275,8 +275,8 @@ impl<D: ShardDevice> ChainState<D> {
         if at.state.state() != CollectiveState::None || !self.cache.is_free(at.arrived.unwrap_or(at.buffer_id)) {
             return false;
         }
-        // On a collective thread of gathers alone it is tried again at its use, in the same place among them; in a capture all collective threads'
-        // collectives have one order.
+        // On a collective thread of gathers alone it is tried again at its use, in the same place among them; in a
+        // capture all collective threads' collectives have one order.
         let again = self.apart.is_some() && self.capture.is_none();
         let Ok(pending_gather) = self.begin(node, active, again) else { return false };
         self.traffic.ahead += 1;
@@ -432,7 +432,7 @@ mod tests {
 
     const DIMS: [usize; 2] = [4, 16];
 
-    /// What both ranks' next gather comes to where rank 1 has no room for a usage of its buffers.
+    /// Results of both ranks' next gather where rank 1 has no room for a usage of its buffers.
     fn without_memory(payload: Payload, usage: BufferUsage, in_turn: bool) -> Vec<[Result<()>; 2]> {
         ranks(2, |comms| {
             let options = EtpOptions { pad: 0, in_turn, ..EtpOptions::default() };

@@ -47,7 +47,7 @@ impl<D: ShardDevice> fmt::Debug for Chain<D> {
     }
 }
 
-/// What changes.
+/// State that changes.
 pub(in crate::etp) struct ChainState<D: ShardDevice> {
     pub weights: Vec<Weight<D>>,
     pub uses: Vec<UseState<D>>,
@@ -103,7 +103,7 @@ pub(in crate::etp) struct UseState<D: ShardDevice> {
     pub arrived: Option<BufferId>,
     /// A gather under way.
     pub pending_gather: Option<crate::etp::chain::gather::PendingGather<D>>,
-    /// What a step left for a later one.
+    /// Buffer that a step left for a later one.
     pub kept: Option<Buffer<D>>,
     /// The pass (its serial number) that has it in use, or had it last.
     pub holder: u64,
@@ -233,7 +233,7 @@ impl<D: ShardDevice> Chain<D> {
         Ok(())
     }
 
-    /// What each gradient is multiplied by.
+    /// Factor of each gradient.
     pub(in crate::etp) fn factor(&self) -> f64 {
         match self.options.scale {
             Scale::Sum => 1.0,

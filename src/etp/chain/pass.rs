@@ -26,8 +26,8 @@ pub(in crate::etp) struct ActivePass {
 
 impl<D: ShardDevice> Chain<D> {
     /// Says, on every rank before the same pass, that shards have changed otherwise than after
-    /// [`finish`](Self::finish), so that those which are sent quantized are cast anew. Said within a pass, it counts from
-    /// the next.
+    /// [`finish`](Self::finish), so that those which are sent quantized are cast anew. Said within a pass, it counts
+    /// from the next.
     pub fn invalidate_casts(&self) {
         self.lock().epoch += 1;
     }
@@ -117,8 +117,9 @@ impl<D: ShardDevice> Chain<D> {
     /// them.
     ///
     /// # Errors
-    /// [`CommError::Poisoned`] with what went wrong: communicators have ended, with a rank that is lost or whose GPU failed
-    /// within a collective, and so has the chain. A new one is made over new ones, of the shards that the ranks keep.
+    /// [`CommError::Poisoned`] with what went wrong: communicators have ended, with a rank that is lost or whose GPU
+    /// failed within a collective, and so has the chain. A new one is made over new ones, of the shards that the ranks
+    /// keep.
     pub fn recover(&self, reason: Option<&Error>) -> Result<()> {
         let mut inner = self.lock_to_abandon("Chain::recover")?;
         let collective = |op| {

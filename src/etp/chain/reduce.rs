@@ -66,8 +66,9 @@ impl<D: ShardDevice> Drop for GradientBuffer<'_, D> {
 }
 
 impl<D: ShardDevice> Chain<D> {
-    /// Room for a weight's gradient on this rank's tokens. Where the collective threads' communicators have memory of their own
-    /// (`Chain::uses_copy_engines`), ranks ask for a size's first in the same order: it is allocated by all together.
+    /// Room for a weight's gradient on this rank's tokens. Where the collective threads' communicators have memory of
+    /// their own (`Chain::uses_copy_engines`), ranks ask for a size's first in the same order: it is allocated by all
+    /// together.
     ///
     /// # Errors
     /// Room that was asked for before and not submitted; no forward before; the collective's, where an earlier gradient
@@ -126,8 +127,8 @@ impl<D: ShardDevice> Chain<D> {
     }
 
     /// Ends the accumulation: adds what is under way, sums main gradients over the replicas where there are any, calls
-    /// `enqueue` with each weight's gradient (`[S, C]`, accumulator type, padding zeros) in the order of registration, and
-    /// starts the next step's from zero. Weights that have had no gradient yet are left out.
+    /// `enqueue` with each weight's gradient (`[S, C]`, accumulator type, padding zeros) in the order of registration,
+    /// and starts the next step's from zero. Weights that have had no gradient yet are left out.
     ///
     /// # Errors
     /// Those of the collectives and of `enqueue`; a communicator of another size than

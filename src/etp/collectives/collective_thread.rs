@@ -1,15 +1,16 @@
-//! Collectives beside the computation: a helper thread with a communicator of its own runs one collective after another.
+//! Collectives beside the computation: a helper thread with a communicator of its own runs one collective after
+//! another.
 //!
-//! A rank has two collective threads, one for gathers and one for reductions, so neither waits behind the other; or one, on which
-//! they take turns ([`EtpOptions::in_turn`](crate::etp::EtpOptions::in_turn)). Every rank gives its collective threads the same collectives in
-//! the same order: in place of one that it cannot give, its refusal. A collective owns its buffers, so nobody can touch them
-//! while it runs.
+//! A rank has two collective threads, one for gathers and one for reductions, so neither waits behind the other; or
+//! one, on which they take turns ([`EtpOptions::in_turn`](crate::etp::EtpOptions::in_turn)). Every rank gives its
+//! collective threads the same collectives in the same order: in place of one that it cannot give, its refusal. A
+//! collective owns its buffers, so nobody can touch them while it runs.
 //!
-//! On a GPU the thread enqueues, on its communicator's stream, behind what the computation had been given when the collective
-//! was; whoever takes the result has its own stream wait for the collective's event. No host waits for a GPU. In a capture
-//! whoever gives a collective waits until it has been enqueued: no two threads may add to one graph at a time, which the driver
-//! does not see to (it crashes). There the collectives of both collective threads have one order on every rank, as on one collective thread: to be enqueued
-//! can mean to meet the other ranks.
+//! On a GPU the thread enqueues, on its communicator's stream, behind what the computation had been given when the
+//! collective was; whoever takes the result has its own stream wait for the collective's event. No host waits for a
+//! GPU. In a capture whoever gives a collective waits until it has been enqueued: no two threads may add to one graph
+//! at a time, which the driver does not see to (it crashes). There the collectives of both collective threads have one
+//! order on every rank, as on one collective thread: to be enqueued can mean to meet the other ranks.
 
 use std::fmt;
 use std::sync::Arc;
@@ -59,7 +60,8 @@ pub(in crate::etp) enum Collective<D: ShardDevice> {
     Allocate { tag: Tag, dtype: DType, dims: Vec<usize>, made: Option<Tensor<D>> },
     /// A number of this rank, for all ranks'.
     Compare { tag: Tag, own: u64, all: Vec<u64> },
-    /// Meets the other ranks after a failure: whatever they have in their collective threads fails, until all meet here.
+    /// Meets the other ranks after a failure: whatever they have in their collective threads fails, until all meet
+    /// here.
     Recover { tag: Tag, reason: Option<String> },
 }
 
@@ -105,7 +107,8 @@ enum ResultSlot<D: ShardDevice> {
 }
 
 impl<D: ShardDevice> PendingCollective<D> {
-    /// Waits until the collective is done or enqueued; nothing of it is left on the collective thread's thread afterwards.
+    /// Waits until the collective is done or enqueued; nothing of it is left on the collective thread's thread
+    /// afterwards.
     pub fn wait(self) -> CollectiveResult<D> {
         self.reply.wait(self.thread_name)
     }
@@ -142,7 +145,7 @@ const IDLE: Duration = Duration::from_secs(30);
 /// The same of one that has a collective, which may wait for ranks that do not come.
 const BUSY: Duration = Duration::from_millis(200);
 
-/// What a collective thread has been given.
+/// Counts of the work that a collective thread has been given.
 #[derive(Debug, Default)]
 struct ThreadCounters {
     /// Jobs that are not done, nor dropped with a thread that has ended.
@@ -173,8 +176,8 @@ impl Drop for CountGuard {
 }
 
 impl ThreadCounters {
-    /// The end of a capture. With collectives whose results nobody has taken it fails: the driver would take it, as NCCL sets
-    /// what its captured streams depend on.
+    /// The end of a capture. With collectives whose results nobody has taken it fails: the driver would take it, as
+    /// NCCL sets what its captured streams depend on.
     fn finish_capture<D: ShardDevice>(&self, streams: &StreamPair<D>, failed: bool) -> Result<()> {
         if streams.compute.capture_number() != Some(self.capture.load(Ordering::SeqCst)) {
             return Ok(());
@@ -198,7 +201,7 @@ pub(in crate::etp) struct CollectiveThread<D: ShardDevice> {
     name: &'static str,
     queue: Option<Sender<QueuedCollective<D>>>,
     counters: Arc<ThreadCounters>,
-    /// What captures call before they end.
+    /// Hook that captures call before they end.
     _ending: Arc<CaptureHook>,
     /// Told when the thread has let go of its communicator.
     thread_ended: Receiver<()>,
@@ -306,8 +309,8 @@ impl<D: ShardDevice> CollectiveThread<D> {
         self.enqueue_after(collective, self.streams.compute.record_event())
     }
 
-    /// The same behind an event, or behind what went wrong before it, which the other ranks are told in the collective's turn.
-    /// In a capture it has been enqueued when this returns.
+    /// The same behind an event, or behind what went wrong before it, which the other ranks are told in the
+    /// collective's turn. In a capture it has been enqueued when this returns.
     pub fn enqueue_after(&self, collective: Collective<D>, after: Result<Option<D::Event>>) -> PendingCollective<D> {
         let (reply, receiver) = sync_channel(1);
         let capture = self.streams.compute.capture_number();
@@ -535,8 +538,8 @@ mod tests {
     use crate::etp::state::buffer_cache::BufferUsage;
     use crate::etp::state::source::Shard;
 
-    /// A rank whose computation cannot be waited for tells the others, which are in the collective's collective; its next collective
-    /// meets theirs.
+    /// A rank whose computation cannot be waited for tells the others, which are in the collective's collective; its
+    /// next collective meets theirs.
     #[test]
     fn an_error_before_a_collective_is_reported() {
         let broken = |rank: usize| match rank {

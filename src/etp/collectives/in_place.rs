@@ -1,9 +1,9 @@
 //! A rank's shard in its place of what is gathered, for gathers by copy engines.
 //!
-//! Copy engines bring the other ranks' shards beside the computation. But within a GPU the driver copies with a kernel, whatever
-//! it is asked for (CUDA 13.0), which finds no SM beside a kernel that fills the GPU: enqueued on the gathers'
-//! stream it would wait for the end of that kernel, the gathers behind it too, and then hold up the next. So the computation
-//! copies, in its own order, between two kernels.
+//! Copy engines bring the other ranks' shards beside the computation. But within a GPU the driver copies with a kernel,
+//! whatever it is asked for (CUDA 13.0), which finds no SM beside a kernel that fills the GPU: enqueued on the gathers'
+//! stream it would wait for the end of that kernel, the gathers behind it too, and then hold up the next. So the
+//! computation copies, in its own order, between two kernels.
 
 use crate::device::Device;
 use crate::error::{Error, Result};

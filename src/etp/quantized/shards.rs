@@ -69,7 +69,7 @@ struct ExpertRows {
     rows: Range<usize>,
 }
 
-/// What of the rows of `rank` belongs to which expert of `each` rows; padding to none.
+/// The pieces of `rank`'s rows that belong to each expert of `each` rows; padding to none.
 fn pieces(shards: &Shards, each: usize, rank: usize) -> Vec<ExpertRows> {
     let [first, all] = [rank * shards.shard_dims()[0], shards.rows_of(rank).end];
     let mut pieces = Vec::new();
@@ -285,8 +285,8 @@ impl<D: ShardDevice> QuantizedShard<D> {
         })
     }
 
-    /// Every rank's rows of what has arrived, at their place in the gathered weight, in one call; its padding stays as it
-    /// was.
+    /// Every rank's rows of what has arrived, at their place in the gathered weight, in one call; its padding stays as
+    /// it was.
     pub fn dequantize(
         &self,
         device: &D,

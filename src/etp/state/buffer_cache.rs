@@ -7,18 +7,18 @@ use crate::tensor::Tensor;
 
 use crate::etp::chain::capture::not_capturable_error;
 
-/// What a buffer is for.
+/// Purpose of a buffer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(in crate::etp) enum BufferUsage {
     /// A gathered weight.
     GatheredWeight,
     /// A weight that has been de-quantized, where what collectives fill is memory of the communicators.
     Unpacked,
-    /// What arrives of one that is sent quantized.
+    /// Bytes that arrive of a weight that is sent quantized.
     Arrived,
     /// A gradient of the whole weight, to be reduce-scattered.
     Gradient,
-    /// What the reduce-scatter brings.
+    /// Result of the reduce-scatter.
     Reduced,
     /// Amaxes of shards that are sent in NVFP4.
     Amaxes,

@@ -1,4 +1,4 @@
-//! What a chain keeps: shards and their sources, buffers, states, counts.
+//! State that a chain keeps: shards and their sources, buffers, states, counts.
 
 pub(in crate::etp) mod buffer_cache;
 pub(in crate::etp) mod collective_state;

@@ -1,4 +1,4 @@
-//! What a chain holds, and what it has moved.
+//! Memory that a chain holds, and bytes that it has moved.
 
 use crate::etp::chain::Chain;
 use crate::etp::state::buffer_cache::BufferUsage;
@@ -14,7 +14,7 @@ pub struct ChainMemory {
     pub gathered: usize,
     /// Shards in the form in which they are sent, where that is quantized.
     pub quantized: usize,
-    /// What arrives of quantized shards, before it is de-quantized.
+    /// Bytes that arrive of quantized shards, before they are de-quantized.
     pub arrived: usize,
     /// Buffers of unsharded gradients.
     pub gradients: usize,
@@ -88,7 +88,8 @@ impl<D: ShardDevice> Chain<D> {
         ChainTraffic { allocations: inner.cache.allocations(), casts, ..inner.traffic }
     }
 
-    /// Drops buffers that are not in use; later passes allocate them anew. Memory of the collective threads' communicators stays.
+    /// Drops buffers that are not in use; later passes allocate them anew. Memory of the collective threads'
+    /// communicators stays.
     pub fn clear(&self) {
         let mut inner = self.lock();
         inner.cache.clear();

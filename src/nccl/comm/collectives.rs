@@ -15,7 +15,7 @@ use crate::nccl::ffi::enqueue::PeerBuffer;
 use crate::nccl::ffi::sys::RedOp;
 
 impl NcclComm {
-    /// What ranks must agree on whose peers may write to some memory, by its address and bytes.
+    /// Memory to which the ranks' peers may write, by its address and bytes: the ranks must agree on it.
     fn place(&self, (address, bytes): (u64, usize)) -> Detail {
         match self.session.comm_handle.copy_engines {
             true => Detail::Place(self.session.comm_handle.place_number(address, bytes)),
@@ -70,7 +70,7 @@ impl NcclComm {
     }
 }
 
-/// What a rank sends of `size` blocks from one address, and receives to another without room for its own.
+/// Blocks that a rank sends, `size` of them from one address, and receives to another without room for its own.
 pub(in crate::nccl) fn blocks(
     (rank, size): (usize, usize),
     (from, to): (u64, u64),
@@ -225,8 +225,8 @@ impl Communicator<Cuda> for NcclComm {
         if let Some((window, offset)) = self.session.comm_handle.place(to, (size - 1) * block) {
             let (puts, blocks) = (OneSided::of(self.library()), BlockExchange { from, bytes: block, window, offset });
             let puts = self.session.check_begun(subject, puts)?;
-            // SAFETY: the views have those bytes, as checked, and windows stay as long as the communicator. That peers have
-            // given the same place they have compared, or, as processes that do not compare, promised.
+            // SAFETY: the views have those bytes, as checked, and windows stay as long as the communicator. That peers
+            // have given the same place they have compared, or, as processes that do not compare, promised.
             return self.enqueue(subject, |comm_stream| unsafe { puts.exchange(comm_stream, blocks) });
         }
         let (sends, receives) = blocks((self.session.comm_handle.rank, size), (from, to), block);

@@ -45,7 +45,7 @@ impl Drop for NcclComm {
     }
 }
 
-/// What other libraries that build on NCCL need of a communicator.
+/// Handles of a communicator that other libraries that build on NCCL need.
 #[derive(Debug, Clone, Copy)]
 pub struct Raw<'a> {
     /// NCCL's functions.
@@ -68,7 +68,7 @@ impl Work for StreamWork {
     }
 }
 
-/// What is watched of the work that a GPU has been given; not inside a recording, which runs later and any number of
+/// The watched work that a GPU has been given; not inside a recording, which runs later and any number of
 /// times.
 fn work_so_far(cuda: &Cuda) -> Result<Option<Box<dyn Work>>> {
     Ok(match cuda.is_capturing()? {
@@ -117,7 +117,7 @@ impl NcclComm {
     /// watched: for what ends without the peers.
     ///
     /// # Errors
-    /// What `calls` returns; the failure that ended the communicator.
+    /// Errors of `calls`; the failure that ended the communicator.
     pub fn with_raw<T>(&self, calls: impl FnOnce(Raw<'_>) -> Result<T>) -> Result<T> {
         self.cuda.bind("NcclComm::with_raw")?;
         let stream = self.stream();
@@ -130,7 +130,7 @@ impl NcclComm {
     /// The same for what all ranks call together: counted, compared over the ranks where they are threads, and watched.
     ///
     /// # Errors
-    /// What `calls` returns, which ends the communicator on all ranks; a collective's own errors.
+    /// Errors of `calls`, which end the communicator on all ranks; a collective's own errors.
     pub fn collective_raw<T>(
         &mut self,
         operation: &'static str,

@@ -2,13 +2,13 @@
 //! all of them.
 //!
 //! NCCL gathers windows that way for communicators made with its policy `NCCL_CTA_POLICY_ZERO` (2.28), and writes into
-//! peers' windows so for any (2.29; [`puts`](crate::nccl::comm::one_sided)). A window is registered by all ranks together, and stays until the
-//! communicator ends. Whether that works is tried when a communicator is made ([`probe`]), so that all ranks hear alike of
-//! one where it does not, before anything is under way.
+//! peers' windows so for any (2.29; [`puts`](crate::nccl::comm::one_sided)). A window is registered by all ranks
+//! together, and stays until the communicator ends. Whether that works is tried when a communicator is made
+//! ([`probe`]), so that all ranks hear alike of one where it does not, before anything is under way.
 //!
-//! A rank that is lost meanwhile leaves the others' streams waiting for its flags in memory. They have their errors in time,
-//! but no abort ends such a wait (NCCL 2.30.7): what belongs to those GPUs is left as it is until the process ends
-//! ([`CommHandle::abort`]).
+//! A rank that is lost meanwhile leaves the others' streams waiting for its flags in memory. They have their errors in
+//! time, but no abort ends such a wait (NCCL 2.30.7): what belongs to those GPUs is left as it is until the process
+//! ends ([`CommHandle::abort`]).
 
 use std::cell::{Cell, RefCell};
 use std::ffi::c_void;
@@ -79,8 +79,8 @@ impl RegisteredWindow {
     }
 }
 
-/// What the ranks try together, step by step: `gather_errors` brings every rank's trouble with a step, in rank order, empty where
-/// there is none. No rank goes on where one cannot, and all return the same rank's trouble.
+/// Runs steps that the ranks try together: `gather_errors` brings every rank's trouble with a step, in rank order,
+/// empty where there is none. No rank goes on where one cannot, and all return the same rank's trouble.
 pub(in crate::nccl) fn run_in_lockstep(
     rank: usize,
     steps: &mut [&mut dyn FnMut() -> Result<()>],
@@ -101,7 +101,7 @@ const ERROR_BYTES: usize = 256;
 /// Bytes of a block of the attempt.
 const BLOCK: usize = 16;
 
-/// What the attempt asks of a rank's GPU, and of all ranks over plain memory.
+/// Calls of the attempt on a rank's GPU, and to all ranks over plain memory.
 pub(in crate::nccl) trait ProbeDevice {
     /// Takes over memory of `ncclMemAlloc` on this GPU, of that many bytes.
     fn hold(&self, address: u64, bytes: usize);
@@ -164,15 +164,15 @@ impl ProbeDevice for GpuProbe<'_> {
 }
 
 /// Makes a first window and has both of a chain's collectives move it, as the communicator's first user. Its first
-/// collectives over windows make NCCL's own windows too, and leave no flag there that those of a recording, which all have
-/// the same number, could take for theirs.
+/// collectives over windows make NCCL's own windows too, and leave no flag there that those of a recording, which all
+/// have the same number, could take for theirs.
 pub(in crate::nccl) fn probe(comm_handle: &CommHandle, cuda: &Cuda) -> Result<()> {
     let comm_stream = &CommStream { comm_handle, stream: cuda.stream().cu_stream().cast() };
     probe_on(comm_stream, &GpuProbe { comm_stream, cuda, memory: RefCell::default() })
 }
 
-/// What a rank does alone is a step of its own, before the collective that needs it: one that cannot tells the others,
-/// which would wait for it there.
+/// Tries copy engines. A rank's own work is a step of its own, before the collective that needs it: one that cannot
+/// tells the others, which would wait for it there.
 pub(in crate::nccl) fn probe_on(comm_stream: &CommStream<'_>, probe_device: &impl ProbeDevice) -> Result<()> {
     let comm_handle = comm_stream.comm_handle;
     let (library, rank, ranks) = (comm_handle.library(), comm_handle.rank, comm_handle.size);

@@ -30,7 +30,7 @@ fn joined(pending_join: PendingJoin, timeout: Duration) -> Result<Arc<CommHandle
 /// Variable with which ranks that are processes compare every collective: `1`, else `0`.
 const CHECKED: &str = "MOEBIUS_CHECKED";
 
-/// What the variable says.
+/// Value of the variable.
 pub(in crate::nccl) fn checked(value: Option<OsString>) -> Result<bool> {
     match value.as_ref().map(|v| v.as_encoded_bytes()) {
         None | Some(b"0") => Ok(false),
@@ -101,16 +101,17 @@ impl NcclWorld {
         Self::connected(library, gpus, (timeout, false))
     }
 
-    /// The same for communicators whose collectives over [`Communicator::memory`] are the GPUs' copy engines', and so run
-    /// beside kernels that take every SM: for a [`Chain`](crate::etp::Chain)'s lanes, between GPUs that reach each
-    /// other's memory. NCCL 2.29 or later. That memory stays as long as the world, whose communicators may come and
-    /// go; after a failure the process keeps it. Where a rank is lost inside such a collective, or fails in it, the streams of
-    /// the others stay stuck, and those behind them: they have their errors, streams that do not wait for these work on, and
-    /// new worlds can be made, but what these GPUs have is kept to the end of the process. The driver is of CUDA 12.5 or later.
+    /// The same for communicators whose collectives over [`Communicator::memory`] are the GPUs' copy engines', and so
+    /// run beside kernels that take every SM: for a [`Chain`](crate::etp::Chain)'s lanes, between GPUs that reach each
+    /// other's memory. NCCL 2.29 or later. That memory stays as long as the world, whose communicators may come and go;
+    /// after a failure the process keeps it. Where a rank is lost inside such a collective, or fails in it, the streams
+    /// of the others stay stuck, and those behind them: they have their errors, streams that do not wait for these work
+    /// on, and new worlds can be made, but what these GPUs have is kept to the end of the process. The driver is of
+    /// CUDA 12.5 or later.
     ///
     /// # Errors
-    /// As [`NcclWorld::new`]; an older library; [`NcclError::Engines`](crate::nccl::NcclError::Engines): a rank whose memory
-    /// cannot be moved that way, which is tried here.
+    /// As [`NcclWorld::new`]; an older library; [`NcclError::Engines`](crate::nccl::NcclError::Engines): a rank whose
+    /// memory cannot be moved that way, which is tried here.
     pub fn with_copy_engines(library: &NcclLibrary, gpus: &[Cuda], timeout: Duration) -> Result<Self> {
         check_copy_engines(library)?;
         Self::connected(library, gpus, (timeout, true))
@@ -194,17 +195,17 @@ impl NcclComm {
     /// `MOEBIUS_CHECKED=1`, as [`NcclComm::join_checked`].
     ///
     /// # Errors
-    /// [`NcclError`](crate::nccl::NcclError); [`RankError`](crate::ranks::RankError) where the ranks do not find each other;
-    /// another value of that variable.
+    /// [`NcclError`](crate::nccl::NcclError); [`RankError`](crate::ranks::RankError) where the ranks do not find each
+    /// other; another value of that variable.
     pub fn join(library: &NcclLibrary, job: &Bootstrap, cuda: &Cuda) -> Result<Self> {
         Self::join_as(library, job, (cuda, checked(std::env::var_os(CHECKED))?))
     }
 
     /// The same with every collective of it and of its parts compared over the ranks before anything is enqueued, as
     /// between threads: the call, its [`Tag`], dtype and arguments, and sizes that are the same on all ranks. A
-    /// disagreement or a refusal is an error on every rank, no data is exchanged, and the communicator goes on. For finding
-    /// mistakes: each collective's host waits for all others', about ten milliseconds. All ranks do so or none; one
-    /// that does not is an error on all.
+    /// disagreement or a refusal is an error on every rank, no data is exchanged, and the communicator goes on. For
+    /// finding mistakes: each collective's host waits for all others', about ten milliseconds. All ranks do so or none;
+    /// one that does not is an error on all.
     ///
     /// # Errors
     /// As [`NcclComm::join`].

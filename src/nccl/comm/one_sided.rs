@@ -1,8 +1,8 @@
 //! Blocks exchanged by copy engines: each rank writes into the others' windows, and signals say when.
 //!
-//! NCCL's all-to-all of copy engines brings a rank's own block too, and within a GPU the driver copies with a kernel: beside
-//! a kernel that fills the GPU it waits for the end of that, and what all other ranks exchange with this one waits as well.
-//! Puts move what has to be moved.
+//! NCCL's all-to-all of copy engines brings a rank's own block too, and within a GPU the driver copies with a kernel:
+//! beside a kernel that fills the GPU it waits for the end of that, and what all other ranks exchange with this one
+//! waits as well. Puts move what has to be moved.
 
 use std::ffi::c_void;
 
@@ -30,7 +30,7 @@ type PutSignal = unsafe extern "C" fn(
 type Signal = unsafe extern "C" fn(i32, i32, i32, u32, CommPtr, StreamPtr) -> Status;
 type Wait = unsafe extern "C" fn(i32, *mut WaitSignal, CommPtr, StreamPtr) -> Status;
 
-/// What puts, of a library that can (2.29).
+/// Calls of a library that can put (2.29).
 #[derive(Debug, Clone, Copy)]
 pub(in crate::nccl) struct OneSided {
     put: PutSignal,
@@ -41,7 +41,7 @@ pub(in crate::nccl) struct OneSided {
 /// Whether a call was enqueued.
 type Outcome = std::result::Result<(), EnqueueError>;
 
-/// What goes to a peer.
+/// A put to a peer.
 #[derive(Debug, Clone, Copy)]
 pub(in crate::nccl) struct OneSidedPut {
     pub(in crate::nccl) from: u64,
@@ -59,7 +59,8 @@ pub(in crate::nccl) struct BlockExchange {
     pub(in crate::nccl) from: u64,
     /// Of each.
     pub(in crate::nccl) bytes: usize,
-    /// Where the others' go: a place in the same window on all ranks, with room for all but a rank's own, in rank order.
+    /// Where the others' go: a place in the same window on all ranks, with room for all but a rank's own, in rank
+    /// order.
     pub(in crate::nccl) window: WindowPtr,
     pub(in crate::nccl) offset: usize,
 }
@@ -113,8 +114,8 @@ impl OneSided {
         }
     }
 
-    /// Writes this rank's blocks to the others and waits for theirs, in the stream's order. A peer's first signal says that
-    /// its window may be written to, its second that its block has arrived.
+    /// Writes this rank's blocks to the others and waits for theirs, in the stream's order. A peer's first signal says
+    /// that its window may be written to, its second that its block has arrived.
     ///
     /// # Safety
     /// `from` has a block for each rank and the window room for those of the others, on all ranks, until the stream has

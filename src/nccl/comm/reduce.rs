@@ -47,8 +47,8 @@ fn join_method(op: ReduceOp, dtype: DType) -> JoinMethod {
     }
 }
 
-/// Length of the rows that a part of so many elements is cut into: a divisor of it with as many twos as it has itself, so
-/// that rows begin where words do.
+/// Length of the rows that a part of so many elements is cut into: a divisor of it with as many twos as it has itself,
+/// so that rows begin where words do.
 fn row(count: usize) -> usize {
     let words = ROW.min(1 << count.trailing_zeros().min(ROW.ilog2()));
     let rest = count / words;

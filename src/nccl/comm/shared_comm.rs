@@ -1,4 +1,4 @@
-//! What libraries that build on NCCL's communicators need: to keep one, and to have their collectives watched.
+//! Access for libraries that build on NCCL's communicators: to keep one, and to have their collectives watched.
 
 use std::sync::Arc;
 

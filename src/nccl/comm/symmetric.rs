@@ -62,7 +62,7 @@ impl NcclWindow {
     }
 }
 
-/// What makes windows, of a library that can.
+/// Calls of a library that can register windows.
 pub(in crate::nccl) struct Registering<'a> {
     library: &'a NcclLibrary,
     alloc: unsafe extern "C" fn(*mut *mut c_void, usize) -> Status,

@@ -63,7 +63,7 @@ const CALLS: [&str; 11] = [
     "release",
     "dispatch",
 ];
-/// What any other is called there.
+/// Name there of any other call.
 const OTHER: &str = "another call";
 const NAME: std::ops::Range<usize> = 32..64;
 
@@ -131,7 +131,7 @@ impl CallDescriptor {
         bytes
     }
 
-    /// What it says, if it says anything; whether it is the one form of that is the caller's to see.
+    /// The call in the bytes, if they describe one; whether it is the one form of that is the caller's to see.
     pub(in crate::nccl) fn parse(bytes: &[u8; TEXT]) -> Option<Self> {
         let word = |at: usize| bytes[at..at + 8].iter().rev().fold(0, |sum, byte| sum << 8 | u64::from(*byte));
         let detail = match bytes[6] {

@@ -12,7 +12,7 @@ pub(in crate::nccl) const TEXT: usize = 160;
 /// The last byte is the version.
 const MAGIC: [u8; 8] = *b"mb-note\x02";
 
-/// What one rank has to say to the others.
+/// Message of one rank to the others.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(in crate::nccl) struct ControlMessage {
     /// Whom it is about, a rank of the world.

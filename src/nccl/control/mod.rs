@@ -1,4 +1,4 @@
-//! What ranks tell each other beside the collectives: what they call, what fails, and who has ended.
+//! Messages between ranks beside the collectives: what they call, what fails, and who has ended.
 
 pub(in crate::nccl) mod call_descriptor;
 pub(in crate::nccl) mod message;

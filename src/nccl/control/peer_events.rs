@@ -1,5 +1,5 @@
-//! What ranks tell each other beside NCCL: that one refuses a collective, or is gone. Posted by whoever hears of it,
-//! looked at before each collective and, while one runs, by the watchdog.
+//! Events that ranks tell each other beside NCCL: that one refuses a collective, or is gone. Posted by whoever hears of
+//! it, looked at before each collective and, while one runs, by the watchdog.
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -34,7 +34,7 @@ struct EventState {
     aborted: Option<usize>,
     /// A rank that compares its collectives, or does not, unlike this one.
     unlike: Option<usize>,
-    /// What ranks are about to call, by the collective's number.
+    /// Calls that ranks are about to make, by the collective's number.
     called: BTreeMap<u64, BTreeMap<usize, CallDescriptor>>,
 }
 
@@ -111,7 +111,7 @@ impl PeerEvents {
         self.lock().called.entry(number).or_default().insert(rank, call);
     }
 
-    /// What `size` ranks call, in their order, once all have said so; until then who has not.
+    /// Calls of `size` ranks, in their order, once all have said theirs; until then who has not.
     pub(in crate::nccl) fn called(&self, number: u64, size: usize) -> Result<Vec<CallDescriptor>, Vec<usize>> {
         let mut state = self.lock();
         let of = |state: &EventState, rank| state.called.get(&number).is_some_and(|calls| calls.contains_key(&rank));
@@ -131,7 +131,8 @@ impl PeerEvents {
             let (value, peer_value) = (says(self.checked), says(!self.checked));
             return Some(CommError::ArgumentMismatch { operation, tag, rank, peer, value, peer_value });
         }
-        // A refusal of an earlier one has ended the communicator too. What this rank has refused itself it need not hear.
+        // A refusal of an earlier one has ended the communicator too. What this rank has refused itself it need not
+        // hear.
         let refused = state.refused.range(..=number).find(|(_, refusal)| refusal.peer != rank);
         if let Some((_, PeerRefusal { peer, reason })) = refused {
             return Some(CommError::Refused { operation, tag, rank, peer: *peer, reason: reason.clone() });

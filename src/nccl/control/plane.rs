@@ -1,7 +1,7 @@
 //! Where the ranks of a communicator meet beside NCCL.
 //!
-//! Threads of one process have a [`ThreadRendezvous`]: before every collective their hosts meet in it and compare what they are
-//! about to do, so that a disagreement or a refusal is an error on each of them with nothing enqueued, and the
+//! Threads of one process have a [`ThreadRendezvous`]: before every collective their hosts meet in it and compare what
+//! they are about to do, so that a disagreement or a refusal is an error on each of them with nothing enqueued, and the
 //! communicator stays usable. Between processes such a meeting costs a network's round trip a collective, and is held
 //! where it was asked for only (`MOEBIUS_CHECKED`): else only [`PeerEvents`] travel, and whoever is refused loses the
 //! communicator.
@@ -22,7 +22,8 @@ use crate::nccl::control::socket::ControlSocket;
 
 /// Pause between two looks at what the others call, or whether they have ended.
 const LOOK: Duration = Duration::from_millis(1);
-/// Longest wait of a rank that aborts for the others to end of their own accord, and then for them to end as they are told.
+/// Longest wait of a rank that aborts for the others to end of their own accord, and then for them to end as they are
+/// told.
 const OTHERS: Duration = Duration::from_millis(250);
 
 /// Meeting place of the threads of one communicator.
@@ -55,7 +56,7 @@ pub(in crate::nccl) enum MeetError {
     Over(CommError),
 }
 
-/// What processes have.
+/// Control plane of ranks that are processes.
 #[derive(Debug, Clone)]
 pub(in crate::nccl) struct ProcessControl {
     peer_events: Arc<PeerEvents>,
@@ -180,13 +181,13 @@ impl ControlPlane {
         }
     }
 
-    /// The same of a rank of `size` that is about to abort its communicator, with the collectives from `first` on not ended.
-    /// Returns when it may.
+    /// The same of a rank of `size` that is about to abort its communicator, with the collectives from `first` on not
+    /// ended. Returns when it may.
     ///
-    /// An abort lets the peers' kernels of a collective go on with what happens to lie in memory, and a peer that has not
-    /// heard of it would take that for the result. So every other rank ends its communicator first: most find out by
-    /// themselves what this one has, and have that for their reason. The rest hear that this rank has left before `first`.
-    /// A rank that is in no collective says nothing, and is waited for no longer than for these two.
+    /// An abort lets the peers' kernels of a collective go on with what happens to lie in memory, and a peer that has
+    /// not heard of it would take that for the result. So every other rank ends its communicator first: most find out
+    /// by themselves what this one has, and have that for their reason. The rest hear that this rank has left before
+    /// `first`. A rank that is in no collective says nothing, and is waited for no longer than for these two.
     pub(in crate::nccl) fn give_up(&self, (rank, size): (usize, usize), (first, last): (u64, u64)) {
         self.peer_events().abort(rank);
         let before = last.min(first.saturating_sub(1));
@@ -212,7 +213,8 @@ impl ControlPlane {
         true
     }
 
-    /// The control plane of a part of this communicator: which split, its color, and its ranks as they are numbered here.
+    /// The control plane of a part of this communicator: which split, its color, and its ranks as they are numbered
+    /// here.
     pub(in crate::nccl) fn part(&self, key: (u64, usize), ranks: &[usize]) -> Self {
         match self {
             ControlPlane::ThreadRendezvous(rendezvous) => {

@@ -46,7 +46,7 @@ struct PeerConnection {
 #[derive(Default)]
 struct Subscriptions {
     communicators: Vec<Subscriber>,
-    /// What came before a communicator was known here, whoever is lost, and who compares its calls.
+    /// Messages that came before a communicator was known here, whoever is lost, and who compares its calls.
     kept: Vec<ControlMessage>,
     closed: bool,
 }
@@ -150,7 +150,7 @@ impl SocketShared {
         }
     }
 
-    /// What has come on all lines.
+    /// Messages that have come on all lines.
     fn poll(&self) -> Vec<ControlMessage> {
         let mut received = Vec::new();
         for line in lock(&self.connections).iter_mut() {

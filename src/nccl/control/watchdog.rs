@@ -3,8 +3,8 @@
 //! A collective whose peer is gone never ends by itself, and the host may be waiting for it inside the driver, or
 //! inside NCCL, which connects ranks at the first use of a way between them. So the thread looks at the oldest
 //! collective that has not ended: its time, what the library reports, what other ranks have posted. The first failure
-//! is kept in the [`CommHandle`], for every later call and every wait of the device, before the communicator is aborted,
-//! which lets the waits return.
+//! is kept in the [`CommHandle`], for every later call and every wait of the device, before the communicator is
+//! aborted, which lets the waits return.
 
 use std::collections::VecDeque;
 use std::fmt;
@@ -36,9 +36,9 @@ struct RunningCollective {
     work: Option<Box<dyn Work>>,
 }
 
-/// What tells the other ranks that this one takes part in nothing any more, by the first and the last collective that have
-/// not ended; and, where its own part of one is what failed, of which and why: they may be inside it, and wait for what
-/// will not come. Returns when the communicator may be aborted.
+/// A function that tells the other ranks that this one takes part in nothing any more, by the first and the last
+/// collective that have not ended; and, where its own part of one is what failed, of which and why: they may be inside
+/// it, and wait for what will not come. Returns when the communicator may be aborted.
 pub(in crate::nccl) type EndNotice = Box<dyn Fn(Option<(CollectiveInfo, &str)>, (u64, u64)) + Send>;
 
 struct WatchShared {
@@ -58,7 +58,8 @@ struct WatchQueue {
     closed: bool,
 }
 
-/// The watchdog's handle. Dropping it waits until every collective has ended, one way or the other, or the communicator has.
+/// The watchdog's handle. Dropping it waits until every collective has ended, one way or the other, or the communicator
+/// has.
 pub(in crate::nccl) struct Watchdog {
     shared: Arc<WatchShared>,
     thread: Option<JoinHandle<()>>,

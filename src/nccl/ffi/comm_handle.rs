@@ -43,14 +43,14 @@ pub(in crate::nccl) struct CommHandle {
     pub(in crate::nccl) copy_engines: bool,
     /// Windows that stay as long as the communicator does.
     windows: Mutex<Vec<RegisteredWindow>>,
-    /// The GPUs of its ranks in this process. Where one is stuck, NCCL's end of a communicator would free memory, wait for
-    /// that GPU, and never return: what there is stays.
+    /// The GPUs of its ranks in this process. Where one is stuck, NCCL's end of a communicator would free memory, wait
+    /// for that GPU, and never return: what there is stays.
     gpus: OnceLock<Vec<StuckFlag>>,
     /// Marks the end of what its stream has been given.
     mark: OnceLock<StreamMark>,
 }
 
-/// What marks the end of the work that a stream has been given; `None`: the device has failed.
+/// A function that marks the end of the work that a stream has been given; `None`: the device has failed.
 pub(in crate::nccl) type StreamMark = Box<dyn Fn() -> Option<Box<dyn Work>> + Send + Sync>;
 
 /// A pointer that the gate guards.
@@ -80,7 +80,7 @@ pub(in crate::nccl) struct RankPlace {
     pub(in crate::nccl) copy_engines: bool,
 }
 
-/// What an attempt to join came to; `None` where this rank is to be in no part.
+/// Result of an attempt to join; `None` where this rank is to be in no part.
 type JoinResult = Result<Option<CommHandle>>;
 
 /// A rank on its way into a communicator.
@@ -291,7 +291,8 @@ impl CommHandle {
         })
     }
 
-    /// What the library has found wrong since the last look; `None` where nothing, or where another call is under way.
+    /// The fault that the library has found since the last look; `None` where nothing, or where another call is under
+    /// way.
     pub(in crate::nccl) fn asynchronous(&self) -> Option<NcclError> {
         let gate = self.try_gate()?;
         let LiveComm(comm) = (*gate)?;
@@ -337,8 +338,8 @@ impl CommHandle {
             return;
         }
         if self.copy_engines {
-            // Flags that copy engines wait for lie in memory, which no abort writes: until the stream is seen to end, nothing
-            // that waits for the GPU may be dropped.
+            // Flags that copy engines wait for lie in memory, which no abort writes: until the stream is seen to end,
+            // nothing that waits for the GPU may be dropped.
             self.set_stuck(true);
             // SAFETY: as above.
             let revoked = unsafe { ending(alive, revoke) };

@@ -52,7 +52,7 @@ impl CommStream<'_> {
     /// One call of these functions, made by the caller.
     ///
     /// # Safety
-    /// What the call reads and writes lives until the stream has passed.
+    /// Memory that the call reads and writes lives until the stream has passed.
     pub(in crate::nccl) unsafe fn other(
         &self,
         function: &'static str,

@@ -1,4 +1,4 @@
-//! What can go wrong with the library itself.
+//! Errors of the library itself.
 
 use std::time::Duration;
 
@@ -9,7 +9,7 @@ pub enum NcclError {
     /// The library cannot be loaded.
     #[error("NCCL: {path} ({source_of_path}) cannot be loaded: {message}")]
     Load {
-        /// What was looked for.
+        /// The file that was looked for.
         path: String,
         /// Who asked for it.
         source_of_path: &'static str,
@@ -39,7 +39,7 @@ pub enum NcclError {
         found: String,
         /// The oldest version that will do.
         needed: &'static str,
-        /// What the older ones lack.
+        /// The feature that the older ones lack.
         reason: &'static str,
     },
     /// A call failed.
@@ -51,7 +51,7 @@ pub enum NcclError {
         code: i32,
         /// The library's text for it.
         name: String,
-        /// What the library said last; may be empty.
+        /// The library's last message; may be empty.
         detail: String,
     },
     /// Not all ranks joined in time.
@@ -70,14 +70,15 @@ pub enum NcclError {
         /// This rank.
         rank: usize,
     },
-    /// Collectives cannot be the copy engines' on some rank; told alike by all that tried, when the communicator was made.
+    /// Collectives cannot be the copy engines' on some rank; told alike by all that tried, when the communicator was
+    /// made.
     #[error("NCCL: rank {rank}: copy engines are of no use to this communicator: rank {peer}: {reason}")]
     Engines {
         /// This rank.
         rank: usize,
         /// The first rank with trouble.
         peer: usize,
-        /// What it was.
+        /// The error.
         reason: String,
     },
     /// The library has no such function.

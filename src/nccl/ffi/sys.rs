@@ -1,7 +1,7 @@
 //! NCCL's C interface, as far as this crate calls it: types and numbers of its header, and a table of its functions
 //! that is filled at run time ([`NcclLibrary`](crate::nccl::NcclLibrary)).
 //!
-//! What C declares as an enum is an integer here, so that a value that a newer library returns is only unknown.
+//! Enums of C are integers here, so that a value that a newer library returns is only unknown.
 
 use std::ffi::{c_char, c_int, c_uint, c_void};
 use std::fmt;
@@ -98,8 +98,8 @@ pub const NO_COLOR: c_int = -1;
 /// `NCCL_WIN_COLL_SYMMETRIC`.
 pub const WINDOW_SYMMETRIC: c_int = 1;
 
-/// `ncclConfig_t` as of 2.28: its size and version tell a newer library which of its fields are there. Without what came
-/// after 2.18 it says that it is as of 2.18, which every library takes.
+/// `ncclConfig_t` as of 2.28: its size and version tell a newer library which of its fields are there. Without what
+/// came after 2.18 it says that it is as of 2.18, which every library takes.
 #[repr(C)]
 #[derive(Debug)]
 pub struct Config {
@@ -217,7 +217,7 @@ functions! {
         comm_destroy: "ncclCommDestroy" = fn(CommPtr) -> Status;
         /// Ends what runs, and frees the communicator.
         comm_abort: "ncclCommAbort" = fn(CommPtr) -> Status;
-        /// What has gone wrong since, on the network for instance.
+        /// Asks for faults since the communicator was made, on the network for instance.
         comm_get_async_error: "ncclCommGetAsyncError" = fn(CommPtr, *mut Status) -> Status;
         /// Text of a status.
         get_error_string: "ncclGetErrorString" = fn(Status) -> *const c_char;

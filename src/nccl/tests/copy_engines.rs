@@ -235,8 +235,8 @@ impl ProbeDevice for Fails {
     }
 }
 
-/// Whatever a rank cannot do as its copy engines are tried, all ranks hear of it; where that is its own part, before any
-/// of them is in a collective that would wait for it.
+/// Whatever a rank cannot do as its copy engines are tried, all ranks hear of it; where that is its own part, before
+/// any of them is in a collective that would wait for it.
 #[test]
 fn a_probe_that_fails_on_a_rank_fails_on_all() {
     use ProbeStep::*;
@@ -269,7 +269,7 @@ fn a_probe_that_fails_on_a_rank_fails_on_all() {
     }
 }
 
-/// What an attempt of three ranks leaves with rank 1, and what a copy that went astray does.
+/// Blocks that an attempt of three ranks leaves with rank 1, and the effect of a copy that went astray.
 #[test]
 fn blocks_that_copy_engines_should_have_moved() {
     let gathered: Vec<u8> = (1..=48).collect();

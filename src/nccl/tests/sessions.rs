@@ -1,4 +1,4 @@
-//! What ranks' hosts tell each other: between threads, and between processes, whose ends are joined here by TCP.
+//! Messages between ranks' hosts: between threads, and between processes, whose ends are joined here by TCP.
 
 use super::*;
 use crate::comm::ReduceOp;
@@ -220,8 +220,8 @@ fn refusals_end_what_does_not_compare() {
     }
 }
 
-/// The first to give up on a collective aborts only when the other, which would have waited longer, has ended too: an abort
-/// lets the other's kernel go on with whatever lies in its memory.
+/// The first to give up on a collective aborts only when the other, which would have waited longer, has ended too: an
+/// abort lets the other's kernel go on with whatever lies in its memory.
 #[test]
 fn nobody_aborts_before_the_others_know() {
     let rendezvous = ThreadRendezvous::new(2);

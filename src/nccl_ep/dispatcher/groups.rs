@@ -15,11 +15,11 @@ use super::low_latency::LowLatencyState;
 use super::prepare::plans_on_device;
 use super::{Algorithm, LibraryHandle, NcclEp, around};
 
-/// What a rank tells of itself that fails begins so.
+/// Mark before the error text of a rank that fails.
 const FAILED: char = '!';
 
 impl NcclEp {
-    /// What the library would not do.
+    /// Checks a specification against the library's rules.
     pub(super) fn rules(&self, spec: &DispatchSpec) -> Result<()> {
         if let Some((dtype, width)) = spec.returns {
             self.check_words(dtype, (width * dtype.size(), 0))?;

@@ -60,7 +60,7 @@ impl NcclEp {
     }
 }
 
-/// What the group's configuration asks for.
+/// The algorithm that the group's configuration asks for.
 fn mode(core: &DispatcherState<Cuda>) -> Algorithm {
     match core.config.dispatcher {
         DispatcherKind::NcclEpLowLatency => Algorithm::LowLatency,
@@ -84,7 +84,7 @@ fn examine(core: &mut DispatcherState<Cuda>) -> Result<(EpLibrary, SharedComm)> 
     Ok((EpLibrary::open(comm.library())?, shared))
 }
 
-/// What every rank says.
+/// The text of every rank.
 pub(super) fn gather_reports(core: &mut DispatcherState<Cuda>, text: &str) -> Result<Vec<String>> {
     let mut bytes = [0; REASON];
     let end = (0..=text.len().min(REASON)).rev().find(|i| text.is_char_boundary(*i)).unwrap_or(0);

@@ -40,8 +40,8 @@ use super::{EpError, EpLibrary};
 /// A spec's first prepare is compared over the ranks and planned on the host, as every one is that reports at once,
 /// drops, or limits experts: the library gets what is kept, so it drops nothing. The others are planned by the library
 /// on the GPUs; rows past a static capacity, which it drops, are an error that is reported later. Its order of slots
-/// inside a segment is its own. A library's group is made for a capacity, a number of choices and bytes of a row when they
-/// are first met, outside graphs, and lives as long as the dispatcher.
+/// inside a segment is its own. A library's group is made for a capacity, a number of choices and bytes of a row when
+/// they are first met, outside graphs, and lives as long as the dispatcher.
 ///
 /// Every collective passes the communicator's meeting and watchdog: a rank that cannot take part tells the others
 /// before they begin, where the ranks are threads; where they are processes it ends the communicator.
@@ -95,7 +95,7 @@ impl LibraryHandle {
     }
 }
 
-/// What a handle of the layer keeps.
+/// The library's handle, kept by a handle of the layer.
 type Kept = Mutex<LibraryHandle>;
 
 /// A collective of the library, met and watched as one of the communicator.

@@ -110,7 +110,7 @@ impl NcclEp {
     }
 }
 
-/// What a prepare without the host has.
+/// Routing of a prepare without the host.
 pub(super) struct DeviceRouting {
     pub(super) routed: LibraryHandle,
     /// Padded rows of each local expert, where the library says; else from the loads.

@@ -1,4 +1,4 @@
-//! What the dispatcher's calls share: their checks, the collective around them, and rows on both ways.
+//! Code that the dispatcher's calls share: their checks, the collective around them, and rows on both ways.
 
 use std::sync::{MutexGuard, PoisonError};
 
@@ -108,8 +108,8 @@ impl NcclEp {
         Tensor::empty(&self.core.device, dtype, dims)
     }
 
-    /// What this rank alone has found between its checks and the collective, memory that it has not for instance: the
-    /// others, which are on their way there, are told of an error.
+    /// Refuses with an error that this rank alone has found between its checks and the collective, memory that it has
+    /// not for instance: the others, which are on their way there, are told of an error.
     pub(super) fn refuse_own_error_of<T>(
         &mut self,
         (_, op): Step,
@@ -213,7 +213,7 @@ pub(super) fn high_of(routed: &mut LibraryHandle) -> Result<&mut high_throughput
 /// A call and what it is for.
 pub(super) type Step = (&'static str, Op);
 
-/// What a call moves; the same on all ranks.
+/// Rows that a call moves; the same on all ranks.
 #[derive(Clone, Copy)]
 pub(super) struct Rows {
     pub(super) dtype: DType,
@@ -227,7 +227,7 @@ impl Rows {
     }
 }
 
-/// What the dispatcher keeps of a handle's routing.
+/// The dispatcher's own state of a handle's routing.
 pub(super) fn kept<'h>(call: &'static str, handle: &'h Handle<Cuda>) -> Result<MutexGuard<'h, LibraryHandle>> {
     let kept = handle.dispatcher_data.0.as_ref().and_then(|kept| kept.downcast_ref::<Kept>());
     let foreign = || Error::invalid(call, "handle", "one that NCCL EP prepared", "another dispatcher's");

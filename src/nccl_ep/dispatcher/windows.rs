@@ -184,7 +184,7 @@ impl NcclEp {
     }
 
     /// The rows of a way back in the window whose turn it is; `None`: they lie there, or do not go through windows.
-    /// What only this rank finds wrong is told.
+    /// An error that only this rank finds is told.
     pub(super) fn left(
         &mut self,
         step: Step,

@@ -66,7 +66,7 @@ impl Group {
         Ok(Self { places, raw_group: RawGroup::join(CALL, library, (cuda, shared), config)?, options })
     }
 
-    /// What the group was made for.
+    /// Options that the group was made with.
     pub fn options(&self) -> &GroupOptions {
         &self.options
     }
@@ -100,7 +100,7 @@ impl Group {
         &self.raw_group.library
     }
 
-    /// What handles are made from.
+    /// The library's group, from which handles are made.
     pub(in crate::nccl_ep) fn raw_group(&self) -> &Arc<RawGroup> {
         &self.raw_group
     }

@@ -14,7 +14,7 @@ use crate::tensor::TensorRef;
 use super::rows::pass;
 use super::{CombineArgs, Direction, DispatchArgs, Group, UpdateCounters};
 
-/// What a handle is made for; the same on all ranks.
+/// Options of a handle; the same on all ranks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct HandleOptions {
     /// Choices of a token.
@@ -64,7 +64,7 @@ impl Handle {
         Ok(Self { raw_handle, group: group.clone(), options, tokens: None })
     }
 
-    /// What the handle was made for.
+    /// Options that the handle was made with.
     pub fn options(&self) -> &HandleOptions {
         &self.options
     }

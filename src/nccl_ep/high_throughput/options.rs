@@ -1,4 +1,4 @@
-//! What a group for high throughput is made for, and the rules for it.
+//! Options of a group for high throughput, and the rules for them.
 
 use crate::nccl_ep::EpError;
 use crate::nccl_ep::rules::{Checked, MOST_CHOICES, SHARED, check_experts, check_tokens};
@@ -8,7 +8,7 @@ const CALL: &str = "Group::new";
 const STAGES: usize = 12;
 const STAGE_VARIABLES: [&str; 2] = ["NCCL_EP_DISPATCH_NUM_STAGES", "NCCL_EP_COMBINE_NUM_STAGES_G2S"];
 
-/// What a group is made for; the same on all ranks.
+/// Options of a group; the same on all ranks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct GroupOptions {
     /// Experts E over all ranks.
@@ -36,7 +36,7 @@ impl GroupOptions {
         }
     }
 
-    /// What the library would end the process for, or find out too late.
+    /// Checks options for which the library would end the process, or which it would find wrong too late.
     pub(in crate::nccl_ep) fn check(&self, ranks: usize) -> Checked<()> {
         let positive = [
             ("num_experts", self.num_experts),

@@ -1,4 +1,4 @@
-//! What the calls of a handle for high throughput take.
+//! Arguments of the calls of a handle for high throughput.
 
 use crate::cuda::Cuda;
 use crate::nccl_ep::sys;

@@ -1,5 +1,6 @@
-//! What NCCL EP compiles its kernels with: it runs nvcc when a kernel is first used, and ends the process where that
-//! fails. So compiler, headers and the folder of compiled kernels are found, checked and tried before its first call.
+//! The compiler of NCCL EP's kernels: the library runs nvcc when a kernel is first used, and ends the process where
+//! that fails. So compiler, headers and the folder of compiled kernels are found, checked and tried before its first
+//! call.
 
 use std::fs::File;
 use std::path::{Path, PathBuf};
@@ -19,7 +20,7 @@ const CUDA_HEADERS: &str = "NCCL_EP_JIT_CUDA_INCLUDE_DIR";
 const KERNELS: &str = "device/ht_ep.cuh";
 /// Written when a trial compilation succeeded, with what it was of.
 const TRIED: &str = "tried";
-/// What a failed compilation leaves in a kernel's folder, to be honored ever after.
+/// File that a failed compilation leaves in a kernel's folder, to be honored ever after.
 const FAILED: &str = "compile.failed";
 
 /// A compiler for the library's kernels, and where it finds and puts things.
@@ -38,8 +39,8 @@ pub struct Compiler {
 }
 
 impl Compiler {
-    /// What the library in this file would use: its own variables first, then those of CUDA and NCCL, then what lies
-    /// beside it.
+    /// The toolchain that the library in this file would use: its own variables first, then those of CUDA and NCCL,
+    /// then what lies beside it.
     ///
     /// # Errors
     /// [`EpError::Environment`] names what is missing and where it was looked for; [`EpError::Cache`].
@@ -103,7 +104,7 @@ impl Compiler {
         Ok(())
     }
 
-    /// What a trial depends on.
+    /// Key of the values that a trial depends on.
     fn key(&self) -> String {
         let stamp = |path: &Path| {
             let modified = std::fs::metadata(path).and_then(|m| m.modified()).ok();

@@ -164,7 +164,7 @@ impl LowLatencyHandle {
         TensorDescriptor::of_mut(call, t.reshape(&self.cube(width))?)
     }
 
-    /// What runs beside a call, and the call's end, which comes whatever that returns.
+    /// Runs the work beside a call, and the call's end, which comes whatever that returns.
     fn run_and_complete(&mut self, call: &'static str, beside: OverlapWork<'_>) -> Result<()> {
         let Some(beside) = beside else { return Ok(()) };
         self.incomplete = true;

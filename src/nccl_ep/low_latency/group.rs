@@ -63,7 +63,7 @@ impl LowLatencyGroup {
         Ok(Self { raw_group: RawGroup::join(CALL, library, (cuda, shared), config)?, options, processors })
     }
 
-    /// What the group was made for.
+    /// Options that the group was made with.
     pub fn options(&self) -> &LowLatencyOptions {
         &self.options
     }
@@ -92,7 +92,7 @@ impl LowLatencyGroup {
         self.processors
     }
 
-    /// What handles are made from.
+    /// The library's group, from which handles are made.
     pub(in crate::nccl_ep) fn raw_group(&self) -> &Arc<RawGroup> {
         &self.raw_group
     }

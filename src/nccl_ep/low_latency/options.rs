@@ -1,4 +1,4 @@
-//! What a group for low latency is made for, and the rules for it.
+//! Options of a group for low latency, and the rules for them.
 
 use std::time::Duration;
 
@@ -11,7 +11,7 @@ const CALL: &str = "LowLatencyGroup::new";
 const WARPS: usize = 32;
 const MOST_GROUPS: usize = 14;
 
-/// What a group is made for; the same on all ranks.
+/// Options of a group; the same on all ranks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct LowLatencyOptions {
     /// Experts E over all ranks.
@@ -31,7 +31,7 @@ fn warp_groups(experts: usize, processors: usize) -> usize {
 }
 
 impl LowLatencyOptions {
-    /// What the library would end the process for, or find out too late.
+    /// Checks options for which the library would end the process, or which it would find wrong too late.
     pub(in crate::nccl_ep) fn check(&self, ranks: usize, processors: usize) -> Checked<()> {
         let argument = |name, expected: String, found: usize| {
             Err(EpError::Argument { call: CALL, name, expected, found: found.to_string() })

@@ -1,4 +1,4 @@
-//! What the calls of a handle for low latency take.
+//! Arguments of the calls of a handle for low latency.
 
 use crate::cuda::Cuda;
 use crate::tensor::{TensorMut, TensorRef};
@@ -14,7 +14,7 @@ pub enum Layout {
     RankMajor,
 }
 
-/// What a dispatch sends.
+/// Arguments of a dispatch.
 #[derive(Debug)]
 pub struct LowLatencyDispatchArgs<'a> {
     /// `[T, H]`; U8 for opaque rows.

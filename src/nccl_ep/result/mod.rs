@@ -52,7 +52,7 @@ pub unsafe fn handle_destroy(library: &Library, handle: sys::ncclEpHandle_t) -> 
     })
 }
 
-/// What a handle is made with.
+/// Sizes that a handle is made with.
 #[derive(Debug, Clone, Copy)]
 pub struct Shape<'a> {
     /// Where rows lie.
@@ -125,7 +125,7 @@ pub unsafe fn update_handle(
 /// Arguments of [`dispatch`].
 #[derive(Debug)]
 pub struct Dispatch {
-    /// What is sent.
+    /// Tensors to send.
     pub inputs: sys::ncclEpDispatchInputs_t,
     /// Where it goes.
     pub outputs: sys::ncclEpDispatchOutputs_t,
@@ -154,7 +154,7 @@ pub unsafe fn dispatch(
 /// Arguments of [`combine`].
 #[derive(Debug)]
 pub struct Combine {
-    /// What is summed.
+    /// Tensors to sum.
     pub inputs: sys::ncclEpCombineInputs_t,
     /// Where sums go.
     pub outputs: sys::ncclEpCombineOutputs_t,

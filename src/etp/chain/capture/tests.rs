@@ -1,4 +1,4 @@
-//! What the host decides in captures, which are pretended: what is captured runs, too.
+//! Decisions of the host in captures, which are pretended: what is captured runs, too.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -148,7 +148,7 @@ fn options(ahead: usize, prefetch: bool) -> EtpOptions {
     EtpOptions { pad: 4, ahead, prefetch, reduction: Reduction::Pairwise, ..EtpOptions::default() }
 }
 
-/// What a capture cannot have.
+/// Asserts that a capture cannot have an operation.
 fn not_capturable<T: std::fmt::Debug>(result: Result<T>, what: &str) {
     match result {
         Err(Error::NotCapturable { operation, .. }) => assert!(operation.contains(what), "{operation}"),
@@ -202,7 +202,7 @@ fn captured_passes_have_the_bits_of_eager_ones() {
     }
 }
 
-/// What is handed in between a capture's passes has arrived when the call returns.
+/// Gradients handed in between a capture's passes have arrived when the call returns.
 #[test]
 fn gradients_between_passes_are_not_left_under_way() {
     ranks(2, |comms| {
@@ -319,8 +319,8 @@ fn a_capture_within_an_eager_pass_is_refused() {
     });
 }
 
-/// A capture that ends within a pass leaves one that nothing goes on with. Recovery gives it up and keeps all buffers, so
-/// that the next capture can follow at once.
+/// A capture that ends within a pass leaves one that nothing goes on with. Recovery gives it up and keeps all buffers,
+/// so that the next capture can follow at once.
 #[test]
 fn a_capture_that_fails_within_a_pass_is_given_up() {
     for (payload, within) in
@@ -366,8 +366,8 @@ fn a_capture_that_fails_within_a_pass_is_given_up() {
     }
 }
 
-/// A gather that one rank cannot start ahead has its turn all the same: in a capture ranks meet in every collective thread's collectives in
-/// one order, and a rank that waited in this one would keep the others waiting in a reduction.
+/// A gather that one rank cannot start ahead has its turn all the same: in a capture ranks meet in every collective
+/// thread's collectives in one order, and a rank that waited in this one would keep the others waiting in a reduction.
 #[test]
 fn a_buffer_that_one_rank_lacks_is_reported_in_its_turn() {
     let errors = ranks(2, |comms| {
@@ -396,7 +396,7 @@ fn a_buffer_that_one_rank_lacks_is_reported_in_its_turn() {
     not_capturable(own, "allocate");
 }
 
-/// What a capture has cast is cast anew by the eager pass that follows: nobody says whether it has run.
+/// Casts of a capture are made anew by the eager pass that follows: nobody says whether it has run.
 #[test]
 fn an_eager_pass_takes_nothing_of_a_captures_casts() {
     for payload in [Payload::Nvfp4, Payload::Mxfp8] {

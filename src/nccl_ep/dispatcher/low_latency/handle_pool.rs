@@ -4,7 +4,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use crate::nccl_ep::low_latency::LowLatencyHandle;
 
-/// What a pool has to know of what it lends.
+/// A value that a pool lends.
 pub(super) trait Poolable {
     /// Choices of a token that it is for.
     fn wide(&self) -> usize;

@@ -77,7 +77,7 @@ impl NcclEp {
         LowLatencyOptions { num_experts, max_tokens, max_row_bytes, patience: None }
     }
 
-    /// What low latency would not do.
+    /// Checks a specification against low latency's rules.
     pub(super) fn low_rules(&self, spec: &DispatchSpec) -> Result<()> {
         if spec.backward {
             return Err(EpError::LowLatency { what: "there is no backward" }.into());
@@ -118,7 +118,7 @@ impl NcclEp {
         Ok(())
     }
 
-    /// What rows must be.
+    /// Checks that rows are of a type and size that low latency takes.
     pub(super) fn check_low_row(&self, dtype: DType, (row, scale): (usize, usize)) -> Result<()> {
         let options = self.low_options(row + scale);
         options.check_sent((dtype, row), scale)?;

@@ -30,7 +30,7 @@ fn low_of<'r>(
     found.ok_or_else(|| Error::invalid(call, "handle", "one for low latency", "another"))
 }
 
-/// What a dispatch sends beside the caller's rows, and where it brings what arrives.
+/// Buffers of a dispatch: those sent beside the caller's rows, and those that receive.
 struct LowLatencyBuffers {
     /// Weights, and behind them the token's number.
     packed: Tensor<Cuda>,
