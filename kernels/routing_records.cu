@@ -3,8 +3,8 @@
 //
 // Choices are those of R max_tokens tokens in the order (rank, token, k); a rank has as many tokens as its header says,
 // and the rest count as none. Every rank numbers the choices of all experts, and so knows what the others keep; it maps
-// its own experts' slots. What is wrong with the records (src/ep/routing_record.rs) is kept in `errors`
-// (src/ep/deferred_errors.rs), the same on all ranks, and raises the fault.
+// its own experts' slots. What is wrong with the records (src/plan/routing_record.rs) is kept in `errors`
+// (src/plan/deferred_errors.rs), the same on all ranks, and raises the fault.
 //
 // In: ids [T, K], then all ranks' records. Out: segments of the L local experts, kept ids [T, K], maps of the N slots
 // and of all rows' choices. A block of one warp a chunk of the choices, one block for the segments. Limited by launches

@@ -1,6 +1,7 @@
 //! Configuration of a layer: sizes, routing formula, activation. Plain values, checked once by [`MoeConfig::validate`].
 
 mod build;
+mod fingerprint;
 
 use serde::{Deserialize, Serialize};
 
@@ -9,7 +10,7 @@ use crate::error::{Error, Result};
 use crate::quant::{MX_BLOCK, NVFP4_BLOCK};
 use crate::tensor::Shape;
 
-pub use crate::fingerprint::Fingerprint;
+pub use fingerprint::Fingerprint;
 
 /// A Mixture-of-Experts block, independent of ranks, device and framework.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]

@@ -23,6 +23,10 @@ pub enum Waited {
     Host,
 }
 
+/// What a device calls before a recording of its calls ends, told whether they have failed; an error of its own is the
+/// recording's.
+pub type CaptureHook = dyn Fn(bool) -> Result<()> + Send + Sync;
+
 /// A kind of memory and the order of work on it: a device is also its stream, and a second stream of the same memory is
 /// a second device. Sealed: [`Cpu`](crate::cpu::Cpu) now, CUDA beside it.
 ///

@@ -66,7 +66,7 @@
 //! | configuration | sizes, routing formula, activation, auxiliary losses | [`MoeConfig`], [`config`] |
 //! | device | memory, kernels, and the stream that they run on | [`Cpu`](crate::cpu::Cpu), `cuda::Cuda`; [`Device`], [`Kernels`](crate::kernels::Kernels) |
 //! | tensor | untyped bytes of a device with a [`DType`] and a shape, and borrowed views of it | [`Tensor`], [`TensorRef`], [`TensorMut`] |
-//! | communicator | collectives between ranks, with tags and timeouts | [`Communicator`](crate::comm::Communicator), [`ThreadWorld`](crate::comm::ThreadWorld), `nccl::NcclComm` |
+//! | communicator | collectives between ranks, with tags and timeouts | [`Communicator`](crate::comm::Communicator), [`ThreadWorld`](crate::cpu::ThreadWorld), `nccl::NcclComm` |
 //! | group | a rank's membership: experts, limits, dispatcher; serves any number of layers | [`Group`](crate::ep::Group), [`GroupConfig`](crate::ep::GroupConfig) |
 //! | dispatcher | moves tokens to experts and back | [`TokenDispatcher`](crate::ep::TokenDispatcher), [`DispatcherKind`](crate::ep::DispatcherKind) |
 //! | handle | the routing of one call, which backward needs again | [`Handle`](crate::ep::Handle) |
@@ -140,13 +140,14 @@ mod aux_loss;
 mod device;
 mod dtype;
 mod error;
-mod fingerprint;
 mod host_memory;
 mod lazy;
+mod plan;
+mod tag;
 mod tensor;
 
 pub use config::MoeConfig;
-pub use device::{Device, Waited};
+pub use device::{CaptureHook, Device, Waited};
 pub use dtype::DType;
 pub use error::{CheckpointError, CommError, Error, IdProblem, Result, printable};
 pub use lazy::Lazy;

@@ -4,10 +4,12 @@ use std::sync::Barrier;
 use std::thread;
 use std::time::Duration;
 
-use moebius::comm::{Communicator, Exchange, Op, ReduceOp, Tag, ThreadComm, ThreadWorld};
+use moebius::comm::{Communicator, Exchange, Op, ReduceOp, Tag};
 use moebius::config::{AuxConfig, RouterConfig};
-use moebius::cpu::Cpu;
-use moebius::ep::{Capacity, DispatchInputs, DispatchSpec, DispatcherKind, Group, GroupConfig, PlanRequest, RowOrder};
+use moebius::cpu::{Cpu, ThreadComm, ThreadWorld};
+use moebius::ep::{
+    Capacity, DispatchInputs, DispatchSpec, DispatcherKind, Group, GroupConfig, HostPlanRequest, RowOrder,
+};
 use moebius::kernels::{Kernels, Linear, LinearBwd};
 use moebius::layer::{Cotangents, Inputs, Layer, Mode, Noise, Params, Wanted};
 use moebius::{DType, Error, MoeConfig, Shape, Tensor, TensorMut, TensorRef};
@@ -216,13 +218,12 @@ fn impossible_plans_are_errors() {
         Case { name: "ids of all ranks", tokens: vec![1, 2], ..good() },
     ];
     for c in cases {
-        let ids = ids(&c.ids, 2);
         let spec = DispatchSpec { capacity: Capacity::Eager, ..DispatchSpec::new(0, 2) };
-        let request = PlanRequest::<Cpu> {
+        let request = HostPlanRequest {
             rank: c.rank,
             ranks: c.ranks,
             num_experts: c.experts,
-            ids: ids.view(),
+            ids: &c.ids,
             weights: None,
             tokens: &c.tokens,
             spec: &spec,

@@ -3,9 +3,8 @@
 
 use std::time::Duration;
 
-use moebius::comm::ThreadWorld;
 use moebius::config::SharedConfig;
-use moebius::cpu::Cpu;
+use moebius::cpu::{Cpu, ThreadWorld};
 use moebius::ep::{DispatcherKind, Group, GroupConfig};
 use moebius::kernels::Kernels;
 use moebius::layer::{

@@ -17,9 +17,9 @@ use common::support::quantized_payload::{TOKENS as FORMAT, through};
 use common::support::random::Random;
 use common::{CoreTensor, Cotangent, Outcome, Setup};
 use faulty_comm::Changed;
-use moebius::comm::{Communicator, Op, ThreadWorld};
+use moebius::comm::{Communicator, Op};
 use moebius::config::{AuxConfig, Payload};
-use moebius::cpu::Cpu;
+use moebius::cpu::{Cpu, ThreadWorld};
 use moebius::ep::{DispatcherKind, Group, GroupConfig};
 use moebius::kernels::Kernels;
 use moebius::layer::{Cotangents, Inputs, Layer, Mode, ParamKind, ParamViews, StepSizes, Wanted};
@@ -205,7 +205,7 @@ struct Counted {
 }
 
 fn counted(config: &MoeConfig, (ranks, kind): (usize, DispatcherKind), dtype: DType, tokens: usize) -> Vec<Counted> {
-    let one = |comm: moebius::comm::ThreadComm| {
+    let one = |comm: moebius::cpu::ThreadComm| {
         let (rank, comm, cpu) = (Communicator::<Cpu>::rank(&comm), Changed::new(Box::new(comm)), Cpu::poisoning());
         let sent = Arc::clone(&comm.sent);
         let limits = GroupConfig { dispatcher: kind, ..GroupConfig::new(config.router.num_experts, tokens) };

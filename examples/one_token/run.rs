@@ -4,9 +4,9 @@
 use std::thread;
 use std::time::Duration;
 
-use moebius::comm::{ThreadComm, ThreadWorld};
 use moebius::config::Activation;
 use moebius::cpu::Cpu;
+use moebius::cpu::{ThreadComm, ThreadWorld};
 use moebius::ep::{DispatchGrads, DispatchInputs, DispatchOutputs, Group, GroupConfig};
 use moebius::layer::{Cotangents, Inputs, Layer, Mode, Params, Wanted};
 use moebius::{DType, MoeConfig, Result, Tensor};

@@ -58,8 +58,7 @@ mod seats {
 
     use candle_core::Device;
     use moebius::candle::{DeviceGroup, EpGroup};
-    use moebius::comm::{ThreadComm, ThreadWorld};
-    use moebius::cpu::Cpu;
+    use moebius::cpu::{Cpu, ThreadComm, ThreadWorld};
     use moebius::ep::{Group, GroupConfig};
 
     type AnyError = Box<dyn Error + Send + Sync>;

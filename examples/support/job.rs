@@ -9,8 +9,7 @@ use std::time::{Duration, Instant};
 use candle_core::{DType, Device, Tensor, Var};
 use moebius::DType as MoebiusDType;
 use moebius::checkpoint::{Block, Checkpoint, LoadOptions, OpenOptions};
-use moebius::comm::{ThreadComm, ThreadWorld};
-use moebius::cpu::Cpu;
+use moebius::cpu::{Cpu, ThreadComm, ThreadWorld};
 use moebius::ep::{Group, GroupConfig};
 use moebius::etp::Payload;
 

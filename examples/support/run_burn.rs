@@ -6,7 +6,7 @@ use burn::tensor::backend::{AutodiffBackend, Backend};
 use burn::tensor::{DType, Tensor, TensorData};
 use moebius::burn::{DeviceGroup, EpGroup, ExpertParallelMoE, MoeBackend, NativeBackend};
 use moebius::checkpoint::Block;
-use moebius::comm::ThreadComm;
+use moebius::cpu::ThreadComm;
 
 use super::dense::Params;
 use super::job::{AnyError, Clock, Job, Outcome, RankOutcome, enter, on_threads, share};

@@ -12,8 +12,7 @@ use burn::tensor::activation::{log_softmax, softmax};
 use burn::tensor::backend::{AutodiffBackend, Backend};
 use burn::tensor::{Int, Tensor, TensorData};
 use moebius::burn::{DeviceGroup, ExpertParallelMoE, ExpertParallelMoEConfig, MoeBackend, NativeBackend};
-use moebius::comm::ThreadWorld;
-use moebius::cpu::Cpu;
+use moebius::cpu::{Cpu, ThreadWorld};
 use moebius::ep::{EpGroup, Group};
 use moebius::metrics::Load;
 

@@ -3,8 +3,8 @@
 use std::time::Duration;
 
 use candle_core::Device;
-use moebius::comm::{Communicator, ThreadComm, ThreadWorld};
-use moebius::cpu::Cpu;
+use moebius::comm::Communicator;
+use moebius::cpu::{Cpu, ThreadComm, ThreadWorld};
 use moebius::etp;
 
 use crate::Failure;

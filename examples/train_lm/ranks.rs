@@ -8,6 +8,7 @@ use std::thread;
 use std::time::Duration;
 
 use moebius::comm::{Op, ReduceOp, Tag};
+use moebius::cpu::Cpu;
 use moebius::ep::{EpGroup, GroupConfig};
 use moebius::{DType, MoeConfig, TensorMut};
 
@@ -76,7 +77,7 @@ pub fn gradients(step: usize) -> Tag {
 }
 
 /// Sums `values` over the ranks, in rank order, so that all ranks get the same bits.
-pub fn sum_over_ranks(group: &EpGroup, step: usize, values: &mut [f32]) -> Result<(), Failure> {
+pub fn sum_over_ranks(group: &EpGroup<Cpu>, step: usize, values: &mut [f32]) -> Result<(), Failure> {
     let tag = gradients(step);
     let dims = [values.len()];
     let buffer = TensorMut::new(bytemuck::cast_slice_mut(values), DType::F32, &dims)?;

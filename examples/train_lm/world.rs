@@ -1,8 +1,8 @@
 //! Collectives of all ranks beside the layers' own.
 
 use moebius::candle::DeviceGroup;
-use moebius::comm::{Communicator, ReduceOp, Tag, ThreadComm};
-use moebius::cpu::Cpu;
+use moebius::comm::{Communicator, ReduceOp, Tag};
+use moebius::cpu::{Cpu, ThreadComm};
 use moebius::{TensorMut, TensorRef};
 
 use crate::Failure;

@@ -142,7 +142,7 @@ struct LocalPlan {
     int64_t origin;
 };
 
-// A rank's choices, to be written as its record (src/ep/routing_record.rs): a header of 24 words and a text, then ids.
+// A rank's choices, to be written as its record (src/plan/routing_record.rs): a header of 24 words and a text, then ids.
 struct WriteRecord {
     const void* ids;           // [T, K], int64 or int32
     int64_t wide;              // 1: int64
@@ -151,7 +151,7 @@ struct WriteRecord {
     int64_t experts;
     int64_t rank;
     unsigned long long* record;
-    unsigned long long* errors; // src/ep/deferred_errors.rs
+    unsigned long long* errors; // src/plan/deferred_errors.rs
     int64_t header[26];        // as it is where no id is bad
 };
 

@@ -9,8 +9,7 @@ use std::time::Duration;
 use candle_core::{D, DType, Device, Result as CandleResult, Tensor};
 use moebius::candle::{EpGroup, error_of};
 use moebius::checkpoint::Checkpoint;
-use moebius::comm::ThreadWorld;
-use moebius::cpu::Cpu;
+use moebius::cpu::{Cpu, ThreadWorld};
 use moebius::ep::{Group, GroupConfig};
 use moebius_models::{Error, LoadOptions, Qwen3Moe};
 

@@ -118,7 +118,8 @@ mod run;
 #[cfg(test)]
 mod tests;
 
-pub use crate::ep::EpGroup;
+/// A rank's group as its layers share it, of the CPU unless said otherwise.
+pub type EpGroup<D = crate::cpu::Cpu> = crate::ep::EpGroup<D>;
 pub use backend::{MoeBackend, NativeBackend};
 pub use config::ExpertParallelMoEConfig;
 #[cfg(feature = "burn-cuda")]

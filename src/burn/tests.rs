@@ -12,8 +12,7 @@ use burn::tensor::TensorData;
 use burn::tensor::backend::AutodiffBackend;
 use burn::tensor::ops::{FloatTensor, FloatTensorOps, IntTensor};
 
-use crate::comm::ThreadWorld;
-use crate::cpu::Cpu;
+use crate::cpu::{Cpu, ThreadWorld};
 use crate::device::Waited;
 use crate::ep::{EpGroup, Group, GroupConfig};
 use crate::error::{CommError, Error, Result};

@@ -1,12 +1,16 @@
 //! candle's host tensors as ours, and back.
 
+use std::sync::Arc;
+
 use candle_core::{CpuStorage, Device, Storage};
 
 use crate::cpu::{Cpu, HostBuffer};
 use crate::error::Result;
+use crate::etp::Chain;
 use crate::tensor::TensorRef;
 
 use super::host::{Host, Part};
+use super::sharded::DeviceChain;
 
 impl Host for Cpu {
     type Hold<'a> = ();
@@ -50,5 +54,17 @@ impl Host for Cpu {
             HostBuffer::I32(v) => CpuStorage::U32(bytemuck::cast_vec(v)),
             HostBuffer::U8(v) => CpuStorage::U8(v),
         }))
+    }
+
+    fn hide(chain: Arc<Chain<Self>>) -> DeviceChain {
+        DeviceChain::Cpu(chain)
+    }
+
+    fn chain(of: &DeviceChain) -> Option<&Arc<Chain<Self>>> {
+        match of {
+            DeviceChain::Cpu(chain) => Some(chain),
+            #[cfg(feature = "cuda")]
+            DeviceChain::Cuda(_) => None,
+        }
     }
 }

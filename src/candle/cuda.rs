@@ -1,5 +1,7 @@
 //! candle's tensors on a GPU as ours, and back: one context, one stream, the same memory.
 
+use std::sync::Arc;
+
 use candle_core::cuda_backend::{CudaDType, CudaDevice};
 use candle_core::{CudaStorage, Device, Storage};
 use cudarc::driver::{DevicePtr, DeviceRepr, SyncOnDrop};
@@ -8,10 +10,12 @@ use half::{bf16, f16};
 use crate::cuda::{Cuda, DeviceBuffer, DeviceRef};
 use crate::dtype::DType;
 use crate::error::{Error, Result};
+use crate::etp::Chain;
 use crate::tensor::TensorRef;
 
 use super::error::framework;
 use super::host::{Host, Part};
+use super::sharded::DeviceChain;
 
 /// Where a tensor without elements lies: no kernel reads it, and null means "none" to some.
 const NOWHERE: u64 = 256;
@@ -91,6 +95,17 @@ impl Host for Cuda {
             DType::I32 => storage::<u32>(buffer, device)?,
             DType::U8 => storage::<u8>(buffer, device)?,
         }))
+    }
+
+    fn hide(chain: Arc<Chain<Self>>) -> DeviceChain {
+        DeviceChain::Cuda(chain)
+    }
+
+    fn chain(of: &DeviceChain) -> Option<&Arc<Chain<Self>>> {
+        match of {
+            DeviceChain::Cuda(chain) => Some(chain),
+            DeviceChain::Cpu(_) => None,
+        }
     }
 }
 

@@ -1,15 +1,17 @@
 //! Requirements of the adapter on a device: candle's tensors as ours and back, without a copy of what is contiguous.
 //! One file a device implements it.
 
+use std::sync::Arc;
+
 use candle_core::op::BackpropOp;
 use candle_core::{Device, DeviceLocation, Storage, Tensor};
 
 use crate::error::{Error, Result};
-use crate::etp::ShardDevice;
+use crate::etp::{Chain, ShardDevice};
 use crate::tensor::TensorRef;
 
 use super::error::framework;
-
+use super::sharded::DeviceChain;
 /// A device whose memory candle and this crate share: [`Cpu`](crate::cpu::Cpu), and with the `cuda` feature `Cuda`.
 pub trait Host: ShardDevice {
     /// Owner of memory that must live until the work that reads a view is enqueued.
@@ -38,6 +40,14 @@ pub trait Host: ShardDevice {
     /// Our tensor as candle's storage on `device`, which is this one; the memory moves over.
     #[doc(hidden)]
     fn storage(tensor: crate::Tensor<Self>, device: &Device) -> Result<Storage>;
+
+    /// A chain of this device, for a module that does not know its device.
+    #[doc(hidden)]
+    fn hide(chain: Arc<Chain<Self>>) -> DeviceChain;
+
+    /// The chain again, if it is one of this device.
+    #[doc(hidden)]
+    fn chain(of: &DeviceChain) -> Option<&Arc<Chain<Self>>>;
 }
 
 /// Elements of a storage, one behind the other.

@@ -52,8 +52,7 @@
 //! use candle_nn::{Optimizer, SGD, VarBuilder, VarMap};
 //! use moebius::MoeConfig;
 //! use moebius::candle::{DeviceGroup, ExpertParallelMoE};
-//! use moebius::comm::{ThreadComm, ThreadWorld};
-//! use moebius::cpu::Cpu;
+//! use moebius::cpu::{Cpu, ThreadComm, ThreadWorld};
 //! use moebius::ep::{Group, GroupConfig};
 //!
 //! fn rank(comm: ThreadComm) -> Result<f32> {
@@ -116,7 +115,8 @@ mod run;
 mod sharded;
 mod train;
 
-pub use crate::ep::EpGroup;
+/// A rank's group as its layers share it, of the CPU unless said otherwise.
+pub type EpGroup<D = crate::cpu::Cpu> = crate::ep::EpGroup<D>;
 pub use build::moe;
 #[cfg(feature = "cuda")]
 pub use cuda::cuda;

@@ -1,11 +1,13 @@
 //! A module whose experts are shards of a chain: the layer takes gathered weights, the chain takes their gradients.
 
-use std::any::Any;
 use std::fmt::{self, Debug};
 use std::sync::Arc;
 
 use candle_core::Tensor;
 
+use crate::cpu::Cpu;
+#[cfg(feature = "cuda")]
+use crate::cuda::Cuda;
 use crate::error::{Error, Result};
 use crate::etp::{Chain, GradientBuffer, Payload, ShardDevice, ShardedWeight, WeightId, WeightSpec};
 use crate::kernels::Scalar;
@@ -24,11 +26,19 @@ pub(super) struct ShardedParams<'a> {
     pub(super) down: &'a Tensor,
 }
 
+/// A chain on one of the devices that candle has.
+#[doc(hidden)]
+#[derive(Clone)]
+pub enum DeviceChain {
+    Cpu(Arc<Chain<Cpu>>),
+    #[cfg(feature = "cuda")]
+    Cuda(Arc<Chain<Cuda>>),
+}
+
 /// The experts of a module, whatever their device.
 #[derive(Clone)]
 pub(super) struct Sharded {
-    /// A `Chain<D>`, D the group's device.
-    chain: Arc<dyn Any + Send + Sync>,
+    chain: DeviceChain,
     /// Of `up` and `down`.
     pub(super) ids: [WeightId; 2],
 }
@@ -61,14 +71,15 @@ impl Sharded {
         // Both are known to be sound before either is added.
         let (up, down) = (spec(ParamKind::Up, shards.up)?, spec(ParamKind::Down, shards.down)?);
         let ids = [chain.add(up.0, up.1)?, chain.add(down.0, down.1)?];
-        Ok(Self { chain: Arc::clone(chain) as _, ids })
+        Ok(Self { chain: D::hide(Arc::clone(chain)), ids })
     }
 
     /// The experts, for a layer that works on a `D`.
     pub(super) fn experts<D: Host>(&self, call: &'static str) -> Result<Chained<D>> {
-        let chain = Arc::clone(&self.chain).downcast();
-        let chain = chain.map_err(|_| Error::invalid(call, "chain", "one of the group's device", "another"))?;
-        Ok(Chained { chain, ids: self.ids })
+        match D::chain(&self.chain) {
+            Some(chain) => Ok(Chained { chain: Arc::clone(chain), ids: self.ids }),
+            None => Err(Error::invalid(call, "chain", "one of the group's device", "another")),
+        }
     }
 }
 

@@ -1,7 +1,7 @@
 //! Collectives between the ranks of a group.
 //!
-//! [`Communicator`] is the little that the dispatchers need; [`threads`] implements it between threads of one
-//! process, `moebius::nccl` between GPUs. Every call carries a [`Tag`], which says what it is for.
+//! [`Communicator`] is the little that the dispatchers need; [`ThreadComm`](crate::cpu::ThreadComm) implements it
+//! between threads of one process, `moebius::nccl` between GPUs. Every call carries a [`Tag`], which says what it is for.
 //!
 //! Compared before anything is exchanged are the call, its tag, dtype and arguments (reduction, root), and its
 //! sizes. Ranks that disagree get an error each ([`TagMismatch`](crate::CommError::TagMismatch) and its like), exchange
@@ -21,7 +21,6 @@ pub(crate) mod rendezvous;
 mod solo;
 #[cfg(not(loom))]
 pub(crate) mod symmetric;
-pub mod threads;
 
 use std::fmt;
 
@@ -30,74 +29,10 @@ use crate::dtype::DType;
 use crate::error::{Error, Result};
 use crate::tensor::{Tensor, TensorMut, TensorRef};
 
+pub use crate::tag::{Op, Tag};
 pub use solo::Solo;
 #[cfg(not(loom))]
-pub use symmetric::{Put, Span, SymmetricMemory, ThreadWindow};
-pub use threads::{ThreadComm, ThreadWorld};
-
-/// Purpose of a collective. The [module](self) says when it is compared.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub struct Tag {
-    /// The layer, as the caller numbers its layers.
-    pub layer: u32,
-    /// The step of the layer.
-    pub op: Op,
-    /// Which prepare of the group this belongs to (its handle's number); 0 outside handles.
-    pub sequence: u64,
-}
-
-impl fmt::Display for Tag {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "layer {}, {}, sequence {}", self.layer, self.op.name(), self.sequence)
-    }
-}
-
-/// Step of a layer that a collective belongs to.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-#[non_exhaustive]
-pub enum Op {
-    /// Comparison of configurations when a group is built.
-    Init,
-    /// Token counts before the router, where jitter needs global token numbers.
-    Count,
-    /// Exchange of the routing.
-    Prepare,
-    /// Rows to their experts.
-    Dispatch,
-    /// Rows back to their tokens.
-    Combine,
-    /// Gradient of combine.
-    CombineBwd,
-    /// Gradient of dispatch.
-    DispatchBwd,
-    /// Sums of auxiliary losses over the ranks.
-    Aux,
-    /// Sum of replicated parameters' gradients.
-    GradReduce,
-    /// Gathering weights, e.g. to save a checkpoint.
-    Weights,
-    /// The caller's own use.
-    User,
-}
-
-impl Op {
-    /// Lower-case name.
-    pub const fn name(self) -> &'static str {
-        match self {
-            Op::Init => "init",
-            Op::Count => "count",
-            Op::Prepare => "prepare",
-            Op::Dispatch => "dispatch",
-            Op::Combine => "combine",
-            Op::CombineBwd => "combine_bwd",
-            Op::DispatchBwd => "dispatch_bwd",
-            Op::Aux => "aux",
-            Op::GradReduce => "grad_reduce",
-            Op::Weights => "weights",
-            Op::User => "user",
-        }
-    }
-}
+pub use symmetric::{Put, Span, SymmetricMemory};
 
 /// How an all-reduce joins values.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]

@@ -8,6 +8,8 @@ use crate::device::{Device, sealed::Sealed};
 use crate::dtype::DType;
 use crate::error::{Error, Result};
 use crate::host_memory;
+use crate::kernels::Kernels;
+use crate::tensor::Tensor;
 
 /// Host memory and the machine's cores.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -145,5 +147,17 @@ impl Device for Cpu {
         }
         to.copy_from_slice(from);
         Ok(())
+    }
+}
+
+impl Tensor<Cpu> {
+    /// The same tensor on another device.
+    ///
+    /// # Errors
+    /// Where there is no memory, or a driver's error.
+    pub fn to<D: Kernels>(&self, device: &D) -> Result<Tensor<D>> {
+        let mut to = Tensor::empty(device, self.dtype(), self.dims())?;
+        device.upload(self.as_bytes(), to.view_mut())?;
+        Ok(to)
     }
 }

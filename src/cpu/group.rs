@@ -1,10 +1,12 @@
 //! Groups of one rank on the CPU.
 
 use crate::comm::Solo;
-use crate::ep::{Group, GroupConfig};
+use crate::ep::{EpGroup, Group, GroupConfig, LibraryDispatchers};
 use crate::error::Result;
 
 use super::Cpu;
+
+impl LibraryDispatchers for Cpu {}
 
 impl Group<Cpu> {
     /// A group of one rank.
@@ -13,5 +15,15 @@ impl Group<Cpu> {
     /// As [`Group::new`].
     pub fn single(config: GroupConfig) -> Result<Self> {
         Group::new(Cpu::new(), Box::new(Solo::new(Cpu::new())), config)
+    }
+}
+
+impl EpGroup<Cpu> {
+    /// A group of one rank on the CPU; of a layer's configuration, one for that layer.
+    ///
+    /// # Errors
+    /// What [`Group::new`] finds.
+    pub fn single(config: impl Into<GroupConfig>) -> Result<Self> {
+        Group::single(config.into()).map(Self::new)
     }
 }

@@ -4,10 +4,10 @@ use std::sync::Arc;
 
 use crate::device::Device;
 use crate::dtype::DType;
-use crate::ep::{DevicePlan, DispatchSpec, Plan, PlanRecords, PlanRequest, RecordIds};
 use crate::error::Result;
 use crate::host_memory;
 use crate::kernels::*;
+use crate::plan::{DevicePlan, DispatchSpec, HostPlanRequest, Plan, PlanRecords, RecordIds};
 use crate::tensor::{Tensor, TensorMut, TensorRef};
 
 use super::{Cpu, element, experts, gemm, plan, records, router, rows};
@@ -34,7 +34,7 @@ impl Kernels for Cpu {
     fn keep_sum(&self, call: KeepSum<'_, Self>) -> Result<()> {
         router::keep_sum(call)
     }
-    fn plan(&self, call: PlanRequest<'_, Self>) -> Result<Plan<Self>> {
+    fn plan(&self, call: HostPlanRequest<'_>) -> Result<Plan<Self>> {
         plan::plan(call)
     }
     fn plans_records(&self, spec: &DispatchSpec, _: usize) -> bool {

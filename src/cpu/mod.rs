@@ -4,16 +4,21 @@ mod activation;
 mod collective;
 mod device;
 mod element;
+mod etp;
 mod experts;
 mod gemm;
 mod group;
 mod kernels;
 mod ordered;
 mod plan;
+mod quant;
 mod records;
 mod router;
 mod rows;
 mod segments;
+mod threads;
+#[cfg(not(loom))]
+mod windows;
 
 pub(crate) use collective::{add_pairwise, sum_ranks};
 pub use device::{Cpu, HostBuffer};
@@ -21,3 +26,6 @@ pub use element::Element;
 pub(crate) use element::Float;
 #[cfg(feature = "cuda")]
 pub(crate) use router::jitter_key;
+pub use threads::{ThreadComm, ThreadWorld};
+#[cfg(not(loom))]
+pub use windows::ThreadWindow;

@@ -6,34 +6,32 @@
 use std::sync::Arc;
 
 use crate::config::CapacityOrder;
-use crate::ep::{Capacity, MessageMaps, Overflow, Plan, PlanRequest, RowOrder, Stats};
 use crate::error::{Error, Result};
 use crate::host_memory;
-use crate::kernels::Segments;
 use crate::lazy::Lazy;
+use crate::plan::{Capacity, HostPlanRequest, MessageMaps, Overflow, Plan, RowOrder, Segments, Stats};
 use crate::tensor::Tensor;
 
-use super::{Cpu, element};
+use super::Cpu;
 
 const CALL: &str = "prepare";
 
-pub(super) fn plan(call: PlanRequest<'_, Cpu>) -> Result<Plan<Cpu>> {
-    let choices = call.ids.count();
+pub(super) fn plan(call: HostPlanRequest<'_>) -> Result<Plan<Cpu>> {
+    let choices = call.ids.len();
     plan_of(call, choices).map(|(plan, _)| plan)
 }
 
 /// The plan, and padded rows that each rank needs. `choices`: how many there are, but for those of padding.
-pub(super) fn plan_of(call: PlanRequest<'_, Cpu>, choices: usize) -> Result<(Plan<Cpu>, Vec<usize>)> {
+pub(super) fn plan_of(call: HostPlanRequest<'_>, choices: usize) -> Result<(Plan<Cpu>, Vec<usize>)> {
     let total: usize = call.tokens.iter().sum();
     let k = call.spec.top_k;
     check(&call, total)?;
-    let mut ids = host_memory::copied(CALL, "ids of all ranks", call.ids.as_slice::<i32>()?)?;
+    let mut ids = host_memory::copied(CALL, "ids of all ranks", call.ids)?;
     let expert_load = loads(&ids, call.num_experts);
     let mut counts = expert_load.clone();
     if let Some(limit) = &call.spec.expert_capacity {
-        let weights = call.weights.map(element::to_f64);
         let capacity = limit.limit(choices, call.num_experts);
-        limit_experts(&mut ids, &expert_load, (capacity, limit.order), weights.as_deref());
+        limit_experts(&mut ids, &expert_load, (capacity, limit.order), call.weights);
         counts = loads(&ids, call.num_experts);
     }
     let layout = Layout::new(&call, &counts)?;
@@ -42,7 +40,7 @@ pub(super) fn plan_of(call: PlanRequest<'_, Cpu>, choices: usize) -> Result<(Pla
     let first_token: usize = call.tokens[..call.rank].iter().sum();
     let tokens = call.tokens[call.rank];
     let own = first_token * k..(first_token + tokens) * k;
-    let before = &call.ids.as_slice::<i32>()?[own.clone()];
+    let before = &call.ids[own.clone()];
     let dropped = before.iter().zip(&ids[own.clone()]).filter(|(before, after)| **before >= 0 && **after < 0).count();
     // An entry for "none", and one for each expert: a division a choice would take most of the time.
     let ranks = std::iter::once(NOWHERE).chain((0..call.num_experts).map(|e| e / layout.local_experts)).collect();
@@ -69,7 +67,7 @@ pub(super) fn plan_of(call: PlanRequest<'_, Cpu>, choices: usize) -> Result<(Pla
 }
 
 /// Checks what the maps below index by.
-fn check(call: &PlanRequest<'_, Cpu>, total: usize) -> Result<()> {
+fn check(call: &HostPlanRequest<'_>, total: usize) -> Result<()> {
     let (ranks, experts, k) = (call.ranks, call.num_experts, call.spec.top_k);
     Error::check_shape(CALL, "tokens of each rank", &[ranks], &[call.tokens.len()])?;
     if call.rank >= ranks {
@@ -82,14 +80,14 @@ fn check(call: &PlanRequest<'_, Cpu>, total: usize) -> Result<()> {
         let found = format!("{k}, {:?} of {ranks} ranks", call.row_order);
         return Err(Error::invalid(CALL, "top_k, transport", "at least 1, Local for one rank only", found));
     }
-    Error::check_shape(CALL, "ids of all ranks", &[total, k], call.ids.dims())?;
+    Error::check_shape(CALL, "ids of all ranks", &[total * k], &[call.ids.len()])?;
     if let Some(weights) = &call.weights {
-        Error::check_shape(CALL, "weights of all ranks", &[total, k], weights.dims())?;
+        Error::check_shape(CALL, "weights of all ranks", &[total * k], &[weights.len()])?;
     }
     // −1 is the largest number of all without a sign.
     let most = i32::try_from(experts).unwrap_or(i32::MAX);
     let absent = |id: &&i32| **id < -1 || **id >= most;
-    let ids = call.ids.as_slice::<i32>()?;
+    let ids = call.ids;
     // Whether, before which: that can look at many at once.
     let any = ids.iter().fold(false, |any, id| any | absent(&id));
     match any.then(|| ids.iter().find(absent)).flatten() {
@@ -143,7 +141,7 @@ struct Layout {
 }
 
 impl Layout {
-    fn new(call: &PlanRequest<'_, Cpu>, counts: &[usize]) -> Result<Self> {
+    fn new(call: &HostPlanRequest<'_>, counts: &[usize]) -> Result<Self> {
         let local_experts = call.num_experts / call.ranks;
         let mut offsets = Vec::with_capacity(call.num_experts);
         let mut needed = Vec::with_capacity(call.ranks);
@@ -156,7 +154,7 @@ impl Layout {
             }
             needed.push(end);
         }
-        let widest = needed.iter().copied().max().unwrap_or(0).max(call.ids.count());
+        let widest = needed.iter().copied().max().unwrap_or(0).max(call.ids.len());
         if widest > i32::MAX as usize {
             return Err(Error::invalid(CALL, "rows", format!("at most {}", i32::MAX), widest));
         }
@@ -230,7 +228,7 @@ struct Maps {
 }
 
 struct Walk<'a, 'r> {
-    call: &'a PlanRequest<'r, Cpu>,
+    call: &'a HostPlanRequest<'r>,
     layout: &'a Layout,
     ids: &'a [i32],
     slots: &'a [i32],
@@ -362,17 +360,16 @@ fn list(values: Vec<i32>) -> Result<Tensor<Cpu>> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::ep::DispatchSpec;
+    use crate::plan::DispatchSpec;
 
     #[test]
     fn a_transport_into_slots_maps_filled_slots_to_themselves() -> Result<()> {
-        let ids = Tensor::from_vec(vec![2, 3, 2, -1, 0, 2], &[3, 2])?;
         let spec = DispatchSpec { alignment: 4, ..DispatchSpec::new(0, 2) };
-        let call = PlanRequest {
+        let call = HostPlanRequest {
             rank: 1,
             ranks: 2,
             num_experts: 4,
-            ids: ids.view(),
+            ids: &[2, 3, 2, -1, 0, 2],
             weights: None,
             tokens: &[2, 1],
             spec: &spec,

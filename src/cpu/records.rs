@@ -1,14 +1,14 @@
 //! Prepare from records, as devices do it whose host does not wait.
 
-use crate::ep::deferred_errors;
-use crate::ep::routing_record::{self, RecordSizes, RecordStatus, RoutingRecord};
-use crate::ep::{
-    Capacity, DevicePlan, DispatchSpec, HostCounts, Overflow, PlanRecords, PlanRequest, RecordIds, RowOrder,
-};
 use crate::error::{Error, Result};
 use crate::host_memory;
 use crate::kernels::Origin;
 use crate::lazy::Lazy;
+use crate::plan::deferred_errors;
+use crate::plan::routing_record::{self, RecordSizes, RecordStatus, RoutingRecord};
+use crate::plan::{
+    Capacity, DevicePlan, DispatchSpec, HostCounts, HostPlanRequest, Overflow, PlanRecords, RecordIds, RowOrder,
+};
 use crate::tensor::Tensor;
 
 use super::{Cpu, plan};
@@ -67,12 +67,11 @@ pub(super) fn plan(call: PlanRecords<'_, Cpu>) -> Result<DevicePlan<Cpu>> {
     for (r, rows) in records.iter().zip(&split) {
         ids.extend(r.ids.iter().map(real).chain(std::iter::repeat(-1)).take(rows * k));
     }
-    let ids = Tensor::from_vec(ids, &[rows, k])?;
-    let request = PlanRequest {
+    let request = HostPlanRequest {
         rank,
         ranks,
         num_experts,
-        ids: ids.view(),
+        ids: &ids,
         weights: None,
         tokens: &split,
         spec: &DispatchSpec { overflow: Overflow::Drop, ..*spec },

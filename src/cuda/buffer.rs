@@ -37,7 +37,7 @@ enum Owner {
     Loan(Arc<AtomicUsize>),
     /// Somebody's who keeps it for as long as this is held.
     #[cfg(feature = "nccl")]
-    Held(#[allow(dead_code, reason = "held, not read")] Arc<dyn std::any::Any + Send + Sync>),
+    Held(#[allow(dead_code, reason = "held, not read")] Arc<dyn Send + Sync>),
 }
 
 impl fmt::Debug for DeviceBuffer {
@@ -75,11 +75,7 @@ impl Cuda {
     /// # Safety
     /// The memory stays as long as the keeper, and meanwhile nobody writes it but in the order of the streams that are
     /// given the buffer.
-    pub(crate) unsafe fn held(
-        &self,
-        (ptr, bytes): (u64, usize),
-        keeper: Arc<dyn std::any::Any + Send + Sync>,
-    ) -> DeviceBuffer {
+    pub(crate) unsafe fn held(&self, (ptr, bytes): (u64, usize), keeper: Arc<dyn Send + Sync>) -> DeviceBuffer {
         DeviceBuffer { ptr, bytes, arena: self.inner.arena(), owner: Owner::Held(keeper) }
     }
 }

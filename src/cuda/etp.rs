@@ -2,8 +2,9 @@
 
 use std::sync::Arc;
 
+use crate::device::CaptureHook;
 use crate::error::{Error, Result};
-use crate::etp::{CaptureHook, ShardDevice, Shares};
+use crate::etp::{ShardDevice, Shares};
 use crate::tensor::TensorMut;
 
 use super::device::{Cuda, Event};

@@ -5,8 +5,8 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 
 use cudarc::driver::{result, sys};
 
+use crate::device::CaptureHook;
 use crate::error::{Error, Result};
-use crate::etp::CaptureHook;
 
 use super::device::{Cuda, driver};
 use super::memory::Arena;

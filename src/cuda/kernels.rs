@@ -5,9 +5,9 @@ use std::sync::Arc;
 use crate::cpu::Cpu;
 use crate::device::Device;
 use crate::dtype::DType;
-use crate::ep::{DevicePlan, DispatchSpec, Plan, PlanRecords, PlanRequest, RecordIds, Reporting};
 use crate::error::{Error, Result};
 use crate::kernels::*;
+use crate::plan::{DevicePlan, DispatchSpec, HostPlanRequest, Plan, PlanRecords, PlanRequest, RecordIds, Reporting};
 use crate::tensor::{Tensor, TensorMut, TensorRef};
 
 use super::device::{Cuda, Event, driver};
@@ -37,7 +37,7 @@ impl Kernels for Cuda {
     fn keep_sum(&self, call: KeepSum<'_, Self>) -> Result<()> {
         router::keep_sum(self, call)
     }
-    fn plan(&self, call: PlanRequest<'_, Cpu>) -> Result<Plan<Self>> {
+    fn plan(&self, call: HostPlanRequest<'_>) -> Result<Plan<Self>> {
         plan::plan(self, call)
     }
     fn plan_on_device(&self, call: PlanRequest<'_, Self>) -> Result<Option<Plan<Self>>> {

@@ -2,8 +2,8 @@
 //! there, so that slots lie as they do with every other dispatcher and in every run.
 
 use crate::dtype::DType;
-use crate::ep::{Capacity, DispatchSpec, Overflow};
 use crate::error::{Error, Result};
+use crate::plan::{Capacity, DispatchSpec, Overflow};
 use crate::tensor::{Tensor, TensorRef};
 
 use super::device::Cuda;

@@ -14,10 +14,13 @@ use crate::cpu::Cpu;
 #[cfg(feature = "nccl-ep")]
 use crate::device::Device;
 use crate::dtype::DType;
-use crate::ep::{Capacity, DispatchSpec, Group, GroupConfig, MessageMaps, Overflow, Plan, PlanRequest, Stats};
+#[cfg(not(feature = "nccl-ep"))]
+use crate::ep::LibraryDispatchers;
+use crate::ep::{Group, GroupConfig};
 use crate::error::{Error, Result};
 use crate::kernels::{Kernels, Origin, Segments};
 use crate::lazy::Lazy;
+use crate::plan::{Capacity, DispatchSpec, HostPlanRequest, MessageMaps, Overflow, Plan, PlanRequest, Stats};
 use crate::tensor::{Tensor, TensorRef};
 
 use super::device::Cuda;
@@ -25,6 +28,9 @@ use super::heuristics::{LOOP_BLOCKS, PLAN_CHUNKS, PLAN_CLEARED, PLAN_SMALL};
 use super::launch::{DEFAULT_SMEM, Grid, SM90_GROUPED_GEMM};
 use super::layout::{at, room_for_tiles};
 use super::params;
+
+#[cfg(not(feature = "nccl-ep"))]
+impl LibraryDispatchers for Cuda {}
 
 impl Cuda {
     /// A tensor of the GPU on the host; waits for the stream.
@@ -166,7 +172,7 @@ pub(super) fn plan_alone(
     ids: TensorRef<'_, Cuda>,
     (spec, num_experts, rank): (&DispatchSpec, usize, usize),
 ) -> Result<Option<Planned>> {
-    let (tokens, row_order) = ([ids.rows()], crate::ep::RowOrder::Local);
+    let (tokens, row_order) = ([ids.rows()], crate::plan::RowOrder::Local);
     let (ranks, weights, ids) = (1, None, ids.borrow());
     plan_on_gpu(device, PlanRequest { rank, ranks, num_experts, ids, weights, tokens: &tokens, spec, row_order })
 }
@@ -270,7 +276,7 @@ fn read_later(device: &Cuda, stats: Tensor<Cuda>, experts: usize) -> Lazy<Stats>
     })
 }
 
-pub(super) fn plan(device: &Cuda, call: PlanRequest<'_, Cpu>) -> Result<Plan<Cuda>> {
+pub(super) fn plan(device: &Cuda, call: HostPlanRequest<'_>) -> Result<Plan<Cuda>> {
     let plan = Cpu::new().plan(call)?;
     let messages = |m: MessageMaps<Cpu>| -> Result<MessageMaps<Cuda>> {
         Ok(MessageMaps {

@@ -4,9 +4,9 @@ use crate::aux_loss::Sums;
 use crate::config::{AuxConfig, BalanceKind, GroupScore, RouterConfig, Score};
 use crate::cpu::jitter_key;
 use crate::dtype::DType;
-use crate::ep::Reporting;
 use crate::error::{Error, Result};
 use crate::kernels::{AuxBwd, AuxSums, AuxTotal, Jitter, KeepSum, Route, RouteBwd, Scalar};
+use crate::plan::Reporting;
 use crate::tensor::{Tensor, TensorRef};
 
 use super::device::Cuda;

@@ -10,19 +10,20 @@ use crate::comm::{Communicator, Op, Tag};
 use crate::dtype::DType;
 use crate::error::{CommError, Error, Result};
 use crate::kernels::{Kernels, Origin};
+use crate::plan::routing_record::{self, BadId, RecordSizes, RecordStatus, RoutingRecord};
+use crate::plan::waits;
 use crate::tensor::{Tensor, TensorRef};
 
-#[cfg(feature = "nccl-ep")]
-use super::handle::DispatcherData;
 use super::handle::{Agreement, Handle};
-use super::routing_record::{self, BadId, RecordSizes, RecordStatus, RoutingRecord};
-use super::{Capacity, DispatchSpec, DispatcherKind, GroupConfig, Plan, PlanRequest, Reporting, RowOrder, plan};
+use super::{
+    Capacity, DispatchSpec, DispatcherKind, GroupConfig, HostPlanRequest, Plan, PlanRequest, Reporting, RowOrder,
+};
 
 pub(super) const PREPARE: &str = "prepare";
 
 /// State of a dispatcher.
 #[derive(Debug)]
-pub(crate) struct DispatcherState<D: Kernels> {
+pub struct DispatcherState<D: Kernels> {
     pub device: D,
     pub comm: Box<dyn Communicator<D>>,
     pub config: GroupConfig,
@@ -334,7 +335,7 @@ impl<D: Kernels> DispatcherState<D> {
             tokens,
             in_slots: false,
             #[cfg(feature = "nccl-ep")]
-            dispatcher_data: DispatcherData::default(),
+            dispatcher_data: None,
         }
     }
 
@@ -382,7 +383,7 @@ impl<D: Kernels> DispatcherState<D> {
         error: Error,
     ) -> Result<T> {
         // The rank's own error is the news, whatever becomes of the exchange.
-        if self.behind(row_order, spec) && !plan::waits(row_order, spec) {
+        if self.behind(row_order, spec) && !waits(row_order, spec) {
             let _ = self.comm.refuse(tag, &error.to_string());
         } else if self.ranks() > 1 {
             let _ = self.gather(tag, spec, &RoutingRecord::failed(RecordStatus::Failed(error.to_string())));
@@ -425,21 +426,14 @@ impl<D: Kernels> DispatcherState<D> {
 
     fn plan(&self, row_order: RowOrder, records: &[RoutingRecord], spec: &DispatchSpec) -> Result<Handle<D>> {
         let tokens: Vec<usize> = records.iter().map(|r| r.tokens).collect();
-        let dims = [tokens.iter().sum(), spec.top_k];
-        let ids = Tensor::from_vec(records.iter().flat_map(|r| &r.ids).copied().collect::<Vec<i32>>(), &dims)?;
-        let weights = match routing_record::needs_weights(spec) {
-            true => {
-                let weights: Vec<f64> = records.iter().flat_map(|r| &r.weights).copied().collect();
-                Some(Tensor::from_vec(weights, &dims)?)
-            }
-            false => None,
-        };
-        let plan = self.device.plan(PlanRequest {
+        let ids: Vec<i32> = records.iter().flat_map(|r| &r.ids).copied().collect();
+        let weights: Vec<f64> = records.iter().flat_map(|r| &r.weights).copied().collect();
+        let plan = self.device.plan(HostPlanRequest {
             rank: self.rank(),
             ranks: self.ranks(),
             num_experts: self.config.num_experts,
-            ids: ids.view(),
-            weights: weights.as_ref().map(Tensor::view),
+            ids: &ids,
+            weights: routing_record::needs_weights(spec).then_some(&weights[..]),
             tokens: &tokens,
             spec,
             row_order,
@@ -475,9 +469,9 @@ mod tests {
     use std::time::Duration;
 
     use super::*;
-    use crate::comm::{ReduceOp, ThreadComm, ThreadWorld};
+    use crate::comm::ReduceOp;
     use crate::config::{CapacityOrder, ExpertCapacity};
-    use crate::cpu::Cpu;
+    use crate::cpu::{Cpu, ThreadComm, ThreadWorld};
 
     const IDS: [i32; 4] = [0, 1, 1, 0];
 
@@ -513,12 +507,11 @@ mod tests {
         core.comm.all_reduce(tag, ReduceOp::Sum, loads.view_mut()).map_err(|e| core.as_peer_error(PREPARE, e))?;
         core.count();
         core.check_or_refuse(tag, own)?;
-        let ids = Tensor::from_vec(IDS.to_vec(), &[2, 2]).expect("ids");
-        let request = PlanRequest {
+        let request = HostPlanRequest {
             rank: 0,
             ranks: 1,
             num_experts: 2,
-            ids: ids.view(),
+            ids: &IDS,
             weights: None,
             tokens: &[2],
             spec: &spec,

@@ -1,8 +1,6 @@
 //! Routing of one prepare, owned by its caller.
 
 #[cfg(feature = "nccl-ep")]
-use std::any::Any;
-#[cfg(feature = "nccl-ep")]
 use std::fmt;
 use std::sync::Arc;
 
@@ -29,21 +27,9 @@ pub struct Handle<D: Kernels> {
     pub(super) tokens: Vec<usize>,
     /// Received rows lie in slots.
     pub(crate) in_slots: bool,
-    /// The dispatcher's own data of this routing.
+    /// The dispatcher's own data of this routing, for as long as the handle lives.
     #[cfg(feature = "nccl-ep")]
-    pub(crate) dispatcher_data: DispatcherData,
-}
-
-/// A dispatcher's own state.
-#[cfg(feature = "nccl-ep")]
-#[derive(Default)]
-pub(crate) struct DispatcherData(pub(crate) Option<Box<dyn Any + Send + Sync>>);
-
-#[cfg(feature = "nccl-ep")]
-impl fmt::Debug for DispatcherData {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "Carried({})", self.0.is_some())
-    }
+    pub(crate) dispatcher_data: Option<Arc<dyn fmt::Debug + Send + Sync>>,
 }
 
 /// Which ranks asked for backward in prepare. Backward runs its collectives only if all did.

@@ -28,125 +28,40 @@
 
 mod all_gather;
 mod all_to_all;
-pub(crate) mod deferred_errors;
+mod config;
 pub(crate) mod dispatcher_state;
 mod group;
 pub(crate) mod handle;
 mod local;
 pub(crate) mod packing;
-mod plan;
 mod prepare_on_device;
-pub(crate) mod routing_record;
 pub(crate) mod row_transport;
 mod select;
 mod shared_group;
-mod stats;
 
 pub use all_gather::AllGather;
 pub use all_to_all::AllToAll;
-pub use group::{DispatcherKind, Group, GroupConfig};
+pub use config::{DispatcherKind, GroupConfig};
+pub use group::Group;
 pub use handle::{Agreement, Handle};
 pub use local::Local;
-pub use plan::{DevicePlan, HostCounts, MessageMaps, Plan, PlanRecords, PlanRequest, RecordIds, RowOrder};
-pub use select::VARIABLE;
+#[cfg(feature = "nccl-ep")]
+pub(crate) use select::NcclEpOrReason;
+pub use select::{LibraryDispatchers, VARIABLE};
 pub use shared_group::EpGroup;
-pub use stats::Stats;
+
+pub use crate::plan::{
+    Capacity, DevicePlan, DispatchSpec, HostCounts, HostPlanRequest, MessageMaps, Overflow, Plan, PlanRecords,
+    PlanRequest, RecordIds, Reporting, RowOrder, Stats,
+};
 
 use std::fmt;
 
 use crate::comm::Communicator;
-use crate::config::{ExpertCapacity, Fingerprint};
 use crate::dtype::DType;
 use crate::error::Result;
 use crate::kernels::{Kernels, RowSource};
 use crate::tensor::{Tensor, TensorMut, TensorRef};
-
-/// Specification of one handle; may differ between handles of a group.
-#[derive(Debug, Clone, Copy, PartialEq)]
-pub struct DispatchSpec {
-    /// The layer's number, in tags and messages.
-    pub layer: u32,
-    /// Choices per token K.
-    pub top_k: usize,
-    /// Segments are padded to a multiple of this power of two (1: no padding).
-    pub alignment: usize,
-    /// Rows that the receiver has room for.
-    pub capacity: Capacity,
-    /// Treatment of rows past the capacity.
-    pub overflow: Overflow,
-    /// Limit per expert.
-    pub expert_capacity: Option<ExpertCapacity>,
-    /// Further configuration on which all ranks must agree: a layer's.
-    pub formula: Fingerprint,
-    /// Type and width of the rows that return, where dispatch sends others (opaque ones), for transports that make
-    /// their buffers for them, and that refuse here what they could not add.
-    pub returns: Option<(DType, usize)>,
-    /// This rank will call backward.
-    pub backward: bool,
-    /// When what only the device sees is reported.
-    pub reporting: Reporting,
-}
-
-impl DispatchSpec {
-    /// Eager, unpadded, with errors at once, for inference.
-    pub fn new(layer: u32, top_k: usize) -> Self {
-        Self {
-            layer,
-            top_k,
-            alignment: 1,
-            capacity: Capacity::Eager,
-            overflow: Overflow::Error,
-            expert_capacity: None,
-            formula: Fingerprint::default(),
-            returns: None,
-            backward: false,
-            reporting: Reporting::Immediate,
-        }
-    }
-
-    /// Bytes of a row that returns; 0 where it is as wide as one that dispatch sends.
-    #[cfg(feature = "nccl-ep")]
-    pub(crate) fn returning_bytes(&self) -> usize {
-        self.returns.map_or(0, |(dtype, width)| width * dtype.size())
-    }
-}
-
-/// Rows of the receive layout.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Capacity {
-    /// As many as this step needs, known to the host after prepare, which waits for that number where the device makes
-    /// the plan; with one rank and [`Reporting::Deferred`] as many as it may need at most, without waiting.
-    Eager,
-    /// A fixed number per call, at most the group's reserved maximum. With [`Reporting::Deferred`], [`AllGather`]'s
-    /// prepare does not wait for the device; each rank's tokens then travel as `max_tokens_per_rank` rows.
-    Static(usize),
-}
-
-/// Treatment of rows past a static capacity.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Overflow {
-    /// Prepare fails on every rank with [`Error::Capacity`](crate::Error::Capacity).
-    Error,
-    /// Rows whose slot is past the capacity are dropped: they contribute nothing, their gradients are zero.
-    Drop,
-}
-
-/// When what only the device sees is reported: an id that is out of range or doubled, a NaN logit, rows past a static
-/// capacity.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Reporting {
-    /// The call fails, on every rank. A device that runs behind the host is waited for.
-    Immediate,
-    /// A bad id is treated as −1, a row past the capacity as dropped, a NaN goes its way. The first error is kept and
-    /// returned by [`TokenDispatcher::check`], or by a later prepare. With one rank nothing waits for the device.
-    ///
-    /// Several ranks are told the same. Where prepare has to wait for numbers of rows ([`AllToAll`] always, others as
-    /// [`Capacity`] says), a capacity that is too small, and ranks that disagree or fail, are its own errors. Where
-    /// nothing waits they are kept too, and told by [`TokenDispatcher::check`] alone: of a later prepare, some ranks'
-    /// hosts might know and others not yet. Not told there are ranks of which only some will call backward: those wait
-    /// for the others.
-    Deferred,
-}
 
 /// Inputs of dispatch, of this rank's tokens.
 #[derive(Debug)]

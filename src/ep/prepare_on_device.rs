@@ -7,10 +7,9 @@ use crate::kernels::Kernels;
 use crate::tensor::{Tensor, TensorRef};
 
 use super::dispatcher_state::{DispatcherState, PREPARE};
-use super::routing_record::{self, RoutingRecord};
-use super::{
-    Capacity, DispatchSpec, GroupConfig, Handle, PlanRecords, RecordIds, Reporting, RowOrder, deferred_errors,
-};
+use super::{Capacity, DispatchSpec, GroupConfig, Handle, PlanRecords, RecordIds, Reporting, RowOrder};
+use crate::plan::deferred_errors;
+use crate::plan::routing_record::{self, RoutingRecord};
 
 impl<D: Kernels> DispatcherState<D> {
     /// Whether the device plans from records.

@@ -1,5 +1,6 @@
 //! Which dispatcher a group takes, and why.
 
+use std::any::type_name;
 use std::ffi::OsStr;
 
 use crate::error::{Error, Result};
@@ -40,18 +41,21 @@ type SelectedDispatcher<D> = (Box<dyn TokenDispatcher<D>>, String);
 
 /// The dispatcher that the group's configuration asks for.
 /// `source`: what has asked, the field or the variable.
-pub(super) fn dispatcher<D: Kernels>(core: DispatcherState<D>, source: &'static str) -> Result<SelectedDispatcher<D>> {
+pub(super) fn dispatcher<D: LibraryDispatchers>(
+    core: DispatcherState<D>,
+    source: &'static str,
+) -> Result<SelectedDispatcher<D>> {
     let reason = |text: &str| text.to_string();
     Ok(match (core.config.dispatcher, core.ranks()) {
         (DispatcherKind::Auto, 1) => (Box::new(Local { core }), reason("one rank")),
         (DispatcherKind::Local, _) => (Box::new(Local { core }), reason("asked for")),
         (DispatcherKind::AllToAll, _) => (Box::new(AllToAll { core }), reason("asked for")),
         (DispatcherKind::AllGather, _) => (Box::new(AllGather { core }), reason("asked for")),
-        (DispatcherKind::NcclEp | DispatcherKind::NcclEpLowLatency, _) => match nccl_ep(core, source)? {
+        (DispatcherKind::NcclEp | DispatcherKind::NcclEpLowLatency, _) => match D::library_dispatcher(core, source)? {
             Ok(dispatcher) => (dispatcher, reason("asked for")),
             Err(refused) => return Err(refused.1),
         },
-        (DispatcherKind::Auto, _) => match nccl_ep(core, source)? {
+        (DispatcherKind::Auto, _) => match D::library_dispatcher(core, source)? {
             Ok(dispatcher) => (dispatcher, reason("NCCL EP's checks pass on every rank")),
             Err(refused) => {
                 let (core, refusal) = *refused;
@@ -61,42 +65,33 @@ pub(super) fn dispatcher<D: Kernels>(core: DispatcherState<D>, source: &'static 
     })
 }
 
-/// NCCL EP, or why not, the same on all ranks.
-type NcclEpOrReason<D> = std::result::Result<Box<dyn TokenDispatcher<D>>, Box<(DispatcherState<D>, Error)>>;
+/// A library's dispatcher, or the state it was to have and the reason why not, the same on all ranks.
+pub type NcclEpOrReason<D> = std::result::Result<Box<dyn TokenDispatcher<D>>, Box<(DispatcherState<D>, Error)>>;
 
+/// The dispatchers that a library brings to a device: NCCL EP's for GPUs, where it is built in.
+pub trait LibraryDispatchers: Kernels {
+    /// The one that the group's configuration asks for; a device without any gives the reason. `source`: what has asked,
+    /// the field or the variable.
+    ///
+    /// # Errors
+    /// The ranks could not be asked.
+    #[doc(hidden)]
+    fn library_dispatcher(core: DispatcherState<Self>, source: &'static str) -> Result<NcclEpOrReason<Self>> {
+        Ok(Err(Box::new((core, no_library(type_name::<Self>(), source)))))
+    }
+}
+
+/// Why a device has no library's dispatcher.
 #[cfg(not(feature = "nccl-ep"))]
-fn nccl_ep<D: Kernels>(core: DispatcherState<D>, source: &'static str) -> Result<NcclEpOrReason<D>> {
-    let refusal = Error::invalid(CALL, source, "one that this build has", "NcclEp (feature nccl-ep)");
-    Ok(Err(Box::new((core, refusal))))
+fn no_library(_: &str, source: &'static str) -> Error {
+    Error::invalid(CALL, source, "one that this build has", "NcclEp (feature nccl-ep)")
 }
 
+/// Why a device has no library's dispatcher.
 #[cfg(feature = "nccl-ep")]
-fn nccl_ep<D: Kernels>(core: DispatcherState<D>, _: &'static str) -> Result<NcclEpOrReason<D>> {
-    use crate::cuda::Cuda;
-    use crate::nccl_ep::{EpError, NcclEp};
-    use std::any::{Any, type_name};
-
-    // Only one device has it, and the device is a type.
-    let mut core = Some(core);
-    let own = (&mut core as &mut dyn Any).downcast_mut::<Option<DispatcherState<Cuda>>>().and_then(Option::take);
-    let Some(own) = own else {
-        let found = type_name::<D>().rsplit("::").next().unwrap_or_default();
-        let refusal = EpError::Communicator { found: format!("one of the device {found}") };
-        return core.map(|core| Err(Box::new((core, refusal.into())))).ok_or_else(unavailable);
-    };
-    let mut possible: Option<NcclEpOrReason<Cuda>> = Some(match NcclEp::new(own)? {
-        Ok(dispatcher) => Ok(Box::new(dispatcher)),
-        Err(refused) => Err(refused),
-    });
-    (&mut possible as &mut dyn Any)
-        .downcast_mut::<Option<NcclEpOrReason<D>>>()
-        .and_then(Option::take)
-        .ok_or_else(unavailable)
-}
-
-#[cfg(feature = "nccl-ep")]
-fn unavailable() -> Error {
-    Error::invalid(CALL, "dispatcher", "a group's state", "none")
+fn no_library(device: &str, _: &'static str) -> Error {
+    let found = device.rsplit("::").next().unwrap_or_default();
+    crate::error::EpError::Communicator { found: format!("one of the device {found}") }.into()
 }
 
 #[cfg(test)]

@@ -4,15 +4,16 @@
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use crate::cpu::Cpu;
-use crate::error::{Error, Result};
+use crate::error::Error;
+#[cfg(any(feature = "candle", feature = "burn"))]
+use crate::error::Result;
 use crate::kernels::Kernels;
 
-use super::{Group, GroupConfig};
+use super::Group;
 
 /// One rank's group, shared by its layers.
 #[derive(Debug)]
-pub struct EpGroup<D: Kernels = Cpu> {
+pub struct EpGroup<D: Kernels> {
     group: Arc<Mutex<Group<D>>>,
     failure: Arc<Mutex<Option<Error>>>,
     rank: usize,
@@ -34,16 +35,6 @@ impl<D: Kernels> Clone for EpGroup<D> {
             next_layer: self.next_layer.clone(),
             ..*self
         }
-    }
-}
-
-impl EpGroup {
-    /// A group of one rank on the CPU; of a layer's configuration, one for that layer.
-    ///
-    /// # Errors
-    /// Errors of [`Group::new`].
-    pub fn single(config: impl Into<GroupConfig>) -> Result<Self> {
-        Group::single(config.into()).map(Self::new)
     }
 }
 

@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use crate::comm::Tag;
+use crate::tag::Tag;
 
 /// A collective operation failed. All ranks of a collective get an error, or none does.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]

@@ -3,13 +3,22 @@
 
 mod checkpoint;
 mod comm;
+#[cfg(feature = "nccl")]
+mod nccl;
+#[cfg(feature = "nccl-ep")]
+mod nccl_ep;
+mod ranks;
 mod text;
 
 use crate::dtype::DType;
-use crate::ranks::RankError;
 
 pub use checkpoint::CheckpointError;
 pub use comm::CommError;
+#[cfg(feature = "nccl")]
+pub use nccl::NcclError;
+#[cfg(feature = "nccl-ep")]
+pub use nccl_ep::EpError;
+pub use ranks::{Launcher, RankError, Refusal};
 pub use text::printable;
 
 /// Result with this crate's [`Error`].
@@ -202,11 +211,11 @@ pub enum Error {
     /// NCCL is not there, is not usable, or refused a call.
     #[cfg(feature = "nccl")]
     #[error(transparent)]
-    Nccl(#[from] crate::nccl::NcclError),
+    Nccl(#[from] NcclError),
     /// NCCL EP is not there, is not usable for what was asked, or refused a call.
     #[cfg(feature = "nccl-ep")]
     #[error(transparent)]
-    NcclEp(#[from] crate::nccl_ep::EpError),
+    NcclEp(#[from] EpError),
     /// This build's kernels lack one that it launches.
     #[cfg(feature = "cuda")]
     #[error("Cuda::on: {cubin} has no kernel {kernel}")]

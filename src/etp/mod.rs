@@ -20,7 +20,7 @@
 
 mod chain;
 mod collectives;
-mod cpu;
+mod fault;
 mod quantized;
 mod state;
 #[cfg(test)]
@@ -29,7 +29,7 @@ mod test_ranks;
 use std::sync::Arc;
 
 use crate::comm::Communicator;
-use crate::device::Device;
+use crate::device::{CaptureHook, Device};
 use crate::dtype::DType;
 use crate::error::{Error, Result};
 use crate::kernels::Kernels;
@@ -40,14 +40,10 @@ pub use crate::config::Payload;
 pub use chain::Chain;
 pub use chain::gather::ShardedWeight;
 pub use chain::reduce::GradientBuffer;
-pub use state::collective_state::CollectiveState;
-pub use state::report::{ChainMemory, ChainTraffic};
+pub use state::collective_state::{ChainTraffic, CollectiveState};
+pub use state::report::ChainMemory;
 pub use state::shards::Shards;
 pub use state::source::{Shard, ShardSource};
-
-/// A hook called before a capture ends, told whether the captured calls have failed; an error of its own is the
-/// capture's.
-pub type CaptureHook = dyn Fn(bool) -> Result<()> + Send + Sync;
 
 /// Calls that sharded weights need of a device beside its kernels.
 pub trait ShardDevice: Kernels + Codec {

@@ -3,8 +3,7 @@
 use std::thread;
 use std::time::Duration;
 
-use crate::comm::ThreadWorld;
-use crate::cpu::Cpu;
+use crate::cpu::{Cpu, ThreadWorld};
 
 use crate::etp::Comms;
 

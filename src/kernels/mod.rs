@@ -11,16 +11,17 @@ mod layout;
 use std::sync::Arc;
 
 use crate::config::{AuxConfig, RouterConfig};
-use crate::cpu::Cpu;
 use crate::device::Device;
 use crate::dtype::DType;
-use crate::ep::{DevicePlan, DispatchSpec, Plan, PlanRecords, PlanRequest, RecordIds, Reporting};
 use crate::error::{Error, Result};
+use crate::plan::{DevicePlan, DispatchSpec, HostPlanRequest, Plan, PlanRecords, PlanRequest, RecordIds, Reporting};
 use crate::quant::Codec;
 use crate::tensor::{Tensor, TensorMut, TensorRef};
 
 pub use experts::{BiasGrad, Down, DownBwd, InputWeightBwd, Up, UpDgrad, Wgrad};
-pub use layout::{RowDest, RowSource, Segments, SlotWeights};
+pub use layout::{RowDest, RowSource, SlotWeights};
+
+pub use crate::plan::{Origin, Segments};
 
 /// A dense product with a small weight: router logits, shared gate. `out = x·Wᵀ + b` in the accumulator type.
 #[derive(Debug)]
@@ -64,15 +65,6 @@ pub struct Jitter {
     pub layer: u32,
     /// Number of this rank's first token among all ranks' tokens.
     pub first_token: u64,
-}
-
-/// The rank and layer that a call is made for, as errors name them.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Hash)]
-pub struct Origin {
-    /// Rank in the group.
-    pub rank: usize,
-    /// The layer's number.
-    pub layer: u32,
 }
 
 /// Logits to expert ids and weights.
@@ -352,7 +344,7 @@ pub trait Kernels: Codec {
     /// [`KeepSum`].
     fn keep_sum(&self, call: KeepSum<'_, Self>) -> Result<()>;
     /// Slots for all ranks' choices, which the host has, as seen from one rank.
-    fn plan(&self, call: PlanRequest<'_, Cpu>) -> Result<Plan<Self>>;
+    fn plan(&self, call: HostPlanRequest<'_>) -> Result<Plan<Self>>;
     /// The plan of a group of one rank ([`RowOrder::Local`](crate::ep::RowOrder::Local)) from ids `[T, K]` (I32 or
     /// I64) that nobody has checked, without waiting for the device: bad ids count as −1, and [`check`](Self::check)
     /// tells of them. `None`: the device cannot, or not for this request. May return an error of an earlier call.
@@ -410,16 +402,4 @@ pub trait Kernels: Codec {
     fn download(&self, from: TensorRef<'_, Self>) -> Result<Vec<u8>>;
     /// Copies bytes of the host, as many as the tensor has.
     fn upload(&self, from: &[u8], to: TensorMut<'_, Self>) -> Result<()>;
-}
-
-impl Tensor<Cpu> {
-    /// The same tensor on another device.
-    ///
-    /// # Errors
-    /// Where there is no memory, or a driver's error.
-    pub fn to<D: Kernels>(&self, device: &D) -> Result<Tensor<D>> {
-        let mut to = Tensor::empty(device, self.dtype(), self.dims())?;
-        device.upload(self.as_bytes(), to.view_mut())?;
-        Ok(to)
-    }
 }

@@ -18,17 +18,18 @@ mod control;
 mod ffi;
 #[cfg(test)]
 mod tests;
+mod windows;
 
+pub use crate::error::NcclError;
 pub use comm::communicator::{NcclComm, Raw};
 pub use comm::init::NcclWorld;
 #[cfg(feature = "nccl-ep")]
 pub(crate) use comm::shared_comm::SharedComm;
-pub use comm::symmetric::NcclWindow;
-pub use ffi::error::NcclError;
 #[cfg(feature = "nccl-ep")]
 pub(crate) use ffi::library::reason;
 pub use ffi::library::{NcclLibrary, VARIABLE};
 pub use ffi::sys;
+pub use windows::NcclWindow;
 
 use crate::error::Error;
 

@@ -15,8 +15,8 @@ use crate::error::{CommError, Error};
 
 use crate::nccl::comm::one_sided::{BlockExchange, OneSided};
 use crate::nccl::control::peer_events::{CollectiveInfo, PeerEvents};
-use crate::nccl::control::watchdog::{EndNotice, Watchdog, Work};
-use crate::nccl::ffi::comm_handle::{CommHandle, RankPlace};
+use crate::nccl::control::watchdog::{EndNotice, Watchdog};
+use crate::nccl::ffi::comm_handle::{CommHandle, RankPlace, Work};
 use crate::nccl::ffi::enqueue::{CommStream, PeerBuffer};
 use crate::nccl::ffi::sys::{
     CommPtr, Config, DataType, Functions, RawUniqueId, RedOp, Status, StreamPtr, WaitSignal, WindowPtr,

@@ -18,7 +18,6 @@
 //! user's.
 
 mod dispatcher;
-mod error;
 mod high_throughput;
 mod library;
 mod low_latency;
@@ -29,8 +28,8 @@ mod rules;
 pub mod sys;
 mod tensor;
 
+pub use crate::error::EpError;
 pub use dispatcher::NcclEp;
-pub use error::EpError;
 pub use high_throughput::{
     CombineArgs, Direction, DispatchArgs, Group, GroupOptions, Handle, HandleOptions, UpdateCounters,
 };

@@ -64,11 +64,11 @@ pub struct Random {
 /// The NVFP4 format: E2M1 codes in blocks of 16, an E4M3 scale a block, a binary32 amax a matrix or row.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Nvfp4 {
-    pub(super) recipe: Recipe,
-    pub(super) blocks: Blocks,
-    pub(super) scope: AmaxScope,
-    pub(super) rounding: Rounding,
-    pub(super) hadamard: Option<Hadamard>,
+    pub(crate) recipe: Recipe,
+    pub(crate) blocks: Blocks,
+    pub(crate) scope: AmaxScope,
+    pub(crate) rounding: Rounding,
+    pub(crate) hadamard: Option<Hadamard>,
 }
 
 impl Nvfp4 {
@@ -140,7 +140,7 @@ impl Nvfp4 {
     }
 
     /// Refuses combinations that no recipe defines.
-    pub(super) fn check(&self, call: &'static str) -> Result<()> {
+    pub(crate) fn check(&self, call: &'static str) -> Result<()> {
         let plain = Self::plain(self.recipe);
         let varied = [
             (self.blocks != plain.blocks, "16x16 blocks"),

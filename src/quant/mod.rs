@@ -26,12 +26,11 @@
 
 mod calls;
 pub(crate) mod check;
-mod cpu;
 mod element;
 mod format;
 mod hadamard;
 mod matrix;
-mod nvfp4;
+pub(crate) mod nvfp4;
 pub(crate) mod philox;
 mod swizzle;
 mod weight;

@@ -8,7 +8,7 @@ use super::philox::{key, philox4x32};
 use crate::error::{Error, Result};
 
 /// 448 · 6: the largest value a block of scale 448 holds.
-pub(super) const BOUND: f32 = E4M3_MAX * E2M1_MAX;
+pub(crate) const BOUND: f32 = E4M3_MAX * E2M1_MAX;
 
 /// The lesser of value and cap; NaN stays NaN (`f32::min` would drop it).
 fn cap(value: f32, cap: f32) -> f32 {
@@ -16,12 +16,12 @@ fn cap(value: f32, cap: f32) -> f32 {
 }
 
 /// The larger of two magnitudes; NaN wins.
-pub(super) fn max_nan(left: f32, right: f32) -> f32 {
+pub(crate) fn max_nan(left: f32, right: f32) -> f32 {
     if right > left || right.is_nan() { right } else { left }
 }
 
 /// max |x|, NaN if any is.
-pub(super) fn magnitude(values: &[f32]) -> f32 {
+pub(crate) fn magnitude(values: &[f32]) -> f32 {
     // Magnitudes are ordered as their bits are, NaN above infinity.
     let max = f32::from_bits(values.iter().fold(0, |max, v| max.max(v.abs().to_bits())));
     // One NaN, whatever those of the input were.
@@ -30,7 +30,7 @@ pub(super) fn magnitude(values: &[f32]) -> f32 {
 
 /// Factors that one amax gives for all its blocks.
 #[derive(Debug, Clone, Copy)]
-pub(super) enum Factors {
+pub(crate) enum Factors {
     /// `S/6` and `1/S`.
     Te { multiplier: f32, decode: f32 },
     /// `amax / 2688`.
@@ -45,7 +45,7 @@ enum Range {
 }
 
 impl Factors {
-    pub(super) fn new(recipe: Recipe, amax: f32) -> Self {
+    pub(crate) fn new(recipe: Recipe, amax: f32) -> Self {
         if recipe == Recipe::ModelOpt {
             return Factors::ModelOpt { second: amax / BOUND };
         }
@@ -58,7 +58,7 @@ impl Factors {
     }
 
     /// E4M3 scale of a block with this largest magnitude.
-    pub(super) fn scale(self, block: f32) -> u8 {
+    pub(crate) fn scale(self, block: f32) -> u8 {
         match self {
             Factors::Te { multiplier, .. } => e4m3_nearest(cap(cap(block * multiplier, f32::MAX), E4M3_MAX)),
             Factors::ModelOpt { second } => {
@@ -79,7 +79,7 @@ impl Factors {
     /// Codes of a block's elements, two a byte; `random` holds a byte for each element, if any.
     ///
     /// `packed` may be shorter than the block: the rest is cropped.
-    pub(super) fn encode(self, values: &[f32; BLOCK], scale: u8, random: Option<[u8; BLOCK]>, packed: &mut [u8]) {
+    pub(crate) fn encode(self, values: &[f32; BLOCK], scale: u8, random: Option<[u8; BLOCK]>, packed: &mut [u8]) {
         let range = self.range(scale);
         let y = match range {
             Range::Times(factor) => values.map(|x| (x * factor).clamp(-E2M1_MAX, E2M1_MAX)),
@@ -97,8 +97,8 @@ impl Factors {
     }
 }
 
-/// Factor of a block's codes.
-pub(super) fn block_factor(recipe: Recipe, scale: u8, amax: f32) -> f32 {
+/// What a block's codes are multiplied by.
+pub(crate) fn block_factor(recipe: Recipe, scale: u8, amax: f32) -> f32 {
     match recipe {
         Recipe::Te => E4M3[scale as usize] * amax * (1.0 / BOUND),
         Recipe::ModelOpt => E4M3[scale as usize] * (amax / BOUND),
@@ -107,7 +107,7 @@ pub(super) fn block_factor(recipe: Recipe, scale: u8, amax: f32) -> f32 {
 
 /// Random bytes of a matrix's blocks in one direction.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct Bits {
+pub(crate) struct Bits {
     key: [u32; 2],
     stream: u32,
     direction: Direction,
@@ -117,7 +117,7 @@ pub(super) struct Bits {
 
 impl Bits {
     /// Checks that places fit their counters: `lines` lines of `blocks` blocks.
-    pub(super) fn new(
+    pub(crate) fn new(
         call: &'static str,
         random: Random,
         direction: Direction,
@@ -138,7 +138,7 @@ impl Bits {
     }
 
     /// A byte for each element of a block: one Philox call, its words' bytes from the lowest.
-    pub(super) fn of(&self, line: usize, block: usize) -> [u8; BLOCK] {
+    pub(crate) fn of(&self, line: usize, block: usize) -> [u8; BLOCK] {
         let side = match self.direction {
             Direction::Rows => 0,
             Direction::Columns => 1,

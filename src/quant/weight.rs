@@ -1,12 +1,9 @@
 //! Quantized expert weights: what a product reads in place of a floating-point stack of matrices.
 
-use super::element::{E4M3, e8m0};
-use super::{E2M1, MXFP4_BLOCK, NVFP4_BLOCK};
-use crate::cpu::Cpu;
+use super::{MXFP4_BLOCK, NVFP4_BLOCK};
 use crate::device::Device;
 use crate::dtype::DType;
 use crate::error::{Error, Result};
-use crate::kernels::Kernels;
 use crate::tensor::{Tensor, TensorRef};
 
 /// Rows and columns that share a scale in [`WeightFormat::Fp8Block`].
@@ -117,59 +114,15 @@ impl<D: Device> QuantizedRef<'_, D> {
     }
 }
 
-impl QuantizedRef<'_, Cpu> {
-    /// De-quantizes one matrix of the stack: `(code · scale) · factor`, the first product exact.
-    ///
-    /// # Errors
-    /// As [`check`](Self::check).
-    pub fn dequantize(&self, index: usize) -> Result<Vec<f32>> {
-        const CALL: &str = "QuantizedRef::dequantize";
-        self.check(CALL)?;
-        let [stack, rows, columns] = self.dims;
-        if index >= stack {
-            return Err(Error::invalid(CALL, "index", format!("0..{stack}"), index));
-        }
-        let factors = self.factors.map(|f| f.as_slice::<f32>()).transpose()?;
-        let (parts, each) = (self.parts, rows / self.parts);
-        let of_row = |row: usize| factors.map_or(1.0, |f| f[index * parts + row / each]);
-        let bytes = self.codes.row_bytes() / rows;
-        let codes = &self.codes.data()[index * rows * bytes..][..rows * bytes];
-        let mut out = vec![0.0; rows * columns];
-        let lines = out.chunks_exact_mut(columns).zip(codes.chunks_exact(bytes)).enumerate();
-        if self.format == WeightFormat::Fp8Block {
-            let scales = self.scales.as_slice::<f32>()?;
-            let [_, high, wide] = self.format.scales(self.dims, parts).1;
-            for (row, (line, codes)) in lines {
-                let block = row / each * (high / parts) + row % each / FP8_BLOCK;
-                let scales = &scales[(index * high + block) * wide..][..wide];
-                for (j, (value, code)) in line.iter_mut().zip(codes).enumerate() {
-                    *value = E4M3[*code as usize] * scales[j / FP8_BLOCK] * of_row(row);
-                }
-            }
-            return Ok(out);
-        }
-        let (block, blocks) = (self.format.block(), columns / self.format.block());
-        let scales = &self.scales.data()[index * rows * blocks..][..rows * blocks];
-        for (row, (line, codes)) in lines {
-            for (j, value) in line.iter_mut().enumerate() {
-                let scale = scales[row * blocks + j / block];
-                let scale = if self.format == WeightFormat::Nvfp4 { E4M3[scale as usize] } else { e8m0(scale) };
-                *value = E2M1[(codes[j / 2] >> (j % 2 * 4) & 15) as usize] * scale * of_row(row);
-            }
-        }
-        Ok(out)
-    }
-}
-
 /// A quantized stack of expert weights. Frozen: it has no gradient, but gradients pass through it to the rows.
 #[derive(Debug)]
 pub struct Quantized<D: Device> {
-    format: WeightFormat,
-    dims: [usize; 3],
-    parts: usize,
-    codes: Tensor<D>,
-    scales: Tensor<D>,
-    factors: Option<Tensor<D>>,
+    pub(crate) format: WeightFormat,
+    pub(crate) dims: [usize; 3],
+    pub(crate) parts: usize,
+    pub(crate) codes: Tensor<D>,
+    pub(crate) scales: Tensor<D>,
+    pub(crate) factors: Option<Tensor<D>>,
 }
 
 impl<D: Device> Quantized<D> {
@@ -215,23 +168,5 @@ impl<D: Device> Quantized<D> {
     /// Bytes of codes, scales and factors.
     pub fn bytes(&self) -> usize {
         self.codes.bytes() + self.scales.bytes() + self.factors.as_ref().map_or(0, Tensor::bytes)
-    }
-}
-
-impl Quantized<Cpu> {
-    /// The same stack on another device.
-    ///
-    /// # Errors
-    /// Where there is no memory, or a driver's error.
-    pub fn to<D: Kernels>(&self, device: &D) -> Result<Quantized<D>> {
-        let put = |t: &Tensor<Cpu>| t.to(device);
-        Ok(Quantized {
-            format: self.format,
-            dims: self.dims,
-            parts: self.parts,
-            codes: put(&self.codes)?,
-            scales: put(&self.scales)?,
-            factors: self.factors.as_ref().map(put).transpose()?,
-        })
     }
 }

@@ -1,48 +1,11 @@
 //! Who this process is, as its launcher told it in the environment.
 
 use std::ffi::OsString;
-use std::fmt;
 
 use super::MAX_WORLD;
-use super::error::RankError;
 use super::join;
 use super::nodes::first_host;
-use crate::error::{Error, Result};
-
-/// Launcher that started this rank.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-#[non_exhaustive]
-pub enum Launcher {
-    /// The caller of [`Identity::new`].
-    Explicit,
-    /// `moebius-run`.
-    Moebius,
-    /// torchrun, or its variables set by hand.
-    Torchrun,
-    /// mpirun: Open MPI, or one that speaks PMI (MPICH, Intel MPI).
-    Mpirun,
-    /// `srun`.
-    Slurm,
-}
-
-impl Launcher {
-    /// Lower-case name, as in `MOEBIUS_LAUNCHER`.
-    pub const fn name(self) -> &'static str {
-        match self {
-            Launcher::Explicit => "explicit",
-            Launcher::Moebius => "moebius",
-            Launcher::Torchrun => "torchrun",
-            Launcher::Mpirun => "mpirun",
-            Launcher::Slurm => "slurm",
-        }
-    }
-}
-
-impl fmt::Display for Launcher {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(self.name())
-    }
-}
+use crate::error::{Error, Launcher, RankError, Result};
 
 /// A rank's place in the world.
 #[derive(Debug, Clone, PartialEq, Eq)]

@@ -8,8 +8,8 @@ use std::time::Duration;
 
 use super::Bootstrap;
 use super::deadline::Deadline;
-use super::error::RankError;
 use super::message::{HELLO_BYTES, Hello, REPLY_BYTES, Reply, UniqueId};
+use crate::error::RankError;
 
 /// Pause after the first failed attempt; doubles up to the last.
 const FIRST_PAUSE: Duration = Duration::from_millis(10);

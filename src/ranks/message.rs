@@ -7,8 +7,8 @@
 //!
 //! The body is the id, or what a failure has to say: a bit for each missing rank below 1024, or text.
 
-use super::error::Refusal;
 use super::token::{TOKEN_BYTES, Token};
+use crate::error::Refusal;
 
 /// Id that a communicator is made from (NCCL's `ncclUniqueId`); opaque here.
 pub type UniqueId = [u8; 128];

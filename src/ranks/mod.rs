@@ -12,7 +12,6 @@
 
 mod deadline;
 mod env;
-mod error;
 #[doc(hidden)]
 pub mod fuzzing;
 mod join;
@@ -28,8 +27,8 @@ use std::time::Duration;
 
 use crate::error::{Error, Result};
 
-pub use env::{Identity, Launcher, VARIABLES};
-pub use error::{RankError, Refusal};
+pub use crate::error::{Launcher, RankError, Refusal};
+pub use env::{Identity, VARIABLES};
 pub use mesh::{Axis, Member, Mesh};
 pub use message::UniqueId;
 pub use root::Root;

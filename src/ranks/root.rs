@@ -10,9 +10,9 @@ use std::time::{Duration, Instant};
 
 use super::Bootstrap;
 use super::deadline::Deadline;
-use super::error::{RankError, Refusal};
 use super::message::{HELLO_BYTES, Hello, Reply, UniqueId};
 use crate::error::{Error, Result};
+use crate::error::{RankError, Refusal};
 
 /// Connections without a valid hello that are kept at once.
 const MOST_SILENT: usize = 64;

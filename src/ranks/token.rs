@@ -4,7 +4,7 @@ use std::fmt;
 use std::fs::File;
 use std::io::Read;
 
-use super::error::RankError;
+use crate::error::RankError;
 use crate::error::{Error, Result};
 
 pub(super) const TOKEN_BYTES: usize = 32;

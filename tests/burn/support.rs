@@ -11,9 +11,8 @@ use burn::tensor::{Tensor, TensorData};
 use moebius::MoeConfig;
 use moebius::burn::{DeviceGroup, EpGroup, ExpertParallelMoE, NativeBackend};
 use moebius::checkpoint::{Block, BlockParams};
-use moebius::comm::ThreadWorld;
 use moebius::config::{AuxConfig, SharedConfig};
-use moebius::cpu::Cpu;
+use moebius::cpu::{Cpu, ThreadWorld};
 use moebius::ep::{Group, GroupConfig};
 use moebius::layer::ParamKind;
 

@@ -4,10 +4,9 @@ use std::time::Duration;
 
 use candle_core::{DType, Device, Module, Tensor};
 use candle_nn::{VarBuilder, VarMap};
-use moebius::candle::ExpertParallelMoE;
-use moebius::comm::ThreadWorld;
-use moebius::cpu::Cpu;
-use moebius::ep::{EpGroup, Group, GroupConfig};
+use moebius::candle::{EpGroup, ExpertParallelMoE};
+use moebius::cpu::{Cpu, ThreadWorld};
+use moebius::ep::{Group, GroupConfig};
 use moebius::layer::{Layer, ParamKind};
 
 use crate::support::{AnyResult, EXPERTS, H, Part, close, config, seeded, step, tokens};

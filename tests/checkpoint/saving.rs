@@ -305,7 +305,7 @@ fn large_checkpoints_are_sharded() {
 
 /// Runs a body on each rank of a group of threads.
 fn on_ranks<T: Send>(ranks: usize, body: impl Fn(&mut moebius::ep::Group<moebius::cpu::Cpu>) -> T + Sync) -> Vec<T> {
-    use moebius::comm::ThreadWorld;
+    use moebius::cpu::ThreadWorld;
     use moebius::ep::{Group, GroupConfig};
     let minute = std::time::Duration::from_secs(60);
     std::thread::scope(|scope| {

@@ -3,8 +3,8 @@
 use std::sync::Barrier;
 use std::time::{Duration, Instant};
 
-use moebius::comm::{Communicator, Exchange, Op, ReduceOp, Tag, ThreadWorld};
-use moebius::cpu::Cpu;
+use moebius::comm::{Communicator, Exchange, Op, ReduceOp, Tag};
+use moebius::cpu::{Cpu, ThreadWorld};
 use moebius::{CommError, DType, Error, Tensor};
 
 use super::harness::{PATIENCE, Seat, Target, on_threads};

@@ -56,13 +56,13 @@ pub fn ring<D: Target, C: SymmetricMemory<D>>(mut comm: C, device: &D) {
 fn windows_between_threads() {
     use moebius::cpu::Cpu;
     for ranks in [2, 3, 8] {
-        let comms = moebius::comm::ThreadWorld::create(ranks, super::harness::PATIENCE);
+        let comms = moebius::cpu::ThreadWorld::create(ranks, super::harness::PATIENCE);
         std::thread::scope(|scope| {
             comms.into_iter().for_each(|comm| drop(scope.spawn(|| ring::<Cpu, _>(comm, &Cpu::poisoning()))));
         });
     }
     // Sizes that differ are an error on each; a signal that never comes ends in time.
-    let comms = moebius::comm::ThreadWorld::create(2, std::time::Duration::from_millis(200));
+    let comms = moebius::cpu::ThreadWorld::create(2, std::time::Duration::from_millis(200));
     std::thread::scope(|scope| {
         for mut comm in comms {
             scope.spawn(move || {

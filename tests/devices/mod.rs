@@ -3,9 +3,9 @@
 
 use std::time::Duration;
 
-use moebius::comm::{Communicator, Solo, ThreadComm, ThreadWorld};
-use moebius::cpu::Cpu;
-use moebius::ep::{Group, GroupConfig};
+use moebius::comm::{Communicator, Solo};
+use moebius::cpu::{Cpu, ThreadComm, ThreadWorld};
+use moebius::ep::{Group, GroupConfig, LibraryDispatchers};
 use moebius::kernels::Kernels;
 use moebius::quant::Codec;
 use moebius::{DType, Result, Tensor, TensorRef};
@@ -36,7 +36,7 @@ impl<D: Target> Seat<D> {
 }
 
 /// A device under test. Each of its buffers starts as NaN (−1 in integer types).
-pub trait Target: Kernels + Codec {
+pub trait Target: Kernels + Codec + LibraryDispatchers {
     /// The floating types it computes in, the widest first.
     const FLOATS: &'static [DType];
 

@@ -5,8 +5,8 @@ use std::sync::Arc;
 use std::thread;
 use std::time::Duration;
 
-use moebius::comm::{Communicator, ThreadWorld};
-use moebius::cpu::Cpu;
+use moebius::comm::Communicator;
+use moebius::cpu::{Cpu, ThreadWorld};
 use moebius::etp::{
     Chain, Comms, EtpOptions, Phase, Reduction, Scale, Shard, ShardDevice, ShardSource, WeightId, WeightSpec,
 };

@@ -6,8 +6,8 @@ use std::time::Instant;
 use candle_core::{DType, Device, Module, Tensor, Var};
 use candle_nn::VarBuilder;
 use moebius::candle::{EpGroup, ExpertParallelMoE};
-use moebius::comm::{Communicator, ThreadComm};
-use moebius::cpu::Cpu;
+use moebius::comm::Communicator;
+use moebius::cpu::{Cpu, ThreadComm};
 use moebius::ep::{Group, GroupConfig};
 use moebius::layer::{Layer, ParamKind};
 

@@ -3,8 +3,7 @@
 use std::time::Instant;
 
 use moebius::checkpoint::BlockParams;
-use moebius::comm::ThreadWorld;
-use moebius::cpu::Cpu;
+use moebius::cpu::{Cpu, ThreadWorld};
 use moebius::ep::{Capacity, DispatcherKind, Overflow};
 use moebius::layer::{DispatchOptions, Layer, ParamKind};
 use moebius::{DType, Error, Result, Tensor};

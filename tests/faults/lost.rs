@@ -2,8 +2,8 @@
 
 use std::time::{Duration, Instant};
 
-use moebius::comm::{Communicator, Op, ThreadComm};
-use moebius::cpu::Cpu;
+use moebius::comm::{Communicator, Op};
+use moebius::cpu::{Cpu, ThreadComm};
 use moebius::ep::DispatcherKind;
 use moebius::{CommError, Error, Result};
 

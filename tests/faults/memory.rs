@@ -5,8 +5,8 @@
 use std::process::Command;
 use std::thread;
 
-use moebius::comm::ThreadWorld;
 use moebius::cpu::Cpu;
+use moebius::cpu::ThreadWorld;
 use moebius::ep::{Capacity, DispatchSpec, Group, GroupConfig, Reporting};
 use moebius::{Error, Result, Tensor};
 

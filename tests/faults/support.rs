@@ -6,8 +6,7 @@ use std::thread;
 use std::time::Duration;
 
 use moebius::checkpoint::BlockParams;
-use moebius::comm::{ThreadComm, ThreadWorld};
-use moebius::cpu::Cpu;
+use moebius::cpu::{Cpu, ThreadComm, ThreadWorld};
 use moebius::ep::{DispatcherKind, Group, GroupConfig};
 use moebius::layer::{Context, Cotangents, Gradients, Inputs, Layer, Mode, ParamKind, ParamViews, Params, Wanted};
 use moebius::weights::{WeightGuard, WeightSource};

@@ -5,8 +5,8 @@ use crate::cuda::launch::Grid;
 use crate::cuda::layout::at;
 use crate::cuda::params;
 use crate::dtype::DType;
-use crate::ep::MessageMaps;
 use crate::error::Result;
+use crate::plan::MessageMaps;
 use crate::tensor::Tensor;
 
 use super::CALL;

@@ -6,9 +6,9 @@ mod plan;
 mod stats_layout;
 
 use crate::dtype::DType;
-use crate::ep::routing_record::{self, RecordSizes, RecordStatus, RoutingRecord, WORDS};
-use crate::ep::{DispatchSpec, RecordIds, deferred_errors};
 use crate::error::{Error, Result};
+use crate::plan::routing_record::{self, RecordSizes, RecordStatus, RoutingRecord, WORDS};
+use crate::plan::{DispatchSpec, RecordIds, deferred_errors};
 
 use super::device::Cuda;
 use super::heuristics::RECORD_BLOCKS;
@@ -49,7 +49,7 @@ pub(super) fn record(device: &Cuda, call: RecordIds<'_, Cuda>) -> Result<()> {
     let sizes = sizes(max_tokens, spec);
     Error::check_shape(CALL, "record", &[sizes.bytes()], out.dims())?;
     Error::check_shape(CALL, "topk_ids", &[ids.rows().min(max_tokens), spec.top_k], ids.dims())?;
-    check_heard(errors.as_ref().dims(), 1)?;
+    check_errors(errors.as_ref().dims(), 1)?;
     let own = RoutingRecord {
         fields: routing_record::fields(spec),
         backward: spec.backward,
@@ -76,11 +76,11 @@ pub(super) fn record(device: &Cuda, call: RecordIds<'_, Cuda>) -> Result<()> {
     unsafe { device.launch(CALL, &device.kernels().routing_records.record_ids, Grid::new(blocks, 256), &p) }
 }
 
-fn check_heard(dims: &[usize], ranks: usize) -> Result<()> {
+fn check_errors(dims: &[usize], ranks: usize) -> Result<()> {
     match dims {
         [bytes] if *bytes >= deferred_errors::bytes(ranks) => Ok(()),
         dims => {
-            Err(Error::invalid(CALL, "heard", format!("{} bytes", deferred_errors::bytes(ranks)), format!("{dims:?}")))
+            Err(Error::invalid(CALL, "errors", format!("{} bytes", deferred_errors::bytes(ranks)), format!("{dims:?}")))
         }
     }
 }

@@ -9,14 +9,14 @@ use crate::cuda::layout::at;
 use crate::cuda::params;
 use crate::cuda::plan::check_number;
 use crate::dtype::DType;
-use crate::ep::{Capacity, DevicePlan, HostCounts, MessageMaps, Overflow, Plan, PlanRecords, RowOrder};
 use crate::error::{Error, Result};
 use crate::kernels::Segments;
+use crate::plan::{Capacity, DevicePlan, HostCounts, MessageMaps, Overflow, Plan, PlanRecords, RowOrder};
 use crate::tensor::Tensor;
 
 use super::all_to_all::AllToAllCounts;
 use super::stats_layout::{StatsLayout, read_later};
-use super::{CALL, check_heard, sizes};
+use super::{CALL, check_errors, sizes};
 
 pub(in crate::cuda) fn plan(device: &Cuda, call: PlanRecords<'_, Cuda>) -> Result<DevicePlan<Cuda>> {
     let of = PlanTarget { rank: call.rank, tokens: call.tokens, sends: call.row_order == RowOrder::UniqueRows };
@@ -79,7 +79,7 @@ impl PlanInProgress {
         let PlanRecords { rank, ranks, num_experts: experts, max_tokens, tokens, spec, records, errors, .. } = call;
         let (sizes, k) = (sizes(max_tokens, spec), spec.top_k);
         Error::check_shape(CALL, "records", &[ranks, sizes.bytes()], records.dims())?;
-        check_heard(errors.as_ref().dims(), ranks)?;
+        check_errors(errors.as_ref().dims(), ranks)?;
         let stats_layout = StatsLayout { experts, locals: experts / ranks, ranks };
         let choices = max_tokens.checked_mul(k).and_then(|n| n.checked_mul(ranks));
         let choices = check_number(CALL, "choices of all ranks", choices)?;

@@ -1,9 +1,9 @@
 //! The numbers that planning leaves, and what they say.
 
 use crate::cuda::device::Cuda;
-use crate::ep::{HostCounts, Stats};
 use crate::error::Result;
 use crate::lazy::Lazy;
+use crate::plan::{HostCounts, Stats};
 use crate::tensor::Tensor;
 
 use super::CALL;

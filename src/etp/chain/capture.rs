@@ -11,8 +11,9 @@ use std::sync::MutexGuard;
 
 use crate::error::{Error, Result};
 
-use crate::etp::chain::reduce::MainGradient;
 use crate::etp::chain::{Chain, ChainState};
+use crate::etp::fault::not_capturable_error;
+use crate::etp::state::collective_state::MainGradient;
 use crate::etp::{Reduction, ShardDevice};
 
 impl<D: ShardDevice> Chain<D> {
@@ -125,11 +126,6 @@ impl<D: ShardDevice> ChainState<D> {
             || !self.pending_reductions.is_empty()
             || self.uses.iter().any(|node| node.pending_gather.is_some())
     }
-}
-
-/// Error of an operation that a capture cannot have.
-pub(in crate::etp) fn not_capturable_error(call: &'static str, operation: &str) -> Error {
-    Error::NotCapturable { call, operation: operation.to_string() }
 }
 
 #[cfg(test)]

@@ -9,30 +9,19 @@ use crate::error::Result;
 use crate::tensor::{Tensor, TensorRef};
 use crate::weights::{AcquiredWeight, WeightGuard, WeightSource};
 
-use crate::etp::chain::pass::ActivePass;
 use crate::etp::chain::schedule::Acquisition;
-use crate::etp::chain::{CALL, Chain, ChainState, UseState};
-use crate::etp::collectives::collective_thread::{Collective, GatherInput, PendingCollective};
+use crate::etp::chain::{Chain, ChainState, UseState};
+use crate::etp::collectives::collective_thread::{Collective, GatherInput};
 use crate::etp::collectives::in_place;
 use crate::etp::collectives::stream_pair::TransferBuffer;
+use crate::etp::fault::CALL;
 use crate::etp::quantized::shards::QuantizedShard;
 use crate::etp::state::buffer_cache::{Buffer, BufferId, BufferUsage};
-use crate::etp::state::collective_state::{CollectiveState, StateMachine};
+use crate::etp::state::collective_state::{ActivePass, CollectiveState, PendingGather, StateMachine};
 use crate::etp::{ShardDevice, Shards, WeightId};
 
 /// In place of a pass's number: no pass, but the whole weight.
 const WHOLE: u64 = 0;
-
-/// A gather under way.
-pub(in crate::etp) struct PendingGather<D: ShardDevice> {
-    pending: PendingCollective<D>,
-    /// Of the buffer that is filled; none of a refusal in its place.
-    buffer_id: Option<BufferId>,
-    /// If that is not the weight: what makes it one, and the weight's own.
-    quantized: Option<(Arc<QuantizedShard<D>>, BufferId)>,
-    /// The pass it is for.
-    serial: u64,
-}
 
 /// A sharded weight as a layer takes it: gathered when it is acquired, let go when the guard is dropped.
 pub struct ShardedWeight<'a, D: ShardDevice> {

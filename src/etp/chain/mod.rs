@@ -13,20 +13,16 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use crate::comm::{Communicator, Op, Tag};
 use crate::error::{Error, Result};
 
-use crate::etp::chain::pass::ActivePass;
-use crate::etp::chain::reduce::{MainGradient, PendingReduction};
 use crate::etp::chain::schedule::Acquisition;
 use crate::etp::collectives::collective_thread::{CollectiveThread, gather_numbers};
-use crate::etp::quantized::amaxes::JoinedAmaxes;
+use crate::etp::fault::CALL;
 use crate::etp::quantized::shards::QuantizedShard;
 use crate::etp::state::buffer_cache::{Buffer, BufferCache, BufferId, BufferKey, BufferUsage};
-use crate::etp::state::collective_state::StateMachine;
-use crate::etp::state::report::ChainTraffic;
+use crate::etp::state::collective_state::{
+    ActivePass, ChainTraffic, JoinedAmaxes, MainGradient, PendingGather, PendingReduction, StateMachine,
+};
 use crate::etp::state::source::ShardSource;
 use crate::etp::{Comms, EtpOptions, Reduction, Scale, ShardDevice, Shards, WeightId, WeightSpec};
-
-/// The call that errors name.
-pub(in crate::etp) const CALL: &str = "etp";
 
 /// Sharded weights of a model on one rank; see the [module](super). Shared by the model's layers, used by one thread
 /// at a time.
@@ -102,7 +98,7 @@ pub(in crate::etp) struct UseState<D: ShardDevice> {
     /// For what arrives, if it is sent quantized.
     pub arrived: Option<BufferId>,
     /// A gather under way.
-    pub pending_gather: Option<crate::etp::chain::gather::PendingGather<D>>,
+    pub pending_gather: Option<PendingGather<D>>,
     /// Buffer that a step left for a later one.
     pub kept: Option<Buffer<D>>,
     /// The pass (its serial number) that has it in use, or had it last.

@@ -8,21 +8,8 @@ use crate::etp::chain::schedule::{WeightUse, arrival_parities, gather_parities, 
 use crate::etp::chain::{Chain, ChainState, UseState};
 use crate::etp::collectives::collective_thread::Collective;
 use crate::etp::state::buffer_cache::BufferUsage;
+use crate::etp::state::collective_state::ActivePass;
 use crate::etp::{Phase, ShardDevice};
-
-/// The pass that runs.
-#[derive(Debug, Clone, Copy)]
-pub(in crate::etp) struct ActivePass {
-    pub phase: Phase,
-    /// Acquisitions so far.
-    pub cursor: usize,
-    /// Among the passes on which the ranks agree.
-    pub number: u64,
-    pub serial: u64,
-    /// [`ChainState::epoch`] at its beginning, on which the ranks agree wherever in the pass they say that shards have
-    /// changed.
-    pub epoch: u64,
-}
 
 impl<D: ShardDevice> Chain<D> {
     /// Says, on every rank before the same pass, that shards have changed otherwise than after

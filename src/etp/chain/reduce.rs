@@ -7,27 +7,13 @@ use crate::comm::{Communicator, Op, ReduceOp, Tag};
 use crate::error::{Error, Result};
 use crate::tensor::{Tensor, TensorMut, TensorRef};
 
-use crate::etp::chain::capture::not_capturable_error;
-use crate::etp::chain::{CALL, Chain, ChainState};
-use crate::etp::collectives::collective_thread::{Collective, PendingCollective};
+use crate::etp::chain::{Chain, ChainState};
+use crate::etp::collectives::collective_thread::Collective;
 use crate::etp::collectives::stream_pair::{StreamPair, TransferBuffer};
+use crate::etp::fault::{CALL, not_capturable_error};
 use crate::etp::state::buffer_cache::{Buffer, BufferId, BufferKey, BufferUsage};
-use crate::etp::state::collective_state::CollectiveState;
+use crate::etp::state::collective_state::{CollectiveState, MainGradient, PendingReduction};
 use crate::etp::{Reduction, ShardDevice, Shards, Shares, WeightId};
-
-/// Main gradient of a shard.
-pub(in crate::etp) struct MainGradient<D: ShardDevice> {
-    pub sums: Tensor<D>,
-    /// Nothing has been added since it was last given: what it holds is the last step's.
-    pub first: bool,
-}
-
-/// A reduce-scatter under way.
-pub(in crate::etp) struct PendingReduction<D: ShardDevice> {
-    weight: usize,
-    pending: PendingCollective<D>,
-    cache: [BufferId; 2],
-}
 
 /// Room for the gradient of a whole weight, until it is [submitted](Chain::submit).
 pub struct GradientBuffer<'a, D: ShardDevice> {

@@ -20,19 +20,18 @@ use std::thread;
 use std::time::Duration;
 
 use crate::comm::{Communicator, Op, ReduceOp, Tag};
-use crate::device::Device;
+use crate::device::{CaptureHook, Device};
 use crate::dtype::DType;
 use crate::error::{CommError, Error, Result};
 use crate::tensor::{Tensor, TensorMut, TensorRef};
 
-use crate::etp::chain::CALL;
-use crate::etp::chain::capture::not_capturable_error;
 use crate::etp::collectives::in_place;
 use crate::etp::collectives::stream_pair::{StreamPair, TransferBuffer};
+use crate::etp::fault::{CALL, not_capturable_error};
 use crate::etp::quantized::shards::QuantizedShard;
 use crate::etp::state::buffer_cache::{Buffer, BufferCache, BufferId, BufferKey};
 use crate::etp::state::source::ShardSource;
-use crate::etp::{CaptureHook, Reduction, ShardDevice};
+use crate::etp::{Reduction, ShardDevice};
 
 /// A rank's shard on its way to the others.
 #[derive(Debug)]
@@ -533,8 +532,7 @@ fn recover<D: Device>(comm: &mut dyn Communicator<D>, tag: Tag, reason: Option<S
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::comm::ThreadWorld;
-    use crate::cpu::Cpu;
+    use crate::cpu::{Cpu, ThreadWorld};
     use crate::etp::state::buffer_cache::BufferUsage;
     use crate::etp::state::source::Shard;
 
@@ -546,7 +544,7 @@ mod tests {
             1 => Err(Error::Device { call: "test", operation: "mark".into(), message: "out of luck".into() }),
             _ => Ok(None),
         };
-        let work = |(rank, comm): (usize, crate::comm::ThreadComm)| {
+        let work = |(rank, comm): (usize, crate::cpu::ThreadComm)| {
             let cpu = Cpu::new();
             let mut cache = BufferCache::new(cpu);
             let key = BufferKey { dims: vec![4, 2], dtype: DType::F32, usage: BufferUsage::GatheredWeight, parity: 0 };

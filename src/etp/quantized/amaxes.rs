@@ -7,18 +7,12 @@ use crate::error::{Error, Result};
 use crate::tensor::{TensorMut, TensorRef};
 
 use crate::etp::ShardDevice;
-use crate::etp::chain::capture::not_capturable_error;
-use crate::etp::chain::{CALL, ChainState};
+use crate::etp::chain::ChainState;
 use crate::etp::collectives::collective_thread::Collective;
 use crate::etp::collectives::stream_pair::TransferBuffer;
+use crate::etp::fault::{CALL, not_capturable_error};
 use crate::etp::state::buffer_cache::{Buffer, BufferId, BufferKey, BufferUsage};
-
-/// Amaxes of all experts of all weights that are sent in NVFP4, `F32`, in the order of registration.
-pub(in crate::etp) struct JoinedAmaxes<D: ShardDevice> {
-    /// Of which state of the shards.
-    epoch: u64,
-    buffer: Buffer<D>,
-}
+use crate::etp::state::collective_state::JoinedAmaxes;
 
 impl<D: ShardDevice> ChainState<D> {
     /// Casts a weight's shard, if that has not been done in this state, on all ranks alike. The outer error is one of

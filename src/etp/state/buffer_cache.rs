@@ -5,7 +5,7 @@ use crate::dtype::DType;
 use crate::error::{Error, Result};
 use crate::tensor::Tensor;
 
-use crate::etp::chain::capture::not_capturable_error;
+use crate::etp::fault::not_capturable_error;
 
 /// Purpose of a buffer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]

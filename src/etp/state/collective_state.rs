@@ -1,6 +1,14 @@
-//! Where a weight's gather and its reduce-scatter stand.
+//! Where a weight's gather and its reduce-scatter stand, and what a chain keeps of what is under way.
+
+use std::sync::Arc;
 
 use crate::error::{Error, Result};
+use crate::tensor::Tensor;
+
+use crate::etp::collectives::collective_thread::PendingCollective;
+use crate::etp::quantized::shards::QuantizedShard;
+use crate::etp::state::buffer_cache::{Buffer, BufferId};
+use crate::etp::{Phase, ShardDevice};
 
 /// State of a weight's gather, or of its gradient's reduce-scatter; each weight has one of each.
 ///
@@ -53,6 +61,71 @@ impl StateMachine {
     pub fn reset(&mut self) {
         self.0 = CollectiveState::None;
     }
+}
+
+/// Amaxes of all experts of all weights that are sent in NVFP4, `F32`, in the order of registration.
+pub(in crate::etp) struct JoinedAmaxes<D: ShardDevice> {
+    /// Of which state of the shards.
+    pub epoch: u64,
+    pub buffer: Buffer<D>,
+}
+
+/// The pass that runs.
+#[derive(Debug, Clone, Copy)]
+pub(in crate::etp) struct ActivePass {
+    pub phase: Phase,
+    /// Acquisitions so far.
+    pub cursor: usize,
+    /// Among the passes on which the ranks agree.
+    pub number: u64,
+    pub serial: u64,
+    /// The chain's epoch at its beginning, on which the ranks agree wherever in the pass they say that shards have
+    /// changed.
+    pub epoch: u64,
+}
+
+/// Main gradient of a shard.
+pub(in crate::etp) struct MainGradient<D: ShardDevice> {
+    pub sums: Tensor<D>,
+    /// Nothing has been added since it was last given: what it holds is the last step's.
+    pub first: bool,
+}
+
+/// A reduce-scatter under way.
+pub(in crate::etp) struct PendingReduction<D: ShardDevice> {
+    pub weight: usize,
+    pub pending: PendingCollective<D>,
+    pub cache: [BufferId; 2],
+}
+
+/// A gather under way.
+pub(in crate::etp) struct PendingGather<D: ShardDevice> {
+    pub pending: PendingCollective<D>,
+    /// Of the buffer that is filled; none of a refusal in its place.
+    pub buffer_id: Option<BufferId>,
+    /// If that is not the weight: what makes it one, and the weight's own.
+    pub quantized: Option<(Arc<QuantizedShard<D>>, BufferId)>,
+    /// The pass it is for.
+    pub serial: u64,
+}
+
+/// Collectives of a chain so far.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct ChainTraffic {
+    /// Gathers.
+    pub gathers: u64,
+    /// Those that were started ahead of their use.
+    pub ahead: u64,
+    /// Bytes of whole weights, padding included, as they were sent.
+    pub gathered_bytes: u64,
+    /// Shards quantized.
+    pub casts: u64,
+    /// Reduce-scatters.
+    pub reductions: u64,
+    /// Bytes of whole gradients, padding included.
+    pub reduced_bytes: u64,
+    /// Buffers allocated.
+    pub allocations: u64,
 }
 
 #[cfg(test)]

@@ -2,7 +2,7 @@
 
 use crate::etp::chain::Chain;
 use crate::etp::state::buffer_cache::BufferUsage;
-use crate::etp::state::collective_state::CollectiveState;
+use crate::etp::state::collective_state::{ChainTraffic, CollectiveState};
 use crate::etp::{Reduction, ShardDevice, WeightId};
 
 /// Bytes of a chain's memory on this rank, its shards not counted: those are the optimizer's.
@@ -20,25 +20,6 @@ pub struct ChainMemory {
     pub gradients: usize,
     /// Buffers that reductions fill.
     pub reduced: usize,
-}
-
-/// Collectives of a chain so far.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub struct ChainTraffic {
-    /// Gathers.
-    pub gathers: u64,
-    /// Those that were started ahead of their use.
-    pub ahead: u64,
-    /// Bytes of whole weights, padding included, as they were sent.
-    pub gathered_bytes: u64,
-    /// Shards quantized.
-    pub casts: u64,
-    /// Reduce-scatters.
-    pub reductions: u64,
-    /// Bytes of whole gradients, padding included.
-    pub reduced_bytes: u64,
-    /// Buffers allocated.
-    pub allocations: u64,
 }
 
 impl<D: ShardDevice> Chain<D> {

@@ -1,5 +1,6 @@
 //! One rank's communicator between GPUs.
 
+use std::collections::HashMap;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -8,14 +9,13 @@ use crate::comm::{Op, Tag};
 use crate::cuda::{Cuda, Event};
 use crate::dtype::DType;
 use crate::error::{CommError, Result};
+use crate::tensor::Tensor;
 
 use crate::nccl::NcclLibrary;
-use crate::nccl::comm::reduce::RankReduce;
 use crate::nccl::comm::session::Session;
 use crate::nccl::control::peer_events::CollectiveInfo;
 use crate::nccl::control::plane::ControlPlane;
-use crate::nccl::control::watchdog::Work;
-use crate::nccl::ffi::comm_handle::CommHandle;
+use crate::nccl::ffi::comm_handle::{CommHandle, Work};
 use crate::nccl::ffi::enqueue::{CommStream, EnqueueError};
 use crate::nccl::ffi::sys::{CommPtr, Functions, StreamPtr};
 
@@ -54,6 +54,12 @@ pub struct Raw<'a> {
     pub comm: CommPtr,
     /// The stream of all its work.
     pub stream: StreamPtr,
+}
+
+/// For a number of rows, the map that names each row of every rank's part.
+#[derive(Debug, Default)]
+pub(in crate::nccl) struct RankReduce {
+    pub(in crate::nccl) maps: HashMap<usize, Tensor<Cuda>>,
 }
 
 /// Work on a GPU up to an event.

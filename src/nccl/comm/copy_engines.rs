@@ -11,8 +11,6 @@
 //! ends ([`CommHandle::abort`]).
 
 use std::cell::{Cell, RefCell};
-use std::ffi::c_void;
-use std::fmt;
 use std::sync::Arc;
 
 use crate::comm::{SymmetricMemory, Tag};
@@ -27,57 +25,8 @@ use crate::nccl::comm::one_sided::{BlockExchange, OneSided};
 use crate::nccl::comm::symmetric::Registering;
 use crate::nccl::ffi::comm_handle::CommHandle;
 use crate::nccl::ffi::enqueue::CommStream;
-use crate::nccl::ffi::sys::{CommPtr, Functions, Status, WindowPtr};
-use crate::nccl::{NcclComm, NcclError, NcclLibrary, NcclWindow};
-
-/// Memory of `ncclMemAlloc`.
-struct EngineMemory {
-    library: NcclLibrary,
-    cuda: Cuda,
-    address: u64,
-}
-
-impl fmt::Debug for EngineMemory {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "Block {{ address: {:#x} }}", self.address)
-    }
-}
-
-impl Drop for EngineMemory {
-    fn drop(&mut self) {
-        let free = self.library.functions().mem_free;
-        if let (Some(free), Ok(())) = (free, self.cuda.finish_all("NcclComm")) {
-            // SAFETY: the memory is NCCL's, in no window any more, and the GPU has done with it.
-            let _ = unsafe { free(self.address as *mut c_void) };
-        }
-    }
-}
-
-/// A window, and the memory that it keeps.
-#[derive(Debug)]
-pub(in crate::nccl) struct RegisteredWindow {
-    window: NcclWindow,
-    block: Arc<EngineMemory>,
-}
-
-impl RegisteredWindow {
-    /// The window, and where in it some memory lies.
-    pub(in crate::nccl) fn place(&self, address: u64, bytes: usize) -> Option<(WindowPtr, usize)> {
-        let offset = usize::try_from(address.checked_sub(self.window.base())?).ok()?;
-        (offset.checked_add(bytes)? <= self.window.bytes()).then_some((self.window.raw(), offset))
-    }
-
-    /// Ends a communicator's windows once the GPU has done all that any of its streams was given; tells whether it has,
-    /// and nothing of their memory is used any more.
-    pub(in crate::nccl) fn end(all: &[Self], functions: &Functions, comm: CommPtr) -> bool {
-        let Some(first) = all.first() else { return true };
-        let Some(deregister) = functions.window_deregister else { return false };
-        let done = first.block.cuda.finish_all("NcclComm").is_ok();
-        // SAFETY: the windows are the communicator's, which lives, and the GPU has done with them.
-        let ended = |of: &Self| unsafe { deregister(comm, of.window.raw()) } == Status::SUCCESS;
-        done && all.iter().all(ended)
-    }
-}
+use crate::nccl::windows::{EngineMemory, RegisteredWindow};
+use crate::nccl::{NcclComm, NcclError, NcclWindow};
 
 /// Runs steps that the ranks try together: `gather_errors` brings every rank's trouble with a step, in rank order,
 /// empty where there is none. No rank goes on where one cannot, and all return the same rank's trouble.

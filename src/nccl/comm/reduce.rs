@@ -1,7 +1,5 @@
 //! Sums over the ranks in rank order.
 
-use std::collections::HashMap;
-
 use crate::comm::ReduceOp;
 use crate::cpu::sum_ranks;
 use crate::cuda::Cuda;
@@ -21,12 +19,6 @@ const ROW: usize = 2048;
 const WHOLE: usize = 1 << 16;
 /// Sizes whose maps are kept.
 const MOST_MAPS: usize = 64;
-
-/// For a number of rows, the map that names each row of every rank's part.
-#[derive(Debug, Default)]
-pub(in crate::nccl) struct RankReduce {
-    maps: HashMap<usize, Tensor<Cuda>>,
-}
 
 /// How the ranks' values are joined.
 enum JoinMethod {

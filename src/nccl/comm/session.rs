@@ -11,8 +11,8 @@ use crate::error::{CommError, Error, Result};
 
 use crate::nccl::control::peer_events::CollectiveInfo;
 use crate::nccl::control::plane::{ControlPlane, MeetError};
-use crate::nccl::control::watchdog::{EndNotice, Watchdog, Work};
-use crate::nccl::ffi::comm_handle::CommHandle;
+use crate::nccl::control::watchdog::{EndNotice, Watchdog};
+use crate::nccl::ffi::comm_handle::{CommHandle, Work};
 
 /// A rank's place. Dropping it is to [`leave`](Self::leave).
 #[derive(Debug)]

@@ -14,51 +14,21 @@ use crate::nccl::comm::communicator::Raw;
 use crate::nccl::comm::one_sided::{self, OneSided};
 use crate::nccl::control::peer_events::CollectiveInfo;
 use crate::nccl::ffi::sys::{self, CommPtr, Status, WindowPtr};
+use crate::nccl::windows::NcclWindow;
 use crate::nccl::{NcclComm, NcclLibrary};
 
 /// NCCL wants windows of whole pages.
 const PAGE: usize = 4096;
 
-/// A rank's handle of a window of NCCL's (`ncclWindow_t`), over memory of `ncclMemAlloc`.
-#[derive(Debug)]
-pub struct NcclWindow {
-    address: u64,
-    bytes: usize,
-    window: WindowPtr,
-}
-
-// SAFETY: the window is a handle that NCCL lets any thread pass to its calls, one at a time, as the communicator sees
-// to.
-unsafe impl Send for NcclWindow {}
-
 impl NcclWindow {
-    /// NCCL's handle, for libraries that take it.
-    pub fn raw(&self) -> WindowPtr {
-        self.window
-    }
-
-    /// Address of this rank's part.
-    pub fn base(&self) -> u64 {
-        self.address
-    }
-
-    /// Bytes of each rank's part.
-    pub fn bytes(&self) -> usize {
-        self.bytes
-    }
-
-    pub(in crate::nccl) fn new(address: u64, bytes: usize, window: WindowPtr) -> Self {
-        Self { address, bytes, window }
-    }
-
     fn own(&self, span: Span) -> DeviceRef<'_> {
         // SAFETY: callers have checked the span; the memory is the window's, and given back behind its uses.
-        unsafe { DeviceRef::from_raw(self.address + span.offset as u64, span.bytes) }
+        unsafe { DeviceRef::from_raw(self.base() + span.offset as u64, span.bytes) }
     }
 
     fn own_mut(&mut self, span: Span) -> DeviceMut<'_> {
         // SAFETY: as above. Peers write where they agree with this rank to write.
-        unsafe { DeviceMut::from_raw(self.address + span.offset as u64, span.bytes) }
+        unsafe { DeviceMut::from_raw(self.base() + span.offset as u64, span.bytes) }
     }
 }
 

@@ -10,7 +10,8 @@ use crate::comm::agree::{Call, Detail};
 use crate::comm::{Op, ReduceOp, Tag};
 use crate::dtype::DType;
 
-use crate::nccl::control::message::{TEXT, get, put};
+/// Bytes of a message that depend on its kind: a reason, or a call.
+pub(in crate::nccl) const TEXT: usize = 160;
 
 /// One rank's side of a collective, as far as it is told.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -147,6 +148,19 @@ impl CallDescriptor {
         let tag = Tag { layer: word(0) as u32, op, sequence: word(8) };
         Some(Self { operation: get(&bytes[NAME])?, tag, dtype, detail, bytes: word(16) })
     }
+}
+
+/// As much of a text as fits: whole characters, none of them zero.
+pub(in crate::nccl) fn put(bytes: &mut [u8], text: &str) {
+    let zero = text.find('\0').unwrap_or(text.len());
+    let end = (0..=bytes.len().min(zero)).rev().find(|i| text.is_char_boundary(*i)).unwrap_or(0);
+    bytes[..end].copy_from_slice(&text.as_bytes()[..end]);
+}
+
+/// A text up to its zeros.
+pub(in crate::nccl) fn get(bytes: &[u8]) -> Option<String> {
+    let end = bytes.iter().position(|byte| *byte == 0).unwrap_or(bytes.len());
+    Some(str::from_utf8(&bytes[..end]).ok()?.to_string())
 }
 
 #[cfg(test)]

@@ -4,11 +4,9 @@
 //! magic 8 | kind 4 | rank 4 | communicator 8 | number 8 | text 160          = 192 bytes
 //! ```
 
-use crate::nccl::control::call_descriptor::CallDescriptor;
+use crate::nccl::control::call_descriptor::{CallDescriptor, TEXT, get, put};
 
 pub(in crate::nccl) const BYTES: usize = 192;
-/// Bytes that depend on the kind: a reason, or a call (`call_descriptor.rs`).
-pub(in crate::nccl) const TEXT: usize = 160;
 /// The last byte is the version.
 const MAGIC: [u8; 8] = *b"mb-note\x02";
 
@@ -92,19 +90,6 @@ impl ControlMessage {
         // One form for each message: anything else set shows a peer that is not ours.
         (message.encode() == *bytes).then_some(message)
     }
-}
-
-/// As much of a text as fits: whole characters, none of them zero.
-pub(in crate::nccl) fn put(bytes: &mut [u8], text: &str) {
-    let zero = text.find('\0').unwrap_or(text.len());
-    let end = (0..=bytes.len().min(zero)).rev().find(|i| text.is_char_boundary(*i)).unwrap_or(0);
-    bytes[..end].copy_from_slice(&text.as_bytes()[..end]);
-}
-
-/// A text up to its zeros.
-pub(in crate::nccl) fn get(bytes: &[u8]) -> Option<String> {
-    let end = bytes.iter().position(|byte| *byte == 0).unwrap_or(bytes.len());
-    Some(str::from_utf8(&bytes[..end]).ok()?.to_string())
 }
 
 #[cfg(test)]

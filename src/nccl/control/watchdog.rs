@@ -15,16 +15,10 @@ use std::time::{Duration, Instant};
 use crate::error::{CommError, Result};
 
 use crate::nccl::control::peer_events::{CollectiveInfo, PeerEvents};
-use crate::nccl::ffi::comm_handle::CommHandle;
+use crate::nccl::ffi::comm_handle::{CommHandle, Work};
 
 /// Pause between two looks at a collective that runs.
 const LOOK: Duration = Duration::from_millis(2);
-
-/// Work that was enqueued.
-pub(in crate::nccl) trait Work: Send {
-    /// Whether it has ended; an error where the device has failed.
-    fn ended(&self) -> std::result::Result<bool, String>;
-}
 
 /// One collective that runs.
 struct RunningCollective {

@@ -12,9 +12,8 @@ use crate::cuda::{FailureSource, StuckFlag};
 use crate::error::{CommError, Error, Result};
 use crate::ranks::UniqueId;
 
-use crate::nccl::comm::copy_engines::RegisteredWindow;
-use crate::nccl::control::watchdog::Work;
 use crate::nccl::ffi::sys::{CommPtr, Config, Functions, RawComm, RawUniqueId, Status, WindowPtr};
+use crate::nccl::windows::RegisteredWindow;
 use crate::nccl::{NcclError, NcclLibrary};
 
 /// How long the end of a communicator waits for a call that is under way, before it ends that from outside.
@@ -48,6 +47,12 @@ pub(in crate::nccl) struct CommHandle {
     gpus: OnceLock<Vec<StuckFlag>>,
     /// Marks the end of what its stream has been given.
     mark: OnceLock<StreamMark>,
+}
+
+/// Work that was enqueued.
+pub(in crate::nccl) trait Work: Send {
+    /// Whether it has ended; an error where the device has failed.
+    fn ended(&self) -> std::result::Result<bool, String>;
 }
 
 /// A function that marks the end of the work that a stream has been given; `None`: the device has failed.

@@ -2,6 +2,5 @@
 
 pub(in crate::nccl) mod comm_handle;
 pub(in crate::nccl) mod enqueue;
-pub(in crate::nccl) mod error;
 pub(in crate::nccl) mod library;
 pub mod sys;

@@ -3,9 +3,9 @@
 use std::cell::RefCell;
 
 use super::*;
+use crate::comm::Communicator;
 use crate::comm::agree::{Call, Detail};
-use crate::comm::{Communicator, ThreadComm, ThreadWorld};
-use crate::cpu::Cpu;
+use crate::cpu::{Cpu, ThreadComm, ThreadWorld};
 use crate::dtype::DType;
 use crate::nccl::NcclWindow;
 use crate::nccl::comm::copy_engines::{ProbeDevice, check_moved, probe_on, run_in_lockstep};

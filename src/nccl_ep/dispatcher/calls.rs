@@ -3,17 +3,17 @@
 use crate::comm::{Communicator, Op};
 use crate::cuda::Cuda;
 use crate::dtype::DType;
-use crate::ep::routing_record;
 use crate::ep::row_transport::{check_grads, check_inputs, check_outputs, check_slots, check_tokens};
 use crate::ep::{
     DispatchGrads, DispatchInputs, DispatchOutputs, DispatchSpec, Handle, Received, RowOrder, TokenDispatcher,
 };
 use crate::error::{Error, Result};
 use crate::nccl_ep::high_throughput::{CombineArgs, Direction};
+use crate::plan::routing_record;
 use crate::tensor::{Tensor, TensorMut, TensorRef};
 
 use super::steps::{Rows, Step, high_of};
-use super::{Algorithm, Kept, NcclEp};
+use super::{Algorithm, LibraryHandle, NcclEp};
 
 impl TokenDispatcher<Cuda> for NcclEp {
     fn prepare(
@@ -35,11 +35,11 @@ impl TokenDispatcher<Cuda> for NcclEp {
             self.agreed.push(known);
         }
         let mut handle = prepared?;
-        handle.dispatcher_data.0 = Some(Box::new(Kept::default()));
+        self.keep(&mut handle, LibraryHandle::default());
         // The rows' size is the first dispatch's to know; from then on it is taken to stay.
         if let Some(bytes) = self.known_row() {
             let routed = self.route(&handle, bytes).map_err(|e| self.core.as_peer_error("prepare", e))?;
-            handle.dispatcher_data.0 = Some(Box::new(Kept::new(routed)));
+            self.keep(&mut handle, routed);
         }
         Ok(handle)
     }

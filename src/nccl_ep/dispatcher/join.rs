@@ -1,10 +1,12 @@
 //! Whether every rank can have the dispatcher, and what ranks tell each other of themselves.
 
+use std::collections::HashMap;
+
 use crate::comm::{Op, Tag};
 use crate::cuda::Cuda;
 use crate::dtype::DType;
-use crate::ep::DispatcherKind;
 use crate::ep::dispatcher_state::DispatcherState;
+use crate::ep::{DispatcherKind, LibraryDispatchers, NcclEpOrReason};
 use crate::error::{Error, Result};
 use crate::kernels::Kernels;
 use crate::nccl::{NcclComm, SharedComm};
@@ -21,15 +23,18 @@ const CALL: &str = "Group::new";
 /// Most bytes of a reason that ranks tell each other.
 const REASON: usize = 512;
 
-/// The dispatcher, or the state it was to have and the reason why not; the same on all ranks.
-type Possible = std::result::Result<NcclEp, Box<(DispatcherState<Cuda>, Error)>>;
+impl LibraryDispatchers for Cuda {
+    fn library_dispatcher(core: DispatcherState<Cuda>, _: &'static str) -> Result<NcclEpOrReason<Cuda>> {
+        NcclEp::join(core)
+    }
+}
 
 impl NcclEp {
     /// Checks the library, the GPUs and the experts on every rank (one collective).
     ///
     /// # Errors
     /// The ranks could not be asked.
-    pub(crate) fn new(mut core: DispatcherState<Cuda>) -> Result<Possible> {
+    fn join(mut core: DispatcherState<Cuda>) -> Result<NcclEpOrReason<Cuda>> {
         let found = examine(&mut core);
         let reason = found.as_ref().err().map(ToString::to_string).unwrap_or_default();
         let refusals = gather_reports(&mut core, &reason)?;
@@ -38,7 +43,7 @@ impl NcclEp {
             Ok((library, shared)) => match refusals.into_iter().enumerate().find(|(_, r)| !r.is_empty()) {
                 None => {
                     let mode = mode(&core);
-                    Ok(Self {
+                    Ok(Box::new(Self {
                         groups: Vec::new(),
                         low: Vec::new(),
                         windows: WindowPool::default(),
@@ -48,8 +53,9 @@ impl NcclEp {
                         library,
                         shared,
                         agreed: Vec::new(),
+                        kept: HashMap::new(),
                         core,
-                    })
+                    }))
                 }
                 Some((peer, reason)) => {
                     let error = Error::Peer { call: CALL, rank: core.rank(), peer, reason };

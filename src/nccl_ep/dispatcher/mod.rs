@@ -18,15 +18,16 @@ mod prepare;
 mod steps;
 mod windows;
 
-use std::sync::Mutex;
+use std::collections::HashMap;
+use std::sync::{Mutex, Weak};
 
 use crate::comm::{Op, Tag};
 use crate::cuda::Cuda;
 use crate::dtype::DType;
 use crate::ep::dispatcher_state::DispatcherState;
-use crate::ep::routing_record;
 use crate::error::Result;
 use crate::nccl::{NcclComm, SharedComm};
+use crate::plan::routing_record;
 
 use low_latency::{LowLatencyRouting, LowLatencyState};
 use windows::WindowPool;
@@ -63,6 +64,8 @@ pub struct NcclEp {
     shared: SharedComm,
     /// Layers and specs that all ranks have met with.
     agreed: Vec<(u32, routing_record::SpecFields)>,
+    /// What live handles keep, by the number of their prepare.
+    kept: HashMap<u64, Weak<Kept>>,
     core: DispatcherState<Cuda>,
 }
 

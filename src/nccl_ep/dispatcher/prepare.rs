@@ -13,7 +13,7 @@ use crate::kernels::Kernels;
 use crate::lazy::Lazy;
 use crate::tensor::{Tensor, TensorRef};
 
-use super::{Algorithm, Kept, LibraryHandle, NcclEp};
+use super::{Algorithm, LibraryHandle, NcclEp};
 
 impl NcclEp {
     /// Routing that the GPUs make among themselves: nothing waits for them, but for the number of rows where the
@@ -62,12 +62,12 @@ impl NcclEp {
 
     /// The handle of a routing that the GPUs have made: this rank's own affair.
     fn planned(
-        &self,
+        &mut self,
         spec: &DispatchSpec,
         behind: DeviceRouting,
         (kept_ids, loads): (Tensor<Cuda>, Tensor<Cuda>),
     ) -> Result<Handle<Cuda>> {
-        let device = &self.core.device;
+        let device = &self.core.device.clone();
         let DeviceRouting { routed, padded, starts, total, rows } = behind;
         let from = ExternalPlan { loads: &loads, starts: &starts, total: &total, rank: self.core.rank(), rows };
         let (segments, row_map) = plan::external_layout(device, &from)?;
@@ -88,7 +88,7 @@ impl NcclEp {
             messages: None,
         };
         let mut handle = self.core.accept(spec, plan);
-        handle.dispatcher_data.0 = Some(Box::new(Kept::new(routed)));
+        self.keep(&mut handle, routed);
         Ok(handle)
     }
 

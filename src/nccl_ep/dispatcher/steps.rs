@@ -1,6 +1,7 @@
 //! Code that the dispatcher's calls share: their checks, the collective around them, and rows on both ways.
 
-use std::sync::{MutexGuard, PoisonError};
+use std::ptr::addr_eq;
+use std::sync::{Arc, MutexGuard, PoisonError, Weak};
 
 use crate::comm::Op;
 use crate::cuda::Cuda;
@@ -37,6 +38,24 @@ impl NcclEp {
         }
     }
 
+    /// Gives a new handle its routing.
+    pub(super) fn keep(&mut self, handle: &mut Handle<Cuda>, routed: LibraryHandle) {
+        let kept = Arc::new(Kept::new(routed));
+        self.kept.retain(|_, kept| kept.strong_count() > 0);
+        self.kept.insert(handle.sequence(), Arc::downgrade(&kept));
+        handle.dispatcher_data = Some(kept);
+    }
+
+    /// What the dispatcher keeps of a handle's routing.
+    pub(super) fn kept(&self, call: &'static str, handle: &Handle<Cuda>) -> Result<Arc<Kept>> {
+        let kept = self.kept.get(&handle.sequence()).and_then(Weak::upgrade);
+        let own = |kept: &Arc<Kept>| {
+            handle.dispatcher_data.as_ref().is_some_and(|c| addr_eq(Arc::as_ptr(c), Arc::as_ptr(kept)))
+        };
+        let foreign = || Error::invalid(call, "handle", "one that NCCL EP prepared", "another dispatcher's");
+        kept.filter(own).ok_or_else(foreign)
+    }
+
     /// One call of the library's handle, as a collective.
     pub(super) fn collective(
         &mut self,
@@ -56,7 +75,8 @@ impl NcclEp {
         calls: impl FnOnce(&mut LibraryHandle) -> Result<()>,
     ) -> Result<()> {
         let (named, tag) = ((call, rows.dtype, rows.bytes), DispatcherState::tag(handle, op));
-        let mut guard = kept(call, handle)?;
+        let kept = self.kept(call, handle)?;
+        let mut guard = open(&kept);
         let room = rows.bytes.max(handle.spec().returning_bytes());
         if guard.row_bytes().is_none_or(|most| most < room) {
             // The ranks' calls are compared before what they bring about, by what brings it about: `returns`, which
@@ -108,8 +128,8 @@ impl NcclEp {
         Tensor::empty(&self.core.device, dtype, dims)
     }
 
-    /// Refuses with an error that this rank alone has found between its checks and the collective, memory that it has
-    /// not for instance: the others, which are on their way there, are told of an error.
+    /// Refuses with an error that this rank alone has found between its checks and the collective, memory that it has not for instance: the
+    /// others, which are on their way there, are told of an error.
     pub(super) fn refuse_own_error_of<T>(
         &mut self,
         (_, op): Step,
@@ -227,11 +247,9 @@ impl Rows {
     }
 }
 
-/// The dispatcher's own state of a handle's routing.
-pub(super) fn kept<'h>(call: &'static str, handle: &'h Handle<Cuda>) -> Result<MutexGuard<'h, LibraryHandle>> {
-    let kept = handle.dispatcher_data.0.as_ref().and_then(|kept| kept.downcast_ref::<Kept>());
-    let foreign = || Error::invalid(call, "handle", "one that NCCL EP prepared", "another dispatcher's");
-    kept.map(|kept| kept.lock().unwrap_or_else(PoisonError::into_inner)).ok_or_else(foreign)
+/// Locks a handle's data, to be read or written.
+pub(super) fn open(kept: &Kept) -> MutexGuard<'_, LibraryHandle> {
+    kept.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// Bytes of a token and its scales.

@@ -5,8 +5,8 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::thread;
 use std::time::Duration;
 
-use crate::comm::{Communicator, ThreadWorld};
-use crate::cpu::Cpu;
+use crate::comm::Communicator;
+use crate::cpu::{Cpu, ThreadWorld};
 use crate::dtype::DType;
 use crate::error::{CommError, Error, Result};
 use crate::etp::test_ranks::ranks;

@@ -15,7 +15,7 @@ use crate::nccl_ep::low_latency::{
 use crate::tensor::{Tensor, TensorMut, TensorRef};
 
 use super::LowLatencyRouting;
-use crate::nccl_ep::dispatcher::steps::{Rows, Step, kept, row_bytes};
+use crate::nccl_ep::dispatcher::steps::{Rows, Step, open, row_bytes};
 use crate::nccl_ep::dispatcher::{LibraryHandle, NcclEp};
 
 /// The handle and what is kept beside it.
@@ -130,7 +130,8 @@ impl NcclEp {
 
     /// The way back of what a dispatch brought.
     fn keep_low(&self, call: &'static str, handle: &Handle<Cuda>, map: Tensor<Cuda>) -> Result<()> {
-        let mut guard = kept(call, handle)?;
+        let kept = self.kept(call, handle)?;
+        let mut guard = open(&kept);
         let (_, back) = low_of(call, &mut guard)?;
         *back = Some(map);
         Ok(())
@@ -176,7 +177,8 @@ impl NcclEp {
         let mut sums = self.refuse_own_error_of(step, handle, sums)?;
         let moved = Rows::of(expert_out);
         let reduced = {
-            let guard = kept(step.0, handle)?;
+            let kept = self.kept(step.0, handle)?;
+            let guard = open(&kept);
             match &*guard {
                 // A handle for wider rows would be another, which has dispatched nothing.
                 LibraryHandle::LowLatency(LowLatencyRouting { bytes, .. }) if *bytes < moved.bytes => {

@@ -3,7 +3,8 @@
 use std::sync::atomic::AtomicUsize;
 
 use super::*;
-use crate::comm::{Exchange, ReduceOp, Tag, ThreadComm};
+use crate::comm::{Exchange, ReduceOp, Tag};
+use crate::cpu::ThreadComm;
 use crate::tensor::{TensorMut, TensorRef};
 
 /// Threads' communicator with memory, whose requests are counted.

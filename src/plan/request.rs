@@ -2,16 +2,16 @@
 
 use std::sync::Arc;
 
-use crate::kernels::{Kernels, Segments};
+use crate::device::Device;
 use crate::lazy::Lazy;
 use crate::tensor::{Tensor, TensorMut, TensorRef};
 
-use super::{Capacity, DispatchSpec, Stats};
+use super::{Capacity, DispatchSpec, Segments, Stats};
 
 /// A rank's choices, to be written as what it tells the others in prepare: a record of a size that all ranks know
-/// (`src/ep/routing_record.rs` has its layout).
+/// (`src/plan/routing_record.rs` has its layout).
 #[derive(Debug)]
-pub struct RecordIds<'a, D: Kernels> {
+pub struct RecordIds<'a, D: Device> {
     /// This rank.
     pub rank: usize,
     /// Experts E.
@@ -22,7 +22,7 @@ pub struct RecordIds<'a, D: Kernels> {
     pub spec: &'a DispatchSpec,
     /// `[T, K]`, I32 or I64, not checked: bad ids count as −1, and the record tells of the first.
     pub ids: TensorRef<'a, D>,
-    /// Errors that earlier calls have found (`src/ep/deferred_errors.rs`).
+    /// Errors that earlier calls have found (`src/plan/deferred_errors.rs`).
     pub errors: TensorMut<'a, D>,
     /// The record, U8.
     pub out: TensorMut<'a, D>,
@@ -31,7 +31,7 @@ pub struct RecordIds<'a, D: Kernels> {
 /// All ranks' records, to be planned for one rank. For [`RowOrder::AllRows`], each rank's tokens are padded to the same
 /// number of rows.
 #[derive(Debug)]
-pub struct PlanRecords<'a, D: Kernels> {
+pub struct PlanRecords<'a, D: Device> {
     /// The rank that the plan is for.
     pub rank: usize,
     /// Ranks R.
@@ -52,7 +52,7 @@ pub struct PlanRecords<'a, D: Kernels> {
     pub errors: TensorMut<'a, D>,
 }
 
-impl<D: Kernels> PlanRecords<'_, D> {
+impl<D: Device> PlanRecords<'_, D> {
     /// Whether the host has to know what the plan needs: the number of rows, or the sizes of messages.
     pub fn waits(&self) -> bool {
         waits(self.row_order, self.spec)
@@ -66,7 +66,7 @@ pub(crate) fn waits(row_order: RowOrder, spec: &DispatchSpec) -> bool {
 
 /// A plan made of records.
 #[derive(Debug)]
-pub struct DevicePlan<D: Kernels> {
+pub struct DevicePlan<D: Device> {
     /// The plan.
     pub plan: Plan<D>,
     /// Rows of each rank among those that arrive where all do: token t of rank r is row r·room + t.
@@ -90,9 +90,30 @@ pub struct HostCounts {
     pub overflow: Option<(usize, usize)>,
 }
 
-/// All ranks' choices, and for whom the plan is.
+/// All ranks' choices, which the host has, and for whom the plan is.
+#[derive(Debug, Clone, Copy)]
+pub struct HostPlanRequest<'a> {
+    /// The rank that the plan is for.
+    pub rank: usize,
+    /// Ranks R.
+    pub ranks: usize,
+    /// Experts E.
+    pub num_experts: usize,
+    /// Valid ids of all ranks in rank order, `[Σ T, K]`; −1 = dropped.
+    pub ids: &'a [i32],
+    /// Weights in the same order, where an expert capacity keeps by probability.
+    pub weights: Option<&'a [f64]>,
+    /// Tokens of each rank.
+    pub tokens: &'a [usize],
+    /// Alignment, capacities, overflow.
+    pub spec: &'a DispatchSpec,
+    /// Transport that will carry rows: decides what `row_map` indexes.
+    pub row_order: RowOrder,
+}
+
+/// The same of choices that a device has.
 #[derive(Debug)]
-pub struct PlanRequest<'a, D: Kernels> {
+pub struct PlanRequest<'a, D: Device> {
     /// The rank that the plan is for.
     pub rank: usize,
     /// Ranks R.
@@ -126,7 +147,7 @@ pub enum RowOrder {
 
 /// Who sends what where. All maps are `I32`; −1 means none.
 #[derive(Debug)]
-pub struct Plan<D: Kernels> {
+pub struct Plan<D: Device> {
     /// Tokens of this rank.
     pub tokens: usize,
     /// Tokens of all ranks.
@@ -154,7 +175,7 @@ pub struct Plan<D: Kernels> {
 
 /// Which rows and choices make up the messages between two ranks. All maps are `I32 [n]`.
 #[derive(Debug)]
-pub struct MessageMaps<D: Kernels> {
+pub struct MessageMaps<D: Device> {
     /// Tokens to send, by (destination, token).
     pub send_tokens: Tensor<D>,
     /// Kept choices, numbered in `[T, K]` flattened, by (destination, token, k).

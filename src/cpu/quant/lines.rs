@@ -8,7 +8,7 @@ use rayon::prelude::*;
 use crate::cpu::{Cpu, Float};
 use crate::dtype::DType;
 use crate::error::Result;
-use crate::quant::matrix::{Layout, Matrix};
+use crate::quant::{Layout, Matrix};
 use crate::tensor::TensorMut;
 
 /// Elements of one task of a parallel loop.

@@ -5,10 +5,10 @@ use rayon::prelude::*;
 use super::lines::{Lines, write_lines};
 use crate::cpu::Cpu;
 use crate::error::Result;
-use crate::quant::calls::{DequantizeMxfp8, Mxfp8Mut, QuantizeMxfp8};
-use crate::quant::element::{E4M3, E4M3_MAX, e4m3_nearest, e8m0, e8m0_ceil, e8m0_floor};
-use crate::quant::format::{Blocks, Direction, MxScale, Mxfp8};
 use crate::quant::nvfp4::max_nan;
+use crate::quant::{Blocks, Direction, MxScale, Mxfp8};
+use crate::quant::{DequantizeMxfp8, Mxfp8Mut, QuantizeMxfp8};
+use crate::quant::{E4M3, E4M3_MAX, e4m3_nearest, e8m0, e8m0_ceil, e8m0_floor};
 use crate::quant::{MX_BLOCK, check};
 
 /// 2⁸ is the largest power of two in E4M3: what the OCP rule brings a block's own to.

@@ -5,11 +5,11 @@ use rayon::prelude::*;
 use super::lines::{Lines, write_lines};
 use crate::cpu::Cpu;
 use crate::error::Result;
-use crate::quant::calls::{Amax, Dequantize, Nvfp4Mut, Quantize};
-use crate::quant::format::{AmaxScope, Blocks, Direction, Nvfp4, Recipe, Rounding};
-use crate::quant::hadamard::Hadamard;
-use crate::quant::matrix::Matrix;
+use crate::quant::Hadamard;
+use crate::quant::Matrix;
 use crate::quant::nvfp4::{Bits, Factors, block_factor, magnitude, max_nan};
+use crate::quant::{Amax, Dequantize, Nvfp4Mut, Quantize};
+use crate::quant::{AmaxScope, Blocks, Direction, Nvfp4, Recipe, Rounding};
 use crate::quant::{NVFP4_BLOCK, check, decode_fp4};
 use crate::tensor::TensorMut;
 

@@ -11,9 +11,8 @@ use crate::config::{CapacityOrder, Fingerprint};
 use crate::dtype::DType;
 use crate::error::{Error, IdProblem, Result};
 use crate::host_memory;
-use crate::kernels::Origin;
 
-use super::{Capacity, DispatchSpec, Overflow, Reporting};
+use super::{Capacity, DispatchSpec, Origin, Overflow, Reporting};
 
 const CALL: &str = "prepare";
 

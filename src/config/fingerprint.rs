@@ -3,8 +3,9 @@
 
 use serde_json::Value;
 
-use crate::config::MoeConfig;
 use crate::dtype::DType;
+
+use super::MoeConfig;
 
 /// Fields that have a digest of their own, as paths into a [`MoeConfig`]; the last is no field of it. What a dispatch's
 /// own fields compare (experts, top-k, expert capacity) is not among them.

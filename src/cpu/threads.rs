@@ -7,17 +7,19 @@
 
 use std::time::Duration;
 
-use crate::cpu::{Cpu, sum_ranks};
+use crate::comm::agree::{Call, Detail, Verdict, failed, judge};
+use crate::comm::rendezvous::{Arc, Rendezvous, Round};
+use crate::comm::{Communicator, Exchange, ReduceOp, Tag, check_blocks};
+#[cfg(not(loom))]
+use crate::comm::{Put, Span, SymmetricMemory};
 use crate::dtype::DType;
 use crate::error::{CommError, Error, Result};
 use crate::host_memory;
 use crate::tensor::{TensorMut, TensorRef};
 
-use super::agree::{Call, Detail, Verdict, failed, judge};
-use super::rendezvous::{Arc, Rendezvous, Round};
 #[cfg(not(loom))]
-use super::symmetric::{Put, Span, SymmetricMemory, ThreadWindow, WindowRegistry};
-use super::{Communicator, Exchange, ReduceOp, Tag, check_blocks};
+use super::windows::{ThreadWindow, WindowRegistry};
+use super::{Cpu, sum_ranks};
 
 /// Factory of the communicators of a group of threads.
 #[derive(Debug)]

@@ -1,10 +1,10 @@
 //! Sharded weights on the CPU.
 
-use crate::cpu::{Cpu, add_pairwise};
 use crate::error::Result;
+use crate::etp::{ShardDevice, Shares};
 use crate::tensor::TensorMut;
 
-use crate::etp::{ShardDevice, Shares};
+use super::{Cpu, add_pairwise};
 
 impl ShardDevice for Cpu {
     fn add_shares(&self, shares: Shares<'_, Cpu>, main: TensorMut<'_, Cpu>) -> Result<()> {

@@ -5,11 +5,12 @@ mod lines;
 mod mxfp8;
 mod nvfp4;
 mod swizzle;
+mod weight;
 
-use super::calls::{Amax, Codec, Dequantize, DequantizeMxfp8, Quantize, QuantizeMxfp8, Swizzle};
-use super::matrix::Matrix;
-use crate::cpu::Cpu;
 use crate::error::Result;
+use crate::quant::{Amax, Codec, Dequantize, DequantizeMxfp8, Matrix, Quantize, QuantizeMxfp8, Swizzle};
+
+use super::Cpu;
 
 impl Codec for Cpu {
     fn compute_amax(&self, call: Amax<'_, Self>) -> Result<()> {

@@ -2,7 +2,7 @@
 
 use crate::cpu::Cpu;
 use crate::error::Result;
-use crate::quant::calls::Swizzle;
+use crate::quant::Swizzle;
 use crate::quant::{check, swizzled_index};
 
 pub(super) fn swizzle(call: Swizzle<'_, Cpu>) -> Result<()> {

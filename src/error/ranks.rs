@@ -1,8 +1,7 @@
 //! Errors before there is a communicator.
 
+use std::fmt;
 use std::time::Duration;
-
-use super::Launcher;
 
 /// A rank does not know who it is, or the ranks did not find each other.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
@@ -160,4 +159,39 @@ pub enum Refusal {
 
 fn list(refused: &[String]) -> String {
     if refused.is_empty() { String::new() } else { format!("; refused: {}", refused.join(", ")) }
+}
+
+/// What started this rank.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum Launcher {
+    /// The caller of [`Identity::new`](crate::ranks::Identity::new).
+    Explicit,
+    /// `moebius-run`.
+    Moebius,
+    /// torchrun, or its variables set by hand.
+    Torchrun,
+    /// mpirun: Open MPI, or one that speaks PMI (MPICH, Intel MPI).
+    Mpirun,
+    /// `srun`.
+    Slurm,
+}
+
+impl Launcher {
+    /// Lower-case name, as in `MOEBIUS_LAUNCHER`.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Launcher::Explicit => "explicit",
+            Launcher::Moebius => "moebius",
+            Launcher::Torchrun => "torchrun",
+            Launcher::Mpirun => "mpirun",
+            Launcher::Slurm => "slurm",
+        }
+    }
+}
+
+impl fmt::Display for Launcher {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name())
+    }
 }

@@ -1,0 +1,18 @@
+//! What a routing's plan is: the choices that it is made of, the slots and messages that come of them, and what ranks tell
+//! each other to make it. Descriptions alone: devices make plans ([`Kernels`](crate::kernels::Kernels)), dispatchers move
+//! rows by them (`moebius::ep`, where these types are public).
+
+pub(crate) mod deferred_errors;
+mod request;
+pub(crate) mod routing_record;
+mod segments;
+mod spec;
+mod stats;
+
+pub(crate) use request::waits;
+pub use request::{
+    DevicePlan, HostCounts, HostPlanRequest, MessageMaps, Plan, PlanRecords, PlanRequest, RecordIds, RowOrder,
+};
+pub use segments::Segments;
+pub use spec::{Capacity, DispatchSpec, Origin, Overflow, Reporting};
+pub use stats::Stats;

@@ -1,0 +1,32 @@
+//! Where the rows of a rank's experts lie.
+
+use crate::device::Device;
+use crate::tensor::{Tensor, TensorRef};
+
+/// Expert-major layout of a rank: where each local expert's rows lie.
+///
+/// Expert j owns slots `offsets[j] .. offsets[j] + counts[j]`; the slots after them up to the next offset are
+/// padding. Padding is never computed on and never read.
+#[derive(Debug)]
+pub struct Segments<D: Device> {
+    /// First slot of each local expert, `I64 [L]`.
+    pub offsets: Tensor<D>,
+    /// Filled slots of each local expert, `I64 [L]`.
+    pub counts: Tensor<D>,
+    /// Rows N of buffers in this layout.
+    pub rows: usize,
+    /// Kernels go by it unchecked, so none but the device gives one.
+    pub(crate) tiles: Option<Tensor<D>>,
+}
+
+impl<D: Device> Segments<D> {
+    /// A layout of one's own; what does not fit is an error of the call that takes it.
+    pub fn new(offsets: Tensor<D>, counts: Tensor<D>, rows: usize) -> Self {
+        Self { offsets, counts, rows, tiles: None }
+    }
+
+    /// The device's own list of row tiles, where it has made one with the layout.
+    pub fn tiles(&self) -> Option<TensorRef<'_, D>> {
+        self.tiles.as_ref().map(Tensor::view)
+    }
+}

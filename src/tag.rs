@@ -1,0 +1,67 @@
+//! What a collective is for: every one carries it.
+
+use std::fmt;
+
+/// What a collective is for. [`moebius::comm`](crate::comm) says when it is compared.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct Tag {
+    /// The layer, as the caller numbers its layers.
+    pub layer: u32,
+    /// The step of the layer.
+    pub op: Op,
+    /// Which prepare of the group this belongs to (its handle's number); 0 outside handles.
+    pub sequence: u64,
+}
+
+impl fmt::Display for Tag {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "layer {}, {}, sequence {}", self.layer, self.op.name(), self.sequence)
+    }
+}
+
+/// Step of a layer that a collective belongs to.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum Op {
+    /// Comparison of configurations when a group is built.
+    Init,
+    /// Token counts before the router, where jitter needs global token numbers.
+    Count,
+    /// Exchange of the routing.
+    Prepare,
+    /// Rows to their experts.
+    Dispatch,
+    /// Rows back to their tokens.
+    Combine,
+    /// Gradient of combine.
+    CombineBwd,
+    /// Gradient of dispatch.
+    DispatchBwd,
+    /// Sums of auxiliary losses over the ranks.
+    Aux,
+    /// Sum of replicated parameters' gradients.
+    GradReduce,
+    /// Gathering weights, e.g. to save a checkpoint.
+    Weights,
+    /// The caller's own use.
+    User,
+}
+
+impl Op {
+    /// Lower-case name.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Op::Init => "init",
+            Op::Count => "count",
+            Op::Prepare => "prepare",
+            Op::Dispatch => "dispatch",
+            Op::Combine => "combine",
+            Op::CombineBwd => "combine_bwd",
+            Op::DispatchBwd => "dispatch_bwd",
+            Op::Aux => "aux",
+            Op::GradReduce => "grad_reduce",
+            Op::Weights => "weights",
+            Op::User => "user",
+        }
+    }
+}
