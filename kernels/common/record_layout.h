@@ -1,4 +1,4 @@
-// Layout of a record's header (src/ep/routing_record.rs) and of what is kept of records (src/ep/deferred_errors.rs), in
+// Layout of a record's header (src/plan/routing_record.rs) and of what is kept of records (src/plan/deferred_errors.rs), in
 // words of 8 bytes.
 #pragma once
 

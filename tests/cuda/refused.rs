@@ -3,7 +3,7 @@
 use moebius::comm::Solo;
 use moebius::cpu::Cpu;
 use moebius::cuda::Cuda;
-use moebius::ep::{Capacity, DispatchSpec, Group, GroupConfig, Overflow, Reporting};
+use moebius::ep::{Capacity, DispatchSpec, Group, GroupConfig, LibraryDispatchers, Overflow, Reporting};
 use moebius::kernels::*;
 use moebius::{DType, Error, Tensor};
 
@@ -38,7 +38,7 @@ fn text<T>(result: Result<T, Error>) -> String {
 }
 
 /// Answer of prepare, over a group of one rank, to these ids, now or when it is asked.
-fn prepared<D: Kernels>(device: D, ids: &[i64], spec: &DispatchSpec) -> String {
+fn prepared<D: LibraryDispatchers>(device: D, ids: &[i64], spec: &DispatchSpec) -> String {
     let dims = [ids.len() / spec.top_k, spec.top_k];
     let ids = Tensor::from_vec(ids.to_vec(), &dims).and_then(|ids| ids.to(&device)).expect("ids");
     let config = GroupConfig { max_rows: 1 << 17, ..GroupConfig::new(8, dims[0]) };

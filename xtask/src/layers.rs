@@ -1,0 +1,416 @@
+//! Which module may name which: the floors of the crate, as `layers.txt` lists them.
+//!
+//! Read is what the compiler reads: every path that begins with `crate`, `super` or `self`, wherever it stands, but for
+//! what is compiled for tests only, comments and documentation. Names that a module hands on (`pub use child::Name`)
+//! count as those of the module that they come from.
+
+use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::fmt::Write as _;
+use std::path::{Path, PathBuf};
+
+use proc_macro2::{Delimiter, Spacing, TokenStream, TokenTree};
+
+const RULES: &str = "xtask/layers.txt";
+
+/// A module's path below the crate's root.
+type Module = Vec<String>;
+
+/// A path that a file names.
+#[derive(Debug, Clone)]
+struct Named {
+    line: usize,
+    path: Module,
+}
+
+/// What of a file matters here.
+#[derive(Debug, Default)]
+struct File {
+    named: Vec<Named>,
+    /// Names of children that it hands on, and where they come from.
+    handed: HashMap<String, Module>,
+    /// Modules that are compiled for tests only.
+    tests: Vec<Module>,
+    /// Lines that say `dyn Any`.
+    erased: Vec<usize>,
+}
+
+/// The list: each module, what it may name beside itself, and the files of a folder from the lowest up.
+#[derive(Debug, Default)]
+struct Rules {
+    layers: Vec<(String, BTreeSet<String>)>,
+    inside: BTreeMap<String, Vec<BTreeSet<String>>>,
+    /// Files that may say `dyn Any`.
+    erasing: BTreeSet<String>,
+}
+
+impl Rules {
+    fn parse(text: &str) -> Result<Self, String> {
+        let mut rules = Self::default();
+        for (i, line) in text.lines().enumerate() {
+            let line = line.split('#').next().unwrap_or_default().trim();
+            if line.is_empty() {
+                continue;
+            }
+            let fault = |what: &str| format!("{RULES}:{}: {what}: {line}", i + 1);
+            let (name, rest) = line.split_once(':').ok_or_else(|| fault("no colon"))?;
+            let words = rest.split_whitespace().map(str::to_string);
+            if let Some(folder) = name.strip_prefix("inside ") {
+                let groups = words.map(|group| group.split('+').map(str::to_string).collect()).collect();
+                rules.inside.insert(folder.to_string(), groups);
+                continue;
+            }
+            if name == "erase" {
+                rules.erasing.extend(words);
+                continue;
+            }
+            let may: BTreeSet<String> = words.collect();
+            if let Some(unknown) = may.iter().find(|m| !rules.layers.iter().any(|(known, _)| known == *m)) {
+                return Err(fault(&format!("{unknown} is not above this line, where what is below stands")));
+            }
+            rules.layers.push((name.to_string(), may));
+        }
+        Ok(rules)
+    }
+
+    /// Why a file of `from` may not name what `to` has; `None` where it may.
+    fn broken(&self, from: &[String], to: &[String]) -> Option<String> {
+        let (Some(from_top), Some(to_top)) = (from.first(), to.first()) else { return None };
+        let Some((_, may)) = self.layers.iter().find(|(name, _)| name == from_top) else {
+            return Some(format!("{from_top} has no line in {RULES}"));
+        };
+        if from_top != to_top {
+            let known = || may.iter().map(String::as_str).collect::<Vec<_>>().join(", ");
+            return (!may.contains(to_top)).then(|| format!("{from_top} may name: {}", known()));
+        }
+        let groups = self.inside.get(from_top)?;
+        let (own, other) = (from.get(1)?, to.get(1)?);
+        let place = |file: &String| groups.iter().position(|group| group.contains(file));
+        match (place(own), place(other)) {
+            (Some(own), Some(other)) if other > own => {
+                Some(format!("inside {from_top}, {} stands above {}", to[1], from[1]))
+            }
+            (None, _) => Some(format!("{own} is not in the line `inside {from_top}` of {RULES}")),
+            _ => None,
+        }
+    }
+}
+
+/// Reads the tokens of a file or of a part of it.
+struct Reader<'a> {
+    file: &'a mut File,
+    /// The module that the tokens are in.
+    module: Module,
+    /// The file's own module.
+    of_file: &'a [String],
+}
+
+impl Reader<'_> {
+    fn read(&mut self, tokens: TokenStream) {
+        let tokens: Vec<TokenTree> = tokens.into_iter().collect();
+        let mut i = 0;
+        while i < tokens.len() {
+            if is_for_tests(&tokens, i) {
+                i = self.skip(&tokens, i + 2);
+                continue;
+            }
+            if let (Some("mod"), Some(name), Some(TokenTree::Group(body))) =
+                (word(&tokens, i).as_deref(), word(&tokens, i + 1), tokens.get(i + 2))
+            {
+                self.module.push(name);
+                self.read(body.stream());
+                self.module.pop();
+                i += 3;
+                continue;
+            }
+            if word(&tokens, i).as_deref() == Some("dyn") {
+                self.erased(&tokens, i + 1);
+            }
+            if word(&tokens, i).as_deref() == Some("use") {
+                self.hand_on(&tokens, i + 1);
+            }
+            if matches!(word(&tokens, i).as_deref(), Some("crate" | "super" | "self"))
+                && !colons(&tokens, i.wrapping_sub(2))
+                && colons(&tokens, i + 1)
+            {
+                i = self.path(&tokens, i);
+                continue;
+            }
+            if let TokenTree::Group(group) = &tokens[i] {
+                self.read(group.stream());
+            }
+            i += 1;
+        }
+    }
+
+    /// The end of an item, and the module that it declares for tests.
+    fn skip(&mut self, tokens: &[TokenTree], mut i: usize) -> usize {
+        while i < tokens.len() {
+            if let (Some("mod"), Some(name)) = (word(tokens, i).as_deref(), word(tokens, i + 1)) {
+                self.file.tests.push([&self.module[..], &[name]].concat());
+            }
+            match &tokens[i] {
+                TokenTree::Punct(p) if p.as_char() == ';' || p.as_char() == ',' => return i + 1,
+                TokenTree::Group(g) if g.delimiter() == Delimiter::Brace => return i + 1,
+                _ => i += 1,
+            }
+        }
+        i
+    }
+
+    /// Whether the trait object is an `Any`, by whatever path.
+    fn erased(&mut self, tokens: &[TokenTree], mut i: usize) {
+        let line = tokens.get(i).map_or(0, |t| t.span().start().line);
+        while colons(tokens, i + 1) {
+            i += 3;
+        }
+        if word(tokens, i).as_deref() == Some("Any") {
+            self.file.erased.push(line);
+        }
+    }
+
+    /// Reads a path with all that its braces hold; where it ends.
+    fn path(&mut self, tokens: &[TokenTree], i: usize) -> usize {
+        let line = tokens[i].span().start().line;
+        let mut at = self.module.clone();
+        match word(tokens, i).as_deref() {
+            Some("crate") => at.clear(),
+            Some("super") => drop(at.pop()),
+            _ => {}
+        }
+        self.tree(tokens, i + 1, (at, line))
+    }
+
+    /// The rest of a path, from its colons on.
+    fn tree(&mut self, tokens: &[TokenTree], mut i: usize, (mut at, line): (Module, usize)) -> usize {
+        while colons(tokens, i) {
+            match tokens.get(i + 2) {
+                Some(TokenTree::Ident(ident)) if *ident == "super" => drop(at.pop()),
+                Some(TokenTree::Ident(ident)) => at.push(ident.to_string()),
+                Some(TokenTree::Group(group)) if group.delimiter() == Delimiter::Brace => {
+                    let inner: Vec<TokenTree> = group.stream().into_iter().collect();
+                    for part in split(&inner) {
+                        let line = part.first().map_or(line, |t| t.span().start().line);
+                        let mut at = at.clone();
+                        match word(part, 0).as_deref() {
+                            Some("super") => drop(at.pop()),
+                            Some("self") | None => {}
+                            Some(name) => at.push(name.to_string()),
+                        }
+                        self.tree(part, 1, (at, line));
+                    }
+                    return i + 3;
+                }
+                _ => break,
+            }
+            i += 3;
+        }
+        self.file.named.push(Named { line, path: at });
+        i
+    }
+
+    /// What a module hands on of its children: `use child::Name`, `use child::{Name, Other}`.
+    fn hand_on(&mut self, tokens: &[TokenTree], i: usize) {
+        let Some(first) = word(tokens, i).filter(|w| !matches!(w.as_str(), "crate" | "super" | "self")) else {
+            return;
+        };
+        if !colons(tokens, i + 1) || self.module != self.of_file {
+            return;
+        }
+        let mut read = File::default();
+        let mut reader = Reader { file: &mut read, module: self.module.clone(), of_file: self.of_file };
+        let at = [&self.module[..], &[first]].concat();
+        reader.tree(tokens, i + 1, (at, 0));
+        for named in read.named {
+            if let Some(name) = named.path.last() {
+                self.file.handed.insert(name.clone(), named.path.clone());
+            }
+        }
+    }
+}
+
+fn word(tokens: &[TokenTree], i: usize) -> Option<String> {
+    match tokens.get(i)? {
+        TokenTree::Ident(ident) => Some(ident.to_string()),
+        _ => None,
+    }
+}
+
+fn colons(tokens: &[TokenTree], i: usize) -> bool {
+    let colon = |i: usize, joint: bool| matches!(tokens.get(i), Some(TokenTree::Punct(p)) if p.as_char() == ':' && (!joint || p.spacing() == Spacing::Joint));
+    i < tokens.len() && colon(i, true) && colon(i + 1, false)
+}
+
+/// Whether an attribute keeps what follows for tests: `#[cfg(test)]`, `#[cfg(all(test, …))]`.
+fn is_for_tests(tokens: &[TokenTree], i: usize) -> bool {
+    let (Some(TokenTree::Punct(p)), Some(TokenTree::Group(g))) = (tokens.get(i), tokens.get(i + 1)) else {
+        return false;
+    };
+    let text: String = g.stream().to_string().chars().filter(|c| !c.is_whitespace()).collect();
+    p.as_char() == '#' && (text.starts_with("cfg(test") || text.starts_with("cfg(all(test"))
+}
+
+fn split(tokens: &[TokenTree]) -> Vec<&[TokenTree]> {
+    let comma = |t: &TokenTree| matches!(t, TokenTree::Punct(p) if p.as_char() == ',');
+    tokens.split(comma).filter(|part| !part.is_empty()).collect()
+}
+
+fn read(text: &str, module: &[String]) -> Result<File, String> {
+    let tokens: TokenStream = text.parse().map_err(|e| format!("{e}"))?;
+    let mut file = File::default();
+    Reader { file: &mut file, module: module.to_vec(), of_file: module }.read(tokens);
+    Ok(file)
+}
+
+/// All files below a folder, and their modules. The programs in `bin` are crates of their own.
+fn files(src: &Path) -> Result<Vec<(PathBuf, Module)>, String> {
+    let mut found = Vec::new();
+    let mut folders = vec![(src.to_path_buf(), Module::new())];
+    while let Some((folder, module)) = folders.pop() {
+        let entries = std::fs::read_dir(&folder).map_err(|e| format!("{}: {e}", folder.display()))?;
+        for entry in entries {
+            let path = entry.map_err(|e| e.to_string())?.path();
+            let stem = path.file_stem().unwrap_or_default().to_string_lossy().into_owned();
+            if path.is_dir() {
+                if stem != "bin" {
+                    folders.push((path, [&module[..], &[stem]].concat()));
+                }
+            } else if path.extension().is_some_and(|e| e == "rs") {
+                let own = match stem.as_str() {
+                    "mod" | "lib" => module.clone(),
+                    _ => [&module[..], &[stem]].concat(),
+                };
+                found.push((path, own));
+            }
+        }
+    }
+    found.sort();
+    Ok(found)
+}
+
+/// Follows what modules hand on to the module that a name comes from.
+fn origin(read: &BTreeMap<Module, File>, path: &Module) -> Module {
+    let mut path = path.clone();
+    for _ in 0..8 {
+        let next = (0..path.len()).find_map(|i| {
+            let (module, rest) = path.split_at(i);
+            let handed = &read.get(module)?.handed;
+            let to = handed.get(rest.first()?)?;
+            Some([&to[..], &rest[1..]].concat())
+        });
+        match next {
+            Some(next) if next != path => path = next,
+            _ => break,
+        }
+    }
+    path
+}
+
+pub(super) fn run() -> Result<String, String> {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR")).parent().ok_or("the repository's folder is not to be found")?;
+    let rules = std::fs::read_to_string(root.join(RULES)).map_err(|e| format!("{RULES}: {e}"))?;
+    let (rules, src) = (Rules::parse(&rules)?, root.join("src"));
+    let mut all = BTreeMap::new();
+    let mut places = BTreeMap::new();
+    for (path, module) in files(&src)? {
+        let shown = path.strip_prefix(root).unwrap_or(&path).display().to_string();
+        let text = std::fs::read_to_string(&path).map_err(|e| format!("{shown}: {e}"))?;
+        all.insert(module.clone(), read(&text, &module).map_err(|e| format!("{shown}: {e}"))?);
+        places.insert(module, shown);
+    }
+    let problems = judge(&rules, &all, &places);
+    match problems.is_empty() {
+        true => Ok(format!("{} files keep to {RULES}", all.len())),
+        false => {
+            let count = problems.len();
+            let mut text = problems.join("\n");
+            let _ = write!(text, "\n{count} names that {RULES} does not allow");
+            Err(text)
+        }
+    }
+}
+
+/// Everything that breaks a rule, with file, line and rule.
+fn judge(rules: &Rules, all: &BTreeMap<Module, File>, places: &BTreeMap<Module, String>) -> Vec<String> {
+    let tests: Vec<&Module> = all.values().flat_map(|file| &file.tests).collect();
+    let mut problems = Vec::new();
+    for (module, file) in all {
+        let for_tests = tests.iter().any(|test| module.starts_with(test));
+        if module.is_empty() || for_tests {
+            continue;
+        }
+        let place = &places[module];
+        for named in &file.named {
+            let to = origin(all, &named.path);
+            // A name of the crate's root that no module hands on is a module itself, or nothing.
+            if let Some(rule) = rules.broken(module, &to) {
+                let what = named.path.join("::");
+                problems.push(format!("{place}:{}: names {what}; {rule}", named.line));
+            }
+        }
+        for line in file.erased.iter().filter(|_| !rules.erasing.contains(place)) {
+            problems.push(format!("{place}:{line}: dyn Any; types are named here, not guessed"));
+        }
+    }
+    problems.sort();
+    problems.dedup();
+    problems
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn module(path: &str) -> Module {
+        path.split("::").filter(|s| !s.is_empty()).map(str::to_string).collect()
+    }
+
+    /// Files by module, and what is wrong with them.
+    fn found(rules: &str, files: &[(&str, &str)]) -> Vec<String> {
+        let rules = Rules::parse(rules).expect("rules");
+        let all: BTreeMap<Module, File> =
+            files.iter().map(|(m, text)| (module(m), read(text, &module(m)).expect("tokens"))).collect();
+        let places = all.keys().map(|m| (m.clone(), m.join("/"))).collect();
+        judge(&rules, &all, &places)
+    }
+
+    const RULES: &str = "low:\nhigh: low\ninside high: a b+c d\n";
+
+    #[test]
+    fn what_is_below_may_not_name_what_is_above() {
+        let broken = found(RULES, &[("low", "\n\nfn f() { crate::high::g() }"), ("high", "use crate::low::f;")]);
+        assert_eq!(broken, ["low:3: names high::g; low may name: "]);
+    }
+
+    #[test]
+    fn braces_macros_and_names_that_the_root_hands_on_are_followed() {
+        let root = ("", "mod low; mod high; pub use high::G;");
+        for text in ["use crate::{low::f, high::{self, G}};", "m!(crate::high::g);", "type T = crate::G;"] {
+            assert!(!found(RULES, &[root, ("low", text), ("high", "pub struct G;")]).is_empty(), "{text}");
+        }
+    }
+
+    #[test]
+    fn tests_comments_and_documentation_may_name_anything() {
+        let text = "/// [`crate::high::G`]\nfn f() {} // crate::high\n#[cfg(test)]\nmod tests { use crate::high::G; }";
+        assert!(found(RULES, &[("low", text), ("high", "")]).is_empty());
+        let declared = ("low", "#[cfg(test)]\nmod tests;");
+        assert!(found(RULES, &[declared, ("low::tests", "use crate::high::G;"), ("high", "")]).is_empty());
+    }
+
+    #[test]
+    fn files_of_a_folder_name_those_before_them_and_those_of_their_group() {
+        let files = [("high::a", "use super::b::B;"), ("high::b", "use super::c::C; use super::a::A;")];
+        let more = [("high::c", "use crate::high::b::B;"), ("high::d", "use super::a::A;"), ("high", "mod a;")];
+        let broken = found(RULES, &[&files[..], &more[..]].concat());
+        assert_eq!(broken, ["high/a:1: names high::b::B; inside high, b stands above a"]);
+        let handed = [("high::a", "use super::D;"), ("high", "pub use d::D;"), ("high::d", "pub struct D;")];
+        assert_eq!(found(RULES, &handed), ["high/a:1: names high::D; inside high, d stands above a"]);
+    }
+
+    #[test]
+    fn erased_types_and_modules_without_a_line_are_refused() {
+        assert_eq!(found(RULES, &[("low", "fn f(a: &dyn std::any::Any) {}")]).len(), 1);
+        assert_eq!(found(RULES, &[("other", "use crate::low::f;"), ("low", "")]).len(), 1);
+        assert!(Rules::parse("low: high\nhigh:").is_err());
+    }
+}
