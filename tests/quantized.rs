@@ -22,6 +22,7 @@ use moebius::{DType, Tensor};
 cases!(
     products_are_those_of_the_values,
     few_and_many_rows_and_ragged_sizes,
+    a_row_has_the_same_bits_among_any_others,
     quantized_folders_match_their_goldens,
     quantized_weights_have_no_gradient,
     weights_that_do_not_fit_are_errors,
@@ -249,6 +250,116 @@ fn few_and_many_rows_and_ragged_sizes<D: Target>(device: &D) {
             (576, 192, [300, 70, 190]),
         ] {
             Case { format, hidden, inner, counts, activation: clamped }.compare(device, *D::FLOATS.last().unwrap());
+        }
+    }
+}
+
+/// Rows of one product, of which any may be multiplied together.
+struct Rows {
+    hidden: usize,
+    inner: usize,
+    weights: [Quantized<Cpu>; 2],
+}
+
+impl Rows {
+    /// Rows in all: on average more an expert than the kernels for few rows serve.
+    const COUNT: usize = 300;
+
+    /// Bits of y and d x of these rows, each of which goes to the expert of its number modulo 3.
+    fn run<D: Target>(&self, device: &D, rows: &[usize]) -> Vec<Vec<u64>> {
+        let dtype = *D::FLOATS.last().unwrap();
+        let (h, i) = (self.hidden, self.inner);
+        let [up, down] = self.weights.each_ref().map(|w| w.to(device).unwrap());
+        let slots: Vec<usize> = (0..3).flat_map(|e| rows.iter().copied().filter(move |row| row % 3 == e)).collect();
+        let n = slots.len();
+        let counts = [0, 1, 2].map(|e| rows.iter().filter(|row| *row % 3 == e).count() as i64);
+        let starts = [0, counts[0], counts[0] + counts[1]];
+        let put = |v: [i64; 3]| device.host(&Tensor::from_vec(v.to_vec(), &[3]).unwrap());
+        let segments = Segments::new(put(starts), put(counts), n);
+        // A row's values are those of its number alone.
+        let values = |width: usize, stream: u64| {
+            let of = |row: &usize| Random(stream + *row as u64).values(width);
+            device.put(dtype, &slots.iter().flat_map(of).collect::<Vec<_>>(), &[n, width])
+        };
+        let (x, d_y) = (values(h, 1 << 20), values(h, 2 << 20));
+        let empty = |width: usize| Tensor::empty(device, dtype, &[n, width]).unwrap();
+        let (mut pre, mut hidden, mut y) = (empty(2 * i), empty(i), empty(h));
+        let (mut d_pre, mut d_x) = (empty(2 * i), empty(h));
+        let call = Up {
+            rows: RowSource::direct(x.view()),
+            segments: &segments,
+            weight: Weight::Quantized(up.view()),
+            bias: None,
+            slot_weights: None,
+            activation: Activation::SiluGlu,
+            pre: Some(pre.view_mut()),
+            out: RowDest::direct(hidden.view_mut()),
+        };
+        device.up(call).unwrap();
+        let call = Down {
+            rows: RowSource::direct(hidden.view()),
+            segments: &segments,
+            weight: Weight::Quantized(down.view()),
+            bias: None,
+            slot_weights: None,
+            out: RowDest::direct(y.view_mut()),
+        };
+        device.down(call).unwrap();
+        let call = DownBwd {
+            grad: RowSource::direct(d_y.view()),
+            segments: &segments,
+            weight: Weight::Quantized(down.view()),
+            bias: None,
+            pre: pre.view(),
+            slot_weights: None,
+            activation: Activation::SiluGlu,
+            d_pre: d_pre.view_mut(),
+            hidden: None,
+            d_slot_weights: None,
+        };
+        device.down_bwd(call).unwrap();
+        let call = UpDgrad {
+            d_pre: d_pre.view(),
+            segments: &segments,
+            weight: Weight::Quantized(up.view()),
+            input_weight: None,
+            out: RowDest::direct(d_x.view_mut()),
+        };
+        device.up_dgrad(call).unwrap();
+        let (y, d_x) = (device.values(y.view()), device.values(d_x.view()));
+        let bits = |row: &usize| {
+            let slot = slots.iter().position(|s| s == row).unwrap();
+            y[slot * h..][..h].iter().chain(&d_x[slot * h..][..h]).map(|v| v.to_bits()).collect()
+        };
+        rows.iter().map(bits).collect()
+    }
+}
+
+/// Single rows, and batches of sizes at which another kernel would take over: 6 and 32 rows an expert, tiles of 8,
+/// 16, 64 and 128.
+fn a_row_has_the_same_bits_among_any_others<D: Target>(device: &D) {
+    let device = &device.batch_invariant();
+    let all: Vec<usize> = (0..Rows::COUNT).collect();
+    for format in FORMATS {
+        for (hidden, inner) in [(256, 128), (320, 192), (192, 448)] {
+            let mut random = Random(11);
+            let up = random.weight(format, [3, 2 * inner, hidden], 2);
+            let down = random.weight(format, [3, hidden, inner], 1);
+            let rows = Rows { hidden, inner, weights: [up, down] };
+            let expected = rows.run(device, &all);
+            let check = |batch: &[usize]| {
+                for (found, row) in rows.run(device, batch).iter().zip(batch) {
+                    let count = batch.len();
+                    assert!(*found == expected[*row], "{format:?} {hidden} x {inner}: row {row} among {count}");
+                }
+            };
+            all.chunks(1).step_by(7).for_each(check);
+            for size in [2, 3, 15, 18, 19, 21, 24, 48, 95, 96, 97, 99, 128, 150, 192, 299] {
+                let from = random.next() as usize % (Rows::COUNT - size);
+                let mut batch = all[from..from + size].to_vec();
+                batch.reverse();
+                check(&batch);
+            }
         }
     }
 }

@@ -108,7 +108,7 @@ fn quantized(cuda: &Cuda, dense: &Tensor<Cuda>) -> Result<Quantized<Cuda>> {
     Quantized::new(WeightFormat::Nvfp4, [stack, rows, columns], 1, parts.0, parts.1, Some(factors))
 }
 
-/// The two products of a forward with weights in bf16 and in NVFP4. Sets of weights take turns where they would fit a
+/// The two products of a forward with weights in bf16 and in NVFP4, and these by one kernel for all numbers of rows. Sets of weights take turns where they would fit a
 /// cache.
 pub fn products(cuda: &Cuda, report: &Report, w: &Workload) -> Result<()> {
     let mut random = Random(1);
@@ -123,9 +123,12 @@ pub fn products(cuda: &Cuda, report: &Report, w: &Workload) -> Result<()> {
     let mut hidden = Tensor::empty(cuda, DType::BF16, &[n, w.inner])?;
     let mut out = Tensor::empty(cuda, DType::BF16, &[n, w.hidden])?;
     let bytes = (used * w.hidden * w.inner) as f64;
-    for (suffix, up, down, each) in [
-        ("", Weight::Dense(up.view()), Weight::Dense(down.view()), WIDE),
-        ("-w4a16", Weight::Quantized(up_codes.view()), Weight::Quantized(down_codes.view()), NARROW),
+    let invariant = cuda.batch_invariant();
+    let codes = || (Weight::Quantized(up_codes.view()), Weight::Quantized(down_codes.view()));
+    for (suffix, cuda, (up, down), each) in [
+        ("", cuda, (Weight::Dense(up.view()), Weight::Dense(down.view())), WIDE),
+        ("-w4a16", cuda, codes(), NARROW),
+        ("-w4a16-invariant", &invariant, codes(), NARROW),
     ] {
         let mut first = |set: usize| {
             let call = Up {

@@ -30,6 +30,8 @@ pub struct Cuda {
     pub(super) inner: Arc<Inner>,
     poison: bool,
     portable: bool,
+    /// Results of quantized experts do not depend on the number of rows.
+    batch_invariant: bool,
     /// SMs that kernels leave alone which else fill the GPU.
     reserved_sms: usize,
 }
@@ -189,7 +191,8 @@ impl Cuda {
             origins,
             failure_sources,
         };
-        let cuda = Self { inner: Arc::new(inner), poison: false, portable: false, reserved_sms: 0 };
+        let cuda =
+            Self { inner: Arc::new(inner), poison: false, portable: false, batch_invariant: false, reserved_sms: 0 };
         cuda.reset_status(CALL)?;
         Ok(cuda)
     }
@@ -208,6 +211,18 @@ impl Cuda {
     /// The same device without the kernels that one architecture alone has: what other GPUs run.
     pub fn portable(&self) -> Self {
         Self { portable: true, ..self.clone() }
+    }
+
+    /// The same device, on which a token's result has the same bits whatever other tokens a call holds for experts with
+    /// NVFP4 and MXFP4 weights too; for all others it has anyway. The kernel for many rows then serves few rows as well,
+    /// which costs time in decoding (`docs/invariance.md`).
+    pub fn batch_invariant(&self) -> Self {
+        Self { batch_invariant: true, ..self.clone() }
+    }
+
+    /// Whether no kernel may be chosen by the number of rows where kernels sum in different orders.
+    pub(super) fn is_batch_invariant(&self) -> bool {
+        self.batch_invariant
     }
 
     /// The same device whose largest kernels leave so many of its SMs (at most all but two) to what runs on

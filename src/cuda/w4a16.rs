@@ -115,9 +115,11 @@ impl QuantizedWeight {
             return None;
         }
         let pitch = ((p.k as usize).div_ceil(STEP) * STEP + 32) * dtype.size();
-        if let Some(FewRowsKernel { rows, warps, tiles }) =
-            few_rows_kernel((p.m, p.groups), pitch, device.decode_shared())
-        {
+        // Those for few rows sum in another order than those for many.
+        let few_rows = (!device.is_batch_invariant())
+            .then(|| few_rows_kernel((p.m, p.groups), pitch, device.decode_shared()))
+            .flatten();
+        if let Some(FewRowsKernel { rows, warps, tiles }) = few_rows {
             let (columns, threads) = (warps * WARP_COLUMNS / factor, warps as u32 * 32);
             let shared = (rows * pitch) as u32;
             let kernels = &device.kernels().w4a16_decode;

@@ -51,6 +51,11 @@ pub trait Target: Kernels + Codec + LibraryDispatchers {
         Group::new(self.clone(), Box::new(Solo::new(self.clone())), config)
     }
 
+    /// The device as it keeps a token's bits whatever else a call holds, for quantized experts too.
+    fn batch_invariant(&self) -> Self {
+        self.clone()
+    }
+
     /// Result of the work enqueued so far, where a call may return before it knows.
     fn settled(&self, result: Result<()>) -> Result<()>;
 
@@ -134,6 +139,10 @@ impl Target for moebius::cuda::Cuda {
 
     fn join(&self, _: ThreadComm, config: GroupConfig) -> Result<Group<Self>> {
         self.alone(config)
+    }
+
+    fn batch_invariant(&self) -> Self {
+        moebius::cuda::Cuda::batch_invariant(self)
     }
 
     fn settled(&self, result: Result<()>) -> Result<()> {
