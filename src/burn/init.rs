@@ -30,6 +30,9 @@ impl ExpertParallelMoEConfig {
     /// A module of one rank with new parameters, drawn from the back end's generator; any number of tokens a call. For
     /// several ranks, and for layers that share a workspace on a GPU, see [`init_on`](Self::init_on).
     ///
+    /// A module made so has a group of its own, and so the layer number 0 unless the configuration has one: give each
+    /// layer of a model its own (`with_number(Some(3))`). Jitter draws other noise for each, and errors name it.
+    ///
     /// # Errors
     /// Errors of [`MoeConfig::validate`]; no such device.
     pub fn init<B: MoeBackend>(&self, device: &B::Device) -> Result<ExpertParallelMoE<B>> {

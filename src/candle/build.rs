@@ -21,12 +21,22 @@ use super::sharded::{Sharded, ShardedParams};
 /// A layer of one rank, on the device and in the type of `vb`, of any number of tokens a call: the common case. For
 /// several ranks, and for layers that share a workspace on a GPU, see [`ExpertParallelMoE::new`].
 ///
+/// A configuration gets the last number in the path of `vb` as its layer number: 3 from `model.layers.3.mlp`, and 0
+/// where there is none. Jitter draws other noise for each number, and errors name it.
+///
 /// # Errors
-/// As [`ExpertParallelMoE::new`].
+/// As [`ExpertParallelMoE::new`]; on a GPU, [`Error::Invalid`] for a device of `Device::new_cuda`, whose stream is
+/// another one on every thread: make it with `Device::new_cuda_with_stream`.
 pub fn moe(config: impl Into<LayerSpec>, vb: candle_nn::VarBuilder<'_>) -> Result<ExpertParallelMoE> {
     let spec = config.into();
     let group = DeviceGroup::single(spec.config(), vb.device())?;
-    ExpertParallelMoE::new(spec, group, vb)
+    let number = spec.number().unwrap_or_else(|| number_in(&vb.prefix()));
+    ExpertParallelMoE::new(spec.layer(number)?, group, vb)
+}
+
+/// The last number of a variable's path; 0 where there is none.
+fn number_in(path: &str) -> u32 {
+    path.rsplit('.').find_map(|part| part.parse().ok()).unwrap_or(0)
 }
 
 /// A chain that experts are added to, and how their shards travel.

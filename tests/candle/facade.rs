@@ -1,5 +1,7 @@
 //! First steps of a user of candle-nn: one call, numbers without being asked, training, ids, checkpoints, errors.
 
+use std::collections::HashMap;
+
 use candle_core::backprop::GradStore;
 use candle_core::{DType, Device, Module, ModuleT, Tensor};
 use candle_nn::{VarBuilder, VarMap};
@@ -54,6 +56,33 @@ fn layers_are_numbered_in_the_order_of_their_making(device: &Device) -> AnyResul
     assert_eq!((number(load())?, number(load())?), (0, 0), "a checkpoint's layers have their own");
     let block = load()?.to_block()?;
     assert_eq!(number(ExpertParallelMoE::from_block(block, None, &own, Parameters::Frozen))?, 1);
+    Ok(())
+}
+
+fn a_path_numbers_the_layer_of_one_call(device: &Device) -> AnyResult<()> {
+    let config = || {
+        let mut config = config();
+        config.router.jitter = 0.5;
+        config
+    };
+    let vars = VarMap::new();
+    let vb = VarBuilder::from_varmap(&vars, DType::F32, device);
+    for (path, expected) in [("", 0), ("model.layers.3.mlp", 3), ("stack.2.layers.11", 11), ("layers.-1.moe", 0)] {
+        assert_eq!(moe(config(), vb.pp(path))?.layer().number(), expected, "{path}");
+    }
+    assert_eq!(moe(Layer::new(config(), 7)?, vb.pp("layers.3"))?.layer().number(), 7, "its own");
+    // The same weights draw other noise as another layer.
+    let first = seeded(group(device)?, config())?;
+    let tensors: HashMap<String, Tensor> =
+        first.params().into_iter().map(|(name, t)| (name.to_string(), t.clone())).collect();
+    let x = tokens(0..12, device)?;
+    let trained = |number: u32| -> AnyResult<Vec<f32>> {
+        let named = tensors.iter().map(|(name, t)| (format!("layers.{number}.{name}"), t.clone())).collect();
+        let vb = VarBuilder::from_tensors(named, DType::F32, device);
+        flat(&moe(config(), vb.pp(format!("layers.{number}")))?.forward_t(&x, true)?)
+    };
+    assert_eq!(trained(1)?, trained(1)?);
+    assert_ne!(trained(1)?, trained(2)?);
     Ok(())
 }
 
@@ -175,6 +204,7 @@ tests! {
     fn(&Device) -> AnyResult<()>;
     one_call_makes_a_layer_of_any_number_of_tokens,
     layers_are_numbered_in_the_order_of_their_making,
+    a_path_numbers_the_layer_of_one_call,
     training_has_the_losses_gradient_behind_y,
     training_takes_a_step_of_jitter_each_time,
     ids_are_of_candles_index_type_and_back,

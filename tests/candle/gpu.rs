@@ -1,13 +1,14 @@
 //! A GPU against the CPU, tensors of which nobody made a copy, and devices used wrongly.
 
 use candle_core::{DType, Device, Module, Tensor};
-use candle_nn::{AdamW, Optimizer, ParamsAdamW};
-use moebius::MoeConfig;
-use moebius::candle::{DeviceGroup, ExpertParallelMoE, cuda};
+use candle_nn::{AdamW, Optimizer, ParamsAdamW, VarBuilder, VarMap};
+use moebius::candle::{DeviceGroup, ExpertParallelMoE, cuda, error_of, moe, routing_ids};
 use moebius::config::{SharedConfig, WeightAt};
 use moebius::cuda::Cuda;
 use moebius::ep::{EpGroup, GroupConfig, Reporting};
+use moebius::kernels::Kernels;
 use moebius::layer::{DispatchOptions, ParamKind};
+use moebius::{Error, MoeConfig};
 
 use crate::support::{
     AnyError, AnyResult, EXPERTS, close, config, distance, flat, group, normal, of_type, seeded, step, tokens,
@@ -205,12 +206,34 @@ fn nan_logits_are_told_at_once_or_later(device: &Device) -> AnyResult<()> {
     Ok(())
 }
 
+/// Ids of a router of one's own, as the device's dispatcher takes them.
+fn ids_come_from_the_gpu(device: &Device) -> AnyResult<()> {
+    let own = cuda(device)?;
+    let ids = Tensor::new(&[[1u32, 3], [0, u32::MAX], [2, 1]], device)?;
+    let wide = Tensor::new(&[[1i64, 3], [0, -1], [2, 1]], device)?;
+    let part = Tensor::cat(&[&wide, &wide], 0)?.narrow(0, 3, 3)?;
+    for given in [&ids, &wide, &part] {
+        let found = routing_ids(&own, given)?;
+        assert_eq!(found.dims(), [3, 2]);
+        assert_eq!(own.read(found.view())?, [1.0, 3.0, 0.0, -1.0, 2.0, 1.0], "{:?}", given.dtype());
+    }
+    let refused = routing_ids(&own, &ids.to_dtype(DType::F32)?).err().map(|e| e.to_string());
+    assert!(refused.as_ref().is_some_and(|e| e.contains("u32 or i64") && e.contains("f32")), "{refused:?}");
+    let elsewhere = routing_ids(&own, &ids.to_device(&Device::Cpu)?).err().map(|e| e.to_string());
+    assert!(elsewhere.is_some(), "ids of the host");
+    Ok(())
+}
+
 fn wrong_devices_are_refused(device: &Device) -> AnyResult<()> {
     let config = || GroupConfig::new(EXPERTS, 64);
     // Its stream is another one on every thread.
     let shared = Device::new_cuda(0)?;
     let text = DeviceGroup::single(config(), &shared).map(drop).expect_err("per-thread stream").to_string();
     assert!(text.contains("new_cuda_with_stream"), "{text}");
+    let vb = VarBuilder::from_varmap(&VarMap::new(), DType::F32, &shared);
+    let error = moe(MoeConfig::new(16, 8, EXPERTS, 2), vb).map(drop).expect_err("per-thread stream");
+    assert!(matches!(error_of(&error), Some(Error::Invalid { .. })), "{error}");
+    assert!(error.to_string().contains("new_cuda_with_stream"), "{error}");
     let text = cuda(&Device::Cpu).map(drop).expect_err("no GPU").to_string();
     assert!(text.contains("expected a CUDA device") && text.contains("the CPU"), "{text}");
     let other = || -> AnyResult<EpGroup<Cuda>> { Ok(EpGroup::new(Cuda::new(0)?.group(config())?)) };
@@ -250,5 +273,6 @@ tests! {
     wrong_tensors_are_named,
     nan_logits_are_told_at_once_or_later,
     wrong_devices_are_refused,
+    ids_come_from_the_gpu,
     a_capture_is_refused,
 }
