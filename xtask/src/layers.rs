@@ -317,7 +317,8 @@ pub(super) fn run() -> Result<String, String> {
         all.insert(module.clone(), read(&text, &module).map_err(|e| format!("{shown}: {e}"))?);
         places.insert(module, shown);
     }
-    let problems = judge(&rules, &all, &places);
+    let mut problems = judge(&rules, &all, &places);
+    problems.extend(stale(&rules, &all));
     match problems.is_empty() {
         true => Ok(format!("{} files keep to {RULES}", all.len())),
         false => {
@@ -354,6 +355,22 @@ fn judge(rules: &Rules, all: &BTreeMap<Module, File>, places: &BTreeMap<Module, 
     problems.sort();
     problems.dedup();
     problems
+}
+
+/// Names of the list that no file has.
+fn stale(rules: &Rules, all: &BTreeMap<Module, File>) -> Vec<String> {
+    let exists =
+        |path: &[&str]| all.keys().any(|module| module.iter().zip(path).filter(|(a, b)| a == b).count() == path.len());
+    let layers = rules.layers.iter().map(|(name, _)| vec![name.as_str()]);
+    let inside = rules
+        .inside
+        .iter()
+        .flat_map(|(folder, groups)| groups.iter().flatten().map(move |file| vec![folder.as_str(), file.as_str()]));
+    layers
+        .chain(inside)
+        .filter(|path| !exists(path))
+        .map(|path| format!("{RULES}: there is no {}", path.join("::")))
+        .collect()
 }
 
 #[cfg(test)]
@@ -405,6 +422,16 @@ mod tests {
         assert_eq!(broken, ["high/a:1: names high::b::B; inside high, b stands above a"]);
         let handed = [("high::a", "use super::D;"), ("high", "pub use d::D;"), ("high::d", "pub struct D;")];
         assert_eq!(found(RULES, &handed), ["high/a:1: names high::D; inside high, d stands above a"]);
+    }
+
+    #[test]
+    fn names_of_no_file_are_refused() {
+        let rules = Rules::parse(RULES).expect("rules");
+        let files = |names: &[&str]| names.iter().map(|name| (module(name), File::default())).collect();
+        let all = files(&["low", "high::a", "high::b", "high::d"]);
+        assert_eq!(stale(&rules, &all), ["xtask/layers.txt: there is no high::c"]);
+        let all = files(&["low", "high::a", "high::b", "high::c::inner", "high::d"]);
+        assert!(stale(&rules, &all).is_empty());
     }
 
     #[test]
