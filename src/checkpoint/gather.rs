@@ -70,15 +70,23 @@ pub(super) struct Planned {
     pub name: String,
     pub dtype: DType,
     pub dims: Vec<usize>,
-    /// Its matrices, each with the expert they belong to, counted from the first of the parameters'.
-    parts: Vec<(usize, Part)>,
+    /// Its matrices.
+    parts: Vec<ExpertPart>,
+}
+
+/// A matrix of a tensor on disk.
+#[derive(Debug)]
+pub(super) struct ExpertPart {
+    /// The expert it belongs to, counted from the first of the parameters'.
+    pub expert: usize,
+    pub part: Part,
 }
 
 impl Planned {
     /// Makes the tensor.
     pub fn build(&self, params: &BlockParams, local: usize) -> Result<Tensor<Cpu>> {
         let mut whole = Tensor::empty(&Cpu::new(), self.dtype, &self.dims)?;
-        for (expert, part) in &self.parts {
+        for ExpertPart { expert, part } in &self.parts {
             let bytes = disk_bytes(part, params, *expert, local)?;
             whole.as_bytes_mut()[part.slice * bytes.len()..][..bytes.len()].copy_from_slice(&bytes);
         }
@@ -86,7 +94,7 @@ impl Planned {
     }
 
     /// Its matrices in the order in which they lie on disk, back to back.
-    pub fn parts(&self) -> &[(usize, Part)] {
+    pub fn parts(&self) -> &[ExpertPart] {
         &self.parts
     }
 }
@@ -139,10 +147,10 @@ impl Checkpoint {
             let expected = format!("all {slices} experts, as gather_blocks joins them: one tensor holds them");
             return Err(Error::invalid(call, &tensor.name, expected, format!("those of rank {}", options.rank)));
         }
-        let own = |(e, part): &(usize, Part)| part.role.is_replicated() || experts.contains(e);
+        let own = |of: &ExpertPart| of.part.role.is_replicated() || experts.contains(&of.expert);
         tensors.retain(|tensor| tensor.parts.iter().all(own));
-        for (e, part) in tensors.iter_mut().flat_map(|tensor| &mut tensor.parts) {
-            *e -= if part.role.is_replicated() { 0 } else { experts.start };
+        for ExpertPart { expert, part } in tensors.iter_mut().flat_map(|tensor| &mut tensor.parts) {
+            *expert -= if part.role.is_replicated() { 0 } else { experts.start };
         }
         Ok(tensors)
     }
@@ -163,7 +171,7 @@ impl Checkpoint {
         let replicated = layout.replicated().into_iter().map(|part| (0, part));
         let routed =
             (0..config.router.num_experts).flat_map(|e| layout.expert(e).into_iter().map(move |part| (e, part)));
-        for (e, part) in replicated.chain(routed) {
+        for (expert, part) in replicated.chain(routed) {
             let Some(tensor) = params.get(part.role) else { continue };
             let planned = tensors.entry(part.name.clone()).or_insert_with(|| Planned {
                 name: part.name.clone(),
@@ -171,7 +179,7 @@ impl Checkpoint {
                 dims: part.dims.clone(),
                 parts: Vec::new(),
             });
-            planned.parts.push((e, part));
+            planned.parts.push(ExpertPart { expert, part });
         }
         Ok(tensors.into_values().collect())
     }

@@ -4,8 +4,7 @@
 use std::borrow::Cow;
 
 use super::BlockParams;
-use super::gather::disk_bytes;
-use super::layout::Part;
+use super::gather::{ExpertPart, disk_bytes};
 use crate::comm::{Exchange, Op, Tag};
 use crate::dtype::DType;
 use crate::ep::Group;
@@ -54,10 +53,11 @@ impl<'a> RankParams<'a> {
     pub fn matrix(
         &mut self,
         index: usize,
-        (expert, part): &(usize, Part),
+        matrix: &ExpertPart,
         dtype: DType,
         experts: usize,
     ) -> Result<Cow<'static, [u8]>> {
+        let ExpertPart { expert, part } = matrix;
         let (local, rank) = (experts / self.ranks(), self.rank());
         let owner = if part.role.is_replicated() { 0 } else { expert / local };
         let count = part.out * part.inn * dtype.size();

@@ -229,8 +229,8 @@ impl Checkpoint {
             Item::Block(index, planned) => {
                 let (layer, _) = shares.blocks[*index];
                 let experts = self.block(layer)?.router.num_experts;
-                for part in planned.parts() {
-                    let bytes = shares.matrix(*index, part, planned.dtype, experts)?;
+                for matrix in planned.parts() {
+                    let bytes = shares.matrix(*index, matrix, planned.dtype, experts)?;
                     write(dir, out, &bytes)?;
                 }
                 Ok(())

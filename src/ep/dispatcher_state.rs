@@ -21,6 +21,15 @@ use super::{
 
 pub(super) const PREPARE: &str = "prepare";
 
+/// What a prepare must know of the transport of its rows.
+#[derive(Debug)]
+pub struct TransportRules {
+    /// The order in which it brings rows.
+    pub row_order: RowOrder,
+    /// An error where it cannot serve the spec.
+    pub accepted: Result<()>,
+}
+
 /// State of a dispatcher.
 #[derive(Debug)]
 pub struct DispatcherState<D: Kernels> {
@@ -118,15 +127,16 @@ impl<D: Kernels> DispatcherState<D> {
     }
 
     /// Routing of all ranks' tokens: one collective, an all-gather of a record per rank (none for
-    /// [`RowOrder::Local`]). `rules`: what the transport itself thinks of the spec.
+    /// [`RowOrder::Local`]). `transport`: the order of its rows, and whether it takes the spec.
     pub fn prepare(
         &mut self,
-        (row_order, rules): (RowOrder, Result<()>),
+        transport: TransportRules,
         ids: TensorRef<'_, D>,
         weights: Option<TensorRef<'_, D>>,
         spec: &DispatchSpec,
     ) -> Result<Handle<D>> {
-        let handle = self.prepare_any((row_order, rules), ids, weights, spec);
+        let row_order = transport.row_order;
+        let handle = self.prepare_any(transport, ids, weights, spec);
         handle.map_err(|error| match error {
             Error::NotCapturable { .. } => {
                 Error::NotCapturable { call: PREPARE, operation: uncapturable_part(row_order, spec).to_string() }
@@ -137,7 +147,7 @@ impl<D: Kernels> DispatcherState<D> {
 
     fn prepare_any(
         &mut self,
-        (row_order, rules): (RowOrder, Result<()>),
+        TransportRules { row_order, accepted }: TransportRules,
         ids: TensorRef<'_, D>,
         weights: Option<TensorRef<'_, D>>,
         spec: &DispatchSpec,
@@ -146,7 +156,7 @@ impl<D: Kernels> DispatcherState<D> {
         // Where sizes are refused there is no record of that size either.
         let sizes = self.check_sizes(spec);
         self.check_or_refuse(tag, sizes)?;
-        let checked = self.check_spec(spec).and(rules).and_then(|()| check_weights(ids, weights));
+        let checked = self.check_spec(spec).and(accepted).and_then(|()| check_weights(ids, weights));
         if let Err(error) = checked {
             return self.fail((tag, row_order), spec, error);
         }
@@ -493,7 +503,9 @@ mod tests {
     fn by_records(core: &mut DispatcherState<Cpu>, expected: u64) -> Handle<Cpu> {
         let ids = Tensor::from_vec(IDS.to_vec(), &[2, 2]).expect("ids");
         let spec = DispatchSpec::new(0, 2);
-        let handle = core.prepare((RowOrder::Slots, Ok(())), ids.view(), None, &spec).expect("a handle");
+        let handle = core
+            .prepare(TransportRules { row_order: RowOrder::Slots, accepted: Ok(()) }, ids.view(), None, &spec)
+            .expect("a handle");
         assert_eq!(handle.sequence, expected);
         assert!(core.has_compared(expected) && !core.has_compared(expected + 1));
         handle
@@ -548,7 +560,8 @@ mod tests {
         on_both(|mut core| {
             let ids = Tensor::from_vec(IDS.to_vec(), &[2, 2]).expect("ids");
             let spec = DispatchSpec { alignment: 1 << core.rank(), ..DispatchSpec::new(0, 2) };
-            let differs = core.prepare((RowOrder::Slots, Ok(())), ids.view(), None, &spec);
+            let differs =
+                core.prepare(TransportRules { row_order: RowOrder::Slots, accepted: Ok(()) }, ids.view(), None, &spec);
             assert!(matches!(differs, Err(Error::ConfigMismatch { .. })), "{differs:?}");
             assert!(!core.has_compared(1));
             by_records(&mut core, 2);

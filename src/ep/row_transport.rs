@@ -7,7 +7,7 @@ use crate::error::{Error, Result};
 use crate::kernels::Kernels;
 use crate::tensor::{Tensor, TensorMut, TensorRef};
 
-use super::dispatcher_state::DispatcherState;
+use super::dispatcher_state::{DispatcherState, TransportRules};
 use super::packing::{ReceivedRows, byte_rows_mut, entries, gather};
 use super::{
     DispatchGrads, DispatchInputs, DispatchOutputs, DispatchSpec, Handle, Received, RowOrder, Stats, TokenDispatcher,
@@ -83,7 +83,7 @@ impl<D: Kernels, C: RowTransport<D>> TokenDispatcher<D> for C {
         weights: Option<TensorRef<'_, D>>,
         spec: &DispatchSpec,
     ) -> Result<Handle<D>> {
-        self.core().prepare((C::ROW_ORDER, Ok(())), ids, weights, spec)
+        self.core().prepare(TransportRules { row_order: C::ROW_ORDER, accepted: Ok(()) }, ids, weights, spec)
     }
 
     fn dispatch(

@@ -15,7 +15,7 @@ use crate::etp::collectives::collective_thread::{Collective, GatherInput};
 use crate::etp::collectives::in_place;
 use crate::etp::collectives::stream_pair::TransferBuffer;
 use crate::etp::fault::CALL;
-use crate::etp::quantized::shards::QuantizedShard;
+use crate::etp::quantized::shards::{GatheredShards, QuantizedShard};
 use crate::etp::state::buffer_cache::{Buffer, BufferId, BufferUsage};
 use crate::etp::state::collective_state::{ActivePass, CollectiveState, PendingGather, StateMachine};
 use crate::etp::{ShardDevice, Shards, WeightId};
@@ -121,7 +121,9 @@ impl<D: ShardDevice> Chain<D> {
         let key = inner.key(id.0, BufferUsage::GatheredWeight, 0);
         let buffer_id = inner.cache.reserve(key);
         // From the shards themselves.
-        let pending_gather = inner.start(id.0, (buffer_id, None), (u64::MAX - 1 - id.0 as u64, WHOLE), false)?;
+        let sequence = u64::MAX - 1 - id.0 as u64;
+        let gather = WeightGather { buffer_id, arrived: None, sequence, serial: WHOLE };
+        let pending_gather = inner.start(id.0, gather, false)?;
         let buffer = inner.finish_gather(pending_gather)?;
         let copied = shards.strip(buffer.tensor.view()).and_then(|view| {
             let mut whole = Tensor::empty(&self.device, dtype, shards.dims())?;
@@ -131,6 +133,19 @@ impl<D: ShardDevice> Chain<D> {
         inner.cache.put(buffer);
         copied
     }
+}
+
+/// A weight's gather, before it is started.
+#[derive(Debug, Clone, Copy)]
+struct WeightGather {
+    /// What the weight is read from.
+    buffer_id: BufferId,
+    /// Where its codes arrive, if it is sent quantized.
+    arrived: Option<BufferId>,
+    /// Of its tag.
+    sequence: u64,
+    /// Of its pass.
+    serial: u64,
 }
 
 impl<D: ShardDevice> ChainState<D> {
@@ -156,12 +171,12 @@ impl<D: ShardDevice> ChainState<D> {
         };
         let buffer = self.arrive(step, active)?;
         self.hold(step.node, active);
-        self.run_ahead((active.cursor + 1, ahead), active);
+        self.run_ahead(active.cursor + 1, ahead, active);
         Ok((buffer, step, active.serial))
     }
 
-    /// Starts the gathers of so many steps of the pass from the `first` on.
-    pub fn run_ahead(&mut self, (first, ahead): (usize, usize), active: ActivePass) {
+    /// Starts the gathers of `ahead` steps of the pass from the `first` on.
+    pub fn run_ahead(&mut self, first: usize, ahead: usize, active: ActivePass) {
         let steps = &self.steps[active.phase as usize];
         let next = steps.iter().skip(first).take(ahead).filter(|next| next.fetch).map(|next| next.node);
         for node in next.collect::<Vec<usize>>() {
@@ -281,21 +296,17 @@ impl<D: ShardDevice> ChainState<D> {
     fn begin(&mut self, node: usize, active: ActivePass, again: bool) -> Result<PendingGather<D>> {
         let sequence = active.number << 32 | node as u64;
         let at = &self.uses[node];
-        self.start(at.weight, (at.buffer_id, at.arrived), (sequence, active.serial), again)
+        let gather = WeightGather { buffer_id: at.buffer_id, arrived: at.arrived, sequence, serial: active.serial };
+        self.start(at.weight, gather, again)
     }
 
-    fn start(
-        &mut self,
-        weight: usize,
-        (own, arrived): (BufferId, Option<BufferId>),
-        (sequence, serial): (u64, u64),
-        again: bool,
-    ) -> Result<PendingGather<D>> {
+    fn start(&mut self, weight: usize, gather: WeightGather, again: bool) -> Result<PendingGather<D>> {
+        let WeightGather { buffer_id: own, arrived, sequence, serial } = gather;
         let buffer_id = arrived.unwrap_or(own);
         let tag = Tag { layer: self.weights[weight].spec.layer, op: Op::Weights, sequence };
         let epoch = self.active.map_or(self.epoch, |active| active.epoch);
         let cast = match arrived {
-            Some(_) => self.cast(weight, (tag, epoch))?,
+            Some(_) => self.cast(weight, tag, epoch)?,
             None => Ok(()),
         };
         let mut into = match self.gathers.take(&mut self.cache, buffer_id) {
@@ -357,8 +368,8 @@ impl<D: ShardDevice> ChainState<D> {
     /// De-quantizes what has arrived.
     fn unpack(&mut self, quantized: &QuantizedShard<D>, arrived: Buffer<D>, buffer_id: BufferId) -> Result<Buffer<D>> {
         let unpacked = self.cache.take(buffer_id).and_then(|mut into| {
-            let from = (arrived.tensor.view(), self.amaxes_of(quantized.joined()));
-            let done = quantized.dequantize(&self.gathers.streams.compute, from, into.tensor.view_mut());
+            let shards = GatheredShards { bytes: arrived.tensor.view(), amaxes: self.amaxes_of(quantized.joined()) };
+            let done = quantized.dequantize(&self.gathers.streams.compute, shards, into.tensor.view_mut());
             match done {
                 Ok(()) => Ok(into),
                 Err(error) => {

@@ -16,7 +16,7 @@ use crate::error::{Error, Result};
 use crate::etp::chain::schedule::Acquisition;
 use crate::etp::collectives::collective_thread::{CollectiveThread, gather_numbers};
 use crate::etp::fault::CALL;
-use crate::etp::quantized::shards::QuantizedShard;
+use crate::etp::quantized::shards::{QuantizedShard, ShardForm};
 use crate::etp::state::buffer_cache::{Buffer, BufferCache, BufferId, BufferKey, BufferUsage};
 use crate::etp::state::collective_state::{
     ActivePass, ChainTraffic, JoinedAmaxes, MainGradient, PendingGather, PendingReduction, StateMachine,
@@ -203,9 +203,10 @@ impl<D: ShardDevice> Chain<D> {
             return Err(inner.order_error(&spec.name, "to be added before the first forward", "a chain in use"));
         }
         let (shards, reduce) = (Arc::new(shards), StateMachine::default());
-        let (form, cut) = ((spec.payload, spec.dtype), (Arc::clone(&shards), self.rank));
         let joined = inner.quantized().map(|quantized| quantized.joined()).sum();
-        let quantized = QuantizedShard::new(&inner.gathers.streams, form, cut, joined)?.map(Arc::new);
+        let WeightSpec { payload, dtype, .. } = spec;
+        let form = ShardForm { payload, dtype, shards: Arc::clone(&shards), rank: self.rank };
+        let quantized = QuantizedShard::new(&inner.gathers.streams, form, joined)?.map(Arc::new);
         // Amaxes that were joined without its own are of no use.
         inner.epoch += u64::from(quantized.is_some());
         inner.weights.push(Weight { spec, shards, source, quantized, main: None, reduce, gradient: None });

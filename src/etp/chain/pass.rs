@@ -48,7 +48,7 @@ impl<D: ShardDevice> Chain<D> {
         inner.active = Some(active);
         if self.options.prefetch {
             // What comes before the first use hides them.
-            inner.run_ahead((0, self.options.ahead), active);
+            inner.run_ahead(0, self.options.ahead, active);
         }
         Ok(())
     }

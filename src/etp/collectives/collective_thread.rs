@@ -295,7 +295,7 @@ impl<D: ShardDevice> CollectiveThread<D> {
     /// # Errors
     /// As [`BufferCache::take`] and [`allocate`](Self::allocate).
     pub fn take(&self, cache: &mut BufferCache<D>, buffer_id: BufferId) -> Result<Buffer<D>> {
-        cache.take_with(buffer_id, (self.has_own_memory, |key: &BufferKey| self.allocate(key)))
+        cache.take_with(buffer_id, self.has_own_memory, |key| self.allocate(key))
     }
 
     /// Says whether calls are captured from here on.

@@ -17,7 +17,7 @@ use crate::etp::state::collective_state::JoinedAmaxes;
 impl<D: ShardDevice> ChainState<D> {
     /// Casts a weight's shard, if that has not been done in this state, on all ranks alike. The outer error is one of
     /// all ranks, which gather nothing then; the inner one is this rank's own, for the gather to tell.
-    pub fn cast(&mut self, weight: usize, (tag, epoch): (Tag, u64)) -> Result<Result<()>> {
+    pub fn cast(&mut self, weight: usize, tag: Tag, epoch: u64) -> Result<Result<()>> {
         let Some(quantized) = self.weights[weight].quantized.clone() else { return Ok(Ok(())) };
         if quantized.is_of(epoch) {
             return Ok(Ok(()));

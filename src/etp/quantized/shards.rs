@@ -61,6 +61,28 @@ impl<D: ShardDevice> Drop for ShardCodes<D> {
     }
 }
 
+/// A weight whose shards are sent quantized.
+#[derive(Debug)]
+pub struct ShardForm {
+    /// What shards are sent as.
+    pub payload: Payload,
+    /// The weight's type.
+    pub dtype: DType,
+    /// How it is divided among the ranks.
+    pub shards: Arc<Shards>,
+    /// Whose shard it is.
+    pub rank: usize,
+}
+
+/// What a gather has brought.
+#[derive(Debug)]
+pub struct GatheredShards<'a, D: Device> {
+    /// Codes and scales of every rank's rows, rank after rank.
+    pub bytes: TensorRef<'a, D>,
+    /// All ranks' amaxes, where the payload has any.
+    pub amaxes: Option<TensorRef<'a, D>>,
+}
+
 /// Rows of one expert in a rank's shard.
 #[derive(Debug, Clone, PartialEq, Eq)]
 struct ExpertRows {
@@ -90,8 +112,7 @@ impl<D: ShardDevice> QuantizedShard<D> {
     /// Rows that the form cannot have, or a type.
     pub fn new(
         streams: &Arc<StreamPair<D>>,
-        (payload, dtype): (Payload, DType),
-        (shards, rank): (Arc<Shards>, usize),
+        ShardForm { payload, dtype, shards, rank }: ShardForm,
         joined: usize,
     ) -> Result<Option<Self>> {
         let [_, width] = shards.shard_dims();
@@ -209,7 +230,7 @@ impl<D: ShardDevice> QuantizedShard<D> {
             // Padding is never written.
             empty => empty.insert(Tensor::zeros(device, DType::U8, &[self.shard_bytes()])?),
         };
-        self.quantize(device, source, (bytes, amaxes))?;
+        self.quantize(device, source, bytes, amaxes)?;
         cast.epoch = Some(epoch);
         self.casts.fetch_add(1, Ordering::Relaxed);
         Ok(())
@@ -251,7 +272,8 @@ impl<D: ShardDevice> QuantizedShard<D> {
         &self,
         device: &D,
         source: &dyn ShardSource<D>,
-        (bytes, mut amaxes): (&mut Tensor<D>, Option<TensorMut<'_, D>>),
+        bytes: &mut Tensor<D>,
+        mut amaxes: Option<TensorMut<'_, D>>,
     ) -> Result<()> {
         let pieces = self.pieces(self.rank);
         // Codes of all rows come before all scales.
@@ -285,12 +307,12 @@ impl<D: ShardDevice> QuantizedShard<D> {
         })
     }
 
-    /// Every rank's rows of what has arrived, at their place in the gathered weight, in one call; its padding stays as
+    /// Dequantizes every rank's rows to their place in the gathered weight, in one call; its padding stays as
     /// it was.
     pub fn dequantize(
         &self,
         device: &D,
-        (arrived, amaxes): (TensorRef<'_, D>, Option<TensorRef<'_, D>>),
+        GatheredShards { bytes, amaxes }: GatheredShards<'_, D>,
         mut into: TensorMut<'_, D>,
     ) -> Result<()> {
         let ([shard_rows, width], dtype) = (self.shards.shard_dims(), into.dtype());
@@ -303,7 +325,7 @@ impl<D: ShardDevice> QuantizedShard<D> {
             for ExpertRows { expert, rows } in self.pieces(rank) {
                 let side = |which: usize| {
                     let Range { start, end } = self.place(which, &rows);
-                    let bytes = D::slice(D::shorten(arrived.data()), first + start..first + end);
+                    let bytes = D::slice(D::shorten(bytes.data()), first + start..first + end);
                     TensorRef::new(bytes, DType::U8, &[rows.len(), self.row[which]])
                 };
                 let (codes, scales) = (side(0)?, side(1)?);

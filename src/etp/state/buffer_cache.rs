@@ -97,7 +97,7 @@ impl<D: Device> BufferCache<D> {
     /// It is out: two uses that may overlap were given one key.
     pub fn take(&mut self, buffer_id: BufferId) -> Result<Buffer<D>> {
         let device = self.device.clone();
-        self.take_with(buffer_id, (false, |key: &BufferKey| Tensor::empty(&device, key.dtype, &key.dims)))
+        self.take_with(buffer_id, false, |key| Tensor::empty(&device, key.dtype, &key.dims))
     }
 
     /// The same with memory of `make`'s, which `stays` where it is a communicator's.
@@ -107,7 +107,8 @@ impl<D: Device> BufferCache<D> {
     pub fn take_with(
         &mut self,
         buffer_id: BufferId,
-        (stays, make): (bool, impl FnOnce(&BufferKey) -> Result<Tensor<D>>),
+        stays: bool,
+        make: impl FnOnce(&BufferKey) -> Result<Tensor<D>>,
     ) -> Result<Buffer<D>> {
         let entry = &mut self.entries[buffer_id.0];
         if entry.out {
@@ -204,9 +205,9 @@ mod tests {
             let mut cache = BufferCache::new(Cpu::new());
             let a = cache.reserve(key(0, DType::F32));
             let make = |key: &BufferKey| Tensor::empty(&Cpu::new(), key.dtype, &key.dims);
-            drop(cache.take_with(a, (stays, make)).unwrap());
+            drop(cache.take_with(a, stays, make).unwrap());
             cache.forget(a);
-            let again = cache.take_with(a, (stays, make)).map(drop);
+            let again = cache.take_with(a, stays, make).map(drop);
             match stays {
                 false => again.unwrap(),
                 true => assert!(again.unwrap_err().to_string().contains("a new chain is needed")),

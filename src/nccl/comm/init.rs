@@ -229,7 +229,9 @@ impl NcclComm {
     /// [`NcclError`](crate::nccl::NcclError).
     pub fn from_id(
         library: &NcclLibrary,
-        (id, rank, size): (UniqueId, usize, usize),
+        id: UniqueId,
+        rank: usize,
+        size: usize,
         cuda: &Cuda,
         timeout: Duration,
     ) -> Result<Self> {

@@ -30,15 +30,17 @@ impl NcclComm {
         self.pair("recv", tag, &[], &[piece])
     }
 
-    /// Sends to one rank and receives from another at once, as rings do.
+    /// Sends to the rank `to` and receives from the rank `from` at once, as rings do.
     ///
     /// # Errors
     /// As [`NcclComm::send`].
     pub fn send_recv(
         &mut self,
         tag: Tag,
-        (to, from): (usize, usize),
-        (send, recv): (TensorRef<'_, Cuda>, TensorMut<'_, Cuda>),
+        to: usize,
+        send: TensorRef<'_, Cuda>,
+        from: usize,
+        recv: TensorMut<'_, Cuda>,
     ) -> Result<()> {
         let recv = recv.into_data();
         let sent = PeerBuffer { peer: to, address: send.data().address(), bytes: Cuda::len(send.data()) };

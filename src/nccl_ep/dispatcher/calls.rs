@@ -3,6 +3,7 @@
 use crate::comm::{Communicator, Op};
 use crate::cuda::Cuda;
 use crate::dtype::DType;
+use crate::ep::dispatcher_state::TransportRules;
 use crate::ep::row_transport::{check_grads, check_inputs, check_outputs, check_slots, check_tokens};
 use crate::ep::{
     DispatchGrads, DispatchInputs, DispatchOutputs, DispatchSpec, Handle, Received, RowOrder, TokenDispatcher,
@@ -28,8 +29,8 @@ impl TokenDispatcher<Cuda> for NcclEp {
         {
             return Ok(handle);
         }
-        let (rules, number) = (self.rules(spec), self.core.next());
-        let prepared = self.core.prepare((RowOrder::Slots, rules), ids, weights, spec);
+        let (accepted, number) = (self.rules(spec), self.core.next());
+        let prepared = self.core.prepare(TransportRules { row_order: RowOrder::Slots, accepted }, ids, weights, spec);
         // All ranks have the same now, and each finds it again, whatever it fails at from here on.
         if self.core.has_compared(number) && !self.agreed.contains(&known) {
             self.agreed.push(known);

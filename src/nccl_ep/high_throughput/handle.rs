@@ -110,11 +110,10 @@ impl Handle {
         info.expert_counters = counts.pointer();
         info.expert_offsets = offsets.pointer();
         info.recv_total_counter = total.pointer();
-        let gather_reports = (ids.pointer().cast_const(), &raw const info);
+        let (ids, info) = (ids.pointer().cast_const(), &raw const info);
         // SAFETY: the handle lives; shapes were checked; the tensors' memory is given back in the order of the stream.
-        self.raw_handle.with(CALL, |library, raw, stream| unsafe {
-            result::update_handle(library, raw, gather_reports, stream)
-        })?;
+        self.raw_handle
+            .with(CALL, |library, raw, stream| unsafe { result::update_handle(library, raw, ids, info, stream) })?;
         self.tokens = Some(tokens);
         Ok(())
     }

@@ -95,12 +95,12 @@ impl LowLatencyHandle {
         self.whole(CALL)?;
         check_ids(CALL, ids.view(), (self.top_k, self.group.options().max_tokens))?;
         let mut tensor_descriptor = TensorDescriptor::of(CALL, ids.view())?;
-        let gather_reports = (tensor_descriptor.pointer().cast_const(), std::ptr::null());
+        let (routed, info) = (tensor_descriptor.pointer().cast_const(), std::ptr::null());
         // SAFETY: the handle lives; shapes were checked; the tensor stays until the next update, and its memory is
         // given back in the order of the stream.
         let done = self
             .raw_handle
-            .with(CALL, |library, raw, stream| unsafe { result::update_handle(library, raw, gather_reports, stream) });
+            .with(CALL, |library, raw, stream| unsafe { result::update_handle(library, raw, routed, info, stream) });
         self.ids = Some(ids).filter(|_| done.is_ok());
         done
     }

@@ -113,7 +113,8 @@ pub unsafe fn init_handle(
 pub unsafe fn update_handle(
     library: &Library,
     handle: sys::ncclEpHandle_t,
-    (ids, info): (*const sys::ncclEpTensor_t, *const sys::ncclEpLayoutInfo_t),
+    ids: *const sys::ncclEpTensor_t,
+    info: *const sys::ncclEpLayoutInfo_t,
     stream: sys::cudaStream_t,
 ) -> Result<(), EpError> {
     // SAFETY: as the caller promises.
