@@ -18,7 +18,7 @@ use crate::error::{Error, Result};
 use crate::tensor::TensorMut;
 
 use super::device::{Cuda, Event, driver};
-use super::memory::{Arena, Block};
+use super::memory::{Arena, MemoryBlock};
 
 /// Owned memory of a GPU, given back in the order of its stream.
 pub struct DeviceBuffer {
@@ -31,7 +31,7 @@ pub struct DeviceBuffer {
 /// Whose memory a buffer is.
 enum Owner {
     /// The workspace's.
-    Arena(Block),
+    Arena(MemoryBlock),
     /// Somebody's who lends it, and counts its loans by this.
     #[cfg(feature = "nccl-ep")]
     Loan(Arc<AtomicUsize>),

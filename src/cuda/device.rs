@@ -11,10 +11,10 @@ use crate::error::{Error, Result};
 use crate::kernels::Origin;
 
 use super::graph::Captures;
-use super::kernel_table::{Hopper, Table};
-use super::launch::{Functions, Kernel};
+use super::kernel_table::{Sm90Kernels, Table};
+use super::launch::{ContextKernels, Kernel};
 use super::memory::{Arena, Memory};
-use super::status::Status;
+use super::status::StatusWords;
 use super::sync::FailureSource;
 
 /// `CU_STREAM_PER_THREAD`. Buffers freed on another thread than the one that last used them would not be behind its
@@ -27,7 +27,7 @@ const PER_THREAD: sys::CUstream = 0x2 as sys::CUstream;
 /// for all work of the context, and launches of other threads may be held up until it is done.
 #[derive(Clone)]
 pub struct Cuda {
-    pub(super) inner: Arc<Inner>,
+    pub(super) inner: Arc<CudaState>,
     poison: bool,
     portable: bool,
     /// Results of quantized experts do not depend on the number of rows.
@@ -37,8 +37,8 @@ pub struct Cuda {
 }
 
 // Fields are dropped in order: modules go before the context that holds them.
-pub(super) struct Inner {
-    pub(super) functions: Arc<Functions>,
+pub(super) struct CudaState {
+    pub(super) functions: Arc<ContextKernels>,
     pub(super) stream: Arc<CudaStream>,
     pub(super) context: Arc<CudaContext>,
     /// SMs: blocks of a persistent kernel.
@@ -47,7 +47,7 @@ pub(super) struct Inner {
     pub(super) host_tables: bool,
     /// Words that kernels raise errors in (`report`'s).
     pub(super) status: CUdeviceptr,
-    pub(super) report: Status,
+    pub(super) report: StatusWords,
     /// Where buffers come from: the workspace, or a graph's own while one is recorded.
     arena: RwLock<Arc<Arena>>,
     /// A graph is being recorded.
@@ -59,7 +59,7 @@ pub(super) struct Inner {
     pub(super) failure_sources: Mutex<Vec<Weak<dyn FailureSource>>>,
 }
 
-impl Inner {
+impl CudaState {
     pub(super) fn arena(&self) -> Arc<Arena> {
         Arc::clone(&self.arena.read().unwrap_or_else(PoisonError::into_inner))
     }
@@ -71,11 +71,11 @@ impl Inner {
 
 // SAFETY: the functions are handles that the driver lets any thread use; the context is bound to the
 // calling thread before each use; what happens on the stream is ordered by the driver.
-unsafe impl Send for Inner {}
+unsafe impl Send for CudaState {}
 // SAFETY: as above; what changes after construction is behind locks.
-unsafe impl Sync for Inner {}
+unsafe impl Sync for CudaState {}
 
-impl Drop for Inner {
+impl Drop for CudaState {
     fn drop(&mut self) {
         if self.functions.stuck.is() {
             // What may still run some day keeps what it runs in.
@@ -143,7 +143,7 @@ impl Cuda {
         }
         let context = Arc::clone(stream.context());
         context.bind_to_thread().map_err(driver(CALL, "bind the context"))?;
-        let functions = Arc::new(Functions::load(&context)?);
+        let functions = Arc::new(ContextKernels::load(&context)?);
         Self::with(stream, functions)
     }
 
@@ -155,14 +155,14 @@ impl Cuda {
     /// A driver's error.
     pub fn with_new_stream(&self) -> Result<Self> {
         const CALL: &str = "Cuda::with_new_stream";
-        let Inner { context, functions, .. } = &*self.inner;
+        let CudaState { context, functions, .. } = &*self.inner;
         self.bind(CALL)?;
         let (_, first) = result::stream::get_priority_range().map_err(driver(CALL, "ask for priorities"))?;
         let stream = context.new_stream_with_priority(first).map_err(driver(CALL, "create a stream"))?;
         Ok(Self { inner: Self::with(stream, Arc::clone(functions))?.inner, ..self.clone() })
     }
 
-    fn with(stream: Arc<CudaStream>, functions: Arc<Functions>) -> Result<Self> {
+    fn with(stream: Arc<CudaStream>, functions: Arc<ContextKernels>) -> Result<Self> {
         const CALL: &str = "Cuda::on";
         let context = Arc::clone(stream.context());
         let sm_count = context
@@ -173,11 +173,11 @@ impl Cuda {
             .attribute(sys::CUdevice_attribute::CU_DEVICE_ATTRIBUTE_PAGEABLE_MEMORY_ACCESS_USES_HOST_PAGE_TABLES)
             .map_err(driver(CALL, "ask whether the GPU follows the host's page tables"))?
             != 0;
-        let report = Status::new(&stream, &functions.stuck)?;
+        let report = StatusWords::new(&stream, &functions.stuck)?;
         let arena = RwLock::new(Arena::new(&stream, &functions.stuck)?);
         let (status, capturing) = (report.words, AtomicBool::new(false));
         let (failure_sources, origins, captures) = (Mutex::default(), Mutex::default(), Captures::default());
-        let inner = Inner {
+        let inner = CudaState {
             functions,
             stream,
             context,
@@ -249,7 +249,7 @@ impl Cuda {
     }
 
     /// The Hopper kernels, where calls may take them.
-    pub(super) fn sm90_kernels(&self) -> Option<&Hopper<Kernel>> {
+    pub(super) fn sm90_kernels(&self) -> Option<&Sm90Kernels<Kernel>> {
         self.kernels().sm90.as_ref().filter(|_| !self.portable)
     }
 

@@ -15,7 +15,7 @@ use super::sm90_grouped_gemm::Product;
 
 /// A kernel to be found.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) struct Wanted {
+pub(super) struct KernelSpec {
     /// The file in `kernels/` that has it.
     pub(super) stage: &'static str,
     pub(super) name: &'static str,
@@ -133,7 +133,7 @@ impl<K> Fp4Forward<K> {
 
 /// `aux_loss.cu`.
 #[derive(Debug)]
-pub(super) struct AuxLoss<K> {
+pub(super) struct AuxLossKernels<K> {
     pub(super) scores: K,
     pub(super) chunks: K,
     pub(super) totals: K,
@@ -144,7 +144,7 @@ pub(super) struct AuxLoss<K> {
 
 /// `linear.cu`.
 #[derive(Debug)]
-pub(super) struct Linear<K> {
+pub(super) struct LinearKernels<K> {
     pub(super) forward: HalfOrAny<K>,
     pub(super) d_x: HalfOrAny<K>,
     pub(super) d_weight: HalfOrAny<K>,
@@ -153,7 +153,7 @@ pub(super) struct Linear<K> {
 
 /// `all_to_all_plan.cu`.
 #[derive(Debug)]
-pub(super) struct MessageMaps<K> {
+pub(super) struct AllToAllPlanKernels<K> {
     pub(super) places: K,
     pub(super) count: K,
     pub(super) scan: K,
@@ -162,7 +162,7 @@ pub(super) struct MessageMaps<K> {
 
 /// `mxfp8_cast.cu`: of whole rows, in tiles, of anything.
 #[derive(Debug)]
-pub(super) struct Mxfp8Cast<K> {
+pub(super) struct Mxfp8CastKernels<K> {
     pub(super) rows: PerType<K>,
     pub(super) tiled: PerType<K>,
     pub(super) any: PerType<K>,
@@ -183,7 +183,7 @@ pub(super) enum Nvfp4Mode {
 
 /// `nvfp4_cast.cu`: of anything, and of whole rows.
 #[derive(Debug)]
-pub(super) struct Nvfp4Cast<K> {
+pub(super) struct Nvfp4CastKernels<K> {
     te: PerType<K>,
     stochastic: PerType<K>,
     tiled: PerType<K>,
@@ -194,7 +194,7 @@ pub(super) struct Nvfp4Cast<K> {
     rows_modelopt: PerType<K>,
 }
 
-impl<K> Nvfp4Cast<K> {
+impl<K> Nvfp4CastKernels<K> {
     pub(super) fn any(&self, mode: Nvfp4Mode, dtype: DType) -> &K {
         match mode {
             Nvfp4Mode::Te => self.te.of(dtype),
@@ -217,13 +217,13 @@ impl<K> Nvfp4Cast<K> {
 
 /// `nvfp4_cast_aligned.cu`: rows and columns of whole panels.
 #[derive(Debug)]
-pub(super) struct Nvfp4Aligned<K> {
+pub(super) struct Nvfp4AlignedKernels<K> {
     te: Half<K>,
     stochastic: Half<K>,
     tiled: Half<K>,
 }
 
-impl<K> Nvfp4Aligned<K> {
+impl<K> Nvfp4AlignedKernels<K> {
     pub(super) fn of(&self, mode: Nvfp4Mode, dtype: DType) -> Option<&K> {
         match mode {
             Nvfp4Mode::Te => self.te.of(dtype),
@@ -236,7 +236,7 @@ impl<K> Nvfp4Aligned<K> {
 
 /// `permute.cu`.
 #[derive(Debug)]
-pub(super) struct Permute<K> {
+pub(super) struct PermuteKernels<K> {
     pub(super) gather_rows: K,
     pub(super) reduce_rows: K,
     pub(super) reduce_few_rows: K,
@@ -248,7 +248,7 @@ pub(super) struct Permute<K> {
 /// `prepare.cu`.
 #[derive(Debug)]
 #[cfg_attr(not(feature = "nccl-ep"), allow(dead_code, reason = "some are for that feature's dispatchers"))]
-pub(super) struct Prepare<K> {
+pub(super) struct PrepareKernels<K> {
     pub(super) plan_small: K,
     pub(super) plan_count: K,
     pub(super) plan_scan: K,
@@ -266,7 +266,7 @@ pub(super) struct Prepare<K> {
 
 /// `quant_amax.cu`.
 #[derive(Debug)]
-pub(super) struct QuantAmax<K> {
+pub(super) struct QuantAmaxKernels<K> {
     pub(super) zero: K,
     pub(super) whole: K,
     pub(super) lines: K,
@@ -276,7 +276,7 @@ pub(super) struct QuantAmax<K> {
 
 /// `dequantize.cu`.
 #[derive(Debug)]
-pub(super) struct Dequantize<K> {
+pub(super) struct DequantizeKernels<K> {
     pub(super) nvfp4: K,
     pub(super) mxfp8: K,
     pub(super) swizzle: K,
@@ -284,7 +284,7 @@ pub(super) struct Dequantize<K> {
 
 /// `routing_records.cu`.
 #[derive(Debug)]
-pub(super) struct RoutingRecords<K> {
+pub(super) struct RoutingRecordsKernels<K> {
     pub(super) record_ids: K,
     pub(super) count: K,
     pub(super) scan: K,
@@ -294,7 +294,7 @@ pub(super) struct RoutingRecords<K> {
 
 /// `router.cu`.
 #[derive(Debug)]
-pub(super) struct Router<K> {
+pub(super) struct RouterKernels<K> {
     pub(super) route: K,
     pub(super) route_bwd: K,
     pub(super) route_softmax: K,
@@ -304,21 +304,21 @@ pub(super) struct Router<K> {
 
 /// `w4a16_decode.cu`: tiles of 8 rows by four warps, of up to 16 by eight.
 #[derive(Debug)]
-pub(super) struct Decode<K> {
+pub(super) struct DecodeKernels<K> {
     pub(super) eight: Fp4Forward<K>,
     pub(super) sixteen: Fp4Forward<K>,
 }
 
 /// `wgrad.cu`.
 #[derive(Debug)]
-pub(super) struct Wgrad<K> {
+pub(super) struct WgradKernels<K> {
     pub(super) sums: PerType<K>,
     pub(super) column_sums: K,
 }
 
 /// The stages that exist for sm_90a alone.
 #[derive(Debug)]
-pub(super) struct Hopper<K> {
+pub(super) struct Sm90Kernels<K> {
     gemm: PerProduct<Half<K>>,
     gemm_down_wide: Half<K>,
     gemm_up_dgrad_wide: Half<K>,
@@ -329,7 +329,7 @@ pub(super) struct Hopper<K> {
     pub(super) wgrad: Half<K>,
 }
 
-impl<K> Hopper<K> {
+impl<K> Sm90Kernels<K> {
     /// Products of 16-bit rows, with wider tiles where the product has such.
     pub(super) fn gemm(&self, product: Product, wide: bool) -> &Half<K> {
         match (product, wide) {
@@ -343,31 +343,31 @@ impl<K> Hopper<K> {
 /// All of them.
 #[derive(Debug)]
 pub(super) struct Table<K> {
-    pub(super) aux_loss: AuxLoss<K>,
+    pub(super) aux_loss: AuxLossKernels<K>,
     pub(super) grouped_gemm: PerProduct<PerType<K>>,
     pub(super) concat_rows: K,
-    pub(super) linear: Linear<K>,
-    pub(super) all_to_all_plan: MessageMaps<K>,
-    pub(super) mxfp8_cast: Mxfp8Cast<K>,
-    pub(super) nvfp4_cast: Nvfp4Cast<K>,
-    pub(super) nvfp4_aligned: Nvfp4Aligned<K>,
-    pub(super) permute: Permute<K>,
-    pub(super) prepare: Prepare<K>,
-    pub(super) quant_amax: QuantAmax<K>,
-    pub(super) dequantize: Dequantize<K>,
-    pub(super) routing_records: RoutingRecords<K>,
-    pub(super) router: Router<K>,
+    pub(super) linear: LinearKernels<K>,
+    pub(super) all_to_all_plan: AllToAllPlanKernels<K>,
+    pub(super) mxfp8_cast: Mxfp8CastKernels<K>,
+    pub(super) nvfp4_cast: Nvfp4CastKernels<K>,
+    pub(super) nvfp4_aligned: Nvfp4AlignedKernels<K>,
+    pub(super) permute: PermuteKernels<K>,
+    pub(super) prepare: PrepareKernels<K>,
+    pub(super) quant_amax: QuantAmaxKernels<K>,
+    pub(super) dequantize: DequantizeKernels<K>,
+    pub(super) routing_records: RoutingRecordsKernels<K>,
+    pub(super) router: RouterKernels<K>,
     pub(super) w4a16: PerFormat<PerProduct<PerType<K>>>,
-    pub(super) w4a16_decode: Decode<K>,
-    pub(super) wgrad: Wgrad<K>,
+    pub(super) w4a16_decode: DecodeKernels<K>,
+    pub(super) wgrad: WgradKernels<K>,
     /// `None`: a GPU that they are not for.
-    pub(super) sm90: Option<Hopper<K>>,
+    pub(super) sm90: Option<Sm90Kernels<K>>,
 }
 
 /// Finds the kernels of a stage.
 struct Stage<'a, K> {
     stage: &'static str,
-    find: &'a mut dyn FnMut(Wanted) -> Result<K>,
+    find: &'a mut dyn FnMut(KernelSpec) -> Result<K>,
 }
 
 impl<K> Stage<'_, K> {
@@ -377,7 +377,7 @@ impl<K> Stage<'_, K> {
     }
 
     fn asking(&mut self, name: &'static str, shared: u32) -> Result<K> {
-        (self.find)(Wanted { stage: self.stage, name, shared })
+        (self.find)(KernelSpec { stage: self.stage, name, shared })
     }
 
     fn half(&mut self, [f16, bf16]: [&'static str; 2], shared: u32) -> Result<Half<K>> {
@@ -409,7 +409,7 @@ impl<K> Table<K> {
     ///
     /// # Errors
     /// The first that `find` returns.
-    pub(super) fn new(traits: Traits, mut find: impl FnMut(Wanted) -> Result<K>) -> Result<Self> {
+    pub(super) fn new(traits: Traits, mut find: impl FnMut(KernelSpec) -> Result<K>) -> Result<Self> {
         let find = &mut find;
         Ok(Self {
             aux_loss: aux_loss(Stage { stage: "aux_loss", find })?,
@@ -434,8 +434,8 @@ impl<K> Table<K> {
     }
 }
 
-fn aux_loss<K>(mut stage: Stage<'_, K>) -> Result<AuxLoss<K>> {
-    Ok(AuxLoss {
+fn aux_loss<K>(mut stage: Stage<'_, K>) -> Result<AuxLossKernels<K>> {
+    Ok(AuxLossKernels {
         scores: stage.one("aux_loss_scores")?,
         chunks: stage.one("aux_loss_chunks")?,
         totals: stage.one("aux_loss_totals")?,
@@ -454,8 +454,8 @@ fn grouped_gemm<K>(mut stage: Stage<'_, K>) -> Result<PerProduct<PerType<K>>> {
     })
 }
 
-fn linear<K>(mut stage: Stage<'_, K>) -> Result<Linear<K>> {
-    Ok(Linear {
+fn linear<K>(mut stage: Stage<'_, K>) -> Result<LinearKernels<K>> {
+    Ok(LinearKernels {
         forward: stage.half_or_any(["linear_any", "linear_f16", "linear_bf16"], MMA_SYNC.shared)?,
         d_x: stage.half_or_any(["linear_d_x_any", "linear_d_x_f16", "linear_d_x_bf16"], TF32.shared)?,
         d_weight: stage
@@ -464,8 +464,8 @@ fn linear<K>(mut stage: Stage<'_, K>) -> Result<Linear<K>> {
     })
 }
 
-fn all_to_all_plan<K>(mut stage: Stage<'_, K>) -> Result<MessageMaps<K>> {
-    Ok(MessageMaps {
+fn all_to_all_plan<K>(mut stage: Stage<'_, K>) -> Result<AllToAllPlanKernels<K>> {
+    Ok(AllToAllPlanKernels {
         places: stage.one("all_to_all_places")?,
         count: stage.one("all_to_all_count")?,
         scan: stage.one("all_to_all_scan")?,
@@ -473,16 +473,16 @@ fn all_to_all_plan<K>(mut stage: Stage<'_, K>) -> Result<MessageMaps<K>> {
     })
 }
 
-fn mxfp8_cast<K>(mut stage: Stage<'_, K>) -> Result<Mxfp8Cast<K>> {
-    Ok(Mxfp8Cast {
+fn mxfp8_cast<K>(mut stage: Stage<'_, K>) -> Result<Mxfp8CastKernels<K>> {
+    Ok(Mxfp8CastKernels {
         rows: stage.types(["mxfp8_rows_f32", "mxfp8_rows_f16", "mxfp8_rows_bf16"], 0)?,
         tiled: stage.types(["mxfp8_tiled_f32", "mxfp8_tiled_f16", "mxfp8_tiled_bf16"], 0)?,
         any: stage.types(["mxfp8_f32", "mxfp8_f16", "mxfp8_bf16"], 0)?,
     })
 }
 
-fn nvfp4_cast<K>(mut stage: Stage<'_, K>) -> Result<Nvfp4Cast<K>> {
-    Ok(Nvfp4Cast {
+fn nvfp4_cast<K>(mut stage: Stage<'_, K>) -> Result<Nvfp4CastKernels<K>> {
+    Ok(Nvfp4CastKernels {
         te: stage.types(["nvfp4_te_f32", "nvfp4_te_f16", "nvfp4_te_bf16"], 0)?,
         stochastic: stage.types(["nvfp4_stochastic_f32", "nvfp4_stochastic_f16", "nvfp4_stochastic_bf16"], 0)?,
         tiled: stage.types(["nvfp4_tiled_f32", "nvfp4_tiled_f16", "nvfp4_tiled_bf16"], 0)?,
@@ -496,17 +496,17 @@ fn nvfp4_cast<K>(mut stage: Stage<'_, K>) -> Result<Nvfp4Cast<K>> {
     })
 }
 
-fn nvfp4_aligned<K>(mut stage: Stage<'_, K>) -> Result<Nvfp4Aligned<K>> {
+fn nvfp4_aligned<K>(mut stage: Stage<'_, K>) -> Result<Nvfp4AlignedKernels<K>> {
     let [nearest, stochastic] = NVFP4_ALIGNED_SMEM;
-    Ok(Nvfp4Aligned {
+    Ok(Nvfp4AlignedKernels {
         te: stage.half(["nvfp4_aligned_te_f16", "nvfp4_aligned_te_bf16"], nearest)?,
         stochastic: stage.half(["nvfp4_aligned_stochastic_f16", "nvfp4_aligned_stochastic_bf16"], stochastic)?,
         tiled: stage.half(["nvfp4_aligned_tiled_f16", "nvfp4_aligned_tiled_bf16"], nearest)?,
     })
 }
 
-fn permute<K>(mut stage: Stage<'_, K>) -> Result<Permute<K>> {
-    Ok(Permute {
+fn permute<K>(mut stage: Stage<'_, K>) -> Result<PermuteKernels<K>> {
+    Ok(PermuteKernels {
         gather_rows: stage.one("gather_rows")?,
         reduce_rows: stage.one("reduce_rows")?,
         reduce_few_rows: stage.one("reduce_few_rows")?,
@@ -516,8 +516,8 @@ fn permute<K>(mut stage: Stage<'_, K>) -> Result<Permute<K>> {
     })
 }
 
-fn prepare<K>(mut stage: Stage<'_, K>) -> Result<Prepare<K>> {
-    Ok(Prepare {
+fn prepare<K>(mut stage: Stage<'_, K>) -> Result<PrepareKernels<K>> {
+    Ok(PrepareKernels {
         // Its counts may take all that there is, and it has variables too.
         plan_small: stage.asking("plan_small", DEFAULT_SMEM)?,
         plan_count: stage.one("plan_count")?,
@@ -535,8 +535,8 @@ fn prepare<K>(mut stage: Stage<'_, K>) -> Result<Prepare<K>> {
     })
 }
 
-fn quant_amax<K>(mut stage: Stage<'_, K>) -> Result<QuantAmax<K>> {
-    Ok(QuantAmax {
+fn quant_amax<K>(mut stage: Stage<'_, K>) -> Result<QuantAmaxKernels<K>> {
+    Ok(QuantAmaxKernels {
         zero: stage.one("amax_zero")?,
         whole: stage.one("amax")?,
         lines: stage.one("amax_lines")?,
@@ -545,16 +545,16 @@ fn quant_amax<K>(mut stage: Stage<'_, K>) -> Result<QuantAmax<K>> {
     })
 }
 
-fn dequantize<K>(mut stage: Stage<'_, K>) -> Result<Dequantize<K>> {
-    Ok(Dequantize {
+fn dequantize<K>(mut stage: Stage<'_, K>) -> Result<DequantizeKernels<K>> {
+    Ok(DequantizeKernels {
         nvfp4: stage.one("nvfp4_dequantize")?,
         mxfp8: stage.one("mxfp8_dequantize")?,
         swizzle: stage.one("swizzle")?,
     })
 }
 
-fn routing_records<K>(mut stage: Stage<'_, K>) -> Result<RoutingRecords<K>> {
-    Ok(RoutingRecords {
+fn routing_records<K>(mut stage: Stage<'_, K>) -> Result<RoutingRecordsKernels<K>> {
+    Ok(RoutingRecordsKernels {
         record_ids: stage.one("record_ids")?,
         count: stage.one("routing_records_count")?,
         scan: stage.one("routing_records_scan")?,
@@ -563,8 +563,8 @@ fn routing_records<K>(mut stage: Stage<'_, K>) -> Result<RoutingRecords<K>> {
     })
 }
 
-fn router<K>(mut stage: Stage<'_, K>) -> Result<Router<K>> {
-    Ok(Router {
+fn router<K>(mut stage: Stage<'_, K>) -> Result<RouterKernels<K>> {
+    Ok(RouterKernels {
         route: stage.one("route")?,
         route_bwd: stage.one("route_bwd")?,
         route_softmax: stage.one("route_softmax")?,
@@ -597,20 +597,20 @@ fn w4a16<K>(mut stage: Stage<'_, K>) -> Result<PerFormat<PerProduct<PerType<K>>>
     })
 }
 
-fn w4a16_decode<K>(mut stage: Stage<'_, K>, shared: u32) -> Result<Decode<K>> {
+fn w4a16_decode<K>(mut stage: Stage<'_, K>, shared: u32) -> Result<DecodeKernels<K>> {
     let eight = ["decode8_up_nvfp4", "decode8_up_mxfp4", "decode8_down_nvfp4", "decode8_down_mxfp4"];
     let sixteen = ["decode16_up_nvfp4", "decode16_up_mxfp4", "decode16_down_nvfp4", "decode16_down_mxfp4"];
-    Ok(Decode { eight: stage.fp4_forward(eight, shared)?, sixteen: stage.fp4_forward(sixteen, shared)? })
+    Ok(DecodeKernels { eight: stage.fp4_forward(eight, shared)?, sixteen: stage.fp4_forward(sixteen, shared)? })
 }
 
-fn wgrad<K>(mut stage: Stage<'_, K>) -> Result<Wgrad<K>> {
-    Ok(Wgrad {
+fn wgrad<K>(mut stage: Stage<'_, K>) -> Result<WgradKernels<K>> {
+    Ok(WgradKernels {
         sums: stage.types(["wgrad_f32", "wgrad_f16", "wgrad_bf16"], MMA_SYNC.shared)?,
         column_sums: stage.one("column_sums")?,
     })
 }
 
-fn sm90<K>(find: &mut dyn FnMut(Wanted) -> Result<K>) -> Result<Hopper<K>> {
+fn sm90<K>(find: &mut dyn FnMut(KernelSpec) -> Result<K>) -> Result<Sm90Kernels<K>> {
     let mut gemm = Stage { stage: "sm90_grouped_gemm", find };
     let products = PerProduct {
         up: gemm.half(["sm90_up_f16", "sm90_up_bf16"], SM90_GROUPED_GEMM.shared)?,
@@ -626,7 +626,7 @@ fn sm90<K>(find: &mut dyn FnMut(Wanted) -> Result<K>) -> Result<Hopper<K>> {
     let linear_d_x = linear.asking("sm90_linear_d_x", SM90_LINEAR_D_X.shared)?;
     let linear_d_weight = linear.asking("sm90_linear_d_weight", SM90_LINEAR.shared)?;
     let fp4 = ["sm90_up_nvfp4", "sm90_up_mxfp4", "sm90_down_nvfp4", "sm90_down_mxfp4"];
-    Ok(Hopper {
+    Ok(Sm90Kernels {
         gemm: products,
         gemm_down_wide,
         gemm_up_dgrad_wide,

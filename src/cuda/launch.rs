@@ -9,7 +9,7 @@ use crate::error::{Error, Result};
 
 use super::cubins::{self, CUBINS, Cubin, RELEASE, arch_is_hopper};
 use super::device::{Cuda, driver};
-use super::kernel_table::{Table, Traits, Wanted};
+use super::kernel_table::{KernelSpec, Table, Traits};
 use super::sync::StuckFlag;
 use super::{heuristics, params};
 
@@ -88,7 +88,7 @@ pub(super) struct Kernel {
 }
 
 /// The kernels of one context, shared by its devices.
-pub(super) struct Functions {
+pub(super) struct ContextKernels {
     pub(super) arch: &'static str,
     /// Shared memory that the kernels of few rows with quantized weights may take.
     pub(super) decode_shared: usize,
@@ -108,17 +108,17 @@ impl Modules {
     ///
     /// # Errors
     /// [`Error::MissingKernel`].
-    fn of(&self, arch: &'static str, wanted: Wanted) -> Result<sys::CUmodule> {
+    fn of(&self, arch: &'static str, wanted: KernelSpec) -> Result<sys::CUmodule> {
         let with = |(cubin, _): &&(&Cubin, _)| cubin.stage == wanted.stage && cubin.kernels.contains(&wanted.name);
         self.0.iter().find(with).map(|(_, module)| *module).ok_or_else(|| missing(arch, wanted))
     }
 }
 
-fn missing(arch: &str, Wanted { stage, name, .. }: Wanted) -> Error {
+fn missing(arch: &str, KernelSpec { stage, name, .. }: KernelSpec) -> Error {
     Error::MissingKernel { kernel: name, cubin: format!("kernels/{stage}.cu for sm_{arch}") }
 }
 
-impl Functions {
+impl ContextKernels {
     /// Loads every stage into a context, which is the thread's, and finds all kernels in them.
     ///
     /// # Errors
@@ -139,7 +139,7 @@ impl Functions {
         }
         let traits = Traits { sm90: arch_is_hopper(arch), decode_shared: heuristics::DECODE_SHARED.min(most) };
         let table = Table::new(traits, |wanted| {
-            let Wanted { name, shared, .. } = wanted;
+            let KernelSpec { name, shared, .. } = wanted;
             let module = modules.of(arch, wanted)?;
             let text = CString::new(name).map_err(|_| missing(arch, wanted))?;
             // SAFETY: the module was loaded above and is unloaded behind the table only.
@@ -158,9 +158,9 @@ impl Functions {
 }
 
 // SAFETY: handles that the driver lets any thread use, unchanged after `load`.
-unsafe impl Send for Functions {}
+unsafe impl Send for ContextKernels {}
 // SAFETY: as above.
-unsafe impl Sync for Functions {}
+unsafe impl Sync for ContextKernels {}
 
 impl Drop for Modules {
     fn drop(&mut self) {
@@ -262,14 +262,14 @@ mod tests {
 
     #[test]
     fn a_kernel_that_is_missing_is_named_with_its_cubin() {
-        let wanted = Wanted { stage: "prepare", name: "plan_smal", shared: 0 };
+        let wanted = KernelSpec { stage: "prepare", name: "plan_smal", shared: 0 };
         let error = Modules::default().of("90a", wanted).err().map(|e| e.to_string()).unwrap_or_default();
         assert_eq!(error, "Cuda::on: kernels/prepare.cu for sm_90a has no kernel plan_smal");
         static CUBIN: Cubin = Cubin { stage: "prepare", arch: "90a", kernels: &["plan_small"], image: &[] };
         let modules = std::mem::ManuallyDrop::new(Modules(vec![(&CUBIN, std::ptr::null_mut())]));
         assert!(modules.of("90a", wanted).is_err());
-        assert!(modules.of("90a", Wanted { name: "plan_small", ..wanted }).is_ok());
-        assert!(modules.of("90a", Wanted { name: "plan_small", stage: "records", ..wanted }).is_err());
+        assert!(modules.of("90a", KernelSpec { name: "plan_small", ..wanted }).is_ok());
+        assert!(modules.of("90a", KernelSpec { name: "plan_small", stage: "records", ..wanted }).is_err());
     }
 
     /// Kernels get the shared memory that they are launched with, on the GPU whose blocks may have least, too: 99 KB

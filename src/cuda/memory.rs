@@ -90,7 +90,7 @@ unsafe fn keep(pool: sys::CUmemoryPool, mut bytes: u64) -> std::result::Result<(
 
 /// Where a block lies, and which hand-out of its arena it is.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct Block {
+pub(super) struct MemoryBlock {
     pub(super) ptr: CUdeviceptr,
     size: usize,
     serial: u64,
@@ -100,14 +100,14 @@ pub(super) struct Block {
 pub(super) struct Arena {
     pool: Arc<Pool>,
     captured: bool,
-    state: Mutex<State>,
+    state: Mutex<ArenaState>,
 }
 
 #[derive(Default)]
-struct State {
+struct ArenaState {
     free: BTreeSet<(usize, CUdeviceptr)>,
     /// Freed while a graph that may touch them was alive.
-    limbo: Vec<Block>,
+    limbo: Vec<MemoryBlock>,
     /// For each graph alive, the first serial number that it does not know.
     holds: BTreeMap<u64, u64>,
     next: u64,
@@ -187,13 +187,13 @@ impl Arena {
         self.give_back(&mut lock(&self.state));
     }
 
-    fn give_back(&self, state: &mut State) {
+    fn give_back(&self, state: &mut ArenaState) {
         if !self.captured {
             self.pool.give_back(std::mem::take(&mut state.free).into_iter());
         }
     }
 
-    pub(super) fn alloc(&self, call: &'static str, bytes: usize) -> Result<Block> {
+    pub(super) fn alloc(&self, call: &'static str, bytes: usize) -> Result<MemoryBlock> {
         let size = bytes.max(1).checked_next_multiple_of(GRAIN).unwrap_or(bytes);
         let mut state = lock(&self.state);
         let most = size.saturating_add(size / SLACK);
@@ -217,7 +217,7 @@ impl Arena {
         let mut memory = self.pool.counts();
         memory.in_use += size;
         memory.peak = memory.peak.max(memory.in_use);
-        Ok(Block { ptr, size, serial: state.next })
+        Ok(MemoryBlock { ptr, size, serial: state.next })
     }
 
     #[cfg(feature = "candle")]
@@ -227,7 +227,7 @@ impl Arena {
 
     /// Leaves a block to somebody else, who gives it back to the driver.
     #[cfg(feature = "candle")]
-    pub(super) fn give_away(&self, block: &mut Block) -> CUdeviceptr {
+    pub(super) fn give_away(&self, block: &mut MemoryBlock) -> CUdeviceptr {
         self.pool.lent.store(true, Ordering::Relaxed);
         let mut memory = self.pool.counts();
         memory.in_use -= block.size;
@@ -235,7 +235,7 @@ impl Arena {
         block.ptr
     }
 
-    pub(super) fn free(&self, block: Block) {
+    pub(super) fn free(&self, block: MemoryBlock) {
         if block.size == 0 {
             return; // given away
         }
@@ -259,7 +259,7 @@ impl Arena {
     pub(super) fn release(&self, id: u64) {
         let mut state = lock(&self.state);
         state.holds.remove(&id);
-        let State { limbo, holds, free, .. } = &mut *state;
+        let ArenaState { limbo, holds, free, .. } = &mut *state;
         limbo.retain(|block| {
             let held = holds.values().any(|end| block.serial < *end);
             if !held {

@@ -163,7 +163,7 @@ pub(crate) fn external_layout(device: &Cuda, from: &ExternalPlan<'_>) -> Result<
 }
 
 /// A plan, but for its statistics, and these as kernels leave them.
-type Planned = (Plan<Cuda>, Tensor<Cuda>);
+type PlanAndStats = (Plan<Cuda>, Tensor<Cuda>);
 
 /// The plan of these ids as those of a rank without others; errors name `rank`.
 #[cfg(feature = "nccl-ep")]
@@ -171,13 +171,13 @@ pub(super) fn plan_alone(
     device: &Cuda,
     ids: TensorRef<'_, Cuda>,
     (spec, num_experts, rank): (&DispatchSpec, usize, usize),
-) -> Result<Option<Planned>> {
+) -> Result<Option<PlanAndStats>> {
     let (tokens, row_order) = ([ids.rows()], crate::plan::RowOrder::Local);
     let (ranks, weights, ids) = (1, None, ids.borrow());
     plan_on_gpu(device, PlanRequest { rank, ranks, num_experts, ids, weights, tokens: &tokens, spec, row_order })
 }
 
-pub(super) fn plan_on_gpu(device: &Cuda, call: PlanRequest<'_, Cuda>) -> Result<Option<Planned>> {
+pub(super) fn plan_on_gpu(device: &Cuda, call: PlanRequest<'_, Cuda>) -> Result<Option<PlanAndStats>> {
     const CALL: &str = "prepare";
     let (spec, experts, k) = (call.spec, call.num_experts, call.spec.top_k);
     let by_weight = spec.expert_capacity.is_some_and(|c| c.order == CapacityOrder::Probability);

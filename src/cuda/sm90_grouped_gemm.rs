@@ -5,7 +5,7 @@ use crate::error::Result;
 
 use super::device::Cuda;
 use super::heuristics::WIDE_SUM;
-use super::kernel_table::{Half, Hopper};
+use super::kernel_table::{Half, Sm90Kernels};
 use super::launch::{Grid, Kernel, SM90_GROUPED_GEMM, argument};
 use super::params;
 use super::tensor_map::TensorMapSpec;
@@ -38,7 +38,7 @@ impl Product {
     }
 
     /// The kernels of a sum of `k`.
-    pub(super) fn kernels(self, sm90: &Hopper<Kernel>, k: usize) -> &Half<Kernel> {
+    pub(super) fn kernels(self, sm90: &Sm90Kernels<Kernel>, k: usize) -> &Half<Kernel> {
         sm90.gemm(self, self.wide(k))
     }
 }

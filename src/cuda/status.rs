@@ -41,7 +41,7 @@ const ROWS: u64 = (1 << 32) - 1;
 const ORIGINS: usize = 1 << params::ORIGIN_BITS;
 
 /// The words, and their copy in memory that the GPU writes and the host reads.
-pub(super) struct Status {
+pub(super) struct StatusWords {
     pub(super) words: CUdeviceptr,
     /// Page-locked, so that kernels can write it.
     mirror: *mut AtomicU64,
@@ -51,11 +51,11 @@ pub(super) struct Status {
 }
 
 // SAFETY: the host touches the mirror through atomics alone.
-unsafe impl Send for Status {}
+unsafe impl Send for StatusWords {}
 // SAFETY: as above.
-unsafe impl Sync for Status {}
+unsafe impl Sync for StatusWords {}
 
-impl Drop for Status {
+impl Drop for StatusWords {
     fn drop(&mut self) {
         // Nothing can be reported from here; a context that is gone has freed everything itself.
         if !self.stuck.is() && self.context.bind_to_thread().is_ok() {
@@ -69,7 +69,7 @@ impl Drop for Status {
     }
 }
 
-impl Status {
+impl StatusWords {
     pub(super) fn new(stream: &Arc<CudaStream>, stuck: &StuckFlag) -> Result<Self> {
         const CALL: &str = "Cuda::on";
         let context = Arc::clone(stream.context());

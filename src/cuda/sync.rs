@@ -9,7 +9,7 @@ use cudarc::driver::sys::CUdeviceptr;
 
 use crate::error::{Error, Result};
 
-use super::device::{Cuda, Inner, driver};
+use super::device::{Cuda, CudaState, driver};
 
 /// How long a wait for the GPU keeps its core to itself; then it looks now and then.
 const SPIN: Duration = Duration::from_millis(2);
@@ -51,7 +51,7 @@ pub(crate) trait FailureSource: Send + Sync {
     fn failure(&self) -> Option<Error>;
 }
 
-impl Inner {
+impl CudaState {
     fn failure_sources(&self) -> MutexGuard<'_, Vec<Weak<dyn FailureSource>>> {
         self.failure_sources.lock().unwrap_or_else(PoisonError::into_inner)
     }
