@@ -10,7 +10,7 @@ use super::{ReduceOp, Tag};
 
 /// One rank's side of a collective.
 #[derive(Debug)]
-pub(crate) struct Call {
+pub(crate) struct CollectiveCall {
     pub operation: &'static str,
     pub tag: Tag,
     pub dtype: DType,
@@ -55,8 +55,8 @@ pub(crate) fn failed(
 }
 
 /// Compares the calls of all ranks.
-pub(crate) fn judge<'a>(messages: impl Iterator<Item = &'a Call>) -> Verdict {
-    let messages: Vec<&Call> = messages.collect();
+pub(crate) fn judge<'a>(messages: impl Iterator<Item = &'a CollectiveCall>) -> Verdict {
+    let messages: Vec<&CollectiveCall> = messages.collect();
     let all = 0..messages.len();
     let each = |error: &dyn Fn(usize) -> CommError| Some(all.clone().map(error).collect());
     // For every rank that finds no fault with a peer of its own, the fault of another pair is the news.
@@ -74,10 +74,11 @@ pub(crate) fn judge<'a>(messages: impl Iterator<Item = &'a Call>) -> Verdict {
             CommError::Refused { operation: m.operation, tag: m.tag, rank: r, peer, reason }
         });
     }
-    let differing =
-        |same: &dyn Fn(&Call, &Call) -> bool, r: usize| all.clone().find(|p| !same(messages[r], messages[*p]));
+    let differing = |same: &dyn Fn(&CollectiveCall, &CollectiveCall) -> bool, r: usize| {
+        all.clone().find(|p| !same(messages[r], messages[*p]))
+    };
 
-    let same_call = |a: &Call, b: &Call| a.operation == b.operation && a.tag == b.tag;
+    let same_call = |a: &CollectiveCall, b: &CollectiveCall| a.operation == b.operation && a.tag == b.tag;
     if differing(&same_call, 0).is_some() {
         return each(&|r| {
             let (m, peer) = (messages[r], differing(&same_call, r).unwrap_or(r));
@@ -91,7 +92,7 @@ pub(crate) fn judge<'a>(messages: impl Iterator<Item = &'a Call>) -> Verdict {
             }
         });
     }
-    let same_arguments = |a: &Call, b: &Call| argument(a) == argument(b);
+    let same_arguments = |a: &CollectiveCall, b: &CollectiveCall| argument(a) == argument(b);
     if differing(&same_arguments, 0).is_some() {
         return each(&|r| {
             let (m, peer) = (messages[r], differing(&same_arguments, r).unwrap_or(r));
@@ -112,7 +113,7 @@ pub(crate) fn judge<'a>(messages: impl Iterator<Item = &'a Call>) -> Verdict {
 }
 
 /// Arguments on which ranks must agree besides operation, tag and sizes.
-fn argument(m: &Call) -> String {
+fn argument(m: &CollectiveCall) -> String {
     match &m.detail {
         Detail::Reduce(op) => format!("{op:?} of {}", m.dtype),
         Detail::Root(root) => format!("{} from root {root}", m.dtype),
@@ -125,7 +126,7 @@ fn argument(m: &Call) -> String {
 }
 
 /// Bytes that rank r wants of p and bytes that p sends, where they differ.
-fn sizes(messages: &[&Call], r: usize, p: usize) -> Option<(usize, usize)> {
+fn sizes(messages: &[&CollectiveCall], r: usize, p: usize) -> Option<(usize, usize)> {
     let (expected, found) = match (&messages[r].detail, &messages[p].detail) {
         (Detail::Pieces { recv, .. }, Detail::Pieces { send, .. }) => (recv[p], send[r]),
         _ => (messages[r].bytes, messages[p].bytes),

@@ -7,7 +7,7 @@
 
 use std::time::Duration;
 
-use crate::comm::agree::{Call, Detail, Verdict, failed, judge};
+use crate::comm::agree::{CollectiveCall, Detail, Verdict, failed, judge};
 use crate::comm::rendezvous::{Arc, Rendezvous, Round};
 use crate::comm::{Communicator, Exchange, ReduceOp, Tag, check_blocks};
 #[cfg(not(loom))]
@@ -66,7 +66,7 @@ impl Drop for ThreadComm {
 /// Deposit of a rank at a meeting.
 #[derive(Debug)]
 struct Deposit {
-    call: Call,
+    call: CollectiveCall,
     bytes: Vec<u8>,
 }
 
@@ -85,7 +85,7 @@ impl ThreadComm {
         let copy = self.check(tag, copy)?;
         self.calls += 1;
         let (rank, timeout) = (self.rank, self.timeout);
-        let call = Call { operation, tag, dtype, detail, bytes: bytes.len() };
+        let call = CollectiveCall { operation, tag, dtype, detail, bytes: bytes.len() };
         let message = Deposit { call, bytes: copy };
         let round = self
             .world

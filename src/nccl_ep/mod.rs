@@ -1,7 +1,7 @@
 //! Tokens between GPUs by NVIDIA's NCCL EP (`libnccl_ep`), found at run time.
 //!
 //! Three layers: [`sys`] is the library's interface as its header declares it, [`result`] its calls with no exception
-//! leaving them, and [`Group`] and [`Handle`] what cannot be misused: they check what the library would end the process
+//! leaving them, and [`HighThroughputGroup`] and [`HighThroughputHandle`] what cannot be misused: they check what the library would end the process
 //! for, and own what must outlive it. [`NcclEp`] is a [`TokenDispatcher`](crate::ep::TokenDispatcher) of these.
 //!
 //! ```text
@@ -31,10 +31,11 @@ mod tensor;
 pub use crate::error::EpError;
 pub use dispatcher::NcclEp;
 pub use high_throughput::{
-    CombineArgs, Direction, DispatchArgs, Group, GroupOptions, Handle, HandleOptions, UpdateCounters,
+    CombineArgs, DispatchArgs, GroupOptions, HandleOptions, HighThroughputGroup, HighThroughputHandle, PassDirection,
+    UpdateCounters,
 };
 pub use library::{Compiler, EpLibrary, VARIABLE};
 pub use low_latency::{
-    Layout, LowLatencyCombineArgs, LowLatencyDispatchArgs, LowLatencyGroup, LowLatencyHandle, LowLatencyOptions,
-    LowLatencyReceiveArgs,
+    LowLatencyCombineArgs, LowLatencyDispatchArgs, LowLatencyGroup, LowLatencyHandle, LowLatencyLayout,
+    LowLatencyOptions, LowLatencyReceiveArgs,
 };

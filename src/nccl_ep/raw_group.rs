@@ -6,7 +6,7 @@ use crate::cuda::Cuda;
 use crate::error::Result;
 use crate::nccl::SharedComm;
 
-use super::rules::Checked;
+use super::rules::EpResult;
 use super::{EpError, EpLibrary, result, sys};
 
 /// The library's group of either mode, and the values that it needs.
@@ -47,7 +47,7 @@ impl RawGroup {
     pub(super) fn with<T>(
         &self,
         call: &'static str,
-        calls: impl FnOnce(&sys::Library, sys::cudaStream_t) -> Checked<T>,
+        calls: impl FnOnce(&sys::Library, sys::cudaStream_t) -> EpResult<T>,
     ) -> Result<T> {
         self.cuda.bind(call)?;
         let stream: sys::cudaStream_t = self.cuda.stream().cu_stream().cast();

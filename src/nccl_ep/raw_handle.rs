@@ -10,7 +10,7 @@ use crate::tensor::{Tensor, TensorRef};
 
 use super::raw_group::RawGroup;
 use super::result::{self, blank};
-use super::rules::Checked;
+use super::rules::EpResult;
 use super::sys;
 use super::tensor::TensorDescriptor;
 
@@ -28,7 +28,7 @@ unsafe impl Send for RawHandle {}
 unsafe impl Sync for RawHandle {}
 
 /// Sizes that a handle is made with, checked.
-pub(super) struct Shape {
+pub(super) struct HandleSizes {
     pub(super) layout: sys::ncclEpLayout_t,
     /// Of segments; 0 where the layout has none.
     pub(super) alignment: usize,
@@ -38,10 +38,10 @@ pub(super) struct Shape {
 
 impl RawHandle {
     /// A handle that waits for its first update.
-    pub(super) fn new(call: &'static str, raw_group: &Arc<RawGroup>, shape: Shape) -> Result<Self> {
+    pub(super) fn new(call: &'static str, raw_group: &Arc<RawGroup>, shape: HandleSizes) -> Result<Self> {
         let mut config: sys::ncclEpHandleConfig_t = blank();
         config.dispatch_output_per_expert_alignment = shape.alignment;
-        let shape = result::Shape { layout: shape.layout, config: &config, top_k: shape.top_k as c_int };
+        let shape = result::RawHandleSizes { layout: shape.layout, config: &config, top_k: shape.top_k as c_int };
         // SAFETY: the group lives; the shape was checked.
         let bytes =
             raw_group.with(call, |library, _| unsafe { result::handle_mem_size(library, raw_group.raw, shape) })?;
@@ -68,7 +68,7 @@ impl RawHandle {
     pub(super) fn with<T>(
         &mut self,
         call: &'static str,
-        calls: impl FnOnce(&sys::Library, sys::ncclEpHandle_t, sys::cudaStream_t) -> Checked<T>,
+        calls: impl FnOnce(&sys::Library, sys::ncclEpHandle_t, sys::cudaStream_t) -> EpResult<T>,
     ) -> Result<T> {
         let raw = self.raw;
         self.raw_group.with(call, |library, stream| calls(library, raw, stream))

@@ -7,7 +7,7 @@ use crate::nccl::SharedComm;
 use super::EpError;
 
 /// A result of this module alone.
-pub(super) type Checked<T> = std::result::Result<T, EpError>;
+pub(super) type EpResult<T> = std::result::Result<T, EpError>;
 
 /// Most tokens that the library's kernels are made for.
 pub(super) const MOST_TOKENS: usize = 8192;
@@ -16,7 +16,7 @@ pub(super) const MOST_CHOICES: usize = 32;
 pub(super) const SHARED: usize = 227 << 10;
 
 /// Most that the library's 32-bit fields hold.
-pub(super) fn narrow(call: &'static str, name: &'static str, value: usize) -> Checked<u32> {
+pub(super) fn narrow(call: &'static str, name: &'static str, value: usize) -> EpResult<u32> {
     u32::try_from(value).map_err(|_| EpError::Argument {
         call,
         name,
@@ -26,7 +26,7 @@ pub(super) fn narrow(call: &'static str, name: &'static str, value: usize) -> Ch
 }
 
 /// The rule for tokens of a rank.
-pub(super) fn check_tokens(call: &'static str, tokens: usize) -> Checked<()> {
+pub(super) fn check_tokens(call: &'static str, tokens: usize) -> EpResult<()> {
     if tokens.is_multiple_of(4) && tokens <= MOST_TOKENS {
         return Ok(());
     }
@@ -35,7 +35,7 @@ pub(super) fn check_tokens(call: &'static str, tokens: usize) -> Checked<()> {
 }
 
 /// The rules for experts and ranks.
-pub(super) fn check_experts(experts: usize, ranks: usize) -> Checked<()> {
+pub(super) fn check_experts(experts: usize, ranks: usize) -> EpResult<()> {
     if ranks < 2 {
         return Err(EpError::Ranks { found: ranks });
     }
@@ -66,7 +66,7 @@ fn domain(comm: crate::nccl::sys::CommPtr) -> Option<usize> {
 }
 
 /// The rule for experts of a domain.
-pub(super) fn check_domain(call: &'static str, comm: &SharedComm, experts: usize) -> Checked<()> {
+pub(super) fn check_domain(call: &'static str, comm: &SharedComm, experts: usize) -> EpResult<()> {
     let ranks = comm.size();
     let domain = comm.with(domain).ok_or(EpError::Ended { call })?.unwrap_or(ranks);
     let local = experts / ranks;

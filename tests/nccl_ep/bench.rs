@@ -11,7 +11,8 @@ use cudarc::driver::sys::CUevent_flags;
 use moebius::comm::Communicator;
 use moebius::cuda::{Cuda, cudarc};
 use moebius::nccl_ep::{
-    CombineArgs, Direction, DispatchArgs, Group, GroupOptions, Handle, HandleOptions, UpdateCounters, sys,
+    CombineArgs, DispatchArgs, GroupOptions, HandleOptions, HighThroughputGroup, HighThroughputHandle, PassDirection,
+    UpdateCounters, sys,
 };
 use moebius::{DType, Error, Result, Tensor};
 
@@ -104,7 +105,7 @@ const PHASES: [(Phase, &str); 5] = [
 ];
 
 impl Step {
-    fn safe(&mut self, phase: Phase, handle: &mut Handle) -> Result<()> {
+    fn safe(&mut self, phase: Phase, handle: &mut HighThroughputHandle) -> Result<()> {
         let [counts, offsets, total] = &mut self.counters;
         match phase {
             Phase::Prepare => {
@@ -122,7 +123,7 @@ impl Step {
                     out_weights: forward.then(|| self.rows_w.view_mut()),
                     out_scales: None,
                 };
-                handle.dispatch(if forward { Direction::Forward } else { Direction::Backward }, rows)
+                handle.dispatch(if forward { PassDirection::Forward } else { PassDirection::Backward }, rows)
             }
             Phase::Combine | Phase::DispatchBwd => {
                 let backward = phase == Phase::DispatchBwd;
@@ -132,13 +133,13 @@ impl Step {
                     out: self.y.view_mut(),
                     out_weights: backward.then(|| self.d_w.view_mut()),
                 };
-                handle.combine(if backward { Direction::Backward } else { Direction::Forward }, rows)
+                handle.combine(if backward { PassDirection::Backward } else { PassDirection::Forward }, rows)
             }
         }
     }
 
     /// The same call as a C program would make it.
-    fn raw(&mut self, phase: Phase, handle: &Handle, stream: sys::cudaStream_t) {
+    fn raw(&mut self, phase: Phase, handle: &HighThroughputHandle, stream: sys::cudaStream_t) {
         let library = handle.group().library().functions();
         let (t, k, n) = (self.x.dims()[0], self.w.dims()[1], self.rows.dims()[0]);
         let (h, l) = (self.x.dims()[1], self.counters[0].dims()[0]);
@@ -312,8 +313,8 @@ fn measure(seat: &mut Seat<'_>, run: &Run) -> Result<()> {
         max_top_k: k,
         trap: false,
     };
-    let group = Group::new(&seat.library, &seat.comm, options)?;
-    let mut handle = Handle::new(&group, HandleOptions { top_k: k, alignment: 1 })?;
+    let group = HighThroughputGroup::new(&seat.library, &seat.comm, options)?;
+    let mut handle = HighThroughputHandle::new(&group, HandleOptions { top_k: k, alignment: 1 })?;
     let held = before.saturating_sub(free()?);
     let of = |dtype, dims: &[usize]| Tensor::<Cuda>::empty(&cuda, dtype, dims);
     let local = experts / ranks;

@@ -6,7 +6,7 @@ use moebius::comm::Communicator;
 use moebius::cuda::Cuda;
 use moebius::kernels::Kernels;
 use moebius::nccl_ep::{
-    EpError, Layout, LowLatencyCombineArgs, LowLatencyDispatchArgs, LowLatencyGroup, LowLatencyHandle,
+    EpError, LowLatencyCombineArgs, LowLatencyDispatchArgs, LowLatencyGroup, LowLatencyHandle, LowLatencyLayout,
     LowLatencyOptions, LowLatencyReceiveArgs,
 };
 use moebius::{DType, Error, Result, Tensor};
@@ -30,7 +30,7 @@ const K: usize = 3;
 /// A configuration of the round trip.
 #[derive(Debug, Clone, Copy)]
 struct Trip {
-    layout: Layout,
+    layout: LowLatencyLayout,
     hidden: usize,
     ids: DType,
     rows: DType,
@@ -39,11 +39,17 @@ struct Trip {
     seed: u64,
 }
 
-const PLAIN: Trip =
-    Trip { layout: Layout::ExpertMajor, hidden: 512, ids: DType::I32, rows: DType::BF16, tokens: [32, 20], seed: 1 };
+const PLAIN: Trip = Trip {
+    layout: LowLatencyLayout::ExpertMajor,
+    hidden: 512,
+    ids: DType::I32,
+    rows: DType::BF16,
+    tokens: [32, 20],
+    seed: 1,
+};
 
 fn trips() -> Vec<Trip> {
-    let both = [Layout::ExpertMajor, Layout::RankMajor].into_iter();
+    let both = [LowLatencyLayout::ExpertMajor, LowLatencyLayout::RankMajor].into_iter();
     let each = |layout| {
         let plain = Trip { layout, ..PLAIN };
         let wide = Trip { hidden: 7168, ids: DType::I64, tokens: [7, 1], seed: 2, ..plain };
@@ -93,7 +99,7 @@ impl Step {
         let x: Vec<f64> = (0..tokens * h).map(|i| value(rank, i / h, i % h)).collect();
         let w: Vec<f64> = (0..tokens * K).map(|i| weight(i / K, i % K)).collect();
         let (cuda, n) = (seat.cuda(), handle.rows());
-        let entries = if trip.layout == Layout::ExpertMajor { 4 } else { ranks };
+        let entries = if trip.layout == LowLatencyLayout::ExpertMajor { 4 } else { ranks };
         Ok(Self {
             x: seat.put(trip.rows, &x, &[tokens, h])?,
             w: seat.put(DType::F32, &w, &[tokens, K])?,
@@ -110,7 +116,7 @@ impl Step {
     }
 
     fn dispatch(&mut self, beside: Option<&mut dyn FnMut() -> Result<()>>) -> Result<()> {
-        let by_rank = self.trip.layout == Layout::RankMajor;
+        let by_rank = self.trip.layout == LowLatencyLayout::RankMajor;
         let from =
             LowLatencyDispatchArgs { tokens: self.x.view(), weights: by_rank.then(|| self.w.view()), scales: None };
         let to = LowLatencyReceiveArgs {
@@ -127,7 +133,7 @@ impl Step {
     }
 
     fn combine(&mut self, beside: Option<&mut dyn FnMut() -> Result<()>>) -> Result<()> {
-        let by_expert = self.trip.layout == Layout::ExpertMajor;
+        let by_expert = self.trip.layout == LowLatencyLayout::ExpertMajor;
         let back = LowLatencyCombineArgs {
             rows: self.rows.view(),
             weights: by_expert.then(|| self.w.view()),
@@ -144,7 +150,7 @@ impl Step {
         let (h, rows, counts) = (self.trip.hidden, seat.get(&self.rows)?, seat.get(&self.counts)?);
         let mine = |id: i64| id >= 0 && id as usize / 4 == self.rank;
         match self.trip.layout {
-            Layout::ExpertMajor => {
+            LowLatencyLayout::ExpertMajor => {
                 let per = rows.len() / h / 4;
                 for (e, count) in counts.iter().enumerate() {
                     let id = (4 * self.rank + e) as i64;
@@ -155,7 +161,7 @@ impl Step {
                     self.same(&rows, found.collect(), all.collect());
                 }
             }
-            Layout::RankMajor => {
+            LowLatencyLayout::RankMajor => {
                 let (w, ids) = (seat.get(&self.out_w)?, seat.get(&self.out_ids)?);
                 let mut scaled = rows.clone();
                 for (r, count) in counts.iter().enumerate() {
@@ -179,7 +185,7 @@ impl Step {
 
     /// Ranks and tokens, in order, of what part of the layout (an expert's, or a rank's) has on this rank.
     fn sent(&self, part: usize) -> Vec<(usize, usize)> {
-        let by_expert = self.trip.layout == Layout::ExpertMajor;
+        let by_expert = self.trip.layout == LowLatencyLayout::ExpertMajor;
         let here = |r: usize, id: i64| match by_expert {
             true => id == (4 * self.rank + part) as i64,
             false => r == part && id >= 0 && id as usize / 4 == self.rank,
@@ -243,7 +249,7 @@ fn rows_go_there_and_back(ranks: usize) {
 }
 
 fn work_runs_beside(ranks: usize) {
-    for layout in [Layout::ExpertMajor, Layout::RankMajor] {
+    for layout in [LowLatencyLayout::ExpertMajor, LowLatencyLayout::RankMajor] {
         let trip = Trip { layout, ..PLAIN };
         each(ranks, |seat| {
             let group = LowLatencyGroup::new(&seat.library, &seat.comm, options(&trip, seat.comm.size()))?;
@@ -278,7 +284,7 @@ fn work_runs_beside(ranks: usize) {
 const PATIENCE: Duration = Duration::from_secs(2);
 
 fn a_late_rank_is_skipped_and_readmitted(ranks: usize) {
-    let trip = Trip { layout: Layout::RankMajor, tokens: [32, 20], ..PLAIN };
+    let trip = Trip { layout: LowLatencyLayout::RankMajor, tokens: [32, 20], ..PLAIN };
     each(ranks, |seat| {
         let options = LowLatencyOptions { patience: Some(PATIENCE), ..options(&trip, ranks) };
         let group = LowLatencyGroup::new(&seat.library, &seat.comm, options)?;
@@ -350,14 +356,16 @@ fn a_late_rank_is_skipped_and_readmitted(ranks: usize) {
 
 /// Bytes of fp8, MXFP8 or packed fp4 rows and of their scales arrive together and unchanged.
 fn opaque_rows_with_scales(ranks: usize) {
-    for (layout, row, scale) in
-        [(Layout::RankMajor, 512, 0), (Layout::RankMajor, 512, 16), (Layout::ExpertMajor, 512, 32)]
-    {
+    for (layout, row, scale) in [
+        (LowLatencyLayout::RankMajor, 512, 0),
+        (LowLatencyLayout::RankMajor, 512, 16),
+        (LowLatencyLayout::ExpertMajor, 512, 32),
+    ] {
         let trip = Trip { layout, hidden: (row + scale) / 2, ..PLAIN };
         each(ranks, |seat| {
             let group = LowLatencyGroup::new(&seat.library, &seat.comm, options(&trip, ranks))?;
             let mut step = Step::new(seat, trip, &group)?;
-            let (rank, by_rank) = (step.rank, layout == Layout::RankMajor);
+            let (rank, by_rank) = (step.rank, layout == LowLatencyLayout::RankMajor);
             let tokens = step.ids[rank].len() / K;
             let byte = |rank: usize, t: usize, c: usize| ((rank * 71 + t * 5 + c * 3) % 251) as f64;
             let filled = |width: usize, salt| (0..tokens * width).map(move |i| byte(rank, i / width, i % width + salt));
@@ -412,7 +420,7 @@ fn rules_are_checked_before_the_library_is_called(ranks: usize) {
         let none = refused(LowLatencyOptions { max_tokens: 0, ..good });
         assert!(matches!(none, EpError::Argument { name: "max_tokens", .. }), "{none}");
         let group = LowLatencyGroup::new(&seat.library, &seat.comm, good)?;
-        let many = LowLatencyHandle::new(&group, Layout::RankMajor, 4 * ranks + 1).map(|_| ());
+        let many = LowLatencyHandle::new(&group, LowLatencyLayout::RankMajor, 4 * ranks + 1).map(|_| ());
         assert!(matches!(many, Err(Error::NcclEp(EpError::Argument { name: "top_k", .. }))), "{many:?}");
         let unmasked = group.was_late();
         assert!(matches!(unmasked, Err(Error::NcclEp(EpError::Argument { name: "patience", .. }))), "{unmasked:?}");

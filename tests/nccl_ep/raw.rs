@@ -10,8 +10,8 @@ use moebius::cuda::Cuda;
 use moebius::kernels::Kernels;
 use moebius::nccl::NcclComm;
 use moebius::nccl_ep::{
-    CombineArgs, Direction, DispatchArgs, EpError, EpLibrary, Group, GroupOptions, Handle, HandleOptions,
-    UpdateCounters,
+    CombineArgs, DispatchArgs, EpError, EpLibrary, GroupOptions, HandleOptions, HighThroughputGroup,
+    HighThroughputHandle, PassDirection, UpdateCounters,
 };
 use moebius::{DType, Error, Result, Tensor};
 
@@ -169,7 +169,7 @@ pub fn value(rank: usize, token: usize, column: usize) -> f64 {
     if column.is_multiple_of(2) { base } else { -base }
 }
 
-fn group(seat: &Seat<'_>, trip: &Trip) -> Result<Group> {
+fn group(seat: &Seat<'_>, trip: &Trip) -> Result<HighThroughputGroup> {
     let options = GroupOptions {
         num_experts: trip.experts,
         max_tokens: 32,
@@ -178,11 +178,11 @@ fn group(seat: &Seat<'_>, trip: &Trip) -> Result<Group> {
         max_top_k: trip.k,
         trap: false,
     };
-    Group::new(&seat.library, &seat.comm, options)
+    HighThroughputGroup::new(&seat.library, &seat.comm, options)
 }
 
 /// Counts, offsets and total of an update.
-fn updated(seat: &Seat<'_>, handle: &mut Handle, ids: &Tensor<Cuda>) -> Result<[Vec<usize>; 3]> {
+fn updated(seat: &Seat<'_>, handle: &mut HighThroughputHandle, ids: &Tensor<Cuda>) -> Result<[Vec<usize>; 3]> {
     let local = handle.group().local_experts();
     let of = |n: usize| Tensor::<Cuda>::empty(seat.cuda(), DType::I64, &[n]);
     let (mut counts, mut offsets, mut total) = (of(local)?, of(local)?, of(1)?);
@@ -206,7 +206,7 @@ fn there_and_back(seat: &mut Seat<'_>, trip: &Trip, step: &Step) -> Result<()> {
     let (rank, ranks, k, h) = (seat.comm.rank(), seat.comm.size(), trip.k, trip.hidden);
     let local = trip.experts / ranks;
     let group = group(seat, trip)?;
-    let mut handle = Handle::new(&group, HandleOptions { top_k: k, alignment: trip.alignment })?;
+    let mut handle = HighThroughputHandle::new(&group, HandleOptions { top_k: k, alignment: trip.alignment })?;
     let own = &step.ids[rank];
     let tokens = own.len() / k;
     let [counts, offsets, total] = updated(seat, &mut handle, &seat.ids(trip.ids, own, k)?)?;
@@ -229,7 +229,7 @@ fn there_and_back(seat: &mut Seat<'_>, trip: &Trip, step: &Step) -> Result<()> {
         out_weights: Some(weights.view_mut()),
         out_scales: None,
     };
-    handle.dispatch(Direction::Forward, out)?;
+    handle.dispatch(PassDirection::Forward, out)?;
     let (got, got_w) = (seat.get(&rows)?, seat.get(&weights)?);
     for j in 0..local {
         let expert = (rank * local + j) as i64;
@@ -270,7 +270,7 @@ fn there_and_back(seat: &mut Seat<'_>, trip: &Trip, step: &Step) -> Result<()> {
         out: sums.view_mut(),
         out_weights: Some(d_w.view_mut()),
     };
-    handle.combine(Direction::Backward, back)?;
+    handle.combine(PassDirection::Backward, back)?;
     check_sums(seat, &sums, (rank, h), &kept)?;
     let expected: Vec<f64> =
         own.iter().enumerate().map(|(i, id)| if *id >= 0 { (rank * 1000 + i) as f64 + 0.5 } else { 0.0 }).collect();
@@ -279,15 +279,15 @@ fn there_and_back(seat: &mut Seat<'_>, trip: &Trip, step: &Step) -> Result<()> {
 }
 
 /// Rows out and back as they are, without weights: backward out, forward back.
-fn swung(handle: &mut Handle, x: &Tensor<Cuda>, rows: &mut Tensor<Cuda>) -> Result<()> {
+fn swung(handle: &mut HighThroughputHandle, x: &Tensor<Cuda>, rows: &mut Tensor<Cuda>) -> Result<()> {
     let (tokens, out) = (x.view(), rows.view_mut());
     let rows = DispatchArgs { tokens, weights: None, scales: None, out, out_weights: None, out_scales: None };
-    handle.dispatch(Direction::Backward, rows)
+    handle.dispatch(PassDirection::Backward, rows)
 }
 
-fn summed(handle: &mut Handle, rows: &Tensor<Cuda>, sums: &mut Tensor<Cuda>) -> Result<()> {
+fn summed(handle: &mut HighThroughputHandle, rows: &Tensor<Cuda>, sums: &mut Tensor<Cuda>) -> Result<()> {
     let back = CombineArgs { rows: rows.view(), weights: None, out: sums.view_mut(), out_weights: None };
-    handle.combine(Direction::Forward, back)
+    handle.combine(PassDirection::Forward, back)
 }
 
 /// Kept choices of each token.
@@ -317,7 +317,7 @@ fn three_handles_in_flight(ranks: usize) {
         let group = group(seat, &trip)?;
         let mut handles = Vec::new();
         for step in &steps {
-            let mut handle = Handle::new(&group, HandleOptions { top_k: k, alignment: 1 })?;
+            let mut handle = HighThroughputHandle::new(&group, HandleOptions { top_k: k, alignment: 1 })?;
             let [.., total] = updated(seat, &mut handle, &seat.ids(DType::I32, &step.ids[rank], k)?)?;
             handles.push((handle, total[0]));
         }
@@ -349,7 +349,7 @@ fn opaque_rows_with_scales(ranks: usize) {
 fn opaque(seat: &mut Seat<'_>, (row, scale): (usize, usize), trip: &Trip, step: &Step) -> Result<()> {
     let (rank, k) = (seat.comm.rank(), trip.k);
     let group = group(seat, trip)?;
-    let mut handle = Handle::new(&group, HandleOptions { top_k: k, alignment: 1 })?;
+    let mut handle = HighThroughputHandle::new(&group, HandleOptions { top_k: k, alignment: 1 })?;
     let own = &step.ids[rank];
     let tokens = own.len() / k;
     let [counts, offsets, total] = updated(seat, &mut handle, &seat.ids(DType::I32, own, k)?)?;
@@ -374,7 +374,7 @@ fn opaque(seat: &mut Seat<'_>, (row, scale): (usize, usize), trip: &Trip, step: 
         out_weights: Some(weights.view_mut()),
         out_scales: (scale > 0).then(|| scales.view_mut()),
     };
-    handle.dispatch(Direction::Forward, out)?;
+    handle.dispatch(PassDirection::Forward, out)?;
     let (got, got_s, got_w) = (seat.get(&rows)?, seat.get(&scales)?, seat.get(&weights)?);
     let mut seen = 0;
     for (start, count) in offsets.iter().zip(&counts) {
@@ -399,7 +399,7 @@ fn past_the_capacity_rows_are_dropped_and_counted(ranks: usize) {
         let (rank, ranks, k, h) = (seat.comm.rank(), seat.comm.size(), trip.k, trip.hidden);
         let local = trip.experts / ranks;
         let group = group(seat, &trip)?;
-        let mut handle = Handle::new(&group, HandleOptions { top_k: k, alignment: 1 })?;
+        let mut handle = HighThroughputHandle::new(&group, HandleOptions { top_k: k, alignment: 1 })?;
         let [counts, _, total] = updated(seat, &mut handle, &seat.ids(DType::I32, &step.ids[rank], k)?)?;
         let needed: usize = step.padded(rank, local, 1).iter().sum();
         assert!(needed > 32, "the test wants an overflow");
@@ -417,7 +417,7 @@ fn past_the_capacity_rows_are_dropped_and_counted(ranks: usize) {
             out_weights: Some(weights.view_mut()),
             out_scales: None,
         };
-        handle.dispatch(Direction::Forward, out)?;
+        handle.dispatch(PassDirection::Forward, out)?;
         let mut sums = Tensor::empty(seat.cuda(), trip.rows, &[32, h])?;
         let mut d_w = Tensor::empty(seat.cuda(), DType::F32, &[32, k])?;
         let back = CombineArgs {
@@ -426,7 +426,7 @@ fn past_the_capacity_rows_are_dropped_and_counted(ranks: usize) {
             out: sums.view_mut(),
             out_weights: Some(d_w.view_mut()),
         };
-        handle.combine(Direction::Backward, back)?;
+        handle.combine(PassDirection::Backward, back)?;
         // Dropped choices have no gradient; the others have their own weight back.
         let home = seat.get(&d_w)?;
         let given = seat.get(&w)?;
@@ -446,7 +446,7 @@ fn rules_are_checked_before_the_library_is_called(ranks: usize) {
             max_top_k: 2,
             trap: false,
         };
-        let refused = |options: GroupOptions| match Group::new(&seat.library, &seat.comm, options) {
+        let refused = |options: GroupOptions| match HighThroughputGroup::new(&seat.library, &seat.comm, options) {
             Err(Error::NcclEp(error)) => error,
             other => panic!("{options:?}: {other:?}"),
         };
@@ -463,8 +463,8 @@ fn rules_are_checked_before_the_library_is_called(ranks: usize) {
         if ranks == 2 {
             assert_eq!(refused(GroupOptions { num_experts: 2, ..good }), EpError::Fours { local: 1, domain: 2 });
         }
-        let group = Group::new(&seat.library, &seat.comm, good)?;
-        let unaligned = Handle::new(&group, HandleOptions { top_k: 2, alignment: 12 }).map(|_| ());
+        let group = HighThroughputGroup::new(&seat.library, &seat.comm, good)?;
+        let unaligned = HighThroughputHandle::new(&group, HandleOptions { top_k: 2, alignment: 12 }).map(|_| ());
         assert!(matches!(unaligned, Err(Error::NcclEp(EpError::Alignment { found: 12 }))), "{unaligned:?}");
         Ok(())
     });

@@ -1,6 +1,6 @@
 //! The collectives of a communicator.
 
-use crate::comm::agree::{Call, Detail};
+use crate::comm::agree::{CollectiveCall, Detail};
 use crate::comm::{Communicator, Exchange, ReduceOp, Tag, check_blocks};
 use crate::cuda::{Cuda, DeviceMut, DeviceRef};
 use crate::device::Device;
@@ -127,7 +127,8 @@ impl Communicator<Cuda> for NcclComm {
         let bytes = Cuda::len(send.data());
         let (from, to) = (send.data().address(), recv.into_data().address());
         let detail = self.place((to, self.session.comm_handle.size * bytes));
-        let subject = self.session.begin(Call { operation: CALL, tag, dtype: send.dtype(), detail, bytes })?;
+        let subject =
+            self.session.begin(CollectiveCall { operation: CALL, tag, dtype: send.dtype(), detail, bytes })?;
         if bytes == 0 {
             return self.nothing(subject);
         }
@@ -157,7 +158,7 @@ impl Communicator<Cuda> for NcclComm {
         };
         let bytes = self.check(tag, checked)?;
         let to = buffer.into_data().address();
-        let call = Call { operation: "all_gather", tag, dtype, detail: self.place((to, all)), bytes };
+        let call = CollectiveCall { operation: "all_gather", tag, dtype, detail: self.place((to, all)), bytes };
         let subject = self.session.begin(call)?;
         if bytes == 0 {
             return self.nothing(subject);
@@ -175,7 +176,7 @@ impl Communicator<Cuda> for NcclComm {
         self.check(tag, checked)?;
         let (dtype, bytes) = (send.dtype(), Cuda::len(send.data()));
         let detail = Detail::Reduce(ReduceOp::Sum);
-        let subject = self.session.begin(Call { operation: CALL, tag, dtype, detail, bytes })?;
+        let subject = self.session.begin(CollectiveCall { operation: CALL, tag, dtype, detail, bytes })?;
         match bytes {
             0 => self.nothing(subject),
             _ => self.sum_blocks((subject, false), send, recv),
@@ -184,7 +185,7 @@ impl Communicator<Cuda> for NcclComm {
 
     fn all_reduce(&mut self, tag: Tag, op: ReduceOp, buffer: TensorMut<'_, Cuda>) -> Result<()> {
         let (dtype, bytes) = (buffer.dtype(), Cuda::len(buffer.as_ref().data()));
-        let call = Call { operation: "all_reduce", tag, dtype, detail: Detail::Reduce(op), bytes };
+        let call = CollectiveCall { operation: "all_reduce", tag, dtype, detail: Detail::Reduce(op), bytes };
         let subject = self.session.begin(call)?;
         match bytes {
             0 => self.nothing(subject),
@@ -195,7 +196,7 @@ impl Communicator<Cuda> for NcclComm {
     fn all_to_all_v(&mut self, tag: Tag, exchange: Exchange<'_, Cuda>) -> Result<()> {
         self.check(tag, exchange.check(self.session.comm_handle.size))?;
         let detail = Detail::Pieces { send: exchange.send_bytes.to_vec(), recv: exchange.recv_bytes.to_vec() };
-        let call = Call { operation: "all_to_all_v", tag, dtype: exchange.payload, detail, bytes: 0 };
+        let call = CollectiveCall { operation: "all_to_all_v", tag, dtype: exchange.payload, detail, bytes: 0 };
         let subject = self.session.begin(call)?;
         let Exchange { send, send_bytes, recv, recv_bytes, .. } = exchange;
         self.scatter_pieces(subject, (send.data(), send_bytes), (recv.into_data(), recv_bytes))
@@ -218,7 +219,7 @@ impl Communicator<Cuda> for NcclComm {
         let (dtype, bytes) = (send.dtype(), Cuda::len(send.data()));
         let (from, to) = (send.data().address(), recv.into_data().address());
         let detail = self.place((to, (size - 1) * block));
-        let subject = self.session.begin(Call { operation: "exchange_blocks", tag, dtype, detail, bytes })?;
+        let subject = self.session.begin(CollectiveCall { operation: "exchange_blocks", tag, dtype, detail, bytes })?;
         if size == 1 || block == 0 {
             return self.nothing(subject);
         }
@@ -242,7 +243,8 @@ impl Communicator<Cuda> for NcclComm {
         };
         self.check(tag, checked)?;
         let (dtype, bytes) = (buffer.dtype(), Cuda::len(buffer.as_ref().data()));
-        let subject = self.session.begin(Call { operation: CALL, tag, dtype, detail: Detail::Root(root), bytes })?;
+        let subject =
+            self.session.begin(CollectiveCall { operation: CALL, tag, dtype, detail: Detail::Root(root), bytes })?;
         let address = buffer.into_data().address();
         if bytes == 0 {
             return self.nothing(subject);
@@ -255,8 +257,13 @@ impl Communicator<Cuda> for NcclComm {
         const CALL: &str = "barrier";
         let word = Tensor::zeros(&self.cuda, DType::I32, &[1]);
         let mut word = self.check(tag, word)?;
-        let subject =
-            self.session.begin(Call { operation: CALL, tag, dtype: DType::U8, detail: Detail::Plain, bytes: 0 })?;
+        let subject = self.session.begin(CollectiveCall {
+            operation: CALL,
+            tag,
+            dtype: DType::U8,
+            detail: Detail::Plain,
+            bytes: 0,
+        })?;
         let address = word.view_mut().into_data().address();
         // SAFETY: the tensor has one element and is given back in the stream's order.
         self.enqueue(subject, |comm_stream| unsafe { comm_stream.all_reduce(address, 1, DType::I32, RedOp::SUM) })?;

@@ -4,7 +4,7 @@ use std::collections::HashMap;
 use std::sync::Arc;
 use std::time::Duration;
 
-use crate::comm::agree::{Call, Detail};
+use crate::comm::agree::{CollectiveCall, Detail};
 use crate::comm::{Op, Tag};
 use crate::cuda::{Cuda, Event};
 use crate::dtype::DType;
@@ -143,10 +143,14 @@ impl NcclComm {
         tag: Tag,
         calls: impl FnOnce(Raw<'_>) -> Result<T>,
     ) -> Result<T> {
-        self.together(Call { operation, tag, dtype: DType::U8, detail: Detail::Plain, bytes: 0 }, calls)
+        self.together(CollectiveCall { operation, tag, dtype: DType::U8, detail: Detail::Plain, bytes: 0 }, calls)
     }
 
-    pub(in crate::nccl) fn together<T>(&mut self, call: Call, calls: impl FnOnce(Raw<'_>) -> Result<T>) -> Result<T> {
+    pub(in crate::nccl) fn together<T>(
+        &mut self,
+        call: CollectiveCall,
+        calls: impl FnOnce(Raw<'_>) -> Result<T>,
+    ) -> Result<T> {
         let subject = self.session.begin(call)?;
         self.run_watched(subject, |CommStream { comm_handle, stream }| {
             comm_handle.with(|functions, comm| calls(Raw { functions, comm, stream: *stream }))

@@ -4,7 +4,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use crate::comm::agree::{Call, Detail};
+use crate::comm::agree::{CollectiveCall, Detail};
 use crate::comm::{Op, Tag};
 use crate::dtype::DType;
 use crate::error::{CommError, Error, Result};
@@ -64,7 +64,7 @@ impl Session {
     }
 
     /// Counts a collective and meets the other ranks before it.
-    pub(in crate::nccl) fn begin(&mut self, call: Call) -> Result<CollectiveInfo> {
+    pub(in crate::nccl) fn begin(&mut self, call: CollectiveCall) -> Result<CollectiveInfo> {
         self.calls += 1;
         let (operation, tag) = (call.operation, call.tag);
         let subject = CollectiveInfo { rank: self.comm_handle.rank, number: self.calls, operation, tag };
@@ -90,7 +90,7 @@ impl Session {
             return Ok(());
         }
         let detail = Detail::Refusal(reason.to_string());
-        let call = Call { operation: CALL, tag, dtype: DType::U8, detail, bytes: 0 };
+        let call = CollectiveCall { operation: CALL, tag, dtype: DType::U8, detail, bytes: 0 };
         match self.control.meet(subject, call, self.timeout) {
             // Its own refusal, coming back.
             Ok(()) | Err(MeetError::Differ(CommError::Refused { .. })) => Ok(()),

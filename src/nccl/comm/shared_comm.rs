@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use crate::comm::Tag;
-use crate::comm::agree::{Call, Detail};
+use crate::comm::agree::{CollectiveCall, Detail};
 use crate::dtype::DType;
 use crate::error::Result;
 
@@ -41,7 +41,7 @@ impl NcclComm {
         tag: Tag,
         calls: impl FnOnce() -> Result<T>,
     ) -> Result<T> {
-        let subject = self.session.begin(Call { operation, tag, dtype, detail: Detail::Plain, bytes })?;
+        let subject = self.session.begin(CollectiveCall { operation, tag, dtype, detail: Detail::Plain, bytes })?;
         self.run_watched(subject, |_| Some(calls()))
     }
 }

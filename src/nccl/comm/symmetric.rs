@@ -2,7 +2,7 @@
 
 use std::ffi::{c_int, c_void};
 
-use crate::comm::agree::{Call, Detail};
+use crate::comm::agree::{CollectiveCall, Detail};
 use crate::comm::{Communicator, Put, Span, SymmetricMemory, Tag};
 use crate::cuda::{Cuda, DeviceMut, DeviceRef};
 use crate::device::Device;
@@ -117,7 +117,7 @@ impl NcclComm {
         bytes: usize,
         calls: impl FnOnce(Raw<'_>) -> Result<T>,
     ) -> Result<T> {
-        self.together(Call { operation, tag, dtype: DType::U8, detail: Detail::Plain, bytes }, calls)
+        self.together(CollectiveCall { operation, tag, dtype: DType::U8, detail: Detail::Plain, bytes }, calls)
     }
 }
 

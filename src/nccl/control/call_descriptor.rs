@@ -6,7 +6,7 @@
 //!
 //! Sizes that differ from rank to rank (`all_to_all_v`) are left out: they follow from what prepare has exchanged.
 
-use crate::comm::agree::{Call, Detail};
+use crate::comm::agree::{CollectiveCall, Detail};
 use crate::comm::{Op, ReduceOp, Tag};
 use crate::dtype::DType;
 
@@ -69,7 +69,7 @@ const OTHER: &str = "another call";
 const NAME: std::ops::Range<usize> = 32..64;
 
 impl CallDescriptor {
-    pub(in crate::nccl) fn of(call: &Call) -> Self {
+    pub(in crate::nccl) fn of(call: &CollectiveCall) -> Self {
         let mut name = [0; NAME.end - NAME.start];
         put(&mut name, call.operation);
         let (detail, bytes) = match &call.detail {
@@ -90,7 +90,7 @@ impl CallDescriptor {
     }
 
     /// For comparison with the other ranks', on the rank that calls `own`.
-    pub(in crate::nccl) fn call(&self, own: &'static str) -> Call {
+    pub(in crate::nccl) fn call(&self, own: &'static str) -> CollectiveCall {
         let operation = [own].iter().chain(&CALLS).find(|name| self.is(name)).copied().unwrap_or(OTHER);
         let detail = match &self.detail {
             DetailCode::Plain => Detail::Plain,
@@ -100,7 +100,7 @@ impl CallDescriptor {
             DetailCode::Place(place) => Detail::Place(*place),
             DetailCode::Refusal(reason) => Detail::Refusal(reason.clone()),
         };
-        Call { operation, tag: self.tag, dtype: self.dtype, detail, bytes: self.bytes as usize }
+        CollectiveCall { operation, tag: self.tag, dtype: self.dtype, detail, bytes: self.bytes as usize }
     }
 
     /// Whether this is what a call is told as.
@@ -167,9 +167,9 @@ pub(in crate::nccl) fn get(bytes: &[u8]) -> Option<String> {
 mod tests {
     use super::*;
 
-    fn call(operation: &'static str, detail: Detail) -> Call {
+    fn call(operation: &'static str, detail: Detail) -> CollectiveCall {
         let tag = Tag { layer: 0x0102_0304, op: Op::CombineBwd, sequence: u64::MAX - 1 };
-        Call { operation, tag, dtype: DType::BF16, detail, bytes: 1 << 40 }
+        CollectiveCall { operation, tag, dtype: DType::BF16, detail, bytes: 1 << 40 }
     }
 
     #[test]

@@ -11,7 +11,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use crate::comm::agree::{Call, Verdict, failed, judge};
+use crate::comm::agree::{CollectiveCall, Verdict, failed, judge};
 use crate::comm::rendezvous::{Failure, Rendezvous};
 use crate::error::CommError;
 
@@ -29,7 +29,7 @@ const OTHERS: Duration = Duration::from_millis(250);
 /// Meeting place of the threads of one communicator.
 #[derive(Debug)]
 pub(in crate::nccl) struct ThreadRendezvous {
-    meeting: Rendezvous<Call, Verdict>,
+    meeting: Rendezvous<CollectiveCall, Verdict>,
     peer_events: Arc<PeerEvents>,
     /// Halls of the parts that this communicator was split into, by the split's number and the part's color.
     parts: Mutex<HashMap<(u64, usize), Arc<ThreadRendezvous>>>,
@@ -75,7 +75,7 @@ impl ProcessControl {
     }
 
     /// Tells the others what this rank is about to call, and hears what they are.
-    fn meet(&self, subject: CollectiveInfo, call: &Call, timeout: Duration) -> Result<(), MeetError> {
+    fn meet(&self, subject: CollectiveInfo, call: &CollectiveCall, timeout: Duration) -> Result<(), MeetError> {
         let CollectiveInfo { rank, number, operation, tag } = subject;
         let (own, start) = (CallDescriptor::of(call), Instant::now());
         self.peer_events.call(rank, number, own.clone());
@@ -85,7 +85,7 @@ impl ProcessControl {
             let fault = self.peer_events.fault(subject);
             let missing = match self.peer_events.called(number, self.ranks.len()) {
                 Ok(all) => {
-                    let all: Vec<Call> = all.iter().map(|told| told.call(operation)).collect();
+                    let all: Vec<CollectiveCall> = all.iter().map(|told| told.call(operation)).collect();
                     let error = judge(all.iter()).and_then(|errors| errors.into_iter().nth(rank));
                     return error.map_or(Ok(()), |error| Err(MeetError::Differ(error)));
                 }
@@ -135,7 +135,7 @@ impl ControlPlane {
     pub(in crate::nccl) fn meet(
         &self,
         subject: CollectiveInfo,
-        call: Call,
+        call: CollectiveCall,
         timeout: Duration,
     ) -> Result<(), MeetError> {
         let rendezvous = match self {

@@ -21,9 +21,9 @@ const OLDEST_TEXT: &str = "2.18.0";
 
 /// NCCL, loaded. Cheap to clone; never unloaded, since NCCL keeps threads of its own.
 #[derive(Clone)]
-pub struct NcclLibrary(Arc<Inner>);
+pub struct NcclLibrary(Arc<LoadedNccl>);
 
-struct Inner {
+struct LoadedNccl {
     functions: Functions,
     path: String,
     version: i32,
@@ -99,7 +99,7 @@ impl NcclLibrary {
             let (found, needed, reason) = (text_of(version), OLDEST_TEXT, "ncclCommSplit, for groups of a mesh");
             return Err(NcclError::Version { path, source_of_path, found, needed, reason }.into());
         }
-        Ok(Self(Arc::new(Inner { functions, path, version })))
+        Ok(Self(Arc::new(LoadedNccl { functions, path, version })))
     }
 
     /// The functions, for callers that go beyond this crate's.

@@ -4,7 +4,7 @@ use std::cell::RefCell;
 
 use super::*;
 use crate::comm::Communicator;
-use crate::comm::agree::{Call, Detail};
+use crate::comm::agree::{CollectiveCall, Detail};
 use crate::cpu::{Cpu, ThreadComm, ThreadWorld};
 use crate::dtype::DType;
 use crate::nccl::NcclWindow;
@@ -44,7 +44,7 @@ fn exchange(rank: usize, rendezvous: &Arc<ThreadRendezvous>, fails: Option<At>) 
     fake.put.store(if matches!(fails, Some(At::Call)) { 1 } else { 0 }, SeqCst);
     let call = || {
         let tag = Tag { layer: 3, op: Op::GradReduce, sequence: 7 };
-        Call { operation: "exchange_blocks", tag, dtype: DType::U8, detail: Detail::Plain, bytes: 8 }
+        CollectiveCall { operation: "exchange_blocks", tag, dtype: DType::U8, detail: Detail::Plain, bytes: 8 }
     };
     let subject = session.begin(call()).expect("both come");
     let calls = |comm_handle: &CommHandle| {

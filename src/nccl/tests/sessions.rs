@@ -2,18 +2,24 @@
 
 use super::*;
 use crate::comm::ReduceOp;
-use crate::comm::agree::{Call, Detail};
+use crate::comm::agree::{CollectiveCall, Detail};
 use crate::dtype::DType;
 use crate::nccl::comm::init::checked;
 use crate::nccl::comm::session::Session;
 use crate::nccl::control::plane::{ControlPlane, MeetError, ProcessControl, ThreadRendezvous};
 use crate::nccl::control::socket::{ControlSocket, tests::sockets};
 
-fn call(operation: &'static str, layer: u32, detail: Detail) -> Call {
-    Call { operation, tag: Tag { layer, op: Op::Dispatch, sequence: 4 }, dtype: DType::F32, detail, bytes: 64 }
+fn call(operation: &'static str, layer: u32, detail: Detail) -> CollectiveCall {
+    CollectiveCall {
+        operation,
+        tag: Tag { layer, op: Op::Dispatch, sequence: 4 },
+        dtype: DType::F32,
+        detail,
+        bytes: 64,
+    }
 }
 
-fn same() -> Call {
+fn same() -> CollectiveCall {
     call("all_gather", 1, Detail::Plain)
 }
 
@@ -22,7 +28,11 @@ fn controls(sockets: &[Arc<ControlSocket>], ranks: &[usize], id: u64) -> Vec<Con
 }
 
 /// Every rank's outcome of its collective of this number.
-fn meet(controls: &[ControlPlane], number: u64, calls: impl Fn(usize) -> Call + Sync) -> Vec<Result<(), MeetError>> {
+fn meet(
+    controls: &[ControlPlane],
+    number: u64,
+    calls: impl Fn(usize) -> CollectiveCall + Sync,
+) -> Vec<Result<(), MeetError>> {
     thread::scope(|scope| {
         let calls = &calls;
         let each = |(rank, control): (usize, &ControlPlane)| {
@@ -78,7 +88,7 @@ fn processes_that_compare_go_on_after_a_disagreement() {
     for error in differences(meet(&all, 4, reduce)) {
         assert!(matches!(error, CommError::ArgumentMismatch { .. }), "{error:?}");
     }
-    let short = |r| Call { bytes: if r == 1 { 60 } else { 64 }, ..same() };
+    let short = |r| CollectiveCall { bytes: if r == 1 { 60 } else { 64 }, ..same() };
     for error in differences(meet(&all, 5, short)) {
         assert!(matches!(error, CommError::SizeMismatch { .. }), "{error:?}");
     }

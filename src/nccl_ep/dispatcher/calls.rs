@@ -9,11 +9,11 @@ use crate::ep::{
     DispatchGrads, DispatchInputs, DispatchOutputs, DispatchSpec, Handle, Received, RowOrder, TokenDispatcher,
 };
 use crate::error::{Error, Result};
-use crate::nccl_ep::high_throughput::{CombineArgs, Direction};
+use crate::nccl_ep::high_throughput::{CombineArgs, PassDirection};
 use crate::plan::routing_record;
 use crate::tensor::{Tensor, TensorMut, TensorRef};
 
-use super::steps::{Rows, Step, high_of};
+use super::steps::{DispatcherCall, RowFormat, high_of};
 use super::{Algorithm, LibraryHandle, NcclEp};
 
 impl TokenDispatcher<Cuda> for NcclEp {
@@ -51,17 +51,17 @@ impl TokenDispatcher<Cuda> for NcclEp {
         inputs: DispatchInputs<'_, Cuda>,
         outputs: DispatchOutputs<'_, Cuda>,
     ) -> Result<()> {
-        const STEP: Step = ("dispatch", Op::Dispatch);
-        let checked = check_inputs(STEP.0, handle, &inputs)
-            .and_then(|()| check_outputs(STEP.0, handle, &inputs, &outputs))
+        const CALL: DispatcherCall = DispatcherCall { call: "dispatch", op: Op::Dispatch };
+        let checked = check_inputs(CALL.call, handle, &inputs)
+            .and_then(|()| check_outputs(CALL.call, handle, &inputs, &outputs))
             .and_then(|()| self.check_sent(&inputs));
-        self.check_or_refuse(STEP, handle, checked)?;
+        self.check_or_refuse(CALL, handle, checked)?;
         if self.mode == Algorithm::LowLatency {
-            return self.send_low_into(STEP, handle, &inputs, outputs);
+            return self.send_low_into(CALL, handle, &inputs, outputs);
         }
         let scale = inputs.scales.as_ref().map_or(0, TensorRef::row_bytes);
-        let Some((mut rows, mut scales)) = self.window_rows(STEP, handle, Rows::of(inputs.tokens), scale)? else {
-            return self.send(STEP, handle, &inputs, outputs);
+        let Some((mut rows, mut scales)) = self.window_rows(CALL, handle, RowFormat::of(inputs.tokens), scale)? else {
+            return self.send(CALL, handle, &inputs, outputs);
         };
         let DispatchOutputs { tokens, mut weights, scales: out_scales } = outputs;
         let into = DispatchOutputs {
@@ -69,7 +69,7 @@ impl TokenDispatcher<Cuda> for NcclEp {
             weights: weights.as_mut().map(TensorMut::reborrow),
             scales: out_scales.is_some().then(|| scales.view_mut()),
         };
-        self.send(STEP, handle, &inputs, into)?;
+        self.send(CALL, handle, &inputs, into)?;
         self.copied(handle, &rows, tokens)?;
         out_scales.map_or(Ok(()), |out| self.copied(handle, &scales, out))
     }
@@ -80,14 +80,14 @@ impl TokenDispatcher<Cuda> for NcclEp {
         inputs: DispatchInputs<'_, Cuda>,
         beside: &mut dyn FnMut() -> Result<()>,
     ) -> Result<Received<Cuda>> {
-        const STEP: Step = ("dispatch_rows", Op::Dispatch);
+        const CALL: DispatcherCall = DispatcherCall { call: "dispatch_rows", op: Op::Dispatch };
         if self.mode == Algorithm::HighThroughput {
             let received = self.dispatch_rows(handle, inputs)?;
             return beside().map(|()| received);
         }
-        let checked = check_inputs(STEP.0, handle, &inputs).and_then(|()| self.check_sent(&inputs));
-        self.check_or_refuse(STEP, handle, checked)?;
-        self.send_low(STEP, handle, &inputs, Some(beside))
+        let checked = check_inputs(CALL.call, handle, &inputs).and_then(|()| self.check_sent(&inputs));
+        self.check_or_refuse(CALL, handle, checked)?;
+        self.send_low(CALL, handle, &inputs, Some(beside))
     }
 
     fn place_for_return(&mut self, handle: &Handle<Cuda>, dtype: DType, width: usize) -> Result<Option<Tensor<Cuda>>> {
@@ -103,30 +103,30 @@ impl TokenDispatcher<Cuda> for NcclEp {
     }
 
     fn dispatch_rows(&mut self, handle: &Handle<Cuda>, inputs: DispatchInputs<'_, Cuda>) -> Result<Received<Cuda>> {
-        const STEP: Step = ("dispatch_rows", Op::Dispatch);
-        let checked = check_inputs(STEP.0, handle, &inputs).and_then(|()| self.check_sent(&inputs));
-        self.check_or_refuse(STEP, handle, checked)?;
+        const CALL: DispatcherCall = DispatcherCall { call: "dispatch_rows", op: Op::Dispatch };
+        let checked = check_inputs(CALL.call, handle, &inputs).and_then(|()| self.check_sent(&inputs));
+        self.check_or_refuse(CALL, handle, checked)?;
         if self.mode == Algorithm::LowLatency {
-            return self.send_low(STEP, handle, &inputs, None);
+            return self.send_low(CALL, handle, &inputs, None);
         }
         let (n, tokens) = (handle.rows(), inputs.tokens);
         let scale = inputs.scales.as_ref().map_or(0, TensorRef::row_bytes);
-        let (mut rows, mut scales) = match self.window_rows(STEP, handle, Rows::of(tokens), scale)? {
+        let (mut rows, mut scales) = match self.window_rows(CALL, handle, RowFormat::of(tokens), scale)? {
             Some((rows, scales)) => (rows, inputs.scales.is_some().then_some(scales)),
             None => {
                 let dims = [n, tokens.row_bytes() / tokens.dtype().size()];
-                let rows = self.room(STEP, handle, (tokens.dtype(), &dims))?;
-                let scales = inputs.scales.map(|s| self.room(STEP, handle, (s.dtype(), &[n, s.row_bytes()])));
+                let rows = self.room(CALL, handle, (tokens.dtype(), &dims))?;
+                let scales = inputs.scales.map(|s| self.room(CALL, handle, (s.dtype(), &[n, s.row_bytes()])));
                 (rows, scales.transpose()?)
             }
         };
-        let mut weights = inputs.weights.map(|w| self.room(STEP, handle, (w.dtype(), &[n]))).transpose()?;
+        let mut weights = inputs.weights.map(|w| self.room(CALL, handle, (w.dtype(), &[n]))).transpose()?;
         let outputs = DispatchOutputs {
             tokens: rows.view_mut(),
             weights: weights.as_mut().map(Tensor::view_mut),
             scales: scales.as_mut().map(Tensor::view_mut),
         };
-        self.send(STEP, handle, &inputs, outputs)?;
+        self.send(CALL, handle, &inputs, outputs)?;
         Ok(Received { rows: Some(rows), weights, scales, map: None })
     }
 
@@ -136,20 +136,20 @@ impl TokenDispatcher<Cuda> for NcclEp {
         expert_out: TensorRef<'_, Cuda>,
         mut out: TensorMut<'_, Cuda>,
     ) -> Result<()> {
-        const STEP: Step = ("combine", Op::Combine);
+        const CALL: DispatcherCall = DispatcherCall { call: "combine", op: Op::Combine };
         let bytes = expert_out.row_bytes();
-        let checked = check_slots(STEP.0, "expert_out", handle, expert_out)
-            .and_then(|()| check_tokens(STEP.0, "out", handle, expert_out, &out))
+        let checked = check_slots(CALL.call, "expert_out", handle, expert_out)
+            .and_then(|()| check_tokens(CALL.call, "out", handle, expert_out, &out))
             .and_then(|()| self.check_words(expert_out.dtype(), (bytes, 0)));
-        self.check_or_refuse(STEP, handle, checked)?;
+        self.check_or_refuse(CALL, handle, checked)?;
         if self.mode == Algorithm::LowLatency {
-            return self.return_low(STEP, handle, (expert_out, out.reborrow()));
+            return self.return_low(CALL, handle, (expert_out, out.reborrow()));
         }
-        let left = self.left(STEP, handle, expert_out)?;
+        let left = self.left(CALL, handle, expert_out)?;
         let rows = left.as_ref().map_or(expert_out.borrow(), Tensor::view);
         let rows = CombineArgs { rows, weights: None, out: out.reborrow(), out_weights: None };
-        self.collective(STEP, (handle, Rows::of(expert_out)), |routed| {
-            high_of(routed)?.combine(Direction::Forward, rows)
+        self.collective(CALL, handle, RowFormat::of(expert_out), |routed| {
+            high_of(routed)?.combine(PassDirection::Forward, rows)
         })
     }
 
@@ -159,59 +159,59 @@ impl TokenDispatcher<Cuda> for NcclEp {
         grad: TensorRef<'_, Cuda>,
         grad_expert_out: TensorMut<'_, Cuda>,
     ) -> Result<()> {
-        const STEP: Step = ("combine_bwd", Op::CombineBwd);
-        self.agreed_backward(STEP.0, handle)?;
+        const CALL: DispatcherCall = DispatcherCall { call: "combine_bwd", op: Op::CombineBwd };
+        self.agreed_backward(CALL.call, handle)?;
         let expected = [handle.rows(), grad.row_bytes() / grad.dtype().size()];
         let checked = self
-            .check_grad(STEP.0, handle, grad)
-            .and_then(|()| Error::check_dtype(STEP.0, "grad_expert_out", grad.dtype(), grad_expert_out.dtype()))
-            .and_then(|()| Error::check_shape(STEP.0, "grad_expert_out", &expected, grad_expert_out.dims()));
-        self.check_or_refuse(STEP, handle, checked)?;
-        let Some((mut rows, _)) = self.window_rows(STEP, handle, Rows::of(grad), 0)? else {
-            return self.send_grad(STEP, handle, (grad, grad_expert_out));
+            .check_grad(CALL.call, handle, grad)
+            .and_then(|()| Error::check_dtype(CALL.call, "grad_expert_out", grad.dtype(), grad_expert_out.dtype()))
+            .and_then(|()| Error::check_shape(CALL.call, "grad_expert_out", &expected, grad_expert_out.dims()));
+        self.check_or_refuse(CALL, handle, checked)?;
+        let Some((mut rows, _)) = self.window_rows(CALL, handle, RowFormat::of(grad), 0)? else {
+            return self.send_grad(CALL, handle, (grad, grad_expert_out));
         };
-        self.send_grad(STEP, handle, (grad, rows.view_mut()))?;
+        self.send_grad(CALL, handle, (grad, rows.view_mut()))?;
         self.copied(handle, &rows, grad_expert_out)
     }
 
     fn combine_bwd_rows(&mut self, handle: &Handle<Cuda>, grad: TensorRef<'_, Cuda>) -> Result<Received<Cuda>> {
-        const STEP: Step = ("combine_bwd_rows", Op::CombineBwd);
-        self.agreed_backward(STEP.0, handle)?;
-        let checked = self.check_grad(STEP.0, handle, grad);
-        self.check_or_refuse(STEP, handle, checked)?;
-        let mut rows = match self.window_rows(STEP, handle, Rows::of(grad), 0)? {
+        const CALL: DispatcherCall = DispatcherCall { call: "combine_bwd_rows", op: Op::CombineBwd };
+        self.agreed_backward(CALL.call, handle)?;
+        let checked = self.check_grad(CALL.call, handle, grad);
+        self.check_or_refuse(CALL, handle, checked)?;
+        let mut rows = match self.window_rows(CALL, handle, RowFormat::of(grad), 0)? {
             Some((rows, _)) => rows,
             None => {
                 let dims = [handle.rows(), grad.row_bytes() / grad.dtype().size()];
-                self.room(STEP, handle, (grad.dtype(), &dims))?
+                self.room(CALL, handle, (grad.dtype(), &dims))?
             }
         };
-        self.send_grad(STEP, handle, (grad, rows.view_mut()))?;
+        self.send_grad(CALL, handle, (grad, rows.view_mut()))?;
         Ok(Received { rows: Some(rows), weights: None, scales: None, map: None })
     }
 
     fn dispatch_bwd(&mut self, handle: &Handle<Cuda>, grads: DispatchGrads<'_, Cuda>) -> Result<()> {
-        const STEP: Step = ("dispatch_bwd", Op::DispatchBwd);
-        self.agreed_backward(STEP.0, handle)?;
+        const CALL: DispatcherCall = DispatcherCall { call: "dispatch_bwd", op: Op::DispatchBwd };
+        self.agreed_backward(CALL.call, handle)?;
         let bytes = grads.rows.row_bytes();
         let checked =
-            check_grads(STEP.0, handle, &grads).and_then(|()| self.check_words(grads.rows.dtype(), (bytes, 0)));
-        self.check_or_refuse(STEP, handle, checked)?;
+            check_grads(CALL.call, handle, &grads).and_then(|()| self.check_words(grads.rows.dtype(), (bytes, 0)));
+        self.check_or_refuse(CALL, handle, checked)?;
         let DispatchGrads { rows, weights, mut d_tokens, mut d_weights } = grads;
-        let zeros = self.zeros_unless(weights.is_some(), STEP, handle, &[handle.rows()])?;
+        let zeros = self.zeros_unless(weights.is_some(), CALL, handle, &[handle.rows()])?;
         let mut unused = match d_weights {
-            None => Some(self.room(STEP, handle, (DType::F32, &[handle.tokens(), handle.spec().top_k]))?),
+            None => Some(self.room(CALL, handle, (DType::F32, &[handle.tokens(), handle.spec().top_k]))?),
             Some(_) => None,
         };
-        let (moved, given) = (Rows::of(rows), d_weights.as_mut().map(TensorMut::reborrow));
-        let left = self.left(STEP, handle, rows)?;
+        let (moved, given) = (RowFormat::of(rows), d_weights.as_mut().map(TensorMut::reborrow));
+        let left = self.left(CALL, handle, rows)?;
         let rows = CombineArgs {
             rows: left.as_ref().map_or(rows.borrow(), Tensor::view),
             weights: weights.as_ref().map(TensorRef::borrow).or(zeros.as_ref().map(Tensor::view)),
             out: d_tokens.reborrow(),
             out_weights: given.or(unused.as_mut().map(Tensor::view_mut)),
         };
-        self.collective(STEP, (handle, moved), |routed| high_of(routed)?.combine(Direction::Backward, rows))
+        self.collective(CALL, handle, moved, |routed| high_of(routed)?.combine(PassDirection::Backward, rows))
     }
 
     fn check(&mut self) -> Result<()> {

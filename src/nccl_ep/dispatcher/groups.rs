@@ -7,7 +7,7 @@ use crate::ep::dispatcher_state::DispatcherState;
 use crate::ep::{Capacity, DispatchSpec, Handle};
 use crate::error::{Error, Result};
 use crate::nccl_ep::EpError;
-use crate::nccl_ep::high_throughput::{self, Group, GroupOptions, HandleOptions, UpdateCounters};
+use crate::nccl_ep::high_throughput::{self, GroupOptions, HandleOptions, HighThroughputGroup, UpdateCounters};
 use crate::tensor::{Tensor, TensorRef};
 
 use super::join::gather_reports;
@@ -59,7 +59,7 @@ impl NcclEp {
     }
 
     /// The group for rows of so many bytes; a new one is compared over the ranks first.
-    pub(super) fn group(&mut self, spec: &DispatchSpec, row_bytes: usize) -> Result<Group> {
+    pub(super) fn group(&mut self, spec: &DispatchSpec, row_bytes: usize) -> Result<HighThroughputGroup> {
         let capacity = self.fixed(spec);
         // What the host has planned fits, so the library need not look for rows to drop, nor clear room for them.
         let trap = !plans_on_device(spec);
@@ -68,7 +68,7 @@ impl NcclEp {
             let policy = capacity.is_none() || o.trap == trap;
             o.capacity == capacity && policy && o.max_row_bytes >= row_bytes && o.max_top_k >= spec.top_k
         };
-        let same = |g: &&Group| g.places().is_some() == windows && fits(g.options());
+        let same = |g: &&HighThroughputGroup| g.places().is_some() == windows && fits(g.options());
         if let Some(group) = self.groups.iter().rev().find(same) {
             return Ok(group.clone());
         }
@@ -86,8 +86,9 @@ impl NcclEp {
         let (library, on) = (self.library.clone(), (self.core.device.clone(), self.shared.clone()));
         let options = (options, windows.then(|| self.places.clone()));
         let tag = Tag { layer: spec.layer, op: Op::Init, sequence: self.groups.len() as u64 };
-        let group =
-            around(&mut self.core, ("nccl_ep_group", DType::U8, row_bytes), tag, || Group::on(&library, on, options))?;
+        let group = around(&mut self.core, ("nccl_ep_group", DType::U8, row_bytes), tag, || {
+            HighThroughputGroup::on(&library, on, options)
+        })?;
         self.groups.push(group.clone());
         Ok(group)
     }
@@ -138,7 +139,7 @@ impl NcclEp {
         spec: &DispatchSpec,
         (tag, row_bytes): (Tag, usize),
         ids: TensorRef<'_, Cuda>,
-    ) -> Result<(high_throughput::Handle, [Tensor<Cuda>; 3])> {
+    ) -> Result<(high_throughput::HighThroughputHandle, [Tensor<Cuda>; 3])> {
         let group = self.group(spec, row_bytes)?;
         // The most memory of a prepare, so before what the others wait in.
         let made = self.new_high_throughput(&group, spec);
@@ -154,13 +155,13 @@ impl NcclEp {
     /// The same before its first update.
     fn new_high_throughput(
         &self,
-        group: &Group,
+        group: &HighThroughputGroup,
         spec: &DispatchSpec,
-    ) -> Result<(high_throughput::Handle, [Tensor<Cuda>; 3])> {
+    ) -> Result<(high_throughput::HighThroughputHandle, [Tensor<Cuda>; 3])> {
         let of = |size| self.empty(DType::I64, &[size]);
         let local = group.local_experts();
         let counters = [of(local)?, of(local)?, of(1)?];
         let options = HandleOptions { top_k: spec.top_k, alignment: spec.alignment };
-        Ok((high_throughput::Handle::new(group, options)?, counters))
+        Ok((high_throughput::HighThroughputHandle::new(group, options)?, counters))
     }
 }

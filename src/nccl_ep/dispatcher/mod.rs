@@ -53,7 +53,7 @@ use super::{EpError, EpLibrary};
 #[derive(Debug)]
 pub struct NcclEp {
     // Before the communicator, which they are built on.
-    groups: Vec<high_throughput::Group>,
+    groups: Vec<high_throughput::HighThroughputGroup>,
     low: Vec<LowLatencyState>,
     windows: WindowPool,
     /// Windows for smaller rows.
@@ -83,7 +83,7 @@ enum Algorithm {
 enum LibraryHandle {
     #[default]
     None,
-    HighThroughput(high_throughput::Handle),
+    HighThroughput(high_throughput::HighThroughputHandle),
     LowLatency(LowLatencyRouting),
 }
 

@@ -12,7 +12,7 @@ use crate::ep::row_transport::{check_float, check_inputs, written};
 use crate::ep::{DispatchInputs, DispatchOutputs, Handle};
 use crate::error::{Error, Result};
 use crate::nccl_ep::EpError;
-use crate::nccl_ep::high_throughput::{self, Direction, DispatchArgs};
+use crate::nccl_ep::high_throughput::{self, DispatchArgs, PassDirection};
 use crate::tensor::{Tensor, TensorMut, TensorRef};
 
 use super::{Algorithm, Kept, LibraryHandle, NcclEp, around};
@@ -21,7 +21,7 @@ impl NcclEp {
     /// Passes this rank's checks before a collective, or tells the others that they failed.
     pub(super) fn check_or_refuse(
         &mut self,
-        (call, op): Step,
+        DispatcherCall { call, op }: DispatcherCall,
         handle: &Handle<Cuda>,
         checked: Result<()>,
     ) -> Result<()> {
@@ -59,19 +59,21 @@ impl NcclEp {
     /// One call of the library's handle, as a collective.
     pub(super) fn collective(
         &mut self,
-        step: Step,
-        what: (&Handle<Cuda>, Rows),
+        step: DispatcherCall,
+        handle: &Handle<Cuda>,
+        rows: RowFormat,
         calls: impl FnOnce(&mut LibraryHandle) -> Result<()>,
     ) -> Result<()> {
-        let done = self.collective_of(step, what, calls);
+        let done = self.collective_of(step, handle, rows, calls);
         self.windows.settle(done.is_ok());
         done
     }
 
     fn collective_of(
         &mut self,
-        (call, op): Step,
-        (handle, rows): (&Handle<Cuda>, Rows),
+        DispatcherCall { call, op }: DispatcherCall,
+        handle: &Handle<Cuda>,
+        rows: RowFormat,
         calls: impl FnOnce(&mut LibraryHandle) -> Result<()>,
     ) -> Result<()> {
         let (named, tag) = ((call, rows.dtype, rows.bytes), DispatcherState::tag(handle, op));
@@ -132,7 +134,7 @@ impl NcclEp {
     /// others, which are on their way there, are told of an error.
     pub(super) fn refuse_own_error_of<T>(
         &mut self,
-        (_, op): Step,
+        DispatcherCall { op, .. }: DispatcherCall,
         handle: &Handle<Cuda>,
         found: Result<T>,
     ) -> Result<T> {
@@ -142,7 +144,7 @@ impl NcclEp {
     /// Memory for a collective; see [`refuse_own_error_of`](Self::refuse_own_error_of).
     pub(super) fn room(
         &mut self,
-        step: Step,
+        step: DispatcherCall,
         handle: &Handle<Cuda>,
         (dtype, dims): (DType, &[usize]),
     ) -> Result<Tensor<Cuda>> {
@@ -154,7 +156,7 @@ impl NcclEp {
     pub(super) fn zeros_unless(
         &mut self,
         given: bool,
-        step: Step,
+        step: DispatcherCall,
         handle: &Handle<Cuda>,
         dims: &[usize],
     ) -> Result<Option<Tensor<Cuda>>> {
@@ -165,9 +167,9 @@ impl NcclEp {
     /// Rows of a window, where the handle's arrive in one.
     pub(super) fn window_rows(
         &mut self,
-        step: Step,
+        step: DispatcherCall,
         handle: &Handle<Cuda>,
-        row: Rows,
+        row: RowFormat,
         scale: usize,
     ) -> Result<Option<(Tensor<Cuda>, Tensor<Cuda>)>> {
         self.arriving(step, handle, (row.dtype, row.bytes / row.dtype.size()), scale)
@@ -184,7 +186,7 @@ impl NcclEp {
     /// Forward, into slots.
     pub(super) fn send(
         &mut self,
-        step: Step,
+        step: DispatcherCall,
         handle: &Handle<Cuda>,
         inputs: &DispatchInputs<'_, Cuda>,
         mut outputs: DispatchOutputs<'_, Cuda>,
@@ -205,25 +207,27 @@ impl NcclEp {
             out_weights: given.or(unused.as_mut().map(Tensor::view_mut)),
             out_scales: outputs.scales.as_mut().map(TensorMut::reborrow),
         };
-        let moved = Rows { dtype: inputs.tokens.dtype(), bytes: row_bytes(inputs) };
-        self.collective(step, (handle, moved), |routed| high_of(routed)?.dispatch(Direction::Forward, rows))
+        let moved = RowFormat { dtype: inputs.tokens.dtype(), bytes: row_bytes(inputs) };
+        self.collective(step, handle, moved, |routed| high_of(routed)?.dispatch(PassDirection::Forward, rows))
     }
 
     /// The output's gradient, into slots.
     pub(super) fn send_grad(
         &mut self,
-        step: Step,
+        step: DispatcherCall,
         handle: &Handle<Cuda>,
         (grad, mut out): (TensorRef<'_, Cuda>, TensorMut<'_, Cuda>),
     ) -> Result<()> {
         let (tokens, out) = (grad.borrow(), out.reborrow());
         let rows = DispatchArgs { tokens, weights: None, scales: None, out, out_weights: None, out_scales: None };
-        self.collective(step, (handle, Rows::of(grad)), |routed| high_of(routed)?.dispatch(Direction::Backward, rows))
+        self.collective(step, handle, RowFormat::of(grad), |routed| {
+            high_of(routed)?.dispatch(PassDirection::Backward, rows)
+        })
     }
 }
 
 /// The handle for high throughput.
-pub(super) fn high_of(routed: &mut LibraryHandle) -> Result<&mut high_throughput::Handle> {
+pub(super) fn high_of(routed: &mut LibraryHandle) -> Result<&mut high_throughput::HighThroughputHandle> {
     match routed {
         LibraryHandle::HighThroughput(handle) => Ok(handle),
         _ => Err(Error::invalid("dispatch", "handle", "one for high throughput", "another")),
@@ -231,17 +235,21 @@ pub(super) fn high_of(routed: &mut LibraryHandle) -> Result<&mut high_throughput
 }
 
 /// A call and what it is for.
-pub(super) type Step = (&'static str, Op);
+#[derive(Debug, Clone, Copy)]
+pub(super) struct DispatcherCall {
+    pub(super) call: &'static str,
+    pub(super) op: Op,
+}
 
 /// Rows that a call moves; the same on all ranks.
 #[derive(Clone, Copy)]
-pub(super) struct Rows {
+pub(super) struct RowFormat {
     pub(super) dtype: DType,
     /// Of a row and its scales.
     pub(super) bytes: usize,
 }
 
-impl Rows {
+impl RowFormat {
     pub(super) fn of(t: TensorRef<'_, Cuda>) -> Self {
         Self { dtype: t.dtype(), bytes: t.row_bytes() }
     }

@@ -22,7 +22,7 @@ use crate::nccl_ep::tensor::WindowRange;
 use crate::tensor::{Tensor, TensorRef};
 
 use super::join::gather_reports;
-use super::steps::Step;
+use super::steps::DispatcherCall;
 use super::{Algorithm, NcclEp};
 
 /// Turns of the way back.
@@ -30,7 +30,7 @@ const LEAVING: usize = 2;
 
 /// One window, and how many tensors lie in it.
 #[derive(Debug)]
-struct Window {
+struct CountedWindow {
     window: NcclWindow,
     loans: Arc<AtomicUsize>,
 }
@@ -38,19 +38,19 @@ struct Window {
 /// Windows of one size that take turns.
 #[derive(Debug, Default)]
 struct WindowRing {
-    windows: Vec<Window>,
+    windows: Vec<CountedWindow>,
     /// Collectives so far.
     turn: usize,
 }
 
 impl WindowRing {
     /// The window whose turn it is.
-    fn current(&self) -> Option<&Window> {
+    fn current(&self) -> Option<&CountedWindow> {
         self.windows.get(self.turn.checked_rem(self.windows.len())?)
     }
 
     /// The same, which nobody has.
-    fn free(&self, call: &'static str) -> Result<&Window> {
+    fn free(&self, call: &'static str) -> Result<&CountedWindow> {
         let busy = || EpError::Windows { call, windows: self.windows.len() };
         Ok(self.current().filter(|w| w.loans.load(Ordering::Acquire) == 0).ok_or_else(busy)?)
     }
@@ -93,17 +93,17 @@ impl WindowPool {
         }
     }
 
-    fn all(&self) -> impl Iterator<Item = &Window> {
+    fn all(&self) -> impl Iterator<Item = &CountedWindow> {
         self.arriving.windows.iter().chain(&self.leaving.windows)
     }
 
-    fn place(of: &Window) -> WindowRange {
+    fn place(of: &CountedWindow) -> WindowRange {
         WindowRange { base: of.window.base(), bytes: of.window.bytes(), window: of.window.raw() }
     }
 }
 
 /// Part of a window as a tensor.
-fn lend(cuda: &Cuda, from: &Window, at: usize, (dtype, dims): (DType, [usize; 2])) -> Result<Tensor<Cuda>> {
+fn lend(cuda: &Cuda, from: &CountedWindow, at: usize, (dtype, dims): (DType, [usize; 2])) -> Result<Tensor<Cuda>> {
     let bytes = dims[0] * dims[1] * dtype.size();
     crate::comm::Span { offset: at, bytes }.check("lend", "rows", from.window.bytes())?;
     // SAFETY: the window outlives its loans (see `end`), and its turns are what the head of this file says.
@@ -129,13 +129,13 @@ impl NcclEp {
         self.core.device.not_captured("dispatch", "allocate windows")?;
         let counts = [self.core.config.windows.max(2), LEAVING];
         let tag = DispatcherState::tag(handle, Op::Init);
-        let mut made: [Vec<Window>; 2] = Default::default();
+        let mut made: [Vec<CountedWindow>; 2] = Default::default();
         let Some(comm) = self.core.comm.as_any().and_then(|comm| comm.downcast_mut::<NcclComm>()) else {
             return Err(EpError::Communicator { found: "another".to_string() }.into());
         };
         for (ring, count) in made.iter_mut().zip(counts) {
             for _ in 0..count {
-                ring.push(Window { window: comm.allocate(tag, bytes)?, loans: Arc::default() });
+                ring.push(CountedWindow { window: comm.allocate(tag, bytes)?, loans: Arc::default() });
             }
         }
         let [arriving, leaving] = made;
@@ -152,7 +152,7 @@ impl NcclEp {
     /// this rank finds wrong is told.
     pub(super) fn arriving(
         &mut self,
-        step: Step,
+        step: DispatcherCall,
         handle: &Handle<Cuda>,
         (dtype, width): (DType, usize),
         scale: usize,
@@ -162,7 +162,7 @@ impl NcclEp {
         let bytes = rows * width * dtype.size();
         self.windows_of(handle, (bytes + rows * scale).max(rows * handle.spec().returning_bytes()))?;
         let device = &self.core.device;
-        let window_rows = self.windows.arriving.free(step.0).and_then(|window| {
+        let window_rows = self.windows.arriving.free(step.call).and_then(|window| {
             let tokens = lend(device, window, 0, (dtype, [rows, width]))?;
             Ok((tokens, lend(device, window, bytes, (DType::U8, [rows, scale]))?))
         });
@@ -187,7 +187,7 @@ impl NcclEp {
     /// An error that only this rank finds is told.
     pub(super) fn left(
         &mut self,
-        step: Step,
+        step: DispatcherCall,
         handle: &Handle<Cuda>,
         rows: TensorRef<'_, Cuda>,
     ) -> Result<Option<Tensor<Cuda>>> {
@@ -198,7 +198,7 @@ impl NcclEp {
         let copied = match here {
             true => None,
             false => {
-                let copied = self.copied_in(step.0, (count, rows));
+                let copied = self.copied_in(step.call, (count, rows));
                 let copied = self.refuse_own_error_of(step, handle, copied)?;
                 self.windows.copies += 1;
                 Some(copied)

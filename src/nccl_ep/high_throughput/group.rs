@@ -17,20 +17,20 @@ use super::GroupOptions;
 /// A rank's membership in an EP group. Cheap to clone; destroyed with its last clone and handle, when all ranks must be
 /// done with it: a peer may still read what this rank has finished with.
 #[derive(Clone)]
-pub struct Group {
+pub struct HighThroughputGroup {
     raw_group: Arc<RawGroup>,
     options: GroupOptions,
     /// Where rows must lie; `None`: anywhere.
     places: Option<WindowRanges>,
 }
 
-impl fmt::Debug for Group {
+impl fmt::Debug for HighThroughputGroup {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "Group {{ options: {:?}, ranks: {} }}", self.options, self.raw_group.ranks)
+        write!(f, "HighThroughputGroup {{ options: {:?}, ranks: {} }}", self.options, self.raw_group.ranks)
     }
 }
 
-impl Group {
+impl HighThroughputGroup {
     /// Joins a group (collective).
     ///
     /// # Errors
@@ -45,7 +45,7 @@ impl Group {
         (cuda, shared): (Cuda, SharedComm),
         (options, places): (GroupOptions, Option<WindowRanges>),
     ) -> Result<Self> {
-        const CALL: &str = "Group::new";
+        const CALL: &str = "HighThroughputGroup::new";
         options.check(shared.size())?;
         check_gpu(&cuda)?;
         let mut config: sys::ncclEpGroupConfig_t = blank();

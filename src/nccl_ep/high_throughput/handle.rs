@@ -5,14 +5,14 @@ use std::fmt;
 use crate::cuda::Cuda;
 use crate::dtype::DType;
 use crate::error::{Error, Result};
-use crate::nccl_ep::raw_handle::{RawHandle, Shape, check_ids};
+use crate::nccl_ep::raw_handle::{HandleSizes, RawHandle, check_ids};
 use crate::nccl_ep::result::blank;
 use crate::nccl_ep::tensor::{TensorDescriptor, check, check_scales, on_wire, pointer};
 use crate::nccl_ep::{EpError, result, sys};
 use crate::tensor::TensorRef;
 
 use super::rows::pass;
-use super::{CombineArgs, Direction, DispatchArgs, Group, UpdateCounters};
+use super::{CombineArgs, DispatchArgs, HighThroughputGroup, PassDirection, UpdateCounters};
 
 /// Options of a handle; the same on all ranks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -24,28 +24,28 @@ pub struct HandleOptions {
 }
 
 /// A handle of a group. Its memory is this crate's; it keeps the group.
-pub struct Handle {
+pub struct HighThroughputHandle {
     raw_handle: RawHandle,
-    group: Group,
+    group: HighThroughputGroup,
     options: HandleOptions,
     /// Tokens of the last update.
     tokens: Option<usize>,
 }
 
-impl fmt::Debug for Handle {
+impl fmt::Debug for HighThroughputHandle {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let bytes = self.bytes();
-        write!(f, "Handle {{ options: {:?}, tokens: {:?}, bytes: {bytes} }}", self.options, self.tokens)
+        write!(f, "HighThroughputHandle {{ options: {:?}, tokens: {:?}, bytes: {bytes} }}", self.options, self.tokens)
     }
 }
 
-impl Handle {
+impl HighThroughputHandle {
     /// A handle that waits for its first update.
     ///
     /// # Errors
     /// [`EpError`] names what the options break.
-    pub fn new(group: &Group, options: HandleOptions) -> Result<Self> {
-        const CALL: &str = "Handle::new";
+    pub fn new(group: &HighThroughputGroup, options: HandleOptions) -> Result<Self> {
+        const CALL: &str = "HighThroughputHandle::new";
         let most = group.options().max_top_k;
         if !(1..=most).contains(&options.top_k) {
             let expected = format!("1..={most} (the group's max_top_k)");
@@ -59,7 +59,7 @@ impl Handle {
         let raw_handle = RawHandle::new(
             CALL,
             group.raw_group(),
-            Shape { layout, alignment: options.alignment, top_k: options.top_k },
+            HandleSizes { layout, alignment: options.alignment, top_k: options.top_k },
         )?;
         Ok(Self { raw_handle, group: group.clone(), options, tokens: None })
     }
@@ -70,7 +70,7 @@ impl Handle {
     }
 
     /// Its group.
-    pub fn group(&self) -> &Group {
+    pub fn group(&self) -> &HighThroughputGroup {
         &self.group
     }
 
@@ -90,7 +90,7 @@ impl Handle {
     /// # Errors
     /// Shapes and types; a call of the library that failed.
     pub fn update(&mut self, ids: TensorRef<'_, Cuda>, counters: UpdateCounters<'_>) -> Result<()> {
-        const CALL: &str = "Handle::update";
+        const CALL: &str = "HighThroughputHandle::update";
         let tokens = check_ids(CALL, ids, (self.options.top_k, self.group.options().max_tokens))?;
         let (local, dtype) = (self.group.local_experts(), counters.counts.dtype());
         if !matches!(dtype, DType::I32 | DType::I64) {
@@ -158,8 +158,8 @@ impl Handle {
     ///
     /// # Errors
     /// Shapes and types; without a capacity, rows too few for the step, or a graph being recorded.
-    pub fn dispatch(&mut self, direction: Direction, rows: DispatchArgs<'_>) -> Result<()> {
-        const CALL: &str = "Handle::dispatch";
+    pub fn dispatch(&mut self, direction: PassDirection, rows: DispatchArgs<'_>) -> Result<()> {
+        const CALL: &str = "HighThroughputHandle::dispatch";
         let DispatchArgs { tokens, weights, scales, out, out_weights, out_scales } = rows;
         self.check_rows(CALL, (tokens.dtype(), tokens.dims()), (out.dtype(), out.dims()))?;
         let scale_bytes = scales.as_ref().map_or(0, TensorRef::row_bytes);
@@ -168,7 +168,7 @@ impl Handle {
             self.group.cuda().not_captured(CALL, "dispatch without a capacity")?;
         }
         let (t, n, k) = (tokens.rows(), out.dims()[0], self.options.top_k);
-        let forward = direction == Direction::Forward;
+        let forward = direction == PassDirection::Forward;
         let given = |name: &str, present: bool| match present == forward {
             true => Ok(()),
             false if forward => Err(Error::invalid(CALL, format!("tensor {name}"), "weights", "none")),
@@ -212,8 +212,8 @@ impl Handle {
     ///
     /// # Errors
     /// Shapes and types.
-    pub fn combine(&mut self, direction: Direction, rows: CombineArgs<'_>) -> Result<()> {
-        const CALL: &str = "Handle::combine";
+    pub fn combine(&mut self, direction: PassDirection, rows: CombineArgs<'_>) -> Result<()> {
+        const CALL: &str = "HighThroughputHandle::combine";
         let CombineArgs { rows, weights, out, out_weights } = rows;
         self.check_rows(CALL, (out.dtype(), out.dims()), (rows.dtype(), rows.dims()))?;
         self.check_bytes(rows.row_bytes(), 0)?;
@@ -225,7 +225,7 @@ impl Handle {
             return Err(EpError::Width { width }.into());
         }
         let (t, n, k) = (out.dims()[0], rows.rows(), self.options.top_k);
-        let backward = direction == Direction::Backward;
+        let backward = direction == PassDirection::Backward;
         for (name, present) in [("weights", weights.is_some()), ("out_weights", out_weights.is_some())] {
             if present != backward {
                 let (expected, found) = if backward { ("weights", "none") } else { ("none (forward)", "weights") };

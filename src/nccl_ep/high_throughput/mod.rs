@@ -5,7 +5,7 @@ mod handle;
 mod options;
 mod rows;
 
-pub use group::Group;
-pub use handle::{Handle, HandleOptions};
+pub use group::HighThroughputGroup;
+pub use handle::{HandleOptions, HighThroughputHandle};
 pub use options::GroupOptions;
-pub use rows::{CombineArgs, Direction, DispatchArgs, UpdateCounters};
+pub use rows::{CombineArgs, DispatchArgs, PassDirection, UpdateCounters};

@@ -1,9 +1,9 @@
 //! Options of a group for high throughput, and the rules for them.
 
 use crate::nccl_ep::EpError;
-use crate::nccl_ep::rules::{Checked, MOST_CHOICES, SHARED, check_experts, check_tokens};
+use crate::nccl_ep::rules::{EpResult, MOST_CHOICES, SHARED, check_experts, check_tokens};
 
-const CALL: &str = "Group::new";
+const CALL: &str = "HighThroughputGroup::new";
 /// Rows that its kernels keep in shared memory, unless a variable says otherwise.
 const STAGES: usize = 12;
 const STAGE_VARIABLES: [&str; 2] = ["NCCL_EP_DISPATCH_NUM_STAGES", "NCCL_EP_COMBINE_NUM_STAGES_G2S"];
@@ -28,7 +28,7 @@ pub struct GroupOptions {
 
 impl GroupOptions {
     /// Whether the rows that a block has in flight fit its shared memory; `set` reads a variable.
-    fn check_shared(&self, set: impl Fn(&str) -> Option<usize>) -> Checked<()> {
+    fn check_shared(&self, set: impl Fn(&str) -> Option<usize>) -> EpResult<()> {
         let stages = STAGE_VARIABLES.map(|name| set(name).unwrap_or(STAGES)).into_iter().max().unwrap_or(STAGES);
         match stages.saturating_mul(self.max_row_bytes) <= SHARED {
             true => Ok(()),
@@ -37,7 +37,7 @@ impl GroupOptions {
     }
 
     /// Checks options for which the library would end the process, or which it would find wrong too late.
-    pub(in crate::nccl_ep) fn check(&self, ranks: usize) -> Checked<()> {
+    pub(in crate::nccl_ep) fn check(&self, ranks: usize) -> EpResult<()> {
         let positive = [
             ("num_experts", self.num_experts),
             ("max_tokens", self.max_tokens),

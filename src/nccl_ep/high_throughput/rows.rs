@@ -4,7 +4,7 @@ use crate::cuda::Cuda;
 use crate::nccl_ep::sys;
 use crate::tensor::{TensorMut, TensorRef};
 
-/// Where [`Handle::update`](super::Handle::update) leaves its counts: all of one type, I32 or I64.
+/// Where [`HighThroughputHandle::update`](super::Handle::update) leaves its counts: all of one type, I32 or I64.
 #[derive(Debug)]
 pub struct UpdateCounters<'a> {
     /// Padded rows of each local expert, `[L]`.
@@ -17,7 +17,7 @@ pub struct UpdateCounters<'a> {
 
 /// Which way a call goes through the layer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Direction {
+pub enum PassDirection {
     /// Forward: dispatch brings weights, combine does not.
     Forward,
     /// Backward: dispatch of the output's gradient brings no weights, combine of the rows' gradient does.
@@ -55,9 +55,9 @@ pub struct CombineArgs<'a> {
 }
 
 /// The library's word for it.
-pub(in crate::nccl_ep) fn pass(direction: Direction) -> sys::ncclEpPassDir_t {
+pub(in crate::nccl_ep) fn pass(direction: PassDirection) -> sys::ncclEpPassDir_t {
     match direction {
-        Direction::Forward => sys::ncclEpPassDir_t::NCCL_EP_FWD_PASS,
-        Direction::Backward => sys::ncclEpPassDir_t::NCCL_EP_BWD_PASS,
+        PassDirection::Forward => sys::ncclEpPassDir_t::NCCL_EP_FWD_PASS,
+        PassDirection::Backward => sys::ncclEpPassDir_t::NCCL_EP_BWD_PASS,
     }
 }

@@ -26,9 +26,9 @@ const VERSIONS: std::ops::Range<i32> = 200..300;
 
 /// NCCL EP, loaded, with the NCCL that it calls and a compiler for its kernels. Cheap to clone; never unloaded.
 #[derive(Clone)]
-pub struct EpLibrary(Arc<Inner>);
+pub struct EpLibrary(Arc<LoadedNcclEp>);
 
-struct Inner {
+struct LoadedNcclEp {
     functions: sys::Library,
     nccl: NcclLibrary,
     path: String,
@@ -110,7 +110,7 @@ impl EpLibrary {
         let file = loaded_file().unwrap_or_else(|| PathBuf::from(&path));
         Compiler::find(&file)?.prepare()?;
         tracing::debug!(path = name, version = text(version), "loaded NCCL EP");
-        Ok(Self(Arc::new(Inner { functions, nccl: nccl.clone(), path: name, version })))
+        Ok(Self(Arc::new(LoadedNcclEp { functions, nccl: nccl.clone(), path: name, version })))
     }
 
     /// The functions, for callers that go beyond this crate's.

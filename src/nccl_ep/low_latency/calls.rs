@@ -8,7 +8,7 @@ use crate::nccl_ep::tensor::{TensorDescriptor, check, check_scales, on_wire, poi
 use crate::nccl_ep::{result, sys};
 use crate::tensor::{TensorMut, TensorRef};
 
-use super::{Layout, LowLatencyCombineArgs, LowLatencyDispatchArgs, LowLatencyHandle, LowLatencyReceiveArgs};
+use super::{LowLatencyCombineArgs, LowLatencyDispatchArgs, LowLatencyHandle, LowLatencyLayout, LowLatencyReceiveArgs};
 
 impl LowLatencyHandle {
     /// Sends tokens to the experts of the last update (collective).
@@ -49,11 +49,11 @@ impl LowLatencyHandle {
         for (name, there) in
             [("weights", weights.is_some()), ("out_weights", out_weights.is_some()), ("out_ids", out_ids.is_some())]
         {
-            self.given(CALL, name, there, Layout::RankMajor)?;
+            self.given(CALL, name, there, LowLatencyLayout::RankMajor)?;
         }
         let entries = match self.layout {
-            Layout::ExpertMajor => self.group.local_experts(),
-            Layout::RankMajor => self.group.ranks(),
+            LowLatencyLayout::ExpertMajor => self.group.local_experts(),
+            LowLatencyLayout::RankMajor => self.group.ranks(),
         };
         check(CALL, "counts", (DType::I32, &[entries]), (counts.dtype(), counts.dims()))?;
         if let Some(w) = &weights {
@@ -78,8 +78,8 @@ impl LowLatencyHandle {
         let mut out_scales = out_scales.map(|t| self.tensor_descriptor(CALL, t, scale_bytes)).transpose()?;
         let mut info: sys::ncclEpLayoutInfo_t = blank();
         match self.layout {
-            Layout::ExpertMajor => info.expert_counters = counts.pointer(),
-            Layout::RankMajor => info.src_rank_counters = counts.pointer(),
+            LowLatencyLayout::ExpertMajor => info.expert_counters = counts.pointer(),
+            LowLatencyLayout::RankMajor => info.src_rank_counters = counts.pointer(),
         }
         info.recv_topk_idx_kind = sys::ncclEpExpertIdKind_t::NCCL_EP_EXPERT_ID_LOCAL;
         let mut call = result::Dispatch { inputs: blank(), outputs: blank(), info: &raw const info, config: blank() };
@@ -129,7 +129,7 @@ impl LowLatencyHandle {
             return Err(Error::invalid(CALL, "tensor rows", "bf16, f16 or f32", rows.dtype()));
         }
         self.group.options().check_added(rows.dtype(), width, self.group.processors())?;
-        self.given(CALL, "weights", weights.is_some(), Layout::ExpertMajor)?;
+        self.given(CALL, "weights", weights.is_some(), LowLatencyLayout::ExpertMajor)?;
         if let Some(w) = &weights {
             check(CALL, "weights", (DType::F32, &[out.dims()[0], self.top_k]), (w.dtype(), w.dims()))?;
         }
@@ -150,8 +150,8 @@ impl LowLatencyHandle {
     fn cube(&self, width: usize) -> [usize; 3] {
         let (o, ranks) = (self.group.options(), self.group.ranks());
         match self.layout {
-            Layout::ExpertMajor => [self.group.local_experts(), ranks * o.max_tokens, width],
-            Layout::RankMajor => [ranks, o.max_tokens, width],
+            LowLatencyLayout::ExpertMajor => [self.group.local_experts(), ranks * o.max_tokens, width],
+            LowLatencyLayout::RankMajor => [ranks, o.max_tokens, width],
         }
     }
 

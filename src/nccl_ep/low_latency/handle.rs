@@ -5,18 +5,18 @@ use std::fmt;
 use crate::cuda::Cuda;
 use crate::dtype::DType;
 use crate::error::{Error, Result};
-use crate::nccl_ep::raw_handle::{RawHandle, Shape, check_ids};
+use crate::nccl_ep::raw_handle::{HandleSizes, RawHandle, check_ids};
 use crate::nccl_ep::tensor::{TensorDescriptor, check};
 use crate::nccl_ep::{result, sys};
 use crate::tensor::Tensor;
 
-use super::{Layout, LowLatencyGroup};
+use super::{LowLatencyGroup, LowLatencyLayout};
 
 /// A handle of a group for low latency. Its memory is this crate's; it keeps the group.
 pub struct LowLatencyHandle {
     pub(super) raw_handle: RawHandle,
     pub(super) group: LowLatencyGroup,
-    pub(super) layout: Layout,
+    pub(super) layout: LowLatencyLayout,
     pub(super) top_k: usize,
     /// The last update's, at which the library looks in every call.
     ids: Option<Tensor<Cuda>>,
@@ -44,15 +44,15 @@ impl LowLatencyHandle {
     ///
     /// # Errors
     /// [`EpError`](crate::nccl_ep::EpError) names what `top_k` breaks; a graph being recorded.
-    pub fn new(group: &LowLatencyGroup, layout: Layout, top_k: usize) -> Result<Self> {
+    pub fn new(group: &LowLatencyGroup, layout: LowLatencyLayout, top_k: usize) -> Result<Self> {
         const CALL: &str = "LowLatencyHandle::new";
         group.options().check_top_k(top_k, group.processors())?;
         group.cuda().not_captured(CALL, "create an EP handle")?;
         let order = match layout {
-            Layout::ExpertMajor => sys::ncclEpLayout_t::NCCL_EP_LAYOUT_EXPERT_MAJOR,
-            Layout::RankMajor => sys::ncclEpLayout_t::NCCL_EP_LAYOUT_RANK_MAJOR,
+            LowLatencyLayout::ExpertMajor => sys::ncclEpLayout_t::NCCL_EP_LAYOUT_EXPERT_MAJOR,
+            LowLatencyLayout::RankMajor => sys::ncclEpLayout_t::NCCL_EP_LAYOUT_RANK_MAJOR,
         };
-        let raw_handle = RawHandle::new(CALL, group.raw_group(), Shape { layout: order, alignment: 0, top_k })?;
+        let raw_handle = RawHandle::new(CALL, group.raw_group(), HandleSizes { layout: order, alignment: 0, top_k })?;
         Ok(Self { raw_handle, group: group.clone(), layout, top_k, ids: None, incomplete: false })
     }
 
@@ -80,8 +80,8 @@ impl LowLatencyHandle {
     pub fn rows(&self) -> usize {
         let (o, ranks) = (self.group.options(), self.group.ranks());
         match self.layout {
-            Layout::ExpertMajor => self.group.local_experts() * ranks * o.max_tokens,
-            Layout::RankMajor => ranks * o.max_tokens,
+            LowLatencyLayout::ExpertMajor => self.group.local_experts() * ranks * o.max_tokens,
+            LowLatencyLayout::RankMajor => ranks * o.max_tokens,
         }
     }
 
@@ -124,7 +124,7 @@ impl LowLatencyHandle {
     }
 
     /// Whether a tensor is there where the layout has it.
-    pub(super) fn given(&self, call: &'static str, name: &str, present: bool, needed: Layout) -> Result<()> {
+    pub(super) fn given(&self, call: &'static str, name: &str, present: bool, needed: LowLatencyLayout) -> Result<()> {
         match (present, self.layout == needed) {
             (true, true) | (false, false) => Ok(()),
             (false, true) => Err(Error::invalid(call, format!("tensor {name}"), "one, for this layout", "none")),

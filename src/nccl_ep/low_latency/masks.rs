@@ -3,7 +3,7 @@
 use crate::dtype::DType;
 use crate::error::{Error, Result};
 use crate::kernels::Kernels;
-use crate::nccl_ep::rules::Checked;
+use crate::nccl_ep::rules::EpResult;
 use crate::nccl_ep::{EpError, result};
 use crate::tensor::Tensor;
 
@@ -11,7 +11,7 @@ use super::LowLatencyGroup;
 
 impl LowLatencyGroup {
     /// Refuses what only groups with a patience have.
-    fn masked(&self, call: &'static str) -> Checked<()> {
+    fn masked(&self, call: &'static str) -> EpResult<()> {
         match self.options.patience {
             Some(_) => Ok(()),
             None => Err(EpError::Argument {

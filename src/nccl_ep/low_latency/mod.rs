@@ -10,4 +10,4 @@ mod rows;
 pub use group::LowLatencyGroup;
 pub use handle::LowLatencyHandle;
 pub use options::LowLatencyOptions;
-pub use rows::{Layout, LowLatencyCombineArgs, LowLatencyDispatchArgs, LowLatencyReceiveArgs};
+pub use rows::{LowLatencyCombineArgs, LowLatencyDispatchArgs, LowLatencyLayout, LowLatencyReceiveArgs};

@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use crate::dtype::DType;
 use crate::nccl_ep::EpError;
-use crate::nccl_ep::rules::{Checked, MOST_CHOICES, MOST_TOKENS, SHARED, check_experts};
+use crate::nccl_ep::rules::{EpResult, MOST_CHOICES, MOST_TOKENS, SHARED, check_experts};
 
 const CALL: &str = "LowLatencyGroup::new";
 /// Warps of a block of its kernels, and the most groups that they are divided into.
@@ -32,7 +32,7 @@ fn warp_groups(experts: usize, processors: usize) -> usize {
 
 impl LowLatencyOptions {
     /// Checks options for which the library would end the process, or which it would find wrong too late.
-    pub(in crate::nccl_ep) fn check(&self, ranks: usize, processors: usize) -> Checked<()> {
+    pub(in crate::nccl_ep) fn check(&self, ranks: usize, processors: usize) -> EpResult<()> {
         let argument = |name, expected: String, found: usize| {
             Err(EpError::Argument { call: CALL, name, expected, found: found.to_string() })
         };
@@ -58,7 +58,7 @@ impl LowLatencyOptions {
     }
 
     /// The rules for choices of a token: each has a warp, and one more directs them.
-    pub(in crate::nccl_ep) fn check_top_k(&self, top_k: usize, processors: usize) -> Checked<()> {
+    pub(in crate::nccl_ep) fn check_top_k(&self, top_k: usize, processors: usize) -> EpResult<()> {
         let groups = warp_groups(self.num_experts, processors);
         let most = (groups * (WARPS / groups) - 1).min(MOST_CHOICES).min(self.num_experts);
         match (1..=most).contains(&top_k) {
@@ -72,7 +72,7 @@ impl LowLatencyOptions {
 
     /// The rules for a row of so many bytes and its scales on their way out: opaque rows travel as 16-bit numbers, or
     /// with scales in words of 16 bytes; every lane of a warp has a word.
-    pub(in crate::nccl_ep) fn check_sent(&self, (dtype, row): (DType, usize), scale: usize) -> Checked<()> {
+    pub(in crate::nccl_ep) fn check_sent(&self, (dtype, row): (DType, usize), scale: usize) -> EpResult<()> {
         let lanes = WARPS * 16;
         match scale {
             0 if !row.is_multiple_of(lanes) => {
@@ -100,7 +100,7 @@ impl LowLatencyOptions {
 
     /// The rules for a row of numbers that are added: whole steps of a warp, whole words of what travels beside it, and
     /// room on chip.
-    pub(in crate::nccl_ep) fn check_added(&self, dtype: DType, width: usize, processors: usize) -> Checked<()> {
+    pub(in crate::nccl_ep) fn check_added(&self, dtype: DType, width: usize, processors: usize) -> EpResult<()> {
         if width == 0 || !width.is_multiple_of(ADDED) {
             return Err(EpError::LowLatencyWidth { lanes: ADDED, dtype: dtype.to_string(), width });
         }

@@ -5,7 +5,7 @@ use crate::tensor::{TensorMut, TensorRef};
 
 /// Where rows arrive. Their order inside a segment or a rank's part is the library's, and not the same in every run.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Layout {
+pub enum LowLatencyLayout {
     /// Each (token, expert): expert e's rows begin at row e · R · M of `[L · R · M, H]`. Weights are applied by
     /// combine.
     ExpertMajor,

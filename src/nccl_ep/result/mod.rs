@@ -54,7 +54,7 @@ pub unsafe fn handle_destroy(library: &Library, handle: sys::ncclEpHandle_t) -> 
 
 /// Sizes that a handle is made with.
 #[derive(Debug, Clone, Copy)]
-pub struct Shape<'a> {
+pub struct RawHandleSizes<'a> {
     /// Where rows lie.
     pub layout: sys::ncclEpLayout_t,
     /// Alignment.
@@ -68,7 +68,7 @@ pub struct Shape<'a> {
 pub unsafe fn handle_mem_size(
     library: &Library,
     group: sys::ncclEpGroup_t,
-    shape: Shape<'_>,
+    shape: RawHandleSizes<'_>,
 ) -> Result<usize, EpError> {
     let mut size = 0;
     // SAFETY: as the caller promises; the result is a local.
@@ -94,14 +94,14 @@ pub unsafe fn handle_mem_size(
 pub unsafe fn init_handle(
     library: &Library,
     group: sys::ncclEpGroup_t,
-    shape: Shape<'_>,
+    shape: RawHandleSizes<'_>,
     memory: *const sys::ncclEpTensor_t,
 ) -> Result<sys::ncclEpHandle_t, EpError> {
     let mut handle = std::ptr::null_mut();
     // SAFETY: as the caller promises; the result is a local.
     guarded("ncclEpInitHandle", |message, room| unsafe {
         let function = library.ncclEpInitHandle as Object;
-        let Shape { layout, config, top_k } = shape;
+        let RawHandleSizes { layout, config, top_k } = shape;
         moebius_ep_init_handle(message, room, function, &raw mut handle, group, layout, config, top_k, memory)
     })?;
     Ok(handle)

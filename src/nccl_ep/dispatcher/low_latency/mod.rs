@@ -23,7 +23,7 @@ use crate::ep::{Capacity, DispatchSpec};
 use crate::error::{Error, Result};
 use crate::nccl::NcclComm;
 use crate::nccl_ep::EpError;
-use crate::nccl_ep::low_latency::{Layout, LowLatencyGroup, LowLatencyHandle, LowLatencyOptions};
+use crate::nccl_ep::low_latency::{LowLatencyGroup, LowLatencyHandle, LowLatencyLayout, LowLatencyOptions};
 use crate::tensor::{Tensor, TensorRef};
 
 use handle_pool::{HandlePool, PooledHandle};
@@ -164,7 +164,7 @@ impl NcclEp {
         let wide = Self::wide(spec);
         let make = || {
             group.cuda().not_captured("prepare", "create an EP handle")?;
-            LowLatencyHandle::new(&group, Layout::RankMajor, wide)
+            LowLatencyHandle::new(&group, LowLatencyLayout::RankMajor, wide)
         };
         let free = match pool.grows(wide) {
             true => {

@@ -15,7 +15,7 @@ use crate::nccl_ep::low_latency::{
 use crate::tensor::{Tensor, TensorMut, TensorRef};
 
 use super::LowLatencyRouting;
-use crate::nccl_ep::dispatcher::steps::{Rows, Step, open, row_bytes};
+use crate::nccl_ep::dispatcher::steps::{DispatcherCall, RowFormat, open, row_bytes};
 use crate::nccl_ep::dispatcher::{LibraryHandle, NcclEp};
 
 /// The handle and what is kept beside it.
@@ -46,7 +46,7 @@ impl NcclEp {
     /// Rows as they arrive, and what says which slot is whose.
     pub(in crate::nccl_ep::dispatcher) fn send_low(
         &mut self,
-        step: Step,
+        step: DispatcherCall,
         handle: &Handle<Cuda>,
         inputs: &DispatchInputs<'_, Cuda>,
         beside: Option<&mut dyn FnMut() -> Result<()>>,
@@ -55,10 +55,10 @@ impl NcclEp {
         let room = self.room_low(handle, inputs);
         let LowLatencyBuffers { packed, mut rows, mut counts, weights: mut all, mut ids, mut scales } =
             self.refuse_own_error_of(step, handle, room)?;
-        let moved = Rows { dtype: tokens.dtype(), bytes: row_bytes(inputs) };
+        let moved = RowFormat { dtype: tokens.dtype(), bytes: row_bytes(inputs) };
         // Its error is told when the collective, which the others are in, has ended.
         let mut own = Ok(());
-        self.collective(step, (handle, moved), |routed| {
+        self.collective(step, handle, moved, |routed| {
             let from = LowLatencyDispatchArgs {
                 tokens: tokens.borrow(),
                 weights: Some(packed.view()),
@@ -71,7 +71,7 @@ impl NcclEp {
                 ids: Some(ids.view_mut()),
                 scales: scales.as_mut().map(Tensor::view_mut),
             };
-            let (library, _) = low_of(step.0, routed)?;
+            let (library, _) = low_of(step.call, routed)?;
             match beside {
                 None => library.dispatch(from, to),
                 Some(beside) => library.dispatch_overlapped(from, to, || {
@@ -81,7 +81,7 @@ impl NcclEp {
             }
         })?;
         let sorted =
-            own.and_then(|()| self.sorted_low(step.0, handle, (inputs.weights.is_some(), [&ids, &all, &counts])));
+            own.and_then(|()| self.sorted_low(step.call, handle, (inputs.weights.is_some(), [&ids, &all, &counts])));
         let (row_map, weights) = self.refuse_own_error_of(step, handle, sorted)?;
         Ok(Received { rows: Some(rows), weights, scales, map: Some(row_map) })
     }
@@ -140,7 +140,7 @@ impl NcclEp {
     /// The same, into slots.
     pub(in crate::nccl_ep::dispatcher) fn send_low_into(
         &mut self,
-        step: Step,
+        step: DispatcherCall,
         handle: &Handle<Cuda>,
         inputs: &DispatchInputs<'_, Cuda>,
         outputs: DispatchOutputs<'_, Cuda>,
@@ -167,7 +167,7 @@ impl NcclEp {
     /// Sums of this rank's experts for each row that came, back to where it is from.
     pub(in crate::nccl_ep::dispatcher) fn return_low(
         &mut self,
-        step: Step,
+        step: DispatcherCall,
         handle: &Handle<Cuda>,
         (expert_out, mut out): (TensorRef<'_, Cuda>, TensorMut<'_, Cuda>),
     ) -> Result<()> {
@@ -175,24 +175,24 @@ impl NcclEp {
         let n = self.core.ranks() * self.max_tokens();
         let sums = self.empty(expert_out.dtype(), &[n, expert_out.row_bytes() / expert_out.dtype().size()]);
         let mut sums = self.refuse_own_error_of(step, handle, sums)?;
-        let moved = Rows::of(expert_out);
+        let moved = RowFormat::of(expert_out);
         let reduced = {
-            let kept = self.kept(step.0, handle)?;
+            let kept = self.kept(step.call, handle)?;
             let guard = open(&kept);
             match &*guard {
                 // A handle for wider rows would be another, which has dispatched nothing.
-                LibraryHandle::LowLatency(LowLatencyRouting { bytes, .. }) if *bytes < moved.bytes => {
-                    Err(Error::invalid(step.0, "tensor expert_out", "rows no wider than were dispatched", moved.bytes))
-                }
+                LibraryHandle::LowLatency(LowLatencyRouting { bytes, .. }) if *bytes < moved.bytes => Err(
+                    Error::invalid(step.call, "tensor expert_out", "rows no wider than were dispatched", moved.bytes),
+                ),
                 LibraryHandle::LowLatency(LowLatencyRouting { back: Some(back), .. }) => {
                     reduce(&device, expert_out, back.view(), sums.view_mut())
                 }
-                _ => Err(Error::invalid(step.0, "handle", "one whose rows were dispatched", "a new one")),
+                _ => Err(Error::invalid(step.call, "handle", "one whose rows were dispatched", "a new one")),
             }
         };
         self.refuse_own_error_of(step, handle, reduced)?;
-        self.collective(step, (handle, moved), |routed| {
-            let (library, _) = low_of(step.0, routed)?;
+        self.collective(step, handle, moved, |routed| {
+            let (library, _) = low_of(step.call, routed)?;
             library.combine(LowLatencyCombineArgs { rows: sums.view(), weights: None, out: out.reborrow() })
         })
     }
