@@ -6,9 +6,9 @@ use std::sync::{Arc, OnceLock};
 use crate::error::Result;
 
 /// A value that a device computes. Reading it waits for the device, once; not reading it costs nothing.
-pub struct Lazy<T>(Arc<State<T>>);
+pub struct Lazy<T>(Arc<LazyState<T>>);
 
-struct State<T> {
+struct LazyState<T> {
     value: OnceLock<T>,
     #[allow(clippy::type_complexity)]
     read: Option<Box<dyn Fn() -> Result<T> + Send + Sync>>,
@@ -17,12 +17,12 @@ struct State<T> {
 impl<T> Lazy<T> {
     /// A value that is there already.
     pub fn ready(value: T) -> Self {
-        Self(Arc::new(State { value: OnceLock::from(value), read: None }))
+        Self(Arc::new(LazyState { value: OnceLock::from(value), read: None }))
     }
 
     /// A value that `read` will fetch.
     pub(crate) fn later(read: impl Fn() -> Result<T> + Send + Sync + 'static) -> Self {
-        Self(Arc::new(State { value: OnceLock::new(), read: Some(Box::new(read)) }))
+        Self(Arc::new(LazyState { value: OnceLock::new(), read: Some(Box::new(read)) }))
     }
 
     /// The value, if that takes no waiting.

@@ -82,18 +82,18 @@ impl<D: Kernels> AnyGroup for EpGroup<D> {
 
 /// A collective of a module, beside its layer's.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Exchange {
+pub(crate) enum ParamCollective {
     /// Rank 0's parameter to all.
     Weights,
     /// The sum of a gradient over the ranks.
     Gradient,
 }
 
-impl Exchange {
+impl ParamCollective {
     fn op(self) -> Op {
         match self {
-            Exchange::Weights => Op::Weights,
-            Exchange::Gradient => Op::GradReduce,
+            ParamCollective::Weights => Op::Weights,
+            ParamCollective::Gradient => Op::GradReduce,
         }
     }
 }
@@ -106,7 +106,7 @@ fn tag(layer: u32, op: Op) -> Tag {
 pub(crate) fn exchange<D: Kernels>(
     group: &EpGroup<D>,
     layer: u32,
-    exchange: Exchange,
+    exchange: ParamCollective,
     values: impl FnOnce(&D) -> Result<Tensor<D>>,
 ) -> Result<Tensor<D>> {
     let mut group = group.lock();
@@ -116,8 +116,8 @@ pub(crate) fn exchange<D: Kernels>(
         let _ = comm.refuse(tag, &error.to_string());
     })?;
     match exchange {
-        Exchange::Weights => comm.broadcast(tag, 0, values.view_mut())?,
-        Exchange::Gradient => comm.all_reduce(tag, ReduceOp::Sum, values.view_mut())?,
+        ParamCollective::Weights => comm.broadcast(tag, 0, values.view_mut())?,
+        ParamCollective::Gradient => comm.all_reduce(tag, ReduceOp::Sum, values.view_mut())?,
     }
     Ok(values)
 }

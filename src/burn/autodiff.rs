@@ -23,9 +23,9 @@ use crate::ep::GroupConfig;
 use crate::error::{Error, Result};
 use crate::layer::{Context, ParamKind, PerParam};
 
-use super::backend::{Call, LayerBackend, NativeBackend, NativeMemory, Operands, Outputs, RoutingData};
+use super::backend::{LayerBackend, LayerCall, NativeBackend, NativeMemory, Operands, Outputs, RoutingData};
 use super::group::DeviceGroup;
-use super::run::{Arrived, Tracked, run_backward, run_forward};
+use super::run::{OutputCotangents, Tracked, run_backward, run_forward};
 
 const CALL: &str = "ExpertParallelMoE::backward";
 
@@ -34,17 +34,17 @@ const CALL: &str = "ExpertParallelMoE::backward";
 struct Pending<B: NativeMemory> {
     /// Taken by the first backward.
     context: Option<Context<B::Core>>,
-    arrived: Arrived<FloatTensor<B>>,
+    arrived: OutputCotangents<FloatTensor<B>>,
 }
 
-type Shared<B> = Arc<Mutex<Pending<B>>>;
+type SharedPending<B> = Arc<Mutex<Pending<B>>>;
 
-fn locked<B: NativeMemory>(pending: &Shared<B>) -> MutexGuard<'_, Pending<B>> {
+fn locked<B: NativeMemory>(pending: &SharedPending<B>) -> MutexGuard<'_, Pending<B>> {
     // Every holder leaves the fields whole, so a panic elsewhere does not matter.
     pending.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-fn consumed(call: &Call) -> Error {
+fn consumed(call: &LayerCall) -> Error {
     Error::ContextConsumed { call: CALL, rank: call.group.rank() }
 }
 
@@ -57,11 +57,11 @@ struct Run;
 
 #[derive(Debug, Clone)]
 struct RunState<B: NativeMemory> {
-    call: Call,
+    call: LayerCall,
     /// x lies with burn's checkpointer, which may recompute it.
     x: NodeId,
     params: PerParam<Option<FloatTensor<B>>>,
-    pending: Shared<B>,
+    pending: SharedPending<B>,
 }
 
 impl<B: NativeMemory> Backward<B, PARENTS> for Run {
@@ -77,7 +77,7 @@ impl<B: NativeMemory> Backward<B, PARENTS> for Run {
         let Some(context) = context else { call.group.unwind(consumed(&call)) };
         let params_tracked = PerParam::from_fn(|role| ops.parents[1 + role as usize].is_some());
         let tracked = Tracked { x: ops.parents[0].is_some(), params: params_tracked };
-        let arrived = Arrived { dy: arrived.dy.map(B::contiguous), d_aux: arrived.d_aux.map(B::contiguous) };
+        let arrived = OutputCotangents { dy: arrived.dy.map(B::contiguous), d_aux: arrived.d_aux.map(B::contiguous) };
         match run_backward::<B>(&call, &Operands { x, params }, context, arrived, tracked) {
             Err(error) => call.group.unwind(error),
             Ok(gradients) => {
@@ -94,18 +94,18 @@ impl<B: NativeMemory> Backward<B, PARENTS> for Run {
 
 /// An output of the layer: a child of [`Run`].
 #[derive(Debug, Clone, Copy)]
-enum Output {
+enum LayerOutput {
     Y,
     Aux,
 }
 
 #[derive(Debug, Clone)]
 struct OutputState<B: NativeMemory> {
-    call: Call,
-    pending: Shared<B>,
+    call: LayerCall,
+    pending: SharedPending<B>,
 }
 
-impl<B: NativeMemory> Backward<B, 1> for Output {
+impl<B: NativeMemory> Backward<B, 1> for LayerOutput {
     type State = OutputState<B>;
 
     fn backward(self, ops: Ops<OutputState<B>, 1>, grads: &mut Gradients, _checkpointer: &mut Checkpointer) {
@@ -114,8 +114,8 @@ impl<B: NativeMemory> Backward<B, 1> for Output {
         let alive = {
             let mut pending = locked(&pending);
             match self {
-                Output::Y => pending.arrived.dy = Some(gradient),
-                Output::Aux => pending.arrived.d_aux = Some(gradient),
+                LayerOutput::Y => pending.arrived.dy = Some(gradient),
+                LayerOutput::Aux => pending.arrived.d_aux = Some(gradient),
             }
             pending.context.is_some()
         };
@@ -127,7 +127,7 @@ impl<B: NativeMemory> Backward<B, 1> for Output {
 }
 
 impl<B: NativeBackend, C: CheckpointStrategy> LayerBackend for Autodiff<B, C> {
-    fn moe_forward(call: &Call, operands: Operands<FloatTensor<Self>>) -> Result<Outputs<Self>> {
+    fn moe_forward(call: &LayerCall, operands: Operands<FloatTensor<Self>>) -> Result<Outputs<Self>> {
         let device = B::float_device(&operands.x.primitive);
         // Stands for operands that the layer has not, so that the number of parents is fixed.
         let zero = B::float_zeros(Shape::new([1]), &device, operands.x.dtype().into());
@@ -156,23 +156,23 @@ impl<B: NativeBackend, C: CheckpointStrategy> LayerBackend for Autodiff<B, C> {
             .collect();
         let operands = inner(operands);
         let (out, context) = run_forward::<B>(call, &operands, true)?;
-        let pending = Arc::new(Mutex::new(Pending { context, arrived: Arrived::default() }));
+        let pending = Arc::new(Mutex::new(Pending { context, arrived: OutputCotangents::default() }));
         let state = RunState { call: call.clone(), x, params: operands.params, pending: pending.clone() };
         let root = run.finish(state, absent.primitive);
         drop(alive);
 
-        let child = |output: Output, value| {
+        let child = |output: LayerOutput, value| {
             let prepared = Backward::<B, 1>::prepare::<C>(output, [root.node.clone()]).compute_bound().stateful();
             match prepared {
                 OpsKind::Tracked(p) => p.finish(OutputState { call: call.clone(), pending: pending.clone() }, value),
                 OpsKind::UnTracked(p) => p.finish(value),
             }
         };
-        let y = child(Output::Y, out.y);
+        let y = child(LayerOutput::Y, out.y);
         // Without auxiliary losses the zero is a constant.
         let aux = match call.layer.config().aux.is_off() {
             true => <Self as AutodiffBackend>::from_inner(out.aux),
-            false => child(Output::Aux, out.aux),
+            false => child(LayerOutput::Aux, out.aux),
         };
         Ok(Outputs { y, aux, losses: out.losses, routing: detached(out.routing) })
     }

@@ -48,7 +48,7 @@ impl<B: MoeBackend + NativeMemory> NativeBackend for B {}
 )]
 pub trait LayerBackend: Backend {
     /// Forward over all ranks; keeps what backward needs where an operand tracks gradients.
-    fn moe_forward(call: &Call, operands: Operands<FloatTensor<Self>>) -> Result<Outputs<Self>>;
+    fn moe_forward(call: &LayerCall, operands: Operands<FloatTensor<Self>>) -> Result<Outputs<Self>>;
 
     /// A group of one rank on a device.
     fn group_of_one(config: GroupConfig, device: &Self::Device) -> Result<DeviceGroup>;
@@ -72,7 +72,7 @@ pub trait NativeMemory: Backend {
     fn view<'a>(core: &Self::Core, tensor: Named<'a, FloatTensor<Self>>) -> Result<TensorRef<'a, Self::Core>>;
 
     /// Allocates a result where `beside` lies.
-    fn output(core: &Self::Core, beside: &FloatTensor<Self>, place: Place<'_>) -> Result<Self::Output>;
+    fn output(core: &Self::Core, beside: &FloatTensor<Self>, place: ResultSpec<'_>) -> Result<Self::Output>;
 
     /// Borrows a result to fill it.
     fn view_mut(output: &mut Self::Output) -> Result<TensorMut<'_, Self::Core>>;
@@ -101,7 +101,7 @@ pub struct Named<'a, T> {
 
 /// Type and sizes of a result.
 #[derive(Debug, Clone, Copy)]
-pub struct Place<'a> {
+pub struct ResultSpec<'a> {
     /// Element type.
     pub dtype: DType,
     /// Sizes, outermost first.
@@ -110,7 +110,7 @@ pub struct Place<'a> {
 
 /// One call of a layer, apart from its tensors.
 #[derive(Debug, Clone)]
-pub struct Call {
+pub struct LayerCall {
     /// The layer.
     pub layer: Arc<Layer>,
     /// This rank's group.

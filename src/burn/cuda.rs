@@ -17,7 +17,7 @@ use crate::ep::{EpGroup, GroupConfig};
 use crate::error::{Error, Result};
 use crate::tensor::{TensorMut, TensorRef};
 
-use super::backend::{Call, LayerBackend, Named, NativeMemory, Operands, Outputs, Place, core_dtype};
+use super::backend::{LayerBackend, LayerCall, Named, NativeMemory, Operands, Outputs, ResultSpec, core_dtype};
 use super::group::DeviceGroup;
 use super::run::run_forward;
 
@@ -92,7 +92,7 @@ impl<F: FloatElement, I: IntElement, T: BoolElement> NativeMemory for CubeBacken
         TensorRef::new(data, dtype, &shape)
     }
 
-    fn output(_: &Cuda, beside: &Primitive, Place { dtype, dims }: Place<'_>) -> Result<CudaOutput> {
+    fn output(_: &Cuda, beside: &Primitive, ResultSpec { dtype, dims }: ResultSpec<'_>) -> Result<CudaOutput> {
         let shape = Shape::from(dims.to_vec());
         let bytes = shape.num_elements() * dtype.size();
         let handle = beside.client.empty(bytes.max(LEAST_BYTES));
@@ -128,7 +128,7 @@ impl<F: FloatElement, I: IntElement, T: BoolElement> NativeMemory for CubeBacken
 }
 
 impl<F: FloatElement, I: IntElement, T: BoolElement> LayerBackend for CubeBackend<CudaRuntime, F, I, T> {
-    fn moe_forward(call: &Call, operands: Operands<Primitive>) -> Result<Outputs<Self>> {
+    fn moe_forward(call: &LayerCall, operands: Operands<Primitive>) -> Result<Outputs<Self>> {
         // Nothing tracks gradients here, so nothing is kept.
         Ok(run_forward::<Self>(call, &operands.map(Self::contiguous), false)?.0)
     }

@@ -11,7 +11,9 @@ use crate::ep::{EpGroup, GroupConfig};
 use crate::error::{Error, Result};
 use crate::tensor::{Tensor, TensorMut, TensorRef};
 
-use super::backend::{Call, LayerBackend, Named, NativeMemory, Operands, Outputs, Place, core_dtype, data, float};
+use super::backend::{
+    LayerBackend, LayerCall, Named, NativeMemory, Operands, Outputs, ResultSpec, core_dtype, data, float,
+};
 use super::group::DeviceGroup;
 use super::run::run_forward;
 
@@ -35,7 +37,7 @@ impl NativeMemory for Flex {
         }
     }
 
-    fn output(core: &Cpu, _: &FlexTensor, Place { dtype, dims }: Place<'_>) -> Result<Tensor<Cpu>> {
+    fn output(core: &Cpu, _: &FlexTensor, ResultSpec { dtype, dims }: ResultSpec<'_>) -> Result<Tensor<Cpu>> {
         Tensor::empty(core, dtype, dims)
     }
 
@@ -70,7 +72,7 @@ fn not_contiguous(name: &str) -> Error {
 }
 
 impl LayerBackend for Flex {
-    fn moe_forward(call: &Call, operands: Operands<FlexTensor>) -> Result<Outputs<Self>> {
+    fn moe_forward(call: &LayerCall, operands: Operands<FlexTensor>) -> Result<Outputs<Self>> {
         // Nothing tracks gradients here, so nothing is kept.
         Ok(run_forward::<Self>(call, &operands.map(Self::contiguous), false)?.0)
     }

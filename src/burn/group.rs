@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use burn::tensor::backend::Backend;
 
-use crate::adapter::{AnyGroup, Exchange, exchange};
+use crate::adapter::{AnyGroup, ParamCollective, exchange};
 use crate::device::Waited;
 use crate::dtype::DType;
 use crate::ep::{EpGroup, Group, GroupConfig};
@@ -20,7 +20,7 @@ use super::backend::MoeBackend;
 /// gives it back.
 #[derive(Debug, Clone)]
 pub struct DeviceGroup {
-    member: Arc<dyn Member>,
+    member: Arc<dyn ModuleGroup>,
     waits: Arc<Counters>,
 }
 
@@ -106,7 +106,7 @@ impl DeviceGroup {
     }
 
     /// Runs a collective over a tensor of the host, in place.
-    pub(super) fn exchange(&self, layer: u32, exchange: Exchange, on: HostTensor<'_>) -> Result<()> {
+    pub(super) fn exchange(&self, layer: u32, exchange: ParamCollective, on: HostTensor<'_>) -> Result<()> {
         self.member.exchange(layer, exchange, on)
     }
 }
@@ -144,17 +144,22 @@ pub(super) struct HostTensor<'a> {
 }
 
 /// Calls of a module to its group, whatever its device.
-trait Member: Debug + Send + Sync {
+trait ModuleGroup: Debug + Send + Sync {
     fn any(&self) -> &dyn AnyGroup;
-    fn exchange(&self, layer: u32, exchange: Exchange, on: HostTensor<'_>) -> Result<()>;
+    fn exchange(&self, layer: u32, exchange: ParamCollective, on: HostTensor<'_>) -> Result<()>;
 }
 
-impl<D: Kernels> Member for EpGroup<D> {
+impl<D: Kernels> ModuleGroup for EpGroup<D> {
     fn any(&self) -> &dyn AnyGroup {
         self
     }
 
-    fn exchange(&self, layer: u32, what: Exchange, HostTensor { bytes, dtype, dims }: HostTensor<'_>) -> Result<()> {
+    fn exchange(
+        &self,
+        layer: u32,
+        what: ParamCollective,
+        HostTensor { bytes, dtype, dims }: HostTensor<'_>,
+    ) -> Result<()> {
         let made = exchange(self, layer, what, |device| {
             let mut values = Tensor::empty(device, dtype, dims)?;
             device.upload(bytes, values.view_mut())?;

@@ -8,7 +8,7 @@ use burn::tensor::backend::Backend;
 use burn::tensor::ops::FloatTensor;
 use burn::tensor::{Shape, Tensor, TensorData, TensorMetadata, TensorPrimitive};
 
-use crate::adapter::Exchange;
+use crate::adapter::ParamCollective;
 use crate::checkpoint::{Block, BlockParams, Checkpoint, LoadOptions, Progress};
 use crate::comm::Op;
 use crate::config::MoeConfig;
@@ -163,7 +163,7 @@ fn assemble<B: Backend>(
     group: &DeviceGroup,
 ) -> Result<ExpertParallelMoE<B>> {
     let mut params =
-        Parts { source, config: layer.config(), local: group.local_experts(), backend: Default::default() };
+        ParamLoader { source, config: layer.config(), local: group.local_experts(), backend: Default::default() };
     let router = Router {
         weight: params.required(ParamKind::Router)?,
         bias: params.get(ParamKind::RouterBias)?,
@@ -187,14 +187,14 @@ fn assemble<B: Backend>(
 }
 
 /// Parameters as the module holds them.
-struct Parts<'a, B, S> {
+struct ParamLoader<'a, B, S> {
     source: &'a mut S,
     config: &'a MoeConfig,
     local: usize,
     backend: std::marker::PhantomData<B>,
 }
 
-impl<B: Backend, S: Source<B>> Parts<'_, B, S> {
+impl<B: Backend, S: Source<B>> ParamLoader<'_, B, S> {
     fn get<const D: usize>(&mut self, role: ParamKind) -> Result<Option<Param<Tensor<B, D>>>> {
         let Some(dims) = role.dims(self.config, self.local) else { return Ok(None) };
         let tensor = Tensor::from_primitive(TensorPrimitive::Float(self.source.load(role, &dims)?));
@@ -271,7 +271,7 @@ impl<B: Backend> Draw<'_, B> {
         let mut data: TensorData = weight.into_data();
         let dtype = core_dtype(INIT, "weight", data.dtype)?;
         let on = HostTensor { bytes: &mut data.bytes[..], dtype, dims: &[rows, columns] };
-        self.group.exchange(self.number, Exchange::Weights, on)?;
+        self.group.exchange(self.number, ParamCollective::Weights, on)?;
         let dtype = data.dtype;
         Ok(Tensor::from_data(data, (self.device, dtype)))
     }

@@ -8,13 +8,13 @@ use burn::tensor::backend::{AutodiffBackend, Backend};
 use burn::tensor::ops::FloatTensor;
 use burn::tensor::{Int, Shape, Tensor, TensorData, TensorPrimitive};
 
-use crate::adapter::Exchange;
+use crate::adapter::ParamCollective;
 use crate::error::{Error, Result};
 use crate::layer::{AuxValue, Layer, Noise, ParamKind, PerParam};
 use crate::lazy::Lazy;
 use crate::metrics::Load;
 
-use super::backend::{Call, MoeBackend, Operands, core_dtype};
+use super::backend::{LayerCall, MoeBackend, Operands, core_dtype};
 use super::group::{DeviceGroup, HostTensor};
 
 /// A Mixture-of-Experts layer over the ranks of a group. Made by
@@ -191,7 +191,7 @@ impl<B: MoeBackend> ExpertParallelMoE<B> {
         };
         // Not `Tensor::reshape`, which reads a 0 as "as before".
         let tokens = B::float_reshape(primitive(x), Shape::from(vec![leading.iter().product(), hidden]));
-        let call = Call { layer: self.layer.clone(), group: self.group.clone(), noise };
+        let call = LayerCall { layer: self.layer.clone(), group: self.group.clone(), noise };
         let params = PerParam::from_fn(|role| self.param(role));
         let out = B::moe_forward(&call, Operands { x: tokens, params })?;
         Ok(MoeOutput {
@@ -242,7 +242,7 @@ impl<B: AutodiffBackend> ExpertParallelMoE<B> {
         let mut data = gradient.into_data();
         let dtype = core_dtype(CALL, "gradient", data.dtype)?;
         let on = HostTensor { bytes: &mut data.bytes[..], dtype, dims: &data.shape };
-        self.group.exchange(self.layer.number(), Exchange::Gradient, on)?;
+        self.group.exchange(self.layer.number(), ParamCollective::Gradient, on)?;
         let dtype = data.dtype;
         gradients.register::<B::InnerBackend, D>(param.id, Tensor::from_data(data, (&device, dtype)));
         Ok(())

@@ -10,7 +10,7 @@ use crate::kernels::Scalar;
 use crate::layer::{Context, Cotangents, Entry, GradientsMut, Inputs, Mode, ParamKind, ParamViews, PerParam};
 use crate::tensor::TensorRef;
 
-use super::backend::{Call, Named, NativeMemory, Operands, Outputs, Place, RoutingData, core_dtype};
+use super::backend::{LayerCall, Named, NativeMemory, Operands, Outputs, ResultSpec, RoutingData, core_dtype};
 
 const FORWARD: &str = "ExpertParallelMoE::forward";
 const BACKWARD: &str = "ExpertParallelMoE::backward";
@@ -25,11 +25,11 @@ struct Results<B: NativeMemory> {
 }
 
 impl<B: NativeMemory> Results<B> {
-    fn allocate(call: &Call, core: &B::Core, x: &FloatTensor<B>) -> Result<Self> {
+    fn allocate(call: &LayerCall, core: &B::Core, x: &FloatTensor<B>) -> Result<Self> {
         let dtype = core_dtype(FORWARD, "x", x.dtype())?;
         let shape = x.shape();
         let (tokens, router) = (shape.first().copied().unwrap_or(0), &call.layer.config().router);
-        let of = |dtype: DType, dims: &[usize]| B::output(core, x, Place { dtype, dims });
+        let of = |dtype: DType, dims: &[usize]| B::output(core, x, ResultSpec { dtype, dims });
         Ok(Self {
             y: of(dtype, &shape)?,
             logits: of(dtype.accumulator(), &[tokens, router.num_experts])?,
@@ -41,7 +41,7 @@ impl<B: NativeMemory> Results<B> {
 }
 
 /// Runs the core's work between the back end's: what it reads was enqueued before, what reads its results comes behind.
-fn ordered<B: NativeMemory, R>(call: &Call, core: &B::Core, work: impl FnOnce() -> Result<R>) -> Result<R> {
+fn ordered<B: NativeMemory, R>(call: &LayerCall, core: &B::Core, work: impl FnOnce() -> Result<R>) -> Result<R> {
     call.group.count(B::begin(core)?);
     let done = work();
     // Also behind a failure: what it enqueued may still use the back end's memory.
@@ -54,7 +54,7 @@ type Forwarded<B> = (Outputs<B>, Option<Context<<B as NativeMemory>::Core>>);
 
 /// Forward through the core over contiguous operands; with a context if `backward` will follow.
 pub(super) fn run_forward<B: NativeMemory>(
-    call: &Call,
+    call: &LayerCall,
     operands: &Operands<FloatTensor<B>>,
     backward: bool,
 ) -> Result<Forwarded<B>> {
@@ -99,14 +99,14 @@ pub(super) fn run_forward<B: NativeMemory>(
 }
 
 /// Gradients of one backward.
-pub(super) struct Gradients<T> {
+pub(super) struct TensorGradients<T> {
     pub(super) x: Option<T>,
     pub(super) params: PerParam<Option<T>>,
 }
 
-impl<T> Gradients<T> {
-    fn try_map<U>(self, mut f: impl FnMut(T) -> Result<U>) -> Result<Gradients<U>> {
-        Ok(Gradients {
+impl<T> TensorGradients<T> {
+    fn try_map<U>(self, mut f: impl FnMut(T) -> Result<U>) -> Result<TensorGradients<U>> {
+        Ok(TensorGradients {
             x: self.x.map(&mut f).transpose()?,
             params: self.params.try_map(|_, t| t.map(&mut f).transpose())?,
         })
@@ -115,12 +115,12 @@ impl<T> Gradients<T> {
 
 /// Cotangents of the outputs that a loss reaches.
 #[derive(Debug)]
-pub(super) struct Arrived<T> {
+pub(super) struct OutputCotangents<T> {
     pub(super) dy: Option<T>,
     pub(super) d_aux: Option<T>,
 }
 
-impl<T> Default for Arrived<T> {
+impl<T> Default for OutputCotangents<T> {
     fn default() -> Self {
         Self { dy: None, d_aux: None }
     }
@@ -149,12 +149,12 @@ impl Tracked {
 
 /// Backward through the core over contiguous operands and cotangents.
 pub(super) fn run_backward<B: NativeMemory>(
-    call: &Call,
+    call: &LayerCall,
     operands: &Operands<FloatTensor<B>>,
     context: Context<B::Core>,
-    Arrived { dy, d_aux }: Arrived<FloatTensor<B>>,
+    OutputCotangents { dy, d_aux }: OutputCotangents<FloatTensor<B>>,
     tracked: Tracked,
-) -> Result<Gradients<FloatTensor<B>>> {
+) -> Result<TensorGradients<FloatTensor<B>>> {
     let device = B::float_device(&operands.x);
     context.handle().check_backward(BACKWARD)?;
     let mut group = call.group.expect::<B, B::Core>(BACKWARD, &device)?.lock();
@@ -165,9 +165,9 @@ pub(super) fn run_backward<B: NativeMemory>(
         let y = dy.as_ref().map(|tensor| view("gradient of y", tensor)).transpose()?;
         let aux = d_aux.as_ref().map(|tensor| view("gradient of aux", tensor)).transpose()?;
         let like = |tensor: TensorRef<'_, B::Core>| {
-            B::output(&core, &operands.x, Place { dtype: tensor.dtype(), dims: tensor.dims() })
+            B::output(&core, &operands.x, ResultSpec { dtype: tensor.dtype(), dims: tensor.dims() })
         };
-        let mut made = Gradients { x: None, params: PerParam::none() };
+        let mut made = TensorGradients { x: None, params: PerParam::none() };
         if tracked.x {
             made.x = Some(like(views.x)?);
         }

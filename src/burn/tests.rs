@@ -20,8 +20,8 @@ use crate::layer::{Layer, PerParam};
 use crate::tensor::{TensorMut, TensorRef};
 use crate::{MoeConfig, Tensor as CoreTensor};
 
-use super::backend::{Call, Named, NativeMemory, Operands, Place};
-use super::run::{Arrived, Tracked, run_backward, run_forward};
+use super::backend::{LayerCall, Named, NativeMemory, Operands, ResultSpec};
+use super::run::{OutputCotangents, Tracked, run_backward, run_forward};
 
 /// Flex, under a name that nothing else uses.
 type Failing = Autodiff<Flex, BalancedCheckpointing>;
@@ -62,7 +62,11 @@ impl NativeMemory for Failing {
         Flex::view(core, Named { name, tensor: &tensor.primitive })
     }
 
-    fn output(core: &Cpu, _: &FloatTensor<Self>, Place { dtype, dims }: Place<'_>) -> Result<CoreTensor<Cpu>> {
+    fn output(
+        core: &Cpu,
+        _: &FloatTensor<Self>,
+        ResultSpec { dtype, dims }: ResultSpec<'_>,
+    ) -> Result<CoreTensor<Cpu>> {
         CoreTensor::empty(core, dtype, dims)
     }
 
@@ -100,7 +104,7 @@ fn float(dims: &[usize]) -> FloatTensor<Failing> {
 }
 
 /// A forward and a backward of one rank, one of which may fail there, and then both again.
-fn run(call: &Call, at: Option<(At, bool)>) -> [Result<()>; 2] {
+fn run(call: &LayerCall, at: Option<(At, bool)>) -> [Result<()>; 2] {
     let config = call.layer.config();
     let params = PerParam::from_fn(|role| {
         let mut dims = role.dims(config, config.router.num_experts)?;
@@ -112,7 +116,7 @@ fn run(call: &Call, at: Option<(At, bool)>) -> [Result<()>; 2] {
     let operands = Operands { x: float(&[TOKENS, HIDDEN]), params };
     let tracked = Tracked { x: true, params: operands.params.as_ref().map(|_, t| t.is_some()) };
     let backward = |context| {
-        let arrived = Arrived { dy: Some(float(&[TOKENS, HIDDEN])), d_aux: None };
+        let arrived = OutputCotangents { dy: Some(float(&[TOKENS, HIDDEN])), d_aux: None };
         run_backward::<Failing>(call, &operands, context, arrived, tracked).map(drop)
     };
     let forward = || run_forward::<Failing>(call, &operands, true).map(|(_, context)| context.expect("kept"));
@@ -143,7 +147,7 @@ fn what_fails_before_the_layer_is_told() {
                 scope.spawn(move || {
                     let group = Group::new(Cpu::new(), Box::new(comm), GroupConfig::new(4, 8)).unwrap();
                     let layer = Arc::new(Layer::new(MoeConfig::new(HIDDEN, 2, 4, 2), 7).unwrap());
-                    let call = Call { layer, group: EpGroup::new(group).into(), noise: None };
+                    let call = LayerCall { layer, group: EpGroup::new(group).into(), noise: None };
                     run(&call, (rank == 1).then_some(case))
                 })
             };

@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use candle_core::{Device, Result, Tensor, Var};
 
-use crate::adapter::Exchange;
+use crate::adapter::ParamCollective;
 use crate::checkpoint::{Block, Checkpoint};
 use crate::comm::Op;
 use crate::cpu::Cpu;
@@ -134,7 +134,7 @@ impl ExpertParallelMoE {
         if group.ranks() > 1 {
             // All ranks take part, whatever their parameters are.
             for (_, t) in moe.params.present().filter(|(role, _)| role.is_replicated()) {
-                let first = group.member().exchange(number, Exchange::Weights, t)?;
+                let first = group.member().exchange(number, ParamCollective::Weights, t)?;
                 if t.is_variable() {
                     Var::from_tensor(t)?.set(&first)?;
                 }

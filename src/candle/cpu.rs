@@ -9,7 +9,7 @@ use crate::error::Result;
 use crate::etp::Chain;
 use crate::tensor::TensorRef;
 
-use super::host::{Host, Part};
+use super::host::{Host, StorageSlice};
 use super::sharded::DeviceChain;
 
 impl Host for Cpu {
@@ -19,7 +19,7 @@ impl Host for Cpu {
         device.is_cpu()
     }
 
-    fn view<'a>(&'a self, part: Part<'a>) -> Result<(TensorRef<'a, Self>, ())> {
+    fn view<'a>(&'a self, part: StorageSlice<'a>) -> Result<(TensorRef<'a, Self>, ())> {
         let Storage::Cpu(storage) = part.storage else { return Err(part.elsewhere("one on the CPU, as the group")) };
         let (range, dims) = (part.range(), part.dims);
         let view = match storage {
@@ -32,7 +32,7 @@ impl Host for Cpu {
         Ok((view?, ()))
     }
 
-    fn view_ids<'a>(&'a self, part: Part<'a>) -> Result<(TensorRef<'a, Self>, ())> {
+    fn view_ids<'a>(&'a self, part: StorageSlice<'a>) -> Result<(TensorRef<'a, Self>, ())> {
         let Storage::Cpu(storage) = part.storage else { return Err(part.elsewhere("one on the CPU, as the group")) };
         let (range, dims) = (part.range(), part.dims);
         let view = match storage {

@@ -14,7 +14,7 @@ use crate::etp::Chain;
 use crate::tensor::TensorRef;
 
 use super::error::framework;
-use super::host::{Host, Part};
+use super::host::{Host, StorageSlice};
 use super::sharded::DeviceChain;
 
 /// Where a tensor without elements lies: no kernel reads it, and null means "none" to some.
@@ -61,7 +61,7 @@ impl Host for Cuda {
         }
     }
 
-    fn view<'a>(&'a self, part: Part<'a>) -> Result<(TensorRef<'a, Self>, SyncOnDrop<'a>)> {
+    fn view<'a>(&'a self, part: StorageSlice<'a>) -> Result<(TensorRef<'a, Self>, SyncOnDrop<'a>)> {
         let Storage::Cuda(storage) = part.storage else { return Err(part.elsewhere(EXPECTED)) };
         match part.storage.dtype() {
             candle_core::DType::F32 => view::<f32>(self, DType::F32, storage, part),
@@ -72,7 +72,7 @@ impl Host for Cuda {
         }
     }
 
-    fn view_ids<'a>(&'a self, part: Part<'a>) -> Result<(TensorRef<'a, Self>, SyncOnDrop<'a>)> {
+    fn view_ids<'a>(&'a self, part: StorageSlice<'a>) -> Result<(TensorRef<'a, Self>, SyncOnDrop<'a>)> {
         let Storage::Cuda(storage) = part.storage else { return Err(part.elsewhere(EXPECTED)) };
         match part.storage.dtype() {
             candle_core::DType::U32 => view::<u32>(self, DType::I32, storage, part),
@@ -115,7 +115,7 @@ fn view<'a, T: CudaDType + DeviceRepr + 'a>(
     cuda: &'a Cuda,
     dtype: DType,
     storage: &'a CudaStorage,
-    part: Part<'a>,
+    part: StorageSlice<'a>,
 ) -> Result<(TensorRef<'a, Cuda>, SyncOnDrop<'a>)> {
     let slice = storage.as_cuda_slice::<T>().map_err(framework(part.call))?;
     if !cuda.is_on(slice.stream()) {

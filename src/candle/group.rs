@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use candle_core::{Device, Tensor};
 
-use crate::adapter::{AnyGroup, Exchange, exchange};
+use crate::adapter::{AnyGroup, ParamCollective, exchange};
 use crate::cpu::Cpu;
 use crate::ep::{EpGroup, Group, GroupConfig};
 use crate::error::{Error, Result};
@@ -21,7 +21,7 @@ use super::run;
 ///
 /// A [`Group`] or [`EpGroup`] on the CPU converts into it.
 #[derive(Debug, Clone)]
-pub struct DeviceGroup(Arc<dyn Member>);
+pub struct DeviceGroup(Arc<dyn ModuleGroup>);
 
 impl DeviceGroup {
     /// A group whose tensors are on `device`.
@@ -83,7 +83,7 @@ impl DeviceGroup {
         self.0.any()
     }
 
-    pub(super) fn member(&self) -> &dyn Member {
+    pub(super) fn member(&self) -> &dyn ModuleGroup {
         &*self.0
     }
 }
@@ -120,15 +120,15 @@ pub(super) struct On<D: Host> {
 }
 
 /// Calls of a module to its group, whatever its device.
-pub(super) trait Member: Debug + Send + Sync {
+pub(super) trait ModuleGroup: Debug + Send + Sync {
     fn any(&self) -> &dyn AnyGroup;
     fn device(&self) -> &Device;
     /// Runs a collective of layer `layer` over a tensor's values, which are not changed; gives the result.
-    fn exchange(&self, layer: u32, exchange: Exchange, t: &Tensor) -> Result<Tensor>;
-    fn forward(&self, call: &run::Call<'_>, mode: Mode) -> candle_core::Result<MoeOutput>;
+    fn exchange(&self, layer: u32, exchange: ParamCollective, t: &Tensor) -> Result<Tensor>;
+    fn forward(&self, call: &run::ForwardInputs<'_>, mode: Mode) -> candle_core::Result<MoeOutput>;
 }
 
-impl<D: Host> Member for On<D> {
+impl<D: Host> ModuleGroup for On<D> {
     fn any(&self) -> &dyn AnyGroup {
         &self.group
     }
@@ -137,7 +137,7 @@ impl<D: Host> Member for On<D> {
         &self.device
     }
 
-    fn exchange(&self, layer: u32, what: Exchange, t: &Tensor) -> Result<Tensor> {
+    fn exchange(&self, layer: u32, what: ParamCollective, t: &Tensor) -> Result<Tensor> {
         const CALL: &str = "ExpertParallelMoE";
         let made = exchange(&self.group, layer, what, |device| {
             let t = t.contiguous().map_err(framework(CALL))?;
@@ -146,7 +146,7 @@ impl<D: Host> Member for On<D> {
         into_candle(made, t.dims(), &self.device)
     }
 
-    fn forward(&self, call: &run::Call<'_>, mode: Mode) -> candle_core::Result<MoeOutput> {
+    fn forward(&self, call: &run::ForwardInputs<'_>, mode: Mode) -> candle_core::Result<MoeOutput> {
         run::forward(self, call, mode)
     }
 }

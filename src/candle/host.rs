@@ -31,11 +31,11 @@ pub trait Host: ShardDevice {
 
     /// Elements of candle's storage as a tensor.
     #[doc(hidden)]
-    fn view<'a>(&'a self, part: Part<'a>) -> Result<(TensorRef<'a, Self>, Self::Hold<'a>)>;
+    fn view<'a>(&'a self, part: StorageSlice<'a>) -> Result<(TensorRef<'a, Self>, Self::Hold<'a>)>;
 
     /// Ids of experts in candle's storage as a tensor: U32 as I32, I64 as it is.
     #[doc(hidden)]
-    fn view_ids<'a>(&'a self, part: Part<'a>) -> Result<(TensorRef<'a, Self>, Self::Hold<'a>)>;
+    fn view_ids<'a>(&'a self, part: StorageSlice<'a>) -> Result<(TensorRef<'a, Self>, Self::Hold<'a>)>;
 
     /// Our tensor as candle's storage on `device`, which is this one; the memory moves over.
     #[doc(hidden)]
@@ -53,7 +53,7 @@ pub trait Host: ShardDevice {
 /// Elements of a storage, one behind the other.
 #[doc(hidden)]
 #[derive(Debug, Clone, Copy)]
-pub struct Part<'a> {
+pub struct StorageSlice<'a> {
     pub(super) call: &'static str,
     /// The tensor, for errors.
     pub(super) name: &'a str,
@@ -62,7 +62,7 @@ pub struct Part<'a> {
     pub(super) dims: &'a [usize],
 }
 
-impl Part<'_> {
+impl StorageSlice<'_> {
     /// The elements.
     pub(super) fn range(&self) -> std::ops::Range<usize> {
         self.start..self.start + self.dims.iter().product::<usize>()
@@ -104,7 +104,7 @@ pub(super) fn with_views<D: Host, R>(
         let Some((start, _)) = layout.contiguous_offsets() else {
             return Err(Error::invalid(call, format!("tensor {name}"), "contiguous memory", format!("{layout:?}")));
         };
-        let (view, hold) = device.view(Part { call, name, storage, start, dims: layout.dims() })?;
+        let (view, hold) = device.view(StorageSlice { call, name, storage, start, dims: layout.dims() })?;
         views.push(view);
         holds.push(hold);
     }
@@ -131,8 +131,13 @@ pub fn routing_ids<D: Host>(device: &D, ids: &Tensor) -> Result<crate::Tensor<D>
     let ids = ids.contiguous().map_err(framework(CALL))?;
     device.ready(CALL)?;
     let (storage, layout) = ids.storage_and_layout();
-    let part =
-        Part { call: CALL, name: "topk_ids", storage: &storage, start: layout.start_offset(), dims: layout.dims() };
+    let part = StorageSlice {
+        call: CALL,
+        name: "topk_ids",
+        storage: &storage,
+        start: layout.start_offset(),
+        dims: layout.dims(),
+    };
     let (view, hold) = device.view_ids(part)?;
     let copy = copy_of(device, view);
     drop(hold);

@@ -17,7 +17,7 @@ use crate::metrics::Load;
 
 use super::group::DeviceGroup;
 use super::host::{copy_of, with_views};
-use super::run::Call;
+use super::run::ForwardInputs;
 use super::sharded::Sharded;
 use super::train::Training;
 
@@ -151,7 +151,7 @@ impl ExpertParallelMoE {
         let tracks = x.track_op() || self.trainable().next().is_some();
         let sharded = self.sharded.as_ref();
         let (layer, params, shape) = (&self.layer, &self.params, x.shape());
-        let call = Call { layer, params, sharded, flat: &flat, shape, aux_scale };
+        let call = ForwardInputs { layer, params, sharded, flat: &flat, shape, aux_scale };
         self.group.member().forward(&call, Mode { backward: tracks, noise })
     }
 }

@@ -19,7 +19,7 @@ use super::sharded::{Backward, Chained};
 const CALL: &str = "ExpertParallelMoE::backward";
 
 /// One forward of a layer, until its backward.
-pub(super) struct Step<D: Host> {
+pub(super) struct PendingBackward<D: Host> {
     pub(super) layer: Layer,
     pub(super) group: EpGroup<D>,
     pub(super) device: Device,
@@ -30,13 +30,13 @@ pub(super) struct Step<D: Host> {
     pub(super) experts: Option<Chained<D>>,
     /// Gradient of the auxiliary losses that comes with y's.
     pub(super) aux_scale: f64,
-    pub(super) state: Mutex<State<D>>,
+    pub(super) state: Mutex<BackwardState<D>>,
 }
 
 /// State of a step between forward and its gradients.
-pub(super) enum State<D: Host> {
+pub(super) enum BackwardState<D: Host> {
     /// Forward is done; cotangents arrive.
-    Ready { context: Box<Context<D>>, arrived: Arrived },
+    Ready { context: Box<Context<D>>, arrived: OutputCotangents },
     /// Backward is done: gradients of x and the parameters wait to be handed out.
     Done { x: Option<Tensor>, params: PerParam<Option<Tensor>> },
     /// Backward failed, or is running.
@@ -45,20 +45,20 @@ pub(super) enum State<D: Host> {
 
 /// Cotangents of the outputs that a loss reaches.
 #[derive(Debug, Default)]
-pub(super) struct Arrived {
+pub(super) struct OutputCotangents {
     d_y: Option<Tensor>,
     d_aux: Option<Tensor>,
 }
 
 /// Which output of the layer a cotangent belongs to.
 #[derive(Debug, Clone, Copy)]
-pub(super) enum Output {
+pub(super) enum LayerOutput {
     Y,
     Aux,
 }
 
-impl<D: Host> Step<D> {
-    fn state(&self) -> MutexGuard<'_, State<D>> {
+impl<D: Host> PendingBackward<D> {
+    fn state(&self) -> MutexGuard<'_, BackwardState<D>> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -66,10 +66,10 @@ impl<D: Host> Step<D> {
         Error::ContextConsumed { call: CALL, rank: self.group.rank() }
     }
 
-    fn keep(&self, output: Output, gradient: &Tensor) -> Result<()> {
+    fn keep(&self, output: LayerOutput, gradient: &Tensor) -> Result<()> {
         match (&mut *self.state(), output) {
-            (State::Ready { arrived, .. }, Output::Y) => arrived.d_y = Some(gradient.clone()),
-            (State::Ready { arrived, .. }, Output::Aux) => arrived.d_aux = Some(gradient.clone()),
+            (BackwardState::Ready { arrived, .. }, LayerOutput::Y) => arrived.d_y = Some(gradient.clone()),
+            (BackwardState::Ready { arrived, .. }, LayerOutput::Aux) => arrived.d_aux = Some(gradient.clone()),
             _ => return Err(self.consumed().into()),
         }
         Ok(())
@@ -78,10 +78,10 @@ impl<D: Host> Step<D> {
     /// Runs backward if it has not run.
     fn run(&self) -> crate::Result<()> {
         let mut state = self.state();
-        if matches!(*state, State::Done { .. }) {
+        if matches!(*state, BackwardState::Done { .. }) {
             return Ok(());
         }
-        let State::Ready { context, arrived } = std::mem::replace(&mut *state, State::Consumed) else {
+        let BackwardState::Ready { context, arrived } = std::mem::replace(&mut *state, BackwardState::Consumed) else {
             return Err(self.consumed());
         };
         context.handle().check_backward(CALL)?;
@@ -95,7 +95,7 @@ impl<D: Host> Step<D> {
             let of = t.as_ref().and_then(|t| Some(own(gradients.take(role)?, t)));
             of.transpose()
         })?;
-        *state = State::Done { x, params };
+        *state = BackwardState::Done { x, params };
         Ok(())
     }
 
@@ -104,7 +104,7 @@ impl<D: Host> Step<D> {
         &self,
         entry: &mut Entry<'_, D>,
         context: Context<D>,
-        Arrived { d_y, d_aux }: Arrived,
+        OutputCotangents { d_y, d_aux }: OutputCotangents,
     ) -> crate::Result<Gradients<D>> {
         let d_y = d_y.map(|d| d.reshape(self.x.shape())?.contiguous()).transpose().map_err(framework(CALL))?;
         let d_aux = d_aux.filter(|_| !self.layer.config().aux.is_off());
@@ -143,8 +143,8 @@ impl<D: Host> Step<D> {
     fn gradient(&self, input: Option<ParamKind>, like: &Tensor) -> Result<Option<Tensor>> {
         self.run()?;
         let taken = match (&mut *self.state(), input) {
-            (State::Done { x, .. }, None) => x.take(),
-            (State::Done { params, .. }, Some(role)) => params[role].take(),
+            (BackwardState::Done { x, .. }, None) => x.take(),
+            (BackwardState::Done { params, .. }, Some(role)) => params[role].take(),
             _ => None,
         };
         match taken {
@@ -172,7 +172,7 @@ pub(super) fn views_of<'a, D: Host>(
 
 /// Joins one more input to the token: the first link of the chain that candle runs backwards last.
 pub(super) struct Join<D: Host> {
-    pub(super) step: Arc<Step<D>>,
+    pub(super) step: Arc<PendingBackward<D>>,
     /// `None`: x; else a parameter.
     pub(super) input: Option<ParamKind>,
 }
@@ -200,8 +200,8 @@ impl<D: Host> CustomOp2 for Join<D> {
 
 /// Gives an output of the layer, computed before, a place in the graph.
 pub(super) struct Emit<D: Host> {
-    pub(super) step: Arc<Step<D>>,
-    pub(super) output: Output,
+    pub(super) step: Arc<PendingBackward<D>>,
+    pub(super) output: LayerOutput,
     pub(super) value: Mutex<Option<(Storage, Shape)>>,
 }
 

@@ -9,13 +9,13 @@ use crate::layer::{Entry, Forward, Layer, Mode, ParamKind, PerParam};
 use super::group::{On, contiguous};
 use super::host::{Host, copy_of, into_candle, with_views};
 use super::module::MoeOutput;
-use super::op::{Arrived, Emit, Join, Output, State, Step, named, views_of};
+use super::op::{BackwardState, Emit, Join, LayerOutput, OutputCotangents, PendingBackward, named, views_of};
 use super::sharded::{Chained, Sharded, with_sources};
 
 const CALL: &str = "ExpertParallelMoE::forward";
 
 /// Inputs of a forward.
-pub(super) struct Call<'a> {
+pub(super) struct ForwardInputs<'a> {
     pub(super) layer: &'a Layer,
     pub(super) params: &'a PerParam<Option<Tensor>>,
     /// Where `up` and `down` are gathered from, if their parameters are shards.
@@ -28,7 +28,7 @@ pub(super) struct Call<'a> {
     pub(super) aux_scale: Option<f64>,
 }
 
-pub(super) fn forward<D: Host>(on: &On<D>, call: &Call<'_>, mode: Mode) -> Result<MoeOutput> {
+pub(super) fn forward<D: Host>(on: &On<D>, call: &ForwardInputs<'_>, mode: Mode) -> Result<MoeOutput> {
     let experts = call.sharded.map(|sharded| sharded.experts::<D>(CALL)).transpose();
     let experts = experts.map_err(|e| call.layer.refuse_forward(&mut on.group.lock(), e))?;
     let Forward { y, aux, routing, context } = layer(on, call, experts.as_ref(), mode)?;
@@ -42,7 +42,7 @@ pub(super) fn forward<D: Host>(on: &On<D>, call: &Call<'_>, mode: Mode) -> Resul
     let (y, aux) = match context {
         None => (into_candle(y, call.shape.dims(), &on.device)?, into_candle(aux, &[], &on.device)?),
         Some(context) => {
-            let step = Arc::new(Step {
+            let step = Arc::new(PendingBackward {
                 layer: call.layer.clone(),
                 group: on.group.clone(),
                 device: on.device.clone(),
@@ -50,7 +50,10 @@ pub(super) fn forward<D: Host>(on: &On<D>, call: &Call<'_>, mode: Mode) -> Resul
                 params: call.params.clone(),
                 experts,
                 aux_scale: call.aux_scale.unwrap_or(0.0),
-                state: Mutex::new(State::Ready { context: Box::new(context), arrived: Arrived::default() }),
+                state: Mutex::new(BackwardState::Ready {
+                    context: Box::new(context),
+                    arrived: OutputCotangents::default(),
+                }),
             });
             let mut token = Tensor::zeros((), candle_core::DType::F32, &on.device)?;
             token = token.apply_op2(call.flat, Join { step: step.clone(), input: None })?;
@@ -62,7 +65,7 @@ pub(super) fn forward<D: Host>(on: &On<D>, call: &Call<'_>, mode: Mode) -> Resul
                 let value = Mutex::new(Some((D::storage(value, &on.device)?, shape.clone())));
                 token.apply_op1(Emit { step: step.clone(), output, value })
             };
-            (emit(Output::Y, y, call.shape)?, emit(Output::Aux, aux, &Shape::from(()))?)
+            (emit(LayerOutput::Y, y, call.shape)?, emit(LayerOutput::Aux, aux, &Shape::from(()))?)
         }
     };
     // The context may hold the routing too; what nobody else holds moves over.
@@ -82,7 +85,12 @@ pub(super) fn forward<D: Host>(on: &On<D>, call: &Call<'_>, mode: Mode) -> Resul
     })
 }
 
-fn layer<D: Host>(on: &On<D>, call: &Call<'_>, experts: Option<&Chained<D>>, mode: Mode) -> crate::Result<Forward<D>> {
+fn layer<D: Host>(
+    on: &On<D>,
+    call: &ForwardInputs<'_>,
+    experts: Option<&Chained<D>>,
+    mode: Mode,
+) -> crate::Result<Forward<D>> {
     let mut group = on.group.lock();
     let device = group.device().clone();
     // What candle's tensors alone make impossible is told to the other ranks, which are in forward.

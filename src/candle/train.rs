@@ -7,7 +7,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use candle_core::backprop::GradStore;
 use candle_core::{Module, Result, Tensor, Var};
 
-use crate::adapter::Exchange;
+use crate::adapter::ParamCollective;
 use crate::error::Error;
 use crate::layer::{AuxValue, Noise, ParamKind};
 use crate::lazy::Lazy;
@@ -141,7 +141,7 @@ impl ExpertParallelMoE {
         for (_, t) in self.trainable().filter(|(role, _)| role.is_replicated()) {
             let own = gradients.get(t).cloned().map_or_else(|| t.zeros_like(), Ok);
             let own = own.inspect_err(|e| self.refuse(crate::comm::Op::GradReduce, &e.to_string()))?;
-            gradients.insert(t, self.group.member().exchange(self.layer.number(), Exchange::Gradient, &own)?);
+            gradients.insert(t, self.group.member().exchange(self.layer.number(), ParamCollective::Gradient, &own)?);
         }
         Ok(())
     }

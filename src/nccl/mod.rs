@@ -36,7 +36,7 @@ use crate::error::Error;
 /// The page's examples compile.
 #[cfg(doctest)]
 #[doc = include_str!("../../docs/nccl.md")]
-struct Page;
+struct NcclPage;
 
 /// Error of an operation that the operating system refused.
 fn system(operation: &'static str, error: std::io::Error) -> Error {

@@ -1,15 +1,17 @@
 //! Tokens between GPUs by NVIDIA's NCCL EP (`libnccl_ep`), found at run time.
 //!
 //! Three layers: [`sys`] is the library's interface as its header declares it, [`result`] its calls with no exception
-//! leaving them, and [`HighThroughputGroup`] and [`HighThroughputHandle`] what cannot be misused: they check what the library would end the process
-//! for, and own what must outlive it. [`NcclEp`] is a [`TokenDispatcher`](crate::ep::TokenDispatcher) of these.
+//! leaving them, and [`HighThroughputGroup`] and [`HighThroughputHandle`] what cannot be misused: they check what the
+//! library would end the process for, and own what must outlive it. [`NcclEp`] is a
+//! [`TokenDispatcher`](crate::ep::TokenDispatcher) of these.
 //!
 //! ```text
-//! sys, result      the interface; calls through shim.cpp
-//! library          finding it, and the compiler and folder for its kernels
-//! member, made     what groups and handles of either mode are; rules: what they must keep to; tensor: memory described
-//! high_throughput, low        groups and handles: high throughput, low latency
-//! dispatcher       the layer's calls over these: joining, prepare, rows there and back, windows
+//! sys, result                     the interface; calls through shim.cpp
+//! library                         finding it, and the compiler and folder for its kernels
+//! raw_group, raw_handle           groups and handles of either mode
+//! rules, tensor                   what they must keep to; how memory is described to the library
+//! high_throughput, low_latency    groups and handles of one mode
+//! dispatcher                      the layer's calls over these: joining, prepare, rows there and back, windows
 //! ```
 //!
 //! The library needs GPUs of compute capability 9.0, NCCL 2.30.4, rows of a multiple of 16 bytes and 8 numbers, experts

@@ -37,7 +37,7 @@ pub use token::Token;
 /// The page's example compiles.
 #[cfg(doctest)]
 #[doc = include_str!("../../docs/ranks.md")]
-struct Page;
+struct RanksPage;
 
 /// More ranks than any job has; keeps what a wrong number can reserve small.
 pub(crate) const MAX_WORLD: usize = 1 << 16;

@@ -10,13 +10,13 @@ use std::process::{Child, Command, Stdio};
 
 use super::guard::Guard;
 
-pub struct Group {
-    ranks: Vec<Rank>,
+pub struct RankGroup {
+    ranks: Vec<RankProcess>,
     /// Until the group has been killed.
     guard: Option<Guard>,
 }
 
-pub struct Rank {
+pub struct RankProcess {
     pub rank: usize,
     pub child: Child,
     ended: Option<Ended>,
@@ -48,7 +48,7 @@ impl std::fmt::Display for Ended {
     }
 }
 
-impl Group {
+impl RankGroup {
     /// Starts `count` ranks; `command` makes each one's. If one cannot start, none is left. This process has no other
     /// thread yet.
     pub fn start(
@@ -59,7 +59,7 @@ impl Group {
     ) -> io::Result<Self> {
         let guard = Guard::start()?;
         let number = guard.group();
-        let mut group = Group { ranks: Vec::with_capacity(count), guard: Some(guard) };
+        let mut group = RankGroup { ranks: Vec::with_capacity(count), guard: Some(guard) };
         for rank in first..first + count {
             let mut command = command(rank);
             command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped()).process_group(number);
@@ -68,7 +68,7 @@ impl Group {
             // nothing allocates.
             unsafe { command.pre_exec(move || prepare(parent, &mask)) };
             match command.spawn() {
-                Ok(child) => group.ranks.push(Rank { rank, child, ended: None }),
+                Ok(child) => group.ranks.push(RankProcess { rank, child, ended: None }),
                 Err(error) => {
                     group.finish();
                     return Err(error);
@@ -78,7 +78,7 @@ impl Group {
         Ok(group)
     }
 
-    pub fn ranks(&mut self) -> impl Iterator<Item = &mut Rank> {
+    pub fn ranks(&mut self) -> impl Iterator<Item = &mut RankProcess> {
         self.ranks.iter_mut()
     }
 

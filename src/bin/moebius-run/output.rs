@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use super::group::Group;
+use super::group::RankGroup;
 
 /// A longer line is broken up.
 const LONGEST_LINE: usize = 64 << 10;
@@ -18,16 +18,16 @@ const FINISH: Duration = Duration::from_millis(2);
 /// Most bytes still read from a pipe once they have: more than a pipe holds comes from a process that left the group.
 const MOST_AFTER_END: usize = 1 << 20;
 
-pub struct Output {
+pub struct OutputForwarder {
     ended: Arc<AtomicBool>,
     /// Nobody reads what this program writes any more.
     unread: Arc<AtomicBool>,
     thread: JoinHandle<()>,
 }
 
-impl Output {
+impl OutputForwarder {
     /// Takes the ranks' pipes to a thread of its own.
-    pub fn of(group: &mut Group) -> io::Result<Self> {
+    pub fn of(group: &mut RankGroup) -> io::Result<Self> {
         let mut streams = Vec::new();
         let unread = Arc::new(AtomicBool::new(false));
         for rank in group.ranks() {

@@ -7,10 +7,10 @@ use std::time::{Duration, Instant};
 use moebius::ranks::{Identity, Token, VARIABLES};
 
 use super::args::Options;
-use super::group::{Ended, Group};
-use super::output::Output;
+use super::group::{Ended, RankGroup};
+use super::output::OutputForwarder;
 use super::say;
-use super::signals::{ENDS, Event, Signals};
+use super::signals::{ENDS, Signals, WakeReason};
 
 /// Longest time between two looks at the ranks: SIGCHLD tells sooner.
 const LOOK: Duration = Duration::from_millis(200);
@@ -56,7 +56,7 @@ pub fn run(options: &Options) -> Result<u8, RunError> {
     let world = options.world.unwrap_or(options.ranks);
     // The ranks would refuse a bad address too, each with a message of its own.
     Identity::new(options.first, world, 0, Some(&address))?;
-    let mut group = Group::start(options.first, options.ranks, signals.before(), |rank| {
+    let mut group = RankGroup::start(options.first, options.ranks, signals.before(), |rank| {
         let mut command = Command::new(&options.program);
         command.args(&options.args);
         for name in VARIABLES {
@@ -71,7 +71,7 @@ pub fn run(options: &Options) -> Result<u8, RunError> {
         command
     })
     .map_err(|error| RunError::Start { program: options.program.to_string_lossy().into_owned(), error })?;
-    let output = match Output::of(&mut group) {
+    let output = match OutputForwarder::of(&mut group) {
         Ok(output) => output,
         Err(error) => {
             group.finish();
@@ -88,7 +88,7 @@ pub fn run(options: &Options) -> Result<u8, RunError> {
 /// Waits until all ranks have ended; the status is the first failed one's, and whether the end was asked for. From the
 /// first reason to end the job on (a rank that failed, a signal of the user's, output that nobody reads) the ranks have
 /// the grace period; what is left then is killed.
-fn watch(group: &mut Group, signals: &Signals, output: &Output, grace: Duration) -> (u8, bool) {
+fn watch(group: &mut RankGroup, signals: &Signals, output: &OutputForwarder, grace: Duration) -> (u8, bool) {
     let mut status = 0;
     let mut kill_at = None;
     let (mut unread, mut asked) = (false, false);
@@ -122,7 +122,7 @@ fn watch(group: &mut Group, signals: &Signals, output: &Output, grace: Duration)
                 wait = LOOK;
             }
         }
-        if let Event::Signal(signal) = signals.next(wait) {
+        if let WakeReason::Signal(signal) = signals.next(wait) {
             group.signal(signal);
             if ENDS.contains(&signal) {
                 asked = true;

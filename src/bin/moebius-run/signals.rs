@@ -15,7 +15,7 @@ pub struct Signals {
     before: libc::sigset_t,
 }
 
-pub enum Event {
+pub enum WakeReason {
     /// To be passed on.
     Signal(i32),
     /// A child may have ended, or the time is over.
@@ -53,13 +53,13 @@ impl Signals {
     }
 
     /// Waits for the next event.
-    pub fn next(&self, timeout: Duration) -> Event {
+    pub fn next(&self, timeout: Duration) -> WakeReason {
         let time = libc::timespec {
             tv_sec: timeout.as_secs().min(3600) as libc::time_t,
             tv_nsec: timeout.subsec_nanos() as libc::c_long,
         };
         // SAFETY: both point to initialized values that outlive the call; no information is asked for.
         let signal = unsafe { libc::sigtimedwait(&self.waited_for, std::ptr::null_mut(), &time) };
-        if PASSED.contains(&signal) { Event::Signal(signal) } else { Event::Look }
+        if PASSED.contains(&signal) { WakeReason::Signal(signal) } else { WakeReason::Look }
     }
 }
