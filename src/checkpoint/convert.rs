@@ -2,20 +2,20 @@
 
 use half::{bf16, f16};
 
-use super::layout::Rows;
+use super::layout::DiskRows;
 use super::stored::Chunk;
 use crate::cpu::Element;
 use crate::dtype::DType;
 
 /// Floating types with their conversions; `f64` goes through `f32` but to itself.
-trait Value: Element {
+trait FloatElement: Element {
     fn widen(self) -> f32;
     fn narrow(value: f32) -> Self;
 }
 
 macro_rules! value {
     ($($rust:ty, $widen:expr, $narrow:expr);*) => {$(
-        impl Value for $rust {
+        impl FloatElement for $rust {
             fn widen(self) -> f32 {
                 $widen(self)
             }
@@ -29,7 +29,7 @@ value!(f64, |v| v as f32, f64::from; f32, |v| v, |v| v; f16, f16::to_f32, f16::f
 
 /// Where some rows on disk go in a matrix in memory.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct Place {
+pub(super) struct RowPlacement {
     /// The first row read, counted from the matrix's first on disk.
     pub first: usize,
     /// Elements of a row on disk.
@@ -37,12 +37,12 @@ pub(super) struct Place {
     /// Rows on disk are columns in memory.
     pub transposed: bool,
     /// Order of the rows in memory.
-    pub rows: Rows,
+    pub rows: DiskRows,
     /// Elements of a row in memory.
     pub inn: usize,
 }
 
-impl Place {
+impl RowPlacement {
     /// Calls `visit(disk index, memory index, length)` for runs that are consecutive on both sides.
     fn runs(&self, count: usize, mut visit: impl FnMut(usize, usize, usize)) {
         let rows = count.checked_div(self.columns).unwrap_or(0);
@@ -73,7 +73,7 @@ impl Place {
         }
     }
 
-    fn store_as<S: Value>(&self, from: &[S], matrix: &mut [u8], dtype: DType) {
+    fn store_as<S: FloatElement>(&self, from: &[S], matrix: &mut [u8], dtype: DType) {
         match dtype {
             DType::F64 => self.convert::<S, f64>(from, bytemuck::cast_slice_mut(matrix)),
             DType::F32 => self.convert::<S, f32>(from, bytemuck::cast_slice_mut(matrix)),
@@ -83,7 +83,7 @@ impl Place {
         }
     }
 
-    fn convert<S: Value, D: Value>(&self, from: &[S], to: &mut [D]) {
+    fn convert<S: FloatElement, D: FloatElement>(&self, from: &[S], to: &mut [D]) {
         let one = |v: S| match S::DTYPE == D::DTYPE {
             // Keeps the bits, of NaNs too.
             true => bytemuck::cast::<S, D>(v),

@@ -23,9 +23,9 @@ pub(super) struct Family {
     /// The selection bias, where the formula has one.
     pub selection_bias: &'static [SelectionBias],
     /// How the routed experts lie on disk, the published form first.
-    pub experts: &'static [Experts],
+    pub experts: &'static [DiskExperts],
     /// The shared expert.
-    pub shared: Option<Shared>,
+    pub shared: Option<DiskSharedExpert>,
     /// Between up and down.
     pub activation: Act,
 }
@@ -93,7 +93,7 @@ pub(super) struct SelectionBias {
 
 /// How the routed experts of a block lie on disk. Names are relative to the block.
 #[derive(Debug)]
-pub(super) enum Experts {
+pub(super) enum DiskExperts {
     /// `experts.{i}.{name}.weight`, each (out, in).
     Each { gate: &'static str, up: &'static str, down: &'static str },
     /// One tensor for all experts.
@@ -112,7 +112,7 @@ pub(super) enum Experts {
 
 /// A shared expert on disk.
 #[derive(Debug)]
-pub(super) struct Shared {
+pub(super) struct DiskSharedExpert {
     /// Name in the block, or with `in_layer` in the layer.
     pub name: &'static str,
     pub in_layer: bool,
@@ -161,13 +161,13 @@ pub(super) const ROOTS: &[&str] = &[
     "backbone.layers.",
 ];
 
-const PROJ: Experts = Experts::Each { gate: "gate_proj", up: "up_proj", down: "down_proj" };
-const W123: Experts = Experts::Each { gate: "w1", up: "w3", down: "w2" };
+const PROJ: DiskExperts = DiskExperts::Each { gate: "gate_proj", up: "up_proj", down: "down_proj" };
+const W123: DiskExperts = DiskExperts::Each { gate: "w1", up: "w3", down: "w2" };
 /// The form that transformers 5 holds in memory and writes with `save_original_format=False`.
-const FUSED: Experts =
-    Experts::Fused { up: "experts.gate_up_proj", down: "experts.down_proj", transposed: false, interleaved: false };
-const FUSED_T: Experts =
-    Experts::Fused { up: "experts.gate_up_proj", down: "experts.down_proj", transposed: true, interleaved: false };
+const FUSED: DiskExperts =
+    DiskExperts::Fused { up: "experts.gate_up_proj", down: "experts.down_proj", transposed: false, interleaved: false };
+const FUSED_T: DiskExperts =
+    DiskExperts::Fused { up: "experts.gate_up_proj", down: "experts.down_proj", transposed: true, interleaved: false };
 const SILU: Act = Act::Silu("hidden_act");
 const NORM: Formula = Formula::Softmax(Normalize::Always);
 const NOAUX: Formula = Formula::Sigmoid {
@@ -175,21 +175,21 @@ const NOAUX: Formula = Formula::Sigmoid {
     epsilon: 1e-20,
     scale: Some("routed_scaling_factor"),
 };
-const GATED_SHARED: Option<Shared> = Some(Shared {
+const GATED_SHARED: Option<DiskSharedExpert> = Some(DiskSharedExpert {
     name: "shared_expert",
     in_layer: false,
     linear: false,
     gate: Some("shared_expert_gate.weight"),
     width: SharedWidth::Key("shared_expert_intermediate_size"),
 });
-const N_SHARED: Option<Shared> = shared("shared_experts", SharedWidth::Count("n_shared_experts"));
+const N_SHARED: Option<DiskSharedExpert> = shared("shared_experts", SharedWidth::Count("n_shared_experts"));
 
 const fn bias(name: &'static str) -> SelectionBias {
     SelectionBias { name, row: false, key: None }
 }
 
-const fn shared(name: &'static str, width: SharedWidth) -> Option<Shared> {
-    Some(Shared { name, in_layer: false, linear: false, gate: None, width })
+const fn shared(name: &'static str, width: SharedWidth) -> Option<DiskSharedExpert> {
+    Some(DiskSharedExpert { name, in_layer: false, linear: false, gate: None, width })
 }
 
 /// Mixtral, from which the others differ.
@@ -317,7 +317,12 @@ pub(super) static FAMILIES: &[Family] = &[
         selection_bias: &[bias("gate.e_score_correction_bias")],
         experts: &[
             PROJ,
-            Experts::Fused { up: "experts.up_proj", down: "experts.down_proj", transposed: false, interleaved: false },
+            DiskExperts::Fused {
+                up: "experts.up_proj",
+                down: "experts.down_proj",
+                transposed: false,
+                interleaved: false,
+            },
         ],
         shared: shared("shared_experts", SharedWidth::Optional("moe_shared_expert_intermediate_size")),
         activation: Act::Relu2("mlp_hidden_act"),
@@ -330,7 +335,7 @@ pub(super) static FAMILIES: &[Family] = &[
         routers: &["router.layer.weight"],
         blocks: &["block_sparse_moe"],
         experts: &[
-            Experts::Fused {
+            DiskExperts::Fused {
                 up: "input_linear.weight",
                 down: "output_linear.weight",
                 transposed: false,
@@ -338,7 +343,7 @@ pub(super) static FAMILIES: &[Family] = &[
             },
             FUSED,
         ],
-        shared: Some(Shared {
+        shared: Some(DiskSharedExpert {
             name: "shared_mlp",
             in_layer: true,
             linear: true,
@@ -352,7 +357,7 @@ pub(super) static FAMILIES: &[Family] = &[
         formula: Formula::TopkSoftmax { logit_bias: true },
         blocks: &["mlp"],
         routers: &["router.weight"],
-        experts: &[Experts::Fused {
+        experts: &[DiskExperts::Fused {
             up: "experts.gate_up_proj",
             down: "experts.down_proj",
             transposed: true,
@@ -396,7 +401,10 @@ pub(super) static FAMILIES: &[Family] = &[
         width: "ffn_hidden_size",
         blocks: &["ffn"],
         routers: &["router.layer.weight"],
-        experts: &[Experts::Stacked { gate: "experts.mlp.w1", up: "experts.mlp.v1", down: "experts.mlp.w2" }, FUSED],
+        experts: &[
+            DiskExperts::Stacked { gate: "experts.mlp.w1", up: "experts.mlp.v1", down: "experts.mlp.w2" },
+            FUSED,
+        ],
         activation: Act::Silu("ffn_act_fn"),
         ..BASE
     },

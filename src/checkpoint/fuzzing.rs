@@ -2,7 +2,7 @@
 
 use std::path::Path;
 
-use super::layout::Layout;
+use super::layout::BlockLayout;
 use super::model::Model;
 use super::{folder, header, reader};
 
@@ -27,7 +27,7 @@ pub fn index(json: &[u8]) -> bool {
 pub fn config(json: &[u8]) -> bool {
     let Ok(model) = Model::parse(json, Path::new("config.json")) else { return false };
     if let Some((layer, config)) = model.blocks.first() {
-        let layout = Layout::find(model.family, config, format!("model.layers.{layer}."), &|_| false);
+        let layout = BlockLayout::find(model.family, config, format!("model.layers.{layer}."), &|_| false);
         let parts = layout.replicated().into_iter().chain(layout.expert(config.router.num_experts - 1));
         for part in parts {
             // Sizes within the bounds multiply without overflow.

@@ -2,8 +2,8 @@
 
 use std::collections::BTreeMap;
 
-use super::convert::Place;
-use super::layout::Part;
+use super::convert::RowPlacement;
+use super::layout::DiskMatrix;
 use super::{BlockBytes, BlockParams, Checkpoint, LoadOptions};
 use crate::config::MoeConfig;
 use crate::cpu::Cpu;
@@ -66,27 +66,27 @@ impl BlockParams {
 
 /// A tensor on disk that is to be made of parameters.
 #[derive(Debug)]
-pub(super) struct Planned {
+pub(super) struct PlannedTensor {
     pub name: String,
     pub dtype: DType,
     pub dims: Vec<usize>,
     /// Its matrices.
-    parts: Vec<ExpertPart>,
+    parts: Vec<ExpertMatrix>,
 }
 
 /// A matrix of a tensor on disk.
 #[derive(Debug)]
-pub(super) struct ExpertPart {
+pub(super) struct ExpertMatrix {
     /// The expert it belongs to, counted from the first of the parameters'.
     pub expert: usize,
-    pub part: Part,
+    pub part: DiskMatrix,
 }
 
-impl Planned {
+impl PlannedTensor {
     /// Makes the tensor.
     pub fn build(&self, params: &BlockParams, local: usize) -> Result<Tensor<Cpu>> {
         let mut whole = Tensor::empty(&Cpu::new(), self.dtype, &self.dims)?;
-        for ExpertPart { expert, part } in &self.parts {
+        for ExpertMatrix { expert, part } in &self.parts {
             let bytes = disk_bytes(part, params, *expert, local)?;
             whole.as_bytes_mut()[part.slice * bytes.len()..][..bytes.len()].copy_from_slice(&bytes);
         }
@@ -94,13 +94,13 @@ impl Planned {
     }
 
     /// Its matrices in the order in which they lie on disk, back to back.
-    pub fn parts(&self) -> &[ExpertPart] {
+    pub fn parts(&self) -> &[ExpertMatrix] {
         &self.parts
     }
 }
 
 /// One matrix as it lies on disk, of `local` experts' parameters.
-pub(super) fn disk_bytes(part: &Part, params: &BlockParams, expert: usize, local: usize) -> Result<Vec<u8>> {
+pub(super) fn disk_bytes(part: &DiskMatrix, params: &BlockParams, expert: usize, local: usize) -> Result<Vec<u8>> {
     let missing = || Error::invalid("Checkpoint::save", part.role.name(), "a tensor", "none");
     let tensor = params.get(part.role).ok_or_else(missing)?;
     let matrix = match part.role.is_replicated() {
@@ -113,7 +113,7 @@ pub(super) fn disk_bytes(part: &Part, params: &BlockParams, expert: usize, local
     let size = tensor.dtype().size();
     let mut disk = vec![0; part.out * part.inn * size];
     let columns = if part.transposed { part.out } else { part.inn };
-    let place = Place { first: 0, columns, transposed: part.transposed, rows: part.rows, inn: part.inn };
+    let place = RowPlacement { first: 0, columns, transposed: part.transposed, rows: part.rows, inn: part.inn };
     place.extract(matrix, &mut disk, size);
     Ok(disk)
 }
@@ -138,18 +138,18 @@ impl Checkpoint {
         layer: usize,
         params: &BlockParams,
         options: LoadOptions,
-    ) -> Result<Vec<Planned>> {
+    ) -> Result<Vec<PlannedTensor>> {
         let experts = options.experts(call, self.block(layer)?.router.num_experts)?;
         let mut tensors = self.plan_whole(call, layer, params, options)?;
-        let shared = |tensor: &&Planned| tensor.parts.len() > 1 && options.ranks > 1;
+        let shared = |tensor: &&PlannedTensor| tensor.parts.len() > 1 && options.ranks > 1;
         if let Some(tensor) = tensors.iter().find(shared) {
             let slices = tensor.parts.len();
             let expected = format!("all {slices} experts, as gather_blocks joins them: one tensor holds them");
             return Err(Error::invalid(call, &tensor.name, expected, format!("those of rank {}", options.rank)));
         }
-        let own = |of: &ExpertPart| of.part.role.is_replicated() || experts.contains(&of.expert);
+        let own = |of: &ExpertMatrix| of.part.role.is_replicated() || experts.contains(&of.expert);
         tensors.retain(|tensor| tensor.parts.iter().all(own));
-        for ExpertPart { expert, part } in tensors.iter_mut().flat_map(|tensor| &mut tensor.parts) {
+        for ExpertMatrix { expert, part } in tensors.iter_mut().flat_map(|tensor| &mut tensor.parts) {
             *expert -= if part.role.is_replicated() { 0 } else { experts.start };
         }
         Ok(tensors)
@@ -162,24 +162,24 @@ impl Checkpoint {
         layer: usize,
         params: &BlockParams,
         options: LoadOptions,
-    ) -> Result<Vec<Planned>> {
+    ) -> Result<Vec<PlannedTensor>> {
         let config = self.block(layer)?;
         let experts = options.experts(call, config.router.num_experts)?;
         params.check(call, config, experts.len())?;
         let layout = self.layout(layer, config);
-        let mut tensors: BTreeMap<String, Planned> = BTreeMap::new();
+        let mut tensors: BTreeMap<String, PlannedTensor> = BTreeMap::new();
         let replicated = layout.replicated().into_iter().map(|part| (0, part));
         let routed =
             (0..config.router.num_experts).flat_map(|e| layout.expert(e).into_iter().map(move |part| (e, part)));
         for (expert, part) in replicated.chain(routed) {
             let Some(tensor) = params.get(part.role) else { continue };
-            let planned = tensors.entry(part.name.clone()).or_insert_with(|| Planned {
+            let planned = tensors.entry(part.name.clone()).or_insert_with(|| PlannedTensor {
                 name: part.name.clone(),
                 dtype: tensor.dtype(),
                 dims: part.dims.clone(),
                 parts: Vec::new(),
             });
-            planned.parts.push(ExpertPart { expert, part });
+            planned.parts.push(ExpertMatrix { expert, part });
         }
         Ok(tensors.into_values().collect())
     }

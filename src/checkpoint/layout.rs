@@ -1,32 +1,32 @@
 //! Where the pieces of a block's parameters lie on disk: names, shapes, and the map between a tensor on disk and the
 //! layer's own layout, used in both directions.
 
-use super::family::{Experts, Family};
+use super::family::{DiskExperts, Family};
 use crate::config::MoeConfig;
 use crate::layer::ParamKind;
 
 /// Which of the layer's rows a matrix's rows are.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Rows {
+pub(super) enum DiskRows {
     /// Consecutive, from here on.
     From(usize),
     /// Alternately of the first and the second half; the number is half the rows.
     Alternate(usize),
 }
 
-impl Rows {
+impl DiskRows {
     /// The layer's row of row `out`.
     pub fn map(self, out: usize) -> usize {
         match self {
-            Rows::From(first) => first + out,
-            Rows::Alternate(half) => (out % 2) * half + out / 2,
+            DiskRows::From(first) => first + out,
+            DiskRows::Alternate(half) => (out % 2) * half + out / 2,
         }
     }
 }
 
 /// A matrix on disk: a whole tensor, or one of several equal slices of it.
 #[derive(Debug, Clone)]
-pub(super) struct Part {
+pub(super) struct DiskMatrix {
     pub role: ParamKind,
     /// Tensor on disk.
     pub name: String,
@@ -40,12 +40,12 @@ pub(super) struct Part {
     pub inn: usize,
     /// It lies (in, out) on disk.
     pub transposed: bool,
-    pub rows: Rows,
+    pub rows: DiskRows,
 }
 
-impl Part {
+impl DiskMatrix {
     fn new(role: ParamKind, name: String, [out, inn]: [usize; 2]) -> Self {
-        Self { role, name, dims: vec![out, inn], slice: 0, out, inn, transposed: false, rows: Rows::From(0) }
+        Self { role, name, dims: vec![out, inn], slice: 0, out, inn, transposed: false, rows: DiskRows::From(0) }
     }
 
     fn dims(self, dims: &[usize]) -> Self {
@@ -60,14 +60,14 @@ impl Part {
         Self { transposed, ..self }
     }
 
-    fn rows(self, rows: Rows) -> Self {
+    fn rows(self, rows: DiskRows) -> Self {
         Self { rows, ..self }
     }
 }
 
 /// Names of one layer's block.
 #[derive(Debug)]
-pub(super) struct Layout<'a> {
+pub(super) struct BlockLayout<'a> {
     pub family: &'static Family,
     pub config: &'a MoeConfig,
     /// `model.layers.3.`
@@ -77,10 +77,10 @@ pub(super) struct Layout<'a> {
     /// `gate.weight`
     pub router: &'static str,
     pub selection_bias: usize,
-    pub experts: &'static Experts,
+    pub experts: &'static DiskExperts,
 }
 
-impl<'a> Layout<'a> {
+impl<'a> BlockLayout<'a> {
     /// The published names, or those of a re-saved model where `has` finds them.
     pub fn find(family: &'static Family, config: &'a MoeConfig, layer: String, has: &dyn Fn(&str) -> bool) -> Self {
         // Without any of a kind the published name stays: the error then asks for it.
@@ -89,7 +89,7 @@ impl<'a> Layout<'a> {
         let block = block.unwrap_or(&family.blocks[0]);
         let router = family.routers.iter().find(|r| has(&format!("{layer}{block}.{r}")));
         let bias = family.selection_bias.iter().position(|bias| has(&format!("{layer}{block}.{}", bias.name)));
-        let mut layout = Layout {
+        let mut layout = BlockLayout {
             family,
             config,
             block,
@@ -124,24 +124,24 @@ impl<'a> Layout<'a> {
     }
 
     /// Matrices of the replicated parameters.
-    pub fn replicated(&self) -> Vec<Part> {
+    pub fn replicated(&self) -> Vec<DiskMatrix> {
         let (hidden, experts) = (self.config.hidden, self.config.router.num_experts);
-        let mut parts = vec![Part::new(ParamKind::Router, self.name(self.router), [experts, hidden])];
+        let mut parts = vec![DiskMatrix::new(ParamKind::Router, self.name(self.router), [experts, hidden])];
         if self.config.router.logit_bias {
             let name = self.name(&self.router.replace("weight", "bias"));
-            parts.push(Part::new(ParamKind::RouterBias, name, [experts, 1]).dims(&[experts]));
+            parts.push(DiskMatrix::new(ParamKind::RouterBias, name, [experts, 1]).dims(&[experts]));
         }
         if self.config.router.selection_bias
             && let Some(bias) = self.family.selection_bias.get(self.selection_bias)
         {
             let dims: &[usize] = if bias.row { &[1, experts] } else { &[experts] };
-            parts.push(Part::new(ParamKind::SelectionBias, self.name(bias.name), [experts, 1]).dims(dims));
+            parts.push(DiskMatrix::new(ParamKind::SelectionBias, self.name(bias.name), [experts, 1]).dims(dims));
         }
         self.shared(&mut parts);
         parts
     }
 
-    fn shared(&self, parts: &mut Vec<Part>) {
+    fn shared(&self, parts: &mut Vec<DiskMatrix>) {
         let (Some(shared), Some(config)) = (&self.family.shared, &self.config.shared) else { return };
         let (hidden, size) = (self.config.hidden, config.intermediate);
         let name = match shared.in_layer {
@@ -151,58 +151,59 @@ impl<'a> Layout<'a> {
         let gates = self.config.activation.gate_factor();
         if shared.linear {
             let up = format!("{name}.input_linear.weight");
-            parts.push(Part::new(ParamKind::SharedUp, up, [gates * size, hidden]));
-            parts.push(Part::new(ParamKind::SharedDown, format!("{name}.output_linear.weight"), [hidden, size]));
+            parts.push(DiskMatrix::new(ParamKind::SharedUp, up, [gates * size, hidden]));
+            parts.push(DiskMatrix::new(ParamKind::SharedDown, format!("{name}.output_linear.weight"), [hidden, size]));
         } else {
             if gates == 2 {
-                parts.push(Part::new(ParamKind::SharedUp, format!("{name}.gate_proj.weight"), [size, hidden]));
+                parts.push(DiskMatrix::new(ParamKind::SharedUp, format!("{name}.gate_proj.weight"), [size, hidden]));
             }
-            let up = Part::new(ParamKind::SharedUp, format!("{name}.up_proj.weight"), [size, hidden]);
-            parts.push(up.rows(Rows::From((gates - 1) * size)));
-            parts.push(Part::new(ParamKind::SharedDown, format!("{name}.down_proj.weight"), [hidden, size]));
+            let up = DiskMatrix::new(ParamKind::SharedUp, format!("{name}.up_proj.weight"), [size, hidden]);
+            parts.push(up.rows(DiskRows::From((gates - 1) * size)));
+            parts.push(DiskMatrix::new(ParamKind::SharedDown, format!("{name}.down_proj.weight"), [hidden, size]));
         }
         if let Some(gate) = shared.gate {
-            parts.push(Part::new(ParamKind::SharedGate, self.name(gate), [1, hidden]));
+            parts.push(DiskMatrix::new(ParamKind::SharedGate, self.name(gate), [1, hidden]));
         }
     }
 
     /// Matrices of one routed expert.
-    pub fn expert(&self, e: usize) -> Vec<Part> {
+    pub fn expert(&self, e: usize) -> Vec<DiskMatrix> {
         let (h, i, n) = (self.config.hidden, self.config.intermediate, self.config.router.num_experts);
         let gates = self.config.activation.gate_factor();
         let up_rows = gates * i;
         let mut parts = Vec::with_capacity(6);
         match self.experts {
-            Experts::Each { gate, up, down } => {
+            DiskExperts::Each { gate, up, down } => {
                 let name = |name: &str| self.name(&format!("experts.{e}.{name}.weight"));
                 if gates == 2 {
-                    parts.push(Part::new(ParamKind::Up, name(gate), [i, h]));
+                    parts.push(DiskMatrix::new(ParamKind::Up, name(gate), [i, h]));
                 }
-                parts.push(Part::new(ParamKind::Up, name(up), [i, h]).rows(Rows::From((gates - 1) * i)));
-                parts.push(Part::new(ParamKind::Down, name(down), [h, i]));
+                parts.push(DiskMatrix::new(ParamKind::Up, name(up), [i, h]).rows(DiskRows::From((gates - 1) * i)));
+                parts.push(DiskMatrix::new(ParamKind::Down, name(down), [h, i]));
             }
-            Experts::Fused { up, down, transposed, interleaved } => {
-                let rows = if *interleaved { Rows::Alternate(i) } else { Rows::From(0) };
+            DiskExperts::Fused { up, down, transposed, interleaved } => {
+                let rows = if *interleaved { DiskRows::Alternate(i) } else { DiskRows::From(0) };
                 let dims = |out, inn| if *transposed { [n, inn, out] } else { [n, out, inn] };
                 let matrix = |role, name: &str, out, inn| {
-                    let part = Part::new(role, self.name(name), [out, inn]).dims(&dims(out, inn));
+                    let part = DiskMatrix::new(role, self.name(name), [out, inn]).dims(&dims(out, inn));
                     part.slice(e).transposed(*transposed)
                 };
                 parts.push(matrix(ParamKind::Up, up, up_rows, h).rows(rows));
                 parts.push(matrix(ParamKind::Down, down, h, i));
                 if self.config.expert_bias {
                     let vector = |role, name: &str, len| {
-                        Part::new(role, self.name(&format!("{name}_bias")), [len, 1]).dims(&[n, len]).slice(e)
+                        DiskMatrix::new(role, self.name(&format!("{name}_bias")), [len, 1]).dims(&[n, len]).slice(e)
                     };
                     parts.push(vector(ParamKind::UpBias, up, up_rows).rows(rows));
                     parts.push(vector(ParamKind::DownBias, down, h));
                 }
             }
-            Experts::Stacked { gate, up, down } => {
-                let stacked =
-                    |role, name: &str, matrix| Part::new(role, self.name(name), matrix).dims(&[n * i, h]).slice(e);
+            DiskExperts::Stacked { gate, up, down } => {
+                let stacked = |role, name: &str, matrix| {
+                    DiskMatrix::new(role, self.name(name), matrix).dims(&[n * i, h]).slice(e)
+                };
                 parts.push(stacked(ParamKind::Up, gate, [i, h]));
-                parts.push(stacked(ParamKind::Up, up, [i, h]).rows(Rows::From(i)));
+                parts.push(stacked(ParamKind::Up, up, [i, h]).rows(DiskRows::From(i)));
                 parts.push(stacked(ParamKind::Down, down, [h, i]).transposed(true));
             }
         }

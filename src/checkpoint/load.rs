@@ -2,8 +2,8 @@
 
 use std::collections::{HashMap, HashSet};
 
-use super::convert::Place;
-use super::layout::{Layout, Part};
+use super::convert::RowPlacement;
+use super::layout::{BlockLayout, DiskMatrix};
 use super::stored::{Form, Scratch, Stored};
 use super::window::read_window;
 use super::{Block, BlockParams, Checkpoint, LoadOptions, Progress, ShardOptions};
@@ -18,7 +18,7 @@ pub(super) const CHUNK: usize = 1 << 20;
 
 /// Results of checking a block.
 #[derive(Debug)]
-pub(super) struct Checked {
+pub(super) struct CheckedBlock {
     /// Type of each parameter as stored, or that de-quantized weights get.
     pub natural: HashMap<ParamKind, DType>,
     /// Form of the routed experts.
@@ -60,7 +60,7 @@ impl Checkpoint {
         }
     }
 
-    pub(super) fn missing(&self, part: &Part) -> CheckpointError {
+    pub(super) fn missing(&self, part: &DiskMatrix) -> CheckpointError {
         CheckpointError::Missing {
             path: self.files.dir().display().to_string(),
             tensor: part.name.clone(),
@@ -69,9 +69,13 @@ impl Checkpoint {
     }
 
     /// Checks every tensor of a block, of all ranks: a damaged checkpoint fails on all of them alike.
-    pub(super) fn check_block(&self, layout: &Layout<'_>, uniform: bool) -> Result<Checked> {
-        let mut checked =
-            Checked { natural: HashMap::new(), form: Form::Plain(DType::F32), names: HashSet::new(), disk: [0; 2] };
+    pub(super) fn check_block(&self, layout: &BlockLayout<'_>, uniform: bool) -> Result<CheckedBlock> {
+        let mut checked = CheckedBlock {
+            natural: HashMap::new(),
+            form: Form::Plain(DType::F32),
+            names: HashSet::new(),
+            disk: [0; 2],
+        };
         for part in layout.replicated() {
             self.check_part(&part, uniform, &mut checked)?;
         }
@@ -97,7 +101,7 @@ impl Checkpoint {
         Ok(checked)
     }
 
-    fn check_part(&self, part: &Part, uniform: bool, checked: &mut Checked) -> Result<()> {
+    fn check_part(&self, part: &DiskMatrix, uniform: bool, checked: &mut CheckedBlock) -> Result<()> {
         // The slices of one tensor come as parts of its name.
         if part.slice > 0 && checked.names.contains(&part.name) {
             return Ok(());
@@ -228,7 +232,7 @@ impl Checkpoint {
             return Ok(tensor);
         }
         for (slice, bytes) in tensor.as_bytes_mut().chunks_exact_mut(matrix * dtype.size()).enumerate() {
-            let part = Part {
+            let part = DiskMatrix {
                 role: ParamKind::Router,
                 name: name.to_string(),
                 dims: stored.dims.clone(),
@@ -236,7 +240,7 @@ impl Checkpoint {
                 out: matrix / inn,
                 inn,
                 transposed: false,
-                rows: super::layout::Rows::From(0),
+                rows: super::layout::DiskRows::From(0),
             };
             read_part(&stored, &part, bytes, dtype, &mut scratch)?;
         }
@@ -247,7 +251,7 @@ impl Checkpoint {
 /// Reads one matrix into its place, piece by piece.
 pub(super) fn read_part(
     stored: &Stored<'_>,
-    part: &Part,
+    part: &DiskMatrix,
     matrix: &mut [u8],
     dtype: DType,
     scratch: &mut Scratch,
@@ -255,7 +259,7 @@ pub(super) fn read_part(
     let transposed = part.transposed != stored.flipped;
     let (rows, columns) = if transposed { (part.inn, part.out) } else { (part.out, part.inn) };
     let origin = part.slice * rows;
-    if let (Form::Plain(found), false, super::layout::Rows::From(first)) = (stored.form, transposed, part.rows)
+    if let (Form::Plain(found), false, super::layout::DiskRows::From(first)) = (stored.form, transposed, part.rows)
         && found == dtype
     {
         let row = columns * dtype.size();
@@ -267,7 +271,7 @@ pub(super) fn read_part(
     for first in (0..rows).step_by(step) {
         let last = (first + step).min(rows);
         let chunk = stored.read(origin + first..origin + last, columns, scratch)?;
-        let place = Place { first, columns, transposed, rows: part.rows, inn: part.inn };
+        let place = RowPlacement { first, columns, transposed, rows: part.rows, inn: part.inn };
         place.store(&chunk, matrix, dtype);
     }
     Ok(())

@@ -310,9 +310,9 @@ impl Checkpoint {
         }
     }
 
-    fn layout<'a>(&self, layer: usize, config: &'a MoeConfig) -> layout::Layout<'a> {
+    fn layout<'a>(&self, layer: usize, config: &'a MoeConfig) -> layout::BlockLayout<'a> {
         let has = |name: &str| self.has(name);
-        layout::Layout::find(self.model.family, config, self.layer_prefix(layer), &has)
+        layout::BlockLayout::find(self.model.family, config, self.layer_prefix(layer), &has)
     }
 
     /// Loads one rank's share of a block.

@@ -6,10 +6,10 @@ use std::path::Path;
 
 use serde_json::{Value, json};
 
-use super::family::Experts;
+use super::family::DiskExperts;
 use super::folder::{CONFIG, QUANTIZATION};
 use super::rank_params::RankParams;
-use super::save::Item;
+use super::save::NewTensor;
 use super::stored::{Form, sibling};
 use super::{Checkpoint, QuantizedTensor, SaveOptions};
 use crate::cpu::Cpu;
@@ -74,11 +74,11 @@ impl Checkpoint {
         let rest: Vec<&str> =
             self.files.iter().map(|(name, _)| name).filter(|name| !quantized.contains(name)).collect();
         let (config, sidecar) = self.configs(&rest)?;
-        let mut items: Vec<Item<'_>> = rest.into_iter().map(Item::Copy).collect();
+        let mut items: Vec<NewTensor<'_>> = rest.into_iter().map(NewTensor::Copy).collect();
         for QuantizedTensor { name, dims, amax, .. } in &tensors {
             items.extend(
                 [Nvfp4Part::Codes, Nvfp4Part::Scales, Nvfp4Part::Second]
-                    .map(|part| Item::Nvfp4(Nvfp4Item { part, matrix: name.clone(), dims: *dims, amax: *amax })),
+                    .map(|part| NewTensor::Nvfp4(Nvfp4Item { part, matrix: name.clone(), dims: *dims, amax: *amax })),
             );
         }
         let others = vec![(CONFIG, config), (QUANTIZATION, sidecar)];
@@ -95,7 +95,7 @@ impl Checkpoint {
         let layout = self.layout(layer, config);
         let refuse =
             |expected: &str, found: String| Err(Error::invalid(CALL, format!("layer {layer}"), expected, found));
-        if let Experts::Fused { up, .. } | Experts::Stacked { up, .. } = layout.experts {
+        if let DiskExperts::Fused { up, .. } | DiskExperts::Stacked { up, .. } = layout.experts {
             return refuse("a matrix an expert on disk", format!("all experts in {up}"));
         }
         match self.check_block(&layout, false)?.form {

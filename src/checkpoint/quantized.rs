@@ -3,7 +3,7 @@
 use std::collections::HashMap;
 use std::collections::hash_map::Entry;
 
-use super::layout::{Part, Rows};
+use super::layout::{DiskMatrix, DiskRows};
 use super::load::read_part;
 use super::stored::Scratch;
 use super::{Checkpoint, LoadOptions};
@@ -66,7 +66,7 @@ impl QuantizedBlock<Cpu> {
 }
 
 /// A stack under way.
-struct Stack {
+struct QuantizedStack {
     format: WeightFormat,
     dims: [usize; 3],
     parts: usize,
@@ -75,7 +75,7 @@ struct Stack {
     factors: Option<Tensor<Cpu>>,
 }
 
-impl Stack {
+impl QuantizedStack {
     fn new(format: WeightFormat, (dims, parts): ([usize; 3], usize)) -> Result<Self> {
         let cpu = Cpu::new();
         let (dtype, scales) = format.scales(dims, parts);
@@ -98,7 +98,7 @@ impl Checkpoint {
         let experts = options.experts(CALL, config.router.num_experts)?;
         let layout = self.layout(layer, &config);
         let checked = self.check_block(&layout, false)?;
-        let mut stacks: HashMap<ParamKind, Stack> = HashMap::new();
+        let mut stacks: HashMap<ParamKind, QuantizedStack> = HashMap::new();
         let mut others: HashMap<ParamKind, Tensor<Cpu>> = HashMap::new();
         let mut scratch = Scratch::default();
         let replicated = layout.replicated().into_iter().map(|part| (0, part));
@@ -132,9 +132,9 @@ impl Checkpoint {
     /// Reads one matrix of expert `e` to its place.
     fn read_stored(
         &self,
-        part: &Part,
+        part: &DiskMatrix,
         (e, dims, parts): (usize, [usize; 3], usize),
-        stacks: &mut HashMap<ParamKind, Stack>,
+        stacks: &mut HashMap<ParamKind, QuantizedStack>,
         scratch: &mut Scratch,
     ) -> Result<()> {
         let stored = self.stored(&part.name)?.ok_or_else(|| self.missing(part))?;
@@ -145,11 +145,11 @@ impl Checkpoint {
             Error::invalid(CALL, &part.name, expected, found)
         };
         let format = format.ok_or_else(|| refuse(format!("{:?}", stored.form)))?;
-        let stack = entry(stacks, part.role, || Stack::new(format, (dims, parts)))?;
+        let stack = entry(stacks, part.role, || QuantizedStack::new(format, (dims, parts)))?;
         if stack.format != format {
             return Err(refuse(format!("{:?} beside {:?}", format, stack.format)));
         }
-        if format == WeightFormat::Fp8Block && !matches!(part.rows, Rows::From(_)) {
+        if format == WeightFormat::Fp8Block && !matches!(part.rows, DiskRows::From(_)) {
             return Err(refuse("blocks of gate and up rows in turn".to_string()));
         }
         // Rows of the matrix and of its scales, in the order on disk.
@@ -162,9 +162,9 @@ impl Checkpoint {
         let [_, scale_rows, blocks] = format.scales(dims, parts).1;
         let scale_row = blocks * if format == WeightFormat::Fp8Block { 4 } else { 1 };
         let (rows, count) = match (format, part.rows) {
-            (WeightFormat::Fp8Block, Rows::From(first)) => {
+            (WeightFormat::Fp8Block, DiskRows::From(first)) => {
                 let count = scale_rows / parts;
-                (Rows::From(if first == 0 { 0 } else { count }), count)
+                (DiskRows::From(if first == 0 { 0 } else { count }), count)
             }
             (_, rows) => (rows, part.out),
         };
@@ -192,10 +192,10 @@ fn entry<T>(map: &mut HashMap<ParamKind, T>, role: ParamKind, make: impl FnOnce(
 /// Reads `count` rows of `width` bytes each, and puts them where they belong.
 fn place(
     to: &mut [u8],
-    (rows, count, width): (Rows, usize, usize),
+    (rows, count, width): (DiskRows, usize, usize),
     read: impl FnOnce(&mut [u8]) -> Result<()>,
 ) -> Result<()> {
-    if let Rows::From(first) = rows {
+    if let DiskRows::From(first) = rows {
         return read(&mut to[first * width..(first + count) * width]);
     }
     let mut bytes = vec![0; count * width];

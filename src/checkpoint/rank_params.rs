@@ -4,7 +4,7 @@
 use std::borrow::Cow;
 
 use super::BlockParams;
-use super::gather::{ExpertPart, disk_bytes};
+use super::gather::{ExpertMatrix, disk_bytes};
 use crate::comm::{Exchange, Op, Tag};
 use crate::dtype::DType;
 use crate::ep::Group;
@@ -53,11 +53,11 @@ impl<'a> RankParams<'a> {
     pub fn matrix(
         &mut self,
         index: usize,
-        matrix: &ExpertPart,
+        matrix: &ExpertMatrix,
         dtype: DType,
         experts: usize,
     ) -> Result<Cow<'static, [u8]>> {
-        let ExpertPart { expert, part } = matrix;
+        let ExpertMatrix { expert, part } = matrix;
         let (local, rank) = (experts / self.ranks(), self.rank());
         let owner = if part.role.is_replicated() { 0 } else { expert / local };
         let count = part.out * part.inn * dtype.size();

@@ -25,14 +25,14 @@ compile_error!("safetensors are little-endian and are read without conversion");
 
 /// One file, kept open: replacing it does not change what is read.
 #[derive(Debug)]
-struct Shard {
+struct ShardFile {
     path: PathBuf,
     file: File,
 }
 
 /// Where a tensor lies.
 #[derive(Debug, Clone)]
-pub(super) struct Entry {
+pub(super) struct TensorEntry {
     shard: u32,
     /// Type on disk.
     pub dtype: Dtype,
@@ -47,8 +47,8 @@ pub(super) struct Entry {
 #[derive(Debug)]
 pub(super) struct Files {
     dir: PathBuf,
-    shards: Vec<Shard>,
-    tensors: BTreeMap<String, Entry>,
+    shards: Vec<ShardFile>,
+    tensors: BTreeMap<String, TensorEntry>,
 }
 
 impl Files {
@@ -68,7 +68,7 @@ impl Files {
 
     fn open_index(&mut self, index: &Path, folder: &Folder) -> Result<(), CheckpointError> {
         let map = parse_index(&read_limited(index, MAX_INDEX)?, index)?;
-        let mut shards: BTreeMap<&str, HashMap<String, Entry>> = BTreeMap::new();
+        let mut shards: BTreeMap<&str, HashMap<String, TensorEntry>> = BTreeMap::new();
         let mut tensors = 0;
         for (name, file) in &map {
             if !shards.contains_key(file.as_str()) {
@@ -93,12 +93,12 @@ impl Files {
         Ok(())
     }
 
-    fn add(&mut self, path: &Path) -> Result<Vec<(String, Entry)>, CheckpointError> {
+    fn add(&mut self, path: &Path) -> Result<Vec<(String, TensorEntry)>, CheckpointError> {
         let (file, len) = open_file(path)?;
         let header = header::read(path, &file, len)?;
         let shard = self.shards.len() as u32;
-        self.shards.push(Shard { path: path.to_path_buf(), file });
-        let entry = |info: safetensors::tensor::TensorInfo| Entry {
+        self.shards.push(ShardFile { path: path.to_path_buf(), file });
+        let entry = |info: safetensors::tensor::TensorInfo| TensorEntry {
             shard,
             dtype: info.dtype,
             shape: info.shape,
@@ -119,17 +119,17 @@ impl Files {
     }
 
     /// A tensor's place.
-    pub fn get(&self, name: &str) -> Option<&Entry> {
+    pub fn get(&self, name: &str) -> Option<&TensorEntry> {
         self.tensors.get(name)
     }
 
     /// All tensors by name.
-    pub fn iter(&self) -> impl Iterator<Item = (&str, &Entry)> {
+    pub fn iter(&self) -> impl Iterator<Item = (&str, &TensorEntry)> {
         self.tensors.iter().map(|(name, entry)| (name.as_str(), entry))
     }
 
     /// Tensors whose name starts with `prefix`.
-    pub fn with_prefix<'a>(&'a self, prefix: &'a str) -> impl Iterator<Item = (&'a str, &'a Entry)> {
+    pub fn with_prefix<'a>(&'a self, prefix: &'a str) -> impl Iterator<Item = (&'a str, &'a TensorEntry)> {
         self.tensors
             .range::<str, _>((std::ops::Bound::Included(prefix), std::ops::Bound::Unbounded))
             .take_while(move |(name, _)| name.starts_with(prefix))
@@ -137,12 +137,12 @@ impl Files {
     }
 
     /// File that holds a tensor, for messages.
-    pub fn path_of(&self, entry: &Entry) -> String {
+    pub fn path_of(&self, entry: &TensorEntry) -> String {
         self.shards[entry.shard as usize].path.display().to_string()
     }
 
     /// Fills `out` from byte `offset` of a tensor.
-    pub fn read(&self, name: &str, entry: &Entry, offset: u64, out: &mut [u8]) -> Result<(), CheckpointError> {
+    pub fn read(&self, name: &str, entry: &TensorEntry, offset: u64, out: &mut [u8]) -> Result<(), CheckpointError> {
         let shard = &self.shards[entry.shard as usize];
         let end = offset.checked_add(out.len() as u64).filter(|end| *end <= entry.bytes);
         if end.is_none() {

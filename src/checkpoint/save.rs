@@ -11,7 +11,7 @@ use serde_json::{Map, Value, json};
 
 use super::commit::Save;
 use super::folder::{CONFIG, INDEX, SINGLE, same_file};
-use super::gather::Planned;
+use super::gather::PlannedTensor;
 use super::json::io_error;
 use super::quantize::{Nvfp4Item, Nvfp4Part};
 use super::rank_params::RankParams;
@@ -24,9 +24,9 @@ const CALL: &str = "Checkpoint::save";
 const CHUNK: usize = 1 << 20;
 
 /// One tensor of the new checkpoint.
-pub(super) enum Item<'a> {
+pub(super) enum NewTensor<'a> {
     /// Made of the parameters of the block with this index.
-    Block(usize, Planned),
+    Block(usize, PlannedTensor),
     /// Copied as it is.
     Copy(&'a str),
     /// De-quantized.
@@ -39,7 +39,7 @@ pub(super) enum Item<'a> {
 struct ShardPlan<'a> {
     file: String,
     header: Vec<u8>,
-    items: Vec<(String, Item<'a>)>,
+    items: Vec<(String, NewTensor<'a>)>,
 }
 
 /// Content of a save.
@@ -74,7 +74,7 @@ impl Checkpoint {
     /// Plans a save of `items` and other files.
     pub(super) fn plan_files<'a>(
         &'a self,
-        items: Vec<Item<'a>>,
+        items: Vec<NewTensor<'a>>,
         mut others: Vec<(&'static str, Vec<u8>)>,
         options: SaveOptions,
     ) -> Result<SavePlan<'a>> {
@@ -165,7 +165,7 @@ impl Checkpoint {
     }
 
     /// Everything the new file holds, and whether any of it was quantized.
-    fn items(&self, shares: &RankParams<'_>) -> Result<(Vec<Item<'_>>, bool)> {
+    fn items(&self, shares: &RankParams<'_>) -> Result<(Vec<NewTensor<'_>>, bool)> {
         let mut items = Vec::new();
         let mut seen: HashSet<String> = HashSet::new();
         let mut dequantized = false;
@@ -181,7 +181,7 @@ impl Checkpoint {
             let planned = self.plan_whole(CALL, *layer, params, own)?;
             dequantized |= checked.form.is_quantized();
             seen.extend(checked.names);
-            items.extend(planned.into_iter().map(|tensor| Item::Block(index, tensor)));
+            items.extend(planned.into_iter().map(|tensor| NewTensor::Block(index, tensor)));
         }
         for (name, entry) in self.files.iter() {
             if seen.contains(name) || !matches!(entry.dtype, Dtype::F8_E4M3 | Dtype::U8) {
@@ -193,19 +193,20 @@ impl Checkpoint {
             if stored.form.is_quantized() {
                 dequantized = true;
                 seen.extend(stored.names().map(str::to_string));
-                items.push(Item::Plain(name.to_string(), stored));
+                items.push(NewTensor::Plain(name.to_string(), stored));
             }
         }
-        items.extend(self.files.iter().filter(|(name, _)| !seen.contains(*name)).map(|(name, _)| Item::Copy(name)));
+        items
+            .extend(self.files.iter().filter(|(name, _)| !seen.contains(*name)).map(|(name, _)| NewTensor::Copy(name)));
         Ok((items, dequantized))
     }
 
     /// Name, type, shape and, as the end of its offsets, size of an item.
-    fn info(&self, item: &Item<'_>) -> Result<(String, TensorInfo)> {
+    fn info(&self, item: &NewTensor<'_>) -> Result<(String, TensorInfo)> {
         let (name, dtype, shape) = match item {
-            Item::Block(_, tensor) => (tensor.name.clone(), on_disk(tensor.dtype), tensor.dims.clone()),
-            Item::Plain(name, stored) => (name.clone(), on_disk(self.natural(stored.form)), stored.dims.clone()),
-            Item::Nvfp4(item) => {
+            NewTensor::Block(_, tensor) => (tensor.name.clone(), on_disk(tensor.dtype), tensor.dims.clone()),
+            NewTensor::Plain(name, stored) => (name.clone(), on_disk(self.natural(stored.form)), stored.dims.clone()),
+            NewTensor::Nvfp4(item) => {
                 let dtype = match item.part {
                     Nvfp4Part::Codes => Dtype::U8,
                     Nvfp4Part::Scales => Dtype::F8_E4M3,
@@ -213,7 +214,7 @@ impl Checkpoint {
                 };
                 (item.name(), dtype, item.shape())
             }
-            Item::Copy(name) => {
+            NewTensor::Copy(name) => {
                 let entry = self.files.get(name).ok_or_else(|| Error::invalid(CALL, *name, "a tensor", "none"))?;
                 (name.to_string(), entry.dtype, entry.shape.clone())
             }
@@ -224,9 +225,15 @@ impl Checkpoint {
     }
 
     /// Writes an item's bytes; on ranks that do not write, takes part in fetching them.
-    fn write_item(&self, dir: &Path, out: &mut dyn Write, item: &Item<'_>, shares: &mut RankParams<'_>) -> Result<()> {
+    fn write_item(
+        &self,
+        dir: &Path,
+        out: &mut dyn Write,
+        item: &NewTensor<'_>,
+        shares: &mut RankParams<'_>,
+    ) -> Result<()> {
         match item {
-            Item::Block(index, planned) => {
+            NewTensor::Block(index, planned) => {
                 let (layer, _) = shares.blocks[*index];
                 let experts = self.block(layer)?.router.num_experts;
                 for matrix in planned.parts() {
@@ -235,15 +242,15 @@ impl Checkpoint {
                 }
                 Ok(())
             }
-            Item::Plain(name, stored) => {
+            NewTensor::Plain(name, stored) => {
                 let dtype = self.natural(stored.form);
                 if shares.writes() {
                     write(dir, out, self.tensor(name, Some(dtype))?.as_bytes())?;
                 }
                 shares.wrote(stored.dims.iter().product::<usize>() * dtype.size())
             }
-            Item::Nvfp4(item) => write(dir, out, &self.nvfp4_bytes(item)?),
-            Item::Copy(name) => {
+            NewTensor::Nvfp4(item) => write(dir, out, &self.nvfp4_bytes(item)?),
+            NewTensor::Copy(name) => {
                 let Some(entry) = self.files.get(name) else { return Ok(()) };
                 let mut buffer = vec![0; if shares.writes() { CHUNK.min(entry.bytes as usize) } else { 0 }];
                 let mut offset = 0;
@@ -280,7 +287,7 @@ impl Checkpoint {
 }
 
 /// A file of tensors, wide types first, so that every tensor is aligned to its type.
-fn shard<'a>(file: String, mut items: Vec<((String, TensorInfo), Item<'a>)>) -> Result<ShardPlan<'a>> {
+fn shard<'a>(file: String, mut items: Vec<((String, TensorInfo), NewTensor<'a>)>) -> Result<ShardPlan<'a>> {
     items.sort_by(|((a, left), _), ((b, right), _)| (right.dtype, a).cmp(&(left.dtype, b)));
     let mut offset = 0usize;
     for ((name, info), _) in &mut items {

@@ -4,7 +4,7 @@ use std::ops::Range;
 
 use safetensors::Dtype;
 
-use super::reader::{Entry, Files};
+use super::reader::{Files, TensorEntry};
 use crate::dtype::DType;
 use crate::error::CheckpointError;
 use crate::quant::{E4M3, FP8_BLOCK, MXFP4_BLOCK, NVFP4_BLOCK, WeightFormat, decode_fp4, e8m0};
@@ -42,11 +42,11 @@ pub(super) struct Stored<'a> {
     files: &'a Files,
     pub form: Form,
     /// Name and place of the elements.
-    data: (String, &'a Entry),
+    data: (String, &'a TensorEntry),
     /// Name and place of the scales.
-    scales: Option<(String, &'a Entry)>,
+    scales: Option<(String, &'a TensorEntry)>,
     /// Name and place of the second-level scale.
-    global: Option<(String, &'a Entry)>,
+    global: Option<(String, &'a TensorEntry)>,
     /// Names that are there besides and have no part in the weight's value.
     unused: Vec<String>,
     /// Shape, before quantization.
@@ -141,7 +141,7 @@ impl<'a> Stored<'a> {
         Ok(Some(stored))
     }
 
-    fn plain_of(files: &'a Files, data: (String, &'a Entry)) -> Self {
+    fn plain_of(files: &'a Files, data: (String, &'a TensorEntry)) -> Self {
         let dims = data.1.shape.clone();
         let form = Form::Plain(plain(data.1.dtype).unwrap_or(DType::U8));
         Self {
@@ -158,7 +158,7 @@ impl<'a> Stored<'a> {
         }
     }
 
-    fn of_weight(files: &'a Files, name: &str, data: (String, &'a Entry), fp8_block: [usize; 2]) -> Result<Self> {
+    fn of_weight(files: &'a Files, name: &str, data: (String, &'a TensorEntry), fp8_block: [usize; 2]) -> Result<Self> {
         let get = |name: String| files.get(&name).map(|entry| (name, entry));
         let mut stored = Self::plain_of(files, data);
         stored.unused = vec![sibling(name, "input_scale"), sibling(name, "input_scale_inv")];
@@ -193,7 +193,7 @@ impl<'a> Stored<'a> {
         Ok(stored)
     }
 
-    fn wrong(&self, tensor: &(String, &Entry), expected: impl ToString) -> CheckpointError {
+    fn wrong(&self, tensor: &(String, &TensorEntry), expected: impl ToString) -> CheckpointError {
         CheckpointError::Tensor {
             path: self.files.path_of(tensor.1),
             tensor: tensor.0.clone(),
@@ -284,14 +284,14 @@ impl<'a> Stored<'a> {
         count.checked_mul(each).ok_or_else(|| self.wrong(&self.data, "an element count that fits the address space"))
     }
 
-    fn expect(&self, tensor: &(String, &Entry), allowed: &[Dtype]) -> Result<()> {
+    fn expect(&self, tensor: &(String, &TensorEntry), allowed: &[Dtype]) -> Result<()> {
         match allowed.contains(&tensor.1.dtype) {
             true => Ok(()),
             false => Err(self.wrong(tensor, allowed.iter().map(Dtype::to_string).collect::<Vec<_>>().join(" or "))),
         }
     }
 
-    fn expect_shape(&self, tensor: &(String, &Entry), shape: &[usize]) -> Result<()> {
+    fn expect_shape(&self, tensor: &(String, &TensorEntry), shape: &[usize]) -> Result<()> {
         match tensor.1.shape == shape {
             true => Ok(()),
             false => Err(self.wrong(tensor, format!("shape {shape:?}"))),
@@ -305,7 +305,7 @@ impl<'a> Stored<'a> {
     }
 
     /// The tensor's own entry.
-    pub fn entry(&self) -> &'a Entry {
+    pub fn entry(&self) -> &'a TensorEntry {
         self.data.1
     }
 

@@ -2,8 +2,8 @@
 
 use std::ops::Range;
 
-use super::convert::Place;
-use super::layout::{Part, Rows};
+use super::convert::RowPlacement;
+use super::layout::{DiskMatrix, DiskRows};
 use super::load::{CHUNK, read_part};
 use super::stored::{Scratch, Stored};
 use crate::dtype::DType;
@@ -13,14 +13,14 @@ use crate::error::Result;
 /// whole weight; the matrix's parameter begins at its row `first`. What the shard holds nothing of is not opened.
 pub(super) fn read_window<'s>(
     find: &dyn Fn() -> Result<Stored<'s>>,
-    part: &Part,
+    part: &DiskMatrix,
     (first, own, shard): (usize, Range<usize>, &mut [u8]),
     dtype: DType,
     scratch: &mut Scratch,
 ) -> Result<usize> {
     let (start, rows) = match part.rows {
-        Rows::From(start) => (start, part.out),
-        Rows::Alternate(half) => (0, 2 * half),
+        DiskRows::From(start) => (start, part.out),
+        DiskRows::Alternate(half) => (0, 2 * half),
     };
     // Rows of the whole weight that this matrix fills, and those of them that are wanted.
     let filled = first + start..first + start + rows;
@@ -32,7 +32,7 @@ pub(super) fn read_window<'s>(
     let row = part.inn * dtype.size();
     let to = &mut shard[(wanted.start - own.start) * row..(wanted.end - own.start) * row];
     let from = wanted.start - filled.start..wanted.end - filled.start;
-    let in_order = matches!(part.rows, Rows::From(_)) && part.transposed == stored.flipped;
+    let in_order = matches!(part.rows, DiskRows::From(_)) && part.transposed == stored.flipped;
     // Tensors packed two rows a byte are read from even rows on.
     if in_order && from.start.is_multiple_of(2) {
         let step = (CHUNK / 4 / part.inn.max(1) / 2 * 2).max(2);
@@ -40,11 +40,11 @@ pub(super) fn read_window<'s>(
             let last = (at + step).min(from.end);
             let origin = part.slice * part.out;
             let chunk = stored.read(origin + at..origin + last, part.inn, scratch)?;
-            let place = Place {
+            let place = RowPlacement {
                 first: at - from.start,
                 columns: part.inn,
                 transposed: false,
-                rows: Rows::From(0),
+                rows: DiskRows::From(0),
                 inn: part.inn,
             };
             place.store(&chunk, to, dtype);

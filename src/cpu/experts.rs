@@ -18,7 +18,7 @@ use crate::weights::Weight;
 
 use super::element::{Acc, Float, with_float};
 use super::gemm::{Mat, ROW_TILE, by_columns, by_rows, product, store, to_acc};
-use super::segments::{Rows, SegmentList};
+use super::segments::{SegmentList, SourceRows};
 use super::{Cpu, activation};
 
 /// Tiles of the filled slots, in slot order, with their expert.
@@ -44,21 +44,21 @@ fn cut_option<'a, T>(segments: &SegmentList, buffer: Option<&'a mut [T]>, width:
 }
 
 /// A stack of weights.
-enum Stack<'a, T> {
+enum WeightStack<'a, T> {
     Dense(&'a [T]),
     Quantized(Box<QuantizedRef<'a, Cpu>>),
 }
 
-impl<'a, T: Float> Stack<'a, T> {
+impl<'a, T: Float> WeightStack<'a, T> {
     fn new(call: &'static str, weight: Weight<'a, Cpu>) -> Result<Self> {
         match weight {
             Weight::Dense(weight) => {
                 Error::check_dtype(call, "weight", T::DTYPE, weight.dtype())?;
-                Ok(Stack::Dense(weight.as_slice()?))
+                Ok(WeightStack::Dense(weight.as_slice()?))
             }
             Weight::Quantized(weight) => {
                 weight.check(call)?;
-                Ok(Stack::Quantized(Box::new(weight)))
+                Ok(WeightStack::Quantized(Box::new(weight)))
             }
         }
     }
@@ -66,8 +66,8 @@ impl<'a, T: Float> Stack<'a, T> {
     /// One matrix of `len` elements as accumulators; of a quantized stack, for as long as a tile needs it.
     fn expert(&self, j: usize, len: usize) -> Result<std::borrow::Cow<'a, [T::Acc]>> {
         match self {
-            Stack::Dense(stack) => Ok(expert(stack, j, len)),
-            Stack::Quantized(weight) => {
+            WeightStack::Dense(stack) => Ok(expert(stack, j, len)),
+            WeightStack::Quantized(weight) => {
                 Ok(weight.dequantize(j)?.into_iter().map(|v| T::Acc::of(f64::from(v))).collect::<Vec<_>>().into())
             }
         }
@@ -170,8 +170,8 @@ fn up_as<T: Float>(call: Up<'_, Cpu>) -> Result<()> {
     if n % call.activation.gate_factor() != 0 {
         return Err(Error::invalid(CALL, "weight", "an even number of rows for a gated activation", n));
     }
-    let rows = Rows::<T>::new(CALL, "rows", call.rows, h, &segments)?;
-    let weight = Stack::<T>::new(CALL, call.weight)?;
+    let rows = SourceRows::<T>::new(CALL, "rows", call.rows, h, &segments)?;
+    let weight = WeightStack::<T>::new(CALL, call.weight)?;
     let bias = bias_of::<T>(CALL, call.bias, [experts, n])?;
     let at_input = slot_weights::<T::Acc>(CALL, applies(&call.slot_weights, &[WeightAt::Input]), &segments)?;
     let at_activation = slot_weights::<T::Acc>(CALL, applies(&call.slot_weights, &[WeightAt::Activation]), &segments)?;
@@ -211,8 +211,8 @@ fn down_as<T: Float>(call: Down<'_, Cpu>) -> Result<()> {
     const CALL: &str = "down";
     let [experts, h, inner] = dims3(CALL, "weight", call.weight.dims())?;
     let segments = SegmentList::new(CALL, call.segments, experts)?;
-    let rows = Rows::<T>::new(CALL, "rows", call.rows, inner, &segments)?;
-    let weight = Stack::<T>::new(CALL, call.weight)?;
+    let rows = SourceRows::<T>::new(CALL, "rows", call.rows, inner, &segments)?;
+    let weight = WeightStack::<T>::new(CALL, call.weight)?;
     let bias = bias_of::<T>(CALL, call.bias, [experts, h])?;
     let at_output = slot_weights::<T::Acc>(CALL, applies(&call.slot_weights, &[WeightAt::Output]), &segments)?;
     let on_bias = applies(&call.slot_weights, &[WeightAt::Output, WeightAt::Activation]);
@@ -246,8 +246,8 @@ fn down_bwd_as<T: Float>(call: DownBwd<'_, Cpu>) -> Result<()> {
     let [experts, h, inner] = dims3(CALL, "weight", call.weight.dims())?;
     let n = inner * call.activation.gate_factor();
     let segments = SegmentList::new(CALL, call.segments, experts)?;
-    let grad = Rows::<T>::new(CALL, "grad", call.grad, h, &segments)?;
-    let weight = Stack::<T>::new(CALL, call.weight)?;
+    let grad = SourceRows::<T>::new(CALL, "grad", call.grad, h, &segments)?;
+    let weight = WeightStack::<T>::new(CALL, call.weight)?;
     let bias = bias_of::<T>(CALL, call.bias, [experts, h])?;
     Error::check_shape(CALL, "pre", &[segments.rows, n], call.pre.dims())?;
     let pre = call.pre.as_slice::<T>()?;
@@ -303,12 +303,12 @@ fn up_dgrad_as<T: Float>(call: UpDgrad<'_, Cpu>) -> Result<()> {
     let segments = SegmentList::new(CALL, call.segments, experts)?;
     Error::check_shape(CALL, "d_pre", &[segments.rows, n], call.d_pre.dims())?;
     let d_pre = call.d_pre.as_slice::<T>()?;
-    let weight = Stack::<T>::new(CALL, call.weight)?;
+    let weight = WeightStack::<T>::new(CALL, call.weight)?;
     let (input, d_weights) = match call.input_weight {
         None => (None, None),
         Some(b) => {
             let values = slot_weights::<T::Acc>(CALL, Some(b.values), &segments)?;
-            let rows = Rows::<T>::new(CALL, "input_weight.rows", b.rows, h, &segments)?;
+            let rows = SourceRows::<T>::new(CALL, "input_weight.rows", b.rows, h, &segments)?;
             (values.map(|v| (v, rows)), out_of::<T::Acc>(CALL, "d_slot_weights", b.d_slot_weights, &[segments.rows])?)
         }
     };
@@ -349,8 +349,8 @@ fn wgrad_as<T: Float>(call: Wgrad<'_, Cpu>) -> Result<()> {
     const CALL: &str = "wgrad";
     let [experts, m, p] = dims3(CALL, "out", call.out.dims())?;
     let segments = SegmentList::new(CALL, call.segments, experts)?;
-    let left = Rows::<T>::new(CALL, "left", call.left, m, &segments)?;
-    let right = Rows::<T>::new(CALL, "right", call.right, p, &segments)?;
+    let left = SourceRows::<T>::new(CALL, "left", call.left, m, &segments)?;
+    let right = SourceRows::<T>::new(CALL, "right", call.right, p, &segments)?;
     let weights = slot_weights::<T::Acc>(CALL, call.slot_weights, &segments)?;
     let out = call.out.into_slice::<T>()?;
     let accumulate = call.accumulate;
@@ -388,7 +388,7 @@ fn wgrad_as<T: Float>(call: Wgrad<'_, Cpu>) -> Result<()> {
 fn bias_grad<T: Float>(
     bias: BiasGrad<'_, Cpu>,
     accumulate: bool,
-    left: &Rows<'_, T>,
+    left: &SourceRows<'_, T>,
     segments: &SegmentList,
     dims: [usize; 2],
 ) -> Result<()> {

@@ -11,7 +11,7 @@ use crate::tensor::{TensorMut, TensorRef, dims2};
 
 use super::Cpu;
 use super::element::{Acc, Float, with_float};
-use super::ordered::{Layout, Product};
+use super::ordered::{OrderedProduct, WeightLayout};
 
 /// Rows that one task computes. Large enough that packing the weight is a small part of a task, small enough that a
 /// few hot experts still fill all cores.
@@ -49,12 +49,12 @@ impl<'a, A> Mat<'a, A> {
 
 /// `x · wᵀ` of rows `[m, k]` and a weight `[n, k]`. One thread: tasks are spread above.
 pub(super) fn by_rows<A: Acc>(out: &mut [A], x: &[A], weight: &[A], [n, k]: [usize; 2]) {
-    Product { out, x, weight, layout: Layout::Rows, k, n }.run();
+    OrderedProduct { out, x, weight, layout: WeightLayout::Rows, k, n }.run();
 }
 
 /// `x · w` of rows `[m, k]` and a weight `[k, n]`. One thread: tasks are spread above.
 pub(super) fn by_columns<A: Acc>(out: &mut [A], x: &[A], weight: &[A], [k, n]: [usize; 2]) {
-    Product { out, x, weight, layout: Layout::Columns, k, n }.run();
+    OrderedProduct { out, x, weight, layout: WeightLayout::Columns, k, n }.run();
 }
 
 /// `dst = lhs · rhs` or `dst += lhs · rhs`, `dst` row-major and dense. One thread: tasks are spread above. The order of

@@ -4,9 +4,9 @@
 //! The order is fixed by the element's own two vectors, never by how many rows there are. Which elements are computed
 //! together (the tiles below) follows the number of rows and is free: a tile keeps a sum for each of its elements and
 //! never adds two of them.
-//! - [`Layout::Rows`], `x · wᵀ`: k in chunks of [`DOT_CHUNK`]. In a chunk, SIMD lane l sums the terms k ≡ l modulo the
+//! - [`WeightLayout::Rows`], `x · wᵀ`: k in chunks of [`DOT_CHUNK`]. In a chunk, SIMD lane l sums the terms k ≡ l modulo the
 //!   number of lanes, by fused multiply-adds; the lanes are then added in a fixed tree, the chunks in sequence.
-//! - [`Layout::Columns`], `x · w`: k in chunks of [`AXPY_CHUNK`]. In a chunk the terms are summed in sequence, by fused
+//! - [`WeightLayout::Columns`], `x · w`: k in chunks of [`AXPY_CHUNK`]. In a chunk the terms are summed in sequence, by fused
 //!   multiply-adds; then the chunks in sequence.
 //!
 //! Where a machine has no fused multiply-add, each is a multiplication and an addition. The lanes are those of the
@@ -43,7 +43,7 @@ const ALIGN: usize = 64;
 
 /// How a weight of k terms and n results is stored, row-major.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Layout {
+pub(super) enum WeightLayout {
     /// `[n, k]`.
     Rows,
     /// `[k, n]`.
@@ -118,20 +118,20 @@ lanes!(
 );
 
 /// A product of rows with a weight.
-pub(super) struct Product<'a, A> {
+pub(super) struct OrderedProduct<'a, A> {
     /// `[m, n]`, overwritten.
     pub out: &'a mut [A],
     /// `[m, k]`.
     pub x: &'a [A],
     pub weight: &'a [A],
-    pub layout: Layout,
+    pub layout: WeightLayout,
     /// Terms of a sum.
     pub k: usize,
     /// Columns of the result.
     pub n: usize,
 }
 
-impl<A: Lanes> Product<'_, A> {
+impl<A: Lanes> OrderedProduct<'_, A> {
     /// Computes it, on this thread.
     ///
     /// # Panics
@@ -162,25 +162,25 @@ impl<A: Lanes> Product<'_, A> {
     }
 }
 
-impl<A: Lanes> WithSimd for Product<'_, A> {
+impl<A: Lanes> WithSimd for OrderedProduct<'_, A> {
     type Output = ();
 
     #[inline(always)]
     fn with_simd<S: Simd>(self, simd: S) {
         // The sums of a tile, its operands and nothing else are in registers.
         match (self.layout, S::REGISTER_COUNT >= 32) {
-            (Layout::Rows, true) => self.by_rows::<S, 4, 6, 8>(simd),
-            (Layout::Rows, false) => self.by_rows::<S, 3, 4, 8>(simd),
-            (Layout::Columns, _) if self.streams() => self.streamed(simd),
-            (Layout::Columns, true) if self.out.len() <= 3 * self.n => self.by_columns::<S, 3, 6>(simd),
-            (Layout::Columns, true) => self.by_columns::<S, 8, 3>(simd),
-            (Layout::Columns, false) if self.out.len() <= 3 * self.n => self.by_columns::<S, 3, 3>(simd),
-            (Layout::Columns, false) => self.by_columns::<S, 6, 2>(simd),
+            (WeightLayout::Rows, true) => self.by_rows::<S, 4, 6, 8>(simd),
+            (WeightLayout::Rows, false) => self.by_rows::<S, 3, 4, 8>(simd),
+            (WeightLayout::Columns, _) if self.streams() => self.streamed(simd),
+            (WeightLayout::Columns, true) if self.out.len() <= 3 * self.n => self.by_columns::<S, 3, 6>(simd),
+            (WeightLayout::Columns, true) => self.by_columns::<S, 8, 3>(simd),
+            (WeightLayout::Columns, false) if self.out.len() <= 3 * self.n => self.by_columns::<S, 3, 3>(simd),
+            (WeightLayout::Columns, false) => self.by_columns::<S, 6, 2>(simd),
         }
     }
 }
 
-impl<A: Lanes> Product<'_, A> {
+impl<A: Lanes> OrderedProduct<'_, A> {
     fn streams(&self) -> bool {
         self.out.len() <= STREAM_ROWS * self.n && size_of_val(self.weight) >= STREAM_BYTES && self.n >= STREAM_LEAST
     }
@@ -278,7 +278,7 @@ impl<A: Lanes> Product<'_, A> {
         for first in (0..k).step_by(AXPY_CHUNK) {
             let depth = AXPY_CHUNK.min(k - first);
             let rows = &weight[first * n..(first + depth) * n];
-            let mut chunk = Chunk { simd, out: &mut *out, n, x: Strided { data: x, first, stride: k, depth } };
+            let mut chunk = ProductChunk { simd, out: &mut *out, n, x: Strided { data: x, first, stride: k, depth } };
             let mut left = 0;
             while copies && left < wide {
                 let columns = PACK_COLUMNS.next_multiple_of(C * lanes).min(wide - left);
@@ -449,14 +449,14 @@ struct Panel<'a, A> {
 }
 
 /// A chunk of `x · w`.
-struct Chunk<'a, A, S> {
+struct ProductChunk<'a, A, S> {
     simd: S,
     out: &'a mut [A],
     n: usize,
     x: Strided<'a, A>,
 }
 
-impl<A: Lanes, S: Simd> Chunk<'_, A, S> {
+impl<A: Lanes, S: Simd> ProductChunk<'_, A, S> {
     /// Adds the chunk's part to `count` columns from `left` on of m rows.
     #[inline(always)]
     fn columns<const R: usize, const C: usize>(&mut self, m: usize, panel: Panel<'_, A>, left: usize, count: usize) {
@@ -570,9 +570,9 @@ mod tests {
         all
     }
 
-    fn product<A: Lanes>(arch: Arch, layout: Layout, x: &[A], weight: &[A], [n, k]: [usize; 2]) -> Vec<A> {
+    fn product<A: Lanes>(arch: Arch, layout: WeightLayout, x: &[A], weight: &[A], [n, k]: [usize; 2]) -> Vec<A> {
         let mut out = vec![A::default(); x.len() / k * n];
-        Product { out: &mut out, x, weight, layout, k, n }.run_on(arch);
+        OrderedProduct { out: &mut out, x, weight, layout, k, n }.run_on(arch);
         out
     }
 
@@ -597,12 +597,14 @@ mod tests {
             let rows = if n * k < 100_000 { 131 } else { 13 };
             let of = |seed, count| numbers(seed, count).into_iter().map(A::of).collect::<Vec<A>>();
             let (x, w) = (of(at as u64, rows * k), of(at as u64 + 100, n * k));
-            for (layout, arch) in machines().into_iter().flat_map(|a| [(Layout::Rows, a), (Layout::Columns, a)]) {
+            for (layout, arch) in
+                machines().into_iter().flat_map(|a| [(WeightLayout::Rows, a), (WeightLayout::Columns, a)])
+            {
                 let whole = product(arch, layout, &x, &w, [n, k]);
                 for (row, found) in whole.chunks(n).enumerate() {
                     for (column, found) in found.iter().enumerate().step_by(7) {
                         let term = |i: usize| {
-                            let w = if layout == Layout::Rows { w[column * k + i] } else { w[i * n + column] };
+                            let w = if layout == WeightLayout::Rows { w[column * k + i] } else { w[i * n + column] };
                             x[row * k + i].as_f64() * w.as_f64()
                         };
                         let exact: f64 = (0..k).map(term).sum();

@@ -34,7 +34,7 @@ pub(super) fn plan_of(call: HostPlanRequest<'_>, choices: usize) -> Result<(Plan
         limit_experts(&mut ids, &expert_load, (capacity, limit.order), call.weights);
         counts = loads(&ids, call.num_experts);
     }
-    let layout = Layout::new(&call, &counts)?;
+    let layout = RankSegments::new(&call, &counts)?;
     let slots = layout.slots(&mut ids)?;
 
     let first_token: usize = call.tokens[..call.rank].iter().sum();
@@ -127,7 +127,7 @@ fn limit_experts(ids: &mut [i32], loads: &[usize], (capacity, order): (usize, Ca
 }
 
 /// Segments of every rank.
-struct Layout {
+struct RankSegments {
     local_experts: usize,
     /// Rows past which a slot is dropped; `usize::MAX` where nothing is.
     limit: usize,
@@ -140,7 +140,7 @@ struct Layout {
     capacity: Capacity,
 }
 
-impl Layout {
+impl RankSegments {
     fn new(call: &HostPlanRequest<'_>, counts: &[usize]) -> Result<Self> {
         let local_experts = call.num_experts / call.ranks;
         let mut offsets = Vec::with_capacity(call.num_experts);
@@ -229,7 +229,7 @@ struct Maps {
 
 struct Walk<'a, 'r> {
     call: &'a HostPlanRequest<'r>,
-    layout: &'a Layout,
+    layout: &'a RankSegments,
     ids: &'a [i32],
     slots: &'a [i32],
     first_token: usize,

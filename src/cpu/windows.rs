@@ -11,12 +11,12 @@ use crate::tensor::Tensor;
 use super::Cpu;
 
 /// The ranks' parts of one window.
-pub(super) type Parts = Arc<Vec<Mutex<Vec<u8>>>>;
+pub(super) type WindowParts = Arc<Vec<Mutex<Vec<u8>>>>;
 
 /// What the threads of a group share for their windows.
 #[derive(Debug, Default)]
 pub(super) struct WindowRegistry {
-    windows: Mutex<HashMap<u64, Parts>>,
+    windows: Mutex<HashMap<u64, WindowParts>>,
     /// Signals from one rank to another that nobody has waited for.
     signals: Mutex<HashMap<(usize, usize), usize>>,
     signaled: Condvar,
@@ -29,7 +29,7 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 
 impl WindowRegistry {
     /// The parts of the window that a call of this number made, which its first rank makes.
-    pub(super) fn window(&self, number: u64, ranks: usize, bytes: usize) -> Result<Parts> {
+    pub(super) fn window(&self, number: u64, ranks: usize, bytes: usize) -> Result<WindowParts> {
         let mut windows = lock(&self.windows);
         if let Some(parts) = windows.get(&number) {
             return Ok(Arc::clone(parts));
@@ -69,7 +69,7 @@ impl WindowRegistry {
 #[derive(Debug)]
 pub struct ThreadWindow {
     pub(super) number: u64,
-    pub(super) parts: Parts,
+    pub(super) parts: WindowParts,
 }
 
 impl ThreadWindow {

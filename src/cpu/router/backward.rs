@@ -11,7 +11,7 @@ use crate::kernels::RouteBwd;
 
 use super::aux_losses::AuxGrad;
 use super::choose::Chooser;
-use super::jitter::Noise;
+use super::jitter::JitterNoise;
 use super::score::{Divisor, masked_softmax, raw_weights, sigmoid, softmax};
 use super::{BLOCK, check, check_ids, check_logits};
 
@@ -32,7 +32,7 @@ fn route_bwd_as<A: Acc>(call: RouteBwd<'_, Cpu>) -> Result<()> {
     let (logits, d_weights) = (call.logits.as_slice::<A>()?, call.d_weights.as_slice::<A>()?);
     let d_logits = call.d_logits.into_slice::<A>()?;
 
-    let noise = Noise::new(config, call.jitter);
+    let noise = JitterNoise::new(config, call.jitter);
     let block = |(b, d_logits): (usize, &mut [A])| {
         let mut row = Row::new(config);
         for (i, out) in d_logits.chunks_exact_mut(e).enumerate() {

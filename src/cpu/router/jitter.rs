@@ -13,13 +13,13 @@ use crate::kernels::Jitter;
 const GAMMA: u64 = 0x9e37_79b9_7f4a_7c15;
 
 /// The noise of one call.
-pub(super) struct Noise {
+pub(super) struct JitterNoise {
     epsilon: f64,
     key: u64,
     first_token: u64,
 }
 
-impl Noise {
+impl JitterNoise {
     /// `None` where there is nothing to multiply by.
     pub(super) fn new(config: &RouterConfig, jitter: Option<Jitter>) -> Option<Self> {
         let jitter = jitter.filter(|_| config.jitter > 0.0)?;

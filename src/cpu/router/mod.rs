@@ -22,7 +22,7 @@ use crate::tensor::TensorRef;
 use super::Cpu;
 use super::element::{Acc, to_f64, with_acc};
 use choose::Chooser;
-use jitter::Noise;
+use jitter::JitterNoise;
 
 pub(super) use aux_losses::{aux_sums, aux_total};
 pub(super) use backward::route_bwd;
@@ -53,7 +53,7 @@ fn route_as<A: Acc>(call: Route<'_, Cpu>) -> Result<()> {
         return Err(Error::NanLogits { call: CALL, rank, layer, token: at / e, expert: at % e });
     }
 
-    let noise = Noise::new(config, call.jitter);
+    let noise = JitterNoise::new(config, call.jitter);
     let block = |b: usize, logits: &[A], ids: &mut [i32], weights: &mut [A]| {
         let mut chooser = Chooser::new(config, bias.as_deref());
         let rows = logits.chunks_exact(e).zip(ids.chunks_exact_mut(k).zip(weights.chunks_exact_mut(k)));

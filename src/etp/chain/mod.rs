@@ -45,7 +45,7 @@ impl<D: ShardDevice> fmt::Debug for Chain<D> {
 
 /// State that changes.
 pub(in crate::etp) struct ChainState<D: ShardDevice> {
-    pub weights: Vec<Weight<D>>,
+    pub weights: Vec<ChainWeight<D>>,
     pub uses: Vec<UseState<D>>,
     /// Acquisitions of a forward and of a backward; empty until the first forward has ended.
     pub steps: [Vec<Acquisition>; 2],
@@ -76,7 +76,7 @@ pub(in crate::etp) struct ChainState<D: ShardDevice> {
 }
 
 /// A weight and what belongs to it.
-pub(in crate::etp) struct Weight<D: ShardDevice> {
+pub(in crate::etp) struct ChainWeight<D: ShardDevice> {
     pub spec: WeightSpec,
     pub shards: Arc<Shards>,
     pub source: Arc<dyn ShardSource<D>>,
@@ -209,7 +209,7 @@ impl<D: ShardDevice> Chain<D> {
         let quantized = QuantizedShard::new(&inner.gathers.streams, form, joined)?.map(Arc::new);
         // Amaxes that were joined without its own are of no use.
         inner.epoch += u64::from(quantized.is_some());
-        inner.weights.push(Weight { spec, shards, source, quantized, main: None, reduce, gradient: None });
+        inner.weights.push(ChainWeight { spec, shards, source, quantized, main: None, reduce, gradient: None });
         Ok(WeightId(inner.weights.len() - 1))
     }
 
@@ -263,7 +263,7 @@ impl<D: ShardDevice> ChainState<D> {
         self.weights.iter().filter_map(|weight| weight.quantized.as_ref())
     }
 
-    pub fn weight(&self, id: WeightId) -> Result<&Weight<D>> {
+    pub fn weight(&self, id: WeightId) -> Result<&ChainWeight<D>> {
         let there = format!("one of {}", self.weights.len());
         self.weights.get(id.0).ok_or_else(|| Error::invalid(CALL, "weight", there, id.0))
     }

@@ -302,7 +302,7 @@ impl<D: ShardDevice> ChainState<D> {
 /// Adds what has come of a weight's gradient to its main gradient.
 fn add<'a, D: ShardDevice>(
     chain: &Chain<D>,
-    (weight, capturable): (&mut crate::etp::chain::Weight<D>, bool),
+    (weight, capturable): (&mut crate::etp::chain::ChainWeight<D>, bool),
     (gradient, reduced): (TensorRef<'a, D>, TensorRef<'a, D>),
 ) -> Result<()> {
     let (shards, dtype) = (&weight.shards, weight.spec.dtype);

@@ -259,7 +259,8 @@ fn recovery_keeps_what_captures_refer_to() {
         rank.chain.prepare_capture().unwrap();
         let addresses = || -> Vec<usize> {
             let inner = rank.chain.lock();
-            let main = |w: &crate::etp::chain::Weight<Cpu>| w.main.as_ref().map(|main| main.sums.as_bytes().as_ptr());
+            let main =
+                |w: &crate::etp::chain::ChainWeight<Cpu>| w.main.as_ref().map(|main| main.sums.as_bytes().as_ptr());
             inner.weights.iter().filter_map(main).map(|at| at as usize).collect()
         };
         let before = addresses();
