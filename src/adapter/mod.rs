@@ -60,7 +60,7 @@ impl<D: Kernels> AnyGroup for EpGroup<D> {
     }
 
     fn refuse(&self, layer: u32, op: Op, reason: &str) {
-        // The rank's own error is the news, whatever becomes of the meeting.
+        // The rank returns its own error, whatever becomes of the refusal.
         let _ = self.lock().dispatcher().communicator().refuse(tag(layer, op), reason);
     }
 

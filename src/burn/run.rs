@@ -7,7 +7,7 @@ use crate::device::Device;
 use crate::dtype::DType;
 use crate::error::Result;
 use crate::kernels::Scalar;
-use crate::layer::{Context, Cotangents, Entry, GradientsMut, Inputs, Mode, ParamKind, ParamViews, PerParam};
+use crate::layer::{Context, Cotangents, GradientsMut, Inputs, Mode, ParamKind, ParamViews, PerParam, RefusalGuard};
 use crate::tensor::TensorRef;
 
 use super::backend::{LayerCall, Named, NativeMemory, Operands, Outputs, ResultSpec, RoutingData, core_dtype};
@@ -62,7 +62,7 @@ pub(super) fn run_forward<B: NativeMemory>(
     let mut group = call.group.expect::<B, B::Core>(FORWARD, &device)?.lock();
     let core = group.device().clone();
     let mode = Mode { backward, noise: call.noise };
-    let done = Entry::forward(&call.layer, &mut group).run(|entry| {
+    let done = RefusalGuard::forward(&call.layer, &mut group).run(|entry| {
         let views = Views::<B>::new(&core, operands)?;
         let mut results = Results::<B>::allocate(call, &core, &operands.x)?;
         let made = ordered::<B, _>(call, &core, || {
@@ -159,7 +159,7 @@ pub(super) fn run_backward<B: NativeMemory>(
     context.handle().check_backward(BACKWARD)?;
     let mut group = call.group.expect::<B, B::Core>(BACKWARD, &device)?.lock();
     let core = group.device().clone();
-    let made = Entry::backward(&call.layer, &mut group).run(|entry| {
+    let made = RefusalGuard::backward(&call.layer, &mut group).run(|entry| {
         let views = Views::<B>::new(&core, operands)?;
         let view = |name, tensor| B::view(&core, Named { name, tensor });
         let y = dy.as_ref().map(|tensor| view("gradient of y", tensor)).transpose()?;

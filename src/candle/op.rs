@@ -8,7 +8,9 @@ use candle_core::{CpuStorage, CudaStorage, CustomOp1, CustomOp2, Device, Layout,
 use crate::ep::EpGroup;
 use crate::error::Error;
 use crate::kernels::Scalar;
-use crate::layer::{Context, Cotangents, Entry, Gradients, Inputs, Layer, ParamKind, ParamViews, PerParam, Wanted};
+use crate::layer::{
+    Context, Cotangents, Gradients, Inputs, Layer, ParamKind, ParamViews, PerParam, RefusalGuard, Wanted,
+};
 use crate::tensor::TensorRef;
 
 use super::error::framework;
@@ -87,7 +89,8 @@ impl<D: Host> PendingBackward<D> {
         context.handle().check_backward(CALL)?;
         let mut group = self.group.lock();
         // What candle's tensors alone make impossible is told to the other ranks, which are in backward.
-        let made = Entry::backward(&self.layer, &mut group).run(|entry| self.gradients(entry, *context, arrived));
+        let made =
+            RefusalGuard::backward(&self.layer, &mut group).run(|entry| self.gradients(entry, *context, arrived));
         let mut gradients = made?;
         let own = |g, like: &Tensor| into_candle(g, like.dims(), &self.device);
         let x = gradients.x.take().map(|g| own(g, &self.x)).transpose()?;
@@ -102,7 +105,7 @@ impl<D: Host> PendingBackward<D> {
     /// The layer's backward.
     fn gradients(
         &self,
-        entry: &mut Entry<'_, D>,
+        entry: &mut RefusalGuard<'_, D>,
         context: Context<D>,
         OutputCotangents { d_y, d_aux }: OutputCotangents,
     ) -> crate::Result<Gradients<D>> {

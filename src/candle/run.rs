@@ -4,7 +4,7 @@ use std::sync::{Arc, Mutex};
 
 use candle_core::{Result, Shape, Tensor};
 
-use crate::layer::{Entry, Forward, Layer, Mode, ParamKind, PerParam};
+use crate::layer::{Forward, Layer, Mode, ParamKind, PerParam, RefusalGuard};
 
 use super::group::{On, contiguous};
 use super::host::{Host, copy_of, into_candle, with_views};
@@ -94,7 +94,7 @@ fn layer<D: Host>(
     let mut group = on.group.lock();
     let device = group.device().clone();
     // What candle's tensors alone make impossible is told to the other ranks, which are in forward.
-    Entry::forward(call.layer, &mut group).run(|entry| {
+    RefusalGuard::forward(call.layer, &mut group).run(|entry| {
         let params = contiguous(CALL, call.params)?;
         with_views(&device, CALL, &named(call.flat, &params), |views| {
             let weights = views_of(&params, &views[1..])?;

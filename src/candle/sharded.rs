@@ -12,7 +12,7 @@ use crate::error::{Error, Result};
 use crate::etp::{Chain, GradientBuffer, Payload, ShardDevice, ShardedWeight, WeightId, WeightSpec};
 use crate::kernels::Scalar;
 use crate::layer::{
-    Beside, Context, Cotangents, Entry, Gradients, Inputs, Layer, ParamKind, ParamViews, Params, Wanted,
+    Beside, Context, Cotangents, Gradients, Inputs, Layer, ParamKind, ParamViews, Params, RefusalGuard, Wanted,
 };
 use crate::tensor::TensorRef;
 
@@ -128,7 +128,7 @@ pub(super) struct Backward<'a, D: Host> {
 impl<D: Host> Backward<'_, D> {
     pub(super) fn run(
         self,
-        entry: &mut Entry<'_, D>,
+        entry: &mut RefusalGuard<'_, D>,
         experts: &Chained<D>,
         x: TensorRef<'_, D>,
         views: &ParamViews<'_, D>,

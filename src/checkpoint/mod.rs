@@ -213,8 +213,8 @@ impl Checkpoint {
             // A save that finishes meanwhile may have given config.json of one checkpoint and tensors of another, or
             // have moved a file between finding and opening it.
             let moved = matches!(&opened, Err(Error::Checkpoint(CheckpointError::Io { .. })));
-            let settled = after.is(&before) && !(moved && (before.pending || after.pending));
-            if settled || attempts.next() == Some(ATTEMPTS) {
+            let unchanged = after.is(&before) && !(moved && (before.pending || after.pending));
+            if unchanged || attempts.next() == Some(ATTEMPTS) {
                 return if after.is(&before) { opened } else { Err(json::io_error(dir, REPLACED).into()) };
             }
         }

@@ -77,7 +77,7 @@ impl<T, V> Rendezvous<T, V> {
     }
 
     /// Waits until every rank has made its deposit; `judge` runs once a round, on the last to arrive.
-    pub fn meet(
+    pub fn exchange(
         &self,
         rank: usize,
         deposit: T,
@@ -206,7 +206,7 @@ mod loom_tests {
                     let world = Arc::clone(&world);
                     thread::spawn(move || {
                         for round in 0..2u32 {
-                            let done = world.meet(rank as usize, 10 * round + rank, FOREVER, sum).unwrap();
+                            let done = world.exchange(rank as usize, 10 * round + rank, FOREVER, sum).unwrap();
                             assert_eq!(done.deposits, [10 * round, 10 * round + 1]);
                             assert_eq!(done.verdict, 20 * round + 1);
                         }
@@ -227,15 +227,15 @@ mod loom_tests {
             let peer = {
                 let world = Arc::clone(&world);
                 thread::spawn(move || {
-                    let done = world.meet(1, 1, FOREVER, sum).unwrap();
+                    let done = world.exchange(1, 1, FOREVER, sum).unwrap();
                     assert_eq!(done.deposits, [0, 1]);
                     world.leave(1);
                 })
             };
-            assert_eq!(world.meet(0, 0, FOREVER, sum).unwrap().verdict, 1);
-            assert_eq!(world.meet(0, 0, FOREVER, sum).unwrap_err(), Failure::Gone(1));
+            assert_eq!(world.exchange(0, 0, FOREVER, sum).unwrap().verdict, 1);
+            assert_eq!(world.exchange(0, 0, FOREVER, sum).unwrap_err(), Failure::Gone(1));
             peer.join().unwrap();
-            assert_eq!(world.meet(0, 0, FOREVER, sum).unwrap_err(), Failure::Gone(1));
+            assert_eq!(world.exchange(0, 0, FOREVER, sum).unwrap_err(), Failure::Gone(1));
         });
     }
 
@@ -248,7 +248,7 @@ mod loom_tests {
                 let world = Arc::clone(&world);
                 thread::spawn(move || world.leave(1))
             };
-            assert_eq!(world.meet(0, 0, FOREVER, sum).unwrap_err(), Failure::Gone(1));
+            assert_eq!(world.exchange(0, 0, FOREVER, sum).unwrap_err(), Failure::Gone(1));
             peer.join().unwrap();
         });
     }
@@ -261,9 +261,9 @@ mod loom_tests {
             let world = Arc::new(Sum::new(2));
             let peer = {
                 let world = Arc::clone(&world);
-                thread::spawn(move || world.meet(1, 1, Duration::ZERO, sum).map(|r| r.verdict))
+                thread::spawn(move || world.exchange(1, 1, Duration::ZERO, sum).map(|r| r.verdict))
             };
-            let mine = world.meet(0, 0, Duration::ZERO, sum).map(|r| r.verdict);
+            let mine = world.exchange(0, 0, Duration::ZERO, sum).map(|r| r.verdict);
             match (mine, peer.join().unwrap()) {
                 (Ok(1), Ok(1)) => {}
                 (Err(Failure::Timeout(missing)), Err(Failure::Poisoned(same))) => {

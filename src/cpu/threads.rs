@@ -71,8 +71,8 @@ struct Deposit {
 }
 
 impl ThreadComm {
-    /// Meets the other ranks; fails on all of them where their messages disagree.
-    fn meet(
+    /// Exchanges deposits with the other ranks; fails on all of them where their calls disagree.
+    fn rendezvous(
         &mut self,
         operation: &'static str,
         tag: Tag,
@@ -89,7 +89,7 @@ impl ThreadComm {
         let message = Deposit { call, bytes: copy };
         let round = self
             .world
-            .meet(rank, message, timeout, |all| judge(all.iter().map(|m| &m.call)))
+            .exchange(rank, message, timeout, |all| judge(all.iter().map(|m| &m.call)))
             .map_err(|failure| failed((operation, tag), rank, timeout, failure))?;
         match round.verdict.as_ref().and_then(|errors| errors.get(rank)) {
             Some(error) => Err(error.clone().into()),
@@ -125,7 +125,7 @@ impl Communicator<Cpu> for ThreadComm {
         let checked = Error::check_dtype(CALL, "recv", send.dtype(), recv.dtype())
             .and_then(|()| Error::check_shape(CALL, "recv", &[self.size * send.count()], &[recv.count()]));
         self.check(tag, checked)?;
-        let round = self.meet(CALL, tag, send.dtype(), Detail::Plain, send.data())?;
+        let round = self.rendezvous(CALL, tag, send.dtype(), Detail::Plain, send.data())?;
         let piece = send.data().len();
         if piece > 0 {
             let pieces = recv.into_data().chunks_exact_mut(piece);
@@ -139,7 +139,7 @@ impl Communicator<Cpu> for ThreadComm {
         let checked = Error::check_dtype(CALL, "recv", send.dtype(), recv.dtype())
             .and_then(|()| Error::check_shape(CALL, "send", &[self.size * recv.count()], &[send.count()]));
         self.check(tag, checked)?;
-        let round = self.meet(CALL, tag, send.dtype(), Detail::Reduce(ReduceOp::Sum), send.data())?;
+        let round = self.rendezvous(CALL, tag, send.dtype(), Detail::Reduce(ReduceOp::Sum), send.data())?;
         let (piece, dtype) = (recv.count() * recv.dtype().size(), recv.dtype());
         let own = self.rank * piece..(self.rank + 1) * piece;
         let parts: Vec<&[u8]> = round.deposits.iter().map(|m| &m.bytes[own.clone()]).collect();
@@ -149,7 +149,7 @@ impl Communicator<Cpu> for ThreadComm {
 
     fn all_reduce(&mut self, tag: Tag, op: ReduceOp, mut buffer: TensorMut<'_, Cpu>) -> Result<()> {
         let dtype = buffer.dtype();
-        let round = self.meet("all_reduce", tag, dtype, Detail::Reduce(op), buffer.as_ref().data())?;
+        let round = self.rendezvous("all_reduce", tag, dtype, Detail::Reduce(op), buffer.as_ref().data())?;
         let parts: Vec<&[u8]> = round.deposits.iter().map(|m| &m.bytes[..]).collect();
         sum_ranks(op, dtype, &parts, buffer.reborrow().into_data());
         Ok(())
@@ -158,7 +158,7 @@ impl Communicator<Cpu> for ThreadComm {
     fn all_to_all_v(&mut self, tag: Tag, exchange: Exchange<'_, Cpu>) -> Result<()> {
         self.check(tag, exchange.check(self.size))?;
         let detail = Detail::Pieces { send: exchange.send_bytes.to_vec(), recv: exchange.recv_bytes.to_vec() };
-        let round = self.meet("all_to_all_v", tag, exchange.payload, detail, exchange.send.data())?;
+        let round = self.rendezvous("all_to_all_v", tag, exchange.payload, detail, exchange.send.data())?;
         let mut room = exchange.recv.into_data();
         for (message, &bytes) in round.deposits.iter().zip(exchange.recv_bytes) {
             let start: usize = match &message.call.detail {
@@ -174,7 +174,7 @@ impl Communicator<Cpu> for ThreadComm {
 
     fn exchange_blocks(&mut self, tag: Tag, send: TensorRef<'_, Cpu>, recv: TensorMut<'_, Cpu>) -> Result<()> {
         let bytes = self.check(tag, check_blocks(self.size, &send, &recv))?;
-        let round = self.meet("exchange_blocks", tag, send.dtype(), Detail::Plain, send.data())?;
+        let round = self.rendezvous("exchange_blocks", tag, send.dtype(), Detail::Plain, send.data())?;
         let own = self.rank * bytes..(self.rank + 1) * bytes;
         let from = round.deposits.iter().enumerate().filter(|(peer, _)| *peer != self.rank);
         if bytes > 0 {
@@ -191,17 +191,17 @@ impl Communicator<Cpu> for ThreadComm {
             false => Err(Error::invalid(CALL, "root", format!("a rank below {}", self.size), root)),
         };
         self.check(tag, checked)?;
-        let round = self.meet(CALL, tag, buffer.dtype(), Detail::Root(root), buffer.as_ref().data())?;
+        let round = self.rendezvous(CALL, tag, buffer.dtype(), Detail::Root(root), buffer.as_ref().data())?;
         buffer.reborrow().into_data().copy_from_slice(&round.deposits[root].bytes);
         Ok(())
     }
 
     fn barrier(&mut self, tag: Tag) -> Result<()> {
-        self.meet("barrier", tag, DType::U8, Detail::Plain, &[]).map(drop)
+        self.rendezvous("barrier", tag, DType::U8, Detail::Plain, &[]).map(drop)
     }
 
     fn refuse(&mut self, tag: Tag, reason: &str) -> Result<()> {
-        match self.meet("refuse", tag, DType::U8, Detail::Refusal(reason.to_string()), &[]) {
+        match self.rendezvous("refuse", tag, DType::U8, Detail::Refusal(reason.to_string()), &[]) {
             // Its own refusal, coming back.
             Err(Error::Comm(CommError::Refused { .. })) => Ok(()),
             other => other.map(drop),
@@ -215,7 +215,7 @@ impl SymmetricMemory<Cpu> for ThreadComm {
 
     fn allocate(&mut self, tag: Tag, bytes: usize) -> Result<ThreadWindow> {
         // The size is compared as that of what each would bring.
-        self.meet(
+        self.rendezvous(
             "allocate",
             tag,
             DType::U8,
@@ -227,7 +227,7 @@ impl SymmetricMemory<Cpu> for ThreadComm {
     }
 
     fn release(&mut self, tag: Tag, window: ThreadWindow) -> Result<()> {
-        self.meet("release", tag, DType::U8, Detail::Root(window.number as usize), &[])?;
+        self.rendezvous("release", tag, DType::U8, Detail::Root(window.number as usize), &[])?;
         self.windows.forget(window.number);
         Ok(())
     }

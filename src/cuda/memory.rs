@@ -46,7 +46,7 @@ struct Pool {
     context: Arc<CudaContext>,
     memory: Mutex<Memory>,
     /// Some of its memory is the host framework's now.
-    lent: AtomicBool,
+    given_away: AtomicBool,
     stuck: StuckFlag,
 }
 
@@ -63,7 +63,7 @@ impl Drop for Pool {
             // for those that were given away.
             unsafe {
                 let _ = result::stream::synchronize(self.stream.cu_stream());
-                if self.lent.load(Ordering::Relaxed) {
+                if self.given_away.load(Ordering::Relaxed) {
                     // The driver may be told to destroy it before the last of its memory is freed, and then releases it
                     // behind the back of a `cuCtxSynchronize` on another thread, which crashes (driver 580). So it
                     // stays, a handle without memory: what is freed from here on goes back to the system at the next
@@ -164,7 +164,7 @@ impl Arena {
         let side = context.new_stream().map_err(driver(CALL, "create a stream"))?;
         let handle = create_pool(&context)?;
         let (stream, stuck) = (Arc::clone(stream), stuck.clone());
-        let pool = Pool { handle, stream, side, context, memory: Mutex::default(), lent: false.into(), stuck };
+        let pool = Pool { handle, stream, side, context, memory: Mutex::default(), given_away: false.into(), stuck };
         Ok(Arc::new(Self { pool: Arc::new(pool), captured: false, state: Mutex::default() }))
     }
 
@@ -228,7 +228,7 @@ impl Arena {
     /// Leaves a block to somebody else, who gives it back to the driver.
     #[cfg(feature = "candle")]
     pub(super) fn give_away(&self, block: &mut MemoryBlock) -> CUdeviceptr {
-        self.pool.lent.store(true, Ordering::Relaxed);
+        self.pool.given_away.store(true, Ordering::Relaxed);
         let mut memory = self.pool.counts();
         memory.in_use -= block.size;
         memory.reserved -= std::mem::take(&mut block.size);

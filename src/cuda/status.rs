@@ -139,10 +139,10 @@ impl Cuda {
         let mut words = CLEAR;
         words.iter_mut().zip(bytes.as_chunks().0).for_each(|(word, b)| *word = u64::from_ne_bytes(*b));
         let origins = self.inner.origins.lock().unwrap_or_else(PoisonError::into_inner).clone();
-        let Some(told) = (Raised { call, words, origins: &origins }).told() else { return Ok(()) };
+        let Some(error) = (Raised { call, words, origins: &origins }).error() else { return Ok(()) };
         self.reset_status(call)?;
         self.inner.report.clear_mirror();
-        Err(told)
+        Err(error)
     }
 }
 
@@ -176,7 +176,7 @@ impl Raised<'_> {
     }
 
     /// The fault in the words, as the error that the CPU returns where it finds the same; `None`: nothing.
-    fn told(&self) -> Option<Error> {
+    fn error(&self) -> Option<Error> {
         let nan = self.word(params::STATUS_NAN);
         if nan != CLEAR[NAN] {
             let Origin { rank, layer } = self.origin(nan % ORIGINS as u64);
@@ -252,8 +252,8 @@ mod tests {
 
     const ORIGINS_OF_TEST: [Origin; 2] = [Origin { rank: 0, layer: 3 }, Origin { rank: 2, layer: 9 }];
 
-    fn told(words: &[u64; WORDS]) -> Option<Error> {
-        Raised { call: "check", words: *words, origins: &ORIGINS_OF_TEST }.told()
+    fn error_of(words: &[u64; WORDS]) -> Option<Error> {
+        Raised { call: "check", words: *words, origins: &ORIGINS_OF_TEST }.error()
     }
 
     /// As `raise_fault` of `common.cuh` writes it.
@@ -304,10 +304,10 @@ mod tests {
         let one = |first: usize| {
             let mut words = CLEAR;
             all.iter().cycle().skip(first).take(all.len()).for_each(|raise| raise(&mut words));
-            let forward = told(&words);
+            let forward = error_of(&words);
             words = CLEAR;
             all.iter().rev().cycle().skip(first).take(all.len()).for_each(|raise| raise(&mut words));
-            assert_eq!(told(&words).map(|e| e.to_string()), forward.as_ref().map(|e| e.to_string()));
+            assert_eq!(error_of(&words).map(|e| e.to_string()), forward.as_ref().map(|e| e.to_string()));
             forward.expect("something was raised").to_string()
         };
         let said: Vec<String> = (0..all.len()).map(one).collect();
@@ -326,7 +326,7 @@ mod tests {
     #[test]
     fn every_code_is_known_and_no_other() {
         let mut words = CLEAR;
-        assert_eq!(told(&words).map(|e| e.to_string()), None);
+        assert_eq!(error_of(&words).map(|e| e.to_string()), None);
         let named =
             ["segment 5", "map[5]", "out.map[5]", "ids, token 5", "aux.sums", "topk_ids", "rows", "record of rank 5"];
         assert_eq!(named.len() as u64 + 1, params::FAULT_END, "a name for each code");
@@ -338,18 +338,18 @@ mod tests {
             };
             assert!(error.contains(name), "{code}: {error}");
             fault(&mut words, code, 5);
-            assert!(!matches!(told(&words), Some(Error::UnknownFault { .. })), "{code}");
+            assert!(!matches!(error_of(&words), Some(Error::UnknownFault { .. })), "{code}");
         }
         for unknown in [params::FAULT_END, params::FAULT_END + 1, 0xffff] {
             words = CLEAR;
             fault(&mut words, unknown, 5);
-            let error = told(&words);
+            let error = error_of(&words);
             assert!(matches!(error, Some(Error::UnknownFault { code, detail: 5, .. }) if code == unknown), "{error:?}");
         }
         // Code 0 is raised by nobody.
         words = CLEAR;
         words[FAULT] = 1;
-        assert!(matches!(told(&words), Some(Error::UnknownFault { code: 0, .. })));
+        assert!(matches!(error_of(&words), Some(Error::UnknownFault { code: 0, .. })));
     }
 
     #[test]
@@ -375,7 +375,7 @@ mod tests {
         for id in [1000, 2000] {
             choice(&mut words, Choice { at: 0, origin: 0, id, first: None });
         }
-        assert!(matches!(told(&words), Some(Error::ExpertId { id: 1000, .. })));
+        assert!(matches!(error_of(&words), Some(Error::ExpertId { id: 1000, .. })));
         // Without the walk that tells the id.
         assert!(met(&[of(params::FAULT_CHOICE, 7 << params::ORIGIN_BITS)]).contains("topk_ids, choice 7"));
     }

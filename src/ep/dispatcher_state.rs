@@ -101,7 +101,7 @@ impl<D: Kernels> DispatcherState<D> {
     /// Passes this rank's checks before a collective, or tells the others that they failed.
     pub fn check_or_refuse<T>(&mut self, tag: Tag, checked: Result<T>) -> Result<T> {
         if let Err(error) = &checked {
-            // The rank's own error is the news, whatever becomes of the meeting.
+            // The rank returns its own error, whatever becomes of the refusal.
             let _ = self.comm.refuse(tag, &error.to_string());
         }
         checked
@@ -392,7 +392,7 @@ impl<D: Kernels> DispatcherState<D> {
         spec: &DispatchSpec,
         error: Error,
     ) -> Result<T> {
-        // The rank's own error is the news, whatever becomes of the exchange.
+        // The rank returns its own error, whatever becomes of the refusal.
         if self.behind(row_order, spec) && !waits(row_order, spec) {
             let _ = self.comm.refuse(tag, &error.to_string());
         } else if self.ranks() > 1 {

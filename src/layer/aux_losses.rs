@@ -13,7 +13,7 @@ use crate::lazy::Lazy;
 use crate::tensor::{Tensor, TensorMut, TensorRef};
 
 use super::Layer;
-use super::told::told;
+use super::refuse::refuse_on_error;
 
 /// Auxiliary losses of one forward. The device has the sums that they follow from; the host reads them when it asks.
 #[derive(Debug, Clone)]
@@ -81,7 +81,7 @@ pub(super) fn losses<D: Kernels>(
         device.aux_sums(AuxSums { config, aux, logits: logits.borrow(), ids: ids.borrow(), out })?;
         Ok(sums)
     });
-    let mut sums = told(layer, group, if summed { Op::Aux } else { Op::Dispatch }, own)?;
+    let mut sums = refuse_on_error(layer, group, if summed { Op::Aux } else { Op::Dispatch }, own)?;
     if summed {
         let tag = Tag { layer: layer.number, op: Op::Aux, sequence: handle.sequence() };
         group.dispatcher().communicator().all_reduce(tag, ReduceOp::Sum, sums.view_mut())?;

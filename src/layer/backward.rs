@@ -13,7 +13,7 @@ use crate::kernels::{
 use crate::tensor::{Tensor, TensorMut, TensorRef};
 
 use super::forward::{RoutedExperts, borrow};
-use super::told::told;
+use super::refuse::refuse_on_error;
 use super::{
     Beside, Context, Cotangents, Gradients, GradientsMut, Inputs, Layer, ParamKind, Wanted, check, payload,
     shared_expert,
@@ -40,7 +40,7 @@ pub(super) fn backward<D: Kernels>(
     let elsewhere: &[ParamKind] = if expert_grads.is_some() { &[ParamKind::Up, ParamKind::Down] } else { &[] };
     // Shapes are checked below, where the other ranks are told.
     let gradients = Gradients::empty(layer, group, &inputs, (wanted, elsewhere));
-    let mut gradients = told(layer, group, Op::CombineBwd, gradients)?;
+    let mut gradients = refuse_on_error(layer, group, Op::CombineBwd, gradients)?;
     let mut into = gradients.view_mut();
     if let Some(Beside { up, down }) = &mut expert_grads {
         into.set(ParamKind::Up, up.reborrow());
@@ -62,14 +62,14 @@ pub(super) fn backward_into<D: Kernels>(
     context.handle.check_backward(CALL)?;
     let checked = check_inputs(layer, group, &context, &inputs, &cotangents)
         .and_then(|()| check::gradients(CALL, layer, group, &inputs, &into));
-    told(layer, group, Op::CombineBwd, checked)?;
+    refuse_on_error(layer, group, Op::CombineBwd, checked)?;
     let device = group.device().clone();
     let dims = [context.handle.tokens(), layer.config.hidden];
     let zeros = match &cotangents.y {
         None => Tensor::zeros(&device, context.dtype, &dims).map(Some),
         Some(_) => Ok(None),
     };
-    let zeros = told(layer, group, Op::CombineBwd, zeros)?;
+    let zeros = refuse_on_error(layer, group, Op::CombineBwd, zeros)?;
     let Some(d_y) = zeros.as_ref().map(Tensor::view).or_else(|| borrow(&cotangents.y)) else {
         return Err(Error::invalid(CALL, "gradient of y", "a tensor", "none"));
     };
@@ -78,7 +78,7 @@ pub(super) fn backward_into<D: Kernels>(
     let place = group.dispatcher().place_for_return(&context.handle, context.dtype, layer.config.hidden);
     let computed = trace_span!("experts_bwd")
         .in_scope(|| experts(layer, &device, &context, &inputs, (&d_out, d_y, place?), &mut into));
-    let (d_rows, d_slot_weights) = told(layer, group, Op::DispatchBwd, computed)?;
+    let (d_rows, d_slot_weights) = refuse_on_error(layer, group, Op::DispatchBwd, computed)?;
     drop(d_out);
     // Router and shared expert add to the gradient of x, so it is made also where nobody wants it.
     let unwanted = match &into.x {
@@ -87,7 +87,7 @@ pub(super) fn backward_into<D: Kernels>(
     };
     let weights = &context.weights;
     let room = unwanted.and_then(|x| Ok((x, Tensor::empty(&device, weights.dtype(), weights.dims())?)));
-    let (mut unwanted, mut d_weights) = told(layer, group, Op::DispatchBwd, room)?;
+    let (mut unwanted, mut d_weights) = refuse_on_error(layer, group, Op::DispatchBwd, room)?;
     let mut given = into.x.take();
     let d_x = given.as_mut().map(TensorMut::reborrow).or(unwanted.as_mut().map(Tensor::view_mut));
     let Some(mut d_x) = d_x else {

@@ -15,7 +15,7 @@ use crate::metrics::Load;
 use crate::tensor::{Tensor, TensorMut, TensorRef};
 
 use super::payload::{self, EncodedTokens};
-use super::told::told;
+use super::refuse::refuse_on_error;
 use super::{Context, Forward, ForwardInfo, Inputs, Layer, Mode, Params, Routing, aux_losses, check, shared_expert};
 
 const CALL: &str = "Layer::forward";
@@ -29,7 +29,7 @@ pub(super) fn forward<D: Kernels>(
 ) -> Result<Forward<D>> {
     // Shapes are checked below, where the other ranks are told.
     let y = Tensor::empty(group.device(), x.dtype(), &[x.rows(), layer.config.hidden]);
-    let mut y = told(layer, group, Op::Prepare, y)?;
+    let mut y = refuse_on_error(layer, group, Op::Prepare, y)?;
     let ForwardInfo { aux, routing, context } =
         forward_into(layer, group, mode, Inputs { x: x.borrow(), params }, y.view_mut())?;
     Ok(Forward { y, aux, routing, context })
@@ -52,14 +52,14 @@ pub(super) fn forward_into<D: Kernels>(
         let routed = trace_span!("route").in_scope(|| route_tokens(layer, group, x, params, jitter))?;
         Ok((routed, EncodedTokens::new(&layer.config, &device, x)?))
     });
-    let (routed, packed) = told(layer, group, Op::Prepare, pending)?;
+    let (routed, packed) = refuse_on_error(layer, group, Op::Prepare, pending)?;
     let by_weight = spec.expert_capacity.filter(|c| c.order == CapacityOrder::Probability);
     let handle = trace_span!("prepare")
         .in_scope(|| group.dispatcher().prepare(routed.ids.view(), by_weight.map(|_| routed.weights.view()), &spec))?;
     let (aux, aux_sums) = aux_losses::losses(layer, group, &handle, (routed.logits.view(), routed.ids.view()))?;
 
     let kept = kept_weights(layer, &device, &handle, &routed);
-    let kept = told(layer, group, Op::Dispatch, kept)?;
+    let kept = refuse_on_error(layer, group, Op::Dispatch, kept)?;
     let weights = kept.as_ref().unwrap_or(&routed.weights);
     let inputs = match &packed {
         Some(packed) => packed.inputs(weights.view()),
@@ -81,13 +81,13 @@ pub(super) fn forward_into<D: Kernels>(
         None => Ok(received),
     };
     let ready = pending.transpose().and_then(|pending| Ok((pending, unpacked?)));
-    let (pending, received) = told(layer, group, Op::Combine, ready)?;
+    let (pending, received) = refuse_on_error(layer, group, Op::Combine, ready)?;
 
     let experts = RoutedExperts { layer, params, handle: &handle, received: &received, dtype: x.dtype() };
     let keep = mode.backward && !layer.config.recompute;
     let place = group.dispatcher().place_for_return(&handle, x.dtype(), layer.config.hidden);
     let computed = place.and_then(|place| experts.forward(&device, x.borrow(), (keep, place)));
-    let (out, pre) = told(layer, group, Op::Combine, computed)?;
+    let (out, pre) = refuse_on_error(layer, group, Op::Combine, computed)?;
     trace_span!("combine").in_scope(|| group.dispatcher().combine(&handle, out.view(), y.reborrow()))?;
     drop(out);
     let pending = pending.map_or_else(begin, Ok)?;

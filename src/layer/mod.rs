@@ -11,9 +11,9 @@ mod memory;
 mod params;
 mod payload;
 mod per_param;
+mod refuse;
 mod shared_expert;
 mod spec;
-mod told;
 
 pub use crate::aux_loss::AuxValue;
 pub use crate::kernels::Scalar;
@@ -21,9 +21,9 @@ pub use aux_losses::AuxLoss;
 pub use memory::{StepMemory, StepSizes};
 pub use params::{ParamKind, ParamViews};
 pub use per_param::PerParam;
-pub use spec::LayerSpec;
 #[cfg(any(feature = "candle", feature = "burn"))]
-pub(crate) use told::Entry;
+pub(crate) use refuse::RefusalGuard;
+pub use spec::LayerSpec;
 
 use std::sync::Arc;
 

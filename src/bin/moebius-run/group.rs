@@ -92,12 +92,12 @@ impl RankGroup {
 
     /// Ranks that have ended since the last call.
     pub fn newly_ended(&mut self) -> Vec<(usize, Ended)> {
-        let mut news = Vec::new();
+        let mut newly = Vec::new();
         for rank in self.ranks.iter_mut().filter(|rank| rank.ended.is_none()) {
             rank.ended = look(rank.child.id());
-            news.extend(rank.ended.map(|ended| (rank.rank, ended)));
+            newly.extend(rank.ended.map(|ended| (rank.rank, ended)));
         }
-        news
+        newly
     }
 
     pub fn all_ended(&self) -> bool {

@@ -233,8 +233,8 @@ impl<D: ShardDevice> ChainState<D> {
     pub fn finish_reductions(&mut self, chain: &Chain<D>) -> Result<()> {
         let mut outcome = Ok(());
         while !self.pending_reductions.is_empty() {
-            let settled = self.finish_oldest_reduction(chain);
-            outcome = outcome.and(settled);
+            let finished = self.finish_oldest_reduction(chain);
+            outcome = outcome.and(finished);
         }
         outcome
     }

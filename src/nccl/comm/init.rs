@@ -102,9 +102,9 @@ impl NcclWorld {
     }
 
     /// The same for communicators whose collectives over [`Communicator::memory`] are the GPUs' copy engines', and so
-    /// run beside kernels that take every SM: for a [`Chain`](crate::etp::Chain)'s lanes, between GPUs that reach each
-    /// other's memory. NCCL 2.29 or later. That memory stays as long as the world, whose communicators may come and go;
-    /// after a failure the process keeps it. Where a rank is lost inside such a collective, or fails in it, the streams
+    /// run beside kernels that take every SM: for the collective threads of a [`Chain`](crate::etp::Chain), between GPUs
+    /// that reach each other's memory. NCCL 2.29 or later. That memory stays as long as the world, whose communicators
+    /// may come and go; after a failure the process keeps it. Where a rank is lost inside such a collective, or fails in it, the streams
     /// of the others stay stuck, and those behind them: they have their errors, streams that do not wait for these work
     /// on, and new worlds can be made, but what these GPUs have is kept to the end of the process. The driver is of
     /// CUDA 12.5 or later.
@@ -321,7 +321,7 @@ impl NcclComm {
             Ok(comm_handle) => comm_handle,
             // All ranks of the part have it, and none waits for another.
             Err(error @ Error::Nccl(NcclError::Engines { .. })) => return Err(error),
-            // What another rank has said of itself is the news.
+            // The error that another rank has reported of itself is the one to return.
             Err(Error::Comm(fault)) => return Err(self.session.end(fault)),
             Err(error) => {
                 if copy_engines {

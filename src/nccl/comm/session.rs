@@ -10,7 +10,7 @@ use crate::dtype::DType;
 use crate::error::{CommError, Error, Result};
 
 use crate::nccl::control::peer_events::CollectiveInfo;
-use crate::nccl::control::plane::{ControlPlane, MeetError};
+use crate::nccl::control::plane::{CompareError, ControlPlane};
 use crate::nccl::control::watchdog::{EndNotice, Watchdog};
 use crate::nccl::ffi::comm_handle::{CommHandle, Work};
 
@@ -63,17 +63,17 @@ impl Session {
         self.comm_handle.failure().map_or(Ok(()), |failure| Err(failure.into()))
     }
 
-    /// Counts a collective and meets the other ranks before it.
+    /// Counts a collective, and compares it with what the other ranks are about to call.
     pub(in crate::nccl) fn begin(&mut self, call: CollectiveCall) -> Result<CollectiveInfo> {
         self.calls += 1;
         let (operation, tag) = (call.operation, call.tag);
         let subject = CollectiveInfo { rank: self.comm_handle.rank, number: self.calls, operation, tag };
         self.check_alive()?;
-        match self.control.meet(subject, call, self.timeout) {
+        match self.control.compare_call(subject, call, self.timeout) {
             Ok(()) => Ok(subject),
-            Err(MeetError::Differ(error)) => Err(error.into()),
+            Err(CompareError::Differ(error)) => Err(error.into()),
             // Others may be inside the collective: without this rank it never ends.
-            Err(MeetError::Over(error)) => Err(self.end(error)),
+            Err(CompareError::Over(error)) => Err(self.end(error)),
         }
     }
 
@@ -83,7 +83,7 @@ impl Session {
         self.calls += 1;
         let subject = CollectiveInfo { rank: self.comm_handle.rank, number: self.calls, operation: CALL, tag };
         self.check_alive()?;
-        if !self.control.meets() {
+        if !self.control.compares_calls() {
             self.control.post_refusal(subject, reason);
             let (rank, peer, reason) = (subject.rank, subject.rank, reason.to_string());
             self.end(CommError::Refused { operation: CALL, tag, rank, peer, reason });
@@ -91,11 +91,11 @@ impl Session {
         }
         let detail = Detail::Refusal(reason.to_string());
         let call = CollectiveCall { operation: CALL, tag, dtype: DType::U8, detail, bytes: 0 };
-        match self.control.meet(subject, call, self.timeout) {
+        match self.control.compare_call(subject, call, self.timeout) {
             // Its own refusal, coming back.
-            Ok(()) | Err(MeetError::Differ(CommError::Refused { .. })) => Ok(()),
-            Err(MeetError::Differ(error)) => Err(error.into()),
-            Err(MeetError::Over(error)) => Err(self.end(error)),
+            Ok(()) | Err(CompareError::Differ(CommError::Refused { .. })) => Ok(()),
+            Err(CompareError::Differ(error)) => Err(error.into()),
+            Err(CompareError::Over(error)) => Err(self.end(error)),
         }
     }
 

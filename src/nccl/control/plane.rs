@@ -31,7 +31,7 @@ const OTHERS: Duration = Duration::from_millis(250);
 pub(in crate::nccl) struct ThreadRendezvous {
     meeting: Rendezvous<CollectiveCall, Verdict>,
     peer_events: Arc<PeerEvents>,
-    /// Halls of the parts that this communicator was split into, by the split's number and the part's color.
+    /// Rendezvous of the parts that this communicator was split into, by the split's number and the part's color.
     parts: Mutex<HashMap<(u64, usize), Arc<ThreadRendezvous>>>,
 }
 
@@ -47,9 +47,9 @@ impl ThreadRendezvous {
     }
 }
 
-/// Why ranks have not met.
+/// Why ranks are not about to make the same call.
 #[derive(Debug, PartialEq, Eq)]
-pub(in crate::nccl) enum MeetError {
+pub(in crate::nccl) enum CompareError {
     /// Each knows why, and this rank's communicator is as it was.
     Differ(CommError),
     /// The communicator is at its end.
@@ -74,8 +74,13 @@ impl ProcessControl {
         Self { peer_events, socket: Arc::clone(socket), id, ranks }
     }
 
-    /// Tells the others what this rank is about to call, and hears what they are.
-    fn meet(&self, subject: CollectiveInfo, call: &CollectiveCall, timeout: Duration) -> Result<(), MeetError> {
+    /// Sends the others what this rank is about to call, and compares what they send.
+    fn compare_call(
+        &self,
+        subject: CollectiveInfo,
+        call: &CollectiveCall,
+        timeout: Duration,
+    ) -> Result<(), CompareError> {
         let CollectiveInfo { rank, number, operation, tag } = subject;
         let (own, start) = (CallDescriptor::of(call), Instant::now());
         self.peer_events.call(rank, number, own.clone());
@@ -85,17 +90,17 @@ impl ProcessControl {
             let fault = self.peer_events.fault(subject);
             let missing = match self.peer_events.called(number, self.ranks.len()) {
                 Ok(all) => {
-                    let all: Vec<CollectiveCall> = all.iter().map(|told| told.call(operation)).collect();
+                    let all: Vec<CollectiveCall> = all.iter().map(|descriptor| descriptor.call(operation)).collect();
                     let error = judge(all.iter()).and_then(|errors| errors.into_iter().nth(rank));
-                    return error.map_or(Ok(()), |error| Err(MeetError::Differ(error)));
+                    return error.map_or(Ok(()), |error| Err(CompareError::Differ(error)));
                 }
                 Err(missing) => missing,
             };
             if let Some(fault) = fault {
-                return Err(MeetError::Over(fault));
+                return Err(CompareError::Over(fault));
             }
             if start.elapsed() >= timeout {
-                return Err(MeetError::Over(CommError::Timeout { operation, tag, rank, missing, timeout }));
+                return Err(CompareError::Over(CommError::Timeout { operation, tag, rank, missing, timeout }));
             }
             thread::sleep(LOOK);
         }
@@ -121,44 +126,44 @@ impl ControlPlane {
     pub(in crate::nccl) fn peer_events(&self) -> &Arc<PeerEvents> {
         match self {
             ControlPlane::ThreadRendezvous(rendezvous) => &rendezvous.peer_events,
-            ControlPlane::ProcessControl(mail) => &mail.peer_events,
+            ControlPlane::ProcessControl(process) => &process.peer_events,
             ControlPlane::Alone(peer_events) => peer_events,
         }
     }
 
     /// Whether a refusal leaves the communicator usable.
-    pub(in crate::nccl) fn meets(&self) -> bool {
+    pub(in crate::nccl) fn compares_calls(&self) -> bool {
         matches!(self, ControlPlane::ThreadRendezvous(_)) || self.peer_events().checked
     }
 
     /// Passes when all ranks are about to make the same call, or as far as that can be known.
-    pub(in crate::nccl) fn meet(
+    pub(in crate::nccl) fn compare_call(
         &self,
         subject: CollectiveInfo,
         call: CollectiveCall,
         timeout: Duration,
-    ) -> Result<(), MeetError> {
+    ) -> Result<(), CompareError> {
         let rendezvous = match self {
             ControlPlane::ThreadRendezvous(rendezvous) => rendezvous,
-            ControlPlane::ProcessControl(mail) if mail.peer_events.checked => {
-                return mail.meet(subject, &call, timeout);
+            ControlPlane::ProcessControl(process) if process.peer_events.checked => {
+                return process.compare_call(subject, &call, timeout);
             }
-            _ => return self.peer_events().fault(subject).map_or(Ok(()), |fault| Err(MeetError::Over(fault))),
+            _ => return self.peer_events().fault(subject).map_or(Ok(()), |fault| Err(CompareError::Over(fault))),
         };
         let CollectiveInfo { rank, operation, tag, .. } = subject;
-        let round = rendezvous.meeting.meet(rank, call, timeout, |all| judge(all.iter()));
-        let told = |failure| {
+        let round = rendezvous.meeting.exchange(rank, call, timeout, |all| judge(all.iter()));
+        let reported = |failure| {
             // Why a rank has left is more than that it has.
             match self.peer_events().fault(subject).filter(|_| matches!(failure, Failure::Gone(_))) {
                 // What one has aborted has ended for all.
-                Some(why) if self.peer_events().aborted().is_some() => MeetError::Over(why),
-                Some(why) => MeetError::Differ(why),
-                None => MeetError::Differ(failed((operation, tag), rank, timeout, failure)),
+                Some(why) if self.peer_events().aborted().is_some() => CompareError::Over(why),
+                Some(why) => CompareError::Differ(why),
+                None => CompareError::Differ(failed((operation, tag), rank, timeout, failure)),
             }
         };
-        let round = round.map_err(told)?;
+        let round = round.map_err(reported)?;
         match round.verdict.as_ref().and_then(|errors| errors.get(rank)) {
-            Some(error) => Err(MeetError::Differ(error.clone())),
+            Some(error) => Err(CompareError::Differ(error.clone())),
             None => Ok(()),
         }
     }
@@ -166,8 +171,8 @@ impl ControlPlane {
     /// Tells the others that a collective will not end, after they have begun it.
     pub(in crate::nccl) fn post_refusal(&self, subject: CollectiveInfo, reason: &str) {
         self.peer_events().refuse(subject.rank, subject.number, reason);
-        if let ControlPlane::ProcessControl(mail) = self {
-            mail.socket.post(MessageKind::Refused(mail.of(subject.number), reason.to_string()));
+        if let ControlPlane::ProcessControl(process) = self {
+            process.socket.post(MessageKind::Refused(process.of(subject.number), reason.to_string()));
         }
     }
 
@@ -176,7 +181,7 @@ impl ControlPlane {
         self.peer_events().leave(rank, last);
         match self {
             ControlPlane::ThreadRendezvous(rendezvous) => rendezvous.meeting.leave(rank),
-            ControlPlane::ProcessControl(mail) => mail.socket.post(MessageKind::Left(mail.of(last))),
+            ControlPlane::ProcessControl(process) => process.socket.post(MessageKind::Left(process.of(last))),
             ControlPlane::Alone(_) => {}
         }
     }
@@ -192,8 +197,8 @@ impl ControlPlane {
         self.peer_events().abort(rank);
         let before = last.min(first.saturating_sub(1));
         for last in if before < last { vec![last, before] } else { vec![last] } {
-            if let ControlPlane::ProcessControl(mail) = self {
-                mail.socket.post(MessageKind::Aborted(mail.of(last)));
+            if let ControlPlane::ProcessControl(process) = self {
+                process.socket.post(MessageKind::Aborted(process.of(last)));
             }
             self.leave(rank, last);
             if self.wait_for_others(rank, size) {
@@ -220,13 +225,13 @@ impl ControlPlane {
             ControlPlane::ThreadRendezvous(rendezvous) => {
                 ControlPlane::ThreadRendezvous(rendezvous.part(key, ranks.len()))
             }
-            ControlPlane::ProcessControl(mail) => {
+            ControlPlane::ProcessControl(process) => {
                 // Parts of one split have ranks apart, so its number and the color name each for all who are in it.
-                let id = mail.id.wrapping_mul(1 << 20).wrapping_add(key.0 << 32).wrapping_add(key.1 as u64 + 1);
+                let id = process.id.wrapping_mul(1 << 20).wrapping_add(key.0 << 32).wrapping_add(key.1 as u64 + 1);
                 ControlPlane::ProcessControl(ProcessControl::new(
-                    &mail.socket,
+                    &process.socket,
                     id,
-                    ranks.iter().map(|r| mail.ranks[*r]).collect(),
+                    ranks.iter().map(|r| process.ranks[*r]).collect(),
                 ))
             }
             ControlPlane::Alone(_) => ControlPlane::Alone(Arc::default()),

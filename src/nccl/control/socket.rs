@@ -305,16 +305,16 @@ pub(in crate::nccl) mod tests {
         })
     }
 
-    fn fault(peer_events: &PeerEvents, rank: usize, number: u64) -> Option<CommError> {
+    fn failure(peer_events: &PeerEvents, rank: usize, number: u64) -> Option<CommError> {
         let tag = Tag { layer: 0, op: Op::User, sequence: 0 };
         peer_events.fault(CollectiveInfo { rank, number, operation: "test", tag })
     }
 
-    fn told(peer_events: &PeerEvents, rank: usize, number: u64) -> CommError {
+    fn wait_for_failure(peer_events: &PeerEvents, rank: usize, number: u64) -> CommError {
         let start = Instant::now();
         loop {
-            if let Some(fault) = fault(peer_events, rank, number) {
-                return fault;
+            if let Some(failure) = failure(peer_events, rank, number) {
+                return failure;
             }
             assert!(start.elapsed() < PATIENCE, "rank {rank} was not told");
             thread::sleep(Duration::from_millis(1));
@@ -332,13 +332,13 @@ pub(in crate::nccl) mod tests {
         for (culprit, number) in [(2, 5), (0, 3)] {
             ends[culprit].0.post(MessageKind::Refused(of(0, number), format!("rank {culprit} has no room")));
             for (rank, (_, peer_events)) in ends.iter().enumerate().filter(|(rank, _)| *rank != culprit) {
-                match told(peer_events, rank, number) {
+                match wait_for_failure(peer_events, rank, number) {
                     CommError::Refused { peer, reason, .. } => {
                         assert_eq!((peer, reason), (culprit, format!("rank {culprit} has no room")));
                     }
                     other => panic!("{other:?}"),
                 }
-                assert_eq!(fault(peer_events, rank, number - 1), None, "what was before goes on");
+                assert_eq!(failure(peer_events, rank, number - 1), None, "what was before goes on");
             }
         }
     }
@@ -350,16 +350,16 @@ pub(in crate::nccl) mod tests {
         let (socket, peer_events) = ends.remove(1);
         socket.post(MessageKind::Left(of(0, 4)));
         drop((socket, peer_events));
-        assert!(matches!(told(&ends[0].1, 0, 5), CommError::PeerGone { peer: 1, .. }));
-        assert!(matches!(told(&ends[1].1, 2, 5), CommError::PeerGone { peer: 1, .. }));
+        assert!(matches!(wait_for_failure(&ends[0].1, 0, 5), CommError::PeerGone { peer: 1, .. }));
+        assert!(matches!(wait_for_failure(&ends[1].1, 2, 5), CommError::PeerGone { peer: 1, .. }));
         thread::sleep(Duration::from_millis(400));
-        assert_eq!(fault(&ends[0].1, 0, 4), None, "it took part in this one");
-        assert_eq!(fault(&ends[1].1, 2, 4), None, "it took part in this one");
+        assert_eq!(failure(&ends[0].1, 0, 4), None, "it took part in this one");
+        assert_eq!(failure(&ends[1].1, 2, 4), None, "it took part in this one");
         // Rank 2 dies.
         for line in lock(&ends[1].0.shared.connections).iter() {
             line.stream.as_ref().unwrap().shutdown(Shutdown::Both).unwrap();
         }
-        assert!(matches!(told(&ends[0].1, 0, 1), CommError::PeerGone { peer: 2, .. }));
+        assert!(matches!(wait_for_failure(&ends[0].1, 0, 1), CommError::PeerGone { peer: 2, .. }));
     }
 
     #[test]
@@ -369,7 +369,7 @@ pub(in crate::nccl) mod tests {
             line.stream.as_ref().unwrap().shutdown(Shutdown::Both).unwrap();
         }
         for rank in [1, 2] {
-            assert!(matches!(told(&ends[rank].1, rank, 1), CommError::PeerGone { peer: 0, .. }));
+            assert!(matches!(wait_for_failure(&ends[rank].1, rank, 1), CommError::PeerGone { peer: 0, .. }));
         }
     }
 
@@ -385,8 +385,11 @@ pub(in crate::nccl) mod tests {
         }
         let part = Arc::<PeerEvents>::default();
         ends[1].0.register(77, vec![2, 1], &part);
-        assert!(matches!(told(&part, 1, 1), CommError::Refused { peer: 0, .. }), "rank 2 is the part's first");
-        assert_eq!(fault(&ends[1].1, 1, 9), None, "the whole goes on");
+        assert!(
+            matches!(wait_for_failure(&part, 1, 1), CommError::Refused { peer: 0, .. }),
+            "rank 2 is the part's first"
+        );
+        assert_eq!(failure(&ends[1].1, 1, 9), None, "the whole goes on");
     }
 
     #[test]
@@ -395,6 +398,6 @@ pub(in crate::nccl) mod tests {
         let forged = ControlMessage { rank: 0, kind: MessageKind::Refused(of(0, 1), "forged".into()) };
         ends[2].0.shared.send(&forged, 2);
         // Its line is closed, as one that does not keep to the protocol.
-        assert!(matches!(told(&ends[1].1, 1, 1), CommError::PeerGone { peer: 2, .. }));
+        assert!(matches!(wait_for_failure(&ends[1].1, 1, 1), CommError::PeerGone { peer: 2, .. }));
     }
 }

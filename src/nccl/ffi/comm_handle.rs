@@ -162,7 +162,7 @@ impl CommHandle {
             let status = unsafe {
                 (functions.comm_init_rank_config)(&raw mut comm, size as i32, id, rank as i32, &raw mut config)
             };
-            Some((LiveComm(comm), settle(&functions, comm, status)))
+            Some((LiveComm(comm), wait_until_done(&functions, comm, status)))
         };
         PendingJoin::start(library.clone(), ("ncclCommInitRankConfig", place), bind, make, ready)
     }
@@ -183,7 +183,7 @@ impl CommHandle {
                 let config = if place.copy_engines { &raw mut config } else { std::ptr::null_mut() };
                 // SAFETY: the communicator lives while the gate is held; result and configuration are locals.
                 let status = unsafe { (functions.comm_split)(comm, color, key, &raw mut child, config) };
-                (LiveComm(child), settle(functions, child, status))
+                (LiveComm(child), wait_until_done(functions, child, status))
             })
         };
         PendingJoin::start(self.library.clone(), ("ncclCommSplit", place), bind, make, ready)
@@ -292,7 +292,7 @@ impl CommHandle {
     ) -> Option<std::result::Result<(), NcclError>> {
         self.with(|functions, comm| {
             let status = call(functions, comm);
-            self.library.check(function, comm, settle(functions, comm, status))
+            self.library.check(function, comm, wait_until_done(functions, comm, status))
         })
     }
 
@@ -410,7 +410,7 @@ unsafe fn ending(comm: LiveComm, how: impl FnOnce(CommPtr) -> Status + Send + 's
 
 /// The status of a call when it is over. An environment that makes communicators return at once (NCCL_COMM_BLOCKING)
 /// is waited for here.
-fn settle(functions: &Functions, comm: CommPtr, status: Status) -> Status {
+fn wait_until_done(functions: &Functions, comm: CommPtr, status: Status) -> Status {
     let mut status = status;
     while status == Status::IN_PROGRESS && !comm.is_null() {
         thread::sleep(PAUSE / 20);

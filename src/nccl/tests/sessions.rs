@@ -6,7 +6,7 @@ use crate::comm::agree::{CollectiveCall, Detail};
 use crate::dtype::DType;
 use crate::nccl::comm::init::checked;
 use crate::nccl::comm::session::Session;
-use crate::nccl::control::plane::{ControlPlane, MeetError, ProcessControl, ThreadRendezvous};
+use crate::nccl::control::plane::{CompareError, ControlPlane, ProcessControl, ThreadRendezvous};
 use crate::nccl::control::socket::{ControlSocket, tests::sockets};
 
 fn call(operation: &'static str, layer: u32, detail: Detail) -> CollectiveCall {
@@ -28,18 +28,18 @@ fn controls(sockets: &[Arc<ControlSocket>], ranks: &[usize], id: u64) -> Vec<Con
 }
 
 /// Every rank's outcome of its collective of this number.
-fn meet(
+fn compare_call(
     controls: &[ControlPlane],
     number: u64,
     calls: impl Fn(usize) -> CollectiveCall + Sync,
-) -> Vec<Result<(), MeetError>> {
+) -> Vec<Result<(), CompareError>> {
     thread::scope(|scope| {
         let calls = &calls;
         let each = |(rank, control): (usize, &ControlPlane)| {
             let (control, call) = (control.clone(), calls(rank));
             scope.spawn(move || {
                 let subject = CollectiveInfo { rank, number, operation: call.operation, tag: call.tag };
-                control.meet(subject, call, PATIENCE)
+                control.compare_call(subject, call, PATIENCE)
             })
         };
         let ranks: Vec<_> = controls.iter().enumerate().map(each).collect();
@@ -47,9 +47,9 @@ fn meet(
     })
 }
 
-fn differences(met: Vec<Result<(), MeetError>>) -> Vec<CommError> {
+fn differences(met: Vec<Result<(), CompareError>>) -> Vec<CommError> {
     let error = |met| match met {
-        Err(MeetError::Differ(error)) => error,
+        Err(CompareError::Differ(error)) => error,
         other => panic!("{other:?}"),
     };
     met.into_iter().map(error).collect()
@@ -59,11 +59,12 @@ fn differences(met: Vec<Result<(), MeetError>>) -> Vec<CommError> {
 fn processes_that_compare_go_on_after_a_disagreement() {
     let sockets = sockets([true; 3]);
     let all = controls(&sockets, &[0, 1, 2], 0);
-    assert_eq!(meet(&all, 1, |_| same()), [Ok(()), Ok(()), Ok(())]);
+    assert_eq!(compare_call(&all, 1, |_| same()), [Ok(()), Ok(()), Ok(())]);
 
     // The tag alone: rank 2 is a layer ahead.
-    for (rank, error) in
-        differences(meet(&all, 2, |r| call("all_gather", 1 + (r == 2) as u32, Detail::Plain))).into_iter().enumerate()
+    for (rank, error) in differences(compare_call(&all, 2, |r| call("all_gather", 1 + (r == 2) as u32, Detail::Plain)))
+        .into_iter()
+        .enumerate()
     {
         match error {
             CommError::TagMismatch { rank: own, peer, tag, peer_tag, peer_operation: "all_gather", .. } => {
@@ -79,34 +80,34 @@ fn processes_that_compare_go_on_after_a_disagreement() {
         CommError::TagMismatch { operation, peer_operation, .. } => (operation, peer_operation),
         other => panic!("{other:?}"),
     };
-    let named: Vec<_> = differences(meet(&all, 3, odd)).into_iter().map(named).collect();
+    let named: Vec<_> = differences(compare_call(&all, 3, odd)).into_iter().map(named).collect();
     let other = ("broadcast", "another call");
     assert_eq!(named, [("a library's own", "broadcast"), other, other]);
 
     // Arguments and sizes.
     let reduce = |r| call("all_reduce", 1, Detail::Reduce(if r == 1 { ReduceOp::Max } else { ReduceOp::Sum }));
-    for error in differences(meet(&all, 4, reduce)) {
+    for error in differences(compare_call(&all, 4, reduce)) {
         assert!(matches!(error, CommError::ArgumentMismatch { .. }), "{error:?}");
     }
     let short = |r| CollectiveCall { bytes: if r == 1 { 60 } else { 64 }, ..same() };
-    for error in differences(meet(&all, 5, short)) {
+    for error in differences(compare_call(&all, 5, short)) {
         assert!(matches!(error, CommError::SizeMismatch { .. }), "{error:?}");
     }
     // What each sends to whom is its own affair.
     let pieces = |r| call("all_to_all_v", 1, Detail::Pieces { send: vec![r; 3], recv: vec![0; 3] });
-    assert_eq!(meet(&all, 6, pieces), [Ok(()), Ok(()), Ok(())]);
+    assert_eq!(compare_call(&all, 6, pieces), [Ok(()), Ok(()), Ok(())]);
 
     // A rank that fails where the others expect it.
     let refusing = |r| if r == 1 { call("refuse", 1, Detail::Refusal("no memory".into())) } else { same() };
-    for error in differences(meet(&all, 7, refusing)) {
+    for error in differences(compare_call(&all, 7, refusing)) {
         let CommError::Refused { peer: 1, reason, .. } = error else { panic!("{error:?}") };
         assert_eq!(reason, "no memory");
     }
-    assert_eq!(meet(&all, 8, |_| same()), [Ok(()), Ok(()), Ok(())]);
+    assert_eq!(compare_call(&all, 8, |_| same()), [Ok(()), Ok(()), Ok(())]);
 
     // Ranks 2 and 1 among themselves, in that order.
     let part = controls(&sockets, &[2, 1], 77);
-    assert_eq!(meet(&part, 1, |_| same()), [Ok(()), Ok(())]);
+    assert_eq!(compare_call(&part, 1, |_| same()), [Ok(()), Ok(())]);
 }
 
 #[test]
@@ -114,13 +115,13 @@ fn processes_that_compare_hear_of_those_that_do_not_come() {
     let sockets = sockets([true; 3]);
     let all = controls(&sockets, &[0, 1, 2], 0);
     let subject = |rank, number| CollectiveInfo { rank, number, operation: "all_gather", tag: same().tag };
-    match all[0].meet(subject(0, 1), same(), SHORT) {
-        Err(MeetError::Over(CommError::Timeout { missing, rank: 0, .. })) => assert_eq!(missing, [1, 2]),
+    match all[0].compare_call(subject(0, 1), same(), SHORT) {
+        Err(CompareError::Over(CommError::Timeout { missing, rank: 0, .. })) => assert_eq!(missing, [1, 2]),
         other => panic!("{other:?}"),
     }
     all[2].leave(2, 0);
-    match all[1].meet(subject(1, 1), same(), PATIENCE) {
-        Err(MeetError::Over(CommError::PeerGone { peer: 2, rank: 1, .. })) => {}
+    match all[1].compare_call(subject(1, 1), same(), PATIENCE) {
+        Err(CompareError::Over(CommError::PeerGone { peer: 2, rank: 1, .. })) => {}
         other => panic!("{other:?}"),
     }
 }
@@ -134,8 +135,8 @@ fn all_processes_compare_or_none() {
         // The one that does not compare goes on until it hears of it.
         let start = Instant::now();
         let error = loop {
-            match control.meet(subject, same(), PATIENCE) {
-                Err(MeetError::Over(error)) => break error,
+            match control.compare_call(subject, same(), PATIENCE) {
+                Err(CompareError::Over(error)) => break error,
                 other => assert!(rank == 2 && start.elapsed() < PATIENCE, "{other:?}"),
             }
         };

@@ -65,7 +65,7 @@ impl NcclEp {
         calls: impl FnOnce(&mut LibraryHandle) -> Result<()>,
     ) -> Result<()> {
         let done = self.collective_of(step, handle, rows, calls);
-        self.windows.settle(done.is_ok());
+        self.windows.finish_collective(done.is_ok());
         done
     }
 

@@ -85,7 +85,7 @@ impl WindowPool {
     }
 
     /// A collective is over. A turn is over on all ranks where it took place, and on none where one of them refused.
-    pub(super) fn settle(&mut self, took_place: bool) {
+    pub(super) fn finish_collective(&mut self, took_place: bool) {
         match self.pending.take().filter(|_| took_place) {
             Some(Way::Arriving) => self.arriving.turn += 1,
             Some(Way::Leaving) => self.leaving.turn += 1,

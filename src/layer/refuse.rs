@@ -1,4 +1,4 @@
-//! Failures of one rank, told to the others, which wait for it in a collective.
+//! Refusals: what fails on one rank is reported to the others, which wait for it in a collective.
 
 use crate::comm::{Op, Tag};
 use crate::ep::Group;
@@ -7,15 +7,20 @@ use crate::kernels::Kernels;
 
 use super::Layer;
 
-/// Hands `result` on. An error is first told to the other ranks, which are in the collective `op` or on their way to
+/// Passes `result` on. An error is first reported to the other ranks, which are in the collective `op` or on their way to
 /// it: they get its text at once.
-pub(super) fn told<D: Kernels, T>(layer: &Layer, group: &mut Group<D>, op: Op, result: Result<T>) -> Result<T> {
+pub(super) fn refuse_on_error<D: Kernels, T>(
+    layer: &Layer,
+    group: &mut Group<D>,
+    op: Op,
+    result: Result<T>,
+) -> Result<T> {
     result.map_err(|error| refuse(layer, group, op, error))
 }
 
 fn refuse<D: Kernels>(layer: &Layer, group: &mut Group<D>, op: Op, error: Error) -> Error {
     let tag = Tag { layer: layer.number, op, sequence: 0 };
-    // The rank's own error is the news, whatever becomes of the meeting.
+    // The rank returns its own error, whatever becomes of the refusal.
     let _ = group.dispatcher().communicator().refuse(tag, &error.to_string());
     error
 }
@@ -36,7 +41,7 @@ impl Layer {
 /// A call of a layer that an adapter is about to make, and that the other ranks may be in already: what fails before
 /// the layer is [entered](Self::enter), which tells its own errors, is told to them.
 #[cfg(any(feature = "candle", feature = "burn"))]
-pub(crate) struct Entry<'a, D: Kernels> {
+pub(crate) struct RefusalGuard<'a, D: Kernels> {
     layer: &'a Layer,
     group: &'a mut Group<D>,
     op: Op,
@@ -44,7 +49,7 @@ pub(crate) struct Entry<'a, D: Kernels> {
 }
 
 #[cfg(any(feature = "candle", feature = "burn"))]
-impl<'a, D: Kernels> Entry<'a, D> {
+impl<'a, D: Kernels> RefusalGuard<'a, D> {
     /// Of [`Layer::forward`].
     pub(crate) fn forward(layer: &'a Layer, group: &'a mut Group<D>) -> Self {
         Self { layer, group, op: Op::Prepare, entered: false }
@@ -58,7 +63,7 @@ impl<'a, D: Kernels> Entry<'a, D> {
     /// Runs the adapter's work before, around and after the layer's call.
     pub(crate) fn run<T>(mut self, work: impl FnOnce(&mut Self) -> Result<T>) -> Result<T> {
         let result = work(&mut self);
-        if self.entered { result } else { told(self.layer, self.group, self.op, result) }
+        if self.entered { result } else { refuse_on_error(self.layer, self.group, self.op, result) }
     }
 
     /// The group's device.
