@@ -171,7 +171,7 @@ impl Checkpoint {
                 let first = (e - experts.start) * rows;
                 let bytes = tensor.as_bytes_mut();
                 let find = || self.stored(&part.name)?.ok_or_else(|| self.missing(&part).into());
-                done += read_window(&find, &part, (first, own.clone(), bytes), dtype, &mut scratch)? as u64;
+                done += read_window(&find, &part, first, own.clone(), bytes, dtype, &mut scratch)? as u64;
                 progress(Progress { layer, tensor: &part.name, done, total });
                 continue;
             }

@@ -76,7 +76,7 @@ struct QuantizedStack {
 }
 
 impl QuantizedStack {
-    fn new(format: WeightFormat, (dims, parts): ([usize; 3], usize)) -> Result<Self> {
+    fn new(format: WeightFormat, dims: [usize; 3], parts: usize) -> Result<Self> {
         let cpu = Cpu::new();
         let (dtype, scales) = format.scales(dims, parts);
         let factors = match format {
@@ -111,7 +111,7 @@ impl Checkpoint {
             if matches!(part.role, ParamKind::Up | ParamKind::Down) {
                 let parts = layout.expert(0).iter().filter(|p| p.role == part.role).count();
                 let dims = [dims[0], dims[1], dims[2]];
-                self.read_stored(&part, (e, dims, parts), &mut stacks, &mut scratch)?;
+                self.read_stored(&part, e, dims, parts, &mut stacks, &mut scratch)?;
                 continue;
             }
             let natural = checked.natural.get(&part.role).copied().unwrap_or(DType::F32);
@@ -133,7 +133,9 @@ impl Checkpoint {
     fn read_stored(
         &self,
         part: &DiskMatrix,
-        (e, dims, parts): (usize, [usize; 3], usize),
+        e: usize,
+        dims: [usize; 3],
+        parts: usize,
         stacks: &mut HashMap<ParamKind, QuantizedStack>,
         scratch: &mut Scratch,
     ) -> Result<()> {
@@ -145,7 +147,7 @@ impl Checkpoint {
             Error::invalid(CALL, &part.name, expected, found)
         };
         let format = format.ok_or_else(|| refuse(format!("{:?}", stored.form)))?;
-        let stack = entry(stacks, part.role, || QuantizedStack::new(format, (dims, parts)))?;
+        let stack = entry(stacks, part.role, || QuantizedStack::new(format, dims, parts))?;
         if stack.format != format {
             return Err(refuse(format!("{:?} beside {:?}", format, stack.format)));
         }
@@ -156,7 +158,9 @@ impl Checkpoint {
         let code_row = stack.codes.bytes() / (dims[0] * dims[1]);
         place(
             &mut stack.codes.as_bytes_mut()[e * dims[1] * code_row..][..dims[1] * code_row],
-            (part.rows, part.out, code_row),
+            part.rows,
+            part.out,
+            code_row,
             |bytes| Ok(stored.read_codes(part.slice * part.out * code_row, bytes)?),
         )?;
         let [_, scale_rows, blocks] = format.scales(dims, parts).1;
@@ -170,7 +174,9 @@ impl Checkpoint {
         };
         place(
             &mut stack.scales.as_bytes_mut()[e * scale_rows * scale_row..][..scale_rows * scale_row],
-            (rows, count, scale_row),
+            rows,
+            count,
+            scale_row,
             |bytes| Ok(stored.read_block_scales(part.slice * count * blocks, bytes, scratch)?),
         )?;
         if let (Some(factors), Some(factor)) = (&mut stack.factors, stored.factor()?) {
@@ -192,7 +198,9 @@ fn entry<T>(map: &mut HashMap<ParamKind, T>, role: ParamKind, make: impl FnOnce(
 /// Reads `count` rows of `width` bytes each, and puts them where they belong.
 fn place(
     to: &mut [u8],
-    (rows, count, width): (DiskRows, usize, usize),
+    rows: DiskRows,
+    count: usize,
+    width: usize,
     read: impl FnOnce(&mut [u8]) -> Result<()>,
 ) -> Result<()> {
     if let DiskRows::From(first) = rows {

@@ -14,7 +14,9 @@ use crate::error::Result;
 pub(super) fn read_window<'s>(
     find: &dyn Fn() -> Result<Stored<'s>>,
     part: &DiskMatrix,
-    (first, own, shard): (usize, Range<usize>, &mut [u8]),
+    first: usize,
+    own: Range<usize>,
+    shard: &mut [u8],
     dtype: DType,
     scratch: &mut Scratch,
 ) -> Result<usize> {

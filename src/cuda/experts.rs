@@ -19,7 +19,7 @@ use super::layout::{
 use super::params::{self, activation_code, type_code};
 use super::permute::gather_to_slots;
 use super::sm90_grouped_gemm::{self, Product};
-use super::w4a16::{QuantizedWeight, TunedKernel};
+use super::w4a16::{QuantizedLaunch, QuantizedWeight, TunedKernel};
 
 /// Tiles of the portable kernels for a type.
 pub(super) fn portable_shape(call: &'static str, tensor: &str, dtype: DType) -> Result<TileConfig> {
@@ -83,7 +83,7 @@ impl<'a> GroupedGemm<'a> {
     }
 
     fn source(&self, name: &str, source: &RowSource<'_, Cuda>, width: usize) -> Result<SourceRows> {
-        SourceRows::new(self.call, name, source, (self.dtype, width, self.slots))
+        SourceRows::new(self.call, name, source, self.dtype, width, self.slots)
     }
 
     /// Brings rows behind a map into slot order where so many columns are made of them that TMA, which
@@ -93,7 +93,7 @@ impl<'a> GroupedGemm<'a> {
             return Ok(None);
         }
         let rows = SourceRows { base: p.a, map: p.a_map, rows: p.a_rows, vector: true };
-        let rows = gather_to_slots(self.device, self.call, &rows, (self.slots, p.k as usize, self.dtype))?;
+        let rows = gather_to_slots(self.device, self.call, &rows, self.slots, p.k as usize, self.dtype)?;
         (p.a, p.a_map, p.a_rows) = (rows.view().data().ptr, 0, self.slots as i64);
         Ok(Some(rows))
     }
@@ -161,14 +161,15 @@ impl<'a> GroupedGemm<'a> {
         let blocks = (p.m_tiles as usize).saturating_mul(p.n_tiles as usize);
         if let Some(weight) = &self.quantized {
             let grid = Grid { shared: self.shape.shared, ..Grid::new(blocks, self.shape.threads) };
-            return weight.launch((self.device, self.call), (product, self.dtype), (grid, choice.tuned), p);
+            let launch = QuantizedLaunch { call: self.call, product, dtype: self.dtype, grid, tuned: choice.tuned };
+            return weight.launch(self.device, launch, p);
         }
         // SAFETY, both: callers have checked every tensor in `p` against the sizes in `p`; maps and segments, which
         // only the device knows, are checked by the kernel.
         match choice.sm90 {
             // SAFETY: as above.
             Some((product, kernel)) => unsafe {
-                sm90_grouped_gemm::launch(self.device, self.call, kernel, (product, self.dtype, blocks), p)
+                sm90_grouped_gemm::launch(self.device, self.call, kernel, product, self.dtype, blocks, p)
             },
             None => {
                 let grid = Grid { shared: self.shape.shared, ..Grid::new(blocks, self.shape.threads) };
@@ -227,7 +228,7 @@ pub(super) fn up(device: &Cuda, call: Up<'_, Cuda>) -> Result<()> {
     p.scale = applies(CALL, &call.slot_weights, &[WeightAt::Input], gemm.slots)?;
     p.out_scale = applies(CALL, &call.slot_weights, &[WeightAt::Activation], gemm.slots)?;
     p.pre_out = optional_output(CALL, "pre", call.pre, dtype, &[gemm.slots, wide])?;
-    let out = DestRows::new(CALL, call.out, (dtype, inner, gemm.slots))?;
+    let out = DestRows::new(CALL, call.out, dtype, inner, gemm.slots)?;
     (p.out, p.out_map, p.out_rows, p.accumulate) = (out.base, out.map, out.rows, out.accumulate);
     (p.activation, p.alpha, p.limit) = activation_code(call.activation);
     let choice = gemm.choose(&mut p, (factor == 2).then_some(Product::Up), factor)?;
@@ -247,7 +248,7 @@ pub(super) fn down(device: &Cuda, call: Down<'_, Cuda>) -> Result<()> {
     p.bias = optional(CALL, "bias", &call.bias, dtype, &[experts, h])?;
     p.scale = applies(CALL, &call.slot_weights, &[WeightAt::Output], gemm.slots)?;
     p.bias_scale = applies(CALL, &call.slot_weights, &[WeightAt::Output, WeightAt::Activation], gemm.slots)?;
-    let out = DestRows::new(CALL, call.out, (dtype, h, gemm.slots))?;
+    let out = DestRows::new(CALL, call.out, dtype, h, gemm.slots)?;
     (p.out, p.out_map, p.out_rows, p.accumulate) = (out.base, out.map, out.rows, out.accumulate);
     let choice = gemm.choose(&mut p, Some(Product::Down), 1)?;
     gemm.launch(Product::Down, &choice, &p)
@@ -287,7 +288,7 @@ pub(super) fn up_dgrad(device: &Cuda, call: UpDgrad<'_, Cuda>) -> Result<()> {
     let gemm = GroupedGemm::new(CALL, device, call.segments, experts, dtype)?.of(&call.weight)?;
     let d_pre = gemm.source("d_pre", &RowSource::direct(call.d_pre), wide)?;
     let mut p = gemm.params(&d_pre, call.weight, (h, wide))?;
-    let out = DestRows::new(CALL, call.out, (dtype, h, gemm.slots))?;
+    let out = DestRows::new(CALL, call.out, dtype, h, gemm.slots)?;
     (p.out, p.out_map, p.out_rows, p.accumulate) = (out.base, out.map, out.rows, out.accumulate);
     let Some(at_input) = call.input_weight else {
         let choice = gemm.choose(&mut p, Some(Product::Dgrad), 1)?;

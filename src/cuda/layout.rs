@@ -50,7 +50,9 @@ impl SourceRows {
         call: &'static str,
         name: &str,
         source: &RowSource<'_, Cuda>,
-        (dtype, width, slots): (DType, usize, usize),
+        dtype: DType,
+        width: usize,
+        slots: usize,
     ) -> Result<Self> {
         Error::check_dtype(call, name, dtype, source.base.dtype())?;
         let rows = source.base.rows();
@@ -83,7 +85,9 @@ impl DestRows {
     pub(super) fn new(
         call: &'static str,
         dest: RowDest<'_, Cuda>,
-        (dtype, width, slots): (DType, usize, usize),
+        dtype: DType,
+        width: usize,
+        slots: usize,
     ) -> Result<Self> {
         Error::check_dtype(call, "out", dtype, dest.base.dtype())?;
         let rows = dest.base.rows();

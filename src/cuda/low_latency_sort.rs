@@ -24,7 +24,9 @@ pub(crate) struct SegmentStarts {
 pub(crate) fn starts(
     device: &Cuda,
     loads: &Tensor<Cuda>,
-    (first, groups, alignment): (usize, usize, usize),
+    first: usize,
+    groups: usize,
+    alignment: usize,
 ) -> Result<SegmentStarts> {
     let mut starts = Tensor::empty(device, DType::I64, &[groups])?;
     let mut total = Tensor::empty(device, DType::I64, &[1])?;
@@ -140,7 +142,7 @@ pub(crate) fn sorted(device: &Cuda, from: &LowLatencyRows<'_>) -> Result<SortedR
         overflow: Overflow::Drop,
         ..DispatchSpec::new(0, k)
     };
-    let planned = plan::plan_alone(device, ids.view(), (&spec, from.experts, 0))?;
+    let planned = plan::plan_alone(device, ids.view(), &spec, from.experts, 0)?;
     let (plan, _) = planned.ok_or_else(|| Error::invalid(CALL, "experts", "as many as the GPU plans", from.experts))?;
     let (mut row_map, by_token) = (plan.row_map, plan.return_map);
     let mut return_map = of(DType::I32, &[rows, k])?;

@@ -93,7 +93,9 @@ pub(super) fn gather_to_slots(
     device: &Cuda,
     call: &'static str,
     source: &SourceRows,
-    (slots, width, dtype): (usize, usize, DType),
+    slots: usize,
+    width: usize,
+    dtype: DType,
 ) -> Result<Tensor<Cuda>> {
     let mut out = Tensor::empty(device, dtype, &[slots, width])?;
     let from = ((source.base, source.rows as usize), source.map);

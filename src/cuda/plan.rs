@@ -100,11 +100,13 @@ fn earlier_faults(device: &Cuda) -> Result<()> {
 pub(crate) fn examined(
     device: &Cuda,
     ids: TensorRef<'_, Cuda>,
-    (spec, experts, rank): (&DispatchSpec, usize, usize),
+    spec: &DispatchSpec,
+    experts: usize,
+    rank: usize,
 ) -> Result<Option<(Tensor<Cuda>, Tensor<Cuda>)>> {
     earlier_faults(device)?;
     let spec = DispatchSpec { alignment: 1, capacity: Capacity::Eager, expert_capacity: None, ..*spec };
-    let Some((plan, stats)) = plan_alone(device, ids, (&spec, experts, rank))? else { return Ok(None) };
+    let Some((plan, stats)) = plan_alone(device, ids, &spec, experts, rank)? else { return Ok(None) };
     let mut loads = Tensor::empty(device, DType::I64, &[experts])?;
     let bytes = experts * DType::I64.size();
     device.copy(Cuda::slice(stats.view().data(), 0..bytes), loads.view_mut().into_data())?;
@@ -170,7 +172,9 @@ type PlanAndStats = (Plan<Cuda>, Tensor<Cuda>);
 pub(super) fn plan_alone(
     device: &Cuda,
     ids: TensorRef<'_, Cuda>,
-    (spec, num_experts, rank): (&DispatchSpec, usize, usize),
+    spec: &DispatchSpec,
+    num_experts: usize,
+    rank: usize,
 ) -> Result<Option<PlanAndStats>> {
     let (tokens, row_order) = ([ids.rows()], crate::plan::RowOrder::Local);
     let (ranks, weights, ids) = (1, None, ids.borrow());

@@ -171,7 +171,7 @@ pub(super) fn route_bwd(device: &Cuda, call: RouteBwd<'_, Cuda>) -> Result<()> {
     p.fault = device.inner.status;
     // Whether the groups zero scores depends on there being a selection bias, which backward does not get otherwise.
     p.bias = if config.selection_bias { p.logits } else { 0 };
-    let aux = call.aux.map(|aux| AuxGrad::new(device, config, &aux, (t, p.logits, p.ids))).transpose()?;
+    let aux = call.aux.map(|aux| AuxGrad::new(device, config, &aux, t, p.logits, p.ids)).transpose()?;
     if let Some(aux) = aux.as_ref().filter(|_| t > 0) {
         p.aux_coef = aux.coef.as_ref().map_or(0, |c| c.view().data().ptr);
         p.aux_z = aux.z.view().data().ptr;
@@ -294,7 +294,9 @@ impl AuxGrad {
         device: &Cuda,
         config: &RouterConfig,
         aux: &AuxBwd<'_, Cuda>,
-        (t, logits, ids): (usize, u64, u64),
+        t: usize,
+        logits: u64,
+        ids: u64,
     ) -> Result<Self> {
         const CALL: &str = "route_bwd";
         aux.aux.validate()?;

@@ -65,7 +65,9 @@ pub(super) unsafe fn launch(
     device: &Cuda,
     call: &'static str,
     kernel: &Kernel,
-    (product, dtype, blocks): (Product, DType, usize),
+    product: Product,
+    dtype: DType,
+    blocks: usize,
     p: &params::Gemm,
 ) -> Result<()> {
     if blocks == 0 {

@@ -67,6 +67,17 @@ fn few_rows_kernel((rows, experts): (i64, i64), pitch: usize, room: usize) -> Op
     (rows <= DECODE_ROWS * experts).then_some(FewRowsKernel { rows: tile, warps: 8, tiles: DecodeTiles::Sixteen })
 }
 
+/// How a product with a quantized weight is launched.
+pub(super) struct QuantizedLaunch<'a> {
+    pub(super) call: &'static str,
+    pub(super) product: Product,
+    pub(super) dtype: DType,
+    /// Of the kernel for any product.
+    pub(super) grid: Grid,
+    /// The kernel that takes its place.
+    pub(super) tuned: Option<TunedKernel<'a>>,
+}
+
 impl QuantizedWeight {
     pub(super) fn new(call: &'static str, weight: &QuantizedRef<'_, Cuda>) -> Result<Self> {
         weight.check(call)?;
@@ -146,9 +157,8 @@ impl QuantizedWeight {
     /// Enqueues a product.
     pub(super) fn launch(
         &self,
-        (device, call): (&Cuda, &'static str),
-        (product, dtype): (Product, DType),
-        (grid, tuned): (Grid, Option<TunedKernel<'_>>),
+        device: &Cuda,
+        QuantizedLaunch { call, product, dtype, grid, tuned }: QuantizedLaunch<'_>,
         p: &params::Gemm,
     ) -> Result<()> {
         let (kernel, grid) = match tuned {

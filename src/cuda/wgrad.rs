@@ -50,8 +50,8 @@ pub(super) fn wgrad(device: &Cuda, call: Wgrad<'_, Cuda>) -> Result<()> {
     let sums = WgradCall {
         device,
         dtype,
-        left: SourceRows::new(CALL, "left", &call.left, (dtype, m, segments.rows))?,
-        right: SourceRows::new(CALL, "right", &call.right, (dtype, n, segments.rows))?,
+        left: SourceRows::new(CALL, "left", &call.left, dtype, m, segments.rows)?,
+        right: SourceRows::new(CALL, "right", &call.right, dtype, n, segments.rows)?,
         sizes: [experts, m, n],
         segments,
         slot_weights: optional(CALL, "slot_weights", &call.slot_weights, DType::F32, &[segments.rows])?,
@@ -93,7 +93,7 @@ impl WgradCall<'_> {
         let ((narrow, columns), (wide, wide_columns)) =
             if transposed { ((&self.right, n), (&self.left, m)) } else { ((&self.left, m), (&self.right, n)) };
         let gathered = match narrow.map != 0 && orders_rows(self.device, self.dtype, wide_columns) {
-            true => Some(gather_to_slots(self.device, CALL, narrow, (self.segments.rows, columns, self.dtype))?),
+            true => Some(gather_to_slots(self.device, CALL, narrow, self.segments.rows, columns, self.dtype)?),
             false => None,
         };
         let in_order = gathered.as_ref().map(|rows| SourceRows {

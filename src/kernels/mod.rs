@@ -241,8 +241,10 @@ impl ConcatLayout {
     /// Checks both sides.
     fn of<D: Device>(
         call: &'static str,
-        (name, whole): (&str, TensorRef<'_, D>),
-        (left, right): (TensorRef<'_, D>, Option<TensorRef<'_, D>>),
+        name: &str,
+        whole: TensorRef<'_, D>,
+        left: TensorRef<'_, D>,
+        right: Option<TensorRef<'_, D>>,
     ) -> Result<Self> {
         let rows = whole.rows();
         let all = [
@@ -269,11 +271,7 @@ impl ConcatLayout {
 
 impl<D: Device> ConcatRows<'_, D> {
     pub(crate) fn check(&self, call: &'static str) -> Result<ConcatLayout> {
-        ConcatLayout::of(
-            call,
-            ("out", self.out.as_ref()),
-            (self.left.borrow(), self.right.as_ref().map(TensorRef::borrow)),
-        )
+        ConcatLayout::of(call, "out", self.out.as_ref(), self.left.borrow(), self.right.as_ref().map(TensorRef::borrow))
     }
 }
 
@@ -281,8 +279,10 @@ impl<D: Device> SplitRows<'_, D> {
     pub(crate) fn check(&self, call: &'static str) -> Result<ConcatLayout> {
         ConcatLayout::of(
             call,
-            ("source", self.source.borrow()),
-            (self.left.as_ref(), self.right.as_ref().map(TensorMut::as_ref)),
+            "source",
+            self.source.borrow(),
+            self.left.as_ref(),
+            self.right.as_ref().map(TensorMut::as_ref),
         )
     }
 }

@@ -76,8 +76,16 @@ pub(super) fn backward_into<D: Kernels>(
 
     let d_out = trace_span!("combine_bwd").in_scope(|| group.dispatcher().combine_bwd_rows(&context.handle, d_y))?;
     let place = group.dispatcher().place_for_return(&context.handle, context.dtype, layer.config.hidden);
-    let computed = trace_span!("experts_bwd")
-        .in_scope(|| experts(layer, &device, &context, &inputs, (&d_out, d_y, place?), &mut into));
+    let computed = trace_span!("experts_bwd").in_scope(|| {
+        experts(
+            layer,
+            &device,
+            &context,
+            &inputs,
+            OutputGrads { d_out: &d_out, d_y: d_y.borrow(), place: place? },
+            &mut into,
+        )
+    });
     let (d_rows, d_slot_weights) = refuse_on_error(layer, group, Op::DispatchBwd, computed)?;
     drop(d_out);
     // Router and shared expert add to the gradient of x, so it is made also where nobody wants it.
@@ -103,8 +111,8 @@ pub(super) fn backward_into<D: Kernels>(
     drop((d_rows, d_slot_weights));
 
     let router = trace_span!("route_bwd").in_scope(|| {
-        let grads = (d_weights, d_x.reborrow());
-        router(layer, &device, &context, &inputs, grads, (&mut into, cotangents.aux))
+        let grads = RoutingGrads { weights: d_weights, d_aux: cotangents.aux };
+        router(layer, &device, &context, &inputs, grads, d_x.reborrow(), &mut into)
     })?;
     if let Some(saved) = context.shared {
         trace_span!("shared expert_bwd")
@@ -141,13 +149,23 @@ fn check_inputs<D: Kernels>(
     cotangents.aux.check(CALL, "gradient of aux", context.dtype.accumulator())
 }
 
+/// The output's gradient, as the routed experts need it.
+struct OutputGrads<'a, D: Kernels> {
+    /// What its rows' tokens have brought here.
+    d_out: &'a Received<D>,
+    /// `[T, H]`.
+    d_y: TensorRef<'a, D>,
+    /// Memory for the gradient of the received rows that saves a copy on their way back.
+    place: Option<Tensor<D>>,
+}
+
 /// Gradients of the routed experts into `into`; gives those of the received rows `[N, H]` and the slot weights `[N]`.
 fn experts<D: Kernels>(
     layer: &Layer,
     device: &D,
     context: &Context<D>,
     inputs: &Inputs<'_, '_, D>,
-    (d_out, d_y, place): (&Received<D>, TensorRef<'_, D>, Option<Tensor<D>>),
+    OutputGrads { d_out, d_y, place }: OutputGrads<'_, D>,
     into: &mut GradientsMut<'_, D>,
 ) -> Result<(Tensor<D>, Tensor<D>)> {
     let (config, params, handle) = (&layer.config, inputs.params, &context.handle);
@@ -277,14 +295,23 @@ impl<D: Kernels> ExpertGrads<'_, D> {
     }
 }
 
+/// Gradients that reach the router.
+struct RoutingGrads<'a, D: Kernels> {
+    /// Of the routing weights, `[T, K]`.
+    weights: Tensor<D>,
+    /// Of the auxiliary losses.
+    d_aux: Scalar<'a, D>,
+}
+
 /// From the routing weights' gradient to logits, router and x.
 fn router<D: Kernels>(
     layer: &Layer,
     device: &D,
     context: &Context<D>,
     inputs: &Inputs<'_, '_, D>,
-    (mut weights, mut d_x): (Tensor<D>, TensorMut<'_, D>),
-    (into, d_aux): (&mut GradientsMut<'_, D>, Scalar<'_, D>),
+    RoutingGrads { mut weights, d_aux }: RoutingGrads<'_, D>,
+    mut d_x: TensorMut<'_, D>,
+    into: &mut GradientsMut<'_, D>,
 ) -> Result<RouterGrads<D>> {
     let (config, params) = (&layer.config, inputs.params);
     if layer.keeps_sum() {

@@ -517,10 +517,10 @@ fn groups_are_ended_whatever_happens_in_them() {
 #[test]
 fn blocks_without_ones_own() {
     let piece = |peer, address, bytes| PeerBuffer { peer, address, bytes };
-    let (sends, receives) = crate::nccl::comm::collectives::blocks((1, 4), (1000, 5000), 8);
+    let (sends, receives) = crate::nccl::comm::collectives::blocks(1, 4, 1000, 5000, 8);
     assert_eq!(sends, [piece(0, 1000, 8), piece(2, 1016, 8), piece(3, 1024, 8)]);
     assert_eq!(receives, [piece(0, 5000, 8), piece(2, 5008, 8), piece(3, 5016, 8)]);
-    assert_eq!(crate::nccl::comm::collectives::blocks((0, 1), (1000, 5000), 8), (vec![], vec![]));
+    assert_eq!(crate::nccl::comm::collectives::blocks(0, 1, 1000, 5000, 8), (vec![], vec![]));
 }
 
 #[test]

@@ -250,8 +250,8 @@ impl<D: ShardDevice> ChainState<D> {
                 CollectiveState::AsyncWait => weight.reduce.transition(CollectiveState::DataReady, &weight.spec.name),
                 _ => Ok(()),
             };
-            let views = (gradient.tensor.view(), reduced.tensor.view());
-            let added = moved.and_then(|()| add(chain, (weight, self.capturable), views));
+            let (gradient_view, reduced_view) = (gradient.tensor.view(), reduced.tensor.view());
+            let added = moved.and_then(|()| add(chain, weight, self.capturable, gradient_view, reduced_view));
             [gradient, reduced].into_iter().for_each(|buffer| self.cache.put(buffer));
             added
         });
@@ -302,8 +302,10 @@ impl<D: ShardDevice> ChainState<D> {
 /// Adds what has come of a weight's gradient to its main gradient.
 fn add<'a, D: ShardDevice>(
     chain: &Chain<D>,
-    (weight, capturable): (&mut crate::etp::chain::ChainWeight<D>, bool),
-    (gradient, reduced): (TensorRef<'a, D>, TensorRef<'a, D>),
+    weight: &mut crate::etp::chain::ChainWeight<D>,
+    capturable: bool,
+    gradient: TensorRef<'a, D>,
+    reduced: TensorRef<'a, D>,
 ) -> Result<()> {
     let (shards, dtype) = (&weight.shards, weight.spec.dtype);
     let MainGradient { sums, first } = match &mut weight.main {

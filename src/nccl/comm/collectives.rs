@@ -56,8 +56,10 @@ impl NcclComm {
     pub(in crate::nccl) fn scatter_pieces(
         &mut self,
         subject: CollectiveInfo,
-        (send, send_bytes): (DeviceRef<'_>, &[usize]),
-        (mut recv, recv_bytes): (DeviceMut<'_>, &[usize]),
+        send: DeviceRef<'_>,
+        send_bytes: &[usize],
+        mut recv: DeviceMut<'_>,
+        recv_bytes: &[usize],
     ) -> Result<()> {
         let (sends, from) = self.pieces(send.address(), send_bytes);
         let (receives, to) = self.pieces(recv.address(), recv_bytes);
@@ -72,8 +74,10 @@ impl NcclComm {
 
 /// Blocks that a rank sends, `size` of them from one address, and receives to another without room for its own.
 pub(in crate::nccl) fn blocks(
-    (rank, size): (usize, usize),
-    (from, to): (u64, u64),
+    rank: usize,
+    size: usize,
+    from: u64,
+    to: u64,
     bytes: usize,
 ) -> (Vec<PeerBuffer>, Vec<PeerBuffer>) {
     let others = || (0..size).filter(|peer| *peer != rank);
@@ -199,7 +203,7 @@ impl Communicator<Cuda> for NcclComm {
         let call = CollectiveCall { operation: "all_to_all_v", tag, dtype: exchange.payload, detail, bytes: 0 };
         let subject = self.session.begin(call)?;
         let Exchange { send, send_bytes, recv, recv_bytes, .. } = exchange;
-        self.scatter_pieces(subject, (send.data(), send_bytes), (recv.into_data(), recv_bytes))
+        self.scatter_pieces(subject, send.data(), send_bytes, recv.into_data(), recv_bytes)
     }
 
     fn exchange_blocks(&mut self, tag: Tag, send: TensorRef<'_, Cuda>, recv: TensorMut<'_, Cuda>) -> Result<()> {
@@ -230,7 +234,7 @@ impl Communicator<Cuda> for NcclComm {
             // have given the same place they have compared, or, as processes that do not compare, promised.
             return self.enqueue(subject, |comm_stream| unsafe { puts.exchange(comm_stream, blocks) });
         }
-        let (sends, receives) = blocks((self.session.comm_handle.rank, size), (from, to), block);
+        let (sends, receives) = blocks(self.session.comm_handle.rank, size, from, to, block);
         // SAFETY: the views have those bytes, as checked, and memory they are of is given back in the stream's order.
         self.enqueue(subject, |comm_stream| unsafe { comm_stream.exchange(&sends, &receives) })
     }

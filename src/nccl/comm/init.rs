@@ -254,7 +254,7 @@ impl NcclComm {
     /// # Errors
     /// As [`NcclComm::split`]; another GPU, which the other ranks are told.
     pub fn split_on(&mut self, tag: Tag, color: Option<usize>, key: usize, cuda: &Cuda) -> Result<Option<Self>> {
-        self.divide(tag, (color, key), (cuda, false))
+        self.divide(tag, color, key, cuda, false)
     }
 
     /// The same for a communicator whose collectives over [`Communicator::memory`] are the GPU's copy engines', as
@@ -272,14 +272,16 @@ impl NcclComm {
     ) -> Result<Option<Self>> {
         let had = check_copy_engines(self.library());
         self.check(tag, had)?;
-        self.divide(tag, (color, key), (cuda, true))
+        self.divide(tag, color, key, cuda, true)
     }
 
     fn divide(
         &mut self,
         tag: Tag,
-        (color, key): (Option<usize>, usize),
-        (cuda, copy_engines): (&Cuda, bool),
+        color: Option<usize>,
+        key: usize,
+        cuda: &Cuda,
+        copy_engines: bool,
     ) -> Result<Option<Self>> {
         const CALL: &str = "split";
         let own = color.map_or(-1, |c| i64::try_from(c).unwrap_or(i64::MAX));

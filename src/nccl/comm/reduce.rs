@@ -61,7 +61,7 @@ impl NcclComm {
                 let parts = Tensor::empty(&self.cuda, dtype, &[size, count]);
                 let mut parts = self.session.check_begun(subject, parts)?;
                 let bytes = vec![count * dtype.size(); size];
-                self.scatter_pieces(subject, (send.data(), &bytes), (parts.view_mut().into_data(), &bytes))?;
+                self.scatter_pieces(subject, send.data(), &bytes, parts.view_mut().into_data(), &bytes)?;
                 let added = self.add(&parts, recv);
                 // Where another call follows, the others wait in it.
                 if middle { self.session.check_begun(subject, added) } else { added }

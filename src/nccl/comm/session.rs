@@ -35,12 +35,12 @@ impl Drop for Session {
 
 impl Session {
     pub(in crate::nccl) fn new(comm_handle: Arc<CommHandle>, control: ControlPlane, timeout: Duration) -> Result<Self> {
-        let (place, own) = ((comm_handle.rank, comm_handle.size), control.clone());
-        let end_notice: EndNotice = Box::new(move |broken, unfinished| {
+        let (rank, size, own) = (comm_handle.rank, comm_handle.size, control.clone());
+        let end_notice: EndNotice = Box::new(move |broken, (first, last)| {
             if let Some((subject, reason)) = broken {
                 own.post_refusal(subject, reason);
             }
-            own.give_up(place, unfinished);
+            own.give_up(rank, size, first, last);
         });
         let watchdog = Watchdog::start(Arc::clone(&comm_handle), Arc::clone(control.peer_events()), end_notice)?;
         Ok(Self { timeout, control, calls: 0, last: 0, watchdog: Some(watchdog), comm_handle })
@@ -149,7 +149,7 @@ impl Session {
         if let Some(watchdog) = &self.watchdog {
             watchdog.entered(None);
         }
-        self.control.give_up((self.comm_handle.rank, self.comm_handle.size), (oldest, self.last));
+        self.control.give_up(self.comm_handle.rank, self.comm_handle.size, oldest, self.last);
         self.comm_handle.abort();
         first.into()
     }

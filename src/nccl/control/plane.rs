@@ -193,7 +193,7 @@ impl ControlPlane {
     /// not heard of it would take that for the result. So every other rank ends its communicator first: most find out
     /// by themselves what this one has, and have that for their reason. The rest hear that this rank has left before
     /// `first`. A rank that is in no collective says nothing, and is waited for no longer than for these two.
-    pub(in crate::nccl) fn give_up(&self, (rank, size): (usize, usize), (first, last): (u64, u64)) {
+    pub(in crate::nccl) fn give_up(&self, rank: usize, size: usize, first: u64, last: u64) {
         self.peer_events().abort(rank);
         let before = last.min(first.saturating_sub(1));
         for last in if before < last { vec![last, before] } else { vec![last] } {

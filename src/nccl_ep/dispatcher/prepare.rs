@@ -38,7 +38,7 @@ impl NcclEp {
         // is told again, and they take the same way.
         let masked = self.core.take_masked();
         let checked = masked.and_then(|()| self.late()).and_then(|()| self.core.check_call(ids, weights, spec));
-        let examined = checked.and_then(|()| plan::examined(&device, ids, (spec, experts, self.core.rank())));
+        let examined = checked.and_then(|()| plan::examined(&device, ids, spec, experts, self.core.rank()));
         let (kept_ids, mut loads) = match examined {
             Ok(Some(found)) => found,
             Ok(None) => return Ok(None),

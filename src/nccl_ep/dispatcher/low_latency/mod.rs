@@ -198,7 +198,7 @@ impl NcclEp {
     ) -> Result<DeviceRouting> {
         let (experts, ranks) = (self.core.config.num_experts, self.core.ranks());
         let (local, alignment) = (experts / ranks, spec.alignment.max(1));
-        let starts = low_latency_sort::starts(&self.core.device, loads, (self.core.rank() * local, local, alignment));
+        let starts = low_latency_sort::starts(&self.core.device, loads, self.core.rank() * local, local, alignment);
         let SegmentStarts { starts, total } = self.core.check_or_refuse(at.0, starts)?;
         let rows = match spec.capacity {
             Capacity::Static(rows) => rows,
