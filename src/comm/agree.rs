@@ -59,7 +59,7 @@ pub(crate) fn judge<'a>(messages: impl Iterator<Item = &'a CollectiveCall>) -> V
     let messages: Vec<&CollectiveCall> = messages.collect();
     let all = 0..messages.len();
     let each = |error: &dyn Fn(usize) -> CommError| Some(all.clone().map(error).collect());
-    // For every rank that finds no fault with a peer of its own, the fault of another pair is the news.
+    // For every rank that finds no fault with a peer of its own, the fault of another pair is its error.
     let refusing = |r: usize| {
         let refused = |p: &usize| matches!(messages[*p].detail, Detail::Refusal(_));
         all.clone().filter(|p| *p != r).find(refused).or_else(|| Some(r).filter(refused))

@@ -82,7 +82,7 @@ pub(crate) fn packed_weights(
 }
 
 /// Rows that a dispatch has brought of R ranks' at most M tokens.
-pub(crate) struct LowLatencyRows<'a> {
+pub(crate) struct LowLatencyReceived<'a> {
     /// `I32 [R · M, K + 1]`: local experts, or −1.
     pub(crate) ids: &'a Tensor<Cuda>,
     /// `F32 [R · M, K + 1]`.
@@ -108,7 +108,7 @@ pub(crate) struct SortedRows {
 }
 
 /// Slots by (expert, source rank, token, k).
-pub(crate) fn sorted(device: &Cuda, from: &LowLatencyRows<'_>) -> Result<SortedRows> {
+pub(crate) fn sorted(device: &Cuda, from: &LowLatencyReceived<'_>) -> Result<SortedRows> {
     let (ranks, [rows, wide]) = match (from.counts.dims(), from.ids.dims()) {
         ([ranks], [rows, wide]) => (*ranks, [*rows, *wide]),
         (_, dims) => return Err(Error::invalid(CALL, "tensor ids", "[R · M, K + 1]", format!("{dims:?}"))),

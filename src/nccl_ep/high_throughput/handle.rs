@@ -112,8 +112,8 @@ impl HighThroughputHandle {
         info.recv_total_counter = total.pointer();
         let (ids, info) = (ids.pointer().cast_const(), &raw const info);
         // SAFETY: the handle lives; shapes were checked; the tensors' memory is given back in the order of the stream.
-        self.raw_handle
-            .with(CALL, |library, raw, stream| unsafe { result::update_handle(library, raw, ids, info, stream) })?;
+        let update = |library: &_, raw, stream| unsafe { result::update_handle(library, raw, ids, info, stream) };
+        self.raw_handle.with(CALL, update)?;
         self.tokens = Some(tokens);
         Ok(())
     }

@@ -1,7 +1,7 @@
 //! Rows there and back, for low latency.
 
 use crate::cuda::Cuda;
-use crate::cuda::low_latency_sort::{self, LowLatencyRows, SortedRows};
+use crate::cuda::low_latency_sort::{self, LowLatencyReceived, SortedRows};
 use crate::device::Device;
 use crate::dtype::DType;
 use crate::ep::dispatcher_state::DispatcherState;
@@ -95,7 +95,7 @@ impl NcclEp {
         (weighted, [ids, all, counts]): (bool, [&Tensor<Cuda>; 3]),
     ) -> Result<(Tensor<Cuda>, Option<Tensor<Cuda>>)> {
         let (DispatcherState { device, config, .. }, spec) = (&self.core, handle.spec());
-        let arrived = LowLatencyRows {
+        let arrived = LowLatencyReceived {
             ids,
             weights: all,
             counts,
