@@ -4,34 +4,125 @@
 
 mod common;
 
+use std::sync::Arc;
+
 use candle_core::{Device, Tensor};
 use common::devices::{Target, cases, seed};
 use common::support::dense::Params;
 use common::support::random::Random;
-use common::{Cotangent, Setup};
+use common::{Cotangent, Setup, stacks};
 use moebius::checkpoint::BlockParams;
 use moebius::config::{Activation, SharedConfig, WeightAt};
 use moebius::ep::DispatcherKind;
 use moebius::layer::ParamKind;
+use moebius::quant::WeightFormat;
 use moebius::{DType, MoeConfig};
 
-cases!(any_batch_gives_a_token_the_same_bits);
+cases!(dense_experts, nvfp4_experts, mxfp4_experts, fp8_block_experts);
 
-/// Tokens of all batches. More than two tiles of rows on one expert.
+/// Tokens of all batches. Half of them choose an expert on average: more than one task of rows.
 const TOKENS: usize = 600;
 const EXPERTS: usize = 4;
-/// Random batches, over all settings.
-const BATCHES: usize = 1000;
-/// Numbers of tokens, and one below and above, at which something else takes over: few rows, tiles of 3, 4, 6 and 8
-/// rows, copies of rows, tasks of the router, blocks and tasks of rows, and all.
-const SIZES: [usize; 12] = [1, 2, 4, 6, 8, 12, 16, 32, 64, 128, 256, TOKENS - 1];
+/// Random batches of each kind of experts, over all settings.
+const RANDOM_BATCHES: usize = 250;
+/// Rows of a product at which something else takes over. On the CPU: tiles of 2 to 6 rows, the streamed weight (8),
+/// copies of rows (12) and of the weight (24), blocks of rows (128), tasks (256). On a GPU: kernels for few rows (6 and
+/// 32), tiles of 8 to 256.
+const THRESHOLDS: [usize; 13] = [1, 2, 3, 4, 5, 6, 8, 12, 24, 32, 64, 128, 256];
 
-/// A layer over some ranks, and what all tokens at once give.
-struct Subject<'a, D: Target> {
+fn dense_experts<D: Target>(device: &D) {
+    hold(device, None);
+}
+
+fn nvfp4_experts<D: Target>(device: &D) {
+    hold(device, Some(WeightFormat::Nvfp4));
+}
+
+fn mxfp4_experts<D: Target>(device: &D) {
+    hold(device, Some(WeightFormat::Mxfp4));
+}
+
+fn fp8_block_experts<D: Target>(device: &D) {
+    hold(device, Some(WeightFormat::Fp8Block));
+}
+
+/// Holds the promise for experts of one kind, in every type and over every number of ranks.
+fn hold<D: Target>(device: &D, experts: Option<WeightFormat>) {
+    // On a GPU quantized experts keep a token's bits only where that is asked for.
+    let device = &if experts.is_some() { device.batch_invariant() } else { device.clone() };
+    let mut over = vec![(1, DispatcherKind::Local)];
+    // Rank threads are the CPU's.
+    if D::has_f64() {
+        let several = [2, 4].into_iter().flat_map(|r| [(r, DispatcherKind::AllToAll), (r, DispatcherKind::AllGather)]);
+        over.extend(several);
+    }
+    let settings: Vec<_> =
+        over.into_iter().flat_map(|over| D::FLOATS.iter().map(move |dtype| (over, *dtype))).collect();
+    for (at, &(over, dtype)) in settings.iter().enumerate() {
+        let layer = LayerUnderTest::new(device, at, experts, dtype, over);
+        let mut random = Random::new(seed::seed(700 + at as u64));
+        let expected = layer.run(&Batch::even(over.0));
+        assert!(expected.iter().flatten().all(|bits| f64::from_bits(*bits).is_finite()), "{}: overflow", layer.name);
+        for batch in batches(&mut random, over.0, (at, settings.len())) {
+            let found = layer.run(&batch);
+            for (found, token) in found.iter().zip(&batch.tokens) {
+                let (count, split) = (batch.tokens.len(), &batch.split);
+                assert!(*found == expected[*token], "{}: token {token} among {count}, {split:?} a rank", layer.name);
+            }
+        }
+    }
+}
+
+/// Tokens of a call.
+struct Batch {
+    /// Their numbers, those of rank 0 first.
+    tokens: Vec<usize>,
+    /// How many are each rank's.
+    split: Vec<usize>,
+}
+
+impl Batch {
+    /// All tokens, as many on each rank.
+    fn even(ranks: usize) -> Self {
+        Self { tokens: (0..TOKENS).collect(), split: vec![TOKENS / ranks; ranks] }
+    }
+
+    /// These tokens, cut into ranks anywhere, so that a rank may have none.
+    fn cut(tokens: &[usize], random: &mut Random, ranks: usize) -> Self {
+        let mut cuts: Vec<usize> = (1..ranks).map(|_| random.bits() as usize % (tokens.len() + 1)).collect();
+        cuts.extend([0, tokens.len()]);
+        cuts.sort_unstable();
+        Self { tokens: tokens.to_vec(), split: cuts.windows(2).map(|pair| pair[1] - pair[0]).collect() }
+    }
+}
+
+/// Batches of setting `at` of `settings`: halves, all tokens in another order, and its share of every token alone, of
+/// every token in a pair, and of random batches of sizes around the thresholds.
+fn batches(random: &mut Random, ranks: usize, (at, settings): (usize, usize)) -> Vec<Batch> {
+    let all: Vec<usize> = (0..TOKENS).collect();
+    let mut permuted = || {
+        let mut order = all.clone();
+        (1..TOKENS).rev().for_each(|i| order.swap(i, random.bits() as usize % (i + 1)));
+        order
+    };
+    let mut sets = vec![all[..TOKENS / 2].to_vec(), all[TOKENS / 2..].to_vec(), permuted()];
+    let pairs = permuted();
+    sets.extend(all.chunks(1).chain(pairs.chunks(2)).skip(at).step_by(settings).map(<[usize]>::to_vec));
+    for number in (at..RANDOM_BATCHES).step_by(settings) {
+        let mut order = permuted();
+        // The router has all tokens' rows, an expert half as many on average. Every threshold has its turn as either.
+        let rows = THRESHOLDS[number % THRESHOLDS.len()] << (number / THRESHOLDS.len() % 2);
+        order.truncate((rows + number / 2 % 3).saturating_sub(1).max(1));
+        sets.push(order);
+    }
+    sets.into_iter().map(|tokens| Batch::cut(&tokens, random, ranks)).collect()
+}
+
+/// A layer over some ranks, and all tokens.
+struct LayerUnderTest<'a, D: Target> {
     device: &'a D,
     name: String,
-    config: MoeConfig,
-    kind: DispatcherKind,
+    setup: Setup,
     dtype: DType,
     params: Vec<BlockParams>,
     /// `[T, H]`, as `d_y`.
@@ -39,15 +130,49 @@ struct Subject<'a, D: Target> {
     d_y: Tensor,
 }
 
-impl<D: Target> Subject<'_, D> {
-    /// Bits of y and d x, row by row, of these tokens in this order, so many on each rank.
-    fn run(&self, tokens: &[usize], split: &[usize]) -> Vec<Vec<u64>> {
-        let index: Vec<u32> = tokens.iter().map(|t| *t as u32).collect();
-        let index = Tensor::from_vec(index, tokens.len(), &Device::Cpu).expect("an index");
+impl<'a, D: Target> LayerUnderTest<'a, D> {
+    fn new(
+        device: &'a D,
+        at: usize,
+        experts: Option<WeightFormat>,
+        dtype: DType,
+        (ranks, kind): (usize, DispatcherKind),
+    ) -> Self {
+        // Another turn of sizes for each number of ranks, so that every type meets every size.
+        let config = config(at + at / D::FLOATS.len(), experts.is_some());
+        let mut random = Random::new(seed::seed(600 + at as u64));
+        let mut params = Params::new();
+        for role in ParamKind::ALL {
+            if let Some(dims) = role.dims(&config, EXPERTS) {
+                let std = (dims[dims.len() - 1] as f64).powf(-0.5);
+                params.insert(role.name().to_string(), random.tensor(&dims, std).expect("a parameter"));
+            }
+        }
+        // Quantized weights are not scaled to their sums' lengths: smaller tokens keep those in the range of f16.
+        let std = if experts.is_some() { 0.25 } else { 1.0 };
+        let mut tokens = || random.tensor(&[TOKENS, config.hidden], std).expect("tokens");
+        let (x, d_y) = (tokens(), tokens());
+        let (h, i, rows) = (config.hidden, config.intermediate, config.up_rows());
+        let mut setup = Setup::new(&config, &[]);
+        setup.dispatcher = kind;
+        setup.quantized = experts.map(|format| {
+            let mut stack = |[rows, columns]: [usize; 2], parts| {
+                stacks::random(&mut || random.bits(), format, [EXPERTS / ranks, rows, columns], parts)
+            };
+            Arc::new((0..ranks).map(|_| [stack([rows, h], rows / i), stack([h, i], 1)]).collect())
+        });
+        let params = (0..ranks).map(|rank| common::shard(&params, rank, ranks, dtype)).collect();
+        let name = format!("{experts:?}, {dtype}, {kind:?} over {ranks}, H {h}, I {i}");
+        Self { device, name, setup, dtype, params, x, d_y }
+    }
+
+    /// Bits of y and d x, a vector for each token of the batch.
+    fn run(&self, batch: &Batch) -> Vec<Vec<u64>> {
+        let index: Vec<u32> = batch.tokens.iter().map(|t| *t as u32).collect();
+        let index = Tensor::from_vec(index, batch.tokens.len(), &Device::Cpu).expect("an index");
         let rows = |t: &Tensor| t.index_select(&index, 0).expect("rows");
         let (x, d_y) = (rows(&self.x), rows(&self.d_y));
-        let mut setup = Setup::new(&self.config, split);
-        setup.dispatcher = self.kind;
+        let setup = Setup { split: batch.split.clone(), ..self.setup.clone() };
         let cotangent = Some(Cotangent { y: Some(&d_y), aux: 0.0 });
         let found = common::run_on(self.device, &setup, &self.params, &x, self.dtype, cotangent).expect("a step");
         let rows = |t: &Tensor| t.to_vec2::<f64>().expect("rows");
@@ -56,9 +181,14 @@ impl<D: Target> Subject<'_, D> {
     }
 }
 
-fn config(at: usize) -> MoeConfig {
-    // Sizes that are no multiple of a register, and a sum longer than a chunk of each product.
-    let mut config = MoeConfig::new([40, 72][at % 2], [36, 300][at / 2 % 2], EXPERTS, 2);
+fn config(at: usize, quantized: bool) -> MoeConfig {
+    let (hidden, inner) = match quantized {
+        // Sizes that are no multiple of a register, and a sum longer than a chunk of each product.
+        false => ([40, 72][at % 2], [36, 300][at / 2 % 2]),
+        // Whole blocks of 32, for fp8 one block and several, the last not full.
+        true => ([64, 320][at % 2], [96, 192][at / 2 % 2]),
+    };
+    let mut config = MoeConfig::new(hidden, inner, EXPERTS, 2);
     config.shared = Some(SharedConfig { intermediate: 20, gated: true });
     config.weight_at = [WeightAt::Output, WeightAt::Input, WeightAt::Activation][at % 3];
     if at % 4 == 3 {
@@ -67,71 +197,4 @@ fn config(at: usize) -> MoeConfig {
     }
     config.recompute = at % 5 == 4;
     config
-}
-
-fn subject<D: Target>(device: &D, at: usize, dtype: DType, (ranks, kind): (usize, DispatcherKind)) -> Subject<'_, D> {
-    let config = config(at);
-    let mut random = Random::new(seed::seed(600 + at as u64));
-    let mut params = Params::new();
-    for role in ParamKind::ALL {
-        if let Some(dims) = role.dims(&config, EXPERTS) {
-            let std = (dims[dims.len() - 1] as f64).powf(-0.5);
-            params.insert(role.name().to_string(), random.tensor(&dims, std).expect("a parameter"));
-        }
-    }
-    let mut tokens = || random.tensor(&[TOKENS, config.hidden], 1.0).expect("tokens");
-    let (x, d_y) = (tokens(), tokens());
-    let name = format!("{dtype}, {kind:?} over {ranks}, H {}, I {}", config.hidden, config.intermediate);
-    let params = (0..ranks).map(|rank| common::shard(&params, rank, ranks, dtype)).collect();
-    Subject { device, name, config, kind, dtype, params, x, d_y }
-}
-
-/// Random cuts of a number into parts, empty ones among them.
-fn split(random: &mut Random, tokens: usize, ranks: usize) -> Vec<usize> {
-    let mut cuts: Vec<usize> = (1..ranks).map(|_| random.bits() as usize % (tokens + 1)).collect();
-    cuts.extend([0, tokens]);
-    cuts.sort_unstable();
-    cuts.windows(2).map(|pair| pair[1] - pair[0]).collect()
-}
-
-fn any_batch_gives_a_token_the_same_bits<D: Target>(device: &D) {
-    let mut over = vec![(1, DispatcherKind::Local)];
-    if D::has_f64() {
-        let several = [2, 4].into_iter().flat_map(|r| [(r, DispatcherKind::AllToAll), (r, DispatcherKind::AllGather)]);
-        over.extend(several);
-    }
-    let settings: Vec<_> =
-        over.into_iter().flat_map(|over| D::FLOATS.iter().map(move |dtype| (over, *dtype))).collect();
-    for (at, &(over, dtype)) in settings.iter().enumerate() {
-        let subject = subject(device, at, dtype, over);
-        let random = &mut Random::new(seed::seed(700 + at as u64));
-        let all: Vec<usize> = (0..TOKENS).collect();
-        let even = vec![TOKENS / over.0; over.0];
-        let expected = subject.run(&all, &even);
-        let check = |tokens: &[usize], random: &mut Random| {
-            let split = split(random, tokens.len(), over.0);
-            for (found, token) in subject.run(tokens, &split).iter().zip(tokens) {
-                let (name, count) = (&subject.name, tokens.len());
-                assert!(*found == expected[*token], "{name}: token {token} differs in a batch of {count}, {split:?}");
-            }
-        };
-        check(&all[..TOKENS / 2], random);
-        check(&all[TOKENS / 2..], random);
-        let batches = BATCHES / settings.len();
-        for batch in 2..batches {
-            let mut order = all.clone();
-            for i in (1..TOKENS).rev() {
-                order.swap(i, random.bits() as usize % (i + 1));
-            }
-            // Half of the batches are of one token or of two, the large ones are rare.
-            let size = match batch % 4 {
-                0 => 1,
-                1 => 2,
-                2 => SIZES[random.bits() as usize % 9],
-                _ => SIZES[(random.bits() % SIZES.len() as u64) as usize],
-            };
-            let size = (size + random.bits() as usize % 3).saturating_sub(1).clamp(1, TOKENS);
-            check(&order[..if batch == 2 { TOKENS } else { size }], random);
-        }
-    }
 }

@@ -6,6 +6,7 @@ mod common;
 use std::path::Path;
 
 use common::devices::{self, Target, cases};
+use common::stacks::{self, FORMATS};
 use common::support::compare::{difference, values};
 use common::support::folder::{Folder, tokens};
 use half::bf16;
@@ -28,8 +29,6 @@ cases!(
     weights_that_do_not_fit_are_errors,
 );
 
-const FORMATS: [WeightFormat; 3] = [WeightFormat::Nvfp4, WeightFormat::Mxfp4, WeightFormat::Fp8Block];
-
 /// SplitMix64.
 struct Random(u64);
 
@@ -46,34 +45,8 @@ impl Random {
         (0..count).map(|_| (self.next() >> 11) as f64 / (1u64 << 52) as f64 - 1.0).collect()
     }
 
-    /// Any codes, scales of some binades, small enough for f16, and factors.
     fn weight(&mut self, format: WeightFormat, dims: [usize; 3], parts: usize) -> Quantized<Cpu> {
-        let mut bytes = |dims: [usize; 3], of: &dyn Fn(u64) -> u8| {
-            let all = (0..dims.iter().product()).map(|_| of(self.next())).collect();
-            Tensor::<Cpu>::from_vec(all, &dims).unwrap()
-        };
-        let finite = |r: u64| if r as u8 & 0x7f == 0x7f { 0 } else { r as u8 };
-        let codes = match format {
-            WeightFormat::Fp8Block => bytes(format.code_dims(dims), &finite),
-            _ => bytes(format.code_dims(dims), &|r| r as u8),
-        };
-        let (_, scale_dims) = format.scales(dims, parts);
-        let scales = match format {
-            // A subnormal now and then, and zero.
-            WeightFormat::Nvfp4 => {
-                bytes(scale_dims, &|r| if r % 16 == 0 { r as u8 >> 5 } else { 0x08 + (r % 0x28) as u8 })
-            }
-            WeightFormat::Mxfp4 => bytes(scale_dims, &|r| 119 + (r % 6) as u8),
-            WeightFormat::Fp8Block => {
-                let all = self.values(scale_dims.iter().product()).into_iter().map(|v| v as f32 / 256.0);
-                Tensor::from_vec(all.collect(), &scale_dims).unwrap()
-            }
-        };
-        let factors = (format == WeightFormat::Nvfp4).then(|| {
-            let all = self.values(dims[0] * parts).into_iter().map(|v| v as f32 + 1.5);
-            Tensor::from_vec(all.collect(), &[dims[0], parts]).unwrap()
-        });
-        Quantized::new(format, dims, parts, codes, scales, factors).unwrap()
+        stacks::random(&mut || self.next(), format, dims, parts)
     }
 }
 

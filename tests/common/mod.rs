@@ -3,9 +3,11 @@
 
 #[path = "../devices/mod.rs"]
 pub mod devices;
+pub mod stacks;
 #[path = "../../examples/support/mod.rs"]
 pub mod support;
 
+use std::sync::Arc;
 use std::thread;
 use std::time::Duration;
 
@@ -15,6 +17,7 @@ use moebius::config::MoeConfig;
 use moebius::cpu::Cpu;
 use moebius::ep::{DispatcherKind, Group, GroupConfig};
 use moebius::layer::{Cotangents, DispatchOptions, Inputs, Layer, Mode, Noise, ParamKind, ParamViews, Wanted};
+use moebius::quant::Quantized;
 use moebius::{DType, Error};
 
 use devices::Target;
@@ -31,6 +34,8 @@ pub struct Setup {
     pub dispatcher: DispatcherKind,
     pub dispatch: DispatchOptions,
     pub noise: Option<Noise>,
+    /// Up and down of each rank where they are quantized, in place of the parameters'.
+    pub quantized: Option<Arc<Vec<[Quantized<Cpu>; 2]>>>,
 }
 
 impl Setup {
@@ -41,6 +46,7 @@ impl Setup {
             dispatcher: DispatcherKind::Auto,
             dispatch: DispatchOptions::default(),
             noise: None,
+            quantized: None,
         }
     }
 }
@@ -192,7 +198,14 @@ fn one_rank<D: Target>(
     let own: Vec<Option<moebius::Tensor<D>>> =
         ParamKind::ALL.into_iter().map(|role| params.get(role).map(|t| device.host(t))).collect();
     let views = ParamViews::collect(|role| Ok(own[role as usize].as_ref().map(|t| t.view())))?;
-    let params = views.params();
+    let quantized = match &setup.quantized {
+        Some(stacks) => Some([stacks[group.rank()][0].to(&device)?, stacks[group.rank()][1].to(&device)?]),
+        None => None,
+    };
+    let mut params = views.params();
+    if let Some([up, down]) = &quantized {
+        (params.up, params.down) = (up, down);
+    }
     let mode = Mode { backward: cotangent.is_some(), noise: setup.noise };
     let forward = layer.forward(group, mode, x.view(), &params)?;
     let mut grads = Params::new();
@@ -200,7 +213,8 @@ fn one_rank<D: Target>(
         let context = forward.context.expect("forward keeps a context where backward follows");
         let inputs = Inputs { x: x.view(), params: &params };
         let cotangents = Cotangents { y: dy.map(|t| t.view()), aux };
-        let mut g = layer.backward(group, context, inputs, cotangents, Wanted::ALL)?;
+        let wanted = Wanted { experts: quantized.is_none(), ..Wanted::ALL };
+        let mut g = layer.backward(group, context, inputs, cotangents, wanted)?;
         let of_params = ParamKind::ALL.into_iter().map(|role| (role.name(), g.take(role))).collect::<Vec<_>>();
         let others = [("x", g.x), ("logits", Some(g.logits)), ("weights", Some(g.weights))];
         let named = of_params.into_iter().chain(others);
