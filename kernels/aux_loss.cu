@@ -8,7 +8,7 @@
 //   aux_loss_coefficients  those sums and the loss's gradient -> f64 [sequences, E], and one for z; a thread a number
 //
 // Sums run over chunks and then over chunks' sums, in order: no atomics, the same bits in every run. Limited by
-// launches. Formulas: src/cpu/router/aux.rs and src/aux_loss.rs. Notes: kernels/notes/router.md.
+// launches. Formulas: src/cpu/router/aux_losses.rs and src/aux_loss.rs. Notes: kernels/notes/router.md.
 #include "common/common.cuh"
 
 #define EACH(i, n) for (int64_t i = lane; i < (n); i += 32)

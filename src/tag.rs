@@ -1,8 +1,8 @@
-//! What a collective is for: every one carries it.
+//! The tag of a collective: layer, step and sequence number. Every collective carries one.
 
 use std::fmt;
 
-/// What a collective is for. [`moebius::comm`](crate::comm) says when it is compared.
+/// Layer, step and sequence number of a collective. [`moebius::comm`](crate::comm) says when ranks compare it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Tag {
     /// The layer, as the caller numbers its layers.

@@ -3,8 +3,8 @@
 #pragma once
 #include <stdint.h>
 
-// Portable products: on tensor cores (`tensor` in portable/gemm.cuh), multiply-add (`scalar` there), tf32 (linear.cuh).
-// Tiles are square.
+// Portable products: on tensor cores (`tensor` in portable/gemm.cuh), multiply-add (`scalar` there), tf32
+// (portable/linear_bwd_tf32.cuh). Tiles are square.
 constexpr uint32_t TENSOR_TILE = 128, TENSOR_THREADS = 256, TENSOR_SMEM = 81920;
 constexpr uint32_t SCALAR_TILE = 64, SCALAR_THREADS = 256, SCALAR_SMEM = 17408;
 constexpr uint32_t TF32_TILE = 128, TF32_THREADS = 256, TF32_SMEM = 87552;

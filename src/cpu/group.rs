@@ -22,7 +22,7 @@ impl EpGroup<Cpu> {
     /// A group of one rank on the CPU; of a layer's configuration, one for that layer.
     ///
     /// # Errors
-    /// What [`Group::new`] finds.
+    /// As [`Group::new`].
     pub fn single(config: impl Into<GroupConfig>) -> Result<Self> {
         Group::single(config.into()).map(Self::new)
     }

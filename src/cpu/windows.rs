@@ -13,7 +13,7 @@ use super::Cpu;
 /// The ranks' parts of one window.
 pub(super) type WindowParts = Arc<Vec<Mutex<Vec<u8>>>>;
 
-/// What the threads of a group share for their windows.
+/// Windows and signals that the threads of a group share.
 #[derive(Debug, Default)]
 pub(super) struct WindowRegistry {
     windows: Mutex<HashMap<u64, WindowParts>>,

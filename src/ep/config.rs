@@ -1,8 +1,8 @@
-//! What ranks agree on before they form a group.
+//! The configuration of a group, which its ranks compare as they form it.
 
 use crate::config::MoeConfig;
 
-/// What all ranks of a group must agree on.
+/// A group's configuration, the same on all of its ranks.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct GroupConfig {
     /// Experts E over all ranks; a multiple of the number of ranks.
@@ -25,7 +25,7 @@ pub struct GroupConfig {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 #[non_exhaustive]
 pub enum DispatcherKind {
-    /// What `MOEBIUS_EP` names ([`VARIABLE`](super::VARIABLE)); where that is not set, local for one rank, NCCL EP where
+    /// The dispatcher that `MOEBIUS_EP` names ([`VARIABLE`](super::VARIABLE)); where that is not set, local for one rank, NCCL EP where
     /// it is built in and its checks pass on every rank, else all-to-all.
     #[default]
     Auto,

@@ -118,7 +118,7 @@ pub enum Error {
         /// Bytes asked for.
         bytes: usize,
     },
-    /// A device has found something odd in what a rank sent in a prepare that the host did not wait for, and has not
+    /// A device has found an inconsistency in what a rank sent in a prepare that the host did not wait for, and has not
     /// kept what.
     #[error(
         "{call}: record of rank {peer}: expected ids that are experts or -1, none twice in a token, and a spec like the \

@@ -161,7 +161,7 @@ fn list(refused: &[String]) -> String {
     if refused.is_empty() { String::new() } else { format!("; refused: {}", refused.join(", ")) }
 }
 
-/// What started this rank.
+/// The program that started this rank.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum Launcher {

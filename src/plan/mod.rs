@@ -1,5 +1,5 @@
-//! What a routing's plan is: the choices that it is made of, the slots and messages that come of them, and what ranks tell
-//! each other to make it. Descriptions alone: devices make plans ([`Kernels`](crate::kernels::Kernels)), dispatchers move
+//! A routing's plan: the choices that it is made of, the slots and messages that follow from them, and the records that
+//! ranks exchange to make it. Descriptions alone: devices make plans ([`Kernels`](crate::kernels::Kernels)), dispatchers move
 //! rows by them (`moebius::ep`, where these types are public).
 
 pub(crate) mod deferred_errors;

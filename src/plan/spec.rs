@@ -1,4 +1,4 @@
-//! What a routing is planned for.
+//! The request for one routing's plan: sizes, capacities, and when errors are reported.
 
 use crate::config::{ExpertCapacity, Fingerprint};
 use crate::dtype::DType;
@@ -12,7 +12,7 @@ pub struct Origin {
     pub layer: u32,
 }
 
-/// What one handle is for; may differ between handles of a group.
+/// Sizes, capacities and options of one handle; may differ between handles of a group.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct DispatchSpec {
     /// The layer's number, in tags and messages.
@@ -23,11 +23,11 @@ pub struct DispatchSpec {
     pub alignment: usize,
     /// Rows that the receiver has room for.
     pub capacity: Capacity,
-    /// What happens past the capacity.
+    /// Treatment of rows past the capacity.
     pub overflow: Overflow,
     /// Limit per expert.
     pub expert_capacity: Option<ExpertCapacity>,
-    /// What else all ranks must agree on: a layer's configuration.
+    /// Fingerprint of the layer's configuration, on which all ranks must agree too.
     pub formula: Fingerprint,
     /// Type and width of the rows that return, where dispatch sends others (opaque ones), for transports that make their
     /// buffers for them, and that refuse here what they could not add.
@@ -74,7 +74,7 @@ pub enum Capacity {
     Static(usize),
 }
 
-/// What happens to rows past a static capacity.
+/// Treatment of rows past a static capacity.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Overflow {
     /// Prepare fails on every rank with [`Error::Capacity`](crate::Error::Capacity).
@@ -89,14 +89,15 @@ pub enum Overflow {
 pub enum Reporting {
     /// The call fails, on every rank. A device that runs behind the host is waited for.
     Immediate,
-    /// A bad id is treated as −1, a row past the capacity as dropped, a NaN goes its way. The first error is kept and
+    /// A bad id is treated as −1, a row past the capacity as dropped, and a NaN is computed with. The first error is kept and
     /// returned by [`TokenDispatcher::check`](crate::ep::TokenDispatcher::check), or by a later prepare. With one rank
     /// nothing waits for the device.
     ///
-    /// Several ranks are told the same. Where prepare has to wait for numbers of rows
-    /// ([`AllToAll`](crate::ep::AllToAll) always, others as [`Capacity`] says), a capacity that is too small, and ranks
-    /// that disagree or fail, are its own errors. Where nothing waits they are kept too, and told by
-    /// [`TokenDispatcher::check`](crate::ep::TokenDispatcher::check) alone: of a later prepare, some ranks' hosts might
-    /// know and others not yet. Not told there are ranks of which only some will call backward: those wait for the others.
+    /// All ranks get the same error. Where prepare waits for numbers of rows ([`AllToAll`](crate::ep::AllToAll) always,
+    /// others as [`Capacity`] says), prepare itself returns an error for a capacity that is too small and for ranks that
+    /// disagree or fail. Where prepare waits for nothing, these errors are kept too, and only
+    /// [`TokenDispatcher::check`](crate::ep::TokenDispatcher::check) returns them: at a later prepare the hosts of some
+    /// ranks might know of them and others not yet. One disagreement is not found where prepare waits for nothing: that
+    /// only some ranks will call backward. Those ranks then wait in backward for the others.
     Deferred,
 }

@@ -97,7 +97,7 @@ impl Factors {
     }
 }
 
-/// What a block's codes are multiplied by.
+/// The factor of a block's codes: block scale times the matrix's second-level scale.
 pub(crate) fn block_factor(recipe: Recipe, scale: u8, amax: f32) -> f32 {
     match recipe {
         Recipe::Te => E4M3[scale as usize] * amax * (1.0 / BOUND),
