@@ -81,12 +81,16 @@
 //!
 //! # Layers of the crate
 //!
+//! A module names only modules of its own line and of lines below.
+//!
 //! ```text
-//! candle, burn       adapters: they gather tensors, call the layer, and wrap what comes back
-//! layer              composes the stages, holds no arithmetic
-//! ep, etp            dispatchers and sharded weights, over any device and communicator
-//! kernels, comm      traits: the primitives of a device, the collectives between ranks
-//! cpu, cuda, nccl    what implements them
+//! candle, burn                        adapters: they gather tensors, call the layer, and wrap what comes back
+//! checkpoint                          published checkpoints, read and written
+//! cpu, cuda, nccl, nccl_ep            devices, and the communicators and dispatchers that connect them
+//! ep, layer, etp, ranks               dispatchers, the layer (stages, no arithmetic), sharded weights, ranks as
+//!                                     processes; over any device and communicator
+//! kernels, comm                       traits: the primitives of a device, the collectives between ranks
+//! tensor, quant, config, plan, error  descriptions: tensors, number formats, configurations, a routing's plan
 //! ```
 //!
 //! # Features
