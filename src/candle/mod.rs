@@ -78,11 +78,11 @@
 //!
 //! Loading published weights, evaluating, saving: [`ExpertParallelMoE::from_checkpoint`].
 //!
-//! On a GPU (the `cuda` feature) the device is one of `Device::new_cuda_with_stream`, and nothing else differs. The layer
-//! works in the device's context and stream, reads candle's memory where it lies, and its outputs and gradients become
-//! candle's without a copy. Layers that share a [`DeviceGroup`] share a workspace. All tensors of a module are of that one candle device. The forward does
-//! not wait for the GPU, so that a NaN logit is reported by the next call that waits; see
-//! [`Reporting`](crate::ep::Reporting). Auxiliary losses and their gradient stay on the GPU too.
+//! On a GPU (the `cuda` feature) the device is one of `Device::new_cuda_with_stream`, and nothing else differs. The
+//! layer works in the device's context and stream, reads candle's memory where it lies, and its outputs and gradients
+//! become candle's without a copy. Layers that share a [`DeviceGroup`] share a workspace. All tensors of a module are
+//! of that one candle device. The forward does not wait for the GPU, so that a NaN logit is reported by the next call
+//! that waits; see [`Reporting`](crate::ep::Reporting). Auxiliary losses and their gradient stay on the GPU too.
 //!
 //! Every rank of a group calls the same layers in the same order, forward and backward. A rank whose loss does not
 //! reach the layer's output never runs its backward: its peers get a typed error after the communicator's timeout.

@@ -1,6 +1,6 @@
 //! A routing's plan: the choices that it is made of, the slots and messages that follow from them, and the records that
-//! ranks exchange to make it. Descriptions alone: devices make plans ([`Kernels`](crate::kernels::Kernels)), dispatchers move
-//! rows by them (`moebius::ep`, where these types are public).
+//! ranks exchange to make it. Descriptions alone: devices make plans ([`Kernels`](crate::kernels::Kernels)),
+//! dispatchers move rows by them (`moebius::ep`, where these types are public).
 
 pub(crate) mod deferred_errors;
 mod request;

@@ -29,8 +29,8 @@ pub struct DispatchSpec {
     pub expert_capacity: Option<ExpertCapacity>,
     /// Fingerprint of the layer's configuration, on which all ranks must agree too.
     pub formula: Fingerprint,
-    /// Type and width of the rows that return, where dispatch sends others (opaque ones), for transports that make their
-    /// buffers for them, and that refuse here what they could not add.
+    /// Type and width of the rows that return, where dispatch sends others (opaque ones), for transports that make
+    /// their buffers for them, and that refuse here what they could not add.
     pub returns: Option<(DType, usize)>,
     /// This rank will call backward.
     pub backward: bool,
@@ -65,8 +65,8 @@ impl DispatchSpec {
 /// Rows of the receive layout.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Capacity {
-    /// As many as this step needs, known to the host after prepare, which waits for that number where the device makes the
-    /// plan; with one rank and [`Reporting::Deferred`] as many as it may need at most, without waiting.
+    /// As many as this step needs, known to the host after prepare, which waits for that number where the device makes
+    /// the plan; with one rank and [`Reporting::Deferred`] as many as it may need at most, without waiting.
     Eager,
     /// A fixed number per call, at most the group's reserved maximum. With [`Reporting::Deferred`], the prepare of
     /// [`AllGather`](crate::ep::AllGather) does not wait for the device; each rank's tokens then travel as
@@ -89,13 +89,13 @@ pub enum Overflow {
 pub enum Reporting {
     /// The call fails, on every rank. A device that runs behind the host is waited for.
     Immediate,
-    /// A bad id is treated as −1, a row past the capacity as dropped, and a NaN is computed with. The first error is kept and
-    /// returned by [`TokenDispatcher::check`](crate::ep::TokenDispatcher::check), or by a later prepare. With one rank
-    /// nothing waits for the device.
+    /// A bad id is treated as −1, a row past the capacity as dropped, and a NaN is computed with. The first error is
+    /// kept and returned by [`TokenDispatcher::check`](crate::ep::TokenDispatcher::check), or by a later prepare. With
+    /// one rank nothing waits for the device.
     ///
     /// All ranks get the same error. Where prepare waits for numbers of rows ([`AllToAll`](crate::ep::AllToAll) always,
-    /// others as [`Capacity`] says), prepare itself returns an error for a capacity that is too small and for ranks that
-    /// disagree or fail. Where prepare waits for nothing, these errors are kept too, and only
+    /// others as [`Capacity`] says), prepare itself returns an error for a capacity that is too small and for ranks
+    /// that disagree or fail. Where prepare waits for nothing, these errors are kept too, and only
     /// [`TokenDispatcher::check`](crate::ep::TokenDispatcher::check) returns them: at a later prepare the hosts of some
     /// ranks might know of them and others not yet. One disagreement is not found where prepare waits for nothing: that
     /// only some ranks will call backward. Those ranks then wait in backward for the others.
