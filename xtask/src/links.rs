@@ -1,10 +1,26 @@
-//! Links between this repository's documents: each relative one leads to a file, and each anchor to a heading.
+//! Links between this repository's documents: each relative one leads to a file, and each anchor to a heading. Paths of
+//! the repository that the guide names in backticks exist.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 
 /// Where documents are, beside the root's own.
 const FOLDERS: [&str; 4] = ["docs", "kernels", "tests", "benches/results"];
+
+/// Folders by which a name in backticks is known as a path of the repository.
+const PLACES: [&str; 11] = [
+    "src/",
+    "kernels/",
+    "docs/",
+    "tests/",
+    "benches/",
+    "examples/",
+    "scripts/",
+    "xtask/",
+    "models/",
+    "fuzz/",
+    "build/",
+];
 
 /// A link of a document.
 #[derive(Debug, PartialEq)]
@@ -22,10 +38,17 @@ pub(super) fn run(arguments: &[String]) -> Result<String, String> {
     for folder in FOLDERS {
         documents.extend(self::documents(&root.join(folder), true)?);
     }
-    let (mut count, mut problems, mut anchors) = (0, Vec::new(), BTreeMap::new());
+    let (mut count, mut paths, mut problems, mut anchors) = (0, 0, Vec::new(), BTreeMap::new());
     for document in &documents {
         let text = read(document)?;
-        let shown = document.strip_prefix(root).unwrap_or(document).display();
+        let place = document.strip_prefix(root).unwrap_or(document);
+        let shown = place.display();
+        for path in if names_paths(place) { named_paths(&text) } else { Vec::new() } {
+            paths += 1;
+            if !root.join(&path.target).exists() {
+                problems.push(format!("{shown}, line {}: `{}`: no such path", path.line, path.target));
+            }
+        }
         for link in links(&text) {
             count += 1;
             if let Some(problem) = check(document, &link.target, &mut anchors)? {
@@ -34,8 +57,8 @@ pub(super) fn run(arguments: &[String]) -> Result<String, String> {
         }
     }
     match problems.is_empty() {
-        true => Ok(format!("{count} links in {} documents lead somewhere", documents.len())),
-        false => Err(format!("links that lead nowhere:\n  {}", problems.join("\n  "))),
+        true => Ok(format!("{count} links and {paths} paths in {} documents lead somewhere", documents.len())),
+        false => Err(format!("links and paths that lead nowhere:\n  {}", problems.join("\n  "))),
     }
 }
 
@@ -102,6 +125,37 @@ fn prose(text: &str) -> Vec<(usize, String)> {
     lines
 }
 
+/// Whether a document's names are today's: the guide, the rules and the notes. The list of former names and the
+/// CHANGELOG are not held to it.
+fn names_paths(document: &Path) -> bool {
+    let folder = document.parent().unwrap_or(Path::new(""));
+    let file = document.file_name().unwrap_or_default();
+    match folder.to_str() {
+        Some("") => file == "README.md" || file == "CONTRIBUTING.md",
+        Some("docs") => file != "former-names.md",
+        Some("kernels" | "kernels/notes") => true,
+        Some("benches/results") => file == "README.md",
+        _ => false,
+    }
+}
+
+/// Names in backticks that are paths of the repository: from its root, to a folder (with `/`) or to a file with an
+/// extension. Patterns (`*`, `{a,b}`) and commands are none.
+fn named_paths(text: &str) -> Vec<Link> {
+    let is_path = |name: &&str| {
+        let known = PLACES.iter().any(|place| name.starts_with(place));
+        let plain = name.chars().all(|c| c.is_ascii_alphanumeric() || "/._-".contains(c));
+        let extension = Path::new(name).extension().is_some_and(|e| !e.is_empty());
+        known && plain && (name.ends_with('/') || extension)
+    };
+    let mut found = Vec::new();
+    for (line, text) in prose(text) {
+        let names = text.split('`').skip(1).step_by(2).filter(is_path);
+        found.extend(names.map(|name| Link { line, target: name.to_string() }));
+    }
+    found
+}
+
 /// A line without what stands between backticks.
 fn without_code(line: &str) -> String {
     line.split('`').step_by(2).collect::<Vec<_>>().join("")
@@ -156,6 +210,25 @@ mod tests {
         let found: Vec<_> = links(text).into_iter().map(|l| (l.line, l.target)).collect();
         let expected = [(1, "c.md#d"), (1, "f.png"), (6, "https://i"), (7, "k.md")];
         assert_eq!(found, expected.map(|(line, target)| (line, target.to_string())));
+    }
+
+    #[test]
+    fn paths_are_found_in_backticks() {
+        let text = "`src/a.rs` src/b.rs `src/c/` `src/d::e` `src/*.rs` `src/{f,g}.rs` `a.rs`\n```\n`src/h.rs`\n```\n\
+                    `cargo test src/i.rs` [`build/j.rs`](k) `docs/l` `tests/m-n_1.tar.gz`\n";
+        let found: Vec<_> = named_paths(text).into_iter().map(|l| (l.line, l.target)).collect();
+        let expected = [(1, "src/a.rs"), (1, "src/c/"), (5, "build/j.rs"), (5, "tests/m-n_1.tar.gz")];
+        assert_eq!(found, expected.map(|(line, target)| (line, target.to_string())));
+    }
+
+    #[test]
+    fn documents_that_name_todays_paths() {
+        let named =
+            ["README.md", "docs/layer.md", "kernels/NOTES.md", "kernels/notes/rows.md", "benches/results/README.md"];
+        assert!(named.iter().all(|document| names_paths(Path::new(document))));
+        let others =
+            ["CHANGELOG.md", "docs/former-names.md", "tests/golden/README.md", "benches/results/2026-11-22.md"];
+        assert!(!others.iter().any(|document| names_paths(Path::new(document))));
     }
 
     #[test]
