@@ -153,11 +153,11 @@ pub struct Step {
     pub norm: Option<f64>,
     /// Of each rank, where experts are sharded.
     pub costs: Vec<Cost>,
-    /// Comparison with the dense twin, at the steps that make one.
+    /// Comparison with the dense reference model, at the steps that make one.
     pub twin: Option<TwinCheck>,
 }
 
-/// The dense twin's step from equal weights, against the ranks'.
+/// The dense reference model's step from equal weights, against the ranks'.
 #[derive(Debug, Clone)]
 pub struct TwinCheck {
     pub loss: f64,

@@ -64,8 +64,8 @@ const MOST_EXPERTS: usize = 1024;
 
 /// Trains a small byte-level Mixture-of-Experts language model over ranks in one process.
 ///
-/// Fails where a gradient differs from the dense twin's by more than 1e-5, the loss does not fall below --max-loss,
-/// or an expert ends with less than 1 % of the load.
+/// Fails where a gradient differs from the dense reference model's by more than 1e-5, the loss does not fall below
+/// --max-loss, or an expert ends with less than 1 % of the load.
 ///
 /// Exit code: 0 where all of that holds, 1 where something does not or the run failed, 2 for a wrong command line.
 #[derive(Debug, Clone, Parser)]
@@ -139,7 +139,7 @@ type Failure = Box<dyn Error + Send + Sync>;
 enum Framework {
     /// candle
     Candle,
-    /// burn (a build with --features burn; on a GPU burn-cuda); the dense twin stays in candle
+    /// burn (a build with --features burn; on a GPU burn-cuda); the dense reference model stays in candle
     Burn,
 }
 
@@ -433,7 +433,8 @@ fn verdict(args: &Args, settings: &Settings, steps: &[Step]) -> bool {
     let worst = checks().max_by(|a, b| a.1.error.total_cmp(&b.1.error));
     if let Some((step, worst)) = worst {
         let text = format!(
-            "gradients equal the dense twin's within {TOLERANCE:e} in {} comparisons: worst {:.2e} ({}, step {step})",
+            "gradients equal the dense reference model's within {TOLERANCE:e} in {} comparisons: worst {:.2e} ({}, step \
+             {step})",
             checks().count(),
             worst.error,
             worst.worst

@@ -43,7 +43,7 @@ pub fn loss(path: &Path, steps: &[Step], bound: Option<f64>) -> Fallible {
     let twins = steps.iter().step_by(every).filter_map(|s| Some((s.step, s.twin.as_ref()?.loss)));
     chart
         .draw_series(twins.map(|at| Circle::new(at, 4, RED.stroke_width(1))))?
-        .label("dense twin, same weights")
+        .label("dense reference model, same weights")
         .legend(|(x, y)| Circle::new((x + 10, y), 4, RED.stroke_width(1)));
     if let Some(bound) = bound {
         chart

@@ -1,4 +1,4 @@
-//! One thread a rank, whatever the host framework, and the dense twin on the calling thread.
+//! One thread a rank, whatever the host framework, and the dense reference model on the calling thread.
 
 use std::collections::BTreeMap;
 use std::error::Error;

@@ -32,7 +32,7 @@ fn settings(ep: usize, etp: Option<usize>) -> Settings {
     }
 }
 
-/// Trains a few steps, each compared with the dense twin.
+/// Trains a few steps, each compared with the dense reference model.
 fn train(settings: &Settings) -> Vec<Step> {
     let corpus = Corpus::load(None).unwrap();
     let mut steps = Vec::new();

@@ -1,5 +1,5 @@
-//! The dense twin: the whole batch on one rank, every expert on every token, by plain candle operations, whatever
-//! framework the ranks run in.
+//! The dense reference model: the whole batch on one rank, every expert on every token, by plain candle operations,
+//! whatever framework the ranks run in.
 
 use std::borrow::Cow;
 use std::collections::BTreeMap;
