@@ -23,8 +23,8 @@ pub enum Waited {
     Host,
 }
 
-/// What a device calls before a recording of its calls ends, told whether they have failed; an error of its own is the
-/// recording's.
+/// A hook that a device calls before a capture ends, with whether the captured calls have failed; an error of its own is
+/// the capture's.
 pub type CaptureHook = dyn Fn(bool) -> Result<()> + Send + Sync;
 
 /// A kind of memory and the order of work on it: a device is also its stream, and a second stream of the same memory is

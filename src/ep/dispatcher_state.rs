@@ -21,7 +21,7 @@ use super::{
 
 pub(super) const PREPARE: &str = "prepare";
 
-/// What a prepare must know of the transport of its rows.
+/// Rules of the transport that a prepare checks its rows against.
 #[derive(Debug)]
 pub struct TransportRules {
     /// The order in which it brings rows.

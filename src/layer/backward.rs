@@ -151,7 +151,7 @@ fn check_inputs<D: Kernels>(
 
 /// The output's gradient, as the routed experts need it.
 struct OutputGrads<'a, D: Kernels> {
-    /// What its rows' tokens have brought here.
+    /// The rows of it that dispatch has brought here.
     d_out: &'a Received<D>,
     /// `[T, H]`.
     d_y: TensorRef<'a, D>,

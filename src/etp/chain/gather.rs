@@ -138,7 +138,7 @@ impl<D: ShardDevice> Chain<D> {
 /// A weight's gather, before it is started.
 #[derive(Debug, Clone, Copy)]
 struct WeightGather {
-    /// What the weight is read from.
+    /// The buffer that the weight is read from.
     buffer_id: BufferId,
     /// Where its codes arrive, if it is sent quantized.
     arrived: Option<BufferId>,

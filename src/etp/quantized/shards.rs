@@ -64,7 +64,7 @@ impl<D: ShardDevice> Drop for ShardCodes<D> {
 /// A weight whose shards are sent quantized.
 #[derive(Debug)]
 pub struct ShardForm {
-    /// What shards are sent as.
+    /// The form that shards are sent in.
     pub payload: Payload,
     /// The weight's type.
     pub dtype: DType,
@@ -74,7 +74,7 @@ pub struct ShardForm {
     pub rank: usize,
 }
 
-/// What a gather has brought.
+/// The shards that a gather has brought.
 #[derive(Debug)]
 pub struct GatheredShards<'a, D: Device> {
     /// Codes and scales of every rank's rows, rank after rank.

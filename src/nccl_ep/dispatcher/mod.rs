@@ -64,7 +64,7 @@ pub struct NcclEp {
     shared: SharedComm,
     /// Layers and specs that all ranks have met with.
     agreed: Vec<(u32, routing_record::SpecFields)>,
-    /// What live handles keep, by the number of their prepare.
+    /// Data of live handles, by the number of their prepare.
     kept: HashMap<u64, Weak<Kept>>,
     core: DispatcherState<Cuda>,
 }

@@ -46,7 +46,7 @@ impl NcclEp {
         handle.dispatcher_data = Some(kept);
     }
 
-    /// What the dispatcher keeps of a handle's routing.
+    /// The dispatcher's data of a handle's routing.
     pub(super) fn kept(&self, call: &'static str, handle: &Handle<Cuda>) -> Result<Arc<Kept>> {
         let kept = self.kept.get(&handle.sequence()).and_then(Weak::upgrade);
         let own = |kept: &Arc<Kept>| {
