@@ -123,3 +123,95 @@ impl AuxConfig {
         Self { over_ranks, ..self }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeSet;
+
+    use serde::Serialize;
+    use serde_json::Value;
+
+    use super::super::{CapacityOrder, GroupScore};
+    use super::*;
+
+    fn fields(config: &impl Serialize) -> serde_json::Map<String, Value> {
+        match serde_json::to_value(config) {
+            Ok(Value::Object(fields)) => fields,
+            other => panic!("{other:?}"),
+        }
+    }
+
+    /// Every setter puts its value into the field of its name and changes no other; all fields but those that `new`
+    /// takes have one.
+    fn each_sets_its_own<C: Serialize>(before: &C, taken: &[&str], set: Vec<(&str, C, Value)>) {
+        let before = fields(before);
+        let mut named: BTreeSet<&str> = taken.iter().copied().collect();
+        for (name, after, value) in set {
+            let mut expected = before.clone();
+            let old = expected.insert(name.to_string(), value.clone());
+            assert!(old.is_some_and(|old| old != value), "{name}: no field of this name, or {value} is its default");
+            assert_eq!(fields(&after), expected, "{name}");
+            assert!(named.insert(name), "{name} twice");
+        }
+        assert_eq!(named, before.keys().map(String::as_str).collect(), "fields and setters");
+    }
+
+    /// A setter's field, its result, and what it was given.
+    macro_rules! set {
+        ($config:ident, $field:ident, $with:ident, $value:expr) => {
+            (stringify!($field), $config.clone().$with($value), serde_json::to_value($value).unwrap())
+        };
+    }
+
+    #[test]
+    fn setters_of_the_layer() {
+        let c = MoeConfig::new(64, 32, 8, 2);
+        let router = c.router.clone().with_scale(2.5);
+        let set = vec![
+            ("router", c.clone().with_router(|router| router.with_scale(2.5)), serde_json::to_value(router).unwrap()),
+            set!(c, activation, with_activation, Activation::Relu2),
+            set!(c, weight_at, with_weight_at, WeightAt::Input),
+            set!(c, expert_bias, with_expert_bias, true),
+            set!(c, shared, with_shared, SharedConfig { intermediate: 16, gated: true }),
+            set!(c, aux, with_aux, AuxConfig::default().with_z(0.5)),
+            set!(c, recompute, with_recompute, true),
+            set!(c, payload, with_payload, Payload::Mxfp8),
+        ];
+        each_sets_its_own(&c, &["hidden", "intermediate"], set);
+        let shared = c.clone().with_shared(SharedConfig { intermediate: 16, gated: true });
+        assert_eq!(shared.with_shared(None), c);
+    }
+
+    #[test]
+    fn setters_of_the_router() {
+        let c = RouterConfig::new(8, 2);
+        let groups = GroupLimit { groups: 4, keep: 2, rank_by: GroupScore::Max };
+        let capacity = ExpertCapacity { factor: 1.5, order: CapacityOrder::Probability, renormalize: true };
+        let set = vec![
+            set!(c, score, with_score, Score::Sigmoid),
+            set!(c, logit_bias, with_logit_bias, true),
+            set!(c, selection_bias, with_selection_bias, true),
+            set!(c, groups, with_groups, groups),
+            set!(c, renorm, with_renorm, Renorm { p: 2.0, epsilon: 0.25, floor: 0.125 }),
+            set!(c, scale, with_scale, 2.5),
+            set!(c, jitter, with_jitter, 0.25),
+            set!(c, expert_capacity, with_expert_capacity, capacity),
+        ];
+        each_sets_its_own(&c, &["num_experts", "top_k"], set);
+        assert_eq!(c.clone().with_groups(groups).with_groups(None), c);
+        assert_eq!(c.clone().with_expert_capacity(capacity).with_expert_capacity(None), c);
+        assert_eq!(c.with_renorm(None).renorm, None);
+    }
+
+    #[test]
+    fn setters_of_the_losses() {
+        let c = AuxConfig::default();
+        let set = vec![
+            set!(c, balance, with_balance, 0.25),
+            set!(c, balance_kind, with_balance_kind, BalanceKind::HuggingFace),
+            set!(c, z, with_z, 0.5),
+            set!(c, over_ranks, with_over_ranks, true),
+        ];
+        each_sets_its_own(&c, &[], set);
+    }
+}
