@@ -3,7 +3,7 @@
 use std::collections::{HashMap, HashSet};
 
 use super::convert::RowPlacement;
-use super::layout::{BlockLayout, DiskMatrix};
+use super::layout::{BlockLayout, DiskMatrix, DiskRows};
 use super::stored::{Form, Scratch, Stored};
 use super::window::read_window;
 use super::{Block, BlockParams, Checkpoint, LoadOptions, Progress, ShardOptions};
@@ -184,7 +184,7 @@ impl Checkpoint {
                 true => tensor.as_bytes_mut(),
             };
             let stored = self.stored(&part.name)?.ok_or_else(|| self.missing(&part))?;
-            read_part(&stored, &part, matrix, dtype, &mut scratch)?;
+            read_matrix(&stored, &MatrixLayout::of(&part), matrix, dtype, &mut scratch)?;
             done += (part.out * part.inn * dtype.size()) as u64;
             progress(Progress { layer, tensor: &part.name, done, total });
         }
@@ -232,26 +232,34 @@ impl Checkpoint {
             return Ok(tensor);
         }
         for (slice, bytes) in tensor.as_bytes_mut().chunks_exact_mut(matrix * dtype.size()).enumerate() {
-            let part = DiskMatrix {
-                role: ParamKind::Router,
-                name: name.to_string(),
-                dims: stored.dims.clone(),
-                slice,
-                out: matrix / inn,
-                inn,
-                transposed: false,
-                rows: super::layout::DiskRows::From(0),
-            };
-            read_part(&stored, &part, bytes, dtype, &mut scratch)?;
+            let part = MatrixLayout { slice, out: matrix / inn, inn, transposed: false, rows: DiskRows::From(0) };
+            read_matrix(&stored, &part, bytes, dtype, &mut scratch)?;
         }
         Ok(tensor)
     }
 }
 
+/// Which matrix of a stored tensor is read, and how it lies there and in its place: fields of [`DiskMatrix`].
+#[derive(Debug, Clone, Copy)]
+pub(super) struct MatrixLayout {
+    pub slice: usize,
+    pub out: usize,
+    pub inn: usize,
+    pub transposed: bool,
+    pub rows: DiskRows,
+}
+
+impl MatrixLayout {
+    pub fn of(part: &DiskMatrix) -> Self {
+        let DiskMatrix { slice, out, inn, transposed, rows, .. } = *part;
+        Self { slice, out, inn, transposed, rows }
+    }
+}
+
 /// Reads one matrix into its place, piece by piece.
-pub(super) fn read_part(
+pub(super) fn read_matrix(
     stored: &Stored<'_>,
-    part: &DiskMatrix,
+    part: &MatrixLayout,
     matrix: &mut [u8],
     dtype: DType,
     scratch: &mut Scratch,
@@ -259,7 +267,7 @@ pub(super) fn read_part(
     let transposed = part.transposed != stored.flipped;
     let (rows, columns) = if transposed { (part.inn, part.out) } else { (part.out, part.inn) };
     let origin = part.slice * rows;
-    if let (Form::Plain(found), false, super::layout::DiskRows::From(first)) = (stored.form, transposed, part.rows)
+    if let (Form::Plain(found), false, DiskRows::From(first)) = (stored.form, transposed, part.rows)
         && found == dtype
     {
         let row = columns * dtype.size();

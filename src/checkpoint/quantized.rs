@@ -4,7 +4,7 @@ use std::collections::HashMap;
 use std::collections::hash_map::Entry;
 
 use super::layout::{DiskMatrix, DiskRows};
-use super::load::read_part;
+use super::load::{MatrixLayout, read_matrix};
 use super::stored::Scratch;
 use super::{Checkpoint, LoadOptions};
 use crate::config::MoeConfig;
@@ -120,7 +120,7 @@ impl Checkpoint {
             let bytes = tensor.as_bytes_mut();
             let one = if part.role.is_replicated() { bytes.len() } else { bytes.len() / experts.len() };
             let stored = self.stored(&part.name)?.ok_or_else(|| self.missing(&part))?;
-            read_part(&stored, &part, &mut bytes[e * one..(e + 1) * one], dtype, &mut scratch)?;
+            read_matrix(&stored, &MatrixLayout::of(&part), &mut bytes[e * one..(e + 1) * one], dtype, &mut scratch)?;
         }
         let mut take = |role: ParamKind| {
             let missing = || Error::invalid(CALL, role.name(), "a tensor", "nothing");

@@ -4,7 +4,7 @@ use std::ops::Range;
 
 use super::convert::RowPlacement;
 use super::layout::{DiskMatrix, DiskRows};
-use super::load::{CHUNK, read_part};
+use super::load::{CHUNK, MatrixLayout, read_matrix};
 use super::stored::{Scratch, Stored};
 use crate::dtype::DType;
 use crate::error::Result;
@@ -54,7 +54,7 @@ pub(super) fn read_window<'s>(
         return Ok(to.len());
     }
     let mut whole = vec![0; (start + rows) * row];
-    read_part(&stored, part, &mut whole, dtype, scratch)?;
+    read_matrix(&stored, &MatrixLayout::of(part), &mut whole, dtype, scratch)?;
     to.copy_from_slice(&whole[(start + from.start) * row..(start + from.end) * row]);
     Ok(to.len())
 }
