@@ -222,23 +222,6 @@ impl NcclComm {
         Self::new(comm_handle, cuda, ControlPlane::ProcessControl(mail), job.timeout)
     }
 
-    /// Joins a communicator whose id has reached every rank by other ways: `(id, rank, ranks)`. Ranks hear nothing of
-    /// each other beside NCCL: one that dies or refuses is a [`CommError::Timeout`] to the others.
-    ///
-    /// # Errors
-    /// [`NcclError`](crate::nccl::NcclError).
-    pub fn from_id(
-        library: &NcclLibrary,
-        id: UniqueId,
-        rank: usize,
-        size: usize,
-        cuda: &Cuda,
-        timeout: Duration,
-    ) -> Result<Self> {
-        let comm_handle = joined(start(library, id, RankPlace { rank, size, copy_engines: false }, cuda)?, timeout)?;
-        Self::new(comm_handle, cuda, ControlPlane::Alone(Arc::default()), timeout)
-    }
-
     /// Divides the ranks (collective): those of one color become a communicator, in the order of their keys, then
     /// ranks; one without a color gets none. On the same stream, with the same timeout.
     ///

@@ -118,8 +118,6 @@ pub(in crate::nccl) enum ControlPlane {
     ThreadRendezvous(Arc<ThreadRendezvous>),
     /// Processes.
     ProcessControl(ProcessControl),
-    /// Nobody but this rank reads it.
-    Alone(Arc<PeerEvents>),
 }
 
 impl ControlPlane {
@@ -127,7 +125,6 @@ impl ControlPlane {
         match self {
             ControlPlane::ThreadRendezvous(rendezvous) => &rendezvous.peer_events,
             ControlPlane::ProcessControl(process) => &process.peer_events,
-            ControlPlane::Alone(peer_events) => peer_events,
         }
     }
 
@@ -182,7 +179,6 @@ impl ControlPlane {
         match self {
             ControlPlane::ThreadRendezvous(rendezvous) => rendezvous.meeting.leave(rank),
             ControlPlane::ProcessControl(process) => process.socket.post(MessageKind::Left(process.of(last))),
-            ControlPlane::Alone(_) => {}
         }
     }
 
@@ -209,7 +205,7 @@ impl ControlPlane {
 
     fn wait_for_others(&self, rank: usize, size: usize) -> bool {
         let start = Instant::now();
-        while !matches!(self, ControlPlane::Alone(_)) && !self.peer_events().others_ended(rank, size) {
+        while !self.peer_events().others_ended(rank, size) {
             if start.elapsed() >= OTHERS {
                 return false;
             }
@@ -234,7 +230,6 @@ impl ControlPlane {
                     ranks.iter().map(|r| process.ranks[*r]).collect(),
                 ))
             }
-            ControlPlane::Alone(_) => ControlPlane::Alone(Arc::default()),
         }
     }
 }
