@@ -38,8 +38,8 @@ fn segments<D: Target>(device: &D) -> Segments<D> {
 const FILLED: [(usize, usize); 5] = [(0, 0), (1, 0), (2, 0), (4, 2), (5, 2)];
 const PADDING: [usize; 3] = [3, 6, 7];
 
-fn integers(count: usize, seed: u64) -> Vec<f64> {
-    let mut state = seed;
+fn integers(count: usize, own: u64) -> Vec<f64> {
+    let mut state = devices::seed::seed(own);
     let mut next = || {
         state = state.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
         ((state >> 33) % 7) as f64 - 3.0

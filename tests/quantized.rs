@@ -33,6 +33,11 @@ cases!(
 struct Random(u64);
 
 impl Random {
+    /// Numbers of a place's own number.
+    fn new(own: u64) -> Self {
+        Self(devices::seed::seed(own))
+    }
+
     fn next(&mut self) -> u64 {
         self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
         let mut z = self.0;
@@ -95,7 +100,7 @@ impl Case {
 
     /// Every product with these weights; the rows of filled slots.
     fn run<D: Target>(&self, device: &D, dtype: DType, [up, down]: [Weight<'_, D>; 2]) -> ForwardInfo {
-        let mut random = Random(7);
+        let mut random = Random::new(7);
         let (n, h, i) = (self.slots(), self.hidden, self.inner);
         let wide = i * self.activation.gate_factor();
         let segments = self.segments(device);
@@ -175,7 +180,7 @@ impl Case {
 
     fn compare<D: Target>(&self, device: &D, dtype: DType) {
         let (h, i, factor) = (self.hidden, self.inner, self.activation.gate_factor());
-        let mut random = Random(3);
+        let mut random = Random::new(3);
         let up = random.weight(self.format, [3, factor * i, h], factor);
         let down = random.weight(self.format, [3, h, i], 1);
         let [up_values, down_values] = [exact(&up), exact(&down)];
@@ -251,7 +256,7 @@ impl Rows {
         let segments = Segments::new(put(starts), put(counts), n);
         // A row's values are those of its number alone.
         let values = |width: usize, stream: u64| {
-            let of = |row: &usize| Random(stream + *row as u64).values(width);
+            let of = |row: &usize| Random::new(stream + *row as u64).values(width);
             device.put(dtype, &slots.iter().flat_map(of).collect::<Vec<_>>(), &[n, width])
         };
         let (x, d_y) = (values(h, 1 << 20), values(h, 2 << 20));
@@ -315,7 +320,7 @@ fn a_row_has_the_same_bits_among_any_others<D: Target>(device: &D) {
     let all: Vec<usize> = (0..Rows::COUNT).collect();
     for format in FORMATS {
         for (hidden, inner) in [(256, 128), (320, 192), (192, 448)] {
-            let mut random = Random(11);
+            let mut random = Random::new(11);
             let up = random.weight(format, [3, 2 * inner, hidden], 2);
             let down = random.weight(format, [3, hidden, inner], 1);
             let rows = Rows { hidden, inner, weights: [up, down] };
@@ -403,7 +408,7 @@ fn quantized_weights_have_no_gradient<D: Target>(device: &D) {
 }
 
 fn weights_that_do_not_fit_are_errors<D: Target>(device: &D) {
-    let whole = Random(1).weight(WeightFormat::Nvfp4, [2, 32, 64], 2).to(device).unwrap();
+    let whole = Random::new(1).weight(WeightFormat::Nvfp4, [2, 32, 64], 2).to(device).unwrap();
     let view = whole.view();
     let message = |weight: QuantizedRef<'_, D>| weight.check("up").unwrap_err().to_string();
     let wrong = [

@@ -1,16 +1,20 @@
 //! Several ranks, one thread each, on the CPU.
 
+use std::sync::Mutex;
 use std::time::Duration;
 
-use candle_core::{DType, Device, Module, Tensor};
-use candle_nn::{VarBuilder, VarMap};
+use candle_core::{DType, Device, Module, Shape, Tensor, Var};
+use candle_nn::var_builder::SimpleBackend;
+use candle_nn::{Init, VarBuilder};
 use moebius::candle::{EpGroup, ExpertParallelMoE};
 use moebius::cpu::{Cpu, ThreadWorld};
 use moebius::ep::{Group, GroupConfig};
 use moebius::layer::{Layer, ParamKind};
+use rand::Rng;
+use rand::rngs::StdRng;
 
 use crate::support::{AnyResult, EXPERTS, H, Part, close, config, seeded, step, tokens};
-use crate::trials::tests;
+use crate::trials::{seed, tests};
 
 /// Runs one closure a rank, each on its own thread, and returns what they give in rank order.
 fn ranks<R: Send>(count: usize, timeout: Duration, run: impl Fn(EpGroup) -> AnyResult<R> + Sync) -> Vec<AnyResult<R>> {
@@ -81,9 +85,38 @@ fn ranks_share_the_work_of_one() -> AnyResult<()> {
     Ok(())
 }
 
+/// Variables drawn from a seed: candle's own generator of the CPU takes none.
+struct Fresh(Mutex<StdRng>);
+
+impl SimpleBackend for Fresh {
+    fn get(&self, s: Shape, _: &str, h: Init, dtype: DType, dev: &Device) -> candle_core::Result<Tensor> {
+        let mut draw = self.0.lock().expect("a generator");
+        let values: Vec<f64> = match h {
+            Init::Const(value) => vec![value; s.elem_count()],
+            Init::Uniform { lo, up } => (0..s.elem_count()).map(|_| draw.random_range(lo..up)).collect(),
+            other => candle_core::bail!("not drawn here: {other:?}"),
+        };
+        Ok(Var::from_tensor(&Tensor::from_vec(values, s, dev)?.to_dtype(dtype)?)?.into_inner())
+    }
+
+    fn get_unchecked(&self, name: &str, _: DType, _: &Device) -> candle_core::Result<Tensor> {
+        candle_core::bail!("{name}: without a shape")
+    }
+
+    fn contains_tensor(&self, _: &str) -> bool {
+        true
+    }
+}
+
+/// A rank's own.
+fn fresh(rank: usize) -> VarBuilder<'static> {
+    let drawn = Fresh(Mutex::new(seed::generator(40 + rank as u64)));
+    VarBuilder::from_backend(Box::new(drawn), DType::F32, Device::Cpu)
+}
+
 fn fresh_variables_agree_where_ranks_share_them() -> AnyResult<()> {
     let results = ranks(3 + 1, Duration::from_secs(20), |group| {
-        let vb = VarBuilder::from_varmap(&VarMap::new(), DType::F32, &Device::Cpu);
+        let vb = fresh(group.rank());
         let mut shared = config();
         shared.shared = Some(moebius::config::SharedConfig { intermediate: 8, gated: true });
         let moe = ExpertParallelMoE::new(Layer::new(shared, 0)?, group, vb)?;
@@ -229,13 +262,12 @@ fn training_on_two_ranks_is_training_on_one() -> AnyResult<()> {
 fn a_layer_that_one_rank_cannot_make_fails_on_both() -> AnyResult<()> {
     let results = ranks(2, Duration::from_secs(20), |group| {
         let rank = group.rank();
-        let drawn = || VarBuilder::from_varmap(&VarMap::new(), DType::F32, &Device::Cpu);
         let vb = match rank {
             1 => VarBuilder::from_tensors(Default::default(), DType::F32, &Device::Cpu),
-            _ => drawn(),
+            _ => fresh(rank),
         };
         let error = ExpertParallelMoE::new(config(), &group, vb).err().map(|e| e.to_string()).unwrap_or_default();
-        let vb = drawn();
+        let vb = fresh(rank);
         let next = ExpertParallelMoE::new(config(), &group, vb)?;
         next.forward(tokens(0..4, &Device::Cpu)?.as_tensor())?;
         Ok((error, next.layer().number()))

@@ -6,6 +6,8 @@ mod forms;
 mod golden;
 mod quantize;
 mod saving;
+#[path = "../common/seed.rs"]
+mod seed;
 mod support;
 
 /// The references' own reading of names on disk.

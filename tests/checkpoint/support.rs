@@ -9,6 +9,8 @@ use moebius::cpu::Cpu;
 use safetensors::Dtype;
 use safetensors::tensor::TensorView;
 
+use crate::seed;
+
 pub fn options(rank: usize, ranks: usize, dtype: Option<DType>) -> LoadOptions {
     LoadOptions { rank, ranks, dtype }
 }
@@ -109,9 +111,9 @@ pub fn config(name: &str) -> serde_json::Value {
     serde_json::from_slice(&std::fs::read(fixture(name).join("config.json")).unwrap()).unwrap()
 }
 
-/// Pseudo-random words (SplitMix64), seeded.
-pub fn random(seed: u64) -> impl FnMut() -> u64 {
-    let mut state = seed;
+/// Pseudo-random words (SplitMix64) of a place's own number.
+pub fn random(own: u64) -> impl FnMut() -> u64 {
+    let mut state = seed::seed(own);
     move || {
         state = state.wrapping_add(0x9E37_79B9_7F4A_7C15);
         let mut z = state;

@@ -92,7 +92,7 @@ fn totals_by_hand<D: Target>(device: &D) {
     for kind in [BalanceKind::Switch, BalanceKind::HuggingFace, BalanceKind::Sequence { length: 50 }] {
         for (experts, seed) in [(8, 1), (96, 2), (520, 3)] {
             let (c, aux) = (router(experts, 3, Score::Softmax), balance(kind, 0.013, 0.0007));
-            let logits = Numbers(seed).logits(300 * experts);
+            let logits = Numbers::new(seed).logits(300 * experts);
             let (ids, _) = d.route(&c, &logits, None, None).unwrap();
             let s = d.aux_sums(&c, &aux, &logits, &ids).unwrap();
             let dot: f64 = (0..experts).map(|e| s[e] * s[experts + e]).sum();
@@ -134,7 +134,7 @@ fn ranks_add_up<D: Target>(device: &D) {
     for kind in [BalanceKind::Switch, BalanceKind::HuggingFace, BalanceKind::Sequence { length: 50 }] {
         let c = router(8, 3, Score::Softmax);
         let aux = balance(kind, 1.0, 1.0);
-        let logits = Numbers(1).logits(300 * 8);
+        let logits = Numbers::new(1).logits(300 * 8);
         let (ids, _) = d.route(&c, &logits, None, None).unwrap();
         let whole = d.aux_sums(&c, &aux, &logits, &ids).unwrap();
         let mut parts = vec![0.0; whole.len()];
@@ -180,7 +180,7 @@ fn no_tokens<D: Target>(device: &D) {
 fn the_same_bits_every_time<D: Target>(device: &D) {
     let d = On::f32(device);
     let c = router(16, 4, Score::Sigmoid);
-    let logits = Numbers(3).logits(5000 * 16);
+    let logits = Numbers::new(3).logits(5000 * 16);
     let (ids, _) = d.route(&c, &logits, None, None).unwrap();
     let aux = balance(BalanceKind::Switch, 1.0, 1.0);
     let bits = || d.aux_sums(&c, &aux, &logits, &ids).unwrap().iter().map(|v| v.to_bits()).collect::<Vec<_>>();

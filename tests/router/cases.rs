@@ -243,7 +243,7 @@ fn tokens_are_independent<D: Target>(device: &D) {
     let d = On::wide(device);
     let mut c = router(8, 3, Score::Sigmoid);
     (c.groups, c.renorm, c.jitter) = (groups(4, 2, GroupScore::Top2Sum), renorm(0.0), 0.1);
-    let mut n = Numbers(8);
+    let mut n = Numbers::new(8);
     let (logits, d_weights) = (n.logits(1000 * 8), n.logits(1000 * 3));
     let jitter = |first_token| Some(Jitter { seed: 1, step: 2, layer: 3, first_token });
     let (ids, w) = d.route(&c, &logits, None, jitter(7)).unwrap();
@@ -273,7 +273,7 @@ fn jitter_multiplies_logits<D: Target>(device: &D) {
     let d = On::wide(device);
     let mut c = router(8, 3, Score::Softmax);
     c.jitter = 0.25;
-    let logits = Numbers(2).logits(200 * 8);
+    let logits = Numbers::new(2).logits(200 * 8);
     let jitter = Jitter { seed: 11, step: 22, layer: 33, first_token: 44 };
     let factors: Vec<f64> = (0..1600).map(|i| factor(0.25, [11, 22, 33, 44 + i as u64 / 8, i as u64 % 8])).collect();
     let noisy: Vec<f64> = logits.iter().zip(&factors).map(|(l, f)| l * f).collect();
@@ -309,7 +309,7 @@ fn jitter_does_not_depend_on_ranks<D: Target>(device: &D) {
     let d = On::wide(device);
     let mut c = router(8, 2, Score::Softmax);
     c.jitter = 0.5;
-    let logits = Numbers(6).logits(240 * 8);
+    let logits = Numbers::new(6).logits(240 * 8);
     let at = |first_token| Some(Jitter { seed: 3, step: 4, layer: 5, first_token });
     let whole = d.route(&c, &logits, None, at(0)).unwrap();
     for split in [[0usize, 240], [100, 140], [1, 239], [80, 160]] {
@@ -451,7 +451,7 @@ fn bias_balances_a_skewed_router<D: Target>(device: &D) {
     let d = On::wide(device);
     let mut c = router(8, 2, Score::Sigmoid);
     c.selection_bias = true;
-    let mut n = Numbers(12);
+    let mut n = Numbers::new(12);
     let logits: Vec<f64> = (0..500 * 8).map(|i| n.unit() + (i % 8) as f64 * 0.3).collect();
     let mut bias = [0.0f32; 8];
     let load = |bias: &[f32]| {

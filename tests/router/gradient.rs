@@ -54,7 +54,7 @@ fn bias(case: &Case) -> Option<&[f64]> {
 fn check<D: Target>(d: &On<D>, case: &Case, jitter: Option<Jitter>, seed: u64) {
     let c = &case.config;
     let (ids, _) = d.route(c, &case.logits, bias(case), jitter).unwrap();
-    let mut n = Numbers(seed);
+    let mut n = Numbers::new(seed);
     let cotangent: Vec<f64> = ids.iter().map(|_| n.unit()).collect();
     let loss = |l: &[f64]| {
         let (now, w) = exact().route(c, l, bias(case), jitter).unwrap();
@@ -105,7 +105,7 @@ fn other_combinations<D: Target>(device: &D) {
                         continue;
                     }
                     let mut case = Case::new(FAMILIES[0], 0, 0, false);
-                    let mut n = Numbers((i * 10 + j) as u64);
+                    let mut n = Numbers::new((i * 10 + j) as u64);
                     case.config = router(12, if mixer { 2 } else { 4 }, score);
                     (case.config.renorm, case.config.groups) = (Some(norm), grouping);
                     (case.config.selection_bias, case.config.scale) = (biased, 1.7);
@@ -141,7 +141,7 @@ fn kept_sum<D: Target>(device: &D) {
             let case = Case::new(family, 6, seed, false);
             let (c, k) = (&case.config, case.config.top_k);
             let (ids, _) = d.route(c, &case.logits, bias(&case), None).unwrap();
-            let mut n = Numbers(seed);
+            let mut n = Numbers::new(seed);
             let kept: Vec<i32> = ids.iter().map(|&id| if n.below(3) == 0 { -1 } else { id }).collect();
             let cotangent: Vec<f64> = ids.iter().map(|_| n.unit()).collect();
             let loss = |l: &[f64]| {
@@ -179,7 +179,7 @@ fn auxiliary_losses<D: Target>(device: &D) {
         for score in scores {
             for (a, z) in [(0.7, 0.0), (0.0, 0.3), (0.7, 0.3)] {
                 let c = router(6, 2, score);
-                let mut n = Numbers(9);
+                let mut n = Numbers::new(9);
                 let ranks = [n.logits(7 * 6), n.logits(4 * 6)];
                 let mut aux = balance(kind, a, z);
                 aux.over_ranks = true;
@@ -216,7 +216,7 @@ fn weights_and_losses_together<D: Target>(device: &D) {
     (c.renorm, c.jitter) = (renorm(0.0), 0.3);
     let aux = balance(BalanceKind::Switch, 0.5, 0.1);
     let jitter = Some(Jitter { seed: 5, step: 0, layer: 1, first_token: 100 });
-    let mut n = Numbers(4);
+    let mut n = Numbers::new(4);
     let logits = n.logits(100 * 6);
     let (ids, _) = d.route(&c, &logits, None, jitter).unwrap();
     let d_weights: Vec<f64> = ids.iter().map(|_| n.unit()).collect();

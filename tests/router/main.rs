@@ -220,6 +220,10 @@ fn balance(kind: BalanceKind, balance: f64, z: f64) -> AuxConfig {
 struct Numbers(u64);
 
 impl Numbers {
+    /// Numbers of a place's own number.
+    fn new(own: u64) -> Self {
+        Self(devices::seed::seed(own))
+    }
     fn bits(&mut self) -> u64 {
         self.0 = self.0.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
         (self.0 >> 33) ^ self.0

@@ -217,7 +217,7 @@ pub struct Case {
 impl Case {
     /// `coarse`: logits from a few values, so that ties are common.
     pub fn new(family: Family, tokens: usize, seed: u64, coarse: bool) -> Self {
-        let mut n = Numbers(seed);
+        let mut n = Numbers::new(seed);
         let shapes = [(8, 4, 2), (16, 4, 2), (12, 3, 1), (6, 1, 1), (32, 8, 3), (5, 5, 4), (2, 1, 1)];
         let (e, groups, keep) = shapes[n.below(shapes.len())];
         let most = if matches!(family, Family::DeepSeekV2 | Family::DeepSeekV3) { e / groups * keep } else { e };

@@ -95,7 +95,7 @@ fn same(name: &str, a: &[f64], b: &[f64]) {
 
 /// Every formula over every size, with logits.
 fn each(seed: u64, check: impl Fn(&str, &RouterConfig, &[f64], &mut Numbers)) {
-    let mut n = Numbers(seed);
+    let mut n = Numbers::new(seed);
     for experts in EXPERTS {
         for k in choices(experts) {
             for (i, c) in formulas(experts, k).iter().enumerate() {
@@ -161,7 +161,7 @@ const LATE: [(usize, usize); 7] = [(33, 32), (60, 40), (64, 63), (96, 70), (130,
 fn a_nan_is_named_wherever_it_lies<D: Target>(device: &D) {
     let d = On::f32(device);
     for (experts, at) in LATE {
-        let mut logits = rows(experts, &mut Numbers(1));
+        let mut logits = rows(experts, &mut Numbers::new(1));
         for place in [11 * experts + at, 11 * experts + experts - 1, 26 * experts] {
             logits[place] = f64::NAN;
         }
@@ -181,7 +181,7 @@ fn a_nan_that_is_told_later_leaves_distinct_choices<D: Target>(device: &D) {
         for k in [1, 2, 8, 32] {
             for c in formulas(experts, k) {
                 let name = format!("E {experts} K {k} {:?}", c.renorm);
-                let clean = rows(experts, &mut Numbers(2));
+                let clean = rows(experts, &mut Numbers::new(2));
                 let mut logits = clean.clone();
                 bad.iter().for_each(|t| logits[t * experts + at] = f64::NAN);
                 let deferred = |c: &RouterConfig, bias: Option<&[f64]>| {
