@@ -4,6 +4,10 @@
 //! cargo run --release --example quantize_checkpoint -- tests/golden/qwen3_moe_bf16 /tmp/quantized
 //! ```
 
+#[path = "support/output.rs"]
+mod output;
+
+use std::error::Error;
 use std::path::PathBuf;
 use std::process::ExitCode;
 
@@ -12,7 +16,8 @@ use moebius::checkpoint::{Checkpoint, LoadOptions, OpenOptions, QuantizedTensor,
 use moebius::cpu::Cpu;
 use moebius::ep::{Group, GroupConfig};
 use moebius::layer::{Layer, Mode};
-use moebius::{DType, Error, Result, Tensor};
+use moebius::{DType, Tensor};
+use output::{Usage, conclude, say};
 use rand::rngs::StdRng;
 use rand::{Rng, SeedableRng};
 use rand_distr::StandardNormal;
@@ -50,27 +55,17 @@ struct Arguments {
 }
 
 fn main() -> ExitCode {
-    match run(&Arguments::parse()) {
-        Ok(()) => ExitCode::SUCCESS,
-        Err(error) => {
-            eprintln!("error: {error}");
-            ExitCode::FAILURE
-        }
-    }
+    conclude(run(&Arguments::parse()).map(|()| true))
 }
 
-fn run(arguments: &Arguments) -> Result<()> {
+fn run(arguments: &Arguments) -> Result<(), Box<dyn Error + Send + Sync>> {
     let mut open = OpenOptions::default();
     open.follow_links = arguments.follow_links;
     let source = Checkpoint::open_with(&arguments.checkpoint, open)?;
     let holds_something = std::fs::read_dir(&arguments.out).is_ok_and(|mut entries| entries.next().is_some());
     if holds_something && !arguments.force {
-        return Err(Error::Invalid {
-            call: "quantize_checkpoint",
-            name: arguments.out.display().to_string(),
-            expected: "a folder that is new or empty, or --force".to_string(),
-            found: "one that holds files".to_string(),
-        });
+        let out = arguments.out.display();
+        return Err(Usage(format!("{out}: holds files; expected a folder that is new or empty, or --force")).into());
     }
     let mut save = SaveOptions::default();
     save.max_shard_bytes = arguments.max_shard_bytes;
@@ -84,26 +79,26 @@ fn run(arguments: &Arguments) -> Result<()> {
     // 16 codes are 8 bytes, their scale one.
     let bytes: usize = matrices.iter().map(|m| m.dims[0] * m.dims[1] / 16 * 9 + 4).sum();
     let per_weight = bytes as f64 * 8.0 / elements.max(1) as f64;
-    println!("\n{} matrices, {elements} weights in {bytes} bytes: {per_weight:.3} bits each", matrices.len());
+    say(format_args!("\n{} matrices, {elements} weights in {bytes} bytes: {per_weight:.3} bits each", matrices.len()));
 
     let quantized = Checkpoint::open(&arguments.out)?;
-    println!("\n{:<8} {:>12} {:>12}  on {} random tokens", "block", "relative", "max abs", arguments.tokens);
+    say(format_args!("\n{:<8} {:>12} {:>12}  on {} random tokens", "block", "relative", "max abs", arguments.tokens));
     for &layer in source.moe_layers() {
         let [exact, found] = [&source, &quantized].map(|checkpoint| outputs(checkpoint, layer, arguments));
         let (exact, found) = (exact?, found?);
         let difference = || exact.iter().zip(&found).map(|(a, b)| (a - b).abs());
         let norm = |values: &mut dyn Iterator<Item = f64>| values.map(|v| v * v).sum::<f64>().sqrt();
         let relative = norm(&mut difference()) / norm(&mut exact.iter().copied());
-        println!("{layer:<8} {relative:>12.4e} {:>12.4e}", difference().fold(0.0, f64::max));
+        say(format_args!("{layer:<8} {relative:>12.4e} {:>12.4e}", difference().fold(0.0, f64::max)));
     }
     Ok(())
 }
 
 fn each(matrices: &[QuantizedTensor]) {
     let width = matrices.iter().map(|m| m.name.len()).max().unwrap_or(0);
-    println!("{:width$} {:>14} {:>12} {:>12}", "matrix", "shape", "amax", "relative");
+    say(format_args!("{:width$} {:>14} {:>12} {:>12}", "matrix", "shape", "amax", "relative"));
     for QuantizedTensor { name, dims, amax, error } in matrices {
-        println!("{name:width$} {:>14} {amax:>12.4e} {error:>12.4e}", format!("{}x{}", dims[0], dims[1]));
+        say(format_args!("{name:width$} {:>14} {amax:>12.4e} {error:>12.4e}", format!("{}x{}", dims[0], dims[1])));
     }
 }
 
@@ -122,16 +117,16 @@ fn summary(matrices: &[QuantizedTensor]) {
         }
     }
     let width = kinds.iter().map(|(kind, _)| kind.len()).max().unwrap_or(0);
-    println!("{:width$} {:>8} {:>12} {:>12}", "matrices", "number", "mean", "largest");
+    say(format_args!("{:width$} {:>8} {:>12} {:>12}", "matrices", "number", "mean", "largest"));
     for (kind, errors) in kinds {
         let mean = errors.iter().sum::<f64>() / errors.len() as f64;
         let largest = errors.iter().copied().fold(0.0, f64::max);
-        println!("{kind:width$} {:>8} {mean:>12.4e} {largest:>12.4e}", errors.len());
+        say(format_args!("{kind:width$} {:>8} {mean:>12.4e} {largest:>12.4e}", errors.len()));
     }
 }
 
 /// Outputs of a block for the random tokens, in f32.
-fn outputs(checkpoint: &Checkpoint, layer: usize, arguments: &Arguments) -> Result<Vec<f64>> {
+fn outputs(checkpoint: &Checkpoint, layer: usize, arguments: &Arguments) -> moebius::Result<Vec<f64>> {
     let block = checkpoint.load_block(layer, LoadOptions { rank: 0, ranks: 1, dtype: Some(DType::F32) })?;
     let hidden = block.config.hidden;
     let rng = StdRng::seed_from_u64(arguments.seed ^ ((layer as u64) << 32));
@@ -153,7 +148,7 @@ mod tests {
 
     use super::*;
 
-    fn quantize(from: &Path, to: &Path, more: &[&str]) -> Result<()> {
+    fn quantize(from: &Path, to: &Path, more: &[&str]) -> Result<(), Box<dyn Error + Send + Sync>> {
         let paths = [Path::new("quantize_checkpoint"), from, to].map(|path| path.as_os_str().to_owned());
         run(&Arguments::parse_from(paths.into_iter().chain(more.iter().map(Into::into))))
     }

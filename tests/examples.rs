@@ -34,7 +34,15 @@ fn refused(name: &str, arguments: &[&str], status: i32, words: &[&str]) {
 #[cfg(unix)]
 #[test]
 fn a_reader_that_is_gone_ends_a_program_quietly() {
-    for (name, arguments) in [("inspect", &["--tokens", "8"][..]), ("dense_reference", &[])] {
+    let golden = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/golden/qwen3_moe_bf16");
+    let out = tempfile::tempdir().unwrap();
+    let quantized = ["--force", golden, out.path().to_str().unwrap()];
+    for (name, arguments, impossible) in [
+        ("inspect", &["--tokens", "8"][..], &["--ranks", "3"][..]),
+        ("dense_reference", &[], &["--ranks", "3"]),
+        ("quantize_checkpoint", &quantized, &[golden, golden]),
+        ("one_token", &[], &["--no-such-option"]),
+    ] {
         let closed = || {
             let (read, write) = std::io::pipe().unwrap();
             drop(read);
@@ -45,7 +53,7 @@ fn a_reader_that_is_gone_ends_a_program_quietly() {
         assert_eq!(done.status.code(), Some(128 + 13), "{name}: as of a program that SIGPIPE ends");
         let status = example(name).args(arguments).stdout(closed()).stderr(closed()).status().unwrap();
         assert_eq!(status.code(), Some(128 + 13), "{name}");
-        let status = example(name).arg("--ranks").arg("3").stdout(closed()).stderr(closed()).status().unwrap();
+        let status = example(name).args(impossible).stdout(closed()).stderr(closed()).status().unwrap();
         assert_eq!(status.code(), Some(2), "{name}: its error is read by nobody either");
     }
 }
@@ -72,4 +80,15 @@ fn dense_reference_checks_before_it_prints() {
         refused("dense_reference", &["--framework", "burn"], 2, &["--framework burn", "--features burn"]);
     }
     refused("dense_reference", &["--framework", "jax"], 2, &["jax"]);
+}
+
+#[test]
+fn quantize_checkpoint_checks_before_it_prints() {
+    let golden = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/golden/qwen3_moe_bf16");
+    let out = tempfile::tempdir().unwrap();
+    let path = out.path().to_str().unwrap();
+    std::fs::write(out.path().join("notes"), "").unwrap();
+    refused("quantize_checkpoint", &[golden, path], 2, &[path, "--force"]);
+    refused("quantize_checkpoint", &[golden], 2, &["OUT"]);
+    refused("quantize_checkpoint", &["/no/such/folder", path, "--force"], 1, &["/no/such/folder"]);
 }

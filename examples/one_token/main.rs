@@ -6,30 +6,38 @@
 //! ```
 
 mod draw;
+#[path = "../support/output.rs"]
+mod output;
 mod run;
 
+use std::error::Error;
 use std::fmt::Write;
+use std::path::PathBuf;
 use std::process::ExitCode;
 
+use clap::Parser;
+use output::{conclude, say};
 use run::{FOLLOWED, RANKS, TokenId, Trace};
 
+/// Follows one token of a two-rank run, and prints every number on its way.
+#[derive(Parser)]
+#[command(version)]
+struct Arguments {
+    /// File for the picture, in SVG.
+    picture: Option<PathBuf>,
+}
+
 fn main() -> ExitCode {
-    let traces = match run::run() {
-        Ok(traces) => traces,
-        Err(error) => {
-            eprintln!("error: {error}");
-            return ExitCode::FAILURE;
-        }
-    };
-    print!("{}", report(&traces));
-    let Some(path) = std::env::args_os().nth(1) else { return ExitCode::SUCCESS };
-    match std::fs::write(&path, draw::draw(&traces)) {
-        Ok(()) => ExitCode::SUCCESS,
-        Err(error) => {
-            eprintln!("error: {}: {error}", path.display());
-            ExitCode::FAILURE
-        }
+    conclude(follow(&Arguments::parse()).map(|()| true))
+}
+
+fn follow(arguments: &Arguments) -> Result<(), Box<dyn Error + Send + Sync>> {
+    let traces = run::run()?;
+    say(report(&traces).trim_end());
+    if let Some(path) = &arguments.picture {
+        std::fs::write(path, draw::draw(&traces)).map_err(|error| format!("{}: {error}", path.display()))?;
     }
+    Ok(())
 }
 
 /// A number in at most three decimals.
