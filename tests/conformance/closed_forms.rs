@@ -2,6 +2,7 @@
 
 use moebius::ep::GroupConfig;
 
+use super::devices::seed;
 use super::harness::*;
 
 pub fn cases<D: Target>() -> Vec<Case<D>> {
@@ -130,8 +131,8 @@ fn payload_dtypes<D: Target>(s: &Setup<D>) {
 }
 
 /// Inexact f32 numbers without structure.
-fn noise(seed: u64, n: usize) -> Vec<f64> {
-    let mut state = seed.wrapping_mul(0x9E37_79B9_7F4A_7C15) | 1;
+fn noise(own: u64, n: usize) -> Vec<f64> {
+    let mut state = seed::seed(own).wrapping_mul(0x9E37_79B9_7F4A_7C15) | 1;
     let mut next = || {
         state ^= state << 13;
         state ^= state >> 7;

@@ -4,6 +4,7 @@ use moebius::config::{CapacityOrder, ExpertCapacity};
 use moebius::ep::{Capacity, DispatchSpec, DispatcherKind, GroupConfig, Handle, Overflow, Reporting, Stats};
 use moebius::{DType, Error, IdProblem, Result};
 
+use super::devices::seed;
 use super::harness::*;
 
 /// The crate's own: other libraries have an order of slots, and ways to tell, of theirs.
@@ -33,8 +34,8 @@ fn later(spec: DispatchSpec) -> DispatchSpec {
 }
 
 /// Seeded choices, distinct in a token, some of none.
-fn choices(seed: u64, tokens: usize, experts: usize) -> Vec<i64> {
-    let mut state = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
+fn choices(own: u64, tokens: usize, experts: usize) -> Vec<i64> {
+    let mut state = seed::seed(own).wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
     let mut next = |n: usize| {
         state ^= state << 13;
         state ^= state >> 7;

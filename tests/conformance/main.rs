@@ -22,6 +22,8 @@ use std::io::Write;
 use devices::Target;
 #[cfg(feature = "nccl")]
 pub use devices::gpus;
+#[cfg(feature = "cuda")]
+pub use devices::seed;
 use harness::{Case, Setup};
 use moebius::cpu::Cpu;
 use moebius::ep::DispatcherKind;

@@ -13,6 +13,7 @@ use moebius::quant::{
 };
 use moebius::{DType, Error, Result, Tensor};
 
+use super::devices::seed;
 use super::harness::*;
 
 pub fn cases<D: Target>() -> Vec<Case<D>> {
@@ -37,6 +38,11 @@ const CODES: [f64; 8] = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0];
 struct Random(u64);
 
 impl Random {
+    /// Numbers of a place's own number.
+    fn new(own: u64) -> Self {
+        Self(seed::seed(own))
+    }
+
     fn next(&mut self) -> f64 {
         self.0 = self.0.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
         (self.0 >> 40) as f64 / (1u64 << 24) as f64 - 0.5
@@ -93,7 +99,7 @@ fn params<D: Target>(r: &Rank<D>, config: &MoeConfig, dtype: DType) -> Vec<(Para
     let one = |role: ParamKind| {
         let dims = role.dims(config, local)?;
         let seed = if role.is_replicated() { 50 } else { 100 + r.rank as u64 };
-        let mut values = Random(seed + role as u64).numbers(dims.iter().product(), 0.5);
+        let mut values = Random::new(seed + role as u64).numbers(dims.iter().product(), 0.5);
         if role == ParamKind::Router {
             let of = |(i, v): (usize, f64)| if i % config.hidden < EXACT { v } else { 0.0 };
             values = values.into_iter().enumerate().map(of).collect();
@@ -223,7 +229,7 @@ fn count(rank: usize) -> usize {
 
 /// This rank's tokens and its output's gradient.
 fn data<D: Target>(r: &Rank<D>, v: &Variant, exact: usize) -> (Tensor<D>, Tensor<D>) {
-    let (mut random, n) = (Random(7 + r.rank as u64), count(r.rank));
+    let (mut random, n) = (Random::new(7 + r.rank as u64), count(r.rank));
     let x = tokens(&mut random, n, (v.hidden, exact));
     let d_y = random.numbers(n * v.hidden, 1.0);
     let dims = [n, v.hidden];
