@@ -13,6 +13,9 @@ use moebius::ep::GroupConfig;
 use moebius_models::{LoadOptions, Qwen3Moe};
 use serde_json::{Value, json};
 
+#[path = "../../tests/common/seed.rs"]
+mod seed;
+
 const HIDDEN: usize = 32;
 const HEADS: usize = 4;
 const KV_HEADS: usize = 2;
@@ -40,7 +43,7 @@ fn config(tied: bool) -> Value {
     })
 }
 
-/// Values from a fixed sequence: well spread, the same in every run.
+/// Values from a seeded sequence, well spread.
 struct Weights(HashMap<String, Tensor>, u32);
 
 impl Weights {
@@ -68,7 +71,7 @@ impl Weights {
 }
 
 fn weights(tied: bool) -> Result<HashMap<String, Tensor>> {
-    let mut w = Weights(HashMap::new(), 1);
+    let mut w = Weights(HashMap::new(), seed::seed(1) as u32);
     w.add("model.embed_tokens.weight", &[VOCABULARY, HIDDEN], 1.0)?;
     w.add("model.norm.weight", &[HIDDEN], 1.0)?;
     if !tied {

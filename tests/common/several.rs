@@ -6,7 +6,7 @@ use std::process::ExitCode;
 use libtest_mimic::{Arguments, Completion, Trial};
 use moebius::cuda::Cuda;
 
-use super::conformance::gpus;
+use super::conformance::{gpus, seed};
 
 /// Numbers of ranks.
 pub const RANKS: [usize; 2] = [2, 4];
@@ -17,8 +17,8 @@ pub type Body = Box<dyn Fn(&Cuda) -> Option<String> + Send>;
 pub type Here = (&'static str, fn());
 
 /// Seeded numbers around zero.
-pub fn numbers(seed: u64, count: usize, scale: f64) -> Vec<f64> {
-    let mut state = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
+pub fn numbers(own: u64, count: usize, scale: f64) -> Vec<f64> {
+    let mut state = seed::seed(own).wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
     let mut next = || {
         state ^= state << 13;
         state ^= state >> 7;
@@ -53,6 +53,8 @@ pub fn each(over: fn(usize) -> Vec<(String, Body)>) -> Vec<Case> {
 }
 
 fn trials(available: &Result<usize, String>, here: Vec<Here>, cases: Vec<Case>) -> Vec<Trial> {
+    // Before a test puts a hook of its own in the place of this one, which names the seed.
+    seed::shift();
     let anywhere = |(name, run): Here| {
         Trial::test(format!("library::{name}"), move || {
             run();

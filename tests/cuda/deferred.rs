@@ -88,7 +88,7 @@ fn choices(random: &mut Random, (tokens, k, experts): (usize, usize, usize)) -> 
 }
 
 fn plans_are_the_cpus(cuda: &Cuda) -> Result<()> {
-    let mut random = Random(5);
+    let mut random = Random::new(5);
     for (tokens, k, experts) in [
         (0, 2, 4),
         (1, 1, 1),
@@ -278,7 +278,7 @@ fn a_seen_step_asks_the_driver_for_nothing(cuda: &Cuda) -> Result<()> {
 
 fn graphs_replay_the_bits_of_eager_steps(cuda: &Cuda) -> Result<()> {
     for case in layers() {
-        let mut random = Random(77);
+        let mut random = Random::new(77);
         let inputs: Vec<_> = (0..5)
             .map(|_| random.tensor(&[case.tokens, case.config.hidden], case.dtype, 1.0))
             .collect::<Result<_>>()?;
@@ -317,7 +317,7 @@ fn losses_of_the_device_are_replayed_with_other_gradients(cuda: &Cuda) -> Result
         let mut config = MoeConfig::new(64, 40, 16, 4);
         (config.aux.balance, config.aux.balance_kind, config.aux.z) = (0.7, kind, 0.05);
         let case = Case::new(config, 333, DType::F32);
-        let mut random = Random(78);
+        let mut random = Random::new(78);
         let mut tokens = || random.tensor(&[case.tokens, case.config.hidden], case.dtype, 1.0);
         let xs = [tokens()?, tokens()?];
         let inputs = [(0, 0.3), (1, 0.3), (1, -1.7), (0, 0.0), (0, 40.0)];

@@ -8,6 +8,8 @@ use moebius::kernels::Kernels;
 use moebius::layer::{Cotangents, DispatchOptions, Inputs, Layer, Mode, Noise, ParamKind, ParamViews, Wanted};
 use moebius::{DType, Error, Result, Tensor};
 
+use crate::conformance::seed;
+
 /// A test of the GPU.
 pub type Test = Box<dyn Fn(&Cuda) + Send>;
 
@@ -48,9 +50,14 @@ pub fn gpu() -> std::result::Result<Cuda, String> {
 }
 
 /// Seeded numbers (SplitMix64, sum of four uniforms: close enough to normal).
-pub struct Random(pub u64);
+pub struct Random(u64);
 
 impl Random {
+    /// Numbers of a place's own number.
+    pub fn new(own: u64) -> Self {
+        Self(seed::seed(own))
+    }
+
     pub fn next(&mut self) -> u64 {
         self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
         let mut z = self.0;
@@ -98,7 +105,7 @@ pub struct Data {
 
 impl Data {
     pub fn new(case: &Case) -> Result<Self> {
-        let mut random = Random(case.seed);
+        let mut random = Random::new(case.seed);
         let config = &case.config;
         let x = random.tensor(&[case.tokens, config.hidden], case.dtype, 1.0)?;
         let d_y = random.tensor(&[case.tokens, config.hidden], case.dtype, 1.0)?;

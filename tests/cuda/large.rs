@@ -124,7 +124,7 @@ fn last_expert(cuda: &Cuda, config: &MoeConfig) -> Result<()> {
         rows_of(cuda, &one, map)?.reshape(&dims)
     };
     let (up, down) = (everywhere(ParamKind::Up)?, everywhere(ParamKind::Down)?);
-    let router = Random(3).tensor(&[experts, hidden], DType::BF16, 1e-3)?.to(cuda)?;
+    let router = Random::new(3).tensor(&[experts, hidden], DType::BF16, 1e-3)?.to(cuda)?;
     let bias: Vec<f64> = (0..experts).map(|e| if e + 1 == experts { 50.0 } else { 0.0 }).collect();
     let bias = Cpu::new().write(&bias, DType::BF16, &[experts])?.to(cuda)?;
     let views = ParamViews::collect(|role| {

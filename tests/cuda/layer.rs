@@ -57,7 +57,7 @@ fn sizes_without_alignment(cuda: &Cuda) {
 }
 
 fn random_sizes(cuda: &Cuda) {
-    let mut random = Random(11);
+    let mut random = Random::new(11);
     let mut up_to = |n: u64| (random.next() % n) as usize;
     for _ in 0..8 {
         let e = 1 + up_to(40);

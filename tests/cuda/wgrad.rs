@@ -41,7 +41,7 @@ fn expected(s: &Setting, left: &[f64], right: &[f64], map: &[i32], offsets: &[i6
 
 fn check(cuda: &Cuda, s: &Setting) -> Result<()> {
     const ROWS: usize = 90;
-    let mut random = Random(5);
+    let mut random = Random::new(5);
     let mut offsets = Vec::new();
     let slots = COUNTS.iter().fold(0, |at, count| {
         offsets.push(at);
@@ -122,7 +122,7 @@ fn rows_in_order_are_there_when_they_are_multiplied(cuda: &Cuda) -> Result<()> {
     const RUNS: usize = 600;
     const COUNTS: [i64; 4] = [239, 250, 258, 253];
     let (wide, narrow, padding, run) = (16384, 512, 3, 256);
-    let mut random = Random(6);
+    let mut random = Random::new(6);
     let offsets: Vec<i64> =
         COUNTS.iter().scan(0, |at, count| Some(std::mem::replace(at, *at + count + padding))).collect();
     let slots = COUNTS.iter().map(|count| (count + padding) as usize).sum();

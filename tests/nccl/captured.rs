@@ -14,6 +14,7 @@ use moebius::weights::WeightSource;
 use moebius::{DType, Device, Error, Result, Tensor, TensorRef};
 
 use crate::Run;
+use crate::conformance::seed;
 use crate::etp::gpus;
 use crate::streams::{MINUTE, ranks};
 
@@ -37,7 +38,8 @@ const WIDTH: usize = 1024;
 
 /// A number that all of these decide.
 fn mixed(what: [usize; 4]) -> usize {
-    let seed = what.iter().fold(0x9e37_79b9_7f4a_7c15u64, |s, v| (s ^ *v as u64).wrapping_mul(0x5851_f42d_4c95_7f2d));
+    let seed =
+        what.iter().fold(seed::seed(0x9e37_79b9_7f4a_7c15), |s, v| (s ^ *v as u64).wrapping_mul(0x5851_f42d_4c95_7f2d));
     (seed >> 40) as usize
 }
 

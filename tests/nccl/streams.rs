@@ -16,6 +16,7 @@ use moebius::weights::WeightSource;
 use moebius::{CommError, DType, Device, Error, MoeConfig, Result, Tensor, TensorRef};
 
 use crate::Run;
+use crate::conformance::seed;
 use crate::etp::faulty_comm::Changed;
 use crate::etp::gpus;
 
@@ -292,8 +293,8 @@ fn apart<D: Device>(all: TensorRef<'_, D>, (rank, first): (usize, bool)) -> Shar
 
 /// Any number of parts, of any size and at any address.
 fn shares_add_to_the_cpus_bits(cuda: &Cuda, _: usize) {
-    let numbers = |seed: u64, count: usize| -> Vec<f64> {
-        let mut state = seed | 1;
+    let numbers = |own: u64, count: usize| -> Vec<f64> {
+        let mut state = seed::seed(own) | 1;
         let mut next = || {
             state = state.wrapping_mul(0x5851_f42d_4c95_7f2d).wrapping_add(0x1405_7b7e_f767_814f);
             (state >> 33) as f64 / (1u64 << 31) as f64 - 0.5
@@ -342,8 +343,8 @@ fn shares_add_to_the_cpus_bits(cuda: &Cuda, _: usize) {
 fn reserving_sms_changes_no_bit(cuda: &Cuda, _: usize) {
     let config = MoeConfig::new(256, 128, 8, 2);
     let tokens = 700;
-    let make = |seed: u64, dims: &[usize]| {
-        let mut state = seed;
+    let make = |own: u64, dims: &[usize]| {
+        let mut state = seed::seed(own);
         let mut next = || {
             state = state.wrapping_mul(0x5851_f42d_4c95_7f2d).wrapping_add(0x1405_7b7e_f767_814f);
             (state >> 33) as f64 / (1u64 << 31) as f64 - 0.5

@@ -16,6 +16,7 @@ use moebius::nccl_ep::{
 };
 use moebius::{DType, Error, Result, Tensor};
 
+use crate::conformance::seed;
 use crate::raw::{Seat, each};
 
 const WARM: usize = 5;
@@ -56,7 +57,7 @@ pub fn run(available: usize) {
 
 /// Seeded choices; with `zipf`, expert e is chosen in proportion to 1 / (e + 1).
 fn ids(run: &Run, rank: usize) -> Vec<i64> {
-    let mut state = (rank as u64 + 1).wrapping_mul(0x9e37_79b9_7f4a_7c15);
+    let mut state = seed::seed(rank as u64 + 1).wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
     let mut next = || {
         state ^= state << 13;
         state ^= state >> 7;

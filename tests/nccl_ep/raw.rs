@@ -15,6 +15,7 @@ use moebius::nccl_ep::{
 };
 use moebius::{DType, Error, Result, Tensor};
 
+use crate::conformance::seed;
 use crate::gpus;
 
 #[allow(clippy::type_complexity, reason = "names and functions, no more")]
@@ -84,8 +85,8 @@ pub fn each(ranks: usize, body: impl Fn(&mut Seat<'_>) -> Result<()> + Sync) {
 }
 
 /// Seeded choices of a rank, distinct in a token; a tenth dropped.
-pub fn choices(seed: u64, rank: usize, tokens: usize, (k, experts): (usize, usize)) -> Vec<i64> {
-    let mut state = (seed * 1_000_003 + rank as u64 * 7919).wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
+pub fn choices(own: u64, rank: usize, tokens: usize, (k, experts): (usize, usize)) -> Vec<i64> {
+    let mut state = seed::seed(own * 1_000_003 + rank as u64 * 7919).wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
     let mut next = move || {
         state ^= state << 13;
         state ^= state >> 7;
