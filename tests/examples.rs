@@ -1,7 +1,8 @@
 //! The examples as programs: what they print, how they end. `cargo test` builds them first; a run of this test alone
 //! (`--test examples`) takes them as they are.
 
-use std::path::PathBuf;
+use std::fs;
+use std::path::{Path, PathBuf};
 use std::process::{Command, Output, Stdio};
 
 /// A program of `examples/`, beside this one.
@@ -91,4 +92,57 @@ fn quantize_checkpoint_checks_before_it_prints() {
     refused("quantize_checkpoint", &[golden, path], 2, &[path, "--force"]);
     refused("quantize_checkpoint", &[golden], 2, &["OUT"]);
     refused("quantize_checkpoint", &["/no/such/folder", path, "--force"], 1, &["/no/such/folder"]);
+}
+
+/// Neither its source, by whatever name, nor a folder that holds something is written over unasked.
+#[test]
+fn quantize_checkpoint_leaves_what_is_there() {
+    let golden = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/qwen3_moe_bf16");
+    let parent = tempfile::tempdir().unwrap();
+    let (dir, out) = (parent.path().join("dir"), parent.path().join("out"));
+    fs::create_dir(&dir).unwrap();
+    for name in ["config.json", "model.safetensors"] {
+        fs::copy(golden.join(name), dir.join(name)).unwrap();
+    }
+    let quantize = |to: &Path, more: &[&str]| {
+        let done = example("quantize_checkpoint").arg(&dir).arg(to).args(more).output().unwrap();
+        (done.status.code(), String::from_utf8_lossy(&done.stderr).into_owned())
+    };
+    let weights = |dir: &Path| fs::read(dir.join("model.safetensors")).unwrap();
+    let before = weights(&dir);
+    let mut names = vec![dir.clone(), dir.join("../dir")];
+    #[cfg(unix)]
+    {
+        std::os::unix::fs::symlink(&dir, parent.path().join("link")).unwrap();
+        names.push(parent.path().join("link"));
+    }
+    for name in names {
+        let (status, error) = quantize(&name, &["--force"]);
+        assert!(status == Some(1) && error.contains("is the checkpoint that is read"), "{status:?} {error}");
+        assert_ne!(quantize(&name, &[]).0, Some(0));
+        assert!(weights(&dir) == before);
+    }
+    assert_eq!(quantize(&out, &[]), (Some(0), String::new()));
+    let made = weights(&out);
+    let (status, error) = quantize(&out, &[]);
+    assert!(status == Some(2) && error.contains("--force"), "{status:?} {error}");
+    assert_eq!(quantize(&out, &["--force", "--max-shard-bytes", "50000"]).0, Some(0));
+    assert!(!out.join("model.safetensors").exists() && out.join("model.safetensors.index.json").exists());
+    assert_eq!(quantize(&out, &["--force"]).0, Some(0));
+    assert!(weights(&out) == made);
+}
+
+/// The guide has what the program prints and draws.
+#[test]
+fn one_token_is_in_the_guide() {
+    let folder = tempfile::tempdir().unwrap();
+    let picture = folder.path().join("picture.svg");
+    let done = run("one_token", &[picture.to_str().unwrap()]);
+    assert!(done.status.success(), "{done:?}");
+    let guide = include_str!("../docs/layer.md");
+    for line in String::from_utf8(done.stdout).unwrap().lines() {
+        assert!(guide.lines().any(|l| l == line), "docs/layer.md lacks: {line}");
+    }
+    let drawn = fs::read_to_string(picture).unwrap();
+    assert_eq!(drawn, include_str!("../docs/images/one-token.svg"), "docs/images/one-token.svg");
 }

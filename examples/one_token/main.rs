@@ -114,18 +114,3 @@ fn report(traces: &[Trace]) -> String {
     section("load of the experts, as each rank knows it", load);
     out
 }
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn the_guide_has_this_run() {
-        let traces = run::run().expect("the run");
-        let guide = include_str!("../../docs/layer.md");
-        for line in report(&traces).lines() {
-            assert!(guide.lines().any(|l| l == line), "docs/layer.md lacks: {line}");
-        }
-        assert_eq!(draw::draw(&traces), include_str!("../../docs/images/one-token.svg"), "docs/images/one-token.svg");
-    }
-}
