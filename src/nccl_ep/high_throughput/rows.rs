@@ -4,7 +4,7 @@ use crate::cuda::Cuda;
 use crate::nccl_ep::sys;
 use crate::tensor::{TensorMut, TensorRef};
 
-/// Where [`HighThroughputHandle::update`](super::Handle::update) leaves its counts: all of one type, I32 or I64.
+/// Where [`HighThroughputHandle::update`](super::HighThroughputHandle::update) leaves its counts: all of one type, I32 or I64.
 #[derive(Debug)]
 pub struct UpdateCounters<'a> {
     /// Padded rows of each local expert, `[L]`.
