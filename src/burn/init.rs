@@ -111,6 +111,32 @@ impl<B: Backend> ExpertParallelMoE<B> {
 
     /// From layer `layer` of an opened checkpoint, which is the layer's number too: reads this rank's experts only.
     ///
+    /// ```
+    /// use burn::backend::Flex;
+    /// use burn::tensor::{Distribution, Tensor};
+    /// use moebius::burn::{DeviceGroup, ExpertParallelMoE, LoadAs};
+    /// use moebius::checkpoint::Checkpoint;
+    ///
+    /// # fn main() -> Result<(), Box<dyn std::error::Error>> {
+    /// # let dir = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/golden/qwen3_moe");
+    /// # let out = tempfile::tempdir()?;
+    /// # let out = out.path();
+    /// let checkpoint = Checkpoint::open(dir)?;
+    /// let (config, device) = (checkpoint.block_config(0)?, Default::default());
+    /// let group = DeviceGroup::single::<Flex>(&config, &device)?; // one for all layers
+    /// let mut modules = Vec::new();
+    /// for &layer in checkpoint.moe_layers() {
+    ///     let load = LoadAs::default().dtype(moebius::DType::F32);
+    ///     modules.push(ExpertParallelMoE::<Flex>::from_checkpoint(&checkpoint, layer, &group, load, &device)?);
+    /// }
+    /// let x = Tensor::<Flex, 2>::random([5, config.hidden], Distribution::Default, &device);
+    /// assert_eq!(modules[0].forward(x.clone())?.dims(), x.dims());
+    /// let blocks = modules.iter().map(ExpertParallelMoE::to_block).collect::<Result<Vec<_>, _>>()?;
+    /// let blocks: Vec<_> = checkpoint.moe_layers().iter().zip(&blocks).map(|(l, b)| (*l, &b.params)).collect();
+    /// checkpoint.save(out, &blocks)?;
+    /// # Ok(()) }
+    /// ```
+    ///
     /// # Errors
     /// Errors of [`Checkpoint::load_block`] and of [`from_block`](Self::from_block).
     pub fn from_checkpoint(

@@ -37,6 +37,74 @@
 //! # Ok::<(), moebius::Error>(())
 //! ```
 //!
+//! Training with auxiliary losses, jitter, and a bias that balances the experts:
+//!
+//! ```
+//! use burn::backend::{Autodiff, Flex};
+//! use burn::optim::{AdamWConfig, GradientsParams, Optimizer};
+//! use burn::tensor::{Distribution, Tensor};
+//! use moebius::MoeConfig;
+//! use moebius::burn::{ExpertParallelMoE, ExpertParallelMoEConfig};
+//! use moebius::config::AuxConfig;
+//! use moebius::layer::Noise;
+//!
+//! type B = Autodiff<Flex>;
+//!
+//! let config = MoeConfig::new(16, 32, 8, 2)
+//!     .with_router(|router| router.with_selection_bias(true).with_jitter(0.01))
+//!     .with_aux(AuxConfig::default().with_balance(0.01).with_z(0.001));
+//! let device = Default::default();
+//! let mut moe = ExpertParallelMoEConfig::new(config).init::<B>(&device)?;
+//! let mut adam = AdamWConfig::new().init::<B, ExpertParallelMoE<B>>();
+//! for step in 0..20 {
+//!     let x = Tensor::<B, 2>::random([64, 16], Distribution::Default, &device);
+//!     let out = moe.forward_full(x.clone(), Some(Noise { seed: 0, step }))?;
+//!     let loss = (out.y - x).powi_scalar(2).mean() + out.aux;
+//!     let gradients = GradientsParams::from_grads(loss.backward(), &moe);
+//!     moe = adam.step(0.01, moe, gradients);
+//!     moe.update_selection_bias(out.load.get()?, 0.001)?;
+//!     println!("auxiliary losses {:?}", out.losses.get()?);
+//! }
+//! # Ok::<(), moebius::Error>(())
+//! ```
+//!
+//! Two ranks, each a thread with half of the experts:
+//!
+//! ```
+//! use std::time::Duration;
+//!
+//! use burn::backend::{Autodiff, Flex};
+//! use burn::optim::{GradientsParams, Optimizer, SgdConfig};
+//! use burn::tensor::{Distribution, ElementConversion, Tensor};
+//! use moebius::burn::{EpGroup, ExpertParallelMoE, ExpertParallelMoEConfig};
+//! use moebius::cpu::{Cpu, ThreadComm, ThreadWorld};
+//! use moebius::ep::{Group, GroupConfig};
+//! use moebius::{MoeConfig, Result};
+//!
+//! type B = Autodiff<Flex>;
+//!
+//! fn rank(comm: ThreadComm) -> Result<f32> {
+//!     let (config, device) = (MoeConfig::new(16, 32, 8, 2), Default::default());
+//!     let group = Group::new(Cpu::new(), Box::new(comm), GroupConfig::of(&config, 64))?; // at most 64 tokens a rank
+//!     let moe = ExpertParallelMoEConfig::new(config).init_on::<B>(EpGroup::new(group), &device)?;
+//!     let x = Tensor::<B, 2>::random([10, 16], Distribution::Default, &device);
+//!     let loss = (moe.forward(x.clone())? - x).powi_scalar(2).mean();
+//!     let mut gradients = GradientsParams::from_grads(loss.backward(), &moe);
+//!     moe.reduce_gradients(&mut gradients)?; // the router's, which both ranks hold
+//!     let _moe = SgdConfig::new().init::<B, ExpertParallelMoE<B>>().step(0.1, moe, gradients);
+//!     Ok(loss.into_scalar().elem())
+//! }
+//!
+//! let ranks = ThreadWorld::create(2, Duration::from_secs(60)).into_iter();
+//! let ranks: Vec<_> = ranks.map(|comm| std::thread::spawn(|| rank(comm))).collect();
+//! for rank in ranks {
+//!     println!("loss {}", rank.join().expect("a rank panicked")?);
+//! }
+//! # Ok::<(), moebius::Error>(())
+//! ```
+//!
+//! Loading published weights, evaluating, saving: [`ExpertParallelMoE::from_checkpoint`].
+//!
 //! # On a GPU
 //! With the `burn-cuda` feature the layer runs on burn's CUDA back end, through this crate's kernels: on
 //! `CubeBackend<CudaRuntime, ..>`, which is what burn calls `Cuda` without its `fusion` feature. The group comes from
