@@ -103,8 +103,9 @@ impl Case {
         seen + self.a * aux
     }
 
-    /// Derivative of the loss along `direction` of the tensor `name`; `None` where the step changes an expert.
-    fn difference(&self, name: &str, direction: &Tensor, base: &Outcome) -> Option<f64> {
+    /// Derivative of the loss along `direction` of the tensor `name`, from two steps of length `step`; `None` where one
+    /// changes an expert.
+    fn difference(&self, name: &str, direction: &Tensor, step: f64, base: &Outcome) -> Option<f64> {
         let at = |h: f64| {
             let step = (direction * h).unwrap();
             let (mut params, mut x) = (self.params.clone(), self.x.clone());
@@ -115,7 +116,18 @@ impl Case {
             let out = self.run(&params, &x);
             (out.ids == base.ids).then(|| self.loss(&out))
         };
-        Some((at(STEP)? - at(-STEP)?) / (2.0 * STEP))
+        Some((at(step)? - at(-step)?) / (2.0 * step))
+    }
+
+    /// Whether a kink (a clamp's limit, a rectifier's zero) lies between the two ends of the step along `direction`,
+    /// where differences are no derivative. Told from differences alone, so that a wrong gradient is not taken for one:
+    /// where the loss is smooth, half the step gives the same difference within `TOLERANCE`.
+    fn kink(&self, name: &str, direction: &Tensor, base: &Outcome, scale: f64) -> bool {
+        let at = |step| self.difference(name, direction, step, base);
+        match (at(STEP), at(STEP / 2.0)) {
+            (Some(whole), Some(half)) => (whole - half).abs() > TOLERANCE * scale,
+            _ => true,
+        }
     }
 
     /// Checks every gradient along `count` random directions of each tensor.
@@ -126,19 +138,19 @@ impl Case {
             let mut checked = 0;
             for _ in 0..4 * count {
                 let direction = unit(&random.tensor(gradient.dims(), 1.0).unwrap());
-                let Some(found) = self.difference(name, &direction, &base) else { continue };
+                let Some(found) = self.difference(name, &direction, STEP, &base) else { continue };
                 let expected = dot(gradient, &direction);
-                assert!(
-                    agree::<D>(found, expected, gradient),
-                    "{}: d {name}: differences give {found:e}, backward {expected:e}",
-                    self.name
-                );
+                let agrees = agree::<D>(found, expected, gradient);
+                if !agrees && self.kink(name, &direction, &base, 1.0 + norm(gradient)) {
+                    continue;
+                }
+                assert!(agrees, "{}: d {name}: differences give {found:e}, backward {expected:e}", self.name);
                 checked += 1;
                 if checked == count {
                     break;
                 }
             }
-            assert_eq!(checked, count, "{}: every step of {name} changes the routing", self.name);
+            assert_eq!(checked, count, "{}: the steps of {name} change the routing or meet a kink", self.name);
         }
         let trainable = self.params.keys().filter(|n| *n != "router.selection_bias").count();
         // And x, logits and weights.
@@ -453,7 +465,9 @@ fn every_entry<D: Target>(device: &D) {
                 let mut direction = vec![0.0; gradient.elem_count()];
                 direction[i] = 1.0;
                 let direction = Tensor::from_vec(direction, gradient.dims(), gradient.device()).unwrap();
-                let found = case.difference(name, &direction, &base).expect("no near ties with this seed");
+                // Rounding still leaves a tenth of the tolerance at a tenth of the step, which few near ties see.
+                let at = |step| case.difference(name, &direction, step, &base);
+                let found = at(STEP).or_else(|| at(STEP / 10.0)).expect("a near tie of the routing");
                 assert!(agree::<D>(found, expected, gradient), "{}: d {name}[{i}]: {found:e}, {expected:e}", case.name);
             }
         }
@@ -473,7 +487,7 @@ fn a_wrong_gradient_is_found() {
         let wrong = Tensor::from_vec(wrong, gradient.dims(), gradient.device()).unwrap();
         let caught = (0..4).any(|_| {
             let direction = unit(&random.tensor(gradient.dims(), 1.0).unwrap());
-            let found = case.difference(name, &direction, &base);
+            let found = case.difference(name, &direction, STEP, &base);
             found.is_some_and(|found| !agree::<Cpu>(found, dot(&wrong, &direction), gradient))
         });
         assert!(caught, "a wrong gradient of {name} passed");
