@@ -59,7 +59,7 @@ fn both_forms(source: &Checkpoint) -> [BlockParams; 2] {
 #[cfg(unix)]
 #[test]
 fn killed_saves_leave_one_form_whole() {
-    use std::io::BufRead;
+    use std::io::{BufRead, Write};
     use std::process::{Command, Stdio};
     use std::time::Duration;
 
@@ -67,12 +67,15 @@ fn killed_saves_leave_one_form_whole() {
     const KILLS: usize = 500;
     let source = Checkpoint::open(fixture("qwen3_moe_bf16")).unwrap();
     if let Some(dir) = std::env::var_os(DIR) {
-        let mut turn = std::env::var("MOEBIUS_KILLED_TURN").unwrap().parse().unwrap();
+        let [turn, pause]: [usize; 2] =
+            ["TURN", "PAUSE"].map(|name| std::env::var(format!("MOEBIUS_KILLED_{name}")).unwrap().parse().unwrap());
         println!("\nready");
-        loop {
-            save_form(&source, Path::new(&dir), turn).unwrap();
+        for saves in 0.. {
+            if saves == pause {
+                std::io::stdin().read_line(&mut String::new()).unwrap();
+            }
+            save_form(&source, Path::new(&dir), turn + saves).unwrap();
             println!("saved");
-            turn += 1;
         }
     }
     let expected = both_forms(&source);
@@ -88,21 +91,31 @@ fn killed_saves_leave_one_form_whole() {
     let mut seen = [[0; 2]; 2];
     for kill in 0..KILLS {
         let (dir, subfolder) = (&dirs[kill % 2], kill % 2 == 1);
+        // At least so many saves are complete. Every fourth kill hits the beginning of the one after them, whatever the
+        // machine's speed: the saver waits before it. The others hit any later moment.
+        let (saves, waits) = (next() % 3, kill % 8 < 2);
         let mut child = Command::new(std::env::current_exe().unwrap())
             .args(["--exact", "saving::killed_saves_leave_one_form_whole", "--nocapture"])
             .env(DIR, dir)
             .env("MOEBIUS_KILLED_TURN", (next() % 4).to_string())
+            .env("MOEBIUS_KILLED_PAUSE", if waits { saves } else { u32::MAX.into() }.to_string())
+            .stdin(Stdio::piped())
             .stdout(Stdio::piped())
             .spawn()
             .unwrap();
         let mut lines = std::io::BufReader::new(child.stdout.take().unwrap()).lines();
         lines.find(|line| line.as_ref().unwrap() == "ready").unwrap().unwrap();
-        // At least so many saves are complete.
-        for _ in 0..next() % 3 {
+        for _ in 0..saves {
             assert_eq!(lines.next().unwrap().unwrap(), "saved", "kill {kill}");
         }
         // Not a measurement: whichever moment this hits, the same must hold.
-        std::thread::sleep(Duration::from_micros(next() % 15_000));
+        let moment = if waits {
+            child.stdin.take().unwrap().write_all(b"\n").unwrap();
+            next() % 300
+        } else {
+            next() % 15_000
+        };
+        std::thread::sleep(Duration::from_micros(moment));
         child.kill().unwrap();
         assert!(!child.wait().unwrap().success(), "kill {kill}: the saver failed of itself");
         let quantized = one_form(dir, &expected);
@@ -120,7 +133,8 @@ fn killed_saves_leave_one_form_whole() {
         assert!(!subfolder || fs::read_to_string(dir.join("runs/log")).is_ok(), "kill {kill}: another folder's name");
         assert_eq!(fs::read_to_string(dir.join("tokenizer.json")).unwrap(), "{}");
     }
-    assert!(seen.as_flattened().iter().all(|count| *count > KILLS / 20), "{seen:?}");
+    // Of the 62 kills at a save's beginning into each folder, half follow a quantized save.
+    assert!(seen.as_flattened().iter().all(|count| *count > 5), "{seen:?}");
     for (dir, parent) in dirs.iter().zip(&parents) {
         save_form(&source, dir, 1).unwrap();
         assert!(one_form(dir, &expected));
