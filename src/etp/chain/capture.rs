@@ -11,9 +11,9 @@ use std::sync::MutexGuard;
 
 use crate::error::{Error, Result};
 
+use crate::etp::chain::collective_state::MainGradient;
 use crate::etp::chain::{Chain, ChainState};
 use crate::etp::fault::not_capturable_error;
-use crate::etp::state::collective_state::MainGradient;
 use crate::etp::{Reduction, ShardDevice};
 
 impl<D: ShardDevice> Chain<D> {
