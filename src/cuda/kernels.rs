@@ -10,7 +10,8 @@ use crate::kernels::*;
 use crate::plan::{DevicePlan, DispatchSpec, HostPlanRequest, Plan, PlanRecords, PlanRequest, RecordIds, Reporting};
 use crate::tensor::{Tensor, TensorMut, TensorRef};
 
-use super::device::{Cuda, Event, driver};
+use super::device::{Cuda, Event};
+use super::driver::driver;
 use super::{experts, linear, permute, plan, router, routing_records, wgrad};
 
 impl Kernels for Cuda {

@@ -6,7 +6,6 @@
 //! over.
 
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
 
 use crate::comm::Solo;
 use crate::config::CapacityOrder;
@@ -25,9 +24,10 @@ use crate::tensor::{Tensor, TensorRef};
 
 use super::device::Cuda;
 use super::heuristics::{LOOP_BLOCKS, PLAN_CHUNKS, PLAN_CLEARED, PLAN_SMALL};
-use super::launch::{DEFAULT_SMEM, Grid, SM90_GROUPED_GEMM};
-use super::layout::{at, room_for_tiles};
+use super::launch::Grid;
+use super::layout::{at, check_number, room_for_tiles};
 use super::params;
+use super::tile_config::{DEFAULT_SMEM, SM90_GROUPED_GEMM};
 
 #[cfg(not(feature = "nccl-ep"))]
 impl LibraryDispatchers for Cuda {}
@@ -58,13 +58,6 @@ const WARPS: usize = 32;
 /// Counts that fit a block's shared memory without asking for more.
 pub(super) const COUNTS: usize = DEFAULT_SMEM as usize / 4;
 
-/// Refuses more rows or choices than kernels number, in 32 bits.
-pub(super) fn check_number(call: &'static str, name: &str, number: Option<usize>) -> Result<usize> {
-    let fits = number.filter(|n| i32::try_from(*n).is_ok());
-    let found = number.map_or("more".to_string(), |n| n.to_string());
-    fits.ok_or_else(|| Error::invalid(call, name, format!("at most {}", i32::MAX), found))
-}
-
 /// Rows of a layout and whether slots past them are dropped.
 fn rows(spec: &DispatchSpec, choices: usize, experts: usize) -> Result<(usize, bool)> {
     check_number("prepare", "choices", Some(choices))?;
@@ -88,7 +81,7 @@ pub(super) fn plan_on_device(device: &Cuda, call: PlanRequest<'_, Cuda>) -> Resu
 
 /// Reports faults that kernels of an earlier step have raised and nobody has asked for.
 fn earlier_faults(device: &Cuda) -> Result<()> {
-    match device.inner.report.raised() && !device.inner.capturing.load(Ordering::SeqCst) {
+    match device.inner.report.raised() && !device.inner.captures.is_under_way() {
         true => device.faults("prepare"),
         false => Ok(()),
     }
