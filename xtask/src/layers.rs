@@ -38,6 +38,7 @@ struct File {
 #[derive(Debug, Default)]
 struct Rules {
     layers: Vec<(String, BTreeSet<String>)>,
+    /// By the folder's path, `cpu/router`.
     inside: BTreeMap<String, Vec<BTreeSet<String>>>,
     /// Files that may say `dyn Any`.
     erasing: BTreeSet<String>,
@@ -82,16 +83,16 @@ impl Rules {
             let known = || may.iter().map(String::as_str).collect::<Vec<_>>().join(", ");
             return (!may.contains(to_top)).then(|| format!("{from_top} may name: {}", known()));
         }
-        let groups = self.inside.get(from_top)?;
-        let (own, other) = (from.get(1)?, to.get(1)?);
-        let place = |file: &String| groups.iter().position(|group| group.contains(file));
-        match (place(own), place(other)) {
-            (Some(own), Some(other)) if other > own => {
-                Some(format!("inside {from_top}, {} stands above {}", to[1], from[1]))
-            }
-            (None, _) => Some(format!("{own} is not in the line `inside {from_top}` of {RULES}")),
-            _ => None,
-        }
+        // In the folder where the two part, each is in a file or a folder of its own, or is what the folder's `mod.rs` has.
+        let shared = from.iter().zip(to).take_while(|(a, b)| a == b).count();
+        let (own, other, folder) = (from.get(shared)?, to.get(shared)?, from[..shared].join("/"));
+        let (own_place, other_place) = (self.place(&folder, own)?, self.place(&folder, other)?);
+        (other_place > own_place).then(|| format!("inside {folder}, {other} stands above {own}"))
+    }
+
+    /// Where a file or folder stands in its folder's line.
+    fn place(&self, folder: &str, name: &str) -> Option<usize> {
+        self.inside.get(folder)?.iter().position(|group| group.contains(name))
     }
 }
 
@@ -319,6 +320,7 @@ pub(super) fn run() -> Result<String, String> {
     }
     let mut problems = judge(&rules, &all, &places);
     problems.extend(stale(&rules, &all));
+    problems.extend(unlisted(&rules, &all));
     match problems.is_empty() {
         true => Ok(format!("{} files keep to {RULES}", all.len())),
         false => {
@@ -330,15 +332,16 @@ pub(super) fn run() -> Result<String, String> {
     }
 }
 
+/// The files that are not for tests alone.
+fn shipped(all: &BTreeMap<Module, File>) -> impl Iterator<Item = (&Module, &File)> {
+    let tests: Vec<&Module> = all.values().flat_map(|file| &file.tests).collect();
+    all.iter().filter(move |(module, _)| !tests.iter().any(|test| module.starts_with(test)))
+}
+
 /// Everything that breaks a rule, with file, line and rule.
 fn judge(rules: &Rules, all: &BTreeMap<Module, File>, places: &BTreeMap<Module, String>) -> Vec<String> {
-    let tests: Vec<&Module> = all.values().flat_map(|file| &file.tests).collect();
     let mut problems = Vec::new();
-    for (module, file) in all {
-        let for_tests = tests.iter().any(|test| module.starts_with(test));
-        if module.is_empty() || for_tests {
-            continue;
-        }
+    for (module, file) in shipped(all).filter(|(module, _)| !module.is_empty()) {
         let place = &places[module];
         for named in &file.named {
             let to = origin(all, &named.path);
@@ -359,17 +362,32 @@ fn judge(rules: &Rules, all: &BTreeMap<Module, File>, places: &BTreeMap<Module, 
 
 /// Names of the list that no file has.
 fn stale(rules: &Rules, all: &BTreeMap<Module, File>) -> Vec<String> {
-    let exists =
-        |path: &[&str]| all.keys().any(|module| module.iter().zip(path).filter(|(a, b)| a == b).count() == path.len());
-    let layers = rules.layers.iter().map(|(name, _)| vec![name.as_str()]);
-    let inside = rules
-        .inside
-        .iter()
-        .flat_map(|(folder, groups)| groups.iter().flatten().map(move |file| vec![folder.as_str(), file.as_str()]));
+    let exists = |path: &[String]| all.keys().any(|module| module.starts_with(path));
+    let layers = rules.layers.iter().map(|(name, _)| vec![name.clone()]);
+    let inside = rules.inside.iter().flat_map(|(folder, groups)| {
+        let folder: Module = folder.split('/').map(str::to_string).collect();
+        groups.iter().flatten().map(move |file| [&folder[..], std::slice::from_ref(file)].concat())
+    });
     layers
         .chain(inside)
         .filter(|path| !exists(path))
         .map(|path| format!("{RULES}: there is no {}", path.join("::")))
+        .collect()
+}
+
+/// Files and folders that their folder's line lacks. One that is alone needs no line.
+fn unlisted(rules: &Rules, all: &BTreeMap<Module, File>) -> Vec<String> {
+    let mut folders: BTreeMap<String, BTreeSet<&String>> = BTreeMap::new();
+    for (module, _) in shipped(all) {
+        for at in 1..module.len() {
+            folders.entry(module[..at].join("/")).or_default().insert(&module[at]);
+        }
+    }
+    let several = folders.iter().filter(|(_, names)| names.len() > 1);
+    let names = several.flat_map(|(folder, names)| names.iter().map(move |name| (folder, *name)));
+    names
+        .filter(|(folder, name)| rules.place(folder, name).is_none())
+        .map(|(folder, name)| format!("{RULES}: the line `inside {folder}` lacks {name}"))
         .collect()
 }
 
@@ -432,6 +450,37 @@ mod tests {
         assert_eq!(stale(&rules, &all), ["xtask/layers.txt: there is no high::c"]);
         let all = files(&["low", "high::a", "high::b", "high::c::inner", "high::d"]);
         assert!(stale(&rules, &all).is_empty());
+        let rules = Rules::parse("high:\ninside high/c: inner outer\n").expect("rules");
+        assert_eq!(stale(&rules, &all), ["xtask/layers.txt: there is no high::c::outer"]);
+    }
+
+    #[test]
+    fn folders_in_folders_have_an_order_of_their_own() {
+        let rules = format!("{RULES}inside high/c: x y\n");
+        let files = [("high::c::x", "use crate::high::c::y::Y;"), ("high::c::y", "use super::x::X; use super::Own;")];
+        let broken = found(&rules, &[&files[..], &[("high::c", "struct Own;")]].concat());
+        assert_eq!(broken, ["high/c/x:1: names high::c::y::Y; inside high/c, y stands above x"]);
+        // Outside their folder they stand where it does.
+        let files = [("high::c::x", "use crate::high::a::A; use crate::high::d::D;"), ("high::a", ""), ("high::d", "")];
+        assert_eq!(found(&rules, &files), ["high/c/x:1: names high::d::D; inside high, d stands above c"]);
+    }
+
+    #[test]
+    fn every_file_of_a_folder_of_several_is_listed() {
+        let rules = Rules::parse(RULES).expect("rules");
+        let all = |names: &[&str]| -> BTreeMap<Module, File> {
+            names.iter().map(|name| (module(name), File::default())).collect()
+        };
+        assert!(unlisted(&rules, &all(&["", "low", "low::alone", "high::a", "high::c::alone"])).is_empty());
+        assert_eq!(
+            unlisted(&rules, &all(&["high::a", "high::e", "high::c::x", "high::c::y"])),
+            ["high e", "high/c x", "high/c y"]
+                .map(|at| at.split_once(' ').expect("two"))
+                .map(|(folder, name)| format!("xtask/layers.txt: the line `inside {folder}` lacks {name}"))
+        );
+        let mut with_tests = all(&["low", "low::alone", "low::tests"]);
+        with_tests.entry(module("low")).or_default().tests.push(module("low::tests"));
+        assert!(unlisted(&rules, &with_tests).is_empty());
     }
 
     #[test]
