@@ -1,8 +1,8 @@
 //! Which module may name which: the floors of the crate, as `layers.txt` lists them.
 //!
-//! Read is what the compiler reads: every path that begins with `crate`, `super` or `self`, wherever it stands, but for
-//! what is compiled for tests only, comments and documentation. Names that a module hands on (`pub use child::Name`)
-//! count as those of the module that they come from.
+//! Read is what the compiler reads: every path that begins with `crate`, `super`, `self` or a module that the file
+//! declares, wherever it stands, but for what is compiled for tests only, comments and documentation. Names that a module
+//! hands on (`pub use child::Name`) count as those of the module that they come from.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::fmt::Write as _;
@@ -11,6 +11,8 @@ use std::path::{Path, PathBuf};
 use proc_macro2::{Delimiter, Spacing, TokenStream, TokenTree};
 
 const RULES: &str = "xtask/layers.txt";
+/// A folder's `mod.rs`, in its line.
+const OWN: &str = "mod";
 
 /// A module's path below the crate's root.
 type Module = Vec<String>;
@@ -73,8 +75,8 @@ impl Rules {
         Ok(rules)
     }
 
-    /// Why a file of `from` may not name what `to` has; `None` where it may.
-    fn broken(&self, from: &[String], to: &[String]) -> Option<String> {
+    /// Why the file `from`, one of `all`, may not name `to`; `None` where it may.
+    fn broken(&self, all: &BTreeMap<Module, File>, from: &[String], to: &[String]) -> Option<String> {
         let (Some(from_top), Some(to_top)) = (from.first(), to.first()) else { return None };
         let Some((_, may)) = self.layers.iter().find(|(name, _)| name == from_top) else {
             return Some(format!("{from_top} has no line in {RULES}"));
@@ -83,10 +85,15 @@ impl Rules {
             let known = || may.iter().map(String::as_str).collect::<Vec<_>>().join(", ");
             return (!may.contains(to_top)).then(|| format!("{from_top} may name: {}", known()));
         }
-        // In the folder where the two part, each is in a file or a folder of its own, or is what the folder's `mod.rs` has.
+        // In the folder where the two part, each is in a file or a folder of its own, or in the folder's `mod.rs`.
         let shared = from.iter().zip(to).take_while(|(a, b)| a == b).count();
-        let (own, other, folder) = (from.get(shared)?, to.get(shared)?, from[..shared].join("/"));
-        let (own_place, other_place) = (self.place(&folder, own)?, self.place(&folder, other)?);
+        if to.len() == shared {
+            return None;
+        }
+        let child = |path: &[String]| path.get(shared).filter(|_| exists(all, &path[..=shared])).cloned();
+        let [own, other] = [from, to].map(|path| child(path).unwrap_or_else(|| OWN.to_string()));
+        let folder = from[..shared].join("/");
+        let (own_place, other_place) = (self.place(&folder, &own)?, self.place(&folder, &other)?);
         (other_place > own_place).then(|| format!("inside {folder}, {other} stands above {own}"))
     }
 
@@ -96,9 +103,16 @@ impl Rules {
     }
 }
 
+/// Whether a module is a file, or a folder of files.
+fn exists(all: &BTreeMap<Module, File>, path: &[String]) -> bool {
+    all.range(path.to_vec()..).next().is_some_and(|(module, _)| module.starts_with(path))
+}
+
 /// Reads the tokens of a file or of a part of it.
 struct Reader<'a> {
     file: &'a mut File,
+    /// Modules that the file declares.
+    children: &'a BTreeSet<String>,
     /// The module that the tokens are in.
     module: Module,
     /// The file's own module.
@@ -128,11 +142,13 @@ impl Reader<'_> {
             }
             if word(&tokens, i).as_deref() == Some("use") {
                 self.hand_on(&tokens, i + 1);
+                if is_public(&tokens, i) && self.is_child(&tokens, i + 1) {
+                    i = self.skip(&tokens, i + 1);
+                    continue;
+                }
             }
-            if matches!(word(&tokens, i).as_deref(), Some("crate" | "super" | "self"))
-                && !colons(&tokens, i.wrapping_sub(2))
-                && colons(&tokens, i + 1)
-            {
+            let begins = matches!(word(&tokens, i).as_deref(), Some("crate" | "super" | "self"));
+            if (begins || self.is_child(&tokens, i)) && !colons(&tokens, i.wrapping_sub(2)) && colons(&tokens, i + 1) {
                 i = self.path(&tokens, i);
                 continue;
             }
@@ -141,6 +157,10 @@ impl Reader<'_> {
             }
             i += 1;
         }
+    }
+
+    fn is_child(&self, tokens: &[TokenTree], i: usize) -> bool {
+        self.module == self.of_file && word(tokens, i).is_some_and(|name| self.children.contains(&name))
     }
 
     /// The end of an item, and the module that it declares for tests.
@@ -176,7 +196,8 @@ impl Reader<'_> {
         match word(tokens, i).as_deref() {
             Some("crate") => at.clear(),
             Some("super") => drop(at.pop()),
-            _ => {}
+            Some("self") | None => {}
+            Some(child) => at.push(child.to_string()),
         }
         self.tree(tokens, i + 1, (at, line))
     }
@@ -218,7 +239,8 @@ impl Reader<'_> {
             return;
         }
         let mut read = File::default();
-        let mut reader = Reader { file: &mut read, module: self.module.clone(), of_file: self.of_file };
+        let (module, of_file, children) = (self.module.clone(), self.of_file, self.children);
+        let mut reader = Reader { file: &mut read, children, module, of_file };
         let at = [&self.module[..], &[first]].concat();
         reader.tree(tokens, i + 1, (at, 0));
         for named in read.named {
@@ -250,6 +272,23 @@ fn is_for_tests(tokens: &[TokenTree], i: usize) -> bool {
     p.as_char() == '#' && (text.starts_with("cfg(test") || text.starts_with("cfg(all(test"))
 }
 
+/// Whether an item that begins here is handed on: `pub`, `pub(crate)`.
+fn is_public(tokens: &[TokenTree], i: usize) -> bool {
+    let is_pub = |at: Option<usize>| at.and_then(|at| word(tokens, at)).as_deref() == Some("pub");
+    match i.checked_sub(1).and_then(|at| tokens.get(at)) {
+        Some(TokenTree::Group(_)) => is_pub(i.checked_sub(2)),
+        _ => is_pub(i.checked_sub(1)),
+    }
+}
+
+/// Modules that are files of their own: `mod name;`.
+fn declared(tokens: TokenStream) -> BTreeSet<String> {
+    let tokens: Vec<TokenTree> = tokens.into_iter().collect();
+    let ends = |i: usize| matches!(tokens.get(i), Some(TokenTree::Punct(p)) if p.as_char() == ';');
+    let is_mod = |i: &usize| word(&tokens, *i).as_deref() == Some("mod") && ends(i + 2);
+    (0..tokens.len()).filter(is_mod).filter_map(|i| word(&tokens, i + 1)).collect()
+}
+
 fn split(tokens: &[TokenTree]) -> Vec<&[TokenTree]> {
     let comma = |t: &TokenTree| matches!(t, TokenTree::Punct(p) if p.as_char() == ',');
     tokens.split(comma).filter(|part| !part.is_empty()).collect()
@@ -258,7 +297,8 @@ fn split(tokens: &[TokenTree]) -> Vec<&[TokenTree]> {
 fn read(text: &str, module: &[String]) -> Result<File, String> {
     let tokens: TokenStream = text.parse().map_err(|e| format!("{e}"))?;
     let mut file = File::default();
-    Reader { file: &mut file, module: module.to_vec(), of_file: module }.read(tokens);
+    let children = declared(tokens.clone());
+    Reader { file: &mut file, children: &children, module: module.to_vec(), of_file: module }.read(tokens);
     Ok(file)
 }
 
@@ -346,7 +386,7 @@ fn judge(rules: &Rules, all: &BTreeMap<Module, File>, places: &BTreeMap<Module, 
         for named in &file.named {
             let to = origin(all, &named.path);
             // A name of the crate's root that no module hands on is a module itself, or nothing.
-            if let Some(rule) = rules.broken(module, &to) {
+            if let Some(rule) = rules.broken(all, module, &to) {
                 let what = named.path.join("::");
                 problems.push(format!("{place}:{}: names {what}; {rule}", named.line));
             }
@@ -362,15 +402,15 @@ fn judge(rules: &Rules, all: &BTreeMap<Module, File>, places: &BTreeMap<Module, 
 
 /// Names of the list that no file has.
 fn stale(rules: &Rules, all: &BTreeMap<Module, File>) -> Vec<String> {
-    let exists = |path: &[String]| all.keys().any(|module| module.starts_with(path));
     let layers = rules.layers.iter().map(|(name, _)| vec![name.clone()]);
     let inside = rules.inside.iter().flat_map(|(folder, groups)| {
         let folder: Module = folder.split('/').map(str::to_string).collect();
-        groups.iter().flatten().map(move |file| [&folder[..], std::slice::from_ref(file)].concat())
+        let files = groups.iter().flatten().filter(|name| *name != OWN);
+        files.map(move |file| [&folder[..], std::slice::from_ref(file)].concat())
     });
     layers
         .chain(inside)
-        .filter(|path| !exists(path))
+        .filter(|path| !exists(all, path))
         .map(|path| format!("{RULES}: there is no {}", path.join("::")))
         .collect()
 }
@@ -463,6 +503,25 @@ mod tests {
         // Outside their folder they stand where it does.
         let files = [("high::c::x", "use crate::high::a::A; use crate::high::d::D;"), ("high::a", ""), ("high::d", "")];
         assert_eq!(found(&rules, &files), ["high/c/x:1: names high::d::D; inside high, d stands above c"]);
+    }
+
+    #[test]
+    fn a_mod_rs_stands_among_the_files_of_its_folder() {
+        fn files(own: &str) -> [(&str, &str); 4] {
+            [("high", own), ("high::a", "pub struct A;"), ("high::b", "use super::{a::A, Own};"), ("high::d", "")]
+        }
+        let rules = "high:\ninside high: a mod b d\n";
+        assert!(found(rules, &files("mod a; mod b; mod d; pub use d::D; use a::A; struct Own;")).is_empty());
+        for above in ["use b::B;", "fn f() { b::g() }", "use self::b::B;", "use crate::high::b;"] {
+            let broken = found(rules, &files(&format!("mod a; mod b;\n{above}")));
+            let rule = ["inside high, b stands above mod"];
+            assert_eq!(broken.iter().filter_map(|b| b.split("; ").nth(1)).collect::<Vec<_>>(), rule, "{above}");
+        }
+        let above = found("high:\ninside high: a b mod d\n", &files("mod a; struct Own;"));
+        assert_eq!(above, ["high/b:1: names high::Own; inside high, mod stands above b"]);
+        // What a module calls by a child's name is another's inside another module.
+        let inner = [("high", "mod b; mod inner { fn f() { b::g() } }"), ("high::b", ""), ("high::a", "")];
+        assert!(found(rules, &inner).is_empty());
     }
 
     #[test]
