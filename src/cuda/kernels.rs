@@ -121,3 +121,16 @@ impl Kernels for Cuda {
         }
     }
 }
+
+impl Cuda {
+    /// A tensor of the GPU on the host; waits for the stream.
+    ///
+    /// # Errors
+    /// A fault of an earlier kernel, or a driver's error.
+    pub fn to_host(&self, from: TensorRef<'_, Cuda>) -> Result<Tensor<Cpu>> {
+        let mut to = Tensor::empty(&Cpu::new(), from.dtype(), from.dims())?;
+        let bytes = self.download(from)?;
+        to.as_bytes_mut().copy_from_slice(&bytes);
+        Ok(to)
+    }
+}

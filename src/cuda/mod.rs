@@ -18,17 +18,16 @@
 //! host), and [`Reporting::Immediate`](crate::ep::Reporting::Immediate).
 //!
 //! ```text
-//! params, bindings                                            what kernels are told
-//! heuristics                                                  choices that were measured
-//! driver, failure, exit                                       its errors, what keeps a stream from its end, and a process
-//! cubins, tile_config, kernel_table, context_kernels          kernels, compiled and loaded
+//! params, bindings, heuristics                                what kernels are told, and choices that were measured
+//! driver, failure, exit                                       the driver's errors, streams that do not end, and processes
+//! cubins, tile_config, kernel_table, context_kernels          kernels as they are compiled and loaded
 //! memory, status_words, captures                              what else a GPU is made of
-//! device, graph, sync, buffer, context_sync                   a GPU, recordings, waits for it, tensors on it, other streams
-//! tensor_map, launch, status, open                            launches, errors that kernels raise, a GPU opened
-//! plan, routing_records, layout, low_latency_sort, permute    slots: planned, tiled, moved
+//! device, graph, sync, buffer, context_sync                   a GPU; its recordings, waits, tensors, and order with others
+//! launch, tensor_map, status, open                            launches, errors that kernels raise, and a GPU to begin with
+//! layout, plan, routing_records, low_latency_sort, permute    slots: tiled, planned, moved
 //! experts, linear, wgrad, sm90_grouped_gemm, w4a16            products
 //! router, quant, etp                                          routing, casts, sums of sharded gradients
-//! kernels                                                     all of it as the trait has it
+//! kernels, group                                              all of it as the trait has it, and a group of one rank
 //! ```
 
 mod bindings;
@@ -45,6 +44,7 @@ mod exit;
 mod experts;
 mod failure;
 mod graph;
+mod group;
 mod heuristics;
 mod kernel_table;
 mod kernels;

@@ -22,6 +22,7 @@ pub(super) const CLEAR: [u64; WORDS] = {
     words[NAN] = u64::MAX;
     words
 };
+
 /// The words, and their copy in memory that the GPU writes and the host reads.
 pub(super) struct StatusWords {
     pub(super) words: CUdeviceptr,

@@ -3,6 +3,7 @@
 mod amaxes;
 pub(in crate::etp) mod capture;
 pub(in crate::etp) mod collective_state;
+mod entry;
 pub(in crate::etp) mod gather;
 pub(in crate::etp) mod pass;
 pub(in crate::etp) mod reduce;
