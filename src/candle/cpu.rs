@@ -9,8 +9,7 @@ use crate::error::Result;
 use crate::etp::Chain;
 use crate::tensor::TensorRef;
 
-use super::host::{Host, StorageSlice};
-use super::sharded::DeviceChain;
+use super::host::{DeviceChain, Host, StorageSlice};
 
 impl Host for Cpu {
     type Hold<'a> = ();

@@ -14,8 +14,7 @@ use crate::etp::Chain;
 use crate::tensor::TensorRef;
 
 use super::error::framework;
-use super::host::{Host, StorageSlice};
-use super::sharded::DeviceChain;
+use super::host::{DeviceChain, Host, StorageSlice};
 
 /// Where a tensor without elements lies: no kernel reads it, and null means "none" to some.
 const NOWHERE: u64 = 256;

@@ -6,14 +6,18 @@ use std::sync::Arc;
 use candle_core::op::BackpropOp;
 use candle_core::{Device, DeviceLocation, Storage, Tensor};
 
+use crate::adapter::FrameworkDevice;
+use crate::cpu::Cpu;
+#[cfg(feature = "cuda")]
+use crate::cuda::Cuda;
 use crate::error::{Error, Result};
 use crate::etp::{Chain, ShardDevice};
 use crate::tensor::TensorRef;
 
 use super::error::framework;
-use super::sharded::DeviceChain;
-/// A device whose memory candle and this crate share: [`Cpu`](crate::cpu::Cpu), and with the `cuda` feature `Cuda`.
-pub trait Host: ShardDevice {
+
+/// A device whose memory candle and this crate share: [`Cpu`], and with the `cuda` feature `Cuda`.
+pub trait Host: ShardDevice + FrameworkDevice {
     /// Owner of memory that must live until the work that reads a view is enqueued.
     #[doc(hidden)]
     type Hold<'a>;
@@ -48,6 +52,15 @@ pub trait Host: ShardDevice {
     /// The chain again, if it is one of this device.
     #[doc(hidden)]
     fn chain(of: &DeviceChain) -> Option<&Arc<Chain<Self>>>;
+}
+
+/// A chain on one of the devices that candle has.
+#[doc(hidden)]
+#[derive(Clone)]
+pub enum DeviceChain {
+    Cpu(Arc<Chain<Cpu>>),
+    #[cfg(feature = "cuda")]
+    Cuda(Arc<Chain<Cuda>>),
 }
 
 /// Elements of a storage, one behind the other.

@@ -110,9 +110,11 @@ mod host;
 mod module;
 mod op;
 mod options;
+mod params;
 mod run;
 mod sharded;
 mod train;
+mod training_state;
 
 /// A rank's group as its layers share it, of the CPU unless said otherwise.
 pub type EpGroup<D = crate::cpu::Cpu> = crate::ep::EpGroup<D>;
@@ -123,5 +125,6 @@ pub use error::error_of;
 pub use etp::{VarShard, finish_sharded};
 pub use group::DeviceGroup;
 pub use host::{Host, routing_ids};
-pub use module::{ExpertParallelMoE, MoeOutput};
+pub use module::ExpertParallelMoE;
 pub use options::{LoadAs, Parameters};
+pub use run::MoeOutput;

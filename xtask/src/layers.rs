@@ -42,8 +42,6 @@ struct Rules {
     layers: Vec<(String, BTreeSet<String>)>,
     /// By the folder's path, `cpu/router`.
     inside: BTreeMap<String, Vec<BTreeSet<String>>>,
-    /// Files that may say `dyn Any`.
-    erasing: BTreeSet<String>,
 }
 
 impl Rules {
@@ -60,10 +58,6 @@ impl Rules {
             if let Some(folder) = name.strip_prefix("inside ") {
                 let groups = words.map(|group| group.split('+').map(str::to_string).collect()).collect();
                 rules.inside.insert(folder.to_string(), groups);
-                continue;
-            }
-            if name == "erase" {
-                rules.erasing.extend(words);
                 continue;
             }
             let may: BTreeSet<String> = words.collect();
@@ -391,7 +385,7 @@ fn judge(rules: &Rules, all: &BTreeMap<Module, File>, places: &BTreeMap<Module, 
                 problems.push(format!("{place}:{}: names {what}; {rule}", named.line));
             }
         }
-        for line in file.erased.iter().filter(|_| !rules.erasing.contains(place)) {
+        for line in &file.erased {
             problems.push(format!("{place}:{line}: dyn Any; types are named here, not guessed"));
         }
     }
