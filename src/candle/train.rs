@@ -68,8 +68,8 @@ impl ExpertParallelMoE {
 
     /// Moves the selection bias towards an even load, in place:
     /// [`update_selection_bias`](crate::balance::update_selection_bias) with the load of all ranks
-    /// ([`last_load`](Self::last_load), [`MoeOutput::load`]) and a step `u`. Call it after each training step, on every
-    /// rank.
+    /// ([`last_load`](Self::last_load), [`MoeOutput::load`](super::MoeOutput::load)) and a step `u`. Call it after each
+    /// training step, on every rank.
     ///
     /// # Errors
     /// A router without a selection bias, or one that is no variable; what the formula refuses.
