@@ -6,12 +6,15 @@ use std::sync::Arc;
 use candle_core::op::BackpropOp;
 use candle_core::{Device, DeviceLocation, Storage, Tensor};
 
+use crate::dtype::DType;
 use crate::error::{Error, Result};
 use crate::etp::{Chain, ShardDevice};
-use crate::tensor::TensorRef;
+use crate::tensor::{TensorMut, TensorRef};
 
 use super::error::framework;
 use super::sharded::DeviceChain;
+use super::write::StorageSliceMut;
+
 /// A device whose memory candle and this crate share: [`Cpu`](crate::cpu::Cpu), and with the `cuda` feature `Cuda`.
 pub trait Host: ShardDevice {
     /// Owner of memory that must live until the work that reads a view is enqueued.
@@ -32,6 +35,10 @@ pub trait Host: ShardDevice {
     /// Elements of candle's storage as a tensor.
     #[doc(hidden)]
     fn view<'a>(&'a self, part: StorageSlice<'a>) -> Result<(TensorRef<'a, Self>, Self::Hold<'a>)>;
+
+    /// Elements of candle's storage, lent for writing, as a tensor.
+    #[doc(hidden)]
+    fn view_mut<'a>(&'a self, part: StorageSliceMut<'a>) -> Result<(TensorMut<'a, Self>, Self::Hold<'a>)>;
 
     /// Ids of experts in candle's storage as a tensor: U32 as I32, I64 as it is.
     #[doc(hidden)]
@@ -142,6 +149,17 @@ pub fn routing_ids<D: Host>(device: &D, ids: &Tensor) -> Result<crate::Tensor<D>
     let copy = copy_of(device, view);
     drop(hold);
     copy
+}
+
+/// Our name of candle's floating-point type.
+pub(super) fn dtype_of(call: &'static str, name: &str, dtype: candle_core::DType) -> Result<DType> {
+    match dtype {
+        candle_core::DType::F32 => Ok(DType::F32),
+        candle_core::DType::F64 => Ok(DType::F64),
+        candle_core::DType::BF16 => Ok(DType::BF16),
+        candle_core::DType::F16 => Ok(DType::F16),
+        other => Err(Error::invalid(call, name, "f32, f64, bf16 or f16", other.as_str())),
+    }
 }
 
 /// Our own copy of a view.
