@@ -45,12 +45,12 @@ struct Core<'a> {
 impl Core<'_> {
     fn step(&mut self, into: GradientsMut<'_, Cuda>) -> Result<()> {
         let params = self.params.params();
-        let inputs = Inputs { x: self.x.view(), params: &params };
+        let inputs = || Inputs { x: self.x.view(), params: &params };
         let mode = Mode { backward: true, noise: None };
-        let made = self.layer.forward_into(&mut self.group, mode, inputs, self.y.view_mut())?;
+        let made = self.layer.forward_into(&mut self.group, mode, inputs(), self.y.view_mut())?;
         let context = made.context.ok_or("no context")?;
         let cotangents = Cotangents { y: Some(self.d_y.view()), aux: 0.0 };
-        Ok(self.layer.backward_into(&mut self.group, context, inputs, cotangents, into)?)
+        Ok(self.layer.backward_into(&mut self.group, context, inputs(), cotangents, into)?)
     }
 }
 
@@ -90,7 +90,5 @@ pub fn run(cuda: &Cuda, workload: &Workload, gpu: &str) -> Result<()> {
         })?;
         workload.report("moebius", phase, ms, gpu);
     }
-    drop((core, d_x, d_router, router, up, down, x, d_y));
-    cuda.trim();
     Ok(())
 }

@@ -105,6 +105,7 @@ fn main() -> Result<()> {
     for workload in WORKLOADS {
         if wanted.is_empty() || wanted.iter().any(|w| w == workload.name) {
             core::run(&cuda, &workload, &gpu)?;
+            cuda.trim();
             #[cfg(feature = "candle")]
             candle::run(&workload, &gpu)?;
             #[cfg(feature = "burn-cuda")]
