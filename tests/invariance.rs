@@ -51,19 +51,23 @@ fn hold<D: Target>(device: &D, experts: Option<WeightFormat>) {
     // On a GPU quantized experts keep a token's bits only where that is asked for.
     let device = &if experts.is_some() { device.batch_invariant() } else { device.clone() };
     let mut over = vec![(1, DispatcherKind::Local)];
-    // Rank threads are the CPU's.
+    // Rank threads are the CPU's; several GPUs have a suite of their own.
     if D::has_f64() {
         let several = [2, 4].into_iter().flat_map(|r| [(r, DispatcherKind::AllToAll), (r, DispatcherKind::AllGather)]);
         over.extend(several);
     }
-    let settings: Vec<_> =
-        over.into_iter().flat_map(|over| D::FLOATS.iter().map(move |dtype| (over, *dtype))).collect();
+    hold_over(device, experts, &over, 1);
+}
+
+/// The same over these numbers of ranks and dispatchers, with one in `share` of the batches.
+pub fn hold_over<D: Target>(device: &D, experts: Option<WeightFormat>, over: &[(usize, DispatcherKind)], share: usize) {
+    let settings: Vec<_> = over.iter().flat_map(|over| D::FLOATS.iter().map(move |dtype| (*over, *dtype))).collect();
     for (at, &(over, dtype)) in settings.iter().enumerate() {
         let layer = LayerUnderTest::new(device, at, experts, dtype, over);
         let mut random = Random::new(seed::seed(700 + at as u64));
         let expected = layer.run(&Batch::even(over.0));
         assert!(expected.iter().flatten().all(|bits| f64::from_bits(*bits).is_finite()), "{}: overflow", layer.name);
-        for batch in batches(&mut random, over.0, (at, settings.len())) {
+        for batch in batches(&mut random, over.0, (at, settings.len() * share)) {
             let found = layer.run(&batch);
             for (found, token) in found.iter().zip(&batch.tokens) {
                 let (count, split) = (batch.tokens.len(), &batch.split);

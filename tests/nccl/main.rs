@@ -15,6 +15,9 @@ mod captured;
 #[allow(unused_imports, reason = "a suite has parts for the CPU alone")]
 mod etp;
 mod graph;
+#[path = "../invariance.rs"]
+#[allow(dead_code, unused_imports, reason = "a suite has parts for one device alone")]
+mod invariance;
 #[path = "../common/launched.rs"]
 #[allow(dead_code, reason = "a suite takes a part")]
 mod launched;
@@ -59,6 +62,10 @@ fn over_ranks(ranks: usize) -> Vec<(String, Body)> {
             let name = format!("conformance_later::{kind:?}::{file}::{}", case.name);
             all.push((name, body(move |cuda| run(&later(cuda, kind, ranks, case.name)))));
         }
+    }
+    for kind in KINDS {
+        let run = move |cuda: &Cuda| invariance::hold_over(cuda, None, &[(ranks, kind)], 4);
+        all.push((format!("invariance::{kind:?}::dense_experts"), body(run)));
     }
     for own in conformance::communicator_bodies().into_iter().filter(|own| (own.ranks)(ranks)) {
         all.push((format!("communicator::{}", own.name), body(move |cuda| (own.run)(cuda, ranks))));
