@@ -66,8 +66,8 @@ impl<A: About> Communicator<Cuda> for Wrapped<A> {
     fn ended(&self) -> bool {
         self.inner.ended()
     }
-    fn as_any(&mut self) -> Option<&mut dyn std::any::Any> {
-        self.inner.as_any()
+    fn native(&mut self) -> Option<&mut NcclComm> {
+        self.inner.native()
     }
     fn uses_copy_engines(&self) -> bool {
         self.inner.uses_copy_engines()

@@ -6,12 +6,12 @@ use burn::tensor::backend::Backend;
 use burn::tensor::ops::{FloatTensor, IntTensor};
 use burn::tensor::{Shape, TensorData};
 
+use crate::adapter::FrameworkDevice;
 use crate::cpu::{Cpu, Element};
 use crate::device::Waited;
 use crate::dtype::DType;
 use crate::ep::GroupConfig;
 use crate::error::{Error, Result};
-use crate::kernels::Kernels;
 use crate::layer::{AuxValue, Layer, Noise, PerParam};
 use crate::lazy::Lazy;
 use crate::metrics::Load;
@@ -61,7 +61,7 @@ pub trait LayerBackend: Backend {
 )]
 pub trait NativeMemory: Backend {
     /// The core's device.
-    type Core: Kernels;
+    type Core: FrameworkDevice;
     /// Memory of the back end that the core fills.
     type Output;
 
@@ -88,6 +88,17 @@ pub trait NativeMemory: Backend {
 
     /// Puts the back end's later work behind the core's so far.
     fn end(core: &Self::Core) -> Result<Waited>;
+}
+
+impl DeviceGroup {
+    /// A group of one rank on `device` of a back end: of a layer's configuration (`&MoeConfig`) one for its experts,
+    /// which takes any number of tokens.
+    ///
+    /// # Errors
+    /// No such device; what [`Group::new`](crate::ep::Group::new) finds.
+    pub fn single<B: MoeBackend>(config: impl Into<GroupConfig>, device: &B::Device) -> Result<Self> {
+        B::group_of_one(config.into(), device)
+    }
 }
 
 /// A tensor and its name in errors.

@@ -1,26 +1,20 @@
 //! A rank's group as a module holds it, whatever its device: burn's `Module` has no place for the device's type.
 
-use std::fmt::Debug;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use burn::tensor::backend::Backend;
 
-use crate::adapter::{AnyGroup, ParamCollective, exchange};
+use crate::adapter::{AnyGroup, FrameworkDevice};
 use crate::device::Waited;
-use crate::dtype::DType;
-use crate::ep::{EpGroup, Group, GroupConfig};
+use crate::ep::{EpGroup, Group};
 use crate::error::{Error, Result};
-use crate::kernels::Kernels;
-use crate::tensor::Tensor;
-
-use super::backend::MoeBackend;
 
 /// One rank's group, shared by its layers. A [`Group`] or [`EpGroup`] of any device converts into it; [`on`](Self::on)
 /// gives it back.
 #[derive(Debug, Clone)]
 pub struct DeviceGroup {
-    member: Arc<dyn ModuleGroup>,
+    group: AnyGroup,
     waits: Arc<Counters>,
 }
 
@@ -41,46 +35,41 @@ struct Counters {
 }
 
 impl DeviceGroup {
-    /// A group of one rank on `device` of a back end: of a layer's configuration (`&MoeConfig`) one for its experts,
-    /// which takes any number of tokens.
-    ///
-    /// # Errors
-    /// No such device; what [`Group::new`](crate::ep::Group::new) finds.
-    pub fn single<B: MoeBackend>(config: impl Into<GroupConfig>, device: &B::Device) -> Result<Self> {
-        B::group_of_one(config.into(), device)
-    }
-
     /// The group itself, if it works on a `D`: for collectives beside the layers' own.
-    pub fn on<D: Kernels>(&self) -> Option<&EpGroup<D>> {
-        self.member.any().as_any().downcast_ref()
+    pub fn on<D: FrameworkDevice>(&self) -> Option<&EpGroup<D>> {
+        D::group(&self.group)
     }
 
     /// The group, or an error that says that it is no group of this back end's device.
-    pub(super) fn expect<B: Backend, D: Kernels>(&self, call: &'static str, device: &B::Device) -> Result<&EpGroup<D>> {
+    pub(super) fn expect<B: Backend, D: FrameworkDevice>(
+        &self,
+        call: &'static str,
+        device: &B::Device,
+    ) -> Result<&EpGroup<D>> {
         self.on().ok_or_else(|| {
             let expected = format!("one of the device of {} {device:?}", B::name(device));
-            Error::invalid(call, "group", expected, format!("one of {}", self.member.any().device()))
+            Error::invalid(call, "group", expected, format!("one of {}", self.group.device()))
         })
     }
 
     /// This rank.
     pub fn rank(&self) -> usize {
-        self.member.any().rank()
+        self.group.membership().rank
     }
 
     /// Number of ranks.
     pub fn ranks(&self) -> usize {
-        self.member.any().ranks()
+        self.group.membership().ranks
     }
 
     /// Experts of this rank, L = E / R.
     pub fn local_experts(&self) -> usize {
-        self.member.any().local_experts()
+        self.group.membership().local_experts
     }
 
     /// The error that unwound the last failed backward, if any; forgets it.
     pub fn take_failure(&self) -> Option<Error> {
-        self.member.any().take_failure()
+        self.group.membership().take_failure()
     }
 
     /// Waits in calls of the layers that hold this value or a clone of it.
@@ -98,32 +87,28 @@ impl DeviceGroup {
     }
 
     pub(super) fn unwind(&self, error: Error) -> ! {
-        self.member.any().unwind(error)
+        self.group.membership().unwind(error)
     }
 
-    pub(super) fn any(&self) -> &dyn AnyGroup {
-        self.member.any()
-    }
-
-    /// Runs a collective over a tensor of the host, in place.
-    pub(super) fn exchange(&self, layer: u32, exchange: ParamCollective, on: HostTensor<'_>) -> Result<()> {
-        self.member.exchange(layer, exchange, on)
+    /// The group, whatever its device.
+    pub(super) fn any(&self) -> &AnyGroup {
+        &self.group
     }
 }
 
-impl<D: Kernels> From<EpGroup<D>> for DeviceGroup {
+impl<D: FrameworkDevice> From<EpGroup<D>> for DeviceGroup {
     fn from(group: EpGroup<D>) -> Self {
-        Self { member: Arc::new(group), waits: Arc::default() }
+        Self { group: D::any(group), waits: Arc::default() }
     }
 }
 
-impl<D: Kernels> From<&EpGroup<D>> for DeviceGroup {
+impl<D: FrameworkDevice> From<&EpGroup<D>> for DeviceGroup {
     fn from(group: &EpGroup<D>) -> Self {
         group.clone().into()
     }
 }
 
-impl<D: Kernels> From<Group<D>> for DeviceGroup {
+impl<D: FrameworkDevice> From<Group<D>> for DeviceGroup {
     fn from(group: Group<D>) -> Self {
         EpGroup::new(group).into()
     }
@@ -132,41 +117,5 @@ impl<D: Kernels> From<Group<D>> for DeviceGroup {
 impl From<&DeviceGroup> for DeviceGroup {
     fn from(group: &DeviceGroup) -> Self {
         group.clone()
-    }
-}
-
-/// A tensor of the host.
-#[derive(Debug)]
-pub(super) struct HostTensor<'a> {
-    pub(super) bytes: &'a mut [u8],
-    pub(super) dtype: DType,
-    pub(super) dims: &'a [usize],
-}
-
-/// Calls of a module to its group, whatever its device.
-trait ModuleGroup: Debug + Send + Sync {
-    fn any(&self) -> &dyn AnyGroup;
-    fn exchange(&self, layer: u32, exchange: ParamCollective, on: HostTensor<'_>) -> Result<()>;
-}
-
-impl<D: Kernels> ModuleGroup for EpGroup<D> {
-    fn any(&self) -> &dyn AnyGroup {
-        self
-    }
-
-    fn exchange(
-        &self,
-        layer: u32,
-        what: ParamCollective,
-        HostTensor { bytes, dtype, dims }: HostTensor<'_>,
-    ) -> Result<()> {
-        let made = exchange(self, layer, what, |device| {
-            let mut values = Tensor::empty(device, dtype, dims)?;
-            device.upload(bytes, values.view_mut())?;
-            Ok(values)
-        })?;
-        let device = self.lock().device().clone();
-        bytes.copy_from_slice(&device.download(made.view())?);
-        Ok(())
     }
 }

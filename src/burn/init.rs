@@ -8,7 +8,7 @@ use burn::tensor::backend::Backend;
 use burn::tensor::ops::FloatTensor;
 use burn::tensor::{Shape, Tensor, TensorData, TensorMetadata, TensorPrimitive};
 
-use crate::adapter::ParamCollective;
+use crate::adapter::{HostTensor, ParamCollective};
 use crate::checkpoint::{Block, BlockParams, Checkpoint, LoadOptions, Progress};
 use crate::comm::Op;
 use crate::config::MoeConfig;
@@ -20,7 +20,7 @@ use crate::tensor;
 
 use super::backend::{MoeBackend, core_dtype, float};
 use super::config::ExpertParallelMoEConfig;
-use super::group::{DeviceGroup, HostTensor};
+use super::group::DeviceGroup;
 use super::module::{ExpertParallelMoE, Experts, Router, SharedExpert};
 
 const INIT: &str = "ExpertParallelMoEConfig::init";
@@ -51,8 +51,8 @@ impl ExpertParallelMoEConfig {
         device: &B::Device,
     ) -> Result<ExpertParallelMoE<B>> {
         let group = group.into();
-        let number = group.any().number_layer(self.number);
-        let experts = group.any().check_experts(INIT, self.moe.router.num_experts);
+        let number = group.any().membership().number_layer(self.number);
+        let experts = group.any().membership().check_experts(INIT, self.moe.router.num_experts);
         // The other ranks are in the collectives below: they are told, and the group stays usable.
         let layer = experts
             .and_then(|()| Layer::new(self.moe.clone(), number))
@@ -101,8 +101,8 @@ impl<B: Backend> ExpertParallelMoE<B> {
         device: &B::Device,
     ) -> Result<Self> {
         let group = group.into();
-        let number = group.any().number_layer(number.into());
-        group.any().check_experts(FROM_BLOCK, block.config.router.num_experts)?;
+        let number = group.any().membership().number_layer(number.into());
+        group.any().membership().check_experts(FROM_BLOCK, block.config.router.num_experts)?;
         let layer = Layer::new(block.config.clone(), number)?;
         block.check(FROM_BLOCK, group.local_experts())?;
         let params = block.params.into_per_param();
@@ -297,7 +297,7 @@ impl<B: Backend> Draw<'_, B> {
         let mut data: TensorData = weight.into_data();
         let dtype = core_dtype(INIT, "weight", data.dtype)?;
         let on = HostTensor { bytes: &mut data.bytes[..], dtype, dims: &[rows, columns] };
-        self.group.exchange(self.number, ParamCollective::Weights, on)?;
+        on.exchange(self.group.any(), self.number, ParamCollective::Weights)?;
         let dtype = data.dtype;
         Ok(Tensor::from_data(data, (self.device, dtype)))
     }

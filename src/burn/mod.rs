@@ -188,6 +188,7 @@ mod tests;
 
 /// A rank's group as its layers share it, of the CPU unless said otherwise.
 pub type EpGroup<D = crate::cpu::Cpu> = crate::ep::EpGroup<D>;
+pub use crate::adapter::FrameworkDevice;
 pub use backend::{MoeBackend, NativeBackend};
 pub use config::ExpertParallelMoEConfig;
 #[cfg(feature = "burn-cuda")]

@@ -8,14 +8,14 @@ use burn::tensor::backend::{AutodiffBackend, Backend};
 use burn::tensor::ops::FloatTensor;
 use burn::tensor::{Int, Shape, Tensor, TensorData, TensorPrimitive};
 
-use crate::adapter::ParamCollective;
+use crate::adapter::{HostTensor, ParamCollective};
 use crate::error::{Error, Result};
 use crate::layer::{AuxValue, Layer, Noise, ParamKind, PerParam};
 use crate::lazy::Lazy;
 use crate::metrics::Load;
 
 use super::backend::{LayerCall, MoeBackend, Operands, core_dtype};
-use super::group::{DeviceGroup, HostTensor};
+use super::group::DeviceGroup;
 
 /// A Mixture-of-Experts layer over the ranks of a group. Made by
 /// [`ExpertParallelMoEConfig::init`](super::ExpertParallelMoEConfig::init), [`from_block`](Self::from_block) or
@@ -242,7 +242,7 @@ impl<B: AutodiffBackend> ExpertParallelMoE<B> {
         let mut data = gradient.into_data();
         let dtype = core_dtype(CALL, "gradient", data.dtype)?;
         let on = HostTensor { bytes: &mut data.bytes[..], dtype, dims: &data.shape };
-        self.group.exchange(self.layer.number(), ParamCollective::Gradient, on)?;
+        on.exchange(self.group.any(), self.layer.number(), ParamCollective::Gradient)?;
         let dtype = data.dtype;
         gradients.register::<B::InnerBackend, D>(param.id, Tensor::from_data(data, (&device, dtype)));
         Ok(())

@@ -124,7 +124,7 @@ impl ExpertParallelMoE {
         vb: candle_nn::VarBuilder<'_>,
         chain: Option<InChain<'_, D>>,
     ) -> Result<Self> {
-        let number = group.any().number_layer(spec.number());
+        let number = group.any().membership().number_layer(spec.number());
         let made = spec.layer(number).map_err(Into::into).and_then(|layer| {
             let (params, sharded) = variables(&layer, &group, vb, chain)?;
             Ok(Self { layer, group: group.clone(), params, sharded, training: Arc::default() })
@@ -134,7 +134,7 @@ impl ExpertParallelMoE {
         if group.ranks() > 1 {
             // All ranks take part, whatever their parameters are.
             for (_, t) in moe.params.present().filter(|(role, _)| role.is_replicated()) {
-                let first = group.member().exchange(number, ParamCollective::Weights, t)?;
+                let first = group.exchange(number, ParamCollective::Weights, t)?;
                 if t.is_variable() {
                     Var::from_tensor(t)?.set(&first)?;
                 }
@@ -158,8 +158,8 @@ impl ExpertParallelMoE {
     ) -> Result<Self> {
         const CALL: &str = "ExpertParallelMoE::from_block";
         let group = group.into();
-        let layer = Layer::new(block.config.clone(), group.any().number_layer(number.into()))?;
-        group.any().check_experts(CALL, layer.config().router.num_experts)?;
+        let layer = Layer::new(block.config.clone(), group.any().membership().number_layer(number.into()))?;
+        group.any().membership().check_experts(CALL, layer.config().router.num_experts)?;
         block.check(CALL, group.local_experts())?;
         let params = block.params.into_per_param().try_map(|_, t| -> Result<_> {
             let Some(t) = t else { return Ok(None) };
@@ -228,7 +228,7 @@ fn variables<D: Host>(
     chain: Option<InChain<'_, D>>,
 ) -> Result<(PerParam<Option<Tensor>>, Option<Sharded>)> {
     let (config, local) = (layer.config(), group.local_experts());
-    group.any().check_experts("ExpertParallelMoE::new", config.router.num_experts)?;
+    group.any().membership().check_experts("ExpertParallelMoE::new", config.router.num_experts)?;
     let params = PerParam::try_from_fn(|role| -> Result<Option<Tensor>> {
         let Some(mut dims) = role.dims(config, local) else { return Ok(None) };
         if let Some(InChain { chain, .. }) = chain.as_ref().filter(|_| matches!(role, ParamKind::Up | ParamKind::Down))

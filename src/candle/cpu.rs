@@ -9,9 +9,7 @@ use crate::error::Result;
 use crate::etp::Chain;
 use crate::tensor::{TensorMut, TensorRef};
 
-use super::host::{Host, StorageSlice};
-use super::sharded::DeviceChain;
-use super::write::{StorageMut, StorageSliceMut};
+use super::host::{DeviceChain, Host, StorageMut, StorageSlice, StorageSliceMut};
 
 impl Host for Cpu {
     type Hold<'a> = ();

@@ -15,9 +15,7 @@ use crate::etp::Chain;
 use crate::tensor::{TensorMut, TensorRef};
 
 use super::error::framework;
-use super::host::{Host, StorageSlice};
-use super::sharded::DeviceChain;
-use super::write::{StorageMut, StorageSliceMut};
+use super::host::{DeviceChain, Host, StorageMut, StorageSlice, StorageSliceMut};
 
 /// Where a tensor without elements lies: no kernel reads it, and null means "none" to some.
 const NOWHERE: u64 = 256;

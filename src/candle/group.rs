@@ -1,27 +1,24 @@
 //! A rank's group as a module holds it: on whichever device candle chose at run time.
 
-use std::fmt::Debug;
-use std::sync::Arc;
-
 use candle_core::{Device, Tensor};
 
 use crate::adapter::{AnyGroup, ParamCollective, exchange};
 use crate::cpu::Cpu;
 use crate::ep::{EpGroup, Group, GroupConfig};
 use crate::error::{Error, Result};
-use crate::layer::{Mode, PerParam};
 
 use super::error::framework;
 use super::host::{Host, copy_of, into_candle, location, with_views};
-use super::module::MoeOutput;
-use super::run;
 
 /// One rank's group, shared by its layers, and the candle device that it works on. candle knows its devices at run
 /// time only, so this type hides ours; [`on`](Self::on) gives the group back.
 ///
 /// A [`Group`] or [`EpGroup`] on the CPU converts into it.
 #[derive(Debug, Clone)]
-pub struct DeviceGroup(Arc<dyn ModuleGroup>);
+pub struct DeviceGroup {
+    group: AnyGroup,
+    device: Device,
+}
 
 impl DeviceGroup {
     /// A group whose tensors are on `device`.
@@ -30,7 +27,7 @@ impl DeviceGroup {
     /// The group works on another device, or on another stream of it.
     pub fn new<D: Host>(group: EpGroup<D>, device: &Device) -> Result<Self> {
         if group.lock().device().is(device) {
-            return Ok(Self(Arc::new(On { group, device: device.clone() })));
+            return Ok(Self { group: D::any(group), device: device.clone() });
         }
         Err(Error::invalid("DeviceGroup::new", "device", "the group's own", location(device)))
     }
@@ -56,41 +53,66 @@ impl DeviceGroup {
 
     /// The group itself, if it works on a `D`: for collectives beside the layers' own.
     pub fn on<D: Host>(&self) -> Option<&EpGroup<D>> {
-        self.any().as_any().downcast_ref()
+        D::group(&self.group)
     }
 
     /// candle's device.
     pub fn device(&self) -> &Device {
-        self.0.device()
+        &self.device
     }
 
     /// This rank.
     pub fn rank(&self) -> usize {
-        self.any().rank()
+        self.group.membership().rank
     }
 
     /// Number of ranks.
     pub fn ranks(&self) -> usize {
-        self.any().ranks()
+        self.group.membership().ranks
     }
 
     /// Experts of this rank, L = E / R.
     pub fn local_experts(&self) -> usize {
-        self.any().local_experts()
+        self.group.membership().local_experts
     }
 
-    pub(super) fn any(&self) -> &dyn AnyGroup {
-        self.0.any()
+    /// The group, whatever its device.
+    pub(super) fn any(&self) -> &AnyGroup {
+        &self.group
     }
 
-    pub(super) fn member(&self) -> &dyn ModuleGroup {
-        &*self.0
+    /// Runs a collective of layer `layer` over a tensor's values, which are not changed; gives the result.
+    pub(super) fn exchange(&self, layer: u32, collective: ParamCollective, t: &Tensor) -> Result<Tensor> {
+        let device = &self.device;
+        match &self.group {
+            AnyGroup::Cpu(group) => On { group, device }.exchange(layer, collective, t),
+            #[cfg(feature = "cuda")]
+            AnyGroup::Cuda(group) => On { group, device }.exchange(layer, collective, t),
+        }
+    }
+}
+
+/// A group of a known device, and candle's name of that device.
+#[derive(Debug)]
+pub(super) struct On<'a, D: Host> {
+    pub(super) group: &'a EpGroup<D>,
+    pub(super) device: &'a Device,
+}
+
+impl<D: Host> On<'_, D> {
+    fn exchange(self, layer: u32, collective: ParamCollective, t: &Tensor) -> Result<Tensor> {
+        const CALL: &str = "ExpertParallelMoE";
+        let made = exchange(self.group, layer, collective, |device| {
+            let t = t.contiguous().map_err(framework(CALL))?;
+            with_views(device, CALL, &[("of a replicated parameter", &t)], |views| copy_of(device, views[0]))
+        })?;
+        into_candle(made, t.dims(), self.device)
     }
 }
 
 impl From<EpGroup<Cpu>> for DeviceGroup {
     fn from(group: EpGroup<Cpu>) -> Self {
-        Self(Arc::new(On { group, device: Device::Cpu }))
+        Self { group: AnyGroup::Cpu(group), device: Device::Cpu }
     }
 }
 
@@ -110,49 +132,4 @@ impl From<&DeviceGroup> for DeviceGroup {
     fn from(group: &DeviceGroup) -> Self {
         group.clone()
     }
-}
-
-/// A group and candle's name of its device.
-#[derive(Debug)]
-pub(super) struct On<D: Host> {
-    pub(super) group: EpGroup<D>,
-    pub(super) device: Device,
-}
-
-/// Calls of a module to its group, whatever its device.
-pub(super) trait ModuleGroup: Debug + Send + Sync {
-    fn any(&self) -> &dyn AnyGroup;
-    fn device(&self) -> &Device;
-    /// Runs a collective of layer `layer` over a tensor's values, which are not changed; gives the result.
-    fn exchange(&self, layer: u32, exchange: ParamCollective, t: &Tensor) -> Result<Tensor>;
-    fn forward(&self, call: &run::ForwardInputs<'_>, mode: Mode) -> candle_core::Result<MoeOutput>;
-}
-
-impl<D: Host> ModuleGroup for On<D> {
-    fn any(&self) -> &dyn AnyGroup {
-        &self.group
-    }
-
-    fn device(&self) -> &Device {
-        &self.device
-    }
-
-    fn exchange(&self, layer: u32, what: ParamCollective, t: &Tensor) -> Result<Tensor> {
-        const CALL: &str = "ExpertParallelMoE";
-        let made = exchange(&self.group, layer, what, |device| {
-            let t = t.contiguous().map_err(framework(CALL))?;
-            with_views(device, CALL, &[("of a replicated parameter", &t)], |views| copy_of(device, views[0]))
-        })?;
-        into_candle(made, t.dims(), &self.device)
-    }
-
-    fn forward(&self, call: &run::ForwardInputs<'_>, mode: Mode) -> candle_core::Result<MoeOutput> {
-        run::forward(self, call, mode)
-    }
-}
-
-/// The parameters in contiguous memory; as they are where they lie so.
-pub(super) fn contiguous(call: &'static str, params: &PerParam<Option<Tensor>>) -> Result<PerParam<Option<Tensor>>> {
-    let of = |t: &Option<Tensor>| t.as_ref().map(Tensor::contiguous).transpose().map_err(framework(call));
-    params.as_ref().try_map(|_, t| of(t))
 }

@@ -3,20 +3,23 @@
 
 use std::sync::Arc;
 
+use candle_core::backend::BackendStorage;
 use candle_core::op::BackpropOp;
-use candle_core::{Device, DeviceLocation, Storage, Tensor};
+use candle_core::{CpuStorage, CudaStorage, Device, DeviceLocation, Storage, Tensor};
 
+use crate::adapter::FrameworkDevice;
+use crate::cpu::Cpu;
+#[cfg(feature = "cuda")]
+use crate::cuda::Cuda;
 use crate::dtype::DType;
 use crate::error::{Error, Result};
 use crate::etp::{Chain, ShardDevice};
 use crate::tensor::{TensorMut, TensorRef};
 
 use super::error::framework;
-use super::sharded::DeviceChain;
-use super::write::StorageSliceMut;
 
-/// A device whose memory candle and this crate share: [`Cpu`](crate::cpu::Cpu), and with the `cuda` feature `Cuda`.
-pub trait Host: ShardDevice {
+/// A device whose memory candle and this crate share: [`Cpu`], and with the `cuda` feature `Cuda`.
+pub trait Host: ShardDevice + FrameworkDevice {
     /// Owner of memory that must live until the work that reads a view is enqueued.
     #[doc(hidden)]
     type Hold<'a>;
@@ -57,6 +60,15 @@ pub trait Host: ShardDevice {
     fn chain(of: &DeviceChain) -> Option<&Arc<Chain<Self>>>;
 }
 
+/// A chain on one of the devices that candle has.
+#[doc(hidden)]
+#[derive(Clone)]
+pub enum DeviceChain {
+    Cpu(Arc<Chain<Cpu>>),
+    #[cfg(feature = "cuda")]
+    Cuda(Arc<Chain<Cuda>>),
+}
+
 /// Elements of a storage, one behind the other.
 #[doc(hidden)]
 #[derive(Debug, Clone, Copy)]
@@ -84,6 +96,41 @@ impl StorageSlice<'_> {
     /// Refuses a tensor of a type that the layer has no use for.
     pub(super) fn unfit(&self, expected: &str) -> Error {
         let found = self.storage.dtype().as_str();
+        Error::invalid(self.call, format!("tensor {}", self.name), expected, found)
+    }
+}
+
+/// Elements of a storage, one behind the other, to be written.
+#[doc(hidden)]
+#[derive(Debug)]
+pub struct StorageSliceMut<'a> {
+    pub(super) call: &'static str,
+    /// The tensor, for errors.
+    pub(super) name: &'a str,
+    pub(super) storage: StorageMut<'a>,
+    pub(super) start: usize,
+    pub(super) dims: &'a [usize],
+}
+
+/// A storage that candle lends for writing.
+#[derive(Debug)]
+pub(super) enum StorageMut<'a> {
+    Cpu(&'a mut CpuStorage),
+    Cuda(#[cfg_attr(not(feature = "cuda"), allow(dead_code, reason = "no device takes it"))] &'a mut CudaStorage),
+}
+
+impl StorageSliceMut<'_> {
+    /// The elements.
+    pub(super) fn range(&self) -> std::ops::Range<usize> {
+        self.start..self.start + self.dims.iter().product::<usize>()
+    }
+
+    /// Refuses a tensor of another device or type.
+    pub(super) fn unfit(&self, expected: &str) -> Error {
+        let found = match &self.storage {
+            StorageMut::Cpu(storage) => format!("{:?} on the CPU", storage.dtype()),
+            StorageMut::Cuda(storage) => format!("{:?} on a GPU", storage.dtype()),
+        };
         Error::invalid(self.call, format!("tensor {}", self.name), expected, found)
     }
 }

@@ -111,9 +111,11 @@ mod main_gradients;
 mod module;
 mod op;
 mod options;
+mod params;
 mod run;
 mod sharded;
 mod train;
+mod training_state;
 mod write;
 
 /// A rank's group as its layers share it, of the CPU unless said otherwise.
@@ -126,5 +128,6 @@ pub use etp::{VarShard, finish_sharded};
 pub use group::DeviceGroup;
 pub use host::{Host, routing_ids};
 pub use main_gradients::{MainGradients, backward};
-pub use module::{ExpertParallelMoE, MoeOutput};
+pub use module::ExpertParallelMoE;
 pub use options::{LoadAs, Parameters};
+pub use run::MoeOutput;

@@ -11,15 +11,13 @@ use crate::comm::Op;
 use crate::cpu::Cpu;
 use crate::error::Error;
 use crate::etp::WeightId;
-use crate::layer::{AuxValue, Layer, Mode, Noise, ParamKind, PerParam};
-use crate::lazy::Lazy;
-use crate::metrics::Load;
+use crate::layer::{Layer, Mode, Noise, ParamKind, PerParam};
 
 use super::group::DeviceGroup;
 use super::host::{copy_of, with_views};
-use super::run::ForwardInputs;
+use super::run::{self, ForwardInputs, MoeOutput};
 use super::sharded::Sharded;
-use super::train::Training;
+use super::training_state::TrainingState;
 
 /// A Mixture-of-Experts layer over the ranks of a group, as a candle module. See the [module](super) for use.
 #[derive(Debug, Clone)]
@@ -30,26 +28,7 @@ pub struct ExpertParallelMoE {
     pub(super) params: PerParam<Option<Tensor>>,
     /// The experts' chain, where their parameters are shards.
     pub(super) sharded: Option<Sharded>,
-    pub(super) training: Arc<Training>,
-}
-
-/// Result of a forward.
-#[derive(Debug, Clone)]
-pub struct MoeOutput {
-    /// Same shape and dtype as the input.
-    pub y: Tensor,
-    /// Auxiliary losses' sum, a scalar (f64 for f64 tokens, else f32) that carries gradients: add it to the loss.
-    pub aux: Tensor,
-    /// The losses apart, for the host.
-    pub losses: Lazy<AuxValue>,
-    /// Router logits `[T, E]`, detached.
-    pub logits: Tensor,
-    /// Chosen experts `[T, K]`, U32, detached.
-    pub ids: Tensor,
-    /// Routing weights `[T, K]`, detached.
-    pub weights: Tensor,
-    /// Load of the experts over all ranks.
-    pub load: Lazy<Load>,
+    pub(super) training: Arc<TrainingState>,
 }
 
 impl ExpertParallelMoE {
@@ -152,7 +131,7 @@ impl ExpertParallelMoE {
         let sharded = self.sharded.as_ref();
         let (layer, params, shape) = (&self.layer, &self.params, x.shape());
         let call = ForwardInputs { layer, params, sharded, flat: &flat, shape, aux_scale };
-        self.group.member().forward(&call, Mode { backward: tracks, noise })
+        run::forward(&self.group, &call, Mode { backward: tracks, noise })
     }
 }
 

@@ -9,14 +9,13 @@ use crate::ep::EpGroup;
 use crate::error::Error;
 use crate::kernels::Scalar;
 use crate::layer::{
-    Context, Cotangents, Gradients, GradientsMut, Inputs, Layer, ParamKind, ParamViews, PerParam, RefusalGuard, Wanted,
+    Context, Cotangents, Gradients, GradientsMut, Inputs, Layer, ParamKind, PerParam, RefusalGuard, Wanted,
 };
-use crate::tensor::TensorRef;
 
 use super::error::framework;
-use super::group::contiguous;
 use super::host::{Host, into_candle, with_views};
 use super::main_gradients::{EXPERTS, expert_gradients};
+use super::params::{contiguous, named, views_of};
 use super::sharded::{Backward, Chained};
 use super::write::with_views_mut;
 
@@ -176,20 +175,6 @@ impl<D: Host> PendingBackward<D> {
             some => Ok(some),
         }
     }
-}
-
-/// x and the parameters, with their names.
-pub(super) fn named<'a>(x: &'a Tensor, params: &'a PerParam<Option<Tensor>>) -> Vec<(&'static str, &'a Tensor)> {
-    std::iter::once(("x", x)).chain(params.present().map(|(role, t)| (role.name(), t))).collect()
-}
-
-/// Views of parameters, given in the parameters' order.
-pub(super) fn views_of<'a, D: Host>(
-    params: &PerParam<Option<Tensor>>,
-    views: &[TensorRef<'a, D>],
-) -> crate::Result<ParamViews<'a, D>> {
-    let mut views = views.iter().copied();
-    ParamViews::collect(|role| Ok(params.get(role).and_then(|_| views.next())))
 }
 
 /// Joins one more input to the token: the first link of the chain that candle runs backwards last.

@@ -4,12 +4,15 @@ use std::sync::{Arc, Mutex};
 
 use candle_core::{Result, Shape, Tensor};
 
-use crate::layer::{Forward, Layer, Mode, ParamKind, PerParam, RefusalGuard};
+use crate::adapter::AnyGroup;
+use crate::layer::{AuxValue, Forward, Layer, Mode, ParamKind, PerParam, RefusalGuard};
+use crate::lazy::Lazy;
+use crate::metrics::Load;
 
-use super::group::{On, contiguous};
+use super::group::{DeviceGroup, On};
 use super::host::{Host, copy_of, into_candle, with_views};
-use super::module::MoeOutput;
-use super::op::{BackwardState, Emit, Join, LayerOutput, OutputCotangents, PendingBackward, named, views_of};
+use super::op::{BackwardState, Emit, Join, LayerOutput, OutputCotangents, PendingBackward};
+use super::params::{contiguous, named, views_of};
 use super::sharded::{Chained, Sharded, with_sources};
 
 const CALL: &str = "ExpertParallelMoE::forward";
@@ -28,10 +31,39 @@ pub(super) struct ForwardInputs<'a> {
     pub(super) aux_scale: Option<f64>,
 }
 
-pub(super) fn forward<D: Host>(on: &On<D>, call: &ForwardInputs<'_>, mode: Mode) -> Result<MoeOutput> {
+/// Result of a forward.
+#[derive(Debug, Clone)]
+pub struct MoeOutput {
+    /// Same shape and dtype as the input.
+    pub y: Tensor,
+    /// Auxiliary losses' sum, a scalar (f64 for f64 tokens, else f32) that carries gradients: add it to the loss.
+    pub aux: Tensor,
+    /// The losses apart, for the host.
+    pub losses: Lazy<AuxValue>,
+    /// Router logits `[T, E]`, detached.
+    pub logits: Tensor,
+    /// Chosen experts `[T, K]`, U32, detached.
+    pub ids: Tensor,
+    /// Routing weights `[T, K]`, detached.
+    pub weights: Tensor,
+    /// Load of the experts over all ranks.
+    pub load: Lazy<Load>,
+}
+
+/// A layer's forward, on the device of its group.
+pub(super) fn forward(group: &DeviceGroup, call: &ForwardInputs<'_>, mode: Mode) -> Result<MoeOutput> {
+    let device = group.device();
+    match group.any() {
+        AnyGroup::Cpu(group) => forward_on(On { group, device }, call, mode),
+        #[cfg(feature = "cuda")]
+        AnyGroup::Cuda(group) => forward_on(On { group, device }, call, mode),
+    }
+}
+
+fn forward_on<D: Host>(on: On<'_, D>, call: &ForwardInputs<'_>, mode: Mode) -> Result<MoeOutput> {
     let experts = call.sharded.map(|sharded| sharded.experts::<D>(CALL)).transpose();
     let experts = experts.map_err(|e| call.layer.refuse_forward(&mut on.group.lock(), e))?;
-    let Forward { y, aux, routing, context } = layer(on, call, experts.as_ref(), mode)?;
+    let Forward { y, aux, routing, context } = layer(&on, call, experts.as_ref(), mode)?;
     let device = on.group.lock().device().clone();
     let losses = aux.value().clone();
     let aux = {
@@ -40,7 +72,7 @@ pub(super) fn forward<D: Host>(on: &On<D>, call: &ForwardInputs<'_>, mode: Mode)
         total
     };
     let (y, aux) = match context {
-        None => (into_candle(y, call.shape.dims(), &on.device)?, into_candle(aux, &[], &on.device)?),
+        None => (into_candle(y, call.shape.dims(), on.device)?, into_candle(aux, &[], on.device)?),
         Some(context) => {
             let step = Arc::new(PendingBackward {
                 layer: call.layer.clone(),
@@ -55,14 +87,14 @@ pub(super) fn forward<D: Host>(on: &On<D>, call: &ForwardInputs<'_>, mode: Mode)
                     arrived: OutputCotangents::default(),
                 }),
             });
-            let mut token = Tensor::zeros((), candle_core::DType::F32, &on.device)?;
+            let mut token = Tensor::zeros((), candle_core::DType::F32, on.device)?;
             token = token.apply_op2(call.flat, Join { step: step.clone(), input: None })?;
             // The selection bias has no gradient: with one of zeros an optimizer's weight decay would move it.
             for (role, t) in call.params.present().filter(|(role, _)| *role != ParamKind::SelectionBias) {
                 token = token.apply_op2(t, Join { step: step.clone(), input: Some(role) })?;
             }
             let emit = |output, value: crate::Tensor<D>, shape: &Shape| {
-                let value = Mutex::new(Some((D::storage(value, &on.device)?, shape.clone())));
+                let value = Mutex::new(Some((D::storage(value, on.device)?, shape.clone())));
                 token.apply_op1(Emit { step: step.clone(), output, value })
             };
             (emit(LayerOutput::Y, y, call.shape)?, emit(LayerOutput::Aux, aux, &Shape::from(()))?)
@@ -72,7 +104,7 @@ pub(super) fn forward<D: Host>(on: &On<D>, call: &ForwardInputs<'_>, mode: Mode)
     let data = |t: Arc<crate::Tensor<D>>| {
         let dims = t.dims().to_vec();
         let own = Arc::try_unwrap(t).or_else(|shared| copy_of(&device, shared.view()))?;
-        into_candle(own, &dims, &on.device)
+        into_candle(own, &dims, on.device)
     };
     Ok(MoeOutput {
         y,
@@ -86,7 +118,7 @@ pub(super) fn forward<D: Host>(on: &On<D>, call: &ForwardInputs<'_>, mode: Mode)
 }
 
 fn layer<D: Host>(
-    on: &On<D>,
+    on: &On<'_, D>,
     call: &ForwardInputs<'_>,
     experts: Option<&Chained<D>>,
     mode: Mode,

@@ -5,9 +5,6 @@ use std::sync::Arc;
 
 use candle_core::Tensor;
 
-use crate::cpu::Cpu;
-#[cfg(feature = "cuda")]
-use crate::cuda::Cuda;
 use crate::error::{Error, Result};
 use crate::etp::{Chain, GradientBuffer, Payload, ShardDevice, ShardedWeight, WeightId, WeightSpec};
 use crate::kernels::Scalar;
@@ -17,22 +14,13 @@ use crate::layer::{
 use crate::tensor::TensorRef;
 
 use super::etp::VarShard;
-use super::host::Host;
+use super::host::{DeviceChain, Host};
 
 /// A layer's `up` and `down`, of this rank's shards.
 #[derive(Clone, Copy)]
 pub(super) struct ShardedParams<'a> {
     pub(super) up: &'a Tensor,
     pub(super) down: &'a Tensor,
-}
-
-/// A chain on one of the devices that candle has.
-#[doc(hidden)]
-#[derive(Clone)]
-pub enum DeviceChain {
-    Cpu(Arc<Chain<Cpu>>),
-    #[cfg(feature = "cuda")]
-    Cuda(Arc<Chain<Cuda>>),
 }
 
 /// The experts of a module, whatever their device.

@@ -1,8 +1,7 @@
 //! Parts of a module that training needs beside its forward: jitter, the auxiliary losses behind y, balance, and
 //! gradients of parameters that all ranks hold.
 
-use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 
 use candle_core::backprop::GradStore;
 use candle_core::{Module, Result, Tensor, Var};
@@ -13,62 +12,22 @@ use crate::layer::{AuxValue, Noise, ParamKind};
 use crate::lazy::Lazy;
 use crate::metrics::Load;
 
-use super::module::{ExpertParallelMoE, MoeOutput};
-
-/// State beside the parameters that the clones of a module share.
-#[derive(Debug)]
-pub(super) struct Training {
-    seed: u64,
-    /// Of the next training forward's noise.
-    step: AtomicU64,
-    /// Factor of the auxiliary losses' gradient.
-    aux_scale: f64,
-    last: Mutex<Option<Last>>,
-}
-
-/// Figures that the last forward has left to be read.
-#[derive(Debug, Clone)]
-struct Last {
-    losses: Lazy<AuxValue>,
-    load: Lazy<Load>,
-}
-
-impl Default for Training {
-    fn default() -> Self {
-        Self { seed: 0, step: AtomicU64::new(0), aux_scale: 1.0, last: Mutex::default() }
-    }
-}
-
-impl Training {
-    fn noise(&self) -> Noise {
-        Noise { seed: self.seed, step: self.step.load(Ordering::Relaxed) }
-    }
-
-    fn keep(&self, out: &MoeOutput) {
-        let last = Last { losses: out.losses.clone(), load: out.load.clone() };
-        *self.last.lock().unwrap_or_else(PoisonError::into_inner) = Some(last);
-    }
-
-    fn last(&self, call: &'static str) -> Result<Last> {
-        let last = self.last.lock().unwrap_or_else(PoisonError::into_inner).clone();
-        last.ok_or_else(|| Error::invalid(call, "forward", "one before this call", "none").into())
-    }
-}
+use super::module::ExpertParallelMoE;
+use super::training_state::TrainingState;
 
 impl ExpertParallelMoE {
     /// Seed of the router's jitter, and the step that the next training forward counts from (0 and 0 without this).
     /// Each [`forward_t`](Self::forward_t) that trains takes one step; a run that goes on from a checkpoint sets its
     /// own.
     pub fn with_noise(mut self, noise: Noise) -> Self {
-        let step = AtomicU64::new(noise.step);
-        self.training = Arc::new(Training { seed: noise.seed, step, ..self.training.settings() });
+        self.training = Arc::new(TrainingState::new(noise, self.training.aux_scale()));
         self
     }
 
     /// Factor of the auxiliary losses' gradient in [`forward_t`](Self::forward_t), 1 without this: what the
     /// loss is multiplied by before its backward, as by a loss scaler or for gradients that add up over microbatches.
     pub fn with_aux_scale(mut self, aux_scale: f64) -> Self {
-        self.training = Arc::new(Training { aux_scale, ..self.training.settings() });
+        self.training = Arc::new(TrainingState::new(self.training.noise(), aux_scale));
         self
     }
 
@@ -85,8 +44,7 @@ impl ExpertParallelMoE {
         if !train {
             return self.forward(x);
         }
-        let noise = Noise { step: self.training.step.fetch_add(1, Ordering::Relaxed), ..self.training.noise() };
-        let out = self.pass(x, Some(noise), Some(self.training.aux_scale))?;
+        let out = self.pass(x, Some(self.training.next_noise()), Some(self.training.aux_scale()))?;
         self.training.keep(&out);
         Ok(out.y)
     }
@@ -141,17 +99,9 @@ impl ExpertParallelMoE {
         for (_, t) in self.trainable().filter(|(role, _)| role.is_replicated()) {
             let own = gradients.get(t).cloned().map_or_else(|| t.zeros_like(), Ok);
             let own = own.inspect_err(|e| self.refuse(crate::comm::Op::GradReduce, &e.to_string()))?;
-            gradients.insert(t, self.group.member().exchange(self.layer.number(), ParamCollective::Gradient, &own)?);
+            gradients.insert(t, self.group.exchange(self.layer.number(), ParamCollective::Gradient, &own)?);
         }
         Ok(())
-    }
-}
-
-impl Training {
-    /// The settings, for a module of its own.
-    pub(super) fn settings(&self) -> Self {
-        let Noise { seed, step } = self.noise();
-        Self { seed, step: AtomicU64::new(step), aux_scale: self.aux_scale, last: Mutex::default() }
     }
 }
 

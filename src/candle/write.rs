@@ -2,49 +2,13 @@
 
 use std::cell::RefCell;
 
-use candle_core::backend::BackendStorage;
 use candle_core::{CpuStorage, CudaStorage, InplaceOp1, Layout, Tensor};
 
 use crate::error::{Error, Result};
 use crate::tensor::TensorMut;
 
 use super::error::framework;
-use super::host::Host;
-
-/// Elements of a storage, one behind the other, to be written.
-#[doc(hidden)]
-#[derive(Debug)]
-pub struct StorageSliceMut<'a> {
-    pub(super) call: &'static str,
-    /// The tensor, for errors.
-    pub(super) name: &'a str,
-    pub(super) storage: StorageMut<'a>,
-    pub(super) start: usize,
-    pub(super) dims: &'a [usize],
-}
-
-/// A storage that candle lends for writing.
-#[derive(Debug)]
-pub(super) enum StorageMut<'a> {
-    Cpu(&'a mut CpuStorage),
-    Cuda(#[cfg_attr(not(feature = "cuda"), allow(dead_code, reason = "no device takes it"))] &'a mut CudaStorage),
-}
-
-impl StorageSliceMut<'_> {
-    /// The elements.
-    pub(super) fn range(&self) -> std::ops::Range<usize> {
-        self.start..self.start + self.dims.iter().product::<usize>()
-    }
-
-    /// Refuses a tensor of another device or type.
-    pub(super) fn unfit(&self, expected: &str) -> Error {
-        let found = match &self.storage {
-            StorageMut::Cpu(storage) => format!("{:?} on the CPU", storage.dtype()),
-            StorageMut::Cuda(storage) => format!("{:?} on a GPU", storage.dtype()),
-        };
-        Error::invalid(self.call, format!("tensor {}", self.name), expected, found)
-    }
-}
+use super::host::{Host, StorageMut, StorageSliceMut};
 
 type Work<'a> = Box<dyn FnOnce(StorageMut<'_>, &Layout) -> candle_core::Result<()> + 'a>;
 

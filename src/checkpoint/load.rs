@@ -2,19 +2,15 @@
 
 use std::collections::{HashMap, HashSet};
 
-use super::convert::RowPlacement;
 use super::layout::{BlockLayout, DiskMatrix, DiskRows};
+use super::matrix::{MatrixLayout, read_matrix, read_window};
 use super::stored::{Form, Scratch, Stored};
-use super::window::read_window;
 use super::{Block, BlockParams, Checkpoint, LoadOptions, Progress, ShardOptions};
 use crate::cpu::Cpu;
 use crate::dtype::DType;
 use crate::error::{CheckpointError, Error, Result};
 use crate::layer::ParamKind;
 use crate::tensor::Tensor;
-
-/// Bytes of one read, unless a row is longer: large enough to be fast, small beside any expert.
-pub(super) const CHUNK: usize = 1 << 20;
 
 /// Results of checking a block.
 #[derive(Debug)]
@@ -237,50 +233,4 @@ impl Checkpoint {
         }
         Ok(tensor)
     }
-}
-
-/// Which matrix of a stored tensor is read, and how it lies there and in its place: fields of [`DiskMatrix`].
-#[derive(Debug, Clone, Copy)]
-pub(super) struct MatrixLayout {
-    pub slice: usize,
-    pub out: usize,
-    pub inn: usize,
-    pub transposed: bool,
-    pub rows: DiskRows,
-}
-
-impl MatrixLayout {
-    pub fn of(part: &DiskMatrix) -> Self {
-        let DiskMatrix { slice, out, inn, transposed, rows, .. } = *part;
-        Self { slice, out, inn, transposed, rows }
-    }
-}
-
-/// Reads one matrix into its place, piece by piece.
-pub(super) fn read_matrix(
-    stored: &Stored<'_>,
-    part: &MatrixLayout,
-    matrix: &mut [u8],
-    dtype: DType,
-    scratch: &mut Scratch,
-) -> Result<()> {
-    let transposed = part.transposed != stored.flipped;
-    let (rows, columns) = if transposed { (part.inn, part.out) } else { (part.out, part.inn) };
-    let origin = part.slice * rows;
-    if let (Form::Plain(found), false, DiskRows::From(first)) = (stored.form, transposed, part.rows)
-        && found == dtype
-    {
-        let row = columns * dtype.size();
-        let bytes = &mut matrix[first * row..(first + rows) * row];
-        return Ok(stored.read_plain((origin * row) as u64, bytes)?);
-    }
-    // Even, for tensors whose codes are packed two rows a byte.
-    let step = (CHUNK / 4 / columns.max(1) / 2 * 2).max(2);
-    for first in (0..rows).step_by(step) {
-        let last = (first + step).min(rows);
-        let chunk = stored.read(origin + first..origin + last, columns, scratch)?;
-        let place = RowPlacement { first, columns, transposed, rows: part.rows, inn: part.inn };
-        place.store(&chunk, matrix, dtype);
-    }
-    Ok(())
 }

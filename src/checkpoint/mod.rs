@@ -18,7 +18,9 @@ mod header;
 mod json;
 mod layout;
 mod load;
+mod matrix;
 mod model;
+mod nvfp4;
 mod params;
 mod quantize;
 mod quantized;
@@ -26,7 +28,6 @@ mod rank_params;
 mod reader;
 mod save;
 mod stored;
-mod window;
 
 use std::path::Path;
 

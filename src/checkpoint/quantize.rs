@@ -8,58 +8,20 @@ use serde_json::{Value, json};
 
 use super::family::DiskExperts;
 use super::folder::{CONFIG, QUANTIZATION};
+use super::nvfp4::{FORMAT, Nvfp4Item, Nvfp4Part, cast};
 use super::rank_params::RankParams;
 use super::save::NewTensor;
-use super::stored::{Form, sibling};
+use super::stored::Form;
 use super::{Checkpoint, QuantizedTensor, SaveOptions};
 use crate::cpu::Cpu;
 use crate::dtype::DType;
 use crate::error::{Error, Result};
 use crate::layer::ParamKind;
-use crate::quant::{Amax, Codec, Direction, Matrix, NVFP4_BLOCK, Nvfp4, Nvfp4Tensors, Quantize};
+use crate::quant::{Amax, Codec, Matrix, NVFP4_BLOCK};
 use crate::tensor::{Tensor, TensorMut};
 
 const CALL: &str = "Checkpoint::save_nvfp4";
-const FORMAT: &Nvfp4 = &Nvfp4::MODELOPT;
 const ALGORITHM: &str = "W4A16_NVFP4";
-
-/// One of the three tensors that a quantized matrix becomes.
-#[derive(Debug)]
-pub(super) struct Nvfp4Item {
-    pub part: Nvfp4Part,
-    /// The matrix's own name.
-    matrix: String,
-    dims: [usize; 2],
-    amax: f32,
-}
-
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Nvfp4Part {
-    Codes,
-    Scales,
-    Second,
-}
-
-impl Nvfp4Item {
-    /// Name on disk.
-    pub fn name(&self) -> String {
-        match self.part {
-            Nvfp4Part::Codes => self.matrix.clone(),
-            Nvfp4Part::Scales => sibling(&self.matrix, "weight_scale"),
-            Nvfp4Part::Second => sibling(&self.matrix, "weight_scale_2"),
-        }
-    }
-
-    /// Shape on disk.
-    pub fn shape(&self) -> Vec<usize> {
-        let [out, inn] = self.dims;
-        match self.part {
-            Nvfp4Part::Codes => vec![out, inn / 2],
-            Nvfp4Part::Scales => vec![out, inn / NVFP4_BLOCK],
-            Nvfp4Part::Second => Vec::new(),
-        }
-    }
-}
 
 impl Checkpoint {
     pub(super) fn write_nvfp4(&self, dir: &Path, options: SaveOptions) -> Result<Vec<QuantizedTensor>> {
@@ -148,16 +110,6 @@ impl Checkpoint {
         Ok(())
     }
 
-    /// Bytes of one of a matrix's three tensors.
-    pub(super) fn nvfp4_bytes(&self, item: &Nvfp4Item) -> Result<Vec<u8>> {
-        if item.part == Nvfp4Part::Second {
-            return Ok(Nvfp4::second_scale(item.amax).to_le_bytes().to_vec());
-        }
-        let made = cast(&self.tensor(&item.matrix, None)?, item.amax)?;
-        let tensor = if item.part == Nvfp4Part::Codes { made.codes } else { made.scales };
-        Ok(tensor.as_bytes().to_vec())
-    }
-
     /// `config.json` and `hf_quant_config.json`; `rest` is what is not quantized.
     fn configs(&self, rest: &[&str]) -> Result<(Vec<u8>, Vec<u8>)> {
         let matrix = |name: &&&str| self.files.get(name).is_some_and(|entry| entry.shape.len() == 2);
@@ -190,16 +142,6 @@ impl Checkpoint {
         };
         Ok((text(&config)?, text(&sidecar)?))
     }
-}
-
-/// The matrix in ModelOpt's NVFP4 under a given amax.
-fn cast(weight: &Tensor<Cpu>, amax: f32) -> Result<Nvfp4Tensors<Cpu>> {
-    let cpu = Cpu::new();
-    let matrix = Matrix::new(weight.view())?;
-    let mut made = Nvfp4Tensors::empty(&cpu, FORMAT, matrix.dims(), Direction::Rows)?;
-    made.amax.view_mut().into_slice::<f32>()?.fill(amax);
-    cpu.quantize_cast_only(Quantize { format: FORMAT, matrix, rows: Some(made.view_mut()), columns: None })?;
-    Ok(made)
 }
 
 /// `model.layers.3.mlp.gate` as `model.layers.*.mlp.gate`.

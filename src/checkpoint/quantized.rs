@@ -4,7 +4,7 @@ use std::collections::HashMap;
 use std::collections::hash_map::Entry;
 
 use super::layout::{DiskMatrix, DiskRows};
-use super::load::{MatrixLayout, read_matrix};
+use super::matrix::{MatrixLayout, read_matrix};
 use super::stored::Scratch;
 use super::{Checkpoint, LoadOptions};
 use crate::config::MoeConfig;

@@ -13,7 +13,7 @@ use super::commit::Save;
 use super::folder::{CONFIG, INDEX, SINGLE, same_file};
 use super::gather::PlannedTensor;
 use super::json::io_error;
-use super::quantize::{Nvfp4Item, Nvfp4Part};
+use super::nvfp4::{Nvfp4Item, Nvfp4Part};
 use super::rank_params::RankParams;
 use super::reader::MAX_SHARDS;
 use super::stored::{Stored, on_disk};

@@ -116,10 +116,20 @@ pub trait Communicator<D: Device>: fmt::Debug + Send {
     fn ended(&self) -> bool {
         false
     }
-    /// The communicator as its own type, for dispatchers that need one kind of it.
-    fn as_any(&mut self) -> Option<&mut dyn std::any::Any> {
+    /// The device's own kind of communicator, where this is one or wraps one: for dispatchers of libraries that build
+    /// on it. What they do through it passes a wrapper by.
+    fn native(&mut self) -> Option<&mut D::Native>
+    where
+        D: NativeCommunicator,
+    {
         None
     }
+}
+
+/// A device that has a kind of communicator of its own: GPUs have NCCL's.
+pub trait NativeCommunicator: Device {
+    /// The communicator.
+    type Native: Communicator<Self>;
 }
 
 /// Checks the buffers of [`Communicator::exchange_blocks`]; bytes of a block.

@@ -17,7 +17,8 @@ use crate::dtype::DType;
 use crate::error::{Error, Result};
 use crate::tensor::TensorMut;
 
-use super::device::{Cuda, Event, driver};
+use super::device::{Cuda, Event};
+use super::driver::driver;
 use super::memory::{Arena, MemoryBlock};
 
 /// Owned memory of a GPU, given back in the order of its stream.

@@ -12,7 +12,8 @@ use cudarc::driver::{CudaEvent, result};
 use crate::device::Waited;
 use crate::error::Result;
 
-use super::device::{Cuda, driver};
+use super::device::Cuda;
+use super::driver::driver;
 
 /// `cuCtxRecordEvent` and `cuCtxWaitEvent`.
 type ContextEvent = unsafe extern "C" fn(CUcontext, CUevent) -> CUresult;

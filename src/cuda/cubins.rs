@@ -12,6 +12,10 @@ pub(super) struct Cubin {
     pub(super) image: &'static [u8],
 }
 
+/// Prefix of the names of stages that exist for sm_90a alone.
+#[cfg(test)]
+pub(super) const SM90_STAGES: &str = "sm90_";
+
 include!(concat!(env!("OUT_DIR"), "/cubins.rs"));
 
 /// Whether code for `arch` runs on a GPU of compute capability `major.minor`, and how well it fits.
@@ -58,7 +62,6 @@ pub(super) fn choose<'a>(built: impl Iterator<Item = &'a str> + Clone, capabilit
 
 #[cfg(test)]
 mod tests {
-    use super::super::launch::SM90_STAGES;
     use super::*;
 
     #[test]

@@ -1,25 +1,21 @@
 //! A GPU and its stream.
 
 use std::fmt;
-use std::sync::atomic::AtomicBool;
-use std::sync::{Arc, Mutex, PoisonError, RwLock, Weak};
+use std::sync::{Arc, Mutex, PoisonError, RwLock};
 
 use cudarc::driver::sys::{self, CUdeviceptr};
-use cudarc::driver::{CudaContext, CudaEvent, CudaStream, DriverError, result};
+use cudarc::driver::{CudaContext, CudaEvent, CudaStream, result};
 
-use crate::error::{Error, Result};
+use crate::error::Result;
 use crate::kernels::Origin;
 
-use super::graph::Captures;
+use super::captures::Captures;
+use super::context_kernels::{ContextKernels, Kernel};
+use super::driver::driver;
+use super::failure::FailureSources;
 use super::kernel_table::{Sm90Kernels, Table};
-use super::launch::{ContextKernels, Kernel};
 use super::memory::{Arena, Memory};
-use super::status::StatusWords;
-use super::sync::FailureSource;
-
-/// `CU_STREAM_PER_THREAD`. Buffers freed on another thread than the one that last used them would not be behind its
-/// work.
-const PER_THREAD: sys::CUstream = 0x2 as sys::CUstream;
+use super::status_words::StatusWords;
 
 /// A stream of a GPU with this crate's kernels loaded.
 ///
@@ -50,16 +46,46 @@ pub(super) struct CudaState {
     pub(super) report: StatusWords,
     /// Where buffers come from: the workspace, or a graph's own while one is recorded.
     arena: RwLock<Arc<Arena>>,
-    /// A graph is being recorded.
-    pub(super) capturing: AtomicBool,
     pub(super) captures: Captures,
     /// The ranks and layers that calls were made for, by the numbers that kernels know them by.
     pub(super) origins: Mutex<Vec<Origin>>,
     /// Sources of failures from outside that may spoil the work on the stream.
-    pub(super) failure_sources: Mutex<Vec<Weak<dyn FailureSource>>>,
+    pub(super) failure_sources: FailureSources,
 }
 
 impl CudaState {
+    /// A stream of its context, with the context's kernels. Status words and workspace are new; the words are yet to be
+    /// cleared.
+    pub(super) fn new(stream: Arc<CudaStream>, functions: Arc<ContextKernels>) -> Result<Self> {
+        const CALL: &str = "Cuda::on";
+        let context = Arc::clone(stream.context());
+        let sm_count = context
+            .attribute(sys::CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)
+            .map_err(driver(CALL, "ask for the number of SMs"))?;
+        let sm_count = usize::try_from(sm_count).unwrap_or(1);
+        let host_tables = context
+            .attribute(sys::CUdevice_attribute::CU_DEVICE_ATTRIBUTE_PAGEABLE_MEMORY_ACCESS_USES_HOST_PAGE_TABLES)
+            .map_err(driver(CALL, "ask whether the GPU follows the host's page tables"))?
+            != 0;
+        let report = StatusWords::new(&stream, &functions.stuck)?;
+        let arena = RwLock::new(Arena::new(&stream, &functions.stuck)?);
+        let status = report.words;
+        let (failure_sources, origins, captures) = (FailureSources::default(), Mutex::default(), Captures::default());
+        Ok(Self {
+            functions,
+            stream,
+            context,
+            sm_count,
+            host_tables,
+            status,
+            report,
+            arena,
+            captures,
+            origins,
+            failure_sources,
+        })
+    }
+
     pub(super) fn arena(&self) -> Arc<Arena> {
         Arc::clone(&self.arena.read().unwrap_or_else(PoisonError::into_inner))
     }
@@ -96,105 +122,14 @@ impl fmt::Debug for Cuda {
     }
 }
 
-/// A driver error as this crate's.
-pub(super) fn driver(call: &'static str, operation: &str) -> impl FnOnce(DriverError) -> Error {
-    let operation = operation.to_string();
-    move |e| Error::Device { call, operation, message: format!("{e:?}") }
-}
-
 impl Cuda {
-    /// GPU `ordinal` of this process, its primary context, and a stream of its own.
-    ///
-    /// # Errors
-    /// [`Error::Device`]: no driver, no such GPU, or no kernels for it in this build.
-    pub fn new(ordinal: usize) -> Result<Self> {
-        const CALL: &str = "Cuda::new";
-        // SAFETY: libcuda's initializers are the driver's own; nothing of it is called here.
-        let found = ["libcuda.so.1", "libcuda.so", "nvcuda.dll"]
-            .iter()
-            .any(|n| unsafe { libloading::Library::new(*n) }.is_ok());
-        if !found {
-            return Err(Error::Device {
-                call: CALL,
-                operation: "load the driver".to_string(),
-                message: "neither libcuda.so.1 nor libcuda.so can be loaded; is an NVIDIA driver installed?"
-                    .to_string(),
-            });
-        }
-        let context = CudaContext::new(ordinal).map_err(driver(CALL, &format!("open GPU {ordinal}")))?;
-        let stream = context.new_stream().map_err(driver(CALL, "create a stream"))?;
-        Self::on(stream)
+    pub(super) fn of(inner: CudaState) -> Self {
+        Self { inner: Arc::new(inner), poison: false, portable: false, batch_invariant: false, reserved_sms: 0 }
     }
 
-    /// Kernels on a stream of the host framework, in its context.
-    ///
-    /// # Errors
-    /// [`Error::Device`]: no kernels for the GPU in this build, or one without memory pools.
-    pub fn on(stream: Arc<CudaStream>) -> Result<Self> {
-        const CALL: &str = "Cuda::on";
-        if stream.cu_stream() == PER_THREAD {
-            let found = "the per-thread default stream, which is another one on every thread";
-            return Err(Error::invalid(
-                CALL,
-                "stream",
-                "a stream of its own (candle: Device::new_cuda_with_stream)",
-                found,
-            ));
-        }
-        let context = Arc::clone(stream.context());
-        context.bind_to_thread().map_err(driver(CALL, "bind the context"))?;
-        let functions = Arc::new(ContextKernels::load(&context)?);
-        Self::with(stream, functions)
-    }
-
-    /// The same GPU with another stream, whose work is in no order with this one's but for events
-    /// ([`record`](Self::record), [`Kernels::wait`](crate::kernels::Kernels::wait)), and memory of its own. Where both
-    /// have work, blocks of this stream's kernels go first: it is for collectives beside the computation.
-    ///
-    /// # Errors
-    /// A driver's error.
-    pub fn with_new_stream(&self) -> Result<Self> {
-        const CALL: &str = "Cuda::with_new_stream";
-        let CudaState { context, functions, .. } = &*self.inner;
-        self.bind(CALL)?;
-        let (_, first) = result::stream::get_priority_range().map_err(driver(CALL, "ask for priorities"))?;
-        let stream = context.new_stream_with_priority(first).map_err(driver(CALL, "create a stream"))?;
-        Ok(Self { inner: Self::with(stream, Arc::clone(functions))?.inner, ..self.clone() })
-    }
-
-    fn with(stream: Arc<CudaStream>, functions: Arc<ContextKernels>) -> Result<Self> {
-        const CALL: &str = "Cuda::on";
-        let context = Arc::clone(stream.context());
-        let sm_count = context
-            .attribute(sys::CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)
-            .map_err(driver(CALL, "ask for the number of SMs"))?;
-        let sm_count = usize::try_from(sm_count).unwrap_or(1);
-        let host_tables = context
-            .attribute(sys::CUdevice_attribute::CU_DEVICE_ATTRIBUTE_PAGEABLE_MEMORY_ACCESS_USES_HOST_PAGE_TABLES)
-            .map_err(driver(CALL, "ask whether the GPU follows the host's page tables"))?
-            != 0;
-        let report = StatusWords::new(&stream, &functions.stuck)?;
-        let arena = RwLock::new(Arena::new(&stream, &functions.stuck)?);
-        let (status, capturing) = (report.words, AtomicBool::new(false));
-        let (failure_sources, origins, captures) = (Mutex::default(), Mutex::default(), Captures::default());
-        let inner = CudaState {
-            functions,
-            stream,
-            context,
-            sm_count,
-            host_tables,
-            status,
-            report,
-            arena,
-            capturing,
-            captures,
-            origins,
-            failure_sources,
-        };
-        let cuda =
-            Self { inner: Arc::new(inner), poison: false, portable: false, batch_invariant: false, reserved_sms: 0 };
-        cuda.reset_status(CALL)?;
-        Ok(cuda)
+    /// The same settings over another stream.
+    pub(super) fn on_stream_of(&self, other: &Self) -> Self {
+        Self { inner: Arc::clone(&other.inner), ..self.clone() }
     }
 
     /// The same device, filling every buffer that it allocates with the byte 0xFF: NaN in all floating types, −1 in
@@ -290,14 +225,6 @@ impl Cuda {
         self.inner.context.name().map_err(driver("Cuda::name", "ask for the name"))
     }
 
-    /// Waits for the stream, and returns the fault that a kernel has raised since the last call, if any.
-    ///
-    /// # Errors
-    /// The fault; a driver's error.
-    pub fn check(&self) -> Result<()> {
-        self.faults("Cuda::check")
-    }
-
     /// Memory that this device has taken: the workspace that its groups' layers share.
     pub fn memory(&self) -> Memory {
         self.inner.arena().memory()
@@ -339,7 +266,7 @@ impl Cuda {
     /// a kernel still reads, and then the whole context is lost with it.
     pub(crate) fn bind(&self, call: &'static str) -> Result<()> {
         self.inner.context.bind_to_thread().or_else(|error| {
-            self.check_failure_sources()?;
+            self.inner.failure_sources.check()?;
             Err(driver(call, "bind the context")(error))
         })
     }

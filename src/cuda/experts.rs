@@ -10,15 +10,18 @@ use crate::kernels::{Down, DownBwd, RowSource, Segments, SlotWeights, Up, UpDgra
 use crate::tensor::{Tensor, dims3};
 use crate::weights::Weight;
 
+use super::context_kernels::Kernel;
 use super::device::Cuda;
 use super::heuristics::ORDER_ROWS_COLUMNS;
-use super::launch::{Grid, Kernel, MMA_SYNC, SIMT, SM90_GROUPED_GEMM, TileConfig};
+use super::kernel_table::Product;
+use super::launch::Grid;
 use super::layout::{
     DestRows, SourceRows, TileOrder, Tiles, aligned, check_segments, input, optional, optional_output, output,
 };
 use super::params::{self, activation_code, type_code};
 use super::permute::gather_to_slots;
-use super::sm90_grouped_gemm::{self, Product};
+use super::sm90_grouped_gemm;
+use super::tile_config::{MMA_SYNC, SIMT, SM90_GROUPED_GEMM, TileConfig};
 use super::w4a16::{QuantizedLaunch, QuantizedWeight, TunedKernel};
 
 /// Tiles of the portable kernels for a type.

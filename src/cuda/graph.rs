@@ -1,14 +1,14 @@
 //! CUDA graphs: a sequence of calls, recorded once and replayed without the host.
 
-use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use std::sync::Arc;
 
 use cudarc::driver::{result, sys};
 
 use crate::device::CaptureHook;
 use crate::error::{Error, Result};
 
-use super::device::{Cuda, driver};
+use super::device::Cuda;
+use super::driver::driver;
 use super::memory::Arena;
 
 const CALL: &str = "Cuda::capture";
@@ -48,21 +48,6 @@ impl Drop for ArenaHold {
     }
 }
 
-/// A device's recordings.
-#[derive(Default)]
-pub(super) struct Captures {
-    /// So far, one under way counted.
-    begun: AtomicU64,
-    /// Hooks called before a capture ends.
-    endings: Mutex<Vec<Weak<CaptureHook>>>,
-}
-
-impl Captures {
-    fn endings(&self) -> MutexGuard<'_, Vec<Weak<CaptureHook>>> {
-        self.endings.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-}
-
 /// A capture under way. However it ends, the stream is out of it afterwards, and the device has its memory again.
 struct ActiveCapture<'a> {
     cuda: &'a Cuda,
@@ -88,8 +73,7 @@ impl ActiveCapture<'_> {
     fn end(&mut self, failed: bool) -> Result<Graph> {
         self.open = false;
         let inner = &self.cuda.inner;
-        let endings: Vec<_> = inner.captures.endings().iter().filter_map(Weak::upgrade).collect();
-        let whole = endings.iter().map(|ending| ending(failed)).fold(Ok(()), Result::and);
+        let whole = inner.captures.hooks().iter().map(|ending| ending(failed)).fold(Ok(()), Result::and);
         // SAFETY: capture was begun on this stream, and not ended.
         let graph = unsafe { result::stream::end_capture(inner.stream.cu_stream()) };
         let graph = graph.map(Graph).map_err(driver(CALL, "end capture"));
@@ -104,7 +88,7 @@ impl Drop for ActiveCapture<'_> {
             let _ = self.end(true);
         }
         self.cuda.inner.exchange_arena(Arc::clone(&self.shared));
-        self.cuda.inner.capturing.store(false, Ordering::SeqCst);
+        self.cuda.inner.captures.end();
     }
 }
 
@@ -143,7 +127,7 @@ impl Cuda {
     /// where they end within a pass of a chain; a driver's error.
     pub fn capture<T>(&self, calls: impl FnOnce() -> Result<T>) -> Result<Captured<T>> {
         self.bind(CALL)?;
-        if self.inner.capturing.swap(true, Ordering::SeqCst) {
+        if !self.inner.captures.begin() {
             return Err(Error::invalid(CALL, "device", "no capture under way", "one"));
         }
         let shared = self.inner.arena();
@@ -151,7 +135,7 @@ impl Cuda {
         let hold = ArenaHold::new(&shared);
         let arena = shared.private();
         self.inner.exchange_arena(Arc::clone(&arena));
-        self.inner.captures.begun.fetch_add(1, Ordering::SeqCst);
+        self.inner.captures.count();
         let (graph, output) = ActiveCapture { cuda: self, shared, open: false }.run(calls)?;
         let exec = graph.executable()?;
         Ok(Captured { exec, output, cuda: self.clone(), arena, _hold: hold })
@@ -159,15 +143,12 @@ impl Cuda {
 
     /// Number of the capture under way.
     pub(super) fn capture_number(&self) -> Option<u64> {
-        let number = || self.inner.captures.begun.load(Ordering::SeqCst);
-        self.inner.capturing.load(Ordering::SeqCst).then(number)
+        self.inner.captures.number()
     }
 
     /// Has every capture call this before it ends.
-    pub(super) fn add_capture_hook(&self, ending: &Arc<CaptureHook>) {
-        let mut endings = self.inner.captures.endings();
-        endings.retain(|ending| ending.strong_count() > 0);
-        endings.push(Arc::downgrade(ending));
+    pub(super) fn add_capture_hook(&self, hook: &Arc<CaptureHook>) {
+        self.inner.captures.add_hook(hook);
     }
 
     /// Whether a graph is being recorded on the stream, by this crate or the host framework.
@@ -183,7 +164,7 @@ impl Cuda {
 
     /// Refuses what cannot be recorded.
     pub(crate) fn not_captured(&self, call: &'static str, operation: &str) -> Result<()> {
-        match self.inner.capturing.load(Ordering::SeqCst) {
+        match self.inner.captures.is_under_way() {
             false => Ok(()),
             true => Err(Error::NotCapturable { call, operation: operation.to_string() }),
         }

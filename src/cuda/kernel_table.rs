@@ -7,11 +7,10 @@ use crate::dtype::DType;
 use crate::error::Result;
 use crate::quant::WeightFormat;
 
-use super::launch::{
+use super::tile_config::{
     DEFAULT_SMEM, MMA_SYNC, NVFP4_ALIGNED_SMEM, SM90_GROUPED_GEMM, SM90_LINEAR, SM90_LINEAR_D_X, SM90_W4A16,
     SM90_WGRAD, TF32,
 };
-use super::sm90_grouped_gemm::Product;
 
 /// A kernel to be found.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -69,6 +68,19 @@ impl<K> Half<K> {
             _ => None,
         }
     }
+}
+
+/// Which product a kernel makes, as far as its operands' layout depends on it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Product {
+    /// Gate and up rows of `[E, 2 n, k]`.
+    Up,
+    /// Rows of `[E, n, k]`.
+    Down,
+    /// Columns of `[E, k, n]`.
+    Dgrad,
+    /// The same, and the gradient of the activation.
+    DownBwd,
 }
 
 /// Something for each product of experts.

@@ -10,7 +10,8 @@ use crate::kernels::*;
 use crate::plan::{DevicePlan, DispatchSpec, HostPlanRequest, Plan, PlanRecords, PlanRequest, RecordIds, Reporting};
 use crate::tensor::{Tensor, TensorMut, TensorRef};
 
-use super::device::{Cuda, Event, driver};
+use super::device::{Cuda, Event};
+use super::driver::driver;
 use super::{experts, linear, permute, plan, router, routing_records, wgrad};
 
 impl Kernels for Cuda {
@@ -118,5 +119,18 @@ impl Kernels for Cuda {
             true => Ok(()),
             false => self.write_bytes(CALL, to.ptr, from),
         }
+    }
+}
+
+impl Cuda {
+    /// A tensor of the GPU on the host; waits for the stream.
+    ///
+    /// # Errors
+    /// A fault of an earlier kernel, or a driver's error.
+    pub fn to_host(&self, from: TensorRef<'_, Cuda>) -> Result<Tensor<Cpu>> {
+        let mut to = Tensor::empty(&Cpu::new(), from.dtype(), from.dims())?;
+        let bytes = self.download(from)?;
+        to.as_bytes_mut().copy_from_slice(&bytes);
+        Ok(to)
     }
 }

@@ -6,9 +6,9 @@ use crate::kernels::{RowDest, RowSource, Segments};
 use crate::tensor::{Tensor, TensorMut, TensorRef};
 
 use super::device::Cuda;
-use super::launch::{Grid, SM90_GROUPED_GEMM};
+use super::launch::Grid;
 use super::params;
-use super::plan::check_number;
+use super::tile_config::SM90_GROUPED_GEMM;
 
 /// Bytes of a tile in a list.
 const TILE_BYTES: u64 = 16;
@@ -26,6 +26,13 @@ pub(super) fn pointer(t: &Option<TensorRef<'_, Cuda>>) -> u64 {
 /// Whether rows of `width` elements from here on start at multiples of 16 bytes.
 pub(super) fn aligned(t: TensorRef<'_, Cuda>, width: usize) -> bool {
     t.data().ptr.is_multiple_of(16) && (width * t.dtype().size()).is_multiple_of(16)
+}
+
+/// Refuses more rows or choices than kernels number, in 32 bits.
+pub(super) fn check_number(call: &'static str, name: &str, number: Option<usize>) -> Result<usize> {
+    let fits = number.filter(|n| i32::try_from(*n).is_ok());
+    let found = number.map_or("more".to_string(), |n| n.to_string());
+    fits.ok_or_else(|| Error::invalid(call, name, format!("at most {}", i32::MAX), found))
 }
 
 /// Checks a layout of `experts` segments.

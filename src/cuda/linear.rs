@@ -7,13 +7,15 @@ use crate::error::{Error, Result};
 use crate::kernels::{Linear, LinearBwd, Sigmoid};
 use crate::tensor::{Tensor, TensorMut, TensorRef, dims2};
 
+use super::context_kernels::Kernel;
 use super::device::Cuda;
 use super::heuristics::{SPLIT_BLOCKS, SPLIT_HIDDEN, SPLIT_PARTS, SPLIT_TOKENS};
 use super::kernel_table::HalfOrAny;
-use super::launch::{Grid, Kernel, MMA_SYNC, SIMT, SM90_LINEAR, SM90_LINEAR_D_X, TF32, TileConfig, argument};
+use super::launch::{Grid, argument};
 use super::layout::{aligned, input, output, pointer};
 use super::params::{self, type_code};
 use super::tensor_map::TensorMapSpec;
+use super::tile_config::{MMA_SYNC, SIMT, SM90_LINEAR, SM90_LINEAR_D_X, TF32, TileConfig};
 
 /// Experts of which Hopper's kernel makes the tokens' gradient at most, and columns of the weight that a block keeps;
 /// columns of a tile of the weight's gradient.

@@ -6,8 +6,9 @@ use crate::error::{Error, Result};
 use crate::plan::{Capacity, DispatchSpec, Overflow};
 use crate::tensor::{Tensor, TensorRef};
 
+use super::context_kernels::Kernel;
 use super::device::Cuda;
-use super::launch::{Grid, Kernel};
+use super::launch::Grid;
 use super::layout::at;
 use super::{params, plan};
 

@@ -15,8 +15,8 @@ use cudarc::driver::{CudaContext, CudaStream, DriverError, result};
 
 use crate::error::Result;
 
-use super::device::driver;
-use super::sync::StuckFlag;
+use super::driver::driver;
+use super::failure::StuckFlag;
 
 /// Every block has at least this size and is a multiple of it, so that no tensor has a null pointer, which kernels read
 /// as "none".

@@ -18,28 +18,33 @@
 //! host), and [`Reporting::Immediate`](crate::ep::Reporting::Immediate).
 //!
 //! ```text
-//! device, sync, status, graph                                 a GPU, waits for it, errors that kernels raise, recordings
-//! exit                                                        the end of a process that leaves one stuck
-//! memory, buffer, context_sync                                its memory, and streams that share it
-//! cubins, kernel_table, launch, tensor_map kernels, and how they are launched
-//! params, bindings                                            what they are told
-//! heuristics                                                  choices that were measured
-//! plan, routing_records, layout, low_latency_sort, permute    slots: planned, tiled, moved
+//! params, bindings, heuristics                                what kernels are told, and choices that were measured
+//! driver, failure, exit                                       the driver's errors, streams that do not end, and processes
+//! cubins, tile_config, kernel_table, context_kernels          kernels as they are compiled and loaded
+//! memory, status_words, captures                              what else a GPU is made of
+//! device, graph, sync, buffer, context_sync                   a GPU; its recordings, waits, tensors, and order with others
+//! launch, tensor_map, status, open                            launches, errors that kernels raise, and a GPU to begin with
+//! layout, plan, routing_records, low_latency_sort, permute    slots: tiled, planned, moved
 //! experts, linear, wgrad, sm90_grouped_gemm, w4a16            products
 //! router, quant, etp                                          routing, casts, sums of sharded gradients
-//! kernels                                                     all of it as the trait has it
+//! kernels, group                                              all of it as the trait has it, and a group of one rank
 //! ```
 
 mod bindings;
 mod buffer;
+mod captures;
+mod context_kernels;
 mod context_sync;
 mod cubins;
 mod device;
+mod driver;
 mod etp;
 #[cfg(all(feature = "nccl", target_os = "linux", target_env = "gnu"))]
 mod exit;
 mod experts;
+mod failure;
 mod graph;
+mod group;
 mod heuristics;
 mod kernel_table;
 mod kernels;
@@ -49,6 +54,7 @@ mod linear;
 #[cfg(feature = "nccl-ep")]
 pub(crate) mod low_latency_sort;
 mod memory;
+mod open;
 mod params;
 mod permute;
 pub(crate) mod plan;
@@ -57,8 +63,10 @@ mod router;
 mod routing_records;
 mod sm90_grouped_gemm;
 mod status;
+mod status_words;
 mod sync;
 mod tensor_map;
+mod tile_config;
 mod w4a16;
 mod wgrad;
 
@@ -67,7 +75,7 @@ pub use cudarc;
 
 pub use buffer::{DeviceBuffer, DeviceMut, DeviceRef};
 pub use device::{Cuda, Event};
+#[cfg(feature = "nccl")]
+pub(crate) use failure::{FailureSource, StuckFlag};
 pub use graph::Captured;
 pub use memory::Memory;
-#[cfg(feature = "nccl")]
-pub(crate) use sync::{FailureSource, StuckFlag};

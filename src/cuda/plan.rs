@@ -1,4 +1,4 @@
-//! Layouts: the plan of a step, and groups of one rank.
+//! Layouts: the plan of a step.
 //!
 //! A group of one rank plans on the GPU ([`plan_on_device`], `kernels/prepare.cu`): an eager layout gets as many rows
 //! as it may need, since its size would be the GPU's to know. Several ranks plan there from records (`records.rs`).
@@ -6,64 +6,31 @@
 //! over.
 
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
 
-use crate::comm::Solo;
 use crate::config::CapacityOrder;
 use crate::cpu::Cpu;
 #[cfg(feature = "nccl-ep")]
 use crate::device::Device;
 use crate::dtype::DType;
-#[cfg(not(feature = "nccl-ep"))]
-use crate::ep::LibraryDispatchers;
-use crate::ep::{Group, GroupConfig};
 use crate::error::{Error, Result};
 use crate::kernels::{Kernels, Origin, Segments};
 use crate::lazy::Lazy;
 use crate::plan::{Capacity, DispatchSpec, HostPlanRequest, MessageMaps, Overflow, Plan, PlanRequest, Stats};
-use crate::tensor::{Tensor, TensorRef};
+use crate::tensor::Tensor;
+#[cfg(feature = "nccl-ep")]
+use crate::tensor::TensorRef;
 
 use super::device::Cuda;
 use super::heuristics::{LOOP_BLOCKS, PLAN_CHUNKS, PLAN_CLEARED, PLAN_SMALL};
-use super::launch::{DEFAULT_SMEM, Grid, SM90_GROUPED_GEMM};
-use super::layout::{at, room_for_tiles};
+use super::launch::Grid;
+use super::layout::{at, check_number, room_for_tiles};
 use super::params;
-
-#[cfg(not(feature = "nccl-ep"))]
-impl LibraryDispatchers for Cuda {}
-
-impl Cuda {
-    /// A tensor of the GPU on the host; waits for the stream.
-    ///
-    /// # Errors
-    /// A fault of an earlier kernel, or a driver's error.
-    pub fn to_host(&self, from: TensorRef<'_, Cuda>) -> Result<Tensor<Cpu>> {
-        let mut to = Tensor::empty(&Cpu::new(), from.dtype(), from.dims())?;
-        let bytes = self.download(from)?;
-        to.as_bytes_mut().copy_from_slice(&bytes);
-        Ok(to)
-    }
-
-    /// A group of one rank on this GPU.
-    ///
-    /// # Errors
-    /// As [`Group::new`].
-    pub fn group(&self, config: GroupConfig) -> Result<Group<Cuda>> {
-        Group::new(self.clone(), Box::new(Solo::new(self.clone())), config)
-    }
-}
+use super::tile_config::{DEFAULT_SMEM, SM90_GROUPED_GEMM};
 
 /// Chunks that choices are cut into in one block.
 const WARPS: usize = 32;
 /// Counts that fit a block's shared memory without asking for more.
 pub(super) const COUNTS: usize = DEFAULT_SMEM as usize / 4;
-
-/// Refuses more rows or choices than kernels number, in 32 bits.
-pub(super) fn check_number(call: &'static str, name: &str, number: Option<usize>) -> Result<usize> {
-    let fits = number.filter(|n| i32::try_from(*n).is_ok());
-    let found = number.map_or("more".to_string(), |n| n.to_string());
-    fits.ok_or_else(|| Error::invalid(call, name, format!("at most {}", i32::MAX), found))
-}
 
 /// Rows of a layout and whether slots past them are dropped.
 fn rows(spec: &DispatchSpec, choices: usize, experts: usize) -> Result<(usize, bool)> {
@@ -88,7 +55,7 @@ pub(super) fn plan_on_device(device: &Cuda, call: PlanRequest<'_, Cuda>) -> Resu
 
 /// Reports faults that kernels of an earlier step have raised and nobody has asked for.
 fn earlier_faults(device: &Cuda) -> Result<()> {
-    match device.inner.report.raised() && !device.inner.capturing.load(Ordering::SeqCst) {
+    match device.inner.report.raised() && !device.inner.captures.is_under_way() {
         true => device.faults("prepare"),
         false => Ok(()),
     }

@@ -11,11 +11,13 @@ use crate::quant::{
 };
 use crate::tensor::{Tensor, TensorMut};
 
+use super::context_kernels::Kernel;
 use super::device::Cuda;
 use super::heuristics::FINITE_BLOCKS;
 use super::kernel_table::Nvfp4Mode;
-use super::launch::{Grid, Kernel, NVFP4_ALIGNED_SMEM};
+use super::launch::Grid;
 use super::params::{self, AMAX_JOBS, BACK_JOBS, type_code};
+use super::tile_config::NVFP4_ALIGNED_SMEM;
 
 const THREADS: u32 = 256;
 /// Bytes of a matrix that a block takes the maximum of (`kernels/quant_amax.cu`).

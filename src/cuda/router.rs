@@ -9,11 +9,13 @@ use crate::kernels::{AuxBwd, AuxSums, AuxTotal, Jitter, KeepSum, Route, RouteBwd
 use crate::plan::Reporting;
 use crate::tensor::{Tensor, TensorRef};
 
+use super::context_kernels::Kernel;
 use super::device::Cuda;
 use super::heuristics::ROUTER_SCRATCH_BLOCKS;
-use super::launch::{DEFAULT_SMEM, Grid, Kernel};
+use super::launch::Grid;
 use super::layout::{input, output};
 use super::params::{self, type_code};
+use super::tile_config::DEFAULT_SMEM;
 
 /// Tokens that `aux_loss_chunks` sums at a time.
 const CHUNK: usize = params::AUX_CHUNK as usize;

@@ -3,25 +3,14 @@
 use crate::dtype::DType;
 use crate::error::Result;
 
+use super::context_kernels::Kernel;
 use super::device::Cuda;
 use super::heuristics::WIDE_SUM;
-use super::kernel_table::{Half, Sm90Kernels};
-use super::launch::{Grid, Kernel, SM90_GROUPED_GEMM, argument};
+use super::kernel_table::{Half, Product, Sm90Kernels};
+use super::launch::{Grid, argument};
 use super::params;
 use super::tensor_map::TensorMapSpec;
-
-/// Which product a kernel makes, as far as its operands' layout depends on it.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Product {
-    /// Gate and up rows of `[E, 2 n, k]`.
-    Up,
-    /// Rows of `[E, n, k]`.
-    Down,
-    /// Columns of `[E, k, n]`.
-    Dgrad,
-    /// The same, and the gradient of the activation.
-    DownBwd,
-}
+use super::tile_config::SM90_GROUPED_GEMM;
 
 impl Product {
     fn wide(self, k: usize) -> bool {

@@ -9,30 +9,16 @@
 //! 3. of one code the smallest detail, which is the first in a tensor's order; of several capacities the one that would
 //!    have needed most rows, of these the smallest and the highest rank.
 
-use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, PoisonError};
-
-use cudarc::driver::sys::CUdeviceptr;
-use cudarc::driver::{CudaContext, CudaStream, result};
+use std::sync::PoisonError;
 
 use crate::error::{Error, IdProblem, Result};
 use crate::kernels::Origin;
 
-use super::device::{Cuda, driver};
+use super::device::Cuda;
 use super::launch::Grid;
 use super::params;
-use super::sync::StuckFlag;
+use super::status_words::{BYTES, CLEAR, FAULT, NAN, WORDS};
 
-/// The words are `StatusWord`s of `kernels/common/params.h`.
-const WORDS: usize = params::STATUS_WORDS as usize;
-const FAULT: usize = params::STATUS_FAULT as usize;
-const NAN: usize = params::STATUS_NAN as usize;
-const BYTES: usize = WORDS * 8;
-const CLEAR: [u64; WORDS] = {
-    let mut words = [0; WORDS];
-    words[NAN] = u64::MAX;
-    words
-};
 /// Bits of a fault that are its detail.
 const DETAIL: u64 = (1 << params::FAULT_DETAIL_BITS) - 1;
 /// Bits of a capacity's word that are a layout's rows.
@@ -40,75 +26,15 @@ const ROWS: u64 = (1 << 32) - 1;
 /// Ranks and layers that kernels tell apart.
 const ORIGINS: usize = 1 << params::ORIGIN_BITS;
 
-/// The words, and their copy in memory that the GPU writes and the host reads.
-pub(super) struct StatusWords {
-    pub(super) words: CUdeviceptr,
-    /// Page-locked, so that kernels can write it.
-    mirror: *mut AtomicU64,
-    stream: Arc<CudaStream>,
-    context: Arc<CudaContext>,
-    stuck: StuckFlag,
-}
-
-// SAFETY: the host touches the mirror through atomics alone.
-unsafe impl Send for StatusWords {}
-// SAFETY: as above.
-unsafe impl Sync for StatusWords {}
-
-impl Drop for StatusWords {
-    fn drop(&mut self) {
-        // Nothing can be reported from here; a context that is gone has freed everything itself.
-        if !self.stuck.is() && self.context.bind_to_thread().is_ok() {
-            // SAFETY: both were allocated by `new` and are freed once, when no copy is under way any more.
-            unsafe {
-                let _ = result::stream::synchronize(self.stream.cu_stream());
-                let _ = result::free_sync(self.words);
-                let _ = result::free_host(self.mirror.cast());
-            }
-        }
-    }
-}
-
-impl StatusWords {
-    pub(super) fn new(stream: &Arc<CudaStream>, stuck: &StuckFlag) -> Result<Self> {
-        const CALL: &str = "Cuda::on";
-        let context = Arc::clone(stream.context());
-        // SAFETY: plain allocations, freed by `drop`.
-        let words = unsafe { result::malloc_sync(BYTES) }.map_err(driver(CALL, "allocate the status words"))?;
-        // SAFETY: as above.
-        let mirror = unsafe { result::malloc_host(BYTES, 0) };
-        if mirror.is_err() {
-            // SAFETY: nobody has them yet.
-            let _ = unsafe { result::free_sync(words) };
-        }
-        let mirror = mirror.map_err(driver(CALL, "allocate the status words"))?;
-        let status = Self { words, mirror: mirror.cast(), stream: Arc::clone(stream), context, stuck: stuck.clone() };
-        status.clear_mirror();
-        Ok(status)
-    }
-
-    fn word(&self, i: usize) -> &AtomicU64 {
-        assert!(i < WORDS);
-        // SAFETY: the mirror has that many words, is aligned to pages, and lives as long as `self`.
-        unsafe { &*self.mirror.add(i) }
-    }
-
-    fn clear_mirror(&self) {
-        CLEAR.iter().enumerate().for_each(|(i, v)| self.word(i).store(*v, Ordering::Relaxed));
-    }
-
-    /// Where kernels put the copy: page-locked memory has one address for the host and the GPU.
-    pub(super) fn address(&self) -> u64 {
-        self.mirror as u64
-    }
-
-    /// Whether a copy that has arrived shows an error.
-    pub(super) fn raised(&self) -> bool {
-        [FAULT, NAN].into_iter().any(|i| self.word(i).load(Ordering::Relaxed) != CLEAR[i])
-    }
-}
-
 impl Cuda {
+    /// Waits for the stream, and returns the fault that a kernel has raised since the last call, if any.
+    ///
+    /// # Errors
+    /// The fault; a driver's error.
+    pub fn check(&self) -> Result<()> {
+        self.faults("Cuda::check")
+    }
+
     /// Has the words copied to the host when the stream gets there: by a kernel, as a copy's start takes longer.
     pub(super) fn report(&self, call: &'static str) -> Result<()> {
         let p = params::RowsOp {

@@ -1,7 +1,7 @@
-//! Waits of the host for a GPU, and what may spoil the work that they wait for.
+//! Waits of the host for a GPU.
 
-use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, MutexGuard, PoisonError, Weak};
+#[cfg(feature = "nccl")]
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use cudarc::driver::result;
@@ -9,7 +9,10 @@ use cudarc::driver::sys::CUdeviceptr;
 
 use crate::error::{Error, Result};
 
-use super::device::{Cuda, CudaState, driver};
+use super::device::Cuda;
+use super::driver::driver;
+#[cfg(feature = "nccl")]
+use super::failure::{FailureSource, StuckFlag};
 
 /// How long a wait for the GPU keeps its core to itself; then it looks now and then.
 const SPIN: Duration = Duration::from_millis(2);
@@ -18,43 +21,10 @@ const ABORTING: Duration = Duration::from_secs(1);
 /// The same for any stream of a GPU that is stuck: it may be one of those behind the one that is, or a long one.
 const STUCK: Duration = Duration::from_secs(30);
 
-/// Whether a stream of a context waits for what will not come. Then whatever waits for the device waits for ever, as
-/// much of what frees memory or unloads modules does, and so what belongs to the context stays as it is dropped.
-#[derive(Debug, Clone, Default)]
-pub(crate) struct StuckFlag(Arc<AtomicBool>);
-
-impl StuckFlag {
-    pub(crate) fn is(&self) -> bool {
-        self.0.load(Ordering::SeqCst)
-    }
-
-    #[cfg(feature = "nccl")]
-    pub(crate) fn set(&self, stuck: bool) {
-        #[cfg(all(target_os = "linux", target_env = "gnu"))]
-        if stuck && !self.is() {
-            super::exit::at_exit_of(&self.0);
-        }
-        self.0.store(stuck, Ordering::SeqCst);
-    }
-}
-
 /// Of a stream that does not end.
 fn stuck_stream_error() -> Error {
     let message = "it waits for a rank that is lost".to_string();
     Error::Device { call: "wait", operation: "wait for the stream".to_string(), message }
-}
-
-/// Something outside the stream that its work depends on, a peer for instance. When it has failed, the stream goes on
-/// with memory that nobody has written.
-pub(crate) trait FailureSource: Send + Sync {
-    /// Why what the stream computes is worth nothing.
-    fn failure(&self) -> Option<Error>;
-}
-
-impl CudaState {
-    fn failure_sources(&self) -> MutexGuard<'_, Vec<Weak<dyn FailureSource>>> {
-        self.failure_sources.lock().unwrap_or_else(PoisonError::into_inner)
-    }
 }
 
 impl Cuda {
@@ -65,7 +35,7 @@ impl Cuda {
         let stream = self.inner.stream.cu_stream();
         // SAFETY: the stream lives as long as `self`.
         let wait = || unsafe { result::stream::synchronize(stream) }.map_err(driver(call, "wait for the stream"));
-        if !self.inner.failure_sources().is_empty() {
+        if !self.inner.failure_sources.is_empty() {
             // A copy to pageable memory waits for the stream inside the driver, under a lock that the thread which
             // would abort what the stream hangs in needs; this wait does not. Why it came to an end matters more than
             // how.
@@ -129,24 +99,16 @@ impl Cuda {
 
     /// Has every wait return what this finds, for as long as it lives.
     #[cfg(feature = "nccl")]
-    pub(crate) fn add_failure_source(&self, guard: &Arc<dyn FailureSource>) {
-        let mut failure_sources = self.inner.failure_sources();
-        failure_sources.retain(|g| g.strong_count() > 0);
-        failure_sources.push(Arc::downgrade(guard));
+    pub(crate) fn add_failure_source(&self, source: &Arc<dyn FailureSource>) {
+        self.inner.failure_sources.add(source);
     }
 
     /// Has this device's waits return what another's would find.
     pub(super) fn adopt_failure_sources(&self, other: &Cuda) {
-        if !Arc::ptr_eq(&self.inner, &other.inner) {
-            let theirs = other.inner.failure_sources().clone();
-            let mut own = self.inner.failure_sources();
-            own.retain(|guard| guard.strong_count() > 0 && !theirs.iter().any(|other| guard.ptr_eq(other)));
-            own.extend(theirs);
-        }
+        self.inner.failure_sources.adopt(&other.inner.failure_sources);
     }
 
     pub(super) fn check_failure_sources(&self) -> Result<()> {
-        let failure = self.inner.failure_sources().iter().filter_map(Weak::upgrade).find_map(|g| g.failure());
-        failure.map_or(Ok(()), Err)
+        self.inner.failure_sources.check()
     }
 }

@@ -5,7 +5,7 @@ use cudarc::driver::sys::{self, CUtensorMap};
 use crate::dtype::DType;
 use crate::error::{Error, Result};
 
-use super::device::driver;
+use super::driver::driver;
 
 /// A matrix, or a stack of them, with rows one after the other.
 pub(super) struct TensorMapSpec<'a> {

@@ -4,12 +4,14 @@ use crate::dtype::DType;
 use crate::error::{Error, Result};
 use crate::quant::{QuantizedRef, WeightFormat};
 
+use super::context_kernels::Kernel;
 use super::device::Cuda;
 use super::heuristics::{DECODE_EIGHT_ROWS, DECODE_ROWS};
-use super::launch::{Grid, Kernel, SM90_W4A16, argument};
+use super::kernel_table::Product;
+use super::launch::{Grid, argument};
 use super::params;
-use super::sm90_grouped_gemm::Product;
 use super::tensor_map::TensorMapSpec;
+use super::tile_config::SM90_W4A16;
 
 /// Columns of a weight that the kernels for few rows take in a step, and a thread of a quad in one
 /// (`kernels/w4a16_decode.cu`).

@@ -7,14 +7,16 @@ use crate::error::Result;
 use crate::kernels::{BiasGrad, Segments, Wgrad};
 use crate::tensor::{TensorMut, dims3};
 
+use super::context_kernels::Kernel;
 use super::device::Cuda;
 use super::experts::portable_shape;
 use super::heuristics::ORDER_WGRAD_COLUMNS;
-use super::launch::{Grid, Kernel, SM90_WGRAD, argument};
+use super::launch::{Grid, argument};
 use super::layout::{SourceRows, check_segments, input, optional, output, pointer};
 use super::params::{self, type_code};
 use super::permute::gather_to_slots;
 use super::tensor_map::TensorMapSpec;
+use super::tile_config::SM90_WGRAD;
 
 const CALL: &str = "wgrad";
 /// Columns of a Hopper tile's wide side.

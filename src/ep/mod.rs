@@ -49,6 +49,8 @@ pub use local::Local;
 pub(crate) use select::NcclEpOrReason;
 pub use select::{LibraryDispatchers, VARIABLE};
 pub use shared_group::EpGroup;
+#[cfg(any(feature = "candle", feature = "burn"))]
+pub(crate) use shared_group::Membership;
 
 pub use crate::plan::{
     Capacity, DevicePlan, DispatchSpec, HostCounts, HostPlanRequest, MessageMaps, Overflow, Plan, PlanRecords,

@@ -15,59 +15,60 @@ use super::Group;
 #[derive(Debug)]
 pub struct EpGroup<D: Kernels> {
     group: Arc<Mutex<Group<D>>>,
-    failure: Arc<Mutex<Option<Error>>>,
-    rank: usize,
-    ranks: usize,
-    local: usize,
+    membership: Arc<Membership>,
+}
+
+/// A shared group apart from its device.
+#[derive(Debug)]
+pub(crate) struct Membership {
+    pub(crate) rank: usize,
+    pub(crate) ranks: usize,
+    /// Experts of this rank, L = E / R.
+    pub(crate) local_experts: usize,
+    /// The error that unwound the last failed backward.
+    failure: Mutex<Option<Error>>,
     /// Number of the next layer that has none of its own.
     #[cfg(any(feature = "candle", feature = "burn"))]
-    next_layer: Arc<AtomicU32>,
+    next_layer: AtomicU32,
     #[cfg(any(feature = "candle", feature = "burn"))]
-    experts: usize,
+    num_experts: usize,
 }
 
 impl<D: Kernels> Clone for EpGroup<D> {
     fn clone(&self) -> Self {
-        Self {
-            group: self.group.clone(),
-            failure: self.failure.clone(),
-            #[cfg(any(feature = "candle", feature = "burn"))]
-            next_layer: self.next_layer.clone(),
-            ..*self
-        }
+        Self { group: Arc::clone(&self.group), membership: Arc::clone(&self.membership) }
     }
 }
 
 impl<D: Kernels> EpGroup<D> {
     /// Shares a group among layers of this rank.
     pub fn new(group: Group<D>) -> Self {
-        let (rank, ranks, local) = (group.rank(), group.ranks(), group.local_experts());
-        Self {
+        let membership = Membership {
+            rank: group.rank(),
+            ranks: group.ranks(),
+            local_experts: group.local_experts(),
+            failure: Mutex::default(),
             #[cfg(any(feature = "candle", feature = "burn"))]
-            experts: group.config().num_experts,
-            group: Arc::new(Mutex::new(group)),
-            failure: Arc::default(),
+            next_layer: AtomicU32::default(),
             #[cfg(any(feature = "candle", feature = "burn"))]
-            next_layer: Arc::default(),
-            rank,
-            ranks,
-            local,
-        }
+            num_experts: group.config().num_experts,
+        };
+        Self { group: Arc::new(Mutex::new(group)), membership: Arc::new(membership) }
     }
 
     /// This rank.
     pub fn rank(&self) -> usize {
-        self.rank
+        self.membership.rank
     }
 
     /// Number of ranks.
     pub fn ranks(&self) -> usize {
-        self.ranks
+        self.membership.ranks
     }
 
     /// Experts of this rank, L = E / R.
     pub fn local_experts(&self) -> usize {
-        self.local
+        self.membership.local_experts
     }
 
     /// The group, for collectives beside the layers' own. Waits for a layer that runs. A layer that is called, forward
@@ -81,6 +82,19 @@ impl<D: Kernels> EpGroup<D> {
     /// The error that unwound the last failed backward of a host whose backward returns nothing (burn), if any;
     /// forgets it.
     pub fn take_failure(&self) -> Option<Error> {
+        self.membership.take_failure()
+    }
+
+    /// The group apart from its device.
+    #[cfg(any(feature = "candle", feature = "burn"))]
+    pub(crate) fn membership(&self) -> &Membership {
+        &self.membership
+    }
+}
+
+impl Membership {
+    /// As [`EpGroup::take_failure`].
+    pub(crate) fn take_failure(&self) -> Option<Error> {
         self.failure.lock().unwrap_or_else(PoisonError::into_inner).take()
     }
 
@@ -108,9 +122,9 @@ impl<D: Kernels> EpGroup<D> {
     /// Refuses a layer of another number of experts.
     #[cfg(any(feature = "candle", feature = "burn"))]
     pub(crate) fn check_experts(&self, call: &'static str, found: usize) -> Result<()> {
-        if found == self.experts {
+        if found == self.num_experts {
             return Ok(());
         }
-        Err(Error::invalid(call, "num_experts", format!("the group's {}", self.experts), found))
+        Err(Error::invalid(call, "num_experts", format!("the group's {}", self.num_experts), found))
     }
 }

@@ -18,11 +18,15 @@
 //!
 //! `docs/etp.md` says when it pays and what it needs of memory.
 
+mod buffer_cache;
 mod chain;
-mod collectives;
+mod collective_thread;
 mod fault;
-mod quantized;
-mod state;
+mod in_place;
+mod quantized_shard;
+mod shards;
+mod source;
+mod stream_pair;
 #[cfg(test)]
 mod test_ranks;
 
@@ -38,12 +42,12 @@ use crate::tensor::{TensorMut, TensorRef};
 
 pub use crate::config::Payload;
 pub use chain::Chain;
+pub use chain::collective_state::{ChainTraffic, CollectiveState};
 pub use chain::gather::ShardedWeight;
 pub use chain::reduce::GradientBuffer;
-pub use state::collective_state::{ChainTraffic, CollectiveState};
-pub use state::report::ChainMemory;
-pub use state::shards::Shards;
-pub use state::source::{Shard, ShardSource};
+pub use chain::report::ChainMemory;
+pub use shards::Shards;
+pub use source::{Shard, ShardSource};
 
 /// Calls that sharded weights need of a device beside its kernels.
 pub trait ShardDevice: Kernels + Codec {

@@ -8,6 +8,7 @@ mod backward;
 mod check;
 mod forward;
 mod memory;
+mod param_kind;
 mod params;
 mod payload;
 mod per_param;
@@ -19,7 +20,8 @@ pub use crate::aux_loss::AuxValue;
 pub use crate::kernels::Scalar;
 pub use aux_losses::AuxLoss;
 pub use memory::{StepMemory, StepSizes};
-pub use params::{ParamKind, ParamViews};
+pub use param_kind::ParamKind;
+pub use params::ParamViews;
 pub use per_param::PerParam;
 #[cfg(any(feature = "candle", feature = "burn"))]
 pub(crate) use refuse::RefusalGuard;

@@ -8,7 +8,7 @@
 //! Collectives are enqueued. What goes wrong later, a watchdog finds; see [`NcclComm`]. `docs/nccl.md` is the guide.
 //!
 //! ```text
-//! ffi       finding NCCL, its interface, its calls on one communicator, and how that ends
+//! ffi       finding NCCL, its interface, its calls on one communicator, how that ends; windows
 //! comm      how ranks join; a rank's communicator and its calls; what libraries on top need
 //! control   what ranks tell each other: calls compared, refusals, ends; the watchdog
 //! ```
@@ -18,7 +18,6 @@ mod control;
 mod ffi;
 #[cfg(test)]
 mod tests;
-mod windows;
 
 pub use crate::error::NcclError;
 pub use comm::communicator::{NcclComm, Raw};
@@ -29,7 +28,7 @@ pub(crate) use comm::shared_comm::SharedComm;
 pub(crate) use ffi::library::reason;
 pub use ffi::library::{NcclLibrary, VARIABLE};
 pub use ffi::sys;
-pub use windows::NcclWindow;
+pub use ffi::windows::NcclWindow;
 
 use crate::error::Error;
 

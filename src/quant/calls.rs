@@ -1,6 +1,5 @@
-//! Descriptions of quantization calls, and the trait a device implements.
+//! Descriptions of quantization calls, and memory for what they write.
 
-use super::check;
 use super::format::{Direction, Mxfp8, Nvfp4};
 use super::matrix::Matrix;
 use crate::device::Device;
@@ -41,7 +40,8 @@ pub struct Nvfp4Mut<'a, D: Device> {
     pub codes: TensorMut<'a, D>,
     /// `U8`: E4M3, row-major, not swizzled, not padded.
     pub scales: TensorMut<'a, D>,
-    /// `F32`: read by [`Codec::quantize_cast_only`], written by [`Codec::quantize`].
+    /// `F32`: read by [`Codec::quantize_cast_only`](super::Codec::quantize_cast_only), written by
+    /// [`Codec::quantize`](super::Codec::quantize).
     pub amax: TensorMut<'a, D>,
 }
 
@@ -102,52 +102,6 @@ pub struct Swizzle<'a, D: Device> {
     pub from: TensorRef<'a, D>,
     /// The other of the two. Padding of the swizzled form is written 0, and dropped on the way back.
     pub to: TensorMut<'a, D>,
-}
-
-/// Quantization on a device. Calls do their work in the order in which they are made, and may return before it is done;
-/// shapes, dtypes and formats are checked first.
-///
-/// [`quantize`](Self::quantize) is [`compute_amax`](Self::compute_amax) and
-/// [`quantize_cast_only`](Self::quantize_cast_only), to the bit. A matrix whose shards lie on several ranks takes the
-/// maximum of the amaxes between the two.
-pub trait Codec: Device {
-    /// [`Amax`]. NaN where there is a NaN, 0 of no elements.
-    fn compute_amax(&self, call: Amax<'_, Self>) -> Result<()>;
-    /// [`Amax`] of many matrices at once. Nothing is written if any is refused.
-    fn multi_compute_amax(&self, calls: Vec<Amax<'_, Self>>) -> Result<()>;
-    /// [`Quantize`] with the amaxes given.
-    fn quantize_cast_only(&self, call: Quantize<'_, Self>) -> Result<()>;
-    /// [`Quantize`].
-    fn quantize(&self, call: Quantize<'_, Self>) -> Result<()> {
-        // All of it, so that a call refused for its second phase has not written its first.
-        check::quantize("quantize", &call)?;
-        let Quantize { format, matrix, mut rows, mut columns } = call;
-        let amax = Amax {
-            format,
-            matrix: matrix.borrow(),
-            rows: rows.as_mut().map(|side| side.amax.reborrow()),
-            columns: columns.as_mut().map(|side| side.amax.reborrow()),
-        };
-        self.compute_amax(amax)?;
-        self.quantize_cast_only(Quantize { format, matrix, rows, columns })
-    }
-    /// [`Dequantize`].
-    fn dequantize(&self, call: Dequantize<'_, Self>) -> Result<()>;
-    /// [`Dequantize`] of many matrices at once. Nothing is written if any is refused.
-    fn multi_dequantize(&self, calls: Vec<Dequantize<'_, Self>>) -> Result<()>;
-    /// [`QuantizeMxfp8`].
-    fn quantize_mxfp8(&self, call: QuantizeMxfp8<'_, Self>) -> Result<()>;
-    /// [`DequantizeMxfp8`].
-    fn dequantize_mxfp8(&self, call: DequantizeMxfp8<'_, Self>) -> Result<()>;
-    /// [`DequantizeMxfp8`] of many matrices at once. Nothing is written if any is refused.
-    fn multi_dequantize_mxfp8(&self, calls: Vec<DequantizeMxfp8<'_, Self>>) -> Result<()>;
-    /// [`Swizzle`].
-    fn swizzle(&self, call: Swizzle<'_, Self>) -> Result<()>;
-    /// [`Swizzle`], back.
-    fn unswizzle(&self, call: Swizzle<'_, Self>) -> Result<()>;
-    /// Row and column of a matrix's first NaN or infinity, in row-major order: the check to make before quantizing
-    /// where such a value should be an error. Waits for the device.
-    fn first_non_finite(&self, matrix: Matrix<'_, Self>) -> Result<Option<[usize; 2]>>;
 }
 
 /// Owned memory of one direction of an NVFP4 matrix.

@@ -1,7 +1,11 @@
 //! Form of a quantized matrix: recipes, blocks, sizes.
 
+use super::element::{E2M1_MAX, E4M3_MAX};
 use super::{Hadamard, MX_BLOCK, NVFP4_BLOCK};
 use crate::error::{Error, Result};
+
+/// 448 · 6: the largest value that an NVFP4 block of scale 448 holds.
+pub(super) const BOUND: f32 = E4M3_MAX * E2M1_MAX;
 
 /// Which of a matrix's dimensions blocks run along.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -191,7 +195,7 @@ impl Nvfp4 {
 
     /// The second-level scale that is stored beside codes and scales in a checkpoint: `weight_scale_2 = amax / 2688`.
     pub fn second_scale(amax: f32) -> f32 {
-        amax / super::nvfp4::BOUND
+        amax / BOUND
     }
 }
 

@@ -26,6 +26,7 @@
 
 mod calls;
 pub(crate) mod check;
+mod codec;
 mod element;
 mod format;
 mod hadamard;
@@ -36,9 +37,9 @@ mod swizzle;
 mod weight;
 
 pub use calls::{
-    Amax, Codec, Dequantize, DequantizeMxfp8, Mxfp8Mut, Mxfp8Tensors, Nvfp4Mut, Nvfp4Tensors, Quantize, QuantizeMxfp8,
-    Swizzle,
+    Amax, Dequantize, DequantizeMxfp8, Mxfp8Mut, Mxfp8Tensors, Nvfp4Mut, Nvfp4Tensors, Quantize, QuantizeMxfp8, Swizzle,
 };
+pub use codec::Codec;
 pub use element::{
     E2M1, E2M1_MAX, E4M3, E4M3_MAX, E4M3_NAN, e2m1_nearest, e2m1_stochastic, e4m3_nearest, e4m3_stochastic, e8m0,
     e8m0_ceil, e8m0_floor,

@@ -3,12 +3,9 @@
 
 use super::NVFP4_BLOCK as BLOCK;
 use super::element::{E2M1_MAX, E4M3, E4M3_MAX, e2m1_compared, e2m1_nearest, e2m1_stochastic, e4m3_nearest};
-use super::format::{Direction, Random, Recipe};
+use super::format::{BOUND, Direction, Random, Recipe};
 use super::philox::{key, philox4x32};
 use crate::error::{Error, Result};
-
-/// 448 · 6: the largest value a block of scale 448 holds.
-pub(crate) const BOUND: f32 = E4M3_MAX * E2M1_MAX;
 
 /// The lesser of value and cap; NaN stays NaN (`f32::min` would drop it).
 fn cap(value: f32, cap: f32) -> f32 {

@@ -3,7 +3,7 @@
 use std::ffi::OsString;
 
 use super::MAX_WORLD;
-use super::join;
+use super::address;
 use super::nodes::first_host;
 use crate::error::{Error, Launcher, RankError, Result};
 
@@ -78,7 +78,7 @@ impl Identity {
                 return Err(Error::invalid(CALL, name, format!("0..{world}"), value));
             }
         }
-        let address = match address.map(|text| join::address(text).ok_or(text)) {
+        let address = match address.map(|text| address::parse(text).ok_or(text)) {
             None => None,
             Some(Ok(address)) => Some(address),
             Some(Err(text)) => return Err(Error::invalid(CALL, "address", "host:port, or a port of 127.0.0.1", text)),
@@ -120,7 +120,7 @@ impl Environment<'_> {
         };
         let address = match self.text("MOEBIUS_ADDRESS")? {
             Some(text) => {
-                let address = join::address(&text);
+                let address = address::parse(&text);
                 Some(address.ok_or_else(|| variable("MOEBIUS_ADDRESS", "host:port, or a port of 127.0.0.1", text))?)
             }
             None => self.address(launcher)?,
@@ -243,7 +243,7 @@ impl Environment<'_> {
             return Err(variable("MASTER_PORT", "a port, with one more after it for torchrun", port));
         }
         let address = if host.contains(':') { format!("[{host}]:{port}") } else { format!("{host}:{port}") };
-        join::address(&address).map(Some).ok_or_else(|| variable("MASTER_ADDR", "a host", host))
+        address::parse(&address).map(Some).ok_or_else(|| variable("MASTER_ADDR", "a host", host))
     }
 
     /// The step's first host, and a port below the ones that systems give to connections, by the numbers of job and

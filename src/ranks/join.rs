@@ -1,12 +1,12 @@
 //! The other ranks' side: connect, say who, wait for the answer. Tries again while rank 0 is not there yet.
 
 use std::io::{ErrorKind, Read, Write};
-use std::net::{IpAddr, SocketAddr, TcpStream, ToSocketAddrs};
+use std::net::{SocketAddr, TcpStream, ToSocketAddrs};
 use std::str::FromStr;
 use std::sync::mpsc;
 use std::time::Duration;
 
-use super::Bootstrap;
+use super::bootstrap::Bootstrap;
 use super::deadline::Deadline;
 use super::message::{HELLO_BYTES, Hello, REPLY_BYTES, Reply, UniqueId};
 use crate::error::RankError;
@@ -132,15 +132,4 @@ fn resolve(address: &str, deadline: Deadline) -> Result<Vec<SocketAddr>, String>
         Ok(Err(error)) => Err(format!("resolve {address}: {error}")),
         Err(_) => Err(format!("resolve {address}: no answer")),
     }
-}
-
-/// `host:port` with a name, an IPv4 address or an IPv6 address in brackets; a port alone is one on loopback.
-pub(super) fn address(text: &str) -> Option<String> {
-    let (host, port) = text.rsplit_once(':').unwrap_or(("127.0.0.1", text));
-    let host_ok = match host.strip_prefix('[').and_then(|host| host.strip_suffix(']')) {
-        Some(v6) => matches!(IpAddr::from_str(v6), Ok(IpAddr::V6(_))),
-        None => !host.is_empty() && host.bytes().all(|b| b.is_ascii_alphanumeric() || matches!(b, b'.' | b'-' | b'_')),
-    };
-    let port_ok = port.bytes().all(|b| b.is_ascii_digit()) && port.parse::<u16>().is_ok_and(|port| port > 0);
-    (host_ok && port_ok).then(|| format!("{host}:{port}"))
 }

@@ -8,7 +8,7 @@ use std::io::{ErrorKind, Read, Write};
 use std::net::{SocketAddr, TcpListener, TcpStream, ToSocketAddrs};
 use std::time::{Duration, Instant};
 
-use super::Bootstrap;
+use super::bootstrap::Bootstrap;
 use super::deadline::Deadline;
 use super::message::{HELLO_BYTES, Hello, Reply, UniqueId};
 use crate::error::{Error, Result};

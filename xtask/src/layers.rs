@@ -1,8 +1,8 @@
 //! Which module may name which: the floors of the crate, as `layers.txt` lists them.
 //!
-//! Read is what the compiler reads: every path that begins with `crate`, `super` or `self`, wherever it stands, but for
-//! what is compiled for tests only, comments and documentation. Names that a module hands on (`pub use child::Name`)
-//! count as those of the module that they come from.
+//! Read is what the compiler reads: every path that begins with `crate`, `super`, `self` or a module that the file
+//! declares, wherever it stands, but for what is compiled for tests only, comments and documentation. Names that a module
+//! hands on (`pub use child::Name`) count as those of the module that they come from.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::fmt::Write as _;
@@ -11,6 +11,8 @@ use std::path::{Path, PathBuf};
 use proc_macro2::{Delimiter, Spacing, TokenStream, TokenTree};
 
 const RULES: &str = "xtask/layers.txt";
+/// A folder's `mod.rs`, in its line.
+const OWN: &str = "mod";
 
 /// A module's path below the crate's root.
 type Module = Vec<String>;
@@ -38,9 +40,8 @@ struct File {
 #[derive(Debug, Default)]
 struct Rules {
     layers: Vec<(String, BTreeSet<String>)>,
+    /// By the folder's path, `cpu/router`.
     inside: BTreeMap<String, Vec<BTreeSet<String>>>,
-    /// Files that may say `dyn Any`.
-    erasing: BTreeSet<String>,
 }
 
 impl Rules {
@@ -59,10 +60,6 @@ impl Rules {
                 rules.inside.insert(folder.to_string(), groups);
                 continue;
             }
-            if name == "erase" {
-                rules.erasing.extend(words);
-                continue;
-            }
             let may: BTreeSet<String> = words.collect();
             if let Some(unknown) = may.iter().find(|m| !rules.layers.iter().any(|(known, _)| known == *m)) {
                 return Err(fault(&format!("{unknown} is not above this line, where what is below stands")));
@@ -72,8 +69,8 @@ impl Rules {
         Ok(rules)
     }
 
-    /// Why a file of `from` may not name what `to` has; `None` where it may.
-    fn broken(&self, from: &[String], to: &[String]) -> Option<String> {
+    /// Why the file `from`, one of `all`, may not name `to`; `None` where it may.
+    fn broken(&self, all: &BTreeMap<Module, File>, from: &[String], to: &[String]) -> Option<String> {
         let (Some(from_top), Some(to_top)) = (from.first(), to.first()) else { return None };
         let Some((_, may)) = self.layers.iter().find(|(name, _)| name == from_top) else {
             return Some(format!("{from_top} has no line in {RULES}"));
@@ -82,22 +79,34 @@ impl Rules {
             let known = || may.iter().map(String::as_str).collect::<Vec<_>>().join(", ");
             return (!may.contains(to_top)).then(|| format!("{from_top} may name: {}", known()));
         }
-        let groups = self.inside.get(from_top)?;
-        let (own, other) = (from.get(1)?, to.get(1)?);
-        let place = |file: &String| groups.iter().position(|group| group.contains(file));
-        match (place(own), place(other)) {
-            (Some(own), Some(other)) if other > own => {
-                Some(format!("inside {from_top}, {} stands above {}", to[1], from[1]))
-            }
-            (None, _) => Some(format!("{own} is not in the line `inside {from_top}` of {RULES}")),
-            _ => None,
+        // In the folder where the two part, each is in a file or a folder of its own, or in the folder's `mod.rs`.
+        let shared = from.iter().zip(to).take_while(|(a, b)| a == b).count();
+        if to.len() == shared {
+            return None;
         }
+        let child = |path: &[String]| path.get(shared).filter(|_| exists(all, &path[..=shared])).cloned();
+        let [own, other] = [from, to].map(|path| child(path).unwrap_or_else(|| OWN.to_string()));
+        let folder = from[..shared].join("/");
+        let (own_place, other_place) = (self.place(&folder, &own)?, self.place(&folder, &other)?);
+        (other_place > own_place).then(|| format!("inside {folder}, {other} stands above {own}"))
     }
+
+    /// Where a file or folder stands in its folder's line.
+    fn place(&self, folder: &str, name: &str) -> Option<usize> {
+        self.inside.get(folder)?.iter().position(|group| group.contains(name))
+    }
+}
+
+/// Whether a module is a file, or a folder of files.
+fn exists(all: &BTreeMap<Module, File>, path: &[String]) -> bool {
+    all.range(path.to_vec()..).next().is_some_and(|(module, _)| module.starts_with(path))
 }
 
 /// Reads the tokens of a file or of a part of it.
 struct Reader<'a> {
     file: &'a mut File,
+    /// Modules that the file declares.
+    children: &'a BTreeSet<String>,
     /// The module that the tokens are in.
     module: Module,
     /// The file's own module.
@@ -127,11 +136,13 @@ impl Reader<'_> {
             }
             if word(&tokens, i).as_deref() == Some("use") {
                 self.hand_on(&tokens, i + 1);
+                if is_public(&tokens, i) && self.is_child(&tokens, i + 1) {
+                    i = self.skip(&tokens, i + 1);
+                    continue;
+                }
             }
-            if matches!(word(&tokens, i).as_deref(), Some("crate" | "super" | "self"))
-                && !colons(&tokens, i.wrapping_sub(2))
-                && colons(&tokens, i + 1)
-            {
+            let begins = matches!(word(&tokens, i).as_deref(), Some("crate" | "super" | "self"));
+            if (begins || self.is_child(&tokens, i)) && !colons(&tokens, i.wrapping_sub(2)) && colons(&tokens, i + 1) {
                 i = self.path(&tokens, i);
                 continue;
             }
@@ -140,6 +151,10 @@ impl Reader<'_> {
             }
             i += 1;
         }
+    }
+
+    fn is_child(&self, tokens: &[TokenTree], i: usize) -> bool {
+        self.module == self.of_file && word(tokens, i).is_some_and(|name| self.children.contains(&name))
     }
 
     /// The end of an item, and the module that it declares for tests.
@@ -175,7 +190,8 @@ impl Reader<'_> {
         match word(tokens, i).as_deref() {
             Some("crate") => at.clear(),
             Some("super") => drop(at.pop()),
-            _ => {}
+            Some("self") | None => {}
+            Some(child) => at.push(child.to_string()),
         }
         self.tree(tokens, i + 1, (at, line))
     }
@@ -217,7 +233,8 @@ impl Reader<'_> {
             return;
         }
         let mut read = File::default();
-        let mut reader = Reader { file: &mut read, module: self.module.clone(), of_file: self.of_file };
+        let (module, of_file, children) = (self.module.clone(), self.of_file, self.children);
+        let mut reader = Reader { file: &mut read, children, module, of_file };
         let at = [&self.module[..], &[first]].concat();
         reader.tree(tokens, i + 1, (at, 0));
         for named in read.named {
@@ -249,6 +266,23 @@ fn is_for_tests(tokens: &[TokenTree], i: usize) -> bool {
     p.as_char() == '#' && (text.starts_with("cfg(test") || text.starts_with("cfg(all(test"))
 }
 
+/// Whether an item that begins here is handed on: `pub`, `pub(crate)`.
+fn is_public(tokens: &[TokenTree], i: usize) -> bool {
+    let is_pub = |at: Option<usize>| at.and_then(|at| word(tokens, at)).as_deref() == Some("pub");
+    match i.checked_sub(1).and_then(|at| tokens.get(at)) {
+        Some(TokenTree::Group(_)) => is_pub(i.checked_sub(2)),
+        _ => is_pub(i.checked_sub(1)),
+    }
+}
+
+/// Modules that are files of their own: `mod name;`.
+fn declared(tokens: TokenStream) -> BTreeSet<String> {
+    let tokens: Vec<TokenTree> = tokens.into_iter().collect();
+    let ends = |i: usize| matches!(tokens.get(i), Some(TokenTree::Punct(p)) if p.as_char() == ';');
+    let is_mod = |i: &usize| word(&tokens, *i).as_deref() == Some("mod") && ends(i + 2);
+    (0..tokens.len()).filter(is_mod).filter_map(|i| word(&tokens, i + 1)).collect()
+}
+
 fn split(tokens: &[TokenTree]) -> Vec<&[TokenTree]> {
     let comma = |t: &TokenTree| matches!(t, TokenTree::Punct(p) if p.as_char() == ',');
     tokens.split(comma).filter(|part| !part.is_empty()).collect()
@@ -257,7 +291,8 @@ fn split(tokens: &[TokenTree]) -> Vec<&[TokenTree]> {
 fn read(text: &str, module: &[String]) -> Result<File, String> {
     let tokens: TokenStream = text.parse().map_err(|e| format!("{e}"))?;
     let mut file = File::default();
-    Reader { file: &mut file, module: module.to_vec(), of_file: module }.read(tokens);
+    let children = declared(tokens.clone());
+    Reader { file: &mut file, children: &children, module: module.to_vec(), of_file: module }.read(tokens);
     Ok(file)
 }
 
@@ -319,6 +354,7 @@ pub(super) fn run() -> Result<String, String> {
     }
     let mut problems = judge(&rules, &all, &places);
     problems.extend(stale(&rules, &all));
+    problems.extend(unlisted(&rules, &all));
     match problems.is_empty() {
         true => Ok(format!("{} files keep to {RULES}", all.len())),
         false => {
@@ -330,25 +366,26 @@ pub(super) fn run() -> Result<String, String> {
     }
 }
 
+/// The files that are not for tests alone.
+fn shipped(all: &BTreeMap<Module, File>) -> impl Iterator<Item = (&Module, &File)> {
+    let tests: Vec<&Module> = all.values().flat_map(|file| &file.tests).collect();
+    all.iter().filter(move |(module, _)| !tests.iter().any(|test| module.starts_with(test)))
+}
+
 /// Everything that breaks a rule, with file, line and rule.
 fn judge(rules: &Rules, all: &BTreeMap<Module, File>, places: &BTreeMap<Module, String>) -> Vec<String> {
-    let tests: Vec<&Module> = all.values().flat_map(|file| &file.tests).collect();
     let mut problems = Vec::new();
-    for (module, file) in all {
-        let for_tests = tests.iter().any(|test| module.starts_with(test));
-        if module.is_empty() || for_tests {
-            continue;
-        }
+    for (module, file) in shipped(all).filter(|(module, _)| !module.is_empty()) {
         let place = &places[module];
         for named in &file.named {
             let to = origin(all, &named.path);
             // A name of the crate's root that no module hands on is a module itself, or nothing.
-            if let Some(rule) = rules.broken(module, &to) {
+            if let Some(rule) = rules.broken(all, module, &to) {
                 let what = named.path.join("::");
                 problems.push(format!("{place}:{}: names {what}; {rule}", named.line));
             }
         }
-        for line in file.erased.iter().filter(|_| !rules.erasing.contains(place)) {
+        for line in &file.erased {
             problems.push(format!("{place}:{line}: dyn Any; types are named here, not guessed"));
         }
     }
@@ -359,17 +396,32 @@ fn judge(rules: &Rules, all: &BTreeMap<Module, File>, places: &BTreeMap<Module, 
 
 /// Names of the list that no file has.
 fn stale(rules: &Rules, all: &BTreeMap<Module, File>) -> Vec<String> {
-    let exists =
-        |path: &[&str]| all.keys().any(|module| module.iter().zip(path).filter(|(a, b)| a == b).count() == path.len());
-    let layers = rules.layers.iter().map(|(name, _)| vec![name.as_str()]);
-    let inside = rules
-        .inside
-        .iter()
-        .flat_map(|(folder, groups)| groups.iter().flatten().map(move |file| vec![folder.as_str(), file.as_str()]));
+    let layers = rules.layers.iter().map(|(name, _)| vec![name.clone()]);
+    let inside = rules.inside.iter().flat_map(|(folder, groups)| {
+        let folder: Module = folder.split('/').map(str::to_string).collect();
+        let files = groups.iter().flatten().filter(|name| *name != OWN);
+        files.map(move |file| [&folder[..], std::slice::from_ref(file)].concat())
+    });
     layers
         .chain(inside)
-        .filter(|path| !exists(path))
+        .filter(|path| !exists(all, path))
         .map(|path| format!("{RULES}: there is no {}", path.join("::")))
+        .collect()
+}
+
+/// Files and folders that their folder's line lacks. One that is alone needs no line.
+fn unlisted(rules: &Rules, all: &BTreeMap<Module, File>) -> Vec<String> {
+    let mut folders: BTreeMap<String, BTreeSet<&String>> = BTreeMap::new();
+    for (module, _) in shipped(all) {
+        for at in 1..module.len() {
+            folders.entry(module[..at].join("/")).or_default().insert(&module[at]);
+        }
+    }
+    let several = folders.iter().filter(|(_, names)| names.len() > 1);
+    let names = several.flat_map(|(folder, names)| names.iter().map(move |name| (folder, *name)));
+    names
+        .filter(|(folder, name)| rules.place(folder, name).is_none())
+        .map(|(folder, name)| format!("{RULES}: the line `inside {folder}` lacks {name}"))
         .collect()
 }
 
@@ -432,6 +484,56 @@ mod tests {
         assert_eq!(stale(&rules, &all), ["xtask/layers.txt: there is no high::c"]);
         let all = files(&["low", "high::a", "high::b", "high::c::inner", "high::d"]);
         assert!(stale(&rules, &all).is_empty());
+        let rules = Rules::parse("high:\ninside high/c: inner outer\n").expect("rules");
+        assert_eq!(stale(&rules, &all), ["xtask/layers.txt: there is no high::c::outer"]);
+    }
+
+    #[test]
+    fn folders_in_folders_have_an_order_of_their_own() {
+        let rules = format!("{RULES}inside high/c: x y\n");
+        let files = [("high::c::x", "use crate::high::c::y::Y;"), ("high::c::y", "use super::x::X; use super::Own;")];
+        let broken = found(&rules, &[&files[..], &[("high::c", "struct Own;")]].concat());
+        assert_eq!(broken, ["high/c/x:1: names high::c::y::Y; inside high/c, y stands above x"]);
+        // Outside their folder they stand where it does.
+        let files = [("high::c::x", "use crate::high::a::A; use crate::high::d::D;"), ("high::a", ""), ("high::d", "")];
+        assert_eq!(found(&rules, &files), ["high/c/x:1: names high::d::D; inside high, d stands above c"]);
+    }
+
+    #[test]
+    fn a_mod_rs_stands_among_the_files_of_its_folder() {
+        fn files(own: &str) -> [(&str, &str); 4] {
+            [("high", own), ("high::a", "pub struct A;"), ("high::b", "use super::{a::A, Own};"), ("high::d", "")]
+        }
+        let rules = "high:\ninside high: a mod b d\n";
+        assert!(found(rules, &files("mod a; mod b; mod d; pub use d::D; use a::A; struct Own;")).is_empty());
+        for above in ["use b::B;", "fn f() { b::g() }", "use self::b::B;", "use crate::high::b;"] {
+            let broken = found(rules, &files(&format!("mod a; mod b;\n{above}")));
+            let rule = ["inside high, b stands above mod"];
+            assert_eq!(broken.iter().filter_map(|b| b.split("; ").nth(1)).collect::<Vec<_>>(), rule, "{above}");
+        }
+        let above = found("high:\ninside high: a b mod d\n", &files("mod a; struct Own;"));
+        assert_eq!(above, ["high/b:1: names high::Own; inside high, mod stands above b"]);
+        // What a module calls by a child's name is another's inside another module.
+        let inner = [("high", "mod b; mod inner { fn f() { b::g() } }"), ("high::b", ""), ("high::a", "")];
+        assert!(found(rules, &inner).is_empty());
+    }
+
+    #[test]
+    fn every_file_of_a_folder_of_several_is_listed() {
+        let rules = Rules::parse(RULES).expect("rules");
+        let all = |names: &[&str]| -> BTreeMap<Module, File> {
+            names.iter().map(|name| (module(name), File::default())).collect()
+        };
+        assert!(unlisted(&rules, &all(&["", "low", "low::alone", "high::a", "high::c::alone"])).is_empty());
+        assert_eq!(
+            unlisted(&rules, &all(&["high::a", "high::e", "high::c::x", "high::c::y"])),
+            ["high e", "high/c x", "high/c y"]
+                .map(|at| at.split_once(' ').expect("two"))
+                .map(|(folder, name)| format!("xtask/layers.txt: the line `inside {folder}` lacks {name}"))
+        );
+        let mut with_tests = all(&["low", "low::alone", "low::tests"]);
+        with_tests.entry(module("low")).or_default().tests.push(module("low::tests"));
+        assert!(unlisted(&rules, &with_tests).is_empty());
     }
 
     #[test]

@@ -12,7 +12,8 @@ use crate::kernels::RouteBwd;
 use super::aux_losses::AuxGrad;
 use super::choose::Chooser;
 use super::jitter::JitterNoise;
-use super::score::{Divisor, masked_softmax, raw_weights, sigmoid, softmax};
+use super::score::{masked_softmax, sigmoid, softmax};
+use super::weights::{Divisor, raw_weights};
 use super::{BLOCK, check, check_ids, check_logits};
 
 pub(in crate::cpu) fn route_bwd(call: RouteBwd<'_, Cpu>) -> Result<()> {

@@ -10,6 +10,7 @@ mod choose;
 mod jitter;
 mod keep;
 mod score;
+mod weights;
 
 use rayon::prelude::*;
 
@@ -63,7 +64,7 @@ fn route_as<A: Acc>(call: Route<'_, Cpu>) -> Result<()> {
             for (id, &chosen) in ids.iter_mut().zip(&chooser.order) {
                 *id = chosen as i32;
             }
-            score::weights(config, &mut chooser, weights);
+            weights::write(config, &mut chooser, weights);
         }
     };
     if t <= BLOCK {

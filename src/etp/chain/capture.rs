@@ -7,13 +7,11 @@
 //! have to decide otherwise: sums are added to what is there, and each forward casts. What is under way belongs to one
 //! capture or to none, and a call in another is refused before it touches anything.
 
-use std::sync::MutexGuard;
-
 use crate::error::{Error, Result};
 
-use crate::etp::chain::{Chain, ChainState};
+use crate::etp::chain::Chain;
+use crate::etp::chain::collective_state::MainGradient;
 use crate::etp::fault::not_capturable_error;
-use crate::etp::state::collective_state::MainGradient;
 use crate::etp::{Reduction, ShardDevice};
 
 impl<D: ShardDevice> Chain<D> {
@@ -61,70 +59,6 @@ impl<D: ShardDevice> Chain<D> {
         }
         inner.capturable = true;
         Ok(())
-    }
-
-    /// Number of the capture that calls are part of.
-    pub(in crate::etp) fn capture_number(&self) -> Option<u64> {
-        #[cfg(test)]
-        if let number @ 1.. = self.test_capture.load(std::sync::atomic::Ordering::SeqCst) {
-            return Some(number);
-        }
-        self.device.capture_number()
-    }
-
-    /// The chain's state, for a call that may be part of a capture.
-    pub(in crate::etp) fn enter(&self, call: &'static str) -> Result<MutexGuard<'_, ChainState<D>>> {
-        self.device.check_not_captured_elsewhere(call)?;
-        let (mut inner, capture) = (self.lock(), self.capture_number());
-        if capture.is_some() && !(inner.capturable && inner.has_order()) {
-            return Err(not_capturable_error(call, "use a chain that is not ready for it (Chain::prepare_capture)"));
-        }
-        if capture != inner.capture && inner.is_under_way() {
-            return Err(match capture {
-                Some(_) => {
-                    not_capturable_error(call, "go on with a pass, or gradients, under way before it (Chain::drain)")
-                }
-                None => inner.order_error("(chain)", "Chain::recover first", "a capture that ended within a pass"),
-            });
-        }
-        inner.set_capture(capture);
-        Ok(inner)
-    }
-
-    /// The same for a call that may not.
-    pub(in crate::etp) fn lock_outside_capture(&self, call: &'static str) -> Result<MutexGuard<'_, ChainState<D>>> {
-        self.outside(call).and_then(|()| self.enter(call))
-    }
-
-    /// The same, to give up whatever is under way.
-    pub(in crate::etp) fn lock_to_abandon(&self, call: &'static str) -> Result<MutexGuard<'_, ChainState<D>>> {
-        self.outside(call).and_then(|()| self.device.check_not_captured_elsewhere(call))?;
-        let mut inner = self.lock();
-        inner.set_capture(None);
-        Ok(inner)
-    }
-
-    fn outside(&self, call: &'static str) -> Result<()> {
-        match self.capture_number() {
-            None => Ok(()),
-            Some(_) => Err(not_capturable_error(call, "wait for collectives that other threads have begun")),
-        }
-    }
-}
-
-impl<D: ShardDevice> ChainState<D> {
-    fn set_capture(&mut self, capture: Option<u64>) {
-        self.capture = capture;
-        self.cache.fixed = capture.is_some();
-        for lane in [Some(&self.gathers), self.apart.as_ref()].into_iter().flatten() {
-            lane.record(capture.is_some());
-        }
-    }
-
-    fn is_under_way(&self) -> bool {
-        self.active.is_some()
-            || !self.pending_reductions.is_empty()
-            || self.uses.iter().any(|node| node.pending_gather.is_some())
     }
 }
 

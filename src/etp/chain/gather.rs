@@ -9,15 +9,15 @@ use crate::error::Result;
 use crate::tensor::{Tensor, TensorRef};
 use crate::weights::{AcquiredWeight, WeightGuard, WeightSource};
 
+use crate::etp::buffer_cache::{Buffer, BufferId, BufferUsage};
+use crate::etp::chain::collective_state::{ActivePass, CollectiveState, PendingGather, StateMachine};
 use crate::etp::chain::schedule::Acquisition;
 use crate::etp::chain::{Chain, ChainState, UseState};
-use crate::etp::collectives::collective_thread::{Collective, GatherInput};
-use crate::etp::collectives::in_place;
-use crate::etp::collectives::stream_pair::TransferBuffer;
+use crate::etp::collective_thread::{Collective, GatherInput};
 use crate::etp::fault::CALL;
-use crate::etp::quantized::shards::{GatheredShards, QuantizedShard};
-use crate::etp::state::buffer_cache::{Buffer, BufferId, BufferUsage};
-use crate::etp::state::collective_state::{ActivePass, CollectiveState, PendingGather, StateMachine};
+use crate::etp::in_place;
+use crate::etp::quantized_shard::{GatheredShards, QuantizedShard};
+use crate::etp::stream_pair::TransferBuffer;
 use crate::etp::{ShardDevice, Shards, WeightId};
 
 /// In place of a pass's number: no pass, but the whole weight.
@@ -426,7 +426,7 @@ mod tests {
     use crate::cpu::Cpu;
     use crate::dtype::DType;
     use crate::error::{CommError, Error};
-    use crate::etp::state::buffer_cache::BufferKey;
+    use crate::etp::buffer_cache::BufferKey;
     use crate::etp::test_ranks::ranks;
     use crate::etp::{EtpOptions, Payload, Phase, Shard, ShardSource, WeightSpec};
 

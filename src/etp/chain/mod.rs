@@ -1,9 +1,13 @@
 //! The chain: a model's sharded weights in the order of their use.
 
+mod amaxes;
 pub(in crate::etp) mod capture;
+pub(in crate::etp) mod collective_state;
+mod entry;
 pub(in crate::etp) mod gather;
 pub(in crate::etp) mod pass;
 pub(in crate::etp) mod reduce;
+pub(in crate::etp) mod report;
 pub(in crate::etp) mod schedule;
 
 use std::collections::VecDeque;
@@ -13,15 +17,15 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use crate::comm::{Communicator, Op, Tag};
 use crate::error::{Error, Result};
 
-use crate::etp::chain::schedule::Acquisition;
-use crate::etp::collectives::collective_thread::{CollectiveThread, gather_numbers};
-use crate::etp::fault::CALL;
-use crate::etp::quantized::shards::{QuantizedShard, ShardForm};
-use crate::etp::state::buffer_cache::{Buffer, BufferCache, BufferId, BufferKey, BufferUsage};
-use crate::etp::state::collective_state::{
+use crate::etp::buffer_cache::{Buffer, BufferCache, BufferId, BufferKey, BufferUsage};
+use crate::etp::chain::collective_state::{
     ActivePass, ChainTraffic, JoinedAmaxes, MainGradient, PendingGather, PendingReduction, StateMachine,
 };
-use crate::etp::state::source::ShardSource;
+use crate::etp::chain::schedule::Acquisition;
+use crate::etp::collective_thread::{CollectiveThread, gather_numbers};
+use crate::etp::fault::CALL;
+use crate::etp::quantized_shard::{QuantizedShard, ShardForm};
+use crate::etp::source::ShardSource;
 use crate::etp::{Comms, EtpOptions, Reduction, Scale, ShardDevice, Shards, WeightId, WeightSpec};
 
 /// Sharded weights of a model on one rank; see the [module](super). Shared by the model's layers, used by one thread

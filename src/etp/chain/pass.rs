@@ -4,11 +4,11 @@
 use crate::comm::{Op, Tag};
 use crate::error::{CommError, Error, Result};
 
+use crate::etp::buffer_cache::BufferUsage;
+use crate::etp::chain::collective_state::ActivePass;
 use crate::etp::chain::schedule::{WeightUse, arrival_parities, gather_parities, gradient_parities, schedule};
 use crate::etp::chain::{Chain, ChainState, UseState};
-use crate::etp::collectives::collective_thread::Collective;
-use crate::etp::state::buffer_cache::BufferUsage;
-use crate::etp::state::collective_state::ActivePass;
+use crate::etp::collective_thread::Collective;
 use crate::etp::{Phase, ShardDevice};
 
 impl<D: ShardDevice> Chain<D> {

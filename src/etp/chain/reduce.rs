@@ -7,12 +7,12 @@ use crate::comm::{Communicator, Op, ReduceOp, Tag};
 use crate::error::{Error, Result};
 use crate::tensor::{Tensor, TensorMut, TensorRef};
 
+use crate::etp::buffer_cache::{Buffer, BufferId, BufferKey, BufferUsage};
+use crate::etp::chain::collective_state::{CollectiveState, MainGradient, PendingReduction};
 use crate::etp::chain::{Chain, ChainState};
-use crate::etp::collectives::collective_thread::Collective;
-use crate::etp::collectives::stream_pair::{StreamPair, TransferBuffer};
+use crate::etp::collective_thread::Collective;
 use crate::etp::fault::{CALL, not_capturable_error};
-use crate::etp::state::buffer_cache::{Buffer, BufferId, BufferKey, BufferUsage};
-use crate::etp::state::collective_state::{CollectiveState, MainGradient, PendingReduction};
+use crate::etp::stream_pair::{StreamPair, TransferBuffer};
 use crate::etp::{Reduction, ShardDevice, Shards, Shares, WeightId};
 
 /// Room for the gradient of a whole weight, until it is [submitted](Chain::submit).

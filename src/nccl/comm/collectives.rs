@@ -1,7 +1,7 @@
 //! The collectives of a communicator.
 
 use crate::comm::agree::{CollectiveCall, Detail};
-use crate::comm::{Communicator, Exchange, ReduceOp, Tag, check_blocks};
+use crate::comm::{Communicator, Exchange, NativeCommunicator, ReduceOp, Tag, check_blocks};
 use crate::cuda::{Cuda, DeviceMut, DeviceRef};
 use crate::device::Device;
 use crate::dtype::DType;
@@ -86,6 +86,10 @@ pub(in crate::nccl) fn blocks(
     (sends.collect(), receives.collect())
 }
 
+impl NativeCommunicator for Cuda {
+    type Native = NcclComm;
+}
+
 impl Communicator<Cuda> for NcclComm {
     fn rank(&self) -> usize {
         self.session.comm_handle.rank
@@ -118,7 +122,7 @@ impl Communicator<Cuda> for NcclComm {
         self.failure().is_some()
     }
 
-    fn as_any(&mut self) -> Option<&mut dyn std::any::Any> {
+    fn native(&mut self) -> Option<&mut NcclComm> {
         Some(self)
     }
 

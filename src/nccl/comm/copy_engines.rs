@@ -25,7 +25,7 @@ use crate::nccl::comm::one_sided::{BlockExchange, OneSided};
 use crate::nccl::comm::symmetric::Registering;
 use crate::nccl::ffi::comm_handle::CommHandle;
 use crate::nccl::ffi::enqueue::CommStream;
-use crate::nccl::windows::{EngineMemory, RegisteredWindow};
+use crate::nccl::ffi::windows::{EngineMemory, RegisteredWindow};
 use crate::nccl::{NcclComm, NcclError, NcclWindow};
 
 /// Runs steps that the ranks try together: `gather_errors` brings every rank's trouble with a step, in rank order,

@@ -14,7 +14,7 @@ use crate::nccl::comm::communicator::Raw;
 use crate::nccl::comm::one_sided::{self, OneSided};
 use crate::nccl::control::peer_events::CollectiveInfo;
 use crate::nccl::ffi::sys::{self, CommPtr, Status, WindowPtr};
-use crate::nccl::windows::NcclWindow;
+use crate::nccl::ffi::windows::NcclWindow;
 use crate::nccl::{NcclComm, NcclLibrary};
 
 /// NCCL wants windows of whole pages.

@@ -13,7 +13,7 @@ use crate::error::{CommError, Error, Result};
 use crate::ranks::UniqueId;
 
 use crate::nccl::ffi::sys::{CommPtr, Config, Functions, RawComm, RawUniqueId, Status, WindowPtr};
-use crate::nccl::windows::RegisteredWindow;
+use crate::nccl::ffi::windows::RegisteredWindow;
 use crate::nccl::{NcclError, NcclLibrary};
 
 /// How long the end of a communicator waits for a call that is under way, before it ends that from outside.

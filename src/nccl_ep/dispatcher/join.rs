@@ -9,14 +9,14 @@ use crate::ep::dispatcher_state::DispatcherState;
 use crate::ep::{DispatcherKind, LibraryDispatchers, NcclEpOrReason};
 use crate::error::{Error, Result};
 use crate::kernels::Kernels;
-use crate::nccl::{NcclComm, SharedComm};
+use crate::nccl::SharedComm;
+use crate::nccl_ep::EpLibrary;
 use crate::nccl_ep::rules::{check_domain, check_experts, check_gpu, check_tokens};
 use crate::nccl_ep::tensor::WindowRanges;
-use crate::nccl_ep::{EpError, EpLibrary};
 use crate::tensor::Tensor;
 
 use super::windows::WindowPool;
-use super::{Algorithm, NcclEp};
+use super::{Algorithm, NcclEp, nccl};
 
 const CALL: &str = "Group::new";
 
@@ -76,16 +76,15 @@ fn mode(core: &DispatcherState<Cuda>) -> Algorithm {
 
 /// The library and the communicator, where this rank can have them.
 fn examine(core: &mut DispatcherState<Cuda>) -> Result<(EpLibrary, SharedComm)> {
-    check_experts(core.config.num_experts, core.ranks())?;
+    let experts = core.config.num_experts;
+    check_experts(experts, core.ranks())?;
     check_tokens(CALL, core.config.max_tokens_per_rank.next_multiple_of(4))?;
     let high = mode(core) == Algorithm::HighThroughput;
     check_gpu(&core.device)?;
-    let Some(comm) = core.comm.as_any().and_then(|comm| comm.downcast_mut::<NcclComm>()) else {
-        return Err(EpError::Communicator { found: "another".to_string() }.into());
-    };
+    let comm = nccl(core)?;
     let shared = comm.shared();
     if high {
-        check_domain(CALL, &shared, core.config.num_experts)?;
+        check_domain(CALL, &shared, experts)?;
     }
     Ok((EpLibrary::open(comm.library())?, shared))
 }

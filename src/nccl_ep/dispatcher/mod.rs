@@ -108,10 +108,12 @@ fn around<T>(
     tag: Tag,
     calls: impl FnOnce() -> Result<T>,
 ) -> Result<T> {
-    match core.comm.as_any().and_then(|comm| comm.downcast_mut::<NcclComm>()) {
-        Some(comm) => comm.around(named, tag, calls),
-        None => Err(EpError::Communicator { found: "another".to_string() }.into()),
-    }
+    nccl(core)?.around(named, tag, calls)
+}
+
+/// NCCL's communicator, which the library builds on.
+fn nccl(core: &mut DispatcherState<Cuda>) -> Result<&mut NcclComm> {
+    core.comm.native().ok_or_else(|| EpError::Communicator { found: "another".to_string() }.into())
 }
 
 impl Drop for NcclEp {

@@ -16,14 +16,14 @@ use crate::dtype::DType;
 use crate::ep::dispatcher_state::DispatcherState;
 use crate::ep::{Capacity, Handle};
 use crate::error::Result;
-use crate::nccl::{NcclComm, NcclWindow};
+use crate::nccl::NcclWindow;
 use crate::nccl_ep::EpError;
 use crate::nccl_ep::tensor::WindowRange;
 use crate::tensor::{Tensor, TensorRef};
 
 use super::join::gather_reports;
 use super::steps::DispatcherCall;
-use super::{Algorithm, NcclEp};
+use super::{Algorithm, NcclEp, nccl};
 
 /// Turns of the way back.
 const LEAVING: usize = 2;
@@ -130,9 +130,7 @@ impl NcclEp {
         let counts = [self.core.config.windows.max(2), LEAVING];
         let tag = DispatcherState::tag(handle, Op::Init);
         let mut made: [Vec<CountedWindow>; 2] = Default::default();
-        let Some(comm) = self.core.comm.as_any().and_then(|comm| comm.downcast_mut::<NcclComm>()) else {
-            return Err(EpError::Communicator { found: "another".to_string() }.into());
-        };
+        let comm = nccl(&mut self.core)?;
         for (ring, count) in made.iter_mut().zip(counts) {
             for _ in 0..count {
                 ring.push(CountedWindow { window: comm.allocate(tag, bytes)?, loans: Arc::default() });
@@ -236,7 +234,7 @@ impl NcclEp {
             tracing::warn!(windows = count, "windows stay, as tensors lie in them or a rank is gone");
             return;
         }
-        let Some(comm) = self.core.comm.as_any().and_then(|comm| comm.downcast_mut::<NcclComm>()) else { return };
+        let Some(comm) = self.core.comm.native() else { return };
         let tag = Tag { layer: 0, op: Op::Init, sequence: 0 };
         for w in all.into_iter().flat_map(|w| w.arriving.windows.into_iter().chain(w.leaving.windows)) {
             if let Err(error) = comm.release(tag, w.window) {

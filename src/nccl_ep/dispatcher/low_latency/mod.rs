@@ -21,7 +21,6 @@ use crate::cuda::low_latency_sort::{self, SegmentStarts};
 use crate::dtype::DType;
 use crate::ep::{Capacity, DispatchSpec};
 use crate::error::{Error, Result};
-use crate::nccl::NcclComm;
 use crate::nccl_ep::EpError;
 use crate::nccl_ep::low_latency::{LowLatencyGroup, LowLatencyHandle, LowLatencyLayout, LowLatencyOptions};
 use crate::tensor::{Tensor, TensorRef};
@@ -139,8 +138,7 @@ impl NcclEp {
             return Ok((low.group.clone(), low.pool.clone()));
         }
         self.core.device.not_captured("prepare", "create an EP group")?;
-        let comm = self.core.comm.as_any().and_then(|comm| comm.downcast_ref::<NcclComm>());
-        let patience = comm.map(|comm| comm.timeout() + LONGER);
+        let patience = self.core.comm.native().map(|comm| comm.timeout() + LONGER);
         let options = LowLatencyOptions { patience, ..self.low_options(row_bytes.next_multiple_of(16)) };
         let checked = options.check(self.core.ranks(), self.core.device.sm_count());
         self.compare(spec, (options.max_row_bytes, spec.top_k), checked)?;

@@ -20,9 +20,9 @@ use crate::quant::{
 };
 use crate::tensor::{Tensor, TensorMut, TensorRef};
 
-use crate::etp::collectives::in_place;
-use crate::etp::collectives::stream_pair::StreamPair;
-use crate::etp::state::source::ShardSource;
+use crate::etp::in_place;
+use crate::etp::source::ShardSource;
+use crate::etp::stream_pair::StreamPair;
 use crate::etp::{Payload, ShardDevice, Shards};
 
 const NVFP4: Nvfp4 = Nvfp4::TE;

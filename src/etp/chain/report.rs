@@ -1,8 +1,8 @@
 //! Memory that a chain holds, and bytes that it has moved.
 
+use crate::etp::buffer_cache::BufferUsage;
 use crate::etp::chain::Chain;
-use crate::etp::state::buffer_cache::BufferUsage;
-use crate::etp::state::collective_state::{ChainTraffic, CollectiveState};
+use crate::etp::chain::collective_state::{ChainTraffic, CollectiveState};
 use crate::etp::{Reduction, ShardDevice, WeightId};
 
 /// Bytes of a chain's memory on this rank, its shards not counted: those are the optimizer's.

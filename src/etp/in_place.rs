@@ -10,7 +10,7 @@ use crate::error::{Error, Result};
 use crate::tensor::{TensorMut, TensorRef};
 
 use crate::etp::ShardDevice;
-use crate::etp::state::source::ShardSource;
+use crate::etp::source::ShardSource;
 
 const CALL: &str = "etp gather";
 

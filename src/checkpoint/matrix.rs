@@ -1,13 +1,61 @@
-//! Reads some rows of a matrix: those of a rank's shard.
+//! Reads a stored matrix: whole, or those of its rows that a rank's shard holds.
 
 use std::ops::Range;
 
 use super::convert::RowPlacement;
 use super::layout::{DiskMatrix, DiskRows};
-use super::load::{CHUNK, MatrixLayout, read_matrix};
-use super::stored::{Scratch, Stored};
+use super::stored::{Form, Scratch, Stored};
 use crate::dtype::DType;
 use crate::error::Result;
+
+/// Bytes of one read, unless a row is longer: large enough to be fast, small beside any expert.
+const CHUNK: usize = 1 << 20;
+
+/// Which matrix of a stored tensor is read, and how it lies there and in its place: fields of [`DiskMatrix`].
+#[derive(Debug, Clone, Copy)]
+pub(super) struct MatrixLayout {
+    pub slice: usize,
+    pub out: usize,
+    pub inn: usize,
+    pub transposed: bool,
+    pub rows: DiskRows,
+}
+
+impl MatrixLayout {
+    pub fn of(part: &DiskMatrix) -> Self {
+        let DiskMatrix { slice, out, inn, transposed, rows, .. } = *part;
+        Self { slice, out, inn, transposed, rows }
+    }
+}
+
+/// Reads one matrix into its place, piece by piece.
+pub(super) fn read_matrix(
+    stored: &Stored<'_>,
+    part: &MatrixLayout,
+    matrix: &mut [u8],
+    dtype: DType,
+    scratch: &mut Scratch,
+) -> Result<()> {
+    let transposed = part.transposed != stored.flipped;
+    let (rows, columns) = if transposed { (part.inn, part.out) } else { (part.out, part.inn) };
+    let origin = part.slice * rows;
+    if let (Form::Plain(found), false, DiskRows::From(first)) = (stored.form, transposed, part.rows)
+        && found == dtype
+    {
+        let row = columns * dtype.size();
+        let bytes = &mut matrix[first * row..(first + rows) * row];
+        return Ok(stored.read_plain((origin * row) as u64, bytes)?);
+    }
+    // Even, for tensors whose codes are packed two rows a byte.
+    let step = (CHUNK / 4 / columns.max(1) / 2 * 2).max(2);
+    for first in (0..rows).step_by(step) {
+        let last = (first + step).min(rows);
+        let chunk = stored.read(origin + first..origin + last, columns, scratch)?;
+        let place = RowPlacement { first, columns, transposed, rows: part.rows, inn: part.inn };
+        place.store(&chunk, matrix, dtype);
+    }
+    Ok(())
+}
 
 /// Reads what a shard holds of a matrix, and returns its bytes. The shard's memory begins with row `own.start` of the
 /// whole weight; the matrix's parameter begins at its row `first`. What the shard holds nothing of is not opened.

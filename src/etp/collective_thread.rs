@@ -25,12 +25,12 @@ use crate::dtype::DType;
 use crate::error::{CommError, Error, Result};
 use crate::tensor::{Tensor, TensorMut, TensorRef};
 
-use crate::etp::collectives::in_place;
-use crate::etp::collectives::stream_pair::{StreamPair, TransferBuffer};
+use crate::etp::buffer_cache::{Buffer, BufferCache, BufferId, BufferKey};
 use crate::etp::fault::{CALL, not_capturable_error};
-use crate::etp::quantized::shards::QuantizedShard;
-use crate::etp::state::buffer_cache::{Buffer, BufferCache, BufferId, BufferKey};
-use crate::etp::state::source::ShardSource;
+use crate::etp::in_place;
+use crate::etp::quantized_shard::QuantizedShard;
+use crate::etp::source::ShardSource;
+use crate::etp::stream_pair::{StreamPair, TransferBuffer};
 use crate::etp::{Reduction, ShardDevice};
 
 /// A rank's shard on its way to the others.
@@ -533,8 +533,8 @@ fn recover<D: Device>(comm: &mut dyn Communicator<D>, tag: Tag, reason: Option<S
 mod tests {
     use super::*;
     use crate::cpu::{Cpu, ThreadWorld};
-    use crate::etp::state::buffer_cache::BufferUsage;
-    use crate::etp::state::source::Shard;
+    use crate::etp::buffer_cache::BufferUsage;
+    use crate::etp::source::Shard;
 
     /// A rank whose computation cannot be waited for tells the others, which are in the collective's collective; its
     /// next collective meets theirs.

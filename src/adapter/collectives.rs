@@ -1,0 +1,55 @@
+//! Collectives that an adapter runs itself, beside its layers'.
+
+use crate::comm::{Op, ReduceOp, Tag};
+use crate::ep::EpGroup;
+use crate::error::Result;
+use crate::kernels::Kernels;
+use crate::tensor::Tensor;
+
+/// A collective of a module over one of its parameters.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum ParamCollective {
+    /// Rank 0's parameter to all.
+    Weights,
+    /// The sum of a gradient over the ranks.
+    Gradient,
+}
+
+impl ParamCollective {
+    fn op(self) -> Op {
+        match self {
+            ParamCollective::Weights => Op::Weights,
+            ParamCollective::Gradient => Op::GradReduce,
+        }
+    }
+}
+
+fn tag(layer: u32, op: Op) -> Tag {
+    Tag { layer, op, sequence: 0 }
+}
+
+/// Runs a collective over this rank's `values`; where they cannot be had, the other ranks are told.
+pub(crate) fn exchange<D: Kernels>(
+    group: &EpGroup<D>,
+    layer: u32,
+    collective: ParamCollective,
+    values: impl FnOnce(&D) -> Result<Tensor<D>>,
+) -> Result<Tensor<D>> {
+    let mut group = group.lock();
+    let (device, tag) = (group.device().clone(), tag(layer, collective.op()));
+    let comm = group.dispatcher().communicator();
+    let mut values = values(&device).inspect_err(|error| {
+        let _ = comm.refuse(tag, &error.to_string());
+    })?;
+    match collective {
+        ParamCollective::Weights => comm.broadcast(tag, 0, values.view_mut())?,
+        ParamCollective::Gradient => comm.all_reduce(tag, ReduceOp::Sum, values.view_mut())?,
+    }
+    Ok(values)
+}
+
+/// Meets the other ranks, which are in the collective `op` of a layer, as a failure.
+pub(super) fn refuse<D: Kernels>(group: &EpGroup<D>, layer: u32, op: Op, reason: &str) {
+    // The rank returns its own error, whatever becomes of the refusal.
+    let _ = group.lock().dispatcher().communicator().refuse(tag(layer, op), reason);
+}

@@ -1,0 +1,88 @@
+//! A rank's group as a module holds it: host frameworks know at run time only which device they work on.
+
+use crate::comm::Op;
+use crate::cpu::Cpu;
+#[cfg(feature = "cuda")]
+use crate::cuda::Cuda;
+use crate::ep::{EpGroup, Membership};
+use crate::kernels::Kernels;
+
+use super::collectives;
+
+/// A rank's group, on whichever device.
+#[doc(hidden)]
+#[derive(Debug, Clone)]
+pub enum AnyGroup {
+    Cpu(EpGroup<Cpu>),
+    #[cfg(feature = "cuda")]
+    Cuda(EpGroup<Cuda>),
+}
+
+/// A device that the host frameworks have too: [`Cpu`], and with the `cuda` feature `Cuda`.
+pub trait FrameworkDevice: Kernels {
+    /// A group of this device, for a module that does not know its device.
+    #[doc(hidden)]
+    fn any(group: EpGroup<Self>) -> AnyGroup;
+
+    /// The group again, if it is one of this device.
+    #[doc(hidden)]
+    fn group(any: &AnyGroup) -> Option<&EpGroup<Self>>;
+}
+
+impl FrameworkDevice for Cpu {
+    fn any(group: EpGroup<Self>) -> AnyGroup {
+        AnyGroup::Cpu(group)
+    }
+
+    fn group(any: &AnyGroup) -> Option<&EpGroup<Self>> {
+        match any {
+            AnyGroup::Cpu(group) => Some(group),
+            #[cfg(feature = "cuda")]
+            AnyGroup::Cuda(_) => None,
+        }
+    }
+}
+
+#[cfg(feature = "cuda")]
+impl FrameworkDevice for Cuda {
+    fn any(group: EpGroup<Self>) -> AnyGroup {
+        AnyGroup::Cuda(group)
+    }
+
+    fn group(any: &AnyGroup) -> Option<&EpGroup<Self>> {
+        match any {
+            AnyGroup::Cuda(group) => Some(group),
+            AnyGroup::Cpu(_) => None,
+        }
+    }
+}
+
+impl AnyGroup {
+    /// The group apart from its device.
+    pub(crate) fn membership(&self) -> &Membership {
+        match self {
+            AnyGroup::Cpu(group) => group.membership(),
+            #[cfg(feature = "cuda")]
+            AnyGroup::Cuda(group) => group.membership(),
+        }
+    }
+
+    /// Meets the other ranks, which are in the collective `op` of a layer, as a failure.
+    pub(crate) fn refuse(&self, layer: u32, op: Op, reason: &str) {
+        match self {
+            AnyGroup::Cpu(group) => collectives::refuse(group, layer, op, reason),
+            #[cfg(feature = "cuda")]
+            AnyGroup::Cuda(group) => collectives::refuse(group, layer, op, reason),
+        }
+    }
+
+    /// The device, for errors.
+    #[cfg(feature = "burn")]
+    pub(crate) fn device(&self) -> String {
+        match self {
+            AnyGroup::Cpu(group) => format!("{:?}", group.lock().device()),
+            #[cfg(feature = "cuda")]
+            AnyGroup::Cuda(group) => format!("{:?}", group.lock().device()),
+        }
+    }
+}

@@ -1,0 +1,74 @@
+//! What training needs of a module beside its parameters: settings, a step's number, and what the last forward has left.
+
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Mutex, PoisonError};
+
+use crate::error::{Error, Result};
+use crate::layer::{AuxValue, Noise};
+use crate::lazy::Lazy;
+use crate::metrics::Load;
+
+use super::run::MoeOutput;
+
+/// State beside the parameters that the clones of a module share.
+#[derive(Debug)]
+pub(super) struct TrainingState {
+    seed: u64,
+    /// Of the next training forward's noise.
+    step: AtomicU64,
+    /// Factor of the auxiliary losses' gradient.
+    aux_scale: f64,
+    last: Mutex<Option<Last>>,
+}
+
+/// Figures that the last forward has left to be read.
+#[derive(Debug, Clone)]
+pub(super) struct Last {
+    pub(super) losses: Lazy<AuxValue>,
+    pub(super) load: Lazy<Load>,
+}
+
+impl Default for TrainingState {
+    fn default() -> Self {
+        Self::new(Noise { seed: 0, step: 0 }, 1.0)
+    }
+}
+
+impl TrainingState {
+    /// Of a module that has not run: the next training forward's noise, and the factor of the auxiliary losses'
+    /// gradient.
+    pub(super) fn new(noise: Noise, aux_scale: f64) -> Self {
+        Self { seed: noise.seed, step: AtomicU64::new(noise.step), aux_scale, last: Mutex::default() }
+    }
+
+    /// The settings, for a module of its own.
+    pub(super) fn settings(&self) -> Self {
+        Self::new(self.noise(), self.aux_scale)
+    }
+
+    /// The next training forward's noise.
+    pub(super) fn noise(&self) -> Noise {
+        Noise { seed: self.seed, step: self.step.load(Ordering::Relaxed) }
+    }
+
+    /// The same, for that forward.
+    pub(super) fn next_noise(&self) -> Noise {
+        Noise { seed: self.seed, step: self.step.fetch_add(1, Ordering::Relaxed) }
+    }
+
+    pub(super) fn aux_scale(&self) -> f64 {
+        self.aux_scale
+    }
+
+    /// Keeps a forward's figures.
+    pub(super) fn keep(&self, out: &MoeOutput) {
+        let last = Last { losses: out.losses.clone(), load: out.load.clone() };
+        *self.last.lock().unwrap_or_else(PoisonError::into_inner) = Some(last);
+    }
+
+    /// The last forward's figures.
+    pub(super) fn last(&self, call: &'static str) -> Result<Last> {
+        let last = self.last.lock().unwrap_or_else(PoisonError::into_inner).clone();
+        last.ok_or_else(|| Error::invalid(call, "forward", "one before this call", "none"))
+    }
+}

@@ -1,0 +1,58 @@
+//! What a device knows of its recordings.
+
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+
+use crate::device::CaptureHook;
+
+/// A device's recordings.
+#[derive(Default)]
+pub(super) struct Captures {
+    /// A graph is being recorded.
+    under_way: AtomicBool,
+    /// So far, one under way counted.
+    begun: AtomicU64,
+    /// Called before a capture ends.
+    hooks: Mutex<Vec<Weak<CaptureHook>>>,
+}
+
+impl Captures {
+    fn lock(&self) -> MutexGuard<'_, Vec<Weak<CaptureHook>>> {
+        self.hooks.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// One is under way from here on; false where one was already.
+    pub(super) fn begin(&self) -> bool {
+        !self.under_way.swap(true, Ordering::SeqCst)
+    }
+
+    /// Gives the one under way its number.
+    pub(super) fn count(&self) {
+        self.begun.fetch_add(1, Ordering::SeqCst);
+    }
+
+    pub(super) fn end(&self) {
+        self.under_way.store(false, Ordering::SeqCst);
+    }
+
+    pub(super) fn is_under_way(&self) -> bool {
+        self.under_way.load(Ordering::SeqCst)
+    }
+
+    /// Number of the one under way.
+    pub(super) fn number(&self) -> Option<u64> {
+        self.is_under_way().then(|| self.begun.load(Ordering::SeqCst))
+    }
+
+    /// Has every capture call this before it ends.
+    pub(super) fn add_hook(&self, hook: &Arc<CaptureHook>) {
+        let mut hooks = self.lock();
+        hooks.retain(|hook| hook.strong_count() > 0);
+        hooks.push(Arc::downgrade(hook));
+    }
+
+    /// The hooks that are alive.
+    pub(super) fn hooks(&self) -> Vec<Arc<CaptureHook>> {
+        self.lock().iter().filter_map(Weak::upgrade).collect()
+    }
+}

@@ -1,0 +1,72 @@
+//! What may keep a stream from its end, or spoil the work on it, from outside.
+
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+
+use crate::error::{Error, Result};
+
+/// Whether a stream of a context waits for what will not come. Then whatever waits for the device waits for ever, as
+/// much of what frees memory or unloads modules does, and so what belongs to the context stays as it is dropped.
+#[derive(Debug, Clone, Default)]
+pub(crate) struct StuckFlag(Arc<AtomicBool>);
+
+impl StuckFlag {
+    pub(crate) fn is(&self) -> bool {
+        self.0.load(Ordering::SeqCst)
+    }
+
+    #[cfg(feature = "nccl")]
+    pub(crate) fn set(&self, stuck: bool) {
+        #[cfg(all(target_os = "linux", target_env = "gnu"))]
+        if stuck && !self.is() {
+            super::exit::at_exit_of(&self.0);
+        }
+        self.0.store(stuck, Ordering::SeqCst);
+    }
+}
+
+/// Something outside the stream that its work depends on, a peer for instance. When it has failed, the stream goes on
+/// with memory that nobody has written.
+pub(crate) trait FailureSource: Send + Sync {
+    /// Why what the stream computes is worth nothing.
+    fn failure(&self) -> Option<Error>;
+}
+
+/// The sources that one stream's work depends on.
+#[derive(Default)]
+pub(super) struct FailureSources(Mutex<Vec<Weak<dyn FailureSource>>>);
+
+impl FailureSources {
+    fn lock(&self) -> MutexGuard<'_, Vec<Weak<dyn FailureSource>>> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    pub(super) fn is_empty(&self) -> bool {
+        self.lock().is_empty()
+    }
+
+    /// One more, for as long as it lives.
+    #[cfg(feature = "nccl")]
+    pub(super) fn add(&self, source: &Arc<dyn FailureSource>) {
+        let mut sources = self.lock();
+        sources.retain(|source| source.strong_count() > 0);
+        sources.push(Arc::downgrade(source));
+    }
+
+    /// Those of another stream too, whose results this one's work takes.
+    pub(super) fn adopt(&self, other: &Self) {
+        if !std::ptr::eq(self, other) {
+            let theirs = other.lock().clone();
+            let mut own = self.lock();
+            own.retain(|source| source.strong_count() > 0 && !theirs.iter().any(|other| source.ptr_eq(other)));
+            own.extend(theirs);
+        }
+    }
+
+    /// # Errors
+    /// What the first that has failed says.
+    pub(super) fn check(&self) -> Result<()> {
+        let failure = self.lock().iter().filter_map(Weak::upgrade).find_map(|source| source.failure());
+        failure.map_or(Ok(()), Err)
+    }
+}

@@ -1,0 +1,51 @@
+//! Tiles, threads and shared memory that kernels were compiled with.
+
+use super::params;
+
+/// Constants that a family of kernels was compiled with.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct TileConfig {
+    /// Rows and columns of a tile.
+    pub(super) tile: usize,
+    pub(super) threads: u32,
+    pub(super) shared: u32,
+}
+
+/// Tiles of the mma kernels (`mma_sync` in `kernels/portable/gemm.cuh`).
+pub(super) const MMA_SYNC: TileConfig =
+    TileConfig { tile: params::TENSOR_TILE as usize, threads: params::TENSOR_THREADS, shared: params::TENSOR_SMEM };
+/// Tiles of the multiply-add kernels (`simt` there).
+pub(super) const SIMT: TileConfig =
+    TileConfig { tile: params::SCALAR_TILE as usize, threads: params::SCALAR_THREADS, shared: params::SCALAR_SMEM };
+/// Tiles of the tf32 kernels (`tf32` in `kernels/portable/linear_bwd_tf32.cuh`).
+pub(super) const TF32: TileConfig =
+    TileConfig { tile: params::TF32_TILE as usize, threads: params::TF32_THREADS, shared: params::TF32_SMEM };
+/// Tile rows of the Hopper kernels over rows (`kernels/sm90/grouped_gemm_mainloop.cuh`).
+pub(super) const SM90_GROUPED_GEMM: TileConfig = TileConfig {
+    tile: params::GROUPED_GEMM_TILE as usize,
+    threads: params::GROUPED_GEMM_THREADS,
+    shared: params::GROUPED_GEMM_SMEM,
+};
+/// Columns of a narrow operand that a block of the weight gradients' kernel takes (`kernels/sm90_wgrad.cu`).
+pub(super) const SM90_WGRAD: TileConfig =
+    TileConfig { tile: params::WGRAD_NARROW as usize, threads: params::WGRAD_THREADS, shared: params::WGRAD_SMEM };
+/// Tokens or experts of a tile of the router's products on Hopper (`kernels/sm90_linear.cu`).
+pub(super) const SM90_LINEAR: TileConfig = TileConfig {
+    tile: params::SM90_LINEAR_TILE as usize,
+    threads: params::SM90_LINEAR_THREADS,
+    shared: params::SM90_LINEAR_SMEM,
+};
+/// The same of the tokens' gradient.
+pub(super) const SM90_LINEAR_D_X: TileConfig = TileConfig {
+    tile: params::SM90_LINEAR_DX_TILE as usize,
+    threads: params::SM90_LINEAR_DX_THREADS,
+    shared: params::SM90_LINEAR_DX_SMEM,
+};
+/// Weight rows of a tile of Hopper's kernels with quantized weights (`kernels/sm90/w4a16_pipeline.cuh`).
+pub(super) const SM90_W4A16: TileConfig =
+    TileConfig { tile: params::W4A16_WEIGHTS as usize, threads: params::W4A16_THREADS, shared: params::W4A16_SMEM };
+/// Shared memory of the NVFP4 casts of aligned matrices, to nearest and stochastically
+/// (`kernels/nvfp4_cast_aligned.cu`).
+pub(super) const NVFP4_ALIGNED_SMEM: [u32; 2] = [params::NVFP4_ALIGNED_SMEM, params::NVFP4_ALIGNED_STOCHASTIC_SMEM];
+/// Shared memory that a block has without asking for it, the kernel's own variables included.
+pub(super) const DEFAULT_SMEM: u32 = 48 << 10;

@@ -1,0 +1,91 @@
+//! The parameters of a layer by name, so that adapters can list and shape them without knowing what they are for.
+
+use crate::config::MoeConfig;
+
+/// One parameter of a layer.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+#[allow(missing_docs)]
+pub enum ParamKind {
+    Router,
+    RouterBias,
+    SelectionBias,
+    Up,
+    UpBias,
+    Down,
+    DownBias,
+    SharedUp,
+    SharedDown,
+    SharedGate,
+}
+
+impl ParamKind {
+    /// Every role, in the order in which adapters list parameters.
+    pub const ALL: [ParamKind; 10] = [
+        ParamKind::Router,
+        ParamKind::RouterBias,
+        ParamKind::SelectionBias,
+        ParamKind::Up,
+        ParamKind::UpBias,
+        ParamKind::Down,
+        ParamKind::DownBias,
+        ParamKind::SharedUp,
+        ParamKind::SharedDown,
+        ParamKind::SharedGate,
+    ];
+
+    /// Dotted name in a host framework's parameter tree.
+    pub const fn name(self) -> &'static str {
+        match self {
+            ParamKind::Router => "router.weight",
+            ParamKind::RouterBias => "router.bias",
+            ParamKind::SelectionBias => "router.selection_bias",
+            ParamKind::Up => "experts.up",
+            ParamKind::UpBias => "experts.up_bias",
+            ParamKind::Down => "experts.down",
+            ParamKind::DownBias => "experts.down_bias",
+            ParamKind::SharedUp => "shared.up",
+            ParamKind::SharedDown => "shared.down",
+            ParamKind::SharedGate => "shared.gate",
+        }
+    }
+
+    /// Sizes for `local` experts on this rank; `None` where the configuration has no such parameter.
+    pub fn dims(self, config: &MoeConfig, local: usize) -> Option<Vec<usize>> {
+        let (e, h, i, n) = (config.router.num_experts, config.hidden, config.intermediate, config.up_rows());
+        let shared = config.shared;
+        match self {
+            ParamKind::Router => Some(vec![e, h]),
+            ParamKind::RouterBias => config.router.logit_bias.then(|| vec![e]),
+            ParamKind::SelectionBias => config.router.selection_bias.then(|| vec![e]),
+            ParamKind::Up => Some(vec![local, n, h]),
+            ParamKind::UpBias => config.expert_bias.then(|| vec![local, n]),
+            ParamKind::Down => Some(vec![local, h, i]),
+            ParamKind::DownBias => config.expert_bias.then(|| vec![local, h]),
+            ParamKind::SharedUp => {
+                shared.map(|s| vec![config.activation.gate_factor().saturating_mul(s.intermediate), h])
+            }
+            ParamKind::SharedDown => shared.map(|s| vec![h, s.intermediate]),
+            ParamKind::SharedGate => shared.filter(|s| s.gated).map(|_| vec![1, h]),
+        }
+    }
+
+    /// Inputs that one output of this weight sums over; `None` for biases.
+    pub fn fan_in(self, config: &MoeConfig) -> Option<usize> {
+        match self {
+            ParamKind::Router | ParamKind::Up | ParamKind::SharedUp | ParamKind::SharedGate => Some(config.hidden),
+            ParamKind::Down => Some(config.intermediate),
+            ParamKind::SharedDown => config.shared.map(|s| s.intermediate),
+            ParamKind::RouterBias | ParamKind::SelectionBias | ParamKind::UpBias | ParamKind::DownBias => None,
+        }
+    }
+
+    /// True of what may be of any floating type; all others are of the tokens'.
+    pub(super) const fn any_float(self) -> bool {
+        matches!(self, ParamKind::Router | ParamKind::RouterBias | ParamKind::SelectionBias | ParamKind::SharedGate)
+    }
+
+    /// True where every rank holds the same values (and gradients are to be summed over the ranks).
+    pub const fn is_replicated(self) -> bool {
+        !matches!(self, ParamKind::Up | ParamKind::UpBias | ParamKind::Down | ParamKind::DownBias)
+    }
+}
