@@ -114,10 +114,16 @@ fn sixteen_bits_are_summed_as_such_where_asked(device: &Device) -> AnyResult<()>
         main.backward(&moe.forward(&x)?.to_dtype(DType::F32)?.sqr()?.sum_all()?)?;
     }
     let once = backward(&moe.forward(&x)?.to_dtype(DType::F32)?.sqr()?.sum_all()?)?;
+    let mut wide = MainGradients::in_f32();
+    wide.backward(&moe.forward(&x)?.to_dtype(DType::F32)?.sqr()?.sum_all()?)?;
     for (role, found) in values(&moe, main.store())? {
         let of = moe.param(role).ok_or("no parameter")?;
         assert_eq!(main.store().get(of).map(Tensor::dtype), Some(DType::BF16));
         let once = flat(once.get(of).ok_or("no gradient")?)?;
+        // One rounding of the same sum, 2⁻⁹ of it.
+        for (wide, once) in flat(wide.store().get(of).ok_or("no gradient in f32")?)?.iter().zip(&once) {
+            assert!((wide - once).abs() <= 2f32.powi(-8) * wide.abs(), "{}: {wide} as {once}", role.name());
+        }
         // The second term is in f32 where it is added, the first is rounded: g(1 ± 2⁻⁹) + g, rounded.
         for (found, once) in found.iter().zip(&once) {
             assert!((found - 2.0 * once).abs() <= 2f32.powi(-7) * once.abs(), "{}: {found}, {once}", role.name());
