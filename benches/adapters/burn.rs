@@ -27,7 +27,7 @@ fn sync() -> Result<()> {
 }
 
 pub fn run(workload: &Workload, gpu: &str) -> Result<()> {
-    let Workload { tokens: t, hidden: h, intermediate: i, experts: e, top_k: k, .. } = *workload;
+    let Workload { tokens: t, hidden: h, inner: i, experts: e, top_k: k, .. } = *workload;
     let device = CudaDevice::default();
     let core = cuda(&device)?;
     let group = DeviceGroup::from(EpGroup::new(core.group(GroupConfig::new(e, t))?));

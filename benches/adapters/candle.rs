@@ -3,10 +3,11 @@
 use candle_core::{DType, Device, Module, Tensor, Var};
 use candle_nn::{VarBuilder, VarMap};
 use moebius::MoeConfig;
-use moebius::candle::{DeviceGroup, ExpertParallelMoE, cuda};
+use moebius::candle::{DeviceGroup, ExpertParallelMoE, MainGradients, cuda};
 use moebius::ep::GroupConfig;
 use moebius::layer::{Layer, ParamKind};
 
+use super::core::time_queued;
 use super::{Result, Workload, time};
 
 /// Random values in bf16.
@@ -15,7 +16,7 @@ fn random(dims: &[usize], scale: usize, device: &Device) -> Result<Tensor> {
 }
 
 pub fn run(workload: &Workload, gpu: &str) -> Result<()> {
-    let Workload { tokens: t, hidden: h, intermediate: i, experts: e, top_k: k, .. } = *workload;
+    let Workload { tokens: t, hidden: h, inner: i, experts: e, top_k: k, .. } = *workload;
     let device = Device::new_cuda_with_stream(0)?;
     let group = DeviceGroup::single(GroupConfig::new(e, t), &device)?;
     let map = VarMap::new();
@@ -53,5 +54,23 @@ pub fn run(workload: &Workload, gpu: &str) -> Result<()> {
         Ok(())
     })?;
     workload.report("moebius-candle", "fwd+bwd", step, gpu);
-    Ok(cuda(&device)?.check()?)
+    let core = cuda(&device)?;
+    for (phase, mut main, add) in
+        [("fwd+bwd-stored", MainGradients::new(), false), ("fwd+bwd-f32-add", MainGradients::in_f32(), true)]
+    {
+        let step = time_queued(&core, || {
+            main.backward_with(&moe.forward(x.as_tensor())?, &c)?;
+            if !add {
+                main.reset();
+            }
+            Ok(())
+        })?;
+        workload.report("moebius-candle", phase, step, gpu);
+    }
+    let plain = time_queued(&core, || {
+        drop((moe.forward(x.as_tensor())? * &c)?.sum(1)?.sum_all()?.backward()?);
+        Ok(())
+    })?;
+    workload.report("moebius-candle", "fwd+bwd-plain", plain, gpu);
+    Ok(core.check()?)
 }

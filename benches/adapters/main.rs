@@ -1,6 +1,8 @@
-//! Times of the layer as a framework's module on one GPU: wall clock from an idle GPU to an idle GPU, warm, median,
-//! random data, uniform random routing. One JSON line a measurement, keys as `benches/cuda`. Programs built for one
-//! framework and for the other are comparable within a run: the same shapes, the same loss Σ y ∘ c.
+//! Times of the layer as a framework's module on one GPU, warm, median, random data, uniform random routing. One JSON
+//! line a measurement, keys as `benches/cuda`. `fwd` and `fwd+bwd`: wall clock from an idle GPU to an idle GPU with the
+//! loss Σ y ∘ c, which both frameworks' programs share. `fwd+bwd-stored`: steps queued one behind the other, timed by
+//! events, with the gradient of y given and no loss, gradients in the weights' type; `-f32-add` adds the experts' in f32.
+//! These the layer itself (`moebius`) does as well.
 //!
 //! ```text
 //! cargo bench -p moebius --no-default-features --features candle,cuda --bench adapters -- [WORKLOAD …]
@@ -16,6 +18,10 @@
 mod burn;
 #[cfg(feature = "candle")]
 mod candle;
+mod core;
+#[path = "../cuda/data.rs"]
+#[allow(dead_code, reason = "the part of it that makes tensors")]
+mod data;
 #[path = "../../examples/support/output.rs"]
 mod output;
 
@@ -34,13 +40,13 @@ pub struct Workload {
     name: &'static str,
     tokens: usize,
     hidden: usize,
-    intermediate: usize,
+    inner: usize,
     experts: usize,
     top_k: usize,
 }
 
-const fn workload(name: &'static str, [tokens, hidden, intermediate, experts, top_k]: [usize; 5]) -> Workload {
-    Workload { name, tokens, hidden, intermediate, experts, top_k }
+const fn workload(name: &'static str, [tokens, hidden, inner, experts, top_k]: [usize; 5]) -> Workload {
+    Workload { name, tokens, hidden, inner, experts, top_k }
 }
 
 const WORKLOADS: [Workload; 5] = [
@@ -70,10 +76,15 @@ fn time(sync: impl Fn() -> Result<()>, mut call: impl FnMut() -> Result<()>) -> 
 }
 
 impl Workload {
+    /// Rows of the experts' buffers.
+    fn slots(&self) -> usize {
+        self.tokens * self.top_k
+    }
+
     fn report(&self, who: &str, phase: &str, ms: f64, gpu: &str) {
-        let Self { name, tokens, hidden, intermediate, top_k, .. } = *self;
+        let Self { name, tokens, hidden, inner, top_k, .. } = *self;
         let passes = if phase == "fwd" { 1.0 } else { 3.0 };
-        let flop = passes * 6.0 * (tokens * top_k) as f64 * hidden as f64 * intermediate as f64;
+        let flop = passes * 6.0 * (tokens * top_k) as f64 * hidden as f64 * inner as f64;
         say(format_args!(
             "{{\"impl\":\"{who}\",\"workload\":\"{name}\",\"phase\":\"{phase}\",\"ms\":{ms:.4},\"tflops\":{:.1},\
              \"gpu\":\"{gpu}\"}}",
@@ -84,8 +95,8 @@ impl Workload {
 
 fn main() -> Result<()> {
     let wanted: Vec<String> = std::env::args().skip(1).filter(|a| !a.starts_with("--")).collect();
-    let gpu = match Cuda::new(0).and_then(|device| device.name()) {
-        Ok(name) => name,
+    let (cuda, gpu) = match Cuda::new(0).and_then(|cuda| Ok((cuda.clone(), cuda.name()?))) {
+        Ok(found) => found,
         Err(e) => {
             say(format_args!("skipped: no GPU ({e})"));
             return Ok(());
@@ -93,6 +104,8 @@ fn main() -> Result<()> {
     };
     for workload in WORKLOADS {
         if wanted.is_empty() || wanted.iter().any(|w| w == workload.name) {
+            core::run(&cuda, &workload, &gpu)?;
+            cuda.trim();
             #[cfg(feature = "candle")]
             candle::run(&workload, &gpu)?;
             #[cfg(feature = "burn-cuda")]

@@ -7,9 +7,9 @@ use candle_core::{CpuStorage, Device, Storage};
 use crate::cpu::{Cpu, HostBuffer};
 use crate::error::Result;
 use crate::etp::Chain;
-use crate::tensor::TensorRef;
+use crate::tensor::{TensorMut, TensorRef};
 
-use super::host::{DeviceChain, Host, StorageSlice};
+use super::host::{DeviceChain, Host, StorageMut, StorageSlice, StorageSliceMut};
 
 impl Host for Cpu {
     type Hold<'a> = ();
@@ -27,6 +27,18 @@ impl Host for Cpu {
             CpuStorage::BF16(v) => TensorRef::from_slice(&v[range], dims),
             CpuStorage::F16(v) => TensorRef::from_slice(&v[range], dims),
             _ => Err(part.unfit("f32, f64, bf16 or f16")),
+        };
+        Ok((view?, ()))
+    }
+
+    fn view_mut<'a>(&'a self, part: StorageSliceMut<'a>) -> Result<(TensorMut<'a, Self>, ())> {
+        let (range, dims) = (part.range(), part.dims);
+        let view = match part.storage {
+            StorageMut::Cpu(CpuStorage::F32(v)) => TensorMut::from_slice(&mut v[range], dims),
+            StorageMut::Cpu(CpuStorage::F64(v)) => TensorMut::from_slice(&mut v[range], dims),
+            StorageMut::Cpu(CpuStorage::BF16(v)) => TensorMut::from_slice(&mut v[range], dims),
+            StorageMut::Cpu(CpuStorage::F16(v)) => TensorMut::from_slice(&mut v[range], dims),
+            _ => Err(part.unfit("one of f32, f64, bf16 or f16 on the CPU, as the group")),
         };
         Ok((view?, ()))
     }

@@ -2,19 +2,20 @@
 
 use std::sync::Arc;
 
+use candle_core::backend::BackendStorage;
 use candle_core::cuda_backend::{CudaDType, CudaDevice};
 use candle_core::{CudaStorage, Device, Storage};
-use cudarc::driver::{DevicePtr, DeviceRepr, SyncOnDrop};
+use cudarc::driver::{DevicePtr, DevicePtrMut, DeviceRepr, SyncOnDrop};
 use half::{bf16, f16};
 
-use crate::cuda::{Cuda, DeviceBuffer, DeviceRef};
+use crate::cuda::{Cuda, DeviceBuffer, DeviceMut, DeviceRef};
 use crate::dtype::DType;
 use crate::error::{Error, Result};
 use crate::etp::Chain;
-use crate::tensor::TensorRef;
+use crate::tensor::{TensorMut, TensorRef};
 
 use super::error::framework;
-use super::host::{DeviceChain, Host, StorageSlice};
+use super::host::{DeviceChain, Host, StorageMut, StorageSlice, StorageSliceMut};
 
 /// Where a tensor without elements lies: no kernel reads it, and null means "none" to some.
 const NOWHERE: u64 = 256;
@@ -67,6 +68,20 @@ impl Host for Cuda {
             candle_core::DType::F64 => view::<f64>(self, DType::F64, storage, part),
             candle_core::DType::BF16 => view::<bf16>(self, DType::BF16, storage, part),
             candle_core::DType::F16 => view::<f16>(self, DType::F16, storage, part),
+            _ => Err(part.unfit("f32, bf16 or f16")),
+        }
+    }
+
+    fn view_mut<'a>(&'a self, part: StorageSliceMut<'a>) -> Result<(TensorMut<'a, Self>, SyncOnDrop<'a>)> {
+        let dtype = match &part.storage {
+            StorageMut::Cuda(storage) => storage.dtype(),
+            StorageMut::Cpu(_) => return Err(part.unfit(EXPECTED)),
+        };
+        match dtype {
+            candle_core::DType::F32 => view_mut::<f32>(self, DType::F32, part),
+            candle_core::DType::F64 => view_mut::<f64>(self, DType::F64, part),
+            candle_core::DType::BF16 => view_mut::<bf16>(self, DType::BF16, part),
+            candle_core::DType::F16 => view_mut::<f16>(self, DType::F16, part),
             _ => Err(part.unfit("f32, bf16 or f16")),
         }
     }
@@ -138,6 +153,33 @@ fn view<'a, T: CudaDType + DeviceRepr + 'a>(
     // on the slice's own stream, which is this device's, so behind the kernels that read it.
     let data = unsafe { DeviceRef::from_raw(ptr, bytes) };
     Ok((TensorRef::new(data, dtype, part.dims)?, hold))
+}
+
+fn view_mut<'a, T: CudaDType + DeviceRepr + 'a>(
+    cuda: &'a Cuda,
+    dtype: DType,
+    part: StorageSliceMut<'a>,
+) -> Result<(TensorMut<'a, Cuda>, SyncOnDrop<'a>)> {
+    let range = part.range();
+    let (call, name, dims) = (part.call, part.name, part.dims);
+    let unfit = part.unfit(EXPECTED);
+    let StorageMut::Cuda(storage) = part.storage else { return Err(unfit) };
+    let slice = storage.as_cuda_slice_mut::<T>().map_err(framework(call))?;
+    if !cuda.is_on(slice.stream()) {
+        return Err(unfit);
+    }
+    if range.end > slice.len() {
+        return Err(Error::invalid(call, format!("tensor {name}"), "a layout inside its storage", range.end));
+    }
+    let (ptr, hold) = slice.device_ptr_mut(cuda.stream());
+    let (ptr, bytes) = match range.len() * size_of::<T>() {
+        0 => (NOWHERE, 0),
+        bytes => (ptr + (range.start * size_of::<T>()) as u64, bytes),
+    };
+    // SAFETY: the range is inside the slice, whose storage candle has locked for writing for 'a; candle frees and reads
+    // it on the slice's own stream, which is this device's, so behind the kernels that write it.
+    let data = unsafe { DeviceMut::from_raw(ptr, bytes) };
+    Ok((TensorMut::new(data, dtype, dims)?, hold))
 }
 
 fn storage<T: CudaDType + DeviceRepr>(buffer: DeviceBuffer, device: &CudaDevice) -> Result<CudaStorage> {

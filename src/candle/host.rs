@@ -3,16 +3,18 @@
 
 use std::sync::Arc;
 
+use candle_core::backend::BackendStorage;
 use candle_core::op::BackpropOp;
-use candle_core::{Device, DeviceLocation, Storage, Tensor};
+use candle_core::{CpuStorage, CudaStorage, Device, DeviceLocation, Storage, Tensor};
 
 use crate::adapter::FrameworkDevice;
 use crate::cpu::Cpu;
 #[cfg(feature = "cuda")]
 use crate::cuda::Cuda;
+use crate::dtype::DType;
 use crate::error::{Error, Result};
 use crate::etp::{Chain, ShardDevice};
-use crate::tensor::TensorRef;
+use crate::tensor::{TensorMut, TensorRef};
 
 use super::error::framework;
 
@@ -36,6 +38,10 @@ pub trait Host: ShardDevice + FrameworkDevice {
     /// Elements of candle's storage as a tensor.
     #[doc(hidden)]
     fn view<'a>(&'a self, part: StorageSlice<'a>) -> Result<(TensorRef<'a, Self>, Self::Hold<'a>)>;
+
+    /// Elements of candle's storage, lent for writing, as a tensor.
+    #[doc(hidden)]
+    fn view_mut<'a>(&'a self, part: StorageSliceMut<'a>) -> Result<(TensorMut<'a, Self>, Self::Hold<'a>)>;
 
     /// Ids of experts in candle's storage as a tensor: U32 as I32, I64 as it is.
     #[doc(hidden)]
@@ -90,6 +96,41 @@ impl StorageSlice<'_> {
     /// Refuses a tensor of a type that the layer has no use for.
     pub(super) fn unfit(&self, expected: &str) -> Error {
         let found = self.storage.dtype().as_str();
+        Error::invalid(self.call, format!("tensor {}", self.name), expected, found)
+    }
+}
+
+/// Elements of a storage, one behind the other, to be written.
+#[doc(hidden)]
+#[derive(Debug)]
+pub struct StorageSliceMut<'a> {
+    pub(super) call: &'static str,
+    /// The tensor, for errors.
+    pub(super) name: &'a str,
+    pub(super) storage: StorageMut<'a>,
+    pub(super) start: usize,
+    pub(super) dims: &'a [usize],
+}
+
+/// A storage that candle lends for writing.
+#[derive(Debug)]
+pub(super) enum StorageMut<'a> {
+    Cpu(&'a mut CpuStorage),
+    Cuda(#[cfg_attr(not(feature = "cuda"), allow(dead_code, reason = "no device takes it"))] &'a mut CudaStorage),
+}
+
+impl StorageSliceMut<'_> {
+    /// The elements.
+    pub(super) fn range(&self) -> std::ops::Range<usize> {
+        self.start..self.start + self.dims.iter().product::<usize>()
+    }
+
+    /// Refuses a tensor of another device or type.
+    pub(super) fn unfit(&self, expected: &str) -> Error {
+        let found = match &self.storage {
+            StorageMut::Cpu(storage) => format!("{:?} on the CPU", storage.dtype()),
+            StorageMut::Cuda(storage) => format!("{:?} on a GPU", storage.dtype()),
+        };
         Error::invalid(self.call, format!("tensor {}", self.name), expected, found)
     }
 }
@@ -155,6 +196,17 @@ pub fn routing_ids<D: Host>(device: &D, ids: &Tensor) -> Result<crate::Tensor<D>
     let copy = copy_of(device, view);
     drop(hold);
     copy
+}
+
+/// Our name of candle's floating-point type.
+pub(super) fn dtype_of(call: &'static str, name: &str, dtype: candle_core::DType) -> Result<DType> {
+    match dtype {
+        candle_core::DType::F32 => Ok(DType::F32),
+        candle_core::DType::F64 => Ok(DType::F64),
+        candle_core::DType::BF16 => Ok(DType::BF16),
+        candle_core::DType::F16 => Ok(DType::F16),
+        other => Err(Error::invalid(call, name, "f32, f64, bf16 or f16", other.as_str())),
+    }
 }
 
 /// Our own copy of a view.

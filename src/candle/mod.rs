@@ -107,6 +107,7 @@ mod error;
 mod etp;
 mod group;
 mod host;
+mod main_gradients;
 mod module;
 mod op;
 mod options;
@@ -115,6 +116,7 @@ mod run;
 mod sharded;
 mod train;
 mod training_state;
+mod write;
 
 /// A rank's group as its layers share it, of the CPU unless said otherwise.
 pub type EpGroup<D = crate::cpu::Cpu> = crate::ep::EpGroup<D>;
@@ -125,6 +127,7 @@ pub use error::error_of;
 pub use etp::{VarShard, finish_sharded};
 pub use group::DeviceGroup;
 pub use host::{Host, routing_ids};
+pub use main_gradients::{MainGradients, backward};
 pub use module::ExpertParallelMoE;
 pub use options::{LoadAs, Parameters};
 pub use run::MoeOutput;

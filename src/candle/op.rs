@@ -8,12 +8,16 @@ use candle_core::{CpuStorage, CudaStorage, CustomOp1, CustomOp2, Device, Layout,
 use crate::ep::EpGroup;
 use crate::error::Error;
 use crate::kernels::Scalar;
-use crate::layer::{Context, Cotangents, Gradients, Inputs, Layer, ParamKind, PerParam, RefusalGuard, Wanted};
+use crate::layer::{
+    Context, Cotangents, Gradients, GradientsMut, Inputs, Layer, ParamKind, PerParam, RefusalGuard, Wanted,
+};
 
 use super::error::framework;
 use super::host::{Host, into_candle, with_views};
+use super::main_gradients::{EXPERTS, expert_gradients};
 use super::params::{contiguous, named, views_of};
 use super::sharded::{Backward, Chained};
+use super::write::with_views_mut;
 
 const CALL: &str = "ExpertParallelMoE::backward";
 
@@ -36,8 +40,9 @@ pub(super) struct PendingBackward<D: Host> {
 pub(super) enum BackwardState<D: Host> {
     /// Forward is done; cotangents arrive.
     Ready { context: Box<Context<D>>, arrived: OutputCotangents },
-    /// Backward is done: gradients of x and the parameters wait to be handed out.
-    Done { x: Option<Tensor>, params: PerParam<Option<Tensor>> },
+    /// Backward is done: gradients of x and the parameters wait to be handed out, but for those that were written
+    /// elsewhere: experts' into [`MainGradients`](super::MainGradients), shards' into their chain.
+    Done { x: Option<Tensor>, params: PerParam<Option<Tensor>>, elsewhere: PerParam<bool> },
     /// Backward failed, or is running.
     Consumed,
 }
@@ -88,36 +93,40 @@ impl<D: Host> PendingBackward<D> {
         // What candle's tensors alone make impossible is told to the other ranks, which are in backward.
         let made =
             RefusalGuard::backward(&self.layer, &mut group).run(|entry| self.gradients(entry, *context, arrived));
-        let mut gradients = made?;
+        let (mut gradients, elsewhere) = made?;
         let own = |g, like: &Tensor| into_candle(g, like.dims(), &self.device);
         let x = gradients.x.take().map(|g| own(g, &self.x)).transpose()?;
         let params = self.params.as_ref().try_map(|role, t| {
             let of = t.as_ref().and_then(|t| Some(own(gradients.take(role)?, t)));
             of.transpose()
         })?;
-        *state = BackwardState::Done { x, params };
+        *state = BackwardState::Done { x, params, elsewhere };
         Ok(())
     }
 
-    /// The layer's backward.
+    /// The layer's backward; also says which parameters' gradients it left elsewhere.
     fn gradients(
         &self,
         entry: &mut RefusalGuard<'_, D>,
         context: Context<D>,
         OutputCotangents { d_y, d_aux }: OutputCotangents,
-    ) -> crate::Result<Gradients<D>> {
+    ) -> crate::Result<(Gradients<D>, PerParam<bool>)> {
         let d_y = d_y.map(|d| d.reshape(self.x.shape())?.contiguous()).transpose().map_err(framework(CALL))?;
         let d_aux = d_aux.filter(|_| !self.layer.config().aux.is_off());
         let tracks = |role: ParamKind| self.params.get(role).is_some_and(Tensor::track_op);
         let any = |roles: &[ParamKind]| roles.iter().any(|role| tracks(*role));
+        let device = entry.device().clone();
+        let main = match &self.experts {
+            None => expert_gradients(&device, &self.device, &self.params)?,
+            Some(_) => None,
+        };
         let wanted = Wanted {
             x: self.x.track_op(),
             router: any(&[ParamKind::Router, ParamKind::RouterBias]),
-            experts: any(&[ParamKind::Up, ParamKind::UpBias, ParamKind::Down, ParamKind::DownBias]),
+            experts: main.is_none() && any(&EXPERTS),
             shared: any(&[ParamKind::SharedUp, ParamKind::SharedDown, ParamKind::SharedGate]),
         };
         let params = contiguous(CALL, &self.params)?;
-        let device = entry.device().clone();
         let mut tensors = named(&self.x, &params);
         let first = tensors.len();
         tensors.extend(d_y.as_ref().map(|d| ("gradient of y", d)));
@@ -128,27 +137,39 @@ impl<D: Host> PendingBackward<D> {
             let y = d_y.as_ref().and_then(|_| left.next());
             let aux = left.next().map_or(Scalar::Host(self.aux_scale), Scalar::Device);
             let cotangents = Cotangents { y, aux };
-            let Some(experts) = &self.experts else {
-                let weights = weights.params();
-                let inputs = Inputs { x: views[0].borrow(), params: &weights };
-                return self.layer.backward(entry.enter(), context, inputs, cotangents, wanted);
+            if let Some(experts) = &self.experts {
+                let submit = [ParamKind::Up, ParamKind::Down].map(tracks);
+                let call = Backward { layer: &self.layer, context, wanted, submit };
+                let gradients = call.run(entry, experts, views[0].borrow(), &weights, cotangents)?;
+                return Ok((gradients, PerParam::from_fn(|role| matches!(role, ParamKind::Up | ParamKind::Down))));
+            }
+            let weights = weights.params();
+            let inputs = Inputs { x: views[0].borrow(), params: &weights };
+            let Some(main) = &main else {
+                let gradients = self.layer.backward(entry.enter(), context, inputs, cotangents, wanted)?;
+                return Ok((gradients, PerParam::from_fn(|_| false)));
             };
-            let submit = [ParamKind::Up, ParamKind::Down].map(tracks);
-            let call = Backward { layer: &self.layer, context, wanted, submit };
-            call.run(entry, experts, views[0].borrow(), &weights, cotangents)
+            let (roles, tensors): (Vec<_>, Vec<_>) = main.tensors.present().unzip();
+            let named: Vec<_> = roles.iter().map(|role| role.name()).zip(tensors).collect();
+            let gradients = with_views_mut(&device, CALL, &named, |memory| {
+                let mut given = GradientsMut { accumulate: main.accumulate, ..GradientsMut::none() };
+                roles.iter().zip(memory).for_each(|(role, memory)| given.set(*role, memory));
+                self.layer.backward_with(entry.enter(), context, inputs, cotangents, wanted, given)
+            })?;
+            Ok((gradients, PerParam::from_fn(|role| roles.contains(&role))))
         })
     }
 
-    /// Hands out one gradient: of x for `None`, else of a parameter. Those of shards go another way.
+    /// Hands out one gradient: of x for `None`, else of a parameter; none of what went elsewhere.
     fn gradient(&self, input: Option<ParamKind>, like: &Tensor) -> Result<Option<Tensor>> {
         self.run()?;
         let taken = match (&mut *self.state(), input) {
+            (BackwardState::Done { elsewhere, .. }, Some(role)) if elsewhere[role] => return Ok(None),
             (BackwardState::Done { x, .. }, None) => x.take(),
             (BackwardState::Done { params, .. }, Some(role)) => params[role].take(),
             _ => None,
         };
         match taken {
-            None if self.experts.is_some() && matches!(input, Some(ParamKind::Up | ParamKind::Down)) => Ok(None),
             // candle wants a gradient of whatever it tracks.
             None => like.zeros_like().map(Some),
             some => Ok(some),

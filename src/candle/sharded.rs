@@ -9,7 +9,7 @@ use crate::error::{Error, Result};
 use crate::etp::{Chain, GradientBuffer, Payload, ShardDevice, ShardedWeight, WeightId, WeightSpec};
 use crate::kernels::Scalar;
 use crate::layer::{
-    Beside, Context, Cotangents, Gradients, Inputs, Layer, ParamKind, ParamViews, Params, RefusalGuard, Wanted,
+    Context, Cotangents, Gradients, GradientsMut, Inputs, Layer, ParamKind, ParamViews, Params, RefusalGuard, Wanted,
 };
 use crate::tensor::TensorRef;
 
@@ -125,13 +125,14 @@ impl<D: Host> Backward<'_, D> {
         let Self { layer, context, wanted, submit } = self;
         let sources = experts.sources()?;
         let mut gradient_buffers = if wanted.experts { Some(experts.gradient_buffers()?) } else { None };
-        let beside = match &mut gradient_buffers {
-            Some([up, down]) => Some(Beside { up: up.view_mut()?, down: down.view_mut()? }),
-            None => None,
-        };
+        let mut given = GradientsMut::none();
+        if let Some([up, down]) = &mut gradient_buffers {
+            given.set(ParamKind::Up, up.view_mut()?);
+            given.set(ParamKind::Down, down.view_mut()?);
+        }
         let params = with_sources(views, Some(&sources));
         let inputs = Inputs { x: x.borrow(), params: &params };
-        let gradients = layer.backward_with_expert_grads(entry.enter(), context, inputs, cotangents, wanted, beside)?;
+        let gradients = layer.backward_with(entry.enter(), context, inputs, cotangents, wanted, given)?;
         if let Some([up, down]) = gradient_buffers {
             // In the order in which backward uses the weights.
             for (room, wanted) in [(down, submit[1]), (up, submit[0])] {

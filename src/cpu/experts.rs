@@ -16,7 +16,7 @@ use crate::quant::QuantizedRef;
 use crate::tensor::{TensorMut, TensorRef, dims3};
 use crate::weights::Weight;
 
-use super::element::{Acc, Float, with_float};
+use super::element::{Acc, Element, Float, with_float};
 use super::gemm::{Mat, ROW_TILE, by_columns, by_rows, product, store, to_acc};
 use super::segments::{SegmentList, SourceRows};
 use super::{Cpu, activation};
@@ -337,7 +337,17 @@ fn up_dgrad_as<T: Float>(call: UpDgrad<'_, Cpu>) -> Result<()> {
 }
 
 pub(super) fn wgrad(call: Wgrad<'_, Cpu>) -> Result<()> {
-    with_float!("wgrad", "left", call.left.base.dtype(), T => wgrad_as::<T>(call))
+    with_float!("wgrad", "left", call.left.base.dtype(), T => {
+        match in_accumulator::<T>(&call.out) {
+            true => wgrad_as::<T, <T as Float>::Acc>(call),
+            false => wgrad_as::<T, T>(call),
+        }
+    })
+}
+
+/// Whether a gradient is in the type of its sums rather than its weight's.
+fn in_accumulator<T: Float>(out: &TensorMut<'_, Cpu>) -> bool {
+    out.dtype() == <T::Acc as Element>::DTYPE
 }
 
 /// Slots that one step of a weight gradient reads: bounds the memory of gathered rows.
@@ -345,20 +355,21 @@ const WGRAD_SLOTS: usize = 2048;
 /// Rows of a weight gradient that one task computes.
 const WGRAD_ROWS: usize = 256;
 
-fn wgrad_as<T: Float>(call: Wgrad<'_, Cpu>) -> Result<()> {
+/// A weight gradient of rows in `T` into one in `O`.
+fn wgrad_as<T: Float, O: Float<Acc = T::Acc>>(call: Wgrad<'_, Cpu>) -> Result<()> {
     const CALL: &str = "wgrad";
     let [experts, m, p] = dims3(CALL, "out", call.out.dims())?;
     let segments = SegmentList::new(CALL, call.segments, experts)?;
     let left = SourceRows::<T>::new(CALL, "left", call.left, m, &segments)?;
     let right = SourceRows::<T>::new(CALL, "right", call.right, p, &segments)?;
     let weights = slot_weights::<T::Acc>(CALL, call.slot_weights, &segments)?;
-    let out = call.out.into_slice::<T>()?;
+    let out = call.out.into_slice::<O>()?;
     let accumulate = call.accumulate;
     out.par_chunks_mut(m * p).enumerate().for_each(|(j, out)| {
         let segment = segments.filled[j].clone();
         if segment.is_empty() {
             if !accumulate {
-                out.fill(T::default());
+                out.fill(O::default());
             }
             return;
         }
@@ -380,12 +391,15 @@ fn wgrad_as<T: Float>(call: Wgrad<'_, Cpu>) -> Result<()> {
         store(out, &sums, accumulate);
     });
     match call.bias {
-        Some(bias) => bias_grad(bias, accumulate, &left, &segments, [experts, m]),
+        Some(bias) if in_accumulator::<T>(&bias.out) => {
+            bias_grad::<T, T::Acc>(bias, accumulate, &left, &segments, [experts, m])
+        }
+        Some(bias) => bias_grad::<T, T>(bias, accumulate, &left, &segments, [experts, m]),
         None => Ok(()),
     }
 }
 
-fn bias_grad<T: Float>(
+fn bias_grad<T: Float, O: Float<Acc = T::Acc>>(
     bias: BiasGrad<'_, Cpu>,
     accumulate: bool,
     left: &SourceRows<'_, T>,
@@ -396,7 +410,7 @@ fn bias_grad<T: Float>(
     let weights = slot_weights::<T::Acc>(CALL, bias.slot_weights, segments)?;
     Error::check_shape(CALL, "bias.out", &dims, bias.out.dims())?;
     let m = dims[1];
-    bias.out.into_slice::<T>()?.par_chunks_mut(m).enumerate().for_each(|(j, out)| {
+    bias.out.into_slice::<O>()?.par_chunks_mut(m).enumerate().for_each(|(j, out)| {
         let mut sums = vec![T::Acc::zero(); m];
         let segment = segments.filled[j].clone();
         for start in segment.clone().step_by(WGRAD_SLOTS) {

@@ -14,10 +14,7 @@ use crate::tensor::{Tensor, TensorMut, TensorRef};
 
 use super::forward::{RoutedExperts, borrow};
 use super::refuse::refuse_on_error;
-use super::{
-    Beside, Context, Cotangents, Gradients, GradientsMut, Inputs, Layer, ParamKind, Wanted, check, payload,
-    shared_expert,
-};
+use super::{Context, Cotangents, Gradients, GradientsMut, Inputs, Layer, Wanted, check, payload, shared_expert};
 
 const CALL: &str = "Layer::backward";
 
@@ -34,18 +31,19 @@ pub(super) fn backward<D: Kernels>(
     inputs: Inputs<'_, '_, D>,
     cotangents: Cotangents<'_, D, Scalar<'_, D>>,
     wanted: Wanted,
-    mut expert_grads: Option<Beside<'_, D>>,
+    mut given: GradientsMut<'_, D>,
 ) -> Result<Gradients<D>> {
     context.handle.check_backward(CALL)?;
-    let elsewhere: &[ParamKind] = if expert_grads.is_some() { &[ParamKind::Up, ParamKind::Down] } else { &[] };
     // Shapes are checked below, where the other ranks are told.
-    let gradients = Gradients::empty(layer, group, &inputs, (wanted, elsewhere));
+    let gradients = Gradients::empty(layer, group, &inputs, (wanted, &given));
     let mut gradients = refuse_on_error(layer, group, Op::CombineBwd, gradients)?;
     let mut into = gradients.view_mut();
-    if let Some(Beside { up, down }) = &mut expert_grads {
-        into.set(ParamKind::Up, up.reborrow());
-        into.set(ParamKind::Down, down.reborrow());
-    }
+    into.accumulate = given.accumulate;
+    given.params.as_mut().map(|role, memory| {
+        if let Some(memory) = memory {
+            into.set(role, memory.reborrow());
+        }
+    });
     let router = backward_into(layer, group, context, inputs, cotangents, into)?;
     (gradients.logits, gradients.weights) = (router.logits, router.weights);
     Ok(gradients)

@@ -220,7 +220,7 @@ pub struct Gradients<D: Kernels> {
 }
 
 /// The caller's memory for gradients, each of its parameter's shape; what is absent is not computed (its collectives
-/// run all the same). Types are the parameters' own; on a GPU, those of the routed experts' weights may be F32.
+/// run all the same). Types are the parameters' own; those of the routed experts' parameters may be F32 beside 16-bit ones.
 #[derive(Debug)]
 #[allow(missing_docs)]
 pub struct GradientsMut<'a, D: Kernels> {
@@ -229,13 +229,6 @@ pub struct GradientsMut<'a, D: Kernels> {
     pub params: PerParam<Option<TensorMut<'a, D>>>,
     /// Add to what the routed experts' gradients (`up`, `down` and their biases) hold; all others are overwritten.
     pub accumulate: bool,
-}
-
-/// The caller's memory for the gradients of the routed experts' weights.
-#[derive(Debug)]
-pub(crate) struct Beside<'a, D: Kernels> {
-    pub(crate) up: TensorMut<'a, D>,
-    pub(crate) down: TensorMut<'a, D>,
 }
 
 /// Cotangents of a forward.
@@ -330,22 +323,22 @@ impl Layer {
         cotangents: Cotangents<'a, D, impl Into<Scalar<'a, D>>>,
         wanted: Wanted,
     ) -> Result<Gradients<D>> {
-        backward::backward(self, group, context, inputs, cotangents.scalar(), wanted, None)
+        backward::backward(self, group, context, inputs, cotangents.scalar(), wanted, GradientsMut::none())
     }
 
-    /// [`backward`](Self::backward) with the gradients of `up` and `down` in memory of the caller, where there are to
-    /// be any, and all others in new memory.
+    /// [`backward`](Self::backward) with some parameters' gradients in memory of the caller, whatever `wanted` says of
+    /// them, and those that it asks for beside in new memory.
     #[cfg(feature = "candle")]
-    pub(crate) fn backward_with_expert_grads<D: Kernels>(
+    pub(crate) fn backward_with<D: Kernels>(
         &self,
         group: &mut Group<D>,
         context: Context<D>,
         inputs: Inputs<'_, '_, D>,
         cotangents: Cotangents<'_, D, Scalar<'_, D>>,
         wanted: Wanted,
-        beside: Option<Beside<'_, D>>,
+        given: GradientsMut<'_, D>,
     ) -> Result<Gradients<D>> {
-        backward::backward(self, group, context, inputs, cotangents, wanted, beside)
+        backward::backward(self, group, context, inputs, cotangents, wanted, given)
     }
 
     /// [`backward`](Self::backward) into memory of the caller; see [`forward_into`](Self::forward_into).

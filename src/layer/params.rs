@@ -45,13 +45,13 @@ impl<D: Kernels> Gradients<D> {
         self.params[role].take()
     }
 
-    /// Room for the gradients that are wanted, and none yet for those of logits and routing weights, nor for those of
-    /// `elsewhere`, which are made in other memory.
+    /// Room for the gradients that are wanted, and none yet for those of logits and routing weights, nor for those that
+    /// have memory in `given`.
     pub(super) fn empty(
         layer: &Layer,
         group: &Group<D>,
         inputs: &Inputs<'_, '_, D>,
-        (wanted, elsewhere): (Wanted, &[ParamKind]),
+        (wanted, given): (Wanted, &GradientsMut<'_, D>),
     ) -> Result<Self> {
         let device = group.device();
         let like = |t: TensorRef<'_, D>| Tensor::empty(device, t.dtype(), t.dims());
@@ -62,7 +62,7 @@ impl<D: Kernels> Gradients<D> {
                 ParamKind::Up | ParamKind::UpBias | ParamKind::Down | ParamKind::DownBias => wanted.experts,
                 ParamKind::SharedUp | ParamKind::SharedDown | ParamKind::SharedGate => wanted.shared,
             };
-            let wanted = wanted && !elsewhere.contains(&role);
+            let wanted = wanted && given.get(role).is_none();
             let dims = role.dims(layer.config(), group.local_experts()).filter(|_| wanted);
             // Its parameter's; that of `up` and `down` is the tokens'.
             let dtype = inputs.params.tensor(role).map_or(inputs.x.dtype(), |t| t.dtype());

@@ -8,6 +8,7 @@ mod facade;
 mod goldens;
 #[cfg(feature = "cuda")]
 mod gpu;
+mod main_gradients;
 mod module;
 mod ranks;
 mod support;
@@ -35,13 +36,23 @@ fn main() -> ExitCode {
     for (name, body) in ranks::cases() {
         trials.add(format!("ranks::{name}"), body);
     }
-    for (file, cases) in [("facade", facade::cases()), ("module", module::cases()), ("user", user::cases())] {
+    for (file, cases) in [
+        ("facade", facade::cases()),
+        ("main_gradients", main_gradients::cases()),
+        ("module", module::cases()),
+        ("user", user::cases()),
+    ] {
         for (name, body) in cases {
             trials.add(format!("{file}::{name}"), move || body(&Device::Cpu));
         }
     }
     #[cfg(feature = "cuda")]
-    let shared = [("facade", facade::cases()), ("module", module::cases()), ("user", user::cases())];
+    let shared = [
+        ("facade", facade::cases()),
+        ("main_gradients", main_gradients::cases()),
+        ("module", module::cases()),
+        ("user", user::cases()),
+    ];
     #[cfg(feature = "cuda")]
     for (file, cases) in shared.into_iter().chain([("gpu", gpu::cases())]) {
         for (name, body) in cases {

@@ -1,0 +1,289 @@
+//! Gradients that stay in one place over a step's microbatches, and that kernels add to.
+
+use std::cell::RefCell;
+use std::collections::HashMap;
+
+use candle_core::backend::{BackendDevice, BackendStorage};
+use candle_core::backprop::GradStore;
+use candle_core::{CpuStorage, CudaStorage, CustomOp1, DType, Device, Layout, Result, Shape, Tensor, TensorId, Var};
+
+use crate::error::Error;
+use crate::layer::{ParamKind, PerParam};
+
+use super::host::{Host, dtype_of, into_candle};
+
+/// Parameters of the routed experts: those whose gradients the layer's kernels write where they are told to.
+pub(super) const EXPERTS: [ParamKind; 4] = [ParamKind::Up, ParamKind::UpBias, ParamKind::Down, ParamKind::DownBias];
+
+/// The gradients of a step's variables, summed over its microbatches.
+///
+/// candle's own [`Tensor::backward`] fills each gradient with zeros and adds to them, and sums over microbatches are one
+/// more pass. Here the experts' gradients, nearly all of a layer's bytes, are written by the layer's kernels into memory
+/// that stays: the first [`backward`](Self::backward) after [`reset`](Self::reset) overwrites it, the following ones
+/// add. Every other variable of the loss is summed as well; a weight that is computed (a cast, a sum of two) takes
+/// candle's way to its variables.
+///
+/// ```
+/// use candle_core::{DType, Device, Module, Tensor};
+/// use candle_nn::{AdamW, Optimizer, ParamsAdamW, VarBuilder, VarMap};
+/// use moebius::MoeConfig;
+/// use moebius::candle::{self, MainGradients};
+///
+/// # fn main() -> Result<(), Box<dyn std::error::Error>> {
+/// let vars = VarMap::new();
+/// let moe = candle::moe(MoeConfig::new(16, 32, 8, 2), VarBuilder::from_varmap(&vars, DType::F32, &Device::Cpu))?;
+/// let mut adam = AdamW::new(moe.vars(), ParamsAdamW::default())?;
+/// let mut gradients = MainGradients::new();
+/// for _step in 0..3 {
+///     for _microbatch in 0..4 {
+///         let x = Tensor::randn(0f32, 1., (64, 16), &Device::Cpu)?;
+///         gradients.backward(&(moe.forward(&x)? - x)?.sqr()?.mean_all()?)?;
+///     }
+///     adam.step(gradients.store())?;
+///     gradients.reset();
+/// }
+/// # Ok(()) }
+/// ```
+#[derive(Debug, Default)]
+pub struct MainGradients {
+    experts: ExpertMemory,
+    sums: GradStore,
+}
+
+/// Memory of the experts' gradients, by their variables.
+#[derive(Debug, Default)]
+struct ExpertMemory {
+    /// Type of all gradients; `None`: their variables'.
+    dtype: Option<DType>,
+    of: HashMap<TensorId, MainGradient>,
+}
+
+#[derive(Debug)]
+struct MainGradient {
+    tensor: Tensor,
+    /// Whether a backward has written it since the last reset.
+    holds: bool,
+    /// Whether it is the sum that `sums` shows.
+    shown: bool,
+}
+
+impl MainGradients {
+    /// Gradients in their variables' types.
+    pub fn new() -> Self {
+        Self::default()
+    }
+
+    /// Gradients in f32 whatever their variables' types, so that sums over many microbatches keep what bf16 would lose:
+    /// for an optimizer that takes them so.
+    pub fn in_f32() -> Self {
+        let experts = ExpertMemory { dtype: Some(DType::F32), ..Default::default() };
+        Self { experts, ..Self::default() }
+    }
+
+    /// Adds the gradients of `loss`, as [`Tensor::backward`] gives them.
+    ///
+    /// The backward runs on this thread, and every expert layer in its graph, of whatever group, adds to these.
+    ///
+    /// # Errors
+    /// What candle and the layers find. What was summed before is lost then: [`reset`](Self::reset) has been done.
+    pub fn backward(&mut self, loss: &Tensor) -> Result<()> {
+        let made = Running::during(&mut self.experts, || loss.backward());
+        let done = made.and_then(|gradients| self.add(loss, gradients));
+        done.inspect_err(|_| self.reset())
+    }
+
+    /// Adds the gradients of Σ y ∘ d_y: of an output whose gradient is known, without a loss.
+    ///
+    /// # Errors
+    /// A `d_y` of another shape or type than y's; as [`backward`](Self::backward).
+    pub fn backward_with(&mut self, y: &Tensor, d_y: &Tensor) -> Result<()> {
+        const CALL: &str = "MainGradients::backward_with";
+        Error::check_shape(CALL, "d_y", y.dims(), d_y.dims())?;
+        if y.dtype() != d_y.dtype() {
+            return Err(Error::invalid(CALL, "d_y", y.dtype().as_str(), d_y.dtype().as_str()).into());
+        }
+        self.backward(&y.apply_op1(Product { d_y: d_y.detach() })?)
+    }
+
+    /// The sums since the last reset, by variable, as optimizers take them. Those of experts change in place with the
+    /// next [`backward`](Self::backward): merge no two stores of one `MainGradients`.
+    pub fn store(&self) -> &GradStore {
+        &self.sums
+    }
+
+    /// The same to be changed: for sums over ranks
+    /// ([`reduce_gradients`](super::ExpertParallelMoE::reduce_gradients)), clipping and the like, behind the step's last
+    /// backward.
+    pub fn store_mut(&mut self) -> &mut GradStore {
+        &mut self.sums
+    }
+
+    /// The sums alone.
+    pub fn into_store(self) -> GradStore {
+        self.sums
+    }
+
+    /// A variable's sum.
+    ///
+    /// # Errors
+    /// No backward since the last reset has reached it: frozen, or in no loss.
+    pub fn get(&self, var: &Var) -> Result<&Tensor> {
+        let missing = || Error::invalid("MainGradients::get", "variable", "one that a loss has reached", "another");
+        Ok(self.sums.get(var).ok_or_else(missing)?)
+    }
+
+    /// Begins a step: no gradients. The memory stays for those to come.
+    pub fn reset(&mut self) {
+        self.sums = GradStore::default();
+        for main in self.experts.of.values_mut() {
+            (main.holds, main.shown) = (false, false);
+        }
+    }
+
+    /// Adds one backward's gradients, those of its variables alone.
+    fn add(&mut self, loss: &Tensor, mut gradients: GradStore) -> Result<()> {
+        for (id, main) in self.experts.of.iter_mut().filter(|(_, main)| main.holds) {
+            if !main.shown {
+                // In an earlier microbatch another way has led to it.
+                if let Some(before) = self.sums.get_id(*id) {
+                    main.tensor = (&main.tensor + before)?.detach();
+                }
+                main.shown = true;
+            }
+            self.sums.insert_id(*id, main.tensor.clone());
+        }
+        for var in loss.sorted_nodes().into_iter().filter(|node| node.is_variable()) {
+            let Some(new) = gradients.remove(var) else { continue };
+            let new = new.to_dtype(self.experts.dtype.unwrap_or(new.dtype()))?;
+            let sum = match self.sums.get(var) {
+                Some(before) => (before + new)?.detach(),
+                None => new.detach(),
+            };
+            if let Some(main) = self.experts.of.get_mut(&var.id()).filter(|main| main.holds) {
+                main.tensor = sum.clone();
+            }
+            self.sums.insert(var, sum);
+        }
+        Ok(())
+    }
+}
+
+/// [`Tensor::backward`] at the core's cost: experts' gradients are written once, by the layer's kernels, with no zeros
+/// and no sum before. [`MainGradients`] does the same over several microbatches.
+///
+/// # Errors
+/// As [`Tensor::backward`].
+pub fn backward(loss: &Tensor) -> Result<GradStore> {
+    let mut gradients = MainGradients::new();
+    gradients.backward(loss)?;
+    Ok(gradients.into_store())
+}
+
+thread_local! {
+    /// Memory for the backward that runs on this thread. candle calls operations' backwards on the thread of
+    /// `Tensor::backward` and hands them nothing of the caller's, so this is the way from there to here.
+    static RUNNING: RefCell<Option<ExpertMemory>> = const { RefCell::new(None) };
+}
+
+/// Lends memory to the backward that runs on this thread.
+struct Running<'a> {
+    owner: &'a mut ExpertMemory,
+    /// That of a backward around this one.
+    outer: Option<ExpertMemory>,
+}
+
+impl<'a> Running<'a> {
+    fn during<T>(owner: &'a mut ExpertMemory, work: impl FnOnce() -> T) -> T {
+        let outer = RUNNING.replace(Some(std::mem::take(owner)));
+        let _running = Self { owner, outer };
+        work()
+    }
+}
+
+impl Drop for Running<'_> {
+    fn drop(&mut self) {
+        if let Some(memory) = RUNNING.replace(self.outer.take()) {
+            *self.owner = memory;
+        }
+    }
+}
+
+/// Where one layer's experts leave their gradients.
+#[derive(Debug)]
+pub(super) struct ExpertGradients {
+    pub(super) tensors: PerParam<Option<Tensor>>,
+    /// Add to what they hold.
+    pub(super) accumulate: bool,
+}
+
+/// Memory for the gradients of a layer's experts, if the backward that runs on this thread has any and all experts that
+/// are trained are variables.
+pub(super) fn expert_gradients<D: Host>(
+    device: &D,
+    on: &Device,
+    params: &PerParam<Option<Tensor>>,
+) -> crate::Result<Option<ExpertGradients>> {
+    RUNNING.with_borrow_mut(|memory| match memory {
+        Some(memory) => memory.of_layer(device, on, params),
+        None => Ok(None),
+    })
+}
+
+impl ExpertMemory {
+    fn of_layer<D: Host>(
+        &mut self,
+        device: &D,
+        on: &Device,
+        params: &PerParam<Option<Tensor>>,
+    ) -> crate::Result<Option<ExpertGradients>> {
+        let tracked = |role: ParamKind| params.get(role).filter(|t| t.track_op());
+        let trained = || EXPERTS.into_iter().filter_map(|role| Some((role, tracked(role)?)));
+        // A layer gives the gradient of a bias beside its weight's only.
+        let alone = |bias, weight| tracked(bias).is_some() && tracked(weight).is_none();
+        let plain = alone(ParamKind::UpBias, ParamKind::Up) || alone(ParamKind::DownBias, ParamKind::Down);
+        if plain || trained().next().is_none() || trained().any(|(_, t)| !t.is_variable()) {
+            return Ok(None);
+        }
+        let accumulate = trained().any(|(_, t)| self.of.get(&t.id()).is_some_and(|main| main.holds));
+        let mut tensors = PerParam::none();
+        for (role, t) in trained() {
+            let dtype = dtype_of("MainGradients", role.name(), self.dtype.unwrap_or(t.dtype()))?;
+            let main = match self.of.remove(&t.id()) {
+                Some(main) if main.holds || !accumulate => MainGradient { holds: true, ..main },
+                _ => {
+                    // Where others of the layer hold a sum: the kernels add to all or to none.
+                    let make = if accumulate { crate::Tensor::zeros } else { crate::Tensor::empty };
+                    let tensor = into_candle(make(device, dtype, t.dims())?, t.dims(), on)?;
+                    MainGradient { tensor, holds: true, shown: false }
+                }
+            };
+            tensors[role] = Some(main.tensor.clone());
+            self.of.insert(t.id(), main);
+        }
+        Ok(Some(ExpertGradients { tensors, accumulate }))
+    }
+}
+
+/// Σ y ∘ d_y, of which only the gradient is wanted: the value is 0.
+struct Product {
+    d_y: Tensor,
+}
+
+impl CustomOp1 for Product {
+    fn name(&self) -> &'static str {
+        "moebius-product"
+    }
+
+    fn cpu_fwd(&self, _: &CpuStorage, _: &Layout) -> Result<(CpuStorage, Shape)> {
+        Ok((CpuStorage::F32(vec![0.0]), Shape::from(())))
+    }
+
+    fn cuda_fwd(&self, y: &CudaStorage, _: &Layout) -> Result<(CudaStorage, Shape)> {
+        let scalar = Shape::from(());
+        Ok((y.device().zeros_impl(&scalar, DType::F32)?, scalar))
+    }
+
+    fn bwd(&self, _: &Tensor, _: &Tensor, _: &Tensor) -> Result<Option<Tensor>> {
+        Ok(Some(self.d_y.clone()))
+    }
+}

@@ -1,0 +1,81 @@
+//! candle's tensors as memory that this crate's kernels write.
+
+use std::cell::RefCell;
+
+use candle_core::{CpuStorage, CudaStorage, InplaceOp1, Layout, Tensor};
+
+use crate::error::{Error, Result};
+use crate::tensor::TensorMut;
+
+use super::error::framework;
+use super::host::{Host, StorageMut, StorageSliceMut};
+
+type Work<'a> = Box<dyn FnOnce(StorageMut<'_>, &Layout) -> candle_core::Result<()> + 'a>;
+
+/// Lends a tensor's storage to a closure: the way that candle has for writing in place.
+struct Lend<'a>(RefCell<Option<Work<'a>>>);
+
+impl Lend<'_> {
+    fn run(&self, storage: StorageMut<'_>, layout: &Layout) -> candle_core::Result<()> {
+        match self.0.take() {
+            Some(work) => work(storage, layout),
+            None => Err(candle_core::Error::msg("a tensor's memory was lent twice")),
+        }
+    }
+}
+
+impl InplaceOp1 for Lend<'_> {
+    fn name(&self) -> &'static str {
+        "moebius-write"
+    }
+
+    fn cpu_fwd(&self, storage: &mut CpuStorage, layout: &Layout) -> candle_core::Result<()> {
+        self.run(StorageMut::Cpu(storage), layout)
+    }
+
+    fn cuda_fwd(&self, storage: &mut CudaStorage, layout: &Layout) -> candle_core::Result<()> {
+        self.run(StorageMut::Cuda(storage), layout)
+    }
+}
+
+/// Runs `f` with views of named tensors that it may write, in their order; nobody else reads or writes their storages
+/// meanwhile. Each tensor has a storage of its own.
+pub(super) fn with_views_mut<D: Host, R>(
+    device: &D,
+    call: &'static str,
+    tensors: &[(&str, &Tensor)],
+    f: impl FnOnce(Vec<TensorMut<'_, D>>) -> Result<R>,
+) -> Result<R> {
+    let (mut f, mut made) = (Some(f), None);
+    lend(device, call, tensors, Vec::new(), &mut |views| {
+        if let Some(f) = f.take() {
+            made = Some(f(views)?);
+        }
+        Ok(())
+    })?;
+    made.ok_or_else(|| Error::invalid(call, "tensors", "lent for writing", "nothing"))
+}
+
+/// Lends the first of `tensors` and, inside, the others; then runs `f` with the views of all.
+fn lend<D: Host>(
+    device: &D,
+    call: &'static str,
+    tensors: &[(&str, &Tensor)],
+    mut lent: Vec<TensorMut<'_, D>>,
+    f: &mut dyn FnMut(Vec<TensorMut<'_, D>>) -> Result<()>,
+) -> Result<()> {
+    let Some(((name, tensor), rest)) = tensors.split_first() else { return f(lent) };
+    let work = |storage: StorageMut<'_>, layout: &Layout| {
+        let Some((start, _)) = layout.contiguous_offsets() else {
+            let found = format!("{layout:?}");
+            return Err(Error::invalid(call, format!("tensor {name}"), "contiguous memory", found).into());
+        };
+        let (mut view, hold) = device.view_mut(StorageSliceMut { call, name, storage, start, dims: layout.dims() })?;
+        let mut views: Vec<_> = lent.iter_mut().map(TensorMut::reborrow).collect();
+        views.push(view.reborrow());
+        let done = lend(device, call, rest, views, f);
+        drop(hold);
+        Ok(done?)
+    };
+    tensor.inplace_op1(&Lend(RefCell::new(Some(Box::new(work))))).map_err(framework(call))
+}
