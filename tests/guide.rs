@@ -1,0 +1,315 @@
+//! The guide's pieces of programs: each stands here too, so that it compiles as it is shown. Lines with an ellipsis are
+//! the reader's to fill.
+#![allow(dead_code, unused_variables, unused_mut, unused_imports, reason = "shown, not run")]
+
+use std::error::Error;
+
+type Result<T> = std::result::Result<T, Box<dyn Error>>;
+
+/// Pieces of a page of the guide that are no tests of their own, in order, each a list of lines.
+fn pieces(page: &'static str) -> Vec<Vec<&'static str>> {
+    let (mut all, mut piece): (Vec<Vec<&str>>, Option<Vec<&str>>) = (Vec::new(), None);
+    for line in page.lines().map(str::trim) {
+        match (&mut piece, line) {
+            (None, "```rust,ignore") => piece = Some(Vec::new()),
+            (Some(_), "```") => all.extend(piece.take()),
+            (Some(lines), line) if !line.is_empty() && !line.contains('…') => lines.push(line),
+            _ => {}
+        }
+    }
+    all
+}
+
+#[test]
+fn every_piece_of_the_guide_compiles() {
+    let own: Vec<&str> = include_str!("guide.rs").lines().map(str::trim).collect();
+    let pages = [
+        ("checkpoints", include_str!("../docs/checkpoints.md")),
+        ("etp", include_str!("../docs/etp.md")),
+        ("invariance", include_str!("../docs/invariance.md")),
+        ("nccl", include_str!("../docs/nccl.md")),
+        ("one-gpu", include_str!("../docs/one-gpu.md")),
+        ("training", include_str!("../docs/training.md")),
+    ];
+    let mut found = 0;
+    for (name, page) in pages {
+        for piece in pieces(page) {
+            let begins = (0..own.len()).filter(|at| own[*at] == piece[0]);
+            let whole = |at: usize| {
+                let mut lines = own[at..].iter();
+                piece.iter().all(|line| lines.find(|own| !own.is_empty() && !own.contains('…')) == Some(&line))
+            };
+            assert!(begins.into_iter().any(whole), "{name}.md: not in tests/guide.rs:\n{}", piece.join("\n"));
+            found += 1;
+        }
+    }
+    assert!(found >= 14, "{found} pieces");
+}
+
+#[rustfmt::skip]
+mod training {
+    use std::time::Duration;
+
+    use candle_core::Tensor;
+    use candle_nn::{AdamW, Optimizer, ParamsAdamW, VarBuilder};
+    use moebius::candle::{self, ExpertParallelMoE, MainGradients};
+    use moebius::config::AuxConfig;
+    use moebius::cpu::{Cpu, ThreadComm, ThreadWorld};
+    use moebius::ep::{Group, GroupConfig};
+    use moebius::MoeConfig;
+
+    use super::Result;
+
+    fn steps(vb: VarBuilder<'_>, batches: Vec<Tensor>, loss: fn(&Tensor) -> Result<Tensor>) -> Result<()> {
+        let config = MoeConfig::new(16, 32, 8, 2) // hidden, intermediate, experts, top-k
+            .with_router(|router| router.with_selection_bias(true).with_jitter(0.01))
+            .with_aux(AuxConfig::default().with_balance(0.01).with_z(0.001));
+        let moe = candle::moe(config, vb)?;
+        let mut adam = AdamW::new(moe.vars(), ParamsAdamW::default())?;
+        for x in batches {
+            let y = moe.forward_t(&x, true)?; // with jitter; backward through y adds the auxiliary losses' gradient
+            let mut gradients = loss(&y)?.backward()?;
+            moe.reduce_gradients(&mut gradients)?; // over the ranks; nothing to do for one
+            adam.step(&gradients)?;
+            moe.update_selection_bias(moe.last_load()?.get()?, 0.001)?;
+        }
+        Ok(())
+    }
+
+    type Loss = fn(&ExpertParallelMoE, Tensor) -> Result<Tensor>;
+
+    fn main_gradients(moe: ExpertParallelMoE, mut adam: AdamW, loss: Tensor, of: (Loss, Vec<Vec<Tensor>>)) -> Result<()> {
+        let gradients = moebius::candle::backward(&loss)?; // one backward, as loss.backward()
+        adam.step(&gradients)?;
+
+        let (loss, batches) = of; // …
+        let mut gradients = MainGradients::new(); // kept over the steps, with its memory
+        for step in batches {
+            for microbatch in step {
+                gradients.backward(&loss(&moe, microbatch)?)?; // written by the first, added to by the others
+            }
+            moe.reduce_gradients(gradients.store_mut())?;
+            adam.step(gradients.store())?;
+            gradients.reset();
+        }
+        Ok(())
+    }
+
+    fn ranks() {
+        use candle_core::{DType, Device, Result};
+        use candle_nn::VarMap;
+
+        fn rank(comm: ThreadComm) -> Result<()> {
+            let config = MoeConfig::new(16, 32, 8, 2);
+            let group = Group::new(Cpu::new(), Box::new(comm), GroupConfig::of(&config, 64))?; // at most 64 tokens a rank
+            let vb = VarBuilder::from_varmap(&VarMap::new(), DType::F32, &Device::Cpu); // …
+            let moe = ExpertParallelMoE::new(config, group, vb)?;
+            Ok(()) // …
+        }
+        let ranks = ThreadWorld::create(2, Duration::from_secs(60)).into_iter();
+        let ranks: Vec<_> = ranks.map(|comm| std::thread::spawn(|| rank(comm))).collect();
+    }
+}
+
+#[rustfmt::skip]
+mod checkpoints {
+    use candle_core::Device;
+    use moebius::candle::{DeviceGroup, ExpertParallelMoE, Parameters};
+    use moebius::checkpoint::{Checkpoint, SaveOptions};
+    use moebius::ep::{EpGroup, Group, GroupConfig};
+
+    use super::Result;
+
+    fn one_rank(device: Device) -> Result<()> {
+        let checkpoint = Checkpoint::open("Qwen3-30B-A3B")?;                              // once, for all layers
+        let group = DeviceGroup::single(&checkpoint.block_config(0)?, &device)?;
+        let moe = ExpertParallelMoE::from_checkpoint(&checkpoint, 0, &group, Parameters::Trainable)?;
+        // … evaluate, train …
+        let block = moe.to_block()?;
+        checkpoint.save("out", &[(0, &block.params)])?;
+        Ok(())
+    }
+
+    #[cfg(feature = "nccl")]
+    fn ranks(device: Device, cuda: moebius::cuda::Cuda, comm: moebius::nccl::NcclComm, checkpoint: Checkpoint) -> Result<()> {
+        let config = GroupConfig::of(&checkpoint.block_config(0)?, 4096);       // at most 4096 tokens a rank and call
+        let group = EpGroup::new(Group::new(cuda, Box::new(comm), config)?);    // see "Several GPUs"
+        let on_device = DeviceGroup::new(group.clone(), &device)?;
+        let moe = ExpertParallelMoE::from_checkpoint(&checkpoint, 0, &on_device, Parameters::Trainable)?;
+        // … evaluate, train …
+        let block = moe.to_block()?;                                            // this rank's experts
+        checkpoint.save_over_ranks("out", &[(0, &block.params)], &mut group.lock(), SaveOptions::default())?;
+        Ok(())
+    }
+}
+
+#[rustfmt::skip]
+mod etp {
+    use candle_core::Tensor;
+    use candle_nn::{AdamW, Optimizer, ParamsAdamW, VarBuilder};
+    use moebius::candle::{DeviceGroup, ExpertParallelMoE, finish_sharded};
+    use moebius::comm::Communicator;
+    use moebius::cpu::Cpu;
+    use moebius::etp::{Chain, Payload, Phase};
+    use moebius::MoeConfig;
+
+    use super::Result;
+
+    struct Parts<'a> {
+        config: MoeConfig,
+        group: DeviceGroup,
+        chain: std::sync::Arc<Chain<Cpu>>,
+        vb: VarBuilder<'a>,
+        params: ParamsAdamW,
+        x: Tensor,
+        model: fn(&Tensor) -> Result<Tensor>,
+        replicas: Option<&'a mut dyn Communicator<Cpu>>,
+    }
+
+    fn step(Parts { config, group, chain, vb, params, x, model, replicas }: Parts<'_>) -> Result<()> {
+        let moe = ExpertParallelMoE::sharded(config, &group, &chain, Payload::Plain, vb)?;
+        let mut adam = AdamW::new(moe.vars(), params)?;
+        chain.begin(Phase::Forward)?;   let loss = model(&x)?;                   chain.end()?;
+        chain.begin(Phase::Backward)?;  let mut gradients = loss.backward()?;    chain.end()?;
+        finish_sharded(&chain, replicas, &moe.shards(), &mut gradients)?;
+        adam.step(&gradients)?;
+        Ok(())
+    }
+
+    #[cfg(feature = "nccl")]
+    fn on_gpus(gpus: Vec<moebius::cuda::Cuda>, library: moebius::nccl::NcclLibrary, timeout: std::time::Duration) -> moebius::Result<()> {
+        use moebius::cuda::Cuda;
+        use moebius::etp::{Comms, EtpOptions};
+        use moebius::nccl::NcclComm;
+        use moebius::Result;
+
+        let streams = || gpus.iter().map(Cuda::with_new_stream).collect::<Result<Vec<_>>>();
+        let gathers = NcclComm::threads(&library, &streams()?, timeout)?;     // processes: NcclComm::split_on, one a rank
+        let reductions = NcclComm::threads(&library, &streams()?, timeout)?;
+        let cuda = &gpus[0]; for (gather, reduce) in gathers.into_iter().zip(reductions) { // …
+        // on each rank's thread
+        let comms = Comms { gather: Box::new(gather), reduce: Box::new(reduce) };
+        let chain = Chain::new(cuda.clone(), comms, EtpOptions::default())?;
+        } // …
+        Ok(())
+    }
+}
+
+#[cfg(feature = "cuda")]
+#[rustfmt::skip]
+mod one_gpu {
+    mod program {
+        use candle_core::{DType, Device, Module, Tensor};
+        use candle_nn::{VarBuilder, VarMap};
+        use moebius::{MoeConfig, candle};
+
+        fn main() -> Result<(), Box<dyn std::error::Error>> {
+            let device = Device::new_cuda_with_stream(0)?;
+            let vars = VarMap::new();
+            let vb = VarBuilder::from_varmap(&vars, DType::BF16, &device);
+            let moe = candle::moe(MoeConfig::new(2048, 768, 128, 8), vb.pp("moe"))?; // hidden, intermediate, experts, top-k
+            let x = Tensor::randn(0f32, 1., (512, 2048), &device)?.to_dtype(DType::BF16)?;
+            let y = (moe.forward(&x)? + x)?;
+            let _gradients = y.sqr()?.mean_all()?.backward()?;
+            Ok(())
+        }
+    }
+
+    fn two_layers(config: moebius::MoeConfig, vars: candle_nn::VarMap) -> super::Result<()> {
+        use candle_core::{DType, Device}; // …
+        use candle_nn::VarBuilder; // …
+        use moebius::candle::{DeviceGroup, ExpertParallelMoE};
+
+        let device = Device::new_cuda_with_stream(0)?;
+        let vb = VarBuilder::from_varmap(&vars, DType::BF16, &device);
+        let group = DeviceGroup::single(&config, &device)?;
+        let first = ExpertParallelMoE::new(config.clone(), &group, vb.pp("layers.0.moe"))?;
+        let second = ExpertParallelMoE::new(config, &group, vb.pp("layers.1.moe"))?;
+        Ok(())
+    }
+
+    fn alone(config: moebius::MoeConfig, layer: moebius::layer::Layer, x: moebius::Tensor<moebius::cuda::Cuda>,
+        params: moebius::layer::Params<'_, moebius::cuda::Cuda>) -> super::Result<()> {
+        use moebius::cuda::Cuda;
+        use moebius::ep::GroupConfig;
+        use moebius::layer::Mode;
+
+        let cuda = Cuda::new(0)?;
+        let mut group = cuda.group(GroupConfig::of(&config, 16384))?; // the layer's experts, most tokens a call
+        let forward = layer.forward(&mut group, Mode { backward: true, noise: None }, x.view(), &params)?;
+        Ok(())
+    }
+
+    fn graph(cuda: moebius::cuda::Cuda, mut x: moebius::Tensor<moebius::cuda::Cuda>, next_batch: &[u8],
+        step: impl FnMut() -> moebius::Result<()>) -> super::Result<()> {
+        use moebius::Device; // …
+        let mut step = step; // …
+        let mut graph = cuda.capture(|| step())?; // owns or holds everything it touches
+        cuda.upload(next_batch, x.view_mut())?;
+        graph.replay()?;
+        Ok(())
+    }
+
+    fn invariant() -> super::Result<()> {
+        use moebius::cuda::Cuda; // …
+        use moebius::ep::{EpGroup, GroupConfig}; // …
+        let cuda = Cuda::new(0)?.batch_invariant(); // from candle: moebius::candle::cuda(&device)?.batch_invariant()
+        let group = EpGroup::new(cuda.group(GroupConfig::one_rank(128))?);
+        Ok(())
+    }
+}
+
+#[cfg(feature = "nccl")]
+#[rustfmt::skip]
+mod nccl {
+    mod threads {
+        use std::{thread, time::Duration};
+        use candle_core::{DType, Device, Module, Tensor};
+        use candle_nn::{Optimizer, SGD, VarBuilder, VarMap};
+        use moebius::MoeConfig;
+        use moebius::candle::{self, DeviceGroup, EpGroup, ExpertParallelMoE};
+        use moebius::ep::{Group, GroupConfig};
+        use moebius::nccl::{NcclComm, NcclLibrary};
+
+        type Failure = Box<dyn std::error::Error + Send + Sync>;
+
+        fn rank(device: Device, comm: NcclComm) -> Result<(), Failure> {
+            let config = MoeConfig::new(2048, 768, 128, 8); // hidden, intermediate, experts, top-k
+            let cuda = comm.cuda().clone();
+            let group = Group::new(cuda, Box::new(comm), GroupConfig::of(&config, 4096))?; // at most 4096 tokens a rank
+            let group = DeviceGroup::new(EpGroup::new(group), &device)?;
+            let vb = VarBuilder::from_varmap(&VarMap::new(), DType::BF16, &device);
+            let moe = ExpertParallelMoE::new(config, group, vb)?; // this rank's experts
+            let x = Tensor::randn(0f32, 1., (512, 2048), &device)?.to_dtype(DType::BF16)?;
+            let mut gradients = (moe.forward(&x)? + x)?.sqr()?.mean_all()?.backward()?;
+            moe.reduce_gradients(&mut gradients)?; // the router's, which all ranks hold
+            SGD::new(moe.vars(), 0.1)?.step(&gradients)?;
+            Ok(())
+        }
+
+        fn main() -> Result<(), Failure> {
+            let devices = (0..2).map(Device::new_cuda_with_stream).collect::<Result<Vec<_>, _>>()?;
+            let gpus = devices.iter().map(candle::cuda).collect::<Result<Vec<_>, _>>()?;
+            let comms = NcclComm::threads(&NcclLibrary::open()?, &gpus, Duration::from_secs(60))?;
+            let ranks = devices.into_iter().zip(comms).map(|(device, comm)| thread::spawn(|| rank(device, comm)));
+            for rank in ranks.collect::<Vec<_>>() {
+                rank.join().expect("a rank panicked")?;
+            }
+            Ok(())
+        }
+    }
+
+    fn processes(tag: moebius::comm::Tag) -> super::Result<()> {
+        use std::time::Duration; // …
+        use moebius::cuda::Cuda; // …
+        use moebius::nccl::{NcclComm, NcclLibrary}; // …
+        use moebius::ranks::{Axis, Bootstrap, Identity, Mesh}; // …
+        let me = Identity::from_env()?;
+        let job = Bootstrap::from_env(Duration::from_secs(120))?;
+        let cuda = Cuda::new(me.local_rank)?;
+        let mut world = NcclComm::join(&NcclLibrary::open()?, &job, &cuda)?;
+        let mesh = Mesh::new(me.world, &[(Axis::Data, 2), (Axis::Expert, me.world / 2)])?;
+        let experts = world.group(tag, &mesh, Axis::Expert)?; // ncclCommSplit
+        Ok(())
+    }
+}
