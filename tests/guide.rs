@@ -1,6 +1,6 @@
 //! The guide's pieces of programs: each stands here too, so that it compiles as it is shown. Lines with an ellipsis are
 //! the reader's to fill.
-#![allow(dead_code, unused_variables, unused_mut, unused_imports, reason = "shown, not run")]
+#![allow(dead_code, unused_variables, unused_mut, unused_imports, clippy::redundant_closure, reason = "shown, not run")]
 
 use std::error::Error;
 
@@ -37,7 +37,7 @@ fn every_piece_of_the_guide_compiles() {
             let begins = (0..own.len()).filter(|at| own[*at] == piece[0]);
             let whole = |at: usize| {
                 let mut lines = own[at..].iter();
-                piece.iter().all(|line| lines.find(|own| !own.is_empty() && !own.contains('…')) == Some(&line))
+                piece.iter().all(|line| lines.find(|own| !own.is_empty() && !own.contains('…')) == Some(line))
             };
             assert!(begins.into_iter().any(whole), "{name}.md: not in tests/guide.rs:\n{}", piece.join("\n"));
             found += 1;
