@@ -23,11 +23,23 @@ fn copy_to(family: &str, dir: &Path) {
     }
 }
 
-/// The forms that savers of these tests write in turn: in one file, quantized, in several files, quantized.
+/// The forms that savers of these tests write in turn: in one file, quantized, in several files, quantized, in several
+/// files by two ranks, quantized.
 fn save_form(source: &Checkpoint, dir: &Path, turn: usize) -> moebius::Result<()> {
-    match turn % 4 {
+    match turn % 6 {
         0 => source.save(dir, &[]),
         2 => source.save_with(dir, &[], shards_of(60_000)),
+        4 => on_ranks(2, |group| {
+            let share = |layer: &usize| {
+                let options = options(group.rank(), 2, None);
+                Ok((*layer, source.load_block(*layer, options)?.params))
+            };
+            let own = source.moe_layers().iter().map(share).collect::<moebius::Result<Vec<_>>>()?;
+            let own: Vec<_> = own.iter().map(|(layer, block)| (*layer, block)).collect();
+            source.save_over_ranks(dir, &own, group, shards_of(60_000))
+        })
+        .into_iter()
+        .collect(),
         _ => source.save_nvfp4(dir).map(drop),
     }
 }
@@ -97,7 +109,7 @@ fn killed_saves_leave_one_form_whole() {
         let mut child = Command::new(std::env::current_exe().unwrap())
             .args(["--exact", "saving::killed_saves_leave_one_form_whole", "--nocapture"])
             .env(DIR, dir)
-            .env("MOEBIUS_KILLED_TURN", (next() % 4).to_string())
+            .env("MOEBIUS_KILLED_TURN", (next() % 6).to_string())
             .env("MOEBIUS_KILLED_PAUSE", if waits { saves } else { u32::MAX.into() }.to_string())
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())
