@@ -6,13 +6,13 @@ use std::sync::Arc;
 use candle_core::backprop::GradStore;
 use candle_core::{Module, Result, Tensor, Var};
 
-use crate::adapter::ParamCollective;
 use crate::error::Error;
 use crate::layer::{AuxValue, Noise, ParamKind};
 use crate::lazy::Lazy;
 use crate::metrics::Load;
 
 use super::module::ExpertParallelMoE;
+use super::reduce::over_group;
 use super::training_state::TrainingState;
 
 impl ExpertParallelMoE {
@@ -86,22 +86,15 @@ impl ExpertParallelMoE {
         Var::from_tensor(bias)?.set(&values)
     }
 
-    /// Sums the gradients of the variables that every rank holds (router, shared expert) over the ranks, one collective
-    /// each; an absent gradient counts as zeros. Call it on every rank before the optimizer's step. Nothing to do for
-    /// one rank.
+    /// Sums the gradients of the variables that every rank holds (router, shared expert) over the ranks, in one
+    /// collective, as [`reduce_gradients`](super::reduce_gradients) does for others; an absent gradient counts as zeros.
+    /// Call it on every rank before the optimizer's step. Nothing to do for one rank.
     ///
     /// # Errors
     /// A communicator's error.
     pub fn reduce_gradients(&self, gradients: &mut GradStore) -> Result<()> {
-        if self.group.ranks() == 1 {
-            return Ok(());
-        }
-        for (_, t) in self.trainable().filter(|(role, _)| role.is_replicated()) {
-            let own = gradients.get(t).cloned().map_or_else(|| t.zeros_like(), Ok);
-            let own = own.inspect_err(|e| self.refuse(crate::comm::Op::GradReduce, &e.to_string()))?;
-            gradients.insert(t, self.group.exchange(self.layer.number(), ParamCollective::Gradient, &own)?);
-        }
-        Ok(())
+        let of: Vec<_> = self.trainable().filter(|(role, _)| role.is_replicated()).map(|(_, t)| t).collect();
+        Ok(over_group(&self.group, self.layer.number(), &of, gradients)?)
     }
 }
 

@@ -6,7 +6,7 @@ use std::time::Duration;
 use candle_core::{DType, Device, Module, Shape, Tensor, Var};
 use candle_nn::var_builder::SimpleBackend;
 use candle_nn::{Init, VarBuilder};
-use moebius::candle::{EpGroup, ExpertParallelMoE};
+use moebius::candle::{DeviceGroup, EpGroup, ExpertParallelMoE, reduce_gradients, reduce_gradients_over};
 use moebius::cpu::{Cpu, ThreadWorld};
 use moebius::ep::{Group, GroupConfig};
 use moebius::layer::{Layer, ParamKind};
@@ -277,8 +277,103 @@ fn a_layer_that_one_rank_cannot_make_fails_on_both() -> AnyResult<()> {
     Ok(())
 }
 
+/// A model's own variables in several types, over buckets of any size.
+fn gradients_of_a_model_are_summed_in_buckets() -> AnyResult<()> {
+    let dims = [vec![3, 4], vec![5], vec![7, 2], vec![1], vec![6, 3], vec![2, 2]];
+    let types = [DType::F32, DType::F32, DType::BF16, DType::F64, DType::F16, DType::F32];
+    let run = |count: usize, bytes: usize| -> AnyResult<Vec<Vec<Vec<f64>>>> {
+        let results = ranks(count, Duration::from_secs(20), |group| {
+            let of = dims.iter().zip(types);
+            let vars: Vec<Var> =
+                of.map(|(dims, t)| Var::zeros(&dims[..], t, &Device::Cpu)).collect::<Result<_, _>>()?;
+            let mut gradients = Tensor::zeros((), DType::F32, &Device::Cpu)?.backward()?;
+            for (at, var) in vars.iter().enumerate() {
+                // The last rank has none of the second.
+                if at != 1 || group.rank() + 1 < count {
+                    let own = (group.rank() * 10 + at) as u64;
+                    let gradient = crate::support::normal(80 + own, var.dims(), var.dtype(), &Device::Cpu)?;
+                    gradients.insert(var, gradient);
+                }
+            }
+            let before = |var: &Var| -> AnyResult<Vec<f64>> {
+                let zeros = || var.zeros_like();
+                let own = gradients.get(var).cloned().map_or_else(zeros, Ok)?;
+                Ok(own.to_dtype(DType::F64)?.flatten_all()?.to_vec1()?)
+            };
+            let own = vars.iter().map(before).collect::<AnyResult<Vec<_>>>()?;
+            let mut guard = group.lock();
+            let comm = guard.dispatcher().communicator();
+            reduce_gradients_over(comm, &Cpu::new(), &vars, bytes, &mut gradients)?;
+            let sum = |var: &Var| -> AnyResult<Vec<f64>> {
+                // One rank has nothing to do.
+                let absent = (count == 1).then(|| var.zeros_like()).transpose()?;
+                let sum = gradients.get(var).or(absent.as_ref()).ok_or("no gradient")?;
+                assert_eq!((sum.dtype(), sum.dims()), (var.dtype(), var.dims()));
+                Ok(sum.to_dtype(DType::F64)?.flatten_all()?.to_vec1()?)
+            };
+            Ok((own, vars.iter().map(sum).collect::<AnyResult<Vec<_>>>()?))
+        });
+        let results = results.into_iter().collect::<AnyResult<Vec<_>>>()?;
+        for (at, dtype) in types.into_iter().enumerate() {
+            // Sums in rank order, in f32 but for f64, rounded once to the gradient's type.
+            let expected: Vec<f64> = (0..results[0].0[at].len())
+                .map(|i| {
+                    let terms = results.iter().map(|(own, _)| own[at][i]);
+                    match dtype {
+                        DType::F64 => terms.reduce(|a, b| a + b).unwrap_or(0.0),
+                        _ => terms.map(|v| v as f32).reduce(|a, b| a + b).map_or(0.0, f64::from),
+                    }
+                })
+                .collect();
+            let expected = Tensor::from_vec(expected, results[0].0[at].len(), &Device::Cpu)?;
+            let expected = expected.to_dtype(dtype)?.to_dtype(DType::F64)?.to_vec1::<f64>()?;
+            for (rank, (_, sums)) in results.iter().enumerate() {
+                assert_eq!(sums[at], expected, "{dtype:?} on rank {rank} of {count}, buckets of {bytes} bytes");
+            }
+        }
+        Ok(results.into_iter().map(|(_, sums)| sums).collect())
+    };
+    for count in [1, 2, 4] {
+        let whole = run(count, usize::MAX)?;
+        for bytes in [0, 40, 100] {
+            assert_eq!(run(count, bytes)?, whole);
+        }
+    }
+    Ok(())
+}
+
+fn gradients_that_do_not_fit_are_errors_on_every_rank() -> AnyResult<()> {
+    let results = ranks(2, Duration::from_secs(20), |group| {
+        let on_device = DeviceGroup::from(&group);
+        let errors = |vars: &[Var], gradient: Option<&Tensor>| -> AnyResult<Option<String>> {
+            let mut gradients = Tensor::zeros((), DType::F32, &Device::Cpu)?.backward()?;
+            if let Some(gradient) = gradient {
+                gradients.insert(&vars[0], gradient.clone());
+            }
+            Ok(reduce_gradients(&on_device, vars, &mut gradients).err().map(|e| e.to_string()))
+        };
+        let vars = |rows: usize| -> AnyResult<Vec<Var>> { Ok(vec![Var::zeros((rows, 3), DType::F32, &Device::Cpu)?]) };
+        // Another size on the second rank; a gradient that is not its variable's on the first.
+        let sizes = errors(&vars(2 + group.rank())?, None)?;
+        let wrong = Tensor::zeros((3, 2), DType::F32, &Device::Cpu)?;
+        let shape = errors(&vars(2)?, (group.rank() == 0).then_some(&wrong))?;
+        // The group works on.
+        assert_eq!(errors(&vars(2)?, None)?, None);
+        Ok((sizes, shape))
+    });
+    for result in results {
+        let (sizes, shape) = result?;
+        assert!(sizes.is_some(), "sizes that differ");
+        let shape = shape.ok_or("a gradient of another shape")?;
+        assert!(shape.contains("gradient") || shape.contains("rank 0"), "{shape}");
+    }
+    Ok(())
+}
+
 tests! {
     fn() -> AnyResult<()>;
+    gradients_of_a_model_are_summed_in_buckets,
+    gradients_that_do_not_fit_are_errors_on_every_rank,
     reduced_gradients_are_those_of_one_rank,
     training_on_two_ranks_is_training_on_one,
     a_layer_that_one_rank_cannot_make_fails_on_both,

@@ -1,0 +1,150 @@
+//! Sums of gradients over ranks, many parameters to a collective.
+
+use candle_core::backprop::GradStore;
+use candle_core::{DType, Tensor, Var};
+
+use crate::adapter::AnyGroup;
+use crate::comm::{Communicator, Op, ReduceOp, Tag};
+use crate::error::{Error, Result};
+
+use super::error::framework;
+use super::group::DeviceGroup;
+use super::host::Host;
+use super::write::with_views_mut;
+
+const CALL: &str = "reduce_gradients";
+/// The tag's layer of what belongs to none.
+const NO_LAYER: u32 = u32::MAX;
+
+/// Bytes of sums that one collective takes, unless told otherwise: far more than a collective's latency costs, and little
+/// beside a model.
+pub const BUCKET_BYTES: usize = 64 << 20;
+
+/// Sums the gradients of variables that every rank of the group holds, such as those of a model around its expert
+/// layers, over the ranks: in f32 (f64 for f64) whatever their types, in buckets of [`BUCKET_BYTES`], in rank order. An
+/// absent gradient counts as zeros. A gradient keeps its type.
+///
+/// Expert weights are not among them: each rank has its own. Call it on every rank with the same variables in the same
+/// order, after a step's last backward, so that microbatches before it communicate nothing. Nothing to do for one rank.
+///
+/// # Errors
+/// A communicator's error, on every rank; variables of other sizes on another rank.
+pub fn reduce_gradients(group: &DeviceGroup, vars: &[Var], gradients: &mut GradStore) -> candle_core::Result<()> {
+    let of: Vec<&Tensor> = vars.iter().map(Var::as_tensor).collect();
+    Ok(over_group(group, NO_LAYER, &of, gradients)?)
+}
+
+/// The same over the ranks of any communicator, for example of data-parallel replicas, whose expert weights are among the
+/// variables: `device` is the communicator's, and the variables lie on it. Buckets take `bucket_bytes`.
+///
+/// # Errors
+/// As [`reduce_gradients`].
+pub fn reduce_gradients_over<D: Host>(
+    comm: &mut dyn Communicator<D>,
+    device: &D,
+    vars: &[Var],
+    bucket_bytes: usize,
+    gradients: &mut GradStore,
+) -> candle_core::Result<()> {
+    let of: Vec<&Tensor> = vars.iter().map(Var::as_tensor).collect();
+    Ok(Reduction { layer: NO_LAYER, of: &of, bucket_bytes }.run(comm, device, gradients)?)
+}
+
+/// Sums over the ranks of a group, of a layer's parameters or of others.
+pub(super) fn over_group(group: &DeviceGroup, layer: u32, of: &[&Tensor], gradients: &mut GradStore) -> Result<()> {
+    let reduction = Reduction { layer, of, bucket_bytes: BUCKET_BYTES };
+    match group.any() {
+        AnyGroup::Cpu(group) => {
+            let mut group = group.lock();
+            let device = *group.device();
+            reduction.run(group.dispatcher().communicator(), &device, gradients)
+        }
+        #[cfg(feature = "cuda")]
+        AnyGroup::Cuda(group) => {
+            let mut group = group.lock();
+            let device = group.device().clone();
+            reduction.run(group.dispatcher().communicator(), &device, gradients)
+        }
+    }
+}
+
+/// Gradients to be summed.
+struct Reduction<'a> {
+    layer: u32,
+    of: &'a [&'a Tensor],
+    bucket_bytes: usize,
+}
+
+impl Reduction<'_> {
+    fn run<D: Host>(self, comm: &mut dyn Communicator<D>, device: &D, gradients: &mut GradStore) -> Result<()> {
+        if comm.size() == 1 {
+            return Ok(());
+        }
+        for (sequence, bucket) in self.buckets().into_iter().enumerate() {
+            let tag = Tag { layer: self.layer, op: Op::GradReduce, sequence: sequence as u64 };
+            // What this rank alone cannot do is told to the others, which are in the collective.
+            let sums = flat(bucket, gradients).inspect_err(|error| {
+                let _ = comm.refuse(tag, &error.to_string());
+            })?;
+            with_views_mut(device, CALL, &[("gradients", &sums)], |views| {
+                views.into_iter().try_for_each(|sums| comm.all_reduce(tag, ReduceOp::Sum, sums))
+            })?;
+            split(bucket, &sums, gradients).map_err(framework(CALL))?;
+        }
+        Ok(())
+    }
+
+    /// The parameters in order, cut where the sums' type changes or a bucket is full.
+    fn buckets(&self) -> Vec<&[&Tensor]> {
+        let mut bytes = 0;
+        let together = |before: &&Tensor, next: &&Tensor| {
+            bytes += size(before);
+            let fits = wide(before) == wide(next) && bytes + size(next) <= self.bucket_bytes;
+            if !fits {
+                bytes = 0;
+            }
+            fits
+        };
+        self.of.chunk_by(together).collect()
+    }
+}
+
+/// The type of a parameter's sum.
+fn wide(of: &Tensor) -> DType {
+    if of.dtype() == DType::F64 { DType::F64 } else { DType::F32 }
+}
+
+/// Bytes of a parameter's sum.
+fn size(of: &Tensor) -> usize {
+    of.elem_count() * wide(of).size_in_bytes()
+}
+
+/// The gradients of a bucket, one behind the other, in memory of their own.
+fn flat(bucket: &[&Tensor], gradients: &GradStore) -> Result<Tensor> {
+    let of = |of: &&Tensor| match gradients.get(of) {
+        Some(gradient) => {
+            Error::check_shape(CALL, "gradient", of.dims(), gradient.dims())?;
+            gradient.to_dtype(wide(of)).and_then(|t| t.flatten_all()).map_err(framework(CALL))
+        }
+        None => Tensor::zeros(of.elem_count(), wide(of), of.device()).map_err(framework(CALL)),
+    };
+    let parts = bucket.iter().map(of).collect::<Result<Vec<_>>>()?;
+    match &parts[..] {
+        // Not the gradient itself, which others may hold.
+        [alone] => alone.copy(),
+        parts => Tensor::cat(parts, 0),
+    }
+    .map_err(framework(CALL))
+}
+
+/// Takes a bucket's sums apart, each in its gradient's type.
+fn split(bucket: &[&Tensor], sums: &Tensor, gradients: &mut GradStore) -> candle_core::Result<()> {
+    let mut start = 0;
+    for of in bucket {
+        let dtype = gradients.get(of).map_or(of.dtype(), Tensor::dtype);
+        let sum = sums.narrow(0, start, of.elem_count())?.reshape(of.dims())?.to_dtype(dtype)?;
+        gradients.insert(of, sum);
+        start += of.elem_count();
+    }
+    Ok(())
+}
