@@ -66,11 +66,25 @@ impl Case {
         // Seeds differ between cases, so that a kink which one meets does not hide in all.
         let seed = name.bytes().fold(7, |s: u64, b| s.wrapping_mul(31).wrapping_add(b.into()));
         let mut random = Random::new(common::devices::seed::seed(seed));
-        let params = parameters(config, &mut random);
-        let x = random.tensor(&[TOKENS, HIDDEN], 1.0).unwrap();
-        let c = random.tensor(&[TOKENS, HIDDEN], 1.0).unwrap();
-        let name = format!("{name}, tokens {split:?}");
-        Self { name, setup: Setup::new(config, split), params, x, c: Some(c), a: 0.7, seed }
+        let mut drawn = || {
+            let params = parameters(config, &mut random);
+            let x = random.tensor(&[TOKENS, HIDDEN], 1.0).unwrap();
+            let c = random.tensor(&[TOKENS, HIDDEN], 1.0).unwrap();
+            // One rank, whose routing is that of several.
+            let (setup, name) = (Setup::new(config, &ONE), name.to_string());
+            Self { name, setup, params, x, c: Some(c), a: 0.7, seed }
+        };
+        // Where two experts are as good as equal, every step along the router's weight changes the routing.
+        let still = |case: &Self| {
+            let base = case.run(&case.params, &case.x);
+            let mut random = Random::new(common::devices::seed::seed(seed ^ 0x7135));
+            (0..3).all(|_| {
+                let direction = unit(&random.tensor(case.params["router.weight"].dims(), 1.0).unwrap());
+                case.difference("router.weight", &direction, STEP, &base).is_some()
+            })
+        };
+        let case = (0..20).map(|_| drawn()).find(still).unwrap_or_else(|| panic!("{name}: near ties in every draw"));
+        Self { name: format!("{name}, tokens {split:?}"), setup: Setup::new(config, split), ..case }
     }
 
     fn ranks(&self) -> usize {

@@ -5,12 +5,12 @@ use std::collections::HashMap;
 
 use candle_core::backend::{BackendDevice, BackendStorage};
 use candle_core::backprop::GradStore;
-use candle_core::{CpuStorage, CudaStorage, CustomOp1, DType, Device, Layout, Result, Shape, Tensor, TensorId, Var};
+use candle_core::{CpuStorage, CudaStorage, CustomOp1, DType, Device, Layout, Result, Shape, Tensor, TensorId};
 
 use crate::error::Error;
 use crate::layer::{ParamKind, PerParam};
 
-use super::host::{Host, dtype_of, into_candle};
+use super::host::{Host, dtype_of, into_candle, location};
 
 /// Parameters of the routed experts: those whose gradients the layer's kernels write where they are told to.
 pub(super) const EXPERTS: [ParamKind; 4] = [ParamKind::Up, ParamKind::UpBias, ParamKind::Down, ParamKind::DownBias];
@@ -48,14 +48,18 @@ pub(super) const EXPERTS: [ParamKind; 4] = [ParamKind::Up, ParamKind::UpBias, Pa
 pub struct MainGradients {
     experts: ExpertMemory,
     sums: GradStore,
+    /// The caller may have changed `sums`: they are no more what the kernels would add to.
+    changed: bool,
 }
 
 /// Memory of the experts' gradients, by their variables.
 #[derive(Debug, Default)]
 struct ExpertMemory {
-    /// Type of all gradients; `None`: their variables'.
-    dtype: Option<DType>,
+    /// Whether gradients of 16-bit variables are in f32.
+    wide: bool,
     of: HashMap<TensorId, MainGradient>,
+    /// A backward has taken memory from here and is not known to have done its work.
+    taken: bool,
 }
 
 #[derive(Debug)]
@@ -73,10 +77,10 @@ impl MainGradients {
         Self::default()
     }
 
-    /// Gradients in f32 whatever their variables' types, so that sums over many microbatches keep what bf16 would lose:
-    /// for an optimizer that takes them so.
+    /// Gradients of 16-bit variables in f32, so that sums over many microbatches keep what 16 bits would lose: for an
+    /// optimizer that takes a gradient of another type than its variable's, which candle's own do not.
     pub fn in_f32() -> Self {
-        let experts = ExpertMemory { dtype: Some(DType::F32), ..Default::default() };
+        let experts = ExpertMemory { wide: true, ..Default::default() };
         Self { experts, ..Self::default() }
     }
 
@@ -85,36 +89,53 @@ impl MainGradients {
     /// The backward runs on this thread, and every expert layer in its graph, of whatever group, adds to these.
     ///
     /// # Errors
-    /// What candle and the layers find. What was summed before is lost then: [`reset`](Self::reset) has been done.
+    /// What candle and the layers find. Where a layer had begun to write, the sums before are lost, and the step begins
+    /// anew, on every rank: [`reset`](Self::reset) has been done. A backward behind [`store_mut`](Self::store_mut).
     pub fn backward(&mut self, loss: &Tensor) -> Result<()> {
+        if self.changed {
+            let expected = "a reset after `store_mut` has lent the sums";
+            return Err(Error::invalid("MainGradients::backward", "gradients", expected, "none").into());
+        }
         let made = Running::during(&mut self.experts, || loss.backward());
         let done = made.and_then(|gradients| self.add(loss, gradients));
-        done.inspect_err(|_| self.reset())
+        if done.is_err() && self.experts.taken {
+            self.reset();
+        }
+        self.experts.taken = false;
+        done
     }
 
     /// Adds the gradients of Σ y ∘ d_y: of an output whose gradient is known, without a loss.
     ///
     /// # Errors
-    /// A `d_y` of another shape or type than y's; as [`backward`](Self::backward).
+    /// A `d_y` of another shape, type or device than y's; a y that no variable leads to; as
+    /// [`backward`](Self::backward).
     pub fn backward_with(&mut self, y: &Tensor, d_y: &Tensor) -> Result<()> {
         const CALL: &str = "MainGradients::backward_with";
         Error::check_shape(CALL, "d_y", y.dims(), d_y.dims())?;
         if y.dtype() != d_y.dtype() {
             return Err(Error::invalid(CALL, "d_y", y.dtype().as_str(), d_y.dtype().as_str()).into());
         }
+        if !y.device().same_device(d_y.device()) {
+            return Err(Error::invalid(CALL, "d_y", location(y.device()), location(d_y.device())).into());
+        }
+        if !y.track_op() {
+            return Err(Error::invalid(CALL, "y", "an output of variables", "a constant").into());
+        }
         self.backward(&y.apply_op1(Product { d_y: d_y.detach() })?)
     }
 
     /// The sums since the last reset, by variable, as optimizers take them. Those of experts change in place with the
-    /// next [`backward`](Self::backward): merge no two stores of one `MainGradients`.
+    /// next [`backward`](Self::backward).
     pub fn store(&self) -> &GradStore {
         &self.sums
     }
 
     /// The same to be changed: for sums over ranks
     /// ([`reduce_gradients`](super::ExpertParallelMoE::reduce_gradients)), clipping and the like, behind the step's last
-    /// backward.
+    /// backward: the next is refused until a [`reset`](Self::reset), so that nothing is counted twice.
     pub fn store_mut(&mut self) -> &mut GradStore {
+        self.changed = true;
         &mut self.sums
     }
 
@@ -123,18 +144,24 @@ impl MainGradients {
         self.sums
     }
 
-    /// A variable's sum.
+    /// A parameter's sum.
     ///
     /// # Errors
-    /// No backward since the last reset has reached it: frozen, or in no loss.
-    pub fn get(&self, var: &Var) -> Result<&Tensor> {
-        let missing = || Error::invalid("MainGradients::get", "variable", "one that a loss has reached", "another");
-        Ok(self.sums.get(var).ok_or_else(missing)?)
+    /// A frozen parameter; a variable that no backward since the last reset has reached, or whose gradient is elsewhere, as
+    /// that of a shard is with its chain.
+    pub fn get(&self, parameter: &Tensor) -> Result<&Tensor> {
+        let missing = || {
+            let found = if parameter.is_variable() { "one that none has reached" } else { "a frozen or computed one" };
+            Error::invalid("MainGradients::get", "parameter", "a variable that a backward has reached", found)
+        };
+        Ok(self.sums.get(parameter).ok_or_else(missing)?)
     }
 
-    /// Begins a step: no gradients. The memory stays for those to come.
+    /// Begins a step: no gradients. The memory of the last step's stays for those to come.
     pub fn reset(&mut self) {
-        self.sums = GradStore::default();
+        (self.sums, self.changed) = (GradStore::default(), false);
+        // What the last step has not used belongs to variables that may be gone.
+        self.experts.of.retain(|_, main| main.holds);
         for main in self.experts.of.values_mut() {
             (main.holds, main.shown) = (false, false);
         }
@@ -154,7 +181,7 @@ impl MainGradients {
         }
         for var in loss.sorted_nodes().into_iter().filter(|node| node.is_variable()) {
             let Some(new) = gradients.remove(var) else { continue };
-            let new = new.to_dtype(self.experts.dtype.unwrap_or(new.dtype()))?;
+            let new = new.to_dtype(self.experts.type_of(new.dtype()))?;
             let sum = match self.sums.get(var) {
                 Some(before) => (before + new)?.detach(),
                 None => new.detach(),
@@ -230,6 +257,14 @@ pub(super) fn expert_gradients<D: Host>(
 }
 
 impl ExpertMemory {
+    /// The type of a gradient of this type's.
+    fn type_of(&self, dtype: DType) -> DType {
+        match dtype {
+            DType::BF16 | DType::F16 if self.wide => DType::F32,
+            own => own,
+        }
+    }
+
     fn of_layer<D: Host>(
         &mut self,
         device: &D,
@@ -241,13 +276,16 @@ impl ExpertMemory {
         // A layer gives the gradient of a bias beside its weight's only.
         let alone = |bias, weight| tracked(bias).is_some() && tracked(weight).is_none();
         let plain = alone(ParamKind::UpBias, ParamKind::Up) || alone(ParamKind::DownBias, ParamKind::Down);
-        if plain || trained().next().is_none() || trained().any(|(_, t)| !t.is_variable()) {
+        // One memory for two parameters would be lent twice.
+        let twice = trained().any(|(role, t)| trained().any(|(other, u)| other != role && u.id() == t.id()));
+        if plain || twice || trained().next().is_none() || trained().any(|(_, t)| !t.is_variable()) {
             return Ok(None);
         }
+        self.taken = true;
         let accumulate = trained().any(|(_, t)| self.of.get(&t.id()).is_some_and(|main| main.holds));
         let mut tensors = PerParam::none();
         for (role, t) in trained() {
-            let dtype = dtype_of("MainGradients", role.name(), self.dtype.unwrap_or(t.dtype()))?;
+            let dtype = dtype_of("MainGradients", role.name(), self.type_of(t.dtype()))?;
             let main = match self.of.remove(&t.id()) {
                 Some(main) if main.holds || !accumulate => MainGradient { holds: true, ..main },
                 _ => {

@@ -5,11 +5,11 @@ use candle_core::backprop::GradStore;
 use candle_core::{DType, Device, Module, Tensor, Var};
 use candle_nn::VarBuilder;
 use moebius::candle::{ExpertParallelMoE, MainGradients, backward, error_of};
-use moebius::config::SharedConfig;
+use moebius::config::{Activation, SharedConfig};
 use moebius::layer::{Layer, ParamKind};
 use moebius::{Error, MoeConfig};
 
-use crate::support::{AnyResult, H, config, flat, group, normal, of_type};
+use crate::support::{AnyResult, H, close, config, flat, group, normal, of_type};
 use crate::trials::tests;
 
 /// Every parameter.
@@ -97,7 +97,7 @@ fn microbatches_add_up_in_memory_that_stays(device: &Device) -> AnyResult<()> {
             let found = values(&moe, main.store())?;
             same(&found, &sums.ok_or("no microbatch")?);
             let up = moe.vars().into_iter().find(|v| moe.param(ParamKind::Up).is_some_and(|t| t.id() == v.id()));
-            let up = main.get(&up.ok_or("no variable")?)?;
+            let up = main.get(up.ok_or("no variable")?.as_tensor())?;
             assert_eq!(up.dtype(), DType::F32);
             assert_eq!(*first.get_or_insert(up.id()), up.id(), "step {step}: other memory");
             main.reset();
@@ -203,12 +203,89 @@ fn computed_and_frozen_weights(device: &Device) -> AnyResult<()> {
             (found, expected) => assert_eq!(found.is_some(), expected.is_some(), "{}", role.name()),
         }
     }
-    let error = main.get(&Var::zeros((2, 2), DType::F32, device)?).expect_err("of no loss");
+    let error = main.get(&Tensor::zeros((2, 2), DType::F32, device)?).expect_err("of no loss");
     assert!(matches!(error_of(&error), Some(Error::Invalid { .. })), "{error}");
     Ok(())
 }
 
-fn a_failed_backward_leaves_no_sum(device: &Device) -> AnyResult<()> {
+/// One variable as two parameters of a layer, and as one of two layers.
+fn shared_variables(device: &Device) -> AnyResult<()> {
+    let mut square = MoeConfig::new(H, H, 8, 2);
+    square.activation = Activation::Relu2;
+    let both = Var::from_tensor(&(normal(71, (8, H, H), DType::F32, device)? * 0.2)?)?;
+    let router = || -> AnyResult<Var> { Ok(Var::from_tensor(&normal(72, (8, H), DType::F32, device)?)?) };
+    let layer = |number, up: &Var, down: &Var| -> AnyResult<ExpertParallelMoE> {
+        let given = [(ParamKind::Router, router()?), (ParamKind::Up, up.clone()), (ParamKind::Down, down.clone())];
+        let tensors = given.into_iter().map(|(role, var)| (role.name().to_string(), var.into_inner())).collect();
+        let vb = VarBuilder::from_tensors(tensors, DType::F32, device);
+        Ok(ExpertParallelMoE::new(Layer::new(square.clone(), number)?, group(device)?, vb)?)
+    };
+    let own =
+        |seed| -> AnyResult<Var> { Ok(Var::from_tensor(&(normal(seed, (8, H, H), DType::F32, device)? * 0.2)?)?) };
+    let (first, second) = (own(73)?, own(74)?);
+    let layers = [layer(0, &both, &both)?, layer(1, &both, &first)?, layer(2, &both, &second)?];
+    let x = tokens(0, DType::F32, device)?;
+    for used in [&layers[..1], &layers[1..]] {
+        let loss = || -> AnyResult<Tensor> {
+            let outputs =
+                used.iter().map(|moe| Ok(moe.forward(&x)?.sqr()?.sum_all()?)).collect::<AnyResult<Vec<_>>>()?;
+            Ok(Tensor::stack(&outputs, 0)?.sum_all()?)
+        };
+        let expected = loss()?.backward()?;
+        let mut main = MainGradients::new();
+        for _ in 0..2 {
+            main.backward(&loss()?)?;
+        }
+        for moe in used {
+            for (role, expected) in values(moe, &expected)? {
+                let found = flat(main.get(moe.param(role).ok_or("a parameter")?)?)?;
+                let twice: Vec<f32> = expected.iter().map(|g| 2.0 * g).collect();
+                // Four terms at most, in two orders: three roundings of sums of their size.
+                close(role.name(), &found, &twice);
+            }
+        }
+    }
+    Ok(())
+}
+
+/// Sums that the caller may have changed are not added to.
+fn lent_sums_are_not_added_to(device: &Device) -> AnyResult<()> {
+    let moe = of_type(group(device)?, config(), DType::F32)?;
+    let x = tokens(0, DType::F32, device)?;
+    let loss = || -> AnyResult<Tensor> { Ok(moe.forward(&x)?.sqr()?.sum_all()?) };
+    let mut main = MainGradients::new();
+    main.backward(&loss()?)?;
+    let expected = values(&moe, main.store())?;
+    moe.reduce_gradients(main.store_mut())?;
+    let error = main.backward(&loss()?).expect_err("a backward behind a change");
+    assert!(matches!(error_of(&error), Some(Error::Invalid { .. })), "{error}");
+    // Refused before anything ran: the sums are there.
+    same(&values(&moe, main.store())?, &expected);
+    main.reset();
+    main.backward(&loss()?)?;
+    same(&values(&moe, main.store())?, &expected);
+    // A constant has no gradient.
+    let error = main.backward_with(&x.detach(), &x.detach()).expect_err("a constant");
+    assert!(matches!(error_of(&error), Some(Error::Invalid { .. })), "{error}");
+    Ok(())
+}
+
+/// f64, which a GPU does not compute in, stays as it is where 16 bits would be widened.
+fn f64_is_not_narrowed(_: &Device) -> AnyResult<()> {
+    let moe = of_type(group(&Device::Cpu)?, config(), DType::F64)?;
+    let x = tokens(0, DType::F64, &Device::Cpu)?;
+    let loss = || -> AnyResult<Tensor> { Ok(moe.forward(&x)?.sqr()?.sum_all()?) };
+    let mut main = MainGradients::in_f32();
+    main.backward(&loss()?)?;
+    let expected = loss()?.backward()?;
+    for var in moe.vars() {
+        let (found, expected) = (main.get(&var)?, expected.get(&var).ok_or("no gradient")?);
+        assert_eq!(found.flatten_all()?.to_vec1::<f64>()?, expected.flatten_all()?.to_vec1::<f64>()?);
+    }
+    Ok(())
+}
+
+fn a_failed_backward_leaves_what_was_summed(device: &Device) -> AnyResult<()> {
     let moe = of_type(group(device)?, config(), DType::F32)?;
     let x = tokens(0, DType::F32, device)?;
     let mut main = MainGradients::new();
@@ -217,7 +294,9 @@ fn a_failed_backward_leaves_no_sum(device: &Device) -> AnyResult<()> {
     let expected = values(&moe, main.store())?;
     let error = main.backward(&once).expect_err("a second backward");
     assert!(matches!(error_of(&error), Some(Error::ContextConsumed { .. })), "{error}");
-    assert!(main.store().get(moe.param(ParamKind::Up).ok_or("a weight")?).is_none());
+    // No layer had begun to write: the sums before are whole.
+    same(&values(&moe, main.store())?, &expected);
+    main.reset();
     main.backward(&moe.forward(&x)?.sqr()?.sum_all()?)?;
     same(&values(&moe, main.store())?, &expected);
     // candle's own way is not touched by what another object collects.
@@ -233,5 +312,8 @@ tests! {
     a_known_cotangent_needs_no_loss,
     a_weight_with_two_ways_to_the_loss,
     computed_and_frozen_weights,
-    a_failed_backward_leaves_no_sum,
+    shared_variables,
+    lent_sums_are_not_added_to,
+    f64_is_not_narrowed,
+    a_failed_backward_leaves_what_was_summed,
 }
