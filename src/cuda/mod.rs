@@ -27,6 +27,7 @@
 //! plan, routing_records, layout, low_latency_sort, permute    slots: planned, tiled, moved
 //! experts, linear, wgrad, sm90_grouped_gemm, w4a16            products
 //! router, quant, etp                                          routing, casts, sums of sharded gradients
+//! optimizer                                                   norms, and steps of AdamW
 //! kernels                                                     all of it as the trait has it
 //! ```
 
@@ -49,6 +50,7 @@ mod linear;
 #[cfg(feature = "nccl-ep")]
 pub(crate) mod low_latency_sort;
 mod memory;
+mod optimizer;
 mod params;
 mod permute;
 pub(crate) mod plan;
