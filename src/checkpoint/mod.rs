@@ -19,6 +19,7 @@ mod json;
 mod layout;
 mod load;
 mod model;
+mod optimizer;
 mod params;
 mod quantize;
 mod quantized;

@@ -40,6 +40,7 @@ pub use crate::config::Payload;
 pub use chain::Chain;
 pub use chain::gather::ShardedWeight;
 pub use chain::reduce::GradientBuffer;
+pub(crate) use collectives::stream_pair::StreamPair;
 pub use state::collective_state::{ChainTraffic, CollectiveState};
 pub use state::report::ChainMemory;
 pub use state::shards::Shards;
