@@ -8,12 +8,18 @@ use candle_core::{Device, DeviceLocation, Storage, Tensor};
 
 use crate::error::{Error, Result};
 use crate::etp::{Chain, ShardDevice};
-use crate::tensor::TensorRef;
+use crate::kernels::optimizer::OptimizerDevice;
+use crate::tensor::{TensorMut, TensorRef};
 
 use super::error::framework;
 use super::sharded::DeviceChain;
+
+/// A function that changes variables.
+#[doc(hidden)]
+pub type VisitVars<'v, D> = dyn FnMut(usize, Vec<TensorMut<'_, D>>) -> Result<()> + 'v;
+
 /// A device whose memory candle and this crate share: [`Cpu`](crate::cpu::Cpu), and with the `cuda` feature `Cuda`.
-pub trait Host: ShardDevice {
+pub trait Host: ShardDevice + OptimizerDevice {
     /// Owner of memory that must live until the work that reads a view is enqueued.
     #[doc(hidden)]
     type Hold<'a>;
@@ -36,6 +42,11 @@ pub trait Host: ShardDevice {
     /// Ids of experts in candle's storage as a tensor: U32 as I32, I64 as it is.
     #[doc(hidden)]
     fn view_ids<'a>(&'a self, part: StorageSlice<'a>) -> Result<(TensorRef<'a, Self>, Self::Hold<'a>)>;
+
+    /// Gives `visit` the memory of variables to change, none of which is there twice, with the number of the first:
+    /// one after the other, or, where the device [fuses](OptimizerDevice::FUSES) calls, all at once.
+    #[doc(hidden)]
+    fn with_vars(&self, call: &'static str, vars: &[&Tensor], visit: &mut VisitVars<'_, Self>) -> Result<()>;
 
     /// Our tensor as candle's storage on `device`, which is this one; the memory moves over.
     #[doc(hidden)]

@@ -9,7 +9,7 @@ use crate::cpu::Cpu;
 #[cfg(feature = "cuda")]
 use crate::cuda::Cuda;
 use crate::error::{Error, Result};
-use crate::etp::{Chain, GradientBuffer, Payload, ShardDevice, ShardedWeight, WeightId, WeightSpec};
+use crate::etp::{Chain, GradientBuffer, Payload, ShardDevice, ShardedWeight, Shards, WeightId, WeightSpec};
 use crate::kernels::Scalar;
 use crate::layer::{
     Beside, Context, Cotangents, Gradients, Inputs, Layer, ParamKind, ParamViews, Params, RefusalGuard, Wanted,
@@ -72,6 +72,15 @@ impl Sharded {
         let (up, down) = (spec(ParamKind::Up, shards.up)?, spec(ParamKind::Down, shards.down)?);
         let ids = [chain.add(up.0, up.1)?, chain.add(down.0, down.1)?];
         Ok(Self { chain: D::hide(Arc::clone(chain)), ids })
+    }
+
+    /// The cut of a weight of these sizes, and this rank's place in the chain.
+    pub(super) fn cut(&self, dims: &[usize]) -> Result<(Shards, usize)> {
+        match &self.chain {
+            DeviceChain::Cpu(chain) => Ok((chain.shards(dims)?, chain.rank())),
+            #[cfg(feature = "cuda")]
+            DeviceChain::Cuda(chain) => Ok((chain.shards(dims)?, chain.rank())),
+        }
     }
 
     /// The experts, for a layer that works on a `D`.
