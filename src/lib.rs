@@ -75,6 +75,7 @@
 //! | checkpoint | a published folder of safetensors, of which a rank reads its own experts | [`Checkpoint`](crate::checkpoint::Checkpoint) |
 //! | quantized matrix | NVFP4, MXFP8 and the codecs of both | [`quant`] |
 //! | chain | expert weights sharded over ranks, gathered just before use | [`Chain`](crate::etp::Chain) |
+//! | optimizer | AdamW with main weights in f32, over whole parameters and parts of them | [`AdamW`](crate::optim::AdamW), [`Part`](crate::optim::Part) |
 //! | identity, mesh | which rank a process is, and how a world divides | [`ranks`] |
 //! | lazy value | what a device computes and nobody waits for until it is read | [`Lazy`] |
 //! | error | typed, with call, rank, tensor, expected and found | [`Error`], [`CommError`], [`CheckpointError`] |
@@ -87,8 +88,8 @@
 //! candle, burn                        adapters: they gather tensors, call the layer, and wrap what comes back
 //! checkpoint                          published checkpoints, read and written
 //! cpu, cuda, nccl, nccl_ep            devices, and the communicators and dispatchers that connect them
-//! ep, layer, etp, ranks               dispatchers, the layer (stages, no arithmetic), sharded weights, ranks as
-//!                                     processes; over any device and communicator
+//! ep, layer, etp, optim, ranks        dispatchers, the layer (stages, no arithmetic), sharded weights, optimizers,
+//!                                     ranks as processes; over any device and communicator
 //! kernels, comm                       traits: the primitives of a device, the collectives between ranks
 //! tensor, quant, config, plan, error  descriptions: tensors, number formats, configurations, a routing's plan
 //! ```
@@ -123,6 +124,7 @@ pub mod etp;
 pub mod kernels;
 pub mod layer;
 pub mod metrics;
+pub mod optim;
 pub mod quant;
 pub mod ranks;
 pub mod weights;

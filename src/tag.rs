@@ -41,6 +41,8 @@ pub enum Op {
     Aux,
     /// Sum of replicated parameters' gradients.
     GradReduce,
+    /// Sums of squares of gradients, for their norm.
+    GradNorm,
     /// Gathering weights, e.g. to save a checkpoint.
     Weights,
     /// The caller's own use.
@@ -60,6 +62,7 @@ impl Op {
             Op::DispatchBwd => "dispatch_bwd",
             Op::Aux => "aux",
             Op::GradReduce => "grad_reduce",
+            Op::GradNorm => "grad_norm",
             Op::Weights => "weights",
             Op::User => "user",
         }

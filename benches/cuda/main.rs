@@ -3,12 +3,14 @@
 //!
 //! ```text
 //! cargo bench -p moebius --no-default-features --features cuda --bench cuda --
-//!     [--portable] [--quant] [--workloads] [WORKLOAD …]
+//!     [--portable] [--quant] [--adamw] [--workloads] [WORKLOAD …]
 //! ```
 //!
 //! `--quant` measures quantization and products with quantized weights, and nothing else.
+//! `--adamw` measures an optimizer's steps, and nothing else.
 //! `--workloads` prints the workloads, for the peers, and measures nothing.
 
+mod adamw;
 mod data;
 mod gemms;
 mod layer;
@@ -95,6 +97,9 @@ fn main() -> Result<()> {
     let cuda = if asked("--portable") { cuda.portable() } else { cuda };
     let report = Report::new(&cuda)?;
     copy_rate(&cuda, &report)?;
+    if asked("--adamw") {
+        return adamw::run(&cuda, &report);
+    }
     if asked("--quant") {
         quant::codec(&cuda, &report)?;
     }

@@ -487,3 +487,108 @@ struct QuantWeight {
 };
 // Formats of weights: E2M1 with an E4M3 scale each 16; E2M1 with an E8M0 scale each 32; E4M3 with f32 scales.
 enum WeightEncoding : int64_t { WEIGHT_NVFP4 = 0, WEIGHT_MXFP4 = 1, WEIGHT_FP8 = 2 };
+
+// ---------------------------------------------------------------------------------------------------- optimizer steps
+
+// A leaf of a norm: most elements, and its partial sums (src/kernels/optimizer.rs states the order of the sums).
+constexpr int64_t NORM_LEAF = 4096, NORM_LEAF_SUMS = 128;
+// Leaves that a warp adds, as a power of two, at most.
+constexpr int64_t NORM_TASK_HEIGHT = 2;
+
+// Squares of one gradient among many: a warp a task of 2^height leaves, at most NORM_TASK_HEIGHT high.
+struct SquareJob {
+    const void* gradient;
+    double* out;               // a number a task
+    int64_t width;             // elements of a row
+    int64_t row_leaves;
+    int64_t leaves;
+    int64_t height;
+    int64_t type;
+    int64_t wide;              // four elements may be read at once
+    int64_t first_task;        // of the launch's
+};
+constexpr size_t SQUARE_JOBS = 40;
+struct SquareJobs {
+    SquareJob jobs[SQUARE_JOBS];
+    int64_t count;
+    int64_t tasks;
+};
+
+// Trees over numbers: a block a node.
+struct TreeJob {
+    const double* values;
+    double* out;
+    int64_t count;             // of values
+    int64_t height;            // of a node: values of it, as a power of two
+    int64_t first_node;        // of the launch's
+};
+constexpr size_t TREE_JOBS = 80;
+struct TreeJobs {
+    TreeJob jobs[TREE_JOBS];
+    int64_t count;
+};
+
+// A tree over each weight's nodes: a block a weight.
+struct NormSums {
+    const double* nodes;
+    const int32_t* order;
+    const int32_t* starts;
+    double* sums;
+    int64_t node_count;
+};
+
+// Numbers of a step.
+enum StepState : int64_t { STATE_SCALE = 0, STATE_GOOD = 1, STATE_STEP = 2, STATE_SKIPPED = 3, STATE_NORM = 4, STATE_FACTOR = 5, STATE_SKIP = 6, STATE_NUMBERS = 8 };
+enum StepCoefficient : int64_t {
+    COEFFICIENT_SKIP = 0, COEFFICIENT_FACTOR = 1, COEFFICIENT_FIRST = 2, COEFFICIENT_SECOND = 3, COEFFICIENT_RATE = 4,
+    COEFFICIENT_ROOT = 5, COEFFICIENT_EPSILON = 6, COEFFICIENT_DECAY = 7, COEFFICIENT_STEP = 8, COEFFICIENTS = 9
+};
+// learning rate, beta 1, beta 2, epsilon, weight decay; powers of both betas.
+constexpr int64_t GROUP_SETTINGS = 5, GROUP_STATE = 2;
+struct StepControl {
+    const double* sums;        // squares of each weight's gradient; null: no norm
+    int64_t weights;
+    const double* settings;
+    double* state;
+    double* coefficients;
+    int64_t groups;
+    int64_t scaled;            // the loss has a factor that moves
+    double max_norm;           // infinite: no clipping
+    double growth;
+    double backoff;
+    double interval;
+    double min;
+    double max;
+};
+
+// A parameter of AdamW among many.
+struct AdamWJob {
+    const void* gradient;
+    float* main;
+    void* rounded;             // null: the main weight is the parameter
+    void* first;
+    void* second;
+    int64_t count;
+    int64_t element;           // number of the first one in the whole parameter
+    int64_t number;            // of the parameter
+    int64_t types;             // of the gradient, 4 * of the rounded parameter, 16: moments in bf16, 32: four at once
+    int64_t first_block;       // of the launch's
+};
+constexpr size_t ADAMW_JOBS = 48;
+// Elements of a block.
+constexpr int64_t ADAMW_SPAN = 8192;
+struct AdamWJobs {
+    AdamWJob jobs[ADAMW_JOBS];
+    const double* coefficients;
+    int64_t count;
+    unsigned keys[14];         // of the seven rounds of random bits
+};
+
+// Elements to another type.
+struct ConvertType {
+    const void* from;
+    void* to;
+    int64_t from_type;         // -1: f64
+    int64_t to_type;
+    int64_t count;
+};

@@ -3,6 +3,7 @@
 // kept.
 #pragma once
 #include "common/common.cuh"
+#include "common/philox.cuh"
 #include <type_traits>
 
 namespace quant {
@@ -134,22 +135,6 @@ __device__ __forceinline__ unsigned e2m1_stochastic8(const unsigned (&words)[4],
     const unsigned left = __byte_perm(codes[0], codes[1], 0x7351), right = __byte_perm(codes[2], codes[3], 0x7351);
     const unsigned even = __byte_perm(left, right, 0x5410) >> 4, odd = __byte_perm(left, right, 0x7632);
     return odd ^ ((even ^ odd) & 0x0f0f0f0fu);
-}
-
-// Philox4x32-7. Keys of all rounds come from the host: as kernel parameters they are operands of the instructions that
-// use them.
-__device__ __forceinline__ uint2 product(unsigned a, unsigned b) {
-    unsigned long long both;
-    asm("mul.wide.u32 %0, %1, %2;\n" : "=l"(both) : "r"(a), "r"(b));
-    return make_uint2(static_cast<unsigned>(both), static_cast<unsigned>(both >> 32));
-}
-__device__ __forceinline__ uint4 philox(uint4 c, const unsigned (&keys)[14]) {
-#pragma unroll
-    for (int round = 0; round < 7; round++) {
-        const uint2 first = product(c.x, 0xd2511f53u), second = product(c.z, 0xcd9e8d57u);
-        c = make_uint4(second.y ^ c.y ^ keys[2 * round], second.x, first.y ^ c.w ^ keys[2 * round + 1], first.x);
-    }
-    return c;
 }
 
 enum Mode { TE, STOCHASTIC, TILED, MODELOPT };

@@ -60,13 +60,42 @@ pub fn finish_sharded<D: Host>(
     vars: &[(WeightId, Var)],
     gradients: &mut GradStore,
 ) -> Result<()> {
-    const CALL: &str = "finish_sharded";
+    finish(chain, replicas, vars, &mut |var, gradient| {
+        let gradient = gradient.to_dtype(var.dtype()).map_err(framework(CALL))?;
+        gradients.insert(var, gradient);
+        Ok(())
+    })
+}
+
+/// [`finish_sharded`] with gradients as the chain has added them up, in f32 for f32, bf16 and f16: for
+/// [`AdamW`](super::AdamW), which takes them so. candle-nn's optimizers want the variable's type.
+///
+/// # Errors
+/// As [`finish_sharded`].
+pub fn finish_sharded_in_f32<D: Host>(
+    chain: &Chain<D>,
+    replicas: Option<&mut dyn Communicator<D>>,
+    vars: &[(WeightId, Var)],
+    gradients: &mut GradStore,
+) -> Result<()> {
+    finish(chain, replicas, vars, &mut |var, gradient| {
+        gradients.insert(var, gradient);
+        Ok(())
+    })
+}
+
+const CALL: &str = "finish_sharded";
+
+/// Gives each variable its gradient, in the accumulator type.
+fn finish<D: Host>(
+    chain: &Chain<D>,
+    replicas: Option<&mut dyn Communicator<D>>,
+    vars: &[(WeightId, Var)],
+    give: &mut dyn FnMut(&Var, Tensor) -> Result<()>,
+) -> Result<()> {
     chain.finish(replicas, |id, gradient| {
         let Some((_, var)) = vars.iter().find(|(other, _)| *other == id) else { return Ok(()) };
         crate::Error::check_shape(CALL, "variable", gradient.dims(), var.dims())?;
-        let own = into_candle(copy_of(chain.device(), gradient)?, gradient.dims(), var.device())?;
-        let own = own.to_dtype(var.dtype()).map_err(framework(CALL))?;
-        gradients.insert(var, own);
-        Ok(())
+        give(var, into_candle(copy_of(chain.device(), gradient)?, gradient.dims(), var.device())?)
     })
 }

@@ -90,6 +90,9 @@
 //! Gradients of replicated parameters (router, shared expert) are each rank's own share:
 //! [`ExpertParallelMoE::reduce_gradients`] sums them over the ranks.
 //!
+//! [`AdamW`] is an optimizer with main weights in f32 for variables in f32, bf16 and f16, with clipping and loss scaling
+//! that do not wait for a GPU, over ranks and shards too.
+//!
 //! A rank may have no tokens. candle's binary operations on empty tensors return their left operand and forget the
 //! right one, so write a residual as `moe.forward(&x)? + x`: the other way round, an empty rank would lose the layer
 //! from its graph, never run its backward, and its peers would wait for it until the timeout.
@@ -110,6 +113,7 @@ mod host;
 mod main_gradients;
 mod module;
 mod op;
+mod optimizer;
 mod options;
 mod params;
 mod reduce;
@@ -125,11 +129,12 @@ pub use build::moe;
 #[cfg(feature = "cuda")]
 pub use cuda::cuda;
 pub use error::error_of;
-pub use etp::{VarShard, finish_sharded};
+pub use etp::{VarShard, finish_sharded, finish_sharded_in_f32};
 pub use group::DeviceGroup;
 pub use host::{Host, routing_ids};
 pub use main_gradients::{MainGradients, backward};
 pub use module::ExpertParallelMoE;
+pub use optimizer::{AdamW, Param};
 pub use options::{LoadAs, Parameters};
 pub use reduce::{BUCKET_BYTES, reduce_gradients, reduce_gradients_over};
 pub use run::MoeOutput;

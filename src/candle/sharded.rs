@@ -6,7 +6,7 @@ use std::sync::Arc;
 use candle_core::Tensor;
 
 use crate::error::{Error, Result};
-use crate::etp::{Chain, GradientBuffer, Payload, ShardDevice, ShardedWeight, WeightId, WeightSpec};
+use crate::etp::{Chain, GradientBuffer, Payload, ShardDevice, ShardedWeight, Shards, WeightId, WeightSpec};
 use crate::kernels::Scalar;
 use crate::layer::{
     Context, Cotangents, Gradients, GradientsMut, Inputs, Layer, ParamKind, ParamViews, Params, RefusalGuard, Wanted,
@@ -60,6 +60,15 @@ impl Sharded {
         let (up, down) = (spec(ParamKind::Up, shards.up)?, spec(ParamKind::Down, shards.down)?);
         let ids = [chain.add(up.0, up.1)?, chain.add(down.0, down.1)?];
         Ok(Self { chain: D::hide(Arc::clone(chain)), ids })
+    }
+
+    /// The cut of a weight of these sizes, and this rank's place in the chain.
+    pub(super) fn cut(&self, dims: &[usize]) -> Result<(Shards, usize)> {
+        match &self.chain {
+            DeviceChain::Cpu(chain) => Ok((chain.shards(dims)?, chain.rank())),
+            #[cfg(feature = "cuda")]
+            DeviceChain::Cuda(chain) => Ok((chain.shards(dims)?, chain.rank())),
+        }
     }
 
     /// The experts, for a layer that works on a `D`.

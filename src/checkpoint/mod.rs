@@ -21,6 +21,7 @@ mod load;
 mod matrix;
 mod model;
 mod nvfp4;
+mod optimizer;
 mod params;
 mod quantize;
 mod quantized;

@@ -9,6 +9,7 @@ mod experts;
 mod gemm;
 mod group;
 mod kernels;
+mod optimizer;
 mod ordered;
 mod plan;
 mod quant;

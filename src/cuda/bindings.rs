@@ -1018,6 +1018,228 @@ pub const WEIGHT_NVFP4: WeightEncoding = 0;
 pub const WEIGHT_MXFP4: WeightEncoding = 1;
 pub const WEIGHT_FP8: WeightEncoding = 2;
 pub type WeightEncoding = i64;
+pub const NORM_LEAF: i64 = 4096;
+pub const NORM_LEAF_SUMS: i64 = 128;
+pub const NORM_TASK_HEIGHT: i64 = 2;
+#[repr(C)]
+#[derive(Debug, Copy, Clone, Default)]
+pub struct SquareJob {
+    pub gradient: u64,
+    pub out: u64,
+    pub width: i64,
+    pub row_leaves: i64,
+    pub leaves: i64,
+    pub height: i64,
+    pub type_: i64,
+    pub wide: i64,
+    pub first_task: i64,
+}
+#[allow(clippy::unnecessary_operation, clippy::identity_op)]
+const _: () = {
+    ["Size of SquareJob"][::core::mem::size_of::<SquareJob>() - 72usize];
+    ["Alignment of SquareJob"][::core::mem::align_of::<SquareJob>() - 8usize];
+    ["Offset of field: SquareJob::gradient"][::core::mem::offset_of!(SquareJob, gradient) - 0usize];
+    ["Offset of field: SquareJob::out"][::core::mem::offset_of!(SquareJob, out) - 8usize];
+    ["Offset of field: SquareJob::width"][::core::mem::offset_of!(SquareJob, width) - 16usize];
+    ["Offset of field: SquareJob::row_leaves"][::core::mem::offset_of!(SquareJob, row_leaves) - 24usize];
+    ["Offset of field: SquareJob::leaves"][::core::mem::offset_of!(SquareJob, leaves) - 32usize];
+    ["Offset of field: SquareJob::height"][::core::mem::offset_of!(SquareJob, height) - 40usize];
+    ["Offset of field: SquareJob::type_"][::core::mem::offset_of!(SquareJob, type_) - 48usize];
+    ["Offset of field: SquareJob::wide"][::core::mem::offset_of!(SquareJob, wide) - 56usize];
+    ["Offset of field: SquareJob::first_task"][::core::mem::offset_of!(SquareJob, first_task) - 64usize];
+};
+pub const SQUARE_JOBS: usize = 40;
+#[repr(C)]
+#[derive(Debug, Copy, Clone)]
+pub struct SquareJobs {
+    pub jobs: [SquareJob; 40usize],
+    pub count: i64,
+    pub tasks: i64,
+}
+#[allow(clippy::unnecessary_operation, clippy::identity_op)]
+const _: () = {
+    ["Size of SquareJobs"][::core::mem::size_of::<SquareJobs>() - 2896usize];
+    ["Alignment of SquareJobs"][::core::mem::align_of::<SquareJobs>() - 8usize];
+    ["Offset of field: SquareJobs::jobs"][::core::mem::offset_of!(SquareJobs, jobs) - 0usize];
+    ["Offset of field: SquareJobs::count"][::core::mem::offset_of!(SquareJobs, count) - 2880usize];
+    ["Offset of field: SquareJobs::tasks"][::core::mem::offset_of!(SquareJobs, tasks) - 2888usize];
+};
+#[repr(C)]
+#[derive(Debug, Copy, Clone, Default)]
+pub struct TreeJob {
+    pub values: u64,
+    pub out: u64,
+    pub count: i64,
+    pub height: i64,
+    pub first_node: i64,
+}
+#[allow(clippy::unnecessary_operation, clippy::identity_op)]
+const _: () = {
+    ["Size of TreeJob"][::core::mem::size_of::<TreeJob>() - 40usize];
+    ["Alignment of TreeJob"][::core::mem::align_of::<TreeJob>() - 8usize];
+    ["Offset of field: TreeJob::values"][::core::mem::offset_of!(TreeJob, values) - 0usize];
+    ["Offset of field: TreeJob::out"][::core::mem::offset_of!(TreeJob, out) - 8usize];
+    ["Offset of field: TreeJob::count"][::core::mem::offset_of!(TreeJob, count) - 16usize];
+    ["Offset of field: TreeJob::height"][::core::mem::offset_of!(TreeJob, height) - 24usize];
+    ["Offset of field: TreeJob::first_node"][::core::mem::offset_of!(TreeJob, first_node) - 32usize];
+};
+pub const TREE_JOBS: usize = 80;
+#[repr(C)]
+#[derive(Debug, Copy, Clone)]
+pub struct TreeJobs {
+    pub jobs: [TreeJob; 80usize],
+    pub count: i64,
+}
+#[allow(clippy::unnecessary_operation, clippy::identity_op)]
+const _: () = {
+    ["Size of TreeJobs"][::core::mem::size_of::<TreeJobs>() - 3208usize];
+    ["Alignment of TreeJobs"][::core::mem::align_of::<TreeJobs>() - 8usize];
+    ["Offset of field: TreeJobs::jobs"][::core::mem::offset_of!(TreeJobs, jobs) - 0usize];
+    ["Offset of field: TreeJobs::count"][::core::mem::offset_of!(TreeJobs, count) - 3200usize];
+};
+#[repr(C)]
+#[derive(Debug, Copy, Clone, Default)]
+pub struct NormSums {
+    pub nodes: u64,
+    pub order: u64,
+    pub starts: u64,
+    pub sums: u64,
+    pub node_count: i64,
+}
+#[allow(clippy::unnecessary_operation, clippy::identity_op)]
+const _: () = {
+    ["Size of NormSums"][::core::mem::size_of::<NormSums>() - 40usize];
+    ["Alignment of NormSums"][::core::mem::align_of::<NormSums>() - 8usize];
+    ["Offset of field: NormSums::nodes"][::core::mem::offset_of!(NormSums, nodes) - 0usize];
+    ["Offset of field: NormSums::order"][::core::mem::offset_of!(NormSums, order) - 8usize];
+    ["Offset of field: NormSums::starts"][::core::mem::offset_of!(NormSums, starts) - 16usize];
+    ["Offset of field: NormSums::sums"][::core::mem::offset_of!(NormSums, sums) - 24usize];
+    ["Offset of field: NormSums::node_count"][::core::mem::offset_of!(NormSums, node_count) - 32usize];
+};
+pub const STATE_SCALE: StepState = 0;
+pub const STATE_GOOD: StepState = 1;
+pub const STATE_STEP: StepState = 2;
+pub const STATE_SKIPPED: StepState = 3;
+pub const STATE_NORM: StepState = 4;
+pub const STATE_FACTOR: StepState = 5;
+pub const STATE_SKIP: StepState = 6;
+pub const STATE_NUMBERS: StepState = 8;
+pub type StepState = i64;
+pub const COEFFICIENT_SKIP: StepCoefficient = 0;
+pub const COEFFICIENT_FACTOR: StepCoefficient = 1;
+pub const COEFFICIENT_FIRST: StepCoefficient = 2;
+pub const COEFFICIENT_SECOND: StepCoefficient = 3;
+pub const COEFFICIENT_RATE: StepCoefficient = 4;
+pub const COEFFICIENT_ROOT: StepCoefficient = 5;
+pub const COEFFICIENT_EPSILON: StepCoefficient = 6;
+pub const COEFFICIENT_DECAY: StepCoefficient = 7;
+pub const COEFFICIENT_STEP: StepCoefficient = 8;
+pub const COEFFICIENTS: StepCoefficient = 9;
+pub type StepCoefficient = i64;
+pub const GROUP_SETTINGS: i64 = 5;
+pub const GROUP_STATE: i64 = 2;
+#[repr(C)]
+#[derive(Debug, Copy, Clone, Default)]
+pub struct StepControl {
+    pub sums: u64,
+    pub weights: i64,
+    pub settings: u64,
+    pub state: u64,
+    pub coefficients: u64,
+    pub groups: i64,
+    pub scaled: i64,
+    pub max_norm: f64,
+    pub growth: f64,
+    pub backoff: f64,
+    pub interval: f64,
+    pub min: f64,
+    pub max: f64,
+}
+#[allow(clippy::unnecessary_operation, clippy::identity_op)]
+const _: () = {
+    ["Size of StepControl"][::core::mem::size_of::<StepControl>() - 104usize];
+    ["Alignment of StepControl"][::core::mem::align_of::<StepControl>() - 8usize];
+    ["Offset of field: StepControl::sums"][::core::mem::offset_of!(StepControl, sums) - 0usize];
+    ["Offset of field: StepControl::weights"][::core::mem::offset_of!(StepControl, weights) - 8usize];
+    ["Offset of field: StepControl::settings"][::core::mem::offset_of!(StepControl, settings) - 16usize];
+    ["Offset of field: StepControl::state"][::core::mem::offset_of!(StepControl, state) - 24usize];
+    ["Offset of field: StepControl::coefficients"][::core::mem::offset_of!(StepControl, coefficients) - 32usize];
+    ["Offset of field: StepControl::groups"][::core::mem::offset_of!(StepControl, groups) - 40usize];
+    ["Offset of field: StepControl::scaled"][::core::mem::offset_of!(StepControl, scaled) - 48usize];
+    ["Offset of field: StepControl::max_norm"][::core::mem::offset_of!(StepControl, max_norm) - 56usize];
+    ["Offset of field: StepControl::growth"][::core::mem::offset_of!(StepControl, growth) - 64usize];
+    ["Offset of field: StepControl::backoff"][::core::mem::offset_of!(StepControl, backoff) - 72usize];
+    ["Offset of field: StepControl::interval"][::core::mem::offset_of!(StepControl, interval) - 80usize];
+    ["Offset of field: StepControl::min"][::core::mem::offset_of!(StepControl, min) - 88usize];
+    ["Offset of field: StepControl::max"][::core::mem::offset_of!(StepControl, max) - 96usize];
+};
+#[repr(C)]
+#[derive(Debug, Copy, Clone, Default)]
+pub struct AdamWJob {
+    pub gradient: u64,
+    pub main: u64,
+    pub rounded: u64,
+    pub first: u64,
+    pub second: u64,
+    pub count: i64,
+    pub element: i64,
+    pub number: i64,
+    pub types: i64,
+    pub first_block: i64,
+}
+#[allow(clippy::unnecessary_operation, clippy::identity_op)]
+const _: () = {
+    ["Size of AdamWJob"][::core::mem::size_of::<AdamWJob>() - 80usize];
+    ["Alignment of AdamWJob"][::core::mem::align_of::<AdamWJob>() - 8usize];
+    ["Offset of field: AdamWJob::gradient"][::core::mem::offset_of!(AdamWJob, gradient) - 0usize];
+    ["Offset of field: AdamWJob::main"][::core::mem::offset_of!(AdamWJob, main) - 8usize];
+    ["Offset of field: AdamWJob::rounded"][::core::mem::offset_of!(AdamWJob, rounded) - 16usize];
+    ["Offset of field: AdamWJob::first"][::core::mem::offset_of!(AdamWJob, first) - 24usize];
+    ["Offset of field: AdamWJob::second"][::core::mem::offset_of!(AdamWJob, second) - 32usize];
+    ["Offset of field: AdamWJob::count"][::core::mem::offset_of!(AdamWJob, count) - 40usize];
+    ["Offset of field: AdamWJob::element"][::core::mem::offset_of!(AdamWJob, element) - 48usize];
+    ["Offset of field: AdamWJob::number"][::core::mem::offset_of!(AdamWJob, number) - 56usize];
+    ["Offset of field: AdamWJob::types"][::core::mem::offset_of!(AdamWJob, types) - 64usize];
+    ["Offset of field: AdamWJob::first_block"][::core::mem::offset_of!(AdamWJob, first_block) - 72usize];
+};
+pub const ADAMW_JOBS: usize = 48;
+pub const ADAMW_SPAN: i64 = 8192;
+#[repr(C)]
+#[derive(Debug, Copy, Clone)]
+pub struct AdamWJobs {
+    pub jobs: [AdamWJob; 48usize],
+    pub coefficients: u64,
+    pub count: i64,
+    pub keys: [::core::ffi::c_uint; 14usize],
+}
+#[allow(clippy::unnecessary_operation, clippy::identity_op)]
+const _: () = {
+    ["Size of AdamWJobs"][::core::mem::size_of::<AdamWJobs>() - 3912usize];
+    ["Alignment of AdamWJobs"][::core::mem::align_of::<AdamWJobs>() - 8usize];
+    ["Offset of field: AdamWJobs::jobs"][::core::mem::offset_of!(AdamWJobs, jobs) - 0usize];
+    ["Offset of field: AdamWJobs::coefficients"][::core::mem::offset_of!(AdamWJobs, coefficients) - 3840usize];
+    ["Offset of field: AdamWJobs::count"][::core::mem::offset_of!(AdamWJobs, count) - 3848usize];
+    ["Offset of field: AdamWJobs::keys"][::core::mem::offset_of!(AdamWJobs, keys) - 3856usize];
+};
+#[repr(C)]
+#[derive(Debug, Copy, Clone, Default)]
+pub struct ConvertType {
+    pub from: u64,
+    pub to: u64,
+    pub from_type: i64,
+    pub to_type: i64,
+    pub count: i64,
+}
+#[allow(clippy::unnecessary_operation, clippy::identity_op)]
+const _: () = {
+    ["Size of ConvertType"][::core::mem::size_of::<ConvertType>() - 40usize];
+    ["Alignment of ConvertType"][::core::mem::align_of::<ConvertType>() - 8usize];
+    ["Offset of field: ConvertType::from"][::core::mem::offset_of!(ConvertType, from) - 0usize];
+    ["Offset of field: ConvertType::to"][::core::mem::offset_of!(ConvertType, to) - 8usize];
+    ["Offset of field: ConvertType::from_type"][::core::mem::offset_of!(ConvertType, from_type) - 16usize];
+    ["Offset of field: ConvertType::to_type"][::core::mem::offset_of!(ConvertType, to_type) - 24usize];
+    ["Offset of field: ConvertType::count"][::core::mem::offset_of!(ConvertType, count) - 32usize];
+};
 pub const HEADER_WORDS: RecordLayout = 26;
 pub const HEADER_BYTES: RecordLayout = 512;
 pub const KIND: RecordLayout = 0;

@@ -154,6 +154,17 @@ pub(super) struct AuxLossKernels<K> {
     pub(super) coefficients: K,
 }
 
+/// `adamw.cu`.
+#[derive(Debug)]
+pub(super) struct AdamWKernels<K> {
+    pub(super) square_leaves: K,
+    pub(super) square_nodes: K,
+    pub(super) norm_sums: K,
+    pub(super) step_control: K,
+    pub(super) adamw: K,
+    pub(super) convert_type: K,
+}
+
 /// `linear.cu`.
 #[derive(Debug)]
 pub(super) struct LinearKernels<K> {
@@ -355,6 +366,7 @@ impl<K> Sm90Kernels<K> {
 /// All of them.
 #[derive(Debug)]
 pub(super) struct Table<K> {
+    pub(super) adamw: AdamWKernels<K>,
     pub(super) aux_loss: AuxLossKernels<K>,
     pub(super) grouped_gemm: PerProduct<PerType<K>>,
     pub(super) concat_rows: K,
@@ -424,6 +436,7 @@ impl<K> Table<K> {
     pub(super) fn new(traits: Traits, mut find: impl FnMut(KernelSpec) -> Result<K>) -> Result<Self> {
         let find = &mut find;
         Ok(Self {
+            adamw: adamw(Stage { stage: "adamw", find })?,
             aux_loss: aux_loss(Stage { stage: "aux_loss", find })?,
             grouped_gemm: grouped_gemm(Stage { stage: "grouped_gemm", find })?,
             concat_rows: Stage { stage: "concat_rows", find }.one("concat_rows")?,
@@ -444,6 +457,17 @@ impl<K> Table<K> {
             sm90: if traits.sm90 { Some(sm90(find)?) } else { None },
         })
     }
+}
+
+fn adamw<K>(mut stage: Stage<'_, K>) -> Result<AdamWKernels<K>> {
+    Ok(AdamWKernels {
+        square_leaves: stage.one("square_leaves")?,
+        square_nodes: stage.one("square_nodes")?,
+        norm_sums: stage.one("norm_sums")?,
+        step_control: stage.one("step_control")?,
+        adamw: stage.one("adamw")?,
+        convert_type: stage.one("convert_type")?,
+    })
 }
 
 fn aux_loss<K>(mut stage: Stage<'_, K>) -> Result<AuxLossKernels<K>> {

@@ -27,6 +27,7 @@
 //! layout, plan, routing_records, low_latency_sort, permute    slots: tiled, planned, moved
 //! experts, linear, wgrad, sm90_grouped_gemm, w4a16            products
 //! router, quant, etp                                          routing, casts, sums of sharded gradients
+//! optimizer                                                   norms, and steps of AdamW
 //! kernels, group                                              all of it as the trait has it, and a group of one rank
 //! ```
 
@@ -55,6 +56,7 @@ mod linear;
 pub(crate) mod low_latency_sort;
 mod memory;
 mod open;
+mod optimizer;
 mod params;
 mod permute;
 pub(crate) mod plan;

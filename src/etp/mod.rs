@@ -48,6 +48,7 @@ pub use chain::reduce::GradientBuffer;
 pub use chain::report::ChainMemory;
 pub use shards::Shards;
 pub use source::{Shard, ShardSource};
+pub(crate) use stream_pair::StreamPair;
 
 /// Calls that sharded weights need of a device beside its kernels.
 pub trait ShardDevice: Kernels + Codec {

@@ -13,7 +13,7 @@ use crate::etp::ShardDevice;
 use crate::etp::buffer_cache::Buffer;
 
 /// The device of the computation, and the one that a communicator's work is on.
-pub(in crate::etp) struct StreamPair<D: ShardDevice> {
+pub(crate) struct StreamPair<D: ShardDevice> {
     pub compute: D,
     pub transfer: D,
 }

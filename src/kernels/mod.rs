@@ -7,6 +7,7 @@
 
 mod experts;
 mod layout;
+pub mod optimizer;
 
 use std::sync::Arc;
 

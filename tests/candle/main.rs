@@ -10,6 +10,7 @@ mod goldens;
 mod gpu;
 mod main_gradients;
 mod module;
+mod optimizer;
 mod ranks;
 mod support;
 #[path = "../common/trials.rs"]
@@ -27,6 +28,18 @@ use trials::Trials;
 #[cfg(feature = "cuda")]
 static CONTEXT: RwLock<()> = RwLock::new(());
 
+/// What every device does.
+#[allow(clippy::type_complexity, reason = "names and functions, no more")]
+fn suites() -> [(&'static str, Vec<(&'static str, fn(&Device) -> support::AnyResult<()>)>); 5] {
+    [
+        ("facade", facade::cases()),
+        ("main_gradients", main_gradients::cases()),
+        ("module", module::cases()),
+        ("optimizer", optimizer::cases()),
+        ("user", user::cases()),
+    ]
+}
+
 fn main() -> ExitCode {
     #[cfg(feature = "cuda")]
     let device = Device::new_cuda_with_stream(0);
@@ -36,25 +49,13 @@ fn main() -> ExitCode {
     for (name, body) in ranks::cases() {
         trials.add(format!("ranks::{name}"), body);
     }
-    for (file, cases) in [
-        ("facade", facade::cases()),
-        ("main_gradients", main_gradients::cases()),
-        ("module", module::cases()),
-        ("user", user::cases()),
-    ] {
+    for (file, cases) in suites() {
         for (name, body) in cases {
             trials.add(format!("{file}::{name}"), move || body(&Device::Cpu));
         }
     }
     #[cfg(feature = "cuda")]
-    let shared = [
-        ("facade", facade::cases()),
-        ("main_gradients", main_gradients::cases()),
-        ("module", module::cases()),
-        ("user", user::cases()),
-    ];
-    #[cfg(feature = "cuda")]
-    for (file, cases) in shared.into_iter().chain([("gpu", gpu::cases())]) {
+    for (file, cases) in suites().into_iter().chain([("gpu", gpu::cases())]) {
         for (name, body) in cases {
             // A device of its own for each: they run side by side.
             trials.add_gpu(format!("{file}::{name}, GPU"), move || {

@@ -23,6 +23,9 @@ mod invariance;
 #[path = "../kernels.rs"]
 #[allow(dead_code, unused_imports, reason = "a suite has parts for the CPU alone")]
 mod kernels;
+#[path = "../optimizer.rs"]
+#[allow(dead_code, unused_imports, reason = "a suite has parts for the CPU alone")]
+mod optimizer;
 #[path = "../quant/main.rs"]
 #[allow(dead_code, unused_imports, reason = "a suite has parts for the CPU alone")]
 mod quant;
@@ -33,6 +36,7 @@ mod quantized;
 #[allow(dead_code, unused_imports, reason = "a suite has parts for the CPU alone")]
 mod router;
 
+mod adamw;
 mod deferred;
 mod harness;
 mod large;
@@ -59,6 +63,7 @@ fn tests() -> Vec<(String, Test)> {
         all.extend(cases.into_iter().map(|(name, body)| (format!("{suite}::{name}"), Box::new(body) as Test)));
     };
     shared("kernels", kernels::cases());
+    shared("optimizer", optimizer::cases());
     shared("quant", quant::cases());
     shared("quantized", quantized::cases());
     shared("router", router::cases());
@@ -73,6 +78,7 @@ fn tests() -> Vec<(String, Test)> {
     shared("large::memory", memory::cases());
     shared("wgrad", wgrad::cases());
     shared("wide", wide::cases());
+    shared("adamw", adamw::cases());
     shared("repeat", repeat::cases());
     shared("large", large::cases());
     all.extend(conformance::cases().into_iter().filter(|(_, case)| case.is_for(DispatcherKind::Local, 1)).map(

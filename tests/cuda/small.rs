@@ -7,9 +7,10 @@ use moebius::cuda::Cuda;
 use moebius::ep::{Capacity, Overflow};
 use moebius::layer::{DispatchOptions, Noise};
 
+use crate::adamw::gives_the_cpus_bits;
 use crate::harness::{Case, compare, tests};
 
-tests!(plain, everything, dropped_and_recomputed, input_weights_and_groups, payloads);
+tests!(plain, everything, dropped_and_recomputed, input_weights_and_groups, payloads, optimizer_steps);
 
 fn all_types(cuda: &Cuda, name: &str, case: &Case) {
     for dtype in [DType::BF16, DType::F16, DType::F32] {
@@ -61,4 +62,9 @@ fn input_weights_and_groups(cuda: &Cuda) {
     (config.router.score, config.router.selection_bias, config.router.scale) = (Score::Sigmoid, true, 2.5);
     config.router.groups = Some(GroupLimit { groups: 4, keep: 2, rank_by: GroupScore::Top2Sum });
     all_types(cuda, "groups", &Case::new(config, 20, DType::F32));
+}
+
+/// A leaf, a part of one, and trees of several nodes.
+fn optimizer_steps(cuda: &Cuda) {
+    [0, 1].into_iter().for_each(|shift| gives_the_cpus_bits(cuda, &[1, 130, 4096, 8193, 40_000], shift));
 }

@@ -7,6 +7,7 @@ use moebius::comm::{Communicator, Solo};
 use moebius::cpu::{Cpu, ThreadComm, ThreadWorld};
 use moebius::ep::{Group, GroupConfig, LibraryDispatchers};
 use moebius::kernels::Kernels;
+use moebius::optim::StepDevice;
 use moebius::quant::Codec;
 use moebius::{DType, Result, Tensor, TensorRef};
 
@@ -36,7 +37,7 @@ impl<D: Target> Seat<D> {
 }
 
 /// A device under test. Each of its buffers starts as NaN (−1 in integer types).
-pub trait Target: Kernels + Codec + LibraryDispatchers {
+pub trait Target: Kernels + Codec + StepDevice + LibraryDispatchers {
     /// The floating types it computes in, the widest first.
     const FLOATS: &'static [DType];
 

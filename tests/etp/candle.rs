@@ -5,9 +5,10 @@ use std::sync::Arc;
 use candle_core::{Device, Tensor, Var};
 use candle_nn::optim::{AdamW, Optimizer, ParamsAdamW};
 use moebius::DType;
-use moebius::candle::{VarShard, finish_sharded};
+use moebius::candle::{VarShard, finish_sharded, finish_sharded_in_f32};
 use moebius::cpu::Cpu;
-use moebius::etp::{Phase, WeightSpec};
+use moebius::etp::{EtpOptions, Phase, Reduction, WeightSpec};
+use moebius::optim::AdamWOptions;
 use moebius::weights::WeightSource;
 
 use super::test_ranks::{COUNT, DIMS, MINUTE, ON, holds, ranks, tensor, value};
@@ -91,5 +92,43 @@ fn adamw_on_shards_is_adamw_on_the_whole() {
         chain.begin(Phase::Forward).unwrap();
         holds(&Cpu::new(), &chain.source(id).unwrap().acquire().unwrap(), &expected);
         chain.end().unwrap();
+    });
+}
+
+/// 1 and 2⁻⁹ are numbers of bf16, and their sum is not: it reaches this crate's optimizer in f32, and candle-nn's, whose
+/// variables want their own type, rounded.
+#[test]
+fn sums_of_bf16_gradients_stay_in_f32() {
+    ranks(&Cpu::poisoning(), 2, MINUTE, |rank, place| {
+        let chain = place.chain(EtpOptions { reduction: Reduction::Pairwise, ..ON }).unwrap();
+        let dims = chain.shards(&DIMS).unwrap().shard_dims();
+        let var = Var::zeros(&dims, candle_core::DType::BF16, &Device::Cpu).unwrap();
+        let spec = WeightSpec::new("w", 0, &DIMS, DType::BF16);
+        let id = chain.add(spec, Arc::new(VarShard::new(&var))).unwrap();
+        let own = half::bf16::from_f32([1.0, 2f32.powi(-9)][rank]);
+        for in_f32 in [true, false] {
+            chain.begin(Phase::Forward).unwrap();
+            drop(chain.source(id).unwrap().acquire().unwrap());
+            chain.end().unwrap();
+            let mut room = chain.gradient_buffer(id).unwrap();
+            room.view_mut().unwrap().into_data().copy_from_slice(bytemuck::cast_slice(&[own; COUNT]));
+            chain.submit(room).unwrap();
+            let mut gradients = store();
+            let vars = [(id, var.clone())];
+            match in_f32 {
+                true => finish_sharded_in_f32(&chain, None, &vars, &mut gradients).unwrap(),
+                false => finish_sharded(&chain, None, &vars, &mut gradients).unwrap(),
+            }
+            let gradient = gradients.get(&var).unwrap();
+            let (dtype, expected) = match in_f32 {
+                true => (candle_core::DType::F32, 1.0 + 2f32.powi(-9)),
+                false => (candle_core::DType::BF16, 1.0),
+            };
+            assert_eq!(gradient.dtype(), dtype);
+            let values = flat(&gradient.to_dtype(candle_core::DType::F32).unwrap());
+            assert!(values.iter().all(|v| *v == expected || *v == 0.0) && values[0] == expected, "{values:?}");
+            let options = AdamWOptions::default();
+            moebius::candle::AdamW::new(vec![var.clone()], options).unwrap().step(&gradients).unwrap();
+        }
     });
 }

@@ -115,6 +115,8 @@ struct Rank {
     chain: Arc<Chain<Cpu>>,
     /// Ranks with the same experts.
     data: Box<dyn Communicator<Cpu>>,
+    /// All ranks: two optimizers', and one more.
+    world: [Box<dyn Communicator<Cpu>>; 3],
 }
 
 fn ranks<R: Send>(
@@ -125,17 +127,20 @@ fn ranks<R: Send>(
     let groups = mesh(&Cpu::new(), (WORLD, ""), |w| (w / ep, w % ep), MINUTE);
     let data = || mesh(&Cpu::new(), (WORLD, ""), |w| (w % ep, w / ep), MINUTE);
     let comms = groups.into_iter().zip(data()).zip(data().into_iter().zip(data()));
+    let world = || mesh(&Cpu::new(), (WORLD, ""), |w| (0, w), MINUTE);
+    let worlds = world().into_iter().zip(world()).zip(world()).map(|((a, b), c)| [a, b, c]);
     thread::scope(|scope| {
         let threads: Vec<_> = comms
+            .zip(worlds)
             .enumerate()
-            .map(|(w, ((group, data), (gather, reduce)))| {
+            .map(|(w, (((group, data), (gather, reduce)), world))| {
                 let run = &run;
                 scope.spawn(move || {
                     let group = Group::new(Cpu::poisoning(), group, GroupConfig::new(EXPERTS, 64))?;
                     let comms = Comms { gather, reduce };
                     let options = EtpOptions { reduction: Reduction::Pairwise, prefetch, ..EtpOptions::default() };
                     let chain = Arc::new(Chain::new(Cpu::poisoning(), comms, options)?);
-                    run(Rank { w, group: EpGroup::new(group).into(), chain, data })
+                    run(Rank { w, group: EpGroup::new(group).into(), chain, data, world })
                 })
             })
             .collect();
@@ -195,6 +200,82 @@ fn the_module_gives_what_whole_weights_give() {
             Ok(())
         });
         results.into_iter().for_each(|r| r.unwrap_or_else(|e| panic!("ep {ep}, recompute {recompute}: {e}")));
+    }
+}
+
+/// AdamW on shards, with clipping, leaves what it leaves of whole weights, to the bit.
+#[test]
+fn adamw_on_shards_is_adamw_on_whole_weights() {
+    use candle_nn::Optimizer;
+    use moebius::candle::AdamW;
+    use moebius::optim::{AdamWOptions, GroupOptions};
+
+    for ep in [1, 2] {
+        let results = ranks(ep, true, |rank| {
+            let Rank { w, group, chain, mut data, world: [one, other, mut world] } = rank;
+            let config = config(false);
+            let build = |chain: Option<&Arc<Chain<Cpu>>>| -> Result<Vec<_>, Failure> {
+                (0..LAYERS as u32).map(|l| module(&config, l, &group, chain)).collect()
+            };
+            let (whole, sharded) = (build(None)?, build(Some(&chain))?);
+            let options = AdamWOptions {
+                group: GroupOptions { lr: 0.01, ..GroupOptions::default() },
+                max_norm: Some(1.0),
+                ..AdamWOptions::default()
+            };
+            let adam = |layers: &[ExpertParallelMoE], comm| -> Result<AdamW, Failure> {
+                let mut params = Vec::new();
+                for (l, layer) in layers.iter().enumerate() {
+                    params.extend(layer.optimizer_params(&format!("layers.{l}"))?);
+                }
+                Ok(AdamW::over_ranks(&Cpu::new(), comm, params, options, &[options.group])?)
+            };
+            let (mut of_whole, mut of_shards) = (adam(&whole, one)?, adam(&sharded, other)?);
+            for step in 0..3 {
+                let x = values(1000 + 10 * step + w as u64, (3 + w) * H);
+                let x = Var::from_slice(&x, (3 + w, H), &Device::Cpu)?;
+                let mut expected = loss(&whole, &x)?.0.backward()?;
+                chain.begin(Phase::Forward)?;
+                let (found, _) = loss(&sharded, &x)?;
+                chain.end()?;
+                chain.begin(Phase::Backward)?;
+                let mut found = found.backward()?;
+                chain.end()?;
+                let shards: Vec<_> = sharded.iter().flat_map(ExpertParallelMoE::shards).collect();
+                finish_sharded(&chain, None, &shards, &mut found)?;
+                for (w, s) in whole.iter().zip(&sharded) {
+                    for ((name, w), (_, s)) in w.params().into_iter().zip(s.params()) {
+                        let own = flat(expected.get(w).unwrap());
+                        let sharded = matches!(name, "experts.up" | "experts.down");
+                        let replicated = !name.starts_with("experts");
+                        let comm = if replicated { &mut world } else { &mut data };
+                        let sum = Tensor::from_vec(sum_over(&mut **comm, &own)?, w.dims(), &Device::Cpu)?;
+                        if !sharded {
+                            found.insert(s, sum.clone());
+                        }
+                        expected.insert(w, sum);
+                    }
+                }
+                of_whole.step(&expected)?;
+                of_shards.step(&found)?;
+                let (a, b) = (of_whole.stats()?, of_shards.stats()?);
+                assert_eq!(a, b);
+                assert!(a.factor < 1.0 && a.steps == step + 1, "{a:?}");
+                for (w, s) in whole.iter().zip(&sharded) {
+                    for ((name, w), (_, s)) in w.params().into_iter().zip(s.params()) {
+                        let mut expected = flat(w);
+                        if matches!(name, "experts.up" | "experts.down") {
+                            let w = moebius::Tensor::<Cpu>::from_vec(expected, w.dims())?;
+                            let own = chain.shards(w.dims())?.cut(&Cpu::new(), w.view(), chain.rank())?;
+                            expected = own.as_slice::<f32>()?.to_vec();
+                        }
+                        assert_eq!(bits(&flat(s)), bits(&expected), "{name}, step {step}");
+                    }
+                }
+            }
+            Ok(())
+        });
+        results.into_iter().for_each(|r| r.unwrap_or_else(|e| panic!("ep {ep}: {e}")));
     }
 }
 

@@ -28,7 +28,7 @@ struct Zeros;
 impl ParseCallbacks for Zeros {
     fn add_derives(&self, info: &DeriveInfo<'_>) -> Vec<String> {
         // The standard library has no default of arrays of more than 32.
-        let long = matches!(info.name, "AmaxJobs" | "DequantizeJobs");
+        let long = matches!(info.name, "AmaxJobs" | "DequantizeJobs" | "SquareJobs" | "TreeJobs" | "AdamWJobs");
         if long { Vec::new() } else { vec!["Default".to_string()] }
     }
 }

@@ -35,7 +35,7 @@ enum DetailCode {
 }
 
 /// As they are declared, all of them.
-const STEPS: [Op; 11] = [
+const STEPS: [Op; 12] = [
     Op::Init,
     Op::Count,
     Op::Prepare,
@@ -45,6 +45,7 @@ const STEPS: [Op; 11] = [
     Op::DispatchBwd,
     Op::Aux,
     Op::GradReduce,
+    Op::GradNorm,
     Op::Weights,
     Op::User,
 ];

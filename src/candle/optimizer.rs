@@ -1,0 +1,402 @@
+//! AdamW over candle's variables.
+
+use std::fmt::Debug;
+use std::path::Path;
+
+use candle_core::backprop::GradStore;
+use candle_core::{Device, Result, Storage, Tensor, Var};
+use candle_nn::Optimizer;
+
+use crate::comm::{Communicator, Op, Tag};
+use crate::cpu::Cpu;
+use crate::error::Error;
+use crate::layer::ParamKind;
+use crate::optim::{self, AdamWOptions, GroupOptions, ParamSpec, Part, StepStats, StepTensor};
+
+use super::host::{Host, into_candle, location, with_views};
+use super::module::ExpertParallelMoE;
+
+const CALL: &str = "candle::AdamW";
+
+/// A variable, as an optimizer is told of it.
+#[derive(Debug, Clone)]
+pub struct Param {
+    name: String,
+    var: Var,
+    part: Part,
+    group: usize,
+}
+
+impl Param {
+    /// A variable that this rank has whole: the only rank, or all ranks hold it. The name is its own among the
+    /// optimizer's parameters, and that of its saved state.
+    pub fn new(name: impl Into<String>, var: &Var) -> Self {
+        Self { name: name.into(), var: var.clone(), part: Part::whole(var.dims()), group: 0 }
+    }
+
+    /// The variable holds a part of the parameter; rows of padding may be behind it.
+    pub fn with_part(self, part: Part) -> Self {
+        Self { part, ..self }
+    }
+
+    /// Options are those of group `group`, 0 without this.
+    pub fn in_group(self, group: usize) -> Self {
+        Self { group, ..self }
+    }
+
+    /// The name.
+    pub fn name(&self) -> &str {
+        &self.name
+    }
+
+    /// The variable.
+    pub fn var(&self) -> &Var {
+        &self.var
+    }
+
+    fn spec(&self) -> Result<ParamSpec> {
+        use candle_core::DType as Theirs;
+        let dtype = match self.var.dtype() {
+            Theirs::F32 => crate::DType::F32,
+            Theirs::F16 => crate::DType::F16,
+            Theirs::BF16 => crate::DType::BF16,
+            other => {
+                let name = format!("parameter {}", self.name);
+                return Err(Error::invalid(CALL, name, "f32, f16 or bf16", other.as_str()).into());
+            }
+        };
+        Ok(ParamSpec { name: self.name.clone(), part: self.part.clone(), dtype, group: self.group })
+    }
+}
+
+impl ExpertParallelMoE {
+    /// The trainable parameters for [`AdamW::over_ranks`], named `{prefix}.router.weight`, `{prefix}.experts.up`, …:
+    /// experts are this rank's part of all experts, and shards their part of these.
+    ///
+    /// # Errors
+    /// None for a module that was built.
+    pub fn optimizer_params(&self, prefix: &str) -> Result<Vec<Param>> {
+        let (rank, ranks) = (self.group.rank(), self.group.ranks());
+        let local = self.group.local_experts();
+        let variables = self.trainable().filter(|(_, t)| t.is_variable());
+        let params = variables.map(|(role, t)| {
+            let name = if prefix.is_empty() { role.name().to_string() } else { format!("{prefix}.{}", role.name()) };
+            let param = Param::new(name, &Var::from_tensor(t)?);
+            if role.is_replicated() {
+                return Ok(param);
+            }
+            let missing = || Error::invalid(CALL, role.name(), "a parameter of the configuration", "another");
+            let dims = role.dims(self.layer.config(), local).ok_or_else(missing)?;
+            let part = Part::of_experts(&dims, rank, ranks)?;
+            let sharded = self.sharded.as_ref().filter(|_| matches!(role, ParamKind::Up | ParamKind::Down));
+            Ok(param.with_part(match sharded {
+                None => part,
+                Some(sharded) => {
+                    let (shards, rank) = sharded.cut(&dims)?;
+                    part.shard(&shards, rank)?
+                }
+            }))
+        });
+        params.collect()
+    }
+}
+
+/// AdamW with main weights in f32, for variables in f32, bf16 and f16: an [`Optimizer`] as candle-nn's own.
+///
+/// ```
+/// use candle_core::{DType, Device, Module, Tensor};
+/// use candle_nn::{Optimizer, VarBuilder, VarMap};
+/// use moebius::optim::{AdamWOptions, GroupOptions};
+/// use moebius::{MoeConfig, candle};
+///
+/// # fn main() -> Result<(), Box<dyn std::error::Error>> {
+/// let vb = VarBuilder::from_varmap(&VarMap::new(), DType::BF16, &Device::Cpu);
+/// let moe = candle::moe(MoeConfig::new(16, 32, 8, 2), vb)?;
+/// let group = GroupOptions { lr: 0.01, ..Default::default() };
+/// let options = AdamWOptions { group, max_norm: Some(1.0), ..Default::default() };
+/// let mut adam = candle::AdamW::new(moe.vars(), options)?;
+/// for _step in 0..3 {
+///     let x = Tensor::randn(0f32, 1., (64, 16), &Device::Cpu)?.to_dtype(DType::BF16)?;
+///     let loss = (moe.forward(&x)? - x)?.to_dtype(DType::F32)?.sqr()?.mean_all()?;
+///     adam.backward_step(&loss)?;
+/// }
+/// println!("norm before clipping {}", adam.stats()?.norm);
+/// # Ok(()) }
+/// ```
+///
+/// With [`AdamWOptions::loss_scaling`] the gradients given to `step` are those of the
+/// [scaled](Self::scale_loss) loss, which `backward_step` sees to itself. Auxiliary losses are to be part of that loss:
+/// add `aux` of [`forward_full`](ExpertParallelMoE::forward_full), which is scaled with it, as the factor changes on the
+/// device.
+///
+/// A variable that has no gradient in a step stays as it is in that step, as candle-nn's optimizers leave it. Nothing of
+/// a step waits for a GPU.
+#[derive(Debug)]
+pub struct AdamW {
+    inner: Box<dyn DeviceAdamW>,
+    /// Options that the next step begins with.
+    groups: Vec<GroupOptions>,
+}
+
+impl AdamW {
+    /// An optimizer of one rank, on the variables' device, with options for each group.
+    ///
+    /// # Errors
+    /// What [`optim::AdamW::new`] finds; a device that this build does not serve.
+    pub fn with_groups(params: Vec<Param>, options: AdamWOptions, groups: &[GroupOptions]) -> Result<Self> {
+        let device = params.first().map_or(Device::Cpu, |p| p.var.device().clone());
+        match &device {
+            Device::Cpu => Self::on(&Cpu::new(), None, params, options, groups),
+            #[cfg(feature = "cuda")]
+            Device::Cuda(_) => Self::on(&super::cuda(&device)?, None, params, options, groups),
+            other => {
+                let expected = if cfg!(feature = "cuda") { "the CPU or a GPU" } else { "the CPU (no `cuda` feature)" };
+                Err(Error::invalid(CALL, "device", expected, location(other)).into())
+            }
+        }
+    }
+
+    /// An optimizer over ranks: `comm` is of all ranks that hold parts of the parameters, each rank once
+    /// (collective). It carries the norm's sums alone: gradients that all ranks hold are summed by
+    /// [`reduce_gradients`](ExpertParallelMoE::reduce_gradients) before, those of shards by
+    /// [`finish_sharded_in_f32`](super::finish_sharded_in_f32).
+    ///
+    /// # Errors
+    /// As [`with_groups`](Self::with_groups).
+    pub fn over_ranks<D: Host>(
+        device: &D,
+        comm: Box<dyn Communicator<D>>,
+        params: Vec<Param>,
+        options: AdamWOptions,
+        groups: &[GroupOptions],
+    ) -> Result<Self> {
+        Self::on(device, Some(comm), params, options, groups)
+    }
+
+    fn on<D: Host>(
+        device: &D,
+        comm: Option<Box<dyn Communicator<D>>>,
+        params: Vec<Param>,
+        options: AdamWOptions,
+        groups: &[GroupOptions],
+    ) -> Result<Self> {
+        let mut comm = comm;
+        let specs = specs(&params).inspect_err(|e| {
+            if let Some(comm) = comm.as_deref_mut().filter(|comm| comm.size() > 1) {
+                // The others wait to compare theirs; that they hear of it is all that can be done.
+                let _ = comm.refuse(Tag { layer: 0, op: Op::Init, sequence: 0 }, &e.to_string());
+            }
+        })?;
+        let optimizer = optim::AdamW::new(device, options, groups, specs, comm)?;
+        let home = params.first().map_or(Device::Cpu, |p| p.var.device().clone());
+        let mut on = OnDevice { optimizer, params, device: home };
+        on.read_params()?;
+        Ok(Self { inner: Box::new(on), groups: groups.to_vec() })
+    }
+
+    /// The loss, times the factor of [loss scaling](AdamWOptions::loss_scaling), in f32: its gradients are what `step`
+    /// takes. The loss itself where there is none.
+    ///
+    /// # Errors
+    /// The device's.
+    pub fn scale_loss(&self, loss: &Tensor) -> Result<Tensor> {
+        match self.inner.options().loss_scaling {
+            None => Ok(loss.clone()),
+            Some(_) => loss.to_dtype(candle_core::DType::F32)?.broadcast_mul(&self.inner.loss_scale()?),
+        }
+    }
+
+    /// Norm, counts and factors of the last step. Waits for the device.
+    ///
+    /// # Errors
+    /// The device's.
+    pub fn stats(&self) -> Result<StepStats> {
+        Ok(self.inner.stats()?)
+    }
+
+    /// Options of the groups.
+    pub fn groups(&self) -> &[GroupOptions] {
+        &self.groups
+    }
+
+    /// Changes a group's options, from the next step on.
+    ///
+    /// # Errors
+    /// A group that there is not.
+    pub fn set_group(&mut self, group: usize, options: GroupOptions) -> Result<()> {
+        let count = self.groups.len();
+        let own = self.groups.get_mut(group);
+        *own.ok_or_else(|| Error::invalid(CALL, "group", format!("one of {count}"), group))? = options;
+        Ok(())
+    }
+
+    /// Takes the variables' values as main weights: after somebody else has changed them.
+    ///
+    /// # Errors
+    /// The device's.
+    pub fn read_params(&mut self) -> Result<()> {
+        self.inner.read_params()
+    }
+
+    /// Writes the state to a folder of its own, as one step: [`optim::AdamW::save`](crate::optim::AdamW::save). Every
+    /// rank calls it.
+    ///
+    /// # Errors
+    /// As there.
+    pub fn save(&mut self, dir: impl AsRef<Path>) -> Result<()> {
+        Ok(self.inner.save(dir.as_ref())?)
+    }
+
+    /// Goes on from a saved state, which any number of ranks may have written; bf16 and f16 variables become the saved
+    /// main weights, rounded, and f32 ones are to be loaded with the model. Gives the number of steps taken. Every rank
+    /// calls it.
+    ///
+    /// # Errors
+    /// As [`optim::AdamW::load`](crate::optim::AdamW::load).
+    pub fn load(&mut self, dir: impl AsRef<Path>) -> Result<u64> {
+        self.inner.load(dir.as_ref())
+    }
+}
+
+impl Optimizer for AdamW {
+    type Config = AdamWOptions;
+
+    /// Of one rank and one group; variables of other than floating types are left out. They are named 0, 1, ….
+    fn new(vars: Vec<Var>, options: AdamWOptions) -> Result<Self> {
+        let vars = vars.into_iter().filter(|var| var.dtype().is_float()).enumerate();
+        let params = vars.map(|(i, var)| Param::new(i.to_string(), &var)).collect();
+        Self::with_groups(params, options, &[options.group])
+    }
+
+    /// Every rank calls it, with gradients that have been summed over the ranks.
+    fn step(&mut self, gradients: &GradStore) -> Result<()> {
+        for (group, options) in self.groups.iter().enumerate() {
+            self.inner.set_group(group, *options)?;
+        }
+        self.inner.step(gradients)
+    }
+
+    /// The first group's.
+    fn learning_rate(&self) -> f64 {
+        self.groups.first().map_or(0.0, |group| group.lr)
+    }
+
+    /// Of all groups, from the next step on.
+    fn set_learning_rate(&mut self, lr: f64) {
+        self.groups.iter_mut().for_each(|group| group.lr = lr);
+    }
+
+    fn backward_step(&mut self, loss: &Tensor) -> Result<()> {
+        let gradients = self.scale_loss(loss)?.backward()?;
+        self.step(&gradients)
+    }
+}
+
+/// The parameters' descriptions.
+fn specs(params: &[Param]) -> Result<Vec<ParamSpec>> {
+    let mut seen = std::collections::HashSet::new();
+    if let Some(twice) = params.iter().find(|param| !seen.insert(param.var.id())) {
+        let name = format!("parameter {}", twice.name);
+        return Err(Error::invalid(CALL, name, "a variable of its own", "another parameter's").into());
+    }
+    params.iter().map(Param::spec).collect()
+}
+
+/// An optimizer, whatever its device.
+trait DeviceAdamW: Debug + Send {
+    fn options(&self) -> AdamWOptions;
+    fn set_group(&mut self, group: usize, options: GroupOptions) -> crate::Result<()>;
+    fn read_params(&mut self) -> Result<()>;
+    fn step(&mut self, gradients: &GradStore) -> Result<()>;
+    fn loss_scale(&self) -> Result<Tensor>;
+    fn stats(&self) -> crate::Result<StepStats>;
+    fn save(&mut self, dir: &Path) -> crate::Result<()>;
+    fn load(&mut self, dir: &Path) -> Result<u64>;
+}
+
+/// An optimizer and its variables.
+#[derive(Debug)]
+struct OnDevice<D: Host> {
+    optimizer: optim::AdamW<D>,
+    params: Vec<Param>,
+    device: Device,
+}
+
+impl<D: Host> DeviceAdamW for OnDevice<D> {
+    fn options(&self) -> AdamWOptions {
+        *self.optimizer.options()
+    }
+
+    fn set_group(&mut self, group: usize, options: GroupOptions) -> crate::Result<()> {
+        self.optimizer.set_group(group, options)
+    }
+
+    fn read_params(&mut self) -> Result<()> {
+        let device = self.optimizer.device().clone();
+        for (index, param) in self.params.iter().enumerate() {
+            let var: &Tensor = &param.var;
+            with_views(&device, CALL, &[(&param.name, var)], |views| {
+                self.optimizer.read_param(index, views[0].borrow())
+            })?;
+        }
+        Ok(())
+    }
+
+    fn step(&mut self, gradients: &GradStore) -> Result<()> {
+        let device = self.optimizer.device().clone();
+        let given = self.params.iter().enumerate();
+        let given = given.filter_map(|(i, param)| Some((i, param, gradients.get(&param.var)?)));
+        let given = given.map(|(i, param, gradient)| Ok((i, param, apart(&param.var, gradient)?)));
+        let given = given.collect::<Result<Vec<(usize, &Param, Tensor)>>>()?;
+        let named: Vec<(&str, &Tensor)> = given.iter().map(|(_, p, gradient)| (p.name.as_str(), gradient)).collect();
+        let vars: Vec<&Tensor> = given.iter().map(|(_, param, _)| param.var.as_tensor()).collect();
+        let (optimizer, count) = (&mut self.optimizer, self.params.len());
+        with_views(&device, CALL, &named, |views| {
+            let mut all: Vec<_> = (0..count).map(|_| None).collect();
+            for ((i, ..), view) in given.iter().zip(views) {
+                all[*i] = Some(view.borrow());
+            }
+            optimizer.begin(&all)?;
+            device.with_vars(CALL, &vars, &mut |first, mut params| {
+                let tensors = params.iter_mut().zip(&given[first..]).zip(&views[first..]);
+                let tensors = tensors.map(|((param, (index, ..)), view)| {
+                    let (index, param, gradient) = (*index, param.reborrow(), view.borrow());
+                    StepTensor { index, param, gradient }
+                });
+                optimizer.update(tensors.collect())
+            })
+        })?;
+        Ok(())
+    }
+
+    fn loss_scale(&self) -> Result<Tensor> {
+        Ok(into_candle(self.optimizer.loss_scale()?, &[], &self.device)?)
+    }
+
+    fn stats(&self) -> crate::Result<StepStats> {
+        self.optimizer.stats()
+    }
+
+    fn save(&mut self, dir: &Path) -> crate::Result<()> {
+        self.optimizer.save(dir)
+    }
+
+    fn load(&mut self, dir: &Path) -> Result<u64> {
+        let steps = self.optimizer.load(dir)?;
+        let device = self.optimizer.device().clone();
+        let vars: Vec<&Tensor> = self.params.iter().map(|param| param.var.as_tensor()).collect();
+        let optimizer = &self.optimizer;
+        device.with_vars(CALL, &vars, &mut |first, params| {
+            params.into_iter().enumerate().try_for_each(|(i, param)| optimizer.write_param(first + i, param))
+        })?;
+        Ok(steps)
+    }
+}
+
+/// The gradient in contiguous memory that is not the variable's own: reading it must not keep the variable from being
+/// written.
+fn apart(var: &Tensor, gradient: &Tensor) -> Result<Tensor> {
+    let place = |t: &Tensor| std::ptr::from_ref::<Storage>(&t.storage_and_layout().0) as usize;
+    let gradient = gradient.contiguous()?;
+    if place(var) == place(&gradient) { gradient.copy() } else { Ok(gradient) }
+}

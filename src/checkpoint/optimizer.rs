@@ -1,0 +1,361 @@
+//! An optimizer's state on disk: a folder with `config.json`, which counts the steps, and tensors of the whole
+//! parameters, so that any number of ranks can go on from it.
+//!
+//! Of a parameter `p` there are `p.exp_avg` and `p.exp_avg_sq`, its moments, and `p.main`, its main weight, where the
+//! parameter itself is in 16 bits. A save changes the folder as one, as that of a model does.
+
+use std::io::Write;
+use std::path::Path;
+
+use safetensors::Dtype;
+use safetensors::tensor::TensorInfo;
+use serde_json::{Value, json};
+
+use super::commit::Save;
+use super::folder::{CONFIG, Folder, SINGLE, Version};
+use super::json::{MAX_CONFIG, config_error, io_error, parse_value, read_limited};
+use super::reader::{Files, TensorEntry};
+use super::stored::on_disk;
+use super::{OpenOptions, header};
+use crate::comm::{Exchange, Op, Tag};
+use crate::cpu::Cpu;
+use crate::dtype::DType;
+use crate::error::{CheckpointError, Error, Result};
+use crate::optim::{AdamW, Counts, StateKind, StepDevice};
+use crate::tensor::{Tensor, TensorMut, TensorRef};
+
+const CALL: &str = "AdamW";
+/// `model_type` of a state.
+const KIND: &str = "moebius_adamw";
+const VERSION: u64 = 1;
+/// Bytes that are on the host, and on their way between ranks, at a time.
+const CHUNK: usize = 64 << 20;
+
+/// A tensor of a state.
+#[derive(Debug, Clone)]
+struct Item {
+    param: usize,
+    kind: StateKind,
+    name: String,
+    dims: Vec<usize>,
+    dtype: DType,
+}
+
+/// The tensors of an optimizer's state.
+fn items<D: StepDevice>(optimizer: &AdamW<D>) -> Vec<Item> {
+    let specs = optimizer.specs().iter().enumerate();
+    let of = specs.flat_map(|(param, spec)| {
+        StateKind::ALL.into_iter().filter_map(move |kind| {
+            let dtype = optimizer.state_tensor(param, kind)?.dtype();
+            let name = format!("{}.{}", spec.name, kind.name());
+            Some(Item { param, kind, name, dims: spec.part.dims().to_vec(), dtype })
+        })
+    });
+    of.collect()
+}
+
+impl<D: StepDevice> AdamW<D> {
+    /// Writes the state to a folder of its own, made where there is none: main weights of 16-bit parameters, moments,
+    /// and counts; options are not part of it. Whatever is killed when, the folder holds the old state or the new one,
+    /// whole. Every rank calls it, and the first one writes, with 64 MiB of another rank's at a time. Waits for the
+    /// device.
+    ///
+    /// # Errors
+    /// A folder that holds something else, on every rank as the following; [`CheckpointError`] where writing fails; a
+    /// collective's.
+    pub fn save(&mut self, dir: impl AsRef<Path>) -> Result<()> {
+        let dir = dir.as_ref();
+        let result = self.write_state(dir);
+        self.tell(result)
+    }
+
+    fn write_state(&mut self, dir: &Path) -> Result<()> {
+        let counts = self.counts()?;
+        let (header, items) = plan(items(self))?;
+        let writes = self.rank() == 0;
+        if !writes {
+            return items.iter().try_for_each(|item| self.send(item, None));
+        }
+        check_target(dir)?;
+        let config = json!({
+            "model_type": KIND,
+            "version": VERSION,
+            "steps": counts.steps,
+            "skipped": counts.skipped,
+            "good_steps": counts.good,
+            // As text, since JSON's numbers are rounded where they are read.
+            "loss_scale": format!("{:?}", counts.scale),
+        });
+        let mut save = Save::begin(dir)?;
+        save.file(SINGLE, |out| {
+            write(dir, out, &header)?;
+            items.iter().try_for_each(|item| self.send(item, Some((dir, out))))
+        })?;
+        let text = serde_json::to_vec_pretty(&config).map_err(|e| io_error(dir, e))?;
+        save.file(CONFIG, |out| write(dir, out, &text))?;
+        save.finish()
+    }
+
+    /// Brings a tensor to the first rank, which writes it.
+    fn send(&mut self, item: &Item, mut out: Option<(&Path, &mut dyn Write)>) -> Result<()> {
+        let rank = self.rank();
+        let owners = self.owners(item.param)?;
+        for (owner, rows) in owners {
+            let width = self.specs()[item.param].part.width();
+            let bytes = rows.len() * width * item.dtype.size();
+            for start in (0..bytes).step_by(CHUNK) {
+                let len = CHUNK.min(bytes - start);
+                let own = (rank == owner).then_some(start..start + len);
+                let chunk = self.fetch(item, owner, own, len)?;
+                if let Some((dir, out)) = &mut out {
+                    write(dir, *out, &chunk)?;
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Bytes of the owner's part of a tensor, on the first rank; elsewhere nothing.
+    fn fetch(&mut self, item: &Item, owner: usize, own: Option<std::ops::Range<usize>>, len: usize) -> Result<Vec<u8>> {
+        let rank = self.rank();
+        let device = self.device().clone();
+        if owner == 0 {
+            return match own {
+                None => Ok(Vec::new()),
+                Some(range) => {
+                    let view = self.state_bytes(item, range)?;
+                    device.download(view)
+                }
+            };
+        }
+        // A copy, as the communicator and the state are both this optimizer's.
+        let mut send = Tensor::empty(&device, DType::U8, &[own.as_ref().map_or(0, |_| len)])?;
+        if let Some(range) = own {
+            device.copy(self.state_bytes(item, range)?.data(), send.view_mut().into_data())?;
+        }
+        let mut recv = Tensor::empty(&device, DType::U8, &[if rank == 0 { len } else { 0 }])?;
+        let streams = self.streams();
+        let Some(comm) = self.comm() else { return Ok(Vec::new()) };
+        let ranks = comm.size();
+        let only = |at: usize, here: bool| -> Vec<usize> {
+            (0..ranks).map(|r| if here && r == at { len } else { 0 }).collect()
+        };
+        let (send_bytes, recv_bytes) = (only(0, rank == owner), only(owner, rank == 0));
+        let exchange = Exchange {
+            send: send.view(),
+            send_bytes: &send_bytes,
+            recv: recv.view_mut(),
+            recv_bytes: &recv_bytes,
+            payload: item.dtype,
+        };
+        streams.run_on_transfer(|| comm.all_to_all_v(TAG, exchange))?;
+        if rank == 0 { device.download(recv.view()) } else { Ok(Vec::new()) }
+    }
+
+    /// Bytes of this rank's part of a tensor.
+    fn state_bytes(&self, item: &Item, range: std::ops::Range<usize>) -> Result<TensorRef<'_, D>> {
+        let missing = || Error::invalid(CALL, &item.name, "a tensor", "none");
+        let view = self.state_tensor(item.param, item.kind).ok_or_else(missing)?.view();
+        let len = range.len();
+        TensorRef::new(D::slice(view.data(), range), DType::U8, &[len])
+    }
+
+    /// Goes on from a saved state, whichever ranks and cuts it was saved with; gives the number of steps it has taken.
+    /// Parameters of 16 bits are to be set by [`write_param`](Self::write_param) then. Moments that were saved in bf16
+    /// are taken as f32 too; the other way they are refused. Every rank calls it.
+    ///
+    /// # Errors
+    /// A folder that holds something else, or the state of other parameters, before anything has changed;
+    /// [`CheckpointError`] where reading fails, on every rank, which leaves the state undefined: load again.
+    pub fn load(&mut self, dir: impl AsRef<Path>) -> Result<u64> {
+        let dir = dir.as_ref();
+        let checked = Saved::open(dir).and_then(|saved| saved.check(self).map(|items| (saved, items)));
+        let (saved, items) = self.tell(checked)?;
+        self.agree(&saved.counts)?;
+        let read = items.iter().try_for_each(|item| self.read_item(&saved, item));
+        self.tell(read)?;
+        self.restart(&saved.counts)?;
+        Ok(saved.counts.steps)
+    }
+
+    fn read_item(&mut self, saved: &Saved, item: &Item) -> Result<()> {
+        let part = self.specs()[item.param].part.clone();
+        let Some(entry) = saved.files.get(&item.name).cloned() else { return Ok(()) };
+        let widen = entry.dtype == Dtype::BF16 && item.dtype == DType::F32;
+        let on_disk = if widen { DType::BF16.size() } else { item.dtype.size() };
+        let (first, count) = (part.rows().start * part.width(), part.count());
+        let device = self.device().clone();
+        let step = CHUNK / item.dtype.size();
+        let mut buffer = Vec::new();
+        for at in (0..count).step_by(step) {
+            let len = step.min(count - at);
+            buffer.resize(len * on_disk, 0);
+            saved.files.read(&item.name, &entry, ((first + at) * on_disk) as u64, &mut buffer)?;
+            let bytes = if widen { widened(&buffer) } else { std::mem::take(&mut buffer) };
+            let Some(tensor) = self.state_tensor_mut(item.param, item.kind) else { continue };
+            let place = at * item.dtype.size()..(at + len) * item.dtype.size();
+            let to = D::slice_mut(tensor.view_mut().into_data(), place);
+            device.upload(&bytes, TensorMut::new(to, DType::U8, &[bytes.len()])?)?;
+        }
+        Ok(())
+    }
+
+    /// A rank's outcome, which the others hear of: those that have not failed get its error.
+    fn tell<T>(&mut self, outcome: Result<T>) -> Result<T> {
+        let Some(comm) = self.comm().filter(|comm| comm.size() > 1) else { return outcome };
+        match outcome {
+            // Which the others have heard of, each in a collective of its own.
+            Err(Error::Comm(e)) => Err(Error::Comm(e)),
+            Err(e) => {
+                // They wait in the next collective, whichever it is; that they hear of it there is all that can be done.
+                let _ = comm.refuse(TAG, &e.to_string());
+                Err(e)
+            }
+            Ok(value) => comm.barrier(TAG).map(|()| value),
+        }
+    }
+
+    /// Refuses counts that differ from rank to rank: another state has taken the folder meanwhile.
+    fn agree(&mut self, counts: &Counts) -> Result<()> {
+        let device = self.device().clone();
+        let (rank, own, streams) = (self.rank(), counts.numbers(), self.streams());
+        let Some(comm) = self.comm().filter(|comm| comm.size() > 1) else { return Ok(()) };
+        let send = Tensor::<Cpu>::from_vec(own.to_vec(), &[own.len()])?.to(&device)?;
+        let mut all = Tensor::empty(&device, DType::I64, &[own.len() * comm.size()])?;
+        streams.run_on_transfer(|| comm.all_gather(TAG, send.view(), all.view_mut()))?;
+        let bytes = device.download(all.view())?;
+        let all: Vec<i64> =
+            bytes.chunks_exact(8).map(|b| i64::from_le_bytes(b.try_into().unwrap_or_default())).collect();
+        for (peer, theirs) in all.chunks(own.len()).enumerate() {
+            if theirs != own {
+                let (value, peer_value) = (format!("{own:?}"), format!("{theirs:?}"));
+                let field = "optimizer.state (steps, skipped, good steps, scale)".to_string();
+                return Err(Error::ConfigMismatch { field, rank, value, peer, peer_value });
+            }
+        }
+        Ok(())
+    }
+}
+
+const TAG: Tag = Tag { layer: 0, op: Op::Weights, sequence: 0 };
+
+/// A state that was saved.
+struct Saved {
+    files: Files,
+    counts: Counts,
+    path: String,
+}
+
+impl Saved {
+    fn open(dir: &Path) -> Result<Self> {
+        let options = OpenOptions::default();
+        let before = Version::now(dir, options);
+        let opened = Self::open_once(dir, options);
+        match Version::now(dir, options).is(&before) {
+            true => opened,
+            false => Err(io_error(dir, "the state has been replaced meanwhile; load it again").into()),
+        }
+    }
+
+    fn open_once(dir: &Path, options: OpenOptions) -> Result<Self> {
+        let folder = Folder::open(dir, options)?;
+        let path = folder.require(CONFIG)?;
+        let config = parse_value(&read_limited(&path, MAX_CONFIG)?, &path)?;
+        let field = |key: &str, expected: &str, found: Option<&Value>| {
+            let found = found.map_or_else(|| "nothing".to_string(), Value::to_string);
+            Error::from(config_error(&path, key, expected, found))
+        };
+        if config.get("model_type").and_then(Value::as_str) != Some(KIND) {
+            return Err(field("model_type", &format!("\"{KIND}\""), config.get("model_type")));
+        }
+        if config.get("version").and_then(Value::as_u64) != Some(VERSION) {
+            return Err(field("version", &VERSION.to_string(), config.get("version")));
+        }
+        let count = |key: &str| {
+            let value = config.get(key).and_then(Value::as_u64).filter(|n| *n < 1 << 53);
+            value.ok_or_else(|| field(key, "a count below 2^53", config.get(key)))
+        };
+        let scale = config.get("loss_scale").and_then(Value::as_str).and_then(|text| text.parse::<f64>().ok());
+        let scale = scale.filter(|s| s.is_finite() && *s > 0.0);
+        let scale = scale.ok_or_else(|| field("loss_scale", "a positive number, as text", config.get("loss_scale")))?;
+        let (good, steps, skipped) = (count("good_steps")?, count("steps")?, count("skipped")?);
+        let files = Files::open(&folder)?;
+        Ok(Self { files, counts: Counts { scale, good, steps, skipped }, path: dir.display().to_string() })
+    }
+
+    /// Refuses the state of other parameters; the tensors to read.
+    fn check<D: StepDevice>(&self, optimizer: &AdamW<D>) -> Result<Vec<Item>> {
+        let items = items(optimizer);
+        for item in &items {
+            let Some(entry) = self.files.get(&item.name) else {
+                let expected = format!("{} {:?}", item.dtype, item.dims);
+                let (path, tensor) = (self.path.clone(), item.name.clone());
+                return Err(CheckpointError::Missing { path, tensor, expected }.into());
+            };
+            let widens = item.kind != StateKind::Main && entry.dtype == Dtype::BF16 && item.dtype == DType::F32;
+            if entry.shape != item.dims || (entry.dtype != on_disk(item.dtype) && !widens) {
+                return Err(self.misfit(item, entry));
+            }
+        }
+        let known: std::collections::HashSet<&str> = items.iter().map(|item| item.name.as_str()).collect();
+        match self.files.iter().find(|(name, _)| !known.contains(name)) {
+            None => Ok(items),
+            Some((name, entry)) => Err(CheckpointError::Unexpected {
+                path: self.path.clone(),
+                tensor: name.to_string(),
+                found: format!("{:?} {:?}", entry.dtype, entry.shape),
+                family: "this optimizer's state".to_string(),
+            }
+            .into()),
+        }
+    }
+
+    fn misfit(&self, item: &Item, entry: &TensorEntry) -> Error {
+        CheckpointError::Tensor {
+            path: self.path.clone(),
+            tensor: item.name.clone(),
+            expected: format!("{:?} {:?}", on_disk(item.dtype), item.dims),
+            found: format!("{:?} {:?}", entry.dtype, entry.shape),
+        }
+        .into()
+    }
+}
+
+/// Refuses a folder that holds a checkpoint of something else, which a save would replace.
+fn check_target(dir: &Path) -> Result<()> {
+    let Ok(Some(path)) = Folder::open(dir, OpenOptions::default()).and_then(|folder| folder.find(CONFIG)) else {
+        return Ok(());
+    };
+    let kind = parse_value(&read_limited(&path, MAX_CONFIG)?, &path)?;
+    match kind.get("model_type").and_then(Value::as_str) {
+        Some(KIND) => Ok(()),
+        other => {
+            let found = other.map_or_else(|| "another".to_string(), str::to_string);
+            Err(config_error(&path, "model_type", format_args!("\"{KIND}\", or no checkpoint here"), found).into())
+        }
+    }
+}
+
+/// The header of the file of tensors, and these in the order of their bytes: wide types first, so that each is aligned.
+fn plan(mut items: Vec<Item>) -> Result<(Vec<u8>, Vec<Item>)> {
+    items.sort_by(|a, b| (on_disk(b.dtype), &a.name).cmp(&(on_disk(a.dtype), &b.name)));
+    let mut offset = 0;
+    let infos = items.iter().map(|item| {
+        let end = offset + item.dims.iter().product::<usize>() * item.dtype.size();
+        let data_offsets = (std::mem::replace(&mut offset, end), end);
+        (item.name.clone(), TensorInfo { dtype: on_disk(item.dtype), shape: item.dims.clone(), data_offsets })
+    });
+    let infos = infos.collect();
+    let header =
+        header::write(infos).map_err(|problem| CheckpointError::Header { path: SINGLE.to_string(), problem })?;
+    Ok((header, items))
+}
+
+fn write(dir: &Path, out: &mut dyn Write, bytes: &[u8]) -> Result<()> {
+    Ok(out.write_all(bytes).map_err(|e| io_error(dir, e))?)
+}
+
+/// Bytes of bf16 as bytes of f32.
+fn widened(bytes: &[u8]) -> Vec<u8> {
+    bytes.chunks_exact(2).flat_map(|b| [0, 0, b[0], b[1]]).collect()
+}

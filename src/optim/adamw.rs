@@ -1,0 +1,461 @@
+//! AdamW: its state, and a step.
+
+use std::sync::Arc;
+
+use crate::DType;
+use crate::comm::{Communicator, Op, Tag};
+use crate::error::{Error, Result};
+use crate::etp::StreamPair;
+use crate::kernels::optimizer::{
+    AdamW as AdamWCall, AdamWTensor, COEFFICIENTS, Convert, GROUP_STATE, SETTINGS, STATE_NUMBERS, StepControl, state,
+};
+use crate::tensor::{Tensor, TensorMut, TensorRef};
+
+use super::norm::{Held, NormPlan, NormStep, exchange, owners};
+use super::{AdamWOptions, GroupOptions, ParamSpec, StepDevice, StepStats};
+
+const CALL: &str = "AdamW";
+
+/// AdamW over a rank's parameters, which stay the caller's: see the [module](super).
+#[derive(Debug)]
+pub struct AdamW<D: StepDevice> {
+    device: D,
+    options: AdamWOptions,
+    groups: Vec<GroupOptions>,
+    specs: Vec<ParamSpec>,
+    params: Vec<ParamState<D>>,
+    norm: Option<NormPlan<D>>,
+    held: Held,
+    comm: Option<Box<dyn Communicator<D>>>,
+    /// The device, and that of the communicator's work.
+    streams: Arc<StreamPair<D>>,
+    settings: Tensor<D>,
+    state: Tensor<D>,
+    coefficients: Tensor<D>,
+    /// Steps begun, for tags.
+    begun: u64,
+}
+
+/// What is kept of a parameter.
+#[derive(Debug)]
+pub(super) struct ParamState<D: StepDevice> {
+    /// None where the parameter itself is F32.
+    pub(super) main: Option<Tensor<D>>,
+    pub(super) first: Tensor<D>,
+    pub(super) second: Tensor<D>,
+}
+
+/// A parameter and its gradient, for [`AdamW::update`].
+#[derive(Debug)]
+pub struct StepTensor<'a, D: StepDevice> {
+    /// Which parameter, as [`AdamW::new`] was given them.
+    pub index: usize,
+    /// Its values.
+    pub param: TensorMut<'a, D>,
+    /// Any of F32, F16 and BF16.
+    pub gradient: TensorRef<'a, D>,
+}
+
+impl<D: StepDevice> AdamW<D> {
+    /// An optimizer with moments of zero and main weights that [`read_param`](Self::read_param) fills. `comm` is of all
+    /// ranks that hold parts of these parameters, where there are several (collective: parameters and options are
+    /// compared over the ranks).
+    ///
+    /// # Errors
+    /// Options out of range, a parameter of another type, a name that occurs twice, a group that there is not;
+    /// [`Error::ConfigMismatch`] on every rank; parts that do not make up a whole.
+    pub fn new(
+        device: &D,
+        options: AdamWOptions,
+        groups: &[GroupOptions],
+        specs: Vec<ParamSpec>,
+        comm: Option<Box<dyn Communicator<D>>>,
+    ) -> Result<Self> {
+        let mut comm = comm;
+        let sound = options.check().and_then(|()| groups.iter().try_for_each(GroupOptions::check));
+        if let Err(error) = sound.and_then(|()| check_specs(&specs, groups.len())) {
+            if let Some(comm) = comm.as_deref_mut().filter(|comm| comm.size() > 1) {
+                // The others wait to compare theirs.
+                let _ = comm.refuse(Tag { layer: 0, op: Op::Init, sequence: 0 }, &error.to_string());
+            }
+            return Err(error);
+        }
+        let (held, rank): (Held, usize) =
+            exchange(device, comm.as_deref_mut(), &specs, &fingerprint(&options, groups))?;
+        let norm = match options.has_norm() {
+            true => Some(NormPlan::new(device, &specs, &held, rank)?),
+            false => None,
+        };
+        let params = specs.iter().map(|spec| {
+            let dims = [spec.part.count()];
+            let main = (spec.dtype != DType::F32).then(|| Tensor::zeros(device, DType::F32, &dims)).transpose()?;
+            let moment = || Tensor::zeros(device, options.moments, &dims);
+            Ok(ParamState { main, first: moment()?, second: moment()? })
+        });
+        let params = params.collect::<Result<_>>()?;
+        let count = groups.len();
+        let mut adamw = Self {
+            device: device.clone(),
+            options,
+            groups: groups.to_vec(),
+            specs,
+            params,
+            norm,
+            held,
+            streams: StreamPair::new(device, comm.as_ref().and_then(|comm| comm.device())),
+            comm,
+            settings: settings(device, groups)?,
+            state: Tensor::zeros(device, DType::F64, &[STATE_NUMBERS + GROUP_STATE * count])?,
+            coefficients: Tensor::zeros(device, DType::F64, &[count, COEFFICIENTS])?,
+            begun: 0,
+        };
+        adamw.restart(&Counts { scale: options.loss_scaling.map_or(1.0, |s| s.initial), ..Counts::default() })?;
+        Ok(adamw)
+    }
+
+    /// Takes the parameters' values as main weights: once after [`new`](Self::new), and whenever somebody else has
+    /// changed the parameters.
+    ///
+    /// # Errors
+    /// A parameter of another type or size.
+    pub fn read_param(&mut self, index: usize, param: TensorRef<'_, D>) -> Result<()> {
+        let spec = self.spec(index)?;
+        check_param(spec, param.dtype(), param.count())?;
+        let count = spec.part.count();
+        let param = param.borrow();
+        let Some(main) = self.params.get_mut(index).and_then(|p| p.main.as_mut()) else { return Ok(()) };
+        let dtype = param.dtype();
+        let from = TensorRef::new(D::slice(param.data(), 0..count * dtype.size()), dtype, &[count])?;
+        self.device.convert(Convert { from, to: main.view_mut() })
+    }
+
+    /// Sets a parameter of 16 bits to its main weight, rounded.
+    ///
+    /// # Errors
+    /// As [`read_param`](Self::read_param).
+    pub fn write_param(&self, index: usize, mut param: TensorMut<'_, D>) -> Result<()> {
+        let spec = self.spec(index)?;
+        check_param(spec, param.dtype(), param.count())?;
+        let (count, dtype) = (spec.part.count(), spec.dtype);
+        let Some(main) = self.params.get(index).and_then(|p| p.main.as_ref()) else { return Ok(()) };
+        let to = D::slice_mut(param.reborrow().into_data(), 0..count * dtype.size());
+        self.device.convert(Convert { from: main.view(), to: TensorMut::new(to, dtype, &[count])? })
+    }
+
+    /// Begins a step: the gradients' norm over all ranks, and the numbers of the step. One gradient a parameter, in
+    /// order; `None`: it has none in this step, counts nothing and is not to be updated. Every rank calls it.
+    ///
+    /// # Errors
+    /// A gradient of another type or size; the communicator's.
+    pub fn begin(&mut self, gradients: &[Option<TensorRef<'_, D>>]) -> Result<()> {
+        let tag = Tag { layer: 0, op: Op::GradNorm, sequence: self.begun };
+        self.begun += 1;
+        if let Err(error) = self.own_sums(gradients) {
+            if let (Some(comm), true) = (self.comm.as_deref_mut().filter(|comm| comm.size() > 1), self.norm.is_some()) {
+                // The others wait for this rank's sums; that they hear of it is all that can be done.
+                let _ = comm.refuse(tag, &error.to_string());
+            }
+            return Err(error);
+        }
+        if let Some(plan) = &mut self.norm {
+            plan.gather(self.comm.as_deref_mut(), &self.streams, tag)?;
+        }
+        let norm = self.norm.as_mut().map(NormPlan::nodes);
+        self.device.step_control(StepControl {
+            norm,
+            max_norm: self.options.max_norm,
+            scaling: self.options.loss_scaling,
+            settings: self.settings.view(),
+            state: self.state.view_mut(),
+            coefficients: self.coefficients.view_mut(),
+        })
+    }
+
+    fn own_sums(&mut self, gradients: &[Option<TensorRef<'_, D>>]) -> Result<()> {
+        Error::check_shape(CALL, "gradients", &[self.specs.len()], &[gradients.len()])?;
+        for (spec, gradient) in self.specs.iter().zip(gradients) {
+            if let Some(gradient) = gradient {
+                check_gradient(spec, gradient.dtype(), gradient.count())?;
+            }
+        }
+        match &mut self.norm {
+            None => Ok(()),
+            Some(plan) => plan.own_sums(&self.device, NormStep { specs: &self.specs, gradients }),
+        }
+    }
+
+    /// Updates parameters, after [`begin`](Self::begin): one call of the device for each group among them.
+    ///
+    /// # Errors
+    /// A parameter that there is not or is there twice, or of another type or size.
+    pub fn update(&mut self, mut tensors: Vec<StepTensor<'_, D>>) -> Result<()> {
+        let mut groups: Vec<Vec<AdamWTensor<'_, D>>> = self.groups.iter().map(|_| Vec::new()).collect();
+        let mut states: Vec<Option<&mut ParamState<D>>> = self.params.iter_mut().map(Some).collect();
+        for StepTensor { index, param, gradient } in &mut tensors {
+            let (index, param, gradient) = (*index, param.reborrow(), gradient.borrow());
+            let unknown = || Error::invalid(CALL, "parameter", "one of its own, once", index);
+            let spec = self.specs.get(index).ok_or_else(unknown)?;
+            check_param(spec, param.dtype(), param.count())?;
+            check_gradient(spec, gradient.dtype(), gradient.count())?;
+            let kept = states[index].take().ok_or_else(unknown)?;
+            let (main, rounded) = match &mut kept.main {
+                None => (param, None),
+                Some(main) => (main.view_mut(), Some(param)),
+            };
+            groups[spec.group].push(AdamWTensor {
+                count: spec.part.count(),
+                gradient,
+                main,
+                rounded,
+                first: kept.first.view_mut(),
+                second: kept.second.view_mut(),
+                number: index as u32,
+                element: spec.part.first_element(),
+            });
+        }
+        for (group, tensors) in groups.into_iter().enumerate().filter(|(_, tensors)| !tensors.is_empty()) {
+            let (coefficients, seed) = (self.coefficients.view(), self.options.seed);
+            self.device.adamw(AdamWCall { tensors, coefficients, group, seed })?;
+        }
+        Ok(())
+    }
+
+    /// Changes a group's options, from the next step on.
+    ///
+    /// # Errors
+    /// A group that there is not; options out of range.
+    pub fn set_group(&mut self, group: usize, options: GroupOptions) -> Result<()> {
+        options.check()?;
+        let count = self.groups.len();
+        let own = self.groups.get_mut(group);
+        let own = own.ok_or_else(|| Error::invalid(CALL, "group", format!("one of {count}"), group))?;
+        if *own != options {
+            let betas = own.betas;
+            *own = options;
+            let fresh = settings(&self.device, &self.groups)?;
+            self.device.copy(fresh.view().data(), self.settings.view_mut().into_data())?;
+            if betas != options.betas {
+                let counts = self.counts()?;
+                self.restart(&counts)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Figures of the last step. Waits for the device.
+    ///
+    /// # Errors
+    /// The device's.
+    pub fn stats(&self) -> Result<StepStats> {
+        let numbers = self.device.read(self.state.view())?;
+        Ok(StepStats {
+            steps: numbers[state::STEP] as u64,
+            skipped: numbers[state::SKIPPED] as u64,
+            norm: numbers[state::NORM],
+            factor: numbers[state::FACTOR],
+            loss_scale: numbers[state::SCALE],
+            skipped_last: numbers[state::SKIP] != 0.0,
+        })
+    }
+
+    /// Factor of the next step's loss, on the device: one number in F32.
+    ///
+    /// # Errors
+    /// The device's.
+    pub fn loss_scale(&self) -> Result<Tensor<D>> {
+        let mut to = Tensor::empty(&self.device, DType::F32, &[1])?;
+        let at = state::SCALE * DType::F64.size();
+        let scale = D::slice(self.state.view().data(), at..at + DType::F64.size());
+        self.device.convert(Convert { from: TensorRef::new(scale, DType::F64, &[1])?, to: to.view_mut() })?;
+        Ok(to)
+    }
+
+    /// The device.
+    pub fn device(&self) -> &D {
+        &self.device
+    }
+
+    /// The options.
+    pub fn options(&self) -> &AdamWOptions {
+        &self.options
+    }
+
+    /// The groups' options.
+    pub fn groups(&self) -> &[GroupOptions] {
+        &self.groups
+    }
+
+    /// The parameters.
+    pub fn specs(&self) -> &[ParamSpec] {
+        &self.specs
+    }
+
+    fn spec(&self, index: usize) -> Result<&ParamSpec> {
+        let unknown = || Error::invalid(CALL, "parameter", format!("one of {}", self.specs.len()), index);
+        self.specs.get(index).ok_or_else(unknown)
+    }
+}
+
+/// Counts of an optimizer, for its saved state.
+#[derive(Debug, Clone, Copy, PartialEq, Default)]
+pub(crate) struct Counts {
+    pub(crate) scale: f64,
+    pub(crate) good: u64,
+    pub(crate) steps: u64,
+    pub(crate) skipped: u64,
+}
+
+impl Counts {
+    /// As numbers to compare.
+    pub(crate) fn numbers(&self) -> [i64; 4] {
+        [self.steps as i64, self.skipped as i64, self.good as i64, self.scale.to_bits() as i64]
+    }
+}
+
+impl<D: StepDevice> AdamW<D> {
+    /// The counts. Waits for the device.
+    pub(crate) fn counts(&self) -> Result<Counts> {
+        let numbers = self.device.read(self.state.view())?;
+        let count = |at: usize| numbers[at] as u64;
+        let [good, steps, skipped] = [count(state::GOOD), count(state::STEP), count(state::SKIPPED)];
+        Ok(Counts { scale: numbers[state::SCALE], good, steps, skipped })
+    }
+
+    /// Goes on from these counts. Powers of the betas are products of as many factors as steps, as steps make them.
+    pub(crate) fn restart(&mut self, counts: &Counts) -> Result<()> {
+        let mut numbers = vec![0.0; STATE_NUMBERS];
+        numbers[state::SCALE] = counts.scale;
+        numbers[state::GOOD] = counts.good as f64;
+        numbers[state::STEP] = counts.steps as f64;
+        numbers[state::SKIPPED] = counts.skipped as f64;
+        for group in &self.groups {
+            let power = |beta: f64| {
+                // Once it is 0 it stays.
+                (0..counts.steps).try_fold(1.0, |power, _| if power == 0.0 { Err(power) } else { Ok(power * beta) })
+            };
+            numbers.extend(group.betas.map(|beta| power(beta).unwrap_or_else(|zero| zero)));
+        }
+        let fresh = self.device.write(&numbers, DType::F64, &[numbers.len()])?;
+        self.device.copy(fresh.view().data(), self.state.view_mut().into_data())
+    }
+
+    /// One of the tensors kept of a parameter, if it has that.
+    pub(crate) fn state_tensor(&self, param: usize, kind: StateKind) -> Option<&Tensor<D>> {
+        let kept = self.params.get(param)?;
+        match kind {
+            StateKind::Main => kept.main.as_ref(),
+            StateKind::First => Some(&kept.first),
+            StateKind::Second => Some(&kept.second),
+        }
+    }
+
+    /// The same, to be written.
+    pub(crate) fn state_tensor_mut(&mut self, param: usize, kind: StateKind) -> Option<&mut Tensor<D>> {
+        let kept = self.params.get_mut(param)?;
+        match kind {
+            StateKind::Main => kept.main.as_mut(),
+            StateKind::First => Some(&mut kept.first),
+            StateKind::Second => Some(&mut kept.second),
+        }
+    }
+
+    /// The ranks that hold a parameter, with their rows, in the rows' order; each row once.
+    pub(crate) fn owners(&self, param: usize) -> Result<Vec<(usize, std::ops::Range<usize>)>> {
+        owners(self.spec(param)?, &self.held, param)
+    }
+
+    /// This rank.
+    pub(crate) fn rank(&self) -> usize {
+        self.comm.as_ref().map_or(0, |comm| comm.rank())
+    }
+
+    /// The order of the communicator's work beside the device's own.
+    pub(crate) fn streams(&self) -> Arc<StreamPair<D>> {
+        Arc::clone(&self.streams)
+    }
+
+    /// The communicator, where there are several ranks.
+    pub(crate) fn comm(&mut self) -> Option<&mut (dyn Communicator<D> + 'static)> {
+        self.comm.as_deref_mut()
+    }
+}
+
+/// What is kept of a parameter, by name.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum StateKind {
+    Main,
+    First,
+    Second,
+}
+
+impl StateKind {
+    pub(crate) const ALL: [Self; 3] = [Self::Main, Self::First, Self::Second];
+
+    /// As PyTorch calls it.
+    pub(crate) const fn name(self) -> &'static str {
+        match self {
+            Self::Main => "main",
+            Self::First => "exp_avg",
+            Self::Second => "exp_avg_sq",
+        }
+    }
+}
+
+fn settings<D: StepDevice>(device: &D, groups: &[GroupOptions]) -> Result<Tensor<D>> {
+    let rows = groups.iter().flat_map(|g| [g.lr, g.betas[0], g.betas[1], g.eps, g.weight_decay]);
+    device.write(&rows.collect::<Vec<_>>(), DType::F64, &[groups.len(), SETTINGS])
+}
+
+/// Numbers that are the same on all ranks.
+fn fingerprint(options: &AdamWOptions, groups: &[GroupOptions]) -> Vec<u64> {
+    let AdamWOptions { max_norm, loss_scaling, moments, seed, .. } = options;
+    let scaling =
+        loss_scaling.map_or([0.0; 6], |s| [s.initial, s.growth, s.backoff, f64::from(s.interval), s.min, s.max]);
+    let mut numbers =
+        vec![max_norm.unwrap_or(0.0).to_bits(), u64::from(*moments == DType::BF16), *seed, groups.len() as u64];
+    numbers.extend(scaling.map(f64::to_bits));
+    numbers
+}
+
+fn check_specs(specs: &[ParamSpec], groups: usize) -> Result<()> {
+    let mut seen = std::collections::HashSet::new();
+    for spec in specs {
+        let name = || format!("parameter {}", spec.name);
+        if !seen.insert(&spec.name) {
+            return Err(Error::invalid(CALL, name(), "a name of its own", "another parameter of this name"));
+        }
+        if !matches!(spec.dtype, DType::F32 | DType::F16 | DType::BF16) {
+            return Err(Error::invalid(CALL, name(), "f32, f16 or bf16", spec.dtype));
+        }
+        if spec.group >= groups {
+            return Err(Error::invalid(CALL, name(), format!("one of {groups} groups"), spec.group));
+        }
+    }
+    if groups == 0 || u32::try_from(specs.len()).is_err() {
+        return Err(Error::invalid(CALL, "groups", "one or more, of at most 2^32 parameters", groups));
+    }
+    Ok(())
+}
+
+/// Refuses a parameter of another type, or of fewer elements than this rank's part of it.
+fn check_param(spec: &ParamSpec, dtype: DType, count: usize) -> Result<()> {
+    Error::check_dtype(CALL, &spec.name, spec.dtype, dtype)?;
+    at_least(spec, "parameter", count)
+}
+
+fn check_gradient(spec: &ParamSpec, dtype: DType, count: usize) -> Result<()> {
+    if !matches!(dtype, DType::F32 | DType::F16 | DType::BF16) {
+        return Err(Error::invalid(CALL, format!("gradient of {}", spec.name), "f32, f16 or bf16", dtype));
+    }
+    at_least(spec, "gradient", count)
+}
+
+fn at_least(spec: &ParamSpec, what: &str, found: usize) -> Result<()> {
+    let wanted = spec.part.count();
+    match found >= wanted {
+        true => Ok(()),
+        false => {
+            Err(Error::invalid(CALL, format!("{what} {}", spec.name), format!("{wanted} elements or more"), found))
+        }
+    }
+}

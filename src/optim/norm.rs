@@ -1,0 +1,239 @@
+//! The norm over all ranks' gradients: which rank sums which rows, and where each sum goes.
+
+use std::ops::Range;
+
+use crate::DType;
+use crate::comm::{Communicator, Op, Tag};
+use crate::error::{Error, Result};
+use crate::etp::StreamPair;
+use crate::kernels::optimizer::{LEAF, NormNodes, SquareSums, SquaredTensor, nodes};
+use crate::tensor::{Tensor, TensorRef};
+
+use super::{ParamSpec, StepDevice};
+
+const CALL: &str = "AdamW";
+
+/// How this rank takes part in a norm.
+#[derive(Debug)]
+pub(super) struct NormPlan<D: StepDevice> {
+    /// Height and first node of each of this rank's parts.
+    own: Vec<OwnNodes>,
+    /// This rank's nodes.
+    nodes: Tensor<D>,
+    /// All ranks', if there are others.
+    gathered: Option<Tensor<D>>,
+    order: Tensor<D>,
+    starts: Tensor<D>,
+    sums: Tensor<D>,
+}
+
+#[derive(Debug, Clone, Copy)]
+struct OwnNodes {
+    height: u32,
+    first: usize,
+}
+
+/// What a rank holds of one parameter: rows of it.
+pub(super) type Held = Vec<Vec<Range<usize>>>;
+
+impl<D: StepDevice> NormPlan<D> {
+    /// `held[rank][parameter]`, of all ranks.
+    pub(super) fn new(device: &D, specs: &[ParamSpec], held: &Held, rank: usize) -> Result<Self> {
+        let heights: Vec<u32> = (0..specs.len()).map(|p| height(&specs[p], held.iter().map(|h| &h[p]))).collect();
+        let layout = |parts: &[Range<usize>]| {
+            let mut next = 0;
+            let mut firsts = Vec::with_capacity(parts.len());
+            for ((part, spec), height) in parts.iter().zip(specs).zip(&heights) {
+                firsts.push(next);
+                next += nodes(part.len() * leaves_of_row(spec), *height);
+            }
+            (firsts, next)
+        };
+        let layouts: Vec<_> = held.iter().map(|parts| layout(parts)).collect();
+        // Equal blocks for the all-gather.
+        let block = layouts.iter().map(|(_, count)| *count).max().unwrap_or(0).max(1);
+        let (mut order, mut starts) = (Vec::new(), vec![0]);
+        for (p, (spec, height)) in specs.iter().zip(&heights).enumerate() {
+            for (owner, rows) in owners(spec, held, p)? {
+                let first = owner * block + layouts[owner].0[p];
+                let count = nodes(rows.len() * leaves_of_row(spec), *height);
+                order.extend((first..first + count).map(|at| at as i32));
+            }
+            starts.push(order.len() as i32);
+        }
+        if i32::try_from(held.len().saturating_mul(block)).is_err() || i32::try_from(order.len()).is_err() {
+            return Err(Error::invalid(CALL, "parameters", "cuts of at most 2^31 sums", order.len()));
+        }
+        let put = |values: Vec<i32>| {
+            let bytes: Vec<u8> = values.iter().flat_map(|v| v.to_le_bytes()).collect();
+            upload(device, DType::I32, &bytes)
+        };
+        let own =
+            layouts[rank].0.iter().zip(&heights).map(|(first, height)| OwnNodes { first: *first, height: *height });
+        Ok(Self {
+            own: own.collect(),
+            nodes: Tensor::zeros(device, DType::F64, &[block])?,
+            gathered: match held.len() {
+                1 => None,
+                ranks => Some(Tensor::empty(device, DType::F64, &[ranks * block])?),
+            },
+            // An empty tensor has no address.
+            order: put(if order.is_empty() { vec![0] } else { order })?,
+            starts: put(starts)?,
+            sums: Tensor::empty(device, DType::F64, &[specs.len()])?,
+        })
+    }
+
+    /// This rank's sums of squares.
+    pub(super) fn own_sums(&mut self, device: &D, step: NormStep<'_, '_, D>) -> Result<()> {
+        let parts = step.specs.iter().zip(&self.own).zip(step.gradients);
+        let mut tensors = Vec::with_capacity(self.own.len());
+        let mut absent = false;
+        for ((spec, own), gradient) in parts {
+            let (rows, width) = (spec.part.rows().len(), spec.part.width());
+            let Some(gradient) = gradient.as_ref() else {
+                absent = true;
+                continue;
+            };
+            if rows * width > 0 {
+                let (height, node) = (own.height, own.first);
+                tensors.push(SquaredTensor { gradient: gradient.borrow(), rows, width, height, node });
+            }
+        }
+        if absent {
+            // Nodes that are not written count nothing.
+            device.zero(self.nodes.view_mut().into_data())?;
+        }
+        device.square_sums(SquareSums { tensors, out: self.nodes.view_mut() })
+    }
+
+    /// All ranks' sums.
+    pub(super) fn gather(
+        &mut self,
+        comm: Option<&mut (dyn Communicator<D> + 'static)>,
+        streams: &StreamPair<D>,
+        tag: Tag,
+    ) -> Result<()> {
+        let (Some(comm), Some(gathered)) = (comm, &mut self.gathered) else { return Ok(()) };
+        streams.run_on_transfer(|| comm.all_gather(tag, self.nodes.view(), gathered.view_mut()))
+    }
+
+    /// All ranks' sums, as the numbers of a step are made of them.
+    pub(super) fn nodes(&mut self) -> NormNodes<'_, D> {
+        NormNodes {
+            nodes: self.gathered.as_ref().unwrap_or(&self.nodes).view(),
+            order: self.order.view(),
+            starts: self.starts.view(),
+            sums: self.sums.view_mut(),
+        }
+    }
+}
+
+/// The gradients of a step.
+pub(super) struct NormStep<'s, 'a, D: StepDevice> {
+    pub(super) specs: &'s [ParamSpec],
+    /// One a parameter.
+    pub(super) gradients: &'s [Option<TensorRef<'a, D>>],
+}
+
+fn leaves_of_row(spec: &ParamSpec) -> usize {
+    spec.part.width().div_ceil(LEAF)
+}
+
+/// Height of the largest nodes that no cut divides: the whole tree where there is none.
+fn height<'h>(spec: &ParamSpec, parts: impl Iterator<Item = &'h Range<usize>>) -> u32 {
+    let (leaves, all) = (leaves_of_row(spec), spec.part.all_rows());
+    let cuts = parts.filter(|rows| !rows.is_empty()).flat_map(|rows| [rows.start, rows.end]);
+    let most = (leaves * all).next_power_of_two().trailing_zeros();
+    cuts.filter(|row| *row != 0 && *row != all).map(|row| (row * leaves).trailing_zeros()).fold(most, u32::min)
+}
+
+/// The ranks that count for a parameter, with their rows, in the rows' order: of those that hold the same rows the
+/// first.
+pub(super) fn owners(spec: &ParamSpec, held: &Held, p: usize) -> Result<Vec<(usize, Range<usize>)>> {
+    let mut parts: Vec<(usize, Range<usize>)> =
+        held.iter().map(|parts| parts[p].clone()).enumerate().filter(|(_, rows)| !rows.is_empty()).collect();
+    parts.sort_by_key(|(rank, rows)| (rows.start, rows.end, *rank));
+    parts.dedup_by(|next, first| next.1 == first.1);
+    let mut end = 0;
+    for (rank, rows) in &parts {
+        if rows.start != end {
+            let expected = format!("the ranks' rows to make up its {} rows, each once", spec.part.all_rows());
+            let found = format!("rows {rows:?} of rank {rank} behind row {end}");
+            return Err(Error::invalid(CALL, format!("parameter {}", spec.name), expected, found));
+        }
+        end = rows.end;
+    }
+    // A parameter without elements has no rows that anybody holds.
+    if end != spec.part.all_rows() && spec.part.width() > 0 {
+        let expected = format!("the ranks' rows to make up its {} rows", spec.part.all_rows());
+        return Err(Error::invalid(CALL, format!("parameter {}", spec.name), expected, format!("{end} of them")));
+    }
+    Ok(parts)
+}
+
+/// What all ranks hold. Ranks compare parameters and options first: one that differs is named on every rank.
+pub(super) fn exchange<D: StepDevice>(
+    device: &D,
+    comm: Option<&mut (dyn Communicator<D> + 'static)>,
+    specs: &[ParamSpec],
+    options: &[u64],
+) -> Result<(Held, usize)> {
+    let own: Vec<Range<usize>> = specs.iter().map(|spec| spec.part.rows()).collect();
+    let Some(comm) = comm.filter(|comm| comm.size() > 1) else { return Ok((vec![own], 0)) };
+    let (ranks, rank) = (comm.size(), comm.rank());
+    let streams = StreamPair::new(device, comm.device());
+    let mut gather = |sequence: u64, numbers: &[u64]| -> Result<Vec<u64>> {
+        let tag = Tag { layer: 0, op: Op::Init, sequence };
+        let bytes: Vec<u8> = numbers.iter().flat_map(|v| v.to_le_bytes()).collect();
+        let send = upload(device, DType::I64, &bytes)?;
+        let mut all = Tensor::empty(device, DType::I64, &[ranks * send.view().count()])?;
+        streams.run_on_transfer(|| comm.all_gather(tag, send.view(), all.view_mut()))?;
+        let bytes = device.download(all.view())?;
+        Ok(bytes.chunks_exact(8).map(|b| u64::from_le_bytes(b.try_into().unwrap_or_default())).collect())
+    };
+    let differs = |field: String, all: &[u64], own: u64| match all.iter().position(|other| *other != own) {
+        None => Ok(()),
+        Some(peer) => {
+            let (value, peer_value) = (own.to_string(), all[peer].to_string());
+            Err(Error::ConfigMismatch { field, rank, value, peer, peer_value })
+        }
+    };
+    let mut head = vec![specs.len() as u64];
+    head.extend(options);
+    let all = gather(0, &head)?;
+    for (i, own) in head.iter().enumerate() {
+        let column: Vec<u64> = all.iter().skip(i).step_by(head.len()).copied().collect();
+        let field = if i == 0 { "optimizer.parameters".to_string() } else { format!("optimizer.options[{}]", i - 1) };
+        differs(field, &column, *own)?;
+    }
+    let table = specs.iter().flat_map(|spec| {
+        let rows = spec.part.rows();
+        [fingerprint(spec), rows.start as u64, rows.end as u64]
+    });
+    let table: Vec<u64> = table.collect();
+    let all = gather(1, &table)?;
+    for (p, spec) in specs.iter().enumerate() {
+        let column: Vec<u64> = all.iter().skip(3 * p).step_by(table.len()).copied().collect();
+        differs(
+            format!("optimizer parameter {} (fingerprint of name, sizes, type, group)", spec.name),
+            &column,
+            table[3 * p],
+        )?;
+    }
+    let rows = |of: &[u64]| of[1] as usize..of[2] as usize;
+    Ok((all.chunks(table.len().max(1)).map(|table| table.chunks(3).map(rows).collect()).collect(), rank))
+}
+
+/// A vector of these bytes.
+pub(super) fn upload<D: StepDevice>(device: &D, dtype: DType, bytes: &[u8]) -> Result<Tensor<D>> {
+    let mut to = Tensor::empty(device, dtype, &[bytes.len() / dtype.size()])?;
+    device.upload(bytes, to.view_mut())?;
+    Ok(to)
+}
+
+/// A number of a parameter's name, sizes, type and group: FNV-1a, the same in every build.
+fn fingerprint(spec: &ParamSpec) -> u64 {
+    let text = format!("{}|{:?}|{}|{}", spec.name, spec.part.dims(), spec.dtype, spec.group);
+    text.bytes().fold(0xcbf2_9ce4_8422_2325, |hash, byte| (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3))
+}

@@ -1,0 +1,430 @@
+//! AdamW over ranks that are threads: the same bits for every division of the parameters, states that any number of
+//! ranks goes on from, and what ranks that disagree are told.
+
+mod devices;
+
+use std::path::Path;
+use std::thread;
+use std::time::Duration;
+
+use moebius::comm::Communicator;
+use moebius::cpu::{Cpu, ThreadComm, ThreadWorld};
+use moebius::etp::Shards;
+use moebius::optim::{AdamW, AdamWOptions, GroupOptions, LossScaling, ParamSpec, Part, StepTensor};
+use moebius::{CheckpointError, CommError, DType, Error, Result, Tensor};
+
+use devices::seed;
+
+const LIMIT: Duration = Duration::from_secs(60);
+/// Sizes of the whole experts: 4 experts of 5 rows, so that no cut of 2 or 4 ranks falls on a power of two.
+const UP: [usize; 3] = [4, 5, 4100];
+/// Many rows, of which no cut is a multiple of four: an order of sums that followed the cut would show.
+const DOWN: [usize; 3] = [4, 301, 8];
+const ROUTER: [usize; 2] = [4, 37];
+
+fn all_dims() -> [(&'static str, Vec<usize>, DType, usize); 3] {
+    [
+        ("experts.up", UP.to_vec(), DType::BF16, 0),
+        ("router.weight", ROUTER.to_vec(), DType::F32, 1),
+        ("experts.down", DOWN.to_vec(), DType::F16, 0),
+    ]
+}
+
+/// Ranks that share the experts, those that share a shard of them, and copies of it all.
+#[derive(Debug, Clone, Copy)]
+struct Mesh {
+    ep: usize,
+    etp: usize,
+    replicas: usize,
+    pad: usize,
+}
+
+impl Mesh {
+    fn new(ep: usize, etp: usize) -> Self {
+        Self { ep, etp, replicas: 1, pad: 0 }
+    }
+
+    fn ranks(self) -> usize {
+        self.ep * self.etp * self.replicas
+    }
+
+    /// The part of an expert weight that a rank holds, and the rows of its tensor, padding included.
+    fn part(self, dims: &[usize], rank: usize) -> (Part, usize) {
+        let (ep, etp) = (rank % self.ep, rank / self.ep % self.etp);
+        let local = [&[dims[0] / self.ep], &dims[1..]].concat();
+        let shards = Shards::new(&local, self.etp, self.pad).unwrap();
+        let part = Part::of_experts(&local, ep, self.ep).unwrap().shard(&shards, etp).unwrap();
+        (part, shards.shard_dims()[0])
+    }
+}
+
+fn options(moments: DType) -> (AdamWOptions, [GroupOptions; 2]) {
+    let options = AdamWOptions {
+        max_norm: Some(0.5),
+        loss_scaling: Some(LossScaling { initial: 64.0, interval: 2, ..Default::default() }),
+        moments,
+        seed: 3,
+        ..Default::default()
+    };
+    let experts = GroupOptions { lr: 0.01, ..Default::default() };
+    (options, [experts, GroupOptions { lr: 0.002, weight_decay: 0.0, ..experts }])
+}
+
+/// A rank's optimizer and parameters.
+struct Rank {
+    adam: AdamW<Cpu>,
+    params: Vec<Tensor<Cpu>>,
+    /// Rows of each tensor.
+    rows: Vec<usize>,
+    /// Bits of each step's norm.
+    norms: Vec<u64>,
+}
+
+fn tensor(dtype: DType, values: &[f64], dims: &[usize]) -> Tensor<Cpu> {
+    use devices::Target;
+    Cpu::new().put(dtype, values, dims)
+}
+
+/// The rows of a whole tensor that a part has, and NaN as padding.
+fn cut(part: &Part, rows: usize, whole: &[f64]) -> Vec<f64> {
+    let width = part.width();
+    let mut own = whole[part.rows().start * width..part.rows().end * width].to_vec();
+    own.resize(rows * width, f64::NAN);
+    own
+}
+
+impl Rank {
+    fn new(mesh: Mesh, comm: ThreadComm, moments: DType) -> Result<Self> {
+        let rank = comm.rank();
+        let (options, groups) = options(moments);
+        let (mut specs, mut params, mut all_rows) = (Vec::new(), Vec::new(), Vec::new());
+        for (i, (name, dims, dtype, group)) in all_dims().into_iter().enumerate() {
+            let (part, rows) = match name.starts_with("experts") {
+                true => mesh.part(&dims, rank),
+                false => (Part::whole(&dims), dims[0]),
+            };
+            let whole = seed::normal(70 + i as u64, dims.iter().product());
+            params.push(tensor(dtype, &cut(&part, rows, &whole), &[rows, part.width()]));
+            specs.push(ParamSpec { name: name.into(), part, dtype, group });
+            all_rows.push(rows);
+        }
+        let comm: Option<Box<dyn Communicator<Cpu>>> = if comm.size() > 1 { Some(Box::new(comm)) } else { None };
+        let mut adam = AdamW::new(&Cpu::poisoning(), options, &groups, specs, comm)?;
+        for (i, param) in params.iter().enumerate() {
+            adam.read_param(i, param.view())?;
+        }
+        Ok(Self { adam, params, rows: all_rows, norms: Vec::new() })
+    }
+
+    fn step(&mut self, step: u64) -> Result<()> {
+        let specs = self.adam.specs().to_vec();
+        let gradients: Vec<_> = specs
+            .iter()
+            .zip(&self.rows)
+            .enumerate()
+            .map(|(i, (spec, rows))| {
+                let count: usize = spec.part.dims().iter().product();
+                let mut whole: Vec<f64> =
+                    seed::normal(1000 * (step + 1) + i as u64, count).iter().map(|g| 64.0 * g).collect();
+                if step == 3 {
+                    // In the last expert's last row, on one rank.
+                    whole[count - 1] = f64::INFINITY;
+                }
+                // Squares of f32 fill a number of f64, so that every other order of their sums shows.
+                let dtype = if i != 1 { DType::F32 } else { spec.dtype };
+                tensor(dtype, &cut(&spec.part, *rows, &whole), &[*rows, spec.part.width()])
+            })
+            .collect();
+        self.adam.begin(&gradients.iter().map(|g| Some(g.view())).collect::<Vec<_>>())?;
+        let tensors = self.params.iter_mut().zip(&gradients).enumerate();
+        let tensors =
+            tensors.map(|(index, (param, g))| StepTensor { index, param: param.view_mut(), gradient: g.view() });
+        self.adam.update(tensors.collect())?;
+        self.norms.push(self.adam.stats()?.norm.to_bits());
+        Ok(())
+    }
+
+    /// Bytes of each parameter's rows, without padding, with the first one's number, and of the figures of the step.
+    fn outcome(&self) -> Outcome {
+        let held = self.params.iter().zip(self.adam.specs());
+        let held = held.map(|(param, spec)| {
+            let bytes = spec.part.count() * spec.dtype.size();
+            (spec.part.rows().start, param.as_bytes()[..bytes].to_vec())
+        });
+        let stats = self.adam.stats().unwrap();
+        let figures = [stats.norm, stats.factor, stats.loss_scale, stats.steps as f64, stats.skipped as f64];
+        (held.collect(), figures.map(f64::to_bits), self.norms.clone())
+    }
+}
+
+type Outcome = (Vec<(usize, Vec<u8>)>, [u64; 5], Vec<u64>);
+/// The same of the whole parameters.
+type Whole = (Vec<Vec<u8>>, [u64; 5], Vec<u64>);
+
+fn ranks<R: Send>(count: usize, run: impl Fn(ThreadComm) -> R + Sync) -> Vec<R> {
+    thread::scope(|scope| {
+        let comms = ThreadWorld::create(count, LIMIT);
+        let threads: Vec<_> = comms
+            .into_iter()
+            .map(|comm| {
+                let run = &run;
+                scope.spawn(move || run(comm))
+            })
+            .collect();
+        threads.into_iter().map(|t| t.join().expect("a rank panicked")).collect()
+    })
+}
+
+/// The whole parameters of all ranks; copies must be equal.
+fn whole(outcomes: &[Outcome]) -> Whole {
+    let params = (0..all_dims().len()).map(|p| {
+        let mut parts: Vec<_> =
+            outcomes.iter().map(|(held, ..)| held[p].clone()).filter(|(_, b)| !b.is_empty()).collect();
+        parts.sort();
+        parts.dedup();
+        let starts: std::collections::HashSet<_> = parts.iter().map(|(start, _)| *start).collect();
+        assert_eq!(starts.len(), parts.len(), "copies differ");
+        parts.into_iter().flat_map(|(_, bytes)| bytes).collect()
+    });
+    assert!(outcomes.iter().all(|other| (other.1, &other.2) == (outcomes[0].1, &outcomes[0].2)), "figures differ");
+    (params.collect(), outcomes[0].1, outcomes[0].2.clone())
+}
+
+fn train(mesh: Mesh, moments: DType, steps: std::ops::Range<u64>) -> Whole {
+    let outcomes = ranks(mesh.ranks(), |comm| {
+        let mut rank = Rank::new(mesh, comm, moments).unwrap();
+        steps.clone().for_each(|step| rank.step(step).unwrap());
+        rank.outcome()
+    });
+    whole(&outcomes)
+}
+
+fn meshes() -> Vec<Mesh> {
+    let mut all: Vec<_> = [(1, 2), (1, 4), (2, 1), (4, 1), (2, 2), (1, 3)].map(|(ep, etp)| Mesh::new(ep, etp)).into();
+    // 5 rows of an expert do not divide; padding makes them, and leaves a rank without rows.
+    all.iter_mut().for_each(|mesh| mesh.pad = if mesh.etp > 1 { 1 } else { 0 });
+    all.push(Mesh { pad: 16, ..Mesh::new(1, 4) });
+    all.push(Mesh { pad: 16, ..Mesh::new(2, 2) });
+    all.push(Mesh { replicas: 2, ..Mesh::new(2, 1) });
+    all
+}
+
+#[test]
+fn the_bits_are_those_of_one_rank() {
+    for moments in [DType::F32, DType::BF16] {
+        let alone = train(Mesh::new(1, 1), moments, 0..6);
+        let skipped = f64::from_bits(alone.1[4]);
+        assert_eq!((f64::from_bits(alone.1[3]), skipped), (5.0, 1.0), "one step has an inf");
+        for mesh in meshes() {
+            assert!(train(mesh, moments, 0..6) == alone, "{mesh:?}, moments in {moments}");
+        }
+    }
+}
+
+/// Trains, saves, and goes on at another division.
+fn saved(from: Mesh, to: Mesh, moments: DType, dir: &Path) -> Whole {
+    let before = ranks(from.ranks(), |comm| {
+        let mut rank = Rank::new(from, comm, moments).unwrap();
+        (0..4).for_each(|step| rank.step(step).unwrap());
+        rank.adam.save(dir).unwrap();
+        rank.outcome()
+    });
+    let (values, ..) = whole(&before);
+    let outcomes = ranks(to.ranks(), |comm| {
+        let mut rank = Rank::new(to, comm, moments).unwrap();
+        // The F32 parameter is loaded with the model.
+        let router = rank.params[1].as_bytes_mut();
+        router.copy_from_slice(&values[1]);
+        assert_eq!(rank.adam.load(dir).unwrap(), 3, "one step was skipped");
+        for (i, param) in rank.params.iter_mut().enumerate() {
+            rank.adam.write_param(i, param.view_mut()).unwrap();
+        }
+        (4..6).for_each(|step| rank.step(step).unwrap());
+        rank.outcome()
+    });
+    whole(&outcomes)
+}
+
+#[test]
+fn a_state_goes_on_at_any_number_of_ranks() {
+    let dir = tempfile::tempdir().unwrap();
+    for moments in [DType::F32, DType::BF16] {
+        let uninterrupted = train(Mesh::new(1, 1), moments, 0..6);
+        let [one, ep, etp] = [Mesh::new(1, 1), Mesh::new(2, 2), Mesh { pad: 16, ..Mesh::new(1, 4) }];
+        let ep = Mesh { pad: 1, ..ep };
+        for (from, to) in [(one, one), (one, ep), (ep, etp), (etp, one)] {
+            let found = saved(from, to, moments, dir.path());
+            let last = &uninterrupted.2[4..];
+            let same = (&found.0, found.1, &found.2[..]) == (&uninterrupted.0, uninterrupted.1, last);
+            assert!(same, "{from:?} to {to:?}, moments in {moments}");
+        }
+    }
+}
+
+#[test]
+fn moments_are_widened_but_not_narrowed() {
+    let dir = tempfile::tempdir().unwrap();
+    let one = Mesh::new(1, 1);
+    let alone = |moments| Rank::new(one, ThreadWorld::create(1, LIMIT).remove(0), moments).unwrap();
+    let mut narrow = alone(DType::BF16);
+    narrow.step(0).unwrap();
+    narrow.adam.save(dir.path()).unwrap();
+    assert_eq!(alone(DType::F32).adam.load(dir.path()).unwrap(), 1);
+    let mut wide = alone(DType::F32);
+    wide.step(0).unwrap();
+    wide.adam.save(dir.path()).unwrap();
+    let error = alone(DType::BF16).adam.load(dir.path()).unwrap_err();
+    assert!(matches!(&error, Error::Checkpoint(CheckpointError::Tensor { .. })), "{error}");
+}
+
+/// What each rank gets where one of two meets an error of its own.
+fn told(results: Vec<Result<()>>, own: &str) {
+    let [peer, failing] = <[_; 2]>::try_from(results).unwrap();
+    let failing = failing.unwrap_err().to_string();
+    assert!(failing.contains(own), "{failing}");
+    match peer {
+        Err(Error::Comm(CommError::Refused { peer: 1, reason, .. })) => assert!(reason.contains(own), "{reason}"),
+        other => panic!("{other:?}"),
+    }
+}
+
+#[test]
+fn a_rank_that_fails_tells_the_others() {
+    let mesh = Mesh::new(2, 1);
+    told(
+        ranks(2, |comm| {
+            let fails = comm.rank() == 1;
+            let mut rank = Rank::new(mesh, comm, DType::F32)?;
+            let short = tensor(DType::F32, &[1.0], &[1]);
+            let whole: Vec<_> =
+                rank.params.iter().map(|p| tensor(p.dtype(), &vec![0.0; p.view().count()], p.dims())).collect();
+            let mut gradients: Vec<_> = whole.iter().map(|g| Some(g.view())).collect();
+            if fails {
+                gradients[1] = Some(short.view());
+            }
+            rank.adam.begin(&gradients)
+        }),
+        "gradient router.weight",
+    );
+    told(
+        ranks(2, |comm| {
+            let lr = if comm.rank() == 1 { f64::NAN } else { 0.1 };
+            let group = GroupOptions { lr, ..Default::default() };
+            AdamW::new(&Cpu::new(), AdamWOptions::default(), &[group], vec![], Some(Box::new(comm))).map(drop)
+        }),
+        "lr",
+    );
+    let dir = tempfile::tempdir().unwrap();
+    let empty = tempfile::tempdir().unwrap();
+    train_and_save(dir.path());
+    told(
+        ranks(2, |comm| {
+            let from = if comm.rank() == 1 { empty.path() } else { dir.path() };
+            Rank::new(mesh, comm, DType::F32)?.adam.load(from).map(drop)
+        }),
+        "config.json",
+    );
+}
+
+/// The first rank alone writes; where it cannot, no rank has saved, and what was there stays.
+#[test]
+fn a_save_that_fails_fails_on_every_rank() {
+    let dir = tempfile::tempdir().unwrap();
+    let config = dir.path().join("config.json");
+    std::fs::write(&config, "{\"model_type\": \"qwen3_moe\"}").unwrap();
+    let results = ranks(2, |comm| {
+        let mut rank = Rank::new(Mesh::new(2, 1), comm, DType::F32)?;
+        let refused = rank.adam.save(dir.path());
+        // The communicator works on.
+        let other = tempfile::tempdir().unwrap();
+        rank.adam.save(other.path())?;
+        refused
+    });
+    let [own, told] = <[_; 2]>::try_from(results).unwrap();
+    assert!(own.as_ref().is_err_and(|e| e.to_string().contains("qwen3_moe")), "{own:?}");
+    assert!(matches!(&told, Err(Error::Comm(CommError::Refused { peer: 0, .. }))), "{told:?}");
+    assert_eq!(std::fs::read_dir(dir.path()).unwrap().count(), 1);
+    assert!(std::fs::read_to_string(config).unwrap().contains("qwen3_moe"));
+}
+
+fn train_and_save(dir: &Path) {
+    let mut rank = Rank::new(Mesh::new(1, 1), ThreadWorld::create(1, LIMIT).remove(0), DType::F32).unwrap();
+    rank.step(0).unwrap();
+    rank.adam.save(dir).unwrap();
+}
+
+#[test]
+fn ranks_that_differ_are_refused() {
+    let make = |comm: ThreadComm, options: AdamWOptions, specs: Vec<ParamSpec>| {
+        AdamW::new(&Cpu::new(), options, &[options.group], specs, Some(Box::new(comm))).map(drop)
+    };
+    let spec = |name: &str, part| ParamSpec { name: name.into(), part, dtype: DType::F32, group: 0 };
+    let mismatch = |results: Vec<Result<()>>, wanted: &str| {
+        for result in results {
+            match result {
+                Err(Error::ConfigMismatch { field, .. }) => assert!(field.contains(wanted), "{field}"),
+                other => panic!("{other:?}"),
+            }
+        }
+    };
+    let clipped = |rank| AdamWOptions { max_norm: Some(1.0 + rank as f64), ..Default::default() };
+    mismatch(
+        ranks(2, |comm| {
+            let options = clipped(comm.rank());
+            make(comm, options, vec![])
+        }),
+        "options[0]",
+    );
+    let usual = clipped(0);
+    let counts = ranks(2, |comm| {
+        let specs = (0..comm.rank()).map(|i| spec(&i.to_string(), Part::whole(&[2]))).collect();
+        make(comm, usual, specs)
+    });
+    mismatch(counts, "parameters");
+    let names = ranks(2, |comm| {
+        let name = format!("p{}", comm.rank());
+        make(comm, usual, vec![spec(&name, Part::whole(&[2]))])
+    });
+    mismatch(names, "parameter p");
+    // Both hold the first half.
+    let holes = ranks(2, |comm| {
+        let shards = Shards::new(&[4, 3], 2, 0).unwrap();
+        make(comm, usual, vec![spec("cut", Part::whole(&[4, 3]).shard(&shards, 0).unwrap())])
+    });
+    for result in holes {
+        assert!(matches!(&result, Err(Error::Invalid { name, .. }) if name == "parameter cut"), "{result:?}");
+    }
+}
+
+#[test]
+fn states_of_other_parameters_and_folders_of_models_are_refused() {
+    let dir = tempfile::tempdir().unwrap();
+    train_and_save(dir.path());
+    let spec =
+        |name: &str, dims: &[usize], dtype| ParamSpec { name: name.into(), part: Part::whole(dims), dtype, group: 0 };
+    let load = |specs: Vec<ParamSpec>| {
+        let options = AdamWOptions::default();
+        AdamW::new(&Cpu::new(), options, &[options.group], specs, None).unwrap().load(dir.path()).unwrap_err()
+    };
+    let same =
+        || -> Vec<ParamSpec> { all_dims().iter().map(|(name, dims, dtype, _)| spec(name, dims, *dtype)).collect() };
+    let mut fewer = same();
+    fewer.pop();
+    assert!(matches!(load(fewer), Error::Checkpoint(CheckpointError::Unexpected { .. })));
+    let mut renamed = same();
+    renamed[0].name = "other".into();
+    assert!(matches!(load(renamed), Error::Checkpoint(CheckpointError::Missing { .. })));
+    let mut reshaped = same();
+    reshaped[1] = spec("router.weight", &[37, 4], DType::F32);
+    assert!(matches!(load(reshaped), Error::Checkpoint(CheckpointError::Tensor { .. })));
+
+    let model = tempfile::tempdir().unwrap();
+    std::fs::write(model.path().join("config.json"), "{\"model_type\": \"qwen3_moe\"}").unwrap();
+    let mut rank = Rank::new(Mesh::new(1, 1), ThreadWorld::create(1, LIMIT).remove(0), DType::F32).unwrap();
+    let error = rank.adam.save(model.path()).unwrap_err().to_string();
+    assert!(error.contains("model_type") && error.contains("qwen3_moe"), "{error}");
+    let kept = std::fs::read_to_string(model.path().join("config.json")).unwrap();
+    assert!(kept.contains("qwen3_moe"));
+    let error = rank.adam.load(model.path()).unwrap_err().to_string();
+    assert!(error.contains("model_type"), "{error}");
+}
