@@ -76,7 +76,8 @@
 //! # Ok::<(), candle_core::Error>(())
 //! ```
 //!
-//! Loading published weights, evaluating, saving: [`ExpertParallelMoE::from_checkpoint`].
+//! Loading published weights, evaluating, saving: [`ExpertParallelMoE::from_checkpoint`]. Experts of your own, as candle
+//! operations: [`DispatchCombine`].
 //!
 //! On a GPU (the `cuda` feature) the device is one of `Device::new_cuda_with_stream`, and nothing else differs. The
 //! layer works in the device's context and stream, reads candle's memory where it lies, and its outputs and gradients
@@ -100,9 +101,12 @@
 //! layer's backward once.
 
 mod build;
+mod computed;
 mod cpu;
 #[cfg(feature = "cuda")]
 mod cuda;
+mod dispatch_combine;
+mod dispatch_ops;
 mod error;
 mod etp;
 mod group;
@@ -111,6 +115,7 @@ mod module;
 mod op;
 mod options;
 mod params;
+mod route_op;
 mod run;
 mod sharded;
 mod train;
@@ -121,10 +126,12 @@ pub type EpGroup<D = crate::cpu::Cpu> = crate::ep::EpGroup<D>;
 pub use build::moe;
 #[cfg(feature = "cuda")]
 pub use cuda::cuda;
+pub use dispatch_combine::{DispatchCombine, Dispatched};
 pub use error::error_of;
 pub use etp::{VarShard, finish_sharded};
 pub use group::DeviceGroup;
 pub use host::{Host, routing_ids};
 pub use module::ExpertParallelMoE;
 pub use options::{LoadAs, Parameters};
+pub use route_op::Routed;
 pub use run::MoeOutput;

@@ -3,6 +3,7 @@
 
 #[cfg(feature = "cuda")]
 mod ahead;
+mod dispatch;
 mod facade;
 #[path = "../common/goldens.rs"]
 mod goldens;
@@ -35,15 +36,17 @@ fn main() -> ExitCode {
     for (name, body) in ranks::cases() {
         trials.add(format!("ranks::{name}"), body);
     }
-    for (file, cases) in [("facade", facade::cases()), ("module", module::cases()), ("user", user::cases())] {
+    let everywhere = || {
+        let (dispatch, facade) = (("dispatch", dispatch::cases()), ("facade", facade::cases()));
+        [dispatch, facade, ("module", module::cases()), ("user", user::cases())]
+    };
+    for (file, cases) in everywhere() {
         for (name, body) in cases {
             trials.add(format!("{file}::{name}"), move || body(&Device::Cpu));
         }
     }
     #[cfg(feature = "cuda")]
-    let shared = [("facade", facade::cases()), ("module", module::cases()), ("user", user::cases())];
-    #[cfg(feature = "cuda")]
-    for (file, cases) in shared.into_iter().chain([("gpu", gpu::cases())]) {
+    for (file, cases) in everywhere().into_iter().chain([("gpu", gpu::cases())]) {
         for (name, body) in cases {
             // A device of its own for each: they run side by side.
             trials.add_gpu(format!("{file}::{name}, GPU"), move || {
