@@ -6,6 +6,7 @@
 //! children that the loss reaches come first: each leaves its gradient in the shared [`Pending`], and `Run` takes
 //! both, an absent one as zeros.
 
+use std::ops::Range;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use burn::backend::Autodiff;
@@ -23,7 +24,11 @@ use crate::ep::GroupConfig;
 use crate::error::{Error, Result};
 use crate::layer::{Context, ParamKind, PerParam};
 
-use super::backend::{LayerBackend, LayerCall, NativeBackend, NativeMemory, Operands, Outputs, RoutingData};
+use super::backend::{
+    DispatchOutputs, LayerBackend, LayerCall, NativeBackend, NativeMemory, Operands, Outputs, RoutedOperands,
+    RoutedOutputs, RoutingData,
+};
+use super::dispatch_autodiff::{self, TrackedDispatch};
 use super::group::DeviceGroup;
 use super::run::{OutputCotangents, Tracked, run_backward, run_forward};
 
@@ -175,6 +180,28 @@ impl<B: NativeBackend, C: CheckpointStrategy> LayerBackend for Autodiff<B, C> {
             false => child(LayerOutput::Aux, out.aux),
         };
         Ok(Outputs { y, aux, losses: out.losses, routing: detached(out.routing) })
+    }
+
+    type Dispatch = TrackedDispatch<B>;
+
+    fn moe_route(
+        call: &LayerCall,
+        logits: FloatTensor<Self>,
+        selection_bias: Option<FloatTensor<Self>>,
+    ) -> Result<RoutedOutputs<Self>> {
+        dispatch_autodiff::route::<B, C>(call, logits, selection_bias)
+    }
+
+    fn moe_dispatch(call: &LayerCall, tokens: RoutedOperands<Self>) -> Result<DispatchOutputs<Self>> {
+        dispatch_autodiff::dispatch::<B, C>(call, tokens)
+    }
+
+    fn moe_combine(dispatch: &Self::Dispatch, outputs: FloatTensor<Self>) -> Result<FloatTensor<Self>> {
+        dispatch_autodiff::combine::<B, C>(dispatch, outputs)
+    }
+
+    fn moe_segments(dispatch: &Self::Dispatch) -> Result<Vec<Range<usize>>> {
+        dispatch.segments()
     }
 
     fn group_of_one(config: GroupConfig, device: &Self::Device) -> Result<DeviceGroup> {

@@ -1,5 +1,7 @@
 //! Requirements on a burn back end, and the way from burn's tensors to the core and back.
 
+use std::fmt::Debug;
+use std::ops::Range;
 use std::sync::Arc;
 
 use burn::tensor::backend::Backend;
@@ -50,6 +52,25 @@ pub trait LayerBackend: Backend {
     /// Forward over all ranks; keeps what backward needs where an operand tracks gradients.
     fn moe_forward(call: &LayerCall, operands: Operands<FloatTensor<Self>>) -> Result<Outputs<Self>>;
 
+    /// The routing of a dispatch, and its place in the graph.
+    type Dispatch: Clone + Debug + Send + Sync + 'static;
+
+    /// The router's formula; logits `[T, E]` in the accumulator type, selection bias `[E]`.
+    fn moe_route(
+        call: &LayerCall,
+        logits: FloatTensor<Self>,
+        selection_bias: Option<FloatTensor<Self>>,
+    ) -> Result<RoutedOutputs<Self>>;
+
+    /// Rows to the ranks of their experts; keeps what backward needs where the back end has one.
+    fn moe_dispatch(call: &LayerCall, tokens: RoutedOperands<Self>) -> Result<DispatchOutputs<Self>>;
+
+    /// Outputs `[N, H]` back to their tokens, `[T, H]`.
+    fn moe_combine(dispatch: &Self::Dispatch, outputs: FloatTensor<Self>) -> Result<FloatTensor<Self>>;
+
+    /// Slots of each local expert.
+    fn moe_segments(dispatch: &Self::Dispatch) -> Result<Vec<Range<usize>>>;
+
     /// A group of one rank on a device.
     fn group_of_one(config: GroupConfig, device: &Self::Device) -> Result<DeviceGroup>;
 }
@@ -70,6 +91,12 @@ pub trait NativeMemory: Backend {
 
     /// Borrows a contiguous tensor; fails for another device, or an element type that the core has not.
     fn view<'a>(core: &Self::Core, tensor: Named<'a, FloatTensor<Self>>) -> Result<TensorRef<'a, Self::Core>>;
+
+    /// The same of integers.
+    fn contiguous_ids(tensor: IntTensor<Self>) -> IntTensor<Self>;
+
+    /// Borrows contiguous ids, I32, I64 or U32 as I32; fails for another device or type.
+    fn view_ids<'a>(core: &Self::Core, tensor: Named<'a, IntTensor<Self>>) -> Result<TensorRef<'a, Self::Core>>;
 
     /// Allocates a result where `beside` lies.
     fn output(core: &Self::Core, beside: &FloatTensor<Self>, place: ResultSpec<'_>) -> Result<Self::Output>;
@@ -171,6 +198,39 @@ pub struct RoutingData<B: Backend> {
     pub load: Lazy<Load>,
 }
 
+/// Tokens with their routing.
+#[derive(Debug, Clone)]
+pub struct RoutedOperands<B: Backend> {
+    /// `[T, H]`.
+    pub x: FloatTensor<B>,
+    /// Chosen experts `[T, K]`.
+    pub ids: IntTensor<B>,
+    /// Routing weights `[T, K]`, accumulator type.
+    pub weights: FloatTensor<B>,
+}
+
+/// Result of [`LayerBackend::moe_route`].
+#[derive(Debug)]
+pub struct RoutedOutputs<B: Backend> {
+    /// Chosen experts `[T, K]`.
+    pub ids: IntTensor<B>,
+    /// Their weights `[T, K]`, accumulator type.
+    pub weights: FloatTensor<B>,
+}
+
+/// Result of [`LayerBackend::moe_dispatch`].
+#[derive(Debug)]
+pub struct DispatchOutputs<B: LayerBackend> {
+    /// `[N, H]`.
+    pub rows: FloatTensor<B>,
+    /// `[N]`, accumulator type.
+    pub weights: FloatTensor<B>,
+    /// Load of the experts over all ranks.
+    pub load: Lazy<Load>,
+    /// The routing.
+    pub dispatch: B::Dispatch,
+}
+
 /// A tensor of the core on the host as burn's data, without a copy.
 pub(super) fn data(tensor: Tensor<Cpu>) -> Result<TensorData> {
     fn data<T: Element + burn::tensor::Element>(tensor: Tensor<Cpu>) -> Result<TensorData> {
@@ -208,4 +268,9 @@ pub(super) fn core_dtype(call: &'static str, tensor: &str, dtype: burn::tensor::
         burn::tensor::DType::BF16 => Ok(DType::BF16),
         other => Err(Error::invalid(call, format!("tensor {tensor}"), "f64, f32, f16 or bf16", format!("{other:?}"))),
     }
+}
+
+/// Refuses ids of a type that the core has no use for.
+pub(super) fn unfit_ids(call: &'static str, tensor: &str, dtype: burn::tensor::DType) -> Error {
+    Error::invalid(call, format!("tensor {tensor}"), "i32, i64 or u32", format!("{dtype:?}"))
 }

@@ -4,6 +4,9 @@
 //! of it before it answers; the order of burn's work and this crate's is then made on the GPU through the context that
 //! both share ([`Cuda::follow_context`], [`Cuda::lead_context`]). Results are written into memory of burn's pool.
 
+use std::ops::Range;
+use std::sync::Arc;
+
 use burn::tensor::ops::{FloatTensor, IntTensor};
 use burn::tensor::{Shape, TensorMetadata};
 use burn_cubecl::cubecl::cuda::{CudaDevice, CudaRuntime};
@@ -17,7 +20,11 @@ use crate::ep::{EpGroup, GroupConfig};
 use crate::error::{Error, Result};
 use crate::tensor::{TensorMut, TensorRef};
 
-use super::backend::{LayerBackend, LayerCall, Named, NativeMemory, Operands, Outputs, ResultSpec, core_dtype};
+use super::backend::{
+    DispatchOutputs, LayerBackend, LayerCall, Named, NativeMemory, Operands, Outputs, ResultSpec, RoutedOperands,
+    RoutedOutputs, core_dtype, unfit_ids,
+};
+use super::dispatch::{NativeDispatch, NativeOutputs, contiguous, run_dispatch, run_route};
 use super::group::DeviceGroup;
 use super::run::run_forward;
 
@@ -65,6 +72,25 @@ fn address(name: &str, tensor: &Primitive, bytes: usize) -> Result<u64> {
     }
 }
 
+/// Elements of a contiguous tensor, of this type as the core names it.
+fn view<'a>(core: &Cuda, Named { name, tensor }: Named<'a, Primitive>, dtype: DType) -> Result<TensorRef<'a, Cuda>> {
+    let named = |expected: &str, found: String| Error::invalid(CALL, format!("tensor {name}"), expected, found);
+    if tensor.device.index != core.ordinal() {
+        let expected = format!("one on the group's GPU {}", core.ordinal());
+        return Err(named(&expected, format!("one on GPU {}", tensor.device.index)));
+    }
+    if !tensor.is_contiguous() {
+        return Err(named("a contiguous tensor", "a strided one".to_string()));
+    }
+    let shape = tensor.shape();
+    let bytes = shape.num_elements() * dtype.size();
+    let ptr = address(name, tensor, bytes)?;
+    // SAFETY: the memory has that many bytes from `ptr` on and stays burn's tensor's for 'a; between `begin` and
+    // `end` nothing else writes it, and burn frees and reuses it behind the work before `end`.
+    let data = unsafe { DeviceRef::from_raw(ptr, bytes) };
+    TensorRef::new(data, dtype, &shape)
+}
+
 impl<F: FloatElement, I: IntElement, T: BoolElement> NativeMemory for CubeBackend<CudaRuntime, F, I, T> {
     type Core = Cuda;
     type Output = CudaOutput;
@@ -74,22 +100,21 @@ impl<F: FloatElement, I: IntElement, T: BoolElement> NativeMemory for CubeBacken
     }
 
     fn view<'a>(core: &Cuda, Named { name, tensor }: Named<'a, Primitive>) -> Result<TensorRef<'a, Cuda>> {
-        let named = |expected: &str, found: String| Error::invalid(CALL, format!("tensor {name}"), expected, found);
-        if tensor.device.index != core.ordinal() {
-            let expected = format!("one on the group's GPU {}", core.ordinal());
-            return Err(named(&expected, format!("one on GPU {}", tensor.device.index)));
-        }
-        if !tensor.is_contiguous() {
-            return Err(named("a contiguous tensor", "a strided one".to_string()));
-        }
         let dtype = core_dtype(CALL, name, tensor.dtype)?;
-        let shape = tensor.shape();
-        let bytes = shape.num_elements() * dtype.size();
-        let ptr = address(name, tensor, bytes)?;
-        // SAFETY: the memory has that many bytes from `ptr` on and stays burn's tensor's for 'a; between `begin` and
-        // `end` nothing else writes it, and burn frees and reuses it behind the work before `end`.
-        let data = unsafe { DeviceRef::from_raw(ptr, bytes) };
-        TensorRef::new(data, dtype, &shape)
+        view(core, Named { name, tensor }, dtype)
+    }
+
+    fn contiguous_ids(tensor: Primitive) -> Primitive {
+        kernel::into_contiguous(tensor)
+    }
+
+    fn view_ids<'a>(core: &Cuda, Named { name, tensor }: Named<'a, Primitive>) -> Result<TensorRef<'a, Cuda>> {
+        let dtype = match tensor.dtype {
+            burn::tensor::DType::I32 | burn::tensor::DType::U32 => DType::I32,
+            burn::tensor::DType::I64 => DType::I64,
+            other => return Err(unfit_ids(CALL, name, other)),
+        };
+        view(core, Named { name, tensor }, dtype)
     }
 
     fn output(_: &Cuda, beside: &Primitive, ResultSpec { dtype, dims }: ResultSpec<'_>) -> Result<CudaOutput> {
@@ -131,6 +156,29 @@ impl<F: FloatElement, I: IntElement, T: BoolElement> LayerBackend for CubeBacken
     fn moe_forward(call: &LayerCall, operands: Operands<Primitive>) -> Result<Outputs<Self>> {
         // Nothing tracks gradients here, so nothing is kept.
         Ok(run_forward::<Self>(call, &operands.map(Self::contiguous), false)?.0)
+    }
+
+    type Dispatch = Arc<NativeDispatch<Self>>;
+
+    fn moe_route(
+        call: &LayerCall,
+        logits: FloatTensor<Self>,
+        selection_bias: Option<FloatTensor<Self>>,
+    ) -> Result<RoutedOutputs<Self>> {
+        run_route(call, &Self::contiguous(logits), selection_bias.map(Self::contiguous).as_ref())
+    }
+
+    fn moe_dispatch(call: &LayerCall, tokens: RoutedOperands<Self>) -> Result<DispatchOutputs<Self>> {
+        let NativeOutputs { rows, weights, dispatch } = run_dispatch::<Self>(call, &contiguous(tokens), false)?;
+        Ok(DispatchOutputs { rows, weights, load: dispatch.load(), dispatch: Arc::new(dispatch) })
+    }
+
+    fn moe_combine(dispatch: &Self::Dispatch, outputs: FloatTensor<Self>) -> Result<FloatTensor<Self>> {
+        dispatch.combine(&Self::contiguous(outputs))
+    }
+
+    fn moe_segments(dispatch: &Self::Dispatch) -> Result<Vec<Range<usize>>> {
+        dispatch.segments()
     }
 
     fn group_of_one(config: GroupConfig, device: &CudaDevice) -> Result<DeviceGroup> {

@@ -1,8 +1,11 @@
 //! Flex, burn's CPU back end.
 
+use std::ops::Range;
+use std::sync::Arc;
+
 use burn::backend::Flex;
 use burn::backend::flex::{FlexDevice, FlexTensor};
-use burn::tensor::ops::{IntTensor, IntTensorOps};
+use burn::tensor::ops::{FloatTensor, IntTensor, IntTensorOps};
 use burn::tensor::{DType, TensorMetadata};
 
 use crate::cpu::{Cpu, Element};
@@ -12,8 +15,10 @@ use crate::error::{Error, Result};
 use crate::tensor::{Tensor, TensorMut, TensorRef};
 
 use super::backend::{
-    LayerBackend, LayerCall, Named, NativeMemory, Operands, Outputs, ResultSpec, core_dtype, data, float,
+    DispatchOutputs, LayerBackend, LayerCall, Named, NativeMemory, Operands, Outputs, ResultSpec, RoutedOperands,
+    RoutedOutputs, core_dtype, data, float, unfit_ids,
 };
+use super::dispatch::{NativeDispatch, NativeOutputs, contiguous, run_dispatch, run_route};
 use super::group::DeviceGroup;
 use super::run::run_forward;
 
@@ -34,6 +39,22 @@ impl NativeMemory for Flex {
             DType::F16 => slice::<half::f16>(name, tensor),
             DType::BF16 => slice::<half::bf16>(name, tensor),
             other => Err(core_dtype(CALL, name, other).err().unwrap_or_else(|| not_contiguous(name))),
+        }
+    }
+
+    fn contiguous_ids(tensor: FlexTensor) -> FlexTensor {
+        Self::contiguous(tensor)
+    }
+
+    fn view_ids<'a>(_: &Cpu, Named { name, tensor }: Named<'a, FlexTensor>) -> Result<TensorRef<'a, Cpu>> {
+        match tensor.dtype() {
+            DType::I32 => slice::<i32>(name, tensor),
+            DType::I64 => slice::<i64>(name, tensor),
+            DType::U32 => {
+                let values = tensor.as_slice::<u32>().ok_or_else(|| not_contiguous(name))?;
+                TensorRef::from_slice(bytemuck::cast_slice::<u32, i32>(values), &tensor.shape())
+            }
+            other => Err(unfit_ids(CALL, name, other)),
         }
     }
 
@@ -75,6 +96,29 @@ impl LayerBackend for Flex {
     fn moe_forward(call: &LayerCall, operands: Operands<FlexTensor>) -> Result<Outputs<Self>> {
         // Nothing tracks gradients here, so nothing is kept.
         Ok(run_forward::<Self>(call, &operands.map(Self::contiguous), false)?.0)
+    }
+
+    type Dispatch = Arc<NativeDispatch<Self>>;
+
+    fn moe_route(
+        call: &LayerCall,
+        logits: FloatTensor<Self>,
+        selection_bias: Option<FloatTensor<Self>>,
+    ) -> Result<RoutedOutputs<Self>> {
+        run_route(call, &Self::contiguous(logits), selection_bias.map(Self::contiguous).as_ref())
+    }
+
+    fn moe_dispatch(call: &LayerCall, tokens: RoutedOperands<Self>) -> Result<DispatchOutputs<Self>> {
+        let NativeOutputs { rows, weights, dispatch } = run_dispatch::<Self>(call, &contiguous(tokens), false)?;
+        Ok(DispatchOutputs { rows, weights, load: dispatch.load(), dispatch: Arc::new(dispatch) })
+    }
+
+    fn moe_combine(dispatch: &Self::Dispatch, outputs: FloatTensor<Self>) -> Result<FloatTensor<Self>> {
+        dispatch.combine(&Self::contiguous(outputs))
+    }
+
+    fn moe_segments(dispatch: &Self::Dispatch) -> Result<Vec<Range<usize>>> {
+        dispatch.segments()
     }
 
     fn group_of_one(config: GroupConfig, _: &Self::Device) -> Result<DeviceGroup> {

@@ -103,7 +103,8 @@
 //! # Ok::<(), moebius::Error>(())
 //! ```
 //!
-//! Loading published weights, evaluating, saving: [`ExpertParallelMoE::from_checkpoint`].
+//! Loading published weights, evaluating, saving: [`ExpertParallelMoE::from_checkpoint`]. Experts of your own, as burn
+//! operations: [`DispatchCombine`].
 //!
 //! # On a GPU
 //! With the `burn-cuda` feature the layer runs on burn's CUDA back end, through this crate's kernels: on
@@ -178,6 +179,9 @@ mod backend;
 mod config;
 #[cfg(feature = "burn-cuda")]
 mod cuda;
+mod dispatch;
+mod dispatch_autodiff;
+mod dispatch_combine;
 mod flex;
 mod group;
 mod init;
@@ -193,6 +197,7 @@ pub use backend::{MoeBackend, NativeBackend};
 pub use config::ExpertParallelMoEConfig;
 #[cfg(feature = "burn-cuda")]
 pub use cuda::cuda;
+pub use dispatch_combine::{DispatchCombine, Dispatched, Routed};
 pub use group::{DeviceGroup, Waits};
 pub use init::LoadAs;
 pub use module::{

@@ -41,7 +41,11 @@ impl<B: NativeMemory> Results<B> {
 }
 
 /// Runs the core's work between the back end's: what it reads was enqueued before, what reads its results comes behind.
-fn ordered<B: NativeMemory, R>(call: &LayerCall, core: &B::Core, work: impl FnOnce() -> Result<R>) -> Result<R> {
+pub(super) fn ordered<B: NativeMemory, R>(
+    call: &LayerCall,
+    core: &B::Core,
+    work: impl FnOnce() -> Result<R>,
+) -> Result<R> {
     call.group.count(B::begin(core)?);
     let done = work();
     // Also behind a failure: what it enqueued may still use the back end's memory.

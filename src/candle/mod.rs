@@ -76,7 +76,8 @@
 //! # Ok::<(), candle_core::Error>(())
 //! ```
 //!
-//! Loading published weights, evaluating, saving: [`ExpertParallelMoE::from_checkpoint`].
+//! Loading published weights, evaluating, saving: [`ExpertParallelMoE::from_checkpoint`]. Experts of your own, as candle
+//! operations: [`DispatchCombine`].
 //!
 //! On a GPU (the `cuda` feature) the device is one of `Device::new_cuda_with_stream`, and nothing else differs. The
 //! layer works in the device's context and stream, reads candle's memory where it lies, and its outputs and gradients
@@ -103,9 +104,12 @@
 //! layer's backward once.
 
 mod build;
+mod computed;
 mod cpu;
 #[cfg(feature = "cuda")]
 mod cuda;
+mod dispatch_combine;
+mod dispatch_ops;
 mod error;
 mod etp;
 mod group;
@@ -117,6 +121,7 @@ mod optimizer;
 mod options;
 mod params;
 mod reduce;
+mod route_op;
 mod run;
 mod sharded;
 mod train;
@@ -128,6 +133,7 @@ pub type EpGroup<D = crate::cpu::Cpu> = crate::ep::EpGroup<D>;
 pub use build::moe;
 #[cfg(feature = "cuda")]
 pub use cuda::cuda;
+pub use dispatch_combine::{DispatchCombine, Dispatched};
 pub use error::error_of;
 pub use etp::{VarShard, finish_sharded, finish_sharded_in_f32};
 pub use group::DeviceGroup;
@@ -137,4 +143,5 @@ pub use module::ExpertParallelMoE;
 pub use optimizer::{AdamW, Param};
 pub use options::{LoadAs, Parameters};
 pub use reduce::{BUCKET_BYTES, reduce_gradients, reduce_gradients_over};
+pub use route_op::Routed;
 pub use run::MoeOutput;

@@ -112,7 +112,7 @@ pub(super) fn forward_into<D: Kernels>(
     Ok(ForwardInfo { aux, routing, context })
 }
 
-fn spec<D: Kernels>(layer: &Layer, mode: Mode, dtype: DType) -> DispatchSpec {
+pub(super) fn spec<D: Kernels>(layer: &Layer, mode: Mode, dtype: DType) -> DispatchSpec {
     let options = layer.dispatch;
     DispatchSpec {
         layer: layer.number,

@@ -6,6 +6,7 @@
 mod aux_losses;
 mod backward;
 mod check;
+mod dispatch_combine;
 mod forward;
 mod memory;
 mod param_kind;
@@ -19,6 +20,9 @@ mod spec;
 pub use crate::aux_loss::AuxValue;
 pub use crate::kernels::Scalar;
 pub use aux_losses::AuxLoss;
+pub use dispatch_combine::{
+    DispatchContext, DispatchedGrads, DispatchedMut, RoutedTokens, RoutingGrads, RoutingMut, TokenGradsMut,
+};
 pub use memory::{StepMemory, StepSizes};
 pub use param_kind::ParamKind;
 pub use params::ParamViews;

@@ -8,7 +8,7 @@ use tracing::trace_span;
 
 use crate::config::{Fingerprint, MoeConfig, Payload};
 use crate::dtype::DType;
-use crate::ep::{DispatchInputs, Received};
+use crate::ep::{DispatchInputs, DispatchOutputs, Received};
 use crate::error::{Error, Result};
 use crate::kernels::{ConcatRows, Kernels, SplitRows};
 use crate::quant::{
@@ -95,32 +95,41 @@ impl<D: Kernels> EncodedTokens<D> {
 
     /// Rows as the experts read them, of what arrived, where it arrived; of these tokens where they stayed.
     pub fn unpack(self, device: &D, received: Received<D>) -> Result<Received<D>> {
-        let _span = trace_span!("unpack").entered();
         let Received { rows, weights, scales, map } = received;
-        let codes = rows.as_ref().unwrap_or(&self.codes).view();
+        let codes = rows.as_ref().unwrap_or(&self.codes);
         let scales = scales.as_ref().unwrap_or(&self.scales);
-        let mut out = Tensor::empty(device, self.dtype, &[codes.rows(), self.hidden])?;
+        let mut out = Tensor::empty(device, self.dtype, &[codes.view().rows(), self.hidden])?;
+        self.decode(device, (codes, scales), out.view_mut())?;
+        Ok(Received { rows: Some(out), weights, scales: None, map })
+    }
+
+    /// Memory for codes in slots.
+    pub fn in_slots(&self, device: &D, slots: usize) -> Result<EncodedSlots<D>> {
+        let like = |t: &Tensor<D>| Tensor::empty(device, DType::U8, &[slots, t.dims()[1]]);
+        Ok(EncodedSlots { codes: like(&self.codes)?, scales: like(&self.scales)? })
+    }
+
+    /// Rows in slots, `[N, H]`, as the experts read them.
+    pub fn unpack_slots(&self, device: &D, slots: &EncodedSlots<D>, out: TensorMut<'_, D>) -> Result<()> {
+        self.decode(device, (&slots.codes, &slots.scales), out)
+    }
+
+    /// Values that codes of this form stand for.
+    fn decode(&self, device: &D, (codes, scales): (&Tensor<D>, &Tensor<D>), mut out: TensorMut<'_, D>) -> Result<()> {
+        let _span = trace_span!("unpack").entered();
         let [blocks, amax] = self.split_scales(device, scales.view())?;
-        let (scales, out_mut) = (blocks.as_ref().unwrap_or(scales).view(), out.view_mut());
+        let (codes, scales) = (codes.view(), blocks.as_ref().unwrap_or(scales).view());
+        let out = out.reborrow();
         match (self.payload, &amax) {
             (Payload::Nvfp4, Some(amax)) => {
-                let call = Dequantize { format: &NVFP4, codes, scales, amax: amax.view(), out: out_mut };
-                device.dequantize(call)?;
+                device.dequantize(Dequantize { format: &NVFP4, codes, scales, amax: amax.view(), out })
             }
-            (Payload::Mxfp8, _) => {
-                let call = DequantizeMxfp8 { direction: ROWS, codes, scales, out: out_mut };
-                device.dequantize_mxfp8(call)?;
-            }
+            (Payload::Mxfp8, _) => device.dequantize_mxfp8(DequantizeMxfp8 { direction: ROWS, codes, scales, out }),
             (Payload::Nvfp4, None) | (Payload::Plain, _) => {
-                return Err(Error::invalid(
-                    "unpack",
-                    "payload",
-                    "NVFP4 with amaxes, or MXFP8",
-                    format!("{:?}", self.payload),
-                ));
+                let found = format!("{:?}", self.payload);
+                Err(Error::invalid("unpack", "payload", "NVFP4 with amaxes, or MXFP8", found))
             }
         }
-        Ok(Received { rows: Some(out), weights, scales: None, map })
     }
 
     /// Block scales and amaxes that rows of `scales` hold: no block scales where there is nothing beside them.
@@ -137,6 +146,23 @@ impl<D: Kernels> EncodedTokens<D> {
         let right = amax.as_mut().map(|t| as_bytes_mut(t.view_mut())).transpose()?;
         device.split_rows(SplitRows { source: scales.borrow(), left: blocks.view_mut(), right })?;
         Ok([Some(blocks), amax])
+    }
+}
+
+/// Codes that dispatch brings into slots.
+#[derive(Debug)]
+pub(super) struct EncodedSlots<D: Kernels> {
+    /// `U8 [N, bytes]`.
+    codes: Tensor<D>,
+    /// `U8 [N, bytes]`.
+    scales: Tensor<D>,
+}
+
+impl<D: Kernels> EncodedSlots<D> {
+    /// Outputs of dispatch.
+    pub fn outputs<'a>(&'a mut self, weights: TensorMut<'a, D>) -> DispatchOutputs<'a, D> {
+        let (tokens, scales) = (self.codes.view_mut(), Some(self.scales.view_mut()));
+        DispatchOutputs { tokens, weights: Some(weights), scales }
     }
 }
 

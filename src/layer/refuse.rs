@@ -60,6 +60,11 @@ impl<'a, D: Kernels> RefusalGuard<'a, D> {
         Self { layer, group, op: Op::CombineBwd, entered: false }
     }
 
+    /// Of a part of the layer that begins with the collective `op`.
+    pub(crate) fn of(layer: &'a Layer, group: &'a mut Group<D>, op: Op) -> Self {
+        Self { layer, group, op, entered: false }
+    }
+
     /// Runs the adapter's work before, around and after the layer's call.
     pub(crate) fn run<T>(mut self, work: impl FnOnce(&mut Self) -> Result<T>) -> Result<T> {
         let result = work(&mut self);

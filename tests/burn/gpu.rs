@@ -15,7 +15,7 @@ use moebius::layer::ParamKind;
 use moebius::{Error, MoeConfig, Waited};
 
 use super::support::*;
-use super::{dense, exact, faults};
+use super::{dense, dispatch, exact, faults};
 use crate::trials::tests;
 
 type Gpu = burn::backend::Cuda<f32, i32>;
@@ -82,6 +82,21 @@ fn a_second_backward_is_refused() {
 fn bad_tokens_are_refused() {
     let _alone = gpu();
     faults::bad_tokens::<Gpu>();
+}
+
+fn dispatch_and_combine_with_identity_experts() {
+    let _alone = gpu();
+    dispatch::identity_experts::<Gpu>();
+}
+
+fn dispatch_and_combine_make_the_module() {
+    let _alone = gpu();
+    dispatch::as_the_module::<Gpu>();
+}
+
+fn several_dispatches_in_flight() {
+    let _alone = gpu();
+    dispatch::several_in_flight::<Gpu>();
 }
 
 /// x, the gradient of y and the parameters of a case, rounded to its type.
@@ -382,6 +397,9 @@ tests! {
     recomputed_input,
     a_second_backward_is_refused,
     bad_tokens_are_refused,
+    dispatch_and_combine_with_identity_experts,
+    dispatch_and_combine_make_the_module,
+    several_dispatches_in_flight,
     results_are_the_cpus_within_rounding,
     a_step_repeats_to_the_bit,
     a_group_of_another_device_is_refused,

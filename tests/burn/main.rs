@@ -2,6 +2,7 @@
 //! records and optimizers. With the feature `burn-cuda` on a GPU too.
 
 mod dense;
+mod dispatch;
 mod exact;
 mod facade;
 mod faults;
@@ -29,6 +30,7 @@ fn main() -> ExitCode {
     let mut trials = Trials::new(gpu);
     let files = [
         ("dense", dense::cases()),
+        ("dispatch", dispatch::cases()),
         ("exact", exact::cases()),
         ("facade", facade::cases()),
         ("faults", faults::cases()),

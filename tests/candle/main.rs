@@ -3,6 +3,7 @@
 
 #[cfg(feature = "cuda")]
 mod ahead;
+mod dispatch;
 mod facade;
 #[path = "../common/goldens.rs"]
 mod goldens;
@@ -30,8 +31,9 @@ static CONTEXT: RwLock<()> = RwLock::new(());
 
 /// What every device does.
 #[allow(clippy::type_complexity, reason = "names and functions, no more")]
-fn suites() -> [(&'static str, Vec<(&'static str, fn(&Device) -> support::AnyResult<()>)>); 5] {
+fn suites() -> [(&'static str, Vec<(&'static str, fn(&Device) -> support::AnyResult<()>)>); 6] {
     [
+        ("dispatch", dispatch::cases()),
         ("facade", facade::cases()),
         ("main_gradients", main_gradients::cases()),
         ("module", module::cases()),

@@ -1,0 +1,227 @@
+//! Dispatch, combine and the router's formula as operations of burn's autodiff.
+//!
+//! A dispatch is a node, the token, whose parents are x, the routing weights and an anchor that always tracks
+//! gradients; its value means nothing. Its children are the received rows, their weights, and every combine. burn runs
+//! nodes by depth, the children first: each of the first two leaves its gradient in the shared state, and the token
+//! takes both, an absent one as zeros. So a dispatch's backward runs wherever a loss reaches one of its combines, as
+//! the other ranks are in the same collectives.
+
+use std::ops::Range;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use burn::backend::Autodiff;
+use burn::backend::autodiff::checkpoint::base::Checkpointer;
+use burn::backend::autodiff::checkpoint::strategy::CheckpointStrategy;
+use burn::backend::autodiff::grads::Gradients;
+use burn::backend::autodiff::ops::{Backward, Ops, OpsKind};
+use burn::tensor::TensorMetadata;
+use burn::tensor::backend::AutodiffBackend;
+use burn::tensor::ops::{FloatTensor, FloatTensorOps};
+
+use crate::error::{Error, Result};
+
+use super::backend::{DispatchOutputs, LayerCall, NativeBackend, NativeMemory, RoutedOperands, RoutedOutputs};
+use super::dispatch::{Arrived, NativeDispatch, NativeOutputs, contiguous, route_backward, run_dispatch, run_route};
+
+const CALL: &str = "DispatchCombine, backward";
+
+/// A dispatch in a graph.
+#[derive(Debug, Clone)]
+pub struct TrackedDispatch<B: NativeMemory> {
+    pending: Arc<PendingDispatch<B>>,
+    /// The node that combines hang from.
+    token: FloatTensor<Autodiff<B>>,
+}
+
+/// One dispatch, until its backward.
+#[derive(Debug)]
+struct PendingDispatch<B: NativeMemory> {
+    native: NativeDispatch<B>,
+    /// Gradients of what dispatch brought, as they arrive; none once backward has run.
+    arrived: Mutex<Option<Arrived<FloatTensor<B>>>>,
+}
+
+impl<B: NativeMemory> PendingDispatch<B> {
+    fn arrived(&self) -> MutexGuard<'_, Option<Arrived<FloatTensor<B>>>> {
+        // Every holder leaves the fields whole, so a panic elsewhere does not matter.
+        self.arrived.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn fail(&self, error: Error) -> ! {
+        self.native.call.group.unwind(error)
+    }
+
+    /// Ends a backward that comes again: burn has dropped the token with the backward that ran it.
+    fn consumed(&self) -> ! {
+        self.fail(Error::ContextConsumed { call: CALL, rank: self.native.call.group.rank() })
+    }
+}
+
+/// The token: of the anchor, x and the routing weights.
+#[derive(Debug)]
+struct Token;
+
+impl<B: NativeMemory> Backward<B, 3> for Token {
+    type State = Arc<PendingDispatch<B>>;
+
+    fn backward(self, ops: Ops<Self::State, 3>, grads: &mut Gradients, _: &mut Checkpointer) {
+        let pending = ops.state;
+        let arrived = pending.arrived().take();
+        let Some(Arrived { rows, weights }) = arrived else { pending.consumed() };
+        let arrived = Arrived { rows: rows.map(B::contiguous), weights: weights.map(B::contiguous) };
+        // Made whether wanted or not: the other ranks are in the collective.
+        let gradients = pending.native.backward(&arrived).unwrap_or_else(|error| pending.fail(error));
+        for (parent, gradient) in ops.parents.into_iter().skip(1).zip(gradients) {
+            if let Some(parent) = parent {
+                grads.register::<B>(parent.id, gradient);
+            }
+        }
+    }
+}
+
+/// An output of a dispatch: a child of the token.
+#[derive(Debug, Clone, Copy)]
+enum DispatchedPart {
+    Rows,
+    Weights,
+}
+
+impl<B: NativeMemory> Backward<B, 1> for DispatchedPart {
+    type State = Arc<PendingDispatch<B>>;
+
+    fn backward(self, ops: Ops<Self::State, 1>, grads: &mut Gradients, _: &mut Checkpointer) {
+        let pending = ops.state;
+        let gradient = grads.consume::<B>(&ops.node);
+        let kept = pending.arrived().as_mut().map(|arrived| match self {
+            DispatchedPart::Rows => arrived.rows = Some(gradient),
+            DispatchedPart::Weights => arrived.weights = Some(gradient),
+        });
+        if kept.is_none() {
+            pending.consumed();
+        }
+    }
+}
+
+/// A combine: of its dispatch's token and the experts' outputs.
+#[derive(Debug)]
+struct Combine;
+
+impl<B: NativeMemory> Backward<B, 2> for Combine {
+    type State = Arc<PendingDispatch<B>>;
+
+    fn backward(self, ops: Ops<Self::State, 2>, grads: &mut Gradients, _: &mut Checkpointer) {
+        let pending = ops.state;
+        let d_y = B::contiguous(grads.consume::<B>(&ops.node));
+        let waits = pending.arrived().is_some();
+        if !waits {
+            pending.consumed();
+        }
+        let d_outputs = pending.native.combine_backward(&d_y).unwrap_or_else(|error| pending.fail(error));
+        let [_, outputs] = ops.parents;
+        if let Some(outputs) = outputs {
+            grads.register::<B>(outputs.id, d_outputs);
+        }
+    }
+}
+
+pub(super) fn dispatch<B: NativeBackend, C: CheckpointStrategy>(
+    call: &LayerCall,
+    tokens: RoutedOperands<Autodiff<B, C>>,
+) -> Result<DispatchOutputs<Autodiff<B, C>>> {
+    let RoutedOperands { x, ids, weights } = tokens;
+    let device = B::float_device(&x.primitive);
+    let zero = B::float_zeros([1].into(), &device, weights.dtype().into());
+    let anchor = <Autodiff<B, C> as AutodiffBackend>::from_inner(zero);
+    let anchor = <Autodiff<B, C> as FloatTensorOps<_>>::float_set_require_grad(anchor, true);
+    let nodes = [anchor.node.clone(), x.node.clone(), weights.node.clone()];
+    let prepared = Backward::<B, 3>::prepare::<C>(Token, nodes).compute_bound().stateful();
+    // At the end of any thread's backward burn forgets graphs of which no tensor is alive. Until the token is in the
+    // graph, its parents may be all that keeps theirs.
+    let alive = [anchor.rc.clone(), x.rc.clone(), weights.rc.clone()];
+    let inner = contiguous::<B>(RoutedOperands { x: x.primitive, ids, weights: weights.primitive });
+    let tracked = matches!(prepared, OpsKind::Tracked(_));
+    let NativeOutputs { rows, weights, dispatch: native } = run_dispatch::<B>(call, &inner, tracked)?;
+    let load = native.load();
+    let pending = Arc::new(PendingDispatch { native, arrived: Mutex::new(Some(Arrived::default())) });
+    let token = match prepared {
+        OpsKind::Tracked(p) => p.finish(pending.clone(), anchor.primitive),
+        OpsKind::UnTracked(p) => p.finish(anchor.primitive),
+    };
+    drop(alive);
+    let child = |part: DispatchedPart, value| {
+        let prepared = Backward::<B, 1>::prepare::<C>(part, [token.node.clone()]).compute_bound().stateful();
+        match prepared {
+            OpsKind::Tracked(p) => p.finish(pending.clone(), value),
+            OpsKind::UnTracked(p) => p.finish(value),
+        }
+    };
+    let (rows, weights) = (child(DispatchedPart::Rows, rows), child(DispatchedPart::Weights, weights));
+    Ok(DispatchOutputs { rows, weights, load, dispatch: TrackedDispatch { pending, token } })
+}
+
+pub(super) fn combine<B: NativeBackend, C: CheckpointStrategy>(
+    dispatch: &TrackedDispatch<B>,
+    outputs: FloatTensor<Autodiff<B, C>>,
+) -> Result<FloatTensor<Autodiff<B, C>>> {
+    let TrackedDispatch { pending, token } = dispatch;
+    let nodes = [token.node.clone(), outputs.node.clone()];
+    let prepared = Backward::<B, 2>::prepare::<C>(Combine, nodes).compute_bound().stateful();
+    let alive = outputs.rc.clone();
+    let y = pending.native.combine(&B::contiguous(outputs.primitive))?;
+    let y = match prepared {
+        OpsKind::Tracked(p) => p.finish(pending.clone(), y),
+        OpsKind::UnTracked(p) => p.finish(y),
+    };
+    drop(alive);
+    Ok(y)
+}
+
+impl<B: NativeMemory> TrackedDispatch<B> {
+    pub(super) fn segments(&self) -> Result<Vec<Range<usize>>> {
+        self.pending.native.segments()
+    }
+}
+
+/// Weights of chosen experts, of logits.
+#[derive(Debug)]
+struct Route;
+
+#[derive(Debug, Clone)]
+struct RouteState<B: NativeMemory> {
+    call: LayerCall,
+    logits: FloatTensor<B>,
+    ids: burn::tensor::ops::IntTensor<B>,
+}
+
+impl<B: NativeMemory> Backward<B, 1> for Route {
+    type State = RouteState<B>;
+
+    fn backward(self, ops: Ops<Self::State, 1>, grads: &mut Gradients, _: &mut Checkpointer) {
+        let RouteState { call, logits, ids } = ops.state;
+        let weights = B::contiguous(grads.consume::<B>(&ops.node));
+        let made = route_backward::<B>(&call, &RoutedOperands { x: logits, ids, weights });
+        let d_logits = made.unwrap_or_else(|error| call.group.unwind(error));
+        let [logits] = ops.parents;
+        if let Some(logits) = logits {
+            grads.register::<B>(logits.id, d_logits);
+        }
+    }
+}
+
+pub(super) fn route<B: NativeBackend, C: CheckpointStrategy>(
+    call: &LayerCall,
+    logits: FloatTensor<Autodiff<B, C>>,
+    selection_bias: Option<FloatTensor<Autodiff<B, C>>>,
+) -> Result<RoutedOutputs<Autodiff<B, C>>> {
+    let prepared = Backward::<B, 1>::prepare::<C>(Route, [logits.node.clone()]).compute_bound().stateful();
+    let alive = logits.rc.clone();
+    let logits = B::contiguous(logits.primitive);
+    let bias = selection_bias.map(|bias| B::contiguous(bias.primitive));
+    let RoutedOutputs { ids, weights } = run_route::<B>(call, &logits, bias.as_ref())?;
+    let weights = match prepared {
+        OpsKind::Tracked(p) => p.finish(RouteState { call: call.clone(), logits, ids: ids.clone() }, weights),
+        OpsKind::UnTracked(p) => p.finish(weights),
+    };
+    drop(alive);
+    Ok(RoutedOutputs { ids, weights })
+}

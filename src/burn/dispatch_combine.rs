@@ -1,0 +1,239 @@
+//! Dispatch and combine for experts of the user's own.
+
+use std::ops::Range;
+use std::sync::Arc;
+
+use burn::tensor::backend::Backend;
+use burn::tensor::ops::FloatTensor;
+use burn::tensor::{Int, Tensor, TensorPrimitive};
+
+use crate::comm::Op;
+use crate::error::Result;
+use crate::layer::{Layer, LayerSpec};
+use crate::lazy::Lazy;
+use crate::metrics::Load;
+
+use super::backend::{DispatchOutputs, LayerCall, MoeBackend, RoutedOperands, RoutedOutputs};
+use super::group::DeviceGroup;
+
+/// Dispatch and combine as operations of burn's graph, with experts of your own between them: an MLP, a LoRA, any
+/// burn operations.
+///
+/// [`dispatch`](Self::dispatch) sends each token to the ranks of its experts and gives the rows that this rank's
+/// experts have to work on; [`Dispatched::combine`] sends their outputs back and adds them up. Both have gradients:
+/// backward of dispatch adds up the rows' gradients at their tokens, backward of combine sends the gradient of y to
+/// the rows, and the routing weights' gradients come back to whatever made them. Multiply the outputs by the rows'
+/// weights yourself; combine does not.
+///
+/// ```
+/// use burn::backend::{Autodiff, Flex};
+/// use burn::module::Module;
+/// use burn::nn::{Linear, LinearConfig};
+/// use burn::tensor::{Distribution, Tensor, activation::silu};
+/// use moebius::burn::{DeviceGroup, DispatchCombine, MoeBackend};
+/// use moebius::{MoeConfig, Result};
+///
+/// #[derive(Module, Debug)]
+/// struct Mlp<B: MoeBackend> { up: Linear<B>, down: Linear<B> }
+///
+/// #[derive(Module, Debug)]
+/// struct Moe<B: MoeBackend> {
+///     router: Linear<B>,
+///     experts: Vec<Mlp<B>>,
+///     #[module(skip)]
+///     moe: DispatchCombine,
+/// }
+///
+/// impl<B: MoeBackend> Moe<B> {
+///     fn forward(&self, x: Tensor<B, 2>) -> Result<Tensor<B, 2>> {
+///         let routed = self.moe.route(self.router.forward(x.clone()), None)?; // or ids and weights of your own router
+///         let received = self.moe.dispatch(x, routed.ids, routed.weights)?;
+///         let outputs = received.map_experts(|e, rows, weights| {
+///             let Mlp { up, down } = &self.experts[e];
+///             Ok(down.forward(silu(up.forward(rows))) * weights.unsqueeze_dim(1))
+///         })?;
+///         received.combine(outputs)
+///     }
+/// }
+///
+/// type B = Autodiff<Flex>;
+/// let (config, device) = (MoeConfig::new(16, 24, 8, 2), Default::default()); // hidden, intermediate, experts, top-k
+/// let group = DeviceGroup::single::<B>(&config, &device)?; // or over several ranks: see the module
+/// let linear = |from, to| LinearConfig::new(from, to).with_bias(false).init::<B>(&device);
+/// let experts = (0..group.local_experts()).map(|_| Mlp { up: linear(16, 24), down: linear(24, 16) }).collect();
+/// let model = Moe { router: linear(16, 8), experts, moe: DispatchCombine::new(config, &group)? };
+/// let x = Tensor::<B, 2>::random([10, 16], Distribution::Default, &device);
+/// let gradients = (model.forward(x.clone())? + x).powi_scalar(2).mean().backward();
+/// assert!(model.router.weight.grad(&gradients).is_some());
+/// # Ok::<(), moebius::Error>(())
+/// ```
+///
+/// Of the configuration it reads the hidden size, the number of experts, top-k, the payload (tokens that travel
+/// quantized arrive as what their codes stand for, and the gradient passes straight through) and the expert capacity;
+/// [`route`](Self::route) reads the router's formula. Ranks compare all of it, as those of
+/// [`ExpertParallelMoE`](super::ExpertParallelMoE) do.
+///
+/// Any number of dispatches may be in flight, each with its own combines. Every dispatch on an `Autodiff` back end
+/// counts on a backward, since nobody can see which parameters its experts will have; on the back end below it (a
+/// module's `valid()`) nothing is kept.
+///
+/// Every rank of a group calls dispatch, combine and their backwards in the same order, whatever its tokens, its rows
+/// and its parameters are. A loss must reach y on every rank: with it, the collectives of combine's and dispatch's
+/// backward run whatever else tracks gradients. Where ranks are threads, one rank's `backward()` ends before another
+/// rank begins the next ([burn's graph lock](super#threads-as-ranks-and-burns-graph-lock)). A rank that fails between
+/// the calls meets the others with [`refuse`](Self::refuse); otherwise they wait for the communicator's timeout.
+#[derive(Debug, Clone)]
+pub struct DispatchCombine {
+    layer: Arc<Layer>,
+    group: DeviceGroup,
+}
+
+/// Experts and weights of this rank's tokens.
+#[derive(Debug, Clone)]
+pub struct Routed<B: Backend> {
+    /// Chosen experts `[T, K]`, best first, before any drop.
+    pub ids: Tensor<B, 2, Int>,
+    /// Their weights `[T, K]`, f32 (f64 of f64 logits); tracked.
+    pub weights: Tensor<B, 2>,
+}
+
+impl DispatchCombine {
+    /// Of a configuration, which gets the group's next layer number, or of a [`Layer`], which has a number and dispatch
+    /// options of its own.
+    ///
+    /// # Errors
+    /// A configuration that does not hold together; another number of experts than the group's.
+    pub fn new(layer: impl Into<LayerSpec>, group: impl Into<DeviceGroup>) -> Result<Self> {
+        let (spec, group) = (layer.into(), group.into());
+        let number = group.any().membership().number_layer(spec.number());
+        let layer = spec.layer(number)?;
+        group.any().membership().check_experts("DispatchCombine::new", layer.config().router.num_experts)?;
+        Ok(Self { layer: Arc::new(layer), group })
+    }
+
+    /// The layer that stands for these calls in tags, errors and comparisons.
+    pub fn layer(&self) -> &Layer {
+        &self.layer
+    }
+
+    /// The group.
+    pub fn group(&self) -> &DeviceGroup {
+        &self.group
+    }
+
+    fn call(&self) -> LayerCall {
+        LayerCall { layer: self.layer.clone(), group: self.group.clone(), noise: None }
+    }
+
+    /// The configuration's router over logits `[T, E]`, f32 (f64 beside f64 tokens): scores, groups, top-k,
+    /// normalization, scale. Jitter and auxiliary losses are left to you. `selection_bias`: `[E]`, added to the scores
+    /// for choosing only, where the configuration has one. No collective, but what fails is told to the other ranks.
+    ///
+    /// # Errors
+    /// Tensors of another shape, type or device; a NaN logit.
+    pub fn route<B: MoeBackend>(
+        &self,
+        logits: Tensor<B, 2>,
+        selection_bias: Option<Tensor<B, 1>>,
+    ) -> Result<Routed<B>> {
+        let RoutedOutputs { ids, weights } =
+            B::moe_route(&self.call(), primitive(logits), selection_bias.map(primitive))?;
+        Ok(Routed { ids: Tensor::from_primitive(ids), weights: float(weights) })
+    }
+
+    /// Sends tokens to the ranks of their experts. `x`: `[T, H]`; `ids`: the chosen experts `[T, K]`, i32, i64 or u32,
+    /// −1 for a choice that is dropped; `weights`: `[T, K]`, f32 (f64 beside f64 tokens). T may differ between ranks
+    /// and be 0. Two collectives: prepare and dispatch.
+    ///
+    /// # Errors
+    /// Tensors of another shape, type or device, bad ids, capacity, ranks that disagree: on every rank, with the group
+    /// usable afterwards. [`Error::Comm`](crate::Error::Comm) where a rank is lost.
+    pub fn dispatch<B: MoeBackend>(
+        &self,
+        x: Tensor<B, 2>,
+        ids: Tensor<B, 2, Int>,
+        weights: Tensor<B, 2>,
+    ) -> Result<Dispatched<B>> {
+        let tokens = RoutedOperands { x: primitive(x), ids: ids.into_primitive(), weights: primitive(weights) };
+        let DispatchOutputs { rows, weights, load, dispatch } = B::moe_dispatch(&self.call(), tokens)?;
+        Ok(Dispatched { rows: float(rows), weights: float(weights), load, dispatch })
+    }
+
+    /// Meets the other ranks as a failure, in whichever of their collectives they are: for a rank that fails before a
+    /// dispatch, between it and its combine, or among its experts in backward. They get the reason at once.
+    pub fn refuse(&self, reason: &str) {
+        self.group.any().refuse(self.layer.number(), Op::Combine, reason);
+    }
+}
+
+/// Result of a [`DispatchCombine::dispatch`].
+#[derive(Debug, Clone)]
+pub struct Dispatched<B: MoeBackend> {
+    /// Received rows `[N, H]` of x's type, in slots: expert-major, and within an expert by (source rank, token, k)
+    /// (NCCL EP: in its library's order). Rows that no expert has are zero. Tracked.
+    pub rows: Tensor<B, 2>,
+    /// Routing weight of each row `[N]`, f32 (f64 for f64 tokens); 0 where no expert has the row. Tracked.
+    pub weights: Tensor<B, 1>,
+    /// Load of the experts over all ranks.
+    pub load: Lazy<Load>,
+    dispatch: B::Dispatch,
+}
+
+impl<B: MoeBackend> Dispatched<B> {
+    /// Rows of each of this rank's L experts: where they begin, and how many they are. Waits for the GPU.
+    ///
+    /// # Errors
+    /// A device's.
+    pub fn segments(&self) -> Result<Vec<Range<usize>>> {
+        B::moe_segments(&self.dispatch)
+    }
+
+    /// Outputs `[N, H]` of this rank's experts, one after the other: `expert(e, rows, weights)` gives those of expert e
+    /// (0 to L − 1) for its rows `[n, H]` and weights `[n]`. Experts without rows are left out: their parameters get no
+    /// gradient. Waits for the GPU.
+    ///
+    /// # Errors
+    /// What `expert` returns, which the other ranks do not hear of ([`DispatchCombine::refuse`]).
+    pub fn map_experts(
+        &self,
+        mut expert: impl FnMut(usize, Tensor<B, 2>, Tensor<B, 1>) -> Result<Tensor<B, 2>>,
+    ) -> Result<Tensor<B, 2>> {
+        let (mut parts, mut end) = (Vec::new(), 0);
+        // These rows are zero, and nobody reads what becomes of them.
+        let gap = |from: usize, to: usize| self.rows.clone().detach().slice([from..to]);
+        for (e, segment) in self.segments()?.into_iter().enumerate().filter(|(_, segment)| !segment.is_empty()) {
+            if segment.start > end {
+                parts.push(gap(end, segment.start));
+            }
+            end = segment.end;
+            let (rows, weights) = (self.rows.clone().slice([segment.clone()]), self.weights.clone().slice([segment]));
+            parts.push(expert(e, rows, weights)?);
+        }
+        let rows = self.rows.dims()[0];
+        if parts.is_empty() {
+            return Ok(self.rows.clone().detach());
+        }
+        if end < rows {
+            parts.push(gap(end, rows));
+        }
+        Ok(Tensor::cat(parts, 0))
+    }
+
+    /// Sums of each token's outputs `[T, H]`, where the tokens came from. `outputs`: `[N, H]` in the order of
+    /// [`rows`](Self::rows) and of x's type; rows that no expert has are not read. A collective.
+    ///
+    /// # Errors
+    /// Outputs of another shape, type or device: on every rank, with the group usable afterwards.
+    /// [`Error::Comm`](crate::Error::Comm) where a rank is lost.
+    pub fn combine(&self, outputs: Tensor<B, 2>) -> Result<Tensor<B, 2>> {
+        Ok(float(B::moe_combine(&self.dispatch, primitive(outputs))?))
+    }
+}
+
+fn primitive<B: Backend, const D: usize>(tensor: Tensor<B, D>) -> FloatTensor<B> {
+    tensor.into_primitive().tensor()
+}
+
+fn float<B: Backend, const D: usize>(primitive: FloatTensor<B>) -> Tensor<B, D> {
+    Tensor::from_primitive(TensorPrimitive::Float(primitive))
+}

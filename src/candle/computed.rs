@@ -1,0 +1,37 @@
+//! A value that was computed before its operation in candle's graph.
+
+use std::sync::{Mutex, PoisonError};
+
+use candle_core::{CpuStorage, CudaStorage, Device, Error, Result, Shape, Storage};
+
+use super::host::Host;
+
+const TWICE: &str = "a moebius operation ran twice";
+
+/// The value, until candle's operation takes it.
+pub(super) struct Computed(Mutex<Option<(Storage, Shape)>>);
+
+impl Computed {
+    pub(super) fn new<D: Host>(value: crate::Tensor<D>, device: &Device) -> Result<Self> {
+        let shape = Shape::from(value.dims());
+        Ok(Self(Mutex::new(Some((D::storage(value, device)?, shape)))))
+    }
+
+    fn take(&self) -> Option<(Storage, Shape)> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner).take()
+    }
+
+    pub(super) fn on_cpu(&self) -> Result<(CpuStorage, Shape)> {
+        match self.take() {
+            Some((Storage::Cpu(value), shape)) => Ok((value, shape)),
+            _ => Err(Error::msg(TWICE)),
+        }
+    }
+
+    pub(super) fn on_cuda(&self) -> Result<(CudaStorage, Shape)> {
+        match self.take() {
+            Some((Storage::Cuda(value), shape)) => Ok((value, shape)),
+            _ => Err(Error::msg(TWICE)),
+        }
+    }
+}
