@@ -43,6 +43,9 @@ pub trait Device: sealed::Sealed + Clone + Debug + Send + Sync + 'static {
     type Event: Debug + Send + Sync;
 
     /// Allocates `count` elements of unspecified content.
+    ///
+    /// # Errors
+    /// A size that does not fit the address space or that there is no memory for; a driver's.
     fn alloc(&self, dtype: DType, count: usize) -> Result<Self::Buffer>;
     /// Views an owned buffer's bytes.
     fn view(buffer: &Self::Buffer) -> Self::Ref<'_>;
@@ -65,7 +68,13 @@ pub trait Device: sealed::Sealed + Clone + Debug + Send + Sync + 'static {
     /// Shared borrow of an exclusive view.
     fn downgrade<'s>(view: &'s Self::Mut<'_>) -> Self::Ref<'s>;
     /// Sets every byte to zero.
+    ///
+    /// # Errors
+    /// A driver's; none on the CPU.
     fn zero(&self, view: Self::Mut<'_>) -> Result<()>;
     /// Copies bytes between views of equal length.
+    ///
+    /// # Errors
+    /// Views of different lengths; a driver's.
     fn copy(&self, from: Self::Ref<'_>, to: Self::Mut<'_>) -> Result<()>;
 }

@@ -105,9 +105,9 @@
 //!
 //! # The guide
 //!
-//! The repository's `docs/` is a guide (`mdbook build docs`): how to install and train, how a layer works, with one
-//! token followed through a run over two ranks, every routing and quantization formula, the terms, and how to extend
-//! the crate. `kernels/NOTES.md` explains the CUDA kernels.
+//! The repository's `docs/` is a guide (`cargo run --release -p xtask -- guide`): how to install and train, how a layer
+//! works, with one token followed through a run over two ranks, every routing and quantization formula, the terms, and
+//! how to extend the crate. `kernels/NOTES.md` explains the CUDA kernels.
 
 /// The README's examples compile and run.
 #[cfg(all(doctest, feature = "candle"))]

@@ -79,6 +79,9 @@ pub struct Tensor<D: Device> {
 
 impl<D: Device> Tensor<D> {
     /// Allocates a tensor of unspecified content: whoever allocates writes every element or never reads it.
+    ///
+    /// # Errors
+    /// As [`Shape::new`]; where there is no memory, or a driver's.
     pub fn empty(device: &D, dtype: DType, dims: &[usize]) -> Result<Self> {
         let shape = Shape::new(dims)?;
         let buffer = device.alloc(dtype, shape.count())?;
@@ -86,6 +89,9 @@ impl<D: Device> Tensor<D> {
     }
 
     /// Allocates a tensor of zeros.
+    ///
+    /// # Errors
+    /// As [`Tensor::empty`].
     pub fn zeros(device: &D, dtype: DType, dims: &[usize]) -> Result<Self> {
         let mut t = Self::empty(device, dtype, dims)?;
         device.zero(t.view_mut().data)?;

@@ -187,7 +187,8 @@ impl<'a, D: Target> LayerUnderTest<'a, D> {
 
 fn config(at: usize, quantized: bool) -> MoeConfig {
     let (hidden, inner) = match quantized {
-        // Sizes that are no multiple of a register, and a sum longer than a chunk of each product.
+        // Sizes that are no multiple of a register, and for x·w sums longer than a chunk (256). Those of x·wᵀ stay
+        // within one (1024).
         false => ([40, 72][at % 2], [36, 300][at / 2 % 2]),
         // Whole blocks of 32, for fp8 one block and several, the last not full.
         true => ([64, 320][at % 2], [96, 192][at / 2 % 2]),

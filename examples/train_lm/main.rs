@@ -87,7 +87,7 @@ struct Args {
     /// In what form shards travel; weights that the layers see are then what it stands for, in the twin too.
     #[arg(long, value_enum, default_value = "plain", requires = "etp")]
     shard_payload: Form,
-    /// The GPUs' copy engines carry shards and their gradients, over NCCL 2.28 or later: with --device cuda, and --etp
+    /// The GPUs' copy engines carry shards and their gradients, over NCCL 2.29 or later: with --device cuda, and --etp
     /// above 1.
     #[arg(long, requires = "etp")]
     copy_engines: bool,

@@ -13,7 +13,7 @@ use crate::etp::{Chain, Payload};
 use crate::layer::{Layer, LayerSpec, ParamKind, PerParam};
 
 use super::group::DeviceGroup;
-use super::host::{Host, into_candle, location};
+use super::host::{Host, into_candle};
 use super::module::ExpertParallelMoE;
 use super::options::{LoadAs, Parameters};
 use super::sharded::{Sharded, ShardedParams};
@@ -246,7 +246,7 @@ fn variables<D: Host>(
     })?;
     let Some(InChain { chain, payload }) = chain else { return Ok((params, None)) };
     if !chain.device().is(group.device()) {
-        let found = location(group.device());
+        let found = D::other(group.device());
         return Err(Error::invalid("ExpertParallelMoE::sharded", "group", "the chain's device", found).into());
     }
     let sharded = match (&params.up, &params.down) {

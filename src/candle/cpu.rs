@@ -21,7 +21,9 @@ impl Host for Cpu {
     }
 
     fn view<'a>(&'a self, part: StorageSlice<'a>) -> Result<(TensorRef<'a, Self>, ())> {
-        let Storage::Cpu(storage) = part.storage else { return Err(part.elsewhere("one on the CPU, as the group")) };
+        let Storage::Cpu(storage) = part.storage else {
+            return Err(part.elsewhere::<Self>("one on the CPU, as the group"));
+        };
         let (range, dims) = (part.range(), part.dims);
         let view = match storage {
             CpuStorage::F32(v) => TensorRef::from_slice(&v[range], dims),
@@ -46,7 +48,9 @@ impl Host for Cpu {
     }
 
     fn view_ids<'a>(&'a self, part: StorageSlice<'a>) -> Result<(TensorRef<'a, Self>, ())> {
-        let Storage::Cpu(storage) = part.storage else { return Err(part.elsewhere("one on the CPU, as the group")) };
+        let Storage::Cpu(storage) = part.storage else {
+            return Err(part.elsewhere::<Self>("one on the CPU, as the group"));
+        };
         let (range, dims) = (part.range(), part.dims);
         let view = match storage {
             CpuStorage::U32(v) => TensorRef::from_slice(bytemuck::cast_slice::<u32, i32>(&v[range]), dims),

@@ -16,7 +16,7 @@ use crate::etp::Chain;
 use crate::tensor::{TensorMut, TensorRef};
 
 use super::error::framework;
-use super::host::{DeviceChain, Host, StorageMut, StorageSlice, StorageSliceMut, VisitVars};
+use super::host::{DeviceChain, Host, StorageMut, StorageSlice, StorageSliceMut, VisitVars, location};
 
 /// Where a tensor without elements lies: no kernel reads it, and null means "none" to some.
 const NOWHERE: u64 = 256;
@@ -36,7 +36,7 @@ pub fn cuda(device: &Device) -> Result<Cuda> {
     const CALL: &str = "candle::cuda";
     match device.as_cuda_device() {
         Ok(device) => Cuda::on(device.cuda_stream()),
-        Err(_) => Err(Error::invalid(CALL, "device", "a CUDA device", super::host::location(device))),
+        Err(_) => Err(Error::invalid(CALL, "device", "a CUDA device", location(device))),
     }
 }
 
@@ -45,6 +45,14 @@ impl Host for Cuda {
 
     fn is(&self, device: &Device) -> bool {
         device.as_cuda_device().is_ok_and(|d| self.is_on(&d.cuda_stream()))
+    }
+
+    fn other(device: &Device) -> String {
+        match device {
+            // It may be the same GPU, with another stream.
+            Device::Cuda(_) => format!("{}, another CUDA device of candle", location(device)),
+            _ => location(device),
+        }
     }
 
     /// A graph would outlive candle's tensors, which it cannot hold.
@@ -63,7 +71,7 @@ impl Host for Cuda {
     }
 
     fn view<'a>(&'a self, part: StorageSlice<'a>) -> Result<(TensorRef<'a, Self>, SyncOnDrop<'a>)> {
-        let Storage::Cuda(storage) = part.storage else { return Err(part.elsewhere(EXPECTED)) };
+        let Storage::Cuda(storage) = part.storage else { return Err(part.elsewhere::<Self>(EXPECTED)) };
         match part.storage.dtype() {
             candle_core::DType::F32 => view::<f32>(self, DType::F32, storage, part),
             candle_core::DType::F64 => view::<f64>(self, DType::F64, storage, part),
@@ -88,7 +96,7 @@ impl Host for Cuda {
     }
 
     fn view_ids<'a>(&'a self, part: StorageSlice<'a>) -> Result<(TensorRef<'a, Self>, SyncOnDrop<'a>)> {
-        let Storage::Cuda(storage) = part.storage else { return Err(part.elsewhere(EXPECTED)) };
+        let Storage::Cuda(storage) = part.storage else { return Err(part.elsewhere::<Self>(EXPECTED)) };
         match part.storage.dtype() {
             candle_core::DType::U32 => view::<u32>(self, DType::I32, storage, part),
             candle_core::DType::I64 => view::<i64>(self, DType::I64, storage, part),
@@ -160,7 +168,7 @@ fn view<'a, T: CudaDType + DeviceRepr + 'a>(
 ) -> Result<(TensorRef<'a, Cuda>, SyncOnDrop<'a>)> {
     let slice = storage.as_cuda_slice::<T>().map_err(framework(part.call))?;
     if !cuda.is_on(slice.stream()) {
-        return Err(part.elsewhere(EXPECTED));
+        return Err(part.elsewhere::<Cuda>(EXPECTED));
     }
     let range = part.range();
     let (ptr, hold) = slice.device_ptr(cuda.stream());

@@ -29,7 +29,7 @@ impl DeviceGroup {
         if group.lock().device().is(device) {
             return Ok(Self { group: D::any(group), device: device.clone() });
         }
-        Err(Error::invalid("DeviceGroup::new", "device", "the group's own", location(device)))
+        Err(Error::invalid("DeviceGroup::new", "device", "the group's own", D::other(device)))
     }
 
     /// A group of one rank on `device`: of a layer's configuration (`&MoeConfig`) one for its experts, which takes any

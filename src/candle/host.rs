@@ -33,6 +33,12 @@ pub trait Host: ShardDevice + FrameworkDevice + OptimizerDevice {
     #[doc(hidden)]
     fn is(&self, device: &Device) -> bool;
 
+    /// A candle device that is not this one, in words.
+    #[doc(hidden)]
+    fn other(device: &Device) -> String {
+        location(device)
+    }
+
     /// Refuses work that cannot be done now.
     #[doc(hidden)]
     fn ready(&self, call: &'static str) -> Result<()> {
@@ -98,8 +104,8 @@ impl StorageSlice<'_> {
     }
 
     /// Refuses a tensor that is not on the group's device.
-    pub(super) fn elsewhere(&self, expected: &str) -> Error {
-        let found = location(&self.storage.device());
+    pub(super) fn elsewhere<D: Host>(&self, expected: &str) -> Error {
+        let found = D::other(&self.storage.device());
         Error::invalid(self.call, format!("tensor {}", self.name), expected, format!("one on {found}"))
     }
 
@@ -149,7 +155,7 @@ impl StorageSliceMut<'_> {
 pub(super) fn location(device: &Device) -> String {
     match device.location() {
         DeviceLocation::Cpu => "the CPU".to_string(),
-        DeviceLocation::Cuda { gpu_id } => format!("GPU {gpu_id}, another CUDA device of candle than the group's"),
+        DeviceLocation::Cuda { gpu_id } => format!("GPU {gpu_id}"),
         DeviceLocation::Metal { gpu_id } => format!("Metal GPU {gpu_id}"),
     }
 }

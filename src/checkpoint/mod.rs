@@ -388,8 +388,9 @@ impl Checkpoint {
         self.load_tensor(name, dtype)
     }
 
-    /// One rank's parameters, or their gradients, as named tensors of the published layout: the inverse of
-    /// [`load_block`](Self::load_block), bit for bit. Absent optional tensors are left out.
+    /// One rank's parameters, or their gradients, as named tensors of the published layout, in the types that they have.
+    /// Of a block that is stored plain and was loaded as stored, this is the inverse of [`load_block`](Self::load_block),
+    /// bit for bit. Absent optional tensors are left out.
     ///
     /// # Errors
     /// Tensors that do not fit the block. Families that keep all experts in one tensor need all experts: see

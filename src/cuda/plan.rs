@@ -1,7 +1,7 @@
 //! Layouts: the plan of a step.
 //!
 //! A group of one rank plans on the GPU ([`plan_on_device`], `kernels/prepare.cu`): an eager layout gets as many rows
-//! as it may need, since its size would be the GPU's to know. Several ranks plan there from records (`records.rs`).
+//! as it may need, since its size would be the GPU's to know. Several ranks plan there from records (`routing_records`).
 //! Everything else is planned on the host, which has all ranks' ids then, by the CPU's code, and the maps are copied
 //! over.
 

@@ -122,7 +122,7 @@ impl<D: Kernels> AllToAll<D> {
 
 /// The message maps that plans for this transport have.
 fn messages<D: Kernels>(plan: &Plan<D>) -> Result<&MessageMaps<D>> {
-    let missing = || Error::invalid("all_to_all", "plan.messages", "those of Transport::UniqueRows", "none");
+    let missing = || Error::invalid("all_to_all", "plan.messages", "those of RowOrder::UniqueRows", "none");
     plan.messages.as_ref().ok_or_else(missing)
 }
 

@@ -25,8 +25,8 @@ pub struct GroupConfig {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 #[non_exhaustive]
 pub enum DispatcherKind {
-    /// The dispatcher that `MOEBIUS_EP` names ([`VARIABLE`](super::VARIABLE)); where that is not set, local for one rank, NCCL EP where
-    /// it is built in and its checks pass on every rank, else all-to-all.
+    /// The dispatcher that `MOEBIUS_EP` names ([`DISPATCHER_VARIABLE`](super::DISPATCHER_VARIABLE)); where that is not
+    /// set, local for one rank, NCCL EP where it is built in and its checks pass on every rank, else all-to-all.
     #[default]
     Auto,
     /// One rank: tokens stay where they are.

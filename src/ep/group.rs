@@ -92,13 +92,13 @@ impl<D: LibraryDispatchers> Group<D> {
         let (rank, ranks) = (comm.rank(), comm.size());
         let requested = config.dispatcher;
         // A bad value of the variable fails below, when the other ranks have met this one.
-        let named = select::named(requested, std::env::var_os(select::VARIABLE).as_deref());
+        let named = select::named(requested, std::env::var_os(select::DISPATCHER_VARIABLE).as_deref());
         config.dispatcher = *named.as_ref().unwrap_or(&requested);
         let compared = compare(&device, &mut *comm, &config);
         named?;
         compared?;
         // All ranks hold the same values from here on, so they fail alike.
-        let source = if config.dispatcher == requested { "dispatcher" } else { select::VARIABLE };
+        let source = if config.dispatcher == requested { "dispatcher" } else { select::DISPATCHER_VARIABLE };
         config.validate(ranks, source)?;
         let core = DispatcherState::new(device.clone(), comm, config.clone());
         let (dispatcher, reason) = select::dispatcher(core, source)?;
@@ -185,7 +185,7 @@ mod tests {
     #[test]
     fn a_dispatcher_that_cannot_be_is_blamed_on_what_named_it() {
         let config = GroupConfig { dispatcher: DispatcherKind::Local, ..GroupConfig::new(4, 8) };
-        for source in ["dispatcher", select::VARIABLE] {
+        for source in ["dispatcher", select::DISPATCHER_VARIABLE] {
             let error = config.validate(2, source).expect_err("two ranks").to_string();
             assert!(error.contains(source) && error.contains("2 ranks") && error.contains("local"), "{error}");
         }

@@ -47,7 +47,7 @@ pub use handle::{Agreement, Handle};
 pub use local::Local;
 #[cfg(feature = "nccl-ep")]
 pub(crate) use select::NcclEpOrReason;
-pub use select::{LibraryDispatchers, VARIABLE};
+pub use select::{DISPATCHER_VARIABLE, LibraryDispatchers};
 pub use shared_group::EpGroup;
 #[cfg(any(feature = "candle", feature = "burn"))]
 pub(crate) use shared_group::Membership;
@@ -133,6 +133,11 @@ pub trait TokenDispatcher<D: Kernels>: fmt::Debug + Send {
         spec: &DispatchSpec,
     ) -> Result<Handle<D>>;
     /// Rows to their experts, into expert-major order.
+    ///
+    /// # Errors
+    /// Tensors whose shapes or types do not fit the handle or one another, or that the transport cannot carry, and a
+    /// handle of another group: the other ranks are told, and fail with [`Error::Peer`](crate::Error::Peer) or, between
+    /// processes, with the communicator's end. No memory; the communicator's or a driver's.
     fn dispatch(
         &mut self,
         handle: &Handle<D>,
@@ -140,6 +145,9 @@ pub trait TokenDispatcher<D: Kernels>: fmt::Debug + Send {
         outputs: DispatchOutputs<'_, D>,
     ) -> Result<()>;
     /// Rows to their experts, left where the transport put them.
+    ///
+    /// # Errors
+    /// As [`dispatch`](Self::dispatch).
     fn dispatch_rows(&mut self, handle: &Handle<D>, inputs: DispatchInputs<'_, D>) -> Result<Received<D>>;
     /// The same with other work of this rank beside it, which is enqueued while rows travel where the transport
     /// [`overlaps`](Self::overlaps), and after them elsewhere.
@@ -169,8 +177,15 @@ pub trait TokenDispatcher<D: Kernels>: fmt::Debug + Send {
         Ok(None)
     }
     /// Sums each token's expert outputs, unweighted. Padding of `expert_out [N, H]` is not read.
+    ///
+    /// # Errors
+    /// As [`dispatch`](Self::dispatch).
     fn combine(&mut self, handle: &Handle<D>, expert_out: TensorRef<'_, D>, out: TensorMut<'_, D>) -> Result<()>;
     /// Gradient of combine into expert-major order; padding is zeroed.
+    ///
+    /// # Errors
+    /// A handle whose ranks did not all ask for backward ([`Error::BackwardNotAgreed`](crate::Error::BackwardNotAgreed),
+    /// before any collective); as [`dispatch`](Self::dispatch).
     fn combine_bwd(
         &mut self,
         handle: &Handle<D>,
@@ -178,15 +193,25 @@ pub trait TokenDispatcher<D: Kernels>: fmt::Debug + Send {
         grad_expert_out: TensorMut<'_, D>,
     ) -> Result<()>;
     /// Gradient of combine, left where the transport put it.
+    ///
+    /// # Errors
+    /// As [`combine_bwd`](Self::combine_bwd).
     fn combine_bwd_rows(&mut self, handle: &Handle<D>, grad: TensorRef<'_, D>) -> Result<Received<D>>;
     /// Gradient of dispatch. `grad_weights [N]` absent counts as zeros; `d_weights [T, K]` is written in full,
     /// 0 for dropped choices. Padding of the inputs is not read.
+    ///
+    /// # Errors
+    /// As [`combine_bwd`](Self::combine_bwd).
     fn dispatch_bwd(&mut self, handle: &Handle<D>, grads: DispatchGrads<'_, D>) -> Result<()>;
     /// Copies that memory given by the caller has cost so far where rows go through windows.
     fn copies(&self) -> u64 {
         0
     }
     /// Returns and clears the first deferred error.
+    ///
+    /// # Errors
+    /// What prepare found too late to return: a bad id, a capacity that is too small, specs or dtypes that differ
+    /// between ranks; a fault that a kernel raised; a rank that came too late for NCCL EP's low latency; a driver's.
     fn check(&mut self) -> Result<()>;
     /// The communicator, for collectives beside the tokens' own.
     fn communicator(&mut self) -> &mut dyn Communicator<D>;

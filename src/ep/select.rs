@@ -12,7 +12,7 @@ use super::{AllGather, AllToAll, DispatcherKind, Local, TokenDispatcher};
 /// Names the dispatcher of groups that leave it to `Auto`: `auto`, `local`, `all_to_all`, `all_gather`, `nccl_ep` or
 /// `nccl_ep_ll` (low latency); `-` counts as `_`. What cannot be had is an error then, as it is where the
 /// configuration names it. All ranks need the same value.
-pub const VARIABLE: &str = "MOEBIUS_EP";
+pub const DISPATCHER_VARIABLE: &str = "MOEBIUS_EP";
 
 const CALL: &str = "Group::new";
 const NAMES: [(&str, DispatcherKind); 6] = [
@@ -32,7 +32,7 @@ pub(super) fn named(config: DispatcherKind, variable: Option<&OsStr>) -> Result<
     let found = NAMES.iter().find(|(name, _)| text == *name);
     found.map(|(_, kind)| *kind).ok_or_else(|| {
         let counts = NAMES.map(|(name, _)| name).join(", ");
-        Error::invalid(CALL, VARIABLE, format!("one of {counts}"), value.to_string_lossy())
+        Error::invalid(CALL, DISPATCHER_VARIABLE, format!("one of {counts}"), value.to_string_lossy())
     })
 }
 

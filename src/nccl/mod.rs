@@ -26,7 +26,7 @@ pub use comm::init::NcclWorld;
 pub(crate) use comm::shared_comm::SharedComm;
 #[cfg(feature = "nccl-ep")]
 pub(crate) use ffi::library::reason;
-pub use ffi::library::{NcclLibrary, VARIABLE};
+pub use ffi::library::{LIBRARY_VARIABLE, NcclLibrary};
 pub use ffi::sys;
 pub use ffi::windows::NcclWindow;
 

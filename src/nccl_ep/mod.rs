@@ -36,7 +36,7 @@ pub use high_throughput::{
     CombineArgs, DispatchArgs, GroupOptions, HandleOptions, HighThroughputGroup, HighThroughputHandle, PassDirection,
     UpdateCounters,
 };
-pub use library::{Compiler, EpLibrary, VARIABLE};
+pub use library::{Compiler, EP_LIBRARY_VARIABLE, EpLibrary};
 pub use low_latency::{
     LowLatencyCombineArgs, LowLatencyDispatchArgs, LowLatencyGroup, LowLatencyHandle, LowLatencyLayout,
     LowLatencyOptions, LowLatencyReceiveArgs,

@@ -36,7 +36,7 @@ pub fn cases<D: Target>() -> Vec<(&'static str, Case<D>)> {
         ("edges", edges::cases()),
         ("faults", faults::cases()),
         ("random", random::cases()),
-        ("later", deferred_reporting::cases()),
+        ("deferred_reporting", deferred_reporting::cases()),
         ("payload", payload::cases()),
     ];
     files.into_iter().flat_map(|(file, cases)| cases.into_iter().map(move |c| (file, c))).collect()

@@ -72,7 +72,7 @@ fn tests() -> Vec<(String, Test)> {
     shared("invariance", invariance::cases());
     shared("small", small::cases());
     shared("layer", layer::cases());
-    shared("behind", deferred::cases());
+    shared("deferred", deferred::cases());
     shared("refused", refused::cases());
     shared("faults", faults::cases());
     shared("large::memory", memory::cases());

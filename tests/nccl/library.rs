@@ -3,7 +3,7 @@
 use std::process::Command;
 
 use moebius::Error;
-use moebius::nccl::{NcclError, NcclLibrary, VARIABLE};
+use moebius::nccl::{LIBRARY_VARIABLE, NcclError, NcclLibrary};
 
 pub fn cases() -> Vec<(&'static str, fn())> {
     vec![
@@ -40,7 +40,7 @@ fn another_library_is_refused() {
 /// In a process of its own: this one's environment is all threads'.
 fn a_wrong_path_in_the_environment_is_final() {
     let me = std::env::current_exe().expect("this program");
-    let out = Command::new(me).env(VARIABLE, "/nowhere/nccl").env(CHILD, "1").output().expect("a child");
+    let out = Command::new(me).env(LIBRARY_VARIABLE, "/nowhere/nccl").env(CHILD, "1").output().expect("a child");
     let text = String::from_utf8_lossy(&out.stdout).into_owned();
     assert!(text.contains("/nowhere/nccl (MOEBIUS_NCCL) cannot be loaded"), "{text}");
 }

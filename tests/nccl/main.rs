@@ -75,7 +75,7 @@ fn over_ranks(ranks: usize) -> Vec<(String, Body)> {
         ("layer", layer::cases()),
         ("lost", lost::cases()),
         ("processes", processes::cases()),
-        ("recorded", captured::cases()),
+        ("captured", captured::cases()),
         ("streams", streams::cases()),
     ];
     for (file, cases) in files {

@@ -124,7 +124,7 @@ fn over_ranks(ranks: usize) -> Vec<(String, Body)> {
         ("raw", raw::cases()),
         ("graph", graph::cases()),
         ("low_latency", low_latency::cases()),
-        ("lent", handle_pool::cases()),
+        ("handle_pool", handle_pool::cases()),
         ("lost", lost::cases()),
         ("windows", windows::cases()),
     ];

@@ -33,7 +33,7 @@ pub struct ShardedWeight<'a, D: ShardDevice> {
 
 impl<D: ShardDevice> fmt::Debug for ShardedWeight<'_, D> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "Gathered<{:?} {:?}>", self.id, self.shards.dims())
+        write!(f, "ShardedWeight<{:?} {:?}>", self.id, self.shards.dims())
     }
 }
 
@@ -68,7 +68,7 @@ struct GatheredWeight<'a, D: ShardDevice> {
 
 impl<D: ShardDevice> fmt::Debug for GatheredWeight<'_, D> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "Hold<{:?}>", self.step)
+        write!(f, "GatheredWeight<{:?}>", self.step)
     }
 }
 

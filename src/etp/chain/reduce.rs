@@ -25,7 +25,7 @@ pub struct GradientBuffer<'a, D: ShardDevice> {
 
 impl<D: ShardDevice> fmt::Debug for GradientBuffer<'_, D> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "Room<{:?} {:?}>", self.id, self.shards.dims())
+        write!(f, "GradientBuffer<{:?} {:?}>", self.id, self.shards.dims())
     }
 }
 
@@ -35,7 +35,7 @@ impl<D: ShardDevice> GradientBuffer<'_, D> {
     /// # Errors
     /// None that a caller can cause.
     pub fn view_mut(&mut self) -> Result<TensorMut<'_, D>> {
-        let missing = || Error::invalid(CALL, "room", "a buffer", "none");
+        let missing = || Error::invalid(CALL, "gradient buffer", "memory", "none");
         let tensor = &mut self.buffer.as_mut().ok_or_else(missing)?.tensor;
         let dtype = tensor.dtype();
         let bytes = self.shards.dims().iter().product::<usize>() * dtype.size();

@@ -60,7 +60,7 @@ struct Subscriber {
 
 impl fmt::Debug for ControlSocket {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "Wire {{ rank: {} }}", self.shared.rank)
+        write!(f, "ControlSocket {{ rank: {} }}", self.shared.rank)
     }
 }
 

@@ -61,7 +61,7 @@ pub(in crate::nccl) struct Watchdog {
 
 impl fmt::Debug for Watchdog {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "Watch {{ running: {} }}", self.shared.lock().running.len())
+        write!(f, "Watchdog {{ running: {} }}", self.shared.lock().running.len())
     }
 }
 

@@ -68,7 +68,7 @@ unsafe impl Send for LiveComm {}
 impl fmt::Debug for CommHandle {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Self { rank, size, .. } = self;
-        write!(f, "Link {{ rank: {rank}, size: {size}, failure: {:?} }}", self.failure())
+        write!(f, "CommHandle {{ rank: {rank}, size: {size}, failure: {:?} }}", self.failure())
     }
 }
 

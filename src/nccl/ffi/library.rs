@@ -14,7 +14,7 @@ use crate::nccl::NcclError;
 use crate::nccl::ffi::sys::{CommPtr, Functions, RawUniqueId, Status};
 
 /// Names the library's file; goes before the system's search.
-pub const VARIABLE: &str = "MOEBIUS_NCCL";
+pub const LIBRARY_VARIABLE: &str = "MOEBIUS_NCCL";
 const NAME: &str = "libnccl.so.2";
 const OLDEST: i32 = 21800;
 const OLDEST_TEXT: &str = "2.18.0";
@@ -48,8 +48,8 @@ impl NcclLibrary {
     /// # Errors
     /// [`NcclError`]: it cannot be loaded, is too old or is not NCCL. A path that is given is the only one tried.
     pub fn open() -> Result<Self> {
-        match std::env::var_os(VARIABLE).filter(|path| !path.is_empty()) {
-            Some(path) => Self::load(LibraryPath { path, source: VARIABLE }),
+        match std::env::var_os(LIBRARY_VARIABLE).filter(|path| !path.is_empty()) {
+            Some(path) => Self::load(LibraryPath { path, source: LIBRARY_VARIABLE }),
             None => {
                 Self::load(LibraryPath { path: NAME.into(), source: "as the system searches; MOEBIUS_NCCL is not set" })
             }

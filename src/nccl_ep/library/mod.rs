@@ -17,7 +17,7 @@ pub use compiler::Compiler;
 use super::{EpError, result, sys};
 
 /// Names the library's file; goes before the system's search.
-pub const VARIABLE: &str = "MOEBIUS_NCCL_EP";
+pub const EP_LIBRARY_VARIABLE: &str = "MOEBIUS_NCCL_EP";
 const NAME: &str = "libnccl_ep.so.0";
 const OLDEST_NCCL: i32 = 23004;
 /// 0.2.x: what was looked at. Later ones may have another interface, or keep other promises behind the same (see the
@@ -76,8 +76,8 @@ impl EpLibrary {
     /// [`EpError`]: it cannot be loaded, it or NCCL is too old, or its kernels would not compile. A path that is given
     /// is the only one tried.
     pub fn open(nccl: &NcclLibrary) -> Result<Self, EpError> {
-        match std::env::var_os(VARIABLE).filter(|path| !path.is_empty()) {
-            Some(path) => Self::load(nccl, path, VARIABLE),
+        match std::env::var_os(EP_LIBRARY_VARIABLE).filter(|path| !path.is_empty()) {
+            Some(path) => Self::load(nccl, path, EP_LIBRARY_VARIABLE),
             None => Self::load(nccl, NAME.into(), "as the system searches; MOEBIUS_NCCL_EP is not set"),
         }
     }
