@@ -43,7 +43,7 @@ fn every_piece_of_the_guide_compiles() {
             found += 1;
         }
     }
-    assert!(found >= 14, "{found} pieces");
+    assert!(found >= 16, "{found} pieces");
 }
 
 #[rustfmt::skip]
@@ -93,6 +93,48 @@ mod training {
             gradients.reset();
         }
         Ok(())
+    }
+
+    struct Optimized {
+        moe: ExpertParallelMoE,
+        norm: candle_core::Var,
+        device: Cpu,
+        comm: Box<dyn moebius::comm::Communicator<Cpu>>,
+        loss: Tensor,
+        gradients: candle_core::backprop::GradStore,
+    }
+
+    fn optimizer(Optimized { moe, norm, device, comm, loss, mut gradients }: Optimized) -> Result<()> {
+        use moebius::candle::Param;
+        use moebius::optim::{AdamWOptions, GroupOptions};
+
+        let group = GroupOptions { lr: 3e-4, weight_decay: 0.1, ..Default::default() };
+        let options = AdamWOptions { group, max_norm: Some(1.0), ..Default::default() };
+        let mut adam = candle::AdamW::new(moe.vars(), options)?;      // one rank, one group; an Optimizer of candle-nn
+        adam.backward_step(&loss)?;
+
+        let mut params = moe.optimizer_params("layers.0.moe")?;       // several ranks: experts, shards, replicated parameters
+        params.push(Param::new("norm.weight", &norm).in_group(1));    // group 1: without weight decay
+        let groups = [group, GroupOptions { weight_decay: 0.0, ..group }];
+        let mut adam = candle::AdamW::over_ranks(&device, comm, params, options, &groups)?;
+        moe.reduce_gradients(&mut gradients)?;                        // and finish_sharded_in_f32, where experts are shards
+        adam.step(&gradients)?;
+        adam.save("run/optimizer")?;                                  // another run: adam.load("run/optimizer")?
+        Ok(())
+    }
+
+    fn own_experts(group: candle::DeviceGroup, router: candle_nn::Linear, experts: Vec<candle_nn::Linear>, x: Tensor) -> Result<Tensor> {
+        use candle_core::Module;
+        use moebius::candle::DispatchCombine;
+
+        let moe = DispatchCombine::new(MoeConfig::new(64, 32, 8, 2), &group)?; // one rank or several
+        let routed = moe.route(&router.forward(&x)?, None)?; // the router's formula over logits `[T, E]`, or your own ids and weights
+        let received = moe.dispatch(&x, &routed.ids, &routed.weights)?;
+        let outputs = received.map_experts(|e, rows, weights| { // this rank's experts, each with its rows
+            experts[e].forward(rows)?.broadcast_mul(&weights.unsqueeze(1)?)
+        })?;
+        let y = received.combine(&outputs)?;
+        Ok(y)
     }
 
     fn ranks() {

@@ -78,7 +78,8 @@ impl MainGradients {
     }
 
     /// Gradients of 16-bit variables in f32, so that sums over many microbatches keep what 16 bits would lose: for an
-    /// optimizer that takes a gradient of another type than its variable's, which candle's own do not.
+    /// optimizer that takes a gradient of another type than its variable's: [`AdamW`](super::AdamW) does, candle-nn's do
+    /// not.
     pub fn in_f32() -> Self {
         let experts = ExpertMemory { wide: true, ..Default::default() };
         Self { experts, ..Self::default() }
