@@ -200,7 +200,7 @@ impl<B: MoeBackend> Dispatched<B> {
     ) -> Result<Tensor<B, 2>> {
         let (mut parts, mut end) = (Vec::new(), 0);
         // These rows are zero, and nobody reads what becomes of them.
-        let gap = |from: usize, to: usize| self.rows.clone().detach().slice([from..to]);
+        let gap = |from: usize, to: usize| self.rows.clone().detach().slice(from..to);
         for (e, segment) in self.segments()?.into_iter().enumerate().filter(|(_, segment)| !segment.is_empty()) {
             if segment.start > end {
                 parts.push(gap(end, segment.start));

@@ -120,7 +120,7 @@ pub fn as_the_module<S: Subject>() {
                     let routed = own.route(x.clone().matmul(model.router.weight.val().transpose()), None).unwrap();
                     let received = own.dispatch(x, routed.ids, routed.weights).unwrap();
                     let outputs = received.map_experts(|e, rows, weights| {
-                        let weight = |t: Tensor<Autodiff<S>, 3>| t.slice([e..e + 1]).squeeze_dim::<2>(0).transpose();
+                        let weight = |t: Tensor<Autodiff<S>, 3>| t.slice(e..e + 1).squeeze_dim::<2>(0).transpose();
                         let pre = rows.matmul(weight(model.experts.up.val()));
                         let n = pre.dims()[0];
                         let gate = silu(pre.clone().slice([0..n, 0..I]));
@@ -172,19 +172,19 @@ fn gradients_are_those_of_finite_differences() {
             let leaves = [
                 double_rows(320, &rows),
                 double(321, [H, E]),
-                double(322, [E * H, H]).mul_scalar(0.25).slice([rank * local * H..(rank + 1) * local * H]),
+                double(322, [E * H, H]).mul_scalar(0.25).slice(rank * local * H..(rank + 1) * local * H),
             ];
             let along = [
                 double_rows(325, &rows),
                 double(326, [H, E]),
-                double(327, [E * H, H]).slice([rank * local * H..(rank + 1) * local * H]),
+                double(327, [E * H, H]).slice(rank * local * H..(rank + 1) * local * H),
             ];
             let loss = |[x, router, experts]: [Tensor<B, 2>; 3]| {
                 let routed = moe.route(x.clone().matmul(router), None).unwrap();
                 let ids = routed.ids.clone().into_data().to_vec::<i32>().unwrap();
                 let received = moe.dispatch(x, routed.ids, routed.weights).unwrap();
                 let outputs = received.map_experts(|e, rows, weights| {
-                    Ok(rows.matmul(experts.clone().slice([e * H..(e + 1) * H])).tanh() * weights.unsqueeze_dim(1))
+                    Ok(rows.matmul(experts.clone().slice(e * H..(e + 1) * H)).tanh() * weights.unsqueeze_dim(1))
                 });
                 ((received.combine(outputs.unwrap()).unwrap() * c.clone()).sum(), ids)
             };
