@@ -62,6 +62,14 @@ impl NativeMemory for Failing {
         Flex::view(core, Named { name, tensor: &tensor.primitive })
     }
 
+    fn contiguous_ids(tensor: IntTensor<Self>) -> IntTensor<Self> {
+        Flex::contiguous_ids(tensor)
+    }
+
+    fn view_ids<'a>(core: &Cpu, ids: Named<'a, IntTensor<Self>>) -> Result<TensorRef<'a, Cpu>> {
+        Flex::view_ids(core, ids)
+    }
+
     fn output(
         core: &Cpu,
         _: &FloatTensor<Self>,
