@@ -130,13 +130,18 @@ impl ExpertParallelMoE {
             Ok(Self { layer, group: group.clone(), params, sharded, training: Arc::default() })
         });
         // The other ranks are in the collectives below: they are told, and the group stays usable.
-        let moe = made.inspect_err(|e: &candle_core::Error| group.any().refuse(number, Op::Weights, &e.to_string()))?;
+        let mut moe =
+            made.inspect_err(|e: &candle_core::Error| group.any().refuse(number, Op::Weights, &e.to_string()))?;
         if group.ranks() > 1 {
             // All ranks take part, whatever their parameters are.
-            for (_, t) in moe.params.present().filter(|(role, _)| role.is_replicated()) {
+            for role in ParamKind::ALL.into_iter().filter(|role| role.is_replicated()) {
+                let Some(t) = &mut moe.params[role] else { continue };
                 let first = group.exchange(number, ParamCollective::Weights, t)?;
-                if t.is_variable() {
-                    Var::from_tensor(t)?.set(&first)?;
+                match t.is_variable() {
+                    true => Var::from_tensor(t)?.set(&first)?,
+                    // What is computed from variables stays so: they are the caller's.
+                    false if t.track_op() => {}
+                    false => *t = first,
                 }
             }
         }

@@ -133,6 +133,26 @@ fn fresh_variables_agree_where_ranks_share_them() -> AnyResult<()> {
     Ok(())
 }
 
+/// Constants too, as those of a file that differs on some rank.
+fn constants_agree_where_ranks_share_them() -> AnyResult<()> {
+    let results = ranks(2, Duration::from_secs(20), |group| {
+        let drawn = seeded(group.clone(), config())?;
+        let scale = 1.0 + group.rank() as f64;
+        let other = |(name, t): (&str, &Tensor)| Ok((name.to_string(), (t.detach() * scale)?));
+        let tensors = drawn.params().into_iter().map(other).collect::<candle_core::Result<_>>()?;
+        let vb = VarBuilder::from_tensors(tensors, DType::F32, &Device::Cpu);
+        let moe = ExpertParallelMoE::new(Layer::new(config(), 0)?, group, vb)?;
+        let of = |role| -> AnyResult<Vec<f32>> { Ok(moe.param(role).ok_or("a parameter")?.flatten_all()?.to_vec1()?) };
+        let expected: Vec<f32> = drawn.param(ParamKind::Router).ok_or("a router")?.flatten_all()?.to_vec1()?;
+        Ok((of(ParamKind::Router)?, expected))
+    });
+    for result in results {
+        let (found, first) = result?;
+        assert_eq!(found, first);
+    }
+    Ok(())
+}
+
 fn backward_is_refused_where_a_rank_does_not_track() -> AnyResult<()> {
     let results = ranks(2, Duration::from_secs(20), |group| {
         let rank = group.rank();
@@ -380,6 +400,7 @@ tests! {
     a_second_backward_is_an_error_before_any_collective,
     ranks_share_the_work_of_one,
     fresh_variables_agree_where_ranks_share_them,
+    constants_agree_where_ranks_share_them,
     backward_is_refused_where_a_rank_does_not_track,
     wrong_inputs_are_errors_on_every_rank,
 }
