@@ -1,17 +1,15 @@
 //! candle's host tensors as ours, and back.
 
-use std::cell::RefCell;
 use std::sync::Arc;
 
-use candle_core::{CpuStorage, Device, InplaceOp1, Layout, Storage, Tensor};
+use candle_core::{CpuStorage, Device, Storage};
 
 use crate::cpu::{Cpu, HostBuffer};
-use crate::error::{Error, Result};
+use crate::error::Result;
 use crate::etp::Chain;
 use crate::tensor::{TensorMut, TensorRef};
 
-use super::error::framework;
-use super::host::{DeviceChain, Host, StorageMut, StorageSlice, StorageSliceMut, VisitVars};
+use super::host::{DeviceChain, Host, StorageMut, StorageSlice, StorageSliceMut};
 
 impl Host for Cpu {
     type Hold<'a> = ();
@@ -60,14 +58,6 @@ impl Host for Cpu {
         Ok((view?, ()))
     }
 
-    fn with_vars(&self, call: &'static str, vars: &[&Tensor], visit: &mut VisitVars<'_, Self>) -> Result<()> {
-        let visit = RefCell::new(visit);
-        for (index, var) in vars.iter().enumerate() {
-            var.inplace_op1(&Visit { index, call, visit: &visit }).map_err(framework(call))?;
-        }
-        Ok(())
-    }
-
     fn storage(tensor: crate::Tensor<Self>, _: &Device) -> Result<Storage> {
         Ok(Storage::Cpu(match tensor.into_buffer() {
             HostBuffer::F32(v) => CpuStorage::F32(v),
@@ -91,39 +81,5 @@ impl Host for Cpu {
             #[cfg(feature = "cuda")]
             DeviceChain::Cuda(_) => None,
         }
-    }
-}
-
-/// A variable under change.
-struct Visit<'a, 'v> {
-    index: usize,
-    call: &'static str,
-    visit: &'a RefCell<&'a mut VisitVars<'v, Cpu>>,
-}
-
-impl InplaceOp1 for Visit<'_, '_> {
-    fn name(&self) -> &'static str {
-        self.call
-    }
-
-    fn cpu_fwd(&self, storage: &mut CpuStorage, layout: &Layout) -> candle_core::Result<()> {
-        let Some((start, end)) = layout.contiguous_offsets() else {
-            let name = format!("variable {}", self.index);
-            return Err(Error::invalid(self.call, name, "contiguous memory", format!("{layout:?}")).into());
-        };
-        // A vector: sizes are checked by whoever changes it.
-        let (range, dims) = (start..end, [end - start]);
-        let view = match storage {
-            CpuStorage::F32(v) => TensorMut::from_slice(&mut v[range], &dims),
-            CpuStorage::F64(v) => TensorMut::from_slice(&mut v[range], &dims),
-            CpuStorage::BF16(v) => TensorMut::from_slice(&mut v[range], &dims),
-            CpuStorage::F16(v) => TensorMut::from_slice(&mut v[range], &dims),
-            _ => {
-                let name = format!("variable {}", self.index);
-                return Err(Error::invalid(self.call, name, "f32, bf16 or f16", "another type").into());
-            }
-        };
-        let mut visit = self.visit.borrow_mut();
-        Ok((*visit)(self.index, vec![view?])?)
     }
 }

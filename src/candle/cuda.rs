@@ -1,11 +1,10 @@
 //! candle's tensors on a GPU as ours, and back: one context, one stream, the same memory.
 
-use std::cell::RefCell;
 use std::sync::Arc;
 
 use candle_core::backend::BackendStorage;
 use candle_core::cuda_backend::{CudaDType, CudaDevice};
-use candle_core::{CpuStorage, CudaStorage, Device, InplaceOp1, Layout, Storage, Tensor};
+use candle_core::{CudaStorage, Device, Storage};
 use cudarc::driver::{DevicePtr, DevicePtrMut, DeviceRepr, SyncOnDrop};
 use half::{bf16, f16};
 
@@ -16,7 +15,7 @@ use crate::etp::Chain;
 use crate::tensor::{TensorMut, TensorRef};
 
 use super::error::framework;
-use super::host::{DeviceChain, Host, StorageMut, StorageSlice, StorageSliceMut, VisitVars, location};
+use super::host::{DeviceChain, Host, StorageMut, StorageSlice, StorageSliceMut, location};
 
 /// Where a tensor without elements lies: no kernel reads it, and null means "none" to some.
 const NOWHERE: u64 = 256;
@@ -102,32 +101,6 @@ impl Host for Cuda {
             candle_core::DType::I64 => view::<i64>(self, DType::I64, storage, part),
             _ => Err(part.unfit("u32 or i64")),
         }
-    }
-
-    /// All at once. The variables' memory is theirs for as long as `vars` holds them, and what `visit` enqueues is in the
-    /// order of its stream, so that their locks need not be held meanwhile: whoever reads them reads in that order too.
-    fn with_vars(&self, call: &'static str, vars: &[&Tensor], visit: &mut VisitVars<'_, Self>) -> Result<()> {
-        let places = RefCell::new(Vec::with_capacity(vars.len()));
-        for (index, var) in vars.iter().enumerate() {
-            var.inplace_op1(&Place { cuda: self, call, index, places: &places }).map_err(framework(call))?;
-        }
-        let mut places = places.into_inner();
-        let views = places.iter().map(|place| {
-            // SAFETY: the address is of that many bytes, which stay allocated while `vars` holds the variables; no
-            // variable is there twice, as the caller promises, and all that reads or writes them is ordered on this
-            // device's stream.
-            let data = unsafe { DeviceMut::from_raw(place.address, place.count * place.dtype.size()) };
-            TensorMut::new(data, place.dtype, &[place.count])
-        });
-        let views = views.collect::<Result<Vec<_>>>()?;
-        let visited = visit(0, views);
-        places.clear();
-        // Once more, to mark the work that writes them for readers on other streams.
-        let places = RefCell::new(places);
-        for (index, var) in vars.iter().enumerate() {
-            var.inplace_op1(&Place { cuda: self, call, index, places: &places }).map_err(framework(call))?;
-        }
-        visited
     }
 
     fn storage(tensor: crate::Tensor<Self>, device: &Device) -> Result<Storage> {
@@ -219,61 +192,4 @@ fn view_mut<'a, T: CudaDType + DeviceRepr + 'a>(
 
 fn storage<T: CudaDType + DeviceRepr>(buffer: DeviceBuffer, device: &CudaDevice) -> Result<CudaStorage> {
     Ok(CudaStorage::wrap_cuda_slice(buffer.into_slice::<T>()?, device.clone()))
-}
-
-/// Where a variable lies.
-struct VarPlace {
-    address: u64,
-    count: usize,
-    dtype: DType,
-}
-
-/// Asks a variable where it lies, to write it there.
-struct Place<'a> {
-    cuda: &'a Cuda,
-    call: &'static str,
-    index: usize,
-    places: &'a RefCell<Vec<VarPlace>>,
-}
-
-impl Place<'_> {
-    fn of<T: CudaDType + DeviceRepr>(
-        &self,
-        storage: &mut CudaStorage,
-        range: std::ops::Range<usize>,
-    ) -> candle_core::Result<u64> {
-        let slice = storage.as_cuda_slice_mut::<T>()?;
-        if !self.cuda.is_on(slice.stream()) || range.end > slice.len() {
-            let name = format!("variable {}", self.index);
-            return Err(Error::invalid(self.call, name, EXPECTED, "another's, or a layout outside its storage").into());
-        }
-        let (ptr, _sync) = slice.device_ptr_mut(self.cuda.stream());
-        Ok(if range.is_empty() { NOWHERE } else { ptr + (range.start * size_of::<T>()) as u64 })
-    }
-}
-
-impl InplaceOp1 for Place<'_> {
-    fn name(&self) -> &'static str {
-        self.call
-    }
-
-    fn cpu_fwd(&self, _: &mut CpuStorage, _: &Layout) -> candle_core::Result<()> {
-        let name = format!("variable {}", self.index);
-        Err(Error::invalid(self.call, name, EXPECTED, "one on the CPU").into())
-    }
-
-    fn cuda_fwd(&self, storage: &mut CudaStorage, layout: &Layout) -> candle_core::Result<()> {
-        let name = || format!("variable {}", self.index);
-        let Some((start, end)) = layout.contiguous_offsets() else {
-            return Err(Error::invalid(self.call, name(), "contiguous memory", format!("{layout:?}")).into());
-        };
-        let (address, dtype) = match storage.dtype() {
-            candle_core::DType::F32 => (self.of::<f32>(storage, start..end)?, DType::F32),
-            candle_core::DType::BF16 => (self.of::<bf16>(storage, start..end)?, DType::BF16),
-            candle_core::DType::F16 => (self.of::<f16>(storage, start..end)?, DType::F16),
-            other => return Err(Error::invalid(self.call, name(), "f32, bf16 or f16", other.as_str()).into()),
-        };
-        self.places.borrow_mut().push(VarPlace { address, count: end - start, dtype });
-        Ok(())
-    }
 }

@@ -19,10 +19,6 @@ use crate::tensor::{TensorMut, TensorRef};
 
 use super::error::framework;
 
-/// A function that changes variables.
-#[doc(hidden)]
-pub type VisitVars<'v, D> = dyn FnMut(usize, Vec<TensorMut<'_, D>>) -> Result<()> + 'v;
-
 /// A device whose memory candle and this crate share: [`Cpu`], and with the `cuda` feature `Cuda`.
 pub trait Host: ShardDevice + FrameworkDevice + OptimizerDevice {
     /// Owner of memory that must live until the work that reads a view is enqueued.
@@ -57,11 +53,6 @@ pub trait Host: ShardDevice + FrameworkDevice + OptimizerDevice {
     /// Ids of experts in candle's storage as a tensor: U32 as I32, I64 as it is.
     #[doc(hidden)]
     fn view_ids<'a>(&'a self, part: StorageSlice<'a>) -> Result<(TensorRef<'a, Self>, Self::Hold<'a>)>;
-
-    /// Gives `visit` the memory of variables to change, none of which is there twice, with the number of the first:
-    /// one after the other, or, where the device [fuses](OptimizerDevice::FUSES) calls, all at once.
-    #[doc(hidden)]
-    fn with_vars(&self, call: &'static str, vars: &[&Tensor], visit: &mut VisitVars<'_, Self>) -> Result<()>;
 
     /// Our tensor as candle's storage on `device`, which is this one; the memory moves over.
     #[doc(hidden)]

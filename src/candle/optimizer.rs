@@ -15,6 +15,7 @@ use crate::optim::{self, AdamWOptions, GroupOptions, ParamSpec, Part, StepStats,
 
 use super::host::{Host, into_candle, location, with_views};
 use super::module::ExpertParallelMoE;
+use super::write::with_vars;
 
 const CALL: &str = "candle::AdamW";
 
@@ -357,7 +358,7 @@ impl<D: Host> DeviceAdamW for OnDevice<D> {
                 all[*i] = Some(view.borrow());
             }
             optimizer.begin(&all)?;
-            device.with_vars(CALL, &vars, &mut |first, mut params| {
+            with_vars(&device, CALL, &vars, |first, mut params| {
                 let tensors = params.iter_mut().zip(&given[first..]).zip(&views[first..]);
                 let tensors = tensors.map(|((param, (index, ..)), view)| {
                     let (index, param, gradient) = (*index, param.reborrow(), view.borrow());
@@ -386,7 +387,7 @@ impl<D: Host> DeviceAdamW for OnDevice<D> {
         let device = self.optimizer.device().clone();
         let vars: Vec<&Tensor> = self.params.iter().map(|param| param.var.as_tensor()).collect();
         let optimizer = &self.optimizer;
-        device.with_vars(CALL, &vars, &mut |first, params| {
+        with_vars(&device, CALL, &vars, |first, params| {
             params.into_iter().enumerate().try_for_each(|(i, param)| optimizer.write_param(first + i, param))
         })?;
         Ok(steps)

@@ -56,6 +56,34 @@ pub(super) fn with_views_mut<D: Host, R>(
     made.ok_or_else(|| Error::invalid(call, "tensors", "lent for writing", "nothing"))
 }
 
+/// Variables lent at once: as many as one of an optimizer's launches takes, and few enough for a thread's stack.
+const AT_ONCE: usize = 48;
+
+/// Gives `change` the memory of variables, none of which is there twice, as vectors, some at a time, with the number of
+/// the first of them.
+pub(super) fn with_vars<D: Host>(
+    device: &D,
+    call: &'static str,
+    vars: &[&Tensor],
+    mut change: impl FnMut(usize, Vec<TensorMut<'_, D>>) -> Result<()>,
+) -> Result<()> {
+    for (at, vars) in vars.chunks(AT_ONCE).enumerate() {
+        let first = at * AT_ONCE;
+        let names: Vec<String> = (first..).take(vars.len()).map(|number| format!("variable {number}")).collect();
+        let named: Vec<(&str, &Tensor)> = names.iter().map(String::as_str).zip(vars.iter().copied()).collect();
+        with_views_mut(device, call, &named, |views| {
+            change(first, views.into_iter().map(vector).collect::<Result<_>>()?)
+        })?;
+    }
+    Ok(())
+}
+
+/// A tensor's elements as a vector.
+fn vector<D: Host>(view: TensorMut<'_, D>) -> Result<TensorMut<'_, D>> {
+    let count = view.count();
+    view.reshape(&[count])
+}
+
 /// Lends the first of `tensors` and, inside, the others; then runs `f` with the views of all.
 fn lend<D: Host>(
     device: &D,

@@ -37,8 +37,6 @@ const _: () = {
 };
 
 impl OptimizerDevice for Cuda {
-    const FUSES: bool = true;
-
     fn square_sums(&self, call: SquareSums<'_, Self>) -> Result<()> {
         const CALL: &str = "square_sums";
         call.check(CALL)?;

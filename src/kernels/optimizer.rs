@@ -329,8 +329,6 @@ impl<D: Device> Convert<'_, D> {
 
 /// What an optimizer needs of a device beside its kernels.
 pub trait OptimizerDevice: Kernels {
-    /// Whether one call for many parameters takes less time than a call for each.
-    const FUSES: bool = false;
     /// [`SquareSums`].
     ///
     /// # Errors
