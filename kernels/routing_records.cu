@@ -20,8 +20,8 @@ struct NumberSlots {
         const ChoiceOrigin at = origin_of(p, i);
         const int64_t slot = slot_of(p, at, e, rank);
         const uint32_t k = static_cast<uint32_t>(p.top_k), token = at.choice / k;
-        if (token >= p.room) return;
-        const int64_t row = at.rank * p.room + token, choice = row * k + (at.choice - token * k);
+        if (token >= p.padded_tokens) return;
+        const int64_t row = at.rank * p.padded_tokens + token, choice = row * k + (at.choice - token * k);
         const bool here = slot >= 0 && e / locals == p.rank;
         p.return_map[choice] = here ? static_cast<int32_t>(slot) : -1;
         if (!here) return;

@@ -41,8 +41,8 @@ impl Setup {
         let (x, d_y) = (random(rng, &[T, 12])?, random(rng, &[T, 12])?);
         let params = ParamKind::ALL
             .into_iter()
-            .filter_map(|role| Some((role, role.dims(&config, 6)?)))
-            .map(|(role, dims)| Ok((role, random(rng, &dims)?)))
+            .filter_map(|kind| Some((kind, kind.dims(&config, 6)?)))
+            .map(|(kind, dims)| Ok((kind, random(rng, &dims)?)))
             .collect::<Result<_>>()?;
         let group = Group::<Cpu>::single(GroupConfig::new(6, T))?;
         Ok(Self { layer: Layer::new(config, 0)?, group, params, x, d_y })
@@ -60,7 +60,7 @@ impl Setup {
         ) -> R,
     ) -> Result<R> {
         let views =
-            ParamViews::collect(|role| Ok(self.params.iter().find(|(r, _)| *r == role).map(|(_, t)| t.view())))?;
+            ParamViews::collect(|kind| Ok(self.params.iter().find(|(r, _)| *r == kind).map(|(_, t)| t.view())))?;
         let params = views.params();
         let forward = self.layer.forward(&mut self.group, BACKWARD, self.x.view(), &params)?;
         let context = forward.context.expect("backward was asked for");
@@ -77,7 +77,7 @@ fn poisoned(dims: &[usize]) -> Result<Tensor<Cpu>> {
 #[test]
 fn forward_into_writes_the_bits_of_forward() -> Result<()> {
     let mut s = Setup::new()?;
-    let views = ParamViews::collect(|role| Ok(s.params.iter().find(|(r, _)| *r == role).map(|(_, t)| t.view())))?;
+    let views = ParamViews::collect(|kind| Ok(s.params.iter().find(|(r, _)| *r == kind).map(|(_, t)| t.view())))?;
     let params = views.params();
     let owned = s.layer.forward(&mut s.group, Mode::default(), s.x.view(), &params)?;
     let mut y = poisoned(&[T, 12])?;
@@ -189,7 +189,7 @@ fn auxiliary_losses_stay_on_the_device() -> Result<()> {
     let mut config = s.layer.config().clone();
     (config.aux.balance, config.aux.z) = (0.02, 0.003);
     s.layer = Layer::new(config, 0)?;
-    let views = ParamViews::collect(|role| Ok(s.params.iter().find(|(r, _)| *r == role).map(|(_, t)| t.view())))?;
+    let views = ParamViews::collect(|kind| Ok(s.params.iter().find(|(r, _)| *r == kind).map(|(_, t)| t.view())))?;
     let params = views.params();
     let mut run = |aux: Option<f64>, on_device: Option<&Tensor<Cpu>>| -> Result<_> {
         let forward = s.layer.forward(&mut s.group, BACKWARD, s.x.view(), &params)?;
@@ -279,10 +279,10 @@ fn kept_of(config: &MoeConfig, group: &mut Group<Cpu>) -> Result<(StepSizes, usi
     let local = group.local_experts();
     let params: Vec<(ParamKind, Tensor<Cpu>)> = ParamKind::ALL
         .into_iter()
-        .filter_map(|role| Some((role, role.dims(config, local)?)))
-        .map(|(role, dims)| Ok((role, random(&mut seed::generator(9), &dims)?)))
+        .filter_map(|kind| Some((kind, kind.dims(config, local)?)))
+        .map(|(kind, dims)| Ok((kind, random(&mut seed::generator(9), &dims)?)))
         .collect::<Result<_>>()?;
-    let views = ParamViews::collect(|role| Ok(params.iter().find(|(r, _)| *r == role).map(|(_, t)| t.view())))?;
+    let views = ParamViews::collect(|kind| Ok(params.iter().find(|(r, _)| *r == kind).map(|(_, t)| t.view())))?;
     let x = random(rng, &[T, 12])?;
     let forward = Layer::new(config.clone(), 0)?.forward(group, BACKWARD, x.view(), &views.params())?;
     let context = forward.context.expect("backward was asked for");

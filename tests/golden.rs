@@ -441,8 +441,8 @@ fn bf16_against_f64<D: Target>(device: &D, dir: &Path, suite: Suite) -> AnyResul
 
 /// The same values in f64.
 fn in_f64(params: &BlockParams) -> BlockParams {
-    let wide = |role: ParamKind| {
-        let t = params.get(role)?;
+    let wide = |kind: ParamKind| {
+        let t = params.get(kind)?;
         Some(common::CoreTensor::from_vec(t.to_f64(), t.dims()).expect("the same shape"))
     };
     BlockParams {

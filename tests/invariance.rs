@@ -146,10 +146,10 @@ impl<'a, D: Target> LayerUnderTest<'a, D> {
         let config = config(at + at / D::FLOATS.len(), experts.is_some());
         let mut random = Random::new(seed::seed(600 + at as u64));
         let mut params = Params::new();
-        for role in ParamKind::ALL {
-            if let Some(dims) = role.dims(&config, EXPERTS) {
+        for kind in ParamKind::ALL {
+            if let Some(dims) = kind.dims(&config, EXPERTS) {
                 let std = (dims[dims.len() - 1] as f64).powf(-0.5);
-                params.insert(role.name().to_string(), random.tensor(&dims, std).expect("a parameter"));
+                params.insert(kind.name().to_string(), random.tensor(&dims, std).expect("a parameter"));
             }
         }
         // Quantized weights are not scaled to their sums' lengths: smaller tokens keep those in the range of f16.

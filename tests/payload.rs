@@ -39,7 +39,7 @@ fn config(payload: Payload) -> MoeConfig {
 /// Parameters, tokens and the gradient of the output.
 fn problem(config: &MoeConfig) -> (Params, Tensor, Tensor) {
     let mut random = Random::new(common::devices::seed::seed(21));
-    let of = |role: ParamKind| Some((role.name().to_string(), role.dims(config, EXPERTS)?));
+    let of = |kind: ParamKind| Some((kind.name().to_string(), kind.dims(config, EXPERTS)?));
     let dims: Vec<(String, Vec<usize>)> = ParamKind::ALL.into_iter().filter_map(of).collect();
     let params = dims.into_iter().map(|(name, dims)| (name, random.tensor(&dims, 0.2).unwrap())).collect();
     let dims = [TOKENS, config.hidden];
@@ -214,11 +214,11 @@ fn counted(config: &MoeConfig, (ranks, kind): (usize, DispatcherKind), dtype: DT
         let mut put = |dims: &[usize]| common::core(&random.tensor(dims, 0.3).unwrap(), dtype);
         let local = group.local_experts();
         let params: Vec<(ParamKind, CoreTensor)> =
-            ParamKind::ALL.into_iter().filter_map(|role| Some((role, put(&role.dims(config, local)?)))).collect();
+            ParamKind::ALL.into_iter().filter_map(|kind| Some((kind, put(&kind.dims(config, local)?)))).collect();
         // Other tokens on every rank.
         (0..=rank).for_each(|_| drop(put(&[1])));
         let (x, d_y) = (put(&[tokens, config.hidden]), put(&[tokens, config.hidden]));
-        let views = ParamViews::collect(|role| Ok(params.iter().find(|(r, _)| *r == role).map(|(_, t)| t.view())));
+        let views = ParamViews::collect(|kind| Ok(params.iter().find(|(r, _)| *r == kind).map(|(_, t)| t.view())));
         let views = views.unwrap();
         let params = views.params();
         let layer = Layer::new(config.clone(), 0).unwrap();

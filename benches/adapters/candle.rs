@@ -25,9 +25,9 @@ pub fn run(workload: &Workload, gpu: &str) -> Result<()> {
         (ParamKind::Up, vec![e, 2 * i, h], h),
         (ParamKind::Down, vec![e, h, i], i),
     ];
-    for (role, dims, scale) in given {
+    for (kind, dims, scale) in given {
         let value = Var::from_tensor(&random(&dims, scale, &device)?)?;
-        map.data().lock().map_err(|e| e.to_string())?.insert(role.name().to_string(), value);
+        map.data().lock().map_err(|e| e.to_string())?.insert(kind.name().to_string(), value);
     }
     let layer = |number| Layer::new(MoeConfig::new(h, i, e, k), number);
     let moe = ExpertParallelMoE::new(layer(0)?, group.clone(), VarBuilder::from_varmap(&map, DType::BF16, &device))?;

@@ -61,8 +61,8 @@ pub fn run(cuda: &Cuda, workload: &Workload, gpu: &str) -> Result<()> {
     let mut draw = |dims: &[usize], scale: usize| random.tensor(cuda, dims, (scale as f64).powf(-0.5));
     let (router, up, down) = (draw(&[e, h], h)?, draw(&[e, 2 * i, h], h)?, draw(&[e, h, i], i)?);
     let (x, d_y) = (draw(&[t, h], 1)?, draw(&[t, h], 1)?);
-    let params = ParamViews::collect(|role| {
-        Ok(match role {
+    let params = ParamViews::collect(|kind| {
+        Ok(match kind {
             ParamKind::Router => Some(router.view()),
             ParamKind::Up => Some(up.view()),
             ParamKind::Down => Some(down.view()),

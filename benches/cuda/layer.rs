@@ -128,8 +128,8 @@ pub fn run(cuda: &Cuda, report: &Report, w: &Workload) -> Result<()> {
         up: random.tensor(cuda, &[w.experts, 2 * w.inner, w.hidden], scale(w.hidden))?,
         down: random.tensor(cuda, &[w.experts, w.hidden, w.inner], scale(w.inner))?,
     };
-    let params = ParamViews::collect(|role| {
-        Ok(match role {
+    let params = ParamViews::collect(|kind| {
+        Ok(match kind {
             ParamKind::Router => Some(weights.router.view()),
             ParamKind::Up => Some(weights.up.view()),
             ParamKind::Down => Some(weights.down.view()),

@@ -339,8 +339,8 @@ impl Bench {
     }
 
     fn views(&self) -> Result<ParamViews<'_, Cuda>> {
-        ParamViews::collect(|role| {
-            Ok(match role {
+        ParamViews::collect(|kind| {
+            Ok(match kind {
                 ParamKind::Router => Some(self.router.view()),
                 ParamKind::Up => Some(self.whole[0].view()),
                 ParamKind::Down => Some(self.whole[1].view()),

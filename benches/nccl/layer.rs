@@ -100,8 +100,8 @@ fn measure(
     let of = |t: &Tensor<Cuda>| Tensor::zeros(cuda, DType::BF16, t.dims());
     let (mut y, mut d_x) = (of(&x)?, of(&x)?);
     let (mut d_router, mut d_up, mut d_down) = (of(&weights.router)?, of(&weights.up)?, of(&weights.down)?);
-    let params = ParamViews::collect(|role| {
-        Ok(match role {
+    let params = ParamViews::collect(|kind| {
+        Ok(match kind {
             ParamKind::Router => Some(weights.router.view()),
             ParamKind::Up => Some(weights.up.view()),
             ParamKind::Down => Some(weights.down.view()),

@@ -170,7 +170,7 @@ struct RecordsPlan {
     int64_t rows;              // N
     int64_t may_drop;          // 0: slots from N on are an error
     int64_t host_waits;        // the host waits for the segments and looks at the records itself
-    int64_t room;              // rows of each rank among those that arrive
+    int64_t padded_tokens;     // rows of each rank among those that arrive
     int64_t chunk;             // choices that a warp walks, of R max_tokens K
     int64_t chunks;
     int32_t* before;           // [E, chunks] scratch: choices of each expert in chunks before
@@ -183,7 +183,7 @@ struct RecordsPlan {
     int32_t* kept;             // [T, K]
     int32_t* row_map;          // [N], filled with -1
     int32_t* weight_map;       // [N], filled with -1
-    int32_t* return_map;       // [R room, K]; for messages [T, K]
+    int32_t* return_map;       // [R padded_tokens, K]; for messages [T, K]
     unsigned long long* errors;
     unsigned long long* fault;
     int2* places;              // [R max_tokens K] scratch: rank and slot where each choice is kept, or -1

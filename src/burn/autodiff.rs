@@ -53,7 +53,7 @@ fn consumed(call: &LayerCall) -> Error {
     Error::ContextConsumed { call: CALL, rank: call.group.rank() }
 }
 
-/// Parents of a [`Run`]: x and a place for each role.
+/// Parents of a [`Run`]: x and a place for each kind.
 const PARENTS: usize = 1 + ParamKind::ALL.len();
 
 /// The layer: its parents are x and the parameters.
@@ -80,7 +80,7 @@ impl<B: NativeMemory> Backward<B, PARENTS> for Run {
             (pending.context.take(), std::mem::take(&mut pending.arrived))
         };
         let Some(context) = context else { call.group.unwind(consumed(&call)) };
-        let params_tracked = PerParam::from_fn(|role| ops.parents[1 + role as usize].is_some());
+        let params_tracked = PerParam::from_fn(|kind| ops.parents[1 + kind as usize].is_some());
         let tracked = Tracked { x: ops.parents[0].is_some(), params: params_tracked };
         let arrived = OutputCotangents { dy: arrived.dy.map(B::contiguous), d_aux: arrived.d_aux.map(B::contiguous) };
         match run_backward::<B>(&call, &Operands { x, params }, context, arrived, tracked) {

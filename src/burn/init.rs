@@ -164,12 +164,12 @@ impl<B: Backend> ExpertParallelMoE<B> {
     /// Parameters of types that the layer has not.
     pub fn to_block(&self) -> Result<Block> {
         const CALL: &str = "ExpertParallelMoE::to_block";
-        let own = |role: ParamKind| -> Result<_> {
-            let Some(primitive) = self.param(role) else { return Ok(None) };
+        let own = |kind: ParamKind| -> Result<_> {
+            let Some(primitive) = self.param(kind) else { return Ok(None) };
             let dims = primitive.shape().to_vec();
             let flat = B::float_reshape(primitive, Shape::from(vec![dims.iter().product::<usize>()]));
             let data = Tensor::<B, 1>::from_primitive(TensorPrimitive::Float(flat)).into_data();
-            let mut own = tensor::Tensor::empty(&Cpu::new(), core_dtype(CALL, role.name(), data.dtype)?, &dims)?;
+            let mut own = tensor::Tensor::empty(&Cpu::new(), core_dtype(CALL, kind.name(), data.dtype)?, &dims)?;
             own.as_bytes_mut().copy_from_slice(data.as_bytes());
             Ok(Some(own))
         };
@@ -180,7 +180,7 @@ impl<B: Backend> ExpertParallelMoE<B> {
 
 /// Gives a parameter of known sizes.
 trait Source<B: Backend> {
-    fn load(&mut self, role: ParamKind, dims: &[usize]) -> Result<FloatTensor<B>>;
+    fn load(&mut self, kind: ParamKind, dims: &[usize]) -> Result<FloatTensor<B>>;
 }
 
 fn assemble<B: Backend>(
@@ -221,18 +221,18 @@ struct ParamLoader<'a, B, S> {
 }
 
 impl<B: Backend, S: Source<B>> ParamLoader<'_, B, S> {
-    fn get<const D: usize>(&mut self, role: ParamKind) -> Result<Option<Param<Tensor<B, D>>>> {
-        let Some(dims) = role.dims(self.config, self.local) else { return Ok(None) };
-        let tensor = Tensor::from_primitive(TensorPrimitive::Float(self.source.load(role, &dims)?));
-        Ok(Some(match role {
+    fn get<const D: usize>(&mut self, kind: ParamKind) -> Result<Option<Param<Tensor<B, D>>>> {
+        let Some(dims) = kind.dims(self.config, self.local) else { return Ok(None) };
+        let tensor = Tensor::from_primitive(TensorPrimitive::Float(self.source.load(kind, &dims)?));
+        Ok(Some(match kind {
             // Has no gradient, so optimizers shall not see it.
             ParamKind::SelectionBias => Param::initialized(ParamId::new(), tensor),
             _ => Param::from_tensor(tensor),
         }))
     }
 
-    fn required<const D: usize>(&mut self, role: ParamKind) -> Result<Param<Tensor<B, D>>> {
-        self.get(role)?.ok_or_else(|| Error::invalid(INIT, format!("tensor {}", role.name()), "a tensor", "none"))
+    fn required<const D: usize>(&mut self, kind: ParamKind) -> Result<Param<Tensor<B, D>>> {
+        self.get(kind)?.ok_or_else(|| Error::invalid(INIT, format!("tensor {}", kind.name()), "a tensor", "none"))
     }
 }
 
@@ -243,9 +243,9 @@ struct Loaded<'a, B: Backend> {
 }
 
 impl<B: Backend> Source<B> for Loaded<'_, B> {
-    fn load(&mut self, role: ParamKind, dims: &[usize]) -> Result<FloatTensor<B>> {
-        let Some(tensor) = self.params[role].take() else {
-            return Err(Error::invalid(FROM_BLOCK, format!("tensor {}", role.name()), format!("{dims:?}"), "none"));
+    fn load(&mut self, kind: ParamKind, dims: &[usize]) -> Result<FloatTensor<B>> {
+        let Some(tensor) = self.params[kind].take() else {
+            return Err(Error::invalid(FROM_BLOCK, format!("tensor {}", kind.name()), format!("{dims:?}"), "none"));
         };
         float::<B>(tensor, self.device)
     }
@@ -260,9 +260,9 @@ struct Draw<'a, B: Backend> {
 }
 
 impl<B: Backend> Source<B> for Draw<'_, B> {
-    fn load(&mut self, role: ParamKind, dims: &[usize]) -> Result<FloatTensor<B>> {
+    fn load(&mut self, kind: ParamKind, dims: &[usize]) -> Result<FloatTensor<B>> {
         let tensor = match *dims {
-            [rows, columns] if role.is_replicated() => self.matrix([rows, columns])?.into_primitive(),
+            [rows, columns] if kind.is_replicated() => self.matrix([rows, columns])?.into_primitive(),
             [local, rows, columns] => {
                 let first = self.group.rank() * local;
                 let mut own = Vec::with_capacity(local);

@@ -127,9 +127,9 @@ impl<B: Backend> ExpertParallelMoE<B> {
         &self.group
     }
 
-    pub(super) fn param(&self, role: ParamKind) -> Option<FloatTensor<B>> {
+    pub(super) fn param(&self, kind: ParamKind) -> Option<FloatTensor<B>> {
         let (router, experts, shared) = (&self.router, &self.experts, self.shared.as_ref());
-        match role {
+        match kind {
             ParamKind::Router => Some(value(&router.weight)),
             ParamKind::RouterBias => router.bias.as_ref().map(value),
             ParamKind::SelectionBias => router.selection_bias.as_ref().map(value),
@@ -192,7 +192,7 @@ impl<B: MoeBackend> ExpertParallelMoE<B> {
         // Not `Tensor::reshape`, which reads a 0 as "as before".
         let tokens = B::float_reshape(primitive(x), Shape::from(vec![leading.iter().product(), hidden]));
         let call = LayerCall { layer: self.layer.clone(), group: self.group.clone(), noise };
-        let params = PerParam::from_fn(|role| self.param(role));
+        let params = PerParam::from_fn(|kind| self.param(kind));
         let out = B::moe_forward(&call, Operands { x: tokens, params })?;
         Ok(MoeOutput {
             y: float(B::float_reshape(out.y, Shape::from(dims.to_vec()))),

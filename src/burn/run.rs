@@ -140,13 +140,13 @@ pub(super) struct Tracked {
 impl Tracked {
     /// Whether the core shall make a parameter's gradient: a bias's comes beside its weight's only, the selection bias
     /// has none, also where somebody tracks it.
-    fn makes(&self, role: ParamKind) -> bool {
-        let tracked = |role: ParamKind| self.params[role];
-        match role {
+    fn makes(&self, kind: ParamKind) -> bool {
+        let tracked = |kind: ParamKind| self.params[kind];
+        match kind {
             ParamKind::SelectionBias => false,
-            ParamKind::Up => tracked(role) || tracked(ParamKind::UpBias),
-            ParamKind::Down => tracked(role) || tracked(ParamKind::DownBias),
-            _ => tracked(role),
+            ParamKind::Up => tracked(kind) || tracked(ParamKind::UpBias),
+            ParamKind::Down => tracked(kind) || tracked(ParamKind::DownBias),
+            _ => tracked(kind),
         }
     }
 }
@@ -175,16 +175,16 @@ pub(super) fn run_backward<B: NativeMemory>(
         if tracked.x {
             made.x = Some(like(views.x)?);
         }
-        for role in ParamKind::ALL.into_iter().filter(|&role| tracked.makes(role)) {
-            made.params[role] = views.params.get(role).map(like).transpose()?;
+        for kind in ParamKind::ALL.into_iter().filter(|&kind| tracked.makes(kind)) {
+            made.params[kind] = views.params.get(kind).map(like).transpose()?;
         }
         let cotangents = Cotangents { y, aux: aux.map_or(Scalar::Host(0.0), Scalar::Device) };
         ordered::<B, _>(call, &core, || {
             let mut into = GradientsMut::none();
             into.x = made.x.as_mut().map(B::view_mut).transpose()?;
-            for (role, output) in made.params.as_mut() {
+            for (kind, output) in made.params.as_mut() {
                 if let Some(output) = output {
-                    into.set(role, B::view_mut(output)?);
+                    into.set(kind, B::view_mut(output)?);
                 }
             }
             let params = views.params.params();
@@ -207,7 +207,7 @@ impl<'a, B: NativeMemory> Views<'a, B> {
         let view = |name, tensor| B::view(core, Named { name, tensor });
         Ok(Self {
             x: view("x", &operands.x)?,
-            params: ParamViews::collect(|role| operands.params.get(role).map(|t| view(role.name(), t)).transpose())?,
+            params: ParamViews::collect(|kind| operands.params.get(kind).map(|t| view(kind.name(), t)).transpose())?,
         })
     }
 }

@@ -114,9 +114,9 @@ fn float(dims: &[usize]) -> FloatTensor<Failing> {
 /// A forward and a backward of one rank, one of which may fail there, and then both again.
 fn run(call: &LayerCall, at: Option<(At, bool)>) -> [Result<()>; 2] {
     let config = call.layer.config();
-    let params = PerParam::from_fn(|role| {
-        let mut dims = role.dims(config, config.router.num_experts)?;
-        if !role.is_replicated() {
+    let params = PerParam::from_fn(|kind| {
+        let mut dims = kind.dims(config, config.router.num_experts)?;
+        if !kind.is_replicated() {
             dims[0] /= call.group.ranks();
         }
         Some(float(&dims))

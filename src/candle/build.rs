@@ -134,8 +134,8 @@ impl ExpertParallelMoE {
             made.inspect_err(|e: &candle_core::Error| group.any().refuse(number, Op::Weights, &e.to_string()))?;
         if group.ranks() > 1 {
             // All ranks take part, whatever their parameters are.
-            for role in ParamKind::ALL.into_iter().filter(|role| role.is_replicated()) {
-                let Some(t) = &mut moe.params[role] else { continue };
+            for kind in ParamKind::ALL.into_iter().filter(|kind| kind.is_replicated()) {
+                let Some(t) = &mut moe.params[kind] else { continue };
                 let first = group.exchange(number, ParamCollective::Weights, t)?;
                 match t.is_variable() {
                     true => Var::from_tensor(t)?.set(&first)?,
@@ -234,20 +234,20 @@ fn variables<D: Host>(
 ) -> Result<(PerParam<Option<Tensor>>, Option<Sharded>)> {
     let (config, local) = (layer.config(), group.local_experts());
     group.any().membership().check_experts("ExpertParallelMoE::new", config.router.num_experts)?;
-    let params = PerParam::try_from_fn(|role| -> Result<Option<Tensor>> {
-        let Some(mut dims) = role.dims(config, local) else { return Ok(None) };
-        if let Some(InChain { chain, .. }) = chain.as_ref().filter(|_| matches!(role, ParamKind::Up | ParamKind::Down))
+    let params = PerParam::try_from_fn(|kind| -> Result<Option<Tensor>> {
+        let Some(mut dims) = kind.dims(config, local) else { return Ok(None) };
+        if let Some(InChain { chain, .. }) = chain.as_ref().filter(|_| matches!(kind, ParamKind::Up | ParamKind::Down))
         {
             dims = chain.shards(&dims)?.shard_dims().to_vec();
         }
-        let init = match role.fan_in(config) {
+        let init = match kind.fan_in(config) {
             Some(n) => {
                 let bound = 1.0 / (n as f64).sqrt();
                 candle_nn::Init::Uniform { lo: -bound, up: bound }
             }
             None => candle_nn::Init::Const(0.0),
         };
-        vb.get_with_hints(dims, role.name(), init).map(Some)
+        vb.get_with_hints(dims, kind.name(), init).map(Some)
     })?;
     let Some(InChain { chain, payload }) = chain else { return Ok((params, None)) };
     if !chain.device().is(group.device()) {

@@ -272,21 +272,21 @@ impl ExpertMemory {
         on: &Device,
         params: &PerParam<Option<Tensor>>,
     ) -> crate::Result<Option<ExpertGradients>> {
-        let tracked = |role: ParamKind| params.get(role).filter(|t| t.track_op());
-        let trained = || EXPERTS.into_iter().filter_map(|role| Some((role, tracked(role)?)));
+        let tracked = |kind: ParamKind| params.get(kind).filter(|t| t.track_op());
+        let trained = || EXPERTS.into_iter().filter_map(|kind| Some((kind, tracked(kind)?)));
         // A layer gives the gradient of a bias beside its weight's only.
         let alone = |bias, weight| tracked(bias).is_some() && tracked(weight).is_none();
         let plain = alone(ParamKind::UpBias, ParamKind::Up) || alone(ParamKind::DownBias, ParamKind::Down);
         // One memory for two parameters would be lent twice.
-        let twice = trained().any(|(role, t)| trained().any(|(other, u)| other != role && u.id() == t.id()));
+        let twice = trained().any(|(kind, t)| trained().any(|(other, u)| other != kind && u.id() == t.id()));
         if plain || twice || trained().next().is_none() || trained().any(|(_, t)| !t.is_variable()) {
             return Ok(None);
         }
         self.taken = true;
         let accumulate = trained().any(|(_, t)| self.of.get(&t.id()).is_some_and(|main| main.holds));
         let mut tensors = PerParam::none();
-        for (role, t) in trained() {
-            let dtype = dtype_of("MainGradients", role.name(), self.type_of(t.dtype()))?;
+        for (kind, t) in trained() {
+            let dtype = dtype_of("MainGradients", kind.name(), self.type_of(t.dtype()))?;
             let main = match self.of.remove(&t.id()) {
                 Some(main) if main.holds || !accumulate => MainGradient { holds: true, ..main },
                 _ => {
@@ -296,7 +296,7 @@ impl ExpertMemory {
                     MainGradient { tensor, holds: true, shown: false }
                 }
             };
-            tensors[role] = Some(main.tensor.clone());
+            tensors[kind] = Some(main.tensor.clone());
             self.of.insert(t.id(), main);
         }
         Ok(Some(ExpertGradients { tensors, accumulate }))

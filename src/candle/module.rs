@@ -50,12 +50,12 @@ impl ExpertParallelMoE {
 
     /// Parameters with their names; experts that are sharded as this rank's shards.
     pub fn params(&self) -> Vec<(&'static str, &Tensor)> {
-        self.params.present().map(|(role, t)| (role.name(), t)).collect()
+        self.params.present().map(|(kind, t)| (kind.name(), t)).collect()
     }
 
     /// One parameter.
-    pub fn param(&self, role: ParamKind) -> Option<&Tensor> {
-        self.params.get(role)
+    pub fn param(&self, kind: ParamKind) -> Option<&Tensor> {
+        self.params.get(kind)
     }
 
     /// Trainable parameters, for an optimizer.
@@ -65,7 +65,7 @@ impl ExpertParallelMoE {
 
     /// Parameters that gradients are tracked of. The selection bias has none.
     pub(super) fn trainable(&self) -> impl Iterator<Item = (ParamKind, &Tensor)> {
-        self.params.present().filter(|(role, t)| t.track_op() && *role != ParamKind::SelectionBias)
+        self.params.present().filter(|(kind, t)| t.track_op() && *kind != ParamKind::SelectionBias)
     }
 
     /// The same module without gradients, for evaluation: it shares the parameters, sees what an optimizer makes of
@@ -91,8 +91,8 @@ impl ExpertParallelMoE {
     /// takes them; none where experts are whole.
     pub fn shards(&self) -> Vec<(WeightId, Var)> {
         let Some(sharded) = &self.sharded else { return Vec::new() };
-        let shard = |(role, id)| {
-            let t = self.param(role).filter(|t| t.is_variable())?;
+        let shard = |(kind, id)| {
+            let t = self.param(kind).filter(|t| t.is_variable())?;
             Some((id, Var::from_tensor(t).ok()?))
         };
         [ParamKind::Up, ParamKind::Down].into_iter().zip(sharded.ids).filter_map(shard).collect()
@@ -139,10 +139,10 @@ impl ExpertParallelMoE {
 fn on_host(params: &PerParam<Option<Tensor>>) -> Result<BlockParams> {
     const CALL: &str = "ExpertParallelMoE::to_block";
     let cpu = Cpu::new();
-    let tensors = params.as_ref().try_map(|role, t| -> Result<_> {
+    let tensors = params.as_ref().try_map(|kind, t| -> Result<_> {
         let Some(t) = t else { return Ok(None) };
         let t = t.to_device(&Device::Cpu)?.contiguous()?;
-        Ok(Some(with_views(&cpu, CALL, &[(role.name(), &t)], |views| copy_of(&cpu, views[0]))?))
+        Ok(Some(with_views(&cpu, CALL, &[(kind.name(), &t)], |views| copy_of(&cpu, views[0]))?))
     })?;
     Ok(BlockParams::of(CALL, tensors)?)
 }

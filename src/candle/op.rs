@@ -96,8 +96,8 @@ impl<D: Host> PendingBackward<D> {
         let (mut gradients, elsewhere) = made?;
         let own = |g, like: &Tensor| into_candle(g, like.dims(), &self.device);
         let x = gradients.x.take().map(|g| own(g, &self.x)).transpose()?;
-        let params = self.params.as_ref().try_map(|role, t| {
-            let of = t.as_ref().and_then(|t| Some(own(gradients.take(role)?, t)));
+        let params = self.params.as_ref().try_map(|kind, t| {
+            let of = t.as_ref().and_then(|t| Some(own(gradients.take(kind)?, t)));
             of.transpose()
         })?;
         *state = BackwardState::Done { x, params, elsewhere };
@@ -113,8 +113,8 @@ impl<D: Host> PendingBackward<D> {
     ) -> crate::Result<(Gradients<D>, PerParam<bool>)> {
         let d_y = d_y.map(|d| d.reshape(self.x.shape())?.contiguous()).transpose().map_err(framework(CALL))?;
         let d_aux = d_aux.filter(|_| !self.layer.config().aux.is_off());
-        let tracks = |role: ParamKind| self.params.get(role).is_some_and(Tensor::track_op);
-        let any = |roles: &[ParamKind]| roles.iter().any(|role| tracks(*role));
+        let tracks = |kind: ParamKind| self.params.get(kind).is_some_and(Tensor::track_op);
+        let any = |kinds: &[ParamKind]| kinds.iter().any(|kind| tracks(*kind));
         let device = entry.device().clone();
         let main = match &self.experts {
             None => expert_gradients(&device, &self.device, &self.params)?,
@@ -141,7 +141,7 @@ impl<D: Host> PendingBackward<D> {
                 let submit = [ParamKind::Up, ParamKind::Down].map(tracks);
                 let call = Backward { layer: &self.layer, context, wanted, submit };
                 let gradients = call.run(entry, experts, views[0].borrow(), &weights, cotangents)?;
-                return Ok((gradients, PerParam::from_fn(|role| matches!(role, ParamKind::Up | ParamKind::Down))));
+                return Ok((gradients, PerParam::from_fn(|kind| matches!(kind, ParamKind::Up | ParamKind::Down))));
             }
             let weights = weights.params();
             let inputs = Inputs { x: views[0].borrow(), params: &weights };
@@ -149,14 +149,14 @@ impl<D: Host> PendingBackward<D> {
                 let gradients = self.layer.backward(entry.enter(), context, inputs, cotangents, wanted)?;
                 return Ok((gradients, PerParam::from_fn(|_| false)));
             };
-            let (roles, tensors): (Vec<_>, Vec<_>) = main.tensors.present().unzip();
-            let named: Vec<_> = roles.iter().map(|role| role.name()).zip(tensors).collect();
+            let (kinds, tensors): (Vec<_>, Vec<_>) = main.tensors.present().unzip();
+            let named: Vec<_> = kinds.iter().map(|kind| kind.name()).zip(tensors).collect();
             let gradients = with_views_mut(&device, CALL, &named, |memory| {
                 let mut given = GradientsMut { accumulate: main.accumulate, ..GradientsMut::none() };
-                roles.iter().zip(memory).for_each(|(role, memory)| given.set(*role, memory));
+                kinds.iter().zip(memory).for_each(|(kind, memory)| given.set(*kind, memory));
                 self.layer.backward_with(entry.enter(), context, inputs, cotangents, wanted, given)
             })?;
-            Ok((gradients, PerParam::from_fn(|role| roles.contains(&role))))
+            Ok((gradients, PerParam::from_fn(|kind| kinds.contains(&kind))))
         })
     }
 
@@ -164,9 +164,9 @@ impl<D: Host> PendingBackward<D> {
     fn gradient(&self, input: Option<ParamKind>, like: &Tensor) -> Result<Option<Tensor>> {
         self.run()?;
         let taken = match (&mut *self.state(), input) {
-            (BackwardState::Done { elsewhere, .. }, Some(role)) if elsewhere[role] => return Ok(None),
+            (BackwardState::Done { elsewhere, .. }, Some(kind)) if elsewhere[kind] => return Ok(None),
             (BackwardState::Done { x, .. }, None) => x.take(),
-            (BackwardState::Done { params, .. }, Some(role)) => params[role].take(),
+            (BackwardState::Done { params, .. }, Some(kind)) => params[kind].take(),
             _ => None,
         };
         match taken {

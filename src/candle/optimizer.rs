@@ -80,16 +80,16 @@ impl ExpertParallelMoE {
         let (rank, ranks) = (self.group.rank(), self.group.ranks());
         let local = self.group.local_experts();
         let variables = self.trainable().filter(|(_, t)| t.is_variable());
-        let params = variables.map(|(role, t)| {
-            let name = if prefix.is_empty() { role.name().to_string() } else { format!("{prefix}.{}", role.name()) };
+        let params = variables.map(|(kind, t)| {
+            let name = if prefix.is_empty() { kind.name().to_string() } else { format!("{prefix}.{}", kind.name()) };
             let param = Param::new(name, &Var::from_tensor(t)?);
-            if role.is_replicated() {
+            if kind.is_replicated() {
                 return Ok(param);
             }
-            let missing = || Error::invalid(CALL, role.name(), "a parameter of the configuration", "another");
-            let dims = role.dims(self.layer.config(), local).ok_or_else(missing)?;
+            let missing = || Error::invalid(CALL, kind.name(), "a parameter of the configuration", "another");
+            let dims = kind.dims(self.layer.config(), local).ok_or_else(missing)?;
             let part = Part::of_experts(&dims, rank, ranks)?;
-            let sharded = self.sharded.as_ref().filter(|_| matches!(role, ParamKind::Up | ParamKind::Down));
+            let sharded = self.sharded.as_ref().filter(|_| matches!(kind, ParamKind::Up | ParamKind::Down));
             Ok(param.with_part(match sharded {
                 None => part,
                 Some(sharded) => {

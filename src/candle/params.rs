@@ -17,7 +17,7 @@ pub(super) fn contiguous(call: &'static str, params: &PerParam<Option<Tensor>>) 
 
 /// x and the parameters, with their names.
 pub(super) fn named<'a>(x: &'a Tensor, params: &'a PerParam<Option<Tensor>>) -> Vec<(&'static str, &'a Tensor)> {
-    std::iter::once(("x", x)).chain(params.present().map(|(role, t)| (role.name(), t))).collect()
+    std::iter::once(("x", x)).chain(params.present().map(|(kind, t)| (kind.name(), t))).collect()
 }
 
 /// Views of parameters, given in the parameters' order.
@@ -26,5 +26,5 @@ pub(super) fn views_of<'a, D: Host>(
     views: &[TensorRef<'a, D>],
 ) -> Result<ParamViews<'a, D>> {
     let mut views = views.iter().copied();
-    ParamViews::collect(|role| Ok(params.get(role).and_then(|_| views.next())))
+    ParamViews::collect(|kind| Ok(params.get(kind).and_then(|_| views.next())))
 }

@@ -90,8 +90,8 @@ fn forward_on<D: Host>(on: On<'_, D>, call: &ForwardInputs<'_>, mode: Mode) -> R
             let mut token = Tensor::zeros((), candle_core::DType::F32, on.device)?;
             token = token.apply_op2(call.flat, Join { step: step.clone(), input: None })?;
             // The selection bias has no gradient: with one of zeros an optimizer's weight decay would move it.
-            for (role, t) in call.params.present().filter(|(role, _)| *role != ParamKind::SelectionBias) {
-                token = token.apply_op2(t, Join { step: step.clone(), input: Some(role) })?;
+            for (kind, t) in call.params.present().filter(|(kind, _)| *kind != ParamKind::SelectionBias) {
+                token = token.apply_op2(t, Join { step: step.clone(), input: Some(kind) })?;
             }
             let emit = |output, value: crate::Tensor<D>, shape: &Shape| {
                 let value = Mutex::new(Some((D::storage(value, on.device)?, shape.clone())));

@@ -46,13 +46,13 @@ impl Sharded {
         local: usize,
         shards: ShardedParams<'_>,
     ) -> Result<Self> {
-        let spec = |role: ParamKind, shard: &Tensor| -> Result<_> {
-            let missing = || Error::invalid("ExpertParallelMoE::sharded", role.name(), "a weight", "none");
-            let dims = role.dims(layer.config(), local).ok_or_else(missing)?;
+        let spec = |kind: ParamKind, shard: &Tensor| -> Result<_> {
+            let missing = || Error::invalid("ExpertParallelMoE::sharded", kind.name(), "a weight", "none");
+            let dims = kind.dims(layer.config(), local).ok_or_else(missing)?;
             let source = VarShard::on(chain.device(), shard);
-            let name = format!("layer {} {}", layer.number(), role.name());
+            let name = format!("layer {} {}", layer.number(), kind.name());
             let mut spec = WeightSpec::new(name, layer.number(), &dims, source.dtype()?);
-            spec.recompute = role == ParamKind::Up && layer.config().recompute;
+            spec.recompute = kind == ParamKind::Up && layer.config().recompute;
             spec.payload = payload;
             Ok((spec, Arc::new(source)))
         };
@@ -144,10 +144,10 @@ impl<D: Host> Backward<'_, D> {
         let gradients = layer.backward_with(entry.enter(), context, inputs, cotangents, wanted, given)?;
         if let Some([up, down]) = gradient_buffers {
             // In the order in which backward uses the weights.
-            for (room, wanted) in [(down, submit[1]), (up, submit[0])] {
+            for (gradient, wanted) in [(down, submit[1]), (up, submit[0])] {
                 if wanted {
                     // The other ranks of the layer are on their way to its next collective.
-                    experts.chain.submit(room).map_err(|e| layer.refuse_backward(entry.enter(), e))?;
+                    experts.chain.submit(gradient).map_err(|e| layer.refuse_backward(entry.enter(), e))?;
                 }
             }
         }

@@ -93,7 +93,7 @@ impl ExpertParallelMoE {
     /// # Errors
     /// A communicator's error.
     pub fn reduce_gradients(&self, gradients: &mut GradStore) -> Result<()> {
-        let of: Vec<_> = self.trainable().filter(|(role, _)| role.is_replicated()).map(|(_, t)| t).collect();
+        let of: Vec<_> = self.trainable().filter(|(kind, _)| kind.is_replicated()).map(|(_, t)| t).collect();
         Ok(over_group(&self.group, self.layer.number(), &of, gradients)?)
     }
 }

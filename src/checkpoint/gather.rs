@@ -21,27 +21,27 @@ pub fn gather_blocks(shares: Vec<BlockParams>) -> Result<BlockParams> {
     const CALL: &str = "gather_blocks";
     let Some(first) = shares.first() else { return Err(Error::invalid(CALL, "shares", "at least one", 0)) };
     let mut tensors = std::collections::HashMap::new();
-    for role in ParamKind::ALL {
-        let name = role.name();
-        let given = shares.iter().filter(|share| share.get(role).is_some()).count();
+    for kind in ParamKind::ALL {
+        let name = kind.name();
+        let given = shares.iter().filter(|share| share.get(kind).is_some()).count();
         if given != 0 && given != shares.len() {
             let found = format!("one on {given} of {} ranks", shares.len());
             return Err(Error::invalid(CALL, format!("tensor {name}"), "one on every rank, or on none", found));
         }
-        let Some(one) = first.get(role) else { continue };
-        let take = if !role.is_replicated() { shares.len() } else { 1 };
+        let Some(one) = first.get(kind) else { continue };
+        let take = if !kind.is_replicated() { shares.len() } else { 1 };
         let mut dims = one.dims().to_vec();
         if let Some(experts) = dims.first_mut().filter(|_| take > 1) {
             *experts = experts.saturating_mul(take);
         }
         let mut whole = Tensor::<Cpu>::empty(&Cpu::new(), one.dtype(), &dims)?;
         for (share, bytes) in shares[..take].iter().zip(whole.as_bytes_mut().chunks_exact_mut(one.bytes().max(1))) {
-            let Some(part) = share.get(role) else { continue };
+            let Some(part) = share.get(kind) else { continue };
             Error::check_shape(CALL, name, one.dims(), part.dims())?;
             Error::check_dtype(CALL, name, one.dtype(), part.dtype())?;
             bytes.copy_from_slice(part.as_bytes());
         }
-        tensors.insert(role, whole);
+        tensors.insert(kind, whole);
     }
     BlockParams::of(CALL, tensors.into_iter().collect())
 }
@@ -50,9 +50,9 @@ impl BlockParams {
     /// Refuses tensors that the configuration has not, with `local` experts on this rank, or has otherwise. Absent ones
     /// may be.
     pub(super) fn check(&self, call: &'static str, config: &MoeConfig, local: usize) -> Result<()> {
-        for role in ParamKind::ALL {
-            let (name, Some(tensor)) = (role.name(), self.get(role)) else { continue };
-            let Some(dims) = role.dims(config, local) else {
+        for kind in ParamKind::ALL {
+            let (name, Some(tensor)) = (kind.name(), self.get(kind)) else { continue };
+            let Some(dims) = kind.dims(config, local) else {
                 return Err(Error::invalid(call, name, "none, by the configuration", format!("{:?}", tensor.dims())));
             };
             Error::check_shape(call, name, &dims, tensor.dims())?;
@@ -101,9 +101,9 @@ impl PlannedTensor {
 
 /// One matrix as it lies on disk, of `local` experts' parameters.
 pub(super) fn disk_bytes(part: &DiskMatrix, params: &BlockParams, expert: usize, local: usize) -> Result<Vec<u8>> {
-    let missing = || Error::invalid("Checkpoint::save", part.role.name(), "a tensor", "none");
-    let tensor = params.get(part.role).ok_or_else(missing)?;
-    let matrix = match part.role.is_replicated() {
+    let missing = || Error::invalid("Checkpoint::save", part.kind.name(), "a tensor", "none");
+    let tensor = params.get(part.kind).ok_or_else(missing)?;
+    let matrix = match part.kind.is_replicated() {
         false => {
             let one = tensor.bytes() / local;
             &tensor.as_bytes()[expert * one..][..one]
@@ -147,10 +147,10 @@ impl Checkpoint {
             let expected = format!("all {slices} experts, as gather_blocks joins them: one tensor holds them");
             return Err(Error::invalid(call, &tensor.name, expected, format!("those of rank {}", options.rank)));
         }
-        let own = |of: &ExpertMatrix| of.part.role.is_replicated() || experts.contains(&of.expert);
+        let own = |of: &ExpertMatrix| of.part.kind.is_replicated() || experts.contains(&of.expert);
         tensors.retain(|tensor| tensor.parts.iter().all(own));
         for ExpertMatrix { expert, part } in tensors.iter_mut().flat_map(|tensor| &mut tensor.parts) {
-            *expert -= if part.role.is_replicated() { 0 } else { experts.start };
+            *expert -= if part.kind.is_replicated() { 0 } else { experts.start };
         }
         Ok(tensors)
     }
@@ -172,7 +172,7 @@ impl Checkpoint {
         let routed =
             (0..config.router.num_experts).flat_map(|e| layout.expert(e).into_iter().map(move |part| (e, part)));
         for (expert, part) in replicated.chain(routed) {
-            let Some(tensor) = params.get(part.role) else { continue };
+            let Some(tensor) = params.get(part.kind) else { continue };
             let planned = tensors.entry(part.name.clone()).or_insert_with(|| PlannedTensor {
                 name: part.name.clone(),
                 dtype: tensor.dtype(),
@@ -190,10 +190,10 @@ impl Checkpoint {
         let layout = self.layout(layer, config);
         let checked = self.check_block(&layout, false)?;
         let mut bytes = BlockBytes { experts: 0, replicated: 0, disk: 0 };
-        for (role, natural) in &checked.natural {
-            let size = self.param_dtype(*role, *natural, options.dtype).size();
-            let count: usize = role.dims(config, experts.len()).map_or(0, |dims| dims.iter().product());
-            *(if role.is_replicated() { &mut bytes.replicated } else { &mut bytes.experts }) += (count * size) as u64;
+        for (kind, natural) in &checked.natural {
+            let size = self.param_dtype(*kind, *natural, options.dtype).size();
+            let count: usize = kind.dims(config, experts.len()).map_or(0, |dims| dims.iter().product());
+            *(if kind.is_replicated() { &mut bytes.replicated } else { &mut bytes.experts }) += (count * size) as u64;
         }
         bytes.disk = checked.disk[0] / options.ranks as u64 + checked.disk[1];
         Ok(bytes)

@@ -196,8 +196,8 @@ impl<'de> Deserialize<'de> for Strict {
                 while let Some(key) = map.next_key::<String>()? {
                     let Strict(value) = map.next_value()?;
                     match object.entry(key) {
-                        Entry::Vacant(room) => {
-                            room.insert(value);
+                        Entry::Vacant(entry) => {
+                            entry.insert(value);
                         }
                         Entry::Occupied(entry) => return Err(A::Error::custom(twice(entry.key()))),
                     }

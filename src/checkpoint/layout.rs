@@ -27,7 +27,7 @@ impl DiskRows {
 /// A matrix on disk: a whole tensor, or one of several equal slices of it.
 #[derive(Debug, Clone)]
 pub(super) struct DiskMatrix {
-    pub role: ParamKind,
+    pub kind: ParamKind,
     /// Tensor on disk.
     pub name: String,
     /// Its shape, before quantization.
@@ -44,8 +44,8 @@ pub(super) struct DiskMatrix {
 }
 
 impl DiskMatrix {
-    fn new(role: ParamKind, name: String, [out, inn]: [usize; 2]) -> Self {
-        Self { role, name, dims: vec![out, inn], slice: 0, out, inn, transposed: false, rows: DiskRows::From(0) }
+    fn new(kind: ParamKind, name: String, [out, inn]: [usize; 2]) -> Self {
+        Self { kind, name, dims: vec![out, inn], slice: 0, out, inn, transposed: false, rows: DiskRows::From(0) }
     }
 
     fn dims(self, dims: &[usize]) -> Self {
@@ -184,23 +184,23 @@ impl<'a> BlockLayout<'a> {
             DiskExperts::Fused { up, down, transposed, interleaved } => {
                 let rows = if *interleaved { DiskRows::Alternate(i) } else { DiskRows::From(0) };
                 let dims = |out, inn| if *transposed { [n, inn, out] } else { [n, out, inn] };
-                let matrix = |role, name: &str, out, inn| {
-                    let part = DiskMatrix::new(role, self.name(name), [out, inn]).dims(&dims(out, inn));
+                let matrix = |kind, name: &str, out, inn| {
+                    let part = DiskMatrix::new(kind, self.name(name), [out, inn]).dims(&dims(out, inn));
                     part.slice(e).transposed(*transposed)
                 };
                 parts.push(matrix(ParamKind::Up, up, up_rows, h).rows(rows));
                 parts.push(matrix(ParamKind::Down, down, h, i));
                 if self.config.expert_bias {
-                    let vector = |role, name: &str, len| {
-                        DiskMatrix::new(role, self.name(&format!("{name}_bias")), [len, 1]).dims(&[n, len]).slice(e)
+                    let vector = |kind, name: &str, len| {
+                        DiskMatrix::new(kind, self.name(&format!("{name}_bias")), [len, 1]).dims(&[n, len]).slice(e)
                     };
                     parts.push(vector(ParamKind::UpBias, up, up_rows).rows(rows));
                     parts.push(vector(ParamKind::DownBias, down, h));
                 }
             }
             DiskExperts::Stacked { gate, up, down } => {
-                let stacked = |role, name: &str, matrix| {
-                    DiskMatrix::new(role, self.name(name), matrix).dims(&[n * i, h]).slice(e)
+                let stacked = |kind, name: &str, matrix| {
+                    DiskMatrix::new(kind, self.name(name), matrix).dims(&[n * i, h]).slice(e)
                 };
                 parts.push(stacked(ParamKind::Up, gate, [i, h]));
                 parts.push(stacked(ParamKind::Up, up, [i, h]).rows(DiskRows::From(i)));

@@ -113,12 +113,12 @@ impl Checkpoint {
             return Err(stored.mismatch("a floating-point type or a quantized form", found).into());
         }
         let natural = self.natural(stored.form);
-        let first = *checked.natural.entry(part.role).or_insert(natural);
+        let first = *checked.natural.entry(part.kind).or_insert(natural);
         if uniform && first != natural {
             return Err(stored.mismatch(format!("{first}, as the tensors before it"), natural).into());
         }
-        let routed = !part.role.is_replicated();
-        if part.role == ParamKind::Down {
+        let routed = !part.kind.is_replicated();
+        if part.kind == ParamKind::Down {
             checked.form = stored.form;
         }
         checked.disk[usize::from(!routed)] += stored.bytes();
@@ -141,19 +141,19 @@ impl Checkpoint {
         let layout = self.layout(layer, &config);
         let checked = self.check_block(&layout, options.dtype.is_none())?;
         let (mut tensors, mut cuts) = (HashMap::new(), HashMap::new());
-        for (role, natural) in &checked.natural {
-            let dtype = self.param_dtype(*role, *natural, options.dtype);
-            let dims = role.dims(&config, experts.len()).unwrap_or_default();
-            let tensor = match cut.filter(|_| matches!(role, ParamKind::Up | ParamKind::Down)) {
+        for (kind, natural) in &checked.natural {
+            let dtype = self.param_dtype(*kind, *natural, options.dtype);
+            let dims = kind.dims(&config, experts.len()).unwrap_or_default();
+            let tensor = match cut.filter(|_| matches!(kind, ParamKind::Up | ParamKind::Down)) {
                 None => Tensor::<Cpu>::empty(&Cpu::new(), dtype, &dims)?,
                 Some(cut) => {
                     let shards = cut.shards(&dims)?;
                     let tensor = Tensor::<Cpu>::zeros(&Cpu::new(), dtype, &shards.shard_dims())?;
-                    cuts.insert(*role, (shards.rows_of(cut.rank), dims[1]));
+                    cuts.insert(*kind, (shards.rows_of(cut.rank), dims[1]));
                     tensor
                 }
             };
-            tensors.insert(*role, tensor);
+            tensors.insert(*kind, tensor);
         }
         let total = tensors.values().map(|t| t.bytes() as u64).sum();
         let mut done = 0;
@@ -161,9 +161,9 @@ impl Checkpoint {
         let shared = layout.replicated().into_iter().map(|part| (0, part));
         let routed = experts.clone().flat_map(|e| layout.expert(e).into_iter().map(move |part| (e, part)));
         for (e, part) in shared.chain(routed) {
-            let Some(tensor) = tensors.get_mut(&part.role) else { continue };
+            let Some(tensor) = tensors.get_mut(&part.kind) else { continue };
             let dtype = tensor.dtype();
-            if let Some((own, rows)) = cuts.get(&part.role) {
+            if let Some((own, rows)) = cuts.get(&part.kind) {
                 let first = (e - experts.start) * rows;
                 let bytes = tensor.as_bytes_mut();
                 let find = || self.stored(&part.name)?.ok_or_else(|| self.missing(&part).into());
@@ -171,7 +171,7 @@ impl Checkpoint {
                 progress(Progress { layer, tensor: &part.name, done, total });
                 continue;
             }
-            let matrix = match part.role.is_replicated() {
+            let matrix = match part.kind.is_replicated() {
                 false => {
                     let bytes = tensor.as_bytes_mut();
                     let one = bytes.len() / experts.len();
@@ -188,8 +188,8 @@ impl Checkpoint {
     }
 
     /// The type a parameter gets: what decides routing keeps its precision.
-    pub(super) fn param_dtype(&self, role: ParamKind, natural: DType, wanted: Option<DType>) -> DType {
-        match (role, wanted) {
+    pub(super) fn param_dtype(&self, kind: ParamKind, natural: DType, wanted: Option<DType>) -> DType {
+        match (kind, wanted) {
             (_, None) => natural,
             (ParamKind::SelectionBias, Some(dtype)) => dtype.accumulator(),
             (ParamKind::Router | ParamKind::RouterBias, Some(dtype)) if self.model.family.router_f32 => {

@@ -93,10 +93,10 @@ impl Block {
     /// Refuses a block whose parameters are not those of its configuration, with `local` experts on this rank.
     pub(crate) fn check(&self, call: &'static str, local: usize) -> Result<()> {
         self.params.check(call, &self.config, local)?;
-        let absent = |role: &ParamKind| role.dims(&self.config, local).is_some() && self.params.get(*role).is_none();
+        let absent = |kind: &ParamKind| kind.dims(&self.config, local).is_some() && self.params.get(*kind).is_none();
         match ParamKind::ALL.into_iter().find(absent) {
             None => Ok(()),
-            Some(role) => Err(Error::invalid(call, format!("tensor {}", role.name()), "a tensor", "none")),
+            Some(kind) => Err(Error::invalid(call, format!("tensor {}", kind.name()), "a tensor", "none")),
         }
     }
 }

@@ -1,4 +1,4 @@
-//! One rank's parameters of a block by role.
+//! One rank's parameters of a block by kind.
 
 use crate::cpu::Cpu;
 use crate::error::{Error, Result};
@@ -27,7 +27,7 @@ impl BlockParams {
         })
     }
 
-    /// The parameters that are there, by role.
+    /// The parameters that are there, by kind.
     pub fn per_param(&self) -> PerParam<Option<&Tensor<Cpu>>> {
         PerParam {
             router: Some(&self.router),
@@ -60,8 +60,8 @@ impl BlockParams {
     }
 
     /// One parameter.
-    pub fn get(&self, role: ParamKind) -> Option<&Tensor<Cpu>> {
-        self.per_param()[role]
+    pub fn get(&self, kind: ParamKind) -> Option<&Tensor<Cpu>> {
+        self.per_param()[kind]
     }
 
     /// The parameters that are there, one behind the other.
@@ -74,6 +74,6 @@ impl BlockParams {
     /// # Errors
     /// None.
     pub fn views(&self) -> Result<ParamViews<'_, Cpu>> {
-        ParamViews::collect(|role| Ok(self.get(role).map(Tensor::view)))
+        ParamViews::collect(|kind| Ok(self.get(kind).map(Tensor::view)))
     }
 }

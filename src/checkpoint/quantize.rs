@@ -70,7 +70,7 @@ impl Checkpoint {
             if let Some(part) = parts.iter().find(|part| !part.inn.is_multiple_of(NVFP4_BLOCK)) {
                 return Err(Error::invalid(CALL, &part.name, "a multiple of 16 columns", part.inn));
             }
-            let (down, up): (Vec<_>, Vec<_>) = parts.into_iter().partition(|part| part.role == ParamKind::Down);
+            let (down, up): (Vec<_>, Vec<_>) = parts.into_iter().partition(|part| part.kind == ParamKind::Down);
             groups.extend([up, down].map(|parts| parts.into_iter().map(|part| part.name).collect()));
         }
         Ok(groups)

@@ -34,8 +34,8 @@ pub struct QuantizedBlock<D: Kernels> {
 
 impl<D: Kernels> QuantizedBlock<D> {
     /// One of the parameters that are not quantized.
-    pub fn get(&self, role: ParamKind) -> Option<TensorRef<'_, D>> {
-        self.others.get(&role).map(Tensor::view)
+    pub fn get(&self, kind: ParamKind) -> Option<TensorRef<'_, D>> {
+        self.others.get(&kind).map(Tensor::view)
     }
 
     /// The parameters as a layer takes them.
@@ -45,7 +45,7 @@ impl<D: Kernels> QuantizedBlock<D> {
     pub fn params(&self) -> Result<Params<'_, D>> {
         let router =
             self.get(ParamKind::Router).ok_or_else(|| Error::invalid(CALL, "router", "a tensor", "nothing"))?;
-        Ok(Params::of(router, &self.up, &self.down, PerParam::from_fn(|role| self.get(role))))
+        Ok(Params::of(router, &self.up, &self.down, PerParam::from_fn(|kind| self.get(kind))))
     }
 }
 
@@ -55,7 +55,7 @@ impl QuantizedBlock<Cpu> {
     /// # Errors
     /// Where there is no memory, or a driver's error.
     pub fn to<D: Kernels>(&self, device: &D) -> Result<QuantizedBlock<D>> {
-        let put = |(role, t): (&ParamKind, &Tensor<Cpu>)| Ok((*role, t.to(device)?));
+        let put = |(kind, t): (&ParamKind, &Tensor<Cpu>)| Ok((*kind, t.to(device)?));
         Ok(QuantizedBlock {
             config: self.config.clone(),
             up: self.up.to(device)?,
@@ -107,24 +107,24 @@ impl Checkpoint {
             parts.map(move |part| (e - experts.start, part))
         });
         for (e, part) in replicated.chain(routed) {
-            let Some(dims) = part.role.dims(&config, experts.len()) else { continue };
-            if matches!(part.role, ParamKind::Up | ParamKind::Down) {
-                let parts = layout.expert(0).iter().filter(|p| p.role == part.role).count();
+            let Some(dims) = part.kind.dims(&config, experts.len()) else { continue };
+            if matches!(part.kind, ParamKind::Up | ParamKind::Down) {
+                let parts = layout.expert(0).iter().filter(|p| p.kind == part.kind).count();
                 let dims = [dims[0], dims[1], dims[2]];
                 self.read_stored(&part, e, dims, parts, &mut stacks, &mut scratch)?;
                 continue;
             }
-            let natural = checked.natural.get(&part.role).copied().unwrap_or(DType::F32);
-            let dtype = self.param_dtype(part.role, natural, options.dtype);
-            let tensor = entry(&mut others, part.role, || Tensor::empty(&Cpu::new(), dtype, &dims))?;
+            let natural = checked.natural.get(&part.kind).copied().unwrap_or(DType::F32);
+            let dtype = self.param_dtype(part.kind, natural, options.dtype);
+            let tensor = entry(&mut others, part.kind, || Tensor::empty(&Cpu::new(), dtype, &dims))?;
             let bytes = tensor.as_bytes_mut();
-            let one = if part.role.is_replicated() { bytes.len() } else { bytes.len() / experts.len() };
+            let one = if part.kind.is_replicated() { bytes.len() } else { bytes.len() / experts.len() };
             let stored = self.stored(&part.name)?.ok_or_else(|| self.missing(&part))?;
             read_matrix(&stored, &MatrixLayout::of(&part), &mut bytes[e * one..(e + 1) * one], dtype, &mut scratch)?;
         }
-        let mut take = |role: ParamKind| {
-            let missing = || Error::invalid(CALL, role.name(), "a tensor", "nothing");
-            stacks.remove(&role).ok_or_else(missing)?.finish()
+        let mut take = |kind: ParamKind| {
+            let missing = || Error::invalid(CALL, kind.name(), "a tensor", "nothing");
+            stacks.remove(&kind).ok_or_else(missing)?.finish()
         };
         Ok(QuantizedBlock { up: take(ParamKind::Up)?, down: take(ParamKind::Down)?, config, others })
     }
@@ -147,7 +147,7 @@ impl Checkpoint {
             Error::invalid(CALL, &part.name, expected, found)
         };
         let format = format.ok_or_else(|| refuse(format!("{:?}", stored.form)))?;
-        let stack = entry(stacks, part.role, || QuantizedStack::new(format, dims, parts))?;
+        let stack = entry(stacks, part.kind, || QuantizedStack::new(format, dims, parts))?;
         if stack.format != format {
             return Err(refuse(format!("{:?} beside {:?}", format, stack.format)));
         }
@@ -187,11 +187,11 @@ impl Checkpoint {
     }
 }
 
-/// The entry of a role; made where there is nothing yet.
-fn entry<T>(map: &mut HashMap<ParamKind, T>, role: ParamKind, make: impl FnOnce() -> Result<T>) -> Result<&mut T> {
-    match map.entry(role) {
+/// The entry of a kind; made where there is nothing yet.
+fn entry<T>(map: &mut HashMap<ParamKind, T>, kind: ParamKind, make: impl FnOnce() -> Result<T>) -> Result<&mut T> {
+    match map.entry(kind) {
         Entry::Occupied(found) => Ok(found.into_mut()),
-        Entry::Vacant(room) => Ok(room.insert(make()?)),
+        Entry::Vacant(entry) => Ok(entry.insert(make()?)),
     }
 }
 

@@ -59,7 +59,7 @@ impl<'a> RankParams<'a> {
     ) -> Result<Cow<'static, [u8]>> {
         let ExpertMatrix { expert, part } = matrix;
         let (local, rank) = (experts / self.ranks(), self.rank());
-        let owner = if part.role.is_replicated() { 0 } else { expert / local };
+        let owner = if part.kind.is_replicated() { 0 } else { expert / local };
         let count = part.out * part.inn * dtype.size();
         let own = (owner == rank).then(|| disk_bytes(part, self.blocks[index].1, expert % local, local));
         let own = own.transpose()?.unwrap_or_default();

@@ -174,8 +174,8 @@ impl Checkpoint {
                 return Err(Error::invalid(CALL, "blocks", "each layer once", format!("layer {layer} twice")));
             }
             let checked = self.check_block(&self.layout(*layer, self.block(*layer)?), false)?;
-            if let Some(role) = checked.natural.keys().find(|role| params.get(**role).is_none()) {
-                return Err(Error::invalid(CALL, format!("layer {layer}: {role:?}"), "a tensor", "none"));
+            if let Some(kind) = checked.natural.keys().find(|kind| params.get(**kind).is_none()) {
+                return Err(Error::invalid(CALL, format!("layer {layer}: {kind:?}"), "a tensor", "none"));
             }
             let own = LoadOptions { rank: shares.rank(), ranks: shares.ranks(), dtype: None };
             let planned = self.plan_whole(CALL, *layer, params, own)?;

@@ -58,9 +58,9 @@ pub(super) fn plan(call: PlanRecords<'_, Cpu>) -> Result<DevicePlan<Cpu>> {
     }
 
     let all: Vec<usize> = records.iter().map(|r| r.tokens).collect();
-    let room = if waits { all.iter().copied().max().unwrap_or(0) } else { max_tokens };
+    let padded_tokens = if waits { all.iter().copied().max().unwrap_or(0) } else { max_tokens };
     // Rows of each rank.
-    let split = if row_order == RowOrder::AllRows { vec![room; ranks] } else { all.clone() };
+    let split = if row_order == RowOrder::AllRows { vec![padded_tokens; ranks] } else { all.clone() };
     let real = |id: &i32| if usize::try_from(*id).is_ok_and(|e| e < num_experts) { *id } else { -1 };
     let rows: usize = split.iter().sum();
     let mut ids = host_memory::reserved(CALL, "ids of all ranks", rows.saturating_mul(k))?;
@@ -112,5 +112,5 @@ pub(super) fn plan(call: PlanRecords<'_, Cpu>) -> Result<DevicePlan<Cpu>> {
             (tokens, 0)
         }
     };
-    Ok(DevicePlan { plan, room, counts })
+    Ok(DevicePlan { plan, padded_tokens, counts })
 }

@@ -159,15 +159,15 @@ impl Communicator<Cpu> for ThreadComm {
         self.check(tag, exchange.check(self.size))?;
         let detail = Detail::Pieces { send: exchange.send_bytes.to_vec(), recv: exchange.recv_bytes.to_vec() };
         let round = self.rendezvous("all_to_all_v", tag, exchange.payload, detail, exchange.send.data())?;
-        let mut room = exchange.recv.into_data();
+        let mut unfilled = exchange.recv.into_data();
         for (message, &bytes) in round.deposits.iter().zip(exchange.recv_bytes) {
             let start: usize = match &message.call.detail {
                 Detail::Pieces { send, .. } => send[..self.rank].iter().sum(),
                 _ => 0,
             };
-            let (piece, rest) = std::mem::take(&mut room).split_at_mut(bytes);
+            let (piece, rest) = std::mem::take(&mut unfilled).split_at_mut(bytes);
             piece.copy_from_slice(&message.bytes[start..start + bytes]);
-            room = rest;
+            unfilled = rest;
         }
         Ok(())
     }

@@ -345,7 +345,7 @@ pub struct RecordsPlan {
     pub rows: i64,
     pub may_drop: i64,
     pub host_waits: i64,
-    pub room: i64,
+    pub padded_tokens: i64,
     pub chunk: i64,
     pub chunks: i64,
     pub before: u64,
@@ -383,7 +383,7 @@ const _: () = {
     ["Offset of field: RecordsPlan::rows"][::core::mem::offset_of!(RecordsPlan, rows) - 80usize];
     ["Offset of field: RecordsPlan::may_drop"][::core::mem::offset_of!(RecordsPlan, may_drop) - 88usize];
     ["Offset of field: RecordsPlan::host_waits"][::core::mem::offset_of!(RecordsPlan, host_waits) - 96usize];
-    ["Offset of field: RecordsPlan::room"][::core::mem::offset_of!(RecordsPlan, room) - 104usize];
+    ["Offset of field: RecordsPlan::padded_tokens"][::core::mem::offset_of!(RecordsPlan, padded_tokens) - 104usize];
     ["Offset of field: RecordsPlan::chunk"][::core::mem::offset_of!(RecordsPlan, chunk) - 112usize];
     ["Offset of field: RecordsPlan::chunks"][::core::mem::offset_of!(RecordsPlan, chunks) - 120usize];
     ["Offset of field: RecordsPlan::before"][::core::mem::offset_of!(RecordsPlan, before) - 128usize];

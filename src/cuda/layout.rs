@@ -188,7 +188,7 @@ impl TileOrder {
 
 /// Room for the list that a plan makes with its layout, in pairs of [`SM90_GROUPED_GEMM`]'s tiles: their number, then
 /// the tiles. `None`: no kernels take these.
-pub(super) fn room_for_tiles(device: &Cuda, rows: usize, groups: usize) -> Result<Option<Tensor<Cuda>>> {
+pub(super) fn empty_tiles(device: &Cuda, rows: usize, groups: usize) -> Result<Option<Tensor<Cuda>>> {
     let most = TileOrder::Pairs.most((rows, groups), SM90_GROUPED_GEMM.tile);
     device.sm90().then(|| Tensor::empty(device, DType::I32, &[1 + most, 4])).transpose()
 }

@@ -42,11 +42,11 @@ impl OptimizerDevice for Cuda {
         call.check(CALL)?;
         let SquareSums { tensors, out } = call;
         let out = out.into_data().ptr;
-        // What tasks give goes to its node, or where a node has several to room for all of them.
+        // The sums of tasks go to their node, or to scratch memory where a node has several tasks.
         let tasks = |leaves: usize, height: u32| leaves.div_ceil(1 << height.min(NORM_TASK_HEIGHT as u32));
         let several = |height: u32| height > NORM_TASK_HEIGHT as u32;
-        let room = tensors.iter().filter(|t| several(t.height)).map(|t| tasks(t.leaves(), t.height)).sum();
-        let scratch = Tensor::empty(self, DType::F64, &[room])?;
+        let length = tensors.iter().filter(|t| several(t.height)).map(|t| tasks(t.leaves(), t.height)).sum();
+        let scratch = Tensor::empty(self, DType::F64, &[length])?;
         let scratch = scratch.view().data().ptr;
         let (mut squares, mut trees, mut next) = (Vec::new(), Vec::new(), 0);
         for tensor in tensors.iter().filter(|t| t.leaves() > 0) {

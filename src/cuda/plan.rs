@@ -23,7 +23,7 @@ use crate::tensor::TensorRef;
 use super::device::Cuda;
 use super::heuristics::{LOOP_BLOCKS, PLAN_CHUNKS, PLAN_CLEARED, PLAN_SMALL};
 use super::launch::Grid;
-use super::layout::{at, check_number, room_for_tiles};
+use super::layout::{at, check_number, empty_tiles};
 use super::params;
 use super::tile_config::{DEFAULT_SMEM, SM90_GROUPED_GEMM};
 
@@ -172,7 +172,7 @@ pub(super) fn plan_on_gpu(device: &Cuda, call: PlanRequest<'_, Cuda>) -> Result<
     let mut stats = of(DType::I64, &[2 * experts + 2])?;
     let (mut kept_ids, mut return_map) = (of(DType::I32, &[tokens, k])?, of(DType::I32, &[tokens, k])?);
     let (mut row_map, mut weight_map) = (of(DType::I32, &[rows])?, of(DType::I32, &[rows])?);
-    let mut tiles = room_for_tiles(device, rows, experts)?;
+    let mut tiles = empty_tiles(device, rows, experts)?;
     let p = params::LocalPlan {
         ids: call.ids.data().ptr,
         wide,

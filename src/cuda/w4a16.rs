@@ -61,11 +61,11 @@ struct FewRowsKernel {
 
 /// The kernel for few rows that serves so many rows of so many experts, if any does: tiles whose rows, of `pitch` bytes
 /// each, fit the shared memory that a block may have.
-fn few_rows_kernel((rows, experts): (i64, i64), pitch: usize, room: usize) -> Option<FewRowsKernel> {
-    if rows <= DECODE_EIGHT_ROWS * experts && 8 * pitch <= room / 2 {
+fn few_rows_kernel((rows, experts): (i64, i64), pitch: usize, smem: usize) -> Option<FewRowsKernel> {
+    if rows <= DECODE_EIGHT_ROWS * experts && 8 * pitch <= smem / 2 {
         return Some(FewRowsKernel { rows: 8, warps: 4, tiles: DecodeTiles::Eight });
     }
-    let tile = [16, 8].into_iter().find(|tile| tile * pitch <= room)?;
+    let tile = [16, 8].into_iter().find(|tile| tile * pitch <= smem)?;
     (rows <= DECODE_ROWS * experts).then_some(FewRowsKernel { rows: tile, warps: 8, tiles: DecodeTiles::Sixteen })
 }
 
@@ -193,19 +193,19 @@ mod tests {
     #[test]
     fn tiles_of_few_rows_fit_every_gpu() {
         let pitch = |k: usize| (k.div_ceil(STEP) * STEP + 32) * 2;
-        let of = |rows, k, room| {
-            few_rows_kernel((rows, 16), pitch(k), room)
+        let of = |rows, k, smem| {
+            few_rows_kernel((rows, 16), pitch(k), smem)
                 .map(|few_rows_kernel| (few_rows_kernel.rows, few_rows_kernel.warps))
         };
         // Blocks of capability 8.6, 8.9 and 12.0 may have 99 KB, of 8.0 and 9.0 more than these kernels want.
-        for (room, four, seven) in [(99 << 10, Some((8, 8)), None), (115_712, Some((8, 8)), Some((8, 8)))] {
-            assert_eq!(of(16 * 6, 2048, room), Some((8, 4)));
-            assert_eq!(of(16 * 7, 2048, room), Some((16, 8)));
-            assert_eq!(of(16 * 32, 4096, room), four);
-            assert_eq!(of(1, 6912, room), seven);
-            assert_eq!(of(16 * 33, 2048, room), None);
+        for (smem, four, seven) in [(99 << 10, Some((8, 8)), None), (115_712, Some((8, 8)), Some((8, 8)))] {
+            assert_eq!(of(16 * 6, 2048, smem), Some((8, 4)));
+            assert_eq!(of(16 * 7, 2048, smem), Some((16, 8)));
+            assert_eq!(of(16 * 32, 4096, smem), four);
+            assert_eq!(of(1, 6912, smem), seven);
+            assert_eq!(of(16 * 33, 2048, smem), None);
             for k in (64..16384).step_by(64) {
-                assert!(of(1, k, room).is_none_or(|(rows, _)| rows * pitch(k) <= room), "{k} in {room}");
+                assert!(of(1, k, smem).is_none_or(|(rows, _)| rows * pitch(k) <= smem), "{k} in {smem}");
             }
         }
     }

@@ -23,15 +23,21 @@ pub struct AllGather<D: Kernels> {
 }
 
 /// Rows that every rank contributes: the most tokens that any has in this step, or may have.
-fn room<D: Kernels>(handle: &Handle<D>) -> usize {
+fn padded_tokens<D: Kernels>(handle: &Handle<D>) -> usize {
     handle.tokens.iter().copied().max().unwrap_or(0)
 }
 
 impl<D: Kernels> AllGather<D> {
     /// This rank's message, padded to the size that all have.
-    fn pack(&self, inputs: &DispatchInputs<'_, D>, parts: RowParts, room: usize, k: usize) -> Result<Tensor<D>> {
+    fn pack(
+        &self,
+        inputs: &DispatchInputs<'_, D>,
+        parts: RowParts,
+        padded_tokens: usize,
+        k: usize,
+    ) -> Result<Tensor<D>> {
         let device = &self.core.device;
-        let messages = parts.messages(&[room], &[room * k]);
+        let messages = parts.messages(&[padded_tokens], &[padded_tokens * k]);
         let mut buffer = Tensor::empty(device, DType::U8, &[total(&messages)])?;
         let mut put = |t: &TensorRef<'_, D>, at: usize| {
             let from = flat(t.borrow())?;
@@ -45,20 +51,20 @@ impl<D: Kernels> AllGather<D> {
         Ok(buffer)
     }
 
-    /// Sums `partial [R, room, width]` over ranks into this rank's rows.
+    /// Sums `partial [R, padded_tokens, width]` over ranks into this rank's rows.
     fn scatter(&mut self, step: &HandleCall<'_, D>, partial: &Tensor<D>, out: TensorMut<'_, D>) -> Result<()> {
         let tag = DispatcherState::tag(step.handle, step.op);
         let DispatcherState { device, comm, .. } = &mut self.core;
-        let (room, width) = (partial.dims()[1], partial.dims()[2]);
-        if out.rows() == room {
+        let (padded_tokens, width) = (partial.dims()[1], partial.dims()[2]);
+        if out.rows() == padded_tokens {
             return comm.reduce_scatter(tag, partial.view(), out);
         }
-        let mut sums = Tensor::empty(device, partial.dtype(), &[room, width])?;
+        let mut sums = Tensor::empty(device, partial.dtype(), &[padded_tokens, width])?;
         comm.reduce_scatter(tag, partial.view(), sums.view_mut())?;
         device.copy(byte_rows(sums.view(), 0..out.rows())?.data(), out.into_data())
     }
 
-    /// Runs `fill` on each rank's block of `partial [R, room, width]` with its tokens' part of the return map, and
+    /// Runs `fill` on each rank's block of `partial [R, padded_tokens, width]` with its tokens' part of the return map, and
     /// zeroes the rows that no token has.
     fn fill(
         &self,
@@ -66,18 +72,18 @@ impl<D: Kernels> AllGather<D> {
         partial: &mut Tensor<D>,
         fill: impl Fn(TensorRef<'_, D>, TensorMut<'_, D>) -> Result<()>,
     ) -> Result<()> {
-        let (room, width, dtype) = (partial.dims()[1], partial.dims()[2], partial.dtype());
+        let (padded_tokens, width, dtype) = (partial.dims()[1], partial.dims()[2], partial.dtype());
         let (k, row) = (handle.spec().top_k, width * dtype.size());
-        if handle.tokens.iter().all(|t| *t == room) {
-            let rows = handle.tokens.len() * room;
+        if handle.tokens.iter().all(|t| *t == padded_tokens) {
+            let rows = handle.tokens.len() * padded_tokens;
             return fill(handle.plan.return_map.view(), partial.view_mut().reshape(&[rows, width])?);
         }
         let mut first = 0;
         for (r, &tokens) in handle.tokens.iter().enumerate() {
             let map = entries(handle.plan.return_map.view(), first * k..(first + tokens) * k)?.reshape(&[tokens, k])?;
-            let block = part_mut(partial.view_mut(), r * room * row, tokens, row)?;
+            let block = part_mut(partial.view_mut(), r * padded_tokens * row, tokens, row)?;
             fill(map, TensorMut::new(block.into_data(), dtype, &[tokens, width])?)?;
-            let tail = part_mut(partial.view_mut(), (r * room + tokens) * row, room - tokens, row)?;
+            let tail = part_mut(partial.view_mut(), (r * padded_tokens + tokens) * row, padded_tokens - tokens, row)?;
             self.core.device.zero(tail.into_data())?;
             first += tokens;
         }
@@ -96,25 +102,25 @@ impl<D: Kernels> RowTransport<D> for AllGather<D> {
     fn send(&mut self, step: &HandleCall<'_, D>, inputs: &DispatchInputs<'_, D>) -> Result<ReceivedRows<D>> {
         let handle = step.handle;
         let tag = DispatcherState::tag(handle, step.op);
-        let (room, k, parts) = (room(handle), handle.spec().top_k, RowParts::of(inputs));
+        let (padded_tokens, k, parts) = (padded_tokens(handle), handle.spec().top_k, RowParts::of(inputs));
         let (ranks, dtype) = (self.core.ranks(), inputs.tokens.dtype());
         let width = parts.row / dtype.size();
-        if parts.rows_only() && handle.tokens.iter().all(|t| *t == room) {
+        if parts.rows_only() && handle.tokens.iter().all(|t| *t == padded_tokens) {
             let mut padded = None;
-            if inputs.tokens.rows() < room {
-                padded = Some(self.pack(inputs, parts, room, k)?);
+            if inputs.tokens.rows() < padded_tokens {
+                padded = Some(self.pack(inputs, parts, padded_tokens, k)?);
             }
             let own = match &padded {
-                Some(bytes) => TensorRef::new(bytes.view().data(), dtype, &[room, width])?,
+                Some(bytes) => TensorRef::new(bytes.view().data(), dtype, &[padded_tokens, width])?,
                 None => inputs.tokens.borrow(),
             };
             let DispatcherState { device, comm, .. } = &mut self.core;
-            let mut rows = Tensor::empty(device, dtype, &[ranks * room, width])?;
+            let mut rows = Tensor::empty(device, dtype, &[ranks * padded_tokens, width])?;
             comm.all_gather(tag, own, rows.view_mut())?;
             return Ok(ReceivedRows { rows: Some(rows), weights: None, scales: None });
         }
-        let packed = self.pack(inputs, parts, room, k)?;
-        let messages = parts.messages(&vec![room; ranks], &vec![room * k; ranks]);
+        let packed = self.pack(inputs, parts, padded_tokens, k)?;
+        let messages = parts.messages(&vec![padded_tokens; ranks], &vec![padded_tokens * k; ranks]);
         let DispatcherState { device, comm, .. } = &mut self.core;
         let mut buffer = Tensor::empty(device, DType::U8, &[total(&messages)])?;
         comm.all_gather(tag, packed.view(), buffer.view_mut())?;
@@ -126,10 +132,10 @@ impl<D: Kernels> RowTransport<D> for AllGather<D> {
 
     fn return_sums(&mut self, step: &HandleCall<'_, D>, back: ReturnRows<'_, D>) -> Result<()> {
         let handle = step.handle;
-        let (ranks, room, k) = (self.core.ranks(), room(handle), handle.spec().top_k);
+        let (ranks, padded_tokens, k) = (self.core.ranks(), padded_tokens(handle), handle.spec().top_k);
         let dtype = back.rows.dtype();
         let width = back.rows.row_bytes() / dtype.size();
-        let mut partial = Tensor::empty(&self.core.device, dtype, &[ranks, room, width])?;
+        let mut partial = Tensor::empty(&self.core.device, dtype, &[ranks, padded_tokens, width])?;
         self.fill(handle, &mut partial, |map, out| {
             let device = &self.core.device;
             reduce(device, back.rows.borrow(), map, out)
@@ -138,7 +144,7 @@ impl<D: Kernels> RowTransport<D> for AllGather<D> {
         if !back.with_weights {
             return Ok(());
         }
-        let mut partial = Tensor::empty(&self.core.device, dtype.accumulator(), &[ranks, room, k])?;
+        let mut partial = Tensor::empty(&self.core.device, dtype.accumulator(), &[ranks, padded_tokens, k])?;
         self.fill(handle, &mut partial, |map, out| {
             let device = &self.core.device;
             match &back.weights {

@@ -160,7 +160,7 @@ impl<D: Kernels> DispatcherState<D> {
         if let Err(error) = checked {
             return self.fail((tag, row_order), spec, error);
         }
-        if self.behind(row_order, spec) {
+        if self.plans_on_device(row_order, spec) {
             return self.prepare_on_device((tag, row_order), ids, spec);
         }
         if row_order == RowOrder::Local
@@ -393,7 +393,7 @@ impl<D: Kernels> DispatcherState<D> {
         error: Error,
     ) -> Result<T> {
         // The rank returns its own error, whatever becomes of the refusal.
-        if self.behind(row_order, spec) && !waits(row_order, spec) {
+        if self.plans_on_device(row_order, spec) && !waits(row_order, spec) {
             let _ = self.comm.refuse(tag, &error.to_string());
         } else if self.ranks() > 1 {
             let _ = self.gather(tag, spec, &RoutingRecord::failed(RecordStatus::Failed(error.to_string())));

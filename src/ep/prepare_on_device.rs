@@ -1,4 +1,4 @@
-//! Prepare whose records the device writes and plans from: what a device does that runs behind the host.
+//! Prepare whose records the device writes and plans from: what a device does whose host runs ahead of it.
 
 use crate::comm::Tag;
 use crate::dtype::DType;
@@ -13,7 +13,7 @@ use crate::plan::routing_record::{self, RoutingRecord};
 
 impl<D: Kernels> DispatcherState<D> {
     /// Whether the device plans from records.
-    pub(super) fn behind(&self, row_order: RowOrder, spec: &DispatchSpec) -> bool {
+    pub(super) fn plans_on_device(&self, row_order: RowOrder, spec: &DispatchSpec) -> bool {
         matches!(row_order, RowOrder::AllRows | RowOrder::UniqueRows)
             && spec.reporting == Reporting::Deferred
             && self.device.plans_records(spec, self.config.num_experts)
@@ -91,7 +91,7 @@ impl<D: Kernels> DispatcherState<D> {
         let gathered = self.refuse_own_error(tag, gathered)?;
         let Some(counts) = gathered.counts else {
             let absent = if spec.backward { Vec::new() } else { vec![rank] };
-            return Ok((self.handle(spec, gathered.plan, absent, vec![gathered.room; ranks]), None));
+            return Ok((self.handle(spec, gathered.plan, absent, vec![gathered.padded_tokens; ranks]), None));
         };
         if counts.failed {
             let all = device.download(records.view());
@@ -104,7 +104,7 @@ impl<D: Kernels> DispatcherState<D> {
         if let (Some((rank, needed)), Capacity::Static(capacity)) = (counts.overflow, spec.capacity) {
             return Err(Error::Capacity { rank, needed, capacity });
         }
-        let rows = if row_order == RowOrder::AllRows { vec![gathered.room; ranks] } else { counts.tokens };
+        let rows = if row_order == RowOrder::AllRows { vec![gathered.padded_tokens; ranks] } else { counts.tokens };
         Ok((self.handle(spec, gathered.plan, counts.absent, rows), counts.pending.first().copied()))
     }
 

@@ -453,12 +453,12 @@ pub(in crate::etp) fn gather_numbers<D: ShardDevice>(
     own: &[u64],
 ) -> Result<Vec<u64>> {
     let bytes: Vec<u8> = own.iter().flat_map(|v| v.to_ne_bytes()).collect();
-    let room = Tensor::empty(device, DType::U8, &[bytes.len()]).and_then(|mut send| {
+    let buffers = Tensor::empty(device, DType::U8, &[bytes.len()]).and_then(|mut send| {
         device.upload(&bytes, send.view_mut())?;
         Ok((send, Tensor::empty(device, DType::U8, &[comm.size(), bytes.len()])?))
     });
     // The others are told: they are in the collective.
-    let (send, mut recv) = room.inspect_err(|error| drop(comm.refuse(tag, &error.to_string())))?;
+    let (send, mut recv) = buffers.inspect_err(|error| drop(comm.refuse(tag, &error.to_string())))?;
     comm.all_gather(tag, send.view(), recv.view_mut())?;
     let all = device.download(recv.view())?;
     Ok(all.as_chunks().0.iter().map(|b| u64::from_ne_bytes(*b)).collect())

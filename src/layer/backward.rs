@@ -39,9 +39,9 @@ pub(super) fn backward<D: Kernels>(
     let mut gradients = refuse_on_error(layer, group, Op::CombineBwd, gradients)?;
     let mut into = gradients.view_mut();
     into.accumulate = given.accumulate;
-    given.params.as_mut().map(|role, memory| {
+    given.params.as_mut().map(|kind, memory| {
         if let Some(memory) = memory {
-            into.set(role, memory.reborrow());
+            into.set(kind, memory.reborrow());
         }
     });
     let router = backward_into(layer, group, context, inputs, cotangents, into)?;
@@ -92,8 +92,8 @@ pub(super) fn backward_into<D: Kernels>(
         None => Tensor::empty(&device, context.dtype, &dims).map(Some),
     };
     let weights = &context.weights;
-    let room = unwanted.and_then(|x| Ok((x, Tensor::empty(&device, weights.dtype(), weights.dims())?)));
-    let (mut unwanted, mut d_weights) = refuse_on_error(layer, group, Op::DispatchBwd, room)?;
+    let memory = unwanted.and_then(|x| Ok((x, Tensor::empty(&device, weights.dtype(), weights.dims())?)));
+    let (mut unwanted, mut d_weights) = refuse_on_error(layer, group, Op::DispatchBwd, memory)?;
     let mut given = into.x.take();
     let d_x = given.as_mut().map(TensorMut::reborrow).or(unwanted.as_mut().map(Tensor::view_mut));
     let Some(mut d_x) = d_x else {

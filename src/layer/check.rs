@@ -26,21 +26,21 @@ pub(super) fn inputs<D: Kernels>(
     if let Some(dtype) = common_type(params) {
         Error::check_dtype(call, "x", dtype, x.dtype())?;
     }
-    for role in ParamKind::ALL {
-        let name = role.name();
-        let tensor = params.tensor(role);
-        let found = match role {
+    for kind in ParamKind::ALL {
+        let name = kind.name();
+        let tensor = params.tensor(kind);
+        let found = match kind {
             ParamKind::Up => Some((params.up.dims(), params.up.dtype())),
             ParamKind::Down => Some((params.down.dims(), params.down.dtype())),
             _ => tensor.as_ref().map(|t| (t.dims(), Some(t.dtype()))),
         };
         let wrong =
             |expected: String, found: &str| Err(Error::invalid(call, format!("tensor {name}"), expected, found));
-        match (role.dims(config, group.local_experts()), found) {
+        match (kind.dims(config, group.local_experts()), found) {
             (Some(expected), Some((dims, dtype))) => {
                 Error::check_shape(call, name, &expected, dims)?;
                 match dtype {
-                    Some(dtype) if !role.any_float() => Error::check_dtype(call, name, x.dtype(), dtype)?,
+                    Some(dtype) if !kind.any_float() => Error::check_dtype(call, name, x.dtype(), dtype)?,
                     Some(dtype) if !dtype.is_float() => return wrong("a floating type".to_string(), dtype.name()),
                     _ => {}
                 }
@@ -55,10 +55,10 @@ pub(super) fn inputs<D: Kernels>(
 
 /// The type that all parameters have which must have the tokens': where they agree, it is x that is of another.
 fn common_type<D: Kernels>(params: &Params<'_, D>) -> Option<DType> {
-    let mut typed = ParamKind::ALL.into_iter().filter(|role| !role.any_float()).filter_map(|role| match role {
+    let mut typed = ParamKind::ALL.into_iter().filter(|kind| !kind.any_float()).filter_map(|kind| match kind {
         ParamKind::Up => params.up.dtype(),
         ParamKind::Down => params.down.dtype(),
-        _ => params.tensor(role).map(|tensor| tensor.dtype()),
+        _ => params.tensor(kind).map(|tensor| tensor.dtype()),
     });
     let agreed = |first: Option<DType>, dtype| first.is_none_or(|first| first == dtype).then_some(Some(dtype));
     typed.try_fold(None, agreed).flatten().filter(|dtype| dtype.is_float())
@@ -89,18 +89,18 @@ pub(super) fn gradients<D: Kernels>(
         Error::check_shape(call, "gradient of x", inputs.x.dims(), x.dims())?;
         Error::check_dtype(call, "gradient of x", inputs.x.dtype(), x.dtype())?;
     }
-    for role in ParamKind::ALL {
-        let Some(out) = into.get(role) else { continue };
-        let name = format!("gradient of {}", role.name());
-        match role.dims(layer.config(), group.local_experts()) {
+    for kind in ParamKind::ALL {
+        let Some(out) = into.get(kind) else { continue };
+        let name = format!("gradient of {}", kind.name());
+        match kind.dims(layer.config(), group.local_experts()) {
             Some(dims) => Error::check_shape(call, &name, &dims, out.dims())?,
             None => return Err(Error::invalid(call, name, "none, by the configuration", "one")),
         }
     }
     let params = inputs.params;
-    for (source, role) in [(params.up, ParamKind::Up), (params.down, ParamKind::Down)] {
-        if into.get(role).is_some() && source.frozen() {
-            let name = format!("gradient of {}", role.name());
+    for (source, kind) in [(params.up, ParamKind::Up), (params.down, ParamKind::Down)] {
+        if into.get(kind).is_some() && source.frozen() {
+            let name = format!("gradient of {}", kind.name());
             return Err(Error::invalid(call, name, "none, as the weight is quantized", "one"));
         }
     }

@@ -19,7 +19,7 @@ pub enum ParamKind {
 }
 
 impl ParamKind {
-    /// Every role, in the order in which adapters list parameters.
+    /// Every kind, in the order in which adapters list parameters.
     pub const ALL: [ParamKind; 10] = [
         ParamKind::Router,
         ParamKind::RouterBias,

@@ -24,8 +24,8 @@ impl<'a, D: Kernels> Params<'a, D> {
     }
 
     /// A parameter that is a tensor: any but `up` and `down`, where the configuration has it.
-    pub(super) fn tensor(&self, role: ParamKind) -> Option<TensorRef<'a, D>> {
-        match role {
+    pub(super) fn tensor(&self, kind: ParamKind) -> Option<TensorRef<'a, D>> {
+        match kind {
             ParamKind::Router => Some(self.router),
             ParamKind::RouterBias => self.router_bias,
             ParamKind::SelectionBias => self.selection_bias,
@@ -41,8 +41,8 @@ impl<'a, D: Kernels> Params<'a, D> {
 
 impl<D: Kernels> Gradients<D> {
     /// Takes a parameter's gradient out. The selection bias has none.
-    pub fn take(&mut self, role: ParamKind) -> Option<Tensor<D>> {
-        self.params[role].take()
+    pub fn take(&mut self, kind: ParamKind) -> Option<Tensor<D>> {
+        self.params[kind].take()
     }
 
     /// Room for the gradients that are wanted, and none yet for those of logits and routing weights, nor for those that
@@ -55,17 +55,17 @@ impl<D: Kernels> Gradients<D> {
     ) -> Result<Self> {
         let device = group.device();
         let like = |t: TensorRef<'_, D>| Tensor::empty(device, t.dtype(), t.dims());
-        let of = |role: ParamKind| {
-            let wanted = match role {
+        let of = |kind: ParamKind| {
+            let wanted = match kind {
                 ParamKind::Router | ParamKind::RouterBias => wanted.router,
                 ParamKind::SelectionBias => false,
                 ParamKind::Up | ParamKind::UpBias | ParamKind::Down | ParamKind::DownBias => wanted.experts,
                 ParamKind::SharedUp | ParamKind::SharedDown | ParamKind::SharedGate => wanted.shared,
             };
-            let wanted = wanted && given.get(role).is_none();
-            let dims = role.dims(layer.config(), group.local_experts()).filter(|_| wanted);
+            let wanted = wanted && given.get(kind).is_none();
+            let dims = kind.dims(layer.config(), group.local_experts()).filter(|_| wanted);
             // Its parameter's; that of `up` and `down` is the tokens'.
-            let dtype = inputs.params.tensor(role).map_or(inputs.x.dtype(), |t| t.dtype());
+            let dtype = inputs.params.tensor(kind).map_or(inputs.x.dtype(), |t| t.dtype());
             dims.map(|dims| Tensor::empty(device, dtype, &dims)).transpose()
         };
         let none = || Tensor::empty(device, inputs.x.dtype().accumulator(), &[0, 0]);
@@ -94,15 +94,15 @@ impl<'a, D: Kernels> GradientsMut<'a, D> {
     }
 
     /// Gives memory for a parameter's gradient. The selection bias has none.
-    pub fn set(&mut self, role: ParamKind, memory: TensorMut<'a, D>) {
-        if role != ParamKind::SelectionBias {
-            self.params[role] = Some(memory);
+    pub fn set(&mut self, kind: ParamKind, memory: TensorMut<'a, D>) {
+        if kind != ParamKind::SelectionBias {
+            self.params[kind] = Some(memory);
         }
     }
 
     /// Memory for a parameter's gradient. The selection bias has none.
-    pub fn get(&self, role: ParamKind) -> Option<&TensorMut<'a, D>> {
-        self.params.get(role).filter(|_| role != ParamKind::SelectionBias)
+    pub fn get(&self, kind: ParamKind) -> Option<&TensorMut<'a, D>> {
+        self.params.get(kind).filter(|_| kind != ParamKind::SelectionBias)
     }
 }
 
@@ -121,7 +121,7 @@ impl<D: Kernels> DerefMut for Gradients<D> {
     }
 }
 
-/// Views of plain parameters by role: what an adapter collects from its framework's tensors.
+/// Views of plain parameters by kind: what an adapter collects from its framework's tensors.
 #[derive(Debug)]
 pub struct ParamViews<'a, D: Kernels> {
     router: TensorRef<'a, D>,
@@ -131,16 +131,16 @@ pub struct ParamViews<'a, D: Kernels> {
 }
 
 impl<'a, D: Kernels> ParamViews<'a, D> {
-    /// Asks for each role's view.
+    /// Asks for each kind's view.
     ///
     /// # Errors
     /// No router, up or down.
     pub fn collect(mut view: impl FnMut(ParamKind) -> Result<Option<TensorRef<'a, D>>>) -> Result<Self> {
         let all = PerParam::try_from_fn(&mut view)?;
-        let required = |role: ParamKind| {
+        let required = |kind: ParamKind| {
             let missing =
-                || Error::invalid("ParamViews::collect", format!("tensor {}", role.name()), "a tensor", "none");
-            all[role].ok_or_else(missing)
+                || Error::invalid("ParamViews::collect", format!("tensor {}", kind.name()), "a tensor", "none");
+            all[kind].ok_or_else(missing)
         };
         Ok(Self {
             router: required(ParamKind::Router)?,
@@ -151,8 +151,8 @@ impl<'a, D: Kernels> ParamViews<'a, D> {
     }
 
     /// A parameter's view.
-    pub fn get(&self, role: ParamKind) -> Option<TensorRef<'a, D>> {
-        self.all[role]
+    pub fn get(&self, kind: ParamKind) -> Option<TensorRef<'a, D>> {
+        self.all[kind]
     }
 
     /// The parameters as a layer takes them.

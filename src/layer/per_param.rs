@@ -32,15 +32,15 @@ impl<T> PerParam<T> {
     /// # Errors
     /// The first that `value` returns.
     pub fn try_from_fn<E>(mut value: impl FnMut(ParamKind) -> Result<T, E>) -> Result<Self, E> {
-        PerParam::<()>::default().try_map(|role, ()| value(role))
+        PerParam::<()>::default().try_map(|kind, ()| value(kind))
     }
 
     /// Another value made of each.
     pub fn map<U>(self, mut value: impl FnMut(ParamKind, T) -> U) -> PerParam<U> {
-        let mut roles = ParamKind::ALL.into_iter();
-        PerParam::from_array(self.into_array().map(|t| match roles.next() {
-            Some(role) => value(role, t),
-            None => unreachable!("as many roles as values"),
+        let mut kinds = ParamKind::ALL.into_iter();
+        PerParam::from_array(self.into_array().map(|t| match kinds.next() {
+            Some(kind) => value(kind, t),
+            None => unreachable!("as many kinds as values"),
         }))
     }
 
@@ -50,9 +50,9 @@ impl<T> PerParam<T> {
     /// The first that `value` returns.
     pub fn try_map<U, E>(self, mut value: impl FnMut(ParamKind, T) -> Result<U, E>) -> Result<PerParam<U>, E> {
         let mut failed = None;
-        let values = self.map(|role, t| match failed {
+        let values = self.map(|kind, t| match failed {
             Some(_) => None,
-            None => value(role, t).map_err(|error| failed = Some(error)).ok(),
+            None => value(kind, t).map_err(|error| failed = Some(error)).ok(),
         });
         match (failed, values.complete()) {
             (Some(error), _) => Err(error),
@@ -130,14 +130,14 @@ impl<T> IntoIterator for PerParam<T> {
 impl<T> Index<ParamKind> for PerParam<T> {
     type Output = T;
 
-    fn index(&self, role: ParamKind) -> &T {
-        self.as_ref().into_array()[role as usize]
+    fn index(&self, kind: ParamKind) -> &T {
+        self.as_ref().into_array()[kind as usize]
     }
 }
 
 impl<T> IndexMut<ParamKind> for PerParam<T> {
-    fn index_mut(&mut self, role: ParamKind) -> &mut T {
-        match role {
+    fn index_mut(&mut self, kind: ParamKind) -> &mut T {
+        match kind {
             ParamKind::Router => &mut self.router,
             ParamKind::RouterBias => &mut self.router_bias,
             ParamKind::SelectionBias => &mut self.selection_bias,
@@ -159,18 +159,18 @@ impl<T> PerParam<Option<T>> {
     }
 
     /// A parameter's value, if there is one.
-    pub fn get(&self, role: ParamKind) -> Option<&T> {
-        self[role].as_ref()
+    pub fn get(&self, kind: ParamKind) -> Option<&T> {
+        self[kind].as_ref()
     }
 
     /// The values that there are, with their parameters.
     pub fn present(&self) -> impl Iterator<Item = (ParamKind, &T)> {
-        self.as_ref().into_iter().filter_map(|(role, t)| Some((role, t.as_ref()?)))
+        self.as_ref().into_iter().filter_map(|(kind, t)| Some((kind, t.as_ref()?)))
     }
 
     /// [`present`](Self::present), by value.
     pub fn into_present(self) -> impl Iterator<Item = (ParamKind, T)> {
-        self.into_iter().filter_map(|(role, t)| Some((role, t?)))
+        self.into_iter().filter_map(|(kind, t)| Some((kind, t?)))
     }
 
     /// The values, if none is missing.
@@ -183,7 +183,7 @@ impl<T> PerParam<Option<T>> {
 impl<T> FromIterator<(ParamKind, T)> for PerParam<Option<T>> {
     fn from_iter<I: IntoIterator<Item = (ParamKind, T)>>(values: I) -> Self {
         let mut all = Self::none();
-        values.into_iter().for_each(|(role, t)| all[role] = Some(t));
+        values.into_iter().for_each(|(kind, t)| all[kind] = Some(t));
         all
     }
 }
@@ -194,27 +194,27 @@ mod tests {
 
     #[test]
     fn each_value_is_found_under_its_parameter() {
-        let mut names = PerParam::from_fn(|role| role.name());
+        let mut names = PerParam::from_fn(|kind| kind.name());
         assert_eq!(
             (names.router, names.up_bias, names.shared_gate),
             ("router.weight", "experts.up_bias", "shared.gate")
         );
-        for role in ParamKind::ALL {
-            assert_eq!(names[role], role.name());
-            assert_eq!(*names.as_mut().map(|_, name| name)[role], role.name());
-            names[role] = "";
+        for kind in ParamKind::ALL {
+            assert_eq!(names[kind], kind.name());
+            assert_eq!(*names.as_mut().map(|_, name| name)[kind], kind.name());
+            names[kind] = "";
         }
         assert!(names.into_iter().all(|(_, name)| name.is_empty()));
-        let places: Vec<_> = PerParam::from_fn(|role| role as usize).into_iter().collect();
-        assert!(places.iter().enumerate().all(|(i, (role, place))| *role == ParamKind::ALL[i] && *place == i));
+        let places: Vec<_> = PerParam::from_fn(|kind| kind as usize).into_iter().collect();
+        assert!(places.iter().enumerate().all(|(i, (kind, place))| *kind == ParamKind::ALL[i] && *place == i));
     }
 
     #[test]
     fn the_first_failure_is_told_and_nothing_is_asked_after_it() {
         let mut asked = 0;
-        let failed = PerParam::try_from_fn(|role| {
+        let failed = PerParam::try_from_fn(|kind| {
             asked += 1;
-            if role == ParamKind::Up || role == ParamKind::Down { Err(role) } else { Ok(role) }
+            if kind == ParamKind::Up || kind == ParamKind::Down { Err(kind) } else { Ok(kind) }
         });
         assert_eq!((failed, asked), (Err(ParamKind::Up), 4));
     }

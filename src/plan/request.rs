@@ -69,8 +69,8 @@ pub(crate) fn waits(row_order: RowOrder, spec: &DispatchSpec) -> bool {
 pub struct DevicePlan<D: Device> {
     /// The plan.
     pub plan: Plan<D>,
-    /// Rows of each rank among those that arrive where all do: token t of rank r is row r·room + t.
-    pub room: usize,
+    /// Rows of each rank among those that arrive where all do: token t of rank r is row r·padded_tokens + t.
+    pub padded_tokens: usize,
     /// Counts from the records, where the host had to wait ([`PlanRecords::waits`]).
     pub counts: Option<HostCounts>,
 }

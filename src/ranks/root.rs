@@ -15,13 +15,13 @@ use crate::error::{Error, Result};
 use crate::error::{RankError, Refusal};
 
 /// Connections without a valid hello that are kept at once.
-const MOST_SILENT: usize = 64;
+const MAX_PENDING: usize = 64;
 /// How long each is kept. A rank sends its hello as soon as it is connected.
 const HELLO_TIME: Duration = Duration::from_secs(5);
 /// Pause between two looks at the connections.
 const PAUSE: Duration = Duration::from_millis(2);
 /// Refusals that an error tells of.
-const MOST_NOTES: usize = 8;
+const MAX_NOTES: usize = 8;
 /// Least time that answers get, even where the deadline is over.
 const ANSWER_TIME: Duration = Duration::from_secs(1);
 
@@ -79,41 +79,41 @@ impl Root {
         if job.rank != 0 {
             return Err(Error::invalid("ranks::Root::serve", "rank", 0, job.rank));
         }
-        let mut hall =
-            Hall { job, silent: Vec::new(), ranks: (1..job.world).map(|_| None).collect(), notes: Vec::new() };
-        let made = self.gather(&mut hall).and_then(|()| make());
+        let mut connections =
+            Connections { job, pending: Vec::new(), ranks: (1..job.world).map(|_| None).collect(), notes: Vec::new() };
+        let made = self.gather(&mut connections).and_then(|()| make());
         let reply = match &made {
             Ok(id) => Reply::Id(*id),
             Err(Error::Rank(RankError::Missing { missing, .. })) => Reply::gave_up(missing),
             Err(error) => Reply::failed(&error.to_string()),
         };
-        let answered = hall.answer(&reply, self.deadline);
+        let answered = connections.answer(&reply, self.deadline);
         let id = made?;
         answered.map(|streams| (id, streams)).map_err(|ranks| RankError::Left { ranks }.into())
     }
 
-    fn gather(&self, hall: &mut Hall<'_>) -> Result<()> {
+    fn gather(&self, connections: &mut Connections<'_>) -> Result<()> {
         loop {
-            self.admit(hall)?;
-            hall.listen();
-            hall.watch();
-            let missing = hall.missing();
+            self.accept_pending(connections)?;
+            connections.read_hellos();
+            connections.free_departed();
+            let missing = connections.missing();
             if missing.is_empty() {
                 return Ok(());
             }
             if self.deadline.left().is_none() {
-                let refused = std::mem::take(&mut hall.notes);
-                return Err(RankError::Missing { missing, timeout: hall.job.timeout, refused }.into());
+                let refused = std::mem::take(&mut connections.notes);
+                return Err(RankError::Missing { missing, timeout: connections.job.timeout, refused }.into());
             }
             std::thread::sleep(PAUSE);
         }
     }
 
-    /// Takes the connections that wait, no more than fit at once: those admitted are listened to before the next.
-    fn admit(&self, hall: &mut Hall<'_>) -> Result<()> {
-        for _ in 0..MOST_SILENT {
+    /// Takes the connections that wait, no more than fit at once: those accepted are read before the next.
+    fn accept_pending(&self, connections: &mut Connections<'_>) -> Result<()> {
+        for _ in 0..MAX_PENDING {
             match self.listener.accept() {
-                Ok((stream, peer)) => hall.enter(stream, peer),
+                Ok((stream, peer)) => connections.add(stream, peer),
                 Err(error) => match error.kind() {
                     ErrorKind::WouldBlock => break,
                     // The peer was gone before it was taken.
@@ -129,18 +129,18 @@ impl Root {
     }
 }
 
-/// Everyone who is connected.
-struct Hall<'a> {
+/// The connections to rank 0.
+struct Connections<'a> {
     job: &'a Bootstrap,
-    /// Those who have not said who they are, oldest first.
-    silent: Vec<Stranger>,
+    /// Those that have not shown a valid hello, oldest first.
+    pending: Vec<PendingConnection>,
     /// Ranks 1.. that have come.
     ranks: Vec<Option<TcpStream>>,
     /// Reasons of refusals.
     notes: Vec<String>,
 }
 
-struct Stranger {
+struct PendingConnection {
     stream: TcpStream,
     peer: SocketAddr,
     since: Instant,
@@ -148,41 +148,41 @@ struct Stranger {
     filled: usize,
 }
 
-enum Heard {
-    /// Nothing more for now.
-    Waiting,
-    Hello,
-    Gone,
+enum HelloProgress {
+    /// Bytes of it are yet to come.
+    Incomplete,
+    Complete,
+    Closed,
 }
 
-impl Hall<'_> {
-    fn enter(&mut self, stream: TcpStream, peer: SocketAddr) {
+impl Connections<'_> {
+    fn add(&mut self, stream: TcpStream, peer: SocketAddr) {
         if stream.set_nonblocking(true).is_err() {
             return;
         }
-        if self.silent.len() >= MOST_SILENT {
-            let oldest = self.silent.remove(0);
+        if self.pending.len() >= MAX_PENDING {
+            let oldest = self.pending.remove(0);
             self.note(oldest.peer, "replaced by newer connections before it said who it is");
         }
         let bytes = [0; HELLO_BYTES];
-        self.silent.push(Stranger { stream, peer, since: Instant::now(), bytes, filled: 0 });
+        self.pending.push(PendingConnection { stream, peer, since: Instant::now(), bytes, filled: 0 });
     }
 
-    fn listen(&mut self) {
-        for mut stranger in std::mem::take(&mut self.silent) {
-            match stranger.read() {
-                Heard::Hello => self.judge(stranger),
-                Heard::Waiting if stranger.since.elapsed() < HELLO_TIME => self.silent.push(stranger),
-                Heard::Waiting => self.note(stranger.peer, "silent for too long"),
+    fn read_hellos(&mut self) {
+        for mut connection in std::mem::take(&mut self.pending) {
+            match connection.read() {
+                HelloProgress::Complete => self.check_hello(connection),
+                HelloProgress::Incomplete if connection.since.elapsed() < HELLO_TIME => self.pending.push(connection),
+                HelloProgress::Incomplete => self.note(connection.peer, "silent for too long"),
                 // Port scanners and health checks do this; a rank comes back.
-                Heard::Gone => {}
+                HelloProgress::Closed => {}
             }
         }
     }
 
     /// Nothing is told to who does not have the token, but that it is wrong.
-    fn judge(&mut self, stranger: Stranger) {
-        let verdict = match Hello::parse(&stranger.bytes) {
+    fn check_hello(&mut self, connection: PendingConnection) {
+        let verdict = match Hello::parse(&connection.bytes) {
             Err(_) => Err(Refusal::Malformed),
             Ok(hello) if !hello.token.matches(&self.job.token) => Err(Refusal::Token),
             Ok(hello) if hello.round != self.job.round => Err(Refusal::Round(self.job.round)),
@@ -194,10 +194,10 @@ impl Hall<'_> {
             Ok(hello) => Ok(hello.rank as usize),
         };
         match verdict {
-            Ok(rank) => self.ranks[rank - 1] = Some(stranger.stream),
+            Ok(rank) => self.ranks[rank - 1] = Some(connection.stream),
             Err(refusal) => {
-                self.note(stranger.peer, refusal);
-                let mut stream = stranger.stream;
+                self.note(connection.peer, refusal);
+                let mut stream = connection.stream;
                 // A new connection's buffer takes all of it at once; who does not read it has not been here.
                 let _ = stream.write(&Reply::Refused(refusal).encode());
             }
@@ -205,7 +205,7 @@ impl Hall<'_> {
     }
 
     /// Frees the places of ranks that have left, so that they can come again.
-    fn watch(&mut self) {
+    fn free_departed(&mut self) {
         for rank in 1..self.job.world {
             self.present(rank);
         }
@@ -220,7 +220,7 @@ impl Hall<'_> {
             // Closed, broken, or says more than there is to say.
             _ => *slot = None,
         }
-        if self.notes.len() < MOST_NOTES {
+        if self.notes.len() < MAX_NOTES {
             self.notes.push(format!("rank {rank} left"));
         }
         false
@@ -250,23 +250,23 @@ impl Hall<'_> {
     }
 
     fn note(&mut self, peer: SocketAddr, why: impl std::fmt::Display) {
-        if self.notes.len() < MOST_NOTES {
+        if self.notes.len() < MAX_NOTES {
             self.notes.push(format!("{peer}: {why}"));
         }
     }
 }
 
-impl Stranger {
-    fn read(&mut self) -> Heard {
+impl PendingConnection {
+    fn read(&mut self) -> HelloProgress {
         while self.filled < HELLO_BYTES {
             match self.stream.read(&mut self.bytes[self.filled..]) {
-                Ok(0) => return Heard::Gone,
+                Ok(0) => return HelloProgress::Closed,
                 Ok(count) => self.filled += count,
-                Err(error) if error.kind() == ErrorKind::WouldBlock => return Heard::Waiting,
+                Err(error) if error.kind() == ErrorKind::WouldBlock => return HelloProgress::Incomplete,
                 Err(error) if error.kind() == ErrorKind::Interrupted => {}
-                Err(_) => return Heard::Gone,
+                Err(_) => return HelloProgress::Closed,
             }
         }
-        Heard::Hello
+        HelloProgress::Complete
     }
 }

@@ -12,7 +12,7 @@ use crate::trials::tests;
 /// The same of a model that runs every expert on every token with burn's operations and shares no code with the
 /// crate: one entry per rank, parameter gradients summed over the ranks' losses.
 fn dense(config: &MoeConfig, ranks: usize) -> (Vec<Found>, Vec<(&'static str, Vec<f32>)>) {
-    let param = |role| whole(role, config).unwrap();
+    let param = |kind| whole(kind, config).unwrap();
     fn leaf<const D: usize>((values, dims): (Vec<f32>, Vec<usize>)) -> Tensor<B, D> {
         tensor(values, dims.try_into().unwrap()).require_grad()
     }

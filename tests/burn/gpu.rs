@@ -116,9 +116,9 @@ impl Case {
     fn run<S: Subject>(&self, group: DeviceGroup) -> Vec<(String, Vec<f32>)> {
         let mut model = module::<Autodiff<S>>(&self.config, group);
         let e = self.config.router.num_experts;
-        fn cast<S: Subject, const D: usize>(case: &Case, role: ParamKind, param: &mut Param<Tensor<Autodiff<S>, D>>) {
-            let Some((values, dims)) = whole(role, &case.config) else { return };
-            let scale = role.fan_in(&case.config).map_or(0.3, |n| 2.0 / (n as f32).sqrt());
+        fn cast<S: Subject, const D: usize>(case: &Case, kind: ParamKind, param: &mut Param<Tensor<Autodiff<S>, D>>) {
+            let Some((values, dims)) = whole(kind, &case.config) else { return };
+            let scale = kind.fan_in(&case.config).map_or(0.3, |n| 2.0 / (n as f32).sqrt());
             let values = values.into_iter().map(|v| v * scale).collect();
             *param = Param::from_tensor(case.leaf(values, dims.try_into().unwrap()));
         }

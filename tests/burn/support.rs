@@ -84,15 +84,15 @@ pub fn values(seed: u64, count: usize, scale: f32) -> Vec<f32> {
 }
 
 /// Values of a parameter over all ranks (L = E).
-pub fn whole(role: ParamKind, config: &MoeConfig) -> Option<(Vec<f32>, Vec<usize>)> {
-    let dims = role.dims(config, config.router.num_experts)?;
-    Some((values(role as u64 + 10, dims.iter().product(), 0.5), dims))
+pub fn whole(kind: ParamKind, config: &MoeConfig) -> Option<(Vec<f32>, Vec<usize>)> {
+    let dims = kind.dims(config, config.router.num_experts)?;
+    Some((values(kind as u64 + 10, dims.iter().product(), 0.5), dims))
 }
 
 /// One rank's share of it.
-fn share(role: ParamKind, config: &MoeConfig, rank: usize, ranks: usize) -> Option<CoreTensor> {
-    let (values, dims) = whole(role, config)?;
-    if role.is_replicated() {
+fn share(kind: ParamKind, config: &MoeConfig, rank: usize, ranks: usize) -> Option<CoreTensor> {
+    let (values, dims) = whole(kind, config)?;
+    if kind.is_replicated() {
         return Some(CoreTensor::from_vec(values, &dims).unwrap());
     }
     let mut own = dims;
@@ -102,7 +102,7 @@ fn share(role: ParamKind, config: &MoeConfig, rank: usize, ranks: usize) -> Opti
 }
 
 pub fn block(config: &MoeConfig, rank: usize, ranks: usize) -> Block {
-    let of = |role| share(role, config, rank, ranks);
+    let of = |kind| share(kind, config, rank, ranks);
     let params = BlockParams {
         router: of(ParamKind::Router).unwrap(),
         router_bias: of(ParamKind::RouterBias),

@@ -53,7 +53,7 @@ fn rows(from: usize, count: usize) -> Vec<f32> {
 
 fn params<Bk: Backend>(model: &ExpertParallelMoE<Bk>) -> Vec<(ParamKind, Vec<f32>)> {
     let params = model.to_block().unwrap().params.into_params();
-    params.map(|(role, t)| (role, t.as_slice::<f32>().unwrap().to_vec())).collect()
+    params.map(|(kind, t)| (kind, t.as_slice::<f32>().unwrap().to_vec())).collect()
 }
 
 fn a_module_among_others() {
@@ -61,7 +61,7 @@ fn a_module_among_others() {
     let model = Model::<B>::new(&single());
     anywhere(&model);
     let layer = &model.layers[0];
-    let count = |role: ParamKind| role.dims(layer.layer().config(), E).unwrap().iter().product::<usize>();
+    let count = |kind: ParamKind| kind.dims(layer.layer().config(), E).unwrap().iter().product::<usize>();
     let of_layer: usize = ParamKind::ALL.into_iter().map(count).sum();
     assert_eq!(model.num_params(), H * H + 3 * of_layer);
     assert!(format!("{model}").contains("ExpertParallelMoE"), "{model}");
@@ -111,8 +111,8 @@ fn an_optimizer_leaves_the_selection_bias_alone() {
         let out = model.forward_full(tensor::<B, 2>(rows(0, 12), [12, H]), None).unwrap();
         let gradients = GradientsParams::from_grads(out.y.powi_scalar(2).sum().backward(), &model);
         model = adam.step(0.1, model, gradients);
-        for ((role, now), (_, before)) in params(&model).iter().zip(&before) {
-            assert_eq!(now == before, *role == ParamKind::SelectionBias, "{role:?}, {track}");
+        for ((kind, now), (_, before)) in params(&model).iter().zip(&before) {
+            assert_eq!(now == before, *kind == ParamKind::SelectionBias, "{kind:?}, {track}");
         }
         // The load moves it.
         let load = out.load.get().unwrap();

@@ -166,14 +166,14 @@ type Found = [Vec<f32>; 5];
 fn step_of_the_module(moe: &ExpertParallelMoE, x: &Var, c: &Tensor) -> AnyResult<Found> {
     let y = moe.forward(x)?;
     let gradients = loss(&y, c)?.backward()?;
-    let of = |role| gradient(&gradients, moe.param(role).ok_or("a parameter")?);
+    let of = |kind| gradient(&gradients, moe.param(kind).ok_or("a parameter")?);
     Ok([flat(&y)?, gradient(&gradients, x)?, of(ParamKind::Router)?, of(ParamKind::Up)?, of(ParamKind::Down)?])
 }
 
 /// Expert e as candle's operations, of the module's weights.
 fn expert(moe: &ExpertParallelMoE, e: usize, rows: &Tensor) -> candle_core::Result<Tensor> {
-    let weight = |role| {
-        let t = moe.param(role).ok_or_else(|| candle_core::Error::msg("a parameter"))?;
+    let weight = |kind| {
+        let t = moe.param(kind).ok_or_else(|| candle_core::Error::msg("a parameter"))?;
         t.get(e)?.t()
     };
     let pre = rows.matmul(&weight(ParamKind::Up)?)?;
@@ -192,8 +192,8 @@ fn step_of_operations(moe: &ExpertParallelMoE, layer: Layer, x: &Var, c: &Tensor
     let y = received.combine(&outputs)?;
     let gradients = loss(&y, c)?.backward()?;
     // An expert without rows has no gradient, and a rank without any has none for either weight.
-    let of = |role| -> AnyResult<Vec<f32>> {
-        let t = moe.param(role).ok_or("a parameter")?;
+    let of = |kind| -> AnyResult<Vec<f32>> {
+        let t = moe.param(kind).ok_or("a parameter")?;
         gradients.get(t).map_or_else(|| Ok(vec![0.0; t.elem_count()]), flat)
     };
     Ok([flat(&y)?, gradient(&gradients, x)?, of(ParamKind::Router)?, of(ParamKind::Up)?, of(ParamKind::Down)?])

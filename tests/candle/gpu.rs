@@ -37,9 +37,9 @@ fn results(moe: &ExpertParallelMoE, tokens: usize, dtype: DType) -> AnyResult<Ve
     let ids = out.ids.flatten_all()?.to_vec1::<u32>()?;
     all.push(("ids".to_string(), ids.into_iter().map(|id| id as f32).collect()));
     all.push(("d x".to_string(), flat(gradients.get(&x).ok_or("no gradient of x")?)?));
-    for role in ParamKind::ALL {
-        if let Some(gradient) = moe.param(role).and_then(|t| gradients.get(t)) {
-            all.push((format!("d {}", role.name()), flat(gradient)?));
+    for kind in ParamKind::ALL {
+        if let Some(gradient) = moe.param(kind).and_then(|t| gradients.get(t)) {
+            all.push((format!("d {}", kind.name()), flat(gradient)?));
         }
     }
     Ok(all)
@@ -88,8 +88,8 @@ fn two_calls_among_ordinary_operations(device: &Device) -> AnyResult<()> {
     let found = step(&seeded(poisoned(device, 16)?, config())?, 0..13)?;
     close("y", &found.0, &expected.0);
     close("d x", &found.1, &expected.1);
-    for ((role, found), (_, expected)) in found.2.iter().zip(&expected.2) {
-        close(role.name(), found, expected);
+    for ((kind, found), (_, expected)) in found.2.iter().zip(&expected.2) {
+        close(kind.name(), found, expected);
     }
     Ok(())
 }
@@ -105,11 +105,11 @@ fn steps_of_an_optimizer_follow_the_cpu(device: &Device) -> AnyResult<()> {
     };
     let expected = train(&seeded(group(&Device::Cpu)?, config())?)?;
     let found = train(&seeded(poisoned(device, 64)?, config())?)?;
-    for ((role, found), (_, expected)) in found.iter().zip(&expected) {
+    for ((kind, found), (_, expected)) in found.iter().zip(&expected) {
         // Adam divides a gradient by its own size: near 0, where f32 sums differ by 1e-7 of their terms, a step's
         // direction is the rounding's. Five steps of 1e-3 on weights of 0.1, a percent of them undecided.
         let error = distance(found, expected);
-        assert!(error <= 1e-3, "{role:?}: {error}");
+        assert!(error <= 1e-3, "{kind:?}: {error}");
     }
     Ok(())
 }

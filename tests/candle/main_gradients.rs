@@ -34,16 +34,16 @@ fn tokens(microbatch: u64, dtype: DType, device: &Device) -> AnyResult<Var> {
 
 /// Every variable's gradient: of the parameters by their names.
 fn values(moe: &ExpertParallelMoE, gradients: &GradStore) -> AnyResult<Vec<(ParamKind, Vec<f32>)>> {
-    let trained = ParamKind::ALL.into_iter().filter(|role| *role != ParamKind::SelectionBias);
-    let found = trained.filter_map(|role| Some((role, gradients.get(moe.param(role)?))));
-    found.map(|(role, t)| Ok((role, flat(t.ok_or_else(|| format!("no gradient of {}", role.name()))?)?))).collect()
+    let trained = ParamKind::ALL.into_iter().filter(|kind| *kind != ParamKind::SelectionBias);
+    let found = trained.filter_map(|kind| Some((kind, gradients.get(moe.param(kind)?))));
+    found.map(|(kind, t)| Ok((kind, flat(t.ok_or_else(|| format!("no gradient of {}", kind.name()))?)?))).collect()
 }
 
 /// Equal numbers: 0 and −0 are, which candle's sum with zeros does not keep apart.
 fn same(found: &[(ParamKind, Vec<f32>)], expected: &[(ParamKind, Vec<f32>)]) {
     assert_eq!(found.len(), expected.len());
-    for ((role, found), (_, expected)) in found.iter().zip(expected) {
-        assert!(found == expected, "{}: {found:?}, candle's {expected:?}", role.name());
+    for ((kind, found), (_, expected)) in found.iter().zip(expected) {
+        assert!(found == expected, "{}: {found:?}, candle's {expected:?}", kind.name());
     }
 }
 
@@ -116,17 +116,17 @@ fn sixteen_bits_are_summed_as_such_where_asked(device: &Device) -> AnyResult<()>
     let once = backward(&moe.forward(&x)?.to_dtype(DType::F32)?.sqr()?.sum_all()?)?;
     let mut wide = MainGradients::in_f32();
     wide.backward(&moe.forward(&x)?.to_dtype(DType::F32)?.sqr()?.sum_all()?)?;
-    for (role, found) in values(&moe, main.store())? {
-        let of = moe.param(role).ok_or("no parameter")?;
+    for (kind, found) in values(&moe, main.store())? {
+        let of = moe.param(kind).ok_or("no parameter")?;
         assert_eq!(main.store().get(of).map(Tensor::dtype), Some(DType::BF16));
         let once = flat(once.get(of).ok_or("no gradient")?)?;
         // One rounding of the same sum, 2⁻⁹ of it.
         for (wide, once) in flat(wide.store().get(of).ok_or("no gradient in f32")?)?.iter().zip(&once) {
-            assert!((wide - once).abs() <= 2f32.powi(-8) * wide.abs(), "{}: {wide} as {once}", role.name());
+            assert!((wide - once).abs() <= 2f32.powi(-8) * wide.abs(), "{}: {wide} as {once}", kind.name());
         }
         // The second term is in f32 where it is added, the first is rounded: g(1 ± 2⁻⁹) + g, rounded.
         for (found, once) in found.iter().zip(&once) {
-            assert!((found - 2.0 * once).abs() <= 2f32.powi(-7) * once.abs(), "{}: {found}, {once}", role.name());
+            assert!((found - 2.0 * once).abs() <= 2f32.powi(-7) * once.abs(), "{}: {found}, {once}", kind.name());
         }
     }
     Ok(())
@@ -179,8 +179,8 @@ fn computed_and_frozen_weights(device: &Device) -> AnyResult<()> {
     let halves = |frozen: &[ParamKind]| -> AnyResult<ExpertParallelMoE> {
         let part = |(name, t): (&str, &Tensor)| -> AnyResult<_> {
             let half = (t * 0.5)?;
-            let role = ParamKind::ALL.into_iter().find(|role| role.name() == name).ok_or("a name")?;
-            Ok((name.to_string(), if frozen.contains(&role) { half.detach() } else { half }))
+            let kind = ParamKind::ALL.into_iter().find(|kind| kind.name() == name).ok_or("a name")?;
+            Ok((name.to_string(), if frozen.contains(&kind) { half.detach() } else { half }))
         };
         let tensors = whole.params().into_iter().map(part).collect::<AnyResult<_>>()?;
         let vb = VarBuilder::from_tensors(tensors, DType::F32, device);
@@ -196,11 +196,11 @@ fn computed_and_frozen_weights(device: &Device) -> AnyResult<()> {
     let mut main = MainGradients::new();
     main.backward(&loss(&partly, &x)?)?;
     let expected = loss(&partly, &x)?.backward()?;
-    for role in ParamKind::ALL.into_iter().filter(|role| whole.param(*role).is_some()) {
-        let of = whole.param(role).ok_or("a parameter")?;
+    for kind in ParamKind::ALL.into_iter().filter(|kind| whole.param(*kind).is_some()) {
+        let of = whole.param(kind).ok_or("a parameter")?;
         match (main.store().get(of), expected.get(of)) {
-            (Some(found), Some(expected)) => assert_eq!(flat(found)?, flat(expected)?, "{}", role.name()),
-            (found, expected) => assert_eq!(found.is_some(), expected.is_some(), "{}", role.name()),
+            (Some(found), Some(expected)) => assert_eq!(flat(found)?, flat(expected)?, "{}", kind.name()),
+            (found, expected) => assert_eq!(found.is_some(), expected.is_some(), "{}", kind.name()),
         }
     }
     let error = main.get(&Tensor::zeros((2, 2), DType::F32, device)?).expect_err("of no loss");
@@ -216,7 +216,7 @@ fn shared_variables(device: &Device) -> AnyResult<()> {
     let router = || -> AnyResult<Var> { Ok(Var::from_tensor(&normal(72, (8, H), DType::F32, device)?)?) };
     let layer = |number, up: &Var, down: &Var| -> AnyResult<ExpertParallelMoE> {
         let given = [(ParamKind::Router, router()?), (ParamKind::Up, up.clone()), (ParamKind::Down, down.clone())];
-        let tensors = given.into_iter().map(|(role, var)| (role.name().to_string(), var.into_inner())).collect();
+        let tensors = given.into_iter().map(|(kind, var)| (kind.name().to_string(), var.into_inner())).collect();
         let vb = VarBuilder::from_tensors(tensors, DType::F32, device);
         Ok(ExpertParallelMoE::new(Layer::new(square.clone(), number)?, group(device)?, vb)?)
     };
@@ -237,11 +237,11 @@ fn shared_variables(device: &Device) -> AnyResult<()> {
             main.backward(&loss()?)?;
         }
         for moe in used {
-            for (role, expected) in values(moe, &expected)? {
-                let found = flat(main.get(moe.param(role).ok_or("a parameter")?)?)?;
+            for (kind, expected) in values(moe, &expected)? {
+                let found = flat(main.get(moe.param(kind).ok_or("a parameter")?)?)?;
                 let twice: Vec<f32> = expected.iter().map(|g| 2.0 * g).collect();
                 // Four terms at most, in two orders: three roundings of sums of their size.
-                close(role.name(), &found, &twice);
+                close(kind.name(), &found, &twice);
             }
         }
     }

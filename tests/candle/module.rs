@@ -70,8 +70,8 @@ fn an_absent_gradient_counts_as_zeros(device: &Device) -> AnyResult<()> {
     // Only the auxiliary loss is used: experts' gradients are exact zeros, the router's are not.
     let gradients = moe.forward_full(&x, None)?.aux.backward()?;
     let number = |t: &Tensor| -> AnyResult<f64> { Ok(t.to_dtype(DType::F64)?.to_scalar::<f64>()?) };
-    let norm = |role: ParamKind| -> AnyResult<f64> {
-        let param = moe.param(role).ok_or("no such parameter")?;
+    let norm = |kind: ParamKind| -> AnyResult<f64> {
+        let param = moe.param(kind).ok_or("no such parameter")?;
         number(&gradients.get(param).ok_or("no gradient")?.abs()?.sum_all()?)
     };
     assert_eq!(norm(ParamKind::Up)?, 0.0);

@@ -74,12 +74,12 @@ fn ranks_share_the_work_of_one() -> AnyResult<()> {
         let join = |f: &dyn Fn(&Part) -> &Vec<f32>| parts.iter().flat_map(|p| f(p).clone()).collect::<Vec<_>>();
         close("y", &join(&|p| &p.0), &whole.0);
         close("d x", &join(&|p| &p.1), &whole.1);
-        for (i, (role, expected)) in whole.2.iter().enumerate() {
-            let found = match role.is_replicated() {
+        for (i, (kind, expected)) in whole.2.iter().enumerate() {
+            let found = match kind.is_replicated() {
                 false => join(&|p| &p.2[i].1),
                 true => (0..expected.len()).map(|j| parts.iter().map(|p| p.2[i].1[j]).sum()).collect(),
             };
-            close(role.name(), &found, expected);
+            close(kind.name(), &found, expected);
         }
     }
     Ok(())
@@ -126,8 +126,8 @@ fn fresh_variables_agree_where_ranks_share_them() -> AnyResult<()> {
     });
     let results = results.into_iter().collect::<AnyResult<Vec<_>>>()?;
     for other in &results[1..] {
-        for ((role, first), (_, second)) in results[0].iter().zip(other) {
-            assert_eq!(first == second, role.is_replicated(), "{role:?}");
+        for ((kind, first), (_, second)) in results[0].iter().zip(other) {
+            assert_eq!(first == second, kind.is_replicated(), "{kind:?}");
         }
     }
     Ok(())
@@ -142,7 +142,7 @@ fn constants_agree_where_ranks_share_them() -> AnyResult<()> {
         let tensors = drawn.params().into_iter().map(other).collect::<candle_core::Result<_>>()?;
         let vb = VarBuilder::from_tensors(tensors, DType::F32, &Device::Cpu);
         let moe = ExpertParallelMoE::new(Layer::new(config(), 0)?, group, vb)?;
-        let of = |role| -> AnyResult<Vec<f32>> { Ok(moe.param(role).ok_or("a parameter")?.flatten_all()?.to_vec1()?) };
+        let of = |kind| -> AnyResult<Vec<f32>> { Ok(moe.param(kind).ok_or("a parameter")?.flatten_all()?.to_vec1()?) };
         let expected: Vec<f32> = drawn.param(ParamKind::Router).ok_or("a router")?.flatten_all()?.to_vec1()?;
         Ok((of(ParamKind::Router)?, expected))
     });
@@ -227,10 +227,10 @@ fn reduced_gradients_are_those_of_one_rank() -> AnyResult<()> {
     };
     let whole = run(&[0, total], false)?.remove(0);
     let parts = run(&[0, 5, total], false)?;
-    for (i, (role, expected)) in whole.iter().enumerate() {
-        match role.is_replicated() {
-            true => parts.iter().for_each(|part| close(role.name(), &part[i].1, expected)),
-            false => close(role.name(), &[parts[0][i].1.clone(), parts[1][i].1.clone()].concat(), expected),
+    for (i, (kind, expected)) in whole.iter().enumerate() {
+        match kind.is_replicated() {
+            true => parts.iter().for_each(|part| close(kind.name(), &part[i].1, expected)),
+            false => close(kind.name(), &[parts[0][i].1.clone(), parts[1][i].1.clone()].concat(), expected),
         }
     }
     assert_eq!(parts[0][0], parts[1][0], "the same bits on both ranks");

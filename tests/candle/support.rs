@@ -70,14 +70,14 @@ pub fn of_type(group: impl Into<DeviceGroup>, config: MoeConfig, dtype: DType) -
     let layer = Layer::new(config, 3)?;
     let tensors = ParamKind::ALL
         .into_iter()
-        .filter_map(|role| {
-            let dims = role.dims(layer.config(), local)?;
+        .filter_map(|kind| {
+            let dims = kind.dims(layer.config(), local)?;
             let count: usize = dims.iter().product();
-            let start = if role.is_replicated() { 0 } else { first * count / local };
+            let start = if kind.is_replicated() { 0 } else { first * count / local };
             let values: Vec<f32> =
                 (start..start + count).map(|i| ((i * 7919 + 13) % 101) as f32 / 250.0 - 0.2).collect();
             let of = |values| Tensor::from_vec(values, dims, &Device::Cpu)?.to_dtype(dtype)?.to_device(group.device());
-            Some(of(values).map(|t| (role.name().to_string(), t)))
+            Some(of(values).map(|t| (kind.name().to_string(), t)))
         })
         .collect::<candle_core::Result<std::collections::HashMap<_, _>>>()?;
     let tensors = tensors.into_iter().map(|(n, t)| Ok((n, Var::from_tensor(&t)?.into_inner())));
@@ -104,7 +104,7 @@ pub fn flat(t: &Tensor) -> AnyResult<Vec<f32>> {
     Ok(t.to_dtype(DType::F32)?.flatten_all()?.to_vec1()?)
 }
 
-/// Results of one rank's part of a step: its y, d x, and (role, gradient).
+/// Results of one rank's part of a step: its y, d x, and (kind, gradient).
 pub type Part = (Vec<f32>, Vec<f32>, Vec<(ParamKind, Vec<f32>)>);
 
 /// Forward and backward of two calls of the layer in one graph, among ordinary operations.

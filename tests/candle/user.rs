@@ -36,7 +36,7 @@ fn variables_go_through_a_file_and_back(device: &Device) -> AnyResult<()> {
     let expected = flat(&moe.forward(&x)?)?;
     let mut names: Vec<String> = vars.data().lock().map_err(|e| e.to_string())?.keys().cloned().collect();
     names.sort();
-    let mut wanted = ParamKind::ALL.map(|role| format!("layers.0.moe.{}", role.name()));
+    let mut wanted = ParamKind::ALL.map(|kind| format!("layers.0.moe.{}", kind.name()));
     wanted.sort();
     assert_eq!(names, wanted);
     let folder = tempfile::tempdir()?;
@@ -158,18 +158,18 @@ fn a_part_of_the_parameters_is_trained(device: &Device) -> AnyResult<()> {
     let x = tokens(0..9, device)?.detach();
     let whole = moe.forward(&x)?.sqr()?.sum_all()?.backward()?;
     for kept in [ParamKind::Router, ParamKind::DownBias, ParamKind::SharedGate] {
-        let of = |role: ParamKind| {
-            let t = moe.param(role).ok_or("a parameter")?;
-            Ok((role.name().to_string(), if role == kept { t.clone() } else { t.detach() }))
+        let of = |kind: ParamKind| {
+            let t = moe.param(kind).ok_or("a parameter")?;
+            Ok((kind.name().to_string(), if kind == kept { t.clone() } else { t.detach() }))
         };
         let tensors = ParamKind::ALL.into_iter().map(of).collect::<AnyResult<_>>()?;
         let vb = VarBuilder::from_tensors(tensors, DType::F32, device);
         let part = ExpertParallelMoE::new(moe.layer().clone(), moe.group(), vb)?;
         let gradients = part.forward(&x)?.sqr()?.sum_all()?.backward()?;
         assert_eq!(part.vars().len(), 1);
-        for role in ParamKind::ALL {
-            let found = gradients.get(part.param(role).ok_or("a parameter")?);
-            assert_eq!(found.is_some(), role == kept, "{role:?}");
+        for kind in ParamKind::ALL {
+            let found = gradients.get(part.param(kind).ok_or("a parameter")?);
+            assert_eq!(found.is_some(), kind == kept, "{kind:?}");
         }
         let of = |g: &candle_core::backprop::GradStore| flat(g.get(&part.vars()[0]).ok_or("no gradient")?);
         assert_eq!(of(&gradients)?, of(&whole)?, "{kept:?}");

@@ -504,7 +504,7 @@ fn golden_suite_knows_the_names() {
             candle_core::Tensor::from_vec(t.to_f64(), t.dims(), &candle_core::Device::Cpu).unwrap()
         };
         let params: Params =
-            block.params.into_params().map(|(role, t)| (role.name().to_string(), framework(&t))).collect();
+            block.params.into_params().map(|(kind, t)| (kind.name().to_string(), framework(&t))).collect();
         let prefix = format!("{}{layer}.", case.root);
         for (name, raw) in tensors.iter().filter(|(name, _)| name.starts_with(&prefix)) {
             let found =

@@ -196,8 +196,8 @@ fn one_rank<D: Target>(
     let shown = |t: &moebius::Tensor<D>| framework(&device.to_cpu(t));
     let layer = Layer::new(setup.config.clone(), 0)?.with_dispatch(setup.dispatch);
     let own: Vec<Option<moebius::Tensor<D>>> =
-        ParamKind::ALL.into_iter().map(|role| params.get(role).map(|t| device.host(t))).collect();
-    let views = ParamViews::collect(|role| Ok(own[role as usize].as_ref().map(|t| t.view())))?;
+        ParamKind::ALL.into_iter().map(|kind| params.get(kind).map(|t| device.host(t))).collect();
+    let views = ParamViews::collect(|kind| Ok(own[kind as usize].as_ref().map(|t| t.view())))?;
     let quantized = match &setup.quantized {
         Some(stacks) => Some([stacks[group.rank()][0].to(&device)?, stacks[group.rank()][1].to(&device)?]),
         None => None,
@@ -215,7 +215,7 @@ fn one_rank<D: Target>(
         let cotangents = Cotangents { y: dy.map(|t| t.view()), aux };
         let wanted = Wanted { experts: quantized.is_none(), ..Wanted::ALL };
         let mut g = layer.backward(group, context, inputs, cotangents, wanted)?;
-        let of_params = ParamKind::ALL.into_iter().map(|role| (role.name(), g.take(role))).collect::<Vec<_>>();
+        let of_params = ParamKind::ALL.into_iter().map(|kind| (kind.name(), g.take(kind))).collect::<Vec<_>>();
         let others = [("x", g.x), ("logits", Some(g.logits)), ("weights", Some(g.weights))];
         let named = of_params.into_iter().chain(others);
         grads.extend(named.filter_map(|(n, t)| Some((n.to_string(), shown(&t?)))));

@@ -61,12 +61,12 @@ impl Steps {
             cuda.write(&values, DType::BF16, dims)
         };
         let mut params = Vec::new();
-        for (i, role) in ParamKind::ALL.into_iter().enumerate() {
-            let Some(dims) = role.dims(&config, experts / ranks) else { continue };
+        for (i, kind) in ParamKind::ALL.into_iter().enumerate() {
+            let Some(dims) = kind.dims(&config, experts / ranks) else { continue };
             // The router and the shared expert are the same on all ranks.
-            let own = matches!(role, ParamKind::Up | ParamKind::Down);
+            let own = matches!(kind, ParamKind::Up | ParamKind::Down);
             let seed = if own { 100 * (rank as u64 + 1) + i as u64 } else { 5 + i as u64 };
-            params.push((role, put(seed, &dims, 0.4)?));
+            params.push((kind, put(seed, &dims, 0.4)?));
         }
         let dims = [tokens - fewer * rank, config.hidden];
         let (x, d_y) = (put(7 + rank as u64, &dims, 3.0)?, put(70 + rank as u64, &dims, 3.0)?);
@@ -100,8 +100,8 @@ impl Steps {
 
     /// Forward and, where the shape says so, backward.
     pub fn step(&mut self) -> Result<()> {
-        let find = |role| self.params.iter().find(|(r, _)| *r == role).map(|(_, t)| t.view());
-        let views = ParamViews::collect(|role| Ok(find(role)))?;
+        let find = |kind| self.params.iter().find(|(r, _)| *r == kind).map(|(_, t)| t.view());
+        let views = ParamViews::collect(|kind| Ok(find(kind)))?;
         let params = views.params();
         let [y, d_x, router, up, down, ..] = &mut self.out[..] else {
             return Err(Error::Device { call: "test", operation: "outputs".into(), message: "not five".into() });

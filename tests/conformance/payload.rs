@@ -96,15 +96,15 @@ fn floats<D: Target>() -> impl Iterator<Item = DType> {
 /// A block's tensors on a rank; its router sees the first 32 elements only.
 fn params<D: Target>(r: &Rank<D>, config: &MoeConfig, dtype: DType) -> Vec<(ParamKind, Tensor<D>)> {
     let local = r.group.local_experts();
-    let one = |role: ParamKind| {
-        let dims = role.dims(config, local)?;
-        let seed = if role.is_replicated() { 50 } else { 100 + r.rank as u64 };
-        let mut values = Random::new(seed + role as u64).numbers(dims.iter().product(), 0.5);
-        if role == ParamKind::Router {
+    let one = |kind: ParamKind| {
+        let dims = kind.dims(config, local)?;
+        let seed = if kind.is_replicated() { 50 } else { 100 + r.rank as u64 };
+        let mut values = Random::new(seed + kind as u64).numbers(dims.iter().product(), 0.5);
+        if kind == ParamKind::Router {
             let of = |(i, v): (usize, f64)| if i % config.hidden < EXACT { v } else { 0.0 };
             values = values.into_iter().enumerate().map(of).collect();
         }
-        Some((role, r.put(dtype, &values, &dims)))
+        Some((kind, r.put(dtype, &values, &dims)))
     };
     ParamKind::ALL.into_iter().filter_map(one).collect()
 }
@@ -145,7 +145,7 @@ fn step<D: Target>(
     params: &[(ParamKind, Tensor<D>)],
     (x, d_y): (&Tensor<D>, &Tensor<D>),
 ) -> Result<Results> {
-    let views = ParamViews::collect(|role| Ok(params.iter().find(|(r, _)| *r == role).map(|(_, t)| t.view())))?;
+    let views = ParamViews::collect(|kind| Ok(params.iter().find(|(r, _)| *r == kind).map(|(_, t)| t.view())))?;
     let params = views.params();
     let device = r.group.device().clone();
     let bytes = |t: &Tensor<D>| device.download(t.view());
@@ -159,12 +159,12 @@ fn step<D: Target>(
     for (name, t) in [("d x", d.x.take()), ("d weights", Some(d.weights))] {
         results.push((name, bytes(t.as_ref().expect("a gradient"))?));
     }
-    for role in
+    for kind in
         [ParamKind::Router, ParamKind::Up, ParamKind::UpBias, ParamKind::Down, ParamKind::DownBias, ParamKind::SharedUp]
     {
-        let found = d.params[role].take();
+        let found = d.params[kind].take();
         if let Some(t) = found {
-            results.push((role.name(), bytes(&t)?));
+            results.push((kind.name(), bytes(&t)?));
         }
     }
     Ok(results)
@@ -312,8 +312,8 @@ fn shared_experts_read_tokens_as_they_are<D: Target>(s: &Setup<D>) {
             config.shared = Some(SharedConfig { intermediate: 16, gated: false });
             let (x, d_y) = data(r, v, EXACT);
             let mut params = params(r, &config, v.dtype);
-            for (role, t) in &mut params {
-                if matches!(role, ParamKind::Down | ParamKind::DownBias) {
+            for (kind, t) in &mut params {
+                if matches!(kind, ParamKind::Down | ParamKind::DownBias) {
                     *t = r.put(v.dtype, &vec![0.0; t.dims().iter().product()], t.dims());
                 }
             }

@@ -171,7 +171,7 @@ impl Steps {
     fn new(cuda: &Cuda, case: &Case) -> Result<Self> {
         let data = Data::new(case)?;
         let put = |t: &Tensor<Cpu>| t.to(cuda);
-        let params: Vec<_> = data.params.iter().map(|(role, t)| Ok((*role, put(t)?))).collect::<Result<_>>()?;
+        let params: Vec<_> = data.params.iter().map(|(kind, t)| Ok((*kind, put(t)?))).collect::<Result<_>>()?;
         let like = |wanted: ParamKind| {
             let dims = wanted.dims(&case.config, case.config.router.num_experts).unwrap_or_default();
             Tensor::empty(cuda, case.dtype, &dims)
@@ -196,7 +196,7 @@ impl Steps {
     /// Forward and backward, into the same memory each time.
     fn step(&mut self) -> Result<()> {
         let views =
-            ParamViews::collect(|role| Ok(self.params.iter().find(|(r, _)| *r == role).map(|(_, t)| t.view())))?;
+            ParamViews::collect(|kind| Ok(self.params.iter().find(|(r, _)| *r == kind).map(|(_, t)| t.view())))?;
         let params = views.params();
         let mode = Mode { backward: true, noise: None };
         let inputs = Inputs { x: self.x.view(), params: &params };
@@ -354,13 +354,13 @@ fn a_nan_that_is_told_later_goes_its_way(cuda: &Cuda) -> Result<()> {
         config.router.renorm = None;
         let case = Case::new(config, 100, DType::F32);
         let mut steps = Steps::new(cuda, &case)?;
-        let router = steps.params.iter_mut().find(|(role, _)| *role == ParamKind::Router).map(|(_, t)| t);
+        let router = steps.params.iter_mut().find(|(kind, _)| *kind == ParamKind::Router).map(|(_, t)| t);
         let router = router.expect("every layer has one");
         let mut weights = cuda.read(router.view())?;
         *weights.last_mut().expect("experts") = f64::NAN;
         *router = cuda.write(&weights, DType::F32, &[experts, 64])?;
         let views =
-            ParamViews::collect(|role| Ok(steps.params.iter().find(|(r, _)| *r == role).map(|(_, t)| t.view())))?;
+            ParamViews::collect(|kind| Ok(steps.params.iter().find(|(r, _)| *r == kind).map(|(_, t)| t.view())))?;
         let (mode, params) = (Mode { backward: false, noise: None }, views.params());
         let inputs = Inputs { x: steps.x.view(), params: &params };
         let made = steps.layer.forward_into(&mut steps.group, mode, inputs, steps.y.view_mut())?;

@@ -110,16 +110,16 @@ impl Data {
         let x = random.tensor(&[case.tokens, config.hidden], case.dtype, 1.0)?;
         let d_y = random.tensor(&[case.tokens, config.hidden], case.dtype, 1.0)?;
         let mut params = Vec::new();
-        for role in ParamKind::ALL {
-            let Some(dims) = role.dims(config, config.router.num_experts) else { continue };
-            let scale = role.fan_in(config).map_or(0.3, |n| 1.0 / (n as f64).sqrt());
+        for kind in ParamKind::ALL {
+            let Some(dims) = kind.dims(config, config.router.num_experts) else { continue };
+            let scale = kind.fan_in(config).map_or(0.3, |n| 1.0 / (n as f64).sqrt());
             let mut t = random.tensor(&dims, case.dtype, scale)?;
-            if role == ParamKind::RouterBias && case.hot != 0.0 {
+            if kind == ParamKind::RouterBias && case.hot != 0.0 {
                 let mut values = t.to_f64();
                 values[0] += case.hot;
                 t = Cpu::new().write(&values, case.dtype, &dims)?;
             }
-            params.push((role, t));
+            params.push((kind, t));
         }
         Ok(Self { x, d_y, params })
     }
@@ -140,8 +140,8 @@ pub fn run<D: Kernels>(
     let x = put(&data.x)?;
     let d_y = put(&data.d_y)?;
     let params: Vec<(ParamKind, Tensor<D>)> =
-        data.params.iter().map(|(role, t)| Ok((*role, put(t)?))).collect::<Result<_>>()?;
-    let views = ParamViews::collect(|role| Ok(params.iter().find(|(r, _)| *r == role).map(|(_, t)| t.view())))?;
+        data.params.iter().map(|(kind, t)| Ok((*kind, put(t)?))).collect::<Result<_>>()?;
+    let views = ParamViews::collect(|kind| Ok(params.iter().find(|(r, _)| *r == kind).map(|(_, t)| t.view())))?;
     let params = views.params();
     let mode = Mode { backward: true, noise: case.noise };
     let forward = layer.forward(group, mode, x.view(), &params)?;
@@ -168,9 +168,9 @@ pub fn run<D: Kernels>(
     }
     keep("d_logits", &gradients.logits)?;
     keep("d_weights", &gradients.weights)?;
-    for role in ParamKind::ALL {
-        if let Some(t) = gradients.take(role) {
-            keep(&format!("d_{}", role.name()), &t)?;
+    for kind in ParamKind::ALL {
+        if let Some(t) = gradients.take(kind) {
+            keep(&format!("d_{}", kind.name()), &t)?;
         }
     }
     results.push(("aux".to_string(), aux));

@@ -82,8 +82,8 @@ fn sampled_on_gpu(cuda: &Cuda, case: &Case, data: &Data, sample: &[usize], token
     let x = rows_of(cuda, &small_x, (0..tokens).map(|t| row_of(t).max(again(t) * i32::from(row_of(t) < 0))).collect())?;
     let d_y = rows_of(cuda, &small_dy, (0..tokens).map(row_of).collect())?;
     let params: Vec<(ParamKind, Tensor<Cuda>)> =
-        data.params.iter().map(|(role, t)| Ok((*role, t.to(cuda)?))).collect::<Result<_>>()?;
-    let views = ParamViews::collect(|role| Ok(params.iter().find(|(r, _)| *r == role).map(|(_, t)| t.view())))?;
+        data.params.iter().map(|(kind, t)| Ok((*kind, t.to(cuda)?))).collect::<Result<_>>()?;
+    let views = ParamViews::collect(|kind| Ok(params.iter().find(|(r, _)| *r == kind).map(|(_, t)| t.view())))?;
     let params = views.params();
     let layer = Layer::new(case.config.clone(), 0)?;
     let mut group = cuda.group(group_config(&Case { tokens, ..case.clone() }))?;
@@ -99,9 +99,9 @@ fn sampled_on_gpu(cuda: &Cuda, case: &Case, data: &Data, sample: &[usize], token
     let mut results = vec![("y".to_string(), at(&forward.y)?)];
     results.push(("d_x".to_string(), at(gradients.x.as_ref().expect("asked for"))?));
     results.push(("d_weights".to_string(), at(&gradients.weights)?));
-    for role in [ParamKind::Router, ParamKind::Up, ParamKind::Down] {
-        let gradient = gradients.take(role).expect("asked for");
-        results.push((format!("d_{}", role.name()), cuda.read(gradient.view())?));
+    for kind in [ParamKind::Router, ParamKind::Up, ParamKind::Down] {
+        let gradient = gradients.take(kind).expect("asked for");
+        results.push((format!("d_{}", kind.name()), cuda.read(gradient.view())?));
     }
     Ok(results)
 }
@@ -114,12 +114,12 @@ fn last_expert(cuda: &Cuda, config: &MoeConfig) -> Result<()> {
     alone.config.router.logit_bias = true;
     let data = Data::new(&alone)?;
     let cpu = on_cpu(&alone, &data)?;
-    let of = |role: ParamKind| &data.params.iter().find(|(r, _)| *r == role).expect("a parameter").1;
+    let of = |kind: ParamKind| &data.params.iter().find(|(r, _)| *r == kind).expect("a parameter").1;
 
     // Every expert has the same weights; what tells them apart is where they lie.
-    let everywhere = |role: ParamKind| -> Result<Tensor<Cuda>> {
-        let dims = role.dims(config, experts).expect("a parameter");
-        let one = of(role).to(cuda)?.reshape(&[dims[1], dims[2]])?;
+    let everywhere = |kind: ParamKind| -> Result<Tensor<Cuda>> {
+        let dims = kind.dims(config, experts).expect("a parameter");
+        let one = of(kind).to(cuda)?.reshape(&[dims[1], dims[2]])?;
         let map = (0..experts * dims[1]).map(|row| (row % dims[1]) as i32).collect();
         rows_of(cuda, &one, map)?.reshape(&dims)
     };
@@ -127,8 +127,8 @@ fn last_expert(cuda: &Cuda, config: &MoeConfig) -> Result<()> {
     let router = Random::new(3).tensor(&[experts, hidden], DType::BF16, 1e-3)?.to(cuda)?;
     let bias: Vec<f64> = (0..experts).map(|e| if e + 1 == experts { 50.0 } else { 0.0 }).collect();
     let bias = Cpu::new().write(&bias, DType::BF16, &[experts])?.to(cuda)?;
-    let views = ParamViews::collect(|role| {
-        Ok(match role {
+    let views = ParamViews::collect(|kind| {
+        Ok(match kind {
             ParamKind::Router => Some(router.view()),
             ParamKind::RouterBias => Some(bias.view()),
             ParamKind::Up => Some(up.view()),
@@ -154,17 +154,17 @@ fn last_expert(cuda: &Cuda, config: &MoeConfig) -> Result<()> {
     };
     check("y", &cuda.read(forward.y.view())?);
     check("d_x", &cuda.read(gradients.x.as_ref().expect("asked for").view())?);
-    for role in [ParamKind::Up, ParamKind::Down] {
-        let dims = role.dims(config, experts).expect("a parameter");
-        let gradient = gradients.take(role).expect("asked for").reshape(&[experts * dims[1], dims[2]])?;
+    for kind in [ParamKind::Up, ParamKind::Down] {
+        let dims = kind.dims(config, experts).expect("a parameter");
+        let gradient = gradients.take(kind).expect("asked for").reshape(&[experts * dims[1], dims[2]])?;
         let rows = |first: usize, step: usize, count: usize| -> Result<Vec<f64>> {
             let rows = rows_of(cuda, &gradient, (0..count).map(|i| (first + i * step) as i32).collect())?;
             cuda.read(rows.view())
         };
-        check(&format!("d_{}", role.name()), &rows((experts - 1) * dims[1], 1, dims[1])?);
+        check(&format!("d_{}", kind.name()), &rows((experts - 1) * dims[1], 1, dims[1])?);
         // The others had no token.
         let zeros = rows(0, dims[1] / 8 + 1, 7 * (experts - 1))?;
-        assert!(zeros.iter().all(|v| *v == 0.0), "d_{} of experts without tokens", role.name());
+        assert!(zeros.iter().all(|v| *v == 0.0), "d_{} of experts without tokens", kind.name());
     }
     Ok(())
 }

@@ -28,8 +28,8 @@ fn step(cuda: &Cuda, k: usize) -> Result<Taken> {
     let data = Data::new(&case)?;
     let (x, d_y) = (data.x.to(cuda)?, data.d_y.to(cuda)?);
     let params: Vec<(ParamKind, Tensor<Cuda>)> =
-        data.params.iter().map(|(role, t)| Ok((*role, t.to(cuda)?))).collect::<Result<_>>()?;
-    let views = ParamViews::collect(|role| Ok(params.iter().find(|(r, _)| *r == role).map(|(_, t)| t.view())))?;
+        data.params.iter().map(|(kind, t)| Ok((*kind, t.to(cuda)?))).collect::<Result<_>>()?;
+    let views = ParamViews::collect(|kind| Ok(params.iter().find(|(r, _)| *r == kind).map(|(_, t)| t.view())))?;
     let params = views.params();
     let layer = Layer::new(case.config.clone(), 0)?;
     let mut group = cuda.group(group_config(&case))?;

@@ -74,10 +74,10 @@ fn adamw_on_shards_is_adamw_on_the_whole() {
             chain.begin(Phase::Forward).unwrap();
             drop(chain.source(id).unwrap().acquire().unwrap());
             chain.end().unwrap();
-            let mut room = chain.gradient_buffer(id).unwrap();
+            let mut buffer = chain.gradient_buffer(id).unwrap();
             let own = gradient(rank, step);
-            room.view_mut().unwrap().into_data().copy_from_slice(bytemuck::cast_slice(&own));
-            chain.submit(room).unwrap();
+            buffer.view_mut().unwrap().into_data().copy_from_slice(bytemuck::cast_slice(&own));
+            chain.submit(buffer).unwrap();
             let mut gradients = store();
             finish_sharded(&chain, None, &[(id, var.clone())], &mut gradients).unwrap();
             let own = gradients.get(&var).unwrap().clone();
@@ -110,9 +110,9 @@ fn sums_of_bf16_gradients_stay_in_f32() {
             chain.begin(Phase::Forward).unwrap();
             drop(chain.source(id).unwrap().acquire().unwrap());
             chain.end().unwrap();
-            let mut room = chain.gradient_buffer(id).unwrap();
-            room.view_mut().unwrap().into_data().copy_from_slice(bytemuck::cast_slice(&[own; COUNT]));
-            chain.submit(room).unwrap();
+            let mut buffer = chain.gradient_buffer(id).unwrap();
+            buffer.view_mut().unwrap().into_data().copy_from_slice(bytemuck::cast_slice(&[own; COUNT]));
+            chain.submit(buffer).unwrap();
             let mut gradients = store();
             let vars = [(id, var.clone())];
             match in_f32 {

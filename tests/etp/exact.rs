@@ -203,10 +203,10 @@ fn sums_in_pairs<D: Chained>(device: &D) {
             drop(chain.source(id).unwrap().acquire().unwrap());
             chain.end().unwrap();
             for _ in 0..2 {
-                let mut room = chain.gradient_buffer(id).unwrap();
+                let mut buffer = chain.gradient_buffer(id).unwrap();
                 let values = numbers(rank, dtype);
-                own.upload(values.as_bytes(), room.view_mut().unwrap()).unwrap();
-                chain.submit(room).unwrap();
+                own.upload(values.as_bytes(), buffer.view_mut().unwrap()).unwrap();
+                chain.submit(buffer).unwrap();
             }
             let of: Vec<Vec<f64>> = (0..n).map(|rank| numbers(rank, dtype).to_f64()).collect();
             let sum = |at: usize| {

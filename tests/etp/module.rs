@@ -57,12 +57,12 @@ fn module(
 ) -> Result<ExpertParallelMoE, Failure> {
     let local = group.local_experts();
     let mut tensors = std::collections::HashMap::new();
-    for role in ParamKind::ALL {
-        let Some(dims) = role.dims(config, local) else { continue };
-        let place = if role.is_replicated() { 9 } else { group.rank() as u64 };
-        let seed = (u64::from(number) * 100 + role as u64) * 10 + place;
+    for kind in ParamKind::ALL {
+        let Some(dims) = kind.dims(config, local) else { continue };
+        let place = if kind.is_replicated() { 9 } else { group.rank() as u64 };
+        let seed = (u64::from(number) * 100 + kind as u64) * 10 + place;
         let whole = moebius::Tensor::<Cpu>::from_vec(values(seed, dims.iter().product()), &dims)?;
-        let t = match chain.filter(|_| matches!(role, ParamKind::Up | ParamKind::Down)) {
+        let t = match chain.filter(|_| matches!(kind, ParamKind::Up | ParamKind::Down)) {
             Some(chain) => {
                 let cut = chain.shards(&dims)?;
                 cut.cut(&Cpu::new(), whole.view(), chain.rank())?
@@ -70,7 +70,7 @@ fn module(
             None => whole,
         };
         let var = Var::from_slice(t.as_slice::<f32>()?, t.dims(), &Device::Cpu)?;
-        tensors.insert(role.name().to_string(), var.into_inner());
+        tensors.insert(kind.name().to_string(), var.into_inner());
     }
     let vb = VarBuilder::from_tensors(tensors, candle_core::DType::F32, &Device::Cpu);
     let layer = Layer::new(config.clone(), number)?;
@@ -187,7 +187,7 @@ fn the_module_gives_what_whole_weights_give() {
                 assert_eq!(shards.len(), 2 * LAYERS);
                 finish_sharded(&rank.chain, None, &shards, &mut found)?;
                 let weights =
-                    whole.iter().flat_map(|w| [ParamKind::Up, ParamKind::Down].map(|role| w.param(role).unwrap()));
+                    whole.iter().flat_map(|w| [ParamKind::Up, ParamKind::Down].map(|kind| w.param(kind).unwrap()));
                 for (weight, (_, shard)) in weights.zip(&shards) {
                     let sum = sum_over(&mut *rank.data, &flat(expected.get(weight).unwrap()))?;
                     assert!(sum.iter().any(|v| *v != 0.0));
@@ -312,7 +312,7 @@ fn frozen_shards_and_passes() {
 enum Fault {
     /// Layer 1 gets tokens of another width.
     Forward,
-    /// The gradient of a weight of layer 0 has no room.
+    /// The gradient of a weight of layer 0 has no buffer.
     GradientBuffer,
     /// Its backward is not announced to the chain.
     Pass,

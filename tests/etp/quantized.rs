@@ -126,9 +126,9 @@ fn bytes_an_element_in_bf16<D: Chained>(device: &D) {
                 drop(chain.source(id).unwrap().acquire().unwrap());
                 chain.end().unwrap();
             }
-            let mut room = chain.gradient_buffer(id).unwrap();
-            own.zero(room.view_mut().unwrap().into_data()).unwrap();
-            chain.submit(room).unwrap();
+            let mut buffer = chain.gradient_buffer(id).unwrap();
+            own.zero(buffer.view_mut().unwrap().into_data()).unwrap();
+            chain.submit(buffer).unwrap();
             chain.drain().unwrap();
             let traffic = chain.traffic();
             let moved = traffic.gathered_bytes + traffic.reduced_bytes;

@@ -33,16 +33,16 @@ fn shards_join_to_the_block() {
             let load =
                 |rank| checkpoint.load_shard(layer, options, ShardOptions { rank, ranks: n, pad }).unwrap().params;
             let parts: Vec<BlockParams> = (0..n).map(load).collect();
-            for role in ParamKind::ALL {
-                let Some(expected) = whole.get(role) else { continue };
-                if !matches!(role, ParamKind::Up | ParamKind::Down) {
-                    assert!(parts.iter().all(|p| p.get(role).unwrap().as_bytes() == expected.as_bytes()), "{role:?}");
+            for kind in ParamKind::ALL {
+                let Some(expected) = whole.get(kind) else { continue };
+                if !matches!(kind, ParamKind::Up | ParamKind::Down) {
+                    assert!(parts.iter().all(|p| p.get(kind).unwrap().as_bytes() == expected.as_bytes()), "{kind:?}");
                     continue;
                 }
                 let cut = Shards::new(expected.dims(), n, pad).unwrap();
-                let joined: Vec<u8> = parts.iter().flat_map(|p| p.get(role).unwrap().as_bytes().to_vec()).collect();
+                let joined: Vec<u8> = parts.iter().flat_map(|p| p.get(kind).unwrap().as_bytes().to_vec()).collect();
                 let (found, tail) = joined.split_at(expected.bytes());
-                let what = format!("{} {role:?}, EP {ep}, ETP {n}", dir.display());
+                let what = format!("{} {kind:?}, EP {ep}, ETP {n}", dir.display());
                 assert!(found == expected.as_bytes(), "{what}");
                 assert_eq!(tail.len(), cut.padding() * cut.shard_dims()[1] * expected.dtype().size(), "{what}");
                 assert!(tail.iter().all(|byte| *byte == 0), "{what}");
@@ -76,11 +76,11 @@ fn saved_at_one_size_and_loaded_at_another() {
                 let shard = ShardOptions { rank, ranks: n, pad: chain.options().pad };
                 let block = checkpoint.load_shard(layer, options, shard).unwrap();
                 let mut params = block.params;
-                for (role, part) in [(ParamKind::Up, &mut params.up), (ParamKind::Down, &mut params.down)] {
-                    let dims = role.dims(&block.config, block.config.router.num_experts).unwrap();
+                for (kind, part) in [(ParamKind::Up, &mut params.up), (ParamKind::Down, &mut params.down)] {
+                    let dims = kind.dims(&block.config, block.config.router.num_experts).unwrap();
                     let dtype = part.dtype();
                     let own = std::mem::replace(part, Tensor::zeros(&Cpu::new(), dtype, &[0]).unwrap());
-                    let spec = WeightSpec::new(role.name(), layer as u32, &dims, dtype);
+                    let spec = WeightSpec::new(kind.name(), layer as u32, &dims, dtype);
                     let id = chain.add(spec, Arc::new(Shard::new(own))).unwrap();
                     *part = chain.whole(id).unwrap();
                 }

@@ -191,10 +191,10 @@ impl<D: Chained> Rig<D> {
 
     /// Submits rank · 100 + `what` in every element, as weight `i`'s gradient.
     pub fn gradient(&self, i: usize, what: f32) -> Result<()> {
-        let mut room = self.chain.gradient_buffer(self.ids[i])?;
+        let mut buffer = self.chain.gradient_buffer(self.ids[i])?;
         let values = vec![self.chain.rank() as f32 * 100.0 + what; COUNT];
-        self.device.upload(bytemuck::cast_slice(&values), room.view_mut()?)?;
-        self.chain.submit(room)
+        self.device.upload(bytemuck::cast_slice(&values), buffer.view_mut()?)?;
+        self.chain.submit(buffer)
     }
 
     /// Ends the step, whose gradients must be `expected`, one value for all elements of a weight.

@@ -155,10 +155,10 @@ fn only_what_others_need_is_moved<D: Chained>(device: &D) {
                 rig.gradient(1, what).unwrap();
                 rig.finish(&[rig.sum(what)]).unwrap();
             }
-            let mut room = rig.chain.gradient_buffer(rig.ids[1]).unwrap();
+            let mut buffer = rig.chain.gradient_buffer(rig.ids[1]).unwrap();
             let zeros = [-0.0f32; COUNT];
-            rig.device.upload(bytemuck::cast_slice(&zeros), room.view_mut().unwrap()).unwrap();
-            rig.chain.submit(room).unwrap();
+            rig.device.upload(bytemuck::cast_slice(&zeros), buffer.view_mut().unwrap()).unwrap();
+            rig.chain.submit(buffer).unwrap();
             let mut found = Vec::new();
             let give = |_, gradient: TensorRef<'_, D>| {
                 found.extend(rig.device.floats(gradient));
@@ -347,16 +347,16 @@ fn gradient_buffers<D: Chained>(device: &D) {
     ranks(device, 1, MINUTE, |_, place| {
         let rig = place.rig(ON, 2, false).unwrap();
         rig.pass(Phase::Forward, &[0, 1]).unwrap();
-        let room = rig.chain.gradient_buffer(rig.ids[0]).unwrap();
+        let buffer = rig.chain.gradient_buffer(rig.ids[0]).unwrap();
         assert!(rig.chain.gradient_buffer(rig.ids[0]).is_err(), "its buffer is out");
-        drop(room);
-        let room = rig.chain.gradient_buffer(rig.ids[0]).unwrap();
+        drop(buffer);
+        let buffer = rig.chain.gradient_buffer(rig.ids[0]).unwrap();
         // Two models of one process do not meet.
         let solo = || Box::new(Solo::new(rig.device.clone()));
         let comms = Comms { gather: solo(), reduce: solo() };
         let place = Place { device: rig.device.clone(), comms };
         let other = place.rig(ON, 2, false).unwrap();
-        assert!(text(other.chain.submit(room).unwrap_err()).contains("another chain's"));
+        assert!(text(other.chain.submit(buffer).unwrap_err()).contains("another chain's"));
         other.pass(Phase::Forward, &[1, 0]).unwrap();
         other.gradient(1, 3.0).unwrap();
         rig.gradient(0, 4.0).unwrap();

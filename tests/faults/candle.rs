@@ -28,14 +28,14 @@ fn group(comm: ThreadComm) -> EpGroup {
 fn module(group: EpGroup, up_rows: usize) -> candle_core::Result<ExpertParallelMoE> {
     let layer = Layer::new(config(), 5)?;
     let mut tensors = HashMap::new();
-    for (seed, role) in [ParamKind::Router, ParamKind::Up, ParamKind::Down].into_iter().enumerate() {
-        let mut dims = role.dims(&config(), EXPERTS / RANKS).expect("a parameter");
-        if role == ParamKind::Up {
+    for (seed, kind) in [ParamKind::Router, ParamKind::Up, ParamKind::Down].into_iter().enumerate() {
+        let mut dims = kind.dims(&config(), EXPERTS / RANKS).expect("a parameter");
+        if kind == ParamKind::Up {
             dims[1] += up_rows;
         }
         let count: usize = dims.iter().product();
         let t = Tensor::from_vec(values(seed + 1, 0..count), dims, &Device::Cpu)?;
-        tensors.insert(role.name().to_string(), Var::from_tensor(&t)?.into_inner());
+        tensors.insert(kind.name().to_string(), Var::from_tensor(&t)?.into_inner());
     }
     ExpertParallelMoE::new(layer, group, VarBuilder::from_tensors(tensors, DType::F64, &Device::Cpu))
 }

@@ -71,11 +71,11 @@ pub struct Own<D: Target>(Vec<Option<Tensor<D>>>);
 
 impl<D: Target> Own<D> {
     pub fn views(&self) -> Result<ParamViews<'_, D>> {
-        ParamViews::collect(|role| Ok(self.get(role)))
+        ParamViews::collect(|kind| Ok(self.get(kind)))
     }
 
-    pub fn get(&self, role: ParamKind) -> Option<TensorRef<'_, D>> {
-        self.0[role as usize].as_ref().map(Tensor::view)
+    pub fn get(&self, kind: ParamKind) -> Option<TensorRef<'_, D>> {
+        self.0[kind as usize].as_ref().map(Tensor::view)
     }
 }
 
@@ -116,7 +116,7 @@ impl<D: Target> Rank<D> {
 
     /// Parameters of the host likewise.
     pub fn own(&self, params: &BlockParams) -> Own<D> {
-        Own(ParamKind::ALL.into_iter().map(|role| params.get(role).map(|t| self.put(t))).collect())
+        Own(ParamKind::ALL.into_iter().map(|kind| params.get(kind).map(|t| self.put(t))).collect())
     }
 
     /// This rank's tokens.

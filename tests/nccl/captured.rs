@@ -117,9 +117,9 @@ impl Rank {
     }
 
     fn hand(&self, i: usize) -> Result<()> {
-        let mut room = self.chain.gradient_buffer(self.ids[i])?;
-        self.cuda.copy(self.handed[i].view().data(), room.view_mut()?.into_data())?;
-        self.chain.submit(room)
+        let mut buffer = self.chain.gradient_buffer(self.ids[i])?;
+        self.cuda.copy(self.handed[i].view().data(), buffer.view_mut()?.into_data())?;
+        self.chain.submit(buffer)
     }
 
     /// So many weights of a pass.

@@ -91,9 +91,9 @@ impl Rank {
     }
 
     /// Keeps the computation busy for a while.
-    fn load(&self, room: &mut Tensor<Cuda>, times: usize) {
+    fn load(&self, buffer: &mut Tensor<Cuda>, times: usize) {
         for _ in 0..times {
-            self.cuda.zero(room.view_mut().into_data()).unwrap();
+            self.cuda.zero(buffer.view_mut().into_data()).unwrap();
         }
     }
 }
@@ -142,10 +142,10 @@ fn same_bits_under_load(_: &Cuda, n: usize) {
                         seen.push((i, own));
                         drop(guard);
                         if phase == Phase::Backward {
-                            let mut room = chain.gradient_buffer(rank.ids[i]).unwrap();
+                            let mut buffer = chain.gradient_buffer(rank.ids[i]).unwrap();
                             let value = Rank::number(cuda, (8 * step + i + rank.rank) as f64, &DIMS);
-                            cuda.copy(value.view().data(), room.view_mut().unwrap().into_data()).unwrap();
-                            chain.submit(room).unwrap();
+                            cuda.copy(value.view().data(), buffer.view_mut().unwrap().into_data()).unwrap();
+                            chain.submit(buffer).unwrap();
                         }
                     }
                     chain.end().unwrap();
@@ -190,9 +190,9 @@ fn no_host_waits_for_a_gpu(_: &Cuda, n: usize) {
                 let source = chain.source(rank.ids[i]).unwrap();
                 drop(source.acquire().unwrap());
                 if reversed {
-                    let mut room = chain.gradient_buffer(rank.ids[i]).unwrap();
-                    cuda.zero(room.view_mut().unwrap().into_data()).unwrap();
-                    chain.submit(room).unwrap();
+                    let mut buffer = chain.gradient_buffer(rank.ids[i]).unwrap();
+                    cuda.zero(buffer.view_mut().unwrap().into_data()).unwrap();
+                    chain.submit(buffer).unwrap();
                 }
             }
             chain.end().unwrap();
@@ -263,9 +263,9 @@ fn memory_comes_back(_: &Cuda, n: usize) {
                     for i in order {
                         drop(chain.source(rank.ids[i]).unwrap().acquire().unwrap());
                         if phase == Phase::Backward {
-                            let mut room = chain.gradient_buffer(rank.ids[i]).unwrap();
-                            cuda.zero(room.view_mut().unwrap().into_data()).unwrap();
-                            chain.submit(room).unwrap();
+                            let mut buffer = chain.gradient_buffer(rank.ids[i]).unwrap();
+                            cuda.zero(buffer.view_mut().unwrap().into_data()).unwrap();
+                            chain.submit(buffer).unwrap();
                         }
                     }
                     chain.end().unwrap();
@@ -357,8 +357,8 @@ fn reserving_sms_changes_no_bit(cuda: &Cuda, _: usize) {
     let layer = Layer::new(config, 0).unwrap();
     let run = |cuda: &Cuda| {
         let mut group = cuda.group(GroupConfig::new(8, tokens)).unwrap();
-        let params = ParamViews::collect(|role| {
-            Ok(match role {
+        let params = ParamViews::collect(|kind| {
+            Ok(match kind {
                 ParamKind::Router => Some(router.view()),
                 ParamKind::Up => Some(up.view()),
                 ParamKind::Down => Some(down.view()),

@@ -176,13 +176,13 @@ pub fn child(body: &str) -> Option<()> {
         }
         let late = ranks - 1;
         let handle = seat.prepare()?;
-        let mut room = Tensor::<Cuda>::empty(&seat.cuda, DType::U8, &[if seat.rank == late { 16 << 30 } else { 0 }])?;
+        let mut buffer = Tensor::<Cuda>::empty(&seat.cuda, DType::U8, &[if seat.rank == late { 16 << 30 } else { 0 }])?;
         seat.cuda.check()?;
         barrier.wait();
         if seat.rank == late {
             // Its host goes on to meet the others while its GPU writes 16 TB: three seconds and more, in as many calls
             // as are enqueued without a wait.
-            (0..1000).try_for_each(|_| seat.cuda.zero(room.view_mut().into_data()))?;
+            (0..1000).try_for_each(|_| seat.cuda.zero(buffer.view_mut().into_data()))?;
         }
         // There only: on the way back the late rank would wait for those that have given it up, and be told of them.
         seat.go(&handle)?;

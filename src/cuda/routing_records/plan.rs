@@ -23,7 +23,7 @@ pub(in crate::cuda) fn plan(device: &Cuda, call: PlanRecords<'_, Cuda>) -> Resul
     let mut counting = PlanInProgress::new(device, call)?;
     counting.segments(device)?;
     let all_to_all = if of.sends { Some(counting.all_to_all(device)?) } else { None };
-    let mut sizes = PlanSizes { rows: counting.p.rows as usize, room: most, counts: None, values: Vec::new() };
+    let mut sizes = PlanSizes { rows: counting.p.rows as usize, padded_tokens: most, counts: None, values: Vec::new() };
     if waits {
         sizes.read(device, &counting, open)?;
     }
@@ -59,7 +59,7 @@ struct PlanInProgress {
 /// Sizes that the host may have waited for.
 struct PlanSizes {
     rows: usize,
-    room: usize,
+    padded_tokens: usize,
     counts: Option<HostCounts>,
     values: Vec<usize>,
 }
@@ -103,7 +103,7 @@ impl PlanInProgress {
             rows: i64::MAX,
             may_drop: 1,
             host_waits,
-            room: max_tokens as i64,
+            padded_tokens: max_tokens as i64,
             chunk: chunk as i64,
             chunks: chunks as i64,
             before: at(&mut before),
@@ -158,14 +158,14 @@ impl PlanInProgress {
         all_to_all: Option<AllToAllCounts>,
     ) -> Result<RowMaps> {
         let (k, p) = (self.p.top_k as usize, &mut self.p);
-        let arriving = if of.sends { of.tokens } else { self.stats_layout.ranks * sizes.room };
+        let arriving = if of.sends { of.tokens } else { self.stats_layout.ranks * sizes.padded_tokens };
         let map = |dims: &[usize]| Tensor::empty(device, DType::I32, dims);
         let (mut row, mut weight) = (map(&[sizes.rows])?, map(&[sizes.rows])?);
         let mut ret = map(&[arriving, k])?;
         for map in [&mut row, &mut weight] {
             device.fill_bytes(CALL, map.view_mut().into_data(), 0xff)?;
         }
-        (p.rows, p.room) = (sizes.rows as i64, sizes.room as i64);
+        (p.rows, p.padded_tokens) = (sizes.rows as i64, sizes.padded_tokens as i64);
         (p.row_map, p.weight_map, p.return_map) = (at(&mut row), at(&mut weight), at(&mut ret));
         let messages = match all_to_all {
             Some(all_to_all) => Some(all_to_all.number(device, p, self.stats_layout.messages(&sizes.values))?),
@@ -179,7 +179,7 @@ impl PlanInProgress {
     }
 
     fn gathered(self, device: &Cuda, of: &PlanTarget, sizes: PlanSizes, maps: RowMaps) -> DevicePlan<Cuda> {
-        let PlanSizes { rows, room, counts, .. } = sizes;
+        let PlanSizes { rows, padded_tokens, counts, .. } = sizes;
         let (total_tokens, first_token) = match &counts {
             Some(counts) => (counts.tokens.iter().sum(), counts.tokens[..of.rank].iter().sum()),
             None => (of.tokens, 0),
@@ -196,7 +196,7 @@ impl PlanInProgress {
             return_map: maps.ret,
             messages: maps.messages,
         };
-        DevicePlan { plan, room, counts }
+        DevicePlan { plan, padded_tokens, counts }
     }
 }
 
@@ -206,7 +206,7 @@ impl PlanSizes {
         let stats_layout = counting.stats_layout;
         self.values = stats_layout.read(device, &counting.stats)?;
         let counts = stats_layout.counts(&self.values);
-        self.room = counts.tokens.iter().copied().max().unwrap_or(0);
+        self.padded_tokens = counts.tokens.iter().copied().max().unwrap_or(0);
         self.counts = Some(counts);
         if open {
             self.rows = check_number(CALL, "rows", Some(self.values[stats_layout.tail()]))?;

@@ -216,10 +216,10 @@ impl NcclComm {
     fn join_as(library: &NcclLibrary, job: &Bootstrap, (cuda, checked): (&Cuda, bool)) -> Result<Self> {
         let (id, streams) = job.connect(|| library.unique_id())?;
         let socket = ControlSocket::new(job.rank, streams, checked)?;
-        let mail = ProcessControl::new(&socket, 0, (0..job.world).collect());
+        let control = ProcessControl::new(&socket, 0, (0..job.world).collect());
         let place = RankPlace { rank: job.rank, size: job.world, copy_engines: false };
         let comm_handle = joined(start(library, id, place, cuda)?, job.timeout)?;
-        Self::new(comm_handle, cuda, ControlPlane::ProcessControl(mail), job.timeout)
+        Self::new(comm_handle, cuda, ControlPlane::ProcessControl(control), job.timeout)
     }
 
     /// Divides the ranks (collective): those of one color become a communicator, in the order of their keys, then
@@ -279,11 +279,11 @@ impl NcclComm {
         self.check(tag, checked)?;
         let (of, size) = (self.cuda.clone(), self.session.comm_handle.size);
         let bytes: Vec<u8> = [own, key as i64].iter().flat_map(|v| v.to_ne_bytes()).collect();
-        let room = Tensor::empty(&of, DType::I64, &[2]).and_then(|mut send| {
+        let buffers = Tensor::empty(&of, DType::I64, &[2]).and_then(|mut send| {
             of.upload(&bytes, send.view_mut())?;
             Ok((send, Tensor::empty(&of, DType::I64, &[size, 2])?))
         });
-        let (send, mut recv) = self.check(tag, room)?;
+        let (send, mut recv) = self.check(tag, buffers)?;
         self.all_gather(tag, send.view(), recv.view_mut())?;
         let all = of.download(recv.view());
         // The others go on to NCCL's own call, which has no end without this rank, and hear of it there.

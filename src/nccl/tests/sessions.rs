@@ -171,10 +171,10 @@ fn sessions(controls: [ControlPlane; 2]) -> [(Session, &'static Fake); 2] {
 fn a_failure_in_the_middle_of_a_collective() {
     let rendezvous = ThreadRendezvous::new(2);
     let ends = sockets([false; 3]);
-    let mail = |rank: usize| ControlPlane::ProcessControl(ProcessControl::new(&ends[rank], 0, vec![0, 1]));
+    let control = |rank: usize| ControlPlane::ProcessControl(ProcessControl::new(&ends[rank], 0, vec![0, 1]));
     for controls in [
         [ControlPlane::ThreadRendezvous(Arc::clone(&rendezvous)), ControlPlane::ThreadRendezvous(rendezvous)],
-        [mail(0), mail(1)],
+        [control(0), control(1)],
     ] {
         let [(mut failing, fake), (mut waiting, other)] = sessions(controls);
         let start = Instant::now();
@@ -237,10 +237,10 @@ fn refusals_end_what_does_not_compare() {
 fn nobody_aborts_before_the_others_know() {
     let rendezvous = ThreadRendezvous::new(2);
     let ends = sockets([false; 3]);
-    let mail = |rank: usize| ControlPlane::ProcessControl(ProcessControl::new(&ends[rank], 0, vec![0, 1]));
+    let control = |rank: usize| ControlPlane::ProcessControl(ProcessControl::new(&ends[rank], 0, vec![0, 1]));
     for controls in [
         [ControlPlane::ThreadRendezvous(Arc::clone(&rendezvous)), ControlPlane::ThreadRendezvous(rendezvous)],
-        [mail(0), mail(1)],
+        [control(0), control(1)],
     ] {
         let [(mut hasty, fake), (mut patient, _)] = sessions(controls);
         thread::scope(|scope| {

@@ -115,12 +115,12 @@ impl TokenDispatcher<Cuda> for NcclEp {
             Some((rows, scales)) => (rows, inputs.scales.is_some().then_some(scales)),
             None => {
                 let dims = [n, tokens.row_bytes() / tokens.dtype().size()];
-                let rows = self.room(CALL, handle, (tokens.dtype(), &dims))?;
-                let scales = inputs.scales.map(|s| self.room(CALL, handle, (s.dtype(), &[n, s.row_bytes()])));
+                let rows = self.empty_for(CALL, handle, (tokens.dtype(), &dims))?;
+                let scales = inputs.scales.map(|s| self.empty_for(CALL, handle, (s.dtype(), &[n, s.row_bytes()])));
                 (rows, scales.transpose()?)
             }
         };
-        let mut weights = inputs.weights.map(|w| self.room(CALL, handle, (w.dtype(), &[n]))).transpose()?;
+        let mut weights = inputs.weights.map(|w| self.empty_for(CALL, handle, (w.dtype(), &[n]))).transpose()?;
         let outputs = DispatchOutputs {
             tokens: rows.view_mut(),
             weights: weights.as_mut().map(Tensor::view_mut),
@@ -183,7 +183,7 @@ impl TokenDispatcher<Cuda> for NcclEp {
             Some((rows, _)) => rows,
             None => {
                 let dims = [handle.rows(), grad.row_bytes() / grad.dtype().size()];
-                self.room(CALL, handle, (grad.dtype(), &dims))?
+                self.empty_for(CALL, handle, (grad.dtype(), &dims))?
             }
         };
         self.send_grad(CALL, handle, (grad, rows.view_mut()))?;
@@ -200,7 +200,7 @@ impl TokenDispatcher<Cuda> for NcclEp {
         let DispatchGrads { rows, weights, mut d_tokens, mut d_weights } = grads;
         let zeros = self.zeros_unless(weights.is_some(), CALL, handle, &[handle.rows()])?;
         let mut unused = match d_weights {
-            None => Some(self.room(CALL, handle, (DType::F32, &[handle.tokens(), handle.spec().top_k]))?),
+            None => Some(self.empty_for(CALL, handle, (DType::F32, &[handle.tokens(), handle.spec().top_k]))?),
             Some(_) => None,
         };
         let (moved, given) = (RowFormat::of(rows), d_weights.as_mut().map(TensorMut::reborrow));

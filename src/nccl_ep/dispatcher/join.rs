@@ -95,13 +95,13 @@ pub(super) fn gather_reports(core: &mut DispatcherState<Cuda>, text: &str) -> Re
     let end = (0..=text.len().min(REASON)).rev().find(|i| text.is_char_boundary(*i)).unwrap_or(0);
     bytes[..end].copy_from_slice(&text.as_bytes()[..end]);
     let tag = Tag { layer: 0, op: Op::Init, sequence: 0 };
-    let room = || {
+    let buffers = || {
         let mut send = Tensor::empty(&core.device, DType::U8, &[REASON])?;
         core.device.upload(&bytes, send.view_mut())?;
         Ok((send, Tensor::empty(&core.device, DType::U8, &[core.ranks(), REASON])?))
     };
-    let room = room();
-    let (send, mut recv) = core.check_or_refuse(tag, room)?;
+    let buffers = buffers();
+    let (send, mut recv) = core.check_or_refuse(tag, buffers)?;
     core.comm.all_gather(tag, send.view(), recv.view_mut())?;
     let all = core.device.download(recv.view());
     let all = core.check_or_refuse(tag, all)?;

@@ -52,11 +52,11 @@ impl NcclEp {
             .all_reduce(tag, ReduceOp::Sum, loads.view_mut())
             .map_err(|e| self.core.as_peer_error(CALL, e))?;
         self.core.count();
-        let behind = match self.mode {
+        let routing = match self.mode {
             Algorithm::HighThroughput => self.plan_high_throughput(spec, (tag, bytes), &kept_ids)?,
             Algorithm::LowLatency => self.plan_low_latency(spec, (tag, bytes), (&kept_ids, &loads))?,
         };
-        let planned = self.planned(spec, behind, (kept_ids, loads));
+        let planned = self.planned(spec, routing, (kept_ids, loads));
         self.core.check_or_refuse(tag, planned).map(Some)
     }
 
@@ -64,11 +64,11 @@ impl NcclEp {
     fn planned(
         &mut self,
         spec: &DispatchSpec,
-        behind: DeviceRouting,
+        routing: DeviceRouting,
         (kept_ids, loads): (Tensor<Cuda>, Tensor<Cuda>),
     ) -> Result<Handle<Cuda>> {
         let device = &self.core.device.clone();
-        let DeviceRouting { routed, padded, starts, total, rows } = behind;
+        let DeviceRouting { routed, padded, starts, total, rows } = routing;
         let from = ExternalPlan { loads: &loads, starts: &starts, total: &total, rank: self.core.rank(), rows };
         let (segments, row_map) = plan::external_layout(device, &from)?;
         let tokens = kept_ids.view().rows();

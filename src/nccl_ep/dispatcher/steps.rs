@@ -79,13 +79,13 @@ impl NcclEp {
         let (named, tag) = ((call, rows.dtype, rows.bytes), DispatcherState::tag(handle, op));
         let kept = self.kept(call, handle)?;
         let mut guard = open(&kept);
-        let room = rows.bytes.max(handle.spec().returning_bytes());
-        if guard.row_bytes().is_none_or(|most| most < room) {
+        let row_bytes = rows.bytes.max(handle.spec().returning_bytes());
+        if guard.row_bytes().is_none_or(|most| most < row_bytes) {
             // The ranks' calls are compared before what they bring about, by what brings it about: `returns`, which
             // may, is in no record.
-            around(&mut self.core, (call, rows.dtype, room), tag, || Ok(()))
+            around(&mut self.core, (call, rows.dtype, row_bytes), tag, || Ok(()))
                 .map_err(|e| self.core.as_peer_error(call, e))?;
-            let routed = self.route(handle, room);
+            let routed = self.route(handle, memory);
             *guard = routed.map_err(|e| self.core.as_peer_error(call, e))?;
         }
         let done = around(&mut self.core, named, tag, || calls(&mut guard));
@@ -142,14 +142,14 @@ impl NcclEp {
     }
 
     /// Memory for a collective; see [`refuse_own_error_of`](Self::refuse_own_error_of).
-    pub(super) fn room(
+    pub(super) fn empty_for(
         &mut self,
         step: DispatcherCall,
         handle: &Handle<Cuda>,
         (dtype, dims): (DType, &[usize]),
     ) -> Result<Tensor<Cuda>> {
-        let room = self.empty(dtype, dims);
-        self.refuse_own_error_of(step, handle, room)
+        let memory = self.empty(dtype, dims);
+        self.refuse_own_error_of(step, handle, memory)
     }
 
     /// The same where there is none that a caller has given, of zeros.
@@ -195,7 +195,7 @@ impl NcclEp {
         let of_tokens = [handle.tokens(), handle.spec().top_k];
         let zeros = self.zeros_unless(inputs.weights.is_some(), step, handle, &of_tokens)?;
         let mut unused = match &outputs.weights {
-            None => Some(self.room(step, handle, (DType::F32, &[handle.rows()]))?),
+            None => Some(self.empty_for(step, handle, (DType::F32, &[handle.rows()]))?),
             Some(_) => None,
         };
         let given = outputs.weights.as_mut().map(TensorMut::reborrow);

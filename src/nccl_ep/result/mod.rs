@@ -13,8 +13,8 @@ use shim::*;
 pub fn get_version(library: &Library) -> Result<i32, EpError> {
     let mut version = 0;
     // SAFETY: the function is the library's of that name; the result is a local.
-    guarded("ncclEpGetVersion", |message, room| unsafe {
-        moebius_ep_get_version(message, room, library.ncclEpGetVersion as Object, &raw mut version)
+    guarded("ncclEpGetVersion", |message, capacity| unsafe {
+        moebius_ep_get_version(message, capacity, library.ncclEpGetVersion as Object, &raw mut version)
     })?;
     Ok(version)
 }
@@ -28,8 +28,8 @@ pub unsafe fn create_group(
 ) -> Result<sys::ncclEpGroup_t, EpError> {
     let mut group = std::ptr::null_mut();
     // SAFETY: as the caller promises; the result is a local.
-    guarded("ncclEpCreateGroup", |message, room| unsafe {
-        moebius_ep_create_group(message, room, library.ncclEpCreateGroup as Object, &raw mut group, comm, config)
+    guarded("ncclEpCreateGroup", |message, capacity| unsafe {
+        moebius_ep_create_group(message, capacity, library.ncclEpCreateGroup as Object, &raw mut group, comm, config)
     })?;
     Ok(group)
 }
@@ -38,8 +38,8 @@ pub unsafe fn create_group(
 /// The group lives, as does its communicator, and is not used again; its handles are gone.
 pub unsafe fn group_destroy(library: &Library, group: sys::ncclEpGroup_t) -> Result<(), EpError> {
     // SAFETY: as the caller promises.
-    guarded("ncclEpGroupDestroy", |message, room| unsafe {
-        moebius_ep_object(message, room, library.ncclEpGroupDestroy as Object, group.cast())
+    guarded("ncclEpGroupDestroy", |message, capacity| unsafe {
+        moebius_ep_object(message, capacity, library.ncclEpGroupDestroy as Object, group.cast())
     })
 }
 
@@ -47,8 +47,8 @@ pub unsafe fn group_destroy(library: &Library, group: sys::ncclEpGroup_t) -> Res
 /// The handle lives and is not used again.
 pub unsafe fn handle_destroy(library: &Library, handle: sys::ncclEpHandle_t) -> Result<(), EpError> {
     // SAFETY: as the caller promises.
-    guarded("ncclEpHandleDestroy", |message, room| unsafe {
-        moebius_ep_object(message, room, library.ncclEpHandleDestroy as Object, handle.cast())
+    guarded("ncclEpHandleDestroy", |message, capacity| unsafe {
+        moebius_ep_object(message, capacity, library.ncclEpHandleDestroy as Object, handle.cast())
     })
 }
 
@@ -72,11 +72,11 @@ pub unsafe fn handle_mem_size(
 ) -> Result<usize, EpError> {
     let mut size = 0;
     // SAFETY: as the caller promises; the result is a local.
-    guarded("ncclEpHandleMemSize", |message, room| unsafe {
+    guarded("ncclEpHandleMemSize", |message, capacity| unsafe {
         let function = library.ncclEpHandleMemSize as Object;
         moebius_ep_handle_mem_size(
             message,
-            room,
+            capacity,
             function,
             group,
             shape.layout,
@@ -99,10 +99,10 @@ pub unsafe fn init_handle(
 ) -> Result<sys::ncclEpHandle_t, EpError> {
     let mut handle = std::ptr::null_mut();
     // SAFETY: as the caller promises; the result is a local.
-    guarded("ncclEpInitHandle", |message, room| unsafe {
+    guarded("ncclEpInitHandle", |message, capacity| unsafe {
         let function = library.ncclEpInitHandle as Object;
         let RawHandleSizes { layout, config, top_k } = shape;
-        moebius_ep_init_handle(message, room, function, &raw mut handle, group, layout, config, top_k, memory)
+        moebius_ep_init_handle(message, capacity, function, &raw mut handle, group, layout, config, top_k, memory)
     })?;
     Ok(handle)
 }
@@ -118,8 +118,8 @@ pub unsafe fn update_handle(
     stream: sys::cudaStream_t,
 ) -> Result<(), EpError> {
     // SAFETY: as the caller promises.
-    guarded("ncclEpUpdateHandle", |message, room| unsafe {
-        moebius_ep_update_handle(message, room, library.ncclEpUpdateHandle as Object, handle, ids, info, stream)
+    guarded("ncclEpUpdateHandle", |message, capacity| unsafe {
+        moebius_ep_update_handle(message, capacity, library.ncclEpUpdateHandle as Object, handle, ids, info, stream)
     })
 }
 
@@ -146,9 +146,9 @@ pub unsafe fn dispatch(
 ) -> Result<(), EpError> {
     let Dispatch { inputs, outputs, info, config } = call;
     // SAFETY: as the caller promises.
-    guarded("ncclEpDispatch", |message, room| unsafe {
+    guarded("ncclEpDispatch", |message, capacity| unsafe {
         let function = library.ncclEpDispatch as Object;
-        moebius_ep_dispatch(message, room, function, handle, inputs, outputs, *info, config, stream)
+        moebius_ep_dispatch(message, capacity, function, handle, inputs, outputs, *info, config, stream)
     })
 }
 
@@ -173,9 +173,9 @@ pub unsafe fn combine(
 ) -> Result<(), EpError> {
     let Combine { inputs, outputs, config } = call;
     // SAFETY: as the caller promises.
-    guarded("ncclEpCombine", |message, room| unsafe {
+    guarded("ncclEpCombine", |message, capacity| unsafe {
         let function = library.ncclEpCombine as Object;
-        moebius_ep_combine(message, room, function, handle, inputs, outputs, config, stream)
+        moebius_ep_combine(message, capacity, function, handle, inputs, outputs, config, stream)
     })
 }
 
@@ -190,8 +190,8 @@ pub unsafe fn complete(
     stream: sys::cudaStream_t,
 ) -> Result<(), EpError> {
     // SAFETY: as the caller promises.
-    guarded("ncclEpComplete", |message, room| unsafe {
-        moebius_ep_complete(message, room, library.ncclEpComplete as Object, handle, config, stream)
+    guarded("ncclEpComplete", |message, capacity| unsafe {
+        moebius_ep_complete(message, capacity, library.ncclEpComplete as Object, handle, config, stream)
     })
 }
 
@@ -206,8 +206,8 @@ pub unsafe fn mask_query(
     stream: sys::cudaStream_t,
 ) -> Result<(), EpError> {
     // SAFETY: as the caller promises.
-    guarded("ncclEpMaskQuery", |message, room| unsafe {
-        moebius_ep_mask(message, room, library.ncclEpMaskQuery as Object, group, to, stream)
+    guarded("ncclEpMaskQuery", |message, capacity| unsafe {
+        moebius_ep_mask(message, capacity, library.ncclEpMaskQuery as Object, group, to, stream)
     })
 }
 
@@ -222,8 +222,8 @@ pub unsafe fn mask_update(
     stream: sys::cudaStream_t,
 ) -> Result<(), EpError> {
     // SAFETY: as the caller promises; the library only reads.
-    guarded("ncclEpMaskUpdate", |message, room| unsafe {
-        moebius_ep_mask(message, room, library.ncclEpMaskUpdate as Object, group, from.as_ptr().cast_mut(), stream)
+    guarded("ncclEpMaskUpdate", |message, capacity| unsafe {
+        moebius_ep_mask(message, capacity, library.ncclEpMaskUpdate as Object, group, from.as_ptr().cast_mut(), stream)
     })
 }
 
@@ -237,8 +237,8 @@ pub unsafe fn mask_clean(
     stream: sys::cudaStream_t,
 ) -> Result<(), EpError> {
     // SAFETY: as the caller promises.
-    guarded("ncclEpMaskClean", |message, room| unsafe {
-        moebius_ep_mask_clean(message, room, library.ncclEpMaskClean as Object, group, stream)
+    guarded("ncclEpMaskClean", |message, capacity| unsafe {
+        moebius_ep_mask_clean(message, capacity, library.ncclEpMaskClean as Object, group, stream)
     })
 }
 
@@ -249,8 +249,8 @@ pub unsafe fn mask_clean(
 pub unsafe fn async_error(library: &Library, group: sys::ncclEpGroup_t) -> Result<c_int, EpError> {
     let mut error = 0;
     // SAFETY: as the caller promises; the result is a local.
-    guarded("ncclEpGetAsyncError", |message, room| unsafe {
-        moebius_ep_async_error(message, room, library.ncclEpGetAsyncError as Object, group, &raw mut error)
+    guarded("ncclEpGetAsyncError", |message, capacity| unsafe {
+        moebius_ep_async_error(message, capacity, library.ncclEpGetAsyncError as Object, group, &raw mut error)
     })?;
     Ok(error)
 }
@@ -261,8 +261,8 @@ pub unsafe fn async_error(library: &Library, group: sys::ncclEpGroup_t) -> Resul
 /// As [`mask_query`].
 pub unsafe fn error_clear(library: &Library, group: sys::ncclEpGroup_t) -> Result<(), EpError> {
     // SAFETY: as the caller promises.
-    guarded("ncclEpErrorClear", |message, room| unsafe {
-        moebius_ep_object(message, room, library.ncclEpErrorClear as Object, group.cast())
+    guarded("ncclEpErrorClear", |message, capacity| unsafe {
+        moebius_ep_object(message, capacity, library.ncclEpErrorClear as Object, group.cast())
     })
 }
 

@@ -9,22 +9,22 @@ pub(super) type Object = *mut c_void;
 unsafe extern "C" {
     pub(super) fn moebius_ep_get_version(
         message: *mut c_char,
-        room: usize,
+        capacity: usize,
         function: Object,
         version: *mut c_int,
     ) -> c_int;
     pub(super) fn moebius_ep_create_group(
         message: *mut c_char,
-        room: usize,
+        capacity: usize,
         function: Object,
         group: *mut sys::ncclEpGroup_t,
         comm: sys::ncclComm_t,
         config: *const sys::ncclEpGroupConfig_t,
     ) -> c_int;
-    pub(super) fn moebius_ep_object(message: *mut c_char, room: usize, function: Object, object: Object) -> c_int;
+    pub(super) fn moebius_ep_object(message: *mut c_char, capacity: usize, function: Object, object: Object) -> c_int;
     pub(super) fn moebius_ep_handle_mem_size(
         message: *mut c_char,
-        room: usize,
+        capacity: usize,
         function: Object,
         group: sys::ncclEpGroup_t,
         layout: sys::ncclEpLayout_t,
@@ -34,7 +34,7 @@ unsafe extern "C" {
     ) -> c_int;
     pub(super) fn moebius_ep_init_handle(
         message: *mut c_char,
-        room: usize,
+        capacity: usize,
         function: Object,
         handle: *mut sys::ncclEpHandle_t,
         group: sys::ncclEpGroup_t,
@@ -45,7 +45,7 @@ unsafe extern "C" {
     ) -> c_int;
     pub(super) fn moebius_ep_update_handle(
         message: *mut c_char,
-        room: usize,
+        capacity: usize,
         function: Object,
         handle: sys::ncclEpHandle_t,
         ids: *const sys::ncclEpTensor_t,
@@ -54,7 +54,7 @@ unsafe extern "C" {
     ) -> c_int;
     pub(super) fn moebius_ep_dispatch(
         message: *mut c_char,
-        room: usize,
+        capacity: usize,
         function: Object,
         handle: sys::ncclEpHandle_t,
         inputs: *const sys::ncclEpDispatchInputs_t,
@@ -65,7 +65,7 @@ unsafe extern "C" {
     ) -> c_int;
     pub(super) fn moebius_ep_combine(
         message: *mut c_char,
-        room: usize,
+        capacity: usize,
         function: Object,
         handle: sys::ncclEpHandle_t,
         inputs: *const sys::ncclEpCombineInputs_t,
@@ -75,7 +75,7 @@ unsafe extern "C" {
     ) -> c_int;
     pub(super) fn moebius_ep_complete(
         message: *mut c_char,
-        room: usize,
+        capacity: usize,
         function: Object,
         handle: sys::ncclEpHandle_t,
         config: *const sys::ncclEpCompleteConfig_t,
@@ -83,7 +83,7 @@ unsafe extern "C" {
     ) -> c_int;
     pub(super) fn moebius_ep_mask(
         message: *mut c_char,
-        room: usize,
+        capacity: usize,
         function: Object,
         group: sys::ncclEpGroup_t,
         mask: *mut c_int,
@@ -91,20 +91,20 @@ unsafe extern "C" {
     ) -> c_int;
     pub(super) fn moebius_ep_mask_clean(
         message: *mut c_char,
-        room: usize,
+        capacity: usize,
         function: Object,
         group: sys::ncclEpGroup_t,
         stream: sys::cudaStream_t,
     ) -> c_int;
     pub(super) fn moebius_ep_async_error(
         message: *mut c_char,
-        room: usize,
+        capacity: usize,
         function: Object,
         group: sys::ncclEpGroup_t,
         error: *mut c_int,
     ) -> c_int;
     #[cfg(test)]
-    fn moebius_ep_test(message: *mut c_char, room: usize, kind: c_int) -> c_int;
+    fn moebius_ep_test(message: *mut c_char, capacity: usize, kind: c_int) -> c_int;
 }
 
 /// Longest message kept of an exception.
@@ -145,7 +145,7 @@ mod tests {
 
     fn test(kind: c_int) -> Result<(), EpError> {
         // SAFETY: the function throws, which the shim catches, or returns its argument.
-        guarded("test", |message, room| unsafe { moebius_ep_test(message, room, kind) })
+        guarded("test", |message, capacity| unsafe { moebius_ep_test(message, capacity, kind) })
     }
 
     #[test]

@@ -88,10 +88,10 @@ impl Rank {
     }
 
     fn gradient(&self, i: usize, step: usize) -> Result<()> {
-        let mut room = self.chain.gradient_buffer(self.ids[i])?;
+        let mut buffer = self.chain.gradient_buffer(self.ids[i])?;
         let values: Vec<f32> = (0..COUNT).map(|at| value(step + self.chain.rank(), at + i)).collect();
-        room.view_mut()?.into_data().copy_from_slice(bytemuck::cast_slice(&values));
-        self.chain.submit(room)
+        buffer.view_mut()?.into_data().copy_from_slice(bytemuck::cast_slice(&values));
+        self.chain.submit(buffer)
     }
 
     /// The gradients; shards move by them.
@@ -280,7 +280,7 @@ fn gradients_of_before_are_refused_and_not_lost() {
             let rank = Rank::prepared(comms, options(1, true), Payload::Plain);
             let allocations = rank.chain.traffic().allocations;
             for i in 0..2 {
-                let room = rank.chain.gradient_buffer(rank.ids[1 - i]).unwrap();
+                let buffer = rank.chain.gradient_buffer(rank.ids[1 - i]).unwrap();
                 rank.gradient(i, 3).unwrap();
                 if refused {
                     assert!(!rank.is_at_rest());
@@ -289,7 +289,7 @@ fn gradients_of_before_are_refused_and_not_lost() {
                     not_capturable(rank.captured(|| rank.finish()), "under way");
                     not_capturable(rank.captured(|| chain.drain()), "under way");
                     not_capturable(rank.captured(|| chain.gradient_buffer(rank.ids[0]).map(drop)), "under way");
-                    not_capturable(rank.captured(|| chain.submit(room)), "under way");
+                    not_capturable(rank.captured(|| chain.submit(buffer)), "under way");
                     assert!(!rank.is_at_rest());
                 }
             }

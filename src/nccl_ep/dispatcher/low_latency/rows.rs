@@ -52,9 +52,9 @@ impl NcclEp {
         beside: Option<&mut dyn FnMut() -> Result<()>>,
     ) -> Result<Received<Cuda>> {
         let tokens = &inputs.tokens;
-        let room = self.room_low(handle, inputs);
+        let buffers = self.low_latency_buffers(handle, inputs);
         let LowLatencyBuffers { packed, mut rows, mut counts, weights: mut all, mut ids, mut scales } =
-            self.refuse_own_error_of(step, handle, room)?;
+            self.refuse_own_error_of(step, handle, buffers)?;
         let moved = RowFormat { dtype: tokens.dtype(), bytes: row_bytes(inputs) };
         // Its error is told when the collective, which the others are in, has ended.
         let mut own = Ok(());
@@ -114,7 +114,11 @@ impl NcclEp {
         Ok((row_map, of_slots))
     }
 
-    fn room_low(&self, handle: &Handle<Cuda>, inputs: &DispatchInputs<'_, Cuda>) -> Result<LowLatencyBuffers> {
+    fn low_latency_buffers(
+        &self,
+        handle: &Handle<Cuda>,
+        inputs: &DispatchInputs<'_, Cuda>,
+    ) -> Result<LowLatencyBuffers> {
         let (spec, ranks, tokens) = (handle.spec(), self.core.ranks(), &inputs.tokens);
         let (n, wide) = (ranks * self.max_tokens(), Self::wide(spec));
         let weights = inputs.weights.as_ref().map(TensorRef::borrow);
