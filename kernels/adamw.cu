@@ -157,7 +157,7 @@ extern "C" __global__ void square_nodes(const __grid_constant__ TreeJobs p) {
     if (threadIdx.x == 0) job.out[node] = sum;
 }
 
-extern "C" __global__ void norm_sums(const __grid_constant__ NormSums p) {
+extern "C" __global__ void norm_sums(const __grid_constant__ NormSumsParams p) {
     const int64_t first = p.starts[blockIdx.x], count = p.starts[blockIdx.x + 1] - first;
     const double sum = tree_sum(count, power_from(count), [&](int64_t i) {
         const int64_t node = p.order[first + i];
@@ -169,7 +169,7 @@ extern "C" __global__ void norm_sums(const __grid_constant__ NormSums p) {
 
 // ------------------------------------------------------------------------------------------------- numbers of a step
 
-extern "C" __global__ void step_control(const __grid_constant__ StepControl p) {
+extern "C" __global__ void step_control(const __grid_constant__ StepControlParams p) {
     __shared__ double sums[TREE_THREADS];
     double total = 0.0;
     for (int64_t at = 0; p.sums && at < p.weights; at += TREE_THREADS) {
@@ -355,7 +355,7 @@ extern "C" __global__ void __launch_bounds__(256) adamw(const __grid_constant__ 
     for (int64_t i = rest + threadIdx.x; i < end; i += blockDim.x) single(p, job, numbers, i);
 }
 
-extern "C" __global__ void convert_type(const __grid_constant__ ConvertType p) {
+extern "C" __global__ void convert_type(const __grid_constant__ ConvertTypeParams p) {
     const int64_t step = static_cast<int64_t>(gridDim.x) * blockDim.x;
     for (int64_t i = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x; i < p.count; i += step) {
         const float value = p.from_type < 0 ? static_cast<float>(static_cast<const double*>(p.from)[i]) : load_any(p.from, p.from_type, i);

@@ -24,7 +24,7 @@ __device__ float sigmoid_of(float l) {
 }  // namespace
 
 // Scores of each token, its z term and, for Hugging Face's loss, its choice by softmax. A warp a token.
-extern "C" __global__ void aux_loss_scores(const __grid_constant__ AuxLoss p) {
+extern "C" __global__ void aux_loss_scores(const __grid_constant__ AuxLossParams p) {
     const int lane = threadIdx.x % 32, of_block = blockDim.x / 32;
     for (int64_t t = static_cast<int64_t>(blockIdx.x) * of_block + threadIdx.x / 32; t < p.tokens; t += static_cast<int64_t>(gridDim.x) * of_block) {
         const float* l = p.logits + t * p.experts;
@@ -76,7 +76,7 @@ extern "C" __global__ void aux_loss_scores(const __grid_constant__ AuxLoss p) {
 }
 
 // Counts, scores and z of each chunk: block (chunk, sequence), threads over experts.
-extern "C" __global__ void aux_loss_chunks(const __grid_constant__ AuxLoss p) {
+extern "C" __global__ void aux_loss_chunks(const __grid_constant__ AuxLossParams p) {
     const int64_t chunk = blockIdx.x, sequence = blockIdx.y, width = 2 * p.experts + 1;
     const int64_t end_of = (sequence + 1) * p.sequence < p.tokens ? (sequence + 1) * p.sequence : p.tokens;
     const int64_t first = sequence * p.sequence + chunk * CHUNK;
@@ -98,7 +98,7 @@ extern "C" __global__ void aux_loss_chunks(const __grid_constant__ AuxLoss p) {
 }
 
 // Sums over the chunks of each sequence.
-extern "C" __global__ void aux_loss_totals(const __grid_constant__ AuxLoss p) {
+extern "C" __global__ void aux_loss_totals(const __grid_constant__ AuxLossParams p) {
     const int64_t width = 2 * p.experts + 1, sequence = blockIdx.y;
     const int64_t i = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
     if (i >= width) return;
@@ -108,7 +108,7 @@ extern "C" __global__ void aux_loss_totals(const __grid_constant__ AuxLoss p) {
 }
 
 // The sums over sequences. One block; sequence losses are summed by one warp in a fixed order.
-extern "C" __global__ void aux_loss_finish(const __grid_constant__ AuxLoss p) {
+extern "C" __global__ void aux_loss_finish(const __grid_constant__ AuxLossParams p) {
     const int64_t e = p.experts, width = 2 * e + 1;
     for (int64_t i = threadIdx.x; i < width; i += blockDim.x) {
         double sum = 0.0;
@@ -133,7 +133,7 @@ extern "C" __global__ void aux_loss_finish(const __grid_constant__ AuxLoss p) {
 
 // The losses' sum, to the bit what the host makes of the sums (`aux_value` in src/aux_loss.rs). One block; its first
 // thread adds the products in the order of the experts.
-extern "C" __global__ void aux_loss_value(const __grid_constant__ AuxLoss p) {
+extern "C" __global__ void aux_loss_value(const __grid_constant__ AuxLossParams p) {
     __shared__ double products[TOTAL_THREADS];
     const int64_t e = p.experts;
     double dot = 0.0;
@@ -160,7 +160,7 @@ extern "C" __global__ void aux_loss_value(const __grid_constant__ AuxLoss p) {
 }
 
 // Coefficients of the losses' gradient with respect to a token's scores.
-extern "C" __global__ void aux_loss_coefficients(const __grid_constant__ AuxLoss p) {
+extern "C" __global__ void aux_loss_coefficients(const __grid_constant__ AuxLossParams p) {
     const int64_t e = p.experts, i = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x, s = blockIdx.y;
     const double all = p.sums[2 * e], d_loss = p.d_loss ? static_cast<double>(*p.d_loss) : 1.0;
     if (i == 0 && s == 0) {

@@ -6,7 +6,7 @@
 #include "common/common.cuh"
 
 template <class W>
-__device__ void join(const ConcatRows& p) {
+__device__ void join(const ConcatRowsParams& p) {
     constexpr int64_t BYTES = sizeof(W);
     const int64_t whole = p.whole_bytes / BYTES, left = p.left_bytes / BYTES, right = p.right_bytes / BYTES;
     const int64_t step = static_cast<int64_t>(gridDim.x) * blockDim.x;
@@ -21,7 +21,7 @@ __device__ void join(const ConcatRows& p) {
     }
 }
 
-extern "C" __global__ void concat_rows(const __grid_constant__ ConcatRows p) {
+extern "C" __global__ void concat_rows(const __grid_constant__ ConcatRowsParams p) {
     if (p.word == 4) join<uint32_t>(p);
     else join<uint8_t>(p);
 }

@@ -16,7 +16,7 @@ __device__ __forceinline__ int64_t quotient(int64_t a, int64_t b) {
 }
 
 // The job that this block belongs to.
-__device__ __forceinline__ const Dequantize& job_of(const DequantizeJobs& p) {
+__device__ __forceinline__ const DequantizeJob& job_of(const DequantizeJobs& p) {
     int low = 0, high = static_cast<int>(p.count);
     while (high - low > 1) {
         const int middle = (low + high) / 2;
@@ -50,12 +50,12 @@ __device__ __forceinline__ void store(void* to, unsigned i, const float (&v)[8])
 }
 
 // Factor of a block.
-__device__ __forceinline__ float factor_of(const Dequantize& p, unsigned scale, float amax) {
+__device__ __forceinline__ float factor_of(const DequantizeJob& p, unsigned scale, float amax) {
     const float s = e4m3_value(scale);
     return p.modelopt ? __fmul_rn(s, __fdiv_rn(amax, BOUND)) : __fmul_rn(__fmul_rn(s, amax), 1.0f / BOUND);
 }
 
-__device__ __forceinline__ void decode(const Dequantize& p, unsigned word, float factor, float (&v)[8]) {
+__device__ __forceinline__ void decode(const DequantizeJob& p, unsigned word, float factor, float (&v)[8]) {
 #pragma unroll
     for (int k = 0; k < 8; k++) v[k] = __fmul_rn(e2m1_value(word >> 4 * k), factor);
     if (!p.modelopt) return;
@@ -80,13 +80,13 @@ __device__ __forceinline__ void e4m3_values(uint2 codes, float (&v)[8]) {
 }
 
 // Lines of whole eights without gaps whose number fits 32 bits: an eight's place follows from its number alone.
-__device__ __forceinline__ bool plain(const Dequantize& p, int64_t bytes_of_eight, int64_t whole) {
+__device__ __forceinline__ bool plain(const DequantizeJob& p, int64_t bytes_of_eight, int64_t whole) {
     const uintptr_t places = reinterpret_cast<uintptr_t>(p.out) | reinterpret_cast<uintptr_t>(p.codes) * (16 / bytes_of_eight);
     return p.len % whole == 0 && p.code_bytes == p.len / 8 * bytes_of_eight && places % 16 == 0 && (p.lines * p.len / 8) >> 32 == 0;
 }
 
 // One eight of any matrix.
-__device__ __forceinline__ void nvfp4_eight(const Dequantize& p, int64_t i) {
+__device__ __forceinline__ void nvfp4_eight(const DequantizeJob& p, int64_t i) {
     const int64_t halves = p.blocks * 2;
     if (i >= p.lines * halves) return;
     const int64_t line = quotient(i, halves), half = i - line * halves, left = p.len - half * 8, bytes = p.code_bytes - half * 4;
@@ -100,7 +100,7 @@ __device__ __forceinline__ void nvfp4_eight(const Dequantize& p, int64_t i) {
     for (int k = 0; k < 8; k++) if (k < left) store_any(p.out, p.out_type, line * p.len + half * 8 + k, v[k]);
 }
 
-__device__ __forceinline__ void mxfp8_eight(const Dequantize& p, int64_t i) {
+__device__ __forceinline__ void mxfp8_eight(const DequantizeJob& p, int64_t i) {
     const int64_t wide = (p.len + 7) / 8;
     if (i >= p.lines * wide) return;
     const int64_t line = quotient(i, wide), column = (i - line * wide) * 8;
@@ -112,7 +112,7 @@ __device__ __forceinline__ void mxfp8_eight(const Dequantize& p, int64_t i) {
 }
 
 template <class T>
-__device__ __forceinline__ void nvfp4(const Dequantize& p, unsigned first) {
+__device__ __forceinline__ void nvfp4(const DequantizeJob& p, unsigned first) {
     const unsigned halves = static_cast<unsigned>(p.len / 8), all = static_cast<unsigned>(p.lines) * halves;
     unsigned words[EACH], scales[EACH];
 #pragma unroll
@@ -135,7 +135,7 @@ __device__ __forceinline__ void nvfp4(const Dequantize& p, unsigned first) {
 }
 
 template <class T>
-__device__ __forceinline__ void mxfp8(const Dequantize& p, unsigned first) {
+__device__ __forceinline__ void mxfp8(const DequantizeJob& p, unsigned first) {
     const unsigned all = static_cast<unsigned>(p.lines * (p.len / 8));
     uint2 codes[EACH];
     unsigned scales[EACH];
@@ -165,7 +165,7 @@ __device__ __forceinline__ void mxfp8(const Dequantize& p, unsigned first) {
 }  // namespace
 
 extern "C" __global__ void __launch_bounds__(THREADS) nvfp4_dequantize(const __grid_constant__ DequantizeJobs jobs) {
-    const Dequantize& p = job_of(jobs);
+    const DequantizeJob& p = job_of(jobs);
     const int64_t start = (blockIdx.x - p.first_block) * SPAN + threadIdx.x;
     if (!plain(p, 4, 16)) {
 #pragma unroll 1
@@ -178,7 +178,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) nvfp4_dequantize(const __g
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS) mxfp8_dequantize(const __grid_constant__ DequantizeJobs jobs) {
-    const Dequantize& p = job_of(jobs);
+    const DequantizeJob& p = job_of(jobs);
     const int64_t start = (blockIdx.x - p.first_block) * SPAN + threadIdx.x;
     if (p.by_line || !plain(p, 8, 32)) {
 #pragma unroll 1
@@ -191,7 +191,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) mxfp8_dequantize(const __g
 }
 
 // Scales [lines, blocks] to tiles of 128 x 4, padded with zeros, or back. A thread four scales of a line.
-extern "C" __global__ void __launch_bounds__(THREADS) swizzle(const __grid_constant__ SwizzleScales p) {
+extern "C" __global__ void __launch_bounds__(THREADS) swizzle(const __grid_constant__ SwizzleScalesParams p) {
     const int64_t wide = (p.blocks + 3) / 4, high = (p.lines + 127) / 128 * 128, i = static_cast<int64_t>(blockIdx.x) * THREADS + threadIdx.x;
     if (i >= high * wide) return;
     // In the order of the tiles' words.

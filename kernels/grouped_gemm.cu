@@ -10,9 +10,9 @@
 #include "portable/gemm.cuh"
 
 #define MMA_SYNC(name, T, KIND) \
-    extern "C" __global__ void __launch_bounds__(mma_sync::THREADS, 2) name(const __grid_constant__ Gemm p) { mma_sync::run<T, KIND>(p); }
+    extern "C" __global__ void __launch_bounds__(mma_sync::THREADS, 2) name(const __grid_constant__ GemmParams p) { mma_sync::run<T, KIND>(p); }
 #define SIMT(name, T, KIND) \
-    extern "C" __global__ void __launch_bounds__(simt::THREADS) name(const __grid_constant__ Gemm p) { simt::run<T, KIND>(p); }
+    extern "C" __global__ void __launch_bounds__(simt::THREADS) name(const __grid_constant__ GemmParams p) { simt::run<T, KIND>(p); }
 
 MMA_SYNC(up_bf16, bf16, UP)
 MMA_SYNC(up_f16, f16, UP)

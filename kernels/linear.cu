@@ -11,11 +11,11 @@
 #include "portable/linear_bwd_tf32.cuh"
 
 #define MMA_SYNC(name, T) \
-    extern "C" __global__ void __launch_bounds__(mma_sync::THREADS, 2) name(const __grid_constant__ Gemm p) { mma_sync::run<T, LINEAR>(p); }
+    extern "C" __global__ void __launch_bounds__(mma_sync::THREADS, 2) name(const __grid_constant__ GemmParams p) { mma_sync::run<T, LINEAR>(p); }
 #define TF32(name, T, KIND) \
-    extern "C" __global__ void __launch_bounds__(tf32::THREADS, 2) name(const __grid_constant__ Gemm p) { tf32::run<T, KIND>(p); }
+    extern "C" __global__ void __launch_bounds__(tf32::THREADS, 2) name(const __grid_constant__ GemmParams p) { tf32::run<T, KIND>(p); }
 #define SIMT(name, KIND) \
-    extern "C" __global__ void __launch_bounds__(simt::THREADS, 2) name(const __grid_constant__ Gemm p) { simt::run<float, KIND>(p); }
+    extern "C" __global__ void __launch_bounds__(simt::THREADS, 2) name(const __grid_constant__ GemmParams p) { simt::run<float, KIND>(p); }
 
 MMA_SYNC(linear_bf16, bf16)
 MMA_SYNC(linear_f16, f16)
@@ -28,7 +28,7 @@ TF32(linear_d_weight_f16, f16, LINEAR_DW)
 SIMT(linear_d_weight_any, LINEAR_DW)
 
 // Adds the parts that a sum was cut into, in their order, and a bias of a value a column where there is one.
-extern "C" __global__ void sum_parts(const __grid_constant__ Gemm p) {
+extern "C" __global__ void sum_parts(const __grid_constant__ GemmParams p) {
     const int64_t i = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
     if (i >= p.m * p.n) return;
     float sum = 0.0f;

@@ -52,7 +52,7 @@ __device__ __forceinline__ void measure(const SmemPanel<T>& panel, SharedStorage
 
 // Half a block a thread.
 template <class T, bool TILED>
-__device__ __forceinline__ void along_rows(const QuantCast& p, const SmemPanel<T>& panel, SharedStorage& s, int64_t row, int64_t column) {
+__device__ __forceinline__ void along_rows(const QuantCastParams& p, const SmemPanel<T>& panel, SharedStorage& s, int64_t row, int64_t column) {
     constexpr int WIDE = SmemPanel<T>::COLUMNS / 16;
     const QuantSide& side = p.rows;
     const bool floor = p.floor, aligned = side.code_bytes % 8 == 0;
@@ -80,7 +80,7 @@ __device__ __forceinline__ void along_rows(const QuantCast& p, const SmemPanel<T
 }
 
 template <class T, bool TILED>
-__device__ __forceinline__ void down_columns(const QuantCast& p, const SmemPanel<T>& panel, SharedStorage& s, int64_t row, int64_t column) {
+__device__ __forceinline__ void down_columns(const QuantCastParams& p, const SmemPanel<T>& panel, SharedStorage& s, int64_t row, int64_t column) {
     constexpr int EACH = SmemPanel<T>::EACH, WORDS = SmemPanel<T>::COLUMNS / EACH;
     const QuantSide& side = p.columns;
     const bool floor = p.floor;
@@ -124,7 +124,7 @@ __device__ __forceinline__ void down_columns(const QuantCast& p, const SmemPanel
 }
 
 template <class T, bool TILED>
-__device__ __forceinline__ void cast(const QuantCast& p) {
+__device__ __forceinline__ void cast(const QuantCastParams& p) {
     __shared__ __align__(16) SharedStorage s;
     const SmemPanel<T> panel{s.panel};
     int64_t row, column;
@@ -141,7 +141,7 @@ __device__ __forceinline__ void cast(const QuantCast& p) {
 
 // Rows alone, of a matrix without gaps whose rows are whole blocks: half a block's place follows from its number.
 template <class T>
-__device__ __forceinline__ void cast_rows(const QuantCast& p) {
+__device__ __forceinline__ void cast_rows(const QuantCastParams& p) {
     constexpr int EACH = 8 / sizeof(T), THREADS = 256;
     const QuantSide& side = p.rows;
     const bool floor = p.floor;
@@ -176,7 +176,7 @@ __device__ __forceinline__ void cast_rows(const QuantCast& p) {
 }  // namespace
 
 #define CAST(name, T, TILED) \
-    extern "C" __global__ void __launch_bounds__(256) name(const __grid_constant__ QuantCast p) { cast<T, TILED>(p); }
+    extern "C" __global__ void __launch_bounds__(256) name(const __grid_constant__ QuantCastParams p) { cast<T, TILED>(p); }
 
 CAST(mxfp8_bf16, bf16, false)
 CAST(mxfp8_f16, f16, false)
@@ -186,7 +186,7 @@ CAST(mxfp8_tiled_f16, f16, true)
 CAST(mxfp8_tiled_f32, float, true)
 
 #define CAST_ROWS(name, T) \
-    extern "C" __global__ void __launch_bounds__(256) name(const __grid_constant__ QuantCast p) { cast_rows<T>(p); }
+    extern "C" __global__ void __launch_bounds__(256) name(const __grid_constant__ QuantCastParams p) { cast_rows<T>(p); }
 
 CAST_ROWS(mxfp8_rows_bf16, bf16)
 CAST_ROWS(mxfp8_rows_f16, f16)

@@ -16,7 +16,7 @@ struct SharedStorage {
     unsigned char scales[128 * SCALES];
 };
 
-__device__ __forceinline__ uint4 random_of(const QuantCast& p, const QuantSide& side, int64_t line, int64_t block, unsigned direction) {
+__device__ __forceinline__ uint4 random_of(const QuantCastParams& p, const QuantSide& side, int64_t line, int64_t block, unsigned direction) {
     const uint4 counter = make_uint4(static_cast<unsigned>(side.first_block + block), static_cast<unsigned>(side.first_line + line),
                                      direction, static_cast<unsigned>(p.stream));
     return philox(counter, p.keys);
@@ -41,7 +41,7 @@ __device__ __forceinline__ void measure(const SmemPanel<T>& panel, SharedStorage
 }
 
 template <class T, int MODE>
-__device__ __forceinline__ void along_rows(const QuantCast& p, const SmemPanel<T>& panel, SharedStorage& s, int64_t row, int64_t column) {
+__device__ __forceinline__ void along_rows(const QuantCastParams& p, const SmemPanel<T>& panel, SharedStorage& s, int64_t row, int64_t column) {
     constexpr int WIDE = SmemPanel<T>::COLUMNS / 16;
     const QuantSide& side = p.rows;
     const bool aligned = words_of(side.codes, side.code_bytes, 8);
@@ -63,7 +63,7 @@ __device__ __forceinline__ void along_rows(const QuantCast& p, const SmemPanel<T
 }
 
 template <class T, int MODE>
-__device__ __forceinline__ void down_columns(const QuantCast& p, const SmemPanel<T>& panel, SharedStorage& s, int64_t row, int64_t column) {
+__device__ __forceinline__ void down_columns(const QuantCastParams& p, const SmemPanel<T>& panel, SharedStorage& s, int64_t row, int64_t column) {
     constexpr int WORDS = SmemPanel<T>::COLUMNS / SmemPanel<T>::EACH, HIGH = SmemPanel<T>::ROWS / 16;
     const QuantSide& side = p.columns;
     Factors<MODE> factors(p.by_line ? 0.0f : *side.amax);
@@ -99,7 +99,7 @@ __device__ __forceinline__ void down_columns(const QuantCast& p, const SmemPanel
 }
 
 template <class T, int MODE>
-__device__ __forceinline__ void cast(const QuantCast& p) {
+__device__ __forceinline__ void cast(const QuantCastParams& p) {
     extern __shared__ __align__(16) unsigned char memory[];
     SharedStorage& s = *reinterpret_cast<SharedStorage*>(memory);
     const SmemPanel<T> panel{s.panel};
@@ -118,7 +118,7 @@ __device__ __forceinline__ void cast(const QuantCast& p) {
 // Rows alone, of a matrix without gaps whose rows are whole blocks, with one amax: a block's place follows from its
 // number.
 template <class T, int MODE>
-__device__ __forceinline__ void cast_rows(const QuantCast& p) {
+__device__ __forceinline__ void cast_rows(const QuantCastParams& p) {
     constexpr int EACH = 8 / sizeof(T), THREADS = 256;
     const QuantSide& side = p.rows;
     const int64_t all = p.matrix.rows * side.blocks, first = static_cast<int64_t>(blockIdx.x) * EACH * THREADS + threadIdx.x;
@@ -151,7 +151,7 @@ __device__ __forceinline__ void cast_rows(const QuantCast& p) {
 // Rows alone in 16 x 16 tiles, of a matrix without gaps of whole tiles and a multiple of 64 columns. A warp has 16 rows
 // of 64 columns, 8 lanes a row, so that a line of memory is one load; a thread's four rows are of one tile.
 template <class T>
-__device__ __forceinline__ void cast_tiles(const QuantCast& p) {
+__device__ __forceinline__ void cast_tiles(const QuantCastParams& p) {
     const QuantSide& side = p.rows;
     const unsigned wide = static_cast<unsigned>(p.matrix.columns / 64), unit = blockIdx.x * 8 + threadIdx.x / 32, lane = threadIdx.x % 32;
     const int64_t row = static_cast<int64_t>(unit / wide) * 16 + lane / 8, column = unit % wide * 64 + lane % 8 * 8;
@@ -190,11 +190,11 @@ __device__ __forceinline__ void cast_tiles(const QuantCast& p) {
 }  // namespace
 
 #define CAST_TILES(name, T) \
-    extern "C" __global__ void __launch_bounds__(256) name(const __grid_constant__ QuantCast p) { cast_tiles<T>(p); }
+    extern "C" __global__ void __launch_bounds__(256) name(const __grid_constant__ QuantCastParams p) { cast_tiles<T>(p); }
 #define CAST_ROWS(name, T, MODE) \
-    extern "C" __global__ void __launch_bounds__(256) name(const __grid_constant__ QuantCast p) { cast_rows<T, MODE>(p); }
+    extern "C" __global__ void __launch_bounds__(256) name(const __grid_constant__ QuantCastParams p) { cast_rows<T, MODE>(p); }
 #define CAST(name, T, MODE) \
-    extern "C" __global__ void __launch_bounds__(256) name(const __grid_constant__ QuantCast p) { cast<T, MODE>(p); }
+    extern "C" __global__ void __launch_bounds__(256) name(const __grid_constant__ QuantCastParams p) { cast<T, MODE>(p); }
 #define CASTS(type, T)                            \
     CAST(nvfp4_te_##type, T, TE)                  \
     CAST(nvfp4_stochastic_##type, T, STOCHASTIC)  \

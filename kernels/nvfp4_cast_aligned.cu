@@ -54,7 +54,7 @@ constexpr bool NUDGED =
 // bf16 where a product of one of eight mantissas, which all scales have, is `just_below`, as it is for half of the
 // amaxes that bf16 has. By all threads.
 template <class T, int MODE, class SharedStorage>
-__device__ __forceinline__ bool tabulate_factors(const QuantCast& p, SharedStorage& s, unsigned thread) {
+__device__ __forceinline__ bool tabulate_factors(const QuantCastParams& p, SharedStorage& s, unsigned thread) {
     constexpr bool MANTISSAS = MODE == STOCHASTIC && std::is_same<T, bf16>::value;
     bool needs_finer = MODE == STOCHASTIC && !MANTISSAS;
     if (MANTISSAS) {
@@ -155,7 +155,7 @@ __device__ __forceinline__ void put_byte(unsigned at, unsigned v) { asm volatile
 
 // 16 rows: a lane has two blocks of one.
 template <class T, int MODE, bool FINER>
-__device__ __forceinline__ void along_rows(const QuantCast& p, const LaneState& at, unsigned stage, const OpaqueConstants& kept) {
+__device__ __forceinline__ void along_rows(const QuantCastParams& p, const LaneState& at, unsigned stage, const OpaqueConstants& kept) {
     uint4 words[2][2];
     float most[2];
 #pragma unroll
@@ -196,7 +196,7 @@ __device__ __forceinline__ void along_rows(const QuantCast& p, const LaneState& 
 
 // 16 rows: a lane has two columns. Scales are shifted in from above.
 template <class T, int MODE, bool FINER>
-__device__ __forceinline__ void down_columns(const QuantCast& p, const LaneState& at, unsigned stage, unsigned (&scales_of)[2], const OpaqueConstants& kept) {
+__device__ __forceinline__ void down_columns(const QuantCastParams& p, const LaneState& at, unsigned stage, unsigned (&scales_of)[2], const OpaqueConstants& kept) {
     unsigned words[16], four[4];
 #pragma unroll
     for (int k = 0; k < 16; k++) words[k] = word_at(at.column_words + stage + k * PITCH);
@@ -252,7 +252,7 @@ __device__ __forceinline__ void turn(unsigned to, const unsigned (&codes)[4]) {
 // Four tiles: a lane has four rows of eight columns, encoded once. Amaxes that differ, or are NaN, make codes that
 // differ.
 template <class T>
-__device__ __forceinline__ void in_tiles(const QuantCast& p, const LaneState& at, unsigned stage, unsigned (&scales_of)[2], bool apart, int lane, const OpaqueConstants& kept) {
+__device__ __forceinline__ void in_tiles(const QuantCastParams& p, const LaneState& at, unsigned stage, unsigned (&scales_of)[2], bool apart, int lane, const OpaqueConstants& kept) {
     uint4 words[4];
     unsigned most_of = 0;
 #pragma unroll
@@ -316,7 +316,7 @@ __device__ __forceinline__ void write(uint8_t* to, int64_t pitch, const unsigned
 }
 
 template <class T, int MODE>
-__device__ __forceinline__ void cast(const QuantCast& p) {
+__device__ __forceinline__ void cast(const QuantCastParams& p) {
     constexpr bool TILES = MODE == TILED;
     using SharedStorage = ::SharedStorage<KernelConfig<MODE>::STAGES>;
     extern __shared__ __align__(16) unsigned char memory[];
@@ -422,7 +422,7 @@ __device__ __forceinline__ void cast(const QuantCast& p) {
 }  // namespace
 
 #define CAST(name, T, MODE) \
-    extern "C" __global__ void __launch_bounds__(THREADS, KernelConfig<MODE>::BLOCKS) name(const __grid_constant__ QuantCast p) { cast<T, MODE>(p); }
+    extern "C" __global__ void __launch_bounds__(THREADS, KernelConfig<MODE>::BLOCKS) name(const __grid_constant__ QuantCastParams p) { cast<T, MODE>(p); }
 
 CAST(nvfp4_aligned_te_bf16, bf16, TE)
 CAST(nvfp4_aligned_te_f16, f16, TE)

@@ -11,7 +11,7 @@
 #include "common/common.cuh"
 
 template <class W>
-__device__ void gather(const RowsOp& p) {
+__device__ void gather(const RowsOpParams& p) {
     const int64_t words = p.width / static_cast<int64_t>(sizeof(W));
     const W* source = static_cast<const W*>(p.source);
     W* out = static_cast<W*>(p.out);
@@ -27,7 +27,7 @@ __device__ void gather(const RowsOp& p) {
     }
 }
 
-extern "C" __global__ void gather_rows(const __grid_constant__ RowsOp p) {
+extern "C" __global__ void gather_rows(const __grid_constant__ RowsOpParams p) {
     if (p.word == 16) gather<uint4>(p);
     else if (p.word == 4) gather<uint32_t>(p);
     else gather<uint8_t>(p);
@@ -35,7 +35,7 @@ extern "C" __global__ void gather_rows(const __grid_constant__ RowsOp p) {
 
 // One block a row of the output; eight elements a thread where rows allow it.
 template <class T, int N>
-__device__ void reduce(const RowsOp& p) {
+__device__ void reduce(const RowsOpParams& p) {
     struct alignas(sizeof(T) * N) Pack {
         T v[N];
     };
@@ -61,7 +61,7 @@ __device__ void reduce(const RowsOp& p) {
 
 // The same of FAN rows in words of 16 bytes, all of which are under way before the first is added.
 template <class T, int FAN>
-__device__ void reduce_few(const RowsOp& p) {
+__device__ void reduce_few(const RowsOpParams& p) {
     constexpr int N = 16 / sizeof(T);
     const int width = static_cast<int>(p.width);
     const int32_t rows = static_cast<int32_t>(p.source_rows);
@@ -95,7 +95,7 @@ __device__ void reduce_few(const RowsOp& p) {
     if (threadIdx.x < FAN && map[threadIdx.x] >= rows) raise_fault(p.fault, FAULT_MAP, static_cast<int64_t>(blockIdx.x) * FAN + threadIdx.x);
 }
 
-extern "C" __global__ void reduce_rows(const __grid_constant__ RowsOp p) {
+extern "C" __global__ void reduce_rows(const __grid_constant__ RowsOpParams p) {
     const bool wide = p.word == 16;
     if (p.type == TYPE_F32) wide ? reduce<float, 4>(p) : reduce<float, 1>(p);
     else if (p.type == TYPE_F16) wide ? reduce<f16, 8>(p) : reduce<f16, 1>(p);
@@ -103,7 +103,7 @@ extern "C" __global__ void reduce_rows(const __grid_constant__ RowsOp p) {
 }
 
 template <class T>
-__device__ void reduce_some(const RowsOp& p) {
+__device__ void reduce_some(const RowsOpParams& p) {
     if (p.fan == 8) reduce_few<T, 8>(p);
     else if (p.fan == 6) reduce_few<T, 6>(p);
     else if (p.fan == 4) reduce_few<T, 4>(p);
@@ -111,7 +111,7 @@ __device__ void reduce_some(const RowsOp& p) {
 }
 
 // A block a row, of two, four, six or eight, in words of 16 bytes.
-extern "C" __global__ void __launch_bounds__(256, 4) reduce_few_rows(const __grid_constant__ RowsOp p) {
+extern "C" __global__ void __launch_bounds__(256, 4) reduce_few_rows(const __grid_constant__ RowsOpParams p) {
     if (p.type == TYPE_F32) reduce_some<float>(p);
     else if (p.type == TYPE_F16) reduce_some<f16>(p);
     else reduce_some<bf16>(p);
@@ -154,7 +154,7 @@ struct Pairs {
 };
 
 template <class T>
-__device__ __forceinline__ const T* share(const AddShares& p, int64_t k) {
+__device__ __forceinline__ const T* share(const AddSharesParams& p, int64_t k) {
     if (k == p.rank) return static_cast<const T*>(p.own);
     return static_cast<const T*>(p.others) + (k - (k > p.rank)) * p.count;
 }
@@ -168,7 +168,7 @@ __device__ __forceinline__ float add_to(float main, float scale, float sum) {
 // PARTS shares, four elements of each at a time: so that a warp's words of main lie together. A thread with eight would
 // write every sector in two parts, at three quarters of the rate. All words are under way before the first is added.
 template <class T, int PARTS>
-__device__ void add_few(const AddShares& p) {
+__device__ void add_few(const AddSharesParams& p) {
     constexpr int N = 4, WORDS = PARTS > 4 ? 1 : PARTS > 2 ? 4 : 8;
     using Pack = typename std::conditional<sizeof(T) == 2, uint2, uint4>::type;
     const float scale = static_cast<float>(p.scale);
@@ -205,7 +205,7 @@ __device__ void add_few(const AddShares& p) {
 
 // Any number of shares, at any address: an element at a time.
 template <class T>
-__device__ void add_many(const AddShares& p) {
+__device__ void add_many(const AddSharesParams& p) {
     const float scale = static_cast<float>(p.scale);
     const int64_t step = static_cast<int64_t>(gridDim.x) * blockDim.x;
     for (int64_t at = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x; at < p.count; at += step) {
@@ -219,7 +219,7 @@ __device__ void add_many(const AddShares& p) {
 
 // Adds ranks' shares to a main gradient.
 template <class T>
-__device__ void add_shares(const AddShares& p) {
+__device__ void add_shares(const AddSharesParams& p) {
     if (!p.wide) add_many<T>(p);
     else if (p.parts == 1) add_few<T, 1>(p);
     else if (p.parts == 2) add_few<T, 2>(p);
@@ -228,18 +228,18 @@ __device__ void add_shares(const AddShares& p) {
     else add_many<T>(p);
 }
 
-extern "C" __global__ void add_shares_f32(const __grid_constant__ AddShares p) {
+extern "C" __global__ void add_shares_f32(const __grid_constant__ AddSharesParams p) {
     add_shares<float>(p);
 }
-extern "C" __global__ void add_shares_f16(const __grid_constant__ AddShares p) {
+extern "C" __global__ void add_shares_f16(const __grid_constant__ AddSharesParams p) {
     add_shares<f16>(p);
 }
-extern "C" __global__ void add_shares_bf16(const __grid_constant__ AddShares p) {
+extern "C" __global__ void add_shares_bf16(const __grid_constant__ AddSharesParams p) {
     add_shares<bf16>(p);
 }
 
 // Gradient of each slot's weight from the parts that the tiles left: a thread a slot or, with a bias, a warp.
-extern "C" __global__ void slot_dots(const __grid_constant__ SlotDots p) {
+extern "C" __global__ void slot_dots(const __grid_constant__ SlotDotsParams p) {
     const int64_t tile = blockIdx.x;
     if (tile >= *p.tile_count) return;
     const int4 t = p.tiles[tile];
@@ -267,7 +267,7 @@ extern "C" __global__ void slot_dots(const __grid_constant__ SlotDots p) {
 }
 
 // Logistic function of f32 values, or its gradient from its output.
-extern "C" __global__ void sigmoid(const __grid_constant__ RowsOp p) {
+extern "C" __global__ void sigmoid(const __grid_constant__ RowsOpParams p) {
     const int64_t i = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
     if (i >= p.width) return;
     const float v = static_cast<const float*>(p.source)[i];

@@ -12,7 +12,7 @@ namespace {
 // Choices as the caller gave them. A bad id counts as none (-1) and raises the fault. All choices are walked twice, and
 // the first walk is over before the second begins; in this one, the choice that the fault is of tells its id.
 struct CallerChoices {
-    const LocalPlan& p;
+    const LocalPlanParams& p;
     bool second;
     __device__ __forceinline__ int64_t id(int64_t i) const {
         return p.wide ? static_cast<const int64_t*>(p.ids)[i] : static_cast<const int32_t*>(p.ids)[i];
@@ -53,7 +53,7 @@ struct CallerChoices {
 };
 
 struct NumberSlots {
-    const LocalPlan& p;
+    const LocalPlanParams& p;
     __device__ void operator()(int64_t i, int e, int rank) const {
         const int64_t slot = e >= 0 && rank < p.counts[e] ? p.offsets[e] + rank : -1;
         p.kept[i] = slot >= 0 ? e : -1;
@@ -64,12 +64,12 @@ struct NumberSlots {
     }
 };
 
-__device__ __forceinline__ int64_t end_of(const LocalPlan& p, int64_t first, int64_t chunk) {
+__device__ __forceinline__ int64_t end_of(const LocalPlanParams& p, int64_t first, int64_t chunk) {
     return first + chunk < p.choices ? first + chunk : p.choices;
 }
 
 // Slots without a choice; as many threads as may be.
-__device__ __forceinline__ void clear_maps(const LocalPlan& p) {
+__device__ __forceinline__ void clear_maps(const LocalPlanParams& p) {
     const int64_t step = static_cast<int64_t>(gridDim.x) * blockDim.x;
     for (int64_t i = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x; i < p.rows; i += step) {
         p.row_map[i] = -1;
@@ -85,7 +85,7 @@ __device__ __forceinline__ void copy_status(const unsigned long long* words, uns
 
 // Lays the experts out behind each other, from their numbers of choices in `stats`. A block of 1024 threads, each with
 // a run of experts.
-__device__ void layout_segments(const LocalPlan& p) {
+__device__ void layout_segments(const LocalPlanParams& p) {
     const int64_t per = (p.experts + blockDim.x - 1) / blockDim.x;
     const int64_t first = threadIdx.x * per, last = first + per < p.experts ? first + per : p.experts;
     auto kept = [&](int64_t e) { return p.stats[e] < p.expert_limit ? p.stats[e] : p.expert_limit; };
@@ -120,7 +120,7 @@ __device__ void layout_segments(const LocalPlan& p) {
 // group's odd tile at the end is put together with that of the next group that has one. Should one be left over, its
 // partner is a tile of no rows.
 template <bool PAIRED>
-__device__ void write_tile_list(const TileList& p) {
+__device__ void write_tile_list(const TileListParams& p) {
     __shared__ int64_t totals[32];
     const int64_t per = (p.groups + blockDim.x - 1) / blockDim.x;
     const int64_t first = threadIdx.x * per, last = first + per < p.groups ? first + per : p.groups;
@@ -216,7 +216,7 @@ __device__ void write_tile_list(const TileList& p) {
 
 // The work of one block once the segments are laid out: the list of their tiles, and what has been found until now,
 // which is all that there is to find: numbering raises what counting has raised.
-__device__ void finish_segments(const LocalPlan& p) {
+__device__ void finish_segments(const LocalPlanParams& p) {
     __syncthreads();
     if (p.tiles != nullptr) {
         int32_t* count = &p.tiles->x;
@@ -228,7 +228,7 @@ __device__ void finish_segments(const LocalPlan& p) {
 
 }  // namespace
 
-extern "C" __global__ void __launch_bounds__(32) plan_count(const __grid_constant__ LocalPlan p) {
+extern "C" __global__ void __launch_bounds__(32) plan_count(const __grid_constant__ LocalPlanParams p) {
     extern __shared__ int32_t count[];
     for (int e = threadIdx.x; e < p.experts; e += 32) count[e] = 0;
     __syncwarp();
@@ -239,17 +239,17 @@ extern "C" __global__ void __launch_bounds__(32) plan_count(const __grid_constan
 
 // A warp an expert: chunks' counts become counts before the chunk. All blocks clear the maps;
 // there are more than experts need where maps are long.
-extern "C" __global__ void __launch_bounds__(256) plan_scan(const __grid_constant__ LocalPlan p) {
+extern "C" __global__ void __launch_bounds__(256) plan_scan(const __grid_constant__ LocalPlanParams p) {
     clear_maps(p);
     scan_chunks(p.before, p.chunks, p.experts, p.stats);
 }
 
-extern "C" __global__ void __launch_bounds__(1024) plan_segments(const __grid_constant__ LocalPlan p) {
+extern "C" __global__ void __launch_bounds__(1024) plan_segments(const __grid_constant__ LocalPlanParams p) {
     layout_segments(p);
     finish_segments(p);
 }
 
-extern "C" __global__ void __launch_bounds__(32) plan_slots(const __grid_constant__ LocalPlan p) {
+extern "C" __global__ void __launch_bounds__(32) plan_slots(const __grid_constant__ LocalPlanParams p) {
     extern __shared__ int32_t count[];
     for (int e = threadIdx.x; e < p.experts; e += 32) count[e] = p.before[e * p.chunks + blockIdx.x];
     __syncwarp();
@@ -258,7 +258,7 @@ extern "C" __global__ void __launch_bounds__(32) plan_slots(const __grid_constan
 }
 
 // One block, a warp a chunk; [chunks, E] counts in shared memory.
-extern "C" __global__ void __launch_bounds__(1024) plan_small(const __grid_constant__ LocalPlan p) {
+extern "C" __global__ void __launch_bounds__(1024) plan_small(const __grid_constant__ LocalPlanParams p) {
     extern __shared__ int32_t count[];
     const int warps = blockDim.x / 32, warp = threadIdx.x / 32;
     int32_t* own = count + warp * p.experts;
@@ -284,13 +284,13 @@ extern "C" __global__ void __launch_bounds__(1024) plan_small(const __grid_const
 }
 
 // Status words to memory of the host.
-extern "C" __global__ void __launch_bounds__(32) report(const __grid_constant__ RowsOp p) {
+extern "C" __global__ void __launch_bounds__(32) report(const __grid_constant__ RowsOpParams p) {
     copy_status(static_cast<const unsigned long long*>(p.source), static_cast<unsigned long long*>(p.out), p.width);
 }
 
 // Segments and slots of a layout that another library made: filled slots, which it does not tell apart from padding,
 // are the expert's choices. More rows than there is room for raise the fault.
-extern "C" __global__ void __launch_bounds__(256) plan_external_layout(const __grid_constant__ ExternalLayout p) {
+extern "C" __global__ void __launch_bounds__(256) plan_external_layout(const __grid_constant__ ExternalLayoutParams p) {
     const int64_t at = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
     auto inside = [&](int64_t slot) { return slot < p.rows ? slot : p.rows; };
     auto filled = [&](int64_t j) {
@@ -317,7 +317,7 @@ extern "C" __global__ void __launch_bounds__(256) plan_external_layout(const __g
 }
 
 // Where segments begin, from the counts of all ranks' choices. One block; L is small, and the counts stay in L1.
-extern "C" __global__ void __launch_bounds__(256) segment_starts(const __grid_constant__ SegmentStarts p) {
+extern "C" __global__ void __launch_bounds__(256) segment_starts(const __grid_constant__ SegmentStartsParams p) {
     auto padded = [&](int64_t j) { return (p.loads[p.first + j] + p.alignment - 1) / p.alignment * p.alignment; };
     for (int64_t j = threadIdx.x; j <= p.groups; j += blockDim.x) {
         int64_t start = 0;
@@ -327,7 +327,7 @@ extern "C" __global__ void __launch_bounds__(256) segment_starts(const __grid_co
 }
 
 // A choice more a token: none, whose weight is the token's number. That is exact below 2^24.
-extern "C" __global__ void __launch_bounds__(256) low_latency_pack(const __grid_constant__ LowLatencyRows p) {
+extern "C" __global__ void __launch_bounds__(256) low_latency_pack(const __grid_constant__ LowLatencyRowsParams p) {
     const int64_t at = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
     const int64_t wide = p.top_k + 1, token = at / wide, k = at % wide;
     if (token >= p.tokens) return;
@@ -339,7 +339,7 @@ extern "C" __global__ void __launch_bounds__(256) low_latency_pack(const __grid_
 }
 
 // Sorts the rows that arrived into the order of their tokens.
-extern "C" __global__ void __launch_bounds__(256) low_latency_sort(const __grid_constant__ LowLatencyRows p) {
+extern "C" __global__ void __launch_bounds__(256) low_latency_sort(const __grid_constant__ LowLatencyRowsParams p) {
     const int64_t at = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
     const int64_t wide = p.top_k + 1, row = at / wide, k = at % wide;
     if (row >= p.ranks * p.tokens) return;
@@ -359,7 +359,7 @@ extern "C" __global__ void __launch_bounds__(256) low_latency_sort(const __grid_
 }
 
 // Maps of a plan that was made in the order of tokens, for rows as they lie.
-extern "C" __global__ void __launch_bounds__(256) low_latency_map(const __grid_constant__ LowLatencyRows p) {
+extern "C" __global__ void __launch_bounds__(256) low_latency_map(const __grid_constant__ LowLatencyRowsParams p) {
     const int64_t at = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
     if (at < p.slots && p.row_map[at] >= 0) p.row_map[at] = p.row_of[p.row_map[at]];
     const int64_t row = at / p.top_k;
@@ -368,5 +368,5 @@ extern "C" __global__ void __launch_bounds__(256) low_latency_map(const __grid_c
     p.out_map[at] = token >= 0 ? p.return_map[token * p.top_k + at % p.top_k] : -1;
 }
 
-extern "C" __global__ void __launch_bounds__(256) list_tiles(const __grid_constant__ TileList p) { write_tile_list<false>(p); }
-extern "C" __global__ void __launch_bounds__(256) list_tiles_paired(const __grid_constant__ TileList p) { write_tile_list<true>(p); }
+extern "C" __global__ void __launch_bounds__(256) list_tiles(const __grid_constant__ TileListParams p) { write_tile_list<false>(p); }
+extern "C" __global__ void __launch_bounds__(256) list_tiles_paired(const __grid_constant__ TileListParams p) { write_tile_list<true>(p); }

@@ -87,7 +87,7 @@ __device__ __forceinline__ float at(const StridedMatrix& m, int64_t row, int64_t
 
 // Lines are rows. Where their elements lie together, a warp a line; else a thread a line and 256 elements.
 template <class T>
-__device__ __forceinline__ void lines(const AmaxLines& p) {
+__device__ __forceinline__ void lines(const AmaxLinesParams& p) {
     const StridedMatrix& m = p.matrix;
     if (m.column_stride == 1) {
         const int64_t line = static_cast<int64_t>(blockIdx.x) * (THREADS / 32) + threadIdx.x / 32;
@@ -131,14 +131,14 @@ extern "C" __global__ void __launch_bounds__(64) amax_zero(const __grid_constant
     if (p.jobs[threadIdx.x].other) *p.jobs[threadIdx.x].other = 0;
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS) amax_lines(const __grid_constant__ AmaxLines p) {
+extern "C" __global__ void __launch_bounds__(THREADS) amax_lines(const __grid_constant__ AmaxLinesParams p) {
     if (p.type == TYPE_F32) lines<float>(p);
     else if (p.type == TYPE_F16) lines<f16>(p);
     else lines<bf16>(p);
 }
 
 // Of the columns of a bf16 matrix after the transform: a thread takes 16 rows of a column.
-extern "C" __global__ void __launch_bounds__(THREADS) amax_transformed(const __grid_constant__ AmaxLines p) {
+extern "C" __global__ void __launch_bounds__(THREADS) amax_transformed(const __grid_constant__ AmaxLinesParams p) {
     const StridedMatrix& m = p.matrix;
     const int64_t groups = (m.columns + THREADS - 1) / THREADS, column = blockIdx.x % groups * THREADS + threadIdx.x;
     unsigned most = 0;
@@ -153,7 +153,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) amax_transformed(const __g
 }
 
 // The least row-major number of an element that is not finite, in `out` (8 bytes, all ones before).
-extern "C" __global__ void __launch_bounds__(THREADS) first_non_finite(const __grid_constant__ AmaxLines p) {
+extern "C" __global__ void __launch_bounds__(THREADS) first_non_finite(const __grid_constant__ AmaxLinesParams p) {
     const StridedMatrix& m = p.matrix;
     const int64_t all = m.rows * m.columns;
     for (int64_t i = static_cast<int64_t>(blockIdx.x) * THREADS + threadIdx.x; i < all; i += static_cast<int64_t>(gridDim.x) * THREADS) {

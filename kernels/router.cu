@@ -33,13 +33,13 @@ __device__ unsigned long long absorb(unsigned long long h, unsigned long long wo
 
 // A token's rows of working memory.
 struct Token {
-    const Routing& p;
+    const RoutingParams& p;
     int lane, e, k;
     float *logits, *scores, *ranking, *extra, *grad;
     int32_t* chosen;
     unsigned long long key;
 
-    __device__ Token(const Routing& p, float* memory) : p(p), lane(threadIdx.x % 32) {
+    __device__ Token(const RoutingParams& p, float* memory) : p(p), lane(threadIdx.x % 32) {
         e = static_cast<int>(p.experts), k = static_cast<int>(p.top_k);
         logits = memory, scores = memory + e, ranking = memory + 2 * e, extra = memory + 3 * e, grad = memory + 4 * e;
         chosen = reinterpret_cast<int32_t*>(memory + 5 * e);
@@ -243,7 +243,7 @@ struct Divisor {
     }
 };
 
-__device__ float* memory_of_warp(const Routing& p) {
+__device__ float* memory_of_warp(const RoutingParams& p) {
     extern __shared__ float shared[];
     const int64_t warp = threadIdx.x / 32, of_block = blockDim.x / 32;
     if (p.scratch) return p.scratch + (blockIdx.x * of_block + warp) * ROUTER_WORK_ROWS * p.experts;
@@ -252,7 +252,7 @@ __device__ float* memory_of_warp(const Routing& p) {
 
 }  // namespace
 
-extern "C" __global__ void __launch_bounds__(256, 4) route(const __grid_constant__ Routing p) {
+extern "C" __global__ void __launch_bounds__(256, 4) route(const __grid_constant__ RoutingParams p) {
     Token token(p, memory_of_warp(p));
     const int lane = token.lane, of_block = blockDim.x / 32;
     for (int64_t t = static_cast<int64_t>(blockIdx.x) * of_block + threadIdx.x / 32; t < p.tokens; t += static_cast<int64_t>(gridDim.x) * of_block) {
@@ -273,7 +273,7 @@ extern "C" __global__ void __launch_bounds__(256, 4) route(const __grid_constant
 }
 
 // Gradient with respect to the logits, from that of the weights and of the auxiliary losses.
-extern "C" __global__ void __launch_bounds__(256, 4) route_bwd(const __grid_constant__ Routing p) {
+extern "C" __global__ void __launch_bounds__(256, 4) route_bwd(const __grid_constant__ RoutingParams p) {
     Token token(p, memory_of_warp(p));
     const int lane = token.lane, of_block = blockDim.x / 32, e = token.e, k = token.k;
     for (int64_t t = static_cast<int64_t>(blockIdx.x) * of_block + threadIdx.x / 32; t < p.tokens; t += static_cast<int64_t>(gridDim.x) * of_block) {
@@ -380,12 +380,12 @@ namespace {
 
 template <int EACH_LANE>
 struct RegisterLogits {
-    const Routing& p;
+    const RoutingParams& p;
     int lane, e;
     float scores[EACH_LANE];
 
     // Whether a logit is NaN.
-    __device__ __forceinline__ RegisterLogits(const Routing& p, int64_t t, bool& bad) : p(p), lane(threadIdx.x % 32), e(static_cast<int>(p.experts)) {
+    __device__ __forceinline__ RegisterLogits(const RoutingParams& p, int64_t t, bool& bad) : p(p), lane(threadIdx.x % 32), e(static_cast<int>(p.experts)) {
         const float* from = p.logits + t * e + lane;
         float max = NONE;
         bad = false;
@@ -423,7 +423,7 @@ struct RegisterLogits {
 struct Norm {
     double value = 1.0;
     bool floored = true;
-    __device__ __forceinline__ Norm(const Routing& p, float w) {
+    __device__ __forceinline__ Norm(const RoutingParams& p, float w) {
         if (!p.renorm) return;
         value = warp_sum(static_cast<double>(w)) + p.norm_epsilon;
         floored = value < p.floor;
@@ -433,7 +433,7 @@ struct Norm {
 };
 
 template <int EACH_LANE>
-__device__ __forceinline__ void choose_in_registers(const Routing& p, int64_t t) {
+__device__ __forceinline__ void choose_in_registers(const RoutingParams& p, int64_t t) {
     bool bad;
     const RegisterLogits<EACH_LANE> held(p, t, bad);
     const int lane = held.lane, e = held.e, k = static_cast<int>(p.top_k);
@@ -473,7 +473,7 @@ __device__ __forceinline__ void choose_in_registers(const Routing& p, int64_t t)
 }
 
 template <int EACH_LANE>
-__device__ __forceinline__ void gradient_in_registers(const Routing& p, int64_t t) {
+__device__ __forceinline__ void gradient_in_registers(const RoutingParams& p, int64_t t) {
     const int lane = threadIdx.x % 32, e = static_cast<int>(p.experts), k = static_cast<int>(p.top_k);
     const bool chooses = lane < k;
     const int32_t given = chooses ? p.ids[t * k + lane] : 0;
@@ -527,17 +527,17 @@ __device__ __forceinline__ void with_experts(int64_t experts, Body&& body) {
 
 }  // namespace
 
-extern "C" __global__ void __launch_bounds__(256, 6) route_softmax(const __grid_constant__ Routing p) {
+extern "C" __global__ void __launch_bounds__(256, 6) route_softmax(const __grid_constant__ RoutingParams p) {
     const int64_t t = static_cast<int64_t>(blockIdx.x) * (blockDim.x / 32) + threadIdx.x / 32;
     if (t < p.tokens) with_experts(p.experts, [&](auto number) { choose_in_registers<number.value>(p, t); });
 }
-extern "C" __global__ void __launch_bounds__(256, 5) route_softmax_bwd(const __grid_constant__ Routing p) {
+extern "C" __global__ void __launch_bounds__(256, 5) route_softmax_bwd(const __grid_constant__ RoutingParams p) {
     const int64_t t = static_cast<int64_t>(blockIdx.x) * (blockDim.x / 32) + threadIdx.x / 32;
     if (t < p.tokens) with_experts(p.experts, [&](auto number) { gradient_in_registers<number.value>(p, t); });
 }
 
 // Scales a token's kept weights to the sum that all had, or the gradient of that. A thread a token.
-extern "C" __global__ void keep_sum(const __grid_constant__ KeepSum p) {
+extern "C" __global__ void keep_sum(const __grid_constant__ KeepSumParams p) {
     const int64_t t = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
     if (t >= p.tokens) return;
     const int64_t first = t * p.top_k, last = first + p.top_k;

@@ -14,7 +14,7 @@
 namespace {
 
 struct NumberSlots {
-    const RecordsPlan& p;
+    const RecordsPlanParams& p;
     int64_t locals;
     __device__ void operator()(int64_t i, int e, int rank) const {
         const ChoiceOrigin at = origin_of(p, i);
@@ -32,7 +32,7 @@ struct NumberSlots {
 
 // Keeps the records' headers where one has failed, has masked an id or differs from this rank's, and nothing is kept
 // yet. A host that waits sees to all but the masked ids itself. By a whole block.
-__device__ void check_headers(const RecordsPlan& p) {
+__device__ void check_headers(const RecordsPlanParams& p) {
     __shared__ unsigned long long first_odd;
     if (threadIdx.x == 0) first_odd = ~0ull;
     __syncthreads();
@@ -65,7 +65,7 @@ __device__ void check_headers(const RecordsPlan& p) {
 
 // Lays the experts of every rank out behind each other, from their numbers of choices in `stats`. By a block of 1024
 // threads, each with a run of experts.
-__device__ void layout_segments(const RecordsPlan& p) {
+__device__ void layout_segments(const RecordsPlanParams& p) {
     const int64_t per = (p.experts + blockDim.x - 1) / blockDim.x, locals = p.experts / p.ranks;
     const int64_t first = threadIdx.x * per, last = first + per < p.experts ? first + per : p.experts;
     int64_t *upto = p.scratch, *starts = p.scratch + p.experts, *keeps = p.scratch + 2 * p.experts;
@@ -127,7 +127,7 @@ __device__ void layout_segments(const RecordsPlan& p) {
 
 // The first bad id is the smallest choice, kept as the largest complement so that zero means none. The last block to
 // end writes the header and clears both words.
-extern "C" __global__ void __launch_bounds__(256) record_ids(const __grid_constant__ WriteRecord p) {
+extern "C" __global__ void __launch_bounds__(256) record_ids(const __grid_constant__ WriteRecordParams p) {
     __shared__ bool last;
     auto id_of = [&](int64_t i) {
         return p.wide ? static_cast<const int64_t*>(p.ids)[i] : static_cast<const int32_t*>(p.ids)[i];
@@ -167,7 +167,7 @@ extern "C" __global__ void __launch_bounds__(256) record_ids(const __grid_consta
     for (int w = 0; w < 5; w++) p.record[BAD + w] = static_cast<unsigned long long>(words[w]);
 }
 
-extern "C" __global__ void __launch_bounds__(32) routing_records_count(const __grid_constant__ RecordsPlan p) {
+extern "C" __global__ void __launch_bounds__(32) routing_records_count(const __grid_constant__ RecordsPlanParams p) {
     extern __shared__ int32_t count[];
     for (int e = threadIdx.x; e < p.experts; e += 32) count[e] = 0;
     __syncwarp();
@@ -177,17 +177,17 @@ extern "C" __global__ void __launch_bounds__(32) routing_records_count(const __g
 }
 
 // A warp an expert: chunks' counts become counts before the chunk.
-extern "C" __global__ void __launch_bounds__(256) routing_records_scan(const __grid_constant__ RecordsPlan p) {
+extern "C" __global__ void __launch_bounds__(256) routing_records_scan(const __grid_constant__ RecordsPlanParams p) {
     scan_chunks(p.before, p.chunks, p.experts, p.stats);
 }
 
-extern "C" __global__ void __launch_bounds__(1024) routing_records_segments(const __grid_constant__ RecordsPlan p) {
+extern "C" __global__ void __launch_bounds__(1024) routing_records_segments(const __grid_constant__ RecordsPlanParams p) {
     check_headers(p);
     __syncthreads();
     layout_segments(p);
 }
 
-extern "C" __global__ void __launch_bounds__(32) routing_records_slots(const __grid_constant__ RecordsPlan p) {
+extern "C" __global__ void __launch_bounds__(32) routing_records_slots(const __grid_constant__ RecordsPlanParams p) {
     extern __shared__ int32_t count[];
     for (int e = threadIdx.x; e < p.experts; e += 32) count[e] = p.before[e * p.chunks + blockIdx.x];
     __syncwarp();

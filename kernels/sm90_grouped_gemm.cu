@@ -17,7 +17,7 @@
 
 #define GROUPED_GEMM(name, T, KIND)                                                                                        \
     extern "C" __global__ void __launch_bounds__(grouped_gemm::THREADS, 1) __cluster_dims__(2, 1, 1)                       \
-        name(const __grid_constant__ Gemm p, const __grid_constant__ CUtensorMap a,                                \
+        name(const __grid_constant__ GemmParams p, const __grid_constant__ CUtensorMap a,                                \
              const __grid_constant__ CUtensorMap b, const __grid_constant__ CUtensorMap pre,                       \
              const __grid_constant__ CUtensorMap gated, const __grid_constant__ CUtensorMap plain) {              \
         grouped_gemm::run<T, KIND>(p, a, b, {pre, gated, plain});                                                         \

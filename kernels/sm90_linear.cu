@@ -94,7 +94,7 @@ struct SplitBf16 {
 
 // Logits: 64 tokens by 64 experts a block.
 template <class T>
-__device__ void forward(const Gemm& p, const CUtensorMap& x, const CUtensorMap& weight) {
+__device__ void forward(const GemmParams& p, const CUtensorMap& x, const CUtensorMap& weight) {
     const auto ring = start_ring<STAGES, STAGE_BYTES>();
     const int row = static_cast<int>(blockIdx.x / p.n_tiles) * 64, column = static_cast<int>(blockIdx.x % p.n_tiles) * 64;
     const int steps = static_cast<int>((p.k + BLOCK_K - 1) / BLOCK_K);
@@ -132,7 +132,7 @@ __device__ void forward(const Gemm& p, const CUtensorMap& x, const CUtensorMap& 
 // Adds to the tokens' gradient: blocks that stay, each with its 512 columns of the weight, which are read once. STEPS
 // of 16 experts. What is there comes and the sum leaves by TMA.
 template <int STEPS>
-__device__ __forceinline__ void gradient_of_x(const Gemm& p, const CUtensorMap& weight, const CUtensorMap& out) {
+__device__ __forceinline__ void gradient_of_x(const GemmParams& p, const CUtensorMap& weight, const CUtensorMap& out) {
     constexpr int BLOCK_BYTES = STEPS * 16 * 128;
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4, group = threadIdx.x / 128;
     const uint32_t base = aligned_base(), barriers = base + DX_WEIGHT_BYTES + 2 * DX_TILES * DX_TILE_BYTES, arrived = barriers + 2 * DX_TILES * 8;
@@ -249,7 +249,7 @@ struct LogitGradients {
 
 // One of the parts, over tokens, of the weight's gradient: 64 experts by 128 columns a block. `sum_parts` adds them.
 // Tokens and experts past the last come as zeros; parts are whole steps but for the last.
-__device__ void gradient_of_weight(const Gemm& p, const CUtensorMap& x, const CUtensorMap& logits) {
+__device__ void gradient_of_weight(const GemmParams& p, const CUtensorMap& x, const CUtensorMap& logits) {
     const auto ring = start_ring<DW_STAGES, DW_STAGE_BYTES>();
     const int64_t tiles = p.m_tiles * p.n_tiles, tile = blockIdx.x % tiles, part = blockIdx.x / tiles;
     const int64_t per = ((p.k + p.split - 1) / p.split + BLOCK_K - 1) / BLOCK_K * BLOCK_K, begins = min(part * per, p.k), ends = min(begins + per, p.k);
@@ -307,7 +307,7 @@ __device__ void gradient_of_weight(const Gemm& p, const CUtensorMap& x, const CU
 
 #define FORWARD(name, T)                                                                                  \
     extern "C" __global__ void __launch_bounds__(THREADS, 2)                                              \
-        name(const __grid_constant__ Gemm p, const __grid_constant__ CUtensorMap x,                       \
+        name(const __grid_constant__ GemmParams p, const __grid_constant__ CUtensorMap x,                       \
              const __grid_constant__ CUtensorMap weight) {                                                \
         forward<T>(p, x, weight);                                                                         \
     }
@@ -315,7 +315,7 @@ FORWARD(sm90_linear_bf16, bf16)
 FORWARD(sm90_linear_f16, f16)
 
 extern "C" __global__ void __launch_bounds__(DX_THREADS, 1)
-    sm90_linear_d_x(const __grid_constant__ Gemm p, const __grid_constant__ CUtensorMap weight,
+    sm90_linear_d_x(const __grid_constant__ GemmParams p, const __grid_constant__ CUtensorMap weight,
                       const __grid_constant__ CUtensorMap out) {
     if (p.k <= 16) gradient_of_x<1>(p, weight, out);
     else if (p.k <= 32) gradient_of_x<2>(p, weight, out);
@@ -323,7 +323,7 @@ extern "C" __global__ void __launch_bounds__(DX_THREADS, 1)
     else gradient_of_x<DX_EXPERTS / 16>(p, weight, out);
 }
 extern "C" __global__ void __launch_bounds__(THREADS, 2)
-    sm90_linear_d_weight(const __grid_constant__ Gemm p, const __grid_constant__ CUtensorMap x,
+    sm90_linear_d_weight(const __grid_constant__ GemmParams p, const __grid_constant__ CUtensorMap x,
                            const __grid_constant__ CUtensorMap logits) {
     gradient_of_weight(p, x, logits);
 }

@@ -23,7 +23,7 @@
 namespace w4a16 {
 
 template <int FORMAT, int KIND>
-__device__ __forceinline__ void consume(const Gemm& p, const QuantWeight& w, const Rings& rings) {
+__device__ __forceinline__ void consume(const GemmParams& p, const QuantWeightParams& w, const Rings& rings) {
     const TileScheduler scheduler{p};
     const int count = scheduler.count(), group = threadIdx.x / 128;
     MmaWarpgroup<FORMAT> mma(p, rings, group, threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4);
@@ -46,7 +46,7 @@ __device__ __forceinline__ void consume(const Gemm& p, const QuantWeight& w, con
 }
 
 template <int FORMAT, int KIND>
-__device__ __forceinline__ void run(const Gemm& p, const QuantWeight& w, const CUtensorMap& rows) {
+__device__ __forceinline__ void run(const GemmParams& p, const QuantWeightParams& w, const CUtensorMap& rows) {
     extern __shared__ __align__(1024) unsigned char shared[];
     const Rings rings(smem_address(shared));
     if (threadIdx.x == 0) {
@@ -85,7 +85,7 @@ __device__ __forceinline__ void run(const Gemm& p, const QuantWeight& w, const C
 
 #define PRODUCT(name, FORMAT, KIND)                                                               \
     extern "C" __global__ void __launch_bounds__(w4a16::THREADS, 1)                                  \
-        name(const __grid_constant__ Gemm p, const __grid_constant__ QuantWeight w,               \
+        name(const __grid_constant__ GemmParams p, const __grid_constant__ QuantWeightParams w,               \
              const __grid_constant__ CUtensorMap rows) {                                          \
         w4a16::run<FORMAT, KIND>(p, w, rows);                                                        \
     }

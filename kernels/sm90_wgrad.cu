@@ -50,11 +50,11 @@ struct WorkTile {
 // side (the last may lie outside); either brings half of the wide one, for both. Segments are read a tile ahead of
 // their use.
 struct TileScheduler {
-    const WeightGrad& p;
+    const WeightGradParams& p;
     unsigned id, pairs, per_group, total;
     long long offset, count;
 
-    __device__ explicit TileScheduler(const WeightGrad& p) : p(p), id(blockIdx.x / 2), offset(0), count(0) {
+    __device__ explicit TileScheduler(const WeightGradParams& p) : p(p), id(blockIdx.x / 2), offset(0), count(0) {
         pairs = static_cast<unsigned>((p.narrow + 2 * BLOCK_M - 1) / (2 * BLOCK_M));
         per_group = pairs * static_cast<unsigned>((p.wide + BLOCK_N - 1) / BLOCK_N);
         total = per_group * static_cast<unsigned>(p.groups);
@@ -102,7 +102,7 @@ struct Ring {
 
 // The part of a producer in the gathered operand: in each step four rows, 16 bytes in each of two blocks of columns.
 struct RowGather {
-    const WeightGrad& p;
+    const WeightGradParams& p;
     const char* column;  // the thread's first column in row 0
     int64_t pitch;       // bytes of a row
     const int32_t* map;  // of the segment, from the lane's first entry on
@@ -111,7 +111,7 @@ struct RowGather {
     uint32_t valid;      // of the step's four rows
     int32_t ahead[3];    // rows of two steps each: a lane holds one, and all the warp's 16 of both are among the lanes
 
-    __device__ RowGather(const WeightGrad& p, const WorkTile& t) : p(p), pitch(p.narrow * 2) {
+    __device__ RowGather(const WeightGradParams& p, const WorkTile& t) : p(p), pitch(p.narrow * 2) {
         const int lane = threadIdx.x % 32, warp = threadIdx.x % 128 / 32, at = t.narrow + lane % 8 * 8;
         column = static_cast<const char*>(p.mapped) + static_cast<int64_t>(at) * 2;
         live = (at < p.narrow ? 1 : 0) | (at + 64 < p.narrow ? 2 : 0);
@@ -161,7 +161,7 @@ struct RowGather {
 
 // GATHERED: rows may lie behind a map.
 template <bool GATHERED>
-__device__ __forceinline__ void produce(const WeightGrad& p, const CUtensorMap& narrow, const CUtensorMap& wide, Ring ring) {
+__device__ __forceinline__ void produce(const WeightGradParams& p, const CUtensorMap& narrow, const CUtensorMap& wide, Ring ring) {
     const bool leader = threadIdx.x % 128 == 0, gathers = GATHERED && p.map != nullptr;
     TileScheduler scheduler(p);
     WorkTile t;
@@ -270,7 +270,7 @@ __device__ __forceinline__ void store_slice(uint32_t slices, int s, Stage&& stag
 
 // Sends all of a tile's sums.
 template <class T>
-__device__ __forceinline__ void epilogue(const WeightGrad& p, const CUtensorMap& out, const WorkTile& t, const float (&acc)[128], uint32_t slices) {
+__device__ __forceinline__ void epilogue(const WeightGradParams& p, const CUtensorMap& out, const WorkTile& t, const float (&acc)[128], uint32_t slices) {
     const bool transposed = p.transposed, full = p.out_type == TYPE_F32;
     const int narrow = t.narrow + threadIdx.x / 128 * 64;
     if (full) {
@@ -307,13 +307,13 @@ struct DeferredStore {
         group = t.group, narrow = t.narrow + threadIdx.x / 128 * 64, wide = t.wide, left = 4;
     }
     template <int S>
-    __device__ __forceinline__ void send(const WeightGrad& p, const CUtensorMap& out, uint32_t slices) const {
+    __device__ __forceinline__ void send(const WeightGradParams& p, const CUtensorMap& out, uint32_t slices) const {
         const bool transposed = p.transposed;
         const int at_wide = wide + S * 64;
         store_slice(slices, S, [&](uint32_t at) { stage_16bit(at, transposed, [&](int i) { return words[16 * S + i]; }); },
                    [&](uint32_t at) { tma_store(out, at, transposed ? narrow : at_wide, transposed ? at_wide : narrow, group, p.accumulate); });
     }
-    __device__ __forceinline__ void send_next(const WeightGrad& p, const CUtensorMap& out, uint32_t slices) {
+    __device__ __forceinline__ void send_next(const WeightGradParams& p, const CUtensorMap& out, uint32_t slices) {
         if (left == 0) return;
         if (left == 4) send<0>(p, out, slices);
         else if (left == 3) send<1>(p, out, slices);
@@ -321,7 +321,7 @@ struct DeferredStore {
         else send<3>(p, out, slices);
         left--;
     }
-    __device__ __forceinline__ void send_all(const WeightGrad& p, const CUtensorMap& out, uint32_t slices) {
+    __device__ __forceinline__ void send_all(const WeightGradParams& p, const CUtensorMap& out, uint32_t slices) {
         while (left > 0) send_next(p, out, slices);
     }
 };
@@ -340,7 +340,7 @@ __device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_grou
 // DEFERRED: a tile's sums leave under the next one's products. Where rows are gathered, that takes registers and issue
 // slots which the producers need more.
 template <class T, bool DEFERRED>
-__device__ __forceinline__ void consume(const WeightGrad& p, const CUtensorMap& out, Ring ring, uint32_t slices) {
+__device__ __forceinline__ void consume(const WeightGradParams& p, const CUtensorMap& out, Ring ring, uint32_t slices) {
     const uint32_t own = threadIdx.x / 128 * BLOCK_BYTES;
     const int lane = threadIdx.x % 32;
     auto release = [&](int stage) {
@@ -409,7 +409,7 @@ __device__ __forceinline__ void consume(const WeightGrad& p, const CUtensorMap& 
 }
 
 template <class T>
-__device__ __forceinline__ void run(const WeightGrad& p, const CUtensorMap& narrow, const CUtensorMap& wide, const CUtensorMap& out) {
+__device__ __forceinline__ void run(const WeightGradParams& p, const CUtensorMap& narrow, const CUtensorMap& wide, const CUtensorMap& out) {
     extern __shared__ char raw[];
     const uint32_t base = (smem_address(raw) + 1023) / 1024 * 1024, slices = base + STAGES * STAGE_BYTES;
     const uint32_t barriers = slices + 2 * SLICES * SLICE_BYTES;
@@ -449,7 +449,7 @@ __device__ __forceinline__ void run(const WeightGrad& p, const CUtensorMap& narr
 
 #define WGRAD(name, T)                                                                            \
     extern "C" __global__ void __launch_bounds__(THREADS, 1) __cluster_dims__(2, 1, 1)             \
-        name(const __grid_constant__ WeightGrad p, const __grid_constant__ CUtensorMap narrow,    \
+        name(const __grid_constant__ WeightGradParams p, const __grid_constant__ CUtensorMap narrow,    \
              const __grid_constant__ CUtensorMap wide, const __grid_constant__ CUtensorMap out) { \
         run<T>(p, narrow, wide, out);                                                             \
     }

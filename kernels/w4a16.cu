@@ -4,18 +4,18 @@
 //
 // The weights are de-quantized between memory and shared memory (portable/quantized_operand.cuh); the loop, its grid
 // and its tiles are the portable ones. Limited by mma.sync and by the de-quantizing, which each tile of rows repeats.
-// What is faster for forward with FP4 weights: w4a16_decode.cu (few rows), sm90_w4a16.cu (many). Notes:
+// Faster forward kernels with FP4 weights: w4a16_decode.cu (few rows), sm90_w4a16.cu (many). Notes:
 // kernels/notes/w4a16.md.
 #include "portable/quantized_operand.cuh"
 
 #define MMA_SYNC(name, T, KIND, FORMAT)                                                                                  \
     extern "C" __global__ void __launch_bounds__(mma_sync::THREADS, 2)                                                   \
-        name(const __grid_constant__ Gemm p, const __grid_constant__ QuantWeight w) {                                  \
+        name(const __grid_constant__ GemmParams p, const __grid_constant__ QuantWeightParams w) {                                  \
         mma_sync::run<T, KIND, quant::MmaSyncOperand<T, KIND, FORMAT>>(p, w);                                                    \
     }
 #define SIMT(name, KIND, FORMAT)                                                                                     \
     extern "C" __global__ void __launch_bounds__(simt::THREADS)                                                      \
-        name(const __grid_constant__ Gemm p, const __grid_constant__ QuantWeight w) {                                  \
+        name(const __grid_constant__ GemmParams p, const __grid_constant__ QuantWeightParams w) {                                  \
         simt::run<float, KIND, quant::SimtOperand<KIND, FORMAT>>(p, w);                                                   \
     }
 #define PRODUCT(product, KIND, format, FORMAT)                   \

@@ -91,7 +91,7 @@ __device__ __forceinline__ void mma_tile(float (&acc)[2][NT][4], const WeightRow
 
 // One element of the output of an up projection, with gate and up.
 template <int ACT>
-__device__ __forceinline__ void epilogue_up(const Gemm& p, int64_t group, int64_t slot, int64_t column, float g, float u) {
+__device__ __forceinline__ void epilogue_up(const GemmParams& p, int64_t group, int64_t slot, int64_t column, float g, float u) {
     const bool gated = ACT != ACT_RELU2;
     const int64_t wide = gated ? 2 * p.n : p.n;
     if (p.scale) g *= p.scale[slot], u *= p.scale[slot];
@@ -112,7 +112,7 @@ __device__ __forceinline__ void epilogue_up(const Gemm& p, int64_t group, int64_
 }
 
 template <int FORMAT, int KIND, int WARPS, int NT>
-__device__ __forceinline__ void tile(const Gemm& p, const QuantWeight& w, const int4& t, int64_t block, uint4* x, int pitch) {
+__device__ __forceinline__ void tile(const GemmParams& p, const QuantWeightParams& w, const int4& t, int64_t block, uint4* x, int pitch) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4;
     const bool gated = KIND == UP && p.activation != ACT_RELU2;
     // First output columns of the two tiles of 16: of gate and up, or next to each other.
@@ -203,7 +203,7 @@ __device__ __forceinline__ void tile(const Gemm& p, const QuantWeight& w, const 
 }
 
 template <int FORMAT, int KIND, int WARPS>
-__device__ __forceinline__ void run(const Gemm& p, const QuantWeight& w) {
+__device__ __forceinline__ void run(const GemmParams& p, const QuantWeightParams& w) {
     extern __shared__ __align__(16) uint4 x[];
     const int64_t at = blockIdx.x / p.n_tiles;
     if (at >= *p.tile_count) return;
@@ -218,7 +218,7 @@ __device__ __forceinline__ void run(const Gemm& p, const QuantWeight& w) {
 // Tiles of up to 8 rows and small blocks, of which one begins while another ends; and of up to 16 rows.
 #define DECODE(name, FORMAT, KIND, WARPS)                                                                             \
     extern "C" __global__ void __launch_bounds__(WARPS * 32, 16 / WARPS)                                              \
-        name(const __grid_constant__ Gemm p, const __grid_constant__ QuantWeight w) {                                 \
+        name(const __grid_constant__ GemmParams p, const __grid_constant__ QuantWeightParams w) {                                 \
         run<FORMAT, KIND, WARPS>(p, w);                                                                               \
     }
 

@@ -7,13 +7,13 @@
 // Hopper takes sm90_wgrad.cu instead. Notes: kernels/NOTES.md, "Portable path".
 #include "portable/gemm.cuh"
 
-extern "C" __global__ void __launch_bounds__(mma_sync::THREADS, 2) wgrad_bf16(const __grid_constant__ Gemm p) { mma_sync::run<bf16, WGRAD>(p); }
-extern "C" __global__ void __launch_bounds__(mma_sync::THREADS, 2) wgrad_f16(const __grid_constant__ Gemm p) { mma_sync::run<f16, WGRAD>(p); }
-extern "C" __global__ void __launch_bounds__(simt::THREADS) wgrad_f32(const __grid_constant__ Gemm p) { simt::run<float, WGRAD>(p); }
+extern "C" __global__ void __launch_bounds__(mma_sync::THREADS, 2) wgrad_bf16(const __grid_constant__ GemmParams p) { mma_sync::run<bf16, WGRAD>(p); }
+extern "C" __global__ void __launch_bounds__(mma_sync::THREADS, 2) wgrad_f16(const __grid_constant__ GemmParams p) { mma_sync::run<f16, WGRAD>(p); }
+extern "C" __global__ void __launch_bounds__(simt::THREADS) wgrad_f32(const __grid_constant__ GemmParams p) { simt::run<float, WGRAD>(p); }
 
 // Gradient of a bias: rows of a group summed, scaled where asked for. A block takes 32 columns of a group; its warps
 // take every eighth slot, and their sums are added in the order of the warps.
-extern "C" __global__ void column_sums(const __grid_constant__ ColumnSums p) {
+extern "C" __global__ void column_sums(const __grid_constant__ ColumnSumsParams p) {
     __shared__ float sums[8][32];
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     const int64_t column = static_cast<int64_t>(blockIdx.x) * 32 + lane, group = blockIdx.y;

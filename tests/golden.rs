@@ -140,7 +140,7 @@ impl Suite {
         let gradient = |name: &str| main.grads.get(name).ok_or("backward gave no such gradient");
         let ids = || golden.get("topk_ids").ok_or("golden has no topk_ids");
         Ok(Some(match name {
-            // What the run was given.
+            // The run's inputs.
             "moe_input" => difference(&self.input()?, &tokens(reference)?)?,
             "grad_moe_output" => difference(&self.output_gradient()?.ok_or("absent")?, &tokens(reference)?)?,
             "moe_output" => difference(&main.y, &tokens(reference)?)?,
@@ -303,7 +303,7 @@ fn check_folder<D: Target>(device: &D, dir: &Path) -> AnyResult<(String, Vec<Str
     let (e, k) = (suite.config.router.num_experts, suite.config.router.top_k);
     let mut wrong = Vec::new();
     let (mut forward, mut backward) = (Difference::NONE, Difference::NONE);
-    let mut judge = |at: &str, lines: &[Line]| {
+    let mut check_lines = |at: &str, lines: &[Line]| {
         for line in lines {
             let worst = if line.name.contains("grad") { &mut backward } else { &mut forward };
             *worst = worst.worst(line.found);
@@ -325,16 +325,16 @@ fn check_folder<D: Target>(device: &D, dir: &Path) -> AnyResult<(String, Vec<Str
             let (main, aux) = suite.run(device, r, dispatcher)?;
             let lines = suite.compare(&suite.golden, &main, aux.as_ref())?;
             compared = lines.len();
-            judge(&format!("R = {r}, {dispatcher:?}"), &lines);
+            check_lines(&format!("R = {r}, {dispatcher:?}"), &lines);
         }
     }
     #[cfg(any(feature = "candle", feature = "burn"))]
     if on_cpu {
         let r = ranks.iter().copied().find(|r| *r == 2).unwrap_or(1);
         #[cfg(feature = "candle")]
-        judge(&format!("R = {r}"), &suite.compare_framework("candle", run_candle::run, r)?);
+        check_lines(&format!("R = {r}"), &suite.compare_framework("candle", run_candle::run, r)?);
         #[cfg(feature = "burn")]
-        judge(&format!("R = {r}"), &suite.compare_framework("burn", run_burn::run, r)?);
+        check_lines(&format!("R = {r}"), &suite.compare_framework("burn", run_burn::run, r)?);
     }
     let whole: Vec<&str> = WHOLE_MODEL.into_iter().filter(|n| suite.golden.contains_key(*n)).collect();
     let name = dir.file_name().unwrap_or_default().to_string_lossy();

@@ -105,7 +105,7 @@ mod training {
     }
 
     fn optimizer(Optimized { moe, norm, device, comm, loss, mut gradients }: Optimized) -> Result<()> {
-        use moebius::candle::Param;
+        use moebius::candle::AdamWParam;
         use moebius::optim::{AdamWOptions, GroupOptions};
 
         let group = GroupOptions { lr: 3e-4, weight_decay: 0.1, ..Default::default() };
@@ -114,7 +114,7 @@ mod training {
         adam.backward_step(&loss)?;
 
         let mut params = moe.optimizer_params("layers.0.moe")?;       // several ranks: experts, shards, replicated parameters
-        params.push(Param::new("norm.weight", &norm).in_group(1));    // group 1: without weight decay
+        params.push(AdamWParam::new("norm.weight", &norm).in_group(1));    // group 1: without weight decay
         let groups = [group, GroupOptions { weight_decay: 0.0, ..group }];
         let mut adam = candle::AdamW::over_ranks(&device, comm, params, options, &groups)?;
         moe.reduce_gradients(&mut gradients)?;                        // and finish_sharded_in_f32, where experts are shards

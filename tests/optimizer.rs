@@ -6,7 +6,7 @@ mod devices;
 use half::{bf16, f16};
 use moebius::cpu::Cpu;
 use moebius::kernels::optimizer::{LEAF, SquareSums, SquaredTensor};
-use moebius::optim::{AdamW, AdamWOptions, GroupOptions, LossScaling, ParamSpec, Part, StepTensor};
+use moebius::optim::{AdamW, AdamWOptions, GroupOptions, LossScaling, ParamShard, ParamSpec, StepTensor};
 use moebius::{DType, Error, Tensor, TensorRef};
 
 use devices::cases;
@@ -50,7 +50,7 @@ impl<D: Target> Run<D> {
     fn in_groups(device: &D, options: AdamWOptions, groups: &[GroupOptions], params: &[(DType, Vec<f64>)]) -> Self {
         let spec = |(i, (dtype, values)): (usize, &(DType, Vec<f64>))| ParamSpec {
             name: format!("p{i}"),
-            part: Part::whole(&[values.len()]),
+            shard: ParamShard::whole(&[values.len()]),
             dtype: *dtype,
             group: i % groups.len(),
         };
@@ -389,9 +389,9 @@ fn bf16_moments_move_on_the_average<D: Target>(device: &D) {
 
 fn padding_and_absent_gradients_stay<D: Target>(device: &D) {
     let specs = vec![
-        ParamSpec { name: "cut".into(), part: Part::whole(&[3, 5]), dtype: DType::F16, group: 0 },
-        ParamSpec { name: "absent".into(), part: Part::whole(&[2]), dtype: DType::F32, group: 0 },
-        ParamSpec { name: "empty".into(), part: Part::whole(&[0, 4]), dtype: DType::F32, group: 0 },
+        ParamSpec { name: "cut".into(), shard: ParamShard::whole(&[3, 5]), dtype: DType::F16, group: 0 },
+        ParamSpec { name: "absent".into(), shard: ParamShard::whole(&[2]), dtype: DType::F32, group: 0 },
+        ParamSpec { name: "empty".into(), shard: ParamShard::whole(&[0, 4]), dtype: DType::F32, group: 0 },
     ];
     let own = group(0.5, [0.0, 0.0], 0.0, 0.0);
     let options = AdamWOptions { group: own, max_norm: Some(1e6), ..Default::default() };
@@ -410,7 +410,7 @@ fn padding_and_absent_gradients_stay<D: Target>(device: &D) {
 }
 
 fn bad_input_is_refused<D: Target>(device: &D) {
-    let spec = |name: &str, dtype| ParamSpec { name: name.into(), part: Part::whole(&[4]), dtype, group: 0 };
+    let spec = |name: &str, dtype| ParamSpec { name: name.into(), shard: ParamShard::whole(&[4]), dtype, group: 0 };
     let make =
         |options: AdamWOptions, specs: Vec<ParamSpec>| AdamW::new(device, options, &[options.group], specs, None);
     let refused = |result: moebius::Result<AdamW<D>>, wanted: &str| {

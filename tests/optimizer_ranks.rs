@@ -10,7 +10,7 @@ use std::time::Duration;
 use moebius::comm::Communicator;
 use moebius::cpu::{Cpu, ThreadComm, ThreadWorld};
 use moebius::etp::Shards;
-use moebius::optim::{AdamW, AdamWOptions, GroupOptions, LossScaling, ParamSpec, Part, StepTensor};
+use moebius::optim::{AdamW, AdamWOptions, GroupOptions, LossScaling, ParamShard, ParamSpec, StepTensor};
 use moebius::{CheckpointError, CommError, DType, Error, Result, Tensor};
 
 use devices::seed;
@@ -49,12 +49,12 @@ impl Mesh {
     }
 
     /// The part of an expert weight that a rank holds, and the rows of its tensor, padding included.
-    fn part(self, dims: &[usize], rank: usize) -> (Part, usize) {
+    fn shard(self, dims: &[usize], rank: usize) -> (ParamShard, usize) {
         let (ep, etp) = (rank % self.ep, rank / self.ep % self.etp);
         let local = [&[dims[0] / self.ep], &dims[1..]].concat();
         let shards = Shards::new(&local, self.etp, self.pad).unwrap();
-        let part = Part::of_experts(&local, ep, self.ep).unwrap().shard(&shards, etp).unwrap();
-        (part, shards.shard_dims()[0])
+        let shard = ParamShard::of_experts(&local, ep, self.ep).unwrap().shard(&shards, etp).unwrap();
+        (shard, shards.shard_dims()[0])
     }
 }
 
@@ -86,9 +86,9 @@ fn tensor(dtype: DType, values: &[f64], dims: &[usize]) -> Tensor<Cpu> {
 }
 
 /// The rows of a whole tensor that a part has, and NaN as padding.
-fn cut(part: &Part, rows: usize, whole: &[f64]) -> Vec<f64> {
-    let width = part.width();
-    let mut own = whole[part.rows().start * width..part.rows().end * width].to_vec();
+fn cut(shard: &ParamShard, rows: usize, whole: &[f64]) -> Vec<f64> {
+    let width = shard.width();
+    let mut own = whole[shard.rows().start * width..shard.rows().end * width].to_vec();
     own.resize(rows * width, f64::NAN);
     own
 }
@@ -99,13 +99,13 @@ impl Rank {
         let (options, groups) = options(moments);
         let (mut specs, mut params, mut all_rows) = (Vec::new(), Vec::new(), Vec::new());
         for (i, (name, dims, dtype, group)) in all_dims().into_iter().enumerate() {
-            let (part, rows) = match name.starts_with("experts") {
-                true => mesh.part(&dims, rank),
-                false => (Part::whole(&dims), dims[0]),
+            let (shard, rows) = match name.starts_with("experts") {
+                true => mesh.shard(&dims, rank),
+                false => (ParamShard::whole(&dims), dims[0]),
             };
             let whole = seed::normal(70 + i as u64, dims.iter().product());
-            params.push(tensor(dtype, &cut(&part, rows, &whole), &[rows, part.width()]));
-            specs.push(ParamSpec { name: name.into(), part, dtype, group });
+            params.push(tensor(dtype, &cut(&shard, rows, &whole), &[rows, shard.width()]));
+            specs.push(ParamSpec { name: name.into(), shard, dtype, group });
             all_rows.push(rows);
         }
         let comm: Option<Box<dyn Communicator<Cpu>>> = if comm.size() > 1 { Some(Box::new(comm)) } else { None };
@@ -123,7 +123,7 @@ impl Rank {
             .zip(&self.rows)
             .enumerate()
             .map(|(i, (spec, rows))| {
-                let count: usize = spec.part.dims().iter().product();
+                let count: usize = spec.shard.dims().iter().product();
                 let mut whole: Vec<f64> =
                     seed::normal(1000 * (step + 1) + i as u64, count).iter().map(|g| 64.0 * g).collect();
                 if step == 3 {
@@ -132,7 +132,7 @@ impl Rank {
                 }
                 // Squares of f32 fill a number of f64, so that every other order of their sums shows.
                 let dtype = if i != 1 { DType::F32 } else { spec.dtype };
-                tensor(dtype, &cut(&spec.part, *rows, &whole), &[*rows, spec.part.width()])
+                tensor(dtype, &cut(&spec.shard, *rows, &whole), &[*rows, spec.shard.width()])
             })
             .collect();
         self.adam.begin(&gradients.iter().map(|g| Some(g.view())).collect::<Vec<_>>())?;
@@ -148,8 +148,8 @@ impl Rank {
     fn outcome(&self) -> Outcome {
         let held = self.params.iter().zip(self.adam.specs());
         let held = held.map(|(param, spec)| {
-            let bytes = spec.part.count() * spec.dtype.size();
-            (spec.part.rows().start, param.as_bytes()[..bytes].to_vec())
+            let bytes = spec.shard.count() * spec.dtype.size();
+            (spec.shard.rows().start, param.as_bytes()[..bytes].to_vec())
         });
         let stats = self.adam.stats().unwrap();
         let figures = [stats.norm, stats.factor, stats.loss_scale, stats.steps as f64, stats.skipped as f64];
@@ -358,7 +358,7 @@ fn ranks_that_differ_are_refused() {
     let make = |comm: ThreadComm, options: AdamWOptions, specs: Vec<ParamSpec>| {
         AdamW::new(&Cpu::new(), options, &[options.group], specs, Some(Box::new(comm))).map(drop)
     };
-    let spec = |name: &str, part| ParamSpec { name: name.into(), part, dtype: DType::F32, group: 0 };
+    let spec = |name: &str, shard| ParamSpec { name: name.into(), shard, dtype: DType::F32, group: 0 };
     let mismatch = |results: Vec<Result<()>>, wanted: &str| {
         for result in results {
             match result {
@@ -377,19 +377,19 @@ fn ranks_that_differ_are_refused() {
     );
     let usual = clipped(0);
     let counts = ranks(2, |comm| {
-        let specs = (0..comm.rank()).map(|i| spec(&i.to_string(), Part::whole(&[2]))).collect();
+        let specs = (0..comm.rank()).map(|i| spec(&i.to_string(), ParamShard::whole(&[2]))).collect();
         make(comm, usual, specs)
     });
     mismatch(counts, "parameters");
     let names = ranks(2, |comm| {
         let name = format!("p{}", comm.rank());
-        make(comm, usual, vec![spec(&name, Part::whole(&[2]))])
+        make(comm, usual, vec![spec(&name, ParamShard::whole(&[2]))])
     });
     mismatch(names, "parameter p");
     // Both hold the first half.
     let holes = ranks(2, |comm| {
         let shards = Shards::new(&[4, 3], 2, 0).unwrap();
-        make(comm, usual, vec![spec("cut", Part::whole(&[4, 3]).shard(&shards, 0).unwrap())])
+        make(comm, usual, vec![spec("cut", ParamShard::whole(&[4, 3]).shard(&shards, 0).unwrap())])
     });
     for result in holes {
         assert!(matches!(&result, Err(Error::Invalid { name, .. }) if name == "parameter cut"), "{result:?}");
@@ -400,8 +400,12 @@ fn ranks_that_differ_are_refused() {
 fn states_of_other_parameters_and_folders_of_models_are_refused() {
     let dir = tempfile::tempdir().unwrap();
     train_and_save(dir.path());
-    let spec =
-        |name: &str, dims: &[usize], dtype| ParamSpec { name: name.into(), part: Part::whole(dims), dtype, group: 0 };
+    let spec = |name: &str, dims: &[usize], dtype| ParamSpec {
+        name: name.into(),
+        shard: ParamShard::whole(dims),
+        dtype,
+        group: 0,
+    };
     let load = |specs: Vec<ParamSpec>| {
         let options = AdamWOptions::default();
         AdamW::new(&Cpu::new(), options, &[options.group], specs, None).unwrap().load(dir.path()).unwrap_err()

@@ -1,7 +1,7 @@
 //! Steps of AdamW beside the copy rate: the bytes that each form has to move, and no more, over its time.
 
 use moebius::cuda::Cuda;
-use moebius::optim::{AdamW, AdamWOptions, GroupOptions, ParamSpec, Part, StepTensor};
+use moebius::optim::{AdamW, AdamWOptions, GroupOptions, ParamShard, ParamSpec, StepTensor};
 use moebius::{DType, Result, Tensor};
 
 use crate::data::Random;
@@ -38,8 +38,12 @@ pub fn run(cuda: &Cuda, report: &Report) -> Result<()> {
             let options = AdamWOptions { max_norm, moments, ..AdamWOptions::default() };
             let mut random = Random(5);
             let specs = dims.iter().enumerate();
-            let specs =
-                specs.map(|(i, d)| ParamSpec { name: i.to_string(), part: Part::whole(d), dtype: param, group: 0 });
+            let specs = specs.map(|(i, d)| ParamSpec {
+                name: i.to_string(),
+                shard: ParamShard::whole(d),
+                dtype: param,
+                group: 0,
+            });
             let group = GroupOptions { lr: 1e-6, ..options.group };
             let mut adam = AdamW::new(cuda, options, &[group], specs.collect(), None)?;
             let mut params = dims.iter().map(|d| Tensor::zeros(cuda, param, d)).collect::<Result<Vec<_>>>()?;

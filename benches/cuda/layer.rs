@@ -165,12 +165,12 @@ pub fn run(cuda: &Cuda, report: &Report, w: &Workload) -> Result<()> {
     cuda.check()
 }
 
-/// The same, recorded once for each input set and replayed.
+/// The same, captured once for each input set and replayed.
 fn graphs(cuda: &Cuda, report: &Report, w: &Workload, (bench, results): (&mut Bench<'_>, &mut Results)) -> Result<()> {
     let shared = RefCell::new((bench, results));
     let phases = [("fwd-graph", false, CALLS, w.flop()), ("fwd+bwd-graph", true, STEPS, 3.0 * w.flop())];
     for (phase, backward, burst, flop) in phases {
-        let recorded = (0..SETS).map(|set| {
+        let captured = (0..SETS).map(|set| {
             cuda.capture(|| {
                 let (bench, results) = &mut *shared.borrow_mut();
                 match backward {
@@ -179,12 +179,12 @@ fn graphs(cuda: &Cuda, report: &Report, w: &Workload, (bench, results): (&mut Be
                 }
             })
         });
-        match recorded.collect::<Result<Vec<_>>>() {
+        match captured.collect::<Result<Vec<_>>>() {
             Ok(mut graphs) => {
                 let ms = report.time_burst(burst, |set| graphs[set].replay())?;
                 report.line(w, phase, ms, flop);
             }
-            Err(e) => complain(format_args!("{}: {phase} was not recorded: {e}", w.name)),
+            Err(e) => complain(format_args!("{}: {phase} was not captured: {e}", w.name)),
         }
     }
     Ok(())

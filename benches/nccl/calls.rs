@@ -52,7 +52,7 @@ fn lines(report: &Report, subject: Subject<'_>, parts: &[Part]) {
         let collective = spread(&of(|p| &p.2)).median;
         let mut rest = format!(",\"collective_ms\":{collective:.4},\"peak_bytes\":{peak}");
         if !phase.starts_with("prepare") {
-            // What each token sends once to every rank that it has an expert on, and once to every expert.
+            // Bytes per token: sent once to every rank that it has an expert on, and once to every expert.
             let (ranks, own_rank) = (most(|p| p.other_ranks), most(|p| p.own_rank));
             let (experts, own_experts) = (most(|p| p.other_experts), most(|p| p.own_experts));
             rest += &format!(

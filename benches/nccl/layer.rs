@@ -134,7 +134,7 @@ fn measure(
             spans.take()?;
             if repeat == 1 && way == Way::Graph {
                 graph = Some(cuda.capture(|| step(backward))?);
-                // Events of a recording have no times.
+                // Events of a capture have no times.
                 spans.forget();
                 rank.meet()?;
             }

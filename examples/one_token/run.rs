@@ -166,7 +166,7 @@ fn rank(comm: ThreadComm) -> Result<Trace> {
     let context = forward.context.expect("a context, as backward was asked for");
     let handle = context.handle();
 
-    // What the layer has dispatched, once more: into slots, and as it arrives.
+    // The layer's dispatch once more: into slots, and as rows arrive.
     let inputs = || DispatchInputs { tokens: x.view(), weights: Some(forward.routing.weights.view()), scales: None };
     let received = group.dispatcher().dispatch_rows(handle, inputs())?;
     let mut in_slots = Tensor::zeros(&Cpu::new(), DType::F32, &[handle.rows(), H])?;

@@ -1,4 +1,4 @@
-//! What ranks tell each other beside the layers' own collectives.
+//! Results that ranks exchange beside the layers' own collectives.
 
 use std::collections::BTreeMap;
 use std::error::Error;
@@ -14,7 +14,7 @@ use safetensors::tensor::{Dtype, TensorView};
 
 type AnyError = Box<dyn Error + Send + Sync>;
 
-/// What every rank tells, in rank order.
+/// Every rank's results, in rank order.
 ///
 /// # Errors
 /// A collective's.
@@ -106,7 +106,7 @@ impl RankResults {
         Ok(safetensors::serialize(views.collect::<Result<Vec<_>, AnyError>>()?, None)?)
     }
 
-    /// What [`RankResults::pack`] made.
+    /// Reads the bytes of [`RankResults::pack`].
     ///
     /// # Errors
     /// Bytes that are none of its.

@@ -22,12 +22,12 @@ struct Tile {
 };
 
 // Columns of gate (and of up behind them) of a tile of an up projection.
-__device__ __forceinline__ int tile_columns(const Gemm& p, int kind, int block_n) {
+__device__ __forceinline__ int tile_columns(const GemmParams& p, int kind, int block_n) {
     return kind == UP && p.activation != ACT_RELU2 ? block_n / 2 : block_n;
 }
 
 // Row of B (or column, for B as stored [k, n]) behind column j of a tile; -1 past the end.
-__device__ __forceinline__ int64_t tile_column(const Gemm& p, int kind, int block_n, int64_t n_tile, int j) {
+__device__ __forceinline__ int64_t tile_column(const GemmParams& p, int kind, int block_n, int64_t n_tile, int j) {
     const int columns = tile_columns(p, kind, block_n);
     const int64_t n = n_tile * columns + (j < columns ? j : j - columns);
     if (n >= p.n) return -1;
@@ -40,7 +40,7 @@ __device__ __forceinline__ void put(T* out, int64_t at, float v, bool add) {
 }
 
 // Row of the output for a slot; -1 where none is written.
-__device__ __forceinline__ int64_t out_row(const Gemm& p, int64_t slot, int lane) {
+__device__ __forceinline__ int64_t out_row(const GemmParams& p, int64_t slot, int lane) {
     if (!p.out_map) return slot;
     int64_t row = p.out_map[slot];
     if (row >= p.out_rows) {
@@ -51,7 +51,7 @@ __device__ __forceinline__ int64_t out_row(const Gemm& p, int64_t slot, int lane
 }
 
 template <class T, int KIND, int BLOCK_N>
-__device__ void epilogue(const Gemm& p, const float* tile, int ld, const Tile& t) {
+__device__ void epilogue(const GemmParams& p, const float* tile, int ld, const Tile& t) {
     const int lane = threadIdx.x % 32, warps = blockDim.x / 32;
     const int columns = tile_columns(p, KIND, BLOCK_N);
     const int64_t n0 = t.n_tile * columns;

@@ -38,7 +38,7 @@ enum StatusWord : int {
 constexpr uint32_t FAULT_DETAIL_BITS = 48, NAN_EXPERT_BITS = 22, ORIGIN_BITS = 11;
 
 // A matrix product over groups of rows, with its epilogue. Null pointers mean "none".
-struct Gemm {
+struct GemmParams {
     const void* a;             // rows of A
     const int32_t* a_map;      // row of A for each slot
     int64_t a_rows;            // rows that A has
@@ -84,7 +84,7 @@ struct Gemm {
 };
 
 // A weight gradient on Hopper. Null pointers mean "none".
-struct WeightGrad {
+struct WeightGradParams {
     const void* mapped;        // [mapped rows, narrow], the operand that may lie behind a map
     const int32_t* map;        // its row for each slot; null: slot order
     int64_t mapped_rows;
@@ -101,7 +101,7 @@ struct WeightGrad {
 };
 
 // Row tiles of a layout.
-struct TileList {
+struct TileListParams {
     const int64_t* offsets;
     const int64_t* counts;
     int64_t groups;
@@ -114,7 +114,7 @@ struct TileList {
 };
 
 // The plan of a group of one rank: choices to slots.
-struct LocalPlan {
+struct LocalPlanParams {
     const void* ids;           // [T, K], int64 or int32
     int64_t wide;              // 1: int64
     int64_t choices;           // T K
@@ -143,7 +143,7 @@ struct LocalPlan {
 };
 
 // A rank's choices, to be written as its record (src/plan/routing_record.rs): a header of 24 words and a text, then ids.
-struct WriteRecord {
+struct WriteRecordParams {
     const void* ids;           // [T, K], int64 or int32
     int64_t wide;              // 1: int64
     int64_t choices;           // T K
@@ -156,7 +156,7 @@ struct WriteRecord {
 };
 
 // The plan of one rank from all ranks' records.
-struct RecordsPlan {
+struct RecordsPlanParams {
     const uint8_t* records;    // [R, size]; a multiple of 4 bytes each
     int64_t size;
     int64_t ranks;
@@ -195,7 +195,7 @@ struct RecordsPlan {
 };
 
 // The layout that another library made of all ranks' choices.
-struct ExternalLayout {
+struct ExternalLayoutParams {
     const int64_t* loads;      // [E] choices of each expert over all ranks
     const int64_t* starts;     // [L] first slot of each local expert
     const int64_t* total;      // padded rows with nothing dropped
@@ -209,7 +209,7 @@ struct ExternalLayout {
 };
 
 // Where segments begin that hold all ranks' choices of the local experts.
-struct SegmentStarts {
+struct SegmentStartsParams {
     const int64_t* loads;      // [E] choices of each expert over all ranks
     int64_t first;             // the first local expert
     int64_t groups;            // L
@@ -219,7 +219,7 @@ struct SegmentStarts {
 };
 
 // Rows that arrive in any order, each with a number of its token behind its weights.
-struct LowLatencyRows {
+struct LowLatencyRowsParams {
     const int32_t* ids;        // packing: [T, K]; sorting: [R M, K + 1] as they arrived
     const float* weights;      // the same
     const int32_t* counts;     // [R] rows that arrived
@@ -237,7 +237,7 @@ struct LowLatencyRows {
 };
 
 // Moving and adding rows; elementwise functions.
-struct RowsOp {
+struct RowsOpParams {
     const void* source;
     const int32_t* map;
     void* out;
@@ -252,7 +252,7 @@ struct RowsOp {
 };
 
 // Rows of two matrices of bytes behind each other, then zeros; or `back`, into the two.
-struct ConcatRows {
+struct ConcatRowsParams {
     uint8_t* left;
     uint8_t* right;
     uint8_t* whole;
@@ -265,7 +265,7 @@ struct ConcatRows {
 };
 
 // Ranks' shares of a gradient, `parts` blocks of `count` elements, to be added to `main` in pairs.
-struct AddShares {
+struct AddSharesParams {
     const void* own;           // block `rank` of `parts`
     const void* others;        // all but that, back to back
     float* main;
@@ -278,7 +278,7 @@ struct AddShares {
 };
 
 // Sums of a slot's dots: partial sums over tiles, and a bias' dot with the gradient row.
-struct SlotDots {
+struct SlotDotsParams {
     const float* partial;
     int64_t parts;
     const void* grad;
@@ -294,7 +294,7 @@ struct SlotDots {
 };
 
 // Sums of rows over each group: gradients of biases.
-struct ColumnSums {
+struct ColumnSumsParams {
     const void* rows;
     const int32_t* map;
     int64_t base_rows;
@@ -316,7 +316,7 @@ enum RouterScore : int64_t { SCORE_SOFTMAX = 0, SCORE_SIGMOID = 1, SCORE_TOPK_SO
 enum GroupRank : int64_t { RANK_MAX = 0, RANK_TOP2 = 1 };
 
 // Routing formula and tensors.
-struct Routing {
+struct RoutingParams {
     const float* logits;
     const void* bias;
     int64_t bias_type;
@@ -350,7 +350,7 @@ struct Routing {
 };
 
 // Sums for auxiliary losses and their coefficients.
-struct AuxLoss {
+struct AuxLossParams {
     const float* logits;
     const int32_t* ids;
     float* scores;             // [T, E] scratch
@@ -378,7 +378,7 @@ struct AuxLoss {
 };
 
 // Weights of tokens with dropped choices.
-struct KeepSum {
+struct KeepSumParams {
     const float* weights;
     const int32_t* kept;
     const float* grad;
@@ -413,7 +413,7 @@ struct AmaxJobs {
 };
 
 // Amaxes of lines, or of a transformed matrix.
-struct AmaxLines {
+struct AmaxLinesParams {
     StridedMatrix matrix;      // lines are its rows
     int64_t type;
     unsigned* out;             // one a line, or one
@@ -431,7 +431,7 @@ struct QuantSide {
     int64_t first_block;
 };
 // A matrix to NVFP4 (codes, scales and amax of each side) or to MXFP8 (codes and scales).
-struct QuantCast {
+struct QuantCastParams {
     StridedMatrix matrix;
     QuantSide rows;
     QuantSide columns;
@@ -443,7 +443,7 @@ struct QuantCast {
 };
 
 // A quantized matrix back to floating point, one of many.
-struct Dequantize {
+struct DequantizeJob {
     const uint8_t* codes;
     const uint8_t* scales;
     const float* amax;
@@ -460,12 +460,12 @@ struct Dequantize {
 // Matrices that one launch brings back to floating point.
 constexpr size_t BACK_JOBS = 40;
 struct DequantizeJobs {
-    Dequantize jobs[BACK_JOBS];
+    DequantizeJob jobs[BACK_JOBS];
     int64_t count;
 };
 
 // Block scales to another order.
-struct SwizzleScales {
+struct SwizzleScalesParams {
     const uint8_t* scales;
     uint8_t* out;
     int64_t lines;
@@ -474,7 +474,7 @@ struct SwizzleScales {
 };
 
 // Quantized weights of all groups, [groups, rows, columns] as numbers. Blocks run along columns.
-struct QuantWeight {
+struct QuantWeightParams {
     const uint8_t* codes;      // rows of `code_bytes`
     const void* scales;        // FP4: rows of `blocks` bytes; FP8: f32, a number a block of 128 x 128
     const float* factors;      // `parts` a group, each for as many rows; null: ones
@@ -529,7 +529,7 @@ struct TreeJobs {
 };
 
 // A tree over each weight's nodes: a block a weight.
-struct NormSums {
+struct NormSumsParams {
     const double* nodes;
     const int32_t* order;
     const int32_t* starts;
@@ -545,7 +545,7 @@ enum StepCoefficient : int64_t {
 };
 // learning rate, beta 1, beta 2, epsilon, weight decay; powers of both betas.
 constexpr int64_t GROUP_SETTINGS = 5, GROUP_STATE = 2;
-struct StepControl {
+struct StepControlParams {
     const double* sums;        // squares of each weight's gradient; null: no norm
     int64_t weights;
     const double* settings;
@@ -585,7 +585,7 @@ struct AdamWJobs {
 };
 
 // Elements to another type.
-struct ConvertType {
+struct ConvertTypeParams {
     const void* from;
     void* to;
     int64_t from_type;         // -1: f64

@@ -3,17 +3,17 @@
 #include "record_layout.h"
 #include "common/counting_sort.cuh"
 
-__device__ __forceinline__ const uint32_t* header_of(const RecordsPlan& p, int64_t rank) {
+__device__ __forceinline__ const uint32_t* header_of(const RecordsPlanParams& p, int64_t rank) {
     return reinterpret_cast<const uint32_t*>(p.records + rank * p.size);
 }
 
 // Records need not begin at multiples of 8 bytes.
-__device__ __forceinline__ unsigned long long word_of(const RecordsPlan& p, int64_t rank, int word) {
+__device__ __forceinline__ unsigned long long word_of(const RecordsPlanParams& p, int64_t rank, int word) {
     const uint32_t* at = header_of(p, rank) + 2 * word;
     return at[0] | static_cast<unsigned long long>(at[1]) << 32;
 }
 
-__device__ __forceinline__ int64_t tokens_of(const RecordsPlan& p, int64_t rank) {
+__device__ __forceinline__ int64_t tokens_of(const RecordsPlanParams& p, int64_t rank) {
     const unsigned long long tokens = word_of(p, rank, TOKENS);
     return tokens < static_cast<unsigned long long>(p.max_tokens) ? static_cast<int64_t>(tokens) : p.max_tokens;
 }
@@ -23,14 +23,14 @@ struct ChoiceOrigin {
     uint32_t rank, choice;  // the latter among the rank's
 };
 
-__device__ __forceinline__ ChoiceOrigin origin_of(const RecordsPlan& p, int64_t i) {
+__device__ __forceinline__ ChoiceOrigin origin_of(const RecordsPlanParams& p, int64_t i) {
     const uint32_t each = static_cast<uint32_t>(p.max_tokens * p.top_k), at = static_cast<uint32_t>(i), rank = at / each;
     return {rank, at - rank * each};
 }
 
 // Choices as the records have them.
 struct RecordedChoices {
-    const RecordsPlan& p;
+    const RecordsPlanParams& p;
     __device__ __forceinline__ int64_t id(int64_t i) const {
         const ChoiceOrigin at = origin_of(p, i);
         if (at.choice >= tokens_of(p, at.rank) * p.top_k) return -1;
@@ -43,7 +43,7 @@ struct RecordedChoices {
 };
 
 // Slot of a choice on its expert's rank, or -1; where it is this rank's own, it is kept or counted as dropped.
-__device__ __forceinline__ int64_t slot_of(const RecordsPlan& p, ChoiceOrigin at, int e, int rank) {
+__device__ __forceinline__ int64_t slot_of(const RecordsPlanParams& p, ChoiceOrigin at, int e, int rank) {
     const int64_t slot = e >= 0 && rank < p.scratch[2 * p.experts + e] ? p.scratch[p.experts + e] + rank : -1;
     if (at.rank == p.rank && at.choice < p.tokens * p.top_k) {
         p.kept[at.choice] = slot >= 0 ? e : -1;
@@ -54,7 +54,7 @@ __device__ __forceinline__ int64_t slot_of(const RecordsPlan& p, ChoiceOrigin at
     return slot;
 }
 
-__device__ __forceinline__ int64_t end_of(const RecordsPlan& p, int64_t first) {
+__device__ __forceinline__ int64_t end_of(const RecordsPlanParams& p, int64_t first) {
     const int64_t all = p.ranks * p.max_tokens * p.top_k;
     return first + p.chunk < all ? first + p.chunk : all;
 }

@@ -6,7 +6,7 @@
 
 // Tile of a block, and the slots that its sum runs over (weight gradients). False: nothing to do.
 template <int KIND, int BLOCK_M>
-__device__ bool schedule_tile(const Gemm& p, Tile& t, int64_t& k_first, int64_t& k_count) {
+__device__ bool schedule_tile(const GemmParams& p, Tile& t, int64_t& k_first, int64_t& k_count) {
     constexpr int64_t GROUP = 16;  // n tiles that share the rows of A while those are in L2
     int64_t block = blockIdx.x;
     if constexpr (OperandMajor<KIND>::a_mn_major) {
@@ -156,7 +156,7 @@ struct DenseOperand {
     OperandLoader<T, MN_MAJOR> b;
     int64_t at;
 
-    __device__ __forceinline__ DenseOperand(const Gemm& p, const Tile& t, int64_t k_first, int64_t k_count) {
+    __device__ __forceinline__ DenseOperand(const GemmParams& p, const Tile& t, int64_t k_first, int64_t k_count) {
         b.fault = p.fault, b.vector = p.vector_b, b.scale = nullptr;
         if constexpr (KIND == WGRAD) {
             b.base = static_cast<const T*>(p.b), b.map = p.b_map, b.rows = p.b_rows;
@@ -186,7 +186,7 @@ struct DenseOperand {
 
 // B makes the right operand from its own description, if it has one.
 template <class T, int KIND, class B = DenseOperand<T, KIND>, class... Args>
-__device__ void run(const Gemm& p, const Args&... args) {
+__device__ void run(const GemmParams& p, const Args&... args) {
     constexpr bool A_MN_MAJOR = OperandMajor<KIND>::a_mn_major, B_MN_MAJOR = OperandMajor<KIND>::b_mn_major;
     extern __shared__ __align__(16) char shared[];
     T* stages = reinterpret_cast<T*>(shared);
@@ -282,10 +282,10 @@ static_assert(BLOCK_M == BLOCK_N && SMEM_BYTES >= 2 * BLOCK_K * LD * 4, "one ope
 // Elements of a right operand that is not a weight gradient's: k, and a column of it.
 template <int KIND>
 struct DenseOperand {
-    const Gemm& p;
+    const GemmParams& p;
     const int64_t wide, group;
 
-    __device__ __forceinline__ DenseOperand(const Gemm& p, const Tile& t)
+    __device__ __forceinline__ DenseOperand(const GemmParams& p, const Tile& t)
         : p(p), wide(KIND == UP && p.activation != ACT_RELU2 ? 2 * p.n : p.n), group(KIND == LINEAR_DW ? 0 : t.group * wide * p.k) {}
     __device__ __forceinline__ float at(int64_t k, int64_t n) const {
         return load_any(p.b, p.b_type, group + (OperandMajor<KIND>::b_mn_major ? k * wide + n : n * p.k + k));
@@ -294,7 +294,7 @@ struct DenseOperand {
 
 // T is the type of the epilogue's tensors; those of the operands are values. B as above.
 template <class T, int KIND, class B = DenseOperand<KIND>, class... Args>
-__device__ void run(const Gemm& p, const Args&... args) {
+__device__ void run(const GemmParams& p, const Args&... args) {
     constexpr bool A_MN_MAJOR = OperandMajor<KIND>::a_mn_major, B_MN_MAJOR = OperandMajor<KIND>::b_mn_major;
     extern __shared__ __align__(16) char shared[];
     float* as = reinterpret_cast<float*>(shared);

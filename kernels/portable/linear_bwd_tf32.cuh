@@ -36,7 +36,7 @@ __device__ __forceinline__ void mma(float (&d)[4], const uint32_t (&a)[4], float
 
 // A stage: A is f32, [m, k] (LINEAR_DX) or [k, m] (LINEAR_DW); B is [k, n] in both.
 template <class T, int KIND>
-__device__ __forceinline__ void load_stage(const Gemm& p, char* stage, const Tile& t, int k, int k_end) {
+__device__ __forceinline__ void load_stage(const GemmParams& p, char* stage, const Tile& t, int k, int k_end) {
     const float* a = static_cast<const float*>(p.a);
     constexpr bool A_MN_MAJOR = OperandMajor<KIND>::a_mn_major;
     constexpr int A_WORDS = (A_MN_MAJOR ? BLOCK_M : BLOCK_K) / 4, A_STEP = THREADS / A_WORDS, A_LD = (A_MN_MAJOR ? LD_M : LD_K) * 4;
@@ -82,7 +82,7 @@ __device__ __forceinline__ void load_a(uint32_t (&f)[4], const float* a, int m, 
 
 // Rows of sums to memory, eight columns a thread: added to 16-bit rows, or a part of a sum over slots in f32.
 template <class T, int KIND>
-__device__ __forceinline__ void store_sums(const Gemm& p, const float* tile, const Tile& t) {
+__device__ __forceinline__ void store_sums(const GemmParams& p, const float* tile, const Tile& t) {
     const int64_t n = t.n_tile * BLOCK_N + threadIdx.x % 16 * 8;
     if (n >= p.n) return;
     const int first = threadIdx.x / 16;
@@ -112,7 +112,7 @@ __device__ __forceinline__ void store_sums(const Gemm& p, const float* tile, con
 }
 
 template <class T, int KIND>
-__device__ void run(const Gemm& p) {
+__device__ void run(const GemmParams& p) {
     constexpr bool A_MN_MAJOR = OperandMajor<KIND>::a_mn_major;
     extern __shared__ __align__(16) char shared[];
     Tile t;

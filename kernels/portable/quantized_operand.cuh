@@ -14,7 +14,7 @@ struct CodeGroup {
 };
 
 template <int FORMAT>
-__device__ __forceinline__ CodeGroup load_codes(const QuantWeight& w, int64_t group, int64_t row, int64_t column) {
+__device__ __forceinline__ CodeGroup load_codes(const QuantWeightParams& w, int64_t group, int64_t row, int64_t column) {
     const int64_t line = group * w.rows + row;
     if constexpr (FORMAT == WEIGHT_FP8) {
         // Blocks begin anew with each part.
@@ -37,7 +37,7 @@ __device__ __forceinline__ float element(const CodeGroup& e, int i) {
     return e2m1_value(e.codes.x >> 4 * i) * e.scale;
 }
 
-__device__ __forceinline__ float factor_of(const QuantWeight& w, int64_t group, int64_t row) {
+__device__ __forceinline__ float factor_of(const QuantWeightParams& w, int64_t group, int64_t row) {
     return w.factors ? w.factors[group * w.parts + row / (w.rows / w.parts)] : 1.0f;
 }
 
@@ -45,8 +45,8 @@ template <class T, int KIND, int FORMAT>
 struct MmaSyncOperand {
     static constexpr bool MN_MAJOR = OperandMajor<KIND>::b_mn_major;
     static constexpr int ACROSS = (MN_MAJOR ? mma_sync::BLOCK_N : mma_sync::BLOCK_K) / 8;  // chunks of a row of a stage
-    const Gemm& p;
-    const QuantWeight& w;
+    const GemmParams& p;
+    const QuantWeightParams& w;
     const Tile& t;
     int64_t k_count;
     int64_t row[2];     // weight row of a chunk: of its column (-1 past the last), or the first of the stage's
@@ -54,7 +54,7 @@ struct MmaSyncOperand {
     CodeGroup codes[2];
     float scale[2];     // MN_MAJOR: the factor of the chunk's row
 
-    __device__ __forceinline__ MmaSyncOperand(const Gemm& p, const Tile& t, int64_t, int64_t k_count, const QuantWeight& w)
+    __device__ __forceinline__ MmaSyncOperand(const GemmParams& p, const Tile& t, int64_t, int64_t k_count, const QuantWeightParams& w)
         : p(p), w(w), t(t), k_count(k_count) {
 #pragma unroll
         for (int i = 0; i < 2; i++) {
@@ -94,10 +94,10 @@ struct MmaSyncOperand {
 
 template <int KIND, int FORMAT>
 struct SimtOperand {
-    const QuantWeight& w;
+    const QuantWeightParams& w;
     const int64_t group;
 
-    __device__ __forceinline__ SimtOperand(const Gemm&, const Tile& t, const QuantWeight& w) : w(w), group(t.group) {}
+    __device__ __forceinline__ SimtOperand(const GemmParams&, const Tile& t, const QuantWeightParams& w) : w(w), group(t.group) {}
     __device__ __forceinline__ float at(int64_t k, int64_t n) const {
         const int64_t row = OperandMajor<KIND>::b_mn_major ? k : n, column = OperandMajor<KIND>::b_mn_major ? n : k;
         const CodeGroup e = load_codes<FORMAT>(w, group, row, column / 8 * 8);

@@ -131,7 +131,7 @@ __device__ __forceinline__ void add_old(const WarpRows& rows, float (&v)[N], int
 
 // Down's and the input gradient's: weights, bias, then out.
 template <class T, int KIND, int COUNT, int WIDTH>
-__device__ __forceinline__ void epilogue_plain(const Gemm& p, const OutputMaps& maps, const WarpRows& rows, const WorkTile& w, Accumulators<KIND>& acc, uint32_t& turn) {
+__device__ __forceinline__ void epilogue_plain(const GemmParams& p, const OutputMaps& maps, const WarpRows& rows, const WorkTile& w, Accumulators<KIND>& acc, uint32_t& turn) {
     const int own = rows.own();
     const OutputRows<T> to{maps.plain, static_cast<T*>(p.out), p.n, own < rows.live ? static_cast<int>(out_row(p, rows.slot + own, 0)) : -1, 0, !p.out_map};
     const TmaStore<T, KIND> store{rows, p.n, turn};
@@ -158,7 +158,7 @@ __device__ __forceinline__ void epilogue_plain(const Gemm& p, const OutputMaps& 
 // side in the accumulators: gate j is at 32 (j / 16) + j % 16, and up 16 behind. Half of the columns at a time, in an
 // order in which an activation is made between a buffer's uses.
 template <class T>
-__device__ __forceinline__ void epilogue_up(const Gemm& p, const OutputMaps& maps, const WarpRows& rows, const WorkTile& w, Accumulators<UP>& acc, uint32_t& turn) {
+__device__ __forceinline__ void epilogue_up(const GemmParams& p, const OutputMaps& maps, const WarpRows& rows, const WorkTile& w, Accumulators<UP>& acc, uint32_t& turn) {
     constexpr int WIDTH = BLOCK_N<UP> / 2;
     if (rows.first >= rows.live) return;
     const int own = rows.own(), act = static_cast<int>(p.activation);

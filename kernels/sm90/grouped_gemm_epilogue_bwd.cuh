@@ -13,7 +13,7 @@ struct EpilogueChunks {
     // Three buffers of gate and up, then two of the activation.
     static constexpr int BUFFER = 1024, AHEAD = 3;
     static_assert((2 * AHEAD + 2) * BUFFER == SmemLayout<DOWN_BWD>::STAGING, "staging buffer");
-    const Gemm& p;
+    const GemmParams& p;
     const OutputMaps& maps;
     const WarpRows& rows;
     int column;
@@ -127,7 +127,7 @@ struct TileHalf {
         __syncwarp();
     }
     __device__ __forceinline__ void put_dots() {
-        const Gemm& p = chunks.p;
+        const GemmParams& p = chunks.p;
         const WarpRows& rows = chunks.rows;
         if (!p.partial) return;
 #pragma unroll
@@ -147,7 +147,7 @@ struct TileHalf {
 template <class T>
 __device__ __forceinline__ void epilogue_half(TileHalf<T>& half, const float (&acc)[96], uint32_t& number) {
     const EpilogueChunks<T>& chunks = half.chunks;
-    const Gemm& p = chunks.p;
+    const GemmParams& p = chunks.p;
     const float alpha = static_cast<float>(p.alpha), limit = static_cast<float>(p.limit);
     const int blocks = static_cast<int>(p.n - chunks.column) / 8, all = chunks.per_half() * 4;
 #pragma unroll 1

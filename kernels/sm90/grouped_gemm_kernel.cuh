@@ -21,7 +21,7 @@ __device__ __forceinline__ WorkTile warp_uniform(WorkTile w) {
 
 // Both warpgroups: 64 rows each of every tile.
 template <class T, int KIND>
-__device__ __forceinline__ void mma_cooperative(const Gemm& p, const OutputMaps& maps, const Ring<KIND>& ring) {
+__device__ __forceinline__ void mma_cooperative(const GemmParams& p, const OutputMaps& maps, const Ring<KIND>& ring) {
     const TileScheduler scheduler(p);
     // Of the whole warp, and known to be: TMA is then told without a loop over lanes.
     const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), group = warp / 4;
@@ -47,7 +47,7 @@ __device__ __forceinline__ void mma_cooperative(const Gemm& p, const OutputMaps&
 
 // One of the two warpgroups: every second tile.
 template <class T, int KIND>
-__device__ __forceinline__ void mma_pingpong(const Gemm& p, const OutputMaps& maps, const Ring<KIND>& ring) {
+__device__ __forceinline__ void mma_pingpong(const GemmParams& p, const OutputMaps& maps, const Ring<KIND>& ring) {
     const TileScheduler scheduler(p);
     const int group = threadIdx.x / 128, warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
     const int steps = static_cast<int>((p.k + BLOCK_K - 1) / BLOCK_K), count = scheduler.count();
@@ -83,7 +83,7 @@ __device__ __forceinline__ void mma_pingpong(const Gemm& p, const OutputMaps& ma
 }
 
 template <class T, int KIND>
-__device__ __forceinline__ void run(const Gemm& p, const CUtensorMap& a, const CUtensorMap& b, const OutputMaps& maps) {
+__device__ __forceinline__ void run(const GemmParams& p, const CUtensorMap& a, const CUtensorMap& b, const OutputMaps& maps) {
     extern __shared__ __align__(1024) char raw[];
     const Ring<KIND> ring{smem_address(raw)};
     if (threadIdx.x == 0) {

@@ -74,10 +74,10 @@ struct WorkTile {
 
 // The tiles of this block, in order.
 struct TileScheduler {
-    const Gemm& p;
+    const GemmParams& p;
     const uint32_t units;  // pairs of row tiles
 
-    __device__ __forceinline__ explicit TileScheduler(const Gemm& p) : p(p), units(*p.tile_count / 2) {}
+    __device__ __forceinline__ explicit TileScheduler(const GemmParams& p) : p(p), units(*p.tile_count / 2) {}
     // How many.
     __device__ __forceinline__ uint32_t count() const {
         const uint32_t all = units * static_cast<uint32_t>(p.n_tiles), cluster = blockIdx.x / 2, clusters = gridDim.x / 2;
@@ -118,7 +118,7 @@ struct Ring {
 // TMA's share of a stage.
 template <int KIND>
 struct TmaLoader {
-    const Gemm& p;
+    const GemmParams& p;
     const CUtensorMap &a, &b;
     const Ring<KIND>& ring;
     bool direct;  // A comes this way too
@@ -149,11 +149,11 @@ struct TmaLoader {
 
 // Whether a tile is so near the last column that two of its three pairs of boxes hold it.
 template <int KIND>
-__device__ __forceinline__ bool narrow_tile(const Gemm& p, int column) {
+__device__ __forceinline__ bool narrow_tile(const GemmParams& p, int column) {
     return !COOPERATIVE<KIND> && p.n - column <= COLUMNS<KIND> / PAIRS<KIND> * 2;
 }
 template <int KIND>
-__device__ __forceinline__ int box_pairs(const Gemm& p, int column) {
+__device__ __forceinline__ int box_pairs(const GemmParams& p, int column) {
     return narrow_tile<KIND>(p, column) ? 2 : PAIRS<KIND>;
 }
 
@@ -165,7 +165,7 @@ __device__ __forceinline__ void publish_tile(const Ring<KIND>& ring, int i, cons
 
 // Producer where TMA brings everything: one thread.
 template <int KIND>
-__device__ __forceinline__ void produce_tma(const Gemm& p, const CUtensorMap& a, const CUtensorMap& b, const Ring<KIND>& ring) {
+__device__ __forceinline__ void produce_tma(const GemmParams& p, const CUtensorMap& a, const CUtensorMap& b, const Ring<KIND>& ring) {
     const TileScheduler scheduler(p);
     const TmaLoader<KIND> loader{p, a, b, ring, true};
     const int steps = static_cast<int>((p.k + BLOCK_K - 1) / BLOCK_K), count = scheduler.count();
@@ -187,7 +187,7 @@ __device__ __forceinline__ void produce_tma(const Gemm& p, const CUtensorMap& a,
 // compiler passes every copy's address through one pair of registers: each copy waits until the one before has been
 // taken.
 template <int KIND, int UNROLLED>
-__device__ __forceinline__ void produce_gather(const Gemm& p, const CUtensorMap& a, const CUtensorMap& b, const Ring<KIND>& ring) {
+__device__ __forceinline__ void produce_gather(const GemmParams& p, const CUtensorMap& a, const CUtensorMap& b, const Ring<KIND>& ring) {
     const TileScheduler scheduler(p);
     const TmaLoader<KIND> loader{p, a, b, ring, false};
     const int thread = threadIdx.x % 128, lane = thread % 32, r = thread / 8, c = thread % 8;

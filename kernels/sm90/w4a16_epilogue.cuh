@@ -134,7 +134,7 @@ __device__ __forceinline__ void scale_rows(const float* scales, float (&v)[N], c
 // rest.
 template <int ACT, bool WEIGHED>
 struct UpEpilogue {
-    const Gemm& p;
+    const GemmParams& p;
     const float (&acc)[BLOCK_N / 2];
     const TilePosition& at;
     const float (&bias)[2];
@@ -160,7 +160,7 @@ struct UpEpilogue {
         }
     }
 };
-__device__ __forceinline__ void epilogue_up(const Gemm& p, const float (&acc)[BLOCK_N / 2], const TilePosition& at, const Staging<UP>& staging) {
+__device__ __forceinline__ void epilogue_up(const GemmParams& p, const float (&acc)[BLOCK_N / 2], const TilePosition& at, const Staging<UP>& staging) {
     const int64_t columns = p.n - at.column;
     float bias[2] = {};
     if (p.bias && at.first < columns) {
@@ -188,7 +188,7 @@ __device__ __forceinline__ void epilogue_up(const Gemm& p, const float (&acc)[BL
     });
 }
 
-__device__ __forceinline__ void epilogue_down(const Gemm& p, float (&acc)[BLOCK_N / 2], const TilePosition& at, const Staging<DOWN>& staging) {
+__device__ __forceinline__ void epilogue_down(const GemmParams& p, float (&acc)[BLOCK_N / 2], const TilePosition& at, const Staging<DOWN>& staging) {
     const int64_t columns = p.n - at.column;
 #pragma unroll
     for (int i = 0; i < BLOCK_N / 2; i++) acc[i] *= at.factor[0];

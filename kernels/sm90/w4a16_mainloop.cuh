@@ -101,7 +101,7 @@ struct MmaWarpgroup {
     Codes read;                     // of the next step, where `has_read`
     uint32_t has_read = 0, rows_full = 0;
 
-    __device__ __forceinline__ MmaWarpgroup(const Gemm& p, const Rings& rings, int group, int first)
+    __device__ __forceinline__ MmaWarpgroup(const GemmParams& p, const Rings& rings, int group, int first)
         : rings(rings), steps(static_cast<int>(p.k / BLOCK_K)), codes(opaque(code_place(group * 64 + first, 0) + threadIdx.x % 4 * 4)),
           scales(opaque(SCALES_OFFSET + (group * 64 + first) * 16)) {
         ahead.next();

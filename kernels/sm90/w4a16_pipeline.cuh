@@ -65,7 +65,7 @@ struct Rings {
 
 // Tiles of this block: all columns of a row tile one after another.
 struct TileScheduler {
-    const Gemm& p;
+    const GemmParams& p;
     __device__ __forceinline__ int count() const {
         const int all = *p.tile_count * static_cast<int>(p.n_tiles), own = blockIdx.x;
         return all > own ? (all - own - 1) / static_cast<int>(gridDim.x) + 1 : 0;
@@ -82,7 +82,7 @@ struct TileScheduler {
 
 // Row `own` of a tile's weights in the stack's matrix.
 template <int KIND>
-__device__ __forceinline__ int64_t weight_row(const Gemm& p, const int4& t, int own) {
+__device__ __forceinline__ int64_t weight_row(const GemmParams& p, const int4& t, int own) {
     return KIND == UP ? t.w + own / 16 * 8 + own % 8 + (own & 8 ? p.n : 0) : t.w + own;
 }
 

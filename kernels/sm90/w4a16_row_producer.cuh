@@ -7,7 +7,7 @@ namespace w4a16 {
 // The warpgroup that brings rows.
 template <int KIND>
 struct RowProducer {
-    const Gemm& p;
+    const GemmParams& p;
     const CUtensorMap& rows;
     const Rings& rings;
     const int thread, steps;

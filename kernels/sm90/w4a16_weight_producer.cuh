@@ -30,8 +30,8 @@ __device__ __forceinline__ void transpose_codes(uint32_t (&to)[4], const uint4& 
 template <int FORMAT, int KIND>
 struct WeightProducer {
     static constexpr int BYTES = BLOCK_K / Format<FORMAT>::BLOCK;  // of scales, for a row and a step
-    const Gemm& p;
-    const QuantWeight& w;
+    const GemmParams& p;
+    const QuantWeightParams& w;
     const Rings rings;
     const int thread, steps, count;
     int tile = 0, step = 0;  // of the next request
@@ -39,7 +39,7 @@ struct WeightProducer {
     const char* from[2];
     const uint8_t* scales_from;
 
-    __device__ __forceinline__ WeightProducer(const Gemm& p, const QuantWeight& w, const Rings& rings, int steps, int count)
+    __device__ __forceinline__ WeightProducer(const GemmParams& p, const QuantWeightParams& w, const Rings& rings, int steps, int count)
         : p(p), w(w), rings(rings), thread(threadIdx.x % 128), steps(steps), count(count) {}
     __device__ __forceinline__ int64_t row(const int4& t, int own) const {
         const int64_t row = weight_row<KIND>(p, t, own);

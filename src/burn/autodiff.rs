@@ -25,8 +25,8 @@ use crate::error::{Error, Result};
 use crate::layer::{Context, ParamKind, PerParam};
 
 use super::backend::{
-    DispatchOutputs, LayerBackend, LayerCall, NativeBackend, NativeMemory, Operands, Outputs, RoutedOperands,
-    RoutedOutputs, RoutingData,
+    DispatchOperands, DispatchOutputs, LayerBackend, LayerCall, NativeBackend, NativeMemory, Operands, Outputs,
+    RouteOutputs, RoutingData,
 };
 use super::dispatch_autodiff::{self, TrackedDispatch};
 use super::group::DeviceGroup;
@@ -188,11 +188,11 @@ impl<B: NativeBackend, C: CheckpointStrategy> LayerBackend for Autodiff<B, C> {
         call: &LayerCall,
         logits: FloatTensor<Self>,
         selection_bias: Option<FloatTensor<Self>>,
-    ) -> Result<RoutedOutputs<Self>> {
+    ) -> Result<RouteOutputs<Self>> {
         dispatch_autodiff::route::<B, C>(call, logits, selection_bias)
     }
 
-    fn moe_dispatch(call: &LayerCall, tokens: RoutedOperands<Self>) -> Result<DispatchOutputs<Self>> {
+    fn moe_dispatch(call: &LayerCall, tokens: DispatchOperands<Self>) -> Result<DispatchOutputs<Self>> {
         dispatch_autodiff::dispatch::<B, C>(call, tokens)
     }
 

@@ -60,10 +60,10 @@ pub trait LayerBackend: Backend {
         call: &LayerCall,
         logits: FloatTensor<Self>,
         selection_bias: Option<FloatTensor<Self>>,
-    ) -> Result<RoutedOutputs<Self>>;
+    ) -> Result<RouteOutputs<Self>>;
 
     /// Rows to the ranks of their experts; keeps what backward needs where the back end has one.
-    fn moe_dispatch(call: &LayerCall, tokens: RoutedOperands<Self>) -> Result<DispatchOutputs<Self>>;
+    fn moe_dispatch(call: &LayerCall, tokens: DispatchOperands<Self>) -> Result<DispatchOutputs<Self>>;
 
     /// Outputs `[N, H]` back to their tokens, `[T, H]`.
     fn moe_combine(dispatch: &Self::Dispatch, outputs: FloatTensor<Self>) -> Result<FloatTensor<Self>>;
@@ -200,7 +200,7 @@ pub struct RoutingData<B: Backend> {
 
 /// Tokens with their routing.
 #[derive(Debug, Clone)]
-pub struct RoutedOperands<B: Backend> {
+pub struct DispatchOperands<B: Backend> {
     /// `[T, H]`.
     pub x: FloatTensor<B>,
     /// Chosen experts `[T, K]`.
@@ -211,7 +211,7 @@ pub struct RoutedOperands<B: Backend> {
 
 /// Result of [`LayerBackend::moe_route`].
 #[derive(Debug)]
-pub struct RoutedOutputs<B: Backend> {
+pub struct RouteOutputs<B: Backend> {
     /// Chosen experts `[T, K]`.
     pub ids: IntTensor<B>,
     /// Their weights `[T, K]`, accumulator type.

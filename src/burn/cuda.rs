@@ -21,8 +21,8 @@ use crate::error::{Error, Result};
 use crate::tensor::{TensorMut, TensorRef};
 
 use super::backend::{
-    DispatchOutputs, LayerBackend, LayerCall, Named, NativeMemory, Operands, Outputs, ResultSpec, RoutedOperands,
-    RoutedOutputs, core_dtype, unfit_ids,
+    DispatchOperands, DispatchOutputs, LayerBackend, LayerCall, Named, NativeMemory, Operands, Outputs, ResultSpec,
+    RouteOutputs, core_dtype, unfit_ids,
 };
 use super::dispatch::{NativeDispatch, NativeOutputs, contiguous, run_dispatch, run_route};
 use super::group::DeviceGroup;
@@ -164,11 +164,11 @@ impl<F: FloatElement, I: IntElement, T: BoolElement> LayerBackend for CubeBacken
         call: &LayerCall,
         logits: FloatTensor<Self>,
         selection_bias: Option<FloatTensor<Self>>,
-    ) -> Result<RoutedOutputs<Self>> {
+    ) -> Result<RouteOutputs<Self>> {
         run_route(call, &Self::contiguous(logits), selection_bias.map(Self::contiguous).as_ref())
     }
 
-    fn moe_dispatch(call: &LayerCall, tokens: RoutedOperands<Self>) -> Result<DispatchOutputs<Self>> {
+    fn moe_dispatch(call: &LayerCall, tokens: DispatchOperands<Self>) -> Result<DispatchOutputs<Self>> {
         let NativeOutputs { rows, weights, dispatch } = run_dispatch::<Self>(call, &contiguous(tokens), false)?;
         Ok(DispatchOutputs { rows, weights, load: dispatch.load(), dispatch: Arc::new(dispatch) })
     }

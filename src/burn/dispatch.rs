@@ -10,14 +10,14 @@ use crate::dtype::DType;
 use crate::error::Result;
 use crate::kernels::Kernels;
 use crate::layer::{
-    DispatchContext, DispatchedGrads, DispatchedMut, RefusalGuard, RoutedTokens, RoutingGrads, RoutingMut,
+    DispatchContext, DispatchedRowGrads, DispatchedRowsMut, RefusalGuard, RoutedTokens, RoutingGrads, RoutingMut,
     TokenGradsMut,
 };
 use crate::lazy::Lazy;
 use crate::metrics::Load;
 use crate::tensor::{Tensor, TensorRef};
 
-use super::backend::{LayerBackend, LayerCall, Named, NativeMemory, ResultSpec, RoutedOperands, RoutedOutputs};
+use super::backend::{DispatchOperands, LayerBackend, LayerCall, Named, NativeMemory, ResultSpec, RouteOutputs};
 use super::run::ordered;
 
 const ROUTE: &str = "DispatchCombine::route";
@@ -36,7 +36,7 @@ pub struct NativeDispatch<B: NativeMemory> {
     beside: FloatTensor<B>,
 }
 
-/// What a dispatch gives.
+/// Results of a dispatch.
 pub(super) struct NativeOutputs<B: NativeMemory> {
     pub(super) rows: FloatTensor<B>,
     pub(super) weights: FloatTensor<B>,
@@ -57,15 +57,15 @@ impl<T> Default for Arrived<T> {
 }
 
 /// Tokens with their elements in row-major order.
-pub(super) fn contiguous<B: NativeMemory>(tokens: RoutedOperands<B>) -> RoutedOperands<B> {
-    let RoutedOperands { x, ids, weights } = tokens;
-    RoutedOperands { x: B::contiguous(x), ids: B::contiguous_ids(ids), weights: B::contiguous(weights) }
+pub(super) fn contiguous<B: NativeMemory>(tokens: DispatchOperands<B>) -> DispatchOperands<B> {
+    let DispatchOperands { x, ids, weights } = tokens;
+    DispatchOperands { x: B::contiguous(x), ids: B::contiguous_ids(ids), weights: B::contiguous(weights) }
 }
 
 /// Dispatches contiguous tokens; a backward can follow where `backward` says so.
 pub(super) fn run_dispatch<B: NativeMemory>(
     call: &LayerCall,
-    tokens: &RoutedOperands<B>,
+    tokens: &DispatchOperands<B>,
     backward: bool,
 ) -> Result<NativeOutputs<B>> {
     let device = B::float_device(&tokens.x);
@@ -83,7 +83,7 @@ pub(super) fn run_dispatch<B: NativeMemory>(
             let mut rows = B::output(&core, x, ResultSpec { dtype, dims: &slots })?;
             let mut weights = B::output(&core, x, ResultSpec { dtype: dtype.accumulator(), dims: &slots[..1] })?;
             ordered::<B, _>(call, &core, || {
-                let into = DispatchedMut { rows: B::view_mut(&mut rows)?, weights: B::view_mut(&mut weights)? };
+                let into = DispatchedRowsMut { rows: B::view_mut(&mut rows)?, weights: B::view_mut(&mut weights)? };
                 layer.dispatch_into(entry.enter(), &context, &tokens, into)
             })?;
             Ok((context, rows, weights))
@@ -168,7 +168,7 @@ impl<B: NativeMemory> NativeDispatch<B> {
                     (None, Some(zeros)) => zeros.view(),
                     (None, None) => return Ok(()),
                 };
-                let grads = DispatchedGrads { rows, weights: weights.as_ref().map(TensorRef::borrow) };
+                let grads = DispatchedRowGrads { rows, weights: weights.as_ref().map(TensorRef::borrow) };
                 let into = TokenGradsMut { x: B::view_mut(&mut d_x)?, weights: B::view_mut(&mut d_weights)? };
                 call.layer.dispatch_backward_into(entry.enter(), context, grads, into)
             })?;
@@ -184,7 +184,7 @@ pub(super) fn run_route<B: NativeMemory + LayerBackend>(
     call: &LayerCall,
     logits: &FloatTensor<B>,
     selection_bias: Option<&FloatTensor<B>>,
-) -> Result<RoutedOutputs<B>> {
+) -> Result<RouteOutputs<B>> {
     let mut group = call.group.expect::<B, B::Core>(ROUTE, &B::float_device(logits))?.lock();
     let core = group.device().clone();
     // The other ranks are on their way to prepare.
@@ -203,12 +203,15 @@ pub(super) fn run_route<B: NativeMemory + LayerBackend>(
         Ok((ids, weights))
     });
     let (ids, weights) = made?;
-    Ok(RoutedOutputs { ids: B::int(ids)?, weights: B::float(weights)? })
+    Ok(RouteOutputs { ids: B::int(ids)?, weights: B::float(weights)? })
 }
 
 /// Gradient of logits `[T, E]`; all contiguous. `routed`: the logits and ids, and the gradient of the weights.
-pub(super) fn route_backward<B: NativeMemory>(call: &LayerCall, routed: &RoutedOperands<B>) -> Result<FloatTensor<B>> {
-    let RoutedOperands { x: logits, ids, weights } = routed;
+pub(super) fn route_backward<B: NativeMemory>(
+    call: &LayerCall,
+    routed: &DispatchOperands<B>,
+) -> Result<FloatTensor<B>> {
+    let DispatchOperands { x: logits, ids, weights } = routed;
     let mut group = call.group.expect::<B, B::Core>(ROUTE_BWD, &B::float_device(logits))?.lock();
     let core = group.device().clone();
     // The other ranks are on their way to the collectives of earlier layers.

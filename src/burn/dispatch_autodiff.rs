@@ -20,7 +20,7 @@ use burn::tensor::ops::{FloatTensor, FloatTensorOps};
 
 use crate::error::{Error, Result};
 
-use super::backend::{DispatchOutputs, LayerCall, NativeBackend, NativeMemory, RoutedOperands, RoutedOutputs};
+use super::backend::{DispatchOperands, DispatchOutputs, LayerCall, NativeBackend, NativeMemory, RouteOutputs};
 use super::dispatch::{Arrived, NativeDispatch, NativeOutputs, contiguous, route_backward, run_dispatch, run_route};
 
 const CALL: &str = "DispatchCombine, backward";
@@ -126,9 +126,9 @@ impl<B: NativeMemory> Backward<B, 2> for Combine {
 
 pub(super) fn dispatch<B: NativeBackend, C: CheckpointStrategy>(
     call: &LayerCall,
-    tokens: RoutedOperands<Autodiff<B, C>>,
+    tokens: DispatchOperands<Autodiff<B, C>>,
 ) -> Result<DispatchOutputs<Autodiff<B, C>>> {
-    let RoutedOperands { x, ids, weights } = tokens;
+    let DispatchOperands { x, ids, weights } = tokens;
     let device = B::float_device(&x.primitive);
     let zero = B::float_zeros([1].into(), &device, weights.dtype().into());
     let anchor = <Autodiff<B, C> as AutodiffBackend>::from_inner(zero);
@@ -138,7 +138,7 @@ pub(super) fn dispatch<B: NativeBackend, C: CheckpointStrategy>(
     // At the end of any thread's backward burn forgets graphs of which no tensor is alive. Until the token is in the
     // graph, its parents may be all that keeps theirs.
     let alive = [anchor.rc.clone(), x.rc.clone(), weights.rc.clone()];
-    let inner = contiguous::<B>(RoutedOperands { x: x.primitive, ids, weights: weights.primitive });
+    let inner = contiguous::<B>(DispatchOperands { x: x.primitive, ids, weights: weights.primitive });
     let tracked = matches!(prepared, OpsKind::Tracked(_));
     let NativeOutputs { rows, weights, dispatch: native } = run_dispatch::<B>(call, &inner, tracked)?;
     let load = native.load();
@@ -199,7 +199,7 @@ impl<B: NativeMemory> Backward<B, 1> for Route {
     fn backward(self, ops: Ops<Self::State, 1>, grads: &mut Gradients, _: &mut Checkpointer) {
         let RouteState { call, logits, ids } = ops.state;
         let weights = B::contiguous(grads.consume::<B>(&ops.node));
-        let made = route_backward::<B>(&call, &RoutedOperands { x: logits, ids, weights });
+        let made = route_backward::<B>(&call, &DispatchOperands { x: logits, ids, weights });
         let d_logits = made.unwrap_or_else(|error| call.group.unwind(error));
         let [logits] = ops.parents;
         if let Some(logits) = logits {
@@ -212,16 +212,16 @@ pub(super) fn route<B: NativeBackend, C: CheckpointStrategy>(
     call: &LayerCall,
     logits: FloatTensor<Autodiff<B, C>>,
     selection_bias: Option<FloatTensor<Autodiff<B, C>>>,
-) -> Result<RoutedOutputs<Autodiff<B, C>>> {
+) -> Result<RouteOutputs<Autodiff<B, C>>> {
     let prepared = Backward::<B, 1>::prepare::<C>(Route, [logits.node.clone()]).compute_bound().stateful();
     let alive = logits.rc.clone();
     let logits = B::contiguous(logits.primitive);
     let bias = selection_bias.map(|bias| B::contiguous(bias.primitive));
-    let RoutedOutputs { ids, weights } = run_route::<B>(call, &logits, bias.as_ref())?;
+    let RouteOutputs { ids, weights } = run_route::<B>(call, &logits, bias.as_ref())?;
     let weights = match prepared {
         OpsKind::Tracked(p) => p.finish(RouteState { call: call.clone(), logits, ids: ids.clone() }, weights),
         OpsKind::UnTracked(p) => p.finish(weights),
     };
     drop(alive);
-    Ok(RoutedOutputs { ids, weights })
+    Ok(RouteOutputs { ids, weights })
 }

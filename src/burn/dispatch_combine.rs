@@ -13,7 +13,7 @@ use crate::layer::{Layer, LayerSpec};
 use crate::lazy::Lazy;
 use crate::metrics::Load;
 
-use super::backend::{DispatchOutputs, LayerCall, MoeBackend, RoutedOperands, RoutedOutputs};
+use super::backend::{DispatchOperands, DispatchOutputs, LayerCall, MoeBackend, RouteOutputs};
 use super::group::DeviceGroup;
 
 /// Dispatch and combine as operations of burn's graph, with experts of your own between them: an MLP, a LoRA, any
@@ -136,7 +136,7 @@ impl DispatchCombine {
         logits: Tensor<B, 2>,
         selection_bias: Option<Tensor<B, 1>>,
     ) -> Result<Routed<B>> {
-        let RoutedOutputs { ids, weights } =
+        let RouteOutputs { ids, weights } =
             B::moe_route(&self.call(), primitive(logits), selection_bias.map(primitive))?;
         Ok(Routed { ids: Tensor::from_primitive(ids), weights: float(weights) })
     }
@@ -154,7 +154,7 @@ impl DispatchCombine {
         ids: Tensor<B, 2, Int>,
         weights: Tensor<B, 2>,
     ) -> Result<Dispatched<B>> {
-        let tokens = RoutedOperands { x: primitive(x), ids: ids.into_primitive(), weights: primitive(weights) };
+        let tokens = DispatchOperands { x: primitive(x), ids: ids.into_primitive(), weights: primitive(weights) };
         let DispatchOutputs { rows, weights, load, dispatch } = B::moe_dispatch(&self.call(), tokens)?;
         Ok(Dispatched { rows: float(rows), weights: float(weights), load, dispatch })
     }
@@ -193,7 +193,7 @@ impl<B: MoeBackend> Dispatched<B> {
     /// gradient. Waits for the GPU.
     ///
     /// # Errors
-    /// What `expert` returns, which the other ranks do not hear of ([`DispatchCombine::refuse`]).
+    /// Errors of `expert`, of which the other ranks are not told ([`DispatchCombine::refuse`]).
     pub fn map_experts(
         &self,
         mut expert: impl FnMut(usize, Tensor<B, 2>, Tensor<B, 1>) -> Result<Tensor<B, 2>>,

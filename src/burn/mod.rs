@@ -123,7 +123,7 @@
 //! that the context holds, and all that comes later behind its work; the GPU does the waiting, the host goes on
 //! ([`DeviceGroup::waits`] counts). Drivers before CUDA 12.5 leave both waits to the host. What burn has done with its
 //! own memory is in order either way; other programs' streams in the same context are held up for as long, and none of
-//! them may be recorded into a graph meanwhile. A call cannot be recorded itself.
+//! them may be captured into a graph meanwhile. A call cannot be captured itself.
 //!
 //! Results lie in burn's memory, without a copy; what forward keeps for backward, and the workspace, lie in the
 //! crate's (`Cuda::memory`). burn pads rows of some sizes (those that are not a multiple

@@ -139,7 +139,7 @@ impl ExpertParallelMoE {
                 let first = group.exchange(number, ParamCollective::Weights, t)?;
                 match t.is_variable() {
                     true => Var::from_tensor(t)?.set(&first)?,
-                    // What is computed from variables stays so: they are the caller's.
+                    // Tensors computed from variables stay so: the variables are the caller's.
                     false if t.track_op() => {}
                     false => *t = first,
                 }

@@ -60,9 +60,9 @@ impl Host for Cuda {
             false => Ok(()),
             true => Err(Error::Device {
                 call,
-                operation: "record into a CUDA graph".to_string(),
+                operation: "capture into a CUDA graph".to_string(),
                 message:
-                    "candle frees its tensors while the graph lives; record Layer::forward_into and backward_into \
+                    "candle frees its tensors while the graph lives; capture Layer::forward_into and backward_into \
                           over moebius tensors instead (Cuda::capture)"
                         .to_string(),
             }),

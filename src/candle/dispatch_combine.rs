@@ -207,7 +207,7 @@ impl Dispatched {
     /// experts are many, work on all rows at once instead.
     ///
     /// # Errors
-    /// What `expert` returns, which the other ranks do not hear of ([`DispatchCombine::refuse`]).
+    /// Errors of `expert`, of which the other ranks are not told ([`DispatchCombine::refuse`]).
     pub fn map_experts(&self, mut expert: impl FnMut(usize, &Tensor, &Tensor) -> Result<Tensor>) -> Result<Tensor> {
         let (mut parts, mut end) = (Vec::new(), 0);
         let gap = |from: usize, to: usize| self.rows.narrow(0, from, to - from)?.detach().zeros_like();

@@ -15,15 +15,17 @@ use candle_core::{CpuStorage, CudaStorage, CustomOp1, CustomOp2, CustomOp3, Devi
 use crate::comm::Op;
 use crate::ep::EpGroup;
 use crate::error::Error;
-use crate::layer::{DispatchContext, DispatchedGrads, DispatchedMut, Layer, RefusalGuard, RoutedTokens, TokenGradsMut};
+use crate::layer::{
+    DispatchContext, DispatchedRowGrads, DispatchedRowsMut, Layer, RefusalGuard, RoutedTokens, TokenGradsMut,
+};
 use crate::lazy::Lazy;
 use crate::metrics::Load;
 use crate::tensor::TensorRef;
 
-use super::computed::Computed;
 use super::error::framework;
 use super::group::On;
 use super::host::{Host, copy_of, into_candle, routing_ids, with_views};
+use super::precomputed::Precomputed;
 
 const DISPATCH: &str = "DispatchCombine::dispatch";
 const COMBINE: &str = "Dispatched::combine";
@@ -91,7 +93,7 @@ pub(super) fn dispatch<D: Host>(on: On<'_, D>, call: &DispatchCall<'_>) -> Resul
     let DispatchCall { layer, anchor, x, ids, weights } = *call;
     let mut group = on.group.lock();
     let device = group.device().clone();
-    // What candle's tensors alone make impossible is told to the other ranks, which are in prepare.
+    // Errors of candle's tensors are this rank's alone; the other ranks, which are in prepare, are told.
     let (context, rows, slot_weights) = RefusalGuard::forward(layer, &mut group).run(|entry| {
         let ids = routing_ids(&device, ids)?;
         let [x, weights] = [x.contiguous(), weights.contiguous()].map(|t| t.map_err(framework(DISPATCH)));
@@ -103,7 +105,7 @@ pub(super) fn dispatch<D: Host>(on: On<'_, D>, call: &DispatchCall<'_>) -> Resul
                 let (dtype, slots) = (context.dtype(), [context.handle().rows(), layer.config().hidden]);
                 let mut rows = crate::Tensor::empty(&device, dtype, &slots)?;
                 let mut weights = crate::Tensor::empty(&device, dtype.accumulator(), &slots[..1])?;
-                let into = DispatchedMut { rows: rows.view_mut(), weights: weights.view_mut() };
+                let into = DispatchedRowsMut { rows: rows.view_mut(), weights: weights.view_mut() };
                 layer.dispatch_into(entry.enter(), &context, &tokens, into)?;
                 Ok((context, rows, weights))
             })
@@ -127,7 +129,7 @@ pub(super) fn dispatch<D: Host>(on: On<'_, D>, call: &DispatchCall<'_>) -> Resul
     };
     let token = anchor.apply_op3(x, weights, DispatchOp { step: step.clone() })?;
     let received = |output, value| {
-        let value = Computed::new(value, on.device)?;
+        let value = Precomputed::new(value, on.device)?;
         token.apply_op1(ReceivedOp { step: step.clone(), output, value })
     };
     let (rows, weights) = (received(DispatchedPart::Rows, rows)?, received(DispatchedPart::Weights, slot_weights)?);
@@ -155,7 +157,7 @@ impl<D: Host> DispatchRouting for PendingDispatch<D> {
             let dims = y.dims().to_vec();
             return Ok(into_candle(y, &dims, &self.device)?);
         };
-        let value = Computed::new(y, &self.device)?;
+        let value = Precomputed::new(y, &self.device)?;
         token.apply_op2(outputs, CombineOp { step: self, value, ran: AtomicBool::new(false) })
     }
 }
@@ -226,7 +228,7 @@ impl<D: Host> PendingDispatch<D> {
                     None => views[0].borrow(),
                 };
                 let weights = views.get(usize::from(zeros.is_none())).map(TensorRef::borrow);
-                let grads = DispatchedGrads { rows, weights };
+                let grads = DispatchedRowGrads { rows, weights };
                 let into = TokenGradsMut { x: d_x.view_mut(), weights: d_weights.view_mut() };
                 layer.dispatch_backward_into(entry.enter(), context, grads, into)
             })?;
@@ -300,7 +302,7 @@ enum DispatchedPart {
 struct ReceivedOp<D: Host> {
     step: Arc<PendingDispatch<D>>,
     output: DispatchedPart,
-    value: Computed,
+    value: Precomputed,
 }
 
 impl<D: Host> CustomOp1 for ReceivedOp<D> {
@@ -329,7 +331,7 @@ impl<D: Host> CustomOp1 for ReceivedOp<D> {
 /// A combine: of its dispatch's token and the experts' outputs.
 struct CombineOp<D: Host> {
     step: Arc<PendingDispatch<D>>,
-    value: Computed,
+    value: Precomputed,
     /// Backward has run.
     ran: AtomicBool,
 }

@@ -90,8 +90,9 @@ impl MainGradients {
     /// The backward runs on this thread, and every expert layer in its graph, of whatever group, adds to these.
     ///
     /// # Errors
-    /// What candle and the layers find. Where a layer had begun to write, the sums before are lost, and the step begins
-    /// anew, on every rank: [`reset`](Self::reset) has been done. A backward behind [`store_mut`](Self::store_mut).
+    /// Errors of candle and of the layers. Where a layer had begun to write, the sums before are lost, and the step
+    /// begins anew, on every rank: [`reset`](Self::reset) has been done. A backward behind
+    /// [`store_mut`](Self::store_mut).
     pub fn backward(&mut self, loss: &Tensor) -> Result<()> {
         if self.changed {
             let expected = "a reset after `store_mut` has lent the sums";
@@ -161,7 +162,7 @@ impl MainGradients {
     /// Begins a step: no gradients. The memory of the last step's stays for those to come.
     pub fn reset(&mut self) {
         (self.sums, self.changed) = (GradStore::default(), false);
-        // What the last step has not used belongs to variables that may be gone.
+        // Gradients that the last step has not used belong to variables that may be gone.
         self.experts.of.retain(|_, main| main.holds);
         for main in self.experts.of.values_mut() {
             (main.holds, main.shown) = (false, false);

@@ -104,7 +104,6 @@
 //! layer's backward once.
 
 mod build;
-mod computed;
 mod cpu;
 #[cfg(feature = "cuda")]
 mod cuda;
@@ -120,13 +119,14 @@ mod op;
 mod optimizer;
 mod options;
 mod params;
+mod precomputed;
 mod reduce;
 mod route_op;
 mod run;
 mod sharded;
 mod train;
 mod training_state;
-mod write;
+mod views_mut;
 
 /// A rank's group as its layers share it, of the CPU unless said otherwise.
 pub type EpGroup<D = crate::cpu::Cpu> = crate::ep::EpGroup<D>;
@@ -140,7 +140,7 @@ pub use group::DeviceGroup;
 pub use host::{Host, routing_ids};
 pub use main_gradients::{MainGradients, backward};
 pub use module::ExpertParallelMoE;
-pub use optimizer::{AdamW, Param};
+pub use optimizer::{AdamW, AdamWParam};
 pub use options::{LoadAs, Parameters};
 pub use reduce::{BUCKET_BYTES, reduce_gradients, reduce_gradients_over};
 pub use route_op::Routed;

@@ -17,7 +17,7 @@ use super::host::{Host, into_candle, with_views};
 use super::main_gradients::{EXPERTS, expert_gradients};
 use super::params::{contiguous, named, views_of};
 use super::sharded::{Backward, Chained};
-use super::write::with_views_mut;
+use super::views_mut::with_views_mut;
 
 const CALL: &str = "ExpertParallelMoE::backward";
 
@@ -90,7 +90,7 @@ impl<D: Host> PendingBackward<D> {
         };
         context.handle().check_backward(CALL)?;
         let mut group = self.group.lock();
-        // What candle's tensors alone make impossible is told to the other ranks, which are in backward.
+        // Errors of candle's tensors are this rank's alone; the other ranks, which are in backward, are told.
         let made =
             RefusalGuard::backward(&self.layer, &mut group).run(|entry| self.gradients(entry, *context, arrived));
         let (mut gradients, elsewhere) = made?;

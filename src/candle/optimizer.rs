@@ -11,33 +11,33 @@ use crate::comm::{Communicator, Op, Tag};
 use crate::cpu::Cpu;
 use crate::error::Error;
 use crate::layer::ParamKind;
-use crate::optim::{self, AdamWOptions, GroupOptions, ParamSpec, Part, StepStats, StepTensor};
+use crate::optim::{self, AdamWOptions, GroupOptions, ParamShard, ParamSpec, StepStats, StepTensor};
 
 use super::host::{Host, into_candle, location, with_views};
 use super::module::ExpertParallelMoE;
-use super::write::with_vars;
+use super::views_mut::with_vars_mut;
 
 const CALL: &str = "candle::AdamW";
 
 /// A variable, as an optimizer is told of it.
 #[derive(Debug, Clone)]
-pub struct Param {
+pub struct AdamWParam {
     name: String,
     var: Var,
-    part: Part,
+    shard: ParamShard,
     group: usize,
 }
 
-impl Param {
+impl AdamWParam {
     /// A variable that this rank has whole: the only rank, or all ranks hold it. The name is its own among the
     /// optimizer's parameters, and that of its saved state.
     pub fn new(name: impl Into<String>, var: &Var) -> Self {
-        Self { name: name.into(), var: var.clone(), part: Part::whole(var.dims()), group: 0 }
+        Self { name: name.into(), var: var.clone(), shard: ParamShard::whole(var.dims()), group: 0 }
     }
 
     /// The variable holds a part of the parameter; rows of padding may be behind it.
-    pub fn with_part(self, part: Part) -> Self {
-        Self { part, ..self }
+    pub fn with_shard(self, shard: ParamShard) -> Self {
+        Self { shard, ..self }
     }
 
     /// Options are those of group `group`, 0 without this.
@@ -66,7 +66,7 @@ impl Param {
                 return Err(Error::invalid(CALL, name, "f32, f16 or bf16", other.as_str()).into());
             }
         };
-        Ok(ParamSpec { name: self.name.clone(), part: self.part.clone(), dtype, group: self.group })
+        Ok(ParamSpec { name: self.name.clone(), shard: self.shard.clone(), dtype, group: self.group })
     }
 }
 
@@ -76,25 +76,25 @@ impl ExpertParallelMoE {
     ///
     /// # Errors
     /// None for a module that was built.
-    pub fn optimizer_params(&self, prefix: &str) -> Result<Vec<Param>> {
+    pub fn optimizer_params(&self, prefix: &str) -> Result<Vec<AdamWParam>> {
         let (rank, ranks) = (self.group.rank(), self.group.ranks());
         let local = self.group.local_experts();
         let variables = self.trainable().filter(|(_, t)| t.is_variable());
         let params = variables.map(|(kind, t)| {
             let name = if prefix.is_empty() { kind.name().to_string() } else { format!("{prefix}.{}", kind.name()) };
-            let param = Param::new(name, &Var::from_tensor(t)?);
+            let param = AdamWParam::new(name, &Var::from_tensor(t)?);
             if kind.is_replicated() {
                 return Ok(param);
             }
             let missing = || Error::invalid(CALL, kind.name(), "a parameter of the configuration", "another");
             let dims = kind.dims(self.layer.config(), local).ok_or_else(missing)?;
-            let part = Part::of_experts(&dims, rank, ranks)?;
+            let shard = ParamShard::of_experts(&dims, rank, ranks)?;
             let sharded = self.sharded.as_ref().filter(|_| matches!(kind, ParamKind::Up | ParamKind::Down));
-            Ok(param.with_part(match sharded {
-                None => part,
+            Ok(param.with_shard(match sharded {
+                None => shard,
                 Some(sharded) => {
                     let (shards, rank) = sharded.cut(&dims)?;
-                    part.shard(&shards, rank)?
+                    shard.shard(&shards, rank)?
                 }
             }))
         });
@@ -143,8 +143,8 @@ impl AdamW {
     /// An optimizer of one rank, on the variables' device, with options for each group.
     ///
     /// # Errors
-    /// What [`optim::AdamW::new`] finds; a device that this build does not serve.
-    pub fn with_groups(params: Vec<Param>, options: AdamWOptions, groups: &[GroupOptions]) -> Result<Self> {
+    /// Errors of [`optim::AdamW::new`]; a device that this build does not serve.
+    pub fn with_groups(params: Vec<AdamWParam>, options: AdamWOptions, groups: &[GroupOptions]) -> Result<Self> {
         let device = params.first().map_or(Device::Cpu, |p| p.var.device().clone());
         match &device {
             Device::Cpu => Self::on(&Cpu::new(), None, params, options, groups),
@@ -167,7 +167,7 @@ impl AdamW {
     pub fn over_ranks<D: Host>(
         device: &D,
         comm: Box<dyn Communicator<D>>,
-        params: Vec<Param>,
+        params: Vec<AdamWParam>,
         options: AdamWOptions,
         groups: &[GroupOptions],
     ) -> Result<Self> {
@@ -177,7 +177,7 @@ impl AdamW {
     fn on<D: Host>(
         device: &D,
         comm: Option<Box<dyn Communicator<D>>>,
-        params: Vec<Param>,
+        params: Vec<AdamWParam>,
         options: AdamWOptions,
         groups: &[GroupOptions],
     ) -> Result<Self> {
@@ -265,7 +265,7 @@ impl Optimizer for AdamW {
     /// Of one rank and one group; variables of other than floating types are left out. They are named 0, 1, ….
     fn new(vars: Vec<Var>, options: AdamWOptions) -> Result<Self> {
         let vars = vars.into_iter().filter(|var| var.dtype().is_float()).enumerate();
-        let params = vars.map(|(i, var)| Param::new(i.to_string(), &var)).collect();
+        let params = vars.map(|(i, var)| AdamWParam::new(i.to_string(), &var)).collect();
         Self::with_groups(params, options, &[options.group])
     }
 
@@ -294,13 +294,13 @@ impl Optimizer for AdamW {
 }
 
 /// The parameters' descriptions.
-fn specs(params: &[Param]) -> Result<Vec<ParamSpec>> {
+fn specs(params: &[AdamWParam]) -> Result<Vec<ParamSpec>> {
     let mut seen = std::collections::HashSet::new();
     if let Some(twice) = params.iter().find(|param| !seen.insert(param.var.id())) {
         let name = format!("parameter {}", twice.name);
         return Err(Error::invalid(CALL, name, "a variable of its own", "another parameter's").into());
     }
-    params.iter().map(Param::spec).collect()
+    params.iter().map(AdamWParam::spec).collect()
 }
 
 /// An optimizer, whatever its device.
@@ -319,7 +319,7 @@ trait DeviceAdamW: Debug + Send {
 #[derive(Debug)]
 struct OnDevice<D: Host> {
     optimizer: optim::AdamW<D>,
-    params: Vec<Param>,
+    params: Vec<AdamWParam>,
     device: Device,
 }
 
@@ -348,7 +348,7 @@ impl<D: Host> DeviceAdamW for OnDevice<D> {
         let given = self.params.iter().enumerate();
         let given = given.filter_map(|(i, param)| Some((i, param, gradients.get(&param.var)?)));
         let given = given.map(|(i, param, gradient)| Ok((i, param, apart(&param.var, gradient)?)));
-        let given = given.collect::<Result<Vec<(usize, &Param, Tensor)>>>()?;
+        let given = given.collect::<Result<Vec<(usize, &AdamWParam, Tensor)>>>()?;
         let named: Vec<(&str, &Tensor)> = given.iter().map(|(_, p, gradient)| (p.name.as_str(), gradient)).collect();
         let vars: Vec<&Tensor> = given.iter().map(|(_, param, _)| param.var.as_tensor()).collect();
         let (optimizer, count) = (&mut self.optimizer, self.params.len());
@@ -358,7 +358,7 @@ impl<D: Host> DeviceAdamW for OnDevice<D> {
                 all[*i] = Some(view.borrow());
             }
             optimizer.begin(&all)?;
-            with_vars(&device, CALL, &vars, |first, mut params| {
+            with_vars_mut(&device, CALL, &vars, |first, mut params| {
                 let tensors = params.iter_mut().zip(&given[first..]).zip(&views[first..]);
                 let tensors = tensors.map(|((param, (index, ..)), view)| {
                     let (index, param, gradient) = (*index, param.reborrow(), view.borrow());
@@ -387,7 +387,7 @@ impl<D: Host> DeviceAdamW for OnDevice<D> {
         let device = self.optimizer.device().clone();
         let vars: Vec<&Tensor> = self.params.iter().map(|param| param.var.as_tensor()).collect();
         let optimizer = &self.optimizer;
-        with_vars(&device, CALL, &vars, |first, params| {
+        with_vars_mut(&device, CALL, &vars, |first, params| {
             params.into_iter().enumerate().try_for_each(|(i, param)| optimizer.write_param(first + i, param))
         })?;
         Ok(steps)

@@ -10,7 +10,7 @@ use crate::error::{Error, Result};
 use super::error::framework;
 use super::group::DeviceGroup;
 use super::host::Host;
-use super::write::with_views_mut;
+use super::views_mut::with_views_mut;
 
 const CALL: &str = "reduce_gradients";
 /// The tag's layer of what belongs to none.
@@ -82,7 +82,7 @@ impl Reduction<'_> {
         }
         for (sequence, bucket) in self.buckets().into_iter().enumerate() {
             let tag = Tag { layer: self.layer, op: Op::GradReduce, sequence: sequence as u64 };
-            // What this rank alone cannot do is told to the others, which are in the collective.
+            // The others are in the collective, and are told of an error that is this rank's alone.
             let sums = flat(bucket, gradients).inspect_err(|error| {
                 let _ = comm.refuse(tag, &error.to_string());
             })?;

@@ -7,10 +7,10 @@ use crate::dtype::DType;
 use crate::ep::EpGroup;
 use crate::layer::{Layer, RefusalGuard, RoutingGrads, RoutingMut};
 
-use super::computed::Computed;
 use super::error::framework;
 use super::group::On;
 use super::host::{Host, into_candle, routing_ids, with_views};
+use super::precomputed::Precomputed;
 
 const ROUTE: &str = "DispatchCombine::route";
 const ROUTE_BWD: &str = "DispatchCombine::route, backward";
@@ -54,7 +54,7 @@ pub(super) fn route<D: Host>(
     if !logits.track_op() {
         return Ok(Routed { ids, weights: into_candle(weights, &choices, on.device)? });
     }
-    let value = Computed::new(weights, on.device)?;
+    let value = Precomputed::new(weights, on.device)?;
     let (layer, group, device) = (layer.clone(), on.group.clone(), on.device.clone());
     let weights = logits.apply_op1(RouteOp { layer, group, device, ids: ids.clone(), value })?;
     Ok(Routed { ids, weights })
@@ -66,7 +66,7 @@ struct RouteOp<D: Host> {
     group: EpGroup<D>,
     device: Device,
     ids: Tensor,
-    value: Computed,
+    value: Precomputed,
 }
 
 impl<D: Host> RouteOp<D> {

@@ -125,7 +125,7 @@ fn layer<D: Host>(
 ) -> crate::Result<Forward<D>> {
     let mut group = on.group.lock();
     let device = group.device().clone();
-    // What candle's tensors alone make impossible is told to the other ranks, which are in forward.
+    // Errors of candle's tensors are this rank's alone; the other ranks, which are in forward, are told.
     RefusalGuard::forward(call.layer, &mut group).run(|entry| {
         let params = contiguous(CALL, call.params)?;
         with_views(&device, CALL, &named(call.flat, &params), |views| {

@@ -1,4 +1,4 @@
-//! What training needs of a module beside its parameters: settings, a step's number, and what the last forward has left.
+//! A module's training state beside its parameters: settings, the step's number, and the last forward's figures.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, PoisonError};
@@ -18,12 +18,12 @@ pub(super) struct TrainingState {
     step: AtomicU64,
     /// Factor of the auxiliary losses' gradient.
     aux_scale: f64,
-    last: Mutex<Option<Last>>,
+    last: Mutex<Option<LastForward>>,
 }
 
 /// Figures that the last forward has left to be read.
 #[derive(Debug, Clone)]
-pub(super) struct Last {
+pub(super) struct LastForward {
     pub(super) losses: Lazy<AuxValue>,
     pub(super) load: Lazy<Load>,
 }
@@ -62,12 +62,12 @@ impl TrainingState {
 
     /// Keeps a forward's figures.
     pub(super) fn keep(&self, out: &MoeOutput) {
-        let last = Last { losses: out.losses.clone(), load: out.load.clone() };
+        let last = LastForward { losses: out.losses.clone(), load: out.load.clone() };
         *self.last.lock().unwrap_or_else(PoisonError::into_inner) = Some(last);
     }
 
     /// The last forward's figures.
-    pub(super) fn last(&self, call: &'static str) -> Result<Last> {
+    pub(super) fn last(&self, call: &'static str) -> Result<LastForward> {
         let last = self.last.lock().unwrap_or_else(PoisonError::into_inner).clone();
         last.ok_or_else(|| Error::invalid(call, "forward", "one before this call", "none"))
     }

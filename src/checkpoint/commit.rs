@@ -113,7 +113,7 @@ impl Save {
 impl Drop for Save {
     fn drop(&mut self) {
         if self.unchanged && !stopped() {
-            // What cannot be removed, the next save removes.
+            // The next save removes files that cannot be removed now.
             let _ = fs::remove_dir_all(self.target.join(STAGING));
             for dir in self.made.iter().rev() {
                 let _ = fs::remove_dir(dir);
@@ -587,7 +587,7 @@ mod tests {
                         }
                     };
                     all_mine();
-                    // What somebody puts there before the next save stays, wherever the name led to.
+                    // A file that somebody puts there before the next save stays, wherever the name led to.
                     fs::write(dir.join("later.txt"), "mine").unwrap();
                     save(&dir, new, "c").unwrap();
                     assert!(is(&dir, new, "c", false), "step {at}");

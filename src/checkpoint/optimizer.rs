@@ -48,7 +48,7 @@ fn items<D: StepDevice>(optimizer: &AdamW<D>) -> Vec<Item> {
         StateKind::ALL.into_iter().filter_map(move |kind| {
             let dtype = optimizer.state_tensor(param, kind)?.dtype();
             let name = format!("{}.{}", spec.name, kind.name());
-            Some(Item { param, kind, name, dims: spec.part.dims().to_vec(), dtype })
+            Some(Item { param, kind, name, dims: spec.shard.dims().to_vec(), dtype })
         })
     });
     of.collect()
@@ -101,7 +101,7 @@ impl<D: StepDevice> AdamW<D> {
         let rank = self.rank();
         let owners = self.owners(item.param)?;
         for (owner, rows) in owners {
-            let width = self.specs()[item.param].part.width();
+            let width = self.specs()[item.param].shard.width();
             let bytes = rows.len() * width * item.dtype.size();
             for start in (0..bytes).step_by(CHUNK) {
                 let len = CHUNK.min(bytes - start);
@@ -179,11 +179,11 @@ impl<D: StepDevice> AdamW<D> {
     }
 
     fn read_item(&mut self, saved: &Saved, item: &Item) -> Result<()> {
-        let part = self.specs()[item.param].part.clone();
+        let shard = self.specs()[item.param].shard.clone();
         let Some(entry) = saved.files.get(&item.name).cloned() else { return Ok(()) };
         let widen = entry.dtype == Dtype::BF16 && item.dtype == DType::F32;
         let on_disk = if widen { DType::BF16.size() } else { item.dtype.size() };
-        let (first, count) = (part.rows().start * part.width(), part.count());
+        let (first, count) = (shard.rows().start * shard.width(), shard.count());
         let device = self.device().clone();
         let step = CHUNK / item.dtype.size();
         let mut buffer = Vec::new();

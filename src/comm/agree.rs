@@ -55,7 +55,7 @@ pub(crate) fn failed(
 }
 
 /// Compares the calls of all ranks.
-pub(crate) fn judge<'a>(messages: impl Iterator<Item = &'a CollectiveCall>) -> Verdict {
+pub(crate) fn compare_calls<'a>(messages: impl Iterator<Item = &'a CollectiveCall>) -> Verdict {
     let messages: Vec<&CollectiveCall> = messages.collect();
     let all = 0..messages.len();
     let each = |error: &dyn Fn(usize) -> CommError| Some(all.clone().map(error).collect());

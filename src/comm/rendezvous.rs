@@ -76,13 +76,13 @@ impl<T, V> Rendezvous<T, V> {
         Self { state: Mutex::new(state), changed: Condvar::new() }
     }
 
-    /// Waits until every rank has made its deposit; `judge` runs once a round, on the last to arrive.
+    /// Waits until every rank has made its deposit; `decide` runs once a round, on the last to arrive.
     pub fn exchange(
         &self,
         rank: usize,
         deposit: T,
         timeout: Duration,
-        judge: impl FnOnce(&[T]) -> V,
+        decide: impl FnOnce(&[T]) -> V,
     ) -> Result<Arc<Round<T, V>>, Failure> {
         let deadline = Instant::now().checked_add(timeout);
         let mut state = self.lock();
@@ -95,7 +95,7 @@ impl<T, V> Rendezvous<T, V> {
         let round = state.round;
         state.deposits[rank] = Some(deposit);
         if state.deposits.iter().all(Option::is_some) {
-            let done = state.finish(judge);
+            let done = state.finish(decide);
             drop(state);
             self.changed.notify_all();
             return Ok(done);
@@ -159,9 +159,9 @@ impl<T, V> Rendezvous<T, V> {
 }
 
 impl<T, V> RendezvousState<T, V> {
-    fn finish(&mut self, judge: impl FnOnce(&[T]) -> V) -> Arc<Round<T, V>> {
+    fn finish(&mut self, decide: impl FnOnce(&[T]) -> V) -> Arc<Round<T, V>> {
         let deposits: Vec<T> = self.deposits.iter_mut().filter_map(Option::take).collect();
-        let verdict = judge(&deposits);
+        let verdict = decide(&deposits);
         self.readers = deposits.len() - 1;
         let done = Arc::new(Round { deposits, verdict });
         self.finished = (self.readers > 0).then(|| Arc::clone(&done));

@@ -18,7 +18,7 @@ use crate::weights::Weight;
 
 use super::element::{Acc, Element, Float, with_float};
 use super::gemm::{Mat, ROW_TILE, by_columns, by_rows, product, store, to_acc};
-use super::segments::{SegmentList, SourceRows};
+use super::segments::{RowView, SegmentList};
 use super::{Cpu, activation};
 
 /// Tiles of the filled slots, in slot order, with their expert.
@@ -170,7 +170,7 @@ fn up_as<T: Float>(call: Up<'_, Cpu>) -> Result<()> {
     if n % call.activation.gate_factor() != 0 {
         return Err(Error::invalid(CALL, "weight", "an even number of rows for a gated activation", n));
     }
-    let rows = SourceRows::<T>::new(CALL, "rows", call.rows, h, &segments)?;
+    let rows = RowView::<T>::new(CALL, "rows", call.rows, h, &segments)?;
     let weight = WeightStack::<T>::new(CALL, call.weight)?;
     let bias = bias_of::<T>(CALL, call.bias, [experts, n])?;
     let at_input = slot_weights::<T::Acc>(CALL, applies(&call.slot_weights, &[WeightAt::Input]), &segments)?;
@@ -211,7 +211,7 @@ fn down_as<T: Float>(call: Down<'_, Cpu>) -> Result<()> {
     const CALL: &str = "down";
     let [experts, h, inner] = dims3(CALL, "weight", call.weight.dims())?;
     let segments = SegmentList::new(CALL, call.segments, experts)?;
-    let rows = SourceRows::<T>::new(CALL, "rows", call.rows, inner, &segments)?;
+    let rows = RowView::<T>::new(CALL, "rows", call.rows, inner, &segments)?;
     let weight = WeightStack::<T>::new(CALL, call.weight)?;
     let bias = bias_of::<T>(CALL, call.bias, [experts, h])?;
     let at_output = slot_weights::<T::Acc>(CALL, applies(&call.slot_weights, &[WeightAt::Output]), &segments)?;
@@ -246,7 +246,7 @@ fn down_bwd_as<T: Float>(call: DownBwd<'_, Cpu>) -> Result<()> {
     let [experts, h, inner] = dims3(CALL, "weight", call.weight.dims())?;
     let n = inner * call.activation.gate_factor();
     let segments = SegmentList::new(CALL, call.segments, experts)?;
-    let grad = SourceRows::<T>::new(CALL, "grad", call.grad, h, &segments)?;
+    let grad = RowView::<T>::new(CALL, "grad", call.grad, h, &segments)?;
     let weight = WeightStack::<T>::new(CALL, call.weight)?;
     let bias = bias_of::<T>(CALL, call.bias, [experts, h])?;
     Error::check_shape(CALL, "pre", &[segments.rows, n], call.pre.dims())?;
@@ -308,7 +308,7 @@ fn up_dgrad_as<T: Float>(call: UpDgrad<'_, Cpu>) -> Result<()> {
         None => (None, None),
         Some(b) => {
             let values = slot_weights::<T::Acc>(CALL, Some(b.values), &segments)?;
-            let rows = SourceRows::<T>::new(CALL, "input_weight.rows", b.rows, h, &segments)?;
+            let rows = RowView::<T>::new(CALL, "input_weight.rows", b.rows, h, &segments)?;
             (values.map(|v| (v, rows)), out_of::<T::Acc>(CALL, "d_slot_weights", b.d_slot_weights, &[segments.rows])?)
         }
     };
@@ -360,8 +360,8 @@ fn wgrad_as<T: Float, O: Float<Acc = T::Acc>>(call: Wgrad<'_, Cpu>) -> Result<()
     const CALL: &str = "wgrad";
     let [experts, m, p] = dims3(CALL, "out", call.out.dims())?;
     let segments = SegmentList::new(CALL, call.segments, experts)?;
-    let left = SourceRows::<T>::new(CALL, "left", call.left, m, &segments)?;
-    let right = SourceRows::<T>::new(CALL, "right", call.right, p, &segments)?;
+    let left = RowView::<T>::new(CALL, "left", call.left, m, &segments)?;
+    let right = RowView::<T>::new(CALL, "right", call.right, p, &segments)?;
     let weights = slot_weights::<T::Acc>(CALL, call.slot_weights, &segments)?;
     let out = call.out.into_slice::<O>()?;
     let accumulate = call.accumulate;
@@ -402,7 +402,7 @@ fn wgrad_as<T: Float, O: Float<Acc = T::Acc>>(call: Wgrad<'_, Cpu>) -> Result<()
 fn bias_grad<T: Float, O: Float<Acc = T::Acc>>(
     bias: BiasGrad<'_, Cpu>,
     accumulate: bool,
-    left: &SourceRows<'_, T>,
+    left: &RowView<'_, T>,
     segments: &SegmentList,
     dims: [usize; 2],
 ) -> Result<()> {

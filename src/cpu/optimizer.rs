@@ -6,8 +6,8 @@ use rayon::prelude::*;
 use crate::dtype::DType;
 use crate::error::{Error, Result};
 use crate::kernels::optimizer::{
-    AdamW, AdamWTensor, COEFFICIENTS, Convert, GROUP_STATE, LEAF, LEAF_SUMS, OptimizerDevice, SETTINGS, STATE_NUMBERS,
-    SquareSums, SquaredTensor, StepControl, coefficient, state,
+    AdamWTensor, AdamWUpdate, COEFFICIENTS, Convert, GROUP_STATE, LEAF, LEAF_SUMS, OptimizerDevice, SETTINGS,
+    STATE_NUMBERS, SquareSums, SquaredTensor, StepControl, coefficient, state,
 };
 use crate::quant::philox::{self, philox4x32};
 use crate::tensor::{TensorMut, TensorRef};
@@ -37,7 +37,7 @@ impl OptimizerDevice for Cpu {
         step_control(call)
     }
 
-    fn adamw(&self, call: AdamW<'_, Self>) -> Result<()> {
+    fn adamw(&self, call: AdamWUpdate<'_, Self>) -> Result<()> {
         call.check("adamw")?;
         let numbers = &call.coefficients.as_slice::<f64>()?[call.group * COEFFICIENTS..][..COEFFICIENTS];
         if numbers[coefficient::SKIP] != 0.0 {

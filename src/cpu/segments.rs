@@ -62,13 +62,13 @@ impl SegmentList {
 }
 
 /// A checked row source: rows of any slots in the accumulator type.
-pub(super) struct SourceRows<'a, T> {
+pub(super) struct RowView<'a, T> {
     base: &'a [T],
     map: Option<&'a [i32]>,
     width: usize,
 }
 
-impl<'a, T: Float> SourceRows<'a, T> {
+impl<'a, T: Float> RowView<'a, T> {
     pub(super) fn new(
         call: &'static str,
         name: &str,

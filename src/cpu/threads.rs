@@ -7,7 +7,7 @@
 
 use std::time::Duration;
 
-use crate::comm::agree::{CollectiveCall, Detail, Verdict, failed, judge};
+use crate::comm::agree::{CollectiveCall, Detail, Verdict, compare_calls, failed};
 use crate::comm::rendezvous::{Arc, Rendezvous, Round};
 use crate::comm::{Communicator, Exchange, ReduceOp, Tag, check_blocks};
 #[cfg(not(loom))]
@@ -80,7 +80,7 @@ impl ThreadComm {
         detail: Detail,
         bytes: &[u8],
     ) -> Result<Arc<Round<Deposit, Verdict>>> {
-        // What has no room for a copy refuses, which needs none.
+        // A rank without memory for a copy refuses, which needs none.
         let copy = host_memory::copied(operation, "a copy of what this rank brings", bytes);
         let copy = self.check(tag, copy)?;
         self.calls += 1;
@@ -89,7 +89,7 @@ impl ThreadComm {
         let message = Deposit { call, bytes: copy };
         let round = self
             .world
-            .exchange(rank, message, timeout, |all| judge(all.iter().map(|m| &m.call)))
+            .exchange(rank, message, timeout, |all| compare_calls(all.iter().map(|m| &m.call)))
             .map_err(|failure| failed((operation, tag), rank, timeout, failure))?;
         match round.verdict.as_ref().and_then(|errors| errors.get(rank)) {
             Some(error) => Err(error.clone().into()),

@@ -23,7 +23,7 @@ pub(super) struct WindowRegistry {
 }
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    // What is behind these locks is whole between statements.
+    // The data behind these locks is whole between statements.
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 

@@ -90,7 +90,7 @@ pub const NAN_EXPERT_BITS: u32 = 22;
 pub const ORIGIN_BITS: u32 = 11;
 #[repr(C)]
 #[derive(Debug, Copy, Clone, Default)]
-pub struct Gemm {
+pub struct GemmParams {
     pub a: u64,
     pub a_map: u64,
     pub a_rows: i64,
@@ -136,54 +136,54 @@ pub struct Gemm {
 }
 #[allow(clippy::unnecessary_operation, clippy::identity_op)]
 const _: () = {
-    ["Size of Gemm"][::core::mem::size_of::<Gemm>() - 336usize];
-    ["Alignment of Gemm"][::core::mem::align_of::<Gemm>() - 8usize];
-    ["Offset of field: Gemm::a"][::core::mem::offset_of!(Gemm, a) - 0usize];
-    ["Offset of field: Gemm::a_map"][::core::mem::offset_of!(Gemm, a_map) - 8usize];
-    ["Offset of field: Gemm::a_rows"][::core::mem::offset_of!(Gemm, a_rows) - 16usize];
-    ["Offset of field: Gemm::a_type"][::core::mem::offset_of!(Gemm, a_type) - 24usize];
-    ["Offset of field: Gemm::b"][::core::mem::offset_of!(Gemm, b) - 32usize];
-    ["Offset of field: Gemm::b_map"][::core::mem::offset_of!(Gemm, b_map) - 40usize];
-    ["Offset of field: Gemm::b_rows"][::core::mem::offset_of!(Gemm, b_rows) - 48usize];
-    ["Offset of field: Gemm::b_type"][::core::mem::offset_of!(Gemm, b_type) - 56usize];
-    ["Offset of field: Gemm::tiles"][::core::mem::offset_of!(Gemm, tiles) - 64usize];
-    ["Offset of field: Gemm::tile_count"][::core::mem::offset_of!(Gemm, tile_count) - 72usize];
-    ["Offset of field: Gemm::offsets"][::core::mem::offset_of!(Gemm, offsets) - 80usize];
-    ["Offset of field: Gemm::counts"][::core::mem::offset_of!(Gemm, counts) - 88usize];
-    ["Offset of field: Gemm::m"][::core::mem::offset_of!(Gemm, m) - 96usize];
-    ["Offset of field: Gemm::n"][::core::mem::offset_of!(Gemm, n) - 104usize];
-    ["Offset of field: Gemm::k"][::core::mem::offset_of!(Gemm, k) - 112usize];
-    ["Offset of field: Gemm::groups"][::core::mem::offset_of!(Gemm, groups) - 120usize];
-    ["Offset of field: Gemm::bias"][::core::mem::offset_of!(Gemm, bias) - 128usize];
-    ["Offset of field: Gemm::bias_type"][::core::mem::offset_of!(Gemm, bias_type) - 136usize];
-    ["Offset of field: Gemm::scale"][::core::mem::offset_of!(Gemm, scale) - 144usize];
-    ["Offset of field: Gemm::bias_scale"][::core::mem::offset_of!(Gemm, bias_scale) - 152usize];
-    ["Offset of field: Gemm::out_scale"][::core::mem::offset_of!(Gemm, out_scale) - 160usize];
-    ["Offset of field: Gemm::pre"][::core::mem::offset_of!(Gemm, pre) - 168usize];
-    ["Offset of field: Gemm::pre_out"][::core::mem::offset_of!(Gemm, pre_out) - 176usize];
-    ["Offset of field: Gemm::out"][::core::mem::offset_of!(Gemm, out) - 184usize];
-    ["Offset of field: Gemm::out_map"][::core::mem::offset_of!(Gemm, out_map) - 192usize];
-    ["Offset of field: Gemm::out_rows"][::core::mem::offset_of!(Gemm, out_rows) - 200usize];
-    ["Offset of field: Gemm::out_type"][::core::mem::offset_of!(Gemm, out_type) - 208usize];
-    ["Offset of field: Gemm::accumulate"][::core::mem::offset_of!(Gemm, accumulate) - 216usize];
-    ["Offset of field: Gemm::hidden"][::core::mem::offset_of!(Gemm, hidden) - 224usize];
-    ["Offset of field: Gemm::partial"][::core::mem::offset_of!(Gemm, partial) - 232usize];
-    ["Offset of field: Gemm::x"][::core::mem::offset_of!(Gemm, x) - 240usize];
-    ["Offset of field: Gemm::x_map"][::core::mem::offset_of!(Gemm, x_map) - 248usize];
-    ["Offset of field: Gemm::x_rows"][::core::mem::offset_of!(Gemm, x_rows) - 256usize];
-    ["Offset of field: Gemm::activation"][::core::mem::offset_of!(Gemm, activation) - 264usize];
-    ["Offset of field: Gemm::alpha"][::core::mem::offset_of!(Gemm, alpha) - 272usize];
-    ["Offset of field: Gemm::limit"][::core::mem::offset_of!(Gemm, limit) - 280usize];
-    ["Offset of field: Gemm::fault"][::core::mem::offset_of!(Gemm, fault) - 288usize];
-    ["Offset of field: Gemm::vector_a"][::core::mem::offset_of!(Gemm, vector_a) - 296usize];
-    ["Offset of field: Gemm::vector_b"][::core::mem::offset_of!(Gemm, vector_b) - 304usize];
-    ["Offset of field: Gemm::m_tiles"][::core::mem::offset_of!(Gemm, m_tiles) - 312usize];
-    ["Offset of field: Gemm::n_tiles"][::core::mem::offset_of!(Gemm, n_tiles) - 320usize];
-    ["Offset of field: Gemm::split"][::core::mem::offset_of!(Gemm, split) - 328usize];
+    ["Size of GemmParams"][::core::mem::size_of::<GemmParams>() - 336usize];
+    ["Alignment of GemmParams"][::core::mem::align_of::<GemmParams>() - 8usize];
+    ["Offset of field: GemmParams::a"][::core::mem::offset_of!(GemmParams, a) - 0usize];
+    ["Offset of field: GemmParams::a_map"][::core::mem::offset_of!(GemmParams, a_map) - 8usize];
+    ["Offset of field: GemmParams::a_rows"][::core::mem::offset_of!(GemmParams, a_rows) - 16usize];
+    ["Offset of field: GemmParams::a_type"][::core::mem::offset_of!(GemmParams, a_type) - 24usize];
+    ["Offset of field: GemmParams::b"][::core::mem::offset_of!(GemmParams, b) - 32usize];
+    ["Offset of field: GemmParams::b_map"][::core::mem::offset_of!(GemmParams, b_map) - 40usize];
+    ["Offset of field: GemmParams::b_rows"][::core::mem::offset_of!(GemmParams, b_rows) - 48usize];
+    ["Offset of field: GemmParams::b_type"][::core::mem::offset_of!(GemmParams, b_type) - 56usize];
+    ["Offset of field: GemmParams::tiles"][::core::mem::offset_of!(GemmParams, tiles) - 64usize];
+    ["Offset of field: GemmParams::tile_count"][::core::mem::offset_of!(GemmParams, tile_count) - 72usize];
+    ["Offset of field: GemmParams::offsets"][::core::mem::offset_of!(GemmParams, offsets) - 80usize];
+    ["Offset of field: GemmParams::counts"][::core::mem::offset_of!(GemmParams, counts) - 88usize];
+    ["Offset of field: GemmParams::m"][::core::mem::offset_of!(GemmParams, m) - 96usize];
+    ["Offset of field: GemmParams::n"][::core::mem::offset_of!(GemmParams, n) - 104usize];
+    ["Offset of field: GemmParams::k"][::core::mem::offset_of!(GemmParams, k) - 112usize];
+    ["Offset of field: GemmParams::groups"][::core::mem::offset_of!(GemmParams, groups) - 120usize];
+    ["Offset of field: GemmParams::bias"][::core::mem::offset_of!(GemmParams, bias) - 128usize];
+    ["Offset of field: GemmParams::bias_type"][::core::mem::offset_of!(GemmParams, bias_type) - 136usize];
+    ["Offset of field: GemmParams::scale"][::core::mem::offset_of!(GemmParams, scale) - 144usize];
+    ["Offset of field: GemmParams::bias_scale"][::core::mem::offset_of!(GemmParams, bias_scale) - 152usize];
+    ["Offset of field: GemmParams::out_scale"][::core::mem::offset_of!(GemmParams, out_scale) - 160usize];
+    ["Offset of field: GemmParams::pre"][::core::mem::offset_of!(GemmParams, pre) - 168usize];
+    ["Offset of field: GemmParams::pre_out"][::core::mem::offset_of!(GemmParams, pre_out) - 176usize];
+    ["Offset of field: GemmParams::out"][::core::mem::offset_of!(GemmParams, out) - 184usize];
+    ["Offset of field: GemmParams::out_map"][::core::mem::offset_of!(GemmParams, out_map) - 192usize];
+    ["Offset of field: GemmParams::out_rows"][::core::mem::offset_of!(GemmParams, out_rows) - 200usize];
+    ["Offset of field: GemmParams::out_type"][::core::mem::offset_of!(GemmParams, out_type) - 208usize];
+    ["Offset of field: GemmParams::accumulate"][::core::mem::offset_of!(GemmParams, accumulate) - 216usize];
+    ["Offset of field: GemmParams::hidden"][::core::mem::offset_of!(GemmParams, hidden) - 224usize];
+    ["Offset of field: GemmParams::partial"][::core::mem::offset_of!(GemmParams, partial) - 232usize];
+    ["Offset of field: GemmParams::x"][::core::mem::offset_of!(GemmParams, x) - 240usize];
+    ["Offset of field: GemmParams::x_map"][::core::mem::offset_of!(GemmParams, x_map) - 248usize];
+    ["Offset of field: GemmParams::x_rows"][::core::mem::offset_of!(GemmParams, x_rows) - 256usize];
+    ["Offset of field: GemmParams::activation"][::core::mem::offset_of!(GemmParams, activation) - 264usize];
+    ["Offset of field: GemmParams::alpha"][::core::mem::offset_of!(GemmParams, alpha) - 272usize];
+    ["Offset of field: GemmParams::limit"][::core::mem::offset_of!(GemmParams, limit) - 280usize];
+    ["Offset of field: GemmParams::fault"][::core::mem::offset_of!(GemmParams, fault) - 288usize];
+    ["Offset of field: GemmParams::vector_a"][::core::mem::offset_of!(GemmParams, vector_a) - 296usize];
+    ["Offset of field: GemmParams::vector_b"][::core::mem::offset_of!(GemmParams, vector_b) - 304usize];
+    ["Offset of field: GemmParams::m_tiles"][::core::mem::offset_of!(GemmParams, m_tiles) - 312usize];
+    ["Offset of field: GemmParams::n_tiles"][::core::mem::offset_of!(GemmParams, n_tiles) - 320usize];
+    ["Offset of field: GemmParams::split"][::core::mem::offset_of!(GemmParams, split) - 328usize];
 };
 #[repr(C)]
 #[derive(Debug, Copy, Clone, Default)]
-pub struct WeightGrad {
+pub struct WeightGradParams {
     pub mapped: u64,
     pub map: u64,
     pub mapped_rows: i64,
@@ -200,25 +200,26 @@ pub struct WeightGrad {
 }
 #[allow(clippy::unnecessary_operation, clippy::identity_op)]
 const _: () = {
-    ["Size of WeightGrad"][::core::mem::size_of::<WeightGrad>() - 104usize];
-    ["Alignment of WeightGrad"][::core::mem::align_of::<WeightGrad>() - 8usize];
-    ["Offset of field: WeightGrad::mapped"][::core::mem::offset_of!(WeightGrad, mapped) - 0usize];
-    ["Offset of field: WeightGrad::map"][::core::mem::offset_of!(WeightGrad, map) - 8usize];
-    ["Offset of field: WeightGrad::mapped_rows"][::core::mem::offset_of!(WeightGrad, mapped_rows) - 16usize];
-    ["Offset of field: WeightGrad::narrow"][::core::mem::offset_of!(WeightGrad, narrow) - 24usize];
-    ["Offset of field: WeightGrad::wide"][::core::mem::offset_of!(WeightGrad, wide) - 32usize];
-    ["Offset of field: WeightGrad::offsets"][::core::mem::offset_of!(WeightGrad, offsets) - 40usize];
-    ["Offset of field: WeightGrad::counts"][::core::mem::offset_of!(WeightGrad, counts) - 48usize];
-    ["Offset of field: WeightGrad::slots"][::core::mem::offset_of!(WeightGrad, slots) - 56usize];
-    ["Offset of field: WeightGrad::groups"][::core::mem::offset_of!(WeightGrad, groups) - 64usize];
-    ["Offset of field: WeightGrad::transposed"][::core::mem::offset_of!(WeightGrad, transposed) - 72usize];
-    ["Offset of field: WeightGrad::out_type"][::core::mem::offset_of!(WeightGrad, out_type) - 80usize];
-    ["Offset of field: WeightGrad::accumulate"][::core::mem::offset_of!(WeightGrad, accumulate) - 88usize];
-    ["Offset of field: WeightGrad::fault"][::core::mem::offset_of!(WeightGrad, fault) - 96usize];
+    ["Size of WeightGradParams"][::core::mem::size_of::<WeightGradParams>() - 104usize];
+    ["Alignment of WeightGradParams"][::core::mem::align_of::<WeightGradParams>() - 8usize];
+    ["Offset of field: WeightGradParams::mapped"][::core::mem::offset_of!(WeightGradParams, mapped) - 0usize];
+    ["Offset of field: WeightGradParams::map"][::core::mem::offset_of!(WeightGradParams, map) - 8usize];
+    ["Offset of field: WeightGradParams::mapped_rows"]
+        [::core::mem::offset_of!(WeightGradParams, mapped_rows) - 16usize];
+    ["Offset of field: WeightGradParams::narrow"][::core::mem::offset_of!(WeightGradParams, narrow) - 24usize];
+    ["Offset of field: WeightGradParams::wide"][::core::mem::offset_of!(WeightGradParams, wide) - 32usize];
+    ["Offset of field: WeightGradParams::offsets"][::core::mem::offset_of!(WeightGradParams, offsets) - 40usize];
+    ["Offset of field: WeightGradParams::counts"][::core::mem::offset_of!(WeightGradParams, counts) - 48usize];
+    ["Offset of field: WeightGradParams::slots"][::core::mem::offset_of!(WeightGradParams, slots) - 56usize];
+    ["Offset of field: WeightGradParams::groups"][::core::mem::offset_of!(WeightGradParams, groups) - 64usize];
+    ["Offset of field: WeightGradParams::transposed"][::core::mem::offset_of!(WeightGradParams, transposed) - 72usize];
+    ["Offset of field: WeightGradParams::out_type"][::core::mem::offset_of!(WeightGradParams, out_type) - 80usize];
+    ["Offset of field: WeightGradParams::accumulate"][::core::mem::offset_of!(WeightGradParams, accumulate) - 88usize];
+    ["Offset of field: WeightGradParams::fault"][::core::mem::offset_of!(WeightGradParams, fault) - 96usize];
 };
 #[repr(C)]
 #[derive(Debug, Copy, Clone, Default)]
-pub struct TileList {
+pub struct TileListParams {
     pub offsets: u64,
     pub counts: u64,
     pub groups: i64,
@@ -231,21 +232,21 @@ pub struct TileList {
 }
 #[allow(clippy::unnecessary_operation, clippy::identity_op)]
 const _: () = {
-    ["Size of TileList"][::core::mem::size_of::<TileList>() - 72usize];
-    ["Alignment of TileList"][::core::mem::align_of::<TileList>() - 8usize];
-    ["Offset of field: TileList::offsets"][::core::mem::offset_of!(TileList, offsets) - 0usize];
-    ["Offset of field: TileList::counts"][::core::mem::offset_of!(TileList, counts) - 8usize];
-    ["Offset of field: TileList::groups"][::core::mem::offset_of!(TileList, groups) - 16usize];
-    ["Offset of field: TileList::rows"][::core::mem::offset_of!(TileList, rows) - 24usize];
-    ["Offset of field: TileList::tile_rows"][::core::mem::offset_of!(TileList, tile_rows) - 32usize];
-    ["Offset of field: TileList::tiles"][::core::mem::offset_of!(TileList, tiles) - 40usize];
-    ["Offset of field: TileList::tile_count"][::core::mem::offset_of!(TileList, tile_count) - 48usize];
-    ["Offset of field: TileList::max_tiles"][::core::mem::offset_of!(TileList, max_tiles) - 56usize];
-    ["Offset of field: TileList::fault"][::core::mem::offset_of!(TileList, fault) - 64usize];
+    ["Size of TileListParams"][::core::mem::size_of::<TileListParams>() - 72usize];
+    ["Alignment of TileListParams"][::core::mem::align_of::<TileListParams>() - 8usize];
+    ["Offset of field: TileListParams::offsets"][::core::mem::offset_of!(TileListParams, offsets) - 0usize];
+    ["Offset of field: TileListParams::counts"][::core::mem::offset_of!(TileListParams, counts) - 8usize];
+    ["Offset of field: TileListParams::groups"][::core::mem::offset_of!(TileListParams, groups) - 16usize];
+    ["Offset of field: TileListParams::rows"][::core::mem::offset_of!(TileListParams, rows) - 24usize];
+    ["Offset of field: TileListParams::tile_rows"][::core::mem::offset_of!(TileListParams, tile_rows) - 32usize];
+    ["Offset of field: TileListParams::tiles"][::core::mem::offset_of!(TileListParams, tiles) - 40usize];
+    ["Offset of field: TileListParams::tile_count"][::core::mem::offset_of!(TileListParams, tile_count) - 48usize];
+    ["Offset of field: TileListParams::max_tiles"][::core::mem::offset_of!(TileListParams, max_tiles) - 56usize];
+    ["Offset of field: TileListParams::fault"][::core::mem::offset_of!(TileListParams, fault) - 64usize];
 };
 #[repr(C)]
 #[derive(Debug, Copy, Clone, Default)]
-pub struct LocalPlan {
+pub struct LocalPlanParams {
     pub ids: u64,
     pub wide: i64,
     pub choices: i64,
@@ -274,37 +275,38 @@ pub struct LocalPlan {
 }
 #[allow(clippy::unnecessary_operation, clippy::identity_op)]
 const _: () = {
-    ["Size of LocalPlan"][::core::mem::size_of::<LocalPlan>() - 200usize];
-    ["Alignment of LocalPlan"][::core::mem::align_of::<LocalPlan>() - 8usize];
-    ["Offset of field: LocalPlan::ids"][::core::mem::offset_of!(LocalPlan, ids) - 0usize];
-    ["Offset of field: LocalPlan::wide"][::core::mem::offset_of!(LocalPlan, wide) - 8usize];
-    ["Offset of field: LocalPlan::choices"][::core::mem::offset_of!(LocalPlan, choices) - 16usize];
-    ["Offset of field: LocalPlan::top_k"][::core::mem::offset_of!(LocalPlan, top_k) - 24usize];
-    ["Offset of field: LocalPlan::experts"][::core::mem::offset_of!(LocalPlan, experts) - 32usize];
-    ["Offset of field: LocalPlan::alignment"][::core::mem::offset_of!(LocalPlan, alignment) - 40usize];
-    ["Offset of field: LocalPlan::expert_limit"][::core::mem::offset_of!(LocalPlan, expert_limit) - 48usize];
-    ["Offset of field: LocalPlan::rows"][::core::mem::offset_of!(LocalPlan, rows) - 56usize];
-    ["Offset of field: LocalPlan::may_drop"][::core::mem::offset_of!(LocalPlan, may_drop) - 64usize];
-    ["Offset of field: LocalPlan::chunk"][::core::mem::offset_of!(LocalPlan, chunk) - 72usize];
-    ["Offset of field: LocalPlan::chunks"][::core::mem::offset_of!(LocalPlan, chunks) - 80usize];
-    ["Offset of field: LocalPlan::before"][::core::mem::offset_of!(LocalPlan, before) - 88usize];
-    ["Offset of field: LocalPlan::offsets"][::core::mem::offset_of!(LocalPlan, offsets) - 96usize];
-    ["Offset of field: LocalPlan::counts"][::core::mem::offset_of!(LocalPlan, counts) - 104usize];
-    ["Offset of field: LocalPlan::stats"][::core::mem::offset_of!(LocalPlan, stats) - 112usize];
-    ["Offset of field: LocalPlan::kept"][::core::mem::offset_of!(LocalPlan, kept) - 120usize];
-    ["Offset of field: LocalPlan::row_map"][::core::mem::offset_of!(LocalPlan, row_map) - 128usize];
-    ["Offset of field: LocalPlan::weight_map"][::core::mem::offset_of!(LocalPlan, weight_map) - 136usize];
-    ["Offset of field: LocalPlan::return_map"][::core::mem::offset_of!(LocalPlan, return_map) - 144usize];
-    ["Offset of field: LocalPlan::tiles"][::core::mem::offset_of!(LocalPlan, tiles) - 152usize];
-    ["Offset of field: LocalPlan::tile_rows"][::core::mem::offset_of!(LocalPlan, tile_rows) - 160usize];
-    ["Offset of field: LocalPlan::max_tiles"][::core::mem::offset_of!(LocalPlan, max_tiles) - 168usize];
-    ["Offset of field: LocalPlan::fault"][::core::mem::offset_of!(LocalPlan, fault) - 176usize];
-    ["Offset of field: LocalPlan::report"][::core::mem::offset_of!(LocalPlan, report) - 184usize];
-    ["Offset of field: LocalPlan::origin"][::core::mem::offset_of!(LocalPlan, origin) - 192usize];
+    ["Size of LocalPlanParams"][::core::mem::size_of::<LocalPlanParams>() - 200usize];
+    ["Alignment of LocalPlanParams"][::core::mem::align_of::<LocalPlanParams>() - 8usize];
+    ["Offset of field: LocalPlanParams::ids"][::core::mem::offset_of!(LocalPlanParams, ids) - 0usize];
+    ["Offset of field: LocalPlanParams::wide"][::core::mem::offset_of!(LocalPlanParams, wide) - 8usize];
+    ["Offset of field: LocalPlanParams::choices"][::core::mem::offset_of!(LocalPlanParams, choices) - 16usize];
+    ["Offset of field: LocalPlanParams::top_k"][::core::mem::offset_of!(LocalPlanParams, top_k) - 24usize];
+    ["Offset of field: LocalPlanParams::experts"][::core::mem::offset_of!(LocalPlanParams, experts) - 32usize];
+    ["Offset of field: LocalPlanParams::alignment"][::core::mem::offset_of!(LocalPlanParams, alignment) - 40usize];
+    ["Offset of field: LocalPlanParams::expert_limit"]
+        [::core::mem::offset_of!(LocalPlanParams, expert_limit) - 48usize];
+    ["Offset of field: LocalPlanParams::rows"][::core::mem::offset_of!(LocalPlanParams, rows) - 56usize];
+    ["Offset of field: LocalPlanParams::may_drop"][::core::mem::offset_of!(LocalPlanParams, may_drop) - 64usize];
+    ["Offset of field: LocalPlanParams::chunk"][::core::mem::offset_of!(LocalPlanParams, chunk) - 72usize];
+    ["Offset of field: LocalPlanParams::chunks"][::core::mem::offset_of!(LocalPlanParams, chunks) - 80usize];
+    ["Offset of field: LocalPlanParams::before"][::core::mem::offset_of!(LocalPlanParams, before) - 88usize];
+    ["Offset of field: LocalPlanParams::offsets"][::core::mem::offset_of!(LocalPlanParams, offsets) - 96usize];
+    ["Offset of field: LocalPlanParams::counts"][::core::mem::offset_of!(LocalPlanParams, counts) - 104usize];
+    ["Offset of field: LocalPlanParams::stats"][::core::mem::offset_of!(LocalPlanParams, stats) - 112usize];
+    ["Offset of field: LocalPlanParams::kept"][::core::mem::offset_of!(LocalPlanParams, kept) - 120usize];
+    ["Offset of field: LocalPlanParams::row_map"][::core::mem::offset_of!(LocalPlanParams, row_map) - 128usize];
+    ["Offset of field: LocalPlanParams::weight_map"][::core::mem::offset_of!(LocalPlanParams, weight_map) - 136usize];
+    ["Offset of field: LocalPlanParams::return_map"][::core::mem::offset_of!(LocalPlanParams, return_map) - 144usize];
+    ["Offset of field: LocalPlanParams::tiles"][::core::mem::offset_of!(LocalPlanParams, tiles) - 152usize];
+    ["Offset of field: LocalPlanParams::tile_rows"][::core::mem::offset_of!(LocalPlanParams, tile_rows) - 160usize];
+    ["Offset of field: LocalPlanParams::max_tiles"][::core::mem::offset_of!(LocalPlanParams, max_tiles) - 168usize];
+    ["Offset of field: LocalPlanParams::fault"][::core::mem::offset_of!(LocalPlanParams, fault) - 176usize];
+    ["Offset of field: LocalPlanParams::report"][::core::mem::offset_of!(LocalPlanParams, report) - 184usize];
+    ["Offset of field: LocalPlanParams::origin"][::core::mem::offset_of!(LocalPlanParams, origin) - 192usize];
 };
 #[repr(C)]
 #[derive(Debug, Copy, Clone, Default)]
-pub struct WriteRecord {
+pub struct WriteRecordParams {
     pub ids: u64,
     pub wide: i64,
     pub choices: i64,
@@ -317,21 +319,21 @@ pub struct WriteRecord {
 }
 #[allow(clippy::unnecessary_operation, clippy::identity_op)]
 const _: () = {
-    ["Size of WriteRecord"][::core::mem::size_of::<WriteRecord>() - 272usize];
-    ["Alignment of WriteRecord"][::core::mem::align_of::<WriteRecord>() - 8usize];
-    ["Offset of field: WriteRecord::ids"][::core::mem::offset_of!(WriteRecord, ids) - 0usize];
-    ["Offset of field: WriteRecord::wide"][::core::mem::offset_of!(WriteRecord, wide) - 8usize];
-    ["Offset of field: WriteRecord::choices"][::core::mem::offset_of!(WriteRecord, choices) - 16usize];
-    ["Offset of field: WriteRecord::top_k"][::core::mem::offset_of!(WriteRecord, top_k) - 24usize];
-    ["Offset of field: WriteRecord::experts"][::core::mem::offset_of!(WriteRecord, experts) - 32usize];
-    ["Offset of field: WriteRecord::rank"][::core::mem::offset_of!(WriteRecord, rank) - 40usize];
-    ["Offset of field: WriteRecord::record"][::core::mem::offset_of!(WriteRecord, record) - 48usize];
-    ["Offset of field: WriteRecord::errors"][::core::mem::offset_of!(WriteRecord, errors) - 56usize];
-    ["Offset of field: WriteRecord::header"][::core::mem::offset_of!(WriteRecord, header) - 64usize];
+    ["Size of WriteRecordParams"][::core::mem::size_of::<WriteRecordParams>() - 272usize];
+    ["Alignment of WriteRecordParams"][::core::mem::align_of::<WriteRecordParams>() - 8usize];
+    ["Offset of field: WriteRecordParams::ids"][::core::mem::offset_of!(WriteRecordParams, ids) - 0usize];
+    ["Offset of field: WriteRecordParams::wide"][::core::mem::offset_of!(WriteRecordParams, wide) - 8usize];
+    ["Offset of field: WriteRecordParams::choices"][::core::mem::offset_of!(WriteRecordParams, choices) - 16usize];
+    ["Offset of field: WriteRecordParams::top_k"][::core::mem::offset_of!(WriteRecordParams, top_k) - 24usize];
+    ["Offset of field: WriteRecordParams::experts"][::core::mem::offset_of!(WriteRecordParams, experts) - 32usize];
+    ["Offset of field: WriteRecordParams::rank"][::core::mem::offset_of!(WriteRecordParams, rank) - 40usize];
+    ["Offset of field: WriteRecordParams::record"][::core::mem::offset_of!(WriteRecordParams, record) - 48usize];
+    ["Offset of field: WriteRecordParams::errors"][::core::mem::offset_of!(WriteRecordParams, errors) - 56usize];
+    ["Offset of field: WriteRecordParams::header"][::core::mem::offset_of!(WriteRecordParams, header) - 64usize];
 };
 #[repr(C)]
 #[derive(Debug, Copy, Clone, Default)]
-pub struct RecordsPlan {
+pub struct RecordsPlanParams {
     pub records: u64,
     pub size: i64,
     pub ranks: i64,
@@ -368,45 +370,54 @@ pub struct RecordsPlan {
 }
 #[allow(clippy::unnecessary_operation, clippy::identity_op)]
 const _: () = {
-    ["Size of RecordsPlan"][::core::mem::size_of::<RecordsPlan>() - 264usize];
-    ["Alignment of RecordsPlan"][::core::mem::align_of::<RecordsPlan>() - 8usize];
-    ["Offset of field: RecordsPlan::records"][::core::mem::offset_of!(RecordsPlan, records) - 0usize];
-    ["Offset of field: RecordsPlan::size"][::core::mem::offset_of!(RecordsPlan, size) - 8usize];
-    ["Offset of field: RecordsPlan::ranks"][::core::mem::offset_of!(RecordsPlan, ranks) - 16usize];
-    ["Offset of field: RecordsPlan::rank"][::core::mem::offset_of!(RecordsPlan, rank) - 24usize];
-    ["Offset of field: RecordsPlan::max_tokens"][::core::mem::offset_of!(RecordsPlan, max_tokens) - 32usize];
-    ["Offset of field: RecordsPlan::tokens"][::core::mem::offset_of!(RecordsPlan, tokens) - 40usize];
-    ["Offset of field: RecordsPlan::top_k"][::core::mem::offset_of!(RecordsPlan, top_k) - 48usize];
-    ["Offset of field: RecordsPlan::experts"][::core::mem::offset_of!(RecordsPlan, experts) - 56usize];
-    ["Offset of field: RecordsPlan::alignment"][::core::mem::offset_of!(RecordsPlan, alignment) - 64usize];
-    ["Offset of field: RecordsPlan::factor"][::core::mem::offset_of!(RecordsPlan, factor) - 72usize];
-    ["Offset of field: RecordsPlan::rows"][::core::mem::offset_of!(RecordsPlan, rows) - 80usize];
-    ["Offset of field: RecordsPlan::may_drop"][::core::mem::offset_of!(RecordsPlan, may_drop) - 88usize];
-    ["Offset of field: RecordsPlan::host_waits"][::core::mem::offset_of!(RecordsPlan, host_waits) - 96usize];
-    ["Offset of field: RecordsPlan::padded_tokens"][::core::mem::offset_of!(RecordsPlan, padded_tokens) - 104usize];
-    ["Offset of field: RecordsPlan::chunk"][::core::mem::offset_of!(RecordsPlan, chunk) - 112usize];
-    ["Offset of field: RecordsPlan::chunks"][::core::mem::offset_of!(RecordsPlan, chunks) - 120usize];
-    ["Offset of field: RecordsPlan::before"][::core::mem::offset_of!(RecordsPlan, before) - 128usize];
-    ["Offset of field: RecordsPlan::scratch"][::core::mem::offset_of!(RecordsPlan, scratch) - 136usize];
-    ["Offset of field: RecordsPlan::offsets"][::core::mem::offset_of!(RecordsPlan, offsets) - 144usize];
-    ["Offset of field: RecordsPlan::counts"][::core::mem::offset_of!(RecordsPlan, counts) - 152usize];
-    ["Offset of field: RecordsPlan::stats"][::core::mem::offset_of!(RecordsPlan, stats) - 160usize];
-    ["Offset of field: RecordsPlan::kept"][::core::mem::offset_of!(RecordsPlan, kept) - 168usize];
-    ["Offset of field: RecordsPlan::row_map"][::core::mem::offset_of!(RecordsPlan, row_map) - 176usize];
-    ["Offset of field: RecordsPlan::weight_map"][::core::mem::offset_of!(RecordsPlan, weight_map) - 184usize];
-    ["Offset of field: RecordsPlan::return_map"][::core::mem::offset_of!(RecordsPlan, return_map) - 192usize];
-    ["Offset of field: RecordsPlan::errors"][::core::mem::offset_of!(RecordsPlan, errors) - 200usize];
-    ["Offset of field: RecordsPlan::fault"][::core::mem::offset_of!(RecordsPlan, fault) - 208usize];
-    ["Offset of field: RecordsPlan::places"][::core::mem::offset_of!(RecordsPlan, places) - 216usize];
-    ["Offset of field: RecordsPlan::message_counts"][::core::mem::offset_of!(RecordsPlan, message_counts) - 224usize];
-    ["Offset of field: RecordsPlan::totals"][::core::mem::offset_of!(RecordsPlan, totals) - 232usize];
-    ["Offset of field: RecordsPlan::send_tokens"][::core::mem::offset_of!(RecordsPlan, send_tokens) - 240usize];
-    ["Offset of field: RecordsPlan::send_choices"][::core::mem::offset_of!(RecordsPlan, send_choices) - 248usize];
-    ["Offset of field: RecordsPlan::return_slots"][::core::mem::offset_of!(RecordsPlan, return_slots) - 256usize];
+    ["Size of RecordsPlanParams"][::core::mem::size_of::<RecordsPlanParams>() - 264usize];
+    ["Alignment of RecordsPlanParams"][::core::mem::align_of::<RecordsPlanParams>() - 8usize];
+    ["Offset of field: RecordsPlanParams::records"][::core::mem::offset_of!(RecordsPlanParams, records) - 0usize];
+    ["Offset of field: RecordsPlanParams::size"][::core::mem::offset_of!(RecordsPlanParams, size) - 8usize];
+    ["Offset of field: RecordsPlanParams::ranks"][::core::mem::offset_of!(RecordsPlanParams, ranks) - 16usize];
+    ["Offset of field: RecordsPlanParams::rank"][::core::mem::offset_of!(RecordsPlanParams, rank) - 24usize];
+    ["Offset of field: RecordsPlanParams::max_tokens"]
+        [::core::mem::offset_of!(RecordsPlanParams, max_tokens) - 32usize];
+    ["Offset of field: RecordsPlanParams::tokens"][::core::mem::offset_of!(RecordsPlanParams, tokens) - 40usize];
+    ["Offset of field: RecordsPlanParams::top_k"][::core::mem::offset_of!(RecordsPlanParams, top_k) - 48usize];
+    ["Offset of field: RecordsPlanParams::experts"][::core::mem::offset_of!(RecordsPlanParams, experts) - 56usize];
+    ["Offset of field: RecordsPlanParams::alignment"][::core::mem::offset_of!(RecordsPlanParams, alignment) - 64usize];
+    ["Offset of field: RecordsPlanParams::factor"][::core::mem::offset_of!(RecordsPlanParams, factor) - 72usize];
+    ["Offset of field: RecordsPlanParams::rows"][::core::mem::offset_of!(RecordsPlanParams, rows) - 80usize];
+    ["Offset of field: RecordsPlanParams::may_drop"][::core::mem::offset_of!(RecordsPlanParams, may_drop) - 88usize];
+    ["Offset of field: RecordsPlanParams::host_waits"]
+        [::core::mem::offset_of!(RecordsPlanParams, host_waits) - 96usize];
+    ["Offset of field: RecordsPlanParams::padded_tokens"]
+        [::core::mem::offset_of!(RecordsPlanParams, padded_tokens) - 104usize];
+    ["Offset of field: RecordsPlanParams::chunk"][::core::mem::offset_of!(RecordsPlanParams, chunk) - 112usize];
+    ["Offset of field: RecordsPlanParams::chunks"][::core::mem::offset_of!(RecordsPlanParams, chunks) - 120usize];
+    ["Offset of field: RecordsPlanParams::before"][::core::mem::offset_of!(RecordsPlanParams, before) - 128usize];
+    ["Offset of field: RecordsPlanParams::scratch"][::core::mem::offset_of!(RecordsPlanParams, scratch) - 136usize];
+    ["Offset of field: RecordsPlanParams::offsets"][::core::mem::offset_of!(RecordsPlanParams, offsets) - 144usize];
+    ["Offset of field: RecordsPlanParams::counts"][::core::mem::offset_of!(RecordsPlanParams, counts) - 152usize];
+    ["Offset of field: RecordsPlanParams::stats"][::core::mem::offset_of!(RecordsPlanParams, stats) - 160usize];
+    ["Offset of field: RecordsPlanParams::kept"][::core::mem::offset_of!(RecordsPlanParams, kept) - 168usize];
+    ["Offset of field: RecordsPlanParams::row_map"][::core::mem::offset_of!(RecordsPlanParams, row_map) - 176usize];
+    ["Offset of field: RecordsPlanParams::weight_map"]
+        [::core::mem::offset_of!(RecordsPlanParams, weight_map) - 184usize];
+    ["Offset of field: RecordsPlanParams::return_map"]
+        [::core::mem::offset_of!(RecordsPlanParams, return_map) - 192usize];
+    ["Offset of field: RecordsPlanParams::errors"][::core::mem::offset_of!(RecordsPlanParams, errors) - 200usize];
+    ["Offset of field: RecordsPlanParams::fault"][::core::mem::offset_of!(RecordsPlanParams, fault) - 208usize];
+    ["Offset of field: RecordsPlanParams::places"][::core::mem::offset_of!(RecordsPlanParams, places) - 216usize];
+    ["Offset of field: RecordsPlanParams::message_counts"]
+        [::core::mem::offset_of!(RecordsPlanParams, message_counts) - 224usize];
+    ["Offset of field: RecordsPlanParams::totals"][::core::mem::offset_of!(RecordsPlanParams, totals) - 232usize];
+    ["Offset of field: RecordsPlanParams::send_tokens"]
+        [::core::mem::offset_of!(RecordsPlanParams, send_tokens) - 240usize];
+    ["Offset of field: RecordsPlanParams::send_choices"]
+        [::core::mem::offset_of!(RecordsPlanParams, send_choices) - 248usize];
+    ["Offset of field: RecordsPlanParams::return_slots"]
+        [::core::mem::offset_of!(RecordsPlanParams, return_slots) - 256usize];
 };
 #[repr(C)]
 #[derive(Debug, Copy, Clone, Default)]
-pub struct ExternalLayout {
+pub struct ExternalLayoutParams {
     pub loads: u64,
     pub starts: u64,
     pub total: u64,
@@ -420,22 +431,24 @@ pub struct ExternalLayout {
 }
 #[allow(clippy::unnecessary_operation, clippy::identity_op)]
 const _: () = {
-    ["Size of ExternalLayout"][::core::mem::size_of::<ExternalLayout>() - 80usize];
-    ["Alignment of ExternalLayout"][::core::mem::align_of::<ExternalLayout>() - 8usize];
-    ["Offset of field: ExternalLayout::loads"][::core::mem::offset_of!(ExternalLayout, loads) - 0usize];
-    ["Offset of field: ExternalLayout::starts"][::core::mem::offset_of!(ExternalLayout, starts) - 8usize];
-    ["Offset of field: ExternalLayout::total"][::core::mem::offset_of!(ExternalLayout, total) - 16usize];
-    ["Offset of field: ExternalLayout::first"][::core::mem::offset_of!(ExternalLayout, first) - 24usize];
-    ["Offset of field: ExternalLayout::groups"][::core::mem::offset_of!(ExternalLayout, groups) - 32usize];
-    ["Offset of field: ExternalLayout::rows"][::core::mem::offset_of!(ExternalLayout, rows) - 40usize];
-    ["Offset of field: ExternalLayout::offsets"][::core::mem::offset_of!(ExternalLayout, offsets) - 48usize];
-    ["Offset of field: ExternalLayout::counts"][::core::mem::offset_of!(ExternalLayout, counts) - 56usize];
-    ["Offset of field: ExternalLayout::row_map"][::core::mem::offset_of!(ExternalLayout, row_map) - 64usize];
-    ["Offset of field: ExternalLayout::fault"][::core::mem::offset_of!(ExternalLayout, fault) - 72usize];
+    ["Size of ExternalLayoutParams"][::core::mem::size_of::<ExternalLayoutParams>() - 80usize];
+    ["Alignment of ExternalLayoutParams"][::core::mem::align_of::<ExternalLayoutParams>() - 8usize];
+    ["Offset of field: ExternalLayoutParams::loads"][::core::mem::offset_of!(ExternalLayoutParams, loads) - 0usize];
+    ["Offset of field: ExternalLayoutParams::starts"][::core::mem::offset_of!(ExternalLayoutParams, starts) - 8usize];
+    ["Offset of field: ExternalLayoutParams::total"][::core::mem::offset_of!(ExternalLayoutParams, total) - 16usize];
+    ["Offset of field: ExternalLayoutParams::first"][::core::mem::offset_of!(ExternalLayoutParams, first) - 24usize];
+    ["Offset of field: ExternalLayoutParams::groups"][::core::mem::offset_of!(ExternalLayoutParams, groups) - 32usize];
+    ["Offset of field: ExternalLayoutParams::rows"][::core::mem::offset_of!(ExternalLayoutParams, rows) - 40usize];
+    ["Offset of field: ExternalLayoutParams::offsets"]
+        [::core::mem::offset_of!(ExternalLayoutParams, offsets) - 48usize];
+    ["Offset of field: ExternalLayoutParams::counts"][::core::mem::offset_of!(ExternalLayoutParams, counts) - 56usize];
+    ["Offset of field: ExternalLayoutParams::row_map"]
+        [::core::mem::offset_of!(ExternalLayoutParams, row_map) - 64usize];
+    ["Offset of field: ExternalLayoutParams::fault"][::core::mem::offset_of!(ExternalLayoutParams, fault) - 72usize];
 };
 #[repr(C)]
 #[derive(Debug, Copy, Clone, Default)]
-pub struct SegmentStarts {
+pub struct SegmentStartsParams {
     pub loads: u64,
     pub first: i64,
     pub groups: i64,
@@ -445,18 +458,19 @@ pub struct SegmentStarts {
 }
 #[allow(clippy::unnecessary_operation, clippy::identity_op)]
 const _: () = {
-    ["Size of SegmentStarts"][::core::mem::size_of::<SegmentStarts>() - 48usize];
-    ["Alignment of SegmentStarts"][::core::mem::align_of::<SegmentStarts>() - 8usize];
-    ["Offset of field: SegmentStarts::loads"][::core::mem::offset_of!(SegmentStarts, loads) - 0usize];
-    ["Offset of field: SegmentStarts::first"][::core::mem::offset_of!(SegmentStarts, first) - 8usize];
-    ["Offset of field: SegmentStarts::groups"][::core::mem::offset_of!(SegmentStarts, groups) - 16usize];
-    ["Offset of field: SegmentStarts::alignment"][::core::mem::offset_of!(SegmentStarts, alignment) - 24usize];
-    ["Offset of field: SegmentStarts::starts"][::core::mem::offset_of!(SegmentStarts, starts) - 32usize];
-    ["Offset of field: SegmentStarts::total"][::core::mem::offset_of!(SegmentStarts, total) - 40usize];
+    ["Size of SegmentStartsParams"][::core::mem::size_of::<SegmentStartsParams>() - 48usize];
+    ["Alignment of SegmentStartsParams"][::core::mem::align_of::<SegmentStartsParams>() - 8usize];
+    ["Offset of field: SegmentStartsParams::loads"][::core::mem::offset_of!(SegmentStartsParams, loads) - 0usize];
+    ["Offset of field: SegmentStartsParams::first"][::core::mem::offset_of!(SegmentStartsParams, first) - 8usize];
+    ["Offset of field: SegmentStartsParams::groups"][::core::mem::offset_of!(SegmentStartsParams, groups) - 16usize];
+    ["Offset of field: SegmentStartsParams::alignment"]
+        [::core::mem::offset_of!(SegmentStartsParams, alignment) - 24usize];
+    ["Offset of field: SegmentStartsParams::starts"][::core::mem::offset_of!(SegmentStartsParams, starts) - 32usize];
+    ["Offset of field: SegmentStartsParams::total"][::core::mem::offset_of!(SegmentStartsParams, total) - 40usize];
 };
 #[repr(C)]
 #[derive(Debug, Copy, Clone, Default)]
-pub struct LowLatencyRows {
+pub struct LowLatencyRowsParams {
     pub ids: u64,
     pub weights: u64,
     pub counts: u64,
@@ -474,26 +488,32 @@ pub struct LowLatencyRows {
 }
 #[allow(clippy::unnecessary_operation, clippy::identity_op)]
 const _: () = {
-    ["Size of LowLatencyRows"][::core::mem::size_of::<LowLatencyRows>() - 112usize];
-    ["Alignment of LowLatencyRows"][::core::mem::align_of::<LowLatencyRows>() - 8usize];
-    ["Offset of field: LowLatencyRows::ids"][::core::mem::offset_of!(LowLatencyRows, ids) - 0usize];
-    ["Offset of field: LowLatencyRows::weights"][::core::mem::offset_of!(LowLatencyRows, weights) - 8usize];
-    ["Offset of field: LowLatencyRows::counts"][::core::mem::offset_of!(LowLatencyRows, counts) - 16usize];
-    ["Offset of field: LowLatencyRows::tokens"][::core::mem::offset_of!(LowLatencyRows, tokens) - 24usize];
-    ["Offset of field: LowLatencyRows::ranks"][::core::mem::offset_of!(LowLatencyRows, ranks) - 32usize];
-    ["Offset of field: LowLatencyRows::top_k"][::core::mem::offset_of!(LowLatencyRows, top_k) - 40usize];
-    ["Offset of field: LowLatencyRows::slots"][::core::mem::offset_of!(LowLatencyRows, slots) - 48usize];
-    ["Offset of field: LowLatencyRows::out_ids"][::core::mem::offset_of!(LowLatencyRows, out_ids) - 56usize];
-    ["Offset of field: LowLatencyRows::out_weights"][::core::mem::offset_of!(LowLatencyRows, out_weights) - 64usize];
-    ["Offset of field: LowLatencyRows::row_of"][::core::mem::offset_of!(LowLatencyRows, row_of) - 72usize];
-    ["Offset of field: LowLatencyRows::token_of"][::core::mem::offset_of!(LowLatencyRows, token_of) - 80usize];
-    ["Offset of field: LowLatencyRows::row_map"][::core::mem::offset_of!(LowLatencyRows, row_map) - 88usize];
-    ["Offset of field: LowLatencyRows::return_map"][::core::mem::offset_of!(LowLatencyRows, return_map) - 96usize];
-    ["Offset of field: LowLatencyRows::out_map"][::core::mem::offset_of!(LowLatencyRows, out_map) - 104usize];
+    ["Size of LowLatencyRowsParams"][::core::mem::size_of::<LowLatencyRowsParams>() - 112usize];
+    ["Alignment of LowLatencyRowsParams"][::core::mem::align_of::<LowLatencyRowsParams>() - 8usize];
+    ["Offset of field: LowLatencyRowsParams::ids"][::core::mem::offset_of!(LowLatencyRowsParams, ids) - 0usize];
+    ["Offset of field: LowLatencyRowsParams::weights"][::core::mem::offset_of!(LowLatencyRowsParams, weights) - 8usize];
+    ["Offset of field: LowLatencyRowsParams::counts"][::core::mem::offset_of!(LowLatencyRowsParams, counts) - 16usize];
+    ["Offset of field: LowLatencyRowsParams::tokens"][::core::mem::offset_of!(LowLatencyRowsParams, tokens) - 24usize];
+    ["Offset of field: LowLatencyRowsParams::ranks"][::core::mem::offset_of!(LowLatencyRowsParams, ranks) - 32usize];
+    ["Offset of field: LowLatencyRowsParams::top_k"][::core::mem::offset_of!(LowLatencyRowsParams, top_k) - 40usize];
+    ["Offset of field: LowLatencyRowsParams::slots"][::core::mem::offset_of!(LowLatencyRowsParams, slots) - 48usize];
+    ["Offset of field: LowLatencyRowsParams::out_ids"]
+        [::core::mem::offset_of!(LowLatencyRowsParams, out_ids) - 56usize];
+    ["Offset of field: LowLatencyRowsParams::out_weights"]
+        [::core::mem::offset_of!(LowLatencyRowsParams, out_weights) - 64usize];
+    ["Offset of field: LowLatencyRowsParams::row_of"][::core::mem::offset_of!(LowLatencyRowsParams, row_of) - 72usize];
+    ["Offset of field: LowLatencyRowsParams::token_of"]
+        [::core::mem::offset_of!(LowLatencyRowsParams, token_of) - 80usize];
+    ["Offset of field: LowLatencyRowsParams::row_map"]
+        [::core::mem::offset_of!(LowLatencyRowsParams, row_map) - 88usize];
+    ["Offset of field: LowLatencyRowsParams::return_map"]
+        [::core::mem::offset_of!(LowLatencyRowsParams, return_map) - 96usize];
+    ["Offset of field: LowLatencyRowsParams::out_map"]
+        [::core::mem::offset_of!(LowLatencyRowsParams, out_map) - 104usize];
 };
 #[repr(C)]
 #[derive(Debug, Copy, Clone, Default)]
-pub struct RowsOp {
+pub struct RowsOpParams {
     pub source: u64,
     pub map: u64,
     pub out: u64,
@@ -508,23 +528,23 @@ pub struct RowsOp {
 }
 #[allow(clippy::unnecessary_operation, clippy::identity_op)]
 const _: () = {
-    ["Size of RowsOp"][::core::mem::size_of::<RowsOp>() - 88usize];
-    ["Alignment of RowsOp"][::core::mem::align_of::<RowsOp>() - 8usize];
-    ["Offset of field: RowsOp::source"][::core::mem::offset_of!(RowsOp, source) - 0usize];
-    ["Offset of field: RowsOp::map"][::core::mem::offset_of!(RowsOp, map) - 8usize];
-    ["Offset of field: RowsOp::out"][::core::mem::offset_of!(RowsOp, out) - 16usize];
-    ["Offset of field: RowsOp::source_rows"][::core::mem::offset_of!(RowsOp, source_rows) - 24usize];
-    ["Offset of field: RowsOp::out_rows"][::core::mem::offset_of!(RowsOp, out_rows) - 32usize];
-    ["Offset of field: RowsOp::width"][::core::mem::offset_of!(RowsOp, width) - 40usize];
-    ["Offset of field: RowsOp::fan"][::core::mem::offset_of!(RowsOp, fan) - 48usize];
-    ["Offset of field: RowsOp::type_"][::core::mem::offset_of!(RowsOp, type_) - 56usize];
-    ["Offset of field: RowsOp::word"][::core::mem::offset_of!(RowsOp, word) - 64usize];
-    ["Offset of field: RowsOp::grad"][::core::mem::offset_of!(RowsOp, grad) - 72usize];
-    ["Offset of field: RowsOp::fault"][::core::mem::offset_of!(RowsOp, fault) - 80usize];
+    ["Size of RowsOpParams"][::core::mem::size_of::<RowsOpParams>() - 88usize];
+    ["Alignment of RowsOpParams"][::core::mem::align_of::<RowsOpParams>() - 8usize];
+    ["Offset of field: RowsOpParams::source"][::core::mem::offset_of!(RowsOpParams, source) - 0usize];
+    ["Offset of field: RowsOpParams::map"][::core::mem::offset_of!(RowsOpParams, map) - 8usize];
+    ["Offset of field: RowsOpParams::out"][::core::mem::offset_of!(RowsOpParams, out) - 16usize];
+    ["Offset of field: RowsOpParams::source_rows"][::core::mem::offset_of!(RowsOpParams, source_rows) - 24usize];
+    ["Offset of field: RowsOpParams::out_rows"][::core::mem::offset_of!(RowsOpParams, out_rows) - 32usize];
+    ["Offset of field: RowsOpParams::width"][::core::mem::offset_of!(RowsOpParams, width) - 40usize];
+    ["Offset of field: RowsOpParams::fan"][::core::mem::offset_of!(RowsOpParams, fan) - 48usize];
+    ["Offset of field: RowsOpParams::type_"][::core::mem::offset_of!(RowsOpParams, type_) - 56usize];
+    ["Offset of field: RowsOpParams::word"][::core::mem::offset_of!(RowsOpParams, word) - 64usize];
+    ["Offset of field: RowsOpParams::grad"][::core::mem::offset_of!(RowsOpParams, grad) - 72usize];
+    ["Offset of field: RowsOpParams::fault"][::core::mem::offset_of!(RowsOpParams, fault) - 80usize];
 };
 #[repr(C)]
 #[derive(Debug, Copy, Clone, Default)]
-pub struct ConcatRows {
+pub struct ConcatRowsParams {
     pub left: u64,
     pub right: u64,
     pub whole: u64,
@@ -537,21 +557,23 @@ pub struct ConcatRows {
 }
 #[allow(clippy::unnecessary_operation, clippy::identity_op)]
 const _: () = {
-    ["Size of ConcatRows"][::core::mem::size_of::<ConcatRows>() - 72usize];
-    ["Alignment of ConcatRows"][::core::mem::align_of::<ConcatRows>() - 8usize];
-    ["Offset of field: ConcatRows::left"][::core::mem::offset_of!(ConcatRows, left) - 0usize];
-    ["Offset of field: ConcatRows::right"][::core::mem::offset_of!(ConcatRows, right) - 8usize];
-    ["Offset of field: ConcatRows::whole"][::core::mem::offset_of!(ConcatRows, whole) - 16usize];
-    ["Offset of field: ConcatRows::rows"][::core::mem::offset_of!(ConcatRows, rows) - 24usize];
-    ["Offset of field: ConcatRows::left_bytes"][::core::mem::offset_of!(ConcatRows, left_bytes) - 32usize];
-    ["Offset of field: ConcatRows::right_bytes"][::core::mem::offset_of!(ConcatRows, right_bytes) - 40usize];
-    ["Offset of field: ConcatRows::whole_bytes"][::core::mem::offset_of!(ConcatRows, whole_bytes) - 48usize];
-    ["Offset of field: ConcatRows::word"][::core::mem::offset_of!(ConcatRows, word) - 56usize];
-    ["Offset of field: ConcatRows::back"][::core::mem::offset_of!(ConcatRows, back) - 64usize];
+    ["Size of ConcatRowsParams"][::core::mem::size_of::<ConcatRowsParams>() - 72usize];
+    ["Alignment of ConcatRowsParams"][::core::mem::align_of::<ConcatRowsParams>() - 8usize];
+    ["Offset of field: ConcatRowsParams::left"][::core::mem::offset_of!(ConcatRowsParams, left) - 0usize];
+    ["Offset of field: ConcatRowsParams::right"][::core::mem::offset_of!(ConcatRowsParams, right) - 8usize];
+    ["Offset of field: ConcatRowsParams::whole"][::core::mem::offset_of!(ConcatRowsParams, whole) - 16usize];
+    ["Offset of field: ConcatRowsParams::rows"][::core::mem::offset_of!(ConcatRowsParams, rows) - 24usize];
+    ["Offset of field: ConcatRowsParams::left_bytes"][::core::mem::offset_of!(ConcatRowsParams, left_bytes) - 32usize];
+    ["Offset of field: ConcatRowsParams::right_bytes"]
+        [::core::mem::offset_of!(ConcatRowsParams, right_bytes) - 40usize];
+    ["Offset of field: ConcatRowsParams::whole_bytes"]
+        [::core::mem::offset_of!(ConcatRowsParams, whole_bytes) - 48usize];
+    ["Offset of field: ConcatRowsParams::word"][::core::mem::offset_of!(ConcatRowsParams, word) - 56usize];
+    ["Offset of field: ConcatRowsParams::back"][::core::mem::offset_of!(ConcatRowsParams, back) - 64usize];
 };
 #[repr(C)]
 #[derive(Debug, Copy, Clone, Default)]
-pub struct AddShares {
+pub struct AddSharesParams {
     pub own: u64,
     pub others: u64,
     pub main: u64,
@@ -564,21 +586,21 @@ pub struct AddShares {
 }
 #[allow(clippy::unnecessary_operation, clippy::identity_op)]
 const _: () = {
-    ["Size of AddShares"][::core::mem::size_of::<AddShares>() - 72usize];
-    ["Alignment of AddShares"][::core::mem::align_of::<AddShares>() - 8usize];
-    ["Offset of field: AddShares::own"][::core::mem::offset_of!(AddShares, own) - 0usize];
-    ["Offset of field: AddShares::others"][::core::mem::offset_of!(AddShares, others) - 8usize];
-    ["Offset of field: AddShares::main"][::core::mem::offset_of!(AddShares, main) - 16usize];
-    ["Offset of field: AddShares::count"][::core::mem::offset_of!(AddShares, count) - 24usize];
-    ["Offset of field: AddShares::parts"][::core::mem::offset_of!(AddShares, parts) - 32usize];
-    ["Offset of field: AddShares::rank"][::core::mem::offset_of!(AddShares, rank) - 40usize];
-    ["Offset of field: AddShares::wide"][::core::mem::offset_of!(AddShares, wide) - 48usize];
-    ["Offset of field: AddShares::first"][::core::mem::offset_of!(AddShares, first) - 56usize];
-    ["Offset of field: AddShares::scale"][::core::mem::offset_of!(AddShares, scale) - 64usize];
+    ["Size of AddSharesParams"][::core::mem::size_of::<AddSharesParams>() - 72usize];
+    ["Alignment of AddSharesParams"][::core::mem::align_of::<AddSharesParams>() - 8usize];
+    ["Offset of field: AddSharesParams::own"][::core::mem::offset_of!(AddSharesParams, own) - 0usize];
+    ["Offset of field: AddSharesParams::others"][::core::mem::offset_of!(AddSharesParams, others) - 8usize];
+    ["Offset of field: AddSharesParams::main"][::core::mem::offset_of!(AddSharesParams, main) - 16usize];
+    ["Offset of field: AddSharesParams::count"][::core::mem::offset_of!(AddSharesParams, count) - 24usize];
+    ["Offset of field: AddSharesParams::parts"][::core::mem::offset_of!(AddSharesParams, parts) - 32usize];
+    ["Offset of field: AddSharesParams::rank"][::core::mem::offset_of!(AddSharesParams, rank) - 40usize];
+    ["Offset of field: AddSharesParams::wide"][::core::mem::offset_of!(AddSharesParams, wide) - 48usize];
+    ["Offset of field: AddSharesParams::first"][::core::mem::offset_of!(AddSharesParams, first) - 56usize];
+    ["Offset of field: AddSharesParams::scale"][::core::mem::offset_of!(AddSharesParams, scale) - 64usize];
 };
 #[repr(C)]
 #[derive(Debug, Copy, Clone, Default)]
-pub struct SlotDots {
+pub struct SlotDotsParams {
     pub partial: u64,
     pub parts: i64,
     pub grad: u64,
@@ -594,24 +616,24 @@ pub struct SlotDots {
 }
 #[allow(clippy::unnecessary_operation, clippy::identity_op)]
 const _: () = {
-    ["Size of SlotDots"][::core::mem::size_of::<SlotDots>() - 96usize];
-    ["Alignment of SlotDots"][::core::mem::align_of::<SlotDots>() - 8usize];
-    ["Offset of field: SlotDots::partial"][::core::mem::offset_of!(SlotDots, partial) - 0usize];
-    ["Offset of field: SlotDots::parts"][::core::mem::offset_of!(SlotDots, parts) - 8usize];
-    ["Offset of field: SlotDots::grad"][::core::mem::offset_of!(SlotDots, grad) - 16usize];
-    ["Offset of field: SlotDots::grad_map"][::core::mem::offset_of!(SlotDots, grad_map) - 24usize];
-    ["Offset of field: SlotDots::grad_rows"][::core::mem::offset_of!(SlotDots, grad_rows) - 32usize];
-    ["Offset of field: SlotDots::bias"][::core::mem::offset_of!(SlotDots, bias) - 40usize];
-    ["Offset of field: SlotDots::type_"][::core::mem::offset_of!(SlotDots, type_) - 48usize];
-    ["Offset of field: SlotDots::width"][::core::mem::offset_of!(SlotDots, width) - 56usize];
-    ["Offset of field: SlotDots::tiles"][::core::mem::offset_of!(SlotDots, tiles) - 64usize];
-    ["Offset of field: SlotDots::tile_count"][::core::mem::offset_of!(SlotDots, tile_count) - 72usize];
-    ["Offset of field: SlotDots::out"][::core::mem::offset_of!(SlotDots, out) - 80usize];
-    ["Offset of field: SlotDots::fault"][::core::mem::offset_of!(SlotDots, fault) - 88usize];
+    ["Size of SlotDotsParams"][::core::mem::size_of::<SlotDotsParams>() - 96usize];
+    ["Alignment of SlotDotsParams"][::core::mem::align_of::<SlotDotsParams>() - 8usize];
+    ["Offset of field: SlotDotsParams::partial"][::core::mem::offset_of!(SlotDotsParams, partial) - 0usize];
+    ["Offset of field: SlotDotsParams::parts"][::core::mem::offset_of!(SlotDotsParams, parts) - 8usize];
+    ["Offset of field: SlotDotsParams::grad"][::core::mem::offset_of!(SlotDotsParams, grad) - 16usize];
+    ["Offset of field: SlotDotsParams::grad_map"][::core::mem::offset_of!(SlotDotsParams, grad_map) - 24usize];
+    ["Offset of field: SlotDotsParams::grad_rows"][::core::mem::offset_of!(SlotDotsParams, grad_rows) - 32usize];
+    ["Offset of field: SlotDotsParams::bias"][::core::mem::offset_of!(SlotDotsParams, bias) - 40usize];
+    ["Offset of field: SlotDotsParams::type_"][::core::mem::offset_of!(SlotDotsParams, type_) - 48usize];
+    ["Offset of field: SlotDotsParams::width"][::core::mem::offset_of!(SlotDotsParams, width) - 56usize];
+    ["Offset of field: SlotDotsParams::tiles"][::core::mem::offset_of!(SlotDotsParams, tiles) - 64usize];
+    ["Offset of field: SlotDotsParams::tile_count"][::core::mem::offset_of!(SlotDotsParams, tile_count) - 72usize];
+    ["Offset of field: SlotDotsParams::out"][::core::mem::offset_of!(SlotDotsParams, out) - 80usize];
+    ["Offset of field: SlotDotsParams::fault"][::core::mem::offset_of!(SlotDotsParams, fault) - 88usize];
 };
 #[repr(C)]
 #[derive(Debug, Copy, Clone, Default)]
-pub struct ColumnSums {
+pub struct ColumnSumsParams {
     pub rows: u64,
     pub map: u64,
     pub base_rows: i64,
@@ -629,22 +651,22 @@ pub struct ColumnSums {
 }
 #[allow(clippy::unnecessary_operation, clippy::identity_op)]
 const _: () = {
-    ["Size of ColumnSums"][::core::mem::size_of::<ColumnSums>() - 112usize];
-    ["Alignment of ColumnSums"][::core::mem::align_of::<ColumnSums>() - 8usize];
-    ["Offset of field: ColumnSums::rows"][::core::mem::offset_of!(ColumnSums, rows) - 0usize];
-    ["Offset of field: ColumnSums::map"][::core::mem::offset_of!(ColumnSums, map) - 8usize];
-    ["Offset of field: ColumnSums::base_rows"][::core::mem::offset_of!(ColumnSums, base_rows) - 16usize];
-    ["Offset of field: ColumnSums::type_"][::core::mem::offset_of!(ColumnSums, type_) - 24usize];
-    ["Offset of field: ColumnSums::scale"][::core::mem::offset_of!(ColumnSums, scale) - 32usize];
-    ["Offset of field: ColumnSums::offsets"][::core::mem::offset_of!(ColumnSums, offsets) - 40usize];
-    ["Offset of field: ColumnSums::counts"][::core::mem::offset_of!(ColumnSums, counts) - 48usize];
-    ["Offset of field: ColumnSums::slots"][::core::mem::offset_of!(ColumnSums, slots) - 56usize];
-    ["Offset of field: ColumnSums::groups"][::core::mem::offset_of!(ColumnSums, groups) - 64usize];
-    ["Offset of field: ColumnSums::width"][::core::mem::offset_of!(ColumnSums, width) - 72usize];
-    ["Offset of field: ColumnSums::out"][::core::mem::offset_of!(ColumnSums, out) - 80usize];
-    ["Offset of field: ColumnSums::out_type"][::core::mem::offset_of!(ColumnSums, out_type) - 88usize];
-    ["Offset of field: ColumnSums::accumulate"][::core::mem::offset_of!(ColumnSums, accumulate) - 96usize];
-    ["Offset of field: ColumnSums::fault"][::core::mem::offset_of!(ColumnSums, fault) - 104usize];
+    ["Size of ColumnSumsParams"][::core::mem::size_of::<ColumnSumsParams>() - 112usize];
+    ["Alignment of ColumnSumsParams"][::core::mem::align_of::<ColumnSumsParams>() - 8usize];
+    ["Offset of field: ColumnSumsParams::rows"][::core::mem::offset_of!(ColumnSumsParams, rows) - 0usize];
+    ["Offset of field: ColumnSumsParams::map"][::core::mem::offset_of!(ColumnSumsParams, map) - 8usize];
+    ["Offset of field: ColumnSumsParams::base_rows"][::core::mem::offset_of!(ColumnSumsParams, base_rows) - 16usize];
+    ["Offset of field: ColumnSumsParams::type_"][::core::mem::offset_of!(ColumnSumsParams, type_) - 24usize];
+    ["Offset of field: ColumnSumsParams::scale"][::core::mem::offset_of!(ColumnSumsParams, scale) - 32usize];
+    ["Offset of field: ColumnSumsParams::offsets"][::core::mem::offset_of!(ColumnSumsParams, offsets) - 40usize];
+    ["Offset of field: ColumnSumsParams::counts"][::core::mem::offset_of!(ColumnSumsParams, counts) - 48usize];
+    ["Offset of field: ColumnSumsParams::slots"][::core::mem::offset_of!(ColumnSumsParams, slots) - 56usize];
+    ["Offset of field: ColumnSumsParams::groups"][::core::mem::offset_of!(ColumnSumsParams, groups) - 64usize];
+    ["Offset of field: ColumnSumsParams::width"][::core::mem::offset_of!(ColumnSumsParams, width) - 72usize];
+    ["Offset of field: ColumnSumsParams::out"][::core::mem::offset_of!(ColumnSumsParams, out) - 80usize];
+    ["Offset of field: ColumnSumsParams::out_type"][::core::mem::offset_of!(ColumnSumsParams, out_type) - 88usize];
+    ["Offset of field: ColumnSumsParams::accumulate"][::core::mem::offset_of!(ColumnSumsParams, accumulate) - 96usize];
+    ["Offset of field: ColumnSumsParams::fault"][::core::mem::offset_of!(ColumnSumsParams, fault) - 104usize];
 };
 pub const SCORE_SOFTMAX: RouterScore = 0;
 pub const SCORE_SIGMOID: RouterScore = 1;
@@ -657,7 +679,7 @@ pub const RANK_TOP2: GroupRank = 1;
 pub type GroupRank = i64;
 #[repr(C)]
 #[derive(Debug, Copy, Clone, Default)]
-pub struct Routing {
+pub struct RoutingParams {
     pub logits: u64,
     pub bias: u64,
     pub bias_type: i64,
@@ -691,42 +713,42 @@ pub struct Routing {
 }
 #[allow(clippy::unnecessary_operation, clippy::identity_op)]
 const _: () = {
-    ["Size of Routing"][::core::mem::size_of::<Routing>() - 240usize];
-    ["Alignment of Routing"][::core::mem::align_of::<Routing>() - 8usize];
-    ["Offset of field: Routing::logits"][::core::mem::offset_of!(Routing, logits) - 0usize];
-    ["Offset of field: Routing::bias"][::core::mem::offset_of!(Routing, bias) - 8usize];
-    ["Offset of field: Routing::bias_type"][::core::mem::offset_of!(Routing, bias_type) - 16usize];
-    ["Offset of field: Routing::ids"][::core::mem::offset_of!(Routing, ids) - 24usize];
-    ["Offset of field: Routing::weights"][::core::mem::offset_of!(Routing, weights) - 32usize];
-    ["Offset of field: Routing::d_weights"][::core::mem::offset_of!(Routing, d_weights) - 40usize];
-    ["Offset of field: Routing::d_logits"][::core::mem::offset_of!(Routing, d_logits) - 48usize];
-    ["Offset of field: Routing::scratch"][::core::mem::offset_of!(Routing, scratch) - 56usize];
-    ["Offset of field: Routing::tokens"][::core::mem::offset_of!(Routing, tokens) - 64usize];
-    ["Offset of field: Routing::experts"][::core::mem::offset_of!(Routing, experts) - 72usize];
-    ["Offset of field: Routing::top_k"][::core::mem::offset_of!(Routing, top_k) - 80usize];
-    ["Offset of field: Routing::score"][::core::mem::offset_of!(Routing, score) - 88usize];
-    ["Offset of field: Routing::epsilon"][::core::mem::offset_of!(Routing, epsilon) - 96usize];
-    ["Offset of field: Routing::groups"][::core::mem::offset_of!(Routing, groups) - 104usize];
-    ["Offset of field: Routing::keep"][::core::mem::offset_of!(Routing, keep) - 112usize];
-    ["Offset of field: Routing::rank_by"][::core::mem::offset_of!(Routing, rank_by) - 120usize];
-    ["Offset of field: Routing::renorm"][::core::mem::offset_of!(Routing, renorm) - 128usize];
-    ["Offset of field: Routing::p"][::core::mem::offset_of!(Routing, p) - 136usize];
-    ["Offset of field: Routing::norm_epsilon"][::core::mem::offset_of!(Routing, norm_epsilon) - 144usize];
-    ["Offset of field: Routing::floor"][::core::mem::offset_of!(Routing, floor) - 152usize];
-    ["Offset of field: Routing::scale"][::core::mem::offset_of!(Routing, scale) - 160usize];
-    ["Offset of field: Routing::jitter"][::core::mem::offset_of!(Routing, jitter) - 168usize];
-    ["Offset of field: Routing::key"][::core::mem::offset_of!(Routing, key) - 176usize];
-    ["Offset of field: Routing::first_token"][::core::mem::offset_of!(Routing, first_token) - 184usize];
-    ["Offset of field: Routing::aux_coef"][::core::mem::offset_of!(Routing, aux_coef) - 192usize];
-    ["Offset of field: Routing::sequence"][::core::mem::offset_of!(Routing, sequence) - 200usize];
-    ["Offset of field: Routing::aux_sigmoid"][::core::mem::offset_of!(Routing, aux_sigmoid) - 208usize];
-    ["Offset of field: Routing::aux_z"][::core::mem::offset_of!(Routing, aux_z) - 216usize];
-    ["Offset of field: Routing::fault"][::core::mem::offset_of!(Routing, fault) - 224usize];
-    ["Offset of field: Routing::origin"][::core::mem::offset_of!(Routing, origin) - 232usize];
+    ["Size of RoutingParams"][::core::mem::size_of::<RoutingParams>() - 240usize];
+    ["Alignment of RoutingParams"][::core::mem::align_of::<RoutingParams>() - 8usize];
+    ["Offset of field: RoutingParams::logits"][::core::mem::offset_of!(RoutingParams, logits) - 0usize];
+    ["Offset of field: RoutingParams::bias"][::core::mem::offset_of!(RoutingParams, bias) - 8usize];
+    ["Offset of field: RoutingParams::bias_type"][::core::mem::offset_of!(RoutingParams, bias_type) - 16usize];
+    ["Offset of field: RoutingParams::ids"][::core::mem::offset_of!(RoutingParams, ids) - 24usize];
+    ["Offset of field: RoutingParams::weights"][::core::mem::offset_of!(RoutingParams, weights) - 32usize];
+    ["Offset of field: RoutingParams::d_weights"][::core::mem::offset_of!(RoutingParams, d_weights) - 40usize];
+    ["Offset of field: RoutingParams::d_logits"][::core::mem::offset_of!(RoutingParams, d_logits) - 48usize];
+    ["Offset of field: RoutingParams::scratch"][::core::mem::offset_of!(RoutingParams, scratch) - 56usize];
+    ["Offset of field: RoutingParams::tokens"][::core::mem::offset_of!(RoutingParams, tokens) - 64usize];
+    ["Offset of field: RoutingParams::experts"][::core::mem::offset_of!(RoutingParams, experts) - 72usize];
+    ["Offset of field: RoutingParams::top_k"][::core::mem::offset_of!(RoutingParams, top_k) - 80usize];
+    ["Offset of field: RoutingParams::score"][::core::mem::offset_of!(RoutingParams, score) - 88usize];
+    ["Offset of field: RoutingParams::epsilon"][::core::mem::offset_of!(RoutingParams, epsilon) - 96usize];
+    ["Offset of field: RoutingParams::groups"][::core::mem::offset_of!(RoutingParams, groups) - 104usize];
+    ["Offset of field: RoutingParams::keep"][::core::mem::offset_of!(RoutingParams, keep) - 112usize];
+    ["Offset of field: RoutingParams::rank_by"][::core::mem::offset_of!(RoutingParams, rank_by) - 120usize];
+    ["Offset of field: RoutingParams::renorm"][::core::mem::offset_of!(RoutingParams, renorm) - 128usize];
+    ["Offset of field: RoutingParams::p"][::core::mem::offset_of!(RoutingParams, p) - 136usize];
+    ["Offset of field: RoutingParams::norm_epsilon"][::core::mem::offset_of!(RoutingParams, norm_epsilon) - 144usize];
+    ["Offset of field: RoutingParams::floor"][::core::mem::offset_of!(RoutingParams, floor) - 152usize];
+    ["Offset of field: RoutingParams::scale"][::core::mem::offset_of!(RoutingParams, scale) - 160usize];
+    ["Offset of field: RoutingParams::jitter"][::core::mem::offset_of!(RoutingParams, jitter) - 168usize];
+    ["Offset of field: RoutingParams::key"][::core::mem::offset_of!(RoutingParams, key) - 176usize];
+    ["Offset of field: RoutingParams::first_token"][::core::mem::offset_of!(RoutingParams, first_token) - 184usize];
+    ["Offset of field: RoutingParams::aux_coef"][::core::mem::offset_of!(RoutingParams, aux_coef) - 192usize];
+    ["Offset of field: RoutingParams::sequence"][::core::mem::offset_of!(RoutingParams, sequence) - 200usize];
+    ["Offset of field: RoutingParams::aux_sigmoid"][::core::mem::offset_of!(RoutingParams, aux_sigmoid) - 208usize];
+    ["Offset of field: RoutingParams::aux_z"][::core::mem::offset_of!(RoutingParams, aux_z) - 216usize];
+    ["Offset of field: RoutingParams::fault"][::core::mem::offset_of!(RoutingParams, fault) - 224usize];
+    ["Offset of field: RoutingParams::origin"][::core::mem::offset_of!(RoutingParams, origin) - 232usize];
 };
 #[repr(C)]
 #[derive(Debug, Copy, Clone, Default)]
-pub struct AuxLoss {
+pub struct AuxLossParams {
     pub logits: u64,
     pub ids: u64,
     pub scores: u64,
@@ -754,36 +776,36 @@ pub struct AuxLoss {
 }
 #[allow(clippy::unnecessary_operation, clippy::identity_op)]
 const _: () = {
-    ["Size of AuxLoss"][::core::mem::size_of::<AuxLoss>() - 192usize];
-    ["Alignment of AuxLoss"][::core::mem::align_of::<AuxLoss>() - 8usize];
-    ["Offset of field: AuxLoss::logits"][::core::mem::offset_of!(AuxLoss, logits) - 0usize];
-    ["Offset of field: AuxLoss::ids"][::core::mem::offset_of!(AuxLoss, ids) - 8usize];
-    ["Offset of field: AuxLoss::scores"][::core::mem::offset_of!(AuxLoss, scores) - 16usize];
-    ["Offset of field: AuxLoss::picks"][::core::mem::offset_of!(AuxLoss, picks) - 24usize];
-    ["Offset of field: AuxLoss::z_terms"][::core::mem::offset_of!(AuxLoss, z_terms) - 32usize];
-    ["Offset of field: AuxLoss::partial"][::core::mem::offset_of!(AuxLoss, partial) - 40usize];
-    ["Offset of field: AuxLoss::totals"][::core::mem::offset_of!(AuxLoss, totals) - 48usize];
-    ["Offset of field: AuxLoss::out"][::core::mem::offset_of!(AuxLoss, out) - 56usize];
-    ["Offset of field: AuxLoss::sums"][::core::mem::offset_of!(AuxLoss, sums) - 64usize];
-    ["Offset of field: AuxLoss::coef"][::core::mem::offset_of!(AuxLoss, coef) - 72usize];
-    ["Offset of field: AuxLoss::z_coef"][::core::mem::offset_of!(AuxLoss, z_coef) - 80usize];
-    ["Offset of field: AuxLoss::tokens"][::core::mem::offset_of!(AuxLoss, tokens) - 88usize];
-    ["Offset of field: AuxLoss::experts"][::core::mem::offset_of!(AuxLoss, experts) - 96usize];
-    ["Offset of field: AuxLoss::top_k"][::core::mem::offset_of!(AuxLoss, top_k) - 104usize];
-    ["Offset of field: AuxLoss::sequence"][::core::mem::offset_of!(AuxLoss, sequence) - 112usize];
-    ["Offset of field: AuxLoss::sequences"][::core::mem::offset_of!(AuxLoss, sequences) - 120usize];
-    ["Offset of field: AuxLoss::chunks"][::core::mem::offset_of!(AuxLoss, chunks) - 128usize];
-    ["Offset of field: AuxLoss::by_sequence"][::core::mem::offset_of!(AuxLoss, by_sequence) - 136usize];
-    ["Offset of field: AuxLoss::hugging_face"][::core::mem::offset_of!(AuxLoss, hugging_face) - 144usize];
-    ["Offset of field: AuxLoss::sigmoids"][::core::mem::offset_of!(AuxLoss, sigmoids) - 152usize];
-    ["Offset of field: AuxLoss::balance"][::core::mem::offset_of!(AuxLoss, balance) - 160usize];
-    ["Offset of field: AuxLoss::z"][::core::mem::offset_of!(AuxLoss, z) - 168usize];
-    ["Offset of field: AuxLoss::d_loss"][::core::mem::offset_of!(AuxLoss, d_loss) - 176usize];
-    ["Offset of field: AuxLoss::fault"][::core::mem::offset_of!(AuxLoss, fault) - 184usize];
+    ["Size of AuxLossParams"][::core::mem::size_of::<AuxLossParams>() - 192usize];
+    ["Alignment of AuxLossParams"][::core::mem::align_of::<AuxLossParams>() - 8usize];
+    ["Offset of field: AuxLossParams::logits"][::core::mem::offset_of!(AuxLossParams, logits) - 0usize];
+    ["Offset of field: AuxLossParams::ids"][::core::mem::offset_of!(AuxLossParams, ids) - 8usize];
+    ["Offset of field: AuxLossParams::scores"][::core::mem::offset_of!(AuxLossParams, scores) - 16usize];
+    ["Offset of field: AuxLossParams::picks"][::core::mem::offset_of!(AuxLossParams, picks) - 24usize];
+    ["Offset of field: AuxLossParams::z_terms"][::core::mem::offset_of!(AuxLossParams, z_terms) - 32usize];
+    ["Offset of field: AuxLossParams::partial"][::core::mem::offset_of!(AuxLossParams, partial) - 40usize];
+    ["Offset of field: AuxLossParams::totals"][::core::mem::offset_of!(AuxLossParams, totals) - 48usize];
+    ["Offset of field: AuxLossParams::out"][::core::mem::offset_of!(AuxLossParams, out) - 56usize];
+    ["Offset of field: AuxLossParams::sums"][::core::mem::offset_of!(AuxLossParams, sums) - 64usize];
+    ["Offset of field: AuxLossParams::coef"][::core::mem::offset_of!(AuxLossParams, coef) - 72usize];
+    ["Offset of field: AuxLossParams::z_coef"][::core::mem::offset_of!(AuxLossParams, z_coef) - 80usize];
+    ["Offset of field: AuxLossParams::tokens"][::core::mem::offset_of!(AuxLossParams, tokens) - 88usize];
+    ["Offset of field: AuxLossParams::experts"][::core::mem::offset_of!(AuxLossParams, experts) - 96usize];
+    ["Offset of field: AuxLossParams::top_k"][::core::mem::offset_of!(AuxLossParams, top_k) - 104usize];
+    ["Offset of field: AuxLossParams::sequence"][::core::mem::offset_of!(AuxLossParams, sequence) - 112usize];
+    ["Offset of field: AuxLossParams::sequences"][::core::mem::offset_of!(AuxLossParams, sequences) - 120usize];
+    ["Offset of field: AuxLossParams::chunks"][::core::mem::offset_of!(AuxLossParams, chunks) - 128usize];
+    ["Offset of field: AuxLossParams::by_sequence"][::core::mem::offset_of!(AuxLossParams, by_sequence) - 136usize];
+    ["Offset of field: AuxLossParams::hugging_face"][::core::mem::offset_of!(AuxLossParams, hugging_face) - 144usize];
+    ["Offset of field: AuxLossParams::sigmoids"][::core::mem::offset_of!(AuxLossParams, sigmoids) - 152usize];
+    ["Offset of field: AuxLossParams::balance"][::core::mem::offset_of!(AuxLossParams, balance) - 160usize];
+    ["Offset of field: AuxLossParams::z"][::core::mem::offset_of!(AuxLossParams, z) - 168usize];
+    ["Offset of field: AuxLossParams::d_loss"][::core::mem::offset_of!(AuxLossParams, d_loss) - 176usize];
+    ["Offset of field: AuxLossParams::fault"][::core::mem::offset_of!(AuxLossParams, fault) - 184usize];
 };
 #[repr(C)]
 #[derive(Debug, Copy, Clone, Default)]
-pub struct KeepSum {
+pub struct KeepSumParams {
     pub weights: u64,
     pub kept: u64,
     pub grad: u64,
@@ -793,14 +815,14 @@ pub struct KeepSum {
 }
 #[allow(clippy::unnecessary_operation, clippy::identity_op)]
 const _: () = {
-    ["Size of KeepSum"][::core::mem::size_of::<KeepSum>() - 48usize];
-    ["Alignment of KeepSum"][::core::mem::align_of::<KeepSum>() - 8usize];
-    ["Offset of field: KeepSum::weights"][::core::mem::offset_of!(KeepSum, weights) - 0usize];
-    ["Offset of field: KeepSum::kept"][::core::mem::offset_of!(KeepSum, kept) - 8usize];
-    ["Offset of field: KeepSum::grad"][::core::mem::offset_of!(KeepSum, grad) - 16usize];
-    ["Offset of field: KeepSum::out"][::core::mem::offset_of!(KeepSum, out) - 24usize];
-    ["Offset of field: KeepSum::tokens"][::core::mem::offset_of!(KeepSum, tokens) - 32usize];
-    ["Offset of field: KeepSum::top_k"][::core::mem::offset_of!(KeepSum, top_k) - 40usize];
+    ["Size of KeepSumParams"][::core::mem::size_of::<KeepSumParams>() - 48usize];
+    ["Alignment of KeepSumParams"][::core::mem::align_of::<KeepSumParams>() - 8usize];
+    ["Offset of field: KeepSumParams::weights"][::core::mem::offset_of!(KeepSumParams, weights) - 0usize];
+    ["Offset of field: KeepSumParams::kept"][::core::mem::offset_of!(KeepSumParams, kept) - 8usize];
+    ["Offset of field: KeepSumParams::grad"][::core::mem::offset_of!(KeepSumParams, grad) - 16usize];
+    ["Offset of field: KeepSumParams::out"][::core::mem::offset_of!(KeepSumParams, out) - 24usize];
+    ["Offset of field: KeepSumParams::tokens"][::core::mem::offset_of!(KeepSumParams, tokens) - 32usize];
+    ["Offset of field: KeepSumParams::top_k"][::core::mem::offset_of!(KeepSumParams, top_k) - 40usize];
 };
 #[repr(C)]
 #[derive(Debug, Copy, Clone, Default)]
@@ -858,7 +880,7 @@ const _: () = {
 };
 #[repr(C)]
 #[derive(Debug, Copy, Clone, Default)]
-pub struct AmaxLines {
+pub struct AmaxLinesParams {
     pub matrix: StridedMatrix,
     pub type_: i64,
     pub out: u64,
@@ -866,12 +888,12 @@ pub struct AmaxLines {
 }
 #[allow(clippy::unnecessary_operation, clippy::identity_op)]
 const _: () = {
-    ["Size of AmaxLines"][::core::mem::size_of::<AmaxLines>() - 72usize];
-    ["Alignment of AmaxLines"][::core::mem::align_of::<AmaxLines>() - 8usize];
-    ["Offset of field: AmaxLines::matrix"][::core::mem::offset_of!(AmaxLines, matrix) - 0usize];
-    ["Offset of field: AmaxLines::type_"][::core::mem::offset_of!(AmaxLines, type_) - 48usize];
-    ["Offset of field: AmaxLines::out"][::core::mem::offset_of!(AmaxLines, out) - 56usize];
-    ["Offset of field: AmaxLines::signs"][::core::mem::offset_of!(AmaxLines, signs) - 64usize];
+    ["Size of AmaxLinesParams"][::core::mem::size_of::<AmaxLinesParams>() - 72usize];
+    ["Alignment of AmaxLinesParams"][::core::mem::align_of::<AmaxLinesParams>() - 8usize];
+    ["Offset of field: AmaxLinesParams::matrix"][::core::mem::offset_of!(AmaxLinesParams, matrix) - 0usize];
+    ["Offset of field: AmaxLinesParams::type_"][::core::mem::offset_of!(AmaxLinesParams, type_) - 48usize];
+    ["Offset of field: AmaxLinesParams::out"][::core::mem::offset_of!(AmaxLinesParams, out) - 56usize];
+    ["Offset of field: AmaxLinesParams::signs"][::core::mem::offset_of!(AmaxLinesParams, signs) - 64usize];
 };
 #[repr(C)]
 #[derive(Debug, Copy, Clone, Default)]
@@ -898,7 +920,7 @@ const _: () = {
 };
 #[repr(C)]
 #[derive(Debug, Copy, Clone, Default)]
-pub struct QuantCast {
+pub struct QuantCastParams {
     pub matrix: StridedMatrix,
     pub rows: QuantSide,
     pub columns: QuantSide,
@@ -910,20 +932,20 @@ pub struct QuantCast {
 }
 #[allow(clippy::unnecessary_operation, clippy::identity_op)]
 const _: () = {
-    ["Size of QuantCast"][::core::mem::size_of::<QuantCast>() - 248usize];
-    ["Alignment of QuantCast"][::core::mem::align_of::<QuantCast>() - 8usize];
-    ["Offset of field: QuantCast::matrix"][::core::mem::offset_of!(QuantCast, matrix) - 0usize];
-    ["Offset of field: QuantCast::rows"][::core::mem::offset_of!(QuantCast, rows) - 48usize];
-    ["Offset of field: QuantCast::columns"][::core::mem::offset_of!(QuantCast, columns) - 104usize];
-    ["Offset of field: QuantCast::by_line"][::core::mem::offset_of!(QuantCast, by_line) - 160usize];
-    ["Offset of field: QuantCast::stream"][::core::mem::offset_of!(QuantCast, stream) - 168usize];
-    ["Offset of field: QuantCast::signs"][::core::mem::offset_of!(QuantCast, signs) - 176usize];
-    ["Offset of field: QuantCast::floor"][::core::mem::offset_of!(QuantCast, floor) - 184usize];
-    ["Offset of field: QuantCast::keys"][::core::mem::offset_of!(QuantCast, keys) - 192usize];
+    ["Size of QuantCastParams"][::core::mem::size_of::<QuantCastParams>() - 248usize];
+    ["Alignment of QuantCastParams"][::core::mem::align_of::<QuantCastParams>() - 8usize];
+    ["Offset of field: QuantCastParams::matrix"][::core::mem::offset_of!(QuantCastParams, matrix) - 0usize];
+    ["Offset of field: QuantCastParams::rows"][::core::mem::offset_of!(QuantCastParams, rows) - 48usize];
+    ["Offset of field: QuantCastParams::columns"][::core::mem::offset_of!(QuantCastParams, columns) - 104usize];
+    ["Offset of field: QuantCastParams::by_line"][::core::mem::offset_of!(QuantCastParams, by_line) - 160usize];
+    ["Offset of field: QuantCastParams::stream"][::core::mem::offset_of!(QuantCastParams, stream) - 168usize];
+    ["Offset of field: QuantCastParams::signs"][::core::mem::offset_of!(QuantCastParams, signs) - 176usize];
+    ["Offset of field: QuantCastParams::floor"][::core::mem::offset_of!(QuantCastParams, floor) - 184usize];
+    ["Offset of field: QuantCastParams::keys"][::core::mem::offset_of!(QuantCastParams, keys) - 192usize];
 };
 #[repr(C)]
 #[derive(Debug, Copy, Clone, Default)]
-pub struct Dequantize {
+pub struct DequantizeJob {
     pub codes: u64,
     pub scales: u64,
     pub amax: u64,
@@ -939,26 +961,26 @@ pub struct Dequantize {
 }
 #[allow(clippy::unnecessary_operation, clippy::identity_op)]
 const _: () = {
-    ["Size of Dequantize"][::core::mem::size_of::<Dequantize>() - 96usize];
-    ["Alignment of Dequantize"][::core::mem::align_of::<Dequantize>() - 8usize];
-    ["Offset of field: Dequantize::codes"][::core::mem::offset_of!(Dequantize, codes) - 0usize];
-    ["Offset of field: Dequantize::scales"][::core::mem::offset_of!(Dequantize, scales) - 8usize];
-    ["Offset of field: Dequantize::amax"][::core::mem::offset_of!(Dequantize, amax) - 16usize];
-    ["Offset of field: Dequantize::out"][::core::mem::offset_of!(Dequantize, out) - 24usize];
-    ["Offset of field: Dequantize::out_type"][::core::mem::offset_of!(Dequantize, out_type) - 32usize];
-    ["Offset of field: Dequantize::lines"][::core::mem::offset_of!(Dequantize, lines) - 40usize];
-    ["Offset of field: Dequantize::len"][::core::mem::offset_of!(Dequantize, len) - 48usize];
-    ["Offset of field: Dequantize::code_bytes"][::core::mem::offset_of!(Dequantize, code_bytes) - 56usize];
-    ["Offset of field: Dequantize::blocks"][::core::mem::offset_of!(Dequantize, blocks) - 64usize];
-    ["Offset of field: Dequantize::by_line"][::core::mem::offset_of!(Dequantize, by_line) - 72usize];
-    ["Offset of field: Dequantize::modelopt"][::core::mem::offset_of!(Dequantize, modelopt) - 80usize];
-    ["Offset of field: Dequantize::first_block"][::core::mem::offset_of!(Dequantize, first_block) - 88usize];
+    ["Size of DequantizeJob"][::core::mem::size_of::<DequantizeJob>() - 96usize];
+    ["Alignment of DequantizeJob"][::core::mem::align_of::<DequantizeJob>() - 8usize];
+    ["Offset of field: DequantizeJob::codes"][::core::mem::offset_of!(DequantizeJob, codes) - 0usize];
+    ["Offset of field: DequantizeJob::scales"][::core::mem::offset_of!(DequantizeJob, scales) - 8usize];
+    ["Offset of field: DequantizeJob::amax"][::core::mem::offset_of!(DequantizeJob, amax) - 16usize];
+    ["Offset of field: DequantizeJob::out"][::core::mem::offset_of!(DequantizeJob, out) - 24usize];
+    ["Offset of field: DequantizeJob::out_type"][::core::mem::offset_of!(DequantizeJob, out_type) - 32usize];
+    ["Offset of field: DequantizeJob::lines"][::core::mem::offset_of!(DequantizeJob, lines) - 40usize];
+    ["Offset of field: DequantizeJob::len"][::core::mem::offset_of!(DequantizeJob, len) - 48usize];
+    ["Offset of field: DequantizeJob::code_bytes"][::core::mem::offset_of!(DequantizeJob, code_bytes) - 56usize];
+    ["Offset of field: DequantizeJob::blocks"][::core::mem::offset_of!(DequantizeJob, blocks) - 64usize];
+    ["Offset of field: DequantizeJob::by_line"][::core::mem::offset_of!(DequantizeJob, by_line) - 72usize];
+    ["Offset of field: DequantizeJob::modelopt"][::core::mem::offset_of!(DequantizeJob, modelopt) - 80usize];
+    ["Offset of field: DequantizeJob::first_block"][::core::mem::offset_of!(DequantizeJob, first_block) - 88usize];
 };
 pub const BACK_JOBS: usize = 40;
 #[repr(C)]
 #[derive(Debug, Copy, Clone)]
 pub struct DequantizeJobs {
-    pub jobs: [Dequantize; 40usize],
+    pub jobs: [DequantizeJob; 40usize],
     pub count: i64,
 }
 #[allow(clippy::unnecessary_operation, clippy::identity_op)]
@@ -970,7 +992,7 @@ const _: () = {
 };
 #[repr(C)]
 #[derive(Debug, Copy, Clone, Default)]
-pub struct SwizzleScales {
+pub struct SwizzleScalesParams {
     pub scales: u64,
     pub out: u64,
     pub lines: i64,
@@ -979,17 +1001,17 @@ pub struct SwizzleScales {
 }
 #[allow(clippy::unnecessary_operation, clippy::identity_op)]
 const _: () = {
-    ["Size of SwizzleScales"][::core::mem::size_of::<SwizzleScales>() - 40usize];
-    ["Alignment of SwizzleScales"][::core::mem::align_of::<SwizzleScales>() - 8usize];
-    ["Offset of field: SwizzleScales::scales"][::core::mem::offset_of!(SwizzleScales, scales) - 0usize];
-    ["Offset of field: SwizzleScales::out"][::core::mem::offset_of!(SwizzleScales, out) - 8usize];
-    ["Offset of field: SwizzleScales::lines"][::core::mem::offset_of!(SwizzleScales, lines) - 16usize];
-    ["Offset of field: SwizzleScales::blocks"][::core::mem::offset_of!(SwizzleScales, blocks) - 24usize];
-    ["Offset of field: SwizzleScales::back"][::core::mem::offset_of!(SwizzleScales, back) - 32usize];
+    ["Size of SwizzleScalesParams"][::core::mem::size_of::<SwizzleScalesParams>() - 40usize];
+    ["Alignment of SwizzleScalesParams"][::core::mem::align_of::<SwizzleScalesParams>() - 8usize];
+    ["Offset of field: SwizzleScalesParams::scales"][::core::mem::offset_of!(SwizzleScalesParams, scales) - 0usize];
+    ["Offset of field: SwizzleScalesParams::out"][::core::mem::offset_of!(SwizzleScalesParams, out) - 8usize];
+    ["Offset of field: SwizzleScalesParams::lines"][::core::mem::offset_of!(SwizzleScalesParams, lines) - 16usize];
+    ["Offset of field: SwizzleScalesParams::blocks"][::core::mem::offset_of!(SwizzleScalesParams, blocks) - 24usize];
+    ["Offset of field: SwizzleScalesParams::back"][::core::mem::offset_of!(SwizzleScalesParams, back) - 32usize];
 };
 #[repr(C)]
 #[derive(Debug, Copy, Clone, Default)]
-pub struct QuantWeight {
+pub struct QuantWeightParams {
     pub codes: u64,
     pub scales: u64,
     pub factors: u64,
@@ -1002,17 +1024,18 @@ pub struct QuantWeight {
 }
 #[allow(clippy::unnecessary_operation, clippy::identity_op)]
 const _: () = {
-    ["Size of QuantWeight"][::core::mem::size_of::<QuantWeight>() - 72usize];
-    ["Alignment of QuantWeight"][::core::mem::align_of::<QuantWeight>() - 8usize];
-    ["Offset of field: QuantWeight::codes"][::core::mem::offset_of!(QuantWeight, codes) - 0usize];
-    ["Offset of field: QuantWeight::scales"][::core::mem::offset_of!(QuantWeight, scales) - 8usize];
-    ["Offset of field: QuantWeight::factors"][::core::mem::offset_of!(QuantWeight, factors) - 16usize];
-    ["Offset of field: QuantWeight::format"][::core::mem::offset_of!(QuantWeight, format) - 24usize];
-    ["Offset of field: QuantWeight::rows"][::core::mem::offset_of!(QuantWeight, rows) - 32usize];
-    ["Offset of field: QuantWeight::columns"][::core::mem::offset_of!(QuantWeight, columns) - 40usize];
-    ["Offset of field: QuantWeight::code_bytes"][::core::mem::offset_of!(QuantWeight, code_bytes) - 48usize];
-    ["Offset of field: QuantWeight::blocks"][::core::mem::offset_of!(QuantWeight, blocks) - 56usize];
-    ["Offset of field: QuantWeight::parts"][::core::mem::offset_of!(QuantWeight, parts) - 64usize];
+    ["Size of QuantWeightParams"][::core::mem::size_of::<QuantWeightParams>() - 72usize];
+    ["Alignment of QuantWeightParams"][::core::mem::align_of::<QuantWeightParams>() - 8usize];
+    ["Offset of field: QuantWeightParams::codes"][::core::mem::offset_of!(QuantWeightParams, codes) - 0usize];
+    ["Offset of field: QuantWeightParams::scales"][::core::mem::offset_of!(QuantWeightParams, scales) - 8usize];
+    ["Offset of field: QuantWeightParams::factors"][::core::mem::offset_of!(QuantWeightParams, factors) - 16usize];
+    ["Offset of field: QuantWeightParams::format"][::core::mem::offset_of!(QuantWeightParams, format) - 24usize];
+    ["Offset of field: QuantWeightParams::rows"][::core::mem::offset_of!(QuantWeightParams, rows) - 32usize];
+    ["Offset of field: QuantWeightParams::columns"][::core::mem::offset_of!(QuantWeightParams, columns) - 40usize];
+    ["Offset of field: QuantWeightParams::code_bytes"]
+        [::core::mem::offset_of!(QuantWeightParams, code_bytes) - 48usize];
+    ["Offset of field: QuantWeightParams::blocks"][::core::mem::offset_of!(QuantWeightParams, blocks) - 56usize];
+    ["Offset of field: QuantWeightParams::parts"][::core::mem::offset_of!(QuantWeightParams, parts) - 64usize];
 };
 pub const WEIGHT_NVFP4: WeightEncoding = 0;
 pub const WEIGHT_MXFP4: WeightEncoding = 1;
@@ -1099,7 +1122,7 @@ const _: () = {
 };
 #[repr(C)]
 #[derive(Debug, Copy, Clone, Default)]
-pub struct NormSums {
+pub struct NormSumsParams {
     pub nodes: u64,
     pub order: u64,
     pub starts: u64,
@@ -1108,13 +1131,13 @@ pub struct NormSums {
 }
 #[allow(clippy::unnecessary_operation, clippy::identity_op)]
 const _: () = {
-    ["Size of NormSums"][::core::mem::size_of::<NormSums>() - 40usize];
-    ["Alignment of NormSums"][::core::mem::align_of::<NormSums>() - 8usize];
-    ["Offset of field: NormSums::nodes"][::core::mem::offset_of!(NormSums, nodes) - 0usize];
-    ["Offset of field: NormSums::order"][::core::mem::offset_of!(NormSums, order) - 8usize];
-    ["Offset of field: NormSums::starts"][::core::mem::offset_of!(NormSums, starts) - 16usize];
-    ["Offset of field: NormSums::sums"][::core::mem::offset_of!(NormSums, sums) - 24usize];
-    ["Offset of field: NormSums::node_count"][::core::mem::offset_of!(NormSums, node_count) - 32usize];
+    ["Size of NormSumsParams"][::core::mem::size_of::<NormSumsParams>() - 40usize];
+    ["Alignment of NormSumsParams"][::core::mem::align_of::<NormSumsParams>() - 8usize];
+    ["Offset of field: NormSumsParams::nodes"][::core::mem::offset_of!(NormSumsParams, nodes) - 0usize];
+    ["Offset of field: NormSumsParams::order"][::core::mem::offset_of!(NormSumsParams, order) - 8usize];
+    ["Offset of field: NormSumsParams::starts"][::core::mem::offset_of!(NormSumsParams, starts) - 16usize];
+    ["Offset of field: NormSumsParams::sums"][::core::mem::offset_of!(NormSumsParams, sums) - 24usize];
+    ["Offset of field: NormSumsParams::node_count"][::core::mem::offset_of!(NormSumsParams, node_count) - 32usize];
 };
 pub const STATE_SCALE: StepState = 0;
 pub const STATE_GOOD: StepState = 1;
@@ -1140,7 +1163,7 @@ pub const GROUP_SETTINGS: i64 = 5;
 pub const GROUP_STATE: i64 = 2;
 #[repr(C)]
 #[derive(Debug, Copy, Clone, Default)]
-pub struct StepControl {
+pub struct StepControlParams {
     pub sums: u64,
     pub weights: i64,
     pub settings: u64,
@@ -1157,21 +1180,22 @@ pub struct StepControl {
 }
 #[allow(clippy::unnecessary_operation, clippy::identity_op)]
 const _: () = {
-    ["Size of StepControl"][::core::mem::size_of::<StepControl>() - 104usize];
-    ["Alignment of StepControl"][::core::mem::align_of::<StepControl>() - 8usize];
-    ["Offset of field: StepControl::sums"][::core::mem::offset_of!(StepControl, sums) - 0usize];
-    ["Offset of field: StepControl::weights"][::core::mem::offset_of!(StepControl, weights) - 8usize];
-    ["Offset of field: StepControl::settings"][::core::mem::offset_of!(StepControl, settings) - 16usize];
-    ["Offset of field: StepControl::state"][::core::mem::offset_of!(StepControl, state) - 24usize];
-    ["Offset of field: StepControl::coefficients"][::core::mem::offset_of!(StepControl, coefficients) - 32usize];
-    ["Offset of field: StepControl::groups"][::core::mem::offset_of!(StepControl, groups) - 40usize];
-    ["Offset of field: StepControl::scaled"][::core::mem::offset_of!(StepControl, scaled) - 48usize];
-    ["Offset of field: StepControl::max_norm"][::core::mem::offset_of!(StepControl, max_norm) - 56usize];
-    ["Offset of field: StepControl::growth"][::core::mem::offset_of!(StepControl, growth) - 64usize];
-    ["Offset of field: StepControl::backoff"][::core::mem::offset_of!(StepControl, backoff) - 72usize];
-    ["Offset of field: StepControl::interval"][::core::mem::offset_of!(StepControl, interval) - 80usize];
-    ["Offset of field: StepControl::min"][::core::mem::offset_of!(StepControl, min) - 88usize];
-    ["Offset of field: StepControl::max"][::core::mem::offset_of!(StepControl, max) - 96usize];
+    ["Size of StepControlParams"][::core::mem::size_of::<StepControlParams>() - 104usize];
+    ["Alignment of StepControlParams"][::core::mem::align_of::<StepControlParams>() - 8usize];
+    ["Offset of field: StepControlParams::sums"][::core::mem::offset_of!(StepControlParams, sums) - 0usize];
+    ["Offset of field: StepControlParams::weights"][::core::mem::offset_of!(StepControlParams, weights) - 8usize];
+    ["Offset of field: StepControlParams::settings"][::core::mem::offset_of!(StepControlParams, settings) - 16usize];
+    ["Offset of field: StepControlParams::state"][::core::mem::offset_of!(StepControlParams, state) - 24usize];
+    ["Offset of field: StepControlParams::coefficients"]
+        [::core::mem::offset_of!(StepControlParams, coefficients) - 32usize];
+    ["Offset of field: StepControlParams::groups"][::core::mem::offset_of!(StepControlParams, groups) - 40usize];
+    ["Offset of field: StepControlParams::scaled"][::core::mem::offset_of!(StepControlParams, scaled) - 48usize];
+    ["Offset of field: StepControlParams::max_norm"][::core::mem::offset_of!(StepControlParams, max_norm) - 56usize];
+    ["Offset of field: StepControlParams::growth"][::core::mem::offset_of!(StepControlParams, growth) - 64usize];
+    ["Offset of field: StepControlParams::backoff"][::core::mem::offset_of!(StepControlParams, backoff) - 72usize];
+    ["Offset of field: StepControlParams::interval"][::core::mem::offset_of!(StepControlParams, interval) - 80usize];
+    ["Offset of field: StepControlParams::min"][::core::mem::offset_of!(StepControlParams, min) - 88usize];
+    ["Offset of field: StepControlParams::max"][::core::mem::offset_of!(StepControlParams, max) - 96usize];
 };
 #[repr(C)]
 #[derive(Debug, Copy, Clone, Default)]
@@ -1223,7 +1247,7 @@ const _: () = {
 };
 #[repr(C)]
 #[derive(Debug, Copy, Clone, Default)]
-pub struct ConvertType {
+pub struct ConvertTypeParams {
     pub from: u64,
     pub to: u64,
     pub from_type: i64,
@@ -1232,13 +1256,13 @@ pub struct ConvertType {
 }
 #[allow(clippy::unnecessary_operation, clippy::identity_op)]
 const _: () = {
-    ["Size of ConvertType"][::core::mem::size_of::<ConvertType>() - 40usize];
-    ["Alignment of ConvertType"][::core::mem::align_of::<ConvertType>() - 8usize];
-    ["Offset of field: ConvertType::from"][::core::mem::offset_of!(ConvertType, from) - 0usize];
-    ["Offset of field: ConvertType::to"][::core::mem::offset_of!(ConvertType, to) - 8usize];
-    ["Offset of field: ConvertType::from_type"][::core::mem::offset_of!(ConvertType, from_type) - 16usize];
-    ["Offset of field: ConvertType::to_type"][::core::mem::offset_of!(ConvertType, to_type) - 24usize];
-    ["Offset of field: ConvertType::count"][::core::mem::offset_of!(ConvertType, count) - 32usize];
+    ["Size of ConvertTypeParams"][::core::mem::size_of::<ConvertTypeParams>() - 40usize];
+    ["Alignment of ConvertTypeParams"][::core::mem::align_of::<ConvertTypeParams>() - 8usize];
+    ["Offset of field: ConvertTypeParams::from"][::core::mem::offset_of!(ConvertTypeParams, from) - 0usize];
+    ["Offset of field: ConvertTypeParams::to"][::core::mem::offset_of!(ConvertTypeParams, to) - 8usize];
+    ["Offset of field: ConvertTypeParams::from_type"][::core::mem::offset_of!(ConvertTypeParams, from_type) - 16usize];
+    ["Offset of field: ConvertTypeParams::to_type"][::core::mem::offset_of!(ConvertTypeParams, to_type) - 24usize];
+    ["Offset of field: ConvertTypeParams::count"][::core::mem::offset_of!(ConvertTypeParams, count) - 32usize];
 };
 pub const HEADER_WORDS: RecordLayout = 26;
 pub const HEADER_BYTES: RecordLayout = 512;

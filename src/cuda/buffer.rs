@@ -124,7 +124,7 @@ impl DeviceRef<'_> {
     /// # Safety
     /// They stay allocated and unwritten for the lifetime, on the stream of the [`Cuda`] that uses them: its kernels
     /// may still read after the last call returned, so memory may be freed or written only behind them; where the calls
-    /// are recorded ([`Cuda::capture`]), only when the graph is gone. `ptr` is not null and a multiple of the element's
+    /// are captured ([`Cuda::capture`]), only when the graph is gone. `ptr` is not null and a multiple of the element's
     /// size.
     pub unsafe fn from_raw(ptr: u64, len: usize) -> Self {
         Self { ptr, len, owner: PhantomData }

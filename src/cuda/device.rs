@@ -9,7 +9,7 @@ use cudarc::driver::{CudaContext, CudaEvent, CudaStream, result};
 use crate::error::Result;
 use crate::kernels::Origin;
 
-use super::captures::Captures;
+use super::capture_state::CaptureState;
 use super::context_kernels::{ContextKernels, Kernel};
 use super::driver::driver;
 use super::failure::FailureSources;
@@ -44,9 +44,9 @@ pub(super) struct CudaState {
     /// Words that kernels raise errors in (`report`'s).
     pub(super) status: CUdeviceptr,
     pub(super) report: StatusWords,
-    /// Where buffers come from: the workspace, or a graph's own while one is recorded.
+    /// Where buffers come from: the workspace, or a graph's own while one is captured.
     arena: RwLock<Arc<Arena>>,
-    pub(super) captures: Captures,
+    pub(super) capture_state: CaptureState,
     /// The ranks and layers that calls were made for, by the numbers that kernels know them by.
     pub(super) origins: Mutex<Vec<Origin>>,
     /// Sources of failures from outside that may spoil the work on the stream.
@@ -70,7 +70,8 @@ impl CudaState {
         let report = StatusWords::new(&stream, &functions.stuck)?;
         let arena = RwLock::new(Arena::new(&stream, &functions.stuck)?);
         let status = report.words;
-        let (failure_sources, origins, captures) = (FailureSources::default(), Mutex::default(), Captures::default());
+        let (failure_sources, origins, capture_state) =
+            (FailureSources::default(), Mutex::default(), CaptureState::default());
         Ok(Self {
             functions,
             stream,
@@ -80,7 +81,7 @@ impl CudaState {
             status,
             report,
             arena,
-            captures,
+            capture_state,
             origins,
             failure_sources,
         })
@@ -104,7 +105,7 @@ unsafe impl Sync for CudaState {}
 impl Drop for CudaState {
     fn drop(&mut self) {
         if self.functions.stuck.is() {
-            // What may still run some day keeps what it runs in.
+            // Kernels that may still run some day keep the context that they run in.
             std::mem::forget((Arc::clone(&self.functions), Arc::clone(&self.stream), Arc::clone(&self.context)));
             return;
         }

@@ -32,7 +32,7 @@ impl ShardDevice for Cuda {
         let (own, others, to) = (shares.own.data().ptr, shares.others.data().ptr, main.into_data().ptr);
         let word = (LANES * dtype.size()) as u64;
         let wide = (own | others).is_multiple_of(word) && to.is_multiple_of(16) && count.is_multiple_of(LANES);
-        let p = params::AddShares {
+        let p = params::AddSharesParams {
             own,
             others,
             main: to,
@@ -70,7 +70,7 @@ impl ShardDevice for Cuda {
         match self.is_capturing().or_else(|error| self.check_failure_sources().and(Err(error)))? {
             false => Ok(()),
             true => {
-                Err(Error::NotCapturable { call, operation: "be recorded by others than Cuda::capture".to_string() })
+                Err(Error::NotCapturable { call, operation: "be captured by others than Cuda::capture".to_string() })
             }
         }
     }

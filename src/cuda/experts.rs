@@ -91,7 +91,7 @@ impl<'a> GroupedGemm<'a> {
 
     /// Brings rows behind a map into slot order where so many columns are made of them that TMA, which
     /// follows no map, makes up for it. The tensor is to live until the product has been launched.
-    fn in_order(&self, p: &mut params::Gemm) -> Result<Option<Tensor<Cuda>>> {
+    fn in_order(&self, p: &mut params::GemmParams) -> Result<Option<Tensor<Cuda>>> {
         if p.a_map == 0 || (p.n as usize) < ORDER_ROWS_COLUMNS {
             return Ok(None);
         }
@@ -102,7 +102,7 @@ impl<'a> GroupedGemm<'a> {
     }
 
     /// Operands of a product of `n` columns.
-    fn params(&self, a: &SourceRows, weight: Weight<'_, Cuda>, (n, k): (usize, usize)) -> Result<params::Gemm> {
+    fn params(&self, a: &SourceRows, weight: Weight<'_, Cuda>, (n, k): (usize, usize)) -> Result<params::GemmParams> {
         let code = type_code(self.call, "rows", self.dtype)?;
         let groups = weight.dims().first().copied().unwrap_or(0) as i64;
         let (b, vector_b) = match weight {
@@ -112,7 +112,7 @@ impl<'a> GroupedGemm<'a> {
             }
             Weight::Quantized(_) => (0, false),
         };
-        Ok(params::Gemm {
+        Ok(params::GemmParams {
             a: a.base,
             a_map: a.map,
             a_rows: a.rows,
@@ -135,7 +135,7 @@ impl<'a> GroupedGemm<'a> {
 
     /// Chooses the kernels, Hopper's for `product` where they can serve, and lists the tiles. A tile's columns are
     /// divided by `factor`.
-    fn choose(&self, p: &mut params::Gemm, product: Option<Product>, factor: usize) -> Result<KernelChoice<'a>> {
+    fn choose(&self, p: &mut params::GemmParams, product: Option<Product>, factor: usize) -> Result<KernelChoice<'a>> {
         let quantized = self.quantized.as_ref();
         if let Some(kernel) = quantized.and_then(|q| q.tuned(self.device, self.dtype, p, (product, factor))) {
             let tiles = Tiles::new(self.call, self.device, self.segments, (kernel.rows, TileOrder::Slots))?;
@@ -160,7 +160,7 @@ impl<'a> GroupedGemm<'a> {
         Ok(KernelChoice { sm90, tiles, tuned: None })
     }
 
-    fn launch(&self, product: Product, choice: &KernelChoice<'_>, p: &params::Gemm) -> Result<()> {
+    fn launch(&self, product: Product, choice: &KernelChoice<'_>, p: &params::GemmParams) -> Result<()> {
         let blocks = (p.m_tiles as usize).saturating_mul(p.n_tiles as usize);
         if let Some(weight) = &self.quantized {
             let grid = Grid { shared: self.shape.shared, ..Grid::new(blocks, self.shape.threads) };
@@ -195,7 +195,7 @@ impl<'a> GroupedGemm<'a> {
         out: u64,
         bias: Option<(u64, &SourceRows, usize)>,
     ) -> Result<()> {
-        let mut p = params::SlotDots {
+        let mut p = params::SlotDotsParams {
             partial: partial.view().data().ptr,
             parts: partial.dims()[1] as i64,
             type_: type_code(self.call, "rows", self.dtype)?,

@@ -1,4 +1,4 @@
-//! What may keep a stream from its end, or spoil the work on it, from outside.
+//! Failures from outside that keep a stream from its end, or spoil the work on it.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
@@ -64,7 +64,7 @@ impl FailureSources {
     }
 
     /// # Errors
-    /// What the first that has failed says.
+    /// The error of the first source that has failed.
     pub(super) fn check(&self) -> Result<()> {
         let failure = self.lock().iter().filter_map(Weak::upgrade).find_map(|source| source.failure());
         failure.map_or(Ok(()), Err)

@@ -1,4 +1,4 @@
-//! CUDA graphs: a sequence of calls, recorded once and replayed without the host.
+//! CUDA graphs: a sequence of calls, captured once and replayed without the host.
 
 use std::sync::Arc;
 
@@ -13,12 +13,12 @@ use super::memory::Arena;
 
 const CALL: &str = "Cuda::capture";
 
-/// A recorded sequence of calls with everything that it touches: the memory that it allocated, and a hold on every
-/// tensor of its [`Cuda`] that was alive when it was recorded, so that none of that memory is given to anything else
+/// A captured sequence of calls with everything that it touches: the memory that it allocated, and a hold on every
+/// tensor of its [`Cuda`] that was alive when it was captured, so that none of that memory is given to anything else
 /// while the graph lives. `T` is what the calls returned.
 ///
 /// Tensors read by the graph may be written between replays (with [`Kernels::upload`](crate::kernels::Kernels::upload),
-/// say): the next replay computes with what they hold then. Numbers that were arguments stay as they were recorded.
+/// say): the next replay computes with what they hold then. Numbers that were arguments stay as they were captured.
 #[derive(Debug)]
 pub struct Captured<T> {
     exec: sys::CUgraphExec,
@@ -73,7 +73,7 @@ impl ActiveCapture<'_> {
     fn end(&mut self, failed: bool) -> Result<Graph> {
         self.open = false;
         let inner = &self.cuda.inner;
-        let whole = inner.captures.hooks().iter().map(|ending| ending(failed)).fold(Ok(()), Result::and);
+        let whole = inner.capture_state.hooks().iter().map(|ending| ending(failed)).fold(Ok(()), Result::and);
         // SAFETY: capture was begun on this stream, and not ended.
         let graph = unsafe { result::stream::end_capture(inner.stream.cu_stream()) };
         let graph = graph.map(Graph).map_err(driver(CALL, "end capture"));
@@ -88,11 +88,11 @@ impl Drop for ActiveCapture<'_> {
             let _ = self.end(true);
         }
         self.cuda.inner.exchange_arena(Arc::clone(&self.shared));
-        self.cuda.inner.captures.end();
+        self.cuda.inner.capture_state.end();
     }
 }
 
-/// A recorded graph.
+/// A captured graph.
 struct Graph(sys::CUgraph);
 
 impl Graph {
@@ -116,10 +116,10 @@ unsafe impl<T: Send> Send for Captured<T> {}
 unsafe impl<T: Sync> Sync for Captured<T> {}
 
 impl Cuda {
-    /// Records what `calls` enqueues, without running it. Run them once before, so that what happens at a first use is
+    /// Captures what `calls` enqueues, without running it. Run them once before, so that what happens at a first use is
     /// behind.
     ///
-    /// Until it returns, nothing else may use this device's stream. Where `calls` fail, what they have recorded is
+    /// Until it returns, nothing else may use this device's stream. Where `calls` fail, what they have captured is
     /// given up: nothing of it runs.
     ///
     /// # Errors
@@ -127,7 +127,7 @@ impl Cuda {
     /// where they end within a pass of a chain; a driver's error.
     pub fn capture<T>(&self, calls: impl FnOnce() -> Result<T>) -> Result<Captured<T>> {
         self.bind(CALL)?;
-        if !self.inner.captures.begin() {
+        if !self.inner.capture_state.begin() {
             return Err(Error::invalid(CALL, "device", "no capture under way", "one"));
         }
         let shared = self.inner.arena();
@@ -135,7 +135,7 @@ impl Cuda {
         let hold = ArenaHold::new(&shared);
         let arena = shared.private();
         self.inner.exchange_arena(Arc::clone(&arena));
-        self.inner.captures.count();
+        self.inner.capture_state.count();
         let (graph, output) = ActiveCapture { cuda: self, shared, open: false }.run(calls)?;
         let exec = graph.executable()?;
         Ok(Captured { exec, output, cuda: self.clone(), arena, _hold: hold })
@@ -143,15 +143,15 @@ impl Cuda {
 
     /// Number of the capture under way.
     pub(super) fn capture_number(&self) -> Option<u64> {
-        self.inner.captures.number()
+        self.inner.capture_state.number()
     }
 
     /// Has every capture call this before it ends.
     pub(super) fn add_capture_hook(&self, hook: &Arc<CaptureHook>) {
-        self.inner.captures.add_hook(hook);
+        self.inner.capture_state.add_hook(hook);
     }
 
-    /// Whether a graph is being recorded on the stream, by this crate or the host framework.
+    /// Whether a graph is being captured on the stream, by this crate or the host framework.
     ///
     /// # Errors
     /// A driver's error.
@@ -162,9 +162,9 @@ impl Cuda {
         Ok(status != sys::CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE)
     }
 
-    /// Refuses what cannot be recorded.
+    /// Refuses what cannot be captured.
     pub(crate) fn not_captured(&self, call: &'static str, operation: &str) -> Result<()> {
-        match self.inner.captures.is_under_way() {
+        match self.inner.capture_state.is_under_way() {
             false => Ok(()),
             true => Err(Error::NotCapturable { call, operation: operation.to_string() }),
         }
@@ -172,7 +172,7 @@ impl Cuda {
 }
 
 impl<T> Captured<T> {
-    /// Enqueues the recorded calls.
+    /// Enqueues the captured calls.
     ///
     /// # Errors
     /// A driver's error.
@@ -184,7 +184,7 @@ impl<T> Captured<T> {
             .map_err(driver(CALL, "launch the graph"))
     }
 
-    /// Result of the recorded calls: tensors in it hold the results of the last replay.
+    /// Result of the captured calls: tensors in it hold the results of the last replay.
     pub fn output(&self) -> &T {
         &self.output
     }

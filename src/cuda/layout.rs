@@ -213,7 +213,7 @@ impl Tiles {
         let mut list = Tensor::empty(device, DType::I32, &[most, 4])?;
         let mut count = Tensor::empty(device, DType::I32, &[1])?;
         let made = (at(&mut list), at(&mut count));
-        let call_params = params::TileList {
+        let call_params = params::TileListParams {
             offsets: segments.offsets.view().data().ptr,
             counts: segments.counts.view().data().ptr,
             groups: groups as i64,

@@ -56,7 +56,7 @@ pub(super) fn linear(device: &Cuda, call: Linear<'_, Cuda>) -> Result<()> {
     let whole = sm90.is_some() || half.is_none() || h < SPLIT_PARTS * SPLIT_HIDDEN;
     let split = if whole { 1 } else { h.div_ceil(SPLIT_HIDDEN) };
     let mut parts = Tensor::empty(device, DType::F32, &[if split > 1 { split } else { 0 }, t, e])?;
-    let p = params::Gemm {
+    let p = params::GemmParams {
         a,
         a_rows: t as i64,
         a_type,
@@ -102,7 +102,7 @@ unsafe fn launch_mapped(
     device: &Cuda,
     call: &'static str,
     (kernel, grid): (&Kernel, Grid),
-    p: &params::Gemm,
+    p: &params::GemmParams,
     maps: &[CUtensorMap],
 ) -> Result<()> {
     let mut arguments: Vec<_> = std::iter::once(argument(p)).chain(maps.iter().map(argument)).collect();
@@ -111,7 +111,7 @@ unsafe fn launch_mapped(
 }
 
 /// Adds the parts of a sum, in order.
-fn sum_parts(device: &Cuda, call: &'static str, p: &params::Gemm) -> Result<()> {
+fn sum_parts(device: &Cuda, call: &'static str, p: &params::GemmParams) -> Result<()> {
     let count = (p.m as usize).saturating_mul(p.n as usize);
     // SAFETY: `partial` has `split` matrices of the output's size, as the caller made it.
     unsafe { device.launch(call, &device.kernels().linear.sum_parts, Grid::new(count.div_ceil(256), 256), p) }
@@ -124,7 +124,7 @@ pub(super) fn linear_bwd(device: &Cuda, call: LinearBwd<'_, Cuda>) -> Result<()>
     let (x, x_type) = any(CALL, "x", call.x, &[t, h])?;
     let (weight, weight_type) = any(CALL, "weight", call.weight, &[e, h])?;
     let d_out = input(CALL, "d_out", &call.d_out, DType::F32, &[t, e])?;
-    let base = params::Gemm {
+    let base = params::GemmParams {
         a: d_out,
         a_rows: t as i64,
         a_type: type_code(CALL, "d_out", DType::F32)?,
@@ -160,7 +160,7 @@ pub(super) fn linear_bwd(device: &Cuda, call: LinearBwd<'_, Cuda>) -> Result<()>
             Some(_) => (t.div_ceil(SM90_LINEAR_D_X.tile), h.div_ceil(SM90_COLUMNS)),
             None => (t.div_ceil(shape.tile), h.div_ceil(shape.tile)),
         };
-        let p = params::Gemm {
+        let p = params::GemmParams {
             b: weight,
             b_type: weight_type,
             m: t as i64,
@@ -199,7 +199,7 @@ pub(super) fn linear_bwd(device: &Cuda, call: LinearBwd<'_, Cuda>) -> Result<()>
         let parts = if sm90.is_some() { SPLIT_BLOCKS / tiles } else { SPLIT_BLOCKS.div_ceil(tiles) };
         let split = parts.min(t.div_ceil(SPLIT_TOKENS)).max(1);
         let mut parts = Tensor::empty(device, DType::F32, &[split, e, h])?;
-        let p = params::Gemm {
+        let p = params::GemmParams {
             b: x,
             b_rows: t as i64,
             b_type: x_type,
@@ -231,7 +231,7 @@ pub(super) fn linear_bwd(device: &Cuda, call: LinearBwd<'_, Cuda>) -> Result<()>
     }
     if let Some(d_bias) = call.d_bias {
         let (out, out_type) = any_mut(CALL, "d_bias", d_bias, &[e])?;
-        let p = params::ColumnSums {
+        let p = params::ColumnSumsParams {
             rows: d_out,
             base_rows: t as i64,
             slots: t as i64,
@@ -258,7 +258,7 @@ pub(super) fn sigmoid(device: &Cuda, call: Sigmoid<'_, Cuda>) -> Result<()> {
         Error::check_dtype(CALL, "grad", DType::F32, grad.dtype())?;
         Error::check_shape(CALL, "grad", &[n], &[grad.count()])?;
     }
-    let p = params::RowsOp {
+    let p = params::RowsOpParams {
         source: call.value.data().ptr,
         grad: pointer(&call.grad),
         out: call.out.into_data().ptr,

@@ -31,7 +31,7 @@ pub(crate) fn starts(
 ) -> Result<SegmentStarts> {
     let mut starts = Tensor::empty(device, DType::I64, &[groups])?;
     let mut total = Tensor::empty(device, DType::I64, &[1])?;
-    let p = params::SegmentStarts {
+    let p = params::SegmentStartsParams {
         loads: loads.view().data().address(),
         first: first as i64,
         groups: groups as i64,
@@ -49,7 +49,7 @@ pub(crate) fn packed_ids(device: &Cuda, ids: TensorRef<'_, Cuda>) -> Result<Tens
     let (tokens, k) = (ids.rows(), ids.dims().get(1).copied().unwrap_or(0));
     Error::check_dtype(CALL, "ids", DType::I32, ids.dtype())?;
     let mut out = Tensor::empty(device, DType::I32, &[tokens, k + 1])?;
-    let p = params::LowLatencyRows {
+    let p = params::LowLatencyRowsParams {
         ids: ids.data().address(),
         tokens: tokens as i64,
         top_k: k as i64,
@@ -71,7 +71,7 @@ pub(crate) fn packed_weights(
         Error::check_shape(CALL, "weights", &[tokens, k], w.dims())?;
     }
     let mut out = Tensor::empty(device, DType::F32, &[tokens, k + 1])?;
-    let p = params::LowLatencyRows {
+    let p = params::LowLatencyRowsParams {
         weights: weights.map_or(0, |w| w.data().address()),
         tokens: tokens as i64,
         top_k: k as i64,
@@ -121,7 +121,7 @@ pub(crate) fn sorted(device: &Cuda, from: &LowLatencyReceived<'_>) -> Result<Sor
     for t in [&mut ids, &mut row_of] {
         device.fill_bytes(CALL, t.view_mut().into_data(), 0xff)?;
     }
-    let mut p = params::LowLatencyRows {
+    let mut p = params::LowLatencyRowsParams {
         ids: from.ids.view().data().address(),
         weights: from.weights.view().data().address(),
         counts: from.counts.view().data().address(),
@@ -139,7 +139,7 @@ pub(crate) fn sorted(device: &Cuda, from: &LowLatencyReceived<'_>) -> Result<Sor
     let spec = DispatchSpec {
         alignment: from.alignment.max(1),
         capacity: Capacity::Static(from.slots),
-        // What has no slot was dropped or told of in prepare; a last segment may be cut.
+        // Rows without a slot were dropped, or were an error, in prepare; a last segment may be cut.
         overflow: Overflow::Drop,
         ..DispatchSpec::new(0, k)
     };
@@ -155,7 +155,7 @@ pub(crate) fn sorted(device: &Cuda, from: &LowLatencyReceived<'_>) -> Result<Sor
 }
 
 /// One thread an entry.
-fn spread(device: &Cuda, kernel: &Kernel, entries: usize, p: &params::LowLatencyRows) -> Result<()> {
+fn spread(device: &Cuda, kernel: &Kernel, entries: usize, p: &params::LowLatencyRowsParams) -> Result<()> {
     match entries {
         0 => Ok(()),
         // SAFETY: every tensor has the size that `params.h` states for it; the kernels check what arrived.

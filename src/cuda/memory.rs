@@ -206,7 +206,7 @@ impl Arena {
             None => match self.pool.take(size, self.captured) {
                 Ok(ptr) => (size, ptr),
                 Err(_) => {
-                    // What lies free in other sizes may be what is missing.
+                    // Free blocks of other sizes may hold the memory that is missing.
                     self.give_back(&mut state);
                     let again = self.pool.take(size, self.captured);
                     (size, again.map_err(driver(call, &format!("allocate {bytes} bytes")))?)

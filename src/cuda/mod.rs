@@ -12,7 +12,7 @@
 //! ([`Cuda::check`], `read`, `download`) returns, or a prepare that finds it has reached the host.
 //!
 //! With one rank, forward and backward of a layer wait for nothing and, once they have seen their sizes, ask the driver
-//! for no memory ([`Cuda::memory`]); so they can be recorded ([`Cuda::capture`]). With several ranks the same holds
+//! for no memory ([`Cuda::memory`]); so they can be captured ([`Cuda::capture`]). With several ranks the same holds
 //! over all-gather with a static capacity; all-to-all, and an open capacity, wait in prepare for numbers of rows. What
 //! waits in any case: reading a load or an auxiliary loss, an expert capacity that keeps by probability (planned on the
 //! host), and [`Reporting::Immediate`](crate::ep::Reporting::Immediate).
@@ -21,9 +21,9 @@
 //! params, bindings, heuristics                                what kernels are told, and choices that were measured
 //! driver, failure, exit                                       the driver's errors, streams that do not end, and processes
 //! cubins, tile_config, kernel_table, context_kernels          kernels as they are compiled and loaded
-//! memory, status_words, captures                              what else a GPU is made of
-//! device, graph, sync, buffer, context_sync                   a GPU; its recordings, waits, tensors, and order with others
-//! launch, tensor_map, status, open                            launches, errors that kernels raise, and a GPU to begin with
+//! memory, status_words, capture_state                         what else a GPU is made of
+//! device, graph, sync, buffer, context_sync                   a GPU; its captures, waits, tensors, and order with others
+//! launch, tensor_map, status, init                            launches, errors that kernels raise, and how a GPU is opened
 //! layout, plan, routing_records, low_latency_sort, permute    slots: tiled, planned, moved
 //! experts, linear, wgrad, sm90_grouped_gemm, w4a16            products
 //! router, quant, etp                                          routing, casts, sums of sharded gradients
@@ -33,7 +33,7 @@
 
 mod bindings;
 mod buffer;
-mod captures;
+mod capture_state;
 mod context_kernels;
 mod context_sync;
 mod cubins;
@@ -47,6 +47,7 @@ mod failure;
 mod graph;
 mod group;
 mod heuristics;
+mod init;
 mod kernel_table;
 mod kernels;
 mod launch;
@@ -55,7 +56,6 @@ mod linear;
 #[cfg(feature = "nccl-ep")]
 pub(crate) mod low_latency_sort;
 mod memory;
-mod open;
 mod optimizer;
 mod params;
 mod permute;

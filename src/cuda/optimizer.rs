@@ -6,8 +6,8 @@
 use crate::dtype::DType;
 use crate::error::Result;
 use crate::kernels::optimizer::{
-    AdamW, AdamWTensor, COEFFICIENTS, Convert, GROUP_STATE, LEAF, LEAF_SUMS, OptimizerDevice, SETTINGS, STATE_NUMBERS,
-    SquareSums, StepControl, coefficient, state,
+    AdamWTensor, AdamWUpdate, COEFFICIENTS, Convert, GROUP_STATE, LEAF, LEAF_SUMS, OptimizerDevice, SETTINGS,
+    STATE_NUMBERS, SquareSums, StepControl, coefficient, state,
 };
 use crate::quant::philox;
 use crate::tensor::Tensor;
@@ -105,7 +105,7 @@ impl OptimizerDevice for Cuda {
         const CALL: &str = "step_control";
         let groups = call.check(CALL)?;
         let scaling = call.scaling.unwrap_or_default();
-        let mut p = params::StepControl {
+        let mut p = params::StepControlParams {
             sums: 0,
             weights: 0,
             settings: call.settings.data().ptr,
@@ -124,7 +124,7 @@ impl OptimizerDevice for Cuda {
             let weights = norm.sums.count();
             let sums = norm.sums.into_data().ptr;
             (p.sums, p.weights) = (sums, weights as i64);
-            let of = params::NormSums {
+            let of = params::NormSumsParams {
                 nodes: norm.nodes.data().ptr,
                 order: norm.order.data().ptr,
                 starts: norm.starts.data().ptr,
@@ -138,10 +138,10 @@ impl OptimizerDevice for Cuda {
         unsafe { self.launch(CALL, &self.kernels().adamw.step_control, Grid::new(1, THREADS), &p) }
     }
 
-    fn adamw(&self, call: AdamW<'_, Self>) -> Result<()> {
+    fn adamw(&self, call: AdamWUpdate<'_, Self>) -> Result<()> {
         const CALL: &str = "adamw";
         call.check(CALL)?;
-        let AdamW { tensors, coefficients, group, seed } = call;
+        let AdamWUpdate { tensors, coefficients, group, seed } = call;
         let coefficients = coefficients.data().ptr + (group * COEFFICIENTS * size_of::<f64>()) as u64;
         let keys = bytemuck::cast(philox::keys(philox::key(seed)));
         let mut jobs = Vec::with_capacity(tensors.len());
@@ -171,7 +171,7 @@ impl OptimizerDevice for Cuda {
             other => type_code(CALL, "from", other)?,
         };
         let count = call.from.count();
-        let p = params::ConvertType {
+        let p = params::ConvertTypeParams {
             from: call.from.data().ptr,
             from_type,
             to_type: type_code(CALL, "to", call.to.dtype())?,

@@ -30,7 +30,7 @@ fn gather(
     bytes: usize,
 ) -> Result<()> {
     let word = [16, 4, 1].into_iter().find(|w| (source | out | bytes as u64).is_multiple_of(*w)).unwrap_or(1);
-    let p = params::RowsOp {
+    let p = params::RowsOpParams {
         source,
         map,
         out,
@@ -56,7 +56,7 @@ fn joined(
 ) -> Result<()> {
     let sizes = (at.left | at.right | at.whole) as u64 | left | right | whole;
     let word = if sizes.is_multiple_of(4) { 4 } else { 1 };
-    let p = params::ConcatRows {
+    let p = params::ConcatRowsParams {
         left,
         right,
         whole,
@@ -116,7 +116,7 @@ pub(super) fn reduce_rows(device: &Cuda, call: ReduceRows<'_, Cuda>) -> Result<(
     let source_rows = call.source.rows();
     let (source, out) = (call.source.data().ptr, call.out.into_data().ptr);
     let wide = (source | out | row as u64).is_multiple_of(16);
-    let p = params::RowsOp {
+    let p = params::RowsOpParams {
         source,
         map: call.map.data().ptr,
         out,

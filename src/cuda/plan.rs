@@ -55,7 +55,7 @@ pub(super) fn plan_on_device(device: &Cuda, call: PlanRequest<'_, Cuda>) -> Resu
 
 /// Reports faults that kernels of an earlier step have raised and nobody has asked for.
 fn earlier_faults(device: &Cuda) -> Result<()> {
-    match device.inner.report.raised() && !device.inner.captures.is_under_way() {
+    match device.inner.report.raised() && !device.inner.capture_state.is_under_way() {
         true => device.faults("prepare"),
         false => Ok(()),
     }
@@ -112,7 +112,7 @@ pub(crate) fn external_layout(device: &Cuda, from: &ExternalPlan<'_>) -> Result<
     let mut offsets = Tensor::empty(device, DType::I64, &[groups])?;
     let mut counts = Tensor::empty(device, DType::I64, &[groups])?;
     let mut row_map = Tensor::empty(device, DType::I32, &[from.rows])?;
-    let p = params::ExternalLayout {
+    let p = params::ExternalLayoutParams {
         loads: from.loads.view().data().ptr,
         starts: from.starts.view().data().ptr,
         total: from.total.view().data().ptr,
@@ -173,7 +173,7 @@ pub(super) fn plan_on_gpu(device: &Cuda, call: PlanRequest<'_, Cuda>) -> Result<
     let (mut kept_ids, mut return_map) = (of(DType::I32, &[tokens, k])?, of(DType::I32, &[tokens, k])?);
     let (mut row_map, mut weight_map) = (of(DType::I32, &[rows])?, of(DType::I32, &[rows])?);
     let mut tiles = empty_tiles(device, rows, experts)?;
-    let p = params::LocalPlan {
+    let p = params::LocalPlanParams {
         ids: call.ids.data().ptr,
         wide,
         choices: choices as i64,

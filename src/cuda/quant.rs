@@ -63,7 +63,7 @@ fn panels(matrix: &Matrix<'_, Cuda>) -> usize {
 }
 
 /// Whether columns are wanted of an aligned matrix of 16-bit elements with one amax, as they are, to whole words.
-fn aligned_matrix(p: &params::QuantCast, size: usize) -> bool {
+fn aligned_matrix(p: &params::QuantCastParams, size: usize) -> bool {
     let words = |side: &params::QuantSide| side.codes.is_multiple_of(16) && side.scales.is_multiple_of(8);
     let whole = |n: i64| (n as usize).is_multiple_of(WHOLE) && i32::try_from(n).is_ok();
     p.columns.codes != 0
@@ -126,15 +126,19 @@ impl Cuda {
         if let Some(transform) = format.transform().filter(|_| columns) {
             // Row by row of the matrix itself.
             let matrix = lines.transposed();
-            let p =
-                params::AmaxLines { matrix: strided(&matrix), type_: kind, out: to, signs: i64::from(transform.signs) };
+            let p = params::AmaxLinesParams {
+                matrix: strided(&matrix),
+                type_: kind,
+                out: to,
+                signs: i64::from(transform.signs),
+            };
             let blocks = len.div_ceil(64) * count.div_ceil(THREADS as usize);
             // SAFETY: `out` holds one number; rows come in sixteens, as was checked.
             return unsafe {
                 self.launch(call, &self.kernels().quant_amax.transformed, Grid::new(blocks, THREADS), &p)
             };
         }
-        let p = params::AmaxLines { matrix: strided(&lines), type_: kind, out: to, signs: 0 };
+        let p = params::AmaxLinesParams { matrix: strided(&lines), type_: kind, out: to, signs: 0 };
         let blocks = match p.matrix.column_stride {
             1 => count.div_ceil(THREADS as usize / 32),
             _ => count.div_ceil(THREADS as usize) * len.div_ceil(256),
@@ -175,7 +179,7 @@ impl Cuda {
         if matrix.dims().contains(&0) || (rows.is_none() && columns.is_none()) {
             return Ok(());
         }
-        let mut p = params::QuantCast {
+        let mut p = params::QuantCastParams {
             matrix: strided(&matrix),
             by_line: i64::from(format.scope() == AmaxScope::Line),
             signs: format.transform().map_or(-1, |t| i64::from(t.signs)),
@@ -244,13 +248,13 @@ impl Cuda {
 }
 
 /// Matrices back to floating point, each with its eights of elements, as many as fit a launch at a time.
-fn back(device: &Cuda, call: &'static str, kernel: &Kernel, jobs: &[(params::Dequantize, usize)]) -> Result<()> {
+fn back(device: &Cuda, call: &'static str, kernel: &Kernel, jobs: &[(params::DequantizeJob, usize)]) -> Result<()> {
     for jobs in jobs.chunks(BACK_JOBS) {
         let mut p =
-            params::DequantizeJobs { jobs: [params::Dequantize::default(); BACK_JOBS], count: jobs.len() as i64 };
+            params::DequantizeJobs { jobs: [params::DequantizeJob::default(); BACK_JOBS], count: jobs.len() as i64 };
         let mut blocks = 0;
         for (to, (from, eights)) in p.jobs.iter_mut().zip(jobs) {
-            *to = params::Dequantize { first_block: blocks as i64, ..*from };
+            *to = params::DequantizeJob { first_block: blocks as i64, ..*from };
             blocks += eights.div_ceil(BACK_EIGHTS);
         }
         // SAFETY: codes, scales and amaxes have the sizes that the format gives for their outputs, as was checked.
@@ -260,17 +264,17 @@ fn back(device: &Cuda, call: &'static str, kernel: &Kernel, jobs: &[(params::Deq
 }
 
 /// Fields of an output of `[lines, len]`.
-fn output(call: &'static str, out: TensorMut<'_, Cuda>, [lines, len]: [usize; 2]) -> Result<params::Dequantize> {
+fn output(call: &'static str, out: TensorMut<'_, Cuda>, [lines, len]: [usize; 2]) -> Result<params::DequantizeJob> {
     let out_type = type_code(call, "out", out.dtype())?;
     let out = out.into_data().ptr;
-    Ok(params::Dequantize { out, out_type, lines: lines as i64, len: len as i64, ..Default::default() })
+    Ok(params::DequantizeJob { out, out_type, lines: lines as i64, len: len as i64, ..Default::default() })
 }
 
 fn dequantize(device: &Cuda, call: &'static str, calls: Vec<Dequantize<'_, Cuda>>) -> Result<()> {
     let dims = calls.iter().map(|c| check::dequantize(call, c)).collect::<Result<Vec<_>>>()?;
     let job = |(c, dims): (Dequantize<'_, Cuda>, [usize; 2])| {
         let blocks = dims[1].div_ceil(NVFP4_BLOCK);
-        let job = params::Dequantize {
+        let job = params::DequantizeJob {
             codes: c.codes.data().ptr,
             scales: c.scales.data().ptr,
             amax: c.amax.data().ptr,
@@ -293,7 +297,7 @@ fn dequantize(device: &Cuda, call: &'static str, calls: Vec<Dequantize<'_, Cuda>
 fn dequantize_mxfp8(device: &Cuda, call: &'static str, calls: Vec<DequantizeMxfp8<'_, Cuda>>) -> Result<()> {
     let dims = calls.iter().map(|c| check::dequantize_mxfp8(call, c)).collect::<Result<Vec<_>>>()?;
     let job = |(c, dims): (DequantizeMxfp8<'_, Cuda>, [usize; 2])| {
-        let job = params::Dequantize {
+        let job = params::DequantizeJob {
             codes: c.codes.data().ptr,
             scales: c.scales.data().ptr,
             code_bytes: dims[1] as i64,
@@ -313,7 +317,7 @@ fn dequantize_mxfp8(device: &Cuda, call: &'static str, calls: Vec<DequantizeMxfp
 
 fn reorder(device: &Cuda, call: &'static str, swizzle: Swizzle<'_, Cuda>, back: bool) -> Result<()> {
     let [lines, blocks] = check::swizzle(call, &swizzle, back)?;
-    let p = params::SwizzleScales {
+    let p = params::SwizzleScalesParams {
         scales: swizzle.from.data().ptr,
         out: swizzle.to.into_data().ptr,
         lines: lines as i64,
@@ -360,7 +364,7 @@ impl Codec for Cuda {
             let [codes, scales] = [side.codes, side.scales].map(|t| t.into_data().ptr);
             params::QuantSide { codes, scales, code_bytes, blocks, ..Default::default() }
         };
-        let p = params::QuantCast {
+        let p = params::QuantCastParams {
             matrix: strided(&matrix),
             rows: rows.map(side).unwrap_or_default(),
             columns: columns.map(side).unwrap_or_default(),
@@ -407,7 +411,7 @@ impl Codec for Cuda {
         self.fill_bytes(CALL, place.view_mut().into_data(), 0xff)?;
         let out = place.view().data().ptr;
         let kind = type_code(CALL, "matrix", matrix.dtype())?;
-        let p = params::AmaxLines { matrix: strided(&matrix), type_: kind, out, signs: 0 };
+        let p = params::AmaxLinesParams { matrix: strided(&matrix), type_: kind, out, signs: 0 };
         let blocks = (rows * columns).div_ceil(THREADS as usize).min(FINITE_BLOCKS * self.inner.sm_count);
         // SAFETY: `out` holds a number of 8 bytes.
         unsafe { self.launch(CALL, &self.kernels().quant_amax.first_non_finite, Grid::new(blocks, THREADS), &p) }?;

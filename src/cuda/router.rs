@@ -40,7 +40,7 @@ fn over(
     call: &'static str,
     config: &RouterConfig,
     (logits, jitter): (&TensorRef<'_, Cuda>, Option<Jitter>),
-) -> Result<(params::Routing, usize)> {
+) -> Result<(params::RoutingParams, usize)> {
     config.validate()?;
     if config.num_experts > MOST_EXPERTS {
         return Err(Error::invalid(
@@ -51,11 +51,11 @@ fn over(
         ));
     }
     let t = tokens(call, config, logits)?;
-    Ok((params::Routing { tokens: t as i64, logits: logits.data().ptr, ..formula(config, jitter) }, t))
+    Ok((params::RoutingParams { tokens: t as i64, logits: logits.data().ptr, ..formula(config, jitter) }, t))
 }
 
 /// The formula.
-fn formula(config: &RouterConfig, jitter: Option<Jitter>) -> params::Routing {
+fn formula(config: &RouterConfig, jitter: Option<Jitter>) -> params::RoutingParams {
     let (score, epsilon) = match config.score {
         Score::Softmax => (params::SCORE_SOFTMAX, 0.0),
         Score::Sigmoid => (params::SCORE_SIGMOID, 0.0),
@@ -63,7 +63,7 @@ fn formula(config: &RouterConfig, jitter: Option<Jitter>) -> params::Routing {
         Score::TopkSigmoid => (params::SCORE_TOPK_SIGMOID, 0.0),
         Score::SparseMixer { epsilon } => (params::SCORE_SPARSEMIXER, epsilon),
     };
-    let mut p = params::Routing {
+    let mut p = params::RoutingParams {
         experts: config.num_experts as i64,
         top_k: config.top_k as i64,
         score,
@@ -94,7 +94,7 @@ const HELD: i64 = params::ROUTER_HELD_EXPERTS as i64;
 
 /// Whether the kernels that hold a token's scores in registers serve: softmax over few experts, no groups, bias, jitter
 /// or auxiliary loss, and no norm or a sum.
-fn fits_registers(p: &params::Routing) -> bool {
+fn fits_registers(p: &params::RoutingParams) -> bool {
     let plain = p.score == 0 && p.groups == 0 && p.bias == 0 && p.jitter == 0.0;
     plain && p.aux_coef == 0 && p.aux_z == 0 && (p.renorm == 0 || p.p == 1.0) && p.experts <= HELD && p.top_k <= 32
 }
@@ -104,7 +104,7 @@ fn launch_either(
     device: &Cuda,
     call: &'static str,
     (in_registers, kernel): (&Kernel, &Kernel),
-    p: params::Routing,
+    p: params::RoutingParams,
 ) -> Result<()> {
     if !fits_registers(&p) {
         return launch(device, call, kernel, p);
@@ -114,7 +114,7 @@ fn launch_either(
 }
 
 /// Launches a kernel of a warp a token, with its working rows in shared memory where they fit.
-fn launch(device: &Cuda, call: &'static str, kernel: &Kernel, mut p: params::Routing) -> Result<()> {
+fn launch(device: &Cuda, call: &'static str, kernel: &Kernel, mut p: params::RoutingParams) -> Result<()> {
     let (t, row) = (p.tokens as usize, WORK_ROWS * 4 * p.experts as usize);
     let warps = [8, 4, 2, 1].into_iter().find(|w| w * row <= SHARED);
     let scratch;
@@ -208,9 +208,9 @@ fn sigmoids(config: &RouterConfig, kind: BalanceKind) -> bool {
     kind != BalanceKind::HuggingFace && matches!(config.score, Score::Sigmoid | Score::TopkSigmoid)
 }
 
-fn aux_params(device: &Cuda, config: &RouterConfig, aux: &AuxConfig, t: usize) -> (params::AuxLoss, AuxChunks) {
+fn aux_params(device: &Cuda, config: &RouterConfig, aux: &AuxConfig, t: usize) -> (params::AuxLossParams, AuxChunks) {
     let cut = AuxChunks::new(aux.balance_kind, t);
-    let p = params::AuxLoss {
+    let p = params::AuxLossParams {
         tokens: t as i64,
         experts: config.num_experts as i64,
         top_k: config.top_k as i64,
@@ -227,7 +227,12 @@ fn aux_params(device: &Cuda, config: &RouterConfig, aux: &AuxConfig, t: usize) -
 }
 
 /// Sums over chunks and sequences: `totals [sequences, 2 E + 1]`, kept alive with the chunks' own.
-fn totals(device: &Cuda, call: &'static str, p: &mut params::AuxLoss, cut: &AuxChunks) -> Result<[Tensor<Cuda>; 2]> {
+fn totals(
+    device: &Cuda,
+    call: &'static str,
+    p: &mut params::AuxLossParams,
+    cut: &AuxChunks,
+) -> Result<[Tensor<Cuda>; 2]> {
     const F64_BYTES: usize = 8;
     let width = 2 * p.experts as usize + 1;
     let partial = Tensor::empty(device, DType::U8, &[cut.sequences * cut.chunks, width * F64_BYTES])?;
@@ -340,7 +345,7 @@ pub(super) fn keep_sum(device: &Cuda, call: KeepSum<'_, Cuda>) -> Result<()> {
         dims => return Err(Error::invalid(CALL, "tensor weights", "shape [T, K]", format!("{dims:?}"))),
     };
     let grad = call.grad.as_ref().map_or(Ok(0), |g| input(CALL, "grad", g, DType::F32, &[t, k]))?;
-    let p = params::KeepSum {
+    let p = params::KeepSumParams {
         weights: input(CALL, "weights", &call.weights, DType::F32, &[t, k])?,
         kept: input(CALL, "kept", &call.kept, DType::I32, &[t, k])?,
         grad,

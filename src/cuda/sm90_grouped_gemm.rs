@@ -33,7 +33,7 @@ impl Product {
 }
 
 /// Whether the Hopper kernels can serve a product: 16-bit types, everything in whole 16-byte words.
-pub(super) fn serves(device: &Cuda, dtype: DType, p: &params::Gemm) -> bool {
+pub(super) fn serves(device: &Cuda, dtype: DType, p: &params::GemmParams) -> bool {
     let words = [p.a, p.b, p.out, p.pre, p.pre_out, p.hidden].iter().all(|at| at.is_multiple_of(16));
     device.sm90()
         && matches!(dtype, DType::BF16 | DType::F16)
@@ -57,7 +57,7 @@ pub(super) unsafe fn launch(
     product: Product,
     dtype: DType,
     blocks: usize,
-    p: &params::Gemm,
+    p: &params::GemmParams,
 ) -> Result<()> {
     if blocks == 0 {
         return Ok(());
@@ -70,8 +70,8 @@ pub(super) unsafe fn launch(
         Product::Down => (map(p.a, &[k, p.a_rows as u64], 128)?, map(p.b, &[k, n, groups], 32)?),
         Product::Dgrad | Product::DownBwd => (map(p.a, &[k, p.a_rows as u64], 128)?, map(p.b, &[n, k, groups], 32)?),
     };
-    // What epilogues read and write: gate and up are planes of a row, so that a box over the last column of one does
-    // not reach into the other. Rows that leave by a map do so without TMA.
+    // Tensor maps of the epilogues' reads and writes: gate and up are planes of a row, so that a box over the last
+    // column of one does not reach into the other. Rows that leave by a map do so without TMA.
     let planes = |base, planes| {
         let matrices = TensorMapSpec { call, dtype, base, sizes: &[n, planes, p.m as u64] };
         if product == Product::DownBwd { matrices.plane_boxes() } else { matrices.wide_plane_boxes() }

@@ -37,7 +37,7 @@ impl Cuda {
 
     /// Has the words copied to the host when the stream gets there: by a kernel, as a copy's start takes longer.
     pub(super) fn report(&self, call: &'static str) -> Result<()> {
-        let p = params::RowsOp {
+        let p = params::RowsOpParams {
             source: self.inner.status,
             out: self.inner.report.address(),
             width: WORDS as i64,
@@ -48,7 +48,7 @@ impl Cuda {
         unsafe { self.launch(call, &self.kernels().prepare.report, Grid::new(1, 32), &p) }
     }
 
-    /// The number by which kernels know a rank and layer, for as long as the stream lives: recordings hold it.
+    /// The number by which kernels know a rank and layer, for as long as the stream lives: captured graphs hold it.
     pub(super) fn origin(&self, call: &'static str, of: Origin) -> Result<i64> {
         numbered(call, &mut self.inner.origins.lock().unwrap_or_else(PoisonError::into_inner), of)
     }

@@ -25,7 +25,7 @@ const TILE_ROWS: u32 = params::W4A16_ROWS;
 /// Checked weights, as kernels take them.
 pub(super) struct QuantizedWeight {
     format: WeightFormat,
-    params: params::QuantWeight,
+    params: params::QuantWeightParams,
 }
 
 /// A kernel for some products, beside those that make any.
@@ -89,7 +89,7 @@ impl QuantizedWeight {
             let expected = "a multiple of 8 columns, and codes at a multiple of 16 bytes";
             return Err(Error::invalid(call, "weight", expected, format!("{:?}", weight.dims)));
         }
-        let params = params::QuantWeight {
+        let params = params::QuantWeightParams {
             codes: weight.codes.data().ptr,
             scales: weight.scales.data().ptr,
             factors: weight.factors.as_ref().map_or(0, |f| f.data().ptr),
@@ -113,7 +113,7 @@ impl QuantizedWeight {
         &self,
         device: &'a Cuda,
         dtype: DType,
-        p: &params::Gemm,
+        p: &params::GemmParams,
         (product, factor): (Option<Product>, usize),
     ) -> Option<TunedKernel<'a>> {
         let product = product.filter(|product| matches!(product, Product::Up | Product::Down))?;
@@ -161,7 +161,7 @@ impl QuantizedWeight {
         &self,
         device: &Cuda,
         QuantizedLaunch { call, product, dtype, grid, tuned }: QuantizedLaunch<'_>,
-        p: &params::Gemm,
+        p: &params::GemmParams,
     ) -> Result<()> {
         let (kernel, grid) = match tuned {
             Some(TunedKernel { kernel, threads, shared, most, .. }) => {

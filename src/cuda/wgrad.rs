@@ -105,7 +105,7 @@ impl WgradCall<'_> {
             vector: true,
         });
         let narrow = in_order.as_ref().unwrap_or(narrow);
-        let p = params::WeightGrad {
+        let p = params::WeightGradParams {
             mapped: narrow.base,
             map: narrow.map,
             mapped_rows: narrow.rows,
@@ -148,7 +148,7 @@ impl WgradCall<'_> {
         let shape = portable_shape(CALL, "left", self.dtype)?;
         let code = type_code(CALL, "left", self.dtype)?;
         let (m_tiles, n_tiles) = (m.div_ceil(shape.tile), n.div_ceil(shape.tile));
-        let p = params::Gemm {
+        let p = params::GemmParams {
             a: self.left.base,
             a_map: self.left.map,
             a_rows: self.left.rows,
@@ -189,7 +189,7 @@ impl WgradCall<'_> {
             input(CALL, "bias.slot_weights", w, DType::F32, &[self.segments.rows])?;
         }
         let out_type = gradient_type(self.dtype, &bias.out);
-        let p = params::ColumnSums {
+        let p = params::ColumnSumsParams {
             rows: self.left.base,
             map: self.left.map,
             base_rows: self.left.rows,

@@ -108,7 +108,7 @@ impl<D: Kernels> DispatcherState<D> {
     }
 
     /// The same of what a rank needs for an exchange or makes of one: the others hear of it where they are next. That a
-    /// capacity is too small, or that nothing of this can be recorded, all of them see.
+    /// capacity is too small, or that nothing of this can be captured, all of them see.
     pub(super) fn refuse_own_error<T>(&mut self, tag: Tag, made: Result<T>) -> Result<T> {
         match made {
             Err(Error::Capacity { .. } | Error::NotCapturable { .. }) => made,
@@ -169,7 +169,7 @@ impl<D: Kernels> DispatcherState<D> {
         {
             return Ok(handle);
         }
-        // What an earlier prepare has left on the device comes first.
+        // An error that an earlier prepare has left on the device comes first.
         let before = if self.errors.is_some() { self.take_device_error() } else { Ok(()) };
         let own = match before.and_then(|()| self.own_record(ids, weights, spec)) {
             Ok(own) => own,
@@ -463,7 +463,7 @@ fn check_weights<D: Kernels>(ids: TensorRef<'_, D>, weights: Option<TensorRef<'_
     }
 }
 
-/// The part of a prepare that cannot be recorded.
+/// The part of a prepare that cannot be captured.
 fn uncapturable_part(row_order: RowOrder, spec: &DispatchSpec) -> &'static str {
     match row_order {
         _ if routing_record::needs_weights(spec) => "an expert capacity by probability, which the host plans",

@@ -210,8 +210,9 @@ pub trait TokenDispatcher<D: Kernels>: fmt::Debug + Send {
     /// Returns and clears the first deferred error.
     ///
     /// # Errors
-    /// What prepare found too late to return: a bad id, a capacity that is too small, specs or dtypes that differ
-    /// between ranks; a fault that a kernel raised; a rank that came too late for NCCL EP's low latency; a driver's.
+    /// Errors that prepare found too late to return: a bad id, a capacity that is too small, specs or dtypes that
+    /// differ between ranks; a fault that a kernel raised; a rank that came too late for NCCL EP's low latency; a
+    /// driver's.
     fn check(&mut self) -> Result<()>;
     /// The communicator, for collectives beside the tokens' own.
     fn communicator(&mut self) -> &mut dyn Communicator<D>;

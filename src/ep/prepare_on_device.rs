@@ -47,7 +47,8 @@ impl<D: Kernels> DispatcherState<D> {
     /// Error words that the device keeps of records, before the first.
     fn empty_errors(&self) -> Result<Tensor<D>> {
         let mut new = Tensor::empty(&self.device, DType::U8, &[deferred_errors::bytes(self.ranks())])?;
-        // A copy from the host, which cannot be recorded: a fill would be noted down, and this outlives a recording.
+        // A copy from the host, which cannot be captured: a fill would become part of the graph, and this memory
+        // outlives a capture.
         self.device.upload(&vec![0; new.bytes()], new.view_mut())?;
         Ok(new)
     }

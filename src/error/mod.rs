@@ -235,8 +235,8 @@ pub enum Error {
         /// Its message.
         message: String,
     },
-    /// A graph was being recorded (`Cuda::capture`), and this cannot be part of one.
-    #[error("{call}: {operation}: cannot be recorded into a graph (Cuda::capture)")]
+    /// A graph was being captured (`Cuda::capture`), and this cannot be part of one.
+    #[error("{call}: {operation}: cannot be captured into a graph (Cuda::capture)")]
     NotCapturable {
         /// The call.
         call: &'static str,

@@ -183,7 +183,7 @@ impl ThreadCounters {
         }
         let left = self.under_way.load(Ordering::SeqCst) > 0;
         if failed || left {
-            // What was captured is given up, joined or not.
+            // The captured calls are given up, whether the streams join or not.
             let _ = streams.rejoin();
         }
         match left && !failed {
@@ -224,7 +224,7 @@ impl<D: ShardDevice> Drop for CollectiveThread<D> {
     fn drop(&mut self) {
         self.queue = None;
         let limit = if self.counters.open.load(Ordering::SeqCst) == 0 { IDLE } else { BUSY };
-        // What is late is late.
+        // A thread that is later than this is left alone.
         let _ = self.thread_ended.recv_timeout(limit);
     }
 }
@@ -299,8 +299,8 @@ impl<D: ShardDevice> CollectiveThread<D> {
     }
 
     /// Says whether calls are captured from here on.
-    pub fn record(&self, capturable: bool) {
-        self.counters.one_at_a_time.store(capturable, Ordering::SeqCst);
+    pub fn set_capturing(&self, capturing: bool) {
+        self.counters.one_at_a_time.store(capturing, Ordering::SeqCst);
     }
 
     /// Queues a collective, behind the computation so far.

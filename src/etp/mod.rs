@@ -79,8 +79,8 @@ pub trait ShardDevice: Kernels + Codec {
         None
     }
 
-    /// Refuses a call that others record, on this device's stream: nobody else may add to their graph meanwhile, as the
-    /// helper threads would.
+    /// Refuses a call that others capture, on this device's stream: nobody else may add to their graph meanwhile, as
+    /// the helper threads would.
     ///
     /// # Errors
     /// [`Error::NotCapturable`]; the device's.

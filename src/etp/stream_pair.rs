@@ -82,7 +82,7 @@ impl<D: ShardDevice> Drop for TransferBuffer<D> {
     fn drop(&mut self) {
         let Some(buffer) = self.buffer.take() else { return };
         if self.streams.rejoin().is_err() {
-            // What the other stream still does with the memory is not known: nobody gets it.
+            // The other stream may still use the memory, so nobody gets it.
             std::mem::forget(buffer);
         }
     }

@@ -1,4 +1,4 @@
-//! What an optimizer asks of a device: sums of squares of gradients, the numbers of a step, and the step itself.
+//! Calls of an optimizer to a device: sums of squares of gradients, the numbers of a step, and the step itself.
 //!
 //! # The order of a norm
 //! A weight is rows of `width` elements, and ranks hold runs of whole rows of it. A row is cut into *leaves* of
@@ -47,7 +47,7 @@ pub mod state {
     pub const SKIPPED: usize = 3;
     /// Norm of the last step's gradients, without the loss's factor and before clipping.
     pub const NORM: usize = 4;
-    /// What the last step multiplied gradients by: clipping, and the inverse of the loss's factor.
+    /// Factor of the last step's gradients: clipping, and the inverse of the loss's factor.
     pub const FACTOR: usize = 5;
     /// 1 if the last step was skipped, else 0.
     pub const SKIP: usize = 6;
@@ -165,9 +165,9 @@ pub struct NormNodes<'a, D: Device> {
 pub struct LossScaling {
     /// The first step's factor.
     pub initial: f64,
-    /// What it is multiplied by after `interval` steps without inf or NaN. Powers of two keep gradients exact.
+    /// Its factor after `interval` steps without inf or NaN. Powers of two keep gradients exact.
     pub growth: f64,
-    /// What it is multiplied by after a step with one.
+    /// Its factor after a step with one.
     pub backoff: f64,
     /// Steps.
     pub interval: u32,
@@ -233,7 +233,7 @@ impl<D: Device> StepControl<'_, D> {
     }
 }
 
-/// One parameter of an [`AdamW`].
+/// One parameter of an [`AdamWUpdate`].
 #[derive(Debug)]
 pub struct AdamWTensor<'a, D: Device> {
     /// Elements to change, from the first on; what is behind them (a shard's padding) stays.
@@ -269,7 +269,7 @@ pub struct AdamWTensor<'a, D: Device> {
 /// are those of word `e % 4` of Philox4x32-7 with the counter (e / 4 low, e / 4 high, `number`, t), e the element's
 /// number in the whole parameter; added below the last bit kept, then cut off.
 #[derive(Debug)]
-pub struct AdamW<'a, D: Device> {
+pub struct AdamWUpdate<'a, D: Device> {
     /// The parameters.
     pub tensors: Vec<AdamWTensor<'a, D>>,
     /// Those of all groups, from [`StepControl`].
@@ -280,7 +280,7 @@ pub struct AdamW<'a, D: Device> {
     pub seed: u64,
 }
 
-impl<D: Device> AdamW<'_, D> {
+impl<D: Device> AdamWUpdate<'_, D> {
     pub(crate) fn check(&self, call: &'static str) -> Result<()> {
         Error::check_dtype(call, "coefficients", DType::F64, self.coefficients.dtype())?;
         at_least(call, "coefficients", (self.group + 1) * COEFFICIENTS, self.coefficients.count())?;
@@ -327,7 +327,7 @@ impl<D: Device> Convert<'_, D> {
     }
 }
 
-/// What an optimizer needs of a device beside its kernels.
+/// The device's part of an optimizer, beside the layer's kernels.
 pub trait OptimizerDevice: Kernels {
     /// [`SquareSums`].
     ///
@@ -339,11 +339,11 @@ pub trait OptimizerDevice: Kernels {
     /// # Errors
     /// As [`square_sums`](Self::square_sums).
     fn step_control(&self, call: StepControl<'_, Self>) -> Result<()>;
-    /// [`AdamW`].
+    /// [`AdamWUpdate`].
     ///
     /// # Errors
     /// As [`square_sums`](Self::square_sums).
-    fn adamw(&self, call: AdamW<'_, Self>) -> Result<()>;
+    fn adamw(&self, call: AdamWUpdate<'_, Self>) -> Result<()>;
     /// [`Convert`].
     ///
     /// # Errors

@@ -71,7 +71,7 @@ impl<D: Kernels> DispatchContext<D> {
 
 /// The caller's memory for what dispatch brings.
 #[derive(Debug)]
-pub struct DispatchedMut<'a, D: Kernels> {
+pub struct DispatchedRowsMut<'a, D: Kernels> {
     /// Received rows `[N, H]` in slots, the tokens' type. Padding is zeroed.
     pub rows: TensorMut<'a, D>,
     /// Routing weight of each slot `[N]`, accumulator type. Padding is zeroed.
@@ -80,7 +80,7 @@ pub struct DispatchedMut<'a, D: Kernels> {
 
 /// Gradients of what dispatch brought.
 #[derive(Debug)]
-pub struct DispatchedGrads<'a, D: Kernels> {
+pub struct DispatchedRowGrads<'a, D: Kernels> {
     /// `[N, H]`, the tokens' type.
     pub rows: TensorRef<'a, D>,
     /// `[N]`, accumulator type; absent counts as zeros.
@@ -213,7 +213,7 @@ impl Layer {
         group: &mut Group<D>,
         context: &DispatchContext<D>,
         tokens: &RoutedTokens<'_, D>,
-        mut into: DispatchedMut<'_, D>,
+        mut into: DispatchedRowsMut<'_, D>,
     ) -> Result<()> {
         let device = group.device().clone();
         let handle = &context.handle;
@@ -304,7 +304,7 @@ impl Layer {
         &self,
         group: &mut Group<D>,
         context: &DispatchContext<D>,
-        grads: DispatchedGrads<'_, D>,
+        grads: DispatchedRowGrads<'_, D>,
         mut into: TokenGradsMut<'_, D>,
     ) -> Result<()> {
         let handle = &context.handle;

@@ -45,7 +45,7 @@ pub(super) fn forward_into<D: Kernels>(
     let spec = spec::<D>(layer, mode, x.dtype());
     let device = group.device().clone();
     let jitter = jitter(layer, group, mode, x)?;
-    // What fails on this rank alone is told to the others in prepare, where they wait.
+    // The others wait in prepare, and are told there of an error that is this rank's alone.
     let checked = check::inputs(CALL, layer, group, x, params);
     let checked = checked.and_then(|tokens| check::output(CALL, layer, x, tokens, &y));
     let pending = checked.and_then(|()| {

@@ -21,7 +21,7 @@ pub use crate::aux_loss::AuxValue;
 pub use crate::kernels::Scalar;
 pub use aux_losses::AuxLoss;
 pub use dispatch_combine::{
-    DispatchContext, DispatchedGrads, DispatchedMut, RoutedTokens, RoutingGrads, RoutingMut, TokenGradsMut,
+    DispatchContext, DispatchedRowGrads, DispatchedRowsMut, RoutedTokens, RoutingGrads, RoutingMut, TokenGradsMut,
 };
 pub use memory::{StepMemory, StepSizes};
 pub use param_kind::ParamKind;

@@ -7,7 +7,7 @@ use crate::comm::{Communicator, Op, Tag};
 use crate::error::{Error, Result};
 use crate::etp::StreamPair;
 use crate::kernels::optimizer::{
-    AdamW as AdamWCall, AdamWTensor, COEFFICIENTS, Convert, GROUP_STATE, SETTINGS, STATE_NUMBERS, StepControl, state,
+    AdamWTensor, AdamWUpdate, COEFFICIENTS, Convert, GROUP_STATE, SETTINGS, STATE_NUMBERS, StepControl, state,
 };
 use crate::tensor::{Tensor, TensorMut, TensorRef};
 
@@ -36,7 +36,7 @@ pub struct AdamW<D: StepDevice> {
     begun: u64,
 }
 
-/// What is kept of a parameter.
+/// State kept for a parameter.
 #[derive(Debug)]
 pub(super) struct ParamState<D: StepDevice> {
     /// None where the parameter itself is F32.
@@ -87,7 +87,7 @@ impl<D: StepDevice> AdamW<D> {
             false => None,
         };
         let params = specs.iter().map(|spec| {
-            let dims = [spec.part.count()];
+            let dims = [spec.shard.count()];
             let main = (spec.dtype != DType::F32).then(|| Tensor::zeros(device, DType::F32, &dims)).transpose()?;
             let moment = || Tensor::zeros(device, options.moments, &dims);
             Ok(ParamState { main, first: moment()?, second: moment()? })
@@ -121,7 +121,7 @@ impl<D: StepDevice> AdamW<D> {
     pub fn read_param(&mut self, index: usize, param: TensorRef<'_, D>) -> Result<()> {
         let spec = self.spec(index)?;
         check_param(spec, param.dtype(), param.count())?;
-        let count = spec.part.count();
+        let count = spec.shard.count();
         let param = param.borrow();
         let Some(main) = self.params.get_mut(index).and_then(|p| p.main.as_mut()) else { return Ok(()) };
         let dtype = param.dtype();
@@ -136,7 +136,7 @@ impl<D: StepDevice> AdamW<D> {
     pub fn write_param(&self, index: usize, mut param: TensorMut<'_, D>) -> Result<()> {
         let spec = self.spec(index)?;
         check_param(spec, param.dtype(), param.count())?;
-        let (count, dtype) = (spec.part.count(), spec.dtype);
+        let (count, dtype) = (spec.shard.count(), spec.dtype);
         let Some(main) = self.params.get(index).and_then(|p| p.main.as_ref()) else { return Ok(()) };
         let to = D::slice_mut(param.reborrow().into_data(), 0..count * dtype.size());
         self.device.convert(Convert { from: main.view(), to: TensorMut::new(to, dtype, &[count])? })
@@ -203,19 +203,19 @@ impl<D: StepDevice> AdamW<D> {
                 Some(main) => (main.view_mut(), Some(param)),
             };
             groups[spec.group].push(AdamWTensor {
-                count: spec.part.count(),
+                count: spec.shard.count(),
                 gradient,
                 main,
                 rounded,
                 first: kept.first.view_mut(),
                 second: kept.second.view_mut(),
                 number: index as u32,
-                element: spec.part.first_element(),
+                element: spec.shard.first_element(),
             });
         }
         for (group, tensors) in groups.into_iter().enumerate().filter(|(_, tensors)| !tensors.is_empty()) {
             let (coefficients, seed) = (self.coefficients.view(), self.options.seed);
-            self.device.adamw(AdamWCall { tensors, coefficients, group, seed })?;
+            self.device.adamw(AdamWUpdate { tensors, coefficients, group, seed })?;
         }
         Ok(())
     }
@@ -380,7 +380,7 @@ impl<D: StepDevice> AdamW<D> {
     }
 }
 
-/// What is kept of a parameter, by name.
+/// Kinds of state kept for a parameter, by name.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum StateKind {
     Main,
@@ -451,7 +451,7 @@ fn check_gradient(spec: &ParamSpec, dtype: DType, count: usize) -> Result<()> {
 }
 
 fn at_least(spec: &ParamSpec, what: &str, found: usize) -> Result<()> {
-    let wanted = spec.part.count();
+    let wanted = spec.shard.count();
     match found >= wanted {
         true => Ok(()),
         false => {

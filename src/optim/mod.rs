@@ -8,14 +8,14 @@
 //! update   one kernel a group: main weights, moments, and parameters rounded from the main weights
 //! ```
 //!
-//! and the host waits for none of it. What a rank holds of a parameter is its [`Part`]; the norm counts each row of each
-//! parameter once, whoever holds it, in an order that does not depend on how parameters are cut
-//! ([`kernels::optimizer`](crate::kernels::optimizer) states it). So a step has the same bits in every run and for every
-//! number of ranks, given the same gradients.
+//! and the host waits for none of it. What a rank holds of a parameter is its [`ParamShard`]; the norm counts each row
+//! of each parameter once, whoever holds it, in an order that does not depend on how parameters are cut
+//! ([`kernels::optimizer`](crate::kernels::optimizer) states it). So a step has the same bits in every run and for
+//! every number of ranks, given the same gradients.
 
 mod adamw;
 mod norm;
-mod part;
+mod param_shard;
 
 use crate::dtype::DType;
 use crate::error::{Error, Result};
@@ -24,7 +24,7 @@ use crate::etp::ShardDevice;
 pub use crate::kernels::optimizer::{LossScaling, OptimizerDevice};
 pub use adamw::{AdamW, StepTensor};
 pub(crate) use adamw::{Counts, StateKind};
-pub use part::Part;
+pub use param_shard::ParamShard;
 
 /// A device that optimizers step on, over ranks: all that there are.
 pub trait StepDevice: OptimizerDevice + ShardDevice {}
@@ -119,8 +119,8 @@ impl AdamWOptions {
 pub struct ParamSpec {
     /// Its name, of its own: in errors and in saved states.
     pub name: String,
-    /// What this rank holds of it.
-    pub part: Part,
+    /// The rows of it that this rank holds.
+    pub shard: ParamShard,
     /// Type of the parameter: F32, F16 or BF16.
     pub dtype: DType,
     /// Number of its group.
@@ -136,7 +136,7 @@ pub struct StepStats {
     pub skipped: u64,
     /// Norm of the last step's gradients before clipping, without the loss's factor; 0 where none is computed.
     pub norm: f64,
-    /// What the last step multiplied the gradients by.
+    /// Factor of the last step's gradients.
     pub factor: f64,
     /// Factor of the next step's loss; 1 without loss scaling.
     pub loss_scale: f64,

@@ -33,7 +33,7 @@ struct OwnNodes {
     first: usize,
 }
 
-/// What a rank holds of one parameter: rows of it.
+/// Rows of each parameter that each rank holds.
 pub(super) type Held = Vec<Vec<Range<usize>>>;
 
 impl<D: StepDevice> NormPlan<D> {
@@ -90,7 +90,7 @@ impl<D: StepDevice> NormPlan<D> {
         let mut tensors = Vec::with_capacity(self.own.len());
         let mut absent = false;
         for ((spec, own), gradient) in parts {
-            let (rows, width) = (spec.part.rows().len(), spec.part.width());
+            let (rows, width) = (spec.shard.rows().len(), spec.shard.width());
             let Some(gradient) = gradient.as_ref() else {
                 absent = true;
                 continue;
@@ -137,12 +137,12 @@ pub(super) struct NormStep<'s, 'a, D: StepDevice> {
 }
 
 fn leaves_of_row(spec: &ParamSpec) -> usize {
-    spec.part.width().div_ceil(LEAF)
+    spec.shard.width().div_ceil(LEAF)
 }
 
 /// Height of the largest nodes that no cut divides: the whole tree where there is none.
 fn height<'h>(spec: &ParamSpec, parts: impl Iterator<Item = &'h Range<usize>>) -> u32 {
-    let (leaves, all) = (leaves_of_row(spec), spec.part.all_rows());
+    let (leaves, all) = (leaves_of_row(spec), spec.shard.all_rows());
     let cuts = parts.filter(|rows| !rows.is_empty()).flat_map(|rows| [rows.start, rows.end]);
     let most = (leaves * all).next_power_of_two().trailing_zeros();
     cuts.filter(|row| *row != 0 && *row != all).map(|row| (row * leaves).trailing_zeros()).fold(most, u32::min)
@@ -158,28 +158,29 @@ pub(super) fn owners(spec: &ParamSpec, held: &Held, p: usize) -> Result<Vec<(usi
     let mut end = 0;
     for (rank, rows) in &parts {
         if rows.start != end {
-            let expected = format!("the ranks' rows to make up its {} rows, each once", spec.part.all_rows());
+            let expected = format!("the ranks' rows to make up its {} rows, each once", spec.shard.all_rows());
             let found = format!("rows {rows:?} of rank {rank} behind row {end}");
             return Err(Error::invalid(CALL, format!("parameter {}", spec.name), expected, found));
         }
         end = rows.end;
     }
     // A parameter without elements has no rows that anybody holds.
-    if end != spec.part.all_rows() && spec.part.width() > 0 {
-        let expected = format!("the ranks' rows to make up its {} rows", spec.part.all_rows());
+    if end != spec.shard.all_rows() && spec.shard.width() > 0 {
+        let expected = format!("the ranks' rows to make up its {} rows", spec.shard.all_rows());
         return Err(Error::invalid(CALL, format!("parameter {}", spec.name), expected, format!("{end} of them")));
     }
     Ok(parts)
 }
 
-/// What all ranks hold. Ranks compare parameters and options first: one that differs is named on every rank.
+/// Exchanges which rows all ranks hold. Ranks compare parameters and options first: one that differs is named on every
+/// rank.
 pub(super) fn exchange<D: StepDevice>(
     device: &D,
     comm: Option<&mut (dyn Communicator<D> + 'static)>,
     specs: &[ParamSpec],
     options: &[u64],
 ) -> Result<(Held, usize)> {
-    let own: Vec<Range<usize>> = specs.iter().map(|spec| spec.part.rows()).collect();
+    let own: Vec<Range<usize>> = specs.iter().map(|spec| spec.shard.rows()).collect();
     let Some(comm) = comm.filter(|comm| comm.size() > 1) else { return Ok((vec![own], 0)) };
     let (ranks, rank) = (comm.size(), comm.rank());
     let streams = StreamPair::new(device, comm.device());
@@ -208,7 +209,7 @@ pub(super) fn exchange<D: StepDevice>(
         differs(field, &column, *own)?;
     }
     let table = specs.iter().flat_map(|spec| {
-        let rows = spec.part.rows();
+        let rows = spec.shard.rows();
         [fingerprint(spec), rows.start as u64, rows.end as u64]
     });
     let table: Vec<u64> = table.collect();
@@ -234,6 +235,6 @@ pub(super) fn upload<D: StepDevice>(device: &D, dtype: DType, bytes: &[u8]) -> R
 
 /// A number of a parameter's name, sizes, type and group: FNV-1a, the same in every build.
 fn fingerprint(spec: &ParamSpec) -> u64 {
-    let text = format!("{}|{:?}|{}|{}", spec.name, spec.part.dims(), spec.dtype, spec.group);
+    let text = format!("{}|{:?}|{}|{}", spec.name, spec.shard.dims(), spec.dtype, spec.group);
     text.bytes().fold(0xcbf2_9ce4_8422_2325, |hash, byte| (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3))
 }

@@ -1,4 +1,4 @@
-//! What a rank must know to get a group's id.
+//! The facts that a rank needs to get a group's id.
 
 use std::time::Duration;
 

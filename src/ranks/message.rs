@@ -76,7 +76,7 @@ impl Reply {
     }
 
     pub fn failed(reason: &str) -> Self {
-        // What cannot be in the body's text is what marks its end.
+        // The mark of the body's end cannot be in its text.
         let mut text = reason.replace('\0', " ");
         while text.len() > 128 {
             text.pop();

@@ -29,7 +29,7 @@ use trials::Trials;
 #[cfg(feature = "cuda")]
 static CONTEXT: RwLock<()> = RwLock::new(());
 
-/// What every device does.
+/// The suites of every device.
 #[allow(clippy::type_complexity, reason = "names and functions, no more")]
 fn suites() -> [(&'static str, Vec<(&'static str, fn(&Device) -> support::AnyResult<()>)>); 6] {
     [

@@ -3,7 +3,7 @@
 use candle_core::backprop::GradStore;
 use candle_core::{DType, Device, Tensor, Var};
 use candle_nn::{Optimizer, ParamsAdamW};
-use moebius::candle::{AdamW, ExpertParallelMoE, Param, error_of};
+use moebius::candle::{AdamW, AdamWParam, ExpertParallelMoE, error_of};
 use moebius::optim::{AdamWOptions, GroupOptions, LossScaling};
 use moebius::{CheckpointError, Error};
 
@@ -110,7 +110,7 @@ fn learning_rates_and_groups(device: &Device) -> AnyResult<()> {
     let var = |v: f32| -> AnyResult<Var> { Ok(Var::new(&[v], device)?) };
     let (a, b) = (var(1.0)?, var(1.0)?);
     let of = |lr, weight_decay| GroupOptions { lr, betas: [0.0, 0.0], eps: 0.0, weight_decay };
-    let params = vec![Param::new("a", &a), Param::new("b", &b).in_group(1)];
+    let params = vec![AdamWParam::new("a", &a), AdamWParam::new("b", &b).in_group(1)];
     let mut adam = AdamW::with_groups(params, AdamWOptions::default(), &[of(0.5, 0.0), of(0.25, 1.0)])?;
     let step = |adam: &mut AdamW| -> AnyResult<[f32; 2]> {
         let gradients = (a.as_tensor() + b.as_tensor())?.sum_all()?.backward()?;
@@ -191,9 +191,10 @@ fn odd_gradients_and_variables(device: &Device) -> AnyResult<()> {
     let mut adam = AdamW::new(vec![Var::zeros(2, DType::U32, device)?], options(0.1))?;
     adam.step(&gradients)?;
     let wide = Var::zeros(2, DType::F64, device)?;
-    let error = AdamW::with_groups(vec![Param::new("wide", &wide)], options(0.1), &[options(0.1).group]).unwrap_err();
+    let error =
+        AdamW::with_groups(vec![AdamWParam::new("wide", &wide)], options(0.1), &[options(0.1).group]).unwrap_err();
     assert!(matches!(error_of(&error), Some(Error::Invalid { name, .. }) if name == "parameter wide"), "{error}");
-    let twice = vec![Param::new("a", &own), Param::new("b", &own)];
+    let twice = vec![AdamWParam::new("a", &own), AdamWParam::new("b", &own)];
     let error = AdamW::with_groups(twice, options(0.1), &[options(0.1).group]).unwrap_err();
     assert!(matches!(error_of(&error), Some(Error::Invalid { name, .. }) if name == "parameter b"), "{error}");
     Ok(())

@@ -144,7 +144,7 @@ impl Steps {
         seeds.map(one).collect()
     }
 
-    /// A recorded step, over and over with the inputs of four eager ones, whose results come back with it.
+    /// A captured step, over and over with the inputs of four eager ones, whose results come back with it.
     pub fn replays(&mut self) -> Result<(Captured<()>, Vec<Bits>)> {
         let eager = self.over(0..4)?;
         assert!(eager.windows(2).all(|w| w[0] != w[1]), "inputs differ, so results do");

@@ -339,7 +339,7 @@ fn every_kind_of_routing<D: Target>(s: &Setup<D>) {
         let count = |e: usize| ranks.iter().flatten().filter(|id| **id == e as i64).count();
         (0..experts).map(count).collect::<Vec<_>>()
     });
-    // What they are called for.
+    // The sizes that the test is for.
     assert_eq!(loads[2][experts - 1], s.ranks * tokens);
     // Of 2400 tokens, as few have any load by chance: with 4 experts the first is among 79 in 100 tokens' two, the last
     // among 28, and the difference of the loads in question is 11 standard deviations.

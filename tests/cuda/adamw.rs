@@ -3,7 +3,7 @@
 
 use moebius::cpu::Cpu;
 use moebius::cuda::Cuda;
-use moebius::optim::{AdamW, AdamWOptions, GroupOptions, LossScaling, ParamSpec, Part, StepDevice, StepTensor};
+use moebius::optim::{AdamW, AdamWOptions, GroupOptions, LossScaling, ParamShard, ParamSpec, StepDevice, StepTensor};
 use moebius::{DType, Device, Result, Tensor, TensorMut, TensorRef};
 
 use crate::harness::tests;
@@ -32,7 +32,7 @@ impl<D: Target> Params<D> {
     fn new(device: &D, moments: DType, sizes: &[usize], shift: usize) -> Self {
         let spec = |(i, size): (usize, &usize)| ParamSpec {
             name: i.to_string(),
-            part: Part::whole(&[*size]),
+            shard: ParamShard::whole(&[*size]),
             dtype: TYPES[i % 3],
             group: 0,
         };

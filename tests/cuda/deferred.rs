@@ -20,7 +20,7 @@ tests!(
     losses_of_the_device_are_replayed_with_other_gradients,
     a_nan_that_is_told_later_goes_its_way,
     memory_that_a_graph_reads_stays_while_it_lives,
-    what_waits_for_the_gpu_cannot_be_recorded,
+    what_waits_for_the_gpu_cannot_be_captured,
 );
 
 /// Content of a plan, as far as anybody can see.
@@ -394,10 +394,10 @@ fn memory_that_a_graph_reads_stays_while_it_lives(cuda: &Cuda) -> Result<()> {
     Ok(())
 }
 
-fn what_waits_for_the_gpu_cannot_be_recorded(cuda: &Cuda) -> Result<()> {
+fn what_waits_for_the_gpu_cannot_be_captured(cuda: &Cuda) -> Result<()> {
     let t = Tensor::zeros(cuda, DType::F32, &[4])?;
     let error = cuda.capture(|| cuda.read(t.view())).err().map(|e| e.to_string());
-    assert!(error.as_ref().is_some_and(|e| e.contains("recorded into a graph")), "{error:?}");
+    assert!(error.as_ref().is_some_and(|e| e.contains("captured into a graph")), "{error:?}");
     let nested = cuda.capture(|| cuda.capture(|| Ok(())).map(drop)).err().map(|e| e.to_string());
     assert!(nested.as_ref().is_some_and(|e| e.contains("no capture under way")), "{nested:?}");
     // The device works on.

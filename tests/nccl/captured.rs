@@ -1,4 +1,4 @@
-//! Passes of a chain in CUDA graphs, over several GPUs: the bits of eager passes, and what becomes of recordings that
+//! Passes of a chain in CUDA graphs, over several GPUs: the bits of eager passes, and what becomes of captures that
 //! fail.
 
 use std::ops::Range;
@@ -22,11 +22,11 @@ pub fn cases() -> Vec<(&'static str, Run)> {
     vec![
         ("a_step_has_eager_bits", a_step_has_eager_bits),
         ("passes_apart_have_eager_bits", passes_apart_have_eager_bits),
-        ("replicas_in_a_recording", replicas_in_a_recording),
-        ("a_recording_that_never_runs_leaves_nothing", a_recording_that_never_runs_leaves_nothing),
-        ("a_recording_that_fails_is_given_up", a_recording_that_fails_is_given_up),
-        ("what_a_recording_cannot_have", what_a_recording_cannot_have),
-        ("copy_engines_are_not_recorded", copy_engines_are_not_recorded),
+        ("replicas_in_a_capture", replicas_in_a_capture),
+        ("a_capture_that_never_runs_leaves_nothing", a_capture_that_never_runs_leaves_nothing),
+        ("a_capture_that_fails_is_given_up", a_capture_that_fails_is_given_up),
+        ("what_a_capture_cannot_have", what_a_capture_cannot_have),
+        ("copy_engines_are_not_captured", copy_engines_are_not_captured),
     ]
 }
 
@@ -183,12 +183,12 @@ impl Rank {
         cuda.capture(|| calls(self))
     }
 
-    /// Eager steps, and then replays with an eager step between; what of a step is not recorded follows.
-    fn replays(&mut self, recorded: &[fn(&mut Self) -> Result<()>], after: fn(&mut Self) -> Result<()>, what: &str) {
+    /// Eager steps, and then replays with an eager step between; what of a step is not captured follows.
+    fn replays(&mut self, captured: &[fn(&mut Self) -> Result<()>], after: fn(&mut Self) -> Result<()>, what: &str) {
         (0..2).for_each(|step| self.eager(step, what));
         self.chain.prepare_capture().unwrap();
         let before = (self.chain.traffic().allocations, self.cuda.memory().in_use);
-        let mut graphs: Vec<_> = recorded.iter().map(|calls| self.capture(calls).unwrap()).collect();
+        let mut graphs: Vec<_> = captured.iter().map(|calls| self.capture(calls).unwrap()).collect();
         assert_eq!((self.chain.traffic().allocations, self.cuda.memory().in_use), before, "{what}");
         for step in 2..8 {
             if step == 5 {
@@ -238,7 +238,7 @@ fn passes_apart_have_eager_bits(_: &Cuda, n: usize) {
 }
 
 /// Each rank a group of its own, and all of them replicas.
-fn replicas_in_a_recording(_: &Cuda, n: usize) {
+fn replicas_in_a_capture(_: &Cuda, n: usize) {
     let all: Vec<usize> = (0..n).collect();
     let (payload, options) = on(Payload::Plain, 1);
     thread::scope(|scope| {
@@ -255,8 +255,8 @@ fn replicas_in_a_recording(_: &Cuda, n: usize) {
     });
 }
 
-/// A recording that never ran has cast nothing.
-fn a_recording_that_never_runs_leaves_nothing(_: &Cuda, n: usize) {
+/// A capture that never ran has cast nothing.
+fn a_capture_that_never_runs_leaves_nothing(_: &Cuda, n: usize) {
     for payload in [Payload::Nvfp4, Payload::Mxfp8] {
         ranks(n, MINUTE, |rank, comms| {
             let mut rank = Rank::new((rank, n), comms, on(payload, 1));
@@ -275,7 +275,7 @@ fn a_recording_that_never_runs_leaves_nothing(_: &Cuda, n: usize) {
     }
 }
 
-/// How a recording ends within a pass.
+/// How a capture ends within a pass.
 #[derive(Debug, Clone, Copy, PartialEq)]
 enum Ends {
     /// On every rank, with an error of the caller's.
@@ -286,9 +286,9 @@ enum Ends {
     Silently,
 }
 
-/// A recording that ends with collectives under way: none of them runs, recovery gives the chain back as it was, an
-/// eager step has its bits, and recording works.
-fn a_recording_that_fails_is_given_up(_: &Cuda, n: usize) {
+/// A capture that ends with collectives under way: none of them runs, recovery gives the chain back as it was, an
+/// eager step has its bits, and capturing works.
+fn a_capture_that_fails_is_given_up(_: &Cuda, n: usize) {
     use Phase::{Backward, Forward};
     let ends = [(Forward, Ends::All), (Backward, Ends::All), (Forward, Ends::First), (Backward, Ends::First)];
     let ends = ends.into_iter().chain([(Forward, Ends::Silently), (Backward, Ends::Silently)]);
@@ -318,7 +318,7 @@ fn a_recording_that_fails_is_given_up(_: &Cuda, n: usize) {
     }
 }
 
-/// A recording that fails in this way; why.
+/// A capture that fails in this way; why.
 fn fails(rank: &mut Rank, within: Phase, end: Ends) -> Error {
     let goes_on = end == Ends::First && rank.number != 0;
     let error = rank.capture(|rank| {
@@ -332,7 +332,7 @@ fn fails(rank: &mut Rank, within: Phase, end: Ends) -> Error {
         match end {
             Ends::Silently => Ok(()),
             _ => {
-                let [name, expected, found] = ["recording", "to go on", "an error of the caller's"].map(String::from);
+                let [name, expected, found] = ["capture", "to go on", "an error of the caller's"].map(String::from);
                 Err(Error::Invalid { call: "test", name, expected, found })
             }
         }
@@ -347,7 +347,7 @@ fn fails(rank: &mut Rank, within: Phase, end: Ends) -> Error {
     error
 }
 
-fn what_a_recording_cannot_have(_: &Cuda, n: usize) {
+fn what_a_capture_cannot_have(_: &Cuda, n: usize) {
     ranks(n, MINUTE, |rank, comms| {
         let mut rank = Rank::new((rank, n), comms, on(Payload::Plain, 1));
         let refused = |result: Result<Captured<()>>, what: &str| match result.map(drop) {
@@ -364,7 +364,7 @@ fn what_a_recording_cannot_have(_: &Cuda, n: usize) {
         // Nothing of it is left.
         rank.eager(1, "after");
         rank.chain.prepare_capture().unwrap();
-        // What is under way is not lost.
+        // A pass under way is not lost.
         rank.change(2);
         rank.pass(Phase::Forward).unwrap();
         rank.uses(Phase::Backward, 2).unwrap();
@@ -384,12 +384,12 @@ fn what_a_recording_cannot_have(_: &Cuda, n: usize) {
         let mut graph = rank.capture(Rank::step).unwrap();
         rank.change(3);
         graph.replay().unwrap();
-        rank.check(3, "recorded after refusals");
+        rank.check(3, "captured after refusals");
     });
 }
 
-/// Refused before a recording can begin; eager steps go on.
-fn copy_engines_are_not_recorded(_: &Cuda, n: usize) {
+/// Refused before a capture can begin; eager steps go on.
+fn copy_engines_are_not_captured(_: &Cuda, n: usize) {
     crate::etp::with_memory(|| {
         ranks(n, MINUTE, |rank, comms| {
             let mut rank = Rank::new((rank, n), comms, on(Payload::Plain, 2));

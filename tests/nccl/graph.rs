@@ -17,7 +17,7 @@ pub fn cases() -> Vec<(&'static str, Run)> {
         ("a_seen_step_asks_the_driver_for_nothing", asks_for_nothing),
         ("graphs_replay_the_bits_of_eager_steps", graphs_replay),
         ("a_graph_tells_what_is_wrong_later", graphs_tell),
-        ("what_cannot_be_recorded_says_so", not_capturable),
+        ("what_cannot_be_captured_says_so", not_capturable),
     ]
 }
 

@@ -1,4 +1,4 @@
-//! Low latency whose ranks do not have the same: a handle that one of them keeps, a graph that only some could record,
+//! Low latency whose ranks do not have the same: a handle that one of them keeps, a graph that only some could capture,
 //! a GPU that is late. What one rank finds alone the others hear of where they are next, and the steps behind are as
 //! before.
 
@@ -141,7 +141,7 @@ fn a_capture_without_a_free_handle(ranks: usize) {
         }
         assert!(began.elapsed() < AT_ONCE, "{:?}", began.elapsed());
         barrier.wait();
-        // Those that got one in the recording have lost it to that.
+        // Those that got one in the capture have lost it to that.
         for number in 4..7 {
             assert_eq!(seat.step()?.sequence(), number);
         }

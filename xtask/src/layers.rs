@@ -24,7 +24,7 @@ struct Named {
     path: Module,
 }
 
-/// What of a file matters here.
+/// The parts of a file that matter here.
 #[derive(Debug, Default)]
 struct File {
     named: Vec<Named>,
@@ -224,7 +224,7 @@ impl Reader<'_> {
         i
     }
 
-    /// What a module hands on of its children: `use child::Name`, `use child::{Name, Other}`.
+    /// Names of its children that a module hands on: `use child::Name`, `use child::{Name, Other}`.
     fn hand_on(&mut self, tokens: &[TokenTree], i: usize) {
         let Some(first) = word(tokens, i).filter(|w| !matches!(w.as_str(), "crate" | "super" | "self")) else {
             return;
@@ -352,7 +352,7 @@ pub(super) fn run() -> Result<String, String> {
         all.insert(module.clone(), read(&text, &module).map_err(|e| format!("{shown}: {e}"))?);
         places.insert(module, shown);
     }
-    let mut problems = judge(&rules, &all, &places);
+    let mut problems = problems_of(&rules, &all, &places);
     problems.extend(stale(&rules, &all));
     problems.extend(unlisted(&rules, &all));
     match problems.is_empty() {
@@ -373,7 +373,7 @@ fn shipped(all: &BTreeMap<Module, File>) -> impl Iterator<Item = (&Module, &File
 }
 
 /// Everything that breaks a rule, with file, line and rule.
-fn judge(rules: &Rules, all: &BTreeMap<Module, File>, places: &BTreeMap<Module, String>) -> Vec<String> {
+fn problems_of(rules: &Rules, all: &BTreeMap<Module, File>, places: &BTreeMap<Module, String>) -> Vec<String> {
     let mut problems = Vec::new();
     for (module, file) in shipped(all).filter(|(module, _)| !module.is_empty()) {
         let place = &places[module];
@@ -439,7 +439,7 @@ mod tests {
         let all: BTreeMap<Module, File> =
             files.iter().map(|(m, text)| (module(m), read(text, &module(m)).expect("tokens"))).collect();
         let places = all.keys().map(|m| (m.clone(), m.join("/"))).collect();
-        judge(&rules, &all, &places)
+        problems_of(&rules, &all, &places)
     }
 
     const RULES: &str = "low:\nhigh: low\ninside high: a b+c d\n";

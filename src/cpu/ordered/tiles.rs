@@ -159,8 +159,8 @@ impl<A: Lanes, S: Simd> ProductChunk<'_, A, S> {
     ) {
         let mut row = 0;
         while row < m {
-            // What is left of more than one tile goes to two that keep the multipliers busy, rather than to one that
-            // does and one that does not.
+            // The last rows, if more than one tile, go to two tiles that keep the multipliers busy, rather than to one
+            // that does and one that does not.
             let rest = m - row;
             let rows = if rest > R && rest < 2 * R { rest.div_ceil(2) } else { rest.min(R) };
             match rows {

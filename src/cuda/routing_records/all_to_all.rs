@@ -23,7 +23,7 @@ impl AllToAllCounts {
     /// Settles where choices are kept and counts the messages, behind the other numbers in `stats`.
     pub(super) fn new(
         device: &Cuda,
-        p: &mut params::RecordsPlan,
+        p: &mut params::RecordsPlanParams,
         (choices, walk): (usize, Grid),
         stats: &mut Tensor<Cuda>,
         stats_layout: StatsLayout,
@@ -48,7 +48,7 @@ impl AllToAllCounts {
     pub(super) fn number(
         self,
         device: &Cuda,
-        p: &mut params::RecordsPlan,
+        p: &mut params::RecordsPlanParams,
         counts: [Vec<usize>; 4],
     ) -> Result<MessageMaps<Cuda>> {
         let [slots_from, recv_rows, slots_at, send_rows] = counts;

@@ -59,7 +59,7 @@ pub(super) fn record(device: &Cuda, call: RecordIds<'_, Cuda>) -> Result<()> {
     let mut header = [0; WORDS];
     let bytes = own.encode(RecordSizes { max_tokens: 0, ..sizes })?;
     header.iter_mut().zip(bytes.as_chunks().0).for_each(|(to, word)| *to = i64::from_le_bytes(*word));
-    let p = params::WriteRecord {
+    let p = params::WriteRecordParams {
         ids: ids.data().ptr,
         wide,
         choices: ids.count() as i64,

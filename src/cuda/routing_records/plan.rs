@@ -42,7 +42,7 @@ struct PlanTarget {
 
 /// A plan in the making: what the kernels are told, and what they leave.
 struct PlanInProgress {
-    p: params::RecordsPlan,
+    p: params::RecordsPlanParams,
     stats_layout: StatsLayout,
     /// Blocks that walk over all choices.
     walk: Grid,
@@ -51,7 +51,7 @@ struct PlanInProgress {
     counts: Tensor<Cuda>,
     stats: Tensor<Cuda>,
     kept_ids: Tensor<Cuda>,
-    // What the kernels leave each other, until the last of them.
+    // Memory that the kernels pass on to each other, held until the last of them.
     _before: Tensor<Cuda>,
     _scratch: Tensor<Cuda>,
 }
@@ -89,7 +89,7 @@ impl PlanInProgress {
         let (mut offsets, mut counts) =
             (of(DType::I64, &[stats_layout.locals])?, of(DType::I64, &[stats_layout.locals])?);
         let (mut stats, mut kept_ids) = (of(DType::I64, &[stats_layout.count()])?, of(DType::I32, &[tokens, k])?);
-        let mut p = params::RecordsPlan {
+        let mut p = params::RecordsPlanParams {
             records: records.data().ptr,
             size: sizes.bytes() as i64,
             ranks: ranks as i64,

@@ -48,7 +48,7 @@ impl<D: ShardDevice> Chain<D> {
             ));
         }
         if inner.gathers.has_own_memory || inner.reductions().has_own_memory {
-            return Err(not_capturable_error(CALL, "record what copy engines move"));
+            return Err(not_capturable_error(CALL, "capture what copy engines move"));
         }
         inner.drop_gathers().and(inner.finish_reductions(self))?;
         for MainGradient { sums, first } in inner.weights.iter_mut().filter_map(|weight| weight.main.as_mut()) {

@@ -63,7 +63,7 @@ impl<D: ShardDevice> ChainState<D> {
         self.capture = capture;
         self.cache.fixed = capture.is_some();
         for lane in [Some(&self.gathers), self.apart.as_ref()].into_iter().flatten() {
-            lane.record(capture.is_some());
+            lane.set_capturing(capture.is_some());
         }
     }
 

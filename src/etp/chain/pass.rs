@@ -47,7 +47,7 @@ impl<D: ShardDevice> Chain<D> {
         let active = ActivePass { phase, cursor: 0, number, serial, epoch };
         inner.active = Some(active);
         if self.options.prefetch {
-            // What comes before the first use hides them.
+            // The computation before the first use hides them.
             inner.run_ahead(0, self.options.ahead, active);
         }
         Ok(())
@@ -152,7 +152,7 @@ impl<D: ShardDevice> ChainState<D> {
             key(a) == key(b)
         };
         let arrivals = arrival_parities(&links, ahead, same_arrivals);
-        // What arrives quantized needs no room for the weight itself before its turn.
+        // A weight that arrives quantized needs no memory in its own type before its turn.
         let quantized = self.weights.iter().all(|weight| weight.quantized.is_some());
         let ahead = if quantized { 1 } else { ahead };
         let (gather, gradient) = (gather_parities(&links, ahead, same), gradient_parities(&links, D::ENQUEUES, same));

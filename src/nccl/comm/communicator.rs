@@ -74,7 +74,7 @@ impl Work for StreamWork {
     }
 }
 
-/// The watched work that a GPU has been given; not inside a recording, which runs later and any number of
+/// The watched work that a GPU has been given; not inside a capture, which runs later and any number of
 /// times.
 fn work_so_far(cuda: &Cuda) -> Result<Option<Box<dyn Work>>> {
     Ok(match cuda.is_capturing()? {

@@ -113,8 +113,8 @@ impl ProbeDevice for GpuProbe<'_> {
 }
 
 /// Makes a first window and has both of a chain's collectives move it, as the communicator's first user. Its first
-/// collectives over windows make NCCL's own windows too, and leave no flag there that those of a recording, which all
-/// have the same number, could take for theirs.
+/// collectives over windows make NCCL's own windows too, and leave no flag there that those of a captured graph, which
+/// all have the same number, could take for theirs.
 pub(in crate::nccl) fn probe(comm_handle: &CommHandle, cuda: &Cuda) -> Result<()> {
     let comm_stream = &CommStream { comm_handle, stream: cuda.stream().cu_stream().cast() };
     probe_on(comm_stream, &GpuProbe { comm_stream, cuda, memory: RefCell::default() })

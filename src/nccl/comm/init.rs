@@ -173,7 +173,8 @@ impl NcclWorld {
 
 impl Drop for NcclWorld {
     fn drop(&mut self) {
-        // What one rank has aborted the others must abort too: their peers' part of an orderly end will not come.
+        // A communicator that one rank has aborted the others must abort too: their peers' part of an orderly end will
+        // not come.
         if let Some(failure) = self.sessions.iter().find_map(|(comm_handle, _)| comm_handle.failure()) {
             self.sessions.iter().for_each(|(comm_handle, _)| drop(comm_handle.fail(failure.clone())));
         }

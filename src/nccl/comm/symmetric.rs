@@ -143,7 +143,7 @@ impl SymmetricMemory<Cuda> for NcclComm {
         let functions = *library.functions();
         let free = library.newer("ncclMemFree", functions.mem_free)?;
         let deregister = library.newer("ncclCommWindowDeregister", functions.window_deregister)?;
-        // What the stream still does with it comes first, here and at the peers.
+        // The stream's work with the window comes first, here and at the peers.
         self.barrier(tag)?;
         self.of_window(("release", tag), window.bytes, |raw| {
             // SAFETY: the window is this communicator's and nobody uses it any more.

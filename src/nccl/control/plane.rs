@@ -11,7 +11,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use crate::comm::agree::{CollectiveCall, Verdict, failed, judge};
+use crate::comm::agree::{CollectiveCall, Verdict, compare_calls, failed};
 use crate::comm::rendezvous::{Failure, Rendezvous};
 use crate::error::CommError;
 
@@ -91,7 +91,7 @@ impl ProcessControl {
             let missing = match self.peer_events.called(number, self.ranks.len()) {
                 Ok(all) => {
                     let all: Vec<CollectiveCall> = all.iter().map(|descriptor| descriptor.call(operation)).collect();
-                    let error = judge(all.iter()).and_then(|errors| errors.into_iter().nth(rank));
+                    let error = compare_calls(all.iter()).and_then(|errors| errors.into_iter().nth(rank));
                     return error.map_or(Ok(()), |error| Err(CompareError::Differ(error)));
                 }
                 Err(missing) => missing,
@@ -148,11 +148,11 @@ impl ControlPlane {
             _ => return self.peer_events().fault(subject).map_or(Ok(()), |fault| Err(CompareError::Over(fault))),
         };
         let CollectiveInfo { rank, operation, tag, .. } = subject;
-        let round = rendezvous.meeting.exchange(rank, call, timeout, |all| judge(all.iter()));
+        let round = rendezvous.meeting.exchange(rank, call, timeout, |all| compare_calls(all.iter()));
         let reported = |failure| {
             // Why a rank has left is more than that it has.
             match self.peer_events().fault(subject).filter(|_| matches!(failure, Failure::Gone(_))) {
-                // What one has aborted has ended for all.
+                // A communicator that one rank has aborted has ended for all.
                 Some(why) if self.peer_events().aborted().is_some() => CompareError::Over(why),
                 Some(why) => CompareError::Differ(why),
                 None => CompareError::Differ(failed((operation, tag), rank, timeout, failure)),

@@ -65,7 +65,7 @@ fn exchange(rank: usize, rendezvous: &Arc<ThreadRendezvous>, fails: Option<At>) 
             Err(Error::Device { call: "record", operation, message })
         }
         Some(At::Gpu) => Ok(Some(Box::new(Broken))),
-        // What the other rank has to bring does not come.
+        // The other rank's part does not come.
         _ => Ok(Some(Box::new(Told(Arc::new(AtomicBool::new(false)))))),
     });
     until("told", || comm_handle.failure().is_some());

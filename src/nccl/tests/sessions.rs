@@ -93,7 +93,7 @@ fn processes_that_compare_go_on_after_a_disagreement() {
     for error in differences(compare_call(&all, 5, short)) {
         assert!(matches!(error, CommError::SizeMismatch { .. }), "{error:?}");
     }
-    // What each sends to whom is its own affair.
+    // Sizes of pieces are each rank's own affair.
     let pieces = |r| call("all_to_all_v", 1, Detail::Pieces { send: vec![r; 3], recv: vec![0; 3] });
     assert_eq!(compare_call(&all, 6, pieces), [Ok(()), Ok(()), Ok(())]);
 

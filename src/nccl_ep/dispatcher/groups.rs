@@ -61,7 +61,7 @@ impl NcclEp {
     /// The group for rows of so many bytes; a new one is compared over the ranks first.
     pub(super) fn group(&mut self, spec: &DispatchSpec, row_bytes: usize) -> Result<HighThroughputGroup> {
         let capacity = self.fixed(spec);
-        // What the host has planned fits, so the library need not look for rows to drop, nor clear room for them.
+        // The host's plan fits, so the library need not look for rows to drop, nor clear memory for them.
         let trap = !plans_on_device(spec);
         let windows = capacity.is_some() && self.core.config.windows > 0;
         let fits = |o: &GroupOptions| {
@@ -101,7 +101,7 @@ impl NcclEp {
         checked: std::result::Result<(), EpError>,
     ) -> Result<()> {
         let own = format!("{bytes:?} bytes, top_k {top_k}");
-        // What a rank cannot do is told behind a mark.
+        // A failed rank's report begins with a mark.
         let failed = checked.as_ref().err().map(|error| format!("{FAILED}{error}"));
         let all = gather_reports(&mut self.core, failed.as_ref().unwrap_or(&own))?;
         checked?;

@@ -34,7 +34,7 @@ impl NcclEp {
         }
         let (device, experts) = (self.core.device.clone(), self.core.config.num_experts);
         let tag = Tag { layer: spec.layer, op: Op::Prepare, sequence: self.core.next() };
-        // What a prepare by records has masked all ranks were told of, but one that has asked knows it no more: so it
+        // All ranks were told of a rank masked in a prepare by records, but one that has asked knows it no more: so it
         // is told again, and they take the same way.
         let masked = self.core.take_masked();
         let checked = masked.and_then(|()| self.late()).and_then(|()| self.core.check_call(ids, weights, spec));

@@ -85,7 +85,7 @@ impl NcclEp {
             // may, is in no record.
             around(&mut self.core, (call, rows.dtype, row_bytes), tag, || Ok(()))
                 .map_err(|e| self.core.as_peer_error(call, e))?;
-            let routed = self.route(handle, memory);
+            let routed = self.route(handle, row_bytes);
             *guard = routed.map_err(|e| self.core.as_peer_error(call, e))?;
         }
         let done = around(&mut self.core, named, tag, || calls(&mut guard));

@@ -157,7 +157,7 @@ impl HighThroughputHandle {
     /// Sends tokens to the experts of the last update (collective).
     ///
     /// # Errors
-    /// Shapes and types; without a capacity, rows too few for the step, or a graph being recorded.
+    /// Shapes and types; without a capacity, rows too few for the step, or a graph being captured.
     pub fn dispatch(&mut self, direction: PassDirection, rows: DispatchArgs<'_>) -> Result<()> {
         const CALL: &str = "HighThroughputHandle::dispatch";
         let DispatchArgs { tokens, weights, scales, out, out_weights, out_scales } = rows;

@@ -15,7 +15,7 @@ pub struct GroupOptions {
     pub num_experts: usize,
     /// Most tokens of a rank in a call; a multiple of 4, at most 8192.
     pub max_tokens: usize,
-    /// Rows that every receive buffer has, for calls that wait for nothing and can be recorded; `None`: as many as the
+    /// Rows that every receive buffer has, for calls that wait for nothing and can be captured; `None`: as many as the
     /// step needs, which dispatch waits for.
     pub capacity: Option<usize>,
     /// Most bytes of a row, with its scales; a multiple of 16.

@@ -65,7 +65,7 @@ impl LowLatencyGroup {
     /// Skips ranks from now on, here; every rank decides for itself.
     ///
     /// # Errors
-    /// As [`was_late`](Self::was_late); not one entry a rank; a graph being recorded.
+    /// As [`was_late`](Self::was_late); not one entry a rank; a graph being captured.
     pub fn set_active(&self, active: &[bool]) -> Result<()> {
         const CALL: &str = "LowLatencyGroup::set_active";
         self.masked(CALL)?;

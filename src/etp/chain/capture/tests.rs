@@ -114,16 +114,16 @@ impl Rank {
     }
 
     /// A capture begins, or ends.
-    fn record(&self, on: bool) {
+    fn set_capturing(&self, on: bool) {
         let number = if on { self.captures.fetch_add(1, Ordering::SeqCst) + 1 } else { 0 };
         self.chain.test_capture.store(number, Ordering::SeqCst);
     }
 
     /// A capture of one call.
     fn captured<T>(&self, call: impl FnOnce() -> Result<T>) -> Result<T> {
-        self.record(true);
+        self.set_capturing(true);
         let result = call();
-        self.record(false);
+        self.set_capturing(false);
         result
     }
 
@@ -175,12 +175,12 @@ fn captured_passes_have_the_bits_of_eager_ones() {
                             rank.chain.prepare_capture()?;
                         }
                         let before = rank.chain.traffic();
-                        rank.record(capture);
+                        rank.set_capturing(capture);
                         let mut seen = rank.passes(step)?;
                         seen.extend(rank.passes(step + 7)?);
                         assert!(!capture || rank.is_at_rest());
                         let gradients = rank.finish()?;
-                        rank.record(false);
+                        rank.set_capturing(false);
                         let after = rank.chain.traffic();
                         if capture {
                             assert_eq!(after.allocations, before.allocations);
@@ -207,7 +207,7 @@ fn captured_passes_have_the_bits_of_eager_ones() {
 fn gradients_between_passes_are_not_left_under_way() {
     ranks(2, |comms| {
         let rank = Rank::prepared(comms, options(1, true), Payload::Plain);
-        rank.record(true);
+        rank.set_capturing(true);
         rank.gradient(1, 4).unwrap();
         assert!(rank.is_at_rest());
         rank.chain.drain().unwrap();
@@ -238,7 +238,7 @@ fn what_cannot_be_captured_says_so() {
         rank.chain.recover(None).unwrap();
         rank.passes(0).unwrap();
         rank.chain.drain().unwrap();
-        rank.record(true);
+        rank.set_capturing(true);
         rank.passes(1).unwrap();
         rank.finish().unwrap();
     });
@@ -455,9 +455,9 @@ fn replicas_in_a_capture() {
                         if captured && step == 1 {
                             rank.chain.prepare_capture().unwrap();
                         }
-                        rank.record(captured && step != 0);
+                        rank.set_capturing(captured && step != 0);
                         found.push((rank.passes(step).unwrap(), rank.finish_over(Some(&mut replicas)).unwrap()));
-                        rank.record(false);
+                        rank.set_capturing(false);
                     }
                     found
                 })

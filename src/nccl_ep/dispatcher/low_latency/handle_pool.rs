@@ -27,7 +27,7 @@ struct PoolState<H> {
     /// Nobody uses them now.
     free: Vec<H>,
     /// Graphs use them, at any time.
-    recorded: Vec<H>,
+    captured: Vec<H>,
     /// Most choices of a token that a handle was made for.
     widest: usize,
 }
@@ -44,7 +44,7 @@ impl<H> Clone for HandlePool<H> {
 
 impl<H> Default for HandlePool<H> {
     fn default() -> Self {
-        Self(Arc::new(Mutex::new(PoolState { free: Vec::new(), recorded: Vec::new(), widest: 0 })))
+        Self(Arc::new(Mutex::new(PoolState { free: Vec::new(), captured: Vec::new(), widest: 0 })))
     }
 }
 
@@ -73,9 +73,9 @@ impl<H: Poolable> HandlePool<H> {
         Some(handles.free.swap_remove(at))
     }
 
-    /// A handle on loan, to come here in the end; `recorded`: a graph that is being recorded will use it.
-    pub(super) fn lend(&self, handle: H, recorded: bool) -> PooledHandle<H> {
-        PooledHandle { handle: Some(handle), pool: self.clone(), recorded }
+    /// A handle on loan, to come here in the end; `captured`: a graph that is being captured will use it.
+    pub(super) fn lend(&self, handle: H, captured: bool) -> PooledHandle<H> {
+        PooledHandle { handle: Some(handle), pool: self.clone(), captured }
     }
 }
 
@@ -85,7 +85,7 @@ pub(super) struct PooledHandle<H: Poolable> {
     /// `None` only while it goes.
     handle: Option<H>,
     pool: HandlePool<H>,
-    recorded: bool,
+    captured: bool,
 }
 
 impl<H: Poolable> PooledHandle<H> {
@@ -97,8 +97,8 @@ impl<H: Poolable> PooledHandle<H> {
 impl<H: Poolable> Drop for PooledHandle<H> {
     fn drop(&mut self) {
         let mut handles = self.pool.lock();
-        match self.recorded {
-            true => handles.recorded.extend(self.handle.take()),
+        match self.captured {
+            true => handles.captured.extend(self.handle.take()),
             false => handles.free.extend(self.handle.take().filter(|handle| !handle.incomplete())),
         }
     }
@@ -131,7 +131,7 @@ mod tests {
 
     fn names(pool: &HandlePool<Fake>) -> [Vec<&'static str>; 2] {
         let handles = pool.lock();
-        [&handles.free, &handles.recorded].map(|all| all.iter().map(|handle| handle.name).collect())
+        [&handles.free, &handles.captured].map(|all| all.iter().map(|handle| handle.name).collect())
     }
 
     #[test]
@@ -151,11 +151,11 @@ mod tests {
     #[test]
     fn what_a_graph_uses_or_a_panic_has_torn_is_lent_no_more() {
         let pool = HandlePool::default();
-        drop(pool.lend(fake("recorded", 3), true));
+        drop(pool.lend(fake("captured", 3), true));
         let mut incomplete = pool.lend(fake("torn", 3), false);
         incomplete.get().expect("a handle").incomplete = true;
         drop(incomplete);
-        assert_eq!(names(&pool), [vec![], vec!["recorded"]]);
+        assert_eq!(names(&pool), [vec![], vec!["captured"]]);
         assert_eq!(pool.take(3), None);
     }
 

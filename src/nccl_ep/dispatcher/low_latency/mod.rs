@@ -2,7 +2,7 @@
 //!
 //! Rows travel by rank, each with its choices and weights and, behind these, its token's number, so that they can be
 //! brought into the order that slots have everywhere. The library's handles are lent and used again: making one cannot
-//! be recorded. It is a collective where a token has more choices than in any before, since the library's buffers are
+//! be captured. It is a collective where a token has more choices than in any before, since the library's buffers are
 //! made for these; all ranks know that alike. Otherwise it is each rank's own affair, as it follows from the layer's
 //! handles that happen to be alive there.
 //!

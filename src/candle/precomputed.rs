@@ -9,9 +9,9 @@ use super::host::Host;
 const TWICE: &str = "a moebius operation ran twice";
 
 /// The value, until candle's operation takes it.
-pub(super) struct Computed(Mutex<Option<(Storage, Shape)>>);
+pub(super) struct Precomputed(Mutex<Option<(Storage, Shape)>>);
 
-impl Computed {
+impl Precomputed {
     pub(super) fn new<D: Host>(value: crate::Tensor<D>, device: &Device) -> Result<Self> {
         let shape = Shape::from(value.dims());
         Ok(Self(Mutex::new(Some((D::storage(value, device)?, shape)))))

@@ -1,14 +1,14 @@
-//! What a device knows of its recordings.
+//! The captures of a device: whether one is under way, its number, and its hooks.
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 
 use crate::device::CaptureHook;
 
-/// A device's recordings.
+/// State of a device's captures.
 #[derive(Default)]
-pub(super) struct Captures {
-    /// A graph is being recorded.
+pub(super) struct CaptureState {
+    /// A graph is being captured.
     under_way: AtomicBool,
     /// So far, one under way counted.
     begun: AtomicU64,
@@ -16,7 +16,7 @@ pub(super) struct Captures {
     hooks: Mutex<Vec<Weak<CaptureHook>>>,
 }
 
-impl Captures {
+impl CaptureState {
     fn lock(&self) -> MutexGuard<'_, Vec<Weak<CaptureHook>>> {
         self.hooks.lock().unwrap_or_else(PoisonError::into_inner)
     }

@@ -8,12 +8,12 @@ use crate::etp::Shards;
 /// The rows of a parameter that a rank holds. All dimensions but the last count rows, as in
 /// [`Shards`]; a vector is one row.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Part {
+pub struct ParamShard {
     dims: Vec<usize>,
     rows: Range<usize>,
 }
 
-impl Part {
+impl ParamShard {
     /// All of it: one rank, or a parameter that every rank holds.
     pub fn whole(dims: &[usize]) -> Self {
         let rows = 0..row_count(dims);
@@ -26,7 +26,7 @@ impl Part {
     /// # Errors
     /// A rank that there is not; sizes of fewer than two dimensions.
     pub fn of_experts(local: &[usize], rank: usize, ranks: usize) -> Result<Self> {
-        const CALL: &str = "Part::of_experts";
+        const CALL: &str = "ParamShard::of_experts";
         if rank >= ranks {
             return Err(Error::invalid(CALL, "rank", format!("one of {ranks}"), rank));
         }
@@ -44,7 +44,7 @@ impl Part {
     /// # Errors
     /// A cut of another number of rows.
     pub fn shard(&self, shards: &Shards, rank: usize) -> Result<Self> {
-        const CALL: &str = "Part::shard";
+        const CALL: &str = "ParamShard::shard";
         Error::check_shape(
             CALL,
             "shards",

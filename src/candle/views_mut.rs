@@ -61,7 +61,7 @@ const AT_ONCE: usize = 48;
 
 /// Gives `change` the memory of variables, none of which is there twice, as vectors, some at a time, with the number of
 /// the first of them.
-pub(super) fn with_vars<D: Host>(
+pub(super) fn with_vars_mut<D: Host>(
     device: &D,
     call: &'static str,
     vars: &[&Tensor],
