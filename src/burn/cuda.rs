@@ -4,9 +4,6 @@
 //! of it before it answers; the order of burn's work and this crate's is then made on the GPU through the context that
 //! both share ([`Cuda::follow_context`], [`Cuda::lead_context`]). Results are written into memory of burn's pool.
 
-use std::ops::Range;
-use std::sync::Arc;
-
 use burn::tensor::ops::{FloatTensor, IntTensor};
 use burn::tensor::{Shape, TensorMetadata};
 use burn_cubecl::cubecl::cuda::{CudaDevice, CudaRuntime};
@@ -20,13 +17,9 @@ use crate::ep::{EpGroup, GroupConfig};
 use crate::error::{Error, Result};
 use crate::tensor::{TensorMut, TensorRef};
 
-use super::backend::{
-    DispatchOperands, DispatchOutputs, LayerBackend, LayerCall, Named, NativeMemory, Operands, Outputs, ResultSpec,
-    RouteOutputs, core_dtype, unfit_ids,
-};
-use super::dispatch::{NativeDispatch, NativeOutputs, contiguous, run_dispatch, run_route};
+use super::backend::{Named, NativeMemory, ResultSpec, core_dtype, unfit_ids};
 use super::group::DeviceGroup;
-use super::run::run_forward;
+use super::native::NativeGroup;
 
 const CALL: &str = "ExpertParallelMoE";
 
@@ -152,36 +145,8 @@ impl<F: FloatElement, I: IntElement, T: BoolElement> NativeMemory for CubeBacken
     }
 }
 
-impl<F: FloatElement, I: IntElement, T: BoolElement> LayerBackend for CubeBackend<CudaRuntime, F, I, T> {
-    fn moe_forward(call: &LayerCall, operands: Operands<Primitive>) -> Result<Outputs<Self>> {
-        // Nothing tracks gradients here, so nothing is kept.
-        Ok(run_forward::<Self>(call, &operands.map(Self::contiguous), false)?.0)
-    }
-
-    type Dispatch = Arc<NativeDispatch<Self>>;
-
-    fn moe_route(
-        call: &LayerCall,
-        logits: FloatTensor<Self>,
-        selection_bias: Option<FloatTensor<Self>>,
-    ) -> Result<RouteOutputs<Self>> {
-        run_route(call, &Self::contiguous(logits), selection_bias.map(Self::contiguous).as_ref())
-    }
-
-    fn moe_dispatch(call: &LayerCall, tokens: DispatchOperands<Self>) -> Result<DispatchOutputs<Self>> {
-        let NativeOutputs { rows, weights, dispatch } = run_dispatch::<Self>(call, &contiguous(tokens), false)?;
-        Ok(DispatchOutputs { rows, weights, load: dispatch.load(), dispatch: Arc::new(dispatch) })
-    }
-
-    fn moe_combine(dispatch: &Self::Dispatch, outputs: FloatTensor<Self>) -> Result<FloatTensor<Self>> {
-        dispatch.combine(&Self::contiguous(outputs))
-    }
-
-    fn moe_segments(dispatch: &Self::Dispatch) -> Result<Vec<Range<usize>>> {
-        dispatch.segments()
-    }
-
-    fn group_of_one(config: GroupConfig, device: &CudaDevice) -> Result<DeviceGroup> {
+impl<F: FloatElement, I: IntElement, T: BoolElement> NativeGroup for CubeBackend<CudaRuntime, F, I, T> {
+    fn native_group(config: GroupConfig, device: &CudaDevice) -> Result<DeviceGroup> {
         Ok(EpGroup::new(cuda(device)?.group(config)?).into())
     }
 }

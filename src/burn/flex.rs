@@ -1,11 +1,8 @@
 //! Flex, burn's CPU back end.
 
-use std::ops::Range;
-use std::sync::Arc;
-
 use burn::backend::Flex;
 use burn::backend::flex::{FlexDevice, FlexTensor};
-use burn::tensor::ops::{FloatTensor, IntTensor, IntTensorOps};
+use burn::tensor::ops::{IntTensor, IntTensorOps};
 use burn::tensor::{DType, TensorMetadata};
 
 use crate::cpu::{Cpu, Element};
@@ -14,13 +11,9 @@ use crate::ep::{EpGroup, GroupConfig};
 use crate::error::{Error, Result};
 use crate::tensor::{Tensor, TensorMut, TensorRef};
 
-use super::backend::{
-    DispatchOperands, DispatchOutputs, LayerBackend, LayerCall, Named, NativeMemory, Operands, Outputs, ResultSpec,
-    RouteOutputs, core_dtype, data, float, unfit_ids,
-};
-use super::dispatch::{NativeDispatch, NativeOutputs, contiguous, run_dispatch, run_route};
+use super::backend::{Named, NativeMemory, ResultSpec, core_dtype, data, float, unfit_ids};
 use super::group::DeviceGroup;
-use super::run::run_forward;
+use super::native::NativeGroup;
 
 const CALL: &str = "ExpertParallelMoE";
 
@@ -83,6 +76,12 @@ impl NativeMemory for Flex {
     }
 }
 
+impl NativeGroup for Flex {
+    fn native_group(config: GroupConfig, _: &FlexDevice) -> Result<DeviceGroup> {
+        Ok(EpGroup::single(config)?.into())
+    }
+}
+
 fn slice<'a, T: Element + burn::tensor::Element>(name: &str, tensor: &'a FlexTensor) -> Result<TensorRef<'a, Cpu>> {
     let values = tensor.as_slice::<T>().ok_or_else(|| not_contiguous(name))?;
     TensorRef::from_slice(values, &tensor.shape())
@@ -90,38 +89,4 @@ fn slice<'a, T: Element + burn::tensor::Element>(name: &str, tensor: &'a FlexTen
 
 fn not_contiguous(name: &str) -> Error {
     Error::invalid(CALL, format!("tensor {name}"), "a contiguous tensor", "a strided one")
-}
-
-impl LayerBackend for Flex {
-    fn moe_forward(call: &LayerCall, operands: Operands<FlexTensor>) -> Result<Outputs<Self>> {
-        // Nothing tracks gradients here, so nothing is kept.
-        Ok(run_forward::<Self>(call, &operands.map(Self::contiguous), false)?.0)
-    }
-
-    type Dispatch = Arc<NativeDispatch<Self>>;
-
-    fn moe_route(
-        call: &LayerCall,
-        logits: FloatTensor<Self>,
-        selection_bias: Option<FloatTensor<Self>>,
-    ) -> Result<RouteOutputs<Self>> {
-        run_route(call, &Self::contiguous(logits), selection_bias.map(Self::contiguous).as_ref())
-    }
-
-    fn moe_dispatch(call: &LayerCall, tokens: DispatchOperands<Self>) -> Result<DispatchOutputs<Self>> {
-        let NativeOutputs { rows, weights, dispatch } = run_dispatch::<Self>(call, &contiguous(tokens), false)?;
-        Ok(DispatchOutputs { rows, weights, load: dispatch.load(), dispatch: Arc::new(dispatch) })
-    }
-
-    fn moe_combine(dispatch: &Self::Dispatch, outputs: FloatTensor<Self>) -> Result<FloatTensor<Self>> {
-        dispatch.combine(&Self::contiguous(outputs))
-    }
-
-    fn moe_segments(dispatch: &Self::Dispatch) -> Result<Vec<Range<usize>>> {
-        dispatch.segments()
-    }
-
-    fn group_of_one(config: GroupConfig, _: &Self::Device) -> Result<DeviceGroup> {
-        Ok(EpGroup::single(config)?.into())
-    }
 }

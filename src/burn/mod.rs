@@ -186,6 +186,7 @@ mod flex;
 mod group;
 mod init;
 mod module;
+mod native;
 mod run;
 #[cfg(test)]
 mod tests;
